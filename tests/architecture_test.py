@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shape of the source tree: who imports whom, names, and what every file must have."""
+
+import ast
+import graphlib
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+_ROOT = pathlib.Path(__file__).parents[1]
+_PACKAGES = ('lingvo_gpipe', 'params', 'tasks', 'tools')
+
+# Imports point from a later row to an earlier one, or stay within a row (without cycles). A module
+# belongs to the first row with a pattern that fits it; a pattern ends with * or is a whole name.
+_LEVELS = (
+  # No TensorFlow here.
+  (
+    'lingvo_gpipe.hyperparams',
+    'lingvo_gpipe.params_text',
+    'lingvo_gpipe.params_tree',
+    'lingvo_gpipe.literals',
+    'lingvo_gpipe.read_only',
+    'lingvo_gpipe.nested_map',
+    'lingvo_gpipe.nested_tree',
+    'lingvo_gpipe.registry',
+    'lingvo_gpipe.experiment_sources',
+    'lingvo_gpipe.pipeline.actions',
+    'lingvo_gpipe.pipeline.schedule_ir',
+    'lingvo_gpipe.pipeline.schedules',
+    'lingvo_gpipe.pipeline.simulator',
+    'lingvo_gpipe.pipeline.timeline_text',
+    'lingvo_gpipe.pipeline.partitioner',
+  ),
+  (
+    'lingvo_gpipe.base_layer',
+    'lingvo_gpipe.weight_params',
+    'lingvo_gpipe.fprop_context',
+    'lingvo_gpipe.fprop_trace',
+    'lingvo_gpipe.graph_cost',
+    'lingvo_gpipe.flop_rules',
+    'lingvo_gpipe.shapes',
+  ),
+  ('lingvo_gpipe.layers.*',),
+  ('lingvo_gpipe.pipeline.*',),
+  # Programs and binaries come below; what is not named there belongs here: task, learner, input ...
+  None,
+  ('lingvo_gpipe.inspection', 'lingvo_gpipe.programs'),
+  ('lingvo_gpipe.binary',),
+  ('lingvo_gpipe.trainer', 'lingvo_gpipe.evaluator'),
+  ('tasks', 'tasks.*'),
+  ('params', 'params.*'),
+  ('tools.*',),
+)
+_NO_TENSORFLOW = _LEVELS[0]
+_DEFAULT_LEVEL = _LEVELS.index(None)
+
+# The registry makes the default model; it imports it when an experiment asks for one.
+_LAZY_IMPORTS = {('lingvo_gpipe.registry', 'lingvo_gpipe.model')}
+
+_TENSORFLOW = ('tensorflow', 'keras', 'tensorboard', 'tensorflow_datasets')
+_BINARIES = ('lingvo_gpipe.trainer', 'lingvo_gpipe.evaluator')
+
+# {file: names of tf.compat.v1 that TensorFlow 2 has no other public name for}.
+_OLD_TENSORFLOW = {
+  'lingvo_gpipe/pipeline/split_backward.py': {'tf.compat.v1.placeholder'},  # In wrap_function.
+  'lingvo_gpipe/pipeline/vjp.py': {'tf.compat.v1.wrap_function'},  # For its prune.
+}
+
+# {file: names that somebody else's interface asks for}.
+_FOREIGN_NAMES = {
+  'lingvo_gpipe/nested_map.py': {'copy', 'setdefault', 'update'},  # dict.
+  'lingvo_gpipe/optimizer.py': {'add_variable', 'add_variable_from_reference'},  # Keras.
+  'tests/conftest.py': {'find_spec'},  # importlib.
+  'tests/progress_terminal_test.py': {'isatty'},  # io.
+}
+
+
+def _Files(*packages):
+  found = [p for name in packages for p in sorted((_ROOT / name).rglob('*.py'))]
+  assert found
+  return found
+
+
+def _Relative(path):
+  return path.relative_to(_ROOT).as_posix()
+
+
+def _Module(path):
+  parts = path.relative_to(_ROOT).with_suffix('').parts
+  return '.'.join(parts[:-1] if parts[-1] == '__init__' else parts)
+
+
+def _Tree(path):
+  return ast.parse(path.read_text(encoding='utf-8'), str(path))
+
+
+def _Imports(path):
+  """[(name, line, whether at the top of the module)]; `from a import b` is a.b."""
+  tree = _Tree(path)
+  found = []
+
+  def Walk(node, at_top):
+    for child in ast.iter_child_nodes(node):
+      if isinstance(child, ast.Import):
+        found.extend((alias.name, child.lineno, at_top) for alias in child.names)
+      elif isinstance(child, ast.ImportFrom):
+        assert not child.level, f'{_Relative(path)}:{child.lineno}: a relative import'
+        names = [f'{child.module}.{alias.name}' for alias in child.names]
+        found.extend((name, child.lineno, at_top) for name in names)
+      inside = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+      Walk(child, at_top and not inside)
+
+  Walk(tree, True)
+  return found
+
+
+_MODULES = {_Module(path): path for path in _Files(*_PACKAGES)}
+
+
+def _Target(name):
+  """The module of ours that an imported name is or is in; None for others' modules."""
+  parts = name.split('.')
+  if parts[0] not in _PACKAGES:
+    return None
+  while parts and '.'.join(parts) not in _MODULES:
+    parts.pop()
+  assert parts, f'{name} is no module'
+  return '.'.join(parts)
+
+
+def _OwnImports():
+  """[(importer, imported, where, whether at the top)] among our modules."""
+  return [
+    (module, target, f'{_Relative(path)}:{line}', at_top)
+    for module, path in _MODULES.items()
+    for name, line, at_top in _Imports(path)
+    if (target := _Target(name)) not in (None, module)
+  ]
+
+
+def _Level(module):
+  for level, patterns in enumerate(_LEVELS):
+    for pattern in patterns or ():
+      if module == pattern or (pattern.endswith('*') and module.startswith(pattern[:-1])):
+        return level
+  return _DEFAULT_LEVEL
+
+
+def testEveryNameInTheTableExists():
+  names = [p for patterns in _LEVELS for p in patterns or ()]
+  assert len(set(names)) == len(names)
+  for name in names:
+    assert name.endswith('*') or name in _MODULES, name
+
+
+def testImportsPointOneWay():
+  wrong = [
+    f'{where}: {module} imports {target}, which stands above it'
+    for module, target, where, _ in _OwnImports()
+    if _Level(target) > _Level(module) and (module, target) not in _LAZY_IMPORTS
+  ]
+  assert not wrong, '\n'.join(wrong)
+
+
+def testTheLazyImportsAreLazy():
+  found = {(m, t): at_top for m, t, _, at_top in _OwnImports() if (m, t) in _LAZY_IMPORTS}
+  assert found == dict.fromkeys(_LAZY_IMPORTS, False)
+
+
+def testNoCycles():
+  sorter = graphlib.TopologicalSorter()
+  for module, target, _, _ in _OwnImports():
+    if (module, target) not in _LAZY_IMPORTS:
+      sorter.add(module, target)
+  try:
+    sorter.prepare()
+  except graphlib.CycleError as e:
+    pytest.fail(f'modules import each other: {" <- ".join(e.args[1])}')
+
+
+def testLayersDoNotKnowThePipeline():
+  for module, target, where, _ in _OwnImports():
+    if module.startswith('lingvo_gpipe.layers'):
+      assert not target.startswith('lingvo_gpipe.pipeline'), where
+
+
+def testNobodyImportsParamsToolsOrABinary():
+  for module, target, where, _ in _OwnImports():
+    package = target.split('.')[0]
+    assert package not in ('params', 'tools') or package == module.split('.')[0], where
+    assert target not in _BINARIES, where
+
+
+def testTheFrameworkDoesNotKnowItsUsers():
+  for module, target, where, _ in _OwnImports():
+    if module.startswith('lingvo_gpipe'):
+      assert target.startswith('lingvo_gpipe'), where
+    if module.startswith('tasks'):
+      assert not target.startswith('params'), where
+
+
+def testParamsOnlyAssemble():
+  """Experiments and tasks do not reach into the programs."""
+  top = _LEVELS.index(('lingvo_gpipe.inspection', 'lingvo_gpipe.programs'))
+  for module, target, where, _ in _OwnImports():
+    if module.split('.')[0] in ('params', 'tasks') and target.startswith('lingvo_gpipe'):
+      assert _Level(target) < top, where
+
+
+def testFlagsLiveInTheBinaries():
+  for path in _Files('lingvo_gpipe', 'params', 'tasks'):
+    if _Module(path) in (*_BINARIES, 'lingvo_gpipe.binary'):
+      continue
+    for name, line, _ in _Imports(path):
+      assert name not in ('absl.flags', 'argparse'), f'{_Relative(path)}:{line}'
+
+
+# ---- TensorFlow --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('module', _NO_TENSORFLOW)
+def testLoadsNoTensorFlow(module):
+  for name, line, at_top in _Imports(_MODULES[module]):
+    assert not (at_top and name.split('.')[0] in _TENSORFLOW), f'{module}:{line}'
+  program = (
+    f'import sys; sys.path.insert(0, {str(_ROOT)!r}); import {module}; '
+    f'loaded = sorted(sys.modules.keys() & {set(_TENSORFLOW)!r}); sys.exit(" ".join(loaded) or 0)'
+  )
+  run = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, check=False)
+  assert run.returncode == 0, f'importing {module} loads {run.stderr}'
+
+
+def testNoPrivateOrOldTensorFlow():
+  """No tensorflow.python, no compat.v1 and no private name of TensorFlow."""
+  for path in _Files(*_PACKAGES, 'tests'):
+    for name, line, _ in _Imports(path):
+      assert not re.match(r'tensorflow\.(python|core|compiler|compat\.v1)', name), (
+        f'{_Relative(path)}:{line}'
+      )
+    for node in ast.walk(_Tree(path)):
+      if isinstance(node, ast.Attribute):
+        text = ast.unparse(node)
+        if text == 'tf.compat.v1' or text in _OLD_TENSORFLOW.get(_Relative(path), ()):
+          continue  # The first is a part of the names that are looked at.
+        assert not re.match(r'tf\.(python\b|compat\.v1\b|(\w+\.)*_[a-z])', text), (
+          f'{_Relative(path)}:{node.lineno}: {text}'
+        )
+
+
+# ---- files -------------------------------------------------------------------------------
+
+
+def testEveryFileHasItsLicenceAndSaysWhatItIsFor():
+  for path in _Files(*_PACKAGES, 'tests'):
+    lines = path.read_text(encoding='utf-8').splitlines()
+    assert lines and lines[0] == '# SPDX-License-Identifier: Apache-2.0', _Relative(path)
+    assert ast.get_docstring(_Tree(path)), f'{_Relative(path)} has no docstring'
+
+
+def testNoFileIsACatchAll():
+  for path in _Files(*_PACKAGES, 'tests'):
+    for word in ('utils', 'util', 'common', 'helpers', 'helper', 'misc'):
+      assert word not in path.stem.split('_'), _Relative(path)
+      assert word not in path.parent.name.split('_'), _Relative(path)
+
+
+def testPackagesImportNothing():
+  for path in _Files(*_PACKAGES):
+    if path.name == '__init__.py':
+      body = _Tree(path).body
+      assert all(isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant) for n in body), (
+        f'{_Relative(path)}: only a docstring'
+      )
+
+
+def testEveryTestFileRunsByItself():
+  tests = [p for p in _Files('tests') if p.name.endswith('_test.py')]
+  for path in tests:
+    text = path.read_text(encoding='utf-8')
+    assert 'raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))' in text, _Relative(path)
+
+
+def testTestsMirrorTheTree():
+  """A test file is named after what it tests, or looks at more than one module."""
+  sources = {path for path in _Files('lingvo_gpipe', 'params', 'tasks', 'tools')}
+  for path in _Files('tests'):
+    if not path.name.endswith('_test.py') or path.parent == _ROOT / 'tests':
+      continue
+    folder = path.parent.relative_to(_ROOT / 'tests')
+    homes = {_ROOT / folder, _ROOT / 'lingvo_gpipe' / folder}
+    assert any(source.parent in homes for source in sources), _Relative(path)
+
+
+# ---- names -------------------------------------------------------------------------------
+
+_CAMEL = re.compile(r'_{0,2}[A-Z][A-Za-z0-9]*')
+_SNAKE = re.compile(r'_{0,2}[a-z][a-z0-9_]*')
+_TEST = re.compile(r'test[A-Z0-9][A-Za-z0-9]*')
+_DUNDER = re.compile(r'__\w+__')
+
+
+def _Decorators(node):
+  return {ast.unparse(d).split('(')[0].rsplit('.', 1)[-1] for d in node.decorator_list}
+
+
+@pytest.mark.parametrize('package', [*_PACKAGES, 'tests'])
+def testFunctionsAreCamelCaseAndAttributesSnakeCase(package):
+  wrong = []
+  for path in _Files(package):
+    allowed = _FOREIGN_NAMES.get(_Relative(path), set())
+    for node in ast.walk(_Tree(path)):
+      if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        continue
+      name, decorators = node.name, _Decorators(node)
+      if decorators & {'property', 'cached_property', 'setter', 'deleter', 'fixture'}:
+        # A fixture's function may have another name than the fixture, a test's stand-in any.
+        good = _SNAKE.fullmatch(name) or package == 'tests'
+      else:
+        good = _CAMEL.fullmatch(name) or _DUNDER.fullmatch(name) or name == 'main'
+        good = good or name in allowed
+        if package == 'tests':
+          good = good or _TEST.fullmatch(name) or name.startswith('pytest_')
+      if not good:
+        wrong.append(f'{_Relative(path)}:{node.lineno}: {name}')
+  assert not wrong, '\n'.join(wrong)
+
+
+@pytest.mark.parametrize('package', _PACKAGES)
+def testArgumentsAndModulesAreSnakeCase(package):
+  wrong = []
+  for path in _Files(package):
+    if not re.fullmatch(r'(__)?[a-z][a-z0-9_]*', path.stem):
+      wrong.append(_Relative(path))
+    for node in ast.walk(_Tree(path)):
+      if isinstance(node, ast.arg) and not re.fullmatch(r'_{0,2}[a-z0-9_]*', node.arg):
+        wrong.append(f'{_Relative(path)}:{node.lineno}: {node.arg}')
+  assert not wrong, '\n'.join(wrong)
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of every test: a quiet TensorFlow on the CPU with four logical devices.
+
+Tests that never import TensorFlow never pay for it: the devices are made by a hook that fires when
+something imports TensorFlow for the first time, be it a test file or a function that runs later.
+"""
+
+import importlib.abc
+import importlib.util
+import os
+import sys
+
+import hypothesis
+
+NUM_DEVICES = 4
+
+# Inherited by the processes that tests start. Set only where the user has said nothing.
+os.environ.setdefault('CUDA_VISIBLE_DEVICES', '')
+os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
+
+# The same examples in every run, however slow the machine; --hypothesis-profile=default: others.
+hypothesis.settings.register_profile('repeatable', deadline=None, derandomize=True)
+hypothesis.settings.load_profile('repeatable')
+
+
+def _ConfigureTensorFlow():
+  """Makes the devices; nothing may have used one yet."""
+  tf = sys.modules['tensorflow']
+  tf.config.threading.set_intra_op_parallelism_threads(1)
+  cpu = tf.config.list_physical_devices('CPU')[0]
+  tf.config.set_logical_device_configuration(
+    cpu, [tf.config.LogicalDeviceConfiguration() for _ in range(NUM_DEVICES)]
+  )
+
+
+class _AfterTensorFlowImport(importlib.abc.MetaPathFinder):
+  """Finds `tensorflow` the usual way and calls _ConfigureTensorFlow right after it is loaded."""
+
+  def find_spec(self, fullname, path=None, target=None):
+    if fullname != 'tensorflow':
+      return None
+    sys.meta_path.remove(self)
+    spec = importlib.util.find_spec(fullname)
+    if spec is None or spec.loader is None:
+      return spec
+    execute = spec.loader.exec_module
+
+    def _ExecuteThenConfigure(module):
+      execute(module)
+      _ConfigureTensorFlow()
+
+    spec.loader.exec_module = _ExecuteThenConfigure
+    return spec
+
+
+if 'tensorflow' in sys.modules:
+  _ConfigureTensorFlow()
+else:
+  sys.meta_path.insert(0, _AfterTensorFlowImport())

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a wheel of the project contains."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+from tests import processes
+
+
+def testWheelContainsThePackageOnly(tmp_path):
+  # A copy: a build writes beside the sources, and Bazel's tree has links that lead elsewhere.
+  source = tmp_path / 'source'
+  source.mkdir()
+  for name in ('pyproject.toml', 'README.md', 'LICENSE'):
+    shutil.copy(processes.ROOT / name, source / name)
+  for name in ('lingvo_gpipe', 'params', 'tasks', 'tests', 'tools'):
+    if (processes.ROOT / name).exists():
+      ignored = shutil.ignore_patterns('__pycache__')
+      shutil.copytree(processes.ROOT / name, source / name, ignore=ignored)
+  (source / 'dist').mkdir()
+  build = [sys.executable, '-m', 'pip', 'wheel', '--quiet', '--no-deps', '-w', 'dist', '.']
+  if importlib.util.find_spec('hatchling'):  # Else pip fetches it, as pyproject.toml asks.
+    build = [sys.executable, '-c', 'import hatchling.build as b; b.build_wheel("dist")']
+  done = subprocess.run(
+    build, cwd=source, capture_output=True, text=True, timeout=processes.TIMEOUT, check=False
+  )
+  assert done.returncode == 0, done.stderr
+  (wheel,) = (source / 'dist').glob('lingvo_gpipe-*-py3-none-any.whl')
+  names = zipfile.ZipFile(wheel).namelist()
+  assert {name.split('/')[0].partition('-')[0] for name in names} == {'lingvo_gpipe'}
+  inside = {name for name in names if name.startswith('lingvo_gpipe/')}
+  expected = {
+    os.path.relpath(os.path.join(folder, file), source)
+    for folder, _, files in os.walk(source / 'lingvo_gpipe')
+    for file in files
+    if file.endswith('.py') or file == 'py.typed'
+  }
+  assert inside == expected
+  entries = zipfile.ZipFile(wheel).read(
+    next(name for name in names if name.endswith('entry_points.txt'))
+  )
+  assert b'trainer = lingvo_gpipe.trainer:Run' in entries
+  assert b'evaluator = lingvo_gpipe.evaluator:Run' in entries
+  assert any(name.endswith('licenses/LICENSE') for name in names)
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))
