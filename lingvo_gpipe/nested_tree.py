@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trees of mappings, lists and tuples: paths such as `a.b[2].c`, and walks over the leaves.
+
+These are the functions behind `NestedMap`'s methods, for any such tree, a NestedMap or not; the
+text of `nested_map` says what is a container and what a leaf. This module imports no TensorFlow.
+"""
+
+from __future__ import annotations
+
+import ast
+import collections
+import difflib
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
+from typing import Any
+
+_IDENTIFIER = re.compile(r'[A-Za-z_][A-Za-z0-9_]*')
+_STEP = re.compile(
+  r"""(?:^|(?!^)\.)(?P<name>[A-Za-z_][A-Za-z0-9_]*)"""
+  r"""|\[(?P<index>-?[0-9]+)\]"""
+  r"""|\[(?P<text>'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")\]"""
+)
+# What `Filter` and `Select` return where nothing is left.
+DROPPED = object()
+
+
+# --- paths ---
+
+
+def IsIdentifier(key: str) -> bool:
+  """Whether `key` is a step that a path writes without brackets."""
+  return _IDENTIFIER.fullmatch(key) is not None
+
+
+def ParsePath(path: str) -> list[str | int]:
+  """Splits 'a.b[2].c' into ['a', 'b', 2, 'c']."""
+  if not isinstance(path, str):
+    raise ValueError(f'Invalid NestedMap path {path!r}: expected a str, got {type(path).__name__}.')
+  steps: list[str | int] = []
+  position = 0
+  while position < len(path) or not steps:
+    match = _STEP.match(path, position)
+    if not match:
+      raise ValueError(
+        f'Invalid NestedMap path {path!r} at {path[position:]!r}: expected something like a.b[2].c.'
+      )
+    if match['name']:
+      steps.append(match['name'])
+    elif match['index']:
+      steps.append(int(match['index']))
+    else:
+      steps.append(ast.literal_eval(match['text']))
+    position = match.end()
+  return steps
+
+
+def JoinPath(prefix: str, step: Any) -> str:
+  """Returns the path `prefix` with one more key or index."""
+  if isinstance(step, str) and IsIdentifier(step):
+    return f'{prefix}.{step}' if prefix else step
+  return f'{prefix}[{step!r}]'
+
+
+def QuotePath(steps: Iterable[Any]) -> str:
+  """Returns the quoted path of `steps`, for an error's text."""
+  path = ''
+  for step in steps:
+    path = JoinPath(path, step)
+  return repr(path) if path else 'the map'
+
+
+def MissingKeyMessage(node: Mapping[Any, Any], key: Any) -> str:
+  """Returns the text, from the verb on, that `node` has no `key`, with the close and all keys."""
+  keys = [str(k) for k in node]
+  close = difflib.get_close_matches(str(key), keys, n=3, cutoff=0.6)
+  hint = f'; did you mean {" or ".join(map(repr, close))}?' if close else ''
+  return f'has no key {key!r}{hint} (keys: {sorted(keys)})'
+
+
+def GetStep(node: Any, step: str | int) -> Any:
+  """Returns one child, or raises KeyError, IndexError or TypeError; the text begins with a verb."""
+  if isinstance(node, Mapping):
+    if step not in node:
+      raise KeyError(MissingKeyMessage(node, step))
+    return node[step]
+  if isinstance(node, (list, tuple)) and isinstance(step, int):
+    if not -len(node) <= step < len(node):
+      raise IndexError(f'has {len(node)} elements, index {step} is out of range')
+    return node[step]
+  raise TypeError(f'is a {type(node).__name__}, which has no element {step!r}')
+
+
+def Find(root: Any, path: str) -> tuple[tuple[Any, ...], Any]:
+  """Returns the steps of `path`, without negative indices, and what is there.
+
+  Raises:
+    KeyError, IndexError, TypeError: there is nothing at `path`; the text says which step failed.
+    ValueError: `path` is no path.
+  """
+  node = root
+  done: list[Any] = []
+  for step in ParsePath(path):
+    try:
+      child = GetStep(node, step)
+    except (KeyError, IndexError, TypeError) as e:
+      raise type(e)(f'{QuotePath(done)} {e.args[0]} (looking for {path!r})') from None
+    negative = isinstance(step, int) and step < 0 and not isinstance(node, Mapping)
+    done.append(len(node) + int(step) if negative else step)
+    node = child
+  return tuple(done), node
+
+
+# --- walks ---
+
+
+def Children(node: Any) -> list[tuple[Any, Any]] | None:
+  """Returns the children with their keys or indices in flatten order, or None for a leaf."""
+  if isinstance(node, Mapping):
+    return [(key, node[key]) for key in sorted(node)]
+  if isinstance(node, (list, tuple)):
+    return list(enumerate(node))
+  return None
+
+
+def Rebuild(node: Any, children: list[tuple[Any, Any]]) -> Any:
+  """Returns a container like `node` with these children. A mapping keeps its order of keys."""
+  if isinstance(node, Mapping):
+    by_key = dict(children)
+    by_key = {key: by_key[key] for key in node if key in by_key}
+    if isinstance(node, collections.defaultdict):
+      return type(node)(node.default_factory, by_key)
+    return type(node)(by_key)  # type: ignore[call-arg]
+  values = [child for _, child in children]
+  if isinstance(node, list):
+    return type(node)(values)
+  fields = getattr(node, '_fields', None)
+  if fields is None:
+    return type(node)(tuple(values))
+  if len(values) != len(fields):
+    raise ValueError(
+      f'A named tuple {type(node).__name__} cannot lose some of its {len(fields)} fields.'
+    )
+  return type(node)(*values)
+
+
+def Leaves(node: Any, path: str = '') -> Iterable[tuple[str, Any]]:
+  """Yields `(path, leaf)` for all leaves in flatten order; `path` is that of `node`."""
+  children = Children(node)
+  if children is None:
+    yield path, node
+  else:
+    for step, child in children:
+      yield from Leaves(child, JoinPath(path, step))
+
+
+def Map(fn: Callable[[str, Any], Any], node: Any, path: str = '') -> Any:
+  """Returns a tree like `node` with `fn(path, leaf)` for every leaf, called in flatten order."""
+  children = Children(node)
+  if children is None:
+    return fn(path, node)
+  return Rebuild(node, [(step, Map(fn, child, JoinPath(path, step))) for step, child in children])
+
+
+def Filter(fn: Callable[[str, Any], Any], node: Any, path: str = '') -> Any:
+  """Returns a tree with the leaves for which `fn(path, leaf)` is true, or DROPPED.
+
+  A container that loses all its leaves goes too; one that was empty before stays.
+  """
+  children = Children(node)
+  if children is None:
+    return node if fn(path, node) else DROPPED
+  kept = [(step, Filter(fn, child, JoinPath(path, step))) for step, child in children]
+  kept = [(step, child) for step, child in kept if child is not DROPPED]
+  return DROPPED if children and not kept else Rebuild(node, kept)
+
+
+def Select(node: Any, wanted: Collection[tuple[Any, ...]], steps: tuple[Any, ...] = ()) -> Any:
+  """Returns a tree with only what is at or below the `wanted` steps, or DROPPED.
+
+  `steps` are those that lead to `node`.
+  """
+  if steps in wanted:
+    return Map(lambda _, leaf: leaf, node)
+  children = Children(node) or []
+  kept = [(step, Select(child, wanted, (*steps, step))) for step, child in children]
+  kept = [(step, child) for step, child in kept if child is not DROPPED]
+  return Rebuild(node, kept) if kept else DROPPED
+
+
+def ToPlain(node: Any) -> Any:
+  """Returns a tree like `node` with a plain dict for every mapping."""
+  if isinstance(node, Mapping):
+    return {key: ToPlain(child) for key, child in node.items()}
+  if isinstance(node, (list, tuple)):
+    return Rebuild(node, [(i, ToPlain(child)) for i, child in enumerate(node)])
+  return node
+
+
+def Merge(target: MutableMapping[Any, Any] | list[Any], source: Any, path: str = '') -> None:
+  """Merges a mapping or list into one of the same kind, leaf by leaf and in place.
+
+  Raises:
+    ValueError: `source` has a map or a list where `target` has something else. What was merged
+      before that stays.
+  """
+  for step, new in Children(source) or []:
+    there = step < len(target) if isinstance(target, list) else step in target
+    old = target[step] if there else None
+    if isinstance(target, list) and not there:
+      target.append(new)
+    elif not there:
+      target[step] = new
+    elif not isinstance(new, (Mapping, list)):
+      target[step] = new
+    elif isinstance(old, MutableMapping if isinstance(new, Mapping) else list):
+      Merge(old, new, JoinPath(path, step))
+    else:
+      raise ValueError(
+        f'Update: {JoinPath(path, step)!r} is a {type(old).__name__} here and a '
+        f'{type(new).__name__} in the other map; delete it first to replace it.'
+      )
