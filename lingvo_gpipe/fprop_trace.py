@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Output specs and cost of a layer's `FProp`, by tracing it once; nothing is allocated or run.
+
+What class a layer is of does not matter here: the Protocol `TracedLayer` says what it must have.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import tensorflow as tf
+
+from lingvo_gpipe import fprop_context, graph_cost, nested_map
+
+
+class TracedLayer(Protocol):
+  """What a trace needs of a layer."""
+
+  @property
+  def path(self) -> str:
+    """The layer's name in messages."""
+
+  def ThetaFrom(self, variables: nested_map.NestedMap) -> nested_map.NestedMap:
+    """Turns a nest of weights into what `FProp` takes."""
+
+  def FProp(self, theta: nested_map.NestedMap, *args: Any) -> Any:
+    """Computes the outputs."""
+
+
+def TraceMeta(
+  layer: TracedLayer, weight_specs: nested_map.NestedMap, *input_specs: Any
+) -> nested_map.NestedMap:
+  """Traces one call of `layer.FProp` and counts the operations of its graph.
+
+  Args:
+    layer: the layer.
+    weight_specs: the nest of weights that `layer.ThetaFrom` takes, a tf.TensorSpec for each.
+    *input_specs: a (nest of) tf.TensorSpec with static shapes for each input; None allowed.
+
+  Returns:
+    NestedMap(flops, out_specs): floating point operations of one forward call (a multiply-add
+    counts as two) and a tuple with the (nest of) tf.TensorSpec of each output.
+  """
+  none_at = [i for i, s in enumerate(tf.nest.flatten(list(input_specs))) if s is None]
+  flat_specs = [s for s in tf.nest.flatten(list(input_specs)) if s is not None]
+
+  def Run(variables: Any, *flat: tf.Tensor) -> Any:
+    leaves: list[Any] = list(flat)
+    for i in none_at:
+      leaves.insert(i, None)
+    args = tf.nest.pack_sequence_as(list(input_specs), leaves)
+    with fprop_context.Scope(step=0):
+      return layer.FProp(layer.ThetaFrom(variables), *args)
+
+  traced = tf.function(Run, autograph=False).get_concrete_function(weight_specs, *flat_specs)
+  cost = graph_cost.CountFlops(traced)
+  if cost.unknown:
+    tf.get_logger().warning(
+      '%s: no FLOP rule for %s; counted one operation per output element',
+      layer.path,
+      ', '.join(sorted(cost.unknown)),
+    )
+  out = traced.structured_outputs
+  out = out if isinstance(out, tuple) else (out,)
+  specs = tf.nest.map_structure(
+    lambda t: None if t is None else tf.TensorSpec(t.shape, t.dtype), out
+  )
+  return nested_map.NestedMap(flops=cost.flops, out_specs=specs)

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Multi-head attention, batch-major: [batch, time, dim]."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import tensorflow as tf
+
+from lingvo_gpipe import base_layer, hyperparams, nested_map, shapes
+from lingvo_gpipe.layers import dropout, fprop_meta, linear
+
+
+def AttentionMask(
+  query_time: Any, key_time: Any, paddings: tf.Tensor | None, is_causal: bool
+) -> tf.Tensor | None:
+  """A bool mask that broadcasts to [batch, heads, query_time, key_time]; True: may attend.
+
+  Args:
+    query_time: number of queries, an integer or a scalar tensor.
+    key_time: number of keys; if causal, the same.
+    paddings: None, or [batch, key_time] with 1.0 at keys that nobody attends to.
+    is_causal: whether query i sees the keys 0 ... i only.
+
+  Returns:
+    None if every query sees every key.
+  """
+  mask = None
+  if is_causal:
+    earlier = tf.range(query_time)[:, tf.newaxis] >= tf.range(key_time)[tf.newaxis, :]
+    mask = earlier[tf.newaxis, tf.newaxis, :, :]
+  if paddings is not None:
+    present = (paddings < 0.5)[:, tf.newaxis, tf.newaxis, :]
+    mask = present if mask is None else tf.logical_and(mask, present)
+  return mask
+
+
+class MultiHeadedAttention(base_layer.BaseLayer):
+  """Scaled dot-product attention with several heads (Vaswani et al. 2017, section 3.2).
+
+  The mask is built here from paddings and `is_causal`, so nothing quadratic in time travels between
+  layers. Logits of types narrower than float32 are normalised in float32. A query that may attend
+  to no key gets the mean of all values: finite, and itself padding.
+
+  `FProp` projects (`_ToHeads`), then attends (`_Attend`). Decoding with cached keys and values is
+  to keep those of the steps so far, project one new step, append it, and call `_Attend` with the
+  mask of the steps that are filled.
+  """
+
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    """The Params of a MultiHeadedAttention."""
+    p = super().Params()
+    p.Define('input_dim', 0, 'Size of the last axis of queries, keys, values and outputs.')
+    p.Define('hidden_dim', 0, 'Width of all heads together. 0: input_dim.')
+    p.Define('num_heads', 1, 'Number of heads; divides hidden_dim.')
+    p.Define('use_bias', True, 'Whether the four projections have a bias.')
+    p.Define('is_causal', False, 'Whether a query sees only its own and earlier keys.')
+    p.Define('proj_tpl', linear.ProjectionLayer.Params(), 'What the projections are made from.')
+    p.Define('dropout_tpl', dropout.DropoutLayer.Params(), 'What the dropout is made from.')
+    p.Define('atten_dropout_prob', 0.0, 'Probability to drop an attention weight.')
+    return p
+
+  def __init__(self, params: hyperparams.InstantiableParams) -> None:
+    super().__init__(params)
+    p = self.params
+    shapes.CheckPositive(p, 'input_dim', 'num_heads')
+    shapes.CheckProbability(p, 'atten_dropout_prob')
+    width = p.hidden_dim or p.input_dim
+    if width % p.num_heads:
+      raise ValueError(
+        f'{type(self).__name__} {p.name!r}: the attention width {width} (hidden_dim, or input_dim '
+        f'if that is 0) must be a multiple of num_heads {p.num_heads}'
+      )
+    self._dim_per_head = width // p.num_heads
+    projection = p.proj_tpl.Copy().Set(has_bias=p.use_bias, activation='NONE')
+    for name in ('query', 'key', 'value'):
+      self.CreateChild(name, projection.Copy().Set(input_dim=p.input_dim, output_dim=width))
+    self.CreateChild('post', projection.Copy().Set(input_dim=width, output_dim=p.input_dim))
+    self.CreateChild(
+      'atten_dropout', p.dropout_tpl.Copy().Set(keep_prob=1.0 - p.atten_dropout_prob)
+    )
+
+  def FProp(
+    self,
+    theta: nested_map.NestedMap,
+    query_vec: tf.Tensor,
+    key_vec: tf.Tensor,
+    value_vec: tf.Tensor,
+    paddings: tf.Tensor | None = None,
+    mask: tf.Tensor | None = None,
+  ) -> tf.Tensor:
+    """Attends.
+
+    Args:
+      theta: the weights.
+      query_vec: [batch, query time, input_dim].
+      key_vec: [batch, key time, input_dim]; query_vec again for self-attention.
+      value_vec: [batch, key time, input_dim].
+      paddings: None, or [batch, key time], 1.0 at keys that nobody attends to.
+      mask: None, or a bool tensor that broadcasts to [batch, heads, query time, key time], False
+        where a query must not attend to a key, beside paddings and is_causal.
+
+    Returns:
+      The encoded queries, [batch, query time, input_dim] in fprop_dtype.
+    """
+    self._CheckInputs(self.path, self.params, query_vec, key_vec, value_vec, paddings)
+    query_time, key_time = (shapes.GetShape(x)[1] for x in (query_vec, key_vec))
+    own = AttentionMask(query_time, key_time, paddings, self.params.is_causal)
+    if mask is not None:
+      own = mask if own is None else tf.logical_and(own, mask)
+    query = self._ToHeads(self.query.FProp(theta.query, query_vec))
+    key = self._ToHeads(self.key.FProp(theta.key, key_vec))
+    value = self._ToHeads(self.value.FProp(theta.value, value_vec))
+    return self._Attend(theta, query, key, value, own)
+
+  def _ToHeads(self, x: tf.Tensor) -> tf.Tensor:
+    """[batch, time, width] -> [batch, heads, time, dim per head]."""
+    batch, time, _ = shapes.GetShape(x)
+    x = tf.reshape(x, [batch, time, self.params.num_heads, self._dim_per_head])
+    return tf.transpose(x, [0, 2, 1, 3])
+
+  def _Attend(
+    self,
+    theta: nested_map.NestedMap,
+    query: tf.Tensor,
+    key: tf.Tensor,
+    value: tf.Tensor,
+    mask: tf.Tensor | None,
+  ) -> tf.Tensor:
+    """Attention over projected heads, and the last projection.
+
+    Args:
+      theta: the weights.
+      query: [batch, heads, query time, dim per head].
+      key: [batch, heads, key time, dim per head].
+      value: as `key`.
+      mask: None or bool, broadcast to [batch, heads, query time, key time].
+
+    Returns:
+      [batch, query time, input_dim].
+    """
+    logits = tf.matmul(query * (1.0 / math.sqrt(self._dim_per_head)), key, transpose_b=True)
+    if logits.dtype.size < 4:
+      logits = tf.cast(logits, tf.float32)
+    if mask is not None:
+      # Far below any logit, yet finite: a row without any True must not give NaN.
+      logits = tf.where(mask, logits, tf.constant(0.5 * logits.dtype.min, logits.dtype))
+    probs = tf.cast(tf.nn.softmax(logits), value.dtype)
+    probs = self.atten_dropout.FProp(theta.atten_dropout, probs)
+    encoded = tf.transpose(tf.matmul(probs, value), [0, 2, 1, 3])
+    batch, time, heads, dim = shapes.GetShape(encoded)
+    return self.post.FProp(theta.post, tf.reshape(encoded, [batch, time, heads * dim]))
+
+  @staticmethod
+  def _CheckInputs(
+    path: str, params: Any, query_vec: Any, key_vec: Any, value_vec: Any, paddings: Any
+  ) -> None:
+    vectors = {'query_vec': query_vec, 'key_vec': key_vec, 'value_vec': value_vec}
+    for name, x in vectors.items():
+      shapes.CheckRank(path, x, 3, name)
+      shapes.CheckLastDim(path, x, params.input_dim, name)
+    shapes.CheckShape(path, value_vec, key_vec.shape, 'value_vec')
+    shapes.CheckPaddings(path, paddings, key_vec)
+    if params.is_causal and None not in (times := (query_vec.shape[1], key_vec.shape[1])):
+      if times[0] != times[1]:
+        raise ValueError(
+          f'{path}: causal attention needs as many queries as keys, got {times[0]} and {times[1]}'
+        )
+
+  @classmethod
+  def FPropMeta(
+    cls,
+    params: hyperparams.InstantiableParams,
+    query_vec: tf.TensorSpec,
+    key_vec: tf.TensorSpec,
+    value_vec: tf.TensorSpec,
+    paddings: tf.TensorSpec | None = None,
+    mask: tf.TensorSpec | None = None,
+  ) -> nested_map.NestedMap:
+    """Two products quadratic in time and four projections; see BaseLayer.FPropMeta."""
+    path = params.name or cls.__name__
+    cls._CheckInputs(path, params, query_vec, key_vec, value_vec, paddings)
+    layer = fprop_meta.Declare(params)
+    projections = ((layer.query, query_vec), (layer.key, key_vec), (layer.value, value_vec))
+    projected = [fprop_meta.Of(child, spec) for child, spec in projections]
+    flops = sum(meta.flops for meta in projected)
+    query_spec = projected[0].out_specs[0]
+    batch, query_time, width = query_spec.shape
+    key_time = key_vec.shape[1]
+    probs = tf.TensorSpec([batch, params.num_heads, query_time, key_time], query_spec.dtype)
+    masked = paddings is not None or mask is not None or params.is_causal
+    flops += shapes.NumElements(query_spec)  # Scaling.
+    flops += 2 * 2 * batch * query_time * key_time * width  # Logits and weighted values.
+    flops += (5 + masked) * shapes.NumElements(probs)  # Softmax and mask.
+    if params.is_causal and paddings is not None:
+      flops += batch * query_time * key_time
+    flops += fprop_meta.Of(layer.atten_dropout, probs).flops
+    post = fprop_meta.Of(layer.post, query_spec)
+    return fprop_meta.Meta(flops + post.flops, *post.out_specs)

@@ -1,0 +1,363 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Between ids and vectors: embeddings, positions, and the softmax head with its cross entropy."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import tensorflow as tf
+
+from lingvo_gpipe import base_layer, hyperparams, nested_map, shapes, weight_params
+from lingvo_gpipe.layers import fprop_meta, linear
+
+
+class EmbeddingLayer(base_layer.BaseLayer):
+  """A row of a table for each id; rows start as N(0, 1 / sqrt(embedding_dim)).
+
+  Ids must lie in [0, vocab_size). That is checked before a step (design 4.16), not here: compiled
+  by XLA, a gather takes the nearest row and says nothing.
+  """
+
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    """The Params of an EmbeddingLayer."""
+    p = super().Params()
+    p.Define('vocab_size', 0, 'Number of ids.')
+    p.Define('embedding_dim', 0, 'Size of a vector.')
+    p.Define('scale_sqrt_depth', False, 'Whether vectors are multiplied by sqrt(embedding_dim).')
+    return p
+
+  def __init__(self, params: hyperparams.InstantiableParams) -> None:
+    super().__init__(params)
+    p = self.params
+    shapes.CheckPositive(p, 'vocab_size', 'embedding_dim')
+    init = weight_params.WeightInit.Gaussian(1.0 / math.sqrt(p.embedding_dim))
+    self.CreateVariable('emb', weight_params.WeightParams([p.vocab_size, p.embedding_dim], init))
+
+  def FProp(
+    self, theta: nested_map.NestedMap, ids: tf.Tensor, paddings: tf.Tensor | None = None
+  ) -> tuple[tf.Tensor, tf.Tensor | None]:
+    """Looks ids up.
+
+    Args:
+      theta: emb [vocab_size, embedding_dim].
+      ids: integers [batch, time].
+      paddings: None or [batch, time]; handed on.
+
+    Returns:
+      Vectors [batch, time, embedding_dim] in fprop_dtype, and `paddings`.
+    """
+    _CheckIds(self.path, ids, paddings)
+    return self.EmbLookup(theta, ids), paddings
+
+  def EmbLookup(self, theta: nested_map.NestedMap, ids: tf.Tensor) -> tf.Tensor:
+    """The vectors [..., embedding_dim] of ids [...]."""
+    vectors = tf.gather(theta.emb, ids)
+    if self.params.scale_sqrt_depth:
+      vectors *= math.sqrt(self.params.embedding_dim)
+    return vectors
+
+  @classmethod
+  def FPropMeta(
+    cls,
+    params: hyperparams.InstantiableParams,
+    ids: tf.TensorSpec,
+    paddings: tf.TensorSpec | None = None,
+  ) -> nested_map.NestedMap:
+    """A look-up moves data only; see BaseLayer.FPropMeta."""
+    _CheckIds(params.name or cls.__name__, ids, paddings)
+    spec = tf.TensorSpec([*ids.shape, params.embedding_dim], fprop_meta.FPropDtype(params))
+    flops = shapes.NumElements(spec) if params.scale_sqrt_depth else 0
+    return fprop_meta.Meta(flops, spec, paddings)
+
+
+class PositionalEmbeddingLayer(base_layer.BaseLayer):
+  """Adds sinusoids of the position to the inputs; has no weights.
+
+  Half of the channels are sin(position / timescale), half cos; the timescales grow geometrically
+  from min_timescale to max_timescale; an odd last channel is zero (Vaswani et al. 2017, section
+  3.5).
+  """
+
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    """The Params of a PositionalEmbeddingLayer."""
+    p = super().Params()
+    p.Define('embedding_dim', 0, 'Size of a vector.')
+    p.Define('min_timescale', 1, 'Shortest wavelength / (2 pi).')
+    p.Define('max_timescale', 10000, 'Longest wavelength / (2 pi).')
+    return p
+
+  def __init__(self, params: hyperparams.InstantiableParams) -> None:
+    super().__init__(params)
+    p = self.params
+    shapes.CheckPositive(p, 'embedding_dim')
+    if not 0 < p.min_timescale <= p.max_timescale:
+      raise ValueError(
+        f'{type(self).__name__} {p.name!r}: expected 0 < min_timescale <= max_timescale, '
+        f'got {p.min_timescale!r} and {p.max_timescale!r}'
+      )
+
+  def FProp(self, theta: nested_map.NestedMap, inputs: tf.Tensor, *others: Any) -> Any:
+    """Adds the embedding of 0, 1, ... time - 1.
+
+    Args:
+      theta: empty.
+      inputs: [batch, time, embedding_dim].
+      *others: further outputs of the layer before, as paddings; handed on as they are.
+
+    Returns:
+      A tensor of the shape of `inputs` in fprop_dtype; with `others` a tuple of it and them.
+    """
+    _CheckVectors(self.path, inputs, self.params.embedding_dim)
+    positions = tf.range(shapes.GetShape(inputs)[1])
+    y = self._CastToFPropDtype(inputs) + self.FPropWithPosition(theta, positions)
+    return (y, *others) if others else y
+
+  def FPropWithPosition(self, theta: nested_map.NestedMap, position: tf.Tensor) -> tf.Tensor:
+    """The embedding [..., embedding_dim] of integer positions [...]."""
+    del theta
+    p = self.params
+    compute = tf.float64 if p.fprop_dtype == tf.float64 else tf.float32
+    num_timescales = p.embedding_dim // 2
+    step = math.log(p.max_timescale / p.min_timescale) / max(num_timescales - 1, 1)
+    frequencies = tf.exp(tf.range(num_timescales, dtype=compute) * -step) / p.min_timescale
+    angles = tf.cast(position, compute)[..., tf.newaxis] * frequencies
+    signal = tf.concat([tf.sin(angles), tf.cos(angles)], axis=-1)
+    if p.embedding_dim % 2:
+      signal = tf.pad(signal, [[0, 0]] * (signal.shape.rank - 1) + [[0, 1]])
+    return tf.cast(signal, p.fprop_dtype)
+
+  @classmethod
+  def FPropMeta(
+    cls, params: hyperparams.InstantiableParams, inputs: tf.TensorSpec, *others: Any
+  ) -> nested_map.NestedMap:
+    """One operation an element; the sinusoids are constants. See BaseLayer.FPropMeta."""
+    _CheckVectors(params.name or cls.__name__, inputs, params.embedding_dim)
+    spec = fprop_meta.WithDtype(inputs, params)
+    return fprop_meta.Meta(shapes.NumElements(inputs), spec, *others)
+
+
+class LearnablePositionalEmbeddingLayer(base_layer.BaseLayer):
+  """Adds a learned vector for each position below max_pos to the inputs."""
+
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    """The Params of a LearnablePositionalEmbeddingLayer."""
+    p = super().Params()
+    p.Define('embedding_dim', 0, 'Size of a vector.')
+    p.Define('max_pos', 0, 'Number of positions.')
+    return p
+
+  def __init__(self, params: hyperparams.InstantiableParams) -> None:
+    super().__init__(params)
+    p = self.params
+    shapes.CheckPositive(p, 'embedding_dim', 'max_pos')
+    init = weight_params.WeightInit.Gaussian(1.0 / math.sqrt(p.embedding_dim))
+    self.CreateVariable('emb', weight_params.WeightParams([p.max_pos, p.embedding_dim], init))
+
+  def FProp(self, theta: nested_map.NestedMap, inputs: tf.Tensor, *others: Any) -> Any:
+    """Adds the vectors of positions 0, 1, ... time - 1.
+
+    Args:
+      theta: emb [max_pos, embedding_dim].
+      inputs: [batch, time, embedding_dim], time at most max_pos.
+      *others: further outputs of the layer before, as paddings; handed on as they are.
+
+    Returns:
+      A tensor of the shape of `inputs` in fprop_dtype; with `others` a tuple of it and them.
+    """
+    self._CheckInputs(self.path, self.params, inputs)
+    first = tf.convert_to_tensor(theta.emb)[: shapes.GetShape(inputs)[1]]
+    y = self._CastToFPropDtype(inputs) + first
+    return (y, *others) if others else y
+
+  def FPropWithPosition(self, theta: nested_map.NestedMap, position: tf.Tensor) -> tf.Tensor:
+    """The vectors [..., embedding_dim] of integer positions [...]."""
+    return tf.gather(theta.emb, position)
+
+  @staticmethod
+  def _CheckInputs(path: str, params: Any, inputs: Any) -> None:
+    _CheckVectors(path, inputs, params.embedding_dim)
+    if (inputs.shape[1] or 0) > params.max_pos:
+      raise ValueError(f'{path}: inputs of time {inputs.shape[1]}, but max_pos is {params.max_pos}')
+
+  @classmethod
+  def FPropMeta(
+    cls, params: hyperparams.InstantiableParams, inputs: tf.TensorSpec, *others: Any
+  ) -> nested_map.NestedMap:
+    """One operation an element; see BaseLayer.FPropMeta."""
+    cls._CheckInputs(params.name or cls.__name__, params, inputs)
+    spec = fprop_meta.WithDtype(inputs, params)
+    return fprop_meta.Meta(shapes.NumElements(inputs), spec, *others)
+
+
+class SimpleFullSoftmax(base_layer.BaseLayer):
+  """The logits of a softmax over num_classes; `XentLossFromLogits` makes the loss of them."""
+
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    """The Params of a SimpleFullSoftmax."""
+    p = super().Params()
+    p.Define('input_dim', 0, 'Size of the last axis of the inputs.')
+    p.Define('num_classes', 0, 'Number of classes.')
+    p.Define('use_bias', True, 'Whether there is a bias.')
+    p.Define('logits_abs_max', None, 'Logits are clipped to [-logits_abs_max, logits_abs_max].')
+    p.Define('logits_soft_max', 0.0, 'Above 0: logits become c tanh(logits / c) of this c.')
+    return p
+
+  def __init__(self, params: hyperparams.InstantiableParams) -> None:
+    super().__init__(params)
+    p = self.params
+    shapes.CheckPositive(p, 'input_dim', 'num_classes')
+    if (p.logits_abs_max is not None and p.logits_abs_max <= 0) or p.logits_soft_max < 0:
+      raise ValueError(
+        f'{type(self).__name__} {p.name!r}: logits_abs_max must be None or positive and '
+        f'logits_soft_max not negative, got {p.logits_abs_max!r} and {p.logits_soft_max!r}'
+      )
+    projection = linear.ProjectionLayer.Params().Set(
+      input_dim=p.input_dim, output_dim=p.num_classes, has_bias=p.use_bias, activation='NONE'
+    )
+    self.CreateChild('linear', projection)
+
+  def FProp(
+    self, theta: nested_map.NestedMap, inputs: tf.Tensor, paddings: tf.Tensor | None = None
+  ) -> tf.Tensor:
+    """Computes logits.
+
+    Args:
+      theta: the weights.
+      inputs: [..., input_dim].
+      paddings: not used; taken so that the layer may follow one that returns paddings.
+
+    Returns:
+      [..., num_classes] in fprop_dtype.
+    """
+    del paddings
+    p = self.params
+    shapes.CheckLastDim(self.path, inputs, p.input_dim)
+    logits = self.linear.FProp(theta.linear, inputs)
+    if p.logits_soft_max:
+      logits = p.logits_soft_max * tf.tanh(logits / p.logits_soft_max)
+    if p.logits_abs_max is not None:
+      logits = tf.clip_by_value(logits, -p.logits_abs_max, p.logits_abs_max)
+    return logits
+
+  @classmethod
+  def FPropMeta(
+    cls,
+    params: hyperparams.InstantiableParams,
+    inputs: tf.TensorSpec,
+    paddings: tf.TensorSpec | None = None,
+  ) -> nested_map.NestedMap:
+    """See BaseLayer.FPropMeta."""
+    del paddings
+    shapes.CheckLastDim(params.name or cls.__name__, inputs, params.input_dim)
+    meta = fprop_meta.Of(fprop_meta.Declare(params).linear, inputs)
+    per_logit = 3 * bool(params.logits_soft_max) + 2 * (params.logits_abs_max is not None)
+    meta.flops += per_logit * shapes.NumElements(meta.out_specs[0])
+    return meta
+
+
+class SharedSoftmaxLayer(base_layer.BaseLayer):
+  """A softmax head whose weight has an EmbeddingLayer's shape, to be tied to it.
+
+  logits = inputs emb^T + b. In a pipeline: `stack.ties=[['layers[9].emb', 'layers[0].emb']]`.
+  """
+
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    """The Params of a SharedSoftmaxLayer."""
+    p = super().Params()
+    p.Define('input_dim', 0, 'Size of the last axis of the inputs: the embedding_dim.')
+    p.Define('num_classes', 0, 'Number of classes: the vocab_size.')
+    return p
+
+  def __init__(self, params: hyperparams.InstantiableParams) -> None:
+    super().__init__(params)
+    p = self.params
+    shapes.CheckPositive(p, 'input_dim', 'num_classes')
+    init = weight_params.WeightInit.Gaussian(1.0 / math.sqrt(p.input_dim))
+    self.CreateVariable('emb', weight_params.WeightParams([p.num_classes, p.input_dim], init))
+    zero = weight_params.WeightInit.Constant(0.0)
+    self.CreateVariable('b', weight_params.WeightParams([p.num_classes], zero))
+
+  def FProp(
+    self, theta: nested_map.NestedMap, inputs: tf.Tensor, paddings: tf.Tensor | None = None
+  ) -> tf.Tensor:
+    """Computes logits.
+
+    Args:
+      theta: emb [num_classes, input_dim], b [num_classes].
+      inputs: [..., input_dim].
+      paddings: not used; taken so that the layer may follow one that returns paddings.
+
+    Returns:
+      [..., num_classes] in fprop_dtype.
+    """
+    del paddings
+    shapes.CheckLastDim(self.path, inputs, self.params.input_dim)
+    inputs = self._CastToFPropDtype(inputs)
+    return tf.einsum('...d,vd->...v', inputs, tf.convert_to_tensor(theta.emb)) + theta.b
+
+  @classmethod
+  def FPropMeta(
+    cls,
+    params: hyperparams.InstantiableParams,
+    inputs: tf.TensorSpec,
+    paddings: tf.TensorSpec | None = None,
+  ) -> nested_map.NestedMap:
+    """See BaseLayer.FPropMeta."""
+    del paddings
+    shapes.CheckLastDim(params.name or cls.__name__, inputs, params.input_dim)
+    spec = fprop_meta.WithDtype(
+      tf.TensorSpec([*inputs.shape[:-1], params.num_classes], inputs.dtype), params
+    )
+    return fprop_meta.Meta((2 * params.input_dim + 1) * shapes.NumElements(spec), spec)
+
+
+def XentLossFromLogits(
+  logits: tf.Tensor, class_ids: tf.Tensor, label_smoothing: float = 0.0
+) -> tf.Tensor:
+  """Cross entropy of each position, in nats.
+
+  With label smoothing u the target gives 1 - u to the right class and u / (num_classes - 1) to each
+  other one (Szegedy et al. 2016, section 7, with the right class left out of the uniform part).
+
+  Args:
+    logits: [..., num_classes], floating.
+    class_ids: integers [...] in [0, num_classes). A wrong id raises on a CPU without XLA and gives
+      NaN elsewhere, so a padded position needs a legal id too.
+    label_smoothing: u, at least 0 and below 1.
+
+  Returns:
+    [...] in float32, or float64 if the logits are float64.
+  """
+  if not 0 <= label_smoothing < 1:
+    raise ValueError(f'label_smoothing must be at least 0 and below 1, got {label_smoothing!r}')
+  if logits.dtype.size < 4:
+    logits = tf.cast(logits, tf.float32)
+  xent = tf.nn.sparse_softmax_cross_entropy_with_logits(class_ids, logits)
+  if not label_smoothing:
+    return xent
+  num_classes = logits.shape[-1]
+  if num_classes is None or num_classes < 2:
+    raise ValueError(f'label smoothing needs 2 known classes at least, got logits {logits.shape}')
+  other = label_smoothing / (num_classes - 1)
+  # Sum over all classes of -log(probability), without a table of targets.
+  total = num_classes * tf.reduce_logsumexp(logits, axis=-1) - tf.reduce_sum(logits, axis=-1)
+  return (1.0 - label_smoothing - other) * xent + other * total
+
+
+def _CheckIds(path: str, ids: Any, paddings: Any) -> None:
+  if not ids.dtype.is_integer:
+    raise ValueError(f'{path}: ids must be integers, got {ids.dtype.name}')
+  shapes.CheckRank(path, ids, 2, 'ids')
+  if paddings is not None:
+    shapes.CheckShape(path, paddings, ids.shape, 'paddings')
+
+
+def _CheckVectors(path: str, inputs: Any, dim: int) -> None:
+  shapes.CheckRank(path, inputs, 3)
+  shapes.CheckLastDim(path, inputs, dim)

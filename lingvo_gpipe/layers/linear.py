@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers that multiply the last axis by a matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from lingvo_gpipe import base_layer, hyperparams, nested_map, shapes, weight_params
+from lingvo_gpipe.layers import activations, dropout, fprop_meta
+
+
+def MatMulLastDim(x: tf.Tensor, w: Any) -> tf.Tensor:
+  """`x` [..., i] times `w` [i, o], a [..., o].
+
+  One plain matrix product: a batched one would make a weight gradient per row of the batch and
+  add them up afterwards.
+  """
+  if x.shape.rank == 2:
+    return tf.matmul(x, w)
+  lead = shapes.GetShape(x)[:-1]
+  dim_in, dim_out = w.shape
+  return tf.reshape(tf.matmul(tf.reshape(x, [-1, dim_in]), w), [*lead, dim_out])
+
+
+def ApplyPadding(paddings: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
+  """Zeroes `x` [..., dim] where `paddings` [...] is 1."""
+  return x * tf.cast(1.0 - paddings, x.dtype)[..., tf.newaxis]
+
+
+class LinearLayer(base_layer.BaseLayer):
+  """y = x w, without bias."""
+
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    """The Params of a LinearLayer."""
+    p = super().Params()
+    p.Define('input_dim', 0, 'Size of the last axis of the inputs.')
+    p.Define('output_dim', 0, 'Size of the last axis of the outputs.')
+    return p
+
+  def __init__(self, params: hyperparams.InstantiableParams) -> None:
+    super().__init__(params)
+    p = self.params
+    shapes.CheckPositive(p, 'input_dim', 'output_dim')
+    self.CreateVariable('w', weight_params.WeightParams([p.input_dim, p.output_dim]))
+
+  def FProp(self, theta: nested_map.NestedMap, inputs: tf.Tensor) -> tf.Tensor:
+    """Maps inputs [..., input_dim] to [..., output_dim]."""
+    shapes.CheckLastDim(self.path, inputs, self.params.input_dim)
+    return MatMulLastDim(self._CastToFPropDtype(inputs), theta.w)
+
+  @classmethod
+  def FPropMeta(
+    cls, params: hyperparams.InstantiableParams, inputs: tf.TensorSpec
+  ) -> nested_map.NestedMap:
+    """See BaseLayer.FPropMeta."""
+    return _MatMulMeta(params, inputs)
+
+
+class ProjectionLayer(base_layer.BaseLayer):
+  """y = activation(x w + b)."""
+
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    """The Params of a ProjectionLayer."""
+    p = super().Params()
+    p.Define('input_dim', 0, 'Size of the last axis of the inputs.')
+    p.Define('output_dim', 0, 'Size of the last axis of the outputs.')
+    p.Define('has_bias', False, 'Whether there is a bias b.')
+    p.Define('bias_init', 0.0, 'Initial value of every entry of b.')
+    p.Define('activation', 'RELU', 'Name of the activation; see layers/activations.py.')
+    return p
+
+  def __init__(self, params: hyperparams.InstantiableParams) -> None:
+    super().__init__(params)
+    p = self.params
+    shapes.CheckPositive(p, 'input_dim', 'output_dim')
+    self._activation = activations.GetFn(p.activation)
+    self.CreateVariable('w', weight_params.WeightParams([p.input_dim, p.output_dim]))
+    if p.has_bias:
+      init = weight_params.WeightInit.Constant(p.bias_init)
+      self.CreateVariable('b', weight_params.WeightParams([p.output_dim], init))
+
+  def FProp(
+    self, theta: nested_map.NestedMap, inputs: tf.Tensor, paddings: tf.Tensor | None = None
+  ) -> tf.Tensor:
+    """Projects the last axis.
+
+    Args:
+      theta: w [input_dim, output_dim] and, with has_bias, b [output_dim].
+      inputs: [..., input_dim].
+      paddings: None, or [...] with 1.0 where the output shall be 0.
+
+    Returns:
+      [..., output_dim] in fprop_dtype.
+    """
+    shapes.CheckLastDim(self.path, inputs, self.params.input_dim)
+    shapes.CheckPaddings(self.path, paddings, inputs)
+    y = MatMulLastDim(self._CastToFPropDtype(inputs), theta.w)
+    if self.params.has_bias:
+      y = tf.nn.bias_add(y, theta.b)
+    y = self._activation(y)
+    return y if paddings is None else ApplyPadding(paddings, y)
+
+  @classmethod
+  def FPropMeta(
+    cls,
+    params: hyperparams.InstantiableParams,
+    inputs: tf.TensorSpec,
+    paddings: tf.TensorSpec | None = None,
+  ) -> nested_map.NestedMap:
+    """See BaseLayer.FPropMeta."""
+    meta = _MatMulMeta(params, inputs)
+    shapes.CheckPaddings(params.name or cls.__name__, paddings, inputs)
+    size = shapes.NumElements(meta.out_specs[0])
+    meta.flops += size * activations.FlopsPerElement(params.activation)
+    meta.flops += size * (bool(params.has_bias) + (paddings is not None))
+    return meta
+
+
+class FeedForwardNet(base_layer.BaseLayer):
+  """ProjectionLayers one after the other, each followed by dropout."""
+
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    """The Params of a FeedForwardNet."""
+    p = super().Params()
+    p.Define('input_dim', 0, 'Size of the last axis of the inputs.')
+    p.Define('hidden_layer_dims', [], 'Size of the output of each projection.')
+    p.Define('projection_tpl', ProjectionLayer.Params(), 'What each projection is made from.')
+    p.Define(
+      'dropout',
+      dropout.DropoutLayer.Params(),
+      'Params of the dropout after each projection, or a list with one for each.',
+    )
+    p.Define(
+      'activation', 'RELU', 'Name of the activation, or a list with one for each projection.'
+    )
+    p.Define('has_bias', True, 'Whether the projections have a bias.')
+    return p
+
+  def __init__(self, params: hyperparams.InstantiableParams) -> None:
+    super().__init__(params)
+    p = self.params
+    shapes.CheckPositive(p, 'input_dim')
+    num_layers = len(p.hidden_layer_dims)
+    if not num_layers:
+      raise ValueError(f'{type(self).__name__} {p.name!r}: hidden_layer_dims is empty')
+    names = self._ForEach('activation', num_layers)
+    dims = [p.input_dim, *p.hidden_layer_dims]
+    projections = [
+      p.projection_tpl.Copy().Set(
+        input_dim=dims[i], output_dim=dims[i + 1], activation=names[i], has_bias=p.has_bias
+      )
+      for i in range(num_layers)
+    ]
+    self.CreateChildren('fc', projections)
+    self.CreateChildren('dropout', self._ForEach('dropout', num_layers))
+
+  def _ForEach(self, name: str, num_layers: int) -> list[Any]:
+    value = self.params.Get(name)
+    if isinstance(value, str) or not isinstance(value, Sequence):
+      return [value] * num_layers
+    if len(value) != num_layers:
+      raise ValueError(
+        f'{type(self).__name__} {self.params.name!r}: {name} must be one value or a list of '
+        f'{num_layers}, one for each of hidden_layer_dims; got {len(value)}'
+      )
+    return list(value)
+
+  def FProp(
+    self, theta: nested_map.NestedMap, inputs: tf.Tensor, paddings: tf.Tensor | None = None
+  ) -> tf.Tensor:
+    """Maps inputs [..., input_dim] to [..., hidden_layer_dims[-1]]; 0 where paddings is 1."""
+    x = inputs
+    for i, (fc, drop) in enumerate(zip(self.fc, self.dropout, strict=True)):
+      x = fc.FProp(theta.fc[i], x, paddings)
+      x = drop.FProp(theta.dropout[i], x)
+    return x
+
+  @classmethod
+  def FPropMeta(
+    cls,
+    params: hyperparams.InstantiableParams,
+    inputs: tf.TensorSpec,
+    paddings: tf.TensorSpec | None = None,
+  ) -> nested_map.NestedMap:
+    """See BaseLayer.FPropMeta."""
+    layer = fprop_meta.Declare(params)
+    flops, spec = 0, inputs
+    for fc, drop in zip(layer.fc, layer.dropout, strict=True):
+      projected = fprop_meta.Of(fc, spec, paddings)
+      dropped = fprop_meta.Of(drop, *projected.out_specs)
+      flops += projected.flops + dropped.flops
+      spec = dropped.out_specs[0]
+    return fprop_meta.Meta(flops, spec)
+
+
+def _MatMulMeta(params: Any, inputs: tf.TensorSpec) -> nested_map.NestedMap:
+  shapes.CheckLastDim(params.name or params.cls.__name__, inputs, params.input_dim)
+  flops = 2 * shapes.NumElements(inputs) * params.output_dim
+  spec = tf.TensorSpec([*inputs.shape[:-1], params.output_dim], fprop_meta.FPropDtype(params))
+  return fprop_meta.Meta(flops, spec)

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Normalisation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from lingvo_gpipe import base_layer, hyperparams, nested_map, shapes, weight_params
+from lingvo_gpipe.layers import fprop_meta
+
+
+class LayerNorm(base_layer.BaseLayer):
+  """Normalises the last axis: (x - mean) / sqrt(variance + epsilon) * scale + bias.
+
+  `scale` starts at 1 and `bias` at 0. Activations narrower than float32 are normalised in float32
+  (Ba et al. 2016, "Layer Normalization").
+  """
+
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    """The Params of a LayerNorm."""
+    p = super().Params()
+    p.Define('input_dim', 0, 'Size of the last axis.')
+    p.Define('epsilon', 1e-6, 'Added to the variance.')
+    return p
+
+  def __init__(self, params: hyperparams.InstantiableParams) -> None:
+    super().__init__(params)
+    p = self.params
+    shapes.CheckPositive(p, 'input_dim')
+    if not p.epsilon > 0:
+      raise ValueError(
+        f'{type(self).__name__} {p.name!r}: epsilon must be positive, got {p.epsilon!r}'
+      )
+    one, zero = weight_params.WeightInit.Constant(1.0), weight_params.WeightInit.Constant(0.0)
+    self.CreateVariable('scale', weight_params.WeightParams([p.input_dim], one))
+    self.CreateVariable('bias', weight_params.WeightParams([p.input_dim], zero))
+
+  def FProp(self, theta: nested_map.NestedMap, inputs: tf.Tensor, *others: Any) -> Any:
+    """Normalises the last axis.
+
+    Args:
+      theta: scale and bias, [input_dim].
+      inputs: [..., input_dim].
+      *others: further outputs of the layer before, as paddings; handed on as they are.
+
+    Returns:
+      A tensor of the shape of `inputs` in fprop_dtype; with `others` a tuple of it and them.
+    """
+    shapes.CheckLastDim(self.path, inputs, self.params.input_dim)
+    dtype = self.params.fprop_dtype
+    compute = tf.float32 if dtype.size < 4 else dtype
+    x = tf.cast(inputs, compute)
+    x -= tf.reduce_mean(x, axis=-1, keepdims=True)
+    variance = tf.reduce_mean(tf.square(x), axis=-1, keepdims=True)
+    x *= tf.math.rsqrt(variance + self.params.epsilon)
+    y = tf.cast(x * tf.cast(theta.scale, compute) + tf.cast(theta.bias, compute), dtype)
+    return (y, *others) if others else y
+
+  @classmethod
+  def FPropMeta(
+    cls, params: hyperparams.InstantiableParams, inputs: tf.TensorSpec, *others: Any
+  ) -> nested_map.NestedMap:
+    """Seven operations an element and two a row; see BaseLayer.FPropMeta."""
+    shapes.CheckLastDim(params.name or cls.__name__, inputs, params.input_dim)
+    size = shapes.NumElements(inputs)
+    flops = 7 * size + 2 * (size // params.input_dim)
+    return fprop_meta.Meta(flops, fprop_meta.WithDtype(inputs, params), *others)

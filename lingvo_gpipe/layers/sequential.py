@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers one after the other, as one flat list."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lingvo_gpipe import base_layer, hyperparams, nested_map
+from lingvo_gpipe.layers import fprop_meta
+
+
+def FlattenSequential(params: hyperparams.InstantiableParams) -> list[Any]:
+  """The Params of the layers of a sequence: nested SequentialLayers and `repeat` opened.
+
+  A layer takes dtype, fprop_dtype, random_seed and params_init from the sequence that it stood in
+  where its own are None. Each element is a copy. Params of another layer are a list of one.
+
+  Raises:
+    TypeError: an element is not the Params of a layer.
+    ValueError: a sequence is empty, or its repeat is below 1.
+  """
+  if not isinstance(params, hyperparams.InstantiableParams):
+    raise TypeError(f'expected the Params of a layer in a sequence, got {params!r}')
+  if params.cls is not SequentialLayer:
+    return [params.Copy()]
+  if not params.sub or not isinstance(params.repeat, int) or params.repeat < 1:
+    raise ValueError(
+      f'SequentialLayer {params.name!r} needs layers in `sub` and a `repeat` of at least 1, '
+      f'got {len(params.sub)} and {params.repeat!r}'
+    )
+  flat = []
+  for _ in range(params.repeat):
+    for sub in params.sub:
+      for layer in FlattenSequential(sub):
+        for name in base_layer.INHERITED:
+          if layer.Get(name) is None:
+            layer.Set(**{name: params.Get(name)})
+        flat.append(layer)
+  return flat
+
+
+class SequentialLayer(base_layer.BaseLayer):
+  """Runs layers one after the other: the outputs of one are the arguments of the next.
+
+  A tuple of outputs is spread over the next layer's arguments. Sequences within are opened: the
+  children are one flat list `layers`, so weights have the paths and random operations the seeds
+  that they have in a pipeline of the same layers, however it is cut.
+  """
+
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    """The Params of a SequentialLayer."""
+    p = super().Params()
+    p.Define('sub', [], 'Params of the layers.')
+    p.Define('repeat', 1, 'How often the layers follow each other, each time with own weights.')
+    return p
+
+  def __init__(self, params: hyperparams.InstantiableParams) -> None:
+    super().__init__(params)
+    self.CreateChildren('layers', FlattenSequential(self.params), seed_roots=True)
+
+  def FProp(self, theta: nested_map.NestedMap, *args: Any) -> Any:
+    """Feeds `args` to the first layer; returns what the last one returns."""
+    outputs: Any = args
+    skips = nested_map.NestedMap()
+    for i, layer in enumerate(self.layers):
+      outputs, stashed = layer.FPropSkips(theta.layers[i], skips, *args)
+      skips.update(stashed)
+      args = outputs if isinstance(outputs, tuple) else (outputs,)
+    return outputs
+
+  @classmethod
+  def FPropMeta(
+    cls, params: hyperparams.InstantiableParams, *input_specs: Any
+  ) -> nested_map.NestedMap:
+    """The layers' costs added up; see BaseLayer.FPropMeta."""
+    return fprop_meta.Chain(fprop_meta.Declare(params).layers, *input_specs)

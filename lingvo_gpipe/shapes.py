@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of static shapes, with messages that say where, what was expected and what came.
+
+They run while a layer is traced and put nothing into the graph. What takes `x` takes anything with
+a `.shape`: tensors, variables and tf.TensorSpec. A dimension that is not known passes.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+
+def GetShape(x: Any) -> list[Any]:
+  """The shape of `x` as a list: integers where known, scalar tensors elsewhere."""
+  static = x.shape.as_list()
+  if None not in static:
+    return static
+  dynamic = tf.shape(x)
+  return [dynamic[i] if dim is None else dim for i, dim in enumerate(static)]
+
+
+def NumElements(spec: Any) -> int:
+  """The product of a static shape; ValueError if a dimension is not known."""
+  if not spec.shape.is_fully_defined():
+    raise ValueError(f'counting operations needs a static shape, got {spec.shape}')
+  return math.prod(spec.shape.as_list())
+
+
+def CheckRank(path: str, x: Any, rank: int, name: str = 'inputs') -> None:
+  """ValueError unless `x` has `rank` dimensions."""
+  if x.shape.rank not in (None, rank):
+    raise ValueError(f'{path}: {name} must have rank {rank}, got shape {_Text(x.shape)}')
+
+
+def CheckLastDim(path: str, x: Any, dim: int, name: str = 'inputs') -> None:
+  """ValueError unless the last dimension of `x` is `dim`."""
+  if x.shape.rank is None:
+    return
+  if x.shape.rank == 0 or x.shape[-1] not in (None, dim):
+    raise ValueError(
+      f'{path}: the last dimension of {name} must be {dim}, got shape {_Text(x.shape)}'
+    )
+
+
+def CheckShape(path: str, x: Any, expected: Sequence[int | None], name: str = 'inputs') -> None:
+  """ValueError unless the shape of `x` is `expected`; None stands for any size."""
+  if not x.shape.is_compatible_with(list(expected)):
+    raise ValueError(
+      f'{path}: {name} must have shape {_Text(expected)}, got shape {_Text(x.shape)}'
+    )
+
+
+def CheckPaddings(path: str, paddings: Any, x: Any) -> None:
+  """ValueError unless `paddings` is None or has the shape of `x` without its last dimension."""
+  if paddings is not None and x.shape.rank is not None:
+    CheckShape(path, paddings, x.shape.as_list()[:-1], 'paddings')
+
+
+def CheckPositive(params: Any, *names: str) -> None:
+  """ValueError unless each of these integer params is above zero; most start at 0, as not set."""
+  for name in names:
+    value = params.Get(name)
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value <= 0:
+      raise ValueError(
+        f'{params.cls.__name__} {params.name!r}: set {name} to a positive integer, got {value!r}'
+      )
+
+
+def CheckProbability(params: Any, *names: str) -> None:
+  """ValueError unless each of these params is a probability in [0, 1)."""
+  for name in names:
+    value = params.Get(name)
+    if not 0 <= value < 1:
+      raise ValueError(
+        f'{params.cls.__name__} {params.name!r}: {name} must be at least 0 and below 1, '
+        f'got {value!r}'
+      )
+
+
+def _Text(shape: Any) -> str:
+  dims = shape.as_list() if isinstance(shape, tf.TensorShape) and shape.rank is not None else shape
+  return str(list(dims)).replace('None', '?') if isinstance(dims, Sequence) else str(dims)

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Embeddings, positions, the softmax head and its cross entropy, against NumPy."""
+
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_gpipe.layers import embedding
+
+
+def _Make(cls, **values):
+  layer = cls.Params().Set(name='layer', **values).Instantiate()
+  layer.InstantiateVariables()
+  return layer
+
+
+def testLooksUp():
+  layer = _Make(embedding.EmbeddingLayer, vocab_size=10, embedding_dim=4)
+  ids = tf.constant([[1, 2], [9, 1]])
+  vectors, paddings = layer(ids)
+  assert paddings is None
+  np.testing.assert_array_equal(vectors, layer.vars.emb.numpy()[ids.numpy()])
+  _, paddings = layer(ids, tf.zeros([2, 2]))
+  assert paddings.shape == (2, 2)
+
+
+def testStartsAtUnitLengthOrUnitVariance():
+  layer = _Make(embedding.EmbeddingLayer, vocab_size=2000, embedding_dim=64)
+  assert abs(layer.vars.emb.numpy().std() - 1 / 8) < 0.01
+  scaled = _Make(embedding.EmbeddingLayer, vocab_size=2000, embedding_dim=64, scale_sqrt_depth=True)
+  ids = tf.range(2000)[tf.newaxis]
+  np.testing.assert_allclose(scaled(ids)[0], 8 * layer(ids)[0], rtol=1e-6)
+
+
+def testGradientIsSparse():
+  layer = _Make(embedding.EmbeddingLayer, vocab_size=10, embedding_dim=4)
+  with tf.GradientTape() as tape:
+    vectors, _ = layer(tf.constant([[3, 3]]))
+  grad = tape.gradient(vectors, layer.vars.emb)
+  assert isinstance(grad, tf.IndexedSlices)
+
+
+def testWrongIdsAreNamed():
+  layer = _Make(embedding.EmbeddingLayer, vocab_size=10, embedding_dim=4)
+  with pytest.raises(ValueError, match='layer: ids must be integers, got float32'):
+    layer(tf.zeros([2, 2]))
+  with pytest.raises(ValueError, match=r'layer: ids must have rank 2, got shape \[2\]'):
+    layer(tf.zeros([2], tf.int32))
+  with pytest.raises(ValueError, match=r'paddings must have shape \[2, 2\], got shape \[2, 3\]'):
+    layer(tf.zeros([2, 2], tf.int32), tf.zeros([2, 3]))
+
+
+@pytest.mark.parametrize('dim', [1, 2, 7, 8])
+def testSinusoids(dim):
+  layer = _Make(embedding.PositionalEmbeddingLayer, embedding_dim=dim, dtype=tf.float64)
+  assert layer.NumParams() == 0
+  x = np.ones([2, 5, dim])
+  expected = np.zeros([5, dim])
+  half = dim // 2
+  for t in range(5):
+    for i in range(half):
+      angle = t / 10000 ** (i / max(half - 1, 1))
+      expected[t, i], expected[t, half + i] = np.sin(angle), np.cos(angle)
+  np.testing.assert_allclose(layer(tf.constant(x)), x + expected, atol=1e-12)
+  at = layer.FPropWithPosition(layer.theta, tf.constant([[4], [2]]))
+  np.testing.assert_allclose(at[:, 0], expected[[4, 2]], atol=1e-12)
+
+
+def testSinusoidsAreExactFarOut():
+  layer = _Make(embedding.PositionalEmbeddingLayer, embedding_dim=4, fprop_dtype=tf.bfloat16)
+  # 4001 is no bfloat16; the angle must not be rounded before the sine.
+  at = layer.FPropWithPosition(layer.theta, tf.constant([4001]))
+  assert at.dtype == tf.bfloat16
+  np.testing.assert_allclose(tf.cast(at, tf.float64)[0, 0], np.sin(4001.0), atol=0.01)
+
+
+def testLearnedPositions():
+  layer = _Make(embedding.LearnablePositionalEmbeddingLayer, embedding_dim=4, max_pos=6)
+  x = tf.ones([2, 5, 4])
+  y, paddings = layer(x, None)
+  assert paddings is None
+  np.testing.assert_allclose(y, 1 + layer.vars.emb.numpy()[np.newaxis, :5].repeat(2, 0))
+  at = layer.FPropWithPosition(layer.theta, tf.constant([3]))
+  np.testing.assert_array_equal(at, layer.vars.emb[3:4])
+  with pytest.raises(ValueError, match='layer: inputs of time 7, but max_pos is 6'):
+    layer(tf.ones([2, 7, 4]))
+
+
+def testPositionsTakeAnUnknownTime():
+  for cls, values in (
+    (embedding.PositionalEmbeddingLayer, {}),
+    (embedding.LearnablePositionalEmbeddingLayer, {'max_pos': 6}),
+  ):
+    layer = _Make(cls, embedding_dim=4, **values)
+    run = tf.function(layer, input_signature=[tf.TensorSpec([None, None, 4], tf.float32)])
+    x = tf.ones([2, 5, 4])
+    np.testing.assert_allclose(run(x), layer(x), atol=1e-6)
+
+
+def testLogits():
+  layer = _Make(embedding.SimpleFullSoftmax, input_dim=4, num_classes=7, dtype=tf.float64)
+  assert layer.NumParams() == 4 * 7 + 7
+  x = np.random.default_rng(0).standard_normal([2, 3, 4])
+  layer.vars.linear.b.assign(np.arange(7))
+  expected = x @ layer.vars.linear.w.numpy() + np.arange(7)
+  np.testing.assert_allclose(layer(tf.constant(x), None), expected, atol=1e-12)
+  capped = {'logits_soft_max': 2.0}, {'logits_abs_max': 1.5}
+  for values, formula in zip(
+    capped, (lambda z: 2 * np.tanh(z / 2), lambda z: np.clip(z, -1.5, 1.5)), strict=True
+  ):
+    other = _Make(
+      embedding.SimpleFullSoftmax, input_dim=4, num_classes=7, dtype=tf.float64, **values
+    )
+    logits = other.FProp(layer.theta, tf.constant(x))
+    np.testing.assert_allclose(logits, formula(expected), atol=1e-12)
+
+
+def testLogitsNameWrongInputs():
+  layer = _Make(embedding.SimpleFullSoftmax, input_dim=4, num_classes=7)
+  with pytest.raises(ValueError, match=r'layer: the last dimension.* 4, got shape \[2, 3\]'):
+    layer(tf.zeros([2, 3]))
+
+
+@pytest.mark.parametrize('smoothing', [0.0, 0.1])
+@pytest.mark.parametrize('dtype', [tf.float32, tf.float64], ids=str)
+def testCrossEntropy(smoothing, dtype):
+  rng = np.random.default_rng(0)
+  logits = 5 * rng.standard_normal([2, 3, 6])
+  ids = rng.integers(0, 6, [2, 3])
+  log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+  target = np.full([2, 3, 6], smoothing / 5)
+  np.put_along_axis(target, ids[..., np.newaxis], 1 - smoothing, -1)
+  loss = embedding.XentLossFromLogits(tf.constant(logits, dtype), tf.constant(ids), smoothing)
+  assert loss.dtype == dtype
+  atol = 1e-12 if dtype == tf.float64 else 1e-5
+  np.testing.assert_allclose(loss, -(target * log_probs).sum(-1), atol=atol)
+
+
+@pytest.mark.parametrize('smoothing', [0.0, 0.1])
+def testCrossEntropyOfBfloat16LogitsIsFloat32(smoothing):
+  logits = tf.cast(tf.random.stateless_normal([4, 300], [1, 2], 0.0, 20.0), tf.bfloat16)
+  ids = tf.constant([0, 1, 2, 299])
+  loss = embedding.XentLossFromLogits(logits, ids, smoothing)
+  exact = embedding.XentLossFromLogits(tf.cast(logits, tf.float64), ids, smoothing)
+  assert loss.dtype == tf.float32
+  np.testing.assert_allclose(loss, exact, rtol=1e-5)
+
+
+def testCrossEntropyStaysFiniteAtHugeLogits():
+  logits = tf.constant([[1e4, -1e4, 0.0]])
+  for smoothing in (0.0, 0.2):
+    with tf.GradientTape() as tape:
+      tape.watch(logits)
+      loss = embedding.XentLossFromLogits(logits, tf.constant([1]), smoothing)
+    assert np.isfinite(loss.numpy()).all()
+    assert np.isfinite(tape.gradient(loss, logits)).all()
+
+
+def testWrongSmoothingIsNamed():
+  with pytest.raises(ValueError, match='label_smoothing must be at least 0 and below 1, got 1'):
+    embedding.XentLossFromLogits(tf.zeros([2, 3]), tf.constant([1, 2]), 1.0)
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""StashLayer and PopLayer in a SequentialLayer; tests/pipeline/skips_test.py has the pipelines."""
+
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_gpipe import base_layer, nested_map
+from lingvo_gpipe.layers import linear, sequential, skip
+
+_DIM = 4
+
+
+def _Stash(key):
+  return skip.StashLayer.Params().Set(key=key)
+
+
+def _Pop(key, combine='add'):
+  return skip.PopLayer.Params().Set(key=key, combine=combine)
+
+
+class _Fn(base_layer.BaseLayer):
+  """fn(*args)."""
+
+  @classmethod
+  def Params(cls):
+    p = super().Params()
+    p.Define('fn', None, 'Maps arguments to outputs.')
+    return p
+
+  def FProp(self, theta, *args):
+    return self.params.fn(*args)
+
+
+def _With(fn):
+  return _Fn.Params().Set(fn=fn)
+
+
+def _Run(sub, *args):
+  layer = sequential.SequentialLayer.Params().Set(name='seq', sub=sub).Instantiate()
+  layer.InstantiateVariables()
+  return layer(*args)
+
+
+def _X():
+  return tf.reshape(tf.range(8.0), [2, _DIM])
+
+
+def testAdd():
+  sub = [_Stash('a'), _With(lambda x: 3.0 * x), _Pop('a')]
+  np.testing.assert_array_equal(_Run(sub, _X()), 4.0 * _X())
+
+
+def testConcat():
+  sub = [_Stash('a'), _With(lambda x: x[:, :1] - 1.0), _Pop('a', 'concat')]
+  y = _Run(sub, _X())
+  np.testing.assert_array_equal(y, np.concatenate([_X()[:, :1] - 1.0, _X()], axis=1))
+
+
+def testAppendTakesAnyNest():
+  nest = nested_map.NestedMap(ids=tf.constant([1, 2]), none=None, more=[tf.constant([True, False])])
+  sub = [_Stash('a'), _With(lambda nest: tf.ones([2])), _Pop('a', 'append')]
+  first, appended = _Run(sub, nest)
+  np.testing.assert_array_equal(first, [1.0, 1.0])
+  tf.nest.assert_same_structure(appended, nest)
+  assert appended.none is None
+  for a, b in zip((appended.ids, *appended.more), (nest.ids, *nest.more), strict=True):
+    assert a.dtype == b.dtype
+    np.testing.assert_array_equal(a, b)
+
+
+def testOtherArgumentsPass():
+  paddings = tf.zeros([2])
+  sub = [
+    _Stash('a'),
+    _With(lambda x, paddings: (2.0 * x, paddings)),
+    _Pop('a'),
+    _Pop('a', 'concat'),
+    _Pop('a', 'append'),
+  ]
+  x, passed, appended = _Run(sub, _X(), paddings)
+  assert passed is paddings
+  np.testing.assert_array_equal(x, np.concatenate([3.0 * _X(), _X()], axis=1))
+  np.testing.assert_array_equal(appended, _X())
+
+
+def testSeveralTakersAndNestedSequences():
+  double = _With(lambda x: 2.0 * x)
+  inner = sequential.SequentialLayer.Params().Set(sub=[double, _Pop('a'), _Stash('b')])
+  sub = [_Stash('a'), inner, double, _Pop('a'), _Pop('b')]
+  # 2 x + x = 3 x; 6 x + x + 3 x.
+  np.testing.assert_array_equal(_Run(sub, _X()), 10.0 * _X())
+
+
+def testTheGradientOfEveryTakerCounts():
+  square = linear.LinearLayer.Params().Set(input_dim=_DIM, output_dim=_DIM)
+  sub = [square, _Stash('a'), _With(tf.sin), _Pop('a'), _With(tf.cos), _Pop('a')]
+  layer = sequential.SequentialLayer.Params().Set(name='seq', sub=sub).Instantiate()
+  layer.InstantiateVariables()
+  w = layer.layers[0].vars.w
+  with tf.GradientTape(persistent=True) as tape:
+    loss = tf.reduce_sum(layer(_X()))
+    h = _X() @ w
+    expected = tf.reduce_sum(tf.cos(tf.sin(h) + h) + h)
+  np.testing.assert_allclose(tape.gradient(loss, w), tape.gradient(expected, w), rtol=1e-5)
+
+
+def _Layer(params):
+  layer = params.Set(name='layer').Instantiate()
+  layer.InstantiateVariables()
+  return layer
+
+
+def testNeitherHasWeights():
+  for p in (_Stash('a'), _Pop('a')):
+    assert _Layer(p).VariablesByPath() == {}
+
+
+def testNamesOfEnds():
+  stash, pop = _Layer(_Stash('a')), _Layer(_Pop('a'))
+  assert (stash.skips_in, stash.skips_out) == ((), ('a',))
+  assert (pop.skips_in, pop.skips_out) == (('a',), ())
+
+
+def testAStashAloneIsTheIdentity():
+  layer = _Layer(_Stash('a'))
+  assert layer(1) == 1
+  assert layer(1, None) == (1, None)
+
+
+def testMeta():
+  x, ids = tf.TensorSpec([2, 5, _DIM]), tf.TensorSpec([2, 5], tf.int32)
+  meta, stashed = skip.StashLayer.FPropMetaSkips(_Stash('a'), nested_map.NestedMap(), x, ids)
+  assert (meta.flops, meta.out_specs, dict(stashed)) == (0, (x, ids), {'a': x})
+  for combine, flops, specs in (
+    ('add', 2 * 5 * _DIM, (x, ids)),
+    ('concat', 0, (tf.TensorSpec([2, 5, 2 * _DIM]), ids)),
+    ('append', 0, (x, ids, x)),
+  ):
+    meta, rest = skip.PopLayer.FPropMetaSkips(_Pop('a', combine), stashed, x, ids)
+    assert (meta.flops, meta.out_specs, rest) == (flops, specs, {})
+
+
+# ---- errors ------------------------------------------------------------------------------
+
+
+def testAnotherShape():
+  with pytest.raises(ValueError, match=r'cannot add a skip of shape \(2, 4\) to \(2, 1\)'):
+    _Run([_Stash('a'), _With(lambda x: x[:, :1]), _Pop('a')], _X())
+
+
+def testAnUnknownCombination():
+  with pytest.raises(ValueError, match="combine must be one of add, concat, append, got 'mul'"):
+    _Layer(_Pop('a', 'mul'))
+
+
+@pytest.mark.parametrize('key', ['', 'a b', '1a'])
+def testAKeyThatIsNoName(key):
+  for p in (_Stash(key), _Pop(key)):
+    with pytest.raises((KeyError, ValueError, TypeError), match=key or 'key'):
+      _Layer(p)
+
+
+def testAKeyThatNobodyBegins():
+  with pytest.raises((KeyError, ValueError), match='wrong'):
+    _Run([_Stash('a'), _Pop('wrong')], _X())
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))
