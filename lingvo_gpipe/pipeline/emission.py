@@ -1,0 +1,355 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Walks over a schedule and emits each action as a call of a stage function on its device.
+
+Each device's actions are chained by control dependencies, so they run in the schedule's order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import tensorflow as tf
+
+from lingvo_gpipe import base_layer, nested_map
+from lingvo_gpipe.pipeline import schedules, split_backward, stage
+
+
+@dataclasses.dataclass
+class Stage:
+  """Consecutive layers on one device, with what belongs to them there.
+
+  Attributes:
+    index: the stage's number, from 0.
+    layers: its layers.
+    device: the device that holds their weights and runs them.
+    variables: for each layer its nest of variables.
+    imports: names of the skip connections that end here and begin in an earlier stage.
+    exports: names of those that begin here and end in a later stage.
+    trained: {path: variable} of the variables that are trained, in tf.nest order.
+    needs_dx: whether a stage before has any, and so needs a gradient from this one.
+    mirrors: likewise {path: variable} of the copies of weights that another layer owns.
+    accumulators: for each of `trained` a variable that sums its gradient over the micro-batches;
+      empty until the first training step is built.
+    mirror_accumulators: the same for `mirrors`.
+  """
+
+  index: int
+  layers: list[base_layer.BaseLayer]
+  device: str
+  variables: list[Any]
+  imports: tuple[str, ...]
+  exports: tuple[str, ...]
+  trained: dict[str, tf.Variable]
+  mirrors: dict[str, tf.Variable]
+  needs_dx: bool
+  accumulators: list[tf.Variable] = dataclasses.field(default_factory=list)
+  mirror_accumulators: list[tf.Variable] = dataclasses.field(default_factory=list)
+
+  @functools.cached_property
+  def structure(self) -> tuple[stage.StructureKey, ...]:
+    """Equal for two stages that can share their traced functions."""
+    return tuple(stage.StructureKey(layer) for layer in self.layers)
+
+  def AbsoluteName(self, name: str) -> str:
+    """The name of a sum: `<index>:<rest>` becomes `<layer's path><rest>`, metrics stay."""
+    index, colon, rest = name.partition(':')
+    is_aux_loss = colon and index.isdigit()  # A metric may have a colon in its name.
+    return f'{self.layers[int(index)].path}{rest}' if is_aux_loss else name
+
+  @functools.cached_property
+  def trained_mask(self) -> tuple[bool, ...]:
+    """For each leaf of `variables` whether it is trained."""
+    chosen = {id(v) for v in (*self.trained.values(), *self.mirrors.values())}
+    return tuple(id(v) in chosen for v in tf.nest.flatten(self.variables))
+
+  @property
+  def has_weight_gradient(self) -> bool:
+    """Whether backward adds to any accumulator."""
+    return any(self.trained_mask)
+
+  def AllAccumulators(self) -> list[tf.Variable]:
+    """Where backward adds the gradients, in tf.nest order of what is trained."""
+    variables = (*self.trained.values(), *self.mirrors.values())
+    sinks = (*self.accumulators, *self.mirror_accumulators)
+    of = {id(v): sink for v, sink in zip(variables, sinks, strict=True)}
+    return [of[id(v)] for v in tf.nest.flatten(self.variables) if id(v) in of]
+
+  def HasAction(self, kind: schedules.Kind) -> bool:
+    """Whether the stage has anything to do in actions of this kind: frozen stages have less."""
+    if kind in (schedules.Kind.BACKWARD, schedules.Kind.INPUT_GRADIENT):
+      return self.needs_dx or self.has_weight_gradient
+    return kind != schedules.Kind.WEIGHT_GRADIENT or self.has_weight_gradient
+
+
+class Engine(Protocol):
+  """What an emission needs of the engine."""
+
+  stages: list[Stage]
+  remat_policy: str
+
+  @property
+  def num_stages(self) -> int: ...
+
+  def MakeAccumulators(self) -> None: ...
+
+  def Functions(self, s: Stage, *, do_eval: bool, with_loss: bool) -> stage.StageFunctions: ...
+
+  def SplitFunctions(self, s: Stage, *, with_loss: bool) -> split_backward.SplitBackward: ...
+
+  def SeedHashes(self, s: Stage) -> list[int]: ...
+
+
+class Emission:
+  """One walk over a schedule: what has been emitted so far, keyed by (stage, micro-batch)."""
+
+  def __init__(
+    self,
+    engine: Engine,
+    inputs: Sequence[tuple[Any, ...]],
+    sides: Sequence[Any] | None,
+    loss_weights: Sequence[tf.Tensor],
+    counter: tf.Tensor | None,
+    *,
+    do_eval: bool,
+    theta: Sequence[Sequence[Any]] | None = None,
+  ) -> None:
+    self._engine = engine
+    self._sides = sides
+    self._loss_weights = loss_weights
+    # The step counter (see fprop_context) of micro-batch 0; the others count on from it.
+    self._counter = tf.constant(0, tf.int64) if counter is None else counter
+    self._do_eval = do_eval
+    self._theta = theta
+    self._last_micro_batch = len(inputs) - 1
+    # What runs last on each device so far: the next action there waits for it.
+    self._last: dict[str, list[tf.Tensor]] = {}
+    self._sums: list[dict[str, tf.Tensor]] = []
+    # args[k, m] are the arguments of stage k, args[S, m] what the last one returned; x[k, m] is
+    # all that stage k takes. _dargs and _dskips hold the gradients of args and skips.
+    self.args: dict[tuple[int, int], Any] = {(0, m): x for m, x in enumerate(inputs)}
+    self.x: dict[tuple[int, int], nested_map.NestedMap] = {}
+    self._skips: dict[tuple[str, int], Any] = {}
+    self._dargs: dict[tuple[int, int], Any] = {}
+    self._dskips: dict[tuple[str, int], list[Any]] = {}
+    # What a forward kept for its backward, and what an input gradient left for the weights.
+    self._kept: dict[tuple[int, int], list[tf.Tensor]] = {}
+    self._for_weights: dict[tuple[int, int], tuple[Any, list[tf.Tensor]]] = {}
+
+  def Emit(self, schedule: schedules.Schedule) -> None:
+    """Emits every action of the schedule.
+
+    Raises:
+      ValueError: the schedule puts a stage on another device than the engine did.
+    """
+    self._CheckPlacement(schedule)
+    self._last_micro_batch = schedule.num_micro_batches - 1
+    for action in schedule.EmissionOrder():
+      if not self._engine.stages[action.stage].HasAction(action.kind):
+        continue
+      try:
+        _ACTIONS[action.kind](self, action.stage, action.micro_batch)
+      except Exception as e:
+        e.add_note(f'while building action {action} (stage, kind, micro-batch)')
+        raise
+
+  def _CheckPlacement(self, schedule: schedules.Schedule) -> None:
+    devices: dict[int, str] = {}
+    for s, device in zip(self._engine.stages, schedule.stage_to_device, strict=True):
+      if devices.setdefault(device, s.device) != s.device:
+        raise ValueError(
+          f'schedule {schedule.name!r} runs stage {s.index} on its device {device}, which is '
+          f'{devices[device]}, but the stage is on {s.device}; set stages_per_device to suit'
+        )
+
+  def ClearAccumulators(self) -> None:
+    """Sets every accumulator to zero before the first backward action."""
+    self._engine.MakeAccumulators()
+    for s in self._engine.stages:
+      with tf.device(s.device):
+        for accumulator in s.AllAccumulators():
+          accumulator.assign(tf.zeros_like(accumulator))
+
+  def Sums(self) -> dict[str, tf.Tensor]:
+    """The sums of the metrics and auxiliary losses over all micro-batches."""
+    by_name: dict[str, list[tf.Tensor]] = {}
+    for sums in self._sums:
+      for name, value in sums.items():
+        by_name.setdefault(name, []).append(value)
+    with tf.device(self._engine.stages[-1].device):
+      return {name: tf.add_n(values) for name, values in by_name.items()}
+
+  def _Call(self, k: int, m: int, call: Any) -> Any:
+    """`call(stage, context)` on the stage's device, after all that was emitted there before."""
+    s = self._engine.stages[k]
+    with tf.device(s.device), tf.control_dependencies(self._last.get(s.device, [])):
+      counter = self._counter + m
+      weight = self._loss_weights[m] if self._loss_weights else tf.constant(1.0)
+      context = stage.Context(stage.SeedTensor(self._engine.SeedHashes(s), counter), weight)
+      result = call(s, context)
+    # An action may have nothing to return: the input gradient of a stage without floating inputs.
+    returned = [t for t in tf.nest.flatten(result) if t is not None]
+    if returned:
+      self._last[s.device] = returned[-1:]
+    return result
+
+  def _Take(self, k: int, m: int) -> nested_map.NestedMap:
+    """What stage k takes of micro-batch m: the stage before's outputs, and skips."""
+    skips = {name: self._skips[name, m] for name in self._engine.stages[k].imports}
+    self.x[k, m] = nested_map.NestedMap(args=self.args[k, m], skips=nested_map.NestedMap(skips))
+    return self.x[k, m]
+
+  def _Give(self, k: int, m: int, y: Any, sums: dict[str, tf.Tensor]) -> None:
+    """Hands on what stage k returned; y is empty where the loss is inside the stage."""
+    s = self._engine.stages[k]
+    if y:
+      self.args[k + 1, m] = y.args
+      self._skips.update({(name, m): y.skips[name] for name in s.exports})
+    if sums:
+      self._sums.append({s.AbsoluteName(name): value for name, value in sums.items()})
+
+  def _TakeGradient(self, k: int, m: int) -> list[tf.Tensor] | None:
+    """The gradients of the floating leaves of what stage k returned; None for the loss's stage."""
+    s = self._engine.stages[k]
+    if (k + 1, m) not in self._dargs:
+      return None
+    with tf.device(s.device):
+      dskips = {
+        name: tf.nest.map_structure(_AddUp, *self._dskips.pop((name, m))) for name in s.exports
+      }
+    dy = nested_map.NestedMap(args=self._dargs[k + 1, m], skips=nested_map.NestedMap(dskips))
+    return stage.FloatLeaves(dy)
+
+  def _GiveGradient(self, k: int, m: int, dx: list[tf.Tensor]) -> None:
+    """Hands down the gradients of the floating leaves of what stage k took."""
+    if not self._engine.stages[k].needs_dx and self._theta is None:
+      return
+    gradient = stage.WithFloatLeaves(self.x[k, m], dx)
+    self._dargs[k, m] = gradient.args
+    for name, value in gradient.skips.items():
+      self._dskips.setdefault((name, m), []).append(value)
+
+  def _Side(self, k: int, m: int) -> Any:
+    last = self._sides is not None and k == self._engine.num_stages - 1
+    return self._sides[m] if last and self._sides is not None else None
+
+  def _Functions(self, s: Stage) -> stage.StageFunctions:
+    return self._engine.Functions(s, do_eval=self._do_eval, with_loss=self._sides is not None)
+
+  def _Split(self, s: Stage) -> split_backward.SplitBackward:
+    return self._engine.SplitFunctions(s, with_loss=self._sides is not None)
+
+  def _IsKept(self, m: int) -> bool:
+    """Whether micro-batch m is not recomputed."""
+    if self._do_eval or self._theta is not None:
+      return False
+    policy = self._engine.remat_policy
+    return policy == 'none' or (policy == 'except_last' and m == self._last_micro_batch)
+
+  def _Variables(self, s: Stage) -> Sequence[Any]:
+    return s.variables if self._theta is None else self._theta[s.index]
+
+  def _RunForward(self, k: int, m: int) -> None:
+    x, side = self._Take(k, m), self._Side(k, m)
+    if self._IsKept(m):
+      y, sums, self._kept[k, m] = self._Call(
+        k, m, lambda s, c: self._Split(s).ForwardKeep(s.variables, x, side, c)
+      )
+    else:
+      y, sums = self._Call(
+        k, m, lambda s, c: self._Functions(s).Forward(self._Variables(s), x, side, c)
+      )
+    self._Give(k, m, y, sums)
+
+  def _RunForwardBackward(self, k: int, m: int) -> None:
+    x, side = self._Take(k, m), self._Side(k, m)
+    dx, sums = self._Call(
+      k,
+      m,
+      lambda s, c: self._Functions(s).ForwardBackward(s.variables, s.AllAccumulators(), x, side, c),
+    )
+    self._Give(k, m, (), sums)
+    self._GiveGradient(k, m, dx)
+
+  def _RunBackward(self, k: int, m: int) -> None:
+    x, side, dy = self.x[k, m], self._Side(k, m), self._TakeGradient(k, m)
+    kept = self._kept.pop((k, m), None)
+
+    def Call(s: Stage, context: Any) -> Any:
+      if kept is None:
+        backward = self._Functions(s).Backward
+        return backward(s.variables, s.AllAccumulators(), x, side, context, dy)
+      backward = self._Split(s).BackwardKept
+      return backward(s.variables, s.AllAccumulators(), x, side, context, kept, dy)
+
+    dx, _ = self._Call(k, m, Call)
+    self._GiveGradient(k, m, dx)
+
+  def _RunInputGradient(self, k: int, m: int) -> None:
+    x, side, dy = self.x[k, m], self._Side(k, m), self._TakeGradient(k, m)
+    kept = self._kept.get((k, m))
+    dx, for_weights = self._Call(
+      k, m, lambda s, c: self._Split(s).InputGradient(s.variables, x, side, c, kept, dy)
+    )
+    self._for_weights[k, m] = (dy, for_weights)
+    self._GiveGradient(k, m, dx)
+
+  def _RunWeightGradient(self, k: int, m: int) -> None:
+    x, side, kept = self.x[k, m], self._Side(k, m), self._kept.pop((k, m), None)
+    dy, for_weights = self._for_weights.pop((k, m))
+
+    def Call(s: Stage, context: Any) -> Any:
+      gradient = self._Split(s).WeightGradient
+      return gradient(s.variables, s.AllAccumulators(), x, side, context, kept, dy, for_weights)
+
+    self._Call(k, m, Call)
+
+  def EmitThetaBackward(
+    self, x: Sequence[Sequence[nested_map.NestedMap]], dys: Sequence[Any]
+  ) -> tuple[list[list[tf.Tensor]], list[Any]]:
+    """Backward with the weights as tensors, micro-batches M-1 ... 0.
+
+    Args:
+      x: for each stage and micro-batch what the stage took.
+      dys: for each micro-batch a nest like the outputs, with gradients for its floating leaves.
+
+    Returns:
+      For each stage the gradients of its floating weights; for each micro-batch a nest like the
+      arguments, with gradients for its floating leaves.
+    """
+    dtheta: list[list[tf.Tensor]] = [[] for _ in self._engine.stages]
+    for m, dy in reversed(list(enumerate(dys))):
+      self._dargs[len(x), m] = dy
+      for s in reversed(self._engine.stages):
+        k = s.index
+        self.x[k, m] = x[k][m]
+        dy = self._TakeGradient(k, m)
+        grads, dx = self._Call(
+          k,
+          m,
+          lambda s, c, x=x[k][m], dy=dy: self._Functions(s).ThetaBackward(
+            self._Variables(s), x, c, dy
+          ),
+        )
+        self._GiveGradient(k, m, dx)
+        with tf.device(s.device):
+          dtheta[k] = [a + g for a, g in zip(dtheta[k], grads, strict=True)] if dtheta[k] else grads
+    return dtheta, [self._dargs[0, m] for m in range(len(dys))]
+
+
+def _AddUp(*values: Any) -> Any:
+  """The sum of floating tensors; of others, which have no gradient, any one."""
+  if values[0] is None or not values[0].dtype.is_floating:
+    return values[0]
+  return tf.add_n(values) if len(values) > 1 else values[0]
+
+
+_ACTIONS = {
+  schedules.Kind.FORWARD: Emission._RunForward,
+  schedules.Kind.BACKWARD: Emission._RunBackward,
+  schedules.Kind.FORWARD_BACKWARD: Emission._RunForwardBackward,
+  schedules.Kind.INPUT_GRADIENT: Emission._RunInputGradient,
+  schedules.Kind.WEIGHT_GRADIENT: Emission._RunWeightGradient,
+}

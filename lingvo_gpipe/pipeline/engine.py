@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine: one loop over a schedule that emits the stages' calls on their devices.
+
+Called inside a tf.function, it lays out one multi-device graph; TensorFlow's dataflow runtime
+then overlaps the devices and moves the boundary tensors. Each device's actions are chained by
+control dependencies, so they run in the order of the schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from lingvo_gpipe import base_layer, fprop_context, nested_map, weight_params
+from lingvo_gpipe.pipeline import emission, schedules, split_backward, stage
+
+
+class PipelineEngine:
+  """Runs a flat list of layers, cut into stages, by a schedule."""
+
+  def __init__(
+    self,
+    layers: Sequence[base_layer.BaseLayer],
+    ends: Sequence[int],
+    devices: Sequence[str],
+    *,
+    stages_per_device: int = 1,
+    schedule: str | schedules.Schedule = 'gpipe',
+    remat_policy: str = 'stage',
+    xla: bool = True,
+    loss_fn: stage.LossFn | None = None,
+    is_trained: Callable[[str], bool] | None = None,
+    ties: Mapping[str, str] | None = None,
+  ) -> None:
+    """Puts each stage's variables on its device.
+
+    Args:
+      layers: the flat list; outputs of one are the arguments of the next.
+      ends: for each stage the index after its last layer, ascending.
+      devices: stage k is put on device k mod (stages / stages_per_device).
+      stages_per_device: how many stages a device holds.
+      schedule: name of the training schedule, or one of the user's own.
+      remat_policy: what backward recomputes, one of `stage.REMAT_POLICIES`.
+      xla: True to compile the stage functions by XLA.
+      loss_fn: runs in the last stage on each micro-batch (see `stage.LossFn`).
+      is_trained: tells by its path whether a trainable variable is trained; None: all are. Others
+        cost no weight gradient, and stages before the first trained one no backward.
+      ties: {path of a weight: path of the weight that it is}. The stage of the first holds a copy;
+        its gradient is added to the other's.
+
+    Raises:
+      ValueError: the cut, the devices, the schedule or the policy do not fit.
+    """
+    if len(ends) % stages_per_device:
+      raise ValueError(
+        f'{len(ends)} stages cannot be put on devices {stages_per_device} at a time '
+        '(stages_per_device); make num_stages a multiple of it'
+      )
+    self.num_devices = len(ends) // stages_per_device
+    if len(devices) < self.num_devices:
+      raise ValueError(
+        f'{len(ends)} stages, {stages_per_device} a device, need {self.num_devices} devices, '
+        f'got {len(devices)}: {", ".join(devices)}'
+      )
+    if remat_policy not in stage.REMAT_POLICIES:
+      known = ', '.join(stage.REMAT_POLICIES)
+      raise ValueError(f'unknown remat_policy {remat_policy!r}; expected one of {known}')
+    self._schedule = schedule
+    self.remat_policy = remat_policy
+    self._xla = xla
+    self._loss_fn = loss_fn
+    self._functions: dict[Any, stage.StageFunctions] = {}
+    self._split: dict[int, split_backward.SplitBackward] = {}
+    self._ties = dict(ties or {})
+    self.stages: list[emission.Stage] = []
+    skips = Skips(layers, ends)
+    for index, (start, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
+      members = list(layers[start:end])
+      device = devices[index % self.num_devices]
+      for layer in members:
+        layer.InstantiateVariables(device)
+        _CheckDevice(layer, device)
+      variables = [m.vars for m in members]
+      paths = {id(v): path for m in members for path, v in m.VariablesByPath().items()}
+      trained: dict[str, tf.Variable] = {}
+      mirrors: dict[str, tf.Variable] = {}
+      for v in tf.nest.flatten(variables):
+        path = paths[id(v)]
+        if v.trainable and (is_trained is None or is_trained(self._ties.get(path, path))):
+          (mirrors if path in self._ties else trained)[path] = v
+      needs_dx = any(s.has_weight_gradient for s in self.stages)
+      self.stages.append(
+        emission.Stage(index, members, device, variables, *skips[index], trained, mirrors, needs_dx)
+      )
+    self._variables = {path: v for layer in layers for path, v in layer.VariablesByPath().items()}
+    self.SyncTies()
+
+  @property
+  def num_stages(self) -> int:
+    """S."""
+    return len(self.stages)
+
+  @property
+  def num_traces(self) -> int:
+    """How many times a stage function was traced so far."""
+    return sum(f.num_traces for f in self._functions.values())
+
+  # ---- the three entrances ---------------------------------------------------------------------
+
+  def Train(
+    self,
+    inputs: Sequence[tuple[Any, ...]],
+    sides: Sequence[Any],
+    loss_weights: Sequence[tf.Tensor],
+    step: tf.Tensor,
+  ) -> dict[str, tf.Tensor]:
+    """Runs forward and backward of all micro-batches; gradients end in the accumulators.
+
+    What the accumulators hold is the gradient of the sum over micro-batches of
+    `loss_weight * loss`: divide by the sum of the loss weights once, at the update.
+
+    Args:
+      inputs: for each micro-batch the arguments of the first layer.
+      sides: for each micro-batch what the loss function takes beside the last layer's outputs.
+      loss_weights: for each micro-batch the weight of its loss, a scalar.
+      step: int64 scalar, the training step.
+
+    Returns:
+      {metric: [sum of value * weight, sum of weight]}, tensors [2] on the last device.
+    """
+    counter = fprop_context.StepCounter(step)
+    run = emission.Emission(self, inputs, sides, loss_weights, counter, do_eval=False)
+    run.ClearAccumulators()
+    run.Emit(self._Schedule(self._schedule, inputs))
+    self._AddTiedGradients()
+    return run.Sums()
+
+  def Evaluate(
+    self, inputs: Sequence[tuple[Any, ...]], sides: Sequence[Any]
+  ) -> dict[str, tf.Tensor]:
+    """The metrics' sums (as `Train` returns them) in evaluation mode, forward only."""
+    run = emission.Emission(self, inputs, sides, [], None, do_eval=True)
+    run.Emit(self._Schedule('forward_only', inputs))
+    return run.Sums()
+
+  def Forward(
+    self,
+    inputs: Sequence[tuple[Any, ...]],
+    *,
+    theta: Sequence[Sequence[Any]] | None = None,
+    counter: tf.Tensor | None = None,
+    do_eval: bool = True,
+  ) -> tuple[list[tuple[Any, ...]], list[list[nested_map.NestedMap]]]:
+    """Forward only, without the loss.
+
+    Args:
+      inputs: for each micro-batch the arguments of the first layer.
+      theta: for each stage and layer its weights as tensors; None takes the variables.
+      counter: int64 scalar, the step counter (see fprop_context) of micro-batch 0; needed where
+        do_eval is False.
+      do_eval: the layers' mode.
+
+    Returns:
+      For each micro-batch the outputs of the last layer, and for each stage and micro-batch what
+      the stage took: NestedMap(args, skips).
+    """
+    run = emission.Emission(self, inputs, None, [], counter, do_eval=do_eval, theta=theta)
+    run.Emit(self._Schedule('forward_only', inputs))
+    micro_batches = range(len(inputs))
+    return [run.args[self.num_stages, m] for m in micro_batches], [
+      [run.x[k, m] for m in micro_batches] for k in range(self.num_stages)
+    ]
+
+  def ThetaBackward(
+    self,
+    theta: Sequence[Sequence[Any]],
+    stage_inputs: Sequence[Sequence[nested_map.NestedMap]],
+    dys: Sequence[tuple[Any, ...]],
+    counter: tf.Tensor,
+    do_eval: bool,
+  ) -> tuple[list[list[tf.Tensor]], list[tuple[Any, ...]]]:
+    """Backward of `Forward` with the weights as tensors, micro-batches M-1 ... 0.
+
+    Args:
+      theta: as given to `Forward`.
+      stage_inputs: as returned by `Forward`.
+      dys: for each micro-batch a nest like the outputs, with gradients at its floating leaves.
+      counter: as given to `Forward`.
+      do_eval: as given to `Forward`.
+
+    Returns:
+      For each stage the gradients of its floating weights; for each micro-batch a nest like the
+      inputs, with gradients at its floating leaves.
+    """
+    run = emission.Emission(self, [], None, [], counter, do_eval=do_eval, theta=theta)
+    return run.EmitThetaBackward(stage_inputs, dys)
+
+  def _Schedule(
+    self, schedule: str | schedules.Schedule, inputs: Sequence[Any]
+  ) -> schedules.Schedule:
+    return schedules.Get(schedule, self.num_stages, len(inputs), self.num_devices)
+
+  def SyncTies(self) -> None:
+    """Copies tied weights to where they are used; to be called when weights were changed."""
+    for tied, owner in self._ties.items():
+      mirror = self._variables[tied]
+      with tf.device(mirror.device):
+        mirror.assign(self._variables[owner])
+
+  def _AddTiedGradients(self) -> None:
+    owners = {
+      path: (s.device, accumulator)
+      for s in self.stages
+      for path, accumulator in zip(s.trained, s.accumulators, strict=True)
+    }
+    for s in self.stages:
+      for path, accumulator in zip(s.mirrors, s.mirror_accumulators, strict=True):
+        device, owner = owners[self._ties[path]]
+        with tf.device(s.device):
+          gradient = tf.identity(accumulator)
+        with tf.device(device):
+          owner.assign_add(gradient)
+
+  # ---- parts -----------------------------------------------------------------------------------
+
+  def MakeAccumulators(self) -> None:
+    """Allocates the gradient accumulators on their stages' devices; once, outside any graph."""
+    for s in self.stages:
+      if s.accumulators or s.mirror_accumulators:
+        continue
+      with tf.init_scope(), tf.device(s.device):
+        s.accumulators = [_Accumulator(v) for v in s.trained.values()]
+        s.mirror_accumulators = [_Accumulator(v) for v in s.mirrors.values()]
+
+  def Functions(self, s: emission.Stage, *, do_eval: bool, with_loss: bool) -> stage.StageFunctions:
+    """The traced functions of a stage; stages of equal structure get the same object."""
+    loss_fn = self._loss_fn if with_loss and s.index == self.num_stages - 1 else None
+    # Evaluation has no backward, so what is trained does not tell its stages apart.
+    trained = s.trained_mask if not do_eval else (False,) * len(s.trained_mask)
+    needs_dx = s.needs_dx and not do_eval
+    key = (do_eval, loss_fn is not None, s.exports, trained, needs_dx, s.structure)
+    if key not in self._functions:
+      self._functions[key] = stage.StageFunctions(
+        s.layers,
+        loss_fn=loss_fn,
+        exports=s.exports,
+        trained=trained,
+        needs_dx=needs_dx,
+        do_eval=do_eval,
+        remat_policy=self.remat_policy,
+        xla=self._xla,
+      )
+    return self._functions[key]
+
+  def SplitFunctions(self, s: emission.Stage, *, with_loss: bool) -> split_backward.SplitBackward:
+    """The functions of a stage whose backward comes in pieces; shared as `Functions` are."""
+    functions = self.Functions(s, do_eval=False, with_loss=with_loss)
+    if id(functions) not in self._split:
+      self._split[id(functions)] = split_backward.SplitBackward(functions, self._xla)
+    return self._split[id(functions)]
+
+  def SeedHashes(self, s: emission.Stage) -> list[int]:
+    """The first halves of the seed pairs of a stage's layers."""
+    return [weight_params.Hash64(layer.params.random_seed, layer.path) for layer in s.layers]
+
+
+def _Accumulator(variable: tf.Variable) -> tf.Variable:
+  return tf.Variable(tf.zeros_like(variable), trainable=False, name='accumulator')
+
+
+def Skips(
+  layers: Sequence[base_layer.BaseLayer], ends: Sequence[int]
+) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+  """For each stage the names of the skip connections that enter it and that leave it.
+
+  Raises:
+    ValueError: two layers begin a skip of one name, or a layer takes one that none before begins.
+  """
+  stage_of = [
+    k for k, (a, b) in enumerate(zip([0, *ends[:-1]], ends, strict=True)) for _ in range(a, b)
+  ]
+  made: dict[str, tuple[int, str]] = {}
+  imports: list[set[str]] = [set() for _ in ends]
+  exports: list[set[str]] = [set() for _ in ends]
+  for k, layer in zip(stage_of, layers, strict=True):
+    for name in layer.skips_in:
+      if name not in made:
+        known = ', '.join(made) or 'none'
+        raise ValueError(
+          f'{layer.path} takes the skip {name!r}, which no layer before it begins; known: {known}'
+        )
+      if made[name][0] != k:
+        imports[k].add(name)
+        exports[made[name][0]].add(name)
+    for name in layer.skips_out:
+      if name in made:
+        raise ValueError(f'{layer.path} and {made[name][1]} both begin a skip {name!r}')
+      made[name] = (k, layer.path)
+  return [(tuple(sorted(i)), tuple(sorted(e))) for i, e in zip(imports, exports, strict=True)]
+
+
+def _CheckDevice(layer: base_layer.BaseLayer, device: str) -> None:
+  """Raises ValueError where the layer had variables already, and on another device."""
+  wanted = tf.DeviceSpec.from_string(device)
+  for path, variable in layer.VariablesByPath().items():
+    actual = tf.DeviceSpec.from_string(variable.device)
+    if actual.make_merged_spec(wanted) != actual:
+      raise ValueError(
+        f'{path} was allocated on {variable.device} before, but its stage belongs on {device}; '
+        'place the stages once, and before InstantiateVariables is called'
+      )

@@ -1,0 +1,381 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`PipeliningLayer`: a sequence of layers that runs as stages on several devices.
+
+The cut is not in the model: the layers stay one flat list, whose paths (and so variable names,
+initial values, dropout masks and checkpoints) do not know the number of stages, micro-batches or
+the schedule. A stage is an index range of that list.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from lingvo_gpipe import (
+  base_layer,
+  fprop_context,
+  hyperparams,
+  nested_map,
+  shapes,
+  weight_params,
+)
+from lingvo_gpipe.layers import fprop_meta, sequential
+from lingvo_gpipe.pipeline import engine, micro_batch, plan, schedules, stage
+
+
+class PipeliningLayer(base_layer.BaseLayer):
+  """GPipe: stages on devices, micro-batches streamed through, inputs kept and the rest recomputed.
+
+  Used in two ways. A task hands its loss to `Place` and trains through the engine, where the
+  loss runs inside the last stage. Anybody else calls `FProp` under a tape of their own, after
+  `Place` put the stages on devices:
+
+      layer = p.Instantiate()
+      layer.Place(devices, tf.TensorSpec([batch, dim]))
+      with tf.GradientTape() as tape, fprop_context.Scope(step=step):
+        loss = tf.reduce_mean(layer(x) ** 2)
+      grads = tape.gradient(loss, layer.trainable_variables)
+  """
+
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    """Params of a pipelined sequence."""
+    p = super().Params()
+    p.Define('sub', [], 'Params of the layers, in order; SequentialLayers inside are opened.')
+    p.Define('num_stages', 1, 'The number of stages.')
+    p.Define(
+      'stages_per_device', 1, 'How many stages a device holds; stage k is on device k mod K.'
+    )
+    p.Define('num_micro_batches', 1, 'M: the number of micro-batches of a mini-batch.')
+    p.Define('splits', [], 'Index after the last layer of each stage; empty: cut by cost.')
+    p.Define(
+      'ties',
+      [],
+      "Pairs ['layers[9].emb', 'layers[0].emb']: the first weight is the second one, used again.",
+    )
+    p.Define('partition_by', 'flops', 'What an automatic cut balances: flops or params.')
+    p.Define('schedule', 'gpipe', 'Name of the training schedule, or a Schedule.')
+    p.Define(
+      'remat_policy',
+      'stage',
+      'What backward recomputes: stage (all), except_last (all but the last micro-batch), layer '
+      '(one layer at a time) or none.',
+    )
+    p.Define('xla', True, 'Compile the stages by XLA.')
+    p.Define('batch_dim', 0, 'The batch dimension of every input and output.')
+    return p
+
+  def __init__(self, params: hyperparams.InstantiableParams) -> None:
+    super().__init__(params)
+    flat = [q for layer in self.params.sub for q in sequential.FlattenSequential(layer)]
+    if not flat:
+      raise ValueError(f'{self.path}: sub is empty; a pipeline needs at least one layer')
+    # What is wrong is better told now than when the first step is built.
+    p = self.params
+    shapes.CheckPositive(p, 'num_stages', 'stages_per_device', 'num_micro_batches')
+    if p.remat_policy not in stage.REMAT_POLICIES:
+      known = ', '.join(stage.REMAT_POLICIES)
+      raise ValueError(
+        f'{self.path}: unknown remat_policy {p.remat_policy!r}; expected one of {known}'
+      )
+    chosen = schedules.Get(p.schedule, p.num_stages, p.num_micro_batches, self.num_devices)
+    if chosen.forward_only:
+      raise ValueError(f'{self.path}: schedule {chosen.name!r} has no backward; it cannot train')
+    # The same paths as a SequentialLayer's, so that a checkpoint of either fits the other.
+    self.CreateChildren('layers', flat, seed_roots=True)
+    engine.Skips(self.layers, [len(self.layers)])
+    self._ties = self._CheckedTies()
+    self._engine: engine.PipelineEngine | None = None
+    self._predict = tf.function(self._Predict, autograph=False)
+    self._outer: dict[bool, _OuterFunctions] = {}
+
+  def _CheckedTies(self) -> dict[str, str]:
+    """{path within this layer of a tied weight: path of its owner}."""
+    specs = {
+      path[len(self.path) + 1 :]: spec
+      for layer in self.layers
+      for path, spec in layer.WeightSpecs().items()
+    }
+    ties = {}
+    for pair in self.params.ties:
+      if not (isinstance(pair, (list, tuple)) and len(pair) == 2):
+        raise ValueError(f'{self.path}: ties are pairs of paths of weights, got {pair!r}')
+      tied, owner = pair
+      for path in (tied, owner):
+        if path not in specs:
+          close = difflib.get_close_matches(path, specs, n=3)
+          hint = f'; did you mean {" or ".join(close)}?' if close else ''
+          raise ValueError(f'{self.path}: ties name {path!r}, which is no weight{hint}')
+      a, b = specs[tied][0], specs[owner][0]
+      if (a.shape, a.dtype) != (b.shape, b.dtype):
+        raise ValueError(
+          f'{self.path}: {tied} of shape {a.shape}, {a.dtype.name} cannot be tied to {owner} of '
+          f'shape {b.shape}, {b.dtype.name}'
+        )
+      ties[tied] = owner
+    if both := sorted(ties.keys() & set(ties.values())):
+      raise ValueError(f'{self.path}: {both[0]} is tied and has others tied to it; name its owner')
+    return ties
+
+  def _Absolute(self, path: str) -> str:
+    return f'{self.path}.{path}'
+
+  def WeightSpecs(self) -> dict[str, tuple[weight_params.WeightParams, bool]]:
+    """As BaseLayer's, tied weights counted once."""
+    tied = {self._Absolute(path) for path in self._ties}
+    return {path: spec for path, spec in super().WeightSpecs().items() if path not in tied}
+
+  def VariablesByPath(self) -> dict[str, tf.Variable]:
+    """As BaseLayer's, without the copies of tied weights."""
+    tied = {self._Absolute(path) for path in self._ties}
+    return {path: v for path, v in super().VariablesByPath().items() if path not in tied}
+
+  @property
+  def vars(self) -> nested_map.NestedMap:
+    """As BaseLayer's, with the owner's variable in place of a tied one."""
+    variables = super().vars
+    for tied, owner in self._ties.items():
+      variables.Set(tied, variables.GetItem(owner))
+    return variables
+
+  @property
+  def num_devices(self) -> int:
+    """K: how many devices the stages are put on."""
+    return -(-self.params.num_stages // self.params.stages_per_device)
+
+  def MakePlan(self, *input_specs: Any) -> plan.Plan:
+    """Where the cuts go for inputs of these specs.
+
+    Args:
+      *input_specs: a (nest of) tf.TensorSpec `[..., batch, ...]` of the whole mini-batch for each
+        argument of the first layer.
+    """
+    p = self.params
+    batch_size = micro_batch.BatchSize(input_specs, p.batch_dim)
+    largest = micro_batch.Sizes(batch_size, p.num_micro_batches)[0]
+
+    def MicroBatchSpec(spec: Any) -> Any:
+      if spec is None:
+        return None
+      shape = list(spec.shape)
+      shape[p.batch_dim] = largest
+      return tf.TensorSpec(shape, spec.dtype)
+
+    return plan.MakePlan(
+      self.layers,
+      tf.nest.map_structure(MicroBatchSpec, tuple(input_specs)),
+      schedule=schedules.Get(
+        p.schedule, p.num_stages, min(p.num_micro_batches, batch_size), self.num_devices
+      ),
+      splits=p.splits,
+      by=p.partition_by,
+      num_params=self.NumParams(),
+    )
+
+  @property
+  def theta(self) -> nested_map.NestedMap:
+    """The weights to compute with; ValueError before `Place`."""
+    _ = self.engine  # Raises before `Place`.
+    return super().theta
+
+  @property
+  def engine(self) -> engine.PipelineEngine:
+    """The engine that runs the stages; ValueError before `Place`."""
+    if self._engine is None:
+      raise ValueError(f'{self.path} has no devices yet; call Place(devices, *input_specs) first')
+    return self._engine
+
+  def Place(
+    self,
+    devices: Sequence[str],
+    *input_specs: Any,
+    loss_fn: stage.LossFn | None = None,
+    is_trained: Callable[[str], bool] | None = None,
+  ) -> plan.Plan:
+    """Cuts the layers for inputs of these specs and allocates each stage on its device.
+
+    Args:
+      devices: at least `num_devices` of them.
+      *input_specs: as for `MakePlan`.
+      loss_fn: the loss, where the engine trains (`stage.LossFn`); FProp does not use it.
+      is_trained: which paths the engine trains, where not all.
+
+    Returns:
+      The cut.
+
+    Raises:
+      ValueError: the layers cannot be cut as the Params say, there are too few devices, or
+        variables exist already on other devices.
+    """
+    p = self.params
+    cut = self.MakePlan(*input_specs)
+    self._engine = engine.PipelineEngine(
+      self.layers,
+      cut.ends,
+      devices,
+      schedule=p.schedule,
+      remat_policy=p.remat_policy,
+      xla=p.xla,
+      stages_per_device=p.stages_per_device,
+      loss_fn=loss_fn,
+      is_trained=is_trained,
+      ties={self._Absolute(tied): self._Absolute(owner) for tied, owner in self._ties.items()},
+    )
+    self.InstantiateVariables()
+    self._predict = tf.function(self._Predict, autograph=False)
+    self._outer = {}
+    return cut
+
+  def SplitBatch(self, nest: Any) -> list[Any]:
+    """Cuts a nest of tensors `[..., batch, ...]` into this pipeline's micro-batches."""
+    return micro_batch.Split(nest, self.params.num_micro_batches, self.params.batch_dim)
+
+  def Predict(self, *args: Any) -> Any:
+    """FProp in evaluation mode straight from the variables: no gradient, no copy of a weight."""
+    outputs = self._predict(_AsTensors(args))
+    return outputs[0] if len(outputs) == 1 else outputs
+
+  def _Predict(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    self.engine.SyncTies()
+    outputs, _ = self.engine.Forward(self.SplitBatch(args))
+    return micro_batch.Merge(outputs, self.params.batch_dim)
+
+  @classmethod
+  def FPropMeta(
+    cls, params: hyperparams.InstantiableParams, *input_specs: Any
+  ) -> nested_map.NestedMap:
+    """The layers' costs added up; see BaseLayer.FPropMeta."""
+    return fprop_meta.Chain(fprop_meta.Declare(params).layers, *input_specs)
+
+  def FProp(self, theta: nested_map.NestedMap, *args: Any) -> Any:
+    """Runs the pipeline; differentiable from any tape.
+
+    Backward recomputes each stage from its input, micro-batch by micro-batch, M-1 ... 0. In a
+    Scope with do_eval=False layers draw their dropout masks from the scope's step and micro-batch.
+
+    Args:
+      theta: the weights.
+      *args: a nest of tensors `[..., batch, ...]` for each argument of the first layer.
+
+    Returns:
+      What the last layer returns, of the whole mini-batch.
+
+    Raises:
+      ValueError: `Place` was not called.
+    """
+    context = fprop_context.Current()
+    counter = context.step_counter
+    if counter is not None:
+      # Micro-batch j of the scope, one of the user's own, is cut into M: the first is number j M.
+      outer = counter % fprop_context.MAX_MICRO_BATCHES
+      counter += outer * (self.params.num_micro_batches - 1)
+    elif context.do_eval:
+      counter = tf.constant(0, tf.int64)
+    else:
+      raise ValueError(f'{self.path}: a Scope with do_eval=False needs a step')
+    if context.do_eval not in self._outer:
+      self._outer[context.do_eval] = _OuterFunctions(self, context.do_eval)
+    outputs = self._outer[context.do_eval].Run(theta.layers, args, counter)
+    return outputs[0] if len(outputs) == 1 else outputs
+
+
+def PartitionSequentialLayers(
+  params: hyperparams.InstantiableParams | Sequence[hyperparams.InstantiableParams],
+  num_partitions: int,
+  *input_specs: Any,
+) -> list[int]:
+  """Cuts a SequentialLayer (or a list of layers) into stages of balanced FLOPs (Lingvo's name).
+
+  Unlike Lingvo's, the cut minimises the costliest stage exactly, leaves none empty and changes
+  no name: it is a list of end indices, to be set as `PipeliningLayer`'s `splits`.
+
+  Args:
+    params: a SequentialLayer's Params, or a list of layers' Params.
+    num_partitions: K.
+    *input_specs: (nests of) tf.TensorSpec of one micro-batch.
+
+  Returns:
+    For each stage the index after its last layer in the flattened sequence.
+  """
+  p = PipeliningLayer.Params().Set(name='partition')
+  p.sub = list(params) if isinstance(params, (list, tuple)) else [params]
+  layer = p.Instantiate()
+  schedule = schedules.Get('gpipe', num_partitions, 1)
+  cut = plan.MakePlan(layer.layers, input_specs, schedule=schedule)
+  return list(cut.ends)
+
+
+class _OuterFunctions:
+  """Forward and backward of the whole pipeline as two traced functions, weights as tensors."""
+
+  def __init__(self, layer: PipeliningLayer, do_eval: bool) -> None:
+    self._layer = layer
+    self._pipeline = layer.engine
+    self._do_eval = do_eval
+    self._forward = tf.function(self._Forward, autograph=False)
+    self._backward = tf.function(self._Backward, autograph=False)
+
+  def Run(self, theta: Sequence[Any], args: tuple[Any, ...], counter: tf.Tensor) -> tuple[Any, ...]:
+    """The pipeline's outputs, with gradients for the floating leaves of theta and args."""
+    args = _AsTensors(args)
+    per_stage: list[Any] = []
+    rest = list(theta)
+    for s in self._pipeline.stages:
+      members, rest = rest[: len(s.layers)], rest[len(s.layers) :]
+      with tf.device(s.device):
+        per_stage.append(_AsTensors(members))
+    weights = stage.FloatLeaves(per_stage)
+    whole: list[Any] = []
+
+    @tf.custom_gradient
+    def Pipeline(*floats: tf.Tensor) -> Any:
+      stage_theta = stage.WithFloatLeaves(per_stage, floats[: len(weights)])
+      inputs = stage.WithFloatLeaves(args, floats[len(weights) :])
+      outputs, saved = self._forward(_Unwatched(stage_theta), _Unwatched(inputs), counter)
+      whole.append(outputs)
+
+      def Grad(*dys: tf.Tensor) -> list[tf.Tensor]:
+        return self._backward(stage_theta, saved, stage.WithFloatLeaves(outputs, dys), counter)
+
+      return tuple(stage.FloatLeaves(outputs)), Grad
+
+    floats = Pipeline(*weights, *stage.FloatLeaves(args))
+    return stage.WithFloatLeaves(whole[0], floats)
+
+  def _Forward(self, theta: Any, args: tuple[Any, ...], counter: tf.Tensor) -> tuple[Any, Any]:
+    inputs = self._layer.SplitBatch(args)
+    outputs, saved = self._pipeline.Forward(
+      inputs, theta=theta, counter=counter, do_eval=self._do_eval
+    )
+    return micro_batch.Merge(outputs, self._layer.params.batch_dim), saved
+
+  def _Backward(
+    self, theta: Any, saved: Any, dys: tuple[Any, ...], counter: tf.Tensor
+  ) -> list[tf.Tensor]:
+    pieces = self._layer.SplitBatch(dys)
+    dtheta, dargs = self._pipeline.ThetaBackward(theta, saved, pieces, counter, self._do_eval)
+    dx = stage.FloatLeaves(micro_batch.Merge(dargs, self._layer.params.batch_dim))
+    return [g for grads in dtheta for g in grads] + dx
+
+
+def _AsTensors(nest: Any) -> Any:
+  return tf.nest.map_structure(lambda x: None if x is None else tf.convert_to_tensor(x), nest)
+
+
+def _Unwatched(nest: Any) -> Any:
+  """The nest, hidden from the tapes of eager execution.
+
+  An eager tape would differentiate every function that it sees a watched tensor enter, although
+  nobody asks for that gradient, and so keep each stage's activations instead of its input.
+  """
+  if not tf.executing_eagerly():
+    return nest
+
+  def Hide(x: tf.Tensor) -> tf.Tensor:
+    with tf.device(x.device):
+      return tf.stop_gradient(x)
+
+  return stage.WithFloatLeaves(nest, [Hide(x) for x in stage.FloatLeaves(nest)])

@@ -1,0 +1,355 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stage's traced functions: its forward F and its backward B, which re-materialises.
+
+F and B take everything as arguments: the weights as tf.Variables (never captured, so that
+stages of equal structure share one trace and XLA meets no variable of another device), the
+stage's input, what comes from the side, and a context of seeds and loss weight. B adds the
+weight gradients into accumulator variables in place and returns the gradient of the stage's
+floating inputs.
+
+Each is compiled by XLA or marked as not to be inlined: were it inlined, the control edges that
+hold the schedule would vanish and the recomputation would be merged with the first forward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from lingvo_gpipe import base_layer, fprop_context, nested_map
+
+REMAT_POLICIES = ('stage', 'except_last', 'layer', 'none')
+
+# Maps (theta of each layer of the last stage, outputs of the last layer, side inputs) of a
+# micro-batch to metrics: {name: (value, weight)}, scalars, 'loss' among them.
+LossFn = Callable[[list[Any], tuple[Any, ...], Any], dict[str, tuple[tf.Tensor, tf.Tensor]]]
+
+
+def FloatLeaves(nest: Any) -> list[tf.Tensor]:
+  """The floating tensors of a nest, those that have gradients, in tf.nest order."""
+  return [x for x in tf.nest.flatten(nest) if x is not None and x.dtype.is_floating]
+
+
+def WithFloatLeaves(nest: Any, floats: Sequence[tf.Tensor]) -> Any:
+  """The nest with its floating tensors replaced."""
+  rest = list(floats)
+  flat = [x if x is None or not x.dtype.is_floating else rest.pop(0) for x in tf.nest.flatten(nest)]
+  return tf.nest.pack_sequence_as(nest, flat)
+
+
+def AsTuple(value: Any) -> tuple[Any, ...]:
+  """A layer's outputs as a tuple."""
+  return value if isinstance(value, tuple) else (value,)
+
+
+class StructureKey:
+  """Equal for two layers that compute the same function of (theta, inputs, seeds).
+
+  The text alone would not do: two functions among the Params may have the same name.
+  """
+
+  def __init__(self, layer: base_layer.BaseLayer) -> None:
+    self._params = layer.params.Copy()
+    self._params.name = ''
+    self._text = self._params.ToText()
+
+  def __hash__(self) -> int:
+    return hash(self._text)
+
+  def __eq__(self, other: object) -> bool:
+    if not isinstance(other, StructureKey):
+      return NotImplemented
+    return self._text == other._text and bool(self._params == other._params)
+
+
+class StageFunctions:
+  """F, B and V of one structure of stage, shared by all stages that have it.
+
+  Attributes:
+    Forward: tf.function (variables, x, side, context) -> (y, sums).
+    Backward: tf.function (variables, accumulators, x, side, context, dy) -> (dx, token).
+    ForwardBackward: tf.function (variables, accumulators, x, side, context) -> (dx, sums); of the
+      last stage only, where nothing has to be recomputed.
+
+  `variables` is a list with one nest (as `layer.vars`) a layer. `x` is NestedMap(args, skips): the
+  tuple of arguments of the first layer, and the skip connections {name: nest} that end in this
+  stage; `y` likewise holds the outputs of the last layer and the skips in `exports`. `side` is what
+  the loss needs of the micro-batch, None but in the last stage. `context` is NestedMap(seeds,
+  loss_weight): the layers' seed pairs, int64 [layers, 2], and the weight of the micro-batch's loss,
+  a scalar. `sums` holds {metric: [sum of value * weight, sum of weight]}, each a tensor [2]: the
+  metrics in the last stage, which in turn returns no y, for full-batch logits never exist; and the
+  auxiliary losses, named `<layer's index in the stage>:<path below it>.<name>`. `dy` and `dx` are
+  the gradients of the floating leaves of y and x; dx is empty where no stage before is trained.
+  """
+
+  def __init__(
+    self,
+    layers: Sequence[base_layer.BaseLayer],
+    *,
+    loss_fn: LossFn | None,
+    exports: Sequence[str],
+    trained: Sequence[bool],
+    needs_dx: bool,
+    do_eval: bool,
+    remat_policy: str,
+    xla: bool,
+  ) -> None:
+    self.layers = list(layers)
+    self._exports = list(exports)
+    self._trained = list(trained)
+    self._needs_dx = needs_dx
+    self._loss_fn = loss_fn
+    self._do_eval = do_eval
+    self._remat_policy = remat_policy
+    self.num_traces = 0
+    options = FunctionOptions(xla)
+    self.Forward = tf.function(self._Forward, **options)
+    self.Backward = tf.function(self._Backward, **options)
+    self.ForwardBackward = tf.function(self._ForwardBackward, **options)
+    self.ThetaBackward = tf.function(self._ThetaBackward, **options)
+
+  def Trained(self, weights: Any) -> list[Any]:
+    """Those of a nest like `variables` that are trained: the ones that B accumulates for."""
+    return [
+      w for w, is_trained in zip(tf.nest.flatten(weights), self._trained, strict=True) if is_trained
+    ]
+
+  def WantedFloats(self, x: nested_map.NestedMap) -> list[tf.Tensor]:
+    """The floating leaves of x that need a gradient: none where nothing before is trained."""
+    return FloatLeaves(x) if self._needs_dx else []
+
+  def EnterContext(self, seeds: tf.Tensor) -> Any:
+    rows = {id(layer): seeds[i] for i, layer in enumerate(self.layers)}
+    return fprop_context.Enter(fprop_context.FPropContext(self._do_eval, seed_rows=rows))
+
+  def _RunLayers(
+    self, variables: Sequence[Any], x: nested_map.NestedMap, by_layer: bool = False
+  ) -> tuple[nested_map.NestedMap, dict[str, tuple[tf.Tensor, float]]]:
+    """(y, {name: (auxiliary loss, coefficient)})."""
+    args, skips = x.args, nested_map.NestedMap(x.skips)
+    aux_losses: dict[str, tuple[tf.Tensor, float]] = {}
+    for i, (layer, layer_vars) in enumerate(zip(self.layers, variables, strict=True)):
+      coefficients: dict[str, float] = {}
+
+      def Run(
+        x: nested_map.NestedMap,
+        layer: Any = layer,
+        layer_vars: Any = layer_vars,
+        coefficients: dict[str, float] = coefficients,
+      ) -> nested_map.NestedMap:
+        outer = fprop_context.Current()
+        with fprop_context.Enter(dataclasses.replace(outer, aux_losses=[])) as inner:
+          out, stashed = layer.FPropSkips(layer.ThetaFrom(layer_vars), x.skips, *x.args)
+        aux = {}
+        for owner, name, value, coefficient in inner.aux_losses:
+          key = f'{owner.path[len(layer.path) :]}.{name}'
+          if key in aux:
+            raise ValueError(f'{owner.path} adds two auxiliary losses {name!r}; name them apart')
+          aux[key], coefficients[key] = value, coefficient
+        return nested_map.NestedMap(args=AsTuple(out), skips=stashed, aux=aux)
+
+      given = nested_map.NestedMap(
+        args=args, skips=nested_map.NestedMap({name: skips[name] for name in layer.skips_in})
+      )
+      try:
+        out = _Recompute(Run, given) if by_layer else Run(given)
+      except Exception as e:
+        shapes = tf.nest.map_structure(
+          lambda t: None if t is None else (t.dtype.name, *t.shape), args
+        )
+        e.add_note(f'in layer {layer.path} ({type(layer).__name__}), given {shapes}')
+        raise
+      args = out.args
+      skips.update(out.skips)
+      for key, value in out.aux.items():
+        aux_losses[f'{i}:{key}'] = (value, coefficients[key])
+    exported = nested_map.NestedMap({name: skips[name] for name in self._exports})
+    return nested_map.NestedMap(args=args, skips=exported), aux_losses
+
+  def _Forward(
+    self, variables: Sequence[Any], x: nested_map.NestedMap, side: Any, context: Any
+  ) -> tuple[Any, dict[str, tf.Tensor]]:
+    self.num_traces += 1
+    with self.EnterContext(context.seeds):
+      y, sums, _ = self.Outputs(variables, x, side, context)
+      return y, sums
+
+  def Outputs(
+    self,
+    variables: Sequence[Any],
+    x: nested_map.NestedMap,
+    side: Any,
+    context: Any,
+    by_layer: bool = False,
+  ) -> tuple[Any, dict[str, tf.Tensor], list[tf.Tensor]]:
+    """(y, sums, what backward differentiates).
+
+    That is the floating outputs but for the stage with the loss, then the auxiliary losses and the
+    loss, weighted: these are the stage's own, and no gradient comes for them from above. With
+    `by_layer` a tape over this call keeps each layer's input only.
+    """
+    y, aux_losses = self._RunLayers(variables, x, by_layer)
+    sums = {}
+    objective = [] if self._loss_fn is not None else FloatLeaves(y)
+    for name, (value, coefficient) in aux_losses.items():
+      weight = tf.cast(context.loss_weight, value.dtype)
+      sums[name] = _WeightedSum(value, weight)
+      objective.append(value * (coefficient * weight))
+    if self._loss_fn is None:
+      return y, sums, objective
+    theta = [layer.ThetaFrom(v) for layer, v in zip(self.layers, variables, strict=True)]
+    metrics = self._loss_fn(theta, y.args, side)
+    sums.update({name: _WeightedSum(*pair) for name, pair in metrics.items()})
+    loss = metrics['loss'][0]
+    return (), sums, [*objective, loss * tf.cast(context.loss_weight, loss.dtype)]
+
+  def _Backward(
+    self,
+    variables: Sequence[Any],
+    accumulators: Sequence[tf.Variable],
+    x: nested_map.NestedMap,
+    side: Any,
+    context: Any,
+    dy: list[tf.Tensor] | None,
+  ) -> tuple[list[tf.Tensor], tf.Tensor]:
+    self.num_traces += 1
+    floats = FloatLeaves(x)
+
+    # Only the floating inputs are arguments of what is recomputed: tf.recompute_grad cannot
+    # take integers or None, and would copy weights that were given to it as tensors.
+    by_layer = self._remat_policy == 'layer'
+
+    def Stage(*floats: tf.Tensor) -> list[tf.Tensor]:
+      return self.Outputs(variables, WithFloatLeaves(x, floats), side, context, by_layer)[2]
+
+    with self.EnterContext(context.seeds), tf.GradientTape() as tape:
+      tape.watch(floats)
+      recompute_stage = floats and not by_layer
+      outputs = tf.recompute_grad(Stage)(*floats) if recompute_stage else Stage(*floats)
+      outputs = outputs if isinstance(outputs, (list, tuple)) else [outputs]
+      weights, wanted = self.Trained(variables), self.WantedFloats(x)
+      grads = tape.gradient(
+        outputs, [*weights, *wanted], output_gradients=WithOwnLosses(dy, outputs)
+      )
+    Accumulate(accumulators, grads[: len(weights)])
+    return DenseGradients(wanted, grads[len(weights) :]), tf.zeros([], tf.int32)
+
+  def _ForwardBackward(
+    self,
+    variables: Sequence[Any],
+    accumulators: Sequence[tf.Variable],
+    x: nested_map.NestedMap,
+    side: Any,
+    context: Any,
+  ) -> tuple[list[tf.Tensor], dict[str, tf.Tensor]]:
+    self.num_traces += 1
+    floats, weights = self.WantedFloats(x), self.Trained(variables)
+    with self.EnterContext(context.seeds), tf.GradientTape() as tape:
+      tape.watch(floats)
+      _, sums, objective = self.Outputs(variables, x, side, context)
+    grads = tape.gradient(objective, [*weights, *floats])
+    Accumulate(accumulators, grads[: len(weights)])
+    return DenseGradients(floats, grads[len(weights) :]), sums
+
+  def _ThetaBackward(
+    self, theta: Sequence[Any], x: nested_map.NestedMap, context: Any, dy: list[tf.Tensor]
+  ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+    """The gradients of the weights, given as tensors, and of the floating inputs.
+
+    For `PipeliningLayer.FProp` under somebody else's tape. The stage's forward runs here again
+    from its input, so nothing but the input was kept.
+    """
+    self.num_traces += 1
+    weights, floats = FloatLeaves(theta), FloatLeaves(x)
+    with self.EnterContext(context.seeds), tf.GradientTape() as tape:
+      tape.watch([*weights, *floats])
+      y, aux_losses = self._RunLayers(theta, x)
+      if aux_losses:
+        split = (key.partition(':') for key in aux_losses)
+        names = ', '.join(f'{self.layers[int(i)].path}{rest}' for i, _, rest in split)
+        raise ValueError(
+          f'auxiliary losses ({names}) need the loss inside the last stage; train through the '
+          'engine, or leave them out'
+        )
+      outputs = FloatLeaves(y)
+      grads = tape.gradient(
+        outputs,
+        [*weights, *floats],
+        output_gradients=dy,
+        unconnected_gradients=tf.UnconnectedGradients.ZERO,
+      )
+    grads = [tf.convert_to_tensor(g) for g in grads]
+    return grads[: len(weights)], grads[len(weights) :]
+
+
+def _WeightedSum(value: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
+  """[value * weight, weight] in float32, or float64 where the value is."""
+  dtype = tf.float64 if value.dtype == tf.float64 else tf.float32
+  value, weight = tf.cast(value, dtype), tf.cast(weight, dtype)
+  # A mean over nothing may be NaN.
+  return tf.stack([tf.where(weight > 0, value * weight, tf.zeros_like(value)), weight])
+
+
+def FunctionOptions(xla: bool) -> dict[str, Any]:
+  """Options of tf.function for a stage function: compiled by XLA, or not to be inlined."""
+  if xla:
+    return {'autograph': False, 'jit_compile': True}
+  return {'autograph': False, 'experimental_attributes': {'_noinline': True}}
+
+
+def WithOwnLosses(
+  dy: Sequence[tf.Tensor] | None, outputs: Sequence[tf.Tensor]
+) -> list[tf.Tensor] | None:
+  """The gradients of all that a stage's backward differentiates: dy, and 1 for its own losses."""
+  if dy is None:
+    return None
+  return [*dy, *(tf.ones_like(loss) for loss in outputs[len(dy) :])]
+
+
+def Accumulate(accumulators: Sequence[tf.Variable], grads: Sequence[Any]) -> None:
+  """Adds gradients, None or slices among them, into accumulators in place."""
+  for accumulator, grad in zip(accumulators, grads, strict=True):
+    if isinstance(grad, tf.IndexedSlices):
+      values = tf.cast(grad.values, accumulator.dtype)
+      accumulator.scatter_add(tf.IndexedSlices(values, grad.indices, grad.dense_shape))
+    elif grad is not None:
+      accumulator.assign_add(tf.cast(grad, accumulator.dtype))
+
+
+def DenseGradients(tensors: Sequence[tf.Tensor], grads: Sequence[Any]) -> list[tf.Tensor]:
+  """The gradients as tensors: zeros for None."""
+  return [
+    tf.zeros_like(t) if g is None else tf.convert_to_tensor(g)
+    for t, g in zip(tensors, grads, strict=True)
+  ]
+
+
+def _Recompute(run: Any, x: nested_map.NestedMap) -> nested_map.NestedMap:
+  """`run(x)`, keeping only x for the backward pass."""
+  structure: list[Any] = []
+
+  def Floats(*floats: tf.Tensor) -> list[tf.Tensor]:
+    y = run(WithFloatLeaves(x, floats))
+    structure[:] = [y]
+    return FloatLeaves(y)
+
+  floats = FloatLeaves(x)
+  if not floats:
+    return run(x)
+  outputs = tf.recompute_grad(Floats)(*floats)
+  outputs = outputs if isinstance(outputs, (list, tuple)) else [outputs]
+  return WithFloatLeaves(structure[0], outputs)
+
+
+def SeedTensor(hashes: Sequence[int], counter: tf.Tensor) -> tf.Tensor:
+  """The int64 [layers, 2] seed pairs of a stage in the micro-batch that `counter` tells."""
+  column = tf.constant(list(hashes), tf.int64)
+  return tf.stack([column, tf.fill([len(hashes)], counter)], axis=1)
+
+
+def Context(seeds: tf.Tensor, loss_weight: tf.Tensor) -> nested_map.NestedMap:
+  """What F and B of one micro-batch know beside their inputs."""
+  return nested_map.NestedMap(seeds=seeds, loss_weight=loss_weight)

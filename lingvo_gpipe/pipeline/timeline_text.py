@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Timelines drawn as text: a row a device, time from left to right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+# (start, end, label) of what one device does, in order of time.
+Row = Sequence[tuple[float, float, str]]
+
+
+def DrawTicks(rows: Sequence[Row]) -> str:
+  """A column a time tick, like the GPipe paper's figure 2; starts and ends are whole numbers.
+
+  `.` is an idle tick, `B0---` an action of several ticks. Device 0 comes first (the paper draws it
+  last).
+  """
+  num_ticks = int(max(end for row in rows for _, end, _ in row))
+  width = max(len(str(num_ticks - 1)), *(len(label) for row in rows for *_, label in row))
+  lines = [' '.join(str(tick).ljust(width) for tick in range(num_ticks))]
+  for row in rows:
+    cells: list[str] = []
+    tick = 0
+    for start, end, label in row:
+      cells += ['.'.ljust(width)] * (int(start) - tick)
+      tick = int(end)
+      span = tick - int(start)
+      cells.append(label.ljust(span * (width + 1) - 1, '-' if span > 1 else ' '))
+    cells += ['.'.ljust(width)] * (num_ticks - tick)
+    lines.append(' '.join(cells))
+  return _WithMargin(lines)
+
+
+def DrawToScale(rows: Sequence[Row], num_columns: int, notes: Sequence[str] = ()) -> str:
+  """Widths in proportion to time: `|F0--|F1--` and `.` where a device is idle.
+
+  Where the time is too short for a label, its first letter stands alone, or nothing does.
+
+  Args:
+    rows: for each device what it does.
+    num_columns: the width of the drawing, without the names of the devices.
+    notes: for each device a text behind its row.
+  """
+  if num_columns < 1:
+    raise ValueError(f'num_columns: expected a positive number, got {num_columns!r}')
+  end_of_all = max((end for row in rows for _, end, _ in row), default=0)
+  scale = num_columns / end_of_all if end_of_all else 0
+  ruler = ''
+  for quarter in range(4):
+    ruler = ruler.ljust(quarter * num_columns // 4) + f'{end_of_all * quarter / 4:.4g} '
+  lines = [ruler.ljust(num_columns) + f' {end_of_all:.4g}']
+  for device, row in enumerate(rows):
+    line = ''
+    for start, end, label in row:
+      line = line.ljust(round(start * scale), '.')  # Idle until then.
+      span = round(end * scale) - len(line)
+      letter = next((c for c in label if c.isalpha()), '')
+      text = next(text for text in (f'|{label}', f'|{letter}', letter, '') if len(text) <= span)
+      line += text.ljust(span, '-')
+    line = line.ljust(num_columns, '.')
+    lines.append(f'{line}  {notes[device]}' if notes else line)
+  return _WithMargin(lines)
+
+
+def _WithMargin(lines: Sequence[str]) -> str:
+  heads = ['time', *(f'device {device}' for device in range(len(lines) - 1))]
+  margin = max(map(len, heads))
+  drawn = (f'{h.ljust(margin)}  {line}'.rstrip() for h, line in zip(heads, lines, strict=True))
+  return ''.join(f'{line}\n' for line in drawn)

@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Same result: one training step of a pipeline against the same layers without one.
+
+The reference is plain eager code on one device, micro-batch by micro-batch with the same seeds: no
+engine, no traced function, no recomputation. It uses the pipeline's own variables and changes
+nothing. Beside it the loss is computed in evaluation mode once on the micro-batches and once on
+the whole batch, which differ where a layer looks at other examples of its batch.
+
+    layer.Place(devices, *input_specs, loss_fn=Loss)
+    report = verify.Verify(layer, inputs, side, loss_fn=Loss, loss_weight=Weight)
+    print(report.Text())
+
+The bounds: float64, every variable max|g - g0| <= 1e-10 of the global gradient
+norm; float32, |g - g0| <= 1e-5 of the larger of |g0| of that variable and 1e-3 of the global norm,
+for some gradients (an attention key bias's) are zero in theory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from lingvo_gpipe import fprop_context, nested_map
+from lingvo_gpipe.pipeline import engine as engine_lib
+from lingvo_gpipe.pipeline import micro_batch, pipelining_layer, stage
+
+# By dtype: the greatest error of a gradient and of a loss.
+GRADIENT_BOUNDS = {'float64': 1e-10, 'float32': 1e-5}
+LOSS_BOUNDS = {'float64': 1e-10, 'float32': 1e-5}
+# A variable's own norm counts for no less than this share of the global norm.
+_LEAST_SHARE = 1e-3
+_LOSS_WEIGHT_BOUND = 1e-3
+
+
+@dataclasses.dataclass(frozen=True)
+class VariableError:
+  """How far the gradient of one variable is off.
+
+  Attributes:
+    path: the variable's path.
+    norm: the norm of its reference gradient.
+    absolute: the largest entry of the error, by the global gradient norm.
+    relative: the error's norm, by the larger of the variable's own norm and 1e-3 of the global one.
+  """
+
+  path: str
+  norm: float
+  absolute: float
+  relative: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+  """What `Verify` found.
+
+  Attributes:
+    dtype: float32 or float64, the one that the layers compute in.
+    losses: the losses by name of how they came about: `pipelined` and `reference` in training,
+      `micro-batches` and `whole batch` in evaluation.
+    loss_weights: sum of the loss weights `announced` before the step and `returned` with the loss.
+    global_norm: the norm of all reference gradients.
+    variables: the errors of all variables.
+  """
+
+  dtype: str
+  losses: dict[str, float]
+  loss_weights: dict[str, float]
+  global_norm: float
+  variables: tuple[VariableError, ...]
+
+  def Error(self, variable: VariableError) -> float:
+    """The variable's error on the scale that counts for this dtype."""
+    return variable.absolute if self.dtype == 'float64' else variable.relative
+
+  def Failures(self) -> list[str]:
+    """For each thing out of bounds a line that says so; empty if all is well."""
+    found = []
+    for got, expected in (('pipelined', 'reference'), ('micro-batches', 'whole batch')):
+      error = _Relative(self.losses[got], self.losses[expected])
+      if not error <= LOSS_BOUNDS[self.dtype]:
+        found.append(f'loss: {got} and {expected} differ by {error:.1e} of it')
+    error = _Relative(self.loss_weights['announced'], self.loss_weights['returned'])
+    if not error <= _LOSS_WEIGHT_BOUND:
+      found.append(
+        'loss weight: {announced:g} was announced before the step, {returned:g} came with the '
+        'loss'.format(**self.loss_weights)
+      )
+    bound = GRADIENT_BOUNDS[self.dtype]
+    wrong = [v for v in self.variables if not self.Error(v) <= bound]
+    if wrong:
+      found.append(f'gradients: {len(wrong)} of {len(self.variables)} variables beyond {bound:g}')
+    return found
+
+  def Text(self, num_worst: int = 5) -> str:
+    """Losses, the worst variables on both scales, and the verdict."""
+    lines = [f'{name:14} {value:.15g}' for name, value in self.losses.items()]
+    lines += ['', f'gradients of {len(self.variables)} variables, norm {self.global_norm:.6g}']
+    width = max((len(v.path) for v in self.variables), default=0)
+    for scale in ('absolute', 'relative'):
+      lines.append(f'worst on the {scale} scale:')
+      worst = sorted(self.variables, key=operator.attrgetter(scale), reverse=True)[:num_worst]
+      for v in worst:
+        lines.append(
+          f'  {v.path:{width}}  absolute {v.absolute:.1e}  relative {v.relative:.1e}  '
+          f'norm {v.norm:.3g}'
+        )
+    scale = 'absolute' if self.dtype == 'float64' else 'relative'
+    bound = f'{self.dtype}: losses within {LOSS_BOUNDS[self.dtype]:g}, gradients within '
+    bound += f'{GRADIENT_BOUNDS[self.dtype]:g} on the {scale} scale'
+    failures = self.Failures()
+    lines += ['', *(f'DIFFERENT: {line}' for line in failures)]
+    lines.append(('the bounds are: ' if failures else 'EQUAL: ') + bound)
+    return '\n'.join(lines)
+
+
+def Verify(
+  layer: pipelining_layer.PipeliningLayer,
+  inputs: tuple[Any, ...],
+  side: Any,
+  *,
+  loss_fn: stage.LossFn,
+  loss_weight: Callable[[Any], tf.Tensor],
+  step: int = 0,
+) -> Report:
+  """Compares one training step of a pipeline with its layers run one by one.
+
+  Args:
+    layer: a pipeline that was placed with `loss_fn`.
+    inputs: the whole batch, a nest for each argument of the first layer.
+    side: what the loss takes beside the outputs, of the whole batch.
+    loss_fn: the loss; see `stage.LossFn`.
+    loss_weight: maps the side of a micro-batch to the weight of its loss.
+    step: the training step that random numbers depend on.
+
+  Raises:
+    ValueError: the layers do not compute in float32 or float64.
+  """
+  m, batch_dim = layer.params.num_micro_batches, layer.params.batch_dim
+  return VerifyEngine(
+    layer.engine,
+    (layer.SplitBatch(inputs), micro_batch.Split(side, m, batch_dim)),
+    (inputs, side),
+    loss_fn=loss_fn,
+    loss_weight=loss_weight,
+    step=step,
+  )
+
+
+def VerifyEngine(
+  engine: engine_lib.PipelineEngine,
+  micro_batches: tuple[Sequence[tuple[Any, ...]], Sequence[Any]],
+  whole: tuple[tuple[Any, ...], Any],
+  *,
+  loss_fn: stage.LossFn,
+  loss_weight: Callable[[Any], tf.Tensor],
+  step: int = 0,
+) -> Report:
+  """`Verify` of an engine whose layers no PipeliningLayer holds.
+
+  Args:
+    engine: the engine, with `loss_fn` in its last stage.
+    micro_batches: for each micro-batch the arguments of the first layer, and the side of the loss.
+    whole: the same of the whole batch.
+    loss_fn: as for `Verify`.
+    loss_weight: as for `Verify`.
+    step: as for `Verify`.
+  """
+  dtype = _ComputeDtype(engine)
+  # Statistics that training moves must not move between the runs, nor stay moved.
+  fixed = [v for s in engine.stages for v in tf.nest.flatten(s.variables) if not v.trainable]
+  saved = [v.numpy() for v in fixed]
+
+  def Restored(run: Callable[[], Any]) -> Any:
+    try:
+      return run()
+    finally:
+      for variable, value in zip(fixed, saved, strict=True):
+        variable.assign(value)
+
+  loss, announced, grads = Restored(lambda: _Pipelined(engine, *micro_batches, loss_weight, step))
+  reference = _Reference(engine, loss_fn)
+  loss0, returned, grads0 = Restored(lambda: reference.Train(*micro_batches, step))
+  in_pieces = Restored(lambda: reference.Evaluate(*micro_batches))
+  at_once = Restored(lambda: reference.Evaluate([whole[0]], [whole[1]]))
+  norm = float(np.sqrt(sum(np.sum(np.square(g)) for g in grads0.values())))
+  return Report(
+    dtype=dtype,
+    losses={
+      'pipelined': loss,
+      'reference': loss0,
+      'micro-batches': in_pieces,
+      'whole batch': at_once,
+    },
+    loss_weights={'announced': announced, 'returned': returned},
+    global_norm=norm,
+    variables=tuple(_Error(path, grads[path], g0, norm) for path, g0 in grads0.items()),
+  )
+
+
+def _ComputeDtype(engine: engine_lib.PipelineEngine) -> str:
+  found: set[str] = set()
+  for s in engine.stages:
+    for layer in s.layers:
+      found.add(tf.as_dtype(layer.params.fprop_dtype or layer.params.dtype or 'float32').name)
+  if not found <= GRADIENT_BOUNDS.keys():
+    raise ValueError(
+      f'the layers compute in {", ".join(sorted(found))}; results are only comparable in float32 '
+      'and float64: set dtype and fprop_dtype to one of them'
+    )
+  return 'float32' if 'float32' in found else 'float64'
+
+
+def _Pipelined(
+  engine: engine_lib.PipelineEngine,
+  inputs: Sequence[tuple[Any, ...]],
+  sides: Sequence[Any],
+  loss_weight: Callable[[Any], tf.Tensor],
+  step: int,
+) -> tuple[float, float, dict[str, np.ndarray]]:
+  """(loss, sum of the announced weights, {path: gradient} divided by that sum)."""
+
+  @tf.function(autograph=False)
+  def Step(inputs: Any, sides: Any, step: tf.Tensor) -> Any:
+    weights = [loss_weight(side) for side in sides]
+    return engine.Train(inputs, sides, weights, step), tf.add_n(weights)
+
+  sums, announced = Step(list(inputs), list(sides), tf.constant(step, tf.int64))
+  total = float(announced)
+  grads: dict[str, np.ndarray] = {}
+  for s in engine.stages:
+    for path, accumulator in zip(s.trained, s.accumulators, strict=True):
+      grads[path] = _Divide(accumulator.numpy().astype(np.float64), total)
+  value, weight = sums['loss'].numpy().astype(np.float64)
+  return float(_Divide(value, weight)), total, grads
+
+
+class _Reference:
+  """The engine's layers without the engine, eagerly on the first stage's device."""
+
+  def __init__(self, engine: engine_lib.PipelineEngine, loss_fn: stage.LossFn) -> None:
+    self._layers = [layer for s in engine.stages for layer in s.layers]
+    self._last_layers = engine.stages[-1].layers
+    self._variables = {p: v for s in engine.stages for p, v in s.trained.items()}
+    self._device = engine.stages[0].device
+    self._loss_fn = loss_fn
+
+  def Train(
+    self, inputs: Sequence[tuple[Any, ...]], sides: Sequence[Any], step: int
+  ) -> tuple[float, float, dict[str, np.ndarray]]:
+    """(loss, sum of its weights, {path: gradient} divided by that sum)."""
+    total, weight_sum = 0.0, 0.0
+    sums = {path: np.zeros(v.shape, np.float64) for path, v in self._variables.items()}
+    for m, (args, side) in enumerate(zip(inputs, sides, strict=True)):
+      with tf.device(self._device), tf.GradientTape() as tape:
+        with fprop_context.Scope(step=step, micro_batch=m) as context:
+          loss, weight = self._Loss(args, side)
+        objective = loss * weight
+        for _, _, value, coefficient in context.aux_losses:
+          objective += tf.cast(value, loss.dtype) * tf.cast(coefficient * weight, loss.dtype)
+      grads = tape.gradient(objective, self._variables)
+      for path, grad in grads.items():
+        if grad is not None:
+          sums[path] += tf.convert_to_tensor(grad).numpy()
+      # A mean over nothing may be NaN.
+      total += float(loss) * float(weight) if float(weight) else 0.0
+      weight_sum += float(weight)
+    grads = {path: _Divide(g, weight_sum) for path, g in sums.items()}
+    return float(_Divide(np.float64(total), weight_sum)), weight_sum, grads
+
+  def Evaluate(self, inputs: Sequence[tuple[Any, ...]], sides: Sequence[Any]) -> float:
+    """The loss in evaluation mode."""
+    total, weight_sum = 0.0, 0.0
+    for args, side in zip(inputs, sides, strict=True):
+      with tf.device(self._device), fprop_context.Scope(do_eval=True):
+        loss, weight = self._Loss(args, side)
+      total += float(loss) * float(weight) if float(weight) else 0.0
+      weight_sum += float(weight)
+    return float(_Divide(np.float64(total), weight_sum))
+
+  def _Loss(self, args: tuple[Any, ...], side: Any) -> tuple[tf.Tensor, tf.Tensor]:
+    skips = nested_map.NestedMap()
+    for layer in self._layers:
+      taken = nested_map.NestedMap({name: skips[name] for name in layer.skips_in})
+      outputs, stashed = layer.FPropSkips(layer.theta, taken, *args)
+      args = stage.AsTuple(outputs)
+      skips.update(stashed)
+    loss, weight = self._loss_fn([layer.theta for layer in self._last_layers], args, side)['loss']
+    return loss, tf.cast(weight, loss.dtype)
+
+
+def _Error(path: str, grad: np.ndarray, expected: np.ndarray, global_norm: float) -> VariableError:
+  error = grad - expected
+  norm = float(np.linalg.norm(expected))
+  least = max(global_norm, np.finfo(np.float64).tiny)
+  return VariableError(
+    path=path,
+    norm=norm,
+    absolute=_InfForNan(np.abs(error).max(initial=0.0) / least),
+    relative=_InfForNan(np.linalg.norm(error) / max(norm, _LEAST_SHARE * least)),
+  )
+
+
+def _InfForNan(error: Any) -> float:
+  """The error as a number that can be compared: NaN is the worst there is."""
+  return float('inf') if np.isnan(error) else float(error)
+
+
+def _Relative(got: float, expected: float) -> float:
+  """The difference by the expected value; NaN where one of them is."""
+  return abs(got - expected) / max(abs(expected), 1e-6)
+
+
+def _Divide(value: Any, divisor: float) -> Any:
+  return value / divisor if divisor else np.zeros_like(value)

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads what TensorFlow really runs: graphs after all optimisations, cut by device."""
+
+import collections
+import pathlib
+import re
+
+import tensorflow as tf
+from tensorboard.compat.proto import config_pb2, event_pb2
+
+_CALLS = ('PartitionedCall', 'StatefulPartitionedCall')
+# Longer names first.
+_KINDS = {
+  'ForwardBackward': 'V',
+  'ForwardKeep': 'F',
+  'Forward': 'F',
+  'BackwardKept': 'B',
+  'Backward': 'B',
+  'InputGradient': 'I',
+  'WeightGradient': 'W',
+}
+_STAGE_FUNCTION = re.compile(rf'__inference__({"|".join(_KINDS)})_\d')
+_PRODUCTS = frozenset(
+  ('MatMul', '_FusedMatMul', '_MklMatMul', 'BatchMatMul', 'BatchMatMulV2', 'Einsum', 'Conv2D')
+)
+
+
+def ExecutedGraphs(run, logdir):
+  """For each function that `run` makes TensorFlow execute for the first time: its partitions."""
+  tf.summary.trace_on(graph=True)
+  run()
+  with tf.summary.create_file_writer(str(logdir)).as_default():
+    tf.summary.trace_export('graphs', step=0)
+  (events,) = pathlib.Path(logdir).iterdir()
+  functions = []
+  for record in tf.data.TFRecordDataset(str(events)).as_numpy_iterator():
+    for value in event_pb2.Event.FromString(record).summary.value:
+      data = config_pb2.RunMetadata.FromString(value.tensor.string_val[0])
+      functions += [f.partition_graphs for f in data.function_graphs]
+  return functions
+
+
+def NumProducts(functions):
+  """How many matrix products all graphs hold."""
+  return sum(n.op in _PRODUCTS for graphs in functions for g in graphs for n in g.node)
+
+
+def NumProductsOfXla(hlo):
+  """How many matrix products optimised HLO holds."""
+  return len(re.findall(r' dot\(', hlo))
+
+
+def StageCalls(functions):
+  """For each device the letters of its stage calls, in the order in which they must run.
+
+  Raises:
+    ValueError: two calls of a device are unordered.
+  """
+  found = {}
+  for partitions in functions:
+    calls, nodes, inputs = _Read(partitions)
+    for device, keys in calls.items():
+      before = {key: len(keys & _Ancestors(key, inputs)) for key in keys}
+      ordered = sorted(keys, key=before.get)
+      if [before[key] for key in ordered] != list(range(len(keys))):
+        names = [nodes[key].attr['f'].func.name for key in ordered]
+        raise ValueError(f'calls of {device} are unordered: {names}, {sorted(before.values())}')
+      letters = [_Letter(nodes[key]) for key in ordered]
+      if len(letters) > len(found.get(device, ())):
+        found[device] = letters
+  return {int(device.rsplit(':', 1)[1]): letters for device, letters in found.items()}
+
+
+def _Letter(node):
+  match = node.op in _CALLS and _STAGE_FUNCTION.match(node.attr['f'].func.name)
+  return _KINDS[match[1]] if match else None
+
+
+def _Read(partitions):
+  """({device: keys of stage calls}, {key: node}, {key: keys of inputs}) of joined partitions."""
+  calls, nodes, inputs = collections.defaultdict(set), {}, collections.defaultdict(set)
+  senders, receivers = {}, []
+  for i, partition in enumerate(partitions):
+    for node in partition.node:
+      key = (i, node.name)
+      nodes[key] = node
+      inputs[key].update((i, name.lstrip('^').split(':')[0]) for name in node.input)
+      if node.op in ('_Send', '_HostSend', '_Recv', '_HostRecv'):
+        channel = tuple(node.attr[a].s for a in ('tensor_name', 'send_device', 'recv_device'))
+        if node.op.endswith('Send'):
+          senders[channel] = key
+        else:
+          receivers.append((channel, key))
+      if _Letter(node):
+        calls[node.device].add(key)
+  for channel, key in receivers:
+    inputs[key].add(senders[channel])
+  return calls, nodes, inputs
+
+
+def _Ancestors(key, inputs):
+  seen, pending = set(), [key]
+  while pending:
+    for source in inputs[pending.pop()]:
+      if source not in seen:
+        seen.add(source)
+        pending.append(source)
+  return seen

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Auxiliary losses of any layer: in the gradients with their own coefficients, and reported."""
+
+import itertools
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_gpipe import base_layer, fprop_context, weight_params
+from lingvo_gpipe.layers import dropout
+from lingvo_gpipe.pipeline import stage
+from tests import pipeline_training
+
+_BATCH, _DIM = 7, 3
+_SCHEDULES = ('gpipe', 'fused_fill_drain', '1f1b', '1f1b_fused', 'zb_h1')
+
+
+class _Adds(base_layer.BaseLayer):
+  """tanh(x w), which adds auxiliary losses, {name: coefficient}."""
+
+  @classmethod
+  def Params(cls):
+    p = super().Params()
+    p.Define('losses', {}, 'Coefficient of each auxiliary loss.')
+    return p
+
+  def __init__(self, params):
+    super().__init__(params)
+    self.CreateVariable('w', weight_params.WeightParams([_DIM, _DIM]))
+
+  def FProp(self, theta, x):
+    y = tf.tanh(tf.matmul(x, theta.w))
+    for i, (name, coefficient) in enumerate(self.params.losses.items()):
+      value = tf.reduce_mean((y - 0.2 * i) ** 2) + tf.reduce_mean(theta.w**2)
+      fprop_context.Current().AddAuxLoss(self, value, coefficient, name)
+    return y
+
+
+class _Holds(base_layer.BaseLayer):
+  """Two layers that add losses of one name, and one of its own, of its input alone."""
+
+  def __init__(self, params):
+    super().__init__(params)
+    self.CreateChild('a', _Add(z=0.3))
+    self.CreateChild('b', _Add(z=3.0))
+
+  def FProp(self, theta, x):
+    fprop_context.Current().AddAuxLoss(self, tf.reduce_mean(x**3), 0.5)
+    return x + self.b.FProp(theta.b, self.a.FProp(theta.a, x))
+
+
+def _Add(**losses):
+  return _Adds.Params().Set(losses=losses)
+
+
+def _Sub():
+  drop = dropout.DropoutLayer.Params().Set(keep_prob=0.8)
+  return [
+    *(_Add(first=2.0), drop),
+    *(_Holds.Params(), _Add()),
+    *(drop, _Add(one=0.1, other=0.7)),
+  ]
+
+
+_SPLITS = {1: [6], 2: [3, 6], 3: [2, 4, 6], 4: [1, 2, 4, 6]}
+_NAMES = {
+  'loss',
+  'stack.layers[0].first',
+  'stack.layers[2].aux_loss',
+  'stack.layers[2].a.z',
+  'stack.layers[2].b.z',
+  'stack.layers[5].one',
+  'stack.layers[5].other',
+}
+
+
+def _X():
+  return tf.constant(np.random.default_rng(4).normal(size=[_BATCH, _DIM]))
+
+
+def _Check(sub, *, num_micro_batches=3, dtype=tf.float64, **options):
+  side = pipeline_training.ExampleWeights(_BATCH)
+  stack = pipeline_training.MakeStack(sub, num_micro_batches=num_micro_batches, **options)
+  sums, grads = pipeline_training.Train(stack, (_X(),), side)
+  expected = pipeline_training.Reference(sub, num_micro_batches, (_X(),), side)
+  pipeline_training.CheckEqual((sums, grads), expected)
+  return sums, grads
+
+
+@pytest.mark.parametrize(
+  'schedule, policy, num_stages',
+  [
+    (*pair, 1 + i % 4) for i, pair in enumerate(itertools.product(_SCHEDULES, stage.REMAT_POLICIES))
+  ],
+)
+def testGradientsAndMeans(schedule, policy, num_stages):
+  sums, _ = _Check(
+    _Sub(),
+    num_stages=num_stages,
+    splits=_SPLITS[num_stages],
+    schedule=schedule,
+    remat_policy=policy,
+  )
+  assert sums.keys() == _NAMES
+  # Each is averaged over the micro-batches by their weights, as the loss is.
+  assert len({round(float(pair[1]), 9) for pair in sums.values()}) == 1
+
+
+@pytest.mark.parametrize('schedule', ['zb_h1', '1f1b_fused'])
+@pytest.mark.parametrize('policy', ['layer', 'none'])
+def testInAMiddleAndALastStage(schedule, policy):
+  _Check(_Sub(), num_stages=4, splits=_SPLITS[4], schedule=schedule, remat_policy=policy)
+
+
+@pytest.mark.parametrize(
+  'schedule, policy', [('gpipe', 'layer'), ('1f1b_fused', 'stage'), ('zb_h1', 'none')]
+)
+def testCompiledByXla(schedule, policy):
+  _Check(_Sub(), num_stages=3, splits=_SPLITS[3], schedule=schedule, remat_policy=policy, xla=True)
+
+
+def testSeveralStagesADevice():
+  options = {'num_stages': 4, 'stages_per_device': 2, 'splits': _SPLITS[4]}
+  _Check(_Sub(), num_micro_batches=4, schedule='interleaved_1f1b', **options)
+  _Check(_Sub(), schedule='looped_bfs', remat_policy='none', **options)
+
+
+def testTheyChangeTheGradients():
+  """The tests above would notice coefficients that are lost."""
+  options = {'num_stages': 3, 'splits': _SPLITS[3]}
+  _, grads = _Check(_Sub(), **options)
+  plain = [_Add(), *_Sub()[1:]]
+  _, others = _Check(plain, **options)
+  pipeline_training.CheckAnyDiffers(grads, others)
+
+
+@pytest.mark.parametrize(
+  'schedule, policy', [('gpipe', 'stage'), ('1f1b', 'layer'), ('zb_h1', 'none')]
+)
+def testALossThatOnlyAnAuxiliaryOneReaches(schedule, policy):
+  """The last stage's loss sees no weight of the first; its own auxiliary loss does."""
+
+  class Cut(base_layer.BaseLayer):
+    def FProp(self, theta, x):
+      return tf.stop_gradient(x)
+
+  sub = [_Add(only=0.4), Cut.Params(), _Add()]
+  _, grads = _Check(sub, num_stages=3, splits=[1, 2, 3], schedule=schedule, remat_policy=policy)
+  assert np.any(grads['stack.layers[0].w'])
+
+
+def testEqualStagesKeepTheirNamesApart():
+  """They share their functions, but not the names."""
+  sums, _ = _Check([_Add(z=0.1)] * 4, num_stages=4, splits=[1, 2, 3, 4])
+  assert sums.keys() == {'loss'} | {f'stack.layers[{i}].z' for i in range(4)}
+  assert len({float(pair[0]) for pair in sums.values()}) == 5
+
+
+def testBfloat16():
+  side = pipeline_training.ExampleWeights(_BATCH, tf.float32)
+  dtypes = {'dtype': tf.float32, 'fprop_dtype': tf.bfloat16}
+  stack = pipeline_training.MakeStack(
+    _Sub(), num_stages=3, splits=_SPLITS[3], num_micro_batches=2, **dtypes
+  )
+  x = tf.cast(_X(), tf.bfloat16)
+  sums, grads = pipeline_training.Train(stack, (x,), side)
+  _, expected = pipeline_training.Reference(_Sub(), 2, (x,), side, **dtypes)
+  assert {v.dtype for v in sums.values()} == {np.dtype(np.float32)}
+  norm = pipeline_training.GlobalNorm(expected)
+  for path, g in expected.items():
+    assert np.abs(grads[path] - g).max() <= 2e-2 * norm, path
+
+
+def testEvaluateReportsThemToo():
+  stack = pipeline_training.MakeStack(
+    [_Add(z=0.1), _Add()], num_stages=2, num_micro_batches=1, splits=[1, 2]
+  )
+  x, side = _X(), pipeline_training.ExampleWeights(_BATCH)
+  stack.Place(
+    pipeline_training.Devices(),
+    *pipeline_training.Specs((x,)),
+    loss_fn=pipeline_training.SquareLoss,
+  )
+  sums = stack.engine.Evaluate(stack.SplitBatch((x,)), stack.SplitBatch(side))
+  w = stack.layers[0].theta.w
+  expected = tf.reduce_mean(tf.tanh(x @ w) ** 2) + tf.reduce_mean(w**2)
+  value, weight = sums['stack.layers[0].z']
+  np.testing.assert_allclose(value / weight, expected, rtol=1e-12)
+
+
+def testAMetricMayHaveAColonInItsName():
+  def Loss(theta, outputs, side):
+    metrics = pipeline_training.SquareLoss(theta, outputs, side)
+    return {**metrics, 'error:total': metrics['loss']}
+
+  stack = pipeline_training.MakeStack([_Add(z=1.0)], num_micro_batches=1)
+  side = pipeline_training.ExampleWeights(_BATCH)
+  sums, _ = pipeline_training.Train(stack, (_X(),), side, Loss)
+  assert sums.keys() == {'loss', 'error:total', 'stack.layers[0].z'}
+
+
+# ---- errors ------------------------------------------------------------------------------
+
+
+class _AddsTwice(base_layer.BaseLayer):
+  def FProp(self, theta, x):
+    for _ in range(2):
+      fprop_context.Current().AddAuxLoss(self, tf.reduce_mean(x), name='same')
+    return x
+
+
+@pytest.mark.parametrize('policy', stage.REMAT_POLICIES)
+def testTwoOfOneName(policy):
+  words = r"stack\.layers\[1\] adds two auxiliary losses 'same'; name them apart"
+  with pytest.raises(ValueError, match=words):
+    _Check([_Add(), _AddsTwice.Params()], num_stages=2, splits=[1, 2], remat_policy=policy)
+
+
+def testAUsersTapeCannotSeeThem():
+  stack = pipeline_training.MakeStack(
+    [_Add(), _Add(z=0.1)], num_stages=2, num_micro_batches=1, splits=[1, 2]
+  )
+  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((_X(),)))
+  with tf.GradientTape() as tape, fprop_context.Scope(step=1):
+    loss = tf.reduce_sum(stack(_X()) ** 2)
+  words = r'auxiliary losses \(stack\.layers\[1\]\.z\) need the loss inside the last stage'
+  with pytest.raises(ValueError, match=words):
+    tape.gradient(loss, stack.trainable_variables)
+  # Nobody asks for gradients in evaluation.
+  stack.Predict(_X())
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

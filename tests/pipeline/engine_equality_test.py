@@ -1,0 +1,382 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Same result: the engine against the same layers run micro-batch by micro-batch (design 4.15).
+
+The reference is plain eager code on one device: no engine, no tf.function, no recomputation.
+"""
+
+import functools
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_gpipe import base_layer, fprop_context, nested_map, runner, weight_params
+from lingvo_gpipe.layers import dropout, embedding, linear, norm, transformer
+from lingvo_gpipe.pipeline import pipelining_layer
+from tasks.lm import model as lm_model
+
+_BATCH, _TIME, _DIM, _VOCAB = 8, 5, 8, 11
+_SEED, _STEP = 5, 7
+
+
+def _Devices():
+  return [d.name for d in tf.config.list_logical_devices('CPU')]
+
+
+def _Sub():
+  """Everything there is between ids and logits, with dropout wherever there can be dropout."""
+  block = transformer.TransformerLayer.Params().Set(
+    input_dim=_DIM,
+    hidden_dim=12,
+    num_heads=2,
+    is_causal=True,
+    residual_dropout_prob=0.1,
+    atten_dropout_prob=0.1,
+    relu_dropout_prob=0.1,
+  )
+  return [
+    embedding.EmbeddingLayer.Params().Set(vocab_size=_VOCAB, embedding_dim=_DIM),
+    embedding.LearnablePositionalEmbeddingLayer.Params().Set(embedding_dim=_DIM, max_pos=_TIME),
+    dropout.DropoutLayer.Params().Set(keep_prob=0.9),
+    block,
+    block,
+    norm.LayerNorm.Params().Set(input_dim=_DIM),
+    embedding.SimpleFullSoftmax.Params().Set(input_dim=_DIM, num_classes=_VOCAB),
+  ]
+
+
+def _Stack(num_stages, num_micro_batches, *, xla=False, dtype=tf.float64, sub=None, **options):
+  if dtype == tf.float32:
+    # Weights of the size that real widths have (Xavier at 512: 0.04). The large ones of a tiny
+    # width make the rounding of a key bias's gradient, which is zero in theory, as large as the
+    # bound, in the reference as well.
+    options['params_init'] = weight_params.WeightInit.Gaussian(0.1)
+  p = pipelining_layer.PipeliningLayer.Params().Set(
+    name='stack',
+    num_stages=num_stages,
+    num_micro_batches=num_micro_batches,
+    xla=xla,
+    dtype=dtype,
+    random_seed=_SEED,
+    sub=sub or _Sub(),
+    **options,
+  )
+  return p.Instantiate()
+
+
+@functools.cache
+def _Batch():
+  """Ids, labels and token weights that make the micro-batches count differently."""
+  rng = np.random.default_rng(0)
+  ids, labels = (rng.integers(0, _VOCAB, [_BATCH, _TIME]).astype(np.int32) for _ in range(2))
+  weights = rng.uniform(0.0, 2.0, [_BATCH, _TIME]) * (rng.uniform(size=[_BATCH, _TIME]) < 0.6)
+  # One example that counts nothing, and so with M = 8 a whole micro-batch.
+  weights[3] = 0.0
+  paddings = (np.arange(_TIME) >= rng.integers(2, _TIME + 1, [_BATCH, 1])).astype(np.float64)
+  return nested_map.NestedMap(
+    ids=tf.constant(ids),
+    paddings=tf.constant(paddings),
+    labels=tf.constant(labels),
+    weights=tf.constant(weights),
+  )
+
+
+def _Loss(theta, outputs, side):
+  """Mean cross entropy over the tokens' weights, and another metric."""
+  del theta
+  xent = embedding.XentLossFromLogits(outputs[0], side.labels)
+  weights = tf.cast(side.weights, xent.dtype)
+  total = tf.reduce_sum(weights)
+  loss = tf.math.divide_no_nan(tf.reduce_sum(xent * weights), total)
+  return {'loss': (loss, total), 'max_xent': (tf.reduce_max(xent), tf.ones([], xent.dtype))}
+
+
+def _Inputs(dtype):
+  batch = _Batch()
+  side = nested_map.NestedMap(labels=batch.labels, weights=batch.weights)
+  return (batch.ids, tf.cast(batch.paddings, dtype)), side
+
+
+@functools.cache
+def _Reference(num_micro_batches, dtype):
+  """(sum of w_m, mean of each metric, {path: gradient of sum of w_m loss_m})."""
+  stack = _Stack(1, num_micro_batches, dtype=dtype)
+  stack.InstantiateVariables()
+  inputs, side = _Inputs(dtype)
+  sums = {'loss': [], 'max_xent': []}
+  with tf.GradientTape() as tape:
+    objective = tf.zeros([], dtype)
+    for m, (args, s) in enumerate(
+      zip(stack.SplitBatch(inputs), stack.SplitBatch(side), strict=True)
+    ):
+      with fprop_context.Scope(step=_STEP, micro_batch=m):
+        for layer in stack.layers:
+          args = layer.FProp(layer.theta, *args)
+          args = args if isinstance(args, tuple) else (args,)
+      metrics = _Loss(None, args, s)
+      objective += metrics['loss'][0] * metrics['loss'][1]
+      for name, (value, weight) in metrics.items():
+        sums[name].append((float(value * weight), float(weight)))
+  variables = stack.VariablesByPath()
+  grads = tape.gradient(objective, variables)
+  assert all(g is not None for g in grads.values())
+  means = {name: np.sum(s, axis=0)[0] / np.sum(s, axis=0)[1] for name, s in sums.items()}
+  total = np.sum(sums['loss'], axis=0)[1]
+  return total, means, {k: tf.convert_to_tensor(g).numpy() for k, g in grads.items()}
+
+
+def _Place(stack, dtype):
+  stack.Place(
+    _Devices(),
+    tf.TensorSpec([_BATCH, _TIME], tf.int32),
+    tf.TensorSpec([_BATCH, _TIME], dtype),
+    loss_fn=_Loss,
+  )
+
+
+def _Train(stack, dtype, step=_STEP):
+  """One pass of the engine: the metrics' sums and {path: accumulated gradient}."""
+  _Place(stack, dtype)
+
+  @tf.function(autograph=False)
+  def Step(inputs, side, step):
+    sides = stack.SplitBatch(side)
+    weights = [tf.cast(tf.reduce_sum(s.weights), dtype) for s in sides]
+    return stack.engine.Train(stack.SplitBatch(inputs), sides, weights, step)
+
+  args = (*_Inputs(dtype), tf.constant(step, tf.int64))
+  Step(*args)  # A second run must find clean accumulators.
+  sums = {name: value.numpy() for name, value in Step(*args).items()}
+  grads = {}
+  for s in stack.engine.stages:
+    assert len(s.accumulators) == len(s.trained)
+    for (path, variable), accumulator in zip(s.trained.items(), s.accumulators, strict=True):
+      assert variable.device == accumulator.device
+      assert variable.device.endswith(s.device.rsplit('/', 1)[-1])
+      grads[path] = accumulator.numpy()
+  return sums, grads
+
+
+def _GlobalNorm(grads):
+  return np.sqrt(sum(np.sum(np.square(g, dtype=np.float64)) for g in grads.values()))
+
+
+def _CheckEqual(sums, grads, num_micro_batches, dtype):
+  """The bounds of design 4.15."""
+  total, means, expected = _Reference(num_micro_batches, dtype)
+  precise = dtype == tf.float64
+  for name, mean in means.items():
+    assert sums[name][0] / sums[name][1] == pytest.approx(mean, rel=1e-12 if precise else 1e-5)
+  assert sums['loss'][1] == pytest.approx(total, rel=1e-6)
+  assert grads.keys() == expected.keys()
+  norm_of_all = _GlobalNorm(expected)
+  assert norm_of_all > 0
+  for path, g0 in expected.items():
+    assert np.isfinite(grads[path]).all()
+    error = grads[path] - g0
+    if precise:
+      assert np.abs(error).max() <= 1e-10 * norm_of_all, path
+    else:
+      # Float32's rounding is bounded for each variable; a gradient may be zero in theory.
+      bound = 1e-5 * max(np.linalg.norm(g0), 1e-3 * norm_of_all)
+      assert np.linalg.norm(error) <= bound, path
+
+
+@pytest.mark.parametrize('num_micro_batches', [1, 2, 8])
+@pytest.mark.parametrize('num_stages', [1, 2, 4])
+def testGradientsEqual(num_stages, num_micro_batches):
+  stack = _Stack(num_stages, num_micro_batches)
+  _CheckEqual(*_Train(stack, tf.float64), num_micro_batches, tf.float64)
+
+
+@pytest.mark.parametrize('num_micro_batches', [1, 2, 8])
+@pytest.mark.parametrize('num_stages', [1, 2, 4])
+def testGradientsEqualCompiledByXla(num_stages, num_micro_batches):
+  stack = _Stack(num_stages, num_micro_batches, xla=True)
+  _CheckEqual(*_Train(stack, tf.float64), num_micro_batches, tf.float64)
+
+
+@pytest.mark.parametrize(
+  'num_stages, num_micro_batches, xla', [(1, 8, False), (4, 2, False), (2, 8, True)]
+)
+def testGradientsEqualInFloat32(num_stages, num_micro_batches, xla):
+  stack = _Stack(num_stages, num_micro_batches, xla=xla, dtype=tf.float32)
+  _CheckEqual(*_Train(stack, tf.float32), num_micro_batches, tf.float32)
+
+
+@pytest.mark.parametrize('xla', [False, True])
+def testRematPolicyLayerGivesTheSame(xla):
+  stack = _Stack(2, 2, xla=xla, remat_policy='layer')
+  _CheckEqual(*_Train(stack, tf.float64), 2, tf.float64)
+
+
+def testTheTestCanFail():
+  """Another step, so other dropout masks: the bounds above are no matter of course."""
+  stack = _Stack(2, 2)
+  _, grads = _Train(stack, tf.float64, step=_STEP + 1)
+  _, _, expected = _Reference(2, tf.float64)
+  error = max(np.abs(grads[path] - g0).max() for path, g0 in expected.items())
+  assert error > 1e-3 * _GlobalNorm(expected)
+
+
+def testEvaluateEqualsAPlainForward():
+  stack = _Stack(4, 2, dtype=tf.float32)
+  _Place(stack, tf.float32)
+  inputs, side = _Inputs(tf.float32)
+
+  @tf.function(autograph=False)
+  def Step(inputs, side):
+    return stack.engine.Evaluate(stack.SplitBatch(inputs), stack.SplitBatch(side))
+
+  sums = Step(inputs, side)
+  args = inputs
+  for layer in stack.layers:
+    args = layer.FProp(layer.theta, *args)
+    args = args if isinstance(args, tuple) else (args,)
+  loss, total = _Loss(None, args, side)['loss']
+  assert float(sums['loss'][0] / sums['loss'][1]) == pytest.approx(float(loss), rel=1e-5)
+  assert float(sums['loss'][1]) == pytest.approx(float(total), rel=1e-6)
+  assert not any(s.accumulators for s in stack.engine.stages)
+
+
+# ---- traces ------------------------------------------------------------------------------
+
+
+def _EqualLayers(num_stages, **options):
+  layer = linear.ProjectionLayer.Params().Set(input_dim=4, output_dim=4, activation='TANH')
+  drop = dropout.DropoutLayer.Params().Set(keep_prob=0.5)
+  sub = [layer, drop] * 12
+  stack = _Stack(num_stages, 4, sub=sub, dtype=tf.float32, splits=[], **options)
+  cut = stack.params.Copy()
+  cut.splits = [24 // num_stages * (k + 1) for k in range(num_stages)]
+  return cut.Instantiate()
+
+
+def testEqualStagesShareOneTrace():
+  def SquareLoss(theta, outputs, side):
+    del theta, side
+    return {'loss': (tf.reduce_sum(outputs[0] ** 2), tf.constant(1.0))}
+
+  train, forward, grads = {}, {}, {}
+  for num_stages in (1, 2, 3, 4):
+    stack = _EqualLayers(num_stages)
+    stack.Place(_Devices(), tf.TensorSpec([8, 4]), loss_fn=SquareLoss)
+
+    @tf.function(autograph=False)
+    def Step(x, step, stack=stack):
+      pieces = stack.SplitBatch((x,))
+      ones = [tf.constant(1.0)] * len(pieces)
+      return stack.engine.Train(pieces, [None] * len(pieces), ones, step)
+
+    x = tf.reshape(tf.range(32.0), [8, 4]) / 32
+    Step(x, tf.constant(1, tf.int64))
+    train[num_stages] = stack.engine.num_traces
+    stack.Predict(x)
+    forward[num_stages] = stack.engine.num_traces - train[num_stages]
+    grads[num_stages] = [a.numpy() for s in stack.engine.stages for a in s.accumulators]
+  # The first stage, whose input needs no gradient, the last, which has the loss, and all others: F
+  # and B of each.
+  assert train == {1: 2, 2: 4, 3: 6, 4: 6}
+  assert forward == {1: 1, 2: 1, 3: 1, 4: 1}
+  for num_stages in (2, 3, 4):
+    for a, b in zip(grads[1], grads[num_stages], strict=True):
+      np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+class _Scale(base_layer.BaseLayer):
+  """fn(x), whatever function the Params hold."""
+
+  @classmethod
+  def Params(cls):
+    p = super().Params()
+    p.Define('fn', None, 'Maps a tensor to a tensor.')
+    return p
+
+  def FProp(self, theta, x):
+    return self.params.fn(x)
+
+
+def testStagesOfDifferentFunctionsDoNotShareATrace():
+  def Adder(number):
+    return lambda x: x + number
+
+  sub = [_Scale.Params().Set(fn=fn) for fn in (Adder(1.0), Adder(2.0), lambda x: x * 10)]
+  stack = _Stack(3, 1, sub=sub, splits=[1, 2, 3])
+  stack.Place(_Devices(), tf.TensorSpec([2]))
+  np.testing.assert_allclose(stack.Predict(tf.ones([2])), [40.0, 40.0])
+
+
+# ---- dropout masks -----------------------------------------------------------------------
+
+
+@functools.cache
+def _Masks(num_stages, num_micro_batches, xla, step=3):
+  """What four dropout layers in a row leave of ones: [batch, 32], products of four masks."""
+  drop = dropout.DropoutLayer.Params().Set(keep_prob=0.9)
+  ends = [4 // num_stages * (k + 1) for k in range(num_stages)]
+  stack = _Stack(
+    num_stages, num_micro_batches, sub=[drop] * 4, splits=ends, xla=xla, dtype=tf.float32
+  )
+  stack.Place(_Devices(), tf.TensorSpec([8, 32]))
+  with fprop_context.Scope(step=step):
+    return stack(tf.ones([8, 32])).numpy()
+
+
+@pytest.mark.parametrize('num_stages, xla', [(1, True), (2, False), (2, True), (4, False)])
+def testMasksDoNotDependOnTheCut(num_stages, xla):
+  np.testing.assert_array_equal(_Masks(num_stages, 4, xla) > 0, _Masks(1, 4, False) > 0)
+
+
+def testMasksDifferByLayerMicroBatchAndStep():
+  masks = _Masks(1, 4, False) > 0
+  micro_batches = [masks[i : i + 2] for i in range(0, 8, 2)]
+  for i, a in enumerate(micro_batches):
+    for b in micro_batches[i + 1 :]:
+      assert (a != b).any()
+  assert (masks != (_Masks(1, 4, False, step=4) > 0)).any()
+  # Four independent masks: 0.9^4 = 0.66 survive, not 0.9; the deviation of the mean is 0.03.
+  assert 0.5 < masks.mean() < 0.8
+
+
+# ---- training ----------------------------------------------------------------------------
+
+
+def _LossesOfTraining(num_stages):
+  stack = pipelining_layer.PipeliningLayer.Params().Set(
+    num_stages=num_stages, num_micro_batches=4, xla=False
+  )
+  p = lm_model.TransformerLm.Params().Set(
+    name='lm',
+    vocab_size=_VOCAB,
+    model_dim=_DIM,
+    hidden_dim=16,
+    num_heads=2,
+    num_layers=2,
+    input_dropout_prob=0.1,
+    residual_dropout_prob=0.1,
+    atten_dropout_prob=0.1,
+    stack=stack,
+    random_seed=_SEED,
+  )
+  p.train.learner.learning_rate = 1e-2
+  p.train.learner.clip_gradient_norm_to_value = 1.0
+  batch = _Batch()
+  batch = nested_map.NestedMap(
+    ids=batch.ids, labels=batch.labels, weights=tf.cast(batch.weights, tf.float32)
+  )
+  spec = batch.Transform(lambda x: tf.TensorSpec(x.shape, x.dtype))
+  trained = runner.TaskRunner(p.Instantiate(), _Devices(), spec)
+  assert trained.engine.num_stages == num_stages
+  return [trained.TrainStep(batch)['loss'] for _ in range(20)]
+
+
+def testTheFirstTwentyLossesAgree():
+  reference = _LossesOfTraining(1)
+  assert reference[-1] < 0.9 * reference[0]
+  for num_stages in (2, 3, 4):
+    np.testing.assert_allclose(_LossesOfTraining(num_stages), reference, rtol=1e-4)
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Same loss and gradients under every schedule and policy, and which schedules are refused."""
+
+import collections
+import functools
+import itertools
+import random
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_gpipe import nested_map
+from lingvo_gpipe.layers import dropout, embedding, linear, norm
+from lingvo_gpipe.pipeline import schedules, stage
+from tests import pipeline_training
+
+_TIME, _DIM, _VOCAB = 3, 4, 7
+_ONE_A_DEVICE = ('gpipe', 'fused_fill_drain', '1f1b', '1f1b_fused', 'zb_h1')
+_LOOPED = ('interleaved_1f1b', 'looped_bfs')
+# The first stage takes integers only, and the second of four has no weights.
+_SPLITS = {1: [7], 2: [2, 7], 3: [1, 4, 7], 4: [1, 2, 5, 7]}
+
+
+def _Sub():
+  drop = dropout.DropoutLayer.Params().Set(keep_prob=0.7)
+  return [
+    embedding.EmbeddingLayer.Params().Set(vocab_size=_VOCAB, embedding_dim=_DIM),
+    drop,
+    linear.ProjectionLayer.Params().Set(
+      input_dim=_DIM, output_dim=_DIM, has_bias=True, activation='GELU'
+    ),
+    norm.LayerNorm.Params().Set(input_dim=_DIM),
+    drop,
+    linear.ProjectionLayer.Params().Set(input_dim=_DIM, output_dim=_DIM, activation='TANH'),
+    embedding.SimpleFullSoftmax.Params().Set(input_dim=_DIM, num_classes=_VOCAB),
+  ]
+
+
+def _Loss(theta, outputs, side):
+  """Mean cross entropy over the tokens' weights, and another metric."""
+  del theta
+  xent = embedding.XentLossFromLogits(outputs[0], side.labels)
+  total = tf.reduce_sum(side.weights)
+  loss = tf.math.divide_no_nan(tf.reduce_sum(xent * side.weights), total)
+  return {'loss': (loss, total), 'max_xent': (tf.reduce_max(xent), tf.ones([], xent.dtype))}
+
+
+@functools.cache
+def _Batch(size):
+  """((ids, paddings), side); the second example's tokens count nothing."""
+  rng = np.random.default_rng(0)
+  ids, labels = (tf.constant(rng.integers(0, _VOCAB, [size, _TIME]), tf.int32) for _ in range(2))
+  weights = rng.uniform(0.0, 2.0, [size, _TIME]) * (rng.uniform(size=[size, _TIME]) < 0.7)
+  weights[1:2] = 0.0
+  paddings = (np.arange(_TIME) >= rng.integers(1, _TIME + 1, [size, 1])).astype(np.float64)
+  side = nested_map.NestedMap(labels=labels, weights=tf.constant(weights))
+  return (ids, tf.constant(paddings)), side
+
+
+@functools.cache
+def _Reference(num_micro_batches, size):
+  return pipeline_training.Reference(_Sub(), num_micro_batches, *_Batch(size), _Loss)
+
+
+def _Stack(schedule, policy, num_stages, num_micro_batches, stages_per_device=1, **options):
+  return pipeline_training.MakeStack(
+    _Sub(),
+    num_stages=num_stages,
+    num_micro_batches=num_micro_batches,
+    stages_per_device=stages_per_device,
+    schedule=schedule,
+    remat_policy=policy,
+    splits=_SPLITS[num_stages],
+    **options,
+  )
+
+
+def _Check(stack, size):
+  p = stack.params
+  actual = pipeline_training.Train(stack, *_Batch(size), _Loss)
+  pipeline_training.CheckEqual(actual, _Reference(p.num_micro_batches, size))
+
+
+def _Sizes(schedule):
+  """All (S, stages a device, M, batch size) that a schedule can have here."""
+  if schedule not in _LOOPED:
+    micro_batches = ((1, 7), (2, 7), (4, 7), (4, 8), (4, 3))
+    return [(k, 1, *mb) for k in (1, 2, 3, 4) for mb in micro_batches]
+  sizes = [(4, 2, *mb) for mb in ((2, 7), (4, 7), (4, 8), (2, 1), (4, 3))]
+  sizes += [(2, 2, *mb) for mb in ((1, 7), (2, 7), (4, 7), (4, 3))]
+  if schedule == 'interleaved_1f1b':  # M is a multiple of K, also where the batch is small.
+    sizes = [x for x in sizes if min(x[2:]) % (x[0] // 2) == 0]
+  return sizes
+
+
+def _Grid():
+  """A sample of schedules x policies x K x M x batch sizes.
+
+  Every schedule meets every policy, each time with the S, M and batch size that it met least often
+  so far.
+  """
+  choose = random.Random(0)
+  cases = []
+  for schedule in (*_ONE_A_DEVICE, *_LOOPED):
+    sizes = _Sizes(schedule)
+    seen = collections.Counter()
+    for policy in stage.REMAT_POLICIES:
+      choose.shuffle(sizes)
+      best = min(sizes, key=lambda x: 2 * seen['S', x[0]] + seen['M', x[2]] + seen['B', x[2:]])
+      seen.update([('S', best[0]), ('M', best[2]), ('B', best[2:])])
+      cases.append((schedule, policy, *best))
+  return cases
+
+
+@pytest.mark.parametrize(
+  'schedule, policy, num_stages, stages_per_device, num_micro_batches, size', _Grid()
+)
+def testTheResultIsTheSame(
+  schedule, policy, num_stages, stages_per_device, num_micro_batches, size
+):
+  _Check(_Stack(schedule, policy, num_stages, num_micro_batches, stages_per_device), size)
+
+
+def testTheSampleCoversTheGrid():
+  cases = _Grid()
+  of_one = [c for c in cases if c[0] in _ONE_A_DEVICE]
+  assert {c[:1] + c[2:3] for c in of_one} == set(itertools.product(_ONE_A_DEVICE, (1, 2, 3, 4)))
+  assert {(c[0], c[4]) for c in of_one} == set(itertools.product(_ONE_A_DEVICE, (1, 2, 4)))
+  assert {(c[0], c[2]) for c in cases if c[0] in _LOOPED} == set(itertools.product(_LOOPED, (2, 4)))
+  assert {c[1] for c in cases} == set(stage.REMAT_POLICIES)
+
+
+@pytest.mark.parametrize(
+  'schedule, policy, num_stages, stages_per_device',
+  [
+    ('gpipe', 'except_last', 2, 1),
+    ('1f1b_fused', 'none', 2, 1),
+    ('zb_h1', 'stage', 3, 1),
+    ('zb_h1', 'none', 2, 1),
+    ('interleaved_1f1b', 'layer', 4, 2),
+  ],
+)
+def testTheResultIsTheSameCompiledByXla(schedule, policy, num_stages, stages_per_device):
+  _Check(_Stack(schedule, policy, num_stages, 2, stages_per_device, xla=True), 4)
+
+
+def testTheTestCanFail():
+  stack = _Stack('1f1b', 'none', 2, 2)
+  _, grads = pipeline_training.Train(stack, *_Batch(7), _Loss, step=pipeline_training.STEP + 1)
+  pipeline_training.CheckAnyDiffers(grads, _Reference(2, 7)[1])
+
+
+# ---- schedules of the user's own ---------------------------------------------------------
+
+
+@pytest.mark.parametrize('policy', stage.REMAT_POLICIES)
+def testAScheduleOfOnesOwn(policy):
+  """Micro-batches out of order, and backward split for some of them only."""
+  text = """
+    0F0, 0F1, 0F2, 0I1, 0B0, 0I2, 0W2, 0W1
+    1F1, 1F0, 1B1, 1F2, 1I0, 1B2, 1W0
+  """
+  schedule = schedules.Schedule.FromText(text, name='mixed')
+  _Check(_Stack(schedule, policy, 2, 3), 7)
+
+
+def testAScheduleOfOnesOwnWithSeveralStagesADevice():
+  text = """
+    0F0, 0F1, 2F0, 2F1, 2B1, 2I0, 0B1, 0B0, 2W0
+    1F0, 1F1, 3V1, 3V0, 1B1, 1B0
+  """
+  _Check(_Stack(schedules.Schedule.FromText(text, name='looped'), 'stage', 4, 2, 2), 7)
+
+
+def testAScheduleOfOnesOwnOfAnotherSize():
+  schedule = schedules.Get('1f1b', 2, 4)
+  with pytest.raises(ValueError, match="'1f1b' has num_micro_batches 4, but 2 is asked for"):
+    _Stack(schedule, 'stage', 2, 2)
+  stack = _Stack(schedule, 'stage', 2, 4)
+  with pytest.raises(ValueError, match="'1f1b' has num_micro_batches 4, but 3 is asked for"):
+    pipeline_training.Train(stack, *_Batch(3), _Loss)
+
+
+def testAScheduleOfOnesOwnOnOtherDevicesThanTheStages():
+  """Stages in a V, first and last on one device, where the engine deals them out in turn."""
+  text = """
+    0F0, 3F0, 3B0, 0B0
+    1F0, 2F0, 2B0, 1B0
+  """
+  stack = _Stack(schedules.Schedule.FromText(text, name='v'), 'stage', 4, 1, 2)
+  with pytest.raises(ValueError, match="schedule 'v' runs stage .* but the stage is on .*CPU"):
+    pipeline_training.Train(stack, *_Batch(7), _Loss)
+
+
+# ---- refused -----------------------------------------------------------------------------
+
+
+def testForwardOnlyIsNoTrainingSchedule():
+  for schedule in ('forward_only', schedules.Get('forward_only', 2, 4)):
+    with pytest.raises(ValueError, match="stack: schedule 'forward_only' has no backward"):
+      _Stack(schedule, 'stage', 2, 4)
+
+
+def testInterleavingNamesTheNearestNumberOfMicroBatches():
+  with pytest.raises(
+    ValueError, match='multiple of 2 micro-batches.* got 3; the nearest is 2 or 4'
+  ):
+    _Stack('interleaved_1f1b', 'stage', 4, 3, 2)
+  # So does a batch too small for M.
+  stack = _Stack('interleaved_1f1b', 'stage', 4, 4, 2)
+  with pytest.raises(ValueError, match='got 3; the nearest is 2 or 4'):
+    pipeline_training.Train(stack, *_Batch(3), _Loss)
+
+
+@pytest.mark.parametrize(
+  'schedule, num_stages, stages_per_device, words',
+  [
+    ('gpipe', 4, 2, 'one stage on each device, got 4 stages for 2 devices'),
+    ('1f1b', 2, 2, 'one stage on each device, got 2 stages for 1 devices'),
+    ('looped_bfs', 3, 2, 'got 3 stages for 2 devices'),
+    ('interleaved_1f1b', 2, 1, 'at least 2, got 2 stages for 2 devices'),
+  ],
+)
+def testStagesPerDeviceThatDoNotSuit(schedule, num_stages, stages_per_device, words):
+  with pytest.raises(ValueError, match=words):
+    _Stack(schedule, 'stage', num_stages, 4, stages_per_device)
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What TensorFlow really runs: the schedule's order and every forward are in the executed graphs.
+
+The graphs are those after all optimisations, cut by device, as tf.summary.trace_on collects them.
+"""
+
+import collections
+import contextlib
+import pathlib
+import re
+import sys
+
+import pytest
+import tensorflow as tf
+from tensorboard.compat.proto import config_pb2, event_pb2
+
+from lingvo_gpipe import fprop_context
+from lingvo_gpipe.layers import dropout, linear
+from lingvo_gpipe.pipeline import pipelining_layer, schedules, stage
+
+_DIM = 4
+_CALLS = ('PartitionedCall', 'StatefulPartitionedCall')
+_STAGE_FUNCTION = re.compile(r'__(inference|forward|backward)__(Theta)?(Forward|Backward)_\d')
+
+
+def _ExecutedGraphs(run, logdir):
+  """For each function that `run` makes TensorFlow execute for the first time: its partitions."""
+  tf.summary.trace_on(graph=True)
+  run()
+  with tf.summary.create_file_writer(str(logdir)).as_default():
+    tf.summary.trace_export('graphs', step=0)
+  (events,) = pathlib.Path(logdir).iterdir()
+  functions = []
+  for record in tf.data.TFRecordDataset(str(events)).as_numpy_iterator():
+    for value in event_pb2.Event.FromString(record).summary.value:
+      data = config_pb2.RunMetadata.FromString(value.tensor.string_val[0])
+      functions += [f.partition_graphs for f in data.function_graphs]
+  return functions
+
+
+class _Graph:
+  """The nodes of all partitions of a function, joined where one device sends to another."""
+
+  def __init__(self, partitions):
+    self.nodes = {}
+    self._data = collections.defaultdict(set)
+    self._all = collections.defaultdict(set)
+    senders, receivers = {}, []
+    for i, partition in enumerate(partitions):
+      for node in partition.node:
+        key = (i, node.name)
+        self.nodes[key] = node
+        for name in node.input:
+          source = (i, name.lstrip('^').split(':')[0])
+          self._all[key].add(source)
+          if not name.startswith('^'):
+            self._data[key].add(source)
+        if node.op in ('_Send', '_HostSend', '_Recv', '_HostRecv'):
+          channel = tuple(node.attr[a].s for a in ('tensor_name', 'send_device', 'recv_device'))
+          if node.op.endswith('Send'):
+            senders[channel] = key
+          else:
+            receivers.append((channel, key))
+    for channel, key in receivers:
+      self._data[key].add(senders[channel])
+      self._all[key].add(senders[channel])
+
+  def Ancestors(self, key, *, data_only=False):
+    """All nodes that run before `key`, or those whose values enter it."""
+    edges = self._data if data_only else self._all
+    seen, pending = set(), [key]
+    while pending:
+      for source in edges[pending.pop()]:
+        if source not in seen:
+          seen.add(source)
+          pending.append(source)
+    return seen
+
+
+def _StageCalls(graph):
+  """{(device, kind, micro-batch): [keys of the calls]}, the micro-batch by what enters the call."""
+  calls = collections.defaultdict(list)
+  for key, node in graph.nodes.items():
+    match = node.op in _CALLS and _STAGE_FUNCTION.match(node.attr['f'].func.name)
+    if match:
+      inputs = graph.Ancestors(key, data_only=True)
+      micro_batches = {n[1] for n in inputs if re.fullmatch(r'micro_\d+', n[1])}
+      (micro_batch,) = micro_batches
+      device = int(node.device.rsplit(':', 1)[1])
+      kind = schedules.Kind(match[3][0])
+      calls[device, kind, int(micro_batch.removeprefix('micro_'))].append(key)
+  return calls
+
+
+def _Faults(functions, schedule):
+  """How the executed functions differ from the schedule; [] if they don't."""
+  graphs = [_Graph(partitions) for partitions in functions]
+  graphs = [g for g in graphs if any(n.name.startswith('micro_') for n in g.nodes.values())]
+  (graph,) = graphs
+  calls = _StageCalls(graph)
+  faults = []
+  for device, row in enumerate(schedule.actions):
+    found = []
+    for action in row:
+      keys = calls.pop((device, action.kind, action.micro_batch), [])
+      if len(keys) != 1:
+        faults.append(f'{action} is there {len(keys)} times')
+      found += [(action, key) for key in keys]
+    for (first, first_key), (second, second_key) in zip(found, found[1:], strict=False):
+      if first_key not in graph.Ancestors(second_key):
+        faults.append(f'{second} does not wait for {first}')
+  return faults + [f'unexpected {key}' for key in calls]
+
+
+def _Devices():
+  return [d.name for d in tf.config.list_logical_devices('CPU')]
+
+
+def _Loss(theta, outputs, side):
+  del theta, side
+  return {'loss': (tf.reduce_sum(outputs[0] ** 2), tf.constant(1.0))}
+
+
+def _Stack(
+  num_stages, num_micro_batches, *, xla=False, layers_per_stage=2, keep_prob=0.5, **options
+):
+  """Stages of some projections and a dropout each."""
+  square = linear.ProjectionLayer.Params().Set(
+    input_dim=_DIM, output_dim=_DIM, activation='TANH', has_bias=True
+  )
+  drop = dropout.DropoutLayer.Params().Set(keep_prob=keep_prob)
+  per_stage = [square] * layers_per_stage + [drop]
+  p = pipelining_layer.PipeliningLayer.Params().Set(
+    name='stack',
+    num_stages=num_stages,
+    num_micro_batches=num_micro_batches,
+    xla=xla,
+    sub=per_stage * num_stages,
+    splits=[len(per_stage) * (k + 1) for k in range(num_stages)],
+    **options,
+  )
+  stack = p.Instantiate()
+  stack.Place(_Devices(), tf.TensorSpec([2 * num_micro_batches, _DIM]), loss_fn=_Loss)
+  return stack
+
+
+def _Signature(num_micro_batches):
+  return [tf.TensorSpec([2, _DIM], name=f'micro_{m}') for m in range(num_micro_batches)]
+
+
+def _TrainGraphs(stack, logdir):
+  num = stack.params.num_micro_batches
+  step = tf.Variable(3, dtype=tf.int64)
+
+  @tf.function(autograph=False, input_signature=_Signature(num))
+  def Step(*micro_batches):
+    ones = [tf.constant(1.0)] * num
+    return stack.engine.Train([(x,) for x in micro_batches], [None] * num, ones, step)
+
+  return _ExecutedGraphs(lambda: Step(*[tf.ones([2, _DIM])] * num), logdir)
+
+
+@pytest.mark.parametrize(
+  'num_stages, num_micro_batches, xla',
+  [(1, 3, False), (2, 1, False), (2, 4, False), (4, 5, False), (2, 3, True)],
+)
+def testTrainingKeepsTheSchedule(num_stages, num_micro_batches, xla, tmp_path):
+  stack = _Stack(num_stages, num_micro_batches, xla=xla)
+  schedule = schedules.Get('gpipe', num_stages, num_micro_batches)
+  assert _Faults(_TrainGraphs(stack, tmp_path), schedule) == []
+
+
+def testWithoutRandomnessTheOrderIsKeptToo(tmp_path):
+  """Where no layer uses the seeds, an optimiser might drop them and what hangs on them."""
+  stack = _Stack(2, 3, keep_prob=1.0)
+  assert _Faults(_TrainGraphs(stack, tmp_path), schedules.Get('gpipe', 2, 3)) == []
+
+
+def testEvaluationKeepsTheSchedule(tmp_path):
+  stack = _Stack(3, 4)
+
+  @tf.function(autograph=False, input_signature=_Signature(4))
+  def Step(*micro_batches):
+    return stack.engine.Evaluate([(x,) for x in micro_batches], [None] * 4)
+
+  functions = _ExecutedGraphs(lambda: Step(*[tf.ones([2, _DIM])] * 4), tmp_path)
+  assert _Faults(functions, schedules.Get('forward_only', 3, 4)) == []
+
+
+# ---- the check can fail ------------------------------------------------------------------
+
+
+def testInlinedStagesAreCaught(tmp_path, monkeypatch):
+  original = stage.StageFunctions.__init__
+
+  def Init(self, *args, **options):
+    original(self, *args, **options)
+    self.Forward = tf.function(self._Forward, autograph=False)
+    self.Backward = tf.function(self._Backward, autograph=False)
+
+  monkeypatch.setattr(stage.StageFunctions, '__init__', Init)
+  faults = _Faults(_TrainGraphs(_Stack(2, 4), tmp_path), schedules.Get('gpipe', 2, 4))
+  assert '0F0 is there 0 times' in faults
+  assert len(faults) == 16
+
+
+def testUnchainedActionsAreCaught(tmp_path, monkeypatch):
+  monkeypatch.setattr(tf, 'control_dependencies', lambda control_inputs: contextlib.nullcontext())
+  faults = _Faults(_TrainGraphs(_Stack(2, 4), tmp_path), schedules.Get('gpipe', 2, 4))
+  assert '0F1 does not wait for 0F0' in faults
+  assert '1F3 does not wait for 1F2' in faults
+  # The accumulators order the backward actions by themselves; that is no order of the schedule's.
+  assert not any('is there' in fault for fault in faults)
+
+
+def testAnotherOrderIsCaught(tmp_path):
+  functions = _TrainGraphs(_Stack(2, 3), tmp_path)
+  faults = _Faults(functions, schedules.Get('1f1b', 2, 3))
+  assert '1F1 does not wait for 1B0' in faults
+
+
+# ---- under somebody else's tape ----------------------------------------------------------
+
+
+def _Gradients(stack, x):
+  with tf.GradientTape() as tape, fprop_context.Scope(step=tf.constant(3, tf.int64)):
+    loss = tf.reduce_sum(stack(x) ** 2)
+  return tape.gradient(loss, stack.trainable_variables)
+
+
+def _CallsByDevice(functions, pattern):
+  """For each device the stage calls whose function fits `pattern`, each with its graph."""
+  rows = collections.defaultdict(list)
+  for graph in map(_Graph, functions):
+    for key, node in graph.nodes.items():
+      if node.op in _CALLS and re.match(pattern, node.attr['f'].func.name):
+        rows[node.device].append((graph, key))
+  return rows
+
+
+@pytest.mark.parametrize('in_function', [False, True])
+def testAUsersTapeKeepsOrderAndNoActivations(in_function, tmp_path):
+  num_stages, num_micro_batches = 2, 3
+  stack = _Stack(num_stages, num_micro_batches)
+  run = lambda x: _Gradients(stack, x)  # noqa: E731
+  if in_function:
+    run = tf.function(run, autograph=False)
+  x = tf.ones([2 * num_micro_batches, _DIM])
+  functions = _ExecutedGraphs(lambda: run(x), tmp_path)
+  num_weights = len(stack.engine.stages[0].trained)
+  # A forward returns its output alone; one that a tape had differentiated would return what its
+  # gradient needs too. A backward returns the weights' gradients and the input's.
+  for pattern, num_outputs in (
+    (r'__\w+?__Forward_\d', 1),
+    (r'__\w+?__ThetaBackward_\d', num_weights + 1),
+  ):
+    rows = _CallsByDevice(functions, pattern)
+    assert len(rows) == num_stages
+    for row in rows.values():
+      assert len(row) == num_micro_batches
+      for graph, key in row:
+        assert len(graph.nodes[key].attr['Tout'].list.type) <= num_outputs
+      # Any two are ordered: in a chain of n there are 0, 1 ... n - 1 before.
+      keys = {key for _, key in row}
+      before = sorted(len(keys & graph.Ancestors(key)) for graph, key in row)
+      assert before == list(range(num_micro_batches))
+
+
+# ---- recomputation -----------------------------------------------------------------------
+
+
+_NUM_LAYERS = 3
+# n products forward; n again, n for the weights and n - 1 for the inputs backward, for nobody asks
+# for the gradient of the first stage's input.
+_EXPECTED_PRODUCTS = {'Forward': _NUM_LAYERS, 'Backward': 3 * _NUM_LAYERS - 1}
+
+
+def _StageCallsOfTheEngine(monkeypatch, xla):
+  """{'Forward' or 'Backward': (function, arguments)}, as the engine calls them for stage 0."""
+  calls, made = {}, []
+  original = stage.StageFunctions.__init__
+
+  def Spec(x):
+    if x is None or isinstance(x, tf.Variable):
+      return x
+    return tf.TensorSpec(x.shape, x.dtype)
+
+  def Recording(name, function):
+    def Record(*args):
+      calls[name] = (function, tf.nest.map_structure(Spec, args))
+      return function(*args)
+
+    return Record
+
+  def Init(self, *args, **options):
+    original(self, *args, **options)
+    if not made:  # Stage 0 runs first, and the last stage has functions of its own.
+      for name in _EXPECTED_PRODUCTS:
+        setattr(self, name, Recording(name, getattr(self, name)))
+    made.append(self)
+
+  monkeypatch.setattr(stage.StageFunctions, '__init__', Init)
+  stack = _Stack(2, 1, layers_per_stage=_NUM_LAYERS, xla=xla)
+  step = tf.Variable(3, dtype=tf.int64)
+
+  @tf.function(autograph=False, input_signature=_Signature(1))
+  def Step(x):
+    return stack.engine.Train([(x,)], [None], [tf.constant(1.0)], step)
+
+  Step.get_concrete_function()
+
+  def Value(x):
+    return tf.ones(x.shape, x.dtype) if isinstance(x, tf.TensorSpec) else x
+
+  return stack, {
+    name: (function, tf.nest.map_structure(Value, args)) for name, (function, args) in calls.items()
+  }
+
+
+def testBackwardRunsEachForwardOnceMore(tmp_path, monkeypatch):
+  # The stack is kept: with it the variables would go.
+  stack, calls = _StageCallsOfTheEngine(monkeypatch, xla=False)
+  counts = {}
+  for name, (function, args) in calls.items():
+    functions = _ExecutedGraphs(lambda f=function, a=args: f(*a), tmp_path / name)
+    ops = [n.op for partitions in functions for g in partitions for n in g.node]
+    counts[name] = sum('MatMul' in op for op in ops)
+  assert counts == _EXPECTED_PRODUCTS
+  del stack
+
+
+def testBackwardRunsEachForwardOnceMoreCompiledByXla(monkeypatch):
+  stack, calls = _StageCallsOfTheEngine(monkeypatch, xla=True)
+  counts = {}
+  for name, (function, args) in calls.items():
+    hlo = function.experimental_get_compiler_ir(*args)(stage='optimized_hlo')
+    counts[name] = len(re.findall(r' dot\(', hlo))
+  assert counts == _EXPECTED_PRODUCTS
+  del stack
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

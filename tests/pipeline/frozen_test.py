@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Frozen layers: no weight gradient for them, and no backward below the first trained layer."""
+
+import collections
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_gpipe.layers import linear
+from lingvo_gpipe.pipeline import pipelining_layer
+
+_DIM = 4
+_SCHEDULES = ('gpipe', '1f1b', 'fused_fill_drain', 'zb_h1')
+
+
+def _Loss(theta, outputs, side):
+  del theta
+  value = tf.reduce_mean((outputs[0] - side) ** 2)
+  return {'loss': (value, tf.cast(tf.shape(side)[0], value.dtype))}
+
+
+def _Engine(schedule, policy, is_trained):
+  p = pipelining_layer.PipeliningLayer.Params().Set(
+    name='stack',
+    num_stages=4,
+    num_micro_batches=4,
+    splits=[1, 2, 3, 4],
+    schedule=schedule,
+    remat_policy=policy,
+    xla=False,
+    dtype=tf.float64,
+    sub=[
+      linear.ProjectionLayer.Params().Set(
+        input_dim=_DIM, output_dim=_DIM, has_bias=True, activation='TANH'
+      )
+    ]
+    * 4,
+  )
+  stack = p.Instantiate()
+  devices = [d.name for d in tf.config.list_logical_devices('CPU')]
+  spec = tf.TensorSpec([8, _DIM], tf.float64)
+  stack.Place(devices, spec, loss_fn=_Loss, is_trained=is_trained)
+  return stack
+
+
+def _Step(stack):
+  """(loss, {path: accumulated gradient}, concrete function) of one training step."""
+  rng = np.random.default_rng(0)
+  x, y = (tf.constant(rng.standard_normal([8, _DIM])) for _ in range(2))
+
+  @tf.function(autograph=False)
+  def Run(step):
+    sides = stack.SplitBatch(y)
+    weights = [tf.constant(2.0, tf.float64)] * len(sides)
+    return stack.engine.Train([(x,) for x in stack.SplitBatch(x)], sides, weights, step)
+
+  sums = Run(tf.constant(1, tf.int64))
+  grads = {}
+  for s in stack.engine.stages:
+    grads.update({path: a.numpy() for path, a in zip(s.trained, s.accumulators, strict=True)})
+  return sums['loss'].numpy(), grads, Run.get_concrete_function(tf.constant(1, tf.int64))
+
+
+def _Calls(function):
+  """How many calls of each device the step holds."""
+  return collections.Counter(
+    op.device.rsplit(':', 1)[-1]
+    for op in function.graph.get_operations()
+    if 'PartitionedCall' in op.type
+  )
+
+
+@pytest.mark.parametrize('schedule', _SCHEDULES)
+@pytest.mark.parametrize('policy', ['stage', 'none', 'layer'])
+def testTheTrainedOnesGetTheSameGradients(schedule, policy):
+  loss, everything, _ = _Step(_Engine(schedule, policy, lambda path: True))
+  frozen_loss, some, _ = _Step(
+    _Engine(schedule, policy, lambda path: 'layers[2]' in path or path.endswith('layers[3].b'))
+  )
+  np.testing.assert_array_equal(loss, frozen_loss)
+  assert set(some) == {'stack.layers[2].w', 'stack.layers[2].b', 'stack.layers[3].b'}
+  for path, grad in some.items():
+    np.testing.assert_allclose(grad, everything[path], rtol=0, atol=1e-14)
+    assert np.abs(grad).max() > 1e-3
+
+
+@pytest.mark.parametrize('schedule', _SCHEDULES)
+def testNoBackwardBelowTheFirstTrainedLayer(schedule):
+  _, _, whole = _Step(_Engine(schedule, 'stage', lambda path: True))
+  _, _, frozen = _Step(_Engine(schedule, 'stage', lambda path: 'layers[2]' in path))
+  whole, frozen = _Calls(whole), _Calls(frozen)
+  # M forwards alone where nothing is trained before or in the stage.
+  assert frozen['0'] == frozen['1'] == 4 < whole['0']
+  assert frozen['2'] == whole['2']
+  # A stage that is frozen itself hands a gradient down, but needs none for its weights.
+  assert frozen['3'] == whole['3'] - (4 if schedule == 'zb_h1' else 0)
+
+
+def testNoAccumulatorsForFrozenWeights():
+  stack = _Engine('gpipe', 'stage', lambda path: 'layers[2].w' in path)
+  stack.engine.MakeAccumulators()
+  assert [len(s.accumulators) for s in stack.engine.stages] == [0, 0, 1, 0]
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

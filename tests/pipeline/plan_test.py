@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plan of a pipeline: costs of the layers, cuts, and the stage table."""
+
+import re
+import sys
+
+import pytest
+import tensorflow as tf
+
+from lingvo_gpipe import base_layer, nested_map, weight_params
+from lingvo_gpipe.layers import linear, sequential, transformer
+from lingvo_gpipe.pipeline import partitioner, pipelining_layer, plan, schedules, stage
+
+
+class _Measured(base_layer.BaseLayer):
+  """x -> x, with FLOPs and weights as told; counts how often it is measured."""
+
+  measured = 0
+
+  @classmethod
+  def Params(cls):
+    p = super().Params()
+    p.Define('flops', 0, '')
+    p.Define('num_weights', 0, '')
+    p.Define('fn', None, 'A function: Params that differ in it are different layers.')
+    return p
+
+  def __init__(self, params):
+    super().__init__(params)
+    if self.params.num_weights:
+      self.CreateVariable('w', weight_params.WeightParams([self.params.num_weights]))
+
+  def FProp(self, theta, x):
+    return x
+
+  @classmethod
+  def FPropMeta(cls, params, x):
+    _Measured.measured += 1
+    return nested_map.NestedMap(flops=params.flops, out_specs=(x,))
+
+
+class _Broken(base_layer.BaseLayer):
+  """Cannot be traced."""
+
+  def FProp(self, theta, x):
+    raise ZeroDivisionError('no')
+
+
+def _Layers(flops, num_weights=None):
+  num_weights = num_weights or [0] * len(flops)
+  p = sequential.SequentialLayer.Params().Set(name='seq')
+  p.sub = [
+    _Measured.Params().Set(flops=f, num_weights=n) for f, n in zip(flops, num_weights, strict=True)
+  ]
+  return p.Instantiate().layers
+
+
+_SPEC = tf.TensorSpec([4, 8])
+
+
+def _Make(layers, num_stages, **options):
+  schedule = schedules.Get('gpipe', num_stages, options.pop('m', 4))
+  return plan.MakePlan(layers, [_SPEC], schedule=schedule, **options)
+
+
+@pytest.mark.parametrize('num_stages', [1, 2, 3, 4, 6])
+def testCutsByFlopsAsThePartitionerDoes(num_stages):
+  flops = [1, 2, 3, 4, 5, 6]
+  cut = _Make(_Layers(flops), num_stages)
+  assert list(cut.ends) == list(partitioner.Partition(flops, num_stages))
+  assert [s.start for s in cut.stages] == [0, *cut.ends[:-1]]
+  assert [s.end for s in cut.stages] == list(cut.ends)
+  assert [s.flops for s in cut.stages] == [sum(flops[s.start : s.end]) for s in cut.stages]
+  assert sum(s.share for s in cut.stages) == pytest.approx(1)
+  assert all(s.end > s.start for s in cut.stages)
+
+
+def testCutsByParams():
+  layers = _Layers([9, 1, 1, 1], num_weights=[1, 1, 1, 9])
+  assert _Make(layers, 2).ends == (1, 4)
+  by_params = _Make(layers, 2, by='params')
+  assert by_params.ends == (3, 4)
+  assert [s.num_params for s in by_params.stages] == [3, 9]
+  assert [s.share for s in by_params.stages] == pytest.approx([0.25, 0.75])
+
+
+def testCutByHandWins():
+  cut = _Make(_Layers([1, 1, 1, 97]), 2, splits=[1, 4])
+  assert cut.ends == (1, 4)
+  assert [s.share for s in cut.stages] == pytest.approx([0.01, 0.99])
+
+
+@pytest.mark.parametrize(
+  'splits, words',
+  [
+    ([1, 2, 4], ['3 stages', 'num_stages is 2']),
+    ([1, 3], ['number of layers, 4']),
+    ([0, 4], ['stage 0', 'no layers']),
+    ([4, 4], ['stage 1', 'no layers']),
+  ],
+)
+def testSplitsThatDoNotFit(splits, words):
+  with pytest.raises(ValueError) as e:
+    _Make(_Layers([1] * 4), 2, splits=splits)
+  assert all(word in str(e.value) for word in words), e.value
+
+
+def testMoreStagesThanLayersIsAnError():
+  with pytest.raises(ValueError, match='5 stages for 4 layers'):
+    _Make(_Layers([1] * 4), 5)
+  p = pipelining_layer.PipeliningLayer.Params().Set(name='s', num_stages=3)
+  p.sub = [_Measured.Params().Set(flops=1)] * 2
+  with pytest.raises(ValueError, match='3 stages for 2 layers'):
+    p.Instantiate().MakePlan(_SPEC)
+
+
+def testUnknownCost():
+  with pytest.raises(ValueError, match="'bytes'.*flops, params"):
+    _Make(_Layers([1]), 1, by='bytes')
+
+
+def testLayersThatCostNothingAreSpread():
+  cut = _Make(_Layers([0] * 6), 3)
+  assert cut.ends == (2, 4, 6)
+  assert [s.share for s in cut.stages] == pytest.approx([1 / 3] * 3)
+  assert 'balance 100.0%' in cut.Table()
+
+
+def testEqualLayersAreMeasuredOnce():
+  _Measured.measured = 0
+  layers = _Layers([7] * 50 + [8] * 50)
+  costs = plan.LayerCosts(layers, [_SPEC])
+  assert _Measured.measured == 2
+  assert [c.flops for c in costs] == [7] * 50 + [8] * 50
+  assert [c.path for c in costs] == [f'seq.layers[{i}]' for i in range(100)]
+
+
+def testEqualLayersWithOtherInputsAreMeasuredAnew():
+  p = sequential.SequentialLayer.Params().Set(name='seq')
+  square = linear.ProjectionLayer.Params().Set(input_dim=8, output_dim=8)
+  p.sub = [square, square, linear.LinearLayer.Params().Set(input_dim=8, output_dim=8)]
+  costs = plan.LayerCosts(p.Instantiate().layers, [tf.TensorSpec([3, 8])])
+  assert costs[0].flops == costs[1].flops
+  assert costs[0].flops == costs[2].flops + 3 * 8  # The activation.
+  twice = plan.LayerCosts(p.Instantiate().layers, [tf.TensorSpec([6, 8])])
+  assert [c.flops for c in twice] == [2 * c.flops for c in costs]
+
+
+def testFunctionsOfOneNameAreNotOneStructure():
+  def Adder(number):
+    return lambda x: x + number
+
+  one, other = Adder(1), Adder(2)
+  p = sequential.SequentialLayer.Params().Set(name='seq')
+  p.sub = [_Measured.Params().Set(fn=fn) for fn in (one, other, one)]
+  keys = [stage.StructureKey(layer) for layer in p.Instantiate().layers]
+  assert keys[0] != keys[1]
+  assert keys[0] == keys[2]
+  assert hash(keys[0]) == hash(keys[2])
+
+
+def testNamesDoNotMakeAnotherStructure():
+  p = sequential.SequentialLayer.Params().Set(name='seq')
+  p.sub = [_Measured.Params().Set(name=name, flops=3) for name in ('a', 'b')]
+  p.sub += [_Measured.Params().Set(name='a', flops=4)]
+  keys = [stage.StructureKey(layer) for layer in p.Instantiate().layers]
+  assert keys[0] == keys[1]
+  assert keys[0] != keys[2]
+
+
+def testPlanningAllocatesNothing():
+  p = sequential.SequentialLayer.Params().Set(name='seq')
+  huge = 1_000_000
+  p.sub = [linear.ProjectionLayer.Params().Set(input_dim=huge, output_dim=huge)] * 3
+  layer = p.Instantiate()
+  spec = tf.TensorSpec([1, huge])
+  cut = plan.MakePlan(layer.layers, [spec], schedule=schedules.Get('gpipe', 3, 2))
+  assert [s.num_params for s in cut.stages] == [huge * huge] * 3
+  with pytest.raises(ValueError, match='no variables'):
+    _ = layer.vars
+
+
+def testSeveralStagesADeviceAndOtherSchedules():
+  layers = _Layers([1, 1, 1, 1])
+  cut = plan.MakePlan(layers, [_SPEC], schedule=schedules.Get('interleaved_1f1b', 4, 4, 2))
+  # (K - 1) / (v M + K - 1) = 1 / 9.
+  assert cut.bubble == pytest.approx(1 / 9)
+  table = cut.Table(['/device:CPU:0', '/device:CPU:1'])
+  assert [line.split()[-1] for line in table.splitlines()[1:5]] == [
+    f'device:CPU:{k}' for k in (0, 1, 0, 1)
+  ]
+  assert '4 stages on K=2 devices, M=4 micro-batches, interleaved_1f1b: bubble 11.1%' in table
+  # (K - 1) / (3 M + K - 1) with I and W of one unit each.
+  assert plan.MakePlan(
+    layers, [_SPEC], schedule=schedules.Get('zb_h1', 4, 4)
+  ).bubble == pytest.approx(3 / 15)
+
+
+def testTheTableShowsEveryStage():
+  layers = _Layers([1_000_000, 2_000_000, 3_000_000], num_weights=[10, 1000, 100_000])
+  cut = _Make(layers, 2, m=4)
+  assert cut.ends == (2, 3)
+  devices = [f'/job:localhost/replica:0/task:0/device:CPU:{i}' for i in range(2)]
+  table = cut.Table(devices)
+  head, first, second, summary = table.splitlines()
+  assert head.split() == 'stage layers from to params MFLOPs share device'.split()
+  assert first.split() == '0 2 seq.layers[0] seq.layers[1] 1,010 3.0 50.0% device:CPU:0'.split()
+  assert second.split() == '1 1 seq.layers[2] seq.layers[2] 100,000 3.0 50.0% device:CPU:1'.split()
+  # (K - 1) / (M + K - 1) = 1 / 5.
+  assert cut.bubble == pytest.approx(0.2)
+  for text in ('K=2', 'M=4', '20.0%', 'balance 100.0% (by flops)', '101,010 parameters'):
+    assert text in summary
+  assert all(line == line.rstrip() for line in table.splitlines())
+  assert '-' in cut.Table().splitlines()[1].split()
+
+
+def testABrokenLayerIsNamedAndItsErrorKeepsItsType():
+  p = sequential.SequentialLayer.Params().Set(name='seq')
+  p.sub = [_Measured.Params(), _Broken.Params()]
+  with pytest.raises(ZeroDivisionError) as e:
+    plan.LayerCosts(p.Instantiate().layers, [_SPEC])
+  assert any('seq.layers[1] (_Broken)' in note for note in e.value.__notes__), e.value.__notes__
+
+
+def testPartitionSequentialLayersGivesSplits():
+  p = sequential.SequentialLayer.Params().Set(name='seq', repeat=2)
+  p.sub = [_Measured.Params().Set(flops=f) for f in (1, 2, 3)]
+  splits = pipelining_layer.PartitionSequentialLayers(p, 2, _SPEC)
+  assert splits == [3, 6]
+  flat = [_Measured.Params().Set(flops=f) for f in (1, 2, 3, 4, 5, 6)]
+  assert pipelining_layer.PartitionSequentialLayers(flat, 2, _SPEC) == [4, 6]
+  q = pipelining_layer.PipeliningLayer.Params().Set(name='s', num_stages=2, sub=[p], splits=splits)
+  assert q.Instantiate().MakePlan(_SPEC).ends == (3, 6)
+
+
+def testPartitionSequentialLayersOfTransformers():
+  block = transformer.TransformerLayer.Params().Set(input_dim=8, hidden_dim=16, num_heads=2)
+  p = sequential.SequentialLayer.Params().Set(name='seq', sub=[block], repeat=8)
+  spec = tf.TensorSpec([2, 4, 8])
+  assert pipelining_layer.PartitionSequentialLayers(p, 4, spec) == [2, 4, 6, 8]
+  # Paddings as a second argument.
+  assert pipelining_layer.PartitionSequentialLayers(p, 2, spec, tf.TensorSpec([2, 4])) == [4, 8]
+
+
+@pytest.mark.parametrize('batch_dim', [0, 1])
+def testAPlanIsForOneMicroBatchOfTheLargestSize(batch_dim):
+  p = pipelining_layer.PipeliningLayer.Params().Set(
+    name='s', num_micro_batches=4, batch_dim=batch_dim
+  )
+  p.sub = [linear.LinearLayer.Params().Set(input_dim=8, output_dim=8)]
+  shape = [7, 3, 8] if batch_dim == 0 else [3, 7, 8]
+  cut = p.Instantiate().MakePlan(tf.TensorSpec(shape))
+  assert cut.layers[0].flops == 2 * 2 * 3 * 8 * 8
+  assert cut.num_micro_batches == 4
+  assert re.search(r'M=4', cut.Table())
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

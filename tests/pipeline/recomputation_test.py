@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What backward runs again under each policy: matrix products in the graphs that TensorFlow runs.
+
+With n layers of one product each, a forward has n, the weights' gradients n, and the inputs'
+gradients n but for the first stage, which needs none for its own input.
+"""
+
+import collections
+import itertools
+import sys
+
+import pytest
+import tensorflow as tf
+
+from lingvo_gpipe.layers import dropout, linear, transformer
+from lingvo_gpipe.pipeline import emission, schedules, stage
+from tests import graph_reader, pipeline_training
+
+_DIM, _N, _M = 4, 3, 3
+_STAGES = 3
+
+
+def _Stack(schedule, policy, *, num_stages=_STAGES, num_micro_batches=_M, block=None, **options):
+  """Stages of n layers, with a dropout each."""
+  square = linear.ProjectionLayer.Params().Set(
+    input_dim=_DIM, output_dim=_DIM, activation='TANH', has_bias=True
+  )
+  drop = dropout.DropoutLayer.Params().Set(keep_prob=0.5)
+  per_stage = [block] if block else [square] * (_N - 1) + [drop, square]
+  return pipeline_training.MakeStack(
+    per_stage * num_stages,
+    num_stages=num_stages,
+    num_micro_batches=num_micro_batches,
+    splits=[len(per_stage) * (k + 1) for k in range(num_stages)],
+    schedule=schedule,
+    remat_policy=policy,
+    **options,
+  )
+
+
+def _Products(stack, tmp_path, monkeypatch, shape=(2 * _M, _DIM)):
+  """{action: number of matrix products}, of all actions of a step; the step is run eagerly."""
+  numbers = itertools.count()
+  known, products = {}, collections.Counter()
+  original_call, original_actions = emission.Emission._Call, dict(emission._ACTIONS)
+  xla = stack.params.xla
+  current = []
+
+  def Run(kind, method):
+    def RunAction(self, k, m):
+      current[:] = [f'{k}{kind.value}{m}']
+      method(self, k, m)
+
+    return RunAction
+
+  def Counting(function):
+    def Call(*args):
+      shapes = tf.nest.map_structure(lambda t: None if t is None else (t.dtype, *t.shape), args)
+      key = (id(function), repr(shapes))
+      if xla:
+        result = function(*args)
+        if key not in known:
+          hlo = function.experimental_get_compiler_ir(*args)(stage='optimized_hlo')
+          known[key] = graph_reader.NumProductsOfXla(hlo)
+      elif key in known:
+        result = function(*args)
+      else:
+        results = []
+        logdir = tmp_path / str(next(numbers))
+        graphs = graph_reader.ExecutedGraphs(lambda: results.append(function(*args)), logdir)
+        assert graphs
+        known[key], result = graph_reader.NumProducts(graphs), results[0]
+      products[current[0]] += known[key]
+      return result
+
+    return Call
+
+  def CountingCall(self, k, m, call):
+    # What a call takes from the engine's functions goes through the counter.
+    originals = []
+    s = self._engine.stages[k]
+    for owner in (self._Functions(s), self._Split(s)):
+      for name, value in vars(owner).items():
+        if hasattr(value, 'get_concrete_function'):
+          originals.append((owner, name, value))
+          setattr(owner, name, Counting(value))
+    try:
+      return original_call(self, k, m, call)
+    finally:
+      for owner, name, value in originals:
+        setattr(owner, name, value)
+
+  monkeypatch.setattr(emission.Emission, '_Call', CountingCall)
+  for kind, method in original_actions.items():
+    monkeypatch.setitem(emission._ACTIONS, kind, Run(kind, method))
+  x = tf.ones(shape, tf.float64)
+  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs([x]), loss_fn=_Loss)
+  inputs = [(piece,) for piece in stack.SplitBatch(x)]
+  ones = [tf.ones([], tf.float64)] * _M
+  stack.engine.Train(inputs, [None] * _M, ones, tf.constant(1, tf.int64))
+  return products
+
+
+def _Loss(theta, outputs, side):
+  del theta, side
+  value = tf.reduce_sum(outputs[0] ** 2)
+  return {'loss': (value, tf.ones([], value.dtype))}
+
+
+def _Expected(schedule, again):
+  """{action: products}, where B or what stands for it runs `again(k, m)` products again."""
+  expected = {}
+  for action in itertools.chain.from_iterable(schedule.actions):
+    k, kind, m = action.stage, action.kind.value, action.micro_batch
+    inputs = _N if k else _N - 1
+    extra = again(k, m)
+    # The first stage's I has nothing to compute; all is left to its W.
+    # By layer means nothing to halves of a backward: those are cut from one product.
+    extra = min(extra, _N) if kind in 'IW' else extra
+    expected[str(action)] = {
+      'F': _N,
+      'B': extra + inputs + _N,
+      'V': _N + inputs + _N,
+      'I': extra + inputs if k else 0,
+      'W': _N if k else extra + inputs + _N,
+    }[kind]
+  return expected
+
+
+# By layer, a backward runs the stage once more to have each layer's input (in the last stage the
+# last layer's output as well, for the loss), and then each layer again for its own gradient.
+_AGAIN = {
+  'stage': lambda k, m: _N,
+  'layer': lambda k, m: 2 * _N - (k < _STAGES - 1),
+  'except_last': lambda k, m: _N if m < _M - 1 else 0,
+  'none': lambda k, m: 0,
+}
+
+
+@pytest.mark.parametrize('policy', stage.REMAT_POLICIES)
+@pytest.mark.parametrize('name', ['gpipe', '1f1b_fused', 'zb_h1'])
+def testProductsOfEveryAction(name, policy, tmp_path, monkeypatch):
+  products = _Products(_Stack(name, policy), tmp_path, monkeypatch)
+  schedule = schedules.Get(name, _STAGES, _M)
+  assert products == _Expected(schedule, _AGAIN[policy])
+
+
+@pytest.mark.parametrize(
+  'name, policy',
+  [('1f1b', 'stage'), ('gpipe', 'layer'), ('zb_h1', 'none')],
+)
+def testProductsOfEveryActionCompiledByXla(name, policy, tmp_path, monkeypatch):
+  products = _Products(_Stack(name, policy, xla=True), tmp_path, monkeypatch)
+  schedule = schedules.Get(name, _STAGES, _M)
+  assert products == _Expected(schedule, _AGAIN[policy])
+
+
+def testHalvesOfABackwardRunNoProductTwice(tmp_path, monkeypatch):
+  """Attention, LayerNorm and dropout: F + I + W with nothing recomputed has what V has."""
+  block = transformer.TransformerLayer.Params().Set(
+    input_dim=_DIM,
+    hidden_dim=6,
+    num_heads=2,
+    is_causal=True,
+    residual_dropout_prob=0.1,
+    atten_dropout_prob=0.1,
+    relu_dropout_prob=0.1,
+  )
+  totals = {}
+  for i, (name, policy) in enumerate([('1f1b_fused', 'none'), ('1f1b', 'none'), ('zb_h1', 'none')]):
+    stack = _Stack(name, policy, num_stages=2, block=block)
+    with monkeypatch.context() as patch:
+      products = _Products(stack, tmp_path / str(i), patch, (2 * _M, 3, _DIM))
+    totals[name] = collections.Counter()
+    for action, count in products.items():
+      totals[name][action[0]] += count
+  assert totals['1f1b'] == totals['zb_h1'] == totals['1f1b_fused']
+  forward = sum(v for a, v in products.items() if a[:2] == '1F')
+  assert totals['1f1b']['1'] == 3 * forward > 0
+
+
+# ---- order -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  'name, policy, num_stages, stages_per_device, xla',
+  [
+    ('fused_fill_drain', 'stage', 3, 1, False),
+    ('1f1b', 'none', 3, 1, False),
+    ('1f1b_fused', 'layer', 2, 1, True),
+    ('zb_h1', 'stage', 3, 1, False),
+    ('zb_h1', 'except_last', 2, 1, True),
+    ('interleaved_1f1b', 'except_last', 4, 2, False),
+    ('looped_bfs', 'none', 4, 2, False),
+  ],
+)
+def testActionsRunInTheScheduleOrder(name, policy, num_stages, stages_per_device, xla, tmp_path):
+  stack = _Stack(
+    name,
+    policy,
+    num_stages=num_stages,
+    num_micro_batches=4,
+    stages_per_device=stages_per_device,
+    xla=xla,
+  )
+  x, side = (tf.ones([8, _DIM], tf.float64),), pipeline_training.ExampleWeights(8)
+  stack.Place(
+    pipeline_training.Devices(),
+    *pipeline_training.Specs(x),
+    loss_fn=pipeline_training.SquareLoss,
+  )
+  step = pipeline_training.StepFunction(stack)
+  graphs = graph_reader.ExecutedGraphs(lambda: step(x, side, tf.constant(1, tf.int64)), tmp_path)
+  schedule = schedules.Get(name, num_stages, 4, num_stages // stages_per_device)
+  assert graph_reader.StageCalls(graphs) == {
+    # The first stage has no input gradient: nothing is left of its I.
+    device: [a.kind.value for a in row if (a.stage, a.kind.value) != (0, 'I')]
+    for device, row in enumerate(schedule.actions)
+  }
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

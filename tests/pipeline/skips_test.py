@@ -1,0 +1,350 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Skip connections between stages: random sequences, cuts, schedules and policies."""
+
+import random
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_gpipe import base_layer, fprop_context, nested_map, weight_params
+from lingvo_gpipe.layers import dropout, linear, sequential, skip
+from lingvo_gpipe.pipeline import engine, stage
+from tests import pipeline_training
+
+_BATCH, _DIM, _VOCAB = 5, 3, 6
+_SCHEDULES = ('gpipe', 'fused_fill_drain', '1f1b', '1f1b_fused', 'zb_h1')
+
+
+class _Table(base_layer.BaseLayer):
+  """ids [batch] -> rows of a table [batch, dim], and the ids."""
+
+  def __init__(self, params):
+    super().__init__(params)
+    self.CreateVariable('table', weight_params.WeightParams([_VOCAB, _DIM]))
+
+  def FProp(self, theta, ids):
+    return tf.gather(theta.table, ids), ids
+
+
+class _Square(base_layer.BaseLayer):
+  """(x, *others) -> (tanh(x w), *others)."""
+
+  @classmethod
+  def Params(cls):
+    p = super().Params()
+    p.Define('dims', (0, 0), 'Sizes of input and output.')
+    return p
+
+  def __init__(self, params):
+    super().__init__(params)
+    self.CreateVariable('w', weight_params.WeightParams(list(self.params.dims)))
+
+  def FProp(self, theta, x, *others):
+    return (tf.tanh(tf.matmul(x, theta.w)), *others)
+
+
+class _Fold(base_layer.BaseLayer):
+  """(x, *others) -> x, into which everything else of any structure and dtype is mixed."""
+
+  def FProp(self, theta, x, *others):
+    for other in tf.nest.flatten(others):
+      if other is not None:
+        other = tf.cast(other, x.dtype)
+        x += 0.1 * tf.sin(other if other.shape.rank == 1 else tf.reduce_sum(other, -1))[:, None]
+    return x
+
+
+def _Random(seed):
+  """(Params of layers, cut, options): skips over any distance, each taken any number of times."""
+  choose = random.Random(seed)
+  sub = [skip.StashLayer.Params().Set(key='ids'), _Table.Params()]
+  dim, known = _DIM, {'ids': None}
+  for i in range(choose.randint(6, 9)):
+    kind = choose.choice(('square', 'stash', 'pop', 'pop', 'drop', 'fold'))
+    if kind == 'square':
+      size = choose.choice((_DIM, _DIM, _DIM + 1))
+      sub.append(_Square.Params().Set(dims=(dim, size)))
+      dim = size
+    elif kind == 'stash':
+      sub.append(skip.StashLayer.Params().Set(key=f'skip{i}'))
+      known[f'skip{i}'] = dim
+    elif kind == 'pop':
+      key = choose.choice(sorted(known))
+      combine = ['append'] + ['concat'] * (known[key] is not None) + ['add'] * (known[key] == dim)
+      combine = choose.choice(combine)
+      sub.append(skip.PopLayer.Params().Set(key=key, combine=combine))
+      dim += known[key] if combine == 'concat' else 0
+    elif kind == 'drop':
+      sub.append(dropout.DropoutLayer.Params().Set(keep_prob=0.8))
+    else:
+      sub.append(_Fold.Params())
+  sub += [_Square.Params().Set(dims=(dim, _DIM)), _Fold.Params()]
+  num_stages = choose.randint(2, 4)
+  splits = sorted(choose.sample(range(1, len(sub)), num_stages - 1)) + [len(sub)]
+  return (
+    sub,
+    {
+      'num_stages': num_stages,
+      'splits': splits,
+      'schedule': choose.choice(_SCHEDULES),
+      'remat_policy': choose.choice(stage.REMAT_POLICIES),
+    },
+  )
+
+
+def _Ids():
+  return tf.constant(np.random.default_rng(3).integers(0, _VOCAB, [_BATCH]), tf.int32)
+
+
+def _CheckTraining(sub, inputs, num_micro_batches=2, **options):
+  side = pipeline_training.ExampleWeights(_BATCH)
+  stack = pipeline_training.MakeStack(sub, num_micro_batches=num_micro_batches, **options)
+  actual = pipeline_training.Train(stack, inputs, side)
+  expected = pipeline_training.Reference(sub, num_micro_batches, inputs, side)
+  pipeline_training.CheckEqual(actual, expected)
+  return stack
+
+
+@pytest.mark.parametrize('seed', range(10))
+def testRandomSequences(seed):
+  sub, options = _Random(seed)
+  _CheckTraining(sub, (_Ids(),), **options)
+
+
+def _Stash(key):
+  return skip.StashLayer.Params().Set(key=key)
+
+
+def _Pop(key, combine='add'):
+  return skip.PopLayer.Params().Set(key=key, combine=combine)
+
+
+def _Square3():
+  return _Square.Params().Set(dims=(_DIM, _DIM))
+
+
+def _FarSub():
+  """x from the first stage to the second, third and (twice) fourth, y within the fourth."""
+  return [
+    *(_Square3(), _Stash('x')),
+    *(_Square3(), _Pop('x', 'append'), _Fold.Params()),
+    *(_Pop('x', 'concat'), _Square.Params().Set(dims=(2 * _DIM, _DIM))),
+    *(_Pop('x'), _Stash('y'), _Square3(), _Pop('x'), _Pop('y')),
+  ]
+
+
+_FAR_SPLITS = [2, 5, 7, 12]
+
+
+def _X(size=_BATCH):
+  return tf.constant(np.random.default_rng(4).normal(size=[size, _DIM]))
+
+
+@pytest.mark.parametrize('policy', stage.REMAT_POLICIES)
+@pytest.mark.parametrize('schedule', ['gpipe', 'zb_h1'])
+def testOneSkipForSeveralStages(schedule, policy):
+  stack = _CheckTraining(
+    _FarSub(),
+    (_X(),),
+    num_stages=4,
+    splits=_FAR_SPLITS,
+    schedule=schedule,
+    remat_policy=policy,
+  )
+  stages = stack.engine.stages
+  assert [s.exports for s in stages] == [('x',), (), (), ()]
+  assert [s.imports for s in stages] == [(), ('x',), ('x',), ('x',)]
+
+
+@pytest.mark.parametrize('schedule', ['interleaved_1f1b', 'looped_bfs'])
+def testBetweenStagesOfOneDevice(schedule):
+  _CheckTraining(
+    _FarSub(),
+    (_X(),),
+    num_stages=4,
+    stages_per_device=2,
+    splits=_FAR_SPLITS,
+    schedule=schedule,
+  )
+
+
+@pytest.mark.parametrize('schedule, policy', [('1f1b_fused', 'stage'), ('zb_h1', 'none')])
+def testCompiledByXla(schedule, policy):
+  _CheckTraining(
+    _FarSub(),
+    (_X(),),
+    num_stages=4,
+    splits=_FAR_SPLITS,
+    schedule=schedule,
+    remat_policy=policy,
+    xla=True,
+  )
+
+
+def testASkipPassesByTheStagesBetween():
+  sub = [_Stash('x'), _Square3(), _Square3(), _Square3(), _Pop('x')]
+  stack = _CheckTraining(sub, (_X(),), num_stages=4, splits=[2, 3, 4, 5])
+  stages = stack.engine.stages
+  assert [s.imports for s in stages] == [(), (), (), ('x',)]
+  assert [s.exports for s in stages] == [('x',), (), (), ()]
+  # The two in between take and give what they would without it, and share their functions.
+  first, second = (stack.engine.Functions(s, do_eval=False, with_loss=True) for s in stages[1:3])
+  assert first is second
+
+
+class _Nest(base_layer.BaseLayer):
+  """x -> a nest of floats, integers, bools and None, and back again."""
+
+  @classmethod
+  def Params(cls):
+    p = super().Params()
+    p.Define('pack', True, 'Whether to pack or to unpack.')
+    return p
+
+  def FProp(self, theta, x, *others):
+    if not self.params.pack:
+      nest = others[0] if others else x
+      y = tf.where(nest.flag[:, None], nest.rest[0], 0.5 * nest.rest[0])
+      return y * tf.cast(nest.ids, y.dtype)[:, None]
+    positive = x[:, 0] > 0
+    ids = tf.cast(positive, tf.int64) + 1
+    return nested_map.NestedMap(flag=positive, ids=ids, none=None, rest=[tf.sin(x), None])
+
+
+@pytest.mark.parametrize('policy', stage.REMAT_POLICIES)
+def testASkipOfAnyStructure(policy):
+  pack, unpack = _Nest.Params(), _Nest.Params().Set(pack=False)
+  sub = [_Square3(), pack, _Stash('nest'), unpack, _Square3(), _Pop('nest', 'append'), unpack]
+  sub.append(_Square3())
+  _CheckTraining(sub, (_X(),), num_stages=3, splits=[3, 5, 8], remat_policy=policy)
+  _CheckTraining(
+    sub, (_X(),), num_stages=3, splits=[3, 5, 8], schedule='zb_h1', remat_policy=policy
+  )
+
+
+# ---- the other entrances -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize('seed', [None, 0, 1, 2])
+def testUnderAUsersTape(seed):
+  sub, options = (_FarSub(), {'num_stages': 4, 'splits': _FAR_SPLITS})
+  x = _X(4)
+  if seed is not None:
+    sub, options = _Random(seed)
+    options.update(schedule='gpipe', remat_policy='stage')
+    x = _Ids()[:4]
+  stack = pipeline_training.MakeStack(sub, num_micro_batches=1, **options)
+  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((x,)))
+  p = sequential.SequentialLayer.Params().Set(name='stack', sub=sub, dtype=tf.float64)
+  reference = p.Set(random_seed=pipeline_training.SEED).Instantiate()
+  reference.InstantiateVariables()
+  results = []
+  for layer in (stack, reference):
+    with tf.GradientTape() as tape, fprop_context.Scope(step=3):
+      if x.dtype.is_floating:
+        tape.watch(x)
+      y = layer(x)
+      loss = tf.reduce_sum(y**2)
+    variables = layer.VariablesByPath()
+    grads = tape.gradient(loss, (variables, x), unconnected_gradients='zero')
+    results.append((y, *tf.nest.flatten(grads)))
+  for a, b in zip(*results, strict=True):
+    a, b = tf.convert_to_tensor(a), tf.convert_to_tensor(b)
+    np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
+
+
+def testPredictAndEvaluate():
+  sub = _FarSub()
+  stack = pipeline_training.MakeStack(sub, num_stages=4, num_micro_batches=2, splits=_FAR_SPLITS)
+  x, side = _X(), pipeline_training.ExampleWeights(_BATCH)
+  stack.Place(
+    pipeline_training.Devices(),
+    *pipeline_training.Specs((x,)),
+    loss_fn=pipeline_training.SquareLoss,
+  )
+  p = sequential.SequentialLayer.Params().Set(name='stack', sub=sub, dtype=tf.float64)
+  reference = p.Set(random_seed=pipeline_training.SEED).Instantiate()
+  reference.InstantiateVariables()
+  y = reference(x)
+  np.testing.assert_allclose(stack.Predict(x), y, rtol=1e-12)
+  loss = pipeline_training.SquareLoss(None, (y,), side)['loss'][0]
+  sums = stack.engine.Evaluate(stack.SplitBatch((x,)), stack.SplitBatch(side))['loss']
+  np.testing.assert_allclose(sums[0] / sums[1], loss, rtol=1e-12)
+
+
+# ---- plans -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('seed', range(6))
+def testPlansKnowTheShapes(seed):
+  sub, options = _Random(seed)
+  stack = pipeline_training.MakeStack(sub, num_micro_batches=1, **options)
+  cut = stack.MakePlan(tf.TensorSpec([_BATCH], tf.int32))
+  layer = sequential.SequentialLayer.Params().Set(name='stack', sub=sub, dtype=tf.float64)
+  layer = layer.Set(random_seed=1).Instantiate()
+  layer.InstantiateVariables()
+  args, skips = (_Ids(),), nested_map.NestedMap()
+  for child, cost in zip(layer.layers, cut.layers, strict=True):
+    outputs, stashed = child.FPropSkips(child.theta, skips, *args)
+    skips.update(stashed)
+    args = outputs if isinstance(outputs, tuple) else (outputs,)
+    tf.nest.assert_same_structure(args, cost.out_specs)
+    for tensor, spec in zip(tf.nest.flatten(args), tf.nest.flatten(cost.out_specs), strict=True):
+      assert (tensor.shape, tensor.dtype) == (spec.shape, spec.dtype), cost.path
+
+
+def testAnAutomaticCut():
+  square = linear.ProjectionLayer.Params().Set(input_dim=_DIM, output_dim=_DIM, activation='TANH')
+  sub = [square, _Stash('a'), square, square, _Pop('a'), square, _Pop('a', 'concat')]
+  stack = _CheckTraining(sub, (_X(),), num_stages=3, schedule='1f1b')
+  assert len(stack.engine.stages) == 3
+
+
+# ---- errors ------------------------------------------------------------------------------
+
+
+def _Place(sub, **options):
+  stack = pipeline_training.MakeStack(
+    sub, num_stages=2, num_micro_batches=1, splits=[2, len(sub)], **options
+  )
+  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((_X(),)))
+  return stack
+
+
+def _Layers(*sub):
+  return pipeline_training.MakeStack(list(sub)).layers
+
+
+def testAKeyThatNobodyBegins():
+  words = r"stack\.layers\[2\] takes the skip 'right', which no layer before it begins; known: left"
+  with pytest.raises(ValueError, match=words):
+    engine.Skips(_Layers(_Stash('left'), _Square3(), _Pop('right')), [3])
+  with pytest.raises((KeyError, ValueError), match="'right'"):
+    _Place([_Stash('left'), _Square3(), _Pop('right')])
+
+
+def testAKeyThatBeginsLater():
+  words = r"stack\.layers\[0\] takes the skip 'a', which no layer before it begins; known: none"
+  with pytest.raises(ValueError, match=words):
+    engine.Skips(_Layers(_Pop('a'), _Square3(), _Stash('a')), [1, 3])
+
+
+def testAKeyThatBeginsTwice():
+  for second in (1, 3):
+    sub = [_Stash('a'), _Square3(), _Square3(), _Square3(), _Pop('a')]
+    sub[second] = _Stash('a')
+    words = rf"stack\.layers\[{second}\] and stack\.layers\[0\] both begin a skip 'a'"
+    with pytest.raises(ValueError, match=words):
+      _Place(sub)
+
+
+def testASkipOfAnotherShape():
+  sub = [_Stash('a'), _Square.Params().Set(dims=(_DIM, _DIM + 1)), _Pop('a')]
+  with pytest.raises(ValueError, match=r'stack.layers\[2\]: cannot add a skip of shape \(5, 3\)'):
+    _Place(sub).Predict(_X())
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`verify` agrees with the real engine, and tells what is wrong where something is."""
+
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_gpipe import base_layer, nested_map, weight_params
+from lingvo_gpipe.layers import dropout, embedding, transformer
+from lingvo_gpipe.pipeline import pipelining_layer, stage, verify
+
+_BATCH, _TIME, _DIM, _VOCAB = 6, 5, 8, 11
+
+
+class _Scaled(base_layer.BaseLayer):
+  """x w, times a factor that subclasses make out of what no layer may look at."""
+
+  def __init__(self, params):
+    super().__init__(params)
+    self.CreateVariable('w', weight_params.WeightParams([_DIM, _DIM]))
+
+  def _Factor(self, x):
+    del x
+    return 1.0
+
+  def FProp(self, theta, x, paddings=None):
+    return tf.einsum('btd,de->bte', x, theta.w) * tf.cast(self._Factor(x), x.dtype), paddings
+
+
+class _ByPosition(_Scaled):
+  """Drops the first two examples of whatever batch it is given."""
+
+  def _Factor(self, x):
+    return tf.reshape(tf.range(x.shape[0]) >= 2, [-1, 1, 1])
+
+
+class _ByPath(_Scaled):
+  """A Python constant that differs between equal layers, which share one trace."""
+
+  def _Factor(self, x):
+    return 1.0 + sum(map(ord, self.path)) % 7
+
+
+class _Stateful(_Scaled):
+  """A dropout mask from a generator with a state of its own."""
+
+  def _Factor(self, x):
+    if self.do_eval:
+      return 1.0
+    return tf.random.uniform([_DIM]) < 0.5
+
+
+def _Block():
+  return transformer.TransformerLayer.Params().Set(
+    input_dim=_DIM, hidden_dim=12, num_heads=2, is_causal=True, residual_dropout_prob=0.1
+  )
+
+
+def _Loss(theta, outputs, side):
+  del theta
+  xent = embedding.XentLossFromLogits(outputs[0], side.labels)
+  total = tf.reduce_sum(tf.cast(side.weights, xent.dtype))
+  loss = tf.math.divide_no_nan(tf.reduce_sum(xent * tf.cast(side.weights, xent.dtype)), total)
+  return {'loss': (loss, total)}
+
+
+def _NumTokens(side):
+  return tf.reduce_sum(side.weights)
+
+
+def _Verify(*middle, loss_weight=_NumTokens, dtype=tf.float64, **options):
+  layer = pipelining_layer.PipeliningLayer.Params().Set(
+    name='stack',
+    num_stages=3,
+    num_micro_batches=2,
+    splits=[2, 3, 5],
+    dtype=dtype,
+    random_seed=5,
+    params_init=weight_params.WeightInit.Gaussian(0.2),
+    sub=[
+      embedding.EmbeddingLayer.Params().Set(vocab_size=_VOCAB, embedding_dim=_DIM),
+      *(middle or (_Block(), _Block(), dropout.DropoutLayer.Params().Set(keep_prob=0.9))),
+      embedding.SimpleFullSoftmax.Params().Set(input_dim=_DIM, num_classes=_VOCAB),
+    ],
+  )
+  layer = layer.Set(**options).Instantiate()
+  devices = [d.name for d in tf.config.list_logical_devices('CPU')]
+  rng = np.random.default_rng(0)
+  ids, labels = (tf.constant(rng.integers(0, _VOCAB, [_BATCH, _TIME]), tf.int32) for _ in '12')
+  weights = tf.constant(rng.uniform(size=[_BATCH, _TIME]) * [[1], [0.1], [0.2], [1], [1], [1]])
+  side = nested_map.NestedMap(labels=labels, weights=tf.cast(weights, dtype))
+  layer.Place(devices, tf.TensorSpec([_BATCH, _TIME], tf.int32), loss_fn=_Loss)
+  before = {path: v.numpy() for path, v in layer.VariablesByPath().items()}
+  report = verify.Verify(layer, (ids,), side, loss_fn=_Loss, loss_weight=loss_weight, step=3)
+  for path, variable in layer.VariablesByPath().items():
+    np.testing.assert_array_equal(variable, before[path])
+  assert {v.path for v in report.variables} == before.keys()
+  return report
+
+
+@pytest.mark.parametrize(
+  'options',
+  [
+    {'xla': False},
+    {'xla': False, 'schedule': 'zb_h1', 'remat_policy': 'none', 'num_micro_batches': 4},
+    {'xla': True, 'schedule': '1f1b_fused', 'splits': [3, 4, 5]},
+    {'xla': False, 'dtype': tf.float32},
+  ],
+)
+def testTheRealThingAgrees(options):
+  report = _Verify(**options)
+  assert report.Failures() == []
+  assert report.dtype == options.get('dtype', tf.float64).name
+  assert report.global_norm > 0
+  text = report.Text(num_worst=2)
+  assert 'EQUAL: ' in text and 'DIFFERENT' not in text
+  assert text.count('stack.layers[') == 4
+  assert report.losses['pipelined'] != report.losses['whole batch']  # Dropout.
+
+
+def _OnlyFailures(report, *patterns):
+  """The report has exactly the failures that begin so."""
+  found = report.Failures()
+  assert len(found) == len(patterns), found
+  for line, pattern in zip(found, patterns, strict=True):
+    assert line.startswith(pattern), found
+  assert report.Text().count('DIFFERENT: ') == len(patterns)
+
+
+def testALayerThatLooksAtItsPlaceInTheBatch():
+  # Each of the micro-batches alone is right.
+  report = _Verify(*[_ByPosition.Params()] * 3, xla=False)
+  _OnlyFailures(report, 'loss: micro-batches and whole batch')
+
+
+def testALayerThatLooksAtItsPath():
+  middle = [_Scaled.Params(), _ByPath.Params(), _ByPath.Params()]
+  assert _Verify(*middle, xla=False, splits=[2, 3, 5]).Failures() == []
+  # Now the two are stages of their own, with one trace.
+  report = _Verify(*middle, xla=False, num_stages=4, splits=[2, 3, 4, 5])
+  _OnlyFailures(report, 'loss: pipelined and reference', 'gradients: ')
+
+
+def testALayerWithARandomState():
+  report = _Verify(*[_Stateful.Params()] * 3, xla=False)
+  _OnlyFailures(report, 'loss: pipelined and reference', 'gradients: ')
+
+
+def testAWrongLossWeight():
+  report = _Verify(xla=False, loss_weight=lambda side: tf.constant(1.0, tf.float64))
+  _OnlyFailures(report, 'loss weight: 2 was announced', 'gradients: 33 of 35')
+
+
+@pytest.mark.parametrize('dtype, factor', [(tf.float64, 1 + 1e-7), (tf.float32, 1 + 1e-3)])
+def testAnEngineThatAccumulatesWrongly(monkeypatch, dtype, factor):
+  right = stage.Accumulate
+
+  def Wrong(accumulators, grads):
+    right(accumulators, [g * factor if isinstance(g, tf.Tensor) else g for g in grads])
+
+  monkeypatch.setattr(stage, 'Accumulate', Wrong)
+  report = _Verify(*[_Scaled.Params()] * 3, xla=False, dtype=dtype)
+  _OnlyFailures(report, 'gradients: ')
+  worst = max(report.variables, key=report.Error)
+  assert worst.relative == pytest.approx(factor - 1, rel=0.1)
+  assert f'absolute {worst.absolute:.1e}' in report.Text(num_worst=1)
+
+
+def testNotANumberIsWorst():
+  report = verify.Report(
+    dtype='float64',
+    losses=dict.fromkeys(['pipelined', 'reference', 'micro-batches', 'whole batch'], 1.0),
+    loss_weights={'announced': 1.0, 'returned': 1.0},
+    global_norm=1.0,
+    variables=tuple(
+      verify._Error(path, np.array([value]), np.array([1.0]), 1.0)
+      for path, value in (('a', 2.0), ('b', np.nan), ('c', 1.0))
+    ),
+  )
+  _OnlyFailures(report, 'gradients: 2 of 3')
+  assert '  b  absolute inf' in report.Text(num_worst=1)
+
+
+def testLowPrecisionIsRefused():
+  with pytest.raises(ValueError, match=r'compute in bfloat16.*set dtype and fprop_dtype'):
+    _Verify(xla=False, dtype=tf.float32, fprop_dtype=tf.bfloat16)
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

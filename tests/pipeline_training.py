@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One training pass of the engine, and what it must equal: the layers run one after the other.
+
+The reference is plain eager code on one device, micro-batch by micro-batch: no engine, no
+tf.function, no recomputation. What both return: ({metric: [sum of value * weight, sum of weight]},
+{path: gradient of the sum over micro-batches of w_m (loss_m + sum of c_j aux_jm)}).
+"""
+
+import numpy as np
+import tensorflow as tf
+
+from lingvo_gpipe import fprop_context
+from lingvo_gpipe.layers import sequential
+from lingvo_gpipe.pipeline import micro_batch, pipelining_layer
+
+SEED, STEP = 5, 7
+
+
+def Devices():
+  return [d.name for d in tf.config.list_logical_devices('CPU')]
+
+
+def Specs(nest):
+  return tf.nest.map_structure(
+    lambda t: None if t is None else tf.TensorSpec(t.shape, t.dtype), nest
+  )
+
+
+def MakeStack(sub, **options):
+  """A PipeliningLayer in float64 without XLA, unless the options say otherwise."""
+  options = {'xla': False, 'dtype': tf.float64, 'random_seed': SEED, **options}
+  return (
+    pipelining_layer.PipeliningLayer.Params().Set(name='stack', sub=sub, **options).Instantiate()
+  )
+
+
+def SquareLoss(theta, outputs, side):
+  """Mean square of the first output, of which each example counts `side`."""
+  del theta
+  y = tf.reduce_mean(tf.reshape(outputs[0], [outputs[0].shape[0], -1]) ** 2, axis=1)
+  total = tf.reduce_sum(side)
+  loss = tf.math.divide_no_nan(tf.reduce_sum(y * tf.cast(side, y.dtype)), tf.cast(total, y.dtype))
+  return {'loss': (loss, total)}
+
+
+def ExampleWeights(batch_size, dtype=tf.float64):
+  """Side inputs for SquareLoss: weights that make micro-batches count differently."""
+  return tf.constant(np.random.default_rng(9).uniform(0.5, 2.0, [batch_size]), dtype)
+
+
+def LossWeight(side):
+  """w_m from the labels, before the first forward."""
+  return tf.reduce_sum(getattr(side, 'weights', side))
+
+
+def Gradients(stack):
+  """What the accumulators hold, each on its variable's device."""
+  grads = {}
+  for s in stack.engine.stages:
+    for (path, variable), accumulator in zip(s.trained.items(), s.accumulators, strict=True):
+      assert variable.device == accumulator.device
+      grads[path] = accumulator.numpy()
+  return grads
+
+
+def StepFunction(stack):
+  """A tf.function (inputs, side, step) -> sums that trains once."""
+
+  @tf.function(autograph=False)
+  def Step(inputs, side, step):
+    sides = stack.SplitBatch(side)
+    weights = [LossWeight(s) for s in sides]
+    return stack.engine.Train(stack.SplitBatch(inputs), sides, weights, step)
+
+  return Step
+
+
+def Train(stack, inputs, side, loss_fn=SquareLoss, *, step=STEP):
+  """(sums, gradients) of the engine; places the stack first."""
+  stack.Place(Devices(), *Specs(inputs), loss_fn=loss_fn)
+  run = StepFunction(stack)
+  run(inputs, side, tf.constant(step, tf.int64))  # A second run must find clean accumulators.
+  sums = run(inputs, side, tf.constant(step, tf.int64))
+  return {name: value.numpy() for name, value in sums.items()}, Gradients(stack)
+
+
+def Reference(sub, num_micro_batches, inputs, side, loss_fn=SquareLoss, *, step=STEP, **options):
+  """(sums, gradients) of a SequentialLayer of the same layers."""
+  options = {'dtype': tf.float64, 'random_seed': SEED, **options}
+  layer = sequential.SequentialLayer.Params().Set(name='stack', sub=sub, **options).Instantiate()
+  layer.InstantiateVariables()
+  sums = {}
+  with tf.GradientTape() as tape:
+    objective = tf.zeros([], options['dtype'])
+    pieces = zip(
+      micro_batch.Split(inputs, num_micro_batches),
+      micro_batch.Split(side, num_micro_batches),
+      strict=True,
+    )
+    for m, (args, s) in enumerate(pieces):
+      with fprop_context.Scope(step=step, micro_batch=m) as context:
+        outputs = layer(*args)
+      outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+      metrics = dict(loss_fn([child.theta for child in layer.layers], outputs, s))
+      weight = LossWeight(s)
+      total = tf.cast(metrics['loss'][0], objective.dtype)
+      for owner, name, value, coefficient in context.aux_losses:
+        total += coefficient * tf.cast(value, objective.dtype)
+        metrics[f'{owner.path}.{name}'] = (value, weight)
+      objective += tf.cast(weight, objective.dtype) * total
+      for name, pair in metrics.items():
+        sums.setdefault(name, []).append([float(pair[0]) * float(pair[1]), float(pair[1])])
+  variables = {path: v for path, v in layer.VariablesByPath().items() if v.trainable}
+  grads = tape.gradient(objective, variables, unconnected_gradients='zero')
+  return (
+    {name: np.sum(s, axis=0) for name, s in sums.items()},
+    {path: tf.convert_to_tensor(g).numpy() for path, g in grads.items()},
+  )
+
+
+def GlobalNorm(grads):
+  return np.sqrt(sum(np.sum(np.square(g, dtype=np.float64)) for g in grads.values()))
+
+
+def CheckEqual(actual, expected, bound=1e-10):
+  """The bounds of design 4.15 in float64: every gradient, and the mean of every metric."""
+  sums, grads = actual
+  expected_sums, expected_grads = expected
+  assert sums.keys() == expected_sums.keys()
+  for name, pair in expected_sums.items():
+    np.testing.assert_allclose(sums[name], pair, rtol=max(bound, 1e-9), atol=1e-12, err_msg=name)
+  assert grads.keys() == expected_grads.keys()
+  norm = GlobalNorm(expected_grads)
+  assert norm > 0
+  for path, g0 in expected_grads.items():
+    assert grads[path].shape == g0.shape
+    error = np.abs(grads[path] - g0).max()
+    assert error <= bound * norm, f'{path}: {error} of {norm}'
+
+
+def CheckAnyDiffers(grads, others):
+  """The opposite, for tests of the tests."""
+  error = max(np.abs(grads[path] - g).max() for path, g in others.items())
+  assert error > 1e-3 * GlobalNorm(others)
