@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the binaries share: the flags that choose a model, and errors as one line."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import io
+import itertools
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+from absl import flags, logging
+
+
+@contextlib.contextmanager
+def _QuietStderr() -> Iterator[None]:
+  """Drops what native code writes to stderr, unless the enclosed code fails.
+
+  TensorFlow's libraries announce themselves at import, before any log level has an effect; a
+  user's mistake is to be one line.
+  """
+  sys.stderr.flush()
+  saved = os.dup(2)
+  with tempfile.TemporaryFile() as dropped:
+    os.dup2(dropped.fileno(), 2)
+    try:
+      yield
+    except ValueError:  # Ours, with a message of its own.
+      raise
+    except BaseException:
+      dropped.seek(0)
+      os.write(saved, dropped.read())
+      raise
+    finally:
+      os.dup2(saved, 2)
+      os.close(saved)
+
+
+# This module is the first of the package that a binary imports.
+os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '1')
+with _QuietStderr():
+  import tensorflow as tf
+
+  # Keras looks for GPUs as it is imported; `Cluster` tells what there is.
+  from lingvo_gpipe import optimizer as _  # noqa: F401
+
+from lingvo_gpipe import cluster, params_text, registry  # noqa: E402
+
+FLAGS = flags.FLAGS
+
+
+# The flags of libraries, which --help leaves out.
+_others: set[str] = set()
+
+
+class UsageError(Exception):
+  """A mistake of the user's: printed as one line, exit status 2."""
+
+
+def DefineFlags() -> None:
+  """Defines the flags that every binary takes; called by the binaries alone, before their own."""
+  _others.update(FLAGS)
+  flags.DEFINE_string(
+    'model', None, 'Key of the experiment, such as lm.stdlib.ByteTransformerGPipe2.'
+  )
+  flags.DEFINE_string('logdir', None, 'Directory of the run: checkpoints, summaries, descriptions.')
+  flags.DEFINE_multi_string(
+    'model_params_override', [], "'task.train.max_steps:100;...'; applied after the file's."
+  )
+  flags.DEFINE_string('model_params_file_override', None, 'A file of overrides, one a line.')
+  flags.DEFINE_multi_string('params_package', [], 'A further package to look experiments up in.')
+  flags.DEFINE_integer(
+    'num_devices', None, 'At most so many devices are used; as many as stages.', lower_bound=1
+  )
+  flags.DEFINE_integer(
+    'max_steps', None, 'The last step; the experiment says, if not given.', lower_bound=0
+  )
+  flags.DEFINE_enum(
+    'platform',
+    'auto',
+    list(cluster.PLATFORMS),
+    'Kind of device; auto: TPU cores, else GPUs, else CPU.',
+  )
+  flags.DEFINE_bool('stack_trace', False, "Show a stack trace for a user's mistake too.")
+
+
+def Packages() -> list[str]:
+  """Where experiments are looked up: the working directory's `params`, then what flags name."""
+  # First, whatever PYTHONPATH says: the user's own `params` and `tasks` are those meant.
+  here = os.getcwd()
+  sys.path[:] = [here, *(path for path in sys.path if path not in (here, ''))]
+  return ['params', *FLAGS.params_package]
+
+
+def ModelParams(dataset: str) -> Any:
+  """The Params of the model that the flags name, with that data set and the overrides.
+
+  Raises:
+    UsageError: no --model, or a file of overrides that cannot be read.
+    LookupError: unknown model or data set.
+    ValueError, AttributeError: an override that does not fit.
+  """
+  if not FLAGS.model:
+    raise UsageError(
+      '--model is needed, such as --model=lm.stdlib.ByteTransformerGPipe2; --mode=list lists all'
+    )
+  params = registry.GetParams(FLAGS.model, dataset, packages=Packages())
+  for text in Overrides():
+    params.ApplyOverrides(params_text.ParseOverrides(text))
+  if FLAGS.max_steps is not None:
+    params.task.train.max_steps = FLAGS.max_steps
+  return params
+
+
+def Overrides() -> list[str]:
+  """The texts of the overrides, the file's first."""
+  texts = []
+  if path := FLAGS.model_params_file_override:
+    try:
+      with tf.io.gfile.GFile(path) as f:
+        texts.append(f.read())
+    except tf.errors.OpError as e:
+      raise UsageError(f'--model_params_file_override={path} cannot be read: {e.message}') from e
+  return texts + list(FLAGS.model_params_override)
+
+
+def Devices(num_devices: int) -> cluster.Cluster:
+  """The devices that the flags allow; ValueError where they are fewer than needed."""
+  # Where there is no NVIDIA device, TensorFlow calls that an error of the driver.
+  with contextlib.nullcontext() if glob.glob('/dev/nvidia*') else _QuietStderr():
+    return cluster.Cluster.Create(num_devices, FLAGS.num_devices, FLAGS.platform)
+
+
+def LogDir() -> str:
+  """The --logdir; UsageError where it is missing."""
+  if not FLAGS.logdir:
+    raise UsageError('--logdir is needed: the directory of the run')
+  return os.path.expanduser(FLAGS.logdir)
+
+
+def Checked(function: Callable[[], int]) -> int:
+  """Runs `function`; a user's mistake in it becomes one line on stderr and exit status 2.
+
+  Such mistakes are the errors that this package raises itself, and the ValueErrors with which a
+  task, layer or input of the working directory refuses its Params. An error out of an experiment's
+  own file, be it in what that calls of this package, or any other, keeps its stack trace.
+  """
+  try:
+    return function()
+  except (UsageError, ValueError, LookupError, AttributeError, TypeError, OSError) as e:
+    if FLAGS.stack_trace or not (isinstance(e, UsageError) or _IsUsersMistake(e)):
+      raise
+    notes = ''.join(f' ({note})' for note in getattr(e, '__notes__', []))
+    text = str(e.args[0]) if isinstance(e, KeyError) and e.args else str(e)
+    print(' '.join(f'{text}{notes}'.split()), file=sys.stderr)
+    return 2
+
+
+def _IsUsersMistake(error: BaseException) -> bool:
+  """Whether code of this package, or a check of the user's project, refused what it was given."""
+  here = os.path.dirname(os.path.abspath(__file__)) + os.sep
+  files = [
+    os.path.abspath(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__)
+  ]
+  by_registry = itertools.dropwhile(lambda file: file != registry.__file__, files)
+  in_experiment = any(not file.startswith(here) for file in by_registry)
+  in_project = files[-1].startswith(os.getcwd() + os.sep) and 'site-packages' not in files[-1]
+  refused = files[-1].startswith(here) or (isinstance(error, ValueError) and in_project)
+  return refused and not in_experiment
+
+
+def Run(main: Callable[[], int], description: str) -> NoReturn:
+  """Starts a binary: parses the flags, runs `main` and exits with the status it returns.
+
+  absl's app.run would do the same, but lets TensorFlow look for GPUs before anything was checked.
+  """
+  # A sample of text may hold any character, and the terminal or the log's encoding may not.
+  if isinstance(sys.stdout, io.TextIOWrapper):
+    sys.stdout.reconfigure(errors='replace')
+  logging.use_absl_handler()
+  logging.set_verbosity(logging.INFO)
+  if {'--help', '-help', '-h', '--helpshort', '--helpfull'} & set(sys.argv[1:]):
+    _PrintHelp(description)
+    sys.exit(0)
+  try:
+    rest = FLAGS(sys.argv)[1:]
+  except flags.Error as e:
+    print(f'{e} (--help lists the flags)', file=sys.stderr)
+    sys.exit(2)
+  if rest:
+    print(f'unexpected argument {rest[0]!r}; flags look like --model=KEY', file=sys.stderr)
+    sys.exit(2)
+  sys.exit(Checked(main))
+
+
+def _PrintHelp(description: str) -> None:
+  print(description + '\n')
+  for name in sorted(set(FLAGS) - _others):
+    print(f'  --{name}: {FLAGS[name].help} (default: {FLAGS[name].default_as_str})')

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The devices that stages run on: finds local GPUs or TPU cores, else makes logical CPU devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+from absl import logging
+
+PLATFORMS = ('auto', 'cpu', 'gpu', 'tpu')
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+  """A grid of devices [num_replicas, stages], row by row, and how it came about.
+
+  The constructor takes any device names, of this process or of workers; `Create` finds this
+  process's own.
+
+  Attributes:
+    devices: full names for tf.device, replica by replica; in each replica stage by stage.
+    description: one line for people.
+    num_replicas: rows of the grid.
+  """
+
+  devices: Sequence[str]
+  description: str = ''
+  num_replicas: int = 1
+
+  def __post_init__(self) -> None:
+    """Checks the grid.
+
+    Raises:
+      ValueError: no devices, or they are not a multiple of the replicas.
+    """
+    object.__setattr__(self, 'devices', list(self.devices))
+    n, replicas = len(self.devices), self.num_replicas
+    if not n or replicas < 1 or n % replicas:
+      raise ValueError(
+        f'A cluster has the same number of devices, at least 1, for each of its {replicas} '
+        f'replicas; got {n} devices.'
+      )
+
+  @classmethod
+  def Create(
+    cls,
+    num_devices: int | None = None,
+    max_devices: int | None = None,
+    platform: str = 'auto',
+    threads_per_device: int | None = None,
+  ) -> Cluster:
+    """Chooses devices of this process and sets TensorFlow up for them. Call it before other uses.
+
+    On accelerators: up to `max_devices` (default: `num_devices`, or all where that is None too);
+    the others are hidden from this process, and memory is taken as it is needed. On the CPU: that
+    many logical devices are made (default 1), each with one thread pool's share of the cores. Where
+    TensorFlow has already started, its devices and threads are taken as they are.
+
+    Args:
+      num_devices: needed, that is the number of stages; None: at least 1.
+      max_devices: at most so many are used.
+      platform: 'auto' (TPU cores, else GPUs, else CPU), 'cpu', 'gpu' or 'tpu'.
+      threads_per_device: threads of one operation on a CPU device; default cores // devices, at
+        least 1. The counts of threads are part of what makes two runs bit-equal (design 4.15).
+
+    Raises:
+      ValueError: fewer devices than needed, or an argument out of range: one line with what is
+        needed, what was found, and what to do.
+    """
+    needed = 1 if num_devices is None else num_devices
+    for name, value in (
+      ('num_devices', num_devices),
+      ('max_devices', max_devices),
+      ('threads_per_device', threads_per_device),
+    ):
+      if value is not None and value < 1:
+        raise ValueError(f'{name} is at least 1, got {value}.')
+    if platform not in PLATFORMS:
+      raise ValueError(f'The platform is one of {", ".join(PLATFORMS)}; got {platform!r}.')
+    if max_devices is not None and max_devices < needed:
+      raise ValueError(
+        f'{_Count(needed, "device")} needed, one a stage, and at most {max_devices} may be used: '
+        f'allow {needed} devices or use a model of at most {max_devices} stages.'
+      )
+    # Neither of these starts TensorFlow's context.
+    found = {k: tf.config.get_visible_devices(k.upper()) for k in ('tpu', 'gpu')}
+    if platform == 'auto':
+      platform = next((k for k in ('tpu', 'gpu') if found[k]), 'cpu')
+    if platform == 'cpu':
+      wanted = max_devices or needed
+      devices, description = _CpuDevices(wanted, needed, threads_per_device, found)
+    else:
+      wanted = max_devices or num_devices or len(found[platform])
+      devices, description = _Accelerators(platform, found[platform], wanted, needed)
+    logging.info('Devices: %s.', description)
+    return cls(devices=devices, description=description)
+
+  def StageDevice(self, stage: int, replica: int = 0) -> str:
+    """Returns the device of a stage.
+
+    Raises:
+      ValueError: there is no such stage or replica in the grid.
+    """
+    stages = len(self.devices) // self.num_replicas
+    if not 0 <= stage < stages or not 0 <= replica < self.num_replicas:
+      raise ValueError(
+        f'Stage {stage} of replica {replica} has no device: this cluster has {stages} devices in '
+        f'each of {self.num_replicas} replicas ({self.Describe()}).'
+      )
+    return self.devices[replica * stages + stage]
+
+  def Describe(self) -> str:
+    """Returns one line such as '2 logical CPU devices on 2 cores (no GPU found)'."""
+    return self.description or f'{len(self.devices)} devices: {", ".join(self.devices)}'
+
+
+def _Cores() -> int:
+  """Counts the cores this process may use."""
+  if hasattr(os, 'sched_getaffinity'):
+    return len(os.sched_getaffinity(0))
+  return os.cpu_count() or 1
+
+
+def _Count(n: int, what: str) -> str:
+  return f'{n} {what}' + ('' if n == 1 else 's')
+
+
+def _FullNames(kind: str, limit: int) -> list[str]:
+  """Returns the first logical devices of a kind; starts TensorFlow's context."""
+  names = [device.name for device in tf.config.list_logical_devices(kind)][:limit]
+  # Without workers the job is left out of the name; variables' own device names have it.
+  local = '/job:localhost/replica:0/task:0'
+  return [name if name.startswith('/job:') else local + name for name in names]
+
+
+def _CpuDevices(
+  wanted: int, needed: int, threads: int | None, found: dict[str, list[Any]]
+) -> tuple[list[str], str]:
+  """Returns (names, description) of logical CPU devices, made now unless they are there."""
+  cores = _Cores()
+  threads = threads or max(1, cores // wanted)
+  physical = tf.config.list_physical_devices('CPU')[0]
+  started = False
+  try:
+    if found['gpu']:
+      tf.config.set_visible_devices([], 'GPU')  # Takes no memory of GPUs it does not use.
+    if len(tf.config.get_logical_device_configuration(physical) or ()) < wanted:
+      tf.config.set_logical_device_configuration(
+        physical, [tf.config.LogicalDeviceConfiguration() for _ in range(wanted)]
+      )
+    # All logical devices of a process share one pool of threads for the insides of operations; a
+    # pool of one is not used at all: each operation then runs in its caller's thread.
+    pool = 1 if threads == 1 else threads * wanted
+    tf.config.threading.set_intra_op_parallelism_threads(pool)
+  except RuntimeError:
+    started = True
+  names = _FullNames('CPU', wanted)
+  if len(names) < needed:
+    raise ValueError(
+      f'{_Count(needed, "device")} needed, one a stage, and TensorFlow runs already with '
+      f'{_Count(len(names), "logical CPU device")}: call Cluster.Create({needed}) before anything '
+      'else that uses TensorFlow, or in a new process.'
+    )
+  if started:
+    logging.info('TensorFlow runs already: its devices and thread counts are taken as they are.')
+  others = [_Count(len(v), k.upper()) + ' left' for k, v in found.items() if v]
+  return names, (
+    f'{_Count(len(names), "logical CPU device")} on {_Count(cores, "core")} '
+    f'({", ".join(others) or "no GPU found"})'
+  )
+
+
+def _Accelerators(
+  platform: str, physical: list[Any], wanted: int, needed: int
+) -> tuple[list[str], str]:
+  """Returns (names, description) of up to `wanted` GPUs or TPU cores of this machine."""
+  kind = platform.upper()
+  what = 'GPU' if platform == 'gpu' else 'TPU core'
+  names: list[str] = []
+  if physical:
+    try:
+      if platform == 'gpu':
+        for gpu in physical[:wanted]:
+          tf.config.experimental.set_memory_growth(gpu, True)
+        # One physical GPU may have been split into several logical ones before.
+        tf.config.set_visible_devices(physical[:wanted], 'GPU')
+    except RuntimeError:
+      logging.info('TensorFlow runs already: GPU memory and visibility are taken as they are.')
+    names = _FullNames(kind, wanted)
+  if len(names) < needed:
+    raise ValueError(
+      f'{_Count(needed, "device")} needed, one a stage, and {_Count(len(names), what)} '
+      f'{"was" if len(names) == 1 else "were"} found: use a model of fewer stages, or platform cpu '
+      '(--platform=cpu), which makes logical CPU devices.'
+    )
+  models = sorted({_Model(device) for device in physical[:wanted]} - {''})
+  return names, _Count(len(names), what) + (f' ({", ".join(models)})' if models else '')
+
+
+def _Model(device: Any) -> str:
+  """Returns the name of a GPU's model, '' where it is not known."""
+  try:
+    return str(tf.config.experimental.get_device_details(device).get('device_name', ''))
+  except (tf.errors.OpError, ValueError, RuntimeError):
+    return ''

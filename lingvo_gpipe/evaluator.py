@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The evaluator: `evaluator --model=KEY --logdir=DIR --split=Test [--once]`."""
+
+from __future__ import annotations
+
+from absl import flags
+
+from lingvo_gpipe import binary, programs, runner
+from lingvo_gpipe import model as model_lib
+
+FLAGS = flags.FLAGS
+
+
+def _Evaluate() -> int:
+  stop = programs.StopRequest()
+  stop.Install()
+  params = binary.ModelParams(FLAGS.split)
+  logdir = binary.LogDir()
+  num_devices = runner.NumDevices(model_lib.SingleTaskModel(params).task)
+  devices = binary.Devices(num_devices)
+  return programs.EvalProgram(params, logdir, devices, FLAGS.split, stop).Run(FLAGS.once)
+
+
+def Run() -> None:
+  """Entry point of the installed program."""
+  binary.DefineFlags()
+  flags.DEFINE_string('split', 'Test', 'The data set: Train, Dev or Test.')
+  flags.DEFINE_bool('once', False, 'Evaluate the last checkpoint and leave.')
+  binary.Run(_Evaluate, __doc__ or '')
+
+
+if __name__ == '__main__':
+  Run()

@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Input generators: a data set whose examples have an index, read in a seeded, restartable order.
+
+The state of a run over the data is one integer, the *position*: how many examples have been
+consumed since the run began. It does not depend on the batch size, on the number of replicas or on
+tf.data's iterators, and `Dataset(start=position)` goes on exactly where a run stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from typing import Any
+
+import tensorflow as tf
+
+from lingvo_gpipe import hyperparams, nested_map
+from lingvo_gpipe.input import index_order
+
+# Fields that say how much a row counts; padded rows get 0 in each of them.
+_WEIGHT_FIELDS = ('example_weights', 'weights')
+
+
+class BaseInputGenerator:
+  """Batches of an indexed data set.
+
+  A subclass gives `NumExamples()` and `_Examples(indices)`, and what identifies its data in
+  `_FingerprintParts()`. Every batch is a NestedMap of tensors of shape [batch, ...] with static
+  shapes: the fields of `_Examples` and
+
+  * `example_weights`, float32 [batch]: 1 for an example, 0 for a padded row. Where `_Examples`
+    returns it already, the two are multiplied.
+
+  A floating field `weights` of shape [batch, ...] (such as the weight of each predicted token) is
+  multiplied by `example_weights` too. Padding occurs only in the last batch of a run of
+  `p.num_epochs` epochs; padded rows repeat the last example, so that ids stay legal.
+
+  With `p.num_epochs=0` batches go on forever and cross the borders of epochs, so that each is full.
+  With `p.num_epochs=1, p.shuffle=False` every example comes exactly once, in the order of indices.
+  """
+
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    p = hyperparams.InstantiableParams(cls)
+    p.Define('name', '', 'Name of this input, for messages.')
+    p.Define('batch_size', 0, 'Examples in a batch, over all replicas. Must be set.')
+    p.Define('random_seed', 0, 'Seed of the order of the examples.')
+    p.Define(
+      'shuffle',
+      True,
+      'Whether each epoch has a random order of its own, else the order of indices.',
+    )
+    p.Define('num_epochs', 0, 'Epochs after which the data end; 0 or None: never.')
+    p.Define('num_prefetch', 2, 'Batches prepared ahead; -1 lets tf.data choose, 0: none.')
+    p.Define(
+      'num_parallel_calls',
+      1,
+      'Batches prepared at the same time (never changes their order); -1 lets tf.data choose.',
+    )
+    return p
+
+  def __init__(self, params: hyperparams.InstantiableParams):
+    """Checks and keeps a copy of `params`.
+
+    Raises:
+      ValueError: a param is out of range; the message names input and param.
+    """
+    self.params = params.Copy()
+    p = self.params
+    if not p.batch_size:
+      raise ValueError(f'{self._Where("batch_size")} is not set: set it to the examples in a batch')
+    self._CheckInteger('batch_size', minimum=1)
+    self._CheckInteger('random_seed', minimum=None)
+    self._CheckInteger('num_epochs', minimum=0, none_is_legal=True)
+    self._CheckInteger('num_prefetch', minimum=-1)
+    self._CheckInteger('num_parallel_calls', minimum=-1)
+    if p.num_parallel_calls == 0:
+      raise ValueError(f'{self._Where("num_parallel_calls")}: expected -1 or at least 1, got 0')
+
+  # What a subclass gives.
+
+  def NumExamples(self) -> int:
+    """The number of examples, indices being 0 ... NumExamples() - 1."""
+    raise NotImplementedError(f'NumExamples of {type(self).__name__}')
+
+  def _Examples(self, indices: tf.Tensor) -> nested_map.NestedMap:
+    """The examples of some indices: int64 [n] -> NestedMap of tensors [n, ...].
+
+    Runs inside the graph of a tf.data pipeline, on the host. It must be a function of the indices
+    alone (a random draw is to be seeded by them), and the shapes must be static but for n.
+    """
+    raise NotImplementedError(f'_Examples of {type(self).__name__}')
+
+  def _FingerprintParts(self) -> list[Any]:
+    """What identifies the data: strings and numbers, from which `Fingerprint` is made."""
+    raise NotImplementedError(f'_FingerprintParts of {type(self).__name__}')
+
+  def _ExampleSpec(self) -> nested_map.NestedMap:
+    """NestedMap of tf.TensorSpec of one example, without the batch dimension.
+
+    The default traces `_Examples`; override it where the shapes follow from the params, so that a
+    model can be inspected where the data are not present.
+    """
+    traced = []
+
+    def Trace(indices: tf.Tensor) -> None:
+      traced.append(self._Examples(indices).Transform(lambda x: tf.TensorSpec(x.shape, x.dtype)))
+
+    indices_spec = tf.TensorSpec([self.params.batch_size], tf.int64)
+    tf.function(Trace, autograph=False).get_concrete_function(indices_spec)
+    return traced[-1].TransformWithKey(self._WithoutBatchDimension)
+
+  # What a trainer or an evaluator calls.
+
+  def Dataset(self, start: int = 0) -> tf.data.Dataset:
+    """The batches from a position on.
+
+    Args:
+      start: position, the count of examples consumed since the beginning of the run.
+
+    Returns:
+      tf.data.Dataset of NestedMaps that match `BatchSpec()`: endless for p.num_epochs=0, empty
+      where `start` is at or behind the end.
+
+    Raises:
+      ValueError: `start` is negative, the data set is empty, or a field has no static shape or is
+        not what the spec says.
+    """
+    p = self.params
+    start = self._CheckedStart(start)
+    num_examples = self._CheckedNumExamples()
+    num_positions = self._NumPositions()
+    spec = self.BatchSpec()
+
+    # Without AutoGraph an exception in _Examples keeps its type and its line.
+    @tf.autograph.experimental.do_not_convert
+    def MakeBatch(first: tf.Tensor) -> nested_map.NestedMap:
+      positions = first + tf.range(p.batch_size, dtype=tf.int64)
+      example_weights = tf.ones([p.batch_size], tf.float32)
+      if num_positions is not None:
+        example_weights = tf.cast(positions < num_positions, tf.float32)
+        positions = tf.minimum(positions, num_positions - 1)
+      if p.shuffle:
+        indices = index_order.ShuffledIndices(positions, num_examples, p.random_seed)
+      else:
+        indices = tf.math.floormod(positions, num_examples)
+      batch = _Weighted(self._Examples(indices), example_weights)
+      self._CheckMatches(batch, spec)
+      return batch
+
+    if num_positions is None:
+      firsts = tf.data.Dataset.counter(start, p.batch_size, dtype=tf.int64)
+    else:
+      firsts = tf.data.Dataset.range(start, num_positions, p.batch_size, output_type=tf.int64)
+    # One call at a time keeps the order anyway, and tf.data warns where that is asked for.
+    parallel = {}
+    if p.num_parallel_calls != 1:
+      parallel = {'num_parallel_calls': p.num_parallel_calls, 'deterministic': True}
+    dataset = firsts.map(MakeBatch, **parallel)
+    if p.num_prefetch:
+      dataset = dataset.prefetch(p.num_prefetch)
+    options = tf.data.Options()
+    options.deterministic = True
+    return dataset.with_options(options)
+
+  def BatchSpec(self) -> nested_map.NestedMap:
+    """NestedMap of tf.TensorSpec of a batch, every dimension static.
+
+    Raises:
+      ValueError: an example's field has a dimension that is not static.
+    """
+    spec = nested_map.NestedMap(self._ExampleSpec())
+    spec.example_weights = tf.TensorSpec([], tf.float32)
+    return spec.TransformWithKey(self._WithBatchDimension)
+
+  def NumBatches(self, start: int = 0) -> int | None:
+    """The number of batches from position `start` on; None where they never end."""
+    num_positions = self._NumPositions()
+    if num_positions is None:
+      return None
+    left = max(0, num_positions - self._CheckedStart(start))
+    return -(-left // self.params.batch_size)
+
+  def Fingerprint(self) -> str:
+    """16 hexadecimal digits that change when the data do, to be kept in the checkpoint.
+
+    They do not depend on the batch size or on the order of the examples.
+    """
+    digest = hashlib.sha256()
+    for part in [self.NumExamples(), *self._FingerprintParts()]:
+      digest.update(repr(part).encode() + b'\n')
+    return digest.hexdigest()[:16]
+
+  # Checks.
+
+  def _Where(self, param_name: str) -> str:
+    name = f' {self.params.name!r}' if self.params.name else ''
+    return f'{type(self).__name__}{name}: param {param_name}'
+
+  def _CheckInteger(
+    self, param_name: str, minimum: int | None, none_is_legal: bool = False
+  ) -> None:
+    value = self.params.Get(param_name)
+    if value is None and none_is_legal:
+      return
+    too_small = minimum is not None and isinstance(value, int) and value < minimum
+    if not isinstance(value, int) or isinstance(value, bool) or too_small:
+      at_least = '' if minimum is None else f' of at least {minimum}'
+      raise ValueError(f'{self._Where(param_name)}: expected an integer{at_least}, got {value!r}')
+
+  def _CheckedStart(self, start: int) -> int:
+    start = operator.index(start)
+    if start < 0:
+      raise ValueError(
+        f'{type(self).__name__}: start, the count of examples consumed so far, must be 0 or more; '
+        f'got {start}'
+      )
+    return start
+
+  def _CheckedNumExamples(self) -> int:
+    num_examples = self.NumExamples()
+    if num_examples < 1:
+      raise ValueError(
+        f'{type(self).__name__} {self.params.name!r}: the data set is empty (NumExamples() is '
+        f'{num_examples}): check the params that name the data, and that the data are there'
+      )
+    return num_examples
+
+  def _NumPositions(self) -> int | None:
+    num_epochs = self.params.num_epochs
+    return num_epochs * self._CheckedNumExamples() if num_epochs else None
+
+  def _WithoutBatchDimension(self, key: str, spec: tf.TensorSpec) -> tf.TensorSpec:
+    if not spec.shape.rank:
+      raise ValueError(
+        f'{type(self).__name__}._Examples: field {key!r}: expected shape [n, ...] of known rank, '
+        f'got {spec.shape}'
+      )
+    return tf.TensorSpec(spec.shape[1:], spec.dtype)
+
+  def _WithBatchDimension(self, key: str, spec: tf.TensorSpec) -> tf.TensorSpec:
+    shape = tf.TensorShape([self.params.batch_size]).concatenate(spec.shape)
+    if not shape.is_fully_defined():
+      raise ValueError(
+        f'{type(self).__name__}: field {key!r} has the shape {shape} a batch, but every dimension '
+        'must be static: pad or cut the examples to one size, and use tf.ensure_shape or set_shape '
+        'where TensorFlow cannot infer it'
+      )
+    return tf.TensorSpec(shape, spec.dtype)
+
+  def _CheckMatches(self, batch: nested_map.NestedMap, spec: nested_map.NestedMap) -> None:
+    """Raises ValueError where a batch's fields, dtypes or static shapes are not those of `spec`."""
+    got, expected = dict(batch.FlattenItems()), dict(spec.FlattenItems())
+    if got.keys() != expected.keys():
+      raise ValueError(
+        f'{type(self).__name__}._Examples: expected the fields {sorted(expected)}, '
+        f'got {sorted(got)}'
+      )
+    for key, value in got.items():
+      if not isinstance(value, tf.Tensor):
+        raise ValueError(
+          f'{type(self).__name__}._Examples: field {key!r}: expected a tensor, got {value!r}'
+        )
+      if value.shape != expected[key].shape or value.dtype != expected[key].dtype:
+        raise ValueError(
+          f'{type(self).__name__}._Examples: field {key!r}: expected '
+          f'{expected[key].dtype.name} {expected[key].shape}, got {value.dtype.name} {value.shape}'
+        )
+
+
+def _Weighted(examples: nested_map.NestedMap, example_weights: tf.Tensor) -> nested_map.NestedMap:
+  """`examples` with the weights of rows multiplied into their fields of weights."""
+  batch = nested_map.NestedMap(examples)
+  for key in _WEIGHT_FIELDS:
+    if key not in batch:
+      continue
+    value = batch[key]
+    if not value.dtype.is_floating or not value.shape.rank:
+      raise ValueError(
+        f'field {key!r} holds weights: expected floating numbers of shape [batch, ...], '
+        f'got {value.dtype.name} {value.shape}'
+      )
+    rows = tf.reshape(example_weights, [-1] + [1] * (value.shape.rank - 1))
+    batch[key] = value * tf.cast(rows, value.dtype)
+  if 'example_weights' not in batch:
+    batch.example_weights = example_weights
+  return batch

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Synthetic data with a rule that can be learned, for tests and benchmarks.
+
+Every example is a function of its index and `p.data_seed`, in exact arithmetic, so it has the
+same bits in any batch and on any machine. Inputs with the same `p.data_seed` follow the same rule;
+ranges of indices that do not overlap (`p.first_example`) make training and held-out data of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from lingvo_gpipe import hyperparams, nested_map
+from lingvo_gpipe.input import base_input_generator, index_order
+
+
+class _SyntheticInput(base_input_generator.BaseInputGenerator):
+  """What the synthetic inputs share: how many examples, which ones, and the seed of the rule."""
+
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    p = super().Params()
+    p.Define('num_examples', 1024, 'Size of the data set.')
+    p.Define('first_example', 0, 'The examples are those from this one on: other data, same rule.')
+    p.Define('data_seed', 0, 'Seed of the rule and of the examples (random_seed is of the order).')
+    return p
+
+  def __init__(self, params: hyperparams.InstantiableParams):
+    super().__init__(params)
+    self._CheckInteger('num_examples', minimum=0)
+    self._CheckInteger('first_example', minimum=0)
+    self._CheckInteger('data_seed', minimum=None)
+
+  def NumExamples(self) -> int:
+    return self.params.num_examples
+
+  def _Hashes(self, purpose: int, indices: tf.Tensor, width: int) -> tf.Tensor:
+    """uint64 [n, width], random numbers that belong to examples `indices`, int64 [n]."""
+    places = (indices + self.params.first_example)[:, tf.newaxis] * width
+    seed = self.params.data_seed * _NUM_PURPOSES + purpose
+    return index_order.Hash64(seed, places + tf.range(width, dtype=tf.int64))
+
+  def _RuleHashes(self, purpose: int, size: int) -> np.ndarray:
+    """uint64 [size], random numbers of the rule."""
+    with tf.init_scope(), tf.device('/device:CPU:0'):
+      seed = self.params.data_seed * _NUM_PURPOSES + purpose
+      return index_order.Hash64(seed, tf.range(size, dtype=tf.int64)).numpy()
+
+
+# What random numbers are drawn for; the seeds of different purposes differ.
+_FIRST_IDS, _NEXT_ID, _INPUTS, _HIDDEN_WEIGHTS, _TARGET_WEIGHTS = range(5)
+_NUM_PURPOSES = 8
+
+
+class SyntheticLmInput(_SyntheticInput):
+  """Sequences in which each id is a seeded permutation of the id `p.order` places before it.
+
+  The first `p.order` ids of a sequence are random. A batch has the fields of TextBytesInput: `ids`,
+  `labels` int32 [batch, time] (labels[:, t] is what follows ids[:, t]), `weights` float32
+  [batch, time], all 1, and `example_weights`. A model that knows the rule reaches the loss
+  `LossFloor()`; one that knows nothing log(vocab_size).
+  """
+
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    p = super().Params()
+    p.Define('seq_len', 32, 'Ids predicted by an example.')
+    p.Define('vocab_size', 64, 'Ids are 0 ... vocab_size - 1.')
+    p.Define('order', 1, 'How many places back the id stands that determines the next one.')
+    return p
+
+  def __init__(self, params: hyperparams.InstantiableParams):
+    super().__init__(params)
+    self._CheckInteger('seq_len', minimum=1)
+    self._CheckInteger('vocab_size', minimum=2)
+    self._CheckInteger('order', minimum=1)
+
+  def LossFloor(self) -> float:
+    """The least mean cross-entropy, nats an id: the random ids among the labels cost log(vocab)."""
+    p = self.params
+    num_random = min(p.order - 1, p.seq_len)
+    return num_random * math.log(p.vocab_size) / p.seq_len
+
+  @functools.cached_property
+  def _powers(self) -> tf.Tensor:
+    """int32 [j, vocab_size]: the permutation applied j times, as often as a sequence needs it."""
+    p = self.params
+    # Sorting hashes, instead of a generator of numpy's, whose streams change with its versions.
+    permutation = np.argsort(self._RuleHashes(_NEXT_ID, p.vocab_size), kind='stable')
+    powers = [np.arange(p.vocab_size)]
+    for _ in range(p.seq_len // p.order):
+      powers.append(permutation[powers[-1]])
+    with tf.init_scope(), tf.device('/device:CPU:0'):
+      return tf.constant(np.stack(powers), tf.int32)
+
+  def _ExampleSpec(self) -> nested_map.NestedMap:
+    shape = [self.params.seq_len]
+    return nested_map.NestedMap(
+      ids=tf.TensorSpec(shape, tf.int32),
+      labels=tf.TensorSpec(shape, tf.int32),
+      weights=tf.TensorSpec(shape, tf.float32),
+    )
+
+  def _Examples(self, indices: tf.Tensor) -> nested_map.NestedMap:
+    p = self.params
+    hashes = self._Hashes(_FIRST_IDS, indices, p.order)
+    first_ids = tf.cast(tf.math.floormod(hashes, tf.constant(p.vocab_size, tf.uint64)), tf.int32)
+    times = tf.range(p.seq_len + 1)
+    from_ids = tf.gather(first_ids, times % p.order, axis=1)
+    exponents = tf.broadcast_to(times // p.order, tf.shape(from_ids))
+    ids = tf.gather_nd(self._powers, tf.stack([exponents, from_ids], axis=-1))
+    return nested_map.NestedMap(
+      ids=ids[:, :-1],
+      labels=ids[:, 1:],
+      weights=tf.ones_like(ids[:, 1:], tf.float32),
+    )
+
+  def _FingerprintParts(self) -> list[Any]:
+    p = self.params
+    return ['synthetic_lm', p.data_seed, p.first_example, p.seq_len, p.vocab_size, p.order]
+
+
+class SyntheticRegressionInput(_SyntheticInput):
+  """Dense inputs and targets that a seeded network with one hidden layer computes from them.
+
+  `inputs` are float32 [batch, *p.input_shape], uniform in [-2, 2); `targets` float32
+  [batch, p.num_targets] = relu(inputs A) B with about unit scale.
+  """
+
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    p = super().Params()
+    p.Define('input_shape', [32], 'Shape of one example, such as [32] or [8, 8, 3].')
+    p.Define('num_targets', 1, 'Number of values to predict.')
+    p.Define('num_hidden', 8, 'Hidden units of the rule.')
+    return p
+
+  def __init__(self, params: hyperparams.InstantiableParams):
+    super().__init__(params)
+    self._CheckInteger('num_targets', minimum=1)
+    self._CheckInteger('num_hidden', minimum=1)
+    shape = self.params.input_shape
+    if not shape or any(not isinstance(size, int) or size < 1 for size in shape):
+      raise ValueError(
+        f'{self._Where("input_shape")}: expected a list of positive integers, got {shape!r}'
+      )
+
+  @functools.cached_property
+  def _rule(self) -> tuple[tf.Tensor, tf.Tensor]:
+    """float64 A [inputs, hidden] and B [hidden, targets]."""
+    p = self.params
+    num_inputs = math.prod(p.input_shape)
+    hidden = _EighthsFromHashes(self._RuleHashes(_HIDDEN_WEIGHTS, num_inputs * p.num_hidden))
+    target = _EighthsFromHashes(self._RuleHashes(_TARGET_WEIGHTS, p.num_hidden * p.num_targets))
+    hidden = hidden.reshape([num_inputs, p.num_hidden]) * _PowerOfTwoNear(num_inputs**-0.5)
+    target = target.reshape([p.num_hidden, p.num_targets]) * _PowerOfTwoNear(p.num_hidden**-0.5)
+    with tf.init_scope(), tf.device('/device:CPU:0'):
+      return tf.constant(hidden, tf.float64), tf.constant(target, tf.float64)
+
+  def _ExampleSpec(self) -> nested_map.NestedMap:
+    return nested_map.NestedMap(
+      inputs=tf.TensorSpec(self.params.input_shape, tf.float32),
+      targets=tf.TensorSpec([self.params.num_targets], tf.float32),
+    )
+
+  def _Examples(self, indices: tf.Tensor) -> nested_map.NestedMap:
+    p = self.params
+    hidden_weights, target_weights = self._rule
+    hashes = self._Hashes(_INPUTS, indices, math.prod(p.input_shape))
+    # Inputs are multiples of 2^-8 and weights of 2^-3 times a power of two: every sum below is
+    # exact in float64, so that no order of summation, which may differ between batches, shows.
+    steps = tf.cast(tf.math.floormod(hashes, tf.constant(1024, tf.uint64)), tf.float64)
+    inputs = (steps - 512.0) / 256.0
+    targets = tf.nn.relu(inputs @ hidden_weights) @ target_weights
+    return nested_map.NestedMap(
+      inputs=tf.reshape(tf.cast(inputs, tf.float32), [-1, *p.input_shape]),
+      targets=tf.cast(targets, tf.float32),
+    )
+
+  def _FingerprintParts(self) -> list[Any]:
+    p = self.params
+    parts = [p.data_seed, p.first_example, list(p.input_shape), p.num_targets, p.num_hidden]
+    return ['synthetic_regression', *parts]
+
+
+def _EighthsFromHashes(hashes: np.ndarray) -> np.ndarray:
+  """float64 multiples of 1/8 in [-2, 2)."""
+  return (hashes % 32).astype(np.float64) / 8.0 - 2.0
+
+
+def _PowerOfTwoNear(value: float) -> float:
+  return 2.0 ** round(math.log2(value))

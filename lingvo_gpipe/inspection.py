@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Descriptions of a model as text: its Params, its weights, its cut into stages."""
+
+from __future__ import annotations
+
+import os
+
+import tensorflow as tf
+
+from lingvo_gpipe import hyperparams, runner
+from lingvo_gpipe import model as model_lib
+from lingvo_gpipe import task as task_lib
+from lingvo_gpipe.pipeline import schedules
+
+# Wider pictures of schedules are not drawn.
+_PICTURE_COLUMNS = 160
+
+
+def ModelText(task: task_lib.BaseTask) -> str:
+  """Every weight with its shape, dtype and size, and the count of parameters; allocates nothing."""
+  specs = task.WeightSpecs()
+  width = max((len(path) for path in specs), default=0)
+  lines = []
+  fixed = 0
+  for path, (weight, trainable) in specs.items():
+    mark = '' if trainable else '  (not trained)'
+    fixed += 0 if trainable else weight.num_elements
+    shape = str(list(weight.shape))
+    lines.append(f'{path:{width}}  {shape:16}  {weight.dtype.name}  {weight.num_elements:,}{mark}')
+  lines.append(f'{task.NumParams():,} parameters' + (f', {fixed:,} not trained' if fixed else ''))
+  return '\n'.join(lines)
+
+
+def PartitionText(params: hyperparams.InstantiableParams) -> str:
+  """The stage table of a model's Params, and a picture of its schedule.
+
+  Raises:
+    ValueError: the Params have no input, or the layers cannot be cut as they say.
+  """
+  model = model_lib.SingleTaskModel(params)
+  if model.input is None:
+    raise ValueError('the partition needs an input, for the shapes of a batch: set params.input')
+  cut = runner.PlanTask(model.task, model.input.BatchSpec())
+  pipeline = model.task.pipeline
+  text = cut.Table()
+  if pipeline is not None:
+    schedule = schedules.Get(
+      pipeline.params.schedule, len(cut.stages), cut.num_micro_batches, pipeline.num_devices
+    )
+    picture = schedule.Picture()
+    if max(len(line) for line in picture.splitlines()) <= _PICTURE_COLUMNS:
+      text += f'\n\n{picture}'
+  return text
+
+
+def WriteDescription(
+  logdir: str, params: hyperparams.InstantiableParams, task_runner: runner.TaskRunner
+) -> None:
+  """Writes params.txt and model_analysis.txt into the log directory."""
+  tf.io.gfile.makedirs(logdir)
+  analysis = f'{ModelText(task_runner.task)}\n\n{task_runner.plan.Table()}\n'
+  for name, text in (('params.txt', params.ToText()), ('model_analysis.txt', analysis)):
+    with tf.io.gfile.GFile(os.path.join(logdir, name), 'w') as f:
+      f.write(text)

@@ -1,0 +1,359 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the binaries run: the training loop and the evaluations, over one log directory.
+
+<logdir>/params.txt            the model's Params as text
+<logdir>/model_analysis.txt    every weight, and the stage table
+<logdir>/train/                checkpoints and TensorBoard events of training
+<logdir>/eval_<dataset>/       TensorBoard events and score-<step>.txt of evaluations
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import tensorflow as tf
+from absl import logging
+
+from lingvo_gpipe import (
+  checkpointer,
+  cluster,
+  hyperparams,
+  inspection,
+  nested_map,
+  progress,
+  runner,
+  summaries,
+)
+from lingvo_gpipe import model as model_lib
+
+# Statistics of a step that the progress line does not show beside the task's metrics.
+_STATISTICS = ('learning_rate', 'grad_norm', 'grad_scale', 'is_finite', 'loss_weight')
+
+InputParams = Callable[[str], hyperparams.InstantiableParams]
+
+
+class StopRequest:
+  """Set by SIGTERM or Ctrl-C: the loop finishes its step, saves and leaves. Twice: at once."""
+
+  def __init__(self) -> None:
+    self.signal: int | None = None
+
+  def Install(self) -> None:
+    """Takes over SIGTERM and SIGINT for the rest of the process."""
+    # Python runs its handlers only between two steps of the main thread, and a step (or the
+    # compilation in the first one) may take minutes. The wake-up file is written at once, and a
+    # thread of our own reads it meanwhile.
+    wake_up, written = os.pipe()
+    os.set_blocking(written, False)
+    signal.set_wakeup_fd(written, warn_on_full_buffer=False)
+    for number in (signal.SIGTERM, signal.SIGINT):
+      signal.signal(number, lambda number, frame: None)
+    threading.Thread(target=self._Watch, args=(wake_up,), name='signals', daemon=True).start()
+
+  def _Watch(self, wake_up: int) -> None:
+    while received := os.read(wake_up, 1):
+      number = received[0]
+      if number not in (signal.SIGTERM, signal.SIGINT):
+        continue
+      if self.signal is not None:
+        os._exit(128 + number)
+      self.signal = number
+
+  @property
+  def name(self) -> str:
+    """SIGTERM or SIGINT; '' before one came."""
+    return '' if self.signal is None else signal.Signals(self.signal).name
+
+  @property
+  def exit_status(self) -> int:
+    """0, or what a shell reports of a process that the signal ended."""
+    return 0 if self.signal is None else 128 + self.signal
+
+
+class TrainProgram:
+  """Trains a model in a log directory, from its last checkpoint on if there is one."""
+
+  def __init__(
+    self,
+    params: hyperparams.InstantiableParams,
+    logdir: str,
+    devices: cluster.Cluster,
+    input_params: InputParams,
+    stop: StopRequest,
+  ) -> None:
+    """Checks that the log directory can be written; makes the model's weights on their devices.
+
+    Args:
+      params: the model's Params, input included.
+      logdir: the log directory.
+      devices: the devices to use.
+      input_params: the Params of the input of a data set, by its name.
+      stop: asked after each step.
+
+    Raises:
+      OSError: the log directory cannot be written.
+      LookupError: an unknown data set in `task.train.eval_datasets`.
+    """
+    train = params.task.train
+    self._checkpointer = checkpointer.Checkpointer(
+      os.path.join(logdir, 'train'),
+      max_to_keep=train.save_max_to_keep,
+      keep_every_n_hours=train.save_keep_checkpoint_every_n_hours or None,
+    )
+    self._checkpointer.CheckWritable()
+    self._params = params
+    self._logdir = logdir
+    self._cluster = devices
+    self._stop = stop
+    self._model = model_lib.SingleTaskModel(params)
+    self._train = self._model.task.params.train
+    self._input = self._model.input
+    self._runner = runner.TaskRunner(self._model.task, devices.devices, self._input.BatchSpec())
+    # Made now, for a mistake in their Params to show before the training and not after it.
+    self._evaluations = [
+      Evaluation(self._runner, input_params(name), name, logdir, stop)
+      for name in train.eval_datasets
+    ]
+
+  def Run(self) -> int:
+    """Trains to the end, or until asked to stop; returns the exit status."""
+    print(f'{self._params.model or self._params.name} on {self._cluster.Describe()}')
+    print(self._runner.plan.Table(self._cluster.devices), flush=True)
+    self._input.Fingerprint()  # Reads the data before the first step, with its own errors.
+    consumed = self._Restore()
+    # Not before: where the checkpoint is another model's, its description stays.
+    inspection.WriteDescription(self._logdir, self._params, self._runner)
+    self._Loop(consumed)
+    for evaluation in self._evaluations:
+      if self._stop.signal is None and evaluation.Run(int(self._runner.global_step)) is not None:
+        evaluation.PrintSample()
+    return self._stop.exit_status
+
+  def _Restore(self) -> int:
+    """Restores the last checkpoint; returns how many examples were consumed before."""
+    found = self._checkpointer.RestoreLatest(self._runner.Variables())
+    if found is None:
+      print(f'starting a new run in {self._logdir}', flush=True)
+      return 0
+    info, saved = found
+    self._runner.AfterRestore()
+    consumed = int(saved['examples_consumed'])
+    print(f'going on from step {info.step} ({consumed:,} examples consumed) in {self._logdir}')
+    for key, now in self._Circumstances().items():
+      if saved.get(key) != now:
+        logging.warning('%s was %s at the checkpoint and is %s now', key, saved.get(key), now)
+    return consumed
+
+  def _Loop(self, consumed: int) -> None:
+    """The training loop, to its end or until asked to stop."""
+    step = int(self._runner.global_step)
+    max_steps = self._train.max_steps
+    if step >= max_steps:
+      print(f'step {step} is at or behind max_steps {max_steps}: nothing left to train')
+      return
+    print(f'training to step {max_steps}; the first step compiles the stages', flush=True)
+    shown = progress.Progress(step, max_steps, self._model.task.loss_unit)
+    writer = summaries.SummaryWriter(os.path.join(self._logdir, 'train'))
+    saved_step, saved_time = step, time.monotonic()
+    try:
+      for batch in self._input.Dataset(start=consumed):
+        values = self._runner.TrainStep(batch)
+        step += 1
+        consumed += self._input.params.batch_size
+        shown.Update(step, _Metrics(values), values['loss_weight'])
+        if not values['is_finite']:
+          shown.Print(f'step {step}: a gradient is not finite; the update was skipped')
+        is_last = step >= max_steps or self._stop.signal is not None
+        if is_last or step % self._train.summary_interval_steps == 0:
+          writer.Scalars(step, {**values, f'{self._model.task.loss_unit}_per_second': shown.rate})
+        if is_last or self._IsSaveDue(step - saved_step, time.monotonic() - saved_time):
+          self._Save(step, consumed)
+          writer.Flush()
+          saved_step, saved_time = step, time.monotonic()
+        if is_last:
+          break
+      if step > saved_step:
+        self._Save(step, consumed)  # The data ended before max_steps.
+    finally:
+      shown.Close()
+      writer.Close()
+    if step < max_steps or self._stop.signal is not None:
+      why = self._stop.name or 'the end of the data'
+      print(f'stopped by {why} after step {step}; the checkpoint is saved', flush=True)
+
+  def _IsSaveDue(self, steps: int, seconds: float) -> bool:
+    p = self._train
+    by_steps = p.save_interval_steps > 0 and steps >= p.save_interval_steps
+    return by_steps or (p.save_interval_seconds > 0 and seconds >= p.save_interval_seconds)
+
+  def _Save(self, step: int, consumed: int) -> None:
+    metadata = {'examples_consumed': consumed, **self._Circumstances()}
+    self._checkpointer.Save(step, self._runner.Variables(), metadata)
+
+  def _Circumstances(self) -> dict[str, Any]:
+    """What a bit-equal continuation depends on beside the weights (design 4.15)."""
+    return {
+      'model': self._params.model,
+      'data': self._input.Fingerprint(),
+      'random_seed': self._model.task.params.random_seed,
+      'cut': list(self._runner.plan.ends),
+      'num_micro_batches': self._runner.plan.num_micro_batches,
+      **self._PipelineCircumstances(),
+      'intra_op_threads': tf.config.threading.get_intra_op_parallelism_threads(),
+      'tensorflow': tf.__version__,
+    }
+
+  def _PipelineCircumstances(self) -> dict[str, Any]:
+    if self._model.task.pipeline is None:
+      return {}
+    p = self._model.task.pipeline.params
+    return {
+      'schedule': getattr(p.schedule, 'name', p.schedule),
+      'stages_per_device': p.stages_per_device,
+      'remat_policy': p.remat_policy,
+      'xla': p.xla,
+    }
+
+
+class Evaluation:
+  """Evaluates a runner's present weights on one data set."""
+
+  def __init__(
+    self,
+    task_runner: runner.TaskRunner,
+    input_params: hyperparams.InstantiableParams,
+    name: str,
+    logdir: str,
+    stop: StopRequest,
+  ) -> None:
+    """Every example of the data set counts once, in order.
+
+    Args:
+      task_runner: holds the weights.
+      input_params: Params of the data set's input.
+      name: the data set's name.
+      logdir: the run's log directory.
+      stop: asked after each batch.
+    """
+    self._runner = task_runner
+    self._stop = stop
+    self._input = input_params.Copy().Set(shuffle=False, num_epochs=1).Instantiate()
+    self._name = name
+    self._dir = os.path.join(logdir, f'eval_{name.lower()}')
+
+  def Run(self, step: int) -> dict[str, float] | None:
+    """Evaluates, prints one line, writes summaries and a score file.
+
+    Returns:
+      The metrics; None, and nothing is written, where asked to stop before the end.
+    """
+    metrics = self._runner.Evaluate(self._Batches())
+    if self._stop.signal is not None:
+      print(f'{self._name} at step {step}: stopped by {self._stop.name}, no result', flush=True)
+      return None
+    values = {name: value for name, (value, _) in metrics.items()}
+    shown = '  '.join(f'{name} {value:.4f}' for name, value in values.items())
+    print(f'{self._name} at step {step}: {shown}', flush=True)
+    report = self._runner.task.Report(values, self._input)
+    if report:
+      print(f'{self._name} at step {step}: {report}', flush=True)
+    with summaries.SummaryWriter(self._dir) as writer:
+      writer.Scalars(step, values)
+    with tf.io.gfile.GFile(os.path.join(self._dir, f'score-{step:08d}.txt'), 'w') as f:
+      f.write(''.join(f'{name}: {value:.8g}\n' for name, value in sorted(values.items())))
+    return values
+
+  def PrintSample(self) -> None:
+    """Prints what the task decodes of the first batch, if it decodes anything."""
+    batch = next(iter(self._Batches()), None)
+    decoded = {} if batch is None else self._runner.task.Decode(batch)
+    for name, text in decoded.items():
+      print(f'--- {name}\n{_Printable(str(text))}', flush=True)
+
+  def _Batches(self) -> Iterator[nested_map.NestedMap]:
+    limit = self._runner.task.params.eval.samples_per_summary
+    batches = iter(self._input.Dataset())
+    if limit:
+      batches = itertools.islice(batches, -(-limit // self._input.params.batch_size))
+    return itertools.takewhile(lambda _: self._stop.signal is None, batches)
+
+
+class EvalProgram:
+  """Evaluates the checkpoints of a log directory on one data set."""
+
+  def __init__(
+    self,
+    params: hyperparams.InstantiableParams,
+    logdir: str,
+    devices: cluster.Cluster,
+    dataset: str,
+    stop: StopRequest,
+  ) -> None:
+    """Makes the weights on their devices.
+
+    Args:
+      params: the model's Params, with the data set's input.
+      logdir: the log directory.
+      devices: the devices to use.
+      dataset: the data set's name.
+      stop: asked between checkpoints.
+    """
+    model = model_lib.SingleTaskModel(params)
+    self._max_steps = model.task.params.train.max_steps
+    self._runner = runner.TaskRunner(
+      model.task, devices.devices, model.input.BatchSpec(), with_learner=False
+    )
+    self._checkpointer = checkpointer.Checkpointer(os.path.join(logdir, 'train'))
+    self._evaluation = Evaluation(self._runner, params.input, dataset, logdir, stop)
+    self._stop = stop
+
+  def Run(self, once: bool) -> int:
+    """Evaluates the last checkpoint, and unless `once` each new one until training has ended.
+
+    Returns the exit status.
+
+    Raises:
+      ValueError: `once`, and there is no checkpoint.
+    """
+    done = -1
+    pause = 1.0
+    while self._stop.signal is None:
+      found = self._checkpointer.Latest()
+      if found is not None and found.step > done:
+        # Slots and learner state are the trainer's alone; it may remove this one meanwhile.
+        restored = self._checkpointer.RestoreLatest(self._runner.Variables(), allow_extra=True)
+        self._runner.AfterRestore()
+        done = found.step if restored is None else restored[0].step
+        self._evaluation.Run(done)
+        pause = 1.0
+      elif once and found is None:
+        raise ValueError(
+          f'there is no checkpoint in {self._checkpointer.directory} to evaluate: train first, or '
+          'leave out --once to wait for one'
+        )
+      if once or done >= self._max_steps:
+        break
+      _Wait(pause, self._stop)
+      pause = min(2 * pause, 30.0)
+    return self._stop.exit_status
+
+
+def _Wait(seconds: float, stop: StopRequest) -> None:
+  end = time.monotonic() + seconds
+  while stop.signal is None and time.monotonic() < end:
+    time.sleep(0.1)
+
+
+def _Printable(text: str) -> str:
+  """The text without control characters: a sample must not steer the terminal."""
+  return ''.join(c if c.isprintable() or c in '\n\t' else '\ufffd' for c in text)
+
+
+def _Metrics(values: Mapping[str, float]) -> dict[str, float]:
+  return {name: value for name, value in values.items() if name not in _STATISTICS}

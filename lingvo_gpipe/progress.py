@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a person sees while a run goes on: one updating line on a terminal, plain lines in a log."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import TextIO
+
+import rich.console
+import rich.live
+import rich.text
+
+# Seconds between two plain lines where the output is not a terminal.
+_LINE_SECONDS = 10.0
+# Over how many steps the rate is averaged.
+_WINDOW = 50
+
+
+class Progress:
+  """Shows step, metrics, rate and time left.
+
+  On a terminal one line at the bottom is kept up to date; `Print` writes above it. Elsewhere a
+  line is printed at most every ten seconds, and one for the first and the last step.
+  """
+
+  def __init__(
+    self, start_step: int, max_steps: int, unit: str, stream: TextIO | None = None
+  ) -> None:
+    """Starts the clock.
+
+    Args:
+      start_step: steps done before.
+      max_steps: the step at which the run ends.
+      unit: what `count` of `Update` counts: tokens or examples.
+      stream: where to write; standard output.
+    """
+    self._first_step = start_step + 1
+    self._max_steps = max_steps
+    self._unit = unit
+    self._stream = stream or sys.stdout
+    self._last_line = 0.0
+    # (time, step, count so far): the first entry falls out when the window is full.
+    self._seen: deque[tuple[float, int, float]] = deque(maxlen=_WINDOW + 1)
+    self._count = 0.0
+    self._live: rich.live.Live | None = None
+    console = rich.console.Console(file=self._stream, highlight=False)
+    # A dumb terminal cannot rewrite a line.
+    if self._stream.isatty() and console.is_terminal and not console.is_dumb_terminal:
+      self._live = rich.live.Live(console=console, auto_refresh=False, redirect_stderr=False)
+      self._live.start()
+      # `Live` hides the cursor, and a process that is killed would never bring it back.
+      console.show_cursor(True)
+
+  def Update(self, step: int, values: Mapping[str, float], count: float) -> None:
+    """Shows a finished step.
+
+    Args:
+      step: steps done so far.
+      values: what to show of it.
+      count: how many tokens or examples it took in.
+    """
+    self._count += count
+    # The first step holds the compilation: the clock of the rate starts at its end.
+    self._seen.append((time.monotonic(), step, self._count))
+    text = self._Text(step, values)
+    if self._live is not None:
+      self._live.update(rich.text.Text(text, no_wrap=True, overflow='ellipsis'), refresh=True)
+      return
+    is_edge = step in (self._first_step, self._max_steps)
+    if is_edge or time.monotonic() - self._last_line >= _LINE_SECONDS:
+      self.Print(text)
+      self._last_line = time.monotonic()
+
+  @property
+  def rate(self) -> float:
+    """Tokens or examples a second over the last steps; 0 before the second one."""
+    if len(self._seen) < 2:
+      return 0.0
+    (t0, _, c0), (t1, _, c1) = self._seen[0], self._seen[-1]
+    return (c1 - c0) / max(t1 - t0, 1e-9)
+
+  def Print(self, text: str) -> None:
+    """Prints lines that stay."""
+    if self._live is not None:
+      self._live.console.print(rich.text.Text(text), soft_wrap=True)
+    else:
+      print(text, file=self._stream, flush=True)
+
+  def Close(self) -> None:
+    """Leaves the last state of the line on the terminal."""
+    if self._live is not None:
+      self._live.stop()
+      self._live = None
+
+  def _Text(self, step: int, values: Mapping[str, float]) -> str:
+    shown = '  '.join(f'{name} {value:.4g}' for name, value in values.items())
+    text = f'step {step}/{self._max_steps}  {shown}'
+    if len(self._seen) < 2:
+      return text
+    (t0, s0, _), (t1, s1, _) = self._seen[0], self._seen[-1]
+    left = (self._max_steps - step) * (t1 - t0) / max(s1 - s0, 1)
+    return f'{text}  {self.rate:,.0f} {self._unit}/s  {Duration(left)} left'
+
+
+def Duration(seconds: float) -> str:
+  """`1:02:03` or `2:03`."""
+  minutes, rest = divmod(round(seconds), 60)
+  hours, minutes = divmod(minutes, 60)
+  return f'{hours}:{minutes:02}:{rest:02}' if hours else f'{minutes}:{rest:02}'

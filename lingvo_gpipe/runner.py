@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`TaskRunner`: a task placed on devices, with its training and evaluation steps as functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from lingvo_gpipe import learner as learner_lib
+from lingvo_gpipe import metrics, nested_map
+from lingvo_gpipe import task as task_lib
+from lingvo_gpipe.pipeline import engine, micro_batch, plan, schedules
+
+
+def NumDevices(task: task_lib.BaseTask) -> int:
+  """How many devices the task needs."""
+  return 1 if task.pipeline is None else task.pipeline.num_devices
+
+
+def PlanTask(task: task_lib.BaseTask, batch_spec: nested_map.NestedMap) -> plan.Plan:
+  """The cut of the task's layers into stages for batches of this spec; allocates nothing."""
+  if task.pipeline is None:
+    return plan.MakePlan([task], [batch_spec], schedule=schedules.Get('gpipe', 1, 1))
+  return task.pipeline.MakePlan(*PipelineInputSpecs(task, batch_spec))
+
+
+def PipelineInputSpecs(
+  task: task_lib.BaseTask, batch_spec: nested_map.NestedMap
+) -> tuple[Any, ...]:
+  """Specs of the arguments of the pipeline's first layer for batches of this spec."""
+  traced = tf.function(task.PipelineInputs, autograph=False).get_concrete_function(batch_spec)
+  return tf.nest.map_structure(
+    lambda t: None if t is None else tf.TensorSpec(t.shape, t.dtype), traced.structured_outputs
+  )
+
+
+class TaskRunner:
+  """Owns the state of a run: weights, slots and the step; does one step at a time.
+
+  Attributes:
+    task: the task.
+    plan: the cut into stages.
+    engine: the pipeline engine.
+    global_step: int64 variable, how many training steps were done.
+  """
+
+  def __init__(
+    self,
+    task: task_lib.BaseTask,
+    devices: Sequence[str],
+    batch_spec: nested_map.NestedMap,
+    *,
+    with_learner: bool = True,
+  ) -> None:
+    """Cuts the task into stages and allocates its variables on their devices.
+
+    Args:
+      task: the task, without variables yet.
+      devices: at least one a stage.
+      batch_spec: NestedMap of tf.TensorSpec of the batches to come, static shapes.
+      with_learner: False where nothing is trained: no accumulators and no slots.
+
+    Raises:
+      ValueError: the task cannot be cut as its Params say, or has weights to be trained that are
+        outside its pipeline.
+    """
+    self.task = task
+    self.batch_spec = batch_spec
+    self.learner: learner_lib.Learner | None = None
+    if with_learner:
+      self.learner = task.params.train.learner.Instantiate()
+    is_trained = None if self.learner is None else self.learner.IsTrained
+    if task.pipeline is None:
+      self.plan = PlanTask(task, batch_spec)
+      self.engine = engine.PipelineEngine(
+        [task],
+        [1],
+        devices,
+        xla=False,
+        loss_fn=lambda theta, y, side: self._Metrics(theta[0], y, side),
+        is_trained=is_trained,
+      )
+    else:
+      self.plan = task.pipeline.Place(
+        devices,
+        *PipelineInputSpecs(task, batch_spec),
+        loss_fn=lambda theta, y, side: self._Metrics(nested_map.NestedMap(), y, side),
+        is_trained=is_trained,
+      )
+      self.engine = task.pipeline.engine
+    # Layers outside the pipeline, if the task has any.
+    task.InstantiateVariables(devices[0])
+    with tf.device('/device:CPU:0'):
+      self.global_step = tf.Variable(0, trainable=False, dtype=tf.int64, name='global_step')
+    if self.learner is not None:
+      self._CheckOutside(self.learner)
+      self.engine.MakeAccumulators()
+      self.learner.Build(self.engine.stages)
+    self._train_step = tf.function(self._TrainStep, autograph=False)
+    self._eval_step = tf.function(self._EvalStep, autograph=False)
+    self._checked_weight = False
+
+  def Variables(self) -> dict[str, tf.Variable]:
+    """{name: variable}: all that a checkpoint keeps; names do not know the cut."""
+    found = self.task.VariablesByPath()
+    if self.learner is not None:
+      found.update(self.learner.Variables())
+    found['global_step'] = self.global_step
+    return found
+
+  def AfterRestore(self) -> None:
+    """To be called when `Variables()` were assigned from a checkpoint."""
+    self.engine.SyncTies()
+    if self.learner is not None:
+      self.learner.AfterRestore()
+
+  def TrainStep(self, batch: nested_map.NestedMap) -> dict[str, float]:
+    """One training step: forward, backward, update.
+
+    Args:
+      batch: NestedMap that matches the batch spec.
+
+    Returns:
+      The metrics by name, loss_weight, and learning_rate, grad_norm, grad_scale and is_finite (0
+      or 1) of the step; where is_finite is 0 the weights were left as they are.
+
+    Raises:
+      ValueError: the task's LossWeight and ComputeLoss do not agree.
+    """
+    self.task.CheckBatch(batch)
+    values, loss_weight = self._train_step(batch)
+    result = {name: float(value) for name, value in values.items()}
+    if not self._checked_weight:
+      self._CheckLossWeight(float(loss_weight), result['loss_weight'])
+      self._checked_weight = True
+    return result
+
+  def Evaluate(self, batches: Iterable[nested_map.NestedMap]) -> dict[str, tuple[float, float]]:
+    """{name: (mean, total weight)} over batches, in evaluation mode."""
+    total = metrics.MetricsAccumulator()
+    for batch in batches:
+      self.task.CheckBatch(batch)
+      sums = self._eval_step(batch)
+      total.Update(
+        {
+          name: (float(value) / max(float(weight), 1e-30), float(weight))
+          for name, (value, weight) in sums.items()
+        }
+      )
+    return total.Result()
+
+  def _MicroBatches(self, batch: nested_map.NestedMap) -> tuple[list[Any], list[Any]]:
+    pipeline = self.task.pipeline
+    if pipeline is None:
+      return [(batch,)], [self.task.LossInputs(batch)]
+    p = pipeline.params
+    inputs, side = self.task.PipelineInputs(batch), self.task.LossInputs(batch)
+    sizes = micro_batch.BatchSize(inputs, p.batch_dim), micro_batch.BatchSize(side)
+    if sizes[0] != sizes[1]:
+      raise ValueError(
+        f'{self.task.path}: PipelineInputs has a batch of {sizes[0]} at dimension {p.batch_dim} '
+        f'(stack.batch_dim), but LossInputs one of {sizes[1]} at dimension 0'
+      )
+    return pipeline.SplitBatch(inputs), micro_batch.Split(side, p.num_micro_batches)
+
+  def _Metrics(
+    self, theta: nested_map.NestedMap, outputs: tuple[Any, ...], side: nested_map.NestedMap
+  ) -> task_lib.Metrics:
+    predictions = outputs[0] if len(outputs) == 1 else outputs
+    found, _ = self.task.ComputeLoss(theta, predictions, side)
+    if 'loss' not in found:
+      raise ValueError(
+        f"{type(self.task).__name__}.ComputeLoss must return a metric 'loss', got {sorted(found)}"
+      )
+    return found
+
+  def _TrainStep(self, batch: nested_map.NestedMap) -> tuple[dict[str, tf.Tensor], tf.Tensor]:
+    assert self.learner is not None
+    inputs, sides = self._MicroBatches(batch)
+    weights = [self.task.LossWeight(side) for side in sides]
+    loss_weight = tf.add_n(weights)
+    sums = self.engine.Train(inputs, sides, weights, self.global_step)
+    values = {name: _Mean(s) for name, s in sums.items()}
+    values['loss_weight'] = sums['loss'][1]
+    # The accumulators are read only after the last backward action wrote them: TensorFlow orders
+    # accesses to one variable inside a tf.function.
+    values.update(self.learner.Apply(self.global_step, loss_weight))
+    self.engine.SyncTies()
+    values['is_finite'] = tf.cast(values['is_finite'], tf.float32)
+    self.global_step.assign_add(1)
+    return values, loss_weight
+
+  def _EvalStep(self, batch: nested_map.NestedMap) -> dict[str, tf.Tensor]:
+    inputs, sides = self._MicroBatches(batch)
+    return self.engine.Evaluate(inputs, sides)
+
+  def _CheckOutside(self, learner: learner_lib.Learner) -> None:
+    """Raises ValueError for weights that are to be trained, but that no stage holds."""
+    inside = {path for s in self.engine.stages for path in s.trained}
+    outside = [
+      path
+      for path, variable in self.task.VariablesByPath().items()
+      if variable.trainable and path not in inside and learner.IsTrained(path)
+    ]
+    if outside:
+      raise ValueError(
+        f'{type(self.task).__name__} has weights outside the pipeline, which get no gradient: '
+        f'{", ".join(outside)}. Make their layers part of the stack, or exclude them by '
+        'task.train.learner.bprop_variable_exclusion'
+      )
+
+  def _CheckLossWeight(self, announced: float, returned: float) -> None:
+    if abs(announced - returned) > 1e-3 * max(abs(announced), abs(returned), 1e-6):
+      name = type(self.task).__name__
+      raise ValueError(
+        f"{name}.LossWeight said {announced:g} for this batch, but the 'loss' of "
+        f'{name}.ComputeLoss came with a weight of {returned:g}; they must agree'
+      )
+
+
+def _Mean(sums: tf.Tensor) -> tf.Tensor:
+  return tf.math.divide_no_nan(sums[0], sums[1])

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes summaries that TensorBoard shows."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, Self
+
+import tensorflow as tf
+
+
+class SummaryWriter:
+  """Writes scalars and text to an event file in a directory.
+
+  A program that starts again adds a new file to the directory; where it repeats steps, TensorBoard
+  shows what was written last. Without a directory nothing is written.
+  """
+
+  def __init__(self, logdir: str | os.PathLike[str] | None):
+    """Creates the directory, if it is missing, and a new event file.
+
+    Args:
+      logdir: directory, or None: every method then does nothing.
+
+    Raises:
+      OSError: the directory cannot be written; the message names it.
+    """
+    self._logdir = None if logdir is None else os.fspath(logdir)
+    self._closed = False
+    self._writer = None
+    if self._logdir is not None:
+      try:
+        # The caller may be tracing a function; the file is made now all the same.
+        with tf.init_scope():
+          self._writer = tf.summary.create_file_writer(self._logdir)
+      except tf.errors.OpError as e:
+        raise OSError(
+          f'Cannot write summaries under {self._logdir!r}: {e.message} '
+          'Give a directory that can be created and written.'
+        ) from e
+
+  def Scalars(self, step: Any, values: Mapping[str, Any]) -> None:
+    """Writes {name: scalar} at a step, as float32; '/' in a name makes a group in TensorBoard.
+
+    Raises:
+      ValueError: the writer is closed, or a value is not a scalar (the message names it).
+    """
+    writer = self._Open()
+    if writer is None:
+      return
+    tensors = {name: tf.convert_to_tensor(value) for name, value in values.items()}
+    for name, tensor in tensors.items():
+      if tensor.shape.rank != 0:
+        raise ValueError(f'Summary {name!r} is a scalar, got the shape {tensor.shape}.')
+    with writer.as_default(step=int(step)):
+      for name, tensor in tensors.items():
+        tf.summary.scalar(name, tf.cast(tensor, tf.float32))
+
+  def Text(self, step: Any, name: str, text: str) -> None:
+    """Writes a text at a step; TensorBoard renders it as Markdown.
+
+    Raises:
+      ValueError: the writer is closed.
+    """
+    writer = self._Open()
+    if writer is None:
+      return
+    with writer.as_default(step=int(step)):
+      tf.summary.text(name, text)
+
+  def Flush(self) -> None:
+    """Sends what was written to the file: it outlives a kill from here on."""
+    writer = self._Open()
+    if writer is not None:
+      writer.flush()
+
+  def Close(self) -> None:
+    """Flushes and closes the file. A second call does nothing."""
+    if self._writer is not None and not self._closed:
+      self._writer.close()
+    self._closed = True
+
+  def __enter__(self) -> Self:
+    return self
+
+  def __exit__(self, *exc: object) -> None:
+    self.Close()
+
+  def _Open(self) -> tf.summary.SummaryWriter | None:
+    if self._closed:
+      raise ValueError(
+        f'The summary writer of {self._logdir!r} is closed; create a new one to write more.'
+      )
+    return self._writer

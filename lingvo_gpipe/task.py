@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`BaseTask`: what is trained, that is layers, a loss, and how to train them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from lingvo_gpipe import base_layer, hyperparams, learner, nested_map
+from lingvo_gpipe.pipeline import pipelining_layer
+
+Metrics = dict[str, tuple[tf.Tensor, tf.Tensor]]
+
+# The least value of numbers among the Params of a task.
+_LEAST = {
+  'train.max_steps': 0,
+  'train.save_interval_steps': 0,
+  'train.save_interval_seconds': 0,
+  'train.save_max_to_keep': 1,
+  'train.save_keep_checkpoint_every_n_hours': 0,
+  'train.summary_interval_steps': 1,
+  'eval.samples_per_summary': 0,
+}
+
+
+def TrainParams() -> hyperparams.Params:
+  """Params of training a task: `task.train`."""
+  p = hyperparams.Params()
+  p.Define('max_steps', 4_000_000, 'Training ends after this many steps.')
+  p.Define('save_interval_steps', 1000, 'Steps between checkpoints; 0: by time only.')
+  p.Define('save_interval_seconds', 600.0, 'Seconds between checkpoints; 0: by steps only.')
+  p.Define('save_max_to_keep', 5, 'How many of the last checkpoints are kept.')
+  p.Define(
+    'save_keep_checkpoint_every_n_hours', 0.0, 'Keep one for good each so many hours; 0: none.'
+  )
+  p.Define('summary_interval_steps', 100, 'Steps between summaries and printed lines.')
+  p.Define('eval_datasets', [], 'Data sets to evaluate when training ends, such as Test.')
+  p.Define('learner', learner.Learner.Params(), 'Params of the learner.')
+  return p
+
+
+def EvalParams() -> hyperparams.Params:
+  """Params of evaluating a task: `task.eval`."""
+  p = hyperparams.Params()
+  p.Define('samples_per_summary', 0, 'Examples of an evaluation; 0: the whole data set.')
+  return p
+
+
+class BaseTask(base_layer.BaseLayer):
+  """Base class of tasks.
+
+  A subclass creates its layers and overrides `ComputeLoss`. If it creates a `PipeliningLayer`
+  child called `stack`, that is trained as a pipeline: `PipelineInputs` feeds the first stage, and
+  `ComputeLoss` runs inside the last one on each micro-batch. Else the whole task is one stage on
+  one device, and `ComputePredictions` may do anything.
+  """
+
+  # What the weight of the loss counts, for people.
+  loss_unit = 'examples'
+
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    """Params of a task."""
+    p = super().Params()
+    p.Define('train', TrainParams(), 'How to train.')
+    p.Define('eval', EvalParams(), 'How to evaluate.')
+    return p
+
+  def __init__(self, params: hyperparams.InstantiableParams) -> None:
+    super().__init__(params)
+    for name, least in _LEAST.items():
+      if self.params.Get(name) < least:
+        raise ValueError(
+          f'{self.path}.{name} must be at least {least}, got {self.params.Get(name)}'
+        )
+
+  @property
+  def pipeline(self) -> pipelining_layer.PipeliningLayer | None:
+    """The pipelined child `stack`, or None."""
+    stack = self.children.get('stack')
+    return stack if isinstance(stack, pipelining_layer.PipeliningLayer) else None
+
+  def PipelineInputs(self, input_batch: nested_map.NestedMap) -> tuple[Any, ...]:
+    """The arguments of the first layer: nests of tensors [batch, ...]. Here: the whole batch."""
+    return (input_batch,)
+
+  def LossInputs(self, input_batch: nested_map.NestedMap) -> nested_map.NestedMap:
+    """The part of the batch that `ComputeLoss` needs: it is sent to the last stage."""
+    return input_batch
+
+  def CheckBatch(self, input_batch: nested_map.NestedMap) -> None:
+    """Raises ValueError for a batch that the layers cannot take; runs on the host before a step.
+
+    What XLA does not check at run time belongs here: ids outside a table, for one.
+    """
+
+  def ComputePredictions(self, theta: nested_map.NestedMap, input_batch: Any) -> Any:
+    """What the layers make of a batch; here, what the pipeline returns."""
+    if self.pipeline is None:
+      raise NotImplementedError(f'{type(self).__name__} has neither a pipeline nor predictions')
+    return self.pipeline.FProp(theta.stack, *self.PipelineInputs(input_batch))
+
+  def ComputeLoss(
+    self, theta: nested_map.NestedMap, predictions: Any, input_batch: nested_map.NestedMap
+  ) -> tuple[Metrics, dict[str, tf.Tensor]]:
+    """Metrics of a (micro-)batch.
+
+    Args:
+      theta: the weights of a task without a pipeline. A pipelined task's weights belong to its
+        layers: there it is empty.
+      predictions: what the layers returned.
+      input_batch: what `LossInputs` returned, or its micro-batch.
+
+    Returns:
+      {name: (value, weight)}, scalars, 'loss' among them: a mean and the weight it counts with
+      against other batches (examples, tokens); and {name: tensor [batch, ...]} per example. A mean
+      over nothing, as of a micro-batch of padding, must be finite: use tf.math.divide_no_nan.
+    """
+    raise NotImplementedError(f'{type(self).__name__} has no ComputeLoss')
+
+  def LossWeight(self, input_batch: nested_map.NestedMap) -> tf.Tensor:
+    """The weight of 'loss' that `ComputeLoss` will return, from what `LossInputs` returned.
+
+    It is needed before the first forward, and `ComputeLoss` must return the same: the trainer
+    compares the two. Here: the sum of `example_weights` if the batch has them, else its size.
+    """
+    weights = input_batch.get('example_weights')
+    if weights is not None:
+      return tf.reduce_sum(weights)
+    return tf.cast(tf.shape(tf.nest.flatten(input_batch)[0])[0], tf.float32)
+
+  def FProp(self, theta: nested_map.NestedMap, *args: Any) -> Any:
+    """`ComputePredictions` of a batch, so that a task can be a layer of one stage."""
+    return self.ComputePredictions(theta, *args)
+
+  def Report(self, metrics: dict[str, float], input_generator: Any) -> str:
+    """What a person should read of an evaluation beside its metrics; '' for nothing."""
+    del metrics, input_generator
+    return ''
+
+  def Decode(self, input_batch: nested_map.NestedMap) -> dict[str, Any]:
+    """Predictions in a form for people; {} where a task has none."""
+    del input_batch
+    return {}

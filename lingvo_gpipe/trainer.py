@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trainer: `trainer --model=KEY --logdir=DIR`; --mode=list and inspect_* print and leave."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from absl import flags
+
+from lingvo_gpipe import binary, inspection, programs, registry, runner
+from lingvo_gpipe import model as model_lib
+
+FLAGS = flags.FLAGS
+
+
+def _List() -> int:
+  keys = registry.ListKeys(binary.Packages())
+  for key in keys:
+    print(key)
+  if not keys:
+    print(
+      'no experiments here: run in a directory that has a package `params`, or name a package with '
+      '--params_package',
+      file=sys.stderr,
+    )
+  return 0
+
+
+def _InspectParams() -> int:
+  print(binary.ModelParams('Train').ToText(), end='')
+  return 0
+
+
+def _InspectModel() -> int:
+  print(inspection.ModelText(model_lib.SingleTaskModel(binary.ModelParams('Train')).task))
+  return 0
+
+
+def _InspectPartition() -> int:
+  params = binary.ModelParams('Train')
+  binary.Devices(1)
+  print(inspection.PartitionText(params))
+  return 0
+
+
+def _Train() -> int:
+  stop = programs.StopRequest()
+  stop.Install()
+  params = binary.ModelParams('Train')
+  logdir = binary.LogDir()
+  num_devices = runner.NumDevices(model_lib.SingleTaskModel(params).task)
+  devices = binary.Devices(num_devices)
+
+  def InputParams(dataset: str) -> Any:
+    return binary.ModelParams(dataset).input
+
+  return programs.TrainProgram(params, logdir, devices, InputParams, stop).Run()
+
+
+_MODES = {
+  'train': _Train,
+  'list': _List,
+  'inspect_params': _InspectParams,
+  'inspect_model': _InspectModel,
+  'inspect_partition': _InspectPartition,
+}
+
+
+def Run() -> None:
+  """Entry point of the installed program."""
+  binary.DefineFlags()
+  flags.DEFINE_enum('mode', 'train', list(_MODES), 'What to do.')
+  binary.Run(lambda: _MODES[FLAGS.mode](), __doc__ or '')
+
+
+if __name__ == '__main__':
+  Run()

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoder-only Transformer language models, pipelined from the embedding to the softmax."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from lingvo_gpipe import hyperparams, nested_map, task
+from lingvo_gpipe.layers import dropout, embedding, norm, transformer
+from lingvo_gpipe.pipeline import pipelining_layer
+
+
+class TransformerLm(task.BaseTask):
+  """Predicts the next token: pre-LayerNorm Transformer layers under a causal mask.
+
+  Batches have `ids`, `labels` (int32) and `weights` (float32), each [batch, time].
+  """
+
+  loss_unit = 'tokens'
+
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    """Params of the model's sizes; `stack` says how it is pipelined."""
+    p = super().Params()
+    p.Define('vocab_size', 256, 'Number of token ids.')
+    p.Define('model_dim', 128, 'Size of the vectors between layers.')
+    p.Define('hidden_dim', 512, 'Size of the feed-forward hidden layer.')
+    p.Define('num_heads', 4, 'Attention heads.')
+    p.Define('num_layers', 4, 'Transformer layers.')
+    p.Define('input_dropout_prob', 0.0, 'Dropout of the embeddings.')
+    p.Define('residual_dropout_prob', 0.0, 'Dropout of what each sub-layer adds.')
+    p.Define('atten_dropout_prob', 0.0, 'Dropout of attention weights.')
+    p.Define('relu_dropout_prob', 0.0, 'Dropout of the feed-forward hidden layer.')
+    p.Define(
+      'stack', pipelining_layer.PipeliningLayer.Params(), 'The pipeline; its sub is set here.'
+    )
+    return p
+
+  def __init__(self, params: hyperparams.InstantiableParams) -> None:
+    super().__init__(params)
+    p = self.params
+    layers = [
+      embedding.EmbeddingLayer.Params().Set(
+        vocab_size=p.vocab_size, embedding_dim=p.model_dim, scale_sqrt_depth=True
+      ),
+      embedding.PositionalEmbeddingLayer.Params().Set(embedding_dim=p.model_dim),
+    ]
+    if p.input_dropout_prob:
+      layers.append(dropout.DropoutLayer.Params().Set(keep_prob=1.0 - p.input_dropout_prob))
+    layers += [
+      transformer.TransformerLayer.Params().Set(
+        input_dim=p.model_dim,
+        hidden_dim=p.hidden_dim,
+        num_heads=p.num_heads,
+        is_causal=True,
+        residual_dropout_prob=p.residual_dropout_prob,
+        atten_dropout_prob=p.atten_dropout_prob,
+        relu_dropout_prob=p.relu_dropout_prob,
+      )
+      for _ in range(p.num_layers)
+    ]
+    layers += [
+      norm.LayerNorm.Params().Set(input_dim=p.model_dim),
+      embedding.SimpleFullSoftmax.Params().Set(input_dim=p.model_dim, num_classes=p.vocab_size),
+    ]
+    self.CreateChild('stack', p.stack.Copy().Set(sub=layers))
+
+  def CheckBatch(self, input_batch: nested_map.NestedMap) -> None:
+    """Ids and labels must lie in [0, vocab_size): XLA would take the nearest row of the table."""
+    for name in ('ids', 'labels'):
+      values = input_batch[name]
+      low, high = int(tf.reduce_min(values)), int(tf.reduce_max(values))
+      if low < 0 or high >= self.params.vocab_size:
+        raise ValueError(
+          f'{self.path}: {name} must lie in [0, {self.params.vocab_size}), got {low} ... {high}; '
+          'check the input generator, or set vocab_size'
+        )
+
+  def PipelineInputs(self, input_batch: nested_map.NestedMap) -> tuple[Any, ...]:
+    """The token ids [batch, time]."""
+    return (input_batch.ids,)
+
+  def LossInputs(self, input_batch: nested_map.NestedMap) -> nested_map.NestedMap:
+    """Labels and weights, each [batch, time]."""
+    return nested_map.NestedMap(labels=input_batch.labels, weights=input_batch.weights)
+
+  def LossWeight(self, input_batch: nested_map.NestedMap) -> tf.Tensor:
+    """The number of predicted tokens."""
+    return tf.reduce_sum(input_batch.weights)
+
+  def ComputeLoss(
+    self, theta: nested_map.NestedMap, predictions: tf.Tensor, input_batch: nested_map.NestedMap
+  ) -> tuple[task.Metrics, dict[str, tf.Tensor]]:
+    """Cross entropy of logits `predictions` [batch, time, vocab], in nats and in bits a token."""
+    del theta
+    xent = embedding.XentLossFromLogits(predictions, input_batch.labels)
+    weights = tf.cast(input_batch.weights, xent.dtype)
+    total = tf.reduce_sum(weights)
+    loss = tf.math.divide_no_nan(tf.reduce_sum(xent * weights), total)
+    hits = tf.equal(tf.argmax(predictions, axis=-1, output_type=tf.int32), input_batch.labels)
+    correct = tf.reduce_sum(tf.cast(hits, xent.dtype) * weights)
+    metrics = {
+      'loss': (loss, total),
+      'bits_per_token': (loss / math.log(2.0), total),
+      'accuracy': (tf.math.divide_no_nan(correct, total), total),
+    }
+    return metrics, {'xent': tf.reduce_sum(xent * weights, axis=-1)}
+
+  def Generate(
+    self, prompt: np.ndarray, num_tokens: int, *, temperature: float = 0.8, seed: int = 0
+  ) -> np.ndarray:
+    """Continues a prompt by sampling, in a window of the prompt's length.
+
+    Args:
+      prompt: integers [batch, time]; the last `time` tokens are what the model sees at each step.
+      num_tokens: how many tokens to add.
+      temperature: logits are divided by it; 0 takes the likeliest token.
+      seed: of the draws.
+
+    Returns:
+      int32 [batch, num_tokens].
+    """
+    assert self.pipeline is not None
+    rng = np.random.default_rng(seed)
+    window = np.array(prompt, np.int32)
+    made = []
+    for _ in range(num_tokens):
+      logits = self.pipeline.Predict(tf.constant(window)).numpy()[:, -1].astype(np.float64)
+      if temperature:
+        # The Gumbel-max trick: the argmax of logits plus Gumbel noise is a draw from the softmax.
+        logits = logits / temperature + rng.gumbel(size=logits.shape)
+      token = np.argmax(logits, axis=-1).astype(np.int32)
+      made.append(token)
+      window = np.concatenate([window[:, 1:], token[:, np.newaxis]], axis=1)
+    return np.stack(made, axis=1) if made else np.zeros([len(window), 0], np.int32)
+
+
+class ByteTransformerLm(TransformerLm):
+  """A TransformerLm over bytes, which reports bits per byte and continues text."""
+
+  def ComputeLoss(
+    self, theta: nested_map.NestedMap, predictions: tf.Tensor, input_batch: nested_map.NestedMap
+  ) -> tuple[task.Metrics, dict[str, tf.Tensor]]:
+    """As the parent's, where a token is a byte."""
+    metrics, per_example = super().ComputeLoss(theta, predictions, input_batch)
+    metrics['bits_per_byte'] = metrics.pop('bits_per_token')
+    return metrics, per_example
+
+  def Report(self, metrics: dict[str, float], input_generator: Any) -> str:
+    """Bits per byte beside the order-0 entropy of the same bytes."""
+    return (
+      f'{metrics["bits_per_byte"]:.3f} bits per byte; order-0 entropy of the same bytes: '
+      f'{input_generator.ByteEntropy():.3f}'
+    )
+
+  def Decode(self, input_batch: nested_map.NestedMap) -> dict[str, Any]:
+    """Continues the first example of the batch: {'prompt', 'continuation'}, text."""
+    prompt = np.asarray(input_batch.ids)[:1]
+    made = self.Generate(prompt, 160)
+    return {'prompt': _Text(prompt[0, -80:]), 'continuation': _Text(made[0])}
+
+
+def _Text(tokens: np.ndarray) -> str:
+  return bytes(tokens.astype(np.uint8)).decode('utf-8', errors='replace')

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A user's mistakes end the programs with one line and status 2; the modes print and leave."""
+
+import concurrent.futures
+import os
+import re
+import sys
+
+import pytest
+
+from lingvo_gpipe import registry
+from tests import processes
+
+_MODEL = f'--model={processes.MODEL}'
+
+
+def _Tiny(more):
+  return f'--model_params_override={processes.TINY};{more}'
+
+
+# What is wrong: program, arguments with {} for a good log directory, what the line says.
+_MISTAKES = {
+  'unknown model': (
+    'trainer', ['--model=lm.stdlib.ByteTransformrGPipe2', '--logdir={}'],
+    r'ByteTransformrGPipe2.*Did you mean lm\.stdlib\.ByteTransformerGPipe2 or ',
+  ),
+  'unknown key of an override': (
+    'trainer', [_MODEL, '--logdir={}', '--model_params_override=task.num_layer:2'],
+    r'task\.num_layer\b.*did you mean task\.num_layers\?',
+  ),
+  'ill-typed value': (
+    'trainer', [_MODEL, '--logdir={}', '--model_params_override=task.num_layers:two'],
+    r"task\.num_layers expects int.*got 'two'",
+  ),
+  'log directory below a file': (
+    'trainer', [_MODEL, '--logdir=' + __file__ + '/run', _Tiny('')],
+    r'Cannot write .*_test\.py.* is not a directory.*Give a directory that can be created',
+  ),
+  'log directory in /proc': (
+    'trainer', [_MODEL, '--logdir=/proc/run', _Tiny('')],
+    r"Cannot write .*'/proc/run/train'.*Give a directory that can be created and written",
+  ),
+  'too few devices': (
+    'trainer', [_MODEL, '--logdir={}', '--num_devices=1'],
+    r'2 devices needed.* at most 1 .*allow 2 devices',
+  ),
+  'no device': ('trainer', [_MODEL, '--logdir={}', '--num_devices=0'], r'--num_devices=0'),
+  'no model': ('trainer', ['--logdir={}'], r'--model is needed.*--mode=list'),
+  'no log directory': ('trainer', [_MODEL], r'--logdir is needed'),
+  'missing file of overrides': (
+    'trainer', [_MODEL, '--logdir={}', '--model_params_file_override=/no/such/file'],
+    r'--model_params_file_override=/no/such/file cannot be read',
+  ),
+  'what an input of the project refuses': (
+    'trainer', [_MODEL, '--logdir={}', _Tiny('input.split:tset')],
+    r"param split: expected train or dev or test, got 'tset'",
+  ),
+  'unknown schedule': (
+    'trainer', [_MODEL, '--logdir={}', _Tiny('task.stack.schedule:gpip')],
+    r"'gpip'.*did you mean 'gpipe'\?",
+  ),
+  'more stages than layers': (
+    'trainer', [_MODEL, '--logdir={}', _Tiny('task.stack.num_stages:7')],
+    r'7 stages for 6 layers.*take at most 6',
+  ),
+  'unknown data set at the end': (
+    'trainer', [_MODEL, '--logdir={}', _Tiny("task.train.eval_datasets:['Tset']")],
+    r"no dataset 'Tset'; it has: Train, Dev, Test",
+  ),
+  'unknown flag': (
+    'trainer', [_MODEL, '--logdir={}', '--max_stps=3'],
+    r"'max_stps'.*Did you mean: max_steps.*--help",
+  ),
+  'negative number of steps': ('trainer', [_MODEL, '--logdir={}', '--max_steps=-3'], r'max_steps'),
+  'unknown split': (
+    'evaluator', [_MODEL, '--logdir={}', '--split=Tst'],
+    r"no dataset 'Tst'; it has: Train, Dev, Test",
+  ),
+  'no checkpoint': (
+    'evaluator', [_MODEL, '--logdir={}', '--once', _Tiny('')],
+    r'there is no checkpoint in .*: train first',
+  ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope='module')
+def mistaken(tmp_path_factory):
+  """{what is wrong: the process}, two at a time: each costs the import of TensorFlow."""
+  logdir = str(tmp_path_factory.mktemp('run'))
+  with concurrent.futures.ThreadPoolExecutor(2) as pool:
+    futures = {
+      what: pool.submit(processes.Run, program, *(arg.replace('{}', logdir) for arg in args))
+      for what, (program, args, _) in _MISTAKES.items()
+    }
+    return {what: future.result() for what, future in futures.items()}
+
+
+@pytest.mark.parametrize('what', list(_MISTAKES))
+def testMistakeIsOneLine(mistaken, what):
+  done = mistaken[what]
+  assert done.returncode == 2, done.stderr
+  (line,) = processes.Messages(done.stderr)
+  assert re.search(_MISTAKES[what][2], line)
+  # Nothing was begun.
+  assert done.stdout == ''
+
+
+def testModesPrintAndLeave():
+  """Without --logdir; the module instead of the installed program for one of them."""
+  listed = processes.Run('trainer', '--mode=list', timeout=100)
+  assert processes.Succeeded(listed).stdout.splitlines() == registry.ListKeys()
+  assert processes.MODEL in listed.stdout
+  done = processes.Run(
+    'trainer', '--mode=inspect_params', _MODEL, '--model_params_override=task.model_dim:64',
+    '--max_steps=7', command=[sys.executable, '-m', 'lingvo_gpipe.trainer'],
+  )  # fmt: skip
+  params = registry.GetParams(processes.MODEL, 'Train')
+  params.task.Set(model_dim=64)
+  params.task.train.max_steps = 7
+  assert processes.Succeeded(done).stdout == params.ToText()
+  done = processes.Run('trainer', '--mode=inspect_model', _MODEL)
+  lines = processes.Succeeded(done).stdout.splitlines()
+  assert re.fullmatch(r'lm\.stack\.layers\[0\]\.\S+ +\[256, 128\] +float32 +32,768', lines[0])
+  assert re.fullmatch(r'[\d,]+ parameters', lines[-1])
+  done = processes.Run(
+    'trainer', '--mode=inspect_partition', '--model=lm.stdlib.ByteTransformerGPipe4'
+  )
+  assert 'K=4 stages, M=4 micro-batches' in processes.Succeeded(done).stdout
+  assert processes.Messages(done.stderr) == []
+  assert [line[:5] for line in done.stdout.splitlines()[1:5]] == [f'    {k}' for k in range(4)]
+
+
+def testHelpAndAnEmptyPlace(tmp_path):
+  module = [sys.executable, '-m', 'lingvo_gpipe.evaluator']
+  for command in (processes.Command('evaluator'), module):
+    done = processes.Run('evaluator', '--help', command=command)
+    for flag in ('model', 'logdir', 'split', 'once', 'num_devices', 'max_steps'):
+      assert f'  --{flag}: ' in processes.Succeeded(done).stdout
+  done = processes.Run('trainer', '--mode=list', cwd=tmp_path)
+  assert processes.Succeeded(done).stdout == ''
+  (line,) = processes.Messages(done.stderr)
+  assert '`params`' in line and '--params_package' in line
+  assert os.listdir(tmp_path) == []
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The documents tell the truth: programs in them run, and what they name exists."""
+
+import itertools
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+import lingvo_gpipe
+
+ROOT = pathlib.Path(lingvo_gpipe.__file__).parents[1]
+README = ROOT / 'README.md'
+OWN_LOOP = ROOT / 'docs' / 'own_loop.md'
+LINGVO_USERS = ROOT / 'docs' / 'lingvo_users.md'
+ARCHITECTURE = ROOT / 'docs' / 'architecture.md'
+DOCS = [README, OWN_LOOP, LINGVO_USERS, ARCHITECTURE]
+MAX_LINES = {README: 160, ARCHITECTURE: 160}
+
+TIMEOUT = 150
+# Of a loss, between two cuts; float32 (the design's bound for the first 20 losses is 1e-4).
+MAX_DIFFERENCE = 1e-5
+
+_BLOCK = re.compile(r'^```(\w*)\n(.*?)^```$', re.DOTALL | re.MULTILINE)
+_FILE_NAME = re.compile(r'# ((?:params|tasks)/\w+\.py)\n')
+_LINK = re.compile(r'\[[^\]]*\]\(([^)\s]+)\)')
+# Whatever looks like a file of the repository: it has a folder, and an ending of ours.
+_FILE = re.compile(r'`((?:[\w.-]+/)+[\w.-]+\.(?:py|md|toml))`')
+_FLAG = re.compile(r'(?<![\w-])--([a-z][a-z_]+)')
+_CODE = re.compile(r'`([^`\n]+)`|^    (.*)$', re.MULTILINE)
+# Flags of Lingvo's that are mentioned and do not exist here.
+_LINGVO_FLAGS = {'cluster_spec', 'job', 'run_locally', 'worker_split_size'}
+
+cases = pytest.mark.parametrize
+
+
+def _Ids(path):
+  return path.name
+
+
+def _Blocks(path, language):
+  return [text for kind, text in _BLOCK.findall(path.read_text()) if kind == language]
+
+
+def _ProjectFiles():
+  """{path: text} of the README's experiment: blocks whose first line names their file."""
+  blocks = _Blocks(README, 'python')
+  return {match[1]: text for text in blocks if (match := _FILE_NAME.match(text))}
+
+
+@pytest.fixture(scope='module')
+def environment(tmp_path_factory):
+  """That of a user who has installed lingvo_gpipe and nothing else of this repository."""
+  packages = tmp_path_factory.mktemp('packages')
+  (packages / 'lingvo_gpipe').symlink_to(ROOT / 'lingvo_gpipe', target_is_directory=True)
+  return {**os.environ, 'PYTHONPATH': str(packages)}
+
+
+def _Run(args, environment, directory):
+  """Runs Python with `args` in a directory; returns what it printed."""
+  done = subprocess.run(
+    [sys.executable, *args],
+    env=environment,
+    cwd=directory,
+    capture_output=True,
+    text=True,
+    timeout=TIMEOUT,
+    check=False,
+  )
+  assert done.returncode == 0, f'{args}: exit status {done.returncode}\n{done.stdout}{done.stderr}'
+  return done.stdout
+
+
+def _RunProgram(text, environment, directory):
+  (directory / 'program.py').write_text(text)
+  return _Run(['program.py'], environment, directory)
+
+
+# --- programs ---
+
+
+def testOwnLoopTrainsAndStagesDoNotMatter(environment, tmp_path):
+  (program,) = _Blocks(OWN_LOOP, 'python')
+  assert program.count('\n') <= 45
+  output = _RunProgram(program, environment, tmp_path)
+  first, last = map(float, re.findall(r'[\d.]+', output.splitlines()[-2]))
+  assert last < first / 2
+  assert float(output.split()[-1]) <= MAX_DIFFERENCE
+  # What the page shows as the output is what comes out, numbers aside.
+  (shown,) = _Blocks(OWN_LOOP, 'text')
+  numbers = re.compile(r'\d[\d.e+-]*')
+  assert numbers.sub('#', shown) == numbers.sub('#', '\n'.join(output.splitlines()[-2:]) + '\n')
+
+
+def testLingvoUsersLayerRuns(environment, tmp_path):
+  (program,) = _Blocks(LINGVO_USERS, 'python')
+  lines = _RunProgram(program, environment, tmp_path).splitlines()
+  assert lines[-2:] == ['(2, 3)', "['tanh.w', 'tanh.gain']"]
+
+
+def testReadmeExperimentTrainsInADirectoryOfItsOwn(environment, tmp_path):
+  files = _ProjectFiles()
+  assert sorted(files) == ['params/toy.py', 'tasks/toy.py']
+  for path, text in files.items():
+    assert text.count('\n') <= 24, f'{path} is long for a first example'
+    (tmp_path / path).parent.mkdir()
+    (tmp_path / path).write_text(text)
+    (tmp_path / path).with_name('__init__.py').touch()
+  trainer = ['-m', 'lingvo_gpipe.trainer', '--model=toy.Toy', '--logdir=runs/toy']
+  assert f'`trainer {" ".join(trainer[2:])}`' in README.read_text().replace('\n', ' ')
+  output = _Run(trainer, environment, tmp_path)
+  losses = [float(x) for x in re.findall(r'loss (\S+)', output)]
+  assert 'Test at step 300' in output
+  assert losses[-1] < losses[0] / 4, output
+  # On from there in four stages, with the command as the README has it.
+  more = re.search(r"`--model_params_override='(\S+)' (--max_steps=400)`", README.read_text())
+  output = _Run([*trainer, f'--model_params_override={more[1]}', more[2]], environment, tmp_path)
+  assert 'going on from step 300' in output
+  assert 'K=4 stages' in output
+  assert 'Test at step 400' in output
+
+
+def testReadmePictureIsWhatInspectPartitionPrints(environment):
+  command = re.search(r'`trainer (--mode=inspect_partition \S+)` prints', README.read_text())
+  output = _Run(['-m', 'lingvo_gpipe.trainer', *command[1].split()], environment, ROOT)
+  assert output.strip() in [block.strip() for block in _Blocks(README, 'text')]
+
+
+# --- what is named ---
+
+
+def _Anchors(path):
+  """The anchors of a page's headings, as GitHub makes them."""
+  headings = re.findall(r'^#+ (.*)$', _BLOCK.sub('', path.read_text()), re.MULTILINE)
+  return {re.sub(r'[^\w -]', '', h.lower()).replace(' ', '-') for h in headings}
+
+
+@cases('path', [*DOCS, ROOT / 'CONTRIBUTING.md'], ids=_Ids)
+def testLinksLeadSomewhere(path):
+  for link in _LINK.findall(path.read_text()):
+    if link.startswith('https://'):
+      continue
+    target, _, anchor = link.partition('#')
+    file = (path.parent / target) if target else path
+    assert file.exists(), f'{path.name} links to {link}'
+    assert not anchor or anchor in _Anchors(file), f'{path.name} links to {link}'
+
+
+@cases('path', DOCS, ids=_Ids)
+def testNamedFilesExist(path):
+  made = _ProjectFiles()
+  for name in _FILE.findall(path.read_text()):
+    assert name in made or (ROOT / name).exists(), f'{path.name} names {name}'
+
+
+def testModulesInTheTableOfImportsExist():
+  rows = re.findall(r'^\| \d.*$', ARCHITECTURE.read_text(), re.MULTILINE)
+  assert rows
+  package = ROOT / 'lingvo_gpipe'
+  for row in rows:
+    modules = re.findall(r'`([a-z][a-z_/]*)`', row.split('|')[2])
+    assert modules, row
+    for module in modules:
+      # In brackets after a folder stand modules of that folder.
+      places = [package / module, package / 'pipeline' / module]
+      assert any(p.is_dir() or p.with_suffix('.py').exists() for p in places), module
+
+
+@pytest.fixture(scope='module')
+def program_help(environment):
+  """What `--help` of both programs prints."""
+  code = 'import sys; from lingvo_gpipe import {0}; sys.argv = ["{0}", "--help"]; {0}.Run()'
+  names = ('trainer', 'evaluator')
+  return ''.join(_Run(['-c', code.format(name)], environment, ROOT) for name in names)
+
+
+@cases('path', DOCS, ids=_Ids)
+def testNamedFlagsExist(path, program_help):
+  flags = set(re.findall(r'^  --(\w+):', program_help, re.MULTILINE))
+  assert not flags & _LINGVO_FLAGS
+  for flag in set(_FLAG.findall(path.read_text())) - _LINGVO_FLAGS:
+    assert flag in flags, f'{path.name} names --{flag}'
+
+
+@cases('path', DOCS, ids=_Ids)
+def testNamedModesExist(path, program_help):
+  modes = re.search(r'--mode: <(.*?)>', program_help)[1].split('|')
+  named = re.findall(r'--mode=(\w+)|\b(inspect_\w+)\b', path.read_text())
+  for mode in {a or b for a, b in named}:
+    assert mode in modes, f'{path.name} names the mode {mode}'
+
+
+@cases('path', [*DOCS, ROOT / 'CONTRIBUTING.md'], ids=_Ids)
+def testNamedMakeTargetsExist(path):
+  targets = re.findall(r'^([a-z-]+):', (ROOT / 'Makefile').read_text(), re.MULTILINE)
+  for words in [''.join(code).split() for code in _CODE.findall(path.read_text())]:
+    if words[:1] == ['make']:
+      for target in itertools.takewhile(re.compile('[a-z-]+$').match, words[1:]):
+        assert target in targets, f'{path.name} names make {target}'
+
+
+@cases('path', list(MAX_LINES), ids=_Ids)
+def testFrontPagesStayShort(path):
+  assert path.read_text().count('\n') <= MAX_LINES[path]
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The evaluator as a process: one checkpoint, or each new one until training has ended."""
+
+import re
+import signal
+import sys
+
+import pytest
+
+from tests import processes
+
+END = 20
+
+
+def _Args(logdir, *more):
+  override = f'--model_params_override={processes.TINY}'
+  return [f'--model={processes.MODEL}', f'--logdir={logdir}', override, *more]
+
+
+@pytest.fixture(scope='module')
+def followed(tmp_path_factory):
+  """An evaluator that follows a trainer: (log directory, its output, the trainer's output).
+
+  The trainer's standard output takes ASCII only, and its sample is not.
+  """
+  logdir = tmp_path_factory.mktemp('followed')
+  more = 'task.train.save_interval_steps:10'
+  # It starts first, and waits for a checkpoint.
+  with processes.Started('evaluator', *_Args(logdir, f'--max_steps={END}')) as evaluator:
+    trained = processes.Run(
+      'trainer',
+      *processes.TrainArgs(logdir, END, more=more, evaluate=['Test']),
+      more_environment={'PYTHONIOENCODING': 'ascii'},
+    )
+    processes.Succeeded(trained)
+    output = evaluator.communicate(timeout=processes.TIMEOUT)[0]
+    assert evaluator.returncode == 0
+  return logdir, output, trained.stdout
+
+
+def testFollowsNewCheckpointsToTheEnd(followed):
+  logdir, output, trained = followed
+  steps = [int(step) for step in re.findall(r'^Test at step (\d+): loss', output, re.MULTILINE)]
+  # It may be slower than the trainer, but never goes back and always sees the last one.
+  assert '?' in trained.partition('--- continuation')[2]
+  assert steps[-1] == END and steps == sorted(set(steps)) and set(steps) <= {10, END}
+  # The trainer's own evaluation found the same.
+  line = re.search(rf'^Test at step {END}: [\d.]+ bits per byte;.*$', trained, re.MULTILINE)[0]
+  assert line in output.splitlines()
+  assert [step for step, _ in processes.Scalars(logdir / 'eval_test')['loss']].count(END) == 2
+
+
+def testOnceEvaluatesTheLastCheckpointOnASplit(followed):
+  """On one device, though the checkpoint was made on two; the split's case does not matter."""
+  logdir, _, _ = followed
+  before = processes.Tensors(logdir, END)
+  args = _Args(logdir, '--once', '--split=dev', '--num_devices=1')
+  args[0] = '--model=lm.stdlib.ByteTransformerGPipe1'
+  done = processes.Succeeded(processes.Run('evaluator', *args))
+  found = re.search(
+    rf'^[dD]ev at step {END}: loss [\d.]+  .*bits_per_byte ([\d.]+)$', done.stdout, re.MULTILINE
+  )
+  assert found
+  assert re.search(rf'^[dD]ev at step {END}: .*order-0 entropy', done.stdout, re.MULTILINE)
+  assert processes.Messages(done.stderr) == []
+  score = (logdir / 'eval_dev' / f'score-{END:08d}.txt').read_text()
+  scores = dict(line.split(': ') for line in score.splitlines())
+  assert abs(float(scores['bits_per_byte']) - float(found[1])) < 1e-3
+  ((step, loss),) = processes.Scalars(logdir / 'eval_dev')['loss']
+  assert step == END and abs(loss - float(scores['loss'])) < 1e-5
+  # It only reads what the trainer wrote.
+  processes.AssertSameTensors(processes.Tensors(logdir, END), before)
+
+
+def testSignalEndsTheWaiting(followed):
+  logdir, _, _ = followed
+  with processes.Started('evaluator', *_Args(logdir, '--max_steps=1000')) as evaluator:
+    for line in evaluator.stdout:
+      if 'order-0' in line:
+        break
+    evaluator.send_signal(signal.SIGTERM)
+    assert evaluator.wait(processes.TIMEOUT) == 128 + signal.SIGTERM
+
+
+def testAnotherModelsCheckpointIsOneLine(followed):
+  logdir, _, _ = followed
+  args = _Args(logdir, '--once', '--model_params_override=task.model_dim:32')
+  done = processes.Run('evaluator', *args)
+  assert done.returncode == 2
+  (line,) = processes.Messages(done.stderr)
+  assert 'of another shape' in line and 'lm.stack.layers[' in line
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every registered experiment builds, keeps its Params as text, and takes a training step.
+
+An experiment that is large must have a `Smoke()`: the overrides with which it runs in seconds. The
+checks themselves are tried on a small project of experiments that are wrong on purpose.
+"""
+
+import math
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_gpipe import model as model_lib
+from lingvo_gpipe import registry, runner
+
+# Beyond these an experiment is large.
+_MAX_PARAMS = 10_000_000
+_MAX_STAGES = 4
+
+_KEYS = registry.ListKeys(('params',))
+
+
+def _Smoke(key, packages):
+  return registry.GetClass(key, packages)().Smoke()
+
+
+def _SmokeParams(key, dataset, packages=('params',)):
+  """The model's Params for a data set, as Smoke() makes them."""
+  p = registry.GetParams(key, dataset, packages)
+  smoke = _Smoke(key, packages)
+  if isinstance(smoke, str):
+    p.FromText(smoke)
+  else:
+    p.Set(**(smoke or {}))
+  return p
+
+
+def _Instantiate(p):
+  """The model, made without a variable."""
+
+  def Refuse(next_creator, **kwargs):
+    raise AssertionError(f'a variable was made: {kwargs.get("name")}')
+
+  with tf.variable_creator_scope(Refuse):
+    model = model_lib.SingleTaskModel(p)
+    num_params, num_stages = model.task.NumParams(), runner.NumDevices(model.task)
+  assert num_params > 0
+  return model, num_params, num_stages
+
+
+def _CheckParams(key, packages=('params',)):
+  """Params of every data set can be built, changed by Smoke(), and told as text."""
+  names = registry.GetClass(key, packages).DatasetNames()
+  assert 'Train' in names, f'{key} has no Train()'
+  for name in names:
+    p = registry.GetParams(key, name, packages)
+    assert p.model.startswith(f'{key}@')
+    assert p == registry.GetParams(key, name, packages), f'{key}.{name} differs from call to call'
+    smoke = _SmokeParams(key, name, packages)
+    for changed in (p, smoke):
+      fresh = registry.GetParams(key, name, packages).FromText(changed.ToText())
+      assert fresh == changed, f'{key}.{name}: {fresh.TextDiff(changed)}'
+    assert p == registry.GetParams(key, name, packages), f'{key}.Smoke() changed the experiment'
+  for name in registry.GetParams(key, 'Train', packages).task.train.eval_datasets:
+    assert name in names, f'{key}: task.train.eval_datasets names {name}, of {names}'
+
+
+def _CheckSize(key, packages=('params',)):
+  """It instantiates without allocating; if it is large, Smoke() makes it small."""
+  _, num_params, num_stages = _Instantiate(registry.GetParams(key, 'Train', packages))
+  is_large = num_params > _MAX_PARAMS or num_stages > _MAX_STAGES
+  size = f'{num_params:,} parameters in {num_stages} stages'
+  assert not (is_large and _Smoke(key, packages) is None), (
+    f'{key} is large ({size}) and has no Smoke(): return overrides with which it runs in seconds'
+  )
+  _, num_params, num_stages = _Instantiate(_SmokeParams(key, 'Train', packages))
+  assert num_params <= _MAX_PARAMS and num_stages <= _MAX_STAGES, (
+    f'{key}.Smoke() leaves {num_params:,} parameters in {num_stages} stages; '
+    f'at most {_MAX_PARAMS:,} in {_MAX_STAGES} run in seconds'
+  )
+
+
+def _CheckTraining(key, packages=('params',)):
+  """Two training steps: the learning rate of the first may be 0."""
+  model, _, _ = _Instantiate(_SmokeParams(key, 'Train', packages))
+  devices = [d.name for d in tf.config.list_logical_devices('CPU')]
+  run = runner.TaskRunner(model.task, devices, model.input.BatchSpec())
+  before = {path: v.numpy() for path, v in model.task.VariablesByPath().items()}
+  for batch in model.input.Dataset().take(2):
+    values = run.TrainStep(batch)
+    assert math.isfinite(values['loss']), f'{key}: the loss is {values["loss"]}'
+    assert values['is_finite'], f'{key}: a gradient is not finite'
+  assert int(run.global_step) == 2
+  after = model.task.VariablesByPath()
+  changed = [path for path, value in before.items() if not np.array_equal(after[path], value)]
+  assert changed, f'{key}: no weight changed in two steps'
+
+
+def testThereAreExperiments():
+  assert 'lm.stdlib.ByteTransformerGPipe2' in _KEYS
+
+
+@pytest.mark.parametrize('key', _KEYS)
+def testParams(key):
+  _CheckParams(key)
+
+
+@pytest.mark.parametrize('key', _KEYS)
+def testSize(key):
+  _CheckSize(key)
+
+
+@pytest.mark.parametrize('key', _KEYS)
+def testTakesTrainingSteps(key):
+  _CheckTraining(key)
+
+
+# ---- the checks themselves -----------------------------------------------------------------------
+
+_PROJECT = """
+  import tensorflow as tf
+
+  from lingvo_gpipe import nested_map, registry, task, weight_params
+  from lingvo_gpipe.input import synthetic
+  from lingvo_gpipe.layers import linear
+  from lingvo_gpipe.pipeline import pipelining_layer
+
+
+  class Net(task.BaseTask):
+    @classmethod
+    def Params(cls):
+      p = super().Params()
+      p.Define('dim', 4, 'Size of every layer.')
+      p.Define('num_layers', 2, 'Layers.')
+      p.Define('gain', 1.0, 'Multiplies the loss.')
+      p.Define('eager', False, 'Make a variable at once.')
+      p.Define('stack', pipelining_layer.PipeliningLayer.Params().Set(xla=False), 'Pipeline.')
+      return p
+
+    def __init__(self, params):
+      super().__init__(params)
+      p = self.params
+      layer = linear.ProjectionLayer.Params().Set(input_dim=p.dim, output_dim=p.dim)
+      sub = [layer.Copy() for _ in range(p.num_layers)]
+      self.CreateChild('stack', p.stack.Copy().Set(sub=sub))
+      if p.eager:
+        self.leak = tf.Variable(0.0)
+
+    def PipelineInputs(self, input_batch):
+      return (tf.repeat(input_batch.inputs, self.params.dim // 4, axis=-1),)
+
+    def ComputeLoss(self, theta, predictions, input_batch):
+      loss = self.params.gain * tf.reduce_mean((predictions - input_batch.targets) ** 2)
+      return {'loss': (loss, tf.reduce_sum(input_batch.example_weights))}, {}
+
+
+  class Small(registry.SingleTaskModelParams):
+    def Train(self):
+      return synthetic.SyntheticRegressionInput.Params().Set(batch_size=2, input_shape=[4])
+
+    def Task(self):
+      return Net.Params().Set(name='net')
+
+
+  @registry.RegisterSingleTaskModel
+  class Good(Small):
+    pass
+
+
+  @registry.RegisterSingleTaskModel
+  class Wide(Small):
+    def Task(self):
+      return super().Task().Set(dim=4000)
+
+
+  @registry.RegisterSingleTaskModel
+  class Deep(Small):
+    def Task(self):
+      p = super().Task().Set(num_layers=8)
+      p.stack.num_stages = 8
+      return p
+
+
+  @registry.RegisterSingleTaskModel
+  class WideWithSmoke(Wide):
+    def Smoke(self):
+      return {'task.dim': 4}
+
+
+  @registry.RegisterSingleTaskModel
+  class DeepWithSmoke(Deep):
+    def Smoke(self):
+      return 'task.num_layers:4; task.stack.num_stages:4'
+
+
+  @registry.RegisterSingleTaskModel
+  class SmokeDoesNotHelp(Wide):
+    def Smoke(self):
+      return {'task.num_layers': 1}
+
+
+  @registry.RegisterSingleTaskModel
+  class SmokeNamesNothing(Wide):
+    def Smoke(self):
+      return {'task.width': 4}
+
+
+  @registry.RegisterSingleTaskModel
+  class NoData(Small):
+    Train = registry.SingleTaskModelParams.Train
+
+
+  @registry.RegisterSingleTaskModel
+  class NoSuchEvaluation(Small):
+    def Task(self):
+      p = super().Task()
+      p.train.eval_datasets = ['Test']
+      return p
+
+
+  @registry.RegisterSingleTaskModel
+  class Unsteady(Small):
+    calls = []
+
+    def Task(self):
+      self.calls.append(1)
+      return super().Task().Set(num_layers=len(self.calls))
+
+
+  @registry.RegisterSingleTaskModel
+  class Eager(Small):
+    def Task(self):
+      return super().Task().Set(eager=True)
+
+
+  @registry.RegisterSingleTaskModel
+  class Diverges(Small):
+    def Task(self):
+      return super().Task().Set(gain=float('nan'))
+
+
+  @registry.RegisterSingleTaskModel
+  class LearnsNothing(Small):
+    def Task(self):
+      return super().Task().Set(gain=0.0)
+"""
+
+
+@pytest.fixture(scope='module')
+def project(tmp_path_factory):
+  """The name of a package of experiments."""
+  root = tmp_path_factory.mktemp('project')
+  folder = root / 'experiments_test_params'
+  folder.mkdir()
+  (folder / '__init__.py').write_text('')
+  (folder / 'net.py').write_text(textwrap.dedent(_PROJECT))
+  sys.path.insert(0, str(root))
+  yield ('experiments_test_params',)
+  sys.path.remove(str(root))
+
+
+@pytest.mark.parametrize('name', ['Good', 'WideWithSmoke', 'DeepWithSmoke'])
+def testWhatIsRightPasses(project, name):
+  key = f'net.{name}'
+  assert key in registry.ListKeys(project)
+  _CheckParams(key, project)
+  _CheckSize(key, project)
+  _CheckTraining(key, project)
+
+
+@pytest.mark.parametrize(
+  'check, name, error, message',
+  [
+    (_CheckSize, 'Wide', AssertionError, r'large \(32,000,000 parameters in 1 .*no Smoke'),
+    (_CheckSize, 'Deep', AssertionError, r'large \(128 parameters in 8 stages\).*no Smoke'),
+    (_CheckSize, 'SmokeDoesNotHelp', AssertionError, r'leaves 16,000,000 parameters'),
+    (_CheckSize, 'Eager', AssertionError, 'a variable was made'),
+    (_CheckParams, 'SmokeNamesNothing', AttributeError, 'task.width'),
+    (_CheckParams, 'NoData', AssertionError, r'has no Train\(\)'),
+    (_CheckParams, 'NoSuchEvaluation', AssertionError, 'eval_datasets names Test'),
+    (_CheckParams, 'Unsteady', AssertionError, 'differs from call to call'),
+    (_CheckTraining, 'Diverges', AssertionError, 'the loss is nan'),
+    (_CheckTraining, 'LearnsNothing', AssertionError, 'no weight changed'),
+  ],
+  ids=lambda value: value if isinstance(value, str) and value.isidentifier() else '',
+)
+def testWhatIsWrongFails(project, check, name, error, message):
+  with pytest.raises(error, match=message):
+    check(f'net.{name}', project)
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

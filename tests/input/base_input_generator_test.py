@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Input generators: exact restarts, full batches, every example of an evaluation counted once."""
+
+import itertools
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_gpipe import nested_map
+from lingvo_gpipe.input import base_input_generator
+
+
+class _SquaresInput(base_input_generator.BaseInputGenerator):
+  """Example i is i, its square and a nest."""
+
+  @classmethod
+  def Params(cls):
+    p = super().Params()
+    p.Define('size', 10, 'Number of examples.')
+    return p
+
+  def NumExamples(self):
+    return self.params.size
+
+  def _Examples(self, indices):
+    return nested_map.NestedMap(
+      index=indices,
+      square=tf.cast(indices**2, tf.float32),
+      weights=tf.ones([indices.shape[0], 3]),
+      inner=nested_map.NestedMap(pair=tf.stack([indices, -indices], axis=1)),
+    )
+
+  def _FingerprintParts(self):
+    return ['squares']
+
+
+def _Input(**kwargs):
+  return _SquaresInput.Params().Set(**{'batch_size': 4, **kwargs}).Instantiate()
+
+
+def _Batches(generator, start=0, count=None):
+  return list(itertools.islice(generator.Dataset(start).as_numpy_iterator(), count))
+
+
+def _Indices(batches):
+  return np.concatenate([b.index for b in batches])
+
+
+def _AssertSameBatches(got, expected):
+  assert len(got) == len(expected)
+  for one, other in zip(got, expected, strict=True):
+    tf.nest.map_structure(np.testing.assert_array_equal, one, other)
+
+
+def testBatchesAreNestedMapsOfTheSpec():
+  generator = _Input()
+  spec = generator.BatchSpec()
+  assert spec.index == tf.TensorSpec([4], tf.int64)
+  assert spec.inner.pair == tf.TensorSpec([4, 2], tf.int64)
+  assert spec.example_weights == tf.TensorSpec([4], tf.float32)
+  dataset = generator.Dataset()
+  assert isinstance(dataset.element_spec, nested_map.NestedMap)
+  assert dict(dataset.element_spec.FlattenItems()) == dict(spec.FlattenItems())
+  batch = next(iter(dataset))
+  assert isinstance(batch, nested_map.NestedMap)
+  assert isinstance(batch.inner, nested_map.NestedMap)
+  np.testing.assert_array_equal(batch.square, tf.cast(batch.index, tf.float32) ** 2)
+  np.testing.assert_array_equal(batch.inner.pair[:, 1], -batch.index)
+
+
+@pytest.mark.parametrize('size', [1, 3, 10, 64, 101])
+@pytest.mark.parametrize('shuffle', [True, False])
+def testEachEpochVisitsEveryExampleAcrossFullBatches(size, shuffle):
+  generator = _Input(size=size, shuffle=shuffle)
+  batches = _Batches(generator, count=2 * size)
+  assert all(b.index.shape == (4,) and (b.example_weights == 1).all() for b in batches)
+  epochs = _Indices(batches).reshape([-1, size])
+  for epoch in epochs:
+    np.testing.assert_array_equal(np.sort(epoch), np.arange(size))
+  if not shuffle:
+    np.testing.assert_array_equal(epochs[0], np.arange(size))
+    assert (epochs == epochs[0]).all()
+  elif size >= 10:
+    assert len({tuple(epoch) for epoch in epochs}) == len(epochs)
+
+
+@pytest.mark.parametrize(
+  'num_parallel_calls, num_prefetch', [(1, 0), (1, 2), (3, 2), (3, 0), (-1, -1)]
+)
+def testRestartIsExactAtAnyPosition(num_parallel_calls, num_prefetch):
+  options = {'num_parallel_calls': num_parallel_calls, 'num_prefetch': num_prefetch}
+  whole = _Batches(_Input(**options), count=30)
+  for consumed in (1, 7, 29):
+    tail = _Batches(_Input(**options), start=4 * consumed, count=30 - consumed)
+    _AssertSameBatches(tail, whole[consumed:])
+
+
+def testPositionDoesNotDependOnTheBatchSize():
+  expected = _Indices(_Batches(_Input(batch_size=1), count=60))
+  for batch_size in (3, 4, 12, 20):
+    got = _Indices(_Batches(_Input(batch_size=batch_size), count=60 // batch_size))
+    np.testing.assert_array_equal(got, expected)
+  # Ten examples in batches of 5, then on in batches of 2 from a position that is no multiple of it.
+  got = _Indices(_Batches(_Input(batch_size=2), start=15, count=10))
+  np.testing.assert_array_equal(got, expected[15:35])
+
+
+def testRestartFarAwayCostsNothing():
+  epoch = 10**12
+  batches = _Batches(_Input(size=7, batch_size=7), start=7 * epoch, count=2)
+  for batch in batches:
+    np.testing.assert_array_equal(np.sort(batch.index), np.arange(7))
+
+
+def testSeedsDecideTheOrder():
+  first, again, other = (
+    _Indices(_Batches(_Input(size=50, random_seed=s), count=25)) for s in (1, 1, 2)
+  )
+  np.testing.assert_array_equal(first, again)
+  assert (first != other).any()
+
+
+@pytest.mark.parametrize('size', [1, 3, 4, 5, 8, 10])
+@pytest.mark.parametrize('shuffle', [True, False])
+def testEvaluationCountsEveryExampleOnce(size, shuffle):
+  generator = _Input(size=size, num_epochs=1, shuffle=shuffle)
+  batches = _Batches(generator)
+  assert len(batches) == generator.NumBatches() == -(-size // 4)
+  assert all(b.index.shape == (4,) for b in batches)
+  weights = np.concatenate([b.example_weights for b in batches])
+  indices = _Indices(batches)
+  assert weights.sum() == size
+  np.testing.assert_array_equal(np.sort(indices[weights == 1]), np.arange(size))
+  if not shuffle:
+    np.testing.assert_array_equal(indices[:size], np.arange(size))
+  # Padded rows are legal examples and count nothing in either field.
+  assert (indices >= 0).all() and (indices < size).all()
+  token_weights = np.concatenate([b.weights for b in batches])
+  np.testing.assert_array_equal(token_weights, np.repeat(weights[:, None], 3, axis=1))
+
+
+def testSeveralEpochsEnd():
+  generator = _Input(size=5, num_epochs=3)
+  batches = _Batches(generator)
+  weights = np.concatenate([b.example_weights for b in batches])
+  counts = np.bincount(_Indices(batches)[weights == 1], minlength=5)
+  np.testing.assert_array_equal(counts, [3] * 5)
+  _AssertSameBatches(_Batches(generator, start=8), batches[2:])
+  assert generator.NumBatches(8) == 2
+
+
+def testStartBehindTheEndIsEmpty():
+  generator = _Input(size=5, num_epochs=1)
+  for start in (5, 6, 100):
+    assert _Batches(generator, start=start) == []
+    assert generator.NumBatches(start) == 0
+
+
+@pytest.mark.parametrize('num_epochs', [0, None])
+def testNoNumberOfEpochsMeansForever(num_epochs):
+  generator = _Input(num_epochs=num_epochs)
+  assert generator.NumBatches() is None
+  assert generator.Dataset().cardinality().numpy() == tf.data.INFINITE_CARDINALITY
+
+
+def testExampleWeightsOfASubclassAreKept():
+  class Halves(_SquaresInput):
+    def _Examples(self, indices):
+      examples = super()._Examples(indices)
+      examples.example_weights = tf.fill([indices.shape[0]], 0.5)
+      return examples
+
+  generator = Halves.Params().Set(batch_size=4, size=6, num_epochs=1).Instantiate()
+  weights = np.concatenate([b.example_weights for b in _Batches(generator)])
+  np.testing.assert_array_equal(weights, [0.5] * 6 + [0, 0])
+
+
+def testDatasetWorksInsideATracedLoop():
+  generator = _Input(num_epochs=1, shuffle=False)
+  dataset = generator.Dataset()
+
+  @tf.function
+  def Total():
+    total = tf.constant(0.0)
+    for batch in dataset:
+      total += tf.reduce_sum(batch.square * batch.example_weights)
+    return total
+
+  assert Total().numpy() == sum(i * i for i in range(10))
+
+
+def testFingerprintIsOfTheDataAlone():
+  fingerprint = _Input().Fingerprint()
+  assert len(fingerprint) == 16 and int(fingerprint, 16) >= 0
+  assert (
+    _Input(batch_size=7, random_seed=1, shuffle=False, num_epochs=1).Fingerprint() == fingerprint
+  )
+  assert _Input(size=11).Fingerprint() != fingerprint
+
+
+def testParamsAreCopied():
+  p = _SquaresInput.Params().Set(batch_size=4)
+  generator = p.Instantiate()
+  p.batch_size = 5
+  assert generator.params.batch_size == 4
+
+
+@pytest.mark.parametrize(
+  'params, match',
+  [
+    ({'batch_size': 0}, 'batch_size is not set'),
+    ({'batch_size': -1}, "'squares'.*batch_size: expected an integer of at least 1, got -1"),
+    ({'num_epochs': -1}, 'num_epochs'),
+    ({'num_prefetch': -2}, 'num_prefetch'),
+    ({'num_parallel_calls': 0}, 'num_parallel_calls'),
+  ],
+)
+def testBadParams(params, match):
+  with pytest.raises(ValueError, match=match):
+    _Input(name='squares', **params)
+
+
+def testBadPositionsAndEmptyData():
+  with pytest.raises(ValueError, match='start.*-1'):
+    _Input().Dataset(-1)
+  with pytest.raises(TypeError):
+    _Input().Dataset(1.5)
+  with pytest.raises(ValueError, match='data set is empty'):
+    _Input(size=0).Dataset()
+  with pytest.raises(ValueError, match='data set is empty'):
+    _Input(size=0, num_epochs=1).NumBatches()
+
+
+class _BadInput(_SquaresInput):
+  """What a field `x` must not be."""
+
+  def _Examples(self, indices):
+    return nested_map.NestedMap(x=self._Bad(indices))
+
+  def _Bad(self, indices):
+    raise NotImplementedError
+
+
+def testFieldsNeedStaticShapes():
+  class Dynamic(_BadInput):
+    def _Bad(self, indices):
+      return tf.zeros([indices.shape[0], tf.cast(indices[0], tf.int32)])
+
+  class Scalar(_BadInput):
+    def _Bad(self, indices):
+      return tf.constant(1.0)
+
+  for cls, match in ((Dynamic, "field 'x'.*static"), (Scalar, "field 'x'.*known rank")):
+    with pytest.raises(ValueError, match=match):
+      cls.Params().Set(batch_size=4).Instantiate().Dataset()
+
+
+def testFieldsMustBeWhatTheSpecSays():
+  class WrongDtype(_BadInput):
+    def _ExampleSpec(self):
+      return nested_map.NestedMap(x=tf.TensorSpec([], tf.int32))
+
+    def _Bad(self, indices):
+      return tf.cast(indices, tf.float32)
+
+  class WrongFields(WrongDtype):
+    def _Examples(self, indices):
+      return nested_map.NestedMap(y=indices)
+
+  class IntegerWeights(_SquaresInput):
+    def _Examples(self, indices):
+      return nested_map.NestedMap(weights=indices)
+
+  cases = (
+    (WrongDtype, "field 'x': expected int32 .4,., got float32"),
+    (WrongFields, "expected the fields .*'x'.*got.*'y'"),
+    (IntegerWeights, "field 'weights' holds weights"),
+  )
+  for cls, match in cases:
+    with pytest.raises(ValueError, match=match):
+      cls.Params().Set(batch_size=4).Instantiate().Dataset()
+
+
+def testAnExceptionInExamplesKeepsItsType():
+  class Raises(_SquaresInput):
+    def _ExampleSpec(self):
+      return nested_map.NestedMap(x=tf.TensorSpec([], tf.int32))
+
+    def _Examples(self, indices):
+      raise KeyError('colour')
+
+  with pytest.raises(KeyError, match='colour'):
+    Raises.Params().Set(batch_size=4).Instantiate().Dataset()
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""For tests of the installed programs: runs them as processes and reads what they leave behind."""
+
+import contextlib
+import functools
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+
+import numpy as np
+import tensorflow as tf
+from tensorboard.backend.event_processing import event_accumulator
+
+import lingvo_gpipe
+from lingvo_gpipe import checkpointer
+
+# Where `params` and `tasks` of this repository lie: the checkout, or Bazel's copy of it.
+ROOT = pathlib.Path(lingvo_gpipe.__file__).parents[1]
+
+MODEL = 'lm.stdlib.ByteTransformerGPipe2'
+# A model and data so small that the start of the process is what takes time.
+TINY = (
+  'task.num_layers:2;task.model_dim:16;task.hidden_dim:32;task.num_heads:2;task.stack.xla:False;'
+  'input.max_bytes:20000;input.batch_size:4;input.seq_len:16'
+)
+TIMEOUT = 120
+
+
+@functools.cache
+def _PackageAlone():
+  """A folder for PYTHONPATH that has lingvo_gpipe and nothing else of this repository."""
+  folder = tempfile.TemporaryDirectory(prefix='lingvo_gpipe_')
+  os.symlink(pathlib.Path(lingvo_gpipe.__file__).parent, os.path.join(folder.name, 'lingvo_gpipe'))
+  return folder  # Removed when this process ends.
+
+
+def Command(program):
+  """The installed program beside this Python if it runs the code under test, else the module."""
+  installed = pathlib.Path(sys.executable).with_name(program)
+  if installed.exists() and 'TEST_SRCDIR' not in os.environ and _IsInstalledFrom(ROOT):
+    return [str(installed)]
+  return [sys.executable, '-m', f'lingvo_gpipe.{program}']
+
+
+@functools.cache
+def _IsInstalledFrom(root):
+  """Whether this Python imports lingvo_gpipe of `root` by itself: Bazel and clones have copies."""
+  code = 'import lingvo_gpipe; print(lingvo_gpipe.__file__)'
+  done = subprocess.run(
+    [sys.executable, '-P', '-c', code], capture_output=True, text=True, timeout=TIMEOUT,
+    env=_CleanEnvironment(), cwd='/', check=False,
+  )  # fmt: skip
+  return done.stdout.strip() == str(root / 'lingvo_gpipe' / '__init__.py')
+
+
+def _CleanEnvironment():
+  """Without what hides messages from a user."""
+  drop = {'PYTHONPATH', 'TF_CPP_MIN_LOG_LEVEL', 'PYTHONSAFEPATH', 'PYTHONWARNINGS'}
+  return {name: value for name, value in os.environ.items() if name not in drop}
+
+
+def Environment(**more):
+  env = _CleanEnvironment()
+  if not _IsInstalledFrom(ROOT):
+    env['PYTHONPATH'] = _PackageAlone().name
+  return {**env, **more}
+
+
+def Run(program, *args, cwd=ROOT, timeout=TIMEOUT, command=None, more_environment=None):
+  """Runs a program to its end; its output is text. Kills it at the timeout."""
+  return subprocess.run(
+    [*(command or Command(program)), *args], cwd=cwd, timeout=timeout,
+    env=Environment(**(more_environment or {})),
+    stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
+  )  # fmt: skip
+
+
+@contextlib.contextmanager
+def Started(program, *args, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL):
+  """A running program, which is killed at the end if it still runs."""
+  process = subprocess.Popen(
+    [*Command(program), *args], cwd=cwd, env=Environment(), text=True,
+    stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
+  )  # fmt: skip
+  try:
+    yield process
+  finally:
+    if process.poll() is None:
+      process.kill()
+    process.wait(TIMEOUT)
+    if process.stdout:
+      process.stdout.close()
+
+
+def TrainArgs(logdir, max_steps, *, model=MODEL, more='', evaluate=()):
+  """Arguments of the trainer: every step has its summary."""
+  overrides = f'{TINY};task.train.summary_interval_steps:1;task.train.eval_datasets:{[*evaluate]}'
+  return [
+    f'--model={model}',
+    f'--logdir={logdir}',
+    f'--max_steps={max_steps}',
+    f'--model_params_override={overrides};{more}',
+  ]
+
+
+def Succeeded(done):
+  """Gives a finished process back if it did not fail."""
+  assert done.returncode == 0, f'{done.returncode}\n{done.stdout}\n{done.stderr}'
+  return done
+
+
+def Messages(stderr):
+  """The lines for people: not those that absl logs for information."""
+  return [line for line in stderr.splitlines() if not re.match(r'I\d{4} ', line)]
+
+
+def Steps(logdir):
+  """The steps of the committed checkpoints."""
+  return [info.step for info in checkpointer.Checkpointer(os.path.join(logdir, 'train')).All()]
+
+
+def Tensors(logdir, step):
+  """{name: array} of all that the checkpoint of a step holds."""
+  infos = checkpointer.Checkpointer(os.path.join(logdir, 'train')).All()
+  (info,) = [info for info in infos if info.step == step]
+  reader = tf.train.load_checkpoint(info.prefix)
+  return {name: reader.get_tensor(name) for name in info.tensors}
+
+
+def AssertSameTensors(got, expected):
+  """Bit by bit."""
+  assert got.keys() == expected.keys()
+  different = [
+    name for name in got
+    if got[name].dtype != expected[name].dtype or got[name].tobytes() != expected[name].tobytes()
+  ]  # fmt: skip
+  assert not different
+
+
+def Scalars(directory):
+  """{tag: [(step, value), ...]} as TensorBoard reads the directory, nothing left out."""
+  events = event_accumulator.EventAccumulator(
+    str(directory), size_guidance={event_accumulator.TENSORS: 0}, purge_orphaned_data=False
+  )
+  events.Reload()
+  return {
+    tag: [(e.step, np.float32(tf.make_ndarray(e.tensor_proto))) for e in events.Tensors(tag)]
+    for tag in events.Tags()['tensors']
+  }

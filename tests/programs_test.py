@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the programs do in cases that are hard to reach from outside the process."""
+
+import os
+import signal
+import sys
+import types
+
+import pytest
+import tensorflow as tf
+
+from lingvo_gpipe import checkpointer, cluster, nested_map, params_text, programs, registry
+from lingvo_gpipe import task as task_lib
+from tests import processes
+
+
+def _ModelParams(dataset='Train', more=''):
+  params = registry.GetParams(processes.MODEL, dataset)
+  params.ApplyOverrides(params_text.ParseOverrides(f'{processes.TINY};{more}'))
+  params.task.train.eval_datasets = []
+  return params
+
+
+def _Program(logdir, params, stop=None, input_params=None):
+  return programs.TrainProgram(
+    params,
+    str(logdir),
+    cluster.Cluster.Create(2, platform='cpu'),
+    input_params or (lambda name: _ModelParams(name).input),
+    stop or programs.StopRequest(),
+  )
+
+
+def testMistakeInAnEvaluationShowsBeforeTraining(tmp_path):
+  params = _ModelParams()
+  params.task.train.eval_datasets = ['Test', 'Tset']
+
+  def InputParams(name):
+    return registry.GetParams(processes.MODEL, name).input
+
+  with pytest.raises(LookupError, match='Tset'):
+    _Program(tmp_path, params, input_params=InputParams)
+
+
+def testUnwritableLogDirectoryShowsBeforeWeightsAreMade(tmp_path, monkeypatch):
+  (tmp_path / 'file').write_text('')
+  monkeypatch.setattr(programs.runner, 'TaskRunner', None)
+  with pytest.raises(OSError, match='Cannot write'):
+    _Program(tmp_path / 'file' / 'run', _ModelParams())
+
+
+def testDescriptionOfAnotherModelsRunStays(tmp_path):
+  params = _ModelParams(more='task.train.max_steps:1')
+  assert _Program(tmp_path, params).Run() == 0
+  described = {name: (tmp_path / name).read_text() for name in ('params.txt', 'model_analysis.txt')}
+  other = _ModelParams(more='task.hidden_dim:64;task.train.max_steps:2')
+  with pytest.raises(ValueError, match='does not fit.*another shape'):
+    _Program(tmp_path, other).Run()
+  assert {name: (tmp_path / name).read_text() for name in described} == described
+
+
+def testTheEndOfTheDataEndsTheRunAndSaves(tmp_path, capsys):
+  # 500 bytes are 32 examples of 16, the last one partly: 8 batches of 4.
+  params = _ModelParams(more='input.num_epochs:1;input.max_bytes:500;task.train.max_steps:100')
+  assert _Program(tmp_path, params).Run() == 0
+  said = 'stopped by the end of the data after step 8; the checkpoint is saved\n'
+  assert capsys.readouterr().out.endswith(said)
+  assert processes.Steps(tmp_path) == [8]
+  assert _Program(tmp_path, params).Run() == 0
+  assert capsys.readouterr().out.endswith(said)
+  assert processes.Steps(tmp_path) == [8]
+
+
+def testSignalInTheLastStepLeavesWithoutEvaluation(tmp_path, capsys, monkeypatch):
+  params = _ModelParams(more='task.train.max_steps:1')
+  params.task.train.eval_datasets = ['Test']
+  stop = programs.StopRequest()
+  program = _Program(tmp_path, params, stop)
+  save = checkpointer.Checkpointer.Save
+
+  def SignalDuringSave(self, *args):
+    stop.signal = signal.SIGTERM
+    return save(self, *args)
+
+  monkeypatch.setattr(checkpointer.Checkpointer, 'Save', SignalDuringSave)
+  assert program.Run() == 143
+  out = capsys.readouterr().out
+  assert 'stopped by SIGTERM after step 1; the checkpoint is saved' in out and 'Test' not in out
+  assert processes.Steps(tmp_path) == [1]
+
+
+class _Numbers:
+  """An input of 10 batches of one example."""
+
+  @classmethod
+  def Params(cls):
+    params = types.SimpleNamespace(batch_size=1)
+    params.Copy = lambda: params
+    params.Set = lambda **unused: params
+    params.Instantiate = lambda: cls(params)
+    return params
+
+  def __init__(self, params):
+    self.params = params
+
+  def Dataset(self):
+    return tf.data.Dataset.range(10).map(lambda i: nested_map.NestedMap(i=i))
+
+
+class _Runner:
+  """Counts batches; sends the signal at one of them, if told to."""
+
+  def __init__(self, stop=None, at=-1, limit=0, decoded=None):
+    self.seen = []
+    self._stop, self._at = stop, at
+    self.task = types.SimpleNamespace(
+      params=types.SimpleNamespace(eval=task_lib.EvalParams().Set(samples_per_summary=limit)),
+      Report=lambda values, input_generator: '',
+      Decode=lambda batch: decoded or {},
+    )
+
+  def Evaluate(self, batches):
+    for batch in batches:
+      self.seen.append(int(batch.i))
+      if self.seen[-1] == self._at:
+        self._stop.signal = signal.SIGINT
+    return {'loss': (1.5, len(self.seen))}
+
+
+@pytest.mark.parametrize('limit, count', [(0, 10), (3, 3)])
+def testEvaluatesTheWholeDataSetOrItsBeginning(tmp_path, limit, count):
+  runner = _Runner(limit=limit)
+  evaluation = programs.Evaluation(
+    runner, _Numbers.Params(), 'Dev', str(tmp_path), programs.StopRequest()
+  )
+  assert evaluation.Run(7) == {'loss': 1.5}
+  assert runner.seen == list(range(count))
+  assert (tmp_path / 'eval_dev' / 'score-00000007.txt').read_text() == 'loss: 1.5\n'
+
+
+def testSignalEndsAnEvaluationBetweenBatches(tmp_path, capsys):
+  stop = programs.StopRequest()
+  runner = _Runner(stop, at=3)
+  evaluation = programs.Evaluation(runner, _Numbers.Params(), 'Test', str(tmp_path), stop)
+  assert evaluation.Run(7) is None
+  assert runner.seen == [0, 1, 2, 3]
+  assert capsys.readouterr().out == 'Test at step 7: stopped by SIGINT, no result\n'
+  assert os.listdir(tmp_path) == []
+
+
+def testSampleDoesNotSteerTheTerminal(tmp_path, capsys):
+  runner = _Runner(decoded={'continuation': 'a\x1b[2Jb\x07\n\tc\x00é\r\ufffd'})
+  programs.Evaluation(
+    runner, _Numbers.Params(), 'Test', str(tmp_path), programs.StopRequest()
+  ).PrintSample()
+  shown = capsys.readouterr().out
+  assert shown == '--- continuation\na\ufffd[2Jb\ufffd\n\tc\ufffdé\ufffd\ufffd\n'
+
+
+def testEvaluatorTakesTheNewerCheckpointWhereItsOneIsRemoved(tmp_path, monkeypatch):
+  params = _ModelParams(more='task.train.max_steps:1;task.train.save_max_to_keep:1')
+  assert _Program(tmp_path, params).Run() == 0
+  params.task.train.max_steps = 2
+  program = programs.EvalProgram(
+    _ModelParams('Test'), str(tmp_path), cluster.Cluster.Create(2, platform='cpu'), 'Test',
+    programs.StopRequest(),
+  )  # fmt: skip
+  latest = checkpointer.Checkpointer.Latest
+
+  def ThenTrainOn(self):
+    found = latest(self)
+    assert _Program(tmp_path, params).Run() == 0
+    return found
+
+  monkeypatch.setattr(checkpointer.Checkpointer, 'Latest', ThenTrainOn)
+  assert program.Run(once=True) == 0
+  assert os.path.exists(tmp_path / 'eval_test' / 'score-00000002.txt')
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Language models: loss, masks, causality, bits per byte, generation."""
+
+import functools
+import math
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_gpipe import nested_map, runner
+from lingvo_gpipe.layers import embedding
+from tasks.lm import model
+
+_BATCH, _TIME, _VOCAB, _DIM, _HIDDEN = 4, 7, 13, 8, 12
+
+
+def _Params(cls=model.TransformerLm, **settings):
+  p = cls.Params().Set(
+    name='lm',
+    vocab_size=_VOCAB,
+    model_dim=_DIM,
+    hidden_dim=_HIDDEN,
+    num_heads=2,
+    num_layers=2,
+    random_seed=1,
+  )
+  p.stack.Set(num_stages=2, num_micro_batches=2, xla=False)
+  return p.Set(**settings)
+
+
+def _Batch(seed=0, vocab_size=_VOCAB):
+  rng = np.random.default_rng(seed)
+  ids = rng.integers(0, vocab_size, [_BATCH, _TIME + 1]).astype(np.int32)
+  weights = rng.integers(0, 2, [_BATCH, _TIME]).astype(np.float32)
+  weights[0, 0] = 1.0
+  weights[3] = 0.0
+  return nested_map.NestedMap(
+    ids=tf.constant(ids[:, :-1]), labels=tf.constant(ids[:, 1:]), weights=tf.constant(weights)
+  )
+
+
+def _Spec(batch):
+  return batch.Transform(lambda t: tf.TensorSpec(t.shape, t.dtype))
+
+
+@functools.cache
+def _Run(cls=model.TransformerLm):
+  """A runner with a trained-looking model: weights are not those of the start."""
+  devices = [d.name for d in tf.config.list_logical_devices('CPU')]
+  vocab_size = 256 if cls is model.ByteTransformerLm else _VOCAB
+  p = _Params(cls, vocab_size=vocab_size)
+  run = runner.TaskRunner(p.Instantiate(), devices, _Spec(_Batch()), with_learner=False)
+  rng = np.random.default_rng(3)
+  for v in run.task.variables:
+    v.assign(v + rng.normal(size=v.shape, scale=0.3))
+  return run
+
+
+def _Logits(ids):
+  return _Run().task.pipeline.Predict(tf.constant(ids)).numpy()
+
+
+def _CrossEntropy(logits, labels):
+  """Of each position, in float64."""
+  logits = logits.astype(np.float64)
+  logits = logits - logits.max(axis=-1, keepdims=True)
+  log_probs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+  return -np.take_along_axis(log_probs, labels[..., np.newaxis], axis=-1)[..., 0]
+
+
+def testLossIsTheCrossEntropyOfTheWeightedPositions():
+  rng = np.random.default_rng(1)
+  batch = _Batch()
+  logits = rng.normal(size=[_BATCH, _TIME, _VOCAB], scale=3.0).astype(np.float32)
+  task = _Params().Instantiate()
+  metrics, per_example = task.ComputeLoss(nested_map.NestedMap(), tf.constant(logits), batch)
+  weights = batch.weights.numpy()
+  xent = _CrossEntropy(logits, batch.labels.numpy())
+  total = weights.sum()
+  loss = (xent * weights).sum() / total
+  right = (logits.argmax(-1) == batch.labels.numpy()) * weights
+  expected = {
+    'loss': loss,
+    'bits_per_token': loss / math.log(2),
+    'accuracy': right.sum() / total,
+  }
+  assert metrics.keys() == expected.keys()
+  for name, value in expected.items():
+    assert float(metrics[name][0]) == pytest.approx(value, rel=1e-5), name
+    assert float(metrics[name][1]) == total
+  np.testing.assert_allclose(per_example['xent'].numpy(), (xent * weights).sum(-1), rtol=1e-5)
+  assert float(task.LossWeight(task.LossInputs(batch))) == total
+  assert 0 < expected['accuracy'] < 1
+
+
+def testLossOfNothingIsZeroAndSoIsItsGradient():
+  """A micro-batch of padding alone must not poison the mean."""
+  batch = _Batch()
+  batch.weights = tf.zeros_like(batch.weights)
+  logits = tf.zeros([_BATCH, _TIME, _VOCAB])
+  with tf.GradientTape() as tape:
+    tape.watch(logits)
+    metrics, _ = _Params().Instantiate().ComputeLoss(nested_map.NestedMap(), logits, batch)
+    loss = metrics['loss'][0]
+  assert {float(x) for pair in metrics.values() for x in pair} == {0.0}
+  np.testing.assert_array_equal(tape.gradient(loss, logits).numpy(), 0.0)
+
+
+def testLossInHalfPrecisionAgreesWithTheLossWeight():
+  """bfloat16 counts exactly up to 256 only: the weights are summed in float32."""
+  task = _Params(fprop_dtype=tf.bfloat16).Instantiate()
+  batch = nested_map.NestedMap(
+    labels=tf.zeros([16, 67], tf.int32), weights=tf.ones([16, 67], tf.float32)
+  )
+  logits = tf.zeros([16, 67, _VOCAB], tf.bfloat16)
+  metrics, _ = task.ComputeLoss(nested_map.NestedMap(), logits, batch)
+  assert float(metrics['loss'][1]) == float(task.LossWeight(batch)) == 16 * 67
+  assert float(metrics['loss'][0]) == pytest.approx(math.log(_VOCAB), rel=1e-3)
+
+
+def testEvaluationIsTheFormulaOfTheWholeModel():
+  """Through stages, micro-batches and weights: the mean over all weighted tokens."""
+  batches = [_Batch(seed) for seed in range(3)]
+  result = _Run().Evaluate(batches)
+  xent, weights = [], []
+  for batch in batches:
+    xent.append(_CrossEntropy(_Logits(batch.ids.numpy()), batch.labels.numpy()))
+    weights.append(batch.weights.numpy())
+  expected = np.sum(np.multiply(xent, weights)) / np.sum(weights)
+  assert result['loss'][0] == pytest.approx(expected, rel=1e-5)
+  assert result['loss'][1] == np.sum(weights)
+  assert result['bits_per_token'][0] == pytest.approx(expected / math.log(2), rel=1e-5)
+
+
+def testTheFutureIsNotSeen():
+  """Changing token t changes the logits from t on, and none before."""
+  ids = _Batch().ids.numpy()
+  before = _Logits(ids)
+  for t in range(_TIME):
+    changed = ids.copy()
+    changed[:, t] = (changed[:, t] + 1) % _VOCAB
+    after = _Logits(changed)
+    np.testing.assert_array_equal(after[:, :t], before[:, :t])
+    assert np.all(np.any(after[:, t] != before[:, t], axis=-1))
+    # And it matters for all that follows.
+    assert np.all(np.any(after[:, t:] != before[:, t:], axis=(0, 2)))
+
+
+def testExamplesDoNotSeeEachOther():
+  ids = _Batch().ids.numpy()
+  changed = ids.copy()
+  changed[1] = (changed[1] + 1) % _VOCAB
+  same = [0, 2, 3]
+  np.testing.assert_array_equal(_Logits(changed)[same], _Logits(ids)[same])
+
+
+def testPositionsMatter():
+  ids = np.full([2, _TIME], 3, np.int32)
+  logits = _Logits(ids)
+  assert not np.allclose(logits[:, 0], logits[:, 1])
+
+
+def testBitsPerByte():
+  run = _Run(model.ByteTransformerLm)
+  result = run.Evaluate([_Batch(5, 256)])
+  assert set(result) == {'loss', 'bits_per_byte', 'accuracy'}
+  assert result['bits_per_byte'][0] == pytest.approx(result['loss'][0] / math.log(2), rel=1e-6)
+  assert result['bits_per_byte'][1] == result['loss'][1]
+
+  class Input:
+    def ByteEntropy(self):
+      return 4.75
+
+  text = run.task.Report({'bits_per_byte': 3.25}, Input())
+  assert '3.250 bits per byte' in text and '4.750' in text
+
+
+@pytest.mark.parametrize('batch', [1, 3])
+def testGreedyGenerationIsTheStepByStepArgmax(batch):
+  prompt = _Batch().ids.numpy()[:batch]
+  made = _Run().task.Generate(prompt, 5, temperature=0.0)
+  text = prompt
+  for _ in range(5):
+    logits = _Logits(text[:, -_TIME:])[:, -1]
+    text = np.concatenate([text, logits.argmax(-1)[:, np.newaxis]], axis=1).astype(np.int32)
+  np.testing.assert_array_equal(made, text[:, _TIME:])
+  assert made.dtype == np.int32
+
+
+def testSamplingFollowsTheSoftmax():
+  """Relative frequencies of the first token against the probabilities, and the seed."""
+  task = _Run().task
+  prompt = np.repeat(_Batch().ids.numpy()[:1], 4000, axis=0)
+  made = task.Generate(prompt, 1, temperature=1.5, seed=7)
+  np.testing.assert_array_equal(made, task.Generate(prompt, 1, temperature=1.5, seed=7))
+  assert not np.array_equal(made, task.Generate(prompt, 1, temperature=1.5, seed=8))
+  logits = _Logits(prompt[:1])[0, -1].astype(np.float64) / 1.5
+  probabilities = np.exp(logits) / np.exp(logits).sum()
+  counts = np.bincount(made[:, 0], minlength=_VOCAB) / len(made)
+  # Four standard deviations of each count.
+  limit = 4 * np.sqrt(probabilities * (1 - probabilities) / len(made)) + 1e-3
+  assert np.all(np.abs(counts - probabilities) < limit)
+
+
+def testGenerateNothing():
+  made = _Run().task.Generate(_Batch().ids.numpy(), 0)
+  assert (made.shape, made.dtype) == ((_BATCH, 0), np.int32)
+
+
+def testDecodeIsText():
+  decoded = _Run(model.ByteTransformerLm).task.Decode(_Batch(2, 256))
+  assert set(decoded) == {'prompt', 'continuation'}
+  assert all(isinstance(text, str) and text for text in decoded.values())
+  ascii_batch = nested_map.NestedMap(ids=tf.constant([list(b'def f()')], tf.int32))
+  assert _Run(model.ByteTransformerLm).task.Decode(ascii_batch)['prompt'] == 'def f()'
+
+
+def testNumberOfParameters():
+  """By hand: embedding, two layers (attention, feed-forward, two norms), norm, softmax."""
+  attention = 4 * (_DIM * _DIM + _DIM)
+  feed_forward = _DIM * _HIDDEN + _HIDDEN + _HIDDEN * _DIM + _DIM
+  norm = 2 * _DIM
+  softmax = _DIM * _VOCAB + _VOCAB
+  expected = _VOCAB * _DIM + 2 * (attention + feed_forward + 2 * norm) + norm + softmax
+  task = _Params().Instantiate()
+  assert task.NumParams() == expected
+  with pytest.raises(ValueError, match='no variables yet'):
+    _ = task.vars
+  # The input's dropout is a layer, without weights.
+  assert _Params(input_dropout_prob=0.1).Instantiate().NumParams() == expected
+
+
+def testParamsReachTheLayers():
+  p = _Params(
+    residual_dropout_prob=0.1, atten_dropout_prob=0.2, relu_dropout_prob=0.3, input_dropout_prob=0.4
+  )
+  p.stack.num_micro_batches = 4
+  task = p.Instantiate()
+  stack = task.stack
+  assert stack.params.num_micro_batches == 4
+  kinds = [type(layer).__name__ for layer in stack.layers]
+  assert kinds == [
+    'EmbeddingLayer',
+    'PositionalEmbeddingLayer',
+    'DropoutLayer',
+    'TransformerLayer',
+    'TransformerLayer',
+    'LayerNorm',
+    'SimpleFullSoftmax',
+  ]
+  assert stack.layers[2].params.keep_prob == pytest.approx(0.6)
+  assert all(layer.params.is_causal for layer in stack.layers[3:5])
+  assert isinstance(stack.layers[-1], embedding.SimpleFullSoftmax)
+  assert stack.params.random_seed == 1
+  assert _Params().FromText(p.ToText()) == p
+
+
+@pytest.mark.parametrize('name, value', [('ids', -1), ('ids', _VOCAB), ('labels', _VOCAB)])
+def testIdsOutOfRangeAreRefused(name, value):
+  batch = _Batch()
+  task = _Run().task
+  task.CheckBatch(batch)
+  values = batch[name].numpy()
+  values[2, 3] = value
+  batch[name] = tf.constant(values)
+  with pytest.raises(ValueError, match=rf'lm: {name} must lie in \[0, 13\), got .*{value}'):
+    task.CheckBatch(batch)
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The standard library as a corpus: the real one of this Python, and small fakes."""
+
+import pathlib
+import sys
+import sysconfig
+
+import numpy as np
+import pytest
+
+from tasks.lm import stdlib_input
+
+_SPLITS = ('train', 'dev', 'test')
+
+
+def _Input(**kwargs):
+  return stdlib_input.StdlibInput.Params().Set(batch_size=4, **kwargs).Instantiate()
+
+
+@pytest.fixture(scope='module')
+def real():
+  return {split: _Input(split=split) for split in _SPLITS}
+
+
+@pytest.fixture
+def fake_root(tmp_path):
+  for i in range(200):
+    path = tmp_path / f'package{i % 7}' / f'module{i}.py'
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f'VALUE = {i}\n')
+  return tmp_path
+
+
+def testSplitsAreDisjointAndCoverTheSources(real):
+  files = {split: generator.Files() for split, generator in real.items()}
+  together = sum(files.values(), [])
+  assert len(set(together)) == len(together)
+  root = pathlib.Path(sysconfig.get_path('stdlib'))
+  skipped = ('site-packages', 'dist-packages', '__pycache__')
+  expected = {
+    str(path)
+    for path in root.rglob('*.py')
+    if path.is_file() and not any(part in skipped for part in path.relative_to(root).parts)
+  }
+  assert set(together) == expected
+  for split in _SPLITS:
+    names = [real[split].DocumentName(path) for path in files[split]]
+    assert names == sorted(names) and len(names) > 5
+    assert all(stdlib_input.SplitOf(name) == split for name in names)
+  share = len(files['train']) / len(together)
+  assert 0.85 < share < 0.95
+
+
+def testSizesAndEntropyArePlausible(real):
+  # A stripped library (a slim image, say, without its tests) is smaller than a full one's 30 MB.
+  assert 3e6 < real['train'].NumBytes() < 2e8
+  for split in ('dev', 'test'):
+    assert 0.005 < real[split].NumBytes() / real['train'].NumBytes() < 0.25
+  for generator in real.values():
+    assert 3.0 < generator.ByteEntropy() < 6.0
+
+
+def testBatchesHoldSourceText(real):
+  generator = _Input(split='dev', shuffle=False, num_epochs=1, seq_len=256)
+  batch = next(generator.Dataset().as_numpy_iterator())
+  text = real['dev'].Text()[: 4 * 256]
+  np.testing.assert_array_equal(batch.labels.ravel(), text)
+  first = pathlib.Path(generator.Files()[0]).read_bytes()[:1024]
+  assert text[: len(first)].tobytes() == first
+
+
+def testFingerprintsDiffer(real):
+  fingerprints = {generator.Fingerprint() for generator in real.values()}
+  assert len(fingerprints) == 3
+  assert _Input(split='dev').Fingerprint() == real['dev'].Fingerprint()
+
+
+def testSplitDependsOnTheNameAlone():
+  # Pinned: a file that changed its split would leak held-out text into a later training run.
+  names = ('abc.py', 'json/decoder.py', 'ast.py')
+  assert [stdlib_input.SplitOf(name) for name in names] == ['train', 'dev', 'test']
+  counts = {split: 0 for split in _SPLITS}
+  for i in range(4000):
+    counts[stdlib_input.SplitOf(f'package/module{i}.py')] += 1
+  assert abs(counts['train'] / 4000 - 0.90) < 0.02
+  assert abs(counts['dev'] / 4000 - 0.05) < 0.02
+
+
+def testPackagesAndCachesAreSkipped(fake_root):
+  def Names():
+    return [_Input(split=s, root=str(fake_root)).Files() for s in _SPLITS]
+
+  before = Names()
+  for directory in ('site-packages', 'dist-packages/x', 'package1/__pycache__'):
+    (fake_root / directory).mkdir(parents=True)
+    for i in range(40):
+      (fake_root / directory / f'other{i}.py').write_text('x')
+  (fake_root / 'notes.txt').write_text('x')
+  (fake_root / 'directory.py').mkdir()
+  (fake_root / 'dangling.py').symlink_to(fake_root / 'nowhere')
+  assert Names() == before
+
+
+def testFingerprintDoesNotFollowTheRoot(fake_root, tmp_path_factory):
+  copy = tmp_path_factory.mktemp('copy') / 'lib'
+  fingerprint = _Input(root=str(fake_root)).Fingerprint()
+  fake_root.rename(copy)
+  assert _Input(root=str(copy)).Fingerprint() == fingerprint
+  path = _Input(root=str(copy)).Files()[3]
+  pathlib.Path(path).write_text('VALUE = None\n')
+  assert _Input(root=str(copy)).Fingerprint() != fingerprint
+
+
+def testErrors(tmp_path, fake_root):
+  empty = tmp_path / 'python311.zip'
+  with pytest.raises(ValueError, match='no .py file below .*python311.zip.*zip archive'):
+    _Input(root=str(empty)).Dataset()
+  (tmp_path / 'one').mkdir()
+  (tmp_path / 'one' / 'only.py').write_text('x')
+  other = 'dev' if stdlib_input.SplitOf('only.py') == 'train' else 'train'
+  with pytest.raises(ValueError, match=f"none of the 1 files below .* is in '{other}'"):
+    _Input(root=str(tmp_path / 'one'), split=other).Dataset()
+  with pytest.raises(ValueError, match="split: expected train or dev or test, got 'Test'"):
+    _Input(split='Test')
+  with pytest.raises(ValueError, match='file_pattern has no effect'):
+    _Input(file_pattern='*.txt')
+
+
+def testMaxBytesMakesASmallCorpus():
+  generator = _Input(max_bytes=10_000)
+  assert generator.NumBytes() == 10_000
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

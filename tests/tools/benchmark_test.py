@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark runs, and its table and lines are complete; how fast anything was is not tested."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from lingvo_gpipe.pipeline import schedules
+from tests import processes
+from tools.benchmarking import configuration, report, standalone
+
+_PROGRAM = [sys.executable, str(processes.ROOT / 'tools' / 'benchmark.py')]
+_TINY = [
+  '--size=a.dim=16', '--size=a.layers=4', '--size=a.batch=8', '--repeats=2',
+  '--seconds=0', '--num_micro_batches=2',
+]  # fmt: skip
+
+
+def _Run(*args, **options):
+  return processes.Run('benchmark', *args, command=_PROGRAM, **options)
+
+
+def _Config(**changes):
+  common = {
+    'system': 'lingvo_gpipe',
+    'workload': 'a',
+    'sizes': {'layers': 4},
+    'num_stages': 2,
+    'num_micro_batches': 4,
+    'schedule': 'gpipe',
+    'remat_policy': 'stage',
+    'xla': True,
+    'num_cores': 2,
+    'repeats': 3,
+    'seconds': 0.0,
+  }
+  return configuration.Configuration(**{**common, **changes})
+
+
+def testATinyRunForReal(tmp_path):
+  output = tmp_path / 'results.jsonl'
+  done = _Run(
+    *_TINY, '--workloads=a', '--schedules=1f1b_fused', '--xla=off', f'--output={output}',
+    '--peer=torch', '--peer_python=/no/such/python',
+  )  # fmt: skip
+  lines = processes.Succeeded(done).stdout.splitlines()
+  assert lines[0].startswith('--peer=torch: /no/such/python has no torch')
+  assert 'pip install torch' in lines[0]
+  start = lines.index('workload (a): layers 4, dim 16, batch 8')
+  for column in report.COLUMNS:
+    assert column in lines[start + 1]
+  rows = [line.split() for line in lines[start + 2 :]]
+  assert [row[1:7] for row in rows] == [
+    ['1', '2', 'gpipe', 'stage', 'off', '1'],
+    ['1', '2', 'gpipe', 'stage', 'off', '2'],
+    ['2', '2', '1f1b_fused', 'stage', 'off', '2'],
+  ] or len(rows) == 3  # On a machine of one core the count of cores differs.
+  for row in rows:
+    assert len(row) == len(report.COLUMNS)
+    assert row[11].endswith('%') and row[12].endswith('%')
+    assert row[13] == '-'
+  results = [json.loads(line) for line in output.read_text().splitlines()]
+  assert len(results) == 3
+  for line in results:
+    result = line['result']
+    assert len(result['steps']) == 2 and min(result['steps']) > 0
+    assert result['memory_mib'] > result['memory_before_mib'] > 0
+    assert 0 < result['simulated_best'] <= result['simulated_median']
+  fused = results[2]['result']['actions']
+  assert fused['F'][0] > 0 and fused['B'][0] > 0 and fused['V'][0] == 0
+  assert fused['F'][1] == 0 and fused['B'][1] == 0 and fused['V'][1] > 0
+  assert len(fused['update']) == 2
+
+
+def _Worker(config):
+  """The result of a worker process."""
+  done = subprocess.run(
+    [sys.executable, '-m', 'tools.benchmarking.worker', config.ToJson()],
+    cwd=processes.ROOT, capture_output=True, text=True, timeout=processes.TIMEOUT, check=False,
+  )  # fmt: skip
+  return json.loads(processes.Succeeded(done).stdout.splitlines()[-1])
+
+
+_SIZES_B = {'layers': 1, 'dim': 8, 'batch': 4, 'time': 4, 'vocab': 11, 'heads': 2}
+
+
+@pytest.mark.parametrize(
+  'changes, letters',
+  [
+    ({'schedule': 'zb_h1', 'remat_policy': 'none'}, {'F', 'I', 'W'}),
+    ({'schedule': '1f1b', 'remat_policy': 'except_last'}, {'F', 'B', 'b'}),
+  ],
+)
+def testWorkloadBAndEveryKindOfAction(changes, letters):
+  config = _Config(workload='b', sizes=_SIZES_B, num_micro_batches=2, repeats=1, xla=False)
+  config = type(config)(**{**vars(config), **changes})
+  actions = _Worker(config)['actions']
+  assert actions.keys() == letters | {'update'}
+  for times in actions.values():
+    assert len(times) == 2 and min(times) > 0
+
+
+# ---- what the figures mean -----------------------------------------------------------------------
+
+
+def testSimulatedTimes():
+  times = standalone.Times({'F': [[1.0, 2.0]] * 2, 'B': [[3.0, 4.0]] * 2}, [[0.5, 0.7]] * 2)
+  schedule = schedules.Get('gpipe', 2, 4)
+  # (M + K - 1)(F + B) + update.
+  assert times.Simulate(schedule, min) == pytest.approx(5 * 4.0 + 0.5)
+  assert times.Simulate(schedule, max) == pytest.approx(5 * 6.0 + 0.7)
+  # All micro-batches but the last one recompute; one stage, so that nothing overlaps.
+  times = standalone.Times({'F': [[1.0]], 'B': [[3.0]], 'b': [[2.0]]}, [[0.0]])
+  assert times.Simulate(schedules.Get('gpipe', 1, 4), min) == pytest.approx(4 * 1 + 3 * 3 + 2)
+  fused = {'F': [[1.0], [0.0]], 'B': [[3.0], [0.0]], 'V': [[0.0], [3.0]]}
+  times = standalone.Times(fused, [[0.0], [0.0]])
+  assert times.Simulate(schedules.Get('fused_fill_drain', 2, 1), min) == pytest.approx(7.0)
+
+
+def _Result(*steps, **more):
+  return {
+    'steps': steps, 'cores': 2, 'memory_mib': 100.0, 'trace_seconds': 1.0, 'compile_seconds': 2.0,
+    **more,
+  }  # fmt: skip
+
+
+def _Cells(config, results):
+  return dict(zip(report.COLUMNS, report.Row(config, results), strict=True))
+
+
+def testRatios():
+  pinned, free = _Config(num_stages=1, num_cores=1), _Config(num_stages=1)
+  piped, torch = _Config(), _Config(system='torch', xla=False)
+  results = [
+    (pinned, _Result(8.0, 9.0)),
+    (free, _Result(6.0)),
+    (_Config(num_stages=1, num_cores=1, xla=False), _Result(1.0)),
+    (piped, _Result(5.5, 5.0, 6.0, simulated_best=4.5, simulated_median=5.0)),
+    (torch, _Result(6.0, 7.0)),
+    (_Config(system='torch', xla=False, schedule='1f1b'), _Result(5.5)),
+    (_Config(system='torch', xla=False, remat_policy='none'), _Result(1.0)),
+  ]
+  cells = _Cells(piped, results)
+  assert cells['best s'] == '5' and cells['median s'] == '5.5'
+  assert cells['speed-up'] == '1.60' and cells['KM/(M+K-1)'] == '1.60'
+  assert cells['eff. best'] == '90.0%' and cells['eff. median'] == '90.9%'
+  assert cells['vs peer'] == '1.10'
+  assert _Cells(free, results)['speed-up'] == '1.33'
+  assert _Cells(free, results)['vs peer'] == '-'
+  cells = _Cells(torch, results)
+  assert {cells[c] for c in ('speed-up', 'eff. best', 'vs peer', 'xla')} == {'-'}
+  assert report.Table(results).count('\n') == len(results) + 1
+
+
+def testGrid():
+  grid = configuration.Grid(
+    workloads=['a', 'b'],
+    sizes=['b.batch=8'],
+    num_stages=[1, 2],
+    num_micro_batches=[4, 8],
+    schedules=['gpipe', '1f1b'],
+    remat_policies=['stage', 'except_last'],
+    xla=[True, False],
+    repeats=3,
+    seconds=1.0,
+    peer='torch',
+  )
+  assert len(set(map(configuration.Configuration.ToJson, grid))) == len(grid)
+  # With K=1 pinned and free; two schedules with K=2; each with XLA on and off; torch cannot except.
+  assert len(grid) == 2 * 2 * (2 * (2 + 2) * 2 + 2)
+  assert {c.num_cores for c in grid if c.num_stages == 1} == {1, 2}
+  assert {c.sizes['batch'] for c in grid if c.workload == 'b'} == {8}
+  assert all(configuration.Configuration.FromJson(c.ToJson()) == c for c in grid)
+
+
+def testThePlot(tmp_path):
+  pytest.importorskip('matplotlib')
+  pinned, piped = _Config(num_stages=1, num_cores=1), _Config()
+  path = tmp_path / 'plot.png'
+  report.Plot([(pinned, _Result(8.0)), (piped, _Result(5.0))], str(path))
+  assert path.read_bytes().startswith(b'\x89PNG')
+
+
+@pytest.mark.parametrize(
+  'flag, message',
+  [
+    ('--schedules=gpip', r"--schedules: unknown 'gpip'; expected some of 1f1b, "),
+    ('--workloads=c', r"--workloads: unknown 'c'"),
+    ('--num_micro_batches=0', r'--num_micro_batches: expected positive numbers'),
+    ('--size=a.depth=3', r"size 'a.depth=3': expected <name>=<number>, name one of a.layers"),
+    ('both', r"unexpected argument 'both'"),
+    ('--num_micro_batches=300', r'a batch of 256 has no such M'),
+  ],
+)
+def testMistakes(flag, message):
+  done = _Run(flag)
+  assert done.returncode == 2
+  (line,) = done.stderr.splitlines()
+  assert message in line
+
+
+def testHelpNamesTheFlagsOfTheGuide():
+  text = processes.Succeeded(_Run('--help')).stdout
+  guide = (processes.ROOT / 'docs' / 'performance.md').read_text()
+  named = set(re.findall(r'(?<![\w-])--([a-z_]+)', guide)) - {'help', 'model', 'dtype'}
+  assert named
+  for flag in named:
+    assert f'  --{flag}: ' in text
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The program `tools.verify`: its exit status says whether an experiment's pipeline is right."""
+
+import re
+import sys
+
+import pytest
+
+from tests import processes
+
+_PROGRAM = str(processes.ROOT / 'tools' / 'verify.py')
+
+
+def _Run(*args, **options):
+  return processes.Run('verify', *args, command=[sys.executable, _PROGRAM], **options)
+
+
+def testAnExperimentAgrees():
+  done = _Run(
+    f'--model={processes.MODEL}', '--dtype=float64', '--step=3', '--num_worst=2',
+    f'--model_params_override={processes.TINY};task.atten_dropout_prob:0.1',
+  )  # fmt: skip
+  out = processes.Succeeded(done).stdout
+  assert 'K=2 stages, M=4 micro-batches' in out
+  assert re.search(r'^EQUAL: float64', out, re.MULTILINE)
+  assert out.count('relative ') == 5  # Two lines on each scale, and one heading.
+  assert processes.Messages(done.stderr) == []
+
+
+_PROJECT_TASK = '''
+"""A language model whose loss weight is wrong."""
+import tensorflow as tf
+
+from lingvo_gpipe import task
+from lingvo_gpipe.layers import linear
+from lingvo_gpipe.pipeline import pipelining_layer
+
+
+class WrongTask(task.BaseTask):
+  def __init__(self, params):
+    super().__init__(params)
+    layer = linear.ProjectionLayer.Params().Set(input_dim=4, output_dim=4, activation='TANH')
+    stack = pipelining_layer.PipeliningLayer.Params().Set(
+      num_stages=2, num_micro_batches=2, xla=False, sub=[layer, layer]
+    )
+    self.CreateChild('stack', stack)
+
+  def PipelineInputs(self, input_batch):
+    return (input_batch.x,)
+
+  def LossWeight(self, input_batch):
+    return tf.constant(1.0)  # It should be the sum of w.
+
+  def ComputeLoss(self, theta, predictions, input_batch):
+    squares = tf.reduce_sum(predictions**2, axis=1)
+    total = tf.reduce_sum(input_batch.w)
+    return {'loss': (tf.reduce_sum(squares * input_batch.w) / total, total)}, {}
+'''
+
+_PROJECT_PARAMS = '''
+"""The experiment."""
+import tensorflow as tf
+
+from lingvo_gpipe import nested_map, registry
+from lingvo_gpipe.input import base_input_generator
+from tasks import wrong
+
+
+class Numbers(base_input_generator.BaseInputGenerator):
+  def NumExamples(self):
+    return 64
+
+  def _Examples(self, indices):
+    i = tf.cast(indices, tf.float32)
+    return nested_map.NestedMap(x=tf.sin(i[:, None] + tf.range(4.0)), w=1.0 + i)
+
+
+@registry.RegisterSingleTaskModel
+class Wrong(registry.SingleTaskModelParams):
+  def Train(self):
+    return Numbers.Params().Set(name='numbers', batch_size=8)
+
+  def Task(self):
+    return wrong.WrongTask.Params().Set(name='task')
+'''
+
+
+def testAWrongLossWeightIsFound(tmp_path):
+  for name, text in (('tasks', _PROJECT_TASK), ('params', _PROJECT_PARAMS)):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / '__init__.py').touch()
+    (tmp_path / name / 'wrong.py').write_text(text)
+  done = _Run('--model=wrong.Wrong', cwd=tmp_path)
+  assert done.returncode == 1, done.stderr
+  assert re.search(r'^DIFFERENT: loss weight: 2 was announced', done.stdout, re.MULTILINE)
+  assert re.search(r'^DIFFERENT: gradients: 2 of 2', done.stdout, re.MULTILINE)
+
+
+def testMistakesAreOneLine():
+  done = _Run(
+    f'--model={processes.MODEL}',
+    f'--model_params_override={processes.TINY};task.fprop_dtype:bfloat16',
+  )
+  assert done.returncode == 2
+  (line,) = processes.Messages(done.stderr)
+  assert 'compute in bfloat16' in line
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

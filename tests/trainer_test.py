@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trainer as a process: to its end, going on, kills, signals, another number of stages."""
+
+import os
+import pty
+import random
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from lingvo_gpipe import registry
+from tests import processes
+
+# Steps of the undisturbed run, and between its checkpoints.
+END = 240
+PART = 15
+
+
+@pytest.fixture(scope='module')
+def undisturbed(tmp_path_factory):
+  """A run of END steps: (its log directory, what the process printed)."""
+  logdir = tmp_path_factory.mktemp('undisturbed') / 'run'
+  more = f'task.train.save_interval_steps:{PART};task.train.save_max_to_keep:100'
+  done = processes.Run('trainer', *processes.TrainArgs(logdir, END, more=more, evaluate=['Test']))
+  return logdir, processes.Succeeded(done)
+
+
+def _TrainedScalars(logdir):
+  return processes.Scalars(logdir / 'train')
+
+
+def _AssertScalarsEqual(got, expected, steps, rtol=0.0):
+  """Loss and norm of the gradient at those steps, each of which comes exactly once."""
+  for tag in ('loss', 'bits_per_byte', 'grad_norm', 'learning_rate'):
+    assert [step for step, _ in got[tag]] == list(steps)
+    wanted = dict(expected[tag])
+    np.testing.assert_allclose(
+      [value for _, value in got[tag]], [wanted[step] for step in steps], rtol=rtol, err_msg=tag
+    )
+
+
+def testPrintsPlanProgressAndEvaluation(undisturbed):
+  _, done = undisturbed
+  lines = done.stdout.splitlines()
+  assert lines[0].startswith(f'{processes.MODEL}@params/lm/stdlib.py:')
+  assert '2 logical CPU devices' in lines[0]
+  header, *stages = [re.split(r' {2,}', line.strip()) for line in lines[1:4]]
+  assert header == ['stage', 'layers', 'from', 'to', 'params', 'MFLOPs', 'share', 'device']
+  assert [row[0] for row in stages] == ['0', '1']
+  assert sum(int(row[1]) for row in stages) == 6
+  assert abs(sum(float(row[6].rstrip('%')) for row in stages) - 100.0) < 0.2
+  assert [row[7] for row in stages] == ['device:CPU:0', 'device:CPU:1']
+  num_params = sum(int(row[4].replace(',', '')) for row in stages)
+  assert re.match(r'K=2 stages, M=4 micro-batches, gpipe: bubble 20\.0%', lines[4])
+  assert f'{num_params:,} parameters' in lines[4]
+  # Through a pipe: plain lines, the first and the last step among them.
+  progress = [line for line in lines if line.startswith('step ')]
+  assert re.match(
+    rf'step 1/{END}  loss [\d.]+  accuracy [\d.]+  bits_per_byte [\d.]+$', progress[0]
+  )
+  assert re.match(
+    rf'step {END}/{END}  loss .*  bits_per_byte [\d.]+  [\d,]+ tokens/s  0:00 left$', progress[-1]
+  )
+  assert '\x1b' not in done.stdout and '\r' not in done.stdout
+  found = re.search(
+    rf'^Test at step {END}: ([\d.]+) bits per byte; order-0 entropy of the same bytes: ([\d.]+)$',
+    done.stdout,
+    re.MULTILINE,
+  )
+  assert found and 3.0 < float(found[2]) < float(found[1]) < 8.0
+  assert lines.index('--- prompt') < lines.index('--- continuation')
+  assert len(done.stdout.partition('--- continuation\n')[2]) > 100
+  assert processes.Messages(done.stderr) == []
+
+
+def testLeavesDescriptionsCheckpointsAndSummaries(undisturbed, monkeypatch):
+  logdir, done = undisturbed
+  monkeypatch.syspath_prepend(str(processes.ROOT))
+  text = (logdir / 'params.txt').read_text()
+  params = registry.GetParams(processes.MODEL, 'Train')
+  assert params.ToText() != text
+  params.FromText(text)
+  assert params.ToText() == text
+  assert params.task.model_dim == 16 and params.task.train.max_steps == END
+  analysis = (logdir / 'model_analysis.txt').read_text()
+  assert 'lm.stack.layers[0].emb' in analysis and '12,928 parameters' in analysis
+  assert 'K=2 stages' in analysis
+  assert processes.Steps(logdir) == list(range(PART, END + 1, PART))
+  scalars = _TrainedScalars(logdir)
+  for tag in ('loss', 'bits_per_byte', 'accuracy', 'grad_norm', 'learning_rate', 'is_finite'):
+    assert [step for step, _ in scalars[tag]] == list(range(1, END + 1)), tag
+  losses = [value for _, value in scalars['loss']]
+  assert np.mean(losses[-20:]) < np.mean(losses[:20]) - 1.0
+  assert scalars['tokens_per_second'][-1][1] > 0
+  evaluated = processes.Scalars(logdir / 'eval_test')
+  ((step, bits),) = evaluated['bits_per_byte']
+  assert step == END and f'{bits:.3f} bits per byte' in done.stdout
+  score = (logdir / 'eval_test' / f'score-{END:08d}.txt').read_text()
+  assert re.search(r'^bits_per_byte: [\d.]+$', score, re.MULTILINE)
+
+
+def testSecondCallGoesOnAndEqualsOneRun(undisturbed, tmp_path):
+  logdir, _ = undisturbed
+  first = processes.Run('trainer', *processes.TrainArgs(tmp_path, PART))
+  assert 'starting a new run' in processes.Succeeded(first).stdout
+  # A step that is no multiple of any interval, and that only the end of the first call saved.
+  second = processes.Run('trainer', *processes.TrainArgs(tmp_path, 2 * PART))
+  assert f'going on from step {PART} ({4 * PART} examples' in processes.Succeeded(second).stdout
+  assert f'step {PART + 1}/{2 * PART}  loss' in second.stdout
+  assert processes.Messages(second.stderr) == []
+  _AssertScalarsEqual(_TrainedScalars(tmp_path), _TrainedScalars(logdir), range(1, 2 * PART + 1))
+  processes.AssertSameTensors(
+    processes.Tensors(tmp_path, 2 * PART), processes.Tensors(logdir, 2 * PART)
+  )
+
+
+@pytest.mark.parametrize('num_stages', [1, 4])
+def testCheckpointGoesOnWithOtherNumberOfStages(undisturbed, tmp_path, num_stages):
+  logdir, _ = undisturbed
+  os.makedirs(tmp_path / 'train')
+  for path in (logdir / 'train').glob(f'ckpt-{PART:08d}*'):
+    copy = shutil.copytree if path.is_dir() else shutil.copy
+    copy(path, tmp_path / 'train' / path.name)
+  model = f'lm.stdlib.ByteTransformerGPipe{num_stages}'
+  done = processes.Run('trainer', *processes.TrainArgs(tmp_path, 2 * PART, model=model))
+  assert f'going on from step {PART}' in processes.Succeeded(done).stdout
+  assert f'K={num_stages} stages' in done.stdout
+  # What changed is said, and nothing else.
+  changed = {line.split('] ')[1].split()[0] for line in processes.Messages(done.stderr)}
+  assert {'model', 'cut'} <= changed <= {'model', 'cut', 'intra_op_threads'}
+  _AssertScalarsEqual(
+    _TrainedScalars(tmp_path), _TrainedScalars(logdir), range(PART + 1, 2 * PART + 1), rtol=1e-4
+  )
+
+
+def _AwaitStep(process, logdir, step):
+  """Returns once a checkpoint of at least that step is there."""
+  deadline = time.monotonic() + processes.TIMEOUT
+  while time.monotonic() < deadline and process.poll() is None:
+    names = os.listdir(logdir / 'train') if (logdir / 'train').exists() else []
+    steps = [int(m[1]) for name in names if (m := re.fullmatch(r'ckpt-(\d+)\.json', name))]
+    if max(steps, default=0) >= step:
+      return
+    time.sleep(0.002)
+
+
+def testKilledAtRandomMomentsEqualsUndisturbedRun(undisturbed, tmp_path):
+  logdir, _ = undisturbed
+  rng = random.Random(7)
+  args = processes.TrainArgs(tmp_path, END, more='task.train.save_interval_steps:2')
+  kills = 0
+  # Once while it starts, then at random moments of the training and of its saves.
+  for step in [0, *sorted(rng.sample(range(2, END - 80), 4))]:
+    with (
+      open(tmp_path / 'stderr.txt', 'w+') as stderr,
+      processes.Started('trainer', *args, stdout=subprocess.DEVNULL, stderr=stderr) as process,
+    ):
+      if step:
+        _AwaitStep(process, tmp_path, step)
+        time.sleep(rng.uniform(0.0, 0.05))
+      else:
+        time.sleep(rng.uniform(1.0, 3.0))
+      assert process.poll() is None, (tmp_path / 'stderr.txt').read_text()
+      process.send_signal(signal.SIGKILL)
+      kills += process.wait(processes.TIMEOUT) == -signal.SIGKILL
+  assert kills == 5
+  done = processes.Succeeded(processes.Run('trainer', *args))
+  assert 'going on from step ' in done.stdout
+  processes.AssertSameTensors(processes.Tensors(tmp_path, END), processes.Tensors(logdir, END))
+  # Steps that were repeated gave the same losses.
+  expected = dict(_TrainedScalars(logdir)['loss'])
+  got = _TrainedScalars(tmp_path)['loss']
+  assert {step for step, _ in got} >= set(range(END - 60, END + 1))
+  assert all(expected[step] == value for step, value in got)
+
+
+def testSignalsSaveAndLeave(tmp_path):
+  step = 0
+  for number in (signal.SIGTERM, signal.SIGINT):
+    args = processes.TrainArgs(tmp_path, 10**6, evaluate=['Test'])
+    with processes.Started('trainer', *args) as process:
+      lines = []
+      for line in process.stdout:
+        lines.append(line)
+        if line.startswith('step '):
+          break
+      process.send_signal(number)
+      lines += process.stdout.readlines()
+      assert process.wait(processes.TIMEOUT) == 128 + number, lines
+    start = f'going on from step {step} ' if step else 'starting a new run'
+    assert any(line.startswith(start) for line in lines)
+    found = re.fullmatch(
+      rf'stopped by {number.name} after step (\d+); the checkpoint is saved\n', lines[-1]
+    )
+    assert found, lines
+    assert int(found[1]) > step
+    step = int(found[1])
+    assert processes.Steps(tmp_path)[-1] == step
+  assert [step for step, _ in _TrainedScalars(tmp_path)['loss']] == list(range(1, step + 1))
+
+
+def testOnTerminalOneLineIsUpdated(tmp_path):
+  """With a device too many, by the way: --num_devices=3 for two stages."""
+  ours, theirs = pty.openpty()
+  args = [*processes.TrainArgs(tmp_path, PART), '--num_devices=3']
+  output = b''
+  with processes.Started('trainer', *args, stdout=theirs) as process:
+    os.close(theirs)
+    deadline = time.monotonic() + processes.TIMEOUT
+    while time.monotonic() < deadline:
+      if not select.select([ours], [], [], 1.0)[0]:
+        continue
+      try:
+        read = os.read(ours, 1 << 16)
+      except OSError:  # Linux: the other side was closed.
+        break
+      if not read:
+        break
+      output += read
+    assert process.wait(processes.TIMEOUT) == 0
+  os.close(ours)
+  text = output.decode()
+  assert '3 logical CPU devices' in text and 'device:CPU:1' in text and 'device:CPU:2' not in text
+  # Each step rewrites the line: back to its start, erased. No step has a line of its own.
+  shown = [int(found) for found in re.findall(rf'\x1b\[2Kstep (\d+)/{PART} ', text)]
+  assert shown and shown[-1] == PART and len(set(shown)) >= PART - 1
+  assert len(re.findall(r'step \d+/\d+ [^\x1b]*\n', text)) <= 2
+  # The cursor is visible whatever happens next.
+  assert text.rfind('\x1b[?25h') > text.rfind('\x1b[?25l')
+  assert text.index('\x1b[?25h') < text.index('step 1/')
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A user's own project outside the checkout, run with the installed programs."""
+
+import re
+import signal
+import sys
+import textwrap
+import time
+
+import pytest
+
+from tests import processes
+
+_TASK = """
+import tensorflow as tf
+
+from lingvo_gpipe import base_layer, nested_map, task, weight_params
+from lingvo_gpipe.input import base_input_generator
+from lingvo_gpipe.pipeline import pipelining_layer
+
+
+class Scale(base_layer.BaseLayer):
+  @classmethod
+  def Params(cls):
+    p = super().Params()
+    p.Define('dim', 0, 'Size.')
+    return p
+
+  def __init__(self, params):
+    super().__init__(params)
+    self.CreateVariable('w', weight_params.WeightParams([self.params.dim]))
+
+  def FProp(self, theta, x):
+    return x * theta.w
+
+
+class Points(base_input_generator.BaseInputGenerator):
+  @classmethod
+  def Params(cls):
+    p = super().Params()
+    p.Define('seconds', 0.0, 'How long the first batch takes.')
+    return p
+
+  def NumExamples(self):
+    return 64
+
+  def _Examples(self, indices):
+    x = tf.cast(indices, tf.float32)[:, tf.newaxis] / 64.0 + tf.constant([[1.0, 2.0, 3.0]])
+    if self.params.seconds:
+      x = tf.ensure_shape(tf.py_function(self._Wait, [x], tf.float32), x.shape)
+    return nested_map.NestedMap(x=x, y=2.0 * x)
+
+  def _Wait(self, x):
+    import time
+    print('waiting', flush=True)
+    time.sleep(self.params.seconds)
+    return x
+
+  def _FingerprintParts(self):
+    return ['points']
+
+
+class Doubling(task.BaseTask):
+  @classmethod
+  def Params(cls):
+    p = super().Params()
+    p.Define('stack', pipelining_layer.PipeliningLayer.Params(), 'Pipeline.')
+    return p
+
+  def __init__(self, params):
+    super().__init__(params)
+    layers = [Scale.Params().Set(dim=3) for _ in range(3)]
+    self.CreateChild('stack', self.params.stack.Copy().Set(sub=layers))
+
+  def PipelineInputs(self, input_batch):
+    return (input_batch.x,)
+
+  def LossInputs(self, input_batch):
+    return nested_map.NestedMap(y=input_batch.y)
+
+  def ComputeLoss(self, theta, predictions, input_batch):
+    size = tf.cast(tf.shape(predictions)[0], tf.float32)
+    return {'loss': (tf.reduce_mean(tf.square(predictions - input_batch.y)), size)}, {}
+"""
+
+_EXPERIMENT = """
+from lingvo_gpipe import registry
+from tasks import doubling
+
+
+@registry.RegisterSingleTaskModel
+class Doubling2(registry.SingleTaskModelParams):
+  def Train(self):
+    return doubling.Points.Params().Set(batch_size=8)
+
+  def Test(self):
+    return self.Train()
+
+  def Task(self):
+    p = doubling.Doubling.Params().Set(name='mine')
+    p.stack.Set(num_stages=2, num_micro_batches=2, xla=False)
+    p.train.Set(max_steps=40, eval_datasets=['Test'])
+    p.train.learner.learning_rate = 0.1
+    return p
+
+
+@registry.RegisterSingleTaskModel
+class Slow(Doubling2):
+  def Train(self):
+    return super().Train().Set(seconds=90.0)
+
+
+@registry.RegisterSingleTaskModel
+class Misspelt(Doubling2):
+  def Task(self):
+    return super().Task().Set(nmae='theirs')
+
+
+@registry.RegisterSingleTaskModel
+class Broken(Doubling2):
+  def Task(self):
+    raise ValueError('out of my own file')
+"""
+
+
+def _Write(root, with_init):
+  for folder, name, text in (('params', 'mine', _EXPERIMENT), ('tasks', 'doubling', _TASK)):
+    (root / folder).mkdir()
+    (root / folder / f'{name}.py').write_text(textwrap.dedent(text))
+    if with_init:
+      (root / folder / '__init__.py').write_text('')
+  return root
+
+
+@pytest.fixture(scope='module')
+def project(tmp_path_factory):
+  return _Write(tmp_path_factory.mktemp('project'), with_init=True)
+
+
+@pytest.mark.parametrize('with_init', [True, False])
+def testTrainsInItsOwnDirectory(tmp_path, with_init):
+  project = _Write(tmp_path, with_init)
+  done = processes.Run('trainer', '--model=mine.Doubling2', '--logdir=run', cwd=project)
+  lines = processes.Succeeded(done).stdout.splitlines()
+  assert lines[0].startswith('mine.Doubling2@params/mine.py:')
+  (evaluated,) = [line for line in lines if line.startswith('Test at step 40: loss ')]
+  (first,) = [line for line in lines if line.startswith('step 1/40  loss ')]
+  assert float(evaluated.split()[-1]) < 0.5 * float(first.split()[-1])
+  assert any(line.endswith('examples/s  0:00 left') for line in lines)
+  assert processes.Steps(project / 'run') == [40]
+  assert 'mine.stack.layers[0].w' in processes.Tensors(project / 'run', 40)
+
+
+def testCheckoutsExperimentsAreNotThere(project):
+  """Neither by the installation nor, where a user says so, by PYTHONPATH."""
+  done = processes.Run('trainer', '--mode=list', cwd=project)
+  mine = ['mine.Broken', 'mine.Doubling2', 'mine.Misspelt', 'mine.Slow']
+  assert processes.Succeeded(done).stdout.splitlines() == mine
+
+
+def testWorkingDirectoryComesBeforePythonPath(project, tmp_path):
+  (tmp_path / 'params').mkdir()
+  (tmp_path / 'params' / '__init__.py').write_text('')
+  path = f'{processes.Environment().get("PYTHONPATH", "")}:{tmp_path}:{project}'
+  done = processes.Run('trainer', '--mode=list', cwd=project, more_environment={'PYTHONPATH': path})
+  assert 'mine.Doubling2' in processes.Succeeded(done).stdout
+
+
+@pytest.mark.parametrize(
+  'key, last_line',
+  [
+    ('Broken', 'ValueError: out of my own file'),
+    # The mistake is found by the framework, but made in the file: where, is what one needs.
+    ('Misspelt', 'AttributeError: .*nmae.*did you mean name'),
+  ],
+)
+def testExceptionInAnExperimentShowsItsStackTrace(project, key, last_line):
+  done = processes.Run('trainer', f'--model=mine.{key}', '--logdir=other', cwd=project)
+  assert done.returncode == 1
+  assert 'Traceback' in done.stderr and f'{project}/params/mine.py", line ' in done.stderr
+  assert re.search(last_line, done.stderr.splitlines()[-1])
+  assert not (project / 'other').exists()
+
+
+def testSecondSignalLeavesAtOnceWhateverTheStepDoes(project):
+  args = ['--model=mine.Slow', '--logdir=slow']
+  with processes.Started('trainer', *args, cwd=project) as process:
+    for line in process.stdout:
+      if line == 'waiting\n':
+        break
+    for number in (signal.SIGTERM, signal.SIGINT):
+      assert process.poll() is None
+      time.sleep(0.5)
+      process.send_signal(number)
+    assert process.wait(20) == 128 + signal.SIGINT
+  assert processes.Steps(project / 'slow') == []
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))
