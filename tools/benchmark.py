@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures the pipeline's speed on this machine and prints a table of ratios.
+
+`python -m tools.benchmark` in the checkout; docs/performance.md says what is measured. Each line of
+the table is a process of its own, with one thread of operations a device.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+from typing import Any
+
+from absl import flags
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+# Also where this file was started as a program.
+sys.path[:0] = [str(ROOT)] if str(ROOT) not in sys.path else []
+
+from lingvo_gpipe.pipeline import schedules, simulator  # noqa: E402
+from tools.benchmarking import configuration, report  # noqa: E402
+
+FLAGS = flags.FLAGS
+
+_XLA = {'on': [True], 'off': [False], 'both': [True, False]}
+
+
+class _WorkerError(Exception):
+  """A process that measured a configuration failed; the message is the end of what it said."""
+
+
+def DefineFlags() -> None:
+  """Defines the flags; all have defaults that together take less than 8 minutes."""
+  flags.DEFINE_list('workloads', ['a', 'b'], 'Of a and b.')
+  flags.DEFINE_multi_string('size', [], 'Changes a size, such as a.dim=64 or b.layers=2.')
+  flags.DEFINE_list('num_stages', ['1', '2'], 'The numbers of stages K.')
+  flags.DEFINE_list('num_micro_batches', ['8'], 'The numbers of micro-batches M.')
+  flags.DEFINE_list('schedules', ['gpipe', '1f1b', '1f1b_fused'], 'Schedules for K > 1.')
+  flags.DEFINE_list('remat_policies', ['stage'], 'Policies of re-materialisation.')
+  flags.DEFINE_enum('xla', 'on', list(_XLA), 'Compile the stages by XLA.')
+  flags.DEFINE_integer('repeats', 3, 'At least so many timed steps a process.', lower_bound=1)
+  flags.DEFINE_float('seconds', 12.0, 'And more until they took so long.', lower_bound=0.0)
+  flags.DEFINE_enum('peer', None, [configuration.TORCH], 'Measure this peer on the same work too.')
+  flags.DEFINE_string('peer_python', sys.executable, 'The Python that has the peer installed.')
+  flags.DEFINE_string('output', None, 'Write each result as a JSON line into this file.')
+  flags.DEFINE_string('plot', None, 'Draw speed-ups into this PNG file; needs matplotlib.')
+  flags.DEFINE_integer('timeout', 600, 'Seconds that one process may take.', lower_bound=1)
+
+
+def Grid() -> list[configuration.Configuration]:
+  """The configurations that the flags ask for.
+
+  Raises:
+    ValueError: a flag's value is impossible.
+  """
+
+  def Known(name: str, values: list[str], known: Any) -> list[str]:
+    for value in values:
+      if value not in known:
+        raise ValueError(f'--{name}: unknown {value!r}; expected some of {", ".join(known)}')
+    return values
+
+  def Numbers(name: str) -> list[int]:
+    try:
+      numbers = [int(text) for text in FLAGS[name].value]
+    except ValueError:
+      numbers = [0]
+    if not numbers or min(numbers) < 1:
+      raise ValueError(f'--{name}: expected positive numbers, got {FLAGS[name].value}')
+    return numbers
+
+  grid = configuration.Grid(
+    workloads=Known('workloads', FLAGS.workloads, list(configuration.WORKLOADS)),
+    sizes=FLAGS.size,
+    num_stages=Numbers('num_stages'),
+    num_micro_batches=Numbers('num_micro_batches'),
+    schedules=Known('schedules', FLAGS.schedules, schedules.Names()),
+    remat_policies=Known('remat_policies', FLAGS.remat_policies, simulator.REMAT_POLICIES),
+    xla=_XLA[FLAGS.xla],
+    repeats=FLAGS.repeats,
+    seconds=FLAGS.seconds,
+    peer=FLAGS.peer,
+  )
+  for config in grid:
+    if config.num_micro_batches > config.sizes['batch']:
+      raise ValueError(f'{config.name}: a batch of {config.sizes["batch"]} has no such M')
+    schedules.Get(config.schedule, config.num_stages, config.num_micro_batches)
+  return grid
+
+
+def Measure(config: configuration.Configuration) -> dict[str, Any]:
+  """Starts a fresh process for one configuration and waits for its result.
+
+  Raises:
+    _WorkerError: it failed, or took too long.
+  """
+  if config.system == configuration.TORCH:
+    program = [FLAGS.peer_python, str(ROOT / 'tools' / 'benchmarking' / 'torch_peer.py')]
+  else:
+    program = [sys.executable, '-m', 'tools.benchmarking.worker']
+  path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get('PYTHONPATH')]))
+  env = os.environ if config.system == configuration.TORCH else {**os.environ, 'PYTHONPATH': path}
+  try:
+    done = subprocess.run(
+      [*program, config.ToJson()],
+      env=env,
+      capture_output=True,
+      text=True,
+      timeout=FLAGS.timeout,
+      check=False,
+    )
+  except subprocess.TimeoutExpired as e:
+    raise _WorkerError(f'it took more than --timeout={FLAGS.timeout} seconds') from e
+  if done.returncode:
+    raise _WorkerError('\n'.join(done.stderr.splitlines()[-15:]) or f'status {done.returncode}')
+  return json.loads(done.stdout.splitlines()[-1])
+
+
+def PeerIsThere() -> bool:
+  """Whether torch can be imported by the peer's Python; a line says so if not."""
+  code = 'import torch, torch.distributed.pipelining, numpy; print(torch.__version__)'
+  try:
+    done = subprocess.run(
+      [FLAGS.peer_python, '-c', code], capture_output=True, text=True, timeout=120, check=False
+    )
+    problem = (done.stderr.splitlines() or [''])[-1] if done.returncode else ''
+    version = done.stdout.strip()
+  except (OSError, subprocess.TimeoutExpired) as e:
+    problem = str(e)
+  if problem:
+    print(
+      f'--peer=torch: {FLAGS.peer_python} has no torch ({problem}), so it is left out; '
+      '`pip install torch==2.13.0 numpy` into some environment, and name its Python by '
+      '--peer_python'
+    )
+    return False
+  print(f'peer: torch {version}')
+  return True
+
+
+def Run() -> int:
+  """Measures everything and prints the table; 1 if some configuration could not be measured."""
+  grid = Grid()
+  if FLAGS.peer and not PeerIsThere():
+    grid = [config for config in grid if config.system == configuration.OURS]
+  cores = len(os.sched_getaffinity(0))
+  wanted = max(config.num_cores for config in grid)
+  print(f'{len(grid)} configurations on {cores} cores, load {os.getloadavg()[0]:.1f}', flush=True)
+  if cores < wanted:
+    print(f'{wanted} cores are wanted: no speed-up can be expected', flush=True)
+  results: list[report.Measured] = []
+  failed = 0
+  start = time.monotonic()
+  for i, config in enumerate(grid, 1):
+    try:
+      result = Measure(config)
+    except _WorkerError as e:
+      failed += 1
+      print(f'[{i}/{len(grid)}] {config.name}: FAILED\n{e}', flush=True)
+      continue
+    results.append((config, result))
+    seconds = time.monotonic() - start
+    print(
+      f'[{i}/{len(grid)}] {config.name}: {report.Best(result):.4g} s ({seconds:.0f} s so far)',
+      flush=True,
+    )
+    if FLAGS.output:
+      with open(FLAGS.output, 'a', encoding='utf-8') as f:
+        line = {'configuration': json.loads(config.ToJson()), 'result': result, 'time': time.time()}
+        f.write(json.dumps(line) + '\n')
+  if results:
+    print('\n' + report.Table(results))
+  if FLAGS.plot and results:
+    try:
+      report.Plot(results, FLAGS.plot)
+    except ImportError:
+      print('--plot: matplotlib is not installed, so there is no picture')
+  return 1 if failed else 0
+
+
+def main() -> None:
+  """Entry point."""
+  others = set(FLAGS)
+  DefineFlags()
+  if {'--help', '-h'} & set(sys.argv[1:]):
+    print(f'{__doc__}\n')
+    for name in sorted(set(FLAGS) - others):
+      print(f'  --{name}: {FLAGS[name].help} (default: {FLAGS[name].default_as_str})')
+    sys.exit(0)
+  try:
+    if rest := FLAGS(sys.argv)[1:]:
+      raise ValueError(f'unexpected argument {rest[0]!r}')
+    status = Run()
+  except (flags.Error, ValueError) as e:
+    print(f'{e} (--help lists the flags)', file=sys.stderr)
+    status = 2
+  sys.exit(status)
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark's results as a table of ratios, and as a plot."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tools.benchmarking import configuration
+
+COLUMNS = (
+  'system',
+  'K',
+  'M',
+  'schedule',
+  'remat',
+  'xla',
+  'cores',
+  'best s',
+  'median s',
+  'speed-up',
+  'KM/(M+K-1)',
+  'eff. best',
+  'eff. median',
+  'vs peer',
+  'peak MiB',
+  'trace s',
+  'compile s',
+)
+_TEXT = {'system', 'schedule', 'remat', 'xla'}
+
+# One measured line: the configuration and what its worker returned.
+Measured = tuple[configuration.Configuration, Mapping[str, Any]]
+
+
+def Best(result: Mapping[str, Any]) -> float:
+  """Seconds of the fastest step."""
+  return min(result['steps'])
+
+
+def Baseline(config: configuration.Configuration, results: Sequence[Measured]) -> float | None:
+  """Seconds of the fastest step with K=1 pinned to one core, same work, M, policy and XLA."""
+  for other, result in results:
+    same = all(
+      getattr(other, name) == getattr(config, name)
+      for name in ('system', 'workload', 'num_micro_batches', 'remat_policy', 'xla')
+    )
+    if same and other.num_stages == 1 and other.num_cores == 1:
+      return Best(result)
+  return None
+
+
+def BestPeer(config: configuration.Configuration, results: Sequence[Measured]) -> float | None:
+  """Seconds of the peer's fastest schedule, same work, K, M and with or without recomputation."""
+  remat = config.remat_policy != 'none'
+  peers = [
+    Best(result)
+    for other, result in results
+    if other.system != configuration.OURS
+    and other.workload == config.workload
+    and (other.num_stages, other.num_micro_batches) == (config.num_stages, config.num_micro_batches)
+    and (other.remat_policy != 'none') == remat
+  ]
+  return min(peers, default=None)
+
+
+def Row(config: configuration.Configuration, results: Sequence[Measured]) -> tuple[str, ...]:
+  """The cells of one line, as `COLUMNS` names them; '-' for what does not apply."""
+  result = next(r for c, r in results if c == config)
+  k, m = config.num_stages, config.num_micro_batches
+  best, median = Best(result), statistics.median(result['steps'])
+  ours = config.system == configuration.OURS
+
+  def Ratio(numerator: float | None, denominator: float, form: str = '.2f') -> str:
+    return '-' if numerator is None else format(numerator / denominator, form)
+
+  return (
+    config.system,
+    str(k),
+    str(m),
+    config.schedule,
+    config.remat_policy,
+    ('on' if config.xla else 'off') if ours else '-',
+    str(result['cores']),
+    f'{best:.4g}',
+    f'{median:.4g}',
+    Ratio(Baseline(config, results), best),
+    f'{k * m / (m + k - 1):.2f}',
+    Ratio(result.get('simulated_best'), best, '.1%'),
+    Ratio(result.get('simulated_median'), median, '.1%'),
+    Ratio(BestPeer(config, results), best) if ours else '-',
+    f'{result["memory_mib"]:.0f}',
+    f'{result["trace_seconds"]:.1f}',
+    f'{result["compile_seconds"]:.1f}',
+  )
+
+
+def Table(results: Sequence[Measured]) -> str:
+  """A table for each workload."""
+  parts = []
+  for workload in sorted({config.workload for config, _ in results}):
+    mine = [(c, r) for c, r in results if c.workload == workload]
+    sizes = ', '.join(f'{name} {value}' for name, value in mine[0][0].sizes.items())
+    rows = [COLUMNS, *(Row(config, mine) for config, _ in mine)]
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    lines = [
+      '  '.join(
+        cell.ljust(width) if title in _TEXT else cell.rjust(width)
+        for cell, width, title in zip(row, widths, COLUMNS, strict=True)
+      ).rstrip()
+      for row in rows
+    ]
+    parts.append('\n'.join([f'workload ({workload}): {sizes}', *lines]))
+  return '\n\n'.join(parts)
+
+
+def Plot(results: Sequence[Measured], path: str) -> None:
+  """Speed-up over M for each workload, with the bound, as a picture.
+
+  Raises:
+    ImportError: matplotlib is not installed.
+  """
+  import matplotlib
+
+  matplotlib.use('Agg')
+  from matplotlib import pyplot
+
+  workloads = sorted({config.workload for config, _ in results})
+  figure, all_axes = pyplot.subplots(
+    1, len(workloads), figsize=(6 * len(workloads), 4.5), squeeze=False
+  )
+  for axes, workload in zip(all_axes[0], workloads, strict=True):
+    mine = [(c, r) for c, r in results if c.workload == workload]
+    lines: dict[str, list[tuple[int, float]]] = {}
+    bounds: dict[int, set[int]] = {}
+    for config, result in mine:
+      baseline = Baseline(config, mine)
+      if config.num_stages == 1 or baseline is None:
+        continue
+      bounds.setdefault(config.num_stages, set()).add(config.num_micro_batches)
+      xla = ' xla' if config.xla else ''
+      label = f'K={config.num_stages} {config.schedule} {config.remat_policy}{xla}'
+      lines.setdefault(label, []).append((config.num_micro_batches, baseline / Best(result)))
+    for k, micro_batches in sorted(bounds.items()):
+      ms = sorted(micro_batches)
+      axes.plot(ms, [k * m / (m + k - 1) for m in ms], 'k--', label=f'KM/(M+K-1), K={k}')
+    for label, points in lines.items():
+      axes.plot(*zip(*sorted(points), strict=True), marker='o', label=label)
+    axes.set(title=f'workload ({workload})', xlabel='M', ylabel='speed-up over K=1 on one core')
+    if lines:
+      axes.legend()
+  figure.tight_layout()
+  figure.savefig(path)
+  pyplot.close(figure)

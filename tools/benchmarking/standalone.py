@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times each action of a step alone, and what a step of such actions would take without overhead.
+
+Each action runs on its own device with the inputs that it has in a step, one after the other, while
+nothing else runs and on one core. The simulator then puts these times into the schedule.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import statistics
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from lingvo_gpipe import fprop_context, nested_map
+from lingvo_gpipe import learner as learner_lib
+from lingvo_gpipe.pipeline import emission, schedules, simulator, stage
+from lingvo_gpipe.pipeline import engine as engine_lib
+
+# One measurement runs an action as often as this takes.
+_SECONDS = 0.1
+_MAX_CALLS = 16
+
+
+@dataclasses.dataclass
+class Times:
+  """Seconds of everything that a step is made of.
+
+  Attributes:
+    actions: {letter: for each stage the times of its repeated measurements}; F and B as the policy
+      has them, `b` a B that recomputes nothing, where the policy mixes both.
+    update: for each device the times of its update and of clearing its accumulators.
+  """
+
+  actions: dict[str, list[list[float]]]
+  update: list[list[float]]
+
+  def Simulate(
+    self, schedule: schedules.Schedule, choose: Callable[[Sequence[float]], float]
+  ) -> float:
+    """The time of a step without any overhead.
+
+    Args:
+      schedule: the schedule.
+      choose: which of repeated measurements counts, such as `min`.
+    """
+    picked = {kind: [choose(t) for t in stages] for kind, stages in self.actions.items()}
+    # What is not measured does not occur in the schedule; B, I and V are measured with what they
+    # recompute, unless the last micro-batch differs.
+    nothing = [0.0] * schedule.num_stages
+    backward, recompute = picked.get('B', nothing), nothing
+    if 'b' in picked:
+      recompute = [max(b - a, 0.0) for a, b in zip(picked['b'], backward, strict=True)]
+      backward = picked['b']
+    costs = simulator.Costs(
+      forward=picked.get('F', nothing),
+      recompute=recompute,
+      input_gradient=picked.get('I', nothing),
+      weight_gradient=picked.get('W', nothing),
+      backward=backward,
+      fused=picked.get('V', nothing),
+      update=[choose(t) for t in self.update],
+    )
+    policy = 'except_last' if 'b' in picked else 'stage'
+    # The update waits for all devices: it needs the global gradient norm.
+    result = simulator.Simulate(schedule, costs, remat_policy=policy, update_barrier=True)
+    return result.makespan
+
+  def Summary(self) -> dict[str, Any]:
+    """{letter: for each stage the median time}."""
+    found = {kind: [statistics.median(t) for t in each] for kind, each in self.actions.items()}
+    return {**found, 'update': [statistics.median(t) for t in self.update]}
+
+
+def Measure(
+  engine: engine_lib.PipelineEngine,
+  inputs: tuple[Any, ...],
+  side: Any,
+  loss_weight: tf.Tensor,
+  schedule: schedules.Schedule,
+  learner: Any,
+  repeats: int,
+) -> Times:
+  """Times all actions that occur in the schedule, and the update.
+
+  Args:
+    engine: an engine whose layers have no skip connections; its accumulators exist.
+    inputs: the first layer's arguments of one micro-batch.
+    side: what the loss takes of it.
+    loss_weight: the weight of its loss.
+    schedule: tells what occurs.
+    learner: Params of the learner, which updates.
+    repeats: how many measurements of each.
+  """
+  kinds = {action.kind.value for row in schedule.actions for action in row}
+  pinned = _PinAllThreads(1)
+  try:
+    actions = _Actions(engine, inputs, side, loss_weight, kinds, repeats)
+    update = [_Time(_Update(s, learner), s.device, repeats, max_calls=1) for s in engine.stages]
+  finally:
+    _PinAllThreads(pinned)
+  return Times(actions, update)
+
+
+def _Actions(
+  engine: engine_lib.PipelineEngine,
+  inputs: tuple[Any, ...],
+  side: Any,
+  loss_weight: tf.Tensor,
+  kinds: Collection[str],
+  repeats: int,
+) -> dict[str, list[list[float]]]:
+  x = nested_map.NestedMap(args=inputs, skips=nested_map.NestedMap())
+  calls: list[_Calls] = []
+  for s in engine.stages:
+    last = s is engine.stages[-1]
+    calls.append(_Calls(engine, s, x, side if last else None, loss_weight))
+    if not last:
+      x = _Once(calls[-1], 'F')[0]
+  times: dict[str, list[list[float]]] = {}
+  dy = None
+  for c in reversed(calls):
+    c.dy = dy
+    for kind in _Measured(engine.remat_policy, kinds):
+      if kind == 'V' and c is not calls[-1]:
+        times.setdefault('V', []).insert(0, [0.0])
+        continue
+      if kind in 'FBb' and 'V' in kinds and c is calls[-1]:
+        times.setdefault(kind, []).insert(0, [0.0])
+        continue
+      found = _Time(lambda c=c, kind=kind: c.Run(kind), c.stage.device, repeats)
+      times.setdefault(kind, []).insert(0, found)
+    backward = next(kind for kind in 'VBI' if kind in kinds and (kind != 'V' or dy is None))
+    dy = _Once(c, backward)[0]
+  return times
+
+
+def _Measured(policy: str, kinds: Collection[str]) -> list[str]:
+  found = sorted(kinds)
+  if policy == 'except_last' and 'B' in kinds:
+    found.append('b')
+  return found
+
+
+class _Calls:
+  """The calls of one stage for one micro-batch; `dy` is None where the stage has the loss."""
+
+  def __init__(
+    self,
+    engine: engine_lib.PipelineEngine,
+    s: emission.Stage,
+    x: nested_map.NestedMap,
+    side: Any,
+    loss_weight: tf.Tensor,
+  ) -> None:
+    self.stage = s
+    self.dy: list[tf.Tensor] | None = None
+    self._x, self._side, self._variables = x, side, (s.variables, s.accumulators)
+    self._functions = engine.Functions(s, do_eval=False, with_loss=True)
+    self._split = engine.SplitFunctions(s, with_loss=True)
+    self._keeps = engine.remat_policy == 'none'
+    with tf.device(s.device):
+      seeds = stage.SeedTensor(engine.SeedHashes(s), fprop_context.StepCounter(0))
+      self._context = stage.Context(seeds, loss_weight)
+    self._kept: Any = None
+    self._for_weights: Any = None
+
+  def Run(self, kind: str) -> Any:
+    """One action: F, B, b (B without recomputation), V, I or W."""
+    with tf.device(self.stage.device):
+      return self._Run(kind)
+
+  def _Run(self, kind: str) -> Any:
+    f, split = self._functions, self._split
+    given = (self._x, self._side, self._context)
+    weights, accumulators = self._variables
+    if kind == 'F':
+      return split.ForwardKeep(weights, *given) if self._keeps else f.Forward(weights, *given)
+    if kind == 'V':
+      return f.ForwardBackward(weights, accumulators, *given)
+    if kind == 'b' or (kind == 'B' and self._keeps):
+      return split.BackwardKept(weights, accumulators, *given, self._Kept(), self.dy)
+    if kind == 'B':
+      return f.Backward(weights, accumulators, *given, self.dy)
+    kept = self._Kept() if self._keeps else None
+    if kind == 'I':
+      return split.InputGradient(weights, *given, kept, self.dy)
+    if self._for_weights is None:
+      with tf.init_scope():
+        self._for_weights = _Once(self, 'I')[1]
+    return split.WeightGradient(weights, accumulators, *given, kept, self.dy, self._for_weights)
+
+  def _Kept(self) -> Any:
+    """The residuals of a forward, computed once and outside of what is timed."""
+    if self._kept is None:
+      weights = self._variables[0]
+      given = (self._x, self._side, self._context)
+      with tf.init_scope(), tf.device(self.stage.device):
+        keep = tf.function(lambda: self._split.ForwardKeep(weights, *given), autograph=False)
+        self._kept = keep()[2]
+    return self._kept
+
+
+def _Once(calls: _Calls, kind: str) -> Any:
+  """The results of one action; in a graph, as in a step: eagerly XLA would compile it again."""
+  return tf.function(lambda: calls.Run(kind), autograph=False)()
+
+
+def _Update(s: emission.Stage, params: Any) -> Callable[[], Any]:
+  learner: learner_lib.Learner = params.Instantiate()
+  learner.Build([s])
+
+  def Run() -> Any:
+    result = learner.Apply(tf.constant(0, tf.int64), tf.constant(1.0))
+    with tf.control_dependencies([result['grad_norm']]):
+      for accumulator in s.accumulators:
+        accumulator.assign(tf.zeros_like(accumulator))
+      return tf.identity(result['grad_norm'])
+
+  return Run
+
+
+def _Time(
+  call: Callable[[], Any], device: str, repeats: int, max_calls: int = _MAX_CALLS
+) -> list[float]:
+  """Seconds of one call, `repeats` times; calls that are short are run several in a row."""
+  number, run = 1, _Repeated(call, device, 1)
+  run()
+  if (once := _Seconds(run)) < _SECONDS and max_calls > 1:
+    number = min(max_calls, max(2, round(_SECONDS / once)))
+    run = _Repeated(call, device, number)
+    run()
+  return [_Seconds(run) / number for _ in range(repeats)]
+
+
+def _Repeated(call: Callable[[], Any], device: str, number: int) -> Callable[[], Any]:
+  """A function that makes the call `number` times, one after the other."""
+
+  @tf.function(autograph=False)
+  def Run() -> Any:
+    last: list[tf.Tensor] = []
+    for _ in range(number):
+      with tf.device(device), tf.control_dependencies(last):
+        last = [t for t in tf.nest.flatten(call()) if t is not None][-1:]
+    return last
+
+  return Run
+
+
+def _Seconds(run: Callable[[], Any]) -> float:
+  start = time.perf_counter()
+  run()
+  return time.perf_counter() - start
+
+
+def _PinAllThreads(cores: int | Collection[int]) -> set[int]:
+  """Puts every thread of this process on so many, or on these, of its cores; returns its cores."""
+  before = os.sched_getaffinity(0)
+  wanted = sorted(before)[:cores] if isinstance(cores, int) else cores
+  for thread in os.listdir('/proc/self/task'):
+    try:
+      os.sched_setaffinity(int(thread), wanted)
+    except ProcessLookupError:
+      pass  # It has ended.
+  return before

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One process of the benchmark: measures one configuration and prints the result as a JSON line.
+
+python -m tools.benchmarking.worker '<configuration as JSON>'
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+import sys
+import time
+from typing import Any
+
+os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
+
+from tools.benchmarking import configuration  # noqa: E402
+
+
+def PeakMemory() -> float:
+  """The greatest resident memory of this process so far, MiB."""
+  with open('/proc/self/status', encoding='ascii') as f:
+    match = re.search(r'^VmHWM:\s*(\d+) kB', f.read(), re.MULTILINE)
+  return int(match[1]) / 1024 if match else 0.0
+
+
+def Measure(config: configuration.Configuration) -> dict[str, Any]:
+  """What was measured: seconds of steps, tracing and compiling, memory and the simulated step."""
+  import tensorflow as tf
+
+  from lingvo_gpipe import cluster, runner
+  from lingvo_gpipe.pipeline import micro_batch, schedules
+  from tools.benchmarking import standalone, workloads
+
+  devices = cluster.Cluster.Create(config.num_stages, platform='cpu', threads_per_device=1)
+  stack = {
+    'num_stages': config.num_stages,
+    'num_micro_batches': config.num_micro_batches,
+    'schedule': config.schedule,
+    'remat_policy': config.remat_policy,
+    'xla': config.xla,
+  }
+  before = PeakMemory()
+  task, batch = workloads.Make(config.workload, config.sizes, stack)
+  spec = batch.Transform(lambda x: tf.TensorSpec(x.shape, x.dtype))
+  trained = runner.TaskRunner(task, devices.devices, spec)
+
+  def Train(batch: Any) -> tf.Tensor:
+    sides = micro_batch.Split(task.LossInputs(batch), config.num_micro_batches)
+    weights = [task.LossWeight(side) for side in sides]
+    inputs = task.pipeline.SplitBatch(task.PipelineInputs(batch))
+    sums = trained.engine.Train(inputs, sides, weights, trained.global_step)
+    trained.learner.Apply(trained.global_step, tf.add_n(weights))
+    trained.global_step.assign_add(1)
+    return sums['loss']
+
+  start = time.perf_counter()
+  step = tf.function(Train, autograph=False).get_concrete_function(batch)
+  trace_seconds = time.perf_counter() - start
+
+  def Step() -> float:
+    start = time.perf_counter()
+    step(batch).numpy()
+    return time.perf_counter() - start
+
+  first = Step()
+  steps: list[float] = []
+  while len(steps) < config.repeats or (
+    sum(steps) < config.seconds and len(steps) < configuration.MAX_STEPS
+  ):
+    steps.append(Step())
+  memory = PeakMemory()
+
+  # From here on the process may take what memory it likes.
+  schedule = schedules.Get(config.schedule, config.num_stages, config.num_micro_batches)
+  inputs = task.pipeline.SplitBatch(task.PipelineInputs(batch))[0]
+  side = micro_batch.Split(task.LossInputs(batch), config.num_micro_batches)[0]
+  times = standalone.Measure(
+    trained.engine,
+    inputs,
+    side,
+    task.LossWeight(side),
+    schedule,
+    task.params.train.learner,
+    max(3, config.repeats),
+  )
+  return {
+    'steps': steps,
+    'trace_seconds': trace_seconds,
+    'compile_seconds': max(0.0, first - min(steps)),
+    'memory_mib': memory,
+    'memory_before_mib': before,
+    'actions': times.Summary(),
+    'simulated_best': times.Simulate(schedule, min),
+    'simulated_median': times.Simulate(schedule, statistics.median),
+    'cores': len(os.sched_getaffinity(0)),
+    'cut': list(trained.plan.ends),
+  }
+
+
+def main() -> None:
+  """Measures what the first argument says."""
+  config = configuration.Configuration.FromJson(sys.argv[1])
+  # Before TensorFlow makes its threads: they inherit it.
+  os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: config.num_cores])
+  print(json.dumps(Measure(config)))
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two workloads of the design as tasks, with a batch for each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from lingvo_gpipe import base_layer, hyperparams, nested_map, optimizer, task, weight_params
+from lingvo_gpipe.pipeline import pipelining_layer
+from tasks.lm import model
+
+
+class ResidualLayer(base_layer.BaseLayer):
+  """x + relu(x w)."""
+
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    """The Params of a ResidualLayer."""
+    p = super().Params()
+    p.Define('dim', 0, 'Size of the last axis.')
+    return p
+
+  def __init__(self, params: hyperparams.InstantiableParams) -> None:
+    super().__init__(params)
+    dim = self.params.dim
+    init = weight_params.WeightInit.Gaussian(dim**-0.5)
+    self.CreateVariable('w', weight_params.WeightParams([dim, dim], init))
+
+  def FProp(self, theta: nested_map.NestedMap, x: tf.Tensor) -> tf.Tensor:
+    """Maps x [batch, dim] to the same shape."""
+    return x + tf.nn.relu(tf.matmul(x, theta.w))
+
+
+class ResidualTask(task.BaseTask):
+  """Workload (a): residual layers, and the mean square of their outputs as the loss."""
+
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    """Params of the sizes and of the pipeline `stack`."""
+    p = super().Params()
+    p.Define('num_layers', 16, 'Residual layers.')
+    p.Define('dim', 1024, 'Their width.')
+    p.Define('stack', pipelining_layer.PipeliningLayer.Params(), 'The pipeline.')
+    return p
+
+  def __init__(self, params: hyperparams.InstantiableParams) -> None:
+    super().__init__(params)
+    p = self.params
+    layers = [ResidualLayer.Params().Set(dim=p.dim) for _ in range(p.num_layers)]
+    self.CreateChild('stack', p.stack.Copy().Set(sub=layers))
+
+  def PipelineInputs(self, input_batch: nested_map.NestedMap) -> tuple[Any, ...]:
+    """The inputs [batch, dim]."""
+    return (input_batch.x,)
+
+  def ComputeLoss(
+    self, theta: nested_map.NestedMap, predictions: tf.Tensor, input_batch: nested_map.NestedMap
+  ) -> tuple[task.Metrics, dict[str, tf.Tensor]]:
+    """The mean square."""
+    del theta
+    weight = tf.constant(float(predictions.shape[0]))
+    return {'loss': (tf.reduce_mean(tf.square(predictions)), weight)}, {}
+
+
+def Make(
+  workload: str, sizes: Mapping[str, int], stack: Mapping[str, Any]
+) -> tuple[task.BaseTask, nested_map.NestedMap]:
+  """The task of a workload, whose pipeline is as `stack` says, and a batch for it."""
+  if workload == 'a':
+    p = ResidualTask.Params().Set(num_layers=sizes['layers'], dim=sizes['dim'])
+    batch = nested_map.NestedMap(x=_Normal([sizes['batch'], sizes['dim']]))
+  else:
+    p = model.TransformerLm.Params().Set(
+      vocab_size=sizes['vocab'],
+      model_dim=sizes['dim'],
+      hidden_dim=4 * sizes['dim'],
+      num_heads=sizes['heads'],
+      num_layers=sizes['layers'],
+    )
+    shape = [sizes['batch'], sizes['time']]
+    ids = tf.random.stateless_uniform(shape, [1, 2], 0, sizes['vocab'], tf.int32)
+    labels = tf.random.stateless_uniform(shape, [3, 4], 0, sizes['vocab'], tf.int32)
+    batch = nested_map.NestedMap(ids=ids, labels=labels, weights=tf.ones(shape))
+  p.Set(name='task', random_seed=1)
+  p.stack.Set(**stack)
+  p.train.learner.Set(learning_rate=1e-3, optimizer=optimizer.SGD.Params())
+  return p.Instantiate(), batch
+
+
+def _Normal(shape: list[int]) -> tf.Tensor:
+  return tf.random.stateless_normal(shape, [5, 6])

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks an experiment: pipelined against unpipelined losses and gradients of one training step.
+
+`python -m tools.verify --model=KEY` exits with 0 if they agree, and with 1 if they do not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from absl import flags
+
+from lingvo_gpipe import binary, nested_map, runner
+from lingvo_gpipe import model as model_lib
+from lingvo_gpipe.pipeline import verify
+
+FLAGS = flags.FLAGS
+
+
+def _Verify() -> int:
+  params = binary.ModelParams('Train')
+  if FLAGS.dtype != 'as_is':
+    params.task.Set(dtype=FLAGS.dtype, fprop_dtype=None)
+  model = model_lib.SingleTaskModel(params)
+  task = model.task
+  if task.pipeline is None:
+    raise binary.UsageError(f'{FLAGS.model} has no pipeline: there is nothing to compare')
+  if model.input is None:
+    raise binary.UsageError(f'{FLAGS.model} has no input')
+  devices = binary.Devices(runner.NumDevices(task))
+
+  def Loss(theta: Any, outputs: tuple[Any, ...], side: Any) -> Any:
+    del theta  # A pipelined task's weights belong to its layers.
+    predictions = outputs[0] if len(outputs) == 1 else outputs
+    return task.ComputeLoss(nested_map.NestedMap(), predictions, side)[0]
+
+  # Makes the variables, puts them on the stages' devices, and tells which are trained.
+  built = runner.TaskRunner(task, devices.devices, model.input.BatchSpec())
+  start = FLAGS.step * model.input.params.batch_size
+  batch = next(iter(model.input.Dataset(start)))
+  task.CheckBatch(batch)
+  p = task.pipeline.params
+  print(built.plan.Table(devices.devices))
+  print(f'schedule {p.schedule}, remat_policy {p.remat_policy}, xla {p.xla}, step {FLAGS.step}\n')
+  report = verify.Verify(
+    task.pipeline,
+    task.PipelineInputs(batch),
+    task.LossInputs(batch),
+    loss_fn=Loss,
+    loss_weight=task.LossWeight,
+    step=FLAGS.step,
+  )
+  print(report.Text(FLAGS.num_worst))
+  return 1 if report.Failures() else 0
+
+
+def Run() -> None:
+  """Entry point."""
+  binary.DefineFlags()
+  flags.DEFINE_enum(
+    'dtype',
+    'as_is',
+    ['as_is', 'float32', 'float64'],
+    'Compute in this dtype; float64 tells a mistake from rounding.',
+  )
+  flags.DEFINE_integer('step', 0, 'The training step: its batch and random numbers.', lower_bound=0)
+  flags.DEFINE_integer('num_worst', 5, 'How many of the worst variables to show.', lower_bound=1)
+  binary.Run(_Verify, __doc__ or '')
+
+
+if __name__ == '__main__':
+  Run()
