@@ -27,17 +27,26 @@ _PRODUCTS = frozenset(
 
 def ExecutedGraphs(run, logdir):
   """For each function that `run` makes TensorFlow execute for the first time: its partitions."""
-  tf.summary.trace_on(graph=True)
-  run()
-  with tf.summary.create_file_writer(str(logdir)).as_default():
-    tf.summary.trace_export('graphs', step=0)
-  (events,) = pathlib.Path(logdir).iterdir()
+  # TensorFlow hands over what it collected at any time before, too: that goes to a file of its own.
+  _Collect(lambda: None, pathlib.Path(logdir, 'before'))
+  after = pathlib.Path(logdir, 'after')
+  _Collect(run, after)
+  (events,) = after.iterdir()
   functions = []
   for record in tf.data.TFRecordDataset(str(events)).as_numpy_iterator():
     for value in event_pb2.Event.FromString(record).summary.value:
       data = config_pb2.RunMetadata.FromString(value.tensor.string_val[0])
       functions += [f.partition_graphs for f in data.function_graphs]
   return functions
+
+
+def _Collect(run, logdir):
+  tf.summary.trace_on(graph=True)
+  try:
+    run()
+  finally:
+    with tf.summary.create_file_writer(str(logdir)).as_default():
+      tf.summary.trace_export('graphs', step=0)
 
 
 def NumProducts(functions):
