@@ -81,7 +81,7 @@ def _Faults(functions, schedule):
   graphs = [_Graph(partitions) for partitions in functions]
   graphs = [g for g in graphs if any(n.name.startswith('micro_') for n in g.nodes.values())]
   assert graphs, 'no executed function takes micro-batches'
-  # TensorFlow may make the graph of one function more than once: each has to be right.
+  # One is expected; in long runs of many files two were seen, so each has to be right.
   return [fault for graph in graphs for fault in _FaultsOf(graph, schedule)]
 
 
