@@ -242,11 +242,12 @@ def _Repeated(call: Callable[[], Any], device: str, number: int) -> Callable[[],
 
   @tf.function(autograph=False)
   def Run() -> Any:
-    last: list[tf.Tensor] = []
+    # All results are returned: TensorFlow cuts out of a call what makes an output that nobody uses.
+    results: list[tf.Tensor] = []
     for _ in range(number):
-      with tf.device(device), tf.control_dependencies(last):
-        last = [t for t in tf.nest.flatten(call()) if t is not None][-1:]
-    return last
+      with tf.device(device), tf.control_dependencies(results[-1:]):
+        results += [t for t in tf.nest.flatten(call()) if t is not None]
+    return results
 
   return Run
 
