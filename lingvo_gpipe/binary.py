@@ -49,7 +49,7 @@ with _QuietStderr():
   # Keras looks for GPUs as it is imported; `Cluster` tells what there is.
   from lingvo_gpipe import optimizer as _  # noqa: F401
 
-from lingvo_gpipe import cluster, params_text, registry  # noqa: E402
+from lingvo_gpipe import cluster, compilation_cache, params_text, registry  # noqa: E402
 
 FLAGS = flags.FLAGS
 
@@ -85,6 +85,9 @@ def DefineFlags() -> None:
     'auto',
     list(cluster.PLATFORMS),
     'Kind of device; auto: TPU cores, else GPUs, else CPU.',
+  )
+  flags.DEFINE_string(
+    'xla_cache', None, 'Directory that keeps what XLA compiled, for the next start.'
   )
   flags.DEFINE_bool('stack_trace', False, "Show a stack trace for a user's mistake too.")
 
@@ -130,7 +133,9 @@ def Overrides() -> list[str]:
 
 
 def Devices(num_devices: int) -> cluster.Cluster:
-  """The devices that the flags allow; ValueError where they are fewer than needed."""
+  """The devices that the flags allow, ready for use; ValueError where they are fewer."""
+  if FLAGS.xla_cache:
+    compilation_cache.Use(FLAGS.xla_cache)
   # Where there is no NVIDIA device, TensorFlow calls that an error of the driver.
   with contextlib.nullcontext() if glob.glob('/dev/nvidia*') else _QuietStderr():
     return cluster.Cluster.Create(num_devices, FLAGS.num_devices, FLAGS.platform)

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The compilation cache: a second process compiles nothing that the first one compiled."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from lingvo_gpipe import compilation_cache
+
+_PROGRAM = """
+import sys
+from lingvo_gpipe import compilation_cache
+import tensorflow as tf
+compilation_cache.Use(sys.argv[1])
+print(float(tf.reduce_sum(tf.function(lambda x: tf.sin(x) @ x, jit_compile=True)(tf.ones([3, 3])))))
+"""
+
+
+def _Run(directory):
+  root = pathlib.Path(__file__).resolve().parents[1]
+  path = os.pathsep.join(filter(None, [str(root), os.environ.get('PYTHONPATH')]))
+  env = {**os.environ, 'PYTHONPATH': path, 'TF_XLA_FLAGS': ''}
+  done = subprocess.run(
+    [sys.executable, '-c', _PROGRAM, str(directory)],
+    env=env,
+    capture_output=True,
+    text=True,
+    timeout=120,
+    check=False,
+  )
+  return done, {path.name: path.stat().st_mtime_ns for path in directory.glob('*/*.pb')}
+
+
+def testASecondProcessTakesWhatTheFirstCompiled(tmp_path):
+  first, made = _Run(tmp_path)
+  assert first.returncode == 0, first.stderr
+  assert made
+  second, found = _Run(tmp_path)
+  assert second.stdout == first.stdout
+  assert found == made
+  # It was read, not only left alone: a damaged entry is noticed.
+  (path,) = tmp_path.glob('*/*.pb')
+  path.write_bytes(path.read_bytes()[:100])
+  assert _Run(tmp_path)[0].returncode != 0
+
+
+def testASecondCacheIsRefused(tmp_path, monkeypatch):
+  monkeypatch.setenv('TF_XLA_FLAGS', '--some_flag')
+  used = compilation_cache.Use(str(tmp_path))
+  assert compilation_cache.Use(str(tmp_path)) == used
+  assert os.environ['TF_XLA_FLAGS'].startswith('--some_flag --tf_xla_persistent_cache_directory=')
+  with pytest.raises(ValueError, match='already'):
+    compilation_cache.Use(str(tmp_path / 'other'))
+
+
+def testSpacesAreRefused(tmp_path):
+  with pytest.raises(ValueError, match='spaces'):
+    compilation_cache.Use(str(tmp_path / 'a b'))
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))
