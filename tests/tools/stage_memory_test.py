@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Peak activations of a stage, in fresh processes, follow the formula (GPipe section 2.3)."""
+
+import dataclasses
+import sys
+
+import pytest
+
+from tests import processes
+from tools import stage_memory as program
+from tools.benchmarking import stage_memory
+
+_SETTING = stage_memory.Setting(3, 4, 'gpipe', 1, rows=4096)
+
+
+@pytest.mark.parametrize(
+  'changes, predicted',
+  [
+    # M inputs, and the inner activations of one micro-batch.
+    ({}, 4 + 2),
+    ({'num_micro_batches': 12}, 12 + 2),
+    ({'num_layers': 6}, 4 + 6),
+    ({'remat_policy': 'none'}, 4 * (1 + 2)),
+    # min(M, K - k) micro-batches.
+    ({'schedule': '1f1b'}, 2 + 2),
+    ({'schedule': '1f1b', 'num_micro_batches': 12}, 2 + 2),
+    ({'schedule': '1f1b', 'stage': 2, 'num_micro_batches': 12}, 1 + 2),
+  ],
+)
+def testTheFormula(changes, predicted):
+  setting = dataclasses.replace(_SETTING, **changes)
+  assert setting.mib == 16
+  assert stage_memory.Predict(setting) == predicted * 16
+
+
+def testMemoryGrowsAsTheFormulaSays():
+  small = program.Measure(_SETTING)
+  gpipe = program.Measure(dataclasses.replace(_SETTING, num_micro_batches=12))
+  one_f_one_b = program.Measure(
+    dataclasses.replace(_SETTING, schedule='1f1b', num_micro_batches=12)
+  )
+  more_layers = program.Measure(dataclasses.replace(_SETTING, num_layers=6))
+  # Eight more inputs are held: 128 MiB; TensorFlow takes a few MiB a micro-batch besides.
+  assert 112 <= gpipe - small <= 208
+  # None more.
+  assert one_f_one_b - small <= 64
+  # The inner activations of four more layers, of one micro-batch: 64 MiB; not of all four.
+  assert 32 <= more_layers - small <= 112
+
+
+@pytest.mark.parametrize(
+  'flag, message', [('--stages=3', '--stages'), ('--schedules=x', 'unknown'), ('--xla=1', '--xla')]
+)
+def testMistakes(flag, message):
+  done = processes.Run(
+    'stage_memory', flag, command=[sys.executable, str(processes.ROOT / 'tools/stage_memory.py')]
+  )
+  assert done.returncode == 2
+  assert message in done.stderr
+  assert len(done.stderr.splitlines()) == 1
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

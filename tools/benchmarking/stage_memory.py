@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one stage holds in activations, measured in a fresh process, beside what the formula says.
+
+All devices of a process share its memory. So the pipeline that is measured is wide within one stage
+alone: what the others take and keep is a column of numbers.
+
+python -m tools.benchmarking.stage_memory '<Setting as JSON>'
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import sys
+from typing import Any
+
+os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
+
+from lingvo_gpipe.pipeline import schedules, simulator  # noqa: E402
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+  """One measurement.
+
+  Attributes:
+    num_stages: K, one device each.
+    num_micro_batches: M.
+    schedule: name of the schedule.
+    remat_policy: what backward recomputes.
+    stage: the wide stage, from 1 on: all micro-batches of stage 0's input are there anyway.
+    num_layers: how many layers the wide stage has.
+    rows: examples of a micro-batch.
+    dim: width of the wide stage's layers.
+    xla: whether the stages are compiled by XLA.
+  """
+
+  num_stages: int
+  num_micro_batches: int
+  schedule: str
+  stage: int
+  remat_policy: str = 'stage'
+  num_layers: int = 2
+  rows: int = 2048
+  dim: int = 1024
+  xla: bool = False
+
+  def ToJson(self) -> str:
+    """The setting as one line, for a process of its own."""
+    return json.dumps(dataclasses.asdict(self))
+
+  @property
+  def mib(self) -> float:
+    """Size of one wide tensor, MiB."""
+    return self.rows * self.dim * 4 / 2**20
+
+
+def Predict(setting: Setting) -> float:
+  """MiB of activations of the wide stage at their peak (GPipe section 2.3), by the simulator.
+
+  A layer relu(x w) keeps its output, which is the next one's input; the last one's goes no further
+  than a mean.
+  """
+  wide = [setting.mib * (k == setting.stage) for k in range(setting.num_stages)]
+  inner = [setting.num_layers * size for size in wide]
+  sizes = simulator.ActivationSizes(
+    stage_input=wide,
+    inner=inner,
+    layer_inputs=[max(0, setting.num_layers - 1) * size for size in wide],
+    largest_layer=wide,
+  )
+  schedule = schedules.Get(setting.schedule, setting.num_stages, setting.num_micro_batches)
+  result = simulator.Simulate(
+    schedule, simulator.Costs(1), remat_policy=setting.remat_policy, sizes=sizes
+  )
+  assert result.peak_bytes is not None
+  return result.peak_bytes[setting.stage]
+
+
+def Measure(setting: Setting) -> float:
+  """MiB by which the first step raises this process's greatest resident memory.
+
+  Part of it is what TensorFlow needs to begin with the step's functions; with few rows that is all.
+  """
+  import tensorflow as tf
+
+  from lingvo_gpipe import base_layer, cluster, weight_params
+  from lingvo_gpipe.pipeline import pipelining_layer
+
+  dim = setting.dim
+
+  class Wide(base_layer.BaseLayer):
+    """relu(x w), [rows, dim] to the same."""
+
+    def __init__(self, params: Any) -> None:
+      super().__init__(params)
+      self.CreateVariable('w', weight_params.WeightParams([dim, dim]))
+
+    def FProp(self, theta: Any, x: tf.Tensor) -> tf.Tensor:
+      return tf.nn.relu(tf.matmul(x, theta.w))
+
+  class Widen(base_layer.BaseLayer):
+    """[rows, 1] to [rows, dim]."""
+
+    def FProp(self, theta: Any, x: tf.Tensor) -> tf.Tensor:
+      del theta
+      return tf.tile(x, [1, dim])
+
+  class Narrow(base_layer.BaseLayer):
+    """[rows, dim] to [rows, 1]."""
+
+    def FProp(self, theta: Any, x: tf.Tensor) -> tf.Tensor:
+      del theta
+      return tf.reduce_mean(x, axis=1, keepdims=True)
+
+  class Scale(base_layer.BaseLayer):
+    """x times one weight."""
+
+    def __init__(self, params: Any) -> None:
+      super().__init__(params)
+      self.CreateVariable('w', weight_params.WeightParams([1]))
+
+    def FProp(self, theta: Any, x: tf.Tensor) -> tf.Tensor:
+      return x * theta.w
+
+  sub, splits = [], []
+  for k in range(setting.num_stages):
+    if k == setting.stage:
+      sub += [Wide.Params() for _ in range(setting.num_layers)] + [Narrow.Params()]
+    else:
+      sub.append(Scale.Params())
+    if k == setting.stage - 1:
+      sub.append(Widen.Params())
+    splits.append(len(sub))
+  layer = pipelining_layer.PipeliningLayer.Params().Set(
+    name='stack',
+    sub=sub,
+    splits=splits,
+    num_stages=setting.num_stages,
+    num_micro_batches=setting.num_micro_batches,
+    schedule=setting.schedule,
+    remat_policy=setting.remat_policy,
+    xla=setting.xla,
+  )
+  stack = layer.Instantiate()
+  devices = cluster.Cluster.Create(setting.num_stages, platform='cpu', threads_per_device=1)
+  x = tf.ones([setting.rows * setting.num_micro_batches, 1])
+
+  def Loss(theta: Any, outputs: Any, side: tf.Tensor) -> dict[str, Any]:
+    del theta
+    return {'loss': (tf.reduce_mean(outputs[0]), tf.reduce_sum(side))}
+
+  stack.Place(devices.devices, tf.TensorSpec(x.shape), loss_fn=Loss)
+  stack.engine.MakeAccumulators()
+
+  @tf.function(autograph=False)
+  def Step(x: tf.Tensor) -> Any:
+    pieces = stack.SplitBatch(x)
+    # From the data: a constant would make constants of gradients, which TensorFlow keeps.
+    weights = [piece[0, 0] for piece in pieces]
+    return stack.engine.Train([(p,) for p in pieces], pieces, weights, tf.constant(0, tf.int64))
+
+  step = Step.get_concrete_function(x)
+  with open('/proc/self/clear_refs', 'w', encoding='ascii') as f:
+    f.write('5')  # Forgets the greatest resident memory so far.
+  before = _Status('VmRSS')
+  step(x)
+  return _Status('VmHWM') - before
+
+
+def _Status(name: str) -> float:
+  """A line of /proc/self/status, MiB."""
+  with open('/proc/self/status', encoding='ascii') as f:
+    match = re.search(rf'^{name}:\s*(\d+) kB', f.read(), re.MULTILINE)
+  assert match is not None
+  return int(match[1]) / 1024
+
+
+if __name__ == '__main__':
+  print(json.dumps(Measure(Setting(**json.loads(sys.argv[1])))))

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures what a stage holds in activations, and prints it beside what the formula says.
+
+`python -m tools.stage_memory` in the checkout; docs/performance.md says what is measured. Every
+figure comes from two fresh processes: one with wide layers, and one with narrow ones, which tells
+what TensorFlow itself takes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import pathlib
+import subprocess
+import sys
+
+from absl import flags
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+# Also where this file was started as a program.
+sys.path[:0] = [str(ROOT)] if str(ROOT) not in sys.path else []
+
+from lingvo_gpipe.pipeline import schedules, simulator  # noqa: E402
+from tools.benchmarking import stage_memory  # noqa: E402
+
+FLAGS = flags.FLAGS
+_COLUMNS = '{:>2}  {:>5}  {:>2}  {:18}  {:11}  {:>6}  {:>3}  {:>13}  {:>12}  {:>9}'
+
+
+def DefineFlags() -> None:
+  """Defines the flags; all have defaults."""
+  flags.DEFINE_integer('num_stages', 3, 'K.', lower_bound=2)
+  flags.DEFINE_list('stages', ['1', '2'], 'Which stages to measure, from 1 on.')
+  flags.DEFINE_list('num_micro_batches', ['4', '12'], 'The numbers of micro-batches M.')
+  flags.DEFINE_list('schedules', ['gpipe', '1f1b'], 'Schedules with one stage a device.')
+  flags.DEFINE_list('remat_policies', ['stage'], 'Policies of re-materialisation.')
+  flags.DEFINE_list('num_layers', ['2'], 'Layers of the measured stage: L/K.')
+  flags.DEFINE_list('xla', ['off'], 'on, off or both.')
+  flags.DEFINE_integer('rows', 2048, 'Examples of a micro-batch, of 1024 floats.', lower_bound=16)
+
+
+def Grid() -> list[stage_memory.Setting]:
+  """The settings that the flags ask for.
+
+  Raises:
+    ValueError: a flag's value is impossible.
+  """
+
+  def Numbers(name: str, low: int, high: int) -> list[int]:
+    texts = FLAGS[name].value
+    if not texts or not all(t.isdecimal() and low <= int(t) <= high for t in texts):
+      raise ValueError(f'--{name}: expected numbers from {low} to {high}, got {",".join(texts)}')
+    return [int(t) for t in texts]
+
+  def Names(name: str, known: list[str]) -> list[str]:
+    if wrong := [value for value in FLAGS[name].value if value not in known]:
+      raise ValueError(f'--{name}: unknown {wrong[0]!r}; expected some of {", ".join(known)}')
+    return FLAGS[name].value
+
+  grid = [
+    stage_memory.Setting(FLAGS.num_stages, m, name, k, policy, layers, FLAGS.rows, xla=xla == 'on')
+    for name, policy, xla, layers, k, m in itertools.product(
+      Names('schedules', schedules.Names()),
+      Names('remat_policies', list(simulator.REMAT_POLICIES)),
+      Names('xla', ['on', 'off']),
+      Numbers('num_layers', 1, 64),
+      Numbers('stages', 1, FLAGS.num_stages - 1),
+      Numbers('num_micro_batches', 1, 64),
+    )
+  ]
+  for setting in grid:
+    schedules.Get(setting.schedule, setting.num_stages, setting.num_micro_batches)
+  return grid
+
+
+def Measure(setting: stage_memory.Setting) -> float:
+  """MiB by which a step raises the resident memory of a fresh process."""
+  path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get('PYTHONPATH')]))
+  done = subprocess.run(
+    [sys.executable, '-m', 'tools.benchmarking.stage_memory', setting.ToJson()],
+    env={**os.environ, 'PYTHONPATH': path},
+    capture_output=True,
+    text=True,
+    timeout=600,
+    check=False,
+  )
+  if done.returncode:
+    raise RuntimeError(f'{setting} failed:\n{done.stderr[-2000:]}')
+  return float(done.stdout.splitlines()[-1])
+
+
+def Run() -> int:
+  """Measures everything, a line each."""
+  grid = Grid()
+  print(
+    _COLUMNS.format(
+      'K', 'stage', 'M', 'schedule', 'remat', 'layers', 'xla',
+      'predicted MiB', 'measured MiB', 'besides'
+    )
+  )  # fmt: skip
+  for setting in grid:
+    # So few that activations do not count.
+    besides = Measure(dataclasses.replace(setting, rows=8))
+    measured = Measure(setting) - besides
+    print(
+      _COLUMNS.format(
+        setting.num_stages,
+        setting.stage,
+        setting.num_micro_batches,
+        setting.schedule,
+        setting.remat_policy,
+        setting.num_layers,
+        'on' if setting.xla else 'off',
+        f'{stage_memory.Predict(setting):.0f}',
+        f'{measured:.0f}',
+        f'{besides:.0f}',
+      ),
+      flush=True,
+    )
+  return 0
+
+
+def main() -> None:
+  """Entry point."""
+  DefineFlags()
+  try:
+    if rest := FLAGS(sys.argv)[1:]:
+      raise ValueError(f'unexpected argument {rest[0]!r}')
+    status = Run()
+  except (flags.Error, ValueError) as e:
+    print(f'{e} (--help lists the flags)', file=sys.stderr)
+    status = 2
+  sys.exit(status)
+
+
+if __name__ == '__main__':
+  main()
