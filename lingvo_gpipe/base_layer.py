@@ -13,7 +13,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe import fprop_context, fprop_trace, hyperparams, nested_map, weight_params
+from lingvo_gpipe import (
+  fprop_context,
+  fprop_trace,
+  graph_cost,
+  hyperparams,
+  nested_map,
+  weight_params,
+)
 
 # Params that a child takes from its parent where it has None, with the root's own default.
 INHERITED = {
@@ -422,6 +429,15 @@ class BaseLayer(tf.Module):
   def TraceMeta(self, *input_specs: Any) -> nested_map.NestedMap:
     """What `FPropMeta` returns, found by tracing this layer object."""
     return fprop_trace.TraceMeta(self, self._WeightTensorSpecs(), *input_specs)
+
+  def TraceCost(self, skip_specs: nested_map.NestedMap, *input_specs: Any) -> graph_cost.Cost:
+    """Operations and bytes of results of one `FPropSkips`, found by tracing this layer object.
+
+    Args:
+      skip_specs: a (nest of) tf.TensorSpec for each of `skips_in`.
+      *input_specs: as for `FPropMeta`.
+    """
+    return fprop_trace.TraceCost(self, self._WeightTensorSpecs(), skip_specs, *input_specs)
 
   def _WeightTensorSpecs(self) -> nested_map.NestedMap:
     """A nest like `vars` with a tf.TensorSpec for each weight."""

@@ -6,11 +6,13 @@ What class a layer is of does not matter here: the Protocol `TracedLayer` says w
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import tensorflow as tf
 
-from lingvo_gpipe import fprop_context, graph_cost, nested_map
+from lingvo_gpipe import fprop_context, graph_cost, nested_map, result_bytes
 
 
 class TracedLayer(Protocol):
@@ -25,6 +27,11 @@ class TracedLayer(Protocol):
 
   def FProp(self, theta: nested_map.NestedMap, *args: Any) -> Any:
     """Computes the outputs."""
+
+  def FPropSkips(
+    self, theta: nested_map.NestedMap, skips: nested_map.NestedMap, *args: Any
+  ) -> tuple[Any, nested_map.NestedMap]:
+    """Computes the outputs and the skip connections that begin here."""
 
 
 def TraceMeta(
@@ -41,6 +48,45 @@ def TraceMeta(
     NestedMap(flops, out_specs): floating point operations of one forward call (a multiply-add
     counts as two) and a tuple with the (nest of) tf.TensorSpec of each output.
   """
+  cost, out, _ = _Trace(layer, layer.FProp, weight_specs, *input_specs)
+  return nested_map.NestedMap(flops=cost.flops, out_specs=out if isinstance(out, tuple) else (out,))
+
+
+def TraceCost(
+  layer: TracedLayer,
+  weight_specs: nested_map.NestedMap,
+  skip_specs: nested_map.NestedMap,
+  *input_specs: Any,
+) -> graph_cost.Cost:
+  """Traces one call of `layer.FPropSkips`: its operations, and the bytes of inner results.
+
+  The bytes are those of all results but the outputs.
+
+  Args:
+    layer: the layer.
+    weight_specs: as for `TraceMeta`.
+    skip_specs: the (nest of) tf.TensorSpec of each skip connection that ends in the layer.
+    *input_specs: as for `TraceMeta`.
+  """
+
+  def Run(theta: nested_map.NestedMap, skips: nested_map.NestedMap, *args: Any) -> Any:
+    out, stashed = layer.FPropSkips(theta, skips, *args)
+    return out, dict(stashed)
+
+  cost, _, outputs = _Trace(layer, Run, weight_specs, skip_specs, *input_specs)
+  results, fused = result_bytes.OfOutputs(outputs)
+  return dataclasses.replace(
+    cost, result_bytes=cost.result_bytes - results, fused_bytes=cost.fused_bytes - fused
+  )
+
+
+def _Trace(
+  layer: TracedLayer,
+  fprop: Callable[..., Any],
+  weight_specs: nested_map.NestedMap,
+  *input_specs: Any,
+) -> tuple[graph_cost.Cost, Any, list[tf.Tensor]]:
+  """Cost of one call of `fprop(theta, *inputs)`, specs of what it returns, and its graph's outputs."""
   none_at = [i for i, s in enumerate(tf.nest.flatten(list(input_specs))) if s is None]
   flat_specs = [s for s in tf.nest.flatten(list(input_specs)) if s is not None]
 
@@ -50,7 +96,7 @@ def TraceMeta(
       leaves.insert(i, None)
     args = tf.nest.pack_sequence_as(list(input_specs), leaves)
     with fprop_context.Scope(step=0):
-      return layer.FProp(layer.ThetaFrom(variables), *args)
+      return fprop(layer.ThetaFrom(variables), *args)
 
   traced = tf.function(Run, autograph=False).get_concrete_function(weight_specs, *flat_specs)
   cost = graph_cost.CountFlops(traced)
@@ -60,9 +106,7 @@ def TraceMeta(
       layer.path,
       ', '.join(sorted(cost.unknown)),
     )
-  out = traced.structured_outputs
-  out = out if isinstance(out, tuple) else (out,)
   specs = tf.nest.map_structure(
-    lambda t: None if t is None else tf.TensorSpec(t.shape, t.dtype), out
+    lambda t: None if t is None else tf.TensorSpec(t.shape, t.dtype), traced.structured_outputs
   )
-  return nested_map.NestedMap(flops=cost.flops, out_specs=specs)
+  return cost, specs, list(traced.outputs)

@@ -11,6 +11,8 @@ call. Of `If` and `Case` the taken branch is counted if it is known, else the co
 `While` whose number of turns follows from constants counts its body and condition that many times;
 otherwise as often as a constant bound allows (`maximum_iterations`), or once, and it is listed in
 `Cost.unknown`. Bodies of `tf.custom_gradient` and `tf.recompute_grad` stand in the graph itself.
+
+On the way the bytes of the results are added up, which backward may want to have: see `Cost`.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe import flop_rules
+from lingvo_gpipe import flop_rules, result_bytes
 
 # An operation without a rule is reported if it makes (or, without outputs, takes) more elements.
 UNKNOWN_REPORT_ELEMENTS = 1024
@@ -53,20 +55,31 @@ class Cost:
     unknown: {op type: elements} of operations without a rule that make more than
       `UNKNOWN_REPORT_ELEMENTS` elements (they are in `flops` as 1 per element), and of loops whose
       number of turns is not known: `flops` is then an estimate.
+    result_bytes: what all operations' results take, but for weights as they are read, constants,
+      and new shapes of the same data; see `result_bytes`.
+    fused_bytes: the same where XLA joins elementwise operations to those that take their results.
   """
 
   flops: int = 0
   unknown: dict[str, int] = dataclasses.field(default_factory=dict)
+  result_bytes: int = 0
+  fused_bytes: int = 0
 
   def __add__(self, other: Cost) -> Cost:
     unknown = dict(self.unknown)
     for op_type, elements in other.unknown.items():
       unknown[op_type] = unknown.get(op_type, 0) + elements
-    return Cost(self.flops + other.flops, unknown)
+    return Cost(
+      self.flops + other.flops,
+      unknown,
+      self.result_bytes + other.result_bytes,
+      self.fused_bytes + other.fused_bytes,
+    )
 
   def Times(self, n: int) -> Cost:
     """Cost of doing this n times."""
-    return Cost(n * self.flops, {k: n * v for k, v in self.unknown.items()} if n else {})
+    unknown = {k: n * v for k, v in self.unknown.items()} if n else {}
+    return Cost(n * self.flops, unknown, n * self.result_bytes, n * self.fused_bytes)
 
 
 def CountFlops(func_graph_or_concrete_function: Any) -> Cost:
@@ -135,9 +148,11 @@ class _Counter:
 
   def CountOps(self, ops: Iterable[tf.Operation]) -> Cost:
     total = Cost()
+    operands: dict[str, int] = {}
     for op in ops:
       total += self._OpCost(op)
-    return total
+      operands.update(result_bytes.Operands(op))
+    return total + Cost(fused_bytes=sum(operands.values()))
 
   def _OpCost(self, op: tf.Operation) -> Cost:
     if self._IsConstant(op) and all(_Bytes(x) <= _FOLD_LIMIT_BYTES for x in op.outputs):
@@ -151,11 +166,13 @@ class _Counter:
     if self._FindFunction(op.type) is not None:  # An op may have a function's name as its type.
       return self._FunctionCost(op.type, self._Args(op.inputs))
     flops = flop_rules.OpFlops(op)
+    num_bytes, fused = result_bytes.OfOp(op)
     if flops is not None:
-      return Cost(flops)
+      return Cost(flops, {}, num_bytes, fused)
     # A large operation may have a small result.
     elements = max(sum(map(flop_rules.Elements, x)) for x in (op.outputs, op.inputs))
-    return Cost(elements, {op.type: elements} if elements > UNKNOWN_REPORT_ELEMENTS else {})
+    unknown = {op.type: elements} if elements > UNKNOWN_REPORT_ELEMENTS else {}
+    return Cost(elements, unknown, num_bytes, fused)
 
   def _BranchCost(self, op: tf.Operation) -> Cost:
     if op.type in ('If', 'StatelessIf'):

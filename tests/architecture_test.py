@@ -33,6 +33,8 @@ _LEVELS = (
     'lingvo_gpipe.pipeline.simulator',
     'lingvo_gpipe.pipeline.timeline_text',
     'lingvo_gpipe.pipeline.partitioner',
+    'lingvo_gpipe.pipeline.stage_work',
+    'lingvo_gpipe.pipeline.stage_memory',
   ),
   (
     'lingvo_gpipe.base_layer',
@@ -41,6 +43,7 @@ _LEVELS = (
     'lingvo_gpipe.fprop_trace',
     'lingvo_gpipe.graph_cost',
     'lingvo_gpipe.flop_rules',
+    'lingvo_gpipe.result_bytes',
     'lingvo_gpipe.shapes',
   ),
   ('lingvo_gpipe.layers.*',),

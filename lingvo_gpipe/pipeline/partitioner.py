@@ -18,12 +18,31 @@ so no sum is rounded and equal costs are recognised as equal.
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import fractions
 import itertools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import SupportsFloat, SupportsIndex
+
+Number = float | fractions.Fraction
+
+
+@dataclasses.dataclass(frozen=True)
+class StageCosts:
+  """What each layer costs as part of one stage; any numbers, finite and not negative.
+
+  Attributes:
+    layers: each layer's cost in a stage that does not go beyond layer `first`.
+    late: what the layers before `first` cost more in a stage that has layer `first` too: layers
+      before the first trained one are recomputed only where their stage has a backward at all.
+    first: see `late`; None: there is no such layer.
+  """
+
+  layers: Sequence[Number]
+  late: Sequence[Number] = ()
+  first: int | None = None
 
 
 def Partition(
@@ -51,7 +70,7 @@ def Partition(
     ValueError: a bad argument, more stages than layers, or a memory limit that cannot be kept.
   """
   num_layers = len(costs)
-  _CheckNumStages(num_stages, num_layers)
+  CheckNumStages(num_stages, num_layers)
   if not (_IsNumber(last_stage_factor) and 0 < last_stage_factor < math.inf):
     raise ValueError(f'last_stage_factor: expected a positive number, got {last_stage_factor!r}')
   if (memory is None) != (memory_limit is None):
@@ -59,24 +78,52 @@ def Partition(
     raise ValueError(f'{given} is given without {lacking}; give both or none')
   scaled = _ExactIntegers('costs', costs)
   factor = fractions.Fraction(float(last_stage_factor))
-  units = [factor.denominator] * (num_stages - 1) + [factor.numerator]
-  # After the layer where a stage starts, the first layer that its memory has no room for.
-  if memory is None or memory_limit is None:
-    room = [num_layers] * num_layers
-  else:
-    room = _Room(memory, memory_limit, num_stages, num_layers)
-  prefix = [0, *itertools.accumulate(scaled)]
+  inner = StageCosts([factor.denominator * cost for cost in scaled])
+  last = StageCosts([factor.numerator * cost for cost in scaled])
+  rooms = None
+  if memory is not None and memory_limit is not None:
+    rooms = [_Room(memory, memory_limit, num_stages, num_layers)] * num_stages
+  ends = PartitionStages([inner] * (num_stages - 1) + [last], rooms)
+  assert ends is not None, 'Filled in order, the stages have room for all layers.'
+  return ends
 
-  low, high = 0, prefix[-1] * max(units)
-  while low < high:  # The least bottleneck for which a cut exists.
-    middle = (low + high) // 2
-    if _EndRanges(prefix, room, [middle // unit for unit in units]):
-      high = middle
-    else:
-      low = middle + 1
-  caps = [low // unit for unit in units]
-  ranges = _EndRanges(prefix, room, caps)
-  return _MostEven(prefix, room, caps, units, ranges)
+
+def PartitionStages(
+  stage_costs: Sequence[StageCosts], rooms: Sequence[Sequence[int]] | None = None
+) -> list[int] | None:
+  """The best cut by the module's criteria where what a layer costs depends on its stage.
+
+  Exact as `Partition` is, and as quick where all stages but the last are alike and `rooms` grow
+  along layers and stages. Rooms need not: a stage that starts later may have a larger input. Then
+  the best cut for the least rooms that do is tried first, and where it is not within `rooms`, time
+  grows with stages · layers · layers in a stage.
+
+  Args:
+    stage_costs: an entry a stage, each for all the layers; one object where stages are alike.
+    rooms: for each stage and each layer that it might start with the furthest end that its memory
+      has room for: the start itself where there is none, else an index after a last layer.
+
+  Returns:
+    For each stage the index after its last layer; None where `rooms` leave no cut.
+
+  Raises:
+    ValueError: a bad cost, or more stages than layers.
+  """
+  num_stages = len(stage_costs)
+  num_layers = len(stage_costs[0].layers) if stage_costs else 0
+  CheckNumStages(num_stages, num_layers)
+  tables = _Tables(stage_costs)
+  if rooms is None:
+    rooms = [[num_layers] * num_layers] * num_stages
+  if len(set(map(id, stage_costs[:-1]))) > 1:
+    return _BestInSets(tables, rooms)
+  ends = _BestInRanges(tables, _Grown(rooms))
+  if ends is None:
+    return None
+  ranges = StageRanges(ends)
+  if all(room[start] >= end for room, (start, end) in zip(rooms, ranges, strict=True)):
+    return ends
+  return _BestInSets(tables, rooms)
 
 
 def StageRanges(ends: Sequence[int]) -> list[tuple[int, int]]:
@@ -124,7 +171,7 @@ def CheckSplits(splits: Sequence[int], num_layers: int) -> list[int]:
   return ends
 
 
-def _CheckNumStages(num_stages: int, num_layers: int) -> None:
+def CheckNumStages(num_stages: int, num_layers: int) -> None:
   """Raises ValueError unless `num_layers` layers can make `num_stages` stages, none empty."""
   if not isinstance(num_stages, int) or isinstance(num_stages, bool) or num_stages < 1:
     raise ValueError(f'num_stages: expected a positive integer, got {num_stages!r}')
@@ -142,18 +189,21 @@ def _IsNumber(value: object) -> bool:
   return isinstance(value, (SupportsIndex, SupportsFloat)) and not isinstance(value, bool)
 
 
-def _ExactIntegers(what: str, values: Sequence[float]) -> list[int]:
-  """The values times the least power of two that makes them whole."""
+def _ExactIntegers(what: str, values: Sequence[Number]) -> list[int]:
+  """The values times the least number that makes them whole."""
   ratios = []
   for i, value in enumerate(values):
-    # Integers may be greater than any float.
-    number = operator.index(value) if isinstance(value, SupportsIndex) else value
-    if not (_IsNumber(value) and (isinstance(number, int) or math.isfinite(number))):
+    # Integers and fractions may be greater than any float.
+    exact = isinstance(value, (SupportsIndex, fractions.Fraction))
+    if not (_IsNumber(value) and (exact or math.isfinite(value))):
       raise ValueError(f'{what}[{i}]: expected a finite number, got {value!r}')
-    if number < 0:
+    if value < 0:
       raise ValueError(f'{what}[{i}]: expected a number >= 0, got {value!r}')
-    ratios.append((number if isinstance(number, int) else float(number)).as_integer_ratio())
-  scale = max((denominator for _, denominator in ratios), default=1)
+    if isinstance(value, SupportsIndex):
+      ratios.append((operator.index(value), 1))
+    else:
+      ratios.append((value if exact else float(value)).as_integer_ratio())
+  scale = math.lcm(*{denominator for _, denominator in ratios})
   return [numerator * (scale // denominator) for numerator, denominator in ratios]
 
 
@@ -189,23 +239,97 @@ def _Room(
   return room
 
 
-def _EndRanges(prefix: list[int], room: list[int], caps: list[int]) -> list[tuple[int, int]]:
+class _Table:
+  """`StageCosts` as sums over the first layers: any stage's cost is one difference."""
+
+  def __init__(self, layers: Sequence[int], late: Sequence[int], first: int | None) -> None:
+    self.first = len(layers) if first is None else first
+    self._before = [0, *itertools.accumulate(layers)]
+    more = [0, *itertools.accumulate(late)]
+    more += [more[-1]] * (len(self._before) - len(more))
+    self._after = [a + b for a, b in zip(self._before, more, strict=True)]
+    self.total = self._after[-1]
+
+  def Sums(self, end: int) -> list[int]:
+    """The sums for stages that end before layer `end`."""
+    return self._after if end > self.first else self._before
+
+  def Reach(self, start: int, cap: int) -> int:
+    """The furthest end of a stage that starts with layer `start` and costs at most `cap`."""
+    before, after = self._before, self._after
+    end = start
+    if start < self.first:
+      end = bisect.bisect_right(before, before[start] + cap, start, self.first + 1) - 1
+      if end < self.first:
+        return end
+    return bisect.bisect_right(after, after[start] + cap, end + 1) - 1
+
+  def Earliest(self, end: int, cap: int) -> int:
+    """The earliest start of a stage that ends before layer `end` and costs at most `cap`."""
+    sums = self.Sums(end)
+    return bisect.bisect_left(sums, sums[end] - cap)
+
+
+def _Tables(stage_costs: Sequence[StageCosts]) -> list[_Table]:
+  """The tables of the stages, in integers of one scale."""
+  distinct = list({id(c): c for c in stage_costs}.values())
+  scaled = iter(_ExactIntegers('costs', [x for c in distinct for x in (*c.layers, *c.late)]))
+  made = {}
+  for c in distinct:
+    layers = list(itertools.islice(scaled, len(c.layers)))
+    made[id(c)] = _Table(layers, list(itertools.islice(scaled, len(c.late))), c.first)
+  return [made[id(c)] for c in stage_costs]
+
+
+def _Grown(rooms: Sequence[Sequence[int]]) -> list[list[int]]:
+  """The least rooms that contain these and grow along layers and stages."""
+  grown: list[list[int]] = []
+  for room in rooms:
+    along = list(itertools.accumulate(room, max))
+    grown.append(list(map(max, along, grown[-1])) if grown else along)
+  return grown
+
+
+def _LeastCap(tables: Sequence[_Table], exists: Callable[[int], bool]) -> int | None:
+  """The least cost of the costliest stage for which a cut exists, None if there is no cut."""
+  high = max(table.total for table in tables)
+  if not exists(high):
+    return None
+  low = 0
+  while low < high:
+    middle = (low + high) // 2
+    if exists(middle):
+      high = middle
+    else:
+      low = middle + 1
+  return low
+
+
+def _BestInRanges(tables: Sequence[_Table], rooms: Sequence[Sequence[int]]) -> list[int] | None:
+  """The best cut where rooms grow along layers and stages."""
+  cap = _LeastCap(tables, lambda cap: bool(_EndRanges(tables, rooms, cap)))
+  if cap is None:
+    return None
+  return _MostEven(tables, rooms, cap, _EndRanges(tables, rooms, cap))
+
+
+def _EndRanges(
+  tables: Sequence[_Table], rooms: Sequence[Sequence[int]], cap: int
+) -> list[tuple[int, int]]:
   """For k = 0..K the least and greatest end that the first k stages can have in a whole cut.
 
-  Stages 0..k-1 end at j in some cut with no cost above `caps` exactly when low <= j <= high, since
+  Stages 0..k-1 end at j in some cut with no cost above `cap` exactly when low <= j <= high, since
   a stage that is cut short stays within its bounds. Empty where no cut exists.
   """
-  num_layers, num_stages = len(room), len(caps)
+  num_layers, num_stages = len(rooms[0]), len(tables)
   high = [0]
-  for k in range(num_stages):  # Fill the stages from the front...
+  for table, room in zip(tables, rooms, strict=True):  # Fill the stages from the front...
     start = high[-1]
-    reach = bisect.bisect_right(prefix, prefix[start] + caps[k]) - 1
-    high.append(min(reach, room[start]) if start < num_layers else start)
+    high.append(min(table.Reach(start, cap), room[start]) if start < num_layers else start)
   low = [num_layers]
-  for k in reversed(range(num_stages)):  # ... and from the back.
+  for table, room in zip(reversed(tables), reversed(rooms), strict=True):  # ... and from the back.
     end = low[-1]
-    by_cost = bisect.bisect_left(prefix, prefix[end] - caps[k])
-    low.append(max(by_cost, bisect.bisect_left(room, end)) if end else end)
+    low.append(max(table.Earliest(end, cap), bisect.bisect_left(room, end)) if end else end)
   low.reverse()
   # No stage is empty: k layers lie before the end of stage k-1 and K-k behind it, at the least.
   ranges = [
@@ -215,10 +339,9 @@ def _EndRanges(prefix: list[int], room: list[int], caps: list[int]) -> list[tupl
 
 
 def _MostEven(
-  prefix: list[int],
-  room: list[int],
-  caps: list[int],
-  units: list[int],
+  tables: Sequence[_Table],
+  rooms: Sequence[Sequence[int]],
+  cap: int,
   ranges: list[tuple[int, int]],
 ) -> list[int]:
   """Among the cuts within the bounds the one that is best by criteria 2 to 4.
@@ -227,27 +350,25 @@ def _MostEven(
   quadrangle inequality (also where a bound makes it infinite), so the best start moves forward
   with the end and each stage takes O(L log L) by divide and conquer.
   """
-  num_layers, num_stages = len(room), len(caps)
+  num_layers = len(rooms[0])
   above_layers = num_layers * num_layers + 1  # The W that makes layer counts matter in ties only.
   best = {0: 0}  # End of the stages so far -> the least weight.
   starts: list[dict[int, int]] = []  # For each stage: end -> its best start.
-  for k in range(num_stages):
+  for k, (table, room) in enumerate(zip(tables, rooms, strict=True)):
     previous, best, start_of = best, {}, {}
-    factor = units[k] * units[k] * above_layers
     pending = [(*ranges[k + 1], *ranges[k])]
     while pending:
       first_end, last_end, first_start, last_start = pending.pop()
       if first_end > last_end:
         continue
       end = (first_end + last_end) // 2
-      total = prefix[end]
-      earliest = max(
-        first_start, bisect.bisect_left(prefix, total - caps[k]), bisect.bisect_left(room, end)
-      )
+      sums = table.Sums(end)
+      total = sums[end]
+      earliest = max(first_start, table.Earliest(end, cap), bisect.bisect_left(room, end))
       weight = start = None
       for i in range(earliest, min(last_start, end - 1) + 1):
-        cost = total - prefix[i]
-        candidate = previous[i] + factor * cost * cost + (end - i) * (end - i)
+        cost = total - sums[i]
+        candidate = previous[i] + above_layers * cost * cost + (end - i) * (end - i)
         if weight is None or candidate < weight:
           weight, start = candidate, i
       assert weight is not None and start is not None, 'every end in range has a start'
@@ -255,6 +376,45 @@ def _MostEven(
       pending.append((first_end, end - 1, first_start, start))
       pending.append((end + 1, last_end, start, last_start))
     starts.append(start_of)
+  return _FollowBack(starts, num_layers)
+
+
+def _BestInSets(tables: Sequence[_Table], rooms: Sequence[Sequence[int]]) -> list[int] | None:
+  """The best cut under any rooms: the ends that stages can have need not be ranges."""
+  num_layers = len(rooms[0])
+  above_layers = num_layers * num_layers + 1
+
+  def Ends(table: _Table, room: Sequence[int], start: int, cap: int) -> range:
+    if start == num_layers:
+      return range(0)
+    return range(start + 1, min(table.Reach(start, cap), room[start]) + 1)
+
+  def Exists(cap: int) -> bool:
+    ends = {0}
+    for table, room in zip(tables, rooms, strict=True):
+      ends = {end for start in ends for end in Ends(table, room, start, cap)}
+    return num_layers in ends
+
+  cap = _LeastCap(tables, Exists)
+  if cap is None:
+    return None
+  best = {0: 0}
+  starts: list[dict[int, int]] = []
+  for table, room in zip(tables, rooms, strict=True):
+    previous, best, start_of = best, {}, {}
+    for start, weight in sorted(previous.items()):
+      for end in Ends(table, room, start, cap):
+        sums = table.Sums(end)
+        cost = sums[end] - sums[start]
+        candidate = weight + above_layers * cost * cost + (end - start) * (end - start)
+        if end not in best or candidate < best[end]:
+          best[end], start_of[end] = candidate, start
+    starts.append(start_of)
+  return _FollowBack(starts, num_layers)
+
+
+def _FollowBack(starts: Sequence[Mapping[int, int]], num_layers: int) -> list[int]:
+  """The ends of all stages, from the best start of each stage for each of its ends."""
   ends = [num_layers]
   for start_of in reversed(starts[1:]):
     ends.append(start_of[ends[-1]])

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predicts the most memory that a stage needs: weights with what belongs to them, and activations.
+
+For each stage, with every size in bytes and every tensor of one micro-batch:
+
+    state        weights, gradient accumulators and optimizer slots
+    activations  h · (stage input) + (inputs of its other layers) + (inner activations)
+
+where h is the most micro-batches that the schedule has the stage hold. The first term is kept from
+F to B, the others exist within B, in which the forward runs again: GPipe section 2.3's
+O(N + L/K · N/M) for a mini-batch of N. Policy `none` keeps all of it h times, `except_last` once
+more for the last micro-batch, and `layer` keeps the inputs of all layers h times and has the inner
+activations of one layer at a time. Skip connections count as input of the stage that takes them.
+
+Inner activations are what a layer makes beyond its inputs and outputs (`BaseLayer.TraceCost`): an
+upper estimate. Not in the prediction: gradients of activations and of weights while they are
+computed, boundary tensors under way, the loss, workspaces of kernels, and TensorFlow itself.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from lingvo_gpipe.pipeline import actions, schedule_ir
+
+Kind = actions.Kind
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerBytes:
+  """What one layer needs, in bytes.
+
+  Attributes:
+    state: its weights, gradient accumulators and optimizer slots.
+    inputs: its arguments, of one micro-batch.
+    inner: what it makes of one micro-batch beyond its inputs and outputs.
+    skips_in: {name: bytes} of the skip connections that it takes.
+    skips_out: names of those that it begins.
+  """
+
+  state: int
+  inputs: int
+  inner: int
+  skips_in: Mapping[str, int] = dataclasses.field(default_factory=dict)
+  skips_out: tuple[str, ...] = ()
+
+
+class _Held(NamedTuple):
+  """How many micro-batches' worth of each of a stage's tensors is there at one time."""
+
+  stage_input: int = 0
+  layer_inputs: int = 0
+  inner: int = 0
+  largest_layer: int = 0
+
+  def Plus(self, other: _Held, sign: int = 1) -> _Held:
+    return _Held(*(a + sign * b for a, b in zip(self, other, strict=True)))
+
+  def Covers(self, other: _Held) -> bool:
+    return all(a >= b for a, b in zip(self, other, strict=True))
+
+
+_NOTHING = _Held()
+_EVERYTHING = _Held(1, 1, 1, 0)
+
+
+class StageMemory:
+  """The memory of any stage that a list of layers may be cut into."""
+
+  def __init__(
+    self,
+    layers: Sequence[LayerBytes],
+    schedule: schedule_ir.Schedule,
+    remat_policy: str,
+    first_trained: int = 0,
+  ) -> None:
+    """Nothing is simulated here; see `HeldAtPeaks`.
+
+    Args:
+      layers: the flat list.
+      schedule: the training schedule.
+      remat_policy: what backward recomputes.
+      first_trained: the first layer with trained weights; stages before it have no backward.
+    """
+    self._layers = list(layers)
+    self._schedule = schedule
+    self._first = first_trained
+    self._state, self._inputs, self._inner = (
+      [0, *itertools.accumulate(getattr(x, name) for x in layers)]
+      for name in ('state', 'inputs', 'inner')
+    )
+    makers = {name: i for i, layer in enumerate(layers) for name in layer.skips_out}
+    self._takers: dict[str, tuple[int, int, list[int]]] = {}  # (maker, bytes, layers that take it).
+    for i, layer in enumerate(layers):
+      for name, num_bytes in layer.skips_in.items():
+        self._takers.setdefault(name, (makers.get(name, -1), num_bytes, []))[2].append(i)
+    held = HeldAtPeaks(schedule, remat_policy)
+    # Stages that hold the same share what is known of them.
+    self._distinct = list(dict.fromkeys(held))
+    self._held = [self._distinct.index(peaks) for peaks in held]
+
+  def State(self, start: int, end: int) -> int:
+    """The bytes of weights, accumulators and slots of layers [start, end)."""
+    return self._state[end] - self._state[start]
+
+  def Activations(self, stage: int, start: int, end: int) -> int:
+    """The most bytes of activations of stage `stage`, if it has layers [start, end)."""
+    return self._Activations(self._held[stage], start, end)
+
+  def _Activations(self, kind: int, start: int, end: int) -> int:
+    stage_input = self._layers[start].inputs + sum(
+      num_bytes
+      for maker, num_bytes, takers in self._takers.values()
+      if maker < start and bisect.bisect_left(takers, start) < bisect.bisect_left(takers, end)
+    )
+    largest = max(layer.inner for layer in self._layers[start:end])
+    if end <= self._first:
+      return stage_input + largest
+    layer_inputs = self._inputs[end] - self._inputs[start + 1]
+    inner = self._inner[end] - self._inner[start]
+    sizes = (stage_input, layer_inputs, inner, largest)
+    return max(
+      sum(n * size for n, size in zip(held, sizes, strict=True)) for held in self._distinct[kind]
+    )
+
+  def Rooms(self, limit: float) -> list[list[int]]:
+    """For each stage and each layer it may start with, its furthest end within `limit` bytes.
+
+    What several stages of one device need together is not additive; each gets an equal share of
+    the limit, which is always enough.
+    """
+    share = limit * self._schedule.num_devices / self._schedule.num_stages
+    rooms = []
+    for kind in range(len(self._distinct)):
+      room = []
+      for start in range(len(self._layers)):
+        # The memory never falls as the end moves on.
+        ends = range(start + 1, len(self._layers) + 1)
+        room.append(
+          start
+          + bisect.bisect_right(
+            ends, share, key=lambda end: self.State(start, end) + self._Activations(kind, start, end)
+          )
+        )
+      rooms.append(room)
+    return [rooms[kind] for kind in self._held]
+
+
+def HeldAtPeaks(schedule: schedule_ir.Schedule, remat_policy: str) -> list[tuple[_Held, ...]]:
+  """For each stage what it holds at those moments, one of which is its peak for any sizes.
+
+  `simulator.Simulate` finds the same peak for given sizes; here sizes are not known yet.
+  """
+  now = [_NOTHING] * schedule.num_stages
+  peaks: list[dict[_Held, None]] = [{} for _ in now]
+  last = schedule.num_micro_batches - 1
+  for action in itertools.chain.from_iterable(schedule.actions):
+    k = action.stage
+    if remat_policy == 'none' or (remat_policy == 'except_last' and action.micro_batch == last):
+      kept = working = _EVERYTHING
+    elif remat_policy == 'layer':
+      kept, working = _Held(1, 1, 0, 0), _Held(1, 1, 0, 1)
+    else:
+      kept, working = _Held(1, 0, 0, 0), _EVERYTHING
+    # Of this micro-batch: what was held before, is held within, and is held after the action.
+    before, within, after = {
+      Kind.FORWARD: (_NOTHING, (kept,), kept),
+      Kind.BACKWARD: (kept, (working,), _NOTHING),
+      Kind.INPUT_GRADIENT: (kept, (working, _EVERYTHING), _EVERYTHING),
+      Kind.WEIGHT_GRADIENT: (_EVERYTHING, (_EVERYTHING,), _NOTHING),
+      Kind.FORWARD_BACKWARD: (_NOTHING, (_EVERYTHING,), _NOTHING),
+    }[action.kind]
+    rest = now[k].Plus(before, -1)
+    peaks[k].update(dict.fromkeys(rest.Plus(x) for x in within))
+    now[k] = rest.Plus(after)
+  return [
+    tuple(a for a in found if not any(b != a and b.Covers(a) for b in found)) for found in peaks
+  ]
