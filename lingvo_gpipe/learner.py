@@ -71,6 +71,10 @@ class Learner:
       wanted and not (p.bprop_variable_exclusion and re.search(p.bprop_variable_exclusion, path))
     )
 
+  def SlotsPerWeight(self) -> int:
+    """How many optimizer slots of its own size each trained weight has."""
+    return self.params.optimizer.Instantiate().SlotsPerWeight()
+
   def Build(self, stages: Sequence[_Stage]) -> None:
     """Makes each stage's optimizer and slots on its device.
 

@@ -59,6 +59,13 @@ class KerasOptimizer:
     config = {name: value for name, value in self.params.IterParams() if name != 'cls'}
     return StageOptimizer(self.keras_class, config, device, variables, self._OtherSlots)
 
+  def SlotsPerWeight(self) -> int:
+    """How many slots of its own size a weight has; found by building them for a tiny one."""
+    with tf.init_scope():
+      weight = tf.Variable(tf.zeros([2, 3]), name='weight')
+      slots = self.Build('/device:CPU:0', {'weight': weight}).slots
+    return sum(slot.shape == weight.shape for slot in slots.values())
+
   @classmethod
   def _OtherSlots(cls, built: Any) -> dict[str, list[Any]]:
     """{slot name: a slot for each variable} of those that Keras makes in a way of its own."""

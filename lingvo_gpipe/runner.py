@@ -11,7 +11,7 @@ import tensorflow as tf
 from lingvo_gpipe import learner as learner_lib
 from lingvo_gpipe import metrics, nested_map
 from lingvo_gpipe import task as task_lib
-from lingvo_gpipe.pipeline import engine, micro_batch, plan, schedules
+from lingvo_gpipe.pipeline import engine, layer_costs, micro_batch, plan, schedules
 
 
 def NumDevices(task: task_lib.BaseTask) -> int:
@@ -20,10 +20,25 @@ def NumDevices(task: task_lib.BaseTask) -> int:
 
 
 def PlanTask(task: task_lib.BaseTask, batch_spec: nested_map.NestedMap) -> plan.Plan:
-  """The cut of the task's layers into stages for batches of this spec; allocates nothing."""
+  """The cut of the task's layers into stages for batches of this spec.
+
+  Allocates nothing, but that with partition_by='time' one layer at a time is run.
+  """
+  learner = task.params.train.learner.Instantiate()
+  slots_per_weight = learner.SlotsPerWeight()
   if task.pipeline is None:
-    return plan.MakePlan([task], [batch_spec], schedule=schedules.Get('gpipe', 1, 1))
-  return task.pipeline.MakePlan(*PipelineInputSpecs(task, batch_spec))
+    return plan.MakePlan(
+      [task],
+      [batch_spec],
+      schedule=schedules.Get('gpipe', 1, 1),
+      xla=False,
+      weights=layer_costs.Weights(learner.IsTrained, {}, slots_per_weight),
+    )
+  return task.pipeline.MakePlan(
+    *PipelineInputSpecs(task, batch_spec),
+    is_trained=learner.IsTrained,
+    slots_per_weight=slots_per_weight,
+  )
 
 
 def PipelineInputSpecs(
@@ -53,6 +68,7 @@ class TaskRunner:
     batch_spec: nested_map.NestedMap,
     *,
     with_learner: bool = True,
+    splits: Sequence[int] = (),
   ) -> None:
     """Cuts the task into stages and allocates its variables on their devices.
 
@@ -61,6 +77,8 @@ class TaskRunner:
       devices: at least one a stage.
       batch_spec: NestedMap of tf.TensorSpec of the batches to come, static shapes.
       with_learner: False where nothing is trained: no accumulators and no slots.
+      splits: the cut, where it is neither to be found nor that of the Params: for each stage the
+        index after its last layer.
 
     Raises:
       ValueError: the task cannot be cut as its Params say, or has weights to be trained that are
@@ -68,10 +86,8 @@ class TaskRunner:
     """
     self.task = task
     self.batch_spec = batch_spec
-    self.learner: learner_lib.Learner | None = None
-    if with_learner:
-      self.learner = task.params.train.learner.Instantiate()
-    is_trained = None if self.learner is None else self.learner.IsTrained
+    learner = task.params.train.learner.Instantiate()
+    self.learner: learner_lib.Learner | None = learner if with_learner else None
     if task.pipeline is None:
       self.plan = PlanTask(task, batch_spec)
       self.engine = engine.PipelineEngine(
@@ -80,14 +96,16 @@ class TaskRunner:
         devices,
         xla=False,
         loss_fn=lambda theta, y, side: self._Metrics(theta[0], y, side),
-        is_trained=is_trained,
+        is_trained=learner.IsTrained,
       )
     else:
       self.plan = task.pipeline.Place(
         devices,
         *PipelineInputSpecs(task, batch_spec),
         loss_fn=lambda theta, y, side: self._Metrics(nested_map.NestedMap(), y, side),
-        is_trained=is_trained,
+        is_trained=learner.IsTrained,  # Without training too: the cut depends on it.
+        splits=splits,
+        slots_per_weight=learner.SlotsPerWeight(),
       )
       self.engine = task.pipeline.engine
     # Layers outside the pipeline, if the task has any.

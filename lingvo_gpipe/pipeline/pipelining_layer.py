@@ -23,7 +23,7 @@ from lingvo_gpipe import (
   weight_params,
 )
 from lingvo_gpipe.layers import fprop_meta, sequential
-from lingvo_gpipe.pipeline import engine, micro_batch, plan, schedules, stage
+from lingvo_gpipe.pipeline import engine, layer_costs, micro_batch, plan, schedules, stage
 
 
 class PipeliningLayer(base_layer.BaseLayer):
@@ -56,7 +56,16 @@ class PipeliningLayer(base_layer.BaseLayer):
       [],
       "Pairs ['layers[9].emb', 'layers[0].emb']: the first weight is the second one, used again.",
     )
-    p.Define('partition_by', 'flops', 'What an automatic cut balances: flops or params.')
+    p.Define(
+      'partition_by',
+      'flops',
+      'What an automatic cut balances: flops, params, or time, measured on the first device.',
+    )
+    p.Define(
+      'memory_limit',
+      0,
+      'The most bytes that a device may need by the prediction of `stage_memory`; 0: no limit.',
+    )
     p.Define('schedule', 'gpipe', 'Name of the training schedule, or a Schedule.')
     p.Define(
       'remat_policy',
@@ -81,6 +90,13 @@ class PipeliningLayer(base_layer.BaseLayer):
       raise ValueError(
         f'{self.path}: unknown remat_policy {p.remat_policy!r}; expected one of {known}'
       )
+    if p.partition_by not in plan.COSTS:
+      raise ValueError(
+        f'{self.path}: unknown partition_by {p.partition_by!r}; expected one of '
+        f'{", ".join(plan.COSTS)}'
+      )
+    if p.memory_limit < 0:
+      raise ValueError(f'{self.path}: memory_limit must not be negative, got {p.memory_limit}')
     chosen = schedules.Get(p.schedule, p.num_stages, p.num_micro_batches, self.num_devices)
     if chosen.forward_only:
       raise ValueError(f'{self.path}: schedule {chosen.name!r} has no backward; it cannot train')
@@ -146,12 +162,23 @@ class PipeliningLayer(base_layer.BaseLayer):
     """K: how many devices the stages are put on."""
     return -(-self.params.num_stages // self.params.stages_per_device)
 
-  def MakePlan(self, *input_specs: Any) -> plan.Plan:
+  def MakePlan(
+    self,
+    *input_specs: Any,
+    splits: Sequence[int] = (),
+    device: str = '',
+    is_trained: Callable[[str], bool] | None = None,
+    slots_per_weight: float = 2,
+  ) -> plan.Plan:
     """Where the cuts go for inputs of these specs.
 
     Args:
       *input_specs: a (nest of) tf.TensorSpec `[..., batch, ...]` of the whole mini-batch for each
         argument of the first layer.
+      splits: a cut that goes before that of the Params.
+      device: where partition_by='time' measures the layers; '' is TensorFlow's choice.
+      is_trained: which paths are trained, where not all.
+      slots_per_weight: how many optimizer slots a trained weight has, for the memory; Adam has 2.
     """
     p = self.params
     batch_size = micro_batch.BatchSize(input_specs, p.batch_dim)
@@ -170,10 +197,19 @@ class PipeliningLayer(base_layer.BaseLayer):
       schedule=schedules.Get(
         p.schedule, p.num_stages, min(p.num_micro_batches, batch_size), self.num_devices
       ),
-      splits=p.splits,
+      splits=splits or p.splits,
       by=p.partition_by,
       num_params=self.NumParams(),
+      remat_policy=p.remat_policy,
+      xla=p.xla,
+      weights=layer_costs.Weights(is_trained, self._absolute_ties, slots_per_weight),
+      memory_limit=p.memory_limit,
+      device=device,
     )
+
+  @property
+  def _absolute_ties(self) -> dict[str, str]:
+    return {self._Absolute(tied): self._Absolute(owner) for tied, owner in self._ties.items()}
 
   @property
   def theta(self) -> nested_map.NestedMap:
@@ -194,6 +230,8 @@ class PipeliningLayer(base_layer.BaseLayer):
     *input_specs: Any,
     loss_fn: stage.LossFn | None = None,
     is_trained: Callable[[str], bool] | None = None,
+    splits: Sequence[int] = (),
+    slots_per_weight: float = 2,
   ) -> plan.Plan:
     """Cuts the layers for inputs of these specs and allocates each stage on its device.
 
@@ -202,6 +240,8 @@ class PipeliningLayer(base_layer.BaseLayer):
       *input_specs: as for `MakePlan`.
       loss_fn: the loss, where the engine trains (`stage.LossFn`); FProp does not use it.
       is_trained: which paths the engine trains, where not all.
+      splits: as for `MakePlan`.
+      slots_per_weight: as for `MakePlan`.
 
     Returns:
       The cut.
@@ -211,7 +251,13 @@ class PipeliningLayer(base_layer.BaseLayer):
         variables exist already on other devices.
     """
     p = self.params
-    cut = self.MakePlan(*input_specs)
+    cut = self.MakePlan(
+      *input_specs,
+      splits=splits,
+      device=devices[0] if devices else '',
+      is_trained=is_trained,
+      slots_per_weight=slots_per_weight,
+    )
     self._engine = engine.PipelineEngine(
       self.layers,
       cut.ends,
@@ -222,7 +268,7 @@ class PipeliningLayer(base_layer.BaseLayer):
       stages_per_device=p.stages_per_device,
       loss_fn=loss_fn,
       is_trained=is_trained,
-      ties={self._Absolute(tied): self._Absolute(owner) for tied, owner in self._ties.items()},
+      ties=self._absolute_ties,
     )
     self.InstantiateVariables()
     self._predict = tf.function(self._Predict, autograph=False)

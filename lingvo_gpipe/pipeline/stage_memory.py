@@ -117,15 +117,16 @@ class StageMemory:
       for maker, num_bytes, takers in self._takers.values()
       if maker < start and bisect.bisect_left(takers, start) < bisect.bisect_left(takers, end)
     )
-    largest = max(layer.inner for layer in self._layers[start:end])
+    peaks = self._distinct[kind]
+    largest = 0
+    if end <= self._first or any(held.largest_layer for held in peaks):
+      largest = max(layer.inner for layer in self._layers[start:end])
     if end <= self._first:
       return stage_input + largest
     layer_inputs = self._inputs[end] - self._inputs[start + 1]
     inner = self._inner[end] - self._inner[start]
     sizes = (stage_input, layer_inputs, inner, largest)
-    return max(
-      sum(n * size for n, size in zip(held, sizes, strict=True)) for held in self._distinct[kind]
-    )
+    return max(sum(n * size for n, size in zip(held, sizes, strict=True)) for held in peaks)
 
   def Rooms(self, limit: float) -> list[list[int]]:
     """For each stage and each layer it may start with, its furthest end within `limit` bytes.

@@ -78,6 +78,28 @@ def CutCosts(
   return [made[count] for count in Recomputations(schedule, remat_policy)]
 
 
+def StageCosts(
+  work: Sequence[LayerWork],
+  ends: Sequence[int],
+  schedule: schedule_ir.Schedule,
+  remat_policy: str,
+) -> list[fractions.Fraction]:
+  """For each stage of a cut the time that it works in a step."""
+  costs = SimulatorCosts(work, ends)
+  return [
+    schedule.num_micro_batches * (forward + inputs + weights) + count * again
+    for count, *parts in zip(
+      Recomputations(schedule, remat_policy),
+      costs.forward,
+      costs.input_gradient,
+      costs.weight_gradient,
+      costs.recompute,
+      strict=True,
+    )
+    for forward, inputs, weights, again in [map(fractions.Fraction, parts)]
+  ]
+
+
 def Recomputations(schedule: schedule_ir.Schedule, remat_policy: str) -> list[int]:
   """For each stage how often it recomputes its forward in a step."""
   last = schedule.num_micro_batches - 1

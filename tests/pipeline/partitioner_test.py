@@ -99,6 +99,93 @@ def testLastStageFactorEqualsBruteForce(problem, factor):
   assert ends == _BruteForce(costs, num_stages, factor=factor)
 
 
+def _StageCost(stage_costs, start, end):
+  total = sum(stage_costs.layers[start:end])
+  first = stage_costs.first
+  if first is not None and start < first < end:
+    total += sum(stage_costs.late[start:first])
+  return total
+
+
+def _BestOfAll(stage_costs, rooms):
+  """The best of all cuts where costs and rooms depend on the stage, or None."""
+  num_layers = len(stage_costs[0].layers)
+  found = []
+  for cut in itertools.combinations(range(1, num_layers), len(stage_costs) - 1):
+    ranges = partitioner.StageRanges([*cut, num_layers])
+    if any(rooms[k][start] < end for k, (start, end) in enumerate(ranges)):
+      continue
+    sums = [_StageCost(c, *ends) for c, ends in zip(stage_costs, ranges, strict=True)]
+    layers = [(end - start) ** 2 for start, end in ranges]
+    ends = [*cut, num_layers]
+    found.append((max(sums), sum(s * s for s in sums), sum(layers), ends[::-1], ends))
+  return min(found)[-1] if found else None
+
+
+@st.composite
+def _StagedProblems(draw, alike):
+  num_layers = draw(st.integers(1, 8))
+  num_stages = draw(st.integers(1, num_layers))
+  first = draw(st.one_of(st.none(), st.integers(0, num_layers)))
+
+  def Costs():
+    layers = draw(st.lists(_SMALL, min_size=num_layers, max_size=num_layers))
+    return partitioner.StageCosts(layers, draw(st.lists(_SMALL, min_size=first or 0, max_size=first or 0)), first)
+
+  made = [Costs() for _ in range(num_stages if not alike else 2)]
+  costs = made if not alike else [made[0]] * (num_stages - 1) + [made[1]]
+  rooms = [
+    [draw(st.integers(start, num_layers)) for start in range(num_layers)]
+    for _ in range(num_stages)
+  ]
+  return costs, rooms
+
+
+_SMALL = st.one_of(st.integers(0, 4), st.fractions(0, 3, max_denominator=3))
+
+
+@pytest.mark.parametrize('alike', [True, False])
+@pytest.mark.parametrize('with_rooms', [True, False])
+def testStagesWithCostsAndRoomsOfTheirOwnEqualBruteForce(alike, with_rooms):
+  @hypothesis.settings(_SETTINGS, max_examples=80)
+  @hypothesis.given(_StagedProblems(alike))
+  def Check(problem):
+    costs, rooms = problem
+    if with_rooms:
+      assert partitioner.PartitionStages(costs, rooms) == _BestOfAll(costs, rooms)
+    else:
+      everywhere = [[len(rooms[0])] * len(rooms[0])] * len(rooms)
+      assert partitioner.PartitionStages(costs) == _BestOfAll(costs, everywhere)
+
+  Check()
+
+
+def testRoomsThatDoNotGrowAreSearched():
+  # Only a stage that starts early has room: the cut that is best without is not to be had.
+  costs = [partitioner.StageCosts([1] * 4)] * 2
+  assert partitioner.PartitionStages(costs) == [2, 4]
+  assert partitioner.PartitionStages(costs, [[1, 2, 3, 4], [0, 4, 3, 4]]) == [1, 4]
+  assert partitioner.PartitionStages(costs, [[1, 2, 3, 4], [0, 3, 4, 4]]) is None
+
+
+def testManyLayersWithRooms():
+  random.seed(2)
+  num_layers, num_stages = 400, 16
+  sizes = [random.randint(1, 100) for _ in range(num_layers)]
+  room = []
+  for start in range(num_layers):  # The input of the stage takes room too, sometimes a lot.
+    free, end = 1800 - 300 * (start % 7 == 0), start
+    while end < num_layers and free >= sizes[end]:
+      free -= sizes[end]
+      end += 1
+    room.append(end)
+  costs = [partitioner.StageCosts(sizes[::-1])] * num_stages
+  start = time.perf_counter()
+  ends = partitioner.PartitionStages(costs, [room] * num_stages)
+  assert time.perf_counter() - start < 20
+  assert all(room[a] >= b for a, b in partitioner.StageRanges(ends))
+
+
 def testLongListsEqualQuadraticDynamicProgram():
   # Longer than brute force can do: the bottleneck alone, by the textbook recurrence.
   random.seed(1)

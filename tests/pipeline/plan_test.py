@@ -9,7 +9,15 @@ import tensorflow as tf
 
 from lingvo_gpipe import base_layer, nested_map, weight_params
 from lingvo_gpipe.layers import linear, sequential, transformer
-from lingvo_gpipe.pipeline import partitioner, pipelining_layer, plan, schedules, stage
+from lingvo_gpipe.pipeline import (
+  layer_costs,
+  partitioner,
+  pipelining_layer,
+  plan,
+  schedules,
+  simulator,
+  stage,
+)
 
 
 class _Measured(base_layer.BaseLayer):
@@ -81,7 +89,8 @@ def testCutsByParams():
   by_params = _Make(layers, 2, by='params')
   assert by_params.ends == (3, 4)
   assert [s.num_params for s in by_params.stages] == [3, 9]
-  assert [s.share for s in by_params.stages] == pytest.approx([0.25, 0.75])
+  # 4 units of work a weight; the first layer has no gradient of its input to find.
+  assert [s.share for s in by_params.stages] == pytest.approx([11 / 47, 36 / 47])
 
 
 def testCutByHandWins():
@@ -115,8 +124,10 @@ def testMoreStagesThanLayersIsAnError():
 
 
 def testUnknownCost():
-  with pytest.raises(ValueError, match="'bytes'.*flops, params"):
+  with pytest.raises(ValueError, match="'bytes'.*flops, params, time"):
     _Make(_Layers([1]), 1, by='bytes')
+  with pytest.raises(ValueError, match="'some'.*stage, except_last"):
+    _Make(_Layers([1]), 1, remat_policy='some')
 
 
 def testLayersThatCostNothingAreSpread():
@@ -129,7 +140,7 @@ def testLayersThatCostNothingAreSpread():
 def testEqualLayersAreMeasuredOnce():
   _Measured.measured = 0
   layers = _Layers([7] * 50 + [8] * 50)
-  costs = plan.LayerCosts(layers, [_SPEC])
+  costs = layer_costs.LayerCosts(layers, [_SPEC]).costs
   assert _Measured.measured == 2
   assert [c.flops for c in costs] == [7] * 50 + [8] * 50
   assert [c.path for c in costs] == [f'seq.layers[{i}]' for i in range(100)]
@@ -139,10 +150,10 @@ def testEqualLayersWithOtherInputsAreMeasuredAnew():
   p = sequential.SequentialLayer.Params().Set(name='seq')
   square = linear.ProjectionLayer.Params().Set(input_dim=8, output_dim=8)
   p.sub = [square, square, linear.LinearLayer.Params().Set(input_dim=8, output_dim=8)]
-  costs = plan.LayerCosts(p.Instantiate().layers, [tf.TensorSpec([3, 8])])
+  costs = layer_costs.LayerCosts(p.Instantiate().layers, [tf.TensorSpec([3, 8])]).costs
   assert costs[0].flops == costs[1].flops
   assert costs[0].flops == costs[2].flops + 3 * 8  # The activation.
-  twice = plan.LayerCosts(p.Instantiate().layers, [tf.TensorSpec([6, 8])])
+  twice = layer_costs.LayerCosts(p.Instantiate().layers, [tf.TensorSpec([6, 8])]).costs
   assert [c.flops for c in twice] == [2 * c.flops for c in costs]
 
 
@@ -184,16 +195,16 @@ def testSeveralStagesADeviceAndOtherSchedules():
   layers = _Layers([1, 1, 1, 1])
   cut = plan.MakePlan(layers, [_SPEC], schedule=schedules.Get('interleaved_1f1b', 4, 4, 2))
   # (K - 1) / (v M + K - 1) = 1 / 9.
-  assert cut.bubble == pytest.approx(1 / 9)
+  assert cut.even_bubble == pytest.approx(1 / 9)
   table = cut.Table(['/device:CPU:0', '/device:CPU:1'])
   assert [line.split()[-1] for line in table.splitlines()[1:5]] == [
     f'device:CPU:{k}' for k in (0, 1, 0, 1)
   ]
-  assert '4 stages on K=2 devices, M=4 micro-batches, interleaved_1f1b: bubble 11.1%' in table
+  assert '4 stages on K=2 devices, M=4 micro-batches, interleaved_1f1b' in table
   # (K - 1) / (3 M + K - 1) with I and W of one unit each.
   assert plan.MakePlan(
     layers, [_SPEC], schedule=schedules.Get('zb_h1', 4, 4)
-  ).bubble == pytest.approx(3 / 15)
+  ).even_bubble == pytest.approx(3 / 15)
 
 
 def testTheTableShowsEveryStage():
@@ -202,23 +213,55 @@ def testTheTableShowsEveryStage():
   assert cut.ends == (2, 3)
   devices = [f'/job:localhost/replica:0/task:0/device:CPU:{i}' for i in range(2)]
   table = cut.Table(devices)
-  head, first, second, summary = table.splitlines()
-  assert head.split() == 'stage layers from to params MFLOPs share device'.split()
-  assert first.split() == '0 2 seq.layers[0] seq.layers[1] 1,010 3.0 50.0% device:CPU:0'.split()
-  assert second.split() == '1 1 seq.layers[2] seq.layers[2] 100,000 3.0 50.0% device:CPU:1'.split()
+  head, first, second, summary, times, memory = table.splitlines()
+  columns = 'stage layers from to params MFLOPs share idle weights activations device'
+  assert head.split() == columns.split()
+  cells = dict(zip(head.split(), first.split(), strict=True))
+  # F, R, I and W, of which the first layer has no I: 3 + 4 · 2 of 3 + 4 · 2 + 4 · 3 units a
+  # micro-batch. A weight has a gradient and two slots beside it.
+  assert cells == {
+    'stage': '0',
+    'layers': '2',
+    'from': 'seq.layers[0]',
+    'to': 'seq.layers[1]',
+    'params': '1,010',
+    'MFLOPs': '3.0',
+    'share': f'{11 / 23:.1%}',
+    'idle': f'{1 - 44 / (3 + 48 + 8):.1%}',
+    'weights': '15.8KiB',
+    'activations': '640B',  # Four times the input of 4 · 8 floats, and the second layer's.
+    'device': 'device:CPU:0',
+  }
+  assert second.split()[:7] == '1 1 seq.layers[2] seq.layers[2] 100,000 3.0 52.2%'.split()
+  assert second.split()[8:] == '1.5MiB 512B device:CPU:1'.split()
   # (K - 1) / (M + K - 1) = 1 / 5.
-  assert cut.bubble == pytest.approx(0.2)
-  for text in ('K=2', 'M=4', '20.0%', 'balance 100.0% (by flops)', '101,010 parameters'):
+  assert cut.even_bubble == pytest.approx(0.2)
+  assert cut.bubble == pytest.approx(1 - (44 + 48) / 2 / 59)
+  assert cut.speed_up == pytest.approx((44 + 48) / 59)
+  for text in ('K=2', 'M=4', 'remat_policy stage', 'balance 95.8% (by flops)', '101,010 param'):
     assert text in summary
+  assert times.startswith('predicted: bubble 22.0% of a step (20.0% if stages were equal)')
+  assert '1.56 times as fast as one device' in times
+  assert '2 optimizer slots' in memory
   assert all(line == line.rstrip() for line in table.splitlines())
-  assert '-' in cut.Table().splitlines()[1].split()
+  assert cut.Table().splitlines()[1].split()[-1] == '-'
+
+
+def testTheTableIsNotTooWide():
+  p = linear.LinearLayer.Params().Set(input_dim=20_000, output_dim=20_000)
+  q = sequential.SequentialLayer.Params().Set(name='a_rather_long_name_of_a_task', sub=[p] * 400)
+  layers = q.Instantiate().layers
+  cut = plan.MakePlan(layers, [tf.TensorSpec([64, 20_000])], schedule=schedules.Get('1f1b', 4, 64))
+  table = cut.Table(['/job:localhost/replica:0/task:0/device:GPU:0'] * 4)
+  assert max(map(len, table.splitlines())) <= 140
+  assert table.splitlines()[1].split()[2] == '...' + layers[0].path[-17:]
 
 
 def testABrokenLayerIsNamedAndItsErrorKeepsItsType():
   p = sequential.SequentialLayer.Params().Set(name='seq')
   p.sub = [_Measured.Params(), _Broken.Params()]
   with pytest.raises(ZeroDivisionError) as e:
-    plan.LayerCosts(p.Instantiate().layers, [_SPEC])
+    layer_costs.LayerCosts(p.Instantiate().layers, [_SPEC])
   assert any('seq.layers[1] (_Broken)' in note for note in e.value.__notes__), e.value.__notes__
 
 

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the layers of a sequence cost: operations, weights and bytes; nothing is allocated or run."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from lingvo_gpipe import base_layer, nested_map
+from lingvo_gpipe.pipeline import stage, stage_memory
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerCost:
+  """One layer of the sequence: its path, class, trainable weights and forward FLOPs."""
+
+  path: str
+  kind: str
+  num_params: int
+  flops: int
+  out_specs: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+  """What is trained, and what training keeps beside each weight.
+
+  Attributes:
+    is_trained: tells by its path whether a trainable weight is trained; None: all are.
+    ties: {path of a weight: path of the weight that it is}.
+    slots_per_weight: how many optimizer slots of its size a trained weight has.
+  """
+
+  is_trained: Callable[[str], bool] | None = None
+  ties: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  slots_per_weight: float = 2
+
+  def Trained(self, layer: base_layer.BaseLayer) -> list[str]:
+    """The paths of the layer's weights that get a gradient."""
+    return [
+      path
+      for path, (_, trainable) in layer.WeightSpecs().items()
+      if trainable and (self.is_trained is None or self.is_trained(self.ties.get(path, path)))
+    ]
+
+  def StateBytes(self, layer: base_layer.BaseLayer) -> int:
+    """Bytes of the layer's weights, of their gradient accumulators and slots.
+
+    The copy that a stage has of a tied weight has an accumulator, but no slots.
+    """
+    trained = set(self.Trained(layer))
+    total = 0.0
+    for path, (weight, _) in layer.WeightSpecs().items():
+      copies = 1.0
+      if path in trained:
+        copies += 1 if path in self.ties else 1 + self.slots_per_weight
+      total += copies * weight.num_elements * tf.as_dtype(weight.dtype).size
+    return round(total)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerCall:
+  """One layer of a sequence, the specs of what it takes, and a key for what is equal."""
+
+  layer: base_layer.BaseLayer
+  skips: nested_map.NestedMap
+  specs: tuple[Any, ...]
+  key: Any
+
+
+class LayerCosts:
+  """The layers of a sequence with the specs of what each takes; equal ones are measured once.
+
+  Attributes:
+    costs: a `LayerCost` each.
+    calls: a `LayerCall` each.
+  """
+
+  def __init__(
+    self, layers: Sequence[base_layer.BaseLayer], input_specs: Sequence[Any]
+  ) -> None:
+    """Finds FLOPs and specs; the output specs of one layer are the inputs of the next.
+
+    Args:
+      layers: the flat list.
+      input_specs: a (nest of) tf.TensorSpec with static shapes for each argument of the first.
+    """
+    known: dict[Any, Any] = {}
+    costs, calls = [], []
+    specs = tuple(input_specs)
+    skips = nested_map.NestedMap()
+    for layer in layers:
+      taken = nested_map.NestedMap({name: skips[name] for name in layer.skips_in})
+      key = (stage.StructureKey(layer), repr((taken, specs)))
+      if key not in known:
+        with Naming(layer, specs):
+          meta, stashed = type(layer).FPropMetaSkips(layer.params, taken, *specs)
+        known[key] = meta, stashed, layer.NumParams()
+      calls.append(LayerCall(layer, taken, specs, key))
+      meta, stashed, num_params = known[key]
+      skips.update(stashed)
+      specs = tuple(meta.out_specs)
+      costs.append(LayerCost(layer.path, type(layer).__name__, num_params, int(meta.flops), specs))
+    self.costs = tuple(costs)
+    self.calls = tuple(calls)
+
+  def Bytes(self, weights: Weights, xla: bool) -> list[stage_memory.LayerBytes]:
+    """The bytes of each layer, for one micro-batch; traces each distinct layer once.
+
+    Args:
+      weights: what is trained.
+      xla: whether XLA compiles the stages, and so keeps fewer results.
+    """
+    inner: dict[Any, int] = {}
+    found = []
+    for call in self.calls:
+      layer = call.layer
+      if call.key not in inner:
+        with Naming(layer, call.specs):
+          cost = layer.TraceCost(call.skips, *call.specs)
+        inner[call.key] = cost.fused_bytes if xla else cost.result_bytes
+      found.append(
+        stage_memory.LayerBytes(
+          state=weights.StateBytes(layer),
+          inputs=SpecBytes(call.specs),
+          inner=inner[call.key],
+          skips_in={name: SpecBytes(spec) for name, spec in call.skips.items()},
+          skips_out=layer.skips_out,
+        )
+      )
+    return found
+
+
+def SpecBytes(specs: Any) -> int:
+  """What tensors of a nest of tf.TensorSpec take."""
+  return sum(
+    spec.shape.num_elements() * spec.dtype.size
+    for spec in tf.nest.flatten(specs)
+    if spec is not None
+  )
+
+
+@contextlib.contextmanager
+def Naming(layer: base_layer.BaseLayer, specs: Any) -> Iterator[None]:
+  """Adds to any exception which layer was being measured."""
+  try:
+    yield
+  except Exception as e:
+    e.add_note(f'while measuring layer {layer.path} ({type(layer).__name__}), given {specs}')
+    raise
