@@ -86,7 +86,7 @@ def _Trace(
   weight_specs: nested_map.NestedMap,
   *input_specs: Any,
 ) -> tuple[graph_cost.Cost, Any, list[tf.Tensor]]:
-  """Cost of one call of `fprop(theta, *inputs)`, specs of what it returns, and its graph's outputs."""
+  """Cost of one call of `fprop(theta, *inputs)`, specs of what it returns, its graph's outputs."""
   none_at = [i for i, s in enumerate(tf.nest.flatten(list(input_specs))) if s is None]
   flat_specs = [s for s in tf.nest.flatten(list(input_specs)) if s is not None]
 

@@ -237,8 +237,10 @@ def MeasuredCut(saved: checkpointer.Checkpointer, task: task_lib.BaseTask) -> li
   bit. Empty where there is no checkpoint, where it is of other stages or settings of the pipeline,
   or where the cut does not hang on a measurement.
   """
-  p = None if task.pipeline is None else task.pipeline.params
-  if p is None or p.partition_by != 'time' or p.splits:
+  if task.pipeline is None:
+    return []
+  p = task.pipeline.params
+  if p.partition_by != 'time' or p.splits:
     return []
   found = saved.All()
   metadata = saved.ReadMetadata(found[-1]) if found else {}

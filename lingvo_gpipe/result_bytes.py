@@ -24,9 +24,7 @@ _NOT_KEPT = frozenset(
 )
 # Draws and look-ups cost no FLOPs, but are not made again on the way.
 _MAKES = ('Random', 'Stateless', 'Stateful', 'Gather', 'ResourceGather', 'TensorList')
-_JOINED = flop_rules.ELEMENTWISE_OPS | {
-  x for x in flop_rules.FREE_OPS if not x.startswith(_MAKES)
-}
+_JOINED = flop_rules.ELEMENTWISE_OPS | {x for x in flop_rules.FREE_OPS if not x.startswith(_MAKES)}
 # XLA computes the operands of these before them.
 _NEVER_JOINED = frozenset(
   'MatMul BatchMatMul BatchMatMulV2 BatchMatMulV3 Einsum Conv Conv2D Conv3D '

@@ -8,7 +8,15 @@ import sys
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe import inspection, model, nested_map, runner, task, weight_params
+from lingvo_gpipe import (
+  inspection,
+  model,
+  nested_map,
+  optimizer,
+  runner,
+  task,
+  weight_params,
+)
 from lingvo_gpipe.input import synthetic
 from tasks.lm import model as lm_model
 
@@ -69,13 +77,27 @@ def testPartitionText(num_stages):
   text = inspection.PartitionText(_LmParams(num_stages))
   table, picture = text.split('\n\n')
   rows = table.splitlines()
-  assert rows[0].split() == ['stage', 'layers', 'from', 'to', 'params', 'MFLOPs', 'share', 'device']
-  assert [row.split()[0] for row in rows[1:-1]] == [str(k) for k in range(num_stages)]
-  assert sum(int(row.split()[1]) for row in rows[1:-1]) == 8
-  assert rows[-1].startswith(f'K={num_stages} stages, M=2 micro-batches')
+  columns = 'stage layers from to params MFLOPs share idle weights activations device'
+  assert rows[0].split() == columns.split()
+  assert [row.split()[0] for row in rows[1:-3]] == [str(k) for k in range(num_stages)]
+  assert sum(int(row.split()[1]) for row in rows[1:-3]) == 8
+  assert rows[-3].startswith(f'K={num_stages} stages, M=2 micro-batches')
+  assert re.match(r'predicted: bubble \d+\.\d% of a step', rows[-2])
+  assert 'gradients and 2 optimizer slots' in rows[-1]
+  assert max(map(len, rows)) <= 140
+
   assert len(re.findall(r'^device \d', picture, re.MULTILINE)) == num_stages
   for m in range(2):
     assert picture.count(f'F{m}') == num_stages
+
+
+def testTheLearnerTellsSlotsAndWhatIsTrained():
+  p = _LmParams()
+  p.task.train.learner.optimizer = optimizer.SGD.Params()
+  plain = inspection.PartitionText(p)
+  assert 'gradients and 0 optimizer slots' in plain
+  p.task.train.learner.bprop_variable_filter = 'softmax'
+  assert inspection.PartitionText(p).splitlines()[1].split()[7] != plain.splitlines()[1].split()[7]
 
 
 def testAWidePictureIsLeftOut():

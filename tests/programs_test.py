@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from lingvo_gpipe import checkpointer, cluster, nested_map, params_text, programs, registry
 from lingvo_gpipe import task as task_lib
+from lingvo_gpipe.pipeline import layer_profile
 from tests import processes
 
 
@@ -47,6 +48,34 @@ def testUnwritableLogDirectoryShowsBeforeWeightsAreMade(tmp_path, monkeypatch):
   monkeypatch.setattr(programs.runner, 'TaskRunner', None)
   with pytest.raises(OSError, match='Cannot write'):
     _Program(tmp_path / 'file' / 'run', _ModelParams())
+
+
+def testAMeasuredCutStaysWithItsRun(tmp_path, monkeypatch):
+  """A restart measures other times, and would go on in other stages."""
+  costly = [0]
+
+  def Measure(calls, *_, **__):
+    return [(float(i in costly) + 0.001,) * 2 for i in range(len(calls))]
+
+  monkeypatch.setattr(layer_profile, 'Measure', Measure)
+  by_time = 'task.stack.partition_by:time;task.train.max_steps:1'
+  program = _Program(tmp_path, _ModelParams(more=by_time))
+  first = program._runner.plan
+  assert program.Run() == 0
+  costly[:] = [len(first.layers) - 1]
+  other = _Program(tmp_path / 'other', _ModelParams(more=by_time))._runner.plan
+  assert other.ends != first.ends
+  params = _ModelParams(more=by_time)
+  assert _Program(tmp_path, params)._runner.plan.ends == first.ends
+  evaluation = programs.EvalProgram(
+    params, str(tmp_path), cluster.Cluster.Create(2, platform='cpu'), 'Test', programs.StopRequest()
+  )
+  assert evaluation._runner.plan.ends == first.ends
+  # Another pipeline than the checkpoint's is measured anew.
+  changed = _ModelParams(more=f'{by_time};task.stack.remat_policy:none')
+  assert _Program(tmp_path, changed)._runner.plan.ends == other.ends
+  by_flops = _ModelParams(more='task.train.max_steps:1')
+  assert _Program(tmp_path, by_flops)._runner.plan.by == 'flops'
 
 
 def testDescriptionOfAnotherModelsRunStays(tmp_path):

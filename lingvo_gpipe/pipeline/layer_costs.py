@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the layers of a sequence cost: operations, weights and bytes; nothing is allocated or run."""
+"""What the layers of a sequence cost: operations, weights and bytes; allocates and runs nothing."""
 
 from __future__ import annotations
 
@@ -80,9 +80,7 @@ class LayerCosts:
     calls: a `LayerCall` each.
   """
 
-  def __init__(
-    self, layers: Sequence[base_layer.BaseLayer], input_specs: Sequence[Any]
-  ) -> None:
+  def __init__(self, layers: Sequence[base_layer.BaseLayer], input_specs: Sequence[Any]) -> None:
     """Finds FLOPs and specs; the output specs of one layer are the inputs of the next.
 
     Args:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the layers of a sequence on a device: the forward and the backward of each kind of layer.
+"""Measures the layers of a sequence on a device: forward and backward of each kind of layer.
 
 Each distinct layer (equal structure, equal inputs, the same weights trained) is measured once: as a
 copy of its own, whose weights are allocated, used and thrown away before the next one's turn. The

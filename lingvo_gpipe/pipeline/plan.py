@@ -180,7 +180,8 @@ class Plan:
       f'{self.num_params:,} parameters'
     )
     lines.append(
-      f'predicted: bubble {self.bubble:.1%} of a step ({self.even_bubble:.1%} if stages were equal), '
+      f'predicted: bubble {self.bubble:.1%} of a step '
+      f'({self.even_bubble:.1%} if stages were equal), '
       f'{self.speed_up:.2f} times as fast as one device'
     )
     lines.append(
@@ -259,9 +260,7 @@ def MakePlan(
   @functools.cache
   def Memory() -> stage_memory.StageMemory:
     sizes = measured.Bytes(weights, xla)
-    return stage_memory.StageMemory(
-      sizes, schedule, remat_policy, stage_work.FirstTrained(trained)
-    )
+    return stage_memory.StageMemory(sizes, schedule, remat_policy, stage_work.FirstTrained(trained))
 
   def WithEnds(ends: Sequence[int]) -> Plan:
     return Plan(
@@ -338,8 +337,8 @@ def _CheckMemory(cut: Plan, limit: float, by_hand: bool) -> None:
     + f'stage {k} {whose}, layers {cut.layers[s.start].path} to {cut.layers[s.end - 1].path}, is '
     f'predicted to need {BytesText(memory.total)} ({memory.total:,} bytes): '
     f'{BytesText(memory.state)} of weights, gradients and slots and '
-    f'{BytesText(memory.activations)} of activations. Take more stages, more micro-batches, another '
-    'schedule or remat_policy, or raise the limit'
+    f'{BytesText(memory.activations)} of activations. Take more stages, more micro-batches, '
+    'another schedule or remat_policy, or raise the limit'
   )
 
 

@@ -144,7 +144,9 @@ class StageMemory:
         room.append(
           start
           + bisect.bisect_right(
-            ends, share, key=lambda end: self.State(start, end) + self._Activations(kind, start, end)
+            ends,
+            share,
+            key=lambda end: self.State(start, end) + self._Activations(kind, start, end),
           )
         )
       rooms.append(room)

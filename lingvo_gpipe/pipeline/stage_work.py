@@ -47,9 +47,7 @@ def FromTimes(
   for i, ((forward, backward), is_trained) in enumerate(zip(times, trained, strict=True)):
     halves = int(i > first) + int(is_trained)
     part = backward / halves if halves else 0
-    work.append(
-      LayerWork(forward, part if i > first else 0, part if is_trained else 0, is_trained)
-    )
+    work.append(LayerWork(forward, part if i > first else 0, part if is_trained else 0, is_trained))
   return tuple(work)
 
 
@@ -85,19 +83,18 @@ def StageCosts(
   remat_policy: str,
 ) -> list[fractions.Fraction]:
   """For each stage of a cut the time that it works in a step."""
-  costs = SimulatorCosts(work, ends)
-  return [
-    schedule.num_micro_batches * (forward + inputs + weights) + count * again
-    for count, *parts in zip(
-      Recomputations(schedule, remat_policy),
-      costs.forward,
-      costs.input_gradient,
-      costs.weight_gradient,
-      costs.recompute,
-      strict=True,
+  first = FirstTrained([w.is_trained for w in work])
+  counts = Recomputations(schedule, remat_policy)
+  busy = []
+  for (start, end), count in zip(partitioner.StageRanges(ends), counts, strict=True):
+    members = work[start:end]
+    forward = sum(fractions.Fraction(w.forward) for w in members)
+    backward = sum(
+      fractions.Fraction(w.input_gradient) + fractions.Fraction(w.weight_gradient) for w in members
     )
-    for forward, inputs, weights, again in [map(fractions.Fraction, parts)]
-  ]
+    again = count * forward if end > first else 0
+    busy.append(fractions.Fraction(schedule.num_micro_batches * (forward + backward) + again))
+  return busy
 
 
 def Recomputations(schedule: schedule_ir.Schedule, remat_policy: str) -> list[int]:

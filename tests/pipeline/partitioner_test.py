@@ -130,13 +130,14 @@ def _StagedProblems(draw, alike):
 
   def Costs():
     layers = draw(st.lists(_SMALL, min_size=num_layers, max_size=num_layers))
-    return partitioner.StageCosts(layers, draw(st.lists(_SMALL, min_size=first or 0, max_size=first or 0)), first)
+    return partitioner.StageCosts(
+      layers, draw(st.lists(_SMALL, min_size=first or 0, max_size=first or 0)), first
+    )
 
   made = [Costs() for _ in range(num_stages if not alike else 2)]
   costs = made if not alike else [made[0]] * (num_stages - 1) + [made[1]]
   rooms = [
-    [draw(st.integers(start, num_layers)) for start in range(num_layers)]
-    for _ in range(num_stages)
+    [draw(st.integers(start, num_layers)) for start in range(num_layers)] for _ in range(num_stages)
   ]
   return costs, rooms
 

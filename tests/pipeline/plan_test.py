@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plan of a pipeline: costs of the layers, cuts, and the stage table."""
 
+import itertools
 import re
 import sys
 
+import hypothesis
 import pytest
 import tensorflow as tf
+from hypothesis import strategies as st
 
 from lingvo_gpipe import base_layer, nested_map, weight_params
 from lingvo_gpipe.layers import linear, sequential, transformer
@@ -63,11 +66,12 @@ def _Layers(flops, num_weights=None):
   return p.Instantiate().layers
 
 
+_SETTINGS = hypothesis.settings(max_examples=30, deadline=None, derandomize=True)
 _SPEC = tf.TensorSpec([4, 8])
 
 
-def _Make(layers, num_stages, **options):
-  schedule = schedules.Get('gpipe', num_stages, options.pop('m', 4))
+def _Make(layers, num_stages, schedule='gpipe', m=4, **options):
+  schedule = schedules.Get(schedule, num_stages, m)
   return plan.MakePlan(layers, [_SPEC], schedule=schedule, **options)
 
 
@@ -255,6 +259,119 @@ def testTheTableIsNotTooWide():
   table = cut.Table(['/job:localhost/replica:0/task:0/device:GPU:0'] * 4)
   assert max(map(len, table.splitlines())) <= 140
   assert table.splitlines()[1].split()[2] == '...' + layers[0].path[-17:]
+
+
+def testAFusedLastStageTakesMoreLayers():
+  # 4 units a layer, 3 in the fused stage: 4 · 12 units on 12 and 16 layers.
+  layers = _Layers([1] * 28, num_weights=[1] * 28)
+  assert _Make(layers, 2, schedule='gpipe').ends == (14, 28)
+  assert _Make(layers, 2, schedule='fused_fill_drain').ends == (12, 28)
+  assert _Make(layers, 2, schedule='fused_fill_drain', remat_policy='none').ends == (14, 28)
+
+
+def testFrozenLayersAreCheaper():
+  layers = _Layers([1] * 9, num_weights=[1] * 9)
+  # Nothing before layer 6 has a backward: 6 units, then F, R, W and twice F, R, I, W.
+  weights = layer_costs.Weights(is_trained=lambda path: path[-4] in '678')
+  cut = _Make(layers, 2, weights=weights)
+  assert cut.ends == (6, 9)
+  assert [s.share for s in cut.stages] == pytest.approx([6 / 17, 11 / 17])
+  assert _Make(layers, 2).ends == (5, 9)
+
+
+def _Wide(num_layers, width=256):
+  p = sequential.SequentialLayer.Params().Set(name='seq')
+  p.sub = [linear.LinearLayer.Params().Set(input_dim=width, output_dim=width)] * num_layers
+  return p.Instantiate().layers
+
+
+_WIDE_SPEC = tf.TensorSpec([64, 256])
+
+
+def _MakeWide(layers, num_stages, schedule='gpipe', m=4, spec=_WIDE_SPEC, **options):
+  made = schedules.Get(schedule, num_stages, m)
+  return plan.MakePlan(layers, [spec], schedule=made, **options)
+
+
+def testPredictedMemoryOfStages():
+  cut = _MakeWide(_Wide(4), 2)
+  weight, activation = 256 * 256 * 4, 64 * 256 * 4
+  # Weight, accumulator and two slots; four stage inputs, the second layer's, nothing within.
+  assert cut.memory == (plan.StageBytes(2 * 4 * weight, 5 * activation),) * 2
+  assert [m.total for m in cut.memory] == [8 * weight + 5 * activation] * 2
+  frozen = layer_costs.Weights(is_trained=lambda path: '[3]' in path, slots_per_weight=1)
+  cut = _MakeWide(_Wide(4), 2, weights=frozen)
+  assert cut.ends == (3, 4)
+  assert [m.state for m in cut.memory] == [3 * weight, 3 * weight]
+  assert [m.activations for m in cut.memory] == [activation, 4 * activation]
+
+
+def testAMemoryLimitMovesTheCut():
+  layers = _Wide(6)
+  free = _MakeWide(layers, 3, schedule='1f1b')
+  needs = [m.total for m in free.memory]
+  assert free.ends == (2, 4, 6)
+  assert _MakeWide(layers, 3, schedule='1f1b', memory_limit=max(needs)).ends == (2, 4, 6)
+  # Later stages hold fewer micro-batches: 3, 2, 1. They take the layers for which a stage before
+  # has no room.
+  kept = dict(schedule='1f1b', remat_policy='none', spec=tf.TensorSpec([4096, 256]))
+  free = _MakeWide(layers, 3, **kept)
+  limit = free.memory[0].total - 1
+  cut = _MakeWide(layers, 3, memory_limit=limit, **kept)
+  assert (free.ends, cut.ends) == ((2, 4, 6), (1, 3, 6))
+  assert all(m.total <= limit for m in cut.memory)
+
+
+def testAMemoryLimitThatCannotBeKept():
+  needs = _MakeWide(_Wide(6), 3).memory[0].total
+  with pytest.raises(ValueError) as e:
+    _MakeWide(_Wide(6), 3, memory_limit=needs - 1)
+  for words in ('no cut into 3 stages', 'stage 0', 'seq.layers[0] to seq.layers[1]', f'{needs:,}'):
+    assert words in str(e.value)
+  for words in ('Take more stages', 'micro-batches', 'remat_policy', '2.0MiB of weights'):
+    assert words in str(e.value)
+  with pytest.raises(ValueError, match='stage 2 of splits, layers seq.layers.2. to seq.layers.5.'):
+    _MakeWide(_Wide(6), 3, splits=[1, 2, 6], memory_limit=needs)
+  assert _MakeWide(_Wide(6), 3, splits=[2, 4, 6], memory_limit=needs).ends == (2, 4, 6)
+
+
+@_SETTINGS
+@hypothesis.given(st.data())
+def testCutsUnderALimitEqualBruteForce(data):
+  """With shapes that change along the layers, frozen layers and a fused last stage."""
+  num_layers = data.draw(st.integers(2, 5))
+  widths = data.draw(
+    st.lists(st.sampled_from([1, 2, 16]), min_size=num_layers + 1, max_size=num_layers + 1)
+  )
+  p = sequential.SequentialLayer.Params().Set(name='seq')
+  p.sub = [
+    linear.LinearLayer.Params().Set(input_dim=a, output_dim=b)
+    for a, b in itertools.pairwise(widths)
+  ]
+  layers = p.Instantiate().layers
+  frozen = data.draw(st.sets(st.integers(0, num_layers - 1)))
+  num_stages = data.draw(st.integers(1, min(3, num_layers)))
+  name = data.draw(st.sampled_from(['gpipe', 'fused_fill_drain', '1f1b']))
+  options = dict(
+    schedule=schedules.Get(name, num_stages, 3),
+    remat_policy=data.draw(st.sampled_from(simulator.REMAT_POLICIES)),
+    weights=layer_costs.Weights(is_trained=lambda path: int(path[11]) not in frozen),
+  )
+  specs = [tf.TensorSpec([8, widths[0]])]
+
+  def Cut(**more):
+    return plan.MakePlan(layers, specs, **options, **more)
+
+  def Slowest(cut):
+    return max(cut.simulated.busy)
+
+  ends = itertools.combinations(range(1, num_layers), num_stages - 1)
+  cuts = [Cut(splits=[*e, num_layers]) for e in ends]
+  limit = data.draw(st.sampled_from(sorted({max(m.total for m in c.memory) for c in cuts})))
+  fitting = [c for c in cuts if max(m.total for m in c.memory) <= limit]
+  found = Cut(memory_limit=limit)
+  assert max(m.total for m in found.memory) <= limit
+  assert Slowest(found) == min(map(Slowest, fitting))
 
 
 def testABrokenLayerIsNamedAndItsErrorKeepsItsType():

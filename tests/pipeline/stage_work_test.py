@@ -15,9 +15,7 @@ _SETTINGS = hypothesis.settings(max_examples=150, deadline=None, derandomize=Tru
 
 def _Busy(schedule, work, ends, policy):
   """For each stage the time that the simulator has it work."""
-  result = simulator.Simulate(
-    schedule, stage_work.SimulatorCosts(work, ends), remat_policy=policy
-  )
+  result = simulator.Simulate(schedule, stage_work.SimulatorCosts(work, ends), remat_policy=policy)
   busy = [0] * schedule.num_stages
   for span in itertools.chain.from_iterable(result.timeline):
     busy[span.action.stage] += span.end - span.start

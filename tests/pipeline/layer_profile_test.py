@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measuring layers: each kind once, as copies, in training mode, as long as it takes."""
+
+import sys
+import time
+
+import pytest
+import tensorflow as tf
+
+from lingvo_gpipe import base_layer, weight_params
+from lingvo_gpipe.layers import dropout, embedding, linear, skip
+from lingvo_gpipe.pipeline import layer_costs, layer_profile, pipelining_layer, plan, schedules
+
+_QUICK = layer_profile.Timing(repeats=1, min_seconds=0.0)
+
+
+class _Sleeper(base_layer.BaseLayer):
+  """x -> x w, after a nap; counts the naps of all of them."""
+
+  naps = 0
+  modes = set()
+
+  @classmethod
+  def Params(cls):
+    p = super().Params()
+    p.Define('forward', 0.0, '')
+    p.Define('backward', 0.0, '')
+    return p
+
+  def __init__(self, params):
+    super().__init__(params)
+    self.CreateVariable('w', weight_params.WeightParams([]))
+
+  def FProp(self, theta, x):
+    p = self.params
+    _Sleeper.modes.add(self.do_eval)
+
+    def Nap(x, seconds):
+      def Sleep(value):
+        _Sleeper.naps += 1
+        time.sleep(seconds)
+        return value
+
+      y = tf.py_function(Sleep, [x], x.dtype)
+      y.set_shape(x.shape)
+      return y
+
+    @tf.custom_gradient
+    def Sleepy(x):
+      return Nap(x, p.forward), lambda dy: Nap(dy, p.backward)
+
+    return Sleepy(x * theta.w)
+
+
+def _Pipeline(sub, **options):
+  p = pipelining_layer.PipeliningLayer.Params().Set(name='p', sub=sub, **options)
+  return p.Instantiate()
+
+
+def _Times(layers, *specs, weights=None, xla=False, timing=_QUICK):
+  calls = layer_costs.LayerCosts(layers, specs).calls
+  return layer_profile.Measure(calls, weights or layer_costs.Weights(), xla=xla, timing=timing)
+
+
+def _Sleepers(*naps):
+  return [_Sleeper.Params().Set(forward=f, backward=b) for f, b in naps]
+
+
+_SPEC = tf.TensorSpec([4, 8])
+
+
+def testSleepingLayersTakeAsLongAsTheySleep():
+  # By a wide margin: other programs make naps longer, never shorter.
+  layers = _Pipeline(_Sleepers((0.02, 0.4), (0.4, 0.02))).layers
+  (f0, b0), (f1, b1) = _Times(layers, _SPEC, timing=layer_profile.Timing(2, 0.0))
+  assert f0 >= 0.02 and f1 >= 0.4
+  assert b0 > 2 * f0 and f1 > 2 * b1
+  assert _Sleeper.modes >= {False}
+
+
+def testACutByTime():
+  sub = _Sleepers((0.05, 0.05), (0.05, 0.05), (0.05, 0.05), (0.3, 0.3))
+  layer = _Pipeline(sub, num_stages=2, partition_by='time', xla=False)
+  cut = layer.MakePlan(_SPEC)
+  assert cut.ends == (3, 4)
+  assert cut.by == 'time'
+  head, first, *_, last = cut.Table().splitlines()
+  assert head.split()[5] == 'ms' and float(first.split()[5]) >= 200
+  assert 'measured' in last
+  with pytest.raises(ValueError, match='no variables'):
+    _ = layer.vars
+
+
+def testACutByHandMeasuresNothing():
+  before = _Sleeper.naps
+  sub = _Sleepers((1.0, 1.0), (1.0, 1.0))
+  cut = _Pipeline(sub, num_stages=2, partition_by='time', splits=[1, 2]).MakePlan(_SPEC)
+  assert (cut.ends, cut.by, _Sleeper.naps) == ((1, 2), 'flops', before)
+
+
+def testEqualLayersAreMeasuredOnce(monkeypatch):
+  measured = []
+
+  def Copy(call, trained, needs_dx, *_):
+    measured.append((call.layer.path, sorted(trained), needs_dx))
+    return 1.0, 2.0
+
+  monkeypatch.setattr(layer_profile, '_MeasureCopy', Copy)
+  sub = [linear.LinearLayer.Params().Set(input_dim=8, output_dim=8)] * 50
+  layers = _Pipeline(sub).layers
+  assert _Times(layers, _SPEC) == ((1.0, 2.0),) * 50
+  # The first one has no gradient of its input.
+  assert measured == [('p.layers[0]', ['.w'], False), ('p.layers[1]', ['.w'], True)]
+  del measured[:]
+  weights = layer_costs.Weights(is_trained=lambda path: '[9]' in path)
+  _Times(layers, _SPEC, weights=weights)
+  assert measured == [
+    ('p.layers[0]', [], False),
+    ('p.layers[9]', ['.w'], False),
+    ('p.layers[10]', [], True),
+  ]
+
+
+def testNothingOfTheLayersIsTouched():
+  layer = _Pipeline([linear.LinearLayer.Params().Set(input_dim=8, output_dim=8)] * 2)
+  layer.Place([tf.config.list_logical_devices('CPU')[0].name], _SPEC)
+  before = {path: v.numpy() for path, v in layer.VariablesByPath().items()}
+  same = {path: id(v) for path, v in layer.VariablesByPath().items()}
+  state = tf.random.get_global_generator().state.numpy()
+  _Times(layer.layers, _SPEC)
+  after = layer.VariablesByPath()
+  assert {path: id(v) for path, v in after.items()} == same
+  assert all((v.numpy() == before[path]).all() for path, v in after.items())
+  assert (tf.random.get_global_generator().state.numpy() == state).all()
+
+
+@pytest.mark.parametrize('xla', [False, True])
+def testIdsMasksDropoutAndSkips(xla):
+  """Integers are legal ids, None stays None, and skips and auxiliary losses go along."""
+  sub = [
+    embedding.EmbeddingLayer.Params().Set(vocab_size=5, embedding_dim=8),
+    skip.StashLayer.Params().Set(key='s'),
+    linear.ProjectionLayer.Params().Set(input_dim=8, output_dim=8),
+    dropout.DropoutLayer.Params().Set(keep_prob=0.5),
+    skip.PopLayer.Params().Set(key='s'),
+  ]
+  times = _Times(_Pipeline(sub).layers, tf.TensorSpec([3, 4], tf.int32), xla=xla)
+  assert len(times) == 5
+  assert all(forward > 0 and backward >= 0 for forward, backward in times)
+
+
+def testLayersBeforeTheFirstTrainedOneHaveNoBackward():
+  layers = _Pipeline(_Sleepers((0.0, 0.0), (0.0, 0.01), (0.0, 0.01))).layers
+  weights = layer_costs.Weights(is_trained=lambda path: '[1]' in path)
+  times = _Times(layers, _SPEC, weights=weights)
+  assert times[0][1] == 0
+  assert times[1][1] > 0 and times[2][1] > 0
+
+
+def testAnErrorNamesTheLayerAndKeepsItsType():
+  class Broken(linear.LinearLayer):
+    """Traces for its cost, and cannot run."""
+
+    def FProp(self, theta, x):
+      raise ZeroDivisionError('no')
+
+  sub = [Broken.Params().Set(input_dim=8, output_dim=8)]
+  with pytest.raises(ZeroDivisionError) as e:
+    _Times(_Pipeline(sub).layers, _SPEC)
+  assert any('p.layers[0] (Broken)' in note for note in e.value.__notes__)
+
+
+def testNotInsideAFunction():
+  layers = _Pipeline(_Sleepers((0.0, 0.0))).layers
+  with pytest.raises(ValueError, match='inside a tf.function'):
+    tf.function(lambda: _Times(layers, _SPEC), autograph=False)()
+
+
+def testALargerProductTakesLonger():
+  # 64 times the work: no other program makes that disappear.
+  sub = [
+    linear.LinearLayer.Params().Set(input_dim=8, output_dim=1024),
+    linear.LinearLayer.Params().Set(input_dim=1024, output_dim=1024),
+    linear.LinearLayer.Params().Set(input_dim=1024, output_dim=8),
+    linear.LinearLayer.Params().Set(input_dim=8, output_dim=8),
+  ]
+  cut = plan.MakePlan(
+    _Pipeline(sub).layers,
+    [tf.TensorSpec([512, 8])],
+    schedule=schedules.Get('gpipe', 2, 2),
+    by='time',
+  )
+  heavy, light = cut.work[1], cut.work[3]
+  assert heavy.forward > 4 * light.forward
+  assert heavy.weight_gradient > 4 * light.weight_gradient
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))
