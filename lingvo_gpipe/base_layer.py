@@ -376,6 +376,54 @@ class BaseLayer(tf.Module):
     del skips
     return self.FProp(theta, *args), nested_map.NestedMap()
 
+  # ---- state -----------------------------------------------------------------------------------
+
+  def StateFromSums(
+    self, state: nested_map.NestedMap, sums: nested_map.NestedMap
+  ) -> Mapping[str, tf.Tensor]:
+    """New values of weights that follow statistics of the data, as BatchNorm's moving averages.
+
+    A layer that calls `fprop_context.Current().AddSums(self, sums)` in FProp overrides it. It is
+    called once after each mini-batch of training, never for a recomputation or in evaluation.
+    Whether the layer's trainable weights are trained does not matter.
+
+    Args:
+      state: the present values of this layer's own non-trainable weights, by name.
+      sums: what FProp reported, added up over all micro-batches of the mini-batch.
+
+    Returns:
+      {name: new value}; weights that are left out stay as they are.
+    """
+    raise NotImplementedError(
+      f'{type(self).__name__} reports sums by AddSums but has no StateFromSums'
+    )
+
+  def UpdateFromSums(self, sums: nested_map.NestedMap) -> None:
+    """Assigns what `StateFromSums` returns, on the device of the state.
+
+    Where a sum or a new value is not finite, all state of this layer stays as it was.
+
+    Raises:
+      ValueError: StateFromSums names something that is not a non-trainable weight of the layer.
+    """
+    own = self._variables or {}
+    state = nested_map.NestedMap({name: v for name, v in own.items() if not v.trainable})
+    device = next(iter(state.values())).device if state else None
+    with tf.device(device):
+      new = self.StateFromSums(
+        nested_map.NestedMap({name: tf.convert_to_tensor(v) for name, v in state.items()}), sums
+      )
+      if unknown := sorted(new.keys() - state.keys()):
+        raise ValueError(
+          f'{self.path}: StateFromSums returned {", ".join(unknown)}; the non-trainable weights '
+          f'of the layer are {", ".join(state) or "none"}'
+        )
+      values = {name: tf.cast(value, state[name].dtype) for name, value in new.items()}
+      floats = [x for x in (*tf.nest.flatten(sums), *values.values()) if x.dtype.is_floating]
+      is_finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(x)) for x in floats])
+      for name, value in values.items():
+        state[name].assign(tf.where(is_finite, value, state[name]))
+
   def FPropDefaultTheta(self, *args: Any) -> Any:
     """`FProp` with the layer's own weights."""
     return self.FProp(self.theta, *args)

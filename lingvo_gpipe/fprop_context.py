@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a layer's FProp may know beside its weights and inputs: mode, step and random seeds.
+"""What a layer's FProp may know and say beside weights and inputs: mode, step, seeds and sums.
 
 A layer stays a pure function of `(theta, inputs)` and of this context. The context is entered
 around a trace or an eager call:
@@ -12,6 +12,10 @@ Seeds are integers through and through (design 4.9): the pair
 in one micro-batch; an operation inside that layer adds the hash of its own path within the
 layer. So masks do not depend on how the sequence is cut, a recomputation draws the same mask
 again, and two equal layers can share one traced function (their pair comes in as a tensor).
+
+A layer with statistics, as BatchNorm, reports sums over its micro-batch by `AddSums`. Once a
+mini-batch it gets them back, added up, in `BaseLayer.StateFromSums`: from the engine where a task
+trains, from `UpdateLayers` in a loop of one's own.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-from lingvo_gpipe import weight_params
+from lingvo_gpipe import nested_map, weight_params
 
 # Micro-batches of one update, over replicas and accumulated mini-batches, are counted below this.
 MAX_MICRO_BATCHES = 1 << 20
@@ -45,6 +49,15 @@ class _Seeded(Protocol):
   def Ancestors(self) -> Iterator[Any]: ...
 
 
+class _Stateful(Protocol):
+  """A layer that reports sums, as far as it matters here."""
+
+  @property
+  def path(self) -> str: ...
+
+  def UpdateFromSums(self, sums: nested_map.NestedMap) -> None: ...
+
+
 @dataclasses.dataclass
 class FPropContext:
   """Ambient facts of the FProp under way.
@@ -54,12 +67,16 @@ class FPropContext:
     step_counter: int64 scalar tensor, `step * 2^20 + micro_batch`; None where no step is known.
     aux_losses: the auxiliary losses that layers added so far: (layer, name, value, coefficient).
     seed_rows: {id(layer): int64 tensor [2]}, the pairs that were handed in as tensors.
+    layer_sums: {id(layer): (layer, {name: tensor})}, what layers reported by `AddSums`.
   """
 
   do_eval: bool = True
   step_counter: tf.Tensor | None = None
   seed_rows: Mapping[int, tf.Tensor] = dataclasses.field(default_factory=dict)
   aux_losses: list[tuple[Any, str, tf.Tensor, float]] = dataclasses.field(default_factory=list)
+  layer_sums: dict[int, tuple[_Stateful, dict[str, tf.Tensor]]] = dataclasses.field(
+    default_factory=dict
+  )
 
   def LayerSeed(self, layer: _Seeded) -> tf.Tensor:
     """The int64 pair [2] of one layer of a sequence (see the module's docstring)."""
@@ -84,6 +101,41 @@ class FPropContext:
       name: tells several of one layer apart.
     """
     self.aux_losses.append((layer, name, value, coefficient))
+
+  def AddSums(self, layer: _Stateful, sums: Mapping[str, tf.Tensor]) -> None:
+    """Reports sums over the micro-batch, for the update of the layer's state after a mini-batch.
+
+    To be called in FProp. In evaluation nothing happens. A layer that is called several times in
+    one micro-batch adds up what it reports. No gradient flows through sums.
+
+    Args:
+      layer: the layer itself; its `StateFromSums` gets the sums over the whole mini-batch.
+      sums: float32 or float64 tensors by name. What is to be exact for micro-batches of unequal
+        size must be a sum, and the count another one; not a mean.
+
+    Raises:
+      TypeError: another dtype, whose digits would not last for a sum.
+      ValueError: other names than at the call before in the same micro-batch.
+    """
+    if self.do_eval or not sums:
+      return
+    for name, value in sums.items():
+      if value.dtype not in (tf.float32, tf.float64):
+        raise TypeError(
+          f'{layer.path}: expected sum {name!r} in float32 or float64, got {value.dtype.name}; '
+          'cast before summing up'
+        )
+    new = {name: tf.stop_gradient(value) for name, value in sums.items()}
+    self._MergeSums(layer, new)
+
+  def _MergeSums(self, layer: _Stateful, new: dict[str, tf.Tensor]) -> None:
+    _, old = self.layer_sums.get(id(layer), (layer, {}))
+    if old and old.keys() != new.keys():
+      raise ValueError(
+        f'{layer.path} reports the sums {", ".join(new)}, but reported {", ".join(old)} before'
+      )
+    added = {name: old[name] + value for name, value in new.items()} if old else new
+    self.layer_sums[id(layer)] = (layer, added)
 
   def OpSeed(self, layer: _Seeded, name: str = '') -> tf.Tensor:
     """The int64 seed [2] of a random operation of `layer`, told apart by `name` if it has several.
@@ -126,6 +178,28 @@ def Enter(context: FPropContext) -> Iterator[FPropContext]:
     yield context
   finally:
     _stack.contexts.pop()
+
+
+def UpdateLayers(*contexts: FPropContext) -> None:
+  """Updates the state of all layers that reported sums: once, from all micro-batches together.
+
+  For a training loop of one's own, after the mini-batch; the engine does it for a task. Each
+  context stands for one micro-batch, or for the pieces of it that a PipeliningLayer made:
+
+      with fprop_context.Scope(step=step) as context:
+        ...
+      fprop_context.UpdateLayers(context)
+
+  Args:
+    *contexts: what the Scopes of the mini-batch's micro-batches gave, each to be used once. Where
+      the FProp ran inside a tf.function, this call belongs there too.
+  """
+  merged = FPropContext(do_eval=False)
+  for context in contexts:
+    for layer, sums in context.layer_sums.values():
+      merged._MergeSums(layer, sums)
+  for layer, sums in merged.layer_sums.values():
+    layer.UpdateFromSums(nested_map.NestedMap(sums))
 
 
 def Scope(

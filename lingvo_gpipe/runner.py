@@ -212,7 +212,8 @@ class TaskRunner:
 
   def _EvalStep(self, batch: nested_map.NestedMap) -> dict[str, tf.Tensor]:
     inputs, sides = self._MicroBatches(batch)
-    return self.engine.Evaluate(inputs, sides)
+    weights = [self.task.LossWeight(side) for side in sides]
+    return self.engine.Evaluate(inputs, sides, weights)
 
   def _CheckOutside(self, learner: learner_lib.Learner) -> None:
     """Raises ValueError for weights that are to be trained, but that no stage holds."""

@@ -84,12 +84,28 @@ def Train(stack, inputs, side, loss_fn=SquareLoss, *, step=STEP):
   return {name: value.numpy() for name, value in sums.items()}, Gradients(stack)
 
 
-def Reference(sub, num_micro_batches, inputs, side, loss_fn=SquareLoss, *, step=STEP, **options):
-  """(sums, gradients) of a SequentialLayer of the same layers."""
+def Evaluate(stack, inputs, side):
+  """The sums of the metrics in evaluation mode, of a stack that was placed with a loss."""
+  sides = stack.SplitBatch(side)
+  return stack.engine.Evaluate(stack.SplitBatch(inputs), sides, [LossWeight(s) for s in sides])
+
+
+def State(layer):
+  """{path: value} of what is not trained."""
+  return {path: v.numpy() for path, v in layer.VariablesByPath().items() if not v.trainable}
+
+
+def Reference(
+  sub, num_micro_batches, inputs, side, loss_fn=SquareLoss, *, step=STEP, state=None, **options
+):
+  """(sums, gradients) of a SequentialLayer of the same layers.
+
+  `state` is a dict that gets the State after one mini-batch.
+  """
   options = {'dtype': tf.float64, 'random_seed': SEED, **options}
   layer = sequential.SequentialLayer.Params().Set(name='stack', sub=sub, **options).Instantiate()
   layer.InstantiateVariables()
-  sums = {}
+  sums, contexts = {}, []
   with tf.GradientTape() as tape:
     objective = tf.zeros([], options['dtype'])
     pieces = zip(
@@ -100,6 +116,7 @@ def Reference(sub, num_micro_batches, inputs, side, loss_fn=SquareLoss, *, step=
     for m, (args, s) in enumerate(pieces):
       with fprop_context.Scope(step=step, micro_batch=m) as context:
         outputs = layer(*args)
+      contexts.append(context)
       outputs = outputs if isinstance(outputs, tuple) else (outputs,)
       metrics = dict(loss_fn([child.theta for child in layer.layers], outputs, s))
       weight = LossWeight(s)
@@ -112,6 +129,9 @@ def Reference(sub, num_micro_batches, inputs, side, loss_fn=SquareLoss, *, step=
         sums.setdefault(name, []).append([float(pair[0]) * float(pair[1]), float(pair[1])])
   variables = {path: v for path, v in layer.VariablesByPath().items() if v.trainable}
   grads = tape.gradient(objective, variables, unconnected_gradients='zero')
+  if state is not None:
+    fprop_context.UpdateLayers(*contexts)
+    state.update(State(layer))
   return (
     {name: np.sum(s, axis=0) for name, s in sums.items()},
     {path: tf.convert_to_tensor(g).numpy() for path, g in grads.items()},

@@ -59,6 +59,12 @@ class Stage:
     is_aux_loss = colon and index.isdigit()  # A metric may have a colon in its name.
     return f'{self.layers[int(index)].path}{rest}' if is_aux_loss else name
 
+  def LayerOfSums(self, name: str) -> base_layer.BaseLayer:
+    """The layer that reported sums for its state under this name, `<index>:<path below it>`."""
+    path = self.AbsoluteName(name)
+    below = self.layers[int(name.partition(':')[0])].Descendants()
+    return next(layer for layer in below if layer.path == path)
+
   @functools.cached_property
   def trained_mask(self) -> tuple[bool, ...]:
     """For each leaf of `variables` whether it is trained."""
@@ -127,6 +133,8 @@ class Emission:
     # What runs last on each device so far: the next action there waits for it.
     self._last: dict[str, list[tf.Tensor]] = {}
     self._sums: list[dict[str, tf.Tensor]] = []
+    # For each stage and name there of a layer, what it reported for its state.
+    self._layer_sums: dict[tuple[int, str], list[dict[str, tf.Tensor]]] = {}
     # args[k, m] are the arguments of stage k, args[S, m] what the last one returned; x[k, m] is
     # all that stage k takes. _dargs and _dskips hold the gradients of args and skips.
     self.args: dict[tuple[int, int], Any] = {(0, m): x for m, x in enumerate(inputs)}
@@ -181,6 +189,16 @@ class Emission:
     with tf.device(self._engine.stages[-1].device):
       return {name: tf.add_n(values) for name, values in by_name.items()}
 
+  def LayerSums(self) -> list[tuple[base_layer.BaseLayer, nested_map.NestedMap]]:
+    """(layer, what it reported for its state, over all micro-batches), on its stage's device."""
+    found = []
+    for (k, name), sums in self._layer_sums.items():
+      s = self._engine.stages[k]
+      with tf.device(s.device):
+        total = {key: tf.add_n([one[key] for one in sums]) for key in sums[0]}
+      found.append((s.LayerOfSums(name), nested_map.NestedMap(total)))
+    return found
+
   def _Call(self, k: int, m: int, call: Any) -> Any:
     """`call(stage, context)` on the stage's device, after all that was emitted there before."""
     s = self._engine.stages[k]
@@ -201,14 +219,15 @@ class Emission:
     self.x[k, m] = nested_map.NestedMap(args=self.args[k, m], skips=nested_map.NestedMap(skips))
     return self.x[k, m]
 
-  def _Give(self, k: int, m: int, y: Any, sums: dict[str, tf.Tensor]) -> None:
+  def _Give(self, k: int, m: int, y: Any, sums: nested_map.NestedMap) -> None:
     """Hands on what stage k returned; y is empty where the loss is inside the stage."""
     s = self._engine.stages[k]
     if y:
       self.args[k + 1, m] = y.args
       self._skips.update({(name, m): y.skips[name] for name in s.exports})
-    if sums:
-      self._sums.append({s.AbsoluteName(name): value for name, value in sums.items()})
+    self._sums.append({s.AbsoluteName(name): value for name, value in sums.metrics.items()})
+    for name, value in sums.layers.items():
+      self._layer_sums.setdefault((k, name), []).append(value)
 
   def _TakeGradient(self, k: int, m: int) -> list[tf.Tensor] | None:
     """The gradients of the floating leaves of what stage k returned; None for the loss's stage."""

@@ -119,7 +119,8 @@ class PipelineEngine:
     """Runs forward and backward of all micro-batches; gradients end in the accumulators.
 
     What the accumulators hold is the gradient of the sum over micro-batches of
-    `loss_weight * loss`: divide by the sum of the loss weights once, at the update.
+    `loss_weight * loss`: divide by the sum of the loss weights once, at the update. Layers with
+    statistics (`BaseLayer.StateFromSums`) have followed this mini-batch when it returns.
 
     Args:
       inputs: for each micro-batch the arguments of the first layer.
@@ -135,13 +136,21 @@ class PipelineEngine:
     run.ClearAccumulators()
     run.Emit(self._Schedule(self._schedule, inputs))
     self._AddTiedGradients()
+    for layer, sums in run.LayerSums():
+      layer.UpdateFromSums(sums)
     return run.Sums()
 
   def Evaluate(
-    self, inputs: Sequence[tuple[Any, ...]], sides: Sequence[Any]
+    self,
+    inputs: Sequence[tuple[Any, ...]],
+    sides: Sequence[Any],
+    loss_weights: Sequence[tf.Tensor],
   ) -> dict[str, tf.Tensor]:
-    """The metrics' sums (as `Train` returns them) in evaluation mode, forward only."""
-    run = emission.Emission(self, inputs, sides, [], None, do_eval=True)
+    """The metrics' sums (as `Train` returns them) in evaluation mode, forward only.
+
+    The loss weights are those of auxiliary losses; metrics come with their own.
+    """
+    run = emission.Emission(self, inputs, sides, loss_weights, None, do_eval=True)
     run.Emit(self._Schedule('forward_only', inputs))
     return run.Sums()
 
@@ -152,7 +161,11 @@ class PipelineEngine:
     theta: Sequence[Sequence[Any]] | None = None,
     counter: tf.Tensor | None = None,
     do_eval: bool = True,
-  ) -> tuple[list[tuple[Any, ...]], list[list[nested_map.NestedMap]]]:
+  ) -> tuple[
+    list[tuple[Any, ...]],
+    list[list[nested_map.NestedMap]],
+    list[tuple[base_layer.BaseLayer, nested_map.NestedMap]],
+  ]:
     """Forward only, without the loss.
 
     Args:
@@ -163,15 +176,16 @@ class PipelineEngine:
       do_eval: the layers' mode.
 
     Returns:
-      For each micro-batch the outputs of the last layer, and for each stage and micro-batch what
-      the stage took: NestedMap(args, skips).
+      For each micro-batch the outputs of the last layer; for each stage and micro-batch what the
+      stage took, NestedMap(args, skips); and the layers that reported sums for their state, with
+      the sums over all micro-batches.
     """
     run = emission.Emission(self, inputs, None, [], counter, do_eval=do_eval, theta=theta)
     run.Emit(self._Schedule('forward_only', inputs))
     micro_batches = range(len(inputs))
-    return [run.args[self.num_stages, m] for m in micro_batches], [
-      [run.x[k, m] for m in micro_batches] for k in range(self.num_stages)
-    ]
+    outputs = [run.args[self.num_stages, m] for m in micro_batches]
+    taken = [[run.x[k, m] for m in micro_batches] for k in range(self.num_stages)]
+    return outputs, taken, run.LayerSums()
 
   def ThetaBackward(
     self,

@@ -286,7 +286,7 @@ class PipeliningLayer(base_layer.BaseLayer):
 
   def _Predict(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
     self.engine.SyncTies()
-    outputs, _ = self.engine.Forward(self.SplitBatch(args))
+    outputs, *_ = self.engine.Forward(self.SplitBatch(args))
     return micro_batch.Merge(outputs, self.params.batch_dim)
 
   @classmethod
@@ -300,7 +300,8 @@ class PipeliningLayer(base_layer.BaseLayer):
     """Runs the pipeline; differentiable from any tape.
 
     Backward recomputes each stage from its input, micro-batch by micro-batch, M-1 ... 0. In a
-    Scope with do_eval=False layers draw their dropout masks from the scope's step and micro-batch.
+    Scope with do_eval=False layers draw their dropout masks from the scope's step and micro-batch,
+    and what they report for their state goes into the scope (see `fprop_context.UpdateLayers`).
 
     Args:
       theta: the weights.
@@ -361,6 +362,7 @@ class _OuterFunctions:
     self._layer = layer
     self._pipeline = layer.engine
     self._do_eval = do_eval
+    self._stateful: list[base_layer.BaseLayer] = []
     self._forward = tf.function(self._Forward, autograph=False)
     self._backward = tf.function(self._Backward, autograph=False)
 
@@ -375,13 +377,15 @@ class _OuterFunctions:
         per_stage.append(_AsTensors(members))
     weights = stage.FloatLeaves(per_stage)
     whole: list[Any] = []
+    reported: list[Any] = []
 
     @tf.custom_gradient
     def Pipeline(*floats: tf.Tensor) -> Any:
       stage_theta = stage.WithFloatLeaves(per_stage, floats[: len(weights)])
       inputs = stage.WithFloatLeaves(args, floats[len(weights) :])
-      outputs, saved = self._forward(_Unwatched(stage_theta), _Unwatched(inputs), counter)
+      outputs, saved, sums = self._forward(_Unwatched(stage_theta), _Unwatched(inputs), counter)
       whole.append(outputs)
+      reported.extend(sums)
 
       def Grad(*dys: tf.Tensor) -> list[tf.Tensor]:
         return self._backward(stage_theta, saved, stage.WithFloatLeaves(outputs, dys), counter)
@@ -389,14 +393,21 @@ class _OuterFunctions:
       return tuple(stage.FloatLeaves(outputs)), Grad
 
     floats = Pipeline(*weights, *stage.FloatLeaves(args))
+    for layer, sums in zip(self._stateful, reported, strict=True):
+      fprop_context.Current().AddSums(layer, sums)
     return stage.WithFloatLeaves(whole[0], floats)
 
-  def _Forward(self, theta: Any, args: tuple[Any, ...], counter: tf.Tensor) -> tuple[Any, Any]:
+  def _Forward(
+    self, theta: Any, args: tuple[Any, ...], counter: tf.Tensor
+  ) -> tuple[Any, Any, list[nested_map.NestedMap]]:
     inputs = self._layer.SplitBatch(args)
-    outputs, saved = self._pipeline.Forward(
+    outputs, saved, layer_sums = self._pipeline.Forward(
       inputs, theta=theta, counter=counter, do_eval=self._do_eval
     )
-    return micro_batch.Merge(outputs, self._layer.params.batch_dim), saved
+    # The same layers in every trace, which the shapes of the inputs tell apart.
+    self._stateful = [layer for layer, _ in layer_sums]
+    merged = micro_batch.Merge(outputs, self._layer.params.batch_dim)
+    return merged, saved, [sums for _, sums in layer_sums]
 
   def _Backward(
     self, theta: Any, saved: Any, dys: tuple[Any, ...], counter: tf.Tensor

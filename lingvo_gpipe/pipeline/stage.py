@@ -79,10 +79,12 @@ class StageFunctions:
   stage; `y` likewise holds the outputs of the last layer and the skips in `exports`. `side` is what
   the loss needs of the micro-batch, None but in the last stage. `context` is NestedMap(seeds,
   loss_weight): the layers' seed pairs, int64 [layers, 2], and the weight of the micro-batch's loss,
-  a scalar. `sums` holds {metric: [sum of value * weight, sum of weight]}, each a tensor [2]: the
-  metrics in the last stage, which in turn returns no y, for full-batch logits never exist; and the
-  auxiliary losses, named `<layer's index in the stage>:<path below it>.<name>`. `dy` and `dx` are
-  the gradients of the floating leaves of y and x; dx is empty where no stage before is trained.
+  a scalar. `sums` is NestedMap(metrics, layers). `metrics` holds {metric: [sum of value * weight,
+  sum of weight]}, each a tensor [2]: the metrics in the last stage, which in turn returns no y, for
+  full-batch logits never exist; and the auxiliary losses, named `<layer's index in the stage>:<path
+  below it>.<name>`. `layers` holds what layers reported for their state by `AddSums`, {`<index>:
+  <path below it>`: {name: tensor}}. `dy` and `dx` are the gradients of the floating leaves of y and
+  x; dx is empty where no stage before is trained.
   """
 
   def __init__(
@@ -171,7 +173,7 @@ class StageFunctions:
 
   def _Forward(
     self, variables: Sequence[Any], x: nested_map.NestedMap, side: Any, context: Any
-  ) -> tuple[Any, dict[str, tf.Tensor]]:
+  ) -> tuple[Any, nested_map.NestedMap]:
     self.num_traces += 1
     with self.EnterContext(context.seeds):
       y, sums, _ = self.Outputs(variables, x, side, context)
@@ -184,7 +186,7 @@ class StageFunctions:
     side: Any,
     context: Any,
     by_layer: bool = False,
-  ) -> tuple[Any, dict[str, tf.Tensor], list[tf.Tensor]]:
+  ) -> tuple[Any, nested_map.NestedMap, list[tf.Tensor]]:
     """(y, sums, what backward differentiates).
 
     That is the floating outputs but for the stage with the loss, then the auxiliary losses and the
@@ -192,19 +194,29 @@ class StageFunctions:
     `by_layer` a tape over this call keeps each layer's input only.
     """
     y, aux_losses = self._RunLayers(variables, x, by_layer)
-    sums = {}
+    metric_sums = {}
     objective = [] if self._loss_fn is not None else FloatLeaves(y)
     for name, (value, coefficient) in aux_losses.items():
       weight = tf.cast(context.loss_weight, value.dtype)
-      sums[name] = _WeightedSum(value, weight)
+      metric_sums[name] = _WeightedSum(value, weight)
       objective.append(value * (coefficient * weight))
     if self._loss_fn is None:
-      return y, sums, objective
+      return y, self._Sums(metric_sums), objective
     theta = [layer.ThetaFrom(v) for layer, v in zip(self.layers, variables, strict=True)]
     metrics = self._loss_fn(theta, y.args, side)
-    sums.update({name: _WeightedSum(*pair) for name, pair in metrics.items()})
+    metric_sums.update({name: _WeightedSum(*pair) for name, pair in metrics.items()})
     loss = metrics['loss'][0]
-    return (), sums, [*objective, loss * tf.cast(context.loss_weight, loss.dtype)]
+    objective.append(loss * tf.cast(context.loss_weight, loss.dtype))
+    return (), self._Sums(metric_sums), objective
+
+  def _Sums(self, metric_sums: dict[str, tf.Tensor]) -> nested_map.NestedMap:
+    """`metric_sums` and what layers reported in this context by AddSums."""
+    index = {id(layer): i for i, layer in enumerate(self.layers)}
+    found = {}
+    for owner, sums in fprop_context.Current().layer_sums.values():
+      layer = next(a for a in owner.Ancestors() if id(a) in index)
+      found[f'{index[id(layer)]}:{owner.path[len(layer.path) :]}'] = sums
+    return nested_map.NestedMap(metrics=metric_sums, layers=found)
 
   def _Backward(
     self,
@@ -244,7 +256,7 @@ class StageFunctions:
     x: nested_map.NestedMap,
     side: Any,
     context: Any,
-  ) -> tuple[list[tf.Tensor], dict[str, tf.Tensor]]:
+  ) -> tuple[list[tf.Tensor], nested_map.NestedMap]:
     self.num_traces += 1
     floats, weights = self.WantedFloats(x), self.Trained(variables)
     with self.EnterContext(context.seeds), tf.GradientTape() as tape:

@@ -18,6 +18,7 @@ import tensorflow as tf
 from lingvo_gpipe import base_layer, fprop_context, hyperparams, layers
 from lingvo_gpipe.layers import (
   attention,
+  batch_norm,
   dropout,
   embedding,
   linear,
@@ -49,6 +50,8 @@ CATALOGUE = [
   ),
   (linear.FeedForwardNet, {'input_dim': DIM, 'hidden_layer_dims': [7, 5]}, [X, PADDINGS]),
   (norm.LayerNorm, {'input_dim': DIM}, [X, PADDINGS]),
+  (batch_norm.BatchNormLayer, {'dim': DIM}, [X]),
+  (batch_norm.BatchNormLayer, {'dim': DIM, 'decay': None, 'center': False}, [X, PADDINGS]),
   (dropout.DropoutLayer, {'keep_prob': 0.8}, [X]),
   (dropout.DropoutLayer, {'keep_prob': 0.8, 'noise_shape_broadcast_dims': [1]}, [X, PADDINGS]),
   (embedding.EmbeddingLayer, {'vocab_size': 5, 'embedding_dim': DIM}, [IDS, PADDINGS]),
@@ -180,7 +183,7 @@ def testMetaSaysWhatComesOut(Row, dtypes):
       assert (spec.shape, spec.dtype) == (output.shape, output.dtype)
       assert np.all(np.isfinite(tf.cast(output, tf.float32)))
   for v in layer.VariablesByPath().values():
-    assert v.dtype == tf.float32
+    assert v.dtype == tf.float32 or not v.dtype.is_floating
 
 
 def testMetaCountsAsTheGraphDoes(Row):
@@ -195,13 +198,13 @@ def testMetaCountsAsTheGraphDoes(Row):
 def testNumParamsIsWhatIsAllocated(Row):
   layer, _ = _Setup(Row, tf.float32)
   variables = layer.VariablesByPath()
-  assert layer.NumParams() == sum(math.prod(v.shape) for v in variables.values())
+  assert layer.NumParams() == sum(math.prod(v.shape) for v in layer.trainable_variables)
   assert list(variables) == list(layer.WeightSpecs())
 
 
 def testEveryVariableHasAFiniteGradient(Row):
   layer, inputs = _Setup(Row, tf.float64)
-  variables = layer.VariablesByPath()
+  variables = {path: v for path, v in layer.VariablesByPath().items() if v.trainable}
   with tf.GradientTape() as tape:
     outputs = _Run(layer, layer.vars, inputs)
     x = outputs[0] if isinstance(outputs, tuple) else outputs
@@ -222,7 +225,7 @@ def testXlaComputesTheSame(Row):
       outputs = _Run(layer, variables, args, step)
       x = outputs[0] if isinstance(outputs, tuple) else outputs
       loss = tf.reduce_sum(tf.sin(x))
-    grads = tape.gradient(loss, tf.nest.flatten(variables))
+    grads = tape.gradient(loss, [v for v in tf.nest.flatten(variables) if v.trainable])
     return [x, *[tf.convert_to_tensor(g) for g in grads]]
 
   step = tf.constant(3, tf.int64)

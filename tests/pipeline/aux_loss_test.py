@@ -183,7 +183,7 @@ def testEvaluateReportsThemToo():
     *pipeline_training.Specs((x,)),
     loss_fn=pipeline_training.SquareLoss,
   )
-  sums = stack.engine.Evaluate(stack.SplitBatch((x,)), stack.SplitBatch(side))
+  sums = pipeline_training.Evaluate(stack, (x,), side)
   w = stack.layers[0].theta.w
   expected = tf.reduce_mean(tf.tanh(x @ w) ** 2) + tf.reduce_mean(w**2)
   value, weight = sums['stack.layers[0].z']

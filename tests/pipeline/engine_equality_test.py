@@ -227,7 +227,9 @@ def testEvaluateEqualsAPlainForward():
 
   @tf.function(autograph=False)
   def Step(inputs, side):
-    return stack.engine.Evaluate(stack.SplitBatch(inputs), stack.SplitBatch(side))
+    sides = stack.SplitBatch(side)
+    weights = [tf.reduce_sum(s.weights) for s in sides]
+    return stack.engine.Evaluate(stack.SplitBatch(inputs), sides, weights)
 
   sums = Step(inputs, side)
   args = inputs

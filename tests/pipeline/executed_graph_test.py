@@ -170,7 +170,7 @@ def testEvaluationKeepsTheSchedule(tmp_path):
 
   @tf.function(autograph=False, input_signature=_Signature(4))
   def Step(*micro_batches):
-    return stack.engine.Evaluate([(x,) for x in micro_batches], [None] * 4)
+    return stack.engine.Evaluate([(x,) for x in micro_batches], [None] * 4, [tf.constant(1.0)] * 4)
 
   functions = graph_reader.ExecutedGraphs(lambda: Step(*[tf.ones([2, _DIM])] * 4), tmp_path)
   assert _Faults(functions, schedules.Get('forward_only', 3, 4)) == []

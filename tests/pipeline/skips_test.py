@@ -270,7 +270,7 @@ def testPredictAndEvaluate():
   y = reference(x)
   np.testing.assert_allclose(stack.Predict(x), y, rtol=1e-12)
   loss = pipeline_training.SquareLoss(None, (y,), side)['loss'][0]
-  sums = stack.engine.Evaluate(stack.SplitBatch((x,)), stack.SplitBatch(side))['loss']
+  sums = pipeline_training.Evaluate(stack, (x,), side)['loss']
   np.testing.assert_allclose(sums[0] / sums[1], loss, rtol=1e-12)
 
 

@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""State of layers that follows sums over the mini-batch: BatchNorm in a pipeline.
+
+Every gradient and every moving average equals that of the same layers run one by one, whatever the
+cut, the schedule and the re-materialisation; recomputation counts nothing.
+"""
+
+import itertools
+import sys
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_gpipe import base_layer, fprop_context, weight_params
+from lingvo_gpipe.layers import batch_norm, dropout, linear
+from tests import pipeline_training
+
+_BATCH, _DIM = 7, 3
+_SCHEDULES = ('gpipe', 'fused_fill_drain', '1f1b', '1f1b_fused', 'zb_h1')
+_TRAINED = ('gamma', 'beta')
+_POLICIES = ('stage', 'except_last', 'layer', 'none')
+
+
+class _Block(base_layer.BaseLayer):
+  """A projection and two BatchNorms below the layer of the stage; x stays in reach."""
+
+  def __init__(self, params):
+    super().__init__(params)
+    self.CreateChild('a', _Norm(decay=0.9))
+    self.CreateChild('b', _Norm(scale=False))
+    self.CreateVariable('w', weight_params.WeightParams([_DIM, _DIM]))
+
+  def FProp(self, theta, x):
+    h = self.b.FProp(theta.b, tf.matmul(self.a.FProp(theta.a, x), theta.w))
+    return x + tf.tanh(h)
+
+
+def _Norm(**params):
+  return batch_norm.BatchNormLayer.Params().Set(dim=_DIM, **{'decay': 0.8, **params})
+
+
+def _Sub():
+  project = linear.LinearLayer.Params().Set(input_dim=_DIM, output_dim=_DIM)
+  drop = dropout.DropoutLayer.Params().Set(keep_prob=0.8)
+  return [*(_Block.Params(), _Norm(), drop), *(project, _Norm(decay=None)), _Block.Params()]
+
+
+_SPLITS = {1: [6], 2: [3, 6], 3: [2, 5, 6], 4: [1, 2, 4, 6]}
+
+
+def _X():
+  x = np.random.default_rng(4).normal(size=[_BATCH, 2, _DIM])
+  return tf.constant(x * [1.0, 2.0, 5.0] + np.arange(_BATCH).reshape([-1, 1, 1]))
+
+
+def _Place(sub, *, num_micro_batches=3, num_stages=1, **options):
+  stack = pipeline_training.MakeStack(
+    sub, num_micro_batches=num_micro_batches, num_stages=num_stages, **options
+  )
+  devices, specs = pipeline_training.Devices(), pipeline_training.Specs((_X(),))
+  stack.Place(devices, *specs, loss_fn=pipeline_training.SquareLoss)
+  return stack
+
+
+def _Step(stack, step=pipeline_training.STEP):
+  """(sums, gradients) of one step."""
+  side = pipeline_training.ExampleWeights(_BATCH)
+  run = pipeline_training.StepFunction(stack)
+  sums = run((_X(),), side, tf.constant(step, tf.int64))
+  sums = {name: value.numpy() for name, value in sums.items()}
+  return sums, pipeline_training.Gradients(stack)
+
+
+def _CheckState(actual, expected, rtol=1e-10):
+  assert actual.keys() == expected.keys()
+  for path, value in expected.items():
+    np.testing.assert_allclose(actual[path], value, rtol=rtol, atol=1e-12, err_msg=path)
+
+
+def _Check(sub=None, *, num_micro_batches=3, **options):
+  sub = sub or _Sub()
+  stack = _Place(sub, num_micro_batches=num_micro_batches, **options)
+  result, state = _Step(stack), {}
+  expected = pipeline_training.Reference(
+    sub, num_micro_batches, (_X(),), pipeline_training.ExampleWeights(_BATCH), state=state
+  )
+  pipeline_training.CheckEqual(result, expected)
+  assert set(result[0]) == {'loss'}  # Sums for the state are nobody's metrics.
+  _CheckState(pipeline_training.State(stack), state)
+  return stack, state
+
+
+@pytest.mark.parametrize(
+  'schedule, policy, num_stages, num_micro_batches',
+  [
+    (*pair, 1 + i % 4, 2 + i % 3) for i, pair in enumerate(itertools.product(_SCHEDULES, _POLICIES))
+  ],
+)
+def testEqualsTheLayersOneByOne(schedule, policy, num_stages, num_micro_batches):
+  _Check(
+    num_micro_batches=num_micro_batches,
+    num_stages=num_stages,
+    splits=_SPLITS[num_stages],
+    schedule=schedule,
+    remat_policy=policy,
+  )
+
+
+@pytest.mark.parametrize(
+  'schedule, policy',
+  [('gpipe', 'stage'), ('gpipe', 'layer'), ('1f1b_fused', 'except_last'), ('zb_h1', 'none')],
+)
+def testCompiledByXla(schedule, policy):
+  _Check(num_stages=3, splits=_SPLITS[3], schedule=schedule, remat_policy=policy, xla=True)
+
+
+def testSeveralStagesADevice():
+  options = {'num_stages': 4, 'stages_per_device': 2, 'splits': _SPLITS[4]}
+  _Check(num_micro_batches=4, schedule='interleaved_1f1b', **options)
+
+
+def testStateOfTheWholeMiniBatch():
+  """The first layer's averages equal those of one BatchNorm over the batch (peers: deferred)."""
+  stack, _ = _Check(num_micro_batches=4, num_stages=2, splits=_SPLITS[2])
+  x = _X().numpy()
+  np.testing.assert_allclose(stack.layers[0].a.vars.moving_mean, 0.1 * x.mean((0, 1)), rtol=1e-12)
+  variance = 0.9 + 0.1 * x.var((0, 1))
+  np.testing.assert_allclose(stack.layers[0].a.vars.moving_variance, variance, rtol=1e-12)
+
+
+def testOneMicroBatchIsPlainBatchNorm():
+  """Against Keras: outputs through the loss, gradients of gamma and beta, moving averages."""
+  sub = [_Norm(decay=0.9), _Norm(decay=0.9)]
+  stack = _Place(sub, num_micro_batches=1, num_stages=2, splits=[1, 2])
+  (sums, grads), weights = _Step(stack), pipeline_training.ExampleWeights(_BATCH)
+  norms = [keras.layers.BatchNormalization(momentum=0.9, dtype='float64') for _ in sub]
+  with tf.GradientTape() as tape:
+    y = _X()
+    for norm in norms:
+      y = norm(y, training=True)
+    total = tf.reduce_sum(tf.reduce_mean(y**2, axis=[1, 2]) * weights)
+  np.testing.assert_allclose(sums['loss'][0], total, rtol=1e-6)
+  wanted = {f'stack.layers[{i}].{n}': getattr(k, n) for i, k in enumerate(norms) for n in _TRAINED}
+  expected = tape.gradient(total, {path: v.value for path, v in wanted.items()})
+  pipeline_training.CheckEqual((sums, grads), (sums, expected), bound=1e-6)
+  for layer, norm in zip(stack.layers, norms, strict=True):
+    np.testing.assert_allclose(layer.vars.moving_mean, norm.moving_mean, rtol=1e-6)
+    np.testing.assert_allclose(layer.vars.moving_variance, norm.moving_variance, rtol=1e-6)
+
+
+class _CountsCalls(base_layer.BaseLayer):
+  """Counts its examples; a device and a graph that run it twice count twice."""
+
+  def __init__(self, params):
+    super().__init__(params)
+    zero = weight_params.WeightInit.Constant(0.0)
+    self.CreateVariable('w', weight_params.WeightParams([_DIM, _DIM]))
+    self.CreateVariable('total', weight_params.WeightParams([], zero), trainable=False)
+
+  def FProp(self, theta, x):
+    fprop_context.Current().AddSums(self, {'count': tf.cast(tf.shape(x)[0], tf.float32)})
+    return tf.tanh(tf.matmul(x, theta.w))
+
+  def StateFromSums(self, state, sums):
+    return {'total': state.total + tf.cast(sums.count, state.total.dtype)}
+
+
+@pytest.mark.parametrize('schedule', _SCHEDULES)
+@pytest.mark.parametrize('policy', _POLICIES)
+def testEachExampleCountsOnce(schedule, policy):
+  """Equal stages share their functions, but not their state."""
+  stack = _Place(
+    [_CountsCalls.Params()] * 4,
+    num_stages=4,
+    splits=[1, 2, 3, 4],
+    schedule=schedule,
+    remat_policy=policy,
+  )
+  for step in range(2):
+    _Step(stack, step)
+  assert {float(v) for v in pipeline_training.State(stack).values()} == {2.0 * _BATCH}
+  # The stages between the first, which no gradient is needed of, and the one with the loss.
+  assert (
+    len({id(stack.engine.Functions(s, do_eval=False, with_loss=True)) for s in stack.engine.stages})
+    == 3
+  )
+
+
+def testEvaluationUpdatesNothing():
+  stack = _Place(_Sub(), num_stages=2, splits=_SPLITS[2])
+  _Step(stack)
+  before = pipeline_training.State(stack)
+  sums = pipeline_training.Evaluate(stack, (_X(),), pipeline_training.ExampleWeights(_BATCH))
+  y = stack.Predict(_X())
+  _CheckState(pipeline_training.State(stack), before, rtol=0)
+  expected = _X()
+  for layer in stack.layers:
+    expected = layer(expected)
+  np.testing.assert_allclose(y, expected, rtol=1e-10)
+  assert np.isfinite(sums['loss'][0])
+
+
+def testFrozenLayersFollowTheData():
+  """Statistics follow the mode, not the trainability."""
+  stack = pipeline_training.MakeStack(_Sub(), num_micro_batches=3, num_stages=2, splits=_SPLITS[2])
+  stack.Place(
+    pipeline_training.Devices(),
+    *pipeline_training.Specs((_X(),)),
+    loss_fn=pipeline_training.SquareLoss,
+    is_trained=lambda path: 'layers[5]' in path,
+  )
+  _Step(stack)
+  state = {}
+  side = pipeline_training.ExampleWeights(_BATCH)
+  pipeline_training.Reference(_Sub(), 3, (_X(),), side, state=state)
+  _CheckState(pipeline_training.State(stack), state)
+
+
+def testWhatIsNotFiniteStaysOut():
+  """Layers before the bad one have seen good data; from there on all state stays as it was."""
+
+  class Spoils(base_layer.BaseLayer):
+    def FProp(self, theta, x):
+      return tf.where(x > tf.reduce_max(x) - 1e-9, x * np.inf, x)
+
+  sub = [_Norm(), Spoils.Params(), _Norm()]
+  stack = _Place(sub, num_stages=2, splits=[1, 3])
+  before = pipeline_training.State(stack)
+  _Step(stack)
+  after = pipeline_training.State(stack)
+  for path, value in after.items():
+    assert np.array_equal(value, before[path]) == path.startswith('stack.layers[2]'), path
+
+
+# ---- a user's own tape -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('in_function', [False, True])
+def testUnderAUsersTape(in_function):
+  stack = pipeline_training.MakeStack(_Sub(), num_micro_batches=3, num_stages=2, splits=_SPLITS[2])
+  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((_X(),)))
+
+  def Step(x, step):
+    with tf.GradientTape() as tape, fprop_context.Scope(step=step) as context:
+      loss = tf.reduce_sum(stack(x) ** 2)
+      # A backward within the scope must add nothing either.
+      grads = tape.gradient(loss, stack.trainable_variables)
+    fprop_context.UpdateLayers(context)
+    return grads
+
+  run = tf.function(Step, autograph=False) if in_function else Step
+  run(_X(), tf.constant(pipeline_training.STEP, tf.int64))
+  state = {}
+  side = pipeline_training.ExampleWeights(_BATCH)
+  pipeline_training.Reference(_Sub(), 3, (_X(),), side, state=state)
+  _CheckState(pipeline_training.State(stack), state)
+  with fprop_context.Scope(do_eval=True) as context:
+    stack(_X())
+  assert not context.layer_sums
+
+
+def testSeveralCallsOfOneMiniBatch():
+  """Two micro-batches of the user's own, of unequal size, each cut by the pipeline."""
+  stack = pipeline_training.MakeStack(_Sub()[:1], num_micro_batches=2)
+  x = _X()
+  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((x,)))
+  contexts = []
+  for m, piece in enumerate([x[:5], x[5:]]):
+    with fprop_context.Scope(step=0, micro_batch=m) as context:
+      stack(piece)
+    contexts.append(context)
+  fprop_context.UpdateLayers(*contexts)
+  mean = stack.layers[0].a.vars.moving_mean
+  np.testing.assert_allclose(mean, 0.1 * x.numpy().mean((0, 1)), rtol=1e-12)
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))
