@@ -40,6 +40,11 @@ class Learner:
     p.Define(
       'skip_nonfinite', True, 'Leave weights and slots as they are where a gradient is not finite.'
     )
+    p.Define(
+      'num_accumulated_mini_batches',
+      1,
+      'An update takes the gradients of so many mini-batches of the input, by their loss weights.',
+    )
     p.Define('bprop_variable_filter', '', 'Train only variables whose path this regex finds.')
     p.Define('bprop_variable_exclusion', '', 'Do not train variables whose path this regex finds.')
     return p
@@ -52,6 +57,11 @@ class Learner:
       raise ValueError(
         f'learner.clip_gradient_norm_to_value must not be negative, '
         f'got {p.clip_gradient_norm_to_value}'
+      )
+    num = p.num_accumulated_mini_batches
+    if not isinstance(num, int) or isinstance(num, bool) or num < 1:
+      raise ValueError(
+        f'learner.num_accumulated_mini_batches must be a positive integer, got {num!r}'
       )
     for name in ('bprop_variable_filter', 'bprop_variable_exclusion'):
       try:
@@ -79,21 +89,16 @@ class Learner:
     """Makes each stage's optimizer and slots on its device.
 
     Args:
-      stages: each with its device, {path: variable to be trained} and accumulators in that order.
+      stages: each with its device, {path: variable to be trained}, as `IsTrained` told the engine,
+        and accumulators in that order.
 
     Raises:
       ValueError: the variable filters leave nothing to train.
     """
     built = self.params.optimizer.Instantiate()
     for s in stages:
-      chosen: dict[str, tf.Variable] = {}
-      accumulators = []
-      for (path, variable), accumulator in zip(s.trained.items(), s.accumulators, strict=True):
-        if self.IsTrained(path):
-          chosen[path] = variable
-          accumulators.append(accumulator)
-      if chosen:
-        self._stages.append((s.device, accumulators, built.Build(s.device, chosen)))
+      if s.trained:
+        self._stages.append((s.device, s.accumulators, built.Build(s.device, s.trained)))
     if not self._stages:
       p = self.params
       raise ValueError(

@@ -167,11 +167,16 @@ class TrainProgram:
     shown = progress.Progress(step, max_steps, self._model.task.loss_unit)
     writer = summaries.SummaryWriter(os.path.join(self._logdir, 'train'))
     saved_step, saved_time = step, time.monotonic()
+    num_batches = 0  # Of the update under way.
     try:
       for batch in self._input.Dataset(start=consumed):
         values = self._runner.TrainStep(batch)
+        num_batches += 1
+        if values is None:
+          continue
         step += 1
-        consumed += self._input.params.batch_size
+        consumed += num_batches * self._input.params.batch_size
+        num_batches = 0
         shown.Update(step, _Metrics(values), values['loss_weight'])
         if not values['is_finite']:
           shown.Print(f'step {step}: a gradient is not finite; the update was skipped')
@@ -189,6 +194,11 @@ class TrainProgram:
     finally:
       shown.Close()
       writer.Close()
+    if num_batches:
+      print(
+        f'the data ended within an update of {self._train.learner.num_accumulated_mini_batches} '
+        f'mini-batches: its first {num_batches} changed nothing'
+      )
     if step < max_steps or self._stop.signal is not None:
       why = self._stop.name or 'the end of the data'
       print(f'stopped by {why} after step {step}; the checkpoint is saved', flush=True)
@@ -210,6 +220,7 @@ class TrainProgram:
       'random_seed': self._model.task.params.random_seed,
       'cut': list(self._runner.plan.ends),
       'num_micro_batches': self._runner.plan.num_micro_batches,
+      'num_accumulated_mini_batches': self._train.learner.num_accumulated_mini_batches,
       **self._PipelineCircumstances(),
       'intra_op_threads': tf.config.threading.get_intra_op_parallelism_threads(),
       'tensorflow': tf.__version__,

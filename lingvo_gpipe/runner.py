@@ -8,8 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from lingvo_gpipe import fprop_context, metrics, nested_map
 from lingvo_gpipe import learner as learner_lib
-from lingvo_gpipe import metrics, nested_map
 from lingvo_gpipe import task as task_lib
 from lingvo_gpipe.pipeline import engine, layer_costs, micro_batch, plan, schedules
 
@@ -114,9 +114,16 @@ class TaskRunner:
       self.global_step = tf.Variable(0, trainable=False, dtype=tf.int64, name='global_step')
     if self.learner is not None:
       self._CheckOutside(self.learner)
+      self._CheckMicroBatches(self.learner)
       self.engine.MakeAccumulators()
       self.learner.Build(self.engine.stages)
     self._train_step = tf.function(self._TrainStep, autograph=False)
+    self._clear = tf.function(self.engine.ClearAccumulators, autograph=False)
+    self._accumulate = tf.function(self._Accumulate, autograph=False)
+    self._update = tf.function(self._Update, autograph=False)
+    # How many mini-batches of the update under way were accumulated, and what came of them.
+    self._num_accumulated = 0
+    self._accumulated: Any = None
     self._eval_step = tf.function(self._EvalStep, autograph=False)
     self._checked_weight = False
 
@@ -131,24 +138,36 @@ class TaskRunner:
   def AfterRestore(self) -> None:
     """To be called when `Variables()` were assigned from a checkpoint."""
     self.engine.SyncTies()
+    self._num_accumulated = 0
     if self.learner is not None:
       self.learner.AfterRestore()
 
-  def TrainStep(self, batch: nested_map.NestedMap) -> dict[str, float]:
+  def TrainStep(self, batch: nested_map.NestedMap) -> dict[str, float] | None:
     """One training step: forward, backward, update.
+
+    Where the learner accumulates N mini-batches, a step takes N calls: the first N-1 end after
+    backward. What they did is in no checkpoint.
 
     Args:
       batch: NestedMap that matches the batch spec.
 
     Returns:
-      The metrics by name, loss_weight, and learning_rate, grad_norm, grad_scale and is_finite (0
-      or 1) of the step; where is_finite is 0 the weights were left as they are.
+      None where the update waits for more mini-batches. Else the metrics by name, loss_weight, and
+      learning_rate, grad_norm, grad_scale and is_finite (0 or 1) of the step; where is_finite is 0
+      the weights were left as they are.
 
     Raises:
       ValueError: the task's LossWeight and ComputeLoss do not agree.
     """
     self.task.CheckBatch(batch)
-    values, loss_weight = self._train_step(batch)
+    assert self.learner is not None
+    if self.learner.params.num_accumulated_mini_batches == 1:
+      values, loss_weight = self._train_step(batch)
+    elif self._AccumulateNext(batch):
+      sums, loss_weight = self._accumulated
+      values = self._update(sums, loss_weight)
+    else:
+      return None
     result = {name: float(value) for name, value in values.items()}
     if not self._checked_weight:
       self._CheckLossWeight(float(loss_weight), result['loss_weight'])
@@ -195,11 +214,46 @@ class TaskRunner:
     return found
 
   def _TrainStep(self, batch: nested_map.NestedMap) -> tuple[dict[str, tf.Tensor], tf.Tensor]:
+    sums, loss_weight = self._Accumulate(batch)
+    return self._Update(sums, loss_weight), loss_weight
+
+  def _AccumulateNext(self, batch: nested_map.NestedMap) -> bool:
+    """Forward and backward of a mini-batch; True where it was the last one of an update."""
     assert self.learner is not None
+    # After an exception in here the update begins anew.
+    index, self._num_accumulated = self._num_accumulated, 0
+    if index == 0:
+      self._clear()
+    new = self._accumulate(batch, tf.constant(index, tf.int64))
+    self._accumulated = tf.nest.map_structure(tf.add, self._accumulated, new) if index else new
+    self._num_accumulated = (index + 1) % self.learner.params.num_accumulated_mini_batches
+    return self._num_accumulated == 0
+
+  def _Accumulate(
+    self, batch: nested_map.NestedMap, index: tf.Tensor | None = None
+  ) -> tuple[dict[str, tf.Tensor], tf.Tensor]:
+    """The metrics' sums and the sum of the loss weights; gradients end in the accumulators.
+
+    Args:
+      batch: a mini-batch.
+      index: how many others of this update came before; None where it is the only one. Else the
+        gradients are added to what the accumulators hold.
+    """
     inputs, sides = self._MicroBatches(batch)
     weights = [self.task.LossWeight(side) for side in sides]
-    loss_weight = tf.add_n(weights)
-    sums = self.engine.Train(inputs, sides, weights, self.global_step)
+    sums = self.engine.Train(
+      inputs,
+      sides,
+      weights,
+      self.global_step,
+      first_micro_batch=0 if index is None else index * len(inputs),
+      clear=index is None,
+    )
+    return sums, tf.add_n(weights)
+
+  def _Update(self, sums: dict[str, tf.Tensor], loss_weight: tf.Tensor) -> dict[str, tf.Tensor]:
+    """Updates the weights from the accumulated gradients; the values of the step."""
+    assert self.learner is not None
     values = {name: _Mean(s) for name, s in sums.items()}
     values['loss_weight'] = sums['loss'][1]
     # The accumulators are read only after the last backward action wrote them: TensorFlow orders
@@ -208,7 +262,7 @@ class TaskRunner:
     self.engine.SyncTies()
     values['is_finite'] = tf.cast(values['is_finite'], tf.float32)
     self.global_step.assign_add(1)
-    return values, loss_weight
+    return values
 
   def _EvalStep(self, batch: nested_map.NestedMap) -> dict[str, tf.Tensor]:
     inputs, sides = self._MicroBatches(batch)
@@ -228,6 +282,15 @@ class TaskRunner:
         f'{type(self.task).__name__} has weights outside the pipeline, which get no gradient: '
         f'{", ".join(outside)}. Make their layers part of the stack, or exclude them by '
         'task.train.learner.bprop_variable_exclusion'
+      )
+
+  def _CheckMicroBatches(self, learner: learner_lib.Learner) -> None:
+    """Raises ValueError where the random seeds cannot count the micro-batches of an update."""
+    num, of = learner.params.num_accumulated_mini_batches, self.plan.num_micro_batches
+    if num * of > fprop_context.MAX_MICRO_BATCHES:
+      raise ValueError(
+        f'an update of {num} mini-batches of {of} micro-batches is more than the '
+        f'{fprop_context.MAX_MICRO_BATCHES} micro-batches that random seeds tell apart'
       )
 
   def _CheckLossWeight(self, announced: float, returned: float) -> None:

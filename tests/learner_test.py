@@ -43,10 +43,20 @@ def _SGD(**settings):
   )
 
 
+def _Chosen(stages, is_trained):
+  """The stages as the engine makes them: with what is trained alone."""
+  chosen = []
+  for s in stages:
+    pairs = [pair for pair in zip(s.trained, s.accumulators, strict=True) if is_trained(pair[0])]
+    trained = {path: s.trained[path] for path, _ in pairs}
+    chosen.append(_Stage(s.device, trained, [accumulator for _, accumulator in pairs]))
+  return chosen
+
+
 def _Build(p, stages):
   """The learner, and a function of (step, loss weight) that does one update."""
   built = p.Instantiate()
-  built.Build(stages)
+  built.Build(_Chosen(stages, built.IsTrained))
 
   @tf.function(autograph=False)
   def Apply(step, loss_weight):
@@ -246,7 +256,7 @@ def testNothingLeftToTrain():
   ):
     built = _SGD(**settings).Instantiate()
     with pytest.raises(ValueError, match='no variable is left to train') as e:
-      built.Build(_Stages())
+      built.Build(_Chosen(_Stages(), built.IsTrained))
     assert next(iter(settings.values())) in str(e.value)
 
 
@@ -259,6 +269,12 @@ def testLearningRateMustBePositive(rate):
 def testClippingMustNotBeNegative():
   with pytest.raises(ValueError, match='clip_gradient_norm_to_value must not be negative'):
     learner.Learner.Params().Set(clip_gradient_norm_to_value=-1.0).Instantiate()
+
+
+@pytest.mark.parametrize('num', [0, -1, 1.5, True])
+def testCountOfAccumulatedMiniBatches(num):
+  with pytest.raises(ValueError, match='num_accumulated_mini_batches must be a positive integer'):
+    learner.Learner.Params().Set(num_accumulated_mini_batches=num).Instantiate()
 
 
 @pytest.mark.parametrize('pattern', ['bprop_variable_filter', 'bprop_variable_exclusion'])

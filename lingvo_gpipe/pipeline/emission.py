@@ -85,8 +85,11 @@ class Stage:
 
   def HasAction(self, kind: schedules.Kind) -> bool:
     """Whether the stage has anything to do in actions of this kind: frozen stages have less."""
-    if kind in (schedules.Kind.BACKWARD, schedules.Kind.INPUT_GRADIENT):
+    if kind == schedules.Kind.BACKWARD:
       return self.needs_dx or self.has_weight_gradient
+    # An empty function may not reach XLA: TensorFlow's optimiser breaks a call of it.
+    if kind == schedules.Kind.INPUT_GRADIENT:
+      return self.needs_dx
     return kind != schedules.Kind.WEIGHT_GRADIENT or self.has_weight_gradient
 
 
@@ -98,8 +101,6 @@ class Engine(Protocol):
 
   @property
   def num_stages(self) -> int: ...
-
-  def MakeAccumulators(self) -> None: ...
 
   def Functions(self, s: Stage, *, do_eval: bool, with_loss: bool) -> stage.StageFunctions: ...
 
@@ -171,14 +172,6 @@ class Emission:
           f'schedule {schedule.name!r} runs stage {s.index} on its device {device}, which is '
           f'{devices[device]}, but the stage is on {s.device}; set stages_per_device to suit'
         )
-
-  def ClearAccumulators(self) -> None:
-    """Sets every accumulator to zero before the first backward action."""
-    self._engine.MakeAccumulators()
-    for s in self._engine.stages:
-      with tf.device(s.device):
-        for accumulator in s.AllAccumulators():
-          accumulator.assign(tf.zeros_like(accumulator))
 
   def Sums(self) -> dict[str, tf.Tensor]:
     """The sums of the metrics and auxiliary losses over all micro-batches."""
@@ -317,7 +310,11 @@ class Emission:
 
   def _RunWeightGradient(self, k: int, m: int) -> None:
     x, side, kept = self.x[k, m], self._Side(k, m), self._kept.pop((k, m), None)
-    dy, for_weights = self._for_weights.pop((k, m))
+    # Without an input gradient, where no stage before is trained, all is left to this action.
+    has_input_gradient = (k, m) in self._for_weights
+    dy, for_weights = (
+      self._for_weights.pop((k, m)) if has_input_gradient else (self._TakeGradient(k, m), [])
+    )
 
     def Call(s: Stage, context: Any) -> Any:
       gradient = self._Split(s).WeightGradient

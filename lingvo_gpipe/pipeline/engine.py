@@ -115,6 +115,9 @@ class PipelineEngine:
     sides: Sequence[Any],
     loss_weights: Sequence[tf.Tensor],
     step: tf.Tensor,
+    *,
+    first_micro_batch: tf.Tensor | int = 0,
+    clear: bool = True,
   ) -> dict[str, tf.Tensor]:
     """Runs forward and backward of all micro-batches; gradients end in the accumulators.
 
@@ -127,13 +130,15 @@ class PipelineEngine:
       sides: for each micro-batch what the loss function takes beside the last layer's outputs.
       loss_weights: for each micro-batch the weight of its loss, a scalar.
       step: int64 scalar, the training step.
+      first_micro_batch: how many micro-batches of this step other mini-batches had before.
+      clear: False to add to what the accumulators hold (see `ClearAccumulators`).
 
     Returns:
       {metric: [sum of value * weight, sum of weight]}, tensors [2] on the last device.
     """
-    counter = fprop_context.StepCounter(step)
+    counter = fprop_context.StepCounter(step, first_micro_batch)
     run = emission.Emission(self, inputs, sides, loss_weights, counter, do_eval=False)
-    run.ClearAccumulators()
+    self.ClearAccumulators(mirrors_only=not clear)
     run.Emit(self._Schedule(self._schedule, inputs))
     self._AddTiedGradients()
     for layer, sums in run.LayerSums():
@@ -247,6 +252,18 @@ class PipelineEngine:
       with tf.init_scope(), tf.device(s.device):
         s.accumulators = [_Accumulator(v) for v in s.trained.values()]
         s.mirror_accumulators = [_Accumulator(v) for v in s.mirrors.values()]
+
+  def ClearAccumulators(self, *, mirrors_only: bool = False) -> None:
+    """Sets the accumulators to zero, as `Train` does before it begins.
+
+    With `mirrors_only` those alone that the gradients of tied weights pass through: what they held
+    was added to the owner's already.
+    """
+    self.MakeAccumulators()
+    for s in self.stages:
+      with tf.device(s.device):
+        for accumulator in s.mirror_accumulators if mirrors_only else s.AllAccumulators():
+          accumulator.assign(tf.zeros_like(accumulator))
 
   def Functions(self, s: emission.Stage, *, do_eval: bool, with_loss: bool) -> stage.StageFunctions:
     """The traced functions of a stage; stages of equal structure get the same object."""

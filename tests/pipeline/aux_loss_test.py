@@ -174,8 +174,9 @@ def testBfloat16():
 
 
 def testEvaluateReportsThemToo():
+  """Micro-batches of 3, 2 and 2 examples count by their loss weights, as in training."""
   stack = pipeline_training.MakeStack(
-    [_Add(z=0.1), _Add()], num_stages=2, num_micro_batches=1, splits=[1, 2]
+    [_Add(z=0.1), _Add()], num_stages=2, num_micro_batches=3, splits=[1, 2]
   )
   x, side = _X(), pipeline_training.ExampleWeights(_BATCH)
   stack.Place(
@@ -185,7 +186,9 @@ def testEvaluateReportsThemToo():
   )
   sums = pipeline_training.Evaluate(stack, (x,), side)
   w = stack.layers[0].theta.w
-  expected = tf.reduce_mean(tf.tanh(x @ w) ** 2) + tf.reduce_mean(w**2)
+  weights = [tf.reduce_sum(s) for s in stack.SplitBatch(side)]
+  means = [tf.reduce_mean(tf.tanh(x @ w) ** 2) for (x,) in stack.SplitBatch((x,))]
+  expected = np.average(means, weights=weights) + tf.reduce_mean(w**2)
   value, weight = sums['stack.layers[0].z']
   np.testing.assert_allclose(value / weight, expected, rtol=1e-12)
 

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Updates from several mini-batches: the same as one of their joint size, and nothing lost."""
+
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_gpipe import (
+  checkpointer,
+  cluster,
+  nested_map,
+  optimizer,
+  params_text,
+  programs,
+  registry,
+  runner,
+  task,
+)
+from lingvo_gpipe.layers import batch_norm, dropout, linear
+from lingvo_gpipe.pipeline import pipelining_layer
+from tests import pipeline_training, processes
+
+_DIM, _BATCH, _M = 4, 5, 2
+
+
+class _Net(task.BaseTask):
+  """Projections with dropout, the last weight tied to the first; BatchNorm if asked for."""
+
+  @classmethod
+  def Params(cls):
+    p = super().Params()
+    p.Define('has_norm', False, 'Normalise.')
+    p.Define('num_micro_batches', _M, 'M.')
+    return p
+
+  def __init__(self, params):
+    super().__init__(params)
+    p = self.params
+    project = linear.ProjectionLayer.Params().Set(
+      input_dim=_DIM, output_dim=_DIM, has_bias=True, activation='TANH'
+    )
+    norm = batch_norm.BatchNormLayer.Params().Set(dim=_DIM, decay=None)
+    middle = norm if p.has_norm else dropout.DropoutLayer.Params().Set(keep_prob=0.7)
+    self.CreateChild(
+      'stack',
+      pipelining_layer.PipeliningLayer.Params().Set(
+        sub=[project, middle, project, project],
+        ties=[['layers[3].w', 'layers[0].w']],
+        num_stages=2,
+        splits=[2, 4],
+        num_micro_batches=p.num_micro_batches,
+        xla=False,
+      ),
+    )
+
+  def PipelineInputs(self, input_batch):
+    return (input_batch.x,)
+
+  def ComputeLoss(self, theta, predictions, input_batch):
+    errors = tf.reduce_mean(tf.square(predictions - input_batch.y), -1)
+    weights = input_batch.example_weights
+    total = tf.reduce_sum(weights)
+    loss = tf.math.divide_no_nan(tf.reduce_sum(errors * weights), total)
+    largest = tf.reduce_max(errors)
+    return {'loss': (loss, total), 'largest': (largest, tf.ones_like(total))}, {}
+
+
+def _Spec(batch_size):
+  return nested_map.NestedMap(
+    x=tf.TensorSpec([batch_size, _DIM], tf.float64),
+    y=tf.TensorSpec([batch_size, _DIM], tf.float64),
+    example_weights=tf.TensorSpec([batch_size], tf.float64),
+  )
+
+
+def _Runner(num, batch_size=_BATCH, has_norm=False, num_micro_batches=_M, **learner):
+  p = _Net.Params().Set(name='net', random_seed=4, dtype=tf.float64, has_norm=has_norm)
+  p.num_micro_batches = num_micro_batches
+  p.train.learner.Set(num_accumulated_mini_batches=num, learning_rate=0.1, **learner)
+  return runner.TaskRunner(p.Instantiate(), pipeline_training.Devices(), _Spec(batch_size))
+
+
+def _Batches(num, seed=0):
+  """Mini-batches that count very differently; the weight of the second is 0."""
+  rng = np.random.default_rng(seed)
+  made = []
+  for i in range(num):
+    weights = rng.uniform(0.5, 2.0, [_BATCH]) * [1.0, 0.0, 7.0][i % 3]
+    x, y = rng.normal(size=[2, _BATCH, _DIM])
+    made.append(nested_map.NestedMap(x=x, y=y, example_weights=weights).Transform(tf.constant))
+  return made
+
+
+def _Joined(batches):
+  return nested_map.NestedMap(
+    {name: tf.concat([b[name] for b in batches], 0) for name in ('x', 'y', 'example_weights')}
+  )
+
+
+def _Arrays(run):
+  return {name: v.numpy() for name, v in run.Variables().items()}
+
+
+@pytest.mark.parametrize('clip', [0.0, 0.01])
+def testSameAsOneMiniBatchOfTheJointSize(clip):
+  """Dropout masks, tied weights, slots and metrics included."""
+  settings = {'optimizer': optimizer.Adam.Params(), 'clip_gradient_norm_to_value': clip}
+  parts = _Runner(3, num_micro_batches=5, **settings)
+  whole = _Runner(1, 3 * _BATCH, num_micro_batches=15, **settings)
+  for seed in range(2):
+    batches, before = _Batches(3, seed), _Arrays(parts)
+    assert parts.TrainStep(batches[0]) is None
+    assert parts.TrainStep(batches[1]) is None
+    for name, value in _Arrays(parts).items():
+      np.testing.assert_array_equal(value, before[name])
+    got, expected = parts.TrainStep(batches[2]), whole.TrainStep(_Joined(batches))
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+      assert got[name] == pytest.approx(value, rel=1e-6), name
+  expected = _Arrays(whole)
+  for name, value in _Arrays(parts).items():
+    np.testing.assert_allclose(value, expected[name], rtol=1e-7, atol=1e-9, err_msg=name)
+  assert int(parts.global_step) == 2
+  # One trace, however many mini-batches there are; and a single one is a single function.
+  for run, counts in ((parts, [1, 0]), (whole, [0, 1])):
+    traced = [f.experimental_get_tracing_count() for f in (run._accumulate, run._train_step)]
+    assert traced == counts
+
+
+def testOneBadMiniBatchSkipsTheUpdate():
+  run, batches = _Runner(2), _Batches(3)
+  before = _Arrays(run)
+  bad = batches[0].copy()
+  bad.x = bad.x * np.nan
+  assert run.TrainStep(bad) is None
+  assert run.TrainStep(batches[2])['is_finite'] == 0.0
+  for path, value in _Arrays(run).items():
+    if path != 'global_step':
+      np.testing.assert_array_equal(value, before[path])
+  run.TrainStep(batches[0])
+  assert run.TrainStep(batches[2])['is_finite'] == 1.0
+
+
+def testAnErrorBeginsTheUpdateAnew(monkeypatch):
+  run, batches = _Runner(2), _Batches(3)
+  before, accumulate = _Arrays(run), run._accumulate
+
+  def Fail(*args):
+    accumulate(*args)
+    raise RuntimeError('device lost')
+
+  def Update():
+    assert run.TrainStep(batches[0]) is None
+    run.TrainStep(batches[2])
+    return _Arrays(run)
+
+  expected = Update()
+  for name, variable in run.Variables().items():
+    variable.assign(before[name])
+  run.TrainStep(batches[2])
+  monkeypatch.setattr(run, '_accumulate', Fail)
+  with pytest.raises(RuntimeError):
+    run.TrainStep(batches[2])
+  monkeypatch.setattr(run, '_accumulate', accumulate)
+  for name, value in Update().items():
+    np.testing.assert_array_equal(value, expected[name])
+
+
+def testBatchNormAndARestart(tmp_path):
+  """Moving averages follow each mini-batch; going on from a checkpoint is exact."""
+  batches = _Batches(6)
+  straight, first = _Runner(2, has_norm=True), _Runner(2, has_norm=True)
+  store = checkpointer.Checkpointer(str(tmp_path))
+  for i, batch in enumerate(batches):
+    straight.TrainStep(batch)
+    if i < 4:
+      first.TrainStep(batch)
+  assert straight.Variables()['net.stack.layers[1].num_updates'].numpy() == 6
+  store.Save(2, first.Variables(), {})
+  second = _Runner(2, has_norm=True)
+  second.TrainStep(batches[5])  # Half an update before the restart: it must not count.
+  store.RestoreLatest(second.Variables())
+  second.AfterRestore()
+  for batch in batches[4:]:
+    second.TrainStep(batch)
+  expected = _Arrays(straight)
+  for name, value in _Arrays(second).items():
+    np.testing.assert_array_equal(value, expected[name], err_msg=name)
+
+
+def testTooManyMicroBatches():
+  with pytest.raises(ValueError, match='600000 mini-batches of 2 micro-batches.*1048576'):
+    _Runner(600_000)
+
+
+def testTheProgramCountsTheDataOfWholeUpdates(tmp_path, capsys):
+  """8 batches of 4 in updates of 3: two updates, of which the checkpoint knows 24 examples."""
+  params = registry.GetParams(processes.MODEL, 'Train')
+  more = 'input.num_epochs:1;input.max_bytes:500;task.train.learner.num_accumulated_mini_batches:3'
+  params.ApplyOverrides(params_text.ParseOverrides(f'{processes.TINY};{more}'))
+  params.task.train.eval_datasets = []
+  program = programs.TrainProgram(
+    params,
+    str(tmp_path),
+    cluster.Cluster.Create(2, platform='cpu'),
+    lambda name: params.input,
+    programs.StopRequest(),
+  )
+  assert program.Run() == 0
+  out = capsys.readouterr().out
+  said = 'the data ended within an update of 3 mini-batches: its first 2 changed nothing\n'
+  assert out.endswith(
+    f'{said}stopped by the end of the data after step 2; the checkpoint is saved\n'
+  )
+  assert processes.Steps(tmp_path) == [2]
+  metadata = checkpointer.Checkpointer(str(tmp_path / 'train')).Latest().metadata
+  assert metadata['examples_consumed'] == 24
+  assert metadata['num_accumulated_mini_batches'] == 3
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))
