@@ -150,7 +150,9 @@ class Learner:
     if p.clip_gradient_norm_to_value:
       clip = tf.minimum(clip, p.clip_gradient_norm_to_value / tf.maximum(norm, 1e-30))
     rate = tf.cast(p.learning_rate * self._schedule.Value(step), tf.float32)
-    factor = clip / divisor
+    # The norm needs all stages' gradients: where one fails, no other has been updated.
+    with tf.control_dependencies([norm]):
+      factor = clip / divisor
     for device, accumulators, stage_optimizer in self._stages:
       self._Update(device, accumulators, stage_optimizer, factor, rate, is_wanted)
     return {

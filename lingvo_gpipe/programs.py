@@ -10,8 +10,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -37,6 +39,10 @@ from lingvo_gpipe import task as task_lib
 _STATISTICS = ('learning_rate', 'grad_norm', 'grad_scale', 'is_finite', 'loss_weight')
 
 InputParams = Callable[[str], hyperparams.InstantiableParams]
+
+
+class _NotFinite(Exception):
+  """A step was not finite; its text says why."""
 
 
 class StopRequest:
@@ -87,6 +93,8 @@ class TrainProgram:
     devices: cluster.Cluster,
     input_params: InputParams,
     stop: StopRequest,
+    *,
+    check_numerics: bool = False,
   ) -> None:
     """Checks that the log directory can be written; makes the model's weights on their devices.
 
@@ -96,12 +104,21 @@ class TrainProgram:
       devices: the devices to use.
       input_params: the Params of the input of a data set, by its name.
       stop: asked after each step.
+      check_numerics: stop at the first step whose loss or gradients are not finite, and say which
+        layer is to blame.
 
     Raises:
       OSError: the log directory cannot be written.
+      ValueError: check_numerics with a learner that applies gradients that are not finite.
       LookupError: an unknown data set in `task.train.eval_datasets`.
     """
     train = params.task.train
+    if check_numerics and not train.learner.skip_nonfinite:
+      raise ValueError(
+        'check_numerics repeats a bad step, for which its weights must be as before it: set '
+        'task.train.learner.skip_nonfinite to True'
+      )
+    self._check_numerics = check_numerics
     self._checkpointer = checkpointer.Checkpointer(
       os.path.join(logdir, 'train'),
       max_to_keep=train.save_max_to_keep,
@@ -135,7 +152,11 @@ class TrainProgram:
     consumed = self._Restore()
     # Not before: where the checkpoint is another model's, its description stays.
     inspection.WriteDescription(self._logdir, self._params, self._runner)
-    self._Loop(consumed)
+    try:
+      self._Loop(consumed)
+    except _NotFinite as e:
+      print(e, file=sys.stderr)
+      return 1
     for evaluation in self._evaluations:
       if self._stop.signal is None and evaluation.Run(int(self._runner.global_step)) is not None:
         evaluation.PrintSample()
@@ -167,16 +188,18 @@ class TrainProgram:
     shown = progress.Progress(step, max_steps, self._model.task.loss_unit)
     writer = summaries.SummaryWriter(os.path.join(self._logdir, 'train'))
     saved_step, saved_time = step, time.monotonic()
-    num_batches = 0  # Of the update under way.
+    batches: list[nested_map.NestedMap] = []  # Of the update under way.
     try:
       for batch in self._input.Dataset(start=consumed):
         values = self._runner.TrainStep(batch)
-        num_batches += 1
+        batches.append(batch)
         if values is None:
           continue
         step += 1
-        consumed += num_batches * self._input.params.batch_size
-        num_batches = 0
+        if self._check_numerics and not (values['is_finite'] and math.isfinite(values['loss'])):
+          raise _NotFinite(f'step {step} is not finite: {self._runner.WhyNotFinite(*batches)}')
+        consumed += len(batches) * self._input.params.batch_size
+        batches = []
         shown.Update(step, _Metrics(values), values['loss_weight'])
         if not values['is_finite']:
           shown.Print(f'step {step}: a gradient is not finite; the update was skipped')
@@ -194,10 +217,10 @@ class TrainProgram:
     finally:
       shown.Close()
       writer.Close()
-    if num_batches:
+    if batches:
       print(
         f'the data ended within an update of {self._train.learner.num_accumulated_mini_batches} '
-        f'mini-batches: its first {num_batches} changed nothing'
+        f'mini-batches: its first {len(batches)} changed nothing'
       )
     if step < max_steps or self._stop.signal is not None:
       why = self._stop.name or 'the end of the data'

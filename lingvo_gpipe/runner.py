@@ -8,10 +8,18 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe import fprop_context, metrics, nested_map
+from lingvo_gpipe import fprop_context, metrics, nested_map, shapes
 from lingvo_gpipe import learner as learner_lib
 from lingvo_gpipe import task as task_lib
-from lingvo_gpipe.pipeline import engine, layer_costs, micro_batch, plan, schedules
+from lingvo_gpipe.pipeline import (
+  check_numerics,
+  engine,
+  failures,
+  layer_costs,
+  micro_batch,
+  plan,
+  schedules,
+)
 
 
 def NumDevices(task: task_lib.BaseTask) -> int:
@@ -159,10 +167,11 @@ class TaskRunner:
     Raises:
       ValueError: the task's LossWeight and ComputeLoss do not agree.
     """
-    self.task.CheckBatch(batch)
+    self._CheckBatch(batch)
     assert self.learner is not None
     if self.learner.params.num_accumulated_mini_batches == 1:
-      values, loss_weight = self._train_step(batch)
+      with failures.Located(lambda: self._Accumulate(batch)):
+        values, loss_weight = self._train_step(batch)
     elif self._AccumulateNext(batch):
       sums, loss_weight = self._accumulated
       values = self._update(sums, loss_weight)
@@ -174,12 +183,26 @@ class TaskRunner:
       self._checked_weight = True
     return result
 
+  def WhyNotFinite(self, *batches: nested_map.NestedMap) -> str:
+    """Where the last step's first value that is not finite came from; see `check_numerics`.
+
+    Args:
+      *batches: what `TrainStep` was given for it; it must have left the weights as they were.
+    """
+    pieces = [self._MicroBatches(batch) for batch in batches]
+    inputs = [x for found, _ in pieces for x in found]
+    sides = [side for _, found in pieces for side in found]
+    weights = [self.task.LossWeight(side) for side in sides]
+    step = int(self.global_step) - 1
+    return check_numerics.Explain(self.engine, inputs, sides, weights, step)
+
   def Evaluate(self, batches: Iterable[nested_map.NestedMap]) -> dict[str, tuple[float, float]]:
     """{name: (mean, total weight)} over batches, in evaluation mode."""
     total = metrics.MetricsAccumulator()
     for batch in batches:
-      self.task.CheckBatch(batch)
-      sums = self._eval_step(batch)
+      self._CheckBatch(batch)
+      with failures.Located(lambda batch=batch: self._EvalStep(batch)):
+        sums = self._eval_step(batch)
       total.Update(
         {
           name: (float(value) / max(float(weight), 1e-30), float(weight))
@@ -213,6 +236,10 @@ class TaskRunner:
       )
     return found
 
+  def _CheckBatch(self, batch: nested_map.NestedMap) -> None:
+    shapes.CheckNest('the batch: ', batch, self.batch_spec)
+    self.task.CheckBatch(batch)
+
   def _TrainStep(self, batch: nested_map.NestedMap) -> tuple[dict[str, tf.Tensor], tf.Tensor]:
     sums, loss_weight = self._Accumulate(batch)
     return self._Update(sums, loss_weight), loss_weight
@@ -224,7 +251,9 @@ class TaskRunner:
     index, self._num_accumulated = self._num_accumulated, 0
     if index == 0:
       self._clear()
-    new = self._accumulate(batch, tf.constant(index, tf.int64))
+    position = tf.constant(index, tf.int64)
+    with failures.Located(lambda: self._Accumulate(batch, position)):
+      new = self._accumulate(batch, position)
     self._accumulated = tf.nest.map_structure(tf.add, self._accumulated, new) if index else new
     self._num_accumulated = (index + 1) % self.learner.params.num_accumulated_mini_batches
     return self._num_accumulated == 0
@@ -261,7 +290,9 @@ class TaskRunner:
     values.update(self.learner.Apply(self.global_step, loss_weight))
     self.engine.SyncTies()
     values['is_finite'] = tf.cast(values['is_finite'], tf.float32)
-    self.global_step.assign_add(1)
+    # A step that fails must change nothing: it can be run again, to find out why.
+    with tf.control_dependencies(list(values.values())):
+      self.global_step.assign_add(1)
     return values
 
   def _EvalStep(self, batch: nested_map.NestedMap) -> dict[str, tf.Tensor]:

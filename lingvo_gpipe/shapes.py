@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -80,6 +80,60 @@ def CheckProbability(params: Any, *names: str) -> None:
         f'{params.cls.__name__} {params.name!r}: {name} must be at least 0 and below 1, '
         f'got {value!r}'
       )
+
+
+def NestText(nest: Any) -> str:
+  """A nest of tensors or specs in short: `(float32[2, 3], {ids: int32[2], none: None})`."""
+  if isinstance(nest, Mapping):
+    return '{' + ', '.join(f'{k}: {NestText(v)}' for k, v in sorted(nest.items())) + '}'
+  if isinstance(nest, tuple | list):
+    left, right = '()' if isinstance(nest, tuple) else '[]'
+    return left + ', '.join(NestText(v) for v in nest) + right
+  if hasattr(nest, 'shape') and isinstance(getattr(nest, 'dtype', None), tf.DType):
+    return f'{nest.dtype.name}{_Text(nest.shape)}'
+  return type(nest).__name__ if nest is not None else 'None'
+
+
+def Leaves(nest: Any, path: str = '') -> list[tuple[str, Any]]:
+  """(path, leaf) of every leaf of a nest, None included, in tf.nest order."""
+  if isinstance(nest, Mapping):
+    return [
+      leaf
+      for key in sorted(nest)
+      for leaf in Leaves(nest[key], f'{path}.{key}' if path else str(key))
+    ]
+  if isinstance(nest, tuple | list):
+    return [leaf for i, n in enumerate(nest) for leaf in Leaves(n, f'{path}[{i}]')]
+  return [(path, nest)]
+
+
+def CheckNest(where: str, nest: Any, specs: Any) -> None:
+  """Checks that a nest has the structure, dtypes and ranks of `specs`; sizes may be others.
+
+  Args:
+    where: begins the message.
+    nest: tensors, and None where `specs` has None.
+    specs: a nest of tensors or tf.TensorSpec.
+
+  Raises:
+    ValueError: another structure or rank, or None on one side alone.
+    TypeError: another dtype.
+  """
+  leaves, expected = Leaves(nest), Leaves(specs)
+  if [path for path, _ in leaves] != [path for path, _ in expected]:
+    raise ValueError(f'{where}: expected {NestText(specs)}, got {NestText(nest)}')
+  for (path, leaf), (_, spec) in zip(leaves, expected, strict=True):
+    if leaf is None and spec is None:
+      continue
+    message = f'{where}{path}: expected {NestText(spec)}, got {NestText(leaf)}'
+    if leaf is None or spec is None or not _SameRank(leaf.shape, spec.shape):
+      raise ValueError(message)
+    if leaf.dtype != spec.dtype:
+      raise TypeError(message)
+
+
+def _SameRank(a: tf.TensorShape, b: tf.TensorShape) -> bool:
+  return None in (a.rank, b.rank) or a.rank == b.rank
 
 
 def _Text(shape: Any) -> str:

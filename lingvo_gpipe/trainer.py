@@ -55,7 +55,9 @@ def _Train() -> int:
   def InputParams(dataset: str) -> Any:
     return binary.ModelParams(dataset).input
 
-  return programs.TrainProgram(params, logdir, devices, InputParams, stop).Run()
+  return programs.TrainProgram(
+    params, logdir, devices, InputParams, stop, check_numerics=FLAGS.check_numerics
+  ).Run()
 
 
 _MODES = {
@@ -71,6 +73,9 @@ def Run() -> None:
   """Entry point of the installed program."""
   binary.DefineFlags()
   flags.DEFINE_enum('mode', 'train', list(_MODES), 'What to do.')
+  flags.DEFINE_bool(
+    'check_numerics', False, 'Stop at the first step that is not finite and name the layer.'
+  )
   binary.Run(lambda: _MODES[FLAGS.mode](), __doc__ or '')
 
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from lingvo_gpipe import base_layer, nested_map
-from lingvo_gpipe.pipeline import schedules, split_backward, stage
+from lingvo_gpipe.pipeline import failures, schedules, split_backward, stage
 
 
 @dataclasses.dataclass
@@ -47,6 +47,10 @@ class Stage:
   needs_dx: bool
   accumulators: list[tf.Variable] = dataclasses.field(default_factory=list)
   mirror_accumulators: list[tf.Variable] = dataclasses.field(default_factory=list)
+
+  def __str__(self) -> str:
+    first, last = self.layers[0].path, self.layers[-1].path
+    return f'stage {self.index} ({first if first == last else f"{first} to {last}"})'
 
   @functools.cached_property
   def structure(self) -> tuple[stage.StructureKey, ...]:
@@ -158,11 +162,10 @@ class Emission:
     for action in schedule.EmissionOrder():
       if not self._engine.stages[action.stage].HasAction(action.kind):
         continue
-      try:
+      s = self._engine.stages[action.stage]
+      # The scopes name the action where TensorFlow reports an error, and in profiles.
+      with failures.Named(s, str(action), action.micro_batch), tf.name_scope(f'action_{action}'):
         _ACTIONS[action.kind](self, action.stage, action.micro_batch)
-      except Exception as e:
-        e.add_note(f'while building action {action} (stage, kind, micro-batch)')
-        raise
 
   def _CheckPlacement(self, schedule: schedules.Schedule) -> None:
     devices: dict[int, str] = {}
@@ -342,13 +345,14 @@ class Emission:
         k = s.index
         self.x[k, m] = x[k][m]
         dy = self._TakeGradient(k, m)
-        grads, dx = self._Call(
-          k,
-          m,
-          lambda s, c, x=x[k][m], dy=dy: self._Functions(s).ThetaBackward(
-            self._Variables(s), x, c, dy
-          ),
-        )
+        with failures.Named(s, f'{k}B{m}', m), tf.name_scope(f'action_{k}B{m}'):
+          grads, dx = self._Call(
+            k,
+            m,
+            lambda s, c, x=x[k][m], dy=dy: self._Functions(s).ThetaBackward(
+              self._Variables(s), x, c, dy
+            ),
+          )
         self._GiveGradient(k, m, dx)
         with tf.device(s.device):
           dtheta[k] = [a + g for a, g in zip(dtheta[k], grads, strict=True)] if dtheta[k] else grads

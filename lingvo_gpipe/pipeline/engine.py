@@ -70,7 +70,7 @@ class PipelineEngine:
     self._schedule = schedule
     self.remat_policy = remat_policy
     self._xla = xla
-    self._loss_fn = loss_fn
+    self.loss_fn = loss_fn
     self._functions: dict[Any, stage.StageFunctions] = {}
     self._split: dict[int, split_backward.SplitBackward] = {}
     self._ties = dict(ties or {})
@@ -267,7 +267,7 @@ class PipelineEngine:
 
   def Functions(self, s: emission.Stage, *, do_eval: bool, with_loss: bool) -> stage.StageFunctions:
     """The traced functions of a stage; stages of equal structure get the same object."""
-    loss_fn = self._loss_fn if with_loss and s.index == self.num_stages - 1 else None
+    loss_fn = self.loss_fn if with_loss and s.index == self.num_stages - 1 else None
     # Evaluation has no backward, so what is trained does not tell its stages apart.
     trained = s.trained_mask if not do_eval else (False,) * len(s.trained_mask)
     needs_dx = s.needs_dx and not do_eval

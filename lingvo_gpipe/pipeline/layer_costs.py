@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe import base_layer, nested_map
+from lingvo_gpipe import base_layer, nested_map, shapes
 from lingvo_gpipe.pipeline import stage, stage_memory
 
 
@@ -95,7 +95,7 @@ class LayerCosts:
       taken = nested_map.NestedMap({name: skips[name] for name in layer.skips_in})
       key = (stage.StructureKey(layer), repr((taken, specs)))
       if key not in known:
-        with Naming(layer, specs):
+        with Naming(layer, specs, calls[-1].layer if calls else None):
           meta, stashed = type(layer).FPropMetaSkips(layer.params, taken, *specs)
         known[key] = meta, stashed, layer.NumParams()
       calls.append(LayerCall(layer, taken, specs, key))
@@ -143,10 +143,16 @@ def SpecBytes(specs: Any) -> int:
 
 
 @contextlib.contextmanager
-def Naming(layer: base_layer.BaseLayer, specs: Any) -> Iterator[None]:
-  """Adds to any exception which layer was being measured."""
+def Naming(
+  layer: base_layer.BaseLayer, specs: Any, giver: base_layer.BaseLayer | None = None
+) -> Iterator[None]:
+  """Adds to any exception which layer was being measured, and what it was given by which."""
   try:
     yield
   except Exception as e:
-    e.add_note(f'while measuring layer {layer.path} ({type(layer).__name__}), given {specs}')
+    by = '' if giver is None else f' by {giver.path} ({type(giver).__name__})'
+    e.add_note(
+      f'while measuring layer {layer.path} ({type(layer).__name__}) for one micro-batch, given '
+      f'{shapes.NestText(specs)}{by}'
+    )
     raise

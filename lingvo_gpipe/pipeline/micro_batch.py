@@ -13,6 +13,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from lingvo_gpipe import shapes
+
 
 def Sizes(batch_size: int, num_micro_batches: int) -> list[int]:
   """The sizes of the micro-batches that a batch is cut into."""
@@ -33,7 +35,7 @@ def BatchSize(nest: Any, batch_dim: int = 0) -> int:
       differ.
   """
   sizes: dict[int, str] = {}
-  for path, leaf in _LeavesWithPath(nest):
+  for path, leaf in shapes.Leaves(nest, 'input'):
     if leaf is None:
       continue
     shape = leaf.shape
@@ -74,11 +76,3 @@ def Merge(nests: Sequence[Any], batch_dim: int = 0) -> Any:
     for leaves in zip(*flats, strict=True)
   ]
   return tf.nest.pack_sequence_as(nests[0], merged)
-
-
-def _LeavesWithPath(nest: Any, path: str = 'input') -> list[tuple[str, Any]]:
-  if isinstance(nest, dict):
-    return [leaf for k in sorted(nest) for leaf in _LeavesWithPath(nest[k], f'{path}.{k}')]
-  if isinstance(nest, (list, tuple)):
-    return [leaf for i, n in enumerate(nest) for leaf in _LeavesWithPath(n, f'{path}[{i}]')]
-  return [(path, nest)]

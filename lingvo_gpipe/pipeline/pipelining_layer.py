@@ -23,7 +23,15 @@ from lingvo_gpipe import (
   weight_params,
 )
 from lingvo_gpipe.layers import fprop_meta, sequential
-from lingvo_gpipe.pipeline import engine, layer_costs, micro_batch, plan, schedules, stage
+from lingvo_gpipe.pipeline import (
+  engine,
+  failures,
+  layer_costs,
+  micro_batch,
+  plan,
+  schedules,
+  stage,
+)
 
 
 class PipeliningLayer(base_layer.BaseLayer):
@@ -105,6 +113,7 @@ class PipeliningLayer(base_layer.BaseLayer):
     engine.Skips(self.layers, [len(self.layers)])
     self._ties = self._CheckedTies()
     self._engine: engine.PipelineEngine | None = None
+    self._input_specs: tuple[Any, ...] = ()
     self._predict = tf.function(self._Predict, autograph=False)
     self._outer: dict[bool, _OuterFunctions] = {}
 
@@ -258,6 +267,7 @@ class PipeliningLayer(base_layer.BaseLayer):
       is_trained=is_trained,
       slots_per_weight=slots_per_weight,
     )
+    self._input_specs = input_specs
     self._engine = engine.PipelineEngine(
       self.layers,
       cut.ends,
@@ -281,8 +291,17 @@ class PipeliningLayer(base_layer.BaseLayer):
 
   def Predict(self, *args: Any) -> Any:
     """FProp in evaluation mode straight from the variables: no gradient, no copy of a weight."""
-    outputs = self._predict(_AsTensors(args))
+    args = self._Checked(args)
+    with failures.Located(lambda: self._Predict(args)):
+      outputs = self._predict(args)
     return outputs[0] if len(outputs) == 1 else outputs
+
+  def _Checked(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments as tensors; an error where they are not what `Place` was told."""
+    if self._engine is not None:
+      args = _AsTensors(args)
+      shapes.CheckNest(f'{self.path}: argument ', args, self._input_specs)
+    return args
 
   def _Predict(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
     self.engine.SyncTies()
@@ -325,7 +344,7 @@ class PipeliningLayer(base_layer.BaseLayer):
       raise ValueError(f'{self.path}: a Scope with do_eval=False needs a step')
     if context.do_eval not in self._outer:
       self._outer[context.do_eval] = _OuterFunctions(self, context.do_eval)
-    outputs = self._outer[context.do_eval].Run(theta.layers, args, counter)
+    outputs = self._outer[context.do_eval].Run(theta.layers, self._Checked(args), counter)
     return outputs[0] if len(outputs) == 1 else outputs
 
 
@@ -368,7 +387,6 @@ class _OuterFunctions:
 
   def Run(self, theta: Sequence[Any], args: tuple[Any, ...], counter: tf.Tensor) -> tuple[Any, ...]:
     """The pipeline's outputs, with gradients for the floating leaves of theta and args."""
-    args = _AsTensors(args)
     per_stage: list[Any] = []
     rest = list(theta)
     for s in self._pipeline.stages:
@@ -383,12 +401,16 @@ class _OuterFunctions:
     def Pipeline(*floats: tf.Tensor) -> Any:
       stage_theta = stage.WithFloatLeaves(per_stage, floats[: len(weights)])
       inputs = stage.WithFloatLeaves(args, floats[len(weights) :])
-      outputs, saved, sums = self._forward(_Unwatched(stage_theta), _Unwatched(inputs), counter)
+      forward_args = _Unwatched(stage_theta), _Unwatched(inputs), counter
+      with failures.Located(lambda: self._Forward(*forward_args)):
+        outputs, saved, sums = self._forward(*forward_args)
       whole.append(outputs)
       reported.extend(sums)
 
       def Grad(*dys: tf.Tensor) -> list[tf.Tensor]:
-        return self._backward(stage_theta, saved, stage.WithFloatLeaves(outputs, dys), counter)
+        backward_args = stage_theta, saved, stage.WithFloatLeaves(outputs, dys), counter
+        with failures.Located(lambda: self._Backward(*backward_args)):
+          return self._backward(*backward_args)
 
       return tuple(stage.FloatLeaves(outputs)), Grad
 

@@ -130,7 +130,7 @@ class SplitBackward:
         self._outputs[key] = (y, sums)
         return [t for t in tf.nest.flatten((y, sums)) if t is not None], dy, dx, dw
 
-      self._functions.num_traces += 1
+      self._functions.CountTrace(x, side)
       self._cuts[key] = vjp.CutVjp(Vjp, weights, inputs, xla=self._xla)
     return key, self._cuts[key], [*(w.handle for w in weights), *inputs]
 

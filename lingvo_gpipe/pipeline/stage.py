@@ -19,7 +19,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe import base_layer, fprop_context, nested_map
+from lingvo_gpipe import base_layer, fprop_context, nested_map, shapes
+from lingvo_gpipe.pipeline import failures, retraces
 
 REMAT_POLICIES = ('stage', 'except_last', 'layer', 'none')
 
@@ -43,6 +44,21 @@ def WithFloatLeaves(nest: Any, floats: Sequence[tf.Tensor]) -> Any:
 def AsTuple(value: Any) -> tuple[Any, ...]:
   """A layer's outputs as a tuple."""
   return value if isinstance(value, tuple) else (value,)
+
+
+def AsTensors(layer: base_layer.BaseLayer, outputs: Any) -> Any:
+  """What a layer returned, numbers and arrays as tensors; TypeError for what is no such thing."""
+
+  def Convert(value: Any) -> Any:
+    try:
+      return value if value is None or tf.is_tensor(value) else tf.convert_to_tensor(value)
+    except (TypeError, ValueError) as e:
+      raise TypeError(
+        f'{layer.path}: FProp must return tensors, None, or a nest of them, got a '
+        f'{type(value).__name__}'
+      ) from e
+
+  return tf.nest.map_structure(Convert, outputs)
 
 
 class StructureKey:
@@ -107,11 +123,17 @@ class StageFunctions:
     self._do_eval = do_eval
     self._remat_policy = remat_policy
     self.num_traces = 0
+    self._retraces = retraces.Retraces(self.layers)
     options = FunctionOptions(xla)
     self.Forward = tf.function(self._Forward, **options)
     self.Backward = tf.function(self._Backward, **options)
     self.ForwardBackward = tf.function(self._ForwardBackward, **options)
     self.ThetaBackward = tf.function(self._ThetaBackward, **options)
+
+  def CountTrace(self, x: nested_map.NestedMap, side: Any) -> None:
+    """To be called when a function is traced, with its inputs."""
+    self.num_traces += 1
+    self._retraces.Add(x, side)
 
   def Trained(self, weights: Any) -> list[Any]:
     """Those of a nest like `variables` that are trained: the ones that B accumulates for."""
@@ -145,6 +167,7 @@ class StageFunctions:
         outer = fprop_context.Current()
         with fprop_context.Enter(dataclasses.replace(outer, aux_losses=[])) as inner:
           out, stashed = layer.FPropSkips(layer.ThetaFrom(layer_vars), x.skips, *x.args)
+          out, stashed = AsTensors(layer, out), AsTensors(layer, stashed)
         aux = {}
         for owner, name, value, coefficient in inner.aux_losses:
           key = f'{owner.path[len(layer.path) :]}.{name}'
@@ -157,12 +180,12 @@ class StageFunctions:
         args=args, skips=nested_map.NestedMap({name: skips[name] for name in layer.skips_in})
       )
       try:
-        out = _Recompute(Run, given) if by_layer else Run(given)
+        with failures.LayerScope(i):
+          out = _Recompute(Run, given) if by_layer else Run(given)
       except Exception as e:
-        shapes = tf.nest.map_structure(
-          lambda t: None if t is None else (t.dtype.name, *t.shape), args
-        )
-        e.add_note(f'in layer {layer.path} ({type(layer).__name__}), given {shapes}')
+        giver = f' by {self.layers[i - 1].path}' if i else ''
+        kind = type(layer).__name__
+        e.add_note(f'in layer {layer.path} ({kind}), given {shapes.NestText(args)}{giver}')
         raise
       args = out.args
       skips.update(out.skips)
@@ -174,7 +197,7 @@ class StageFunctions:
   def _Forward(
     self, variables: Sequence[Any], x: nested_map.NestedMap, side: Any, context: Any
   ) -> tuple[Any, nested_map.NestedMap]:
-    self.num_traces += 1
+    self.CountTrace(x, side)
     with self.EnterContext(context.seeds):
       y, sums, _ = self.Outputs(variables, x, side, context)
       return y, sums
@@ -227,7 +250,7 @@ class StageFunctions:
     context: Any,
     dy: list[tf.Tensor] | None,
   ) -> tuple[list[tf.Tensor], tf.Tensor]:
-    self.num_traces += 1
+    self.CountTrace(x, side)
     floats = FloatLeaves(x)
 
     # Only the floating inputs are arguments of what is recomputed: tf.recompute_grad cannot
@@ -257,7 +280,7 @@ class StageFunctions:
     side: Any,
     context: Any,
   ) -> tuple[list[tf.Tensor], nested_map.NestedMap]:
-    self.num_traces += 1
+    self.CountTrace(x, side)
     floats, weights = self.WantedFloats(x), self.Trained(variables)
     with self.EnterContext(context.seeds), tf.GradientTape() as tape:
       tape.watch(floats)
@@ -274,7 +297,7 @@ class StageFunctions:
     For `PipeliningLayer.FProp` under somebody else's tape. The stage's forward runs here again
     from its input, so nothing but the input was kept.
     """
-    self.num_traces += 1
+    self.CountTrace(x, None)
     weights, floats = FloatLeaves(theta), FloatLeaves(x)
     with self.EnterContext(context.seeds), tf.GradientTape() as tape:
       tape.watch([*weights, *floats])

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds where a step went to NaN or infinity: the first layer whose output or gradient is not finite.
+
+The step runs once more as plain eager code without XLA, micro-batch by micro-batch and layer by
+layer with the same weights and seeds: forward, then backward, where each layer is recomputed from
+its input. Nothing is changed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from lingvo_gpipe import fprop_context, nested_map, shapes
+from lingvo_gpipe.pipeline import emission, stage
+from lingvo_gpipe.pipeline import engine as engine_lib
+
+
+class _NotFinite(Exception):
+  """Ends the search; its text says what was found."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+  """One layer's run on one micro-batch: where it is, and what it takes."""
+
+  stage: emission.Stage
+  index: int
+  args: tuple[Any, ...]
+  skips: nested_map.NestedMap
+
+  @property
+  def layer(self) -> Any:
+    return self.stage.layers[self.index]
+
+
+def Explain(
+  engine: engine_lib.PipelineEngine,
+  inputs: Sequence[tuple[Any, ...]],
+  sides: Sequence[Any],
+  loss_weights: Sequence[tf.Tensor],
+  step: int,
+) -> str:
+  """Says in one line where the step's first value that is not finite comes from.
+
+  Args:
+    engine: the engine, its weights as they were before the step.
+    inputs: as for `PipelineEngine.Train`.
+    sides: as for `PipelineEngine.Train`.
+    loss_weights: as for `PipelineEngine.Train`.
+    step: the training step, on which random numbers depend.
+
+  Raises:
+    ValueError: the engine has no loss.
+  """
+  if engine.loss_fn is None:
+    raise ValueError('the engine was made without a loss (loss_fn): there is no step to check')
+  largest = _Largest()
+  try:
+    for m, (args, side, weight) in enumerate(zip(inputs, sides, loss_weights, strict=True)):
+      _MicroBatch(engine, m, step, engine.loss_fn, largest).Run(args, side, weight)
+  except _NotFinite as e:
+    return str(e)
+  return (
+    'run again without XLA, layer by layer, every output and gradient is finite; '
+    f'{largest}. Either a sum over micro-batches or of squares overflows (lower the loss or its '
+    'scale), or XLA computes something differently (try xla=False)'
+  )
+
+
+class _Largest:
+  """The largest entry of any gradient so far."""
+
+  def __init__(self) -> None:
+    self._value, self._path = 0.0, ''
+
+  def Add(self, path: str, gradient: tf.Tensor) -> None:
+    value = float(tf.reduce_max(tf.abs(gradient))) if tf.size(gradient) else 0.0
+    if value >= self._value:
+      self._value, self._path = value, path
+
+  def __str__(self) -> str:
+    return f'the largest gradient is {self._value:.3g}, of {self._path or "nothing"}'
+
+
+class _MicroBatch:
+  """The layers' run on one micro-batch."""
+
+  def __init__(
+    self,
+    engine: engine_lib.PipelineEngine,
+    micro_batch: int,
+    step: int,
+    loss_fn: stage.LossFn,
+    largest: _Largest,
+  ) -> None:
+    self._engine = engine
+    self._m = micro_batch
+    self._step = step
+    self._loss_fn = loss_fn
+    self._largest = largest
+
+  def Run(self, args: tuple[Any, ...], side: Any, loss_weight: tf.Tensor) -> None:
+    """Forward and backward; raises _NotFinite at the first value that is not."""
+    for what, nest in (('input', args), ('loss input', side), ('loss weight', loss_weight)):
+      if found := _Describe(nest):
+        raise _NotFinite(f'the batch is at fault: {what} of micro-batch {self._m}: {found}')
+    calls, outputs = self._Forward(args)
+    gradient = self._LossGradient(outputs, side, loss_weight)
+    self._Backward(calls, gradient, loss_weight)
+
+  def _Forward(self, args: tuple[Any, ...]) -> tuple[list[_Call], tuple[Any, ...]]:
+    calls = []
+    skips = nested_map.NestedMap()
+    for s in self._engine.stages:
+      for i, layer in enumerate(s.layers):
+        taken = nested_map.NestedMap({name: skips[name] for name in layer.skips_in})
+        call = _Call(s, i, args, taken)
+        out, stashed, aux = self._Outputs(call, layer.vars)
+        self._Check(call, 'output', out)
+        self._Check(call, 'skip', stashed)
+        for name, value, _ in aux:
+          self._Check(call, f'auxiliary loss {name!r}', value)
+        calls.append(call)
+        args = out
+        skips.update(stashed)
+    return calls, args
+
+  def _Outputs(self, call: _Call, variables: Any) -> tuple[Any, Any, list[Any]]:
+    """(outputs, skips that begin here, [(name, value, coefficient)] of auxiliary losses)."""
+    layer = call.layer
+    with (
+      tf.device(call.stage.device),
+      fprop_context.Scope(step=self._step, micro_batch=self._m) as context,
+    ):
+      out, stashed = layer.FPropSkips(layer.ThetaFrom(variables), call.skips, *call.args)
+    aux = [(name, value, coefficient) for _, name, value, coefficient in context.aux_losses]
+    out, stashed = stage.AsTensors(layer, out), stage.AsTensors(layer, stashed)
+    return stage.AsTuple(out), stashed, aux
+
+  def _LossGradient(self, outputs: tuple[Any, ...], side: Any, loss_weight: tf.Tensor) -> Any:
+    """A nest like the outputs with the gradient of the weighted loss."""
+    last = self._engine.stages[-1]
+    floats, weights = stage.FloatLeaves(outputs), [*last.trained.values(), *last.mirrors.values()]
+    with tf.device(last.device), tf.GradientTape() as tape:
+      tape.watch(floats)
+      theta = [layer.theta for layer in last.layers]
+      metrics = self._loss_fn(theta, outputs, side)
+      loss = metrics['loss'][0]
+      objective = loss * tf.cast(loss_weight, loss.dtype)
+    where = f'the loss of micro-batch {self._m} in stage {last.index}'
+    if found := _Describe(loss):
+      hint = '' if float(loss_weight) else '; its weight is 0: use tf.math.divide_no_nan'
+      raise _NotFinite(f'{where} is the first value that is not finite: {found}{hint}')
+    gradients = tape.gradient(objective, [*floats, *weights])
+    if found := _Describe(gradients):
+      raise _NotFinite(
+        f'the gradient of {where} is the first value that is not finite: {found}; the loss is '
+        f'{float(loss):.6g}, what it was given is finite'
+      )
+    dense = stage.DenseGradients(floats, gradients[: len(floats)])
+    return stage.WithFloatLeaves(outputs, dense)
+
+  def _Backward(self, calls: list[_Call], gradient: Any, loss_weight: tf.Tensor) -> None:
+    """Goes down the layers.
+
+    Args:
+      calls: the layers' runs.
+      gradient: a nest like the last layer's outputs, with the gradient at its floating leaves.
+      loss_weight: what the auxiliary losses count.
+    """
+    skip_gradients: dict[str, list[Any]] = {}
+    for call in reversed(calls):
+      variables = call.layer.vars
+      trained = {id(v) for v in (*call.stage.trained.values(), *call.stage.mirrors.values())}
+      paths = {id(v): path for path, v in call.layer.VariablesByPath().items()}
+      weights = [v for v in tf.nest.flatten(variables) if id(v) in trained]
+      floats = stage.FloatLeaves([call.args, call.skips])
+      with tf.device(call.stage.device), tf.GradientTape() as tape:
+        tape.watch(floats)
+        out, stashed, aux = self._Outputs(call, variables)
+        targets = [*stage.FloatLeaves(out), *(value for _, value, _ in aux)]
+        above = stage.FloatLeaves(gradient)
+        above += [tf.cast(c * tf.cast(loss_weight, v.dtype), v.dtype) for _, v, c in aux]
+        for name, value in stashed.items():
+          for other in skip_gradients.pop(name, []):
+            targets += stage.FloatLeaves(value)
+            above += stage.FloatLeaves(other)
+      gradients = tape.gradient(targets, [*weights, *floats], output_gradients=above)
+      for v, g in zip(weights, gradients, strict=False):
+        if g is not None:
+          self._Check(call, f'gradient of the weight {paths[id(v)]}', g, above)
+          self._largest.Add(paths[id(v)], tf.convert_to_tensor(g))
+      dense = stage.DenseGradients(floats, gradients[len(weights) :])
+      self._Check(call, 'gradient of its input', dense, above)
+      gradient, below = stage.WithFloatLeaves([call.args, call.skips], dense)
+      for name, value in below.items():
+        skip_gradients.setdefault(name, []).append(value)
+
+  def _Check(self, call: _Call, what: str, nest: Any, above: Any = None) -> None:
+    if not (found := _Describe(nest)):
+      return
+    layer, s = call.layer, call.stage
+    given = _Describe([call.args, call.skips]) or 'finite'
+    weights = _Describe(list(layer.VariablesByPath().values())) or 'finite'
+    coming = '' if above is None else f', the gradient of its output {_Describe(above) or "finite"}'
+    raise _NotFinite(
+      f'the first value that is not finite is the {what} of layer {layer.path} '
+      f'({type(layer).__name__}) in stage {s.index}, micro-batch {self._m}: {found}; its inputs '
+      f'are {given}, its weights {weights}{coming}'
+    )
+
+
+def _Describe(nest: Any) -> str:
+  """What of a nest is not finite; '' where all is."""
+  for path, leaf in shapes.Leaves(nest):
+    if leaf is None:
+      continue
+    leaf = tf.convert_to_tensor(leaf)
+    if not leaf.dtype.is_floating:
+      continue
+    values = tf.cast(leaf, tf.float64).numpy()
+    finite = np.isfinite(values)
+    if finite.all():
+      continue
+    rest = values[finite]
+    extent = f'the others are in [{rest.min():.4g}, {rest.max():.4g}]' if rest.size else 'no other'
+    name = f' at {path}' if path and path != '[0]' else ''
+    return (
+      f'{np.isnan(values).sum()} NaN and {np.isinf(values).sum()} Inf in '
+      f'{shapes.NestText(leaf)}{name}, {extent}'
+    )
+  return ''

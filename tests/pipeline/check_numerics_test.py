@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The first layer whose output or gradient is not finite is the one that is named."""
+
+import re
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_gpipe import base_layer, fprop_context, nested_map, weight_params
+from lingvo_gpipe.layers import dropout, skip
+from lingvo_gpipe.pipeline import check_numerics
+from tests import pipeline_training
+
+_DIM, _BATCH, _M = 3, 6, 3
+
+
+class _Fn(base_layer.BaseLayer):
+  """fn(w, x), where w is 1."""
+
+  @classmethod
+  def Params(cls):
+    p = super().Params()
+    p.Define('fn', lambda w, x: x * w, 'Maps the weight and the argument to an output.')
+    return p
+
+  def __init__(self, params):
+    super().__init__(params)
+    one = weight_params.WeightInit.Constant(1.0)
+    self.CreateVariable('w', weight_params.WeightParams([_DIM], one))
+
+  def FProp(self, theta, x):
+    return self.params.fn(theta.w, x)
+
+
+class _Aux(_Fn):
+  """Adds the logarithm of the first entry as an auxiliary loss."""
+
+  def FProp(self, theta, x):
+    fprop_context.Current().AddAuxLoss(self, tf.math.log(x[0, 0]), 0.5, 'log')
+    return x * theta.w
+
+
+def _Layer(fn=None):
+  return _Fn.Params().Set(fn=fn) if fn else _Fn.Params()
+
+
+def _Explain(sub, x=None, side=None, *, change=None, loss_fn=pipeline_training.SquareLoss, is_finite=False):
+  """What is said of the engine's step, which must not be finite unless all its parts are."""
+  x = tf.ones([_BATCH, _DIM]) if x is None else x
+  side = tf.ones([_BATCH]) if side is None else side
+  stack = pipeline_training.MakeStack(
+    sub, num_stages=2, splits=[2, len(sub)], num_micro_batches=_M, dtype=tf.float32
+  )
+  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((x,)), loss_fn=loss_fn)
+  if change:
+    change(stack)
+  before = [v.numpy() for v in stack.variables]
+  sums = pipeline_training.StepFunction(stack)((x,), side, tf.constant(4, tf.int64))
+  grads = pipeline_training.Gradients(stack)
+  values = [sums['loss'].numpy(), *grads.values()]
+  assert not all(np.isfinite(value).all() for value in values)
+  sides = stack.SplitBatch(side)
+  weights = [pipeline_training.LossWeight(s) for s in sides]
+  inputs = stack.SplitBatch((x,))
+  text = check_numerics.Explain(stack.engine, inputs, sides, weights, 4)
+  assert '\n' not in text
+  for v, value in zip(stack.variables, before, strict=True):
+    np.testing.assert_array_equal(v, value)
+  assert ('every output and gradient is finite' in text) == is_finite, text
+  return text
+
+
+def _At(row, value):
+  """Ones, and `value` in one row: rows 2 and 3 are micro-batch 1."""
+  return tf.tensor_scatter_nd_update(tf.ones([_BATCH, _DIM]), [[row, 1]], [value])
+
+
+def _Check(text, *words):
+  for word in words:
+    assert word in text, text
+
+
+def testAnOutput():
+  sub = [_Layer(), _Layer(), _Layer(lambda w, x: tf.math.log(x) * w), _Layer()]
+  _Check(
+    _Explain(sub, _At(3, -1.0)),
+    'first value that is not finite is the output of layer stack.layers[2] (_Fn) in stage 1, '
+    'micro-batch 1: 1 NaN and 0 Inf in float32[2, 3], the others are in [0, 0]',
+    'its inputs are finite, its weights finite',
+  )
+
+
+def testAnInput():
+  text = _Explain([_Layer()] * 4, _At(5, np.inf))
+  _Check(text, 'batch is at fault: input of micro-batch 2: 0 NaN and 1 Inf in float32[2, 3]')
+
+
+def testTheSide():
+  side = tf.constant([1.0, 1.0, 1.0, np.nan, 1.0, 1.0])
+  _Check(_Explain([_Layer()] * 4, side=side), 'batch is at fault: loss input of micro-batch 1')
+
+
+def testAWeight():
+  def Change(stack):
+    stack.layers[1].vars.w.assign([1.0, np.nan, np.inf])
+
+  text = _Explain([_Layer()] * 4, change=Change)
+  words = 'stack.layers[1] (_Fn) in stage 0, micro-batch 0: 2 NaN and 2 Inf in float32[2, 3]'
+  _Check(text, f'output of layer {words}', 'its inputs are finite, its weights 1 NaN and 1 Inf')
+
+
+@pytest.mark.parametrize('place, stage', [(1, 0), (3, 1)])
+def testAGradientOfAnInput(place, stage):
+  """The square root of 0 is 0, its slope is not finite."""
+  sub = [_Layer() for _ in range(4)]
+  sub[place] = _Layer(lambda w, x: tf.sqrt(x) * w)
+  _Check(
+    _Explain([*sub, _Layer(lambda w, x: x * w + 1.0)], _At(2, 0.0)),
+    f'gradient of its input of layer stack.layers[{place}] (_Fn) in stage {stage}, micro-batch 1: ',
+    'its inputs are finite, its weights finite, the gradient of its output finite',
+  )
+
+
+def testAGradientOfAWeight():
+  @tf.custom_gradient
+  def Scale(w, x):
+    return w * x, lambda dy: (tf.reduce_sum(dy * x, 0) / tf.zeros([_DIM]), dy * w)
+
+  _Check(
+    _Explain([_Layer(), _Layer(Scale), _Layer()]),
+    'gradient of the weight stack.layers[1].w of layer stack.layers[1] (_Fn) in stage 0, '
+    'micro-batch 0: 0 NaN and 3 Inf in float32[3]',
+    'the gradient of its output finite',
+  )
+
+
+def testALoss():
+  def Loss(theta, outputs, side):
+    total = tf.reduce_sum(side)
+    return {'loss': (tf.reduce_sum(outputs[0][:, 0] * side) / total, total)}
+
+  side = tf.constant([1.0, 1.0, 0.0, 0.0, 1.0, 1.0])
+  _Check(
+    _Explain([_Layer()] * 3, side=side, loss_fn=Loss),
+    'the loss of micro-batch 1 in stage 1 is the first value that is not finite: 1 NaN',
+    'its weight is 0: use tf.math.divide_no_nan',
+  )
+
+
+def testAGradientOfALoss():
+  def Loss(theta, outputs, side):
+    total = tf.reduce_sum(side)
+    return {'loss': (tf.reduce_sum(tf.sqrt(outputs[0] - 1.0)), total)}
+
+  text = _Explain([_Layer()] * 3, loss_fn=Loss)
+  _Check(text, 'the gradient of the loss of micro-batch 0 in stage 1', '6 Inf', 'the loss is 0')
+
+
+def testAnAuxiliaryLoss():
+  x = tf.tensor_scatter_nd_update(tf.ones([_BATCH, _DIM]), [[2, 0]], [0.0])
+  _Check(
+    _Explain([_Layer(), _Layer(), _Aux.Params(), _Layer()], x),
+    "auxiliary loss 'log' of layer stack.layers[2] (_Aux) in stage 1, micro-batch 1: 0 NaN and 1 Inf",
+  )
+
+
+def testGradientsOfSkipsAndAuxiliaryLossesComeDown():
+  """A gradient that reaches a layer by a skip alone."""
+
+  @tf.custom_gradient
+  def Break(x):
+    return tf.identity(x), lambda dy: dy / 0.0
+
+  sub = [
+    _Layer(),
+    skip.StashLayer.Params().Set(key='a'),
+    _Layer(lambda w, x: tf.stop_gradient(x) * w),
+    _Aux.Params(),
+    skip.PopLayer.Params().Set(key='a'),
+    _Layer(),
+  ]
+  sub[0] = _Layer(lambda w, x: Break(x * w))
+  _Check(
+    _Explain(sub),
+    'gradient of the weight stack.layers[0].w of layer stack.layers[0] (_Fn) in stage 0',
+    'the gradient of its output finite',
+  )
+
+
+def testMasksAreThoseOfTheStep():
+  """What dropout leaves decides whether the value comes up at all."""
+  sub = [
+    _Layer(),
+    dropout.DropoutLayer.Params().Set(keep_prob=0.3),
+    _Layer(lambda w, x: tf.math.log(x - 0.1) * w),
+  ]
+  keep = dropout.DropoutLayer.Params().Set(keep_prob=0.3)
+  stack = pipeline_training.MakeStack([_Layer(), keep], dtype=tf.float32)
+  with fprop_context.Scope(step=4):
+    dropped = int(np.sum(stack.layers[1].FProp(nested_map.NestedMap(), tf.ones([2, _DIM])) == 0.0))
+  stated = re.search(r'stack\.layers\[2\].* micro-batch 0: (\d) NaN', _Explain(sub))
+  assert dropped and int(stated[1]) == dropped
+
+
+def testASumThatOverflows():
+  """Every micro-batch's gradient is finite, their sum is not."""
+
+  def Loss(theta, outputs, side):
+    return {'loss': (6e37 * tf.reduce_sum(outputs[0][:, 0]), tf.reduce_sum(side))}
+
+  text = _Explain([_Layer()] * 3, loss_fn=Loss, is_finite=True)
+  _Check(text, 'largest gradient is 2.4e+38, of stack.layers[')
+
+
+def testAnEngineWithoutALoss():
+  stack = pipeline_training.MakeStack([_Layer()], dtype=tf.float32)
+  stack.Place(pipeline_training.Devices(), tf.TensorSpec([2, _DIM]))
+  with pytest.raises(ValueError, match='made without a loss'):
+    check_numerics.Explain(stack.engine, [], [], [], 1)
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

@@ -1,0 +1,389 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What goes wrong in a stage ends the step at once and is told with stage, layer and micro-batch."""
+
+import sys
+import time
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from absl import logging
+
+from lingvo_gpipe import (
+  base_layer,
+  fprop_context,
+  nested_map,
+  optimizer,
+  runner,
+  task,
+  weight_params,
+)
+from lingvo_gpipe.pipeline import emission, pipelining_layer
+from tests import pipeline_training
+
+_DIM, _BATCH, _M = 3, 6, 3
+_LIMIT = 9.0  # What the layers below cannot take.
+
+
+class _Fn(base_layer.BaseLayer):
+  """fn(w, *args), where w is 1; costs nothing."""
+
+  @classmethod
+  def Params(cls):
+    p = super().Params()
+    p.Define('fn', lambda w, x: x * w, 'Maps the weight and the arguments to outputs.')
+    return p
+
+  def __init__(self, params):
+    super().__init__(params)
+    one = weight_params.WeightInit.Constant(1.0)
+    self.CreateVariable('w', weight_params.WeightParams([_DIM], one))
+
+  def FProp(self, theta, *args):
+    return self.params.fn(theta.w, *args)
+
+
+class _Silent(_Fn):
+  """A `_Fn` that the plan does not look into."""
+
+  @classmethod
+  def FPropMeta(cls, params, *specs):
+    return nested_map.NestedMap(flops=1, out_specs=specs)
+
+
+def _AssertSmall(x):
+  return tf.debugging.assert_less(tf.reduce_max(x), _LIMIT, message='too large')
+
+
+def _FailsForward(w, x):
+  with tf.control_dependencies([_AssertSmall(x)]):
+    return x * w
+
+
+@tf.custom_gradient
+def _IdentityThatFails(x):
+  def Gradient(dy):
+    with tf.control_dependencies([_AssertSmall(x)]):
+      return tf.identity(dy)
+
+  return tf.identity(x), Gradient
+
+
+def _FailsBackward(w, x):
+  return _IdentityThatFails(x) * w
+
+
+def _FailsInPython(w, x):
+  def Check(value):
+    if value.numpy().max() >= _LIMIT:
+      raise ValueError('too large')
+    return value
+
+  return tf.ensure_shape(tf.py_function(Check, [x], x.dtype), x.shape) * w
+
+
+def _Stack(sub, **options):
+  options = {'num_stages': 3, 'splits': [1, 2, 4], 'num_micro_batches': _M, **options}
+  return pipeline_training.MakeStack(sub, dtype=tf.float32, **options)
+
+
+def _Sub(place, layer):
+  """Four layers in three stages; the one at `place` is `layer`."""
+  sub = [_Silent.Params() for _ in range(4)]
+  sub[place] = layer
+  return sub
+
+
+def _Good():
+  return tf.ones([_BATCH, _DIM])
+
+
+def _Bad():
+  """One value that is too large, in micro-batch 1."""
+  return tf.tensor_scatter_nd_update(_Good(), [[3, 1]], [2 * _LIMIT])
+
+
+def _Notes(e):
+  return '\n'.join(e.value.__notes__)
+
+
+# ---- while the step runs -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('place, stage', [(0, 0), (1, 1), (3, 2)])
+@pytest.mark.parametrize('fails', [_FailsForward, _FailsBackward, _FailsInPython])
+def testAtRunTimeUnderAUsersTape(fails, place, stage):
+  stack = _Stack(_Sub(place, _Silent.Params().Set(fn=fails)))
+  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((_Good(),)))
+
+  def Run(x):
+    with tf.GradientTape() as tape, fprop_context.Scope(step=1):
+      loss = tf.reduce_sum(stack(x) ** 2)
+    return [tf.convert_to_tensor(g) for g in tape.gradient(loss, stack.trainable_variables)]
+
+  before = Run(_Good())
+  start = time.monotonic()
+  with pytest.raises(tf.errors.InvalidArgumentError, match='too large') as e:
+    Run(_Bad())
+  # Nothing hangs, not even on a busy machine.
+  assert time.monotonic() - start < 30.0
+  letter = 'B' if fails is _FailsBackward else 'F'
+  names = f'in stage {stage} (stack.layers[{"2] to stack.layers[3" if stage == 2 else place}])'
+  assert f'{names}, micro-batch 1, while running action {stage}{letter}1' in _Notes(e)
+  if letter == 'F':
+    assert f'in layer stack.layers[{place}] (_Silent)' in _Notes(e)
+    with pytest.raises(tf.errors.InvalidArgumentError) as e:
+      stack.Predict(_Bad())
+    assert f'micro-batch 1, while running action {stage}F1' in _Notes(e)
+  for a, b in zip(Run(_Good()), before, strict=True):
+    np.testing.assert_array_equal(a, b)
+
+
+class _Task(task.BaseTask):
+  """Four layers and the mean square of what they make."""
+
+  @classmethod
+  def Params(cls):
+    p = super().Params()
+    p.Define('stack', pipelining_layer.PipeliningLayer.Params(), 'The pipeline.')
+    return p
+
+  def __init__(self, params):
+    super().__init__(params)
+    self.CreateChild('stack', self.params.stack)
+
+  def PipelineInputs(self, input_batch):
+    return (input_batch.x,)
+
+  def ComputeLoss(self, theta, predictions, input_batch):
+    size = tf.cast(tf.shape(predictions)[0], tf.float32)
+    return {'loss': (tf.reduce_mean(predictions**2), size)}, {}
+
+
+def _Runner(sub, **options):
+  p = _Task.Params().Set(name='net')
+  p.stack.Set(sub=sub, num_stages=3, splits=[1, 2, 4], num_micro_batches=_M, xla=False, **options)
+  p.train.learner.Set(optimizer=optimizer.SGD.Params(), skip_nonfinite=False)
+  batch_spec = nested_map.NestedMap(x=tf.TensorSpec([_BATCH, _DIM]))
+  return runner.TaskRunner(p.Instantiate(), pipeline_training.Devices(), batch_spec)
+
+
+def _Batch(x):
+  return nested_map.NestedMap(x=x)
+
+
+@pytest.mark.parametrize(
+  'place, fails, schedule, policy, action',
+  [
+    (0, _FailsForward, '1f1b', 'stage', '0F1'),
+    (0, _FailsBackward, 'gpipe', 'stage', '0B1'),
+    (1, _FailsForward, 'gpipe', 'layer', '1F1'),
+    (1, _FailsBackward, 'zb_h1', 'stage', '1I1'),
+    (3, _FailsForward, '1f1b_fused', 'none', '2V1'),
+    (3, _FailsInPython, '1f1b', 'except_last', '2F1'),
+  ],
+)
+def testAFailedStepOfTrainingChangesNothing(place, fails, schedule, policy, action):
+  options = {'schedule': schedule, 'remat_policy': policy}
+  run = _Runner(_Sub(place, _Silent.Params().Set(fn=fails)), **options)
+  other = _Runner(_Sub(place, _Silent.Params().Set(fn=fails)), **options)
+  for r in (run, other):
+    r.TrainStep(_Batch(_Good()))
+  with pytest.raises(tf.errors.InvalidArgumentError, match='too large') as e:
+    run.TrainStep(_Batch(_Bad()))
+  assert f'micro-batch 1, while running action {action}' in _Notes(e)
+  if fails is not _FailsBackward:
+    assert f'in layer net.stack.layers[{place}] (_Silent)' in _Notes(e)
+    with pytest.raises(tf.errors.InvalidArgumentError, match='too large') as e:
+      run.Evaluate([_Batch(_Bad())])
+    assert 'micro-batch 1' in _Notes(e)
+  # As if nothing had been.
+  for name, v in run.Variables().items():
+    np.testing.assert_array_equal(v, other.Variables()[name], err_msg=name)
+  assert run.TrainStep(_Batch(_Good())) == other.TrainStep(_Batch(_Good()))
+
+
+def testWhatXlaCannotCompile():
+  stack = _Stack(_Sub(1, _Silent.Params().Set(fn=_FailsInPython)), xla=True)
+  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((_Good(),)))
+  with pytest.raises(tf.errors.InvalidArgumentError, match='EagerPyFunc') as e:
+    stack.Predict(_Good())
+  assert 'stage 1 (stack.layers[1]), micro-batch 0, while running action 1F0' in _Notes(e)
+
+
+def testInAUsersFunctionRunEagerly():
+  """What docs/own_loop.md says to do where TensorFlow tells of a cancellation alone."""
+  stack = _Stack(_Sub(1, _Silent.Params().Set(fn=_FailsForward)))
+  stack.Place(
+    pipeline_training.Devices(),
+    *pipeline_training.Specs((_Good(),)),
+    loss_fn=pipeline_training.SquareLoss,
+  )
+  run = pipeline_training.StepFunction(stack)
+  with pytest.raises(tf.errors.OpError):
+    run((_Bad(),), tf.ones([_BATCH]), tf.constant(1, tf.int64))
+  tf.config.run_functions_eagerly(True)
+  try:
+    with pytest.raises(tf.errors.InvalidArgumentError, match='too large') as e:
+      run((_Bad(),), tf.ones([_BATCH]), tf.constant(1, tf.int64))
+  finally:
+    tf.config.run_functions_eagerly(False)
+  assert 'in layer stack.layers[1] (_Silent), given (float32[2, 3])' in _Notes(e)
+  assert 'in stage 1 (stack.layers[1]), micro-batch 1' in _Notes(e)
+
+
+def testAnErrorThatDoesNotComeAgain():
+  failing = [True]
+
+  def Once(w, x):
+    def Check(value):
+      if failing:
+        failing.clear()
+        raise ValueError('once')
+      return value
+
+    return tf.ensure_shape(tf.py_function(Check, [x], x.dtype), x.shape) * w
+
+  stack = _Stack(_Sub(1, _Silent.Params().Set(fn=Once)))
+  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((_Good(),)))
+  with pytest.raises(tf.errors.OpError) as e:
+    stack.Predict(_Good())
+  assert 'run again action by action, the step did not fail' in _Notes(e)
+  np.testing.assert_array_equal(stack.Predict(_Good()), _Good())
+
+
+# ---- while the step is planned and built ---------------------------------------------------------
+
+
+class _Mine(Exception):
+  pass
+
+
+def _Raise(w, x):
+  raise _Mine('out of cheese')
+
+
+@pytest.mark.parametrize(
+  'fn, error, place, words',
+  [
+    (lambda w, x: tf.concat([x, x], -1), ValueError, 2, ['float32[2, 6]', '6 and 3']),
+    (lambda w, x: tf.cast(x, tf.int32), TypeError, 2, ['int32[2, 3]', 'float32']),
+    (lambda w, x: None, ValueError, 2, ['given (None)']),
+    (lambda w, x: (x, x), TypeError, 2, ['given (float32[2, 3], float32[2, 3])']),
+    (lambda w, x, y: x, TypeError, 1, ["'y'", 'given (float32[2, 3])']),
+    (_Raise, _Mine, 1, ['out of cheese', 'given (float32[2, 3])']),
+  ],
+)
+def testWhatDoesNotFitIsToldByThePlan(fn, error, place, words):
+  sub = [_Fn.Params() for _ in range(4)]
+  sub[1].fn = fn
+  with pytest.raises(error) as e:
+    _Stack(sub).MakePlan(tf.TensorSpec([_BATCH, _DIM]))
+  text = f'{e.value}\n{_Notes(e)}'
+  before = f'by stack.layers[{place - 1}] (_Fn)'
+  for word in (f'layer stack.layers[{place}] (_Fn) for one micro-batch', before, *words):
+    assert word in text, text
+
+
+def testALayerThatReturnsNoTensor():
+  sub = _Sub(1, _Silent.Params().Set(fn=lambda w, x: object()))
+  stack = _Stack(sub)
+  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((_Good(),)))
+  words = r'stack\.layers\[1\]: FProp must return tensors, None, or a nest of them, got a object'
+  with pytest.raises(TypeError, match=words) as e:
+    stack.Predict(_Good())
+  assert 'in stage 1 (stack.layers[1]), micro-batch 0, while building action 1F0' in _Notes(e)
+
+
+def testNumbersAndArraysBecomeTensors():
+  sub = [
+    _Fn.Params().Set(fn=lambda w, x: (x * w, 2, np.float32(0.5))),
+    _Fn.Params().Set(fn=lambda w, x, i, f: x * w * tf.cast(i, x.dtype) * f),
+  ]
+  stack = _Stack(sub, num_stages=2, splits=[1, 2])
+  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((_Good(),)))
+  np.testing.assert_array_equal(stack.Predict(_Good()), _Good())
+
+
+@pytest.mark.parametrize(
+  'args, error, words',
+  [
+    ((_Good(), None), ValueError, r'expected \(float32\[6, 3\]\), got \(float32\[6, 3\], None\)'),
+    ((None,), ValueError, r'argument \[0\]: expected float32\[6, 3\], got None'),
+    ((tf.ones([_BATCH]),), ValueError, r'argument \[0\]: expected float32\[6, 3\], got float32'),
+    ((tf.ones([_BATCH, _DIM], tf.int32),), TypeError, r'expected float32\[6, 3\], got int32'),
+    ((42,), ValueError, r'expected float32\[6, 3\], got int32\[\]'),
+  ],
+)
+def testArgumentsThatThePipelineWasNotPlacedFor(args, error, words):
+  stack = _Stack(_Sub(0, _Silent.Params()))
+  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((_Good(),)))
+  for call in (stack, stack.Predict):
+    with pytest.raises(error, match=f'^stack: .*{words}'):
+      call(*args)
+
+
+@pytest.mark.parametrize(
+  'batch, error, words',
+  [
+    ({'y': _Good()}, ValueError, r'expected \{x: float32\[6, 3\]\}, got \{y: float32\[6, 3\]\}'),
+    ({'x': tf.cast(_Good(), tf.float64)}, TypeError, 'batch: x: expected float32.*got float64'),
+    ({'x': _Good()[0]}, ValueError, r'the batch: x: expected float32\[6, 3\], got float32\[3\]'),
+  ],
+)
+def testABatchThatTheTaskWasNotPlacedFor(batch, error, words):
+  run = _Runner(_Sub(0, _Silent.Params()))
+  for call in (run.TrainStep, lambda b: run.Evaluate([b])):
+    with pytest.raises(error, match=words):
+      call(nested_map.NestedMap(batch))
+
+
+# ---- compiled over and over ----------------------------------------------------------------------
+
+
+def testShapesThatChangeAreLogged(monkeypatch):
+  lines = []
+  for level in ('info', 'warning'):
+    monkeypatch.setattr(
+      logging, level, lambda text, *args, level=level: lines.append(f'{level}: {text % args}')
+    )
+  stack = _Stack([_Fn.Params().Set(fn=lambda w, x: tf.reduce_sum(x, -1, keepdims=True) * w)] * 4)
+  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((_Good(),)))
+  stack.Predict(_Good())
+  stack.Predict(_Good())
+  assert lines == []
+  stack.Predict(tf.ones([5, _DIM]))  # Micro-batches of 2, 2 and 1.
+  # The stages of one layer share their functions.
+  assert [line.split(' of ')[1].split(' is ')[0] for line in lines] == [
+    'stack.layers[0] to stack.layers[0]',
+    'stack.layers[2] to stack.layers[3]',
+  ]
+  for line in lines:
+    assert line.startswith('info: ')
+    assert line.endswith('x.args[0] was float32[2, 3] and is float32[1, 3]')
+  lines.clear()
+  stack.Predict(tf.ones([9, _DIM]))
+  assert len(lines) == 2
+  for line in lines:
+    assert line.startswith('warning: ') and 'shape number 3' in line
+    assert 'x.args[0] was float32[1, 3] and is float32[3, 3]. Each new shape costs' in line
+  lines.clear()
+  stack.Predict(tf.ones([9, _DIM]))
+  assert lines == []
+
+
+def testActionsAreNamedInTheGraph():
+  stack = _Stack(_Sub(0, _Silent.Params()))
+  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((_Good(),)))
+  graph = tf.function(stack.engine.Forward, autograph=False).get_concrete_function(
+    [(x,) for x in stack.SplitBatch(_Good())]
+  )
+  scopes = {op.name.split('/')[0] for op in graph.graph.get_operations()}
+  assert {f'action_{k}F{m}' for k in range(3) for m in range(_M)} <= scopes
+  assert emission.Stage.__str__(stack.engine.stages[2]) == (
+    'stage 2 (stack.layers[2] to stack.layers[3])'
+  )
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))
