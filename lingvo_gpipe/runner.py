@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -170,7 +171,7 @@ class TaskRunner:
     self._CheckBatch(batch)
     assert self.learner is not None
     if self.learner.params.num_accumulated_mini_batches == 1:
-      with failures.Located(lambda: self._Accumulate(batch)):
+      with failures.Located(functools.partial(self._Accumulate, batch)):
         values, loss_weight = self._train_step(batch)
     elif self._AccumulateNext(batch):
       sums, loss_weight = self._accumulated
@@ -201,7 +202,7 @@ class TaskRunner:
     total = metrics.MetricsAccumulator()
     for batch in batches:
       self._CheckBatch(batch)
-      with failures.Located(lambda batch=batch: self._EvalStep(batch)):
+      with failures.Located(functools.partial(self._EvalStep, batch)):
         sums = self._eval_step(batch)
       total.Update(
         {
@@ -252,7 +253,7 @@ class TaskRunner:
     if index == 0:
       self._clear()
     position = tf.constant(index, tf.int64)
-    with failures.Located(lambda: self._Accumulate(batch, position)):
+    with failures.Located(functools.partial(self._Accumulate, batch, position)):
       new = self._accumulate(batch, position)
     self._accumulated = tf.nest.map_structure(tf.add, self._accumulated, new) if index else new
     self._num_accumulated = (index + 1) % self.learner.params.num_accumulated_mini_batches

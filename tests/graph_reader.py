@@ -20,6 +20,7 @@ _KINDS = {
   'WeightGradient': 'W',
 }
 _STAGE_FUNCTION = re.compile(rf'__inference__({"|".join(_KINDS)})_\d')
+_ACTION = re.compile(r'action_(\d+[FBVIW]\d+)/(?:Stateful)?PartitionedCall')
 _PRODUCTS = frozenset(
   ('MatMul', '_FusedMatMul', '_MklMatMul', 'BatchMatMul', 'BatchMatMulV2', 'Einsum', 'Conv2D')
 )
@@ -78,6 +79,19 @@ def StageCalls(functions):
       if len(letters) > len(found.get(device, ())):
         found[device] = letters
   return {int(device.rsplit(':', 1)[1]): letters for device, letters in found.items()}
+
+
+def Sends(functions):
+  """What stage calls return that goes to other devices: a sorted list of (action, from, to)."""
+  found = []
+  for partitions in functions:
+    for node in (node for partition in partitions for node in partition.node):
+      action = _ACTION.match(node.input[0]) if node.op == '_Send' else None
+      if action:
+        ends = (node.attr[a].s.decode() for a in ('send_device', 'recv_device'))
+        source, target = (int(name.rsplit(':', 1)[1]) for name in ends)
+        found += [(action[1], source, target)] if source != target else []
+  return sorted(found)
 
 
 def _Letter(node):

@@ -34,6 +34,33 @@ class Scale(base_layer.BaseLayer):
     return x * theta.w
 
 
+class Strict(Scale):
+  def FProp(self, theta, x):
+    if x.shape[-1] != 3:
+      raise ValueError('only 3 columns')
+    return x * theta.w
+
+
+class Widens(Scale):
+  def FProp(self, theta, x):
+    return tf.concat([x, x], -1)
+
+
+class Bounded(Scale):
+  def FProp(self, theta, x):
+    with tf.control_dependencies([tf.debugging.assert_less(x, 3.2, message='out of bounds')]):
+      return x * theta.w
+
+  @classmethod
+  def FPropMeta(cls, params, x):
+    return nested_map.NestedMap(flops=1, out_specs=(x,))
+
+
+class Logarithm(Scale):
+  def FProp(self, theta, x):
+    return tf.math.log(3.2 - tf.stop_gradient(x)) * theta.w
+
+
 class Points(base_input_generator.BaseInputGenerator):
   @classmethod
   def Params(cls):
@@ -65,11 +92,12 @@ class Doubling(task.BaseTask):
   def Params(cls):
     p = super().Params()
     p.Define('stack', pipelining_layer.PipeliningLayer.Params(), 'Pipeline.')
+    p.Define('first', [], 'Layers before the last three.')
     return p
 
   def __init__(self, params):
     super().__init__(params)
-    layers = [Scale.Params().Set(dim=3) for _ in range(3)]
+    layers = [*self.params.first, *(Scale.Params().Set(dim=3) for _ in range(3))]
     self.CreateChild('stack', self.params.stack.Copy().Set(sub=layers))
 
   def PipelineInputs(self, input_batch):
@@ -108,6 +136,38 @@ class Doubling2(registry.SingleTaskModelParams):
 class Slow(Doubling2):
   def Train(self):
     return super().Train().Set(seconds=90.0)
+
+
+class _First(Doubling2):
+  FIRST = ()
+
+  def Train(self):
+    return super().Train().Set(shuffle=False)
+
+  def Task(self):
+    p = super().Task()
+    p.first = [getattr(doubling, name).Params().Set(dim=3) for name in self.FIRST]
+    return p
+
+
+@registry.RegisterSingleTaskModel
+class Ill(_First):
+  FIRST = ('Widens', 'Strict')
+
+
+@registry.RegisterSingleTaskModel
+class Unequal(_First):
+  FIRST = ('Widens',)
+
+
+@registry.RegisterSingleTaskModel
+class Failing(_First):
+  FIRST = ('Scale', 'Bounded')
+
+
+@registry.RegisterSingleTaskModel
+class Diverging(_First):
+  FIRST = ('Scale', 'Logarithm')
 
 
 @registry.RegisterSingleTaskModel
@@ -154,7 +214,8 @@ def testTrainsInItsOwnDirectory(tmp_path, with_init):
 def testCheckoutsExperimentsAreNotThere(project):
   """Neither by the installation nor, where a user says so, by PYTHONPATH."""
   done = processes.Run('trainer', '--mode=list', cwd=project)
-  mine = ['mine.Broken', 'mine.Doubling2', 'mine.Misspelt', 'mine.Slow']
+  keys = 'Broken Diverging Doubling2 Failing Ill Misspelt Slow Unequal'
+  mine = [f'mine.{key}' for key in keys.split()]
   assert processes.Succeeded(done).stdout.splitlines() == mine
 
 
@@ -180,6 +241,44 @@ def testExceptionInAnExperimentShowsItsStackTrace(project, key, last_line):
   assert 'Traceback' in done.stderr and f'{project}/params/mine.py", line ' in done.stderr
   assert re.search(last_line, done.stderr.splitlines()[-1])
   assert not (project / 'other').exists()
+
+
+@pytest.mark.parametrize(
+  'key, status, words',
+  [
+    # A check of the project's own: a line.
+    ('Ill', 2, r'only 3 columns \(while measuring layer mine\.stack\.layers\[1\] \(Strict\) for '
+     r'one micro-batch, given \(float32\[4, 6\]\) by mine\.stack\.layers\[0\] \(Widens\)\)'),
+    # A mistake in the project's code: where, is what one needs.
+    ('Unequal', 1, r'while measuring layer mine\.stack\.layers\[1\] \(Scale\) for one micro-batch, '
+     r'given \(float32\[4, 6\]\) by mine\.stack\.layers\[0\] \(Widens\)'),
+    ('Failing', 1, r'in stage 0 \(mine\.stack\.layers\[0\] to mine\.stack\.layers\[2\]\), '
+     r'micro-batch ([01]), while running action 0F\1'),
+  ],
+)  # fmt: skip
+def testALayerThatFailsIsNamed(project, tmp_path, key, status, words):
+  done = processes.Run('trainer', f'--model=mine.{key}', f'--logdir={tmp_path}', cwd=project)
+  assert done.returncode == status, done.stderr
+  lines = processes.Messages(done.stderr)
+  assert re.search(words, lines[-1]), done.stderr
+  assert len(lines) == 1 if status == 2 else 'Traceback' in done.stderr
+  if key == 'Failing':
+    assert lines[-2] == 'in layer mine.stack.layers[1] (Bounded)'
+    assert 'out of bounds' in done.stderr
+
+
+def testCheckNumericsNamesTheLayer(project, tmp_path):
+  args = ['--model=mine.Diverging', f'--logdir={tmp_path}', '--check_numerics']
+  done = processes.Run('trainer', *args, cwd=project)
+  assert done.returncode == 1
+  (line,) = processes.Messages(done.stderr)
+  assert re.match(
+    r'step \d+ is not finite: the first value that is not finite is the output of layer '
+    r'mine\.stack\.layers\[1\] \(Logarithm\) in stage 0, micro-batch [01]: \d+ NaN and \d Inf in '
+    r'float32\[4, 3\], .* its inputs are finite, its weights finite',
+    line,
+  )
+  assert 'step 1/40' in done.stdout
 
 
 def testSecondSignalLeavesAtOnceWhateverTheStepDoes(project):

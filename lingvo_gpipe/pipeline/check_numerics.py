@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds where a step went to NaN or infinity: the first layer whose output or gradient is not finite.
+"""Finds where a step went to NaN or infinity: the first output or gradient that is not finite.
 
 The step runs once more as plain eager code without XLA, micro-batch by micro-batch and layer by
 layer with the same weights and seeds: forward, then backward, where each layer is recomputed from

@@ -34,7 +34,8 @@ def LayerScope(index: int) -> contextlib.AbstractContextManager[Any]:
 class _Stage(Protocol):
   """What a message needs of a stage."""
 
-  layers: Sequence[Any]
+  @property
+  def layers(self) -> Sequence[Any]: ...
 
 
 @contextlib.contextmanager

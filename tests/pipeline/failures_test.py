@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes wrong in a stage ends the step at once and is told with stage, layer and micro-batch."""
+"""What goes wrong in a stage ends the step, and is told with stage, layer and micro-batch."""
 
 import sys
 import time
@@ -201,6 +201,28 @@ def testAFailedStepOfTrainingChangesNothing(place, fails, schedule, policy, acti
   for name, v in run.Variables().items():
     np.testing.assert_array_equal(v, other.Variables()[name], err_msg=name)
   assert run.TrainStep(_Batch(_Good())) == other.TrainStep(_Batch(_Good()))
+
+
+def testStagesBeforeTheFailingOneStop():
+  ran = []
+
+  def Slow(w, x):
+    def Count(value):
+      ran.append(1)
+      time.sleep(0.1)
+      return value
+
+    return tf.ensure_shape(tf.py_function(Count, [x], x.dtype), x.shape) * w
+
+  sub = [_Silent.Params().Set(fn=fn) for fn in (Slow, _FailsForward)]
+  stack = _Stack(sub, num_stages=2, splits=[1, 2], num_micro_batches=12)
+  stack.Place(pipeline_training.Devices(), tf.TensorSpec([12, _DIM]))
+  inputs = [(x,) for x in stack.SplitBatch(tf.fill([12, _DIM], _LIMIT))]
+  run = tf.function(stack.engine.Forward, autograph=False)
+  with pytest.raises(tf.errors.OpError):
+    run(inputs)
+  # The first one fails the next stage at once; a few more may be under way by then.
+  assert 1 <= len(ran) < 10
 
 
 def testWhatXlaCannotCompile():

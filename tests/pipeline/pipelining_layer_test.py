@@ -3,6 +3,7 @@
 
 import os
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -391,6 +392,64 @@ def testPartOfAUsersModel():
     assert grads.keys() == results[0][1].keys()
     for path, g in results[0][1].items():
       np.testing.assert_allclose(grads[path], g, atol=1e-11, err_msg=path)
+
+
+def testASlowGradientOfOneOfSeveralTensors():
+  """Every tensor of a tuple arrives before it is used."""
+
+  @tf.custom_gradient
+  def Slow(x):
+    def Wait(dy):
+      time.sleep(0.1)
+      return dy
+
+    return tf.identity(x), lambda dy: tf.ensure_shape(tf.py_function(Wait, [dy], dy.dtype), x.shape)
+
+  class Pair(_Fn):
+    @classmethod
+    def FPropMeta(cls, params, a, *rest):
+      return nested_map.NestedMap(flops=1, out_specs=(a,) if rest else (a, a))
+
+  sub = [Pair.Params().Set(fn=fn) for fn in (lambda x: (x, Slow(x)), lambda a, b: 3 * a + 4 * b)]
+  stack = _Stack(sub, tf.TensorSpec([4]))
+  x = tf.ones([4])
+  with tf.GradientTape() as tape:
+    tape.watch(x)
+    y = tf.reduce_sum(stack(x))
+  np.testing.assert_array_equal(tape.gradient(y, x), [7.0] * 4)
+
+
+def testManyDropouts():
+  """Where the output is zero its input's gradient is zero: the masks of both are the same."""
+  sub = [dropout.DropoutLayer.Params().Set(keep_prob=0.9)] * 8
+  stack = _Stack(sub, tf.TensorSpec([20, 50]), num_stages=2, splits=[4, 8], num_micro_batches=10)
+  x = tf.ones([20, 50])
+  with tf.GradientTape() as tape, fprop_context.Scope(step=3):
+    tape.watch(x)
+    y = stack(x)
+  zeros = y.numpy() == 0.0
+  assert 0.4 < np.mean(zeros) < 0.75
+  np.testing.assert_array_equal(tape.gradient(y, x).numpy() == 0.0, zeros)
+
+
+def testWithoutATapeNothingRunsBackward():
+  stack = _Stack([lambda x: 2.0 * x] * 2, tf.TensorSpec([4]))
+  x = tf.ones([4])
+  stack(x)
+  forward = stack.engine.num_traces
+  with tf.GradientTape() as tape:
+    tape.watch(x)
+    y = stack(x)
+  assert stack.engine.num_traces == forward
+  tape.gradient(y, x)
+  assert stack.engine.num_traces > forward
+
+
+def testUnequalMicroBatchesWarnOfNothing(recwarn):
+  stack = _Stack([lambda x: 2.0 * x] * 2, tf.TensorSpec([7]), num_micro_batches=4)
+  for size in (7, 2):
+    np.testing.assert_array_equal(stack.Predict(tf.ones([size])), [4.0] * size)
+  assert not recwarn.list
 
 
 # ---- training without the trainer --------------------------------------------------------

@@ -11,7 +11,7 @@ import tensorflow as tf
 from lingvo_gpipe import base_layer, fprop_context, nested_map, weight_params
 from lingvo_gpipe.layers import dropout, linear, sequential, skip
 from lingvo_gpipe.pipeline import engine, stage
-from tests import pipeline_training
+from tests import graph_reader, pipeline_training
 
 _BATCH, _DIM, _VOCAB = 5, 3, 6
 _SCHEDULES = ('gpipe', 'fused_fill_drain', '1f1b', '1f1b_fused', 'zb_h1')
@@ -222,6 +222,50 @@ def testASkipOfAnyStructure(policy):
   _CheckTraining(
     sub, (_X(),), num_stages=3, splits=[3, 5, 8], schedule='zb_h1', remat_policy=policy
   )
+
+
+@pytest.mark.parametrize('splits', [[4], [3, 4], [2, 4], [1, 2, 4], [1, 2, 3, 4]])
+@pytest.mark.parametrize('policy', ['stage', 'except_last', 'none'])
+def testOneSkipUnderEveryCut(splits, policy):
+  sub = [_Stash('x'), _Square3(), _Pop('x', 'concat'), _Square.Params().Set(dims=(2 * _DIM, _DIM))]
+  stack = _CheckTraining(sub, (_X(),), num_stages=len(splits), splits=splits, remat_policy=policy)
+  is_within = splits[0] > 2
+  assert any(s.exports for s in stack.engine.stages) != is_within
+
+
+class _Only(base_layer.BaseLayer):
+  """(x, none) <-> (none, x): what a StashLayer takes is the first argument."""
+
+  def FProp(self, theta, a, b):
+    return b, a
+
+
+def testASkipOfNoneAndASkipThatNobodyTakes():
+  sub = [_Stash('unused'), _Square3(), _Only.Params(), _Stash('none'), _Only.Params(), _Square3()]
+  sub.append(_Pop('none', 'append'))
+  stack = pipeline_training.MakeStack(sub, num_stages=2, splits=[5, 7], num_micro_batches=2)
+  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((_X(), None)))
+  y, none, popped = stack.Predict(_X(), None)
+  assert none is None and popped is None
+  w = [stack.layers[i].vars.w for i in (1, 5)]
+  np.testing.assert_allclose(y, tf.tanh(tf.tanh(_X() @ w[0]) @ w[1]), rtol=1e-12)
+  assert [s.exports for s in stack.engine.stages] == [('none',), ()]
+
+
+@pytest.mark.parametrize('pops', [1, 2])
+def testASkipIsSentOnceAndStraight(pops, tmp_path):
+  sub = [_Square3(), _Stash('x'), _Square3(), _Square3(), *[_Pop('x')] * pops, _Square3()]
+  stack = pipeline_training.MakeStack(
+    sub, num_stages=4, splits=[2, 3, 4, len(sub)], num_micro_batches=2
+  )
+  x, side = (_X(),), tf.ones([_BATCH], tf.float64)
+  loss_fn = pipeline_training.SquareLoss
+  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs(x), loss_fn=loss_fn)
+  step = pipeline_training.StepFunction(stack)
+  graphs = graph_reader.ExecutedGraphs(lambda: step(x, side, tf.constant(1, tf.int64)), tmp_path)
+  ways = [('0F', 0, 1), ('0F', 0, 3), ('1F', 1, 2), ('2F', 2, 3)]
+  ways += [('1B', 1, 0), ('2B', 2, 1), ('3B', 3, 0), ('3B', 3, 2)]
+  assert graph_reader.Sends(graphs) == sorted((f'{a}{m}', i, j) for a, i, j in ways for m in (0, 1))
 
 
 # ---- the other entrances -----------------------------------------------------------------

@@ -161,6 +161,24 @@ def testErrors(ties, message):
     _Params(ties=ties).Instantiate()
 
 
+def testOneParamsObjectTwiceIsTwoLayers():
+  """Sharing is asked for by ties; a layer instead of its Params is refused."""
+  square = linear.LinearLayer.Params().Set(input_dim=_DIM, output_dim=_DIM)
+  stack = _Params(ties=[], sub=[square, square], num_stages=2, splits=[1, 2]).Instantiate()
+  stack.Place(_Devices(), tf.TensorSpec([8, _DIM], tf.float64))
+  first, second = stack.layers
+  assert first.vars.w.device != second.vars.w.device
+  assert np.any(first.vars.w.numpy() != second.vars.w.numpy())
+  assert stack.NumParams() == 2 * _DIM * _DIM
+  ties = [['layers[1].w', 'layers[0].w']]
+  tied = _Params(ties=ties, sub=[square, square], num_stages=2, splits=[1, 2]).Instantiate()
+  tied.Place(_Devices(), tf.TensorSpec([8, _DIM], tf.float64))
+  np.testing.assert_array_equal(*(layer.vars.w for layer in tied.layers))
+  assert tied.NumParams() == _DIM * _DIM
+  with pytest.raises(TypeError, match='expected the Params of a layer in a sequence, got <Linear'):
+    _Params(ties=[], sub=[square, first]).Instantiate()
+
+
 def testPredictSeesAUsersUpdate():
   stack = _Placed(splits=[2, 4], num_stages=2)
   ids, _ = _Data()
