@@ -238,7 +238,7 @@ class TaskRunner:
     return found
 
   def _CheckBatch(self, batch: nested_map.NestedMap) -> None:
-    shapes.CheckNest('the batch: ', batch, self.batch_spec)
+    shapes.CheckNest(self.task.path, 'batch', batch, self.batch_spec)
     self.task.CheckBatch(batch)
 
   def _TrainStep(self, batch: nested_map.NestedMap) -> tuple[dict[str, tf.Tensor], tf.Tensor]:

@@ -107,11 +107,12 @@ def Leaves(nest: Any, path: str = '') -> list[tuple[str, Any]]:
   return [(path, nest)]
 
 
-def CheckNest(where: str, nest: Any, specs: Any) -> None:
+def CheckNest(path: str, name: str, nest: Any, specs: Any) -> None:
   """Checks that a nest has the structure, dtypes and ranks of `specs`; sizes may be others.
 
   Args:
-    where: begins the message.
+    path: the layer's, begins the message.
+    name: of the nest.
     nest: tensors, and None where `specs` has None.
     specs: a nest of tensors or tf.TensorSpec.
 
@@ -119,13 +120,13 @@ def CheckNest(where: str, nest: Any, specs: Any) -> None:
     ValueError: another structure or rank, or None on one side alone.
     TypeError: another dtype.
   """
-  leaves, expected = Leaves(nest), Leaves(specs)
-  if [path for path, _ in leaves] != [path for path, _ in expected]:
-    raise ValueError(f'{where}: expected {NestText(specs)}, got {NestText(nest)}')
-  for (path, leaf), (_, spec) in zip(leaves, expected, strict=True):
+  leaves, expected = Leaves(nest, name), Leaves(specs, name)
+  if [place for place, _ in leaves] != [place for place, _ in expected]:
+    raise ValueError(f'{path}: {name}: expected {NestText(specs)}, got {NestText(nest)}')
+  for (place, leaf), (_, spec) in zip(leaves, expected, strict=True):
     if leaf is None and spec is None:
       continue
-    message = f'{where}{path}: expected {NestText(spec)}, got {NestText(leaf)}'
+    message = f'{path}: {place}: expected {NestText(spec)}, got {NestText(leaf)}'
     if leaf is None or spec is None or not _SameRank(leaf.shape, spec.shape):
       raise ValueError(message)
     if leaf.dtype != spec.dtype:

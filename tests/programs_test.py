@@ -22,13 +22,14 @@ def _ModelParams(dataset='Train', more=''):
   return params
 
 
-def _Program(logdir, params, stop=None, input_params=None):
+def _Program(logdir, params, stop=None, input_params=None, **options):
   return programs.TrainProgram(
     params,
     str(logdir),
     cluster.Cluster.Create(2, platform='cpu'),
     input_params or (lambda name: _ModelParams(name).input),
     stop or programs.StopRequest(),
+    **options,
   )
 
 
@@ -41,6 +42,12 @@ def testMistakeInAnEvaluationShowsBeforeTraining(tmp_path):
 
   with pytest.raises(LookupError, match='Tset'):
     _Program(tmp_path, params, input_params=InputParams)
+
+
+def testCheckNumericsNeedsTheWeightsOfBeforeTheStep(tmp_path):
+  params = _ModelParams(more='task.train.learner.skip_nonfinite:False')
+  with pytest.raises(ValueError, match=r'set task\.train\.learner\.skip_nonfinite to True'):
+    _Program(tmp_path, params, check_numerics=True)
 
 
 def testUnwritableLogDirectoryShowsBeforeWeightsAreMade(tmp_path, monkeypatch):

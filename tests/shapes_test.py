@@ -56,6 +56,40 @@ def testSizesMustBeSet(value):
     shapes.CheckPositive(p, 'input_dim')
 
 
+def testNestText():
+  nest = (
+    {'b': _Spec(2, 3), 'a': [None, tf.zeros([1], tf.int32)]},
+    tf.TensorSpec(None, tf.bool),
+    42,
+  )
+  assert shapes.NestText(nest) == '({a: [None, int32[1]], b: float32[2, 3]}, bool<unknown>, int)'
+  paths = ['x[0].a[0]', 'x[0].a[1]', 'x[0].b', 'x[1]', 'x[2]']
+  assert [path for path, _ in shapes.Leaves(nest, 'x')] == paths
+  assert [a for _, a in shapes.Leaves(nest)] == tf.nest.flatten(nest)
+
+
+def testCheckNest():
+  specs = {'a': [_Spec(2, 3), None]}
+  shapes.CheckNest('fc', 'w', {'a': [_Spec(5, 4), None]}, specs)
+  for nest, error, words in (
+    (
+      {'a': [_Spec(2, 3)]},
+      ValueError,
+      r'fc: w: expected {a: \[float32\[2, 3\], None\]}, got {a: \[',
+    ),
+    ({'a': [None, None]}, ValueError, r'fc: w.a\[0\]: expected float32\[2, 3\], got None'),
+    ({'a': [_Spec(2, 3), _Spec(1)]}, ValueError, r'fc: w.a\[1\]: expected None, got float32\[1\]'),
+    (
+      {'a': [_Spec(6), None]},
+      ValueError,
+      r'fc: w.a\[0\]: expected float32\[2, 3\], got float32\[6\]',
+    ),
+    ({'a': [tf.zeros([2, 3], tf.bool), None]}, TypeError, r'a\[0\]: expected float32.*, got bool'),
+  ):
+    with pytest.raises(error, match=words):
+      shapes.CheckNest('fc', 'w', nest, specs)
+
+
 def testGetShapeMixesStaticAndDynamic():
   seen = []
 

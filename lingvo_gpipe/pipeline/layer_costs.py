@@ -88,7 +88,8 @@ class LayerCosts:
       input_specs: a (nest of) tf.TensorSpec with static shapes for each argument of the first.
     """
     known: dict[Any, Any] = {}
-    costs, calls = [], []
+    costs: list[LayerCost] = []
+    calls: list[LayerCall] = []
     specs = tuple(input_specs)
     skips = nested_map.NestedMap()
     for layer in layers:

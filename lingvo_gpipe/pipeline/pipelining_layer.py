@@ -300,7 +300,7 @@ class PipeliningLayer(base_layer.BaseLayer):
     """The arguments as tensors; an error where they are not what `Place` was told."""
     if self._engine is not None:
       args = _AsTensors(args)
-      shapes.CheckNest(f'{self.path}: argument ', args, self._input_specs)
+      shapes.CheckNest(self.path, 'arguments', args, self._input_specs)
     return args
 
   def _Predict(self, args: tuple[Any, ...]) -> tuple[Any, ...]:

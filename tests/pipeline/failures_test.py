@@ -331,8 +331,8 @@ def testNumbersAndArraysBecomeTensors():
   'args, error, words',
   [
     ((_Good(), None), ValueError, r'expected \(float32\[6, 3\]\), got \(float32\[6, 3\], None\)'),
-    ((None,), ValueError, r'argument \[0\]: expected float32\[6, 3\], got None'),
-    ((tf.ones([_BATCH]),), ValueError, r'argument \[0\]: expected float32\[6, 3\], got float32'),
+    ((None,), ValueError, r'arguments\[0\]: expected float32\[6, 3\], got None'),
+    ((tf.ones([_BATCH]),), ValueError, r'arguments\[0\]: expected float32\[6, 3\], got float32'),
     ((tf.ones([_BATCH, _DIM], tf.int32),), TypeError, r'expected float32\[6, 3\], got int32'),
     ((42,), ValueError, r'expected float32\[6, 3\], got int32\[\]'),
   ],
@@ -348,9 +348,13 @@ def testArgumentsThatThePipelineWasNotPlacedFor(args, error, words):
 @pytest.mark.parametrize(
   'batch, error, words',
   [
-    ({'y': _Good()}, ValueError, r'expected \{x: float32\[6, 3\]\}, got \{y: float32\[6, 3\]\}'),
-    ({'x': tf.cast(_Good(), tf.float64)}, TypeError, 'batch: x: expected float32.*got float64'),
-    ({'x': _Good()[0]}, ValueError, r'the batch: x: expected float32\[6, 3\], got float32\[3\]'),
+    (
+      {'y': _Good()},
+      ValueError,
+      r'net: batch: expected \{x: float32\[6, 3\]\}, got \{y: float32\[6, 3\]\}',
+    ),
+    ({'x': tf.cast(_Good(), tf.float64)}, TypeError, 'net: batch.x: expected float32.*got float64'),
+    ({'x': _Good()[0]}, ValueError, r'net: batch.x: expected float32\[6, 3\], got float32\[3\]'),
   ],
 )
 def testABatchThatTheTaskWasNotPlacedFor(batch, error, words):
