@@ -136,6 +136,8 @@ def testOneBadMiniBatchSkipsTheUpdate():
   bad.x = bad.x * np.nan
   assert run.TrainStep(bad) is None
   assert run.TrainStep(batches[2])['is_finite'] == 0.0
+  assert 'micro-batch 0' in run.WhyNotFinite(bad, batches[2])
+  assert f'micro-batch {_M}' in run.WhyNotFinite(batches[2], bad)
   for path, value in _Arrays(run).items():
     if path != 'global_step':
       np.testing.assert_array_equal(value, before[path])
@@ -159,6 +161,7 @@ def testAnErrorBeginsTheUpdateAnew(monkeypatch):
   expected = Update()
   for name, variable in run.Variables().items():
     variable.assign(before[name])
+  run.AfterRestore()
   run.TrainStep(batches[2])
   monkeypatch.setattr(run, '_accumulate', Fail)
   with pytest.raises(RuntimeError):
