@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Serialised Keras layers and models, brought into a form in which equal ones are equal.
+
+Works on what `keras.saving.serialize_keras_object` returns: plain dicts, lists and values. Nothing
+is built here.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import tensorflow as tf
+
+# (name of the layer, index of its call, index of the call's output).
+Reference = tuple[str, int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class KerasInput:
+  """Shape and dtype of one input; the batch dimension is None.
+
+  A floating dtype stands for the layer's fprop_dtype.
+  """
+
+  shape: tuple[int | None, ...]
+  dtype: str = 'float32'
+
+
+def IsFunctional(config: Mapping[str, Any]) -> bool:
+  """Whether it is a model that is written as a graph of layers."""
+  return isinstance(config.get('config'), dict) and 'input_layers' in config['config']
+
+
+def Canonical(config: Mapping[str, Any], policy: str) -> dict[str, Any]:
+  """A copy without what depends on the process, the place or the names of layers.
+
+  So equal blocks of a network are equal here. Layers are named after their class and counted anew
+  in each model; a dtype policy is None where it is `policy`, and so is an input's floating dtype;
+  the shapes and compilation options that Keras adds are left out.
+  """
+  result = _Stripped(config, policy)
+  _Rename(result, _ClassName(result))
+  return result
+
+
+def WithPolicy(config: Any, policy: Any) -> Any:
+  """A copy with the dtypes of a keras.DTypePolicy where `Canonical` left None."""
+  if isinstance(config, (list, tuple)):
+    return [WithPolicy(part, policy) for part in config]
+  if not isinstance(config, dict):
+    return config
+  config = {key: WithPolicy(part, policy) for key, part in config.items()}
+  if 'name' in config and config.get('dtype', '') is None:
+    if 'batch_shape' in config:
+      config['dtype'] = policy.compute_dtype
+    elif 'trainable' in config:
+      config['dtype'] = policy.name
+  return config
+
+
+def _Stripped(config: Any, policy: str) -> Any:
+  if isinstance(config, (list, tuple)):
+    return [_Stripped(part, policy) for part in config]
+  if not isinstance(config, dict):
+    return copy.deepcopy(config)
+  dropped = ('build_config', 'compile_config') if 'class_name' in config else ()
+  config = {k: _Stripped(part, policy) for k, part in config.items() if k not in dropped}
+  if 'name' in config:
+    dtype = config.get('dtype')
+    if isinstance(dtype, dict) and dtype.get('config') == {'name': policy}:
+      config['dtype'] = None
+    if 'batch_shape' in config:
+      config['batch_shape'] = [None, *config['batch_shape'][1:]]
+      if isinstance(dtype, str) and tf.as_dtype(dtype).is_floating:
+        config['dtype'] = None
+  return config
+
+
+def _ClassName(config: Mapping[str, Any]) -> str:
+  """`Conv2D` as `conv2d`, `LayerNormalization` as `layer_normalization`."""
+  name = re.sub(r'\W', '_', config['class_name'])
+  return re.sub(r'(?<=[a-z])(?=[A-Z])', '_', name).lower()
+
+
+def _Rename(config: dict[str, Any], name: str) -> None:
+  """Names a layer, and the layers of a Functional or Sequential model, in place."""
+  inner = config['config']
+  inner['name'] = name
+  if 'name' in config:
+    config['name'] = name
+  if not (IsFunctional(config) or config['class_name'] == 'Sequential'):
+    return
+  counts: dict[str, int] = collections.Counter()
+  names = {}
+  for part in inner['layers']:
+    old, new = part['config']['name'], _ClassName(part)
+    names[old] = f'{new}_{counts[new]}' if counts[new] else new
+    counts[new] += 1
+    _Rename(part, names[old])
+  if IsFunctional(config):
+    MapReferences(inner, lambda r: (names[r[0]], *r[1:]))
+
+
+def MapReferences(config: Any, fn: Callable[[Reference], Reference]) -> None:
+  """Replaces, in place, each tensor that the graph of one Functional config refers to."""
+  for key in ('input_layers', 'output_layers'):
+    if key in config:
+      config[key] = _MapNested(config[key], fn)
+  for part in config['layers']:
+    for call in part['inbound_nodes']:
+      for tensor in Tensors(call):
+        tensor['keras_history'] = list(fn(tuple(tensor['keras_history'])))
+
+
+def References(value: Any) -> list[Reference]:
+  """The references in `input_layers` or `output_layers`."""
+  if _IsReference(value):
+    return [tuple(value)]
+  parts = value.values() if isinstance(value, dict) else value
+  return [r for part in parts for r in References(part)]
+
+
+def _IsReference(value: Any) -> bool:
+  return isinstance(value, (list, tuple)) and len(value) == 3 and isinstance(value[0], str)
+
+
+def _MapNested(value: Any, fn: Callable[[Reference], Reference]) -> Any:
+  if _IsReference(value):
+    return list(fn(tuple(value)))
+  if isinstance(value, dict):
+    return {key: _MapNested(part, fn) for key, part in value.items()}
+  return [_MapNested(part, fn) for part in value]
+
+
+def Tensors(call: Any) -> Iterator[dict[str, Any]]:
+  """The tensors among the arguments of a call: dicts of shape, dtype and keras_history."""
+  if isinstance(call, dict):
+    if call.get('class_name') == '__keras_tensor__':
+      yield call['config']
+    else:
+      for part in call.values():
+        yield from Tensors(part)
+  elif isinstance(call, (list, tuple)):
+    for part in call:
+      yield from Tensors(part)
