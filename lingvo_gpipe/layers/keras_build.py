@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes Keras layers from their configuration: once without any weight, or with initial values.
 
-A layer that is made in a graph of its own has variables of known shape and dtype, which
+A layer that is made in a keras.StatelessScope has variables of known shape and dtype, which
 `stateless_call` replaces, and not a byte of weights.
 """
 
@@ -127,12 +127,12 @@ def _Keys(variables: Sequence[Any], name: str) -> dict[str, Any]:
     if len(parts) > 1 and parts[0] == name:
       del parts[0]
     key = ''
-    for part in parts[:-1]:
-      base = re.sub(r'_\d+$', '', part)
+    for part in parts:
+      base = re.sub(r'(?<=.)_\d+$', '', part)
       seen = numbers.setdefault((key, base), {})
       number = seen.setdefault(part, len(seen))
-      key += f'{base}_{number}_' if number else f'{base}_'
-    key = re.sub(r'\W', '_', key + parts[-1])
+      key = '_'.join(x for x in (key, base, str(number) if number else '') if x)
+    key = re.sub(r'\W', '_', key)
     try:
       nested_map.NestedMap.CheckKey(key)
     except ValueError:
@@ -198,37 +198,41 @@ def Template(source: KerasSource, path: str) -> KerasTemplate:
   """
   template = _templates.get(source)
   if template is None:
-    with tf.Graph().as_default():
-      template = KerasTemplate(*_Make(source, path), path)
+    try:
+      # Constants are made, variables are not ...
+      with tf.init_scope(), keras.StatelessScope(initialize_variables=False):
+        cell, norms, outputs = _Make(source, 0, path)
+    finally:
+      # ... and Keras, which would make them at the next chance, makes them in a graph that never
+      # runs. In a name scope they may have any name.
+      with tf.Graph().as_default(), tf.name_scope('keras'), keras.StatelessScope():
+        pass
+    template = KerasTemplate(cell, norms, outputs, path)
     _templates[source] = template
   return template
 
 
 def InitialValues(source: KerasSource, seed: int, path: str) -> dict[str, tf.Tensor]:
-  """{key: initial value}, drawn by Keras's initializers; a function of the source and the seed.
-
-  An initializer without a seed of its own takes one from Python's generator when it is made.
-  """
-  state = random.getstate()
-  random.seed(seed)
-  try:
-    with tf.init_scope(), tf.device('/CPU:0'):
-      template = KerasTemplate(*_Make(source, path), path)
-      return {key: tf.convert_to_tensor(v.value) for key, v in template.keys.items()}
-  finally:
-    random.setstate(state)
+  """{key: initial value}, drawn by Keras's initializers; a function of the source and the seed."""
+  with tf.init_scope(), tf.device('/CPU:0'):
+    template = KerasTemplate(*_Make(source, seed, path), path)
+    return {key: tf.convert_to_tensor(v.value) for key, v in template.keys.items()}
 
 
-def _Make(source: KerasSource, path: str) -> tuple[_Cell, list[Any], Any]:
+def _Make(source: KerasSource, seed: int, path: str) -> tuple[_Cell, list[Any], Any]:
+  """The layer, built, in a cell; its BatchNormalizations; its symbolic outputs."""
   policy = keras.DTypePolicy(source.policy)
-  config = keras_norm.Convert(keras_config.WithPolicy(json.loads(source.config), policy), path)
+  config = keras_norm.Convert(
+    keras_config.WithPolicy(json.loads(source.config), policy), path
+  )
 
   def Symbol(spec: keras_config.KerasInput) -> keras.KerasTensor:
     dtype = tf.as_dtype(spec.dtype)
-    return keras.KerasTensor(
-      spec.shape, policy.compute_dtype if dtype.is_floating else dtype.name
-    )
+    return keras.KerasTensor(spec.shape, policy.compute_dtype if dtype.is_floating else dtype.name)
 
+  # Initializers that have no seed of their own take one from Python's generator.
+  state = random.getstate()
+  random.seed(seed)
   try:
     with keras_norm.Collect() as norms:
       layer = keras.saving.deserialize_keras_object(
@@ -239,6 +243,8 @@ def _Make(source: KerasSource, path: str) -> tuple[_Cell, list[Any], Any]:
   except Exception as e:
     e.add_note(f'while {path} made the Keras {config.get("class_name")} for {source.inputs}')
     raise
+  finally:
+    random.setstate(state)
   return _Cell(layer), norms, outputs
 
 

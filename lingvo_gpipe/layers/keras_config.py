@@ -90,15 +90,15 @@ def _ClassName(config: Mapping[str, Any]) -> str:
 def _Rename(config: dict[str, Any], name: str) -> None:
   """Names a layer, and the layers of a Functional or Sequential model, in place."""
   inner = config['config']
-  inner['name'] = name
-  if 'name' in config:
-    config['name'] = name
+  for part in (config, inner):
+    if 'name' in part:
+      part['name'] = name
   if not (IsFunctional(config) or config['class_name'] == 'Sequential'):
     return
   counts: dict[str, int] = collections.Counter()
   names = {}
   for part in inner['layers']:
-    old, new = part['config']['name'], _ClassName(part)
+    old, new = part.get('name') or part['config']['name'], _ClassName(part)
     names[old] = f'{new}_{counts[new]}' if counts[new] else new
     counts[new] += 1
     _Rename(part, names[old])

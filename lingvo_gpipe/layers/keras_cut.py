@@ -220,7 +220,7 @@ def _Pairs(layers: Sequence[Any], cells: Sequence[_Cell]) -> list[tuple[tf.Varia
       targets = [target]
       if part.piece.is_graph:
         children = keras_config.Canonical(part.piece.config, '')['config']['layers']
-        names = [c['config']['name'] for c in children if 'batch_shape' not in c['config']]
+        names = [c['name'] for c in children if 'batch_shape' not in c['config']]
         by_name = {child.name: child for child in target.layers}
         targets = [by_name.get(name) for name in names]
       for made, source in zip(targets, part.layers, strict=True):

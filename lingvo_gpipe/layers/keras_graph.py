@@ -57,9 +57,12 @@ def Cut(model: Mapping[str, Any]) -> list[Piece]:
   inputs of the model, the last one makes all its outputs.
   """
   config = model['config']
-  layers = {layer['config']['name']: layer for layer in config['layers']}
+  layers = {layer['name']: layer for layer in config['layers']}
   inputs = keras_config.References(config['input_layers'])
-  outputs = keras_config.References(config['output_layers'])
+  outputs = [
+    (name, index - _Made(layers[name]), i)
+    for name, index, i in keras_config.References(config['output_layers'])
+  ]
   calls = _InOrder(layers, inputs)
   pieces = []
   begin, entering = 0, inputs
@@ -74,11 +77,19 @@ def Cut(model: Mapping[str, Any]) -> list[Piece]:
   return pieces
 
 
+def _Made(layer: Mapping[str, Any]) -> int:
+  """What Keras adds to the index of a call where it names a model's outputs.
+
+  A Functional model was called once before, when it was made; the arguments of calls do not count
+  that one.
+  """
+  return int(keras_config.IsFunctional(layer))
+
+
 def _InOrder(layers: Mapping[str, Any], inputs: Sequence[keras_config.Reference]) -> list[_Call]:
   """All calls, each after those that make what it takes."""
   waiting = [
-    # A Functional model within a model was called once before, when it was made.
-    _Call(name, i + keras_config.IsFunctional(layer), arguments)
+    _Call(name, i, arguments)
     for name, layer in layers.items()
     for i, arguments in enumerate(layer['inbound_nodes'])
   ]
@@ -127,12 +138,12 @@ def _MakePiece(
     'name': 'model',
     'trainable': True,
     'layers': sources + [copy.deepcopy(layers[name]) for name in names],
-    # A single one is not in a list, or Keras's symbolic call returns a list.
     'input_layers': _OneOrMore([[f'input_{i}', 0, 0] for i in range(len(inputs))]),
-    'output_layers': _OneOrMore([list(r) for r in leaving]),
   }
   new = {r: (f'input_{i}', 0, 0) for i, r in enumerate(entering)}
   keras_config.MapReferences(graph, lambda r: new.get(r, r))
+  outputs = [[name, index + _Made(layers[name]), i] for name, index, i in leaving]
+  graph['output_layers'] = _OneOrMore(outputs)
   config = {'module': 'keras', 'class_name': _MODEL, 'config': graph, 'registered_name': None}
   return Piece(config, inputs, names, last.name)
 
@@ -165,6 +176,7 @@ def InputLayer(spec: keras_config.KerasInput, name: str) -> dict[str, Any]:
 
 
 def _OneOrMore(values: list[Any]) -> Any:
+  # Keras's symbolic call would return a list for a list of one.
   return values[0] if len(values) == 1 else values
 
 
