@@ -66,7 +66,8 @@ def LoadWeights(
 
   Args:
     layers: a list with the KerasLayers of which `Cut` made the Params, in order, as `stack.layers`;
-      other layers among them are passed over. They must have variables.
+      other layers among them are passed over. Or a list with one KerasLayer for the whole model.
+      They must have variables.
     model: the model, or one that was made in the same way.
     inputs: as given to `Cut`.
     after: as given to `Cut`.
@@ -74,7 +75,7 @@ def LoadWeights(
   Raises:
     ValueError: the layers are not those of the model; nothing was set.
   """
-  for ours, theirs in _Pairs(layers, _Cells(model, inputs, after)):
+  for ours, theirs in _Pairs(layers, model, inputs, after):
     ours.assign(tf.cast(tf.convert_to_tensor(theirs.value), ours.dtype))
 
 
@@ -86,7 +87,7 @@ def SaveWeights(
   after: Collection[str] = (),
 ) -> None:
   """The opposite of `LoadWeights`: sets the weights of the model."""
-  for ours, theirs in _Pairs(layers, _Cells(model, inputs, after)):
+  for ours, theirs in _Pairs(layers, model, inputs, after):
     theirs.assign(ours.numpy())
 
 
@@ -202,9 +203,19 @@ def _Opened(layer: Any, inputs: tuple[keras_config.KerasInput, ...]) -> list[_Pa
 # ---- weights -------------------------------------------------------------------------------------
 
 
-def _Pairs(layers: Sequence[Any], cells: Sequence[_Cell]) -> list[tuple[tf.Variable, Any]]:
+def _Pairs(
+  layers: Sequence[Any],
+  model: Any,
+  inputs: Sequence[keras_config.KerasInput],
+  after: Collection[str],
+) -> list[tuple[tf.Variable, Any]]:
   """(variable of ours, variable of Keras's) for each weight."""
   own = [layer for layer in layers if isinstance(layer, keras_layer.KerasLayer)]
+  if len(own) == 1 and isinstance(model, keras.layers.Layer):
+    (layer,) = own
+    if layer.params.config == keras_layer.KerasLayer.FromKeras(model, inputs).config:
+      return _InOrder(layer, layer.template.cell.inner, model)
+  cells = _Cells(model, inputs, after)
   if len(own) != len(cells):
     raise ValueError(
       f'the model is cut into {len(cells)} KerasLayers, but {len(own)} are given; '
@@ -214,7 +225,6 @@ def _Pairs(layers: Sequence[Any], cells: Sequence[_Cell]) -> list[tuple[tf.Varia
   for layer, (params, parts) in zip(own, cells, strict=True):
     if layer.params.config != params.config:
       raise ValueError(f'{layer.path} is not {parts[-1].piece.last}, which the model has there')
-    key_of = {id(v): key for key, v in layer.template.keys.items()}
     inner = layer.template.cell.inner
     for part, target in zip(parts, inner.layers if len(parts) > 1 else [inner], strict=True):
       targets = [target]
@@ -224,9 +234,19 @@ def _Pairs(layers: Sequence[Any], cells: Sequence[_Cell]) -> list[tuple[tf.Varia
         by_name = {child.name: child for child in target.layers}
         targets = [by_name.get(name) for name in names]
       for made, source in zip(targets, part.layers, strict=True):
-        if source is None:  # An operation, without weights.
-          continue
-        weights = [w for w in made.weights if id(w) in key_of]
-        for w, theirs in zip(weights, source.weights, strict=True):
-          pairs.append((layer.VariableOf(key_of[id(w)]), theirs))
+        if source is not None:  # None is an operation, without weights.
+          pairs += _InOrder(layer, made, source)
   return pairs
+
+
+def _InOrder(layer: keras_layer.KerasLayer, made: Any, source: Any) -> list[tuple[Any, Any]]:
+  """The pairs of one Keras layer: `made` from the same configuration as `source`."""
+  key_of = {id(v): key for key, v in layer.template.keys.items()}
+  ours = [layer.VariableOf(key_of[id(w)]) for w in made.weights if id(w) in key_of]
+  if [v.shape for v in ours] != [w.shape for w in source.weights]:
+    raise ValueError(
+      f'{layer.path}: the weights of the Keras layer {source.name} are of shapes '
+      f'{[tuple(w.shape) for w in source.weights]}, expected {[tuple(v.shape) for v in ours]}; '
+      'is it built?'
+    )
+  return list(zip(ours, source.weights, strict=True))

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -19,7 +19,7 @@ from lingvo_gpipe import (
   nested_map,
   weight_params,
 )
-from lingvo_gpipe.layers import keras_build, keras_config
+from lingvo_gpipe.layers import keras_build, keras_config, keras_norm
 
 
 class KerasLayer(base_layer.BaseLayer):
@@ -157,8 +157,12 @@ class KerasLayer(base_layer.BaseLayer):
           f'variable {key!r}, which a pipeline would not update; only the BatchNormalizations '
           'that its configuration names are converted'
         )
-    if not context.do_eval:
-      self._AddSums(new_state)
+    sums = {
+      f'{name}_{i}': new_state[index]
+      for i, norm in enumerate(template.norms)
+      for name, index in norm.sums.items()
+    }
+    context.AddSums(self, sums)
     if losses:
       total = tf.add_n([tf.reduce_sum(tf.cast(loss, self.params.dtype)) for loss in losses])
       context.AddAuxLoss(self, total, name='keras_losses')
@@ -187,8 +191,20 @@ class KerasLayer(base_layer.BaseLayer):
     )
     return tf.cast(bits, variable.dtype)
 
-  def _AddSums(self, state: Sequence[tf.Tensor]) -> None:
-    del state
+  def StateFromSums(
+    self, state: nested_map.NestedMap, sums: nested_map.NestedMap
+  ) -> Mapping[str, tf.Tensor]:
+    """The moving averages of the BatchNormalizations after a mini-batch."""
+    new = {}
+    for i, norm in enumerate(self._template.norms):
+      mean, variance = self._name_of[norm.mean], self._name_of[norm.variance]
+      new[mean], new[variance] = keras_norm.MovingAverages(
+        state[mean],
+        state[variance],
+        norm.momentum,
+        {name: sums[f'{name}_{i}'] for name in norm.sums},
+      )
+    return new
 
   def _CheckMasks(self, outputs: Any) -> None:
     if self.params.drop_mask:

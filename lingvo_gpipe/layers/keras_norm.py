@@ -4,15 +4,15 @@
 A pipelined training step sees a mini-batch in pieces, forward and again in the recomputation.
 `MicroBatchNormalization` normalises by the micro-batch, leaves the moving averages alone, and
 hands (count, sum, sum of squares) out as values of three more variables, which is how a Keras
-layer hands state out of `stateless_call`. `KerasLayer` reports them; the moving averages are
-updated once a mini-batch.
+layer hands state out of `stateless_call`. `KerasLayer` reports them, and the moving averages follow
+once a mini-batch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
@@ -38,9 +38,9 @@ class MicroBatchNormalization(keras.layers.BatchNormalization):
   """BatchNormalization that reports its sums instead of updating its moving averages.
 
   Attributes:
-    batch_sums: {'count', 'sum', 'sum_squares': Keras variable}. A training call adds to them: the
-      number of values a channel was normalised over (a scalar), their sum and the sum of their
-      squares, [channels] each. They are given as zeros.
+    batch_sums: {'count', 'sum', 'sum_squares': Keras variable of float64}. A training call adds to
+      them: how many values of a channel it was normalised by (a scalar), their sum and the sum of
+      their squares, [channels] each. They are to be given as zeros.
   """
 
   def build(self, input_shape: Any) -> None:
@@ -49,7 +49,12 @@ class MicroBatchNormalization(keras.layers.BatchNormalization):
     channels = self.moving_mean.shape
     self.batch_sums = {
       name: self.add_weight(
-        shape=shape, name=f'batch_{name}', initializer='zeros', trainable=False, autocast=False
+        shape=shape,
+        name=f'batch_{name}',
+        dtype='float64',
+        initializer='zeros',
+        trainable=False,
+        autocast=False,
       )
       for name, shape in (('count', ()), ('sum', channels), ('sum_squares', channels))
     }
@@ -81,14 +86,12 @@ class MicroBatchNormalization(keras.layers.BatchNormalization):
       mean = tf.reduce_sum(x * ones, axes) / divisor
       shape = [x.shape[axis] if i == axis else 1 for i in range(rank)]
       variance = tf.reduce_sum(tf.square(x - tf.reshape(mean, shape)) * ones, axes) / divisor
-    sums = {
-      'count': count,
-      'sum': mean * count,
-      'sum_squares': (variance + tf.square(mean)) * count,
-    }
+    n, m, v = (tf.cast(tf.stop_gradient(value), tf.float64) for value in (count, mean, variance))
+    # From accurate moments: squares of float32 values, summed up as such, would lose digits.
+    sums = {'count': n, 'sum': n * m, 'sum_squares': n * (v + tf.square(m))}
     for name, variable in self.batch_sums.items():
       # The layer may be called several times.
-      variable.assign(variable + tf.cast(tf.stop_gradient(sums[name]), variable.dtype))
+      variable.assign_add(sums[name])
     outputs = keras.ops.batch_normalization(
       x=x,
       mean=mean,
@@ -99,6 +102,29 @@ class MicroBatchNormalization(keras.layers.BatchNormalization):
       epsilon=self.epsilon,
     )
     return tf.cast(outputs, self.compute_dtype)
+
+
+def MovingAverages(
+  mean: tf.Tensor, variance: tf.Tensor, momentum: float, sums: Mapping[str, tf.Tensor]
+) -> tuple[tf.Tensor, tf.Tensor]:
+  """The moving mean and variance, [channels], after a mini-batch.
+
+  Args:
+    mean: the moving mean before.
+    variance: the moving variance before.
+    momentum: how much of them stays.
+    sums: the `batch_sums` of all micro-batches together. Where the count is 0 nothing changes.
+  """
+  batch_mean = tf.math.divide_no_nan(sums['sum'], sums['count'])
+  batch_variance = tf.math.divide_no_nan(sums['sum_squares'], sums['count'])
+  batch_variance = tf.maximum(batch_variance - tf.square(batch_mean), 0)
+  rate = tf.where(sums['count'] > 0, tf.constant(1 - momentum, tf.float64), 0)
+
+  def Moved(old: tf.Tensor, new: tf.Tensor) -> tf.Tensor:
+    wide = tf.cast(old, tf.float64)
+    return tf.cast(wide + (new - wide) * rate, old.dtype)
+
+  return Moved(mean, batch_mean), Moved(variance, batch_variance)
 
 
 def Convert(config: Any, path: str) -> Any:

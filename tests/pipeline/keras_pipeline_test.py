@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keras models in a pipeline: the same losses, gradients and masks as one device, and as Keras."""
+
+import sys
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_gpipe.layers import keras_cut
+from tests import pipeline_training as training
+
+LAYERS = keras.layers
+BATCH, STEP = 7, training.STEP
+
+
+def _Convolutions(dropout=0.3, norm=True):
+  net = keras.Sequential([keras.Input([8, 8, 3])])
+  for filters in (4, 6):
+    net.add(LAYERS.Conv2D(filters, 3, kernel_regularizer=keras.regularizers.L2(0.01)))
+    if norm:
+      net.add(LAYERS.BatchNormalization(momentum=0.9))
+    net.add(LAYERS.ReLU())
+    if dropout:
+      net.add(LAYERS.Dropout(dropout))
+  net.add(LAYERS.GlobalAveragePooling2D())
+  net.add(LAYERS.Dense(5))
+  return net
+
+
+def _Images(size=8, dtype=tf.float64):
+  x = np.random.default_rng(3).standard_normal([BATCH, size, size, 3])
+  return (tf.constant(x, dtype),), training.ExampleWeights(BATCH, dtype)
+
+
+@pytest.fixture(scope='module')
+def expected():
+  sub = keras_cut.Cut(_Convolutions())
+  return training.Reference(sub, 3, *_Images())
+
+
+@pytest.mark.parametrize(
+  'options',
+  [
+    {'num_stages': 2, 'schedule': 'gpipe'},
+    {'num_stages': 3, 'schedule': '1f1b', 'remat_policy': 'layer'},
+    {'num_stages': 2, 'schedule': '1f1b_fused', 'remat_policy': 'except_last'},
+    {'num_stages': 2, 'schedule': 'zb_h1', 'remat_policy': 'none'},
+  ],
+  ids=lambda o: '-'.join(map(str, o.values())),
+)
+def testSequentialEqualsItselfOnOneDevice(options, expected):
+  stack = training.MakeStack(keras_cut.Cut(_Convolutions()), num_micro_batches=3, **options)
+  actual = training.Train(stack, *_Images())
+  training.CheckEqual(actual, expected)
+  assert len(expected[0]) == 3  # The loss, and a regularizer of each convolution.
+  assert not any('seed' in path for path in stack.VariablesByPath())
+
+
+def testMasksDifferBetweenSteps(expected):
+  sub = keras_cut.Cut(_Convolutions())
+  other = training.Reference(sub, 3, *_Images(), step=STEP + 1)
+  training.CheckAnyDiffers(other[1], expected[1])
+
+
+def testXlaWithDropoutInMixedPrecision():
+  """Float draws of masks may differ between XLA and TensorFlow, but not between two cuts."""
+  net = keras.Sequential([keras.Input([8]), LAYERS.Dense(6), LAYERS.Dropout(0.5)])
+  sub = keras_cut.Cut(net) + keras_cut.Cut(keras.Sequential([keras.Input([6]), LAYERS.Dense(6)]))
+  x = tf.constant(np.random.default_rng(3).standard_normal([BATCH, 8]), tf.float32)
+  results = []
+  for num_stages in (1, 2):
+    stack = training.MakeStack(
+      sub,
+      num_micro_batches=2,
+      num_stages=num_stages,
+      xla=True,
+      dtype=tf.float32,
+      fprop_dtype=tf.bfloat16,
+    )
+    side = training.ExampleWeights(BATCH, tf.float32)
+    results.append(training.Train(stack, (x,), side))
+    assert {v.dtype for v in stack.variables} == {tf.float32}
+  training.CheckEqual(*results, bound=1e-5)
+
+
+def testEqualsKerasWithoutDropoutAndNorm():
+  """One mini-batch in three pieces, and what Keras makes of it in one."""
+  net = _Convolutions(dropout=0, norm=False)
+  stack = training.MakeStack(
+    keras_cut.Cut(net), num_micro_batches=3, num_stages=2, dtype=tf.float32
+  )
+  images, side = _Images(dtype=tf.float32)
+  stack.Place(training.Devices(), *training.Specs(images), loss_fn=training.SquareLoss)
+  keras_cut.LoadWeights(stack.layers, net)
+  np.testing.assert_allclose(stack.Predict(*images), net(images[0]), rtol=1e-5, atol=1e-6)
+
+  sums = training.StepFunction(stack)(images, side, tf.constant(STEP, tf.int64))
+  total = tf.reduce_sum(side)
+  with tf.GradientTape() as tape:
+    metrics = training.SquareLoss(None, (net(images[0], training=True),), side)
+    loss = metrics['loss'][0] + tf.add_n(net.losses)
+  expected = tape.gradient(loss, [v.value for v in net.trainable_weights])
+  objective = sum(float(pair[0]) for pair in sums.values())
+  np.testing.assert_allclose(objective / total, loss, rtol=1e-5)
+  grads = training.Gradients(stack)
+  paths = [path for path, v in stack.VariablesByPath().items() if v.trainable]
+  assert len(grads) == len(expected) == 6
+  for path, want in zip(paths, expected, strict=True):
+    error = np.abs(grads[path] / total - want).max()
+    assert error <= 1e-5 * max(np.linalg.norm(want), 1e-3), path
+
+
+def testApplicationNobodyHereWrote():
+  """MobileNetV2: depthwise convolutions, residuals, 52 BatchNormalizations."""
+  net = keras.applications.MobileNetV2(
+    input_shape=(32, 32, 3), alpha=0.35, weights=None, classes=4, classifier_activation=None
+  )
+  names = {layer.name for layer in net.layers}
+  ends = [(f'block_{i}_add', f'block_{i}_project_BN') for i in range(1, 17)]
+  sub = keras_cut.Cut(net, after=[add if add in names else norm for add, norm in ends])
+  assert len(sub) == 17
+  images, side = _Images(32)
+  expected = training.Reference(sub, 2, images, side)
+  stack = training.MakeStack(sub, num_micro_batches=2, num_stages=3)
+  training.CheckEqual(training.Train(stack, images, side), expected)
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))
