@@ -17,7 +17,8 @@ README = ROOT / 'README.md'
 OWN_LOOP = ROOT / 'docs' / 'own_loop.md'
 LINGVO_USERS = ROOT / 'docs' / 'lingvo_users.md'
 ARCHITECTURE = ROOT / 'docs' / 'architecture.md'
-DOCS = [README, OWN_LOOP, LINGVO_USERS, ARCHITECTURE]
+KERAS = ROOT / 'docs' / 'keras.md'
+DOCS = [README, OWN_LOOP, LINGVO_USERS, ARCHITECTURE, KERAS]
 MAX_LINES = {README: 160, ARCHITECTURE: 160}
 
 TIMEOUT = 150
@@ -99,6 +100,15 @@ def testLingvoUsersLayerRuns(environment, tmp_path):
   (program,) = _Blocks(LINGVO_USERS, 'python')
   lines = _RunProgram(program, environment, tmp_path).splitlines()
   assert lines[-2:] == ['(2, 3)', "['tanh.w', 'tanh.gain']"]
+
+
+def testKerasModelTrainsAndGetsItsWeightsBack(environment, tmp_path):
+  (program,) = _Blocks(KERAS, 'python')
+  output = _RunProgram(program, environment, tmp_path)
+  losses = [float(x) for x in re.findall(r'loss (\S+)', output)]
+  assert len(losses) == 20
+  assert losses[-1] < losses[0] / 2, output
+  assert float(output.split()[-1]) <= MAX_DIFFERENCE
 
 
 def testReadmeExperimentTrainsInADirectoryOfItsOwn(environment, tmp_path):

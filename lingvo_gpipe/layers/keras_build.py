@@ -222,9 +222,7 @@ def InitialValues(source: KerasSource, seed: int, path: str) -> dict[str, tf.Ten
 def _Make(source: KerasSource, seed: int, path: str) -> tuple[_Cell, list[Any], Any]:
   """The layer, built, in a cell; its BatchNormalizations; its symbolic outputs."""
   policy = keras.DTypePolicy(source.policy)
-  config = keras_norm.Convert(
-    keras_config.WithPolicy(json.loads(source.config), policy), path
-  )
+  config = keras_norm.Convert(keras_config.WithPolicy(json.loads(source.config), policy), path)
 
   def Symbol(spec: keras_config.KerasInput) -> keras.KerasTensor:
     dtype = tf.as_dtype(spec.dtype)
@@ -249,4 +247,6 @@ def _Make(source: KerasSource, seed: int, path: str) -> tuple[_Cell, list[Any], 
 
 
 def _MapInputs(fn: Any, spec: Any) -> Any:
-  return fn(spec) if isinstance(spec, keras_config.KerasInput) else [_MapInputs(fn, s) for s in spec]
+  return (
+    fn(spec) if isinstance(spec, keras_config.KerasInput) else [_MapInputs(fn, s) for s in spec]
+  )

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keras models as lists of `KerasLayer`s, and their weights to and fro.
 
-    model = keras.applications.MobileNetV2(weights=None)
-    p = pipelining_layer.PipeliningLayer.Params().Set(name='net', sub=keras_cut.Cut(model))
-    ...
-    keras_cut.LoadWeights(stack.layers, model)
+model = keras.applications.MobileNetV2(weights=None)
+p = pipelining_layer.PipeliningLayer.Params().Set(name='net', sub=keras_cut.Cut(model))
+...
+keras_cut.LoadWeights(stack.layers, model)
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def _MakeCell(parts: list[_Part], policy: str) -> _Cell:
   pieces = [part.piece for part in parts]
   config = pieces[0].config
   if len(pieces) > 1:
-    config = keras_graph.Sequence(pieces)
+    config = keras_graph.Joined(pieces)
   params = keras_layer.KerasLayer.FromConfig(config, pieces[0].inputs, policy)
   params.custom_objects = keras_layer.CustomObjects([x for part in parts for x in part.layers])
   name = re.sub(r'\W', '_', pieces[-1].last).strip('_').lower()

@@ -148,7 +148,7 @@ def _MakePiece(
   return Piece(config, inputs, names, last.name)
 
 
-def Sequence(pieces: Sequence[Piece]) -> dict[str, Any]:
+def Joined(pieces: Sequence[Piece]) -> dict[str, Any]:
   """Consecutive pieces as one serialised Sequential model.
 
   Raises:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -95,9 +96,7 @@ class KerasLayer(base_layer.BaseLayer):
     for key, v in self._template.keys.items():
       name = f'{key}_' if hasattr(type(self), key) else key
       self._name_of[key] = name
-      init = weight_params.WeightInit.CustomVarInit(
-        lambda shape, dtype, seed, key=key: self._InitialValue(key)
-      )
+      init = weight_params.WeightInit.CustomVarInit(functools.partial(self._InitialValue, key))
       self.CreateVariable(
         name, weight_params.WeightParams(v.shape, init, v.dtype), trainable=v.trainable
       )
@@ -116,7 +115,7 @@ class KerasLayer(base_layer.BaseLayer):
     super().InstantiateVariables(device)
     self._initial = {}
 
-  def _InitialValue(self, key: str) -> tf.Tensor:
+  def _InitialValue(self, key: str, *unused_args: Any) -> tf.Tensor:
     if not self._initial:
       seed = weight_params.Hash64(self.params.random_seed, self.path)
       self._initial = keras_build.InitialValues(self._source, seed, self.path)

@@ -11,6 +11,7 @@ import math
 import pkgutil
 import sys
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -21,6 +22,8 @@ from lingvo_gpipe.layers import (
   batch_norm,
   dropout,
   embedding,
+  keras_config,
+  keras_layer,
   linear,
   norm,
   sequential,
@@ -39,6 +42,17 @@ ATTENTION = {'input_dim': DIM, 'num_heads': 2, 'atten_dropout_prob': 0.1}
 ATTENTION_BLOCK = {'input_dim': DIM, 'num_heads': 2, 'residual_dropout_prob': 0.1}
 FEED_FORWARD = {'input_dim': DIM, 'hidden_dim': 12, 'residual_dropout_prob': 0.1}
 BLOCK = {**ATTENTION_BLOCK, **FEED_FORWARD}
+KERAS_BLOCK = keras_config.Canonical(
+  keras.saving.serialize_keras_object(
+    keras.Sequential(
+      [
+        keras.layers.Dense(5, activation='tanh', kernel_regularizer='l2'),
+        keras.layers.BatchNormalization(),
+      ]
+    )
+  ),
+  'float32',
+)
 
 CATALOGUE = [
   (linear.LinearLayer, {'input_dim': DIM, 'output_dim': 5}, [X]),
@@ -52,6 +66,11 @@ CATALOGUE = [
   (norm.LayerNorm, {'input_dim': DIM}, [X, PADDINGS]),
   (batch_norm.BatchNormLayer, {'dim': DIM}, [X]),
   (batch_norm.BatchNormLayer, {'dim': DIM, 'decay': None, 'center': False}, [X, PADDINGS]),
+  (
+    keras_layer.KerasLayer,
+    {'config': KERAS_BLOCK, 'inputs': [keras_config.KerasInput((None, TIME, DIM))]},
+    [X],
+  ),
   (dropout.DropoutLayer, {'keep_prob': 0.8}, [X]),
   (dropout.DropoutLayer, {'keep_prob': 0.8, 'noise_shape_broadcast_dims': [1]}, [X, PADDINGS]),
   (embedding.EmbeddingLayer, {'vocab_size': 5, 'embedding_dim': DIM}, [IDS, PADDINGS]),

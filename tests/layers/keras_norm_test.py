@@ -76,7 +76,8 @@ def testOneMicroBatchEqualsKeras(options):
   np.testing.assert_allclose(actual, y, atol=1e-5)
   for a, b in zip(got, want, strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * np.abs(b).max())
-  changed = [np.abs(w.numpy() - b).max() > 0.01 for w, b in zip(net.weights[-2:], before[-2:])]
+  pairs = zip(net.weights[-2:], before[-2:], strict=True)
+  changed = [np.abs(w.numpy() - b).max() > 0.01 for w, b in pairs]
   assert changed == [net.layers[0].trainable] * 2
   for ours, theirs in zip(layer.variables, net.weights, strict=True):
     np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
@@ -112,7 +113,9 @@ def testMaskedPositionsDoNotCount():
   table = layer.variables[0].numpy()
   _Train(layer, tf.split(ids, 4))
   kept = table[[1, 2, 3, 4, 1, 2]]
-  np.testing.assert_allclose(layer.VariableOf('batch_normalization_moving_mean'), 0.5 * kept.mean(0), rtol=1e-5)
+  np.testing.assert_allclose(
+    layer.VariableOf('batch_normalization_moving_mean'), 0.5 * kept.mean(0), rtol=1e-5
+  )
   np.testing.assert_allclose(
     layer.VariableOf('batch_normalization_moving_variance'), 0.5 + 0.5 * kept.var(0), rtol=1e-5
   )

@@ -12,7 +12,6 @@ from lingvo_gpipe.layers import keras_cut
 from tests import pipeline_training as training
 
 LAYERS = keras.layers
-BATCH, STEP = 7, training.STEP
 
 
 def _Convolutions(dropout=0.3, norm=True):
@@ -29,15 +28,31 @@ def _Convolutions(dropout=0.3, norm=True):
   return net
 
 
-def _Images(size=8, dtype=tf.float64):
-  x = np.random.default_rng(3).standard_normal([BATCH, size, size, 3])
-  return (tf.constant(x, dtype),), training.ExampleWeights(BATCH, dtype)
+def _Images(batch=6, size=8, dtype=tf.float64):
+  x = np.random.default_rng(3).standard_normal([batch, size, size, 3])
+  return (tf.constant(x, dtype),), training.ExampleWeights(batch, dtype)
+
+
+def _Step(stack, images, side):
+  """(sums, gradients) of one training step."""
+  stack.Place(training.Devices(), *training.Specs(images), loss_fn=training.SquareLoss)
+  sums = training.StepFunction(stack)(images, side, tf.constant(training.STEP, tf.int64))
+  return {name: value.numpy() for name, value in sums.items()}, training.Gradients(stack)
+
+
+def _CheckState(stack, expected):
+  state = training.State(stack)
+  assert state.keys() == expected.keys()
+  for path, value in expected.items():
+    np.testing.assert_allclose(state[path], value, rtol=1e-9, atol=1e-12, err_msg=path)
 
 
 @pytest.fixture(scope='module')
 def expected():
+  """(sums, gradients) and state of one device."""
+  state = {}
   sub = keras_cut.Cut(_Convolutions())
-  return training.Reference(sub, 3, *_Images())
+  return training.Reference(sub, 3, *_Images(), state=state), state
 
 
 @pytest.mark.parametrize(
@@ -52,23 +67,23 @@ def expected():
 )
 def testSequentialEqualsItselfOnOneDevice(options, expected):
   stack = training.MakeStack(keras_cut.Cut(_Convolutions()), num_micro_batches=3, **options)
-  actual = training.Train(stack, *_Images())
-  training.CheckEqual(actual, expected)
-  assert len(expected[0]) == 3  # The loss, and a regularizer of each convolution.
-  assert not any('seed' in path for path in stack.VariablesByPath())
+  training.CheckEqual(_Step(stack, *_Images()), expected[0])
+  _CheckState(stack, expected[1])
+  assert len(expected[0][0]) == 3  # The loss, and a regularizer of each convolution.
+  assert len(expected[1]) == 4  # No state of a seed generator.
 
 
 def testMasksDifferBetweenSteps(expected):
   sub = keras_cut.Cut(_Convolutions())
-  other = training.Reference(sub, 3, *_Images(), step=STEP + 1)
-  training.CheckAnyDiffers(other[1], expected[1])
+  other = training.Reference(sub, 3, *_Images(), step=training.STEP + 1)
+  training.CheckAnyDiffers(other[1], expected[0][1])
 
 
 def testXlaWithDropoutInMixedPrecision():
   """Float draws of masks may differ between XLA and TensorFlow, but not between two cuts."""
   net = keras.Sequential([keras.Input([8]), LAYERS.Dense(6), LAYERS.Dropout(0.5)])
   sub = keras_cut.Cut(net) + keras_cut.Cut(keras.Sequential([keras.Input([6]), LAYERS.Dense(6)]))
-  x = tf.constant(np.random.default_rng(3).standard_normal([BATCH, 8]), tf.float32)
+  x = tf.constant(np.random.default_rng(3).standard_normal([4, 8]), tf.float32)
   results = []
   for num_stages in (1, 2):
     stack = training.MakeStack(
@@ -79,7 +94,7 @@ def testXlaWithDropoutInMixedPrecision():
       dtype=tf.float32,
       fprop_dtype=tf.bfloat16,
     )
-    side = training.ExampleWeights(BATCH, tf.float32)
+    side = training.ExampleWeights(4, tf.float32)
     results.append(training.Train(stack, (x,), side))
     assert {v.dtype for v in stack.variables} == {tf.float32}
   training.CheckEqual(*results, bound=1e-5)
@@ -91,12 +106,12 @@ def testEqualsKerasWithoutDropoutAndNorm():
   stack = training.MakeStack(
     keras_cut.Cut(net), num_micro_batches=3, num_stages=2, dtype=tf.float32
   )
-  images, side = _Images(dtype=tf.float32)
+  images, side = _Images(batch=7, dtype=tf.float32)
   stack.Place(training.Devices(), *training.Specs(images), loss_fn=training.SquareLoss)
   keras_cut.LoadWeights(stack.layers, net)
   np.testing.assert_allclose(stack.Predict(*images), net(images[0]), rtol=1e-5, atol=1e-6)
 
-  sums = training.StepFunction(stack)(images, side, tf.constant(STEP, tf.int64))
+  sums = training.StepFunction(stack)(images, side, tf.constant(training.STEP, tf.int64))
   total = tf.reduce_sum(side)
   with tf.GradientTape() as tape:
     metrics = training.SquareLoss(None, (net(images[0], training=True),), side)
@@ -121,10 +136,13 @@ def testApplicationNobodyHereWrote():
   ends = [(f'block_{i}_add', f'block_{i}_project_BN') for i in range(1, 17)]
   sub = keras_cut.Cut(net, after=[add if add in names else norm for add, norm in ends])
   assert len(sub) == 17
-  images, side = _Images(32)
-  expected = training.Reference(sub, 2, images, side)
+  images, side = _Images(batch=4, size=32)
+  state = {}
+  expected = training.Reference(sub, 2, images, side, state=state)
   stack = training.MakeStack(sub, num_micro_batches=2, num_stages=3)
-  training.CheckEqual(training.Train(stack, images, side), expected)
+  training.CheckEqual(_Step(stack, images, side), expected)
+  _CheckState(stack, state)
+  assert len(state) == 104
 
 
 if __name__ == '__main__':
