@@ -189,6 +189,7 @@ class TrainProgram:
     writer = summaries.SummaryWriter(os.path.join(self._logdir, 'train'))
     saved_step, saved_time = step, time.monotonic()
     batches: list[nested_map.NestedMap] = []  # Of the update under way.
+    first_step, start = step + 1, time.monotonic()
     try:
       for batch in self._input.Dataset(start=consumed):
         values = self._runner.TrainStep(batch)
@@ -196,6 +197,10 @@ class TrainProgram:
         if values is None:
           continue
         step += 1
+        if step == first_step:
+          trace = self._runner.trace_seconds
+          rest = time.monotonic() - start - trace
+          shown.Print(f'traced in {trace:.1f} s; compiled and ran the first step in {rest:.1f} s')
         if self._check_numerics and not (values['is_finite'] and math.isfinite(values['loss'])):
           raise _NotFinite(f'step {step} is not finite: {self._runner.WhyNotFinite(*batches)}')
         consumed += len(batches) * self._input.params.batch_size
