@@ -162,10 +162,23 @@ class Emission:
     for action in schedule.EmissionOrder():
       if not self._engine.stages[action.stage].HasAction(action.kind):
         continue
+      if self._GivesNothing(action):
+        self._GiveGradient(action.stage, action.micro_batch, [])
+        continue
       s = self._engine.stages[action.stage]
       # The scopes name the action where TensorFlow reports an error, and in profiles.
       with failures.Named(s, str(action), action.micro_batch), tf.name_scope(f'action_{action}'):
         _ACTIONS[action.kind](self, action.stage, action.micro_batch)
+
+  def _GivesNothing(self, action: schedules.Action) -> bool:
+    """Whether it is a backward without any gradient: nothing trained, only integers taken.
+
+    TensorFlow would make a NoOp of its call, with the mark that XLA has to run it.
+    """
+    if action.kind not in (schedules.Kind.BACKWARD, schedules.Kind.INPUT_GRADIENT):
+      return False
+    x = self.x[action.stage, action.micro_batch]
+    return not self._engine.stages[action.stage].has_weight_gradient and not stage.FloatLeaves(x)
 
   def _CheckPlacement(self, schedule: schedules.Schedule) -> None:
     devices: dict[int, str] = {}

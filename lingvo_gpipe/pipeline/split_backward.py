@@ -138,8 +138,8 @@ class SplitBackward:
 def _AddWeightGradients(
   cut: vjp.CutVjp, accumulators: Sequence[tf.Variable], dw: list[tf.Tensor]
 ) -> None:
-  with_gradient = [a for a, has in zip(accumulators, cut.has_weight_gradient, strict=True) if has]
-  stage.Accumulate(with_gradient, dw)
+  rest = iter(dw)
+  stage.Accumulate(accumulators, [next(rest) if has else None for has in cut.has_weight_gradient])
 
 
 def _WithNones(nest: Any, flat: Sequence[tf.Tensor]) -> list[Any]:

@@ -346,6 +346,9 @@ def WithOwnLosses(
 
 def Accumulate(accumulators: Sequence[tf.Variable], grads: Sequence[Any]) -> None:
   """Adds gradients, None or slices among them, into accumulators in place."""
+  if accumulators and all(grad is None for grad in grads):
+    # A call that changes nothing would be made a NoOp, but keep the mark that XLA has to run it.
+    accumulators[0].read_value()
   for accumulator, grad in zip(accumulators, grads, strict=True):
     if isinstance(grad, tf.IndexedSlices):
       values = tf.cast(grad.values, accumulator.dtype)

@@ -70,7 +70,7 @@ def _X():
   return tf.constant(np.random.default_rng(4).normal(size=[_BATCH, _DIM]))
 
 
-def _Check(sub, schedule, policy, *inputs, xla=False, splits=None):
+def _Check(sub, schedule, policy, *inputs, xla=False, splits=None, num_micro_batches=2):
   """Each layer a stage of its own, if `splits` says nothing else."""
   inputs = inputs or (_X(),)
   side = pipeline_training.ExampleWeights(_BATCH)
@@ -78,14 +78,14 @@ def _Check(sub, schedule, policy, *inputs, xla=False, splits=None):
   stack = pipeline_training.MakeStack(
     sub,
     num_stages=len(splits),
-    num_micro_batches=2,
+    num_micro_batches=num_micro_batches,
     splits=splits,
     schedule=schedule,
     remat_policy=policy,
     xla=xla,
   )
   actual = pipeline_training.Train(stack, inputs, side)
-  expected = pipeline_training.Reference(sub, 2, inputs, side)
+  expected = pipeline_training.Reference(sub, num_micro_batches, inputs, side)
   pipeline_training.CheckEqual(actual, expected)
 
 
@@ -217,16 +217,35 @@ def testStagesOfIntegersOnly(schedule, policy):
   _Check(sub, schedule, policy, ids)
 
 
-@_each_way
-def testAnIntegerStageBetween(schedule, policy):
-  """What is trained lies before it, but no gradient can pass."""
-  sub = [
+def _IntegersBetween():
+  return [
     _Square(),
     _Without(lambda x: tf.cast(x > 0, tf.int32)),
+    _Without(lambda ids: 1 - ids),
     _With(lambda w, ids: tf.gather(w, ids[:, 0])),
     _Square(),
   ]
-  _Check(sub, schedule, policy)
+
+
+@_each_way
+def testIntegerStagesBetween(schedule, policy):
+  """What is trained lies before them, but no gradient can pass."""
+  _Check(_IntegersBetween(), schedule, policy, splits=[1, 2, 3, 5])
+
+
+@pytest.mark.parametrize(
+  'schedule, policy', [('1f1b', 'stage'), ('1f1b', 'none'), ('zb_h1', 'stage'), ('zb_h1', 'none')]
+)
+def testStagesThatNoGradientReachesCompiledByXla(schedule, policy):
+  """TensorFlow makes a NoOp of a call that gives and changes nothing, which XLA cannot run."""
+  ids = tf.constant(np.random.default_rng(1).integers(0, _DIM, [_BATCH]), tf.int32)
+  table = _With(lambda w, ids: tf.gather(w, ids))
+  to_ids = _With(lambda w, x: tf.argmax(tf.matmul(x, w), -1, tf.int32))
+  unused = _With(lambda w, ids: 2 - ids)
+  none = _Without(lambda ids: (ids + 1) % _DIM)
+  # With three micro-batches every stage but the first has a forward after its first backward.
+  for sub in ([table, to_ids, none, table], [none, unused, table]):
+    _Check(sub, schedule, policy, ids, xla=True, num_micro_batches=5)
 
 
 @_each_way
