@@ -39,7 +39,9 @@ class RandomLayer(base_layer.BaseLayer):
   def Params(cls):
     p = super().Params()
     p.Define('outputs', "('f',)", 'What it returns; see the module.')
-    p.Define('ignore', [], 'Numbers of leaves, of arguments and then skips, that are not looked at.')
+    p.Define(
+      'ignore', [], 'Numbers of leaves, of arguments and then skips, that are not looked at.'
+    )
     p.Define('weights', [], 'Names of its weights: w [DIM, DIM], v [DIM, DIM], b [DIM].')
     p.Define('table', False, 'Whether integers look up rows of a table [VOCAB, DIM].')
     p.Define('fixed', False, 'Whether there is a matrix that is not trainable.')

@@ -141,6 +141,8 @@ class _Maker:
     self._seed = seed
     self._choose = random.Random(seed)
     self._features: set[str] = set()
+    # Float32 between layers allows loose bounds only.
+    self._mixed = self._choose.random() < 0.2
     self._sub: list[Any] = []
     self._args: tuple[Any, ...] = ()
     self._skips: dict[str, Any] = {}
@@ -174,7 +176,8 @@ class _Maker:
   def _Letter(self, letters: str) -> str:
     letter = self._choose.choice(letters)
     if letter == 'h':
-      self._features.add('float32')
+      letter = 'h' if self._mixed else 'f'
+      self._features.update({'float32'} if self._mixed else ())
     if letter == 'p':
       given = _Letters(self._args)
       letter = f'p{self._choose.randrange(len(given))}' if given else 'f'
@@ -227,7 +230,8 @@ class _Maker:
     p.keep_prob = 0.7 if self._Has(0.3, 'dropout') else 1.0
     p.stop = not is_last and self._Has(0.05, 'gradients stop')
     if self._Has(0.2, 'auxiliary losses'):
-      p.aux = {name: round(choose.uniform(0.1, 2.0), 2) for name in ('one', 'two')[: choose.randint(1, 2)]}
+      names = ('one', 'two')[: choose.randint(1, 2)]
+      p.aux = {name: round(choose.uniform(0.1, 2.0), 2) for name in names}
     makes: dict[str, Any] = {}
     for _ in range(choose.choice((0, 0, 1, 1, 2)) if not is_last else 0):
       name = f's{len(self._sub)}_{len(makes)}'
@@ -309,7 +313,8 @@ class _Maker:
     if num_micro_batches % k:
       names = [n for n in names if n != 'interleaved_1f1b']
     name = self._choose.choice(names)
-    self._features.add(name)
+    if stages > 1 and num_micro_batches > 1:
+      self._features.add(name)
     return name
 
   def _SkipFeatures(self, ends: list[int]) -> None:
@@ -352,7 +357,7 @@ class _Maker:
     choose = self._choose
     owned = [path for path in weights if path not in {tied for tied, _ in ties}]
     layers = sorted({int(path[len('layers[') : path.index(']')]) for path in owned})
-    ways = ('none', 'none', 'first', 'last', 'layer', 'some', 'all but one')
+    ways = ('none', 'none', 'none', 'none', 'first', 'last', 'layer', 'some', 'all but one')
     way = choose.choice(ways)
     if way != 'none':
       self._features.add(f'frozen: {way}')
@@ -399,7 +404,9 @@ class _Maker:
     labels = values.integers(1, 5, [size])
     shape = [1, size] if self._batch_dim else [size]
     return nested_map.NestedMap(
-      weights=tf.constant(weights.reshape(shape)), labels=tf.constant(labels.reshape(shape)), none=None
+      weights=tf.constant(weights.reshape(shape)),
+      labels=tf.constant(labels.reshape(shape)),
+      none=None,
     )
 
   def Make(self, options: dict[str, Any]) -> RandomPipeline:
@@ -430,7 +437,8 @@ class _Maker:
     if isinstance(schedule, schedules.Schedule) or schedule == 'interleaved_1f1b':
       m = micro_batches  # A number of their own is asked for.
     ties = self._Ties(weights)
-    self._features.add(policy)
+    if cut['num_stages'] > 1 and micro_batches > 1:
+      self._features.add(policy)
     return RandomPipeline(
       seed=self._seed,
       sub=self._sub,
