@@ -15,6 +15,7 @@ from lingvo_gpipe import base_layer, fprop_context, nested_map, runner, weight_p
 from lingvo_gpipe.layers import dropout, embedding, linear, norm, transformer
 from lingvo_gpipe.pipeline import pipelining_layer
 from tasks.lm import model as lm_model
+from tests import pipeline_training
 
 _BATCH, _TIME, _DIM, _VOCAB = 8, 5, 8, 11
 _SEED, _STEP = 5, 7
@@ -286,6 +287,29 @@ def testEqualStagesShareOneTrace():
       np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
+@pytest.mark.parametrize('schedule, policy', [('gpipe', 'stage'), ('zb_h1', 'none')])
+@pytest.mark.parametrize('batch_size, num_compilations', [(7, 2), (8, 1)])
+def testAtMostTwoCompilationsAStage(schedule, policy, batch_size, num_compilations):
+  """7 into 4 is 2, 2, 2, 1; XLA compiles each trace of a function once on its stage's device."""
+  square = linear.ProjectionLayer.Params().Set(input_dim=2, output_dim=2, activation='TANH')
+  options = {'splits': [1, 2], 'schedule': schedule, 'remat_policy': policy}
+  stack = pipeline_training.MakeStack(
+    [square, square], num_stages=2, num_micro_batches=4, xla=True, **options
+  )
+  side = pipeline_training.ExampleWeights(batch_size)
+  pipeline_training.Train(stack, (tf.ones([batch_size, 2], tf.float64),), side)
+  counts = set()
+  for s in stack.engine.stages:
+    for functions in (
+      stack.engine.Functions(s, do_eval=False, with_loss=True),
+      stack.engine.SplitFunctions(s, with_loss=True),
+    ):
+      for name, function in vars(functions).items():
+        if not name.startswith('_') and hasattr(function, 'experimental_get_tracing_count'):
+          counts.add(function.experimental_get_tracing_count())
+  assert counts == {0, num_compilations}  # Some are of other policies.
+
+
 class _Scale(base_layer.BaseLayer):
   """fn(x), whatever function the Params hold."""
 
@@ -313,30 +337,35 @@ def testStagesOfDifferentFunctionsDoNotShareATrace():
 
 
 @functools.cache
-def _Masks(num_stages, num_micro_batches, xla, step=3):
+def _Masks(num_stages, num_micro_batches, xla, step=3, dtype=tf.float32):
   """What four dropout layers in a row leave of ones: [batch, 32], products of four masks."""
   drop = dropout.DropoutLayer.Params().Set(keep_prob=0.9)
   ends = [4 // num_stages * (k + 1) for k in range(num_stages)]
-  stack = _Stack(
-    num_stages, num_micro_batches, sub=[drop] * 4, splits=ends, xla=xla, dtype=tf.float32
-  )
-  stack.Place(_Devices(), tf.TensorSpec([8, 32]))
+  stack = _Stack(num_stages, num_micro_batches, sub=[drop] * 4, splits=ends, xla=xla, dtype=dtype)
+  stack.Place(_Devices(), tf.TensorSpec([8, 32], dtype))
   with fprop_context.Scope(step=step):
-    return stack(tf.ones([8, 32])).numpy()
+    return stack(tf.ones([8, 32], dtype)).numpy() > 0
+
+
+_LATE = 10**7
 
 
 @pytest.mark.parametrize('num_stages, xla', [(1, True), (2, False), (2, True), (4, False)])
-def testMasksDoNotDependOnTheCut(num_stages, xla):
-  np.testing.assert_array_equal(_Masks(num_stages, 4, xla) > 0, _Masks(1, 4, False) > 0)
+@pytest.mark.parametrize('step, dtype', [(3, tf.float32), (_LATE, tf.bfloat16)])
+def testMasksDoNotDependOnTheCut(num_stages, xla, step, dtype):
+  # Nor on the dtype, whose rounding the seeds never see.
+  np.testing.assert_array_equal(_Masks(num_stages, 4, xla, step, dtype), _Masks(1, 4, False, step))
 
 
-def testMasksDifferByLayerMicroBatchAndStep():
-  masks = _Masks(1, 4, False) > 0
+@pytest.mark.parametrize('step, dtype', [(3, tf.float32), (_LATE, tf.bfloat16)])
+def testMasksDifferByLayerMicroBatchAndStep(step, dtype):
+  masks = _Masks(1, 4, False, step, dtype)
   micro_batches = [masks[i : i + 2] for i in range(0, 8, 2)]
+  # Neither is a micro-batch's mask that of another one at another step.
+  micro_batches += [_Masks(1, 4, False, step + 1, dtype)[i : i + 2] for i in range(0, 8, 2)]
   for i, a in enumerate(micro_batches):
     for b in micro_batches[i + 1 :]:
       assert (a != b).any()
-  assert (masks != (_Masks(1, 4, False, step=4) > 0)).any()
   # Four independent masks: 0.9^4 = 0.66 survive, not 0.9; the deviation of the mean is 0.03.
   assert 0.5 < masks.mean() < 0.8
 
