@@ -140,6 +140,12 @@ class PipeliningLayer(base_layer.BaseLayer):
           f'{self.path}: {tied} of shape {a.shape}, {a.dtype.name} cannot be tied to {owner} of '
           f'shape {b.shape}, {b.dtype.name}'
         )
+      if specs[tied][1] != specs[owner][1]:
+        names = (tied, owner) if specs[tied][1] else (owner, tied)
+        raise ValueError(
+          f'{self.path}: {tied} cannot be tied to {owner}: {names[0]} is trainable and {names[1]} '
+          'is not'
+        )
       ties[tied] = owner
     if both := sorted(ties.keys() & set(ties.values())):
       raise ValueError(f'{self.path}: {both[0]} is tied and has others tied to it; name its owner')

@@ -99,7 +99,7 @@ def CheckEvaluation(made):
   theta, bound = theta_fn(), _Bound(made)
   outputs = _PlainOutputs(made, layer, theta, made.inputs, do_eval=True)
   _CheckClose(stack.Predict(*made.inputs), _Single(outputs), bound)
-  sums = stack.engine.Evaluate(stack.SplitBatch(made.inputs), stack.SplitBatch(made.side))
+  sums = pipeline_training.Evaluate(stack, made.inputs, made.side)
   pieces = zip(stack.SplitBatch(outputs), stack.SplitBatch(made.side), strict=True)
   # Auxiliary losses are reported, too; aux_loss_test looks at their values.
   expected = [made.Loss(theta.layers, y, side) for y, side in pieces]

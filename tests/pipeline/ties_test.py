@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe import fprop_context, learner, nested_map, optimizer
+from lingvo_gpipe import (
+  base_layer,
+  fprop_context,
+  learner,
+  nested_map,
+  optimizer,
+  weight_params,
+)
 from lingvo_gpipe.layers import dropout, embedding, linear
 from lingvo_gpipe.pipeline import pipelining_layer
 
@@ -177,6 +184,27 @@ def testOneParamsObjectTwiceIsTwoLayers():
   assert tied.NumParams() == _DIM * _DIM
   with pytest.raises(TypeError, match='expected the Params of a layer in a sequence, got <Linear'):
     _Params(ties=[], sub=[square, first]).Instantiate()
+
+
+class _Constant(base_layer.BaseLayer):
+  """x times a matrix that is not trainable."""
+
+  def __init__(self, params):
+    super().__init__(params)
+    weight = weight_params.WeightParams([_DIM, _DIM])
+    self.CreateVariable('constant', weight, trainable=False)
+
+  def FProp(self, theta, x):
+    return tf.matmul(x, theta.constant)
+
+
+@pytest.mark.parametrize('turned', [False, True])
+def testATrainableWeightIsNotTiedToAConstant(turned):
+  square = linear.ProjectionLayer.Params().Set(input_dim=_DIM, output_dim=_DIM)
+  pair = ['layers[0].w', 'layers[1].constant'][:: -1 if turned else 1]
+  words = r'layers\[0\]\.w is trainable and layers\[1\]\.constant is not'
+  with pytest.raises(ValueError, match=words):
+    _Params(sub=[square, _Constant.Params()], ties=[pair]).Instantiate()
 
 
 def testPredictSeesAUsersUpdate():
