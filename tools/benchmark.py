@@ -21,7 +21,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 # Also where this file was started as a program.
 sys.path[:0] = [str(ROOT)] if str(ROOT) not in sys.path else []
 
-from lingvo_gpipe.pipeline import schedules, simulator  # noqa: E402
+from lingvo_gpipe.pipeline import rematerialisation, schedules  # noqa: E402
 from tools.benchmarking import configuration, report  # noqa: E402
 
 FLAGS = flags.FLAGS
@@ -79,7 +79,7 @@ def Grid() -> list[configuration.Configuration]:
     num_stages=Numbers('num_stages'),
     num_micro_batches=Numbers('num_micro_batches'),
     schedules=Known('schedules', FLAGS.schedules, schedules.Names()),
-    remat_policies=Known('remat_policies', FLAGS.remat_policies, simulator.REMAT_POLICIES),
+    remat_policies=Known('remat_policies', FLAGS.remat_policies, rematerialisation.POLICIES),
     xla=_XLA[FLAGS.xla],
     repeats=FLAGS.repeats,
     seconds=FLAGS.seconds,

@@ -14,7 +14,14 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from lingvo_gpipe import base_layer, nested_map
-from lingvo_gpipe.pipeline import failures, schedules, split_backward, stage
+from lingvo_gpipe.pipeline import (
+  failures,
+  layer_backward,
+  rematerialisation,
+  schedules,
+  split_backward,
+  stage,
+)
 
 
 @dataclasses.dataclass
@@ -110,6 +117,8 @@ class Engine(Protocol):
 
   def SplitFunctions(self, s: Stage, *, with_loss: bool) -> split_backward.SplitBackward: ...
 
+  def LayerFunctions(self, s: Stage, *, with_loss: bool) -> layer_backward.LayerBackward: ...
+
   def SeedHashes(self, s: Stage) -> list[int]: ...
 
 
@@ -135,6 +144,7 @@ class Emission:
     self._do_eval = do_eval
     self._theta = theta
     self._last_micro_batch = len(inputs) - 1
+    self._actions: set[schedules.Action] = set()
     # What runs last on each device so far: the next action there waits for it.
     self._last: dict[str, list[tf.Tensor]] = {}
     self._sums: list[dict[str, tf.Tensor]] = []
@@ -159,6 +169,7 @@ class Emission:
     """
     self._CheckPlacement(schedule)
     self._last_micro_batch = schedule.num_micro_batches - 1
+    self._actions = {action for row in schedule.actions for action in row}
     for action in schedule.EmissionOrder():
       if not self._engine.stages[action.stage].HasAction(action.kind):
         continue
@@ -269,21 +280,35 @@ class Emission:
   def _Split(self, s: Stage) -> split_backward.SplitBackward:
     return self._engine.SplitFunctions(s, with_loss=self._sides is not None)
 
-  def _IsKept(self, m: int) -> bool:
-    """Whether micro-batch m is not recomputed."""
-    if self._do_eval or self._theta is not None:
-      return False
+  def _Keeper(
+    self, k: int, m: int
+  ) -> split_backward.SplitBackward | layer_backward.LayerBackward | None:
+    """Whose ForwardKeep and BackwardKept run; None where a backward starts from the input alone."""
+    s = self._engine.stages[k]
+    has_backward = not self._do_eval and s.HasAction(schedules.Kind.BACKWARD)
+    # The outer form's backward and forward-only steps are not in the schedule.
+    halves, whole = (
+      schedules.Action(k, kind, m) in self._actions
+      for kind in (schedules.Kind.INPUT_GRADIENT, schedules.Kind.BACKWARD)
+    )
+    if not has_backward or not (halves or whole):
+      return None
     policy = self._engine.remat_policy
-    return policy == 'none' or (policy == 'except_last' and m == self._last_micro_batch)
+    if not rematerialisation.RunsAgain(policy, m == self._last_micro_batch):
+      return self._Split(s)
+    if policy == 'layer' and whole:
+      return self._engine.LayerFunctions(s, with_loss=self._sides is not None)
+    return None
 
   def _Variables(self, s: Stage) -> Sequence[Any]:
     return s.variables if self._theta is None else self._theta[s.index]
 
   def _RunForward(self, k: int, m: int) -> None:
     x, side = self._Take(k, m), self._Side(k, m)
-    if self._IsKept(m):
+    keeper = self._Keeper(k, m)
+    if keeper is not None:
       y, sums, self._kept[k, m] = self._Call(
-        k, m, lambda s, c: self._Split(s).ForwardKeep(s.variables, x, side, c)
+        k, m, lambda s, c: keeper.ForwardKeep(s.variables, x, side, c)
       )
     else:
       y, sums = self._Call(
@@ -303,13 +328,13 @@ class Emission:
 
   def _RunBackward(self, k: int, m: int) -> None:
     x, side, dy = self.x[k, m], self._Side(k, m), self._TakeGradient(k, m)
-    kept = self._kept.pop((k, m), None)
+    keeper, kept = self._Keeper(k, m), self._kept.pop((k, m), None)
 
     def Call(s: Stage, context: Any) -> Any:
-      if kept is None:
+      if keeper is None:
         backward = self._Functions(s).Backward
         return backward(s.variables, s.AllAccumulators(), x, side, context, dy)
-      backward = self._Split(s).BackwardKept
+      backward = keeper.BackwardKept
       return backward(s.variables, s.AllAccumulators(), x, side, context, kept, dy)
 
     dx, _ = self._Call(k, m, Call)

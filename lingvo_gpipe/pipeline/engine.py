@@ -14,7 +14,14 @@ from typing import Any
 import tensorflow as tf
 
 from lingvo_gpipe import base_layer, fprop_context, nested_map, weight_params
-from lingvo_gpipe.pipeline import emission, schedules, split_backward, stage
+from lingvo_gpipe.pipeline import (
+  emission,
+  layer_backward,
+  rematerialisation,
+  schedules,
+  split_backward,
+  stage,
+)
 
 
 class PipelineEngine:
@@ -42,7 +49,7 @@ class PipelineEngine:
       devices: stage k is put on device k mod (stages / stages_per_device).
       stages_per_device: how many stages a device holds.
       schedule: name of the training schedule, or one of the user's own.
-      remat_policy: what backward recomputes, one of `stage.REMAT_POLICIES`.
+      remat_policy: what backward recomputes, one of `rematerialisation.POLICIES`.
       xla: True to compile the stage functions by XLA.
       loss_fn: runs in the last stage on each micro-batch (see `stage.LossFn`).
       is_trained: tells by its path whether a trainable variable is trained; None: all are. Others
@@ -64,15 +71,14 @@ class PipelineEngine:
         f'{len(ends)} stages, {stages_per_device} a device, need {self.num_devices} devices, '
         f'got {len(devices)}: {", ".join(devices)}'
       )
-    if remat_policy not in stage.REMAT_POLICIES:
-      known = ', '.join(stage.REMAT_POLICIES)
-      raise ValueError(f'unknown remat_policy {remat_policy!r}; expected one of {known}')
+    rematerialisation.CheckPolicy(remat_policy)
     self._schedule = schedule
     self.remat_policy = remat_policy
     self._xla = xla
     self.loss_fn = loss_fn
     self._functions: dict[Any, stage.StageFunctions] = {}
     self._split: dict[int, split_backward.SplitBackward] = {}
+    self._by_layer: dict[int, layer_backward.LayerBackward] = {}
     self._ties = dict(ties or {})
     self.stages: list[emission.Stage] = []
     skips = Skips(layers, ends)
@@ -280,7 +286,6 @@ class PipelineEngine:
         trained=trained,
         needs_dx=needs_dx,
         do_eval=do_eval,
-        remat_policy=self.remat_policy,
         xla=self._xla,
       )
     return self._functions[key]
@@ -291,6 +296,13 @@ class PipelineEngine:
     if id(functions) not in self._split:
       self._split[id(functions)] = split_backward.SplitBackward(functions, self._xla)
     return self._split[id(functions)]
+
+  def LayerFunctions(self, s: emission.Stage, *, with_loss: bool) -> layer_backward.LayerBackward:
+    """The functions of a stage of which each layer's input is kept; shared as `Functions` are."""
+    functions = self.Functions(s, do_eval=False, with_loss=with_loss)
+    if id(functions) not in self._by_layer:
+      self._by_layer[id(functions)] = layer_backward.LayerBackward(functions, self._xla)
+    return self._by_layer[id(functions)]
 
   def SeedHashes(self, s: emission.Stage) -> list[int]:
     """The first halves of the seed pairs of a stage's layers."""

@@ -29,6 +29,7 @@ from lingvo_gpipe.pipeline import (
   layer_costs,
   micro_batch,
   plan,
+  rematerialisation,
   schedules,
   stage,
 )
@@ -93,11 +94,7 @@ class PipeliningLayer(base_layer.BaseLayer):
     # What is wrong is better told now than when the first step is built.
     p = self.params
     shapes.CheckPositive(p, 'num_stages', 'stages_per_device', 'num_micro_batches')
-    if p.remat_policy not in stage.REMAT_POLICIES:
-      known = ', '.join(stage.REMAT_POLICIES)
-      raise ValueError(
-        f'{self.path}: unknown remat_policy {p.remat_policy!r}; expected one of {known}'
-      )
+    rematerialisation.CheckPolicy(p.remat_policy, f'{self.path}: ')
     if p.partition_by not in plan.COSTS:
       raise ValueError(
         f'{self.path}: unknown partition_by {p.partition_by!r}; expected one of '

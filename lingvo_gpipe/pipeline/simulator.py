@@ -16,15 +16,11 @@ import numbers
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from lingvo_gpipe.pipeline import actions, schedule_ir, timeline_text
+from lingvo_gpipe.pipeline import actions, rematerialisation, schedule_ir, timeline_text
 
 Action = actions.Action
 Kind = actions.Kind
 PerStage = float | Sequence[float]
-
-# What backward recomputes: the stage (GPipe), the stage except for the last micro-batch
-# (torchgpipe), one layer at a time, nothing.
-REMAT_POLICIES = ('stage', 'except_last', 'layer', 'none')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +181,7 @@ def Simulate(
   Args:
     schedule: any valid schedule.
     costs: what everything costs.
-    remat_policy: one of `REMAT_POLICIES`.
+    remat_policy: one of `rematerialisation.POLICIES`.
     recompute_early: recompute before the gradient arrives, as soon as the device is free; not
       possible where it is done layer by layer.
     update_barrier: no device updates before all have finished their actions, as a global gradient
@@ -196,10 +192,7 @@ def Simulate(
     ValueError: an invalid schedule, an unknown policy, or costs or sizes that do not fit.
   """
   schedule.Validate()
-  if remat_policy not in REMAT_POLICIES:
-    raise ValueError(
-      f'Unknown remat_policy {remat_policy!r}; expected one of {", ".join(REMAT_POLICIES)}'
-    )
+  rematerialisation.CheckPolicy(remat_policy)
   if recompute_early and remat_policy == 'layer':
     raise ValueError(
       "recompute_early: policy 'layer' recomputes each layer between two gradients, not before; "
@@ -222,10 +215,10 @@ def Simulate(
 
 def _Recomputes(remat_policy: str, schedule: schedule_ir.Schedule, action: Action) -> bool:
   """Whether a forward pass is repeated within the action."""
-  if action.kind not in (Kind.BACKWARD, Kind.INPUT_GRADIENT) or remat_policy == 'none':
+  if action.kind not in (Kind.BACKWARD, Kind.INPUT_GRADIENT):
     return False
   is_last = action.micro_batch == schedule.num_micro_batches - 1
-  return not (remat_policy == 'except_last' and is_last)
+  return rematerialisation.RunsAgain(remat_policy, is_last)
 
 
 def _Play(

@@ -22,8 +22,6 @@ import tensorflow as tf
 from lingvo_gpipe import base_layer, fprop_context, nested_map, shapes
 from lingvo_gpipe.pipeline import failures, retraces
 
-REMAT_POLICIES = ('stage', 'except_last', 'layer', 'none')
-
 # Maps (theta of each layer of the last stage, outputs of the last layer, side inputs) of a
 # micro-batch to metrics: {name: (value, weight)}, scalars, 'loss' among them.
 LossFn = Callable[[list[Any], tuple[Any, ...], Any], dict[str, tuple[tf.Tensor, tf.Tensor]]]
@@ -112,16 +110,14 @@ class StageFunctions:
     trained: Sequence[bool],
     needs_dx: bool,
     do_eval: bool,
-    remat_policy: str,
     xla: bool,
   ) -> None:
     self.layers = list(layers)
-    self._exports = list(exports)
-    self._trained = list(trained)
-    self._needs_dx = needs_dx
+    self.exports = list(exports)
+    self.trained = list(trained)
+    self.needs_dx = needs_dx
     self._loss_fn = loss_fn
     self._do_eval = do_eval
-    self._remat_policy = remat_policy
     self.num_traces = 0
     self._retraces = retraces.Retraces(self.layers)
     options = FunctionOptions(xla)
@@ -138,60 +134,66 @@ class StageFunctions:
   def Trained(self, weights: Any) -> list[Any]:
     """Those of a nest like `variables` that are trained: the ones that B accumulates for."""
     return [
-      w for w, is_trained in zip(tf.nest.flatten(weights), self._trained, strict=True) if is_trained
+      w for w, is_trained in zip(tf.nest.flatten(weights), self.trained, strict=True) if is_trained
     ]
 
   def WantedFloats(self, x: nested_map.NestedMap) -> list[tf.Tensor]:
     """The floating leaves of x that need a gradient: none where nothing before is trained."""
-    return FloatLeaves(x) if self._needs_dx else []
+    return FloatLeaves(x) if self.needs_dx else []
 
   def EnterContext(self, seeds: tf.Tensor) -> Any:
     rows = {id(layer): seeds[i] for i, layer in enumerate(self.layers)}
     return fprop_context.Enter(fprop_context.FPropContext(self._do_eval, seed_rows=rows))
 
-  def _RunLayers(
-    self, variables: Sequence[Any], x: nested_map.NestedMap, by_layer: bool = False
+  def RunLayer(
+    self, i: int, layer_vars: Any, given: nested_map.NestedMap
   ) -> tuple[nested_map.NestedMap, dict[str, tuple[tf.Tensor, float]]]:
-    """(y, {name: (auxiliary loss, coefficient)})."""
+    """Layer i: (NestedMap(args, skips), {name: (auxiliary loss, coefficient)}).
+
+    Args:
+      i: its index in the stage.
+      layer_vars: a nest like its `vars`.
+      given: NestedMap(args, skips), its arguments and the skips that it takes.
+    """
+    layer = self.layers[i]
+    outer = fprop_context.Current()
+    try:
+      with fprop_context.Enter(dataclasses.replace(outer, aux_losses=[])) as inner:
+        with failures.LayerScope(i):
+          out, stashed = layer.FPropSkips(layer.ThetaFrom(layer_vars), given.skips, *given.args)
+          out, stashed = AsTensors(layer, out), AsTensors(layer, stashed)
+      aux_losses = {}
+      for owner, name, value, coefficient in inner.aux_losses:
+        key = f'{i}:{owner.path[len(layer.path) :]}.{name}'
+        if key in aux_losses:
+          raise ValueError(f'{owner.path} adds two auxiliary losses {name!r}; name them apart')
+        aux_losses[key] = (value, coefficient)
+    except Exception as e:
+      giver = f' by {self.layers[i - 1].path}' if i else ''
+      kind = type(layer).__name__
+      e.add_note(f'in layer {layer.path} ({kind}), given {shapes.NestText(given.args)}{giver}')
+      raise
+    return nested_map.NestedMap(args=AsTuple(out), skips=stashed), aux_losses
+
+  def _RunLayers(
+    self,
+    variables: Sequence[Any],
+    x: nested_map.NestedMap,
+    layer_inputs: list[nested_map.NestedMap] | None = None,
+  ) -> tuple[nested_map.NestedMap, dict[str, tuple[tf.Tensor, float]]]:
+    """(y, {name: (auxiliary loss, coefficient)}); appends each layer's input to `layer_inputs`."""
     args, skips = x.args, nested_map.NestedMap(x.skips)
     aux_losses: dict[str, tuple[tf.Tensor, float]] = {}
     for i, (layer, layer_vars) in enumerate(zip(self.layers, variables, strict=True)):
-      coefficients: dict[str, float] = {}
-
-      def Run(
-        x: nested_map.NestedMap,
-        layer: Any = layer,
-        layer_vars: Any = layer_vars,
-        coefficients: dict[str, float] = coefficients,
-      ) -> nested_map.NestedMap:
-        outer = fprop_context.Current()
-        with fprop_context.Enter(dataclasses.replace(outer, aux_losses=[])) as inner:
-          out, stashed = layer.FPropSkips(layer.ThetaFrom(layer_vars), x.skips, *x.args)
-          out, stashed = AsTensors(layer, out), AsTensors(layer, stashed)
-        aux = {}
-        for owner, name, value, coefficient in inner.aux_losses:
-          key = f'{owner.path[len(layer.path) :]}.{name}'
-          if key in aux:
-            raise ValueError(f'{owner.path} adds two auxiliary losses {name!r}; name them apart')
-          aux[key], coefficients[key] = value, coefficient
-        return nested_map.NestedMap(args=AsTuple(out), skips=stashed, aux=aux)
-
-      given = nested_map.NestedMap(
-        args=args, skips=nested_map.NestedMap({name: skips[name] for name in layer.skips_in})
-      )
-      try:
-        with failures.LayerScope(i):
-          out = _Recompute(Run, given) if by_layer else Run(given)
-      except Exception as e:
-        giver = f' by {self.layers[i - 1].path}' if i else ''
-        kind = type(layer).__name__
-        e.add_note(f'in layer {layer.path} ({kind}), given {shapes.NestText(args)}{giver}')
-        raise
+      taken = nested_map.NestedMap({name: skips[name] for name in layer.skips_in})
+      given = nested_map.NestedMap(args=args, skips=taken)
+      if layer_inputs is not None:
+        layer_inputs.append(given)
+      out, aux = self.RunLayer(i, layer_vars, given)
       args = out.args
       skips.update(out.skips)
-      for key, value in out.aux.items():
-        aux_losses[f'{i}:{key}'] = (value, coefficients[key])
-    exported = nested_map.NestedMap({name: skips[name] for name in self._exports})
+      aux_losses.update(aux)
+    exported = nested_map.NestedMap({name: skips[name] for name in self.exports})
     return nested_map.NestedMap(args=args, skips=exported), aux_losses
 
   def _Forward(
@@ -208,29 +210,34 @@ class StageFunctions:
     x: nested_map.NestedMap,
     side: Any,
     context: Any,
-    by_layer: bool = False,
+    layer_inputs: list[nested_map.NestedMap] | None = None,
   ) -> tuple[Any, nested_map.NestedMap, list[tf.Tensor]]:
     """(y, sums, what backward differentiates).
 
     That is the floating outputs but for the stage with the loss, then the auxiliary losses and the
-    loss, weighted: these are the stage's own, and no gradient comes for them from above. With
-    `by_layer` a tape over this call keeps each layer's input only.
+    loss, weighted: these are the stage's own, and no gradient comes for them from above. Each
+    layer's input, NestedMap(args, skips), is appended to `layer_inputs`.
     """
-    y, aux_losses = self._RunLayers(variables, x, by_layer)
+    y, aux_losses = self._RunLayers(variables, x, layer_inputs)
     metric_sums = {}
     objective = [] if self._loss_fn is not None else FloatLeaves(y)
     for name, (value, coefficient) in aux_losses.items():
-      weight = tf.cast(context.loss_weight, value.dtype)
-      metric_sums[name] = _WeightedSum(value, weight)
-      objective.append(value * (coefficient * weight))
+      metric_sums[name] = _WeightedSum(value, tf.cast(context.loss_weight, value.dtype))
+      objective.append(WeightedLoss(value, context, coefficient))
     if self._loss_fn is None:
       return y, self._Sums(metric_sums), objective
-    theta = [layer.ThetaFrom(v) for layer, v in zip(self.layers, variables, strict=True)]
-    metrics = self._loss_fn(theta, y.args, side)
+    metrics = self.Metrics(variables, y.args, side)
     metric_sums.update({name: _WeightedSum(*pair) for name, pair in metrics.items()})
-    loss = metrics['loss'][0]
-    objective.append(loss * tf.cast(context.loss_weight, loss.dtype))
+    objective.append(WeightedLoss(metrics['loss'][0], context))
     return (), self._Sums(metric_sums), objective
+
+  def Metrics(
+    self, variables: Sequence[Any], outputs: tuple[Any, ...], side: Any
+  ) -> dict[str, tuple[tf.Tensor, tf.Tensor]]:
+    """The loss function's metrics, of the outputs of the last layer."""
+    assert self._loss_fn is not None
+    theta = [layer.ThetaFrom(v) for layer, v in zip(self.layers, variables, strict=True)]
+    return self._loss_fn(theta, outputs, side)
 
   def _Sums(self, metric_sums: dict[str, tf.Tensor]) -> nested_map.NestedMap:
     """`metric_sums` and what layers reported in this context by AddSums."""
@@ -255,16 +262,12 @@ class StageFunctions:
 
     # Only the floating inputs are arguments of what is recomputed: tf.recompute_grad cannot
     # take integers or None, and would copy weights that were given to it as tensors.
-    by_layer = self._remat_policy == 'layer'
-
     def Stage(*floats: tf.Tensor) -> list[tf.Tensor]:
-      return self.Outputs(variables, WithFloatLeaves(x, floats), side, context, by_layer)[2]
+      return self.Outputs(variables, WithFloatLeaves(x, floats), side, context)[2]
 
     with self.EnterContext(context.seeds), tf.GradientTape() as tape:
       tape.watch(floats)
-      recompute_stage = floats and not by_layer
-      outputs = tf.recompute_grad(Stage)(*floats) if recompute_stage else Stage(*floats)
-      outputs = outputs if isinstance(outputs, (list, tuple)) else [outputs]
+      outputs = Recomputed(Stage, floats)
       weights, wanted = self.Trained(variables), self.WantedFloats(x)
       grads = tape.gradient(
         outputs, [*weights, *wanted], output_gradients=WithOwnLosses(dy, outputs)
@@ -328,6 +331,20 @@ def _WeightedSum(value: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
   return tf.stack([tf.where(weight > 0, value * weight, tf.zeros_like(value)), weight])
 
 
+def WeightedLoss(value: tf.Tensor, context: Any, coefficient: float = 1.0) -> tf.Tensor:
+  """What a loss adds to the objective: value * coefficient * weight of the micro-batch."""
+  return value * (coefficient * tf.cast(context.loss_weight, value.dtype))
+
+
+def Recomputed(
+  function: Callable[..., list[tf.Tensor]], floats: Sequence[tf.Tensor]
+) -> list[tf.Tensor]:
+  """`function(*floats)`, of which a tape keeps the floats only, and which its gradient repeats."""
+  # tf.recompute_grad needs an argument; without floats there is no activation to keep from them.
+  outputs = tf.recompute_grad(function)(*floats) if floats else function()
+  return list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
+
+
 def FunctionOptions(xla: bool) -> dict[str, Any]:
   """Options of tf.function for a stage function: compiled by XLA, or not to be inlined."""
   if xla:
@@ -363,23 +380,6 @@ def DenseGradients(tensors: Sequence[tf.Tensor], grads: Sequence[Any]) -> list[t
     tf.zeros_like(t) if g is None else tf.convert_to_tensor(g)
     for t, g in zip(tensors, grads, strict=True)
   ]
-
-
-def _Recompute(run: Any, x: nested_map.NestedMap) -> nested_map.NestedMap:
-  """`run(x)`, keeping only x for the backward pass."""
-  structure: list[Any] = []
-
-  def Floats(*floats: tf.Tensor) -> list[tf.Tensor]:
-    y = run(WithFloatLeaves(x, floats))
-    structure[:] = [y]
-    return FloatLeaves(y)
-
-  floats = FloatLeaves(x)
-  if not floats:
-    return run(x)
-  outputs = tf.recompute_grad(Floats)(*floats)
-  outputs = outputs if isinstance(outputs, (list, tuple)) else [outputs]
-  return WithFloatLeaves(structure[0], outputs)
 
 
 def SeedTensor(hashes: Sequence[int], counter: tf.Tensor) -> tf.Tensor:

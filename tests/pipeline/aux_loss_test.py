@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from lingvo_gpipe import base_layer, fprop_context, weight_params
 from lingvo_gpipe.layers import dropout
-from lingvo_gpipe.pipeline import stage
+from lingvo_gpipe.pipeline import rematerialisation
 from tests import pipeline_training
 
 _BATCH, _DIM = 7, 3
@@ -92,7 +92,8 @@ def _Check(sub, *, num_micro_batches=3, dtype=tf.float64, **options):
 @pytest.mark.parametrize(
   'schedule, policy, num_stages',
   [
-    (*pair, 1 + i % 4) for i, pair in enumerate(itertools.product(_SCHEDULES, stage.REMAT_POLICIES))
+    (*pair, 1 + i % 4)
+    for i, pair in enumerate(itertools.product(_SCHEDULES, rematerialisation.POLICIES))
   ],
 )
 def testGradientsAndMeans(schedule, policy, num_stages):
@@ -214,7 +215,7 @@ class _AddsTwice(base_layer.BaseLayer):
     return x
 
 
-@pytest.mark.parametrize('policy', stage.REMAT_POLICIES)
+@pytest.mark.parametrize('policy', rematerialisation.POLICIES)
 def testTwoOfOneName(policy):
   words = r"stack\.layers\[1\] adds two auxiliary losses 'same'; name them apart"
   with pytest.raises(ValueError, match=words):

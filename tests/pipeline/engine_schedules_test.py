@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from lingvo_gpipe import nested_map
 from lingvo_gpipe.layers import dropout, embedding, linear, norm
-from lingvo_gpipe.pipeline import schedules, stage
+from lingvo_gpipe.pipeline import rematerialisation, schedules
 from tests import pipeline_training
 
 _TIME, _DIM, _VOCAB = 3, 4, 7
@@ -106,7 +106,7 @@ def _Grid():
   for schedule in (*_ONE_A_DEVICE, *_LOOPED):
     sizes = _Sizes(schedule)
     seen = collections.Counter()
-    for policy in stage.REMAT_POLICIES:
+    for policy in rematerialisation.POLICIES:
       choose.shuffle(sizes)
       best = min(sizes, key=lambda x: 2 * seen['S', x[0]] + seen['M', x[2]] + seen['B', x[2:]])
       seen.update([('S', best[0]), ('M', best[2]), ('B', best[2:])])
@@ -129,7 +129,7 @@ def testTheSampleCoversTheGrid():
   assert {c[:1] + c[2:3] for c in of_one} == set(itertools.product(_ONE_A_DEVICE, (1, 2, 3, 4)))
   assert {(c[0], c[4]) for c in of_one} == set(itertools.product(_ONE_A_DEVICE, (1, 2, 4)))
   assert {(c[0], c[2]) for c in cases if c[0] in _LOOPED} == set(itertools.product(_LOOPED, (2, 4)))
-  assert {c[1] for c in cases} == set(stage.REMAT_POLICIES)
+  assert {c[1] for c in cases} == set(rematerialisation.POLICIES)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def testTheTestCanFail():
 # ---- schedules of the user's own ---------------------------------------------------------
 
 
-@pytest.mark.parametrize('policy', stage.REMAT_POLICIES)
+@pytest.mark.parametrize('policy', rematerialisation.POLICIES)
 def testAScheduleOfOnesOwn(policy):
   """Micro-batches out of order, and backward split for some of them only."""
   text = """

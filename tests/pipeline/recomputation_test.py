@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 
 from lingvo_gpipe.layers import dropout, linear, transformer
-from lingvo_gpipe.pipeline import emission, schedules, stage
+from lingvo_gpipe.pipeline import emission, rematerialisation, schedules
 from tests import graph_reader, pipeline_training
 
 _DIM, _N, _M = 4, 3, 3
@@ -79,7 +79,10 @@ def _Products(stack, tmp_path, monkeypatch, shape=(2 * _M, _DIM)):
     # What a call takes from the engine's functions goes through the counter.
     originals = []
     s = self._engine.stages[k]
-    for owner in (self._Functions(s), self._Split(s)):
+    owners = [self._Functions(s), self._Split(s)]
+    if s.HasAction(schedules.Kind.BACKWARD):
+      owners.append(self._engine.LayerFunctions(s, with_loss=True))
+    for owner in owners:
       for name, value in vars(owner).items():
         if hasattr(value, 'get_concrete_function'):
           originals.append((owner, name, value))
@@ -115,8 +118,6 @@ def _Expected(schedule, again):
     inputs = _N if k else _N - 1
     extra = again(k, m)
     # The first stage's I has nothing to compute; all is left to its W.
-    # By layer means nothing to halves of a backward: those are cut from one product.
-    extra = min(extra, _N) if kind in 'IW' else extra
     expected[str(action)] = {
       'F': _N,
       'B': extra + inputs + _N,
@@ -127,17 +128,15 @@ def _Expected(schedule, again):
   return expected
 
 
-# By layer, a backward runs the stage once more to have each layer's input (in the last stage the
-# last layer's output as well, for the loss), and then each layer again for its own gradient.
 _AGAIN = {
   'stage': lambda k, m: _N,
-  'layer': lambda k, m: 2 * _N - (k < _STAGES - 1),
+  'layer': lambda k, m: _N,
   'except_last': lambda k, m: _N if m < _M - 1 else 0,
   'none': lambda k, m: 0,
 }
 
 
-@pytest.mark.parametrize('policy', stage.REMAT_POLICIES)
+@pytest.mark.parametrize('policy', rematerialisation.POLICIES)
 @pytest.mark.parametrize('name', ['gpipe', '1f1b_fused', 'zb_h1'])
 def testProductsOfEveryAction(name, policy, tmp_path, monkeypatch):
   products = _Products(_Stack(name, policy), tmp_path, monkeypatch)

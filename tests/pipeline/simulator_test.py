@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from lingvo_gpipe.pipeline import partitioner, schedules, simulator
+from lingvo_gpipe.pipeline import partitioner, rematerialisation, schedules, simulator
 
 Costs, Simulate, Sizes = simulator.Costs, simulator.Simulate, simulator.ActivationSizes
 Kind = schedules.Kind
@@ -148,7 +148,7 @@ def testAgreesWithTimeline(name, k, m, times):
   st.sampled_from(schedules.Names()),
   st.integers(1, 4),
   st.integers(1, 6),
-  st.sampled_from(simulator.REMAT_POLICIES),
+  st.sampled_from(rematerialisation.POLICIES),
   st.booleans(),
   st.data(),
 )
@@ -237,7 +237,7 @@ def _Parts(result):
   return {(str(s.action), s.part): s.end - s.start for row in result.timeline for s in row}
 
 
-@pytest.mark.parametrize('policy', simulator.REMAT_POLICIES)
+@pytest.mark.parametrize('policy', rematerialisation.POLICIES)
 def testWhatIsRecomputed(policy):
   for name in ('gpipe', '1f1b', 'zb_h1', '1f1b_fused', 'fused_fill_drain'):
     schedule = schedules.Get(name, 3, 4)

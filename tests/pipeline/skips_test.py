@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from lingvo_gpipe import base_layer, fprop_context, nested_map, weight_params
 from lingvo_gpipe.layers import dropout, linear, sequential, skip
-from lingvo_gpipe.pipeline import engine, stage
+from lingvo_gpipe.pipeline import engine, rematerialisation
 from tests import graph_reader, pipeline_training
 
 _BATCH, _DIM, _VOCAB = 5, 3, 6
@@ -89,7 +89,7 @@ def _Random(seed):
       'num_stages': num_stages,
       'splits': splits,
       'schedule': choose.choice(_SCHEDULES),
-      'remat_policy': choose.choice(stage.REMAT_POLICIES),
+      'remat_policy': choose.choice(rematerialisation.POLICIES),
     },
   )
 
@@ -142,7 +142,7 @@ def _X(size=_BATCH):
   return tf.constant(np.random.default_rng(4).normal(size=[size, _DIM]))
 
 
-@pytest.mark.parametrize('policy', stage.REMAT_POLICIES)
+@pytest.mark.parametrize('policy', rematerialisation.POLICIES)
 @pytest.mark.parametrize('schedule', ['gpipe', 'zb_h1'])
 def testOneSkipForSeveralStages(schedule, policy):
   stack = _CheckTraining(
@@ -213,7 +213,7 @@ class _Nest(base_layer.BaseLayer):
     return nested_map.NestedMap(flag=positive, ids=ids, none=None, rest=[tf.sin(x), None])
 
 
-@pytest.mark.parametrize('policy', stage.REMAT_POLICIES)
+@pytest.mark.parametrize('policy', rematerialisation.POLICIES)
 def testASkipOfAnyStructure(policy):
   pack, unpack = _Nest.Params(), _Nest.Params().Set(pack=False)
   sub = [_Square3(), pack, _Stash('nest'), unpack, _Square3(), _Pop('nest', 'append'), unpack]

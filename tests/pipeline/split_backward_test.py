@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from lingvo_gpipe import base_layer, nested_map, weight_params
 from lingvo_gpipe.layers import dropout, embedding, linear
-from lingvo_gpipe.pipeline import stage
+from lingvo_gpipe.pipeline import rematerialisation
 from tests import pipeline_training
 
 _BATCH, _DIM = 5, 3
@@ -286,7 +286,7 @@ def testRandomBits(schedule, policy):
 
 @pytest.mark.parametrize(
   'schedule, policy, xla',
-  [('gpipe', policy, False) for policy in stage.REMAT_POLICIES]
+  [('gpipe', policy, False) for policy in rematerialisation.POLICIES]
   + [('zb_h1', 'stage', False), ('zb_h1', 'none', False)]
   + [('1f1b_fused', 'stage', True), ('gpipe', 'layer', True), ('zb_h1', 'none', True)],
 )
