@@ -24,6 +24,22 @@ class Kind(enum.StrEnum):
   FORWARD_BACKWARD = 'V'
 
 
+def HasWork(kind: Kind, *, needs_dx: bool, is_trained: bool) -> bool:
+  """Whether actions of this kind compute anything at a stage.
+
+  Args:
+    kind: what the action would compute.
+    needs_dx: whether a stage before has weights that are trained, and so needs a gradient. Where
+      it does not, I is empty: W, which then is all of the backward, takes its place.
+    is_trained: whether the stage itself has any.
+  """
+  return {
+    Kind.BACKWARD: needs_dx or is_trained,
+    Kind.INPUT_GRADIENT: needs_dx,
+    Kind.WEIGHT_GRADIENT: is_trained,
+  }.get(kind, True)
+
+
 _TOKEN = re.compile(r'([0-9]+)([A-Z_]+)([0-9]*)')
 KINDS_TEXT = (
   'F (forward), B (full backward), I (input gradient), W (weight gradient) or '

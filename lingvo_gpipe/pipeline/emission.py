@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from lingvo_gpipe import base_layer, nested_map
 from lingvo_gpipe.pipeline import (
+  actions,
   failures,
   layer_backward,
   rematerialisation,
@@ -96,12 +97,8 @@ class Stage:
 
   def HasAction(self, kind: schedules.Kind) -> bool:
     """Whether the stage has anything to do in actions of this kind: frozen stages have less."""
-    if kind == schedules.Kind.BACKWARD:
-      return self.needs_dx or self.has_weight_gradient
-    # An empty function may not reach XLA: TensorFlow's optimiser breaks a call of it.
-    if kind == schedules.Kind.INPUT_GRADIENT:
-      return self.needs_dx
-    return kind != schedules.Kind.WEIGHT_GRADIENT or self.has_weight_gradient
+    # What is empty may not reach XLA: TensorFlow's optimiser breaks a call of it.
+    return actions.HasWork(kind, needs_dx=self.needs_dx, is_trained=self.has_weight_gradient)
 
 
 class Engine(Protocol):
@@ -351,11 +348,10 @@ class Emission:
 
   def _RunWeightGradient(self, k: int, m: int) -> None:
     x, side, kept = self.x[k, m], self._Side(k, m), self._kept.pop((k, m), None)
-    # Without an input gradient, where no stage before is trained, all is left to this action.
-    has_input_gradient = (k, m) in self._for_weights
-    dy, for_weights = (
-      self._for_weights.pop((k, m)) if has_input_gradient else (self._TakeGradient(k, m), [])
-    )
+    if (k, m) in self._for_weights:
+      dy, for_weights = self._for_weights.pop((k, m))
+    else:  # There was no input gradient to compute.
+      dy, for_weights = self._TakeGradient(k, m), []
 
     def Call(s: Stage, context: Any) -> Any:
       gradient = self._Split(s).WeightGradient

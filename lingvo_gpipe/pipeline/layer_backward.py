@@ -111,26 +111,27 @@ class LayerBackward:
     rest = iter(accumulators)
     sinks = [list(itertools.islice(rest, sum(mask))) for mask in self._trained]
     done: list[tf.Tensor] = []
-    with functions.EnterContext(context.seeds):
-      for i in reversed(range(self._first, len(functions.layers))):
-        has_loss = dy is None and i == len(functions.layers) - 1
-        # What follows from a layer's floating inputs waits in tf.recompute_grad for its gradient;
-        # random numbers and layers of integers do here, and all wait for the weights' gradients.
-        with tf.control_dependencies(done):
-          given = tf.nest.map_structure(
-            # Two of them may be one tensor, but have a gradient each.
-            lambda place: None if place is None else tf.identity(tensors[place]),
-            layout.layer_inputs[i],
-          )
-          dw, dx = self._LayerGradient(
-            i, variables, given, context, gradients, loss_side=(side,) if has_loss else None
-          )
-        # The loss may take the weights of any layer.
-        stage.Accumulate(accumulators if has_loss else sinks[i], dw)
-        gradients.pop(_ARGS, None)
-        for role, grads in dx.items():
-          gradients[role] = _Sums(gradients.get(role), grads)
-        done = [tf.identity(g) for g in (*dw, *gradients.get(_ARGS, ())) if g is not None]
+    for i in reversed(range(self._first, len(functions.layers))):
+      has_loss = dy is None and i == len(functions.layers) - 1
+      # What follows from a layer's floating inputs waits in tf.recompute_grad for its gradient.
+      # Random numbers and layers of integers do here, and all wait for the weights' gradients;
+      # XLA, which knows no control dependencies, would draw all random numbers first.
+      seeds = _WaitFor(gradients.get(_ARGS, []), context.seeds)
+      with tf.control_dependencies(done), functions.EnterContext(seeds):
+        given = tf.nest.map_structure(
+          # Two of them may be one tensor, but have a gradient each.
+          lambda place: None if place is None else tf.identity(tensors[place]),
+          layout.layer_inputs[i],
+        )
+        dw, dx = self._LayerGradient(
+          i, variables, given, context, gradients, loss_side=(side,) if has_loss else None
+        )
+      # The loss may take the weights of any layer.
+      stage.Accumulate(accumulators if has_loss else sinks[i], dw)
+      gradients.pop(_ARGS, None)
+      for role, grads in dx.items():
+        gradients[role] = _Sums(gradients.get(role), grads)
+      done = [tf.identity(g) for g in (*dw, *gradients.get(_ARGS, ())) if g is not None]
     floats = functions.WantedFloats(x)
     grads = [g for role in _FloatsByRole(x) for g in gradients[role]] if floats else []
     return stage.DenseGradients(floats, grads), tf.zeros([], tf.int32)
@@ -210,6 +211,16 @@ def _Key(*nests: Any) -> Any:
   """What one trace has in common."""
   leaves = tf.nest.flatten(nests)
   return tuple(None if t is None else (t.dtype, *t.shape) for t in leaves)
+
+
+def _WaitFor(gradients: Sequence[tf.Tensor | None], seeds: tf.Tensor) -> tf.Tensor:
+  """The seeds, which wait for the first of the gradients even under XLA."""
+  for gradient in [g for g in gradients if g is not None][:1]:
+    element = tf.reshape(gradient, [-1])[:1]
+    # No number is finite and above the greatest; no compiler so far sees that.
+    never = tf.math.is_finite(element) & (element > element.dtype.max)
+    seeds += tf.reduce_sum(tf.cast(never, seeds.dtype))
+  return seeds
 
 
 def _FloatsByRole(nest: nested_map.NestedMap) -> dict[str, list[tf.Tensor]]:

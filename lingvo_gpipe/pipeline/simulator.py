@@ -11,16 +11,21 @@ any sharing of cores or memory bandwidth between devices.
 from __future__ import annotations
 
 import dataclasses
-import math
-import numbers
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from lingvo_gpipe.pipeline import actions, rematerialisation, schedule_ir, timeline_text
+from lingvo_gpipe.pipeline import (
+  actions,
+  activation_memory,
+  schedule_ir,
+  step_work,
+  timeline_text,
+)
 
 Action = actions.Action
 Kind = actions.Kind
-PerStage = float | Sequence[float]
+ActivationSizes = activation_memory.ActivationSizes
+PerStage = activation_memory.PerStage
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,25 +62,6 @@ class Costs:
   gradient_transfer: float | Sequence[float] | None = None
   latency: float = 0
   micro_batch_sizes: Sequence[float] | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class ActivationSizes:
-  """Bytes that one micro-batch takes; one number holds for all stages.
-
-  Attributes:
-    stage_input: what comes over the boundary into each stage.
-    inner: all else that a stage keeps from its forward pass for its backward pass.
-    layer_inputs: the inputs of its layers except the first (policy `layer` keeps them).
-    largest_layer: the inner activations of its largest layer (policy `layer` has them in backward).
-    weight_part: what W still needs after I; None: everything.
-  """
-
-  stage_input: PerStage
-  inner: PerStage
-  layer_inputs: PerStage | None = None
-  largest_layer: PerStage | None = None
-  weight_part: PerStage | None = None
 
 
 class Span(NamedTuple):
@@ -172,6 +158,7 @@ def Simulate(
   recompute_early: bool = False,
   update_barrier: bool = False,
   sizes: ActivationSizes | None = None,
+  trained: Sequence[bool] | None = None,
 ) -> Result:
   """Plays one step.
 
@@ -187,65 +174,62 @@ def Simulate(
     update_barrier: no device updates before all have finished their actions, as a global gradient
       norm demands.
     sizes: for the peaks in bytes.
+    trained: for each stage whether it has weights that are trained, as the engine has it: stages
+      before the first one do nothing backward and hold nothing, that one computes no input
+      gradient, and frozen ones after it no weight gradients. Its I is empty and its W takes as long
+      as its B would, frozen ones' B as long as I, where `costs` do not tell the B apart. None: all
+      stages are alike, the first computes an input gradient too.
 
   Raises:
-    ValueError: an invalid schedule, an unknown policy, or costs or sizes that do not fit.
+    ValueError: an invalid schedule, an unknown policy, or costs, sizes or flags that do not fit.
   """
   schedule.Validate()
-  rematerialisation.CheckPolicy(remat_policy)
+  work = step_work.StepWork(schedule, remat_policy, trained)
   if recompute_early and remat_policy == 'layer':
     raise ValueError(
       "recompute_early: policy 'layer' recomputes each layer between two gradients, not before; "
       "take 'stage' or 'except_last'"
     )
   scale = _Scale(costs.micro_batch_sizes, schedule.num_micro_batches)
-  timeline = _Play(schedule, costs, scale, remat_policy, recompute_early)
+  timeline = _Play(work, costs, scale, recompute_early)
   _AppendUpdates(timeline, costs.update, update_barrier)
-  peaks = _PeakBytes(schedule, sizes, scale, remat_policy) if sizes else (None, None)
+  peaks = activation_memory.Peaks(work, sizes, scale) if sizes else (None, None)
   return Result(
     schedule=schedule,
     makespan=max(row[-1].end for row in timeline),
     busy=tuple(sum(s.end - s.start for s in row) for row in timeline),
-    peak_activations=schedule.PeakActivations(),
+    peak_activations=activation_memory.PeakActivations(work),
     peak_bytes=peaks[0],
     device_peak_bytes=peaks[1],
     timeline=tuple(map(tuple, timeline)),
   )
 
 
-def _Recomputes(remat_policy: str, schedule: schedule_ir.Schedule, action: Action) -> bool:
-  """Whether a forward pass is repeated within the action."""
-  if action.kind not in (Kind.BACKWARD, Kind.INPUT_GRADIENT):
-    return False
-  is_last = action.micro_batch == schedule.num_micro_batches - 1
-  return rematerialisation.RunsAgain(remat_policy, is_last)
-
-
 def _Play(
-  schedule: schedule_ir.Schedule,
-  costs: Costs,
-  scale: Sequence[float],
-  remat_policy: str,
-  recompute_early: bool,
+  work: step_work.StepWork, costs: Costs, scale: Sequence[float], recompute_early: bool
 ) -> list[list[Span]]:
   """For each device the spans of its actions."""
-  durations, recompute = _Durations(costs, schedule.num_stages)
-  links = _Links(schedule, costs, scale)
+  schedule = work.schedule
+  durations, recompute = _Durations(costs, work)
+  links = _Links(work, costs, scale)
   clock: list[float] = [0] * schedule.num_devices
   timeline: list[list[Span]] = [[] for _ in range(schedule.num_devices)]
   arrivals: dict[Action, float] = {}  # When the neighbouring stage has the action's result.
   for device, action in schedule.Walk():
+    if not work.Exists(action):
+      continue
     stage, size = action.stage, scale[action.micro_batch]
     # What it needs of its own stage was made by its own device before.
-    needed = (arrivals[n] for n in schedule.Dependencies(action) if n.stage != stage)
+    needed = (arrivals[n] for n in work.Dependencies(action) if n.stage != stage)
     arrival = max(needed, default=0)
     start = max(clock[device], arrival)
-    if _Recomputes(remat_policy, schedule, action) and recompute[stage]:
+    if work.Repeats(action) and recompute[stage]:
       start = clock[device] if recompute_early else start
       end = start + recompute[stage] * size
       timeline[device].append(Span(device, start, end, action, 'recompute'))
       start = max(end, arrival)
-    clock[device] = start + durations[action.kind][stage] * size
+    kind = Kind.BACKWARD if work.IsWholeBackward(action) else action.kind
+    clock[device] = start + durations[kind][stage] * size
     timeline[device].append(Span(device, start, clock[device], action))
     arrivals[action] = links.Send(action, clock[device])
   return timeline
@@ -254,22 +238,27 @@ def _Play(
 class _Links:
   """When results that one stage makes are there for its neighbour."""
 
-  def __init__(self, schedule: schedule_ir.Schedule, costs: Costs, scale: Sequence[float]) -> None:
-    num_boundaries = schedule.num_stages - 1
+  def __init__(self, work: step_work.StepWork, costs: Costs, scale: Sequence[float]) -> None:
+    num_boundaries = work.schedule.num_stages - 1
     back = costs.transfer if costs.gradient_transfer is None else costs.gradient_transfer
-    self._forward = _Entries('transfer', costs.transfer, num_boundaries, 'boundary')
-    self._backward = _Entries('gradient_transfer', back, num_boundaries, 'boundary')
-    (self._latency,) = _Entries('latency', costs.latency, 1, 'link')
-    self._owners = schedule.stage_to_device
+    self._forward = activation_memory.Entries(
+      'transfer', costs.transfer, num_boundaries, 'boundary'
+    )
+    self._backward = activation_memory.Entries(
+      'gradient_transfer', back, num_boundaries, 'boundary'
+    )
+    (self._latency,) = activation_memory.Entries('latency', costs.latency, 1, 'link')
+    self._work = work
+    self._owners = work.schedule.stage_to_device
     self._scale = scale
     self._free: dict[tuple[int, int], float] = {}  # From when on a link (from, to) is free.
 
   def Send(self, action: Action, time: float) -> float:
     """The time at which the result of an action that ends at `time` arrives."""
-    if action.kind is Kind.WEIGHT_GRADIENT:
-      return time  # It stays where it is.
     stage = action.stage
     forward = action.kind is Kind.FORWARD
+    if action.kind is Kind.WEIGHT_GRADIENT or not (forward or self._work.NeedsDx(stage)):
+      return time  # It stays where it is.
     other = stage + 1 if forward else stage - 1
     if other not in range(len(self._owners)) or self._owners[other] == self._owners[stage]:
       return time
@@ -283,7 +272,7 @@ class _Links:
 def _AppendUpdates(
   timeline: list[list[Span]], update: float | Sequence[float], barrier: bool
 ) -> None:
-  updates = _Entries('update', update, len(timeline), 'device')
+  updates = activation_memory.Entries('update', update, len(timeline), 'device')
   all_done = max(row[-1].end for row in timeline)
   for device, (row, duration) in enumerate(zip(timeline, updates, strict=True)):
     start = all_done if barrier else row[-1].end
@@ -291,88 +280,36 @@ def _AppendUpdates(
       row.append(Span(device, start, start + duration, None, 'update'))
 
 
-def _PeakBytes(
-  schedule: schedule_ir.Schedule,
-  sizes: ActivationSizes,
-  scale: Sequence[float],
-  remat_policy: str,
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-  """For each stage and for each device the most bytes that are held at one time.
-
-  A device does one thing at a time, so their order is all that matters.
-  """
-  by_layer = remat_policy == 'layer'
-  if by_layer and (sizes.layer_inputs is None or sizes.largest_layer is None):
-    raise ValueError("remat_policy 'layer' needs sizes.layer_inputs and sizes.largest_layer")
-
-  def Entries(name: str) -> tuple[float, ...]:
-    value = getattr(sizes, name)
-    return _Entries(f'sizes.{name}', 0 if value is None else value, schedule.num_stages, 'stage')
-
-  stage_input, inner, weight_part = Entries('stage_input'), Entries('inner'), Entries('weight_part')
-  layer_inputs, largest_layer = Entries('layer_inputs'), Entries('largest_layer')
-  held: list[float] = [0] * schedule.num_stages
-  stage_peaks: list[float] = [0] * schedule.num_stages
-  device_peaks: list[float] = [0] * schedule.num_devices
-  for device, row in enumerate(schedule.actions):
-    device_held: float = 0
-    for action in row:
-      k = action.stage
-      everything = stage_input[k] + inner[k]
-      backward = Action(k, Kind.BACKWARD, action.micro_batch)
-      if schedule.forward_only:
-        kept = working = stage_input[k]
-      elif action.kind is Kind.FORWARD_BACKWARD or not _Recomputes(
-        remat_policy, schedule, backward
-      ):
-        kept = working = everything
-      elif by_layer:
-        kept = stage_input[k] + layer_inputs[k]
-        working = kept + largest_layer[k]
-      else:
-        kept, working = stage_input[k], everything
-      for_weights = everything if sizes.weight_part is None else weight_part[k]
-      # Of this micro-batch: what was held before, is held within, and is held after the action.
-      before, within, after = {
-        Kind.FORWARD: (0, kept, 0 if schedule.forward_only else kept),
-        Kind.BACKWARD: (kept, working, 0),
-        Kind.INPUT_GRADIENT: (kept, max(working, for_weights), for_weights),
-        Kind.WEIGHT_GRADIENT: (for_weights, for_weights, 0),
-        Kind.FORWARD_BACKWARD: (0, working, 0),
-      }[action.kind]
-      size = scale[action.micro_batch]
-      stage_peaks[k] = max(stage_peaks[k], held[k] + (within - before) * size)
-      device_peaks[device] = max(device_peaks[device], device_held + (within - before) * size)
-      held[k] += (after - before) * size
-      device_held += (after - before) * size
-  return tuple(stage_peaks), tuple(device_peaks)
-
-
 # Reading costs.
 
 
 def _Durations(
-  costs: Costs, num_stages: int
+  costs: Costs, work: step_work.StepWork
 ) -> tuple[dict[Kind, tuple[float, ...]], tuple[float, ...]]:
   """{kind: for each stage its time}, and for each stage the time of its recomputation."""
+  num_stages = work.schedule.num_stages
 
   def Entries(name: str, default: Iterable[float]) -> tuple[float, ...]:
     value = getattr(costs, name)
-    return _Entries(name, tuple(default) if value is None else value, num_stages, 'stage')
+    return activation_memory.Entries(
+      name, tuple(default) if value is None else value, num_stages, 'stage'
+    )
 
-  def Sum(a: Sequence[float], b: Sequence[float]) -> Iterable[float]:
+  def Sum(a: Iterable[float], b: Iterable[float]) -> Iterable[float]:
     return (x + y for x, y in zip(a, b, strict=True))
 
   forward = Entries('forward', ())
   inputs = Entries('input_gradient', forward)
   weights = Entries('weight_gradient', forward)
-  backward = Entries('backward', Sum(inputs, weights))
+  stages = range(num_stages)
+  backward = Entries('backward', Sum(inputs, (weights[k] * work.IsTrained(k) for k in stages)))
+  differentiated = (backward[k] * work.HasBackward(k) for k in stages)
   durations = {
     Kind.FORWARD: forward,
     Kind.INPUT_GRADIENT: inputs,
     Kind.WEIGHT_GRADIENT: weights,
     Kind.BACKWARD: backward,
-    Kind.FORWARD_BACKWARD: Entries('fused', Sum(forward, backward)),
+    Kind.FORWARD_BACKWARD: Entries('fused', Sum(forward, differentiated)),
   }
   return durations, Entries('recompute', forward)
 
@@ -381,19 +318,4 @@ def _Scale(sizes: Sequence[float] | None, num_micro_batches: int) -> tuple[float
   if sizes is not None and not isinstance(sizes, Iterable):
     raise ValueError(f'micro_batch_sizes: expected one number a micro-batch, got {sizes!r}')
   value = 1 if sizes is None else sizes
-  return _Entries('micro_batch_sizes', value, num_micro_batches, 'micro-batch')
-
-
-def _Entries(
-  name: str, value: float | Sequence[float], count: int, of_what: str
-) -> tuple[float, ...]:
-  """One number for each of `count`; a single number is repeated."""
-  entries = tuple(value) if isinstance(value, Iterable) else (value,) * count
-  if len(entries) != count:
-    raise ValueError(
-      f'{name}: expected one number, or {count}, one a {of_what}; got {len(entries)} of them'
-    )
-  for i, number in enumerate(entries):
-    if not (isinstance(number, numbers.Real) and 0 <= number < math.inf):
-      raise ValueError(f'{name}: {of_what} {i}: expected a number from 0 up, got {number!r}')
-  return entries
+  return activation_memory.Entries('micro_batch_sizes', value, num_micro_batches, 'micro-batch')

@@ -44,5 +44,17 @@ def testTransfersAreImplied(text):
     Action.FromText(text)
 
 
+def testWhatThereIsToDo():
+  def Letters(needs_dx, is_trained):
+    return ''.join(
+      k.value for k in Kind if actions.HasWork(k, needs_dx=needs_dx, is_trained=is_trained)
+    )
+
+  assert Letters(True, True) == 'FBIWV'
+  assert Letters(False, True) == 'FBWV'
+  assert Letters(True, False) == 'FBIV'
+  assert Letters(False, False) == 'FV'
+
+
 if __name__ == '__main__':
   raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

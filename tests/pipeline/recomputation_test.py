@@ -112,7 +112,7 @@ def _Loss(theta, outputs, side):
 
 def _Expected(schedule, again):
   """{action: products}, where B or what stands for it runs `again(k, m)` products again."""
-  expected = {}
+  expected = collections.Counter()
   for action in itertools.chain.from_iterable(schedule.actions):
     k, kind, m = action.stage, action.kind.value, action.micro_batch
     inputs = _N if k else _N - 1

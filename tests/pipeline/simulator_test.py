@@ -291,6 +291,92 @@ def testFrozenLayersCostNothing():
   assert (nothing.makespan, nothing.bubble, nothing.overall_bubble) == (0, (0, 0), 0)
 
 
+# Stages that are not trained, as the engine runs them.
+
+
+@pytest.mark.parametrize('name', ['gpipe', '1f1b'])
+def testStagesBelowTheFirstTrainedOneRunForwardOnly(name):
+  costs = Costs(1, transfer=1)
+  result = Simulate(schedules.Get(name, 3, 4), costs, trained=[False, False, True])
+  for row in result.timeline[:2]:
+    assert [str(s.action)[1:] for s in row] == ['F0', 'F1', 'F2', 'F3']
+  # Nothing holds them up: the first is done when it has done its forwards.
+  assert result.timeline[0][-1].end == 4
+  # The last one: F, R, I and W of each.
+  assert result.busy == (4, 4, 16)
+  assert result.makespan == 4 + 16
+
+
+@pytest.mark.parametrize('policy', ['stage', 'none'])
+def testAFrozenStageAboveHasNoWeightGradients(policy):
+  again = policy == 'stage'
+  whole = Simulate(
+    schedules.Get('gpipe', 3, 4), Costs(1), remat_policy=policy, trained=[True, False, True]
+  )
+  split = Simulate(
+    schedules.Get('zb_h1', 3, 4), Costs(1), remat_policy=policy, trained=[True, False, True]
+  )
+  assert whole.busy == split.busy == (4 * (3 + again), 4 * (2 + again), 4 * (3 + again))
+  assert [s.action.kind for s in split.timeline[1] if s.part == 'compute'].count('W') == 0
+
+
+def testTheFirstTrainedStageHasNoInputGradients():
+  """All of the backward is in its W, which waits for the gradient from above."""
+  result = Simulate(schedules.Get('zb_h1', 2, 1), Costs([1, 10]), trained=[True, True])
+  spans = [[(str(s.action), s.part, s.start, s.end) for s in row] for row in result.timeline]
+  assert spans == [
+    [('0F0', 'compute', 0, 1), ('0W0', 'recompute', 31, 32), ('0W0', 'compute', 32, 34)],
+    [
+      ('1F0', 'compute', 1, 11),
+      ('1I0', 'recompute', 11, 21),
+      ('1I0', 'compute', 21, 31),
+      ('1W0', 'compute', 31, 41),
+    ],
+  ]
+  early = Simulate(
+    schedules.Get('zb_h1', 2, 1), Costs([1, 10]), trained=[True, True], recompute_early=True
+  )
+  assert [s.start for s in early.timeline[0]] == [0, 1, 31]
+
+
+def testNoGradientIsSentWhereNobodyNeedsIt():
+  schedule = schedules.Get('gpipe', 2, 1)
+  costs = Costs(1, transfer=0, gradient_transfer=100)
+  assert Simulate(schedule, costs, trained=[False, True]).makespan == 5
+  assert Simulate(schedule, costs, trained=[True, True]).makespan == 2 + 3 + 100 + 3
+
+
+@pytest.mark.parametrize('name', ['gpipe', '1f1b', '1f1b_fused', 'zb_h1'])
+def testPeaksOfStagesThatAreNotTrained(name):
+  schedule = schedules.Get(name, 3, 5)
+  sizes = Sizes(1, 10, layer_inputs=2, largest_layer=3)
+  for policy in rematerialisation.POLICIES:
+    everything = Simulate(schedule, Costs(1), remat_policy=policy, sizes=sizes)
+    some = Simulate(
+      schedule, Costs(1), remat_policy=policy, sizes=sizes, trained=[False, True, True]
+    )
+    assert some.peak_activations == (1, *everything.peak_activations[1:])
+    assert some.peak_bytes[0] == 1
+    # The middle one has no I, so that no W has to wait: it holds as much until then.
+    assert some.peak_bytes[2] == everything.peak_bytes[2]
+  assert schedule.PeakActivations() == Simulate(schedule, Costs(1)).peak_activations
+
+
+def testHalvesOfABackwardNeverGoLayerByLayer():
+  schedule = schedules.Get('zb_h1', 3, 5)
+  by_layer, by_stage = (
+    Simulate(schedule, Costs(1), remat_policy=policy, sizes=Sizes(1, 10))
+    for policy in ('layer', 'stage')
+  )
+  assert by_layer.timeline == by_stage.timeline
+  assert by_layer.peak_bytes == by_stage.peak_bytes
+
+
+def testFlagsForEveryStage():
+  with pytest.raises(ValueError, match='trained: expected 2 flags, one a stage; got 3'):
+    Simulate(schedules.Get('gpipe', 2, 1), Costs(1), trained=[True] * 3)
+
+
 def testUpdate():
   schedule = schedules.Get('gpipe', 2, 2)
   result = Simulate(schedule, Costs(1, update=[1, 5]), remat_policy='none')
