@@ -44,7 +44,7 @@ def PartitionText(params: hyperparams.InstantiableParams) -> str:
   pipeline = model.task.pipeline
   text = cut.Table()
   if pipeline is not None:
-    schedule = schedules.Get(
+    schedule = schedules.GetForBatch(
       pipeline.params.schedule, len(cut.stages), cut.num_micro_batches, pipeline.num_devices
     )
     picture = schedule.Picture()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
+from absl import logging
 
 from lingvo_gpipe import base_layer, fprop_context, nested_map, weight_params
 from lingvo_gpipe.pipeline import (
@@ -80,6 +81,7 @@ class PipelineEngine:
     self._split: dict[int, split_backward.SplitBackward] = {}
     self._by_layer: dict[int, layer_backward.LayerBackward] = {}
     self._ties = dict(ties or {})
+    self._told_of_small_batch = False
     self.stages: list[emission.Stage] = []
     skips = Skips(layers, ends)
     for index, (start, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
@@ -225,7 +227,17 @@ class PipelineEngine:
   def _Schedule(
     self, schedule: str | schedules.Schedule, inputs: Sequence[Any]
   ) -> schedules.Schedule:
-    return schedules.Get(schedule, self.num_stages, len(inputs), self.num_devices)
+    chosen = schedules.GetForBatch(schedule, self.num_stages, len(inputs), self.num_devices)
+    if isinstance(schedule, str) and chosen.name != schedule and not self._told_of_small_batch:
+      self._told_of_small_batch = True
+      logging.info(
+        'Schedule %s cannot take a batch of %d micro-batches on %d devices: %s runs it.',
+        schedule,
+        len(inputs),
+        self.num_devices,
+        chosen.name,
+      )
+    return chosen
 
   def SyncTies(self) -> None:
     """Copies tied weights to where they are used; to be called when weights were changed."""

@@ -206,7 +206,7 @@ class PipeliningLayer(base_layer.BaseLayer):
     return plan.MakePlan(
       self.layers,
       tf.nest.map_structure(MicroBatchSpec, tuple(input_specs)),
-      schedule=schedules.Get(
+      schedule=schedules.GetForBatch(
         p.schedule, p.num_stages, min(p.num_micro_batches, batch_size), self.num_devices
       ),
       splits=splits or p.splits,

@@ -96,6 +96,19 @@ def Get(
   return _GENERATORS[schedule](num_stages, num_micro_batches, num_devices or num_stages).Validate()
 
 
+def GetForBatch(
+  schedule: str | Schedule, num_stages: int, num_micro_batches: int, num_devices: int
+) -> Schedule:
+  """`Get` for a batch that may be smaller than others, such as the last one of an epoch.
+
+  Where that leaves `interleaved_1f1b` a number of micro-batches that it cannot take, `looped_bfs`
+  stands in: it has the same stages on the same devices, so the result is the same.
+  """
+  if schedule == 'interleaved_1f1b' and num_micro_batches % num_devices:
+    schedule = 'looped_bfs'
+  return Get(schedule, num_stages, num_micro_batches, num_devices)
+
+
 def BubbleBound(num_stages: int, num_micro_batches: int) -> float:
   """Idle share of a step with K equal stages and M micro-batches: (K-1)/(M+K-1), GPipe 2.3."""
   _CheckSizes({'num_stages': num_stages, 'num_micro_batches': num_micro_batches})

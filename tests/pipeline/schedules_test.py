@@ -312,6 +312,14 @@ def testUnknownNameIsAnsweredWithTheClosest():
     schedules.Get('?', 2, 2)
 
 
+def testABatchTooSmallForInterleaving():
+  small = schedules.GetForBatch('interleaved_1f1b', 4, 3, 2)
+  assert (small.name, small.num_micro_batches) == ('looped_bfs', 3)
+  assert small.stage_to_device == schedules.Get('interleaved_1f1b', 4, 4, 2).stage_to_device
+  for name, m in (('interleaved_1f1b', 4), ('looped_bfs', 3)):
+    assert schedules.GetForBatch(name, 4, m, 2) == schedules.Get(name, 4, m, 2)
+
+
 def testOwnScheduleIsCheckedAndPassedThrough():
   text = schedules.Get('zb_h1', 3, 5).ToText()
   own = Schedule.FromText(text, 'own')
