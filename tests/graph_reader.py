@@ -2,6 +2,7 @@
 """Reads what TensorFlow really runs: graphs after all optimisations, cut by device."""
 
 import collections
+import math
 import pathlib
 import re
 
@@ -58,6 +59,55 @@ def NumProducts(functions):
 def NumProductsOfXla(hlo):
   """How many matrix products optimised HLO holds."""
   return len(re.findall(r' dot\(', hlo))
+
+
+def NumProductsBefore(functions):
+  """For each product, and for each draw of random bits, how many products must run before it."""
+  before_products, before_draws = [], []
+  for partitions in functions:
+    _, nodes, inputs = _Read(partitions)
+    products = {key for key, node in nodes.items() if node.op in _PRODUCTS}
+    for key, node in nodes.items():
+      if key in products or node.op.startswith('StatelessRandomUniform'):
+        counts = before_products if key in products else before_draws
+        counts.append(len(products & _Ancestors(key, inputs)))
+  return before_products, before_draws
+
+
+_INSTRUCTION = re.compile(r'\s*(?:ROOT )?%([\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\((.*?)\)(?:,|$)')
+_NUM_BYTES = {'f64': 8, 's64': 8, 'u64': 8, 'f32': 4, 's32': 4, 'u32': 4, 'pred': 1}
+
+
+def PeakBytesOfXla(hlo):
+  """The most bytes that live at one time between a function's inputs and outputs.
+
+  Args:
+    hlo: optimised HLO, in the order in which it runs.
+  """
+  assert 'is_scheduled=true' in hlo
+  rows = [
+    m.groups() for m in map(_INSTRUCTION.match, hlo[hlo.index('\nENTRY') :].splitlines()) if m
+  ]
+  sources, sizes, last_use = {}, {}, {}
+  for i, (name, shape, op, operands) in enumerate(rows):
+    used = set().union(*(sources[o] for o in re.findall(r'%([\w.-]+)', operands)))
+    is_view = op in ('bitcast', 'tuple', 'get-tuple-element')
+    sources[name] = used if is_view else {name}
+    parts = re.findall(r'(\w+)\[([\d,]*)\]', shape)
+    sizes[name] = sum(
+      _NUM_BYTES[dtype] * math.prod(int(d) for d in dims.split(',') if d) for dtype, dims in parts
+    )
+    if is_view or op in ('parameter', 'constant'):
+      sizes[name] = 0
+    last_use.update(dict.fromkeys(used, i))
+  outputs = sources[rows[-1][0]]
+  live = peak = 0
+  for i, (name, *_) in enumerate(rows):
+    if name not in outputs:
+      live += sizes[name]
+    peak = max(peak, live)
+    live -= sum(sizes[n] for n, last in last_use.items() if last == i and n not in outputs)
+  return peak
 
 
 def StageCalls(functions):

@@ -80,7 +80,7 @@ class PipeliningLayer(base_layer.BaseLayer):
       'remat_policy',
       'stage',
       'What backward recomputes: stage (all), except_last (all but the last micro-batch), layer '
-      '(one layer at a time) or none.',
+      '(one layer at a time, from its kept input) or none. FProp under a tape: always stage.',
     )
     p.Define('xla', True, 'Compile the stages by XLA.')
     p.Define('batch_dim', 0, 'The batch dimension of every input and output.')

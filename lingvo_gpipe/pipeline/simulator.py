@@ -228,8 +228,7 @@ def _Play(
       end = start + recompute[stage] * size
       timeline[device].append(Span(device, start, end, action, 'recompute'))
       start = max(end, arrival)
-    kind = Kind.BACKWARD if work.IsWholeBackward(action) else action.kind
-    clock[device] = start + durations[kind][stage] * size
+    clock[device] = start + durations[action.kind][stage] * size
     timeline[device].append(Span(device, start, clock[device], action))
     arrivals[action] = links.Send(action, clock[device])
   return timeline
@@ -303,6 +302,8 @@ def _Durations(
   weights = Entries('weight_gradient', forward)
   stages = range(num_stages)
   backward = Entries('backward', Sum(inputs, (weights[k] * work.IsTrained(k) for k in stages)))
+  if costs.weight_gradient is None:
+    weights = tuple(weights[k] if work.NeedsDx(k) else backward[k] for k in stages)
   differentiated = (backward[k] * work.HasBackward(k) for k in stages)
   durations = {
     Kind.FORWARD: forward,

@@ -125,7 +125,7 @@ class SplitBackward:
             [*chosen, *floats],
             output_gradients=stage.WithOwnLosses(dy, objective),
           )
-        dw = [None if g is None else tf.convert_to_tensor(g) for g in grads[: len(chosen)]]
+        dw = grads[: len(chosen)]
         dx = stage.DenseGradients(floats, grads[len(chosen) :])
         self._outputs[key] = (y, sums)
         return [t for t in tf.nest.flatten((y, sums)) if t is not None], dy, dx, dw
@@ -138,7 +138,7 @@ class SplitBackward:
 def _AddWeightGradients(
   cut: vjp.CutVjp, accumulators: Sequence[tf.Variable], dw: list[tf.Tensor]
 ) -> None:
-  rest = iter(dw)
+  rest = iter(cut.WeightGradients(dw))
   stage.Accumulate(accumulators, [next(rest) if has else None for has in cut.has_weight_gradient])
 
 

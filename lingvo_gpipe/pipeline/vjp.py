@@ -44,6 +44,7 @@ class CutVjp:
     kept_input_gradient: (handles, inputs, residuals of forward, dy) -> dx + residuals.
     kept_weight_gradient: (handles, inputs, residuals of forward, dy, residuals) -> dw.
     has_weight_gradient: for each gradient in dw whether it exists; the others are left out.
+    is_sparse: for each that exists whether it is of slices, two tensors: values and indices.
     num_y: how many tensors y is.
     num_dx: how many tensors dx is.
   """
@@ -70,6 +71,7 @@ class CutVjp:
     specs = [*handles, *(tf.TensorSpec(t.shape, t.dtype) for t in inputs)]
     kinds = [(w.shape, w.dtype) for w in weights]
     parts: list[Any] = []
+    gradients: list[Any] = []
 
     def Trace(*flat: tf.Tensor) -> list[tf.Tensor]:
       read = []
@@ -77,15 +79,16 @@ class CutVjp:
         value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)
         value.set_shape(shape)
         read.append(value)
-      parts[:] = [list(part) for part in vjp(read, list(flat[len(kinds) :]))]
+      y, dy, dx, gradients[:] = vjp(read, list(flat[len(kinds) :]))
+      parts[:] = [list(y), list(dy), list(dx), _Components(gradients)]
       return parts[0] + parts[2]
 
     # Not in tf.init_scope, which pauses gradient tapes.
     whole = tf.compat.v1.wrap_function(Trace, specs)
     y, dy, dx, dw = parts
     self.num_y, self.num_dx = len(y), len(dx)
-    self.has_weight_gradient = [g is not None for g in dw]
-    dw = [g for g in dw if g is not None]
+    self.has_weight_gradient = [g is not None for g in gradients]
+    self.is_sparse = [isinstance(g, tf.IndexedSlices) for g in gradients if g is not None]
     given = list(whole.inputs)
 
     kept = _Residuals([*dx, *dw], given, _Ancestors(y, given), xla)
@@ -101,6 +104,22 @@ class CutVjp:
     for_weights = _Residuals(dw, fed, _Ancestors(dx, fed), xla)
     self.kept_input_gradient = whole.prune(fed, [*dx, *for_weights])
     self.kept_weight_gradient = whole.prune([*fed, *for_weights], dw)
+
+  def WeightGradients(self, components: Sequence[tf.Tensor]) -> list[Any]:
+    """The gradients that exist, tensors or slices, from the tensors in dw."""
+    rest = iter(components)
+    return [tf.IndexedSlices(next(rest), next(rest)) if s else next(rest) for s in self.is_sparse]
+
+
+def _Components(gradients: Sequence[Any]) -> list[tf.Tensor]:
+  """The tensors of gradients, None and slices among them."""
+  components = []
+  for g in gradients:
+    if isinstance(g, tf.IndexedSlices):
+      components += [g.values, g.indices]
+    elif g is not None:
+      components.append(g)
+  return components
 
 
 def _Ancestors(fetches: Sequence[tf.Tensor], given: Sequence[tf.Tensor]) -> set[str]:

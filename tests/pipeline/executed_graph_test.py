@@ -14,12 +14,14 @@ import tensorflow as tf
 
 from lingvo_gpipe import fprop_context
 from lingvo_gpipe.layers import dropout, linear
-from lingvo_gpipe.pipeline import pipelining_layer, schedules, stage
+from lingvo_gpipe.pipeline import pipelining_layer, rematerialisation, schedules, stage
 from tests import graph_reader
 
 _DIM = 4
 _CALLS = ('PartitionedCall', 'StatefulPartitionedCall')
-_STAGE_FUNCTION = re.compile(r'__(inference|forward|backward)__(Theta)?(Forward|Backward)_\d')
+_STAGE_FUNCTION = re.compile(
+  r'__(inference|forward|backward)__(Theta)?(Forward|Backward)(Keep|Kept)?_\d'
+)
 
 
 class _Graph:
@@ -48,6 +50,10 @@ class _Graph:
     for channel, key in receivers:
       self._data[key].add(senders[channel])
       self._all[key].add(senders[channel])
+
+  def Inputs(self, key):
+    """The nodes whose values enter `key`."""
+    return self._data[key]
 
   def Ancestors(self, key, *, data_only=False):
     """All nodes that run before `key`, or those whose values enter it."""
@@ -175,6 +181,47 @@ def testEvaluationKeepsTheSchedule(tmp_path):
 
   functions = graph_reader.ExecutedGraphs(lambda: Step(*[tf.ones([2, _DIM])] * 4), tmp_path)
   assert _Faults(functions, schedules.Get('forward_only', 3, 4)) == []
+
+
+# ---- what is held ------------------------------------------------------------------------
+
+
+def _PeakHeld(graph, schedule):
+  """For each device the most micro-batches of which a tensor made for F is used later.
+
+  That is the input of F or what it returns, from F to the last action there that takes any of it.
+  """
+  calls = _StageCalls(graph)
+  peaks = []
+  for device, row in enumerate(schedule.actions):
+    keys = [calls[device, a.kind, a.micro_batch][0] for a in row]
+    spans = []
+    for position, (action, key) in enumerate(zip(row, keys, strict=True)):
+      if action.kind is schedules.Kind.FORWARD:
+        name = f'micro_{action.micro_batch}'
+        made = {key}
+        for source in graph.Inputs(key):
+          if name in {n[1] for n in (source, *graph.Ancestors(source, data_only=True))}:
+            made.add(source)
+        users = [i for i, user in enumerate(keys) if user == key or made & graph.Inputs(user)]
+        spans.append((position, max(users)))
+    peaks.append(max(sum(a <= i <= b for a, b in spans) for i in range(len(row))))
+  return peaks
+
+
+@pytest.mark.parametrize('policy', rematerialisation.POLICIES)
+@pytest.mark.parametrize('name', ['gpipe', '1f1b'])
+def testHoldsAsManyMicroBatchesAsTheScheduleSays(name, policy, tmp_path):
+  """All M, and under 1f1b no more than min(M, K-k) at stage k."""
+  k, m = 3, 5
+  stack = _Stack(k, m, schedule=name, remat_policy=policy)
+  schedule = schedules.Get(name, k, m)
+  graphs = [_Graph(partitions) for partitions in _TrainGraphs(stack, tmp_path)]
+  graphs = [g for g in graphs if any(n.name.startswith('micro_') for n in g.nodes.values())]
+  assert graphs
+  expected = [m] * k if name == 'gpipe' else [min(m, k - stage) for stage in range(k)]
+  assert expected == list(schedule.PeakActivations())
+  assert [_PeakHeld(graph, schedule) for graph in graphs] == [expected] * len(graphs)
 
 
 # ---- the check can fail ------------------------------------------------------------------

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What layers may hold when a backward is cut into pieces: control flow, functions, any dtype."""
 
+import collections
+import re
 import sys
 
 import numpy as np
@@ -279,6 +281,57 @@ def testFrozenWeights(schedule, policy):
 def testRandomBits(schedule, policy):
   drop = dropout.DropoutLayer.Params().Set(keep_prob=0.5)
   _Check([drop, _Square(), drop, drop, _Square(), drop], schedule, policy, splits=[2, 4, 6])
+
+
+# ---- embeddings --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  'schedule, policy, xla',
+  [(*way, False) for way in _WAYS] + [('gpipe', 'none', True), ('zb_h1', 'stage', True)],
+)
+def testAnEmbeddingsGradientStaysSparse(schedule, policy, xla):
+  """No micro-batch makes a tensor of the embedding's shape for it."""
+  vocab_size = 50
+  sub = [
+    embedding.EmbeddingLayer.Params().Set(vocab_size=vocab_size, embedding_dim=_DIM),
+    _Square(),
+    _Square(),
+  ]
+  ids = tf.constant(np.random.default_rng(1).integers(0, vocab_size, [_BATCH, 2]), tf.int32)
+  side = pipeline_training.ExampleWeights(_BATCH)
+  stack = pipeline_training.MakeStack(
+    sub,
+    num_stages=2,
+    num_micro_batches=2,
+    splits=[2, 3],
+    schedule=schedule,
+    remat_policy=policy,
+    xla=xla,
+  )
+  stack.Place(
+    pipeline_training.Devices(),
+    *pipeline_training.Specs((ids,)),
+    loss_fn=pipeline_training.SquareLoss,
+  )
+  step = pipeline_training.StepFunction(stack)
+  args = ((ids,), side, tf.constant(pipeline_training.STEP, tf.int64))
+  sums = {name: value.numpy() for name, value in step(*args).items()}
+  expected = pipeline_training.Reference(sub, 2, (ids,), side)
+  pipeline_training.CheckEqual((sums, pipeline_training.Gradients(stack)), expected)
+  library = step.get_concrete_function(*args).graph.as_graph_def().library
+  backward = [
+    collections.Counter(node.op for node in function.node_def)
+    for function in library.function
+    if re.match(r'__inference__(Backward|WeightGradient)', function.signature.name)
+  ]
+  # Two sizes of micro-batches, two stages.
+  assert len(backward) == 4
+  for ops in backward:
+    # One of the two weights is scattered to, and nothing is made dense.
+    assert ops['UnsortedSegmentSum'] == 0
+    assert ops['AssignAddVariableOp'] == 1
+  assert sorted(ops['ResourceScatterAdd'] for ops in backward) == [0, 0, 1, 1]
 
 
 # ---- bfloat16 ----------------------------------------------------------------------------
