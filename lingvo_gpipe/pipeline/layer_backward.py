@@ -73,7 +73,7 @@ class LayerBackward:
   def _ForwardKeep(
     self, variables: Sequence[Any], x: nested_map.NestedMap, side: Any, context: Any
   ) -> tuple[Any, dict[str, tf.Tensor], list[tf.Tensor]]:
-    self._functions.num_traces += 1
+    self._functions.CountTrace(x, side)
     inputs: list[Any] = []
     with self._functions.EnterContext(context.seeds):
       y, sums, _ = self._functions.Outputs(variables, x, side, context, inputs)
@@ -101,7 +101,7 @@ class LayerBackward:
     kept: list[tf.Tensor],
     dy: list[tf.Tensor] | None,
   ) -> tuple[list[tf.Tensor], tf.Tensor]:
-    self._functions.num_traces += 1
+    self._functions.CountTrace(x, side)
     functions, layout = self._functions, self._layouts[_Key(x, side, context)]
     tensors = [*_Leaves(x), *kept]
     # Of what the next layer below returns, and of the skips that any below does.

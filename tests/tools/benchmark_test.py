@@ -92,6 +92,7 @@ _SIZES_B = {'layers': 1, 'dim': 8, 'batch': 4, 'time': 4, 'vocab': 11, 'heads': 
   [
     ({'schedule': 'zb_h1', 'remat_policy': 'none'}, {'F', 'I', 'W'}),
     ({'schedule': '1f1b', 'remat_policy': 'except_last'}, {'F', 'B', 'b'}),
+    ({'schedule': '1f1b', 'remat_policy': 'layer'}, {'F', 'B'}),
   ],
 )
 def testWorkloadBAndEveryKindOfAction(changes, letters):

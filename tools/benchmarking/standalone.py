@@ -118,7 +118,7 @@ def _Actions(
   calls: list[_Calls] = []
   for s in engine.stages:
     last = s is engine.stages[-1]
-    calls.append(_Calls(engine, s, x, side if last else None, loss_weight))
+    calls.append(_Calls(engine, s, x, side if last else None, loss_weight, 'B' in kinds))
     if not last:
       x = _Once(calls[-1], 'F')[0]
   times: dict[str, list[list[float]]] = {}
@@ -156,6 +156,7 @@ class _Calls:
     x: nested_map.NestedMap,
     side: Any,
     loss_weight: tf.Tensor,
+    is_whole: bool,
   ) -> None:
     self.stage = s
     self.dy: list[tf.Tensor] | None = None
@@ -163,6 +164,10 @@ class _Calls:
     self._functions = engine.Functions(s, do_eval=False, with_loss=True)
     self._split = engine.SplitFunctions(s, with_loss=True)
     self._keeps = engine.remat_policy == 'none'
+    # Where the backward is not whole, the policy `layer` is the same as `stage`.
+    by_layer = engine.remat_policy == 'layer' and is_whole
+    self._keeper = engine.LayerFunctions(s, with_loss=True) if by_layer else self._split
+    self._keeps_inputs = by_layer
     with tf.device(s.device):
       seeds = stage.SeedTensor(engine.SeedHashes(s), fprop_context.StepCounter(0))
       self._context = stage.Context(seeds, loss_weight)
@@ -179,11 +184,12 @@ class _Calls:
     given = (self._x, self._side, self._context)
     weights, accumulators = self._variables
     if kind == 'F':
-      return split.ForwardKeep(weights, *given) if self._keeps else f.Forward(weights, *given)
+      keeps = self._keeps or self._keeps_inputs
+      return self._keeper.ForwardKeep(weights, *given) if keeps else f.Forward(weights, *given)
     if kind == 'V':
       return f.ForwardBackward(weights, accumulators, *given)
-    if kind == 'b' or (kind == 'B' and self._keeps):
-      return split.BackwardKept(weights, accumulators, *given, self._Kept(), self.dy)
+    if kind == 'b' or (kind == 'B' and (self._keeps or self._keeps_inputs)):
+      return self._keeper.BackwardKept(weights, accumulators, *given, self._Kept(), self.dy)
     if kind == 'B':
       return f.Backward(weights, accumulators, *given, self.dy)
     kept = self._Kept() if self._keeps else None
@@ -200,7 +206,7 @@ class _Calls:
       weights = self._variables[0]
       given = (self._x, self._side, self._context)
       with tf.init_scope(), tf.device(self.stage.device):
-        keep = tf.function(lambda: self._split.ForwardKeep(weights, *given), autograph=False)
+        keep = tf.function(lambda: self._keeper.ForwardKeep(weights, *given), autograph=False)
         self._kept = keep()[2]
     return self._kept
 
