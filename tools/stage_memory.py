@@ -21,7 +21,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 # Also where this file was started as a program.
 sys.path[:0] = [str(ROOT)] if str(ROOT) not in sys.path else []
 
-from lingvo_gpipe.pipeline import schedules, simulator  # noqa: E402
+from lingvo_gpipe.pipeline import rematerialisation, schedules  # noqa: E402
 from tools.benchmarking import stage_memory  # noqa: E402
 
 FLAGS = flags.FLAGS
@@ -62,7 +62,7 @@ def Grid() -> list[stage_memory.Setting]:
     stage_memory.Setting(FLAGS.num_stages, m, name, k, policy, layers, FLAGS.rows, xla=xla == 'on')
     for name, policy, xla, layers, k, m in itertools.product(
       Names('schedules', schedules.Names()),
-      Names('remat_policies', list(simulator.REMAT_POLICIES)),
+      Names('remat_policies', list(rematerialisation.POLICIES)),
       Names('xla', ['on', 'off']),
       Numbers('num_layers', 1, 64),
       Numbers('stages', 1, FLAGS.num_stages - 1),

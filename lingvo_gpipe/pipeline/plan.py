@@ -13,6 +13,7 @@ from lingvo_gpipe.pipeline import (
   layer_costs,
   layer_profile,
   partitioner,
+  rematerialisation,
   schedules,
   simulator,
   stage_memory,
@@ -113,7 +114,11 @@ class Plan:
     if not any(w.forward for w in work):  # Nothing is known to cost anything.
       work = stage_work.FromForward([1] * len(work), [w.is_trained for w in work])
     costs = stage_work.SimulatorCosts(work, self.ends)
-    return simulator.Simulate(self.schedule, costs, remat_policy=self.remat_policy)
+    trained = [
+      any(w.is_trained for w in work[start:end])
+      for start, end in partitioner.StageRanges(self.ends)
+    ]
+    return simulator.Simulate(self.schedule, costs, remat_policy=self.remat_policy, trained=trained)
 
   @property
   def bubble(self) -> float:
@@ -220,7 +225,7 @@ def MakePlan(
     by: 'flops', 'params' or 'time', what is balanced; time is measured on `device`, and only if the
       cut is not made by hand are layers run at all.
     num_params: count of the trained weights, where it is not the sum of the layers'.
-    remat_policy: what backward recomputes, one of `simulator.REMAT_POLICIES`.
+    remat_policy: what backward recomputes, one of `rematerialisation.POLICIES`.
     xla: whether XLA compiles the stages.
     weights: what is trained; by default all, with two optimizer slots.
     memory_limit: the most bytes that the stages of one device may need by the prediction of
@@ -233,9 +238,7 @@ def MakePlan(
   """
   if by not in COSTS:
     raise ValueError(f'unknown cost {by!r} to partition by; expected one of {", ".join(COSTS)}')
-  if remat_policy not in simulator.REMAT_POLICIES:
-    known = ', '.join(simulator.REMAT_POLICIES)
-    raise ValueError(f'unknown remat_policy {remat_policy!r}; expected one of {known}')
+  rematerialisation.CheckPolicy(remat_policy)
   num_stages = schedule.num_stages
   partitioner.CheckNumStages(num_stages, len(layers))
   if splits:

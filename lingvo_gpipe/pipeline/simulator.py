@@ -302,8 +302,8 @@ def _Durations(
   weights = Entries('weight_gradient', forward)
   stages = range(num_stages)
   backward = Entries('backward', Sum(inputs, (weights[k] * work.IsTrained(k) for k in stages)))
-  if costs.weight_gradient is None:
-    weights = tuple(weights[k] if work.NeedsDx(k) else backward[k] for k in stages)
+  # Without an I, W is all of the backward.
+  weights = tuple(weights[k] if work.NeedsDx(k) else backward[k] for k in stages)
   differentiated = (backward[k] * work.HasBackward(k) for k in stages)
   durations = {
     Kind.FORWARD: forward,

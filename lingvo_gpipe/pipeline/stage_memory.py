@@ -10,7 +10,8 @@ where h is the most micro-batches that the schedule has the stage hold. The firs
 F to B, the others exist within B, in which the forward runs again: GPipe section 2.3's
 O(N + L/K · N/M) for a mini-batch of N. Policy `none` keeps all of it h times, `except_last` once
 more for the last micro-batch, and `layer` keeps the inputs of all layers h times and has the inner
-activations of one layer at a time. Skip connections count as input of the stage that takes them.
+activations of one layer at a time (but is the same as `stage` where backward is split). Skip
+connections count as input of the stage that takes them.
 
 Inner activations are what a layer makes beyond its inputs and outputs (`BaseLayer.TraceCost`): an
 upper estimate. Not in the prediction: gradients of activations and of weights while they are
@@ -25,7 +26,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from lingvo_gpipe.pipeline import actions, schedule_ir
+from lingvo_gpipe.pipeline import actions, rematerialisation, schedule_ir
 
 Kind = actions.Kind
 
@@ -161,11 +162,13 @@ def HeldAtPeaks(schedule: schedule_ir.Schedule, remat_policy: str) -> list[tuple
   now = [_NOTHING] * schedule.num_stages
   peaks: list[dict[_Held, None]] = [{} for _ in now]
   last = schedule.num_micro_batches - 1
+  all_actions = set(itertools.chain.from_iterable(schedule.actions))
   for action in itertools.chain.from_iterable(schedule.actions):
     k = action.stage
-    if remat_policy == 'none' or (remat_policy == 'except_last' and action.micro_batch == last):
+    is_whole = dataclasses.replace(action, kind=Kind.BACKWARD) in all_actions
+    if not rematerialisation.RunsAgain(remat_policy, action.micro_batch == last):
       kept = working = _EVERYTHING
-    elif remat_policy == 'layer':
+    elif remat_policy == 'layer' and is_whole:
       kept, working = _Held(1, 1, 0, 0), _Held(1, 1, 0, 1)
     else:
       kept, working = _Held(1, 0, 0, 0), _EVERYTHING

@@ -16,7 +16,13 @@ import fractions
 import itertools
 from collections.abc import Sequence
 
-from lingvo_gpipe.pipeline import actions, partitioner, schedule_ir, simulator
+from lingvo_gpipe.pipeline import (
+  actions,
+  partitioner,
+  rematerialisation,
+  schedule_ir,
+  simulator,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,8 +109,7 @@ def Recomputations(schedule: schedule_ir.Schedule, remat_policy: str) -> list[in
   counts = [0] * schedule.num_stages
   for action in itertools.chain.from_iterable(schedule.actions):
     if action.kind in (actions.Kind.BACKWARD, actions.Kind.INPUT_GRADIENT):
-      kept = remat_policy == 'none' or remat_policy == 'except_last' and action.micro_batch == last
-      counts[action.stage] += not kept
+      counts[action.stage] += rematerialisation.RunsAgain(remat_policy, action.micro_batch == last)
   return counts
 
 

@@ -17,8 +17,8 @@ from lingvo_gpipe.pipeline import (
   partitioner,
   pipelining_layer,
   plan,
+  rematerialisation,
   schedules,
-  simulator,
   stage,
 )
 
@@ -354,7 +354,7 @@ def testCutsUnderALimitEqualBruteForce(data):
   name = data.draw(st.sampled_from(['gpipe', 'fused_fill_drain', '1f1b']))
   options = dict(
     schedule=schedules.Get(name, num_stages, 3),
-    remat_policy=data.draw(st.sampled_from(simulator.REMAT_POLICIES)),
+    remat_policy=data.draw(st.sampled_from(rematerialisation.POLICIES)),
     weights=layer_costs.Weights(is_trained=lambda path: int(path[11]) not in frozen),
   )
   specs = [tf.TensorSpec([8, widths[0]])]

@@ -7,7 +7,13 @@ import sys
 
 import pytest
 
-from lingvo_gpipe.pipeline import partitioner, schedules, simulator, stage_memory
+from lingvo_gpipe.pipeline import (
+  partitioner,
+  rematerialisation,
+  schedules,
+  simulator,
+  stage_memory,
+)
 
 _SCHEDULES = [
   ('gpipe', 3, 4, 3),
@@ -48,7 +54,7 @@ def _Simulated(layers, schedule, policy, ends):
   return simulator.Simulate(schedule, costs, remat_policy=policy, sizes=sizes).peak_bytes
 
 
-@pytest.mark.parametrize('policy', simulator.REMAT_POLICIES)
+@pytest.mark.parametrize('policy', rematerialisation.POLICIES)
 @pytest.mark.parametrize('name, stages, m, devices', _SCHEDULES)
 def testPeaksAreTheSimulators(name, stages, m, devices, policy):
   schedule = schedules.Get(name, stages, m, devices)
@@ -60,7 +66,7 @@ def testPeaksAreTheSimulators(name, stages, m, devices, policy):
     assert tuple(found) == _Simulated(layers, schedule, policy, ends)
 
 
-@pytest.mark.parametrize('policy', simulator.REMAT_POLICIES)
+@pytest.mark.parametrize('policy', rematerialisation.POLICIES)
 def testRoomsEndWhereTheLimitIs(policy):
   schedule = schedules.Get('1f1b', 3, 4)
   memory = stage_memory.StageMemory(_Layers(1), schedule, policy, first_trained=3)

@@ -8,14 +8,24 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from lingvo_gpipe.pipeline import partitioner, schedules, simulator, stage_work
+from lingvo_gpipe.pipeline import (
+  partitioner,
+  rematerialisation,
+  schedules,
+  simulator,
+  stage_work,
+)
 
 _SETTINGS = hypothesis.settings(max_examples=150, deadline=None, derandomize=True)
 
 
 def _Busy(schedule, work, ends, policy):
   """For each stage the time that the simulator has it work."""
-  result = simulator.Simulate(schedule, stage_work.SimulatorCosts(work, ends), remat_policy=policy)
+  trained = [
+    any(w.is_trained for w in work[start:end]) for start, end in partitioner.StageRanges(ends)
+  ]
+  costs = stage_work.SimulatorCosts(work, ends)
+  result = simulator.Simulate(schedule, costs, remat_policy=policy, trained=trained)
   busy = [0] * schedule.num_stages
   for span in itertools.chain.from_iterable(result.timeline):
     busy[span.action.stage] += span.end - span.start
@@ -70,7 +80,7 @@ def _Problems(draw):
   layers = draw(st.lists(st.tuples(st.integers(0, 9), st.booleans()), min_size=1, max_size=7))
   num_stages = draw(st.integers(1, min(4, len(layers))))
   name = draw(st.sampled_from(['gpipe', 'fused_fill_drain', '1f1b', '1f1b_fused', 'zb_h1']))
-  policy = draw(st.sampled_from(simulator.REMAT_POLICIES))
+  policy = draw(st.sampled_from(rematerialisation.POLICIES))
   forward, trained = zip(*layers, strict=True)
   work = stage_work.FromForward(forward, trained)
   return work, schedules.Get(name, num_stages, draw(st.integers(1, 4))), policy
