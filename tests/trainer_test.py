@@ -110,7 +110,9 @@ def testSecondCallGoesOnAndEqualsOneRun(undisturbed, tmp_path):
   logdir, _ = undisturbed
   first = processes.Run('trainer', *processes.TrainArgs(tmp_path, PART))
   assert 'starting a new run' in processes.Succeeded(first).stdout
-  assert re.search(r'traced in \d+\.\d s; compiled and ran the first step in \d+\.\d s', first.stdout)
+  assert re.search(
+    r'traced in \d+\.\d s; compiled and ran the first step in \d+\.\d s', first.stdout
+  )
   # A step that is no multiple of any interval, and that only the end of the first call saved.
   second = processes.Run('trainer', *processes.TrainArgs(tmp_path, 2 * PART))
   assert f'going on from step {PART} ({4 * PART} examples' in processes.Succeeded(second).stdout
