@@ -216,6 +216,10 @@ class Emission:
       found.append((s.LayerOfSums(name), nested_map.NestedMap(total)))
     return found
 
+  def LastActions(self) -> list[tf.Tensor]:
+    """What waits for these comes after all that was emitted on any device."""
+    return [t for tensors in self._last.values() for t in tensors]
+
   def _Call(self, k: int, m: int, call: Any) -> Any:
     """`call(stage, context)` on the stage's device, after all that was emitted there before."""
     s = self._engine.stages[k]

@@ -149,8 +149,10 @@ class PipelineEngine:
     self.ClearAccumulators(mirrors_only=not clear)
     run.Emit(self._Schedule(self._schedule, inputs))
     self._AddTiedGradients()
-    for layer, sums in run.LayerSums():
-      layer.UpdateFromSums(sums)
+    # A step that fails must leave all state as it was: it is run again, to find out why.
+    with tf.control_dependencies(run.LastActions()):
+      for layer, sums in run.LayerSums():
+        layer.UpdateFromSums(sums)
     return run.Sums()
 
   def Evaluate(

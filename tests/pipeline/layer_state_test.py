@@ -226,6 +226,28 @@ def testWhatIsNotFiniteStaysOut():
     assert np.array_equal(value, before[path]) == path.startswith('stack.layers[2]'), path
 
 
+class _FailsInBackward(base_layer.BaseLayer):
+  def FProp(self, theta, x):
+    @tf.custom_gradient
+    def Fail(x):
+      def Grad(dy):
+        with tf.control_dependencies([tf.debugging.Assert(tf.reduce_sum(dy) > np.inf, ['failed'])]):
+          return tf.identity(dy)
+
+      return tf.identity(x), Grad
+
+    return Fail(x)
+
+
+def testAFailedStepLeavesTheState():
+  sub = [_CountsCalls.Params(), _FailsInBackward.Params(), _Norm()]
+  stack = _Place(sub, num_stages=2, splits=[2, 3], num_micro_batches=1)
+  before = pipeline_training.State(stack)
+  with pytest.raises(tf.errors.InvalidArgumentError, match='failed'):
+    _Step(stack)
+  _CheckState(pipeline_training.State(stack), before, rtol=0)
+
+
 # ---- a user's own tape -------------------------------------------------------------------
 
 
