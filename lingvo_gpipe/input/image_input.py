@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Labelled images, with random changes that are new in each epoch and exact after a restart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from lingvo_gpipe import hyperparams, nested_map
+from lingvo_gpipe.input import base_input_generator, index_order
+
+# So that the changes are unrelated to the order, which has the same seed.
+_AUGMENTATION = 0x1A6E
+
+
+class ImageInput(base_input_generator.BaseInputGenerator):
+  """Batches of `images`, float32 [batch, image_size, image_size, channels], and `labels`, int32.
+
+  A subclass gives `NumExamples()`, `_FingerprintParts()` and `_Images(indices, seeds)`.
+
+  The random changes of an image are a function of (p.random_seed, index, epoch): the state of a run
+  over the data stays one integer, the position, and does not depend on the batch size.
+  """
+
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    """Params of an input of images."""
+    p = super().Params()
+    p.Define('image_size', 0, 'Height and width of the images.')
+    p.Define('num_channels', 3, 'Channels of the images.')
+    p.Define('augment', False, 'Change the images at random, as in training.')
+    p.Define(
+      'num_fake_examples',
+      0,
+      'Above 0: so many images of noise in place of the data set, for measuring time.',
+    )
+    return p
+
+  def __init__(self, params: hyperparams.InstantiableParams) -> None:
+    super().__init__(params)
+    self._CheckInteger('image_size', minimum=1)
+    self._CheckInteger('num_channels', minimum=1)
+    self._CheckInteger('num_fake_examples', minimum=0)
+
+  # What a subclass gives.
+
+  def _NumImages(self) -> int:
+    """The number of images."""
+    raise NotImplementedError(f'_NumImages of {type(self).__name__}')
+
+  def _NumClasses(self) -> int:
+    """Labels are below this."""
+    raise NotImplementedError(f'_NumClasses of {type(self).__name__}')
+
+  def _Images(self, indices: tf.Tensor, seeds: tf.Tensor) -> nested_map.NestedMap:
+    """The `images` and `labels` of some indices.
+
+    Runs inside the graph of a tf.data pipeline, on the host.
+
+    Args:
+      indices: int64 [n].
+      seeds: int64 [n], for random changes if p.augment is set.
+    """
+    raise NotImplementedError(f'_Images of {type(self).__name__}')
+
+  # What the base class asks for.
+
+  def NumExamples(self) -> int:
+    """The number of images."""
+    return self.params.num_fake_examples or self._NumImages()
+
+  def _ExampleSpec(self) -> nested_map.NestedMap:
+    p = self.params
+    return nested_map.NestedMap(
+      images=tf.TensorSpec([p.image_size, p.image_size, p.num_channels], tf.float32),
+      labels=tf.TensorSpec([], tf.int32),
+    )
+
+  def Dataset(self, start: int = 0) -> tf.data.Dataset:
+    """As BaseInputGenerator's."""
+    p = self.params
+    num_examples = self._CheckedNumExamples()
+    spec = self.BatchSpec()
+    # The base class makes the order; what it counts as examples are indices here.
+    order = _Order.Params().Set(
+      batch_size=p.batch_size,
+      random_seed=p.random_seed,
+      shuffle=p.shuffle,
+      num_epochs=p.num_epochs,
+      num_examples=num_examples,
+      num_prefetch=0,
+    )
+    firsts = tf.data.Dataset.counter(self._CheckedStart(start), p.batch_size, dtype=tf.int64)
+
+    @tf.autograph.experimental.do_not_convert
+    def MakeBatch(batch: nested_map.NestedMap, first: tf.Tensor) -> nested_map.NestedMap:
+      epochs = (first + tf.range(p.batch_size, dtype=tf.int64)) // num_examples
+      hashes = index_order.Hash64(
+        p.random_seed + _AUGMENTATION, epochs * num_examples + batch.indices
+      )
+      seeds = tf.bitcast(hashes, tf.int64)
+      images = self._FakeImages if p.num_fake_examples else self._Images
+      made = nested_map.NestedMap(images(batch.indices, seeds))
+      made.example_weights = batch.example_weights
+      self._CheckMatches(made, spec)
+      return made
+
+    parallel: dict[str, Any] = {}
+    if p.num_parallel_calls != 1:
+      parallel = {'num_parallel_calls': p.num_parallel_calls, 'deterministic': True}
+    dataset = tf.data.Dataset.zip(order.Instantiate().Dataset(start), firsts)
+    dataset = dataset.map(MakeBatch, **parallel)
+    return dataset.prefetch(p.num_prefetch) if p.num_prefetch else dataset
+
+  def Fingerprint(self) -> str:
+    """As BaseInputGenerator's; that of images of noise says so."""
+    return 'noise' if self.params.num_fake_examples else super().Fingerprint()
+
+  def _FakeImages(self, indices: tf.Tensor, seeds: tf.Tensor) -> nested_map.NestedMap:
+    del seeds
+    p = self.params
+    # One image of noise for all: making noise would take longer than reading images.
+    shape = [p.image_size, p.image_size, p.num_channels]
+    noise = tf.random.stateless_normal(shape, [p.random_seed, 1])
+    shift = tf.cast(indices, tf.float32) / float(self.NumExamples())
+    return nested_map.NestedMap(
+      images=noise + shift[:, tf.newaxis, tf.newaxis, tf.newaxis],
+      labels=tf.cast(tf.math.floormod(indices, self._NumClasses()), tf.int32),
+    )
+
+
+class _Order(base_input_generator.BaseInputGenerator):
+  """The indices of a data set, in the order in which its examples come."""
+
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    p = super().Params()
+    p.Define('num_examples', 0, 'Size of the data set.')
+    return p
+
+  def NumExamples(self) -> int:
+    return self.params.num_examples
+
+  def _Examples(self, indices: tf.Tensor) -> nested_map.NestedMap:
+    return nested_map.NestedMap(indices=indices)

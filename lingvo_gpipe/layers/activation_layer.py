@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An activation as a layer of its own."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from lingvo_gpipe import base_layer, hyperparams, nested_map, shapes
+from lingvo_gpipe.layers import activations, fprop_meta
+
+
+class ActivationLayer(base_layer.BaseLayer):
+  """y = activation(x)."""
+
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    """The Params of an ActivationLayer."""
+    p = super().Params()
+    p.Define('activation', 'RELU', 'Name of the activation; see layers/activations.py.')
+    return p
+
+  def __init__(self, params: hyperparams.InstantiableParams) -> None:
+    super().__init__(params)
+    self._activation = activations.GetFn(self.params.activation)
+
+  def FProp(self, theta: nested_map.NestedMap, inputs: tf.Tensor) -> tf.Tensor:
+    """Maps inputs of any shape to the same shape."""
+    del theta
+    return self._activation(self._CastToFPropDtype(inputs))
+
+  @classmethod
+  def FPropMeta(
+    cls, params: hyperparams.InstantiableParams, inputs: tf.TensorSpec
+  ) -> nested_map.NestedMap:
+    """See BaseLayer.FPropMeta."""
+    flops = shapes.NumElements(inputs) * activations.FlopsPerElement(params.activation)
+    return fprop_meta.Meta(flops, fprop_meta.WithDtype(inputs, params))

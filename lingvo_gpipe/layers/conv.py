@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Convolutions of images [batch, height, width, channels]; there are no paddings tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from lingvo_gpipe import base_layer, hyperparams, nested_map, shapes, weight_params
+from lingvo_gpipe.layers import activations, fprop_meta, windows
+
+
+class _ConvLayer(base_layer.BaseLayer):
+  """What the convolutions share: Params, checks, bias and activation."""
+
+  _FILTER_SHAPE = 'Height, width, channels in and channels out of the filter.'
+  _NEEDS_EQUAL_STRIDES = False
+
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    """The Params of a convolution; names as Lingvo's."""
+    p = super().Params()
+    p.Define('filter_shape', (0, 0, 0, 0), cls._FILTER_SHAPE)
+    p.Define('filter_stride', (1, 1), 'Steps of the filter along height and width.')
+    p.Define('dilations', (1, 1), 'Distance of the filter taps along height and width.')
+    p.Define('padding', 'SAME', 'SAME or VALID, what happens at the borders.')
+    p.Define('bias', False, 'Whether a bias is added.')
+    p.Define('activation', 'NONE', 'Name of the activation; see layers/activations.py.')
+    return p
+
+  def __init__(self, params: hyperparams.InstantiableParams) -> None:
+    super().__init__(params)
+    p = self.params
+    windows.CheckSizes(p, 'filter_shape', 4)
+    windows.CheckSizes(p, 'dilations', 2)
+    windows.Check(p, 'filter_stride', p.dilations)
+    self._activation = activations.GetFn(p.activation)
+    if self._NEEDS_EQUAL_STRIDES and len(set(p.filter_stride)) > 1:
+      raise ValueError(
+        f'{type(self).__name__} {p.name!r}: TensorFlow has depthwise convolutions of equal strides '
+        f'only, got filter_stride {p.filter_stride!r}'
+      )
+    if p.bias:
+      zero = weight_params.WeightInit.Constant(0.0)
+      self.CreateVariable('b', weight_params.WeightParams([self._OutputDim(p)], zero))
+
+  @classmethod
+  def _OutputDim(cls, params: Any) -> int:
+    return params.filter_shape[3]
+
+  def FProp(self, theta: nested_map.NestedMap, inputs: tf.Tensor) -> tf.Tensor:
+    """Maps inputs [batch, height, width, channels in] to [batch, height', width', channels out]."""
+    p = self.params
+    shapes.CheckRank(self.path, inputs, 4)
+    shapes.CheckLastDim(self.path, inputs, p.filter_shape[2])
+    y = self._Convolve(theta, self._CastToFPropDtype(inputs))
+    if p.bias:
+      y = tf.nn.bias_add(y, theta.b)
+    return self._activation(y)
+
+  def _Convolve(self, theta: nested_map.NestedMap, inputs: tf.Tensor) -> tf.Tensor:
+    raise NotImplementedError
+
+  @classmethod
+  def FPropMeta(
+    cls, params: hyperparams.InstantiableParams, inputs: tf.TensorSpec
+  ) -> nested_map.NestedMap:
+    """Twice the output elements times the taps of each; see BaseLayer.FPropMeta."""
+    p = params
+    name = p.name or cls.__name__
+    shapes.CheckRank(name, inputs, 4)
+    shapes.CheckLastDim(name, inputs, p.filter_shape[2])
+    height, width = windows.OutputSize(
+      name, inputs, p.filter_shape[:2], p.filter_stride, p.padding, p.dilations
+    )
+    flops = inputs.shape[0] * height * width * cls._FlopsPerPosition(p)
+    out = tf.TensorSpec(
+      [inputs.shape[0], height, width, cls._OutputDim(p)], fprop_meta.FPropDtype(p)
+    )
+    flops += shapes.NumElements(out) * (bool(p.bias) + activations.FlopsPerElement(p.activation))
+    return fprop_meta.Meta(flops, out)
+
+  @classmethod
+  def _FlopsPerPosition(cls, params: Any) -> int:
+    raise NotImplementedError
+
+
+class Conv2DLayerNoPadding(_ConvLayer):
+  """activation(convolution(x) + b) (Lingvo's name: "no padding" is no paddings tensor)."""
+
+  def __init__(self, params: hyperparams.InstantiableParams) -> None:
+    super().__init__(params)
+    self.CreateVariable('w', weight_params.WeightParams(self.params.filter_shape))
+
+  def _Convolve(self, theta: nested_map.NestedMap, inputs: tf.Tensor) -> tf.Tensor:
+    p = self.params
+    return tf.nn.conv2d(inputs, theta.w, list(p.filter_stride), p.padding, dilations=p.dilations)
+
+  @classmethod
+  def _FlopsPerPosition(cls, params: Any) -> int:
+    height, width, dim_in, dim_out = params.filter_shape
+    return 2 * height * width * dim_in * dim_out
+
+
+class DepthwiseConv2DLayerNoPadding(_ConvLayer):
+  """Convolves each channel by filters of its own."""
+
+  _FILTER_SHAPE = 'Height, width, channels in and filters a channel.'
+  _NEEDS_EQUAL_STRIDES = True
+
+  def __init__(self, params: hyperparams.InstantiableParams) -> None:
+    super().__init__(params)
+    self.CreateVariable('w', weight_params.WeightParams(self.params.filter_shape))
+
+  @classmethod
+  def _OutputDim(cls, params: Any) -> int:
+    return params.filter_shape[2] * params.filter_shape[3]
+
+  def _Convolve(self, theta: nested_map.NestedMap, inputs: tf.Tensor) -> tf.Tensor:
+    return _Depthwise(self.params, inputs, theta.w)
+
+  @classmethod
+  def _FlopsPerPosition(cls, params: Any) -> int:
+    height, width, dim_in, multiplier = params.filter_shape
+    return 2 * height * width * dim_in * multiplier
+
+
+class SeparableConv2DLayerNoPadding(_ConvLayer):
+  """A depthwise convolution and a 1x1 convolution of what comes out, with nothing in between."""
+
+  _NEEDS_EQUAL_STRIDES = True
+
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    """The Params of a SeparableConv2DLayerNoPadding."""
+    p = super().Params()
+    p.Define('depth_multiplier', 1, 'Filters a channel of the depthwise convolution.')
+    return p
+
+  def __init__(self, params: hyperparams.InstantiableParams) -> None:
+    super().__init__(params)
+    p = self.params
+    shapes.CheckPositive(p, 'depth_multiplier')
+    height, width, dim_in, dim_out = p.filter_shape
+    self.CreateVariable(
+      'w_depthwise', weight_params.WeightParams([height, width, dim_in, p.depth_multiplier])
+    )
+    self.CreateVariable(
+      'w_pointwise', weight_params.WeightParams([1, 1, dim_in * p.depth_multiplier, dim_out])
+    )
+
+  def _Convolve(self, theta: nested_map.NestedMap, inputs: tf.Tensor) -> tf.Tensor:
+    y = _Depthwise(self.params, inputs, theta.w_depthwise)
+    return tf.nn.conv2d(y, theta.w_pointwise, 1, 'SAME')
+
+  @classmethod
+  def _FlopsPerPosition(cls, params: Any) -> int:
+    height, width, dim_in, dim_out = params.filter_shape
+    return 2 * dim_in * params.depth_multiplier * (height * width + dim_out)
+
+
+def _Depthwise(params: Any, inputs: tf.Tensor, w: tf.Tensor) -> tf.Tensor:
+  strides = [1, *params.filter_stride, 1]
+  return tf.nn.depthwise_conv2d(
+    inputs, w, strides, params.padding, dilations=list(params.dilations)
+  )

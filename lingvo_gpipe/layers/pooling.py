@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pools of images [batch, height, width, channels]."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from lingvo_gpipe import base_layer, hyperparams, nested_map, shapes
+from lingvo_gpipe.layers import fprop_meta, windows
+
+TYPES = ('MAX', 'AVG')
+
+
+def _CheckType(params: Any) -> None:
+  if params.pooling_type not in TYPES:
+    raise ValueError(
+      f'{params.cls.__name__} {params.name!r}: pooling_type must be {" or ".join(TYPES)}, '
+      f'got {params.pooling_type!r}'
+    )
+
+
+class PoolingLayer(base_layer.BaseLayer):
+  """The maximum or the mean of each window. What a SAME window has outside does not count."""
+
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    """The Params of a PoolingLayer; names as Lingvo's."""
+    p = super().Params()
+    p.Define('window_shape', (0, 0), 'Height and width of the window.')
+    p.Define('window_stride', (1, 1), 'Steps of the window along height and width.')
+    p.Define('pooling_type', 'MAX', 'MAX or AVG.')
+    p.Define('padding', 'SAME', 'SAME or VALID, what happens at the borders.')
+    return p
+
+  def __init__(self, params: hyperparams.InstantiableParams) -> None:
+    super().__init__(params)
+    windows.CheckSizes(self.params, 'window_shape', 2)
+    windows.Check(self.params, 'window_stride')
+    _CheckType(self.params)
+
+  def FProp(self, theta: nested_map.NestedMap, inputs: tf.Tensor) -> tf.Tensor:
+    """Maps inputs [batch, height, width, channels] to [batch, height', width', channels]."""
+    del theta
+    p = self.params
+    shapes.CheckRank(self.path, inputs, 4)
+    pool = tf.nn.max_pool2d if p.pooling_type == 'MAX' else tf.nn.avg_pool2d
+    x = self._CastToFPropDtype(inputs)
+    return pool(x, list(p.window_shape), list(p.window_stride), p.padding)
+
+  @classmethod
+  def FPropMeta(
+    cls, params: hyperparams.InstantiableParams, inputs: tf.TensorSpec
+  ) -> nested_map.NestedMap:
+    """The window for each output element; see BaseLayer.FPropMeta."""
+    p = params
+    name = p.name or cls.__name__
+    shapes.CheckRank(name, inputs, 4)
+    size = windows.OutputSize(name, inputs, p.window_shape, p.window_stride, p.padding)
+    out = tf.TensorSpec([inputs.shape[0], *size, inputs.shape[3]], fprop_meta.FPropDtype(p))
+    return fprop_meta.Meta(shapes.NumElements(out) * p.window_shape[0] * p.window_shape[1], out)
+
+
+class GlobalPoolingLayer(base_layer.BaseLayer):
+  """The maximum or the mean of all positions."""
+
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    """The Params of a GlobalPoolingLayer."""
+    p = super().Params()
+    p.Define('pooling_type', 'AVG', 'MAX or AVG.')
+    return p
+
+  def __init__(self, params: hyperparams.InstantiableParams) -> None:
+    super().__init__(params)
+    _CheckType(self.params)
+
+  def FProp(self, theta: nested_map.NestedMap, inputs: tf.Tensor) -> tf.Tensor:
+    """Maps inputs [batch, height, width, channels] to [batch, channels]."""
+    del theta
+    shapes.CheckRank(self.path, inputs, 4)
+    reduce = tf.reduce_max if self.params.pooling_type == 'MAX' else tf.reduce_mean
+    return reduce(self._CastToFPropDtype(inputs), axis=[1, 2])
+
+  @classmethod
+  def FPropMeta(
+    cls, params: hyperparams.InstantiableParams, inputs: tf.TensorSpec
+  ) -> nested_map.NestedMap:
+    """One operation an element; see BaseLayer.FPropMeta."""
+    shapes.CheckRank(params.name or cls.__name__, inputs, 4)
+    out = tf.TensorSpec([inputs.shape[0], inputs.shape[3]], fprop_meta.FPropDtype(params))
+    return fprop_meta.Meta(shapes.NumElements(inputs), out)

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AmoebaNet-B and -D (Real et al. 2019), the networks of GPipe's image experiments."""
+
+from __future__ import annotations
+
+from lingvo_gpipe import hyperparams
+from lingvo_gpipe.layers import batch_norm, conv_batch_norm, drop_path, skip
+from tasks.image import amoebanet_cell, classifier, heads
+
+_AUX_KEY = 'aux_head'
+
+
+class AmoebaNet(classifier.ImageClassifier):
+  """AmoebaNet (L, D): `num_cells` L normal cells with `reduction_size` D channels at first.
+
+  A stem convolution, stem cells that halve the image, and L normal cells in three stacks, with a
+  reduction cell before the second and third stack that halves the image and doubles the channels.
+  Every cell is one layer of the pipeline.
+  """
+
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    """Params of the network."""
+    p = super().Params()
+    p.Define('variant', 'D', 'B or D: whose cells.')
+    p.Define('num_cells', 18, 'L: the normal cells of all three stacks together.')
+    p.Define('reduction_size', 256, 'D: channels of the states of the first stack.')
+    p.Define('stem_filters', 32, 'Channels of the stem convolution.')
+    p.Define('stem_stride', 2, 'Its stride; 1 for small images, whose borders are then padded.')
+    p.Define('num_stem_cells', 2, 'Reduction cells before the first stack; 0 for small images.')
+    p.Define('aux_head_scale', 0.4, 'Scale of the widths of the auxiliary head.')
+    p.Define('dropout_prob', 0.0, 'Dropout before the last projection.')
+    p.Define('drop_path_keep_prob', 1.0, 'Probability, in the end, of keeping an operation.')
+    p.Define('drop_path_total_steps', 0, 'Steps until then; 0: from the start.')
+    p.Define(
+      'batch_norm_tpl', batch_norm.BatchNormLayer.Params(), 'What the batch norms are made from.'
+    )
+    return p
+
+  def _Layers(self) -> list[hyperparams.InstantiableParams]:
+    p = self.params
+    self._CheckParams()
+    drop = drop_path.DropPathLayer.Params().Set(
+      keep_prob=p.drop_path_keep_prob, total_steps=p.drop_path_total_steps
+    )
+    cell_tpl = amoebanet_cell.AmoebaNetCell.Params().Set(
+      batch_norm_tpl=p.batch_norm_tpl, drop_path_tpl=drop
+    )
+    layers = [
+      conv_batch_norm.ConvBatchNormLayer.Params().Set(
+        filter_shape=(3, 3, p.num_channels, p.stem_filters),
+        filter_stride=(p.stem_stride, p.stem_stride),
+        padding='SAME' if p.stem_stride == 1 else 'VALID',
+        activation='NONE',
+        batch_norm_tpl=p.batch_norm_tpl,
+      )
+    ]
+    size = p.image_size if p.stem_stride == 1 else (p.image_size - 3) // p.stem_stride + 1
+    dim, previous_dim, is_previous_wider = p.stem_filters, 0, False
+
+    def AddCell(kind: str, filters: int) -> None:
+      nonlocal size, dim, previous_dim, is_previous_wider
+      kind = f'{p.variant.lower()}_{kind}'
+      cell = cell_tpl.Copy().Set(
+        kind=kind,
+        filters=filters,
+        input_dim=dim,
+        previous_dim=previous_dim,
+        is_previous_wider=is_previous_wider,
+      )
+      layers.append(cell)
+      is_previous_wider = amoebanet_cell.CELLS[kind].is_reduction
+      size = -(-size // 2) if is_previous_wider else size
+      dim, previous_dim = amoebanet_cell.AmoebaNetCell.OutputDim(kind, filters), dim
+
+    for i in range(p.num_stem_cells):
+      AddCell('reduction', p.reduction_size >> (p.num_stem_cells - i))
+    filters = p.reduction_size
+    for i in range(p.num_cells):
+      if i in (p.num_cells // 3, 2 * p.num_cells // 3):
+        filters *= 2
+        AddCell('reduction', filters)
+      AddCell('normal', filters)
+      if p.aux_loss_weight and i == 2 * p.num_cells // 3 - 1:
+        layers.append(skip.StashLayer.Params().Set(key=_AUX_KEY))
+        aux_head = heads.AuxiliaryHead.Params().Set(
+          key=_AUX_KEY,
+          input_dim=dim,
+          input_size=size,
+          num_classes=p.num_classes,
+          scale=p.aux_head_scale,
+          batch_norm_tpl=p.batch_norm_tpl,
+        )
+    if p.aux_loss_weight:
+      layers.append(aux_head)
+    layers.append(
+      heads.ClassifierHead.Params().Set(
+        input_dim=dim, num_classes=p.num_classes, dropout_prob=p.dropout_prob
+      )
+    )
+    return layers
+
+  def _CheckParams(self) -> None:
+    p = self.params
+    if p.variant not in ('B', 'D'):
+      raise ValueError(f'{self.path}: variant must be B or D, got {p.variant!r}')
+    if p.num_cells < 3:
+      raise ValueError(f'{self.path}: num_cells must be at least 3, got {p.num_cells}')
+    smallest = 4 << p.num_stem_cells
+    if p.reduction_size < smallest or p.reduction_size % smallest:
+      raise ValueError(
+        f'{self.path}: with {p.num_stem_cells} stem cells reduction_size must be a multiple of '
+        f'{smallest}, got {p.reduction_size}'
+      )

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Image classification: what all models share, that is the loss, the metrics and the checks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from lingvo_gpipe import hyperparams, nested_map, shapes, task
+from lingvo_gpipe.layers import embedding
+from lingvo_gpipe.pipeline import pipelining_layer
+
+_TOP_K = 5
+
+
+class ImageClassifier(task.BaseTask):
+  """Predicts the class of an image; a subclass says by which layers.
+
+  Batches have `images`, float32 [batch, image_size, image_size, num_channels], and `labels`, int32
+  [batch]. The layers return logits [batch, num_classes], or a tuple of those and the logits of an
+  auxiliary head, in training.
+  """
+
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    """Params of the data's sizes and of the loss; `stack` says how the model is pipelined."""
+    p = super().Params()
+    p.Define('image_size', 0, 'Height and width of the images.')
+    p.Define('num_channels', 3, 'Channels of the images.')
+    p.Define('num_classes', 0, 'Number of classes.')
+    p.Define(
+      'label_smoothing',
+      0.0,
+      'In training, the probability that the targets spread over the other classes.',
+    )
+    p.Define('aux_loss_weight', 0.0, "Weight of the auxiliary head's loss; 0: there is no such head.")
+    p.Define(
+      'stack', pipelining_layer.PipeliningLayer.Params(), 'The pipeline; its sub is set here.'
+    )
+    return p
+
+  def __init__(self, params: hyperparams.InstantiableParams) -> None:
+    super().__init__(params)
+    p = self.params
+    shapes.CheckPositive(p, 'image_size', 'num_channels', 'num_classes')
+    shapes.CheckProbability(p, 'label_smoothing')
+    if p.aux_loss_weight < 0:
+      raise ValueError(
+        f'{self.path}: aux_loss_weight must not be negative, got {p.aux_loss_weight}'
+      )
+    self.CreateChild('stack', p.stack.Copy().Set(sub=self._Layers()))
+
+  def _Layers(self) -> list[hyperparams.InstantiableParams]:
+    """The Params of the layers, from images to logits."""
+    raise NotImplementedError(f'_Layers of {type(self).__name__}')
+
+  def CheckBatch(self, input_batch: nested_map.NestedMap) -> None:
+    """Labels must lie in [0, num_classes): XLA would take any other as it comes."""
+    p = self.params
+    labels = input_batch.labels
+    low, high = int(tf.reduce_min(labels)), int(tf.reduce_max(labels))
+    if low < 0 or high >= p.num_classes:
+      raise ValueError(
+        f'{self.path}: labels must lie in [0, {p.num_classes}), got {low} ... {high}; check the '
+        'input generator, or set num_classes'
+      )
+    expected = [None, p.image_size, p.image_size, p.num_channels]
+    shapes.CheckShape(self.path, input_batch.images, expected, 'images')
+
+  def PipelineInputs(self, input_batch: nested_map.NestedMap) -> tuple[Any, ...]:
+    """The images."""
+    return (input_batch.images,)
+
+  def LossInputs(self, input_batch: nested_map.NestedMap) -> nested_map.NestedMap:
+    """Labels and weights of the examples, each [batch]."""
+    return nested_map.NestedMap(
+      labels=input_batch.labels, example_weights=input_batch.example_weights
+    )
+
+  def ComputeLoss(
+    self, theta: nested_map.NestedMap, predictions: Any, input_batch: nested_map.NestedMap
+  ) -> tuple[task.Metrics, dict[str, tf.Tensor]]:
+    """Cross entropy in nats, and the shares of examples whose class comes first or among five.
+
+    In training targets are smoothed, and the loss of the auxiliary head is added with its weight;
+    `aux_loss` reports it without. The loss of an evaluation is the plain cross entropy.
+    """
+    del theta
+    p = self.params
+    logits, *aux_logits = predictions if isinstance(predictions, tuple) else (predictions,)
+    labels = input_batch.labels
+    smoothing = 0.0 if self.do_eval else p.label_smoothing
+    xent = embedding.XentLossFromLogits(logits, labels, smoothing)
+    weights = tf.cast(input_batch.example_weights, xent.dtype)
+    total = tf.reduce_sum(weights)
+
+    def Mean(values: tf.Tensor) -> tf.Tensor:
+      return tf.math.divide_no_nan(tf.reduce_sum(tf.cast(values, xent.dtype) * weights), total)
+
+    metrics = {'loss': (Mean(xent), total)}
+    if aux_logits:
+      aux_loss = Mean(embedding.XentLossFromLogits(aux_logits[0], labels, smoothing))
+      metrics['loss'] = (metrics['loss'][0] + p.aux_loss_weight * aux_loss, total)
+      metrics['aux_loss'] = (aux_loss, total)
+    ranks = Ranks(logits, labels)
+    metrics['accuracy'] = (Mean(ranks < 1), total)
+    if p.num_classes > _TOP_K:
+      metrics['acc5'] = (Mean(ranks < _TOP_K), total)
+    return metrics, {'xent': xent}
+
+
+def Ranks(logits: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
+  """How many classes come before the right one; 0: the prediction is right.
+
+  Of equal logits the class of the lower index comes first, and NaN comes before everything: a
+  constant or broken model gets no better than chance.
+
+  Args:
+    logits: [batch, num_classes].
+    labels: integers [batch].
+
+  Returns:
+    int32 [batch].
+  """
+  classes = tf.range(logits.shape[-1], dtype=labels.dtype)[tf.newaxis]
+  label = labels[:, tf.newaxis]
+  right = tf.reduce_sum(tf.where(classes == label, logits, tf.zeros_like(logits)), -1, keepdims=True)
+  before = tf.where(classes < label, ~(logits < right), ~(logits <= right))
+  return tf.math.count_nonzero(before & (classes != label), axis=-1, dtype=tf.int32)

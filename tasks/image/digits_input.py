@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""scikit-learn's handwritten digits: 1,797 images of 8x8 without a download."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from lingvo_gpipe import hyperparams, nested_map
+from lingvo_gpipe.input import image_augmentation, image_input
+
+IMAGE_SIZE, NUM_CHANNELS, NUM_CLASSES = 8, 1, 10
+
+# Upper ends of the splits' ranges of hash values modulo 100.
+_SPLIT_ENDS = {'train': 70, 'dev': 80, 'test': 100}
+
+
+class DigitsInput(image_input.ImageInput):
+  """The digits 0 ... 9 (UCI's Optical Recognition of Handwritten Digits, its test part).
+
+  An image belongs to a split by a hash of its index: about 70 % of them are in train, 10 % in dev
+  and 20 % in test. Pixels 0 ... 16 become numbers of mean 0 and deviation 1, about. With p.augment
+  images move by up to p.max_shift pixels.
+  """
+
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    """Params of the digits."""
+    p = super().Params().Set(image_size=IMAGE_SIZE, num_channels=NUM_CHANNELS)
+    p.Define('split', 'train', 'Which images: train, dev or test.')
+    p.Define('max_shift', 1, 'With augment: pixels by which images move, at most.')
+    return p
+
+  def __init__(self, params: hyperparams.InstantiableParams) -> None:
+    super().__init__(params)
+    p = self.params
+    if p.split not in _SPLIT_ENDS:
+      raise ValueError(
+        f'{self._Where("split")}: expected {" or ".join(_SPLIT_ENDS)}, got {p.split!r}'
+      )
+    if (p.image_size, p.num_channels) != (IMAGE_SIZE, NUM_CHANNELS):
+      raise ValueError(
+        f'{self._Where("image_size")}: the digits have {IMAGE_SIZE}x{IMAGE_SIZE} pixels of '
+        f'{NUM_CHANNELS} channel, got {p.image_size} and {p.num_channels}'
+      )
+    self._CheckInteger('max_shift', minimum=0)
+
+  def _NumImages(self) -> int:
+    return len(self._arrays[1])
+
+  def _NumClasses(self) -> int:
+    return NUM_CLASSES
+
+  @functools.cached_property
+  def _arrays(self) -> tuple[np.ndarray, np.ndarray]:
+    """Images uint8 [n, 8, 8, 1] and labels int32 [n] of the split."""
+    images, labels = _LoadDigits()
+    chosen = [i for i in range(len(labels)) if SplitOf(i) == self.params.split]
+    return images[chosen], labels[chosen]
+
+  @functools.cached_property
+  def _tensors(self) -> tuple[tf.Tensor, tf.Tensor]:
+    with tf.init_scope(), tf.device('/device:CPU:0'):
+      return tf.constant(self._arrays[0]), tf.constant(self._arrays[1])
+
+  def _Images(self, indices: tf.Tensor, seeds: tf.Tensor) -> nested_map.NestedMap:
+    all_images, all_labels = self._tensors
+    images = tf.gather(all_images, indices)
+    if self.params.augment:
+      images = image_augmentation.RandomShift(images, seeds, self.params.max_shift)
+    return nested_map.NestedMap(
+      images=(tf.cast(images, tf.float32) - 5.0) / 6.0, labels=tf.gather(all_labels, indices)
+    )
+
+  def _FingerprintParts(self) -> list[Any]:
+    digests = [hashlib.sha256(np.ascontiguousarray(a).data).hexdigest() for a in self._arrays]
+    return ['digits', self.params.split, *digests]
+
+
+def SplitOf(index: int) -> str:
+  """The split of an image: 'train', 'dev' or 'test', by SHA-256 of its index."""
+  digest = hashlib.sha256(str(index).encode()).digest()
+  value = int.from_bytes(digest[:8], 'big') % 100
+  return next(split for split, end in _SPLIT_ENDS.items() if value < end)
+
+
+@functools.cache
+def _LoadDigits() -> tuple[np.ndarray, np.ndarray]:
+  try:
+    from sklearn import datasets
+  except ImportError as e:
+    raise ValueError(
+      "the digits are part of scikit-learn, which is not installed: pip install 'scikit-learn', or "
+      "this project with its extra, pip install 'lingvo_gpipe[image]'"
+    ) from e
+  digits = datasets.load_digits()
+  images = digits.images.astype(np.uint8)[..., np.newaxis]
+  return images, digits.target.astype(np.int32)

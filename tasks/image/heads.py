@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layers that end a network for images: from a map of features to logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from lingvo_gpipe import base_layer, hyperparams, nested_map, shapes
+from lingvo_gpipe.layers import (
+  batch_norm,
+  conv_batch_norm,
+  dropout,
+  flatten,
+  fprop_meta,
+  linear,
+  pooling,
+  sequential,
+)
+
+
+class ClassifierHead(base_layer.BaseLayer):
+  """ReLU, mean of all positions, dropout, and a projection to logits."""
+
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    """The Params of a ClassifierHead."""
+    p = super().Params()
+    p.Define('input_dim', 0, 'Channels of the inputs.')
+    p.Define('num_classes', 0, 'Number of classes.')
+    p.Define('dropout_prob', 0.0, 'Probability to drop a channel before the projection.')
+    return p
+
+  def __init__(self, params: hyperparams.InstantiableParams) -> None:
+    super().__init__(params)
+    p = self.params
+    shapes.CheckPositive(p, 'input_dim', 'num_classes')
+    shapes.CheckProbability(p, 'dropout_prob')
+    self.CreateChild('pool', pooling.GlobalPoolingLayer.Params())
+    self.CreateChild('dropout', dropout.DropoutLayer.Params().Set(keep_prob=1.0 - p.dropout_prob))
+    self.CreateChild('projection', _Logits(p.input_dim, p.num_classes))
+
+  def FProp(
+    self,
+    theta: nested_map.NestedMap,
+    inputs: tf.Tensor,
+    previous: tf.Tensor | None = None,
+    aux_logits: tf.Tensor | None = None,
+  ) -> Any:
+    """Classifies.
+
+    Args:
+      theta: the weights.
+      inputs: [batch, height, width, input_dim].
+      previous: what the cell before the last one gave; not used.
+      aux_logits: None, or the logits of an auxiliary head.
+
+    Returns:
+      Logits [batch, num_classes]; with `aux_logits` a tuple of both.
+    """
+    del previous
+    x = self.pool.FProp(theta.pool, tf.nn.relu(self._CastToFPropDtype(inputs)))
+    x = self.dropout.FProp(theta.dropout, x)
+    logits = self.projection.FProp(theta.projection, x)
+    return logits if aux_logits is None else (logits, aux_logits)
+
+  @classmethod
+  def FPropMeta(
+    cls,
+    params: hyperparams.InstantiableParams,
+    inputs: tf.TensorSpec,
+    previous: tf.TensorSpec | None = None,
+    aux_logits: tf.TensorSpec | None = None,
+  ) -> nested_map.NestedMap:
+    """See BaseLayer.FPropMeta."""
+    layer = fprop_meta.Declare(params)
+    meta = fprop_meta.Chain([layer.pool, layer.dropout, layer.projection], inputs)
+    meta.flops += shapes.NumElements(inputs)
+    if aux_logits is not None:
+      meta.out_specs = (*meta.out_specs, aux_logits)
+    return meta
+
+
+class AuxiliaryHead(base_layer.BaseLayer):
+  """A second classifier on the features of an earlier layer, in training only.
+
+  The features come by a skip connection (see layers/skip.py). ReLU, mean of 5x5 windows at stride
+  3, 1x1 convolution, a convolution over all that is left, and a projection to logits, which are
+  handed to the next layer as one more argument (Szegedy et al. 2015; widths as in AmoebaNet).
+  """
+
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    """The Params of an AuxiliaryHead."""
+    p = super().Params()
+    p.Define('key', 'aux_head', 'Name of the skip connection.')
+    p.Define('input_dim', 0, 'Channels of the features.')
+    p.Define('input_size', 0, 'Height and width of the features, at least 5.')
+    p.Define('num_classes', 0, 'Number of classes.')
+    p.Define('scale', 0.4, 'Multiplies the widths 128 and 768 of the two convolutions.')
+    p.Define(
+      'batch_norm_tpl', batch_norm.BatchNormLayer.Params(), 'What the batch norms are made from.'
+    )
+    return p
+
+  def __init__(self, params: hyperparams.InstantiableParams) -> None:
+    super().__init__(params)
+    p = self.params
+    nested_map.NestedMap.CheckKey(p.key)
+    shapes.CheckPositive(p, 'input_dim', 'input_size', 'num_classes')
+    if p.input_size < _WINDOW:
+      raise ValueError(
+        f'{self.path}: features of {p.input_size}x{p.input_size} are too small for an auxiliary '
+        f'head, whose first window is {_WINDOW}x{_WINDOW}; do without it or take larger images'
+      )
+    rest = -(-(p.input_size - _WINDOW + 1) // _STRIDE)
+    small, large = int(128 * p.scale), int(768 * p.scale)
+    block = conv_batch_norm.ConvBatchNormLayer.Params().Set(
+      padding='VALID', batch_norm_tpl=p.batch_norm_tpl
+    )
+    # The blocks begin with their ReLU. The first one comes before the pool.
+    layers = [
+      pooling.PoolingLayer.Params().Set(
+        window_shape=(_WINDOW, _WINDOW),
+        window_stride=(_STRIDE, _STRIDE),
+        pooling_type='AVG',
+        padding='VALID',
+      ),
+      block.Copy().Set(filter_shape=(1, 1, p.input_dim, small), activation='NONE'),
+      block.Copy().Set(filter_shape=(rest, rest, small, large)),
+      flatten.FlattenLayer.Params(),
+    ]
+    self.CreateChild('features', sequential.SequentialLayer.Params().Set(sub=layers))
+    self.CreateChild('projection', _Logits(large, p.num_classes))
+
+  @property
+  def skips_in(self) -> tuple[str, ...]:
+    """The key."""
+    return (self.params.key,)
+
+  def FPropSkips(
+    self, theta: nested_map.NestedMap, skips: nested_map.NestedMap, *args: Any
+  ) -> tuple[Any, nested_map.NestedMap]:
+    """The arguments, and in training logits [batch, num_classes] as one more.
+
+    Args:
+      theta: the weights.
+      skips: {key: features [batch, input_size, input_size, input_dim]}.
+      *args: handed on.
+    """
+    if not self.do_eval:
+      x = tf.nn.relu(self._CastToFPropDtype(skips[self.params.key]))
+      x = tf.nn.relu(self.features.FProp(theta.features, x))
+      args = (*args, self.projection.FProp(theta.projection, x))
+    return args, nested_map.NestedMap()
+
+  @classmethod
+  def FPropMetaSkips(
+    cls,
+    params: hyperparams.InstantiableParams,
+    skip_specs: nested_map.NestedMap,
+    *input_specs: Any,
+  ) -> tuple[nested_map.NestedMap, nested_map.NestedMap]:
+    """As in training; see BaseLayer.FPropMetaSkips."""
+    layer = fprop_meta.Declare(params)
+    features = skip_specs[params.key]
+    meta = fprop_meta.Chain([layer.features, layer.projection], features)
+    flops = meta.flops + shapes.NumElements(features) + features.shape[0] * layer.projection.params.input_dim
+    return fprop_meta.Meta(flops, *input_specs, *meta.out_specs), nested_map.NestedMap()
+
+
+_WINDOW, _STRIDE = 5, 3
+
+
+def _Logits(input_dim: int, num_classes: int) -> hyperparams.InstantiableParams:
+  return linear.ProjectionLayer.Params().Set(
+    input_dim=input_dim, output_dim=num_classes, has_bias=True, activation='NONE'
+  )

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LeNet-5 (LeCun et al. 1998) with batch norm, ReLU and max pools."""
+
+from __future__ import annotations
+
+from lingvo_gpipe import hyperparams, shapes
+from lingvo_gpipe.layers import (
+  activation_layer,
+  batch_norm,
+  conv_batch_norm,
+  dropout,
+  flatten,
+  linear,
+  pooling,
+)
+from tasks.image import classifier
+
+
+class LeNet5(classifier.ImageClassifier):
+  """Two convolutions, each with a 2x2 max pool behind it, and two projections."""
+
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    """Params of the network."""
+    p = super().Params()
+    p.Define('filter_size', 5, 'Height and width of the filters.')
+    p.Define('filters', [20, 50], 'Channels of the two convolutions.')
+    p.Define('hidden_dim', 500, 'Width of the first projection.')
+    p.Define('dropout_prob', 0.0, 'Dropout before the last projection.')
+    p.Define(
+      'batch_norm_tpl', batch_norm.BatchNormLayer.Params(), 'What the batch norms are made from.'
+    )
+    return p
+
+  def _Layers(self) -> list[hyperparams.InstantiableParams]:
+    p = self.params
+    shapes.CheckPositive(p, 'filter_size', 'hidden_dim')
+    shapes.CheckProbability(p, 'dropout_prob')
+    if len(p.filters) != 2 or p.image_size < 4:
+      raise ValueError(
+        f'{self.path}: expected two filters and images of at least 4x4, got {list(p.filters)} and '
+        f'image_size {p.image_size}'
+      )
+    window = (p.filter_size, p.filter_size)
+    pool = pooling.PoolingLayer.Params().Set(
+      window_shape=(2, 2), window_stride=(2, 2), padding='VALID'
+    )
+    first, second = p.filters
+    features = (p.image_size // 4) ** 2 * second
+    # A pool before the ReLU that the next block begins with is the same as one after it.
+    block = conv_batch_norm.ConvBatchNormLayer.Params().Set(batch_norm_tpl=p.batch_norm_tpl)
+    return [
+      block.Copy().Set(filter_shape=(*window, p.num_channels, first), activation='NONE'),
+      pool,
+      block.Copy().Set(filter_shape=(*window, first, second)),
+      pool,
+      activation_layer.ActivationLayer.Params(),
+      flatten.FlattenLayer.Params(),
+      linear.ProjectionLayer.Params().Set(
+        input_dim=features, output_dim=p.hidden_dim, has_bias=True
+      ),
+      dropout.DropoutLayer.Params().Set(keep_prob=1.0 - p.dropout_prob),
+      linear.ProjectionLayer.Params().Set(
+        input_dim=p.hidden_dim, output_dim=p.num_classes, has_bias=True, activation='NONE'
+      ),
+    ]
