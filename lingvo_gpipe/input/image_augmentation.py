@@ -7,12 +7,14 @@ run that is restarted, or reads batches of another size, sees the same images.
 
 from __future__ import annotations
 
+import math
+
 import tensorflow as tf
 
 from lingvo_gpipe.input import index_order
 
 # What a draw is for; the draws of an image for different purposes are unrelated.
-_TOP, _LEFT, _FLIP, _AREA, _RATIO = range(5)
+_TOP, _LEFT, _FLIP, _AREA, _RATIO, _ANGLE, _ZOOM = range(7)
 # The relative area and the ratio of width to height of what RandomWindow cuts out.
 _AREA_RANGE = (0.08, 1.0)
 _RATIO_RANGE = (3 / 4, 4 / 3)
@@ -41,6 +43,35 @@ def RandomFlip(images: tf.Tensor, seeds: tf.Tensor) -> tf.Tensor:
   """Exchanges left and right of half of the images, [n, height, width, channels]."""
   is_flipped = _Below(seeds, _FLIP, 2)[:, tf.newaxis, tf.newaxis, tf.newaxis] == 1
   return tf.where(is_flipped, tf.reverse(images, [2]), images)
+
+
+def RandomRotation(
+  images: tf.Tensor, seeds: tf.Tensor, max_degrees: float, max_zoom: float
+) -> tf.Tensor:
+  """Turns each image around its centre and makes it larger or smaller; zeros come in.
+
+  Args:
+    images: [n, height, width, channels], float32.
+    seeds: int64 [n].
+    max_degrees: angles are uniform up to this, both ways.
+    max_zoom: sizes are multiplied by a factor that is uniform in 1 - max_zoom ... 1 + max_zoom.
+  """
+  height, width = images.shape[1:3]
+  angle = _Uniform(seeds, _ANGLE, -max_degrees, max_degrees) * (math.pi / 180.0)
+  zoom = 1.0 / _Uniform(seeds, _ZOOM, 1.0 - max_zoom, 1.0 + max_zoom)
+  cosine, sine = tf.cos(angle) * zoom, tf.sin(angle) * zoom
+  x, y = (width - 1) / 2.0, (height - 1) / 2.0
+  zero = tf.zeros_like(angle)
+  # Output point (x, y) is taken from (a0 x + a1 y + a2, a3 x + a4 y + a5).
+  rows = [cosine, -sine, x - cosine * x + sine * y, sine, cosine, y - sine * x - cosine * y]
+  return tf.raw_ops.ImageProjectiveTransformV3(
+    images=images,
+    transforms=tf.cast(tf.stack([*rows, zero, zero], axis=1), tf.float32),
+    output_shape=[height, width],
+    interpolation='BILINEAR',
+    fill_mode='CONSTANT',
+    fill_value=0.0,
+  )
 
 
 def RandomWindow(height: tf.Tensor, width: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:

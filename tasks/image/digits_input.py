@@ -24,7 +24,7 @@ class DigitsInput(image_input.ImageInput):
 
   An image belongs to a split by a hash of its index: about 70 % of them are in train, 10 % in dev
   and 20 % in test. Pixels 0 ... 16 become numbers of mean 0 and deviation 1, about. With p.augment
-  images move by up to p.max_shift pixels.
+  images are moved, turned and zoomed a little.
   """
 
   @classmethod
@@ -33,6 +33,8 @@ class DigitsInput(image_input.ImageInput):
     p = super().Params().Set(image_size=IMAGE_SIZE, num_channels=NUM_CHANNELS)
     p.Define('split', 'train', 'Which images: train, dev or test.')
     p.Define('max_shift', 1, 'With augment: pixels by which images move, at most.')
+    p.Define('max_degrees', 15.0, 'With augment: degrees by which images are turned, at most.')
+    p.Define('max_zoom', 0.1, 'With augment: how much larger or smaller they get, at most.')
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
@@ -69,11 +71,13 @@ class DigitsInput(image_input.ImageInput):
 
   def _Images(self, indices: tf.Tensor, seeds: tf.Tensor) -> nested_map.NestedMap:
     all_images, all_labels = self._tensors
-    images = tf.gather(all_images, indices)
-    if self.params.augment:
-      images = image_augmentation.RandomShift(images, seeds, self.params.max_shift)
+    p = self.params
+    images = tf.cast(tf.gather(all_images, indices), tf.float32)
+    if p.augment:
+      images = image_augmentation.RandomShift(images, seeds, p.max_shift)
+      images = image_augmentation.RandomRotation(images, seeds, p.max_degrees, p.max_zoom)
     return nested_map.NestedMap(
-      images=(tf.cast(images, tf.float32) - 5.0) / 6.0, labels=tf.gather(all_labels, indices)
+      images=(images - 5.0) / 6.0, labels=tf.gather(all_labels, indices)
     )
 
   def _FingerprintParts(self) -> list[Any]:

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Labelled images of TensorFlow Datasets: mnist, cifar10, imagenet2012 and others like them.
+
+Nothing is ever downloaded here: the data sets are prepared once by `tfds build`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+import tensorflow_datasets as tfds
+
+from lingvo_gpipe import hyperparams, nested_map
+from lingvo_gpipe.input import image_augmentation, image_input
+
+_OFFLINE = 'image.digits.LeNet5'
+
+
+class TfdsImageInput(image_input.ImageInput):
+  """A split of a data set whose examples have an `image` and a `label`.
+
+  Two kinds of data sets:
+
+  * p.in_memory: all images have p.image_size. They are read once and kept. With p.augment they move
+    by up to p.max_shift pixels.
+  * Else images of any size are read by index as they are needed, for which the data set must be
+    prepared with --file_format=array_record. With p.augment a random window is cut out, else the
+    central square, and scaled to p.image_size.
+
+  With p.augment and p.flip half of the images exchange left and right. Pixels are -1 ... 1.
+  """
+
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    """Params of a TfdsImageInput."""
+    p = super().Params()
+    p.Define('dataset', '', 'Name of the data set in TFDS, such as cifar10.')
+    p.Define('split', 'train', 'Its split, such as train[:90%].')
+    p.Define('data_dir', '', "Where it was prepared; empty: TFDS's own place.")
+    p.Define('num_classes', 0, 'Number of classes, with those that label_offset adds.')
+    p.Define('label_offset', 0, 'Added to the labels: 1 keeps class 0 free for the background.')
+    p.Define('in_memory', True, 'Keep all images in memory; all must have image_size then.')
+    p.Define('max_shift', 4, 'With augment and in_memory: pixels by which images move, at most.')
+    p.Define('flip', True, 'With augment: whether left and right are exchanged at random.')
+    p.Define(
+      'central_share',
+      0.875,
+      "Without augment and in_memory: the central square's side by the image's shorter side.",
+    )
+    return p
+
+  def __init__(self, params: hyperparams.InstantiableParams) -> None:
+    super().__init__(params)
+    p = self.params
+    if not p.dataset:
+      raise ValueError(f'{self._Where("dataset")} is not set: name a data set, such as cifar10')
+    self._CheckInteger('num_classes', minimum=1)
+    self._CheckInteger('label_offset', minimum=0)
+    self._CheckInteger('max_shift', minimum=0)
+    if not 0 < p.central_share <= 1:
+      raise ValueError(
+        f'{self._Where("central_share")}: expected above 0 and at most 1, got {p.central_share!r}'
+      )
+
+  # ---- the data set ----------------------------------------------------------------------------
+
+  @functools.cached_property
+  def _builder(self) -> Any:
+    """The prepared builder; ValueError that says what to do where there is none."""
+    p = self.params
+    try:
+      builder = tfds.builder(p.dataset, data_dir=p.data_dir or None)
+    except tfds.core.DatasetNotFoundError as e:
+      close = difflib.get_close_matches(p.dataset, tfds.list_builders(), n=3)
+      hint = f'; did you mean {" or ".join(close)}?' if close else ''
+      raise ValueError(f'{self._Where("dataset")}: TFDS has no {p.dataset!r}{hint}') from e
+    if not builder.is_prepared():
+      raise ValueError(self._NotPrepared(builder))
+    num_classes = builder.info.features['label'].num_classes
+    if num_classes + p.label_offset > p.num_classes:
+      raise ValueError(
+        f'{self._Where("num_classes")}: {p.dataset} has {num_classes} classes, and label_offset is '
+        f'{p.label_offset}, got {p.num_classes}'
+      )
+    return builder
+
+  def _NotPrepared(self, builder: Any) -> str:
+    p = self.params
+    command = f'tfds build {p.dataset}'
+    if not p.in_memory:
+      command += ' --file_format=array_record'
+    if p.data_dir:
+      command += f' --data_dir={p.data_dir}'
+    manual = ''
+    if builder.MANUAL_DOWNLOAD_INSTRUCTIONS:
+      manual = ' and files that one has to fetch by hand, as `tfds build` tells'
+    return (
+      f'{self._Where("dataset")}: the data set {p.dataset!r} is not prepared in '
+      f'{builder.data_path.parent}: run `{command}`, which needs a network{manual}. Without '
+      f'network: --model={_OFFLINE} has data of its own, and input.num_fake_examples:1000 trains on '
+      'noise, for measuring time'
+    )
+
+  def _NumImages(self) -> int:
+    return self._builder.info.splits[self.params.split].num_examples
+
+  def _NumClasses(self) -> int:
+    return self.params.num_classes
+
+  def _FingerprintParts(self) -> list[Any]:
+    parts = ['tfds', self._builder.info.full_name, self.params.split]
+    if self.params.in_memory:
+      parts += [hashlib.sha256(np.ascontiguousarray(a).data).hexdigest() for a in self._arrays]
+    return parts
+
+  @functools.cached_property
+  def _source(self) -> Any:
+    """The encoded images and labels of the split, by index."""
+    try:
+      return self._builder.as_data_source(
+        split=self.params.split, decoders={'image': tfds.decode.SkipDecoding()}
+      )
+    except NotImplementedError as e:
+      raise ValueError(
+        f'{self._Where("in_memory")}: the data set {self.params.dataset!r} was prepared in a format '
+        f'that cannot be read by index, in {self._builder.data_path}; prepare it in another '
+        f'directory by `tfds build {self.params.dataset} --file_format=array_record '
+        '--data_dir=DIR`, and set data_dir'
+      ) from e
+
+  @functools.cached_property
+  def _arrays(self) -> tuple[np.ndarray, np.ndarray]:
+    """Images uint8 [n, size, size, channels] and labels int32 [n], in the order of the files."""
+    p = self.params
+    options = {'split': p.split, 'decoders': {'image': tfds.decode.SkipDecoding()}}
+    if self._builder.info.file_format == tfds.core.FileFormat.TFRECORD:
+      examples = self._builder.as_dataset(shuffle_files=False, **options).as_numpy_iterator()
+    else:
+      examples = iter(self._builder.as_data_source(**options))
+    images, labels = [], []
+    shape = (p.image_size, p.image_size, p.num_channels)
+    with tf.device('/device:CPU:0'):
+      for i, example in enumerate(examples):
+        image = tf.io.decode_image(example['image'], p.num_channels).numpy()
+        if image.shape != shape:
+          raise ValueError(
+            f'{self._Where("image_size")}: image {i} of {p.dataset} has the shape {image.shape}, '
+            f'but in_memory needs {shape}; set image_size and num_channels, or in_memory to False'
+          )
+        images.append(image)
+        labels.append(example['label'])
+    return np.stack(images), np.array(labels, np.int32)
+
+  # ---- examples --------------------------------------------------------------------------------
+
+  def _Images(self, indices: tf.Tensor, seeds: tf.Tensor) -> nested_map.NestedMap:
+    p = self.params
+    images, labels = (self._FromMemory if p.in_memory else self._FromSource)(indices, seeds)
+    if p.augment and p.flip:
+      images = image_augmentation.RandomFlip(images, seeds)
+    return nested_map.NestedMap(
+      images=images / 127.5 - 1.0, labels=tf.cast(labels, tf.int32) + p.label_offset
+    )
+
+  @functools.cached_property
+  def _tensors(self) -> tuple[tf.Tensor, tf.Tensor]:
+    # Made outside of the graph of a tf.data pipeline, they are inputs of it and not constants.
+    with tf.init_scope(), tf.device('/device:CPU:0'):
+      return tf.constant(self._arrays[0]), tf.constant(self._arrays[1])
+
+  def _FromMemory(self, indices: tf.Tensor, seeds: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    all_images, all_labels = self._tensors
+    images = tf.gather(all_images, indices)
+    if self.params.augment:
+      images = image_augmentation.RandomShift(images, seeds, self.params.max_shift)
+    return tf.cast(images, tf.float32), tf.gather(all_labels, indices)
+
+  def _FromSource(self, indices: tf.Tensor, seeds: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    _ = self._source  # Errors of it come here, with their type.
+    encoded, labels = tf.numpy_function(self._Read, [indices], [tf.string, tf.int64])
+    encoded.set_shape(indices.shape)
+    labels.set_shape(indices.shape)
+    size, channels = self.params.image_size, self.params.num_channels
+    images = tf.map_fn(
+      lambda pair: self._Decode(*pair),
+      (encoded, seeds),
+      fn_output_signature=tf.TensorSpec([size, size, channels], tf.float32),
+    )
+    return images, labels
+
+  def _Read(self, indices: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    examples = self._source.__getitems__([int(i) for i in indices])
+    encoded = np.array([example['image'] for example in examples], object)
+    return encoded, np.array([example['label'] for example in examples], np.int64)
+
+  def _Decode(self, encoded: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
+    """float32 [image_size, image_size, channels] in 0 ... 255."""
+    p = self.params
+    image = tf.io.decode_image(encoded, p.num_channels, expand_animations=False)
+    image.set_shape([None, None, p.num_channels])
+    height, width = tf.shape(image)[0], tf.shape(image)[1]
+    if p.augment:
+      window = image_augmentation.RandomWindow(height, width, seed)
+    else:
+      window = image_augmentation.CentralWindow(height, width, p.central_share)
+    top, left, rows, columns = tf.unstack(window)
+    image = image[top : top + rows, left : left + columns]
+    return tf.image.resize(tf.cast(image, tf.float32), [p.image_size, p.image_size], antialias=True)

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the experiments on TFDS data sets share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lingvo_gpipe import hyperparams, registry
+from lingvo_gpipe.input import tfds_images
+
+
+class TfdsExperiment(registry.SingleTaskModelParams):
+  """Data of an experiment on a data set of TFDS; a subclass says which, and on what model."""
+
+  DATASET = ''
+  TRAIN_SPLIT, DEV_SPLIT, TEST_SPLIT = 'train', '', 'test'
+  IMAGE_SIZE = 0
+  NUM_CHANNELS = 3
+  NUM_CLASSES = 0
+  BATCH_SIZE = 128
+
+  def _Input(self, split: str, **values: Any) -> hyperparams.InstantiableParams:
+    return tfds_images.TfdsImageInput.Params().Set(
+      name=self.DATASET,
+      dataset=self.DATASET,
+      split=split,
+      batch_size=self.BATCH_SIZE,
+      image_size=self.IMAGE_SIZE,
+      num_channels=self.NUM_CHANNELS,
+      num_classes=self.NUM_CLASSES,
+      **values,
+    )
+
+  def Train(self) -> hyperparams.InstantiableParams:
+    """Images changed at random."""
+    return self._Input(self.TRAIN_SPLIT, augment=True)
+
+  def Dev(self) -> hyperparams.InstantiableParams:
+    """Images kept out of training."""
+    return self._Input(self.DEV_SPLIT)
+
+  def Test(self) -> hyperparams.InstantiableParams:
+    """The data set's own test images."""
+    return self._Input(self.TEST_SPLIT)
+
+  def _SetSizes(self, p: hyperparams.InstantiableParams) -> hyperparams.InstantiableParams:
+    return p.Set(
+      image_size=self.IMAGE_SIZE, num_channels=self.NUM_CHANNELS, num_classes=self.NUM_CLASSES
+    )
+
+  def Smoke(self) -> dict[str, object]:
+    """Noise in place of the data, in small batches."""
+    return {'input.num_fake_examples': 16, 'input.batch_size': 4}
