@@ -103,8 +103,8 @@ class TfdsImageInput(image_input.ImageInput):
     return (
       f'{self._Where("dataset")}: the data set {p.dataset!r} is not prepared in '
       f'{builder.data_path.parent}: run `{command}`, which needs a network{manual}. Without '
-      f'network: --model={_OFFLINE} has data of its own, and input.num_fake_examples:1000 trains on '
-      'noise, for measuring time'
+      f'network: --model={_OFFLINE} has data of its own, and input.num_fake_examples:1000 trains '
+      'on noise, for measuring time'
     )
 
   def _NumImages(self) -> int:
@@ -128,8 +128,8 @@ class TfdsImageInput(image_input.ImageInput):
       )
     except NotImplementedError as e:
       raise ValueError(
-        f'{self._Where("in_memory")}: the data set {self.params.dataset!r} was prepared in a format '
-        f'that cannot be read by index, in {self._builder.data_path}; prepare it in another '
+        f'{self._Where("in_memory")}: the data set {self.params.dataset!r} was prepared in a '
+        f'format that cannot be read by index, in {self._builder.data_path}; prepare it in another '
         f'directory by `tfds build {self.params.dataset} --file_format=array_record '
         '--data_dir=DIR`, and set data_dir'
       ) from e

@@ -23,7 +23,6 @@ class _ConvLayer(base_layer.BaseLayer):
     p = super().Params()
     p.Define('filter_shape', (0, 0, 0, 0), cls._FILTER_SHAPE)
     p.Define('filter_stride', (1, 1), 'Steps of the filter along height and width.')
-    p.Define('dilations', (1, 1), 'Distance of the filter taps along height and width.')
     p.Define('padding', 'SAME', 'SAME or VALID, what happens at the borders.')
     p.Define('bias', False, 'Whether a bias is added.')
     p.Define('activation', 'NONE', 'Name of the activation; see layers/activations.py.')
@@ -33,8 +32,7 @@ class _ConvLayer(base_layer.BaseLayer):
     super().__init__(params)
     p = self.params
     windows.CheckSizes(p, 'filter_shape', 4)
-    windows.CheckSizes(p, 'dilations', 2)
-    windows.Check(p, 'filter_stride', p.dilations)
+    windows.Check(p, 'filter_stride')
     self._activation = activations.GetFn(p.activation)
     if self._NEEDS_EQUAL_STRIDES and len(set(p.filter_stride)) > 1:
       raise ValueError(
@@ -71,9 +69,7 @@ class _ConvLayer(base_layer.BaseLayer):
     name = p.name or cls.__name__
     shapes.CheckRank(name, inputs, 4)
     shapes.CheckLastDim(name, inputs, p.filter_shape[2])
-    height, width = windows.OutputSize(
-      name, inputs, p.filter_shape[:2], p.filter_stride, p.padding, p.dilations
-    )
+    height, width = windows.OutputSize(name, inputs, p.filter_shape[:2], p.filter_stride, p.padding)
     flops = inputs.shape[0] * height * width * cls._FlopsPerPosition(p)
     out = tf.TensorSpec(
       [inputs.shape[0], height, width, cls._OutputDim(p)], fprop_meta.FPropDtype(p)
@@ -95,7 +91,7 @@ class Conv2DLayerNoPadding(_ConvLayer):
 
   def _Convolve(self, theta: nested_map.NestedMap, inputs: tf.Tensor) -> tf.Tensor:
     p = self.params
-    return tf.nn.conv2d(inputs, theta.w, list(p.filter_stride), p.padding, dilations=p.dilations)
+    return tf.nn.conv2d(inputs, theta.w, list(p.filter_stride), p.padding)
 
   @classmethod
   def _FlopsPerPosition(cls, params: Any) -> int:
@@ -162,6 +158,4 @@ class SeparableConv2DLayerNoPadding(_ConvLayer):
 
 def _Depthwise(params: Any, inputs: tf.Tensor, w: tf.Tensor) -> tf.Tensor:
   strides = [1, *params.filter_stride, 1]
-  return tf.nn.depthwise_conv2d(
-    inputs, w, strides, params.padding, dilations=list(params.dilations)
-  )
+  return tf.nn.depthwise_conv2d(inputs, w, strides, params.padding)

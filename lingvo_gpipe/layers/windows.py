@@ -24,28 +24,18 @@ def CheckSizes(params: Any, name: str, length: int) -> None:
     )
 
 
-def Check(params: Any, stride: str, dilations: Sequence[int] = (1, 1)) -> None:
-  """ValueError unless stride, dilations and `padding` are legal and go together."""
+def Check(params: Any, stride: str) -> None:
+  """ValueError unless the param called `stride` and `padding` are legal."""
   CheckSizes(params, stride, 2)
   if params.padding not in PADDINGS:
     raise ValueError(
       f'{params.cls.__name__} {params.name!r}: padding must be {" or ".join(PADDINGS)}, '
       f'got {params.padding!r}'
     )
-  if max(dilations) > 1 and max(params.Get(stride)) > 1:
-    raise ValueError(
-      f'{params.cls.__name__} {params.name!r}: {stride} {params.Get(stride)!r} and dilations '
-      f'{dilations!r} cannot both be above 1'
-    )
 
 
 def OutputSize(
-  path: str,
-  inputs: Any,
-  window: Sequence[int],
-  stride: Sequence[int],
-  padding: str,
-  dilations: Sequence[int] = (1, 1),
+  path: str, inputs: Any, window: Sequence[int], stride: Sequence[int], padding: str
 ) -> tuple[int, int]:
   """Height and width of what a window makes of `inputs` [batch, height, width, channels].
 
@@ -58,7 +48,7 @@ def OutputSize(
     if size is None:
       raise ValueError(f'{path}: expected static height and width, got shape {inputs.shape}')
     if padding == 'VALID':
-      size -= (window[axis] - 1) * dilations[axis]
+      size -= window[axis] - 1
       if size <= 0:
         raise ValueError(
           f'{path}: a VALID window of {tuple(window)} does not fit into shape {inputs.shape}'

@@ -76,7 +76,7 @@ class AmoebaNet(_Digits):
   """A small AmoebaNet-D; no stem cells, because the images are small already."""
 
   NUM_MICRO_BATCHES = 4
-  MAX_STEPS = 400
+  MAX_STEPS = 1000
 
   def Task(self) -> hyperparams.InstantiableParams:
     """AmoebaNet-D (3, 16)."""
@@ -88,7 +88,7 @@ class AmoebaNet(_Digits):
       stem_stride=1,
       num_stem_cells=0,
       dropout_prob=0.2,
-      drop_path_keep_prob=0.9,
+      drop_path_keep_prob=0.95,
       drop_path_total_steps=self.MAX_STEPS,
     )
 

@@ -49,9 +49,7 @@ class AmoebaNet(tfds_experiment.TfdsExperiment):
   NUM_MICRO_BATCHES = 32
 
   def _Input(self, split: str, **values: object) -> hyperparams.InstantiableParams:
-    return super()._Input(
-      split, in_memory=False, label_offset=1, num_parallel_calls=-1, **values
-    )
+    return super()._Input(split, in_memory=False, label_offset=1, num_parallel_calls=-1, **values)
 
   def Task(self) -> hyperparams.InstantiableParams:
     """The network and its training."""

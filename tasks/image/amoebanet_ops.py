@@ -75,9 +75,7 @@ class OpBuilder:
       )
     return p
 
-  def _Layers(
-    self, name: str, input_dim: int, stride: int
-  ) -> list[hyperparams.InstantiableParams]:
+  def _Layers(self, name: str, input_dim: int, stride: int) -> list[hyperparams.InstantiableParams]:
     both = (stride, stride)
     if name == IDENTITY:
       unchanged = stride == 1 and input_dim == self.filters

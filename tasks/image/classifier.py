@@ -34,7 +34,9 @@ class ImageClassifier(task.BaseTask):
       0.0,
       'In training, the probability that the targets spread over the other classes.',
     )
-    p.Define('aux_loss_weight', 0.0, "Weight of the auxiliary head's loss; 0: there is no such head.")
+    p.Define(
+      'aux_loss_weight', 0.0, "Weight of the auxiliary head's loss; 0: there is no such head."
+    )
     p.Define(
       'stack', pipelining_layer.PipeliningLayer.Params(), 'The pipeline; its sub is set here.'
     )
@@ -125,6 +127,9 @@ def Ranks(logits: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
   """
   classes = tf.range(logits.shape[-1], dtype=labels.dtype)[tf.newaxis]
   label = labels[:, tf.newaxis]
-  right = tf.reduce_sum(tf.where(classes == label, logits, tf.zeros_like(logits)), -1, keepdims=True)
-  before = tf.where(classes < label, ~(logits < right), ~(logits <= right))
+  right = tf.reduce_sum(
+    tf.where(classes == label, logits, tf.zeros_like(logits)), -1, keepdims=True
+  )
+  before = tf.where(classes < label, logits >= right, logits > right)
+  before |= tf.math.is_nan(logits) | tf.math.is_nan(right)
   return tf.math.count_nonzero(before & (classes != label), axis=-1, dtype=tf.int32)

@@ -76,9 +76,7 @@ class DigitsInput(image_input.ImageInput):
     if p.augment:
       images = image_augmentation.RandomShift(images, seeds, p.max_shift)
       images = image_augmentation.RandomRotation(images, seeds, p.max_degrees, p.max_zoom)
-    return nested_map.NestedMap(
-      images=(images - 5.0) / 6.0, labels=tf.gather(all_labels, indices)
-    )
+    return nested_map.NestedMap(images=(images - 5.0) / 6.0, labels=tf.gather(all_labels, indices))
 
   def _FingerprintParts(self) -> list[Any]:
     digests = [hashlib.sha256(np.ascontiguousarray(a).data).hexdigest() for a in self._arrays]

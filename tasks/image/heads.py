@@ -166,7 +166,11 @@ class AuxiliaryHead(base_layer.BaseLayer):
     layer = fprop_meta.Declare(params)
     features = skip_specs[params.key]
     meta = fprop_meta.Chain([layer.features, layer.projection], features)
-    flops = meta.flops + shapes.NumElements(features) + features.shape[0] * layer.projection.params.input_dim
+    flops = (
+      meta.flops
+      + shapes.NumElements(features)
+      + features.shape[0] * layer.projection.params.input_dim
+    )
     return fprop_meta.Meta(flops, *input_specs, *meta.out_specs), nested_map.NestedMap()
 
 

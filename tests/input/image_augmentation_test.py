@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random changes of images: what they do, and that they depend on the seeds alone."""
+
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_gpipe.input import image_augmentation, index_order
+
+
+def _Seeds(n, seed=0):
+  return tf.bitcast(index_order.Hash64(seed, tf.range(n, dtype=tf.int64)), tf.int64)
+
+
+def _Images(n, height=6, width=5):
+  return np.random.default_rng(0).uniform(1, 2, [n, height, width, 2]).astype(np.float32)
+
+
+def testShiftIsACropOfThePaddedImage():
+  images = _Images(200)
+  moved = image_augmentation.RandomShift(tf.constant(images), _Seeds(200), 2).numpy()
+  padded = np.pad(images, [[0, 0], [2, 2], [2, 2], [0, 0]])
+  found = set()
+  for before, after in zip(padded, moved, strict=True):
+    places = [
+      (y, x)
+      for y in range(5)
+      for x in range(5)
+      if np.array_equal(before[y : y + 6, x : x + 5], after)
+    ]
+    assert len(places) == 1
+    found.add(places[0])
+  assert len(found) == 25
+
+
+def testFlip():
+  images = _Images(200)
+  flipped = image_augmentation.RandomFlip(tf.constant(images), _Seeds(200)).numpy()
+  is_same = np.all(flipped == images, axis=(1, 2, 3))
+  assert np.array_equal(flipped[~is_same], images[~is_same, :, ::-1])
+  assert 70 < np.sum(is_same) < 130
+
+
+def testRotationByNothingIsTheImage():
+  images = _Images(4)
+  same = image_augmentation.RandomRotation(tf.constant(images), _Seeds(4), 0.0, 0.0)
+  np.testing.assert_allclose(same, images, rtol=1e-6)
+
+
+def testRotationTurnsAroundTheCentre():
+  images = np.zeros([50, 7, 7, 1], np.float32)
+  images[:, 3, 3] = 1.0
+  images[:, 3, 6] = 1.0
+  turned = image_augmentation.RandomRotation(tf.constant(images), _Seeds(50), 40.0, 0.0).numpy()
+  np.testing.assert_allclose(turned[:, 3, 3], 1.0, atol=1e-5)
+  # The point at the right goes up or down, by at most 3 sin(40 degrees) pixels.
+  rows = np.sum(turned[:, :, 4:, 0].sum(2) * np.arange(7), 1) / turned[:, :, 4:, 0].sum((1, 2))
+  assert rows.min() < 2 and rows.max() > 4
+  assert np.all(np.abs(rows - 3) < 2.5)
+
+
+@pytest.mark.parametrize('height, width', [(40, 60), (7, 3), (1, 1)])
+def testRandomWindowIsInsideTheImage(height, width):
+  seeds = _Seeds(300)
+  windows = np.stack([image_augmentation.RandomWindow(height, width, s) for s in seeds])
+  assert windows.dtype == np.int32
+  top, left, rows, columns = windows.T
+  assert np.all((top >= 0) & (left >= 0) & (rows >= 1) & (columns >= 1))
+  assert np.all((top + rows <= height) & (left + columns <= width))
+  if height > 10:
+    share = rows * columns / (height * width)
+    assert share.min() < 0.15 and share.max() > 0.85
+    assert len({tuple(w) for w in windows}) > 250
+
+
+def testCentralWindow():
+  assert image_augmentation.CentralWindow(40, 61, 0.5).numpy().tolist() == [10, 20, 20, 20]
+  assert image_augmentation.CentralWindow(1, 5, 0.1).numpy().tolist() == [0, 2, 1, 1]
+
+
+@pytest.mark.parametrize(
+  'change',
+  [
+    lambda x, s: image_augmentation.RandomShift(x, s, 2),
+    image_augmentation.RandomFlip,
+    lambda x, s: image_augmentation.RandomRotation(x, s, 20.0, 0.2),
+  ],
+  ids=['shift', 'flip', 'rotation'],
+)
+def testChangesDependOnTheSeedOfTheImageAlone(change):
+  images, seeds = tf.constant(_Images(12)), _Seeds(12)
+  whole = change(images, seeds).numpy()
+  for i in range(12):
+    one = change(images[i : i + 1], seeds[i : i + 1]).numpy()
+    assert np.array_equal(one[0], whole[i])
+  assert not np.array_equal(whole, change(images, _Seeds(12, seed=1)).numpy())
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

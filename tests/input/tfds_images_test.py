@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Images of TFDS, on small data sets that the test prepares itself."""
+
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import tensorflow_datasets as tfds
+
+from lingvo_gpipe.input import tfds_images
+
+NUM_TRAIN, NUM_TEST, NUM_CLASSES, SIZE = 12, 5, 4, 6
+
+
+def _Pixels(split, i, height=SIZE, width=SIZE):
+  rng = np.random.default_rng([len(split), i])
+  return rng.integers(0, 256, [height, width, 3], dtype=np.uint8)
+
+
+class _Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+  VERSION = tfds.core.Version('1.0.0')
+
+  def _info(self):
+    features = {
+      'image': tfds.features.Image(shape=(None, None, 3), encoding_format='png'),
+      'label': tfds.features.ClassLabel(num_classes=NUM_CLASSES),
+    }
+    return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict(features))
+
+  def _split_generators(self, dl_manager):
+    return {
+      'train': self._generate_examples('train', NUM_TRAIN),
+      'test': self._generate_examples('test', NUM_TEST),
+    }
+
+  def _generate_examples(self, split, count):
+    for i in range(count):
+      yield i, {'image': self._Image(split, i), 'label': i % NUM_CLASSES}
+
+
+class LgFixedImages(_Builder):
+  def _Image(self, split, i):
+    return _Pixels(split, i)
+
+
+class LgWideImages(_Builder):
+  """Uniform images, whose value is known whatever is cut out of them."""
+
+  def _Image(self, split, i):
+    return np.full([9 + i, 14, 3], 10 * i, np.uint8)
+
+
+@pytest.fixture(scope='module')
+def data_dir(tmp_path_factory):
+  directory = str(tmp_path_factory.mktemp('tfds'))
+  for cls, file_format in ((LgFixedImages, 'tfrecord'), (LgWideImages, 'array_record')):
+    cls(data_dir=directory, file_format=file_format).download_and_prepare()
+  return directory
+
+
+def _Input(data_dir, dataset='lg_fixed_images', **values):
+  p = tfds_images.TfdsImageInput.Params().Set(
+    name='Train',
+    dataset=dataset,
+    data_dir=data_dir,
+    batch_size=4,
+    image_size=SIZE,
+    num_classes=NUM_CLASSES,
+    in_memory=dataset != 'lg_wide_images',
+  )
+  return p.Set(**values).Instantiate()
+
+
+def _All(generator, count):
+  batches = list(generator.Dataset().take(-(-count // 4)))
+  images = np.concatenate([b.images for b in batches])[:count]
+  return images, np.concatenate([b.labels for b in batches])[:count]
+
+
+def testAllImagesOfASplitComeOnce(data_dir):
+  images, labels = _All(_Input(data_dir, split='test', shuffle=False, num_epochs=1), NUM_TEST)
+  # TFDS shuffles as it writes: which image is which follows from the label and the pixels.
+  expected = {tuple(_Pixels('test', i).ravel()): i % NUM_CLASSES for i in range(NUM_TEST)}
+  found = {
+    tuple(np.round((image + 1) * 127.5).astype(int).ravel()): label
+    for image, label in zip(images, labels, strict=True)
+  }
+  assert found == expected
+
+
+def testSplitsAreSlicesOfOneOrder(data_dir):
+  def Labels(split, count):
+    return _All(_Input(data_dir, split=split, shuffle=False), count)[0].tolist()
+
+  whole = Labels('train', NUM_TRAIN)
+  assert Labels('train[:9]', 9) + Labels('train[9:]', 3) == whole
+
+
+def testAugmentedImagesAreMovedAndFlipped(data_dir):
+  plain, _ = _All(_Input(data_dir, shuffle=False), NUM_TRAIN)
+  augmented = _Input(data_dir, shuffle=False, augment=True, max_shift=1)
+  first, _ = _All(augmented, 2 * NUM_TRAIN)
+  assert not np.array_equal(first[:NUM_TRAIN], plain)
+  assert not np.array_equal(first[:NUM_TRAIN], first[NUM_TRAIN:])
+  assert np.array_equal(first, _All(augmented, 2 * NUM_TRAIN)[0])
+  flipped = _Input(data_dir, shuffle=False, augment=True, max_shift=0)
+  for before, after in zip(plain, _All(flipped, NUM_TRAIN)[0], strict=True):
+    assert np.array_equal(after, before) or np.array_equal(after, before[:, ::-1])
+
+
+@pytest.mark.parametrize('augment', [False, True])
+def testImagesOfAnySizeAreReadByIndex(data_dir, augment):
+  generator = _Input(
+    data_dir, 'lg_wide_images', augment=augment, label_offset=1, num_classes=NUM_CLASSES + 1
+  )
+  images, labels = _All(generator, NUM_TRAIN)
+  which = np.round((images[:, 0, 0, 0] + 1) * 12.75).astype(int)
+  assert sorted(which) == list(range(NUM_TRAIN))
+  assert np.array_equal(labels, which % NUM_CLASSES + 1)
+  np.testing.assert_allclose(images, images[:, :1, :1, :1] * np.ones([SIZE, SIZE, 3]), atol=1e-5)
+
+
+def testWindowsOfALargerImageAreExactAfterARestart(data_dir):
+  generator = _Input(data_dir, split='train', in_memory=False, augment=True, image_size=3)
+  with pytest.raises(ValueError, match='cannot be read by index.*--file_format=array_record'):
+    generator.Dataset()
+  generator = _Input(data_dir, 'lg_wide_images', augment=True, image_size=3)
+  whole = [b.images.numpy() for b in generator.Dataset().take(5)]
+  for batch, expected in zip(generator.Dataset(start=8).take(3), whole[2:], strict=True):
+    assert np.array_equal(batch.images, expected)
+
+
+def testFingerprintTellsTheData(data_dir):
+  names = [
+    _Input(data_dir).Fingerprint(),
+    _Input(data_dir, split='test').Fingerprint(),
+    _Input(data_dir, 'lg_wide_images').Fingerprint(),
+  ]
+  assert len(set(names)) == 3
+  assert _Input(data_dir, batch_size=3, augment=True).Fingerprint() == names[0]
+
+
+# ---- what is missing -----------------------------------------------------------------------------
+
+
+def testSpecNeedsNoData():
+  generator = _Input('/nowhere', 'mnist')
+  assert generator.BatchSpec().images.shape == [4, SIZE, SIZE, 3]
+
+
+def testMissingDataSaysWhatToDo(tmp_path):
+  generator = _Input(str(tmp_path), 'lg_fixed_images')
+  message = f'is not prepared in {tmp_path}/lg_fixed_images: run `tfds build lg_fixed_images --'
+  with pytest.raises(ValueError) as caught:
+    generator.Fingerprint()
+  assert message in str(caught.value)
+  assert f'--data_dir={tmp_path}`' in str(caught.value)
+  assert 'image.digits.LeNet5' in str(caught.value)
+
+
+def testDataToBeFetchedByHand(tmp_path):
+  generator = _Input(str(tmp_path), 'imagenet2012', num_classes=1000, in_memory=False)
+  with pytest.raises(ValueError, match='--file_format=array_record.*fetch by hand'):
+    generator.NumExamples()
+
+
+@pytest.mark.parametrize(
+  'values, message',
+  [
+    ({'dataset': ''}, 'dataset is not set'),
+    ({'dataset': 'minst'}, "TFDS has no 'minst'; did you mean .*mnist"),
+    ({'num_classes': 3}, 'has 4 classes'),
+    ({'image_size': 8}, r'shape \(6, 6, 3\), but in_memory needs \(8, 8, 3\)'),
+    ({'central_share': 0.0}, 'central_share'),
+    ({'num_classes': 0}, 'num_classes'),
+  ],
+)
+def testWrongParams(data_dir, values, message):
+  with pytest.raises(ValueError, match=message):
+    _Input(data_dir, **values).Fingerprint()
+
+
+def testTensorsAreNotConstantsOfTheGraph(data_dir):
+  generator = _Input(data_dir)
+  traced = tf.function(
+    lambda i, s: generator._Images(i, s).images, autograph=False
+  ).get_concrete_function(tf.TensorSpec([4], tf.int64), tf.TensorSpec([4], tf.int64))
+  large = [op for op in traced.graph.get_operations() if op.type == 'Const']
+  assert all(np.prod(op.outputs[0].shape) < 100 for op in large)
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AmoebaNet: parameter counts, and the same training however it is cut."""
+
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_gpipe import fprop_context, nested_map
+from lingvo_gpipe.layers import skip
+from lingvo_gpipe.pipeline import plan, schedules
+from tasks.image import amoebanet, amoebanet_cell, heads
+from tests import pipeline_training as training
+
+NUM_CLASSES = 7
+IMAGE_SIZE = 12
+BATCH_SIZE = 5
+
+
+def _Params(**values):
+  p = amoebanet.AmoebaNet.Params().Set(name='net', image_size=224, num_classes=1001)
+  return p.Set(**values)
+
+
+# ---- sizes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  'variant, num_cells, reduction_size, expected',
+  [
+    ('D', 3, 16, 354_190),
+    ('D', 6, 64, 3_668_881),
+    ('D', 18, 208, 81_140_766),
+    ('D', 18, 416, 317_548_353),
+    ('D', 18, 544, 540_204_945),
+    ('D', 36, 544, 1_053_302_481),
+    ('D', 72, 512, 1_842_618_441),
+    ('B', 18, 512, 557_299_209),
+  ],
+)
+def testParameterCountsOfThePaper(variant, num_cells, reduction_size, expected):
+  def Refuse(next_creator, **kwargs):
+    raise AssertionError('a variable was made')
+
+  p = _Params(variant=variant, num_cells=num_cells, reduction_size=reduction_size)
+  with tf.variable_creator_scope(Refuse):
+    assert p.Instantiate().NumParams() == expected
+
+
+def testSizesOfTheLayers():
+  """Table 2's network at 224: what goes from cell to cell, and 14.19 G multiply-adds an image."""
+  net = _Params(num_cells=18, reduction_size=256, aux_loss_weight=0.4).Instantiate()
+  layers = net.stack.layers
+  # Stem, two stem cells, 18 normal and two reduction cells, the ends of the skip, the head.
+  assert len(layers) == 1 + 2 + 18 + 2 + 2 + 1
+  cut = plan.MakePlan(
+    layers, [tf.TensorSpec([1, 224, 224, 3])], schedule=schedules.Get('gpipe', 1, 1)
+  )
+  shapes = [cost.out_specs[0].shape.as_list()[1:] for cost in cut.layers]
+  assert shapes[:3] == [[111, 111, 32], [56, 56, 3 * 64], [28, 28, 3 * 128]]
+  assert shapes[3:9] == [[28, 28, 4 * 256]] * 6
+  assert shapes[9:16] == [[14, 14, 3 * 512]] + [[14, 14, 4 * 512]] * 6
+  assert shapes[16] == shapes[15]  # The skip begins.
+  assert shapes[17:24] == [[7, 7, 3 * 1024]] + [[7, 7, 4 * 1024]] * 6
+  assert [spec.shape.as_list() for spec in cut.layers[-1].out_specs] == [[1, 1001]] * 2
+  flops = sum(stage.flops for stage in cut.stages)
+  np.testing.assert_allclose(flops / 2, 14.19e9, rtol=0.03)
+
+
+def testAuxiliaryHeadAddsWhatThePaperCounts():
+  sizes = {'num_cells': 18, 'reduction_size': 208}
+  plain = _Params(**sizes).Instantiate().NumParams()
+  with_head = _Params(**sizes, aux_loss_weight=0.4).Instantiate().NumParams()
+  assert plain < with_head and round(with_head / 1e6, 2) == 81.79
+
+
+@pytest.mark.parametrize(
+  'values, message',
+  [
+    ({'variant': 'A'}, 'variant must be B or D'),
+    ({'num_cells': 2}, 'at least 3'),
+    ({'reduction_size': 40}, 'multiple of 16'),
+    ({'image_size': 32, 'aux_loss_weight': 0.4}, 'too small for an auxiliary head'),
+  ],
+)
+def testWrongParams(values, message):
+  with pytest.raises(ValueError, match=message):
+    _Params(**{'num_cells': 3, 'reduction_size': 16, **values}).Instantiate()
+
+
+def testWrongCell():
+  p = amoebanet_cell.AmoebaNetCell.Params().Set(name='cell', filters=4, input_dim=4)
+  with pytest.raises(ValueError, match='kind must be one of d_normal'):
+    p.Copy().Set(kind='normal').Instantiate()
+  with pytest.raises(ValueError, match='multiple of 4'):
+    p.Copy().Set(filters=6).Instantiate()
+
+
+# ---- pipelined = unpipelined ---------------------------------------------------------------------
+
+
+def _TwoCells(variant):
+  """Params of layers: a normal and a reduction cell, with all that depends on the micro-batch."""
+  net = _SmallNet(variant)
+  stem, normal, reduction = net.stack.params.sub[:3]
+  (aux_head,) = [p for p in net.stack.params.sub if p.cls is heads.AuxiliaryHead]
+  aux_head = aux_head.Copy().Set(input_dim=reduction.input_dim, input_size=IMAGE_SIZE)
+  head_dim = amoebanet_cell.AmoebaNetCell.OutputDim(reduction.kind, reduction.filters)
+  head = net.stack.params.sub[-1].Copy().Set(input_dim=head_dim)
+  stash = skip.StashLayer.Params().Set(key=aux_head.key)
+  return net, [stem, normal, stash, reduction, aux_head, head]
+
+
+def _SmallNet(variant):
+  p = amoebanet.AmoebaNet.Params().Set(
+    name='net',
+    variant=variant,
+    num_cells=3,
+    reduction_size=4,
+    stem_filters=8,
+    stem_stride=1,
+    num_stem_cells=0,
+    image_size=IMAGE_SIZE,
+    num_classes=NUM_CLASSES,
+    label_smoothing=0.1,
+    aux_loss_weight=0.4,
+    aux_head_scale=0.05,
+    dropout_prob=0.3,
+    drop_path_keep_prob=0.6,
+    drop_path_total_steps=2 * training.STEP,
+  )
+  return p.Instantiate()
+
+
+@pytest.mark.parametrize(
+  'variant, splits, options',
+  [
+    # The auxiliary head's input skips a stage; it goes to the next one.
+    ('D', [3, 4, 6], {'num_micro_batches': 3}),
+    ('B', [4, 6], {'num_micro_batches': 2, 'schedule': '1f1b', 'remat_policy': 'layer'}),
+  ],
+)
+def testPipelinedIsUnpipelined(variant, splits, options):
+  net, sub = _TwoCells(variant)
+
+  def Loss(theta, outputs, side):
+    del theta
+    batch = nested_map.NestedMap(labels=side.labels, example_weights=side.weights)
+    # The reference computes the loss outside of its context.
+    with fprop_context.Scope(step=0):
+      metrics, _ = net.ComputeLoss(None, outputs, batch)
+    return metrics
+
+  rng = np.random.default_rng(0)
+  images = tf.constant(rng.standard_normal([BATCH_SIZE, IMAGE_SIZE, IMAGE_SIZE, 3]))
+  labels = tf.constant(rng.integers(0, NUM_CLASSES, [BATCH_SIZE]), tf.int32)
+  side = nested_map.NestedMap(labels=labels, weights=training.ExampleWeights(BATCH_SIZE))
+  stack = training.MakeStack(sub, num_stages=len(splits), splits=splits, **options)
+  actual = training.Train(stack, (images,), side, Loss)
+  expected = training.Reference(sub, options['num_micro_batches'], (images,), side, Loss)
+  assert 'aux_loss' in actual[0]
+  training.CheckEqual(actual, expected)
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

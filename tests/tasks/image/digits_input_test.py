@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""scikit-learn's digits: splits, values, and the error where they are missing."""
+
+import sys
+
+import numpy as np
+import pytest
+
+from tasks.image import digits_input
+
+
+def _Input(**values):
+  return digits_input.DigitsInput.Params().Set(batch_size=8, **values).Instantiate()
+
+
+def _Epoch(**values):
+  batches = list(_Input(shuffle=False, num_epochs=1, **values).Dataset())
+  kept = np.concatenate([b.example_weights for b in batches]) > 0
+  images = np.concatenate([b.images for b in batches])[kept]
+  return images, np.concatenate([b.labels for b in batches])[kept]
+
+
+def testSplitsPartTheImages():
+  from sklearn import datasets
+
+  digits = datasets.load_digits()
+  splits = {split: _Epoch(split=split) for split in ('train', 'dev', 'test')}
+  sizes = {split: len(labels) for split, (_, labels) in splits.items()}
+  # They are part of what experiments report.
+  assert sizes == {'train': 1239, 'dev': 189, 'test': 369}
+  images = np.concatenate([images for images, _ in splits.values()])
+  assert sorted(map(bytes, np.round(images * 6 + 5).astype(np.uint8))) == sorted(
+    map(bytes, digits.images[..., np.newaxis].astype(np.uint8))
+  )
+  for _, labels in splits.values():
+    assert set(labels) == set(range(10))
+
+
+def testPixelsAreAboutNormal():
+  images, _ = _Epoch(split='train')
+  assert images.shape[1:] == (8, 8, 1)
+  assert abs(images.mean()) < 0.1 and abs(images.std() - 1) < 0.1
+
+
+def testAugmentedImagesChangeFromEpochToEpoch():
+  plain, _ = _Epoch(split='dev')
+  generator = _Input(split='dev', augment=True, shuffle=False, num_epochs=2)
+  images = np.concatenate([b.images for b in generator.Dataset()])[: 2 * len(plain)]
+  first, second = images[: len(plain)], images[len(plain) :]
+  assert not np.array_equal(first, second)
+  # Still the same digits.
+  for changed in (first, second):
+    correlation = np.corrcoef(changed.ravel(), plain.ravel())[0, 1]
+    assert 0.5 < correlation < 0.95
+
+
+def testFingerprints():
+  prints = {split: _Input(split=split).Fingerprint() for split in ('train', 'dev', 'test')}
+  assert len(set(prints.values())) == 3
+  assert _Input(split='dev', augment=True).Fingerprint() == prints['dev']
+
+
+def testWithoutScikitLearn(monkeypatch):
+  monkeypatch.setitem(sys.modules, 'sklearn', None)
+  digits_input._LoadDigits.cache_clear()
+  generator = _Input()
+  assert generator.BatchSpec().images.shape == [8, 8, 8, 1]
+  with pytest.raises(ValueError, match=r"pip install 'lingvo_gpipe\[image\]'"):
+    generator.NumExamples()
+  digits_input._LoadDigits.cache_clear()
+
+
+@pytest.mark.parametrize(
+  'values, name', [({'split': 'valid'}, 'split'), ({'image_size': 9}, '8x8')]
+)
+def testWrongParams(values, name):
+  with pytest.raises(ValueError, match=name):
+    _Input(**values)
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))
