@@ -93,8 +93,14 @@ class AmoebaNet(_Digits):
     )
 
   def Smoke(self) -> dict[str, object]:
-    """Fewer channels and examples."""
-    return {'task.reduction_size': 4, 'task.stem_filters': 4, 'input.batch_size': 4}
+    """Two narrow cells, few examples."""
+    return {
+      'input.batch_size': 4,
+      'task.num_cells': 1,
+      'task.reduction_size': 4,
+      'task.stem_filters': 4,
+      'task.stack.num_micro_batches': 2,
+    }
 
 
 @registry.RegisterSingleTaskModel

@@ -82,16 +82,18 @@ class AmoebaNet(tfds_experiment.TfdsExperiment):
     return p
 
   def Smoke(self) -> dict[str, object]:
-    """A few narrow cells on small images of noise, in one stage."""
+    """Two narrow cells on small images of noise, in one stage."""
     return {
       **super().Smoke(),
-      'input.image_size': 24,
+      'input.image_size': 16,
       'input.num_parallel_calls': 1,
-      'task.image_size': 24,
-      'task.num_cells': 3,
+      'task.image_size': 16,
+      'task.num_cells': 1,
       'task.reduction_size': 4,
       'task.stem_filters': 4,
       'task.num_stem_cells': 0,
+      'task.aux_loss_weight': 0.0,
+      'task.drop_path_keep_prob': 1.0,
       'task.stack.num_stages': 1,
       'task.stack.num_micro_batches': 1,
       'task.stack.xla': False,

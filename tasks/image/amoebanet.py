@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from lingvo_gpipe import hyperparams
+from lingvo_gpipe import hyperparams, shapes
 from lingvo_gpipe.layers import batch_norm, conv_batch_norm, drop_path, skip
 from tasks.image import amoebanet_cell, classifier, heads
 
@@ -104,8 +104,11 @@ class AmoebaNet(classifier.ImageClassifier):
     p = self.params
     if p.variant not in ('B', 'D'):
       raise ValueError(f'{self.path}: variant must be B or D, got {p.variant!r}')
-    if p.num_cells < 3:
-      raise ValueError(f'{self.path}: num_cells must be at least 3, got {p.num_cells}')
+    shapes.CheckPositive(p, 'num_cells')
+    if p.aux_loss_weight and p.num_cells < 2:
+      raise ValueError(
+        f'{self.path}: an auxiliary head (aux_loss_weight) needs num_cells of at least 2, got 1'
+      )
     smallest = 4 << p.num_stem_cells
     if p.reduction_size < smallest or p.reduction_size % smallest:
       raise ValueError(

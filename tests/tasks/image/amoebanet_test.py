@@ -79,7 +79,8 @@ def testAuxiliaryHeadAddsWhatThePaperCounts():
   'values, message',
   [
     ({'variant': 'A'}, 'variant must be B or D'),
-    ({'num_cells': 2}, 'at least 3'),
+    ({'num_cells': 0}, 'num_cells'),
+    ({'num_cells': 1, 'aux_loss_weight': 0.4}, 'num_cells of at least 2'),
     ({'reduction_size': 40}, 'multiple of 16'),
     ({'image_size': 32, 'aux_loss_weight': 0.4}, 'too small for an auxiliary head'),
   ],
