@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ def CheckSizes(params: Any, name: str, length: int) -> None:
   if (
     not isinstance(value, (list, tuple))
     or len(value) != length
-    or not all(isinstance(v, numbers.Integral) and v > 0 for v in value)
+    or not all(isinstance(v, int) and v > 0 for v in value)
   ):
     raise ValueError(
       f'{params.cls.__name__} {params.name!r}: set {name} to {length} positive integers, '

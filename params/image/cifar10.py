@@ -63,7 +63,7 @@ class AmoebaNet(tfds_experiment.TfdsExperiment):
 
 @registry.RegisterSingleTaskModel
 class AmoebaNetDGPipe1(AmoebaNet):
-  """On one device. Not run here, where the data cannot be had."""
+  """On one device. Not measured yet."""
 
 
 @registry.RegisterSingleTaskModel

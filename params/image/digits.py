@@ -64,7 +64,11 @@ class _Digits(registry.SingleTaskModelParams):
 
 @registry.RegisterSingleTaskModel
 class LeNet5(_Digits):
-  """LeNet-5 with 3x3 filters, on one device."""
+  """LeNet-5 with 3x3 filters, on one device.
+
+  `trainer --model=image.digits.LeNet5 --logdir=runs/digits`. Measured on two CPU cores that other
+  work kept busy: 32 s, 98.64 % of the test images right (98.92 % and 98.64 % with two other seeds).
+  """
 
   def Task(self) -> hyperparams.InstantiableParams:
     """Two convolutions and two projections."""
