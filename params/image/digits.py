@@ -77,7 +77,12 @@ class LeNet5(_Digits):
 
 
 class AmoebaNet(_Digits):
-  """A small AmoebaNet-D; no stem cells, because the images are small already."""
+  """A small AmoebaNet-D; no stem cells, because the images are small already.
+
+  Measured after 1,000 steps: 97.3 % of the test images right (dev: 97.4 %) in one stage, 97.8 %
+  (dev: 97.4 %) in two. The losses are equal at first and drift apart by rounding. About 250
+  examples a second on two busy CPU cores.
+  """
 
   NUM_MICRO_BATCHES = 4
   MAX_STEPS = 1000
