@@ -243,7 +243,8 @@ def testAFailedStepLeavesTheState():
   sub = [_CountsCalls.Params(), _FailsInBackward.Params(), _Norm()]
   stack = _Place(sub, num_stages=2, splits=[2, 3], num_micro_batches=1)
   before = pipeline_training.State(stack)
-  with pytest.raises(tf.errors.InvalidArgumentError, match='failed'):
+  # Often TensorFlow tells only that other devices were cancelled.
+  with pytest.raises((tf.errors.InvalidArgumentError, tf.errors.CancelledError)):
     _Step(stack)
   _CheckState(pipeline_training.State(stack), before, rtol=0)
 
