@@ -52,14 +52,18 @@ def testPrintsPlanProgressAndEvaluation(undisturbed):
   assert lines[0].startswith(f'{processes.MODEL}@params/lm/stdlib.py:')
   assert '2 logical CPU devices' in lines[0]
   header, *stages = [re.split(r' {2,}', line.strip()) for line in lines[1:4]]
-  assert header == ['stage', 'layers', 'from', 'to', 'params', 'MFLOPs', 'share', 'device']
+  assert header == [
+    'stage', 'layers', 'from', 'to', 'params', 'MFLOPs', 'share', 'idle', 'weights', 'activations',
+    'device',
+  ]  # fmt: skip
   assert [row[0] for row in stages] == ['0', '1']
   assert sum(int(row[1]) for row in stages) == 6
   assert abs(sum(float(row[6].rstrip('%')) for row in stages) - 100.0) < 0.2
-  assert [row[7] for row in stages] == ['device:CPU:0', 'device:CPU:1']
+  assert [row[-1] for row in stages] == ['device:CPU:0', 'device:CPU:1']
   num_params = sum(int(row[4].replace(',', '')) for row in stages)
-  assert re.match(r'K=2 stages, M=4 micro-batches, gpipe: bubble 20\.0%', lines[4])
+  assert lines[4].startswith('K=2 stages, M=4 micro-batches, gpipe, remat_policy stage; balance ')
   assert f'{num_params:,} parameters' in lines[4]
+  assert re.match(r'predicted: bubble \d+\.\d% of a step \(20\.0% if stages were equal\)', lines[5])
   # Through a pipe: plain lines, the first and the last step among them.
   progress = [line for line in lines if line.startswith('step ')]
   assert re.match(

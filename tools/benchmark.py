@@ -44,6 +44,12 @@ def DefineFlags() -> None:
   flags.DEFINE_enum('xla', 'on', list(_XLA), 'Compile the stages by XLA.')
   flags.DEFINE_integer('repeats', 3, 'At least so many timed steps a process.', lower_bound=1)
   flags.DEFINE_float('seconds', 12.0, 'And more until they took so long.', lower_bound=0.0)
+  flags.DEFINE_integer(
+    'rounds',
+    1,
+    'Go through all configurations so often: a machine is not equally fast all the time.',
+    lower_bound=1,
+  )
   flags.DEFINE_enum('peer', None, [configuration.TORCH], 'Measure this peer on the same work too.')
   flags.DEFINE_string('peer_python', sys.executable, 'The Python that has the peer installed.')
   flags.DEFINE_string('output', None, 'Write each result as a JSON line into this file.')
@@ -152,26 +158,27 @@ def Run() -> int:
   print(f'{len(grid)} configurations on {cores} cores, load {os.getloadavg()[0]:.1f}', flush=True)
   if cores < wanted:
     print(f'{wanted} cores are wanted: no speed-up can be expected', flush=True)
-  results: list[report.Measured] = []
-  failed = 0
+  found: dict[str, list[dict[str, Any]]] = {}
+  failed, total = 0, len(grid) * FLAGS.rounds
   start = time.monotonic()
-  for i, config in enumerate(grid, 1):
+  for i, config in enumerate(grid * FLAGS.rounds, 1):
     try:
       result = Measure(config)
     except _WorkerError as e:
       failed += 1
-      print(f'[{i}/{len(grid)}] {config.name}: FAILED\n{e}', flush=True)
+      print(f'[{i}/{total}] {config.name}: FAILED\n{e}', flush=True)
       continue
-    results.append((config, result))
+    found.setdefault(config.name, []).append(result)
     seconds = time.monotonic() - start
     print(
-      f'[{i}/{len(grid)}] {config.name}: {report.Best(result):.4g} s ({seconds:.0f} s so far)',
+      f'[{i}/{total}] {config.name}: {report.Best(result):.4g} s ({seconds:.0f} s so far)',
       flush=True,
     )
     if FLAGS.output:
       with open(FLAGS.output, 'a', encoding='utf-8') as f:
         line = {'configuration': json.loads(config.ToJson()), 'result': result, 'time': time.time()}
         f.write(json.dumps(line) + '\n')
+  results = [(c, report.Merge(found[c.name])) for c in grid if c.name in found]
   if results:
     print('\n' + report.Table(results))
   if FLAGS.plot and results:

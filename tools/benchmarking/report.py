@@ -39,6 +39,22 @@ def Best(result: Mapping[str, Any]) -> float:
   return min(result['steps'])
 
 
+def Merge(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+  """One result from several rounds: all their steps; of other figures the best or the middle."""
+  merged = dict(rounds[0])
+  merged['steps'] = [seconds for result in rounds for seconds in result['steps']]
+  for key, choose in (
+    ('simulated_best', min),
+    ('simulated_median', statistics.median),
+    ('trace_seconds', min),
+    ('compile_seconds', min),
+    ('memory_mib', max),
+  ):
+    if key in merged:
+      merged[key] = choose([result[key] for result in rounds])
+  return merged
+
+
 def Baseline(config: configuration.Configuration, results: Sequence[Measured]) -> float | None:
   """Seconds of the fastest step with K=1 pinned to one core, same work, M, policy and XLA."""
   for other, result in results:
