@@ -144,6 +144,36 @@ def Sends(functions):
   return sorted(found)
 
 
+def Takers(functions):
+  """Who takes what stage calls send: {(action, from, to): names of the nodes that read it}.
+
+  TensorFlow frees a tensor when the last of them has run.
+  """
+  found = collections.defaultdict(list)
+  for partitions in functions:
+    nodes = [node for partition in partitions for node in partition.node]
+    channels = {}
+    for node in nodes:
+      action = _ACTION.match(node.input[0]) if node.op == '_Send' else None
+      if action:
+        channels[node.attr['tensor_name'].s] = action[1]
+    for partition in partitions:
+      readers = collections.defaultdict(list)
+      for node in partition.node:
+        for name in {n.split(':')[0] for n in node.input if not n.startswith('^')}:
+          readers[name].append(node.name)
+      for node in partition.node:
+        if node.op == '_Recv' and node.attr['tensor_name'].s in channels:
+          ends = (node.attr[a].s.decode() for a in ('send_device', 'recv_device'))
+          source, target = (int(name.rsplit(':', 1)[1]) for name in ends)
+          if source != target:
+            key = (channels[node.attr['tensor_name'].s], source, target)
+            found[key].append(
+              sorted(m[1] if (m := _ACTION.match(r)) else r for r in readers[node.name])
+            )
+  return dict(found)
+
+
 def _Letter(node):
   match = node.op in _CALLS and _STAGE_FUNCTION.match(node.attr['f'].func.name)
   return _KINDS[match[1]] if match else None

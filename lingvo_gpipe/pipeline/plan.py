@@ -244,7 +244,8 @@ def MakePlan(
   if splits:
     if len(splits) != num_stages:
       raise ValueError(
-        f'splits {list(splits)} name {len(splits)} stages, but num_stages is {num_stages}'
+        f'splits {list(splits)} name {len(splits)} stages, but num_stages is {num_stages}; '
+        'leave splits empty to have the layers cut by their cost'
       )
     partitioner.CheckSplits(splits, len(layers))
     # Nobody waits for a measurement that decides nothing.

@@ -266,6 +266,10 @@ def testASkipIsSentOnceAndStraight(pops, tmp_path):
   ways = [('0F', 0, 1), ('0F', 0, 3), ('1F', 1, 2), ('2F', 2, 3)]
   ways += [('1B', 1, 0), ('2B', 2, 1), ('3B', 3, 0), ('3B', 3, 2)]
   assert graph_reader.Sends(graphs) == sorted((f'{a}{m}', i, j) for a, i, j in ways for m in (0, 1))
+  # Freed at its last use: nobody but the forward and backward that need it has it.
+  takers = graph_reader.Takers(graphs)
+  assert takers['0F1', 0, 3] == [['3B1', '3F1']]
+  assert takers['3B1', 3, 0] == [['0B1']]
 
 
 # ---- the other entrances -----------------------------------------------------------------
