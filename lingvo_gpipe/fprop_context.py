@@ -7,7 +7,7 @@ around a trace or an eager call:
     with fprop_context.Scope(do_eval=False, step=step):
       y = layer.FProp(theta, x)
 
-Seeds are integers through and through (design 4.9): the pair
+Seeds are integers through and through (see docs/architecture.md): the pair
 `[hash64(p.random_seed, layer path), step * 2^20 + micro_batch]` belongs to one layer of a sequence
 in one micro-batch; an operation inside that layer adds the hash of its own path within the
 layer. So masks do not depend on how the sequence is cut, a recomputation draws the same mask

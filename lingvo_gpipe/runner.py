@@ -176,7 +176,7 @@ class TaskRunner:
     if not self.trace_seconds:
       self._Trace(batch)
     if self.learner.params.num_accumulated_mini_batches == 1:
-      with failures.Located(functools.partial(self._Accumulate, batch)):
+      with failures.Located(functools.partial(self._Accumulate, batch, update_state=False)):
         values, loss_weight = self._train_step(batch)
     elif self._AccumulateNext(batch):
       sums, loss_weight = self._accumulated
@@ -268,14 +268,18 @@ class TaskRunner:
     if index == 0:
       self._clear()
     position = tf.constant(index, tf.int64)
-    with failures.Located(functools.partial(self._Accumulate, batch, position)):
+    again = functools.partial(self._Accumulate, batch, position, update_state=False)
+    with failures.Located(again):
       new = self._accumulate(batch, position)
     self._accumulated = tf.nest.map_structure(tf.add, self._accumulated, new) if index else new
     self._num_accumulated = (index + 1) % self.learner.params.num_accumulated_mini_batches
     return self._num_accumulated == 0
 
   def _Accumulate(
-    self, batch: nested_map.NestedMap, index: tf.Tensor | None = None
+    self,
+    batch: nested_map.NestedMap,
+    index: tf.Tensor | None = None,
+    update_state: bool = True,
   ) -> tuple[dict[str, tf.Tensor], tf.Tensor]:
     """The metrics' sums and the sum of the loss weights; gradients end in the accumulators.
 
@@ -283,6 +287,7 @@ class TaskRunner:
       batch: a mini-batch.
       index: how many others of this update came before; None where it is the only one. Else the
         gradients are added to what the accumulators hold.
+      update_state: as for `PipelineEngine.Train`.
     """
     inputs, sides = self._MicroBatches(batch)
     weights = [self.task.LossWeight(side) for side in sides]
@@ -293,6 +298,7 @@ class TaskRunner:
       self.global_step,
       first_micro_batch=0 if index is None else index * len(inputs),
       clear=index is None,
+      update_state=update_state,
     )
     return sums, tf.add_n(weights)
 

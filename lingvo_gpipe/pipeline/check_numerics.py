@@ -146,7 +146,11 @@ class _MicroBatch:
     """A nest like the outputs with the gradient of the weighted loss."""
     last = self._engine.stages[-1]
     floats, weights = stage.FloatLeaves(outputs), [*last.trained.values(), *last.mirrors.values()]
-    with tf.device(last.device), tf.GradientTape() as tape:
+    with (
+      tf.device(last.device),
+      fprop_context.Scope(step=self._step, micro_batch=self._m),
+      tf.GradientTape() as tape,
+    ):
       tape.watch(floats)
       theta = [layer.theta for layer in last.layers]
       metrics = self._loss_fn(theta, outputs, side)

@@ -126,6 +126,7 @@ class PipelineEngine:
     *,
     first_micro_batch: tf.Tensor | int = 0,
     clear: bool = True,
+    update_state: bool = True,
   ) -> dict[str, tf.Tensor]:
     """Runs forward and backward of all micro-batches; gradients end in the accumulators.
 
@@ -140,6 +141,7 @@ class PipelineEngine:
       step: int64 scalar, the training step.
       first_micro_batch: how many micro-batches of this step other mini-batches had before.
       clear: False to add to what the accumulators hold (see `ClearAccumulators`).
+      update_state: False to leave layers' statistics as they are.
 
     Returns:
       {metric: [sum of value * weight, sum of weight]}, tensors [2] on the last device.
@@ -151,7 +153,7 @@ class PipelineEngine:
     self._AddTiedGradients()
     # A step that fails must leave all state as it was: it is run again, to find out why.
     with tf.control_dependencies(run.LastActions()):
-      for layer, sums in run.LayerSums():
+      for layer, sums in run.LayerSums() if update_state else ():
         layer.UpdateFromSums(sums)
     return run.Sums()
 
@@ -302,6 +304,7 @@ class PipelineEngine:
         do_eval=do_eval,
         xla=self._xla,
       )
+    self._functions[key].user = s.index
     return self._functions[key]
 
   def SplitFunctions(self, s: emission.Stage, *, with_loss: bool) -> split_backward.SplitBackward:

@@ -19,31 +19,33 @@ class Retraces:
 
   def __init__(self, layers: Sequence[base_layer.BaseLayer]) -> None:
     self._layers = layers
-    self._seen: list[dict[str, str]] = []
+    self._seen: dict[int, list[dict[str, str]]] = {}
 
-  def Add(self, x: Any, side: Any) -> None:
-    """Notes a trace; logs a line where these shapes are new, a warning from the third on.
+  def Add(self, x: Any, side: Any, user: int) -> None:
+    """Notes a trace; logs a line where these shapes are new, a warning where they are too many.
 
     Args:
       x: what the stage takes of a micro-batch.
       side: what the loss takes beside it.
+      user: the index of the stage that is traced; those that share a trace may take other shapes.
     """
     leaves = shapes.Leaves({'x': x, 'side': side})
     specs = {path: shapes.NestText(leaf) for path, leaf in leaves}
-    if specs in self._seen:
+    if any(specs in seen for seen in self._seen.values()):
       return
-    self._seen.append(specs)
-    if len(self._seen) == 1:
+    seen = self._seen.setdefault(user, [])
+    seen.append(specs)
+    if len(seen) == 1:
       return
-    before = self._seen[-2]
+    before = seen[-2]
     path = next(p for p in [*specs, *before] if specs.get(p) != before.get(p))
     change = f'{path} was {before.get(path, "absent")} and is {specs.get(path, "absent")}'
     span = f'{self._layers[0].path} to {self._layers[-1].path}'
-    if len(self._seen) <= _USUAL:
-      logging.info('the stage of %s is traced for a second shape: %s', span, change)
+    if len(seen) <= _USUAL:
+      logging.info('the stage of %s is traced for another shape: %s', span, change)
     else:
       logging.warning(
         'the stage of %s is traced and compiled for shape number %d: %s. Each new shape costs a '
         'compilation: give batches of few shapes, pad or drop odd ones',
-        span, len(self._seen), change,
+        span, len(seen), change,
       )  # fmt: skip

@@ -119,6 +119,7 @@ class StageFunctions:
     self._loss_fn = loss_fn
     self._do_eval = do_eval
     self.num_traces = 0
+    self.user = 0  # The index of the stage that is about to call.
     self._retraces = retraces.Retraces(self.layers)
     options = FunctionOptions(xla)
     self.Forward = tf.function(self._Forward, **options)
@@ -129,7 +130,7 @@ class StageFunctions:
   def CountTrace(self, x: nested_map.NestedMap, side: Any) -> None:
     """To be called when a function is traced, with its inputs."""
     self.num_traces += 1
-    self._retraces.Add(x, side)
+    self._retraces.Add(x, side, self.user)
 
   def Trained(self, weights: Any) -> list[Any]:
     """Those of a nest like `variables` that are trained: the ones that B accumulates for."""
@@ -222,7 +223,7 @@ class StageFunctions:
     metric_sums = {}
     objective = [] if self._loss_fn is not None else FloatLeaves(y)
     for name, (value, coefficient) in aux_losses.items():
-      metric_sums[name] = _WeightedSum(value, tf.cast(context.loss_weight, value.dtype))
+      metric_sums[name] = _WeightedSum(value, context.loss_weight)
       objective.append(WeightedLoss(value, context, coefficient))
     if self._loss_fn is None:
       return y, self._Sums(metric_sums), objective
@@ -333,6 +334,8 @@ def _WeightedSum(value: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
 
 def WeightedLoss(value: tf.Tensor, context: Any, coefficient: float = 1.0) -> tf.Tensor:
   """What a loss adds to the objective: value * coefficient * weight of the micro-batch."""
+  if value.dtype.size < 4:  # Where the weight, a count of tokens, would lose digits.
+    value = tf.cast(value, tf.float32)
   return value * (coefficient * tf.cast(context.loss_weight, value.dtype))
 
 
