@@ -85,7 +85,7 @@ def testEveryTensorIsKeptOnce(xla):
 
 def testNothingIsKeptOfLayersBelowTheFirstTrainedOne():
   sub = [_Wide.Params()] * _N
-  for first in range(_N):
+  for first in (0, 2, _N - 1):
     mask = [i // 2 >= first for i in range(2 * _N)]
     functions, variables = _Functions(sub, trained=mask, needs_dx=False)
     arguments, _ = _Arguments(functions, variables)
@@ -132,7 +132,7 @@ def testBackwardOfALayerAtATimeTakesLessMemory():
   batch = 64
   inner = batch * 8 * _DIM * 8  # One of the wide tensors of a layer.
   peaks = {}
-  for num_layers in (_N, 2 * _N):
+  for num_layers in (_N // 2, _N):
     functions, variables = _Functions([_Wide.Params()] * num_layers, xla=True)
     arguments, sinks = _Arguments(functions, variables, batch)
     by_layer = layer_backward.LayerBackward(functions, True)
@@ -149,7 +149,7 @@ def testBackwardOfALayerAtATimeTakesLessMemory():
     )
   by_stage, by_layer = zip(*peaks.values(), strict=True)
   # Each layer more is one or more wide tensors more, or none.
-  assert by_stage[1] - by_stage[0] >= _N * inner
+  assert by_stage[1] - by_stage[0] >= _N // 2 * inner
   assert by_layer[1] - by_layer[0] < inner
   assert by_layer[1] < by_stage[1] / 2
 
