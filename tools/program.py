@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the programs in tools/ share: how they start, lists in flags, processes of their own.
+
+A program is `python -m tools.<name>` in the checkout and ends with
+
+    if __name__ == '__main__':
+      program.Main(DefineFlags, Run, __doc__)
+
+One that takes an experiment by --model is like tools/verify.py instead: `lingvo_gpipe.binary` has
+the flags for that.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Callable, Collection
+from typing import NoReturn
+
+from absl import flags
+
+from lingvo_gpipe import command_line
+
+FLAGS = flags.FLAGS
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+
+def Main(define_flags: Callable[[], None], run: Callable[[], int], description: str) -> NoReturn:
+  """Parses the flags, runs the program and exits with the status that it returns.
+
+  Args:
+    define_flags: defines the flags of this program.
+    run: the program; a ValueError out of it is a user's mistake: one line and status 2.
+    description: the module's docstring, which --help prints.
+  """
+  others = set(FLAGS)
+  define_flags()
+  command_line.Parse(description, others)
+  try:
+    status = run()
+  except (flags.Error, ValueError) as e:
+    print(f'{e} (--help lists the flags)', file=sys.stderr)
+    status = 2
+  sys.exit(status)
+
+
+def Numbers(name: str, low: int = 1, high: int | None = None) -> list[int]:
+  """The whole numbers that the list flag `name` holds; ValueError unless all are in [low, high]."""
+  texts = FLAGS[name].value
+  numbers = [int(text) if text.isdecimal() else low - 1 for text in texts]
+  if not numbers or min(numbers) < low or (high is not None and max(numbers) > high):
+    span = f'of at least {low}' if high is None else f'from {low} to {high}'
+    raise ValueError(f'--{name}: expected numbers {span}, got {",".join(texts) or "none"}')
+  return numbers
+
+
+def Names(name: str, known: Collection[str]) -> list[str]:
+  """The names that the list flag `name` holds; ValueError unless all are among `known`."""
+  names: list[str] = FLAGS[name].value
+  for value in names or ['']:
+    if value not in known:
+      raise ValueError(f'--{name}: unknown {value!r}; expected some of {", ".join(known)}')
+  return names
+
+
+def RunModule(
+  module: str, argument: str, timeout_seconds: float
+) -> subprocess.CompletedProcess[str]:
+  """Runs `python -m module argument` of this checkout in a fresh process, to its end.
+
+  Raises:
+    subprocess.TimeoutExpired: it took longer, and was killed.
+  """
+  path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get('PYTHONPATH')]))
+  return subprocess.run(
+    [sys.executable, '-m', module, argument],
+    env={**os.environ, 'PYTHONPATH': path},
+    capture_output=True,
+    text=True,
+    timeout=timeout_seconds,
+    check=False,
+  )
