@@ -49,7 +49,13 @@ with _QuietStderr():
   # Keras looks for GPUs as it is imported; `Cluster` tells what there is.
   from lingvo_gpipe import optimizer as _  # noqa: F401
 
-from lingvo_gpipe import cluster, compilation_cache, params_text, registry  # noqa: E402
+from lingvo_gpipe import (  # noqa: E402
+  cluster,
+  command_line,
+  compilation_cache,
+  params_text,
+  registry,
+)
 
 FLAGS = flags.FLAGS
 
@@ -189,21 +195,5 @@ def Run(main: Callable[[], int], description: str) -> NoReturn:
     sys.stdout.reconfigure(errors='replace')
   logging.use_absl_handler()
   logging.set_verbosity(logging.INFO)
-  if {'--help', '-help', '-h', '--helpshort', '--helpfull'} & set(sys.argv[1:]):
-    _PrintHelp(description)
-    sys.exit(0)
-  try:
-    rest = FLAGS(sys.argv)[1:]
-  except flags.Error as e:
-    print(f'{e} (--help lists the flags)', file=sys.stderr)
-    sys.exit(2)
-  if rest:
-    print(f'unexpected argument {rest[0]!r}; flags look like --model=KEY', file=sys.stderr)
-    sys.exit(2)
+  command_line.Parse(description, _others)
   sys.exit(Checked(main))
-
-
-def _PrintHelp(description: str) -> None:
-  print(description + '\n')
-  for name in sorted(set(FLAGS) - _others):
-    print(f'  --{name}: {FLAGS[name].help} (default: {FLAGS[name].default_as_str})')

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import pathlib
 import subprocess
 import sys
 import time
@@ -17,15 +16,13 @@ from typing import Any
 
 from absl import flags
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
-# Also where this file was started as a program.
-sys.path[:0] = [str(ROOT)] if str(ROOT) not in sys.path else []
-
-from lingvo_gpipe.pipeline import rematerialisation, schedules  # noqa: E402
-from tools.benchmarking import configuration, report  # noqa: E402
+from lingvo_gpipe.pipeline import rematerialisation, schedules
+from tools import program
+from tools.benchmarking import configuration, report
 
 FLAGS = flags.FLAGS
 
+_TORCH_PROGRAM = program.ROOT / 'tools' / 'benchmarking' / 'torch_peer.py'
 _XLA = {'on': [True], 'off': [False], 'both': [True, False]}
 
 
@@ -63,29 +60,13 @@ def Grid() -> list[configuration.Configuration]:
   Raises:
     ValueError: a flag's value is impossible.
   """
-
-  def Known(name: str, values: list[str], known: Any) -> list[str]:
-    for value in values:
-      if value not in known:
-        raise ValueError(f'--{name}: unknown {value!r}; expected some of {", ".join(known)}')
-    return values
-
-  def Numbers(name: str) -> list[int]:
-    try:
-      numbers = [int(text) for text in FLAGS[name].value]
-    except ValueError:
-      numbers = [0]
-    if not numbers or min(numbers) < 1:
-      raise ValueError(f'--{name}: expected positive numbers, got {FLAGS[name].value}')
-    return numbers
-
   grid = configuration.Grid(
-    workloads=Known('workloads', FLAGS.workloads, list(configuration.WORKLOADS)),
+    workloads=program.Names('workloads', configuration.WORKLOADS),
     sizes=FLAGS.size,
-    num_stages=Numbers('num_stages'),
-    num_micro_batches=Numbers('num_micro_batches'),
-    schedules=Known('schedules', FLAGS.schedules, schedules.Names()),
-    remat_policies=Known('remat_policies', FLAGS.remat_policies, rematerialisation.POLICIES),
+    num_stages=program.Numbers('num_stages'),
+    num_micro_batches=program.Numbers('num_micro_batches'),
+    schedules=program.Names('schedules', schedules.Names()),
+    remat_policies=program.Names('remat_policies', rematerialisation.POLICIES),
     xla=_XLA[FLAGS.xla],
     repeats=FLAGS.repeats,
     seconds=FLAGS.seconds,
@@ -104,21 +85,17 @@ def Measure(config: configuration.Configuration) -> dict[str, Any]:
   Raises:
     _WorkerError: it failed, or took too long.
   """
-  if config.system == configuration.TORCH:
-    program = [FLAGS.peer_python, str(ROOT / 'tools' / 'benchmarking' / 'torch_peer.py')]
-  else:
-    program = [sys.executable, '-m', 'tools.benchmarking.worker']
-  path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get('PYTHONPATH')]))
-  env = os.environ if config.system == configuration.TORCH else {**os.environ, 'PYTHONPATH': path}
   try:
-    done = subprocess.run(
-      [*program, config.ToJson()],
-      env=env,
-      capture_output=True,
-      text=True,
-      timeout=FLAGS.timeout,
-      check=False,
-    )
+    if config.system == configuration.TORCH:
+      done = subprocess.run(
+        [FLAGS.peer_python, str(_TORCH_PROGRAM), config.ToJson()],
+        capture_output=True,
+        text=True,
+        timeout=FLAGS.timeout,
+        check=False,
+      )
+    else:
+      done = program.RunModule('tools.benchmarking.worker', config.ToJson(), FLAGS.timeout)
   except subprocess.TimeoutExpired as e:
     raise _WorkerError(f'it took more than --timeout={FLAGS.timeout} seconds') from e
   if done.returncode:
@@ -189,24 +166,5 @@ def Run() -> int:
   return 1 if failed else 0
 
 
-def main() -> None:
-  """Entry point."""
-  others = set(FLAGS)
-  DefineFlags()
-  if {'--help', '-h'} & set(sys.argv[1:]):
-    print(f'{__doc__}\n')
-    for name in sorted(set(FLAGS) - others):
-      print(f'  --{name}: {FLAGS[name].help} (default: {FLAGS[name].default_as_str})')
-    sys.exit(0)
-  try:
-    if rest := FLAGS(sys.argv)[1:]:
-      raise ValueError(f'unexpected argument {rest[0]!r}')
-    status = Run()
-  except (flags.Error, ValueError) as e:
-    print(f'{e} (--help lists the flags)', file=sys.stderr)
-    status = 2
-  sys.exit(status)
-
-
 if __name__ == '__main__':
-  main()
+  program.Main(DefineFlags, Run, __doc__)

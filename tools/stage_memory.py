@@ -10,19 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
-import pathlib
-import subprocess
-import sys
 
 from absl import flags
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
-# Also where this file was started as a program.
-sys.path[:0] = [str(ROOT)] if str(ROOT) not in sys.path else []
-
-from lingvo_gpipe.pipeline import rematerialisation, schedules  # noqa: E402
-from tools.benchmarking import stage_memory  # noqa: E402
+from lingvo_gpipe.pipeline import rematerialisation, schedules
+from tools import program
+from tools.benchmarking import stage_memory
 
 FLAGS = flags.FLAGS
 _COLUMNS = '{:>2}  {:>5}  {:>2}  {:18}  {:11}  {:>6}  {:>3}  {:>13}  {:>12}  {:>9}'
@@ -46,27 +39,15 @@ def Grid() -> list[stage_memory.Setting]:
   Raises:
     ValueError: a flag's value is impossible.
   """
-
-  def Numbers(name: str, low: int, high: int) -> list[int]:
-    texts = FLAGS[name].value
-    if not texts or not all(t.isdecimal() and low <= int(t) <= high for t in texts):
-      raise ValueError(f'--{name}: expected numbers from {low} to {high}, got {",".join(texts)}')
-    return [int(t) for t in texts]
-
-  def Names(name: str, known: list[str]) -> list[str]:
-    if wrong := [value for value in FLAGS[name].value if value not in known]:
-      raise ValueError(f'--{name}: unknown {wrong[0]!r}; expected some of {", ".join(known)}')
-    return FLAGS[name].value
-
   grid = [
     stage_memory.Setting(FLAGS.num_stages, m, name, k, policy, layers, FLAGS.rows, xla=xla == 'on')
     for name, policy, xla, layers, k, m in itertools.product(
-      Names('schedules', schedules.Names()),
-      Names('remat_policies', list(rematerialisation.POLICIES)),
-      Names('xla', ['on', 'off']),
-      Numbers('num_layers', 1, 64),
-      Numbers('stages', 1, FLAGS.num_stages - 1),
-      Numbers('num_micro_batches', 1, 64),
+      program.Names('schedules', schedules.Names()),
+      program.Names('remat_policies', rematerialisation.POLICIES),
+      program.Names('xla', ['on', 'off']),
+      program.Numbers('num_layers', 1, 64),
+      program.Numbers('stages', 1, FLAGS.num_stages - 1),
+      program.Numbers('num_micro_batches', 1, 64),
     )
   ]
   for setting in grid:
@@ -76,15 +57,7 @@ def Grid() -> list[stage_memory.Setting]:
 
 def Measure(setting: stage_memory.Setting) -> float:
   """MiB by which a step raises the resident memory of a fresh process."""
-  path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get('PYTHONPATH')]))
-  done = subprocess.run(
-    [sys.executable, '-m', 'tools.benchmarking.stage_memory', setting.ToJson()],
-    env={**os.environ, 'PYTHONPATH': path},
-    capture_output=True,
-    text=True,
-    timeout=600,
-    check=False,
-  )
+  done = program.RunModule('tools.benchmarking.stage_memory', setting.ToJson(), 600)
   if done.returncode:
     raise RuntimeError(f'{setting} failed:\n{done.stderr[-2000:]}')
   return float(done.stdout.splitlines()[-1])
@@ -121,18 +94,5 @@ def Run() -> int:
   return 0
 
 
-def main() -> None:
-  """Entry point."""
-  DefineFlags()
-  try:
-    if rest := FLAGS(sys.argv)[1:]:
-      raise ValueError(f'unexpected argument {rest[0]!r}')
-    status = Run()
-  except (flags.Error, ValueError) as e:
-    print(f'{e} (--help lists the flags)', file=sys.stderr)
-    status = 2
-  sys.exit(status)
-
-
 if __name__ == '__main__':
-  main()
+  program.Main(DefineFlags, Run, __doc__)

@@ -12,7 +12,7 @@ from lingvo_gpipe.pipeline import schedules
 from tests import processes
 from tools.benchmarking import configuration, report, standalone
 
-_PROGRAM = [sys.executable, str(processes.ROOT / 'tools' / 'benchmark.py')]
+_PROGRAM = [sys.executable, '-m', 'tools.benchmark']
 _TINY = [
   '--size=a.dim=16', '--size=a.layers=4', '--size=a.batch=8', '--repeats=2',
   '--seconds=0', '--num_micro_batches=2',
@@ -202,7 +202,7 @@ def testThePlot(tmp_path):
   [
     ('--schedules=gpip', r"--schedules: unknown 'gpip'; expected some of 1f1b, "),
     ('--workloads=c', r"--workloads: unknown 'c'"),
-    ('--num_micro_batches=0', r'--num_micro_batches: expected positive numbers'),
+    ('--num_micro_batches=0', r'--num_micro_batches: expected numbers of at least 1, got 0'),
     ('--size=a.depth=3', r"size 'a.depth=3': expected <name>=<number>, name one of a.layers"),
     ('both', r"unexpected argument 'both'"),
     ('--num_micro_batches=300', r'a batch of 256 has no such M'),

@@ -48,16 +48,27 @@ def testMemoryGrowsAsTheFormulaSays():
   assert 32 <= more_layers - small <= 112
 
 
+def _Run(*args):
+  command = [sys.executable, '-m', 'tools.stage_memory']
+  return processes.Run('stage_memory', *args, command=command)
+
+
 @pytest.mark.parametrize(
   'flag, message', [('--stages=3', '--stages'), ('--schedules=x', 'unknown'), ('--xla=1', '--xla')]
 )
 def testMistakes(flag, message):
-  done = processes.Run(
-    'stage_memory', flag, command=[sys.executable, str(processes.ROOT / 'tools/stage_memory.py')]
-  )
+  done = _Run(flag)
   assert done.returncode == 2
   assert message in done.stderr
   assert len(done.stderr.splitlines()) == 1
+
+
+def testHelpListsTheFlags():
+  text = processes.Succeeded(_Run('--help')).stdout
+  assert text.startswith('Measures what a stage holds')
+  assert '  --num_stages: K. (default: ' in text
+  # Those of libraries are left out.
+  assert 'verbosity' not in text
 
 
 if __name__ == '__main__':
