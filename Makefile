@@ -24,10 +24,10 @@ train: $(STAMP) ## train a two-stage byte Transformer on the standard library's 
 test: $(STAMP) ## run the tests (ARGS='tests/nested_map_test.py -k Flatten' for some)
 	$(BIN)/python -m pytest -n 2 --dist=loadfile $(ARGS)
 
-bazel-test: $(STAMP) ## run the tests as Bazel targets (QUICK=1 for the quick ones)
+bazel-test: $(STAMP) ## run the tests as Bazel targets (TAG=quick for the quick ones, TAG=sample for one of each kind)
 	@command -v $(BAZEL) >/dev/null || { \
 	  echo "No '$(BAZEL)' here: 'apt-get install bazel-bootstrap' on Debian, or set BAZEL=/path/to/bazel." >&2; exit 1; }
-	$(BAZEL) test --config=offline $(if $(QUICK),--test_tag_filters=quick) //...
+	$(BAZEL) test --config=offline $(if $(TAG),--test_tag_filters=$(TAG)) //...
 
 lint: $(STAMP) ## look for mistakes and for files that `make format` would change
 	$(BIN)/ruff check .
