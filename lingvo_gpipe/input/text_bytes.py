@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from lingvo_gpipe import hyperparams, nested_map
-from lingvo_gpipe.input import base_input_generator
+from lingvo_gpipe.input import base_input_generator, file_pattern
 
 VOCAB_SIZE = 256
 # Stands between two files, and before the first one as the context of its first byte.
@@ -65,18 +65,7 @@ class TextBytesInput(base_input_generator.BaseInputGenerator):
     Raises:
       ValueError: `p.file_pattern` is not set or matches no file.
     """
-    pattern = self.params.file_pattern
-    if not pattern:
-      raise ValueError(f'{self._Where("file_pattern")} is not set: set it to a glob of text files')
-    patterns = [pattern] if isinstance(pattern, str) else list(pattern)
-    matches = {path for one in patterns for path in tf.io.gfile.glob(one)}
-    files = sorted(path for path in matches if not tf.io.gfile.isdir(path))
-    if not files:
-      raise ValueError(
-        f'{self._Where("file_pattern")}: no file matches {pattern!r}: check the path (a relative '
-        f'one counts from {os.getcwd()!r})'
-      )
-    return files
+    return file_pattern.Files(self.params.file_pattern, self._Where('file_pattern'))
 
   def DocumentName(self, path: str) -> str:
     """The name by which a file enters the fingerprint: nothing that depends on the machine."""

@@ -6,7 +6,6 @@ Nothing is ever downloaded here: the data sets are prepared once by `tfds build`
 
 from __future__ import annotations
 
-import difflib
 import functools
 import hashlib
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 
 from lingvo_gpipe import hyperparams, nested_map
-from lingvo_gpipe.input import image_augmentation, image_input
+from lingvo_gpipe.input import image_augmentation, image_input, tfds_builder
 
 _OFFLINE = 'image.digits.LeNet5'
 
@@ -74,14 +73,14 @@ class TfdsImageInput(image_input.ImageInput):
   def _builder(self) -> Any:
     """The prepared builder; ValueError that says what to do where there is none."""
     p = self.params
-    try:
-      builder = tfds.builder(p.dataset, data_dir=p.data_dir or None)
-    except tfds.core.DatasetNotFoundError as e:
-      close = difflib.get_close_matches(p.dataset, tfds.list_builders(), n=3)
-      hint = f'; did you mean {" or ".join(close)}?' if close else ''
-      raise ValueError(f'{self._Where("dataset")}: TFDS has no {p.dataset!r}{hint}') from e
-    if not builder.is_prepared():
-      raise ValueError(self._NotPrepared(builder))
+    builder = tfds_builder.Prepared(
+      p.dataset,
+      p.data_dir,
+      self._Where('dataset'),
+      instead=f'--model={_OFFLINE} has data of its own, and input.num_fake_examples:1000 trains on '
+      'noise, for measuring time',
+      file_format='' if p.in_memory else 'array_record',
+    )
     num_classes = builder.info.features['label'].num_classes
     if num_classes + p.label_offset > p.num_classes:
       raise ValueError(
@@ -89,23 +88,6 @@ class TfdsImageInput(image_input.ImageInput):
         f'{p.label_offset}, got {p.num_classes}'
       )
     return builder
-
-  def _NotPrepared(self, builder: Any) -> str:
-    p = self.params
-    command = f'tfds build {p.dataset}'
-    if not p.in_memory:
-      command += ' --file_format=array_record'
-    if p.data_dir:
-      command += f' --data_dir={p.data_dir}'
-    manual = ''
-    if builder.MANUAL_DOWNLOAD_INSTRUCTIONS:
-      manual = ' and files that one has to fetch by hand, as `tfds build` tells'
-    return (
-      f'{self._Where("dataset")}: the data set {p.dataset!r} is not prepared in '
-      f'{builder.data_path.parent}: run `{command}`, which needs a network{manual}. Without '
-      f'network: --model={_OFFLINE} has data of its own, and input.num_fake_examples:1000 trains '
-      'on noise, for measuring time'
-    )
 
   def _NumImages(self) -> int:
     return self._builder.info.splits[self.params.split].num_examples

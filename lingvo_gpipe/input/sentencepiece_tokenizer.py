@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text to tokens and back by a SentencePiece model (`pip install sentencepiece`).
+
+The ids of the four special tokens are the same in every vocabulary of this project;
+`sentencepiece_training` makes such vocabularies.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import types
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import tensorflow as tf
+
+PAD_ID = 0  # Fills a row behind its tokens.
+SOS_ID = 1  # Before the first token.
+EOS_ID = 2  # Behind the last token.
+UNK_ID = 3  # What the vocabulary does not have.
+
+_SPECIAL_IDS = {'pad': PAD_ID, 'sos': SOS_ID, 'eos': EOS_ID, 'unk': UNK_ID}
+
+
+def Library() -> types.ModuleType:
+  """The package sentencepiece; ValueError that says what to install where it is missing."""
+  try:
+    import sentencepiece
+  except ImportError as e:
+    raise ValueError(
+      "the package sentencepiece is not installed: pip install 'sentencepiece', or this project "
+      "with its extra, pip install 'lingvo_gpipe[text]'"
+    ) from e
+  return sentencepiece
+
+
+class SentencePieceTokenizer:
+  """A SentencePiece model whose special tokens have the ids of this module.
+
+  Attributes:
+    vocab_size: ids are below it.
+    fingerprint: 16 hexadecimal digits that change with the model's file.
+  """
+
+  def __init__(self, model_path: str) -> None:
+    """Reads the model.
+
+    Args:
+      model_path: any path that tf.io.gfile takes.
+
+    Raises:
+      ValueError: there is no such file, it is no SentencePiece model, its special tokens have other
+        ids, or the package sentencepiece is missing. The message says what to do.
+    """
+    library = Library()
+    try:
+      with tf.io.gfile.GFile(model_path, 'rb') as f:
+        model = f.read()
+    except tf.errors.OpError as e:
+      raise ValueError(
+        f'the vocabulary {model_path!r} cannot be read ({e.message}): train one by `python -m '
+        'tools.train_sentencepiece` (--help tells how), or correct the path'
+      ) from e
+    try:
+      # Empty bytes would count as no model given: an error only later, at the first use.
+      self._processor = library.SentencePieceProcessor(model_proto=model or b'\0')
+    except (RuntimeError, ValueError) as e:
+      raise ValueError(f'{model_path!r} is no SentencePiece model, or damaged: {e}') from e
+    self._path = model_path
+    self.vocab_size: int = self._processor.GetPieceSize()
+    self.fingerprint: str = hashlib.sha256(model).hexdigest()[:16]
+    p = self._processor
+    ids = {'pad': p.pad_id(), 'sos': p.bos_id(), 'eos': p.eos_id(), 'unk': p.unk_id()}
+    if ids != _SPECIAL_IDS:
+      raise ValueError(
+        f'the vocabulary {model_path!r}: expected the special tokens {_SPECIAL_IDS}, got {ids} (-1: '
+        'none): train it by `python -m tools.train_sentencepiece`'
+      )
+
+  def Encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+    """The tokens of each text, int32 [length], without sos and eos; an empty text has none."""
+    # Threads divide the texts among them: the result does not depend on their number.
+    return [np.array(ids, np.int32) for ids in self._processor.Encode(list(texts), out_type=int)]
+
+  def Decode(self, ids: Iterable[int]) -> str:
+    """The text of some tokens.
+
+    Args:
+      ids: integers, an array for instance. pad, sos, eos and control symbols have no text; an id
+        that is not in the vocabulary (the rows of a softmax may be more) reads as the unknown one.
+    """
+    known = [int(i) if 0 <= i < self.vocab_size else UNK_ID for i in ids]
+    return self._processor.Decode(known) if known else ''
+
+  def PieceId(self, piece: str) -> int:
+    """The id of a piece such as the symbol '<2de>'; ValueError where the vocabulary has none."""
+    found = int(self._processor.PieceToId(piece))
+    if found == UNK_ID and piece != self._processor.IdToPiece(UNK_ID):
+      raise ValueError(
+        f'the vocabulary {self._path!r} has no piece {piece!r}: train it with that as a symbol'
+      )
+    return found

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prepared data sets of TensorFlow Datasets, with errors that say how to prepare them.
+
+Nothing is ever downloaded here: the data sets are prepared once by `tfds build`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+import tensorflow_datasets as tfds
+
+
+def Prepared(
+  dataset: str, data_dir: str, where: str, instead: str, file_format: str = ''
+) -> tfds.core.DatasetBuilder:
+  """The builder of a data set that has been prepared.
+
+  Args:
+    dataset: its name in TFDS, with a config where it needs one: wmt14_translate/de-en.
+    data_dir: where it was prepared; '': TFDS's own place.
+    where: what names the data set in messages, such as 'TfdsImageInput: param dataset'.
+    instead: what works without a network, the end of a message.
+    file_format: the format to prepare it in; '': any.
+
+  Raises:
+    ValueError: TFDS has no such data set, or it is not prepared; the message says what to do.
+  """
+  try:
+    builder = tfds.builder(dataset, data_dir=data_dir or None)
+  except tfds.core.DatasetNotFoundError as e:
+    close = difflib.get_close_matches(dataset, tfds.list_builders(), n=3)
+    hint = f'; did you mean {" or ".join(close)}?' if close else ''
+    raise ValueError(f'{where}: TFDS has no {dataset!r}{hint}') from e
+  if builder.is_prepared():
+    return builder
+  command = f'tfds build {dataset}'
+  if file_format:
+    command += f' --file_format={file_format}'
+  if data_dir:
+    command += f' --data_dir={data_dir}'
+  manual = ''
+  if builder.MANUAL_DOWNLOAD_INSTRUCTIONS:
+    manual = ' and files that one has to fetch by hand, as `tfds build` tells'
+  raise ValueError(
+    f'{where}: the data set {dataset!r} is not prepared in {builder.data_path.parent}: run '
+    f'`{command}`, which needs a network{manual}. Without network: {instead}'
+  )

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many sequences of tokens as two arrays, in memory or mapped from files."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from lingvo_gpipe.input import sentencepiece_tokenizer
+
+# Sequences that are gathered before they become one array.
+_BLOCK = 1 << 16
+_HASHED_AT_ONCE = 1 << 24
+
+_TOKENS, _OFFSETS, _INFO = 'tokens.int32', 'offsets.int64', 'store.json'
+_VERSION = 1
+
+IntSequences = Iterable[Sequence[int] | np.ndarray]
+
+
+class DamagedStoreError(ValueError):
+  """A folder that holds no whole store; the message names it and says what is wrong."""
+
+
+class TokenStore:
+  """Sequences of tokens that are never changed.
+
+  Attributes:
+    tokens: int32 [total], the sequences one after another.
+    offsets: int64 [n + 1]: sequence i is tokens[offsets[i]:offsets[i + 1]].
+  """
+
+  def __init__(self, tokens: np.ndarray, offsets: np.ndarray) -> None:
+    """Takes the two arrays, without a copy.
+
+    Raises:
+      ValueError: other dtypes, or offsets that do not rise from 0 to the number of tokens.
+    """
+    if tokens.dtype != np.int32 or offsets.dtype != np.int64 or tokens.ndim != 1:
+      raise ValueError(
+        f'expected tokens int32 [total] and offsets int64 [n + 1], got {tokens.dtype} '
+        f'{list(tokens.shape)} and {offsets.dtype} {list(offsets.shape)}'
+      )
+    if offsets.ndim != 1 or not offsets.size or offsets[0] or offsets[-1] != tokens.size:
+      raise ValueError(f'the offsets do not go from 0 to {tokens.size}, the number of tokens')
+    if np.any(offsets[1:] < offsets[:-1]):
+      raise ValueError('the offsets fall')
+    self.tokens = tokens
+    self.offsets = offsets
+    self._fingerprint = ''
+
+  @classmethod
+  def Build(cls, sequences: IntSequences) -> TokenStore:
+    """A store in memory of some sequences of integers, in their order."""
+    blocks, lengths = [], [np.zeros([1], np.int64)]
+    for block, block_lengths in _Blocks(sequences):
+      blocks.append(block)
+      lengths.append(block_lengths)
+    tokens = np.concatenate(blocks) if blocks else np.zeros([0], np.int32)
+    return cls(tokens, np.cumsum(np.concatenate(lengths)))
+
+  def __len__(self) -> int:
+    return self.offsets.size - 1
+
+  def __getitem__(self, index: int) -> np.ndarray:
+    """Sequence `index`, int32 [length]: a view."""
+    if not 0 <= index < len(self):
+      raise IndexError(f'sequence {index} of {len(self)}')
+    return self.tokens[self.offsets[index] : self.offsets[index + 1]]
+
+  @property
+  def lengths(self) -> np.ndarray:
+    """int64 [n]: the length of each sequence."""
+    return np.diff(self.offsets)
+
+  @property
+  def fingerprint(self) -> str:
+    """16 hexadecimal digits that change with any token or length."""
+    if not self._fingerprint:
+      self._fingerprint = _Fingerprint(self.tokens, self.offsets)
+    return self._fingerprint
+
+  def Rows(self, indices: np.ndarray, max_length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Some sequences as the rows of an array.
+
+    Args:
+      indices: integers [n].
+      max_length: longer sequences are cut behind so many tokens.
+
+    Returns:
+      ids int32 [n, max_length], filled up with PAD_ID, and lengths int32 [n] of what was taken.
+    """
+    indices = np.asarray(indices, np.int64)
+    begins = self.offsets[indices]
+    lengths = np.minimum(self.offsets[indices + 1] - begins, max_length)
+    places = np.arange(max_length)
+    is_token = places < lengths[:, np.newaxis]
+    rows = np.full(is_token.shape, sentencepiece_tokenizer.PAD_ID, np.int32)
+    rows[is_token] = self.tokens[(begins[:, np.newaxis] + places)[is_token]]
+    return rows, lengths.astype(np.int32)
+
+  # ---- files -----------------------------------------------------------------------------------
+
+  def Save(self, directory: str) -> None:
+    """Writes the store as `Write` does."""
+    lengths, offsets = self.lengths, self.offsets
+    begins = range(0, len(self), _BLOCK)
+    ends = [min(begin + _BLOCK, len(self)) for begin in begins]
+    blocks = (
+      (self.tokens[offsets[begin] : offsets[end]], lengths[begin:end])
+      for begin, end in zip(begins, ends, strict=True)
+    )
+    _WriteBlocks(directory, blocks)
+
+  @staticmethod
+  def Write(directory: str, sequences: IntSequences) -> None:
+    """Writes a store of some sequences into a local folder; only a part of it is in memory.
+
+    The folder appears when it is whole; one that is there already is replaced.
+
+    Raises:
+      OSError: it cannot be written.
+    """
+    _WriteBlocks(directory, _Blocks(sequences))
+
+  @classmethod
+  def Load(cls, directory: str) -> TokenStore:
+    """The store of a local folder, its files mapped into memory and read once to check them.
+
+    Raises:
+      FileNotFoundError: there is no such folder.
+      DamagedStoreError: the folder holds no store, or its files are not as they were written.
+    """
+    if not os.path.isdir(directory):
+      raise FileNotFoundError(f'there is no token store in {directory!r}')
+    try:
+      with open(os.path.join(directory, _INFO), encoding='utf-8') as f:
+        info = json.load(f)
+      if info['version'] != _VERSION:
+        raise DamagedStoreError(
+          f'{directory!r} holds a token store of version {info["version"]}, expected {_VERSION}'
+        )
+      tokens = _Map(os.path.join(directory, _TOKENS), np.dtype('<i4'), info['num_tokens'])
+      offsets = _Map(os.path.join(directory, _OFFSETS), np.dtype('<i8'), info['num_sequences'] + 1)
+      expected = info['fingerprint']
+    except (OSError, KeyError, TypeError, json.JSONDecodeError) as e:
+      raise DamagedStoreError(f'{directory!r} holds no whole token store: {e}') from e
+    found = _Fingerprint(tokens, offsets)
+    if found != expected:
+      raise DamagedStoreError(
+        f'the token store in {directory!r} is not what was written: its fingerprint is {found}, '
+        f'expected {expected}'
+      )
+    store = cls(tokens, offsets)
+    store._fingerprint = found
+    return store
+
+
+def _Blocks(sequences: IntSequences) -> Iterable[tuple[np.ndarray, np.ndarray]]:
+  """Yields (tokens int32, lengths int64) of runs of sequences."""
+  gathered: list[np.ndarray] = []
+
+  def Block() -> tuple[np.ndarray, np.ndarray]:
+    return np.concatenate(gathered), np.array([x.size for x in gathered], np.int64)
+
+  for sequence in sequences:
+    gathered.append(np.asarray(sequence, np.int32))
+    if len(gathered) == _BLOCK:
+      yield Block()
+      gathered.clear()
+  if gathered:
+    yield Block()
+
+
+def _WriteBlocks(directory: str, blocks: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
+  directory = os.path.abspath(directory)
+  os.makedirs(os.path.dirname(directory), exist_ok=True)
+  unfinished = f'{directory}.tmp-{uuid.uuid4().hex[:8]}'
+  os.mkdir(unfinished)
+  try:
+    num_tokens = num_sequences = 0
+    with (
+      open(os.path.join(unfinished, _TOKENS), 'wb') as token_file,
+      open(os.path.join(unfinished, _OFFSETS), 'wb') as offset_file,
+    ):
+      offset_file.write(np.zeros([1], '<i8').tobytes())
+      for tokens, lengths in blocks:
+        token_file.write(np.ascontiguousarray(tokens, '<i4').data)
+        offset_file.write((num_tokens + np.cumsum(lengths)).astype('<i8').tobytes())
+        num_tokens += tokens.size
+        num_sequences += lengths.size
+      for file in (token_file, offset_file):
+        file.flush()
+        os.fsync(file.fileno())
+    tokens = _Map(os.path.join(unfinished, _TOKENS), np.dtype('<i4'), num_tokens)
+    offsets = _Map(os.path.join(unfinished, _OFFSETS), np.dtype('<i8'), num_sequences + 1)
+    info = {
+      'version': _VERSION,
+      'num_sequences': num_sequences,
+      'num_tokens': num_tokens,
+      'fingerprint': _Fingerprint(tokens, offsets),
+    }
+    with open(os.path.join(unfinished, _INFO), 'w', encoding='utf-8') as f:
+      json.dump(info, f)
+    _Replace(directory, unfinished)
+  finally:
+    shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _Replace(directory: str, unfinished: str) -> None:
+  """Gives a folder its name, in place of the one that may have it; readers of that keep it."""
+  old = f'{unfinished}-old'
+  with contextlib.suppress(FileNotFoundError):
+    os.rename(directory, old)
+  try:
+    os.rename(unfinished, directory)
+  finally:
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _Map(path: str, dtype: np.dtype, size: int) -> np.ndarray:
+  """A file as a read-only array; DamagedStoreError where it has another size."""
+  found = os.path.getsize(path)
+  if found != size * dtype.itemsize:
+    raise DamagedStoreError(f'{path!r} has {found} bytes, expected {size * dtype.itemsize}')
+  if not size:
+    return np.zeros([0], dtype)  # An empty file cannot be mapped.
+  return np.memmap(path, dtype, mode='r', shape=(size,))
+
+
+def _Fingerprint(tokens: np.ndarray, offsets: np.ndarray) -> str:
+  digest = hashlib.sha256()
+  for array in (offsets, tokens):
+    step = _HASHED_AT_ONCE // array.itemsize
+    for begin in range(0, array.size, step):
+      digest.update(np.ascontiguousarray(array[begin : begin + step]).data)
+  return digest.hexdigest()[:16]
