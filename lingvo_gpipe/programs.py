@@ -3,6 +3,7 @@
 
 <logdir>/params.txt            the model's Params as text
 <logdir>/model_analysis.txt    every weight, and the stage table
+<logdir>/assets/               files that the input needs, such as its vocabulary
 <logdir>/train/                checkpoints and TensorBoard events of training
 <logdir>/eval_<dataset>/       TensorBoard events and score-<step>.txt of evaluations
 """
@@ -23,6 +24,7 @@ import tensorflow as tf
 from absl import logging
 
 from lingvo_gpipe import (
+  assets,
   checkpointer,
   cluster,
   hyperparams,
@@ -150,6 +152,7 @@ class TrainProgram:
     print(self._runner.plan.Table(self._cluster.devices), flush=True)
     self._input.Fingerprint()  # Reads the data before the first step, with its own errors.
     consumed = self._Restore()
+    assets.Keep(self._logdir, self._input.Assets(), is_resumed=consumed > 0)
     # Not before: where the checkpoint is another model's, its description stays.
     inspection.WriteDescription(self._logdir, self._params, self._runner)
     try:

@@ -95,6 +95,10 @@ class BaseInputGenerator:
     """What identifies the data: strings and numbers, from which `Fingerprint` is made."""
     raise NotImplementedError(f'_FingerprintParts of {type(self).__name__}')
 
+  def Assets(self) -> list[str]:
+    """Files that give the examples their meaning, such as a vocabulary; a run keeps a copy."""
+    return []
+
   def _ExampleSpec(self) -> nested_map.NestedMap:
     """NestedMap of tf.TensorSpec of one example, without the batch dimension.
 

@@ -100,3 +100,13 @@ class SentencePieceTokenizer:
         f'the vocabulary {self._path!r} has no piece {piece!r}: train it with that as a symbol'
       )
     return found
+
+  def Text(self) -> str:
+    """Every piece and its score, a line each in the order of ids."""
+    p = self._processor
+    pieces = ((p.IdToPiece(i), p.GetScore(i)) for i in range(self.vocab_size))
+    return ''.join(f'{_OneLine(piece)}\t{score:.6g}\n' for piece, score in pieces)
+
+
+def _OneLine(piece: str) -> str:
+  return piece.replace('\n', '\\n').replace('\r', '\\r').replace('\t', '\\t')

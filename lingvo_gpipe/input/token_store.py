@@ -9,15 +9,15 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
+from absl import logging
 
 from lingvo_gpipe.input import sentencepiece_tokenizer
 
 # Sequences that are gathered before they become one array.
 _BLOCK = 1 << 16
-_HASHED_AT_ONCE = 1 << 24
 
 _TOKENS, _OFFSETS, _INFO = 'tokens.int32', 'offsets.int64', 'store.json'
 _VERSION = 1
@@ -163,7 +163,27 @@ class TokenStore:
     return store
 
 
-def _Blocks(sequences: IntSequences) -> Iterable[tuple[np.ndarray, np.ndarray]]:
+def LoadOrWrite(directory: str, make: Callable[[], IntSequences]) -> TokenStore:
+  """The store of a local folder, which is written first where there is none or a damaged one.
+
+  Args:
+    directory: the folder; its name should say what is in it.
+    make: gives the sequences.
+  """
+  try:
+    return TokenStore.Load(directory)
+  except FileNotFoundError:
+    logging.info('making the token store %s', directory)
+  except DamagedStoreError as e:
+    logging.warning('%s: making it anew', e)
+  try:
+    TokenStore.Write(directory, make())
+  except FileExistsError:
+    logging.info('another process made it meanwhile')
+  return TokenStore.Load(directory)
+
+
+def _Blocks(sequences: IntSequences) -> Iterator[tuple[np.ndarray, np.ndarray]]:
   """Yields (tokens int32, lengths int64) of runs of sequences."""
   gathered: list[np.ndarray] = []
 
@@ -185,27 +205,31 @@ def _WriteBlocks(directory: str, blocks: Iterable[tuple[np.ndarray, np.ndarray]]
   unfinished = f'{directory}.tmp-{uuid.uuid4().hex[:8]}'
   os.mkdir(unfinished)
   try:
+    digest = _Digest()
     num_tokens = num_sequences = 0
     with (
       open(os.path.join(unfinished, _TOKENS), 'wb') as token_file,
       open(os.path.join(unfinished, _OFFSETS), 'wb') as offset_file,
     ):
-      offset_file.write(np.zeros([1], '<i8').tobytes())
+      first = np.zeros([1], '<i8')
+      digest.Add(np.zeros([0], '<i4'), first)
+      offset_file.write(first.data)
       for tokens, lengths in blocks:
-        token_file.write(np.ascontiguousarray(tokens, '<i4').data)
-        offset_file.write((num_tokens + np.cumsum(lengths)).astype('<i8').tobytes())
+        tokens = np.ascontiguousarray(tokens, '<i4')
+        offsets = (num_tokens + np.cumsum(lengths)).astype('<i8')
+        digest.Add(tokens, offsets)
+        token_file.write(tokens.data)
+        offset_file.write(offsets.data)
         num_tokens += tokens.size
         num_sequences += lengths.size
       for file in (token_file, offset_file):
         file.flush()
         os.fsync(file.fileno())
-    tokens = _Map(os.path.join(unfinished, _TOKENS), np.dtype('<i4'), num_tokens)
-    offsets = _Map(os.path.join(unfinished, _OFFSETS), np.dtype('<i8'), num_sequences + 1)
     info = {
       'version': _VERSION,
       'num_sequences': num_sequences,
       'num_tokens': num_tokens,
-      'fingerprint': _Fingerprint(tokens, offsets),
+      'fingerprint': digest.Text(),
     }
     with open(os.path.join(unfinished, _INFO), 'w', encoding='utf-8') as f:
       json.dump(info, f)
@@ -215,12 +239,20 @@ def _WriteBlocks(directory: str, blocks: Iterable[tuple[np.ndarray, np.ndarray]]
 
 
 def _Replace(directory: str, unfinished: str) -> None:
-  """Gives a folder its name, in place of the one that may have it; readers of that keep it."""
+  """Gives a folder its name, in place of the one that has it; readers of that one keep it.
+
+  Raises:
+    FileExistsError: another process gave that name to a folder at the same moment.
+  """
   old = f'{unfinished}-old'
   with contextlib.suppress(FileNotFoundError):
     os.rename(directory, old)
   try:
     os.rename(unfinished, directory)
+  except OSError as e:
+    if os.path.isdir(directory):
+      raise FileExistsError(f'{directory!r} was written by another process') from e
+    raise
   finally:
     shutil.rmtree(old, ignore_errors=True)
 
@@ -232,13 +264,25 @@ def _Map(path: str, dtype: np.dtype, size: int) -> np.ndarray:
     raise DamagedStoreError(f'{path!r} has {found} bytes, expected {size * dtype.itemsize}')
   if not size:
     return np.zeros([0], dtype)  # An empty file cannot be mapped.
-  return np.memmap(path, dtype, mode='r', shape=(size,))
+  return np.asarray(np.memmap(path, dtype, mode='r', shape=(size,)))
+
+
+class _Digest:
+  """The fingerprint of tokens and offsets that come in pieces."""
+
+  def __init__(self) -> None:
+    self._tokens, self._offsets = hashlib.sha256(), hashlib.sha256()
+
+  def Add(self, tokens: np.ndarray, offsets: np.ndarray) -> None:
+    self._tokens.update(np.ascontiguousarray(tokens).data)
+    self._offsets.update(np.ascontiguousarray(offsets).data)
+
+  def Text(self) -> str:
+    both = self._tokens.digest() + self._offsets.digest()
+    return hashlib.sha256(both).hexdigest()[:16]
 
 
 def _Fingerprint(tokens: np.ndarray, offsets: np.ndarray) -> str:
-  digest = hashlib.sha256()
-  for array in (offsets, tokens):
-    step = _HASHED_AT_ONCE // array.itemsize
-    for begin in range(0, array.size, step):
-      digest.update(np.ascontiguousarray(array[begin : begin + step]).data)
-  return digest.hexdigest()[:16]
+  digest = _Digest()
+  digest.Add(tokens, offsets)
+  return digest.Text()

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files that a run depends on, such as a vocabulary, are kept with it: <logdir>/assets/."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+FOLDER = 'assets'
+
+
+def Keep(logdir: str, paths: Sequence[str], is_resumed: bool) -> None:
+  """Copies files into the log directory, under their own names.
+
+  Args:
+    logdir: the log directory.
+    paths: the files; any path that tf.io.gfile takes.
+    is_resumed: the run goes on from a checkpoint, whose weights were trained with the files that
+      are kept already. Else those are replaced.
+
+  Raises:
+    ValueError: two files have one name, or a run is to go on with another file than it began with.
+  """
+  folder = os.path.join(logdir, FOLDER)
+  names = [os.path.basename(path) for path in paths]
+  for path, name in zip(paths, names, strict=True):
+    if names.count(name) > 1:
+      raise ValueError(
+        f'the input needs several files of the name {name!r}, of which a run can keep one: rename '
+        f'one of {sorted(paths)}'
+      )
+    content = _Read(path)
+    kept = os.path.join(folder, name)
+    if tf.io.gfile.exists(kept):
+      if _Read(kept) == content:
+        continue
+      if is_resumed:
+        raise ValueError(
+          f'this run was trained with another {name!r} than {path!r}, and keeps it as {kept!r}: go '
+          'on with that one (let the input read it), or begin another run in another --logdir; to '
+          'go on with the new one all the same, remove the one that is kept'
+        )
+    tf.io.gfile.makedirs(folder)
+    with tf.io.gfile.GFile(f'{kept}.tmp', 'wb') as f:
+      f.write(content)
+    tf.io.gfile.rename(f'{kept}.tmp', kept, overwrite=True)
+
+
+def _Read(path: str) -> bytes:
+  with tf.io.gfile.GFile(path, 'rb') as f:
+    return f.read()

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trains a SentencePiece vocabulary on an experiment's training texts, or on files.
+
+    python -m tools.train_sentencepiece --model=KEY
+    python -m tools.train_sentencepiece --files='data/*.tsv' --columns=0,1 --vocab_size=8000 \\
+        --output=data/vocab
+
+The first writes the vocabulary that the experiment's input reads, of the size that it has there.
+The same texts and flags give the same vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+from absl import flags
+
+from lingvo_gpipe import binary
+from lingvo_gpipe.input import file_pattern, sentencepiece_training
+
+FLAGS = flags.FLAGS
+
+
+def _DefineFlags() -> None:
+  binary.DefineFlags()
+  flags.DEFINE_string('files', '', 'In place of --model: a glob of text files in UTF-8.')
+  flags.DEFINE_list('columns', [], 'With --files: only these columns, from 0 on, tabs between them.')
+  flags.DEFINE_string('output', '', "<output>.model and .vocab; empty: as the experiment's input.")
+  flags.DEFINE_integer(
+    'vocab_size', 0, "Number of pieces; 0: as the experiment's input.", lower_bound=0
+  )
+  flags.DEFINE_enum('type', 'unigram', sentencepiece_training.MODEL_TYPES, 'Kind of model.')
+  flags.DEFINE_integer(
+    'max_sentences', 1_000_000, 'Train on a random choice of so many lines.', lower_bound=1
+  )
+  flags.DEFINE_integer('seed', 0, 'Of that choice.')
+  flags.DEFINE_float(
+    'character_coverage',
+    0.9995,
+    'Share of all characters that get pieces of their own; bytes spell the rest.',
+    lower_bound=0.9,
+    upper_bound=1.0,
+  )
+  flags.DEFINE_bool('lossless', False, 'Keep spaces and line ends as they are, for source code.')
+  flags.DEFINE_list('control_symbols', [], 'Ids that no text contains, such as <2de>,<2fr>.')
+  flags.DEFINE_list('user_defined_symbols', [], 'Strings that are always one piece.')
+  flags.DEFINE_bool('overwrite', False, 'Replace a vocabulary that is there already.')
+
+
+def _Train() -> int:
+  if bool(FLAGS.model) == bool(FLAGS.files):
+    raise binary.UsageError('one of --model and --files is needed: where the texts come from')
+  output, vocab_size = FLAGS.output, FLAGS.vocab_size
+  symbols = list(FLAGS.control_symbols)
+  if FLAGS.files:
+    texts = _FileTexts(file_pattern.Files(FLAGS.files, '--files'), _Columns())
+  else:
+    generator = _Input()
+    texts = generator.Texts()
+    p = generator.params
+    output = output or str(p.Get('vocab_filepath') or '').removesuffix('.model')
+    vocab_size = vocab_size or p.Get('vocab_size')
+    symbols += [s for s in _ControlSymbols(generator) if s not in symbols]
+  if not output:
+    raise binary.UsageError('--output is needed: where to write the vocabulary')
+  if not vocab_size:
+    raise binary.UsageError('--vocab_size is needed: the number of pieces')
+  if tf.io.gfile.exists(f'{output}.model') and not FLAGS.overwrite:
+    raise binary.UsageError(
+      f'{output}.model is there already: --overwrite replaces it, and what was trained with it will '
+      'not fit any more'
+    )
+  tokenizer = sentencepiece_training.Train(
+    texts,
+    output,
+    vocab_size,
+    model_type=FLAGS.type,
+    max_sentences=FLAGS.max_sentences,
+    random_seed=FLAGS.seed,
+    character_coverage=FLAGS.character_coverage,
+    lossless=FLAGS.lossless,
+    control_symbols=symbols,
+    user_defined_symbols=FLAGS.user_defined_symbols,
+  )
+  print(f'{output}.model: {tokenizer.vocab_size} pieces, fingerprint {tokenizer.fingerprint}')
+  return 0
+
+
+def _Input() -> Any:
+  """The experiment's training input, which must have texts."""
+  params = binary.ModelParams('Train').input
+  generator = None if params is None else params.Instantiate()
+  if not hasattr(generator, 'Texts'):
+    raise binary.UsageError(
+      f'the training input of {FLAGS.model} is {type(generator).__name__}, which has no texts'
+    )
+  return generator
+
+
+def _ControlSymbols(generator: Any) -> list[str]:
+  """What the input wants in its vocabulary beside text: symbols of languages, for instance."""
+  return list(generator.ControlSymbols()) if hasattr(generator, 'ControlSymbols') else []
+
+
+def _Columns() -> list[int]:
+  if wrong := [text for text in FLAGS.columns if not text.isdecimal()]:
+    raise binary.UsageError(f'--columns: expected numbers such as 0,1, got {wrong[0]!r}')
+  return [int(text) for text in FLAGS.columns]
+
+
+def _FileTexts(paths: list[str], columns: list[int]) -> Iterator[str]:
+  """The lines of files, or columns of them."""
+  for path in paths:
+    with tf.io.gfile.GFile(path, 'rb') as f:
+      for number, content in enumerate(f, 1):
+        try:
+          line = content.decode()
+        except UnicodeDecodeError as e:
+          raise binary.UsageError(f'{path}: line {number} is not in UTF-8: {e.reason}') from e
+        if not columns:
+          yield line
+          continue
+        fields = line.rstrip('\r\n').split('\t')
+        if len(fields) <= max(columns):
+          raise binary.UsageError(
+            f'{path}: line {number} has {len(fields)} columns, but --columns asks for number '
+            f'{max(columns)}, counted from 0'
+          )
+        for column in columns:
+          yield fields[column]
+
+
+def Run() -> None:
+  """Entry point."""
+  _DefineFlags()
+  binary.Run(_Train, __doc__ or '')
+
+
+if __name__ == '__main__':
+  Run()
