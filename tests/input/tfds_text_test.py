@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Texts of TFDS, on small data sets that the test prepares itself."""
+
+import sys
+
+import pytest
+import tensorflow_datasets as tfds
+
+from lingvo_gpipe.input import sentencepiece_training, tfds_text
+
+_WORDS = 'the quick brown fox jumps over lazy dogs and naïve cats'.split()
+
+
+def _Text(split, i):
+  return ' '.join(_WORDS[(i * k + len(split)) % len(_WORDS)] for k in range(1, 2 + i % 7))
+
+
+class LgTexts(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+  VERSION = tfds.core.Version('1.0.0')
+
+  def _info(self):
+    features = {'text': tfds.features.Text(), 'label': tfds.features.ClassLabel(num_classes=2)}
+    return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict(features))
+
+  def _split_generators(self, dl_manager):
+    return {split: self._generate_examples(split, n) for split, n in (('train', 30), ('test', 7))}
+
+  def _generate_examples(self, split, count):
+    for i in range(count):
+      yield i, {'text': _Text(split, i), 'label': 0}
+
+
+@pytest.fixture(scope='module')
+def data_dirs(tmp_path_factory):
+  """{format: where the data set is in that format}."""
+  directories = {}
+  for file_format in ('tfrecord', 'array_record'):
+    directories[file_format] = str(tmp_path_factory.mktemp(file_format))
+    builder = LgTexts(data_dir=directories[file_format], file_format=file_format)
+    builder.download_and_prepare()
+  return directories
+
+
+@pytest.fixture(scope='module')
+def vocab(tmp_path_factory):
+  prefix = tmp_path_factory.mktemp('vocab') / 'v'
+  sentencepiece_training.Train([_Text('train', i) for i in range(30)], str(prefix), 300)
+  return f'{prefix}.model'
+
+
+def _Input(data_dir, vocab, **values):
+  p = tfds_text.TfdsTextInput.Params().Set(
+    name='Train',
+    dataset='lg_texts',
+    data_dir=data_dir,
+    vocab_filepath=vocab,
+    batch_size=2,
+    seq_len=24,
+  )
+  return p.Set(**values).Instantiate()
+
+
+@pytest.mark.parametrize('file_format', ['tfrecord', 'array_record'])
+def testAllTextsOfASplitComeOnce(data_dirs, vocab, file_format, monkeypatch):
+  monkeypatch.setattr(tfds_text, '_READ_AT_ONCE', 4)
+  for split, count in (('train', 30), ('test', 7)):
+    generator = _Input(data_dirs[file_format], vocab, split=split, shuffle=False, num_epochs=1)
+    texts = list(generator.VocabularyTexts())
+    # TFDS shuffles as it writes.
+    assert sorted(texts) == sorted(_Text(split, i) for i in range(count))
+    assert texts == list(generator.VocabularyTexts())
+    labels = [b.labels[b.weights == 1] for b in generator.Dataset().as_numpy_iterator()]
+    assert [generator.tokenizer.Decode(row) for row in labels]
+    decoded = ' '.join(generator.tokenizer.Decode(row) for row in labels)
+    assert sorted(decoded.split()) == sorted(' '.join(texts).split())
+
+
+def testCacheAndFingerprintTellTheData(data_dirs, vocab, tmp_path):
+  cache = tmp_path / 'cache'
+  options = [{}, {'split': 'test'}, {'split': 'train[:9]'}]
+  prints = {
+    _Input(data_dirs['tfrecord'], vocab, cache_dir=str(cache), **x).Fingerprint() for x in options
+  }
+  assert len(prints) == len(list(cache.iterdir())) == 3
+  assert _Input(data_dirs['tfrecord'], vocab).Fingerprint() in prints
+
+
+def testMissingDataSaysWhatToDo(tmp_path, vocab):
+  generator = _Input(str(tmp_path), vocab, dataset='lm1b')
+  assert generator.BatchSpec().ids.shape == [2, 24]
+  with pytest.raises(ValueError) as caught:
+    generator.Fingerprint()
+  message = str(caught.value)
+  assert f'is not prepared in {tmp_path}/lm1b: run `tfds build lm1b --data_dir={tmp_path}`' in message
+  assert 'lm.stdlib.ByteTransformerGPipe2' in message and 'num_fake_examples' in message
+
+
+@pytest.mark.parametrize(
+  'values, message',
+  [
+    ({'dataset': ''}, 'dataset is not set'),
+    ({'dataset': 'lm1bb'}, "TFDS has no 'lm1bb'; did you mean .*lm1b"),
+    ({'feature': 'label'}, r"has the texts \['text'\], got 'label'"),
+    ({'split': 'dev'}, 'dev'),
+  ],
+)
+def testWrongParams(data_dirs, vocab, values, message):
+  with pytest.raises(ValueError, match=message):
+    _Input(data_dirs['tfrecord'], vocab, **values).Fingerprint()
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The program that trains vocabularies: from an experiment's texts, and from files."""
+
+import sys
+import textwrap
+
+import pytest
+
+from lingvo_gpipe.input import sentencepiece_tokenizer
+from tests import processes
+
+_PROGRAM = str(processes.ROOT / 'tools' / 'train_sentencepiece.py')
+_PARAMS = '''
+"""An experiment on text files."""
+from lingvo_gpipe import registry
+from lingvo_gpipe.input import text_files
+
+
+@registry.RegisterSingleTaskModel
+class Lines(registry.SingleTaskModelParams):
+  """Lines."""
+
+  def Train(self):
+    return text_files.TextFilesInput.Params().Set(
+      name='lines', file_pattern='*.txt', vocab_filepath='vocab/lines.model', vocab_size=300,
+      batch_size=1, max_documents=200,
+    )
+
+  def Task(self):
+    raise NotImplementedError
+'''
+
+
+def _Run(*args, cwd):
+  return processes.Run('train_sentencepiece', *args, command=[sys.executable, _PROGRAM], cwd=cwd)
+
+
+@pytest.fixture
+def folder(tmp_path):
+  with open(textwrap.__file__) as f:
+    source = f.read()
+  (tmp_path / 'a.txt').write_text(source)
+  rows = [f'left {i}\tnever\t{line or "right"}' for i, line in enumerate(source.split('\n'))]
+  (tmp_path / 'pairs.tsv').write_text('\n'.join(line for line in rows if line.count('\t') == 2))
+  return tmp_path
+
+
+def testVocabularyOfAnExperiment(folder):
+  (folder / 'params').mkdir()
+  (folder / 'params' / '__init__.py').touch()
+  (folder / 'params' / 'text.py').write_text(_PARAMS)
+  done = processes.Succeeded(_Run('--model=text.Lines', '--control_symbols=<2de>', cwd=folder))
+  vocabulary = sentencepiece_tokenizer.SentencePieceTokenizer(str(folder / 'vocab/lines.model'))
+  line = f'vocab/lines.model: 300 pieces, fingerprint {vocabulary.fingerprint}\n'
+  assert done.stdout == line
+  assert processes.Messages(done.stderr) == []
+  assert vocabulary.vocab_size == 300 and vocabulary.PieceId('<2de>') > 3
+  # Not a second time.
+  done = _Run('--model=text.Lines', cwd=folder)
+  assert done.returncode == 2
+  (line,) = processes.Messages(done.stderr)
+  assert 'vocab/lines.model is there already: --overwrite replaces it' in line
+
+
+def testVocabularyOfColumns(folder):
+  processes.Succeeded(
+    _Run('--files=*.tsv', '--columns=0,2', '--vocab_size=300', '--prefix=v', cwd=folder)
+  )
+  vocabulary = sentencepiece_tokenizer.SentencePieceTokenizer(str(folder / 'v.model'))
+  text = (folder / 'v.vocab').read_text()
+  assert text == vocabulary.Text()
+  assert 'left' in text and 'never' not in text
+
+
+def testMistakesAreOneLine(folder):
+  done = _Run('--files=*.tsv', '--prefix=v', '--vocab_size=300', '--columns=3', cwd=folder)
+  assert done.returncode == 2
+  (line,) = processes.Messages(done.stderr)
+  assert line == 'pairs.tsv: line 1 has 3 columns, but --columns asks for number 3, counted from 0'
+  assert not (folder / 'v.model').exists()
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))
