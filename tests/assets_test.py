@@ -58,8 +58,6 @@ def testARunGoesOnWithItsOwnFile(tmp_path, monkeypatch):
   with pytest.raises(ValueError, match=r"another 'v.model' than .*keeps it as .*assets/v\.model"):
     Train(2)
   assert kept.read_text() == 'first'
-  kept.unlink()
-  assert Train(2) == 'second'
 
 
 if __name__ == '__main__':

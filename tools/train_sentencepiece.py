@@ -3,7 +3,7 @@
 
     python -m tools.train_sentencepiece --model=KEY
     python -m tools.train_sentencepiece --files='data/*.tsv' --columns=0,1 --vocab_size=8000 \\
-        --output=data/vocab
+        --prefix=data/vocab
 
 The first writes the vocabulary that the experiment's input reads, of the size that it has there.
 The same texts and flags give the same vocabulary.
@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import tensorflow as tf
 from absl import flags
 
 from lingvo_gpipe import binary
@@ -26,8 +25,10 @@ FLAGS = flags.FLAGS
 def _DefineFlags() -> None:
   binary.DefineFlags()
   flags.DEFINE_string('files', '', 'In place of --model: a glob of text files in UTF-8.')
-  flags.DEFINE_list('columns', [], 'With --files: only these columns, from 0 on, tabs between them.')
-  flags.DEFINE_string('output', '', "<output>.model and .vocab; empty: as the experiment's input.")
+  flags.DEFINE_list(
+    'columns', [], 'With --files: only these columns, from 0 on, tabs between them.'
+  )
+  flags.DEFINE_string('prefix', '', "<prefix>.model and .vocab; empty: as the experiment's input.")
   flags.DEFINE_integer(
     'vocab_size', 0, "Number of pieces; 0: as the experiment's input.", lower_bound=0
   )
@@ -52,29 +53,24 @@ def _DefineFlags() -> None:
 def _Train() -> int:
   if bool(FLAGS.model) == bool(FLAGS.files):
     raise binary.UsageError('one of --model and --files is needed: where the texts come from')
-  output, vocab_size = FLAGS.output, FLAGS.vocab_size
+  prefix, vocab_size = FLAGS.prefix, FLAGS.vocab_size
   symbols = list(FLAGS.control_symbols)
   if FLAGS.files:
     texts = _FileTexts(file_pattern.Files(FLAGS.files, '--files'), _Columns())
   else:
     generator = _Input()
-    texts = generator.Texts()
+    texts = generator.VocabularyTexts()
     p = generator.params
-    output = output or str(p.Get('vocab_filepath') or '').removesuffix('.model')
+    prefix = prefix or str(p.Get('vocab_filepath') or '').removesuffix('.model')
     vocab_size = vocab_size or p.Get('vocab_size')
     symbols += [s for s in _ControlSymbols(generator) if s not in symbols]
-  if not output:
-    raise binary.UsageError('--output is needed: where to write the vocabulary')
+  if not prefix:
+    raise binary.UsageError('--prefix is needed: where to write the vocabulary')
   if not vocab_size:
     raise binary.UsageError('--vocab_size is needed: the number of pieces')
-  if tf.io.gfile.exists(f'{output}.model') and not FLAGS.overwrite:
-    raise binary.UsageError(
-      f'{output}.model is there already: --overwrite replaces it, and what was trained with it will '
-      'not fit any more'
-    )
   tokenizer = sentencepiece_training.Train(
     texts,
-    output,
+    prefix,
     vocab_size,
     model_type=FLAGS.type,
     max_sentences=FLAGS.max_sentences,
@@ -83,8 +79,9 @@ def _Train() -> int:
     lossless=FLAGS.lossless,
     control_symbols=symbols,
     user_defined_symbols=FLAGS.user_defined_symbols,
+    overwrite=FLAGS.overwrite,
   )
-  print(f'{output}.model: {tokenizer.vocab_size} pieces, fingerprint {tokenizer.fingerprint}')
+  print(f'{prefix}.model: {tokenizer.vocab_size} pieces, fingerprint {tokenizer.fingerprint}')
   return 0
 
 
@@ -92,7 +89,7 @@ def _Input() -> Any:
   """The experiment's training input, which must have texts."""
   params = binary.ModelParams('Train').input
   generator = None if params is None else params.Instantiate()
-  if not hasattr(generator, 'Texts'):
+  if not hasattr(generator, 'VocabularyTexts'):
     raise binary.UsageError(
       f'the training input of {FLAGS.model} is {type(generator).__name__}, which has no texts'
     )
@@ -113,23 +110,18 @@ def _Columns() -> list[int]:
 def _FileTexts(paths: list[str], columns: list[int]) -> Iterator[str]:
   """The lines of files, or columns of them."""
   for path in paths:
-    with tf.io.gfile.GFile(path, 'rb') as f:
-      for number, content in enumerate(f, 1):
-        try:
-          line = content.decode()
-        except UnicodeDecodeError as e:
-          raise binary.UsageError(f'{path}: line {number} is not in UTF-8: {e.reason}') from e
-        if not columns:
-          yield line
-          continue
-        fields = line.rstrip('\r\n').split('\t')
-        if len(fields) <= max(columns):
-          raise binary.UsageError(
-            f'{path}: line {number} has {len(fields)} columns, but --columns asks for number '
-            f'{max(columns)}, counted from 0'
-          )
-        for column in columns:
-          yield fields[column]
+    for number, line in enumerate(file_pattern.Lines(path, '--files'), 1):
+      if not columns:
+        yield line
+        continue
+      fields = line.split('\t')
+      if len(fields) <= max(columns):
+        raise binary.UsageError(
+          f'{path}: line {number} has {len(fields)} columns, but --columns asks for number '
+          f'{max(columns)}, counted from 0'
+        )
+      for column in columns:
+        yield fields[column]
 
 
 def Run() -> None:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Globs to lists of files, with an error that helps where there is none."""
+"""Text files by glob and their lines, with errors that name the file and what to do."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
@@ -30,3 +30,27 @@ def Files(pattern: str | Sequence[str], where: str) -> list[str]:
       f'{os.getcwd()!r})'
     )
   return files
+
+
+def Lines(path: str, where: str) -> Iterator[str]:
+  """The lines of a text file, without their ends.
+
+  Args:
+    path: any path that tf.io.gfile takes.
+    where: as in `Files`.
+
+  Raises:
+    ValueError: a line is not in UTF-8.
+  """
+  with tf.io.gfile.GFile(path, 'rb') as f:
+    for number, line in enumerate(f, 1):
+      yield Text(line.removesuffix(b'\n').removesuffix(b'\r'), path, where, number)
+
+
+def Text(content: bytes, path: str, where: str, first_line: int = 1) -> str:
+  """A part of a text file that begins in some line; ValueError where it is not in UTF-8."""
+  try:
+    return content.decode()
+  except UnicodeDecodeError as e:
+    line = first_line + content[: e.start].count(b'\n')
+    raise ValueError(f'{where}: {path!r} is not in UTF-8: line {line}: {e.reason}') from e

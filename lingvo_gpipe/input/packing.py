@@ -120,9 +120,7 @@ def Fields(
   labels = np.where(
     is_last, sentencepiece_tokenizer.EOS_ID, store.tokens[np.minimum(tokens, last_token)]
   )
-  ids = np.where(
-    is_first, sentencepiece_tokenizer.SOS_ID, store.tokens[np.maximum(tokens - 1, 0)]
-  )
+  ids = np.where(is_first, sentencepiece_tokenizer.SOS_ID, store.tokens[np.maximum(tokens - 1, 0)])
   positions = places - np.maximum(starts[documents], begins[:, np.newaxis])
 
   def Padded(values: np.ndarray, padding: int) -> np.ndarray:

@@ -73,8 +73,8 @@ class SentencePieceTokenizer:
     ids = {'pad': p.pad_id(), 'sos': p.bos_id(), 'eos': p.eos_id(), 'unk': p.unk_id()}
     if ids != _SPECIAL_IDS:
       raise ValueError(
-        f'the vocabulary {model_path!r}: expected the special tokens {_SPECIAL_IDS}, got {ids} (-1: '
-        'none): train it by `python -m tools.train_sentencepiece`'
+        f'the vocabulary {model_path!r}: expected the special tokens {_SPECIAL_IDS}, got {ids} '
+        '(-1: none): train it by `python -m tools.train_sentencepiece`'
       )
 
   def Encode(self, texts: Sequence[str]) -> list[np.ndarray]:

@@ -33,6 +33,7 @@ def Train(
   lossless: bool = False,
   control_symbols: Sequence[str] = (),
   user_defined_symbols: Sequence[str] = (),
+  overwrite: bool = False,
 ) -> sentencepiece_tokenizer.SentencePieceTokenizer:
   """Trains a vocabulary; the same texts and arguments give the same one.
 
@@ -50,17 +51,24 @@ def Train(
       Else white space becomes one space, and characters their usual form (NFKC).
     control_symbols: further ids that no text contains, such as '<2de>'; they decode to nothing.
     user_defined_symbols: strings that are one piece wherever a text contains them.
+    overwrite: replace a vocabulary that is there already.
 
   Returns:
     The tokenizer of the written model.
 
   Raises:
-    ValueError: no text, or these texts and arguments allow no such vocabulary.
+    ValueError: no text, these texts and arguments allow no such vocabulary, or there is one already
+      and `overwrite` is not set.
   """
   if model_type not in MODEL_TYPES:
     raise ValueError(f'model_type: expected {" or ".join(MODEL_TYPES)}, got {model_type!r}')
   if max_sentences < 1:
     raise ValueError(f'max_sentences: expected 1 or more, got {max_sentences}')
+  if tf.io.gfile.exists(f'{prefix}.model') and not overwrite:
+    raise ValueError(
+      f'{prefix}.model is there already: what was trained with it will not fit another one; set '
+      'overwrite to replace it all the same'
+    )
   library = sentencepiece_tokenizer.Library()
   sentences = _Sample(_Sentences(texts, lossless), max_sentences, random_seed)
   if not sentences:
@@ -89,8 +97,10 @@ def Train(
       minloglevel=2,
     )
   except (RuntimeError, ValueError) as e:
+    reason = re.sub(r'^.*\] ', '', str(e))  # Before it stand a line of code and its condition.
     raise ValueError(
-      f'no vocabulary of {vocab_size} pieces can be trained on these {len(sentences)} lines: {e}'
+      f'no vocabulary of {vocab_size} pieces can be trained on these {len(sentences)} lines: '
+      f'{reason}'
     ) from e
   _Write(f'{prefix}.model', model.getvalue())
   tokenizer = sentencepiece_tokenizer.SentencePieceTokenizer(f'{prefix}.model')

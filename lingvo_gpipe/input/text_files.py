@@ -51,22 +51,13 @@ class TextFilesInput(text_tokens.TextTokensInput):
     return os.path.basename(path)
 
   def _Documents(self) -> Iterator[str]:
+    where = self._Where('file_pattern')
     for path in self.Files():
-      with tf.io.gfile.GFile(path, 'rb') as f:
-        if self.params.documents == 'files':
-          yield self._Text(f.read(), path, 1)
-          continue
-        for number, line in enumerate(f, 1):
-          yield self._Text(line.removesuffix(b'\n').removesuffix(b'\r'), path, number)
-
-  def _Text(self, content: bytes, path: str, line: int) -> str:
-    try:
-      return content.decode()
-    except UnicodeDecodeError as e:
-      line += content[: e.start].count(b'\n')
-      raise ValueError(
-        f'{self._Where("file_pattern")}: {path!r} is not in UTF-8: line {line}: {e.reason}'
-      ) from e
+      if self.params.documents == 'lines':
+        yield from file_pattern.Lines(path, where)
+      else:
+        with tf.io.gfile.GFile(path, 'rb') as f:
+          yield file_pattern.Text(f.read(), path, where)
 
   def _SourceParts(self) -> list[Any]:
     return ['text_files', self.params.documents, *self._digests]

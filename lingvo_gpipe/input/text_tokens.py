@@ -94,7 +94,7 @@ class TextTokensInput(base_input_generator.BaseInputGenerator):
 
   # What others use.
 
-  def Texts(self) -> Iterator[str]:
+  def VocabularyTexts(self) -> Iterator[str]:
     """The documents, of which a vocabulary can be trained."""
     return itertools.islice(self._Documents(), self.params.max_documents or None)
 
@@ -150,7 +150,7 @@ class TextTokensInput(base_input_generator.BaseInputGenerator):
   def _Sequences(self) -> Iterator[np.ndarray]:
     """The tokens of the documents that have some."""
     num_documents = num_left_out = 0
-    for texts in _Portions(self.Texts()):
+    for texts in _Portions(self.VocabularyTexts()):
       for tokens in self.tokenizer.Encode(texts):
         if tokens.size:
           yield tokens
@@ -220,9 +220,7 @@ class TextTokensInput(base_input_generator.BaseInputGenerator):
   def _FakeExamples(self, indices: tf.Tensor) -> nested_map.NestedMap:
     p = self.params
     places = tf.range(p.seq_len + 1, dtype=tf.int64)
-    hashes = index_order.Hash64(
-      p.random_seed, indices[:, tf.newaxis] * (p.seq_len + 1) + places
-    )
+    hashes = index_order.Hash64(p.random_seed, indices[:, tf.newaxis] * (p.seq_len + 1) + places)
     num_ids = tf.constant(p.vocab_size - _FIRST_TEXT_ID, tf.uint64)
     tokens = tf.cast(tf.math.floormod(hashes, num_ids), tf.int32) + _FIRST_TEXT_ID
     ids = tokens[:, :-1]

@@ -7,7 +7,6 @@ Nothing is ever downloaded here: the data sets are prepared once by `tfds build`
 from __future__ import annotations
 
 import difflib
-from typing import Any
 
 import tensorflow_datasets as tfds
 

@@ -60,14 +60,14 @@ class TfdsTextInput(text_tokens.TextTokensInput):
 
   def _Documents(self) -> Iterator[str]:
     p = self.params
-    decoders = tfds.decode.PartialDecoding({p.feature: tfds.features.Text()})
     if self._builder.info.file_format == tfds.core.FileFormat.TFRECORD:
-      dataset = self._builder.as_dataset(split=p.split, shuffle_files=False, decoders=decoders)
+      only_text = tfds.decode.PartialDecoding({p.feature: True})
+      dataset = self._builder.as_dataset(split=p.split, shuffle_files=False, decoders=only_text)
       for examples in dataset.batch(_READ_AT_ONCE).as_numpy_iterator():
         for text in examples[p.feature]:
           yield text.decode()
     else:
-      for example in self._builder.as_data_source(split=p.split, decoders=decoders):
+      for example in self._builder.as_data_source(split=p.split):
         yield example[p.feature].decode()
 
   def _SourceParts(self) -> list[Any]:

@@ -64,9 +64,7 @@ def testEveryTokenIsPredictedOnceFromTheOneBefore(lengths, row_length):
   segments = _Segments(fields)
   # One after another the segments are the documents: each place once, in order.
   places = [place for _, ids, labels in segments for place in zip(ids, labels, strict=True)]
-  assert places == [
-    place for d in documents for place in zip([SOS, *d], [*d, EOS], strict=True)
-  ]
+  assert places == [place for d in documents for place in zip([SOS, *d], [*d, EOS], strict=True)]
   # Only documents that are longer than a row are cut.
   whole = sorted(labels for _, ids, labels in segments if ids[0] == SOS and labels[-1] == EOS)
   assert [d for d in documents if len(d) < row_length] == [

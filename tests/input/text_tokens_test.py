@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text of a SentencePiece vocabulary, from files: every token once, exact restarts, the cache."""
 
+import inspect
 import json
 import logging
 import os
@@ -13,14 +14,15 @@ import tensorflow as tf
 
 from lingvo_gpipe.input import sentencepiece_training, text_files
 
-VOCAB_SIZE, BATCH, LENGTH = 300, 3, 16
+VOCAB_SIZE, BATCH, LENGTH = 400, 3, 16
+_SOURCE = inspect.getsource(textwrap)
 _LINES = [line for line in (textwrap.__doc__ + json.__doc__).splitlines() if line.strip()][:40]
 
 
 @pytest.fixture(scope='module')
 def vocab(tmp_path_factory):
   prefix = tmp_path_factory.mktemp('vocab') / 'v'
-  sentencepiece_training.Train([json.__doc__, textwrap.__doc__ * 3], str(prefix), VOCAB_SIZE)
+  sentencepiece_training.Train([_SOURCE], str(prefix), VOCAB_SIZE)
   return f'{prefix}.model'
 
 
@@ -149,7 +151,7 @@ def testCacheIsMadeOnce(files, vocab, tmp_path, monkeypatch):
 def testCacheIsOfTheseDocumentsAndThisVocabulary(files, vocab, tmp_path):
   cache = tmp_path / 'cache'
   other = str(tmp_path / 'w')
-  sentencepiece_training.Train([json.__doc__], other, 280)
+  sentencepiece_training.Train([_SOURCE], other, 380)
   inputs = [
     {},
     {'documents': 'files'},
@@ -208,7 +210,7 @@ def testSpecNeedsNoData():
   [
     ({'vocab_filepath': ''}, 'Train.*vocab_filepath is not set.*train_sentencepiece'),
     ({'vocab_filepath': '/missing/v'}, "param vocab_filepath: the vocabulary '/missing/v'"),
-    ({'vocab_size': 299}, 'has 300 pieces, but vocab_size is 299'),
+    ({'vocab_size': 399}, 'has 400 pieces, but vocab_size is 399'),
     ({'file_pattern': ''}, 'file_pattern is not set'),
     ({'file_pattern': '/missing/*'}, 'no file matches'),
     ({'documents': 'words'}, "expected lines or files, got 'words'"),

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Texts of TFDS, on small data sets that the test prepares itself."""
 
+import inspect
 import sys
+import textwrap
 
 import pytest
 import tensorflow_datasets as tfds
@@ -44,7 +46,7 @@ def data_dirs(tmp_path_factory):
 @pytest.fixture(scope='module')
 def vocab(tmp_path_factory):
   prefix = tmp_path_factory.mktemp('vocab') / 'v'
-  sentencepiece_training.Train([_Text('train', i) for i in range(30)], str(prefix), 300)
+  sentencepiece_training.Train([inspect.getsource(textwrap)], str(prefix), 400)
   return f'{prefix}.model'
 
 
@@ -55,7 +57,7 @@ def _Input(data_dir, vocab, **values):
     data_dir=data_dir,
     vocab_filepath=vocab,
     batch_size=2,
-    seq_len=24,
+    seq_len=64,
   )
   return p.Set(**values).Instantiate()
 
@@ -70,7 +72,6 @@ def testAllTextsOfASplitComeOnce(data_dirs, vocab, file_format, monkeypatch):
     assert sorted(texts) == sorted(_Text(split, i) for i in range(count))
     assert texts == list(generator.VocabularyTexts())
     labels = [b.labels[b.weights == 1] for b in generator.Dataset().as_numpy_iterator()]
-    assert [generator.tokenizer.Decode(row) for row in labels]
     decoded = ' '.join(generator.tokenizer.Decode(row) for row in labels)
     assert sorted(decoded.split()) == sorted(' '.join(texts).split())
 
@@ -87,11 +88,13 @@ def testCacheAndFingerprintTellTheData(data_dirs, vocab, tmp_path):
 
 def testMissingDataSaysWhatToDo(tmp_path, vocab):
   generator = _Input(str(tmp_path), vocab, dataset='lm1b')
-  assert generator.BatchSpec().ids.shape == [2, 24]
+  assert generator.BatchSpec().ids.shape == [2, 64]
   with pytest.raises(ValueError) as caught:
     generator.Fingerprint()
   message = str(caught.value)
-  assert f'is not prepared in {tmp_path}/lm1b: run `tfds build lm1b --data_dir={tmp_path}`' in message
+  assert (
+    f'is not prepared in {tmp_path}/lm1b: run `tfds build lm1b --data_dir={tmp_path}`' in message
+  )
   assert 'lm.stdlib.ByteTransformerGPipe2' in message and 'num_fake_examples' in message
 
 
