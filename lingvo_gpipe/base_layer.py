@@ -376,6 +376,72 @@ class BaseLayer(tf.Module):
     del skips
     return self.FProp(theta, *args), nested_map.NestedMap()
 
+  # ---- decoding --------------------------------------------------------------------------------
+
+  # Whether in evaluation each position of the outputs [batch, time, ...] follows from that position
+  # of the inputs alone, provided that it does so in the children: decoding then needs no code.
+  is_position_wise = False
+
+  def __init_subclass__(cls, **kwargs: Any) -> None:
+    """A class that writes an FProp of its own has to say anew that it is position-wise."""
+    super().__init_subclass__(**kwargs)
+    if 'FProp' in vars(cls) and 'is_position_wise' not in vars(cls):
+      cls.is_position_wise = False
+
+  def Prefill(
+    self, theta: nested_map.NestedMap, *args: Any, max_length: int
+  ) -> tuple[Any, nested_map.NestedMap]:
+    """FProp of the first positions, a prompt, and what `ExtendStep` has to know of them.
+
+    To be called in evaluation mode, as ExtendStep. The two have no side effects. Here they serve
+    layers with `is_position_wise`; another layer that can decode overrides both.
+
+    Args:
+      theta: the weights.
+      *args: as for FProp, [batch, time, ...].
+      max_length: how many positions the states must have room for, those of the prompt included.
+
+    Returns:
+      What FProp returns, and the states: a NestedMap, maybe empty, of tensors [batch, ...].
+
+    Raises:
+      NotImplementedError: this layer, or one below, cannot go position by position.
+    """
+    del max_length
+    self._CheckPositionWise()
+    return self.FProp(theta, *args), nested_map.NestedMap()
+
+  def ExtendStep(
+    self, theta: nested_map.NestedMap, states: nested_map.NestedMap, *args: Any, time_step: Any
+  ) -> tuple[Any, nested_map.NestedMap]:
+    """FProp of one more position, after those that `states` stand for.
+
+    Args:
+      theta: the weights.
+      states: what Prefill or the ExtendStep before returned.
+      *args: as for FProp, but of this position only: [batch, 1, ...].
+      time_step: int32 scalar, the index of the position, below `max_length`; the prompt's first one
+        is 0.
+
+    Returns:
+      The outputs of this position, and the new states.
+
+    Raises:
+      NotImplementedError: as Prefill.
+    """
+    del time_step
+    self._CheckPositionWise()
+    return self.FProp(theta, *args), states
+
+  def _CheckPositionWise(self) -> None:
+    for layer in self.Descendants():
+      if not layer.is_position_wise:
+        raise NotImplementedError(
+          f'{layer.path}: a {type(layer).__name__} cannot decode position by position; write its '
+          'Prefill and ExtendStep, or set is_position_wise = True in the class if each position of '
+          'its outputs follows from that position of its inputs alone'
+        )
+
   # ---- state -----------------------------------------------------------------------------------
 
   def StateFromSums(

@@ -12,6 +12,8 @@ from lingvo_gpipe.layers import activations, fprop_meta
 class ActivationLayer(base_layer.BaseLayer):
   """y = activation(x)."""
 
+  is_position_wise = True
+
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
     """The Params of an ActivationLayer."""

@@ -43,9 +43,9 @@ class MultiHeadedAttention(base_layer.BaseLayer):
   layers. Logits of types narrower than float32 are normalised in float32. A query that may attend
   to no key gets the mean of all values: finite, and itself padding.
 
-  `FProp` projects (`_ToHeads`), then attends (`_Attend`). Decoding with cached keys and values is
-  to keep those of the steps so far, project one new step, append it, and call `_Attend` with the
-  mask of the steps that are filled.
+  Decoding: causal self-attention caches keys and values (`Prefill`, `ExtendStep`); to attend to
+  vectors that stay the same, such as an encoder's, project them once (`ProjectKeyValue`) and call
+  `AttendTo` at each step.
   """
 
   @classmethod
@@ -114,6 +114,135 @@ class MultiHeadedAttention(base_layer.BaseLayer):
     key = self._ToHeads(self.key.FProp(theta.key, key_vec))
     value = self._ToHeads(self.value.FProp(theta.value, value_vec))
     return self._Attend(theta, query, key, value, own)
+
+  def ProjectKeyValue(
+    self, theta: nested_map.NestedMap, key_vec: tf.Tensor, value_vec: tf.Tensor
+  ) -> nested_map.NestedMap:
+    """Keys and values as `AttendTo` takes them, so that they are projected once.
+
+    Args:
+      theta: the weights.
+      key_vec: [batch, key time, input_dim].
+      value_vec: [batch, key time, input_dim].
+
+    Returns:
+      NestedMap(key, value), each [batch, heads, key time, dim per head].
+    """
+    key = self._ToHeads(self.key.FProp(theta.key, key_vec))
+    value = self._ToHeads(self.value.FProp(theta.value, value_vec))
+    return nested_map.NestedMap(key=key, value=value)
+
+  def AttendTo(
+    self,
+    theta: nested_map.NestedMap,
+    query_vec: tf.Tensor,
+    projected: nested_map.NestedMap,
+    paddings: tf.Tensor | None = None,
+    mask: tf.Tensor | None = None,
+  ) -> tf.Tensor:
+    """FProp with keys and values from `ProjectKeyValue`; every query may attend to all of them.
+
+    Args:
+      theta: the weights.
+      query_vec: [batch, query time, input_dim].
+      projected: NestedMap(key, value), as of an encoder's outputs; it may hold more.
+      paddings: None, or [batch, key time], 1.0 at keys that nobody attends to.
+      mask: as for FProp.
+
+    Returns:
+      The encoded queries, [batch, query time, input_dim] in fprop_dtype.
+    """
+    shapes.CheckRank(self.path, query_vec, 3, 'query_vec')
+    shapes.CheckLastDim(self.path, query_vec, self.params.input_dim, 'query_vec')
+    query_time, key_time = shapes.GetShape(query_vec)[1], shapes.GetShape(projected.key)[2]
+    own = AttentionMask(query_time, key_time, paddings, is_causal=False)
+    if mask is not None:
+      own = mask if own is None else tf.logical_and(own, mask)
+    query = self._ToHeads(self.query.FProp(theta.query, query_vec))
+    return self._Attend(theta, query, projected.key, projected.value, own)
+
+  def Prefill(
+    self,
+    theta: nested_map.NestedMap,
+    query_vec: tf.Tensor,
+    key_vec: tf.Tensor,
+    value_vec: tf.Tensor,
+    paddings: tf.Tensor | None = None,
+    *,
+    max_length: int,
+  ) -> tuple[tf.Tensor, nested_map.NestedMap]:
+    """See BaseLayer.Prefill; for causal self-attention.
+
+    Returns:
+      The encoded queries, and NestedMap(key, value), each [batch, heads, max_length, dim per head]
+      and zero beyond the prompt, with paddings [batch, max_length] if such are given.
+
+    Raises:
+      NotImplementedError: the attention is not causal.
+      ValueError: the prompt has more than max_length positions.
+    """
+    self._CheckCausal()
+    self._CheckInputs(self.path, self.params, query_vec, key_vec, value_vec, paddings)
+    time = shapes.GetShape(key_vec)[1]
+    if isinstance(time, int) and time > max_length:
+      raise ValueError(
+        f'{self.path}: a prompt of {time} positions does not fit max_length {max_length}; cut the '
+        'prompt or raise max_length'
+      )
+    states = self.ProjectKeyValue(theta, key_vec, value_vec)
+    causal = AttentionMask(time, time, None, is_causal=True)
+    encoded = self.AttendTo(theta, query_vec, states, paddings, causal)
+    if paddings is not None:
+      states.paddings = paddings
+    room = [[0, max_length - time]]
+    ends = {'key': [[0, 0], [0, 0], *room, [0, 0]], 'paddings': [[0, 0], *room]}
+    ends['value'] = ends['key']
+    return encoded, nested_map.NestedMap({k: tf.pad(x, ends[k]) for k, x in states.items()})
+
+  def ExtendStep(
+    self,
+    theta: nested_map.NestedMap,
+    states: nested_map.NestedMap,
+    query_vec: tf.Tensor,
+    key_vec: tf.Tensor,
+    value_vec: tf.Tensor,
+    paddings: tf.Tensor | None = None,
+    *,
+    time_step: Any,
+  ) -> tuple[tf.Tensor, nested_map.NestedMap]:
+    """See BaseLayer.ExtendStep; the position attends to itself and to those before.
+
+    A `time_step` beyond the caches is refused where it is known when this is traced; otherwise the
+    caller has to see to it.
+
+    Raises:
+      NotImplementedError: the attention is not causal.
+      ValueError: the position does not fit the states.
+    """
+    self._CheckCausal()
+    self._CheckInputs(self.path, self.params, query_vec, key_vec, value_vec, paddings)
+    batch, _, max_length, _ = shapes.GetShape(states.key)
+    shapes.CheckShape(self.path, query_vec, [batch, 1, self.params.input_dim], 'query_vec')
+    known = tf.get_static_value(time_step)
+    if known is not None and not 0 <= known < max_length:
+      raise ValueError(f'{self.path}: time_step {known} lies outside the {max_length} positions')
+    new = self.ProjectKeyValue(theta, key_vec, value_vec)
+    if 'paddings' in states:
+      new.paddings = tf.zeros([batch, 1], states.paddings.dtype) if paddings is None else paddings
+    elif paddings is not None:
+      raise ValueError(f'{self.path}: a step has paddings, but Prefill had none')
+    here = tf.equal(tf.range(max_length), time_step)
+    axes = {'key': here[:, tf.newaxis], 'value': here[:, tf.newaxis], 'paddings': here}
+    states = nested_map.NestedMap({k: tf.where(axes[k], new[k], x) for k, x in states.items()})
+    seen = tf.range(max_length) <= time_step
+    return self.AttendTo(theta, query_vec, states, states.get('paddings'), seen), states
+
+  def _CheckCausal(self) -> None:
+    if not self.params.is_causal:
+      raise NotImplementedError(
+        f'{self.path}: attention that is not causal cannot decode position by position, for '
+        'earlier outputs would change; set is_causal, or use AttendTo for keys that are fixed'
+      )
 
   def _ToHeads(self, x: tf.Tensor) -> tf.Tensor:
     """[batch, time, width] -> [batch, heads, time, dim per head]."""

@@ -34,6 +34,8 @@ class BatchNormLayer(base_layer.BaseLayer):
   as it is (Lingvo's is 1 + gamma).
   """
 
+  is_position_wise = True
+
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
     """The Params of a BatchNormLayer; names as Lingvo's."""

@@ -20,6 +20,8 @@ class DropPathLayer(base_layer.BaseLayer):
   and the schedule is integer arithmetic: the same with and without XLA and in every recomputation.
   """
 
+  is_position_wise = True
+
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
     """The Params of a DropPathLayer."""

@@ -19,6 +19,8 @@ class DropoutLayer(base_layer.BaseLayer):
   is the mask that a re-materialised stage draws again.
   """
 
+  is_position_wise = True
+
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
     """The Params of a DropoutLayer."""

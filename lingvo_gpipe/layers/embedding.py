@@ -19,6 +19,8 @@ class EmbeddingLayer(base_layer.BaseLayer):
   by XLA, a gather takes the nearest row and says nothing.
   """
 
+  is_position_wise = True
+
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
     """The Params of an EmbeddingLayer."""
@@ -72,7 +74,35 @@ class EmbeddingLayer(base_layer.BaseLayer):
     return fprop_meta.Meta(flops, spec, paddings)
 
 
-class PositionalEmbeddingLayer(base_layer.BaseLayer):
+class _AddsPositions(base_layer.BaseLayer):
+  """Decoding of the layers that add a vector of the position to the inputs."""
+
+  def Prefill(
+    self, theta: nested_map.NestedMap, inputs: tf.Tensor, *others: Any, max_length: int
+  ) -> tuple[Any, nested_map.NestedMap]:
+    """See BaseLayer.Prefill."""
+    del max_length
+    return self.FProp(theta, inputs, *others), nested_map.NestedMap()
+
+  def ExtendStep(
+    self,
+    theta: nested_map.NestedMap,
+    states: nested_map.NestedMap,
+    inputs: tf.Tensor,
+    *others: Any,
+    time_step: Any,
+  ) -> tuple[Any, nested_map.NestedMap]:
+    """Adds the vector of position `time_step`; see BaseLayer.ExtendStep."""
+    shapes.CheckShape(self.path, inputs, [None, 1, self.params.embedding_dim])
+    y = self._CastToFPropDtype(inputs) + self.FPropWithPosition(theta, time_step)
+    return ((y, *others) if others else y), states
+
+  def FPropWithPosition(self, theta: nested_map.NestedMap, position: tf.Tensor) -> tf.Tensor:
+    """The vectors [..., embedding_dim] of integer positions [...]."""
+    raise NotImplementedError(f'{type(self).__name__} has no FPropWithPosition')
+
+
+class PositionalEmbeddingLayer(_AddsPositions):
   """Adds sinusoids of the position to the inputs; has no weights.
 
   Half of the channels are sin(position / timescale), half cos; the timescales grow geometrically
@@ -139,7 +169,7 @@ class PositionalEmbeddingLayer(base_layer.BaseLayer):
     return fprop_meta.Meta(shapes.NumElements(inputs), spec, *others)
 
 
-class LearnablePositionalEmbeddingLayer(base_layer.BaseLayer):
+class LearnablePositionalEmbeddingLayer(_AddsPositions):
   """Adds a learned vector for each position below max_pos to the inputs."""
 
   @classmethod
@@ -173,6 +203,17 @@ class LearnablePositionalEmbeddingLayer(base_layer.BaseLayer):
     y = self._CastToFPropDtype(inputs) + first
     return (y, *others) if others else y
 
+  def Prefill(
+    self, theta: nested_map.NestedMap, inputs: tf.Tensor, *others: Any, max_length: int
+  ) -> tuple[Any, nested_map.NestedMap]:
+    """See BaseLayer.Prefill; ValueError if max_length is more than max_pos."""
+    if max_length > self.params.max_pos:
+      raise ValueError(
+        f'{self.path}: max_length {max_length} is more than max_pos {self.params.max_pos}; later '
+        'positions have no vectors'
+      )
+    return super().Prefill(theta, inputs, *others, max_length=max_length)
+
   def FPropWithPosition(self, theta: nested_map.NestedMap, position: tf.Tensor) -> tf.Tensor:
     """The vectors [..., embedding_dim] of integer positions [...]."""
     return tf.gather(theta.emb, position)
@@ -195,6 +236,8 @@ class LearnablePositionalEmbeddingLayer(base_layer.BaseLayer):
 
 class SimpleFullSoftmax(base_layer.BaseLayer):
   """The logits of a softmax over num_classes; `XentLossFromLogits` makes the loss of them."""
+
+  is_position_wise = True
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
@@ -265,6 +308,8 @@ class SharedSoftmaxLayer(base_layer.BaseLayer):
 
   logits = inputs emb^T + b. In a pipeline: `stack.ties=[['layers[9].emb', 'layers[0].emb']]`.
   """
+
+  is_position_wise = True
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:

@@ -33,6 +33,8 @@ def ApplyPadding(paddings: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
 class LinearLayer(base_layer.BaseLayer):
   """y = x w, without bias."""
 
+  is_position_wise = True
+
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
     """The Params of a LinearLayer."""
@@ -62,6 +64,8 @@ class LinearLayer(base_layer.BaseLayer):
 
 class ProjectionLayer(base_layer.BaseLayer):
   """y = activation(x w + b)."""
+
+  is_position_wise = True
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
@@ -123,6 +127,8 @@ class ProjectionLayer(base_layer.BaseLayer):
 
 class FeedForwardNet(base_layer.BaseLayer):
   """ProjectionLayers one after the other, each followed by dropout."""
+
+  is_position_wise = True
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:

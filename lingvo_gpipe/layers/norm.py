@@ -18,6 +18,8 @@ class LayerNorm(base_layer.BaseLayer):
   (Ba et al. 2016, "Layer Normalization").
   """
 
+  is_position_wise = True
+
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
     """The Params of a LayerNorm."""

@@ -39,6 +39,15 @@ def FlattenSequential(params: hyperparams.InstantiableParams) -> list[Any]:
   return flat
 
 
+def CheckNoSkips(layer: base_layer.BaseLayer) -> None:
+  """NotImplementedError for a layer with skip connections: decoding cannot carry them."""
+  if names := (*layer.skips_in, *layer.skips_out):
+    raise NotImplementedError(
+      f'{layer.path} ({type(layer).__name__}) begins or takes the skip {names[0]!r}; decoding '
+      'position by position has no skip connections: pass the tensor on as an argument'
+    )
+
+
 class SequentialLayer(base_layer.BaseLayer):
   """Runs layers one after the other: the outputs of one are the arguments of the next.
 
@@ -46,6 +55,8 @@ class SequentialLayer(base_layer.BaseLayer):
   children are one flat list `layers`, so weights have the paths and random operations the seeds
   that they have in a pipeline of the same layers, however it is cut.
   """
+
+  is_position_wise = True
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
@@ -68,6 +79,34 @@ class SequentialLayer(base_layer.BaseLayer):
       skips.update(stashed)
       args = outputs if isinstance(outputs, tuple) else (outputs,)
     return outputs
+
+  def Prefill(
+    self, theta: nested_map.NestedMap, *args: Any, max_length: int
+  ) -> tuple[Any, nested_map.NestedMap]:
+    """See BaseLayer.Prefill; the states of layer i are `states.layers[i]`."""
+    outputs: Any = args
+    states = []
+    for i, layer in enumerate(self.layers):
+      CheckNoSkips(layer)
+      outputs, made = layer.Prefill(theta.layers[i], *args, max_length=max_length)
+      states.append(made)
+      args = outputs if isinstance(outputs, tuple) else (outputs,)
+    return outputs, nested_map.NestedMap(layers=states)
+
+  def ExtendStep(
+    self, theta: nested_map.NestedMap, states: nested_map.NestedMap, *args: Any, time_step: Any
+  ) -> tuple[Any, nested_map.NestedMap]:
+    """See BaseLayer.ExtendStep."""
+    outputs: Any = args
+    new = []
+    for i, layer in enumerate(self.layers):
+      CheckNoSkips(layer)
+      outputs, made = layer.ExtendStep(
+        theta.layers[i], states.layers[i], *args, time_step=time_step
+      )
+      new.append(made)
+      args = outputs if isinstance(outputs, tuple) else (outputs,)
+    return outputs, nested_map.NestedMap(layers=new)
 
   @classmethod
   def FPropMeta(

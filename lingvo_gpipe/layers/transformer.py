@@ -7,6 +7,8 @@ each other in a sequence and a pipeline may be cut between any two.
 
 from __future__ import annotations
 
+from typing import Any
+
 import tensorflow as tf
 
 from lingvo_gpipe import base_layer, hyperparams, nested_map, shapes
@@ -60,6 +62,39 @@ class TransformerAttentionLayer(base_layer.BaseLayer):
     x = self.atten.FProp(theta.atten, x, x, x, paddings)
     return inputs + self.residual_dropout.FProp(theta.residual_dropout, x), paddings
 
+  def Prefill(
+    self,
+    theta: nested_map.NestedMap,
+    inputs: tf.Tensor,
+    paddings: tf.Tensor | None = None,
+    *,
+    max_length: int,
+  ) -> tuple[Outputs, nested_map.NestedMap]:
+    """See BaseLayer.Prefill; NotImplementedError unless causal."""
+    inputs = self._CastToFPropDtype(inputs)
+    x = self.layer_norm.FProp(theta.layer_norm, inputs)
+    x, states = self.atten.Prefill(theta.atten, x, x, x, paddings, max_length=max_length)
+    x = inputs + self.residual_dropout.FProp(theta.residual_dropout, x)
+    return (x, paddings), nested_map.NestedMap(atten=states)
+
+  def ExtendStep(
+    self,
+    theta: nested_map.NestedMap,
+    states: nested_map.NestedMap,
+    inputs: tf.Tensor,
+    paddings: tf.Tensor | None = None,
+    *,
+    time_step: Any,
+  ) -> tuple[Outputs, nested_map.NestedMap]:
+    """See BaseLayer.ExtendStep; NotImplementedError unless causal."""
+    inputs = self._CastToFPropDtype(inputs)
+    x = self.layer_norm.FProp(theta.layer_norm, inputs)
+    x, new = self.atten.ExtendStep(
+      theta.atten, states.atten, x, x, x, paddings, time_step=time_step
+    )
+    x = inputs + self.residual_dropout.FProp(theta.residual_dropout, x)
+    return (x, paddings), nested_map.NestedMap(atten=new)
+
   @classmethod
   def FPropMeta(
     cls,
@@ -79,6 +114,8 @@ class TransformerAttentionLayer(base_layer.BaseLayer):
 
 class TransformerFeedForwardLayer(base_layer.BaseLayer):
   """x + dropout(feed_forward(layer_norm(x))) with one hidden layer."""
+
+  is_position_wise = True
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
@@ -202,6 +239,39 @@ class TransformerLayer(base_layer.BaseLayer):
     """
     x, paddings = self.self_atten.FProp(theta.self_atten, inputs, paddings)
     return self.fflayer.FProp(theta.fflayer, x, paddings)
+
+  def Prefill(
+    self,
+    theta: nested_map.NestedMap,
+    inputs: tf.Tensor,
+    paddings: tf.Tensor | None = None,
+    *,
+    max_length: int,
+  ) -> tuple[Outputs, nested_map.NestedMap]:
+    """See BaseLayer.Prefill; NotImplementedError unless causal."""
+    (x, paddings), states = self.self_atten.Prefill(
+      theta.self_atten, inputs, paddings, max_length=max_length
+    )
+    outputs, made = self.fflayer.Prefill(theta.fflayer, x, paddings, max_length=max_length)
+    return outputs, nested_map.NestedMap(self_atten=states, fflayer=made)
+
+  def ExtendStep(
+    self,
+    theta: nested_map.NestedMap,
+    states: nested_map.NestedMap,
+    inputs: tf.Tensor,
+    paddings: tf.Tensor | None = None,
+    *,
+    time_step: Any,
+  ) -> tuple[Outputs, nested_map.NestedMap]:
+    """See BaseLayer.ExtendStep; NotImplementedError unless causal."""
+    (x, paddings), new = self.self_atten.ExtendStep(
+      theta.self_atten, states.self_atten, inputs, paddings, time_step=time_step
+    )
+    outputs, made = self.fflayer.ExtendStep(
+      theta.fflayer, states.fflayer, x, paddings, time_step=time_step
+    )
+    return outputs, nested_map.NestedMap(self_atten=new, fflayer=made)
 
   @classmethod
   def FPropMeta(
