@@ -357,6 +357,48 @@ def testMetaOfALayerThatWouldNotFit():
   assert meta.flops == 4 * 10**12
 
 
+def testPositionWiseLayersDecodeByFProp():
+  class Wise(_Scale):
+    is_position_wise = True
+
+  class Tree(_Tree):
+    is_position_wise = True
+
+  layer, x = _Make(Tree, tpl=Wise.Params()), tf.ones([2, 4, 3])
+  for outputs, states in (
+    layer.Prefill(layer.theta, x, max_length=9),
+    layer.ExtendStep(layer.theta, nested_map.NestedMap(), x, time_step=8),
+  ):
+    assert states == nested_map.NestedMap()
+    for a, b in zip(outputs, layer(x), strict=True):
+      np.testing.assert_array_equal(a, b)
+  # What a parent says of itself is worth as much as what its children can.
+  layer = _Make(Tree)
+  with pytest.raises(NotImplementedError, match='^top.one: a _Scale cannot decode .* write its'):
+    layer.Prefill(layer.theta, x, max_length=9)
+
+
+def testAnFPropOfItsOwnIsNotPositionWiseByInheritance():
+  class Wise(_Scale):
+    is_position_wise = True
+
+  class Reversed(Wise):
+    def FProp(self, theta, x):
+      return super().FProp(theta, x[:, ::-1])
+
+  class Doubled(Wise):
+    is_position_wise = True
+
+    def FProp(self, theta, x):
+      return 2 * super().FProp(theta, x)
+
+  class Renamed(Doubled):
+    """Nothing new."""
+
+  found = [cls.is_position_wise for cls in (Wise, Reversed, Doubled, Renamed)]
+  assert found == [True, False, True, True]
+
+
 def testALayerWithoutFPropIsNamed():
   with pytest.raises(NotImplementedError, match='Bare has no FProp'):
 

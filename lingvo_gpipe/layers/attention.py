@@ -221,14 +221,13 @@ class MultiHeadedAttention(base_layer.BaseLayer):
     """
     self._CheckCausal()
     self._CheckInputs(self.path, self.params, query_vec, key_vec, value_vec, paddings)
-    batch, _, max_length, _ = shapes.GetShape(states.key)
-    shapes.CheckShape(self.path, query_vec, [batch, 1, self.params.input_dim], 'query_vec')
-    known = tf.get_static_value(time_step)
-    if known is not None and not 0 <= known < max_length:
+    shapes.CheckShape(self.path, query_vec, [states.key.shape[0], 1, None], 'query_vec')
+    max_length, known = shapes.GetShape(states.key)[2], tf.get_static_value(time_step)
+    if known is not None and isinstance(max_length, int) and not 0 <= known < max_length:
       raise ValueError(f'{self.path}: time_step {known} lies outside the {max_length} positions')
     new = self.ProjectKeyValue(theta, key_vec, value_vec)
     if 'paddings' in states:
-      new.paddings = tf.zeros([batch, 1], states.paddings.dtype) if paddings is None else paddings
+      new.paddings = tf.zeros_like(states.paddings[:, :1]) if paddings is None else paddings
     elif paddings is not None:
       raise ValueError(f'{self.path}: a step has paddings, but Prefill had none')
     here = tf.equal(tf.range(max_length), time_step)

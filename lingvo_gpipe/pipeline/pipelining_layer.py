@@ -24,6 +24,7 @@ from lingvo_gpipe import (
 )
 from lingvo_gpipe.layers import fprop_meta, sequential
 from lingvo_gpipe.pipeline import (
+  decoding,
   engine,
   failures,
   layer_costs,
@@ -110,6 +111,7 @@ class PipeliningLayer(base_layer.BaseLayer):
     engine.Skips(self.layers, [len(self.layers)])
     self._ties = self._CheckedTies()
     self._engine: engine.PipelineEngine | None = None
+    self._decoder: decoding.Decoder | None = None
     self._input_specs: tuple[Any, ...] = ()
     self._predict = tf.function(self._Predict, autograph=False)
     self._outer: dict[bool, _OuterFunctions] = {}
@@ -284,6 +286,7 @@ class PipeliningLayer(base_layer.BaseLayer):
       ties=self._absolute_ties,
     )
     self.InstantiateVariables()
+    self._decoder = None
     self._predict = tf.function(self._Predict, autograph=False)
     self._outer = {}
     return cut
@@ -310,6 +313,67 @@ class PipeliningLayer(base_layer.BaseLayer):
     self.engine.SyncTies()
     outputs, *_ = self.engine.Forward(self.SplitBatch(args))
     return micro_batch.Merge(outputs, self.params.batch_dim)
+
+  @property
+  def decoder(self) -> decoding.Decoder:
+    """What decodes; ValueError before `Place`, NotImplementedError if a layer has skips."""
+    if self._decoder is None:
+      p = self.params
+      if p.batch_dim:
+        raise ValueError(f'{self.path}: decoding needs batch_dim 0, got {p.batch_dim}')
+      self._decoder = decoding.Decoder(
+        self.engine, path=self.path, num_micro_batches=p.num_micro_batches, xla=p.xla
+      )
+    return self._decoder
+
+  def Prefill(
+    self, *args: Any, max_length: int, last_only: bool = False
+  ) -> tuple[Any, decoding.PipelineStates]:
+    """Runs the first positions, a prompt, in evaluation mode, straight from the variables.
+
+    Args:
+      *args: as for FProp, nests of tensors [batch, time, ...].
+      max_length: how many positions, those of the prompt included, there will be at most.
+      last_only: whether the outputs are those of the last position only, [batch, 1, ...]: layers
+        after the last one that mixes positions, as a softmax, then compute no others.
+
+    Returns:
+      What the last layer returns, and the states for `ExtendStep`.
+
+    Raises:
+      NotImplementedError: a layer cannot decode; the message names it.
+    """
+    return self.decoder.Prefill(self._Checked(args), max_length, last_only)
+
+  def ExtendStep(
+    self, states: decoding.PipelineStates, *args: Any, time_step: Any
+  ) -> tuple[Any, decoding.PipelineStates]:
+    """Runs one more position.
+
+    Args:
+      states: from Prefill, the ExtendStep before or ReorderStates. They stay as they are.
+      *args: of this position, nests of tensors [batch, 1, ...].
+      time_step: the index of the position; the first of the prompt is 0.
+
+    Returns:
+      What the last layer returns, [batch, 1, ...], and the new states.
+
+    Raises:
+      ValueError: time_step is not below max_length, or the batch is not that of the states.
+    """
+    return self.decoder.ExtendStep(states, _AsTensors(args), time_step)
+
+  def ReorderStates(
+    self, states: decoding.PipelineStates, indices: Any
+  ) -> decoding.PipelineStates:
+    """Takes rows of the states, as of the hypotheses that a beam search goes on with.
+
+    Args:
+      states: as for ExtendStep.
+      indices: integers [new batch]: row i becomes what row indices[i] was. The new batch may have
+        another size, as where each example of a prompt begins several hypotheses.
+    """
+    return self.decoder.ReorderStates(states, indices)
 
   @classmethod
   def FPropMeta(

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from lingvo_gpipe import hyperparams, nested_map, task
+from lingvo_gpipe import hyperparams, nested_map, sampling, task
 from lingvo_gpipe.layers import dropout, embedding, norm, transformer
 from lingvo_gpipe.pipeline import pipelining_layer
 
@@ -36,6 +36,11 @@ class TransformerLm(task.BaseTask):
     p.Define('atten_dropout_prob', 0.0, 'Dropout of attention weights.')
     p.Define('relu_dropout_prob', 0.0, 'Dropout of the feed-forward hidden layer.')
     p.Define(
+      'sampling',
+      sampling.SamplingParams().Set(temperature=0.8),
+      'How the tokens of continuations are chosen.',
+    )
+    p.Define(
       'stack', pipelining_layer.PipeliningLayer.Params(), 'The pipeline; its sub is set here.'
     )
     return p
@@ -43,6 +48,7 @@ class TransformerLm(task.BaseTask):
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
     super().__init__(params)
     p = self.params
+    sampling.CheckParams(p.sampling)
     layers = [
       embedding.EmbeddingLayer.Params().Set(
         vocab_size=p.vocab_size, embedding_dim=p.model_dim, scale_sqrt_depth=True
@@ -72,13 +78,15 @@ class TransformerLm(task.BaseTask):
   def CheckBatch(self, input_batch: nested_map.NestedMap) -> None:
     """Ids and labels must lie in [0, vocab_size): XLA would take the nearest row of the table."""
     for name in ('ids', 'labels'):
-      values = input_batch[name]
-      low, high = int(tf.reduce_min(values)), int(tf.reduce_max(values))
-      if low < 0 or high >= self.params.vocab_size:
-        raise ValueError(
-          f'{self.path}: {name} must lie in [0, {self.params.vocab_size}), got {low} ... {high}; '
-          'check the input generator, or set vocab_size'
-        )
+      self._CheckIds(name, input_batch[name])
+
+  def _CheckIds(self, name: str, values: Any) -> None:
+    low, high = int(tf.reduce_min(values)), int(tf.reduce_max(values))
+    if low < 0 or high >= self.params.vocab_size:
+      raise ValueError(
+        f'{self.path}: {name} must lie in [0, {self.params.vocab_size}), got {low} ... {high}; '
+        'check the input generator, or set vocab_size'
+      )
 
   def PipelineInputs(self, input_batch: nested_map.NestedMap) -> tuple[Any, ...]:
     """The token ids [batch, time]."""
@@ -111,32 +119,41 @@ class TransformerLm(task.BaseTask):
     return metrics, {'xent': tf.reduce_sum(xent * weights, axis=-1)}
 
   def Generate(
-    self, prompt: np.ndarray, num_tokens: int, *, temperature: float = 0.8, seed: int = 0
+    self,
+    prompts: np.ndarray,
+    num_tokens: int,
+    *,
+    lengths: np.ndarray | None = None,
+    **settings: Any,
   ) -> np.ndarray:
-    """Continues a prompt by sampling, in a window of the prompt's length.
+    """Continues prompts through the pipeline, with cached keys and values.
 
     Args:
-      prompt: integers [batch, time]; the last `time` tokens are what the model sees at each step.
-      num_tokens: how many tokens to add.
-      temperature: logits are divided by it; 0 takes the likeliest token.
-      seed: of the draws.
+      prompts: integers [batch, time] in [0, vocab_size).
+      num_tokens: how many tokens to add. Positions that training never had are legal, but what the
+        model makes of them is anybody's guess.
+      lengths: int [batch], how many tokens of each prompt count; None: all.
+      **settings: values that take the place of those in `p.sampling`, as `temperature=0`.
 
     Returns:
-      int32 [batch, num_tokens].
+      int32 [batch, num_tokens]; see `sampling.Generate`.
     """
-    assert self.pipeline is not None
-    rng = np.random.default_rng(seed)
-    window = np.array(prompt, np.int32)
-    made = []
-    for _ in range(num_tokens):
-      logits = self.pipeline.Predict(tf.constant(window)).numpy()[:, -1].astype(np.float64)
-      if temperature:
-        # The Gumbel-max trick: the argmax of logits plus Gumbel noise is a draw from the softmax.
-        logits = logits / temperature + rng.gumbel(size=logits.shape)
-      token = np.argmax(logits, axis=-1).astype(np.int32)
-      made.append(token)
-      window = np.concatenate([window[:, 1:], token[:, np.newaxis]], axis=1)
-    return np.stack(made, axis=1) if made else np.zeros([len(window), 0], np.int32)
+    pipeline = self.stack
+    prompts = np.asarray(prompts)
+    self._CheckIds('prompts', prompts)
+    max_length = prompts.shape[-1] + num_tokens
+
+    def Inputs(ids: np.ndarray) -> tuple[Any, ...]:
+      return self.PipelineInputs(nested_map.NestedMap(ids=tf.constant(ids)))
+
+    return sampling.Generate(
+      lambda ids: pipeline.Prefill(*Inputs(ids), max_length=max_length, last_only=True),
+      lambda states, ids, t: pipeline.ExtendStep(states, *Inputs(ids), time_step=t),
+      prompts,
+      num_tokens,
+      self.params.sampling.Copy().Set(**settings),
+      lengths=lengths,
+    )
 
 
 class ByteTransformerLm(TransformerLm):
@@ -158,9 +175,14 @@ class ByteTransformerLm(TransformerLm):
     )
 
   def Decode(self, input_batch: nested_map.NestedMap) -> dict[str, Any]:
-    """Continues the first example of the batch: {'prompt', 'continuation'}, text."""
-    prompt = np.asarray(input_batch.ids)[:1]
-    made = self.Generate(prompt, 160)
+    """Continues the first half of the first example: {'prompt', 'continuation'}, text.
+
+    The continuation ends where the example does: the model was trained on no later position.
+    """
+    ids = np.asarray(input_batch.ids)[:1]
+    time = ids.shape[1]
+    prompt = ids[:, : max(1, time // 2)]
+    made = self.Generate(prompt, time - prompt.shape[1])
     return {'prompt': _Text(prompt[0, -80:]), 'continuation': _Text(made[0])}
 
 

@@ -141,6 +141,77 @@ def testTakesUnknownBatchAndTime():
   np.testing.assert_allclose(run(x), layer(x, x, x), atol=1e-12)
 
 
+def testAttendsToProjectedKeysAsFPropDoes():
+  layer, query, key, value = _Make(), _Vectors(0, 3), _Vectors(1), _Vectors(2)
+  paddings = tf.constant([[0.0, 0, 0, 1, 1], [0, 0, 0, 0, 0]])
+  mask = tf.constant(np.random.default_rng(3).random([BATCH, 1, 3, TIME]) < 0.7)
+  projected = layer.ProjectKeyValue(layer.theta, key, value)
+  assert projected.key.shape == projected.value.shape == [BATCH, 2, TIME, DIM // 2]
+  for rest in ([], [paddings], [None, mask], [paddings, mask]):
+    y = layer.AttendTo(layer.theta, query, projected, *rest)
+    np.testing.assert_allclose(y, layer(query, key, value, *rest), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize('dtypes', [(tf.float64, None), (tf.float32, tf.bfloat16)], ids=str)
+def testCachesHoldThePositionsSoFarAndZeros(dtypes):
+  layer = _Make(is_causal=True, dtype=dtypes[0], fprop_dtype=dtypes[1])
+  x = _Vectors(dtype=layer.params.fprop_dtype)
+  _, states = layer.Prefill(layer.theta, *[x[:, :3]] * 3, max_length=7)
+  assert states.key.dtype == states.value.dtype == layer.params.fprop_dtype
+  _, after = layer.ExtendStep(layer.theta, states, *[x[:, 3:4]] * 3, time_step=3)
+  expected = layer.ProjectKeyValue(layer.theta, x, x)
+  for name in ('key', 'value'):
+    for time, cache in ((3, states[name]), (4, after[name])):
+      assert cache.shape == [BATCH, 2, 7, DIM // 2]
+      cache, rows = tf.cast(cache, tf.float64), tf.cast(expected[name][:, :, :time], tf.float64)
+      np.testing.assert_allclose(cache[:, :, :time], rows, rtol=0.02 if dtypes[1] else 1e-12)
+      np.testing.assert_array_equal(cache[:, :, time:], 0)
+
+
+def testDecodesWithoutKnownShapes():
+  """As an exported model has it: batch and prompt of any size, caches as tensors."""
+  layer, x = _Make(is_causal=True), _Vectors()
+  vectors = tf.TensorSpec([None, None, DIM], tf.float64)
+
+  @tf.function(autograph=False, input_signature=[vectors])
+  def Prefill(z):
+    return layer.Prefill(layer.theta, z, z, z, max_length=9)
+
+  _, states = Prefill(x[:, :2])
+  cache = tf.TensorSpec([None, 2, None, DIM // 2], tf.float64)
+  signature = [states.Transform(lambda _: cache), vectors, tf.TensorSpec([], tf.int32)]
+
+  @tf.function(autograph=False, input_signature=signature)
+  def Step(states, z, t):
+    return layer.ExtendStep(layer.theta, states, z, z, z, time_step=t)
+
+  for t in range(2, TIME):
+    y, states = Step(states, x[:, t : t + 1], t)
+    np.testing.assert_allclose(y[:, 0], layer(x, x, x)[:, t], rtol=0, atol=1e-12)
+
+
+def testWhatCannotDecodeIsNamed():
+  x, paddings = _Vectors(), tf.zeros([BATCH, TIME])
+  one = [x[:, :1]] * 3
+  layer = _Make()
+  with pytest.raises(NotImplementedError, match='^atten: .* not causal cannot decode'):
+    layer.Prefill(layer.theta, x, x, x, max_length=9)
+  layer = _Make(is_causal=True)
+  with pytest.raises(ValueError, match='^atten: a prompt of 5 positions .* max_length 4'):
+    layer.Prefill(layer.theta, x, x, x, max_length=4)
+  _, states = layer.Prefill(layer.theta, x, x, x, max_length=6)
+  with pytest.raises(ValueError, match='^atten: time_step 6 lies outside the 6 positions'):
+    layer.ExtendStep(layer.theta, states, *one, time_step=6)
+  with pytest.raises(ValueError, match=r'^atten: query_vec must have shape \[2, 1, \?\], got'):
+    layer.ExtendStep(layer.theta, states, x, x, x, time_step=5)
+  with pytest.raises(ValueError, match=r'^atten: query_vec must have shape \[2, 1, \?\], got'):
+    layer.ExtendStep(layer.theta, states, *[x[:1, :1]] * 3, time_step=5)
+  with pytest.raises(ValueError, match='^atten: a step has paddings, but Prefill had none'):
+    layer.ExtendStep(layer.theta, states, *one, paddings[:, :1], time_step=5)
+  with pytest.raises(NotImplementedError, match='^atten: .* not causal cannot decode'):
+    _Make().ExtendStep(layer.theta, states, *one, time_step=5)
+
+
 def testMask():
   assert attention.AttentionMask(3, 3, None, False) is None
   causal = attention.AttentionMask(3, 3, None, True)

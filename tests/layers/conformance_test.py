@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe import base_layer, fprop_context, hyperparams, layers
+from lingvo_gpipe import base_layer, fprop_context, hyperparams, layers, nested_map
 from lingvo_gpipe.layers import (
   activation_layer,
   attention,
@@ -131,7 +131,7 @@ CATALOGUE = [
       'sub': [
         embedding.EmbeddingLayer.Params().Set(vocab_size=5, embedding_dim=DIM),
         sequential.SequentialLayer.Params().Set(
-          sub=[transformer.TransformerLayer.Params().Set(**BLOCK)], repeat=2
+          sub=[transformer.TransformerLayer.Params().Set(**BLOCK, is_causal=True)], repeat=2
         ),
         embedding.SimpleFullSoftmax.Params().Set(input_dim=DIM, num_classes=5),
       ]
@@ -139,6 +139,20 @@ CATALOGUE = [
     [IDS, PADDINGS],
   ),
 ]
+
+# What mixes positions, or cannot know that it does not.
+CANNOT_DECODE = {
+  conv.Conv2DLayerNoPadding,
+  conv.DepthwiseConv2DLayerNoPadding,
+  conv.SeparableConv2DLayerNoPadding,
+  conv_batch_norm.ConvBatchNormLayer,
+  factorized_reduction.FactorizedReductionLayer,
+  flatten.FlattenLayer,
+  keras_layer.KerasLayer,
+  pooling.GlobalPoolingLayer,
+  pooling.PoolingLayer,
+  skip.StashLayer,
+}
 
 
 def _Id(row):
@@ -284,6 +298,44 @@ def testXlaComputesTheSame(Row):
   xla = tf.function(Run, autograph=False, jit_compile=True)(layer.vars, flat, step)
   for a, b in zip(plain, xla, strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5)
+
+
+def testDecodingIsFPropPositionByPosition(Row):
+  """From a prompt of one position and of all but one; or it is refused, and the layer named."""
+  layer, inputs = _Setup(Row, tf.float64)
+  # Masks beside paddings are for whole sequences.
+  inputs = [x for x in inputs if x is None or x.dtype != tf.bool]
+  is_causal = dict(layer.params.IterParams()).get('is_causal', True)
+  if type(layer) in CANNOT_DECODE or not is_causal:
+    with pytest.raises(NotImplementedError, match=r'^layer\b.* cannot decode'):
+      layer.Prefill(layer.theta, *inputs, max_length=TIME)
+    if is_causal:
+      with pytest.raises(NotImplementedError, match=r'^layer\b.* cannot decode'):
+        layer.ExtendStep(layer.theta, nested_map.NestedMap(), *inputs, time_step=1)
+    return
+
+  def Span(a, b):
+    return [None if x is None else x[:, a:b] for x in inputs]
+
+  def Leaves(outputs):
+    return list(outputs) if isinstance(outputs, tuple) else [outputs]
+
+  whole = Leaves(layer(*inputs))
+  for prompt in (1, TIME - 1):
+    outputs, states = layer.Prefill(layer.theta, *Span(0, prompt), max_length=TIME + 2)
+    pieces = [Leaves(outputs)]
+    for t in range(prompt, TIME):
+      given = states
+      outputs, states = layer.ExtendStep(
+        layer.theta, given, *Span(t, t + 1), time_step=tf.constant(t, tf.int32)
+      )
+      tf.nest.assert_same_structure(states, given)
+      pieces.append(Leaves(outputs))
+    for expected, *parts in zip(whole, *pieces, strict=True):
+      if expected is None:
+        assert parts == [None] * len(parts)
+      else:
+        np.testing.assert_allclose(tf.concat(parts, axis=1), expected, rtol=0, atol=1e-12)
 
 
 # A sequence would be opened: its layers have rows of their own.

@@ -86,6 +86,8 @@ def testLearnedPositions():
   np.testing.assert_array_equal(at, layer.vars.emb[3:4])
   with pytest.raises(ValueError, match='layer: inputs of time 7, but max_pos is 6'):
     layer(tf.ones([2, 7, 4]))
+  with pytest.raises(ValueError, match='layer: max_length 7 is more than max_pos 6'):
+    layer.Prefill(layer.theta, x, max_length=7)
 
 
 def testPositionsTakeAnUnknownTime():

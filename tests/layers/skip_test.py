@@ -113,6 +113,14 @@ def _Layer(params):
   return layer
 
 
+def testDecodingRefusesSkipsByName():
+  p = sequential.SequentialLayer.Params().Set(name='seq', sub=[_Stash('a'), _Pop('a')])
+  layer = p.Instantiate()
+  layer.InstantiateVariables()
+  with pytest.raises(NotImplementedError, match=r"^seq.layers\[0\] \(StashLayer\) .* skip 'a'"):
+    layer.Prefill(layer.theta, _X(), max_length=9)
+
+
 def testNeitherHasWeights():
   for p in (_Stash('a'), _Pop('a')):
     assert _Layer(p).VariablesByPath() == {}

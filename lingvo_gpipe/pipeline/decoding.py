@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoding through the pipeline: a prompt fills the layers' caches, then one position at a time.
+
+    logits, states = pipeline.Prefill(prompt, max_length=100)
+    logits, states = pipeline.ExtendStep(states, token, time_step=prompt.shape[1])
+
+Each call is one traced multi-device function: micro-batches are streamed through the stages as in
+evaluation. The states of a stage and micro-batch are tensors that stay on the stage's device from
+call to call. The loop over positions belongs to the caller, who looks at the logits in between.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from lingvo_gpipe import base_layer, fprop_context, shapes
+from lingvo_gpipe.layers import sequential
+from lingvo_gpipe.pipeline import emission, engine, failures, micro_batch, schedules, stage
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineStates:
+  """What the layers of a pipeline have to know of the positions so far. Nothing in it changes.
+
+  Attributes:
+    stages: for each stage and micro-batch the states of its layers, nests of tensors [batch, ...]
+      on the stage's device.
+    batch_size: of all micro-batches together.
+    max_length: how many positions there is room for.
+  """
+
+  stages: list[list[Any]]
+  batch_size: int
+  max_length: int
+
+
+class DecodingFunctions:
+  """Prefill and ExtendStep of one structure of stage, shared by all stages that have it.
+
+  Attributes:
+    Prefill: tf.function (variables, args, max_length, first_of_tail) -> (outputs, states).
+    ExtendStep: tf.function (variables, states, args, time_step) -> (outputs, states).
+    num_traces: how many times one of them was traced.
+
+  `variables` and `states` are lists with one nest a layer; `args` are the arguments of the first
+  layer and `outputs` what the last one returned, as tuples. From layer `first_of_tail` on, Prefill
+  computes the last position only.
+  """
+
+  def __init__(self, layers: Sequence[base_layer.BaseLayer], *, xla: bool) -> None:
+    self.layers = list(layers)
+    self.num_traces = 0
+    options = stage.FunctionOptions(xla)
+    self.Prefill = tf.function(self._Prefill, **options)
+    self.ExtendStep = tf.function(self._ExtendStep, **options)
+
+  def _Prefill(
+    self, variables: Sequence[Any], args: tuple[Any, ...], max_length: int, first_of_tail: int
+  ) -> tuple[tuple[Any, ...], list[Any]]:
+    def Layer(i: int, theta: Any, args: tuple[Any, ...]) -> tuple[Any, Any]:
+      if i == first_of_tail:
+        args = tf.nest.map_structure(lambda x: None if x is None else x[:, -1:], args)
+      return self.layers[i].Prefill(theta, *args, max_length=max_length)
+
+    return self._RunLayers(variables, args, Layer)
+
+  def _ExtendStep(
+    self,
+    variables: Sequence[Any],
+    states: Sequence[Any],
+    args: tuple[Any, ...],
+    time_step: tf.Tensor,
+  ) -> tuple[tuple[Any, ...], list[Any]]:
+    def Layer(i: int, theta: Any, args: tuple[Any, ...]) -> tuple[Any, Any]:
+      return self.layers[i].ExtendStep(theta, states[i], *args, time_step=time_step)
+
+    return self._RunLayers(variables, args, Layer)
+
+  def _RunLayers(
+    self,
+    variables: Sequence[Any],
+    args: tuple[Any, ...],
+    run: Callable[[int, Any, tuple[Any, ...]], tuple[Any, Any]],
+  ) -> tuple[tuple[Any, ...], list[Any]]:
+    """What the last layer returns, and each layer's states; run(i, theta, args) is layer i."""
+    self.num_traces += 1
+    states = []
+    with fprop_context.Enter(fprop_context.FPropContext(do_eval=True)):
+      for i, (layer, layer_vars) in enumerate(zip(self.layers, variables, strict=True)):
+        try:
+          with failures.LayerScope(i):
+            outputs, made = run(i, layer.ThetaFrom(layer_vars), args)
+            args = stage.AsTuple(stage.AsTensors(layer, outputs))
+        except Exception as e:
+          kind = type(layer).__name__
+          e.add_note(f'in layer {layer.path} ({kind}), given {shapes.NestText(args)}')
+          raise
+        states.append(made)
+    return args, states
+
+
+class Decoder:
+  """Runs Prefill and ExtendStep of the stages of an engine."""
+
+  def __init__(
+    self, pipeline: engine.PipelineEngine, *, path: str, num_micro_batches: int, xla: bool
+  ) -> None:
+    """Prepares for the stages of `pipeline`.
+
+    Args:
+      pipeline: the engine; its variables are used as they are at each call.
+      path: of the pipelined layer, for messages.
+      num_micro_batches: M.
+      xla: True to compile the functions of the stages by XLA.
+
+    Raises:
+      NotImplementedError: a layer has skip connections.
+    """
+    self._pipeline = pipeline
+    self._path = path
+    self._num_micro_batches = num_micro_batches
+    self._xla = xla
+    self._functions: dict[Any, DecodingFunctions] = {}
+    for s in pipeline.stages:
+      for layer in s.layers:
+        sequential.CheckNoSkips(layer)
+    self._prefill = tf.function(self._Prefill, autograph=False)
+    self._extend_step = tf.function(self._ExtendStep, autograph=False)
+    self._reorder = tf.function(self._Reorder, autograph=False)
+
+  @property
+  def num_traces(self) -> int:
+    """How many times a function of a stage was traced so far."""
+    return sum(f.num_traces for f in self._functions.values())
+
+  # ---- what PipeliningLayer calls ----------------------------------------------------------------
+
+  def Prefill(
+    self, args: tuple[Any, ...], max_length: int, last_only: bool
+  ) -> tuple[Any, PipelineStates]:
+    """See PipeliningLayer.Prefill."""
+    batch_size = micro_batch.BatchSize(args)
+    with failures.Located(lambda: self._Prefill(args, max_length, last_only)):
+      outputs, stages = self._prefill(args, max_length, last_only)
+    return _Alone(outputs), PipelineStates(stages, batch_size, max_length)
+
+  def ExtendStep(
+    self, states: PipelineStates, args: tuple[Any, ...], time_step: Any
+  ) -> tuple[Any, PipelineStates]:
+    """See PipeliningLayer.ExtendStep."""
+    position = int(time_step)
+    if not 0 <= position < states.max_length:
+      raise ValueError(
+        f'{self._path}: time_step {position} lies outside the {states.max_length} positions of '
+        'the caches; give Prefill a larger max_length'
+      )
+    batch_size = micro_batch.BatchSize(args)
+    if batch_size != states.batch_size:
+      raise ValueError(
+        f'{self._path}: a step of {batch_size} examples, but the states are of {states.batch_size}'
+      )
+    step = tf.constant(position, tf.int32)
+    with failures.Located(lambda: self._ExtendStep(states.stages, args, step)):
+      outputs, stages = self._extend_step(states.stages, args, step)
+    return _Alone(outputs), dataclasses.replace(states, stages=stages)
+
+  def ReorderStates(self, states: PipelineStates, indices: Any) -> PipelineStates:
+    """See PipeliningLayer.ReorderStates."""
+    rows = np.asarray(indices)
+    is_list = rows.ndim == 1 and rows.size > 0 and np.issubdtype(rows.dtype, np.integer)
+    if not is_list or rows.min() < 0 or rows.max() >= states.batch_size:
+      raise ValueError(
+        f'{self._path}: expected a list of integers from 0 to {states.batch_size - 1}, the rows '
+        f'of the states to take, got {rows.dtype} of shape {list(rows.shape)}'
+        + (f' from {rows.min()} to {rows.max()}' if is_list else '')
+      )
+    stages = self._reorder(states.stages, tf.constant(rows, tf.int32))
+    return dataclasses.replace(states, stages=stages, batch_size=len(rows))
+
+  # ---- what is traced ----------------------------------------------------------------------------
+
+  def _Prefill(
+    self, args: tuple[Any, ...], max_length: int, last_only: bool
+  ) -> tuple[tuple[Any, ...], list[list[Any]]]:
+    self._pipeline.SyncTies()
+    last = self._pipeline.stages[-1]
+    tail = len(last.layers)  # No layer has this number.
+    while last_only and tail and _IsPositionWise(last.layers[tail - 1]):
+      tail -= 1
+
+    def Call(s: emission.Stage, m: int, args: tuple[Any, ...]) -> Any:
+      first_of_tail = tail if s is last else len(s.layers)
+      return self._Functions(s).Prefill(s.variables, args, max_length, first_of_tail)
+
+    outputs, stages = self._Stream(args, Call)
+    if last_only and tail == len(last.layers):
+      with tf.device(last.device):
+        outputs = tf.nest.map_structure(lambda x: None if x is None else x[:, -1:], outputs)
+    return outputs, stages
+
+  def _ExtendStep(
+    self, states: list[list[Any]], args: tuple[Any, ...], time_step: tf.Tensor
+  ) -> tuple[tuple[Any, ...], list[list[Any]]]:
+    def Call(s: emission.Stage, m: int, args: tuple[Any, ...]) -> Any:
+      return self._Functions(s).ExtendStep(s.variables, states[s.index][m], args, time_step)
+
+    return self._Stream(args, Call)
+
+  def _Stream(
+    self,
+    args: tuple[Any, ...],
+    call: Callable[[emission.Stage, int, tuple[Any, ...]], tuple[tuple[Any, ...], list[Any]]],
+  ) -> tuple[tuple[Any, ...], list[list[Any]]]:
+    """Streams micro-batches through the stages.
+
+    Args:
+      args: of the first layer, of the whole batch.
+      call: (stage, micro-batch, its args) -> (what the stage returns, its layers' states).
+
+    Returns:
+      What the last stage returns, of the whole batch; for each stage and micro-batch the states.
+    """
+    stages = self._pipeline.stages
+    taken = {(0, m): x for m, x in enumerate(micro_batch.Split(args, self._num_micro_batches))}
+    num_micro_batches = len(taken)
+    states: list[list[Any]] = [[None] * num_micro_batches for _ in stages]
+    # What ran last on each device: the next action there waits for it.
+    last: dict[str, list[tf.Tensor]] = {}
+    schedule = schedules.GetForBatch(
+      'forward_only', len(stages), num_micro_batches, self._pipeline.num_devices
+    )
+    for action in schedule.EmissionOrder():
+      k, m = action.stage, action.micro_batch
+      s = stages[k]
+      with failures.Named(s, str(action), m), tf.name_scope(f'action_{action}'):
+        with tf.device(s.device), tf.control_dependencies(last.get(s.device, [])):
+          taken[k + 1, m], states[k][m] = call(s, m, taken[k, m])
+      made = [x for x in tf.nest.flatten((taken[k + 1, m], states[k][m])) if x is not None]
+      last[s.device] = made[-1:]
+    with tf.device(stages[-1].device):
+      outputs = micro_batch.Merge([taken[len(stages), m] for m in range(num_micro_batches)])
+    return outputs, states
+
+  def _Reorder(self, states: list[list[Any]], indices: tf.Tensor) -> list[list[Any]]:
+    pieces = micro_batch.Split(indices, self._num_micro_batches)
+    reordered = []
+    for s, of_micro_batches in zip(self._pipeline.stages, states, strict=True):
+      with tf.device(s.device):
+        # A stage has its micro-batches on one device, so a row may move from one to another.
+        whole = micro_batch.Merge(of_micro_batches)
+        reordered.append(
+          [tf.nest.map_structure(lambda x, p=p: tf.gather(x, p), whole) for p in pieces]
+        )
+    return reordered
+
+  def _Functions(self, s: emission.Stage) -> DecodingFunctions:
+    if s.structure not in self._functions:
+      self._functions[s.structure] = DecodingFunctions(s.layers, xla=self._xla)
+    return self._functions[s.structure]
+
+
+def _Alone(outputs: tuple[Any, ...]) -> Any:
+  return outputs[0] if len(outputs) == 1 else outputs
+
+
+def _IsPositionWise(layer: base_layer.BaseLayer) -> bool:
+  return all(below.is_position_wise for below in layer.Descendants())
