@@ -70,14 +70,14 @@ def _Decode(stack, ids, prompt=_PROMPT, max_length=_MAX, **options):
 
 
 def _CheckDevices(stack, states):
-  """Every tensor of the states is on the device of its stage."""
+  """Every tensor of the states lies on the device of its stage."""
   for s, of_micro_batches in zip(stack.engine.stages, states.stages, strict=True):
     for leaf in tf.nest.flatten(of_micro_batches):
-      assert leaf.device == s.device
+      assert leaf.backing_device.endswith(s.device)
 
 
 @pytest.mark.parametrize(
-  ('num_stages', 'num_micro_batches'), [(1, 1), (1, 3), (2, 2), (4, 1), (4, 3)]
+  ('num_stages', 'num_micro_batches'), [(1, 1), (2, 2), (4, 3)]
 )
 def testEqualsTheLayersOnTheWholeSequence(num_stages, num_micro_batches):
   """7 examples into 3 micro-batches are 3, 2 and 2; each structure is traced once for each size."""
@@ -128,13 +128,13 @@ def testTheLastPositionAlone():
 
   def Flops(last_only):
     prefill = stack.decoder._prefill
-    graph = prefill.get_concrete_function((ids,), max_length=_MAX, last_only=last_only)
+    graph = prefill.get_concrete_function((ids[:, :_PROMPT],), _MAX, last_only)
     return graph_cost.CountFlops(graph).flops
 
   saved = Flops(False) - Flops(True)
-  assert saved >= 2 * _DIM * _VOCAB * _BATCH * (_TIME - 1)
+  assert saved >= 2 * _DIM * _VOCAB * _BATCH * (_PROMPT - 1)
   # Where the last layer mixes positions, the outputs are cut, None among them.
-  stack = _Stack(2, 2, _Layers(2)[:4])
+  stack, ids = _Stack(1, 1, _Layers(1)[:3]), _Ids(2)
   (x, paddings), _ = stack.Prefill(ids, max_length=_MAX)
   (last, none), _ = stack.Prefill(ids, max_length=_MAX, last_only=True)
   assert paddings is None and none is None
@@ -159,7 +159,8 @@ def testReorderedStatesGoOnAsTheirRows():
 
 def testAStepCostsOnePositionOfFProp():
   """Products of a step times the positions are those of the whole sequence: none is repeated."""
-  stack, ids = _Shared(), _Ids(_BATCH, _MAX)
+  stack, batch = _Shared(), 2
+  ids = _Ids(batch, _MAX)
 
   def Flops(function, *args, **kwargs):
     return graph_cost.CountFlops(function.get_concrete_function(*args, **kwargs)).flops
@@ -168,7 +169,7 @@ def testAStepCostsOnePositionOfFProp():
   step = Flops(stack.decoder._extend_step, states.stages, (ids[:, :1],), tf.constant(1))
   whole = Flops(stack.decoder._prefill, (ids,), max_length=_MAX, last_only=False)
   # Beside the products there is the writing into the caches.
-  written = 3 * 2 * _MAX * _DIM * _BATCH
+  written = 3 * 2 * _MAX * _DIM * batch
   assert 0.9 * whole <= _MAX * step <= 1.1 * whole + 2 * _MAX * written
   # It does not grow with the position, for it is one function, and with the room only by attention.
   _, longer = stack.Prefill(ids[:, :1], max_length=2 * _MAX)
@@ -179,23 +180,21 @@ def testAStepCostsOnePositionOfFProp():
 def testWeightsAreReadAtEachCallAndTiesKept():
   sub = _Layers(2)
   sub[-1] = embedding.SharedSoftmaxLayer.Params().Set(input_dim=_DIM, num_classes=_VOCAB)
-  stack = _Stack(2, 2, sub, ties=[['layers[5].emb', 'layers[0].emb']])
-  before, _ = _Decode(stack, _Ids())
+  stack, ids = _Stack(2, 2, sub, ties=[['layers[5].emb', 'layers[0].emb']]), _Ids(4)
+  before, _ = _Decode(stack, ids)
   for v in stack.trainable_variables:
     v.assign_add(tf.random.stateless_normal(v.shape, [1, 2], dtype=v.dtype))
-  after, _ = _Decode(stack, _Ids())
+  after, _ = _Decode(stack, ids)
   assert not np.allclose(before, after)
-  np.testing.assert_allclose(after, stack.Predict(_Ids()), rtol=0, atol=1e-11)
+  np.testing.assert_allclose(after, stack.Predict(ids), rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize('fprop_dtype', [None, tf.bfloat16], ids=str)
-def testXla(fprop_dtype):
-  options = {'dtype': tf.float32, 'fprop_dtype': fprop_dtype}
-  logits, states = _Decode(_Stack(2, 2, _Layers(2), xla=True, **options), _Ids())
-  expected = _Stack(2, 2, _Layers(2), **options).Predict(_Ids())
-  assert {x.dtype for x in tf.nest.flatten(states.stages)} == {fprop_dtype or tf.float32}
-  logits, expected = (tf.cast(x, tf.float32) for x in (logits, expected))
-  np.testing.assert_allclose(logits, expected, atol=0.1 if fprop_dtype else 1e-5)
+def testXla():
+  ids = _Ids(4)
+  logits, states = _Decode(_Stack(2, 2, _Layers(1), xla=True, dtype=tf.float32), ids)
+  layer, theta = pipeline_training.PlainLayers(_Layers(1), dtype=tf.float32)
+  np.testing.assert_allclose(logits, layer.FProp(theta(), ids), atol=1e-5)
+  assert {x.dtype for x in tf.nest.flatten(states.stages)} == {tf.float32}
 
 
 class _CountsPositions(base_layer.BaseLayer):
