@@ -34,7 +34,9 @@ def SamplingParams() -> hyperparams.Params:
 def CheckParams(params: hyperparams.Params) -> None:
   """ValueError where `SamplingParams` have values that mean nothing."""
   if not 0 <= params.temperature < float('inf'):
-    raise ValueError(f'sampling: temperature must be 0 or a positive number, got {params.temperature!r}')
+    raise ValueError(
+      f'sampling: temperature must be 0 or a positive number, got {params.temperature!r}'
+    )
   for name, end in (('top_k', 2**31), ('seed', 2**64)):
     value = params.Get(name)
     if not isinstance(value, int) or not 0 <= value < end:

@@ -181,7 +181,7 @@ def testNothingToAdd():
     (None, {'lengths': [0, 2, 3, 4, 4]}, {}, 'a length from 1 to 4'),
     (None, {'examples': [0, 1, 2, 3, -1]}, {}, 'a number from 0 for each of 5 examples'),
     (None, {}, {'temperature': -0.1}, 'temperature must be 0 or a positive number, got -0.1'),
-    (None, {}, {'temperature': float('nan')}, 'temperature must be 0 or a positive number, got nan'),
+    (None, {}, {'temperature': float('nan')}, 'must be 0 or a positive number, got nan'),
     (None, {}, {'top_k': -1}, 'top_k must be an integer from 0 to .*, got -1'),
     (None, {}, {'seed': 2**64}, 'seed must be an integer from 0 to'),
   ],

@@ -326,7 +326,7 @@ class PipeliningLayer(base_layer.BaseLayer):
       )
     return self._decoder
 
-  def Prefill(
+  def Prefill(  # type: ignore[override]
     self, *args: Any, max_length: int, last_only: bool = False
   ) -> tuple[Any, decoding.PipelineStates]:
     """Runs the first positions, a prompt, in evaluation mode, straight from the variables.
@@ -345,7 +345,7 @@ class PipeliningLayer(base_layer.BaseLayer):
     """
     return self.decoder.Prefill(self._Checked(args), max_length, last_only)
 
-  def ExtendStep(
+  def ExtendStep(  # type: ignore[override]
     self, states: decoding.PipelineStates, *args: Any, time_step: Any
   ) -> tuple[Any, decoding.PipelineStates]:
     """Runs one more position.
@@ -363,9 +363,7 @@ class PipeliningLayer(base_layer.BaseLayer):
     """
     return self.decoder.ExtendStep(states, _AsTensors(args), time_step)
 
-  def ReorderStates(
-    self, states: decoding.PipelineStates, indices: Any
-  ) -> decoding.PipelineStates:
+  def ReorderStates(self, states: decoding.PipelineStates, indices: Any) -> decoding.PipelineStates:
     """Takes rows of the states, as of the hypotheses that a beam search goes on with.
 
     Args:

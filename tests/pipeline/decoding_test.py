@@ -76,9 +76,7 @@ def _CheckDevices(stack, states):
       assert leaf.backing_device.endswith(s.device)
 
 
-@pytest.mark.parametrize(
-  ('num_stages', 'num_micro_batches'), [(1, 1), (2, 2), (4, 3)]
-)
+@pytest.mark.parametrize(('num_stages', 'num_micro_batches'), [(1, 1), (2, 2), (4, 3)])
 def testEqualsTheLayersOnTheWholeSequence(num_stages, num_micro_batches):
   """7 examples into 3 micro-batches are 3, 2 and 2; each structure is traced once for each size."""
   stack = _Stack(num_stages, num_micro_batches)
