@@ -1,31 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The evaluator: `evaluator --model=KEY --logdir=DIR --split=Test [--once]`."""
+"""The evaluator: `evaluator --model=KEY --logdir=DIR --split=Test [--job=decode] [--once]`."""
 
 from __future__ import annotations
 
 from absl import flags
 
-from lingvo_gpipe import binary, programs, runner
+from lingvo_gpipe import binary, programs, runner, stop_request
 from lingvo_gpipe import model as model_lib
 
 FLAGS = flags.FLAGS
 
 
 def _Evaluate() -> int:
-  stop = programs.StopRequest()
+  stop = stop_request.StopRequest()
   stop.Install()
   params = binary.ModelParams(FLAGS.split)
   logdir = binary.LogDir()
   num_devices = runner.NumDevices(model_lib.SingleTaskModel(params).task)
   devices = binary.Devices(num_devices)
-  return programs.EvalProgram(params, logdir, devices, FLAGS.split, stop).Run(FLAGS.once)
+  program = programs.EvalProgram(params, logdir, devices, FLAGS.split, stop, job=FLAGS.job)
+  return program.Run(FLAGS.once)
 
 
 def Run() -> None:
   """Entry point of the installed program."""
   binary.DefineFlags()
+  flags.DEFINE_enum(
+    'job', 'eval', list(programs.JOBS), 'eval: metrics. decode: write what the model makes of it.'
+  )
   flags.DEFINE_string('split', 'Test', 'The data set: Train, Dev or Test.')
-  flags.DEFINE_bool('once', False, 'Evaluate the last checkpoint and leave.')
+  flags.DEFINE_bool('once', False, 'Take the last checkpoint and leave.')
   binary.Run(_Evaluate, __doc__ or '')
 
 

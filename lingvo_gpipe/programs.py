@@ -1,23 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the binaries run: the training loop and the evaluations, over one log directory.
+"""What the binaries run: training, and what follows its checkpoints, over one log directory.
 
 <logdir>/params.txt            the model's Params as text
 <logdir>/model_analysis.txt    every weight, and the stage table
 <logdir>/assets/               files that the input needs, such as its vocabulary
 <logdir>/train/                checkpoints and TensorBoard events of training
 <logdir>/eval_<dataset>/       TensorBoard events and score-<step>.txt of evaluations
+<logdir>/decode_<dataset>/     the same, and decode-<step>.jsonl, of decoding
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
-import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -27,11 +25,14 @@ from lingvo_gpipe import (
   assets,
   checkpointer,
   cluster,
+  decoding,
+  evaluation,
   hyperparams,
   inspection,
   nested_map,
   progress,
   runner,
+  stop_request,
   summaries,
 )
 from lingvo_gpipe import model as model_lib
@@ -42,47 +43,15 @@ _STATISTICS = ('learning_rate', 'grad_norm', 'grad_scale', 'is_finite', 'loss_we
 
 InputParams = Callable[[str], hyperparams.InstantiableParams]
 
+# What the evaluator can do with a checkpoint.
+JOBS: dict[str, type[evaluation.DatasetPass]] = {
+  'eval': evaluation.Evaluation,
+  'decode': decoding.Decoding,
+}
+
 
 class _NotFinite(Exception):
   """A step was not finite; its text says why."""
-
-
-class StopRequest:
-  """Set by SIGTERM or Ctrl-C: the loop finishes its step, saves and leaves. Twice: at once."""
-
-  def __init__(self) -> None:
-    self.signal: int | None = None
-
-  def Install(self) -> None:
-    """Takes over SIGTERM and SIGINT for the rest of the process."""
-    # Python runs its handlers only between two steps of the main thread, and a step (or the
-    # compilation in the first one) may take minutes. The wake-up file is written at once, and a
-    # thread of our own reads it meanwhile.
-    wake_up, written = os.pipe()
-    os.set_blocking(written, False)
-    signal.set_wakeup_fd(written, warn_on_full_buffer=False)
-    for number in (signal.SIGTERM, signal.SIGINT):
-      signal.signal(number, lambda number, frame: None)
-    threading.Thread(target=self._Watch, args=(wake_up,), name='signals', daemon=True).start()
-
-  def _Watch(self, wake_up: int) -> None:
-    while received := os.read(wake_up, 1):
-      number = received[0]
-      if number not in (signal.SIGTERM, signal.SIGINT):
-        continue
-      if self.signal is not None:
-        os._exit(128 + number)
-      self.signal = number
-
-  @property
-  def name(self) -> str:
-    """SIGTERM or SIGINT; '' before one came."""
-    return '' if self.signal is None else signal.Signals(self.signal).name
-
-  @property
-  def exit_status(self) -> int:
-    """0, or what a shell reports of a process that the signal ended."""
-    return 0 if self.signal is None else 128 + self.signal
 
 
 class TrainProgram:
@@ -94,7 +63,7 @@ class TrainProgram:
     logdir: str,
     devices: cluster.Cluster,
     input_params: InputParams,
-    stop: StopRequest,
+    stop: stop_request.StopRequest,
     *,
     check_numerics: bool = False,
   ) -> None:
@@ -142,7 +111,7 @@ class TrainProgram:
     )
     # Made now, for a mistake in their Params to show before the training and not after it.
     self._evaluations = [
-      Evaluation(self._runner, input_params(name), name, logdir, stop)
+      evaluation.Evaluation(self._runner, input_params(name), name, logdir, stop)
       for name in train.eval_datasets
     ]
 
@@ -160,9 +129,9 @@ class TrainProgram:
     except _NotFinite as e:
       print(e, file=sys.stderr)
       return 1
-    for evaluation in self._evaluations:
-      if self._stop.signal is None and evaluation.Run(int(self._runner.global_step)) is not None:
-        evaluation.PrintSample()
+    for one in self._evaluations:
+      if self._stop.signal is None and one.Run(int(self._runner.global_step)) is not None:
+        one.PrintSample()
     return self._stop.exit_status
 
   def _Restore(self) -> int:
@@ -294,71 +263,8 @@ def MeasuredCut(saved: checkpointer.Checkpointer, task: task_lib.BaseTask) -> li
   return cut
 
 
-class Evaluation:
-  """Evaluates a runner's present weights on one data set."""
-
-  def __init__(
-    self,
-    task_runner: runner.TaskRunner,
-    input_params: hyperparams.InstantiableParams,
-    name: str,
-    logdir: str,
-    stop: StopRequest,
-  ) -> None:
-    """Every example of the data set counts once, in order.
-
-    Args:
-      task_runner: holds the weights.
-      input_params: Params of the data set's input.
-      name: the data set's name.
-      logdir: the run's log directory.
-      stop: asked after each batch.
-    """
-    self._runner = task_runner
-    self._stop = stop
-    self._input = input_params.Copy().Set(shuffle=False, num_epochs=1).Instantiate()
-    self._name = name
-    self._dir = os.path.join(logdir, f'eval_{name.lower()}')
-
-  def Run(self, step: int) -> dict[str, float] | None:
-    """Evaluates, prints one line, writes summaries and a score file.
-
-    Returns:
-      The metrics; None, and nothing is written, where asked to stop before the end.
-    """
-    metrics = self._runner.Evaluate(self._Batches())
-    if self._stop.signal is not None:
-      print(f'{self._name} at step {step}: stopped by {self._stop.name}, no result', flush=True)
-      return None
-    values = {name: value for name, (value, _) in metrics.items()}
-    shown = '  '.join(f'{name} {value:.4f}' for name, value in values.items())
-    print(f'{self._name} at step {step}: {shown}', flush=True)
-    report = self._runner.task.Report(values, self._input)
-    if report:
-      print(f'{self._name} at step {step}: {report}', flush=True)
-    with summaries.SummaryWriter(self._dir) as writer:
-      writer.Scalars(step, values)
-    with tf.io.gfile.GFile(os.path.join(self._dir, f'score-{step:08d}.txt'), 'w') as f:
-      f.write(''.join(f'{name}: {value:.8g}\n' for name, value in sorted(values.items())))
-    return values
-
-  def PrintSample(self) -> None:
-    """Prints what the task decodes of the first batch, if it decodes anything."""
-    batch = next(iter(self._Batches()), None)
-    decoded = {} if batch is None else self._runner.task.Decode(batch)
-    for name, text in decoded.items():
-      print(f'--- {name}\n{_Printable(str(text))}', flush=True)
-
-  def _Batches(self) -> Iterator[nested_map.NestedMap]:
-    limit = self._runner.task.params.eval.samples_per_summary
-    batches = iter(self._input.Dataset())
-    if limit:
-      batches = itertools.islice(batches, -(-limit // self._input.params.batch_size))
-    return itertools.takewhile(lambda _: self._stop.signal is None, batches)
-
-
 class EvalProgram:
-  """Evaluates the checkpoints of a log directory on one data set."""
+  """Evaluates, or decodes, the checkpoints of a log directory on one data set."""
 
   def __init__(
     self,
@@ -366,7 +272,9 @@ class EvalProgram:
     logdir: str,
     devices: cluster.Cluster,
     dataset: str,
-    stop: StopRequest,
+    stop: stop_request.StopRequest,
+    *,
+    job: str = 'eval',
   ) -> None:
     """Makes the weights on their devices.
 
@@ -376,6 +284,10 @@ class EvalProgram:
       devices: the devices to use.
       dataset: the data set's name.
       stop: asked between checkpoints.
+      job: one of `JOBS`.
+
+    Raises:
+      ValueError: the task cannot do the job.
     """
     model = model_lib.SingleTaskModel(params)
     self._max_steps = model.task.params.train.max_steps
@@ -387,11 +299,11 @@ class EvalProgram:
       with_learner=False,
       splits=MeasuredCut(self._checkpointer, model.task),
     )
-    self._evaluation = Evaluation(self._runner, params.input, dataset, logdir, stop)
+    self._job = JOBS[job](self._runner, params.input, dataset, logdir, stop)
     self._stop = stop
 
   def Run(self, once: bool) -> int:
-    """Evaluates the last checkpoint, and unless `once` each new one until training has ended.
+    """Does the job for the last checkpoint, and unless `once` each new one until training ends.
 
     Returns the exit status.
 
@@ -407,12 +319,12 @@ class EvalProgram:
         restored = self._checkpointer.RestoreLatest(self._runner.Variables(), allow_extra=True)
         self._runner.AfterRestore()
         done = found.step if restored is None else restored[0].step
-        self._evaluation.Run(done)
+        self._job.Run(done)
         pause = 1.0
       elif once and found is None:
         raise ValueError(
-          f'there is no checkpoint in {self._checkpointer.directory} to evaluate: train first, or '
-          'leave out --once to wait for one'
+          f'there is no checkpoint in {self._checkpointer.directory}: train first, or leave out '
+          '--once to wait for one'
         )
       if once or done >= self._max_steps:
         break
@@ -421,15 +333,10 @@ class EvalProgram:
     return self._stop.exit_status
 
 
-def _Wait(seconds: float, stop: StopRequest) -> None:
+def _Wait(seconds: float, stop: stop_request.StopRequest) -> None:
   end = time.monotonic() + seconds
   while stop.signal is None and time.monotonic() < end:
     time.sleep(0.1)
-
-
-def _Printable(text: str) -> str:
-  """The text without control characters: a sample must not steer the terminal."""
-  return ''.join(c if c.isprintable() or c in '\n\t' else '\ufffd' for c in text)
 
 
 def _Metrics(values: Mapping[str, float]) -> dict[str, float]:

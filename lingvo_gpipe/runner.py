@@ -227,6 +227,11 @@ class TaskRunner:
       )
     return total.Result()
 
+  def Decode(self, batch: nested_map.NestedMap) -> dict[str, Any]:
+    """What the task decodes of a batch: {name: an entry for each row}."""
+    self._CheckBatch(batch)
+    return self.task.Decode(batch)
+
   def _MicroBatches(self, batch: nested_map.NestedMap) -> tuple[list[Any], list[Any]]:
     pipeline = self.task.pipeline
     if pipeline is None:

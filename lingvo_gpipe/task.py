@@ -21,6 +21,7 @@ _LEAST = {
   'train.save_keep_checkpoint_every_n_hours': 0,
   'train.summary_interval_steps': 1,
   'eval.samples_per_summary': 0,
+  'eval.decoder_samples_per_summary': 0,
 }
 
 
@@ -44,6 +45,7 @@ def EvalParams() -> hyperparams.Params:
   """Params of evaluating a task: `task.eval`."""
   p = hyperparams.Params()
   p.Define('samples_per_summary', 0, 'Examples of an evaluation; 0: the whole data set.')
+  p.Define('decoder_samples_per_summary', 0, 'Examples to decode; 0: the whole data set.')
   return p
 
 
@@ -140,6 +142,30 @@ class BaseTask(base_layer.BaseLayer):
     return ''
 
   def Decode(self, input_batch: nested_map.NestedMap) -> dict[str, Any]:
-    """Predictions in a form for people; {} where a task has none."""
+    """What the model makes of each example, beside what it was to make: texts, for the most part.
+
+    The decoder job writes a line for each example; after training, that of the first one is shown.
+
+    Args:
+      input_batch: a batch of eager tensors, or one row of one.
+
+    Returns:
+      {name: a list or array with one entry for each row}; {} where a task decodes nothing. An entry
+      is a text, a number, or a list or array of these. Names for a translation are source,
+      hypothesis, reference, source_language, target_language and score.
+    """
     del input_batch
+    return {}
+
+  def DecodeFinalize(self, decoded: dict[str, list[Any]]) -> dict[str, float | str]:
+    """Metrics of all that was decoded of a data set.
+
+    Args:
+      decoded: {name: the entries that `Decode` returned}, of every example but padded rows, in data
+        order; there is at least one.
+
+    Returns:
+      {name: a number, or a text for the score file}.
+    """
+    del decoded
     return {}

@@ -8,7 +8,7 @@ from typing import Any
 
 from absl import flags
 
-from lingvo_gpipe import binary, inspection, programs, registry, runner
+from lingvo_gpipe import binary, inspection, programs, registry, runner, stop_request
 from lingvo_gpipe import model as model_lib
 
 FLAGS = flags.FLAGS
@@ -45,7 +45,7 @@ def _InspectPartition() -> int:
 
 
 def _Train() -> int:
-  stop = programs.StopRequest()
+  stop = stop_request.StopRequest()
   stop.Install()
   params = binary.ModelParams('Train')
   logdir = binary.LogDir()

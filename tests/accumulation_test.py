@@ -16,6 +16,7 @@ from lingvo_gpipe import (
   programs,
   registry,
   runner,
+  stop_request,
   task,
 )
 from lingvo_gpipe.layers import batch_norm, dropout, linear
@@ -209,7 +210,7 @@ def testTheProgramCountsTheDataOfWholeUpdates(tmp_path, capsys):
     str(tmp_path),
     cluster.Cluster.Create(2, platform='cpu'),
     lambda name: params.input,
-    programs.StopRequest(),
+    stop_request.StopRequest(),
   )
   assert program.Run() == 0
   out = capsys.readouterr().out

@@ -18,7 +18,8 @@ OWN_LOOP = ROOT / 'docs' / 'own_loop.md'
 LINGVO_USERS = ROOT / 'docs' / 'lingvo_users.md'
 ARCHITECTURE = ROOT / 'docs' / 'architecture.md'
 KERAS = ROOT / 'docs' / 'keras.md'
-DOCS = [README, OWN_LOOP, LINGVO_USERS, ARCHITECTURE, KERAS]
+DECODING = ROOT / 'docs' / 'decoding.md'
+DOCS = [README, OWN_LOOP, LINGVO_USERS, ARCHITECTURE, KERAS, DECODING]
 MAX_LINES = {README: 160, ARCHITECTURE: 160}
 
 TIMEOUT = 150
@@ -33,7 +34,7 @@ _FILE = re.compile(r'`((?:[\w.-]+/)+[\w.-]+\.(?:py|md|toml))`')
 _FLAG = re.compile(r'(?<![\w-])--([a-z][a-z_]+)')
 _CODE = re.compile(r'`([^`\n]+)`|^    (.*)$', re.MULTILINE)
 # Flags of Lingvo's that are mentioned and do not exist here.
-_LINGVO_FLAGS = {'cluster_spec', 'job', 'run_locally', 'worker_split_size'}
+_LINGVO_FLAGS = {'cluster_spec', 'run_locally', 'worker_split_size'}
 
 cases = pytest.mark.parametrize
 

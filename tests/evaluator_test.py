@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The evaluator as a process: one checkpoint, or each new one until training has ended."""
 
+import json
+import os
 import re
 import signal
+import statistics
 import sys
 
 import pytest
 
+from lingvo_gpipe import registry
 from tests import processes
 
 END = 20
@@ -70,6 +74,30 @@ def testOnceEvaluatesTheLastCheckpointOnASplit(followed):
   assert step == END and abs(loss - float(scores['loss'])) < 1e-5
   # It only reads what the trainer wrote.
   processes.AssertSameTensors(processes.Tensors(logdir, END), before)
+
+
+def testDecodeWritesHypothesesBesideReferences(followed):
+  logdir, _, _ = followed
+  more = '--model_params_override=task.eval.decoder_samples_per_summary:6'
+  args = _Args(logdir, '--job=decode', '--once', '--split=Dev', more)
+  done = processes.Succeeded(processes.Run('evaluator', *args))
+  path = logdir / 'decode_dev' / f'decode-{END:08d}.jsonl'
+  assert f'Dev at step {END}: 6 examples in {path}  matched_prefix_length ' in done.stdout
+  lines = [json.loads(line) for line in path.read_text(encoding='utf-8').splitlines()]
+  assert [sorted(line) for line in lines] == [['continuation', 'prompt', 'reference']] * 6
+  # Windows of 16 bytes in the order of the text, half prompt; the first byte is context.
+  params = registry.GetParams(processes.MODEL, 'Dev').input.Set(max_bytes=20000)
+  text = params.Instantiate().Text()[: 6 * 16].tobytes().decode('ascii')
+  assert ''.join(line['prompt'][1:] + line['reference'] for line in lines) == text
+  assert all(line['continuation'] for line in lines)
+  score = (logdir / 'decode_dev' / f'score-{END:08d}.txt').read_text()
+  scores = {name: float(value) for name, value in (s.split(': ') for s in score.splitlines())}
+  assert scores['num_examples'] == 6
+  pairs = [(line['continuation'], line['reference']) for line in lines]
+  mean = statistics.fmean(len(os.path.commonprefix(pair)) for pair in pairs)
+  assert scores['matched_prefix_length'] == pytest.approx(mean)
+  ((step, value),) = processes.Scalars(logdir / 'decode_dev')['matched_prefix_length']
+  assert step == END and value == pytest.approx(mean)
 
 
 def testSignalEndsTheWaiting(followed):

@@ -9,7 +9,16 @@ import types
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe import checkpointer, cluster, nested_map, params_text, programs, registry
+from lingvo_gpipe import (
+  checkpointer,
+  cluster,
+  evaluation,
+  nested_map,
+  params_text,
+  programs,
+  registry,
+  stop_request,
+)
 from lingvo_gpipe import task as task_lib
 from lingvo_gpipe.pipeline import layer_profile
 from tests import processes
@@ -28,7 +37,7 @@ def _Program(logdir, params, stop=None, input_params=None, **options):
     str(logdir),
     cluster.Cluster.Create(2, platform='cpu'),
     input_params or (lambda name: _ModelParams(name).input),
-    stop or programs.StopRequest(),
+    stop or stop_request.StopRequest(),
     **options,
   )
 
@@ -75,7 +84,7 @@ def testAMeasuredCutStaysWithItsRun(tmp_path, monkeypatch):
   params = _ModelParams(more=by_time)
   assert _Program(tmp_path, params)._runner.plan.ends == first.ends
   evaluation = programs.EvalProgram(
-    params, str(tmp_path), cluster.Cluster.Create(2, platform='cpu'), 'Test', programs.StopRequest()
+    params, str(tmp_path), cluster.Cluster.Create(2, platform='cpu'), 'Test', stop_request.StopRequest()
   )
   assert evaluation._runner.plan.ends == first.ends
   # Another pipeline than the checkpoint's is measured anew.
@@ -110,7 +119,7 @@ def testTheEndOfTheDataEndsTheRunAndSaves(tmp_path, capsys):
 def testSignalInTheLastStepLeavesWithoutEvaluation(tmp_path, capsys, monkeypatch):
   params = _ModelParams(more='task.train.max_steps:1')
   params.task.train.eval_datasets = ['Test']
-  stop = programs.StopRequest()
+  stop = stop_request.StopRequest()
   program = _Program(tmp_path, params, stop)
   save = checkpointer.Checkpointer.Save
 
@@ -140,7 +149,7 @@ class _Numbers:
     self.params = params
 
   def Dataset(self):
-    return tf.data.Dataset.range(10).map(lambda i: nested_map.NestedMap(i=i))
+    return tf.data.Dataset.range(10).batch(1).map(lambda i: nested_map.NestedMap(i=i))
 
 
 class _Runner:
@@ -157,7 +166,7 @@ class _Runner:
 
   def Evaluate(self, batches):
     for batch in batches:
-      self.seen.append(int(batch.i))
+      self.seen.append(int(batch.i[0]))
       if self.seen[-1] == self._at:
         self._stop.signal = signal.SIGINT
     return {'loss': (1.5, len(self.seen))}
@@ -166,8 +175,8 @@ class _Runner:
 @pytest.mark.parametrize('limit, count', [(0, 10), (3, 3)])
 def testEvaluatesTheWholeDataSetOrItsBeginning(tmp_path, limit, count):
   runner = _Runner(limit=limit)
-  evaluation = programs.Evaluation(
-    runner, _Numbers.Params(), 'Dev', str(tmp_path), programs.StopRequest()
+  evaluation = evaluation.Evaluation(
+    runner, _Numbers.Params(), 'Dev', str(tmp_path), stop_request.StopRequest()
   )
   assert evaluation.Run(7) == {'loss': 1.5}
   assert runner.seen == list(range(count))
@@ -175,9 +184,9 @@ def testEvaluatesTheWholeDataSetOrItsBeginning(tmp_path, limit, count):
 
 
 def testSignalEndsAnEvaluationBetweenBatches(tmp_path, capsys):
-  stop = programs.StopRequest()
+  stop = stop_request.StopRequest()
   runner = _Runner(stop, at=3)
-  evaluation = programs.Evaluation(runner, _Numbers.Params(), 'Test', str(tmp_path), stop)
+  evaluation = evaluation.Evaluation(runner, _Numbers.Params(), 'Test', str(tmp_path), stop)
   assert evaluation.Run(7) is None
   assert runner.seen == [0, 1, 2, 3]
   assert capsys.readouterr().out == 'Test at step 7: stopped by SIGINT, no result\n'
@@ -185,9 +194,9 @@ def testSignalEndsAnEvaluationBetweenBatches(tmp_path, capsys):
 
 
 def testSampleDoesNotSteerTheTerminal(tmp_path, capsys):
-  runner = _Runner(decoded={'continuation': 'a\x1b[2Jb\x07\n\tc\x00é\r\ufffd'})
-  programs.Evaluation(
-    runner, _Numbers.Params(), 'Test', str(tmp_path), programs.StopRequest()
+  runner = _Runner(decoded={'continuation': ['a\x1b[2Jb\x07\n\tc\x00é\r\ufffd']})
+  evaluation.Evaluation(
+    runner, _Numbers.Params(), 'Test', str(tmp_path), stop_request.StopRequest()
   ).PrintSample()
   shown = capsys.readouterr().out
   assert shown == '--- continuation\na\ufffd[2Jb\ufffd\n\tc\ufffdé\ufffd\ufffd\n'
@@ -199,7 +208,7 @@ def testEvaluatorTakesTheNewerCheckpointWhereItsOneIsRemoved(tmp_path, monkeypat
   params.task.train.max_steps = 2
   program = programs.EvalProgram(
     _ModelParams('Test'), str(tmp_path), cluster.Cluster.Create(2, platform='cpu'), 'Test',
-    programs.StopRequest(),
+    stop_request.StopRequest(),
   )  # fmt: skip
   latest = checkpointer.Checkpointer.Latest
 

@@ -57,6 +57,7 @@ class ByteTransformer(registry.SingleTaskModelParams):
       summary_interval_steps=10,
       eval_datasets=['Test'],
     )
+    p.eval.decoder_samples_per_summary = 64
     p.train.learner.Set(
       learning_rate=2e-3,
       optimizer=optimizer.Adam.Params().Set(beta_2=0.98),

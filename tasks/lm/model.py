@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 import numpy as np
@@ -175,15 +176,23 @@ class ByteTransformerLm(TransformerLm):
     )
 
   def Decode(self, input_batch: nested_map.NestedMap) -> dict[str, Any]:
-    """Continues the first half of the first example: {'prompt', 'continuation'}, text.
+    """Continues the first half of each window: {'prompt', 'continuation', 'reference'}, texts."""
+    ids, labels = np.asarray(input_batch.ids), np.asarray(input_batch.labels)
+    half = -(-ids.shape[1] // 2)
+    # What follows the prompt: the label of its last id, and all later ones.
+    rest, is_text = labels[:, half - 1 :], np.asarray(input_batch.weights)[:, half - 1 :] > 0
+    made = self.Generate(ids[:, :half], rest.shape[1])
+    return {
+      'prompt': [_Text(row) for row in ids[:, :half]],
+      'continuation': [_Text(row) for row in made],
+      'reference': [_Text(row[here]) for row, here in zip(rest, is_text, strict=True)],
+    }
 
-    The continuation ends where the example does: the model was trained on no later position.
-    """
-    ids = np.asarray(input_batch.ids)[:1]
-    time = ids.shape[1]
-    prompt = ids[:, : max(1, time // 2)]
-    made = self.Generate(prompt, time - prompt.shape[1])
-    return {'prompt': _Text(prompt[0, -80:]), 'continuation': _Text(made[0])}
+  def DecodeFinalize(self, decoded: dict[str, list[Any]]) -> dict[str, float | str]:
+    """How many characters a continuation and its reference have in common until they part."""
+    pairs = zip(decoded['continuation'], decoded['reference'], strict=True)
+    matched = [len(os.path.commonprefix(pair)) for pair in pairs]
+    return {'matched_prefix_length': float(np.mean(matched))}
 
 
 def _Text(tokens: np.ndarray) -> str:

@@ -235,12 +235,20 @@ def testPromptsOutsideTheVocabularyAreRefused():
 
 
 def testDecodeIsText():
-  decoded = _Run(model.ByteTransformerLm).task.Decode(_Batch(2, 256))
-  assert set(decoded) == {'prompt', 'continuation'}
-  assert all(isinstance(text, str) and text for text in decoded.values())
-  ascii_batch = nested_map.NestedMap(ids=tf.constant([list(b'def f()')], tf.int32))
-  decoded = _Run(model.ByteTransformerLm).task.Decode(ascii_batch)
-  assert decoded['prompt'] == 'def'
+  task = _Run(model.ByteTransformerLm).task
+  text = b'.def f(): pass;\0'  # The first character is the context, the last one no text.
+  batch = nested_map.NestedMap(
+    ids=tf.constant([list(text[:-1])] * 2, tf.int32),
+    labels=tf.constant([list(text[1:])] * 2, tf.int32),
+    weights=tf.constant([[1.0] * 14 + [0.0]] * 2),
+  )
+  decoded = task.Decode(batch)
+  assert decoded['prompt'] == ['.def f()'] * 2
+  assert decoded['reference'] == [': pass;'] * 2
+  assert [type(made) for made in decoded['continuation']] == [str] * 2
+  assert task.DecodeFinalize({**decoded, 'continuation': [': p', ': past']}) == {
+    'matched_prefix_length': 4.0
+  }
 
 
 def testNumberOfParameters():

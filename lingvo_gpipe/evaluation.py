@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Evaluating one data set with a runner's present weights: metrics, and a sample for people."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator, Mapping
+
+from lingvo_gpipe import hyperparams, nested_map, runner, stop_request, summaries, whole_file
+
+
+class DatasetPass:
+  """Goes through one data set: every example once, in order. What for, a subclass says."""
+
+  def __init__(
+    self,
+    task_runner: runner.TaskRunner,
+    input_params: hyperparams.InstantiableParams,
+    name: str,
+    logdir: str,
+    stop: stop_request.StopRequest,
+  ) -> None:
+    """Makes the input.
+
+    Args:
+      task_runner: holds the weights.
+      input_params: Params of the data set's input.
+      name: the data set's name.
+      logdir: the run's log directory.
+      stop: asked after each batch.
+    """
+    self._runner = task_runner
+    self._stop = stop
+    self._input = input_params.Copy().Set(shuffle=False, num_epochs=1).Instantiate()
+    self._name = name
+    self._dir = os.path.join(logdir, f'{self._Prefix()}_{name.lower()}')
+
+  def Run(self, step: int) -> dict[str, float] | None:
+    """Goes through the data set, prints one line, writes what was found into its directory.
+
+    Args:
+      step: the step of the weights.
+
+    Returns:
+      The metrics; None, and nothing is written, where asked to stop before the end.
+    """
+    raise NotImplementedError(f'{type(self).__name__} has no Run')
+
+  def _Prefix(self) -> str:
+    """What the directory's name begins with."""
+    raise NotImplementedError(f'{type(self).__name__} has no _Prefix')
+
+  def _Batches(self) -> Iterator[nested_map.NestedMap]:
+    """The batches of the data set, until asked to stop."""
+    return itertools.takewhile(lambda _: self._stop.signal is None, iter(self._input.Dataset()))
+
+  def _IsStopped(self, step: int) -> bool:
+    """Whether asked to stop; says so."""
+    if self._stop.signal is None:
+      return False
+    print(f'{self._name} at step {step}: stopped by {self._stop.name}, no result', flush=True)
+    return True
+
+  def _Write(self, step: int, values: Mapping[str, float | str]) -> dict[str, float]:
+    """Writes summaries and a score file; returns the numbers among the values."""
+    numbers = {name: float(v) for name, v in values.items() if not isinstance(v, str)}
+    with summaries.SummaryWriter(self._dir) as writer:
+      writer.Scalars(step, numbers)
+    texts = {**values, **{name: f'{value:.8g}' for name, value in numbers.items()}}
+    lines = ''.join(f'{name}: {text}\n' for name, text in sorted(texts.items()))
+    whole_file.Write(os.path.join(self._dir, f'score-{step:08d}.txt'), lines)
+    return numbers
+
+
+class Evaluation(DatasetPass):
+  """The metrics of `ComputeLoss`."""
+
+  def Run(self, step: int) -> dict[str, float] | None:
+    """As the parent says."""
+    metrics = self._runner.Evaluate(self._Limited())
+    if self._IsStopped(step):
+      return None
+    values = {name: value for name, (value, _) in metrics.items()}
+    print(f'{self._name} at step {step}: {Shown(values)}', flush=True)
+    report = self._runner.task.Report(values, self._input)
+    if report:
+      print(f'{self._name} at step {step}: {report}', flush=True)
+    return self._Write(step, values)
+
+  def PrintSample(self) -> None:
+    """Prints what the task decodes of the first example, if it decodes anything."""
+    batch = next(self._Batches(), None)
+    if batch is None:
+      return
+    first = batch.Transform(lambda x: x[:1])
+    for name, (value,) in self._runner.task.Decode(first).items():
+      print(f'--- {name}\n{_Printable(str(value))}', flush=True)
+
+  def _Prefix(self) -> str:
+    return 'eval'
+
+  def _Limited(self) -> Iterator[nested_map.NestedMap]:
+    limit = self._runner.task.params.eval.samples_per_summary
+    num_batches = -(-limit // self._input.params.batch_size) if limit else None
+    return itertools.islice(self._Batches(), num_batches)
+
+
+def Shown(values: Mapping[str, float]) -> str:
+  """Metrics in one line; those of a group, such as `bleu/de-en`, are left out."""
+  return '  '.join(f'{name} {value:.4f}' for name, value in values.items() if '/' not in name)
+
+
+def _Printable(text: str) -> str:
+  """The text without control characters: a sample must not steer the terminal."""
+  return ''.join(c if c.isprintable() or c in '\n\t' else '\ufffd' for c in text)

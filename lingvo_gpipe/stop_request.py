@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`StopRequest`: how SIGTERM and Ctrl-C end a program between two steps."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+
+class StopRequest:
+  """Set by SIGTERM or Ctrl-C: the loop finishes its step, saves and leaves. Twice: at once."""
+
+  def __init__(self) -> None:
+    self.signal: int | None = None
+
+  def Install(self) -> None:
+    """Takes over SIGTERM and SIGINT for the rest of the process."""
+    # Python runs its handlers only between two steps of the main thread, and a step (or the
+    # compilation in the first one) may take minutes. The wake-up file is written at once, and a
+    # thread of our own reads it meanwhile.
+    wake_up, written = os.pipe()
+    os.set_blocking(written, False)
+    signal.set_wakeup_fd(written, warn_on_full_buffer=False)
+    for number in (signal.SIGTERM, signal.SIGINT):
+      signal.signal(number, lambda number, frame: None)
+    threading.Thread(target=self._Watch, args=(wake_up,), name='signals', daemon=True).start()
+
+  def _Watch(self, wake_up: int) -> None:
+    while received := os.read(wake_up, 1):
+      number = received[0]
+      if number not in (signal.SIGTERM, signal.SIGINT):
+        continue
+      if self.signal is not None:
+        os._exit(128 + number)
+      self.signal = number
+
+  @property
+  def name(self) -> str:
+    """SIGTERM or SIGINT; '' before one came."""
+    return '' if self.signal is None else signal.Signals(self.signal).name
+
+  @property
+  def exit_status(self) -> int:
+    """0, or what a shell reports of a process that the signal ended."""
+    return 0 if self.signal is None else 128 + self.signal

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writing a file that others see whole or not at all."""
+
+from __future__ import annotations
+
+import secrets
+
+import tensorflow as tf
+
+
+def Write(path: str, text: str) -> None:
+  """Writes a text as UTF-8 under another name and renames it, over an older file of that name.
+
+  Args:
+    path: any path that tf.io.gfile takes; its directory exists.
+    text: half of a surrogate pair, which UTF-8 cannot hold, becomes an escape such as `\\ud800`.
+
+  Raises:
+    OSError: it cannot be written; nothing is left behind then.
+  """
+  temporary = f'{path}.tmp-{secrets.token_hex(4)}'
+  try:
+    try:
+      with tf.io.gfile.GFile(temporary, 'wb') as f:
+        f.write(text.encode('utf-8', errors='backslashreplace'))
+      tf.io.gfile.rename(temporary, path, overwrite=True)
+    except BaseException:
+      if tf.io.gfile.exists(temporary):
+        tf.io.gfile.remove(temporary)
+      raise
+  except tf.errors.OpError as e:
+    raise OSError(f'Cannot write {path!r}: {e.message}') from e

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoding a data set: what is written, in which order, and what a task may return."""
+
+import json
+import math
+import os
+import signal
+import sys
+import types
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_gpipe import decoding, nested_map, stop_request, task, whole_file
+from lingvo_gpipe.input import base_input_generator
+from tests import processes
+
+
+class _Numbers(base_input_generator.BaseInputGenerator):
+  """The numbers 0 ... 4."""
+
+  def NumExamples(self):
+    return 5
+
+  def _Examples(self, indices):
+    return nested_map.NestedMap(number=indices)
+
+
+class _Task(task.BaseTask):
+  """Decodes numbers as they are told to."""
+
+  def __init__(self, params, decode=None, finalize=None):
+    super().__init__(params)
+    self.decode, self.finalize = decode, finalize
+
+  def Decode(self, input_batch):
+    return self.decode(input_batch.number.numpy())
+
+  def DecodeFinalize(self, decoded):
+    return self.finalize(decoded) if self.finalize else {}
+
+
+def _Decoding(logdir, decode, finalize=None, limit=0, stop=None):
+  p = task.BaseTask.Params().Set(name='t', **{'eval.decoder_samples_per_summary': limit})
+  made = _Task(p, decode, finalize)
+  runner = types.SimpleNamespace(task=made, Decode=made.Decode)
+  input_params = _Numbers.Params().Set(batch_size=2)
+  return decoding.Decoding(
+    runner, input_params, 'Dev', str(logdir), stop or stop_request.StopRequest()
+  )
+
+
+def _Lines(logdir, step=7):
+  path = logdir / 'decode_dev' / f'decode-{step:08d}.jsonl'
+  return [json.loads(line) for line in path.read_text(encoding='utf-8').split('\n')[:-1]]
+
+
+def _Texts(numbers):
+  return {'hypothesis': [f'it is {n}' for n in numbers], 'reference': [str(n) for n in numbers]}
+
+
+@pytest.mark.parametrize('limit, count', [(0, 5), (3, 3), (4, 4), (9, 5)])
+def testEveryExampleOnceInOrderAndNoPadding(tmp_path, capsys, limit, count):
+  seen = []
+
+  def Finalize(decoded):
+    seen.append(decoded)
+    return {'right': 0.5, 'right/a-b': 0.25, 'how': 'as ever'}
+
+  values = _Decoding(tmp_path, _Texts, Finalize, limit).Run(7)
+  expected = _Texts(range(count))
+  assert seen == [expected]
+  rows = [{'hypothesis': f'it is {n}', 'reference': str(n)} for n in range(count)]
+  assert _Lines(tmp_path) == rows
+  assert values == {'num_examples': count, 'right': 0.5, 'right/a-b': 0.25}
+  folder = tmp_path / 'decode_dev'
+  score = f'how: as ever\nnum_examples: {count}\nright: 0.5\nright/a-b: 0.25\n'
+  assert (folder / 'score-00000007.txt').read_text() == score
+  assert processes.Scalars(folder)['right/a-b'] == [(7, np.float32(0.25))]
+  shown = f'Dev at step 7: {count} examples in {folder}/decode-00000007.jsonl  right 0.5000\n'
+  assert capsys.readouterr().out == shown
+  assert not [name for name in os.listdir(folder) if '.tmp' in name]
+
+
+def testWhatALineMayHold(tmp_path):
+  def Decode(numbers):
+    size = len(numbers)
+    return {
+      'text': ['é\u2028"\n\ud800'] * size,
+      'score': np.array([-math.inf, 0.5][:size]),
+      'ids': tf.constant([[1, 2]] * size),
+      'ragged': [np.array([3]), [4.5, math.nan]][:size],
+      'flag': [np.bool_(True)] * size,
+      'none': [None] * size,
+    }
+
+  _Decoding(tmp_path, Decode, limit=2).Run(7)
+  common = {'text': 'é\u2028"\n\ud800', 'ids': [1, 2], 'flag': True, 'none': None}
+  assert _Lines(tmp_path) == [
+    {**common, 'score': None, 'ragged': [3]},
+    {**common, 'score': 0.5, 'ragged': [4.5, None]},
+  ]
+
+
+def testAgainOverwrites(tmp_path):
+  for limit in (4, 2):
+    _Decoding(tmp_path, _Texts, limit=limit).Run(7)
+  assert len(_Lines(tmp_path)) == 2
+
+
+def testSignalLeavesNothing(tmp_path, capsys):
+  stop = stop_request.StopRequest()
+
+  def Decode(numbers):
+    stop.signal = signal.SIGINT
+    return _Texts(numbers)
+
+  assert _Decoding(tmp_path, Decode, stop=stop).Run(7) is None
+  assert capsys.readouterr().out == 'Dev at step 7: stopped by SIGINT, no result\n'
+  assert os.listdir(tmp_path) == []
+
+
+def testHypothesesOutliveAMistakeInTheScores(tmp_path):
+  with pytest.raises(ZeroDivisionError):
+    _Decoding(tmp_path, _Texts, lambda decoded: 1 / 0).Run(7)
+  assert len(_Lines(tmp_path)) == 5
+  assert os.listdir(tmp_path / 'decode_dev') == ['decode-00000007.jsonl']
+
+
+@pytest.mark.parametrize(
+  'decode, message',
+  [
+    (lambda numbers: {'a': ['x']}, r'each of the 2 rows of the batch, got 1 entries as .a.'),
+    (lambda numbers: {'a': 'xy'}, 'got a text as .a.'),
+    (lambda numbers: {f'a{numbers[0]}': numbers}, r"returned \['a0'\] for one batch and \['a2'\]"),
+  ],
+)
+def testNotOneEntryForEachRow(tmp_path, decode, message):
+  with pytest.raises(ValueError, match=message):
+    _Decoding(tmp_path, decode).Run(7)
+
+
+def testATaskThatDecodesNothing(tmp_path):
+  made = task.BaseTask.Params().Set(name='t').Instantiate()
+  with pytest.raises(ValueError, match='BaseTask has nothing to decode: it does not override'):
+    decoding.Decoding(
+      types.SimpleNamespace(task=made), _Numbers.Params().Set(batch_size=2), 'Dev', str(tmp_path),
+      stop_request.StopRequest(),
+    )  # fmt: skip
+
+
+def testWholeFilesOrNone(tmp_path, monkeypatch):
+  path = str(tmp_path / 'x.txt')
+  whole_file.Write(path, 'old')
+
+  def Rename(*unused_args, **unused_kwargs):
+    raise tf.errors.ResourceExhaustedError(None, None, 'disk full')
+
+  monkeypatch.setattr(tf.io.gfile, 'rename', Rename)
+  with pytest.raises(OSError, match="Cannot write '.*x.txt': disk full"):
+    whole_file.Write(path, 'new')
+  assert os.listdir(tmp_path) == ['x.txt'] and (tmp_path / 'x.txt').read_text() == 'old'
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))
