@@ -1,14 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batched beam search over a model that gives the logits of the next token.
 
-The model is two callables, so that this module knows neither layers nor pipelines:
-
-    step(ids, time_step) -> logits    int32 [batch * num_hyps, 1] and a scalar -> [batch * num_hyps,
-                                      vocab]; advances the states that the caller holds.
-    reorder(indices)                  int32 [batch * num_hyps]: row i of the states becomes what row
-                                      indices[i] was.
-
-The rows of an example stay adjacent, and `indices` never leave the example.
+Knows no layers and no pipelines: logits and states come from functions, as those of
+`PipeliningLayer`, and the states are theirs alone.
 """
 
 from __future__ import annotations
@@ -22,8 +16,10 @@ import tensorflow as tf
 
 from lingvo_gpipe import hyperparams, nested_map
 
-Step = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
-Reorder = Callable[[tf.Tensor], Any]
+# (states, ids int32 [rows, 1], position of these ids) -> (logits [rows, 1, vocab], states).
+ExtendStepFn = Callable[[Any, np.ndarray, int], tuple[Any, Any]]
+# (states, int32 [rows]) -> states, whose row i is what row indices[i] was.
+ReorderFn = Callable[[Any, np.ndarray], Any]
 
 _NEVER = -np.inf  # The log-probability of what cannot be, and of an empty place.
 
@@ -95,59 +91,60 @@ class BeamSearch:
 
   def Search(
     self,
-    step: Step,
-    reorder: Reorder,
-    first_ids: Any,
+    logits: Any,
+    states: Any,
+    extend_step: ExtendStepFn,
+    reorder: ReorderFn,
     *,
-    first_time_step: int = 0,
+    first_time_step: int,
     target_seq_len: int | None = None,
   ) -> Hypotheses:
-    """Searches the likeliest continuations of `first_ids`.
+    """Searches the likeliest continuations of prompts.
+
+    A prompt is the start of a sequence, be it one id: that of sentences or of a target language. It
+    is no part of the hypotheses. With `num_hyps_per_beam` k there are k rows for each example, next
+    to each other, from the first call of `extend_step` on.
 
     Args:
-      step: gives the logits of the next token, of any floating dtype; -inf forbids an id. Called
-        with the time steps `first_time_step`, `first_time_step` + 1 ...
-      reorder: gathers the states after each step but the last. Not called in greedy search.
-      first_ids: integers [batch], the first id of each example: the start of the sequence, the
-        target language, or the last id of a prompt. It is no part of the hypotheses.
-      first_time_step: the position of `first_ids`.
-      target_seq_len: the most ids of a hypothesis; None: that of the Params. Each new value is
-        traced once.
+      logits: floating [batch, time, vocab], of which the last position counts: what follows each
+        prompt. -inf forbids an id.
+      states: what `reorder` takes, of the batch; anything.
+      extend_step: gives the logits after one more id in each row.
+      reorder: gathers rows of the states: at first from `batch` of them to batch * k, then among
+        the k of each example. Not called in greedy search.
+      first_time_step: the position of the first id to be found: the length of the prompts.
+      target_seq_len: the most ids of a hypothesis; None: that of the Params. A new value means a
+        new trace.
 
     Returns:
       At least one hypothesis for each example.
 
     Raises:
-      ValueError: an argument, or the shape of the logits, does not fit; or logits of an open
-        hypothesis are NaN or +inf.
+      ValueError: a param, or the shape of logits, does not fit; or logits of an open hypothesis are
+        NaN or +inf.
     """
     p = self.params
-    first_ids = np.asarray(first_ids)
-    if first_ids.ndim != 1 or not first_ids.size or first_ids.dtype.kind not in 'iu':
-      raise ValueError(
-        f'BeamSearch: first_ids must be integers [batch], got {first_ids.dtype} '
-        f'{list(first_ids.shape)}'
-      )
     limit = p.target_seq_len if target_seq_len is None else target_seq_len
     if limit < 1:
       raise ValueError(f'BeamSearch: target_seq_len must be at least 1, got {limit}; set it')
-    state = self._Start(len(first_ids), limit)
-    ids = tf.constant(np.repeat(first_ids, p.num_hyps_per_beam)[:, np.newaxis], tf.int32)
+    last = self._LastLogits(logits, None)
+    batch = last.shape[0]
+    beams = self._Start(batch, limit)
     for time in range(limit):
-      logits = step(ids, tf.constant(first_time_step + time, tf.int32))
-      self._CheckLogits(logits, len(ids))
-      state, ids, indices, is_wrong = self._advance(state, logits, tf.constant(time))
+      beams, ids, indices, is_wrong = self._advance(beams, last, tf.constant(time))
       if np.any(is_wrong):
         raise ValueError(
-          f'BeamSearch: logits at time step {first_time_step + time} are NaN or +inf for the '
+          f'BeamSearch: logits for position {first_time_step + time} are NaN or +inf in the '
           f'examples {np.flatnonzero(is_wrong).tolist()} of the batch: look for a weight or an '
           'input that is not finite'
         )
-      if time == limit - 1 or np.all(state.is_done):
+      if time == limit - 1 or np.all(beams.is_done):
         break
       if p.num_hyps_per_beam > 1:
-        reorder(indices)
-    return self._Result(state.Transform(lambda x: x.numpy()))
+        states = reorder(states, indices.numpy())
+      logits, states = extend_step(states, ids.numpy(), first_time_step + time)
+      last = self._LastLogits(logits, batch * p.num_hyps_per_beam)
+    return self._Result(beams.Transform(lambda x: x.numpy()))
 
   def _Start(self, batch: int, limit: int) -> nested_map.NestedMap:
     """One open hypothesis an example, the empty one."""
@@ -164,54 +161,62 @@ class BeamSearch:
       is_done=tf.zeros([batch], tf.bool),
     )
 
-  def _CheckLogits(self, logits: tf.Tensor, rows: int) -> None:
-    shape, eos = logits.shape, self.params.target_eos_id
-    if shape.rank != 2 or shape[0] != rows or not logits.dtype.is_floating:
+  def _LastLogits(self, logits: Any, rows: int | None) -> tf.Tensor:
+    """The logits [rows, vocab] of the last position."""
+    logits, eos = tf.convert_to_tensor(logits), self.params.target_eos_id
+    shape = logits.shape
+    fits = shape.rank == 3 and rows in (None, shape[0]) and shape.num_elements()
+    if not fits or not logits.dtype.is_floating:
       raise ValueError(
-        f'BeamSearch: expected floating logits [{rows}, vocab] (batch times num_hyps_per_beam) '
-        f'of the step, got {logits.dtype.name} {shape}'
+        f'BeamSearch: expected floating logits [{rows or "batch"}, time, vocab], got '
+        f'{logits.dtype.name} {list(shape)}'
       )
-    if eos >= shape[1]:
+    if eos >= shape[2]:
       raise ValueError(
-        f'BeamSearch: target_eos_id {eos} is no id of a vocabulary of {shape[1]}; set it'
+        f'BeamSearch: target_eos_id {eos} is no id of a vocabulary of {shape[2]}; set it'
       )
+    return logits[:, -1]
 
   def _Advance(
-    self, state: nested_map.NestedMap, logits: tf.Tensor, time: tf.Tensor
+    self, beams: nested_map.NestedMap, logits: tf.Tensor, time: tf.Tensor
   ) -> tuple[nested_map.NestedMap, tf.Tensor, tf.Tensor, tf.Tensor]:
     """One step of all examples.
 
+    Args:
+      beams: of `batch` examples with k places each, from `_Start` or the step before.
+      logits: [batch * n, vocab], n = 1 in the first step and k later.
+      time: how many ids the open hypotheses have.
+
     Returns:
-      The state, the next ids [batch * k, 1], the rows they go on from [batch * k], and for each
-      example whether its logits make no sense.
+      The beams, the next ids [batch * k, 1], the rows of the logits they go on from [batch * k],
+      and for each example whether its logits make no sense.
     """
-    k, eos, alpha = (
-      self.params.num_hyps_per_beam,
-      self.params.target_eos_id,
-      self.params.length_normalization,
-    )
-    batch, _, limit = state.open_ids.shape
-    vocab = logits.shape[-1]
-    logits = tf.reshape(tf.cast(logits, tf.float32), [batch, k, vocab])
-    is_open = (state.open_log_probs > _NEVER) & ~state.is_done[:, tf.newaxis]
+    k, eos = self.params.num_hyps_per_beam, self.params.target_eos_id
+    batch, _, limit = beams.open_ids.shape
+    n, vocab = logits.shape[0] // batch, logits.shape[1]
+    logits = tf.reshape(tf.cast(logits, tf.float32), [batch, n, vocab])
+    so_far = beams.open_log_probs[:, :n]
+    is_open = (so_far > _NEVER) & ~beams.is_done[:, tf.newaxis]
     is_bad = tf.reduce_any(tf.math.is_nan(logits) | (logits == np.inf), axis=-1)
     log_probs = tf.nn.log_softmax(logits)
     # Where no id is allowed it is NaN; places that are not open may have any logits.
     log_probs = tf.where(tf.math.is_nan(log_probs), _NEVER, log_probs)
-    totals = tf.reshape(state.open_log_probs[:, :, tf.newaxis] + log_probs, [batch, k * vocab])
+    totals = tf.reshape(so_far[:, :, tf.newaxis] + log_probs, [batch, n * vocab])
+    # In the first step there may be fewer ids than places.
+    totals = tf.pad(totals, [[0, 0], [0, max(0, k - n * vocab)]], constant_values=_NEVER)
     # Of 2k at most k end: each place can end in one way only.
-    log_probs, flat = tf.math.top_k(totals, min(2 * k, k * vocab))
-    places, tokens = flat // vocab, flat % vocab
-    ids = tf.gather(state.open_ids, places, batch_dims=1)
+    log_probs, flat = tf.math.top_k(totals, min(2 * k, totals.shape[1]))
+    places, tokens = tf.minimum(flat // vocab, n - 1), flat % vocab
+    ids = _Gather(beams.open_ids, places)
     ids = tf.where(tf.range(limit) == time, tokens[:, :, tf.newaxis], ids)
     length = time + 1
-    norm = LengthNorm(tf.cast(length, tf.float32), alpha)
+    norm = LengthNorm(tf.cast(length, tf.float32), self.params.length_normalization)
 
     is_eos = tokens == eos
     scores = tf.where(is_eos & (tf.range(tokens.shape[1]) < k), log_probs / norm, _NEVER)
-    ended_scores, chosen = tf.math.top_k(tf.concat([state.ended_scores, scores], 1), k)
-    ended_ids = _Gather(tf.concat([state.ended_ids, ids], 1), chosen)
-    lengths = tf.concat([state.ended_lengths, tf.fill(tokens.shape, length)], 1)
+    ended_scores, chosen = tf.math.top_k(tf.concat([beams.ended_scores, scores], 1), k)
+    ended_ids = _Gather(tf.concat([beams.ended_ids, ids], 1), chosen)
+    lengths = tf.concat([beams.ended_lengths, tf.fill(tokens.shape, length)], 1)
 
     open_log_probs, chosen_open = tf.math.top_k(tf.where(is_eos, _NEVER, log_probs), k)
     # A place that nothing was found for is no better than an empty one, so this holds too where
@@ -228,26 +233,26 @@ class BeamSearch:
       ended_lengths=_Gather(lengths, chosen),
       is_done=is_over,
     )
-    keep = state.is_done | is_stuck
-    state = tf.nest.map_structure(lambda old, x: tf.where(_Rows(keep, x), old, x), state, new)
-    state.is_done |= keep
-    here = tf.range(k)[tf.newaxis]
+    keep = beams.is_done | is_stuck
+    beams = tf.nest.map_structure(lambda old, x: tf.where(_Rows(keep, x), old, x), beams, new)
+    beams.is_done |= keep
+    here = tf.minimum(tf.range(k), n - 1)[tf.newaxis]
     places = tf.where(keep[:, tf.newaxis], here, _Gather(places, chosen_open))
-    indices = tf.reshape(places + k * tf.range(batch)[:, tf.newaxis], [batch * k])
+    indices = tf.reshape(places + n * tf.range(batch)[:, tf.newaxis], [batch * k])
     next_ids = tf.reshape(_Gather(tokens, chosen_open), [batch * k, 1])
-    return state, next_ids, indices, tf.reduce_any(is_bad & is_open, axis=1)
+    return beams, next_ids, indices, tf.reduce_any(is_bad & is_open, axis=1)
 
-  def _Result(self, state: nested_map.NestedMap) -> Hypotheses:
+  def _Result(self, beams: nested_map.NestedMap) -> Hypotheses:
     """What ended, or where nothing did what is open; empty places are zeros."""
-    ended = state.ended_scores[:, 0] > _NEVER
+    ended = beams.ended_scores[:, 0] > _NEVER
     rows = ended[:, np.newaxis]
-    open_lengths = state.open_lengths[:, np.newaxis]
+    open_lengths = beams.open_lengths[:, np.newaxis]
     norm = LengthNorm(open_lengths, self.params.length_normalization).astype(np.float32)
-    scores = np.where(rows, state.ended_scores, state.open_log_probs / norm)
+    scores = np.where(rows, beams.ended_scores, beams.open_log_probs / norm)
     is_empty = scores == _NEVER
-    lengths = np.where(rows, state.ended_lengths, open_lengths)
+    lengths = np.where(rows, beams.ended_lengths, open_lengths)
     lengths = np.where(is_empty, 0, lengths).astype(np.int32)
-    ids = np.where(rows[:, :, np.newaxis], state.ended_ids, state.open_ids)
+    ids = np.where(rows[:, :, np.newaxis], beams.ended_ids, beams.open_ids)
     ids = np.where(is_empty[:, :, np.newaxis], 0, ids)
     return Hypotheses(ids, lengths, scores, ended)
 

@@ -15,24 +15,30 @@ _EOS, _NUM_STATES = 2, 50
 
 
 class _Model:
-  """Logits that hang on all ids before: an example has a table, a row of the batch has a place."""
+  """Logits that hang on all ids before: an example has a table, and the states are places in it."""
 
-  def __init__(self, tables, num_hyps, dtype=tf.float32):
+  def __init__(self, tables, num_hyps, dtype):
     self.tables, self.num_hyps, self.dtype = tables, num_hyps, dtype
-    self.states = np.zeros([len(tables) * num_hyps], np.int64)
     self.times = []
 
-  def Step(self, ids, time_step):
-    assert ids.shape == [len(self.states), 1] and ids.dtype == tf.int32
-    self.times.append(int(time_step))
-    self.states = _NextState(self.states, ids.numpy()[:, 0])
-    tables = np.repeat(self.tables, self.num_hyps, axis=0)
-    return tf.constant(tables[np.arange(len(tables)), self.states], self.dtype)
+  def Prefill(self, first_ids):
+    states = _NextState(np.zeros(len(first_ids), np.int64), np.array(first_ids))
+    return self._Logits(self.tables, states), states
 
-  def Reorder(self, indices):
-    of = np.arange(len(self.states)) // self.num_hyps
-    np.testing.assert_array_equal(indices.numpy() // self.num_hyps, of)
-    self.states = self.states[indices.numpy()]
+  def ExtendStep(self, states, ids, time_step):
+    assert ids.shape == (len(self.tables) * self.num_hyps, 1) and ids.dtype == np.int32
+    self.times.append(time_step)
+    states = _NextState(states, ids[:, 0])
+    return self._Logits(np.repeat(self.tables, self.num_hyps, axis=0), states), states
+
+  def Reorder(self, states, indices):
+    rows = len(states) // len(self.tables)  # One at first.
+    of = np.repeat(np.arange(len(self.tables)), self.num_hyps)
+    np.testing.assert_array_equal(indices // rows, of)
+    return states[indices]
+
+  def _Logits(self, tables, states):
+    return tf.constant(tables[np.arange(len(tables)), states][:, np.newaxis], self.dtype)
 
 
 def _NextState(state, token):
@@ -67,9 +73,13 @@ def _Search(**settings):
   return p.Instantiate()
 
 
-def _Run(search, tables, first_ids, dtype=tf.float32, **more):
+def _Run(search, tables, first_ids, dtype=tf.float32, first_time_step=1, **more):
   model = _Model(tables, search.params.num_hyps_per_beam, dtype)
-  return search.Search(model.Step, model.Reorder, first_ids, **more), model
+  found = search.Search(
+    *model.Prefill(first_ids), model.ExtendStep, model.Reorder, first_time_step=first_time_step,
+    **more,
+  )  # fmt: skip
+  return found, model
 
 
 def _Texts(found, example):
@@ -234,21 +244,30 @@ def testFollowsTimeAndStopsWhenAllAreDone():
   tables[:, :, _EOS] = 30.0
   search = _Search(num_hyps_per_beam=1, target_seq_len=8)
   found, model = _Run(search, tables, [1, 3], first_time_step=5)
-  assert model.times == [5]
+  assert model.times == []
   assert found.lengths.tolist() == [[1], [1]] and len(found.Best(0)) == 0
   tables[1, :, _EOS] = -np.inf
   found, model = _Run(search, tables, [1, 3], first_time_step=5)
-  assert model.times == list(range(5, 13))
+  assert model.times == list(range(5, 12))
   assert found.ended.tolist() == [True, False] and found.lengths.tolist() == [[1], [8]]
-  found, _ = _Run(search, tables, [1, 3], target_seq_len=3)
-  assert found.lengths.tolist() == [[1], [3]]
+  found, model = _Run(search, tables, [1, 3], target_seq_len=3)
+  assert found.lengths.tolist() == [[1], [3]] and model.times == [1, 2]
 
 
-def testNoNewTraces():
+def testTwoTracesServeAll():
+  """The first step has one row an example; later ones are all alike."""
   search = _Search(num_hyps_per_beam=2, target_seq_len=6)
   for seed in range(3):
     _Run(search, _Tables(seed), [1] * 4, first_time_step=seed)
-  assert search._advance.experimental_get_tracing_count() == 1
+  assert search._advance.experimental_get_tracing_count() == 2
+
+
+def testMorePlacesThanIds():
+  search = _Search(num_hyps_per_beam=7, target_seq_len=5)
+  tables = _Tables(4, vocab=3)
+  found, _ = _Run(search, tables, [1] * 4)
+  for i, table in enumerate(tables):
+    _AssertSame(_Texts(found, i), _Plain(table, 1, 7, 5, 0.6)[1])
 
 
 def testNarrowLogits():
@@ -277,7 +296,7 @@ def testLogitsThatMakeNoSense(value):
   tables[1, _NextState(_NextState(0, 1), 4), 0] = value
   tables[1, _NextState(0, 1), 4] = 9.0
   search = _Search(num_hyps_per_beam=2, target_seq_len=4)
-  with pytest.raises(ValueError, match=r'time step 8 are NaN or \+inf for the examples \[1\]'):
+  with pytest.raises(ValueError, match=r'position 8 are NaN or \+inf in the examples \[1\]'):
     _Run(search, tables, [1] * 3, first_time_step=7)
 
 
@@ -296,17 +315,19 @@ def testLogitsOfWhatIsDoneMayBeAnything():
     ({'num_hyps_per_beam': 0}, 'num_hyps_per_beam must be at least 1, got 0'),
     ({'length_normalization': -0.1}, 'length_normalization must be at least 0'),
     ({}, 'target_seq_len must be at least 1, got 0; set it'),
-    ({'target_seq_len': 3, 'first_ids': [[1]]}, r'first_ids must be integers \[batch\]'),
-    ({'target_seq_len': 3, 'first_ids': [0.5]}, r'integers \[batch\], got float64 \[1\]'),
     ({'target_seq_len': 3, 'eos': 5}, 'target_eos_id 5 is no id of a vocabulary of 5'),
-    ({'target_seq_len': 3, 'first_ids': [1, 1]}, r'expected floating logits \[8, vocab\]'),
+    ({'target_seq_len': 3, 'shape': [2, 5]}, r'floating logits \[batch, time, vocab\], got'),
+    ({'target_seq_len': 3, 'dtype': tf.int32}, r'got int32 \[2, 1, 5\]'),
+    ({'target_seq_len': 3}, r'floating logits \[8, time, vocab\], got float32 \[2, 1, 5\]'),
   ],
 )
 def testMistakes(settings, message):
-  first_ids = settings.pop('first_ids', [1])
+  logits = tf.zeros(settings.pop('shape', [2, 1, 5]), settings.pop('dtype', tf.float32))
   p = beam_search.BeamSearch.Params().Set(target_eos_id=settings.pop('eos', _EOS), **settings)
   with pytest.raises(ValueError, match=message):
-    p.Instantiate().Search(lambda ids, time_step: tf.zeros([4, 5]), print, first_ids)
+    p.Instantiate().Search(
+      logits, None, lambda *unused: (logits, None), lambda *unused: None, first_time_step=1
+    )
 
 
 if __name__ == '__main__':
