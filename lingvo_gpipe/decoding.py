@@ -68,11 +68,12 @@ class Decoding(evaluation.DatasetPass):
     return 'decode'
 
   def _Decoded(self) -> dict[str, list[Any]]:
-    """{name: an entry for each example}, padded rows left out."""
+    """{name: an entry for each example}, padded rows left out, in data order."""
     limit = self._runner.task.params.eval.decoder_samples_per_summary
     columns: dict[str, list[Any]] = {}
+    indices: list[int] = []
     for batch in self._Batches():
-      decoded = Examples(self._runner.task, batch, self._runner.Decode(batch))
+      decoded = _Examples(self._runner.task, batch, self._runner.Decode(batch, self._input))
       if columns and columns.keys() != decoded.keys():
         raise ValueError(
           f'{type(self._runner.task).__name__}.Decode returned {sorted(columns)} for one batch and '
@@ -80,12 +81,15 @@ class Decoding(evaluation.DatasetPass):
         )
       for name, values in decoded.items():
         columns.setdefault(name, []).extend(values)
-      if limit and columns and len(next(iter(columns.values()))) >= limit:
-        return {name: values[:limit] for name, values in columns.items()}
-    return columns
+      indices += _Indices(batch, len(indices))
+      if limit and len(indices) >= limit:
+        break
+    # Inputs that batch by length say which example a row is.
+    order = sorted(range(len(indices))[: limit or None], key=lambda i: indices[i])
+    return {name: [values[i] for i in order] for name, values in columns.items()}
 
 
-def Examples(
+def _Examples(
   task: task_lib.BaseTask, batch: nested_map.NestedMap, decoded: Mapping[str, Sequence[Any]]
 ) -> dict[str, list[Any]]:
   """What `Decode` returned of a batch, without padded rows: {name: an entry for each example}.
@@ -93,9 +97,8 @@ def Examples(
   Raises:
     ValueError: not one entry for each row of the batch.
   """
-  size = len(batch.Flatten()[0])
-  weights = batch.get('example_weights')
-  rows = np.arange(size) if weights is None else np.flatnonzero(np.asarray(weights))
+  size = evaluation.NumRows(batch)
+  rows = _RealRows(batch)
   columns = {}
   for name, values in decoded.items():
     values = values.numpy() if tf.is_tensor(values) else values
@@ -107,6 +110,19 @@ def Examples(
       )
     columns[name] = [values[row] for row in rows]
   return columns
+
+
+def _RealRows(batch: nested_map.NestedMap) -> np.ndarray:
+  """The rows that are no padding."""
+  weights = batch.get('example_weights')
+  return np.arange(evaluation.NumRows(batch)) if weights is None else np.flatnonzero(weights)
+
+
+def _Indices(batch: nested_map.NestedMap, first: int) -> list[int]:
+  """The numbers of a batch's examples in the data set; from `first` on where it does not say."""
+  rows = _RealRows(batch)
+  indices = batch.get('example_index')
+  return [*range(first, first + len(rows))] if indices is None else np.asarray(indices)[rows].tolist()
 
 
 def _Plain(value: Any) -> Any:

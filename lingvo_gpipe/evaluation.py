@@ -94,16 +94,24 @@ class Evaluation(DatasetPass):
     if batch is None:
       return
     first = batch.Transform(lambda x: x[:1])
-    for name, (value,) in self._runner.task.Decode(first).items():
+    for name, (value,) in self._runner.task.Decode(first, self._input).items():
       print(f'--- {name}\n{_Printable(str(value))}', flush=True)
 
   def _Prefix(self) -> str:
     return 'eval'
 
   def _Limited(self) -> Iterator[nested_map.NestedMap]:
-    limit = self._runner.task.params.eval.samples_per_summary
-    num_batches = -(-limit // self._input.params.batch_size) if limit else None
-    return itertools.islice(self._Batches(), num_batches)
+    limit, seen = self._runner.task.params.eval.samples_per_summary, 0
+    for batch in self._Batches():
+      yield batch
+      seen += NumRows(batch)
+      if limit and seen >= limit:
+        return
+
+
+def NumRows(batch: nested_map.NestedMap) -> int:
+  """The rows of a batch, padded ones included."""
+  return int(batch.Flatten()[0].shape[0])
 
 
 def Shown(values: Mapping[str, float]) -> str:

@@ -227,10 +227,10 @@ class TaskRunner:
       )
     return total.Result()
 
-  def Decode(self, batch: nested_map.NestedMap) -> dict[str, Any]:
+  def Decode(self, batch: nested_map.NestedMap, input_generator: Any) -> dict[str, Any]:
     """What the task decodes of a batch: {name: an entry for each row}."""
     self._CheckBatch(batch)
-    return self.task.Decode(batch)
+    return self.task.Decode(batch, input_generator)
 
   def _MicroBatches(self, batch: nested_map.NestedMap) -> tuple[list[Any], list[Any]]:
     pipeline = self.task.pipeline

@@ -141,20 +141,21 @@ class BaseTask(base_layer.BaseLayer):
     del metrics, input_generator
     return ''
 
-  def Decode(self, input_batch: nested_map.NestedMap) -> dict[str, Any]:
+  def Decode(self, input_batch: nested_map.NestedMap, input_generator: Any) -> dict[str, Any]:
     """What the model makes of each example, beside what it was to make: texts, for the most part.
 
     The decoder job writes a line for each example; after training, that of the first one is shown.
 
     Args:
       input_batch: a batch of eager tensors, or one row of one.
+      input_generator: where it comes from: it may know the vocabulary, or the text as it was read.
 
     Returns:
       {name: a list or array with one entry for each row}; {} where a task decodes nothing. An entry
       is a text, a number, or a list or array of these. Names for a translation are source,
       hypothesis, reference, source_language, target_language and score.
     """
-    del input_batch
+    del input_batch, input_generator
     return {}
 
   def DecodeFinalize(self, decoded: dict[str, list[Any]]) -> dict[str, float | str]:

@@ -27,6 +27,14 @@ class _Numbers(base_input_generator.BaseInputGenerator):
     return nested_map.NestedMap(number=indices)
 
 
+class _Shuffled(_Numbers):
+  """The same, in another order, but each tells its place."""
+
+  def _Examples(self, indices):
+    numbers = tf.gather(tf.constant([3, 0, 4, 1, 2], tf.int64), indices)
+    return nested_map.NestedMap(number=numbers, example_index=numbers)
+
+
 class _Task(task.BaseTask):
   """Decodes numbers as they are told to."""
 
@@ -34,18 +42,19 @@ class _Task(task.BaseTask):
     super().__init__(params)
     self.decode, self.finalize = decode, finalize
 
-  def Decode(self, input_batch):
+  def Decode(self, input_batch, input_generator):
+    assert isinstance(input_generator, _Numbers)
     return self.decode(input_batch.number.numpy())
 
   def DecodeFinalize(self, decoded):
     return self.finalize(decoded) if self.finalize else {}
 
 
-def _Decoding(logdir, decode, finalize=None, limit=0, stop=None):
+def _Decoding(logdir, decode, finalize=None, limit=0, stop=None, source=_Numbers):
   p = task.BaseTask.Params().Set(name='t', **{'eval.decoder_samples_per_summary': limit})
   made = _Task(p, decode, finalize)
   runner = types.SimpleNamespace(task=made, Decode=made.Decode)
-  input_params = _Numbers.Params().Set(batch_size=2)
+  input_params = source.Params().Set(batch_size=2)
   return decoding.Decoding(
     runner, input_params, 'Dev', str(logdir), stop or stop_request.StopRequest()
   )
@@ -81,6 +90,13 @@ def testEveryExampleOnceInOrderAndNoPadding(tmp_path, capsys, limit, count):
   shown = f'Dev at step 7: {count} examples in {folder}/decode-00000007.jsonl  right 0.5000\n'
   assert capsys.readouterr().out == shown
   assert not [name for name in os.listdir(folder) if '.tmp' in name]
+
+
+def testDataOrderWhereBatchesHaveAnother(tmp_path):
+  _Decoding(tmp_path, _Texts, source=_Shuffled).Run(7)
+  assert [line['reference'] for line in _Lines(tmp_path)] == list('01234')
+  _Decoding(tmp_path, _Texts, source=_Shuffled, limit=3).Run(7)
+  assert [line['reference'] for line in _Lines(tmp_path)] == list('034')
 
 
 def testWhatALineMayHold(tmp_path):

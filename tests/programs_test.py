@@ -161,7 +161,7 @@ class _Runner:
     self.task = types.SimpleNamespace(
       params=types.SimpleNamespace(eval=task_lib.EvalParams().Set(samples_per_summary=limit)),
       Report=lambda values, input_generator: '',
-      Decode=lambda batch: decoded or {},
+      Decode=lambda batch, input_generator: decoded or {},
     )
 
   def Evaluate(self, batches):

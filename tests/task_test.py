@@ -81,7 +81,8 @@ def testTheWholeBatchGoesEverywhereByDefault():
   assert made.PipelineInputs(batch)[0] is batch
   assert made.LossInputs(batch) is batch
   assert made.CheckBatch(batch) is None
-  assert made.Decode(batch) == {}
+  assert made.Decode(batch, None) == {}
+  assert made.DecodeFinalize({}) == {}
   assert made.Report({'loss': 1.0}, None) == ''
 
 

@@ -175,8 +175,9 @@ class ByteTransformerLm(TransformerLm):
       f'{input_generator.ByteEntropy():.3f}'
     )
 
-  def Decode(self, input_batch: nested_map.NestedMap) -> dict[str, Any]:
+  def Decode(self, input_batch: nested_map.NestedMap, input_generator: Any) -> dict[str, Any]:
     """Continues the first half of each window: {'prompt', 'continuation', 'reference'}, texts."""
+    del input_generator
     ids, labels = np.asarray(input_batch.ids), np.asarray(input_batch.labels)
     half = -(-ids.shape[1] // 2)
     # What follows the prompt: the label of its last id, and all later ones.

@@ -242,7 +242,7 @@ def testDecodeIsText():
     labels=tf.constant([list(text[1:])] * 2, tf.int32),
     weights=tf.constant([[1.0] * 14 + [0.0]] * 2),
   )
-  decoded = task.Decode(batch)
+  decoded = task.Decode(batch, None)
   assert decoded['prompt'] == ['.def f()'] * 2
   assert decoded['reference'] == [': pass;'] * 2
   assert [type(made) for made in decoded['continuation']] == [str] * 2
