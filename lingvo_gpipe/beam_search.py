@@ -84,7 +84,11 @@ class BeamSearch:
       ValueError: a param is out of range.
     """
     p = self.params = params.Copy()
-    for name, least in (('num_hyps_per_beam', 1), ('length_normalization', 0), ('target_eos_id', 0)):
+    for name, least in (
+      ('num_hyps_per_beam', 1),
+      ('length_normalization', 0),
+      ('target_eos_id', 0),
+    ):
       if p.Get(name) < least:
         raise ValueError(f'BeamSearch: {name} must be at least {least}, got {p.Get(name)}')
     self._advance = tf.function(self._Advance, autograph=False)

@@ -122,7 +122,9 @@ def _Indices(batch: nested_map.NestedMap, first: int) -> list[int]:
   """The numbers of a batch's examples in the data set; from `first` on where it does not say."""
   rows = _RealRows(batch)
   indices = batch.get('example_index')
-  return [*range(first, first + len(rows))] if indices is None else np.asarray(indices)[rows].tolist()
+  return (
+    [*range(first, first + len(rows))] if indices is None else np.asarray(indices)[rows].tolist()
+  )
 
 
 def _Plain(value: Any) -> Any:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Beam search against exhaustive search, greedy search and a plain Python search, on small models."""
+"""Beam search is exhaustive, greedy or what a plain Python search finds, on small models."""
 
+import functools
 import itertools
 import math
 import sys
@@ -68,7 +69,9 @@ def _Tables(seed, batch=4, vocab=5, forbidden=0.0):
   return tables
 
 
+@functools.cache
 def _Search(**settings):
+  """One for all tests: each shape is traced once."""
   p = beam_search.BeamSearch.Params().Set(target_eos_id=_EOS, **settings)
   return p.Instantiate()
 
@@ -95,6 +98,7 @@ def _AssertSame(got, expected):
 
 def _Plain(table, first, k, limit, alpha, *, stops=True):
   """The search as `BeamSearch` describes it, one example: (whether any ended, [(ids, score)])."""
+
   def Norm(length):
     return ((5 + length) / 6) ** alpha
 
@@ -137,13 +141,14 @@ def testIsThePlainSearch(alpha, forbidden):
 
 
 def testWithoutNormalizationStoppingEarlyChangesNothing():
-  search = _Search(num_hyps_per_beam=2, length_normalization=0.0, target_seq_len=9)
+  search = _Search(num_hyps_per_beam=3, length_normalization=0.0, target_seq_len=7)
   stopped = 0
-  for seed in range(10):
-    tables = _Tables(seed, batch=1)
-    found, model = _Run(search, tables, [1])
-    stopped += len(model.times) < 9
-    _AssertSame(_Texts(found, 0), _Plain(tables[0], 1, 2, 9, 0.0, stops=False)[1])
+  for seed in range(12):
+    tables = _Tables(seed)
+    found, model = _Run(search, tables, [1] * 4)
+    stopped += len(model.times) < 6
+    for i, table in enumerate(tables):
+      _AssertSame(_Texts(found, i), _Plain(table, 1, 3, 7, 0.0, stops=False)[1])
   assert stopped
 
 
@@ -188,19 +193,19 @@ def testABeamOfOneIsGreedy(alpha):
 def testGreedySearchTakesTheFirstOfEqualIds():
   tables = np.zeros([1, _NUM_STATES, 5], np.float32)
   tables[:, :, 0] = -1.0
-  found, _ = _Run(_Search(num_hyps_per_beam=1, target_seq_len=3), tables, [1])
-  assert _Texts(found, 0)[0][0] == (1, 1, 1)
+  search = _Search(num_hyps_per_beam=1, length_normalization=0.0, target_seq_len=8)
+  found, _ = _Run(search, np.repeat(tables, 4, axis=0), [1] * 4)
+  assert _Texts(found, 0)[0][0] == (1,) * 8
 
 
 def testABatchIsItsExamples():
-  settings = {'num_hyps_per_beam': 3, 'target_seq_len': 6}
-  tables, first = _Tables(5, batch=6), np.array([1, 3, 4, 1, 0, 3])
-  whole, _ = _Run(_Search(**settings), tables, first)
-  order = np.array([4, 0, 5, 2, 1, 3])
-  turned, _ = _Run(_Search(**settings), tables[order], first[order])
-  alone = _Search(**settings)
+  search = _Search(num_hyps_per_beam=3, length_normalization=0.6, target_seq_len=7)
+  tables, first = _Tables(5), np.array([1, 3, 4, 1])
+  whole, _ = _Run(search, tables, first)
+  order = np.array([2, 0, 3, 1])
+  turned, _ = _Run(search, tables[order], first[order])
   for place, i in enumerate(order):
-    one, _ = _Run(alone, tables[i : i + 1], first[i : i + 1])
+    one, _ = _Run(search, tables[i : i + 1], first[i : i + 1])
     for other, at in ((turned, place), (one, 0)):
       np.testing.assert_array_equal(whole.ids[i], other.ids[at])
       np.testing.assert_array_equal(whole.scores[i], other.scores[at])
@@ -208,22 +213,24 @@ def testABatchIsItsExamples():
 
 
 def testScoresAreThoseOfTheReturnedIds():
-  search = _Search(num_hyps_per_beam=4, length_normalization=0.8, target_seq_len=6)
-  tables = _Tables(9, batch=8, vocab=7)
-  found, _ = _Run(search, tables, [1] * 8)
+  search = _Search(num_hyps_per_beam=3, length_normalization=0.6, target_seq_len=7)
+  tables = _Tables(9)
+  tables[:2, :, _EOS] = -np.inf
+  found, _ = _Run(search, tables, [1] * 4)
+  assert found.ended.tolist() == [False, False, True, True]
   for i, table in enumerate(tables):
     texts = _Texts(found, i)
-    assert len(texts) == len({ids for ids, _ in texts}) == 4
+    assert len(texts) == len({ids for ids, _ in texts}) > 1
     assert [s for _, s in texts] == sorted((s for _, s in texts), reverse=True)
     for ids, score in texts:
-      assert score == pytest.approx(_Score(table, 1, ids, 0.8), rel=1e-5)
+      assert score == pytest.approx(_Score(table, 1, ids, 0.6), rel=1e-5)
       assert ids.count(_EOS) == found.ended[i] == (ids[-1] == _EOS)
     for ids, n in zip(found.ids[i], found.lengths[i], strict=True):
       assert not ids[n:].any()
 
 
-def testWhatEndedIsLostToBetterOnesOnly():
-  search = _Search(num_hyps_per_beam=3, target_seq_len=8)
+def testWhatEndedIsLostToBetterOnesOnly(monkeypatch):
+  search = _Search(num_hyps_per_beam=3, length_normalization=0.6, target_seq_len=7)
   advance, scores = search._advance, []
 
   def Record(*args):
@@ -231,8 +238,8 @@ def testWhatEndedIsLostToBetterOnesOnly():
     scores.append(results[0].ended_scores.numpy())
     return results
 
-  search._advance = Record
-  found, _ = _Run(search, _Tables(2, batch=6), [1] * 6)
+  monkeypatch.setattr(search, '_advance', Record)
+  found, _ = _Run(search, _Tables(2), [1] * 4)
   assert len(scores) > 3
   for before, after in itertools.pairwise(scores):
     assert np.all(after >= before)
@@ -242,7 +249,7 @@ def testWhatEndedIsLostToBetterOnesOnly():
 def testFollowsTimeAndStopsWhenAllAreDone():
   tables = _Tables(0, batch=2)
   tables[:, :, _EOS] = 30.0
-  search = _Search(num_hyps_per_beam=1, target_seq_len=8)
+  search = _Search(num_hyps_per_beam=1, length_normalization=0.0, target_seq_len=8)
   found, model = _Run(search, tables, [1, 3], first_time_step=5)
   assert model.times == []
   assert found.lengths.tolist() == [[1], [1]] and len(found.Best(0)) == 0
@@ -256,14 +263,14 @@ def testFollowsTimeAndStopsWhenAllAreDone():
 
 def testTwoTracesServeAll():
   """The first step has one row an example; later ones are all alike."""
-  search = _Search(num_hyps_per_beam=2, target_seq_len=6)
+  search = _Search(num_hyps_per_beam=2, length_normalization=0.6, target_seq_len=7)
   for seed in range(3):
     _Run(search, _Tables(seed), [1] * 4, first_time_step=seed)
   assert search._advance.experimental_get_tracing_count() == 2
 
 
 def testMorePlacesThanIds():
-  search = _Search(num_hyps_per_beam=7, target_seq_len=5)
+  search = _Search(num_hyps_per_beam=7, length_normalization=0.6, target_seq_len=5)
   tables = _Tables(4, vocab=3)
   found, _ = _Run(search, tables, [1] * 4)
   for i, table in enumerate(tables):
@@ -272,7 +279,7 @@ def testMorePlacesThanIds():
 
 def testNarrowLogits():
   tables = np.round(_Tables(3) * 8) / 8  # bfloat16 holds these.
-  search = _Search(num_hyps_per_beam=3, target_seq_len=6)
+  search = _Search(num_hyps_per_beam=3, length_normalization=0.6, target_seq_len=7)
   expected, _ = _Run(search, tables, [1] * 4)
   found, _ = _Run(search, tables, [1] * 4, dtype=tf.bfloat16)
   np.testing.assert_array_equal(found.ids, expected.ids)
@@ -280,31 +287,34 @@ def testNarrowLogits():
 
 
 def testADeadEndGivesWhatCameBefore():
-  tables = np.full([1, _NUM_STATES, 5], -np.inf, np.float32)
-  tables[0, _NextState(0, 1), [3, 4]] = 0.0, 1.0
-  found, _ = _Run(_Search(num_hyps_per_beam=3, target_seq_len=4), tables, [1])
-  assert [ids for ids, _ in _Texts(found, 0)] == [(4,), (3,)]
-  assert found.lengths.tolist() == [[1, 1, 0]] and not found.ended[0]
-  # Nothing at all is allowed: the empty hypothesis.
-  found, _ = _Run(_Search(target_seq_len=4), tables, [3])
-  assert found.lengths[0, 0] == 0 and found.scores[0, 0] == 0.0 and not found.ended[0]
+  search = _Search(num_hyps_per_beam=3, length_normalization=0.6, target_seq_len=7)
+  tables = np.full([4, _NUM_STATES, 5], -np.inf, np.float32)
+  tables[:, _NextState(0, 1), [3, 4]] = 0.0, 1.0
+  found, _ = _Run(search, tables, [1, 1, 1, 3])
+  assert not found.ended.any()
+  for i in range(3):
+    assert [ids for ids, _ in _Texts(found, i)] == [(4,), (3,)]
+    assert found.lengths[i].tolist() == [1, 1, 0]
+  # Nothing at all is allowed in the last one: the empty hypothesis.
+  assert found.lengths[3].tolist() == [0, 0, 0] and found.scores[3, 0] == 0.0
 
 
 @pytest.mark.parametrize('value', [math.nan, math.inf])
 def testLogitsThatMakeNoSense(value):
-  tables = _Tables(0, batch=3)
+  tables = _Tables(0)
   tables[1, _NextState(_NextState(0, 1), 4), 0] = value
   tables[1, _NextState(0, 1), 4] = 9.0
-  search = _Search(num_hyps_per_beam=2, target_seq_len=4)
+  search = _Search(num_hyps_per_beam=3, length_normalization=0.6, target_seq_len=7)
   with pytest.raises(ValueError, match=r'position 8 are NaN or \+inf in the examples \[1\]'):
-    _Run(search, tables, [1] * 3, first_time_step=7)
+    _Run(search, tables, [1] * 4, first_time_step=7)
 
 
 def testLogitsOfWhatIsDoneMayBeAnything():
-  tables = _Tables(0, batch=2)
+  search = _Search(num_hyps_per_beam=3, length_normalization=0.6, target_seq_len=7)
+  tables = _Tables(0)
   tables[0] = math.nan
   tables[0, _NextState(0, 1)] = [-np.inf, -np.inf, 0.0, -np.inf, -np.inf]
-  found, model = _Run(_Search(num_hyps_per_beam=2, target_seq_len=5), tables, [1, 1])
+  found, model = _Run(search, tables, [1] * 4)
   assert len(model.times) > 1
   assert _Texts(found, 0) == [((_EOS,), 0.0)]
 

@@ -38,9 +38,7 @@ class _Shuffled(_Numbers):
 class _Task(task.BaseTask):
   """Decodes numbers as they are told to."""
 
-  def __init__(self, params, decode=None, finalize=None):
-    super().__init__(params)
-    self.decode, self.finalize = decode, finalize
+  decode, finalize = None, None
 
   def Decode(self, input_batch, input_generator):
     assert isinstance(input_generator, _Numbers)
@@ -51,8 +49,8 @@ class _Task(task.BaseTask):
 
 
 def _Decoding(logdir, decode, finalize=None, limit=0, stop=None, source=_Numbers):
-  p = task.BaseTask.Params().Set(name='t', **{'eval.decoder_samples_per_summary': limit})
-  made = _Task(p, decode, finalize)
+  made = _Task.Params().Set(name='t', **{'eval.decoder_samples_per_summary': limit}).Instantiate()
+  made.decode, made.finalize = decode, finalize
   runner = types.SimpleNamespace(task=made, Decode=made.Decode)
   input_params = source.Params().Set(batch_size=2)
   return decoding.Decoding(

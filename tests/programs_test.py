@@ -84,7 +84,11 @@ def testAMeasuredCutStaysWithItsRun(tmp_path, monkeypatch):
   params = _ModelParams(more=by_time)
   assert _Program(tmp_path, params)._runner.plan.ends == first.ends
   evaluation = programs.EvalProgram(
-    params, str(tmp_path), cluster.Cluster.Create(2, platform='cpu'), 'Test', stop_request.StopRequest()
+    params,
+    str(tmp_path),
+    cluster.Cluster.Create(2, platform='cpu'),
+    'Test',
+    stop_request.StopRequest(),
   )
   assert evaluation._runner.plan.ends == first.ends
   # Another pipeline than the checkpoint's is measured anew.
@@ -175,10 +179,10 @@ class _Runner:
 @pytest.mark.parametrize('limit, count', [(0, 10), (3, 3)])
 def testEvaluatesTheWholeDataSetOrItsBeginning(tmp_path, limit, count):
   runner = _Runner(limit=limit)
-  evaluation = evaluation.Evaluation(
+  done = evaluation.Evaluation(
     runner, _Numbers.Params(), 'Dev', str(tmp_path), stop_request.StopRequest()
   )
-  assert evaluation.Run(7) == {'loss': 1.5}
+  assert done.Run(7) == {'loss': 1.5}
   assert runner.seen == list(range(count))
   assert (tmp_path / 'eval_dev' / 'score-00000007.txt').read_text() == 'loss: 1.5\n'
 
@@ -186,8 +190,8 @@ def testEvaluatesTheWholeDataSetOrItsBeginning(tmp_path, limit, count):
 def testSignalEndsAnEvaluationBetweenBatches(tmp_path, capsys):
   stop = stop_request.StopRequest()
   runner = _Runner(stop, at=3)
-  evaluation = evaluation.Evaluation(runner, _Numbers.Params(), 'Test', str(tmp_path), stop)
-  assert evaluation.Run(7) is None
+  done = evaluation.Evaluation(runner, _Numbers.Params(), 'Test', str(tmp_path), stop)
+  assert done.Run(7) is None
   assert runner.seen == [0, 1, 2, 3]
   assert capsys.readouterr().out == 'Test at step 7: stopped by SIGINT, no result\n'
   assert os.listdir(tmp_path) == []
