@@ -61,6 +61,16 @@ def CheckPaddings(path: str, paddings: Any, x: Any) -> None:
     CheckShape(path, paddings, x.shape.as_list()[:-1], 'paddings')
 
 
+def CheckIntegers(path: str, values: Any, x: Any, name: str) -> None:
+  """ValueError unless `values` is None or integers, one for each vector of `x` [..., dim]."""
+  if values is None:
+    return
+  if not values.dtype.is_integer:
+    raise ValueError(f'{path}: {name} must be integers, got {values.dtype.name}')
+  if x.shape.rank is not None:
+    CheckShape(path, values, x.shape.as_list()[:-1], name)
+
+
 def CheckPositive(params: Any, *names: str) -> None:
   """ValueError unless each of these integer params is above zero; most start at 0, as not set."""
   for name in names:

@@ -36,6 +36,17 @@ def AttentionMask(
   return mask
 
 
+def SegmentMask(segment_ids: tf.Tensor) -> tf.Tensor:
+  """A bool mask [batch, 1, time, time] under which positions see their own segment only.
+
+  Args:
+    segment_ids: integers [batch, time], equal where positions belong together, as of one document
+      of a packed row.
+  """
+  row = segment_ids[:, tf.newaxis, :]
+  return tf.equal(row[..., tf.newaxis], row[..., tf.newaxis, :])
+
+
 class MultiHeadedAttention(base_layer.BaseLayer):
   """Scaled dot-product attention with several heads (Vaswani et al. 2017, section 3.2).
 
@@ -324,6 +335,8 @@ class MultiHeadedAttention(base_layer.BaseLayer):
     flops += (5 + masked) * shapes.NumElements(probs)  # Softmax and mask.
     if params.is_causal and paddings is not None:
       flops += batch * query_time * key_time
+    if mask is not None and (params.is_causal or paddings is not None):
+      flops += shapes.NumElements(mask)
     flops += fprop_meta.Of(layer.atten_dropout, probs).flops
     post = fprop_meta.Of(layer.post, query_spec)
     return fprop_meta.Meta(flops + post.flops, *post.out_specs)

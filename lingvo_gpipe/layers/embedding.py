@@ -38,20 +38,25 @@ class EmbeddingLayer(base_layer.BaseLayer):
     self.CreateVariable('emb', weight_params.WeightParams([p.vocab_size, p.embedding_dim], init))
 
   def FProp(
-    self, theta: nested_map.NestedMap, ids: tf.Tensor, paddings: tf.Tensor | None = None
-  ) -> tuple[tf.Tensor, tf.Tensor | None]:
+    self,
+    theta: nested_map.NestedMap,
+    ids: tf.Tensor,
+    paddings: tf.Tensor | None = None,
+    *others: Any,
+  ) -> tuple[Any, ...]:
     """Looks ids up.
 
     Args:
       theta: emb [vocab_size, embedding_dim].
       ids: integers [batch, time].
       paddings: None or [batch, time]; handed on.
+      *others: what later layers take, as segment_ids and segment_pos; handed on.
 
     Returns:
-      Vectors [batch, time, embedding_dim] in fprop_dtype, and `paddings`.
+      Vectors [batch, time, embedding_dim] in fprop_dtype, `paddings` and `others`.
     """
     _CheckIds(self.path, ids, paddings)
-    return self.EmbLookup(theta, ids), paddings
+    return (self.EmbLookup(theta, ids), paddings, *others)
 
   def EmbLookup(self, theta: nested_map.NestedMap, ids: tf.Tensor) -> tf.Tensor:
     """The vectors [..., embedding_dim] of ids [...]."""
@@ -66,12 +71,13 @@ class EmbeddingLayer(base_layer.BaseLayer):
     params: hyperparams.InstantiableParams,
     ids: tf.TensorSpec,
     paddings: tf.TensorSpec | None = None,
+    *others: Any,
   ) -> nested_map.NestedMap:
     """A look-up moves data only; see BaseLayer.FPropMeta."""
     _CheckIds(params.name or cls.__name__, ids, paddings)
     spec = tf.TensorSpec([*ids.shape, params.embedding_dim], fprop_meta.FPropDtype(params))
     flops = shapes.NumElements(spec) if params.scale_sqrt_depth else 0
-    return fprop_meta.Meta(flops, spec, paddings)
+    return fprop_meta.Meta(flops, spec, paddings, *others)
 
 
 class _AddsPositions(base_layer.BaseLayer):
@@ -130,18 +136,22 @@ class PositionalEmbeddingLayer(_AddsPositions):
       )
 
   def FProp(self, theta: nested_map.NestedMap, inputs: tf.Tensor, *others: Any) -> Any:
-    """Adds the embedding of 0, 1, ... time - 1.
+    """Adds the embedding of 0, 1, ... time - 1, or of `segment_pos`.
 
     Args:
       theta: empty.
       inputs: [batch, time, embedding_dim].
-      *others: further outputs of the layer before, as paddings; handed on as they are.
+      *others: further outputs of the layer before: paddings, segment_ids and segment_pos, as far
+        as there are any. The first two are handed on as they are. segment_pos, None or integers
+        [batch, time], are the positions where rows are packed with several documents; it ends here.
 
     Returns:
       A tensor of the shape of `inputs` in fprop_dtype; with `others` a tuple of it and them.
     """
     _CheckVectors(self.path, inputs, self.params.embedding_dim)
-    positions = tf.range(shapes.GetShape(inputs)[1])
+    others, positions = _SegmentPositions(self.path, inputs, others)
+    if positions is None:
+      positions = tf.range(shapes.GetShape(inputs)[1])
     y = self._CastToFPropDtype(inputs) + self.FPropWithPosition(theta, positions)
     return (y, *others) if others else y
 
@@ -163,10 +173,15 @@ class PositionalEmbeddingLayer(_AddsPositions):
   def FPropMeta(
     cls, params: hyperparams.InstantiableParams, inputs: tf.TensorSpec, *others: Any
   ) -> nested_map.NestedMap:
-    """One operation an element; the sinusoids are constants. See BaseLayer.FPropMeta."""
-    _CheckVectors(params.name or cls.__name__, inputs, params.embedding_dim)
-    spec = fprop_meta.WithDtype(inputs, params)
-    return fprop_meta.Meta(shapes.NumElements(inputs), spec, *others)
+    """One operation an element where the sinusoids are constants. See BaseLayer.FPropMeta."""
+    path = params.name or cls.__name__
+    _CheckVectors(path, inputs, params.embedding_dim)
+    others, positions = _SegmentPositions(path, inputs, others)
+    flops = shapes.NumElements(inputs)
+    if positions is not None:
+      # An angle, its sine and its cosine for each pair of channels.
+      flops += 3 * shapes.NumElements(positions) * (params.embedding_dim // 2)
+    return fprop_meta.Meta(flops, fprop_meta.WithDtype(inputs, params), *others)
 
 
 class LearnablePositionalEmbeddingLayer(_AddsPositions):
@@ -188,19 +203,23 @@ class LearnablePositionalEmbeddingLayer(_AddsPositions):
     self.CreateVariable('emb', weight_params.WeightParams([p.max_pos, p.embedding_dim], init))
 
   def FProp(self, theta: nested_map.NestedMap, inputs: tf.Tensor, *others: Any) -> Any:
-    """Adds the vectors of positions 0, 1, ... time - 1.
+    """Adds the vectors of positions 0, 1, ... time - 1, or of `segment_pos`.
 
     Args:
       theta: emb [max_pos, embedding_dim].
       inputs: [batch, time, embedding_dim], time at most max_pos.
-      *others: further outputs of the layer before, as paddings; handed on as they are.
+      *others: as for PositionalEmbeddingLayer.
 
     Returns:
       A tensor of the shape of `inputs` in fprop_dtype; with `others` a tuple of it and them.
     """
     self._CheckInputs(self.path, self.params, inputs)
-    first = tf.convert_to_tensor(theta.emb)[: shapes.GetShape(inputs)[1]]
-    y = self._CastToFPropDtype(inputs) + first
+    others, positions = _SegmentPositions(self.path, inputs, others)
+    if positions is None:
+      vectors = tf.convert_to_tensor(theta.emb)[: shapes.GetShape(inputs)[1]]
+    else:
+      vectors = self.FPropWithPosition(theta, positions)
+    y = self._CastToFPropDtype(inputs) + vectors
     return (y, *others) if others else y
 
   def Prefill(
@@ -229,7 +248,9 @@ class LearnablePositionalEmbeddingLayer(_AddsPositions):
     cls, params: hyperparams.InstantiableParams, inputs: tf.TensorSpec, *others: Any
   ) -> nested_map.NestedMap:
     """One operation an element; see BaseLayer.FPropMeta."""
-    cls._CheckInputs(params.name or cls.__name__, params, inputs)
+    path = params.name or cls.__name__
+    cls._CheckInputs(path, params, inputs)
+    others, _ = _SegmentPositions(path, inputs, others)
     spec = fprop_meta.WithDtype(inputs, params)
     return fprop_meta.Meta(shapes.NumElements(inputs), spec, *others)
 
@@ -264,20 +285,18 @@ class SimpleFullSoftmax(base_layer.BaseLayer):
     )
     self.CreateChild('linear', projection)
 
-  def FProp(
-    self, theta: nested_map.NestedMap, inputs: tf.Tensor, paddings: tf.Tensor | None = None
-  ) -> tf.Tensor:
+  def FProp(self, theta: nested_map.NestedMap, inputs: tf.Tensor, *others: Any) -> tf.Tensor:
     """Computes logits.
 
     Args:
       theta: the weights.
       inputs: [..., input_dim].
-      paddings: not used; taken so that the layer may follow one that returns paddings.
+      *others: further outputs of the layer before, as paddings; not used.
 
     Returns:
       [..., num_classes] in fprop_dtype.
     """
-    del paddings
+    del others
     p = self.params
     shapes.CheckLastDim(self.path, inputs, p.input_dim)
     logits = self.linear.FProp(theta.linear, inputs)
@@ -289,13 +308,10 @@ class SimpleFullSoftmax(base_layer.BaseLayer):
 
   @classmethod
   def FPropMeta(
-    cls,
-    params: hyperparams.InstantiableParams,
-    inputs: tf.TensorSpec,
-    paddings: tf.TensorSpec | None = None,
+    cls, params: hyperparams.InstantiableParams, inputs: tf.TensorSpec, *others: Any
   ) -> nested_map.NestedMap:
     """See BaseLayer.FPropMeta."""
-    del paddings
+    del others
     shapes.CheckLastDim(params.name or cls.__name__, inputs, params.input_dim)
     meta = fprop_meta.Of(fprop_meta.Declare(params).linear, inputs)
     per_logit = 3 * bool(params.logits_soft_max) + 2 * (params.logits_abs_max is not None)
@@ -328,33 +344,28 @@ class SharedSoftmaxLayer(base_layer.BaseLayer):
     zero = weight_params.WeightInit.Constant(0.0)
     self.CreateVariable('b', weight_params.WeightParams([p.num_classes], zero))
 
-  def FProp(
-    self, theta: nested_map.NestedMap, inputs: tf.Tensor, paddings: tf.Tensor | None = None
-  ) -> tf.Tensor:
+  def FProp(self, theta: nested_map.NestedMap, inputs: tf.Tensor, *others: Any) -> tf.Tensor:
     """Computes logits.
 
     Args:
       theta: emb [num_classes, input_dim], b [num_classes].
       inputs: [..., input_dim].
-      paddings: not used; taken so that the layer may follow one that returns paddings.
+      *others: further outputs of the layer before, as paddings; not used.
 
     Returns:
       [..., num_classes] in fprop_dtype.
     """
-    del paddings
+    del others
     shapes.CheckLastDim(self.path, inputs, self.params.input_dim)
     inputs = self._CastToFPropDtype(inputs)
     return tf.einsum('...d,vd->...v', inputs, tf.convert_to_tensor(theta.emb)) + theta.b
 
   @classmethod
   def FPropMeta(
-    cls,
-    params: hyperparams.InstantiableParams,
-    inputs: tf.TensorSpec,
-    paddings: tf.TensorSpec | None = None,
+    cls, params: hyperparams.InstantiableParams, inputs: tf.TensorSpec, *others: Any
   ) -> nested_map.NestedMap:
     """See BaseLayer.FPropMeta."""
-    del paddings
+    del others
     shapes.CheckLastDim(params.name or cls.__name__, inputs, params.input_dim)
     spec = fprop_meta.WithDtype(
       tf.TensorSpec([*inputs.shape[:-1], params.num_classes], inputs.dtype), params
@@ -401,6 +412,15 @@ def _CheckIds(path: str, ids: Any, paddings: Any) -> None:
   shapes.CheckRank(path, ids, 2, 'ids')
   if paddings is not None:
     shapes.CheckShape(path, paddings, ids.shape, 'paddings')
+
+
+def _SegmentPositions(
+  path: str, inputs: Any, others: tuple[Any, ...]
+) -> tuple[tuple[Any, ...], Any]:
+  """What goes on to the next layer, and segment_pos or None."""
+  *handed_on, segment_pos = others if len(others) > 2 else (*others, None)
+  shapes.CheckIntegers(path, segment_pos, inputs, 'segment_pos')
+  return tuple(handed_on), segment_pos
 
 
 def _CheckVectors(path: str, inputs: Any, dim: int) -> None:

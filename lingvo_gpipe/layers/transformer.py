@@ -2,7 +2,9 @@
 """Transformer blocks: pre-LayerNorm, with residual connections and dropout.
 
 Every layer here maps (x, paddings) to (x, paddings), x [batch, time, dim], so that blocks follow
-each other in a sequence and a pipeline may be cut between any two.
+each other in a sequence and a pipeline may be cut between any two. Where rows are packed with
+several documents, (x, paddings, segment_ids) becomes (x, paddings, segment_ids): the integers
+travel, and every attention makes its mask of them.
 """
 
 from __future__ import annotations
@@ -14,7 +16,12 @@ import tensorflow as tf
 from lingvo_gpipe import base_layer, hyperparams, nested_map, shapes
 from lingvo_gpipe.layers import attention, dropout, fprop_meta, linear, norm
 
-Outputs = tuple[tf.Tensor, tf.Tensor | None]
+Outputs = tuple[tf.Tensor, tf.Tensor | None] | tuple[tf.Tensor, tf.Tensor | None, tf.Tensor]
+
+
+def _Outputs(x: Any, paddings: Any, segment_ids: Any) -> tuple[Any, ...]:
+  """What the next block takes: segment ids only where there are any."""
+  return (x, paddings) if segment_ids is None else (x, paddings, segment_ids)
 
 
 class TransformerAttentionLayer(base_layer.BaseLayer):
@@ -54,13 +61,20 @@ class TransformerAttentionLayer(base_layer.BaseLayer):
     )
 
   def FProp(
-    self, theta: nested_map.NestedMap, inputs: tf.Tensor, paddings: tf.Tensor | None = None
+    self,
+    theta: nested_map.NestedMap,
+    inputs: tf.Tensor,
+    paddings: tf.Tensor | None = None,
+    segment_ids: tf.Tensor | None = None,
   ) -> Outputs:
-    """Maps inputs [batch, time, input_dim] to the same shape; `paddings` [batch, time] stays."""
+    """Maps inputs [batch, time, input_dim] to the same shape; see TransformerLayer."""
+    shapes.CheckIntegers(self.path, segment_ids, inputs, 'segment_ids')
     inputs = self._CastToFPropDtype(inputs)
     x = self.layer_norm.FProp(theta.layer_norm, inputs)
-    x = self.atten.FProp(theta.atten, x, x, x, paddings)
-    return inputs + self.residual_dropout.FProp(theta.residual_dropout, x), paddings
+    mask = None if segment_ids is None else attention.SegmentMask(segment_ids)
+    x = self.atten.FProp(theta.atten, x, x, x, paddings, mask)
+    x = inputs + self.residual_dropout.FProp(theta.residual_dropout, x)
+    return _Outputs(x, paddings, segment_ids)
 
   def Prefill(
     self,
@@ -101,15 +115,22 @@ class TransformerAttentionLayer(base_layer.BaseLayer):
     params: hyperparams.InstantiableParams,
     inputs: tf.TensorSpec,
     paddings: tf.TensorSpec | None = None,
+    segment_ids: tf.TensorSpec | None = None,
   ) -> nested_map.NestedMap:
     """See BaseLayer.FPropMeta."""
+    shapes.CheckIntegers(params.name or cls.__name__, segment_ids, inputs, 'segment_ids')
     layer = fprop_meta.Declare(params)
     normed = fprop_meta.Of(layer.layer_norm, inputs)
     (x,) = normed.out_specs
-    attended = fprop_meta.Of(layer.atten, x, x, x, paddings)
+    flops, mask = normed.flops + shapes.NumElements(inputs), None
+    if segment_ids is not None:
+      batch, time = segment_ids.shape
+      mask = tf.TensorSpec([batch, 1, time, time], tf.bool)
+      flops += shapes.NumElements(mask)
+    attended = fprop_meta.Of(layer.atten, x, x, x, paddings, mask)
     dropped = fprop_meta.Of(layer.residual_dropout, *attended.out_specs)
-    flops = normed.flops + attended.flops + dropped.flops + shapes.NumElements(inputs)
-    return fprop_meta.Meta(flops, *dropped.out_specs, paddings)
+    flops += attended.flops + dropped.flops
+    return fprop_meta.Meta(flops, *_Outputs(*dropped.out_specs, paddings, segment_ids))
 
 
 class TransformerFeedForwardLayer(base_layer.BaseLayer):
@@ -154,14 +175,19 @@ class TransformerFeedForwardLayer(base_layer.BaseLayer):
     )
 
   def FProp(
-    self, theta: nested_map.NestedMap, inputs: tf.Tensor, paddings: tf.Tensor | None = None
+    self,
+    theta: nested_map.NestedMap,
+    inputs: tf.Tensor,
+    paddings: tf.Tensor | None = None,
+    segment_ids: tf.Tensor | None = None,
   ) -> Outputs:
-    """Maps inputs [batch, time, input_dim] to the same shape; `paddings` [batch, time] stays."""
+    """Maps inputs [batch, time, input_dim] to the same shape; the others are handed on."""
     shapes.CheckPaddings(self.path, paddings, inputs)
     inputs = self._CastToFPropDtype(inputs)
     x = self.layer_norm.FProp(theta.layer_norm, inputs)
     x = self.fflayer.FProp(theta.fflayer, x)
-    return inputs + self.residual_dropout.FProp(theta.residual_dropout, x), paddings
+    x = inputs + self.residual_dropout.FProp(theta.residual_dropout, x)
+    return _Outputs(x, paddings, segment_ids)
 
   @classmethod
   def FPropMeta(
@@ -169,12 +195,14 @@ class TransformerFeedForwardLayer(base_layer.BaseLayer):
     params: hyperparams.InstantiableParams,
     inputs: tf.TensorSpec,
     paddings: tf.TensorSpec | None = None,
+    segment_ids: tf.TensorSpec | None = None,
   ) -> nested_map.NestedMap:
     """See BaseLayer.FPropMeta."""
     shapes.CheckPaddings(params.name or cls.__name__, paddings, inputs)
     layer = fprop_meta.Declare(params)
     meta = fprop_meta.Chain([layer.layer_norm, layer.fflayer, layer.residual_dropout], inputs)
-    return fprop_meta.Meta(meta.flops + shapes.NumElements(inputs), *meta.out_specs, paddings)
+    flops = meta.flops + shapes.NumElements(inputs)
+    return fprop_meta.Meta(flops, *_Outputs(*meta.out_specs, paddings, segment_ids))
 
 
 class TransformerLayer(base_layer.BaseLayer):
@@ -224,7 +252,11 @@ class TransformerLayer(base_layer.BaseLayer):
     self.CreateChild('fflayer', fflayer)
 
   def FProp(
-    self, theta: nested_map.NestedMap, inputs: tf.Tensor, paddings: tf.Tensor | None = None
+    self,
+    theta: nested_map.NestedMap,
+    inputs: tf.Tensor,
+    paddings: tf.Tensor | None = None,
+    segment_ids: tf.Tensor | None = None,
   ) -> Outputs:
     """One Transformer block.
 
@@ -233,12 +265,14 @@ class TransformerLayer(base_layer.BaseLayer):
       inputs: [batch, time, input_dim].
       paddings: None, or [batch, time] with 1.0 at positions that nobody attends to. The outputs at
         such positions are finite and mean nothing.
+      segment_ids: None, or integers [batch, time]: positions attend to those of the same number
+        only. A number for padding, as 0, makes paddings needless.
 
     Returns:
-      A tensor of the shape of `inputs` in fprop_dtype, and `paddings`.
+      A tensor of the shape of `inputs` in fprop_dtype, `paddings`, and `segment_ids` if given.
     """
-    x, paddings = self.self_atten.FProp(theta.self_atten, inputs, paddings)
-    return self.fflayer.FProp(theta.fflayer, x, paddings)
+    outputs = self.self_atten.FProp(theta.self_atten, inputs, paddings, segment_ids)
+    return self.fflayer.FProp(theta.fflayer, *outputs)
 
   def Prefill(
     self,
@@ -279,7 +313,9 @@ class TransformerLayer(base_layer.BaseLayer):
     params: hyperparams.InstantiableParams,
     inputs: tf.TensorSpec,
     paddings: tf.TensorSpec | None = None,
+    segment_ids: tf.TensorSpec | None = None,
   ) -> nested_map.NestedMap:
     """See BaseLayer.FPropMeta."""
     layer = fprop_meta.Declare(params)
-    return fprop_meta.Chain([layer.self_atten, layer.fflayer], inputs, paddings)
+    given = _Outputs(inputs, paddings, segment_ids)
+    return fprop_meta.Chain([layer.self_atten, layer.fflayer], *given)

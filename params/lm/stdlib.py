@@ -98,3 +98,77 @@ class ByteTransformerGPipe4(ByteTransformer):
   """The same model in four stages."""
 
   NUM_STAGES = 4
+
+
+@registry.RegisterSingleTaskModel
+class ByteTransformerTiny(ByteTransformer):
+  """For tests: two narrow layers in K=2 stages on 64 KiB; some seconds, most of them for tracing.
+
+  `trainer --model=lm.stdlib.ByteTransformerTiny --logdir=runs/tiny`
+  """
+
+  BATCH_SIZE = 8
+  SEQ_LEN = 32
+  MODEL_DIM = 32
+  NUM_LAYERS = 2
+  NUM_STAGES = 2
+  NUM_MICRO_BATCHES = 2
+  MAX_STEPS = 100
+
+  def Train(self) -> hyperparams.InstantiableParams:
+    """The first 64 KiB of the training files."""
+    return super().Train().Set(max_bytes=1 << 16)
+
+  def Test(self) -> hyperparams.InstantiableParams:
+    """4 KiB of the test files."""
+    return super().Test().Set(max_bytes=1 << 12)
+
+
+@registry.RegisterSingleTaskModel
+class ByteTransformerHalfHour(ByteTransformer):
+  """TODO
+  """
+
+  SEQ_LEN = 256
+  MODEL_DIM = 192
+  NUM_LAYERS = 10
+  NUM_STAGES = 2
+  NUM_MICRO_BATCHES = 8
+  MAX_STEPS = 1000
+
+
+@registry.RegisterSingleTaskModel
+class PackedTransformerGPipe2(ByteTransformer):
+  """Packed rows of SentencePiece tokens in place of bytes, K=2 stages: no file sees another one.
+
+  The vocabulary first, trained on the same files:
+
+      python -m tools.train_sentencepiece --model=lm.stdlib.PackedTransformerGPipe2 --lossless
+      trainer --model=lm.stdlib.PackedTransformerGPipe2 --logdir=runs/packed
+  """
+
+  VOCAB_SIZE = 2000
+  NUM_STAGES = 2
+
+  def _Input(self, split: str) -> hyperparams.InstantiableParams:
+    return stdlib_input.StdlibTokensInput.Params().Set(
+      name=split,
+      split=split,
+      batch_size=self.BATCH_SIZE,
+      seq_len=self.SEQ_LEN,
+      vocab_filepath='runs/vocab/stdlib_2k.model',
+      vocab_size=self.VOCAB_SIZE,
+    )
+
+  def Test(self) -> hyperparams.InstantiableParams:
+    """The first 20 of the remaining files."""
+    return self._Input('test').Set(max_documents=20)
+
+  def Task(self) -> hyperparams.InstantiableParams:
+    """The same Transformer over tokens."""
+    return super().Task().Set(cls=model.TransformerLm, vocab_size=self.VOCAB_SIZE)
+
+  def Smoke(self) -> dict[str, object]:
+    """As the others', on random tokens."""
+    smoke = {name: value for name, value in super().Smoke().items() if name != 'input.max_bytes'}
+    return {**smoke, 'input.num_fake_examples': 16}

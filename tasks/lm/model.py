@@ -10,15 +10,20 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from lingvo_gpipe import hyperparams, nested_map, sampling, task
-from lingvo_gpipe.layers import dropout, embedding, norm, transformer
+from lingvo_gpipe import hyperparams, nested_map, sampling, task, weight_params
+from lingvo_gpipe.layers import dropout, embedding, norm, sequential, transformer
 from lingvo_gpipe.pipeline import pipelining_layer
 
 
 class TransformerLm(task.BaseTask):
   """Predicts the next token: pre-LayerNorm Transformer layers under a causal mask.
 
-  Batches have `ids`, `labels` (int32) and `weights` (float32), each [batch, time].
+  Batches have `ids`, `labels` (int32) and `weights` (float32), each [batch, time]. Rows that are
+  packed with several documents have `segment_ids` and `segment_pos` (int32) too: the number of the
+  document, 0 for padding, and the position within it. No document sees another one then.
+
+  Two settings keep deep models from diverging (GPipe section 5, which tells neither the exponent
+  nor the bound): `ff_init_depth_exponent` and `softmax_tpl.logits_abs_max`.
   """
 
   loss_unit = 'tokens'
@@ -36,6 +41,13 @@ class TransformerLm(task.BaseTask):
     p.Define('residual_dropout_prob', 0.0, 'Dropout of what each sub-layer adds.')
     p.Define('atten_dropout_prob', 0.0, 'Dropout of attention weights.')
     p.Define('relu_dropout_prob', 0.0, 'Dropout of the feed-forward hidden layer.')
+    p.Define(
+      'ff_init_depth_exponent',
+      0.0,
+      'Feed-forward weights start as num_layers^-x times Xavier; 0.5 is XavierWithFixupParams.',
+    )
+    p.Define('final_layer_norm', True, 'Whether there is a LayerNorm before the softmax.')
+    p.Define('softmax_tpl', embedding.SimpleFullSoftmax.Params(), 'What the softmax is made from.')
     p.Define(
       'sampling',
       sampling.SamplingParams().Set(temperature=0.8),
@@ -58,22 +70,22 @@ class TransformerLm(task.BaseTask):
     ]
     if p.input_dropout_prob:
       layers.append(dropout.DropoutLayer.Params().Set(keep_prob=1.0 - p.input_dropout_prob))
-    layers += [
-      transformer.TransformerLayer.Params().Set(
-        input_dim=p.model_dim,
-        hidden_dim=p.hidden_dim,
-        num_heads=p.num_heads,
-        is_causal=True,
-        residual_dropout_prob=p.residual_dropout_prob,
-        atten_dropout_prob=p.atten_dropout_prob,
-        relu_dropout_prob=p.relu_dropout_prob,
-      )
-      for _ in range(p.num_layers)
-    ]
-    layers += [
-      norm.LayerNorm.Params().Set(input_dim=p.model_dim),
-      embedding.SimpleFullSoftmax.Params().Set(input_dim=p.model_dim, num_classes=p.vocab_size),
-    ]
+    block = transformer.TransformerLayer.Params().Set(
+      input_dim=p.model_dim,
+      hidden_dim=p.hidden_dim,
+      num_heads=p.num_heads,
+      is_causal=True,
+      residual_dropout_prob=p.residual_dropout_prob,
+      atten_dropout_prob=p.atten_dropout_prob,
+      relu_dropout_prob=p.relu_dropout_prob,
+    )
+    if p.ff_init_depth_exponent:
+      scale = p.num_layers**-p.ff_init_depth_exponent
+      block.tr_fflayer_tpl.fflayer_tpl.params_init = weight_params.WeightInit.Xavier(scale)
+    layers.append(sequential.SequentialLayer.Params().Set(sub=[block], repeat=p.num_layers))
+    if p.final_layer_norm:
+      layers.append(norm.LayerNorm.Params().Set(input_dim=p.model_dim))
+    layers.append(p.softmax_tpl.Copy().Set(input_dim=p.model_dim, num_classes=p.vocab_size))
     self.CreateChild('stack', p.stack.Copy().Set(sub=layers))
 
   def CheckBatch(self, input_batch: nested_map.NestedMap) -> None:
@@ -90,8 +102,10 @@ class TransformerLm(task.BaseTask):
       )
 
   def PipelineInputs(self, input_batch: nested_map.NestedMap) -> tuple[Any, ...]:
-    """The token ids [batch, time]."""
-    return (input_batch.ids,)
+    """The token ids [batch, time]; where rows are packed None (paddings), segment ids, positions."""
+    if 'segment_ids' not in input_batch:
+      return (input_batch.ids,)
+    return input_batch.ids, None, input_batch.segment_ids, input_batch.segment_pos
 
   def LossInputs(self, input_batch: nested_map.NestedMap) -> nested_map.NestedMap:
     """Labels and weights, each [batch, time]."""
@@ -118,6 +132,12 @@ class TransformerLm(task.BaseTask):
       'accuracy': (tf.math.divide_no_nan(correct, total), total),
     }
     return metrics, {'xent': tf.reduce_sum(xent * weights, axis=-1)}
+
+  def Report(self, metrics: dict[str, float], input_generator: Any) -> str:
+    """The perplexity, exp of the mean loss of a token."""
+    del input_generator
+    # A mean over batches of their perplexities would be another number.
+    return f'perplexity {math.exp(min(metrics["loss"], 700.0)):.2f} a token'
 
   def Generate(
     self,

@@ -9,7 +9,7 @@ import pathlib
 import sysconfig
 
 from lingvo_gpipe import hyperparams
-from lingvo_gpipe.input import text_bytes
+from lingvo_gpipe.input import base_input_generator, text_bytes, text_files
 
 # Upper ends of the splits' ranges of hash values modulo 100.
 _SPLIT_ENDS = {'train': 90, 'dev': 95, 'test': 100}
@@ -17,8 +17,8 @@ _SPLIT_ENDS = {'train': 90, 'dev': 95, 'test': 100}
 _SKIPPED_DIRS = frozenset(['site-packages', 'dist-packages', '__pycache__'])
 
 
-class StdlibInput(text_bytes.TextBytesInput):
-  """Bytes of the .py files of the standard library, without installed packages.
+class _StdlibFiles(base_input_generator.BaseInputGenerator):
+  """The .py files of the standard library, without installed packages.
 
   A file belongs to a split by a hash of its name below the library's root: about 90 % of the files
   are in train, 5 % in dev and 5 % in test. The files differ between versions of Python; the
@@ -42,7 +42,7 @@ class StdlibInput(text_bytes.TextBytesInput):
     if p.file_pattern:
       raise ValueError(
         f'{self._Where("file_pattern")} has no effect here, got {p.file_pattern!r}: use split, or '
-        'TextBytesInput for files of your own'
+        'TextBytesInput or TextFilesInput for files of your own'
       )
 
   def Files(self) -> list[str]:
@@ -73,6 +73,27 @@ class StdlibInput(text_bytes.TextBytesInput):
 
   def _Root(self) -> str:
     return self.params.root or sysconfig.get_path('stdlib')
+
+
+class StdlibInput(_StdlibFiles, text_bytes.TextBytesInput):
+  """Their bytes, one file after another."""
+
+
+class StdlibTokensInput(_StdlibFiles, text_files.TextFilesInput):
+  """Their tokens under a SentencePiece vocabulary; a document is a file.
+
+  A few files are not in UTF-8, to test just that: what does not fit is read as U+FFFD.
+  """
+
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    p = super().Params()
+    p.documents = 'files'
+    return p
+
+  def _Text(self, content: bytes, path: str, line: int) -> str:
+    del path, line
+    return content.decode(errors='replace')
 
 
 def SplitOf(name: str) -> str:

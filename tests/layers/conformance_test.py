@@ -108,10 +108,15 @@ CATALOGUE = [
   (
     embedding.EmbeddingLayer,
     {'vocab_size': 5, 'embedding_dim': DIM, 'scale_sqrt_depth': True},
-    [IDS],
+    [IDS, None, IDS, IDS],
   ),
   (embedding.PositionalEmbeddingLayer, {'embedding_dim': DIM}, [X, PADDINGS]),
-  (embedding.LearnablePositionalEmbeddingLayer, {'embedding_dim': DIM, 'max_pos': 9}, [X]),
+  (embedding.PositionalEmbeddingLayer, {'embedding_dim': DIM}, [X, None, IDS, IDS]),
+  (
+    embedding.LearnablePositionalEmbeddingLayer,
+    {'embedding_dim': DIM, 'max_pos': 9},
+    [X, None, IDS, IDS],
+  ),
   (embedding.SimpleFullSoftmax, {'input_dim': DIM, 'num_classes': 5}, [X, PADDINGS]),
   (
     embedding.SimpleFullSoftmax,
@@ -121,10 +126,10 @@ CATALOGUE = [
   (embedding.SharedSoftmaxLayer, {'input_dim': DIM, 'num_classes': 5}, [X, PADDINGS]),
   (skip.StashLayer, {'key': 'x'}, [X, PADDINGS]),
   (attention.MultiHeadedAttention, ATTENTION, [X, X, X, None, MASK]),
-  (attention.MultiHeadedAttention, {**ATTENTION, 'is_causal': True}, [X, X, X, PADDINGS]),
+  (attention.MultiHeadedAttention, {**ATTENTION, 'is_causal': True}, [X, X, X, PADDINGS, MASK]),
   (transformer.TransformerAttentionLayer, {**ATTENTION_BLOCK, 'is_causal': True}, [X, None]),
   (transformer.TransformerFeedForwardLayer, FEED_FORWARD, [X, PADDINGS]),
-  (transformer.TransformerLayer, {**BLOCK, 'is_causal': True}, [X, PADDINGS]),
+  (transformer.TransformerLayer, {**BLOCK, 'is_causal': True}, [X, PADDINGS, IDS]),
   (
     sequential.SequentialLayer,
     {
@@ -136,7 +141,7 @@ CATALOGUE = [
         embedding.SimpleFullSoftmax.Params().Set(input_dim=DIM, num_classes=5),
       ]
     },
-    [IDS, PADDINGS],
+    [IDS, PADDINGS, IDS],
   ),
 ]
 

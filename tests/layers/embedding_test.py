@@ -90,6 +90,22 @@ def testLearnedPositions():
     layer.Prefill(layer.theta, x, max_length=7)
 
 
+def testPositionsWithinSegments():
+  position = tf.constant([[0, 1, 2, 0, 1], [0, 0, 1, 2, 3]])
+  segment_ids = tf.ones_like(position)
+  for cls, values in (
+    (embedding.PositionalEmbeddingLayer, {}),
+    (embedding.LearnablePositionalEmbeddingLayer, {'max_pos': 6}),
+  ):
+    layer = _Make(cls, embedding_dim=4, **values)
+    x = tf.ones([2, 5, 4])
+    y, paddings, handed_on = layer(x, None, segment_ids, position)
+    assert paddings is None and handed_on is segment_ids
+    np.testing.assert_allclose(y, tf.gather(layer(x)[0], position), atol=1e-6)
+    with pytest.raises(ValueError, match='layer: segment_pos must be integers, got float32'):
+      layer(x, None, None, tf.zeros([2, 5]))
+
+
 def testPositionsTakeAnUnknownTime():
   for cls, values in (
     (embedding.PositionalEmbeddingLayer, {}),

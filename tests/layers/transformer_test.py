@@ -101,6 +101,27 @@ def testPaddedPositionsChangeNothingElsewhere(is_causal, left):
   np.testing.assert_allclose(outputs[0][keep], stack(x[keep])[0], atol=1e-12)
 
 
+@pytest.mark.parametrize('is_causal', [False, True])
+def testSegmentsDoNotSeeEachOther(is_causal):
+  stack = _Stack(tf.float64, None, is_causal=is_causal)
+  x = _X()
+  segment_ids = tf.constant([[1, 1, 2, 2, 2, 0], [3, 1, 1, 1, 1, 1]])
+  y, paddings, handed_on = stack(x, None, segment_ids)
+  assert paddings is None and handed_on is segment_ids
+  for row, parts in enumerate([[(0, 2), (2, 5), (5, 6)], [(0, 1), (1, 6)]]):
+    for begin, end in parts:
+      alone = stack(x[row : row + 1, begin:end])[0][0]
+      np.testing.assert_allclose(y[row, begin:end], alone, atol=1e-12)
+
+
+def testWrongSegmentsAreNamed():
+  layer, x = _Make(), _X()
+  with pytest.raises(ValueError, match=r'block\.self_atten: segment_ids must be integers, got fl'):
+    layer(x, None, tf.zeros([BATCH, TIME]))
+  with pytest.raises(ValueError, match=r'segment_ids must have shape \[2, 6\], got shape \[2, 5\]'):
+    layer(x, None, tf.zeros([BATCH, 5], tf.int32))
+
+
 def testEveryDropoutTakesPart():
   x = _X()
   plain = _Make()(x)[0].numpy()

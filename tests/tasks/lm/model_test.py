@@ -291,6 +291,31 @@ def testParamsReachTheLayers():
   assert _Params().FromText(p.ToText()) == p
 
 
+def testDepthTricks():
+  """The feed-forward weights start smaller by depth^-x, nothing else does; logits are clipped."""
+  p = _Params(num_layers=4)
+  plain, shrunk = p.Instantiate(), p.Copy().Set(ff_init_depth_exponent=0.5).Instantiate()
+  for task in (plain, shrunk):
+    task.InstantiateVariables()
+  values = plain.VariablesByPath()
+  for path, v in shrunk.VariablesByPath().items():
+    scale = 0.5 if '.fflayer.fc' in path and path.endswith('.w') else 1.0
+    np.testing.assert_allclose(v, scale * values[path], rtol=1e-6, err_msg=path)
+  p.softmax_tpl.logits_abs_max = 0.1
+  task = p.Instantiate()
+  assert task.stack.layers[-1].params.logits_abs_max == 0.1
+
+
+def testThePaperHasNoLayerNormBeforeTheSoftmax():
+  with_norm, without = _Params(), _Params(final_layer_norm=False)
+  assert with_norm.Instantiate().NumParams() - without.Instantiate().NumParams() == 2 * _DIM
+
+
+def testReportsThePerplexity():
+  assert _Params().Instantiate().Report({'loss': math.log(8)}, None) == 'perplexity 8.00 a token'
+  assert 'perplexity' in _Params().Instantiate().Report({'loss': 1e6}, None)
+
+
 @pytest.mark.parametrize('name, value', [('ids', -1), ('ids', _VOCAB), ('labels', _VOCAB)])
 def testIdsOutOfRangeAreRefused(name, value):
   batch = _Batch()

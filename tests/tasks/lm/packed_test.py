@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A packed row is its documents in rows of their own: losses, gradients, weights, pipelined too."""
+
+import functools
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_gpipe import nested_map
+from tasks.lm import model
+from tests import pipeline_training
+
+_VOCAB, _TIME = 11, 8
+# The lengths of the documents of each row.
+_ROWS = [[3, 4], [8], [1, 2, 1, 3], [5]]
+
+
+def _Documents():
+  rng = np.random.default_rng(4)
+  return [[rng.integers(0, _VOCAB, n + 1) for n in lengths] for lengths in _ROWS]
+
+
+def _Batch(rows):
+  """A packed batch; each row holds some documents, of which every token but the first is a label.
+
+  Ids, labels and positions of padding are not zero, for nobody may read them.
+  """
+  shape = [len(rows), _TIME]
+  batch = nested_map.NestedMap(
+    ids=np.full(shape, 5),
+    labels=np.full(shape, 6),
+    weights=np.zeros(shape, np.float32),
+    segment_ids=np.zeros(shape),
+    segment_pos=np.full(shape, 3),
+  )
+  for row, documents in enumerate(rows):
+    begin = 0
+    for i, document in enumerate(documents, 1):
+      length = len(document) - 1
+      part = np.s_[row, begin : begin + length]
+      batch.ids[part] = document[:-1]
+      batch.labels[part] = document[1:]
+      batch.weights[part] = 1
+      batch.segment_ids[part] = i
+      batch.segment_pos[part] = np.arange(length)
+      begin += length
+  return batch.TransformWithKey(
+    lambda key, a: tf.constant(a, tf.float32 if key == 'weights' else tf.int32)
+  )
+
+
+def _Unpacked():
+  """Each document in a row of its own, as a batch without segments."""
+  batch = _Batch([[document] for row in _Documents() for document in row])
+  return nested_map.NestedMap(ids=batch.ids, labels=batch.labels, weights=batch.weights)
+
+
+def _Train(batch, num_stages, num_micro_batches):
+  """(sums of the metrics, gradients) of a step in float64."""
+  p = model.TransformerLm.Params().Set(
+    name='lm',
+    vocab_size=_VOCAB,
+    model_dim=8,
+    hidden_dim=12,
+    num_heads=2,
+    num_layers=2,
+    dtype=tf.float64,
+  )
+  p.stack.Set(num_stages=num_stages, num_micro_batches=num_micro_batches, xla=False)
+  task = p.Instantiate()
+  return pipeline_training.Train(
+    task.stack,
+    task.PipelineInputs(batch),
+    task.LossInputs(batch),
+    lambda theta, outputs, side: task.ComputeLoss(theta, outputs[0], side)[0],
+  )
+
+
+@functools.cache
+def _Reference():
+  return _Train(_Unpacked(), 1, 3)
+
+
+@pytest.mark.parametrize('num_stages', [1, 2])
+def testAPackedRowIsItsDocumentsInRowsOfTheirOwn(num_stages):
+  packed = _Train(_Batch(_Documents()), num_stages, 2)
+  pipeline_training.CheckEqual(packed, _Reference())
+  assert packed[0]['loss'][1] == sum(map(sum, _ROWS))
+
+
+@pytest.mark.parametrize('field', ['segment_ids', 'segment_pos'])
+def testBothFieldsMatter(field):
+  """The test before can fail: where all positions of a row are of one segment, or stand first."""
+  batch = _Batch(_Documents())
+  batch[field] = tf.ones_like(batch[field])
+  pipeline_training.CheckAnyDiffers(_Train(batch, 1, 2)[1], _Reference()[1])
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))
