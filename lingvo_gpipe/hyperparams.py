@@ -108,6 +108,8 @@ class Params(params_tree.Node):
 
   def Get(self, name: str) -> Any:
     """The value at a path. Raises AttributeError where there is none."""
+    if isinstance(name, str) and name in self.__params:  # Mostly a path is a name: no parsing.
+      return self.__params[name].value
     value: Any = self
     prefix = ''
     for step in params_text.ParsePath(name):
@@ -128,6 +130,13 @@ class Params(params_tree.Node):
     undo: list[Callable[[], None]] = []
     try:
       for path, make in changes:
+        if path in self.__params:  # As in Get.
+          self._CheckMutable(path)
+          record = self.__params[path]
+          new = params_tree.Changeable(make(record.value, record.default))
+          undo.append(functools.partial(setattr, record, 'value', record.value))
+          record.value = new
+          continue
         params_tree.SetPath(self, params_text.ParsePath(path), make, '', path, undo)
     except BaseException:
       for take_back in reversed(undo):

@@ -13,7 +13,8 @@ def FlattenSequential(params: hyperparams.InstantiableParams) -> list[Any]:
   """The Params of the layers of a sequence: nested SequentialLayers and `repeat` opened.
 
   A layer takes dtype, fprop_dtype, random_seed and params_init from the sequence that it stood in
-  where its own are None. Each element is a copy. Params of another layer are a list of one.
+  where its own are None. Each element is a copy, the same one at each repetition: to make layers
+  of, not to change. Params of another layer are a list of one.
 
   Raises:
     TypeError: an element is not the Params of a layer.
@@ -28,15 +29,12 @@ def FlattenSequential(params: hyperparams.InstantiableParams) -> list[Any]:
       f'SequentialLayer {params.name!r} needs layers in `sub` and a `repeat` of at least 1, '
       f'got {len(params.sub)} and {params.repeat!r}'
     )
-  flat = []
-  for _ in range(params.repeat):
-    for sub in params.sub:
-      for layer in FlattenSequential(sub):
-        for name in base_layer.INHERITED:
-          if layer.Get(name) is None:
-            layer.Set(**{name: params.Get(name)})
-        flat.append(layer)
-  return flat
+  flat = [layer for sub in params.sub for layer in FlattenSequential(sub)]
+  for layer in flat:
+    for name in base_layer.INHERITED:
+      if layer.Get(name) is None:
+        layer.Set(**{name: params.Get(name)})
+  return flat * params.repeat
 
 
 def CheckNoSkips(layer: base_layer.BaseLayer) -> None:
