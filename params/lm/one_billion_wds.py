@@ -7,8 +7,7 @@ takes data. None of these experiments has been trained yet.
 
 Data, for training: `tfds build lm1b` (a network, 4 GB), then a vocabulary of 32,000 pieces, by
 
-    python -m tools.train_sentencepiece --model=lm.one_billion_wds.Transformer3 \
-        --vocab_size=32000 --prefix=vocab/lm1b_32k
+    python -m tools.train_sentencepiece --model=lm.one_billion_wds.Transformer3
 
 Without them `--model_params_override='input.num_fake_examples:1024'` trains on random tokens, for
 measuring time and memory, and `lm.stdlib.ByteTransformerGPipe2` runs anywhere.

@@ -102,7 +102,7 @@ class TransformerLm(task.BaseTask):
       )
 
   def PipelineInputs(self, input_batch: nested_map.NestedMap) -> tuple[Any, ...]:
-    """The token ids [batch, time]; where rows are packed None (paddings), segment ids, positions."""
+    """The ids; where rows are packed None (paddings), segment ids and positions too."""
     if 'segment_ids' not in input_batch:
       return (input_batch.ids,)
     return input_batch.ids, None, input_batch.segment_ids, input_batch.segment_pos

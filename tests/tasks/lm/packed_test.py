@@ -57,8 +57,7 @@ def _Unpacked():
   return nested_map.NestedMap(ids=batch.ids, labels=batch.labels, weights=batch.weights)
 
 
-def _Train(batch, num_stages, num_micro_batches):
-  """(sums of the metrics, gradients) of a step in float64."""
+def _Task(num_stages, num_micro_batches):
   p = model.TransformerLm.Params().Set(
     name='lm',
     vocab_size=_VOCAB,
@@ -69,7 +68,12 @@ def _Train(batch, num_stages, num_micro_batches):
     dtype=tf.float64,
   )
   p.stack.Set(num_stages=num_stages, num_micro_batches=num_micro_batches, xla=False)
-  task = p.Instantiate()
+  return p.Instantiate()
+
+
+def _Train(batch, num_stages, num_micro_batches):
+  """(sums of the metrics, gradients) of a step in float64."""
+  task = _Task(num_stages, num_micro_batches)
   return pipeline_training.Train(
     task.stack,
     task.PipelineInputs(batch),
@@ -96,6 +100,17 @@ def testBothFieldsMatter(field):
   batch = _Batch(_Documents())
   batch[field] = tf.ones_like(batch[field])
   pipeline_training.CheckAnyDiffers(_Train(batch, 1, 2)[1], _Reference()[1])
+
+
+def testWhatIsTrainedOnPackedRowsGoesOnWithAPrompt():
+  made = []
+  for batch in (_Batch(_Documents()), _Unpacked()):
+    task = _Task(1, 1)
+    task.stack.Place(
+      pipeline_training.Devices(), *pipeline_training.Specs(task.PipelineInputs(batch))
+    )
+    made.append(task.Generate(np.array([[1, 2, 3]]), 4, temperature=0.0))
+  np.testing.assert_array_equal(*made)
 
 
 if __name__ == '__main__':
