@@ -81,10 +81,12 @@ class TransformerAttentionLayer(base_layer.BaseLayer):
     theta: nested_map.NestedMap,
     inputs: tf.Tensor,
     paddings: tf.Tensor | None = None,
+    segment_ids: tf.Tensor | None = None,
     *,
     max_length: int,
   ) -> tuple[Outputs, nested_map.NestedMap]:
-    """See BaseLayer.Prefill; NotImplementedError unless causal."""
+    """See BaseLayer.Prefill; NotImplementedError unless causal, or with segment_ids."""
+    self._CheckOneDocument(segment_ids)
     inputs = self._CastToFPropDtype(inputs)
     x = self.layer_norm.FProp(theta.layer_norm, inputs)
     x, states = self.atten.Prefill(theta.atten, x, x, x, paddings, max_length=max_length)
@@ -97,10 +99,12 @@ class TransformerAttentionLayer(base_layer.BaseLayer):
     states: nested_map.NestedMap,
     inputs: tf.Tensor,
     paddings: tf.Tensor | None = None,
+    segment_ids: tf.Tensor | None = None,
     *,
     time_step: Any,
   ) -> tuple[Outputs, nested_map.NestedMap]:
-    """See BaseLayer.ExtendStep; NotImplementedError unless causal."""
+    """See BaseLayer.ExtendStep; NotImplementedError unless causal, or with segment_ids."""
+    self._CheckOneDocument(segment_ids)
     inputs = self._CastToFPropDtype(inputs)
     x = self.layer_norm.FProp(theta.layer_norm, inputs)
     x, new = self.atten.ExtendStep(
@@ -108,6 +112,13 @@ class TransformerAttentionLayer(base_layer.BaseLayer):
     )
     x = inputs + self.residual_dropout.FProp(theta.residual_dropout, x)
     return (x, paddings), nested_map.NestedMap(atten=new)
+
+  def _CheckOneDocument(self, segment_ids: tf.Tensor | None) -> None:
+    if segment_ids is not None:
+      raise NotImplementedError(
+        f'{self.path}: a row of several documents (segment_ids) cannot decode position by position; '
+        'give each document a row of its own'
+      )
 
   @classmethod
   def FPropMeta(
@@ -279,12 +290,13 @@ class TransformerLayer(base_layer.BaseLayer):
     theta: nested_map.NestedMap,
     inputs: tf.Tensor,
     paddings: tf.Tensor | None = None,
+    segment_ids: tf.Tensor | None = None,
     *,
     max_length: int,
   ) -> tuple[Outputs, nested_map.NestedMap]:
-    """See BaseLayer.Prefill; NotImplementedError unless causal."""
+    """See BaseLayer.Prefill; NotImplementedError unless causal, or with segment_ids."""
     (x, paddings), states = self.self_atten.Prefill(
-      theta.self_atten, inputs, paddings, max_length=max_length
+      theta.self_atten, inputs, paddings, segment_ids, max_length=max_length
     )
     outputs, made = self.fflayer.Prefill(theta.fflayer, x, paddings, max_length=max_length)
     return outputs, nested_map.NestedMap(self_atten=states, fflayer=made)
@@ -295,12 +307,13 @@ class TransformerLayer(base_layer.BaseLayer):
     states: nested_map.NestedMap,
     inputs: tf.Tensor,
     paddings: tf.Tensor | None = None,
+    segment_ids: tf.Tensor | None = None,
     *,
     time_step: Any,
   ) -> tuple[Outputs, nested_map.NestedMap]:
-    """See BaseLayer.ExtendStep; NotImplementedError unless causal."""
+    """See BaseLayer.ExtendStep; NotImplementedError unless causal, or with segment_ids."""
     (x, paddings), new = self.self_atten.ExtendStep(
-      theta.self_atten, states.self_atten, inputs, paddings, time_step=time_step
+      theta.self_atten, states.self_atten, inputs, paddings, segment_ids, time_step=time_step
     )
     outputs, made = self.fflayer.ExtendStep(
       theta.fflayer, states.fflayer, x, paddings, time_step=time_step

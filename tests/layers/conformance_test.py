@@ -308,8 +308,11 @@ def testXlaComputesTheSame(Row):
 def testDecodingIsFPropPositionByPosition(Row):
   """From a prompt of one position and of all but one; or it is refused, and the layer named."""
   layer, inputs = _Setup(Row, tf.float64)
-  # Masks beside paddings are for whole sequences.
-  inputs = [x for x in inputs if x is None or x.dtype != tf.bool]
+  # Masks and segments are for whole sequences.
+  kinds = (tf.bool, tf.int32)
+  inputs = inputs[:1] + [None if x is None or x.dtype in kinds else x for x in inputs[1:]]
+  while inputs[-1] is None:
+    inputs.pop()
   is_causal = dict(layer.params.IterParams()).get('is_causal', True)
   if type(layer) in CANNOT_DECODE or not is_causal:
     with pytest.raises(NotImplementedError, match=r'^layer\b.* cannot decode'):

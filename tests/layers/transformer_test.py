@@ -162,5 +162,19 @@ def testErrorsNameThePathDownToThePart():
     transformer.TransformerLayer.Params().Set(name='b', input_dim=4).Instantiate()
 
 
+def testRowsOfSeveralDocumentsAreNotDecoded():
+  layer = transformer.TransformerLayer.Params().Set(
+    name='layer', input_dim=4, hidden_dim=6, num_heads=2, is_causal=True
+  )
+  layer = layer.Instantiate()
+  layer.InstantiateVariables()
+  x, ids = tf.zeros([2, 3, 4]), tf.ones([2, 3], tf.int32)
+  with pytest.raises(NotImplementedError, match='^layer.self_atten: a row of several documents'):
+    layer.Prefill(layer.theta, x, None, ids, max_length=5)
+  _, states = layer.Prefill(layer.theta, x, max_length=5)
+  with pytest.raises(NotImplementedError, match='^layer.self_atten: a row of several documents'):
+    layer.ExtendStep(layer.theta, states, x[:, :1], None, ids[:, :1], time_step=3)
+
+
 if __name__ == '__main__':
   raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))
