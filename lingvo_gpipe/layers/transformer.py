@@ -116,8 +116,8 @@ class TransformerAttentionLayer(base_layer.BaseLayer):
   def _CheckOneDocument(self, segment_ids: tf.Tensor | None) -> None:
     if segment_ids is not None:
       raise NotImplementedError(
-        f'{self.path}: a row of several documents (segment_ids) cannot decode position by position; '
-        'give each document a row of its own'
+        f'{self.path}: a row of several documents (segment_ids) cannot decode position by '
+        'position; give each document a row of its own'
       )
 
   @classmethod

@@ -163,16 +163,12 @@ def testErrorsNameThePathDownToThePart():
 
 
 def testRowsOfSeveralDocumentsAreNotDecoded():
-  layer = transformer.TransformerLayer.Params().Set(
-    name='layer', input_dim=4, hidden_dim=6, num_heads=2, is_causal=True
-  )
-  layer = layer.Instantiate()
-  layer.InstantiateVariables()
-  x, ids = tf.zeros([2, 3, 4]), tf.ones([2, 3], tf.int32)
-  with pytest.raises(NotImplementedError, match='^layer.self_atten: a row of several documents'):
+  layer = _Make(is_causal=True)
+  x, ids = tf.zeros([2, 3, DIM], tf.float64), tf.ones([2, 3], tf.int32)
+  with pytest.raises(NotImplementedError, match='^block.self_atten: a row of several documents'):
     layer.Prefill(layer.theta, x, None, ids, max_length=5)
   _, states = layer.Prefill(layer.theta, x, max_length=5)
-  with pytest.raises(NotImplementedError, match='^layer.self_atten: a row of several documents'):
+  with pytest.raises(NotImplementedError, match='^block.self_atten: a row of several documents'):
     layer.ExtendStep(layer.theta, states, x[:, :1], None, ids[:, :1], time_step=3)
 
 
