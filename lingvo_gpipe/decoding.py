@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -90,7 +90,7 @@ class Decoding(evaluation.DatasetPass):
 
 
 def _Examples(
-  task: task_lib.BaseTask, batch: nested_map.NestedMap, decoded: Mapping[str, Sequence[Any]]
+  task: task_lib.BaseTask, batch: nested_map.NestedMap, decoded: Mapping[str, Any]
 ) -> dict[str, list[Any]]:
   """What `Decode` returned of a batch, without padded rows: {name: an entry for each example}.
 
