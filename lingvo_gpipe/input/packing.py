@@ -49,9 +49,9 @@ def Packed(starts: np.ndarray, row_length: int) -> Rows:
     starts: int64 [n + 1], from `Starts`.
     row_length: places of a row.
   """
-  # Item by item a memoryview is several times faster than an array. A step finds a row's end, a few
-  # tens of documents at once.
-  line = memoryview(starts)
+  # Item by item a memoryview (`data`) is several times faster than an array. A step finds the end
+  # of a row, tens of documents at once.
+  line = starts.data
   num_documents = len(line) - 1
   begins = []
   place = document = 0

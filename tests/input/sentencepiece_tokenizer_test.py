@@ -132,7 +132,7 @@ def testLongLinesAreUsed():
     ({'vocab_size': 100_000}, 'no vocabulary of 100000 pieces.*too high'),
     (
       {'vocab_size': 100},
-      'no vocabulary of 100 pieces can be trained on these .* lines: Vocabulary size',
+      'no vocabulary of 100 pieces can be trained on .*: Vocabulary size',
     ),
     ({'model_type': 'word'}, "model_type: expected unigram or bpe, got 'word'"),
     ({'max_sentences': 0}, 'max_sentences'),
