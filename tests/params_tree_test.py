@@ -3,67 +3,19 @@
 
 import collections
 import copy
-import dataclasses
 import math
 import pickle
 import sys
 import threading
-from typing import NamedTuple
 
 import pytest
 
 from lingvo_gpipe import hyperparams, nested_map
+from tests import params_samples
 
-
-@dataclasses.dataclass
-class Options:
-  alpha: float = 0.5
-  names: list = dataclasses.field(default_factory=list)
-
-
-class Point(NamedTuple):
-  x: int
-  y: object
-
-
-class Layer:
-  def __init__(self, params, **kwargs):
-    self.params = params
-    self.kwargs = kwargs
-
-
-def _Activation(x):
-  return x
-
-
-def _Leaf(**kwargs):
-  p = hyperparams.Params()
-  for name, value in kwargs.items():
-    p.Define(name, value, f'The {name}.')
-  return p
-
-
-def _Model():
-  """A tree such as a model's."""
-  return _Leaf(
-    task=_Leaf(
-      name='lm',
-      train=_Leaf(learning_rate=0.1, max_steps=100, warmup=None, shuffle=True),
-      layers=[_Leaf(dim=i, sizes=[i]) for i in range(3)],
-      groups={'a': _Leaf(x=1), 'b.c': _Leaf(x=2), 7: _Leaf(x=3)},
-      stages=(_Leaf(x=4), [5, _Leaf(x=6)]),
-      sub=[('first', _Leaf(x=7)), ('second', _Leaf(x=8))],
-    ),
-    cluster=_Leaf(devices=2),
-  )
-
-
-def _Message(error, fn, *args, **kwargs):
-  with pytest.raises(error) as info:
-    fn(*args, **kwargs)
-  assert type(info.value) is error
-  assert '\n' not in str(info.value)
-  return str(info.value)
+Layer, Options, Point = params_samples.Layer, params_samples.Options, params_samples.Point
+_Activation, _Leaf = params_samples.Activation, params_samples.Leaf
+_Model, _Message = params_samples.Model, params_samples.Message
 
 
 # --- Paths -------------------------------------------------------------------------------------
