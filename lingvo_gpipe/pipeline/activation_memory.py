@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import math
 import numbers
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from lingvo_gpipe.pipeline import actions, step_work
 
@@ -33,6 +35,55 @@ class ActivationSizes:
   weight_part: PerStage | None = None
 
 
+class Part(enum.Enum):
+  """What a stage holds of one micro-batch."""
+
+  NOTHING = 'nothing'
+  INPUT = "the stage's input"
+  LAYER_INPUTS = 'the inputs of all its layers'
+  ONE_LAYER = 'the inputs of all its layers, and what is inside of one'
+  FOR_WEIGHTS = 'what W needs after I'
+  EVERYTHING = 'everything'
+
+
+class Change(NamedTuple):
+  """What is held of an action's micro-batch before, at most within, and after the action."""
+
+  before: Part
+  within: tuple[Part, ...]
+  after: Part
+
+
+def Changes(work: step_work.StepWork) -> Iterator[tuple[int, actions.Action, Change]]:
+  """(device, action, change), of all actions that exist, in the order of each device."""
+  for device, row in enumerate(work.schedule.actions):
+    for action in filter(work.Exists, row):
+      k, m = action.stage, action.micro_batch
+      kept = working = Part.INPUT
+      if work.HasBackward(k):
+        if not work.RunsAgain(k, m):
+          kept = working = Part.EVERYTHING
+        elif work.GoesByLayer(k, m):
+          kept, working = Part.LAYER_INPUTS, Part.ONE_LAYER
+        else:
+          working = Part.EVERYTHING
+      left = Part.FOR_WEIGHTS if work.IsTrained(k) else Part.NOTHING
+      kind = Kind.BACKWARD if work.IsWholeBackward(action) else action.kind
+      yield (
+        device,
+        action,
+        {
+          Kind.FORWARD: Change(
+            Part.NOTHING, (kept,), kept if work.HasBackward(k) else Part.NOTHING
+          ),
+          Kind.BACKWARD: Change(kept, (working,), Part.NOTHING),
+          Kind.INPUT_GRADIENT: Change(kept, (working, left), left),
+          Kind.WEIGHT_GRADIENT: Change(left, (left,), Part.NOTHING),
+          Kind.FORWARD_BACKWARD: Change(Part.NOTHING, (working,), Part.NOTHING),
+        }[kind],
+      )
+
+
 def Peaks(
   work: step_work.StepWork, sizes: ActivationSizes, scale: Sequence[float]
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -49,8 +100,10 @@ def Peaks(
     ValueError: sizes that do not fit the schedule or the policy.
   """
   schedule = work.schedule
-  by_layer = any(work.GoesByLayer(a.stage, a.micro_batch) for row in schedule.actions for a in row)
-  if by_layer and (sizes.layer_inputs is None or sizes.largest_layer is None):
+  goes_by_layer = any(
+    work.GoesByLayer(a.stage, a.micro_batch) for row in schedule.actions for a in row
+  )
+  if goes_by_layer and (sizes.layer_inputs is None or sizes.largest_layer is None):
     raise ValueError("remat_policy 'layer' needs sizes.layer_inputs and sizes.largest_layer")
 
   def Read(name: str) -> tuple[float, ...]:
@@ -62,36 +115,29 @@ def Peaks(
   held: list[float] = [0] * schedule.num_stages
   stage_peaks: list[float] = [0] * schedule.num_stages
   device_peaks: list[float] = [0] * schedule.num_devices
-  for device, row in enumerate(schedule.actions):
-    device_held: float = 0
-    for action in filter(work.Exists, row):
-      k, m = action.stage, action.micro_batch
-      everything = stage_input[k] + inner[k]
-      kept = working = stage_input[k]
-      if work.HasBackward(k):
-        if not work.RunsAgain(k, m):
-          kept = working = everything
-        elif work.GoesByLayer(k, m):
-          kept += layer_inputs[k]
-          working = kept + largest_layer[k]
-        else:
-          working = everything
-      for_weights: float = 0
-      if work.IsTrained(k):
-        for_weights = everything if sizes.weight_part is None else weight_part[k]
-      # Of this micro-batch: what was held before, is held within, and is held after the action.
-      before, within, after = {
-        Kind.FORWARD: (0, kept, kept if work.HasBackward(k) else 0),
-        Kind.BACKWARD: (kept, working, 0),
-        Kind.INPUT_GRADIENT: (kept, max(working, for_weights), for_weights),
-        Kind.WEIGHT_GRADIENT: (for_weights, for_weights, 0),
-        Kind.FORWARD_BACKWARD: (0, working, 0),
-      }[Kind.BACKWARD if work.IsWholeBackward(action) else action.kind]
-      size = scale[m]
-      stage_peaks[k] = max(stage_peaks[k], held[k] + (within - before) * size)
-      device_peaks[device] = max(device_peaks[device], device_held + (within - before) * size)
-      held[k] += (after - before) * size
-      device_held += (after - before) * size
+  device_held: list[float] = [0] * schedule.num_devices
+  num_bytes = []
+  for k in range(schedule.num_stages):
+    everything = stage_input[k] + inner[k]
+    by_layer = stage_input[k] + layer_inputs[k]
+    num_bytes.append(
+      {
+        Part.NOTHING: 0,
+        Part.INPUT: stage_input[k],
+        Part.LAYER_INPUTS: by_layer,
+        Part.ONE_LAYER: by_layer + largest_layer[k],
+        Part.FOR_WEIGHTS: everything if sizes.weight_part is None else weight_part[k],
+        Part.EVERYTHING: everything,
+      }
+    )
+  for device, action, change in Changes(work):
+    k, size = action.stage, scale[action.micro_batch]
+    before, after = num_bytes[k][change.before], num_bytes[k][change.after]
+    more = (max(num_bytes[k][part] for part in change.within) - before) * size
+    stage_peaks[k] = max(stage_peaks[k], held[k] + more)
+    device_peaks[device] = max(device_peaks[device], device_held[device] + more)
+    held[k] += (after - before) * size
+    device_held[device] += (after - before) * size
   return tuple(stage_peaks), tuple(device_peaks)
 
 

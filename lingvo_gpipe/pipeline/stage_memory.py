@@ -26,9 +26,9 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from lingvo_gpipe.pipeline import actions, rematerialisation, schedule_ir
+from lingvo_gpipe.pipeline import activation_memory, schedule_ir, step_work
 
-Kind = actions.Kind
+Part = activation_memory.Part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +66,15 @@ class _Held(NamedTuple):
 
 
 _NOTHING = _Held()
-_EVERYTHING = _Held(1, 1, 1, 0)
+_HELD = {
+  Part.NOTHING: _NOTHING,
+  Part.INPUT: _Held(1, 0, 0, 0),
+  Part.LAYER_INPUTS: _Held(1, 1, 0, 0),
+  Part.ONE_LAYER: _Held(1, 1, 0, 1),
+  # What W could do without is not known.
+  Part.FOR_WEIGHTS: _Held(1, 1, 1, 0),
+  Part.EVERYTHING: _Held(1, 1, 1, 0),
+}
 
 
 class StageMemory:
@@ -161,28 +169,11 @@ def HeldAtPeaks(schedule: schedule_ir.Schedule, remat_policy: str) -> list[tuple
   """
   now = [_NOTHING] * schedule.num_stages
   peaks: list[dict[_Held, None]] = [{} for _ in now]
-  last = schedule.num_micro_batches - 1
-  all_actions = set(itertools.chain.from_iterable(schedule.actions))
-  for action in itertools.chain.from_iterable(schedule.actions):
+  for _, action, change in activation_memory.Changes(step_work.StepWork(schedule, remat_policy)):
     k = action.stage
-    is_whole = dataclasses.replace(action, kind=Kind.BACKWARD) in all_actions
-    if not rematerialisation.RunsAgain(remat_policy, action.micro_batch == last):
-      kept = working = _EVERYTHING
-    elif remat_policy == 'layer' and is_whole:
-      kept, working = _Held(1, 1, 0, 0), _Held(1, 1, 0, 1)
-    else:
-      kept, working = _Held(1, 0, 0, 0), _EVERYTHING
-    # Of this micro-batch: what was held before, is held within, and is held after the action.
-    before, within, after = {
-      Kind.FORWARD: (_NOTHING, (kept,), kept),
-      Kind.BACKWARD: (kept, (working,), _NOTHING),
-      Kind.INPUT_GRADIENT: (kept, (working, _EVERYTHING), _EVERYTHING),
-      Kind.WEIGHT_GRADIENT: (_EVERYTHING, (_EVERYTHING,), _NOTHING),
-      Kind.FORWARD_BACKWARD: (_NOTHING, (_EVERYTHING,), _NOTHING),
-    }[action.kind]
-    rest = now[k].Plus(before, -1)
-    peaks[k].update(dict.fromkeys(rest.Plus(x) for x in within))
-    now[k] = rest.Plus(after)
+    rest = now[k].Plus(_HELD[change.before], -1)
+    peaks[k].update(dict.fromkeys(rest.Plus(_HELD[part]) for part in change.within))
+    now[k] = rest.Plus(_HELD[change.after])
   return [
     tuple(a for a in found if not any(b != a and b.Covers(a) for b in found)) for found in peaks
   ]

@@ -129,8 +129,10 @@ def SimulatorCosts(work: Sequence[LayerWork], ends: Sequence[int]) -> simulator.
 def OneDevice(work: Sequence[LayerWork], num_micro_batches: int, remat_policy: str) -> float:
   """The time of the same step on one device that runs every F, then every B."""
   first = FirstTrained([w.is_trained for w in work])
-  counts = {'none': 0, 'except_last': num_micro_batches - 1}
-  again = counts.get(remat_policy, num_micro_batches) if first < len(work) else 0
+  again = 0
+  if first < len(work):
+    last = num_micro_batches - 1
+    again = sum(rematerialisation.RunsAgain(remat_policy, m == last) for m in range(last + 1))
   forward = sum(w.forward for w in work)
   backward = sum(w.input_gradient + w.weight_gradient for w in work)
   return num_micro_batches * (forward + backward) + again * forward
