@@ -58,7 +58,7 @@ class _ConvLayer(base_layer.BaseLayer):
     return self._activation(y)
 
   def _Convolve(self, theta: nested_map.NestedMap, inputs: tf.Tensor) -> tf.Tensor:
-    raise NotImplementedError
+    raise NotImplementedError(f'{type(self).__name__} must define _Convolve')
 
   @classmethod
   def FPropMeta(
@@ -79,7 +79,7 @@ class _ConvLayer(base_layer.BaseLayer):
 
   @classmethod
   def _FlopsPerPosition(cls, params: Any) -> int:
-    raise NotImplementedError
+    raise NotImplementedError(f'{cls.__name__} must define _FlopsPerPosition')
 
 
 class Conv2DLayerNoPadding(_ConvLayer):
