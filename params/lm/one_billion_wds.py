@@ -12,7 +12,7 @@ Data, for training: `tfds build lm1b` (a network, 4 GB), then a vocabulary of 32
 Without them `--model_params_override='input.num_fake_examples:1024'` trains on random tokens, for
 measuring time and memory, and `lm.stdlib.ByteTransformerGPipe2` runs anywhere.
 
-What is known (section 5.1 of our notes on the paper, Table 1): width 2048, feed-forward 8192, 32
+What is known (Table 1): width 2048, feed-forward 8192, 32
 heads, vocabulary 32,000, 1024 tokens a row, 32 rows a batch; only the number L of layers differs.
 Its sizes are those of a stack of self-attention layers, all with biases, with an embedding and a
 softmax that are not tied and no LayerNorm before the softmax: 50,358,272 L + 131,104,000
