@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from lingvo_gpipe import whole_file
+
 FOLDER = 'assets'
 
 
@@ -43,9 +45,7 @@ def Keep(logdir: str, paths: Sequence[str], is_resumed: bool) -> None:
           'go on with the new one all the same, remove the one that is kept'
         )
     tf.io.gfile.makedirs(folder)
-    with tf.io.gfile.GFile(f'{kept}.tmp', 'wb') as f:
-      f.write(content)
-    tf.io.gfile.rename(f'{kept}.tmp', kept, overwrite=True)
+    whole_file.Write(kept, content)
 
 
 def _Read(path: str) -> bytes:

@@ -8,21 +8,24 @@ import secrets
 import tensorflow as tf
 
 
-def Write(path: str, text: str) -> None:
-  """Writes a text as UTF-8 under another name and renames it, over an older file of that name.
+def Write(path: str, content: str | bytes) -> None:
+  """Writes a text or bytes under another name and renames it, over an older file of that name.
 
   Args:
     path: any path that tf.io.gfile takes; its directory exists.
-    text: half of a surrogate pair, which UTF-8 cannot hold, becomes an escape such as `\\ud800`.
+    content: text becomes UTF-8; half of a surrogate pair, which UTF-8 cannot hold, becomes an
+      escape such as `\\ud800`.
 
   Raises:
     OSError: it cannot be written; nothing is left behind then.
   """
+  if isinstance(content, str):
+    content = content.encode('utf-8', errors='backslashreplace')
   temporary = f'{path}.tmp-{secrets.token_hex(4)}'
   try:
     try:
       with tf.io.gfile.GFile(temporary, 'wb') as f:
-        f.write(text.encode('utf-8', errors='backslashreplace'))
+        f.write(content)
       tf.io.gfile.rename(temporary, path, overwrite=True)
     except BaseException:
       if tf.io.gfile.exists(temporary):

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import tensorflow as tf
 
+from lingvo_gpipe import whole_file
 from lingvo_gpipe.input import sentencepiece_tokenizer
 
 MODEL_TYPES = ('unigram', 'bpe')
@@ -59,6 +60,7 @@ def Train(
   Raises:
     ValueError: no text, these texts and arguments allow no such vocabulary, or there is one already
       and `overwrite` is not set.
+    OSError: the files cannot be written.
   """
   if model_type not in MODEL_TYPES:
     raise ValueError(f'model_type: expected {" or ".join(MODEL_TYPES)}, got {model_type!r}')
@@ -73,6 +75,7 @@ def Train(
   sentences = _Sample(_Sentences(texts, lossless), max_sentences, random_seed)
   if not sentences:
     raise ValueError('there is no text to train a vocabulary on: every document is empty')
+  _MakeFolder(prefix)  # Training may take long: what hinders writing shows before it.
   model = io.BytesIO()
   try:
     library.SentencePieceTrainer.Train(
@@ -102,9 +105,9 @@ def Train(
       f'no vocabulary of {vocab_size} pieces can be trained on these {len(sentences)} lines: '
       f'{reason}'
     ) from e
-  _Write(f'{prefix}.model', model.getvalue())
+  whole_file.Write(f'{prefix}.model', model.getvalue())
   tokenizer = sentencepiece_tokenizer.SentencePieceTokenizer(f'{prefix}.model')
-  _Write(f'{prefix}.vocab', tokenizer.Text().encode())
+  whole_file.Write(f'{prefix}.vocab', tokenizer.Text())
   return tokenizer
 
 
@@ -131,10 +134,9 @@ def _Sample(sentences: Iterable[str], size: int, seed: int) -> list[str]:
   return chosen
 
 
-def _Write(path: str, content: bytes) -> None:
-  folder = os.path.dirname(path)
-  if folder:
-    tf.io.gfile.makedirs(folder)
-  with tf.io.gfile.GFile(f'{path}.tmp', 'wb') as f:
-    f.write(content)
-  tf.io.gfile.rename(f'{path}.tmp', path, overwrite=True)
+def _MakeFolder(prefix: str) -> None:
+  if folder := os.path.dirname(prefix):
+    try:
+      tf.io.gfile.makedirs(folder)
+    except tf.errors.OpError as e:
+      raise OSError(f'the folder {folder!r} cannot be made: {e.message}') from e

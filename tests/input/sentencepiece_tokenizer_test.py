@@ -144,6 +144,12 @@ def testTrainingErrors(tmp_path, options, message):
   assert not list(tmp_path.iterdir())
 
 
+def testFolderThatCannotBeMade(tmp_path):
+  (tmp_path / 'file').touch()
+  with pytest.raises(OSError, match="folder '.*file/below' cannot be made"):
+    _Train(tmp_path / 'file' / 'below' / 'v')
+
+
 def testAVocabularyIsNotReplacedUnasked(folder, tokenizer):
   with pytest.raises(ValueError, match='prose.model is there already'):
     _Train(folder / 'prose')
