@@ -141,7 +141,7 @@ class TransformerAttentionLayer(base_layer.BaseLayer):
     attended = fprop_meta.Of(layer.atten, x, x, x, paddings, mask)
     dropped = fprop_meta.Of(layer.residual_dropout, *attended.out_specs)
     flops += attended.flops + dropped.flops
-    return fprop_meta.Meta(flops, *_Outputs(*dropped.out_specs, paddings, segment_ids))
+    return fprop_meta.Meta(flops, *_Outputs(dropped.out_specs[0], paddings, segment_ids))
 
 
 class TransformerFeedForwardLayer(base_layer.BaseLayer):
@@ -213,7 +213,7 @@ class TransformerFeedForwardLayer(base_layer.BaseLayer):
     layer = fprop_meta.Declare(params)
     meta = fprop_meta.Chain([layer.layer_norm, layer.fflayer, layer.residual_dropout], inputs)
     flops = meta.flops + shapes.NumElements(inputs)
-    return fprop_meta.Meta(flops, *_Outputs(*meta.out_specs, paddings, segment_ids))
+    return fprop_meta.Meta(flops, *_Outputs(meta.out_specs[0], paddings, segment_ids))
 
 
 class TransformerLayer(base_layer.BaseLayer):
