@@ -69,7 +69,9 @@ def testFlattenOpensSequencesAndRepeats():
   flat = sequential.FlattenSequential(outer)
   one = [dropout.DropoutLayer] + 4 * [linear.ProjectionLayer, dropout.DropoutLayer]
   assert [p.cls for p in flat] == 2 * one
-  assert len({id(p) for p in flat}) == len(flat)
+  # Copies, one for each place but not for each repetition.
+  assert len({id(p) for p in flat}) == 5
+  assert not {id(p) for p in flat} & {id(p) for p in [*inner.sub, *outer.sub]}
   assert [p.cls for p in sequential.FlattenSequential(_Drop())] == [dropout.DropoutLayer]
 
 
