@@ -145,6 +145,7 @@ class TransformerLm(task.BaseTask):
     num_tokens: int,
     *,
     lengths: np.ndarray | None = None,
+    examples: np.ndarray | None = None,
     **settings: Any,
   ) -> np.ndarray:
     """Continues prompts through the pipeline, with cached keys and values.
@@ -154,6 +155,7 @@ class TransformerLm(task.BaseTask):
       num_tokens: how many tokens to add. Positions that training never had are legal, but what the
         model makes of them is anybody's guess.
       lengths: int [batch], how many tokens of each prompt count; None: all.
+      examples: int [batch], a number for each example, of which its draws depend; None: its row.
       **settings: values that take the place of those in `p.sampling`, as `temperature=0`.
 
     Returns:
@@ -174,6 +176,7 @@ class TransformerLm(task.BaseTask):
       num_tokens,
       self.params.sampling.Copy().Set(**settings),
       lengths=lengths,
+      examples=examples,
     )
 
 
