@@ -33,6 +33,7 @@ class DatasetPass:
     self._runner = task_runner
     self._stop = stop
     self._input = input_params.Copy().Set(shuffle=False, num_epochs=1).Instantiate()
+    task_runner.ExpectBatches(self._input.BatchSpecs())
     self._name = name
     self._dir = os.path.join(logdir, f'{self._Prefix()}_{name.lower()}')
 
@@ -110,7 +111,7 @@ class Evaluation(DatasetPass):
 
 
 def NumRows(batch: nested_map.NestedMap) -> int:
-  """The rows of a batch, padded ones included."""
+  """The rows of a batch, padded ones included: by so many it moves the position on."""
   return int(batch.Flatten()[0].shape[0])
 
 

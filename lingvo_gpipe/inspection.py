@@ -7,7 +7,7 @@ import os
 
 import tensorflow as tf
 
-from lingvo_gpipe import hyperparams, runner
+from lingvo_gpipe import hyperparams, runner, shapes
 from lingvo_gpipe import model as model_lib
 from lingvo_gpipe import task as task_lib
 from lingvo_gpipe.pipeline import schedules
@@ -40,9 +40,12 @@ def PartitionText(params: hyperparams.InstantiableParams) -> str:
   model = model_lib.SingleTaskModel(params)
   if model.input is None:
     raise ValueError('the partition needs an input, for the shapes of a batch: set params.input')
-  cut = runner.PlanTask(model.task, model.input.BatchSpec())
+  spec, num_shapes = model.input.BatchSpec(), len(model.input.BatchSpecs())
+  cut = runner.PlanTask(model.task, spec)
   pipeline = model.task.pipeline
   text = cut.Table()
+  if num_shapes > 1:
+    text += f'\n\nfor the largest of {num_shapes} shapes of batches: {shapes.NestText(spec)}'
   if pipeline is not None:
     schedule = schedules.GetForBatch(
       pipeline.params.schedule, len(cut.stages), cut.num_micro_batches, pipeline.num_devices

@@ -109,6 +109,7 @@ class TrainProgram:
       self._input.BatchSpec(),
       splits=MeasuredCut(self._checkpointer, self._model.task),
     )
+    self._runner.ExpectBatches(self._input.BatchSpecs())
     # Made now, for a mistake in their Params to show before the training and not after it.
     self._evaluations = [
       evaluation.Evaluation(self._runner, input_params(name), name, logdir, stop)
@@ -156,7 +157,9 @@ class TrainProgram:
     if step >= max_steps:
       print(f'step {step} is at or behind max_steps {max_steps}: nothing left to train')
       return
-    print(f'training to step {max_steps}; the first step compiles the stages', flush=True)
+    shapes = len(self._input.BatchSpecs())
+    first = 'the first step' if shapes == 1 else f'the first step of each of {shapes} shapes'
+    print(f'training to step {max_steps}; {first} compiles the stages', flush=True)
     shown = progress.Progress(step, max_steps, self._model.task.loss_unit)
     writer = summaries.SummaryWriter(os.path.join(self._logdir, 'train'))
     saved_step, saved_time = step, time.monotonic()
@@ -175,7 +178,7 @@ class TrainProgram:
           shown.Print(f'traced in {trace:.1f} s; compiled and ran the first step in {rest:.1f} s')
         if self._check_numerics and not (values['is_finite'] and math.isfinite(values['loss'])):
           raise _NotFinite(f'step {step} is not finite: {self._runner.WhyNotFinite(*batches)}')
-        consumed += len(batches) * self._input.params.batch_size
+        consumed += sum(evaluation.NumRows(b) for b in batches)
         batches = []
         shown.Update(step, _Metrics(values), values['loss_weight'])
         if not values['is_finite']:

@@ -69,7 +69,7 @@ class TaskRunner:
     plan: the cut into stages.
     engine: the pipeline engine.
     global_step: int64 variable, how many training steps were done.
-    trace_seconds: how long it took to trace the training step; 0.0 before the first one.
+    trace_seconds: how long it took to trace the first training step; 0.0 before it.
   """
 
   def __init__(
@@ -86,7 +86,8 @@ class TaskRunner:
     Args:
       task: the task, without variables yet.
       devices: at least one a stage.
-      batch_spec: NestedMap of tf.TensorSpec of the batches to come, static shapes.
+      batch_spec: NestedMap of tf.TensorSpec of the batches to come, static shapes; the largest one
+        where there are several (see `ExpectBatches`).
       with_learner: False where nothing is trained: no accumulators and no slots.
       splits: the cut, where it is neither to be found nor that of the Params: for each stage the
         index after its last layer.
@@ -132,10 +133,14 @@ class TaskRunner:
     self._clear = tf.function(self.engine.ClearAccumulators, autograph=False)
     self._accumulate = tf.function(self._Accumulate, autograph=False)
     self._update = tf.function(self._Update, autograph=False)
-    # How many mini-batches of the update under way were accumulated, and what came of them.
+    # How many mini-batches and micro-batches of the update under way were accumulated, and what
+    # came of them.
     self._num_accumulated = 0
+    self._num_micro_batches = 0
     self._accumulated: Any = None
     self._eval_step = tf.function(self._EvalStep, autograph=False)
+    self._shapes = {shapes.NestText(batch_spec)}  # Of the batches that are expected.
+    self._traced: set[tuple[Any, str]] = set()
     self._checked_weight = False
     self.trace_seconds = 0.0
 
@@ -153,6 +158,24 @@ class TaskRunner:
     self._num_accumulated = 0
     if self.learner is not None:
       self.learner.AfterRestore()
+
+  def ExpectBatches(self, batch_specs: Iterable[nested_map.NestedMap]) -> None:
+    """Announces batches of other shapes; the stages are compiled for each of them when it comes.
+
+    Batches whose shape was not announced are taken, too, but a warning tells of the compilations.
+
+    Args:
+      batch_specs: NestedMaps of tf.TensorSpec that differ from the runner's batch spec in sizes
+        alone.
+
+    Raises:
+      ValueError: another structure or rank.
+      TypeError: another dtype.
+    """
+    for spec in batch_specs:
+      shapes.CheckNest(self.task.path, 'batch', spec, self.batch_spec)
+      self._shapes.add(shapes.NestText(spec))
+    self.engine.num_batch_shapes = len(self._shapes)
 
   def TrainStep(self, batch: nested_map.NestedMap) -> dict[str, float] | None:
     """One training step: forward, backward, update.
@@ -173,9 +196,8 @@ class TaskRunner:
     """
     self._CheckBatch(batch)
     assert self.learner is not None
-    if not self.trace_seconds:
-      self._Trace(batch)
     if self.learner.params.num_accumulated_mini_batches == 1:
+      self._Trace(self._train_step, batch)
       with failures.Located(functools.partial(self._Accumulate, batch, update_state=False)):
         values, loss_weight = self._train_step(batch)
     elif self._AccumulateNext(batch):
@@ -189,15 +211,19 @@ class TaskRunner:
       self._checked_weight = True
     return result
 
-  def _Trace(self, batch: nested_map.NestedMap) -> None:
-    """Traces what the first step calls: TensorFlow would do it untimed."""
-    assert self.learner is not None
+  def _Trace(self, step: Any, batch: nested_map.NestedMap, *args: tf.Tensor) -> None:
+    """Traces a step for a batch that is the first of its shape.
+
+    TensorFlow would do it untimed, and warn where some new shapes come in a row.
+    """
+    key = (step, shapes.NestText(batch))
+    if key in self._traced:
+      return
     start = time.perf_counter()
-    if self.learner.params.num_accumulated_mini_batches == 1:
-      self._train_step.get_concrete_function(batch)
-    else:
-      self._accumulate.get_concrete_function(batch, tf.constant(0, tf.int64))
-    self.trace_seconds = time.perf_counter() - start
+    step.get_concrete_function(batch, *args)
+    if step is not self._eval_step:
+      self.trace_seconds = self.trace_seconds or time.perf_counter() - start
+    self._traced.add(key)
 
   def WhyNotFinite(self, *batches: nested_map.NestedMap) -> str:
     """Where the last step's first value that is not finite came from; see `check_numerics`.
@@ -217,6 +243,7 @@ class TaskRunner:
     total = metrics.MetricsAccumulator()
     for batch in batches:
       self._CheckBatch(batch)
+      self._Trace(self._eval_step, batch)
       with failures.Located(functools.partial(self._EvalStep, batch)):
         sums = self._eval_step(batch)
       total.Update(
@@ -246,6 +273,12 @@ class TaskRunner:
       )
     return pipeline.SplitBatch(inputs), micro_batch.Split(side, p.num_micro_batches)
 
+  def _NumMicroBatches(self, batch: nested_map.NestedMap) -> int:
+    if self.task.pipeline is None:
+      return 1
+    size = micro_batch.BatchSize(self.task.LossInputs(batch))
+    return len(micro_batch.Sizes(size, self.task.pipeline.params.num_micro_batches))
+
   def _Metrics(
     self, theta: nested_map.NestedMap, outputs: tuple[Any, ...], side: nested_map.NestedMap
   ) -> task_lib.Metrics:
@@ -270,28 +303,31 @@ class TaskRunner:
     assert self.learner is not None
     # After an exception in here the update begins anew.
     index, self._num_accumulated = self._num_accumulated, 0
+    first = self._num_micro_batches if index else 0
     if index == 0:
       self._clear()
-    position = tf.constant(index, tf.int64)
+    position = tf.constant(first, tf.int64)
+    self._Trace(self._accumulate, batch, position)
     again = functools.partial(self._Accumulate, batch, position, update_state=False)
     with failures.Located(again):
       new = self._accumulate(batch, position)
     self._accumulated = tf.nest.map_structure(tf.add, self._accumulated, new) if index else new
+    self._num_micro_batches = first + self._NumMicroBatches(batch)
     self._num_accumulated = (index + 1) % self.learner.params.num_accumulated_mini_batches
     return self._num_accumulated == 0
 
   def _Accumulate(
     self,
     batch: nested_map.NestedMap,
-    index: tf.Tensor | None = None,
+    first_micro_batch: tf.Tensor | None = None,
     update_state: bool = True,
   ) -> tuple[dict[str, tf.Tensor], tf.Tensor]:
     """The metrics' sums and the sum of the loss weights; gradients end in the accumulators.
 
     Args:
       batch: a mini-batch.
-      index: how many others of this update came before; None where it is the only one. Else the
-        gradients are added to what the accumulators hold.
+      first_micro_batch: how many micro-batches of this update came before; None where this is its
+        only mini-batch. Else the gradients are added to what the accumulators hold.
       update_state: as for `PipelineEngine.Train`.
     """
     inputs, sides = self._MicroBatches(batch)
@@ -301,8 +337,8 @@ class TaskRunner:
       sides,
       weights,
       self.global_step,
-      first_micro_batch=0 if index is None else index * len(inputs),
-      clear=index is None,
+      first_micro_batch=0 if first_micro_batch is None else first_micro_batch,
+      clear=first_micro_batch is None,
       update_state=update_state,
     )
     return sums, tf.add_n(weights)

@@ -51,7 +51,9 @@ class _Task(task.BaseTask):
 def _Decoding(logdir, decode, finalize=None, limit=0, stop=None, source=_Numbers):
   made = _Task.Params().Set(name='t', **{'eval.decoder_samples_per_summary': limit}).Instantiate()
   made.decode, made.finalize = decode, finalize
-  runner = types.SimpleNamespace(task=made, Decode=made.Decode)
+  runner = types.SimpleNamespace(
+    task=made, Decode=made.Decode, ExpectBatches=lambda batch_specs: None
+  )
   input_params = source.Params().Set(batch_size=2)
   return decoding.Decoding(
     runner, input_params, 'Dev', str(logdir), stop or stop_request.StopRequest()

@@ -152,6 +152,9 @@ class _Numbers:
   def __init__(self, params):
     self.params = params
 
+  def BatchSpecs(self):
+    return []
+
   def Dataset(self):
     return tf.data.Dataset.range(10).batch(1).map(lambda i: nested_map.NestedMap(i=i))
 
@@ -167,6 +170,9 @@ class _Runner:
       Report=lambda values, input_generator: '',
       Decode=lambda batch, input_generator: decoded or {},
     )
+
+  def ExpectBatches(self, batch_specs):
+    assert not batch_specs
 
   def Evaluate(self, batches):
     for batch in batches:

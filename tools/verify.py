@@ -36,8 +36,7 @@ def _Verify() -> int:
 
   # Makes the variables, puts them on the stages' devices, and tells which are trained.
   built = runner.TaskRunner(task, devices.devices, model.input.BatchSpec())
-  start = FLAGS.step * model.input.params.batch_size
-  batch = next(iter(model.input.Dataset(start)))
+  batch = next(iter(model.input.Dataset().skip(FLAGS.step)))
   task.CheckBatch(batch)
   p = task.pipeline.params
   print(built.plan.Table(devices.devices))

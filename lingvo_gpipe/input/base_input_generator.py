@@ -67,9 +67,7 @@ class BaseInputGenerator:
     """
     self.params = params.Copy()
     p = self.params
-    if not p.batch_size:
-      raise ValueError(f'{self._Where("batch_size")} is not set: set it to the examples in a batch')
-    self._CheckInteger('batch_size', minimum=1)
+    self._CheckBatchSize()
     self._CheckInteger('random_seed', minimum=None)
     self._CheckInteger('num_epochs', minimum=0, none_is_legal=True)
     self._CheckInteger('num_prefetch', minimum=-1)
@@ -177,6 +175,10 @@ class BaseInputGenerator:
     spec.example_weights = tf.TensorSpec([], tf.float32)
     return spec.TransformWithKey(self._WithBatchDimension)
 
+  def BatchSpecs(self) -> list[nested_map.NestedMap]:
+    """Specs of all shapes that batches have; `BatchSpec()`, the largest, is one of them."""
+    return [self.BatchSpec()]
+
   def NumBatches(self, start: int = 0) -> int | None:
     """The number of batches from position `start` on; None where they never end."""
     num_positions = self._NumPositions()
@@ -200,6 +202,11 @@ class BaseInputGenerator:
   def _Where(self, param_name: str) -> str:
     name = f' {self.params.name!r}' if self.params.name else ''
     return f'{type(self).__name__}{name}: param {param_name}'
+
+  def _CheckBatchSize(self) -> None:
+    if not self.params.batch_size:
+      raise ValueError(f'{self._Where("batch_size")} is not set: set it to the examples in a batch')
+    self._CheckInteger('batch_size', minimum=1)
 
   def _CheckInteger(
     self, param_name: str, minimum: int | None, none_is_legal: bool = False

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text files by glob and their lines, with errors that name the file and what to do."""
+"""Text files by glob, their lines and digests, with errors that name the file and what to do."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
+
+_HASHED_AT_ONCE = 1 << 24
 
 
 def Files(pattern: str | Sequence[str], where: str) -> list[str]:
@@ -54,3 +57,12 @@ def Text(content: bytes, path: str, where: str, first_line: int = 1) -> str:
   except UnicodeDecodeError as e:
     line = first_line + content[: e.start].count(b'\n')
     raise ValueError(f'{where}: {path!r} is not in UTF-8: line {line}: {e.reason}') from e
+
+
+def Digest(path: str) -> str:
+  """SHA-256 of a file's content, hexadecimal."""
+  digest = hashlib.sha256()
+  with tf.io.gfile.GFile(path, 'rb') as f:
+    while content := f.read(_HASHED_AT_ONCE):
+      digest.update(content)
+  return digest.hexdigest()

@@ -110,3 +110,31 @@ class SentencePieceTokenizer:
 
 def _OneLine(piece: str) -> str:
   return piece.replace('\n', '\\n').replace('\r', '\\r').replace('\t', '\\t')
+
+
+def Load(model_path: str, max_vocab_size: int, where: str) -> SentencePieceTokenizer:
+  """The tokenizer that the Params of an input name.
+
+  Args:
+    model_path: the model's path.
+    max_vocab_size: how many pieces it may have; 0: any number.
+    where: what names the path in messages, such as 'TextFilesInput: param vocab_filepath'.
+
+  Raises:
+    ValueError: the path is empty or cannot be read, or there are more pieces.
+  """
+  if not model_path:
+    raise ValueError(
+      f'{where} is not set: train a vocabulary by `python -m tools.train_sentencepiece` (--help '
+      'tells how)'
+    )
+  try:
+    tokenizer = SentencePieceTokenizer(model_path)
+  except ValueError as e:
+    raise ValueError(f'{where}: {e}') from e
+  if max_vocab_size and tokenizer.vocab_size > max_vocab_size:
+    raise ValueError(
+      f'{where}: the vocabulary {model_path!r} has {tokenizer.vocab_size} pieces, but vocab_size '
+      f'is {max_vocab_size}'
+    )
+  return tokenizer

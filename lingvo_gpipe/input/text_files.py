@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +14,6 @@ from lingvo_gpipe import hyperparams
 from lingvo_gpipe.input import file_pattern, text_tokens
 
 _DOCUMENTS = ('lines', 'files')
-_HASHED_AT_ONCE = 1 << 24
 
 
 class TextFilesInput(text_tokens.TextTokensInput):
@@ -65,11 +63,4 @@ class TextFilesInput(text_tokens.TextTokensInput):
   @functools.cached_property
   def _digests(self) -> list[tuple[str, str]]:
     """Name and SHA-256 of each file."""
-    digests = []
-    for path in self.Files():
-      digest = hashlib.sha256()
-      with tf.io.gfile.GFile(path, 'rb') as f:
-        while content := f.read(_HASHED_AT_ONCE):
-          digest.update(content)
-      digests.append((self.DocumentName(path), digest.hexdigest()))
-    return digests
+    return [(self.DocumentName(path), file_pattern.Digest(path)) for path in self.Files()]

@@ -103,21 +103,7 @@ class TextTokensInput(base_input_generator.BaseInputGenerator):
     """The vocabulary; ValueError where it is missing or does not fit p.vocab_size."""
     p = self.params
     where = self._Where('vocab_filepath')
-    if not p.vocab_filepath:
-      raise ValueError(
-        f'{where} is not set: train a vocabulary by `python -m tools.train_sentencepiece` (--help '
-        'tells how)'
-      )
-    try:
-      tokenizer = sentencepiece_tokenizer.SentencePieceTokenizer(p.vocab_filepath)
-    except ValueError as e:
-      raise ValueError(f'{where}: {e}') from e
-    if p.vocab_size and tokenizer.vocab_size > p.vocab_size:
-      raise ValueError(
-        f'{where}: the vocabulary {p.vocab_filepath!r} has {tokenizer.vocab_size} pieces, but '
-        f'vocab_size is {p.vocab_size}'
-      )
-    return tokenizer
+    return sentencepiece_tokenizer.Load(p.vocab_filepath, p.vocab_size, where)
 
   def NumTokens(self) -> int:
     """The number of tokens of all documents, without sos and eos."""

@@ -82,6 +82,8 @@ class PipelineEngine:
     self._by_layer: dict[int, layer_backward.LayerBackward] = {}
     self._ties = dict(ties or {})
     self._told_of_small_batch = False
+    # How many shapes of batches are expected; for more a warning tells of the compilations.
+    self.num_batch_shapes = 1
     self.stages: list[emission.Stage] = []
     skips = Skips(layers, ends)
     for index, (start, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
@@ -305,6 +307,7 @@ class PipelineEngine:
         xla=self._xla,
       )
     self._functions[key].user = s.index
+    self._functions[key].num_batch_shapes = self.num_batch_shapes
     return self._functions[key]
 
   def SplitFunctions(self, s: emission.Stage, *, with_loss: bool) -> split_backward.SplitBackward:

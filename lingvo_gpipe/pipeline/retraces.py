@@ -10,7 +10,7 @@ from absl import logging
 
 from lingvo_gpipe import base_layer, shapes
 
-# Micro-batches of one batch have at most two sizes.
+# Micro-batches of batches of one shape have at most two sizes.
 _USUAL = 2
 
 
@@ -21,13 +21,14 @@ class Retraces:
     self._layers = layers
     self._seen: dict[int, list[dict[str, str]]] = {}
 
-  def Add(self, x: Any, side: Any, user: int) -> None:
+  def Add(self, x: Any, side: Any, user: int, num_batch_shapes: int = 1) -> None:
     """Notes a trace; logs a line where these shapes are new, a warning where they are too many.
 
     Args:
       x: what the stage takes of a micro-batch.
       side: what the loss takes beside it.
       user: the index of the stage that is traced; those that share a trace may take other shapes.
+      num_batch_shapes: how many shapes of batches are expected.
     """
     leaves = shapes.Leaves({'x': x, 'side': side})
     specs = {path: shapes.NestText(leaf) for path, leaf in leaves}
@@ -41,7 +42,7 @@ class Retraces:
     path = next(p for p in [*specs, *before] if specs.get(p) != before.get(p))
     change = f'{path} was {before.get(path, "absent")} and is {specs.get(path, "absent")}'
     span = f'{self._layers[0].path} to {self._layers[-1].path}'
-    if len(seen) <= _USUAL:
+    if len(seen) <= _USUAL * num_batch_shapes:
       logging.info('the stage of %s is traced for another shape: %s', span, change)
     else:
       logging.warning(

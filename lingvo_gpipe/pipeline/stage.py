@@ -120,6 +120,7 @@ class StageFunctions:
     self._do_eval = do_eval
     self.num_traces = 0
     self.user = 0  # The index of the stage that is about to call.
+    self.num_batch_shapes = 1  # As `PipelineEngine` says.
     self._retraces = retraces.Retraces(self.layers)
     options = FunctionOptions(xla)
     self.Forward = tf.function(self._Forward, **options)
@@ -130,7 +131,7 @@ class StageFunctions:
   def CountTrace(self, x: nested_map.NestedMap, side: Any) -> None:
     """To be called when a function is traced, with its inputs."""
     self.num_traces += 1
-    self._retraces.Add(x, side, self.user)
+    self._retraces.Add(x, side, self.user, self.num_batch_shapes)
 
   def Trained(self, weights: Any) -> list[Any]:
     """Those of a nest like `variables` that are trained: the ones that B accumulates for."""

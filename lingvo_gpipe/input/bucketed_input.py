@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Inputs of examples of many lengths: batches of few fixed shapes, one for each range of lengths."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from lingvo_gpipe import hyperparams, nested_map
+from lingvo_gpipe.input import base_input_generator, bucket_plan
+
+
+class BucketedInput(base_input_generator.BaseInputGenerator):
+  """Batches of examples of about equal length, in which languages are mixed by temperature.
+
+  An example belongs to the first bucket whose `p.bucket_upper_bound` is not below its length, and
+  every batch of bucket j has the shape [p.bucket_batch_limit[j], p.bucket_upper_bound[j]].
+  `BatchSpecs()` are all shapes; `BatchSpec()` is the largest. See `bucket_plan.BucketPlan` for the
+  order.
+
+  The position still is the count of rows so far, padded ones included. It belongs to one choice of
+  bounds and limits: with others a run goes on, but not exactly.
+
+  With `p.shuffle`, as in training, examples that are longer than the last bound are left out, and
+  so are those without anything to read or to predict. Without, as in evaluation, each example comes
+  once, and what is too long is cut off. How many they are is logged.
+
+  A subclass gives the methods below, and what identifies its data in `_FingerprintParts()`, beside
+  what is there.
+  """
+
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    """Params of an input in buckets."""
+    p = super().Params()
+    p.Define('bucket_upper_bound', [], 'Greatest length in each bucket, ascending.')
+    p.Define(
+      'bucket_batch_limit',
+      [],
+      'Examples in a batch of each bucket: a list, or one number for all. In place of batch_size.',
+    )
+    p.Define(
+      'sampling_temperature',
+      1.0,
+      'With shuffle: languages of n examples are drawn in proportion to n^(1/temperature). 1: by '
+      'size; 5 is usual for many languages.',
+    )
+    return p
+
+  def __init__(self, params: hyperparams.InstantiableParams) -> None:
+    super().__init__(params)
+    bounds = self.params.bucket_upper_bound
+    if not _ArePositive(bounds) or list(bounds) != sorted(set(bounds)):
+      raise ValueError(
+        f'{self._Where("bucket_upper_bound")}: expected positive integers in ascending order, such '
+        f'as [16, 32, 64], got {bounds!r}'
+      )
+    limits = self._limits
+    if not _ArePositive(limits) or len(limits) != len(bounds):
+      raise ValueError(
+        f'{self._Where("bucket_batch_limit")}: expected a positive integer, or one for each of the '
+        f'{len(bounds)} buckets of bucket_upper_bound, got {self.params.bucket_batch_limit!r}'
+      )
+    temperature = self.params.sampling_temperature
+    if not 0 < temperature < float('inf'):
+      raise ValueError(
+        f'{self._Where("sampling_temperature")}: expected a number above 0, got {temperature!r}'
+      )
+
+  def _CheckBatchSize(self) -> None:
+    if self.params.batch_size:
+      raise ValueError(
+        f'{self._Where("batch_size")} has no effect here, got {self.params.batch_size!r}: set '
+        'bucket_batch_limit'
+      )
+
+  @property
+  def _limits(self) -> list[int]:
+    limit = self.params.bucket_batch_limit
+    if isinstance(limit, list | tuple):
+      return list(limit)
+    return [limit] * len(self.params.bucket_upper_bound)
+
+  # What a subclass gives.
+
+  def _Lengths(self) -> np.ndarray:
+    """int64 [n]: the length of each example."""
+    raise NotImplementedError(f'_Lengths of {type(self).__name__}')
+
+  def _IsEmpty(self) -> np.ndarray:
+    """bool [n]: whether an example has nothing to read or to predict."""
+    raise NotImplementedError(f'_IsEmpty of {type(self).__name__}')
+
+  def _Groups(self) -> np.ndarray:
+    """int64 [n]: which of the groups that are mixed by temperature each example belongs to."""
+    raise NotImplementedError(f'_Groups of {type(self).__name__}')
+
+  def _GroupNames(self) -> list[str]:
+    """The names of the groups, for messages."""
+    raise NotImplementedError(f'_GroupNames of {type(self).__name__}')
+
+  def _RowSpec(self, length: int | None) -> nested_map.NestedMap:
+    """NestedMap of tf.TensorSpec of one example in a bucket of this bound; None: of any."""
+    raise NotImplementedError(f'_RowSpec of {type(self).__name__}')
+
+  def _Rows(
+    self, indices: np.ndarray, length: int, example_weights: np.ndarray
+  ) -> nested_map.NestedMap:
+    """NestedMap of arrays [batch, ...] of the examples of a batch, on the host.
+
+    Args:
+      indices: int64 [batch].
+      length: the bucket's bound; what is longer is cut off.
+      example_weights: float32 [batch], 0 for padded rows; weights of tokens are multiplied by it.
+    """
+    raise NotImplementedError(f'_Rows of {type(self).__name__}')
+
+  # What a trainer or an evaluator calls.
+
+  def NumExamples(self) -> int:
+    """The number of examples that are used."""
+    return self._used.size
+
+  def BatchSpecs(self) -> list[nested_map.NestedMap]:
+    """The shape of each bucket's batches, in the order of p.bucket_upper_bound."""
+    return [
+      self._BatchSpec(limit, bound)
+      for limit, bound in zip(self._limits, self.params.bucket_upper_bound, strict=True)
+    ]
+
+  def BatchSpec(self) -> nested_map.NestedMap:
+    """The largest shape: that of the most tokens, and of the longest examples among equals."""
+    shapes = zip(self._limits, self.params.bucket_upper_bound, strict=True)
+    return self._BatchSpec(*max(shapes, key=lambda shape: (shape[0] * shape[1], shape[1])))
+
+  def _BatchSpec(self, limit: int | None, bound: int | None) -> nested_map.NestedMap:
+    spec = nested_map.NestedMap(self._RowSpec(bound))
+    spec.example_weights = tf.TensorSpec([], tf.float32)
+    return spec.Transform(lambda s: tf.TensorSpec([limit, *s.shape], s.dtype))
+
+  def Dataset(self, start: int = 0) -> tf.data.Dataset:
+    """As BaseInputGenerator's; each batch matches one of `BatchSpecs()`."""
+    p = self.params
+    plan = self._plan
+    first = plan.BatchAt(self._CheckedStart(start))
+    if plan.Position(first) != start:
+      logging.warning(
+        '%s: position %d is within a batch: going on with the next one, at %d. Were the buckets '
+        'changed?', self._Where('bucket_batch_limit'), start, plan.Position(first),
+      )  # fmt: skip
+    # The dimensions that differ between buckets are open here and known of every batch.
+    spec = self._BatchSpec(None, None)
+
+    # Without AutoGraph an exception keeps its type and its line.
+    @tf.autograph.experimental.do_not_convert
+    def MakeBatch(number: tf.Tensor) -> nested_map.NestedMap:
+      dtypes = [s.dtype for s in spec.Flatten()]
+      flat = tf.numpy_function(self._MakeBatch, [number], dtypes)
+      for value, s in zip(flat, spec.Flatten(), strict=True):
+        value.set_shape(s.shape)
+      return spec.Pack(flat)
+
+    if p.num_epochs:
+      numbers = tf.data.Dataset.range(first, max(first, p.num_epochs * plan.num_batches))
+    else:
+      numbers = tf.data.Dataset.counter(first, dtype=tf.int64)
+    parallel: dict[str, Any] = {}
+    if p.num_parallel_calls != 1:
+      parallel = {'num_parallel_calls': p.num_parallel_calls, 'deterministic': True}
+    dataset = numbers.map(MakeBatch, **parallel)
+    return dataset.prefetch(p.num_prefetch) if p.num_prefetch else dataset
+
+  def NumBatches(self, start: int = 0) -> int | None:
+    """The number of batches from position `start` on; None where they never end."""
+    if not self.params.num_epochs:
+      return None
+    end = self.params.num_epochs * self._plan.num_batches
+    return max(0, end - self._plan.BatchAt(self._CheckedStart(start)))
+
+  def _MakeBatch(self, number: np.int64) -> list[np.ndarray]:
+    batch = self._plan.Batch(int(number))
+    weights = (np.arange(batch.indices.size) < batch.num_real).astype(np.float32)
+    length = self.params.bucket_upper_bound[batch.bucket]
+    made = self._Rows(self._used[batch.indices], length, weights)
+    made.example_weights = weights
+    return made.Flatten()
+
+  def _FingerprintParts(self) -> list[Any]:
+    p = self.params
+    # Beside the data what a position means.
+    return ['buckets', list(p.bucket_upper_bound), self._limits, float(p.sampling_temperature)]
+
+  # The examples that are used, and their order.
+
+  @functools.cached_property
+  def _used(self) -> np.ndarray:
+    """int64 [NumExamples()]: the examples that are used, ascending."""
+    bound = self.params.bucket_upper_bound[-1]
+    too_long, is_empty = self._Lengths() > bound, self._IsEmpty()
+    self._Tell(too_long, f'are longer than {bound}, the last bucket_upper_bound', 'cut off there')
+    self._Tell(is_empty, 'have an empty side', 'used as they are')
+    if not self.params.shuffle:
+      return np.arange(too_long.size)
+    return np.flatnonzero(~(too_long | is_empty))
+
+  def _Tell(self, which: np.ndarray, what: str, done_in_evaluation: str) -> None:
+    if which.any():
+      done = 'left out' if self.params.shuffle else done_in_evaluation
+      name = f'{type(self).__name__} {self.params.name!r}'
+      logging.warning(
+        '%s: %d of %d examples %s: they are %s', name, which.sum(), which.size, what, done
+      )
+
+  @functools.cached_property
+  def _plan(self) -> bucket_plan.BucketPlan:
+    p = self.params
+    groups = self._Groups()[self._used]
+    counts = np.bincount(groups, minlength=len(self._GroupNames()))
+    if p.shuffle and not counts.all():
+      empty = [name for name, n in zip(self._GroupNames(), counts, strict=True) if not n]
+      raise ValueError(
+        f'{type(self).__name__} {p.name!r}: no example is left of {", ".join(empty)}: all are '
+        f'empty or longer than {p.bucket_upper_bound[-1]}. Leave such languages out, or raise the '
+        'last bucket_upper_bound'
+      )
+    self._CheckedNumExamples()
+    lengths = np.minimum(self._Lengths()[self._used], p.bucket_upper_bound[-1])
+    plan = bucket_plan.BucketPlan(
+      np.searchsorted(p.bucket_upper_bound, lengths),
+      groups,
+      self._limits,
+      random_seed=p.random_seed,
+      shuffle=p.shuffle,
+      temperature=p.sampling_temperature,
+    )
+    shown = zip(p.bucket_upper_bound, self._limits, plan.Draws(), strict=True)
+    logging.info(
+      '%s %r: %d examples; an epoch has %s', type(self).__name__, p.name, self.NumExamples(),
+      ', '.join(f'{n} up to length {bound} in batches of {limit}' for bound, limit, n in shown),
+    )  # fmt: skip
+    return plan
+
+
+def _ArePositive(values: Any) -> bool:
+  return (
+    isinstance(values, list | tuple)
+    and len(values) > 0
+    and all(isinstance(v, int) and not isinstance(v, bool) and v > 0 for v in values)
+  )

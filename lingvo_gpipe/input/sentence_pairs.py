@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sentence pairs as tokens: what is read, and how it lies in a TokenStore."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from lingvo_gpipe.input import sentencepiece_tokenizer, token_store
+
+# Pairs that are given to the tokenizer at a time.
+_PORTION = 1 << 14
+
+# Changes when the layout of a store does.
+LAYOUT = 1
+
+
+class SentencePair(NamedTuple):
+  """A sentence, its translation, and their languages, such as 'de' and 'en'."""
+
+  source_language: str
+  target_language: str
+  source: str
+  target: str
+
+  def Reversed(self) -> SentencePair:
+    """The translation as the source."""
+    return SentencePair(self.target_language, self.source_language, self.target, self.source)
+
+
+def Sequences(
+  pairs: Iterable[SentencePair], tokenizer: sentencepiece_tokenizer.SentencePieceTokenizer
+) -> Iterator[np.ndarray]:
+  """What a store of sentence pairs consists of.
+
+  Sequences 2i and 2i + 1 are source and target of pair i: the index of the sentence's language,
+  and its tokens. The last sequence are the languages' names, as JSON.
+  """
+  indices: dict[str, int] = {}
+  rest = iter(pairs)
+  while portion := list(itertools.islice(rest, _PORTION)):
+    names = [name for pair in portion for name in (pair.source_language, pair.target_language)]
+    texts = [text for pair in portion for text in (pair.source, pair.target)]
+    for name, tokens in zip(names, tokenizer.Encode(texts), strict=True):
+      index = indices.setdefault(name, len(indices))
+      yield np.concatenate([np.array([index], np.int32), tokens])
+  yield np.frombuffer(json.dumps(list(indices)).encode(), np.uint8)
+
+
+class Sentences:
+  """The sentences of a store of pairs, sentence 2i the source of pair i and 2i + 1 its target.
+
+  Attributes:
+    fingerprint: changes with any token or language.
+    languages: their names, sorted.
+    languages_of: int32 [sentences], indices into `languages`.
+    num_tokens: int64 [sentences], without sos and eos.
+  """
+
+  def __init__(self, store: token_store.TokenStore) -> None:
+    """Takes a store of what `Sequences` gave."""
+    self._store = store
+    self.fingerprint = store.fingerprint
+    names = json.loads(bytes(store[len(store) - 1].astype(np.uint8)))
+    self.languages: list[str] = sorted(names)
+    index_of_name = np.array([self.languages.index(name) for name in names], np.int32)
+    self.languages_of = index_of_name[store.tokens[store.offsets[:-2]]]
+    self.num_tokens = store.lengths[:-1] - 1
+
+  def __len__(self) -> int:
+    return len(self._store) - 1
+
+  def Rows(
+    self, sentences: np.ndarray, length: int, symbols: np.ndarray | None = None
+  ) -> tuple[np.ndarray, np.ndarray]:
+    """Some sentences, each with eos behind it, in rows of one length; what is too long is cut off.
+
+    Args:
+      sentences: integers [n].
+      length: of the rows.
+      symbols: int32 [n], ids that the rows begin with; None: they begin with the sentence.
+
+    Returns:
+      ids int32 [n, length], PAD_ID behind the end, and paddings float32 [n, length]: 1 there.
+    """
+    ids, ends = self._store.Rows(sentences, length + 1)
+    # The language is in the place of the symbol.
+    if symbols is None:
+      ids, ends = ids[:, 1:], ends - 1
+    else:
+      ids[:, 0] = symbols
+    ids, ends = ids[:, :length], ends[:, np.newaxis]
+    places = np.arange(length)
+    ids = np.where(places == ends, np.int32(sentencepiece_tokenizer.EOS_ID), ids)
+    return ids, (places > ends).astype(np.float32)

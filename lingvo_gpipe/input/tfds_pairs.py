@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sentence pairs of TensorFlow Datasets: wmt14_translate/de-en and others with a Translation."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import tensorflow_datasets as tfds
+
+from lingvo_gpipe import hyperparams
+from lingvo_gpipe.input import parallel_text, sentence_pairs, tfds_builder
+
+_READ_AT_ONCE = 1000
+
+
+class _Source(NamedTuple):
+  """A prepared data set, and its languages."""
+
+  builder: Any
+  source_language: str
+  target_language: str
+  num_examples: int
+
+
+class TfdsPairs(parallel_text.ParallelText):
+  """A split of a data set of two languages, or of several such data sets.
+
+  What is translated is the first of a data set's supervised keys, as German in
+  wmt14_translate/de-en; p.direction reverses it. Set p.cache_dir for all but small data sets.
+  """
+
+  # What works without a network: the end of the message about a data set that is not prepared.
+  offline = (
+    'TsvPairs reads files of your own, and input.num_fake_examples:1000 trains on random tokens, '
+    'for measuring time'
+  )
+
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    """Params of a TfdsPairs."""
+    p = super().Params()
+    p.Define('datasets', [], "Names of data sets in TFDS, such as ['wmt14_translate/de-en'].")
+    p.Define('split', 'train', 'Their split, such as train[:90%].')
+    p.Define('data_dir', '', "Where they were prepared; empty: TFDS's own place.")
+    return p
+
+  def __init__(self, params: hyperparams.InstantiableParams) -> None:
+    super().__init__(params)
+    datasets = self.params.datasets
+    if not isinstance(datasets, list | tuple) or not datasets or not all(datasets):
+      raise ValueError(
+        f'{self._Where("datasets")}: expected a list of names of data sets, such as '
+        f"['wmt14_translate/de-en'], got {datasets!r}"
+      )
+
+  @functools.cached_property
+  def _sources(self) -> list[_Source]:
+    return [self._Source(name) for name in self.params.datasets]
+
+  def _Source(self, name: str) -> _Source:
+    p = self.params
+    where = self._Where('datasets')
+    builder = tfds_builder.Prepared(name, p.data_dir, where, self.offline)
+    features = builder.info.features
+    if not isinstance(features, tfds.features.Translation) or len(features.languages) != 2:
+      raise ValueError(
+        f'{where}: expected a data set whose examples are a Translation of two languages, but '
+        f'{name!r} has {features!r}'
+      )
+    try:
+      num_examples = builder.info.splits[p.split].num_examples
+    except (KeyError, ValueError) as e:
+      raise ValueError(
+        f'{self._Where("split")}: {name!r} has the splits {list(builder.info.splits)}, got '
+        f'{p.split!r}'
+      ) from e
+    source, target = builder.info.supervised_keys or features.languages
+    return _Source(builder, source, target, num_examples)
+
+  def _SourceParts(self) -> list[Any]:
+    parts: list[Any] = ['tfds', self.params.split]
+    for source in self._sources:
+      info = source.builder.info
+      languages = (source.source_language, source.target_language)
+      parts.append((info.full_name, str(info.file_format), *languages, source.num_examples))
+    return parts
+
+  def _Pairs(self) -> Iterator[sentence_pairs.SentencePair]:
+    split = self.params.split
+    for builder, source, target, _ in self._sources:
+      if builder.info.file_format == tfds.core.FileFormat.TFRECORD:
+        dataset = builder.as_dataset(split=split, shuffle_files=False).batch(_READ_AT_ONCE)
+        for examples in dataset.as_numpy_iterator():
+          for sides in zip(examples[source], examples[target], strict=True):
+            yield sentence_pairs.SentencePair(source, target, *(text.decode() for text in sides))
+      else:
+        for example in builder.as_data_source(split=split):
+          sides = (example[source], example[target])
+          yield sentence_pairs.SentencePair(source, target, *(text.decode() for text in sides))
