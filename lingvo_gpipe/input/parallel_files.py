@@ -81,12 +81,13 @@ class TsvPairs(_ParallelFiles):
         # As bytes: only a line feed ends a line, whatever else ends one in Unicode.
         for number, line in enumerate(f, 1):
           where = f'{path}, line {number}'
-          columns = _Utf8(line.removesuffix(b'\n').removesuffix(b'\r'), where).split('\t')
+          text = _Utf8(line.removesuffix(b'\n').removesuffix(b'\r'), where)
+          columns = text.split('\t')
           if len(languages) + len(columns) != len(FIELDS):
             expected = FIELDS[len(languages) :]
             raise ValueError(
               f'{where}: expected {len(expected)} columns ({", ".join(expected)}), separated by '
-              f'tabs, got {len(columns)}: {columns[0][:40]!r} ...'
+              f'tabs, got {len(columns)}: {text[:60]!r}'
             )
           yield _Pair([*languages, *columns], where)
 

@@ -197,8 +197,9 @@ class ParallelText(bucketed_input.BucketedInput):
     p = self.params
     # The bit generator's raw numbers are the same in all versions of NumPy.
     numbers = np.random.Philox(key=p.random_seed % 2**64)
+    longest = p.bucket_upper_bound[-1] - 1 - (p.target_language_token == 'source')
     for i in range(2 * p.num_fake_examples):
-      length = int(numbers.random_raw()) % p.bucket_upper_bound[-1]
+      length = 1 + int(numbers.random_raw()) % max(longest, 1)
       tokens = numbers.random_raw(length) % (p.vocab_size - _FIRST_TEXT_ID) + _FIRST_TEXT_ID
       yield np.concatenate([[i % 2], tokens.astype(np.int64)])
     yield np.frombuffer(json.dumps(['source', 'target']).encode(), np.uint8)

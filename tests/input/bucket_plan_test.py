@@ -70,7 +70,7 @@ def testBatchesOfAllBucketsAndGroupsAreMixed():
   assert np.mean([len(set(groups[b.indices])) > 1 for b in batches if b.bucket == 0]) > 0.7
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
   counts=st.lists(st.integers(1, 60), min_size=1, max_size=5),
   temperature=st.sampled_from([0.5, 1.0, 2.0, 5.0, 100.0]),
@@ -168,7 +168,7 @@ def testTheOrderIsPinned():
   """Another order would break the promise to runs that are under way."""
   plan = _Plan((np.array([0, 0, 1, 0, 1, 0, 0]), np.array([0, 0, 0, 1, 1, 1, 1])), sizes=[2, 2])
   found = [(b.bucket, b.indices.tolist(), b.num_real) for b in _Epoch(plan, 1)]
-  assert found == []
+  assert found == [(0, [1, 1], 1), (1, [2, 4], 2), (0, [5, 3], 2), (0, [0, 6], 2)]
 
 
 if __name__ == '__main__':

@@ -68,7 +68,7 @@ def _Of(pairs):
 
 
 def _Batches(generator, start=0, count=None):
-  return list(itertools.islice(generator.Dataset(start), count))
+  return list(itertools.islice(generator.Dataset(start).as_numpy_iterator(), count))
 
 
 def _Evaluation(vocab, **values):
@@ -93,7 +93,7 @@ def testFieldsAreTheTokensOfThePairs(vocab, place, direction):
         length = int(np.sum(batch[paddings][i] == 0))
         assert not np.any(batch[paddings][i][:length])
         assert not np.any(batch[name][i][length:])
-        return batch[name][i][:length].numpy().tolist()
+        return batch[name][i][:length].tolist()
 
       assert Row('src_ids', 'src_paddings') == [symbol] * (place == 'source') + source + [eos]
       assert Row('tgt_labels', 'tgt_paddings') == [*target, eos]
@@ -118,7 +118,7 @@ def testEachBucketHasOneShape(vocab):
     got = batch.Transform(lambda x: tf.TensorSpec(x.shape, x.dtype))
     assert dict(got.FlattenItems()) == dict(specs[shape].FlattenItems())
     assert isinstance(batch, nested_map.NestedMap)
-    longest = max(np.sum(1 - batch[k].numpy(), axis=1).max() for k in ('src_paddings', 'tgt_paddings'))
+    longest = max(np.sum(1 - batch[k], axis=1).max() for k in ('src_paddings', 'tgt_paddings'))
     lower = max([bound for _, bound in specs if bound < shape[1]], default=0)
     assert lower < longest <= shape[1]
     padded = batch.example_weights == 0
@@ -155,7 +155,7 @@ def testLanguagesAreDrawnByTemperature(vocab):
   batches = _Batches(generator)
   assert len(batches) == generator.NumBatches()
   for batch in batches:
-    np.add.at(counts, batch.src_lang.numpy(), batch.example_weights.numpy())
+    np.add.at(counts, batch.src_lang, batch.example_weights)
   assert generator.languages == ['de', 'en', 'fr']
   roots = np.array([40, 12]) ** 0.2
   # Drawn are 52 examples: 29.1 and 22.9 of them by the formula.

@@ -88,7 +88,7 @@ def testMistakes(data_dir, tmp_path):
     _Input(data_dir, datasets=['lg_german_englisch'])._SourceParts()
   with pytest.raises(ValueError, match="a Translation of two languages, but 'lg_no_translation'"):
     _Input(data_dir, datasets=['lg_no_translation'])._SourceParts()
-  with pytest.raises(ValueError, match=r"split: .* has the splits \['test', 'train'\], got 'dev'"):
+  with pytest.raises(ValueError, match=r"split: .* has the splits \['train', 'test'\], got 'dev'"):
     _Input(data_dir, split='dev')._SourceParts()
 
 
