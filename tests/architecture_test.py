@@ -90,6 +90,7 @@ _FOREIGN_NAMES = {
   'lingvo_gpipe/optimizer.py': {'add_variable', 'add_variable_from_reference'},  # Keras.
   'tests/conftest.py': {'find_spec'},  # importlib.
   'tests/input/tfds_images_test.py': {'_info', '_split_generators', '_generate_examples'},  # TFDS.
+  'tests/input/tfds_pairs_test.py': {'_info', '_split_generators', '_generate_examples'},
   'tests/input/tfds_text_test.py': {'_info', '_split_generators', '_generate_examples'},
   'tests/progress_terminal_test.py': {'isatty'},  # io.
 }

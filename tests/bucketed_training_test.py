@@ -128,7 +128,7 @@ def testBucketsAreAsBatchesPaddedToTheLargestShape(caplog):
   expected = _Arrays(padded)
   for name, value in _Arrays(run).items():
     np.testing.assert_allclose(value, expected[name], rtol=1e-7, atol=1e-9, err_msg=name)
-  # Micro-batches of 2, 2 and 1 rows in one bucket and of 1 in the other: three shapes, all expected.
+  # Micro-batches of 2, 2 and 1 rows in one bucket and of 1 in the other: all three are expected.
   assert [r.getMessage() for r in caplog.records] == []
 
   once = data.params.Copy().Set(shuffle=False, num_epochs=1).Instantiate()

@@ -39,7 +39,9 @@ class _Cell:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Epoch:
+class _Order:
+  """The batches of an epoch, in their order."""
+
   batches: list[Batch]
   firsts: np.ndarray  # The count of rows before each batch.
 
@@ -99,7 +101,7 @@ class BucketPlan:
     num_batches = [-(-n // size) for n, size in zip(draws, self._batch_sizes, strict=True)]
     self.num_batches = sum(num_batches)
     self.num_rows = sum(n * size for n, size in zip(num_batches, self._batch_sizes, strict=True))
-    self._epochs: collections.OrderedDict[int, _Epoch] = collections.OrderedDict()
+    self._epochs: collections.OrderedDict[int, _Order] = collections.OrderedDict()
     self._lock = threading.Lock()
 
   def Draws(self) -> list[int]:
@@ -125,7 +127,7 @@ class BucketPlan:
     epoch, offset = divmod(number, self.num_batches)
     return epoch * self.num_rows + int(self._Epoch(epoch).firsts[offset])
 
-  def _Epoch(self, epoch: int) -> _Epoch:
+  def _Epoch(self, epoch: int) -> _Order:
     with self._lock:
       if epoch not in self._epochs:
         while len(self._epochs) >= _KEPT_EPOCHS:
@@ -133,7 +135,7 @@ class BucketPlan:
         self._epochs[epoch] = self._MakeEpoch(epoch)
       return self._epochs[epoch]
 
-  def _MakeEpoch(self, epoch: int) -> _Epoch:
+  def _MakeEpoch(self, epoch: int) -> _Order:
     batches = []
     for j, size in enumerate(self._batch_sizes):
       drawn = [self._Drawn(cell, epoch) for cell in self._cells if cell.bucket == j]
@@ -152,7 +154,7 @@ class BucketPlan:
       order = np.argsort([batch.indices[0] for batch in batches], kind='stable')
     batches = [batches[i] for i in order]
     sizes = [batch.indices.size for batch in batches]
-    return _Epoch(batches, np.cumsum([0, *sizes[:-1]]))
+    return _Order(batches, np.cumsum([0, *sizes[:-1]]))
 
   def _Drawn(self, cell: _Cell, epoch: int) -> np.ndarray:
     """The examples that an epoch takes of a cell's endless order."""
@@ -175,7 +177,7 @@ class BucketPlan:
     return np.argsort(numbers, kind='stable')
 
 
-def Shares(sizes: Sequence[int], temperature: float) -> np.ndarray:
+def Shares(sizes: Sequence[int] | np.ndarray, temperature: float) -> np.ndarray:
   """float64 [groups]: the share of the draws of groups of these sizes, above 0."""
   logs = np.log(np.asarray(sizes, np.float64)) / temperature
   weights = np.exp(logs - logs.max())

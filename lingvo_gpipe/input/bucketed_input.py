@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs of examples of many lengths: batches of few fixed shapes, one for each range of lengths."""
+"""Inputs of examples of many lengths: a few fixed shapes of batches, one a range of lengths."""
 
 from __future__ import annotations
 

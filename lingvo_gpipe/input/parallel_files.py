@@ -77,19 +77,18 @@ class TsvPairs(_ParallelFiles):
 
   def _Pairs(self) -> Iterator[sentence_pairs.SentencePair]:
     for languages, path in self._Files():
-      with tf.io.gfile.GFile(path, 'rb') as f:
-        # As bytes: only a line feed ends a line, whatever else ends one in Unicode.
-        for number, line in enumerate(f, 1):
-          where = f'{path}, line {number}'
-          text = _Utf8(line.removesuffix(b'\n').removesuffix(b'\r'), where)
-          columns = text.split('\t')
-          if len(languages) + len(columns) != len(FIELDS):
-            expected = FIELDS[len(languages) :]
-            raise ValueError(
-              f'{where}: expected {len(expected)} columns ({", ".join(expected)}), separated by '
-              f'tabs, got {len(columns)}: {text[:60]!r}'
-            )
-          yield _Pair([*languages, *columns], where)
+      where = self._Where('pair_files' if languages else 'file_pattern')
+      lines = file_pattern.Lines(path, where)
+      for number, line in enumerate(lines, 1):
+        where = f'{path}, line {number}'
+        columns = line.split('\t')
+        if len(languages) + len(columns) != len(FIELDS):
+          expected = FIELDS[len(languages) :]
+          raise ValueError(
+            f'{where}: expected {len(expected)} columns ({", ".join(expected)}), separated by '
+            f'tabs, got {len(columns)}: {line[:60]!r}'
+          )
+        yield _Pair([*languages, *columns], where)
 
 
 class TfRecordPairs(_ParallelFiles):

@@ -137,7 +137,7 @@ class ParallelText(bucketed_input.BucketedInput):
       found.append(pair.Reversed() if is_reversed else pair)
     return found
 
-  def Texts(self) -> Iterator[str]:
+  def VocabularyTexts(self) -> Iterator[str]:
     """Sources and targets, of which a vocabulary can be trained."""
     for pair in self._Pairs():
       yield pair.source
@@ -295,9 +295,7 @@ class ParallelText(bucketed_input.BucketedInput):
     sources, targets = (side[indices] for side in self._examples)
     target_languages = sentences.languages_of[targets]
     symbols = self._symbols[target_languages]
-    src_ids, src_paddings = sentences.Rows(
-      sources, length, symbols if place == 'source' else None
-    )
+    src_ids, src_paddings = sentences.Rows(sources, length, symbols if place == 'source' else None)
     labels, tgt_paddings = sentences.Rows(targets, length)
     tgt_ids = np.full_like(labels, sentencepiece_tokenizer.PAD_ID)
     tgt_ids[:, 0] = symbols if place == 'target' else sentencepiece_tokenizer.SOS_ID

@@ -57,9 +57,10 @@ class TfdsPairs(parallel_text.ParallelText):
 
   @functools.cached_property
   def _sources(self) -> list[_Source]:
-    return [self._Source(name) for name in self.params.datasets]
+    return [self._Find(name) for name in self.params.datasets]
 
-  def _Source(self, name: str) -> _Source:
+  def _Find(self, name: str) -> _Source:
+    """A prepared data set; ValueError that says what to do where it is none of sentence pairs."""
     p = self.params
     where = self._Where('datasets')
     builder = tfds_builder.Prepared(name, p.data_dir, where, self.offline)

@@ -234,7 +234,7 @@ def testTheFingerprintTellsWhatAPositionMeans(vocab):
 
 def testWhatAVocabularyIsTrainedOn(vocab):
   generator = _Input(vocab)
-  assert list(generator.Texts())[:2] == [_Pairs()[0].source, _Pairs()[0].target]
+  assert list(generator.VocabularyTexts())[:2] == [_Pairs()[0].source, _Pairs()[0].target]
   assert generator.ControlSymbols() == []
   assert generator.Assets() == [vocab]
   symbols = {
