@@ -161,9 +161,12 @@ def testATaskThatDecodesNothing(tmp_path):
   made = task.BaseTask.Params().Set(name='t').Instantiate()
   with pytest.raises(ValueError, match='BaseTask has nothing to decode: it does not override'):
     decoding.Decoding(
-      types.SimpleNamespace(task=made), _Numbers.Params().Set(batch_size=2), 'Dev', str(tmp_path),
+      types.SimpleNamespace(task=made, ExpectBatches=lambda batch_specs: None),
+      _Numbers.Params().Set(batch_size=2),
+      'Dev',
+      str(tmp_path),
       stop_request.StopRequest(),
-    )  # fmt: skip
+    )
 
 
 def testWholeFilesOrNone(tmp_path, monkeypatch):
