@@ -124,6 +124,8 @@ def testMalformedLinesAreNamed(tmp_path, line, message):
     ),
     (_Example(**{name: [b'\xff'] for name in parallel_files.FIELDS}), 'record 2: not in UTF-8'),
   ],
+  # Not the bytes themselves: those of a map have no fixed order.
+  ids=['no example', 'no language', 'two of each', 'no UTF-8'],
 )
 def testMalformedRecordsAreNamed(tmp_path, record, message):
   path = _Records(tmp_path / 'bad.tfrecord', [_Whole(_PAIRS[0]), record])
