@@ -29,6 +29,7 @@ from lingvo_gpipe.pipeline import (
   failures,
   layer_costs,
   micro_batch,
+  outer_form,
   plan,
   rematerialisation,
   schedules,
@@ -114,7 +115,7 @@ class PipeliningLayer(base_layer.BaseLayer):
     self._decoder: decoding.Decoder | None = None
     self._input_specs: tuple[Any, ...] = ()
     self._predict = tf.function(self._Predict, autograph=False)
-    self._outer: dict[bool, _OuterFunctions] = {}
+    self._outer: dict[bool, outer_form.OuterForm] = {}
 
   def _CheckedTies(self) -> dict[str, str]:
     """{path within this layer of a tied weight: path of its owner}."""
@@ -305,7 +306,7 @@ class PipeliningLayer(base_layer.BaseLayer):
   def _Checked(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments as tensors; an error where they are not what `Place` was told."""
     if self._engine is not None:
-      args = _AsTensors(args)
+      args = outer_form.AsTensors(args)
       shapes.CheckNest(self.path, 'arguments', args, self._input_specs)
     return args
 
@@ -409,7 +410,9 @@ class PipeliningLayer(base_layer.BaseLayer):
     else:
       raise ValueError(f'{self.path}: a Scope with do_eval=False needs a step')
     if context.do_eval not in self._outer:
-      self._outer[context.do_eval] = _OuterFunctions(self, context.do_eval)
+      self._outer[context.do_eval] = outer_form.OuterForm(
+        self.engine, self.SplitBatch, self.params.batch_dim, context.do_eval
+      )
     outputs = self._outer[context.do_eval].Run(theta.layers, self._Checked(args), counter)
     return outputs[0] if len(outputs) == 1 else outputs
 
@@ -438,89 +441,3 @@ def PartitionSequentialLayers(
   schedule = schedules.Get('gpipe', num_partitions, 1)
   cut = plan.MakePlan(layer.layers, input_specs, schedule=schedule)
   return list(cut.ends)
-
-
-class _OuterFunctions:
-  """Forward and backward of the whole pipeline as two traced functions, weights as tensors."""
-
-  def __init__(self, layer: PipeliningLayer, do_eval: bool) -> None:
-    self._layer = layer
-    self._pipeline = layer.engine
-    self._do_eval = do_eval
-    self._stateful: list[base_layer.BaseLayer] = []
-    self._forward = tf.function(self._Forward, autograph=False)
-    self._backward = tf.function(self._Backward, autograph=False)
-
-  def Run(self, theta: Sequence[Any], args: tuple[Any, ...], counter: tf.Tensor) -> tuple[Any, ...]:
-    """The pipeline's outputs, with gradients for the floating leaves of theta and args."""
-    per_stage: list[Any] = []
-    rest = list(theta)
-    for s in self._pipeline.stages:
-      members, rest = rest[: len(s.layers)], rest[len(s.layers) :]
-      with tf.device(s.device):
-        per_stage.append(_AsTensors(members))
-    weights = stage.FloatLeaves(per_stage)
-    whole: list[Any] = []
-    reported: list[Any] = []
-
-    @tf.custom_gradient
-    def Pipeline(*floats: tf.Tensor) -> Any:
-      stage_theta = stage.WithFloatLeaves(per_stage, floats[: len(weights)])
-      inputs = stage.WithFloatLeaves(args, floats[len(weights) :])
-      forward_args = _Unwatched(stage_theta), _Unwatched(inputs), counter
-      with failures.Located(lambda: self._Forward(*forward_args)):
-        outputs, saved, sums = self._forward(*forward_args)
-      whole.append(outputs)
-      reported.extend(sums)
-
-      def Grad(*dys: tf.Tensor) -> list[tf.Tensor]:
-        backward_args = stage_theta, saved, stage.WithFloatLeaves(outputs, dys), counter
-        with failures.Located(lambda: self._Backward(*backward_args)):
-          return self._backward(*backward_args)
-
-      return tuple(stage.FloatLeaves(outputs)), Grad
-
-    floats = Pipeline(*weights, *stage.FloatLeaves(args))
-    for layer, sums in zip(self._stateful, reported, strict=True):
-      fprop_context.Current().AddSums(layer, sums)
-    return stage.WithFloatLeaves(whole[0], floats)
-
-  def _Forward(
-    self, theta: Any, args: tuple[Any, ...], counter: tf.Tensor
-  ) -> tuple[Any, Any, list[nested_map.NestedMap]]:
-    inputs = self._layer.SplitBatch(args)
-    outputs, saved, layer_sums = self._pipeline.Forward(
-      inputs, theta=theta, counter=counter, do_eval=self._do_eval
-    )
-    # The same layers in every trace, which the shapes of the inputs tell apart.
-    self._stateful = [layer for layer, _ in layer_sums]
-    merged = micro_batch.Merge(outputs, self._layer.params.batch_dim)
-    return merged, saved, [sums for _, sums in layer_sums]
-
-  def _Backward(
-    self, theta: Any, saved: Any, dys: tuple[Any, ...], counter: tf.Tensor
-  ) -> list[tf.Tensor]:
-    pieces = self._layer.SplitBatch(dys)
-    dtheta, dargs = self._pipeline.ThetaBackward(theta, saved, pieces, counter, self._do_eval)
-    dx = stage.FloatLeaves(micro_batch.Merge(dargs, self._layer.params.batch_dim))
-    return [g for grads in dtheta for g in grads] + dx
-
-
-def _AsTensors(nest: Any) -> Any:
-  return tf.nest.map_structure(lambda x: None if x is None else tf.convert_to_tensor(x), nest)
-
-
-def _Unwatched(nest: Any) -> Any:
-  """The nest, hidden from the tapes of eager execution.
-
-  An eager tape would differentiate every function that it sees a watched tensor enter, although
-  nobody asks for that gradient, and so keep each stage's activations instead of its input.
-  """
-  if not tf.executing_eagerly():
-    return nest
-
-  def Hide(x: tf.Tensor) -> tf.Tensor:
-    with tf.device(x.device):
-      return tf.stop_gradient(x)
-
-  return stage.WithFloatLeaves(nest, [Hide(x) for x in stage.FloatLeaves(nest)])
