@@ -472,31 +472,39 @@ class BaseLayer(tf.Module):
       f'{type(self).__name__} reports sums by AddSums but has no StateFromSums'
     )
 
-  def UpdateFromSums(self, sums: nested_map.NestedMap) -> None:
-    """Assigns what `StateFromSums` returns, on the device of the state.
+  @property
+  def own_state(self) -> nested_map.NestedMap:
+    """{name: variable} of this layer's own non-trainable weights."""
+    own = self._variables or {}
+    return nested_map.NestedMap({name: v for name, v in own.items() if not v.trainable})
 
-    Where a sum or a new value is not finite, all state of this layer stays as it was.
+  def NextState(
+    self, state: nested_map.NestedMap, sums: nested_map.NestedMap
+  ) -> dict[str, tf.Tensor]:
+    """What `StateFromSums` returns for `state`; as it was where a sum or a value is not finite.
 
     Raises:
       ValueError: StateFromSums names something that is not a non-trainable weight of the layer.
     """
-    own = self._variables or {}
-    state = nested_map.NestedMap({name: v for name, v in own.items() if not v.trainable})
+    new = self.StateFromSums(state, sums)
+    if unknown := sorted(new.keys() - state.keys()):
+      raise ValueError(
+        f'{self.path}: StateFromSums returned {", ".join(unknown)}; the non-trainable weights '
+        f'of the layer are {", ".join(state) or "none"}'
+      )
+    values = {name: tf.cast(value, state[name].dtype) for name, value in new.items()}
+    floats = [x for x in (*tf.nest.flatten(sums), *values.values()) if x.dtype.is_floating]
+    is_finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(x)) for x in floats])
+    return {name: tf.where(is_finite, value, state[name]) for name, value in values.items()}
+
+  def UpdateFromSums(self, sums: nested_map.NestedMap) -> None:
+    """Assigns `NextState`, on the device of the state."""
+    state = self.own_state
     device = next(iter(state.values())).device if state else None
     with tf.device(device):
-      new = self.StateFromSums(
-        nested_map.NestedMap({name: tf.convert_to_tensor(v) for name, v in state.items()}), sums
-      )
-      if unknown := sorted(new.keys() - state.keys()):
-        raise ValueError(
-          f'{self.path}: StateFromSums returned {", ".join(unknown)}; the non-trainable weights '
-          f'of the layer are {", ".join(state) or "none"}'
-        )
-      values = {name: tf.cast(value, state[name].dtype) for name, value in new.items()}
-      floats = [x for x in (*tf.nest.flatten(sums), *values.values()) if x.dtype.is_floating]
-      is_finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(x)) for x in floats])
-      for name, value in values.items():
-        state[name].assign(tf.where(is_finite, value, state[name]))
+      present = state.Transform(tf.convert_to_tensor)
+      for name, value in self.NextState(present, sums).items():
+        state[name].assign(value)
 
   def FPropDefaultTheta(self, *args: Any) -> Any:
     """`FProp` with the layer's own weights."""

@@ -129,7 +129,7 @@ class Learner:
 
     Returns:
       Scalars by name: learning_rate, grad_norm (before clipping), grad_scale (what clipping
-      multiplied by; 0 where the step was skipped) and is_finite.
+      multiplied by; 0 where the step was skipped), is_finite, and is_applied: whether it was not.
     """
     p = self.params
     squares = []
@@ -160,6 +160,7 @@ class Learner:
       'grad_norm': tf.cast(norm, tf.float32),
       'grad_scale': tf.cast(tf.where(is_wanted, clip, tf.zeros_like(clip)), tf.float32),
       'is_finite': is_finite,
+      'is_applied': is_wanted,
     }
 
   def _Update(

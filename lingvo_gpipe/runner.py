@@ -29,8 +29,10 @@ def NumDevices(task: task_lib.BaseTask) -> int:
   return 1 if task.pipeline is None else task.pipeline.num_devices
 
 
-def PlanTask(task: task_lib.BaseTask, batch_spec: nested_map.NestedMap) -> plan.Plan:
-  """The cut of the task's layers into stages for batches of this spec.
+def PlanTask(
+  task: task_lib.BaseTask, batch_spec: nested_map.NestedMap, splits: Sequence[int] = ()
+) -> plan.Plan:
+  """The cut of the task's layers into stages for batches of this spec; `splits` as TaskRunner's.
 
   Allocates nothing, but that with partition_by='time' one layer at a time is run.
   """
@@ -46,6 +48,7 @@ def PlanTask(task: task_lib.BaseTask, batch_spec: nested_map.NestedMap) -> plan.
     )
   return task.pipeline.MakePlan(
     *PipelineInputSpecs(task, batch_spec),
+    splits=splits,
     is_trained=learner.IsTrained,
     slots_per_weight=slots_per_weight,
   )
@@ -132,12 +135,14 @@ class TaskRunner:
     self._train_step = tf.function(self._TrainStep, autograph=False)
     self._clear = tf.function(self.engine.ClearAccumulators, autograph=False)
     self._accumulate = tf.function(self._Accumulate, autograph=False)
+    self._next_state = tf.function(self.engine.NextState, autograph=False)
     self._update = tf.function(self._Update, autograph=False)
-    # How many mini-batches and micro-batches of the update under way were accumulated, and what
-    # came of them.
+    # How many mini-batches and micro-batches of the update under way were accumulated, what came
+    # of them, and what layers' state is to be after it.
     self._num_accumulated = 0
     self._num_micro_batches = 0
     self._accumulated: Any = None
+    self._state: Any = None
     self._eval_step = tf.function(self._EvalStep, autograph=False)
     self._shapes = {shapes.NestText(batch_spec)}  # Of the batches that are expected.
     self._traced: set[tuple[Any, str]] = set()
@@ -198,11 +203,11 @@ class TaskRunner:
     assert self.learner is not None
     if self.learner.params.num_accumulated_mini_batches == 1:
       self._Trace(self._train_step, batch)
-      with failures.Located(functools.partial(self._Accumulate, batch, update_state=False)):
+      with failures.Located(functools.partial(self._Accumulate, batch)):
         values, loss_weight = self._train_step(batch)
     elif self._AccumulateNext(batch):
       sums, loss_weight = self._accumulated
-      values = self._update(sums, loss_weight)
+      values = self._update(sums, loss_weight, self._state)
     else:
       return None
     result = {name: float(value) for name, value in values.items()}
@@ -295,8 +300,9 @@ class TaskRunner:
     self.task.CheckBatch(batch)
 
   def _TrainStep(self, batch: nested_map.NestedMap) -> tuple[dict[str, tf.Tensor], tf.Tensor]:
-    sums, loss_weight = self._Accumulate(batch)
-    return self._Update(sums, loss_weight), loss_weight
+    sums, loss_weight, layer_sums = self._Accumulate(batch)
+    state = self.engine.NextState(layer_sums)
+    return self._Update(sums, loss_weight, state), loss_weight
 
   def _AccumulateNext(self, batch: nested_map.NestedMap) -> bool:
     """Forward and backward of a mini-batch; True where it was the last one of an update."""
@@ -308,49 +314,51 @@ class TaskRunner:
       self._clear()
     position = tf.constant(first, tf.int64)
     self._Trace(self._accumulate, batch, position)
-    again = functools.partial(self._Accumulate, batch, position, update_state=False)
-    with failures.Located(again):
-      new = self._accumulate(batch, position)
+    with failures.Located(functools.partial(self._Accumulate, batch, position)):
+      *new, layer_sums = self._accumulate(batch, position)
     self._accumulated = tf.nest.map_structure(tf.add, self._accumulated, new) if index else new
+    # State follows every mini-batch, but changes with the weights or not at all.
+    self._state = self._next_state(layer_sums, self._state if index else None)
     self._num_micro_batches = first + self._NumMicroBatches(batch)
     self._num_accumulated = (index + 1) % self.learner.params.num_accumulated_mini_batches
     return self._num_accumulated == 0
 
   def _Accumulate(
-    self,
-    batch: nested_map.NestedMap,
-    first_micro_batch: tf.Tensor | None = None,
-    update_state: bool = True,
-  ) -> tuple[dict[str, tf.Tensor], tf.Tensor]:
-    """The metrics' sums and the sum of the loss weights; gradients end in the accumulators.
+    self, batch: nested_map.NestedMap, first_micro_batch: tf.Tensor | None = None
+  ) -> tuple[dict[str, tf.Tensor], tf.Tensor, dict[str, nested_map.NestedMap]]:
+    """The metrics' sums, the sum of the loss weights, and what layers report for their state.
+
+    Gradients end in the accumulators; nothing else is changed.
 
     Args:
       batch: a mini-batch.
       first_micro_batch: how many micro-batches of this update came before; None where this is its
         only mini-batch. Else the gradients are added to what the accumulators hold.
-      update_state: as for `PipelineEngine.Train`.
     """
     inputs, sides = self._MicroBatches(batch)
     weights = [self.task.LossWeight(side) for side in sides]
-    sums = self.engine.Train(
+    sums, layer_sums = self.engine.Accumulate(
       inputs,
       sides,
       weights,
       self.global_step,
       first_micro_batch=0 if first_micro_batch is None else first_micro_batch,
       clear=first_micro_batch is None,
-      update_state=update_state,
     )
-    return sums, tf.add_n(weights)
+    return sums, tf.add_n(weights), layer_sums
 
-  def _Update(self, sums: dict[str, tf.Tensor], loss_weight: tf.Tensor) -> dict[str, tf.Tensor]:
-    """Updates the weights from the accumulated gradients; the values of the step."""
+  def _Update(
+    self, sums: dict[str, tf.Tensor], loss_weight: tf.Tensor, state: dict[str, dict[str, tf.Tensor]]
+  ) -> dict[str, tf.Tensor]:
+    """Updates the weights from the accumulated gradients, and state; the values of the step."""
     assert self.learner is not None
     values = {name: _Mean(s) for name, s in sums.items()}
     values['loss_weight'] = sums['loss'][1]
     # The accumulators are read only after the last backward action wrote them: TensorFlow orders
     # accesses to one variable inside a tf.function.
-    values.update(self.learner.Apply(self.global_step, loss_weight))
+    applied = dict(self.learner.Apply(self.global_step, loss_weight))
+    self.engine.AssignState(state, applied.pop('is_applied'))
+    values.update(applied)
     self.engine.SyncTies()
     values['is_finite'] = tf.cast(values['is_finite'], tf.float32)
     # A step that fails must change nothing: it can be run again, to find out why.

@@ -24,6 +24,7 @@ from lingvo_gpipe.pipeline import pipelining_layer
 from tests import pipeline_training, processes
 
 _DIM, _BATCH, _M = 4, 5, 2
+_COUNT = 'net.stack.layers[1].num_updates'
 
 
 class _Net(task.BaseTask):
@@ -100,6 +101,11 @@ def _Joined(batches):
   )
 
 
+def _CheckSame(run, expected):
+  for name, value in _Arrays(run).items():
+    np.testing.assert_array_equal(value, expected[name], err_msg=name)
+
+
 def _Arrays(run):
   return {name: v.numpy() for name, v in run.Variables().items()}
 
@@ -146,8 +152,36 @@ def testOneBadMiniBatchSkipsTheUpdate():
   assert run.TrainStep(batches[2])['is_finite'] == 1.0
 
 
+@pytest.mark.parametrize('num', [1, 3])
+def testASkippedUpdateMovesNoStatistics(num):
+  """Whose sums are finite: only the loss is not, in the last of its mini-batches."""
+  run, batches = _Runner(num, has_norm=True), _Batches(3)[-num:]
+  for batch in batches:
+    run.TrainStep(batch)
+  before = _Arrays(run)
+  assert before[_COUNT] == num
+  bad = batches[-1].copy()
+  bad.y = bad.y * np.nan
+  for batch in (*batches[:-1], bad):
+    values = run.TrainStep(batch)
+  assert values['is_finite'] == 0.0
+  _CheckSame(run, {**before, 'global_step': 2})
+  for batch in batches:
+    run.TrainStep(batch)
+  assert run.Variables()[_COUNT].numpy() == 2 * num
+
+
+def testStatisticsMoveWithTheWeights():
+  """Not before: neither does what a checkpoint between two updates would hold."""
+  run, batches = _Runner(3, has_norm=True), _Batches(3)
+  before = _Arrays(run)
+  run.TrainStep(batches[0])
+  run.TrainStep(batches[2])
+  _CheckSame(run, before)
+
+
 def testAnErrorBeginsTheUpdateAnew(monkeypatch):
-  run, batches = _Runner(2), _Batches(3)
+  run, batches = _Runner(2, has_norm=True), _Batches(3)
   before, accumulate = _Arrays(run), run._accumulate
 
   def Fail(*args):
@@ -181,7 +215,7 @@ def testBatchNormAndARestart(tmp_path):
     straight.TrainStep(batch)
     if i < 4:
       first.TrainStep(batch)
-  assert straight.Variables()['net.stack.layers[1].num_updates'].numpy() == 6
+  assert straight.Variables()[_COUNT].numpy() == 6
   store.Save(2, first.Variables(), {})
   second = _Runner(2, has_norm=True)
   second.TrainStep(batches[5])  # Half an update before the restart: it must not count.

@@ -78,6 +78,7 @@ class PipelineEngine:
     self._xla = xla
     self.loss_fn = loss_fn
     self._functions: dict[Any, stage.StageFunctions] = {}
+    self._of_stage: dict[tuple[int, bool, bool], stage.StageFunctions] = {}
     self._split: dict[int, split_backward.SplitBackward] = {}
     self._by_layer: dict[int, layer_backward.LayerBackward] = {}
     self._ties = dict(ties or {})
@@ -128,13 +129,13 @@ class PipelineEngine:
     *,
     first_micro_batch: tf.Tensor | int = 0,
     clear: bool = True,
-    update_state: bool = True,
   ) -> dict[str, tf.Tensor]:
     """Runs forward and backward of all micro-batches; gradients end in the accumulators.
 
     What the accumulators hold is the gradient of the sum over micro-batches of
     `loss_weight * loss`: divide by the sum of the loss weights once, at the update. Layers with
-    statistics (`BaseLayer.StateFromSums`) have followed this mini-batch when it returns.
+    statistics (`BaseLayer.StateFromSums`) have followed this mini-batch when it returns; where an
+    update may be skipped, take `Accumulate`.
 
     Args:
       inputs: for each micro-batch the arguments of the first layer.
@@ -143,10 +144,31 @@ class PipelineEngine:
       step: int64 scalar, the training step.
       first_micro_batch: how many micro-batches of this step other mini-batches had before.
       clear: False to add to what the accumulators hold (see `ClearAccumulators`).
-      update_state: False to leave layers' statistics as they are.
 
     Returns:
       {metric: [sum of value * weight, sum of weight]}, tensors [2] on the last device.
+    """
+    sums, layer_sums = self.Accumulate(
+      inputs, sides, loss_weights, step, first_micro_batch=first_micro_batch, clear=clear
+    )
+    self.AssignState(self.NextState(layer_sums))
+    return sums
+
+  def Accumulate(
+    self,
+    inputs: Sequence[tuple[Any, ...]],
+    sides: Sequence[Any],
+    loss_weights: Sequence[tf.Tensor],
+    step: tf.Tensor,
+    *,
+    first_micro_batch: tf.Tensor | int = 0,
+    clear: bool = True,
+  ) -> tuple[dict[str, tf.Tensor], dict[str, nested_map.NestedMap]]:
+    """As `Train`, but no layer's state is changed.
+
+    Returns:
+      What `Train` returns, and {path of a layer: what it reported for its state, over all
+      micro-batches}, for `NextState`.
     """
     counter = fprop_context.StepCounter(step, first_micro_batch)
     run = emission.Emission(self, inputs, sides, loss_weights, counter, do_eval=False)
@@ -155,9 +177,44 @@ class PipelineEngine:
     self._AddTiedGradients()
     # A step that fails must leave all state as it was: it is run again, to find out why.
     with tf.control_dependencies(run.LastActions()):
-      for layer, sums in run.LayerSums() if update_state else ():
-        layer.UpdateFromSums(sums)
-    return run.Sums()
+      layer_sums = {layer.path: sums.Transform(tf.identity) for layer, sums in run.LayerSums()}
+    return run.Sums(), layer_sums
+
+  def NextState(
+    self,
+    layer_sums: Mapping[str, nested_map.NestedMap],
+    state: Mapping[str, Mapping[str, tf.Tensor]] | None = None,
+  ) -> dict[str, dict[str, tf.Tensor]]:
+    """The state of layers after a mini-batch; see `BaseLayer.StateFromSums`.
+
+    Args:
+      layer_sums: as `Accumulate` returned them.
+      state: what this returned for the mini-batch before, where that was not assigned yet.
+
+    Returns:
+      {path of a layer: {name: value of its weight}}, on the devices of the weights.
+    """
+    layers = {
+      layer.path: layer for s in self.stages for top in s.layers for layer in top.Descendants()
+    }
+    new = {}
+    for path, sums in layer_sums.items():
+      own = layers[path].own_state
+      with tf.device(next(iter(own.values())).device if own else None):
+        present = own.Transform(tf.convert_to_tensor)
+        present.update((state or {}).get(path, {}))
+        new[path] = layers[path].NextState(present, sums)
+    return new
+
+  def AssignState(
+    self, state: Mapping[str, Mapping[str, tf.Tensor]], is_wanted: tf.Tensor | None = None
+  ) -> None:
+    """Assigns what `NextState` returned; where `is_wanted`, a bool scalar, is false nothing."""
+    for path, values in state.items():
+      for name, value in values.items():
+        variable = self._variables[f'{path}.{name}']
+        with tf.device(variable.device):
+          variable.assign(value if is_wanted is None else tf.where(is_wanted, value, variable))
 
   def Evaluate(
     self,
@@ -291,6 +348,18 @@ class PipelineEngine:
 
   def Functions(self, s: emission.Stage, *, do_eval: bool, with_loss: bool) -> stage.StageFunctions:
     """The traced functions of a stage; stages of equal structure get the same object."""
+    # Structures are dear to compare, and there are many actions.
+    of_stage = (s.index, do_eval, with_loss)
+    if of_stage not in self._of_stage:
+      self._of_stage[of_stage] = self._SharedFunctions(s, do_eval, with_loss)
+    functions = self._of_stage[of_stage]
+    functions.UseFor(s.index, s.layers)
+    functions.num_batch_shapes = self.num_batch_shapes
+    return functions
+
+  def _SharedFunctions(
+    self, s: emission.Stage, do_eval: bool, with_loss: bool
+  ) -> stage.StageFunctions:
     loss_fn = self.loss_fn if with_loss and s.index == self.num_stages - 1 else None
     # Evaluation has no backward, so what is trained does not tell its stages apart.
     trained = s.trained_mask if not do_eval else (False,) * len(s.trained_mask)
@@ -306,8 +375,6 @@ class PipelineEngine:
         do_eval=do_eval,
         xla=self._xla,
       )
-    self._functions[key].user = s.index
-    self._functions[key].num_batch_shapes = self.num_batch_shapes
     return self._functions[key]
 
   def SplitFunctions(self, s: emission.Stage, *, with_loss: bool) -> split_backward.SplitBackward:

@@ -67,8 +67,8 @@ class LayerBackward:
     """(y, sums, what is kept beside x): each tensor once, however many layers take it."""
     y, sums, kept = self._forward_keep(variables, x, side, context)
     # What is in y is not returned again, for XLA would make another tensor of it.
-    leaves = _Leaves(y)
-    return y, sums, [*(leaves[i] for i in self._layouts[_Key(x, side, context)].from_y), *kept]
+    leaves, layout = stage.Tensors(y), self._layouts[stage.TraceKey(x, side, context)]
+    return y, sums, [*(leaves[i] for i in layout.from_y), *kept]
 
   def _ForwardKeep(
     self, variables: Sequence[Any], x: nested_map.NestedMap, side: Any, context: Any
@@ -78,13 +78,13 @@ class LayerBackward:
     with self._functions.EnterContext(context.seeds):
       y, sums, _ = self._functions.Outputs(variables, x, side, context, inputs)
     inputs[: self._first] = [None] * self._first
-    in_x, in_y = ([id(t) for t in _Leaves(nest)] for nest in (x, y))
-    wanted = {id(t): t for t in _Leaves(inputs) if id(t) not in in_x}
+    in_x, in_y = ([id(t) for t in stage.Tensors(nest)] for nest in (x, y))
+    wanted = {id(t): t for t in stage.Tensors(inputs) if id(t) not in in_x}
     from_y = [i for i, key in enumerate(in_y) if key in wanted and key not in in_y[:i]]
     kept = [t for key, t in wanted.items() if key not in in_y]
     keys = [*in_x, *(in_y[i] for i in from_y), *map(id, kept)]
     places = {key: place for place, key in enumerate(keys)}
-    self._layouts[_Key(x, side, context)] = _Layout(
+    self._layouts[stage.TraceKey(x, side, context)] = _Layout(
       tf.nest.map_structure(lambda t: None if t is None else places[id(t)], inputs),
       from_y,
       tf.nest.map_structure(lambda t: None if t is None else tf.TensorSpec(t.shape, t.dtype), y),
@@ -102,8 +102,8 @@ class LayerBackward:
     dy: list[tf.Tensor] | None,
   ) -> tuple[list[tf.Tensor], tf.Tensor]:
     self._functions.CountTrace(x, side)
-    functions, layout = self._functions, self._layouts[_Key(x, side, context)]
-    tensors = [*_Leaves(x), *kept]
+    functions, layout = self._functions, self._layouts[stage.TraceKey(x, side, context)]
+    tensors = [*stage.Tensors(x), *kept]
     # Of what the next layer below returns, and of the skips that any below does.
     gradients: _Gradients = {}
     if dy is not None:
@@ -201,16 +201,6 @@ class LayerBackward:
     if self._functions.needs_dx:
       return True
     return i > self._first if role == _ARGS else self._makers.get(role, -1) >= self._first
-
-
-def _Leaves(nest: Any) -> list[tf.Tensor]:
-  return [t for t in tf.nest.flatten(nest) if t is not None]
-
-
-def _Key(*nests: Any) -> Any:
-  """What one trace has in common."""
-  leaves = tf.nest.flatten(nests)
-  return tuple(None if t is None else (t.dtype, *t.shape) for t in leaves)
 
 
 def _WaitFor(gradients: Sequence[tf.Tensor | None], seeds: tf.Tensor) -> tf.Tensor:

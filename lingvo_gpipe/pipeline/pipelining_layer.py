@@ -345,7 +345,7 @@ class PipeliningLayer(base_layer.BaseLayer):
       NotImplementedError: a layer cannot decode; the message names it.
     """
     # Not as `Place` was told: where packed rows are trained on, a prompt has no segments.
-    return self.decoder.Prefill(_AsTensors(args), max_length, last_only)
+    return self.decoder.Prefill(outer_form.AsTensors(args), max_length, last_only)
 
   def ExtendStep(  # type: ignore[override]
     self, states: decoding.PipelineStates, *args: Any, time_step: Any
@@ -363,7 +363,7 @@ class PipeliningLayer(base_layer.BaseLayer):
     Raises:
       ValueError: time_step is not below max_length, or the batch is not that of the states.
     """
-    return self.decoder.ExtendStep(states, _AsTensors(args), time_step)
+    return self.decoder.ExtendStep(states, outer_form.AsTensors(args), time_step)
 
   def ReorderStates(self, states: decoding.PipelineStates, indices: Any) -> decoding.PipelineStates:
     """Takes rows of the states, as of the hypotheses that a beam search goes on with.

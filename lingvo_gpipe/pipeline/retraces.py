@@ -17,17 +17,24 @@ _USUAL = 2
 class Retraces:
   """The shapes that the functions of a stage were traced for."""
 
-  def __init__(self, layers: Sequence[base_layer.BaseLayer]) -> None:
-    self._layers = layers
+  def __init__(self) -> None:
     self._seen: dict[int, list[dict[str, str]]] = {}
 
-  def Add(self, x: Any, side: Any, user: int, num_batch_shapes: int = 1) -> None:
+  def Add(
+    self,
+    layers: Sequence[base_layer.BaseLayer],
+    x: Any,
+    side: Any,
+    user: int,
+    num_batch_shapes: int = 1,
+  ) -> None:
     """Notes a trace; logs a line where these shapes are new, a warning where they are too many.
 
     Args:
+      layers: those of the stage that is traced.
       x: what the stage takes of a micro-batch.
       side: what the loss takes beside it.
-      user: the index of the stage that is traced; those that share a trace may take other shapes.
+      user: its index; those that share a trace may take other shapes.
       num_batch_shapes: how many shapes of batches are expected.
     """
     leaves = shapes.Leaves({'x': x, 'side': side})
@@ -41,7 +48,7 @@ class Retraces:
     before = seen[-2]
     path = next(p for p in [*specs, *before] if specs.get(p) != before.get(p))
     change = f'{path} was {before.get(path, "absent")} and is {specs.get(path, "absent")}'
-    span = f'{self._layers[0].path} to {self._layers[-1].path}'
+    span = f'{layers[0].path} to {layers[-1].path}'
     if len(seen) <= _USUAL * num_batch_shapes:
       logging.info('the stage of %s is traced for another shape: %s', span, change)
     else:

@@ -104,10 +104,9 @@ class SplitBackward:
   ) -> tuple[Any, vjp.CutVjp, list[tf.Tensor]]:
     """The product for inputs of these shapes, and the flat tensors its parts begin with."""
     nest = (x, side, context)
-    leaves = tf.nest.flatten(nest)
-    inputs = [t for t in leaves if t is not None]
+    inputs = stage.Tensors(nest)
     weights = tf.nest.flatten(variables)
-    key = tuple(None if t is None else (t.dtype, *t.shape) for t in leaves)
+    key = stage.TraceKey(nest)
     if key not in self._cuts:
 
       def Vjp(values: list[tf.Tensor], flat: list[tf.Tensor]) -> Any:
@@ -128,7 +127,7 @@ class SplitBackward:
         dw = grads[: len(chosen)]
         dx = stage.DenseGradients(floats, grads[len(chosen) :])
         self._outputs[key] = (y, sums)
-        return [t for t in tf.nest.flatten((y, sums)) if t is not None], dy, dx, dw
+        return stage.Tensors((y, sums)), dy, dx, dw
 
       self._functions.CountTrace(x, side)
       self._cuts[key] = vjp.CutVjp(Vjp, weights, inputs, xla=self._xla)

@@ -27,9 +27,14 @@ from lingvo_gpipe.pipeline import failures, retraces
 LossFn = Callable[[list[Any], tuple[Any, ...], Any], dict[str, tuple[tf.Tensor, tf.Tensor]]]
 
 
+def Tensors(nest: Any) -> list[tf.Tensor]:
+  """The tensors of a nest, without None, in tf.nest order."""
+  return [x for x in tf.nest.flatten(nest) if x is not None]
+
+
 def FloatLeaves(nest: Any) -> list[tf.Tensor]:
   """The floating tensors of a nest, those that have gradients, in tf.nest order."""
-  return [x for x in tf.nest.flatten(nest) if x is not None and x.dtype.is_floating]
+  return [x for x in Tensors(nest) if x.dtype.is_floating]
 
 
 def WithFloatLeaves(nest: Any, floats: Sequence[tf.Tensor]) -> Any:
@@ -37,6 +42,11 @@ def WithFloatLeaves(nest: Any, floats: Sequence[tf.Tensor]) -> Any:
   rest = list(floats)
   flat = [x if x is None or not x.dtype.is_floating else rest.pop(0) for x in tf.nest.flatten(nest)]
   return tf.nest.pack_sequence_as(nest, flat)
+
+
+def TraceKey(*nests: Any) -> tuple[Any, ...]:
+  """Dtypes and shapes of nests of one structure: what one trace has in common."""
+  return tuple(None if x is None else (x.dtype, *x.shape) for x in tf.nest.flatten(nests))
 
 
 def AsTuple(value: Any) -> tuple[Any, ...]:
@@ -119,19 +129,28 @@ class StageFunctions:
     self._loss_fn = loss_fn
     self._do_eval = do_eval
     self.num_traces = 0
-    self.user = 0  # The index of the stage that is about to call.
+    self._user = 0
     self.num_batch_shapes = 1  # As `PipelineEngine` says.
-    self._retraces = retraces.Retraces(self.layers)
+    self._retraces = retraces.Retraces()
     options = FunctionOptions(xla)
     self.Forward = tf.function(self._Forward, **options)
     self.Backward = tf.function(self._Backward, **options)
     self.ForwardBackward = tf.function(self._ForwardBackward, **options)
     self.ThetaBackward = tf.function(self._ThetaBackward, **options)
 
+  def UseFor(self, index: int, layers: Sequence[base_layer.BaseLayer]) -> None:
+    """To be called before a stage calls: what is traced then, names its layers in messages.
+
+    Args:
+      index: the stage's number.
+      layers: its layers, which compute the same as those of all stages with these functions.
+    """
+    self._user, self.layers = index, list(layers)
+
   def CountTrace(self, x: nested_map.NestedMap, side: Any) -> None:
     """To be called when a function is traced, with its inputs."""
     self.num_traces += 1
-    self._retraces.Add(x, side, self.user, self.num_batch_shapes)
+    self._retraces.Add(self.layers, x, side, self._user, self.num_batch_shapes)
 
   def Trained(self, weights: Any) -> list[Any]:
     """Those of a nest like `variables` that are trained: the ones that B accumulates for."""

@@ -15,6 +15,7 @@ from lingvo_gpipe import (
   nested_map,
   optimizer,
   runner,
+  shapes,
   task,
   weight_params,
 )
@@ -362,6 +363,32 @@ def testABatchThatTheTaskWasNotPlacedFor(batch, error, words):
   for call in (run.TrainStep, lambda b: run.Evaluate([b])):
     with pytest.raises(error, match=words):
       call(nested_map.NestedMap(batch))
+
+
+def testALaterOneOfEqualStagesIsNamed():
+  """The stages share their functions; the third one is given what the layer cannot take."""
+
+  def Double(w, x):
+    if x.shape[-1] > 2 * _DIM:
+      raise _Mine(f'{x.shape[-1]} columns')
+    return tf.concat([x, x], -1)
+
+  class Doubles(_Silent):
+    def FProp(self, theta, x):
+      shapes.CheckLastDim(self.path, x, min(x.shape[-1], 2 * _DIM))
+      return tf.concat([x, x], -1)
+
+  for layer, error, told in (
+    (_Silent.Params().Set(fn=Double), _Mine, '12 columns'),
+    (Doubles.Params(), ValueError, 'stack.layers[2]'),
+  ):
+    stack = _Stack([layer] * 4, num_stages=4, splits=[1, 2, 3, 4])
+    stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((_Good(),)))
+    with pytest.raises(error) as e:
+      stack.Predict(_Good())
+    assert told in str(e.value)
+    assert f'in layer stack.layers[2] ({layer.cls.__name__}), given (float32[2, 12])' in _Notes(e)
+    assert 'in stage 2 (stack.layers[2])' in _Notes(e)
 
 
 # ---- compiled over and over ----------------------------------------------------------------------
