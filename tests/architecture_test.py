@@ -83,6 +83,7 @@ _OLD_TENSORFLOW = {
 # {file: names that somebody else's interface asks for}.
 _FOREIGN_NAMES = {
   'lingvo_gpipe/layers/keras_build.py': {'call'},  # Keras.
+  'lingvo_gpipe/layers/keras_dropout.py': {'call'},
   'lingvo_gpipe/layers/keras_norm.py': {'build', 'call'},
   'tests/layers/keras_cut_test.py': {'call'},
   'tests/layers/keras_layer_test.py': {'build', 'call', 'get_config'},

@@ -11,6 +11,23 @@ from lingvo_gpipe import base_layer, fprop_context, hyperparams, nested_map, sha
 from lingvo_gpipe.layers import fprop_meta
 
 
+def Dropped(x: tf.Tensor, keep_prob: float, noise_shape: Any, seed: tf.Tensor) -> tf.Tensor:
+  """`x` with each entry kept with probability `keep_prob` and divided by it, or zero.
+
+  Args:
+    x: a floating tensor of any shape.
+    keep_prob: above 0 and below 1.
+    noise_shape: one decision for each entry of this shape, which broadcasts to that of `x`.
+    seed: an integer tensor [2].
+  """
+  bits = tf.random.stateless_uniform(
+    noise_shape, seed, minval=None, maxval=None, dtype=tf.uint32, alg='philox'
+  )
+  threshold = min(round(keep_prob * 2**32), 2**32 - 1)
+  kept = bits < tf.constant(threshold, tf.uint32)
+  return tf.where(kept, x * tf.constant(1.0 / keep_prob, x.dtype), tf.zeros([], x.dtype))
+
+
 class DropoutLayer(base_layer.BaseLayer):
   """Keeps each entry with probability `keep_prob`, divided by it, and zeroes the others.
 
@@ -69,17 +86,7 @@ class DropoutLayer(base_layer.BaseLayer):
           f'fit inputs of rank {len(noise_shape)}'
         )
       noise_shape[dim] = 1
-    bits = tf.random.stateless_uniform(
-      noise_shape,
-      fprop_context.Current().OpSeed(self),
-      minval=None,
-      maxval=None,
-      dtype=tf.uint32,
-      alg='philox',
-    )
-    threshold = min(round(p.keep_prob * 2**32), 2**32 - 1)
-    kept = bits < tf.constant(threshold, tf.uint32)
-    return tf.where(kept, x * tf.constant(1.0 / p.keep_prob, x.dtype), tf.zeros([], x.dtype))
+    return Dropped(x, p.keep_prob, noise_shape, fprop_context.Current().OpSeed(self))
 
   @classmethod
   def FPropMeta(

@@ -19,7 +19,7 @@ import keras
 import tensorflow as tf
 
 from lingvo_gpipe import nested_map
-from lingvo_gpipe.layers import keras_config, keras_norm
+from lingvo_gpipe.layers import keras_config, keras_dropout, keras_norm
 
 _MIXED = {
   ('float32', 'bfloat16'): 'mixed_bfloat16',
@@ -222,7 +222,16 @@ def InitialValues(source: KerasSource, seed: int, path: str) -> dict[str, tf.Ten
 def _Make(source: KerasSource, seed: int, path: str) -> tuple[_Cell, list[Any], Any]:
   """The layer, built, in a cell; its BatchNormalizations; its symbolic outputs."""
   policy = keras.DTypePolicy(source.policy)
-  config = keras_norm.Convert(keras_config.WithPolicy(json.loads(source.config), policy), path)
+  config = json.loads(source.config)
+  for part in keras_config.Objects(config):
+    keras_norm.Convert(part, path)
+    keras_dropout.Convert(part)
+  config = keras_config.WithPolicy(config, policy)
+  custom_objects = {
+    **dict(source.custom_objects),
+    **keras_norm.CUSTOM_OBJECTS,
+    **keras_dropout.CUSTOM_OBJECTS,
+  }
 
   def Symbol(spec: keras_config.KerasInput) -> keras.KerasTensor:
     dtype = tf.as_dtype(spec.dtype)
@@ -233,9 +242,7 @@ def _Make(source: KerasSource, seed: int, path: str) -> tuple[_Cell, list[Any], 
   random.seed(seed)
   try:
     with keras_norm.Collect() as norms:
-      layer = keras.saving.deserialize_keras_object(
-        config, custom_objects={**dict(source.custom_objects), **keras_norm.CUSTOM_OBJECTS}
-      )
+      layer = keras.saving.deserialize_keras_object(config, custom_objects=custom_objects)
       args = [_MapInputs(Symbol, i) for i in source.inputs]
       outputs = CallKeras(layer, args)
   except Exception as e:

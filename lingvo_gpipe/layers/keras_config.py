@@ -63,6 +63,18 @@ def WithPolicy(config: Any, policy: Any) -> Any:
   return config
 
 
+def Objects(config: Any) -> Iterator[dict[str, Any]]:
+  """All serialised objects with a configuration, outer ones first; they may be changed in place."""
+  if isinstance(config, (list, tuple)):
+    for part in config:
+      yield from Objects(part)
+  elif isinstance(config, dict):
+    if 'class_name' in config and isinstance(config.get('config'), dict):
+      yield config
+    for part in config.values():
+      yield from Objects(part)
+
+
 def _Stripped(config: Any, policy: str) -> Any:
   if isinstance(config, (list, tuple)):
     return [_Stripped(part, policy) for part in config]

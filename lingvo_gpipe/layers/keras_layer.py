@@ -30,6 +30,7 @@ class KerasLayer(base_layer.BaseLayer):
     by p.random_seed and this layer's path. Weights that are frozen in Keras are not trainable.
   * `training` is what the context says: True in training.
   * The state of a seed generator is no weight: each call gets one drawn from the context's seeds.
+  * A Dropout has masks of integer random bits, equal with and without XLA (`keras_dropout`).
   * Losses that Keras collects (regularizers, add_loss) become an auxiliary loss `keras_losses`.
   * A BatchNormalization normalises by the micro-batch (`keras_norm`).
   * Other state that a call changes would be lost, so it is refused.

@@ -127,37 +127,29 @@ def MovingAverages(
   return Moved(mean, batch_mean), Moved(variance, batch_variance)
 
 
-def Convert(config: Any, path: str) -> Any:
-  """A serialised Keras object with each BatchNormalization in it made a MicroBatchNormalization.
+def Convert(part: dict[str, Any], path: str) -> None:
+  """Makes a serialised BatchNormalization a MicroBatchNormalization, in place; others stay.
 
   Args:
-    config: as `keras.saving.serialize_keras_object` makes it; changed in place.
+    part: a layer as `keras.saving.serialize_keras_object` writes it.
     path: the layer's name in messages.
 
   Raises:
-    ValueError: one of them cannot be converted.
+    ValueError: it cannot be converted.
   """
-  if isinstance(config, list):
-    for part in config:
-      Convert(part, path)
-  elif isinstance(config, dict):
-    inner = config.get('config')
-    if config.get('class_name') == 'BatchNormalization' and isinstance(inner, dict):
-      for option, reason in (
-        ('synchronized', 'its moments would have to be taken over all replicas'),
-        ('renorm', 'it corrects by averages that change within a mini-batch'),
-      ):
-        if inner.get(option):
-          raise ValueError(
-            f'{path}: the BatchNormalization {inner.get("name")!r} has {option}=True; {reason}, '
-            f'which a pipeline of micro-batches does not do; set {option}=False'
-          )
-      config.update(
-        module=__name__, class_name=MicroBatchNormalization.__name__, registered_name=_NAME
+  if part['class_name'] != 'BatchNormalization':
+    return
+  config = part['config']
+  for option, reason in (
+    ('synchronized', 'its moments would have to be taken over all replicas'),
+    ('renorm', 'it corrects by averages that change within a mini-batch'),
+  ):
+    if config.get(option):
+      raise ValueError(
+        f'{path}: the BatchNormalization {config.get("name")!r} has {option}=True; {reason}, '
+        f'which a pipeline of micro-batches does not do; set {option}=False'
       )
-    for part in config.values():
-      Convert(part, path)
-  return config
+  part.update(module=__name__, class_name=MicroBatchNormalization.__name__, registered_name=_NAME)
 
 
 _NAME = f'lingvo_gpipe>{MicroBatchNormalization.__name__}'

@@ -236,6 +236,46 @@ def testMasksFollowFromTheStep():
   assert _Mask(_Make(net, 8, name='other'), 0).tobytes() != masks[0, 0]
 
 
+@pytest.mark.parametrize(
+  'layer, shape, shared',
+  [
+    (LAYERS.Dropout(0.4), [5, 8], ()),
+    (LAYERS.Dropout(0.4, noise_shape=[None, 5, 1]), [5, 8], (2,)),
+    (LAYERS.SpatialDropout1D(0.4), [5, 8], (1,)),
+    (LAYERS.SpatialDropout2D(0.4), [3, 2, 8], (1, 2)),
+    (LAYERS.SpatialDropout2D(0.4, data_format='channels_first'), [8, 3, 2], (2, 3)),
+    (LAYERS.SpatialDropout3D(0.4), [2, 2, 2, 8], (1, 2, 3)),
+    (LAYERS.TimeDistributed(LAYERS.Dropout(0.4)), [5, 8], ()),
+  ],
+  ids=lambda value: getattr(value, 'name', ''),
+)
+def testMasksAreEqualWithAndWithoutXla(layer, shape, shared):
+  cell = _Make(layer, *shape, dtype=tf.float64)
+  x = tf.ones([64, *shape], tf.float64)
+  outputs = []
+  for xla in (False, True):
+    run = tf.function(cell, jit_compile=xla, autograph=False)
+    with fprop_context.Scope(step=10**7):
+      outputs.append(run(x).numpy())
+  np.testing.assert_array_equal(*outputs)
+  y = outputs[0]
+  assert y.dtype == np.float64
+  np.testing.assert_allclose(y[y != 0], 1 / 0.6, rtol=1e-6)
+  for axis in shared:
+    np.testing.assert_array_equal(y, np.repeat(y.take([0], axis), y.shape[axis], axis))
+  y = y[tuple(slice(0, 1) if i in shared else slice(None) for i in range(y.ndim))]
+  assert abs(np.mean(y != 0) - 0.6) < 5 * np.sqrt(0.24 / y.size)
+  assert len({row.tobytes() for row in y != 0}) > 12
+  np.testing.assert_array_equal(cell(x), x)
+
+
+def testDropoutOfEverythingAndOfNothing():
+  x = tf.ones([4, 8])
+  with fprop_context.Scope(step=1):
+    np.testing.assert_array_equal(_Make(LAYERS.Dropout(1.0), 8)(x), 0 * x)
+    np.testing.assert_array_equal(_Make(LAYERS.SpatialDropout1D(0.0), 4, 8)(x[None]), x[None])
+
+
 def testGeneratorsOfOneCellDiffer():
   inputs = keras.Input([8])
   outputs = [LAYERS.Dropout(0.5)(inputs), LAYERS.Dropout(0.5)(inputs)]

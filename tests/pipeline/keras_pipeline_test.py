@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from lingvo_gpipe import fprop_context
 from lingvo_gpipe.layers import keras_cut
 from tests import pipeline_training as training
 
@@ -79,8 +80,22 @@ def testMasksDifferBetweenSteps(expected):
   training.CheckAnyDiffers(other[1], expected[0][1])
 
 
+def testMasksAreTheSameForEveryCutAndWithXla():
+  drop = keras.Sequential([keras.Input([8]), LAYERS.Dropout(0.2), LAYERS.Dropout(0.2)])
+  masks = []
+  for num_stages, xla in ((1, False), (2, False), (1, True), (2, True)):
+    stack = training.MakeStack(
+      keras_cut.Cut(drop), num_stages=num_stages, num_micro_batches=2, xla=xla, dtype=tf.float32
+    )
+    stack.Place(training.Devices(), tf.TensorSpec([16, 8]))
+    with fprop_context.Scope(step=training.STEP):
+      masks.append(stack(tf.ones([16, 8])).numpy())
+  assert 0.4 < np.mean(masks[0] > 0) < 0.85
+  for mask in masks[1:]:
+    np.testing.assert_array_equal(mask, masks[0])
+
+
 def testXlaWithDropoutInMixedPrecision():
-  """Float draws of masks may differ between XLA and TensorFlow, but not between two cuts."""
   net = keras.Sequential([keras.Input([8]), LAYERS.Dense(6), LAYERS.Dropout(0.5)])
   sub = keras_cut.Cut(net) + keras_cut.Cut(keras.Sequential([keras.Input([6]), LAYERS.Dense(6)]))
   x = tf.constant(np.random.default_rng(3).standard_normal([4, 8]), tf.float32)
