@@ -7,7 +7,7 @@ import os
 
 import tensorflow as tf
 
-from lingvo_gpipe import hyperparams, runner, shapes
+from lingvo_gpipe import checkpointer, hyperparams, measured_cut, runner, shapes
 from lingvo_gpipe import model as model_lib
 from lingvo_gpipe import task as task_lib
 from lingvo_gpipe.pipeline import schedules
@@ -31,8 +31,10 @@ def ModelText(task: task_lib.BaseTask) -> str:
   return '\n'.join(lines)
 
 
-def PartitionText(params: hyperparams.InstantiableParams) -> str:
+def PartitionText(params: hyperparams.InstantiableParams, logdir: str = '') -> str:
   """The stage table of a model's Params, and a picture of its schedule.
+
+  With the log directory of a run, a cut by measured times is that of its last checkpoint.
 
   Raises:
     ValueError: the Params have no input, or the layers cannot be cut as they say.
@@ -41,7 +43,11 @@ def PartitionText(params: hyperparams.InstantiableParams) -> str:
   if model.input is None:
     raise ValueError('the partition needs an input, for the shapes of a batch: set params.input')
   spec, num_shapes = model.input.BatchSpec(), len(model.input.BatchSpecs())
-  cut = runner.PlanTask(model.task, spec)
+  splits = []
+  if logdir:
+    saved = checkpointer.Checkpointer(os.path.join(logdir, 'train'))
+    splits = measured_cut.Find(saved, model.task)
+  cut = runner.PlanTask(model.task, spec, splits)
   pipeline = model.task.pipeline
   text = cut.Table()
   if num_shapes > 1:

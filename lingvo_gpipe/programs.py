@@ -29,6 +29,7 @@ from lingvo_gpipe import (
   evaluation,
   hyperparams,
   inspection,
+  measured_cut,
   nested_map,
   progress,
   runner,
@@ -36,7 +37,6 @@ from lingvo_gpipe import (
   summaries,
 )
 from lingvo_gpipe import model as model_lib
-from lingvo_gpipe import task as task_lib
 
 # Statistics of a step that the progress line does not show beside the task's metrics.
 _STATISTICS = ('learning_rate', 'grad_norm', 'grad_scale', 'is_finite', 'loss_weight')
@@ -107,7 +107,7 @@ class TrainProgram:
       self._model.task,
       devices.devices,
       self._input.BatchSpec(),
-      splits=MeasuredCut(self._checkpointer, self._model.task),
+      splits=measured_cut.Find(self._checkpointer, self._model.task),
     )
     self._runner.ExpectBatches(self._input.BatchSpecs())
     # Made now, for a mistake in their Params to show before the training and not after it.
@@ -232,38 +232,7 @@ class TrainProgram:
   def _PipelineCircumstances(self) -> dict[str, Any]:
     if self._model.task.pipeline is None:
       return {}
-    return _PipelineSettings(self._model.task.pipeline.params)
-
-
-def _PipelineSettings(p: hyperparams.Params) -> dict[str, Any]:
-  return {
-    'schedule': getattr(p.schedule, 'name', p.schedule),
-    'stages_per_device': p.stages_per_device,
-    'remat_policy': p.remat_policy,
-    'xla': p.xla,
-  }
-
-
-def MeasuredCut(saved: checkpointer.Checkpointer, task: task_lib.BaseTask) -> list[int]:
-  """The cut of the last checkpoint, where another measurement might find another one.
-
-  With partition_by='time' a run would go on in other stages than it stopped in, and so not to the
-  bit. Empty where there is no checkpoint, where it is of other stages or settings of the pipeline,
-  or where the cut does not hang on a measurement.
-  """
-  if task.pipeline is None:
-    return []
-  p = task.pipeline.params
-  if p.partition_by != 'time' or p.splits:
-    return []
-  found = saved.All()
-  metadata = saved.ReadMetadata(found[-1]) if found else {}
-  cut = metadata.get('cut', [])
-  same = all(metadata.get(key) == value for key, value in _PipelineSettings(p).items())
-  if not (same and len(cut) == p.num_stages and cut[-1] == len(task.pipeline.layers)):
-    return []
-  logging.info('keeping the cut of the last checkpoint: %s', cut)
-  return cut
+    return measured_cut.PipelineSettings(self._model.task.pipeline.params)
 
 
 class EvalProgram:
@@ -300,7 +269,7 @@ class EvalProgram:
       devices.devices,
       model.input.BatchSpec(),
       with_learner=False,
-      splits=MeasuredCut(self._checkpointer, model.task),
+      splits=measured_cut.Find(self._checkpointer, model.task),
     )
     self._job = JOBS[job](self._runner, params.input, dataset, logdir, stop)
     self._stop = stop

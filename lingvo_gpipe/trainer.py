@@ -40,7 +40,7 @@ def _InspectModel() -> int:
 def _InspectPartition() -> int:
   params = binary.ModelParams('Train')
   binary.Devices(1)
-  print(inspection.PartitionText(params))
+  print(inspection.PartitionText(params, binary.LogDir() if FLAGS.logdir else ''))
   return 0
 
 

@@ -13,6 +13,7 @@ from lingvo_gpipe import (
   checkpointer,
   cluster,
   evaluation,
+  inspection,
   nested_map,
   params_text,
   programs,
@@ -66,6 +67,12 @@ def testUnwritableLogDirectoryShowsBeforeWeightsAreMade(tmp_path, monkeypatch):
     _Program(tmp_path / 'file' / 'run', _ModelParams())
 
 
+def _Partition(params, *logdir):
+  """The lines of the stages that `--mode=inspect_partition` prints."""
+  lines = inspection.PartitionText(params, *logdir).splitlines()
+  return lines[1 : 1 + params.task.stack.num_stages]
+
+
 def testAMeasuredCutStaysWithItsRun(tmp_path, monkeypatch):
   """A restart measures other times, and would go on in other stages."""
   costly = [0]
@@ -91,6 +98,9 @@ def testAMeasuredCutStaysWithItsRun(tmp_path, monkeypatch):
     stop_request.StopRequest(),
   )
   assert evaluation._runner.plan.ends == first.ends
+  picked = [line.split()[1] for line in _Partition(params, str(tmp_path))]
+  assert picked == [str(b - a) for a, b in zip([0, *first.ends[:-1]], first.ends, strict=True)]
+  assert _Partition(params) != _Partition(params, str(tmp_path))
   # Another pipeline than the checkpoint's is measured anew.
   changed = _ModelParams(more=f'{by_time};task.stack.remat_policy:none')
   assert _Program(tmp_path, changed)._runner.plan.ends == other.ends
