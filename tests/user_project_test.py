@@ -197,6 +197,13 @@ def project(tmp_path_factory):
   return _Write(tmp_path_factory.mktemp('project'), with_init=True)
 
 
+@pytest.fixture(scope='module')
+def forks(tmp_path_factory):
+  made = processes.Forks(tmp_path_factory.mktemp('forks'))
+  yield made
+  made.Close()
+
+
 @pytest.mark.parametrize('with_init', [True, False])
 def testTrainsInItsOwnDirectory(tmp_path, with_init):
   project = _Write(tmp_path, with_init)
@@ -211,9 +218,9 @@ def testTrainsInItsOwnDirectory(tmp_path, with_init):
   assert 'mine.stack.layers[0].w' in processes.Tensors(project / 'run', 40)
 
 
-def testCheckoutsExperimentsAreNotThere(project):
+def testCheckoutsExperimentsAreNotThere(project, forks):
   """Neither by the installation nor, where a user says so, by PYTHONPATH."""
-  done = processes.Run('trainer', '--mode=list', cwd=project)
+  done = forks.Run('trainer', '--mode=list', cwd=project)
   keys = 'Broken Diverging Doubling2 Failing Ill Misspelt Slow Unequal'
   mine = [f'mine.{key}' for key in keys.split()]
   assert processes.Succeeded(done).stdout.splitlines() == mine
@@ -235,8 +242,8 @@ def testWorkingDirectoryComesBeforePythonPath(project, tmp_path):
     ('Misspelt', 'AttributeError: .*nmae.*did you mean name'),
   ],
 )
-def testExceptionInAnExperimentShowsItsStackTrace(project, key, last_line):
-  done = processes.Run('trainer', f'--model=mine.{key}', '--logdir=other', cwd=project)
+def testExceptionInAnExperimentShowsItsStackTrace(project, forks, key, last_line):
+  done = forks.Run('trainer', f'--model=mine.{key}', '--logdir=other', cwd=project)
   assert done.returncode == 1
   assert 'Traceback' in done.stderr and f'{project}/params/mine.py", line ' in done.stderr
   assert re.search(last_line, done.stderr.splitlines()[-1])
@@ -256,8 +263,8 @@ def testExceptionInAnExperimentShowsItsStackTrace(project, key, last_line):
      r'micro-batch ([01]), while running action 0F\1'),
   ],
 )  # fmt: skip
-def testALayerThatFailsIsNamed(project, tmp_path, key, status, words):
-  done = processes.Run('trainer', f'--model=mine.{key}', f'--logdir={tmp_path}', cwd=project)
+def testALayerThatFailsIsNamed(project, forks, tmp_path, key, status, words):
+  done = forks.Run('trainer', f'--model=mine.{key}', f'--logdir={tmp_path}', cwd=project)
   assert done.returncode == status, done.stderr
   lines = processes.Messages(done.stderr)
   assert re.search(words, lines[-1]), done.stderr
@@ -267,9 +274,9 @@ def testALayerThatFailsIsNamed(project, tmp_path, key, status, words):
     assert 'out of bounds' in done.stderr
 
 
-def testCheckNumericsNamesTheLayer(project, tmp_path):
+def testCheckNumericsNamesTheLayer(project, forks, tmp_path):
   args = ['--model=mine.Diverging', f'--logdir={tmp_path}', '--check_numerics']
-  done = processes.Run('trainer', *args, cwd=project)
+  done = forks.Run('trainer', *args, cwd=project)
   assert done.returncode == 1
   (line,) = processes.Messages(done.stderr)
   assert re.match(
