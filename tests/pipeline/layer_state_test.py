@@ -6,7 +6,6 @@ cut, the schedule and the re-materialisation; recomputation counts nothing.
 """
 
 import functools
-import itertools
 import sys
 
 import keras
@@ -19,9 +18,21 @@ from lingvo_gpipe.layers import batch_norm, dropout
 from tests import pipeline_training
 
 _BATCH, _DIM = 7, 3
-_SCHEDULES = ('gpipe', 'fused_fill_drain', '1f1b', '1f1b_fused', 'zb_h1')
+# Every schedule with two policies or more, every policy with two schedules or more.
+_CASES = [
+  ('gpipe', 'stage', 3),
+  ('gpipe', 'except_last', 4),
+  ('fused_fill_drain', 'layer', 2),
+  ('fused_fill_drain', 'none', 3),
+  ('1f1b', 'except_last', 2),
+  ('1f1b', 'layer', 4),
+  ('1f1b_fused', 'stage', 1),
+  ('1f1b_fused', 'none', 4),
+  ('zb_h1', 'stage', 2),
+  ('zb_h1', 'layer', 4),
+  ('zb_h1', 'none', 4),
+]
 _TRAINED = ('gamma', 'beta')
-_POLICIES = ('stage', 'except_last', 'layer', 'none')
 
 
 class _Block(base_layer.BaseLayer):
@@ -116,9 +127,7 @@ def _Check(*, num_micro_batches=3, **options):
 
 @pytest.mark.parametrize(
   'schedule, policy, num_stages, num_micro_batches',
-  [
-    (*pair, 1 + i % 4, 2 + i % 3) for i, pair in enumerate(itertools.product(_SCHEDULES, _POLICIES))
-  ],
+  [(*case, 2 + i % 3) for i, case in enumerate(_CASES)],
 )
 def testEqualsTheLayersOneByOne(schedule, policy, num_stages, num_micro_batches):
   _Check(
