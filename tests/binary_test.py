@@ -88,7 +88,8 @@ _STARTED = ('unknown model', 'too few devices', 'unknown split')
 @pytest.fixture(scope='module')
 def mistaken(tmp_path_factory):
   """{what is wrong: the process}; of a few all is real, the import of TensorFlow included."""
-  logdir, forks = str(tmp_path_factory.mktemp('run')), processes.Forks(tmp_path_factory.mktemp('out'))
+  logdir = str(tmp_path_factory.mktemp('run'))
+  forks = processes.Forks(tmp_path_factory.mktemp('forks'))
   found = {}
   for what, (program, args, _) in _MISTAKES.items():
     run = processes.Run if what in _STARTED else forks.Run
