@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe import nested_map, runner
+from lingvo_gpipe import beam_search, nested_map, runner
 from lingvo_gpipe.layers import embedding
 from tasks.lm import model
 
@@ -233,6 +233,36 @@ def testGenerateNothing():
 def testPromptsOutsideTheVocabularyAreRefused():
   with pytest.raises(ValueError, match=r'lm: prompts must lie in \[0, 13\), got 0 \.\.\. 13'):
     _Run().task.Generate(np.array([[0, _VOCAB]]), 1)
+
+
+def testBeamSearchOverCachesIsThatOverWholeSequences():
+  """States that follow their hypotheses, over two stages and micro-batches of several rows."""
+  search = beam_search.BeamSearch.Params().Set(num_hyps_per_beam=3, target_seq_len=6).Instantiate()
+  stack = _Run().task.stack
+  prompts = np.random.default_rng(5).integers(0, _VOCAB, [3, 4]).astype(np.int32)
+  found = search.Search(
+    *stack.Prefill(tf.constant(prompts), max_length=10, last_only=True),
+    lambda states, ids, t: stack.ExtendStep(states, tf.constant(ids), time_step=t),
+    stack.ReorderStates,
+    first_time_step=4,
+  )
+
+  def Logits(ids, time):
+    # What stands behind a position does not reach it; one length, one trace.
+    padded = np.pad(ids, [[0, 0], [0, 10 - ids.shape[1]]])
+    return stack.Predict(tf.constant(padded))[:, : time + 1]
+
+  def Extend(ids, new, time):
+    ids = np.concatenate([ids, new], axis=1)
+    return Logits(ids, time), ids
+
+  expected = search.Search(
+    Logits(prompts, 3), prompts, Extend, lambda ids, rows: ids[rows], first_time_step=4
+  )
+  np.testing.assert_array_equal(found.ids, expected.ids)
+  np.testing.assert_array_equal(found.lengths, expected.lengths)
+  np.testing.assert_allclose(found.scores, expected.scores, rtol=1e-4)
+  assert len(np.unique(expected.lengths)) > 1  # Some ended, and the others went on.
 
 
 def testDecodeIsText():
