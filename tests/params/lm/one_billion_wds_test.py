@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Transformer-L has the layers, stages and parameters of the paper's tables, to the unit."""
+
+import inspect
+import re
+import sys
+
+import pytest
+
+from lingvo_gpipe import registry
+
+# Layers and stages; the counts are 50,358,272 L + 131,104,000.
+_MODELS = {
+  'Transformer3': (3, 1),
+  'Transformer13': (13, 1),
+  'Transformer24': (24, 8),
+  'Transformer48': (48, 8),
+  'Transformer103': (103, 8),
+  'Transformer415': (415, 32),
+  'Transformer1663': (1663, 128),
+}
+
+
+@pytest.mark.parametrize('name', _MODELS)
+def testLayersStagesAndParameters(name):
+  num_layers, num_stages = _MODELS[name]
+  key = f'lm.one_billion_wds.{name}'
+  p = registry.GetParams(key, 'Train').task
+  assert (p.num_layers, p.stack.num_stages) == (num_layers, num_stages)
+  expected = 50_358_272 * num_layers + 131_104_000
+  told = re.search(r'([\d,]+) parameters', inspect.getdoc(registry.GetClass(key)))[1]
+  assert told == f'{expected:,}'
+  # Layers are alike: a few tell what many have.
+  one, two = (p.Copy().Set(num_layers=n, **{'stack.num_stages': 1}).Instantiate() for n in (1, 2))
+  per_layer = two.NumParams() - one.NumParams()
+  assert one.NumParams() + (num_layers - 1) * per_layer == expected
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))
