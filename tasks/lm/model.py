@@ -22,8 +22,8 @@ class TransformerLm(task.BaseTask):
   packed with several documents have `segment_ids` and `segment_pos` (int32) too: the number of the
   document, 0 for padding, and the position within it. No document sees another one then.
 
-  Two settings keep deep models from diverging (GPipe section 5, which tells neither the exponent
-  nor the bound): `ff_init_depth_exponent` and `softmax_tpl.logits_abs_max`.
+  Two settings are the paper's against the divergence of deep models (GPipe section 5, which tells
+  neither the exponent nor the bound): `ff_init_depth_exponent` and `softmax_tpl.logits_abs_max`.
   """
 
   loss_unit = 'tokens'
