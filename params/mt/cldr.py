@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of 130 languages into English: the GPipe paper's multilingual experiment in small.
+
+The data are the names of territories, languages, currencies and scripts in Babel's CLDR data, 1,000
+or so a language: `pip install 'lingvo_gpipe[mt]'`, no download. `trainer
+--model=mt.cldr.Multilingual --logdir=runs/multilingual` trains the model of all languages.
+
+A dozen languages are studied, that is compared with bilingual models (`cldr_names.STUDIED`). Only
+some of their names are used in training, so that the resources differ by two orders of magnitude;
+all other languages have all of theirs. `python -m tools.multilingual_study` trains one model after
+another and draws the paper's figure 3: see docs/translation.md.
+"""
+
+from __future__ import annotations
+
+from lingvo_gpipe import hyperparams, lr_schedules, optimizer, registry
+from tasks.mt import cldr_input, cldr_names, model
+
+
+class Names(registry.SingleTaskModelParams):
+  """T(NUM_LAYERS, HIDDEN_DIM, NUM_HEADS) of model dimension 128 on names of LANGUAGES."""
+
+  LANGUAGES: list[str] = []
+  DIRECTION = 'given'
+  NUM_LAYERS = 2
+  HIDDEN_DIM = 512
+  NUM_HEADS = 2
+  MODEL_DIM = 128
+  VOCAB_SIZE = 4000
+  BATCH_LIMIT = [256, 64]
+  DROPOUT = 0.1
+  NUM_STAGES = 1
+  NUM_MICRO_BATCHES = 2
+  MAX_STEPS = 3000
+
+  def _Input(self, split: str) -> hyperparams.InstantiableParams:
+    return cldr_input.CldrInput.Params().Set(
+      name=split,
+      split=split,
+      languages=list(self.LANGUAGES),
+      direction=self.DIRECTION,
+      target_language_token='' if self.DIRECTION == 'given' else 'source',
+      vocab_filepath='vocab/cldr_4k.model',
+      vocab_size=self.VOCAB_SIZE,
+      bucket_upper_bound=[12, 40],
+      bucket_batch_limit=list(self.BATCH_LIMIT),
+      sampling_temperature=5.0,
+    )
+
+  def _Studied(self, split: str) -> hyperparams.InstantiableParams:
+    return self._Input(split).Set(languages=list(self.LANGUAGES or cldr_names.STUDIED))
+
+  def Train(self) -> hyperparams.InstantiableParams:
+    """80 % of the names of each language; of those that are studied, some of them."""
+    return self._Input('train').Set(max_names=dict(cldr_names.STUDIED))
+
+  def Dev(self) -> hyperparams.InstantiableParams:
+    """5 % of the names of the languages that are studied."""
+    return self._Studied('dev')
+
+  def Test(self) -> hyperparams.InstantiableParams:
+    """15 % of the names of the languages that are studied."""
+    return self._Studied('test')
+
+  def Task(self) -> hyperparams.InstantiableParams:
+    """The model and its training."""
+    p = model.TransformerMt.Params().Set(
+      name='mt',
+      vocab_size=self.VOCAB_SIZE,
+      model_dim=self.MODEL_DIM,
+      hidden_dim=self.HIDDEN_DIM,
+      num_heads=self.NUM_HEADS,
+      num_layers=self.NUM_LAYERS,
+      label_smoothing=0.1,
+      input_dropout_prob=self.DROPOUT,
+      residual_dropout_prob=self.DROPOUT,
+    )
+    p.beam_search.target_seq_len = 24
+    p.stack.Set(num_stages=self.NUM_STAGES, num_micro_batches=self.NUM_MICRO_BATCHES, xla=False)
+    p.train.Set(
+      max_steps=self.MAX_STEPS,
+      save_interval_steps=500,
+      summary_interval_steps=50,
+      eval_datasets=['Dev', 'Test'],
+    )
+    p.train.learner.Set(
+      learning_rate=0.5,
+      optimizer=optimizer.Adam.Params().Set(beta_2=0.98),
+      clip_gradient_norm_to_value=1.0,
+      lr_schedule=lr_schedules.TransformerSchedule.Params().Set(
+        warmup_steps=400, model_dim=self.MODEL_DIM
+      ),
+    )
+    return p
+
+  def Smoke(self) -> dict[str, object]:
+    """Two narrow layers on a few short names of noise."""
+    return {
+      'input.num_fake_examples': 8,
+      'input.vocab_size': 32,
+      'input.bucket_upper_bound': [6],
+      'input.bucket_batch_limit': [4],
+      'task.vocab_size': 32,
+      'task.model_dim': 8,
+      'task.hidden_dim': 12,
+      'task.dim_per_head': 4,
+      'task.num_layers': 1,
+    }
+
+
+@registry.RegisterSingleTaskModel
+class Multilingual(Names):
+  """T(2, 512, 2), 2 million parameters, on all languages: as large as Bilingual."""
+
+
+@registry.RegisterSingleTaskModel
+class MultilingualDeep(Names):
+  """T(8, 512, 2) on all languages; its layers have as many weights as MultilingualWide's."""
+
+  NUM_LAYERS = 8
+  NUM_STAGES = 2
+
+
+@registry.RegisterSingleTaskModel
+class MultilingualWide(Names):
+  """T(4, 1024, 4) on all languages."""
+
+  NUM_LAYERS = 4
+  HIDDEN_DIM = 1024
+  NUM_HEADS = 4
+  NUM_STAGES = 2
+
+
+@registry.RegisterSingleTaskModel
+class ManyToMany(Names):
+  """T(4, 1024, 4) from all languages into English and back, by a symbol of the target language."""
+
+  DIRECTION = 'both'
+  NUM_LAYERS = 4
+  HIDDEN_DIM = 1024
+  NUM_HEADS = 4
+  NUM_STAGES = 2
+
+
+@registry.RegisterSingleTaskModel
+class Bilingual(Names):
+  """T(2, 512, 2) on German, a baseline of the study; `input.languages:['ru']` is Russian's."""
+
+  LANGUAGES = ['de']
+  BATCH_LIMIT = [64, 16]
+  DROPOUT = 0.3

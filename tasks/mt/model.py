@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Encoder-decoder Transformers for translation, pipelined from the embeddings to the softmax."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from lingvo_gpipe import (
+  beam_search,
+  hyperparams,
+  nested_map,
+  shapes,
+  task,
+  translation_metrics,
+)
+from lingvo_gpipe.layers import embedding, norm, transformer, transformer_decoder
+from lingvo_gpipe.pipeline import pipelining_layer
+from tasks.mt import layers as mt_layers
+
+_IDS = ('src_ids', 'tgt_ids', 'tgt_labels')
+
+
+class TransformerMt(task.BaseTask):
+  """T(num_layers, hidden_dim, num_heads): predicts the target's next token from source and target.
+
+  The layers, one flat list: embedding of source and target, num_layers encoder layers, a norm, as
+  many decoder layers, a norm, softmax. All are pre-LayerNorm.
+
+  Batches have, each [batch, time] of its side, `src_ids`, `tgt_ids` (begins with a start or
+  language token), `tgt_labels` (ends with the end token), int32; `src_paddings`, `tgt_paddings`
+  (1 at padding) and `tgt_weights`, float32.
+
+  The matrices of the layers have num_layers (12 d w + 4 d H) entries, with d = model_dim, H =
+  hidden_dim and w = num_heads * dim_per_head: 4 d w + 2 d H an encoder layer, 8 d w + 2 d H a
+  decoder layer. Biases add 9 w + 2 H + 5 d a pair of layers, norms 10 d a pair and 4 d at the ends.
+  """
+
+  loss_unit = 'tokens'
+
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    """Params of the model's sizes; `stack` says how it is pipelined."""
+    p = super().Params()
+    p.Define('vocab_size', 64_000, 'Number of token ids, of source and target together.')
+    p.Define('model_dim', 1024, 'Size of the vectors between layers.')
+    p.Define('hidden_dim', 8192, 'Size of the feed-forward hidden layers: H.')
+    p.Define('num_heads', 16, 'Attention heads: A.')
+    p.Define('dim_per_head', 64, 'Size of a head; the attention is num_heads times as wide.')
+    p.Define('num_layers', 6, 'Encoder layers, and as many decoder layers: L.')
+    p.Define(
+      'share_embedding', True, 'Whether source and target share one table; the softmax has its own.'
+    )
+    p.Define(
+      'label_smoothing',
+      0.0,
+      'In training, the probability that the targets spread over the other tokens.',
+    )
+    p.Define('input_dropout_prob', 0.0, 'Dropout of the embeddings.')
+    p.Define('residual_dropout_prob', 0.0, 'Dropout of what each sub-layer adds.')
+    p.Define('atten_dropout_prob', 0.0, 'Dropout of attention weights.')
+    p.Define('relu_dropout_prob', 0.0, 'Dropout of the feed-forward hidden layers.')
+    p.Define(
+      'encoder_tpl', transformer.TransformerLayer.Params(), 'What encoder layers are made from.'
+    )
+    p.Define(
+      'decoder_tpl',
+      transformer_decoder.TransformerDecoderLayer.Params(),
+      'The same for decoder layers.',
+    )
+    p.Define('softmax_tpl', embedding.SimpleFullSoftmax.Params(), 'The same for the softmax.')
+    p.Define(
+      'beam_search',
+      beam_search.BeamSearch.Params(),
+      'How hypotheses are found; target_seq_len 0: at most twice as long as the padded source.',
+    )
+    p.Define(
+      'stack', pipelining_layer.PipeliningLayer.Params(), 'The pipeline; its sub is set here.'
+    )
+    return p
+
+  def __init__(self, params: hyperparams.InstantiableParams) -> None:
+    super().__init__(params)
+    p = self.params
+    shapes.CheckPositive(
+      p, 'vocab_size', 'model_dim', 'hidden_dim', 'num_heads', 'dim_per_head', 'num_layers'
+    )
+    shapes.CheckProbability(p, 'label_smoothing')
+    self._search = p.beam_search.Instantiate()
+    self.CreateChild('stack', p.stack.Copy().Set(sub=self._Layers()))
+
+  def _Layers(self) -> list[hyperparams.InstantiableParams]:
+    p = self.params
+    sizes = {
+      'input_dim': p.model_dim,
+      'hidden_dim': p.hidden_dim,
+      'num_heads': p.num_heads,
+      'atten_hidden_dim': p.num_heads * p.dim_per_head,
+      'residual_dropout_prob': p.residual_dropout_prob,
+      'atten_dropout_prob': p.atten_dropout_prob,
+      'relu_dropout_prob': p.relu_dropout_prob,
+    }
+    embeddings = mt_layers.TranslationEmbeddingLayer.Params().Set(
+      vocab_size=p.vocab_size,
+      embedding_dim=p.model_dim,
+      share_embedding=p.share_embedding,
+      input_dropout_prob=p.input_dropout_prob,
+    )
+
+    def Encoder(body: hyperparams.InstantiableParams) -> hyperparams.InstantiableParams:
+      return mt_layers.EncoderLayer.Params().Set(body=body)
+
+    return [
+      embeddings,
+      *[Encoder(p.encoder_tpl.Copy().Set(**sizes)) for _ in range(p.num_layers)],
+      Encoder(norm.LayerNorm.Params().Set(input_dim=p.model_dim)),
+      *[p.decoder_tpl.Copy().Set(**sizes) for _ in range(p.num_layers)],
+      mt_layers.DecoderOutputLayer.Params().Set(input_dim=p.model_dim),
+      p.softmax_tpl.Copy().Set(input_dim=p.model_dim, num_classes=p.vocab_size),
+    ]
+
+  def CheckBatch(self, input_batch: nested_map.NestedMap) -> None:
+    """Ids must lie in [0, vocab_size): XLA would take the nearest row of the table."""
+    for name in _IDS:
+      values = input_batch[name]
+      low, high = int(tf.reduce_min(values)), int(tf.reduce_max(values))
+      if low < 0 or high >= self.params.vocab_size:
+        raise ValueError(
+          f'{self.path}: {name} must lie in [0, {self.params.vocab_size}), got {low} ... {high}; '
+          'check the input generator and its vocabulary, or set vocab_size'
+        )
+
+  def PipelineInputs(self, input_batch: nested_map.NestedMap) -> tuple[Any, ...]:
+    """(source ids, source paddings, target ids, target paddings), paddings as booleans."""
+    return (
+      input_batch.src_ids,
+      input_batch.src_paddings > 0.5,
+      input_batch.tgt_ids,
+      input_batch.tgt_paddings > 0.5,
+    )
+
+  def LossInputs(self, input_batch: nested_map.NestedMap) -> nested_map.NestedMap:
+    """Labels and weights of the target, each [batch, target time]."""
+    return nested_map.NestedMap(
+      tgt_labels=input_batch.tgt_labels, tgt_weights=input_batch.tgt_weights
+    )
+
+  def LossWeight(self, input_batch: nested_map.NestedMap) -> tf.Tensor:
+    """The number of predicted tokens."""
+    return tf.reduce_sum(input_batch.tgt_weights)
+
+  def ComputeLoss(
+    self, theta: nested_map.NestedMap, predictions: tf.Tensor, input_batch: nested_map.NestedMap
+  ) -> tuple[task.Metrics, dict[str, tf.Tensor]]:
+    """Cross entropy of logits `predictions` [batch, target time, vocab], in nats a token.
+
+    In training the targets of `loss` are smoothed; `log_pplx` is without, as is the loss of an
+    evaluation.
+    """
+    del theta
+    labels = input_batch.tgt_labels
+    xent = embedding.XentLossFromLogits(predictions, labels)
+    weights = tf.cast(input_batch.tgt_weights, xent.dtype)
+    total = tf.reduce_sum(weights)
+
+    def Mean(values: tf.Tensor) -> tf.Tensor:
+      return tf.math.divide_no_nan(tf.reduce_sum(tf.cast(values, xent.dtype) * weights), total)
+
+    smoothing = 0.0 if self.do_eval else self.params.label_smoothing
+    smoothed = embedding.XentLossFromLogits(predictions, labels, smoothing) if smoothing else xent
+    hits = tf.equal(tf.argmax(predictions, axis=-1, output_type=labels.dtype), labels)
+    metrics = {
+      'loss': (Mean(smoothed), total),
+      'log_pplx': (Mean(xent), total),
+      'accuracy': (Mean(hits), total),
+    }
+    return metrics, {'xent': tf.reduce_sum(xent * weights, axis=-1)}
+
+  # ---- decoding --------------------------------------------------------------------------------
+
+  def Translate(self, input_batch: nested_map.NestedMap) -> beam_search.Hypotheses:
+    """The best translations by beam search, through the pipeline with cached keys and values.
+
+    Args:
+      input_batch: a batch, of which the target's first ids are used and nothing else of it: the
+        start of a sentence, or the wanted language.
+    """
+    pipeline = self.pipeline
+    assert pipeline is not None
+    max_length = self.params.beam_search.target_seq_len or 2 * input_batch.src_ids.shape[1]
+
+    def ExtendStep(states: Any, ids: np.ndarray, time_step: int) -> tuple[Any, Any]:
+      return pipeline.ExtendStep(states, None, None, ids, None, time_step=time_step)
+
+    first_ids = input_batch.tgt_ids[:, :1]
+    # The source is encoded here, once for all hypotheses.
+    logits, states = pipeline.Prefill(
+      input_batch.src_ids,
+      input_batch.src_paddings > 0.5,
+      first_ids,
+      tf.zeros(first_ids.shape, tf.bool),
+      max_length=max_length,
+      last_only=True,
+    )
+    return self._search.Search(
+      logits,
+      states,
+      ExtendStep,
+      pipeline.ReorderStates,
+      first_time_step=1,
+      target_seq_len=max_length,
+    )
+
+  def Decode(self, input_batch: nested_map.NestedMap, input_generator: Any) -> dict[str, Any]:
+    """Translates each example: texts, their languages, and the score of the hypothesis."""
+    found = self.Translate(input_batch)
+    is_example = np.asarray(input_batch.example_weights) > 0
+    pairs = iter(input_generator.SentencePairs(input_batch))
+    rows = []
+    for i, is_real in enumerate(is_example):
+      pair = next(pairs) if is_real else None
+      rows.append(
+        {
+          'source': pair.source if pair else '',
+          'hypothesis': input_generator.tokenizer.Decode(found.Best(i)) if pair else '',
+          'reference': pair.target if pair else '',
+          'source_language': pair.source_language if pair else '',
+          'target_language': pair.target_language if pair else '',
+          'score': float(found.scores[i, 0]),
+        }
+      )
+    return {name: [row[name] for row in rows] for name in rows[0]}
+
+  def DecodeFinalize(self, decoded: dict[str, list[Any]]) -> dict[str, float | str]:
+    """BLEU, chrF and the share of hypotheses that are the reference, in the mean over languages.
+
+    Where there are several pairs of languages, `bleu/de-en` and the like are one pair's.
+    """
+    languages = decoded['source_language'], decoded['target_language']
+    hypotheses, references = decoded['hypothesis'], decoded['reference']
+    by_pair = translation_metrics.ScoresByPair(hypotheses, references, *languages)
+    found = translation_metrics.Metrics(by_pair)
+    exact: dict[tuple[str, str], list[bool]] = {}
+    for source, target, hypothesis, reference in zip(
+      *languages, hypotheses, references, strict=True
+    ):
+      exact.setdefault((source, target), []).append(hypothesis == reference)
+    shares = {f'{a}-{b}': statistics.fmean(hits) for (a, b), hits in sorted(exact.items())}
+    found['exact'] = statistics.fmean(shares.values())
+    if len(shares) > 1:
+      found |= {f'exact/{pair}': share for pair, share in shares.items()}
+    return found

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of CLDR: what there is, and how it is divided."""
+
+import sys
+
+import pytest
+
+from tasks.mt import cldr_names
+
+
+def testWhatThereIs():
+  assert cldr_names.Names('de')['territories/DE'] == 'Deutschland'
+  assert cldr_names.Names('fr')['languages/ja'] == 'japonais'
+  assert cldr_names.Names('en')['currencies/CHF'] == 'Swiss Franc'
+  languages = cldr_names.Languages(800)
+  assert len(languages) > 100 and 'en' not in languages
+  assert set(cldr_names.STUDIED) <= set(languages) < set(cldr_names.Languages(300))
+
+
+def testSplitsShareNothingAndHoldAll():
+  english = cldr_names.Names('en')
+  sizes = dict.fromkeys(cldr_names.SPLITS, 0)
+  for language in cldr_names.STUDIED:
+    parts = {split: cldr_names.Entries(language, split) for split in cldr_names.SPLITS}
+    together = [entry for entries in parts.values() for entry in entries]
+    assert sorted(together) == sorted(e for e in cldr_names.Names(language) if e in english)
+    for split, entries in parts.items():
+      sizes[split] += len(entries)
+  total = sum(sizes.values())
+  assert [round(sizes[split] / total, 2) for split in ('train', 'dev', 'test')] == pytest.approx(
+    [0.8, 0.05, 0.15], abs=0.02
+  )
+
+
+def testFewerNamesAreAPartOfMore():
+  parts = [set(cldr_names.Entries('fr', 'train', n)) for n in (10, 187, None)]
+  assert [len(part) for part in parts[:2]] == [10, 187]
+  assert parts[0] < parts[1] < parts[2]
+
+
+def testWhatIsStudiedDiffersByTwoOrdersOfMagnitude():
+  sizes = list(cldr_names.STUDIED.values())
+  assert sizes == sorted(sizes, reverse=True) and sizes[0] == 100 * sizes[-1]
+  for language, size in cldr_names.STUDIED.items():
+    assert len(cldr_names.Entries(language, 'train', size)) == size
+
+
+def testFingerprintKnowsTheNames():
+  assert cldr_names.Fingerprint(['de']) == cldr_names.Fingerprint(('de',))
+  assert cldr_names.Fingerprint(['de']) != cldr_names.Fingerprint(['fr'])
+
+
+@pytest.mark.parametrize('language', ['xx', 'pt_PT', '../en'])
+def testAnUnknownLanguageIsRefused(language):
+  with pytest.raises(ValueError, match='have no language'):
+    cldr_names.Names(language)
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

@@ -1,0 +1,334 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Translation models: sizes, loss, who sees whom, and the same training however they are cut."""
+
+import functools
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_gpipe import beam_search, fprop_context, nested_map
+from lingvo_gpipe.input import sentence_pairs
+from tasks.mt import model
+from tests import pipeline_training as training
+
+BATCH, SOURCE_TIME, TIME = 5, 6, 4
+VOCAB, DIM, HIDDEN, HEADS, DIM_PER_HEAD, LAYERS = 11, 8, 12, 2, 3, 1
+
+
+def _Params(**values):
+  return model.TransformerMt.Params().Set(
+    name='mt',
+    vocab_size=VOCAB,
+    model_dim=DIM,
+    hidden_dim=HIDDEN,
+    num_heads=HEADS,
+    dim_per_head=DIM_PER_HEAD,
+    num_layers=LAYERS,
+    **values,
+  )
+
+
+def _Batch(seed=0):
+  rng = np.random.default_rng(seed)
+
+  def Side(time):
+    ids = rng.integers(0, VOCAB, [BATCH, time + 1])
+    lengths = rng.integers(1, time + 1, [BATCH, 1])
+    return tf.constant(ids, tf.int32), tf.constant(np.arange(time) >= lengths, tf.float32)
+
+  src_ids, src_paddings = Side(SOURCE_TIME)
+  tgt_ids, tgt_paddings = Side(TIME)
+  return nested_map.NestedMap(
+    src_ids=src_ids[:, 1:],
+    src_paddings=src_paddings,
+    tgt_ids=tgt_ids[:, :-1],
+    tgt_labels=tgt_ids[:, 1:],
+    tgt_paddings=tgt_paddings,
+    tgt_weights=1.0 - tgt_paddings,
+  )
+
+
+# ---- sizes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  'num_layers, hidden_dim, num_heads, matrices, published',
+  [
+    # gpipe_paper.md 5.3: of the stack, and with two tables of 64,000 x 1024.
+    (6, 8192, 16, 276_824_064, '276.8M'),
+    (24, 8192, 16, 1_107_296_256, '1107.3M'),
+    (12, 16384, 32, 1_107_296_256, '1107.3M'),
+    (32, 16384, 32, 2_952_790_016, '2952.8M'),
+    (64, 16384, 32, 5_905_580_032, '5905.6M'),
+  ],
+)
+def testSizesOfThePaper(num_layers, hidden_dim, num_heads, matrices, published):
+  def Refuse(next_creator, **kwargs):
+    raise AssertionError('a variable was made')
+
+  # Two layers are enough to count: the others are like them.
+  p = model.TransformerMt.Params().Set(
+    name='mt', num_layers=2, hidden_dim=hidden_dim, num_heads=num_heads
+  )
+  with tf.variable_creator_scope(Refuse):
+    task = p.Instantiate()
+  tables = ('source_emb.emb', 'layers[7].linear.w')
+  of_layers, of_tables, rest = 0, 0, 0
+  for path, (weight, _) in task.WeightSpecs().items():
+    if path.endswith(tables):
+      of_tables += weight.num_elements
+    elif len(weight.shape) == 2:
+      of_layers += weight.num_elements
+    else:
+      rest += weight.num_elements
+  d, w = 1024, 64 * num_heads
+  assert of_layers * num_layers // 2 == matrices == num_layers * (12 * d * w + 4 * d * hidden_dim)
+  assert f'{matrices / 1e6:.1f}M' == published
+  assert of_tables == 2 * 64_000 * d
+  # Biases, norms, and the bias of the softmax.
+  assert rest == 2 * (9 * w + 2 * hidden_dim + 15 * d) + 4 * d + 64_000
+  assert task.NumParams() == of_layers + of_tables + rest
+
+
+def testASecondTable():
+  one, two = (_Params(share_embedding=share).Instantiate().NumParams() for share in (True, False))
+  assert two - one == VOCAB * DIM
+
+
+# ---- the loss ------------------------------------------------------------------------------------
+
+
+def _LogProbs(logits):
+  shifted = logits - logits.max(axis=-1, keepdims=True)
+  return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+def testLossIsTheSmoothedCrossEntropyOfTheWeightedTokens():
+  smoothing = 0.1
+  task, batch = _Params(label_smoothing=smoothing).Instantiate(), _Batch()
+  logits = np.random.default_rng(1).normal(size=[BATCH, TIME, VOCAB], scale=3.0)
+  side = task.LossInputs(batch)
+
+  def Metrics(do_eval):
+    with fprop_context.Scope(do_eval=do_eval, step=0):
+      return task.ComputeLoss(nested_map.NestedMap(), tf.constant(logits), side)
+
+  labels, weights = batch.tgt_labels.numpy(), batch.tgt_weights.numpy()
+  target = np.full([BATCH, TIME, VOCAB], smoothing / (VOCAB - 1))
+  np.put_along_axis(target, labels[..., np.newaxis], 1 - smoothing, axis=-1)
+  xent = -np.take_along_axis(_LogProbs(logits), labels[..., np.newaxis], -1)[..., 0]
+  smoothed = -(target * _LogProbs(logits)).sum(-1)
+  total = weights.sum()
+  expected = {
+    'loss': (smoothed * weights).sum() / total,
+    'log_pplx': (xent * weights).sum() / total,
+    'accuracy': ((logits.argmax(-1) == labels) * weights).sum() / total,
+  }
+  trained, per_example = Metrics(False)
+  assert trained.keys() == expected.keys()
+  for name, value in expected.items():
+    assert float(trained[name][0]) == pytest.approx(value, rel=1e-9), name
+    assert float(trained[name][1]) == total == float(task.LossWeight(side))
+  np.testing.assert_allclose(per_example['xent'], (xent * weights).sum(-1))
+  evaluated, _ = Metrics(True)
+  assert float(evaluated['loss'][0]) == float(evaluated['log_pplx'][0]) < expected['loss']
+
+
+def testLossOfNothingIsZero():
+  task, batch = _Params().Instantiate(), _Batch()
+  batch.tgt_weights = tf.zeros_like(batch.tgt_weights)
+  metrics, _ = task.ComputeLoss(None, tf.zeros([BATCH, TIME, VOCAB]), task.LossInputs(batch))
+  assert {float(x) for pair in metrics.values() for x in pair} == {0.0}
+
+
+@pytest.mark.parametrize('name', ['src_ids', 'tgt_ids', 'tgt_labels'])
+@pytest.mark.parametrize('value', [-1, VOCAB])
+def testIdsOutOfRangeAreRefused(name, value):
+  task, batch = _Params().Instantiate(), _Batch()
+  task.CheckBatch(batch)
+  values = batch[name].numpy()
+  values[2, 3] = value
+  batch[name] = tf.constant(values)
+  with pytest.raises(ValueError, match=rf'mt: {name} must lie in \[0, 11\), got .*{value}'):
+    task.CheckBatch(batch)
+
+
+# ---- who sees whom -------------------------------------------------------------------------------
+
+
+@functools.cache
+def _Plain():
+  """(the layers as one sequence, theta) with weights that are not those of the start."""
+  layer, theta = training.PlainLayers(_Params().Instantiate().stack.params.sub)
+  rng = np.random.default_rng(3)
+  for v in layer.variables:
+    v.assign_add(rng.normal(size=v.shape, scale=0.3))
+  return layer, theta()
+
+
+def _Logits(batch):
+  layer, theta = _Plain()
+  return layer.FProp(theta, *_Params().Instantiate().PipelineInputs(batch)).numpy()
+
+
+def _Changed(batch, name, place):
+  values = batch[name].numpy()
+  values[place] = (values[place] + 1) % VOCAB
+  return nested_map.NestedMap(batch, **{name: tf.constant(values)})
+
+
+def testTheTargetsFutureIsNotSeenAndEverySourceTokenIs():
+  batch = _Batch()
+  batch.src_paddings = tf.zeros_like(batch.src_paddings)
+  batch.tgt_paddings = tf.zeros_like(batch.tgt_paddings)
+  before = _Logits(batch)
+  for t in range(TIME):
+    after = _Logits(_Changed(batch, 'tgt_ids', np.s_[:, t]))
+    np.testing.assert_array_equal(after[:, :t], before[:, :t])
+    assert np.all(np.any(after[:, t:] != before[:, t:], axis=-1))
+  for t in range(SOURCE_TIME):
+    after = _Logits(_Changed(batch, 'src_ids', np.s_[:, t]))
+    assert np.all(np.any(after != before, axis=-1))
+
+
+def testPaddingChangesNothing():
+  batch = _Batch()
+  before = _Logits(batch)
+  real = batch.tgt_paddings.numpy() < 0.5
+  for side in ('src', 'tgt'):
+    padded = batch[f'{side}_paddings'].numpy() > 0.5
+    assert padded.any()
+    after = _Logits(_Changed(batch, f'{side}_ids', padded))
+    np.testing.assert_array_equal(after[real], before[real])
+  # Padding of its own length gives what the longer one gives.
+  short = {k: v[:1] for k, v in batch.items()}
+  length = int(np.sum(short['src_paddings'].numpy() < 0.5))
+  for name in ('src_ids', 'src_paddings'):
+    short[name] = short[name][:, :length]
+  after = _Logits(nested_map.NestedMap(short))
+  np.testing.assert_allclose(after[0][real[0]], before[0][real[0]], atol=1e-12)
+
+
+def testExamplesDoNotSeeEachOther():
+  batch = _Batch()
+  same = [0, 1, 2, 4]
+  for name in ('src_ids', 'tgt_ids'):
+    after = _Logits(_Changed(batch, name, 3))
+    np.testing.assert_array_equal(after[same], _Logits(batch)[same])
+
+
+# ---- pipelined -----------------------------------------------------------------------------------
+
+
+@functools.cache
+def _Case():
+  """(layers, inputs, side, loss, the unpipelined reference); with dropout and smoothing."""
+  task = _Params(label_smoothing=0.1, residual_dropout_prob=0.2).Instantiate()
+  batch = _Batch(7)
+  inputs, side = task.PipelineInputs(batch), task.LossInputs(batch)
+  side.weights = side.tgt_weights  # What `training.LossWeight` looks for.
+
+  def Loss(theta, outputs, side):
+    del theta
+    # The reference computes the loss outside of its context.
+    with fprop_context.Scope(step=0):
+      return task.ComputeLoss(None, outputs[0], side)[0]
+
+  sub = task.stack.params.sub
+  return sub, inputs, side, Loss, training.Reference(sub, 2, inputs, side, Loss)
+
+
+@pytest.mark.parametrize(
+  'splits, options',
+  [
+    ([6], {}),
+    # The embedded target passes the border.
+    ([2, 6], {'schedule': '1f1b', 'remat_policy': 'layer'}),
+    # Around the encoder, and where the encoded source passes.
+    ([1, 2, 4, 6], {}),
+  ],
+)
+def testPipelinedIsUnpipelined(splits, options):
+  sub, inputs, side, loss_fn, expected = _Case()
+  assert len(sub) == 6
+  stack = training.MakeStack(
+    sub, num_stages=len(splits), splits=splits, num_micro_batches=2, **options
+  )
+  training.CheckEqual(training.Train(stack, inputs, side, loss_fn), expected)
+
+
+# ---- decoding ------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _Placed():
+  """A task in two stages, with weights that are not those of the start."""
+  p = _Params(random_seed=3)
+  p.stack.Set(num_stages=2, num_micro_batches=2, splits=[3, 6], xla=False)
+  p.beam_search.Set(num_hyps_per_beam=3, target_seq_len=5)
+  task = p.Instantiate()
+  task.stack.Place(training.Devices(), *training.Specs(task.PipelineInputs(_Batch())))
+  rng = np.random.default_rng(3)
+  for v in task.stack.variables:
+    v.assign_add(rng.normal(size=v.shape, scale=0.3))
+  return task
+
+
+def _TargetLogProbs(task, batch, ids):
+  """Log-probabilities [batch, time, vocab] at each position of ids [batch, time], by FProp."""
+  args = task.PipelineInputs(batch)[:2] + (tf.constant(ids, tf.int32), None)
+  for layer in task.stack.layers:
+    outputs = layer.FProp(layer.theta, *args)
+    args = outputs if isinstance(outputs, tuple) else (outputs,)
+  return _LogProbs(args[0].numpy().astype(np.float64))
+
+
+def testScoreOfTheBeamIsThatOfTheHypothesis():
+  """Cached keys and values, step by step and reordered, give what FProp gives of the whole."""
+  task, batch = _Placed(), _Batch(5)
+  found = task.Translate(batch)
+  for k in range(3):
+    ids = np.concatenate([batch.tgt_ids.numpy()[:, :1], found.ids[:, k]], axis=1)
+    log_probs = _TargetLogProbs(task, batch, ids[:, :-1])
+    chosen = np.take_along_axis(log_probs, ids[:, 1:, np.newaxis], -1)[..., 0]
+    for i in range(BATCH):
+      length = found.lengths[i, k]
+      if length:
+        expected = chosen[i, :length].sum() / beam_search.LengthNorm(length, 0.6)
+        assert found.scores[i, k] == pytest.approx(expected, abs=1e-4)
+  assert np.all(found.lengths[:, 0] > 0)
+
+
+def testDecodeIsTextAndItsScores():
+  """Through a made-up input: texts of all rows, in their order, padded rows empty."""
+  task, batch = _Placed(), _Batch(5)
+  batch.example_weights = tf.constant([1.0, 1.0, 0.0, 1.0, 0.0])
+  found = task.Translate(batch)
+
+  class Input:
+    tokenizer = property(lambda self: self)
+
+    def Decode(self, ids):
+      return ' '.join(map(str, ids))
+
+    def SentencePairs(self, batch):
+      best = [self.Decode(found.Best(i)) for i in (0, 1)]
+      pairs = [('de', 'en', 'a', best[0]), ('fr', 'en', 'b', best[1]), ('fr', 'en', 'c', 'no')]
+      return [sentence_pairs.SentencePair(*pair) for pair in pairs]
+
+  decoded = task.Decode(batch, Input())
+  assert decoded['source'] == ['a', 'b', '', 'c', '']
+  assert decoded['source_language'] == ['de', 'fr', '', 'fr', '']
+  assert decoded['hypothesis'][:2] == decoded['reference'][:2]
+  assert decoded['hypothesis'][3] == Input().Decode(found.Best(3))
+  real = {name: [values[i] for i in (0, 1, 3)] for name, values in decoded.items()}
+  metrics = task.DecodeFinalize(real)
+  assert metrics['exact/de-en'] == 1 and metrics['exact/fr-en'] == 0.5
+  assert metrics['exact'] == 0.75
+  assert metrics['chrf/fr-en'] < metrics['chrf/de-en'] == pytest.approx(100)
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The multilingual study: which models, what a restart does, the report of what is done."""
+
+import json
+import sys
+
+import pytest
+from absl import flags
+from absl.testing import flagsaver
+
+from tasks.mt import cldr_names
+from tools import multilingual_study as study
+from tools.studies import language_report
+
+_LANGUAGES = ['de', 'fr', 'sv']
+
+
+@pytest.fixture(scope='module', autouse=True)
+def defined_flags():
+  study.DefineFlags()
+  flags.FLAGS(['study'])
+
+
+@pytest.fixture
+def output(tmp_path):
+  with flagsaver.flagsaver(output=str(tmp_path), languages=_LANGUAGES, batch_factors=['4']):
+    yield tmp_path
+
+
+def _Result(setting, score):
+  metrics = {'bleu': score, 'chrf': 2 * score, 'exact': score / 100}
+  if not setting.name.startswith('bilingual'):
+    for name, value in list(metrics.items()):
+      metrics |= {f'{name}/{language}-en': value + i for i, language in enumerate(_LANGUAGES)}
+  return {
+    'name': setting.name,
+    'overrides': list(setting.overrides),
+    'num_params': 2_000_000,
+    'steps': 10,
+    'seconds': 1.0,
+    'total_seconds': 2.0,
+    'is_done': False,
+    'dev_loss': 1.5,
+    'metrics': metrics,
+  }
+
+
+def testModels(output):
+  names = [s.name for s in study.Settings()]
+  assert names == [
+    'bilingual-de',
+    'bilingual-fr',
+    'bilingual-sv',
+    'multilingual',
+    'deep',
+    'wide',
+    'multilingual-batch-x4',
+  ]
+  by_name = {s.name: s for s in study.Settings()}
+  assert by_name['bilingual-fr'].Params('Test').input.languages == ['fr']
+  learner = by_name['multilingual-batch-x4'].Params('Train').task.train.learner
+  assert learner.num_accumulated_mini_batches == 4
+  with flagsaver.flagsaver(model_params_override='task.num_layers:1'):
+    assert all(s.Params('Dev').task.num_layers == 1 for s in study.Settings())
+  # Equal parameters of the deep and the wide model's layers, as in the paper.
+  deep, wide = (by_name[name].Params('Train').task for name in ('deep', 'wide'))
+  sizes = [
+    p.num_layers * (12 * p.num_heads * p.dim_per_head + 4 * p.hidden_dim) for p in (deep, wide)
+  ]
+  assert sizes[0] == sizes[1]
+
+
+def testWhatIsDoneIsReportedAndNotTrainedAgain(output):
+  results = [_Result(s, 10.0 + i) for i, s in enumerate(study.Settings())]
+  lines = ''.join(json.dumps(result) + '\n' for result in results)
+  (output / 'results.jsonl').write_text(lines + '{"name": "bro')  # It was killed while writing.
+  assert study.Run() == 0
+  report = (output / 'report.md').read_text()
+  # The deep model's, 14: two above Swedish's baseline, 12, counted from German on.
+  assert '| sv | 10 | 12.0 | 15.0 | 16.0 | 17.0 |' in report
+  assert '| multilingual-batch-x4 | 2.00M | 10 | 1 s | 1.500 | 16.0 | 32.0 | 0.16 |' in report
+  assert (output / 'gains.png').read_bytes().startswith(b'\x89PNG')
+  assert len(study.ReadResults(output / 'results.jsonl')) == len(results)
+  with flagsaver.flagsaver(model_params_override='task.num_layers:1'):
+    with pytest.raises(ValueError, match='bilingual-de with the overrides'):
+      study.Run()
+
+
+def testGains():
+  sizes = {'de': 100, 'fr': 10}
+  baselines = {language: {'bleu': 20.0} for language in sizes}
+  gains = language_report.Gains(
+    'bleu', sizes, baselines, {'bleu': 0.0, 'bleu/de-en': 21.0, 'bleu/fr-en': 30.0}
+  )
+  assert gains == [(100, 1.0), (10, 10.0)]
+
+
+@pytest.mark.parametrize(
+  'values, message',
+  [
+    ({'studies': ['all']}, 'expected some of languages, batch_sizes'),
+    ({'languages': ['xx']}, f'expected some of {", ".join(cldr_names.STUDIED)}'),
+    ({'batch_factors': ['1']}, 'at least 2'),
+    ({'minutes': 0.0}, '--minutes must be positive'),
+    ({'output': None}, '--output is needed'),
+  ],
+)
+def testMistakes(output, values, message):
+  with flagsaver.flagsaver(**values), pytest.raises(ValueError, match=message):
+    study.Run()
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The GPipe paper's multilingual experiment in small: many languages against one, deep and wide.
+
+    python -m tools.multilingual_study --output=runs/study --minutes=60
+
+trains `mt.cldr` models one after another: a bilingual baseline for each of a dozen languages, then
+models of all languages (one as large as the baselines, a deep one, a wide one), and the first of
+them again with larger batches, by accumulated gradients. It translates the held-out names and
+writes into --output:
+
+    results.jsonl   one line a model, written when it is done: an interrupted study goes on there
+    report.md       the tables: the paper's figure 3 by language, and its table 5 by batch size
+    gains.png       figure 3: gain over the baselines against the languages' data (matplotlib)
+    MODEL/          hypotheses beside references, as the evaluator's decode job writes them
+
+The time is divided equally: each model gets what is left over the models that are left, and gives
+back what it does not need, when its loss on Dev has stopped falling.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from absl import flags
+
+os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
+
+from lingvo_gpipe import cluster, runner  # noqa: E402
+from lingvo_gpipe import model as model_lib  # noqa: E402
+from tasks.mt import cldr_names  # noqa: E402
+from tools import program  # noqa: E402
+from tools.studies import language_report, timed_training  # noqa: E402
+
+FLAGS = flags.FLAGS
+_STUDIES = ('languages', 'batch_sizes', 'many_to_many')
+_MODELS = {
+  'multilingual': 'mt.cldr.Multilingual',
+  'deep': 'mt.cldr.MultilingualDeep',
+  'wide': 'mt.cldr.MultilingualWide',
+}
+_ACCUMULATED = 'task.train.learner.num_accumulated_mini_batches'
+
+
+def DefineFlags() -> None:
+  """Defines the flags; all but --output have defaults."""
+  flags.DEFINE_string('output', None, 'The folder of the results.')
+  flags.DEFINE_float('minutes', 60.0, 'Time of all models together, decoding included.')
+  flags.DEFINE_list('studies', ['languages', 'batch_sizes'], f'Some of {", ".join(_STUDIES)}.')
+  flags.DEFINE_list('languages', list(cldr_names.STUDIED), 'The languages to study.')
+  flags.DEFINE_list('batch_factors', ['4', '16'], 'Batches so many times as large.')
+  flags.DEFINE_string('model_params_override', '', 'For every model, as the trainer takes it.')
+
+
+def Settings() -> list[timed_training.Setting]:
+  """The models, in the order of training; ValueError where a flag's value is impossible."""
+  studies = program.Names('studies', _STUDIES)
+  Setting = timed_training.Setting
+  settings = []
+  if 'languages' in studies:
+    for language in program.Names('languages', cldr_names.STUDIED):
+      override = f"input.languages:['{language}']"
+      settings.append(Setting(f'bilingual-{language}', 'mt.cldr.Bilingual', [override]))
+    settings += [Setting(name, key) for name, key in _MODELS.items()]
+  if 'batch_sizes' in studies:
+    key = _MODELS['multilingual']
+    if 'languages' not in studies:
+      settings.append(Setting('multilingual', key))
+    for factor in program.Numbers('batch_factors', low=2):
+      override = f'{_ACCUMULATED}:{factor}'
+      settings.append(Setting(f'multilingual-batch-x{factor}', key, [override]))
+  if 'many_to_many' in studies:
+    settings.append(Setting('many-to-many', 'mt.cldr.ManyToMany'))
+  every = FLAGS.model_params_override
+  return [dataclasses.replace(s, overrides=[*s.overrides, every]) for s in settings]
+
+
+def ReadResults(path: pathlib.Path) -> dict[str, dict[str, Any]]:
+  """{name: the line of a model that is done}; a line that was not finished is left out."""
+  results = {}
+  if path.exists():
+    for line in path.read_text(encoding='utf-8').splitlines():
+      try:
+        result = json.loads(line)
+      except json.JSONDecodeError:
+        continue
+      results[result['name']] = result
+  return results
+
+
+def CheckResults(
+  settings: Iterable[timed_training.Setting], results: dict[str, dict[str, Any]]
+) -> None:
+  """Raises ValueError where a model was trained with other overrides than it would be now."""
+  for setting in settings:
+    done = results.get(setting.name, {}).get('overrides', list(setting.overrides))
+    if done != list(setting.overrides):
+      raise ValueError(
+        f'--output has a {setting.name} with the overrides {done}, not {list(setting.overrides)}; '
+        'choose another folder'
+      )
+
+
+def Report(results: dict[str, dict[str, Any]]) -> str:
+  """The tables, in Markdown."""
+  baselines, models = _Split(results)
+  parts = []
+  if baselines and models:
+    for metric in language_report.METRICS:
+      table = language_report.LanguageTable(metric, cldr_names.STUDIED, baselines, models)
+      parts.append(f'{metric} of held-out names, into English:\n\n{table}')
+  header = ['model', 'parameters', 'steps', 'time', 'loss on Dev', *language_report.METRICS]
+  rows = []
+  for name, result in results.items():
+    end = ', no more gain' if result['is_done'] else ''
+    row = [
+      name,
+      f'{result["num_params"] / 1e6:.2f}M',
+      f'{result["steps"]:,}',
+      f'{result["seconds"]:.0f} s{end}',
+      f'{result["dev_loss"]:.3f}',
+    ]
+    scores = [language_report.Text(m, result['metrics'][m]) for m in language_report.METRICS]
+    rows.append([*row, *scores])
+  parts.append(f'All models:\n\n{language_report.MarkdownTable(header, rows)}')
+  return '\n'.join(parts)
+
+
+def _Split(results: dict[str, dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
+  """Metrics of the baselines by language, and of the models of all languages by name."""
+  metrics = {name: result['metrics'] for name, result in results.items()}
+  baselines = {
+    language: metrics[f'bilingual-{language}']
+    for language in cldr_names.STUDIED
+    if f'bilingual-{language}' in metrics
+  }
+  return baselines, {name: metrics[name] for name in _MODELS if name in metrics}
+
+
+def Run() -> int:
+  """Trains what is not done yet and reports."""
+  settings = Settings()
+  if not FLAGS.output:
+    raise ValueError('--output is needed: the folder of the results')
+  if not FLAGS.minutes > 0:
+    raise ValueError(f'--minutes must be positive, got {FLAGS.minutes}')
+  folder = pathlib.Path(FLAGS.output).expanduser()
+  folder.mkdir(parents=True, exist_ok=True)
+  path = folder / 'results.jsonl'
+  results = ReadResults(path)
+  CheckResults(settings, results)
+  left = [s for s in settings if s.name not in results]
+  used = sum(result['total_seconds'] for result in results.values())
+  devices = _Devices(left)
+  for i, setting in enumerate(left):
+    seconds = max(0.0, 60 * FLAGS.minutes - used) / (len(left) - i)
+    print(f'{setting.name}: at most {seconds:.0f} s', flush=True)
+    start = time.monotonic()
+    made = timed_training.Train(setting, devices, seconds, str(folder / setting.name))
+    total = time.monotonic() - start
+    used += total
+    results[setting.name] = {**dataclasses.asdict(made), 'total_seconds': round(total, 1)}
+    with path.open('a', encoding='utf-8') as f:
+      f.write(json.dumps(results[setting.name]) + '\n')
+    print(f'{setting.name}: {made.steps} steps in {made.seconds} s', flush=True)
+  in_order = {s.name: results[s.name] for s in settings}
+  report = Report(in_order)
+  (folder / 'report.md').write_text(report, encoding='utf-8')
+  print(report)
+  baselines, models = _Split(in_order)
+  if baselines and models:
+    try:
+      language_report.PlotGains(cldr_names.STUDIED, baselines, models, str(folder / 'gains.png'))
+    except ImportError:
+      print('matplotlib is not installed, so there is no picture')
+  return 0
+
+
+def _Devices(settings: Iterable[timed_training.Setting]) -> list[str]:
+  numbers = [runner.NumDevices(model_lib.SingleTaskModel(s.Params('Train')).task) for s in settings]
+  return list(cluster.Cluster.Create(max(numbers)).devices) if numbers else []
+
+
+if __name__ == '__main__':
+  program.Main(DefineFlags, Run, __doc__)
