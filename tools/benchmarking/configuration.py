@@ -13,6 +13,7 @@ from typing import Any
 WORKLOADS: dict[str, dict[str, int]] = {
   'a': {'layers': 16, 'dim': 1024, 'batch': 256},
   'b': {'layers': 8, 'dim': 512, 'batch': 32, 'time': 128, 'vocab': 4096, 'heads': 8},
+  'c': {'cells': 6, 'filters': 32, 'image': 64, 'batch': 32},
 }
 
 MAX_STEPS = 50
@@ -20,6 +21,7 @@ MAX_STEPS = 50
 OURS = 'lingvo_gpipe'
 TORCH = 'torch'
 TORCH_SCHEDULES = ('gpipe', '1f1b')
+TORCH_WORKLOADS = ('a', 'b')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Configuration:
 
   Attributes:
     system: who does the work, `lingvo_gpipe` or `torch`.
-    workload: 'a' or 'b'.
+    workload: a key of `WORKLOADS`.
     sizes: the workload's sizes by name.
     num_stages: K.
     num_micro_batches: M.
@@ -77,8 +79,8 @@ def Sizes(workload: str, texts: Iterable[str]) -> dict[str, int]:
   """
   sizes = dict(WORKLOADS[workload])
   for text in texts:
-    match = re.fullmatch(r'([ab])\.(\w+)=([1-9]\d*)', text)
-    if not match or match[2] not in WORKLOADS[match[1]]:
+    match = re.fullmatch(r'(\w+)\.(\w+)=([1-9]\d*)', text)
+    if not match or match[2] not in WORKLOADS.get(match[1], {}):
       known = [f'{w}.{name}' for w, names in WORKLOADS.items() for name in names]
       raise ValueError(f'size {text!r}: expected <name>=<number>, name one of {", ".join(known)}')
     if match[1] == workload:
@@ -125,7 +127,9 @@ def Grid(
                 Configuration(system=OURS, schedule=name, xla=use_xla, num_cores=n, **common)
                 for n in cores
               ]
-          if peer == TORCH and k > 1 and policy in ('stage', 'none'):
+          if (
+            peer == TORCH and workload in TORCH_WORKLOADS and k > 1 and policy in ('stage', 'none')
+          ):
             found += [
               Configuration(system=TORCH, schedule=name, xla=False, num_cores=k, **common)
               for name in TORCH_SCHEDULES

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two workloads of the design as tasks, with a batch for each."""
+"""The workloads as tasks, with a batch for each: (a) and (b) of the design, (c) an AmoebaNet-D."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from lingvo_gpipe import base_layer, hyperparams, nested_map, optimizer, task, weight_params
 from lingvo_gpipe.pipeline import pipelining_layer
+from tasks.image import amoebanet
 from tasks.lm import model
 
 
@@ -72,6 +73,18 @@ def Make(
   if workload == 'a':
     p = ResidualTask.Params().Set(num_layers=sizes['layers'], dim=sizes['dim'])
     batch = nested_map.NestedMap(x=_Normal([sizes['batch'], sizes['dim']]))
+  elif workload == 'c':
+    p = amoebanet.AmoebaNet.Params().Set(
+      num_cells=sizes['cells'],
+      reduction_size=sizes['filters'],
+      image_size=sizes['image'],
+      num_classes=10,
+    )
+    shape = [sizes['batch'], sizes['image'], sizes['image'], 3]
+    labels = tf.zeros(shape[:1], tf.int32)
+    batch = nested_map.NestedMap(
+      images=_Normal(shape), labels=labels, example_weights=tf.ones(shape[:1])
+    )
   else:
     p = model.TransformerLm.Params().Set(
       vocab_size=sizes['vocab'],

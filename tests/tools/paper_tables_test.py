@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The programs that redo the paper's tables: their counts, their search and their ratios."""
+
+import json
+import re
+import sys
+
+import pytest
+import tensorflow as tf
+
+from lingvo_gpipe import registry, runner
+from tests import processes
+from tools import largest_model, paper_memory, paper_throughput
+from tools.benchmarking import configuration, memory_trial, workloads
+
+_TRIAL = memory_trial.Trial(
+  num_layers=1, num_stages=1, remat_policy='stage', limit_mib=256, num_micro_batches=2,
+  dim=64, batch=2, time=8, vocab=16,
+)  # fmt: skip
+
+
+def _Tool(name, *flags):
+  command = [sys.executable, '-m', f'tools.{name}']
+  return processes.Run(name, *flags, command=command)
+
+
+@pytest.mark.parametrize('least, most, largest', [(1, 64, 37), (2, 64, 2), (3, 20, 0), (1, 9, 99)])
+def testTheSearchFindsTheLargest(least, most, largest):
+  tried = []
+
+  def Fits(n):
+    tried.append(n)
+    return n <= largest
+
+  found = largest_model.Largest(Fits, least, most)
+  assert found == (min(largest, most) if largest >= least else 0)
+  assert len(tried) == len(set(tried)) and max(tried) <= most
+  assert len(tried) <= 2 * most.bit_length() + 1
+
+
+def testAModelFitsOrNotForReal():
+  assert largest_model.NumParams(_TRIAL) == 16 * 64 * 2 + 16 + 12 * 64**2 + 13 * 64 + 2 * 64
+  wide = memory_trial.Trial(**{**json.loads(_TRIAL.ToJson()), 'dim': 1024, 'limit_mib': 32})
+  assert largest_model.NumParams(wide) is None  # Its weights alone are 48 MiB.
+
+
+def testAnotherFailureIsNoAnswer():
+  wrong = memory_trial.Trial(**{**json.loads(_TRIAL.ToJson()), 'remat_policy': 'x'})
+  with pytest.raises(RuntimeError, match='remat_policy'):
+    largest_model.NumParams(wrong)
+
+
+def testTable1CountsAndPredicts():
+  lines = processes.Succeeded(
+    _Tool(
+      'paper_memory', '--models=lm.one_billion_wds.Transformer3,lm.one_billion_wds.Transformer13'
+    )
+  ).stdout.splitlines()
+  rows = [re.split(r'\s{1,}', line) for line in lines if line.startswith('lm.')]
+  assert [row[4] for row in rows] == ['282,178,816', '785,761,536']
+  # 12 bytes a parameter, in GiB, as the paper has them (its two figures of Naive-1 exchanged).
+  assert [row[6:8] for row in rows] == [['3.15', '3.15'], ['8.78', '8.8']]
+  naive, pipelined = (float(row[8]) for row in rows)
+  # Four times the layers, and yet less memory.
+  assert 0 < pipelined < naive
+
+
+def testEveryRowOfTable1IsAnExperiment():
+  assert set(paper_memory.TABLE) <= set(registry.ListKeys())
+
+
+def testThroughputIsRelative():
+  steps = {(k, m): (8.0 / k + 1 / m, 4.0 / k + 1 / m) for k in (2, 4, 8) for m in (1, 32)}
+  lines = paper_throughput.Table('b', steps).splitlines()
+  rows = [line.split() for line in lines[2:-1]]
+  assert rows[0] == ['2', '1', '1.00', '1.00', '1.00', '1']
+  assert [row[:2] for row in rows] == [[str(k), str(m)] for m in (1, 32) for k in (2, 4, 8)]
+  assert rows[3][2] == f'{5 / (4 + 1 / 32):.2f}' and rows[4][2] == '-'
+  assert rows[5][3:] == [f'{3 / (0.5 + 1 / 32):.2f}', f'{8 * 32 / 39:.2f}', '6.3']
+  assert f'{(2 + 1 / 32) / (0.5 + 1 / 32):.2f}; Table 3 (M=32): 1, 1.8, 3.3' in lines[-1]
+
+
+@pytest.mark.parametrize(
+  'name, flag, message',
+  [
+    ('paper_memory', '--models=a.B', "'a.B' is not in Table 1"),
+    ('largest_model', '--num_stages=0', '--num_stages: expected numbers'),
+    ('paper_throughput', '--workloads=a', "unknown 'a'"),
+  ],
+)
+def testMistakesAreOneLine(name, flag, message):
+  done = _Tool(name, flag)
+  assert done.returncode == 2
+  assert message in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def testAnAmoebaNetIsAWorkload():
+  sizes = configuration.Sizes('c', ['c.cells=3', 'c.filters=16', 'c.image=32', 'c.batch=2'])
+  stack = {'num_stages': 4, 'num_micro_batches': 2}
+  task, batch = workloads.Make('c', sizes, stack)
+  task.CheckBatch(batch)
+  spec = batch.Transform(lambda x: tf.TensorSpec(x.shape, x.dtype))
+  cut = runner.PlanTask(task, spec)
+  # The actions of a stage are timed alone, for which there must be no skip connection.
+  assert len(cut.stages) == 4 and not any(layer.skips_out for layer in task.pipeline.layers)
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One process of `tools.largest_model`: trains one step of a Transformer within a limit of memory.
+
+All stages share the process. So its limit is as many times that of one device as there are stages,
+on top of what a pipeline of the same stages with next to nothing in them takes.
+
+python -m tools.benchmarking.memory_trial '<Trial as JSON>'
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import resource
+import sys
+
+os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+  """What is to fit.
+
+  Attributes:
+    num_layers: Transformer layers.
+    num_stages: K.
+    remat_policy: what backward recomputes.
+    limit_mib: MiB a stage.
+    num_micro_batches: M.
+    dim: width of the layers; four times that in the feed-forward parts, heads of 64.
+    batch: sequences of a mini-batch.
+    time: tokens of a sequence.
+    vocab: number of tokens.
+  """
+
+  num_layers: int
+  num_stages: int
+  remat_policy: str
+  limit_mib: int
+  num_micro_batches: int = 8
+  dim: int = 256
+  batch: int = 8
+  time: int = 128
+  vocab: int = 512
+
+  def ToJson(self) -> str:
+    """The trial as one line, for a process of its own."""
+    return json.dumps(dataclasses.asdict(self))
+
+
+def Run(trial: Trial) -> int:
+  """Trains one step; returns the number of parameters. Ends in some error if it does not fit."""
+  import tensorflow as tf
+
+  from lingvo_gpipe import cluster, nested_map, optimizer, runner
+  from tasks.lm import model
+
+  devices = cluster.Cluster.Create(trial.num_stages, platform='cpu', threads_per_device=1)
+
+  def Train(num_layers: int, dim: int) -> int:
+    p = model.TransformerLm.Params().Set(
+      name='lm',
+      vocab_size=trial.vocab,
+      model_dim=dim,
+      hidden_dim=4 * dim,
+      num_heads=max(1, dim // 64),
+      num_layers=num_layers,
+    )
+    p.stack.Set(
+      num_stages=trial.num_stages,
+      num_micro_batches=trial.num_micro_batches,
+      remat_policy=trial.remat_policy,
+      xla=False,
+    )
+    # One slot a weight: 12 bytes a parameter, as in the paper's Table 1.
+    p.train.learner.Set(learning_rate=1e-3, optimizer=optimizer.RMSprop.Params())
+    task = p.Instantiate()
+    ids = tf.zeros([trial.batch, trial.time], tf.int32)
+    batch = nested_map.NestedMap(ids=ids, labels=ids, weights=tf.ones(ids.shape))
+    spec = batch.Transform(lambda x: tf.TensorSpec(x.shape, x.dtype))
+    runner.TaskRunner(task, devices.devices, spec).TrainStep(batch)
+    return int(task.NumParams())
+
+  Train(trial.num_stages, 16)
+  limit = _DataBytes() + trial.num_stages * trial.limit_mib * 2**20
+  resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+  return Train(trial.num_layers, trial.dim)
+
+
+def _DataBytes() -> int:
+  """What counts against RLIMIT_DATA."""
+  with open('/proc/self/status', encoding='ascii') as f:
+    match = re.search(r'^VmData:\s*(\d+) kB', f.read(), re.MULTILINE)
+  assert match is not None
+  return int(match[1]) * 1024
+
+
+if __name__ == '__main__':
+  print(json.dumps(Run(Trial(**json.loads(sys.argv[1])))))

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The largest Transformer that trains within a limit of memory a device: Table 1 in small.
+
+`python -m tools.largest_model` in the checkout, on Linux. For each number of stages, with and
+without re-materialisation, models of more and more layers train one step, each in a fresh process
+whose data (RLIMIT_DATA) may grow by the limit times the number of stages: a model fits if that
+process ends well. The largest number of layers is found by doubling and bisection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from absl import flags
+
+from lingvo_gpipe.pipeline import rematerialisation
+from tools import program
+from tools.benchmarking import memory_trial
+
+FLAGS = flags.FLAGS
+
+_NO_MEMORY = ('ResourceExhausted', 'OOM', 'MemoryError', 'bad_alloc', 'annot allocate memory')
+
+_COLUMNS = '{:>2}  {:8}  {:>6}  {:>12}  {:>14}'
+
+
+def DefineFlags() -> None:
+  """Defines the flags; the defaults take about ten minutes."""
+  flags.DEFINE_list('num_stages', ['1', '2', '4'], 'The numbers of stages K.')
+  flags.DEFINE_list('remat_policies', ['none', 'stage'], 'Policies of re-materialisation.')
+  flags.DEFINE_integer('limit_mib', 256, 'MiB a stage.', lower_bound=1)
+  flags.DEFINE_integer('num_micro_batches', 8, 'M.', lower_bound=1)
+  flags.DEFINE_integer('dim', 128, 'Width of the layers, a multiple of 64.', lower_bound=64)
+  flags.DEFINE_integer('batch', 16, 'Sequences of a mini-batch.', lower_bound=1)
+  flags.DEFINE_integer('time', 256, 'Tokens of a sequence.', lower_bound=1)
+  flags.DEFINE_integer('timeout', 600, 'Seconds that one process may take.', lower_bound=1)
+  flags.DEFINE_integer('most_layers', 512, 'No more layers are tried.', lower_bound=1)
+
+
+def Largest(fits: Callable[[int], bool], least: int, most: int) -> int:
+  """The largest number in [least, most] that fits; 0 if none does.
+
+  Args:
+    fits: whether a number does; if it does, so does each smaller one.
+    least: the smallest to be tried.
+    most: the largest to be tried.
+  """
+  good, tried = 0, least
+  while tried <= most and fits(tried):
+    good, tried = tried, 2 * tried
+  bad = min(tried, most + 1)
+  while good and bad - good > 1:
+    middle = (good + bad) // 2
+    if fits(middle):
+      good = middle
+    else:
+      bad = middle
+  return good
+
+
+def NumParams(trial: memory_trial.Trial, timeout_seconds: float = 600.0) -> int | None:
+  """The parameters of the trial's model if it fits, else None.
+
+  Raises:
+    RuntimeError: it failed for another reason than memory.
+  """
+  done = program.RunModule('tools.benchmarking.memory_trial', trial.ToJson(), timeout_seconds)
+  if done.returncode == 0:
+    return int(done.stdout)
+  # Without memory TensorFlow, numpy or C++ may be the first to say so, or the process just ends.
+  if done.returncode > 0 and not any(text in done.stderr for text in _NO_MEMORY):
+    raise RuntimeError(f'{trial} failed:\n{done.stderr[-2000:]}')
+  return None
+
+
+def Run() -> int:
+  """Searches for each setting, a line each."""
+  print(
+    f'width {FLAGS.dim}, batch {FLAGS.batch}, sequences of {FLAGS.time}, '
+    f'M={FLAGS.num_micro_batches}, {FLAGS.limit_mib} MiB a stage'
+  )
+  print(_COLUMNS.format('K', 'remat', 'layers', 'parameters', 'times the first'))
+  first = 0
+  for num_stages in program.Numbers('num_stages', 1, 64):
+    for policy in program.Names('remat_policies', list(rematerialisation.POLICIES)):
+      found: dict[int, int] = {}
+
+      def Fits(num_layers: int) -> bool:
+        trial = memory_trial.Trial(
+          num_layers=num_layers,
+          num_stages=num_stages,  # noqa: B023  Called within this turn of the loop alone.
+          remat_policy=policy,  # noqa: B023
+          limit_mib=FLAGS.limit_mib,
+          num_micro_batches=FLAGS.num_micro_batches,
+          dim=FLAGS.dim,
+          batch=FLAGS.batch,
+          time=FLAGS.time,
+        )
+        num_params = NumParams(trial, FLAGS.timeout)
+        found[num_layers] = num_params or 0  # noqa: B023
+        return num_params is not None
+
+      layers = Largest(Fits, num_stages, FLAGS.most_layers)
+      params = found.get(layers, 0)
+      first = first or params
+      ratio = f'{params / first:.1f}' if first else '-'
+      print(_COLUMNS.format(num_stages, policy, layers, f'{params:,}', ratio), flush=True)
+  return 0
+
+
+if __name__ == '__main__':
+  program.Main(DefineFlags, Run, __doc__)
