@@ -16,6 +16,7 @@ from lingvo_gpipe import (
   optimizer,
   programs,
   runner,
+  stop_request,
   task,
 )
 from lingvo_gpipe.input import parallel_text
@@ -144,7 +145,7 @@ def testMicroBatchesOfAnUpdateAreCountedInBatchesOfAnySize(monkeypatch):
 
   def Accumulate(batch, first):
     firsts.append((int(first), batch.tgt_ids.shape[0]))
-    return {'loss': tf.constant([1.0, 1.0])}, tf.constant(1.0)
+    return {'loss': tf.constant([1.0, 1.0])}, tf.constant(1.0), {}
 
   monkeypatch.setattr(run, '_Trace', lambda *args: None)
   monkeypatch.setattr(run, '_accumulate', Accumulate)
@@ -158,7 +159,7 @@ def testMicroBatchesOfAnUpdateAreCountedInBatchesOfAnySize(monkeypatch):
 
 def _Program(p, logdir):
   return programs.TrainProgram(
-    p, str(logdir), cluster.Cluster.Create(2, platform='cpu'), None, programs.StopRequest()
+    p, str(logdir), cluster.Cluster.Create(2, platform='cpu'), None, stop_request.StopRequest()
   )
 
 
@@ -181,7 +182,7 @@ def testRestartInTheMiddleIsExact(tmp_path, capsys, caplog):
   out = capsys.readouterr().out
   assert 'the first step of each of 2 shapes compiles the stages' in out
   assert f'going on from step 2 ({sum(rows[:4])} examples consumed)' in out
-  assert [r.getMessage() for r in caplog.records if 'shape' in r.getMessage()] == []
+  assert [r.getMessage() for r in caplog.records if 'shape number' in r.getMessage()] == []
   found = programs.checkpointer.Checkpointer(str(tmp_path / 'parts' / 'train'))
   assert found.ReadMetadata(found.Latest())['examples_consumed'] == sum(rows)
 
