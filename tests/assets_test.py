@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from lingvo_gpipe import assets, cluster, params_text, programs, registry
+from lingvo_gpipe import assets, cluster, params_text, programs, registry, stop_request
 from tasks.lm import stdlib_input
 from tests import processes
 
@@ -45,7 +45,7 @@ def testARunGoesOnWithItsOwnFile(tmp_path, monkeypatch):
     params.ApplyOverrides(params_text.ParseOverrides(processes.TINY))
     params.task.train.Set(max_steps=max_steps, eval_datasets=[])
     programs.TrainProgram(
-      params, str(run), cluster.Cluster.Create(2, platform='cpu'), None, programs.StopRequest()
+      params, str(run), cluster.Cluster.Create(2, platform='cpu'), None, stop_request.StopRequest()
     ).Run()
     return kept.read_text()
 
