@@ -79,8 +79,12 @@ def testPrintsPlanProgressAndEvaluation(undisturbed):
     re.MULTILINE,
   )
   assert found and 3.0 < float(found[2]) < float(found[1]) < 8.0
-  assert lines.index('--- prompt') < lines.index('--- continuation')
-  assert len(done.stdout.partition('--- continuation\n')[2]) > 100
+  names = ['prompt', 'continuation', 'reference']
+  places = [done.stdout.index(f'--- {name}\n') for name in names]
+  assert places == sorted(places)
+  # Eight bytes, of which a character may take four, and the line's end.
+  made = done.stdout[places[1] : places[2]].removeprefix('--- continuation\n')
+  assert len(made) >= 3
   assert processes.Messages(done.stderr) == []
 
 

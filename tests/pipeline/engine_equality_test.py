@@ -251,10 +251,10 @@ def testEvaluateEqualsAPlainForward():
 def _EqualLayers(num_stages, **options):
   layer = linear.ProjectionLayer.Params().Set(input_dim=4, output_dim=4, activation='TANH')
   drop = dropout.DropoutLayer.Params().Set(keep_prob=0.5)
-  sub = [layer, drop] * 6
+  sub = [layer, drop] * 12
   stack = _Stack(num_stages, 4, sub=sub, dtype=tf.float32, splits=[], **options)
   cut = stack.params.Copy()
-  cut.splits = [12 // num_stages * (k + 1) for k in range(num_stages)]
+  cut.splits = [24 // num_stages * (k + 1) for k in range(num_stages)]
   return cut.Instantiate()
 
 

@@ -201,7 +201,7 @@ def testThePlot(tmp_path):
   'flag, message',
   [
     ('--schedules=gpip', r"--schedules: unknown 'gpip'; expected some of 1f1b, "),
-    ('--workloads=c', r"--workloads: unknown 'c'"),
+    ('--workloads=d', r"--workloads: unknown 'd'"),
     ('--num_micro_batches=0', r'--num_micro_batches: expected numbers of at least 1, got 0'),
     ('--size=a.depth=3', r"size 'a.depth=3': expected <name>=<number>, name one of a.layers"),
     ('both', r"unexpected argument 'both'"),
