@@ -236,7 +236,7 @@ class TaskRunner:
     Args:
       *batches: what `TrainStep` was given for it; it must have left the weights as they were.
     """
-    pieces = [self._MicroBatches(batch) for batch in batches]
+    pieces = [self.MicroBatches(batch) for batch in batches]
     inputs = [x for found, _ in pieces for x in found]
     sides = [side for _, found in pieces for side in found]
     weights = [self.task.LossWeight(side) for side in sides]
@@ -264,7 +264,8 @@ class TaskRunner:
     self._CheckBatch(batch)
     return self.task.Decode(batch, input_generator)
 
-  def _MicroBatches(self, batch: nested_map.NestedMap) -> tuple[list[Any], list[Any]]:
+  def MicroBatches(self, batch: nested_map.NestedMap) -> tuple[list[Any], list[Any]]:
+    """For each micro-batch of a batch the arguments of the first layer, and the loss's inputs."""
     pipeline = self.task.pipeline
     if pipeline is None:
       return [(batch,)], [self.task.LossInputs(batch)]
@@ -335,7 +336,7 @@ class TaskRunner:
       first_micro_batch: how many micro-batches of this update came before; None where this is its
         only mini-batch. Else the gradients are added to what the accumulators hold.
     """
-    inputs, sides = self._MicroBatches(batch)
+    inputs, sides = self.MicroBatches(batch)
     weights = [self.task.LossWeight(side) for side in sides]
     sums, layer_sums = self.engine.Accumulate(
       inputs,
@@ -367,7 +368,7 @@ class TaskRunner:
     return values
 
   def _EvalStep(self, batch: nested_map.NestedMap) -> dict[str, tf.Tensor]:
-    inputs, sides = self._MicroBatches(batch)
+    inputs, sides = self.MicroBatches(batch)
     weights = [self.task.LossWeight(side) for side in sides]
     return self.engine.Evaluate(inputs, sides, weights)
 

@@ -41,10 +41,10 @@ def _Verify() -> int:
   p = task.pipeline.params
   print(built.plan.Table(devices.devices))
   print(f'schedule {p.schedule}, remat_policy {p.remat_policy}, xla {p.xla}, step {FLAGS.step}\n')
-  report = verify.Verify(
-    task.pipeline,
-    task.PipelineInputs(batch),
-    task.LossInputs(batch),
+  report = verify.VerifyEngine(
+    built.engine,
+    built.MicroBatches(batch),
+    (task.PipelineInputs(batch), task.LossInputs(batch)),
     loss_fn=Loss,
     loss_weight=task.LossWeight,
     step=FLAGS.step,

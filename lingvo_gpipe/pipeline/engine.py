@@ -26,7 +26,11 @@ from lingvo_gpipe.pipeline import (
 
 
 class PipelineEngine:
-  """Runs a flat list of layers, cut into stages, by a schedule."""
+  """Runs a flat list of layers, cut into stages, by a schedule.
+
+  Attributes:
+    ties: {path of a weight: path of the weight that it is}.
+  """
 
   def __init__(
     self,
@@ -81,7 +85,7 @@ class PipelineEngine:
     self._of_stage: dict[tuple[int, bool, bool], stage.StageFunctions] = {}
     self._split: dict[int, split_backward.SplitBackward] = {}
     self._by_layer: dict[int, layer_backward.LayerBackward] = {}
-    self._ties = dict(ties or {})
+    self.ties = dict(ties or {})
     self._told_of_small_batch = False
     # How many shapes of batches are expected; for more a warning tells of the compilations.
     self.num_batch_shapes = 1
@@ -99,8 +103,8 @@ class PipelineEngine:
       mirrors: dict[str, tf.Variable] = {}
       for v in tf.nest.flatten(variables):
         path = paths[id(v)]
-        if v.trainable and (is_trained is None or is_trained(self._ties.get(path, path))):
-          (mirrors if path in self._ties else trained)[path] = v
+        if v.trainable and (is_trained is None or is_trained(self.ties.get(path, path))):
+          (mirrors if path in self.ties else trained)[path] = v
       needs_dx = any(s.has_weight_gradient for s in self.stages)
       self.stages.append(
         emission.Stage(index, members, device, variables, *skips[index], trained, mirrors, needs_dx)
@@ -304,7 +308,7 @@ class PipelineEngine:
 
   def SyncTies(self) -> None:
     """Copies tied weights to where they are used; to be called when weights were changed."""
-    for tied, owner in self._ties.items():
+    for tied, owner in self.ties.items():
       mirror = self._variables[tied]
       with tf.device(mirror.device):
         mirror.assign(self._variables[owner])
@@ -317,7 +321,7 @@ class PipelineEngine:
     }
     for s in self.stages:
       for path, accumulator in zip(s.mirrors, s.mirror_accumulators, strict=True):
-        device, owner = owners[self._ties[path]]
+        device, owner = owners[self.ties[path]]
         with tf.device(s.device):
           gradient = tf.identity(accumulator)
         with tf.device(device):

@@ -132,7 +132,8 @@ def Verify(
   Args:
     layer: a pipeline that was placed with `loss_fn`.
     inputs: the whole batch, a nest for each argument of the first layer.
-    side: what the loss takes beside the outputs, of the whole batch.
+    side: what the loss takes beside the outputs, of the whole batch, which is at the layer's
+      batch_dim here too.
     loss_fn: the loss; see `stage.LossFn`.
     loss_weight: maps the side of a micro-batch to the weight of its loss.
     step: the training step that random numbers depend on.
@@ -246,6 +247,9 @@ class _Reference:
     self._layers = [layer for s in engine.stages for layer in s.layers]
     self._last_layers = engine.stages[-1].layers
     self._variables = {p: v for s in engine.stages for p, v in s.trained.items()}
+    # Copies of tied weights: what they get is their owners'.
+    self._mirrors = {p: v for s in engine.stages for p, v in s.mirrors.items()}
+    self._ties = engine.ties
     self._device = engine.stages[0].device
     self._loss_fn = loss_fn
 
@@ -262,10 +266,10 @@ class _Reference:
         objective = loss * weight
         for _, _, value, coefficient in context.aux_losses:
           objective += tf.cast(value, loss.dtype) * tf.cast(coefficient * weight, loss.dtype)
-      grads = tape.gradient(objective, self._variables)
+      grads = tape.gradient(objective, {**self._variables, **self._mirrors})
       for path, grad in grads.items():
         if grad is not None:
-          sums[path] += tf.convert_to_tensor(grad).numpy()
+          sums[self._ties.get(path, path)] += tf.convert_to_tensor(grad).numpy()
       # A mean over nothing may be NaN.
       total += float(loss) * float(weight) if float(weight) else 0.0
       weight_sum += float(weight)

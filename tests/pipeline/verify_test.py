@@ -120,6 +120,18 @@ def testTheRealThingAgrees(options):
   assert report.losses['pipelined'] != report.losses['whole batch']  # Dropout.
 
 
+def testTiedWeights():
+  tied = embedding.SharedSoftmaxLayer.Params().Set(input_dim=_DIM, num_classes=_VOCAB)
+  sub = [
+    embedding.EmbeddingLayer.Params().Set(vocab_size=_VOCAB, embedding_dim=_DIM),
+    *[_Scaled.Params()] * 3,
+    tied,
+  ]
+  report = _Verify(sub=sub, xla=False, ties=[['layers[4].emb', 'layers[0].emb']])
+  assert report.Failures() == []
+  assert 'stack.layers[0].emb' in {v.path for v in report.variables}
+
+
 def _OnlyFailures(report, *patterns):
   """The report has exactly the failures that begin so."""
   found = report.Failures()
