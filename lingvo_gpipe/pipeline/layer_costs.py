@@ -98,6 +98,7 @@ class LayerCosts:
       if key not in known:
         with Naming(layer, specs, calls[-1].layer if calls else None):
           meta, stashed = type(layer).FPropMetaSkips(layer.params, taken, *specs)
+          stage.CheckSkips(layer, stashed)
         known[key] = meta, stashed, layer.NumParams()
       calls.append(LayerCall(layer, taken, specs, key))
       meta, stashed, num_params = known[key]

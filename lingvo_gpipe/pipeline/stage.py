@@ -69,6 +69,15 @@ def AsTensors(layer: base_layer.BaseLayer, outputs: Any) -> Any:
   return tf.nest.map_structure(Convert, outputs)
 
 
+def CheckSkips(layer: base_layer.BaseLayer, stashed: Any) -> None:
+  """ValueError where a layer does not begin exactly the skip connections that it announced."""
+  if set(stashed) != set(layer.skips_out):
+    raise ValueError(
+      f'{layer.path}: skips_out announces {sorted(layer.skips_out)}, but what began is '
+      f'{sorted(stashed)}; return every announced skip from FPropSkips (FPropMetaSkips)'
+    )
+
+
 class StructureKey:
   """Equal for two layers that compute the same function of (theta, inputs, seeds).
 
@@ -182,6 +191,7 @@ class StageFunctions:
       with fprop_context.Enter(dataclasses.replace(outer, aux_losses=[])) as inner:
         with failures.LayerScope(i):
           out, stashed = layer.FPropSkips(layer.ThetaFrom(layer_vars), given.skips, *given.args)
+          CheckSkips(layer, stashed)
           out, stashed = AsTensors(layer, out), AsTensors(layer, stashed)
       aux_losses = {}
       for owner, name, value, coefficient in inner.aux_losses:

@@ -288,6 +288,29 @@ def testASkipIsSentOnceAndStraight(pops, tmp_path):
   assert takers['3B1', 3, 0] == [['0B1']]
 
 
+@pytest.mark.parametrize(
+  'schedule, policy', [('1f1b', 'none'), ('1f1b_fused', 'except_last'), ('zb_h1', 'stage')]
+)
+def testASkipIsSentOnceUnderOtherSchedules(schedule, policy, tmp_path):
+  sub = [_Square3(), _Stash('x'), _Square3(), _Square3(), _Pop('x'), _Square3()]
+  stack = pipeline_training.MakeStack(
+    sub, num_stages=4, splits=[2, 3, 4, 6], num_micro_batches=2, schedule=schedule,
+    remat_policy=policy,
+  )  # fmt: skip
+  x, side = (_X(),), tf.ones([_BATCH], tf.float64)
+  loss_fn = pipeline_training.SquareLoss
+  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs(x), loss_fn=loss_fn)
+  step = pipeline_training.StepFunction(stack)
+  graphs = graph_reader.ExecutedGraphs(lambda: step(x, side, tf.constant(1, tf.int64)), tmp_path)
+  sends = graph_reader.Sends(graphs)
+  assert [way for way in sends if way[1:] == (0, 3)] == [('0F0', 0, 3), ('0F1', 0, 3)]
+  # Its gradient too; the end of the last weight gradient is only waited for.
+  assert len([way for way in sends if way[1:] == (3, 0) and way[0][1] != 'W']) == 2
+  # Freed at its last use: only actions of its own micro-batch have it.
+  (takers,) = graph_reader.Takers(graphs)['0F1', 0, 3]
+  assert takers and all(name[0] == '3' and name[-1] == '1' for name in takers)
+
+
 # ---- the other entrances -----------------------------------------------------------------
 
 
@@ -387,6 +410,22 @@ def testAKeyThatNobodyBegins():
     engine.Skips(_Layers(_Stash('left'), _Square3(), _Pop('right')), [3])
   with pytest.raises((KeyError, ValueError), match="'right'"):
     _Place([_Stash('left'), _Square3(), _Pop('right')])
+
+
+class _Announces(_Square):
+  """Announces a skip that it never begins."""
+
+  @property
+  def skips_out(self):
+    return ('a',)
+
+
+@pytest.mark.parametrize('last', [_Pop('a'), _Square3()])
+def testASkipThatIsAnnouncedAndNeverBegins(last):
+  announces = _Announces.Params().Set(dims=(_DIM, _DIM))
+  with pytest.raises(ValueError, match=r"\['a'\], but what began is \[\]") as e:
+    _Place([announces, _Square3(), last])
+  assert 'stack.layers[0]' in ' '.join([str(e.value), *getattr(e.value, '__notes__', [])])
 
 
 def testAKeyThatBeginsLater():
