@@ -20,7 +20,7 @@ _TIME, _DIM, _VOCAB = 3, 4, 7
 _ONE_A_DEVICE = ('gpipe', 'fused_fill_drain', '1f1b', '1f1b_fused', 'zb_h1')
 _LOOPED = ('interleaved_1f1b', 'looped_bfs')
 # The first stage takes integers only, and the second of four has no weights.
-_SPLITS = {1: [7], 2: [2, 7], 3: [1, 4, 7], 4: [1, 2, 5, 7]}
+_SPLITS = {1: [7], 2: [2, 7], 3: [1, 4, 7], 4: [1, 2, 5, 7], 6: [1, 2, 3, 4, 5, 7]}
 
 
 def _Sub():
@@ -133,15 +133,30 @@ def testTheSampleCoversTheGrid():
 @pytest.mark.parametrize(
   'schedule, policy, num_stages, stages_per_device',
   [
-    ('gpipe', 'except_last', 2, 1),
+    ('fused_fill_drain', 'except_last', 2, 1),
     ('1f1b_fused', 'none', 2, 1),
     ('zb_h1', 'stage', 3, 1),
     ('zb_h1', 'none', 2, 1),
     ('interleaved_1f1b', 'layer', 4, 2),
+    ('looped_bfs', 'stage', 4, 2),
   ],
 )
 def testTheResultIsTheSameCompiledByXla(schedule, policy, num_stages, stages_per_device):
   _Check(_Stack(schedule, policy, num_stages, 2, stages_per_device, xla=True), 4)
+
+
+@pytest.mark.parametrize(
+  'schedule, policy, num_stages, num_micro_batches, stages_per_device',
+  [
+    ('gpipe', 'none', 2, 1, 1),
+    ('1f1b_fused', 'none', 3, 1, 1),
+    ('interleaved_1f1b', 'stage', 6, 3, 2),
+  ],
+)
+def testOneMicroBatchAndThreeDevices(
+  schedule, policy, num_stages, num_micro_batches, stages_per_device
+):
+  _Check(_Stack(schedule, policy, num_stages, num_micro_batches, stages_per_device), 7)
 
 
 def testTheTestCanFail():
