@@ -117,14 +117,8 @@ class MultiHeadedAttention(base_layer.BaseLayer):
       The encoded queries, [batch, query time, input_dim] in fprop_dtype.
     """
     self._CheckInputs(self.path, self.params, query_vec, key_vec, value_vec, paddings)
-    query_time, key_time = (shapes.GetShape(x)[1] for x in (query_vec, key_vec))
-    own = AttentionMask(query_time, key_time, paddings, self.params.is_causal)
-    if mask is not None:
-      own = mask if own is None else tf.logical_and(own, mask)
-    query = self._ToHeads(self.query.FProp(theta.query, query_vec))
-    key = self._ToHeads(self.key.FProp(theta.key, key_vec))
-    value = self._ToHeads(self.value.FProp(theta.value, value_vec))
-    return self._Attend(theta, query, key, value, own)
+    projected = self.ProjectKeyValue(theta, key_vec, value_vec)
+    return self._AttendTo(theta, query_vec, projected, paddings, mask, self.params.is_causal)
 
   def ProjectKeyValue(
     self, theta: nested_map.NestedMap, key_vec: tf.Tensor, value_vec: tf.Tensor
@@ -165,8 +159,20 @@ class MultiHeadedAttention(base_layer.BaseLayer):
     """
     shapes.CheckRank(self.path, query_vec, 3, 'query_vec')
     shapes.CheckLastDim(self.path, query_vec, self.params.input_dim, 'query_vec')
+    return self._AttendTo(theta, query_vec, projected, paddings, mask, is_causal=False)
+
+  def _AttendTo(
+    self,
+    theta: nested_map.NestedMap,
+    query_vec: tf.Tensor,
+    projected: nested_map.NestedMap,
+    paddings: tf.Tensor | None,
+    mask: tf.Tensor | None,
+    is_causal: bool,
+  ) -> tf.Tensor:
+    """As `AttendTo`, of checked vectors; if causal, the keys are those of the queries."""
     query_time, key_time = shapes.GetShape(query_vec)[1], shapes.GetShape(projected.key)[2]
-    own = AttentionMask(query_time, key_time, paddings, is_causal=False)
+    own = AttentionMask(query_time, key_time, paddings, is_causal)
     if mask is not None:
       own = mask if own is None else tf.logical_and(own, mask)
     query = self._ToHeads(self.query.FProp(theta.query, query_vec))
@@ -201,8 +207,7 @@ class MultiHeadedAttention(base_layer.BaseLayer):
         'prompt or raise max_length'
       )
     states = self.ProjectKeyValue(theta, key_vec, value_vec)
-    causal = AttentionMask(time, time, None, is_causal=True)
-    encoded = self.AttendTo(theta, query_vec, states, paddings, causal)
+    encoded = self._AttendTo(theta, query_vec, states, paddings, None, is_causal=True)
     if paddings is not None:
       states.paddings = paddings
     room = [[0, max_length - time]]
