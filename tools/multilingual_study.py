@@ -45,6 +45,7 @@ _MODELS = {
   'wide': 'mt.cldr.MultilingualWide',
 }
 _ACCUMULATED = 'task.train.learner.num_accumulated_mini_batches'
+_WARMUP = 'task.train.learner.lr_schedule.warmup_steps'
 
 
 def DefineFlags() -> None:
@@ -72,12 +73,21 @@ def Settings() -> list[timed_training.Setting]:
     if 'languages' not in studies:
       settings.append(Setting('multilingual', key))
     for factor in program.Numbers('batch_factors', low=2):
-      override = f'{_ACCUMULATED}:{factor}'
-      settings.append(Setting(f'multilingual-batch-x{factor}', key, [override]))
+      settings.append(Setting(f'multilingual-batch-x{factor}', key, _LargerBatch(key, factor)))
   if 'many_to_many' in studies:
     settings.append(Setting('many-to-many', 'mt.cldr.ManyToMany'))
   every = FLAGS.model_params_override
   return [dataclasses.replace(s, overrides=[*s.overrides, every]) for s in settings]
+
+
+def _LargerBatch(key: str, factor: int) -> list[str]:
+  """Overrides for batches so many times as large, with a warm-up over as many examples.
+
+  The schedule's peak goes with the inverse square root of the warm-up's updates, so the learning
+  rate at an example grows with the square root of the batch.
+  """
+  updates = timed_training.Setting('', key).Params('Train').Get(_WARMUP)
+  return [f'{_ACCUMULATED}:{factor};{_WARMUP}:{max(1, updates // factor)}']
 
 
 def ReadResults(path: pathlib.Path) -> dict[str, dict[str, Any]]:

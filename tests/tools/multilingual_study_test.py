@@ -60,6 +60,11 @@ def testModels(output):
   assert by_name['bilingual-fr'].Params('Test').input.languages == ['fr']
   learner = by_name['multilingual-batch-x4'].Params('Train').task.train.learner
   assert learner.num_accumulated_mini_batches == 4
+  # The same examples of warm-up, and a learning rate that grows with the root of the batch.
+  first = by_name['multilingual'].Params('Train').task.train.learner.lr_schedule
+  assert learner.lr_schedule.warmup_steps == first.warmup_steps // 4
+  rates = [p.Instantiate().Value(p.warmup_steps) for p in (first, learner.lr_schedule)]
+  assert float(rates[1]) == pytest.approx(2 * float(rates[0]), rel=0.02)  # Steps count from 0.
   with flagsaver.flagsaver(model_params_override='task.num_layers:1'):
     assert all(s.Params('Dev').task.num_layers == 1 for s in study.Settings())
   # Equal parameters of the deep and the wide model's layers, as in the paper.
