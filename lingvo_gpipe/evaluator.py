@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from absl import flags
 
-from lingvo_gpipe import binary, programs, runner, stop_request
+from lingvo_gpipe import binary, eval_program, runner, stop_request
 from lingvo_gpipe import model as model_lib
 
 FLAGS = flags.FLAGS
@@ -18,7 +18,7 @@ def _Evaluate() -> int:
   logdir = binary.LogDir()
   num_devices = runner.NumDevices(model_lib.SingleTaskModel(params).task)
   devices = binary.Devices(num_devices)
-  program = programs.EvalProgram(params, logdir, devices, FLAGS.split, stop, job=FLAGS.job)
+  program = eval_program.EvalProgram(params, logdir, devices, FLAGS.split, stop, job=FLAGS.job)
   return program.Run(FLAGS.once)
 
 
@@ -26,7 +26,10 @@ def Run() -> None:
   """Entry point of the installed program."""
   binary.DefineFlags()
   flags.DEFINE_enum(
-    'job', 'eval', list(programs.JOBS), 'eval: metrics. decode: write what the model makes of it.'
+    'job',
+    'eval',
+    list(eval_program.JOBS),
+    'eval: metrics. decode: write what the model makes of it.',
   )
   flags.DEFINE_string('split', 'Test', 'The data set: Train, Dev or Test.')
   flags.DEFINE_bool('once', False, 'Take the last checkpoint and leave.')

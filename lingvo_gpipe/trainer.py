@@ -8,7 +8,7 @@ from typing import Any
 
 from absl import flags
 
-from lingvo_gpipe import binary, inspection, programs, registry, runner, stop_request
+from lingvo_gpipe import binary, inspection, registry, runner, stop_request, train_program
 from lingvo_gpipe import model as model_lib
 
 FLAGS = flags.FLAGS
@@ -55,7 +55,7 @@ def _Train() -> int:
   def InputParams(dataset: str) -> Any:
     return binary.ModelParams(dataset).input
 
-  return programs.TrainProgram(
+  return train_program.TrainProgram(
     params, logdir, devices, InputParams, stop, check_numerics=FLAGS.check_numerics
   ).Run()
 

@@ -13,11 +13,11 @@ from lingvo_gpipe import (
   nested_map,
   optimizer,
   params_text,
-  programs,
   registry,
   runner,
   stop_request,
   task,
+  train_program,
 )
 from lingvo_gpipe.layers import batch_norm, dropout, linear
 from lingvo_gpipe.pipeline import pipelining_layer
@@ -241,7 +241,7 @@ def testTheProgramCountsTheDataOfWholeUpdates(tmp_path, capsys):
   more = 'input.num_epochs:1;input.max_bytes:500;task.train.learner.num_accumulated_mini_batches:3'
   params.ApplyOverrides(params_text.ParseOverrides(f'{processes.TINY};{more}'))
   params.task.train.eval_datasets = []
-  program = programs.TrainProgram(
+  program = train_program.TrainProgram(
     params,
     str(tmp_path),
     cluster.Cluster.Create(2, platform='cpu'),

@@ -57,7 +57,8 @@ _LEVELS = (
     'lingvo_gpipe.inspection',
     'lingvo_gpipe.evaluation',
     'lingvo_gpipe.decoding',
-    'lingvo_gpipe.programs',
+    'lingvo_gpipe.train_program',
+    'lingvo_gpipe.eval_program',
   ),
   ('lingvo_gpipe.binary', 'lingvo_gpipe.command_line'),
   ('lingvo_gpipe.trainer', 'lingvo_gpipe.evaluator'),
@@ -223,7 +224,7 @@ def testTheFrameworkDoesNotKnowItsUsers():
 
 def testParamsOnlyAssemble():
   """Experiments and tasks do not reach into the programs."""
-  top = _Level('lingvo_gpipe.programs')
+  top = _Level('lingvo_gpipe.train_program')
   for module, target, where, _ in _OwnImports():
     if module.split('.')[0] in ('params', 'tasks') and target.startswith('lingvo_gpipe'):
       assert _Level(target) < top, where

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from lingvo_gpipe import assets, cluster, params_text, programs, registry, stop_request
+from lingvo_gpipe import assets, cluster, params_text, registry, stop_request, train_program
 from tasks.lm import stdlib_input
 from tests import processes
 
@@ -44,7 +44,7 @@ def testARunGoesOnWithItsOwnFile(tmp_path, monkeypatch):
     params = registry.GetParams(processes.MODEL, 'Train')
     params.ApplyOverrides(params_text.ParseOverrides(processes.TINY))
     params.task.train.Set(max_steps=max_steps, eval_datasets=[])
-    programs.TrainProgram(
+    train_program.TrainProgram(
       params, str(run), cluster.Cluster.Create(2, platform='cpu'), None, stop_request.StopRequest()
     ).Run()
     return kept.read_text()

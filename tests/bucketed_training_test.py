@@ -14,10 +14,10 @@ from lingvo_gpipe import (
   model,
   nested_map,
   optimizer,
-  programs,
   runner,
   stop_request,
   task,
+  train_program,
 )
 from lingvo_gpipe.input import parallel_text
 from lingvo_gpipe.layers import dropout, embedding
@@ -158,7 +158,7 @@ def testMicroBatchesOfAnUpdateAreCountedInBatchesOfAnySize(monkeypatch):
 
 
 def _Program(p, logdir):
-  return programs.TrainProgram(
+  return train_program.TrainProgram(
     p, str(logdir), cluster.Cluster.Create(2, platform='cpu'), None, stop_request.StopRequest()
   )
 
@@ -183,7 +183,7 @@ def testRestartInTheMiddleIsExact(tmp_path, capsys, caplog):
   assert 'the first step of each of 2 shapes compiles the stages' in out
   assert f'going on from step 2 ({sum(rows[:4])} examples consumed)' in out
   assert [r.getMessage() for r in caplog.records if 'shape number' in r.getMessage()] == []
-  found = programs.checkpointer.Checkpointer(str(tmp_path / 'parts' / 'train'))
+  found = train_program.checkpointer.Checkpointer(str(tmp_path / 'parts' / 'train'))
   assert found.ReadMetadata(found.Latest())['examples_consumed'] == sum(rows)
 
 

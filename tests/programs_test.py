@@ -12,13 +12,14 @@ import tensorflow as tf
 from lingvo_gpipe import (
   checkpointer,
   cluster,
+  eval_program,
   evaluation,
   inspection,
   nested_map,
   params_text,
-  programs,
   registry,
   stop_request,
+  train_program,
 )
 from lingvo_gpipe import task as task_lib
 from lingvo_gpipe.pipeline import layer_profile
@@ -33,7 +34,7 @@ def _ModelParams(dataset='Train', more=''):
 
 
 def _Program(logdir, params, stop=None, input_params=None, **options):
-  return programs.TrainProgram(
+  return train_program.TrainProgram(
     params,
     str(logdir),
     cluster.Cluster.Create(2, platform='cpu'),
@@ -62,7 +63,7 @@ def testCheckNumericsNeedsTheWeightsOfBeforeTheStep(tmp_path):
 
 def testUnwritableLogDirectoryShowsBeforeWeightsAreMade(tmp_path, monkeypatch):
   (tmp_path / 'file').write_text('')
-  monkeypatch.setattr(programs.runner, 'TaskRunner', None)
+  monkeypatch.setattr(train_program.runner, 'TaskRunner', None)
   with pytest.raises(OSError, match='Cannot write'):
     _Program(tmp_path / 'file' / 'run', _ModelParams())
 
@@ -90,7 +91,7 @@ def testAMeasuredCutStaysWithItsRun(tmp_path, monkeypatch):
   assert other.ends != first.ends
   params = _ModelParams(more=by_time)
   assert _Program(tmp_path, params)._runner.plan.ends == first.ends
-  evaluation = programs.EvalProgram(
+  evaluation = eval_program.EvalProgram(
     params,
     str(tmp_path),
     cluster.Cluster.Create(2, platform='cpu'),
@@ -226,7 +227,7 @@ def testEvaluatorTakesTheNewerCheckpointWhereItsOneIsRemoved(tmp_path, monkeypat
   params = _ModelParams(more='task.train.max_steps:1;task.train.save_max_to_keep:1')
   assert _Program(tmp_path, params).Run() == 0
   params.task.train.max_steps = 2
-  program = programs.EvalProgram(
+  program = eval_program.EvalProgram(
     _ModelParams('Test'), str(tmp_path), cluster.Cluster.Create(2, platform='cpu'), 'Test',
     stop_request.StopRequest(),
   )  # fmt: skip

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the binaries run: training, and what follows its checkpoints, over one log directory.
+"""`TrainProgram`: trains a model in a log directory; also what every program leaves there.
 
 <logdir>/params.txt            the model's Params as text
 <logdir>/model_analysis.txt    every weight, and the stage table
@@ -25,7 +25,6 @@ from lingvo_gpipe import (
   assets,
   checkpointer,
   cluster,
-  decoding,
   evaluation,
   hyperparams,
   inspection,
@@ -42,12 +41,6 @@ from lingvo_gpipe import model as model_lib
 _STATISTICS = ('learning_rate', 'grad_norm', 'grad_scale', 'is_finite', 'loss_weight')
 
 InputParams = Callable[[str], hyperparams.InstantiableParams]
-
-# What the evaluator can do with a checkpoint.
-JOBS: dict[str, type[evaluation.DatasetPass]] = {
-  'eval': evaluation.Evaluation,
-  'decode': decoding.Decoding,
-}
 
 
 class _NotFinite(Exception):
@@ -233,82 +226,6 @@ class TrainProgram:
     if self._model.task.pipeline is None:
       return {}
     return measured_cut.PipelineSettings(self._model.task.pipeline.params)
-
-
-class EvalProgram:
-  """Evaluates, or decodes, the checkpoints of a log directory on one data set."""
-
-  def __init__(
-    self,
-    params: hyperparams.InstantiableParams,
-    logdir: str,
-    devices: cluster.Cluster,
-    dataset: str,
-    stop: stop_request.StopRequest,
-    *,
-    job: str = 'eval',
-  ) -> None:
-    """Makes the weights on their devices.
-
-    Args:
-      params: the model's Params, with the data set's input.
-      logdir: the log directory.
-      devices: the devices to use.
-      dataset: the data set's name.
-      stop: asked between checkpoints.
-      job: one of `JOBS`.
-
-    Raises:
-      ValueError: the task cannot do the job.
-    """
-    model = model_lib.SingleTaskModel(params)
-    self._max_steps = model.task.params.train.max_steps
-    self._checkpointer = checkpointer.Checkpointer(os.path.join(logdir, 'train'))
-    self._runner = runner.TaskRunner(
-      model.task,
-      devices.devices,
-      model.input.BatchSpec(),
-      with_learner=False,
-      splits=measured_cut.Find(self._checkpointer, model.task),
-    )
-    self._job = JOBS[job](self._runner, params.input, dataset, logdir, stop)
-    self._stop = stop
-
-  def Run(self, once: bool) -> int:
-    """Does the job for the last checkpoint, and unless `once` each new one until training ends.
-
-    Returns the exit status.
-
-    Raises:
-      ValueError: `once`, and there is no checkpoint.
-    """
-    done = -1
-    pause = 1.0
-    while self._stop.signal is None:
-      found = self._checkpointer.Latest()
-      if found is not None and found.step > done:
-        # Slots and learner state are the trainer's alone; it may remove this one meanwhile.
-        restored = self._checkpointer.RestoreLatest(self._runner.Variables(), allow_extra=True)
-        self._runner.AfterRestore()
-        done = found.step if restored is None else restored[0].step
-        self._job.Run(done)
-        pause = 1.0
-      elif once and found is None:
-        raise ValueError(
-          f'there is no checkpoint in {self._checkpointer.directory}: train first, or leave out '
-          '--once to wait for one'
-        )
-      if once or done >= self._max_steps:
-        break
-      _Wait(pause, self._stop)
-      pause = min(2 * pause, 30.0)
-    return self._stop.exit_status
-
-
-def _Wait(seconds: float, stop: stop_request.StopRequest) -> None:
-  end = time.monotonic() + seconds
-  while stop.signal is None and time.monotonic() < end:
-    time.sleep(0.1)
 
 
 def _Metrics(values: Mapping[str, float]) -> dict[str, float]:
