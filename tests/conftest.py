@@ -5,9 +5,12 @@ Tests that never import TensorFlow never pay for it: the devices are made by a h
 something imports TensorFlow for the first time, be it a test file or a function that runs later.
 """
 
+import ast
 import importlib.abc
 import importlib.util
 import os
+import pathlib
+import re
 import sys
 
 import hypothesis
@@ -21,6 +24,18 @@ os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
 # The same examples in every run, however slow the machine; --hypothesis-profile=default: others.
 hypothesis.settings.register_profile('repeatable', deadline=None, derandomize=True)
 hypothesis.settings.load_profile('repeatable')
+
+
+def pytest_collection_modifyitems(items):
+  """Slow files first: `--dist=loadfile` hands out whole files, and the last one is waited for.
+
+  Slow are those that tests/BUILD calls so. It is not there when Bazel runs a single file.
+  """
+  tests = pathlib.Path(__file__).parent
+  if (build := tests / 'BUILD').exists():
+    names = ast.literal_eval(re.search(r'^SLOW = (\[.*?^\])', build.read_text(), re.M | re.S)[1])
+    slow = {tests / name for name in names}
+    items.sort(key=lambda item: item.path not in slow)
 
 
 def _ConfigureTensorFlow():
