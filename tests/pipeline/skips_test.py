@@ -268,17 +268,27 @@ def testASkipOfNoneAndASkipThatNobodyTakes():
   assert [s.exports for s in stack.engine.stages] == [('none',), ()]
 
 
-@pytest.mark.parametrize('pops', [1, 2])
-def testASkipIsSentOnceAndStraight(pops, tmp_path):
+def _FarSkip(pops=1, **options):
+  """A skip from the first of four stages to the last, placed with a loss."""
   sub = [_Square3(), _Stash('x'), _Square3(), _Square3(), *[_Pop('x')] * pops, _Square3()]
   stack = pipeline_training.MakeStack(
-    sub, num_stages=4, splits=[2, 3, 4, len(sub)], num_micro_batches=2
+    sub, num_stages=4, splits=[2, 3, 4, len(sub)], num_micro_batches=2, **options
   )
-  x, side = (_X(),), tf.ones([_BATCH], tf.float64)
   loss_fn = pipeline_training.SquareLoss
-  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs(x), loss_fn=loss_fn)
+  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((_X(),)), loss_fn=loss_fn)
+  return stack
+
+
+def _TrainGraphs(stack, tmp_path):
+  """What a training step of it executes."""
+  args = (_X(),), tf.ones([_BATCH], tf.float64), tf.constant(1, tf.int64)
   step = pipeline_training.StepFunction(stack)
-  graphs = graph_reader.ExecutedGraphs(lambda: step(x, side, tf.constant(1, tf.int64)), tmp_path)
+  return graph_reader.ExecutedGraphs(lambda: step(*args), tmp_path)
+
+
+@pytest.mark.parametrize('pops', [1, 2])
+def testASkipIsSentOnceAndStraight(pops, tmp_path):
+  graphs = _TrainGraphs(_FarSkip(pops), tmp_path)
   ways = [('0F', 0, 1), ('0F', 0, 3), ('1F', 1, 2), ('2F', 2, 3)]
   ways += [('1B', 1, 0), ('2B', 2, 1), ('3B', 3, 0), ('3B', 3, 2)]
   assert graph_reader.Sends(graphs) == sorted((f'{a}{m}', i, j) for a, i, j in ways for m in (0, 1))
@@ -289,19 +299,12 @@ def testASkipIsSentOnceAndStraight(pops, tmp_path):
 
 
 @pytest.mark.parametrize(
-  'schedule, policy', [('1f1b', 'none'), ('1f1b_fused', 'except_last'), ('zb_h1', 'stage')]
+  'schedule, policy',
+  [('gpipe', 'layer'), ('1f1b', 'none'), ('1f1b_fused', 'except_last'), ('zb_h1', 'stage')],
 )
-def testASkipIsSentOnceUnderOtherSchedules(schedule, policy, tmp_path):
-  sub = [_Square3(), _Stash('x'), _Square3(), _Square3(), _Pop('x'), _Square3()]
-  stack = pipeline_training.MakeStack(
-    sub, num_stages=4, splits=[2, 3, 4, 6], num_micro_batches=2, schedule=schedule,
-    remat_policy=policy,
-  )  # fmt: skip
-  x, side = (_X(),), tf.ones([_BATCH], tf.float64)
-  loss_fn = pipeline_training.SquareLoss
-  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs(x), loss_fn=loss_fn)
-  step = pipeline_training.StepFunction(stack)
-  graphs = graph_reader.ExecutedGraphs(lambda: step(x, side, tf.constant(1, tf.int64)), tmp_path)
+def testASkipIsSentOnceUnderOtherSchedulesAndPolicies(schedule, policy, tmp_path):
+  stack = _FarSkip(schedule=schedule, remat_policy=policy)
+  graphs = _TrainGraphs(stack, tmp_path)
   sends = graph_reader.Sends(graphs)
   assert [way for way in sends if way[1:] == (0, 3)] == [('0F0', 0, 3), ('0F1', 0, 3)]
   # Its gradient too; the end of the last weight gradient is only waited for.
@@ -309,6 +312,18 @@ def testASkipIsSentOnceUnderOtherSchedules(schedule, policy, tmp_path):
   # Freed at its last use: only actions of its own micro-batch have it.
   (takers,) = graph_reader.Takers(graphs)['0F1', 0, 3]
   assert takers and all(name[0] == '3' and name[-1] == '1' for name in takers)
+
+
+def testASkipIsFreedByTheForwardThatTakesItInEvaluation(tmp_path):
+  """There is no backward that would hold it longer, whatever would be recomputed in training."""
+  stack = _FarSkip(schedule='1f1b', remat_policy='none')
+  args = (_X(),), tf.ones([_BATCH], tf.float64)
+  step = tf.function(lambda *args: pipeline_training.Evaluate(stack, *args), autograph=False)
+  graphs = graph_reader.ExecutedGraphs(lambda: step(*args), tmp_path)
+  ways = [('0F', 0, 1), ('0F', 0, 3), ('1F', 1, 2), ('2F', 2, 3)]
+  assert graph_reader.Sends(graphs) == sorted((f'{a}{m}', i, j) for a, i, j in ways for m in (0, 1))
+  takers = graph_reader.Takers(graphs)
+  assert [takers[f'0F{m}', 0, 3] for m in (0, 1)] == [[['3F0']], [['3F1']]]
 
 
 # ---- the other entrances -----------------------------------------------------------------
