@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 
 from lingvo_gpipe import base_layer, fprop_context, weight_params
-from lingvo_gpipe.layers import batch_norm, dropout
+from lingvo_gpipe.layers import batch_norm, conv, dropout
 from tests import pipeline_training
 
 _BATCH, _DIM = 7, 3
@@ -256,6 +256,48 @@ def testAFailedStepLeavesTheState():
   with pytest.raises((tf.errors.InvalidArgumentError, tf.errors.CancelledError)):
     _Step(stack)
   _CheckState(pipeline_training.State(stack), before, rtol=0)
+
+
+# ---- beside one BatchNorm of the whole batch (peers: deferred) ----------------------------
+
+
+@functools.cache
+def _FiveStepsOfSgd(num_stages, num_micro_batches):
+  """(states after each step, evaluations before and after) of convolution, norm, convolution."""
+  layer = conv.Conv2DLayerNoPadding.Params().Set(activation='TANH')
+  sub = [layer.Copy().Set(filter_shape=(3, 3, 2, _DIM)), _Norm(decay=0.5)]
+  sub.append(layer.Copy().Set(filter_shape=(2, 2, _DIM, 1)))
+  size, options = 24, {'num_stages': num_stages, 'num_micro_batches': num_micro_batches}
+  stack = pipeline_training.MakeStack(sub, **options)
+  examples = np.random.default_rng(7).normal(size=[6, size, 4, 4, 2])
+  *batches, unseen = tf.unstack(tf.constant(examples))
+  loss_fn = pipeline_training.SquareLoss
+  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((unseen,)), loss_fn=loss_fn)
+  run, variables = pipeline_training.StepFunction(stack), stack.VariablesByPath()
+  states, evaluations = [], [stack.Predict(unseen).numpy()]
+  for step, x in enumerate(batches):
+    run((x,), tf.ones([size], tf.float64), tf.constant(step, tf.int64))
+    for path, gradient in pipeline_training.Gradients(stack).items():
+      variables[path].assign_sub(gradient / size)
+    states.append(pipeline_training.State(stack))
+    evaluations.append(stack.Predict(unseen).numpy())
+  return states, evaluations
+
+
+def testAfterSomeStepsEvaluationIsCloseToThatOfOneMicroBatch():
+  """Not the same, for a micro-batch is normalised by its own statistics."""
+  (_, whole), (_, parts) = (_FiveStepsOfSgd(*n) for n in ((1, 1), (2, 4)))
+  np.testing.assert_allclose(parts[0], whole[0], rtol=1e-12)
+  moved, apart = np.linalg.norm(whole[5] - whole[0]), np.linalg.norm(parts[5] - whole[5])
+  assert 1e-4 * moved < apart < 0.1 * min(moved, np.linalg.norm(whole[5]))
+
+
+def testStatisticsAfterAConvolutionPartWithItsWeights():
+  """Those of the first step are the whole batch's; then micro-batches have moved the weights."""
+  (whole, _), (parts, _) = (_FiveStepsOfSgd(*n) for n in ((1, 1), (2, 4)))
+  _CheckState(parts[0], whole[0])
+  for path, value in whole[1].items():
+    assert np.abs(parts[1][path] - value).max() > 1e-5, path
 
 
 # ---- a user's own tape -------------------------------------------------------------------
