@@ -73,7 +73,8 @@ class Decoding(evaluation.DatasetPass):
     columns: dict[str, list[Any]] = {}
     indices: list[int] = []
     for batch in self._Batches():
-      decoded = _Examples(self._runner.task, batch, self._runner.Decode(batch, self._input))
+      decoded = self._runner.Decode(batch, self._input, len(indices))
+      decoded = _Examples(self._runner.task, batch, decoded)
       if columns and columns.keys() != decoded.keys():
         raise ValueError(
           f'{type(self._runner.task).__name__}.Decode returned {sorted(columns)} for one batch and '

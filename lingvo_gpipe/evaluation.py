@@ -95,7 +95,7 @@ class Evaluation(DatasetPass):
     if batch is None:
       return
     first = batch.Transform(lambda x: x[:1])
-    for name, (value,) in self._runner.task.Decode(first, self._input).items():
+    for name, (value,) in self._runner.Decode(first, self._input).items():
       print(f'--- {name}\n{_Printable(str(value))}', flush=True)
 
   def _Prefix(self) -> str:

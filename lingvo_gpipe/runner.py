@@ -259,9 +259,21 @@ class TaskRunner:
       )
     return total.Result()
 
-  def Decode(self, batch: nested_map.NestedMap, input_generator: Any) -> dict[str, Any]:
-    """What the task decodes of a batch: {name: an entry for each row}."""
+  def Decode(
+    self, batch: nested_map.NestedMap, input_generator: Any, first_example: int = 0
+  ) -> dict[str, Any]:
+    """What the task decodes of a batch: {name: an entry for each row}.
+
+    Args:
+      batch: NestedMap that matches the batch spec.
+      input_generator: where it comes from.
+      first_example: the number of its first row in the data set, from which the others follow;
+        unless the batch has an `example_index`.
+    """
     self._CheckBatch(batch)
+    if 'example_index' not in batch:
+      rows = tf.range(micro_batch.BatchSize(batch), dtype=tf.int64)
+      batch = nested_map.NestedMap(batch, example_index=first_example + rows)
     return self.task.Decode(batch, input_generator)
 
   def MicroBatches(self, batch: nested_map.NestedMap) -> tuple[list[Any], list[Any]]:

@@ -147,7 +147,8 @@ class BaseTask(base_layer.BaseLayer):
     The decoder job writes a line for each example; after training, that of the first one is shown.
 
     Args:
-      input_batch: a batch of eager tensors, or one row of one.
+      input_batch: a batch of eager tensors, or one row of one, with `example_index`, int64 [batch]:
+        the number of each row in the data set. What is drawn should depend on that, not on the row.
       input_generator: where it comes from: it may know the vocabulary, or the text as it was read.
 
     Returns:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decoding a data set: what is written, in which order, and what a task may return."""
 
+import functools
 import json
 import math
 import os
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe import decoding, nested_map, stop_request, task, whole_file
+from lingvo_gpipe import decoding, nested_map, runner, stop_request, task, whole_file
 from lingvo_gpipe.input import base_input_generator
 from tests import processes
 
@@ -48,15 +49,18 @@ class _Task(task.BaseTask):
     return self.finalize(decoded) if self.finalize else {}
 
 
-def _Decoding(logdir, decode, finalize=None, limit=0, stop=None, source=_Numbers):
-  made = _Task.Params().Set(name='t', **{'eval.decoder_samples_per_summary': limit}).Instantiate()
+def _Decoding(
+  logdir, decode, finalize=None, limit=0, stop=None, source=_Numbers, batch_size=2, cls=_Task
+):
+  made = cls.Params().Set(name='t', **{'eval.decoder_samples_per_summary': limit}).Instantiate()
   made.decode, made.finalize = decode, finalize
-  runner = types.SimpleNamespace(
-    task=made, Decode=made.Decode, ExpectBatches=lambda batch_specs: None
+  fake = types.SimpleNamespace(
+    task=made, ExpectBatches=lambda batch_specs: None, _CheckBatch=lambda batch: None
   )
-  input_params = source.Params().Set(batch_size=2)
+  fake.Decode = functools.partial(runner.TaskRunner.Decode, fake)
+  input_params = source.Params().Set(batch_size=batch_size)
   return decoding.Decoding(
-    runner, input_params, 'Dev', str(logdir), stop or stop_request.StopRequest()
+    fake, input_params, 'Dev', str(logdir), stop or stop_request.StopRequest()
   )
 
 
@@ -97,6 +101,22 @@ def testDataOrderWhereBatchesHaveAnother(tmp_path):
   assert [line['reference'] for line in _Lines(tmp_path)] == list('01234')
   _Decoding(tmp_path, _Texts, source=_Shuffled, limit=3).Run(7)
   assert [line['reference'] for line in _Lines(tmp_path)] == list('034')
+
+
+class _NumberedTask(_Task):
+  """Decodes the number in the data set, which is the number itself."""
+
+  def Decode(self, input_batch, input_generator):
+    return {'got': input_batch.example_index.numpy(), 'number': input_batch.number.numpy()}
+
+
+@pytest.mark.parametrize('source', [_Numbers, _Shuffled])
+@pytest.mark.parametrize('batch_size', [1, 2, 8])
+def testATaskIsToldTheNumberOfEachExample(tmp_path, source, batch_size):
+  """So that what it draws does not repeat from batch to batch, nor depend on their size."""
+  decoder = _Decoding(tmp_path, None, source=source, batch_size=batch_size, cls=_NumberedTask)
+  decoder.Run(7)
+  assert _Lines(tmp_path) == [{'got': n, 'number': n} for n in range(5)]
 
 
 def testWhatALineMayHold(tmp_path):

@@ -179,8 +179,8 @@ class _Runner:
     self.task = types.SimpleNamespace(
       params=types.SimpleNamespace(eval=task_lib.EvalParams().Set(samples_per_summary=limit)),
       Report=lambda values, input_generator: '',
-      Decode=lambda batch, input_generator: decoded or {},
     )
+    self.Decode = lambda batch, input_generator: decoded or {}
 
   def ExpectBatches(self, batch_specs):
     assert not batch_specs

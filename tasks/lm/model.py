@@ -205,7 +205,7 @@ class ByteTransformerLm(TransformerLm):
     half = -(-ids.shape[1] // 2)
     # What follows the prompt: the label of its last id, and all later ones.
     rest, is_text = labels[:, half - 1 :], np.asarray(input_batch.weights)[:, half - 1 :] > 0
-    made = self.Generate(ids[:, :half], rest.shape[1])
+    made = self.Generate(ids[:, :half], rest.shape[1], examples=input_batch.get('example_index'))
     return {
       'prompt': [_Text(row) for row in ids[:, :half]],
       'continuation': [_Text(row) for row in made],

@@ -275,6 +275,10 @@ def testDecodeIsText():
   assert decoded['prompt'] == ['.def f()'] * 2
   assert decoded['reference'] == [': pass;'] * 2
   assert [type(made) for made in decoded['continuation']] == [str] * 2
+  # Two examples of one text get draws of their own, which depend on their numbers alone.
+  batch.example_index = tf.constant([6, 1], tf.int64)
+  other = task.Decode(batch, None)['continuation']
+  assert other[1] == decoded['continuation'][1] and other[0] != decoded['continuation'][0]
   assert task.DecodeFinalize({**decoded, 'continuation': [': p', ': past']}) == {
     'matched_prefix_length': 4.0
   }
