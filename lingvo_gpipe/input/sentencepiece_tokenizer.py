@@ -19,6 +19,9 @@ SOS_ID = 1  # Before the first token.
 EOS_ID = 2  # Behind the last token.
 UNK_ID = 3  # What the vocabulary does not have.
 
+# SentencePiece's mark of white space, before each word, in its pieces.
+_SPACE = '\u2581'
+
 _SPECIAL_IDS = {'pad': PAD_ID, 'sos': SOS_ID, 'eos': EOS_ID, 'unk': UNK_ID}
 
 
@@ -100,6 +103,20 @@ class SentencePieceTokenizer:
         f'the vocabulary {self._path!r} has no piece {piece!r}: train it with that as a symbol'
       )
     return found
+
+  def WordStarts(self) -> np.ndarray:
+    """float32 [vocab_size]: how many words, that is runs of no white space, begin in each piece.
+
+    Raises:
+      ValueError: the vocabulary keeps every space, so that its pieces do not tell words.
+    """
+    p = self._processor
+    if ''.join(p.Encode('  a  b ', out_type=str)).count(_SPACE) != 2:
+      raise ValueError(
+        f'the vocabulary {self._path!r} keeps every space, so that words cannot be counted by its '
+        'pieces: train one without --lossless'
+      )
+    return np.array([p.IdToPiece(i).count(_SPACE) for i in range(self.vocab_size)], np.float32)
 
   def Text(self) -> str:
     """Every piece and its score, a line each in the order of ids."""

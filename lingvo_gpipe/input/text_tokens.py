@@ -45,6 +45,11 @@ class TextTokensInput(base_input_generator.BaseInputGenerator):
   * `segment_ids`, int32 [batch, time]: 1, 2, ... by document, 0 at padding,
   * `segment_pos`, int32 [batch, time]: the position in the segment, from 0 on.
 
+  With p.count_words there is also
+
+  * `words`, float32 [batch, time]: how many words begin with each token of `labels`; eos counts as
+    one, as in perplexities of the literature, and padding as none.
+
   Every token of every document is predicted once. Without p.packed a row is one document, cut at
   p.seq_len. Documents without a token are left out.
 
@@ -61,6 +66,7 @@ class TextTokensInput(base_input_generator.BaseInputGenerator):
     )
     p.Define('seq_len', 512, 'Tokens predicted by a row.')
     p.Define('packed', True, 'Several documents in a row, else one.')
+    p.Define('count_words', False, 'Whether batches tell where words begin.')
     p.Define('max_documents', 0, 'Only the first so many documents are used; 0: all.')
     p.Define('cache_dir', '', 'Local folder that keeps the tokens between runs; empty: none does.')
     p.Define(
@@ -171,6 +177,16 @@ class TextTokensInput(base_input_generator.BaseInputGenerator):
     )
     return rows
 
+  @functools.cached_property
+  def _words(self) -> np.ndarray:
+    """float32 [vocabulary]: how many words begin with each token; see the class."""
+    try:
+      words = self.tokenizer.WordStarts()
+    except ValueError as e:
+      raise ValueError(f'{self._Where("count_words")}: {e}') from e
+    words[sentencepiece_tokenizer.EOS_ID] = 1.0
+    return words
+
   def _NumCut(self) -> int:
     return int(np.sum(np.diff(self._starts) > self.params.seq_len))
 
@@ -184,6 +200,8 @@ class TextTokensInput(base_input_generator.BaseInputGenerator):
     if self.params.packed:
       for name in _PACKED_FIELDS:
         spec[name] = tf.TensorSpec(shape, tf.int32)
+    if self.params.count_words:
+      spec.words = tf.TensorSpec(shape, tf.float32)
     return spec
 
   def _Examples(self, indices: tf.Tensor) -> nested_map.NestedMap:
@@ -191,9 +209,12 @@ class TextTokensInput(base_input_generator.BaseInputGenerator):
       return self._FakeExamples(indices)
     spec = self._ExampleSpec()
     names = sorted(spec)
+    words = self._words if self.params.count_words else None
 
     def Read(indices: np.ndarray) -> list[np.ndarray]:
       fields = packing.Fields(self._store, self._starts, self._rows, indices)
+      if words is not None:
+        fields.words = words[fields.labels]
       return [fields[name] for name in names]
 
     # The tokens may be larger than memory, so that they are no tensor.
@@ -216,6 +237,8 @@ class TextTokensInput(base_input_generator.BaseInputGenerator):
     if p.packed:
       examples.segment_ids = tf.ones_like(ids)
       examples.segment_pos = tf.zeros_like(ids) + tf.range(p.seq_len)
+    if p.count_words:
+      examples.words = tf.ones_like(ids, tf.float32)
     return examples
 
   def _FingerprintParts(self) -> list[Any]:

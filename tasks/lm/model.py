@@ -20,7 +20,9 @@ class TransformerLm(task.BaseTask):
 
   Batches have `ids`, `labels` (int32) and `weights` (float32), each [batch, time]. Rows that are
   packed with several documents have `segment_ids` and `segment_pos` (int32) too: the number of the
-  document, 0 for padding, and the position within it. No document sees another one then.
+  document, 0 for padding, and the position within it. No document sees another one then. Where
+  batches have `words` (float32 [batch, time]), how many words begin with each label, metrics and
+  report are by word too.
 
   Two settings are the paper's against the divergence of deep models (GPipe section 5, which tells
   neither the exponent nor the bound): `ff_init_depth_exponent` and `softmax_tpl.logits_abs_max`.
@@ -108,8 +110,9 @@ class TransformerLm(task.BaseTask):
     return input_batch.ids, None, input_batch.segment_ids, input_batch.segment_pos
 
   def LossInputs(self, input_batch: nested_map.NestedMap) -> nested_map.NestedMap:
-    """Labels and weights, each [batch, time]."""
-    return nested_map.NestedMap(labels=input_batch.labels, weights=input_batch.weights)
+    """Labels and weights, and words where the batch has them, each [batch, time]."""
+    names = ('labels', 'weights', 'words')
+    return nested_map.NestedMap({k: input_batch[k] for k in names if k in input_batch})
 
   def LossWeight(self, input_batch: nested_map.NestedMap) -> tf.Tensor:
     """The number of predicted tokens."""
@@ -118,7 +121,11 @@ class TransformerLm(task.BaseTask):
   def ComputeLoss(
     self, theta: nested_map.NestedMap, predictions: tf.Tensor, input_batch: nested_map.NestedMap
   ) -> tuple[task.Metrics, dict[str, tf.Tensor]]:
-    """Cross entropy of logits `predictions` [batch, time, vocab], in nats and in bits a token."""
+    """Cross entropy of logits `predictions` [batch, time, vocab], in nats and in bits a token.
+
+    With `words` in the batch `log_pplx_per_word` is that of all tokens in nats, divided by the
+    number of words (ends of documents included): it does not depend on the vocabulary.
+    """
     del theta
     xent = embedding.XentLossFromLogits(predictions, input_batch.labels)
     weights = tf.cast(input_batch.weights, xent.dtype)
@@ -131,13 +138,24 @@ class TransformerLm(task.BaseTask):
       'bits_per_token': (loss / math.log(2.0), total),
       'accuracy': (tf.math.divide_no_nan(correct, total), total),
     }
+    if 'words' in input_batch:
+      # Where no word begins the tokens count all the same: words begun elsewhere go on in them.
+      begun = tf.reduce_sum(tf.cast(input_batch.words, xent.dtype) * weights)
+      words = tf.maximum(begun, 1e-6 * total)
+      metrics['log_pplx_per_word'] = (tf.math.divide_no_nan(loss * total, words), words)
     return metrics, {'xent': tf.reduce_sum(xent * weights, axis=-1)}
 
   def Report(self, metrics: dict[str, float], input_generator: Any) -> str:
-    """The perplexity, exp of the mean loss of a token."""
+    """The perplexity, exp of the mean loss of a token; that of a word where words are counted."""
     del input_generator
     # A mean over batches of their perplexities would be another number.
-    return f'perplexity {math.exp(min(metrics["loss"], 700.0)):.2f} a token'
+    names = {'loss': 'token', 'log_pplx_per_word': 'word'}
+    texts = [
+      f'{math.exp(min(metrics[name], 700.0)):.2f} a {unit}'
+      for name, unit in names.items()
+      if name in metrics
+    ]
+    return f'perplexity {", ".join(texts)}'
 
   def Generate(
     self,

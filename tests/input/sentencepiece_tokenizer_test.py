@@ -65,6 +65,16 @@ def testProseIsNormalised(tokenizer):
   assert tokenizer.Decode(ids) == 'two lines fine'
 
 
+def testWordsAreCountedByTheirPieces(tokenizer, lossless):
+  starts = tokenizer.WordStarts()
+  assert (starts.dtype, starts.shape) == (np.float32, (400,)) and not starts[:4].any()
+  texts = [' two\n\tlines ', 'antidisestablishmentarianism', *_SOURCES, *_UNICODE, '']
+  for text, ids in zip(texts, tokenizer.Encode(texts), strict=True):
+    assert starts[ids].sum() == len(text.split()), text
+  with pytest.raises(ValueError, match=r"code\.model' keeps every space.*without --lossless"):
+    lossless.WordStarts()
+
+
 def testLosslessKeepsEveryCharacter(lossless):
   texts = [*_SOURCES, *_UNICODE, '  two\n\n\tlines\r\n  ', ' ', '\n', '\n\n  x']
   assert [lossless.Decode(ids) for ids in lossless.Encode(texts)] == texts

@@ -105,6 +105,17 @@ def testUnpackedRowsAreOneDocumentEach(files, vocab):
     assert list(row) == expected + [0] * (8 - len(expected))
 
 
+@pytest.mark.parametrize('values', [{'seq_len': 5}, {}, {'packed': False, 'seq_len': 99}])
+def testWordsAreThoseOfTheTextAndItsEnds(files, vocab, values):
+  generator = _Input(files, vocab, count_words=True, shuffle=False, num_epochs=1, **values)
+  assert generator.BatchSpec().words == tf.TensorSpec([BATCH, generator.params.seq_len], tf.float32)
+  batches = _Batches(generator)
+  counted = sum((b.words * b.weights).sum() for b in batches)
+  assert counted == sum(len(line.split()) + 1 for line in _LINES)
+  for batch in batches:
+    assert not batch.words[batch.labels == 0].any() and (batch.words[batch.labels == 2] == 1).all()
+
+
 def testRestartIsExact(files, vocab):
   whole = list(_Input(files, vocab).Dataset().take(30).as_numpy_iterator())
   tail = list(_Input(files, vocab).Dataset(25 * BATCH).take(5).as_numpy_iterator())
@@ -187,6 +198,7 @@ def testFingerprintFollowsRowsAndVocabularyOnly(files, vocab):
 
 def testFakeExamplesNeedNothing():
   p = _Params('', '', num_fake_examples=5, vocab_size=50, shuffle=False, num_epochs=1)
+  p.count_words = True
   generator = p.Instantiate()
   assert generator.Fingerprint() == 'noise' and generator.Assets() == []
   batches = _Batches(generator)
@@ -196,7 +208,11 @@ def testFakeExamplesNeedNothing():
   assert ids.min() >= 4 and ids.max() < 50 and len(np.unique(ids)) > 20
   for batch in batches:
     assert np.array_equal(batch.ids[:, 1:], batch.labels[:, :-1])
-    assert (batch.segment_ids == 1).all() and (batch.segment_pos == np.arange(LENGTH)).all()
+    assert (
+      (batch.words == 1).all()
+      and (batch.segment_ids == 1).all()
+      and (batch.segment_pos == np.arange(LENGTH)).all()
+    )
 
 
 def testSpecNeedsNoData():
@@ -222,6 +238,13 @@ def testSpecNeedsNoData():
 def testWrongParams(files, vocab, values, message):
   with pytest.raises(ValueError, match=message):
     _Input(files, vocab, **values).Dataset()
+
+
+def testWordsOfALosslessVocabularyAreNotCounted(files, tmp_path):
+  sentencepiece_training.Train([_SOURCE], str(tmp_path / 'w'), VOCAB_SIZE, lossless=True)
+  generator = _Input(files, str(tmp_path / 'w.model'), count_words=True)
+  with pytest.raises(ValueError, match='Train.*param count_words: .*keeps every space'):
+    generator.Dataset()
 
 
 def testWrongTexts(files, vocab, tmp_path):

@@ -134,6 +134,26 @@ def testEvaluationIsTheFormulaOfTheWholeModel():
   assert result['bits_per_token'][0] == pytest.approx(expected / math.log(2), rel=1e-5)
 
 
+def testLogPerplexityOfAWordIsThatOfAllTokensByTheNumberOfWords():
+  """Of a whole evaluation, and also where no word begins in a micro-batch."""
+  p = _Params()
+  batches = [_Batch(seed) for seed in range(3)]
+  for seed, batch in enumerate(batches):
+    batch.words = tf.constant(
+      np.random.default_rng(seed).integers(0, 2, [_BATCH, _TIME]), tf.float32
+    )
+  batches[1].words *= [[0.0], [0.0], [1.0], [1.0]]
+  devices = [d.name for d in tf.config.list_logical_devices('CPU')]
+  result = runner.TaskRunner(
+    p.Instantiate(), devices, _Spec(batches[0]), with_learner=False
+  ).Evaluate(batches)
+  words = sum(float(tf.reduce_sum(b.words * b.weights)) for b in batches)
+  value, weight = result['log_pplx_per_word']
+  assert weight == pytest.approx(words, rel=1e-5)
+  assert value == pytest.approx(result['loss'][0] * result['loss'][1] / words, rel=1e-5)
+  assert result['loss'][1] > 1.5 * words
+
+
 def testTheFutureIsNotSeen():
   """Changing token t changes the logits from t on, and none before."""
   ids = _Batch().ids.numpy()
@@ -346,6 +366,8 @@ def testThePaperHasNoLayerNormBeforeTheSoftmax():
 
 def testReportsThePerplexity():
   assert _Params().Instantiate().Report({'loss': math.log(8)}, None) == 'perplexity 8.00 a token'
+  by_word = {'loss': math.log(8), 'log_pplx_per_word': math.log(16)}
+  assert _Params().Instantiate().Report(by_word, None) == 'perplexity 8.00 a token, 16.00 a word'
   assert 'perplexity' in _Params().Instantiate().Report({'loss': 1e6}, None)
 
 
