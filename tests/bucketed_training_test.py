@@ -137,6 +137,26 @@ def testBucketsAreAsBatchesPaddedToTheLargestShape(caplog):
   assert values['loss'][1] == sum(float(tf.reduce_sum(b.tgt_weights)) for b in once.Dataset())
 
 
+def testBucketsUnderXla(caplog):
+  """Each shape is compiled when it first comes, and makes what it makes without XLA."""
+  runs = []
+  for xla in (True, False):
+    p = _Params(xla=xla, keep_prob=0.8)
+    p.task.stack.num_micro_batches = 2
+    p.input.bucket_batch_limit = [4, 2]
+    runs.append(_Runner(p, p.input.Instantiate().BatchSpecs()))
+  (run, data), (plain, _) = runs
+  shapes = set()
+  with caplog.at_level('WARNING'):
+    for batch in data.Dataset().take(5):
+      shapes.add(tuple(batch.tgt_ids.shape))
+      expected = plain.TrainStep(batch)
+      for name, value in run.TrainStep(batch).items():
+        assert value == pytest.approx(expected[name], rel=1e-6), name
+  assert shapes == {(4, 5), (2, 7)}
+  assert [r.getMessage() for r in caplog.records] == []
+
+
 def testMicroBatchesOfAnUpdateAreCountedInBatchesOfAnySize(monkeypatch):
   """So that no two of them have the same random seeds."""
   p = _Params(num_accumulated=2)
