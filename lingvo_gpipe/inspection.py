@@ -10,7 +10,6 @@ import tensorflow as tf
 from lingvo_gpipe import checkpointer, hyperparams, measured_cut, runner, shapes
 from lingvo_gpipe import model as model_lib
 from lingvo_gpipe import task as task_lib
-from lingvo_gpipe.pipeline import schedules
 
 # Wider pictures of schedules are not drawn.
 _PICTURE_COLUMNS = 160
@@ -48,15 +47,11 @@ def PartitionText(params: hyperparams.InstantiableParams, logdir: str = '') -> s
     saved = checkpointer.Checkpointer(os.path.join(logdir, 'train'))
     splits = measured_cut.Find(saved, model.task)
   cut = runner.PlanTask(model.task, spec, splits)
-  pipeline = model.task.pipeline
   text = cut.Table()
   if num_shapes > 1:
     text += f'\n\nfor the largest of {num_shapes} shapes of batches: {shapes.NestText(spec)}'
-  if pipeline is not None:
-    schedule = schedules.GetForBatch(
-      pipeline.params.schedule, len(cut.stages), cut.num_micro_batches, pipeline.num_devices
-    )
-    picture = schedule.Picture()
+  if model.task.pipeline is not None:
+    picture = cut.schedule.Picture()
     if max(len(line) for line in picture.splitlines()) <= _PICTURE_COLUMNS:
       text += f'\n\n{picture}'
   return text

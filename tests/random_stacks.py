@@ -96,7 +96,10 @@ def Make(seed: int, **options: Any) -> RandomPipeline:
 def RandomSchedule(
   choose: random.Random, num_stages: int, num_micro_batches: int, num_devices: int
 ) -> schedules.Schedule:
-  """Any order of actions that respects what they need, in any of the ways to do backward."""
+  """Any order of actions that respects what they need, in any of the ways to do backward.
+
+  The stages may be on any devices, none of which is left out.
+  """
   kind = actions.Kind
   needs: dict[actions.Action, list[actions.Action]] = {}
   for m in range(num_micro_batches):
@@ -115,14 +118,16 @@ def RandomSchedule(
       if way[k] != 'B':
         needs[actions.Action(k, kind.WEIGHT_GRADIENT, m)] = [back]
       gradient = back
+  place = random.Random(len(needs))  # What else is drawn does not hang on it.
+  owners = [*range(num_devices), *place.choices(range(num_devices), k=num_stages - num_devices)]
+  place.shuffle(owners)
   rows: list[list[actions.Action]] = [[] for _ in range(num_devices)]
   done: set[actions.Action] = set()
   while len(done) < len(needs):
     ready = [a for a, needed in needs.items() if a not in done and done.issuperset(needed)]
     action = choose.choice(ready)
-    rows[action.stage % num_devices].append(action)
+    rows[owners[action.stage]].append(action)
     done.add(action)
-  owners = [k % num_devices for k in range(num_stages)]
   return schedules.Schedule('own', num_stages, num_micro_batches, rows, owners)
 
 

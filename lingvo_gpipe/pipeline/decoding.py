@@ -231,9 +231,7 @@ class Decoder:
     states: list[list[Any]] = [[None] * num_micro_batches for _ in stages]
     # What ran last on each device: the next action there waits for it.
     last: dict[str, list[tf.Tensor]] = {}
-    schedule = schedules.GetForBatch(
-      'forward_only', len(stages), num_micro_batches, self._pipeline.num_devices
-    )
+    schedule = schedules.ForwardOnlyOn(self._pipeline.stage_to_device, num_micro_batches)
     for action in schedule.EmissionOrder():
       k, m = action.stage, action.micro_batch
       s = stages[k]

@@ -29,6 +29,7 @@ class PipelineEngine:
   """Runs a flat list of layers, cut into stages, by a schedule.
 
   Attributes:
+    stage_to_device: for each stage the index of its device.
     ties: {path of a weight: path of the weight that it is}.
   """
 
@@ -38,7 +39,7 @@ class PipelineEngine:
     ends: Sequence[int],
     devices: Sequence[str],
     *,
-    stages_per_device: int = 1,
+    stage_to_device: Sequence[int] | None = None,
     schedule: str | schedules.Schedule = 'gpipe',
     remat_policy: str = 'stage',
     xla: bool = True,
@@ -51,8 +52,9 @@ class PipelineEngine:
     Args:
       layers: the flat list; outputs of one are the arguments of the next.
       ends: for each stage the index after its last layer, ascending.
-      devices: stage k is put on device k mod (stages / stages_per_device).
-      stages_per_device: how many stages a device holds.
+      devices: names for tf.device; those that no stage is put on are left alone.
+      stage_to_device: for each stage the index of its device, as the schedule has it; None: its own
+        number.
       schedule: name of the training schedule, or one of the user's own.
       remat_policy: what backward recomputes, one of `rematerialisation.POLICIES`.
       xla: True to compile the stage functions by XLA.
@@ -65,16 +67,11 @@ class PipelineEngine:
     Raises:
       ValueError: the cut, the devices, the schedule or the policy do not fit.
     """
-    if len(ends) % stages_per_device:
+    self.stage_to_device = tuple(range(len(ends)) if stage_to_device is None else stage_to_device)
+    num_devices = max(self.stage_to_device) + 1
+    if len(devices) < num_devices:
       raise ValueError(
-        f'{len(ends)} stages cannot be put on devices {stages_per_device} at a time '
-        '(stages_per_device); make num_stages a multiple of it'
-      )
-    self.num_devices = len(ends) // stages_per_device
-    if len(devices) < self.num_devices:
-      raise ValueError(
-        f'{len(ends)} stages, {stages_per_device} a device, need {self.num_devices} devices, '
-        f'got {len(devices)}: {", ".join(devices)}'
+        f'{len(ends)} stages need {num_devices} devices, got {len(devices)}: {", ".join(devices)}'
       )
     rematerialisation.CheckPolicy(remat_policy)
     self._schedule = schedule
@@ -93,7 +90,7 @@ class PipelineEngine:
     skips = Skips(layers, ends)
     for index, (start, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
       members = list(layers[start:end])
-      device = devices[index % self.num_devices]
+      device = devices[self.stage_to_device[index]]
       for layer in members:
         layer.InstantiateVariables(device)
         _CheckDevice(layer, device)
@@ -177,7 +174,7 @@ class PipelineEngine:
     counter = fprop_context.StepCounter(step, first_micro_batch)
     run = emission.Emission(self, inputs, sides, loss_weights, counter, do_eval=False)
     self.ClearAccumulators(mirrors_only=not clear)
-    run.Emit(self._Schedule(self._schedule, inputs))
+    run.Emit(self._TrainingSchedule(len(inputs)))
     self._AddTiedGradients()
     # A step that fails must leave all state as it was: it is run again, to find out why.
     with tf.control_dependencies(run.LastActions()):
@@ -231,7 +228,7 @@ class PipelineEngine:
     The loss weights are those of auxiliary losses; metrics come with their own.
     """
     run = emission.Emission(self, inputs, sides, loss_weights, None, do_eval=True)
-    run.Emit(self._Schedule('forward_only', inputs))
+    run.Emit(schedules.ForwardOnlyOn(self.stage_to_device, len(inputs)))
     return run.Sums()
 
   def Forward(
@@ -261,7 +258,7 @@ class PipelineEngine:
       the sums over all micro-batches.
     """
     run = emission.Emission(self, inputs, None, [], counter, do_eval=do_eval, theta=theta)
-    run.Emit(self._Schedule('forward_only', inputs))
+    run.Emit(schedules.ForwardOnlyOn(self.stage_to_device, len(inputs)))
     micro_batches = range(len(inputs))
     outputs = [run.args[self.num_stages, m] for m in micro_batches]
     taken = [[run.x[k, m] for m in micro_batches] for k in range(self.num_stages)]
@@ -291,17 +288,22 @@ class PipelineEngine:
     run = emission.Emission(self, [], None, [], counter, do_eval=do_eval, theta=theta)
     return run.EmitThetaBackward(stage_inputs, dys)
 
-  def _Schedule(
-    self, schedule: str | schedules.Schedule, inputs: Sequence[Any]
-  ) -> schedules.Schedule:
-    chosen = schedules.GetForBatch(schedule, self.num_stages, len(inputs), self.num_devices)
-    if isinstance(schedule, str) and chosen.name != schedule and not self._told_of_small_batch:
+  def _TrainingSchedule(self, num_micro_batches: int) -> schedules.Schedule:
+    named, num_devices = self._schedule, max(self.stage_to_device) + 1
+    chosen = schedules.GetForBatch(named, self.num_stages, num_micro_batches, num_devices)
+    if chosen.stage_to_device != self.stage_to_device:
+      raise ValueError(
+        f'schedule {chosen.name!r} has its stages on devices {list(chosen.stage_to_device)} for '
+        f'{num_micro_batches} micro-batches, but they are on {list(self.stage_to_device)}; a '
+        'schedule must place its stages alike for any number of micro-batches'
+      )
+    if isinstance(named, str) and chosen.name != named and not self._told_of_small_batch:
       self._told_of_small_batch = True
       logging.info(
         'Schedule %s cannot take a batch of %d micro-batches on %d devices: %s runs it.',
-        schedule,
-        len(inputs),
-        self.num_devices,
+        named,
+        num_micro_batches,
+        num_devices,
         chosen.name,
       )
     return chosen

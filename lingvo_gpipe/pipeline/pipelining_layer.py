@@ -58,7 +58,10 @@ class PipeliningLayer(base_layer.BaseLayer):
     p.Define('sub', [], 'Params of the layers, in order; SequentialLayers inside are opened.')
     p.Define('num_stages', 1, 'The number of stages.')
     p.Define(
-      'stages_per_device', 1, 'How many stages a device holds; stage k is on device k mod K.'
+      'stages_per_device',
+      1,
+      'How many stages a device holds: stage k is on device k mod K. A Schedule of your own has a '
+      'map of its stages to devices instead.',
     )
     p.Define('num_micro_batches', 1, 'M: the number of micro-batches of a mini-batch.')
     p.Define('splits', [], 'Index after the last layer of each stage; empty: cut by cost.')
@@ -104,9 +107,13 @@ class PipeliningLayer(base_layer.BaseLayer):
       )
     if p.memory_limit < 0:
       raise ValueError(f'{self.path}: memory_limit must not be negative, got {p.memory_limit}')
-    chosen = schedules.Get(p.schedule, p.num_stages, p.num_micro_batches, self.num_devices)
+    asked = -(-p.num_stages // p.stages_per_device)
+    if isinstance(p.schedule, schedules.Schedule) and p.stages_per_device == 1:
+      asked = p.schedule.num_devices
+    chosen = schedules.Get(p.schedule, p.num_stages, p.num_micro_batches, asked)
     if chosen.forward_only:
       raise ValueError(f'{self.path}: schedule {chosen.name!r} has no backward; it cannot train')
+    self._num_devices = chosen.num_devices
     # The same paths as a SequentialLayer's, so that a checkpoint of either fits the other.
     self.CreateChildren('layers', flat, seed_roots=True)
     engine.Skips(self.layers, [len(self.layers)])
@@ -175,7 +182,7 @@ class PipeliningLayer(base_layer.BaseLayer):
   @property
   def num_devices(self) -> int:
     """K: how many devices the stages are put on."""
-    return -(-self.params.num_stages // self.params.stages_per_device)
+    return self._num_devices
 
   def MakePlan(
     self,
@@ -281,7 +288,7 @@ class PipeliningLayer(base_layer.BaseLayer):
       schedule=p.schedule,
       remat_policy=p.remat_policy,
       xla=p.xla,
-      stages_per_device=p.stages_per_device,
+      stage_to_device=cut.schedule.stage_to_device,
       loss_fn=loss_fn,
       is_trained=is_trained,
       ties=self._absolute_ties,

@@ -330,11 +330,13 @@ def _CheckMemory(cut: Plan, limit: float, by_hand: bool) -> None:
     needs[device] += memory.total
   if by_hand and max(needs) <= limit:
     return
-  k = max(range(len(cut.stages)), key=lambda k: cut.memory[k].total)
+  owners = cut.schedule.stage_to_device
+  of_device = [k for k, owner in enumerate(owners) if owner == needs.index(max(needs))]
+  k = max(of_device, key=lambda k: cut.memory[k].total)
   s, memory = cut.stages[k], cut.memory[k]
   whose = 'of splits' if by_hand else f'of the cut that is best by {cut.by}'
-  many = len(cut.stages) // cut.num_devices
-  share = f' (an equal share of it for each of the {many} stages of a device)' if many > 1 else ''
+  many = len(of_device)
+  share = f' (an equal share of it for each of the {many} stages of the device)' if many > 1 else ''
   raise ValueError(
     f'memory_limit {BytesText(limit)} a device{share}: '
     + ('' if by_hand else f'no cut into {len(cut.stages)} stages keeps it; ')

@@ -109,6 +109,19 @@ def GetForBatch(
   return Get(schedule, num_stages, num_micro_batches, num_devices)
 
 
+def ForwardOnlyOn(stage_to_device: Sequence[int], num_micro_batches: int) -> Schedule:
+  """`forward_only` for stages on any devices; valid wherever they are, for stages come in order.
+
+  Args:
+    stage_to_device: for each stage its device, of which none is left out.
+    num_micro_batches: M.
+  """
+  rows: list[list[Action]] = [[] for _ in range(max(stage_to_device) + 1)]
+  for stage, device in enumerate(stage_to_device):
+    rows[device] += _Series(stage, Kind.FORWARD, range(num_micro_batches))
+  return Schedule('forward_only', len(stage_to_device), num_micro_batches, rows, stage_to_device)
+
+
 def BubbleBound(num_stages: int, num_micro_batches: int) -> float:
   """Idle share of a step with K equal stages and M micro-batches: (K-1)/(M+K-1), GPipe 2.3."""
   _CheckSizes({'num_stages': num_stages, 'num_micro_batches': num_micro_batches})
@@ -259,16 +272,7 @@ def ForwardOnly(num_stages: int, num_micro_batches: int, num_devices: int) -> Sc
       f"Schedule 'forward_only' needs at least one stage for each device, got {num_stages} stages "
       f'for {num_devices} devices; take no more than {num_stages} devices'
     )
-  rows = [
-    [
-      action
-      for stage in range(device, num_stages, num_devices)
-      for action in _Series(stage, Kind.FORWARD, range(num_micro_batches))
-    ]
-    for device in range(num_devices)
-  ]
-  owners = _LoopOwners(num_stages, num_devices)
-  return Schedule('forward_only', num_stages, num_micro_batches, rows, owners)
+  return ForwardOnlyOn(_LoopOwners(num_stages, num_devices), num_micro_batches)
 
 
 # What the rules share.

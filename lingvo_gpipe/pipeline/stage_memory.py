@@ -143,9 +143,11 @@ class StageMemory:
     What several stages of one device need together is not additive; each gets an equal share of
     the limit, which is always enough.
     """
-    share = limit * self._schedule.num_devices / self._schedule.num_stages
-    rooms = []
-    for kind in range(len(self._distinct)):
+    owners = self._schedule.stage_to_device
+    stages = [(kind, owners.count(owner)) for kind, owner in zip(self._held, owners, strict=True)]
+    rooms = {}
+    for kind, count in set(stages):
+      share = limit / count
       room = []
       for start in range(len(self._layers)):
         # The memory never falls as the end moves on.
@@ -158,8 +160,8 @@ class StageMemory:
             key=lambda end: self.State(start, end) + self._Activations(kind, start, end),
           )
         )
-      rooms.append(room)
-    return [rooms[kind] for kind in self._held]
+      rooms[kind, count] = room
+    return [rooms[stage] for stage in stages]
 
 
 def HeldAtPeaks(schedule: schedule_ir.Schedule, remat_policy: str) -> list[tuple[_Held, ...]]:

@@ -2,6 +2,7 @@
 """Same loss and gradients under every schedule and policy, and which schedules are refused."""
 
 import collections
+import dataclasses
 import functools
 import itertools
 import random
@@ -214,15 +215,73 @@ def testAScheduleOfOnesOwnOfAnotherSize():
     pipeline_training.Train(stack, *_Batch(3), _Loss)
 
 
-def testAScheduleOfOnesOwnOnOtherDevicesThanTheStages():
-  """Stages in a V, first and last on one device, where the engine deals them out in turn."""
-  text = """
-    0F0, 3F0, 3B0, 0B0
-    1F0, 2F0, 2B0, 1B0
-  """
-  stack = _Stack(schedules.Schedule.FromText(text, name='v'), 'stage', 4, 1, 2)
-  with pytest.raises(ValueError, match="schedule 'v' runs stage .* but the stage is on .*CPU"):
-    pipeline_training.Train(stack, *_Batch(7), _Loss)
+# Two devices; the first has the first stage of four and the last, as in a V.
+_V = """
+  0F0, 0F1, 3V0, 3F1, 3B1, 0B0, 0B1
+  1F0, 2F0, 1F1, 2F1, 2I0, 1B0, 2W0, 2B1, 1B1
+"""
+_UNEVEN = """
+  0F0, 0F1, 0B0, 0B1
+  1F0, 1F1, 2F0, 2B0, 2F1, 2B1, 1I0, 1B1, 1W0
+"""
+_BACK_TO_FRONT = """
+  1F0, 1F1, 1B1, 1B0
+  0F0, 0F1, 0B1, 0B0
+"""
+
+
+@pytest.mark.parametrize(
+  'text, placement, policy',
+  [
+    (_V, (0, 1, 1, 0), 'stage'),
+    (_V, (0, 1, 1, 0), 'none'),
+    (_UNEVEN, (0, 1, 1), 'except_last'),
+    (_BACK_TO_FRONT, (1, 0), 'layer'),
+  ],
+)
+def testAScheduleOfOnesOwnSaysWhereTheStagesAre(text, placement, policy):
+  schedule = schedules.Schedule.FromText(text, name='placed')
+  stack = _Stack(schedule, policy, len(placement), 2)
+  assert stack.num_devices == 2
+  _Check(stack, 7)
+  devices = pipeline_training.Devices()
+  for s, device in zip(stack.engine.stages, placement, strict=True):
+    assert s.device == devices[device]
+    assert all(v.device.endswith(devices[device]) for v in tf.nest.flatten(s.variables))
+  # Forward only, with batches that the schedule cannot train on, too.
+  layer, theta = pipeline_training.PlainLayers(_Sub())
+  (ids, paddings), _ = _Batch(7)
+  for size in (7, 1):
+    expected = layer.FProp(theta(), ids[:size], paddings[:size])
+    np.testing.assert_allclose(stack.Predict(ids[:size], paddings[:size]), expected, atol=1e-12)
+
+
+def testAScheduleOfOnesOwnAndStagesPerDeviceThatContradictIt():
+  schedule = schedules.Schedule.FromText(_V, name='v')
+  assert _Stack(schedule, 'stage', 4, 2, 2).num_devices == 2
+  with pytest.raises(ValueError, match="'v' has num_devices 2, but 1 is asked for"):
+    _Stack(schedule, 'stage', 4, 2, 4)
+
+
+def testARegisteredScheduleThatMovesItsStages(monkeypatch):
+  """Whose placement depends on the number of micro-batches."""
+
+  def Moving(num_stages, num_micro_batches, num_devices):
+    made = schedules.Get('gpipe', num_stages, num_micro_batches, num_devices)
+    step = 1 if num_micro_batches > 1 else -1
+    return dataclasses.replace(
+      made,
+      name='moving',
+      actions=made.actions[::step],
+      stage_to_device=made.stage_to_device[::step],
+    )
+
+  monkeypatch.setitem(schedules._GENERATORS, 'moving', Moving)
+  stack = _Stack('moving', 'stage', 2, 2)
+  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs(_Batch(7)[0]), loss_fn=_Loss)
+  words = r"schedule 'moving' has its stages on devices \[1, 0\] for 1 micro-b.* on \[0, 1\]"
+  with pytest.raises(ValueError, match=words):
+    stack.engine.Train(*_MicroBatches(stack, 1), tf.constant(1, tf.int64))
 
 
 # ---- refused -----------------------------------------------------------------------------

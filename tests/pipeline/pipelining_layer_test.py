@@ -540,7 +540,7 @@ def testNothingWorksBeforePlace():
 
 def testTooFewDevices():
   args = _Inputs([4])
-  with pytest.raises(ValueError, match='4 stages, 1 a device, need 4 devices, got 3'):
+  with pytest.raises(ValueError, match='4 stages need 4 devices, got 3'):
     _Pipeline(4, 2).Place(_Devices()[:3], *_Specs(args))
 
 

@@ -211,6 +211,40 @@ def testSeveralStagesADeviceAndOtherSchedules():
   ).even_bubble == pytest.approx(3 / 15)
 
 
+def testStagesOnAnyDevices():
+  """A schedule of the user's own may have them anywhere: in a V, or more here than there."""
+  vee = schedules.Schedule.FromText('0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0', 'v')
+  cut = plan.MakePlan(_Layers([1] * 4, num_weights=[1] * 4), [_SPEC], schedule=vee)
+  table = cut.Table(['/device:CPU:0', '/device:CPU:1'])
+  assert [line.split()[-1] for line in table.splitlines()[1:5]] == [
+    f'device:CPU:{k}' for k in (0, 1, 1, 0)
+  ]
+  assert '4 stages on K=2 devices, M=1 micro-batches, v' in table
+  # One device works at a time; F, R, I and W but for the first layer, which has no I.
+  assert cut.simulated.busy == (7, 8)
+  assert cut.bubble == pytest.approx(0.5)
+  assert cut.speed_up == pytest.approx(1)
+
+
+def testAMemoryLimitOfStagesOnAnyDevices():
+  uneven = schedules.Schedule.FromText('0F0,0B0\n1F0,2F0,2B0,1B0', 'uneven')
+  layers = _Wide(4)
+
+  def Cut(limit, **options):
+    return plan.MakePlan(layers, [_WIDE_SPEC], schedule=uneven, memory_limit=limit, **options)
+
+  one, two = (
+    plan.MakePlan(layers[:n], [_WIDE_SPEC], schedule=schedules.Get('gpipe', 1, 1)) for n in (1, 2)
+  )
+  # The first stage has a device of its own and so room for two layers; the others share one.
+  assert two.memory[0].total <= 2 * one.memory[0].total
+  cut = Cut(2 * one.memory[0].total)
+  assert cut.ends == (2, 3, 4)
+  assert [m.total for m in cut.memory] == [two.memory[0].total] + [one.memory[0].total] * 2
+  with pytest.raises(ValueError, match=r'each of the 2 stages of the device\).*stage 1 of splits'):
+    Cut(2 * one.memory[0].total, splits=[1, 3, 4])
+
+
 def testTheTableShowsEveryStage():
   layers = _Layers([1_000_000, 2_000_000, 3_000_000], num_weights=[10, 1000, 100_000])
   cut = _Make(layers, 2, m=4)

@@ -261,6 +261,9 @@ def testForwardOnlyOfAnySize(num_devices, chunks, num_micro_batches):
 
 def testForwardOnlyOfUnevenStages():
   assert schedules.Get('forward_only', 3, 1, 2).ToText() == '0F0,2F0\n1F0\n'
+  for owners in itertools.product(range(3), repeat=4):
+    if len(set(owners)) == max(owners) + 1:
+      assert schedules.ForwardOnlyOn(owners, 2).Validate().stage_to_device == owners
 
 
 def testForwardRunsInLockstep():
