@@ -20,6 +20,7 @@ _LEVELS = (
   (
     'lingvo_gpipe.hyperparams',
     'lingvo_gpipe.params_text',
+    'lingvo_gpipe.params_diff',
     'lingvo_gpipe.params_tree',
     'lingvo_gpipe.literals',
     'lingvo_gpipe.read_only',
