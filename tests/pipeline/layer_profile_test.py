@@ -7,15 +7,15 @@ import time
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe import base_layer, weight_params
-from lingvo_gpipe.layers import dropout, embedding, linear, skip
+from lingvo_gpipe import base_layer, nested_map, weight_params
+from lingvo_gpipe.layers import batch_norm, dropout, embedding, linear, skip
 from lingvo_gpipe.pipeline import layer_costs, layer_profile, pipelining_layer, plan, schedules
 
 _QUICK = layer_profile.Timing(repeats=1, min_seconds=0.0)
 
 
 class _Sleeper(base_layer.BaseLayer):
-  """x -> x w, after a nap; counts the naps of all of them."""
+  """(x, *others) -> (x w, *others), after a nap; counts the naps of all of them."""
 
   naps = 0
   modes = set()
@@ -31,7 +31,7 @@ class _Sleeper(base_layer.BaseLayer):
     super().__init__(params)
     self.CreateVariable('w', weight_params.WeightParams([]))
 
-  def FProp(self, theta, x):
+  def FProp(self, theta, x, *others):
     p = self.params
     _Sleeper.modes.add(self.do_eval)
 
@@ -49,7 +49,25 @@ class _Sleeper(base_layer.BaseLayer):
     def Sleepy(x):
       return Nap(x, p.forward), lambda dy: Nap(dy, p.backward)
 
-    return Sleepy(x * theta.w)
+    y = Sleepy(x * theta.w)
+    return (y, *others) if others else y
+
+
+class _Unfold(base_layer.BaseLayer):
+  """x -> (x, a nest of floats, integers, bools and None)."""
+
+  def FProp(self, theta, x):
+    rest = [tf.sin(x), None, (x > 0,)]
+    return x, nested_map.NestedMap(ids=tf.argmax(x, -1), none=None, rest=rest)
+
+
+class _Fold(base_layer.BaseLayer):
+  """What _Unfold returned -> a tensor; integers have to be indices and bools False."""
+
+  def FProp(self, theta, x, nest):
+    (is_positive,) = nest.rest[2]
+    y = x + tf.where(is_positive, nest.rest[0], tf.zeros_like(x))
+    return tf.gather(y, nest.ids, axis=1, batch_dims=1)
 
 
 def _Pipeline(sub, **options):
@@ -121,10 +139,23 @@ def testEqualLayersAreMeasuredOnce(monkeypatch):
   ]
 
 
+def testNestsBetweenLayers():
+  layers = _Pipeline([_Unfold.Params(), *_Sleepers((0.05, 0.05)), _Fold.Params()]).layers
+  (_, nest) = layer_costs.LayerCosts(layers, [_SPEC]).costs[1].out_specs
+  dtypes = [t and t.dtype for t in tf.nest.flatten(nest)]
+  assert dtypes == [tf.int64, None, tf.float32, None, tf.bool]
+  first, second, third = _Times(layers, _SPEC)
+  assert all(forward > 0 for forward, _ in (first, third))
+  assert second[0] >= 0.05
+
+
 def testNothingOfTheLayersIsTouched():
-  layer = _Pipeline([linear.LinearLayer.Params().Set(input_dim=8, output_dim=8)] * 2)
+  """BatchNorm's statistics least of all, though it is measured in training mode."""
+  square = linear.LinearLayer.Params().Set(input_dim=8, output_dim=8)
+  layer = _Pipeline([square, batch_norm.BatchNormLayer.Params().Set(dim=8), square])
   layer.Place([tf.config.list_logical_devices('CPU')[0].name], _SPEC)
   before = {path: v.numpy() for path, v in layer.VariablesByPath().items()}
+  assert len(before) == 6
   same = {path: id(v) for path, v in layer.VariablesByPath().items()}
   state = tf.random.get_global_generator().state.numpy()
   _Times(layer.layers, _SPEC)

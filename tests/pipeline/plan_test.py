@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 from hypothesis import strategies as st
 
-from lingvo_gpipe import base_layer, nested_map, weight_params
+from lingvo_gpipe import base_layer, nested_map, optimizer, weight_params
 from lingvo_gpipe.layers import linear, sequential, transformer
 from lingvo_gpipe.pipeline import (
   layer_costs,
@@ -354,6 +354,20 @@ def testAMemoryLimitMovesTheCut():
   cut = _MakeWide(layers, 3, memory_limit=limit, **kept)
   assert (free.ends, cut.ends) == ((2, 4, 6), (1, 3, 6))
   assert all(m.total <= limit for m in cut.memory)
+
+
+def testOptimizerSlotsMoveTheCut():
+  """With SGD the weights fit where the work is balanced; with Adam some have to go elsewhere."""
+  layers = _Layers([1] * 4, num_weights=[3000, 1000, 1000, 1000])
+
+  def Cut(optimizer_class, **options):
+    slots = optimizer_class.Params().Instantiate().SlotsPerWeight()
+    return _Make(layers, 2, weights=layer_costs.Weights(slots_per_weight=slots), **options)
+
+  free = Cut(optimizer.Adam)
+  limit = free.memory[0].total - 1
+  assert (free.ends, Cut(optimizer.SGD, memory_limit=limit).ends) == ((2, 4), (2, 4))
+  assert Cut(optimizer.Adam, memory_limit=limit).ends == (1, 4)
 
 
 def testAMemoryLimitThatCannotBeKept():
