@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Same loss and gradients under every schedule and policy, and which schedules are refused."""
+"""Same results under every schedule and policy, at the same time on all devices; refusals."""
 
 import collections
 import dataclasses
 import functools
 import itertools
+import os
 import random
 import sys
+import threading
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe import nested_map
+from lingvo_gpipe import base_layer, nested_map, weight_params
 from lingvo_gpipe.layers import dropout, embedding, linear, norm
 from lingvo_gpipe.pipeline import rematerialisation, schedules
 from tests import pipeline_training
@@ -182,6 +184,63 @@ def _MicroBatches(stack, size):
   inputs, side = _Batch(size)
   sides = stack.SplitBatch(side)
   return stack.SplitBatch(inputs), sides, [pipeline_training.LossWeight(s) for s in sides]
+
+
+# ---- at the same time --------------------------------------------------------------------
+
+
+class _Meets(base_layer.BaseLayer):
+  """(x, m) -> (x w, m); forward and backward of the micro-batch m == `at` wait for another one."""
+
+  barrier = None
+
+  @classmethod
+  def Params(cls):
+    p = super().Params()
+    p.Define('at', 0, 'The micro-batch.')
+    return p
+
+  def __init__(self, params):
+    super().__init__(params)
+    self.CreateVariable('w', weight_params.WeightParams([]))
+
+  def FProp(self, theta, x, m):
+    def Wait(value, m):
+      if m[0] == self.params.at:
+        _Meets.barrier.wait()
+      return value
+
+    def Meet(value):
+      met = tf.numpy_function(Wait, [value, m], value.dtype)
+      met.set_shape(value.shape)
+      return met
+
+    return tf.custom_gradient(lambda x: (Meet(x), Meet))(x * theta.w), m
+
+
+def _Meet(timeout, **options):
+  """A step in which 1F0 and 0F1 wait for each other, and 1B0 and 0B1; the barrier."""
+  _Meets.barrier = threading.Barrier(2, timeout=timeout)
+  sub = [_Meets.Params().Set(at=1), _Meets.Params().Set(at=0)]
+  stack = pipeline_training.MakeStack(
+    sub, num_stages=2, splits=[1, 2], num_micro_batches=2, **options
+  )
+  x, side = (tf.ones([4, 1], tf.float64), tf.constant([0, 0, 1, 1])), tf.ones([4], tf.float64)
+  pipeline_training.Train(stack, x, side)
+  return _Meets.barrier
+
+
+@pytest.mark.skipif(
+  len(os.sched_getaffinity(0)) < 2, reason='TensorFlow has one thread on one core'
+)
+def testDevicesRunAtTheSameTime():
+  assert not _Meet(timeout=60).broken
+
+
+def testStagesOfOneDeviceTakeTurns():
+  """So the test above can fail."""
+  with pytest.raises(tf.errors.OpError, match='BrokenBarrierError'):
+    _Meet(timeout=0.1, stages_per_device=2, schedule='looped_bfs')
 
 
 # ---- schedules of the user's own ---------------------------------------------------------
