@@ -2,7 +2,8 @@
 """What backward runs again under each policy: matrix products in the graphs that TensorFlow runs.
 
 With n layers of one product each, a forward has n, the weights' gradients n, and the inputs'
-gradients n but for the first stage, which needs none for its own input.
+gradients n but for the first stage, which needs none for its own input. A frozen layer has no
+weight's gradient.
 """
 
 import collections
@@ -38,7 +39,7 @@ def _Stack(schedule, policy, *, num_stages=_STAGES, num_micro_batches=_M, block=
   )
 
 
-def _Products(stack, tmp_path, monkeypatch, shape=(2 * _M, _DIM)):
+def _Products(stack, tmp_path, monkeypatch, shape=(2 * _M, _DIM), is_trained=None):
   """{action: number of matrix products}, of all actions of a step; the step is run eagerly."""
   numbers = itertools.count()
   known, products = {}, collections.Counter()
@@ -97,7 +98,12 @@ def _Products(stack, tmp_path, monkeypatch, shape=(2 * _M, _DIM)):
   for kind, method in original_actions.items():
     monkeypatch.setitem(emission._ACTIONS, kind, Run(kind, method))
   x = tf.ones(shape, tf.float64)
-  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs([x]), loss_fn=_Loss)
+  stack.Place(
+    pipeline_training.Devices(),
+    *pipeline_training.Specs([x]),
+    loss_fn=_Loss,
+    is_trained=is_trained,
+  )
   inputs = [(piece,) for piece in stack.SplitBatch(x)]
   ones = [tf.ones([], tf.float64)] * _M
   stack.engine.Train(inputs, [None] * _M, ones, tf.constant(1, tf.int64))
@@ -110,7 +116,7 @@ def _Loss(theta, outputs, side):
   return {'loss': (value, tf.ones([], value.dtype))}
 
 
-def _Expected(schedule, again):
+def _Expected(schedule, again, num_trained=_N):
   """{action: products}, where B or what stands for it runs `again(k, m)` products again."""
   expected = collections.Counter()
   for action in itertools.chain.from_iterable(schedule.actions):
@@ -120,10 +126,10 @@ def _Expected(schedule, again):
     # The first stage's I has nothing to compute; all is left to its W.
     expected[str(action)] = {
       'F': _N,
-      'B': extra + inputs + _N,
-      'V': _N + inputs + _N,
+      'B': extra + inputs + num_trained,
+      'V': _N + inputs + num_trained,
       'I': extra + inputs if k else 0,
-      'W': _N if k else extra + inputs + _N,
+      'W': num_trained if k else extra + inputs + num_trained,
     }[kind]
   return expected
 
@@ -153,6 +159,23 @@ def testProductsOfEveryActionCompiledByXla(name, policy, tmp_path, monkeypatch):
   products = _Products(_Stack(name, policy, xla=True), tmp_path, monkeypatch)
   schedule = schedules.Get(name, _STAGES, _M)
   assert products == _Expected(schedule, _AGAIN[policy])
+
+
+@pytest.mark.parametrize(
+  'name, policy',
+  [('1f1b_fused', 'stage'), ('gpipe', 'none'), ('zb_h1', 'stage'), ('zb_h1', 'none')],
+)
+def testAFrozenLayerWithinAStageHasNoWeightGradient(name, policy, tmp_path, monkeypatch):
+  """The second of each stage's n layers; the gradient of its input is needed as before."""
+  frozen = [f'layers[{(_N + 1) * k + 1}]' for k in range(_STAGES)]
+  products = _Products(
+    _Stack(name, policy),
+    tmp_path,
+    monkeypatch,
+    is_trained=lambda path: not any(layer in path for layer in frozen),
+  )
+  schedule = schedules.Get(name, _STAGES, _M)
+  assert products == _Expected(schedule, _AGAIN[policy], _N - 1)
 
 
 def testHalvesOfABackwardRunNoProductTwice(tmp_path, monkeypatch):
