@@ -8,8 +8,10 @@ import pytest
 import tensorflow as tf
 
 from lingvo_gpipe import (
+  base_layer,
   checkpointer,
   cluster,
+  fprop_context,
   nested_map,
   optimizer,
   params_text,
@@ -18,22 +20,39 @@ from lingvo_gpipe import (
   stop_request,
   task,
   train_program,
+  weight_params,
 )
 from lingvo_gpipe.layers import batch_norm, dropout, linear
 from lingvo_gpipe.pipeline import pipelining_layer
 from tests import pipeline_training, processes
 
 _DIM, _BATCH, _M = 4, 5, 2
+_SGD = optimizer.SGD.Params()
 _COUNT = 'net.stack.layers[1].num_updates'
 
 
+class _AddsLosses(base_layer.BaseLayer):
+  """tanh(x w), with an auxiliary loss of its outputs and one of its weights."""
+
+  def __init__(self, params):
+    super().__init__(params)
+    self.CreateVariable('w', weight_params.WeightParams([_DIM, _DIM]))
+
+  def FProp(self, theta, x):
+    y = tf.tanh(tf.matmul(x, theta.w))
+    context = fprop_context.Current()
+    context.AddAuxLoss(self, tf.reduce_mean(y) ** 2, 3.0, 'outputs')
+    context.AddAuxLoss(self, tf.reduce_mean(theta.w**2), 0.5, 'weights')
+    return y
+
+
 class _Net(task.BaseTask):
-  """Projections with dropout, the last weight tied to the first; BatchNorm if asked for."""
+  """Projections around a layer that is chosen, the last weight tied to the first."""
 
   @classmethod
   def Params(cls):
     p = super().Params()
-    p.Define('has_norm', False, 'Normalise.')
+    p.Define('middle', 'dropout', 'The second layer: dropout, norm or losses.')
     p.Define('num_micro_batches', _M, 'M.')
     return p
 
@@ -43,8 +62,11 @@ class _Net(task.BaseTask):
     project = linear.ProjectionLayer.Params().Set(
       input_dim=_DIM, output_dim=_DIM, has_bias=True, activation='TANH'
     )
-    norm = batch_norm.BatchNormLayer.Params().Set(dim=_DIM, decay=None)
-    middle = norm if p.has_norm else dropout.DropoutLayer.Params().Set(keep_prob=0.7)
+    middle = {
+      'dropout': dropout.DropoutLayer.Params().Set(keep_prob=0.7),
+      'norm': batch_norm.BatchNormLayer.Params().Set(dim=_DIM, decay=None),
+      'losses': _AddsLosses.Params(),
+    }[p.middle]
     self.CreateChild(
       'stack',
       pipelining_layer.PipeliningLayer.Params().Set(
@@ -77,8 +99,8 @@ def _Spec(batch_size):
   )
 
 
-def _Runner(num, batch_size=_BATCH, has_norm=False, num_micro_batches=_M, **learner):
-  p = _Net.Params().Set(name='net', random_seed=4, dtype=tf.float64, has_norm=has_norm)
+def _Runner(num, batch_size=_BATCH, middle='dropout', num_micro_batches=_M, **learner):
+  p = _Net.Params().Set(name='net', random_seed=4, dtype=tf.float64, middle=middle)
   p.num_micro_batches = num_micro_batches
   p.train.learner.Set(num_accumulated_mini_batches=num, learning_rate=0.1, **learner)
   return runner.TaskRunner(p.Instantiate(), pipeline_training.Devices(), _Spec(batch_size))
@@ -136,6 +158,31 @@ def testSameAsOneMiniBatchOfTheJointSize(clip):
     assert traced == counts
 
 
+def testAuxiliaryLossesOfSeveralMiniBatches():
+  """The update is one of the unpipelined layers' total objective over all of them."""
+  run, batches = _Runner(3, middle='losses', num_micro_batches=5, optimizer=_SGD), _Batches(3)
+  p, variables = run.task.stack.params, run.Variables()
+  plain, _ = pipeline_training.PlainLayers(p.sub, p.ties)
+  for path, variable in plain.VariablesByPath().items():
+    if f'net.{path}' in variables:  # All but the tied one.
+      variables[f'net.{path}'].assign(variable)
+  run.AfterRestore()
+  before, joined = _Arrays(run), _Joined(batches)
+
+  def Loss(theta, outputs, side):
+    return run.task.ComputeLoss(theta, outputs[0], side.batch)[0]
+
+  side = nested_map.NestedMap(batch=joined, weights=joined.example_weights)
+  sums, grads = pipeline_training.Reference(p.sub, 15, (joined.x,), side, Loss, ties=p.ties)
+  values = [run.TrainStep(batch) for batch in batches][-1]
+  for path, gradient in grads.items():
+    expected = before[f'net.{path}'] - 0.1 * gradient / np.sum(joined.example_weights)
+    np.testing.assert_allclose(variables[f'net.{path}'], expected, rtol=1e-7, atol=1e-9)
+  for name in ('outputs', 'weights'):
+    total, weight = sums[f'stack.layers[1].{name}']
+    assert values[f'net.stack.layers[1].{name}'] == pytest.approx(total / weight, rel=1e-6)
+
+
 def testOneBadMiniBatchSkipsTheUpdate():
   run, batches = _Runner(2), _Batches(3)
   before = _Arrays(run)
@@ -155,7 +202,7 @@ def testOneBadMiniBatchSkipsTheUpdate():
 @pytest.mark.parametrize('num', [1, 3])
 def testASkippedUpdateMovesNoStatistics(num):
   """Whose sums are finite: only the loss is not, in the last of its mini-batches."""
-  run, batches = _Runner(num, has_norm=True), _Batches(3)[-num:]
+  run, batches = _Runner(num, middle='norm'), _Batches(3)[-num:]
   for batch in batches:
     run.TrainStep(batch)
   before = _Arrays(run)
@@ -173,7 +220,7 @@ def testASkippedUpdateMovesNoStatistics(num):
 
 def testStatisticsMoveWithTheWeights():
   """Not before: neither does what a checkpoint between two updates would hold."""
-  run, batches = _Runner(3, has_norm=True), _Batches(3)
+  run, batches = _Runner(3, middle='norm'), _Batches(3)
   before = _Arrays(run)
   run.TrainStep(batches[0])
   run.TrainStep(batches[2])
@@ -181,7 +228,7 @@ def testStatisticsMoveWithTheWeights():
 
 
 def testAnErrorBeginsTheUpdateAnew(monkeypatch):
-  run, batches = _Runner(2, has_norm=True), _Batches(3)
+  run, batches = _Runner(2, middle='norm'), _Batches(3)
   before, accumulate = _Arrays(run), run._accumulate
 
   def Fail(*args):
@@ -211,7 +258,7 @@ def testAnErrorBeginsTheUpdateAnew(monkeypatch):
 def testBatchNormAndARestart(tmp_path):
   """Moving averages follow each mini-batch; going on from a checkpoint is exact."""
   batches = _Batches(6)
-  straight, first = _Runner(2, has_norm=True), _Runner(2, has_norm=True)
+  straight, first = _Runner(2, middle='norm'), _Runner(2, middle='norm')
   store = checkpointer.Checkpointer(str(tmp_path))
   for i, batch in enumerate(batches):
     straight.TrainStep(batch)
@@ -219,7 +266,7 @@ def testBatchNormAndARestart(tmp_path):
       first.TrainStep(batch)
   assert straight.Variables()[_COUNT].numpy() == 6
   store.Save(2, first.Variables(), {})
-  second = _Runner(2, has_norm=True)
+  second = _Runner(2, middle='norm')
   second.TrainStep(batches[5])  # Half an update before the restart: it must not count.
   store.RestoreLatest(second.Variables())
   second.AfterRestore()
