@@ -3,10 +3,17 @@
 
 import re
 import sys
+import types
 
 import pytest
+import tensorflow as tf
 
-from tests import processes
+from lingvo_gpipe import binary, model, nested_map, task
+from lingvo_gpipe.input import base_input_generator
+from lingvo_gpipe.layers import dropout, linear
+from lingvo_gpipe.pipeline import pipelining_layer
+from tests import pipeline_training, processes
+from tools import verify
 
 _PROGRAM = str(processes.ROOT / 'tools' / 'verify.py')
 
@@ -94,6 +101,58 @@ def testAWrongLossWeightIsFound(tmp_path):
   assert done.returncode == 1, done.stderr
   assert re.search(r'^DIFFERENT: loss weight: 2 was announced', done.stdout, re.MULTILINE)
   assert re.search(r'^DIFFERENT: gradients: 2 of 2', done.stdout, re.MULTILINE)
+
+
+class _TimeMajor(task.BaseTask):
+  """Its pipeline takes [time, batch, dim], its loss the batch as it is."""
+
+  def __init__(self, params):
+    super().__init__(params)
+    layer = linear.ProjectionLayer.Params().Set(input_dim=4, output_dim=4, activation='TANH')
+    drop = dropout.DropoutLayer.Params().Set(keep_prob=0.8)
+    stack = pipelining_layer.PipeliningLayer.Params().Set(
+      num_stages=2, num_micro_batches=2, xla=False, batch_dim=1, sub=[layer, drop, layer]
+    )
+    self.CreateChild('stack', stack)
+
+  def PipelineInputs(self, input_batch):
+    return (tf.transpose(input_batch.x, [1, 0, 2]),)
+
+  def LossWeight(self, input_batch):
+    return tf.reduce_sum(input_batch.w)
+
+  def ComputeLoss(self, theta, predictions, input_batch):
+    squares = tf.reduce_mean(predictions**2, axis=[0, 2])
+    total = tf.reduce_sum(input_batch.w)
+    return {'loss': (tf.reduce_sum(squares * input_batch.w) / total, total)}, {}
+
+
+class _Sequences(base_input_generator.BaseInputGenerator):
+  """Example i: x [time, dim] and its weight."""
+
+  def NumExamples(self):
+    return 20
+
+  def _Examples(self, indices):
+    i = tf.cast(indices, tf.float64)
+    x = tf.sin(i[:, None, None] + tf.reshape(tf.range(12.0, dtype=i.dtype), [3, 4]))
+    return nested_map.NestedMap(x=x, w=1.0 + i)
+
+
+def testABatchAtAnotherDimension(monkeypatch, capsys):
+  """5 examples of 3 time steps: the micro-batches are 3 and 2, those of the loss too."""
+  params = model.SingleTaskModel.Params().Set(
+    task=_TimeMajor.Params(), input=_Sequences.Params().Set(batch_size=5)
+  )
+  flag_values = types.SimpleNamespace(model='test', dtype='float64', step=2, num_worst=1)
+  monkeypatch.setattr(verify, 'FLAGS', flag_values)
+  monkeypatch.setattr(binary, 'ModelParams', lambda dataset: params)
+  devices = types.SimpleNamespace(devices=pipeline_training.Devices())
+  monkeypatch.setattr(binary, 'Devices', lambda num: devices)
+  assert verify._Verify() == 0
+  out = capsys.readouterr().out
+  assert 'K=2 stages, M=2 micro-batches' in out and 'gradients of 2 variables' in out
+  assert re.search(r'^EQUAL: float64', out, re.MULTILINE)
 
 
 def testMistakesAreOneLine():
