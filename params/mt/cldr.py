@@ -103,6 +103,7 @@ class Names(registry.SingleTaskModelParams):
       'task.vocab_size': 32,
       'task.model_dim': 8,
       'task.hidden_dim': 12,
+      'task.num_heads': 2,
       'task.dim_per_head': 4,
       'task.num_layers': 1,
     }
