@@ -108,8 +108,14 @@ def testTheTrainedOnesGetTheSameGradients(schedule, policy):
     assert np.abs(grad).max() > 1e-3
 
 
-@pytest.mark.parametrize('schedule', _SCHEDULES)
-@pytest.mark.parametrize('trained', [[0, 1, 2, 3], [2], [1, 3]])
+@pytest.mark.parametrize(
+  'trained, schedule',
+  [
+    *(([2], schedule) for schedule in _SCHEDULES),
+    *(([1, 3], schedule) for schedule in ('1f1b', 'zb_h1')),
+    *(([0, 1, 2, 3], schedule) for schedule in ('gpipe', 'fused_fill_drain')),
+  ],
+)
 def testCallsAreWhatTheSimulatorPrices(schedule, trained):
   """M forwards alone below the first trained layer, no W where nothing is trained."""
   layers = tuple(f'layers[{i}]' for i in trained)
