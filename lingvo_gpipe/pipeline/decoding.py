@@ -48,7 +48,7 @@ class DecodingFunctions:
     num_traces: how many times one of them was traced.
 
   `variables` and `states` are lists with one nest a layer; `args` are the arguments of the first
-  layer and `outputs` what the last one returned, as tuples. From layer `first_of_tail` on, Prefill
+  layer, a tuple, and `outputs` what the last one returned. From layer `first_of_tail` on, Prefill
   computes the last position only.
   """
 
@@ -61,7 +61,7 @@ class DecodingFunctions:
 
   def _Prefill(
     self, variables: Sequence[Any], args: tuple[Any, ...], max_length: int, first_of_tail: int
-  ) -> tuple[tuple[Any, ...], list[Any]]:
+  ) -> tuple[Any, list[Any]]:
     def Layer(i: int, theta: Any, args: tuple[Any, ...]) -> tuple[Any, Any]:
       if i == first_of_tail:
         args = tf.nest.map_structure(lambda x: None if x is None else x[:, -1:], args)
@@ -75,7 +75,7 @@ class DecodingFunctions:
     states: Sequence[Any],
     args: tuple[Any, ...],
     time_step: tf.Tensor,
-  ) -> tuple[tuple[Any, ...], list[Any]]:
+  ) -> tuple[Any, list[Any]]:
     def Layer(i: int, theta: Any, args: tuple[Any, ...]) -> tuple[Any, Any]:
       return self.layers[i].ExtendStep(theta, states[i], *args, time_step=time_step)
 
@@ -86,22 +86,24 @@ class DecodingFunctions:
     variables: Sequence[Any],
     args: tuple[Any, ...],
     run: Callable[[int, Any, tuple[Any, ...]], tuple[Any, Any]],
-  ) -> tuple[tuple[Any, ...], list[Any]]:
+  ) -> tuple[Any, list[Any]]:
     """What the last layer returns, and each layer's states; run(i, theta, args) is layer i."""
     self.num_traces += 1
+    outputs: Any = args
     states = []
     with fprop_context.Enter(fprop_context.FPropContext(do_eval=True)):
       for i, (layer, layer_vars) in enumerate(zip(self.layers, variables, strict=True)):
+        args = stage.AsTuple(outputs)
         try:
           with failures.LayerScope(i):
             outputs, made = run(i, layer.ThetaFrom(layer_vars), args)
-            args = stage.AsTuple(stage.AsTensors(layer, outputs))
+            outputs = stage.AsTensors(layer, outputs)
         except Exception as e:
           kind = type(layer).__name__
           e.add_note(f'in layer {layer.path} ({kind}), given {shapes.NestText(args)}')
           raise
         states.append(made)
-    return args, states
+    return outputs, states
 
 
 class Decoder:
@@ -147,7 +149,7 @@ class Decoder:
     batch_size = micro_batch.BatchSize(args)
     with failures.Located(lambda: self._Prefill(args, max_length, last_only)):
       outputs, stages = self._prefill(args, max_length, last_only)
-    return _Alone(outputs), PipelineStates(stages, batch_size, max_length)
+    return outputs, PipelineStates(stages, batch_size, max_length)
 
   def ExtendStep(
     self, states: PipelineStates, args: tuple[Any, ...], time_step: Any
@@ -167,7 +169,7 @@ class Decoder:
     step = tf.constant(position, tf.int32)
     with failures.Located(lambda: self._ExtendStep(states.stages, args, step)):
       outputs, stages = self._extend_step(states.stages, args, step)
-    return _Alone(outputs), dataclasses.replace(states, stages=stages)
+    return outputs, dataclasses.replace(states, stages=stages)
 
   def ReorderStates(self, states: PipelineStates, indices: Any) -> PipelineStates:
     """See PipeliningLayer.ReorderStates."""
@@ -186,7 +188,7 @@ class Decoder:
 
   def _Prefill(
     self, args: tuple[Any, ...], max_length: int, last_only: bool
-  ) -> tuple[tuple[Any, ...], list[list[Any]]]:
+  ) -> tuple[Any, list[list[Any]]]:
     self._pipeline.SyncTies()
     last = self._pipeline.stages[-1]
     tail = len(last.layers)  # No layer has this number.
@@ -205,7 +207,7 @@ class Decoder:
 
   def _ExtendStep(
     self, states: list[list[Any]], args: tuple[Any, ...], time_step: tf.Tensor
-  ) -> tuple[tuple[Any, ...], list[list[Any]]]:
+  ) -> tuple[Any, list[list[Any]]]:
     def Call(s: emission.Stage, m: int, args: tuple[Any, ...]) -> Any:
       return self._Functions(s).ExtendStep(s.variables, states[s.index][m], args, time_step)
 
@@ -214,8 +216,8 @@ class Decoder:
   def _Stream(
     self,
     args: tuple[Any, ...],
-    call: Callable[[emission.Stage, int, tuple[Any, ...]], tuple[tuple[Any, ...], list[Any]]],
-  ) -> tuple[tuple[Any, ...], list[list[Any]]]:
+    call: Callable[[emission.Stage, int, tuple[Any, ...]], tuple[Any, list[Any]]],
+  ) -> tuple[Any, list[list[Any]]]:
     """Streams micro-batches through the stages.
 
     Args:
@@ -226,8 +228,9 @@ class Decoder:
       What the last stage returns, of the whole batch; for each stage and micro-batch the states.
     """
     stages = self._pipeline.stages
-    taken = {(0, m): x for m, x in enumerate(micro_batch.Split(args, self._num_micro_batches))}
-    num_micro_batches = len(taken)
+    pieces = micro_batch.Split(args, self._num_micro_batches)
+    num_micro_batches = len(pieces)
+    taken: dict[tuple[int, int], Any] = {(0, m): x for m, x in enumerate(pieces)}
     states: list[list[Any]] = [[None] * num_micro_batches for _ in stages]
     # What ran last on each device: the next action there waits for it.
     last: dict[str, list[tf.Tensor]] = {}
@@ -237,7 +240,7 @@ class Decoder:
       s = stages[k]
       with failures.Named(s, str(action), m), tf.name_scope(f'action_{action}'):
         with tf.device(s.device), tf.control_dependencies(last.get(s.device, [])):
-          taken[k + 1, m], states[k][m] = call(s, m, taken[k, m])
+          taken[k + 1, m], states[k][m] = call(s, m, stage.AsTuple(taken[k, m]))
       made = [x for x in tf.nest.flatten((taken[k + 1, m], states[k][m])) if x is not None]
       last[s.device] = made[-1:]
     with tf.device(stages[-1].device):
@@ -260,10 +263,6 @@ class Decoder:
     if s.structure not in self._functions:
       self._functions[s.structure] = DecodingFunctions(s.layers, xla=self._xla)
     return self._functions[s.structure]
-
-
-def _Alone(outputs: tuple[Any, ...]) -> Any:
-  return outputs[0] if len(outputs) == 1 else outputs
 
 
 def _IsPositionWise(layer: base_layer.BaseLayer) -> bool:

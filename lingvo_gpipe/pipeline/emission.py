@@ -223,7 +223,8 @@ class Emission:
   def _Take(self, k: int, m: int) -> nested_map.NestedMap:
     """What stage k takes of micro-batch m: the stage before's outputs, and skips."""
     skips = {name: self._skips[name, m] for name in self._engine.stages[k].imports}
-    self.x[k, m] = nested_map.NestedMap(args=self.args[k, m], skips=nested_map.NestedMap(skips))
+    args = stage.AsTuple(self.args[k, m])
+    self.x[k, m] = nested_map.NestedMap(args=args, skips=nested_map.NestedMap(skips))
     return self.x[k, m]
 
   def _Give(self, k: int, m: int, y: Any, sums: nested_map.NestedMap) -> None:

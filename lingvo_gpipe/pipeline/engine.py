@@ -239,7 +239,7 @@ class PipelineEngine:
     counter: tf.Tensor | None = None,
     do_eval: bool = True,
   ) -> tuple[
-    list[tuple[Any, ...]],
+    list[Any],
     list[list[nested_map.NestedMap]],
     list[tuple[base_layer.BaseLayer, nested_map.NestedMap]],
   ]:
@@ -253,7 +253,7 @@ class PipelineEngine:
       do_eval: the layers' mode.
 
     Returns:
-      For each micro-batch the outputs of the last layer; for each stage and micro-batch what the
+      For each micro-batch what the last layer returned; for each stage and micro-batch what the
       stage took, NestedMap(args, skips); and the layers that reported sums for their state, with
       the sums over all micro-batches.
     """

@@ -42,7 +42,7 @@ class OuterForm:
     self._forward = tf.function(self._Forward, autograph=False)
     self._backward = tf.function(self._Backward, autograph=False)
 
-  def Run(self, theta: Sequence[Any], args: tuple[Any, ...], counter: tf.Tensor) -> tuple[Any, ...]:
+  def Run(self, theta: Sequence[Any], args: tuple[Any, ...], counter: tf.Tensor) -> Any:
     """The pipeline's outputs, with gradients for the floating leaves of theta and args."""
     per_stage: list[Any] = []
     rest = list(theta)
@@ -88,9 +88,7 @@ class OuterForm:
     merged = micro_batch.Merge(outputs, self._batch_dim)
     return merged, saved, [sums for _, sums in layer_sums]
 
-  def _Backward(
-    self, theta: Any, saved: Any, dys: tuple[Any, ...], counter: tf.Tensor
-  ) -> list[tf.Tensor]:
+  def _Backward(self, theta: Any, saved: Any, dys: Any, counter: tf.Tensor) -> list[tf.Tensor]:
     pieces = self._split(dys)
     dtheta, dargs = self._pipeline.ThetaBackward(theta, saved, pieces, counter, self._do_eval)
     dx = stage.FloatLeaves(micro_batch.Merge(dargs, self._batch_dim))

@@ -307,8 +307,7 @@ class PipeliningLayer(base_layer.BaseLayer):
     """FProp in evaluation mode straight from the variables: no gradient, no copy of a weight."""
     args = self._Checked(args)
     with failures.Located(lambda: self._Predict(args)):
-      outputs = self._predict(args)
-    return outputs[0] if len(outputs) == 1 else outputs
+      return self._predict(args)
 
   def _Checked(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments as tensors; an error where they are not what `Place` was told."""
@@ -317,7 +316,7 @@ class PipeliningLayer(base_layer.BaseLayer):
       shapes.CheckNest(self.path, 'arguments', args, self._input_specs)
     return args
 
-  def _Predict(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+  def _Predict(self, args: tuple[Any, ...]) -> Any:
     self.engine.SyncTies()
     outputs, *_ = self.engine.Forward(self.SplitBatch(args))
     return micro_batch.Merge(outputs, self.params.batch_dim)
@@ -420,8 +419,7 @@ class PipeliningLayer(base_layer.BaseLayer):
       self._outer[context.do_eval] = outer_form.OuterForm(
         self.engine, self.SplitBatch, self.params.batch_dim, context.do_eval
       )
-    outputs = self._outer[context.do_eval].Run(theta.layers, self._Checked(args), counter)
-    return outputs[0] if len(outputs) == 1 else outputs
+    return self._outer[context.do_eval].Run(theta.layers, self._Checked(args), counter)
 
 
 def PartitionSequentialLayers(

@@ -109,8 +109,8 @@ class StageFunctions:
 
   `variables` is a list with one nest (as `layer.vars`) a layer. `x` is NestedMap(args, skips): the
   tuple of arguments of the first layer, and the skip connections {name: nest} that end in this
-  stage; `y` likewise holds the outputs of the last layer and the skips in `exports`. `side` is what
-  the loss needs of the micro-batch, None but in the last stage. `context` is NestedMap(seeds,
+  stage; `y` holds what the last layer returned, tuple or not, and the skips in `exports`. `side` is
+  what the loss needs of the micro-batch, None but in the last stage. `context` is NestedMap(seeds,
   loss_weight): the layers' seed pairs, int64 [layers, 2], and the weight of the micro-batch's loss,
   a scalar. `sums` is NestedMap(metrics, layers). `metrics` holds {metric: [sum of value * weight,
   sum of weight]}, each a tensor [2]: the metrics in the last stage, which in turn returns no y, for
@@ -178,7 +178,7 @@ class StageFunctions:
   def RunLayer(
     self, i: int, layer_vars: Any, given: nested_map.NestedMap
   ) -> tuple[nested_map.NestedMap, dict[str, tuple[tf.Tensor, float]]]:
-    """Layer i: (NestedMap(args, skips), {name: (auxiliary loss, coefficient)}).
+    """Layer i: (NestedMap(args, skips) as it returned them, {name: (auxiliary loss, coefficient)}).
 
     Args:
       i: its index in the stage.
@@ -204,7 +204,7 @@ class StageFunctions:
       kind = type(layer).__name__
       e.add_note(f'in layer {layer.path} ({kind}), given {shapes.NestText(given.args)}{giver}')
       raise
-    return nested_map.NestedMap(args=AsTuple(out), skips=stashed), aux_losses
+    return nested_map.NestedMap(args=out, skips=stashed), aux_losses
 
   def _RunLayers(
     self,
@@ -217,7 +217,7 @@ class StageFunctions:
     aux_losses: dict[str, tuple[tf.Tensor, float]] = {}
     for i, (layer, layer_vars) in enumerate(zip(self.layers, variables, strict=True)):
       taken = nested_map.NestedMap({name: skips[name] for name in layer.skips_in})
-      given = nested_map.NestedMap(args=args, skips=taken)
+      given = nested_map.NestedMap(args=AsTuple(args), skips=taken)
       if layer_inputs is not None:
         layer_inputs.append(given)
       out, aux = self.RunLayer(i, layer_vars, given)
@@ -263,12 +263,12 @@ class StageFunctions:
     return (), self._Sums(metric_sums), objective
 
   def Metrics(
-    self, variables: Sequence[Any], outputs: tuple[Any, ...], side: Any
+    self, variables: Sequence[Any], outputs: Any, side: Any
   ) -> dict[str, tuple[tf.Tensor, tf.Tensor]]:
     """The loss function's metrics, of the outputs of the last layer."""
     assert self._loss_fn is not None
     theta = [layer.ThetaFrom(v) for layer, v in zip(self.layers, variables, strict=True)]
-    return self._loss_fn(theta, outputs, side)
+    return self._loss_fn(theta, AsTuple(outputs), side)
 
   def _Sums(self, metric_sums: dict[str, tf.Tensor]) -> nested_map.NestedMap:
     """`metric_sums` and what layers reported in this context by AddSums."""

@@ -237,6 +237,23 @@ def testAnyLayerAndAnyNest():
   assert flags.dtype == tf.bool
 
 
+class _Tuple(base_layer.BaseLayer):
+  """x -> (x,)."""
+
+  is_position_wise = True
+
+  def FProp(self, theta, x):
+    return (x,)
+
+
+def testAOneElementTupleStaysATuple():
+  x = tf.ones([2, _TIME, _DIM], tf.float64)
+  stack = _Stack(2, 1, [_Tuple.Params()] * 2, tf.TensorSpec(x.shape, x.dtype))
+  (prompt,), states = stack.Prefill(x[:, 1:], max_length=_TIME)
+  (one,), _ = stack.ExtendStep(states, x[:, :1], time_step=_TIME - 1)
+  assert (prompt.shape, one.shape) == ((2, _TIME - 1, _DIM), (2, 1, _DIM))
+
+
 def testWhatDoesNotFitIsNamed():
   stack, ids = _Shared(), _Ids()
   _, states = stack.Prefill(ids[:, :_PROMPT], max_length=4)

@@ -327,6 +327,21 @@ def testOutputsWithoutAnyFloat():
   assert tape.gradient(y, x) is None
 
 
+def testAOneElementTupleStaysATuple():
+  """As a SequentialLayer returns it; between layers it is one argument."""
+  spec, x = tf.TensorSpec([4]), tf.constant([1.0, 2.0, 3.0, 4.0])
+  for last, is_tuple in ((lambda x: (3.0 * x,), True), (lambda x: 3.0 * x, False)):
+    stack = _Stack([lambda x: (2.0 * x,), last], spec)
+    with tf.GradientTape() as tape:
+      tape.watch(x)
+      outputs = stack(x)
+      loss = tf.reduce_sum(outputs[0] if is_tuple else outputs)
+    np.testing.assert_allclose(tape.gradient(loss, x), [6.0] * 4)
+    for y in (outputs, stack.Predict(x)):
+      assert isinstance(y, tuple) == is_tuple
+      np.testing.assert_allclose(y[0] if is_tuple else y, 6.0 * x)
+
+
 def testPredictTakesNone():
   stack = _Stack([lambda x, extra: (x + 1.0, extra)] * 2, tf.TensorSpec([3]), None)
   y, extra = stack.Predict(np.float32([1, 2, 3]), None)

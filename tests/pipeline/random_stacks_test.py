@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from lingvo_gpipe import fprop_context
-from lingvo_gpipe.pipeline import engine, micro_batch, schedules, stage
+from lingvo_gpipe.pipeline import engine, micro_batch, schedules
 from tests import pipeline_training, random_stacks
 
 
@@ -48,13 +48,8 @@ def _PlainOutputs(made, layer, theta, inputs, **scope):
   pieces = []
   for i, args in enumerate(micro_batch.Split(inputs, m, batch_dim)):
     with fprop_context.Scope(micro_batch=i, **scope):
-      pieces.append(stage.AsTuple(layer.FProp(theta, *args)))
+      pieces.append(layer.FProp(theta, *args))
   return micro_batch.Merge(pieces, batch_dim)
-
-
-def _Single(outputs):
-  """A tuple of outputs as FProp returns it."""
-  return outputs[0] if len(outputs) == 1 else outputs
 
 
 def _CheckClose(actual, expected, bound):
@@ -75,7 +70,7 @@ def CheckTape(made):
     (stack.VariablesByPath(), lambda: stack(*made.inputs)),
     (
       layer.VariablesByPath(),
-      lambda: _Single(_PlainOutputs(made, layer, theta_fn(), made.inputs, step=made.step)),
+      lambda: _PlainOutputs(made, layer, theta_fn(), made.inputs, step=made.step),
     ),
   ):
     floats = [x for x in tf.nest.flatten(made.inputs) if x is not None and x.dtype.is_floating]
@@ -98,7 +93,7 @@ def CheckEvaluation(made):
   layer, theta_fn = pipeline_training.PlainLayers(made.sub, made.options['ties'])
   theta, bound = theta_fn(), _Bound(made)
   outputs = _PlainOutputs(made, layer, theta, made.inputs, do_eval=True)
-  _CheckClose(stack.Predict(*made.inputs), _Single(outputs), bound)
+  _CheckClose(stack.Predict(*made.inputs), outputs, bound)
   sums = pipeline_training.Evaluate(stack, made.inputs, made.side)
   pieces = zip(stack.SplitBatch(outputs), stack.SplitBatch(made.side), strict=True)
   # Auxiliary losses are reported, too; aux_loss_test looks at their values.

@@ -120,7 +120,8 @@ def _Actions(
     last = s is engine.stages[-1]
     calls.append(_Calls(engine, s, x, side if last else None, loss_weight, 'B' in kinds))
     if not last:
-      x = _Once(calls[-1], 'F')[0]
+      y = _Once(calls[-1], 'F')[0]
+      x = nested_map.NestedMap(args=stage.AsTuple(y.args), skips=y.skips)
   times: dict[str, list[list[float]]] = {}
   dy = None
   for c in reversed(calls):
