@@ -10,7 +10,6 @@ by side. The batch is the same everywhere, while the paper's was "adjusted to fi
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 
 from absl import flags
@@ -99,10 +98,7 @@ def Run() -> int:
     for m in micro_batches:
       for k in _STAGES:
         config = Configuration(workload, k, m)
-        done = program.RunModule('tools.benchmarking.worker', config.ToJson(), FLAGS.timeout)
-        if done.returncode:
-          raise RuntimeError(f'{config.name} failed:\n{done.stderr[-2000:]}')
-        result = json.loads(done.stdout.splitlines()[-1])
+        result = program.ResultOf('tools.benchmarking.worker', config.ToJson(), FLAGS.timeout)
         steps[k, m] = report.Best(result), result['simulated_best']
     print(Table(workload, steps) + '\n', flush=True)
   return 0

@@ -12,12 +12,13 @@ the flags for that.
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import subprocess
 import sys
 from collections.abc import Callable, Collection
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from absl import flags
 
@@ -83,3 +84,16 @@ def RunModule(
     timeout=timeout_seconds,
     check=False,
   )
+
+
+def ResultOf(module: str, argument: str, timeout_seconds: float) -> Any:
+  """What a module that `RunModule` runs prints as its last line, read as JSON.
+
+  Raises:
+    RuntimeError: the module failed.
+    subprocess.TimeoutExpired: as RunModule.
+  """
+  done = RunModule(module, argument, timeout_seconds)
+  if done.returncode:
+    raise RuntimeError(f'{module} {argument} failed:\n{done.stderr[-2000:]}')
+  return json.loads(done.stdout.splitlines()[-1])

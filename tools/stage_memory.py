@@ -57,10 +57,7 @@ def Grid() -> list[stage_memory.Setting]:
 
 def Measure(setting: stage_memory.Setting) -> float:
   """MiB by which a step raises the resident memory of a fresh process."""
-  done = program.RunModule('tools.benchmarking.stage_memory', setting.ToJson(), 600)
-  if done.returncode:
-    raise RuntimeError(f'{setting} failed:\n{done.stderr[-2000:]}')
-  return float(done.stdout.splitlines()[-1])
+  return float(program.ResultOf('tools.benchmarking.stage_memory', setting.ToJson(), 600))
 
 
 def Run() -> int:
