@@ -199,6 +199,23 @@ def testASkipPassesByTheStagesBetween():
   assert first is second
 
 
+class _Rest(base_layer.BaseLayer):
+  """(first, *rest) -> rest."""
+
+  def FProp(self, theta, first, *rest):
+    return rest
+
+
+def testAnIntegerSideInputOfAMiddleStage():
+  """As docs/own_loop.md says: stashed at the front, it is not in what goes from stage to stage."""
+  sub = [_Stash('ids'), _Rest.Params(), _Square3()]
+  sub += [_Pop('ids', 'append'), _Fold.Params(), _Square3()]
+  stack = _CheckTraining(sub, (_Ids(), _X()), num_stages=3, splits=[3, 5, 6], schedule='1f1b')
+  stages = stack.engine.stages
+  assert [s.exports for s in stages] == [('ids',), (), ()]
+  assert [s.imports for s in stages] == [(), ('ids',), ()]
+
+
 class _Nest(base_layer.BaseLayer):
   """x -> a nest of floats, integers, bools and None, and back again."""
 
