@@ -262,7 +262,10 @@ class Decoder:
   def _Functions(self, s: emission.Stage) -> DecodingFunctions:
     if s.structure not in self._functions:
       self._functions[s.structure] = DecodingFunctions(s.layers, xla=self._xla)
-    return self._functions[s.structure]
+    functions = self._functions[s.structure]
+    # What is traced next names the layers of this stage in messages.
+    functions.layers = list(s.layers)
+    return functions
 
 
 def _IsPositionWise(layer: base_layer.BaseLayer) -> bool:

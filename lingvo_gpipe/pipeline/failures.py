@@ -24,11 +24,17 @@ _NOT_AGAIN = (
   tf.errors.AbortedError,
 )
 _LAYER_SCOPE = re.compile(r'\blayer\.(\d+)(?:_\d+)?/')
+_LOSS_SCOPE = re.compile(r'\bstage\.loss(?:_\d+)?/')
 
 
 def LayerScope(index: int) -> contextlib.AbstractContextManager[Any]:
   """The name scope of a stage's layer; relative, for stages of equal structure share a trace."""
   return tf.name_scope(f'layer.{index}')
+
+
+def LossScope() -> contextlib.AbstractContextManager[Any]:
+  """The name scope of the loss in the last stage."""
+  return tf.name_scope('stage.loss')
 
 
 class _Stage(Protocol):
@@ -42,7 +48,8 @@ class _Stage(Protocol):
 def Named(s: _Stage, action: str, micro_batch: int) -> Iterator[None]:
   """Adds to an exception of the enclosed code in which action of the schedule it came up.
 
-  Where TensorFlow names the operation that failed, the layer that it belongs to is added too.
+  Where TensorFlow names the operation that failed, the layer that it belongs to, or that it is of
+  the loss, is added too.
 
   Args:
     s: the stage; its text names it.
@@ -52,9 +59,12 @@ def Named(s: _Stage, action: str, micro_batch: int) -> Iterator[None]:
   try:
     yield
   except Exception as e:
-    if isinstance(e, tf.errors.OpError) and (found := _LAYER_SCOPE.search(e.message)):
-      layer = s.layers[int(found[1])]
-      e.add_note(f'in layer {layer.path} ({type(layer).__name__})')
+    if isinstance(e, tf.errors.OpError):
+      if found := _LAYER_SCOPE.search(e.message):
+        layer = s.layers[int(found[1])]
+        e.add_note(f'in layer {layer.path} ({type(layer).__name__})')
+      elif _LOSS_SCOPE.search(e.message):
+        e.add_note('in the loss')
     doing = 'running' if tf.executing_eagerly() else 'building'
     e.add_note(f'in {s}, micro-batch {micro_batch}, while {doing} action {action}')
     raise

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -64,12 +65,13 @@ class Weights:
 
 @dataclasses.dataclass(frozen=True)
 class LayerCall:
-  """One layer of a sequence, the specs of what it takes, and a key for what is equal."""
+  """One layer of a sequence, what it takes, a key for what is equal, and its stage if known."""
 
   layer: base_layer.BaseLayer
   skips: nested_map.NestedMap
   specs: tuple[Any, ...]
   key: Any
+  stage: int | None = None
 
 
 class LayerCosts:
@@ -80,27 +82,34 @@ class LayerCosts:
     calls: a `LayerCall` each.
   """
 
-  def __init__(self, layers: Sequence[base_layer.BaseLayer], input_specs: Sequence[Any]) -> None:
+  def __init__(
+    self,
+    layers: Sequence[base_layer.BaseLayer],
+    input_specs: Sequence[Any],
+    splits: Sequence[int] = (),
+  ) -> None:
     """Finds FLOPs and specs; the output specs of one layer are the inputs of the next.
 
     Args:
       layers: the flat list.
       input_specs: a (nest of) tf.TensorSpec with static shapes for each argument of the first.
+      splits: for each stage the index after its last layer, for messages; empty: not known yet.
     """
     known: dict[Any, Any] = {}
     costs: list[LayerCost] = []
     calls: list[LayerCall] = []
     specs = tuple(input_specs)
     skips = nested_map.NestedMap()
-    for layer in layers:
+    for i, layer in enumerate(layers):
+      index = bisect.bisect_right(splits, i) if splits else None
       taken = nested_map.NestedMap({name: skips[name] for name in layer.skips_in})
       key = (stage.StructureKey(layer), repr((taken, specs)))
       if key not in known:
-        with Naming(layer, specs, calls[-1].layer if calls else None):
+        with Naming(layer, specs, calls[-1].layer if calls else None, index):
           meta, stashed = type(layer).FPropMetaSkips(layer.params, taken, *specs)
           stage.CheckSkips(layer, stashed)
         known[key] = meta, stashed, layer.NumParams()
-      calls.append(LayerCall(layer, taken, specs, key))
+      calls.append(LayerCall(layer, taken, specs, key, index))
       meta, stashed, num_params = known[key]
       skips.update(stashed)
       specs = tuple(meta.out_specs)
@@ -120,7 +129,7 @@ class LayerCosts:
     for call in self.calls:
       layer = call.layer
       if call.key not in inner:
-        with Naming(layer, call.specs):
+        with Naming(layer, call.specs, stage_index=call.stage):
           cost = layer.TraceCost(call.skips, *call.specs)
         inner[call.key] = cost.fused_bytes if xla else cost.result_bytes
       found.append(
@@ -146,15 +155,26 @@ def SpecBytes(specs: Any) -> int:
 
 @contextlib.contextmanager
 def Naming(
-  layer: base_layer.BaseLayer, specs: Any, giver: base_layer.BaseLayer | None = None
+  layer: base_layer.BaseLayer,
+  specs: Any,
+  giver: base_layer.BaseLayer | None = None,
+  stage_index: int | None = None,
 ) -> Iterator[None]:
-  """Adds to any exception which layer was being measured, and what it was given by which."""
+  """Adds to any exception which layer was being measured, and what it was given by which.
+
+  FPropMeta knows the layer's Params only: where a message begins with the name in them, the layer's
+  path takes its place.
+  """
   try:
     yield
   except Exception as e:
+    name, text = layer.params.name, str(e)
+    if e.args == (text,) and text.startswith((f'{name}:', f'{name}.')):
+      e.args = (layer.path + text.removeprefix(name),)
     by = '' if giver is None else f' by {giver.path} ({type(giver).__name__})'
+    where = '' if stage_index is None else f'in stage {stage_index}, '
     e.add_note(
-      f'while measuring layer {layer.path} ({type(layer).__name__}) for one micro-batch, given '
-      f'{shapes.NestText(specs)}{by}'
+      f'{where}while measuring layer {layer.path} ({type(layer).__name__}) for one micro-batch, '
+      f'given {shapes.NestText(specs)}{by}'
     )
     raise

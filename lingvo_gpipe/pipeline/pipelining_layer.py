@@ -227,6 +227,7 @@ class PipeliningLayer(base_layer.BaseLayer):
       weights=layer_costs.Weights(is_trained, self._absolute_ties, slots_per_weight),
       memory_limit=p.memory_limit,
       device=device,
+      where=f'{self.path}: ',
     )
 
   @property

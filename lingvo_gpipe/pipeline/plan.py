@@ -211,6 +211,7 @@ def MakePlan(
   weights: layer_costs.Weights | None = None,
   memory_limit: float = 0,
   device: str = '',
+  where: str = '',
 ) -> Plan:
   """Cuts the layers so that the costliest stage is as cheap as can be, or by hand.
 
@@ -231,27 +232,21 @@ def MakePlan(
     memory_limit: the most bytes that the stages of one device may need by the prediction of
       `stage_memory`; 0: no limit.
     device: where to measure times; '' is TensorFlow's choice.
+    where: what messages begin with.
 
   Raises:
+    TypeError: splits that are not integers.
     ValueError: more stages than layers, an unknown `by` or policy, splits that do not fit, or a
       memory limit that cannot be kept.
   """
-  if by not in COSTS:
-    raise ValueError(f'unknown cost {by!r} to partition by; expected one of {", ".join(COSTS)}')
-  rematerialisation.CheckPolicy(remat_policy)
-  num_stages = schedule.num_stages
-  partitioner.CheckNumStages(num_stages, len(layers))
-  if splits:
-    if len(splits) != num_stages:
-      raise ValueError(
-        f'splits {list(splits)} name {len(splits)} stages, but num_stages is {num_stages}; '
-        'leave splits empty to have the layers cut by their cost'
-      )
-    partitioner.CheckSplits(splits, len(layers))
-    # Nobody waits for a measurement that decides nothing.
-    by = 'flops' if by == 'time' else by
+  try:
+    _CheckArguments(len(layers), schedule.num_stages, splits, by, remat_policy)
+  except (TypeError, ValueError) as e:
+    raise type(e)(f'{where}{e}') from None
+  if splits and by == 'time':
+    by = 'flops'  # Nobody waits for a measurement that decides nothing.
   weights = weights or layer_costs.Weights()
-  measured = layer_costs.LayerCosts(layers, input_specs)
+  measured = layer_costs.LayerCosts(layers, input_specs, splits or ())
   costs = measured.costs
   trained = [bool(weights.Trained(layer)) for layer in layers]
   if by == 'time':
@@ -289,7 +284,7 @@ def MakePlan(
     ends = partitioner.PartitionStages(stage_costs) or []
   cut = WithEnds(ends)
   if memory_limit and (splits or not keeps_limit):
-    _CheckMemory(cut, memory_limit, by_hand=bool(splits))
+    _CheckMemory(cut, memory_limit, where, by_hand=bool(splits))
   return cut
 
 
@@ -302,6 +297,23 @@ def BytesText(num_bytes: float) -> str:
     if num_bytes < 1024:
       return f'{num_bytes:.1f}{unit}'
   return f'{num_bytes / 1024:,.1f}GiB'
+
+
+def _CheckArguments(
+  num_layers: int, num_stages: int, splits: Sequence[int] | None, by: str, remat_policy: str
+) -> None:
+  if by not in COSTS:
+    raise ValueError(f'unknown cost {by!r} to partition by; expected one of {", ".join(COSTS)}')
+  rematerialisation.CheckPolicy(remat_policy)
+  partitioner.CheckNumStages(num_stages, num_layers)
+  if not splits:
+    return
+  if len(splits) != num_stages:
+    raise ValueError(
+      f'splits {list(splits)} name {len(splits)} stages, but num_stages is {num_stages}; '
+      'leave splits empty to have the layers cut by their cost'
+    )
+  partitioner.CheckSplits(splits, num_layers)
 
 
 def _Stages(
@@ -323,7 +335,7 @@ def _Stages(
   return tuple(stages)
 
 
-def _CheckMemory(cut: Plan, limit: float, by_hand: bool) -> None:
+def _CheckMemory(cut: Plan, limit: float, where: str, by_hand: bool) -> None:
   """Raises ValueError where the stages of a device need more than the limit."""
   needs = [0] * cut.num_devices
   for device, memory in zip(cut.schedule.stage_to_device, cut.memory, strict=True):
@@ -338,7 +350,7 @@ def _CheckMemory(cut: Plan, limit: float, by_hand: bool) -> None:
   many = len(of_device)
   share = f' (an equal share of it for each of the {many} stages of the device)' if many > 1 else ''
   raise ValueError(
-    f'memory_limit {BytesText(limit)} a device{share}: '
+    f'{where}memory_limit {BytesText(limit)} a device{share}: '
     + ('' if by_hand else f'no cut into {len(cut.stages)} stages keeps it; ')
     + f'stage {k} {whose}, layers {cut.layers[s.start].path} to {cut.layers[s.end - 1].path}, is '
     f'predicted to need {BytesText(memory.total)} ({memory.total:,} bytes): '

@@ -265,10 +265,16 @@ class StageFunctions:
   def Metrics(
     self, variables: Sequence[Any], outputs: Any, side: Any
   ) -> dict[str, tuple[tf.Tensor, tf.Tensor]]:
-    """The loss function's metrics, of the outputs of the last layer."""
+    """The loss function's metrics, of what the last layer returned."""
     assert self._loss_fn is not None
     theta = [layer.ThetaFrom(v) for layer, v in zip(self.layers, variables, strict=True)]
-    return self._loss_fn(theta, AsTuple(outputs), side)
+    try:
+      with failures.LossScope():
+        return self._loss_fn(theta, AsTuple(outputs), side)
+    except Exception as e:
+      given = f'{shapes.NestText(AsTuple(outputs))}, beside them {shapes.NestText(side)}'
+      e.add_note(f'in the loss, which stage {self._user} runs, given the outputs {given}')
+      raise
 
   def _Sums(self, metric_sums: dict[str, tf.Tensor]) -> nested_map.NestedMap:
     """`metric_sums` and what layers reported in this context by AddSums."""

@@ -271,6 +271,32 @@ def testWhatDoesNotFitIsNamed():
       stack.ReorderStates(states, rows)
 
 
+class _Doubles(base_layer.BaseLayer):
+  """x -> x twice; takes no more than 2 _DIM columns, which the plan does not know."""
+
+  is_position_wise = True
+
+  @classmethod
+  def FPropMeta(cls, params, x):
+    return nested_map.NestedMap(flops=1, out_specs=(x,))
+
+  def FProp(self, theta, x):
+    if x.shape[-1] > 2 * _DIM:
+      raise ValueError('too wide')
+    return tf.concat([x, x], axis=-1)
+
+
+def testALaterOneOfEqualStagesIsNamed():
+  """The stages share their functions; the third one is given what its layer cannot take."""
+  x = tf.ones([2, _TIME, _DIM])
+  stack = _Stack(3, 1, [_Doubles.Params()] * 3, tf.TensorSpec(x.shape))
+  with pytest.raises(ValueError, match='too wide') as e:
+    stack.Prefill(x, max_length=_MAX)
+  notes = '\n'.join(e.value.__notes__)
+  assert 'in layer stack.layers[2] (_Doubles), given (float32[2, 6, 32])' in notes
+  assert 'in stage 2 (stack.layers[2])' in notes
+
+
 @pytest.mark.parametrize(
   ('sub', 'error', 'message'),
   [

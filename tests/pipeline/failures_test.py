@@ -19,6 +19,7 @@ from lingvo_gpipe import (
   task,
   weight_params,
 )
+from lingvo_gpipe.layers import linear
 from lingvo_gpipe.pipeline import emission, pipelining_layer
 from tests import pipeline_training
 
@@ -156,6 +157,7 @@ class _Task(task.BaseTask):
   def Params(cls):
     p = super().Params()
     p.Define('stack', pipelining_layer.PipeliningLayer.Params(), 'The pipeline.')
+    p.Define('fn', lambda w, y: y, 'Of 1 and the predictions, before the loss is made of them.')
     return p
 
   def __init__(self, params):
@@ -167,11 +169,13 @@ class _Task(task.BaseTask):
 
   def ComputeLoss(self, theta, predictions, input_batch):
     size = tf.cast(tf.shape(predictions)[0], tf.float32)
+    predictions = self.params.fn(1.0, predictions)
     return {'loss': (tf.reduce_mean(predictions**2), size)}, {}
 
 
-def _Runner(sub, **options):
+def _Runner(sub, *, loss=None, **options):
   p = _Task.Params().Set(name='net')
+  p.fn = loss or p.fn
   p.stack.Set(sub=sub, num_stages=3, splits=[1, 2, 4], num_micro_batches=_M, xla=False, **options)
   p.train.learner.Set(optimizer=optimizer.SGD.Params(), skip_nonfinite=False)
   batch_spec = nested_map.NestedMap(x=tf.TensorSpec([_BATCH, _DIM]))
@@ -213,6 +217,15 @@ def testAFailedStepOfTrainingChangesNothing(place, fails, schedule, policy, acti
   for name, v in run.Variables().items():
     v.assign(before[name])
   assert run.TrainStep(_Batch(_Good())) == values
+
+
+def testAtRunTimeInTheLoss():
+  run = _Runner(_Sub(0, _Silent.Params()), loss=_FailsForward)
+  with pytest.raises(tf.errors.InvalidArgumentError, match='too large') as e:
+    run.TrainStep(_Batch(_Bad()))
+  assert e.value.__notes__[0] == 'in the loss'
+  names = 'in stage 2 (net.stack.layers[2] to net.stack.layers[3]), micro-batch 1'
+  assert f'{names}, while running action 2F1' in _Notes(e)
 
 
 def testStagesBeforeTheFailingOneStop():
@@ -317,6 +330,37 @@ def testWhatDoesNotFitIsToldByThePlan(fn, error, place, words):
   before = f'by stack.layers[{place - 1}] (_Fn)'
   for word in (f'layer stack.layers[{place}] (_Fn) for one micro-batch', before, *words):
     assert word in text, text
+
+
+def testAPlanNamesTheStageOfSplits():
+  """The first line names the layer by its path, what was expected and what came."""
+  linears = [linear.LinearLayer.Params().Set(input_dim=_DIM, output_dim=4)] * 3
+  message = 'stack.layers[1]: the last dimension of inputs must be 3, got shape [2, 4]'
+  for splits, where in (
+    ([1, 3], 'in stage 1, while'),
+    ([2, 3], 'in stage 0, while'),
+    ([], 'while'),
+  ):
+    with pytest.raises(ValueError) as e:
+      _Stack(linears, num_stages=2, splits=splits).MakePlan(tf.TensorSpec([_BATCH, _DIM]))
+    assert str(e.value) == message
+    measured = 'measuring layer stack.layers[1] (LinearLayer) for one micro-batch, given'
+    assert _Notes(e).startswith(f'{where} {measured} (float32[2, 4]) by stack.layers[0]')
+
+
+def testAnExceptionInTheLoss():
+  run = _Runner(_Sub(0, _Silent.Params()), loss=_Raise)
+  for call in (run.TrainStep, lambda batch: run.Evaluate([batch])):
+    with pytest.raises(_Mine, match='out of cheese') as e:
+      call(_Batch(_Good()))
+    loss, stage = e.value.__notes__
+    assert loss == (
+      'in the loss, which stage 2 runs, given the outputs (float32[2, 3]), beside them '
+      '{x: float32[2, 3]}'
+    )
+    assert stage.startswith(
+      'in stage 2 (net.stack.layers[2] to net.stack.layers[3]), micro-batch 0'
+    )
 
 
 def testALayerThatReturnsNoTensor():

@@ -118,6 +118,16 @@ def testSplitsThatDoNotFit(splits, words):
   assert all(word in str(e.value) for word in words), e.value
 
 
+def testSplitsThatDoNotFitAPipelineNameIt():
+  p = pipelining_layer.PipeliningLayer.Params().Set(name='s', num_stages=2)
+  p.sub = [_Measured.Params().Set(flops=1)] * 2
+  for splits, error in (([0, 2], ValueError), ([1, 'x'], TypeError), ([1, 2, 3], ValueError)):
+    with pytest.raises(error, match=r'^s: splits'):
+      p.Instantiate().MakePlan(_SPEC, splits=splits)
+  with pytest.raises(ValueError, match='^s: memory_limit'):
+    p.Copy().Set(memory_limit=1).Instantiate().MakePlan(_SPEC)
+
+
 def testMoreStagesThanLayersIsAnError():
   with pytest.raises(ValueError, match='5 stages for 4 layers'):
     _Make(_Layers([1] * 4), 5)
