@@ -18,8 +18,7 @@ OWN_LOOP = ROOT / 'docs' / 'own_loop.md'
 LINGVO_USERS = ROOT / 'docs' / 'lingvo_users.md'
 ARCHITECTURE = ROOT / 'docs' / 'architecture.md'
 KERAS = ROOT / 'docs' / 'keras.md'
-DECODING = ROOT / 'docs' / 'decoding.md'
-DOCS = [README, OWN_LOOP, LINGVO_USERS, ARCHITECTURE, KERAS, DECODING]
+DOCS = [README, *sorted((ROOT / 'docs').glob('*.md'))]
 MAX_LINES = {README: 160, ARCHITECTURE: 160}
 
 TIMEOUT = 150
@@ -33,6 +32,11 @@ _LINK = re.compile(r'\[[^\]]*\]\(([^)\s]+)\)')
 _FILE = re.compile(r'`((?:[\w.-]+/)+[\w.-]+\.(?:py|md|toml))`')
 _FLAG = re.compile(r'(?<![\w-])--([a-z][a-z_]+)')
 _CODE = re.compile(r'`([^`\n]+)`|^    (.*)$', re.MULTILINE)
+_DEFINED_FLAG = re.compile(r"flags\.DEFINE_\w+\(\s*'(\w+)'")
+# A program of tools/ with what follows it, to the end of the code or of the line.
+_TOOL = re.compile(r'-m tools\.([\w.]+)((?:\\\n|[^`\n])*)')
+# An experiment: an area that there is, a file, a class. `X` stands for any.
+_KEY = re.compile(r'(?<![\w.])(?:image|lm|mt)\.[a-z]\w*\.(?!X\b)[A-Z]\w*')
 # Flags of Lingvo's that are mentioned and do not exist here.
 _LINGVO_FLAGS = {'cluster_spec', 'run_locally', 'worker_split_size'}
 
@@ -192,8 +196,33 @@ def program_help(environment):
 def testNamedFlagsExist(path, program_help):
   flags = set(re.findall(r'^  --(\w+):', program_help, re.MULTILINE))
   assert not flags & _LINGVO_FLAGS
-  for flag in set(_FLAG.findall(path.read_text())) - _LINGVO_FLAGS:
-    assert flag in flags, f'{path.name} names --{flag}'
+  of_tools = {file.stem: _DefinedFlags(file) for file in (ROOT / 'tools').glob('*.py')}
+  text = path.read_text()
+  known = flags.union({'help'}, *of_tools.values())
+  for flag in set(_FLAG.findall(text)) - _LINGVO_FLAGS:
+    assert flag in known, f'{path.name} names --{flag}'
+  for tool, arguments in _TOOL.findall(text):
+    assert tool in of_tools, f'{path.name} names tools.{tool}'
+    for flag in _FLAG.findall(arguments):
+      assert flag in of_tools[tool], f'{path.name} gives tools.{tool} the flag --{flag}'
+
+
+def _DefinedFlags(file):
+  """The flags of a program of tools/, those of `binary` included where it takes an experiment."""
+  text = file.read_text()
+  flags = _DEFINED_FLAG.findall(text)
+  if 'binary.' in text:
+    flags += _DEFINED_FLAG.findall((ROOT / 'lingvo_gpipe' / 'binary.py').read_text())
+  return set(flags)
+
+
+@cases('path', [*DOCS, ROOT / 'CONTRIBUTING.md'], ids=_Ids)
+def testNamedExperimentsExist(path):
+  for key in _KEY.findall(path.read_text()):
+    area, file, name = key.split('.')
+    source = ROOT / 'params' / area / f'{file}.py'
+    registered = f'@registry.RegisterSingleTaskModel\nclass {name}('
+    assert source.exists() and registered in source.read_text(), f'{path.name} names {key}'
 
 
 @cases('path', DOCS, ids=_Ids)
