@@ -137,6 +137,25 @@ def _KeysThatTakeSteps():
 
 
 @pytest.mark.parametrize('key', _KEYS)
+def testDocstringsTellTheCommandAndWhatCameOut(key):
+  """Those of the class, of what it derives from, and of the file, together."""
+  cls = registry.GetClass(key)
+  assert cls.__dict__.get('__doc__'), f'{key} has no docstring'
+  classes = [base for base in cls.__mro__ if base.__module__.startswith('params.')]
+  text = ' '.join(x.__doc__ for x in (*classes, sys.modules[cls.__module__]) if x.__doc__)
+  text = ' '.join(text.split())
+  commands = re.findall(r'trainer (?:--mode=\w+ )?--model=([\w.]+)', text)
+  assert not set(commands) - set(_KEYS), (
+    f'{key}: its docstrings name another experiment: {commands}'
+  )
+  family = key.rpartition('.')[0]
+  assert any(c.startswith(family) for c in commands), f'{key}: no docstring says `trainer --model=`'
+  assert re.search('[Mm]easured|been trained', text), (
+    f'{key}: no docstring says what was measured: "Not measured" where nothing was'
+  )
+
+
+@pytest.mark.parametrize('key', _KEYS)
 def testTakesTrainingSteps(key):
   if key in _KeysThatTakeSteps():
     _CheckTraining(key)

@@ -33,8 +33,8 @@ class TfdsPairs(parallel_text.ParallelText):
 
   # What works without a network: the end of the message about a data set that is not prepared.
   offline = (
-    'TsvPairs reads files of your own, and input.num_fake_examples:1000 trains on random tokens, '
-    'for measuring time'
+    '--model=mt.cldr.Bilingual has data of its own, TsvPairs reads files of your own, and '
+    'input.num_fake_examples:1000 trains on random tokens, for measuring time'
   )
 
   @classmethod

@@ -63,11 +63,11 @@ class AmoebaNet(tfds_experiment.TfdsExperiment):
 
 @registry.RegisterSingleTaskModel
 class AmoebaNetDGPipe1(AmoebaNet):
-  """On one device. Not measured yet."""
+  """AmoebaNetDGPipe2 on one device, with the same micro-batches. Not measured yet."""
 
 
 @registry.RegisterSingleTaskModel
 class AmoebaNetDGPipe2(AmoebaNet):
-  """The same in two stages."""
+  """In two stages, on any machine with two cores or accelerators. Not measured yet."""
 
   NUM_STAGES = 2

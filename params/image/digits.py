@@ -79,6 +79,7 @@ class LeNet5(_Digits):
 class AmoebaNet(_Digits):
   """A small AmoebaNet-D; no stem cells, because the images are small already.
 
+  `trainer --model=image.digits.AmoebaNetDGPipe2 --logdir=runs/amoebanet`, and so the others.
   Measured after 1,000 steps: 97.3 % of the test images right (dev: 97.4 %) in one stage, 97.8 %
   (dev: 97.4 %) in two. The losses are equal at first and drift apart by rounding. About 250
   examples a second on two busy CPU cores.
@@ -126,6 +127,6 @@ class AmoebaNetDGPipe2(AmoebaNet):
 
 @registry.RegisterSingleTaskModel
 class AmoebaNetDGPipe4(AmoebaNet):
-  """In four stages."""
+  """In four stages. Not measured."""
 
   NUM_STAGES = 4

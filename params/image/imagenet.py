@@ -6,8 +6,9 @@ of image-net.org, which one has to fetch by hand. Without them
 `--model_params_override='input.num_fake_examples:1024'` trains on noise, for measuring time and
 memory, and `image.digits.AmoebaNetDGPipe2` runs anywhere.
 
-`trainer --mode=inspect_model --model=image.imagenet.AmoebaNetD18x256` counts the parameters on any
-machine, `--mode=inspect_partition` shows the cut. None of these experiments has been trained yet.
+`trainer --model=image.imagenet.AmoebaNetD18x256 --logdir=runs/imagenet` trains; with
+`--mode=inspect_model` it counts the parameters on any machine, with `--mode=inspect_partition` it
+shows the cut. None of these experiments has been trained yet.
 The paper's figures are given as such; it does not tell the number of micro-batches behind Table 1,
 nor the batch of Table 3 and of AmoebaNet-B: those here are ours.
 

@@ -14,7 +14,7 @@ from tasks.image import lenet
 
 @registry.RegisterSingleTaskModel
 class LeNet5(tfds_experiment.TfdsExperiment):
-  """LeNet-5 on one device: 20 epochs. Not measured yet."""
+  """LeNet-5 on one device, a CPU for instance: 20 epochs. Not measured yet."""
 
   DATASET = 'mnist'
   TRAIN_SPLIT, DEV_SPLIT, TEST_SPLIT = 'train[:55000]', 'train[55000:]', 'test'

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transformer-L on the One Billion Word benchmark: the GPipe paper's (arXiv:1811.06965v5).
 
-`trainer --mode=inspect_model --model=lm.one_billion_wds.Transformer1663` counts the parameters on
-any machine, `--mode=inspect_partition` shows the cut and the memory that the stages need: neither
-takes data. None of these experiments has been trained yet.
+`trainer --model=lm.one_billion_wds.Transformer3 --logdir=runs/lm1b` trains; with
+`--mode=inspect_model` it counts the parameters on any machine, with `--mode=inspect_partition` it
+shows the cut and the memory that the stages need: neither takes data. None of these experiments has
+been trained yet.
 
 Data, for training: `tfds build lm1b` (a network, 4 GB), then a vocabulary of 32,000 pieces, by
 

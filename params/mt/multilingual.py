@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Translation into English with T(L, H, A): the multilingual models of the GPipe paper.
 
-(arXiv:1811.06965v5, section 5.) `trainer --mode=inspect_model --model=mt.multilingual.T64x16384x32`
-counts the parameters on any machine, `--mode=inspect_partition` shows the cut and the memory that
-the stages need: neither takes data. None of these experiments has been trained.
+(arXiv:1811.06965v5, section 5.) `trainer --model=mt.multilingual.T6x8192x16 --logdir=runs/t6`
+trains; with `--mode=inspect_model` it counts the parameters on any machine, with
+`--mode=inspect_partition` it shows the cut and the memory that the stages need: neither takes data.
+None of these experiments has been trained.
 
 The paper's corpus is not public (25 billion sentence pairs of 102 languages with English). These
 experiments take 14 languages of WMT from TFDS in its place, as later work of the same authors does

@@ -80,7 +80,7 @@ def testMistakes(data_dir, tmp_path):
   message = (
     "'Train': param datasets: the data set 'wmt14_translate/de-en' is not prepared in .*: run "
     '`tfds build wmt14_translate/de-en --data_dir=.*`, which needs a network.*'
-    'Without network: TsvPairs'
+    r'Without network: --model=mt\.cldr\.Bilingual has.*num_fake_examples'
   )
   with pytest.raises(ValueError, match=message):
     _Input(str(tmp_path), datasets=['wmt14_translate/de-en'])._SourceParts()
