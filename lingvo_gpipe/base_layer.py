@@ -402,7 +402,8 @@ class BaseLayer(tf.Module):
     """FProp of the first positions, a prompt, and what `ExtendStep` has to know of them.
 
     To be called in evaluation mode, as ExtendStep. The two have no side effects. Here they serve
-    layers with `is_position_wise`; another layer that can decode overrides both.
+    layers with `is_position_wise`; another layer that can decode overrides ExtendStep, and this
+    where the states are not empty.
 
     Args:
       theta: the weights.
@@ -416,7 +417,8 @@ class BaseLayer(tf.Module):
       NotImplementedError: this layer, or one below, cannot go position by position.
     """
     del max_length
-    self._CheckPositionWise()
+    if type(self).ExtendStep is BaseLayer.ExtendStep:
+      self._CheckPositionWise()
     return self.FProp(theta, *args), nested_map.NestedMap()
 
   def ExtendStep(

@@ -378,6 +378,24 @@ def testPositionWiseLayersDecodeByFProp():
     layer.Prefill(layer.theta, x, max_length=9)
 
 
+def testALayerThatOnlyExtendsPrefillsByFProp():
+  """As one that adds positions: it keeps nothing, but a position is not like another."""
+
+  class Counts(base_layer.BaseLayer):
+    def FProp(self, theta, x):
+      return x + tf.range(x.shape[1], dtype=x.dtype)
+
+    def ExtendStep(self, theta, states, x, *, time_step):
+      return x + tf.cast(time_step, x.dtype), states
+
+  layer = Counts.Params().Set(name='counts').Instantiate()
+  x, none = tf.zeros([1, 3]), nested_map.NestedMap()
+  y, states = layer.Prefill(none, x, max_length=4)
+  assert y.numpy().tolist() == [[0, 1, 2]] and not states
+  extended, _ = layer.ExtendStep(none, states, x[:, :1], time_step=3)
+  assert extended.numpy().tolist() == [[3]]
+
+
 def testAnFPropOfItsOwnIsNotPositionWiseByInheritance():
   class Wise(_Scale):
     is_position_wise = True

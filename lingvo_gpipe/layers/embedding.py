@@ -83,13 +83,6 @@ class EmbeddingLayer(base_layer.BaseLayer):
 class _AddsPositions(base_layer.BaseLayer):
   """Decoding of the layers that add a vector of the position to the inputs."""
 
-  def Prefill(
-    self, theta: nested_map.NestedMap, inputs: tf.Tensor, *others: Any, max_length: int
-  ) -> tuple[Any, nested_map.NestedMap]:
-    """See BaseLayer.Prefill."""
-    del max_length
-    return self.FProp(theta, inputs, *others), nested_map.NestedMap()
-
   def ExtendStep(
     self,
     theta: nested_map.NestedMap,

@@ -97,13 +97,6 @@ class TranslationEmbeddingLayer(base_layer.BaseLayer):
     x = self.position.FProp(theta.position, x)
     return self.children[drop].FProp(theta[drop], x)
 
-  def Prefill(
-    self, theta: nested_map.NestedMap, *args: Any, max_length: int
-  ) -> tuple[transformer_decoder.Outputs, nested_map.NestedMap]:
-    """FProp; there is nothing to keep."""
-    del max_length
-    return self.FProp(theta, *args), nested_map.NestedMap()
-
   def ExtendStep(
     self,
     theta: nested_map.NestedMap,
@@ -178,13 +171,6 @@ class EncoderLayer(base_layer.BaseLayer):
     source, paddings = self.body.FProp(theta.body, source_vecs, source_paddings)
     return source, paddings, target_vecs, target_paddings
 
-  def Prefill(
-    self, theta: nested_map.NestedMap, *args: Any, max_length: int
-  ) -> tuple[transformer_decoder.Outputs, nested_map.NestedMap]:
-    """FProp; the decoder layers keep what they need of the source."""
-    del max_length
-    return self.FProp(theta, *args), nested_map.NestedMap()
-
   def ExtendStep(
     self,
     theta: nested_map.NestedMap,
@@ -192,7 +178,7 @@ class EncoderLayer(base_layer.BaseLayer):
     *args: Any,
     time_step: Any,
   ) -> tuple[tuple[Any, ...], nested_map.NestedMap]:
-    """The arguments as they are: the source was encoded in Prefill."""
+    """The arguments as they are: Prefill encoded the source, and the decoder layers keep it."""
     del theta, time_step
     return args, states
 
