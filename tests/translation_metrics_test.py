@@ -36,6 +36,7 @@ def _Damaged(texts, seed):
 @pytest.mark.parametrize('seed', range(5))
 def testScoresAreSacreBleus(seed):
   made = _Damaged(_ENGLISH, seed)
+  made[0] = made[0].lower()  # Not the same text.
   scores = translation_metrics.CorpusScores(made, _ENGLISH, language='en')
   assert scores.bleu == pytest.approx(sacrebleu.corpus_bleu(made, [_ENGLISH]).score, abs=1e-9)
   assert scores.chrf == pytest.approx(sacrebleu.corpus_chrf(made, [_ENGLISH]).score, abs=1e-9)

@@ -112,6 +112,26 @@ def testEveryDropoutTakesPart():
     np.testing.assert_array_equal(stack(source, None, x)[2], plain)  # Evaluation.
 
 
+@pytest.mark.parametrize('name', ['residual_dropout_prob', 'atten_dropout_prob'])
+def testTheCrossAttentionHasDropoutOfItsOwn(name):
+  """In a block other parts would hide that it has none."""
+  assert _Params(**{name: 0.5}).Instantiate().cross_atten.params.Get(name) == 0.5
+  p = transformer_decoder.TransformerCrossAttentionLayer.Params().Set(
+    name='cross', input_dim=DIM, num_heads=2, dtype=tf.float64, random_seed=1
+  )
+  x, source, added = _X(), _Source(), []
+  for layer in (p.Instantiate(), p.Set(**{name: 0.5}).Instantiate()):
+    layer.InstantiateVariables()
+    with fprop_context.Scope(step=1):
+      added.append((layer(x, source) - x).numpy())
+  plain, dropped = added
+  if name == 'residual_dropout_prob':
+    assert 0.3 < np.mean(dropped == 0) < 0.7
+    np.testing.assert_allclose(dropped, np.where(dropped == 0, 0, 2 * plain), atol=1e-12)
+  else:
+    assert np.all(np.any(dropped != plain, axis=-1))
+
+
 @pytest.mark.parametrize('prompt', [1, 4])
 @pytest.mark.parametrize('padded', [False, True])
 def testStepByStepIsFProp(prompt, padded):

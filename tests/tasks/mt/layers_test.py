@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe import base_layer, nested_map
+from lingvo_gpipe import base_layer, fprop_context, nested_map
 from lingvo_gpipe.layers import embedding, transformer
 from tasks.mt import layers
 
@@ -57,6 +57,18 @@ def testEmbeddingOfBothSides(share_embedding):
     np.testing.assert_allclose(y, expected, atol=1e-12)
   assert outputs[1].dtype == tf.float32 and outputs[3] is None
   np.testing.assert_array_equal(outputs[1], paddings)
+
+
+def testEachSideHasAMaskOfItsOwn():
+  layer, ids = _Embedding(input_dropout_prob=0.5), _Ids(SOURCE_TIME)
+  plain = layer(ids, None, ids, None)[0]
+  with fprop_context.Scope(step=1):
+    outputs = layer(ids, None, ids, None)
+  kept = [outputs[side].numpy() != 0 for side in (0, 2)]
+  for side, mask in zip((0, 2), kept, strict=True):
+    assert 0.3 < np.mean(mask) < 0.7
+    np.testing.assert_allclose(outputs[side], 2 * plain * mask)
+  assert not np.array_equal(*kept)
 
 
 def testEmbeddingStepByStepIsFProp():

@@ -97,6 +97,26 @@ def testASecondTable():
   assert two - one == VOCAB * DIM
 
 
+def testParamsReachTheLayers():
+  p = _Params(
+    input_dropout_prob=0.1,
+    residual_dropout_prob=0.2,
+    atten_dropout_prob=0.3,
+    relu_dropout_prob=0.4,
+  )
+  p.encoder_tpl.activation, p.decoder_tpl.activation = 'TANH', 'SIGMOID'
+  p.softmax_tpl.logits_abs_max = 5.0
+  embeddings, encoder, encoder_norm, decoder, output, softmax = p.Instantiate().stack.layers
+  assert embeddings.params.input_dropout_prob == 0.1
+  for block, activation in ((encoder.body, 'TANH'), (decoder, 'SIGMOID')):
+    found = [block.params.Get(f'{x}_dropout_prob') for x in ('residual', 'atten', 'relu')]
+    assert found == [0.2, 0.3, 0.4]
+    assert block.params.activation == activation
+  kinds = [type(layer).__name__ for layer in (encoder_norm.body, output, softmax)]
+  assert kinds == ['LayerNorm', 'DecoderOutputLayer', 'SimpleFullSoftmax']
+  assert softmax.params.logits_abs_max == 5.0
+
+
 # ---- the loss ------------------------------------------------------------------------------------
 
 
@@ -299,6 +319,19 @@ def testScoreOfTheBeamIsThatOfTheHypothesis():
         expected = chosen[i, :length].sum() / beam_search.LengthNorm(length, 0.6)
         assert found.scores[i, k] == pytest.approx(expected, abs=1e-4)
   assert np.all(found.lengths[:, 0] > 0)
+
+
+def testAHypothesisMayBeTwiceAsLongAsTheSourceByDefault(monkeypatch):
+  task, batch, seen = _Params().Instantiate(), _Batch(), {}
+
+  def Prefill(*args, **options):
+    seen['prefill'] = options['max_length']
+    return None, None
+
+  monkeypatch.setattr(task.pipeline, 'Prefill', Prefill)
+  monkeypatch.setattr(task._search, 'Search', lambda *args, **options: seen.update(options))
+  task.Translate(batch)
+  assert seen['prefill'] == seen['target_seq_len'] == 2 * SOURCE_TIME
 
 
 def testDecodeIsTextAndItsScores():
