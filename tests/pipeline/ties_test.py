@@ -100,8 +100,19 @@ def _Reference():
   return float(total), {p: tf.convert_to_tensor(g).numpy() for p, g in grads.items()}
 
 
-@pytest.mark.parametrize('splits', [[4], [1, 4], [3, 4], [1, 2, 3, 4]])
-@pytest.mark.parametrize('schedule', ['gpipe', '1f1b_fused', 'zb_h1'])
+# Every cut, and every schedule with the two uses in one stage's neighbours and far apart.
+@pytest.mark.parametrize(
+  'splits, schedule',
+  [
+    ([4], '1f1b_fused'),
+    ([1, 4], 'gpipe'),
+    ([1, 4], 'zb_h1'),
+    ([3, 4], '1f1b_fused'),
+    ([1, 2, 3, 4], 'gpipe'),
+    ([1, 2, 3, 4], '1f1b_fused'),
+    ([1, 2, 3, 4], 'zb_h1'),
+  ],
+)
 def testGradientIsTheSumOverBothUses(splits, schedule):
   stack = _Placed(splits=splits, num_stages=len(splits), schedule=schedule)
   total, expected = _Reference()
