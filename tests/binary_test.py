@@ -86,15 +86,13 @@ _STARTED = ('unknown model', 'too few devices', 'unknown split')
 
 
 @pytest.fixture(scope='module')
-def mistaken(tmp_path_factory):
+def mistaken(tmp_path_factory, forks):
   """{what is wrong: the process}; of a few all is real, the import of TensorFlow included."""
   logdir = str(tmp_path_factory.mktemp('run'))
-  forks = processes.Forks(tmp_path_factory.mktemp('forks'))
   found = {}
   for what, (program, args, _) in _MISTAKES.items():
     run = processes.Run if what in _STARTED else forks.Run
     found[what] = run(program, *(arg.replace('{}', logdir) for arg in args))
-  forks.Close()
   return found
 
 
@@ -108,9 +106,9 @@ def testMistakeIsOneLine(mistaken, what):
   assert done.stdout == ''
 
 
-def testModesPrintAndLeave():
-  """Without --logdir; the module instead of the installed program for one of them."""
-  listed = processes.Run('trainer', '--mode=list', timeout=100)
+def testModesPrintAndLeave(forks):
+  """Without --logdir; one is a real process, the module instead of the installed program."""
+  listed = forks.Run('trainer', '--mode=list')
   assert processes.Succeeded(listed).stdout.splitlines() == registry.ListKeys()
   assert processes.MODEL in listed.stdout
   done = processes.Run(
@@ -121,13 +119,11 @@ def testModesPrintAndLeave():
   params.task.Set(model_dim=64)
   params.task.train.max_steps = 7
   assert processes.Succeeded(done).stdout == params.ToText()
-  done = processes.Run('trainer', '--mode=inspect_model', _MODEL)
+  done = forks.Run('trainer', '--mode=inspect_model', _MODEL)
   lines = processes.Succeeded(done).stdout.splitlines()
   assert re.fullmatch(r'lm\.stack\.layers\[0\]\.\S+ +\[256, 128\] +float32 +32,768', lines[0])
   assert re.fullmatch(r'[\d,]+ parameters', lines[-1])
-  done = processes.Run(
-    'trainer', '--mode=inspect_partition', '--model=lm.stdlib.ByteTransformerGPipe4'
-  )
+  done = forks.Run('trainer', '--mode=inspect_partition', '--model=lm.stdlib.ByteTransformerGPipe4')
   assert 'K=4 stages, M=4 micro-batches' in processes.Succeeded(done).stdout
   assert processes.Messages(done.stderr) == []
   assert [line[:5] for line in done.stdout.splitlines()[1:5]] == [f'    {k}' for k in range(4)]

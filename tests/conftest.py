@@ -14,6 +14,7 @@ import re
 import sys
 
 import hypothesis
+import pytest
 
 NUM_DEVICES = 4
 
@@ -36,6 +37,16 @@ def pytest_collection_modifyitems(items):
     names = ast.literal_eval(re.search(r'^SLOW = (\[.*?^\])', build.read_text(), re.M | re.S)[1])
     slow = {tests / name for name in names}
     items.sort(key=lambda item: item.path not in slow)
+
+
+@pytest.fixture(scope='session')
+def forks(tmp_path_factory):
+  """Runs programs that share one import of TensorFlow: `processes.Forks`."""
+  from tests import processes
+
+  made = processes.Forks(tmp_path_factory.mktemp('forks'))
+  yield made
+  made.Close()
 
 
 def _ConfigureTensorFlow():

@@ -11,6 +11,7 @@ import sys
 import pytest
 
 import lingvo_gpipe
+from tests import processes
 
 ROOT = pathlib.Path(lingvo_gpipe.__file__).parents[1]
 README = ROOT / 'README.md'
@@ -116,7 +117,7 @@ def testKerasModelTrainsAndGetsItsWeightsBack(environment, tmp_path):
   assert float(output.split()[-1]) <= MAX_DIFFERENCE
 
 
-def testReadmeExperimentTrainsInADirectoryOfItsOwn(environment, tmp_path):
+def testReadmeExperimentTrainsInADirectoryOfItsOwn(environment, forks, tmp_path):
   files = _ProjectFiles()
   assert sorted(files) == ['params/toy.py', 'tasks/toy.py']
   for path, text in files.items():
@@ -132,15 +133,16 @@ def testReadmeExperimentTrainsInADirectoryOfItsOwn(environment, tmp_path):
   assert losses[-1] < losses[0] / 4, output
   # On from there in four stages, with the command as the README has it.
   more = re.search(r"`--model_params_override='(\S+)' (--max_steps=400)`", README.read_text())
-  output = _Run([*trainer, f'--model_params_override={more[1]}', more[2]], environment, tmp_path)
+  args = [*trainer[2:], f'--model_params_override={more[1]}', more[2]]
+  output = processes.Succeeded(forks.Run('trainer', *args, cwd=tmp_path)).stdout
   assert 'going on from step 300' in output
   assert 'K=4 stages' in output
   assert 'Test at step 400' in output
 
 
-def testReadmePictureIsWhatInspectPartitionPrints(environment):
+def testReadmePictureIsWhatInspectPartitionPrints(forks):
   command = re.search(r'`trainer (--mode=inspect_partition \S+)` prints', README.read_text())
-  output = _Run(['-m', 'lingvo_gpipe.trainer', *command[1].split()], environment, ROOT)
+  output = processes.Succeeded(forks.Run('trainer', *command[1].split())).stdout
   assert output.strip() in [block.strip() for block in _Blocks(README, 'text')]
 
 
@@ -185,11 +187,10 @@ def testModulesInTheTableOfImportsExist():
 
 
 @pytest.fixture(scope='module')
-def program_help(environment):
+def program_help(forks):
   """What `--help` of both programs prints."""
-  code = 'import sys; from lingvo_gpipe import {0}; sys.argv = ["{0}", "--help"]; {0}.Run()'
-  names = ('trainer', 'evaluator')
-  return ''.join(_Run(['-c', code.format(name)], environment, ROOT) for name in names)
+  runs = [forks.Run(name, '--help') for name in ('trainer', 'evaluator')]
+  return ''.join(processes.Succeeded(done).stdout for done in runs)
 
 
 @cases('path', DOCS, ids=_Ids)

@@ -54,13 +54,13 @@ def testFollowsNewCheckpointsToTheEnd(followed):
   assert [step for step, _ in processes.Scalars(logdir / 'eval_test')['loss']].count(END) == 2
 
 
-def testOnceEvaluatesTheLastCheckpointOnASplit(followed):
+def testOnceEvaluatesTheLastCheckpointOnASplit(followed, forks):
   """On one device, though the checkpoint was made on two; the split's case does not matter."""
   logdir, _, _ = followed
   before = processes.Tensors(logdir, END)
   args = _Args(logdir, '--once', '--split=dev', '--num_devices=1')
   args[0] = '--model=lm.stdlib.ByteTransformerGPipe1'
-  done = processes.Succeeded(processes.Run('evaluator', *args))
+  done = processes.Succeeded(forks.Run('evaluator', *args))
   found = re.search(
     rf'^[dD]ev at step {END}: loss [\d.]+  .*bits_per_byte ([\d.]+)$', done.stdout, re.MULTILINE
   )
@@ -76,11 +76,11 @@ def testOnceEvaluatesTheLastCheckpointOnASplit(followed):
   processes.AssertSameTensors(processes.Tensors(logdir, END), before)
 
 
-def testDecodeWritesHypothesesBesideReferences(followed):
+def testDecodeWritesHypothesesBesideReferences(followed, forks):
   logdir, _, _ = followed
   more = '--model_params_override=task.eval.decoder_samples_per_summary:6'
   args = _Args(logdir, '--job=decode', '--once', '--split=Dev', more)
-  done = processes.Succeeded(processes.Run('evaluator', *args))
+  done = processes.Succeeded(forks.Run('evaluator', *args))
   path = logdir / 'decode_dev' / f'decode-{END:08d}.jsonl'
   assert f'Dev at step {END}: 6 examples in {path}  matched_prefix_length ' in done.stdout
   lines = [json.loads(line) for line in path.read_text(encoding='utf-8').splitlines()]
@@ -110,10 +110,10 @@ def testSignalEndsTheWaiting(followed):
     assert evaluator.wait(processes.TIMEOUT) == 128 + signal.SIGTERM
 
 
-def testAnotherModelsCheckpointIsOneLine(followed):
+def testAnotherModelsCheckpointIsOneLine(followed, forks):
   logdir, _, _ = followed
   args = _Args(logdir, '--once', '--model_params_override=task.model_dim:32')
-  done = processes.Run('evaluator', *args)
+  done = forks.Run('evaluator', *args)
   assert done.returncode == 2
   (line,) = processes.Messages(done.stderr)
   assert 'of another shape' in line and 'lm.stack.layers[' in line

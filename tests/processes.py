@@ -79,9 +79,9 @@ def Run(program, *args, cwd=ROOT, timeout=TIMEOUT, command=None, more_environmen
   )  # fmt: skip
 
 
-# Imports the programs once; then each line that comes is a call of one, run by a fork.
+# Imports the programs once; then each line that comes is a call of one or of a file, run by a fork.
 _FORKS = """
-import json, os, sys
+import json, os, runpy, sys
 from lingvo_gpipe import evaluator, trainer
 programs = {'trainer': trainer.Run, 'evaluator': evaluator.Run}
 for line in sys.stdin:
@@ -92,8 +92,10 @@ for line in sys.stdin:
       os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), fd)
     os.chdir(call['cwd'])
     os.environ.update(call['environment'])
-    sys.argv = [call['program'], *call['args']]
-    programs[call['program']]()
+    program = call['program']
+    sys.argv = [program, *call['args']]
+    programs[program]() if program in programs else runpy.run_path(program, run_name='__main__')
+    sys.exit(0)
   print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 """
 
@@ -101,8 +103,9 @@ for line in sys.stdin:
 class Forks:
   """Runs programs one after the other as `Run` does, but TensorFlow is imported for all at once.
 
-  For programs that are to end before they begin to compute; what the import itself prints is not
-  in their output.
+  For programs that run to their end, a file of Python among them, where another test of the same
+  file starts a real process: what importing TensorFlow prints is not in their output, and what the
+  parent has imported they do not import. Tests share one as the fixture `forks`.
   """
 
   def __init__(self, directory):

@@ -197,17 +197,11 @@ def project(tmp_path_factory):
   return _Write(tmp_path_factory.mktemp('project'), with_init=True)
 
 
-@pytest.fixture(scope='module')
-def forks(tmp_path_factory):
-  made = processes.Forks(tmp_path_factory.mktemp('forks'))
-  yield made
-  made.Close()
-
-
 @pytest.mark.parametrize('with_init', [True, False])
-def testTrainsInItsOwnDirectory(tmp_path, with_init):
+def testTrainsInItsOwnDirectory(tmp_path, forks, with_init):
   project = _Write(tmp_path, with_init)
-  done = processes.Run('trainer', '--model=mine.Doubling2', '--logdir=run', cwd=project)
+  run = processes.Run if with_init else forks.Run
+  done = run('trainer', '--model=mine.Doubling2', '--logdir=run', cwd=project)
   lines = processes.Succeeded(done).stdout.splitlines()
   assert lines[0].startswith('mine.Doubling2@params/mine.py:')
   (evaluated,) = [line for line in lines if line.startswith('Test at step 40: loss ')]

@@ -45,7 +45,7 @@ def folder(tmp_path):
   return tmp_path
 
 
-def testVocabularyOfAnExperiment(folder):
+def testVocabularyOfAnExperiment(folder, forks):
   (folder / 'params').mkdir()
   (folder / 'params' / '__init__.py').touch()
   (folder / 'params' / 'text.py').write_text(_PARAMS)
@@ -56,24 +56,24 @@ def testVocabularyOfAnExperiment(folder):
   assert processes.Messages(done.stderr) == []
   assert vocabulary.vocab_size == 400 and vocabulary.PieceId('<2de>') > 3
   # Not a second time.
-  done = _Run('--model=text.Lines', cwd=folder)
+  done = forks.Run(_PROGRAM, '--model=text.Lines', cwd=folder)
   assert done.returncode == 2
   (line,) = processes.Messages(done.stderr)
   assert 'vocab/lines.model is there already' in line
 
 
-def testVocabularyOfColumns(folder):
-  processes.Succeeded(
-    _Run('--files=*.tsv', '--columns=0,2', '--vocab_size=400', '--prefix=v', cwd=folder)
-  )
+def testVocabularyOfColumns(folder, forks):
+  args = ['--files=*.tsv', '--columns=0,2', '--vocab_size=400', '--prefix=v']
+  processes.Succeeded(forks.Run(_PROGRAM, *args, cwd=folder))
   vocabulary = sentencepiece_tokenizer.SentencePieceTokenizer(str(folder / 'v.model'))
   text = (folder / 'v.vocab').read_text()
   assert text == vocabulary.Text()
   assert 'left' in text and 'never' not in text
 
 
-def testMistakesAreOneLine(folder):
-  done = _Run('--files=*.tsv', '--prefix=v', '--vocab_size=400', '--columns=3', cwd=folder)
+def testMistakesAreOneLine(folder, forks):
+  args = ['--files=*.tsv', '--prefix=v', '--vocab_size=400', '--columns=3']
+  done = forks.Run(_PROGRAM, *args, cwd=folder)
   assert done.returncode == 2
   (line,) = processes.Messages(done.stderr)
   assert (

@@ -92,12 +92,12 @@ class Wrong(registry.SingleTaskModelParams):
 '''
 
 
-def testAWrongLossWeightIsFound(tmp_path):
+def testAWrongLossWeightIsFound(forks, tmp_path):
   for name, text in (('tasks', _PROJECT_TASK), ('params', _PROJECT_PARAMS)):
     (tmp_path / name).mkdir()
     (tmp_path / name / '__init__.py').touch()
     (tmp_path / name / 'wrong.py').write_text(text)
-  done = _Run('--model=wrong.Wrong', cwd=tmp_path)
+  done = forks.Run(_PROGRAM, '--model=wrong.Wrong', cwd=tmp_path)
   assert done.returncode == 1, done.stderr
   assert re.search(r'^DIFFERENT: loss weight: 2 was announced', done.stdout, re.MULTILINE)
   assert re.search(r'^DIFFERENT: gradients: 2 of 2', done.stdout, re.MULTILINE)
@@ -155,8 +155,9 @@ def testABatchAtAnotherDimension(monkeypatch, capsys):
   assert re.search(r'^EQUAL: float64', out, re.MULTILINE)
 
 
-def testMistakesAreOneLine():
-  done = _Run(
+def testMistakesAreOneLine(forks):
+  done = forks.Run(
+    _PROGRAM,
     f'--model={processes.MODEL}',
     f'--model_params_override={processes.TINY};task.fprop_dtype:bfloat16',
   )
