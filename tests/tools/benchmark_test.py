@@ -3,7 +3,6 @@
 
 import json
 import re
-import subprocess
 import sys
 
 import pytest
@@ -75,15 +74,6 @@ def testATinyRunForReal(tmp_path):
   assert len(fused['update']) == 2
 
 
-def _Worker(config):
-  """The result of a worker process."""
-  done = subprocess.run(
-    [sys.executable, '-m', 'tools.benchmarking.worker', config.ToJson()],
-    cwd=processes.ROOT, capture_output=True, text=True, timeout=processes.TIMEOUT, check=False,
-  )  # fmt: skip
-  return json.loads(processes.Succeeded(done).stdout.splitlines()[-1])
-
-
 _SIZES_B = {'layers': 1, 'dim': 8, 'batch': 4, 'time': 4, 'vocab': 11, 'heads': 2}
 
 
@@ -95,10 +85,12 @@ _SIZES_B = {'layers': 1, 'dim': 8, 'batch': 4, 'time': 4, 'vocab': 11, 'heads': 
     ({'schedule': '1f1b', 'remat_policy': 'layer'}, {'F', 'B'}),
   ],
 )
-def testWorkloadBAndEveryKindOfAction(changes, letters):
+def testWorkloadBAndEveryKindOfAction(forks, changes, letters):
   config = _Config(workload='b', sizes=_SIZES_B, num_micro_batches=2, repeats=1, xla=False)
   config = type(config)(**{**vars(config), **changes})
-  actions = _Worker(config)['actions']
+  worker = str(processes.ROOT / 'tools' / 'benchmarking' / 'worker.py')
+  done = processes.Succeeded(forks.Run(worker, config.ToJson()))
+  actions = json.loads(done.stdout.splitlines()[-1])['actions']
   assert actions.keys() == letters | {'update'}
   for times in actions.values():
     assert len(times) == 2 and min(times) > 0
