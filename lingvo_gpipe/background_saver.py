@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saves checkpoints beside training: what training waits for is a copy in host memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from lingvo_gpipe import checkpointer, logdir_lock
+
+
+class BackgroundSaver:
+  """Copies the values when asked to save; a thread writes, reads back and commits them.
+
+  There is one copy at a time: a save waits for the one before it. Host memory beside the variables:
+  their size once, and what `Checkpointer.Save` needs. What fails in the thread is raised by the
+  next call of `Check`, `Save` or `Wait`. Methods are called from one thread.
+
+  Attributes:
+    num_saves: how many checkpoints were committed.
+    blocked_seconds: how long the calls took: the copies, and waiting for the thread.
+    write_seconds: how long the thread (or, without one, the calls) wrote.
+  """
+
+  def __init__(
+    self,
+    saver: checkpointer.Checkpointer,
+    *,
+    in_background: bool = True,
+    lock: logdir_lock.Lock | None = None,
+  ) -> None:
+    """Starts nothing.
+
+    Args:
+      saver: writes the checkpoints.
+      in_background: False: there is no copy and no thread, and a save returns when it is done.
+      lock: of the directory; asked before each save whether it still holds.
+    """
+    self._saver = saver
+    self._in_background = in_background
+    self._lock = lock
+    self._thread: threading.Thread | None = None
+    self._error: BaseException | None = None
+    self.num_saves = 0
+    self.blocked_seconds = 0.0
+    self.write_seconds = 0.0
+
+  def Save(
+    self, step: int, variables: Mapping[str, Any], metadata: Mapping[str, Any], **options: Any
+  ) -> None:
+    """Saves the values that the variables have now.
+
+    Args:
+      step: as for `Checkpointer.Save`.
+      variables: the same; they may be changed when this returns.
+      metadata: the same; to be left alone until `Wait`.
+      **options: what else `Checkpointer.Save` takes.
+
+    Raises:
+      OSError: this checkpoint or the one before cannot be saved, the directory was lost, or there
+        is no memory for the copy.
+      ValueError, TypeError: an argument cannot be saved.
+    """
+    start = time.perf_counter()
+    try:
+      self._Join()
+      if self._lock is not None:
+        self._lock.Check()
+      if not self._in_background:
+        self._Write(step, variables, metadata, options)
+        self._RaiseError()
+        return
+      copied = time.perf_counter()
+      values = _Copies(step, variables)
+      logging.info('checkpoint of step %d: copied in %.3f s', step, time.perf_counter() - copied)
+      self._thread = threading.Thread(
+        target=self._Write,
+        args=(step, values, metadata, options),
+        name=f'checkpoint of step {step}',
+      )
+      self._thread.start()
+    finally:
+      self.blocked_seconds += time.perf_counter() - start
+
+  def Check(self) -> None:
+    """Raises what failed in the thread, if it has failed; does not wait."""
+    if self._thread is not None and not self._thread.is_alive():
+      self._Join()
+
+  def Wait(self) -> None:
+    """Waits until what was saved is committed; raises what failed."""
+    start = time.perf_counter()
+    try:
+      self._Join()
+    finally:
+      self.blocked_seconds += time.perf_counter() - start
+
+  def Close(self) -> None:
+    """`Wait` where an exception may be under way: what failed is logged."""
+    try:
+      self.Wait()
+    except Exception as e:
+      logging.error('%s', e)
+
+  def Report(self) -> str:
+    """The cost of all saves, in a line for people; '' where there were none."""
+    if not self.num_saves:
+      return ''
+    beside = self.write_seconds if self._in_background else 0.0
+    return (
+      f'{self.num_saves} checkpoint{"s" * (self.num_saves > 1)} saved: training stood still for '
+      f'{self.blocked_seconds:.2f} s, and {beside:.2f} s of writing went on beside it'
+    )
+
+  def _Join(self) -> None:
+    if self._thread is not None:
+      self._thread.join()
+      self._thread = None
+    self._RaiseError()
+
+  def _RaiseError(self) -> None:
+    error, self._error = self._error, None
+    if error is not None:
+      raise error
+
+  def _Write(
+    self,
+    step: int,
+    values: Mapping[str, Any],
+    metadata: Mapping[str, Any],
+    options: Mapping[str, Any],
+  ) -> None:
+    start = time.perf_counter()
+    try:
+      self._saver.Save(step, values, metadata, **options)
+      self.num_saves += 1
+    except BaseException as e:
+      self._error = e
+    seconds = time.perf_counter() - start
+    self.write_seconds += seconds
+    if self._error is None:
+      logging.info('checkpoint of step %d: written, read back, committed in %.2f s', step, seconds)
+
+
+def _Copies(step: int, variables: Mapping[str, Any]) -> dict[str, Any]:
+  """The values in host memory of their own."""
+  try:
+    return {path: _Copy(value) for path, value in variables.items()}
+  except (MemoryError, tf.errors.ResourceExhaustedError) as e:
+    raise OSError(
+      f'Cannot save the checkpoint of step {step}: there is no host memory for a copy of '
+      f'{len(variables)} variables. Set task.train.save_async to False: training then waits for '
+      'each save, and nothing is copied. Earlier checkpoints are untouched.'
+    ) from e
+
+
+def _Copy(value: Any) -> Any:
+  if isinstance(value, tf.Variable | tf.Tensor):
+    array = value.numpy()  # TensorFlow promises a copy.
+    # NumPy's own arrays of bytes would lose zeros at their end.
+    return np.array(array, dtype=object) if value.dtype == tf.string else array
+  return np.array(value) if isinstance(value, np.ndarray) else value
