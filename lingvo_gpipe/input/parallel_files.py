@@ -11,7 +11,7 @@ import tensorflow as tf
 from google.protobuf import message
 
 from lingvo_gpipe import hyperparams
-from lingvo_gpipe.input import file_pattern, parallel_text, sentence_pairs
+from lingvo_gpipe.input import file_pattern, parallel_text, sentence_pairs, tf_records
 
 # The columns of a line, and the features of a record.
 FIELDS = sentence_pairs.SentencePair._fields
@@ -97,18 +97,32 @@ class TfRecordPairs(_ParallelFiles):
   Each has the features source_language, target_language, source and target: a string in UTF-8.
   """
 
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    """Params of an input of TFRecords."""
+    p = super().Params()
+    p.Define('damaged_records', 'stop', 'Where a checksum is wrong: stop, or skip and count.')
+    return p
+
+  def __init__(self, params: hyperparams.InstantiableParams) -> None:
+    super().__init__(params)
+    if self.params.damaged_records not in tf_records.POLICIES:
+      raise ValueError(
+        f'{self._Where("damaged_records")}: expected {" or ".join(tf_records.POLICIES)}, '
+        f'got {self.params.damaged_records!r}'
+      )
+
+  def _SourceParts(self) -> list[Any]:
+    # What was kept without the damaged ones is not found by who wants to hear of them.
+    skips = ['skip'] if self.params.damaged_records == 'skip' else []
+    return super()._SourceParts() + skips
+
   def _Pairs(self) -> Iterator[sentence_pairs.SentencePair]:
+    policy, name = self.params.damaged_records, self._Where('damaged_records')
     for _, path in self._Files():
-      for number, record in enumerate(_Records(path), 1):
+      for number, record in tf_records.Records(path, name, policy):
         where = f'{path}, record {number}'
         yield _Pair(_Features(record, where), where)
-
-
-def _Records(path: str) -> Iterator[bytes]:
-  try:
-    yield from tf.data.TFRecordDataset(path).as_numpy_iterator()
-  except tf.errors.DataLossError as e:
-    raise ValueError(f'{path} is damaged, or no TFRecord file: {e.message}') from e
 
 
 def _Features(record: bytes, where: str) -> list[str]:

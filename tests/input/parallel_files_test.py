@@ -137,8 +137,18 @@ def testDamagedAndMissingFiles(tmp_path):
   path = tmp_path / 'damaged.tfrecord'
   _Records(path, [_Whole(pair) for pair in _PAIRS])
   path.write_bytes(path.read_bytes()[:-5])
-  with pytest.raises(ValueError, match=r'damaged\.tfrecord is damaged, or no TFRecord file'):
+  with pytest.raises(
+    ValueError,
+    match=r"damaged\.tfrecord is damaged, or no TFRecord file: record 4, at .*'Train': param "
+    'damaged_records to skip',
+  ):
     _Read(parallel_files.TfRecordPairs, file_pattern=str(path))
+  skipping = _Input(parallel_files.TfRecordPairs, file_pattern=str(path), damaged_records='skip')
+  assert list(skipping._Pairs()) == _PAIRS[:3]
+  stopping = _Input(parallel_files.TfRecordPairs, file_pattern=str(path))
+  assert skipping._SourceParts() != stopping._SourceParts()
+  with pytest.raises(ValueError, match="param damaged_records: expected stop or skip, got 'skp'"):
+    _Input(parallel_files.TfRecordPairs, file_pattern=str(path), damaged_records='skp')
   with pytest.raises(ValueError, match=r"'Train': param file_pattern: no file matches '.*gone"):
     _Read(parallel_files.TsvPairs, file_pattern=str(tmp_path / 'gone*'))
   with pytest.raises(ValueError, match='param pair_files: no file matches'):
