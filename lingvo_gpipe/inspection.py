@@ -7,7 +7,15 @@ import os
 
 import tensorflow as tf
 
-from lingvo_gpipe import checkpointer, hyperparams, measured_cut, runner, shapes
+from lingvo_gpipe import (
+  checkpointer,
+  hyperparams,
+  measured_cut,
+  params_change,
+  runner,
+  shapes,
+  whole_file,
+)
 from lingvo_gpipe import model as model_lib
 from lingvo_gpipe import task as task_lib
 
@@ -63,6 +71,5 @@ def WriteDescription(
   """Writes params.txt and model_analysis.txt into the log directory."""
   tf.io.gfile.makedirs(logdir)
   analysis = f'{ModelText(task_runner.task)}\n\n{task_runner.plan.Table()}\n'
-  for name, text in (('params.txt', params.ToText()), ('model_analysis.txt', analysis)):
-    with tf.io.gfile.GFile(os.path.join(logdir, name), 'w') as f:
-      f.write(text)
+  for name, text in ((params_change.FILE_NAME, params.ToText()), ('model_analysis.txt', analysis)):
+    whole_file.Write(os.path.join(logdir, name), text)

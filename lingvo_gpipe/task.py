@@ -31,6 +31,7 @@ def TrainParams() -> hyperparams.Params:
   p.Define('max_steps', 4_000_000, 'Training ends after this many steps.')
   p.Define('save_interval_steps', 1000, 'Steps between checkpoints; 0: by time only.')
   p.Define('save_interval_seconds', 600.0, 'Seconds between checkpoints; 0: by steps only.')
+  p.Define('save_async', True, 'Write checkpoints beside training, from a copy in host memory.')
   p.Define('save_max_to_keep', 5, 'How many of the last checkpoints are kept.')
   p.Define(
     'save_keep_checkpoint_every_n_hours', 0.0, 'Keep one for good each so many hours; 0: none.'

@@ -4,7 +4,7 @@
 <logdir>/params.txt            the model's Params as text
 <logdir>/model_analysis.txt    every weight, and the stage table
 <logdir>/assets/               files that the input needs, such as its vocabulary
-<logdir>/train/                checkpoints and TensorBoard events of training
+<logdir>/train/                checkpoints and TensorBoard events of training, and trainer.lock
 <logdir>/eval_<dataset>/       TensorBoard events and score-<step>.txt of evaluations
 <logdir>/decode_<dataset>/     the same, and decode-<step>.jsonl, of decoding
 """
@@ -23,13 +23,16 @@ from absl import logging
 
 from lingvo_gpipe import (
   assets,
+  background_saver,
   checkpointer,
   cluster,
   evaluation,
   hyperparams,
   inspection,
+  logdir_lock,
   measured_cut,
   nested_map,
+  params_change,
   progress,
   runner,
   stop_request,
@@ -59,6 +62,8 @@ class TrainProgram:
     stop: stop_request.StopRequest,
     *,
     check_numerics: bool = False,
+    allow_params_change: bool = False,
+    lock: logdir_lock.Lock | None = None,
   ) -> None:
     """Checks that the log directory can be written; makes the model's weights on their devices.
 
@@ -70,10 +75,13 @@ class TrainProgram:
       stop: asked after each step.
       check_numerics: stop at the first step whose loss or gradients are not finite, and say which
         layer is to blame.
+      allow_params_change: go on with a run whose Params were others (see `params_change`).
+      lock: of <logdir>/train; asked before each checkpoint whether it still holds.
 
     Raises:
       OSError: the log directory cannot be written.
-      ValueError: check_numerics with a learner that applies gradients that are not finite.
+      ValueError: check_numerics with a learner that applies gradients that are not finite, or a run
+        with other Params.
       LookupError: an unknown data set in `task.train.eval_datasets`.
     """
     train = params.task.train
@@ -89,6 +97,11 @@ class TrainProgram:
       keep_every_n_hours=train.save_keep_checkpoint_every_n_hours or None,
     )
     self._checkpointer.CheckWritable()
+    if self._checkpointer.All():
+      params_change.Check(logdir, params, allow_params_change)
+    self._saver = background_saver.BackgroundSaver(
+      self._checkpointer, in_background=train.save_async, lock=lock
+    )
     self._params = params
     self._logdir = logdir
     self._cluster = devices
@@ -165,6 +178,7 @@ class TrainProgram:
         if values is None:
           continue
         step += 1
+        self._saver.Check()
         if step == first_step:
           trace = self._runner.trace_seconds
           rest = time.monotonic() - start - trace
@@ -187,9 +201,13 @@ class TrainProgram:
           break
       if step > saved_step:
         self._Save(step, consumed)  # The data ended before max_steps.
+      self._saver.Wait()
     finally:
+      self._saver.Close()
       shown.Close()
       writer.Close()
+    if report := self._saver.Report():
+      print(report)
     if batches:
       print(
         f'the data ended within an update of {self._train.learner.num_accumulated_mini_batches} '
@@ -206,7 +224,7 @@ class TrainProgram:
 
   def _Save(self, step: int, consumed: int) -> None:
     metadata = {'examples_consumed': consumed, **self._Circumstances()}
-    self._checkpointer.Save(step, self._runner.Variables(), metadata)
+    self._saver.Save(step, self._runner.Variables(), metadata)
 
   def _Circumstances(self) -> dict[str, Any]:
     """What a bit-equal continuation depends on beside the weights (design 4.15)."""

@@ -3,12 +3,21 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
 from absl import flags
 
-from lingvo_gpipe import binary, inspection, registry, runner, stop_request, train_program
+from lingvo_gpipe import (
+  binary,
+  inspection,
+  logdir_lock,
+  registry,
+  runner,
+  stop_request,
+  train_program,
+)
 from lingvo_gpipe import model as model_lib
 
 FLAGS = flags.FLAGS
@@ -50,14 +59,22 @@ def _Train() -> int:
   params = binary.ModelParams('Train')
   logdir = binary.LogDir()
   num_devices = runner.NumDevices(model_lib.SingleTaskModel(params).task)
-  devices = binary.Devices(num_devices)
 
   def InputParams(dataset: str) -> Any:
     return binary.ModelParams(dataset).input
 
-  return train_program.TrainProgram(
-    params, logdir, devices, InputParams, stop, check_numerics=FLAGS.check_numerics
-  ).Run()
+  # Before the devices: a second trainer would find their memory taken.
+  with logdir_lock.Held(os.path.join(logdir, 'train')) as lock:
+    return train_program.TrainProgram(
+      params,
+      logdir,
+      binary.Devices(num_devices),
+      InputParams,
+      stop,
+      check_numerics=FLAGS.check_numerics,
+      allow_params_change=FLAGS.allow_params_change,
+      lock=lock,
+    ).Run()
 
 
 _MODES = {
@@ -75,6 +92,9 @@ def Run() -> None:
   flags.DEFINE_enum('mode', 'train', list(_MODES), 'What to do.')
   flags.DEFINE_bool(
     'check_numerics', False, 'Stop at the first step that is not finite and name the layer.'
+  )
+  flags.DEFINE_bool(
+    'allow_params_change', False, 'Go on with a run whose Params were others, if its weights fit.'
   )
   binary.Run(lambda: _MODES[FLAGS.mode](), __doc__ or '')
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from lingvo_gpipe import registry
+from lingvo_gpipe import logdir_lock, registry
 from tests import processes
 
 _MODEL = f'--model={processes.MODEL}'
@@ -33,11 +33,15 @@ _MISTAKES = {
   ),
   'log directory below a file': (
     'trainer', [_MODEL, '--logdir=' + __file__ + '/run', _Tiny('')],
-    r'Cannot write .*_test\.py.* is not a directory.*Give a directory that can be created',
+    r'Cannot write .*Not a directory.*_test\.py.*Give a directory that can be created',
   ),
   'log directory in /proc': (
     'trainer', [_MODEL, '--logdir=/proc/run', _Tiny('')],
     r"Cannot write .*'/proc/run/train'.*Give a directory that can be created and written",
+  ),
+  'log directory in use': (
+    'trainer', [_MODEL, '--logdir={}/held', _Tiny('')],
+    rf"/held/train' is in use: another trainer works there \(process {os.getpid()} on ",
   ),
   'too few devices': (
     'trainer', [_MODEL, '--logdir={}', '--num_devices=1'],
@@ -90,9 +94,10 @@ def mistaken(tmp_path_factory, forks):
   """{what is wrong: the process}; of a few all is real, the import of TensorFlow included."""
   logdir = str(tmp_path_factory.mktemp('run'))
   found = {}
-  for what, (program, args, _) in _MISTAKES.items():
-    run = processes.Run if what in _STARTED else forks.Run
-    found[what] = run(program, *(arg.replace('{}', logdir) for arg in args))
+  with logdir_lock.Held(f'{logdir}/held/train'):
+    for what, (program, args, _) in _MISTAKES.items():
+      run = processes.Run if what in _STARTED else forks.Run
+      found[what] = run(program, *(arg.replace('{}', logdir) for arg in args))
   return found
 
 

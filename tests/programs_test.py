@@ -114,8 +114,11 @@ def testDescriptionOfAnotherModelsRunStays(tmp_path):
   assert _Program(tmp_path, params).Run() == 0
   described = {name: (tmp_path / name).read_text() for name in ('params.txt', 'model_analysis.txt')}
   other = _ModelParams(more='task.hidden_dim:64;task.train.max_steps:2')
+  with pytest.raises(ValueError, match=r'other Params.*: ~ task\.hidden_dim : 32 -> 64\. Give'):
+    _Program(tmp_path, other)
+  # What is allowed must fit yet.
   with pytest.raises(ValueError, match='does not fit.*another shape'):
-    _Program(tmp_path, other).Run()
+    _Program(tmp_path, other, allow_params_change=True).Run()
   assert {name: (tmp_path / name).read_text() for name in described} == described
 
 
