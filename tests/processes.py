@@ -96,6 +96,7 @@ for line in sys.stdin:
     sys.argv = [program, *call['args']]
     programs[program]() if program in programs else runpy.run_path(program, run_name='__main__')
     sys.exit(0)
+  print(pid, flush=True)
   print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 """
 
@@ -117,17 +118,27 @@ class Forks:
     )  # fmt: skip
 
   def Run(self, program, *args, cwd=ROOT, more_environment=None):
+    self.Start(program, *args, cwd=cwd, more_environment=more_environment)
+    return self.Wait()
+
+  def Start(self, program, *args, cwd=ROOT, more_environment=None):
+    """Returns the id of the process; `Wait` is to come before the next one is started."""
     self._count += 1
-    files = {name: self._directory / f'{self._count}.{name}' for name in ('stdout', 'stderr')}
     call = {
       'program': program, 'args': args, 'cwd': str(cwd), 'environment': more_environment or {},
-      **{name: str(path) for name, path in files.items()},
+      **{name: str(path) for name, path in self._Outputs().items()},
     }  # fmt: skip
     self._parent.stdin.write(json.dumps(call) + '\n')
     self._parent.stdin.flush()
+    return int(self._parent.stdout.readline())
+
+  def Wait(self):
     status = int(self._parent.stdout.readline())
-    texts = {name: path.read_text() for name, path in files.items()}
-    return subprocess.CompletedProcess([program, *args], status, **texts)
+    texts = {name: path.read_text() for name, path in self._Outputs().items()}
+    return subprocess.CompletedProcess([], status, **texts)
+
+  def _Outputs(self):
+    return {name: self._directory / f'{self._count}.{name}' for name in ('stdout', 'stderr')}
 
   def Close(self):
     self._parent.communicate(timeout=TIMEOUT)

@@ -163,12 +163,13 @@ def _AwaitStep(process, logdir, step):
 
 
 def testKilledAtRandomMomentsEqualsUndisturbedRun(undisturbed, tmp_path):
+  """In two stages; restarts_test kills more often."""
   logdir, _ = undisturbed
   rng = random.Random(7)
   args = processes.TrainArgs(tmp_path, END, more='task.train.save_interval_steps:2')
   kills = 0
   # Once while it starts, then at random moments of the training and of its saves.
-  for step in [0, *sorted(rng.sample(range(2, END - 80), 3))]:
+  for step in [0, *sorted(rng.sample(range(2, END - 80), 2))]:
     with (
       open(tmp_path / 'stderr.txt', 'w+') as stderr,
       processes.Started('trainer', *args, stdout=subprocess.DEVNULL, stderr=stderr) as process,
@@ -181,7 +182,7 @@ def testKilledAtRandomMomentsEqualsUndisturbedRun(undisturbed, tmp_path):
       assert process.poll() is None, (tmp_path / 'stderr.txt').read_text()
       process.send_signal(signal.SIGKILL)
       kills += process.wait(processes.TIMEOUT) == -signal.SIGKILL
-  assert kills == 4
+  assert kills == 3
   done = processes.Succeeded(processes.Run('trainer', *args))
   assert 'going on from step ' in done.stdout
   processes.AssertSameTensors(processes.Tensors(tmp_path, END), processes.Tensors(logdir, END))

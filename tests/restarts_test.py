@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A trainer that is killed again and again ends where one that nobody disturbs does."""
+
+import os
+import random
+import signal
+import sys
+import time
+
+import pytest
+
+from lingvo_gpipe import checkpoint_info, logdir_lock
+from tests import processes
+
+KILLS = 20
+
+_EXPERIMENT = """
+import tensorflow as tf
+
+from lingvo_gpipe import registry, task, weight_params
+from lingvo_gpipe.input import synthetic
+
+
+class Regression(task.BaseTask):
+  def __init__(self, params):
+    super().__init__(params)
+    self.CreateVariable('w', weight_params.WeightParams([32, 1]))
+
+  def ComputePredictions(self, theta, batch):
+    return batch.inputs @ theta.w
+
+  def ComputeLoss(self, theta, predictions, batch):
+    loss = tf.reduce_mean(tf.square(predictions - batch.targets))
+    return {'loss': (loss, self.LossWeight(batch))}, {}
+
+
+@registry.RegisterSingleTaskModel
+class Toy(registry.SingleTaskModelParams):
+  def Train(self):
+    return synthetic.SyntheticRegressionInput.Params().Set(batch_size=3, num_examples=50)
+
+  def Task(self):
+    p = Regression.Params().Set(name='toy')
+    p.train.Set(save_interval_steps=1, save_max_to_keep=2, summary_interval_steps=10**6)
+    return p
+"""
+
+
+@pytest.fixture(scope='module')
+def project(tmp_path_factory):
+  root = tmp_path_factory.mktemp('project')
+  (root / 'params').mkdir()
+  (root / 'params' / 'toy.py').write_text(_EXPERIMENT)
+  return root
+
+
+@pytest.fixture(scope='module')
+def forks(tmp_path_factory):
+  made = processes.Forks(tmp_path_factory.mktemp('forks'))
+  yield made
+  made.Close()
+
+
+def _Args(logdir, max_steps, more=''):
+  return [
+    '--model=toy.Toy', f'--logdir={logdir}', f'--max_steps={max_steps}',
+    f'--model_params_override={more}',
+  ]  # fmt: skip
+
+
+def _Commits(directory):
+  names = os.listdir(directory) if directory.exists() else []
+  return sorted(name for name in names if checkpoint_info.COMMIT.fullmatch(name))
+
+
+def _HasUncommitted(directory):
+  """Whether there is a checkpoint under way that nobody will finish."""
+  steps = {int(checkpoint_info.COMMIT.fullmatch(name)[1]) for name in _Commits(directory)}
+  folders = filter(None, map(checkpoint_info.FOLDER.fullmatch, os.listdir(directory)))
+  return any(int(found[1]) not in steps for found in folders)
+
+
+def _AwaitNewCommit(directory, before):
+  deadline = time.monotonic() + processes.TIMEOUT
+  while _Commits(directory)[-1:] == before and time.monotonic() < deadline:
+    time.sleep(0.001)
+
+
+def _RunAndKill(forks, project, logdir, rng, *, at_start):
+  """One start of the trainer and its end; whether a save was under way."""
+  directory = logdir / 'train'
+  before = _Commits(directory)[-1:]
+  pid = forks.Start('trainer', *_Args(logdir, 10**6), cwd=project)
+  try:
+    if at_start:
+      time.sleep(rng.uniform(0.0, 1.0))
+    else:
+      # Saving never ends: most moments are in the midst of it.
+      _AwaitNewCommit(directory, before)
+      time.sleep(rng.uniform(0.0, 0.05))
+      with pytest.raises(logdir_lock.InUseError, match=f'process {pid} '):
+        logdir_lock.Held(str(directory)).__enter__()
+  finally:
+    os.kill(pid, signal.SIGKILL)
+    done = forks.Wait()
+  assert done.returncode == -signal.SIGKILL, done.stderr
+  return directory.exists() and _HasUncommitted(directory)
+
+
+def testKilledTwentyTimesEqualsOneThatIsNot(project, forks, tmp_path):
+  rng = random.Random(11)
+  logdir, directory = tmp_path / 'killed', tmp_path / 'killed' / 'train'
+  uncommitted = [
+    _RunAndKill(forks, project, logdir, rng, at_start=kill % 5 == 4) for kill in range(KILLS)
+  ]
+  assert any(uncommitted)
+  last = int(checkpoint_info.COMMIT.fullmatch(_Commits(directory)[-1])[1])
+  assert last > KILLS // 2
+  done = forks.Run('trainer', *_Args(logdir, last + 5), cwd=project)
+  assert f'going on from step {last} ' in processes.Succeeded(done).stdout
+  assert not _HasUncommitted(directory)
+  once = 'task.train.save_interval_steps:0;task.train.save_async:False'
+  done = forks.Run('trainer', *_Args(tmp_path / 'once', last + 5, once), cwd=project)
+  assert '1 checkpoint saved: ' in processes.Succeeded(done).stdout
+  processes.AssertSameTensors(
+    processes.Tensors(logdir, last + 5), processes.Tensors(tmp_path / 'once', last + 5)
+  )
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))
