@@ -21,7 +21,7 @@ import os
 import re
 import secrets
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -87,7 +87,13 @@ class Checkpointer:
         'Give a directory that can be created and written.'
       ) from e
 
-  def Save(self, step: int, variables: Mapping[str, Any], metadata: Mapping[str, Any]) -> str:
+  def Save(
+    self,
+    step: int,
+    variables: Mapping[str, Any],
+    metadata: Mapping[str, Any],
+    protected: Collection[int] = (),
+  ) -> str:
     """Writes a checkpoint, reads it back, commits it, and then removes the oldest ones.
 
     A checkpoint of the same step is replaced, at the moment of the commit. The values are taken
@@ -99,6 +105,7 @@ class Checkpointer:
       variables: {path: tf.Variable, tf.Tensor or np.ndarray}, on any devices.
       metadata: dict with str keys of JSON values: dict, list (a tuple comes back as a list), str,
         int, float, bool, None.
+      protected: the checkpoints of these steps stay, too.
 
     Returns:
       Path of the commit file.
@@ -118,7 +125,7 @@ class Checkpointer:
     specs = {path: tensor_bundle.Spec(path, value) for path, value in variables.items()}
     checkpoint_info.CheckJson('metadata', metadata)
     with self._lock:
-      return self._Save(step, variables, specs, metadata)
+      return self._Save(step, variables, specs, metadata, protected)
 
   def _Save(
     self,
@@ -126,6 +133,7 @@ class Checkpointer:
     variables: Mapping[str, Any],
     specs: Mapping[str, tf.TensorSpec],
     metadata: Mapping[str, Any],
+    protected: Collection[int],
   ) -> str:
     name = f'ckpt-{step:08d}'
     nonce = secrets.token_hex(4)
@@ -156,10 +164,10 @@ class Checkpointer:
         'Earlier checkpoints are untouched.'
       ) from e
     self._verified.add(prefix)
-    self._Try(self._RemoveOld, step)
+    self._Try(self._RemoveOld, step, protected)
     return commit
 
-  def _RemoveOld(self, saved_step: int) -> None:
+  def _RemoveOld(self, saved_step: int, protected: Collection[int]) -> None:
     """Applies the rule of what stays; what was just saved always does."""
     good, unreadable = self._List()
     good = [info for info in good if info.prefix not in self._bad]
@@ -169,6 +177,7 @@ class Checkpointer:
       kept = {saved_step, *others[max(0, len(others) - self._max_to_keep + 1) :]}
       kept.add(max(kept | set(others)))
       oldest = min(kept)
+      kept.update(protected)
       if self._keep_every_n_hours is not None:
         last_time = None
         for info in good:

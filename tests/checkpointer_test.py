@@ -230,6 +230,21 @@ def testSomeAreKeptByTheClock(tmp_path, monkeypatch):
   assert _Steps(tmp_path) == [0, 3, 6, 7, 8]
 
 
+def testTheProtectedOneStaysUntilAnotherIs(tmp_path):
+  def Save(step, protected):
+    saver = checkpointer.Checkpointer(tmp_path, max_to_keep=2)
+    saver.Save(step, _Variables(step), {}, protected=protected)
+
+  for step in (10, 20, 30, 40):
+    Save(step, [10])
+  assert _Steps(tmp_path) == [10, 30, 40]
+  Save(50, [50])
+  assert _Steps(tmp_path) == [40, 50]
+  Save(60, [5])  # That one is not there, and need not be.
+  assert _Steps(tmp_path) == [50, 60]
+  _AssertTidy(tmp_path)
+
+
 def testAStepIsReplacedAndAnEarlierStepRemovesNoLaterOne(tmp_path):
   for step in (1, 2, 3):
     _Save(tmp_path, step, max_to_keep=2)
