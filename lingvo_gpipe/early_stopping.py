@@ -63,13 +63,17 @@ class EarlyStopping:
     self._gain_value: float | None = None
     self._num_without_gain = 0
 
-  def Update(self, step: int, jobname: str, values: Mapping[str, float]) -> bool:
+  def Update(
+    self, step: int, jobname: str, values: Mapping[str, float], *, is_extra: bool = False
+  ) -> bool:
     """Takes in an evaluation; of another job than the one that is followed it takes nothing.
 
     Args:
       step: the step of the weights.
       jobname: whose values these are.
       values: the metrics by name.
+      is_extra: it may be the best one, but does not count as one without a gain, nor as a gain. So
+        an evaluation where a run paused does not move its end.
 
     Returns:
       Whether it is the best so far.
@@ -88,6 +92,8 @@ class EarlyStopping:
     is_best = self._Gain(value, self.best_value) > 0
     if is_best:
       self.best_step, self.best_value = step, value
+    if is_extra:
+      return is_best
     if self._gain_step is None:
       self._gain_step = step  # The window begins here, also where this value is not finite.
     if self._Gain(value, self._gain_value) > p.tolerance:

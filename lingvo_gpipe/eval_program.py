@@ -13,6 +13,8 @@ from lingvo_gpipe import (
   evaluation,
   hyperparams,
   measured_cut,
+  metrics_log,
+  run_report,
   runner,
   stop_request,
 )
@@ -63,6 +65,8 @@ class EvalProgram:
     )
     self._job = JOBS[job](self._runner, params.input, dataset, logdir, stop)
     self._stop = stop
+    self._logdir = logdir
+    self._log: metrics_log.MetricsLog | None = None
 
   def Run(self, once: bool) -> int:
     """Does the job for the last checkpoint, and unless `once` each new one until training ends.
@@ -81,18 +85,32 @@ class EvalProgram:
         restored = self._checkpointer.RestoreLatest(self._runner.Variables(), allow_extra=True)
         self._runner.AfterRestore()
         done = found.step if restored is None else restored[0].step
-        self._job.Run(done)
+        values = self._job.Run(done)
+        if values is not None:
+          self._Log(done, values)
         pause = 1.0
       elif once and found is None:
         raise ValueError(
           f'there is no checkpoint in {self._checkpointer.directory}: train first, or leave out '
           '--once to wait for one'
         )
-      if once or done >= self._max_steps:
+      if once or done >= self._max_steps or self._IsFinished(done):
         break
       _Wait(pause, self._stop)
       pause = min(2 * pause, 30.0)
     return self._stop.exit_status
+
+  def _IsFinished(self, done: int) -> bool:
+    """Whether the trainer has ended, by whatever rule, and its last checkpoint was done."""
+    finished = run_report.FinishedStep(self._logdir)
+    return finished is not None and done >= finished
+
+  def _Log(self, step: int, values: dict[str, float]) -> None:
+    """Adds to the job's own metrics.jsonl: that of the logdir belongs to the trainer."""
+    if self._log is None:
+      path = os.path.join(self._logdir, self._job.jobname, 'metrics.jsonl')
+      self._log = metrics_log.MetricsLog(path)
+    self._log.Write(step, self._job.jobname, values)
 
 
 def _Wait(seconds: float, stop: stop_request.StopRequest) -> None:

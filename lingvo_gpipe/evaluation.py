@@ -11,7 +11,11 @@ from lingvo_gpipe import hyperparams, nested_map, runner, stop_request, summarie
 
 
 class DatasetPass:
-  """Goes through one data set: every example once, in order. What for, a subclass says."""
+  """Goes through one data set: every example once, in order. What for, a subclass says.
+
+  Attributes:
+    jobname: the name of its directory in the logdir, such as eval_dev.
+  """
 
   def __init__(
     self,
@@ -35,7 +39,19 @@ class DatasetPass:
     self._input = input_params.Copy().Set(shuffle=False, num_epochs=1).Instantiate()
     task_runner.ExpectBatches(self._input.BatchSpecs())
     self._name = name
-    self._dir = os.path.join(logdir, f'{self._Prefix()}_{name.lower()}')
+    self.jobname = f'{self._Prefix()}_{name.lower()}'
+    self._dir = os.path.join(logdir, self.jobname)
+    self._writer: summaries.SummaryWriter | None = None  # Made with the first result.
+
+  def Describe(self) -> str:
+    """The data set's name and size."""
+    return f'{self._name} {self._input.NumExamples():,} examples'
+
+  def Close(self) -> None:
+    """Closes the file of summaries; another result opens a new one."""
+    if self._writer is not None:
+      self._writer.Close()
+      self._writer = None
 
   def Run(self, step: int) -> dict[str, float] | None:
     """Goes through the data set, prints one line, writes what was found into its directory.
@@ -66,12 +82,17 @@ class DatasetPass:
   def _Write(self, step: int, values: Mapping[str, float | str]) -> dict[str, float]:
     """Writes summaries and a score file; returns the numbers among the values."""
     numbers = {name: float(v) for name, v in values.items() if not isinstance(v, str)}
-    with summaries.SummaryWriter(self._dir) as writer:
-      writer.Scalars(step, numbers)
+    self._Summaries().Scalars(step, numbers)
+    self._Summaries().Flush()
     texts = {**values, **{name: f'{value:.8g}' for name, value in numbers.items()}}
     lines = ''.join(f'{name}: {text}\n' for name, text in sorted(texts.items()))
     whole_file.Write(os.path.join(self._dir, f'score-{step:08d}.txt'), lines)
     return numbers
+
+  def _Summaries(self) -> summaries.SummaryWriter:
+    if self._writer is None:
+      self._writer = summaries.SummaryWriter(self._dir)
+    return self._writer
 
 
 class Evaluation(DatasetPass):
@@ -89,14 +110,23 @@ class Evaluation(DatasetPass):
       print(f'{self._name} at step {step}: {report}', flush=True)
     return self._Write(step, values)
 
-  def PrintSample(self) -> None:
-    """Prints what the task decodes of the first example, if it decodes anything."""
+  def WriteSample(self, step: int, *, prints: bool) -> None:
+    """Writes what the task decodes of the first example, if it decodes anything, to TensorBoard.
+
+    Args:
+      step: the step of the weights.
+      prints: whether to print it, too.
+    """
     batch = next(self._Batches(), None)
     if batch is None:
       return
     first = batch.Transform(lambda x: x[:1])
     for name, (value,) in self._runner.Decode(first, self._input).items():
-      print(f'--- {name}\n{_Printable(str(value))}', flush=True)
+      text = _Printable(str(value))
+      if prints:
+        print(f'--- {name}\n{text}', flush=True)
+      self._Summaries().Text(step, f'sample/{name}', summaries.Preformatted(text))
+      self._Summaries().Flush()
 
   def _Prefix(self) -> str:
     return 'eval'

@@ -18,6 +18,7 @@ from lingvo_gpipe import (
 )
 from lingvo_gpipe import model as model_lib
 from lingvo_gpipe import task as task_lib
+from lingvo_gpipe.pipeline import plan
 
 # Wider pictures of schedules are not drawn.
 _PICTURE_COLUMNS = 160
@@ -58,11 +59,15 @@ def PartitionText(params: hyperparams.InstantiableParams, logdir: str = '') -> s
   text = cut.Table()
   if num_shapes > 1:
     text += f'\n\nfor the largest of {num_shapes} shapes of batches: {shapes.NestText(spec)}'
-  if model.task.pipeline is not None:
-    picture = cut.schedule.Picture()
-    if max(len(line) for line in picture.splitlines()) <= _PICTURE_COLUMNS:
-      text += f'\n\n{picture}'
+  if pipeline is not None and (picture := SchedulePicture(cut)):
+    text += f'\n\n{picture}'
   return text
+
+
+def SchedulePicture(cut: plan.Plan) -> str:
+  """The training schedule as text, a row a device and a column a time; '' where it is too wide."""
+  picture = cut.schedule.Picture()
+  return picture if max(map(len, picture.splitlines())) <= _PICTURE_COLUMNS else ''
 
 
 def WriteDescription(

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TextIO
 
 import rich.console
@@ -20,14 +22,21 @@ _WINDOW = 50
 
 
 class Progress:
-  """Shows step, metrics, rate and time left.
+  """Shows step, metrics, rate, the predicted bubble and time left.
 
   On a terminal one line at the bottom is kept up to date; `Print` writes above it. Elsewhere a
   line is printed at most every ten seconds, and one for the first and the last step.
   """
 
   def __init__(
-    self, start_step: int, max_steps: int, unit: str, stream: TextIO | None = None
+    self,
+    start_step: int,
+    max_steps: int,
+    unit: str,
+    stream: TextIO | None = None,
+    *,
+    bubble: float = 0.0,
+    seconds_left: float = math.inf,
   ) -> None:
     """Starts the clock.
 
@@ -36,11 +45,17 @@ class Progress:
       max_steps: the step at which the run ends.
       unit: what `count` of `Update` counts: tokens or examples.
       stream: where to write; standard output.
+      bubble: the share of a step that the devices idle, by prediction; 0 is not shown.
+      seconds_left: the run ends after so many seconds from now, if that is before `max_steps`.
     """
     self._first_step = start_step + 1
     self._max_steps = max_steps
     self._unit = unit
     self._stream = stream or sys.stdout
+    self._bubble = f'  bubble {bubble:.0%}' if bubble else ''
+    self._end_time = time.monotonic() + seconds_left
+    self._paused_seconds = 0.0
+    self._text = ''
     self._last_line = 0.0
     # (time, step, count so far): the first entry falls out when the window is full.
     self._seen: deque[tuple[float, int, float]] = deque(maxlen=_WINDOW + 1)
@@ -64,15 +79,26 @@ class Progress:
     """
     self._count += count
     # The first step holds the compilation: the clock of the rate starts at its end.
-    self._seen.append((time.monotonic(), step, self._count))
-    text = self._Text(step, values)
+    self._seen.append((time.monotonic() - self._paused_seconds, step, self._count))
+    text = self._text = self._Text(step, values)
     if self._live is not None:
-      self._live.update(rich.text.Text(text, no_wrap=True, overflow='ellipsis'), refresh=True)
+      self._Show(text)
       return
     is_edge = step in (self._first_step, self._max_steps)
     if is_edge or time.monotonic() - self._last_line >= _LINE_SECONDS:
       self.Print(text)
       self._last_line = time.monotonic()
+
+  @contextlib.contextmanager
+  def Paused(self, why: str) -> Iterator[None]:
+    """While something else is done than steps: its time does not count in the rate."""
+    start = time.monotonic()
+    self._Show(f'{why}  {self._text}')
+    try:
+      yield
+    finally:
+      self._paused_seconds += time.monotonic() - start
+      self._Show(self._text)
 
   @property
   def rate(self) -> float:
@@ -95,6 +121,11 @@ class Progress:
       self._live.stop()
       self._live = None
 
+  def _Show(self, text: str) -> None:
+    """Writes the line of a terminal anew."""
+    if self._live is not None:
+      self._live.update(rich.text.Text(text, no_wrap=True, overflow='ellipsis'), refresh=True)
+
   def _Text(self, step: int, values: Mapping[str, float]) -> str:
     shown = '  '.join(f'{name} {value:.4g}' for name, value in values.items())
     text = f'step {step}/{self._max_steps}  {shown}'
@@ -102,7 +133,8 @@ class Progress:
       return text
     (t0, s0, _), (t1, s1, _) = self._seen[0], self._seen[-1]
     left = (self._max_steps - step) * (t1 - t0) / max(s1 - s0, 1)
-    return f'{text}  {self.rate:,.0f} {self._unit}/s  {Duration(left)} left'
+    left = max(0.0, min(left, self._end_time - time.monotonic()))
+    return f'{text}  {self.rate:,.0f} {self._unit}/s{self._bubble}  {Duration(left)} left'
 
 
 def Duration(seconds: float) -> str:

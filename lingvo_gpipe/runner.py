@@ -230,6 +230,23 @@ class TaskRunner:
       self.trace_seconds = self.trace_seconds or time.perf_counter() - start
     self._traced.add(key)
 
+  def Gradients(self, loss_weight: float) -> dict[str, tf.Tensor]:
+    """{path of a trained weight: gradient of the last update's loss}, before clipping.
+
+    To be called between two updates, while the accumulators still hold it.
+
+    Args:
+      loss_weight: that of the update, as `TrainStep` returned it.
+    """
+    found = {}
+    for s in self.engine.stages:
+      for path, accumulator in zip(s.trained, s.accumulators, strict=True):
+        with tf.device(s.device):
+          found[path] = tf.math.divide_no_nan(
+            tf.convert_to_tensor(accumulator), tf.cast(loss_weight, accumulator.dtype)
+          )
+    return found
+
   def WhyNotFinite(self, *batches: nested_map.NestedMap) -> str:
     """Where the last step's first value that is not finite came from; see `check_numerics`.
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 
 class SummaryWriter:
-  """Writes scalars and text to an event file in a directory.
+  """Writes scalars, histograms and text to an event file in a directory.
 
   A program that starts again adds a new file to the directory; where it repeats steps, TensorBoard
   shows what was written last. Without a directory nothing is written.
@@ -57,6 +57,21 @@ class SummaryWriter:
       for name, tensor in tensors.items():
         tf.summary.scalar(name, tf.cast(tensor, tf.float32))
 
+  def Histograms(self, step: Any, values: Mapping[str, Any]) -> None:
+    """Writes {name: tensor of any shape} at a step; what is not finite is left out.
+
+    Raises:
+      ValueError: the writer is closed.
+    """
+    writer = self._Open()
+    if writer is None:
+      return
+    with writer.as_default(step=int(step)):
+      for name, value in values.items():
+        flat = tf.cast(tf.reshape(value, [-1]), tf.float64)
+        # A NaN has no bucket, and leaves none for the others.
+        tf.summary.histogram(name, tf.boolean_mask(flat, tf.math.is_finite(flat)))
+
   def Text(self, step: Any, name: str, text: str) -> None:
     """Writes a text at a step; TensorBoard renders it as Markdown.
 
@@ -93,3 +108,8 @@ class SummaryWriter:
         f'The summary writer of {self._logdir!r} is closed; create a new one to write more.'
       )
     return self._writer
+
+
+def Preformatted(text: str) -> str:
+  """A text as Markdown that shows it as it is, letter by letter in columns."""
+  return ''.join(f'    {line}\n' for line in text.split('\n'))

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe import base_layer, hyperparams, learner, nested_map
+from lingvo_gpipe import base_layer, early_stopping, hyperparams, learner, nested_map
 from lingvo_gpipe.pipeline import pipelining_layer
 
 Metrics = dict[str, tuple[tf.Tensor, tf.Tensor]]
@@ -20,6 +20,12 @@ _LEAST = {
   'train.save_max_to_keep': 1,
   'train.save_keep_checkpoint_every_n_hours': 0,
   'train.summary_interval_steps': 1,
+  'train.max_seconds': 0,
+  'train.histogram_interval_steps': 0,
+  'train.eval_interval_steps': 0,
+  'train.eval_interval_seconds': 0,
+  'train.decode_interval_steps': 0,
+  'train.decode_interval_seconds': 0,
   'eval.samples_per_summary': 0,
   'eval.decoder_samples_per_summary': 0,
 }
@@ -29,6 +35,9 @@ def TrainParams() -> hyperparams.Params:
   """Params of training a task: `task.train`."""
   p = hyperparams.Params()
   p.Define('max_steps', 4_000_000, 'Training ends after this many steps.')
+  p.Define(
+    'max_seconds', 0.0, 'Training ends after so many seconds over all calls; 0: no limit of time.'
+  )
   p.Define('save_interval_steps', 1000, 'Steps between checkpoints; 0: by time only.')
   p.Define('save_interval_seconds', 600.0, 'Seconds between checkpoints; 0: by steps only.')
   p.Define('save_async', True, 'Write checkpoints beside training, from a copy in host memory.')
@@ -37,7 +46,29 @@ def TrainParams() -> hyperparams.Params:
     'save_keep_checkpoint_every_n_hours', 0.0, 'Keep one for good each so many hours; 0: none.'
   )
   p.Define('summary_interval_steps', 100, 'Steps between summaries and printed lines.')
+  p.Define(
+    'histogram_interval_steps', 0, "Steps between histograms of each weight's gradient; 0: none."
+  )
   p.Define('eval_datasets', [], 'Data sets to evaluate when training ends, such as Test.')
+  p.Define(
+    'eval_interval_steps', 1000, 'train_and_eval evaluates at multiples of this step; 0: by time.'
+  )
+  p.Define(
+    'eval_interval_seconds', 0.0, 'train_and_eval evaluates each so many seconds; 0: by steps.'
+  )
+  p.Define('decode_datasets', [], 'Data sets that train_and_eval decodes.')
+  p.Define(
+    'decode_interval_steps', 0, 'train_and_eval decodes at multiples of this step; 0: by time.'
+  )
+  p.Define(
+    'decode_interval_seconds', 0.0, 'train_and_eval decodes each so many seconds; 0: by steps.'
+  )
+  p.Define('early_stop', early_stopping.EarlyStopping.Params(), 'The metric to follow.')
+  p.Define(
+    'init_from_checkpoint_rules',
+    {},
+    'A new run takes weights from others: {logdir: ([(regex of names, name there)], [ignored])}.',
+  )
   p.Define('learner', learner.Learner.Params(), 'Params of the learner.')
   return p
 

@@ -3,6 +3,8 @@
 
 <logdir>/params.txt            the model's Params as text
 <logdir>/model_analysis.txt    every weight, and the stage table
+<logdir>/metrics.jsonl         what training and its evaluations measured, a line each
+<logdir>/report.txt, .json     what came of the last call of the trainer
 <logdir>/assets/               files that the input needs, such as its vocabulary
 <logdir>/train/                checkpoints and TensorBoard events of training, and trainer.lock
 <logdir>/eval_<dataset>/       TensorBoard events and score-<step>.txt of evaluations
@@ -11,6 +13,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import sys
@@ -26,28 +29,44 @@ from lingvo_gpipe import (
   background_saver,
   checkpointer,
   cluster,
+  dataset_passes,
   evaluation,
   hyperparams,
   inspection,
   logdir_lock,
   measured_cut,
+  metrics_log,
   nested_map,
   params_change,
   progress,
+  run_report,
   runner,
   stop_request,
   summaries,
+  warm_start,
 )
 from lingvo_gpipe import model as model_lib
 
 # Statistics of a step that the progress line does not show beside the task's metrics.
 _STATISTICS = ('learning_rate', 'grad_norm', 'grad_scale', 'is_finite', 'loss_weight')
 
+# What the trainer can do: train_and_eval evaluates and decodes between steps, too.
+JOBS = ('train', 'train_and_eval')
+
 InputParams = Callable[[str], hyperparams.InstantiableParams]
 
 
 class _NotFinite(Exception):
   """A step was not finite; its text says why."""
+
+
+@dataclasses.dataclass
+class _Counts:
+  """What a checkpoint counts of a run beside its step."""
+
+  examples_consumed: int = 0
+  num_skipped_steps: int = 0
+  train_seconds: float = 0.0
 
 
 class TrainProgram:
@@ -61,6 +80,7 @@ class TrainProgram:
     input_params: InputParams,
     stop: stop_request.StopRequest,
     *,
+    job: str = 'train',
     check_numerics: bool = False,
     allow_params_change: bool = False,
     lock: logdir_lock.Lock | None = None,
@@ -73,6 +93,7 @@ class TrainProgram:
       devices: the devices to use.
       input_params: the Params of the input of a data set, by its name.
       stop: asked after each step.
+      job: one of `JOBS`.
       check_numerics: stop at the first step whose loss or gradients are not finite, and say which
         layer is to blame.
       allow_params_change: go on with a run whose Params were others (see `params_change`).
@@ -80,9 +101,9 @@ class TrainProgram:
 
     Raises:
       OSError: the log directory cannot be written.
-      ValueError: check_numerics with a learner that applies gradients that are not finite, or a run
-        with other Params.
-      LookupError: an unknown data set in `task.train.eval_datasets`.
+      ValueError: check_numerics with a learner that applies gradients that are not finite; a run with
+        other Params; or a mistake in the Params of evaluations, early stopping or warm start.
+      LookupError: an unknown data set in `task.train.eval_datasets` or `decode_datasets`.
     """
     train = params.task.train
     if check_numerics and not train.learner.skip_nonfinite:
@@ -108,6 +129,8 @@ class TrainProgram:
     self._stop = stop
     self._model = model_lib.SingleTaskModel(params)
     self._train = self._model.task.params.train
+    self._early_stop = self._train.early_stop.Instantiate()
+    warm_start.Check(self._train.init_from_checkpoint_rules)
     self._input = self._model.input
     self._runner = runner.TaskRunner(
       self._model.task,
@@ -117,90 +140,142 @@ class TrainProgram:
     )
     self._runner.ExpectBatches(self._input.BatchSpecs())
     # Made now, for a mistake in their Params to show before the training and not after it.
-    self._evaluations = [
-      evaluation.Evaluation(self._runner, input_params(name), name, logdir, stop)
-      for name in train.eval_datasets
-    ]
+    self._passes = dataset_passes.DatasetPasses(
+      self._runner, input_params, logdir, stop, during_training=job == 'train_and_eval'
+    )
+    self._passes.CheckFollowed(self._early_stop)
+    self._counts = _Counts()
+    self._values: dict[str, float] = {}  # Of the last step.
 
   def Run(self) -> int:
     """Trains to the end, or until asked to stop; returns the exit status."""
-    print(f'{self._params.model or self._params.name} on {self._cluster.Describe()}')
-    print(self._runner.plan.Table(self._cluster.devices), flush=True)
+    self._Describe()
     self._input.Fingerprint()  # Reads the data before the first step, with its own errors.
-    consumed = self._Restore()
+    self._Restore()
+    consumed = self._counts.examples_consumed
     assets.Keep(self._logdir, self._input.Assets(), is_resumed=consumed > 0)
     # Not before: where the checkpoint is another model's, its description stays.
     inspection.WriteDescription(self._logdir, self._params, self._runner)
+    self._first_step, self._start = self._step + 1, time.monotonic()
+    self._seconds_before = self._counts.train_seconds
+    self._log = metrics_log.MetricsLog(os.path.join(self._logdir, 'metrics.jsonl'), self._step)
     try:
-      self._Loop(consumed)
+      ended = self._Loop()
+      if self._stop.signal is None:
+        self._RunPasses(self._step, at_end=True)
     except _NotFinite as e:
       print(e, file=sys.stderr)
       return 1
-    for one in self._evaluations:
-      if self._stop.signal is None and one.Run(int(self._runner.global_step)) is not None:
-        one.PrintSample()
+    finally:
+      self._log.Close()
+      self._passes.Close()
+    self._Report(ended)
     return self._stop.exit_status
 
-  def _Restore(self) -> int:
-    """Restores the last checkpoint; returns how many examples were consumed before."""
+  @property
+  def _step(self) -> int:
+    return int(self._runner.global_step)
+
+  def _Describe(self) -> None:
+    """Prints what was found and chosen."""
+    task = self._model.task
+    print(f'{self._params.model or self._params.name} on {self._cluster.Describe()}')
+    print(self._runner.plan.Table(self._cluster.devices))
+    p = task.params
+    xla = task.pipeline is not None and task.pipeline.params.xla
+    print(f'weights {p.dtype.name}, activations {p.fprop_dtype.name}, XLA {"on" if xla else "off"}')
+    train = f'Train {self._input.NumExamples():,} examples'
+    print(f'data: {"; ".join([train, *self._passes.Describe()])}', flush=True)
+
+  def _Restore(self) -> None:
+    """Restores the last checkpoint; a new run may take over weights of other runs."""
     found = self._checkpointer.RestoreLatest(self._runner.Variables())
     if found is None:
       print(f'starting a new run in {self._logdir}', flush=True)
-      return 0
+      rules = self._train.init_from_checkpoint_rules
+      if rules:
+        print('\n'.join(warm_start.Load(rules, self._model.task.VariablesByPath())), flush=True)
+        self._runner.AfterRestore()
+      return
     info, saved = found
     self._runner.AfterRestore()
-    consumed = int(saved['examples_consumed'])
+    for field in dataclasses.fields(_Counts):
+      setattr(self._counts, field.name, saved.get(field.name, field.default))
+    self._early_stop.Restore(saved.get('early_stop', {}))
+    self._passes.Restore(saved.get('passes', {}))
+    consumed = self._counts.examples_consumed
     print(f'going on from step {info.step} ({consumed:,} examples consumed) in {self._logdir}')
     for key, now in self._Circumstances().items():
       if saved.get(key) != now:
         logging.warning('%s was %s at the checkpoint and is %s now', key, saved.get(key), now)
-    return consumed
 
-  def _Loop(self, consumed: int) -> None:
-    """The training loop, to its end or until asked to stop."""
-    step = int(self._runner.global_step)
-    max_steps = self._train.max_steps
-    if step >= max_steps:
-      print(f'step {step} is at or behind max_steps {max_steps}: nothing left to train')
-      return
+  def _Loop(self) -> str:
+    """The training loop, to its end or until asked to stop; returns why it ended."""
+    step, max_steps = self._step, self._train.max_steps
+    # A stop between the last step and its evaluation left that to this call.
+    if self._RunPasses(step, at_end=False):
+      self._Save(step)
+      self._saver.Wait()
+    ended = self._WhyEnd(step)
+    if ended:
+      print(f'step {step} of {max_steps}: nothing left to train ({ended})')
+      return ended
+    run_report.Remove(self._logdir)
     shapes = len(self._input.BatchSpecs())
     first = 'the first step' if shapes == 1 else f'the first step of each of {shapes} shapes'
     print(f'training to step {max_steps}; {first} compiles the stages', flush=True)
-    shown = progress.Progress(step, max_steps, self._model.task.loss_unit)
+    shown = progress.Progress(
+      step,
+      max_steps,
+      self._model.task.loss_unit,
+      bubble=self._runner.plan.bubble if self._runner.plan.num_devices > 1 else 0.0,
+      seconds_left=(self._train.max_seconds or math.inf) - self._counts.train_seconds,
+    )
     writer = summaries.SummaryWriter(os.path.join(self._logdir, 'train'))
+    self._DrawPlan(writer)
     saved_step, saved_time = step, time.monotonic()
     batches: list[nested_map.NestedMap] = []  # Of the update under way.
-    first_step, start = step + 1, time.monotonic()
     try:
-      for batch in self._input.Dataset(start=consumed):
+      for batch in self._input.Dataset(start=self._counts.examples_consumed):
         values = self._runner.TrainStep(batch)
         batches.append(batch)
         if values is None:
           continue
         step += 1
         self._saver.Check()
-        if step == first_step:
+        if step == self._first_step:
           trace = self._runner.trace_seconds
-          rest = time.monotonic() - start - trace
+          rest = time.monotonic() - self._start - trace
           shown.Print(f'traced in {trace:.1f} s; compiled and ran the first step in {rest:.1f} s')
         if self._check_numerics and not (values['is_finite'] and math.isfinite(values['loss'])):
           raise _NotFinite(f'step {step} is not finite: {self._runner.WhyNotFinite(*batches)}')
-        consumed += sum(evaluation.NumRows(b) for b in batches)
+        self._counts.examples_consumed += sum(evaluation.NumRows(b) for b in batches)
         batches = []
+        self._values = values
         shown.Update(step, _Metrics(values), values['loss_weight'])
         if not values['is_finite']:
+          self._counts.num_skipped_steps += 1
           shown.Print(f'step {step}: a gradient is not finite; the update was skipped')
-        is_last = step >= max_steps or self._stop.signal is not None
-        if is_last or step % self._train.summary_interval_steps == 0:
-          writer.Scalars(step, {**values, f'{self._model.task.loss_unit}_per_second': shown.rate})
-        if is_last or self._IsSaveDue(step - saved_step, time.monotonic() - saved_time):
-          self._Save(step, consumed)
+        self._WriteHistograms(writer, step)
+        ended = self._WhyEnd(step)
+        is_best = self._PassesAfter(step, shown, at_end=bool(ended))
+        ended = ended or self._WhyEnd(step)
+        if ended or step % self._train.summary_interval_steps == 0:
+          rate = {f'{self._model.task.loss_unit}_per_second': shown.rate}
+          writer.Scalars(step, {**values, **rate})
+          self._log.Write(step, 'train', {**values, **rate})
+        is_due = self._IsSaveDue(step - saved_step, time.monotonic() - saved_time)
+        if ended or is_best or is_due:
+          self._Save(step)
           writer.Flush()
           saved_step, saved_time = step, time.monotonic()
-        if is_last:
+        if ended:
           break
-      if step > saved_step:
-        self._Save(step, consumed)  # The data ended before max_steps.
+      else:
+        ended = self._stop.name or 'the end of the data'
+        is_best = self._PassesAfter(step, shown, at_end=True)
+        if step > saved_step or is_best:
+          self._Save(step)
       self._saver.Wait()
     finally:
       self._saver.Close()
@@ -214,17 +289,105 @@ class TrainProgram:
         f'mini-batches: its first {len(batches)} changed nothing'
       )
     if step < max_steps or self._stop.signal is not None:
-      why = self._stop.name or 'the end of the data'
-      print(f'stopped by {why} after step {step}; the checkpoint is saved', flush=True)
+      print(f'stopped by {ended} after step {step}; the checkpoint is saved', flush=True)
+    return ended
+
+  def _WhyEnd(self, step: int) -> str:
+    """Why training ends after this step; '' where it goes on."""
+    p = self._train
+    if self._stop.signal is not None:
+      return self._stop.name
+    if step >= p.max_steps:
+      return f'max_steps {p.max_steps}'
+    if 0 < p.max_seconds <= self._TrainSeconds():
+      return f'max_seconds {p.max_seconds:g}'
+    why = self._early_stop.WhyStop(step)
+    return f'early stopping ({why})' if why else ''
+
+  def _TrainSeconds(self) -> float:
+    """The time of the run so far, over all its calls."""
+    return self._seconds_before + time.monotonic() - self._start
 
   def _IsSaveDue(self, steps: int, seconds: float) -> bool:
     p = self._train
     by_steps = p.save_interval_steps > 0 and steps >= p.save_interval_steps
     return by_steps or (p.save_interval_seconds > 0 and seconds >= p.save_interval_seconds)
 
-  def _Save(self, step: int, consumed: int) -> None:
-    metadata = {'examples_consumed': consumed, **self._Circumstances()}
-    self._saver.Save(step, self._runner.Variables(), metadata)
+  def _PassesAfter(self, step: int, shown: progress.Progress, *, at_end: bool) -> bool:
+    """`_RunPasses` between two steps, where this job does that."""
+    wanted = self._passes.during_training and self._passes.IsDue(step, at_end=at_end)
+    if not wanted or self._stop.signal is not None:
+      return False
+    with shown.Paused('evaluating'):
+      return self._RunPasses(step, at_end=at_end)
+
+  def _RunPasses(self, step: int, *, at_end: bool) -> bool:
+    """Evaluates and decodes what is due; returns whether one evaluation was the best so far."""
+    is_best = False
+    for found in self._passes.Run(step, at_end=at_end):
+      self._log.Write(step, found.jobname, found.values)
+      is_best |= self._early_stop.Update(
+        step, found.jobname, found.values, is_extra=not found.is_due
+      )
+    return is_best
+
+  def _Save(self, step: int) -> None:
+    """Writes a checkpoint; that of the best evaluation stays."""
+    self._counts.train_seconds = self._TrainSeconds()
+    metadata = {
+      **dataclasses.asdict(self._counts),
+      'early_stop': self._early_stop.State(),
+      'passes': self._passes.State(),
+      **self._Circumstances(),
+    }
+    best = self._early_stop.best_step
+    self._saver.Save(
+      step, self._runner.Variables(), metadata, protected=[] if best is None else [best]
+    )
+
+  def _DrawPlan(self, writer: summaries.SummaryWriter) -> None:
+    """Writes the stage table and the picture of the schedule, once."""
+    plan = self._runner.plan
+    texts = {'stage_table': plan.Table(), 'schedule': inspection.SchedulePicture(plan)}
+    for name, text in texts.items():
+      if text:
+        writer.Text(self._step, name, summaries.Preformatted(text))
+
+  def _WriteHistograms(self, writer: summaries.SummaryWriter, step: int) -> None:
+    interval = self._train.histogram_interval_steps
+    if interval and step % interval == 0:
+      found = self._runner.Gradients(self._values['loss_weight'])
+      writer.Histograms(step, {f'gradients/{path}': value for path, value in found.items()})
+
+  def _Report(self, ended: str) -> None:
+    """Prints and writes what came of this call."""
+    best = self._early_stop
+    report = run_report.RunReport(
+      model=self._params.model or self._params.name,
+      logdir=self._logdir,
+      ended=ended,
+      is_finished=self._stop.signal is None,
+      step=self._step,
+      num_steps=self._step - self._first_step + 1,
+      num_skipped_steps=self._counts.num_skipped_steps,
+      examples_consumed=self._counts.examples_consumed,
+      num_examples=self._input.NumExamples(),
+      train_seconds=self._counts.train_seconds,
+      seconds=time.monotonic() - self._start,
+      train=_Metrics(self._values),
+      passes=self._passes.State(),
+      best=None
+      if best.best_step is None
+      else {
+        'step': best.best_step,
+        'value': best.best_value,
+        'jobname': best.params.jobname,
+        'metric': best.params.metric,
+      },
+      checkpoints=[info.step for info in self._checkpointer.All()],
+    )
+    print(f'--- run report\n{report.Text()}', end='', flush=True)
+    report.Write()
 
   def _Circumstances(self) -> dict[str, Any]:
     """What a bit-equal continuation depends on beside the weights (design 4.15)."""

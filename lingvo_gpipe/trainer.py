@@ -71,6 +71,7 @@ def _Train() -> int:
       binary.Devices(num_devices),
       InputParams,
       stop,
+      job=FLAGS.job,
       check_numerics=FLAGS.check_numerics,
       allow_params_change=FLAGS.allow_params_change,
       lock=lock,
@@ -90,6 +91,12 @@ def Run() -> None:
   """Entry point of the installed program."""
   binary.DefineFlags()
   flags.DEFINE_enum('mode', 'train', list(_MODES), 'What to do.')
+  flags.DEFINE_enum(
+    'job',
+    'train',
+    list(train_program.JOBS),
+    'train, or train_and_eval: evaluate and decode between steps, as task.train says.',
+  )
   flags.DEFINE_bool(
     'check_numerics', False, 'Stop at the first step that is not finite and name the layer.'
   )

@@ -58,6 +58,8 @@ _LEVELS = (
     'lingvo_gpipe.inspection',
     'lingvo_gpipe.evaluation',
     'lingvo_gpipe.decoding',
+    'lingvo_gpipe.dataset_passes',
+    'lingvo_gpipe.run_report',
     'lingvo_gpipe.train_program',
     'lingvo_gpipe.eval_program',
   ),

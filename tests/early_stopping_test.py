@@ -69,6 +69,21 @@ def testWhatIsNotFiniteIsNeverBestAndCountsAsNoGain(bad):
   assert _Stops(_Follow([bad] * 3, window=15)) == 30
 
 
+def testAnExtraEvaluationMayBeBestAndDoesNotMoveTheEnd():
+  def Follow(extra):
+    made = _Make(max_evaluations=2)
+    for step, value in ((10, 3.0), (20, 2.0), (30, 2.5), (40, 2.2)):
+      assert not made.WhyStop(step)
+      made.Update(step, 'eval_dev', {'loss': value})
+      for i, other in enumerate(extra):
+        made.Update(step + i + 1, 'eval_dev', {'loss': other}, is_extra=True)
+    return made.WhyStop(40), made.best_step
+
+  assert Follow([])[0] and Follow([])[1] == 20
+  assert Follow([9.0, 9.0, 9.0]) == Follow([])
+  assert Follow([1.0]) == (Follow([])[0], 11)
+
+
 def testOtherJobsAreNotFollowed():
   made = _Make()
   assert not made.Update(10, 'eval_test', {'loss': 1.0})

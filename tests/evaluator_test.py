@@ -102,6 +102,7 @@ def testDecodeWritesHypothesesBesideReferences(followed, forks):
 
 def testSignalEndsTheWaiting(followed):
   logdir, _, _ = followed
+  (logdir / 'report.json').unlink()  # Without it the training may go on.
   with processes.Started('evaluator', *_Args(logdir, '--max_steps=1000')) as evaluator:
     for line in evaluator.stdout:
       if 'order-0' in line:

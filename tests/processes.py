@@ -208,11 +208,21 @@ def AssertSameTensors(got, expected):
 
 def Scalars(directory):
   """{tag: [(step, value), ...]} as TensorBoard reads the directory, nothing left out."""
+  found = Tensorboard(directory)
+  return {
+    tag: [(step, np.float32(value)) for step, value in pairs]
+    for tag, pairs in found.items()
+    if pairs[0][1].shape == () and pairs[0][1].dtype == np.float32
+  }
+
+
+def Tensorboard(directory):
+  """{tag: [(step, array), ...]} of scalars, histograms and texts."""
   events = event_accumulator.EventAccumulator(
     str(directory), size_guidance={event_accumulator.TENSORS: 0}, purge_orphaned_data=False
   )
   events.Reload()
   return {
-    tag: [(e.step, np.float32(tf.make_ndarray(e.tensor_proto))) for e in events.Tensors(tag)]
+    tag: [(e.step, tf.make_ndarray(e.tensor_proto)) for e in events.Tensors(tag)]
     for tag in events.Tags()['tensors']
   }

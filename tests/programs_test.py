@@ -127,10 +127,10 @@ def testTheEndOfTheDataEndsTheRunAndSaves(tmp_path, capsys):
   params = _ModelParams(more='input.num_epochs:1;input.max_bytes:500;task.train.max_steps:100')
   assert _Program(tmp_path, params).Run() == 0
   said = 'stopped by the end of the data after step 8; the checkpoint is saved\n'
-  assert capsys.readouterr().out.endswith(said)
+  assert said in capsys.readouterr().out
   assert processes.Steps(tmp_path) == [8]
   assert _Program(tmp_path, params).Run() == 0
-  assert capsys.readouterr().out.endswith(said)
+  assert said in capsys.readouterr().out
   assert processes.Steps(tmp_path) == [8]
 
 
@@ -221,7 +221,7 @@ def testSampleDoesNotSteerTheTerminal(tmp_path, capsys):
   runner = _Runner(decoded={'continuation': ['a\x1b[2Jb\x07\n\tc\x00é\r\ufffd']})
   evaluation.Evaluation(
     runner, _Numbers.Params(), 'Test', str(tmp_path), stop_request.StopRequest()
-  ).PrintSample()
+  ).WriteSample(7, prints=True)
   shown = capsys.readouterr().out
   assert shown == '--- continuation\na\ufffd[2Jb\ufffd\n\tc\ufffdé\ufffd\ufffd\n'
 

@@ -165,6 +165,40 @@ def testTimeLeft(clock):
   assert lines[-1].startswith('step 11/100')
 
 
+def testTheBubbleIsShownWhereThereIsOne(clock):
+  for bubble, shown in ((0.211, '  bubble 21%  '), (0.0, '  ')):
+    stream = io.StringIO()
+    line = progress.Progress(0, 2, 'tokens', stream, bubble=bubble)
+    for step in (1, 2):
+      clock.now += 1
+      line.Update(step, {}, 100.0)
+    assert stream.getvalue().endswith(f'100 tokens/s{shown}0:00 left\n')
+
+
+def testALimitOfTimeMayBeNearerThanTheLastStep(clock):
+  stream = io.StringIO()
+  line = progress.Progress(0, 1000, 'tokens', stream, seconds_left=60.0)
+  for step in range(1, 9):
+    clock.now += 10
+    line.Update(step, {}, 100.0)
+  lefts = [text.split()[-2] for text in stream.getvalue().splitlines()[1:]]
+  assert lefts == ['0:40', '0:30', '0:20', '0:10', '0:00', '0:00', '0:00']
+
+
+def testAPauseIsNoPartOfTheRate(clock):
+  stream = _Terminal()
+  shown = _Run(stream, clock, range(1, 6))
+  with shown.Paused('evaluating Dev'):
+    assert _Screen(stream.getvalue())[-1].startswith('evaluating Dev  step 5/100')
+    clock.now += 500
+  clock.now += 1
+  shown.Update(6, {'loss': 0.3}, 100.0)
+  shown.Close()
+  assert shown.rate == pytest.approx(100.0)
+  (line,) = [line for line in _Screen(stream.getvalue()) if line]
+  assert line.startswith('step 6/100') and line.endswith('1:34 left')
+
+
 def testNothingIsLeftAtTheEnd(clock):
   stream = io.StringIO()
   _Run(stream, clock, range(1, 4), end=3)

@@ -206,6 +206,8 @@ def testOneStepByHand():
     np.testing.assert_allclose(
       variables[f'linear.{name}'].numpy(), value - 0.25 * grad, rtol=1e-5, atol=1e-6
     )
+    got = run.Gradients(values['loss_weight'])[f'linear.{name}']
+    np.testing.assert_allclose(got, grad, rtol=1e-5, atol=1e-6)
   assert int(run.global_step) == 1
 
 

@@ -44,6 +44,20 @@ def testScalarsAndTextAreReadBack(tmp_path):
   ]
 
 
+def testHistogramsCountWhatIsFinite(tmp_path):
+  with summaries.SummaryWriter(tmp_path) as writer:
+    values = {'w': tf.constant([[1.0, 2.0], [math.nan, 4.0]], tf.bfloat16), 'b': [math.inf]}
+    writer.Histograms(3, values)
+  found = {}
+  for path in tmp_path.glob('events.out.tfevents.*'):
+    for record in tf.data.TFRecordDataset(str(path)):
+      for value in event_pb2.Event.FromString(record.numpy()).summary.value:
+        found[value.tag] = tensor_util.make_ndarray(value.tensor)
+  # Rows of (left, right, count).
+  assert found['w'][:, 2].sum() == 3 and found['w'][0, 0] == 1.0 and found['w'][-1, 1] == 4.0
+  assert found['b'][:, 2].sum() == 0
+
+
 def testNonFiniteValuesAreKept(tmp_path):
   with summaries.SummaryWriter(str(tmp_path)) as writer:
     writer.Scalars(1, {'a': math.inf, 'b': math.nan})

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The trainer as a process: to its end, going on, kills, signals, another number of stages."""
 
+import json
 import os
 import pty
 import random
@@ -25,10 +26,15 @@ PART = 15
 
 @pytest.fixture(scope='module')
 def undisturbed(tmp_path_factory):
-  """A run of END steps: (its log directory, what the process printed)."""
+  """A run of END steps: (its log directory, what the process printed).
+
+  It evaluates in between; runs that do not are compared with it.
+  """
   logdir = tmp_path_factory.mktemp('undisturbed') / 'run'
   more = f'task.train.save_interval_steps:{PART};task.train.save_max_to_keep:100'
-  done = processes.Run('trainer', *processes.TrainArgs(logdir, END, more=more, evaluate=['Test']))
+  more += f';task.train.eval_interval_steps:{END // 2}'
+  args = processes.TrainArgs(logdir, END, more=more, evaluate=['Test'])
+  done = processes.Run('trainer', *args, '--job=train_and_eval')
   return logdir, processes.Succeeded(done)
 
 
@@ -70,7 +76,8 @@ def testPrintsPlanProgressAndEvaluation(undisturbed):
     rf'step 1/{END}  loss [\d.]+  accuracy [\d.]+  bits_per_byte [\d.]+$', progress[0]
   )
   assert re.match(
-    rf'step {END}/{END}  loss .*  bits_per_byte [\d.]+  [\d,]+ tokens/s  0:00 left$', progress[-1]
+    rf'step {END}/{END}  loss .*  bits_per_byte [\d.]+  [\d,]+ tokens/s  bubble \d+%  0:00 left$',
+    progress[-1],
   )
   assert '\x1b' not in done.stdout and '\r' not in done.stdout
   found = re.search(
@@ -108,8 +115,8 @@ def testLeavesDescriptionsCheckpointsAndSummaries(undisturbed, monkeypatch):
   assert np.mean(losses[-20:]) < np.mean(losses[:20]) - 1.0
   assert scalars['tokens_per_second'][-1][1] > 0
   evaluated = processes.Scalars(logdir / 'eval_test')
-  ((step, bits),) = evaluated['bits_per_byte']
-  assert step == END and f'{bits:.3f} bits per byte' in done.stdout
+  (half, _), (step, bits) = evaluated['bits_per_byte']
+  assert half == END // 2 and step == END and f'{bits:.3f} bits per byte' in done.stdout
   score = (logdir / 'eval_test' / f'score-{END:08d}.txt').read_text()
   assert re.search(r'^bits_per_byte: [\d.]+$', score, re.MULTILINE)
 
@@ -191,6 +198,10 @@ def testKilledAtRandomMomentsEqualsUndisturbedRun(undisturbed, tmp_path):
   got = _TrainedScalars(tmp_path)['loss']
   assert {step for step, _ in got} >= set(range(END - 60, END + 1))
   assert all(expected[step] == value for step, value in got)
+  # In metrics.jsonl each step is there once, and it has the same.
+  lines = [json.loads(line) for line in (tmp_path / 'metrics.jsonl').read_text().splitlines()]
+  assert [line['step'] for line in lines] == list(range(1, END + 1))
+  assert all(np.float32(line['values']['loss']) == expected[line['step']] for line in lines)
 
 
 def testSignalsSaveAndLeave(tmp_path):
@@ -208,8 +219,10 @@ def testSignalsSaveAndLeave(tmp_path):
       assert process.wait(processes.TIMEOUT) == 128 + number, lines
     start = f'going on from step {step} ' if step else 'starting a new run'
     assert any(line.startswith(start) for line in lines)
-    found = re.fullmatch(
-      rf'stopped by {number.name} after step (\d+); the checkpoint is saved\n', lines[-1]
+    found = re.search(
+      rf'^stopped by {number.name} after step (\d+); the checkpoint is saved$',
+      ''.join(lines),
+      re.MULTILINE,
     )
     assert found, lines
     assert int(found[1]) > step

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`DatasetPasses`: the evaluations and decodings of a training process, and when they are due."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from lingvo_gpipe import decoding, early_stopping, evaluation, hyperparams, runner, stop_request
+
+
+@dataclasses.dataclass
+class _Entry:
+  """One pass: how often it comes, and what it found last.
+
+  Attributes:
+    job: the pass.
+    interval_steps: it is due at multiples of this step; 0: not by steps.
+    interval_seconds: it is due so long after the last time; 0: not by time.
+    time: when it was last done.
+    step: the step of the weights that it saw last.
+    values: what it found then.
+  """
+
+  job: evaluation.DatasetPass
+  interval_steps: int
+  interval_seconds: float
+  time: float
+  step: int = 0
+  values: dict[str, float] = dataclasses.field(default_factory=dict)
+
+  @property
+  def comes_back(self) -> bool:
+    """Whether it is ever due before the end."""
+    return self.interval_steps > 0 or self.interval_seconds > 0
+
+  def IsDue(self, step: int) -> bool:
+    """Multiples of a step, and not a distance: a restart in between moves nothing."""
+    if step <= self.step:
+      return False
+    if self.interval_steps > 0 and step % self.interval_steps == 0:
+      return True
+    return 0 < self.interval_seconds <= time.monotonic() - self.time
+
+
+class Result(NamedTuple):
+  """What a pass found; `is_due`: it came by its interval, and not at the end alone."""
+
+  jobname: str
+  values: dict[str, float]
+  is_due: bool
+
+
+class DatasetPasses:
+  """Evaluates and decodes with the weights of a run, in its process.
+
+  Nothing of the training changes by it: passes read weights, have inputs of their own, and draw no
+  random numbers that training would draw.
+  """
+
+  def __init__(
+    self,
+    task_runner: runner.TaskRunner,
+    input_params: Callable[[str], hyperparams.InstantiableParams],
+    logdir: str,
+    stop: stop_request.StopRequest,
+    *,
+    during_training: bool,
+  ) -> None:
+    """Makes the inputs, for a mistake in their Params to show before the training.
+
+    Args:
+      task_runner: holds the weights.
+      input_params: the Params of the input of a data set, by its name.
+      logdir: the run's log directory.
+      stop: asked after each batch.
+      during_training: else data sets are evaluated when training ends, and none is decoded.
+
+    Raises:
+      LookupError: an unknown data set.
+      ValueError: the task decodes nothing, or there is nothing to do during training.
+    """
+    self.during_training = during_training
+    train = task_runner.task.params.train
+    wanted: list[tuple[type[evaluation.DatasetPass], str, int, float]] = [
+      (evaluation.Evaluation, name, train.eval_interval_steps, train.eval_interval_seconds)
+      for name in dict.fromkeys(train.eval_datasets)
+    ]
+    if during_training:
+      wanted += [
+        (decoding.Decoding, name, train.decode_interval_steps, train.decode_interval_seconds)
+        for name in dict.fromkeys(train.decode_datasets)
+      ]
+      if not wanted:
+        raise ValueError(
+          'train_and_eval has nothing to evaluate: name data sets, such as '
+          "task.train.eval_datasets:['Dev'] or task.train.decode_datasets:['Dev']"
+        )
+    now = time.monotonic()
+    self._entries = [
+      _Entry(kind(task_runner, input_params(name), name, logdir, stop), steps, seconds, now)
+      for kind, name, steps, seconds in wanted
+    ]
+
+  def CheckFollowed(self, early_stop: early_stopping.EarlyStopping) -> None:
+    """Raises ValueError where early stopping follows what is never found during training."""
+    p = early_stop.params
+    if not p.metric:
+      return
+    if not self.during_training:
+      raise ValueError(
+        f'train.early_stop follows {p.jobname}, but this job evaluates only when training ends: '
+        "take --job=train_and_eval, or set task.train.early_stop.metric to ''"
+      )
+    followed = [e for e in self._entries if e.job.jobname == p.jobname and e.comes_back]
+    if not followed:
+      known = ', '.join(e.job.jobname for e in self._entries if e.comes_back) or 'none'
+      raise ValueError(
+        f'train.early_stop.jobname is {p.jobname!r}, which does not come back during training; '
+        f'these do: {known}. See task.train.eval_datasets, eval_interval_steps and, to decode, '
+        'decode_datasets and decode_interval_steps'
+      )
+
+  def Describe(self) -> list[str]:
+    """The data sets' names and sizes, each once."""
+    return list(dict.fromkeys(e.job.Describe() for e in self._entries))
+
+  def IsDue(self, step: int, *, at_end: bool) -> bool:
+    """Whether `Run` would do anything."""
+    return any(self._IsWanted(e, step, at_end) for e in self._entries)
+
+  def Run(self, step: int, *, at_end: bool) -> Iterator[Result]:
+    """Does what is due, one after the other, and yields what was found.
+
+    Ends early where it is asked to stop; what was not done then is due again.
+
+    Args:
+      step: the step of the weights.
+      at_end: training has ended: all that have not seen these weights are due, and samples are
+        printed.
+    """
+    for e in self._entries:
+      if not self._IsWanted(e, step, at_end):
+        continue
+      is_due = e.IsDue(step)
+      values = e.job.Run(step)
+      if values is None:
+        return
+      if isinstance(e.job, evaluation.Evaluation):
+        e.job.WriteSample(step, prints=at_end)
+      e.step, e.values, e.time = step, values, time.monotonic()
+      yield Result(e.job.jobname, values, is_due)
+
+  def State(self) -> dict[str, Any]:
+    """{jobname: step and values} of what was found last: a checkpoint keeps it."""
+    return {e.job.jobname: {'step': e.step, 'values': e.values} for e in self._entries if e.step}
+
+  def Restore(self, state: Mapping[str, Any]) -> None:
+    """Takes over what `State` returned."""
+    for e in self._entries:
+      found = state.get(e.job.jobname, {})
+      e.step, e.values = found.get('step', 0), dict(found.get('values', {}))
+
+  def Close(self) -> None:
+    """Closes files."""
+    for e in self._entries:
+      e.job.Close()
+
+  def _IsWanted(self, e: _Entry, step: int, at_end: bool) -> bool:
+    if at_end:
+      return step > e.step
+    return self.during_training and e.IsDue(step)

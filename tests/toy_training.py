@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model of two weights, and programs that train it in this process: for tests of the loop."""
+
+import tensorflow as tf
+
+from lingvo_gpipe import (
+  cluster,
+  hyperparams,
+  model,
+  optimizer,
+  params_text,
+  stop_request,
+  task,
+  train_program,
+  weight_params,
+)
+from lingvo_gpipe.input import synthetic
+
+_DIM, _TARGETS = 4, 2
+
+
+class Regression(task.BaseTask):
+  """One linear layer, without a pipeline; `Decode` tells the first target."""
+
+  def __init__(self, params: hyperparams.InstantiableParams) -> None:
+    super().__init__(params)
+    self.CreateVariable('w', weight_params.WeightParams([_DIM, _TARGETS]))
+    self.CreateVariable('b', weight_params.WeightParams([_TARGETS]))
+
+  def ComputePredictions(self, theta, input_batch):
+    return tf.matmul(input_batch.inputs, theta.w) + theta.b
+
+  def ComputeLoss(self, theta, predictions, input_batch):
+    weights = input_batch.example_weights
+    errors = tf.reduce_mean(tf.square(predictions - input_batch.targets), axis=1)
+    total = tf.reduce_sum(weights)
+    loss = tf.math.divide_no_nan(tf.reduce_sum(errors * weights), total)
+    return {'loss': (loss, total)}, {}
+
+  def Decode(self, input_batch, input_generator):
+    found = tf.matmul(input_batch.inputs, self.vars.w) + self.vars.b
+    return {'said': [f'{y:.3f}' for y in found[:, 0].numpy()]}
+
+  def DecodeFinalize(self, decoded):
+    return {'mean': sum(map(float, decoded['said'])) / len(decoded['said'])}
+
+
+def Input(dataset):
+  """Train, Dev or Test: other examples of one rule."""
+  first = {'Train': 0, 'Dev': 1000, 'Test': 2000}[dataset]
+  return synthetic.SyntheticRegressionInput.Params().Set(
+    batch_size=4,
+    num_examples=40 if dataset == 'Train' else 6,
+    first_example=first,
+    input_shape=[_DIM],
+    num_targets=_TARGETS,
+  )
+
+
+def Params(more='', **train):
+  """The model's Params: 20 steps, summaries at each; `train` sets task.train, `more` overrides."""
+  p = model.SingleTaskModel.Params().Set(task=Regression.Params().Set(name='toy'))
+  p.input = Input('Train')
+  p.task.train.Set(**{'max_steps': 20, 'summary_interval_steps': 1, **train})
+  # It has slots, and is traced fast.
+  p.task.train.learner.optimizer = optimizer.SGD.Params().Set(momentum=0.9)
+  p.task.train.learner.learning_rate = 0.01
+  p.ApplyOverrides(params_text.ParseOverrides(more))
+  return p
+
+
+def Program(logdir, params, stop=None, **options):
+  """A TrainProgram of these Params."""
+  return train_program.TrainProgram(
+    params,
+    str(logdir),
+    cluster.Cluster.Create(1, platform='cpu'),
+    Input,
+    stop or stop_request.StopRequest(),
+    **options,
+  )
+
+
+def Train(logdir, params, **options):
+  """Trains to the end."""
+  assert Program(logdir, params, **options).Run() == 0
