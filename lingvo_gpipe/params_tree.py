@@ -52,6 +52,11 @@ class Node:
     """Makes the node and what is in it read-only."""
     raise NotImplementedError()
 
+  def _Hint(self, name: str) -> str:
+    """What to say of a name that is deliberately not defined; '' for nothing."""
+    del name
+    return ''
+
 
 # --- Structure ------------------------------------------------------------------------------------
 
@@ -113,6 +118,8 @@ def Leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def Undefined(node: Node, name: str, prefix: str = '', path: str = '') -> str:
   """What to say where Params at `prefix` have no `name`; `path` is all of what was asked for."""
+  if hint := node._Hint(name):
+    return f'{path or Join(prefix, f".{name}")} is not defined: {hint}'
   keys = list(node._Records())
   scores = {key: difflib.SequenceMatcher(None, name, key).ratio() for key in keys}
   best = max(scores.values(), default=0.0)

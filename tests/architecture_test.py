@@ -92,7 +92,7 @@ _FOREIGN_NAMES = {
   'tests/layers/keras_cut_test.py': {'call'},
   'tests/layers/keras_layer_test.py': {'build', 'call', 'get_config'},
   'lingvo_gpipe/nested_map.py': {'copy', 'setdefault', 'update'},  # dict.
-  'lingvo_gpipe/optimizer.py': {'add_variable', 'add_variable_from_reference'},  # Keras.
+  'lingvo_gpipe/optimizer.py': {'add_variable_from_reference', '_should_use_adamw'},  # Keras.
   'tests/conftest.py': {'find_spec'},  # importlib.
   'tests/input/tfds_images_test.py': {'_info', '_split_generators', '_generate_examples'},  # TFDS.
   'tests/input/tfds_pairs_test.py': {'_info', '_split_generators', '_generate_examples'},

@@ -27,6 +27,10 @@ _CASES = {
   'Adamax': (optimizer.Adamax, {}),
   'Lamb': (optimizer.Lamb, {}),
   'Lion': (optimizer.Lion, {}),
+  'Nadam': (optimizer.Nadam, {'weight_decay': 0.01}),
+  'Ftrl': (optimizer.Ftrl, {'l1_regularization_strength': 0.01, 'beta': 0.1}),
+  'Muon': (optimizer.Muon, {'exclude_layers': ['w2']}),
+  'ScheduleFreeAdamW': (optimizer.ScheduleFreeAdamW, {'warmup_steps': 2}),
 }
 _SLOTS = {
   'SGD': set(),
@@ -43,7 +47,13 @@ _SLOTS = {
   'Adamax': {'momentum', 'norm'},
   'Lamb': {'momentum', 'velocity'},
   'Lion': {'momentum'},
+  'Nadam': {'momentum', 'velocity'},
+  'Ftrl': {'accumulator', 'linear'},
+  'Muon': {'momentum', 'velocity'},
+  'ScheduleFreeAdamW': {'momentum', 'velocity'},
 }
+# What is not a slot of a weight.
+_SHARED = {'Nadam': {'u_product'}}
 _ALL = pytest.mark.parametrize('case', _CASES)
 _SHAPES = {'m.w': [3, 4], 'm.b': [4], 'm.k': [2, 3, 2], 'm.w2': [3, 4], 'm.s': []}
 
@@ -96,6 +106,59 @@ def testEveryOptimizerIsTestedHere():
   assert defined == {cls for cls, _ in _CASES.values()}
 
 
+def testEveryOptimizerOfKerasIsHere():
+  of_keras = {
+    name
+    for name, cls in inspect.getmembers(keras.optimizers, inspect.isclass)
+    if issubclass(cls, keras.optimizers.Optimizer) and cls is not keras.optimizers.Optimizer
+  }
+  containers = {'LossScaleOptimizer', 'MultiOptimizer', 'OptimizerMap'}
+  assert {cls.__name__ for cls, _ in _CASES.values()} == of_keras - containers
+
+
+@pytest.mark.parametrize(
+  'name, hint',
+  [
+    ('LossScaleOptimizer', 'LossScaleOptimizer does not exist: .* no loss scaling'),
+    ('MultiOptimizer', 'a list of learners'),
+    ('AdamX', "has no attribute 'AdamX'; did you mean Adam"),
+  ],
+)
+def testWhatIsNoOptimizerIsRefusedWithAHint(name, hint):
+  with pytest.raises(AttributeError, match=hint):
+    getattr(optimizer, name)
+
+
+def testAContainerIsRefusedUnderAnotherNameToo():
+  class Mine(optimizer.KerasOptimizer):
+    keras_class = keras.optimizers.LossScaleOptimizer
+
+  with pytest.raises(ValueError, match='LossScaleOptimizer cannot be used: .* no loss scaling'):
+    Mine.Params()
+
+
+@pytest.mark.parametrize(
+  'name, hint',
+  [
+    ('global_clipnorm', 'clip_gradient_norm_to_value of the learner'),
+    ('clipnorm', 'clip_gradient_single_norm_to_value'),
+    ('clipvalue', 'clip_gradient_value_to'),
+    ('gradient_accumulation_steps', 'num_accumulated_mini_batches'),
+    ('use_ema', 'task.train.ema_decay'),
+    ('loss_scale_factor', 'no loss scaling'),
+    ('learning_rate', 'learning_rate and lr_schedule of the learner'),
+  ],
+)
+def testTheLearnersPartIsRefusedWithAHint(name, hint):
+  p = optimizer.Adam.Params()
+  with pytest.raises(AttributeError, match=f'{name} is not defined: .*{hint}'):
+    setattr(p, name, 1)
+  outer = hyperparams.Params()
+  outer.Define('optimizer', p.Copy(), 'Nested.')
+  with pytest.raises(AttributeError, match=rf'optimizer\.{name} is not defined: .*{hint}'):
+    outer.FromText(f'optimizer.{name}:1')
+
+
 @_ALL
 def testParamsAreKerassHyperparameters(case):
   cls, _ = _CASES[case]
@@ -141,12 +204,15 @@ def testParamsAreCopied():
 def testSlotsAreNamedByPathAndLieOnTheDevice(case):
   variables = _Variables()
   built = _Params(case).Instantiate().Build(_Device(), variables)
-  assert set(built.slots) == {f'{path}/{name}' for path in variables for name in _SLOTS[case]}
+  expected = {f'{path}/{name}' for path in variables for name in _SLOTS[case]}
+  # The matrix that is not excluded has no Adam.
+  assert set(built.slots) == expected - ({'m.w/velocity'} if case == 'Muon' else set())
+  assert set(built.shared) == _SHARED.get(case, set())
   assert len({id(v) for v in built.slots.values()}) == len(built.slots)
-  for slot in [*built.slots.values(), built.iterations]:
+  for slot in [*built.slots.values(), *built.shared.values(), built.iterations]:
     assert slot.device.endswith(_Device())
-    assert not slot.trainable
   for key, slot in built.slots.items():
+    assert not slot.trainable
     path, name = key.split('/')
     if name not in ('row', 'column'):
       assert slot.shape == variables[path].shape
@@ -170,7 +236,8 @@ def testSameAsKeras(case):
   cls, settings = _CASES[case]
   variables = _Variables()
   built = _Params(case).Instantiate().Build(_Device(), variables)
-  reference = _Variables()
+  # Muon needs the paths of Keras's variables.
+  reference = {path: keras.Variable(v, name=path) for path, v in _Variables().items()}
   plain = cls.keras_class(learning_rate=0.5, **settings)
   plain.build(list(reference.values()))
   before = _Arrays(variables)
@@ -200,6 +267,7 @@ def testSavedStateIsComplete(case):
   for old, new in (
     (first_variables, second_variables),
     (first.slots, second.slots),
+    (first.shared, second.shared),
     ({'n': first.iterations}, {'n': second.iterations}),
   ):
     assert old.keys() == new.keys()
@@ -232,9 +300,56 @@ def testSlotsHaveTheDtypeOfTheirVariable(dtype):
   with tf.device(_Device()):
     variables = {'m.w': tf.Variable(tf.ones([2, 2], dtype))}
   for case in _CASES:
+    if case == 'Muon':
+      with pytest.raises(ValueError, match=rf'float32 only, and m\.w is of {dtype.name}'):
+        _Params(case).Instantiate().Build(_Device(), variables)
+      continue
     built = _Params(case).Instantiate().Build(_Device(), variables)
     assert {slot.dtype for slot in built.slots.values()} <= {dtype}, case
     built.Apply([tf.ones([2, 2], dtype)], tf.constant(0.1))
+
+
+def _Decayed(cls, **settings):
+  """{path: whether a zero gradient moves the weight}, with the rule that spares `.b` and `.s`."""
+  variables = _Variables()
+  p = cls.Params().Set(weight_decay=0.1, **settings)
+  built = p.Instantiate().Build(_Device(), variables, lambda path: path[-2:] not in ('.b', '.s'))
+  before = _Arrays(variables)
+  built.Apply([tf.zeros_like(v) for v in variables.values()], tf.constant(0.5))
+  for path, v in variables.items():
+    if path[-2:] not in ('.b', '.s'):
+      np.testing.assert_allclose(v.numpy(), before[path] * (1 - 0.5 * 0.1), rtol=1e-6)
+  return {path: not np.array_equal(v, before[path]) for path, v in _Arrays(variables).items()}
+
+
+@pytest.mark.parametrize(
+  'cls, settings',
+  [(optimizer.SGD, {}), (optimizer.AdamW, {}), (optimizer.Muon, {'adam_weight_decay': 0.1})],
+)
+def testWeightDecayByRule(cls, settings):
+  moved = {path: path[-2:] not in ('.b', '.s') for path in _SHAPES}
+  assert _Decayed(cls, **settings) == moved
+
+
+def testSlotsThatBeginAsTheirWeight():
+  variables = _Variables()
+  built = optimizer.ScheduleFreeAdamW.Params().Instantiate().Build(_Device(), variables)
+  variables['m.w'].assign_add(tf.ones([3, 4]))
+  np.testing.assert_array_equal(built.slots['m.w/momentum'] + 1.0, variables['m.w'])
+  built.BeginAtWeights()
+  for path, v in variables.items():
+    np.testing.assert_array_equal(built.slots[f'{path}/momentum'], v)
+    assert not built.slots[f'{path}/velocity'].numpy().any()
+
+
+def testTheStateOfOneStageServesTheOthers():
+  """As after a restart: Nadam's product is that of the stage that was saved."""
+  first = optimizer.Nadam.Params().Instantiate().Build(_Device(), _Variables())
+  _Step(first, range(2))
+  other = optimizer.Nadam.Params().Instantiate().Build(_Device(), _Variables())
+  other.Follow(first)
+  assert int(other.iterations) == 2
+  assert float(other.shared['u_product']) == float(first.shared['u_product']) != 1.0
 
 
 def testNoVariablesIsNoUpdate():
