@@ -193,6 +193,49 @@ class LinearRampupCosineSchedule(CosineSchedule):
     return tf.minimum(_Linear(step, 0, p.warmup_init, p.warmup_steps, p.initial_value), cosine)
 
 
+class PiecewiseSchedule(BaseSchedule):
+  """schedules[i] from step boundaries[i - 1] on, up to and without boundaries[i].
+
+  Each of them counts its steps from the boundary where it begins, so a linear warm-up of 100 steps
+  and what follows it are
+
+      PiecewiseSchedule.Params().Set(
+        boundaries=[100],
+        schedules=[
+          LinearSchedule.Params().Set(start=(0, 0.0), limit=(100, 1.0)),
+          LinearSchedule.Params().Set(start=(0, 1.0), limit=(900, 0.0)),
+        ],
+      )
+  """
+
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    p = super().Params()
+    p.Define('boundaries', [], 'Steps at which the next schedule begins, increasing.')
+    p.Define('schedules', [Constant.Params()], 'Params of one schedule more than of boundaries.')
+    return p
+
+  def __init__(self, params: hyperparams.InstantiableParams) -> None:
+    super().__init__(params)
+    p = self.params
+    starts = [0, *p.boundaries]
+    increasing = all(a < b for a, b in zip(starts, p.boundaries, strict=False))
+    self._Check(increasing, 'boundaries', 'positive and strictly increasing')
+    if len(p.schedules) != len(starts):
+      raise ValueError(
+        f'{type(self).__name__}: schedules must be {len(starts)} Params ({len(p.boundaries)} '
+        f'boundaries), got {len(p.schedules)}.'
+      )
+    self._schedules = [schedule.Instantiate() for schedule in p.schedules]
+
+  def _Value(self, step: tf.Tensor) -> tf.Tensor:
+    starts = [0, *self.params.boundaries]
+    value = self._schedules[0]._Value(step)
+    for start, schedule in zip(starts[1:], self._schedules[1:], strict=True):
+      value = tf.where(step >= start, schedule._Value(tf.maximum(step - start, 0.0)), value)
+    return value
+
+
 class TransformerSchedule(BaseSchedule):
   """model_dim^-0.5 * min((step + 1) * warmup_steps^-1.5, (step + 1)^-0.5).
 

@@ -57,6 +57,24 @@ _CASES = {
     _Make(lr_schedules.LinearRampupCosineSchedule, total_steps=100),
     lambda s: _Cosine(s, 100, 1.0, 0.0),
   ),
+  'warmup_linear': (
+    _Make(
+      lr_schedules.PiecewiseSchedule,
+      boundaries=[10, 100],
+      schedules=[
+        lr_schedules.LinearSchedule.Params().Set(start=(0, 0.0), limit=(10, 1.0)),
+        lr_schedules.LinearSchedule.Params().Set(start=(0, 1.0), limit=(90, 0.2)),
+        lr_schedules.CosineSchedule.Params().Set(initial_value=0.2, total_steps=1000),
+      ],
+    ),
+    lambda s: (
+      _Ramp(s, 0, 0.0, 10, 1.0)
+      if s < 10
+      else _Ramp(s, 10, 1.0, 100, 0.2)
+      if s < 100
+      else _Cosine(s - 100, 1000, 0.2, 0.0)
+    ),
+  ),
   'transformer': (
     _Make(lr_schedules.TransformerSchedule, model_dim=64, warmup_steps=100),
     lambda s: 64**-0.5 * min((s + 1) * 100**-1.5, (s + 1) ** -0.5),
@@ -123,6 +141,8 @@ def testEndsAreExact():
   [
     ('PiecewiseConstantSchedule', {'boundaries': [5]}, r'values must be 2 numbers .*\[1.0\]'),
     ('PiecewiseConstantSchedule', {'boundaries': [5, 5], 'values': [1, 2, 3]}, 'increasing'),
+    ('PiecewiseSchedule', {'boundaries': [5]}, 'schedules must be 2 Params .* got 1'),
+    ('PiecewiseSchedule', {'boundaries': [0]}, 'boundaries must be positive and strictly'),
     ('LinearSchedule', {'start': (5, 1.0), 'limit': (5, 0.0)}, 'limit must be .* after 5'),
     ('LinearSchedule', {'start': (5,)}, 'start must be a pair'),
     ('ExponentialSchedule', {'limit': (5, 0.0)}, 'positive value'),
