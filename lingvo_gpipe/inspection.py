@@ -59,7 +59,7 @@ def PartitionText(params: hyperparams.InstantiableParams, logdir: str = '') -> s
   text = cut.Table()
   if num_shapes > 1:
     text += f'\n\nfor the largest of {num_shapes} shapes of batches: {shapes.NestText(spec)}'
-  if pipeline is not None and (picture := SchedulePicture(cut)):
+  if model.task.pipeline is not None and (picture := SchedulePicture(cut)):
     text += f'\n\n{picture}'
   return text
 

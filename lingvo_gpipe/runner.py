@@ -10,8 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe import fprop_context, metrics, nested_map, shapes
-from lingvo_gpipe import learner as learner_lib
+from lingvo_gpipe import fprop_context, learners, metrics, nested_map, shapes
 from lingvo_gpipe import task as task_lib
 from lingvo_gpipe.pipeline import (
   check_numerics,
@@ -36,7 +35,7 @@ def PlanTask(
 
   Allocates nothing, but that with partition_by='time' one layer at a time is run.
   """
-  learner = task.params.train.learner.Instantiate()
+  learner = learners.Learners(task.params.train.learner)
   slots_per_weight = learner.SlotsPerWeight()
   if task.pipeline is None:
     return plan.MakePlan(
@@ -101,8 +100,8 @@ class TaskRunner:
     """
     self.task = task
     self.batch_spec = batch_spec
-    learner = task.params.train.learner.Instantiate()
-    self.learner: learner_lib.Learner | None = learner if with_learner else None
+    learner = learners.Learners(task.params.train.learner)
+    self.learner: learners.Learners | None = learner if with_learner else None
     if task.pipeline is None:
       self.plan = PlanTask(task, batch_spec)
       self.engine = engine.PipelineEngine(
@@ -164,6 +163,15 @@ class TaskRunner:
     if self.learner is not None:
       self.learner.AfterRestore()
 
+  def BeginAtWeights(self) -> None:
+    """To be called when weights alone were assigned, as from another run's checkpoint.
+
+    Slots that begin as their weight begin anew.
+    """
+    self.engine.SyncTies()
+    if self.learner is not None:
+      self.learner.BeginAtWeights()
+
   def ExpectBatches(self, batch_specs: Iterable[nested_map.NestedMap]) -> None:
     """Announces batches of other shapes; the stages are compiled for each of them when it comes.
 
@@ -193,15 +201,16 @@ class TaskRunner:
 
     Returns:
       None where the update waits for more mini-batches. Else the metrics by name, loss_weight, and
-      learning_rate, grad_norm, grad_scale and is_finite (0 or 1) of the step; where is_finite is 0
-      the weights were left as they are.
+      what the learners tell of the step (see `Learners.Apply`), is_finite as 0 or 1, and
+      num_skipped_steps: how many steps of the run changed nothing, for their gradients were not
+      finite or their batches had no weight.
 
     Raises:
       ValueError: the task's LossWeight and ComputeLoss do not agree.
     """
     self._CheckBatch(batch)
     assert self.learner is not None
-    if self.learner.params.num_accumulated_mini_batches == 1:
+    if self.learner.num_accumulated_mini_batches == 1:
       self._Trace(self._train_step, batch)
       with failures.Located(functools.partial(self._Accumulate, batch)):
         values, loss_weight = self._train_step(batch)
@@ -350,7 +359,7 @@ class TaskRunner:
     # State follows every mini-batch, but changes with the weights or not at all.
     self._state = self._next_state(layer_sums, self._state if index else None)
     self._num_micro_batches = first + self._NumMicroBatches(batch)
-    self._num_accumulated = (index + 1) % self.learner.params.num_accumulated_mini_batches
+    self._num_accumulated = (index + 1) % self.learner.num_accumulated_mini_batches
     return self._num_accumulated == 0
 
   def _Accumulate(
@@ -387,10 +396,12 @@ class TaskRunner:
     # The accumulators are read only after the last backward action wrote them: TensorFlow orders
     # accesses to one variable inside a tf.function.
     applied = dict(self.learner.Apply(self.global_step, loss_weight))
-    self.engine.AssignState(state, applied.pop('is_applied'))
+    is_applied = applied.pop('is_applied')
+    self.engine.AssignState(state, is_applied)
     values.update(applied)
     self.engine.SyncTies()
     values['is_finite'] = tf.cast(values['is_finite'], tf.float32)
+    values['num_skipped_steps'] = self.global_step + 1 - self.learner.iterations
     # A step that fails must change nothing: it can be run again, to find out why.
     with tf.control_dependencies(list(values.values())):
       self.global_step.assign_add(1)
@@ -401,7 +412,7 @@ class TaskRunner:
     weights = [self.task.LossWeight(side) for side in sides]
     return self.engine.Evaluate(inputs, sides, weights)
 
-  def _CheckOutside(self, learner: learner_lib.Learner) -> None:
+  def _CheckOutside(self, learner: learners.Learners) -> None:
     """Raises ValueError for weights that are to be trained, but that no stage holds."""
     inside = {path for s in self.engine.stages for path in s.trained}
     outside = [
@@ -416,9 +427,9 @@ class TaskRunner:
         'task.train.learner.bprop_variable_exclusion'
       )
 
-  def _CheckMicroBatches(self, learner: learner_lib.Learner) -> None:
+  def _CheckMicroBatches(self, learner: learners.Learners) -> None:
     """Raises ValueError where the random seeds cannot count the micro-batches of an update."""
-    num, of = learner.params.num_accumulated_mini_batches, self.plan.num_micro_batches
+    num, of = learner.num_accumulated_mini_batches, self.plan.num_micro_batches
     if num * of > fprop_context.MAX_MICRO_BATCHES:
       raise ValueError(
         f'an update of {num} mini-batches of {of} micro-batches is more than the '

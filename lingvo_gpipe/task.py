@@ -69,7 +69,11 @@ def TrainParams() -> hyperparams.Params:
     {},
     'A new run takes weights from others: {logdir: ([(regex of names, name there)], [ignored])}.',
   )
-  p.Define('learner', learner.Learner.Params(), 'Params of the learner.')
+  p.Define(
+    'learner',
+    learner.Learner.Params(),
+    'Params of the learner, or a list of them, each with a name and variables of its own.',
+  )
   return p
 
 

@@ -33,6 +33,7 @@ from lingvo_gpipe import (
   evaluation,
   hyperparams,
   inspection,
+  learners,
   logdir_lock,
   measured_cut,
   metrics_log,
@@ -48,7 +49,14 @@ from lingvo_gpipe import (
 from lingvo_gpipe import model as model_lib
 
 # Statistics of a step that the progress line does not show beside the task's metrics.
-_STATISTICS = ('learning_rate', 'grad_norm', 'grad_scale', 'is_finite', 'loss_weight')
+_STATISTICS = (
+  'learning_rate',
+  'grad_norm',
+  'grad_scale',
+  'is_finite',
+  'num_skipped_steps',
+  'loss_weight',
+)
 
 # What the trainer can do: train_and_eval evaluates and decodes between steps, too.
 JOBS = ('train', 'train_and_eval')
@@ -101,12 +109,13 @@ class TrainProgram:
 
     Raises:
       OSError: the log directory cannot be written.
-      ValueError: check_numerics with a learner that applies gradients that are not finite; a run with
-        other Params; or a mistake in the Params of evaluations, early stopping or warm start.
+      ValueError: check_numerics with a learner that applies gradients that are not finite; a run
+        with other Params; or a mistake in the Params of evaluations, early stopping or warm start.
       LookupError: an unknown data set in `task.train.eval_datasets` or `decode_datasets`.
     """
     train = params.task.train
-    if check_numerics and not train.learner.skip_nonfinite:
+    skips_nonfinite = learners.AsList(train.learner)[0].skip_nonfinite
+    if check_numerics and not skips_nonfinite:
       raise ValueError(
         'check_numerics repeats a bad step, for which its weights must be as before it: set '
         'task.train.learner.skip_nonfinite to True'
@@ -285,7 +294,7 @@ class TrainProgram:
       print(report)
     if batches:
       print(
-        f'the data ended within an update of {self._train.learner.num_accumulated_mini_batches} '
+        f'the data ended within an update of {self._NumAccumulated()} '
         f'mini-batches: its first {len(batches)} changed nothing'
       )
     if step < max_steps or self._stop.signal is not None:
@@ -397,11 +406,14 @@ class TrainProgram:
       'random_seed': self._model.task.params.random_seed,
       'cut': list(self._runner.plan.ends),
       'num_micro_batches': self._runner.plan.num_micro_batches,
-      'num_accumulated_mini_batches': self._train.learner.num_accumulated_mini_batches,
+      'num_accumulated_mini_batches': self._NumAccumulated(),
       **self._PipelineCircumstances(),
       'intra_op_threads': tf.config.threading.get_intra_op_parallelism_threads(),
       'tensorflow': tf.__version__,
     }
+
+  def _NumAccumulated(self) -> int:
+    return learners.AsList(self._train.learner)[0].num_accumulated_mini_batches
 
   def _PipelineCircumstances(self) -> dict[str, Any]:
     if self._model.task.pipeline is None:
@@ -410,4 +422,4 @@ class TrainProgram:
 
 
 def _Metrics(values: Mapping[str, float]) -> dict[str, float]:
-  return {name: value for name, value in values.items() if name not in _STATISTICS}
+  return {name: value for name, value in values.items() if name.split('/')[0] not in _STATISTICS}

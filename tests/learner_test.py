@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The learner: clipping over stages, skipped steps, schedules, filters, division by the weight."""
 
-import dataclasses
 import sys
 
 import numpy as np
@@ -9,32 +8,7 @@ import pytest
 import tensorflow as tf
 
 from lingvo_gpipe import learner, lr_schedules, optimizer
-
-_SHAPES = {'m.a.w': [3, 2], 'm.a.b': [2], 'm.c.w': [2, 2], 'm.c.b': [2]}
-
-
-@dataclasses.dataclass
-class _Stage:
-  """What the learner sees of a stage."""
-
-  device: str
-  trained: dict
-  accumulators: list
-
-
-def _Stages(cuts=(2, 4), dtype=tf.float32):
-  """The variables of `_SHAPES` in stages, each on a device of its own."""
-  rng = np.random.default_rng(0)
-  values = {path: rng.normal(size=shape) for path, shape in _SHAPES.items()}
-  devices = [d.name for d in tf.config.list_logical_devices('CPU')]
-  stages = []
-  for k, (start, end) in enumerate(zip([0, *cuts[:-1]], cuts, strict=True)):
-    with tf.device(devices[k]):
-      paths = list(_SHAPES)[start:end]
-      variables = {path: tf.Variable(values[path], dtype=dtype) for path in paths}
-      accumulators = [tf.Variable(tf.zeros_like(v), trainable=False) for v in variables.values()]
-    stages.append(_Stage(devices[k], variables, accumulators))
-  return stages
+from tests import learner_stages
 
 
 def _SGD(**settings):
@@ -43,114 +17,143 @@ def _SGD(**settings):
   )
 
 
-def _Chosen(stages, is_trained):
-  """The stages as the engine makes them: with what is trained alone."""
-  chosen = []
-  for s in stages:
-    pairs = [pair for pair in zip(s.trained, s.accumulators, strict=True) if is_trained(pair[0])]
-    trained = {path: s.trained[path] for path, _ in pairs}
-    chosen.append(_Stage(s.device, trained, [accumulator for _, accumulator in pairs]))
-  return chosen
-
-
-def _Build(p, stages):
-  """The learner, and a function of (step, loss weight) that does one update."""
-  built = p.Instantiate()
-  built.Build(_Chosen(stages, built.IsTrained))
-
-  @tf.function(autograph=False)
-  def Apply(step, loss_weight):
-    return built.Apply(step, loss_weight)
-
-  def Update(step=0, loss_weight=1.0):
-    values = Apply(tf.constant(step, tf.int64), tf.constant(loss_weight))
-    return {name: float(value) for name, value in values.items()}
-
-  return built, Update
-
-
-def _Weights(stages):
-  return {path: v.numpy() for s in stages for path, v in s.trained.items()}
-
-
-def _SetGrads(stages, seed=1, scale=1.0):
-  """Puts gradients into the accumulators; returns {path: gradient}, the same however it is cut."""
-  rng = np.random.default_rng(seed)
-  grads = {path: scale * rng.normal(size=shape) for path, shape in _SHAPES.items()}
-  for s in stages:
-    for path, accumulator in zip(s.trained, s.accumulators, strict=True):
-      accumulator.assign(tf.cast(grads[path], accumulator.dtype))
-  return grads
-
-
-def _Norm(grads):
-  return float(np.sqrt(sum(np.sum(g**2) for g in grads.values())))
-
-
 @pytest.mark.parametrize('cuts', [(4,), (2, 4), (1, 2, 3, 4)])
 @pytest.mark.parametrize('clip', [0.0, 0.5, 1e6])
 def testClipsByTheNormOfAllStages(cuts, clip):
-  stages = _Stages(cuts)
-  before = _Weights(stages)
-  _, update = _Build(_SGD(clip_gradient_norm_to_value=clip), stages)
-  grads = _SetGrads(stages)
+  stages = learner_stages.Stages(cuts)
+  before = learner_stages.Weights(stages)
+  _, update = learner_stages.Build(_SGD(clip_gradient_norm_to_value=clip), stages)
+  grads = learner_stages.SetGrads(stages)
   values = update()
-  norm = _Norm(grads)
+  norm = learner_stages.Norm(grads)
   scale = min(1.0, clip / norm) if clip else 1.0
   assert values['grad_norm'] == pytest.approx(norm, rel=1e-6)
   assert values['grad_scale'] == pytest.approx(scale, rel=1e-6)
   assert values['is_finite'] == 1.0
-  for path, weight in _Weights(stages).items():
+  for path, weight in learner_stages.Weights(stages).items():
     np.testing.assert_allclose(weight, before[path] - scale * grads[path], atol=1e-6)
 
 
 def testSameAsTensorFlowsClipping():
-  stages = _Stages()
-  before = _Weights(stages)
-  _, update = _Build(_SGD(clip_gradient_norm_to_value=0.7), stages)
-  grads = _SetGrads(stages)
+  stages = learner_stages.Stages()
+  before = learner_stages.Weights(stages)
+  _, update = learner_stages.Build(_SGD(clip_gradient_norm_to_value=0.7), stages)
+  grads = learner_stages.SetGrads(stages)
   update()
   clipped, _ = tf.clip_by_global_norm([tf.constant(g, tf.float32) for g in grads.values()], 0.7)
-  for (path, weight), grad in zip(_Weights(stages).items(), clipped, strict=True):
+  for (path, weight), grad in zip(learner_stages.Weights(stages).items(), clipped, strict=True):
     np.testing.assert_allclose(weight, before[path] - grad.numpy(), atol=1e-6)
 
 
 def testDividesByTheLossWeight():
   """Accumulators hold the sum over tokens: norm, clipping and update are those of the mean."""
-  stages = _Stages()
-  before = _Weights(stages)
-  _, update = _Build(_SGD(clip_gradient_norm_to_value=0.5), stages)
-  grads = _SetGrads(stages)
+  stages = learner_stages.Stages()
+  before = learner_stages.Weights(stages)
+  _, update = learner_stages.Build(_SGD(clip_gradient_norm_to_value=0.5), stages)
+  grads = learner_stages.SetGrads(stages)
   values = update(loss_weight=8.0)
-  norm = _Norm(grads) / 8
+  norm = learner_stages.Norm(grads) / 8
   assert values['grad_norm'] == pytest.approx(norm, rel=1e-6)
   scale = min(1.0, 0.5 / norm) / 8
-  for path, weight in _Weights(stages).items():
+  for path, weight in learner_stages.Weights(stages).items():
     np.testing.assert_allclose(weight, before[path] - scale * grads[path], atol=1e-6)
 
 
+@pytest.mark.parametrize('cuts', [(4,), (1, 2, 3, 4)])
+def testClipsEachGradientByItsOwnNorm(cuts):
+  stages = learner_stages.Stages(cuts)
+  before = learner_stages.Weights(stages)
+  _, update = learner_stages.Build(_SGD(clip_gradient_single_norm_to_value=0.5), stages)
+  grads = learner_stages.SetGrads(stages)
+  grads['m.a.b'] *= 0.01  # Is left as it is.
+  for s in stages:
+    for path, accumulator in zip(s.trained, s.accumulators, strict=True):
+      accumulator.assign(8.0 * grads[path])
+  values = update(loss_weight=8.0)
+  assert values['grad_norm'] == pytest.approx(learner_stages.Norm(grads), rel=1e-6)
+  for path, weight in learner_stages.Weights(stages).items():
+    scale = min(1.0, 0.5 / np.sqrt(np.sum(grads[path] ** 2)))
+    np.testing.assert_allclose(weight, before[path] - scale * grads[path], atol=1e-6)
+
+
+def testClipsEachEntry():
+  stages = learner_stages.Stages()
+  before = learner_stages.Weights(stages)
+  _, update = learner_stages.Build(_SGD(clip_gradient_value_to=0.3), stages)
+  grads = learner_stages.SetGrads(stages, scale=2.0)
+  assert update(loss_weight=2.0)['grad_scale'] == 1.0
+  for path, weight in learner_stages.Weights(stages).items():
+    clipped = np.clip(grads[path] / 2, -0.3, 0.3)
+    assert not np.array_equal(clipped, grads[path] / 2)
+    np.testing.assert_allclose(weight, before[path] - clipped, atol=1e-6)
+
+
+def testClipsInOneWay():
+  p = _SGD(clip_gradient_norm_to_value=1.0, clip_gradient_value_to=1.0)
+  with pytest.raises(ValueError, match='only one of clip_gradient_norm_to_value, clip_gradient_va'):
+    p.Instantiate()
+
+
+@pytest.mark.parametrize('cuts', [(4,), (1, 3, 4)])
+@pytest.mark.parametrize('clip', [0.0, 0.5])
+def testRegularisesByRule(cuts, clip):
+  """As if c / 2 |w|^2 + d |w| were part of the loss; biases are spared."""
+  stages = learner_stages.Stages(cuts)
+  before = learner_stages.Weights(stages)
+  rule = {'l2_regularizer_weight': 0.3, 'l1_regularizer_weight': 0.2}
+  rule['lp_regularizer_exclusion'] = r'\.b$'
+  _, update = learner_stages.Build(_SGD(clip_gradient_norm_to_value=clip, **rule), stages)
+  grads = learner_stages.SetGrads(stages)
+  values = update(loss_weight=4.0)
+  for path, grad in grads.items():
+    slope = 0.3 * before[path] + 0.2 * np.sign(before[path])
+    grads[path] = grad / 4 + (slope if path.endswith('.w') else 0.0)
+  norm = learner_stages.Norm(grads)
+  assert values['grad_norm'] == pytest.approx(norm, rel=1e-6)
+  scale = min(1.0, clip / norm) if clip else 1.0
+  for path, weight in learner_stages.Weights(stages).items():
+    np.testing.assert_allclose(weight, before[path] - scale * grads[path], atol=1e-6)
+
+
+def testWeightDecayByRule():
+  stages = learner_stages.Stages()
+  before = learner_stages.Weights(stages)
+  p = _SGD(weight_decay_exclusion=r'\.b$').Set(learning_rate=0.5)
+  p.optimizer.weight_decay = 0.1
+  _, update = learner_stages.Build(p, stages)
+  learner_stages.SetGrads(stages, scale=0.0)
+  update()
+  for path, weight in learner_stages.Weights(stages).items():
+    factor = 1 - 0.5 * 0.1 if path.endswith('.w') else 1.0
+    np.testing.assert_allclose(weight, before[path] * factor, rtol=1e-6)
+
+
 def testZeroGradientIsFinite():
-  stages = _Stages()
-  before = _Weights(stages)
-  _, update = _Build(_SGD(clip_gradient_norm_to_value=1.0), stages)
+  stages = learner_stages.Stages()
+  before = learner_stages.Weights(stages)
+  _, update = learner_stages.Build(_SGD(clip_gradient_norm_to_value=1.0), stages)
   values = update()
   assert (values['is_finite'], values['grad_norm'], values['grad_scale']) == (1.0, 0.0, 1.0)
-  for path, weight in _Weights(stages).items():
+  for path, weight in learner_stages.Weights(stages).items():
     np.testing.assert_array_equal(weight, before[path])
 
 
 @pytest.mark.parametrize('skip', [True, False])
 def testABatchWithoutWeightChangesNothing(skip):
   """All padding: there is nothing to learn, and 0/0 must not reach the weights."""
-  stages = _Stages()
-  built, update = _Build(learner.Learner.Params().Set(skip_nonfinite=skip), stages)
-  _SetGrads(stages)
+  stages = learner_stages.Stages()
+  built, update = learner_stages.Build(learner.Learner.Params().Set(skip_nonfinite=skip), stages)
+  learner_stages.SetGrads(stages)
   update()
-  before = {name: v.numpy() for name, v in built.Variables().items()} | _Weights(stages)
-  _SetGrads(stages, scale=0.0)
+  before = {name: v.numpy() for name, v in built.Variables().items()} | learner_stages.Weights(
+    stages
+  )
+  learner_stages.SetGrads(stages, scale=0.0)
   values = update(step=1, loss_weight=0.0)
   assert (values['is_finite'], values['grad_norm'], values['grad_scale']) == (1.0, 0.0, 0.0)
-  after = {name: v.numpy() for name, v in built.Variables().items()} | _Weights(stages)
+  after = {name: v.numpy() for name, v in built.Variables().items()} | learner_stages.Weights(
+    stages
+  )
   for name, value in before.items():
     np.testing.assert_array_equal(after[name], value, err_msg=name)
 
@@ -159,17 +162,17 @@ def testABatchWithoutWeightChangesNothing(skip):
 @pytest.mark.parametrize('where', [0, -1])
 @pytest.mark.parametrize('clip', [0.0, 1.0])
 def testANonFiniteStepLeavesEverythingAsItWas(bad, where, clip):
-  stages = _Stages()
+  stages = learner_stages.Stages()
   p = learner.Learner.Params().Set(clip_gradient_norm_to_value=clip)
   p.optimizer = optimizer.Adam.Params().Set(weight_decay=0.1)
-  built, update = _Build(p, stages)
-  _SetGrads(stages)
+  built, update = learner_stages.Build(p, stages)
+  learner_stages.SetGrads(stages)
   update()
   state = {**built.Variables(), **{path: v for s in stages for path, v in s.trained.items()}}
-  state |= {f'iterations {k}': s[2].iterations for k, s in enumerate(built._stages)}
+  state |= {f'iterations {k}': n for k, n in enumerate(learner_stages.Iterations(built))}
   before = {name: v.numpy() for name, v in state.items()}
 
-  _SetGrads(stages, seed=2)
+  learner_stages.SetGrads(stages, seed=2)
   accumulator = stages[where].accumulators[where]
   values = accumulator.numpy()
   values.flat[0] = bad
@@ -180,7 +183,7 @@ def testANonFiniteStepLeavesEverythingAsItWas(bad, where, clip):
   for name, v in state.items():
     assert v.numpy().tobytes() == before[name].tobytes(), name
 
-  _SetGrads(stages, seed=3)
+  learner_stages.SetGrads(stages, seed=3)
   assert update(step=2)['is_finite'] == 1.0
   for name, v in state.items():
     assert np.all(np.isfinite(v.numpy())), name
@@ -188,44 +191,44 @@ def testANonFiniteStepLeavesEverythingAsItWas(bad, where, clip):
 
 
 def testANonFiniteLossWeightIsSkippedToo():
-  stages = _Stages()
-  _, update = _Build(_SGD(), stages)
-  before = _Weights(stages)
-  _SetGrads(stages)
+  stages = learner_stages.Stages()
+  _, update = learner_stages.Build(_SGD(), stages)
+  before = learner_stages.Weights(stages)
+  learner_stages.SetGrads(stages)
   assert update(loss_weight=np.nan)['is_finite'] == 0.0
-  for path, weight in _Weights(stages).items():
+  for path, weight in learner_stages.Weights(stages).items():
     np.testing.assert_array_equal(weight, before[path])
 
 
 def testWithoutSkippingNanGoesThrough():
-  stages = _Stages()
-  _, update = _Build(_SGD(skip_nonfinite=False), stages)
-  _SetGrads(stages)
+  stages = learner_stages.Stages()
+  _, update = learner_stages.Build(_SGD(skip_nonfinite=False), stages)
+  learner_stages.SetGrads(stages)
   stages[0].accumulators[0].assign(tf.fill([3, 2], np.nan))
   assert update()['is_finite'] == 0.0
-  assert np.all(np.isnan(_Weights(stages)['m.a.w']))
-  assert np.all(np.isfinite(_Weights(stages)['m.c.w']))
+  assert np.all(np.isnan(learner_stages.Weights(stages)['m.a.w']))
+  assert np.all(np.isfinite(learner_stages.Weights(stages)['m.c.w']))
 
 
 def testLearningRateFollowsTheSchedule():
   schedule = lr_schedules.LinearRampupCosineSchedule.Params().Set(warmup_steps=3, total_steps=8)
-  stages = _Stages()
-  _, update = _Build(_SGD(lr_schedule=schedule).Set(learning_rate=0.5), stages)
+  stages = learner_stages.Stages()
+  _, update = learner_stages.Build(_SGD(lr_schedule=schedule).Set(learning_rate=0.5), stages)
   expected_factor = schedule.Instantiate()
-  weights = _Weights(stages)
+  weights = learner_stages.Weights(stages)
   for step in range(10):
-    grads = _SetGrads(stages, seed=step)
+    grads = learner_stages.SetGrads(stages, seed=step)
     rate = update(step)['learning_rate']
     assert rate == pytest.approx(0.5 * float(expected_factor.Value(step)), rel=1e-6)
-    for path, weight in _Weights(stages).items():
+    for path, weight in learner_stages.Weights(stages).items():
       np.testing.assert_allclose(weight, weights[path] - rate * grads[path], atol=1e-5)
-    weights = _Weights(stages)
+    weights = learner_stages.Weights(stages)
 
 
 @pytest.mark.parametrize(
   'wanted, unwanted, trained',
   [
-    ('', '', list(_SHAPES)),
+    ('', '', list(learner_stages.SHAPES)),
     (r'\.w$', '', ['m.a.w', 'm.c.w']),
     ('', r'\.b$', ['m.a.w', 'm.c.w']),
     (r'^m\.c', r'\.b$', ['m.c.w']),
@@ -233,17 +236,17 @@ def testLearningRateFollowsTheSchedule():
   ],
 )
 def testFilters(wanted, unwanted, trained):
-  stages = _Stages()
-  before = _Weights(stages)
+  stages = learner_stages.Stages()
+  before = learner_stages.Weights(stages)
   p = _SGD(bprop_variable_filter=wanted, bprop_variable_exclusion=unwanted)
   p.optimizer.momentum = 0.9
-  built, update = _Build(p, stages)
-  grads = _SetGrads(stages)
+  built, update = learner_stages.Build(p, stages)
+  grads = learner_stages.SetGrads(stages)
   values = update()
   # What is not trained does not count in the norm either.
-  norm = _Norm({path: grads[path] for path in trained})
+  norm = learner_stages.Norm({path: grads[path] for path in trained})
   assert values['grad_norm'] == pytest.approx(norm, rel=1e-6)
-  for path, weight in _Weights(stages).items():
+  for path, weight in learner_stages.Weights(stages).items():
     change = grads[path] if path in trained else 0.0
     np.testing.assert_allclose(weight, before[path] - change, atol=1e-6)
   assert set(built.Variables()) == {f'{path}/momentum' for path in trained} | {'learner/iterations'}
@@ -256,7 +259,7 @@ def testNothingLeftToTrain():
   ):
     built = _SGD(**settings).Instantiate()
     with pytest.raises(ValueError, match='no variable is left to train') as e:
-      built.Build(_Chosen(_Stages(), built.IsTrained))
+      built.Build(learner_stages.Chosen(learner_stages.Stages(), built.IsTrained))
     assert next(iter(settings.values())) in str(e.value)
 
 
@@ -266,9 +269,20 @@ def testLearningRateMustBePositive(rate):
     learner.Learner.Params().Set(learning_rate=rate).Instantiate()
 
 
-def testClippingMustNotBeNegative():
-  with pytest.raises(ValueError, match='clip_gradient_norm_to_value must not be negative'):
-    learner.Learner.Params().Set(clip_gradient_norm_to_value=-1.0).Instantiate()
+@pytest.mark.parametrize(
+  'name',
+  [
+    'clip_gradient_norm_to_value',
+    'clip_gradient_single_norm_to_value',
+    'clip_gradient_value_to',
+    'l1_regularizer_weight',
+    'l2_regularizer_weight',
+  ],
+)
+def testWhatMustNotBeNegative(name):
+  for value in (-1.0, float('nan')):
+    with pytest.raises(ValueError, match=f'{name} must not be negative'):
+      learner.Learner.Params().Set(**{name: value}).Instantiate()
 
 
 @pytest.mark.parametrize('num', [0, -1, 1.5, True])
@@ -277,25 +291,30 @@ def testCountOfAccumulatedMiniBatches(num):
     learner.Learner.Params().Set(num_accumulated_mini_batches=num).Instantiate()
 
 
-@pytest.mark.parametrize('pattern', ['bprop_variable_filter', 'bprop_variable_exclusion'])
+@pytest.mark.parametrize(
+  'pattern',
+  ['bprop_variable_filter', 'weight_decay_exclusion', 'lp_regularizer_exclusion'],
+)
 def testABrokenPatternIsToldAtOnce(pattern):
   with pytest.raises(ValueError, match=f'learner.{pattern}.*regular expression'):
     learner.Learner.Params().Set(**{pattern: '(w'}).Instantiate()
 
 
 @pytest.mark.parametrize(
-  'cls', [optimizer.SGD, optimizer.Adam, optimizer.Adafactor, optimizer.RMSprop]
+  'cls', [optimizer.SGD, optimizer.Adam, optimizer.Adafactor, optimizer.Nadam]
 )
 def testNamesAndUpdatesDoNotDependOnTheCut(cls):
   results = []
   for cuts in ((4,), (2, 4), (1, 3, 4)):
-    stages = _Stages(cuts, tf.float64)
+    stages = learner_stages.Stages(cuts, tf.float64)
     p = learner.Learner.Params().Set(optimizer=cls.Params(), clip_gradient_norm_to_value=1.0)
-    built, update = _Build(p, stages)
+    built, update = learner_stages.Build(p, stages)
     for step in range(2):
-      _SetGrads(stages, seed=step)
+      learner_stages.SetGrads(stages, seed=step)
       update(step)
-    state = {name: v.numpy() for name, v in built.Variables().items()} | _Weights(stages)
+    state = {name: v.numpy() for name, v in built.Variables().items()} | learner_stages.Weights(
+      stages
+    )
     results.append(state)
   for other in results[1:]:
     assert other.keys() == results[0].keys()
@@ -304,8 +323,8 @@ def testNamesAndUpdatesDoNotDependOnTheCut(cls):
 
 
 def testSlotsLieWithTheirStage():
-  stages = _Stages()
-  built, _ = _Build(learner.Learner.Params(), stages)
+  stages = learner_stages.Stages()
+  built, _ = learner_stages.Build(learner.Learner.Params(), stages)
   for name, slot in built.Variables().items():
     path = name.split('/')[0]
     for s in stages:
@@ -315,31 +334,31 @@ def testSlotsLieWithTheirStage():
 
 def testAfterRestoreAllStagesKnowTheCount():
   """The count of updates is saved once; Adam's bias correction needs it in every stage."""
-  straight = _Stages()
-  _, update = _Build(learner.Learner.Params(), straight)
+  straight = learner_stages.Stages()
+  _, update = learner_stages.Build(learner.Learner.Params(), straight)
   for step in range(4):
-    _SetGrads(straight, seed=step)
+    learner_stages.SetGrads(straight, seed=step)
     update(step)
 
-  saved_stages = _Stages()
-  saved, update = _Build(learner.Learner.Params(), saved_stages)
+  saved_stages = learner_stages.Stages()
+  saved, update = learner_stages.Build(learner.Learner.Params(), saved_stages)
   for step in range(2):
-    _SetGrads(saved_stages, seed=step)
+    learner_stages.SetGrads(saved_stages, seed=step)
     update(step)
-  stages = _Stages((1, 3, 4))
-  built, update = _Build(learner.Learner.Params(), stages)
+  stages = learner_stages.Stages((1, 3, 4))
+  built, update = learner_stages.Build(learner.Learner.Params(), stages)
   for name, v in built.Variables().items():
     v.assign(saved.Variables()[name])
   for s in stages:
     for path, v in s.trained.items():
-      v.assign(_Weights(saved_stages)[path])
+      v.assign(learner_stages.Weights(saved_stages)[path])
   built.AfterRestore()
   for step in range(2, 4):
-    _SetGrads(stages, seed=step)
+    learner_stages.SetGrads(stages, seed=step)
     update(step)
-  assert [int(s[2].iterations) for s in built._stages] == [4, 4, 4]
-  for path, weight in _Weights(stages).items():
-    np.testing.assert_allclose(weight, _Weights(straight)[path], rtol=1e-6)
+  assert list(map(int, learner_stages.Iterations(built))) == [4, 4, 4]
+  for path, weight in learner_stages.Weights(stages).items():
+    np.testing.assert_allclose(weight, learner_stages.Weights(straight)[path], rtol=1e-6)
 
 
 def testParamsTextRoundTrip():

@@ -201,6 +201,7 @@ def testOneStepByHand():
     'grad_norm': pytest.approx(float(tf.linalg.global_norm(grads)), rel=1e-5),
     'grad_scale': 1.0,
     'is_finite': 1.0,
+    'num_skipped_steps': 0.0,
   }
   for name, value, grad in zip(('w', 'b', 'scale'), (w, b, scale), grads, strict=True):
     np.testing.assert_allclose(
@@ -269,6 +270,27 @@ def testLossesDoNotDependOnTheCut(num_stages):
   np.testing.assert_allclose(_Losses(num_stages), _Losses(1), rtol=1e-4)
 
 
+def testSeveralLearnersDoNotDependOnTheCut():
+  losses = []
+  for num_stages in (1, 2):
+    p = _PipelinedParams(num_stages)
+    lower = p.train.learner.Copy().Set(name='lower', bprop_variable_filter=r'layers\[[0-2]\]')
+    upper = p.train.learner.Copy().Set(
+      name='upper',
+      bprop_variable_exclusion=r'layers\[[0-2]\]',
+      optimizer=optimizer.SGD.Params().Set(momentum=0.9),
+    )
+    p.train.learner = [lower, upper]
+    run = _Runner(p)
+    losses.append(_Train(run, 0, 4)[0])
+    assert {name for name in run.Variables() if name.startswith('learner/')} == {
+      'learner/lower/iterations',
+      'learner/upper/iterations',
+    }
+  np.testing.assert_allclose(losses[1], losses[0], rtol=1e-4)
+  assert not np.allclose(losses[0], _Losses(1)[:4], rtol=1e-3)
+
+
 def testTheComparisonCouldFail():
   """Dropout masks are drawn per micro-batch, so another M gives other losses."""
   assert not np.allclose(_Losses(1, num_micro_batches=4), _Losses(1), rtol=1e-3)
@@ -306,6 +328,7 @@ def testGlobalStepCountsSkippedStepsToo():
   bad.targets = batch.targets * np.inf
   values = run.TrainStep(bad)
   assert (values['is_finite'], values['grad_scale']) == (0.0, 0.0)
+  assert values['num_skipped_steps'] == 1.0
   after = _Arrays(run.Variables())
   assert after.pop('global_step') == before.pop('global_step') + 1 == 2
   for name, value in after.items():
@@ -418,8 +441,9 @@ def testAfterRestoreWithoutALearner():
 def testTheLearnersParamsAreTheTasks():
   p = _LinearParams(rate=0.125)
   run = _Runner(p)
-  assert isinstance(run.learner, learner.Learner)
-  assert run.learner.params == p.train.learner
+  (only,) = run.learner.learners
+  assert isinstance(only, learner.Learner)
+  assert only.params == p.train.learner
 
 
 if __name__ == '__main__':

@@ -16,8 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe import fprop_context, nested_map
-from lingvo_gpipe import learner as learner_lib
+from lingvo_gpipe import fprop_context, learners, nested_map
 from lingvo_gpipe.pipeline import emission, schedules, simulator, stage
 from lingvo_gpipe.pipeline import engine as engine_lib
 
@@ -218,7 +217,7 @@ def _Once(calls: _Calls, kind: str) -> Any:
 
 
 def _Update(s: emission.Stage, params: Any) -> Callable[[], Any]:
-  learner: learner_lib.Learner = params.Instantiate()
+  learner = learners.Learners(params)
   learner.Build([s])
 
   def Run() -> Any:

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Learners`: what `task.train.learner` says, one learner or several over groups of variables.
+
+All of them update at once or not at all: where one gradient is not finite, the step is skipped.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from lingvo_gpipe import hyperparams, learner
+
+# What holds for a step as a whole.
+_COMMON = ('skip_nonfinite', 'num_accumulated_mini_batches')
+_NAME = re.compile(r'[a-z][a-z0-9_]*')
+
+
+def AsList(
+  params: hyperparams.InstantiableParams | Sequence[hyperparams.InstantiableParams],
+) -> list[hyperparams.InstantiableParams]:
+  """The Params of each learner; `params` are one learner's, or a list of them.
+
+  Raises:
+    ValueError: the list is empty, its names do not tell learners apart, or they differ in what
+      holds for a whole step.
+    TypeError: there is something else in it.
+  """
+  found = [params] if isinstance(params, hyperparams.Params) else list(params)
+  for p in found:
+    if not isinstance(p, hyperparams.InstantiableParams):
+      raise TypeError(
+        'task.train.learner must be the Params of a learner or a list of them, '
+        f'got {type(p).__name__}'
+      )
+  if not found:
+    raise ValueError('task.train.learner is an empty list; it needs the Params of a learner')
+  names = [p.name for p in found]
+  bad = [name for name in names if not _NAME.fullmatch(name)]
+  if len(found) > 1 and (bad or len(set(names)) < len(names)):
+    raise ValueError(
+      'several learners need names of their own, of lower-case letters, digits and underscores; '
+      f'task.train.learner has {", ".join(map(repr, names))}'
+    )
+  for key in _COMMON:
+    values = [p.Get(key) for p in found]
+    if any(value != values[0] for value in values):
+      raise ValueError(
+        f'{key} holds for a whole step, so all learners need the same; '
+        f'task.train.learner has {", ".join(map(repr, values))}'
+      )
+  return found
+
+
+class Learners:
+  """The learners of a task.
+
+  Attributes:
+    learners: each of them; a variable belongs to one at most, and to none if it is not trained.
+    num_accumulated_mini_batches: of how many mini-batches an update is made.
+  """
+
+  def __init__(
+    self, params: hyperparams.InstantiableParams | Sequence[hyperparams.InstantiableParams]
+  ) -> None:
+    """Makes the learners; raises as `AsList` does, or what a learner says of its Params."""
+    found = AsList(params)
+    self.learners: list[learner.Learner] = [p.Instantiate() for p in found]
+    self.num_accumulated_mini_batches: int = found[0].num_accumulated_mini_batches
+    self._skip_nonfinite: bool = found[0].skip_nonfinite
+
+  def IsTrained(self, path: str) -> bool:
+    """Whether a learner trains the variable of this path.
+
+    Raises:
+      ValueError: two do.
+    """
+    owners = [each.params.name for each in self.learners if each.IsTrained(path)]
+    if len(owners) > 1:
+      raise ValueError(
+        f'{path} belongs to the learners {" and ".join(owners)}, and can belong to one: change '
+        'their bprop_variable_filter or bprop_variable_exclusion'
+      )
+    return bool(owners)
+
+  def SlotsPerWeight(self) -> int:
+    """How many optimizer slots of its own size a trained weight has, at most."""
+    return max(each.SlotsPerWeight() for each in self.learners)
+
+  def Build(self, stages: Sequence[learner.Stage]) -> None:
+    """Makes the slots; see `Learner.Build`."""
+    for each in self.learners:
+      each.Build(stages)
+
+  @property
+  def iterations(self) -> tf.Variable:
+    """The count of updates applied, the same for all."""
+    return self.learners[0].iterations
+
+  def Variables(self) -> dict[str, tf.Variable]:
+    """{name: variable}: what a checkpoint keeps of the learners."""
+    if len(self.learners) == 1:
+      return self.learners[0].Variables()
+    found = {}
+    for each in self.learners:
+      found.update(each.Variables(f'learner/{each.params.name}'))
+    return found
+
+  def AfterRestore(self) -> None:
+    """To be called when `Variables()` were assigned from a checkpoint."""
+    for each in self.learners:
+      each.AfterRestore()
+
+  def BeginAtWeights(self) -> None:
+    """To be called when weights, but not their slots, were assigned from elsewhere."""
+    for each in self.learners:
+      each.BeginAtWeights()
+
+  def Apply(self, step: tf.Tensor, loss_weight: tf.Tensor) -> Mapping[str, Any]:
+    """Updates all weights from the accumulators; to be called in a tf.function.
+
+    Args:
+      step: int64 scalar, the training step.
+      loss_weight: scalar, the sum of the micro-batches' loss weights, by which the accumulated
+        gradients are divided. Where it is 0 there was nothing to learn, and nothing is changed.
+
+    Returns:
+      Scalars by name: grad_norm (before clipping), learning_rate, grad_scale (what clipping the
+      global norm multiplied by; 0 where the step was skipped), is_finite, and is_applied: whether
+      it was not. Where there are several learners each has its own, as in `learning_rate/encoder`,
+      and grad_norm is of all of them.
+    """
+    divisor = tf.cast(loss_weight, tf.float64)
+    for each in self.learners:
+      each.Regularize(divisor)
+    squares = [each.SumOfSquares() for each in self.learners]
+    total = tf.add_n(squares)
+    norm = _Norm(total, divisor)
+    # divide_no_nan hides a total that is not finite where the divisor is 0.
+    is_finite = tf.math.is_finite(total) & tf.math.is_finite(norm)
+    is_wanted = tf.not_equal(divisor, 0.0)
+    if self._skip_nonfinite:
+      is_wanted &= is_finite
+    values: dict[str, tf.Tensor] = {'grad_norm': tf.cast(norm, tf.float32)}
+    # Nobody updates before the norm is known, and so the gradients of all.
+    with tf.control_dependencies([norm]):
+      norms = [_Norm(square, divisor) for square in squares]
+    for each, own_norm in zip(self.learners, norms, strict=True):
+      own = each.Update(step, own_norm, divisor, is_wanted)
+      suffix = f'/{each.params.name}' if len(self.learners) > 1 else ''
+      values.update({f'{name}{suffix}': value for name, value in own.items()})
+    return {**values, 'is_finite': is_finite, 'is_applied': is_wanted}
+
+
+def _Norm(total: tf.Tensor, divisor: tf.Tensor) -> tf.Tensor:
+  return tf.math.divide_no_nan(tf.sqrt(total), divisor)

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stages for tests of learners: a few variables on several devices, and gradients for them."""
+
+import dataclasses
+
+import numpy as np
+import tensorflow as tf
+
+from lingvo_gpipe import learners
+
+SHAPES = {'m.a.w': [3, 2], 'm.a.b': [2], 'm.c.w': [2, 2], 'm.c.b': [2]}
+
+
+@dataclasses.dataclass
+class Stage:
+  """What the learner sees of a stage."""
+
+  device: str
+  trained: dict
+  accumulators: list
+
+
+def Stages(cuts=(2, 4), dtype=tf.float32):
+  """The variables of `SHAPES` in stages, each on a device of its own."""
+  rng = np.random.default_rng(0)
+  values = {path: rng.normal(size=shape) for path, shape in SHAPES.items()}
+  devices = [d.name for d in tf.config.list_logical_devices('CPU')]
+  stages = []
+  for k, (start, end) in enumerate(zip([0, *cuts[:-1]], cuts, strict=True)):
+    with tf.device(devices[k]):
+      paths = list(SHAPES)[start:end]
+      variables = {path: tf.Variable(values[path], dtype=dtype) for path in paths}
+      accumulators = [tf.Variable(tf.zeros_like(v), trainable=False) for v in variables.values()]
+    stages.append(Stage(devices[k], variables, accumulators))
+  return stages
+
+
+def Chosen(stages, is_trained):
+  """The stages as the engine makes them: with what is trained alone."""
+  chosen = []
+  for s in stages:
+    pairs = [pair for pair in zip(s.trained, s.accumulators, strict=True) if is_trained(pair[0])]
+    trained = {path: s.trained[path] for path, _ in pairs}
+    chosen.append(Stage(s.device, trained, [accumulator for _, accumulator in pairs]))
+  return chosen
+
+
+def Build(p, stages):
+  """The learners of these Params, and a function of (step, loss weight) that does one update."""
+  built = learners.Learners(p)
+  built.Build(Chosen(stages, built.IsTrained))
+
+  @tf.function(autograph=False)
+  def Apply(step, loss_weight):
+    return built.Apply(step, loss_weight)
+
+  def Update(step=0, loss_weight=1.0):
+    values = Apply(tf.constant(step, tf.int64), tf.constant(loss_weight))
+    return {name: float(value) for name, value in values.items()}
+
+  return built, Update
+
+
+def Iterations(built):
+  """The counts of updates of the stages' optimizers."""
+  return [part.optimizer.iterations for each in built.learners for part in each._parts]
+
+
+def Weights(stages):
+  """{path: value}."""
+  return {path: v.numpy() for s in stages for path, v in s.trained.items()}
+
+
+def SetGrads(stages, seed=1, scale=1.0):
+  """Puts gradients into the accumulators; returns {path: gradient}, the same however it is cut."""
+  rng = np.random.default_rng(seed)
+  grads = {path: scale * rng.normal(size=shape) for path, shape in SHAPES.items()}
+  for s in stages:
+    for path, accumulator in zip(s.trained, s.accumulators, strict=True):
+      accumulator.assign(tf.cast(grads[path], accumulator.dtype))
+  return grads
+
+
+def Norm(grads):
+  """The global norm."""
+  return float(np.sqrt(sum(np.sum(g**2) for g in grads.values())))
