@@ -50,7 +50,8 @@ class Decoding(evaluation.DatasetPass):
 
   def Run(self, step: int) -> dict[str, float] | None:
     """As the parent says."""
-    columns = self._Decoded()
+    with self._runner.AveragedWeights():
+      columns = self._Decoded()
     if self._IsStopped(step):
       return None
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]

@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe import fprop_context, learners, metrics, nested_map, shapes
+from lingvo_gpipe import ema, fprop_context, learners, metrics, nested_map, shapes
 from lingvo_gpipe import task as task_lib
 from lingvo_gpipe.pipeline import (
   check_numerics,
@@ -36,7 +37,7 @@ def PlanTask(
   Allocates nothing, but that with partition_by='time' one layer at a time is run.
   """
   learner = learners.Learners(task.params.train.learner)
-  slots_per_weight = learner.SlotsPerWeight()
+  slots_per_weight = _SlotsPerWeight(task, learner)
   if task.pipeline is None:
     return plan.MakePlan(
       [task],
@@ -51,6 +52,11 @@ def PlanTask(
     is_trained=learner.IsTrained,
     slots_per_weight=slots_per_weight,
   )
+
+
+def _SlotsPerWeight(task: task_lib.BaseTask, learner: learners.Learners) -> int:
+  """How many copies of a trained weight there are beside it and its gradient."""
+  return learner.SlotsPerWeight() + (task.params.train.ema_decay > 0)
 
 
 def PipelineInputSpecs(
@@ -99,8 +105,9 @@ class TaskRunner:
         outside its pipeline.
     """
     self.task = task
+    train = task.params.train
     self.batch_spec = batch_spec
-    learner = learners.Learners(task.params.train.learner)
+    learner = learners.Learners(train.learner)
     self.learner: learners.Learners | None = learner if with_learner else None
     if task.pipeline is None:
       self.plan = PlanTask(task, batch_spec)
@@ -119,7 +126,7 @@ class TaskRunner:
         loss_fn=lambda theta, y, side: self._Metrics(nested_map.NestedMap(), y, side),
         is_trained=learner.IsTrained,  # Without training too: the cut depends on it.
         splits=splits,
-        slots_per_weight=learner.SlotsPerWeight(),
+        slots_per_weight=_SlotsPerWeight(task, learner),
       )
       self.engine = task.pipeline.engine
     # Layers outside the pipeline, if the task has any.
@@ -131,6 +138,12 @@ class TaskRunner:
       self._CheckMicroBatches(self.learner)
       self.engine.MakeAccumulators()
       self.learner.Build(self.engine.stages)
+    self._ema: ema.ExponentialMovingAverage | None = None
+    self._restored_averages: ema.RestoredAverages | None = None
+    if train.ema_decay and with_learner:
+      self._ema = ema.ExponentialMovingAverage(train.ema_decay, self._Averaged())
+    elif train.ema_decay:
+      self._restored_averages = ema.RestoredAverages(self._Averaged())
     self._train_step = tf.function(self._TrainStep, autograph=False)
     self._clear = tf.function(self.engine.ClearAccumulators, autograph=False)
     self._accumulate = tf.function(self._Accumulate, autograph=False)
@@ -149,15 +162,24 @@ class TaskRunner:
     self.trace_seconds = 0.0
 
   def Variables(self) -> dict[str, tf.Variable]:
-    """{name: variable}: all that a checkpoint keeps; names do not know the cut."""
+    """{name: variable}: all that a checkpoint keeps; names do not know the cut.
+
+    Without a learner, what is read of it: averages, if there are any, go into the weights.
+    """
     found = self.task.VariablesByPath()
+    if self._restored_averages is not None:
+      found = self._restored_averages.Variables(found)
     if self.learner is not None:
       found.update(self.learner.Variables())
+    if self._ema is not None:
+      found.update(self._ema.Variables())
     found['global_step'] = self.global_step
     return found
 
   def AfterRestore(self) -> None:
     """To be called when `Variables()` were assigned from a checkpoint."""
+    if self._restored_averages is not None:
+      self._restored_averages.AfterRestore()
     self.engine.SyncTies()
     self._num_accumulated = 0
     if self.learner is not None:
@@ -166,11 +188,38 @@ class TaskRunner:
   def BeginAtWeights(self) -> None:
     """To be called when weights alone were assigned, as from another run's checkpoint.
 
-    Slots that begin as their weight begin anew.
+    Averages, and slots that begin as their weight, begin anew.
     """
     self.engine.SyncTies()
     if self.learner is not None:
       self.learner.BeginAtWeights()
+    if self._ema is not None:
+      self._ema.BeginAtWeights()
+
+  @contextlib.contextmanager
+  def AveragedWeights(self) -> Iterator[None]:
+    """Within it the weights are their moving averages, if the task has any (`train.ema_decay`).
+
+    It may be entered within itself. Nothing must be trained or saved in it.
+    """
+    if self._ema is None:
+      yield
+      return
+    try:
+      with self._ema.InPlaceOfWeights():
+        self.engine.SyncTies()
+        yield
+    finally:
+      self.engine.SyncTies()
+
+  def _Averaged(self) -> dict[str, tf.Variable]:
+    """What has a moving average: what is trained, and layers' moving statistics if wanted."""
+    found = {path: v for s in self.engine.stages for path, v in s.trained.items()}
+    if self.task.params.train.ema_decay_moving_vars:
+      for path, v in self.task.VariablesByPath().items():
+        if not v.trainable and v.dtype.is_floating:
+          found[path] = v
+    return found
 
   def ExpectBatches(self, batch_specs: Iterable[nested_map.NestedMap]) -> None:
     """Announces batches of other shapes; the stages are compiled for each of them when it comes.
@@ -270,25 +319,26 @@ class TaskRunner:
     return check_numerics.Explain(self.engine, inputs, sides, weights, step)
 
   def Evaluate(self, batches: Iterable[nested_map.NestedMap]) -> dict[str, tuple[float, float]]:
-    """{name: (mean, total weight)} over batches, in evaluation mode."""
+    """{name: (mean, total weight)} over batches, in evaluation mode, with `AveragedWeights`."""
     total = metrics.MetricsAccumulator()
-    for batch in batches:
-      self._CheckBatch(batch)
-      self._Trace(self._eval_step, batch)
-      with failures.Located(functools.partial(self._EvalStep, batch)):
-        sums = self._eval_step(batch)
-      total.Update(
-        {
-          name: (float(value) / max(float(weight), 1e-30), float(weight))
-          for name, (value, weight) in sums.items()
-        }
-      )
+    with self.AveragedWeights():
+      for batch in batches:
+        self._CheckBatch(batch)
+        self._Trace(self._eval_step, batch)
+        with failures.Located(functools.partial(self._EvalStep, batch)):
+          sums = self._eval_step(batch)
+        total.Update(
+          {
+            name: (float(value) / max(float(weight), 1e-30), float(weight))
+            for name, (value, weight) in sums.items()
+          }
+        )
     return total.Result()
 
   def Decode(
     self, batch: nested_map.NestedMap, input_generator: Any, first_example: int = 0
   ) -> dict[str, Any]:
-    """What the task decodes of a batch: {name: an entry for each row}.
+    """What the task decodes of a batch, with `AveragedWeights`: {name: an entry for each row}.
 
     Args:
       batch: NestedMap that matches the batch spec.
@@ -300,7 +350,8 @@ class TaskRunner:
     if 'example_index' not in batch:
       rows = tf.range(micro_batch.BatchSize(batch), dtype=tf.int64)
       batch = nested_map.NestedMap(batch, example_index=first_example + rows)
-    return self.task.Decode(batch, input_generator)
+    with self.AveragedWeights():
+      return self.task.Decode(batch, input_generator)
 
   def MicroBatches(self, batch: nested_map.NestedMap) -> tuple[list[Any], list[Any]]:
     """For each micro-batch of a batch the arguments of the first layer, and the loss's inputs."""
@@ -398,6 +449,8 @@ class TaskRunner:
     applied = dict(self.learner.Apply(self.global_step, loss_weight))
     is_applied = applied.pop('is_applied')
     self.engine.AssignState(state, is_applied)
+    if self._ema is not None:
+      self._ema.Apply(self.global_step, is_applied)
     values.update(applied)
     self.engine.SyncTies()
     values['is_finite'] = tf.cast(values['is_finite'], tf.float32)

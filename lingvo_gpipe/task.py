@@ -74,6 +74,8 @@ def TrainParams() -> hyperparams.Params:
     learner.Learner.Params(),
     'Params of the learner, or a list of them, each with a name and variables of its own.',
   )
+  p.Define('ema_decay', 0.0, 'Decay of the moving averages to evaluate, such as 0.999; 0: none.')
+  p.Define('ema_decay_moving_vars', False, "Average layers' moving statistics, too.")
   return p
 
 
@@ -112,6 +114,13 @@ class BaseTask(base_layer.BaseLayer):
         raise ValueError(
           f'{self.path}.{name} must be at least {least}, got {self.params.Get(name)}'
         )
+    train = self.params.train
+    if not 0 <= train.ema_decay < 1:
+      raise ValueError(
+        f'{self.path}.train.ema_decay must be in [0, 1), 0 for no averages, got {train.ema_decay}'
+      )
+    if train.ema_decay_moving_vars and not train.ema_decay:
+      raise ValueError(f'{self.path}.train.ema_decay_moving_vars needs an ema_decay above 0')
 
   @property
   def pipeline(self) -> pipelining_layer.PipeliningLayer | None:

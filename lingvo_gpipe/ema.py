@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exponential moving averages of the weights, for evaluation: `task.train.ema_decay`.
+
+Each average lies beside its variable, on the device of its stage. A tied weight is one variable and
+has one average.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+
+import tensorflow as tf
+
+# An average under way moves by less than these can tell from 1.
+_NARROW = (tf.bfloat16, tf.float16)
+
+
+class ExponentialMovingAverage:
+  """average += (1 - d) * (variable - average) after each update, d = min(decay, (1+n) / (10+n)).
+
+  n is the training step, so that the first averages forget the initial weights soon (as
+  tf.train.ExponentialMovingAverage with num_updates, and so Lingvo). Where the step is skipped the
+  averages stay. Variables of 16 bits have averages of 32.
+  """
+
+  def __init__(self, decay: float, variables: Mapping[str, tf.Variable]) -> None:
+    """Averages begin at the present values.
+
+    Args:
+      decay: in (0, 1).
+      variables: {path: variable}, each on its device.
+    """
+    self._decay = decay
+    self._variables = dict(variables)
+    self._averages: dict[str, tf.Variable] = {}
+    self._is_swapped = False
+    for path, v in self._variables.items():
+      self._averages[path] = _Average(v)
+
+  def Variables(self) -> dict[str, tf.Variable]:
+    """{'<path>/ema': variable}: what a checkpoint keeps."""
+    return {f'{path}/ema': average for path, average in self._averages.items()}
+
+  def BeginAtWeights(self) -> None:
+    """Gives the averages the present values of the variables."""
+    for path, average in self._averages.items():
+      with tf.device(average.device):
+        average.assign(tf.cast(self._variables[path], average.dtype))
+
+  def Apply(self, step: tf.Tensor, is_wanted: tf.Tensor) -> None:
+    """Moves the averages; to be called in a tf.function, after the update.
+
+    Args:
+      step: int64 scalar, the training step.
+      is_wanted: bool scalar; where it is false nothing is changed.
+    """
+    count = tf.cast(step, tf.float64)
+    rate = 1.0 - tf.minimum(tf.constant(self._decay, tf.float64), (1.0 + count) / (10.0 + count))
+    of_device: dict[str, list[str]] = {}
+    for path, average in self._averages.items():
+      of_device.setdefault(average.device, []).append(path)
+    for device, paths in of_device.items():
+      self._Move(device, paths, rate, is_wanted)
+
+  def _Move(self, device: str, paths: list[str], rate: tf.Tensor, is_wanted: tf.Tensor) -> None:
+    with tf.device(device):
+
+      def Move() -> tf.Tensor:
+        for path in paths:
+          average = self._averages[path]
+          value = tf.cast(self._variables[path], average.dtype)
+          average.assign_add(tf.cast(rate, average.dtype) * (value - average))
+        return tf.constant(True)
+
+      tf.cond(is_wanted, Move, lambda: tf.constant(False))
+
+  @contextlib.contextmanager
+  def InPlaceOfWeights(self) -> Iterator[None]:
+    """Within it the variables have the values of their averages; after it, exactly their own."""
+    if self._is_swapped:
+      yield
+      return
+    own = {}
+    self._is_swapped = True
+    try:
+      for path, v in self._variables.items():
+        with tf.device(v.device):
+          own[path] = tf.identity(v)
+          v.assign(tf.cast(self._averages[path], v.dtype))
+      yield
+    finally:
+      for path, value in own.items():
+        with tf.device(self._variables[path].device):
+          self._variables[path].assign(value)
+      self._is_swapped = False
+
+
+class RestoredAverages:
+  """Averages in place of the weights for good, where nothing is trained: no copy of the weights.
+
+  A checkpoint's averages are read into the variables themselves, or, for those of 16 bits, into
+  variables that these are then made from.
+  """
+
+  def __init__(self, variables: Mapping[str, tf.Variable]) -> None:
+    """`variables` are {path: variable} of what is averaged."""
+    self._variables = dict(variables)
+    self._wide = {path: _Average(v) for path, v in variables.items() if v.dtype in _NARROW}
+
+  def Variables(self, all_variables: Mapping[str, tf.Variable]) -> dict[str, tf.Variable]:
+    """All variables by the name under which a checkpoint has what they need."""
+    found = {}
+    for path, v in all_variables.items():
+      is_averaged = path in self._variables
+      found[f'{path}/ema' if is_averaged else path] = self._wide.get(path, v)
+    return found
+
+  def AfterRestore(self) -> None:
+    """To be called when what `Variables` returned was assigned."""
+    for path, average in self._wide.items():
+      v = self._variables[path]
+      with tf.device(v.device):
+        v.assign(tf.cast(average, v.dtype))
+
+
+def _Average(v: tf.Variable) -> tf.Variable:
+  dtype = tf.float32 if v.dtype in _NARROW else v.dtype
+  with tf.init_scope(), tf.device(v.device):
+    return tf.Variable(tf.cast(v, dtype), trainable=False, name='ema')
