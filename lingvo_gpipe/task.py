@@ -26,6 +26,7 @@ _LEAST = {
   'train.eval_interval_seconds': 0,
   'train.decode_interval_steps': 0,
   'train.decode_interval_seconds': 0,
+  'train.max_nonfinite_steps': 0,
   'eval.samples_per_summary': 0,
   'eval.decoder_samples_per_summary': 0,
 }
@@ -73,6 +74,11 @@ def TrainParams() -> hyperparams.Params:
     'learner',
     learner.Learner.Params(),
     'Params of the learner, or a list of them, each with a name and variables of its own.',
+  )
+  p.Define(
+    'max_nonfinite_steps',
+    10,
+    'Training stops with an error after so many steps in a row that are not finite; 0: never.',
   )
   p.Define('ema_decay', 0.0, 'Decay of the moving averages to evaluate, such as 0.999; 0: none.')
   p.Define('ema_decay_moving_vars', False, "Average layers' moving statistics, too.")

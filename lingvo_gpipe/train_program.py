@@ -38,6 +38,7 @@ from lingvo_gpipe import (
   measured_cut,
   metrics_log,
   nested_map,
+  nonfinite_steps,
   params_change,
   progress,
   run_report,
@@ -121,6 +122,9 @@ class TrainProgram:
         'task.train.learner.skip_nonfinite to True'
       )
     self._check_numerics = check_numerics
+    self._nonfinite = nonfinite_steps.NonFiniteSteps(
+      train.max_nonfinite_steps, is_skipped=skips_nonfinite
+    )
     self._checkpointer = checkpointer.Checkpointer(
       os.path.join(logdir, 'train'),
       max_to_keep=train.save_max_to_keep,
@@ -204,7 +208,7 @@ class TrainProgram:
       rules = self._train.init_from_checkpoint_rules
       if rules:
         print('\n'.join(warm_start.Load(rules, self._model.task.VariablesByPath())), flush=True)
-        self._runner.AfterRestore()
+        self._runner.BeginAtWeights()
       return
     info, saved = found
     self._runner.AfterRestore()
@@ -262,9 +266,12 @@ class TrainProgram:
         batches = []
         self._values = values
         shown.Update(step, _Metrics(values), values['loss_weight'])
+        self._counts.num_skipped_steps = int(values['num_skipped_steps'])
         if not values['is_finite']:
-          self._counts.num_skipped_steps += 1
-          shown.Print(f'step {step}: a gradient is not finite; the update was skipped')
+          did = 'the update was skipped' if self._nonfinite.is_skipped else 'it was applied'
+          shown.Print(f'step {step}: a gradient is not finite; {did}')
+        if why := self._nonfinite.Count(step, bool(values['is_finite'])):
+          raise _NotFinite(why)
         self._WriteHistograms(writer, step)
         ended = self._WhyEnd(step)
         is_best = self._PassesAfter(step, shown, at_end=bool(ended))

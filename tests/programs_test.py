@@ -2,6 +2,7 @@
 """What the programs do in cases that are hard to reach from outside the process."""
 
 import os
+import re
 import signal
 import sys
 import types
@@ -16,6 +17,7 @@ from lingvo_gpipe import (
   evaluation,
   inspection,
   nested_map,
+  optimizer,
   params_text,
   registry,
   stop_request,
@@ -59,6 +61,23 @@ def testCheckNumericsNeedsTheWeightsOfBeforeTheStep(tmp_path):
   params = _ModelParams(more='task.train.learner.skip_nonfinite:False')
   with pytest.raises(ValueError, match=r'set task\.train\.learner\.skip_nonfinite to True'):
     _Program(tmp_path, params, check_numerics=True)
+
+
+def testTooManyBadStepsInARowEndTheTraining(tmp_path, capsys):
+  """Updates throw the weights so far that soon no step is finite."""
+  more = 'task.train.max_nonfinite_steps:2;task.train.save_interval_steps:1;'
+  params = _ModelParams(more=f'{more}task.train.ema_decay:0.5')
+  params.task.train.learner.Set(learning_rate=1e30, optimizer=optimizer.SGD.Params())
+  assert _Program(tmp_path, params).Run() == 1
+  out = capsys.readouterr()
+  bad = re.findall(r'step (\d+): a gradient is not finite; the update was skipped', out.out)
+  first, last = map(int, bad)
+  told = f'step {last}: the gradients of 2 steps in a row were not finite ({first} to {last};'
+  assert out.err.startswith(told)
+  store = checkpointer.Checkpointer(str(tmp_path / 'train'))
+  info = store.Latest()
+  assert info.step == first == last - 1
+  assert 'lm.stack.layers[0].emb/ema' in store.ListVariables(info)
 
 
 def testUnwritableLogDirectoryShowsBeforeWeightsAreMade(tmp_path, monkeypatch):
