@@ -43,6 +43,7 @@ from lingvo_gpipe import (
   progress,
   run_report,
   runner,
+  step_failures,
   stop_request,
   summaries,
   warm_start,
@@ -179,6 +180,9 @@ class TrainProgram:
     except _NotFinite as e:
       print(e, file=sys.stderr)
       return 1
+    except Exception as e:
+      step_failures.AddNotes(e, self._step + 1, self._checkpointer)
+      raise
     finally:
       self._log.Close()
       self._passes.Close()
@@ -249,7 +253,7 @@ class TrainProgram:
     saved_step, saved_time = step, time.monotonic()
     batches: list[nested_map.NestedMap] = []  # Of the update under way.
     try:
-      for batch in self._input.Dataset(start=self._counts.examples_consumed):
+      for batch in step_failures.Batches(self._input, self._counts.examples_consumed):
         values = self._runner.TrainStep(batch)
         batches.append(batch)
         if values is None:

@@ -60,6 +60,7 @@ _LEVELS = (
     'lingvo_gpipe.decoding',
     'lingvo_gpipe.dataset_passes',
     'lingvo_gpipe.run_report',
+    'lingvo_gpipe.step_failures',
     'lingvo_gpipe.train_program',
     'lingvo_gpipe.eval_program',
   ),

@@ -34,6 +34,19 @@ class Regression(task.BaseTask):
     return {'loss': (loss, self.LossWeight(batch))}, {}
 
 
+class FailingInput(synthetic.SyntheticRegressionInput):
+  def _Examples(self, indices):
+    examples = super()._Examples(indices)
+    targets = tf.numpy_function(self._Check, [indices, examples.targets], tf.float32)
+    examples.targets = tf.ensure_shape(targets, examples.targets.shape)
+    return examples
+
+  def _Check(self, indices, targets):
+    if 13 in indices:
+      raise ValueError('example 13 is bad')
+    return targets
+
+
 @registry.RegisterSingleTaskModel
 class Toy(registry.SingleTaskModelParams):
   def Train(self):
@@ -43,6 +56,12 @@ class Toy(registry.SingleTaskModelParams):
     p = Regression.Params().Set(name='toy')
     p.train.Set(save_interval_steps=1, save_max_to_keep=2, summary_interval_steps=10**6)
     return p
+
+
+@registry.RegisterSingleTaskModel
+class Failing(Toy):
+  def Train(self):
+    return FailingInput.Params().Set(batch_size=3, num_examples=50, shuffle=False)
 """
 
 
@@ -125,6 +144,19 @@ def testKilledTwentyTimesEqualsOneThatIsNot(project, forks, tmp_path):
   processes.AssertSameTensors(
     processes.Tensors(logdir, last + 5), processes.Tensors(tmp_path / 'once', last + 5)
   )
+
+
+def testAnErrorInTheInputIsToldAndLeavesTheLastCheckpoint(project, forks, tmp_path):
+  args = ['--model=toy.Failing', f'--logdir={tmp_path}', '--max_steps=100']
+  done = forks.Run('trainer', *args, cwd=project)
+  assert done.returncode == 1
+  assert 'ValueError: example 13 is bad' in done.stderr
+  assert processes.Messages(done.stderr)[-2:] == [
+    'while the input FailingInput made the batch that begins at example 12 of the run',
+    'training ended in step 5; the next call goes on from the checkpoint of step 4',
+  ]
+  assert processes.Steps(tmp_path)[-1] == 4
+  assert processes.Tensors(tmp_path, 4)['global_step'] == 4
 
 
 if __name__ == '__main__':

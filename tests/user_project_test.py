@@ -261,6 +261,9 @@ def testALayerThatFailsIsNamed(project, forks, tmp_path, key, status, words):
   done = forks.Run('trainer', f'--model=mine.{key}', f'--logdir={tmp_path}', cwd=project)
   assert done.returncode == status, done.stderr
   lines = processes.Messages(done.stderr)
+  if key == 'Failing':
+    found = re.fullmatch(r'training ended in step (\d+); the next call begins anew', lines.pop())
+    assert found and f'step {int(found[1])}/40' not in done.stdout
   assert re.search(words, lines[-1]), done.stderr
   assert len(lines) == 1 if status == 2 else 'Traceback' in done.stderr
   if key == 'Failing':

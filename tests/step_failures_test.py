@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An error that ends the training says in which step, for which examples, and what to try."""
+
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_gpipe import checkpointer, step_failures
+from lingvo_gpipe.input import synthetic
+
+
+class _Failing(synthetic.SyntheticRegressionInput):
+  """Cannot make example 9."""
+
+  def _Examples(self, indices):
+    with tf.control_dependencies(
+      [tf.debugging.assert_none_equal(indices, tf.constant(9, tf.int64))]
+    ):
+      return super()._Examples(tf.identity(indices))
+
+
+def _Input(cls=_Failing, **values):
+  p = cls.Params().Set(name='Train', batch_size=2, num_examples=20, shuffle=False, num_epochs=1)
+  return p.Set(**values).Instantiate()
+
+
+@pytest.mark.parametrize('start', [0, 3])
+def testTheBatchThatCannotBeMadeIsTold(start):
+  batches = step_failures.Batches(_Input(), start)
+  first = 8 if start == 0 else 9
+  for position in range(start, first, 2):
+    assert next(batches).example_weights.shape == [2], position
+  with pytest.raises(tf.errors.InvalidArgumentError) as e:
+    next(batches)
+  assert e.value.__notes__ == [
+    f"while the input _Failing 'Train' made the batch that begins at example {first} of the run"
+  ]
+
+
+def testBatchesAreThoseOfTheDataSet():
+  source = _Input(synthetic.SyntheticRegressionInput, batch_size=3, shuffle=True)
+  expected = [b.inputs.numpy() for b in source.Dataset(start=4)]
+  got = [b.inputs.numpy() for b in step_failures.Batches(source, 4)]
+  np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize(
+  'error',
+  [
+    tf.errors.ResourceExhaustedError(None, None, 'OOM when allocating tensor with shape[3,4]'),
+    tf.errors.ResourceExhaustedError(None, None, 'failed to allocate memory'),
+    tf.errors.InternalError(None, None, 'RESOURCE_EXHAUSTED: Out of memory while trying'),
+    MemoryError(),
+  ],
+)
+def testWhatToTryWhereMemoryRanOut(tmp_path, error):
+  step_failures.AddNotes(error, 7, checkpointer.Checkpointer(tmp_path))
+  hint, where = error.__notes__
+  assert hint.startswith('out of memory: try more micro-batches (task.stack.num_micro_batches)')
+  assert where == 'training ended in step 7; the next call begins anew'
+
+
+@pytest.mark.parametrize(
+  'error',
+  [
+    ValueError('out of bounds'),
+    tf.errors.InvalidArgumentError(None, None, 'ROOM'),
+    tf.errors.ResourceExhaustedError(None, None, 'x; No space left on device'),
+  ],
+)
+def testOtherErrorsSayWhereTheNextCallGoesOn(tmp_path, error):
+  saved = checkpointer.Checkpointer(tmp_path)
+  for step in (2, 4):
+    saved.Save(step, {'v': tf.Variable(0.0)}, {})
+  step_failures.AddNotes(error, 5, saved)
+  (note,) = error.__notes__
+  assert note == 'training ended in step 5; the next call goes on from the checkpoint of step 4'
+
+
+def testACheckpointDirectoryThatCannotBeReadHidesNoError(tmp_path):
+  (tmp_path / 'file').write_text('')
+  error = ValueError('mine')
+  step_failures.AddNotes(error, 5, checkpointer.Checkpointer(tmp_path / 'file' / 'train'))
+  assert error.__notes__[0].startswith('training ended in step 5')
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))
