@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 import tensorflow as tf
+
+from lingvo_gpipe import tensor_bundle
 
 
 class SummaryWriter:
@@ -45,6 +48,7 @@ class SummaryWriter:
 
     Raises:
       ValueError: the writer is closed, or a value is not a scalar (the message names it).
+      OSError: the file cannot be written; often `Flush` or `Close` are the first to find out.
     """
     writer = self._Open()
     if writer is None:
@@ -53,7 +57,7 @@ class SummaryWriter:
     for name, tensor in tensors.items():
       if tensor.shape.rank != 0:
         raise ValueError(f'Summary {name!r} is a scalar, got the shape {tensor.shape}.')
-    with writer.as_default(step=int(step)):
+    with self._Writing(), writer.as_default(step=int(step)):
       for name, tensor in tensors.items():
         tf.summary.scalar(name, tf.cast(tensor, tf.float32))
 
@@ -81,20 +85,31 @@ class SummaryWriter:
     writer = self._Open()
     if writer is None:
       return
-    with writer.as_default(step=int(step)):
+    with self._Writing(), writer.as_default(step=int(step)):
       tf.summary.text(name, text)
 
   def Flush(self) -> None:
     """Sends what was written to the file: it outlives a kill from here on."""
     writer = self._Open()
     if writer is not None:
-      writer.flush()
+      with self._Writing():
+        writer.flush()
 
   def Close(self) -> None:
     """Flushes and closes the file. A second call does nothing."""
-    if self._writer is not None and not self._closed:
-      self._writer.close()
-    self._closed = True
+    was_closed, self._closed = self._closed, True
+    if self._writer is not None and not was_closed:
+      with self._Writing():
+        self._writer.close()
+
+  @contextlib.contextmanager
+  def _Writing(self) -> Iterator[None]:
+    """Makes an OSError that names the directory of what goes wrong with the file."""
+    try:
+      yield
+    except tf.errors.OpError as e:
+      why = tensor_bundle.OneLine(e)
+      raise OSError(f'Cannot write summaries under {self._logdir!r}: {why}. Is there space?') from e
 
   def __enter__(self) -> Self:
     return self

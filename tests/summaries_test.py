@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of the summary writer: what it wrote is read back from the event files."""
 
+import contextlib
 import math
+import resource
 import sys
 
 import numpy as np
@@ -103,6 +105,22 @@ def testErrors(tmp_path):
   writer.Close()
   with pytest.raises(ValueError, match='closed'):
     writer.Scalars(1, {'loss': 1.0})
+
+
+def testAFullDiskIsSaid(tmp_path):
+  writer = summaries.SummaryWriter(tmp_path)
+  before = resource.getrlimit(resource.RLIMIT_FSIZE)
+  try:
+    # As if the disk were full: files may not grow beyond this.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    with pytest.raises(OSError, match='Cannot write summaries under .*Is there space'):
+      for step in range(100):
+        writer.Scalars(step, {f'a long name {i}': 1.0 for i in range(20)})
+        writer.Flush()
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with contextlib.suppress(OSError):
+      writer.Close()
 
 
 if __name__ == '__main__':
