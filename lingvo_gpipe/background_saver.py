@@ -47,6 +47,7 @@ class BackgroundSaver:
     self._lock = lock
     self._thread: threading.Thread | None = None
     self._error: BaseException | None = None
+    self._copy_seconds = 0.0  # Of the save under way.
     self.num_saves = 0
     self.blocked_seconds = 0.0
     self.write_seconds = 0.0
@@ -76,9 +77,9 @@ class BackgroundSaver:
         self._Write(step, variables, metadata, options)
         self._RaiseError()
         return
-      copied = time.perf_counter()
+      self._copy_seconds = -time.perf_counter()
       values = _Copies(step, variables)
-      logging.info('checkpoint of step %d: copied in %.3f s', step, time.perf_counter() - copied)
+      self._copy_seconds += time.perf_counter()
       self._thread = threading.Thread(
         target=self._Write,
         args=(step, values, metadata, options),
@@ -145,7 +146,12 @@ class BackgroundSaver:
     seconds = time.perf_counter() - start
     self.write_seconds += seconds
     if self._error is None:
-      logging.info('checkpoint of step %d: written, read back, committed in %.2f s', step, seconds)
+      logging.info(
+        'checkpoint of step %d: copied in %.3f s; written, read back and committed in %.2f s',
+        step,
+        self._copy_seconds,
+        seconds,
+      )
 
 
 def _Copies(step: int, variables: Mapping[str, Any]) -> dict[str, Any]:

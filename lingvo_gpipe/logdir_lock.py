@@ -239,8 +239,9 @@ def _Started(pid: int) -> str:
 def _IsGone(held: dict[str, Any]) -> bool:
   """Whether the holder's process surely is no more."""
   pid = held.get('pid')
-  here = isinstance(pid, int) and held.get('machine') == _Machine() != ''
-  return here and held.get('started') != _Started(pid)
+  if not isinstance(pid, int) or held.get('machine') != _Machine() or not held['machine']:
+    return False
+  return bool(held.get('started') != _Started(pid))
 
 
 def _Parsed(data: bytes) -> dict[str, Any]:
