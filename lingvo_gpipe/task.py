@@ -3,14 +3,32 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe import base_layer, early_stopping, hyperparams, learner, nested_map
+from lingvo_gpipe import base_layer, early_stopping, hyperparams, learner, nested_map, shapes
+from lingvo_gpipe.layers import sequential
 from lingvo_gpipe.pipeline import pipelining_layer
 
 Metrics = dict[str, tuple[tf.Tensor, tf.Tensor]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Signature:
+  """A function that an export serves.
+
+  Attributes:
+    inputs: {name: tf.TensorSpec}; sizes of None are free.
+    function: makes {name: tensor} of the weights theta and a NestedMap of such inputs.
+  """
+
+  inputs: Mapping[str, tf.TensorSpec]
+  function: Callable[[nested_map.NestedMap, nested_map.NestedMap], Mapping[str, tf.Tensor]]
+
 
 # The least value of numbers among the Params of a task.
 _LEAST = {
@@ -222,3 +240,56 @@ class BaseTask(base_layer.BaseLayer):
     """
     del decoded
     return {}
+
+  # ---- inference -------------------------------------------------------------------------------
+
+  def InferenceSignatures(self, batch_spec: nested_map.NestedMap) -> dict[str, Signature]:
+    """What an export of this task serves, by name.
+
+    Here: `serving_default`, from the entries of the batch that `PipelineInputs` reads to
+    `InferenceOutputs` of the predictions. Where the batch is nested, an entry `a.b` is `a_b`.
+
+    Args:
+      batch_spec: the spec of a batch, its dimension 0 free or, where layers need its size, fixed.
+    """
+    leaves = [(name, spec) for name, spec in shapes.Leaves(batch_spec) if spec is not None]
+    reads = self._PlainPredictions if self.pipeline is None else self.PipelineInputs
+    traced = tf.function(reads, autograph=False).get_concrete_function(batch_spec)
+    # Variables that were captured come after the arguments.
+    placeholders = traced.inputs[: len(leaves)]
+    names = {
+      path: re.sub(r'\W+', '_', path).strip('_')
+      for (path, _), tensor in zip(leaves, placeholders, strict=True)
+      if tensor.consumers()
+    }
+
+    def Run(theta: nested_map.NestedMap, inputs: nested_map.NestedMap) -> dict[str, tf.Tensor]:
+      found = [inputs.get(names.get(path)) for path, _ in shapes.Leaves(batch_spec)]
+      batch = tf.nest.pack_sequence_as(batch_spec, found)
+      return self.InferenceOutputs(self.PredictInOrder(theta, batch))
+
+    specs = {names[path]: spec for path, spec in leaves if path in names}
+    return {'serving_default': Signature(specs, Run)}
+
+  def InferenceOutputs(self, predictions: Any) -> dict[str, tf.Tensor]:
+    """What an export returns for predictions: {name: tensor}.
+
+    Here `outputs`, or `outputs_0`, `outputs_1` ... where there are several.
+    """
+    found = [tensor for tensor in tf.nest.flatten(predictions) if tensor is not None]
+    if len(found) == 1:
+      return {'outputs': found[0]}
+    return {f'outputs_{i}': tensor for i, tensor in enumerate(found)}
+
+  def PredictInOrder(self, theta: nested_map.NestedMap, input_batch: Any) -> Any:
+    """The predictions for a batch without a pipeline: layer after layer, wherever one is.
+
+    The same as the pipeline's `Predict`, rounding aside, in evaluation mode; it names no device.
+    """
+    if self.pipeline is None:
+      return self.ComputePredictions(theta, input_batch)
+    inputs = self.PipelineInputs(input_batch)
+    return sequential.FPropLayers(self.pipeline.layers, theta.stack.layers, *inputs)
+
+  def _PlainPredictions(self, input_batch: nested_map.NestedMap) -> Any:
+    return self.PredictInOrder(self.theta, input_batch)

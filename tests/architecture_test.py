@@ -56,6 +56,7 @@ _LEVELS = (
   None,
   (
     'lingvo_gpipe.inspection',
+    'lingvo_gpipe.export',
     'lingvo_gpipe.evaluation',
     'lingvo_gpipe.decoding',
     'lingvo_gpipe.dataset_passes',

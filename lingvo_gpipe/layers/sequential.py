@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from lingvo_gpipe import base_layer, hyperparams, nested_map
@@ -46,6 +47,60 @@ def CheckNoSkips(layer: base_layer.BaseLayer) -> None:
     )
 
 
+def FPropLayers(
+  layers: Sequence[base_layer.BaseLayer], thetas: Sequence[nested_map.NestedMap], *args: Any
+) -> Any:
+  """FProp of layers one after the other: `args` to the first; returns what the last one returns.
+
+  Args:
+    layers: a flat list, of a sequence or of a pipeline, as if that were not cut.
+    thetas: the weights of each layer.
+    *args: the arguments of the first layer.
+  """
+  outputs: Any = args
+  skips = nested_map.NestedMap()
+  for layer, theta in zip(layers, thetas, strict=True):
+    outputs, stashed = layer.FPropSkips(theta, skips, *args)
+    skips.update(stashed)
+    args = outputs if isinstance(outputs, tuple) else (outputs,)
+  return outputs
+
+
+def PrefillLayers(
+  layers: Sequence[base_layer.BaseLayer],
+  thetas: Sequence[nested_map.NestedMap],
+  *args: Any,
+  max_length: int,
+) -> tuple[Any, list[nested_map.NestedMap]]:
+  """`Prefill` of layers one after the other: the last one's outputs, and the states of each."""
+  outputs: Any = args
+  states = []
+  for layer, theta in zip(layers, thetas, strict=True):
+    CheckNoSkips(layer)
+    outputs, made = layer.Prefill(theta, *args, max_length=max_length)
+    states.append(made)
+    args = outputs if isinstance(outputs, tuple) else (outputs,)
+  return outputs, states
+
+
+def ExtendStepLayers(
+  layers: Sequence[base_layer.BaseLayer],
+  thetas: Sequence[nested_map.NestedMap],
+  states: Sequence[nested_map.NestedMap],
+  *args: Any,
+  time_step: Any,
+) -> tuple[Any, list[nested_map.NestedMap]]:
+  """`ExtendStep` of layers one after the other, with the states that `PrefillLayers` made."""
+  outputs: Any = args
+  new = []
+  for layer, theta, old in zip(layers, thetas, states, strict=True):
+    CheckNoSkips(layer)
+    outputs, made = layer.ExtendStep(theta, old, *args, time_step=time_step)
+    new.append(made)
+    args = outputs if isinstance(outputs, tuple) else (outputs,)
+  return outputs, new
+
+
 class SequentialLayer(base_layer.BaseLayer):
   """Runs layers one after the other: the outputs of one are the arguments of the next.
 
@@ -70,40 +125,22 @@ class SequentialLayer(base_layer.BaseLayer):
 
   def FProp(self, theta: nested_map.NestedMap, *args: Any) -> Any:
     """Feeds `args` to the first layer; returns what the last one returns."""
-    outputs: Any = args
-    skips = nested_map.NestedMap()
-    for i, layer in enumerate(self.layers):
-      outputs, stashed = layer.FPropSkips(theta.layers[i], skips, *args)
-      skips.update(stashed)
-      args = outputs if isinstance(outputs, tuple) else (outputs,)
-    return outputs
+    return FPropLayers(self.layers, theta.layers, *args)
 
   def Prefill(
     self, theta: nested_map.NestedMap, *args: Any, max_length: int
   ) -> tuple[Any, nested_map.NestedMap]:
     """See BaseLayer.Prefill; the states of layer i are `states.layers[i]`."""
-    outputs: Any = args
-    states = []
-    for i, layer in enumerate(self.layers):
-      CheckNoSkips(layer)
-      outputs, made = layer.Prefill(theta.layers[i], *args, max_length=max_length)
-      states.append(made)
-      args = outputs if isinstance(outputs, tuple) else (outputs,)
+    outputs, states = PrefillLayers(self.layers, theta.layers, *args, max_length=max_length)
     return outputs, nested_map.NestedMap(layers=states)
 
   def ExtendStep(
     self, theta: nested_map.NestedMap, states: nested_map.NestedMap, *args: Any, time_step: Any
   ) -> tuple[Any, nested_map.NestedMap]:
     """See BaseLayer.ExtendStep."""
-    outputs: Any = args
-    new = []
-    for i, layer in enumerate(self.layers):
-      CheckNoSkips(layer)
-      outputs, made = layer.ExtendStep(
-        theta.layers[i], states.layers[i], *args, time_step=time_step
-      )
-      new.append(made)
-      args = outputs if isinstance(outputs, tuple) else (outputs,)
+    outputs, new = ExtendStepLayers(
+      self.layers, theta.layers, states.layers, *args, time_step=time_step
+    )
     return outputs, nested_map.NestedMap(layers=new)
 
   @classmethod

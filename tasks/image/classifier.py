@@ -111,6 +111,11 @@ class ImageClassifier(task.BaseTask):
       metrics['acc5'] = (Mean(ranks < _TOP_K), total)
     return metrics, {'xent': xent}
 
+  def InferenceOutputs(self, predictions: Any) -> dict[str, tf.Tensor]:
+    """{'logits', 'probabilities'}, both [batch, num_classes], the latter in float32."""
+    logits = predictions[0] if isinstance(predictions, tuple) else predictions
+    return {'logits': logits, 'probabilities': tf.nn.softmax(tf.cast(logits, tf.float32))}
+
 
 def Ranks(logits: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
   """How many classes come before the right one; 0: the prediction is right.

@@ -145,6 +145,32 @@ class TransformerLm(task.BaseTask):
       metrics['log_pplx_per_word'] = (tf.math.divide_no_nan(loss * total, words), words)
     return metrics, {'xent': tf.reduce_sum(xent * weights, axis=-1)}
 
+  def InferenceSignatures(self, batch_spec: nested_map.NestedMap) -> dict[str, task.Signature]:
+    """What an export serves, for rows of any length without segments.
+
+    `serving_default`: ids [batch, time] to logits [batch, time, vocab] of the token after each.
+    `next_token`: ids and lengths [batch] to log_probs [batch, vocab] of the token after so many,
+    float32; what ids hold behind does not matter.
+    """
+    batch = batch_spec.ids.shape[0]
+    ids = tf.TensorSpec([batch, None], batch_spec.ids.dtype)
+    signatures = super().InferenceSignatures(nested_map.NestedMap(ids=ids))
+
+    def NextToken(
+      theta: nested_map.NestedMap, inputs: nested_map.NestedMap
+    ) -> dict[str, tf.Tensor]:
+      logits = self.PredictInOrder(theta, nested_map.NestedMap(ids=inputs.ids))
+      last = tf.gather(logits, inputs.lengths - 1, axis=1, batch_dims=1)
+      return {'log_probs': tf.nn.log_softmax(tf.cast(last, tf.float32))}
+
+    lengths = tf.TensorSpec([batch], tf.int32)
+    signatures['next_token'] = task.Signature({'ids': ids, 'lengths': lengths}, NextToken)
+    return signatures
+
+  def InferenceOutputs(self, predictions: tf.Tensor) -> dict[str, tf.Tensor]:
+    """{'logits': [batch, time, vocab]}."""
+    return {'logits': predictions}
+
   def Report(self, metrics: dict[str, float], input_generator: Any) -> str:
     """The perplexity, exp of the mean loss of a token; that of a word where words are counted."""
     del input_generator

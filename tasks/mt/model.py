@@ -17,7 +17,7 @@ from lingvo_gpipe import (
   task,
   translation_metrics,
 )
-from lingvo_gpipe.layers import embedding, norm, transformer, transformer_decoder
+from lingvo_gpipe.layers import embedding, norm, sequential, transformer, transformer_decoder
 from lingvo_gpipe.pipeline import pipelining_layer
 from tasks.mt import layers as mt_layers
 
@@ -178,6 +178,72 @@ class TransformerMt(task.BaseTask):
       'accuracy': (Mean(hits), total),
     }
     return metrics, {'xent': tf.reduce_sum(xent * weights, axis=-1)}
+
+  # ---- inference -------------------------------------------------------------------------------
+
+  def InferenceSignatures(self, batch_spec: nested_map.NestedMap) -> dict[str, task.Signature]:
+    """What an export serves, for sentences of any length.
+
+    `serving_default`: src_ids, src_paddings, tgt_ids and tgt_paddings, each [batch, time] of its
+    side, to log_probs [batch, target time, vocab] of the token after each of tgt_ids.
+    `greedy`: src_ids, src_paddings and first_ids [batch], with which the target is to begin, to ids
+    [batch, length], int32: always the likeliest token, and pads from the end of the sentence on.
+    The length is `beam_search.target_seq_len`, or twice that of the longest source trained on.
+    """
+
+    def AnyLength(spec: tf.TensorSpec) -> tf.TensorSpec:
+      return tf.TensorSpec([spec.shape[0], *[None] * (spec.shape.rank - 1)], spec.dtype)
+
+    free = batch_spec.Transform(AnyLength)
+    signatures = super().InferenceSignatures(free)
+    length = self.params.beam_search.target_seq_len or 2 * batch_spec.src_ids.shape[1]
+    specs = {
+      'src_ids': free.src_ids,
+      'src_paddings': free.src_paddings,
+      'first_ids': tf.TensorSpec([free.src_ids.shape[0]], tf.int32),
+    }
+    signatures['greedy'] = task.Signature(
+      specs, lambda theta, inputs: {'ids': self._Greedy(theta, inputs, length)}
+    )
+    return signatures
+
+  def InferenceOutputs(self, predictions: tf.Tensor) -> dict[str, tf.Tensor]:
+    """{'log_probs': [batch, target time, vocab]}, float32."""
+    return {'log_probs': tf.nn.log_softmax(tf.cast(predictions, tf.float32))}
+
+  def _Greedy(
+    self, theta: nested_map.NestedMap, inputs: nested_map.NestedMap, length: int
+  ) -> tf.Tensor:
+    """The likeliest continuation, [batch, length], layer after layer without a pipeline."""
+    layers, thetas, eos = (
+      self.stack.layers,
+      theta.stack.layers,
+      self.params.beam_search.target_eos_id,
+    )
+    first = inputs.first_ids[:, tf.newaxis]
+    args = inputs.src_ids, inputs.src_paddings > 0.5, first, tf.zeros_like(first, tf.bool)
+    logits, states = sequential.PrefillLayers(layers, thetas, *args, max_length=length)
+
+    def Likeliest(logits: tf.Tensor, done: tf.Tensor) -> tf.Tensor:
+      ids = tf.argmax(logits[:, 0], axis=-1, output_type=tf.int32)
+      return tf.where(done, tf.zeros_like(ids), ids)
+
+    none_done = tf.zeros_like(inputs.first_ids, tf.bool)
+    ids = Likeliest(logits, none_done)
+
+    def Step(time_step: tf.Tensor, ids: tf.Tensor, done: tf.Tensor, states: Any, made: Any) -> Any:
+      made = made.write(time_step - 1, ids)
+      done |= ids == eos
+      args = None, None, ids[:, tf.newaxis], None
+      logits, states = sequential.ExtendStepLayers(
+        layers, thetas, states, *args, time_step=time_step
+      )
+      return time_step + 1, Likeliest(logits, done), done, states, made
+
+    made = tf.TensorArray(tf.int32, length, element_shape=ids.shape)
+    start = tf.constant(1), ids, none_done, states, made
+    *_, ids, _, _, made = tf.while_loop(lambda t, *_: t < length, Step, start)
+    return tf.transpose(made.write(length - 1, ids).stack())
 
   # ---- decoding --------------------------------------------------------------------------------
 
