@@ -13,8 +13,8 @@ writes into --output:
     gains.png       figure 3: gain over the baselines against the languages' data (matplotlib)
     MODEL/          hypotheses beside references, as the evaluator's decode job writes them
 
-The time is divided equally: each model gets what is left over the models that are left, and gives
-back what it does not need, when its loss on Dev has stopped falling.
+A model of all languages gets four times the time of a bilingual one. Each gives back to those after
+it what it does not need, when its loss on Dev has stopped falling.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ _MODELS = {
   'deep': 'mt.cldr.MultilingualDeep',
   'wide': 'mt.cldr.MultilingualWide',
 }
+# Time of a model of all languages, in that of a bilingual one.
+_SHARE = 4.0
 _ACCUMULATED = 'task.train.learner.num_accumulated_mini_batches'
 _WARMUP = 'task.train.learner.lr_schedule.warmup_steps'
 
@@ -67,15 +69,16 @@ def Settings() -> list[timed_training.Setting]:
     for language in program.Names('languages', cldr_names.STUDIED):
       override = f"input.languages:['{language}']"
       settings.append(Setting(f'bilingual-{language}', 'mt.cldr.Bilingual', [override]))
-    settings += [Setting(name, key) for name, key in _MODELS.items()]
+    settings += [Setting(name, key, share=_SHARE) for name, key in _MODELS.items()]
   if 'batch_sizes' in studies:
     key = _MODELS['multilingual']
     if 'languages' not in studies:
-      settings.append(Setting('multilingual', key))
+      settings.append(Setting('multilingual', key, share=_SHARE))
     for factor in program.Numbers('batch_factors', low=2):
-      settings.append(Setting(f'multilingual-batch-x{factor}', key, _LargerBatch(key, factor)))
+      overrides = _LargerBatch(key, factor)
+      settings.append(Setting(f'multilingual-batch-x{factor}', key, overrides, _SHARE))
   if 'many_to_many' in studies:
-    settings.append(Setting('many-to-many', 'mt.cldr.ManyToMany'))
+    settings.append(Setting('many-to-many', 'mt.cldr.ManyToMany', share=_SHARE))
   every = FLAGS.model_params_override
   return [dataclasses.replace(s, overrides=[*s.overrides, every]) for s in settings]
 
@@ -168,7 +171,8 @@ def Run() -> int:
   used = sum(result['total_seconds'] for result in results.values())
   devices = _Devices(left)
   for i, setting in enumerate(left):
-    seconds = max(0.0, 60 * FLAGS.minutes - used) / (len(left) - i)
+    share = setting.share / sum(s.share for s in left[i:])
+    seconds = max(0.0, 60 * FLAGS.minutes - used) * share
     print(f'{setting.name}: at most {seconds:.0f} s', flush=True)
     start = time.monotonic()
     made = timed_training.Train(setting, devices, seconds, str(folder / setting.name))

@@ -29,6 +29,7 @@ class Names(registry.SingleTaskModelParams):
   VOCAB_SIZE = 2000
   BATCH_LIMIT = [256, 64]
   DROPOUT = 0.0
+  LEARNING_RATE = 1.0
   NUM_STAGES = 1
   NUM_MICRO_BATCHES = 2
   MAX_STEPS = 3000
@@ -89,7 +90,7 @@ class Names(registry.SingleTaskModelParams):
       eval_datasets=['Dev', 'Test'],
     )
     p.train.learner.Set(
-      learning_rate=2.0,
+      learning_rate=self.LEARNING_RATE,
       optimizer=optimizer.Adam.Params().Set(beta_2=0.98),
       clip_gradient_norm_to_value=1.0,
       lr_schedule=lr_schedules.TransformerSchedule.Params().Set(
@@ -154,4 +155,5 @@ class Bilingual(Names):
 
   LANGUAGES = ['de']
   BATCH_LIMIT = [64, 16]
-  DROPOUT = 0.3
+  DROPOUT = 0.2
+  LEARNING_RATE = 0.5

@@ -29,11 +29,13 @@ class Setting:
     name: of the model, in results and as a folder.
     key: the experiment.
     overrides: of the model's Params, texts as the trainer's --model_params_override.
+    share: how much of the study's time it may take, beside the other models' shares.
   """
 
   name: str
   key: str
   overrides: Sequence[str] = ()
+  share: float = 1.0
 
   def Params(self, dataset: str) -> Any:
     """The model's Params for a data set."""
