@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Mapping
@@ -60,7 +61,7 @@ class BackgroundSaver:
     Args:
       step: as for `Checkpointer.Save`.
       variables: the same; they may be changed when this returns.
-      metadata: the same; to be left alone until `Wait`.
+      metadata: the same, and the same holds.
       **options: what else `Checkpointer.Save` takes.
 
     Raises:
@@ -82,7 +83,7 @@ class BackgroundSaver:
       self._copy_seconds += time.perf_counter()
       self._thread = threading.Thread(
         target=self._Write,
-        args=(step, values, metadata, options),
+        args=(step, values, copy.deepcopy(dict(metadata)), options),
         name=f'checkpoint of step {step}',
       )
       self._thread.start()

@@ -50,21 +50,22 @@ def testTheValuesOfTheStepAreSavedWhateverComesAfter(tmp_path, monkeypatch):
   for i, (name, value) in enumerate(values.items()):
     with tf.device(f'/device:CPU:{i % 4}'):
       variables[name] = tf.Variable(value)
-  array = np.arange(3.0)
+  array, metadata = np.arange(3.0), {'n': [1]}
   saver = _Saver(tmp_path)
-  saver.Save(7, {**variables, 'array': array}, {'n': 1})
+  saver.Save(7, {**variables, 'array': array}, metadata)
   assert gate.began.wait(60)
   # In place, as a step does.
   tf.function(lambda: variables['f32'].assign_add(tf.ones([50, 40])))()
   for name in ('half', 'step', 'flags', 'text'):
     variables[name].assign(tf.zeros_like(values[name]))
   array[:] = -1.0
+  metadata['n'].append(2)
   saver.Check()  # Does not wait.
   assert checkpointer.Checkpointer(tmp_path).All() == []
   gate.go.set()
   saver.Wait()
   (info,) = checkpointer.Checkpointer(tmp_path).All()
-  assert info.step == 7 and info.metadata == {'n': 1}
+  assert info.step == 7 and info.metadata == {'n': [1]}
   saved = tf.train.load_checkpoint(info.prefix)
   for name, value in {**values, 'array': np.arange(3.0)}.items():
     got, expected = saved.get_tensor(name), np.asarray(value)
