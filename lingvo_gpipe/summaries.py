@@ -70,7 +70,7 @@ class SummaryWriter:
     writer = self._Open()
     if writer is None:
       return
-    with writer.as_default(step=int(step)):
+    with self._Writing(), writer.as_default(step=int(step)):
       for name, value in values.items():
         flat = tf.cast(tf.reshape(value, [-1]), tf.float64)
         # A NaN has no bucket, and leaves none for the others.
