@@ -38,11 +38,11 @@ def Batches(
 
 
 def AddNotes(error: Exception, step: int, saved: checkpointer.Checkpointer) -> None:
-  """Says in which step the training ended, what to try, and where it can go on.
+  """Says after which step the training ended, what to try, and where it can go on.
 
   Args:
     error: what was raised; gets notes.
-    step: the step under way.
+    step: the last one that was done.
     saved: the checkpoints of the run.
   """
   if _IsOutOfMemory(error):
@@ -56,7 +56,7 @@ def AddNotes(error: Exception, step: int, saved: checkpointer.Checkpointer) -> N
   except (OSError, ValueError):  # Perhaps it is why the training ended.
     steps = []
   there = f'goes on from the checkpoint of step {steps[-1]}' if steps else 'begins anew'
-  error.add_note(f'training ended in step {step}; the next call {there}')
+  error.add_note(f'training ended after step {step}; the next call {there}')
 
 
 def _IsOutOfMemory(error: Exception) -> bool:

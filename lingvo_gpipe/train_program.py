@@ -181,7 +181,7 @@ class TrainProgram:
       print(e, file=sys.stderr)
       return 1
     except Exception as e:
-      step_failures.AddNotes(e, self._step + 1, self._checkpointer)
+      step_failures.AddNotes(e, self._step, self._checkpointer)
       raise
     finally:
       self._log.Close()

@@ -153,7 +153,7 @@ def testAnErrorInTheInputIsToldAndLeavesTheLastCheckpoint(project, forks, tmp_pa
   assert 'ValueError: example 13 is bad' in done.stderr
   assert processes.Messages(done.stderr)[-2:] == [
     'while the input FailingInput made the batch that begins at example 12 of the run',
-    'training ended in step 5; the next call goes on from the checkpoint of step 4',
+    'training ended after step 4; the next call goes on from the checkpoint of step 4',
   ]
   assert processes.Steps(tmp_path)[-1] == 4
   assert processes.Tensors(tmp_path, 4)['global_step'] == 4

@@ -59,7 +59,7 @@ def testWhatToTryWhereMemoryRanOut(tmp_path, error):
   step_failures.AddNotes(error, 7, checkpointer.Checkpointer(tmp_path))
   hint, where = error.__notes__
   assert hint.startswith('out of memory: try more micro-batches (task.stack.num_micro_batches)')
-  assert where == 'training ended in step 7; the next call begins anew'
+  assert where == 'training ended after step 7; the next call begins anew'
 
 
 @pytest.mark.parametrize(
@@ -76,14 +76,14 @@ def testOtherErrorsSayWhereTheNextCallGoesOn(tmp_path, error):
     saved.Save(step, {'v': tf.Variable(0.0)}, {})
   step_failures.AddNotes(error, 5, saved)
   (note,) = error.__notes__
-  assert note == 'training ended in step 5; the next call goes on from the checkpoint of step 4'
+  assert note == 'training ended after step 5; the next call goes on from the checkpoint of step 4'
 
 
 def testACheckpointDirectoryThatCannotBeReadHidesNoError(tmp_path):
   (tmp_path / 'file').write_text('')
   error = ValueError('mine')
   step_failures.AddNotes(error, 5, checkpointer.Checkpointer(tmp_path / 'file' / 'train'))
-  assert error.__notes__[0].startswith('training ended in step 5')
+  assert error.__notes__[0].startswith('training ended after step 5')
 
 
 if __name__ == '__main__':
