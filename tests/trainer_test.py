@@ -28,11 +28,12 @@ PART = 15
 def undisturbed(tmp_path_factory):
   """A run of END steps: (its log directory, what the process printed).
 
-  It evaluates in between; runs that do not are compared with it.
+  It evaluates and decodes in between; runs that do not are compared with it.
   """
   logdir = tmp_path_factory.mktemp('undisturbed') / 'run'
   more = f'task.train.save_interval_steps:{PART};task.train.save_max_to_keep:100'
-  more += f';task.train.eval_interval_steps:{END // 2}'
+  more += f';task.train.eval_interval_steps:{END // 2};task.train.decode_interval_steps:{END // 2}'
+  more += ";task.train.decode_datasets:['Dev'];task.eval.decoder_samples_per_summary:4"
   args = processes.TrainArgs(logdir, END, more=more, evaluate=['Test'])
   done = processes.Run('trainer', *args, '--job=train_and_eval')
   return logdir, processes.Succeeded(done)
@@ -116,6 +117,8 @@ def testLeavesDescriptionsCheckpointsAndSummaries(undisturbed, monkeypatch):
   assert scalars['tokens_per_second'][-1][1] > 0
   evaluated = processes.Scalars(logdir / 'eval_test')
   (half, _), (step, bits) = evaluated['bits_per_byte']
+  decoded = sorted(path.name for path in (logdir / 'decode_dev').glob('*.jsonl'))
+  assert decoded == [f'decode-{step:08d}.jsonl' for step in (END // 2, END)]
   assert half == END // 2 and step == END and f'{bits:.3f} bits per byte' in done.stdout
   score = (logdir / 'eval_test' / f'score-{END:08d}.txt').read_text()
   assert re.search(r'^bits_per_byte: [\d.]+$', score, re.MULTILINE)
