@@ -65,7 +65,7 @@ def testCheckNumericsNeedsTheWeightsOfBeforeTheStep(tmp_path):
 
 def testTooManyBadStepsInARowEndTheTraining(tmp_path, capsys):
   """Updates throw the weights so far that soon no step is finite."""
-  more = 'task.train.max_nonfinite_steps:2;task.train.save_interval_steps:1;'
+  more = 'task.train.max_steps:9;task.train.max_nonfinite_steps:2;task.train.save_interval_steps:1;'
   params = _ModelParams(more=f'{more}task.train.ema_decay:0.5')
   params.task.train.learner.Set(learning_rate=1e30, optimizer=optimizer.SGD.Params())
   assert _Program(tmp_path, params).Run() == 1
