@@ -62,6 +62,8 @@ FLAGS = flags.FLAGS
 
 # The flags of libraries, which --help leaves out.
 _others: set[str] = set()
+# What stands on the command line beside the flags.
+arguments: list[str] = []
 
 
 class UsageError(Exception):
@@ -106,19 +108,24 @@ def Packages() -> list[str]:
   return ['params', *FLAGS.params_package]
 
 
-def ModelParams(dataset: str) -> Any:
-  """The Params of the model that the flags name, with that data set and the overrides.
+def ModelParams(dataset: str, key: str = '') -> Any:
+  """The Params of a model, with that data set and the overrides that the flags name.
+
+  Args:
+    dataset: the name of a data set.
+    key: the experiment; '' is that of --model.
 
   Raises:
     UsageError: no --model, or a file of overrides that cannot be read.
     LookupError: unknown model or data set.
     ValueError, AttributeError: an override that does not fit.
   """
-  if not FLAGS.model:
+  key = key or FLAGS.model
+  if not key:
     raise UsageError(
       '--model is needed, such as --model=lm.stdlib.ByteTransformerGPipe2; --mode=list lists all'
     )
-  params = registry.GetParams(FLAGS.model, dataset, packages=Packages())
+  params = registry.GetParams(key, dataset, packages=Packages())
   for text in Overrides():
     params.ApplyOverrides(params_text.ParseOverrides(text))
   if FLAGS.max_steps is not None:
@@ -185,15 +192,22 @@ def _IsUsersMistake(error: BaseException) -> bool:
   return refused and not in_experiment
 
 
-def Run(main: Callable[[], int], description: str) -> NoReturn:
+def Run(
+  main: Callable[[], int], description: str, num_arguments: Callable[[], int] = lambda: 0
+) -> NoReturn:
   """Starts a binary: parses the flags, runs `main` and exits with the status it returns.
 
   absl's app.run would do the same, but lets TensorFlow look for GPUs before anything was checked.
+
+  Args:
+    main: the program; it finds arguments that are no flags in `arguments`.
+    description: the binary's docstring, which --help prints.
+    num_arguments: how many such arguments there must be, asked once the flags are parsed.
   """
   # A sample of text may hold any character, and the terminal or the log's encoding may not.
   if isinstance(sys.stdout, io.TextIOWrapper):
     sys.stdout.reconfigure(errors='replace')
   logging.use_absl_handler()
   logging.set_verbosity(logging.INFO)
-  command_line.Parse(description, _others)
+  arguments[:] = command_line.Parse(description, _others, num_arguments)
   sys.exit(Checked(main))

@@ -12,11 +12,12 @@ TensorFlow's own operations alone. What is served are the task's `InferenceSigna
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -184,7 +185,8 @@ def _Write(
     try:
       tf.io.gfile.makedirs(os.path.dirname(directory) or '.')
       options = tf.saved_model.SaveOptions(experimental_custom_gradients=False)
-      tf.saved_model.save(module, temporary, dict(functions), options)
+      with _Quiet():
+        tf.saved_model.save(module, temporary, dict(functions), options)
       folder = os.path.join(temporary, _EXTRA)
       tf.io.gfile.makedirs(folder)
       if tf.io.gfile.isdir(assets_folder):
@@ -200,6 +202,18 @@ def _Write(
       raise
   except tf.errors.OpError as e:
     raise OSError(f'Cannot write the export {directory!r}: {tensor_bundle.OneLine(e)}') from e
+
+
+@contextlib.contextmanager
+def _Quiet() -> Iterator[None]:
+  """Drops what TensorFlow logs of the temporary name."""
+  logger = tf.get_logger()
+  level = logger.level
+  logger.setLevel('WARNING')
+  try:
+    yield
+  finally:
+    logger.setLevel(level)
 
 
 def _CheckNew(directory: str) -> None:

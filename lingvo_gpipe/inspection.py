@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Descriptions of a model as text: its Params, its weights, its cut into stages."""
+"""Descriptions of a model as text: Params and what differs in them, weights, cut into stages."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from lingvo_gpipe import (
   hyperparams,
   measured_cut,
   params_change,
+  params_diff,
   runner,
   shapes,
   whole_file,
@@ -68,6 +69,42 @@ def SchedulePicture(cut: plan.Plan) -> str:
   """The training schedule as text, a row a device and a column a time; '' where it is too wide."""
   picture = cut.schedule.Picture()
   return picture if max(map(len, picture.splitlines())) <= _PICTURE_COLUMNS else ''
+
+
+def ReadParams(path: str) -> str | None:
+  """The text of the Params in a file, or in a log directory's params.txt; None for another path.
+
+  Raises:
+    ValueError: the directory holds no params.txt.
+    OSError: the file cannot be read.
+  """
+  if not tf.io.gfile.exists(path):
+    return None
+  if tf.io.gfile.isdir(path):
+    path = os.path.join(path, params_change.FILE_NAME)
+    if not tf.io.gfile.exists(path):
+      raise ValueError(f'there is no {path}: name a log directory, a file of Params or a key')
+  try:
+    with tf.io.gfile.GFile(path, 'rb') as f:
+      return f.read().decode('utf-8', errors='replace')
+  except tf.errors.OpError as e:
+    raise OSError(f'{path} cannot be read: {e.message}') from e
+
+
+def ParamsDiff(old: str, new: str) -> list[str]:
+  """Lines on the params that differ between two texts; [] where none do.
+
+  The line of its file on which an experiment stands does not count.
+
+  Raises:
+    ValueError: a text does not consist of `path : value` lines.
+  """
+
+  def IsOfTheSamePlace(change: params_diff.Change) -> bool:
+    keys = [(value or '').partition('@')[0] for value in (change.old, change.new)]
+    return change.path == 'model' and keys[0] == keys[1]
+
+  return [str(change) for change in params_diff.Changes(old, new) if not IsOfTheSamePlace(change)]
 
 
 def WriteDescription(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer: `trainer --model=KEY --logdir=DIR`; --mode=list and inspect_* print and leave."""
+"""The trainer: `trainer --model=KEY --logdir=DIR`; other modes print, or export, and leave."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from absl import flags
 
 from lingvo_gpipe import (
   binary,
+  checkpoint_text,
+  export,
   inspection,
   logdir_lock,
   registry,
@@ -53,6 +55,35 @@ def _InspectPartition() -> int:
   return 0
 
 
+def _InspectCheckpoint() -> int:
+  binary.Devices(1)
+  text, are_whole = checkpoint_text.Describe(binary.LogDir())
+  print(text)
+  return 0 if are_whole else 1
+
+
+def _DiffParams() -> int:
+  texts = [_ParamsText(argument) for argument in binary.arguments]
+  lines = inspection.ParamsDiff(*texts)
+  for line in lines:
+    print(line)
+  return 1 if lines else 0
+
+
+def _ParamsText(argument: str) -> str:
+  """The Params that an argument of diff_params names: a log directory, a file, an experiment."""
+  found = inspection.ReadParams(os.path.expanduser(argument))
+  return binary.ModelParams('Train', argument).ToText() if found is None else found
+
+
+def _Export() -> int:
+  params = binary.ModelParams('Train')
+  binary.Devices(1)
+  directory = os.path.expanduser(FLAGS.export_dir or '')
+  print(export.Export(params, binary.LogDir(), directory).Text())
+  return 0
+
+
 def _Train() -> int:
   stop = stop_request.StopRequest()
   stop.Install()
@@ -84,7 +115,13 @@ _MODES = {
   'inspect_params': _InspectParams,
   'inspect_model': _InspectModel,
   'inspect_partition': _InspectPartition,
+  'inspect_checkpoint': _InspectCheckpoint,
+  'diff_params': _DiffParams,
+  'export': _Export,
 }
+
+# How many arguments a mode takes beside flags.
+_ARGUMENTS = {'diff_params': 2}
 
 
 def Run() -> None:
@@ -103,7 +140,8 @@ def Run() -> None:
   flags.DEFINE_bool(
     'allow_params_change', False, 'Go on with a run whose Params were others, if its weights fit.'
   )
-  binary.Run(lambda: _MODES[FLAGS.mode](), __doc__ or '')
+  flags.DEFINE_string('export_dir', None, 'Where --mode=export writes; <logdir>/export/<step>.')
+  binary.Run(lambda: _MODES[FLAGS.mode](), __doc__ or '', lambda: _ARGUMENTS.get(FLAGS.mode, 0))
 
 
 if __name__ == '__main__':

@@ -75,6 +75,29 @@ _MISTAKES = {
     r"'max_stps'.*Did you mean: max_steps.*--help",
   ),
   'negative number of steps': ('trainer', [_MODEL, '--logdir={}', '--max_steps=-3'], r'max_steps'),
+  'export before training': (
+    'trainer', [_MODEL, '--logdir={}', '--mode=export', _Tiny('')],
+    r'there is no checkpoint in .*/train: train first',
+  ),
+  'inspection before training': (
+    'trainer', ['--logdir={}', '--mode=inspect_checkpoint'],
+    r'there is no checkpoint in .*/train: train first',
+  ),
+  'one argument for two': (
+    'trainer', ['--mode=diff_params', processes.MODEL], r'expected 2 arguments .*got 1',
+  ),
+  'difference from what is not there': (
+    'trainer', ['--mode=diff_params', processes.MODEL, 'no.such.Model'], r"No experiment 'no\.such",
+  ),
+  'argument too many': ('trainer', [_MODEL, 'more'], r"unexpected argument 'more'"),
+  "Lingvo's flag": (
+    'trainer', [_MODEL, '--logdir={}', '--worker_gpus=8'],
+    r"--worker_gpus is Lingvo's: .*task\.stack\.num_stages",
+  ),
+  "a value of Lingvo's": (
+    'trainer', [_MODEL, '--logdir={}', '--mode=async'],
+    r"--mode=async is Lingvo's: .*--mode=train",
+  ),
   'unknown split': (
     'evaluator', [_MODEL, '--logdir={}', '--split=Tst'],
     r"no dataset 'Tst'; it has: Train, Dev, Test",

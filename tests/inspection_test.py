@@ -133,6 +133,26 @@ def testWriteDescription(tmp_path):
     assert f.read() == f'{inspection.ModelText(made.task)}\n\n{run.plan.Table()}\n'
 
 
+def testParamsOfARunAndTheirDifference(tmp_path):
+  p = _LmParams().Set(model='lm.X@params/lm/x.py:7')
+  text = p.ToText()
+  (tmp_path / 'params.txt').write_text(text)
+  assert inspection.ReadParams(str(tmp_path)) == text
+  assert inspection.ReadParams(str(tmp_path / 'params.txt')) == text
+  assert inspection.ReadParams(str(tmp_path / 'other')) is None
+  (tmp_path / 'other').mkdir()
+  with pytest.raises(ValueError, match=r'no .*other/params\.txt'):
+    inspection.ReadParams(str(tmp_path / 'other'))
+  p.model = 'lm.X@params/lm/x.py:9'  # Its class stands two lines further down.
+  assert inspection.ParamsDiff(text, p.ToText()) == []
+  p.model = 'lm.Y@params/lm/x.py:9'
+  p.task.hidden_dim = 32
+  assert [line.split(' ')[1] for line in inspection.ParamsDiff(text, p.ToText())] == [
+    'model',
+    'task.hidden_dim',
+  ]
+
+
 def testTheBatchSpecIsEnough():
   """The partition is found without reading data."""
 

@@ -234,6 +234,33 @@ def testSignalsSaveAndLeave(tmp_path):
   assert [step for step, _ in _TrainedScalars(tmp_path)['loss']] == list(range(1, step + 1))
 
 
+def testModesThatLookAtARun(undisturbed, tmp_path):
+  logdir, _ = undisturbed
+  forks = processes.Forks(tmp_path)
+  args = processes.TrainArgs(logdir, END)
+  # With two flags in Lingvo's words.
+  exported = forks.Run(
+    'trainer', *args, '--mode=export', '--run_locally=cpu', '--model_task_name=',
+    f'--export_dir={tmp_path}/model',
+  )  # fmt: skip
+  inspected = forks.Run('trainer', '--mode=inspect_checkpoint', f'--logdir={logdir}')
+  params = str(logdir / 'params.txt')
+  same = forks.Run('trainer', '--mode=diff_params', str(logdir), params)
+  other = forks.Run('trainer', '--mode=diff_params', params, processes.MODEL)
+  forks.Close()
+  assert f'weights of step {END} to {tmp_path}/model\n' in processes.Succeeded(exported).stdout
+  assert (tmp_path / 'model' / 'saved_model.pb').exists()
+  assert (same.returncode, same.stdout) == (0, ''), same.stderr
+  assert other.returncode == 1
+  assert '~ task.model_dim : 16 -> 128' in other.stdout.splitlines()
+  lines = processes.Succeeded(inspected).stdout.splitlines()
+  steps = [int(line.split()[1]) for line in lines[1 : lines.index('')]]
+  assert steps == processes.Steps(logdir)
+  weight = '    lm.stack.layers[0].emb  [256, 16]  float32  4,096'
+  assert weight.split() in [line.split() for line in lines]
+  assert processes.Messages(exported.stderr + inspected.stderr + other.stderr) == []
+
+
 def testOnTerminalOneLineIsUpdated(tmp_path):
   """With a device too many, by the way: --num_devices=3 for two stages."""
   ours, theirs = pty.openpty()

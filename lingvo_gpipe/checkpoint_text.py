@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checkpoints of a log directory as text: a table of all, and what the newest one holds."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+
+import tensorflow as tf
+
+from lingvo_gpipe import checkpoint_info, checkpointer, tensor_bundle
+
+
+def Describe(logdir: str) -> tuple[str, bool]:
+  """Reads all checkpoints in full and describes them.
+
+  Args:
+    logdir: the log directory.
+
+  Returns:
+    (the text, whether all checkpoints read back).
+
+  Raises:
+    ValueError: there is no checkpoint.
+    OSError: the directory cannot be read.
+  """
+  checkpoints = checkpointer.Checkpointer(os.path.join(logdir, 'train'))
+  rows = [['checkpoint', 'step', 'saved (UTC)', 'bytes', 'reads back']]
+  are_whole, newest = True, None
+  infos = checkpoints.All()
+  for info in infos:
+    state = 'yes'
+    try:
+      checkpoints.Verify(info)
+      newest = info
+    except checkpointer.DamagedError as e:
+      state, are_whole = f'no: {tensor_bundle.OneLine(e)}', False
+    size = sum(info.written['files'].values())
+    rows.append(
+      [os.path.basename(info.path), f'{info.step:,}', _Utc(info.time), f'{size:,}', state]
+    )
+  for name in _Unreadable(checkpoints.directory, infos):
+    are_whole = False
+    rows.append([name, '-', '-', '-', 'no: its commit file is damaged'])
+  if len(rows) == 1:
+    raise ValueError(f'there is no checkpoint in {checkpoints.directory}: train first')
+  lines = _Table(rows, numbers=(1, 3))
+  if newest is not None:
+    lines += ['', f'{os.path.basename(newest.path)}:']
+    lines += [f'  {key}: {json.dumps(value)}' for key, value in newest.metadata.items()]
+    lines += [f'  {len(newest.tensors)} variables:', *_Variables(newest)]
+  return '\n'.join(lines), are_whole
+
+
+def _Utc(seconds: float) -> str:
+  try:
+    return time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(seconds))
+  except (ValueError, OverflowError, OSError):  # A file may say anything.
+    return str(seconds)
+
+
+def _Unreadable(directory: str, infos: list[checkpoint_info.CheckpointInfo]) -> list[str]:
+  """Names of commit files that are none of these checkpoints'."""
+  known = {os.path.basename(info.path) for info in infos}
+  names = tf.io.gfile.listdir(directory) if tf.io.gfile.isdir(directory) else []
+  return sorted(n for n in names if checkpoint_info.COMMIT.fullmatch(n) and n not in known)
+
+
+def _Variables(info: checkpoint_info.CheckpointInfo) -> list[str]:
+  rows = [
+    [path, str(spec.shape.as_list()), spec.dtype.name, f'{spec.shape.num_elements():,}']
+    for path, spec in info.tensors.items()
+  ]
+  return [f'    {line}' for line in _Table(rows, numbers=(3,))]
+
+
+def _Table(rows: list[list[str]], numbers: tuple[int, ...]) -> list[str]:
+  """The rows as lines, columns aligned; those of numbers to the right."""
+  widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+
+  def Cell(i: int, text: str) -> str:
+    return text.rjust(widths[i]) if i in numbers else text.ljust(widths[i])
+
+  return ['  '.join(Cell(i, text) for i, text in enumerate(row)).rstrip() for row in rows]

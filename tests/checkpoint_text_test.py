@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is told of the checkpoints of a log directory, damaged ones among them."""
+
+import sys
+
+import pytest
+import tensorflow as tf
+
+from lingvo_gpipe import checkpoint_text, checkpointer
+
+
+def testWholeAndDamagedCheckpoints(tmp_path):
+  saver = checkpointer.Checkpointer(tmp_path / 'train', max_to_keep=None)
+  values = {'net.w': tf.ones([30, 4]), 'step': tf.constant(7, tf.int64)}
+  infos = []
+  for step in (7, 1234):
+    saver.Save(step, values, {'cut': [1, 2], 'model': 'lm.X'})
+    infos = saver.All()
+  text, are_whole = checkpoint_text.Describe(str(tmp_path))
+  assert are_whole
+  lines = [line.split() for line in text.splitlines()]
+  size = sum(p.stat().st_size for p in (tmp_path / 'train').glob('ckpt-00000007-*/*'))
+  assert [lines[1][i] for i in (0, 1, 4, 5)] == ['ckpt-00000007.json', '7', f'{size:,}', 'yes']
+  assert lines[2][:2] == ['ckpt-00001234.json', '1,234']
+  assert text.splitlines()[3:6] == [
+    '', 'ckpt-00001234.json:', '  cut: [1, 2]',
+  ]  # fmt: skip
+  assert ['net.w', '[30,', '4]', 'float32', '120'] in lines
+  assert ['step', '[]', 'int64', '1'] in lines
+
+  data = next((tmp_path / 'train').glob('ckpt-00001234-*/*.data-*'))
+  flipped = bytearray(data.read_bytes())
+  flipped[100] ^= 1
+  data.write_bytes(flipped)
+  (tmp_path / 'train' / 'ckpt-00000009.json').write_text('{')
+  text, are_whole = checkpoint_text.Describe(str(tmp_path))
+  assert not are_whole
+  lines = text.splitlines()
+  assert lines[1].endswith('yes') and ' no: ' in lines[2]
+  assert lines[3].startswith('ckpt-00000009.json') and 'commit file' in lines[3]
+  # The newest one that can be read.
+  assert 'ckpt-00000007.json:' in lines
+  assert [info.step for info in infos] == [7, 1234]
+
+
+def testNoCheckpoint(tmp_path):
+  with pytest.raises(ValueError, match='no checkpoint in .*train'):
+    checkpoint_text.Describe(str(tmp_path))
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))
