@@ -117,18 +117,25 @@ def ParseCommit(directory: str, path: str, text: str) -> CheckpointInfo:
     # The folder is beside the commit file and of its step, whatever the text says.
     if not match or int(match[1]) != step or os.path.basename(path) != f'ckpt-{step:08d}.json':
       raise tensor_bundle.DamagedError(f'the commit file names step {step!r} and folder {folder!r}')
+    written = record['written']
+    files = dict(written['files'])
+    for name, size in files.items():  # Nor are files looked for elsewhere.
+      if os.path.basename(name) != name or not isinstance(size, int):
+        raise tensor_bundle.DamagedError(
+          f'the commit file names the file {name!r} of {size!r} bytes'
+        )
     return CheckpointInfo(
       step=step,
       path=path,
       prefix=os.path.join(directory, folder, BUNDLE),
-      time=record['time'],
+      time=float(record['time']),
       tensors={k: tf.TensorSpec(s['shape'], s['dtype']) for k, s in record['tensors'].items()},
-      metadata=record['metadata'],
-      written=record['written'],
+      metadata=dict(record['metadata']),
+      written={**written, 'files': files, 'index_sha256': written['index_sha256']},
     )
   except _NewerFormatError:
     raise
-  except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+  except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as e:
     raise tensor_bundle.DamagedError(
       f'the commit file is not readable: {tensor_bundle.OneLine(e)}'
     ) from e

@@ -37,7 +37,7 @@ def Parse(
       print(f'  --{name}: {FLAGS[name].help} (default: {FLAGS[name].default_as_str})')
     sys.exit(0)
   try:
-    arguments = lingvo_flags.Translate(sys.argv[1:], FLAGS)
+    arguments = lingvo_flags.Translate(sys.argv[1:], set(FLAGS))
     rest = FLAGS([sys.argv[0], *arguments])[1:]
   except (flags.Error, ValueError) as e:
     print(f'{e} (--help lists the flags)', file=sys.stderr)

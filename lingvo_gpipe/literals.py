@@ -190,12 +190,13 @@ def _Resolve(module_name: str, qualname: str) -> Any:
       raise ValueError(
         f'type/{module_name}/{qualname} is local or a lambda; give it a name in a module'
       )
-    try:
-      value = getattr(value, name)
-    except AttributeError:
-      closest = difflib.get_close_matches(name, dir(value), n=1)
+    # A module may import what it is asked for, and other objects may do anything.
+    names = vars(value) if value is module else dir(value) if isinstance(value, type) else ()
+    if name not in names:
+      closest = difflib.get_close_matches(name, names, n=1)
       hint = f'; did you mean {closest[0]}?' if closest else ''
-      raise ValueError(f'module {module_name} has no {qualname}{hint}') from None
+      raise ValueError(f'module {module_name} has no {qualname}{hint}')
+    value = vars(value)[name] if value is module else getattr(value, name)
   if not (IsNamed(value) or isinstance(value, enum.Enum) or callable(value)):
     raise ValueError(f'{qualname} of module {module_name} is no class, function or enum member')
   return value
@@ -252,6 +253,8 @@ def _FromCall(node: ast.Call) -> Any:
   if maker is None or node.keywords:
     raise _NotLiteral('a call')
   args = [_FromNode(arg) for arg in node.args]
+  if maker in (set, frozenset) and any(isinstance(arg, range) for arg in args):
+    raise ValueError(f'{maker.__name__} takes a list')  # A range may be larger than any memory.
   try:
     return maker(*args)
   except (TypeError, ValueError) as e:
@@ -290,6 +293,7 @@ def _FromNode(node: ast.AST) -> Any:
 def _ParseNode(text: str) -> ast.expr:
   """Parses one expression. A string in quotes may span lines."""
   escaped = QUOTED.sub(lambda m: m.group().replace('\n', '\\n').replace('\r', '\\r'), text)
+  escaped = re.sub('\r\n?', '\n', escaped)  # As Python counts lines.
   try:
     with warnings.catch_warnings():
       warnings.simplefilter('ignore')  # Of a backslash before a letter that needs none.
@@ -340,4 +344,7 @@ def ParseRecord(text: str, cls: type) -> Any:
   node = _ParseNode('fields' + text.removeprefix(start)) if text.startswith(start + '(') else None
   if not isinstance(node, ast.Call):
     raise ValueError()
-  return _MakeRecord(cls, _Keywords(node))
+  try:
+    return _MakeRecord(cls, _Keywords(node))
+  except TypeError as e:  # As in ParseStrict.
+    raise ValueError(str(e)) from None

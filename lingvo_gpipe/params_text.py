@@ -182,7 +182,7 @@ def ParseValue(text: str, like: Any, where: str, type_name: str | None = None) -
       return parse(text, like)
     value = literals.ParseLiteral(text)
     if type_name not in (None, 'type', 'function', literals.TypeName(value)):
-      expected = str(type_name)
+      expected = literals.Shorten(str(type_name))[1:-1]
       raise ValueError()
     return value
   except (ValueError, ArithmeticError, RecursionError) as e:
@@ -277,6 +277,8 @@ def ParseOverrides(text: str) -> list[tuple[str, str]]:
     if literals.LITERAL_START.match(text, position):
       stop = _ScanLiteral(text, position, ';\n')
     value = text[position:stop] if stop else _Match(_BARE_VALUE, text, position)
+    # In quotes a key may span lines; messages that name it are one.
+    key = key.replace('\n', '\\n').replace('\r', '\\r')
     pairs.append((key, value.strip()))
     position += len(value)
 

@@ -150,7 +150,9 @@ class TokenStore:
       tokens = _Map(os.path.join(directory, _TOKENS), np.dtype('<i4'), info['num_tokens'])
       offsets = _Map(os.path.join(directory, _OFFSETS), np.dtype('<i8'), info['num_sequences'] + 1)
       expected = info['fingerprint']
-    except (OSError, KeyError, TypeError, json.JSONDecodeError) as e:
+    except DamagedStoreError:
+      raise
+    except (OSError, KeyError, TypeError, ValueError, RecursionError) as e:
       raise DamagedStoreError(f'{directory!r} holds no whole token store: {e}') from e
     found = _Fingerprint(tokens, offsets)
     if found != expected:
@@ -158,7 +160,10 @@ class TokenStore:
         f'the token store in {directory!r} is not what was written: its fingerprint is {found}, '
         f'expected {expected}'
       )
-    store = cls(tokens, offsets)
+    try:
+      store = cls(tokens, offsets)
+    except ValueError as e:
+      raise DamagedStoreError(f'{directory!r} holds no whole token store: {e}') from e
     store._fingerprint = found
     return store
 
