@@ -175,8 +175,8 @@ class TrainProgram:
     self._log = metrics_log.MetricsLog(os.path.join(self._logdir, 'metrics.jsonl'), self._step)
     try:
       ended = self._Loop()
-      if self._stop.signal is None:
-        self._RunPasses(self._step, at_end=True)
+      if self._stop.signal is None and self._RunPasses(self._step, at_end=True):
+        self._Save(self._step)
     except _NotFinite as e:
       print(e, file=sys.stderr)
       return 1
@@ -308,6 +308,7 @@ class TrainProgram:
         f'the data ended within an update of {self._NumAccumulated()} '
         f'mini-batches: its first {len(batches)} changed nothing'
       )
+    ended = self._stop.name or ended  # A signal may have come while the last step was saved.
     if step < max_steps or self._stop.signal is not None:
       print(f'stopped by {ended} after step {step}; the checkpoint is saved', flush=True)
     return ended
