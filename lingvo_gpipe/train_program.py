@@ -177,6 +177,7 @@ class TrainProgram:
       ended = self._Loop()
       if self._stop.signal is None and self._RunPasses(self._step, at_end=True):
         self._Save(self._step)
+        self._saver.Wait()
     except _NotFinite as e:
       print(e, file=sys.stderr)
       return 1
