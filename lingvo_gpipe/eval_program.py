@@ -83,8 +83,10 @@ class EvalProgram:
       if found is not None and found.step > done:
         # Slots and learner state are the trainer's alone; it may remove this one meanwhile.
         restored = self._checkpointer.RestoreLatest(self._runner.Variables(), allow_extra=True)
+        if restored is None or restored[0].step <= done:
+          continue  # The trainer removed it meanwhile, or it is damaged.
         self._runner.AfterRestore()
-        done = found.step if restored is None else restored[0].step
+        done = restored[0].step
         values = self._job.Run(done)
         if values is not None:
           self._Log(done, values)

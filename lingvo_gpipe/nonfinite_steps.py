@@ -9,6 +9,7 @@ class NonFiniteSteps:
 
   Attributes:
     is_skipped: whether the weights stay as they are in a step that is not finite.
+    in_a_row: how many there were until now; a checkpoint keeps it.
   """
 
   def __init__(self, limit: int, *, is_skipped: bool) -> None:
@@ -20,7 +21,7 @@ class NonFiniteSteps:
     """
     self._limit = limit
     self.is_skipped = is_skipped
-    self._in_a_row = 0
+    self.in_a_row = 0
 
   def Count(self, step: int, is_finite: bool) -> str:
     """Counts a step.
@@ -32,17 +33,17 @@ class NonFiniteSteps:
     Returns:
       What to say where it is one too many; else ''.
     """
-    self._in_a_row = 0 if is_finite else self._in_a_row + 1
-    if not self._limit or self._in_a_row < self._limit:
+    self.in_a_row = 0 if is_finite else self.in_a_row + 1
+    if not self._limit or self.in_a_row < self._limit:
       return ''
-    first = step - self._in_a_row + 1
+    first = step - self.in_a_row + 1
     weights = (
       f'the weights are those after step {first - 1}, for such steps are skipped'
       if self.is_skipped
       else 'they went into the weights, for task.train.learner.skip_nonfinite is False'
     )
     return (
-      f'step {step}: the gradients of {self._in_a_row} steps in a row were not finite '
+      f'step {step}: the gradients of {self.in_a_row} steps in a row were not finite '
       f'({first} to {step}; task.train.max_nonfinite_steps is {self._limit}), and training stops; '
       f'{weights}. The checkpoints are as they were. --check_numerics names the layer where it '
       'begins; a lower learning rate, a warm-up, clip_gradient_norm_to_value or a look at the data '

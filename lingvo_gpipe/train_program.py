@@ -76,6 +76,7 @@ class _Counts:
 
   examples_consumed: int = 0
   num_skipped_steps: int = 0
+  num_nonfinite_in_a_row: int = 0
   train_seconds: float = 0.0
 
 
@@ -163,6 +164,8 @@ class TrainProgram:
 
   def Run(self) -> int:
     """Trains to the end, or until asked to stop; returns the exit status."""
+    # An evaluator started with this call is not to take the last one's end for its own.
+    run_report.Remove(self._logdir)
     self._Describe()
     self._input.Fingerprint()  # Reads the data before the first step, with its own errors.
     self._Restore()
@@ -219,6 +222,7 @@ class TrainProgram:
     self._runner.AfterRestore()
     for field in dataclasses.fields(_Counts):
       setattr(self._counts, field.name, saved.get(field.name, field.default))
+    self._nonfinite.in_a_row = self._counts.num_nonfinite_in_a_row
     self._early_stop.Restore(saved.get('early_stop', {}))
     self._passes.Restore(saved.get('passes', {}))
     consumed = self._counts.examples_consumed
@@ -238,7 +242,6 @@ class TrainProgram:
     if ended:
       print(f'step {step} of {max_steps}: nothing left to train ({ended})')
       return ended
-    run_report.Remove(self._logdir)
     shapes = len(self._input.BatchSpecs())
     first = 'the first step' if shapes == 1 else f'the first step of each of {shapes} shapes'
     print(f'training to step {max_steps}; {first} compiles the stages', flush=True)
@@ -277,6 +280,7 @@ class TrainProgram:
           shown.Print(f'step {step}: a gradient is not finite; {did}')
         if why := self._nonfinite.Count(step, bool(values['is_finite'])):
           raise _NotFinite(why)
+        self._counts.num_nonfinite_in_a_row = self._nonfinite.in_a_row
         self._WriteHistograms(writer, step)
         ended = self._WhyEnd(step)
         is_best = self._PassesAfter(step, shown, at_end=bool(ended))

@@ -78,6 +78,9 @@ def testTooManyBadStepsInARowEndTheTraining(tmp_path, capsys):
   info = store.Latest()
   assert info.step == first == last - 1
   assert 'lm.stack.layers[0].emb/ema' in store.ListVariables(info)
+  # A restart goes on counting.
+  assert _Program(tmp_path, params).Run() == 1
+  assert capsys.readouterr().err.startswith(told)
 
 
 def testUnwritableLogDirectoryShowsBeforeWeightsAreMade(tmp_path, monkeypatch):
