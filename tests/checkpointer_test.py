@@ -17,6 +17,9 @@ from hypothesis import strategies as st
 
 from lingvo_gpipe import checkpoint_info, checkpointer, tensor_bundle
 
+# What `tensor_bundle.Write` says of a checkpoint of no file.
+_WRITTEN = {'files': {}, 'index_sha256': '0' * 64}
+
 
 class Killed(BaseException):
   """Stands for SIGKILL: nothing that comes after it does anything."""
@@ -111,14 +114,14 @@ _JSON = st.recursive(
 @hypothesis.given(st.dictionaries(st.text(), _JSON))
 def testMetadataComeBack(metadata):
   checkpoint_info.CheckJson('metadata', metadata)
-  text = checkpoint_info.CommitText(7, 'ckpt-00000007-01234567', {}, metadata, {'files': {}})
+  text = checkpoint_info.CommitText(7, 'ckpt-00000007-01234567', {}, metadata, _WRITTEN)
   info = checkpoint_info.ParseCommit('d', 'd/ckpt-00000007.json', text)
   assert info.metadata == metadata and info.prefix == 'd/ckpt-00000007-01234567/tensors'
 
 
 def testAnyFlippedBitOfACommitFileIsNoticed():
   metadata = {'loss': 1.25, 'name': 'abc'}
-  text = checkpoint_info.CommitText(7, 'ckpt-00000007-01234567', {}, metadata, {'files': {}})
+  text = checkpoint_info.CommitText(7, 'ckpt-00000007-01234567', {}, metadata, _WRITTEN)
   for i in range(8 * len(text)):
     data = bytearray(text.encode())
     data[i // 8] ^= 1 << i % 8
@@ -144,7 +147,7 @@ def testAnyFlippedBitOfACommitFileIsNoticed():
   ],
 )
 def testACommitFileIsData(record):
-  text = checkpoint_info.CommitText(7, 'ckpt-00000007-01234567', {}, {}, {'files': {}})
+  text = checkpoint_info.CommitText(7, 'ckpt-00000007-01234567', {}, {}, _WRITTEN)
   forged = {**json.loads(text)['checkpoint'], **record}
   text = json.dumps({'sha256': checkpoint_info._Digest(forged), 'checkpoint': forged})
   with pytest.raises(checkpointer.DamagedError):
@@ -495,7 +498,7 @@ def testAnotherFormatIsRefused(tmp_path, monkeypatch):
   _Save(tmp_path, 1)
   with monkeypatch.context() as m:
     m.setattr(checkpoint_info, 'FORMAT_VERSION', 2)
-    text = checkpoint_info.CommitText(2, 'ckpt-00000002-00000000', {}, {}, {'files': {}})
+    text = checkpoint_info.CommitText(2, 'ckpt-00000002-00000000', {}, {}, _WRITTEN)
   (tmp_path / 'ckpt-00000002.json').write_text(text)
   for call in (checkpointer.Checkpointer.Latest, checkpointer.Checkpointer.All):
     with pytest.raises(ValueError, match='format 2, this program reads 1'):
