@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decoding a data set: what is written, in which order, and what a task may return."""
 
+import contextlib
 import functools
 import json
 import math
@@ -55,7 +56,10 @@ def _Decoding(
   made = cls.Params().Set(name='t', **{'eval.decoder_samples_per_summary': limit}).Instantiate()
   made.decode, made.finalize = decode, finalize
   fake = types.SimpleNamespace(
-    task=made, ExpectBatches=lambda batch_specs: None, _CheckBatch=lambda batch: None
+    task=made,
+    ExpectBatches=lambda batch_specs: None,
+    _CheckBatch=lambda batch: None,
+    AveragedWeights=contextlib.nullcontext,
   )
   fake.Decode = functools.partial(runner.TaskRunner.Decode, fake)
   input_params = source.Params().Set(batch_size=batch_size)

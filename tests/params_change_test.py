@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run goes on with what changes no step, and with what does only where that is allowed."""
 
-import logging
 import sys
 
 import pytest
@@ -36,7 +35,7 @@ def logdir(tmp_path_factory):
   ],
 )
 def testHarmlessChangesAreLetThroughAndLogged(logdir, caplog, overrides):
-  caplog.set_level(logging.INFO)
+  caplog.set_level('INFO', logger='absl')
   params_change.Check(str(logdir), _Params(overrides), allow=False)
   said = [r.getMessage() for r in caplog.records if 'other Params' in r.getMessage()]
   assert len(said) == overrides.count(':') - overrides.count('py:')

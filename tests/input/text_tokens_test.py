@@ -3,7 +3,6 @@
 
 import inspect
 import json
-import logging
 import os
 import sys
 import textwrap
@@ -133,7 +132,7 @@ def testMaxDocuments(files, vocab):
 
 
 def testEfficiencyIsLogged(files, vocab, caplog):
-  caplog.set_level(logging.INFO)
+  caplog.set_level('INFO', logger='absl')
   generator = _Input(files, vocab)
   share = 100 * (generator.NumTokens() + len(_LINES)) / (generator.NumExamples() * LENGTH)
   rows = f'in {generator.NumExamples()} rows of {LENGTH}, which they fill to {share:.1f} %'
