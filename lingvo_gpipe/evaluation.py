@@ -121,11 +121,13 @@ class Evaluation(DatasetPass):
     if batch is None:
       return
     first = batch.Transform(lambda x: x[:1])
-    for name, (value,) in self._runner.Decode(first, self._input).items():
+    decoded = self._runner.Decode(first, self._input)
+    for name, (value,) in decoded.items():
       text = _Printable(str(value))
       if prints:
         print(f'--- {name}\n{text}', flush=True)
       self._Summaries().Text(step, f'sample/{name}', summaries.Preformatted(text))
+    if decoded:
       self._Summaries().Flush()
 
   def _Prefix(self) -> str:

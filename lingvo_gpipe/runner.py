@@ -251,8 +251,7 @@ class TaskRunner:
     Returns:
       None where the update waits for more mini-batches. Else the metrics by name, loss_weight, and
       what the learners tell of the step (see `Learners.Apply`), is_finite as 0 or 1, and
-      num_skipped_steps: how many steps of the run changed nothing, for their gradients were not
-      finite or their batches had no weight.
+      num_skipped_steps, as `NumSkippedSteps` after it.
 
     Raises:
       ValueError: the task's LossWeight and ComputeLoss do not agree.
@@ -287,6 +286,11 @@ class TaskRunner:
     if step is not self._eval_step:
       self.trace_seconds = self.trace_seconds or time.perf_counter() - start
     self._traced.add(key)
+
+  def NumSkippedSteps(self) -> tf.Tensor:
+    """How many steps of the run changed nothing: gradients not finite, or batches of no weight."""
+    assert self.learner is not None
+    return self.global_step - self.learner.iterations
 
   def Gradients(self, loss_weight: float) -> dict[str, tf.Tensor]:
     """{path of a trained weight: gradient of the last update's loss}, before clipping.
@@ -454,7 +458,7 @@ class TaskRunner:
     values.update(applied)
     self.engine.SyncTies()
     values['is_finite'] = tf.cast(values['is_finite'], tf.float32)
-    values['num_skipped_steps'] = self.global_step + 1 - self.learner.iterations
+    values['num_skipped_steps'] = self.NumSkippedSteps() + 1
     # A step that fails must change nothing: it can be run again, to find out why.
     with tf.control_dependencies(list(values.values())):
       self.global_step.assign_add(1)

@@ -75,7 +75,6 @@ class _Counts:
   """What a checkpoint counts of a run beside its step."""
 
   examples_consumed: int = 0
-  num_skipped_steps: int = 0
   num_nonfinite_in_a_row: int = 0
   train_seconds: float = 0.0
 
@@ -274,13 +273,11 @@ class TrainProgram:
         batches = []
         self._values = values
         shown.Update(step, _Metrics(values), values['loss_weight'])
-        self._counts.num_skipped_steps = int(values['num_skipped_steps'])
         if not values['is_finite']:
           did = 'the update was skipped' if self._nonfinite.is_skipped else 'it was applied'
           shown.Print(f'step {step}: a gradient is not finite; {did}')
         if why := self._nonfinite.Count(step, bool(values['is_finite'])):
           raise _NotFinite(why)
-        self._counts.num_nonfinite_in_a_row = self._nonfinite.in_a_row
         self._WriteHistograms(writer, step)
         ended = self._WhyEnd(step)
         is_best = self._PassesAfter(step, shown, at_end=bool(ended))
@@ -360,6 +357,7 @@ class TrainProgram:
   def _Save(self, step: int) -> None:
     """Writes a checkpoint; that of the best evaluation stays."""
     self._counts.train_seconds = self._TrainSeconds()
+    self._counts.num_nonfinite_in_a_row = self._nonfinite.in_a_row
     metadata = {
       **dataclasses.asdict(self._counts),
       'early_stop': self._early_stop.State(),
@@ -395,7 +393,7 @@ class TrainProgram:
       is_finished=self._stop.signal is None,
       step=self._step,
       num_steps=self._step - self._first_step + 1,
-      num_skipped_steps=self._counts.num_skipped_steps,
+      num_skipped_steps=int(self._runner.NumSkippedSteps()),
       examples_consumed=self._counts.examples_consumed,
       num_examples=self._input.NumExamples(),
       train_seconds=self._counts.train_seconds,
