@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
+from absl import logging
 
 from lingvo_gpipe import hyperparams, learner, learners, shared_weights
 from lingvo_gpipe.pipeline import engine as engine_lib
-from lingvo_gpipe.pipeline import replicas
+from lingvo_gpipe.pipeline import plan, replicas
 
 
 class ReplicaUpdate:
@@ -50,6 +51,12 @@ class ReplicaUpdate:
         self._others.append(learners.Learners(train.learner))
         self._others[-1].Build(replica.stages)
     first.Build(self.stages, shared)
+    if self._shards is not None:
+      logging.info(
+        'Optimizer slots are shared out over %d replicas: %s.',
+        len(engine.replicas),
+        ', '.join(map(plan.BytesText, _SlotBytes(engine.replicas, first))),
+      )
 
   def AfterRestore(self) -> None:
     """To be called when the first replica's weights and the learners' variables were assigned."""
@@ -84,3 +91,13 @@ class ReplicaUpdate:
     if self._shards is not None:
       self._shards.SyncWeights()
     return values
+
+
+def _SlotBytes(all_replicas: Sequence[replicas.Replica], built: learners.Learners) -> list[int]:
+  """The bytes of the learners' variables on each replica's devices."""
+  found = []
+  for replica in all_replicas:
+    devices = {v.device for v in replica.variables.values()}
+    own = [v for v in built.Variables().values() if v.device in devices]
+    found.append(sum(v.shape.num_elements() * v.dtype.size for v in own))
+  return found

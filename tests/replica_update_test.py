@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 from lingvo_gpipe import checkpointer, nested_map, optimizer, runner, task
+from lingvo_gpipe.pipeline import plan
 from tests import graph_reader, tied_net
 
 _BATCH = 8
@@ -102,8 +103,9 @@ def testAnUpdateOfSeveralMiniBatchesAddsOnce():
   _CheckClose(_Values(runs[1]), _Values(runs[0]))
 
 
-def testShardedSlotsAreThereOnce():
+def testShardedSlotsAreThereOnce(caplog):
   """Slots of each weight lie where one replica has it; together the devices hold no more."""
+  caplog.set_level('INFO')
   bytes_by_device = {}
   for sharded in (False, True):
     run = _Runner(2, shard_optimizer_slots=sharded)
@@ -118,6 +120,14 @@ def testShardedSlotsAreThereOnce():
   assert len(whole) == len(shards) == 4  # Devices.
   assert sum(whole.values()) == 2 * sum(shards.values())
   assert max(shards.values()) < max(whole.values())
+  (told,) = [r.getMessage() for r in caplog.records if 'Optimizer slots' in r.getMessage()]
+  of_replicas = [
+    sum(size for device, size in shards.items() if any(s.device in device for s in replica.stages))
+    for replica in run.engine.replicas
+  ]
+  of_replicas[0] += 8  # The count of updates.
+  texts = ', '.join(map(plan.BytesText, of_replicas))
+  assert told == f'Optimizer slots are shared out over 2 replicas: {texts}.'
 
 
 def testTheOwnerOfAStagesLargestWeightIsPredicted():
