@@ -38,7 +38,7 @@ format: $(STAMP) ## format the sources and mend what can be mended
 	$(BIN)/ruff check --fix-only --quiet .
 	$(BIN)/ruff format .
 
-typecheck: $(STAMP) ## check the types of lingvo_gpipe
+typecheck: $(STAMP) ## check the types of lingvo_gpipe and tools
 	$(BIN)/mypy
 
 wheel: $(STAMP) ## build dist/lingvo_gpipe-*.whl

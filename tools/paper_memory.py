@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from absl import flags
 
@@ -78,7 +78,7 @@ def Compute(key: str) -> Computed:
   from lingvo_gpipe import model as model_lib
   from lingvo_gpipe import task_plan
 
-  params = registry.GetParams(key, 'Train')
+  params: Any = registry.GetParams(key, 'Train')
   if 'aux_loss_weight' in params.task:
     params.task.aux_loss_weight = 0.0
   model = model_lib.SingleTaskModel(params)

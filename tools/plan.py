@@ -89,12 +89,12 @@ def _ParamsFlags() -> list[str]:
 
 
 def _Space() -> plan_choice.Space:
-  replicas = FLAGS['num_replicas']
+  replicas = FLAGS.num_replicas if FLAGS['num_replicas'].present else None
   return plan_choice.Space(
     schedules=program.Names('schedules', [n for n in schedules.Names() if n != 'forward_only']),
     remat_policies=program.Names('remat_policies', rematerialisation.POLICIES),
     stages_per_device=program.Numbers('stages_per_device'),
-    num_replicas=[replicas.value] if replicas.present else None,
+    num_replicas=[replicas] if replicas else None,
     num_devices=[FLAGS.num_stages] if FLAGS.num_stages else None,
   )
 

@@ -50,7 +50,7 @@ def Main(define_flags: Callable[[], None], run: Callable[[], int], description: 
 
 def Numbers(name: str, low: int = 1, high: int | None = None) -> list[int]:
   """The whole numbers that the list flag `name` holds; ValueError unless all are in [low, high]."""
-  texts = FLAGS[name].value
+  texts: list[str] = FLAGS[name].value or []
   numbers = [int(text) if text.isdecimal() else low - 1 for text in texts]
   if not numbers or min(numbers) < low or (high is not None and max(numbers) > high):
     span = f'of at least {low}' if high is None else f'from {low} to {high}'
@@ -60,7 +60,7 @@ def Numbers(name: str, low: int = 1, high: int | None = None) -> list[int]:
 
 def Names(name: str, known: Collection[str]) -> list[str]:
   """The names that the list flag `name` holds; ValueError unless all are among `known`."""
-  names: list[str] = FLAGS[name].value
+  names: list[str] = FLAGS[name].value or []
   for value in names or ['']:
     if value not in known:
       raise ValueError(f'--{name}: unknown {value!r}; expected some of {", ".join(known)}')

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 from absl import flags
 
@@ -42,7 +43,8 @@ def Costs(key: str) -> model_costs.ModelCosts:
   """What the layers of an experiment cost."""
   from lingvo_gpipe import registry
 
-  return experiment.Experiment(registry.GetParams(key, 'Train'), None).Costs([])
+  params: Any = registry.GetParams(key, 'Train')
+  return experiment.Experiment(params, None).Costs([])
 
 
 def Deeper(costs: model_costs.ModelCosts, layer: int, more: int) -> model_costs.ModelCosts:

@@ -83,9 +83,9 @@ class OpBuilder:
     if name == 'conv_1x1':
       return [self.Conv((1, 1), input_dim, self.filters, both)]
     if name in _POOLS:
-      pooling_type, size = _POOLS[name]
+      pooling_type, width = _POOLS[name]
       pool = pooling.PoolingLayer.Params().Set(
-        window_shape=(size, size), window_stride=both, pooling_type=pooling_type
+        window_shape=(width, width), window_stride=both, pooling_type=pooling_type
       )
       if input_dim == self.filters:
         return [pool]

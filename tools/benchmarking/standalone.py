@@ -8,6 +8,7 @@ nothing else runs and on one core. The simulator then puts these times into the 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import os
 import statistics
@@ -139,7 +140,7 @@ def _Actions(
       if kind in 'FBb' and 'V' in kinds and c is calls[-1]:
         times.setdefault(kind, []).insert(0, [0.0])
         continue
-      found = _Time(lambda c=c, kind=kind: c.Run(kind), c.stage.device, repeats)
+      found = _Time(functools.partial(c.Run, kind), c.stage.device, repeats)
       times.setdefault(kind, []).insert(0, found)
     backward = next(kind for kind in 'VBI' if kind in kinds and (kind != 'V' or dy is None))
     dy = _Once(c, backward)[0]

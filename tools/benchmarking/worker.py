@@ -45,13 +45,15 @@ def Measure(config: configuration.Configuration) -> dict[str, Any]:
   }
   before = PeakMemory()
   task, batch = workloads.Make(config.workload, config.sizes, stack)
+  pipeline = task.pipeline
+  assert pipeline is not None
   spec = batch.Transform(lambda x: tf.TensorSpec(x.shape, x.dtype))
   trained = runner.TaskRunner(task, devices.devices, spec)
 
   def Train(batch: Any) -> tf.Tensor:
     sides = micro_batch.Split(task.LossInputs(batch), config.num_micro_batches)
     weights = [task.LossWeight(side) for side in sides]
-    inputs = task.pipeline.SplitBatch(task.PipelineInputs(batch))
+    inputs = pipeline.SplitBatch(task.PipelineInputs(batch))
     sums = trained.engine.Train(inputs, sides, weights, trained.global_step)
     trained.learner.Apply(trained.global_step, tf.add_n(weights))
     trained.global_step.assign_add(1)
@@ -78,7 +80,7 @@ def Measure(config: configuration.Configuration) -> dict[str, Any]:
   schedule = schedules.Get(
     config.schedule, stack['num_stages'], config.num_micro_batches, config.num_stages
   )
-  inputs = task.pipeline.SplitBatch(task.PipelineInputs(batch))[0]
+  inputs = pipeline.SplitBatch(task.PipelineInputs(batch))[0]
   side = micro_batch.Split(task.LossInputs(batch), config.num_micro_batches)[0]
   times = standalone.Measure(
     trained.engine,

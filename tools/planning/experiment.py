@@ -50,6 +50,7 @@ class Experiment:
       )
     if self.model.input is None:
       raise ValueError('a plan needs an input, for the shapes of a batch: set params.input')
+    self._pipeline = task.pipeline
     self._specs = task_plan.PipelineInputSpecs(task, self.model.input.BatchSpec())
     self._batch_dim = task.pipeline.params.batch_dim
     learner = learners.Learners(task.params.train.learner)
@@ -114,25 +115,25 @@ class Experiment:
     sizes = sorted({min(size, self.global_batch) for size in wanted})
     measuring = planning_costs.Measuring(devices, self._Metrics, self._SideSpecsOf, self._Update)
     return planning_costs.Collect(
-      task.pipeline.layers,
+      self._pipeline.layers,
       self._SpecsOf,
       sizes,
       self._weights,
       averages_per_weight=float(task.params.train.ema_decay > 0),
-      xla=task.pipeline.params.xla,
+      xla=self._pipeline.params.xla,
       measuring=measuring if measured_sizes else None,
     )
 
   def Slowdown(self, costs: model_costs.ModelCosts, devices: Sequence[str]) -> float:
     """How many times as long layers take where all devices work; see `planning_costs.Slowdown`."""
-    pipeline, size = self.model.task.pipeline, max(costs.samples)
+    size = max(costs.samples)
     seconds = [s.seconds or (0.0, 0.0) for s in costs.samples[size]]
     return planning_costs.Slowdown(
-      pipeline.layers,
+      self._pipeline.layers,
       self._SpecsOf(size),
       self._weights,
       seconds,
-      xla=pipeline.params.xla,
+      xla=self._pipeline.params.xla,
       devices=devices,
     )
 

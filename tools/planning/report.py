@@ -65,7 +65,7 @@ def Why(other: planner.Prediction, best: planner.Prediction, memory_bytes: float
 
 def Table(rows: Sequence[planner.Prediction], best: planner.Prediction, memory_bytes: float) -> str:
   """A line for each plan."""
-  cells = [_HEAD]
+  cells: list[tuple[str, ...]] = [_HEAD]
   for row in rows:
     c = row.choice
     cells.append(

@@ -14,7 +14,7 @@ def Measure(trial: dict[str, Any]) -> list[float]:
   from lingvo_gpipe import cluster, params_text, registry, runner, task_plan
   from lingvo_gpipe import model as model_lib
 
-  params = registry.GetParams(trial['key'], 'Train', packages=trial['packages'])
+  params: Any = registry.GetParams(trial['key'], 'Train', packages=trial['packages'])
   for text in trial['overrides']:
     params.ApplyOverrides(params_text.ParseOverrides(text))
   model = model_lib.SingleTaskModel(params)
