@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import tensorflow as tf
 from absl import logging
@@ -191,6 +191,10 @@ class Learner:
       if p.Get(name) and not any(self._Excludes(name, path) for path in paths):
         logging.warning('learner.%s %r finds no variable that is trained', name, p.Get(name))
 
+  def LearningRate(self, step: Any) -> tf.Tensor:
+    """The rate of the update that follows a step, a float32 scalar; `step` as schedules take it."""
+    return tf.cast(self.params.learning_rate * self._schedule.Value(step), tf.float32)
+
   @property
   def iterations(self) -> tf.Variable:
     """The count of updates applied."""
@@ -264,7 +268,7 @@ class Learner:
     clip = tf.constant(1.0, tf.float64)
     if p.clip_gradient_norm_to_value:
       clip = tf.minimum(clip, p.clip_gradient_norm_to_value / tf.maximum(norm, 1e-30))
-    rate = tf.cast(p.learning_rate * self._schedule.Value(step), tf.float32)
+    rate = self.LearningRate(step)
     # The norm needs all stages' gradients: where one fails, no other has been updated.
     with tf.control_dependencies([norm]):
       factor = clip / divisor

@@ -113,6 +113,14 @@ class Learners:
     for each in self.learners:
       each.Build(stages, shared)
 
+  def LearningRates(self, step: int) -> dict[str, float]:
+    """{name: each learner's rate of the update that follows a step}, named as `Apply` does."""
+    with tf.device('/device:CPU:0'):
+      return {
+        f'learning_rate{self._Suffix(each)}': float(each.LearningRate(step))
+        for each in self.learners
+      }
+
   @property
   def iterations(self) -> tf.Variable:
     """The count of updates applied, the same for all."""
@@ -176,9 +184,12 @@ class Learners:
       norms = [_Norm(square, divisor) for square in squares]
     for each, own_norm in zip(self.learners, norms, strict=True):
       own = each.Update(step, own_norm, divisor, is_wanted)
-      suffix = f'/{each.params.name}' if len(self.learners) > 1 else ''
-      values.update({f'{name}{suffix}': value for name, value in own.items()})
+      values.update({f'{name}{self._Suffix(each)}': value for name, value in own.items()})
     return {**values, 'is_finite': is_finite, 'is_applied': is_wanted}
+
+  def _Suffix(self, one: learner.Learner) -> str:
+    """What the names of a learner's scalars end with."""
+    return f'/{one.params.name}' if len(self.learners) > 1 else ''
 
 
 def _Norm(total: tf.Tensor, divisor: tf.Tensor) -> tf.Tensor:

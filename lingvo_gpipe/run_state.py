@@ -68,6 +68,8 @@ def Circumstances(
       'cut': list(one.plan.ends),
       'num_micro_batches': one.plan.num_micro_batches,
       'num_accumulated_mini_batches': learners.NumAccumulated(p.train.learner),
+      # To be read, and compared: what a schedule gives hangs on the step alone.
+      **one.learner.LearningRates(int(runner.global_step)),
       **({} if pipeline is None else measured_cut.PipelineSettings(pipeline.params)),
     }
     found.update({measured_cut.Key(name, task_name): x for name, x in of_task.items()})

@@ -139,6 +139,17 @@ def testARestartInAnotherCutGoesOn():
     np.testing.assert_allclose(weight, learner_stages.Weights(straight)[path], rtol=1e-6)
 
 
+def testTheRatesAreThoseOfTheNextUpdate():
+  stages = learner_stages.Stages()
+  built, update = learner_stages.Build(_Two(), stages)
+  for step in range(3):
+    rates = built.LearningRates(step)
+    assert list(rates) == ['learning_rate/lower', 'learning_rate/upper']
+    learner_stages.SetGrads(stages, seed=step)
+    values = update(step)
+    assert rates == {name: float(values[name]) for name in rates}
+
+
 def testAVariableOfTwoLearnersIsNamedWithBoth():
   both = _Two()
   both[1].bprop_variable_filter = r'\.w$'
