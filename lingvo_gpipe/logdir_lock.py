@@ -279,11 +279,12 @@ def _Machine() -> str:
 
 
 def _Started(pid: int) -> str:
-  """When a process started, in the kernel's ticks; '' where there is no such process."""
+  """When a process started, in the kernel's ticks; '' where it is none, or one that has ended."""
   try:
     with open(f'/proc/{pid}/stat', encoding='utf-8', errors='replace') as f:
       # Behind the name, which may hold anything, the state is the third field.
-      return f.read().rpartition(')')[2].split()[19]
+      fields = f.read().rpartition(')')[2].split()
+      return '' if fields[0] in 'ZX' else fields[19]  # A zombie only waits to be counted.
   except (OSError, IndexError):
     return ''
 

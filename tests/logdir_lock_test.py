@@ -145,8 +145,12 @@ def testOneWhoLooksHoldsNobodyUp(tmp_path, monkeypatch):
 def testAStaleLeaseIsTakenOver(tmp_path, quick_lease, monkeypatch):
   path = tmp_path / logdir_lock.FILE_NAME
   _WithoutLocks(monkeypatch)
-  gone = subprocess.Popen([sys.executable, '-c', ''])
-  gone.wait()
+  gone = subprocess.Popen(
+    [sys.executable, '-c', 'import sys; sys.stdin.read()'], stdin=subprocess.PIPE
+  )
+  started = logdir_lock._Started(gone.pid)
+  gone.stdin.close()
+  os.waitid(os.P_PID, gone.pid, os.WEXITED | os.WNOWAIT)
   here = {**logdir_lock._Myself(), 'token': 'x', 'beat': 3}
   # On another machine it may be alive: it is watched.
   for record in ({**here, 'machine': 'another'}, {'unknown': 1}):
@@ -156,12 +160,18 @@ def testAStaleLeaseIsTakenOver(tmp_path, quick_lease, monkeypatch):
   path.write_text('half a reco')
   with logdir_lock.Held(str(tmp_path)):
     pass
-  # Here it is known to be gone, at once; also where another process has its number now.
+  # Here it is known to be gone, at once; also where nobody has taken note of its end yet, and where
+  # another process has its number now.
   monkeypatch.setattr(logdir_lock, 'LIFETIME_SECONDS', 1e9)
-  for record in ({**here, 'pid': gone.pid}, {**here, 'started': '1'}):
+  for record in (
+    {**here, 'pid': gone.pid, 'started': started},
+    {**here, 'pid': gone.pid},
+    {**here, 'started': '1'},
+  ):
     path.write_text(json.dumps(record))
     with logdir_lock.Held(str(tmp_path)):
       pass
+  gone.wait()
 
 
 def testOfTwoThatTakeAFreeLeaseOneHasIt(quick_lease, monkeypatch):

@@ -195,10 +195,12 @@ class Forks:
 
 
 @contextlib.contextmanager
-def Started(program, *args, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL):
+def Started(
+  program, *args, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, command=None
+):
   """A running program, which is killed at the end if it still runs."""
   process = subprocess.Popen(
-    [*Command(program), *args], cwd=cwd, env=Environment(), text=True,
+    [*(command or Command(program)), *args], cwd=cwd, env=Environment(), text=True,
     stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
   )  # fmt: skip
   try:

@@ -4,6 +4,7 @@
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 
@@ -156,6 +157,70 @@ def testKilledAgainAndAgainEqualsOneThatIsNot(project, forks, tmp_path, model):
   )
   processes.AssertSameTensors(killed, undisturbed)
   assert 'toy.w/ema' in killed  # Of averages, too.
+
+
+# The trainer with a short lease. Where there is a file `stop` it stops between two of its saves and
+# beats, and removes the file.
+_WITH_LEASE = """
+import os, signal
+from lingvo_gpipe import background_saver, logdir_lock, trainer
+
+logdir_lock.BEAT_SECONDS, logdir_lock.LIFETIME_SECONDS, logdir_lock.SETTLE_SECONDS = 0.1, 3.0, 0.1
+save = background_saver.BackgroundSaver.Save
+
+def Save(self, *args, **options):
+  save(self, *args, **options)
+  if os.path.exists('stop'):
+    with self._lock._mutex:
+      os.remove('stop')
+      os.kill(os.getpid(), signal.SIGSTOP)
+
+background_saver.BackgroundSaver.Save = Save
+trainer.Run()
+"""
+
+
+def testOneLeaseAmongProcesses(project, forks, tmp_path):
+  """A path with a scheme: the second is refused, and one that slept past its lease leaves."""
+  driver, stop, directory = project / 'with_lease.py', project / 'stop', tmp_path / 'train'
+  driver.write_text(_WITH_LEASE)
+
+  def Args(max_steps):
+    return _Args('Toy', f'file://{tmp_path}', max_steps, 'task.train.save_async:False')
+
+  def AwaitNewCommit():
+    _AwaitNewCommit(directory, _Commits(directory)[-1:])
+
+  with processes.Started(
+    '', *Args(10**6), cwd=project, stderr=subprocess.PIPE, command=[sys.executable, driver]
+  ) as first:
+    AwaitNewCommit()
+    refused = forks.Run(str(driver), *Args(10**6), cwd=project)
+    assert refused.returncode == 2
+    (line,) = processes.Messages(refused.stderr)
+    assert (
+      f"'file://{directory}' is in use: another trainer works there (process {first.pid} on "
+      in line
+    )
+    AwaitNewCommit()
+
+    stop.touch()
+    assert os.WIFSTOPPED(os.waitpid(first.pid, os.WUNTRACED)[1])
+    second = forks.Start(str(driver), *Args(10**6), cwd=project, is_waited_for=False)
+    AwaitNewCommit()
+    first.send_signal(signal.SIGCONT)
+    _, told = first.communicate(timeout=processes.TIMEOUT)
+    assert first.returncode == 2
+    last = processes.Messages(told)[-1]
+    assert (
+      f'is no longer the directory that this trainer began to work in: process {second} on ' in last
+    )
+    # The other one does not notice, and what it saved is whole; nor does its end hold up the next.
+    AwaitNewCommit()
+  os.kill(second, signal.SIGKILL)
+  step = int(checkpoint_info.COMMIT.fullmatch(_Commits(directory)[-1])[1])
+  third = processes.Succeeded(forks.Run(str(driver), *Args(step + 5), cwd=project))
+  assert f'going on from step {step} ' in third.stdout and processes.Messages(third.stderr) == []
 
 
 def testAnErrorInTheInputIsToldAndLeavesTheLastCheckpoint(project, forks, tmp_path):
