@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Iterator
 from typing import Any
@@ -42,15 +43,16 @@ def Dataset(path: str | tf.Tensor, first_byte: int | tf.Tensor = 0) -> tf.data.D
     path: any path that tf.io.gfile takes; a file without compression.
     first_byte: int64 scalar.
   """
-
-  def From(byte: tf.Tensor) -> tf.data.Dataset:
-    variant = tf.raw_ops.TFRecordDatasetV2(
-      filenames=path, compression_type='', buffer_size=_BUFFER_BYTES, byte_offsets=byte
-    )
-    return tf.data.experimental.from_variant(variant, tf.TensorSpec([], tf.string))
-
   # Seen in TensorFlow 2.21: an iterator cannot be made of it, but of what it is a part of.
-  return tf.data.Dataset.from_tensors(tf.cast(first_byte, tf.int64)).flat_map(From)
+  first_bytes = tf.data.Dataset.from_tensors(tf.cast(first_byte, tf.int64))
+  return first_bytes.flat_map(functools.partial(_From, path))
+
+
+def _From(path: str | tf.Tensor, byte: tf.Tensor) -> tf.data.Dataset:
+  variant = tf.raw_ops.TFRecordDatasetV2(
+    filenames=path, compression_type='', buffer_size=_BUFFER_BYTES, byte_offsets=byte
+  )
+  return tf.data.experimental.from_variant(variant, tf.TensorSpec([], tf.string))
 
 
 def Records(
@@ -112,11 +114,20 @@ def _Records(path: str, where: str, damaged: str) -> Iterator[tuple[int, bytes |
   """As `Records`, but with the byte where each begins in place of its number."""
   number = num_damaged = offset = 0
   size = tf.io.gfile.stat(path).length
+  with tf.device('/device:CPU:0'):
+    first_byte = tf.Variable(0, dtype=tf.int64)
+  # One pipeline, for it takes long to make: behind a damaged record it goes on where this says.
+  parts = tf.data.Dataset.counter().flat_map(lambda _: _From(path, first_byte.read_value()))
+  options = tf.data.Options()
+  options.experimental_optimization.apply_default_optimizations = False  # They read ahead.
+  records = parts.with_options(options).as_numpy_iterator()
   while offset < size:
     heartbeat.Long()
     error = None
     try:
-      for record in Dataset(path, offset).as_numpy_iterator():
+      # What is shorter is the end to tf.data.
+      while size - offset >= _HEADER.size:
+        record = next(records)
         yield offset, record
         number += 1
         offset += _AROUND + len(record)
@@ -135,6 +146,7 @@ def _Records(path: str, where: str, damaged: str) -> Iterator[tuple[int, bytes |
     number += 1
     num_damaged += 1
     offset = _Behind(path, offset, size)
+    first_byte.assign(offset)
   if num_damaged:
     logging.warning('%s: %d of %d records are damaged and were skipped', path, num_damaged, number)
 
