@@ -7,13 +7,15 @@ Nothing is ever downloaded here: the data sets are prepared once by `tfds build`
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
 from lingvo_gpipe.input import tf_records
+
+_READ_AT_ONCE = 1000
 
 
 def NumExamples(builder: tfds.core.DatasetBuilder, split: str, where: str) -> int:
@@ -73,8 +75,77 @@ def Prepared(
   )
 
 
+def Texts(
+  builder: tfds.core.DatasetBuilder,
+  split: str,
+  names: Sequence[str],
+  where: str,
+  damaged: str = 'stop',
+) -> Iterator[tuple[str, ...]]:
+  """Some texts of each example of a split, in the order of the files.
+
+  Args:
+    builder: of the data set.
+    split: the split.
+    names: features, each a text.
+    where: what names the param `damaged` in messages.
+    damaged: one of `tf_records.POLICIES`; 'skip' reads the files through first.
+
+  Raises:
+    ValueError: a record is damaged, or damaged ones are to be skipped of files of another format.
+  """
+  if not _IsTfRecord(builder):
+    _CheckSkips(builder, where, damaged)
+    for example in builder.as_data_source(split=split):
+      yield tuple(example[name].decode() for name in names)
+  elif damaged == 'skip' and NumDamaged(builder, split, where):
+    for record in _SoundRecords(builder, split):
+      example = builder.info.features.deserialize_example_np(record)
+      yield tuple(example[name].decode() for name in names)
+  else:
+    decoders = None
+    if len(names) < len(builder.info.features):
+      decoders = tfds.decode.PartialDecoding(dict.fromkeys(names, True))
+    dataset = builder.as_dataset(split=split, shuffle_files=False, decoders=decoders)
+    for examples in FromTfRecords(builder, split, dataset.batch(_READ_AT_ONCE), where):
+      for texts in zip(*(examples[name] for name in names), strict=True):
+        yield tuple(text.decode() for text in texts)
+
+
+def NumDamaged(builder: tfds.core.DatasetBuilder, split: str, where: str) -> int:
+  """How many examples of a split are lost to damaged records; reads the files through.
+
+  Raises:
+    ValueError: the files are of another format than TFRecord.
+  """
+  _CheckSkips(builder, where, 'skip')
+  if all(tf_records.IsSound(path) for path in builder.info.splits[split].filepaths):
+    return 0
+  num_sound = sum(1 for _ in _SoundRecords(builder, split))
+  return int(builder.info.splits[split].num_examples) - num_sound
+
+
+def _IsTfRecord(builder: tfds.core.DatasetBuilder) -> bool:
+  return bool(builder.info.file_format == tfds.core.FileFormat.TFRECORD)
+
+
+def _CheckSkips(builder: tfds.core.DatasetBuilder, where: str, damaged: str) -> None:
+  if damaged == 'skip' and not _IsTfRecord(builder):
+    raise ValueError(
+      f'{where}: damaged records are skipped of TFRecord files only, and {builder.info.full_name} '
+      f'was prepared as {builder.info.file_format.value}: set it to stop'
+    )
+
+
+def _SoundRecords(builder: tfds.core.DatasetBuilder, split: str) -> Iterator[bytes]:
+  for part in builder.info.splits[split].file_instructions:
+    for number, record in tf_records.Records(str(part.filename), damaged='skip'):
+      if record is not None and part.skip < number <= part.skip + part.take:
+        yield record
+
+
 def FromTfRecords(
-  builder: tfds.core.DatasetBuilder, split: str, dataset: tf.data.Dataset
+  builder: tfds.core.DatasetBuilder, split: str, dataset: tf.data.Dataset, where: str = ''
 ) -> Iterator[Any]:
   """What a data set made of a split's TFRecord files gives, as NumPy arrays.
 
@@ -82,6 +153,7 @@ def FromTfRecords(
     builder: of the data set.
     split: the split.
     dataset: made by the builder's `as_dataset`.
+    where: what names the param that lets damaged records be skipped; '' where there is none.
 
   Raises:
     ValueError: a record is damaged; names file and record, which tf.data does not.
@@ -90,6 +162,6 @@ def FromTfRecords(
     yield from dataset.as_numpy_iterator()
   except tf.errors.DataLossError:
     for path in builder.info.splits[split].filepaths:
-      for _ in tf_records.Records(str(path)):
+      for _ in tf_records.Records(str(path), where):
         pass
     raise

@@ -10,9 +10,7 @@ from typing import Any, NamedTuple
 import tensorflow_datasets as tfds
 
 from lingvo_gpipe import hyperparams
-from lingvo_gpipe.input import parallel_text, sentence_pairs, tfds_builder
-
-_READ_AT_ONCE = 1000
+from lingvo_gpipe.input import parallel_text, sentence_pairs, tf_records, tfds_builder
 
 
 class _Source(NamedTuple):
@@ -44,6 +42,7 @@ class TfdsPairs(parallel_text.ParallelText):
     p.Define('datasets', [], "Names of data sets in TFDS, such as ['wmt14_translate/de-en'].")
     p.Define('split', 'train', 'Their split, such as train[:90%].')
     p.Define('data_dir', '', "Where they were prepared; empty: TFDS's own place.")
+    tf_records.DefinePolicy(p)
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
@@ -54,6 +53,7 @@ class TfdsPairs(parallel_text.ParallelText):
         f'{self._Where("datasets")}: expected a list of names of data sets, such as '
         f"['wmt14_translate/de-en'], got {datasets!r}"
       )
+    tf_records.CheckPolicy(self.params.damaged_records, self._Where('damaged_records'))
 
   @functools.cached_property
   def _sources(self) -> list[_Source]:
@@ -80,17 +80,16 @@ class TfdsPairs(parallel_text.ParallelText):
       info = source.builder.info
       languages = (source.source_language, source.target_language)
       parts.append((info.full_name, str(info.file_format), *languages, source.num_examples))
-    return parts
+    # What was kept without the damaged ones is not found by who wants to hear of them.
+    return parts + (['skip'] if self.params.damaged_records == 'skip' else [])
 
   def _Pairs(self) -> Iterator[sentence_pairs.SentencePair]:
-    split = self.params.split
-    for builder, source, target, _ in self._sources:
-      if builder.info.file_format == tfds.core.FileFormat.TFRECORD:
-        dataset = builder.as_dataset(split=split, shuffle_files=False).batch(_READ_AT_ONCE)
-        for examples in tfds_builder.FromTfRecords(builder, split, dataset):
-          for sides in zip(examples[source], examples[target], strict=True):
-            yield sentence_pairs.SentencePair(source, target, *(text.decode() for text in sides))
-      else:
-        for example in builder.as_data_source(split=split):
-          sides = (example[source], example[target])
-          yield sentence_pairs.SentencePair(source, target, *(text.decode() for text in sides))
+    p, where = self.params, self._Where('damaged_records')
+    num_damaged = 0
+    for builder, source, target, num_examples in self._sources:
+      num_read = 0
+      for texts in tfds_builder.Texts(builder, p.split, (source, target), where, p.damaged_records):
+        yield sentence_pairs.SentencePair(source, target, *texts)
+        num_read += 1
+      num_damaged += num_examples - num_read
+    self._num_damaged_read = num_damaged

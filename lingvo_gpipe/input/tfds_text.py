@@ -10,10 +10,9 @@ from typing import Any
 import tensorflow_datasets as tfds
 
 from lingvo_gpipe import hyperparams
-from lingvo_gpipe.input import text_tokens, tfds_builder
+from lingvo_gpipe.input import text_tokens, tf_records, tfds_builder
 
 _OFFLINE = 'lm.stdlib.ByteTransformerGPipe2'
-_READ_AT_ONCE = 1000
 
 
 class TfdsTextInput(text_tokens.TextTokensInput):
@@ -30,12 +29,14 @@ class TfdsTextInput(text_tokens.TextTokensInput):
     p.Define('split', 'train', 'Its split, such as train[:90%].')
     p.Define('data_dir', '', "Where it was prepared; empty: TFDS's own place.")
     p.Define('feature', 'text', 'The feature that is the text.')
+    tf_records.DefinePolicy(p)
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
     super().__init__(params)
     if not self.params.dataset:
       raise ValueError(f'{self._Where("dataset")} is not set: name a data set, such as lm1b')
+    tf_records.CheckPolicy(self.params.damaged_records, self._Where('damaged_records'))
 
   @functools.cached_property
   def _builder(self) -> Any:
@@ -60,19 +61,27 @@ class TfdsTextInput(text_tokens.TextTokensInput):
 
   def _Documents(self) -> Iterator[str]:
     p = self.params
-    if self._builder.info.file_format == tfds.core.FileFormat.TFRECORD:
-      only_text = tfds.decode.PartialDecoding({p.feature: True})
-      dataset = self._builder.as_dataset(split=p.split, shuffle_files=False, decoders=only_text)
-      batches = dataset.batch(_READ_AT_ONCE)
-      for examples in tfds_builder.FromTfRecords(self._builder, p.split, batches):
-        for text in examples[p.feature]:
-          yield text.decode()
-    else:
-      for example in self._builder.as_data_source(split=p.split):
-        yield example[p.feature].decode()
+    where = self._Where('damaged_records')
+    for (text,) in tfds_builder.Texts(
+      self._builder, p.split, [p.feature], where, p.damaged_records
+    ):
+      yield text
+
+  def NumDamaged(self) -> int:
+    """As BaseInputGenerator's."""
+    return self._num_damaged
+
+  @functools.cached_property
+  def _num_damaged(self) -> int:
+    p = self.params
+    if p.damaged_records == 'stop' or p.num_fake_examples:
+      return 0
+    return tfds_builder.NumDamaged(self._builder, p.split, self._Where('damaged_records'))
 
   def _SourceParts(self) -> list[Any]:
     p = self.params
     info = self._builder.info
     size = tfds_builder.NumExamples(self._builder, p.split, self._Where('split'))
-    return ['tfds', info.full_name, str(info.file_format), p.split, p.feature, size]
+    parts = ['tfds', info.full_name, str(info.file_format), p.split, p.feature, size]
+    # What was kept without the damaged ones is not found by who wants to hear of them.
+    return parts + (['skip'] if p.damaged_records == 'skip' else [])

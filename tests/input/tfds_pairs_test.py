@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sentence pairs of TFDS, of small data sets that the test prepares itself."""
 
+import shutil
 import sys
 
 import pytest
@@ -72,6 +73,21 @@ def testAllPairsOfAllDataSets(data_dir, split, count):
     ]
   assert _Input(data_dir, split=split)._SourceParts() == generator._SourceParts()
   assert _Input(data_dir, split='train[1:]')._SourceParts() != generator._SourceParts()
+
+
+def testDamagedRecordsAreNamedOrSkippedAndCounted(data_dir, tmp_path):
+  copied = shutil.copytree(data_dir, tmp_path / 'data')
+  (path,) = (copied / 'lg_german_english').rglob('*train.tfrecord*')
+  data = bytearray(path.read_bytes())
+  data[-5] ^= 1  # Of the last record.
+  path.write_bytes(data)
+  only = {'datasets': ['lg_german_english']}
+  with pytest.raises(ValueError, match=r'damaged, .*record 7, .*: param damaged_records to skip$'):
+    list(_Input(str(copied), **only)._Pairs())
+  skipping = _Input(str(copied), **only, damaged_records='skip')
+  assert list(skipping._Pairs()) == list(_Input(data_dir, **only)._Pairs())[:-1]
+  assert skipping._num_damaged_read == 1
+  assert skipping._SourceParts() != _Input(str(copied), **only)._SourceParts()
 
 
 def testMistakes(data_dir, tmp_path):

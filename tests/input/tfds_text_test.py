@@ -9,7 +9,7 @@ import textwrap
 import pytest
 import tensorflow_datasets as tfds
 
-from lingvo_gpipe.input import sentencepiece_training, tfds_text
+from lingvo_gpipe.input import sentencepiece_training, tfds_builder, tfds_text
 
 _WORDS = 'the quick brown fox jumps over lazy dogs and naïve cats'.split()
 
@@ -65,7 +65,7 @@ def _Input(data_dir, vocab, **values):
 
 @pytest.mark.parametrize('file_format', ['tfrecord', 'array_record'])
 def testAllTextsOfASplitComeOnce(data_dirs, vocab, file_format, monkeypatch):
-  monkeypatch.setattr(tfds_text, '_READ_AT_ONCE', 4)
+  monkeypatch.setattr(tfds_builder, '_READ_AT_ONCE', 4)
   for split, count in (('train', 30), ('test', 7)):
     generator = _Input(data_dirs[file_format], vocab, split=split, shuffle=False, num_epochs=1)
     texts = list(generator.VocabularyTexts())
@@ -114,18 +114,43 @@ def testWrongParams(data_dirs, vocab, values, message):
     _Input(data_dirs['tfrecord'], vocab, **values).Fingerprint()
 
 
-def testADamagedFileIsNamed(data_dirs, vocab, tmp_path):
+def testADamagedFileIsNamedOrLosesTheRecord(data_dirs, vocab, tmp_path):
   data_dir = shutil.copytree(data_dirs['tfrecord'], tmp_path / 'data')
   (path,) = data_dir.rglob('*train.tfrecord*')
   data = bytearray(path.read_bytes())
   data[-5] ^= 1  # Of the last record.
   path.write_bytes(data)
   with pytest.raises(
-    ValueError, match=rf'{path.name} is damaged, .*record 30, .*Restore the file$'
+    ValueError,
+    match=rf'{path.name} is damaged, .*record 30, .*Restore the file; .*damaged_records to skip$',
   ):
     _Input(str(data_dir), vocab, split='train[10%:]').NumExamples()
   # Of a sound one nothing changes.
   assert _Input(str(data_dir), vocab, split='test').NumExamples()
+  data[20] ^= 1  # Of the first one, which is not in the split.
+  path.write_bytes(data)
+  whole = list(_Input(data_dirs['tfrecord'], vocab, split='train[10%:]').VocabularyTexts())
+  options = {
+    'split': 'train[10%:]',
+    'damaged_records': 'skip',
+    'cache_dir': str(tmp_path / 'cache'),
+  }
+  for _ in range(2):  # The second time its tokens are there already.
+    skipping = _Input(str(data_dir), vocab, **options)
+    assert list(skipping.VocabularyTexts()) == whole[:-1]
+    assert skipping.NumExamples() and skipping.NumDamaged() == 1
+  assert skipping.Describe().endswith('(1 damaged records were left out)')
+
+
+def testOfOtherFormatsNothingIsSkipped(data_dirs, vocab):
+  skipping = _Input(data_dirs['array_record'], vocab, damaged_records='skip')
+  for read in (skipping.NumExamples, skipping.NumDamaged):
+    with pytest.raises(
+      ValueError, match='damaged_records: .* was prepared as array_record: set it'
+    ):
+      read()
+  with pytest.raises(ValueError, match="param damaged_records: expected stop or skip, got 'skp'"):
+    _Input(data_dirs['tfrecord'], vocab, damaged_records='skp')
 
 
 if __name__ == '__main__':
