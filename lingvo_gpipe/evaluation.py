@@ -48,7 +48,8 @@ class DatasetPass:
       stop: asked after each batch.
 
     Raises:
-      ValueError: the name cannot be that of a directory in the logdir, or this can not be done.
+      ValueError: the name cannot be that of a directory in the logdir, this can not be done, or
+        the input may leave out examples and tell nobody.
     """
     if not name.isidentifier():
       raise ValueError(f'a data set has a name of letters, digits and underscores; got {name!r}')
@@ -58,6 +59,7 @@ class DatasetPass:
     self._stop = stop
     self._input = input_params.Copy().Set(shuffle=False, num_epochs=1).Instantiate()
     task_runner.ExpectBatches(self._input.BatchSpecs())
+    self._input.CheckComplete()
     self._name = name
     self.jobname = f'{self._Prefix()}_{name.lower()}'
     self._dir = os.path.join(logdir, self.jobname)

@@ -69,6 +69,13 @@ class _Others(_Points):
     return super()._Stream(epoch).filter(lambda point: point.inputs[0] > 0.1).skip(2)
 
 
+class _Ignoring(_Points):
+  """May lose points."""
+
+  def _Stream(self, epoch):
+    return super()._Stream(epoch).ignore_errors()
+
+
 def _Params(cls=_Points, **train):
   return toy_training.Params(**train).Set(input=cls.Params())
 
@@ -122,6 +129,13 @@ def testOnlyStreamsAddToACheckpoint(straight, tmp_path, capsys):
   assert re.search(r'examples +80\n', (straight / 'report.txt').read_text())
   # Who evaluates needs no stream.
   assert toy_training.Evaluator(straight, toy_training.Params()).Run(once=True) == 0
+
+
+def testAnEvaluationThatMayLoseExamplesIsRefusedBeforeTraining(tmp_path, monkeypatch):
+  params = toy_training.Params(eval_datasets=['Dev'])
+  monkeypatch.setattr(toy_training, 'Input', lambda dataset: _Ignoring.Params())
+  with pytest.raises(ValueError, match='_Ignoring leaves out by ignore_errors'):
+    toy_training.Program(tmp_path, params)
 
 
 def testTheEndOfAStreamEndsTheRunOnceAndForAll(tmp_path, capsys):

@@ -128,6 +128,9 @@ class BaseInputGenerator:
     """How many damaged records were left out of the examples, where params ask for that."""
     return 0
 
+  def CheckComplete(self) -> None:
+    """Raises ValueError where examples may be left out and nobody is told."""
+
   def Assets(self) -> list[str]:
     """Files that give the examples their meaning, such as a vocabulary; a run keeps a copy."""
     return []

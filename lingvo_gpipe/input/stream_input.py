@@ -128,6 +128,14 @@ class BaseStreamInput(base_input_generator.BaseInputGenerator):
       'that name the data, and that the files are there, whole, and may be read'
     )
 
+  def CheckComplete(self) -> None:
+    """See the parent."""
+    if any('IgnoreErrors' in n.op for n in itertools.chain(*self._operations)):
+      raise ValueError(
+        f'{self._who} leaves out by ignore_errors what cannot be read or made, and nobody is told: '
+        'take it away. TfRecordStream leaves out damaged records, and counts them'
+      )
+
   def CheckRestarts(self) -> None:
     """Checks that a run can go on; reads some batches, not shuffled.
 
@@ -135,6 +143,7 @@ class BaseStreamInput(base_input_generator.BaseInputGenerator):
       ValueError: there are no examples, the pipeline cannot be saved, or it is not the same each
         time.
     """
+    self.CheckComplete()
     self._CheckOperations()
     self._CheckSize()
     with self._Explaining():
@@ -265,11 +274,6 @@ class BaseStreamInput(base_input_generator.BaseInputGenerator):
       raise ValueError(
         f'{self._who} gives examples in the order in which they come to be made, which a restart '
         'does not repeat: give map, interleave and the like deterministic=True'
-      )
-    if any('IgnoreErrors' in n.op for n in nodes):
-      raise ValueError(
-        f'{self._who} leaves out by ignore_errors what cannot be read or made, and nobody is told: '
-        'take it away. TfRecordStream leaves out damaged records, and counts them'
       )
     mixes = [n for n in nodes if n.op == 'DirectedInterleaveDataset']
     if not all(n.attr['stop_on_empty_dataset'].b for n in mixes):
