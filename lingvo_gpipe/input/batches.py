@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeVar
 
 import tensorflow as tf
 
-from lingvo_gpipe import nested_map
+from lingvo_gpipe import nested_map, worker_connection
 from lingvo_gpipe.input import base_input_generator
 
 
@@ -63,17 +63,18 @@ def Noted(
         f'while the input {type(source).__name__}{name} made the batch that begins at example '
         f'{position:,} of the {of}'
       )
-      if told is e:  # Else it says itself what to do.
+      if told is not e:  # It says itself what to do.
+        raise told from e
+      if not worker_connection.IsFailure(e):  # Of that the data are not to blame.
         # A stream, of which nobody knows how many examples it has, begins at the first one alone.
         begin = f'start={position}' if source.NumExamples() else ''
         there = 'begins with' if begin else 'comes to'
-        told.add_note(
+        e.add_note(
           'what to try: mend the data or the input, for the next call makes that batch again; to '
           f'look at it without training, Dataset({begin}) of Params.Instantiate() {there} it, with '
           'the Params of this input'
         )
-        raise
-      raise told from e
+      raise
     yield batch
     position += NumRows(batch)
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from lingvo_gpipe import worker_connection
 from lingvo_gpipe.input import batches, stream_input, synthetic
 
 
@@ -54,6 +55,19 @@ def testAStreamIsToBeGoneThrough():
     list(batches.Batches(source))
   made, hint = e.value.__notes__
   assert 'at example 8 of' in made and ' Dataset() of Params.Instantiate() comes to it' in hint
+
+
+def testOfAWorkerThatIsGoneTheDataAreNotToBlame(monkeypatch):
+  monkeypatch.setattr(worker_connection, '_answers', {'host:1': b''})  # There are workers.
+
+  def Gone():
+    raise tf.errors.UnavailableError(None, None, 'failed to connect to all addresses')
+    yield
+
+  with pytest.raises(tf.errors.UnavailableError) as e:
+    next(batches.Noted(Gone(), _Input(), 4, of='run'))
+  (note,) = e.value.__notes__
+  assert note.endswith('the batch that begins at example 4 of the run')
 
 
 def testBatchesAreThoseOfTheDataSet():
