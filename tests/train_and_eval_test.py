@@ -286,6 +286,14 @@ def testMistakesShowBeforeTheTraining(tmp_path, more, job, message):
     toy_training.Program(tmp_path, _Stopping(more), job=job)
 
 
+def testAMetricThatADecodingDoesNotFindIsToldAtTheFirstOne(tmp_path):
+  params = _Params(max_steps=4, decode_interval_steps=2)
+  params.task.train.early_stop.Set(metric='meen', jobname='decode_dev')
+  with pytest.raises(ValueError, match="'meen', but decode_dev has mean, num_examples") as e:
+    _Train(tmp_path, params)
+  assert 'training ended after step 2;' in e.value.__notes__[-1]
+
+
 # --- time, warm start, what is written ---
 
 
