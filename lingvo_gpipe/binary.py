@@ -300,22 +300,17 @@ def WorkersDevices(
 
 
 @contextlib.contextmanager
-def LeavingWhereAWorkerFails(status: int, hint: str = '') -> Iterator[None]:
+def LeavingWhereAWorkerFails(status: int) -> Iterator[None]:
   """Ends the process with this status, and one line, where a worker fails in the enclosed code.
 
   What else the process had to do at its end would wait for workers that are gone.
-
-  Args:
-    status: the exit status.
-    hint: what to do, for people.
   """
   try:
     yield
   except Exception as e:
     if not worker_connection.IsFailure(e):
       raise
-    notes = [*getattr(e, '__notes__', []), *filter(None, [hint])]
-    text = '; '.join([f'a worker failed: {e}', *notes])
+    text = '; '.join([f'a worker failed: {e}', *getattr(e, '__notes__', [])])
     print(' '.join(text.split()), file=sys.stderr, flush=True)
     _Leave(status)
 

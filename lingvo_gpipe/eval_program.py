@@ -17,6 +17,9 @@ from lingvo_gpipe import (
   cluster,
   dataset_passes,
   ema,
+  eval_progress,
+  evaluation,
+  heartbeat,
   hyperparams,
   logdir_lock,
   metrics_log,
@@ -43,6 +46,7 @@ class EvalProgram:
     job: str = 'eval',
     checkpoint: str = checkpoint_choice.LAST,
     allow_params_change: bool = False,
+    progress: eval_progress.EvalProgress | None = None,
   ) -> None:
     """Makes the weights on their devices.
 
@@ -55,6 +59,7 @@ class EvalProgram:
       job: one of `dataset_passes.JOBS`.
       checkpoint: which one, as `checkpoint_choice.Find` takes it; but for the last, it alone.
       allow_params_change: take the weights of a run with Params that do not mean its model.
+      progress: of a process before this one, whose work goes on; what it has done is not repeated.
 
     Raises:
       ValueError: the task cannot do the job, the run has other Params, or no such checkpoint.
@@ -63,11 +68,12 @@ class EvalProgram:
     self._logdir = logdir
     self._cluster = devices
     self._allow_params_change = allow_params_change
+    self._progress = progress or eval_progress.EvalProgress()
     self._checked: str | None = None  # The run's Params that were compared.
     self._checkpointer = checkpointer.Checkpointer(os.path.join(logdir, 'train'))
     self._chosen: checkpointer.CheckpointInfo | None = None
     if checkpoint != checkpoint_choice.LAST:
-      self._chosen = checkpoint_choice.Find(self._checkpointer, checkpoint)
+      self._chosen = self._Begun() or checkpoint_choice.Find(self._checkpointer, checkpoint)
     # Before weights are made for another model.
     for info in [self._chosen] if self._chosen else self._checkpointer.All()[-1:]:
       self._CheckParams(info)
@@ -90,6 +96,7 @@ class EvalProgram:
       )
     self._stop = stop
     self._said = ''  # Which kind of weights was taken.
+    self._prints = False  # Whether to print what comes of an example.
     self._logs: dict[str, metrics_log.MetricsLog] = {}
 
   def Run(self, once: bool = False) -> int:
@@ -106,17 +113,23 @@ class EvalProgram:
       DamagedError: the chosen checkpoint, or any, cannot be read. One that follows leaves them out,
         and raises it where training has ended with no other.
     """
-    if self._chosen is None and not once:
+    self._prints = self._chosen is not None or once
+    if not self._prints:
       self._Describe()
       return self._Follow()
-    found = self._chosen or checkpoint_choice.Find(self._checkpointer)
+    found = self._chosen or self._Begun() or checkpoint_choice.Find(self._checkpointer)
     self._Describe()
     if self._chosen is not None:
-      self._Take(found, prints=True)
+      self._Take(found)
     else:
-      while not self._TakeIfThere(found, prints=True):
+      while not self._TakeIfThere(found):
         found = checkpoint_choice.Find(self._checkpointer)
     return self._stop.exit_status
+
+  def _Begun(self) -> checkpointer.CheckpointInfo | None:
+    """The checkpoint with which a process before this one began; None where it is gone."""
+    there = self._checkpointer.All()
+    return next((info for info in there if info.step == self._progress.step), None)
 
   def _Follow(self) -> int:
     """Each new checkpoint until training ends; returns the exit status."""
@@ -124,7 +137,7 @@ class EvalProgram:
     limits = [task.eval.max_seconds_without_trainer for task in self._tasks]
     patience = max(limits) if all(limits) else 0.0
     watch = logdir_lock.Watch(self._checkpointer.directory)
-    done = -1
+    done = self._progress.finished
     pause = 1.0
     # Where training ends the trainer says, whose max_steps may be another one than here.
     while self._stop.signal is None:
@@ -176,33 +189,31 @@ class EvalProgram:
       f'step {taken} was there'
     )
 
-  def _TakeIfThere(self, info: checkpointer.CheckpointInfo, *, prints: bool = False) -> bool:
+  def _TakeIfThere(self, info: checkpointer.CheckpointInfo) -> bool:
     """`_Take`; False where it was removed meanwhile, or is damaged: there may be another."""
     try:
-      self._Take(info, prints=prints)
+      self._Take(info)
       return True
     except checkpointer.DamagedError:
       return False
 
-  def _Take(self, info: checkpointer.CheckpointInfo, *, prints: bool) -> None:
-    """Does the job for a checkpoint; `prints` says whether to print what comes of an example."""
+  def _Take(self, info: checkpointer.CheckpointInfo) -> None:
+    """Does the job for a checkpoint, or what is not done of it."""
     self._CheckParams(info)
     # Slots and learner state are the trainer's alone.
     num_averages = ema.Restore(self._checkpointer, info, self._runner.Variables())
     self._runner.AfterRestore()
     self._Say(num_averages)
-    for job in self._jobs:
+    parts = [(job, part) for job in self._jobs for part in (self._Result, self._Sample)]
+    for job, part in self._progress.Undone(info.step, parts):
       try:
-        values = job.Run(info.step)
+        is_done = part(info.step, job)
       except Exception as e:
         step_failures.AddHint(e, self._params)
         e.add_note(f'in {job.jobname} of the checkpoint of step {info.step}')
         raise
-      if values is not None:
-        self._Log(info.step, job.jobname, values)
-        job.WriteSample(info.step)
-        if prints:
-          job.PrintSample()
+      if not is_done:
+        return
 
   def _Describe(self) -> None:
     """Prints what was found and chosen."""
@@ -263,15 +274,26 @@ class EvalProgram:
   def _jobnames(self) -> str:
     return ' and '.join(job.jobname for job in self._jobs)
 
-  def _Log(self, step: int, jobname: str, values: dict[str, float]) -> None:
-    """Adds to the job's own metrics.jsonl: that of the logdir belongs to the trainer."""
-    if jobname not in self._logs:
-      path = os.path.join(self._logdir, jobname, 'metrics.jsonl')
-      self._logs[jobname] = metrics_log.MetricsLog(path)
-    self._logs[jobname].Write(step, jobname, values)
+  def _Result(self, step: int, job: evaluation.DatasetPass) -> bool:
+    """Has the result, if not asked to stop before, and adds it to the job's own metrics.jsonl."""
+    values = job.Run(step)
+    if values is None:
+      return False
+    if job.jobname not in self._logs:  # That of the logdir belongs to the trainer.
+      path = os.path.join(self._logdir, job.jobname, 'metrics.jsonl')
+      self._logs[job.jobname] = metrics_log.MetricsLog(path)
+    self._logs[job.jobname].Write(step, job.jobname, values)
+    return True
+
+  def _Sample(self, step: int, job: evaluation.DatasetPass) -> bool:
+    job.WriteSample(step)
+    if self._prints:
+      job.PrintSample()
+    return True
 
 
 def _Wait(seconds: float, stop: stop_request.StopRequest) -> None:
+  heartbeat.Long()
   end = time.monotonic() + seconds
   while stop.signal is None and time.monotonic() < end:
     time.sleep(0.1)

@@ -3,42 +3,74 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from absl import flags
 
 from lingvo_gpipe import (
   binary,
   checkpoint_choice,
+  cluster,
+  cluster_spec,
   dataset_passes,
   eval_program,
+  eval_progress,
   multi_task_runner,
   stop_request,
+  supervised,
+  supervisor,
 )
 
 FLAGS = flags.FLAGS
 
 
 def _Evaluate() -> int:
+  has_workers, spec = supervised.Workers()
   stop = stop_request.StopRequest()
-  stop.Install()
+  if not has_workers:
+    stop.Install()
   params = binary.ModelParams(FLAGS.split)
   logdir = binary.LogDir()
   num_devices = multi_task_runner.NumDevices(params.Instantiate())
-  with binary.LeavingWhereAWorkerFails(1, 'see to the workers, and call this evaluator again'):
+  progress = eval_progress.EvalProgress()
+
+  def EvaluateOn(devices: cluster.Cluster, stop: stop_request.StopRequest) -> int:
     return eval_program.EvalProgram(
       params,
       logdir,
-      binary.Devices(num_devices),
+      devices,
       FLAGS.split,
       stop,
       job=FLAGS.job,
       checkpoint=FLAGS.checkpoint,
       allow_params_change=FLAGS.allow_params_change,
+      progress=progress,
     ).Run(FLAGS.once)
+
+  if not has_workers:
+    return EvaluateOn(binary.OwnDevices(num_devices, FLAGS.num_replicas), stop)
+
+  def Evaluate(
+    workers: cluster_spec.ClusterSpec,
+    seconds: float,
+    stop: stop_request.StopRequest,
+    failures: Mapping[str, int],
+  ) -> int:
+    del failures
+    return EvaluateOn(binary.WorkersDevices(workers, num_devices, seconds), stop)
+
+  return supervised.Run(
+    Evaluate,
+    supervisor.Work('evaluation', 'a result', lambda: progress.total, lambda: progress.step),
+    spec,
+    num_devices,
+  )
 
 
 def Run() -> None:
   """Entry point of the installed program."""
   binary.DefineFlags()
+  supervised.DefineFlags()
   flags.DEFINE_enum(
     'job',
     'eval',

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains in a child process, and in another from the last checkpoint on where a worker fails.
+"""Trains or evaluates in a child process, and where a worker fails goes on in another one.
 
 TensorFlow's context cannot be mended once a worker it was connected to has died, and a worker that
 stands still makes a step wait for ever. So the process that holds the context is one that can be
@@ -29,7 +29,7 @@ from lingvo_gpipe import cluster_spec, heartbeat, local_workers
 # The status of a child that a worker failed (EX_TEMPFAIL of sysexits.h).
 WORKER_FAILED = 75
 
-# So often in a row training begins again without a new checkpoint.
+# So often in a row the work begins again and gets no further.
 MAX_RESTARTS = 5
 
 # The first pause before another try, which doubles with each, and the longest, in seconds.
@@ -58,6 +58,22 @@ _PIPE_BYTES = 1 << 16
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
+class Work(NamedTuple):
+  """What the children do.
+
+  Attributes:
+    name: such as training, for people.
+    gain: what shows that it gets further, such as a new checkpoint, for people.
+    Reached: how far it has come: a number that grows.
+    Step: that of the checkpoint where another child begins, -1 for none; None: `Reached` tells it.
+  """
+
+  name: str
+  gain: str
+  Reached: Callable[[], int]
+  Step: Callable[[], int] | None = None
+
+
 class _Failure(NamedTuple):
   """Why a child's end is no good one: the name under which it is counted, and a text for people."""
 
@@ -70,12 +86,12 @@ class _Stopped(BaseException):
 
 
 class Supervisor:
-  """Starts workers of this machine if there are any, and children that train, until one is done."""
+  """Starts workers of this machine if there are any, and children, until one has done the work."""
 
   def __init__(
     self,
-    train: Callable[[cluster_spec.ClusterSpec | None, Mapping[str, int]], int],
-    last_checkpoint: Callable[[], int],
+    run: Callable[[cluster_spec.ClusterSpec | None, Mapping[str, int]], int],
+    work: Work,
     start_workers: Callable[[], local_workers.LocalWorkers] | None = None,
     step_timeout: float | None = None,
     record: Callable[[int, Mapping[str, int]], None] | None = None,
@@ -83,19 +99,19 @@ class Supervisor:
     """Starts nothing.
 
     Args:
-      train: trains in the child; takes the local workers, None without any, and how often
-        training failed so far, by kind; returns the exit status, `WORKER_FAILED` where another try
-        may help. The process tells its status by `heartbeat.End` where its end may hang.
-      last_checkpoint: the step of the last checkpoint; -1: there is none.
+      run: does the work in the child; takes the local workers, None without any, and how often it
+        failed so far, by kind; returns the exit status, `WORKER_FAILED` where another try may help.
+        The process tells its status by `heartbeat.End` where its end may hang.
+      work: what it is.
       start_workers: starts the local workers; they are started anew with each child.
       step_timeout: a child is ended where a step, or to read for it, takes so many seconds; None:
         ten times the median of the last of that kind, at least a minute. Writing of checkpoints has
         that limit in any case, of at least ten minutes.
-      record: told of each failure while there is no child: the step of the last checkpoint, and
-        the failures so far, by kind; 'gave_up' is one of them.
+      record: told of each failure while there is no child: what is reached, and the failures so
+        far, by kind; 'gave_up' is one of them.
     """
-    self._train = train
-    self._last_checkpoint = last_checkpoint
+    self._run = run
+    self._work = work
     self._start_workers = start_workers
     self._step_timeout = step_timeout
     self._record = record
@@ -108,7 +124,7 @@ class Supervisor:
     """Returns the exit status: of this process, and, in each child, of the child."""
     for number in _SIGNALS:
       signal.signal(number, self._Forward)
-    in_a_row, reached = 0, self._last_checkpoint()
+    in_a_row, reached = 0, self._work.Reached()
     supervisor = os.getpid()
     failure: _Failure | None
     while True:
@@ -142,27 +158,27 @@ class Supervisor:
         return 128 + self._received[0] if failure else status
       if not failure:
         return status
-      step = self._LastCheckpoint(reached)
-      in_a_row, reached = (1, step) if step > reached else (in_a_row + 1, reached)
+      now = self._Reached(reached)
+      in_a_row, reached = (1, now) if now > reached else (in_a_row + 1, reached)
       gives_up = in_a_row > MAX_RESTARTS
       self._failures.update([failure.kind, *(['gave_up'] if gives_up else [])])
-      from_where = f'from the checkpoint of step {step}' if step >= 0 else 'from its beginning'
       if gives_up:
-        logging.error(
-          '%s; %d times in a row without a new checkpoint: giving up', failure.why, in_a_row
-        )
+        found = f'{in_a_row} times in a row without {self._work.gain}: giving up'
+        logging.error('%s; %s', failure.why, found)
       else:
-        logging.warning('%s; training goes on %s', failure.why, from_where)
+        step = self._work.Step() if self._work.Step else now
+        where = f'from the checkpoint of step {step}' if step >= 0 else 'from its beginning'
+        logging.warning('%s; %s goes on %s', failure.why, self._work.name, where)
       if self._record:
-        self._record(step, self._failures)
+        self._record(now, self._failures)
       if gives_up:
         return status or 1
       self._Pause(_PauseSeconds(in_a_row))
 
-  def _LastCheckpoint(self, reached: int) -> int:
-    """The step of the last checkpoint; where it cannot be read now, what was reached before."""
+  def _Reached(self, reached: int) -> int:
+    """How far the work has come; where that cannot be read now, what was reached before."""
     try:
-      return self._last_checkpoint()
+      return self._work.Reached()
     except OSError as e:  # What made the child fail may have made this fail, too, and be over soon.
       logging.warning('%s', e)
       return reached
@@ -218,7 +234,7 @@ class Supervisor:
       workers.LeaveToStarter()
     threading.Thread(target=_EndWith, args=(lifeline[0],), name='supervisor', daemon=True).start()
     heartbeat.SendTo(signs[1])
-    return self._train(workers.spec if workers else None, self._failures)
+    return self._run(workers.spec if workers else None, self._failures)
 
   def _Watch(self, descriptor: int) -> tuple[int, _Failure | None]:
     """Waits for the child's end; returns its status, and why it is no good end."""
@@ -231,16 +247,25 @@ class Supervisor:
         if not message:
           status = self._Reap()
           # What it has told counts where it then crashed.
-          return _Judged(status if status >= 0 or signs.status is None else signs.status)
+          return self._Judged(status if status >= 0 or signs.status is None else signs.status)
         signs.Take(message, time.monotonic())
       limit = signs.limit
       if time.monotonic() >= limit.deadline:  # Of a write that hangs others' signs tell nothing.
         os.kill(self._child, signal.SIGKILL)
         self._Reap()
         if signs.status is not None:
-          return _Judged(signs.status)
+          return self._Judged(signs.status)
         why = f'no {limit.what} within {limit.seconds:.1f} s: a worker may hang'
         return 1, _Failure('no_step', why)
+
+  def _Judged(self, status: int) -> tuple[int, _Failure | None]:
+    """(exit status, why it is no good end)."""
+    if status == WORKER_FAILED:
+      return 1, _Failure('worker_failed', 'a worker failed')
+    if status < 0:
+      why = f'the {self._work.name} process ended by signal {-status}'
+      return 1, _Failure('process_died', why)
+    return status, None
 
   def _Reap(self) -> int:
     """Waits for the child's end; its status. No signal goes to a process that has its number."""
@@ -316,16 +341,6 @@ class _Signs:
 def _PauseSeconds(failures: int) -> float:
   """The pause after so many failures in a row: a worker may need time to come back."""
   return min(_LONGEST_PAUSE_SECONDS, _PAUSE_SECONDS * 2.0 ** (failures - 1))
-
-
-def _Judged(status: int) -> tuple[int, _Failure | None]:
-  """(exit status, why it is no good end)."""
-  if status == WORKER_FAILED:
-    return 1, _Failure('worker_failed', 'a worker failed')
-  if status < 0:
-    why = f'the training process ended by signal {-status}'
-    return 1, _Failure('process_died', why)
-  return status, None
 
 
 def _EndWith(lifeline: int) -> None:

@@ -25,16 +25,13 @@ from lingvo_gpipe import (
   remaining_workers,
   step_profiler,
   stop_request,
+  supervised,
   supervisor,
   train_program,
-  worker_renewal,
 )
 from lingvo_gpipe import model as model_lib
 
 FLAGS = flags.FLAGS
-
-# So long the trainer waits for workers, and for those that failed.
-_WAIT_SECONDS, _WAIT_AGAIN_SECONDS = 60.0, 1800.0
 
 
 def _List() -> int:
@@ -110,25 +107,9 @@ def _Train() -> int:
       f'--checkpoint={FLAGS.checkpoint} is for --mode=export; training goes on from the last one. '
       'A new run begins with the weights of any by train.init_from_checkpoint_rules'
     )
+  has_workers, spec = supervised.Workers()
+  _CheckMinWorkers(spec)
   stop = stop_request.StopRequest()
-  spec = None if FLAGS.local_workers else binary.Workers()
-  has_workers = bool(FLAGS.local_workers or spec)
-  if FLAGS.step_timeout is not None and not has_workers:
-    raise binary.UsageError(
-      '--step_timeout gives up workers that hang: it needs --local_workers or --cluster'
-    )
-  if FLAGS.min_workers and not spec:
-    raise binary.UsageError(
-      '--min_workers goes on with those of --cluster that are there; local workers are started anew'
-    )
-  if spec and (FLAGS.min_workers or 0) > len(spec.workers):
-    raise binary.UsageError(
-      f'--min_workers={FLAGS.min_workers} are more than the {len(spec.workers)} of the cluster'
-    )
-  if FLAGS['worker_timeout'].present and not FLAGS.min_workers:
-    raise binary.UsageError(
-      '--worker_timeout says after how long --min_workers are enough: give both, or none'
-    )
   if not has_workers:
     stop.Install()
   params = binary.ModelParams('Train')
@@ -146,34 +127,47 @@ def _Train() -> int:
       steps,
     )
 
-  def Train(local: cluster_spec.ClusterSpec | None, failures: Mapping[str, int]) -> int:
-    workers = local or spec
-    assert workers is not None
-    if not local:
-      with binary.StartingTensorFlow():
-        worker_renewal.Renew(workers, FLAGS.num_replicas)
-    stop.Install()
-
+  def Train(
+    workers: cluster_spec.ClusterSpec,
+    seconds: float,
+    stop: stop_request.StopRequest,
+    failures: Mapping[str, int],
+  ) -> int:
     def MakeDevices() -> tuple[cluster.Cluster, Any]:
-      seconds = _WAIT_AGAIN_SECONDS if failures else _WAIT_SECONDS
       if FLAGS.min_workers and (failures or LastCheckpoint() >= 0):
         return _RemainingDevices(workers, params, seconds)
       return binary.WorkersDevices(workers, num_devices, seconds), params
 
-    with binary.LeavingWhereAWorkerFails(supervisor.WORKER_FAILED):
-      return _TrainOn(params, logdir, MakeDevices, stop, steps, failures)
+    return _TrainOn(params, logdir, MakeDevices, stop, steps, failures)
 
   def LastCheckpoint() -> int:
     found = checkpointer.Checkpointer(os.path.join(logdir, 'train')).All()
     return found[-1].step if found else -1
 
-  return supervisor.Supervisor(
+  return supervised.Run(
     Train,
-    LastCheckpoint,
-    (lambda: binary.LocalWorkers(num_devices)) if FLAGS.local_workers else None,
-    FLAGS.step_timeout,
-    lambda step, failures: train_program.RecordFailures(logdir, step, failures),
-  ).Run()
+    supervisor.Work('training', 'a new checkpoint', LastCheckpoint),
+    spec,
+    num_devices,
+    renews_at_start=True,
+    record=lambda step, failures: train_program.RecordFailures(logdir, step, failures),
+  )
+
+
+def _CheckMinWorkers(spec: cluster_spec.ClusterSpec | None) -> None:
+  """Raises UsageError where --min_workers and --worker_timeout do not fit these workers."""
+  if FLAGS.min_workers and not spec:
+    raise binary.UsageError(
+      '--min_workers goes on with those of --cluster that are there; local workers are started anew'
+    )
+  if spec and (FLAGS.min_workers or 0) > len(spec.workers):
+    raise binary.UsageError(
+      f'--min_workers={FLAGS.min_workers} are more than the {len(spec.workers)} of the cluster'
+    )
+  if FLAGS['worker_timeout'].present and not FLAGS.min_workers:
+    raise binary.UsageError(
+      '--worker_timeout says after how long --min_workers are enough: give both, or none'
+    )
 
 
 def _RemainingDevices(
@@ -277,6 +271,7 @@ def _Main() -> int:
 def Run() -> None:
   """Entry point of the installed program."""
   binary.DefineFlags()
+  supervised.DefineFlags()
   flags.DEFINE_enum('mode', 'train', list(_MODES), 'What to do.')
   flags.DEFINE_enum(
     'job',
@@ -297,13 +292,6 @@ def Run() -> None:
   )
   flags.DEFINE_string(
     'checkpoint', checkpoint_choice.LAST, f'--mode=export: {checkpoint_choice.HELP}'
-  )
-  flags.DEFINE_float(
-    'step_timeout',
-    None,
-    'Seconds that a step may take before its workers count as hung; by default ten times the '
-    'median of the last ones, at least 60. What compiles or is waited for has half an hour.',
-    lower_bound=0.001,
   )
   flags.DEFINE_integer(
     'min_workers',

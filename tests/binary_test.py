@@ -217,7 +217,8 @@ def Train(workers, is_again):
   raise ValueError('a mistake')
 
 binary.DefineDeviceFlags()
-binary.Run(lambda: supervisor.Supervisor(Train, lambda: -1, step_timeout=5.0).Run(), '')
+work = supervisor.Work('training', 'a new checkpoint', lambda: -1)
+binary.Run(lambda: supervisor.Supervisor(Train, work, step_timeout=5.0).Run(), '')
 """
 
 

@@ -8,7 +8,15 @@ import sys
 
 import pytest
 
-from lingvo_gpipe import checkpointer, eval_program, export, logdir_lock
+from lingvo_gpipe import (
+  checkpointer,
+  eval_program,
+  eval_progress,
+  export,
+  heartbeat,
+  logdir_lock,
+  stop_request,
+)
 from tests import processes, toy_training
 
 
@@ -134,6 +142,40 @@ def testASampleIsWrittenAsTheTrainerWritesIt(followed, run, capsys):
   # Decoding has its own file.
   assert toy_training.Evaluator(run, _Params(), job='decode').Run(once=True) == 0
   assert 'sample/said' not in processes.Tensorboard(run / 'decode_test')
+
+
+def testAnotherProcessRepeatsNothing(run, monkeypatch, capsys):
+  """What is done of a checkpoint is known to a process that goes on with it; once also of which."""
+  progress = eval_progress.EvalProgress()
+
+  def Evaluator(checkpoint='last'):
+    return toy_training.Evaluator(run, _Params(), progress=progress, checkpoint=checkpoint)
+
+  with monkeypatch.context() as patched:
+    patched.setattr(toy_training.Regression, 'Decode', lambda *_: 1 / 0)
+    for _ in range(2):  # The second one finds the result there.
+      with pytest.raises(ZeroDivisionError):
+        Evaluator('best').Run()
+  assert (progress.step, progress.total, progress.finished) == (2, 1, -1)
+  assert Evaluator().Run(once=True) == 0
+  assert Evaluator().Run(once=True) == 0
+  assert (progress.step, progress.total, progress.finished) == (2, 2, 2)
+  assert capsys.readouterr().out.count('Test at step ') == 1
+  # One that follows goes on with the newest checkpoint.
+  for _ in range(2):
+    assert Evaluator().Run() == 0
+  assert [*_Lines(run)] == [2, 10]
+  found = processes.Tensorboard(run / 'eval_test')
+  assert (
+    [step for step, _ in found['loss']] == [step for step, _ in found['sample/said']] == [2, 10]
+  )
+
+
+def testOneThatWaitsForACheckpointGivesASignOfLife(monkeypatch):
+  signs = []
+  monkeypatch.setattr(heartbeat, 'Long', lambda: signs.append('long'))
+  eval_program._Wait(0.0, stop_request.StopRequest())
+  assert signs
 
 
 @pytest.mark.parametrize('limit', [3, 4, 5])

@@ -44,7 +44,8 @@ class Workers:
     pass
   def Close(self):
     Next('closed')
-sys.exit(supervisor.Supervisor(Train, Last, Workers, step_timeout=1.0, record=Record).Run())
+work = supervisor.Work('training', 'a new checkpoint', Last)
+sys.exit(supervisor.Supervisor(Train, work, Workers, step_timeout=1.0, record=Record).Run())
 """
 
 
@@ -256,10 +257,9 @@ def testACheckpointThatCannotBeReadNowEndsNoSupervisor():
   def Fail():
     raise OSError('the file server is away')
 
-  one = supervisor.Supervisor(lambda *_: 0, Fail)
-  assert one._LastCheckpoint(7) == 7
-  one._last_checkpoint = lambda: 9
-  assert one._LastCheckpoint(7) == 9
+  for Reached, expected in ((Fail, 7), (lambda: 9, 9)):
+    work = supervisor.Work('training', 'a new checkpoint', Reached)
+    assert supervisor.Supervisor(lambda *_: 0, work)._Reached(7) == expected
 
 
 def testPausesGrow():
