@@ -37,6 +37,7 @@ _LEVELS = (
     'lingvo_gpipe.pipeline.rematerialisation',
     'lingvo_gpipe.pipeline.step_work',
     'lingvo_gpipe.pipeline.activation_memory',
+    'lingvo_gpipe.pipeline.core_sharing',
     'lingvo_gpipe.pipeline.schedule_ir',
     'lingvo_gpipe.pipeline.schedules',
     'lingvo_gpipe.pipeline.simulator',

@@ -6,19 +6,21 @@ free and its input or gradient has arrived. A result starts on its way to the ne
 when its action ends, and costs no device any time; results between the same two devices in the same
 direction travel one after the other. Where there are replicas, the gradients of a stage go round
 them from the end of its last backward action on, which costs no device any time either; updates
-wait for them. What is not modelled: skip connections' own transfers, any sharing of cores or memory
+wait for them. What is not modelled: skip connections' own transfers, any sharing of memory
 bandwidth between devices, and of links between gradients and activations.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from lingvo_gpipe.pipeline import (
   actions,
   activation_memory,
+  core_sharing,
   schedule_ir,
   step_work,
   timeline_text,
@@ -162,6 +164,7 @@ def Simulate(
   schedule: schedule_ir.Schedule,
   costs: Costs,
   *,
+  alone: Costs | None = None,
   remat_policy: str = 'stage',
   recompute_early: bool = False,
   update_barrier: bool = False,
@@ -175,7 +178,9 @@ def Simulate(
 
   Args:
     schedule: any valid schedule.
-    costs: what everything costs.
+    costs: what everything costs; where devices share their host's cores, while all of them work.
+    alone: what actions cost while no other device works; see `core_sharing`. No action gets longer
+      by it. The rest, updates too, takes what `costs` say. None: the devices share no cores.
     remat_policy: one of `rematerialisation.POLICIES`.
     recompute_early: recompute before the gradient arrives, as soon as the device is free; not
       possible where it is done layer by layer.
@@ -200,6 +205,9 @@ def Simulate(
     )
   scale = _Scale(costs.micro_batch_sizes, schedule.num_micro_batches)
   timeline = _Play(work, costs, scale, recompute_early)
+  if alone:
+    quick = _Play(work, alone, scale, recompute_early)
+    timeline = _ShareCores(timeline, quick, _Links(work, costs, scale), recompute_early)
   reduced = _Reduced(work, timeline, costs.all_reduce)
   _AppendUpdates(timeline, reduced, costs.update, update_barrier)
   peaks = activation_memory.Peaks(work, sizes, scale) if sizes else (None, None)
@@ -224,14 +232,11 @@ def _Play(
   links = _Links(work, costs, scale)
   clock: list[float] = [0] * schedule.num_devices
   timeline: list[list[Span]] = [[] for _ in range(schedule.num_devices)]
-  arrivals: dict[Action, float] = {}  # When the neighbouring stage has the action's result.
   for device, action in schedule.Walk():
     if not work.Exists(action):
       continue
     stage, size = action.stage, scale[action.micro_batch]
-    # What it needs of its own stage was made by its own device before.
-    needed = (arrivals[n] for n in work.Dependencies(action) if n.stage != stage)
-    arrival = max(needed, default=0)
+    arrival = links.Arrival(action)
     start = max(clock[device], arrival)
     if work.Repeats(action) and recompute[stage]:
       start = clock[device] if recompute_early else start
@@ -240,8 +245,46 @@ def _Play(
       start = max(end, arrival)
     clock[device] = start + durations[action.kind][stage] * size
     timeline[device].append(Span(device, start, clock[device], action))
-    arrivals[action] = links.Send(action, clock[device])
+    links.Send(action, clock[device])
   return timeline
+
+
+def _ShareCores(
+  timeline: Sequence[Sequence[Span]],
+  alone: Sequence[Sequence[Span]],
+  links: _Links,
+  recompute_early: bool,
+) -> list[list[Span]]:
+  """The timeline with the times that spans have where devices share cores.
+
+  Args:
+    timeline: of what all devices take while all work.
+    alone: of what each takes while no other works.
+    links: nothing sent yet.
+    recompute_early: as for `Simulate`.
+  """
+  times = {(s.action, s.part): s.end - s.start for row in alone for s in row}
+  pieces = [
+    [core_sharing.Piece(s.end - s.start, times.get((s.action, s.part), 0.0)) for s in row]
+    for row in timeline
+  ]
+
+  def Arrival(device: int, index: int) -> float:
+    span = timeline[device][index]
+    if span.action is None or (recompute_early and span.part == 'recompute'):
+      return 0.0
+    return links.Arrival(span.action)
+
+  def Ended(device: int, index: int, time: float) -> None:
+    span = timeline[device][index]
+    if span.action is not None and span.part == 'compute':
+      links.Send(span.action, time)
+
+  played = core_sharing.Play(pieces, Arrival, Ended)
+  return [
+    [span._replace(start=start, end=end) for span, (start, end) in zip(row, ends, strict=True)]
+    for row, ends in zip(timeline, played, strict=True)
+  ]
 
 
 class _Links:
@@ -261,9 +304,19 @@ class _Links:
     self._owners = work.schedule.stage_to_device
     self._scale = scale
     self._free: dict[tuple[int, int], float] = {}  # From when on a link (from, to) is free.
+    self._arrivals: dict[Action, float] = {}  # When the neighbouring stage has its result.
 
-  def Send(self, action: Action, time: float) -> float:
-    """The time at which the result of an action that ends at `time` arrives."""
+  def Arrival(self, action: Action) -> float:
+    """When all is there that the action needs of other stages; infinite if not all is sent."""
+    # What it needs of its own stage was made by its own device before.
+    needed = (n for n in self._work.Dependencies(action) if n.stage != action.stage)
+    return max((self._arrivals.get(n, math.inf) for n in needed), default=0)
+
+  def Send(self, action: Action, time: float) -> None:
+    """The action ends at that time, and its result goes where it is needed."""
+    self._arrivals[action] = self._ArrivalOf(action, time)
+
+  def _ArrivalOf(self, action: Action, time: float) -> float:
     stage = action.stage
     forward = action.kind is Kind.FORWARD
     if action.kind is Kind.WEIGHT_GRADIENT or not (forward or self._work.NeedsDx(stage)):

@@ -60,7 +60,8 @@ def testATinyRunForReal(tmp_path):
   for row in rows:
     assert len(row) == len(report.COLUMNS)
     assert row[11].endswith('%') and row[12].endswith('%')
-    assert row[13] == '-'
+    assert float(row[13]) > 0
+    assert row[14] == '-'
   results = [json.loads(line) for line in output.read_text().splitlines()]
   assert len(results) == 3
   for line in results:
@@ -68,6 +69,7 @@ def testATinyRunForReal(tmp_path):
     assert len(result['steps']) == 2 and min(result['steps']) > 0
     assert result['memory_mib'] > result['memory_before_mib'] > 0
     assert 0 < result['simulated_best'] <= result['simulated_median']
+    assert 0 < result['predicted_best'] <= result['simulated_best'] * (1 + 1e-9)
   fused = results[2]['result']['actions']
   assert fused['F'][0] > 0 and fused['B'][0] > 0 and fused['V'][0] == 0
   assert fused['F'][1] == 0 and fused['B'][1] == 0 and fused['V'][1] > 0
@@ -99,6 +101,8 @@ def testWorkloadBAndEveryKindOfAction(forks, changes, letters):
   worker = str(processes.ROOT / 'tools' / 'benchmarking' / 'worker.py')
   done = processes.Succeeded(forks.Run(worker, config.ToJson()))
   actions = json.loads(done.stdout.splitlines()[-1])['actions']
+  alone = actions.pop('alone')
+  assert alone.keys() == letters
   assert actions.keys() == letters | {'update'}
   for kind, times in actions.items():
     assert len(times) == (2 if kind == 'update' else 2 * config.stages_per_device)
@@ -109,17 +113,26 @@ def testWorkloadBAndEveryKindOfAction(forks, changes, letters):
 
 
 def testSimulatedTimes():
-  times = standalone.Times({'F': [[1.0, 2.0]] * 2, 'B': [[3.0, 4.0]] * 2}, [[0.5, 0.7]] * 2)
+  def Times(actions, update, alone=None):
+    return standalone.Times(actions, alone or actions, update)
+
+  times = Times({'F': [[1.0, 2.0]] * 2, 'B': [[3.0, 4.0]] * 2}, [[0.5, 0.7]] * 2)
   schedule = schedules.Get('gpipe', 2, 4)
   # (M + K - 1)(F + B) + update.
   assert times.Simulate(schedule, min) == pytest.approx(5 * 4.0 + 0.5)
   assert times.Simulate(schedule, max) == pytest.approx(5 * 6.0 + 0.7)
   # All micro-batches but the last one recompute; one stage, so that nothing overlaps.
-  times = standalone.Times({'F': [[1.0]], 'B': [[3.0]], 'b': [[2.0]]}, [[0.0]])
+  times = Times({'F': [[1.0]], 'B': [[3.0]], 'b': [[2.0]]}, [[0.0]])
   assert times.Simulate(schedules.Get('gpipe', 1, 4), min) == pytest.approx(4 * 1 + 3 * 3 + 2)
   fused = {'F': [[1.0], [0.0]], 'B': [[3.0], [0.0]], 'V': [[0.0], [3.0]]}
-  times = standalone.Times(fused, [[0.0], [0.0]])
-  assert times.Simulate(schedules.Get('fused_fill_drain', 2, 1), min) == pytest.approx(7.0)
+  times = Times(fused, [[0.0], [0.0]])
+  schedule = schedules.Get('fused_fill_drain', 2, 1)
+  assert times.Simulate(schedule, min) == pytest.approx(7.0)
+  # One device works at a time, and has both cores.
+  halves = {kind: [[t / 2 for t in times] for times in stages] for kind, stages in fused.items()}
+  times = Times(fused, [[0.0], [0.0]], alone=halves)
+  assert times.Simulate(schedule, min) == pytest.approx(7.0)
+  assert times.Simulate(schedule, min, share_cores=True) == pytest.approx(3.5)
 
 
 def _Result(*steps, **more):
@@ -140,7 +153,7 @@ def testRatios():
     (pinned, _Result(8.0, 9.0)),
     (free, _Result(6.0)),
     (_Config(num_stages=1, num_cores=1, xla=False), _Result(1.0)),
-    (piped, _Result(5.5, 5.0, 6.0, simulated_best=4.5, simulated_median=5.0)),
+    (piped, _Result(5.5, 5.0, 6.0, simulated_best=4.5, simulated_median=5.0, predicted_best=4.0)),
     (torch, _Result(6.0, 7.0)),
     (_Config(system='torch', xla=False, schedule='1f1b'), _Result(5.5)),
     (_Config(system='torch', xla=False, remat_policy='none'), _Result(1.0)),
@@ -149,6 +162,7 @@ def testRatios():
   assert cells['best s'] == '5' and cells['median s'] == '5.5'
   assert cells['speed-up'] == '1.60' and cells['KM/(M+K-1)'] == '1.60'
   assert cells['eff. best'] == '90.0%' and cells['eff. median'] == '90.9%'
+  assert cells['predicted'] == '0.80'
   assert cells['vs peer'] == '1.10'
   assert _Cells(free, results)['speed-up'] == '1.33'
   assert _Cells(free, results)['vs peer'] == '-'
@@ -158,14 +172,19 @@ def testRatios():
 
 
 def testRoundsAreOneResult():
+  def Round(*steps, best, median, predicted, mib):
+    simulated = {'simulated_best': best, 'simulated_median': median, 'predicted_best': predicted}
+    return {**_Result(*steps), **simulated, 'memory_mib': mib}
+
   rounds = [
-    {**_Result(3.0, 4.0, simulated_best=2.0, simulated_median=2.5), 'memory_mib': 10.0},
-    {**_Result(5.0, simulated_best=1.5, simulated_median=4.0), 'memory_mib': 12.0},
-    {**_Result(2.0, simulated_best=1.8, simulated_median=3.0), 'memory_mib': 11.0},
+    Round(3.0, 4.0, best=2.0, median=2.5, predicted=1.9, mib=10.0),
+    Round(5.0, best=1.5, median=4.0, predicted=1.4, mib=12.0),
+    Round(2.0, best=1.8, median=3.0, predicted=1.7, mib=11.0),
   ]
   merged = report.Merge(rounds)
   assert merged['steps'] == [3.0, 4.0, 5.0, 2.0]
   assert (merged['simulated_best'], merged['simulated_median']) == (1.5, 3.0)
+  assert merged['predicted_best'] == 1.4
   assert merged['memory_mib'] == 12.0
 
 

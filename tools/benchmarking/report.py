@@ -24,6 +24,7 @@ COLUMNS = (
   'KM/(M+K-1)',
   'eff. best',
   'eff. median',
+  'predicted',
   'vs peer',
   'peak MiB',
   'trace s',
@@ -47,6 +48,7 @@ def Merge(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
   for key, choose in (
     ('simulated_best', min),
     ('simulated_median', statistics.median),
+    ('predicted_best', min),
     ('trace_seconds', min),
     ('compile_seconds', min),
     ('memory_mib', max),
@@ -106,6 +108,7 @@ def Row(config: configuration.Configuration, results: Sequence[Measured]) -> tup
     f'{k * m / (m + k - 1):.2f}',
     Ratio(result.get('simulated_best'), best, '.1%'),
     Ratio(result.get('simulated_median'), median, '.1%'),
+    Ratio(result.get('predicted_best'), best),
     Ratio(BestPeer(config, results), best) if ours else '-',
     f'{result["memory_mib"]:.0f}',
     f'{result["trace_seconds"]:.1f}',

@@ -2,18 +2,20 @@
 """Times each action of a step alone, and what a step of such actions would take without overhead.
 
 Each action runs on its own device with the inputs that it has in a step, one after the other, while
-nothing else runs and on one core. The simulator then puts these times into the schedule.
+nothing else runs: on one core, and on all that the process has, as in a step while the other
+devices idle. The simulator then puts these times into the schedule.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import os
 import statistics
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -26,38 +28,61 @@ from lingvo_gpipe.pipeline import engine as engine_lib
 _SECONDS = 0.1
 _MAX_CALLS = 16
 
+# {letter: for each stage the times of its repeated measurements}.
+_ActionTimes = dict[str, list[list[float]]]
+
 
 @dataclasses.dataclass
 class Times:
   """Seconds of everything that a step is made of.
 
   Attributes:
-    actions: {letter: for each stage the times of its repeated measurements}; F and B as the policy
-      has them, `b` a B that recomputes nothing, where the policy mixes both.
-    update: for each device the times of its update and of clearing its accumulators.
+    actions: {letter: for each stage the times of its repeated measurements} on one core; F and B as
+      the policy has them, `b` a B that recomputes nothing, where the policy mixes both.
+    alone: the same on all cores.
+    update: for each device the times of its update and of clearing its accumulators, on one core.
   """
 
-  actions: dict[str, list[list[float]]]
+  actions: _ActionTimes
+  alone: _ActionTimes
   update: list[list[float]]
 
   def Simulate(
-    self, schedule: schedules.Schedule, choose: Callable[[Sequence[float]], float]
+    self,
+    schedule: schedules.Schedule,
+    choose: Callable[[Sequence[float]], float],
+    *,
+    share_cores: bool = False,
   ) -> float:
     """The time of a step without any overhead.
 
     Args:
       schedule: the schedule.
       choose: which of repeated measurements counts, such as `min`.
+      share_cores: True: devices that idle leave their cores to the others; False: each has one.
     """
-    picked = {kind: [choose(t) for t in stages] for kind, stages in self.actions.items()}
+    result = simulator.Simulate(
+      schedule,
+      self._Costs(self.actions, choose, schedule.num_stages),
+      alone=self._Costs(self.alone, choose, schedule.num_stages) if share_cores else None,
+      remat_policy='except_last' if 'b' in self.actions else 'stage',
+      # The update waits for all devices: it needs the global gradient norm.
+      update_barrier=True,
+    )
+    return result.makespan
+
+  def _Costs(
+    self, actions: _ActionTimes, choose: Callable[[Sequence[float]], float], num_stages: int
+  ) -> simulator.Costs:
+    picked = {kind: [choose(t) for t in stages] for kind, stages in actions.items()}
     # What is not measured does not occur in the schedule; B, I and V are measured with what they
     # recompute, unless the last micro-batch differs.
-    nothing = [0.0] * schedule.num_stages
+    nothing = [0.0] * num_stages
     backward, recompute = picked.get('B', nothing), nothing
     if 'b' in picked:
       recompute = [max(b - a, 0.0) for a, b in zip(picked['b'], backward, strict=True)]
       backward = picked['b']
-    costs = simulator.Costs(
+    return simulator.Costs(
       forward=picked.get('F', nothing),
       recompute=recompute,
       input_gradient=picked.get('I', nothing),
@@ -66,15 +91,14 @@ class Times:
       fused=picked.get('V', nothing),
       update=[choose(t) for t in self.update],
     )
-    policy = 'except_last' if 'b' in picked else 'stage'
-    # The update waits for all devices: it needs the global gradient norm.
-    result = simulator.Simulate(schedule, costs, remat_policy=policy, update_barrier=True)
-    return result.makespan
 
   def Summary(self) -> dict[str, Any]:
-    """{letter: for each stage the median time}."""
-    found = {kind: [statistics.median(t) for t in each] for kind, each in self.actions.items()}
-    return {**found, 'update': [statistics.median(t) for t in self.update]}
+    """{letter: for each stage the median time} on one core, and under `alone` on all."""
+    on_one, on_all = (
+      {kind: [statistics.median(t) for t in each] for kind, each in times.items()}
+      for times in (self.actions, self.alone)
+    )
+    return {**on_one, 'update': [statistics.median(t) for t in self.update], 'alone': on_all}
 
 
 def Measure(
@@ -98,19 +122,16 @@ def Measure(
     repeats: how many measurements of each.
   """
   kinds = {action.kind.value for row in schedule.actions for action in row}
-  pinned = _PinAllThreads(1)
-  try:
-    actions = _Actions(engine, inputs, side, loss_weight, kinds, repeats)
-    devices = [
-      [s for s in engine.stages if engine.stage_to_device[s.index] == d]
-      for d in range(schedule.num_devices)
-    ]
-    update = [
-      _Time(_Update(stages, learner), stages[0].device, repeats, max_calls=1) for stages in devices
-    ]
-  finally:
-    _PinAllThreads(pinned)
-  return Times(actions, update)
+  actions = _Actions(engine, inputs, side, loss_weight, kinds, repeats)
+  devices = [
+    [s for s in engine.stages if engine.stage_to_device[s.index] == d]
+    for d in range(schedule.num_devices)
+  ]
+  update = [
+    _Time(_Update(stages, learner), stages[0].device, repeats, max_calls=1)[0] for stages in devices
+  ]
+  on_one, on_all = ({kind: [t[i] for t in actions[kind]] for kind in actions} for i in (0, 1))
+  return Times(on_one, on_all, update)
 
 
 def _Actions(
@@ -120,7 +141,8 @@ def _Actions(
   loss_weight: tf.Tensor,
   kinds: Collection[str],
   repeats: int,
-) -> dict[str, list[list[float]]]:
+) -> dict[str, list[tuple[list[float], list[float]]]]:
+  """{letter: for each stage what `_Time` returns}."""
   x = nested_map.NestedMap(args=inputs, skips=nested_map.NestedMap())
   calls: list[_Calls] = []
   for s in engine.stages:
@@ -129,16 +151,16 @@ def _Actions(
     if not last:
       y = _Once(calls[-1], 'F')[0]
       x = nested_map.NestedMap(args=stage.AsTuple(y.args), skips=y.skips)
-  times: dict[str, list[list[float]]] = {}
+  times: dict[str, list[tuple[list[float], list[float]]]] = {}
   dy = None
   for c in reversed(calls):
     c.dy = dy
     for kind in _Measured(engine.remat_policy, kinds):
       if kind == 'V' and c is not calls[-1]:
-        times.setdefault('V', []).insert(0, [0.0])
+        times.setdefault('V', []).insert(0, ([0.0], [0.0]))
         continue
       if kind in 'FBb' and 'V' in kinds and c is calls[-1]:
-        times.setdefault(kind, []).insert(0, [0.0])
+        times.setdefault(kind, []).insert(0, ([0.0], [0.0]))
         continue
       found = _Time(functools.partial(c.Run, kind), c.stage.device, repeats)
       times.setdefault(kind, []).insert(0, found)
@@ -240,15 +262,24 @@ def _Update(stages: list[emission.Stage], params: Any) -> Callable[[], Any]:
 
 def _Time(
   call: Callable[[], Any], device: str, repeats: int, max_calls: int = _MAX_CALLS
-) -> list[float]:
-  """Seconds of one call, `repeats` times; calls that are short are run several in a row."""
+) -> tuple[list[float], list[float]]:
+  """Seconds of one call on one core, and on all, `repeats` times each.
+
+  Calls that are short are run several in a row.
+  """
   number, run = 1, _Repeated(call, device, 1)
   run()
   if (once := _Seconds(run)) < _SECONDS and max_calls > 1:
     number = min(max_calls, max(2, round(_SECONDS / once)))
     run = _Repeated(call, device, number)
     run()
-  return [_Seconds(run) / number for _ in range(repeats)]
+
+  def Measured() -> list[float]:
+    return [_Seconds(run) / number for _ in range(repeats)]
+
+  with _OneCore():
+    on_one = Measured()
+  return on_one, Measured()
 
 
 def _Repeated(call: Callable[[], Any], device: str, number: int) -> Callable[[], Any]:
@@ -272,13 +303,20 @@ def _Seconds(run: Callable[[], Any]) -> float:
   return time.perf_counter() - start
 
 
-def _PinAllThreads(cores: int | Collection[int]) -> set[int]:
-  """Puts every thread of this process on so many, or on these, of its cores; returns its cores."""
-  before = os.sched_getaffinity(0)
-  wanted = sorted(before)[:cores] if isinstance(cores, int) else cores
+@contextlib.contextmanager
+def _OneCore() -> Iterator[None]:
+  """Within it all threads of this process are on one of its cores."""
+  cores = os.sched_getaffinity(0)
+  _PinAllThreads({min(cores)})
+  try:
+    yield
+  finally:
+    _PinAllThreads(cores)
+
+
+def _PinAllThreads(cores: Collection[int]) -> None:
   for thread in os.listdir('/proc/self/task'):
     try:
-      os.sched_setaffinity(int(thread), wanted)
+      os.sched_setaffinity(int(thread), cores)
     except ProcessLookupError:
       pass  # It has ended.
-  return before
