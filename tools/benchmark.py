@@ -7,11 +7,13 @@ the table is a process of its own, with one thread of operations a device.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from absl import flags
@@ -53,6 +55,9 @@ def DefineFlags() -> None:
   flags.DEFINE_enum('peer', None, [configuration.TORCH], 'Measure this peer on the same work too.')
   flags.DEFINE_string('peer_python', sys.executable, 'The Python that has the peer installed.')
   flags.DEFINE_string('output', None, 'Write each result as a JSON line into this file.')
+  flags.DEFINE_string(
+    'table_of', None, 'Measure nothing: print the table of all that --output wrote into this file.'
+  )
   flags.DEFINE_string('plot', None, 'Draw speed-ups into this PNG file; needs matplotlib.')
   flags.DEFINE_integer('timeout', 600, 'Seconds that one process may take.', lower_bound=1)
 
@@ -130,8 +135,45 @@ def PeerIsThere() -> bool:
   return True
 
 
+def Read(path: str) -> list[report.Measured]:
+  """What one run or several wrote into their --output.
+
+  Raises:
+    ValueError: no such file, or something else in it.
+  """
+  try:
+    with open(path, encoding='utf-8') as f:
+      lines = [json.loads(line) for line in f]
+    return [
+      (configuration.Configuration(**line['configuration']), line['result']) for line in lines
+    ]
+  except (OSError, ValueError, KeyError, TypeError) as e:
+    raise ValueError(f'--table_of: expected a file that --output wrote: {path}: {e!r}') from e
+
+
+def Show(measured: Sequence[report.Measured]) -> None:
+  """Prints the table, and draws the plot; several rounds of a configuration are one line."""
+  rounds: dict[str, list[Any]] = {}
+  for config, result in measured:
+    same = dataclasses.replace(config, repeats=0, seconds=0.0)
+    rounds.setdefault(same.ToJson(), []).append(result)
+  results = [
+    (configuration.Configuration.FromJson(text), report.Merge(each))
+    for text, each in rounds.items()
+  ]
+  print('\n' + report.Table(results))
+  if FLAGS.plot:
+    try:
+      report.Plot(results, FLAGS.plot)
+    except ImportError:
+      print('--plot: matplotlib is not installed, so there is no picture')
+
+
 def Run() -> int:
   """Measures everything and prints the table; 1 if some configuration could not be measured."""
+  if FLAGS.table_of:
+    Show(Read(FLAGS.table_of))
+    return 0
   grid = Grid()
   if FLAGS.peer and not PeerIsThere():
     grid = [config for config in grid if config.system == configuration.OURS]
@@ -140,7 +182,7 @@ def Run() -> int:
   print(f'{len(grid)} configurations on {cores} cores, load {os.getloadavg()[0]:.1f}', flush=True)
   if cores < wanted:
     print(f'{wanted} cores are wanted: no speed-up can be expected', flush=True)
-  found: dict[str, list[dict[str, Any]]] = {}
+  measured: list[report.Measured] = []
   failed, total = 0, len(grid) * FLAGS.rounds
   start = time.monotonic()
   for i, config in enumerate(grid * FLAGS.rounds, 1):
@@ -150,7 +192,7 @@ def Run() -> int:
       failed += 1
       print(f'[{i}/{total}] {config.name}: FAILED\n{e}', flush=True)
       continue
-    found.setdefault(config.name, []).append(result)
+    measured.append((config, result))
     seconds = time.monotonic() - start
     print(
       f'[{i}/{total}] {config.name}: {report.Best(result):.4g} s ({seconds:.0f} s so far)',
@@ -160,14 +202,8 @@ def Run() -> int:
       with open(FLAGS.output, 'a', encoding='utf-8') as f:
         line = {'configuration': json.loads(config.ToJson()), 'result': result, 'time': time.time()}
         f.write(json.dumps(line) + '\n')
-  results = [(c, report.Merge(found[c.name])) for c in grid if c.name in found]
-  if results:
-    print('\n' + report.Table(results))
-  if FLAGS.plot and results:
-    try:
-      report.Plot(results, FLAGS.plot)
-    except ImportError:
-      print('--plot: matplotlib is not installed, so there is no picture')
+  if measured:
+    Show(measured)
   return 1 if failed else 0
 
 

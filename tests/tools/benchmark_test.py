@@ -70,6 +70,8 @@ def testATinyRunForReal(tmp_path):
     assert result['memory_mib'] > result['memory_before_mib'] > 0
     assert 0 < result['simulated_best'] <= result['simulated_median']
     assert 0 < result['predicted_best'] <= result['simulated_best'] * (1 + 1e-9)
+  table = processes.Succeeded(_Run(f'--table_of={output}')).stdout.splitlines()
+  assert table[1:] == lines[start:]
   fused = results[2]['result']['actions']
   assert fused['F'][0] > 0 and fused['B'][0] > 0 and fused['V'][0] == 0
   assert fused['F'][1] == 0 and fused['B'][1] == 0 and fused['V'][1] > 0
@@ -224,6 +226,7 @@ def testThePlot(tmp_path):
     ('--workloads=d', r"--workloads: unknown 'd'"),
     ('--num_micro_batches=0', r'--num_micro_batches: expected numbers of at least 1, got 0'),
     ('--size=a.depth=3', r"size 'a.depth=3': expected <name>=<number>, name one of a.layers"),
+    ('--table_of=/no/such', r'--table_of: expected a file that --output wrote: /no/such: '),
     ('both', r"unexpected argument 'both'"),
     ('--num_micro_batches=300', r'a batch of 256 has no such M'),
   ],

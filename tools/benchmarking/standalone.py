@@ -28,6 +28,9 @@ from lingvo_gpipe.pipeline import engine as engine_lib
 _SECONDS = 0.1
 _MAX_CALLS = 16
 
+# No more measurements of an action, on one core or on all, when they have taken so long.
+_MAX_SECONDS = 2.0
+
 # {letter: for each stage the times of its repeated measurements}.
 _ActionTimes = dict[str, list[list[float]]]
 
@@ -119,7 +122,7 @@ def Measure(
     loss_weight: the weight of its loss.
     schedule: tells what occurs.
     learner: Params of the learner, which updates.
-    repeats: how many measurements of each.
+    repeats: how many measurements of each; fewer of what takes long.
   """
   kinds = {action.kind.value for row in schedule.actions for action in row}
   actions = _Actions(engine, inputs, side, loss_weight, kinds, repeats)
@@ -263,7 +266,7 @@ def _Update(stages: list[emission.Stage], params: Any) -> Callable[[], Any]:
 def _Time(
   call: Callable[[], Any], device: str, repeats: int, max_calls: int = _MAX_CALLS
 ) -> tuple[list[float], list[float]]:
-  """Seconds of one call on one core, and on all, `repeats` times each.
+  """Seconds of one call on one core, and on all, up to `repeats` times each.
 
   Calls that are short are run several in a row.
   """
@@ -275,7 +278,10 @@ def _Time(
     run()
 
   def Measured() -> list[float]:
-    return [_Seconds(run) / number for _ in range(repeats)]
+    found: list[float] = []
+    while len(found) < repeats and number * sum(found) < _MAX_SECONDS:
+      found.append(_Seconds(run) / number)
+    return found
 
   with _OneCore():
     on_one = Measured()
