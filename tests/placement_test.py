@@ -20,7 +20,7 @@ from absl import logging
 
 from lingvo_gpipe import cluster, cluster_spec, model, nested_map, placement, runner, task_batches
 from lingvo_gpipe.input import (
-  base_input_generator, sentencepiece_training, synthetic, text_files
+  base_input_generator, sentencepiece_training, synthetic, text_files, tf_record_index
 )
 from params import toy
 
@@ -67,6 +67,12 @@ class WholeBatch(Input):
     examples = super()._Examples(indices)
     examples.inputs -= tf.reduce_mean(examples.inputs, axis=0)
     return examples
+
+
+class Records(Input):
+  def _Examples(self, indices):
+    records = tf.map_fn(index.Read, indices, fn_output_signature=tf.string)
+    return super()._Examples(tf.strings.to_number(records, tf.int64))
 
 
 class Task(toy.Regression):
@@ -158,8 +164,14 @@ for _ in range(20):
   ((_, view, _),) = of_tokens.placement.Views(batch)
   assert base_input_generator.AreEqual(view, expected)
   found['tokens'].append(Devices(batch))
+with tf.io.TFRecordWriter('records') as writer:
+  for i in range(20):
+    writer.write(str(19 - i))
+index = tf_record_index.TfRecordIndex(
+  [tf_record_index.Part(os.path.abspath('records'), 0, 20, 20)]
+)
 zero = tf.Variable(0, dtype=tf.int64)
-for cls in (OwnDataset, Python, Variable, OwnFile, OtherFiles, WholeBatch):
+for cls in (Records, OwnDataset, Python, Variable, OwnFile, OtherFiles, WholeBatch):
   next(Make(cls, run=run)[1])
 next(Make(run=run, read_on_workers=None)[1])
 placement.MAX_BYTES_IN_MEMORY = 100
@@ -205,8 +217,12 @@ def testWorkersReadDocumentsAsTokens(found):
   assert values['tokens'] == [{'firsts': [[_Cpu(0)]], 'lasts': [[_Cpu(1)] * 5]}] * 20
 
 
+def testWorkersReadRecordsByIndex(found):
+  assert 'Records, read by worker 0, 1' in found[1]
+
+
 def testWhatWorkersCannotReadTheTrainerDoes(found):
-  lines = [line for line in found[1] if not line.startswith('TextFilesInput')]
+  lines = [line for line in found[1] if not line.startswith(('TextFilesInput', 'Records'))]
   assert lines[:3] == [
     'Input, read by worker 0, labels by worker 1',
     'Input, read by the trainer: input.read_on_workers is False',

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import functools
+import os
 import struct
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from absl import logging
 
@@ -48,11 +50,48 @@ def Dataset(path: str | tf.Tensor, first_byte: int | tf.Tensor = 0) -> tf.data.D
   return first_bytes.flat_map(functools.partial(_From, path))
 
 
-def _From(path: str | tf.Tensor, byte: tf.Tensor) -> tf.data.Dataset:
+def Record(path: str | tf.Tensor, first_byte: tf.Tensor, num_bytes: tf.Tensor) -> tf.Tensor:
+  """One record of a file, a string scalar; DataLossError where its checksums are wrong.
+
+  Args:
+    path: as for `Dataset`.
+    first_byte: int64 scalar, where it begins.
+    num_bytes: int64 scalar, what it takes in the file: so much is read.
+  """
+  return _From(path, first_byte, num_bytes).take(1).get_single_element()
+
+
+def _From(
+  path: str | tf.Tensor, byte: tf.Tensor, buffer_bytes: int | tf.Tensor = _BUFFER_BYTES
+) -> tf.data.Dataset:
   variant = tf.raw_ops.TFRecordDatasetV2(
-    filenames=path, compression_type='', buffer_size=_BUFFER_BYTES, byte_offsets=byte
+    filenames=path, compression_type='', buffer_size=buffer_bytes, byte_offsets=byte
   )
   return tf.data.experimental.from_variant(variant, tf.TensorSpec([], tf.string))
+
+
+def Borders(path: str) -> np.ndarray:
+  """The bytes where the records of a file begin, and its size: int64 [records + 1].
+
+  Only their lengths are read: what is in them may be damaged.
+
+  Args:
+    path: as for `Dataset`.
+
+  Raises:
+    ValueError: a length is damaged, or the file is none of TFRecords.
+  """
+  size = tf.io.gfile.stat(path).length
+  borders = [0]
+  # TensorFlow's own files would read half a MiB after each seek.
+  with open(path, 'rb', 0) if os.path.exists(path) else tf.io.gfile.GFile(path, 'rb') as f:
+    while borders[-1] < size:
+      f.seek(borders[-1])
+      borders.append(borders[-1] + _AROUND + int.from_bytes(f.read(8), 'little'))
+  if borders[-1] != size:
+    for _ in Records(path):  # It raises, and says which record is damaged.
+      pass
+  return np.array(borders, np.int64)
 
 
 def Records(

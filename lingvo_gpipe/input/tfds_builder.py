@@ -38,9 +38,7 @@ def NumExamples(builder: tfds.core.DatasetBuilder, split: str, where: str) -> in
     ) from e
 
 
-def Prepared(
-  dataset: str, data_dir: str, where: str, instead: str, file_format: str = ''
-) -> tfds.core.DatasetBuilder:
+def Prepared(dataset: str, data_dir: str, where: str, instead: str) -> tfds.core.DatasetBuilder:
   """The builder of a data set that has been prepared.
 
   Args:
@@ -48,7 +46,6 @@ def Prepared(
     data_dir: where it was prepared; '': TFDS's own place.
     where: what names the data set in messages, such as 'TfdsImageInput: param dataset'.
     instead: what works without a network, the end of a message.
-    file_format: the format to prepare it in; '': any.
 
   Raises:
     ValueError: TFDS has no such data set, or it is not prepared; the message says what to do.
@@ -62,8 +59,6 @@ def Prepared(
   if builder.is_prepared():
     return builder
   command = f'tfds build {dataset}'
-  if file_format:
-    command += f' --file_format={file_format}'
   if data_dir:
     command += f' --data_dir={data_dir}'
   manual = ''

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 
 from lingvo_gpipe import hyperparams, nested_map
-from lingvo_gpipe.input import image_augmentation, image_input, tfds_builder
+from lingvo_gpipe.input import image_augmentation, image_input, tf_record_index, tfds_builder
 
 _OFFLINE = 'image.digits.LeNet5'
 
@@ -28,9 +27,9 @@ class TfdsImageInput(image_input.ImageInput):
 
   * p.in_memory: all images have p.image_size. They are read once and kept. With p.augment they move
     by up to p.max_shift pixels.
-  * Else images of any size are read by index as they are needed, for which the data set must be
-    prepared with --file_format=array_record. With p.augment a random window is cut out, else the
-    central square, and scaled to p.image_size.
+  * Else images of any size are read as they are needed, by workers too, for which the data set must
+    be prepared as TFRecord files, as `tfds build` does by default. With p.augment a random window
+    is cut out, else the central square, and scaled to p.image_size.
 
   With p.augment and p.flip half of the images exchange left and right. Pixels are -1 ... 1.
   """
@@ -79,8 +78,14 @@ class TfdsImageInput(image_input.ImageInput):
       self._Where('dataset'),
       instead=f'--model={_OFFLINE} has data of its own, and input.num_fake_examples:1000 trains on '
       'noise, for measuring time',
-      file_format='' if p.in_memory else 'array_record',
     )
+    found = builder.info.file_format
+    if not p.in_memory and found != tfds.core.FileFormat.TFRECORD:
+      raise ValueError(
+        f'{self._Where("in_memory")}: False needs TFRecord files, but the data set {p.dataset!r} '
+        f'was prepared as {found.value} in {builder.data_path}; prepare it in another directory by '
+        f'`tfds build {p.dataset} --data_dir=DIR`, and set data_dir'
+      )
     num_classes = builder.info.features['label'].num_classes
     if num_classes + p.label_offset > p.num_classes:
       raise ValueError(
@@ -102,19 +107,13 @@ class TfdsImageInput(image_input.ImageInput):
     return parts
 
   @functools.cached_property
-  def _source(self) -> Any:
-    """The encoded images and labels of the split, by index."""
-    try:
-      return self._builder.as_data_source(
-        split=self.params.split, decoders={'image': tfds.decode.SkipDecoding()}
+  def _records(self) -> tf_record_index.TfRecordIndex:
+    """The examples of the split, in the order of the files."""
+    files = self._builder.info.splits[self.params.split].file_instructions
+    with tf.init_scope():  # Now, not within a pipeline.
+      return tf_record_index.TfRecordIndex(
+        [tf_record_index.Part(x.filename, x.skip, x.take, x.examples_in_shard) for x in files]
       )
-    except NotImplementedError as e:
-      raise ValueError(
-        f'{self._Where("in_memory")}: the data set {self.params.dataset!r} was prepared in a '
-        f'format that cannot be read by index, in {self._builder.data_path}; prepare it in another '
-        f'directory by `tfds build {self.params.dataset} --file_format=array_record '
-        '--data_dir=DIR`, and set data_dir'
-      ) from e
 
   @functools.cached_property
   def _arrays(self) -> tuple[np.ndarray, np.ndarray]:
@@ -140,11 +139,17 @@ class TfdsImageInput(image_input.ImageInput):
         labels.append(example['label'])
     return np.stack(images), np.array(labels, np.int32)
 
+  def Explain(self, error: Exception) -> Exception:
+    """As the parent's; names the file and the record that are damaged."""
+    if isinstance(error, tf.errors.DataLossError) and not self.params.in_memory:
+      return self._records.Explain(error)
+    return super().Explain(error)
+
   # ---- examples --------------------------------------------------------------------------------
 
   def _Images(self, indices: tf.Tensor, seeds: tf.Tensor) -> nested_map.NestedMap:
     p = self.params
-    images, labels = (self._FromMemory if p.in_memory else self._FromSource)(indices, seeds)
+    images, labels = (self._FromMemory if p.in_memory else self._FromFiles)(indices, seeds)
     if p.augment and p.flip:
       images = image_augmentation.RandomFlip(images, seeds)
     return nested_map.NestedMap(
@@ -164,43 +169,22 @@ class TfdsImageInput(image_input.ImageInput):
       images = image_augmentation.RandomShift(images, seeds, self.params.max_shift)
     return tf.cast(images, tf.float32), tf.gather(all_labels, indices)
 
-  def _FromSource(self, indices: tf.Tensor, seeds: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    _ = self._source  # Errors of it come here, with their type.
-    encoded, labels = tf.numpy_function(self._Read, [indices], [tf.string, tf.int64])
-    encoded.set_shape(indices.shape)
-    labels.set_shape(indices.shape)
+  def _FromFiles(self, indices: tf.Tensor, seeds: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     size, channels = self.params.image_size, self.params.num_channels
-    images = tf.map_fn(
-      lambda pair: self._Decode(*pair),
-      (encoded, seeds),
-      fn_output_signature=tf.TensorSpec([size, size, channels], tf.float32),
+    all_features = self._builder.info.features
+    features = tfds.features.FeaturesDict({key: all_features[key] for key in ('image', 'label')})
+
+    def Read(index_and_seed: tuple[tf.Tensor, tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
+      index, seed = index_and_seed
+      example = features.deserialize_example(
+        self._records.Read(index), decoders={'image': tfds.decode.SkipDecoding()}
+      )
+      return self._Decode(example['image'], seed), example['label']
+
+    image_spec = tf.TensorSpec([size, size, channels], tf.float32)
+    return tf.map_fn(
+      Read, (indices, seeds), fn_output_signature=(image_spec, tf.TensorSpec([], tf.int64))
     )
-    return images, labels
-
-  def _Read(self, indices: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    try:
-      examples = self._source.__getitems__([int(i) for i in indices])
-    except RuntimeError:
-      for i in indices:
-        self._CheckWhole(int(i))
-      raise
-    encoded = np.array([example['image'] for example in examples], object)
-    return encoded, np.array([example['label'] for example in examples], np.int64)
-
-  def _CheckWhole(self, index: int) -> None:
-    """Raises ValueError, which names the file, where an image cannot be read."""
-    try:
-      _ = self._source[index]
-    except RuntimeError as e:
-      place = index
-      for part in self._builder.info.splits[self.params.split].file_instructions:
-        if place < part.take:
-          break
-        place -= part.take
-      raise ValueError(
-        f'{part.filename} is damaged: image {index} of {self.params.split!r} cannot be read: {e}. '
-        'Restore the file'
-      ) from e
 
   def _Decode(self, encoded: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
     """float32 [image_size, image_size, channels] in 0 ... 255."""

@@ -9,7 +9,8 @@ import pytest
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
-from lingvo_gpipe.input import image_augmentation, tfds_images
+from lingvo_gpipe import placement
+from lingvo_gpipe.input import batches, image_augmentation, tfds_images
 
 NUM_TRAIN, NUM_TEST, NUM_CLASSES, SIZE = 12, 5, 4, 6
 
@@ -55,8 +56,15 @@ class LgWideImages(_Builder):
 @pytest.fixture(scope='module')
 def data_dir(tmp_path_factory):
   directory = str(tmp_path_factory.mktemp('tfds'))
-  for cls, file_format in ((LgFixedImages, 'tfrecord'), (LgWideImages, 'array_record')):
-    cls(data_dir=directory, file_format=file_format).download_and_prepare()
+  for cls in (LgFixedImages, LgWideImages):
+    cls(data_dir=directory).download_and_prepare()
+  return directory
+
+
+@pytest.fixture(scope='module')
+def array_record_dir(tmp_path_factory):
+  directory = str(tmp_path_factory.mktemp('array_record'))
+  LgFixedImages(data_dir=directory, file_format='array_record').download_and_prepare()
   return directory
 
 
@@ -74,9 +82,9 @@ def _Input(data_dir, dataset='lg_fixed_images', **values):
 
 
 def _All(generator, count):
-  batches = list(generator.Dataset().take(-(-count // 4)))
-  images = np.concatenate([b.images for b in batches])[:count]
-  return images, np.concatenate([b.labels for b in batches])[:count]
+  found = list(generator.Dataset().take(-(-count // 4)))
+  images = np.concatenate([b.images for b in found])[:count]
+  return images, np.concatenate([b.labels for b in found])[:count]
 
 
 def testAllImagesOfASplitComeOnce(data_dir):
@@ -114,6 +122,29 @@ def testAugmentedImagesAreMovedAndFlipped(data_dir):
   assert np.max(np.sum(np.all(far == -1, axis=(2, 3)), axis=1)) == 3  # Rows that came in.
 
 
+def testFormatsHaveTheSameImages(data_dir, array_record_dir):
+  expected = _All(_Input(data_dir), NUM_TRAIN)
+  for found, of_tf_records in zip(_All(_Input(array_record_dir), NUM_TRAIN), expected, strict=True):
+    assert np.array_equal(found, of_tf_records)
+  with pytest.raises(
+    ValueError, match='needs TFRecord.*was prepared as array_record in .*build lg'
+  ):
+    _Input(array_record_dir, in_memory=False).NumExamples()
+
+
+@pytest.mark.parametrize('split', ['train', 'train[2:9]', 'test+train[5:]'])
+def testImagesOutOfMemoryAreThoseInMemory(data_dir, split):
+  expected = _All(_Input(data_dir, split=split), 20)
+  images, labels = _All(_Input(data_dir, split=split, in_memory=False, central_share=1.0), 20)
+  np.testing.assert_allclose(images, expected[0], atol=1e-6)
+  assert np.array_equal(labels, expected[1])
+
+
+@pytest.mark.parametrize('in_memory', [False, True])
+def testWorkersCanReadThem(data_dir, in_memory):
+  assert placement.WhyNot(_Input(data_dir, in_memory=in_memory, read_on_workers=True)) == ''
+
+
 @pytest.mark.parametrize('augment', [False, True])
 def testImagesOfAnySizeAreReadByIndex(data_dir, augment):
   generator = _Input(
@@ -140,9 +171,6 @@ def testWhatIsCutOut():
 
 
 def testWindowsOfALargerImageAreExactAfterARestart(data_dir):
-  generator = _Input(data_dir, split='train', in_memory=False, augment=True, image_size=3)
-  with pytest.raises(ValueError, match='cannot be read by index.*--file_format=array_record'):
-    generator.Dataset()
   generator = _Input(data_dir, 'lg_wide_images', augment=True, image_size=3)
   whole = [b.images.numpy() for b in generator.Dataset().take(5)]
   for batch, expected in zip(generator.Dataset(start=8).take(3), whole[2:], strict=True):
@@ -179,7 +207,7 @@ def testMissingDataSaysWhatToDo(tmp_path):
 
 def testDataToBeFetchedByHand(tmp_path):
   generator = _Input(str(tmp_path), 'imagenet2012', num_classes=1000, in_memory=False)
-  with pytest.raises(ValueError, match='--file_format=array_record.*fetch by hand'):
+  with pytest.raises(ValueError, match='fetch by hand'):
     generator.NumExamples()
 
 
@@ -217,18 +245,21 @@ def testTensorsAreNotConstantsOfTheGraph(data_dir):
   assert all(np.prod(op.outputs[0].shape) < 100 for op in large)
 
 
-def testADamagedFileIsNamedInTheMidstOfTheData(data_dir, tmp_path):
-  """Images that are read by index, as they are needed."""
+def testADamagedRecordIsNamed(data_dir, tmp_path):
+  """Of images that are not kept, when it is read; a file that was cut off before that."""
   copied = shutil.copytree(data_dir, tmp_path / 'data')
-  (path,) = copied.rglob('*train.array_record*')
-  data = bytearray(path.read_bytes())
+  (path,) = copied.rglob('lg_wide_images-train*')
+  data = path.read_bytes()
   at = data.index(b'\x89PNG')
-  data[at : at + 40] = bytes(40)
-  path.write_bytes(data)
-  generator = _Input(str(copied), 'lg_wide_images', shuffle=False, batch_size=1)
-  message = rf'ValueError: \S*/{path.name} is damaged: image \d+ of .train. .*Corrupt'
-  with pytest.raises(tf.errors.OpError, match=message):
-    list(generator.Dataset().take(NUM_TRAIN))
+  path.write_bytes(data[:at] + b'X' + data[at + 1 :])
+  generator = _Input(str(copied), 'lg_wide_images', shuffle=False, batch_size=1, num_epochs=1)
+  found = batches.Batches(generator, start=1)
+  assert len(list(found)) == NUM_TRAIN - 1
+  with pytest.raises(ValueError, match=rf'{path.name} is damaged, .*record 1, at byte 0: corrupt'):
+    next(batches.Batches(generator))
+  path.write_bytes(data[:-5])
+  with pytest.raises(ValueError, match=rf'{path.name} is damaged, .*record 12, .*truncated'):
+    _Input(str(copied), 'lg_wide_images').Dataset()
 
 
 if __name__ == '__main__':
