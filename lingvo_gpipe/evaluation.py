@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -17,10 +18,13 @@ from lingvo_gpipe import (
   nested_map,
   stop_request,
   summaries,
+  task_batches,
   whole_file,
 )
 from lingvo_gpipe import task as task_lib
 from lingvo_gpipe.input import batches
+
+_Batch = TypeVar('_Batch')
 
 
 class DatasetPass:
@@ -130,8 +134,11 @@ class DatasetPass:
     raise NotImplementedError(f'{type(self).__name__} has no _Prefix')
 
   def _Batches(self) -> Iterator[nested_map.NestedMap]:
-    """The batches of the data set, until asked to stop."""
-    return itertools.takewhile(lambda _: self._stop.signal is None, batches.Batches(self._input))
+    """The batches of the data set, in this process, until asked to stop."""
+    return self._UntilStopped(batches.Batches(self._input))
+
+  def _UntilStopped(self, data: Iterator[_Batch]) -> Iterator[_Batch]:
+    return itertools.takewhile(lambda _: self._stop.signal is None, data)
 
   def _IsStopped(self, step: int) -> bool:
     """Whether asked to stop; says so."""
@@ -158,6 +165,10 @@ class DatasetPass:
 
 class Evaluation(DatasetPass):
   """The metrics of `ComputeLoss`."""
+
+  @functools.cached_property
+  def _source(self) -> task_batches.Source:
+    return task_batches.Source(self._input, self._runner)
 
   def Run(self, step: int) -> dict[str, float] | None:
     """As the parent says."""
@@ -194,11 +205,11 @@ class Evaluation(DatasetPass):
   def _Prefix(self) -> str:
     return 'eval'
 
-  def _Limited(self) -> Iterator[nested_map.NestedMap]:
+  def _Limited(self) -> Iterator[batches.AnyBatch]:
     """The batches of so many examples as the task's Params say; the last one is cut to them."""
     left = self._runner.task.params.eval.samples_per_summary
     if not left:
-      yield from self._Batches()
+      yield from self._UntilStopped(self._source.Batches())
       return
     for batch in self._Batches():
       rows = RealRows(batch)

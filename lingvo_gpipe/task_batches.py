@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The batches of a run, each of the task whose step it is, read where its stages need them."""
+"""The batches of a run, each of the task whose step it is, read where its stages need them.
+
+`Source` decides that for an input; evaluations have theirs.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ def Batches(
     if name not in sources:
       one = None if run is None else run.task_runners[name]
       stream = (streams or {}).get(name)
-      sources[name] = _Source(model.inputs[name], position(name), one, stream)
+      sources[name] = Source(model.inputs[name], one, of='run').Batches(position(name), stream)
     for _ in range(learners.NumAccumulated(model.tasks[name].params.train.learner)):
       batch = next(sources[name], None)
       if batch is None:
@@ -57,40 +60,76 @@ def Batches(
       yield batch
 
 
-def _Source(
-  source: Any,
-  position: int,
-  one: eval_runner.EvalRunner | None,
-  stream: Iterator[nested_map.NestedMap] | None,
-) -> Iterator[batches.AnyBatch]:
-  """The batches of a task's input; workers read them where their first one is the same to the bit.
+class Source:
+  """An input, whose batches workers read where its first one is the same to the bit.
 
   That it is the same tells that they see the files that this process sees, and that rows of a batch
   can be made without the others.
   """
-  if stream is None:
-    stream = iter(source.Dataset(start=position))
-  here = batches.Noted(stream, source, position, of='run')
-  if one is None or not placement.AreOnWorkers(one.engine):
-    return here
-  first = next(here, None)
-  if first is None:
-    return here
-  why = placement.WhyNot(source)
-  if not why:
-    try:
-      there = batches.Noted(one.placement.Read(source, position), source, position, of='run')
-      placed = next(there, None)
-      if placed is not None and _Bytes(one, first) == _Bytes(one, placed):
-        logging.info('data: %s, %s', type(source).__name__, one.placement)
-        return itertools.chain([placed], there)
-      why = 'what the workers read differs'
-    except Exception as e:
-      if worker_connection.IsFailure(e):
-        raise
-      why = f'the workers cannot: {" ".join(str(e).split())[:_MAX_SHOWN]}'
-  logging.info('data: %s, read by the trainer: %s', type(source).__name__, why)
-  return itertools.chain([first], here)
+
+  def __init__(self, source: Any, one: eval_runner.EvalRunner | None, of: str = 'data set') -> None:
+    """Reads nothing.
+
+    Args:
+      source: the input.
+      one: what takes the batches. Where its stages are in workers, these read what they can.
+      of: what positions count in, see `batches.Batches`.
+    """
+    self._source = source
+    self._of = of
+    self._runner = one if one is not None and placement.AreOnWorkers(one.engine) else None
+    self._is_decided = False
+
+  def Batches(
+    self, position: int = 0, stream: Iterator[nested_map.NestedMap] | None = None
+  ) -> Iterator[batches.AnyBatch]:
+    """The batches from a position on; the first call decides who reads them, in this one and later.
+
+    Args:
+      position: in the data set or run.
+      stream: the batches from there on, of an input whose examples have no index.
+    """
+    if self._is_decided and self._runner is not None:
+      return self._ReadThere(self._runner, position)
+    if stream is None:
+      stream = iter(self._source.Dataset(start=position))
+    here = batches.Noted(stream, self._source, position, self._of)
+    if self._runner is None:
+      return here
+    first = next(here, None)
+    if first is None:
+      return here
+    there = self._Tried(self._runner, position, first)
+    self._is_decided = True
+    if there is not None:
+      return there
+    self._runner = None
+    return itertools.chain([first], here)
+
+  def _ReadThere(self, one: eval_runner.EvalRunner, position: int) -> Iterator[batches.AnyBatch]:
+    there = one.placement.Read(self._source, position)
+    return batches.Noted(there, self._source, position, self._of)
+
+  def _Tried(
+    self, one: eval_runner.EvalRunner, position: int, first: nested_map.NestedMap
+  ) -> Iterator[batches.AnyBatch] | None:
+    """What the workers read where it begins with this batch, else None; the log says why."""
+    name = batches.Named(self._source)
+    why = placement.WhyNot(self._source)
+    if not why:
+      try:
+        there = self._ReadThere(one, position)
+        placed = next(there, None)
+        if placed is not None and _Bytes(one, first) == _Bytes(one, placed):
+          logging.info('data: %s, %s', name, one.placement)
+          return itertools.chain([placed], there)
+        why = 'what the workers read differs'
+      except Exception as e:
+        if worker_connection.IsFailure(e):
+          raise
+        why = f'the workers cannot: {" ".join(str(e).split())[:_MAX_SHOWN]}'
+    logging.info('data: %s, read by the trainer: %s', name, why)
+    return None
 
 
 def _Bytes(one: eval_runner.EvalRunner, batch: batches.AnyBatch) -> list[bytes | None]:

@@ -243,28 +243,41 @@ def testWhatWorkersCannotReadTheTrainerDoes(found):
   }
 
 
+_READ = 'data: SyntheticRegressionInput, read by worker 0'
+
+
 def testTheLastBatchAndThePositionAreThoseOfTheTrainer(forks, hosts, project, tmp_path):
-  """A step on two stages, then on two replicas to the end, which is in the midst of a batch."""
+  """A step on two stages, then on two replicas to the end, which is in the midst of a batch.
+
+  So are those of evaluations, after each step and by the evaluator.
+  """
   ended = {}
-  for name, more in (('workers', [f'--cluster={hosts}']), ('trainer', [])):
+  for name, more in (('trainer', []), ('workers', [f'--cluster={hosts}'])):
     for max_steps, overrides, replicas in (
       (1, '', 1),
       (9, 'task.stack.num_stages:1;task.stack.splits:[]', 2),
     ):
       data = 'input.num_epochs:1;input.num_examples:30;input.read_on_workers:True'
       data += ';task.train.learner.num_accumulated_mini_batches:2'
+      data += ";task.train.eval_datasets:['Train'];task.train.eval_interval_steps:1"
       overrides = f'{data};task.stack.xla:False;{overrides}'
       args = [
         '--model=toy.Toy', f'--logdir={tmp_path / name}', f'--max_steps={max_steps}',
-        f'--model_params_override={overrides}', f'--num_replicas={replicas}',
+        f'--model_params_override={overrides}', f'--num_replicas={replicas}', *more,
       ]  # fmt: skip
-      done = processes.Succeeded(forks.Run('trainer', *args, *more, cwd=project))
+      done = processes.Succeeded(forks.Run('trainer', '--job=train_and_eval', *args, cwd=project))
       assert 'End of sequence' not in done.stderr
-      assert ('data: SyntheticRegressionInput, read by worker 0' in done.stderr) == bool(more)
+      # Those of training, and of all evaluations.
+      assert done.stderr.count(_READ) == (2 if more else 0)
     assert 'going on from step 1 (16 examples consumed)' in done.stdout
     assert 'stopped by the end of the data after step 2' in done.stdout
     ended[name] = processes.Tensors(tmp_path / name, 2)
+  done = processes.Succeeded(forks.Run('evaluator', '--once', '--split=Train', *args, cwd=project))
+  assert done.stderr.count(_READ) == 1
   processes.AssertSameTensors(ended['workers'], ended['trainer'])
+  first, last = processes.Scalars(tmp_path / 'trainer' / 'eval_train')['loss']
+  assert (first[0], last[0]) == (1, 2)
+  assert processes.Scalars(tmp_path / 'workers' / 'eval_train')['loss'] == [first, last, last]
 
 
 if __name__ == '__main__':

@@ -71,7 +71,7 @@ class BaseInputGenerator:
     p.Define(
       'read_on_workers',
       None,
-      'Where stages are in workers: whether training has them read what each needs, if they can. '
+      'Where stages are in workers: whether these read what each needs, if they can. '
       'None: batches of 1 MiB or more.',
     )
     return p
