@@ -150,7 +150,7 @@ class EvalRunner:
       self._shapes.add(shapes.NestText(spec))
     self.engine.functions.num_batch_shapes = len(self._shapes)
 
-  def Evaluate(self, data: Iterable[nested_map.NestedMap]) -> dict[str, tuple[float, float]]:
+  def Evaluate(self, data: Iterable[batches.AnyBatch]) -> dict[str, tuple[float, float]]:
     """{name: (mean, total weight)} over batches, in evaluation mode, with `AveragedWeights`."""
     total = metrics.MetricsAccumulator()
     with self.AveragedWeights():
@@ -257,10 +257,7 @@ class EvalRunner:
     return found
 
   def _CheckBatch(self, batch: batches.AnyBatch) -> None:
-    if isinstance(batch, batches.PlacedBatch):
-      for share, _, view in self.placement.Views(batch):
-        with tf.device(share.last):
-          self.task.CheckBatch(view)
+    if isinstance(batch, batches.PlacedBatch):  # Checked when it was read.
       return
     shapes.CheckNest(self.task.path, 'batch', batch, self.batch_spec)
     self.task.CheckBatch(batch)
@@ -278,5 +275,5 @@ class EvalRunner:
     self._traced.add(key)
     return True
 
-  def _EvalStep(self, batch: nested_map.NestedMap) -> dict[str, tf.Tensor]:
+  def _EvalStep(self, batch: batches.AnyBatch) -> dict[str, tf.Tensor]:
     return self.engine.Evaluate(*self.MicroBatches(batch))

@@ -12,6 +12,7 @@ import functools
 import itertools
 import re
 from collections.abc import Callable, Iterator
+from concurrent import futures
 
 import tensorflow as tf
 
@@ -48,11 +49,7 @@ class Share:
 
 
 class Placement:
-  """Where the parts of a batch belong.
-
-  Attributes:
-    shares: of all replicas that get rows.
-  """
+  """Where the parts of a batch belong."""
 
   def __init__(
     self,
@@ -61,17 +58,13 @@ class Placement:
     batch_spec: nested_map.NestedMap,
   ) -> None:
     """Finds what a task's first and last stage read of batches of this spec."""
+    self._task = task
     self._spec = batch_spec
-    num_micro_batches = 1 if task.pipeline is None else task.pipeline.num_micro_batches
-    sizes = micro_batch.Sizes(micro_batch.BatchSize(batch_spec), num_micro_batches)
-    self.shares = []
-    for replica, share in zip(
-      stages.replicas, replicas.Shares(len(sizes), len(stages.replicas)), strict=True
-    ):
-      rows = range(sum(sizes[: share.start]), sum(sizes[: share.stop]))
-      ends = (worker_hosts.Host(replica.stages[k].device) for k in (0, -1))
-      if share:
-        self.shares.append(Share(rows, len(share), *ends))
+    self._num_micro_batches = 1 if task.pipeline is None else task.pipeline.num_micro_batches
+    self._ends = [
+      tuple(worker_hosts.Host(replica.stages[k].device) for k in (0, -1))
+      for replica in stages.replicas
+    ]
     self._keys = batch_spec.Keys()
     inputs = task_lib.FieldsRead(task.PipelineInputs, batch_spec)
     sides = task_lib.FieldsRead(task.LossInputs, batch_spec)
@@ -82,11 +75,21 @@ class Placement:
   def __str__(self) -> str:
     first, last = (
       ', '.join(map(str, dict.fromkeys(worker_hosts.WorkerOf(host) for host in hosts)))
-      for hosts in zip(*map(_Hosts, self.shares), strict=True)
+      for hosts in zip(*map(_Hosts, self.Shares(micro_batch.BatchSize(self._spec))), strict=True)
     )
     if first == last:
       return f'read by worker {first}'
     return f'read by worker {first}, labels by worker {last}'
+
+  def Shares(self, num_rows: int) -> list[Share]:
+    """What the replicas take of a batch of so many rows, without those that get none."""
+    sizes = micro_batch.Sizes(num_rows, self._num_micro_batches)
+    shares = replicas.Shares(len(sizes), len(self._ends))
+    return [
+      Share(range(sum(sizes[: share.start]), sum(sizes[: share.stop])), len(share), *ends)
+      for ends, share in zip(self._ends, shares, strict=True)
+      if share
+    ]
 
   def Keys(self, share: Share) -> tuple[list[str], list[str]]:
     """The fields that are read beside the first stage, and those beside the last one."""
@@ -99,7 +102,8 @@ class Placement:
 
     They differ in where those fields are that both have.
     """
-    for share, first, last in zip(self.shares, batch.firsts, batch.lasts, strict=True):
+    shares = self.Shares(batches.NumRows(batch))
+    for share, first, last in zip(shares, batch.firsts, batch.lasts, strict=True):
       keys_first, keys_last = self.Keys(share)
       of_first = dict(zip(keys_first, first, strict=True))
       of_last = dict(zip(keys_last, last, strict=True))
@@ -113,22 +117,39 @@ class Placement:
   def Read(
     self, source: base_input_generator.BaseInputGenerator, start: int
   ) -> Iterator[batches.PlacedBatch]:
-    """The batches of an input from a position on, read by the workers."""
+    """The batches of an input from a position on, read by the workers, and checked there.
+
+    While one is in use the next is read.
+    """
     readers = [
       [
         _Reader(host, functools.partial(source.Part, start, share.rows, keys)) if keys else tuple
         for host, keys in zip(_Hosts(share), self.Keys(share), strict=True)
       ]
-      for share in self.shares
+      for share in self.Shares(source.params.batch_size)
     ]
-    num_batches = source.NumBatches(start)
-    # Not until the end of the data shows: TensorFlow would print an error of the worker's.
-    for index in itertools.count() if num_batches is None else range(num_batches):
-      if index:  # The first is traced, and goes to where the run is in the data.
-        heartbeat.Begin(heartbeat.READ)
+
+    def ReadNext() -> batches.PlacedBatch:
       parts = [[read() for read in of_share] for of_share in readers]
-      heartbeat.Step(heartbeat.READ)
-      yield batches.PlacedBatch(*zip(*parts, strict=True))
+      batch = batches.PlacedBatch(*zip(*parts, strict=True))
+      for share, _, view in self.Views(batch):
+        with tf.device(share.last):
+          self._task.CheckBatch(view)
+      return batch
+
+    # Not until the end of the data shows: TensorFlow would print an error of the worker's.
+    num_batches = source.NumBatches(start)
+    left = itertools.count() if num_batches is None else iter(range(num_batches))
+    with futures.ThreadPoolExecutor(max_workers=1) as thread:
+      coming = (thread.submit(ReadNext) for _ in left)
+      reading = next(coming, None)
+      while reading is not None:
+        batch = reading.result()
+        heartbeat.Step(heartbeat.READ)
+        reading = next(coming, None)
+        yield batch
+        if reading is not None:  # Not for the first: it is traced, and goes to where the run is.
+          heartbeat.Begin(heartbeat.READ)
 
 
 def AreOnWorkers(stages: engine.PipelineEngine) -> bool:

@@ -217,7 +217,8 @@ class TaskRunner(eval_runner.EvalRunner):
     if self.task.pipeline is None:
       return 1
     if isinstance(batch, batches.PlacedBatch):
-      return sum(share.num_micro_batches for share in self.placement.shares)
+      shares = self.placement.Shares(batches.NumRows(batch))
+      return sum(share.num_micro_batches for share in shares)
     size = micro_batch.BatchSize(self.task.LossInputs(batch))
     return len(micro_batch.Sizes(size, self.task.pipeline.num_micro_batches))
 

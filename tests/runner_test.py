@@ -2,9 +2,11 @@
 """The runner: training, evaluation and continuation of tasks with and without a pipeline."""
 
 import functools
+import itertools
 import math
 import os
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -444,6 +446,24 @@ def testABatchThatWorkersReadTellsThatItIsWaitedFor(monkeypatch):
   run = _Runner(_PipelinedParams(), eval_runner.EvalRunner)
   read = run.placement.Read(_Input(), 0)
   assert _Told(monkeypatch, [lambda: next(read)] * 3) == [b'r', b'Rr', b'Rr']
+
+
+def testABatchIsReadWhileTheOneBeforeIsInUseAndItsErrorWaits(monkeypatch):
+  second, number = threading.Event(), itertools.count(1)
+
+  def Check(self, batch):
+    del self, batch
+    if next(number) == 2:
+      second.set()
+      raise ValueError('of the second')
+
+  monkeypatch.setattr(_Pipelined, 'CheckBatch', Check)
+  run = _Runner(_PipelinedParams(), eval_runner.EvalRunner)
+  read = run.placement.Read(_Input(), 0)
+  next(read)
+  assert second.wait(60)
+  with pytest.raises(ValueError, match='of the second'):
+    next(read)
 
 
 def testAMiniBatchOfAnUpdateTellsThatItIsDone(monkeypatch):

@@ -57,11 +57,10 @@ def Noted(
     except StopIteration:
       return
     except Exception as e:
-      name = f' {source.params.name!r}' if source.params.name else ''
       told = source.Explain(e)
       told.add_note(
-        f'while the input {type(source).__name__}{name} made the batch that begins at example '
-        f'{position:,} of the {of}'
+        f'while the input {Named(source)} made the batch that begins at example {position:,} of '
+        f'the {of}'
       )
       if told is not e:  # It says itself what to do.
         raise told from e
@@ -77,6 +76,26 @@ def Noted(
       raise
     yield batch
     position += NumRows(batch)
+
+
+def Range(values: tf.Tensor) -> tuple[int, int]:
+  """The least and the largest of some integers, found on the device where they are, by one call."""
+  with tf.device(values.device):
+    low, high = _RANGE(values).numpy()
+  return int(low), int(high)
+
+
+_RANGE = tf.function(
+  lambda values: tf.stack([tf.reduce_min(values), tf.reduce_max(values)]),
+  autograph=False,
+  reduce_retracing=True,
+)
+
+
+def Named(source: base_input_generator.BaseInputGenerator) -> str:
+  """The class of an input, and its name if it has one, for messages."""
+  name = source.params.name
+  return f'{type(source).__name__} {name!r}' if name else type(source).__name__
 
 
 def NumRows(batch: AnyBatch) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from lingvo_gpipe import hyperparams, nested_map, shapes, task
+from lingvo_gpipe.input import batches
 from lingvo_gpipe.layers import embedding
 from lingvo_gpipe.pipeline import pipelining_layer
 
@@ -61,7 +62,7 @@ class ImageClassifier(task.BaseTask):
     """Labels must lie in [0, num_classes): XLA would take any other as it comes."""
     p = self.params
     labels = input_batch.labels
-    low, high = int(tf.reduce_min(labels)), int(tf.reduce_max(labels))
+    low, high = batches.Range(labels)
     if low < 0 or high >= p.num_classes:
       raise ValueError(
         f'{self.path}: labels must lie in [0, {p.num_classes}), got {low} ... {high}; check the '

@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from lingvo_gpipe import hyperparams, nested_map, sampling, task, weight_params
+from lingvo_gpipe.input import batches
 from lingvo_gpipe.layers import dropout, embedding, norm, sequential, transformer
 from lingvo_gpipe.pipeline import pipelining_layer
 
@@ -96,7 +97,7 @@ class TransformerLm(task.BaseTask):
       self._CheckIds(name, input_batch[name])
 
   def _CheckIds(self, name: str, values: Any) -> None:
-    low, high = int(tf.reduce_min(values)), int(tf.reduce_max(values))
+    low, high = batches.Range(values)
     if low < 0 or high >= self.params.vocab_size:
       raise ValueError(
         f'{self.path}: {name} must lie in [0, {self.params.vocab_size}), got {low} ... {high}; '

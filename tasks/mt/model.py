@@ -17,6 +17,7 @@ from lingvo_gpipe import (
   task,
   translation_metrics,
 )
+from lingvo_gpipe.input import batches
 from lingvo_gpipe.layers import embedding, norm, sequential, transformer, transformer_decoder
 from lingvo_gpipe.pipeline import pipelining_layer
 from tasks.mt import layers as mt_layers
@@ -126,7 +127,7 @@ class TransformerMt(task.BaseTask):
     """Ids must lie in [0, vocab_size): XLA would take the nearest row of the table."""
     for name in _IDS:
       values = input_batch[name]
-      low, high = int(tf.reduce_min(values)), int(tf.reduce_max(values))
+      low, high = batches.Range(values)
       if low < 0 or high >= self.params.vocab_size:
         raise ValueError(
           f'{self.path}: {name} must lie in [0, {self.params.vocab_size}), got {low} ... {high}; '

@@ -77,5 +77,12 @@ def testBatchesAreThoseOfTheDataSet():
   np.testing.assert_array_equal(got, expected)
 
 
+def testTheRangeOfIntegersIsThatOfAnyShape():
+  for dtype, values in ((tf.int32, [[3, -2], [5, 0]]), (tf.int64, [2**40]), (tf.int32, [7, 7, 7])):
+    with tf.device('/device:CPU:1'):
+      found = batches.Range(tf.constant(values, dtype))
+    assert found == (np.min(values), np.max(values))
+
+
 if __name__ == '__main__':
   raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))
