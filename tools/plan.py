@@ -5,9 +5,10 @@
 
 Replicas, stages, micro-batches, the cut, the schedule, what backward recomputes and where optimizer
 slots are: what fits into the devices' memory and is predicted the quickest. No weight is allocated.
---device_file is a JSON file, see lingvo_gpipe/pipeline/device_description.py. On the machine
-itself, --measure runs each kind of layer and a transfer instead of trusting figures, and --check
-trains some steps with the best plans and sets them against what was predicted.
+--device_file is a JSON file, see lingvo_gpipe/pipeline/device_description.py. On the devices
+themselves, of this process or of the workers that --local_workers or --cluster names, --measure
+runs each kind of layer and transfers instead of trusting figures, and --check trains some steps
+with the best plans and sets them against what was predicted.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 from absl import flags
 
-from lingvo_gpipe import binary
+from lingvo_gpipe import binary, cluster, worker_connection
 from lingvo_gpipe.pipeline import (
   device_description,
   plan_choice,
@@ -28,11 +29,11 @@ from lingvo_gpipe.pipeline import (
   schedules,
 )
 from tools import program
-from tools.planning import experiment, report, target
+from tools.planning import experiment, report, target, trial
 
 FLAGS = flags.FLAGS
 
-_NOT_HERE = ('cluster', 'local_workers')
+_OF_WORKERS = ('cluster', 'local_workers')
 
 
 def _DefineFlags() -> None:
@@ -49,13 +50,15 @@ def _DefineFlags() -> None:
   flags.DEFINE_integer('num_stages', None, 'Devices of a replica; any, if not given.', 1)
   flags.DEFINE_integer('num_rows', 12, 'Plans to show.', lower_bound=1)
   flags.DEFINE_string('plot', None, 'Draw the grid of R and K into this PNG; needs matplotlib.')
-  flags.DEFINE_bool('measure', False, 'Measure the layers and the link on this machine.')
+  flags.DEFINE_bool('measure', False, 'Measure the layers and the links on these devices.')
   flags.DEFINE_list(
     'measured_sizes', ['1', '4', '16'], 'Sizes of micro-batches with which layers are measured.'
   )
   flags.DEFINE_integer('check', 0, 'Train some steps with so many of the best plans.', 0)
   flags.DEFINE_integer('repeats', 5, 'Timed steps of a plan that is checked.', lower_bound=1)
-  flags.DEFINE_integer('timeout', 600, 'Seconds that a plan that is checked may take.', 1)
+  flags.DEFINE_integer(
+    'timeout', 600, 'Seconds that a plan that is checked may take, but on workers.', 1
+  )
 
 
 def _Given() -> dict[str, Any] | None:
@@ -76,10 +79,10 @@ def _Given() -> dict[str, Any] | None:
   return values
 
 
-def _ParamsFlags() -> list[str]:
-  """The flags given that say what the Params are, beside --model."""
+def _FlagsOfRun() -> list[str]:
+  """The flags given that a run takes, too: what the Params are, beside --model, and the workers."""
   names = ('params_package', 'model_params_file_override', 'model_params_override', 'max_steps')
-  values = {name: FLAGS[name].value for name in names}
+  values = {name: FLAGS[name].value for name in (*names, *_OF_WORKERS)}
   return [
     f'--{name}={value}'
     for name, found in values.items()
@@ -99,30 +102,47 @@ def _Space() -> plan_choice.Space:
   )
 
 
+def _Target() -> cluster.Cluster:
+  """The devices to measure, all that there are: of the workers that flags name, or of this process.
+
+  Local workers have together as many as --num_stages and --num_replicas ask for, at least one each.
+  """
+  spec = binary.LocalWorkers(FLAGS.num_stages or 1).spec if FLAGS.local_workers else None
+  spec = spec or binary.Workers()
+  if spec is None:
+    return binary.OwnDevices(FLAGS.num_devices or target.NumCpus(), 1)
+  answers = worker_connection.AwaitWorkers(spec.workers, 60.0)
+  count = worker_connection.NumDevices(answers, FLAGS.platform)
+  return binary.WorkersDevices(spec, max(count, 1), num_replicas=1, answers=answers)
+
+
 def _Plan() -> int:
+  with binary.LeavingWhereAWorkerFails(1, 'see to the workers, and call this again'):
+    return _PlanOnDevices()
+
+
+def _PlanOnDevices() -> int:
   start = time.monotonic()
-  for name in _NOT_HERE:
-    if FLAGS[name].present:
-      raise binary.UsageError(
-        f'--{name} does nothing here: workers are not measured; describe their devices by '
-        '--device_file'
-      )
+  for name in _OF_WORKERS:
+    if FLAGS[name].present and not FLAGS.measure:
+      raise binary.UsageError(f'--{name} does nothing without --measure, which measures workers')
   params = binary.ModelParams('Train')
   given = _Given()
   if given is None and not FLAGS.measure:
-    raise binary.UsageError('--device_file=FILE is needed, or --measure on the machine itself')
+    raise binary.UsageError('--device_file=FILE is needed, or --measure on the devices themselves')
   if given is not None and not FLAGS.measure:
     devices = device_description.FromMapping(given, FLAGS.device_file)
   space = _Space()
   # Before anything starts TensorFlow, which settles what devices there are.
-  local = binary.OwnDevices(FLAGS.num_devices or target.NumCpus(), 1) if FLAGS.measure else None
+  local = _Target() if FLAGS.measure else None
   if local is None:
     binary.OneDevice()
   chosen = experiment.Experiment(params, FLAGS.global_batch)
   if local is not None:
     costs = chosen.Costs(program.Numbers('measured_sizes'), local.devices)
-    slowdown = chosen.Slowdown(costs, local.devices)
-    devices = target.Describe(local, costs, slowdown, given)
+    hosts = target.Hosts(local.devices)
+    slowdown = chosen.Slowdown(costs, hosts[0])
+    devices = target.Describe(local, hosts, costs, slowdown, given)
     print(json.dumps(device_description.ToMapping(devices)))
   else:
     costs = chosen.Costs([])
@@ -136,7 +156,7 @@ def _Plan() -> int:
   if result.best is None:
     raise binary.UsageError(report.NothingFits(result, devices))
   _Explain(plans, result)
-  print(f'\n{chosen.Command(FLAGS.model, result.best, _ParamsFlags())}\n')
+  print(f'\n{chosen.Command(FLAGS.model, result.best, _FlagsOfRun())}\n')
   print(
     f'{result.num_choices:,} choices, {result.num_simulated} simulated, '
     f'{time.monotonic() - start:.0f} s'
@@ -144,8 +164,7 @@ def _Plan() -> int:
   if FLAGS.plot:
     report.Plot(result, f'{FLAGS.model}, batch {chosen.global_batch}', FLAGS.plot)
   if FLAGS.check:
-    num_local = None if local is None else len(local.devices)
-    _Check(chosen, result.rows[: FLAGS.check], num_local)
+    _Check(chosen, result.rows[: FLAGS.check], local)
   return 0
 
 
@@ -166,20 +185,21 @@ def _Explain(plans: planner.Planner, result: planner.Result) -> None:
   print(report.Grid(result))
 
 
-def _Check(chosen: experiment.Experiment, rows: Any, num_devices: int | None) -> None:
+def _Check(chosen: experiment.Experiment, rows: Any, local: cluster.Cluster | None) -> None:
   """Prints predicted beside measured times."""
   print(f'{"R":>4} {"K":>4} {"predicted":>10} {"best":>10} {"median":>10} {"predicted/best":>15}')
   for row in rows:
-    trial = target.Trial(
+    plan = trial.Trial(
       key=FLAGS.model,
       packages=binary.Packages(),
       overrides=[*binary.Overrides(), chosen.Overrides(row)],
       num_replicas=row.choice.num_replicas,
-      num_devices=num_devices,
+      num_devices=None if local is None else len(local.devices),
       platform=FLAGS.platform,
       repeats=FLAGS.repeats,
     )
-    steps = trial.Run(FLAGS.timeout)
+    # This process alone is connected to its workers.
+    steps = plan.Steps(local.devices) if local and local.workers else plan.Run(FLAGS.timeout)
     print(
       f'{row.choice.num_replicas:4} {row.choice.num_devices:4} '
       f'{report.SecondsText(row.seconds):>10} {report.SecondsText(min(steps)):>10} '

@@ -2,15 +2,17 @@
 """The program `tools.plan`: what it prints can be run, and is what the trainer predicts, too."""
 
 import json
+import os
 import re
 import shlex
+import signal
 import sys
 
 import pytest
 import tensorflow as tf
 
 from lingvo_gpipe import lr_schedules, params_text, registry
-from tests import processes
+from tests import processes, worker_processes
 from tools.planning import experiment, report
 
 _PROGRAM = str(processes.ROOT / 'tools' / 'plan.py')
@@ -78,6 +80,40 @@ def testMeasuresThisMachineAndChecksItself():
   assert all(re.fullmatch(r'[\d.,e+]+(s|ms|us)', cell) for cell in row[2:5]) and row[5][-1] == '%'
 
 
+_MEASURE = ('--measure', '--measured_sizes=2', '--remat_policies=none', '--schedules=gpipe')
+
+
+def testMeasuresWorkersAndChecksItself(forks):
+  done = forks.Run(
+    _PROGRAM, *_MODEL, *_MEASURE, '--local_workers=2', '--num_stages=2', '--check=1', '--repeats=1'
+  )
+  lines = processes.Succeeded(done).stdout.splitlines()
+  described = json.loads(lines[0])
+  assert (described['num_devices'], described['devices_per_host']) == (2, 2)
+  of_machine = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
+  assert described['memory_bytes'] == pytest.approx(of_machine / 2)
+  assert 'within a host after ' in lines[2]
+  assert lines[3] == (
+    '(measured: layers on worker 0 CPU:0, within host from worker 0 CPU:0 to worker 1 CPU:0)'
+  )
+  (command,) = [line for line in lines if line.startswith('trainer ')]
+  assert '--local_workers=2' in shlex.split(command)
+  assert lines[-1].split()[:2] == ['1', '2'] and lines[-1][-1] == '%'
+
+
+def testAWorkerThatFailsIsOneLine(forks):
+  pid = forks.Start(_PROGRAM, *_MODEL, *_MEASURE, '--local_workers=2', '--num_stages=2')
+  forks.Await(' Devices: 2 CPU devices of 2 workers')
+  workers = worker_processes.Children(pid)
+  (first,) = [w for w in workers if '--task_index=0' in worker_processes.CommandLine(w)]
+  os.kill(first, signal.SIGKILL)
+  done = forks.Wait()
+  assert done.returncode == 1
+  line = done.stderr.splitlines()[-1]  # Behind what TensorFlow says of it.
+  assert line.startswith('a worker failed: ') and line.endswith('and call this again')
+  worker_processes.AwaitEnd(workers)
+
+
 def testOnlyLearnersWithSomethingToTrainUpdateALayer():
   params = registry.GetParams(processes.MODEL, 'Train')
   params.ApplyOverrides(params_text.ParseOverrides(processes.TINY))
@@ -103,7 +139,8 @@ def testOnlyLearnersWithSomethingToTrainUpdateALayer():
     ({'memory_bytes': 100}, [], 'nothing fits'),
     ({}, ['--global_batch=4', '--model=mt.cldr.Multilingual'], 'bucket_batch_limit'),
     (None, [], '--device_file=FILE is needed'),
-    (None, ['--measure', '--cluster=hosts.json'], '--cluster does nothing here: workers are not'),
+    ({}, ['--local_workers=2'], '--local_workers does nothing without --measure'),
+    (None, ['--measure', '--cluster=none.json'], 'none.json'),
     ({}, ['--model=image.digits_tasks.DigitAndParity'], 'this is done with a model of one task'),
   ],
 )

@@ -24,13 +24,22 @@ _NOTABLE = 0.005
 
 
 def DevicesText(devices: device_description.Devices) -> str:
-  """One line on the devices."""
+  """What the devices are and how they are connected; below, where that is known to be from."""
   name = f' {devices.name}' if devices.name else ''
+  links = {}
+  if devices.devices_per_host > 1:
+    links['within a host'] = devices.within_host
+  if devices.num_devices > devices.devices_per_host:
+    links['between hosts'] = devices.between_hosts
+  texts = [
+    f'{plan.BytesText(link.bandwidth)}/s {where} after {SecondsText(link.latency)}'
+    for where, link in links.items()
+  ]
   return (
     f'{devices.num_devices} devices{name}, {devices.devices_per_host} a host, '
-    f'{plan.BytesText(devices.memory_bytes)} each, {devices.flops_per_second:.3g} FLOP/s; '
-    f'links {plan.BytesText(devices.within_host.bandwidth)}/s within a host, '
-    f'{plan.BytesText(devices.between_hosts.bandwidth)}/s between hosts'
+    f'{plan.BytesText(devices.memory_bytes)} each, {devices.flops_per_second:.3g} FLOP/s'
+    + (f'; links {", ".join(texts)}' if texts else '')
+    + (f'\n({devices.source})' if devices.source else '')
   )
 
 

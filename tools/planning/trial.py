@@ -1,48 +1,92 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains an experiment for some steps and prints how long each took: `Trial.Run`'s process."""
+"""Trains an experiment for some steps, here or in a fresh process, and says how long each took.
+
+python -m tools.planning.trial '<Trial as JSON>'
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
+from tools import program
 
-def Measure(trial: dict[str, Any]) -> list[float]:
-  """The seconds of each timed step of a `target.Trial`."""
-  from lingvo_gpipe import cluster, params_text, registry, runner, task_plan
-  from lingvo_gpipe import model as model_lib
 
-  params: Any = registry.GetParams(trial['key'], 'Train', packages=trial['packages'])
-  for text in trial['overrides']:
-    params.ApplyOverrides(params_text.ParseOverrides(text))
-  model = model_lib.SingleTaskModel(params)
-  assert model.input is not None
-  num_replicas = trial['num_replicas']
-  devices = cluster.Cluster.Create(
-    task_plan.NumDevices(model.task),
-    trial['num_devices'],
-    platform=trial['platform'],
-    num_replicas=num_replicas,
-  )
-  trained = runner.TaskRunner(
-    model.task, devices.devices, model.input.BatchSpec(), num_replicas=num_replicas
-  )
-  batches = iter(model.input.Dataset().repeat())
-  trained.TrainStep(next(batches))
-  steps = []
-  for _ in range(trial['repeats']):
-    batch = next(batches)
-    start = time.perf_counter()
-    trained.TrainStep(batch)
-    steps.append(time.perf_counter() - start)
-  return steps
+@dataclasses.dataclass(frozen=True)
+class Trial:
+  """Steps of one plan.
+
+  Attributes:
+    key: the experiment.
+    packages: where to look it up.
+    overrides: texts of overrides.
+    num_replicas: R.
+    num_devices: how many devices a fresh process makes, beyond those of the plan, as where layers
+      were measured: threads are shared out among all. None: the plan's.
+    platform: kind of device.
+    repeats: how many steps are timed, after the first.
+  """
+
+  key: str
+  packages: Sequence[str]
+  overrides: Sequence[str]
+  num_replicas: int
+  num_devices: int | None
+  platform: str
+  repeats: int
+
+  def Run(self, timeout_seconds: float) -> list[float]:
+    """What `Steps` returns, from a fresh process.
+
+    Raises:
+      RuntimeError: the process failed.
+      subprocess.TimeoutExpired: it took longer.
+    """
+    argument = json.dumps(dataclasses.asdict(self))
+    seconds: list[float] = program.ResultOf('tools.planning.trial', argument, timeout_seconds)
+    return seconds
+
+  def Steps(self, devices: Sequence[str] = ()) -> list[float]:
+    """The seconds of each timed step, on the first of these devices or on devices made now."""
+    from lingvo_gpipe import cluster, params_text, registry, runner, task_plan
+    from lingvo_gpipe import model as model_lib
+
+    params: Any = registry.GetParams(self.key, 'Train', packages=self.packages)
+    for text in self.overrides:
+      params.ApplyOverrides(params_text.ParseOverrides(text))
+    model = model_lib.SingleTaskModel(params)
+    assert model.input is not None
+    num_stages = task_plan.NumDevices(model.task)
+    devices = (
+      devices
+      or cluster.Cluster.Create(
+        num_stages, self.num_devices, platform=self.platform, num_replicas=self.num_replicas
+      ).devices
+    )
+    trained = runner.TaskRunner(
+      model.task,
+      devices[: num_stages * self.num_replicas],
+      model.input.BatchSpec(),
+      num_replicas=self.num_replicas,
+    )
+    batches = iter(model.input.Dataset().repeat())
+    trained.TrainStep(next(batches))
+    steps = []
+    for _ in range(self.repeats):
+      batch = next(batches)
+      start = time.perf_counter()
+      trained.TrainStep(batch)
+      steps.append(time.perf_counter() - start)
+    return steps
 
 
 def main() -> None:
   """Measures what the first argument says."""
-  print(json.dumps(Measure(json.loads(sys.argv[1]))))
+  print(json.dumps(Trial(**json.loads(sys.argv[1])).Steps()))
 
 
 if __name__ == '__main__':

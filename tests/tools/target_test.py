@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Devices as `tools.planning.target` describes them: hosts, memory, links; how tensors go."""
+
+import re
+import sys
+
+import pytest
+import tensorflow as tf
+
+from lingvo_gpipe import cluster
+from lingvo_gpipe.pipeline import device_description
+from tools.planning import target
+
+_MIB = 1 << 20
+
+
+@pytest.fixture
+def machines(monkeypatch):
+  """[of each worker the machine it is on]; a machine has so many MiB as its letter's code."""
+  found = []
+
+  def FileAt(device, path):
+    machine = found[tf.DeviceSpec.from_string(device).task]
+    return f'MemTotal:  {ord(machine) * 1024} kB\n' if path == '/proc/meminfo' else machine
+
+  monkeypatch.setattr(target, '_FileAt', FileAt)
+  monkeypatch.setattr(target, 'MemoryBandwidth', lambda _: 1e9)
+  monkeypatch.setattr(target, 'FlopsPerSecond', lambda _: 1e9)
+  monkeypatch.setattr(
+    target, 'Transfer', lambda *ends: device_description.Link(*[float(e[-1]) + 1 for e in ends])
+  )
+  return found
+
+
+def _Describe(num_devices, given=None):
+  """Of workers with so many devices."""
+  devices = [
+    f'/job:worker/replica:0/task:{task}/device:CPU:{i}'
+    for task, count in enumerate(num_devices)
+    for i in range(count)
+  ]
+  return target.Describe(cluster.Cluster(devices), target.Hosts(devices), None, 1.5, given)
+
+
+@pytest.mark.parametrize(
+  'where, num_devices, per_host, memory, links',
+  [
+    ('ab', [2, 2], 2, ord('a') / 2, [('within', 0, 0, 0, 1), ('between', 0, 1, 1, 0)]),
+    ('aa', [1, 1], 2, ord('a') / 2, [('within', 0, 0, 1, 0)]),
+    ('ba', [1, 1], 1, ord('a'), [('between', 0, 0, 1, 0)]),
+    ('aabb', [1, 2, 2, 1], 3, ord('a') / 3, [('within', 0, 0, 1, 1), ('between', 1, 1, 2, 0)]),
+    ('a', [1], 1, ord('a'), []),
+  ],
+)
+def testWorkersOfOneMachineAreAHost(machines, where, num_devices, per_host, memory, links):
+  machines[:] = where
+  devices = _Describe(num_devices)
+  assert devices.num_devices == sum(num_devices)
+  assert devices.devices_per_host == per_host
+  assert devices.memory_bytes == pytest.approx(memory * _MIB)
+  assert devices.slowdown == 1.5
+  found = re.findall(
+    r'(within|between) hosts? from \D+(\d) CPU:(\d) to \D+(\d) CPU:(\d)', devices.source
+  )
+  assert [(name, *map(int, ends)) for name, *ends in found] == links
+  for name, _, a, _, b in links:
+    link = devices.within_host if name == 'within' else devices.between_hosts
+    assert link == device_description.Link(a + 1, b + 1)
+
+
+def testWhatIsGivenAndNotThereIsKept(machines):
+  machines[:] = 'a'
+  given = {
+    'num_devices': 64,
+    'devices_per_host': 8,
+    'memory_bytes': 5,
+    'flops_per_second': 7,
+    'within_host': {'bandwidth': 9},
+    'between_hosts': {'bandwidth': 11},
+  }
+  devices = _Describe([2], given)
+  assert (devices.num_devices, devices.devices_per_host, devices.memory_bytes) == (64, 8, 5)
+  assert devices.between_hosts.bandwidth == 11
+  assert devices.flops_per_second == 1e9 and devices.within_host.latency == 2
+
+
+def testHostsOfDifferentNumbersAreRefused(machines):
+  machines[:] = 'ab'
+  with pytest.raises(ValueError, match='equally many devices, and these have 2, 1: leave some out'):
+    _Describe([2, 1])
+
+
+def testTensorsOfATransferPassNoOtherDevice(monkeypatch):
+  """What has no device would be where the program is, and all bytes would go there."""
+  graphs = []
+
+  def Trace(step):
+    graphs.append(step.get_concrete_function().graph)
+    return 1.0 * len(graphs)
+
+  monkeypatch.setattr(target, '_Best', Trace)
+  ends = [d.name for d in tf.config.list_logical_devices('CPU')[1:3]]
+  target.Transfer(*ends)
+  both, alone = graphs[:2]
+  for graph, expected in ((both, set(ends)), (alone, {ends[0]})):
+    large = [
+      op
+      for op in graph.get_operations()
+      if op.type != 'ReadVariableOp'  # Is where its variable is.
+      and any(x.dtype == tf.float32 and x.shape.rank == 1 for x in op.outputs)
+    ]
+    assert {op.device for op in large} == expected
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))
