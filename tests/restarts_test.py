@@ -165,7 +165,7 @@ _WITH_LEASE = """
 import os, signal
 from lingvo_gpipe import background_saver, logdir_lock, trainer
 
-logdir_lock.BEAT_SECONDS, logdir_lock.LIFETIME_SECONDS, logdir_lock.SETTLE_SECONDS = 0.1, 3.0, 0.1
+logdir_lock.BEAT_SECONDS, logdir_lock.LIFETIME_SECONDS, logdir_lock.SETTLE_SECONDS = 0.1, 5.0, 0.1
 save = background_saver.BackgroundSaver.Save
 
 def Save(self, *args, **options):
