@@ -43,7 +43,7 @@ class BackgroundSaver:
     Args:
       saver: writes the checkpoints.
       in_background: False: there is no copy and no thread, and a save returns when it is done.
-      lock: of the directory; asked before each save whether it still holds.
+      lock: of the directory; asked before each save, and before its commit, whether it still holds.
     """
     self._saver = saver
     self._in_background = in_background
@@ -161,7 +161,7 @@ class BackgroundSaver:
     if self._saver.workers:
       heartbeat.Begin(heartbeat.WRITE)
     try:
-      self._saver.Save(step, values, metadata, **options)
+      self._saver.Save(step, values, metadata, lock=self._lock, **options)
       self.num_saves += 1
     except BaseException as e:
       self._error = e

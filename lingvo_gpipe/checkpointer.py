@@ -35,6 +35,7 @@ from lingvo_gpipe import (
   checkpoint_info,
   checkpoint_retention,
   file_errors,
+  logdir_lock,
   tensor_bundle,
   worker_hosts,
 )
@@ -124,6 +125,7 @@ class Checkpointer:
     variables: Mapping[str, Any],
     metadata: Mapping[str, Any],
     protected: Collection[int] = (),
+    lock: logdir_lock.Lock | None = None,
   ) -> str:
     """Writes a checkpoint, reads it back, commits it, and then removes the oldest ones.
 
@@ -137,13 +139,15 @@ class Checkpointer:
       metadata: dict with str keys of JSON values: dict, list (a tuple comes back as a list), str,
         int, float, bool, None.
       protected: the checkpoints of these steps stay, too.
+      lock: of the directory; asked before the commit whether it still holds.
 
     Returns:
       Path of the commit file.
 
     Raises:
       ValueError, TypeError: an argument cannot be saved; nothing was written.
-      OSError: a file cannot be written (or does not read back); earlier checkpoints are untouched.
+      OSError: a file cannot be written (or does not read back), or the directory was lost; earlier
+        checkpoints are untouched.
     """
     step = operator.index(step)
     if step < 0:
@@ -156,7 +160,7 @@ class Checkpointer:
     specs = {path: tensor_bundle.Spec(path, value) for path, value in variables.items()}
     checkpoint_info.CheckJson('metadata', metadata)
     with self._lock:
-      return self._Save(step, variables, specs, metadata, protected)
+      return self._Save(step, variables, specs, metadata, protected, lock)
 
   def _Save(
     self,
@@ -165,6 +169,7 @@ class Checkpointer:
     specs: Mapping[str, tf.TensorSpec],
     metadata: Mapping[str, Any],
     protected: Collection[int],
+    lock: logdir_lock.Lock | None,
   ) -> str:
     name = f'ckpt-{step:08d}'
     nonce = secrets.token_hex(4)
@@ -183,6 +188,8 @@ class Checkpointer:
       text = checkpoint_info.CommitText(step, os.path.basename(folder), specs, metadata, written)
       _WriteText(f'{commit}.tmp-{nonce}', text)
       checkpoint_info.ParseCommit(self.directory, commit, _ReadText(f'{commit}.tmp-{nonce}'))
+      if lock is not None:  # Writing may have taken longer than a lease lasts.
+        lock.Check()
       removable = False
       tf.io.gfile.rename(f'{commit}.tmp-{nonce}', commit, overwrite=True)
       tensor_bundle.Sync(self.directory)
@@ -190,6 +197,8 @@ class Checkpointer:
       # From the rename on it may be committed all the same; then the next save tidies up.
       if removable:
         self._Try(tf.io.gfile.rmtree, folder)
+      if isinstance(e, logdir_lock.LostError):
+        raise
       raise OSError(
         f'Cannot save the checkpoint of step {step} in {self.directory!r}: '
         f'{file_errors.OneLine(e)}. Is there space, and may it be written? '

@@ -130,6 +130,27 @@ def testADirectoryThatWasLostIsNotWrittenTo(tmp_path, in_background):
   assert _Saved(tmp_path / 'moved') == (1, 1.0)
 
 
+@pytest.mark.parametrize('in_background', [True, False])
+def testADirectoryThatIsLostWhileItIsWrittenToGetsNoCommit(tmp_path, in_background):
+  class Lock:
+    num_checks = 0
+
+    def Check(self):
+      self.num_checks += 1
+      if self.num_checks == 4:
+        raise logdir_lock.LostError('it is lost')
+
+  saver = _Saver(tmp_path, in_background=in_background, lock=Lock())
+  saver.Save(1, {'v': tf.Variable(1.0)}, {})
+  saver.Wait()
+  before = sorted(tmp_path.rglob('*'))
+  with pytest.raises(logdir_lock.LostError, match='^it is lost$'):
+    saver.Save(2, {'v': tf.Variable(2.0)}, {})
+    saver.Wait()
+  left = [path for path in sorted(tmp_path.rglob('*')) if '.json.tmp-' not in path.name]
+  assert left == before and _Saved(tmp_path) == (1, 1.0)
+
+
 def testWithoutAThreadItIsSavedAtTheReturn(tmp_path, monkeypatch):
   monkeypatch.setattr(background_saver, '_Copies', None)
   saver = _Saver(tmp_path, in_background=False)
