@@ -91,7 +91,12 @@ def Texts(
   """
   if not _IsTfRecord(builder):
     _CheckSkips(builder, where, damaged)
-    for example in builder.as_data_source(split=split):
+    source = builder.as_data_source(split=split)
+    for i in range(len(source)):
+      try:
+        example = source[i]
+      except RuntimeError as e:
+        raise _CannotRead(builder, split, i, e) from e
       yield tuple(example[name].decode() for name in names)
   elif damaged == 'skip' and NumDamaged(builder, split, where):
     for record in _SoundRecords(builder, split):
@@ -130,6 +135,21 @@ def _CheckSkips(builder: tfds.core.DatasetBuilder, where: str, damaged: str) -> 
       f'{where}: damaged records are skipped of TFRecord files only, and {builder.info.full_name} '
       f'was prepared as {builder.info.file_format.value}: set it to stop'
     )
+
+
+def _CannotRead(
+  builder: tfds.core.DatasetBuilder, split: str, index: int, error: Exception
+) -> ValueError:
+  """The error that names the file of an example that cannot be read by its index."""
+  place = index
+  for part in builder.info.splits[split].file_instructions:
+    if place < part.take:
+      break
+    place -= part.take
+  return ValueError(
+    f'{part.filename} is damaged: example {index} of {split!r} cannot be read: {error}. '
+    'Restore the file'
+  )
 
 
 def _SoundRecords(builder: tfds.core.DatasetBuilder, split: str) -> Iterator[bytes]:

@@ -142,6 +142,17 @@ def testADamagedFileIsNamedOrLosesTheRecord(data_dirs, vocab, tmp_path):
   assert skipping.Describe().endswith('(1 damaged records were left out)')
 
 
+def testADamagedFileThatIsReadByIndexIsNamed(data_dirs, vocab, tmp_path):
+  data_dir = shutil.copytree(data_dirs['array_record'], tmp_path / 'data')
+  (path,) = data_dir.rglob('*train.array_record*')
+  data = bytearray(path.read_bytes())
+  at = data.index(b'quick')
+  data[at : at + 5] = bytes(5)
+  path.write_bytes(data)
+  with pytest.raises(ValueError, match=rf'/{path.name} is damaged: example \d+ of .train. .*Corr'):
+    _Input(str(data_dir), vocab).NumExamples()
+
+
 def testOfOtherFormatsNothingIsSkipped(data_dirs, vocab):
   skipping = _Input(data_dirs['array_record'], vocab, damaged_records='skip')
   for read in (skipping.NumExamples, skipping.NumDamaged):
