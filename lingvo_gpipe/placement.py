@@ -11,14 +11,14 @@ import dataclasses
 import functools
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 
 import tensorflow as tf
 
 from lingvo_gpipe import heartbeat, nested_map, worker_hosts
 from lingvo_gpipe import task as task_lib
-from lingvo_gpipe.input import base_input_generator, batches, pipeline_graph
+from lingvo_gpipe.input import base_input_generator, batches, bucketed_input, pipeline_graph
 from lingvo_gpipe.pipeline import engine, micro_batch, replicas
 
 # To ask two workers for a batch and to check it there took about 10 ms, in which the trainer sends
@@ -27,6 +27,9 @@ LEAST_BYTES = 1 << 20
 
 # What a data set holds in memory is sent for each part that is read; a message is below 2 GiB.
 MAX_BYTES_IN_MEMORY = 1 << 30
+
+# What is read by each replica's first and last stage.
+_Parts = list[list[tuple[tf.Tensor, ...]]]
 
 _PYTHON = re.compile(r'(Eager)?PyFunc(Stateless)?')
 
@@ -121,17 +124,13 @@ class Placement:
 
     While one is in use the next is read.
     """
-    readers = [
-      [
-        _Reader(host, functools.partial(source.Part, start, share.rows, keys)) if keys else tuple
-        for host, keys in zip(_Hosts(share), self.Keys(share), strict=True)
-      ]
-      for share in self.Shares(source.params.batch_size)
-    ]
+    if isinstance(source, bucketed_input.BucketedInput):
+      found = self._Planned(source, start)
+    else:
+      found = self._Read(source, start)
 
     def ReadNext() -> batches.PlacedBatch:
-      parts = [[read() for read in of_share] for of_share in readers]
-      batch = batches.PlacedBatch(*zip(*parts, strict=True))
+      batch = batches.PlacedBatch(*zip(*next(found), strict=True))
       for share, _, view in self.Views(batch):
         with tf.device(share.last):
           self._task.CheckBatch(view)
@@ -151,6 +150,37 @@ class Placement:
         if reading is not None:  # Not for the first: it is traced, and goes to where the run is.
           heartbeat.Begin(heartbeat.READ)
 
+  def _Read(self, source: base_input_generator.BaseInputGenerator, start: int) -> Iterator[_Parts]:
+    """The parts of batches that are read as a data set on each worker."""
+    readers = [
+      [
+        _Reader(host, functools.partial(source.Part, start, share.rows, keys)) if keys else tuple
+        for host, keys in zip(_Hosts(share), self.Keys(share), strict=True)
+      ]
+      for share in self.Shares(source.params.batch_size)
+    ]
+    while True:
+      yield [[read() for read in of_share] for of_share in readers]
+
+  def _Planned(self, source: bucketed_input.BucketedInput, start: int) -> Iterator[_Parts]:
+    """The parts of batches in buckets: workers get which rows they consist of, and make them."""
+    largest = max(micro_batch.BatchSize(spec) for spec in source.BatchSpecs())
+    makers = [
+      [
+        _RowMaker(source, host, keys)
+        for host, keys in zip(_Hosts(share), self.Keys(share), strict=True)
+      ]
+      for share in self.Shares(largest)
+    ]
+    # The order of the next epoch takes a while.
+    for indices, weights, length in source.Plans(start).prefetch(1):
+      parts = []
+      # Smaller batches may have no rows for the last replicas.
+      for share, of_share in zip(self.Shares(len(indices)), makers, strict=False):
+        rows = slice(share.rows.start, share.rows.stop)
+        parts.append([make(indices[rows], weights[rows], length) for make in of_share])
+      yield parts
+
 
 def AreOnWorkers(stages: engine.PipelineEngine) -> bool:
   """Whether stages are in other processes."""
@@ -160,15 +190,19 @@ def AreOnWorkers(stages: engine.PipelineEngine) -> bool:
 def WhyNot(source: base_input_generator.BaseInputGenerator) -> str:
   """Why workers cannot read an input, as far as it can be told without trying; '' if they may."""
   name, p = type(source).__name__, source.params
-  if type(source).Dataset is not base_input_generator.BaseInputGenerator.Dataset:
+  owners = (base_input_generator.BaseInputGenerator, bucketed_input.BucketedInput)
+  if type(source).Dataset not in [owner.Dataset for owner in owners]:
     return f'{name} has a Dataset of its own'  # Which two workers need not read in one order.
   size = sum(x.shape.num_elements() * x.dtype.size for x in source.BatchSpec().Flatten())
   if p.read_on_workers is None and size < LEAST_BYTES:
     return f'a batch has {size:,} bytes'
   if p.read_on_workers is False:
     return 'input.read_on_workers is False'
-  make = functools.partial(source.Part, 0, range(p.batch_size))
-  traced = pipeline_graph.Trace(make)
+  if isinstance(source, bucketed_input.BucketedInput):
+    rows = functools.partial(source.Rows, source.Tensors())
+    traced = tf.function(rows, autograph=False).get_concrete_function(*bucketed_input.PLAN_SPEC)
+  else:
+    traced = pipeline_graph.Trace(functools.partial(source.Part, 0, range(p.batch_size)))
   nodes = itertools.chain(*pipeline_graph.Operations(traced))
   if found := sorted({node.op for node in nodes if _PYTHON.fullmatch(node.op)}):
     return f'{name} runs functions of Python ({", ".join(found)})'
@@ -194,6 +228,31 @@ def _Reader(host: str, make: Callable[[], tf.data.Dataset]) -> Callable[[], tupl
       return found
 
   return Read
+
+
+def _RowMaker(
+  source: bucketed_input.BucketedInput, host: str, keys: Sequence[str]
+) -> Callable[..., tuple[tf.Tensor, ...]]:
+  """What makes fields of rows of a plan on another host, of a copy of their tensors there."""
+  if not keys:
+    return lambda *plan: ()
+  tensors = source.Tensors()
+  with tf.device(host):
+    tensors = tensors.Transform(tf.identity)
+  make = tf.function(
+    lambda *args: tuple(map(source.Rows(*args).GetItem, keys)),
+    input_signature=[tensors.Transform(tf.TensorSpec.from_tensor), *bucketed_input.PLAN_SPEC],
+    autograph=False,
+  )
+
+  def Make(*plan: tf.Tensor) -> tuple[tf.Tensor, ...]:
+    with tf.device(host):
+      made: tuple[tf.Tensor, ...] = make(tensors, *plan)
+      return made
+
+  # New functions are brought to workers before others run there.
+  Make(*(tf.zeros([0] * spec.shape.rank, spec.dtype) for spec in bucketed_input.PLAN_SPEC))
+  return Make
 
 
 def _Hosts(share: Share) -> tuple[str, str]:

@@ -20,7 +20,8 @@ from absl import logging
 
 from lingvo_gpipe import cluster, cluster_spec, model, nested_map, placement, runner, task_batches
 from lingvo_gpipe.input import (
-  base_input_generator, sentencepiece_training, synthetic, text_files, tf_record_index
+  base_input_generator, parallel_text, sentencepiece_training, synthetic, text_files,
+  tf_record_index
 )
 from params import toy
 
@@ -37,6 +38,20 @@ class Input(synthetic.SyntheticRegressionInput):
 class OwnDataset(Input):
   def Dataset(self, start=0):
     return super().Dataset(start)
+
+
+class Pairs(parallel_text.ParallelText):
+  @classmethod
+  def Params(cls):
+    p = super().Params()
+    p.Set(num_fake_examples=30, vocab_size=12, target_language_token='source')
+    return p.Set(bucket_upper_bound=[6, 8, 9], bucket_batch_limit=[9, 5, 1])
+
+
+class PythonPairs(Pairs):
+  def _Rows(self, tensors, indices, length, example_weights):
+    indices = tf.ensure_shape(tf.numpy_function(np.copy, [indices], tf.int64), indices.shape)
+    return super()._Rows(tensors, indices, length, example_weights)
 
 
 class Python(Input):
@@ -89,6 +104,15 @@ class TokensTask(Task):
 
   def LossInputs(self, batch):
     targets = tf.cast(batch.labels[:, :1], tf.float32)
+    return nested_map.NestedMap(targets=targets, example_weights=batch.example_weights)
+
+
+class PairsTask(Task):
+  def PipelineInputs(self, batch):
+    return (tf.reduce_sum(tf.one_hot(batch.src_ids, 32), axis=1),)
+
+  def LossInputs(self, batch):
+    targets = tf.reduce_sum(batch.tgt_weights, axis=1, keepdims=True)
     return nested_map.NestedMap(targets=targets, example_weights=batch.example_weights)
 
 
@@ -165,6 +189,18 @@ for _ in range(20):
   ((_, view, _),) = of_tokens.placement.Views(batch)
   assert base_input_generator.AreEqual(view, expected)
   found['tokens'].append(Devices(batch))
+# Sentence pairs in buckets, beyond an epoch; of the largest there is no row for the other replica.
+pairs = {'task': PairsTask, 'batch_size': 0}
+found['pairs'] = []
+for num_replicas in (1, 2):
+  of_pairs, there = Make(Pairs, num_replicas, **pairs)
+  _, here = Make(Pairs, num_replicas, of_pairs, read_on_workers=False, **pairs)
+  for _ in range(12):
+    batch, expected = next(there), next(here)
+    assert task_batches._Bytes(of_pairs, batch) == task_batches._Bytes(of_pairs, expected)
+    assert of_pairs._NumMicroBatches(batch) == of_pairs._NumMicroBatches(expected)
+    found['pairs'].append([[len(part[0]) for part in batch.firsts], Devices(batch)])
+next(Make(PythonPairs, run=of_pairs, **pairs)[1])
 with tf.io.TFRecordWriter('records') as writer:
   for i in range(20):
     writer.write(str(19 - i))
@@ -177,6 +213,7 @@ for cls in (Records, OwnDataset, Python, Variable, OwnFile, OtherFiles, WholeBat
 next(Make(run=run, read_on_workers=None)[1])
 placement.MAX_BYTES_IN_MEMORY = 100
 next(Make(run=run)[1])
+next(Make(Pairs, run=of_pairs, **pairs)[1])
 print(json.dumps(found))
 """
 
@@ -222,8 +259,23 @@ def testWorkersReadRecordsByIndex(found):
   assert 'Records, read by worker 0, 1' in found[1]
 
 
+def testWorkersMakeTheRowsOfBuckets(found):
+  values, lines = found
+  assert [line for line in lines if line.startswith('Pairs')] == [
+    'Pairs, read by worker 0, labels by worker 1',
+    'Pairs, read by the trainer: input.read_on_workers is False',
+    'Pairs, read by worker 0, 1',
+    'Pairs, read by the trainer: input.read_on_workers is False',
+    'Pairs, read by the trainer: Pairs holds 1,908 bytes in memory',
+  ]
+  one, two = values['pairs'][:12], values['pairs'][12:]
+  assert {rows for (rows,), _ in one} == {9, 5, 1}
+  assert all(d == {'firsts': [[_Cpu(0)]], 'lasts': [[_Cpu(1)] * 9]} for _, d in one)
+  assert {tuple(rows) for rows, _ in two} == {(5, 4), (3, 2), (1,)}
+
+
 def testWhatWorkersCannotReadTheTrainerDoes(found):
-  lines = [line for line in found[1] if not line.startswith(('TextFilesInput', 'Records'))]
+  lines = [line for line in found[1] if not line.startswith(('TextFilesInput', 'Pairs', 'Records'))]
   assert lines[:3] == [
     'Input, read by worker 0, labels by worker 1',
     'Input, read by the trainer: input.read_on_workers is False',
@@ -237,6 +289,7 @@ def testWhatWorkersCannotReadTheTrainerDoes(found):
   assert reasons == {
     'OwnDataset': 'OwnDataset has a Dataset of its own',
     'Python': 'Python runs functions of Python (PyFunc)',
+    'PythonPairs': 'PythonPairs runs functions of Python (PyFunc)',
     'Variable': 'Variable uses a variable or a table of this process',
     'OtherFiles': 'what the workers read differs',
     'WholeBatch': 'what the workers read differs',

@@ -13,6 +13,13 @@ from absl import logging
 from lingvo_gpipe import hyperparams, nested_map
 from lingvo_gpipe.input import base_input_generator, bucket_plan
 
+# Of the indices of examples, their weights and the length of rows, which make a batch.
+PLAN_SPEC = (
+  tf.TensorSpec([None], tf.int64),
+  tf.TensorSpec([None], tf.float32),
+  tf.TensorSpec([], tf.int64),
+)
+
 
 class BucketedInput(base_input_generator.BaseInputGenerator):
   """Batches of examples of about equal length, in which languages are mixed by temperature.
@@ -107,14 +114,25 @@ class BucketedInput(base_input_generator.BaseInputGenerator):
     """NestedMap of tf.TensorSpec of one example in a bucket of this bound; None: of any."""
     raise NotImplementedError(f'_RowSpec of {type(self).__name__}')
 
+  def _Tensors(self) -> nested_map.NestedMap:
+    """NestedMap of the tensors that rows are made of; workers that make rows get a copy."""
+    raise NotImplementedError(f'_Tensors of {type(self).__name__}')
+
   def _Rows(
-    self, indices: np.ndarray, length: int, example_weights: np.ndarray
+    self,
+    tensors: nested_map.NestedMap,
+    indices: tf.Tensor,
+    length: tf.Tensor,
+    example_weights: tf.Tensor,
   ) -> nested_map.NestedMap:
-    """NestedMap of arrays [batch, ...] of the examples of a batch, on the host.
+    """NestedMap of tensors [batch, ...] of some examples, each made without the others.
+
+    Operations alone make them, in the graph of a tf.data pipeline or on a worker.
 
     Args:
+      tensors: what `_Tensors` returned, or a copy.
       indices: int64 [batch].
-      length: the bucket's bound; what is longer is cut off.
+      length: int64 [], the bucket's bound; what is longer is cut off.
       example_weights: float32 [batch], 0 for padded rows; weights of tokens are multiplied by it.
     """
     raise NotImplementedError(f'_Rows of {type(self).__name__}')
@@ -145,6 +163,20 @@ class BucketedInput(base_input_generator.BaseInputGenerator):
   def Dataset(self, start: int = 0) -> tf.data.Dataset:
     """As BaseInputGenerator's; each batch matches one of `BatchSpecs()`."""
     p = self.params
+    parallel: dict[str, Any] = {}
+    if p.num_parallel_calls != 1:
+      parallel = {'num_parallel_calls': p.num_parallel_calls, 'deterministic': True}
+    make = functools.partial(self.Rows, self.Tensors())
+    dataset = self.Plans(start).map(make, **parallel)
+    return dataset.prefetch(p.num_prefetch) if p.num_prefetch else dataset
+
+  def Plans(self, start: int) -> tf.data.Dataset:
+    """What `Rows` makes the batches of, from a position on; NumPy draws it in this process.
+
+    Returns:
+      tf.data.Dataset of (indices int64 [batch], example_weights float32 [batch], length int64 []).
+    """
+    p = self.params
     plan = self._plan
     first = plan.BatchAt(self._CheckedStart(start))
     if plan.Position(first) != start:
@@ -152,27 +184,44 @@ class BucketedInput(base_input_generator.BaseInputGenerator):
         '%s: position %d is within a batch: going on with the next one, at %d. Were the buckets '
         'changed?', self._Where('bucket_batch_limit'), start, plan.Position(first),
       )  # fmt: skip
-    # The dimensions that differ between buckets are open here and known of every batch.
-    spec = self._BatchSpec(None, None)
 
     # Without AutoGraph an exception keeps its type and its line.
     @tf.autograph.experimental.do_not_convert
-    def MakeBatch(number: tf.Tensor) -> nested_map.NestedMap:
-      dtypes = [s.dtype for s in spec.Flatten()]
-      flat = tf.numpy_function(self._MakeBatch, [number], dtypes)
-      for value, s in zip(flat, spec.Flatten(), strict=True):
-        value.set_shape(s.shape)
-      return spec.Pack(flat)
+    def Plan(number: tf.Tensor) -> tuple[tf.Tensor, ...]:
+      values = tf.numpy_function(self._PlanOf, [number], [spec.dtype for spec in PLAN_SPEC])
+      return tuple(
+        tf.ensure_shape(value, spec.shape) for value, spec in zip(values, PLAN_SPEC, strict=True)
+      )
 
     if p.num_epochs:
       numbers = tf.data.Dataset.range(first, max(first, p.num_epochs * plan.num_batches))
     else:
       numbers = tf.data.Dataset.counter(first, dtype=tf.int64)
-    parallel: dict[str, Any] = {}
-    if p.num_parallel_calls != 1:
-      parallel = {'num_parallel_calls': p.num_parallel_calls, 'deterministic': True}
-    dataset = numbers.map(MakeBatch, **parallel)
-    return dataset.prefetch(p.num_prefetch) if p.num_prefetch else dataset
+    return numbers.map(Plan)
+
+  def Tensors(self) -> nested_map.NestedMap:
+    """The tensors that `Rows` takes, on this host."""
+    with tf.init_scope(), tf.device('/device:CPU:0'):
+      return self._Tensors()
+
+  @tf.autograph.experimental.do_not_convert
+  def Rows(
+    self,
+    tensors: nested_map.NestedMap,
+    indices: tf.Tensor,
+    example_weights: tf.Tensor,
+    length: tf.Tensor,
+  ) -> nested_map.NestedMap:
+    """The batch of some rows of one plan; of `tensors` a copy will do, so that any host makes it.
+
+    Raises:
+      ValueError: it is not what the spec says.
+    """
+    batch = nested_map.NestedMap(self._Rows(tensors, indices, length, example_weights))
+    batch.example_weights = example_weights
+    # The dimensions that differ between buckets are open here and known of every batch.
+    self._CheckMatches(batch, self._BatchSpec(None, None), '_Rows')
+    return batch
 
   def PositionAfter(self, position: int, num_rows: int) -> int:
     """As BaseInputGenerator's, but padded rows count."""
@@ -185,13 +234,11 @@ class BucketedInput(base_input_generator.BaseInputGenerator):
     end = self.params.num_epochs * self._plan.num_batches
     return max(0, end - self._plan.BatchAt(self._CheckedStart(start)))
 
-  def _MakeBatch(self, number: np.int64) -> list[np.ndarray]:
+  def _PlanOf(self, number: np.int64) -> tuple[np.ndarray, np.ndarray, np.int64]:
     batch = self._plan.Batch(int(number))
     weights = (np.arange(batch.indices.size) < batch.num_real).astype(np.float32)
     length = self.params.bucket_upper_bound[batch.bucket]
-    made = self._Rows(self._used[batch.indices], length, weights)
-    made.example_weights = weights
-    return made.Flatten()
+    return self._used[batch.indices], weights, np.int64(length)
 
   def _FingerprintParts(self) -> list[Any]:
     p = self.params

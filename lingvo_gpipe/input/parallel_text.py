@@ -176,11 +176,6 @@ class ParallelText(bucketed_input.BucketedInput):
     """As BaseInputGenerator's; that of random tokens says so."""
     return 'noise' if self.params.num_fake_examples else super().Fingerprint()
 
-  def Dataset(self, start: int = 0) -> tf.data.Dataset:
-    """As BucketedInput's."""
-    _ = self._symbols  # Errors of it come here, with their type.
-    return super().Dataset(start)
-
   # The sentences, and which of them are an example.
 
   @functools.cached_property
@@ -220,16 +215,19 @@ class ParallelText(bucketed_input.BucketedInput):
       yield np.concatenate([[i % 2], tokens.astype(np.int64)])
     yield sentence_pairs.Description(['source', 'target'])
 
+  def _Sides(self, examples: Any) -> tuple[Any, Any]:
+    """int64, twice: the sentences that are source and target of examples, an array or a tensor."""
+    num_pairs = max(1, len(self._sentences) // 2)
+    # The second half of both directions is reversed.
+    is_reversed = examples // num_pairs + (self.params.direction == 'reversed')
+    first = 2 * (examples % num_pairs)
+    return first + is_reversed, first + 1 - is_reversed
+
   @functools.cached_property
   def _examples(self) -> tuple[np.ndarray, np.ndarray]:
     """int64 [n] and [n]: the sentences that are source and target of each example."""
-    sources = np.arange(0, len(self._sentences), 2)
-    targets = sources + 1
-    if self.params.direction == 'reversed':
-      return targets, sources
-    if self.params.direction == 'both':
-      return np.concatenate([sources, targets]), np.concatenate([targets, sources])
-    return sources, targets
+    num_directions = 2 if self.params.direction == 'both' else 1
+    return self._Sides(np.arange(len(self._sentences) // 2 * num_directions))
 
   @functools.cached_property
   def _symbols(self) -> np.ndarray:
@@ -303,28 +301,36 @@ class ParallelText(bucketed_input.BucketedInput):
       example_index=tf.TensorSpec([], tf.int64),
     )
 
+  def _Tensors(self) -> nested_map.NestedMap:
+    return nested_map.NestedMap(self._sentences.Tensors(), symbols=tf.constant(self._symbols))
+
   def _Rows(
-    self, indices: np.ndarray, length: int, example_weights: np.ndarray
+    self,
+    tensors: nested_map.NestedMap,
+    indices: tf.Tensor,
+    length: tf.Tensor,
+    example_weights: tf.Tensor,
   ) -> nested_map.NestedMap:
     place = self.params.target_language_token
-    sentences = self._sentences
-    sources, targets = (side[indices] for side in self._examples)
-    target_languages = sentences.languages_of[targets]
-    symbols = self._symbols[target_languages]
-    src_ids, src_paddings = sentences.Rows(sources, length, symbols if place == 'source' else None)
-    labels, tgt_paddings = sentences.Rows(targets, length)
-    tgt_ids = np.full_like(labels, sentencepiece_tokenizer.PAD_ID)
-    tgt_ids[:, 0] = symbols if place == 'target' else sentencepiece_tokenizer.SOS_ID
+    sources, targets = self._Sides(indices)
+    target_languages = sentence_pairs.LanguagesOf(tensors, targets)
+    symbols = tf.gather(tensors.symbols, target_languages)
+    src_ids, src_paddings = sentence_pairs.Rows(
+      tensors, sources, length, symbols if place == 'source' else None
+    )
+    labels, tgt_paddings = sentence_pairs.Rows(tensors, targets, length)
+    if place != 'target':
+      symbols = tf.fill(tf.shape(symbols), sentencepiece_tokenizer.SOS_ID)
     # No token follows eos, which is read nowhere.
-    tgt_ids[:, 1:] = np.where(tgt_paddings[:, 1:] == 0, labels[:, :-1], tgt_ids[:, 1:])
+    following = tf.where(tgt_paddings[:, 1:] == 0, labels[:, :-1], sentencepiece_tokenizer.PAD_ID)
     return nested_map.NestedMap(
       src_ids=src_ids,
       src_paddings=src_paddings,
-      src_lang=sentences.languages_of[sources],
-      tgt_ids=tgt_ids,
+      src_lang=sentence_pairs.LanguagesOf(tensors, sources),
+      tgt_ids=tf.concat([symbols[:, tf.newaxis], following], axis=1),
       tgt_labels=labels,
       tgt_paddings=tgt_paddings,
-      tgt_weights=(1 - tgt_paddings) * example_weights[:, np.newaxis],
+      tgt_weights=(1 - tgt_paddings) * example_weights[:, tf.newaxis],
       tgt_lang=target_languages,
       example_index=indices,
     )

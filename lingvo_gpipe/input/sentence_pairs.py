@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import tensorflow as tf
 
+from lingvo_gpipe import nested_map
 from lingvo_gpipe.input import sentencepiece_tokenizer, token_store
 
 # Pairs that are given to the tokenizer at a time.
@@ -82,33 +84,55 @@ class Sentences:
     found = json.loads(bytes(store[len(store) - 1].astype(np.uint8)))
     names, self.num_damaged = found['languages'], int(found['num_damaged'])
     self.languages: list[str] = sorted(names)
-    index_of_name = np.array([self.languages.index(name) for name in names], np.int32)
-    self.languages_of = index_of_name[store.tokens[store.offsets[:-2]]]
+    self._index_of_name = np.array([self.languages.index(name) for name in names], np.int32)
+    self.languages_of = self._index_of_name[store.tokens[store.offsets[:-2]]]
     self.num_tokens = store.lengths[:-1] - 1
 
   def __len__(self) -> int:
     return len(self._store) - 1
 
-  def Rows(
-    self, sentences: np.ndarray, length: int, symbols: np.ndarray | None = None
-  ) -> tuple[np.ndarray, np.ndarray]:
-    """Some sentences, each with eos behind it, in rows of one length; what is too long is cut off.
+  def Tensors(self) -> nested_map.NestedMap:
+    """What `Rows` and `LanguagesOf` read: the store, and `languages` by the indices in it."""
+    tokens, offsets = self._store.tensors
+    return nested_map.NestedMap(
+      tokens=tokens, offsets=offsets, languages=tf.constant(self._index_of_name)
+    )
 
-    Args:
-      sentences: integers [n].
-      length: of the rows.
-      symbols: int32 [n], ids that the rows begin with; None: they begin with the sentence.
 
-    Returns:
-      ids int32 [n, length], PAD_ID behind the end, and paddings float32 [n, length]: 1 there.
-    """
-    ids, ends = self._store.Rows(sentences, length + 1)
-    # The language is in the place of the symbol.
-    if symbols is None:
-      ids, ends = ids[:, 1:], ends - 1
-    else:
-      ids[:, 0] = symbols
-    ids, ends = ids[:, :length], ends[:, np.newaxis]
-    places = np.arange(length)
-    ids = np.where(places == ends, np.int32(sentencepiece_tokenizer.EOS_ID), ids)
-    return ids, (places > ends).astype(np.float32)
+def LanguagesOf(sentences: nested_map.NestedMap, which: tf.Tensor) -> tf.Tensor:
+  """int32 [n], indices into `Sentences.languages`: those of some sentences, int64 [n]."""
+  begins = tf.gather(sentences.offsets, which)
+  return tf.gather(sentences.languages, tf.gather(sentences.tokens, begins))
+
+
+def Rows(
+  sentences: nested_map.NestedMap,
+  which: tf.Tensor,
+  length: tf.Tensor,
+  symbols: tf.Tensor | None = None,
+) -> tuple[tf.Tensor, tf.Tensor]:
+  """Some sentences, each with eos behind it, in rows of one length; what is too long is cut off.
+
+  Operations alone make them, so that any process can.
+
+  Args:
+    sentences: the `Sentences.Tensors()`, or a copy.
+    which: int64 [n].
+    length: int64 [], of the rows.
+    symbols: int32 [n], ids that the rows begin with; None: they begin with the sentence.
+
+  Returns:
+    ids int32 [n, length], PAD_ID behind the end, and paddings float32 [n, length]: 1 there.
+  """
+  begins = tf.gather(sentences.offsets, which)[:, tf.newaxis]
+  ends = tf.gather(sentences.offsets, which + 1)[:, tf.newaxis]
+  # The language is in the place of the symbol.
+  if symbols is None:
+    begins += 1
+  places = begins + tf.range(length)
+  ids = tf.gather(sentences.tokens, tf.minimum(places, sentences.offsets[-1] - 1))
+  if symbols is not None:
+    ids = tf.where(places == begins, symbols[:, tf.newaxis], ids)
+  ids = tf.where(places < ends, ids, sentencepiece_tokenizer.PAD_ID)
+  ids = tf.where(places == ends, sentencepiece_tokenizer.EOS_ID, ids)
+  return ids, tf.cast(places > ends, tf.float32)

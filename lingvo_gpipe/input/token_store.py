@@ -16,8 +16,6 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from lingvo_gpipe.input import sentencepiece_tokenizer
-
 # Sequences that are gathered before they become one array.
 _BLOCK = 1 << 16
 
@@ -89,25 +87,6 @@ class TokenStore:
     if not self._fingerprint:
       self._fingerprint = _Fingerprint(self.tokens, self.offsets)
     return self._fingerprint
-
-  def Rows(self, indices: np.ndarray, max_length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Some sequences as the rows of an array.
-
-    Args:
-      indices: integers [n].
-      max_length: longer sequences are cut behind so many tokens.
-
-    Returns:
-      ids int32 [n, max_length], filled up with PAD_ID, and lengths int32 [n] of what was taken.
-    """
-    indices = np.asarray(indices, np.int64)
-    begins = self.offsets[indices]
-    lengths = np.minimum(self.offsets[indices + 1] - begins, max_length)
-    places = np.arange(max_length)
-    is_token = places < lengths[:, np.newaxis]
-    rows = np.full(is_token.shape, sentencepiece_tokenizer.PAD_ID, np.int32)
-    rows[is_token] = self.tokens[(begins[:, np.newaxis] + places)[is_token]]
-    return rows, lengths.astype(np.int32)
 
   @functools.cached_property
   def tensors(self) -> tuple[tf.Tensor, tf.Tensor]:
