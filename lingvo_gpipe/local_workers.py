@@ -80,6 +80,10 @@ class LocalWorkers:
     """To be called in a fork of the process that started them: they do not wait for its end."""
     os.close(self._lifeline)
 
+  def HaveEnded(self) -> bool:
+    """Whether one of them has, be it by itself or killed."""
+    return any(process.poll() is not None for process in self.processes)
+
   def Close(self) -> None:
     """Ends the workers now and waits for it; what does not end by itself is killed."""
     os.close(self._lifeline)

@@ -41,6 +41,8 @@ _LEAST_SECONDS = 60.0
 # A store that is slow for minutes is no worker that hangs, and steps go on meanwhile.
 _LEAST_WRITE_SECONDS = 600.0
 _END_SECONDS = 60.0
+# So often local workers are looked after.
+_POLL_SECONDS = 1.0
 
 # Steps of a kind the median of whose times counts, and how many there must be.
 _NUM_TIMES, _LEAST_TIMES = 50, 5
@@ -147,7 +149,7 @@ class Supervisor:
         os.close(signs[1])
         try:
           signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-          status, failure = self._Watch(signs[0])
+          status, failure = self._Watch(signs[0], workers)
         finally:
           self._child = 0
           os.close(lifeline[1])
@@ -236,11 +238,18 @@ class Supervisor:
     heartbeat.SendTo(signs[1])
     return self._run(workers.spec if workers else None, self._failures)
 
-  def _Watch(self, descriptor: int) -> tuple[int, _Failure | None]:
+  def _Watch(
+    self, descriptor: int, workers: local_workers.LocalWorkers | None
+  ) -> tuple[int, _Failure | None]:
     """Waits for the child's end; returns its status, and why it is no good end."""
     signs = _Signs(self._step_timeout, time.monotonic())
+    gone = math.inf  # By when the child is to tell itself that a local worker has ended.
     while True:
-      seconds = max(0.0, signs.limit.deadline - time.monotonic())
+      if workers is not None and gone == math.inf and workers.HaveEnded():
+        gone = time.monotonic() + _END_SECONDS
+      seconds = max(0.0, min(signs.limit.deadline, gone) - time.monotonic())
+      if workers is not None:
+        seconds = min(seconds, _POLL_SECONDS)
       ready, _, _ = select.select([descriptor], [], [], seconds)
       if ready:
         message = os.read(descriptor, _PIPE_BYTES)
@@ -249,12 +258,14 @@ class Supervisor:
           # What it has told counts where it then crashed.
           return self._Judged(status if status >= 0 or signs.status is None else signs.status)
         signs.Take(message, time.monotonic())
-      limit = signs.limit
-      if time.monotonic() >= limit.deadline:  # Of a write that hangs others' signs tell nothing.
+      limit, now = signs.limit, time.monotonic()
+      if now >= min(limit.deadline, gone):  # Of a write that hangs others' signs tell nothing.
         os.kill(self._child, signal.SIGKILL)
         self._Reap()
         if signs.status is not None:
           return self._Judged(signs.status)
+        if now >= gone:  # It may have connected to one that was no longer there.
+          return 1, _Failure('worker_failed', 'a local worker ended')
         why = f'no {limit.what} within {limit.seconds:.1f} s: a worker may hang'
         return 1, _Failure('no_step', why)
 

@@ -42,6 +42,8 @@ class Workers:
     {workers}
   def LeaveToStarter(self):
     pass
+  def HaveEnded(self):
+    return (here / 'gone').exists() and not (here / 'closed').exists()
   def Close(self):
     Next('closed')
 work = supervisor.Work('training', 'a new checkpoint', Last)
@@ -104,6 +106,13 @@ _FAIL = 'os._exit(supervisor.WORKER_FAILED)'
       '-1',
       (0, 2),
       'no checkpoint was written within 0.5 s: a worker may hang',
+    ),
+    # A local worker was killed as the child connected to it, and TensorFlow waits.
+    (
+      'return 0 if child == 1 else ((here / "gone").touch(), time.sleep(100))',
+      '-1',
+      (0, 2),
+      'a local worker ended; training goes on from its beginning',
     ),
     ('heartbeat.Begin(b"t"); heartbeat.Long(); time.sleep(1.4); return 0', '-1', (0, 1), ''),
     # Between two steps data is read.
