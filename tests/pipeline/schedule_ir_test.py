@@ -12,6 +12,7 @@ import sys
 import pytest
 
 from lingvo_gpipe.pipeline import schedule_ir, schedules
+from tests import zero_bubble
 
 Action, Kind, Schedule = schedule_ir.Action, schedule_ir.Kind, schedule_ir.Schedule
 
@@ -34,54 +35,13 @@ _GOLDEN = {
 _GOLDEN_MAKESPANS = {'zb_h2': 27, 'zb_v': 25.5}
 
 
-def _ZeroBubbleH2(p, m, d):
-  forwards = [f'F{j}' for j in range(m)]
-  warm_up = 2 * (p - d) - 1
-  row, forwards = forwards[:warm_up], forwards[warm_up:]
-  for j in range(m):
-    row += [f'B{j}'] + ([f'W{j - 2 * d}'] if j >= 2 * d else []) + forwards[:1]
-    forwards = forwards[1:]
-  return row + [f'W{j}' for j in range(max(m - 2 * d, 0), m)]
-
-
-def _ZeroBubbleV(p, m, d):
-  n = max(m, 2 * p - 1)
-  row, count = [], collections.Counter()
-
-  def Add(letters):
-    for letter in letters:
-      row.append(f'{letter}{count[letter]}')
-      count[letter] += 1
-
-  Add('F' * (2 * (p - d) - 1) + 'fF' * d + 'fbw' * (p - d))
-  while count['f'] < count['F'] or count['F'] < n:
-    Add(('F' if count['F'] < n else '') + 'BWfbw')
-  Add('Bb' * d + 'BW' * (p - d))
-  Add('w' * (count['b'] - count['w']))
-  Add('W' * (count['B'] - count['W']))
-  return [token for token in row if int(token[1:]) < m]
-
-
-def _OwnSchedule(name, p, m):
-  """ZB-H2 or ZB-V as text in our notation."""
-  rule = {'zb_h2': _ZeroBubbleH2, 'zb_v': _ZeroBubbleV}[name]
-  lines = []
-  for d in range(p):
-    cells = []
-    for token in rule(p, m, d):
-      stage = 2 * p - 1 - d if token[0].islower() else d
-      cells.append(f'{stage}{token[0].upper().replace("B", "I")}{token[1:]}')
-    lines.append(','.join(cells))
-  return '\n'.join(lines)
-
-
 def _Examples():
   """Valid schedules of every kind, for 4 devices and 8 micro-batches."""
   loops = ('interleaved_1f1b', 'looped_bfs', 'forward_only')
   result = {
     name: schedules.Get(name, 8 if name in loops else 4, 8, 4) for name in schedules.Names()
   }
-  result |= {name: Schedule.FromText(_OwnSchedule(name, 4, 8), name) for name in _GOLDEN}
+  result |= {name: zero_bubble.Schedule(name, 4, 8) for name in _GOLDEN}
   return result
 
 
@@ -133,15 +93,15 @@ def testUnreadableTextIsLocated(text, words):
 @pytest.mark.parametrize('name', _GOLDEN)
 def testOwnSchedulesAreAccepted(name):
   for d, golden in _GOLDEN[name].items():
-    assert {'zb_h2': _ZeroBubbleH2, 'zb_v': _ZeroBubbleV}[name](4, 8, d) == golden.split()
-  schedule = Schedule.FromText(_OwnSchedule(name, 4, 8), name)
+    assert zero_bubble.RULES[name](4, 8, d) == golden.split()
+  schedule = zero_bubble.Schedule(name, 4, 8)
   assert schedule.Validate() is schedule
   assert not schedule.forward_only
   chunks = schedule.num_stages // 4
   assert _Makespan(schedule) == _GOLDEN_MAKESPANS[name] * chunks
   for p in range(1, 6):
     for m in range(2 * p - 1, 2 * p + 6):
-      own = Schedule.FromText(_OwnSchedule(name, p, m), name).Validate()
+      own = zero_bubble.Schedule(name, p, m).Validate()
       assert _TrulyValid(own)
       # The sheet: 2p-1 micro-batches, and 2p chunks of half a device.
       assert max(own.DevicePeakActivations()) == (

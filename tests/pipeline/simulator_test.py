@@ -10,6 +10,7 @@ import pytest
 from hypothesis import strategies as st
 
 from lingvo_gpipe.pipeline import partitioner, rematerialisation, schedules, simulator
+from tests import zero_bubble
 
 Costs, Simulate, Sizes = simulator.Costs, simulator.Simulate, simulator.ActivationSizes
 Kind = schedules.Kind
@@ -19,21 +20,11 @@ _SEVERAL_STAGES_A_DEVICE = ('interleaved_1f1b', 'looped_bfs')
 
 
 def _Get(name, k, m, v=2):
+  if name in zero_bubble.RULES:
+    return zero_bubble.Schedule(name, k, m)
   if name == 'interleaved_1f1b':
     m = -(-m // k) * k
   return schedules.Get(name, k * (v if name in _SEVERAL_STAGES_A_DEVICE else 1), m, k)
-
-
-def _ZeroBubbleH2(p, m):
-  """ZB-H2 by the sheet's rule."""
-  lines = []
-  for s in range(p):
-    row = [f'{s}F{j}' for j in range(2 * (p - s) - 1)]
-    for j in range(m):
-      row += [f'{s}I{j}', f'{s}W{j - 2 * s}', f'{s}F{j + 2 * (p - s) - 1}']
-    row += [f'{s}W{j}' for j in range(m - 2 * s, m)]
-    lines.append(','.join(a for a in row if '-' not in a and int(a[2:]) < m))
-  return schedules.Schedule.FromText('\n'.join(lines), 'zb_h2')
 
 
 # The sheet.
@@ -61,15 +52,23 @@ def testTableOfRematerialisation(k, m, waits, early, early_except_last):
 
 @pytest.mark.parametrize(
   'name, makespan',
-  [('gpipe', 33), ('1f1b', 33), ('interleaved_1f1b', 28.5), ('zb_h1', 27), ('zb_h2', 27)],
+  [
+    ('gpipe', 33),
+    ('1f1b', 33),
+    ('interleaved_1f1b', 28.5),
+    ('zb_h1', 27),
+    ('zb_h2', 27),
+    ('zb_v', 25.5),
+  ],
 )
 def testGoldenMakespans(name, makespan):
-  schedule = _ZeroBubbleH2(4, 8) if name == 'zb_h2' else _Get(name, 4, 8)
+  schedule = _Get(name, 4, 8)
   result = Simulate(schedule, Costs(4 / schedule.num_stages), remat_policy='none')
   assert result.makespan == makespan
   assert result.busy == (24,) * 4
   assert result.idle == (makespan - 24,) * 4
   assert result.overall_bubble == pytest.approx(1 - 24 / makespan)
+  assert any(result.gaps) == (name not in zero_bubble.RULES)
 
 
 @_SETTINGS
@@ -94,23 +93,39 @@ def testZeroBubbleFormulas(p, more, t):
   costs = Costs(t_f, input_gradient=t_i, weight_gradient=t_w)
   h1 = Simulate(schedules.Get('zb_h1', p, p + more), costs, remat_policy='none')
   assert h1.idle == pytest.approx([(p - 1) * (t_f + t_i - t_w)] * p)
-  h2 = Simulate(_ZeroBubbleH2(p, 2 * p - 1 + more), costs, remat_policy='none')
+  h2 = Simulate(_Get('zb_h2', p, 2 * p - 1 + more), costs, remat_policy='none')
   assert max(h2.gaps) == pytest.approx((p - 1) * (t_f + t_i - 2 * t_w))
+  equal = Costs(t / 2, input_gradient=t / 2, weight_gradient=t / 2)
+  v = Simulate(_Get('zb_v', p, 2 * p - 1 + more), equal, remat_policy='none')
+  assert not any(v.gaps)
 
 
 def testZeroBubbleFigures():
-  unequal = Costs(1, input_gradient=1.2, weight_gradient=0.8)
-  h1, h2, f1b1 = (schedules.Get('zb_h1', 4, 16), _ZeroBubbleH2(4, 16), _Get('1f1b', 4, 16))
+  h1, h2, v, f1b1 = (_Get(name, 4, 16) for name in ('zb_h1', 'zb_h2', 'zb_v', '1f1b'))
 
-  def Idle(schedule, costs, worst='idle'):
-    return max(getattr(Simulate(schedule, costs, remat_policy='none'), worst))
+  def Worst(schedule, what, *times):
+    f, i, w = (t * 4 / schedule.num_stages for t in times)
+    costs = Costs(f, input_gradient=i, weight_gradient=w)
+    return max(getattr(Simulate(schedule, costs, remat_policy='none'), what))
 
-  assert Idle(h1, unequal) == pytest.approx(4.2)
-  assert Idle(h2, unequal, 'gaps') == pytest.approx(1.8)
-  assert Idle(f1b1, unequal) == pytest.approx(9)
+  unequal = (1, 1.2, 0.8)
+  assert Worst(h1, 'idle', *unequal) == pytest.approx(4.2)
+  assert Worst(h2, 'gaps', *unequal) == pytest.approx(1.8)
+  assert Worst(v, 'gaps', *unequal) == pytest.approx(1.2)
+  assert Worst(f1b1, 'idle', *unequal) == pytest.approx(9)
   # With a barrier at the end of the step ZB-H2 gains nothing over ZB-H1.
-  assert (Idle(h1, Costs(1)), Idle(h2, Costs(1)), Idle(f1b1, Costs(1))) == (3, 3, 9)
-  assert Idle(h2, Costs(1), 'gaps') == 0
+  assert [Worst(s, 'idle', 1, 1, 1) for s in (h1, h2, v, f1b1)] == [3, 3, 1.5, 9]
+  assert [Worst(s, 'gaps', 1, 1, 1) for s in (h2, v)] == [0, 0]
+
+
+@pytest.mark.parametrize(
+  'name, sends', [('1f1b', 48), ('zb_h1', 48), ('zb_v', 96), ('interleaved_1f1b', 112)]
+)
+def testWhatIsSentForward(name, sends):
+  """96 for ZB-V as measured, and of v chunks a device (v p - 1) / (p - 1) times as much."""
+  schedule = _Get(name, 4, 16)
+  devices = schedule.stage_to_device
+  assert sends == 16 * sum(a != b for a, b in itertools.pairwise(devices))
 
 
 def testRecomputationShrinksTheGainOfZeroBubble():
@@ -493,6 +508,8 @@ def testPeakBytesOfSplitBackward():
   sizes = Sizes(0, 12, weight_part=5)
   result = Simulate(schedule, Costs(1), remat_policy='none', sizes=sizes)
   assert result.peak_bytes == tuple((4 - s) * 12 + s * 5 for s in range(4))
+  result = Simulate(_Get('zb_h2', 4, 8), Costs(1), remat_policy='none', sizes=sizes)
+  assert result.peak_bytes == tuple((2 * (4 - s) - 1) * 12 + 2 * s * 5 for s in range(4))
   whole = Simulate(schedule, Costs(1), remat_policy='none', sizes=Sizes(0, 12))
   assert whole.peak_bytes == (48,) * 4
   # What was recomputed lives until W.
