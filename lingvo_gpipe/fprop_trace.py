@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-from lingvo_gpipe import fprop_context, graph_cost, nested_map, result_bytes
+from lingvo_gpipe import fprop_context, graph_cost, nested_map, result_bytes, side_effects
 
 
 class TracedLayer(Protocol):
@@ -88,7 +88,7 @@ def _Trace(
     for i in none_at:
       leaves.insert(i, None)
     args = tf.nest.pack_sequence_as(list(input_specs), leaves)
-    with fprop_context.Scope(step=0):
+    with fprop_context.Scope(step=0), side_effects.Refused(layer.path):
       return fprop(layer.ThetaFrom(variables), *args)
 
   traced = tf.function(Run, autograph=False).get_concrete_function(

@@ -63,6 +63,7 @@ _LEVELS = (
     'lingvo_gpipe.flop_rules',
     'lingvo_gpipe.result_bytes',
     'lingvo_gpipe.shapes',
+    'lingvo_gpipe.side_effects',
   ),
   ('lingvo_gpipe.layers.*',),
   ('lingvo_gpipe.pipeline.*',),

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from lingvo_gpipe import base_layer, fprop_context, shapes
+from lingvo_gpipe import base_layer, fprop_context, shapes, side_effects
 from lingvo_gpipe.layers import sequential
 from lingvo_gpipe.pipeline import emission, engine, failures, micro_batch, schedules, stage
 
@@ -95,7 +95,7 @@ class DecodingFunctions:
       for i, (layer, layer_vars) in enumerate(zip(self.layers, variables, strict=True)):
         args = stage.AsTuple(outputs)
         try:
-          with failures.LayerScope(i):
+          with failures.LayerScope(i), side_effects.Refused(layer.path):
             outputs, made = run(i, layer.ThetaFrom(layer_vars), args)
             outputs = stage.AsTensors(layer, outputs)
         except Exception as e:

@@ -19,7 +19,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe import base_layer, fprop_context, nested_map, shapes
+from lingvo_gpipe import base_layer, fprop_context, nested_map, shapes, side_effects
 from lingvo_gpipe.pipeline import failures, retraces
 
 # Maps (theta of each layer of the last stage, outputs of the last layer, side inputs) of a
@@ -196,7 +196,7 @@ class StageFunctions:
     outer = fprop_context.Current()
     try:
       with fprop_context.Enter(dataclasses.replace(outer, aux_losses=[])) as inner:
-        with failures.LayerScope(i):
+        with failures.LayerScope(i), side_effects.Refused(layer.path):
           out, stashed = layer.FPropSkips(layer.ThetaFrom(layer_vars), given.skips, *given.args)
           CheckSkips(layer, stashed)
           out, stashed = AsTensors(layer, out), AsTensors(layer, stashed)
@@ -276,7 +276,7 @@ class StageFunctions:
     assert self._loss_fn is not None
     theta = [layer.ThetaFrom(v) for layer, v in zip(self.layers, variables, strict=True)]
     try:
-      with failures.LossScope():
+      with failures.LossScope(), side_effects.Refused('the loss'):
         return self._loss_fn(theta, AsTuple(outputs), side)
     except Exception as e:
       given = f'{shapes.NestText(AsTuple(outputs))}, beside them {shapes.NestText(side)}'
