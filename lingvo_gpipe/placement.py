@@ -21,9 +21,10 @@ from lingvo_gpipe import task as task_lib
 from lingvo_gpipe.input import base_input_generator, batches, bucketed_input, pipeline_graph
 from lingvo_gpipe.pipeline import engine, micro_batch, replicas
 
-# To ask two workers for a batch and to check it there took about 10 ms, in which the trainer sends
-# about this much over a link of 1 Gbit/s; smaller batches it had better send.
-LEAST_BYTES = 1 << 20
+# To ask two workers for a batch and to check it there takes some milliseconds of computing, beside
+# the step. The trainer sends this much within 1 ms over a link of 1 Gbit/s; smaller batches it had
+# better send.
+LEAST_BYTES = 1 << 16
 
 # What a data set holds in memory is sent for each part that is read; a message is below 2 GiB.
 MAX_BYTES_IN_MEMORY = 1 << 30

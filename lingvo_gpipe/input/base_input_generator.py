@@ -72,7 +72,7 @@ class BaseInputGenerator:
       'read_on_workers',
       None,
       'Where stages are in workers: whether these read what each needs, if they can. '
-      'None: batches of 1 MiB or more.',
+      'None: batches of 64 KiB or more.',
     )
     return p
 
