@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import tensorflow as tf
 
@@ -81,15 +82,16 @@ def Noted(
 def Range(values: tf.Tensor) -> tuple[int, int]:
   """The least and the largest of some integers, found on the device where they are, by one call."""
   with tf.device(values.device):
-    low, high = _RANGE(values).numpy()
+    low, high = _RangeOf(values.dtype)(values).numpy()
   return int(low), int(high)
 
 
-_RANGE = tf.function(
-  lambda values: tf.stack([tf.reduce_min(values), tf.reduce_max(values)]),
-  autograph=False,
-  reduce_retracing=True,
-)
+@functools.cache
+def _RangeOf(dtype: tf.DType) -> Any:
+  # For all shapes at once: new functions are brought to workers before others run there.
+  return tf.function(
+    lambda values: tf.stack([tf.reduce_min(values), tf.reduce_max(values)]), autograph=False
+  ).get_concrete_function(tf.TensorSpec(None, dtype))
 
 
 def Named(source: base_input_generator.BaseInputGenerator) -> str:
