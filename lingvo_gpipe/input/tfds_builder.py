@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prepared data sets of TensorFlow Datasets, with errors that say how to prepare them.
 
-Nothing is ever downloaded here: the data sets are prepared once by `tfds build`.
+Nothing is ever downloaded here: the data sets are prepared once by `PrepareCommand`.
 """
 
 from __future__ import annotations
 
 import difflib
+import json
+import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,6 +18,22 @@ import tensorflow_datasets as tfds
 from lingvo_gpipe.input import tf_records
 
 _READ_AT_ONCE = 1000
+
+
+def PrepareCommand(dataset: str, data_dir: str = '') -> str:
+  """The command for a shell that downloads and prepares a data set of TFDS.
+
+  TFDS's own program `tfds build` needs apache_beam, which is no dependency of this project.
+
+  Args:
+    dataset: its name, with a config where it needs one.
+    data_dir: where to; '': TFDS's own place.
+  """
+  arguments = json.dumps(dataset)  # In double quotes, for the shell takes the single ones.
+  if data_dir:
+    arguments += f', data_dir={json.dumps(data_dir)}'
+  code = f'import tensorflow_datasets as tfds; tfds.builder({arguments}).download_and_prepare()'
+  return f'python -c {shlex.quote(code)}'
 
 
 def NumExamples(builder: tfds.core.DatasetBuilder, split: str, where: str) -> int:
@@ -58,15 +76,13 @@ def Prepared(dataset: str, data_dir: str, where: str, instead: str) -> tfds.core
     raise ValueError(f'{where}: TFDS has no {dataset!r}{hint}') from e
   if builder.is_prepared():
     return builder
-  command = f'tfds build {dataset}'
-  if data_dir:
-    command += f' --data_dir={data_dir}'
   manual = ''
   if builder.MANUAL_DOWNLOAD_INSTRUCTIONS:
-    manual = ', and maybe files that one has to fetch by hand: `tfds build` tells which'
+    manual = ', and maybe files that one has to fetch by hand: it tells which'
   raise ValueError(
     f'{where}: the data set {dataset!r} is not prepared in {builder.data_path.parent}: run '
-    f'`{command}`, which needs a network{manual}. Without network: {instead}'
+    f'`{PrepareCommand(dataset, data_dir)}`, which needs a network{manual}. '
+    f'Without network: {instead}'
   )
 
 

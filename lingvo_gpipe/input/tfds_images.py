@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Labelled images of TensorFlow Datasets: mnist, cifar10, imagenet2012 and others like them.
 
-Nothing is ever downloaded here: the data sets are prepared once by `tfds build`.
+Nothing is ever downloaded here: the data sets are prepared once, by `tfds_builder.PrepareCommand`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class TfdsImageInput(image_input.ImageInput):
   * p.in_memory: all images have p.image_size. They are read once and kept. With p.augment they move
     by up to p.max_shift pixels.
   * Else images of any size are read as they are needed, by workers too, for which the data set must
-    be prepared as TFRecord files, as `tfds build` does by default. With p.augment a random window
-    is cut out, else the central square, and scaled to p.image_size.
+    be prepared as TFRecord files, as TFDS does by default. With p.augment a random window is cut
+    out, else the central square, and scaled to p.image_size.
 
   With p.augment and p.flip half of the images exchange left and right. Pixels are -1 ... 1.
   """
@@ -84,7 +84,7 @@ class TfdsImageInput(image_input.ImageInput):
       raise ValueError(
         f'{self._Where("in_memory")}: False needs TFRecord files, but the data set {p.dataset!r} '
         f'was prepared as {found.value} in {builder.data_path}; prepare it in another directory by '
-        f'`tfds build {p.dataset} --data_dir=DIR`, and set data_dir'
+        f'`{tfds_builder.PrepareCommand(p.dataset, "DIR")}`, and set data_dir'
       )
     num_classes = builder.info.features['label'].num_classes
     if num_classes + p.label_offset > p.num_classes:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CIFAR-10: 32x32 images of ten classes; the data come once by `tfds build cifar10`.
+"""CIFAR-10: 32x32 images of ten classes; docs/training.md tells how to get the data.
 
 `trainer --model=image.cifar10.AmoebaNetDGPipe2 --logdir=runs/cifar10`. Without network there is
 `image.digits.AmoebaNetDGPipe2`.

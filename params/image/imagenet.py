@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """ImageNet 2012 with AmoebaNet: the image models of the GPipe paper (arXiv:1811.06965v5).
 
-Data: `tfds build imagenet2012` prepares them (150 GB) from the archives of image-net.org, which one
-has to fetch by hand. Without them
+Data: imagenet2012 of TFDS (docs/training.md tells how to prepare it; 150 GB), from the archives of
+image-net.org, which one has to fetch by hand. Without them
 `--model_params_override='input.num_fake_examples:1024'` trains on noise, for measuring time and
 memory, and `image.digits.AmoebaNetDGPipe2` runs anywhere.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MNIST: handwritten digits, 28x28; the data come once by `tfds build mnist`.
+"""MNIST: handwritten digits, 28x28; docs/training.md tells how to get the data.
 
 `trainer --model=image.mnist.LeNet5 --logdir=runs/mnist`. Without network there is
 `image.digits.LeNet5`.

@@ -6,8 +6,8 @@
 shows the cut and the memory that the stages need: neither takes data. None of these experiments has
 been trained yet.
 
-Data, for training: `tfds build lm1b` (a network, 1.8 GB to download and over 4 GB prepared), then a
-vocabulary of 32,000 pieces, by
+Data, for training: lm1b of TFDS (docs/training.md tells how to prepare it; 1.8 GB to download and
+over 4 GB prepared), then a vocabulary of 32,000 pieces, by
 
     python -m tools.train_sentencepiece --model=lm.one_billion_wds.Transformer3
 

@@ -8,8 +8,8 @@ None of these experiments has been trained.
 
 The paper's corpus is not public (25 billion sentence pairs of 102 languages with English). These
 experiments take 14 languages of WMT from TFDS in its place, as later work of the same authors does
-(Kudugunta et al. 2021). `tfds build` prepares each of them, named below (a network, some 40 GB; for
-Czech, Hindi and Russian it asks for files that one has to fetch by hand), and `python -m
+(Kudugunta et al. 2021). docs/training.md tells how to prepare each, named below (some 40 GB; for
+Czech, Hindi and Russian one has to fetch files by hand), and `python -m
 tools.train_sentencepiece --model=mt.multilingual.T6x8192x16` makes the vocabulary. Without them
 `--model_params_override='input.num_fake_examples:4096'` trains on random tokens, for measuring time
 and memory, and `mt.cldr.Multilingual` runs anywhere.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """German to English on WMT 2014 by one bilingual model: the GPipe paper's baseline in public.
 
-`tfds build wmt14_translate/de-en` (a network, 2 GB) prepares the data, `python -m
-tools.train_sentencepiece --model=mt.wmt14.TransformerBigDeEn` the vocabulary, and `trainer
+The data are wmt14_translate/de-en of TFDS (docs/training.md tells how to prepare it; 2 GB). `python
+-m tools.train_sentencepiece --model=mt.wmt14.TransformerBigDeEn` makes the vocabulary, and `trainer
 --model=mt.wmt14.TransformerBigDeEn --logdir=runs/wmt14` trains, on one accelerator. Without the two
 `--model_params_override='input.num_fake_examples:4096'` trains on random tokens, for measuring time
 and memory, and `mt.cldr.Bilingual` runs anywhere. The experiment has not been trained.

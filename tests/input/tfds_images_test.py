@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Images of TFDS, on small data sets that the test prepares itself."""
 
+import os
+import re
+import shlex
 import shutil
+import subprocess
 import sys
 
 import numpy as np
@@ -11,6 +15,7 @@ import tensorflow_datasets as tfds
 
 from lingvo_gpipe import placement
 from lingvo_gpipe.input import batches, image_augmentation, tfds_images
+from tests import processes
 
 NUM_TRAIN, NUM_TEST, NUM_CLASSES, SIZE = 12, 5, 4, 6
 
@@ -127,7 +132,8 @@ def testFormatsHaveTheSameImages(data_dir, array_record_dir):
   for found, of_tf_records in zip(_All(_Input(array_record_dir), NUM_TRAIN), expected, strict=True):
     assert np.array_equal(found, of_tf_records)
   with pytest.raises(
-    ValueError, match='needs TFRecord.*was prepared as array_record in .*build lg'
+    ValueError,
+    match='needs TFRecord.*was prepared as array_record in .*"lg_fixed_images", data_dir="DIR"',
   ):
     _Input(array_record_dir, in_memory=False).NumExamples()
 
@@ -197,12 +203,29 @@ def testSpecNeedsNoData():
 
 def testMissingDataSaysWhatToDo(tmp_path):
   generator = _Input(str(tmp_path), 'lg_fixed_images')
-  message = f'is not prepared in {tmp_path}/lg_fixed_images: run `tfds build lg_fixed_images --'
   with pytest.raises(ValueError) as caught:
     generator.Fingerprint()
-  assert message in str(caught.value)
-  assert f'--data_dir={tmp_path}`' in str(caught.value)
-  assert 'image.digits.LeNet5' in str(caught.value)
+  message = str(caught.value)
+  assert f'is not prepared in {tmp_path}/lg_fixed_images: run `python -c' in message
+  assert 'image.digits.LeNet5' in message
+
+
+def testTheCommandOfTheMessagePreparesTheData(tmp_path):
+  """In a shell and a process of its own; Python's sitecustomize tells TFDS there of our builder."""
+  data_dir = str(tmp_path / "an 'odd' place")
+  (tmp_path / 'sitecustomize.py').write_text('import tests.input.tfds_images_test')
+  with pytest.raises(ValueError) as caught:
+    _Input(data_dir).Fingerprint()
+  (arguments,) = re.findall('run `python( .*)`, which needs', str(caught.value))
+  path = os.pathsep.join([str(tmp_path), str(processes.ROOT), *sys.path])
+  subprocess.run(
+    shlex.quote(sys.executable) + arguments,
+    shell=True,
+    env={**os.environ, 'PYTHONPATH': path},
+    check=True,
+    timeout=processes.TIMEOUT,
+  )
+  assert _Input(data_dir).NumExamples() == NUM_TRAIN
 
 
 def testDataToBeFetchedByHand(tmp_path):

@@ -95,7 +95,7 @@ def testMistakes(data_dir, tmp_path):
     _Input(data_dir, datasets=[])
   message = (
     "'Train': param datasets: the data set 'wmt14_translate/de-en' is not prepared in .*: run "
-    '`tfds build wmt14_translate/de-en --data_dir=.*`, which needs a network.*'
+    r'`python -c .*\("wmt14_translate/de-en", data_dir=".*"\).*`, which needs a network.*'
     r'Without network: --model=mt\.cldr\.Bilingual has.*num_fake_examples'
   )
   with pytest.raises(ValueError, match=message):

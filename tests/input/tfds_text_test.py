@@ -93,9 +93,8 @@ def testMissingDataSaysWhatToDo(tmp_path, vocab):
   with pytest.raises(ValueError) as caught:
     generator.Fingerprint()
   message = str(caught.value)
-  assert (
-    f'is not prepared in {tmp_path}/lm1b: run `tfds build lm1b --data_dir={tmp_path}`' in message
-  )
+  assert f'is not prepared in {tmp_path}/lm1b: run `python -c' in message
+  assert f'tfds.builder("lm1b", data_dir="{tmp_path}").download_and_prepare()' in message
   assert 'lm.stdlib.ByteTransformerGPipe2' in message and 'num_fake_examples' in message
 
 
