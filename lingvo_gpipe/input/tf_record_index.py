@@ -38,33 +38,47 @@ class Part(NamedTuple):
 
 
 class TfRecordIndex:
-  """The records of some parts of files, one part after another."""
+  """The records of some parts of files, one part after another.
 
-  def __init__(self, parts: Sequence[Part]) -> None:
+  Attributes:
+    begins: the bytes where they begin in their files, int64 [records].
+  """
+
+  def __init__(self, parts: Sequence[Part], where: str = '', damaged: str = 'stop') -> None:
     """Finds where the records begin, from their lengths alone; what is in them is not read.
 
+    Args:
+      parts: where they are.
+      where: what names the param `damaged` in messages; '' where there is none.
+      damaged: one of `tf_records.POLICIES`; 'skip' reads the files through, and leaves out damaged
+        records.
+
     Raises:
-      ValueError: a file is damaged, or has not as many records as it should.
+      ValueError: with 'stop', a file is damaged, or has not as many records as it should.
     """
     began = time.monotonic()
-    borders = {}
+    find = functools.partial(tf_records.Places, where=where, damaged=damaged)
+    places = {}
+    self._where = where
     with concurrent.futures.ThreadPoolExecutor(_FILES_AT_ONCE) as threads:
       paths = list(dict.fromkeys(part.path for part in parts))
-      for path, found in zip(paths, threads.map(tf_records.Borders, paths), strict=True):
+      for path, found in zip(paths, threads.map(find, paths), strict=True):
         heartbeat.Long()  # Who looks into many files takes long, and does not hang.
-        borders[path] = found
+        places[path] = found
     self._paths = [part.path for part in parts]
     for path, _, _, num_records in parts:
-      if len(borders[path]) != num_records + 1:
+      if damaged == 'stop' and len(places[path]) != num_records:
         raise ValueError(
-          f'{path} has {len(borders[path]) - 1:,} records, expected {num_records:,}: restore it'
+          f'{path} has {len(places[path]):,} records, expected {num_records:,}: restore it'
         )
-    self._parts = np.repeat(np.arange(len(parts), dtype=np.int32), [part.take for part in parts])
-    of_parts = [borders[path][skip : skip + take + 1] for path, skip, take, _ in parts]
-    self._begins = np.concatenate([x[:-1] for x in of_parts])
-    self._sizes = np.concatenate([np.diff(x) for x in of_parts])
+    of_parts = []
+    for path, skip, take, _ in parts:
+      first, last = np.searchsorted(places[path][:, 0], [skip, skip + take])
+      of_parts.append(places[path][first:last])
+    self._parts = np.repeat(np.arange(len(parts), dtype=np.int32), [len(x) for x in of_parts])
+    _, self.begins, self._sizes = np.concatenate(of_parts).T.copy()
     seconds = time.monotonic() - began
-    logging.info('found %d records of %d files in %.1f s', len(self._begins), len(paths), seconds)
+    logging.info('found %d records of %d files in %.1f s', len(self.begins), len(paths), seconds)
 
   def Read(self, index: tf.Tensor) -> tf.Tensor:
     """The record of an index, an integer scalar -> string scalar; its checksums are checked.
@@ -78,9 +92,9 @@ class TfRecordIndex:
     """What to raise in place of an error of `Read`: one that names file and record, if found."""
     # TensorFlow tells the byte where the record begins, or where what it holds does.
     told = np.array(re.findall(r' at (\d+)', error.message), np.int64)
-    for part in np.unique(self._parts[np.isin(self._begins, [told, told - 12])]):
+    for part in np.unique(self._parts[np.isin(self.begins, [told, told - 12])]):
       try:
-        for _ in tf_records.Records(self._paths[part]):
+        for _ in tf_records.Records(self._paths[part], self._where):
           pass
       except ValueError as e:
         return e
@@ -92,4 +106,4 @@ class TfRecordIndex:
   def _tensors(self) -> tuple[tf.Tensor, ...]:
     # Made outside of the graph of a tf.data pipeline, they are inputs of it and not constants.
     with tf.init_scope(), tf.device('/device:CPU:0'):
-      return tuple(map(tf.constant, (self._paths, self._parts, self._begins, self._sizes)))
+      return tuple(map(tf.constant, (self._paths, self._parts, self.begins, self._sizes)))

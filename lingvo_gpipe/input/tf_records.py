@@ -17,6 +17,7 @@ from lingvo_gpipe import file_errors, heartbeat, hyperparams
 
 # What to do where a record's checksum is wrong.
 POLICIES = ('stop', 'skip')
+_POLICY = 'Where a checksum is wrong: stop, or skip and count; then all is read at the start.'
 
 # A record is its length (uint64) and the length's checksum, the bytes, and their checksum.
 _HEADER = struct.Struct('<QI')
@@ -29,7 +30,7 @@ _BUFFER_BYTES = 2**18
 
 def DefinePolicy(p: hyperparams.Params) -> None:
   """Defines the param that is one of `POLICIES`."""
-  p.Define('damaged_records', 'stop', 'Where a checksum is wrong: stop, or skip and count.')
+  p.Define('damaged_records', 'stop', _POLICY)
 
 
 def CheckPolicy(policy: Any, where: str) -> None:
@@ -70,13 +71,14 @@ def _From(
   return tf.data.experimental.from_variant(variant, tf.TensorSpec([], tf.string))
 
 
-def Borders(path: str) -> np.ndarray:
+def Borders(path: str, where: str = '') -> np.ndarray:
   """The bytes where the records of a file begin, and its size: int64 [records + 1].
 
   Only their lengths are read: what is in them may be damaged.
 
   Args:
     path: as for `Dataset`.
+    where: as for `Records`.
 
   Raises:
     ValueError: a length is damaged, or the file is none of TFRecords.
@@ -89,7 +91,7 @@ def Borders(path: str) -> np.ndarray:
       f.seek(borders[-1])
       borders.append(borders[-1] + _AROUND + int.from_bytes(f.read(8), 'little'))
   if borders[-1] != size:
-    for _ in Records(path):  # It raises, and says which record is damaged.
+    for _ in Records(path, where):  # It raises, and says which record is damaged.
       pass
   return np.array(borders, np.int64)
 
@@ -126,6 +128,26 @@ def IsSound(path: str) -> bool:
     return int(size) == tf.io.gfile.stat(path).length
   except tf.errors.DataLossError:
     return False
+
+
+def Places(path: str, where: str = '', damaged: str = 'stop') -> np.ndarray:
+  """Where the records of a file are: their numbers from 0, first bytes and sizes, int64 [n, 3].
+
+  Args:
+    path: as for `Dataset`.
+    where: as for `Records`.
+    damaged: one of `POLICIES`. With 'stop' only the lengths are read, as by `Borders`; with 'skip'
+      the file is read through, and damaged records are left out.
+
+  Raises:
+    ValueError: with 'stop', as `Borders`.
+  """
+  if damaged == 'skip' and not IsSound(path):
+    found = enumerate(_Records(path, '', 'skip'))
+    places = [(i, byte, _AROUND + len(x)) for i, (byte, x) in found if x is not None]
+    return np.array(places, np.int64).reshape(-1, 3)
+  borders = Borders(path, where)
+  return np.stack([np.arange(len(borders) - 1), borders[:-1], np.diff(borders)], axis=1)
 
 
 def SoundParts(path: str) -> tuple[list[tuple[int, int]], int]:

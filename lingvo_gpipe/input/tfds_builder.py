@@ -105,27 +105,50 @@ def Texts(
   Raises:
     ValueError: a record is damaged, or damaged ones are to be skipped of files of another format.
   """
-  if not _IsTfRecord(builder):
+  for texts in Examples(builder, split, names, where, damaged):
+    yield tuple(text.decode() for text in texts)
+
+
+def Examples(
+  builder: tfds.core.DatasetBuilder,
+  split: str,
+  names: Sequence[str],
+  where: str,
+  damaged: str = 'stop',
+  decoders: Any = None,
+) -> Iterator[tuple[Any, ...]]:
+  """Some features of each example of a split, in the order of the files, as NumPy's values.
+
+  Args:
+    builder: of the data set.
+    split: the split.
+    names: features.
+    where: as for `Texts`.
+    damaged: as for `Texts`.
+    decoders: how some of them are decoded, as `as_dataset` of the builder takes it.
+
+  Raises:
+    ValueError: as `Texts`.
+  """
+  if not IsTfRecord(builder):
     _CheckSkips(builder, where, damaged)
-    source = builder.as_data_source(split=split)
+    source = builder.as_data_source(split=split, decoders=decoders)
     for i in range(len(source)):
       try:
         example = source[i]
       except RuntimeError as e:
         raise _CannotRead(builder, split, i, e) from e
-      yield tuple(example[name].decode() for name in names)
-  elif damaged == 'skip' and NumDamaged(builder, split, where):
+      yield tuple(example[name] for name in names)
+  elif damaged == 'skip' and not _IsSound(builder, split):
     for record in _SoundRecords(builder, split):
-      example = builder.info.features.deserialize_example_np(record)
-      yield tuple(example[name].decode() for name in names)
+      example = builder.info.features.deserialize_example_np(record, decoders=decoders)
+      yield tuple(example[name] for name in names)
   else:
-    decoders = None
     if len(names) < len(builder.info.features):
-      decoders = tfds.decode.PartialDecoding(dict.fromkeys(names, True))
+      decoders = tfds.decode.PartialDecoding(dict.fromkeys(names, True), decoders)
     dataset = builder.as_dataset(split=split, shuffle_files=False, decoders=decoders)
-    for examples in FromTfRecords(builder, split, dataset.batch(_READ_AT_ONCE), where):
-      for texts in zip(*(examples[name] for name in names), strict=True):
-        yield tuple(text.decode() for text in texts)
+    for examples in _FromTfRecords(builder, split, dataset.batch(_READ_AT_ONCE), where):
+      yield from zip(*(examples[name] for name in names), strict=True)
 
 
 def NumDamaged(builder: tfds.core.DatasetBuilder, split: str, where: str) -> int:
@@ -135,18 +158,19 @@ def NumDamaged(builder: tfds.core.DatasetBuilder, split: str, where: str) -> int
     ValueError: the files are of another format than TFRecord.
   """
   _CheckSkips(builder, where, 'skip')
-  if all(tf_records.IsSound(path) for path in builder.info.splits[split].filepaths):
+  if _IsSound(builder, split):
     return 0
   num_sound = sum(1 for _ in _SoundRecords(builder, split))
   return int(builder.info.splits[split].num_examples) - num_sound
 
 
-def _IsTfRecord(builder: tfds.core.DatasetBuilder) -> bool:
+def IsTfRecord(builder: tfds.core.DatasetBuilder) -> bool:
+  """Whether the files of a prepared data set are TFRecords."""
   return bool(builder.info.file_format == tfds.core.FileFormat.TFRECORD)
 
 
 def _CheckSkips(builder: tfds.core.DatasetBuilder, where: str, damaged: str) -> None:
-  if damaged == 'skip' and not _IsTfRecord(builder):
+  if damaged == 'skip' and not IsTfRecord(builder):
     raise ValueError(
       f'{where}: damaged records are skipped of TFRecord files only, and {builder.info.full_name} '
       f'was prepared as {builder.info.file_format.value}: set it to stop'
@@ -168,6 +192,10 @@ def _CannotRead(
   )
 
 
+def _IsSound(builder: tfds.core.DatasetBuilder, split: str) -> bool:
+  return all(tf_records.IsSound(path) for path in builder.info.splits[split].filepaths)
+
+
 def _SoundRecords(builder: tfds.core.DatasetBuilder, split: str) -> Iterator[bytes]:
   for part in builder.info.splits[split].file_instructions:
     for number, record in tf_records.Records(str(part.filename), damaged='skip'):
@@ -175,19 +203,12 @@ def _SoundRecords(builder: tfds.core.DatasetBuilder, split: str) -> Iterator[byt
         yield record
 
 
-def FromTfRecords(
-  builder: tfds.core.DatasetBuilder, split: str, dataset: tf.data.Dataset, where: str = ''
+def _FromTfRecords(
+  builder: tfds.core.DatasetBuilder, split: str, dataset: tf.data.Dataset, where: str
 ) -> Iterator[Any]:
-  """What a data set made of a split's TFRecord files gives, as NumPy arrays.
+  """What a data set made of a split's TFRecord files gives; of a damaged record the error says it.
 
-  Args:
-    builder: of the data set.
-    split: the split.
-    dataset: made by the builder's `as_dataset`.
-    where: what names the param that lets damaged records be skipped; '' where there is none.
-
-  Raises:
-    ValueError: a record is damaged; names file and record, which tf.data does not.
+  tf.data's names neither file nor record.
   """
   try:
     yield from dataset.as_numpy_iterator()

@@ -15,7 +15,13 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 
 from lingvo_gpipe import hyperparams, nested_map
-from lingvo_gpipe.input import image_augmentation, image_input, tf_record_index, tfds_builder
+from lingvo_gpipe.input import (
+  image_augmentation,
+  image_input,
+  tf_record_index,
+  tf_records,
+  tfds_builder,
+)
 
 _OFFLINE = 'image.digits.LeNet5'
 
@@ -41,6 +47,7 @@ class TfdsImageInput(image_input.ImageInput):
     p.Define('dataset', '', 'Name of the data set in TFDS, such as cifar10.')
     p.Define('split', 'train', 'Its split, such as train[:90%].')
     p.Define('data_dir', '', "Where it was prepared; empty: TFDS's own place.")
+    tf_records.DefinePolicy(p)
     p.Define('num_classes', 0, 'Number of classes, with those that label_offset adds.')
     p.Define('label_offset', 0, 'Added to the labels: 1 keeps class 0 free for the background.')
     p.Define('in_memory', True, 'Keep all images in memory; all must have image_size then.')
@@ -58,6 +65,7 @@ class TfdsImageInput(image_input.ImageInput):
     p = self.params
     if not p.dataset:
       raise ValueError(f'{self._Where("dataset")} is not set: name a data set, such as cifar10')
+    tf_records.CheckPolicy(p.damaged_records, self._Where('damaged_records'))
     self._CheckInteger('num_classes', minimum=1)
     self._CheckInteger('label_offset', minimum=0)
     self._CheckInteger('max_shift', minimum=0)
@@ -79,12 +87,11 @@ class TfdsImageInput(image_input.ImageInput):
       instead=f'--model={_OFFLINE} has data of its own, and input.num_fake_examples:1000 trains on '
       'noise, for measuring time',
     )
-    found = builder.info.file_format
-    if not p.in_memory and found != tfds.core.FileFormat.TFRECORD:
+    if not p.in_memory and not tfds_builder.IsTfRecord(builder):
       raise ValueError(
         f'{self._Where("in_memory")}: False needs TFRecord files, but the data set {p.dataset!r} '
-        f'was prepared as {found.value} in {builder.data_path}; prepare it in another directory by '
-        f'`{tfds_builder.PrepareCommand(p.dataset, "DIR")}`, and set data_dir'
+        f'was prepared as {builder.info.file_format.value} in {builder.data_path}; prepare it in '
+        f'another directory by `{tfds_builder.PrepareCommand(p.dataset, "DIR")}`, and set data_dir'
       )
     num_classes = builder.info.features['label'].num_classes
     if num_classes + p.label_offset > p.num_classes:
@@ -95,7 +102,17 @@ class TfdsImageInput(image_input.ImageInput):
     return builder
 
   def _NumImages(self) -> int:
+    return self._NumPrepared() - self.NumDamaged()
+
+  def _NumPrepared(self) -> int:
     return tfds_builder.NumExamples(self._builder, self.params.split, self._Where('split'))
+
+  def NumDamaged(self) -> int:
+    """As BaseInputGenerator's."""
+    p = self.params
+    if p.damaged_records == 'stop' or p.num_fake_examples:
+      return 0
+    return self._NumPrepared() - len(self._arrays[1] if p.in_memory else self._records.begins)
 
   def _NumClasses(self) -> int:
     return self.params.num_classes
@@ -104,6 +121,8 @@ class TfdsImageInput(image_input.ImageInput):
     parts = ['tfds', self._builder.info.full_name, self.params.split]
     if self.params.in_memory:
       parts += [hashlib.sha256(np.ascontiguousarray(a).data).hexdigest() for a in self._arrays]
+    elif self.NumDamaged():
+      parts.append(hashlib.sha256(self._records.begins.data).hexdigest())
     return parts
 
   @functools.cached_property
@@ -112,32 +131,36 @@ class TfdsImageInput(image_input.ImageInput):
     files = self._builder.info.splits[self.params.split].file_instructions
     with tf.init_scope():  # Now, not within a pipeline.
       return tf_record_index.TfRecordIndex(
-        [tf_record_index.Part(x.filename, x.skip, x.take, x.examples_in_shard) for x in files]
+        [tf_record_index.Part(x.filename, x.skip, x.take, x.examples_in_shard) for x in files],
+        self._Where('damaged_records'),
+        self.params.damaged_records,
       )
 
   @functools.cached_property
   def _arrays(self) -> tuple[np.ndarray, np.ndarray]:
     """Images uint8 [n, size, size, channels] and labels int32 [n], in the order of the files."""
     p = self.params
-    options = {'split': p.split, 'decoders': {'image': tfds.decode.SkipDecoding()}}
-    if self._builder.info.file_format == tfds.core.FileFormat.TFRECORD:
-      dataset = self._builder.as_dataset(shuffle_files=False, **options)
-      examples = tfds_builder.FromTfRecords(self._builder, p.split, dataset)
-    else:
-      examples = iter(self._builder.as_data_source(**options))
+    examples = tfds_builder.Examples(
+      self._builder,
+      p.split,
+      ('image', 'label'),
+      self._Where('damaged_records'),
+      p.damaged_records,
+      decoders={'image': tfds.decode.SkipDecoding()},
+    )
     images, labels = [], []
     shape = (p.image_size, p.image_size, p.num_channels)
     with tf.device('/device:CPU:0'):
-      for i, example in enumerate(examples):
-        image = tf.io.decode_image(example['image'], p.num_channels).numpy()
+      for i, (encoded, label) in enumerate(examples):
+        image = tf.io.decode_image(encoded, p.num_channels).numpy()
         if image.shape != shape:
           raise ValueError(
             f'{self._Where("image_size")}: image {i} of {p.dataset} has the shape {image.shape}, '
             f'but in_memory needs {shape}; set image_size and num_channels, or in_memory to False'
           )
         images.append(image)
-        labels.append(example['label'])
-    return np.stack(images), np.array(labels, np.int32)
+        labels.append(label)
+    return np.array(images, np.uint8).reshape(-1, *shape), np.array(labels, np.int32)
 
   def Explain(self, error: Exception) -> Exception:
     """As the parent's; names the file and the record that are damaged."""

@@ -14,7 +14,7 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 
 from lingvo_gpipe import placement
-from lingvo_gpipe.input import batches, image_augmentation, tfds_images
+from lingvo_gpipe.input import batches, image_augmentation, tf_records, tfds_images
 from tests import processes
 
 NUM_TRAIN, NUM_TEST, NUM_CLASSES, SIZE = 12, 5, 4, 6
@@ -32,6 +32,7 @@ class _Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
     features = {
       'image': tfds.features.Image(shape=(None, None, 3), encoding_format='png'),
       'label': tfds.features.ClassLabel(num_classes=NUM_CLASSES),
+      'id': tfds.features.Text(),
     }
     return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict(features))
 
@@ -43,7 +44,7 @@ class _Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
 
   def _generate_examples(self, split, count):
     for i in range(count):
-      yield i, {'image': self._Image(split, i), 'label': i % NUM_CLASSES}
+      yield i, {'image': self._Image(split, i), 'label': i % NUM_CLASSES, 'id': f'{split}_{i}'}
 
 
 class LgFixedImages(_Builder):
@@ -244,6 +245,7 @@ def testDataToBeFetchedByHand(tmp_path):
     ({'image_size': 8}, r'shape \(6, 6, 3\), but in_memory needs \(8, 8, 3\)'),
     ({'central_share': 0.0}, 'central_share'),
     ({'num_classes': 0}, 'num_classes'),
+    ({'damaged_records': 'skp'}, 'damaged_records: expected stop or skip'),
   ],
 )
 def testWrongParams(data_dir, values, message):
@@ -283,6 +285,58 @@ def testADamagedRecordIsNamed(data_dir, tmp_path):
   path.write_bytes(data[:-5])
   with pytest.raises(ValueError, match=rf'{path.name} is damaged, .*record 12, .*truncated'):
     _Input(str(copied), 'lg_wide_images').Dataset()
+
+
+@pytest.mark.parametrize('in_memory', [False, True])
+def testDamagedRecordsAreLeftOutAndCounted(data_dir, tmp_path, in_memory):
+  copied = shutil.copytree(data_dir, tmp_path / 'data')
+  (path,) = copied.rglob('lg_fixed_images-train*')
+  sound = path.read_bytes()
+  begins = tf_records.Borders(str(path))
+
+  def Reads(place, **values):
+    data = bytearray(sound)
+    data[place] ^= 1
+    path.write_bytes(data)
+    options = {'split': 'train[2:9]', 'shuffle': False, 'in_memory': in_memory, 'num_epochs': 1}
+    return _Input(str(copied), **{**options, **values})
+
+  whole = _Input(data_dir, split='train[2:9]', shuffle=False, in_memory=in_memory, num_epochs=1)
+  images, labels = _All(whole, 7)
+  with pytest.raises(ValueError, match=r'record 6, .*Restore the file; .*damaged_records to skip'):
+    next(batches.Batches(Reads(begins[5] + 20, batch_size=7)))
+  prints = {whole.Fingerprint()}
+  left = {
+    begins[0] + 20: range(7),  # Not in the split,
+    begins[5] + 20: [0, 1, 2, 4, 5, 6],  # in it,
+    begins[6]: [0, 1, 2, 3],  # and the length: what is behind cannot be found.
+  }
+  for place, which in left.items():
+    generator = Reads(place, damaged_records='skip')
+    found = _All(generator, len(which))
+    assert np.array_equal(found[0], images[which]) and np.array_equal(found[1], labels[which])
+    assert (generator.NumExamples(), generator.NumDamaged()) == (len(which), 7 - len(which))
+    prints.add(generator.Fingerprint())
+  other = Reads(begins[6] + 20, damaged_records='skip')  # As many, but others.
+  assert len(prints | {other.Fingerprint()}) == 4
+  assert generator.Describe() == '4 examples (3 damaged records were left out)'
+  assert _Input(data_dir, damaged_records='skip').Fingerprint() == _Input(data_dir).Fingerprint()
+  noise = _Input('/nowhere', damaged_records='skip', num_fake_examples=3)
+  assert (noise.NumExamples(), noise.NumDamaged()) == (3, 0)
+
+
+def testOfOtherFormatsNothingIsSkipped(array_record_dir, tmp_path):
+  with pytest.raises(
+    ValueError, match='damaged_records: .* was prepared as array_record: set it to stop'
+  ):
+    _Input(array_record_dir, damaged_records='skip').NumExamples()
+  copied = shutil.copytree(array_record_dir, tmp_path / 'data')
+  (path,) = copied.rglob('*train.array_record*')
+  data = path.read_bytes()
+  at = data.index(b'PNG')
+  path.write_bytes(data[:at] + bytes(3) + data[at + 3 :])
+  with pytest.raises(ValueError, match=rf'/{path.name} is damaged: example \d+ of .train. .*Corr'):
+    _Input(str(copied)).Fingerprint()
 
 
 if __name__ == '__main__':
