@@ -117,7 +117,7 @@ def _Target() -> cluster.Cluster:
 
 
 def _Plan() -> int:
-  with binary.LeavingWhereAWorkerFails(1, 'see to the workers, and call this again'):
+  with binary.LeavingWhereAWorkerFails(1):
     return _PlanOnDevices()
 
 
