@@ -200,6 +200,12 @@ class EvalRunner:
     """Where the parts of a batch belong."""
     return placement.Placement(self.task, self.engine, self.batch_spec)
 
+  def Shares(self, batch: batches.AnyBatch) -> list[nested_map.NestedMap]:
+    """The rows of a batch: in one where the trainer read it, else in one for each replica."""
+    if not isinstance(batch, batches.PlacedBatch):
+      return [batch]
+    return [view for _, _, view in self.placement.Views(batch)]
+
   def MicroBatches(self, batch: batches.AnyBatch) -> tuple[list[Any], list[Any], list[tf.Tensor]]:
     """For each micro-batch of a batch: the first layer's arguments, the loss's inputs, its weight.
 

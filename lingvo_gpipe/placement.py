@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads batches where stages need them: on the workers of each replica's first and last stage.
 
-Read by the trainer, each batch would go over its link. A worker has nothing but TensorFlow's
-operations and what lies in its file system: functions of Python stay with the trainer.
+Read by the trainer, each batch would go over its link; a stream is read on one of them. A worker
+has nothing but TensorFlow's operations and what lies in its file system: functions of Python stay
+with the trainer.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import operator
 import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
@@ -18,7 +20,14 @@ import tensorflow as tf
 
 from lingvo_gpipe import heartbeat, nested_map, worker_hosts
 from lingvo_gpipe import task as task_lib
-from lingvo_gpipe.input import base_input_generator, batches, bucketed_input, pipeline_graph
+from lingvo_gpipe.input import (
+  base_input_generator,
+  batches,
+  bucketed_input,
+  pipeline_graph,
+  stream_input,
+  stream_iterator,
+)
 from lingvo_gpipe.pipeline import engine, micro_batch, replicas
 
 # To ask two workers for a batch and to check it there takes some milliseconds of computing, beside
@@ -53,7 +62,11 @@ class Share:
 
 
 class Placement:
-  """Where the parts of a batch belong."""
+  """Where the parts of a batch belong.
+
+  Attributes:
+    first_host: the CPU beside the first stage of the first replica.
+  """
 
   def __init__(
     self,
@@ -69,6 +82,7 @@ class Placement:
       tuple(worker_hosts.Host(replica.stages[k].device) for k in (0, -1))
       for replica in stages.replicas
     ]
+    self.first_host = self._ends[0][0]
     self._keys = batch_spec.Keys()
     inputs = task_lib.FieldsRead(task.PipelineInputs, batch_spec)
     sides = task_lib.FieldsRead(task.LossInputs, batch_spec)
@@ -76,7 +90,10 @@ class Placement:
     self._keys_first = [key for key in self._keys if key in inputs]
     self._keys_last = [key for key in self._keys if key in sides or key not in inputs]
 
-  def __str__(self) -> str:
+  def ReadBy(self, source: base_input_generator.BaseInputGenerator) -> str:
+    """Which workers read an input, for the log."""
+    if isinstance(source, stream_input.BaseStreamInput):
+      return f'read by worker {worker_hosts.WorkerOf(self.first_host)}'
     first, last = (
       ', '.join(map(str, dict.fromkeys(worker_hosts.WorkerOf(host) for host in hosts)))
       for hosts in zip(*map(_Hosts, self.Shares(micro_batch.BatchSize(self._spec))), strict=True)
@@ -131,11 +148,7 @@ class Placement:
       found = self._Read(source, start)
 
     def ReadNext() -> batches.PlacedBatch:
-      batch = batches.PlacedBatch(*zip(*next(found), strict=True))
-      for share, _, view in self.Views(batch):
-        with tf.device(share.last):
-          self._task.CheckBatch(view)
-      return batch
+      return self._Checked(next(found))
 
     # Not until the end of the data shows: TensorFlow would print an error of the worker's.
     num_batches = source.NumBatches(start)
@@ -150,6 +163,38 @@ class Placement:
         yield batch
         if reading is not None:  # Not for the first: it is traced, and goes to where the run is.
           heartbeat.Begin(heartbeat.READ)
+
+  def ReadStream(self, stream: stream_iterator.StreamIterator) -> Iterator[batches.PlacedBatch]:
+    """The batches of a stream; their rows go from its host to where stages need them.
+
+    None is taken ahead, for checkpoints have the state of the stream.
+    """
+    shares = self.Shares(micro_batch.BatchSize(self._spec))
+
+    def Parts(batch: nested_map.NestedMap) -> _Parts:
+      parts: _Parts = []
+      for share in shares:
+        rows = batch.Transform(operator.itemgetter(slice(share.rows.start, share.rows.stop)))
+        of_share = []
+        for host, keys in zip(_Hosts(share), self.Keys(share), strict=True):
+          with tf.device(host):
+            of_share.append(tuple(tf.identity(rows.GetItem(key)) for key in keys))
+        parts.append(of_share)
+      return parts
+
+    for parts in stream.Through(Parts):
+      read = self._Checked(parts)
+      heartbeat.Step(heartbeat.READ)
+      yield read
+      heartbeat.Begin(heartbeat.READ)
+    heartbeat.Step(heartbeat.READ)
+
+  def _Checked(self, parts: _Parts) -> batches.PlacedBatch:
+    batch = batches.PlacedBatch(*zip(*parts, strict=True))
+    for share, _, view in self.Views(batch):
+      with tf.device(share.last):
+        self._task.CheckBatch(view)
+    return batch
 
   def _Read(self, source: base_input_generator.BaseInputGenerator, start: int) -> Iterator[_Parts]:
     """The parts of batches that are read as a data set on each worker."""
@@ -191,7 +236,11 @@ def AreOnWorkers(stages: engine.PipelineEngine) -> bool:
 def WhyNot(source: base_input_generator.BaseInputGenerator) -> str:
   """Why workers cannot read an input, as far as it can be told without trying; '' if they may."""
   name, p = type(source).__name__, source.params
-  owners = (base_input_generator.BaseInputGenerator, bucketed_input.BucketedInput)
+  owners = (
+    base_input_generator.BaseInputGenerator,
+    bucketed_input.BucketedInput,
+    stream_input.BaseStreamInput,
+  )
   if type(source).Dataset not in [owner.Dataset for owner in owners]:
     return f'{name} has a Dataset of its own'  # Which two workers need not read in one order.
   size = sum(x.shape.num_elements() * x.dtype.size for x in source.BatchSpec().Flatten())
@@ -202,6 +251,8 @@ def WhyNot(source: base_input_generator.BaseInputGenerator) -> str:
   if isinstance(source, bucketed_input.BucketedInput):
     rows = functools.partial(source.Rows, source.Tensors())
     traced = tf.function(rows, autograph=False).get_concrete_function(*bucketed_input.PLAN_SPEC)
+  elif isinstance(source, stream_input.BaseStreamInput):
+    traced = pipeline_graph.Trace(source.Dataset)
   else:
     traced = pipeline_graph.Trace(functools.partial(source.Part, 0, range(p.batch_size)))
   nodes = itertools.chain(*pipeline_graph.Operations(traced))

@@ -19,8 +19,8 @@ class StreamStates:
   error in the state, and whoever went on from there would meet it though the file is mended.
 
   Attributes:
-    iterators: {task: where its stream goes on} of those that are trained. Inputs of indexed
-      examples are not among them: their position tells it all.
+    iterators: {task: where its stream goes on} of those that are trained; `task_batches` puts those
+      of workers there. Inputs of indexed examples are not among them: their position tells it all.
   """
 
   iterators: dict[str, stream_iterator.StreamIterator]

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import tensorflow as tf
@@ -17,12 +17,11 @@ from lingvo_gpipe import (
   eval_runner,
   learners,
   multi_task_runner,
-  nested_map,
   placement,
   worker_connection,
 )
 from lingvo_gpipe import model as model_lib
-from lingvo_gpipe.input import batches
+from lingvo_gpipe.input import batches, stream_input, stream_iterator
 
 _MAX_SHOWN = 300
 
@@ -32,7 +31,7 @@ def Batches(
   step: int,
   position: Callable[[str], int],
   run: multi_task_runner.AnyRunner | None = None,
-  streams: Mapping[str, Iterator[nested_map.NestedMap]] | None = None,
+  streams: MutableMapping[str, stream_iterator.StreamIterator] | None = None,
 ) -> Iterator[batches.AnyBatch]:
   """The batches from a step on; for each step as many as the task's learner accumulates.
 
@@ -43,16 +42,20 @@ def Batches(
     step: how many steps were done.
     position: the count of examples consumed of a task, by its name.
     run: what trains. Where its stages are in workers, these read what they can.
-    streams: {task: its batches from there on}, of inputs whose examples have no index.
+    streams: {task: its iterator, there}, of inputs whose examples have no index; that of a worker
+      takes its place.
   """
+  streams = {} if streams is None else streams
   # A task's data wait for its next turn.
   sources: dict[str, Iterator[batches.AnyBatch]] = {}
   for current in itertools.count(step):
     name = model.TaskOf(current)
     if name not in sources:
       one = None if run is None else run.task_runners[name]
-      stream = (streams or {}).get(name)
-      sources[name] = Source(model.inputs[name], one, of='run').Batches(position(name), stream)
+      source = Source(model.inputs[name], one, of='run')
+      sources[name] = source.Batches(position(name), streams.get(name))
+      if source.stream is not None:
+        streams[name] = source.stream
     for _ in range(learners.NumAccumulated(model.tasks[name].params.train.learner)):
       batch = next(sources[name], None)
       if batch is None:
@@ -65,7 +68,12 @@ class Source:
 
   That it is the same tells that they see the files that this process sees, and that rows of a batch
   can be made without the others.
+
+  Attributes:
+    stream: the iterator that the last call of `Batches` reads; None where examples have an index.
   """
+
+  stream: stream_iterator.StreamIterator | None = None
 
   def __init__(self, source: Any, one: eval_runner.EvalRunner | None, of: str = 'data set') -> None:
     """Reads nothing.
@@ -81,55 +89,63 @@ class Source:
     self._is_decided = False
 
   def Batches(
-    self, position: int = 0, stream: Iterator[nested_map.NestedMap] | None = None
+    self, position: int = 0, stream: stream_iterator.StreamIterator | None = None
   ) -> Iterator[batches.AnyBatch]:
     """The batches from a position on; the first call decides who reads them, in this one and later.
 
     Args:
       position: in the data set or run.
-      stream: the batches from there on, of an input whose examples have no index.
+      stream: the one that is there, of an input whose examples have no index; None: at the
+        beginning.
     """
+    if stream is None and isinstance(self._source, stream_input.BaseStreamInput):
+      stream = self._source.Iterator()
+    self.stream = stream
     if self._is_decided and self._runner is not None:
       return self._ReadThere(self._runner, position)
-    if stream is None:
-      stream = iter(self._source.Dataset(start=position))
-    here = batches.Noted(stream, self._source, position, self._of)
+    found = iter(self._source.Dataset(start=position)) if stream is None else stream
+    here = batches.Noted(found, self._source, position, self._of)
     if self._runner is None:
       return here
+    there, placed, why = self._Tried(self._runner, position)
+    moved, self.stream = self.stream, stream
     first = next(here, None)
     if first is None:
       return here
-    there = self._Tried(self._runner, position, first)
     self._is_decided = True
-    if there is not None:
-      return there
+    name = batches.Named(self._source)
+    if placed is not None and _Bytes(self._runner, first) == _Bytes(self._runner, placed):
+      logging.info('data: %s, %s', name, self._runner.placement.ReadBy(self._source))
+      self.stream = moved
+      return itertools.chain([placed], there)
+    why = why or 'what the workers read differs'
+    logging.info('data: %s, read by the trainer: %s', name, why)
     self._runner = None
     return itertools.chain([first], here)
 
   def _ReadThere(self, one: eval_runner.EvalRunner, position: int) -> Iterator[batches.AnyBatch]:
-    there = one.placement.Read(self._source, position)
+    if self.stream is None:
+      there = one.placement.Read(self._source, position)
+    else:
+      self.stream = self.stream.At(one.placement.first_host)
+      there = one.placement.ReadStream(self.stream)
     return batches.Noted(there, self._source, position, self._of)
 
   def _Tried(
-    self, one: eval_runner.EvalRunner, position: int, first: nested_map.NestedMap
-  ) -> Iterator[batches.AnyBatch] | None:
-    """What the workers read where it begins with this batch, else None; the log says why."""
-    name = batches.Named(self._source)
+    self, one: eval_runner.EvalRunner, position: int
+  ) -> tuple[Iterator[batches.AnyBatch], batches.AnyBatch | None, str]:
+    """What the workers read after its first batch, and that, or why they read none."""
     why = placement.WhyNot(self._source)
     if not why:
       try:
         there = self._ReadThere(one, position)
-        placed = next(there, None)
-        if placed is not None and _Bytes(one, first) == _Bytes(one, placed):
-          logging.info('data: %s, %s', name, one.placement)
-          return itertools.chain([placed], there)
-        why = 'what the workers read differs'
+        return there, next(there, None), ''
       except Exception as e:
         if worker_connection.IsFailure(e):
           raise
+        tf.experimental.async_clear_error()  # Else the next operation here has it, too.
         why = f'the workers cannot: {" ".join(str(e).split())[:_MAX_SHOWN]}'
-    logging.info('data: %s, read by the trainer: %s', name, why)
-    return None
+    return iter(()), None, why
 
 
 def _Bytes(one: eval_runner.EvalRunner, batch: batches.AnyBatch) -> list[bytes | None]:

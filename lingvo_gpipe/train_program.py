@@ -18,6 +18,7 @@ pictures, metrics, and what a checkpoint tells beside the weights.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import os
 import sys
@@ -316,7 +317,8 @@ class TrainProgram:
           raise _NotFinite(f'step {step} is not finite: {self._runner.WhyNotFinite(*batches)}')
         num_rows = sum(input_batches.NumRows(b) for b in batches)
         source, position = self._inputs[task_name], self._counts.Position(task_name)
-        num_read = num_rows - sum(source.NumPadded(b) for b in batches)
+        shares = itertools.chain(*map(self._runner.task_runners[task_name].Shares, batches))
+        num_read = num_rows - sum(map(source.NumPadded, shares))
         self._counts.Step(task_name, source.PositionAfter(position, num_read))
         batches = []
         self._values = values

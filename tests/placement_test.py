@@ -12,7 +12,7 @@ hosts, project = worker_processes.hosts, worker_processes.project
 
 # Trains on the workers of a file and writes what it saw as JSON.
 _PROGRAM = """
-import inspect, json, os, socket, struct, sys, textwrap
+import inspect, itertools, json, os, socket, struct, sys, textwrap
 
 import numpy as np
 import tensorflow as tf
@@ -20,7 +20,7 @@ from absl import logging
 
 from lingvo_gpipe import cluster, cluster_spec, model, nested_map, placement, runner, task_batches
 from lingvo_gpipe.input import (
-  base_input_generator, parallel_text, sentencepiece_training, synthetic, text_files,
+  base_input_generator, parallel_text, sentencepiece_training, stream_input, synthetic, text_files,
   tf_record_index
 )
 from params import toy
@@ -33,6 +33,19 @@ class Input(synthetic.SyntheticRegressionInput):
   @classmethod
   def Params(cls):
     return super().Params().Set(num_examples=20)
+
+
+class Stream(stream_input.BaseStreamInput):
+  @classmethod
+  def Params(cls):
+    return super().Params().Set(shuffle_buffer_size=20)
+
+  def _Stream(self, epoch):
+    def Example(i):
+      draw = lambda size: tf.random.stateless_uniform([size], [i, epoch])
+      return nested_map.NestedMap(inputs=draw(32), targets=draw(1))
+
+    return tf.data.Dataset.range(30).map(Example)
 
 
 class OwnDataset(Input):
@@ -116,7 +129,7 @@ class PairsTask(Task):
     return nested_map.NestedMap(targets=targets, example_weights=batch.example_weights)
 
 
-def Make(cls=Input, num_replicas=1, run=None, task=Task, **values):
+def Make(cls=Input, num_replicas=1, run=None, task=Task, streams=None, **values):
   p = model.SingleTaskModel.Params()
   p.task = task.Params().MergeCommonKeysFrom(toy.Toy().Task())
   p.task.stack.Set(xla=False)
@@ -127,7 +140,7 @@ def Make(cls=Input, num_replicas=1, run=None, task=Task, **values):
   made = p.Instantiate()
   spec = made.input.BatchSpec()
   run = run or runner.TaskRunner(made.task, devices, spec, num_replicas=num_replicas)
-  return run, task_batches.Batches(made, 0, lambda name: 3, run)
+  return run, task_batches.Batches(made, 0, lambda name: 3, run, streams)
 
 
 def Sent():
@@ -200,6 +213,28 @@ for num_replicas in (1, 2):
     assert task_batches._Bytes(of_pairs, batch) == task_batches._Bytes(of_pairs, expected)
     assert of_pairs._NumMicroBatches(batch) == of_pairs._NumMicroBatches(expected)
     found['pairs'].append([[len(part[0]) for part in batch.firsts], Devices(batch)])
+# A stream, beyond an epoch; its state goes from the worker to the trainer and back.
+found['stream'] = []
+for num_replicas in (1, 2):
+  made = Stream.Params().Set(batch_size=7).Instantiate()
+  expected, streams, of_stream = iter(made.Dataset()), {}, None
+  for read_on_workers in (True, False, True):
+    of_stream, there = Make(
+      Stream, num_replicas, of_stream, streams=streams, read_on_workers=read_on_workers
+    )
+    for _ in range(7):
+      batch = next(there)
+      parts = of_stream.Shares(batch)
+      whole = tf.nest.map_structure(lambda *rows: tf.concat(rows, 0), *parts)
+      assert base_input_generator.AreEqual(whole, next(expected))
+      found['stream'].append([streams[''].num_taken, Devices(batch)])
+    state = streams[''].Save()
+    streams = {'': made.Iterator()}
+    streams[''].Restore(state)
+# Rows that pad the last batch are none.
+made = Stream.Params().Set(batch_size=7, num_epochs=1).Instantiate()
+_, there = Make(Stream, run=of_stream, num_epochs=1)
+found['padded'] = [sum(map(made.NumPadded, of_stream.Shares(batch))) for batch in there]
 next(Make(PythonPairs, run=of_pairs, **pairs)[1])
 with tf.io.TFRecordWriter('records') as writer:
   for i in range(20):
@@ -209,7 +244,7 @@ index = tf_record_index.TfRecordIndex(
 )
 zero = tf.Variable(0, dtype=tf.int64)
 for cls in (Records, OwnDataset, Python, Variable, OwnFile, OtherFiles, WholeBatch):
-  next(Make(cls, run=run)[1])
+  list(itertools.islice(Make(cls, run=run)[1], 2))
 next(Make(run=run, read_on_workers=None)[1])
 placement.MAX_BYTES_IN_MEMORY = 100
 next(Make(run=run)[1])
@@ -259,6 +294,22 @@ def testWorkersReadRecordsByIndex(found):
   assert 'Records, read by worker 0, 1' in found[1]
 
 
+def testTheWorkerOfTheFirstStageReadsAStreamFromWhereItIs(found):
+  values, lines = found
+  assert [line for line in lines if line.startswith('Stream')] == [
+    'Stream, read by worker 0',
+    'Stream, read by the trainer: input.read_on_workers is False',
+    'Stream, read by worker 0',
+  ] * 2 + ['Stream, read by worker 0']
+  taken, devices = zip(*values['stream'], strict=True)
+  assert list(taken) == [*range(1, 8)] * 6
+  there = {'firsts': [[_Cpu(0)]], 'lasts': [[_Cpu(1)] * 2]}
+  assert devices[:21] == (there,) * 7 + ({},) * 7 + (there,) * 7
+  there = {'firsts': [[_Cpu(0)] * 3, [_Cpu(1)] * 3], 'lasts': [[], []]}
+  assert devices[21:] == (there,) * 7 + ({},) * 7 + (there,) * 7
+  assert values['padded'] == [0, 0, 0, 0, 5]
+
+
 def testWorkersMakeTheRowsOfBuckets(found):
   values, lines = found
   assert [line for line in lines if line.startswith('Pairs')] == [
@@ -274,8 +325,11 @@ def testWorkersMakeTheRowsOfBuckets(found):
   assert {tuple(rows) for rows, _ in two} == {(5, 4), (3, 2), (1,)}
 
 
+_OTHERS = ('TextFilesInput', 'Pairs', 'Records', 'Stream')  # Other tests look at these.
+
+
 def testWhatWorkersCannotReadTheTrainerDoes(found):
-  lines = [line for line in found[1] if not line.startswith(('TextFilesInput', 'Pairs', 'Records'))]
+  lines = [line for line in found[1] if not line.startswith(_OTHERS)]
   assert lines[:3] == [
     'Input, read by worker 0, labels by worker 1',
     'Input, read by the trainer: input.read_on_workers is False',

@@ -88,14 +88,10 @@ class BaseInputGenerator:
     self._CheckInteger('random_seed', minimum=None)
     self._CheckInteger('num_epochs', minimum=0, none_is_legal=True)
     self._CheckInteger('num_prefetch', minimum=-1)
-    if 'read_on_workers' in p:  # A stream has neither this nor the other.
-      self._CheckReading()
-
-  def _CheckReading(self) -> None:
-    p = self.params
-    self._CheckInteger('num_parallel_calls', minimum=-1)
-    if p.num_parallel_calls == 0:
-      raise ValueError(f'{self._Where("num_parallel_calls")}: expected -1 or at least 1, got 0')
+    if 'num_parallel_calls' in p:  # A stream has none.
+      self._CheckInteger('num_parallel_calls', minimum=-1)
+      if p.num_parallel_calls == 0:
+        raise ValueError(f'{self._Where("num_parallel_calls")}: expected -1 or at least 1, got 0')
     if not (p.read_on_workers is None or isinstance(p.read_on_workers, bool)):
       raise ValueError(
         f'{self._Where("read_on_workers")}: expected True, False or None, got {p.read_on_workers!r}'

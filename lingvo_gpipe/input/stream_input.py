@@ -59,8 +59,7 @@ class BaseStreamInput(base_input_generator.BaseInputGenerator):
       1000,
       'With shuffle: the next example is drawn of so many. Each checkpoint holds them.',
     )
-    # `_Stream` says itself what is read and made at the same time; the process that trains does it.
-    p.Delete('num_parallel_calls', 'read_on_workers')
+    p.Delete('num_parallel_calls')  # `_Stream` says itself what is made at the same time.
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
@@ -105,7 +104,7 @@ class BaseStreamInput(base_input_generator.BaseInputGenerator):
 
   def Iterator(self) -> stream_iterator.StreamIterator:
     """Goes through `Dataset()`, and can be saved and restored."""
-    return stream_iterator.StreamIterator(self.Dataset(), is_checked=True)
+    return stream_iterator.StreamIterator(self.Dataset, is_checked=True)
 
   def PipelineDigest(self) -> str:
     """16 hexadecimal digits that change with the operations of the pipeline and with its sizes.
@@ -171,14 +170,14 @@ class BaseStreamInput(base_input_generator.BaseInputGenerator):
 
   def _CheckIterators(self) -> None:
     """What `CheckRestarts` does by reading."""
-    first_epoch = stream_iterator.StreamIterator(self._Stream(tf.constant(0, tf.int64)))
+    first_epoch = stream_iterator.StreamIterator(lambda: self._Stream(tf.constant(0, tf.int64)))
     if next(first_epoch, None) is None:
       raise ValueError(
         f'{self._who}: the stream is empty: check the params that name the data, and that the data '
         'are there'
       )
     one, other = (
-      stream_iterator.StreamIterator(self._Batches(shuffle=False), is_checked=True)
+      stream_iterator.StreamIterator(lambda: self._Batches(shuffle=False), is_checked=True)
       for _ in range(2)
     )
     same = all(

@@ -8,12 +8,13 @@ taken comes again. It is data, and fits the pipeline that it was taken of.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import tensorflow as tf
 
-# Datasets and their iterators are on the host.
-_HOST = '/device:CPU:0'
+# Datasets and their iterators are on a host; this one is that of the process.
+_HERE = '/device:CPU:0'
 
 # Under such keys a state tells why something could not be read ahead.
 _FAILURE = re.compile(rb'@@[\w.\[\]]{0,99}error_message')
@@ -26,42 +27,81 @@ class StreamIterator:
     num_taken: how many elements were taken of it.
   """
 
-  def __init__(self, dataset: tf.data.Dataset, *, is_checked: bool = False) -> None:
+  def __init__(
+    self, make: Callable[[], tf.data.Dataset], host: str = _HERE, *, is_checked: bool = False
+  ) -> None:
     """Reads nothing yet.
 
     Args:
-      dataset: the pipeline.
+      make: returns the pipeline, the same at each call.
+      host: the CPU where it is made and read; it may be a worker's.
       is_checked: it is known to have no state outside of its iterator, whatever operations it has.
     """
-    self._dataset = dataset  # Functions of its pipeline live as long as it does.
-    flat = tf.nest.flatten(dataset.element_spec)
-    with tf.device(_HOST):
-      self._handle = tf.raw_ops.AnonymousIteratorV3(
-        output_types=[spec.dtype for spec in flat], output_shapes=[spec.shape for spec in flat]
-      )
+    self._make, self._host, self._is_checked = make, host, is_checked
+    with tf.device(host):
+      self._dataset = make()  # Functions of its pipeline live as long as it does.
+      self._flat = tf.nest.flatten(self._dataset.element_spec)
+      self._types = {
+        'output_types': [spec.dtype for spec in self._flat],
+        'output_shapes': [spec.shape for spec in self._flat],
+      }
+      self._handle = tf.raw_ops.AnonymousIteratorV3(**self._types)
       tf.raw_ops.MakeIterator(
-        dataset=tf.data.experimental.to_variant(dataset), iterator=self._handle
+        dataset=tf.data.experimental.to_variant(self._dataset), iterator=self._handle
       )
-    self._flat = flat
     self.num_taken = 0
-    policies = tf.data.experimental.ExternalStatePolicy
-    self._policy = policies.IGNORE if is_checked else policies.FAIL
 
   def __iter__(self) -> Self:
     return self
 
   def __next__(self) -> Any:
     try:
-      with tf.device(_HOST):
-        values = tf.raw_ops.IteratorGetNext(
-          iterator=self._handle,
-          output_types=[spec.dtype for spec in self._flat],
-          output_shapes=[spec.shape for spec in self._flat],
-        )
+      with tf.device(self._host):
+        values = tf.raw_ops.IteratorGetNext(iterator=self._handle, **self._types)
     except tf.errors.OutOfRangeError:
       raise StopIteration from None
     self.num_taken += 1
-    return tf.nest.pack_sequence_as(self._dataset.element_spec, values)
+    return self._Packed(values)
+
+  def Through(self, function: Callable[[Any], Any]) -> Iterator[Any]:
+    """What a function of TensorFlow's operations makes of each element that is left.
+
+    Values stay where the function puts them. Nothing is read before it is asked for.
+    """
+
+    @tf.function(autograph=False)
+    def Next() -> tuple[tf.Tensor, Any]:
+      # The end is no error, of which a worker would print a line.
+      found = tf.raw_ops.IteratorGetNextAsOptional(iterator=self._handle, **self._types)
+      is_there = tf.raw_ops.OptionalHasValue(optional=found)
+      values = tf.cond(
+        is_there,
+        lambda: tf.raw_ops.OptionalGetValue(optional=found, **self._types),
+        lambda: [tf.zeros(spec.shape, spec.dtype) for spec in self._flat],
+      )
+      return is_there, function(self._Packed(values))
+
+    while True:
+      with tf.device(self._host):
+        is_there, made = Next()
+      if not is_there:
+        return
+      self.num_taken += 1
+      yield made
+
+  def At(self, host: str) -> StreamIterator:
+    """Another one that goes on from here, on another host.
+
+    Args:
+      host: its CPU.
+
+    Raises:
+      tf.errors.OpError: the pipeline cannot be saved, or not be made there.
+    """
+    other = StreamIterator(self._make, host, is_checked=self._is_checked)
+    other.Restore(self.Save())
+    other.num_taken = self.num_taken
+    return other
 
   def Save(self) -> tf.Tensor:
     """The state behind the last element that was taken: a string, for `Restore`.
@@ -69,9 +109,11 @@ class StreamIterator:
     Raises:
       tf.errors.OpError: the pipeline cannot be saved.
     """
-    with tf.device(_HOST):
+    policies = tf.data.experimental.ExternalStatePolicy
+    policy = policies.IGNORE if self._is_checked else policies.FAIL
+    with tf.device(self._host):
       state = tf.raw_ops.SerializeIterator(
-        resource_handle=self._handle, external_state_policy=self._policy.value
+        resource_handle=self._handle, external_state_policy=policy.value
       )
       return tf.io.serialize_tensor(state)
 
@@ -84,10 +126,13 @@ class StreamIterator:
     Raises:
       tf.errors.OpError: it is not the state of such a pipeline.
     """
-    with tf.device(_HOST):
+    with tf.device(self._host):
       tf.raw_ops.DeserializeIterator(
         resource_handle=self._handle, serialized=tf.io.parse_tensor(state, tf.variant)
       )
+
+  def _Packed(self, values: list[tf.Tensor]) -> Any:
+    return tf.nest.pack_sequence_as(self._dataset.element_spec, values)
 
 
 def HasFailed(state: tf.Tensor) -> bool:
