@@ -94,9 +94,10 @@ class Placement:
     """Which workers read an input, for the log."""
     if isinstance(source, stream_input.BaseStreamInput):
       return f'read by worker {worker_hosts.WorkerOf(self.first_host)}'
+    size = micro_batch.BatchSize(source.BatchSpec())
     first, last = (
       ', '.join(map(str, dict.fromkeys(worker_hosts.WorkerOf(host) for host in hosts)))
-      for hosts in zip(*map(_Hosts, self.Shares(micro_batch.BatchSize(self._spec))), strict=True)
+      for hosts in zip(*map(_Hosts, self.Shares(size)), strict=True)
     )
     if first == last:
       return f'read by worker {first}'
@@ -169,11 +170,10 @@ class Placement:
 
     None is taken ahead, for checkpoints have the state of the stream.
     """
-    shares = self.Shares(micro_batch.BatchSize(self._spec))
 
     def Parts(batch: nested_map.NestedMap) -> _Parts:
       parts: _Parts = []
-      for share in shares:
+      for share in self.Shares(micro_batch.BatchSize(batch)):
         rows = batch.Transform(operator.itemgetter(slice(share.rows.start, share.rows.stop)))
         of_share = []
         for host, keys in zip(_Hosts(share), self.Keys(share), strict=True):

@@ -231,6 +231,16 @@ for num_replicas in (1, 2):
     state = streams[''].Save()
     streams = {'': made.Iterator()}
     streams[''].Restore(state)
+# Batches of an evaluation may have another size than the runner's.
+found['sizes'] = []
+for size in (3, 14):
+  expected = iter(Stream.Params().Set(batch_size=size).Instantiate().Dataset())
+  _, there = Make(Stream, run=of_stream, batch_size=size)
+  batch = next(there)
+  parts = of_stream.Shares(batch)
+  whole = tf.nest.map_structure(lambda *rows: tf.concat(rows, 0), *parts)
+  assert base_input_generator.AreEqual(whole, next(expected))
+  found['sizes'].append([list(part[0].shape)[0] for part in batch.firsts])
 # Rows that pad the last batch are none.
 made = Stream.Params().Set(batch_size=7, num_epochs=1).Instantiate()
 _, there = Make(Stream, run=of_stream, num_epochs=1)
@@ -300,13 +310,14 @@ def testTheWorkerOfTheFirstStageReadsAStreamFromWhereItIs(found):
     'Stream, read by worker 0',
     'Stream, read by the trainer: input.read_on_workers is False',
     'Stream, read by worker 0',
-  ] * 2 + ['Stream, read by worker 0']
+  ] * 2 + ['Stream, read by worker 0'] * 3
   taken, devices = zip(*values['stream'], strict=True)
   assert list(taken) == [*range(1, 8)] * 6
   there = {'firsts': [[_Cpu(0)]], 'lasts': [[_Cpu(1)] * 2]}
   assert devices[:21] == (there,) * 7 + ({},) * 7 + (there,) * 7
   there = {'firsts': [[_Cpu(0)] * 3, [_Cpu(1)] * 3], 'lasts': [[], []]}
   assert devices[21:] == (there,) * 7 + ({},) * 7 + (there,) * 7
+  assert values['sizes'] == [[2, 1], [8, 6]]
   assert values['padded'] == [0, 0, 0, 0, 5]
 
 
