@@ -38,8 +38,8 @@ _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 60.0
 # Seconds without a sign of life: where something is compiled or read; the least within a step.
 _LONG_SECONDS = 1800.0
 _LEAST_SECONDS = 60.0
-# A store that is slow for minutes is no worker that hangs, and steps go on meanwhile.
-_LEAST_WRITE_SECONDS = 600.0
+# A store that is slow for minutes is no worker that hangs, nor is a shuffle's buffer that fills.
+_LEAST_STORE_SECONDS = 600.0
 _END_SECONDS = 60.0
 # So often local workers are looked after.
 _POLL_SECONDS = 1.0
@@ -107,8 +107,8 @@ class Supervisor:
       work: what it is.
       start_workers: starts the local workers; they are started anew with each child.
       step_timeout: a child is ended where a step, or to read for it, takes so many seconds; None:
-        ten times the median of the last of that kind, at least a minute. Writing of checkpoints has
-        that limit in any case, of at least ten minutes.
+        ten times the median of the last of that kind, at least a minute, for a batch that is read
+        ten. Writing of checkpoints has that limit in any case, of at least ten minutes.
       record: told of each failure while there is no child: what is reached, and the failures so
         far, by kind; 'gave_up' is one of them.
     """
@@ -345,7 +345,8 @@ class _Signs:
     times = self._times[kind]
     if len(times) < _LEAST_TIMES:
       return _LONG_SECONDS
-    least = _LEAST_WRITE_SECONDS if kind == heartbeat.WRITE[0] else _LEAST_SECONDS
+    is_stored = kind in heartbeat.READ + heartbeat.WRITE
+    least = _LEAST_STORE_SECONDS if is_stored else _LEAST_SECONDS
     return max(least, 10 * statistics.median(times))
 
 

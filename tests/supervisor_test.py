@@ -23,7 +23,7 @@ from lingvo_gpipe import heartbeat, supervisor
 here = pathlib.Path(sys.argv[1])
 supervisor._END_SECONDS, supervisor._PAUSE_SECONDS = 0.2, 0.01
 supervisor._LEAST_SECONDS, supervisor._LEAST_TIMES = 0.5, 1
-supervisor._LEAST_WRITE_SECONDS = 0.5
+supervisor._LEAST_STORE_SECONDS = 0.5
 def Next(name):
   number = int((here / name).read_text()) + 1 if (here / name).exists() else 0
   (here / name).write_text(str(number))
@@ -315,6 +315,15 @@ def testAWriteGoesOnBesideSteps():
   # Quick writes leave time for a store that is slow once.
   quick = [(float(i), b'w' if i % 2 else b'W') for i in range(10)]
   assert _Signs(None, *quick, (10.0, b'W')).limit.seconds == 600
+
+
+def testAReadThatWaitsForAFileHasTenMinutes():
+  """So has one for which the buffer of a shuffle fills, after many that it had ready."""
+  ready = [(i / 100, b'r' if i % 2 else b'R') for i in range(100)]
+  assert _Signs(None, *ready, (2.0, b'R')).limit == (602.0, 600.0, 'batch was read')
+  assert _Signs(5.0, *ready, (2.0, b'R')).limit.seconds == 5
+  slow = [(90.0 * i, b'r' if i % 2 else b'R') for i in range(10)]
+  assert _Signs(None, *slow, (900.0, b'R')).limit.seconds == 900
 
 
 def testASignMayBeReadInPieces():

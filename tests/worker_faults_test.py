@@ -46,7 +46,7 @@ class KilledInSaves(Toy):
     # The file `kill` names a function of `tensor_bundle`, a step, a process and its port, and the
     # signal that it gets before the second call of the function on worker 1 for the checkpoint of
     # that step.
-    supervisor._LEAST_SECONDS = supervisor._LEAST_WRITE_SECONDS = 5.0
+    supervisor._LEAST_SECONDS = supervisor._LEAST_STORE_SECONDS = 5.0
     call, num_calls = worker_hosts.Call, 0
     tensor_bundle.GROUP_BYTES = 1000
 
