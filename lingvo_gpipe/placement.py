@@ -30,11 +30,6 @@ from lingvo_gpipe.input import (
 )
 from lingvo_gpipe.pipeline import engine, micro_batch, replicas
 
-# To ask two workers for a batch and to check it there takes some milliseconds of computing, beside
-# the step. The trainer sends this much within 1 ms over a link of 1 Gbit/s; smaller batches it had
-# better send.
-LEAST_BYTES = 1 << 16
-
 # What a data set holds in memory is sent for each part that is read; a message is below 2 GiB.
 MAX_BYTES_IN_MEMORY = 1 << 30
 
@@ -243,9 +238,6 @@ def WhyNot(source: base_input_generator.BaseInputGenerator) -> str:
   )
   if type(source).Dataset not in [owner.Dataset for owner in owners]:
     return f'{name} has a Dataset of its own'  # Which two workers need not read in one order.
-  size = sum(x.shape.num_elements() * x.dtype.size for x in source.BatchSpec().Flatten())
-  if p.read_on_workers is None and size < LEAST_BYTES:
-    return f'a batch has {size:,} bytes'
   if p.read_on_workers is False:
     return 'input.read_on_workers is False'
   if isinstance(source, bucketed_input.BucketedInput):

@@ -255,7 +255,7 @@ def testAnEvaluatorGoesOnWhereItsWorkerIsKilledOrStandsStill(forks, project, tmp
   assert found == expected and len(found['loss']) == 1  # To the bit.
 
 
-_PIPELINE = 'task.stack.xla:False;input.read_on_workers:True;task.train.save_interval_steps:20'
+_PIPELINE = 'task.stack.xla:False;task.train.save_interval_steps:20'
 _REPLICAS = f'{_PIPELINE};task.stack.num_stages:1;task.stack.splits:[]'
 
 

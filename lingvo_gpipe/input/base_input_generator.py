@@ -70,9 +70,8 @@ class BaseInputGenerator:
     )
     p.Define(
       'read_on_workers',
-      None,
-      'Where stages are in workers: whether these read what each needs, if they can. '
-      'None: batches of 64 KiB or more.',
+      True,
+      'Where stages are in workers: whether these read what each needs, if they can.',
     )
     return p
 
@@ -92,9 +91,10 @@ class BaseInputGenerator:
       self._CheckInteger('num_parallel_calls', minimum=-1)
       if p.num_parallel_calls == 0:
         raise ValueError(f'{self._Where("num_parallel_calls")}: expected -1 or at least 1, got 0')
-    if not (p.read_on_workers is None or isinstance(p.read_on_workers, bool)):
+    # None was the default once, and stands in texts of Params.
+    if not isinstance(p.read_on_workers, bool | None):
       raise ValueError(
-        f'{self._Where("read_on_workers")}: expected True, False or None, got {p.read_on_workers!r}'
+        f'{self._Where("read_on_workers")}: expected True or False, got {p.read_on_workers!r}'
       )
 
   # What a subclass gives.

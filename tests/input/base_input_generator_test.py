@@ -224,6 +224,10 @@ def testBadParams(params, match):
     _Input(name='squares', **params)
 
 
+def testWhoReadsMayBeNoneAsInTextsOfParamsFromBefore():
+  assert _Input(read_on_workers=None).BatchSpec()
+
+
 def testBadPositionsAndEmptyData():
   with pytest.raises(ValueError, match='start.*-1'):
     _Input().Dataset(-1)

@@ -149,7 +149,7 @@ def testImagesOutOfMemoryAreThoseInMemory(data_dir, split):
 
 @pytest.mark.parametrize('in_memory', [False, True])
 def testWorkersCanReadThem(data_dir, in_memory):
-  assert placement.WhyNot(_Input(data_dir, in_memory=in_memory, read_on_workers=True)) == ''
+  assert placement.WhyNot(_Input(data_dir, in_memory=in_memory)) == ''
 
 
 @pytest.mark.parametrize('augment', [False, True])
