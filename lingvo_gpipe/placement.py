@@ -131,23 +131,28 @@ class Placement:
         self._spec.Pack([for_last[key] for key in self._keys]),
       )
 
-  def Read(
+  def Pass(
     self, source: base_input_generator.BaseInputGenerator, start: int
-  ) -> Iterator[batches.PlacedBatch]:
-    """The batches of an input from a position on, read by the workers, and checked there.
+  ) -> Callable[[], Iterator[batches.PlacedBatch]]:
+    """What goes through an input from a position on, at each call: the workers read and check.
 
-    While one is in use the next is read.
+    What they need for that is made and sent once, here. While a batch is in use the next is read.
     """
     if isinstance(source, bucketed_input.BucketedInput):
-      found = self._Planned(source, start)
+      parts = self._Planned(source, start)
     else:
-      found = self._Read(source, start)
+      parts = self._Read(source, start)
+    # Not until the end of the data shows: TensorFlow would print an error of the worker's.
+    return functools.partial(self._Ahead, parts, source.NumBatches(start))
+
+  def _Ahead(
+    self, parts: Callable[[], Iterator[_Parts]], num_batches: int | None
+  ) -> Iterator[batches.PlacedBatch]:
+    found = parts()
 
     def ReadNext() -> batches.PlacedBatch:
       return self._Checked(next(found))
 
-    # Not until the end of the data shows: TensorFlow would print an error of the worker's.
-    num_batches = source.NumBatches(start)
     left = itertools.count() if num_batches is None else iter(range(num_batches))
     with futures.ThreadPoolExecutor(max_workers=1) as thread:
       coming = (thread.submit(ReadNext) for _ in left)
@@ -191,20 +196,31 @@ class Placement:
         self._task.CheckBatch(view)
     return batch
 
-  def _Read(self, source: base_input_generator.BaseInputGenerator, start: int) -> Iterator[_Parts]:
-    """The parts of batches that are read as a data set on each worker."""
+  def _Read(
+    self, source: base_input_generator.BaseInputGenerator, start: int
+  ) -> Callable[[], Iterator[_Parts]]:
+    """What goes through the parts of batches that are read as a data set on each worker."""
     readers = [
       [
-        _Reader(host, functools.partial(source.Part, start, share.rows, keys)) if keys else tuple
+        _Reader(host, functools.partial(source.Part, start, share.rows, keys))
+        if keys
+        else functools.partial(itertools.repeat, ())
         for host, keys in zip(_Hosts(share), self.Keys(share), strict=True)
       ]
       for share in self.Shares(source.params.batch_size)
     ]
-    while True:
-      yield [[read() for read in of_share] for of_share in readers]
 
-  def _Planned(self, source: bucketed_input.BucketedInput, start: int) -> Iterator[_Parts]:
-    """The parts of batches in buckets: workers get which rows they consist of, and make them."""
+    def Parts() -> Iterator[_Parts]:
+      found = [[read() for read in of_share] for of_share in readers]
+      while True:
+        yield [[next(of_host) for of_host in of_share] for of_share in found]
+
+    return Parts
+
+  def _Planned(
+    self, source: bucketed_input.BucketedInput, start: int
+  ) -> Callable[[], Iterator[_Parts]]:
+    """The same of batches in buckets: workers get which rows they consist of, and make them."""
     largest = max(micro_batch.BatchSize(spec) for spec in source.BatchSpecs())
     makers = [
       [
@@ -213,14 +229,18 @@ class Placement:
       ]
       for share in self.Shares(largest)
     ]
-    # The order of the next epoch takes a while.
-    for indices, weights, length in source.Plans(start).prefetch(1):
-      parts = []
-      # Smaller batches may have no rows for the last replicas.
-      for share, of_share in zip(self.Shares(len(indices)), makers, strict=False):
-        rows = slice(share.rows.start, share.rows.stop)
-        parts.append([make(indices[rows], weights[rows], length) for make in of_share])
-      yield parts
+    plans = source.Plans(start).prefetch(1)  # The order of the next epoch takes a while.
+
+    def Parts() -> Iterator[_Parts]:
+      for indices, weights, length in plans:
+        parts = []
+        # Smaller batches may have no rows for the last replicas.
+        for share, of_share in zip(self.Shares(len(indices)), makers, strict=False):
+          rows = slice(share.rows.start, share.rows.stop)
+          parts.append([make(indices[rows], weights[rows], length) for make in of_share])
+        yield parts
+
+    return Parts
 
 
 def AreOnWorkers(stages: engine.PipelineEngine) -> bool:
@@ -259,17 +279,22 @@ def WhyNot(source: base_input_generator.BaseInputGenerator) -> str:
   return ''
 
 
-def _Reader(host: str, make: Callable[[], tf.data.Dataset]) -> Callable[[], tuple[tf.Tensor, ...]]:
-  """What reads the elements of a data set that lives on another host; there they stay."""
+def _Reader(
+  host: str, make: Callable[[], tf.data.Dataset]
+) -> Callable[[], Iterator[tuple[tf.Tensor, ...]]]:
+  """What goes through a data set that lives on another host; its elements stay there."""
   with tf.device(host):
-    iterator = iter(make())
+    dataset = make()
   # Where an iterator of another host is called by itself, an error is told of twice.
-  read = tf.function(lambda: next(iterator), autograph=False)
+  read = tf.function(lambda iterator: next(iterator), autograph=False)
 
-  def Read() -> tuple[tf.Tensor, ...]:
+  def Read() -> Iterator[tuple[tf.Tensor, ...]]:
     with tf.device(host):
-      found: tuple[tf.Tensor, ...] = read()
-      return found
+      iterator = iter(dataset)
+    while True:
+      with tf.device(host):
+        found = read(iterator)
+      yield found
 
   return Read
 

@@ -87,6 +87,8 @@ class Source:
     self._of = of
     self._runner = one if one is not None and placement.AreOnWorkers(one.engine) else None
     self._is_decided = False
+    # {position: what goes through the batches from there}, kept: workers have what they need.
+    self._passes: dict[int, Callable[[], Iterator[batches.PlacedBatch]]] = {}
 
   def Batches(
     self, position: int = 0, stream: stream_iterator.StreamIterator | None = None
@@ -121,11 +123,14 @@ class Source:
     why = why or 'what the workers read differs'
     logging.info('data: %s, read by the trainer: %s', name, why)
     self._runner = None
+    self._passes.clear()
     return itertools.chain([first], here)
 
   def _ReadThere(self, one: eval_runner.EvalRunner, position: int) -> Iterator[batches.AnyBatch]:
     if self.stream is None:
-      there = one.placement.Read(self._source, position)
+      if position not in self._passes:
+        self._passes[position] = one.placement.Pass(self._source, position)
+      there = self._passes[position]()
     else:
       self.stream = self.stream.At(one.placement.first_host)
       there = one.placement.ReadStream(self.stream)

@@ -61,6 +61,18 @@ class Pairs(parallel_text.ParallelText):
     return p.Set(bucket_upper_bound=[6, 8, 9], bucket_batch_limit=[9, 5, 1])
 
 
+class Counted(Input):
+  def _Examples(self, indices):
+    traced.append('examples')
+    return super()._Examples(indices)
+
+
+class CountedPairs(Pairs):
+  def _Rows(self, tensors, indices, length, example_weights):
+    traced.append('rows')
+    return super()._Rows(tensors, indices, length, example_weights)
+
+
 class PythonPairs(Pairs):
   def _Rows(self, tensors, indices, length, example_weights):
     indices = tf.ensure_shape(tf.numpy_function(np.copy, [indices], tf.int64), indices.shape)
@@ -177,7 +189,7 @@ def Train(where):
   return {**found, 'checked': checked[:4], 'devices': Devices(batch)}
 
 
-checked = []
+checked, traced = [], []
 found = {where: Train(where) for where in ('workers', 'trainer')}
 # Seven rows in four micro-batches, of which each replica has two.
 run, data = Make(num_replicas=2, num_epochs=1)
@@ -213,6 +225,17 @@ for num_replicas in (1, 2):
     assert task_batches._Bytes(of_pairs, batch) == task_batches._Bytes(of_pairs, expected)
     assert of_pairs._NumMicroBatches(batch) == of_pairs._NumMicroBatches(expected)
     found['pairs'].append([[len(part[0]) for part in batch.firsts], Devices(batch)])
+# What evaluations do: several passes of one source.
+found['traces'] = []
+for cls, batch_size, of_cls in ((Counted, 7, run), (CountedPairs, 0, of_pairs)):
+  p = cls.Params().Set(batch_size=batch_size, num_epochs=1, shuffle=False)
+  source = task_batches.Source(p.Instantiate(), of_cls)
+  counts, passes = [], []
+  for _ in range(3):
+    passes.append([task_batches._Bytes(of_cls, batch) for batch in source.Batches()])
+    counts.append(len(traced))
+  assert passes[0] == passes[1] == passes[2] and len(passes[0]) > 2
+  found['traces'].append(counts)
 # A stream, beyond an epoch; its state goes from the worker to the trainer and back.
 found['stream'] = []
 for num_replicas in (1, 2):
@@ -335,7 +358,12 @@ def testWorkersMakeTheRowsOfBuckets(found):
   assert {tuple(rows) for rows, _ in two} == {(5, 4), (3, 2), (1,)}
 
 
-_OTHERS = ('TextFilesInput', 'Pairs', 'Records', 'Stream')  # Other tests look at these.
+def testAnotherPassTracesNothing(found):
+  for first, second, third in found[0]['traces']:
+    assert 0 < first == second == third
+
+
+_OTHERS = ('Counted', 'TextFilesInput', 'Pairs', 'Records', 'Stream')  # Other tests look at these.
 
 
 def testWhatWorkersCannotReadTheTrainerDoes(found):
