@@ -120,6 +120,9 @@ class Source:
       logging.info('data: %s, %s', name, self._runner.placement.ReadBy(self._source))
       self.stream = moved
       return itertools.chain([placed], there)
+    # What is read ahead there may fail, and the next operation here would have its error, too.
+    del there
+    tf.experimental.async_clear_error()
     why = why or 'what the workers read differs'
     logging.info('data: %s, read by the trainer: %s', name, why)
     self._runner = None
