@@ -209,7 +209,8 @@ class Evaluation(DatasetPass):
     """The batches of so many examples as the task's Params say; the last one is cut to them."""
     left = self._runner.task.params.eval.samples_per_summary
     if not left:
-      yield from self._UntilStopped(self._source.Batches())
+      found, _ = self._source.Batches()
+      yield from self._UntilStopped(found)
       return
     for batch in self._Batches():
       rows = RealRows(batch)

@@ -25,6 +25,9 @@ from lingvo_gpipe.input import batches, stream_input, stream_iterator
 
 _MAX_SHOWN = 300
 
+# Batches, and the iterator of a stream that they are read of.
+_Opened = tuple[Iterator[batches.AnyBatch], stream_iterator.StreamIterator | None]
+
 
 def Batches(
   model: model_lib.BaseModel,
@@ -53,9 +56,9 @@ def Batches(
     if name not in sources:
       one = None if run is None else run.task_runners[name]
       source = Source(model.inputs[name], one, of='run')
-      sources[name] = source.Batches(position(name), streams.get(name))
-      if source.stream is not None:
-        streams[name] = source.stream
+      sources[name], stream = source.Batches(position(name), streams.get(name))
+      if stream is not None:
+        streams[name] = stream
     for _ in range(learners.NumAccumulated(model.tasks[name].params.train.learner)):
       batch = next(sources[name], None)
       if batch is None:
@@ -68,12 +71,7 @@ class Source:
 
   That it is the same tells that they see the files that this process sees, and that rows of a batch
   can be made without the others.
-
-  Attributes:
-    stream: the iterator that the last call of `Batches` reads; None where examples have an index.
   """
-
-  stream: stream_iterator.StreamIterator | None = None
 
   def __init__(self, source: Any, one: eval_runner.EvalRunner | None, of: str = 'data set') -> None:
     """Reads nothing.
@@ -92,68 +90,76 @@ class Source:
 
   def Batches(
     self, position: int = 0, stream: stream_iterator.StreamIterator | None = None
-  ) -> Iterator[batches.AnyBatch]:
+  ) -> _Opened:
     """The batches from a position on; the first call decides who reads them, in this one and later.
 
     Args:
       position: in the data set or run.
       stream: the one that is there, of an input whose examples have no index; None: at the
         beginning.
+
+    Returns:
+      The batches, and the iterator that they are read of, None where examples have an index.
     """
     if stream is None and isinstance(self._source, stream_input.BaseStreamInput):
       stream = self._source.Iterator()
-    self.stream = stream
     if self._is_decided and self._runner is not None:
-      return self._ReadThere(self._runner, position)
+      return self._ReadThere(self._runner, position, stream)
     found = iter(self._source.Dataset(start=position)) if stream is None else stream
     here = batches.Noted(found, self._source, position, self._of)
     if self._runner is None:
-      return here
-    there, placed, why = self._Tried(self._runner, position)
-    moved, self.stream = self.stream, stream
+      return here, stream
+    (there, moved), placed, why = self._Tried(self._runner, position, stream)
     first = next(here, None)
     if first is None:
-      return here
+      return here, stream
     self._is_decided = True
     name = batches.Named(self._source)
     if placed is not None and _Bytes(self._runner, first) == _Bytes(self._runner, placed):
       logging.info('data: %s, %s', name, self._runner.placement.ReadBy(self._source))
-      self.stream = moved
-      return itertools.chain([placed], there)
+      return itertools.chain([placed], there), moved
     # What is read ahead there may fail, and the next operation here would have its error, too.
-    del there
+    del there, moved
     tf.experimental.async_clear_error()
     why = why or 'what the workers read differs'
     logging.info('data: %s, read by the trainer: %s', name, why)
     self._runner = None
     self._passes.clear()
-    return itertools.chain([first], here)
+    return itertools.chain([first], here), stream
 
-  def _ReadThere(self, one: eval_runner.EvalRunner, position: int) -> Iterator[batches.AnyBatch]:
-    if self.stream is None:
+  def _ReadThere(
+    self,
+    one: eval_runner.EvalRunner,
+    position: int,
+    stream: stream_iterator.StreamIterator | None,
+  ) -> _Opened:
+    if stream is None:
       if position not in self._passes:
         self._passes[position] = one.placement.Pass(self._source, position)
       there = self._passes[position]()
     else:
-      self.stream = self.stream.At(one.placement.first_host)
-      there = one.placement.ReadStream(self.stream)
-    return batches.Noted(there, self._source, position, self._of)
+      stream = stream.At(one.placement.first_host)
+      there = one.placement.ReadStream(stream)
+    return batches.Noted(there, self._source, position, self._of), stream
 
   def _Tried(
-    self, one: eval_runner.EvalRunner, position: int
-  ) -> tuple[Iterator[batches.AnyBatch], batches.AnyBatch | None, str]:
+    self,
+    one: eval_runner.EvalRunner,
+    position: int,
+    stream: stream_iterator.StreamIterator | None,
+  ) -> tuple[_Opened, batches.AnyBatch | None, str]:
     """What the workers read after its first batch, and that, or why they read none."""
     why = placement.WhyNot(self._source)
     if not why:
       try:
-        there = self._ReadThere(one, position)
-        return there, next(there, None), ''
+        opened = self._ReadThere(one, position, stream)
+        return opened, next(opened[0], None), ''
       except Exception as e:
         if worker_connection.IsFailure(e):
           raise
         tf.experimental.async_clear_error()  # Else the next operation here has it, too.
         why = f'the workers cannot: {" ".join(str(e).split())[:_MAX_SHOWN]}'
-    return iter(()), None, why
+    return (iter(()), stream), None, why
 
 
 def _Bytes(one: eval_runner.EvalRunner, batch: batches.AnyBatch) -> list[bytes | None]:

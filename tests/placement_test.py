@@ -240,7 +240,7 @@ for cls, batch_size, of_cls in ((Counted, 7, run), (CountedPairs, 0, of_pairs)):
   source = task_batches.Source(p.Instantiate(), of_cls)
   counts, passes = [], []
   for _ in range(3):
-    passes.append([task_batches._Bytes(of_cls, batch) for batch in source.Batches()])
+    passes.append([task_batches._Bytes(of_cls, batch) for batch in source.Batches()[0]])
     counts.append(len(traced))
   assert passes[0] == passes[1] == passes[2] and len(passes[0]) > 2
   found['traces'].append(counts)
