@@ -90,6 +90,12 @@ def testHostsOfDifferentNumbersAreRefused(machines):
     _Describe([2, 1])
 
 
+def testWorkersOfAMachineAreToFollowOneAnother(machines):
+  machines[:] = 'abab'
+  with pytest.raises(ValueError, match='between those of the host of worker 0 CPU:0 there are oth'):
+    _Describe([1, 1, 1, 1])
+
+
 def testTensorsOfATransferPassNoOtherDevice(monkeypatch):
   """What has no device would be where the program is, and all bytes would go there."""
   graphs = []

@@ -27,9 +27,22 @@ def NumCpus() -> int | None:
 
 
 def Hosts(devices: Sequence[str]) -> list[list[str]]:
-  """The devices of each machine: workers of one machine are one host, and share what it has."""
-  machine = '/proc/sys/kernel/random/boot_id'
-  return [list(own) for _, own in itertools.groupby(devices, lambda d: _FileAt(d, machine))]
+  """The devices of each machine: workers of one machine are one host, and share what it has.
+
+  Raises:
+    ValueError: devices of another machine are between those of one.
+  """
+  found: dict[str, list[str]] = {}
+  for machine, own in itertools.groupby(
+    devices, lambda d: _FileAt(d, '/proc/sys/kernel/random/boot_id')
+  ):
+    if machine in found:
+      raise ValueError(
+        f'a plan counts devices host by host, and between those of the host of '
+        f'{_Name(found[machine][0])} there are others: list the workers of a host one after another'
+      )
+    found[machine] = list(own)
+  return list(found.values())
 
 
 def Describe(
