@@ -61,10 +61,17 @@ def _Evaluate() -> int:
 
   return supervised.Run(
     Evaluate,
-    supervisor.Work('evaluation', 'a result', lambda: progress.total, lambda: progress.step),
+    supervisor.Work('evaluation', 'a result', lambda: progress.total, lambda: _Where(progress)),
     spec,
     num_devices,
   )
+
+
+def _Where(progress: eval_progress.EvalProgress) -> str:
+  """From where another process goes on: one that follows a run takes no old checkpoint."""
+  if FLAGS.once or FLAGS.checkpoint != checkpoint_choice.LAST:
+    return supervisor.FromStep(progress.step)
+  return 'from the newest checkpoint'
 
 
 def Run() -> None:

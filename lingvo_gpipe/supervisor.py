@@ -67,13 +67,14 @@ class Work(NamedTuple):
     name: such as training, for people.
     gain: what shows that it gets further, such as a new checkpoint, for people.
     Reached: how far it has come: a number that grows.
-    Step: that of the checkpoint where another child begins, -1 for none; None: `Reached` tells it.
+    Where: from where another child goes on, for people; None: from the checkpoint of the step that
+      `Reached` tells.
   """
 
   name: str
   gain: str
   Reached: Callable[[], int]
-  Step: Callable[[], int] | None = None
+  Where: Callable[[], str] | None = None
 
 
 class _Failure(NamedTuple):
@@ -168,8 +169,7 @@ class Supervisor:
         found = f'{in_a_row} times in a row without {self._work.gain}: giving up'
         logging.error('%s; %s', failure.why, found)
       else:
-        step = self._work.Step() if self._work.Step else now
-        where = f'from the checkpoint of step {step}' if step >= 0 else 'from its beginning'
+        where = self._work.Where() if self._work.Where else FromStep(now)
         logging.warning('%s; %s goes on %s', failure.why, self._work.name, where)
       if self._record:
         self._record(now, self._failures)
@@ -348,6 +348,11 @@ class _Signs:
     is_stored = kind in heartbeat.READ + heartbeat.WRITE
     least = _LEAST_STORE_SECONDS if is_stored else _LEAST_SECONDS
     return max(least, 10 * statistics.median(times))
+
+
+def FromStep(step: int) -> str:
+  """Says that work goes on from the checkpoint of a step; of -1: that there is none."""
+  return f'from the checkpoint of step {step}' if step >= 0 else 'from its beginning'
 
 
 def _PauseSeconds(failures: int) -> float:

@@ -11,12 +11,13 @@ import signal
 import sys
 import threading
 import time
+import types
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe import worker_connection
+from lingvo_gpipe import eval_progress, evaluator, worker_connection
 from tests import processes, tcp_proxy, worker_processes
 
 KILLS = 10
@@ -253,6 +254,22 @@ def testAnEvaluatorGoesOnWhereItsWorkerIsKilledOrStandsStill(forks, project, tmp
   assert done.stdout.count('Train at step 1: loss ') == 1
   found, expected = (processes.Scalars(tmp_path / name / 'eval_train') for name in ('run', 'once'))
   assert found == expected and len(found['loss']) == 1  # To the bit.
+
+
+@pytest.mark.parametrize(
+  'once, checkpoint, expected',
+  [
+    (False, 'last', 'from the newest checkpoint'),
+    (True, 'last', 'from the checkpoint of step 3'),
+    (False, 'best', 'from the checkpoint of step 3'),
+  ],
+)
+def testAnEvaluatorSaysWithWhichCheckpointItGoesOn(monkeypatch, once, checkpoint, expected):
+  flags = types.SimpleNamespace(once=once, checkpoint=checkpoint)
+  monkeypatch.setattr(evaluator, 'FLAGS', flags)
+  progress = eval_progress.EvalProgress()
+  next(progress.Undone(3, ['result']))
+  assert evaluator._Where(progress) == expected
 
 
 _PIPELINE = 'task.stack.xla:False;task.train.save_interval_steps:20'
