@@ -319,7 +319,8 @@ def _RowMaker(
       made: tuple[tf.Tensor, ...] = make(tensors, *plan)
       return made
 
-  # New functions are brought to workers before others run there.
+  # The first call brings the function to its worker. Beside others that run there that may break
+  # them, see `worker_hosts._Gate`.
   Make(*(tf.zeros([0] * spec.shape.rank, spec.dtype) for spec in bucketed_input.PLAN_SPEC))
   return Make
 

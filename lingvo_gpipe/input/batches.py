@@ -88,7 +88,8 @@ def Range(values: tf.Tensor) -> tuple[int, int]:
 
 @functools.cache
 def _RangeOf(dtype: tf.DType) -> Any:
-  # For all shapes at once: new functions are brought to workers before others run there.
+  # For all shapes at once: to bring another function to a worker beside others that run there may
+  # break them, see `worker_hosts._Gate`.
   return tf.function(
     lambda values: tf.stack([tf.reduce_min(values), tf.reduce_max(values)]), autograph=False
   ).get_concrete_function(tf.TensorSpec(None, dtype))
