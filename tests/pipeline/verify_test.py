@@ -43,15 +43,6 @@ class _ByPath(_Scaled):
     return 1.0 + sum(map(ord, self.path)) % 7
 
 
-class _Stateful(_Scaled):
-  """A dropout mask from a generator with a state of its own."""
-
-  def _Factor(self, x):
-    if self.do_eval:
-      return 1.0
-    return tf.random.uniform([_DIM]) < 0.5
-
-
 def _Block():
   return transformer.TransformerLayer.Params().Set(
     input_dim=_DIM, hidden_dim=12, num_heads=2, is_causal=True, residual_dropout_prob=0.1
@@ -152,11 +143,6 @@ def testALayerThatLooksAtItsPath():
   assert _Verify(*middle, xla=False, splits=[2, 3, 5]).Failures() == []
   # Now the two are stages of their own, with one trace.
   report = _Verify(*middle, xla=False, num_stages=4, splits=[2, 3, 4, 5])
-  _OnlyFailures(report, 'loss: pipelined and reference', 'gradients: ')
-
-
-def testALayerWithARandomState():
-  report = _Verify(*[_Stateful.Params()] * 3, xla=False)
   _OnlyFailures(report, 'loss: pipelined and reference', 'gradients: ')
 
 
