@@ -8,15 +8,15 @@ operation with a state of its own would draw other numbers, and the gradients wo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
 # Of the operations that take a variable or a table, those that leave it as it is.
 _READS = frozenset(
-  'ReadVariableOp ResourceGather ResourceGatherNd VariableShape VarIsInitializedOp Identity '
-  'LookupTableFindV2 LookupTableSizeV2'.split()
+  'ReadVariableOp _ReadVariablesOp DisableCopyOnRead ResourceGather ResourceGatherNd VariableShape '
+  'VarIsInitializedOp LookupTableFindV2 LookupTableSizeV2 LookupTableExportV2'.split()
 )
 
 
@@ -28,10 +28,11 @@ def Refused(where: str) -> Iterator[None]:
     where: begins the message.
 
   Raises:
-    ValueError: it does; or it writes a weight that came as a tensor.
+    ValueError: it does, itself or in a function, branch or loop; or it writes a weight that came
+      as a tensor.
   """
-  mark = tf.no_op()
-  if mark is None:  # Where code runs eagerly.
+  mark = tf.no_op()  # Tells the graph that is traced, None where code runs eagerly.
+  if mark is None:
     yield
     return
   num_before = len(mark.graph.get_operations())
@@ -41,14 +42,14 @@ def Refused(where: str) -> Iterator[None]:
     if tf.is_tensor(e.obj) and str(e.name).startswith(('assign', 'scatter_')):
       raise ValueError(_WritesMessage(where, str(e.name))) from e
     raise
-  for op in mark.graph.get_operations()[num_before:]:
-    if _Writes(op):
-      raise ValueError(_WritesMessage(where, f'{op.type} {op.name}'))
-    if any(attr.name == 'seed2' for attr in op.op_def.attr):
-      raise ValueError(
-        f'{where}: {op.type} {op.name} draws other numbers when backward runs it again; use '
-        'tf.random.stateless_uniform and the like, with fprop_context.Current().OpSeed(layer)'
-      )
+  for node, effect in _Effects(mark.graph, mark.graph.get_operations()[num_before:]):
+    what = f'{node.op} {node.name}'
+    if effect == 'writes':
+      raise ValueError(_WritesMessage(where, what))
+    raise ValueError(
+      f'{where}: {what} draws other numbers when backward runs it again; use '
+      'tf.random.stateless_uniform and the like, with fprop_context.Current().OpSeed(layer)'
+    )
 
 
 def _WritesMessage(where: str, what: str) -> str:
@@ -58,15 +59,33 @@ def _WritesMessage(where: str, what: str) -> str:
   )
 
 
-def _Writes(op: tf.Operation) -> bool:
-  """Whether a resource that the operation takes may be another afterwards."""
-  taken = {i for i, t in enumerate(op.inputs) if t.dtype == tf.resource}
-  return bool(taken) and op.type not in _READS and not taken <= _ReadOnly(op)
+def _Effects(graph: tf.Graph, ops: Iterable[tf.Operation]) -> Iterator[tuple[Any, str]]:
+  """(NodeDef, `writes` or `draws`) of operations, and of those in the functions that they call."""
+  # Most have no effect: a NodeDef and a library are made anew for each who asks.
+  nodes = [op.node_def for op in ops if _Effect(graph.op_def_for_type(op.type))]
+  library = graph.as_graph_def().library.function if nodes else ()
+  functions = {function.signature.name: function for function in library}
+  while nodes:
+    node = nodes.pop()
+    effect = _Effect(graph.op_def_for_type(node.op))
+    if effect == 'calls':
+      values = node.attr.values()
+      for name in [f.name for value in values for f in (value.func, *value.list.func)]:
+        if name in functions:
+          nodes += functions.pop(name).node_def
+    # Recurrent networks of cuDNN draw for their dropout alone.
+    elif effect and not (node.op.startswith('CudnnRNN') and not node.attr['dropout'].f):
+      yield node, effect
 
 
-def _ReadOnly(op: tf.Operation) -> set[Any]:
-  """Where a call, branch or loop takes resources that are only read inside."""
-  try:
-    return set(op.get_attr('_read_only_resource_inputs'))
-  except ValueError:
-    return set()
+def _Effect(op_def: Any) -> str:
+  """What an operation does: `calls` functions, `draws`, `writes` or nothing of these."""
+  if op_def.name in _READS:
+    return ''
+  if any(attr.type in ('func', 'list(func)') for attr in op_def.attr):
+    return 'calls'
+  if any(attr.name == 'seed2' for attr in op_def.attr):
+    return 'draws'
+  if any(arg.type == tf.resource.as_datatype_enum for arg in op_def.input_arg):
+    return 'draws' if op_def.name.startswith(('Rng', 'Stateful')) else 'writes'
+  return ''

@@ -21,7 +21,7 @@ from lingvo_gpipe import (
   weight_params,
 )
 from lingvo_gpipe.layers import linear
-from lingvo_gpipe.pipeline import emission, failures, pipelining_layer, rematerialisation
+from lingvo_gpipe.pipeline import emission, failures, pipelining_layer
 from tests import pipeline_training
 
 _DIM, _BATCH, _M = 3, 6, 3
@@ -470,88 +470,6 @@ def testALaterOneOfEqualStagesIsNamed():
     assert told in str(e.value)
     assert f'in layer stack.layers[2] ({layer.cls.__name__}), given (float32[2, 12])' in _Notes(e)
     assert 'in stage 2 (stack.layers[2])' in _Notes(e)
-
-
-# ---- side effects --------------------------------------------------------------------------------
-
-
-class _Counts(_Silent):
-  """Adds to a variable of its own, behind a loop and a function; or only reads it."""
-
-  @classmethod
-  def Params(cls):
-    p = super().Params()
-    p.Define('writes', True, 'Whether it adds to the variable.')
-    return p
-
-  def __init__(self, params):
-    super().__init__(params)
-    self._count = tf.Variable(0.0)
-    self._table = tf.lookup.StaticHashTable(
-      tf.lookup.KeyValueTensorInitializer([0], [0.0]), default_value=0.0
-    )
-
-  def FProp(self, theta, x):
-    def Turn(i):
-      return i + 1.0 + 0.0 * (self._count.assign_add(1.0) if self.params.writes else self._count)
-
-    @tf.function
-    def Loop():
-      return tf.while_loop(lambda i: i < 2.0, Turn, [tf.constant(0.0)])[0]
-
-    return x * theta.w * Loop() + self._table.lookup(tf.constant(0)) + tf.gather(theta.w, [0])
-
-
-def _AddsToItsWeight(w, x):
-  return x * w.assign_add(w)
-
-
-def _Dropout(w, x):
-  return tf.nn.dropout(x * w, 0.5)
-
-
-@pytest.mark.parametrize(
-  'layer, words, policy, xla',
-  [
-    *(
-      (_Silent.Params().Set(fn=_AddsToItsWeight), 'writes a variable', policy, xla)
-      for policy in rematerialisation.POLICIES
-      for xla in (False, True)
-    ),
-    (_Counts.Params(), 'writes a variable', 'none', False),
-    (_Counts.Params(), 'writes a variable', 'stage', True),
-    (_Silent.Params().Set(fn=_Dropout), 'draws other numbers', 'layer', False),
-    (_Silent.Params().Set(fn=_Dropout), 'draws other numbers', 'except_last', True),
-  ],
-)
-def testASideEffectOfALayer(layer, words, policy, xla):
-  """An error, for backward runs the layer again, or not, as the policy says."""
-  run = _Runner(_Sub(3, layer), remat_policy=policy, xla=xla)
-  where = 'in stage 2 (net.stack.layers[2] to net.stack.layers[3]), micro-batch 0, while building'
-  for call in (run.TrainStep, lambda batch: run.Evaluate([batch])):
-    with pytest.raises(ValueError, match=r'^net\.stack\.layers\[3\]: .*' + words) as e:
-      call(_Batch(_Good()))
-    assert where in _Notes(e)
-
-
-def testASideEffectElsewhere():
-  """Of a layer that the plan looks into, under a user's tape, in the loss."""
-  with pytest.raises(ValueError, match=r'^stack\.layers\[1\]: .*writes a variable'):
-    _Stack(_Sub(1, _Fn.Params().Set(fn=_AddsToItsWeight))).MakePlan(tf.TensorSpec([_BATCH, _DIM]))
-  stack = _Stack(_Sub(1, _Counts.Params()))
-  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((_Good(),)))
-  with pytest.raises(ValueError, match=r'^stack\.layers\[1\]: .*writes a variable'):
-    stack(_Good())
-  count = tf.Variable(1.0)
-  run = _Runner(_Sub(0, _Silent.Params()), loss=lambda w, y: y * count.assign_add(1.0))
-  with pytest.raises(ValueError, match='^the loss: .*writes a variable'):
-    run.TrainStep(_Batch(_Good()))
-
-
-def testWhatOnlyReadsIsNoSideEffect():
-  stack = _Stack(_Sub(1, _Counts.Params().Set(writes=False)))
-  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((_Good(),)))
-  np.testing.assert_array_equal(stack.Predict(_Good()), 3.0 * _Good())
 
 
 # ---- compiled over and over ----------------------------------------------------------------------
