@@ -59,7 +59,7 @@ class TfRecordIndex:
     began = time.monotonic()
     find = functools.partial(tf_records.Places, where=where, damaged=damaged)
     places = {}
-    self._where = where
+    self._where = where if damaged == 'stop' else ''  # For messages: skip is set already.
     with concurrent.futures.ThreadPoolExecutor(_FILES_AT_ONCE) as threads:
       paths = list(dict.fromkeys(part.path for part in parts))
       for path, found in zip(paths, threads.map(find, paths), strict=True):
@@ -67,15 +67,14 @@ class TfRecordIndex:
         places[path] = found
     self._paths = [part.path for part in parts]
     for path, _, _, num_records in parts:
-      if damaged == 'stop' and len(places[path]) != num_records:
-        raise ValueError(
-          f'{path} has {len(places[path]):,} records, expected {num_records:,}: restore it'
-        )
-    of_parts = []
+      if damaged == 'stop':
+        tf_records.CheckCount(path, len(places[path]), num_records)
+    of_parts = [np.empty([0, 3], np.int64)]  # There may be no parts.
     for path, skip, take, _ in parts:
       first, last = np.searchsorted(places[path][:, 0], [skip, skip + take])
       of_parts.append(places[path][first:last])
-    self._parts = np.repeat(np.arange(len(parts), dtype=np.int32), [len(x) for x in of_parts])
+    counts = [len(x) for x in of_parts]
+    self._parts = np.repeat(np.arange(-1, len(parts), dtype=np.int32), counts)
     _, self.begins, self._sizes = np.concatenate(of_parts).T.copy()
     seconds = time.monotonic() - began
     logging.info('found %d records of %d files in %.1f s', len(self.begins), len(paths), seconds)
@@ -94,8 +93,7 @@ class TfRecordIndex:
     told = np.array(re.findall(r' at (\d+)', error.message), np.int64)
     for part in np.unique(self._parts[np.isin(self.begins, [told, told - 12])]):
       try:
-        for _ in tf_records.Records(self._paths[part], self._where):
-          pass
+        tf_records.RaiseDamage([self._paths[part]], self._where)
       except ValueError as e:
         return e
       except file_errors.FILE_ERRORS:  # It may be gone by now.

@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe import file_errors, hyperparams, nested_map
+from lingvo_gpipe import file_errors, heartbeat, hyperparams, nested_map
 from lingvo_gpipe.input import file_pattern, index_order, stream_input, tf_records
 
 # With shuffle so many files are read in turns, a record of each.
@@ -23,7 +23,8 @@ class TfRecordStream(stream_input.BaseStreamInput):
 
   A subclass gives `_Example(record)`. With shuffle the files have an order of their own in each
   epoch. Where damaged records are to be skipped, all files are read through at the start; where
-  not, a file that was cut off in the 12 bytes before a record ends there, and nothing tells it.
+  not, of local ones the lengths of the records, for a file that is cut within one is its end to
+  tf.data.
   """
 
   @classmethod
@@ -51,9 +52,7 @@ class TfRecordStream(stream_input.BaseStreamInput):
       is_skipped = self.params.damaged_records == 'skip'
       where = '' if is_skipped else self._Where('damaged_records')
       try:
-        for path in itertools.filterfalse(tf_records.IsSound, self._files):
-          for _ in tf_records.Records(path, where):
-            pass
+        tf_records.RaiseDamage(itertools.filterfalse(tf_records.IsSound, self._files), where)
       except ValueError as e:
         return e
       except file_errors.FILE_ERRORS as e:  # It may be gone by now.
@@ -105,6 +104,9 @@ class TfRecordStream(stream_input.BaseStreamInput):
   def _parts(self) -> list[tuple[list[tuple[int, int]], int]]:
     """For each file where its sound records are, and how many are damaged."""
     if self.params.damaged_records == 'stop':
+      for path in filter(os.path.exists, self._files):
+        heartbeat.Long()  # Many records take long.
+        tf_records.Borders(path, self._Where('damaged_records'))
       return [([(0, -1)], 0)] * len(self._files)
     with tf.init_scope():  # Now, not within a pipeline.
       return [tf_records.SoundParts(path) for path in self._files]

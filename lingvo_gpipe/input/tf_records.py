@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -91,8 +91,7 @@ def Borders(path: str, where: str = '') -> np.ndarray:
       f.seek(borders[-1])
       borders.append(borders[-1] + _AROUND + int.from_bytes(f.read(8), 'little'))
   if borders[-1] != size:
-    for _ in Records(path, where):  # It raises, and says which record is damaged.
-      pass
+    RaiseDamage([path], where)
   return np.array(borders, np.int64)
 
 
@@ -113,6 +112,19 @@ def Records(
   """
   for number, (_, record) in enumerate(_Records(path, where, damaged), 1):
     yield number, record
+
+
+def RaiseDamage(paths: Iterable[str], where: str = '') -> None:
+  """Raises the error of `Records` for the first damaged record of some files, if there is one."""
+  for path in paths:
+    for _ in Records(path, where):
+      pass
+
+
+def CheckCount(path: str, num_records: int, expected: int) -> None:
+  """Raises ValueError where a file has not as many records as it should."""
+  if num_records != expected:
+    raise ValueError(f'{path} has {num_records:,} records, expected {expected:,}: restore it')
 
 
 def IsSound(path: str) -> bool:

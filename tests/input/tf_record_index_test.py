@@ -26,13 +26,12 @@ def paths(tmp_path):
   return found
 
 
-def _Index(paths):
-  return tf_record_index.TfRecordIndex(
-    [
-      tf_record_index.Part(str(path), 0, len(records), len(records))
-      for path, records in zip(paths, _RECORDS, strict=True)
-    ]
-  )
+def _Index(paths, damaged='stop'):
+  parts = [
+    tf_record_index.Part(str(path), 0, len(records), len(records))
+    for path, records in zip(paths, _RECORDS, strict=True)
+  ]
+  return tf_record_index.TfRecordIndex(parts, 'the param', damaged)
 
 
 def testRecordsOfPartsAreReadInAnyOrder(paths):
@@ -66,6 +65,26 @@ def testADamagedRecordIsNamedWhenItIsRead(paths, byte, message):
       index.Read(tf.constant(i))
   with pytest.raises(ValueError, match=f'{re.escape(str(paths[1]))} is damaged, .*{message}'):
     raise index.Explain(caught.value)
+
+
+@pytest.mark.parametrize(
+  'damaged, told',
+  [('stop', '; to go on without such records, set the param to skip'), ('skip', '')],
+)
+def testDamageThatComesAfterTheStartIsNamed(paths, damaged, told):
+  index = _Index(paths, damaged)
+  data = bytearray(paths[1].read_bytes())
+  data[12] ^= 1
+  paths[1].write_bytes(data)
+  with pytest.raises(tf.errors.DataLossError) as caught:
+    index.Read(tf.constant(3))
+  with pytest.raises(ValueError, match=f'record 1, at byte 0: corrupted.*Restore the file{told}$'):
+    raise index.Explain(caught.value)
+
+
+@pytest.mark.parametrize('damaged', ['stop', 'skip'])
+def testOfNoPartsThereAreNoRecords(damaged):
+  assert tf_record_index.TfRecordIndex([], '', damaged).begins.size == 0
 
 
 def testAnErrorOfOtherFilesIsLeftAsItIs(paths):

@@ -2,6 +2,7 @@
 """Streams of records: each comes once; damaged ones are named, or left out and counted."""
 
 import itertools
+import os
 import sys
 
 import numpy as np
@@ -79,6 +80,14 @@ def testADamagedRecordIsNamedWithTheBatch(folder):
   _Damage(folder, 0)
   with pytest.raises(ValueError, match=r'0\.tfrecord is damaged, .*: record 1, at byte 0'):
     source.CheckRestarts()
+
+
+def testAFileThatIsCutWithinALengthIsNamedAtTheStart(folder):
+  path = folder / '3.tfrecord'
+  os.truncate(path, 4 * SIZE + 7)
+  with pytest.raises(ValueError, match=rf'{path} is damaged, .*record 5, at byte {4 * SIZE}: tr'):
+    _Input(folder).Describe()
+  assert _Input(folder, damaged_records='skip').NumDamaged() == 1
 
 
 def testDamagedRecordsAreLeftOutAndCounted(folder):
