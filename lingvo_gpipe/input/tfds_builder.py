@@ -17,6 +17,9 @@ import tensorflow_datasets as tfds
 
 from lingvo_gpipe.input import tf_records
 
+# What identifies the order in which `Examples` gives them; it was another one in older stores.
+ORDER = 'file by file'
+
 _READ_AT_ONCE = 1000
 
 
@@ -146,7 +149,13 @@ def Examples(
   else:
     if len(names) < len(builder.info.features):
       decoders = tfds.decode.PartialDecoding(dict.fromkeys(names, True), decoders)
-    dataset = builder.as_dataset(split=split, shuffle_files=False, decoders=decoders)
+    # By itself TFDS takes a few examples of each file in turns.
+    dataset = builder.as_dataset(
+      split=split,
+      shuffle_files=False,
+      decoders=decoders,
+      read_config=tfds.ReadConfig(interleave_cycle_length=1),
+    )
     for examples in _FromTfRecords(builder, split, dataset.batch(_READ_AT_ONCE), where):
       yield from zip(*(examples[name] for name in names), strict=True)
 
@@ -192,8 +201,18 @@ def _CannotRead(
   )
 
 
+def _Files(builder: tfds.core.DatasetBuilder, split: str) -> dict[str, int]:
+  """{path: how many records the file should have} of the files that a split reads."""
+  parts = builder.info.splits[split].file_instructions
+  return {str(part.filename): part.examples_in_shard for part in parts}
+
+
 def _IsSound(builder: tfds.core.DatasetBuilder, split: str) -> bool:
-  return all(tf_records.IsSound(path) for path in builder.info.splits[split].filepaths)
+  # To read a file through does not tell that it was cut between two records.
+  return all(
+    tf_records.IsSound(path) and len(tf_records.Borders(path)) - 1 == expected
+    for path, expected in _Files(builder, split).items()
+  )
 
 
 def _SoundRecords(builder: tfds.core.DatasetBuilder, split: str) -> Iterator[bytes]:
@@ -206,14 +225,15 @@ def _SoundRecords(builder: tfds.core.DatasetBuilder, split: str) -> Iterator[byt
 def _FromTfRecords(
   builder: tfds.core.DatasetBuilder, split: str, dataset: tf.data.Dataset, where: str
 ) -> Iterator[Any]:
-  """What a data set made of a split's TFRecord files gives; of a damaged record the error says it.
+  """What a data set made of a split's TFRecord files gives; the error of a damaged one says where.
 
   tf.data's names neither file nor record.
   """
   try:
     yield from dataset.as_numpy_iterator()
-  except tf.errors.DataLossError:
-    for path in builder.info.splits[split].filepaths:
-      for _ in tf_records.Records(str(path), where):
-        pass
+  except (tf.errors.DataLossError, tf.errors.FailedPreconditionError):  # Of too few, the latter.
+    files = _Files(builder, split)
+    tf_records.RaiseDamage(files, where)
+    for path, expected in files.items():
+      tf_records.CheckCount(path, len(tf_records.Borders(path)) - 1, expected)
     raise

@@ -75,7 +75,7 @@ class TfdsPairs(parallel_text.ParallelText):
     return _Source(builder, source, target, num_examples)
 
   def _SourceParts(self) -> list[Any]:
-    parts: list[Any] = ['tfds', self.params.split]
+    parts: list[Any] = ['tfds', tfds_builder.ORDER, self.params.split]
     for source in self._sources:
       info = source.builder.info
       languages = (source.source_language, source.target_language)

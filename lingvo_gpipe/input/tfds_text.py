@@ -82,6 +82,7 @@ class TfdsTextInput(text_tokens.TextTokensInput):
     p = self.params
     info = self._builder.info
     size = tfds_builder.NumExamples(self._builder, p.split, self._Where('split'))
-    parts = ['tfds', info.full_name, str(info.file_format), p.split, p.feature, size]
+    parts = ['tfds', tfds_builder.ORDER, info.full_name, str(info.file_format)]
+    parts += [p.split, p.feature, size]
     # What was kept without the damaged ones is not found by who wants to hear of them.
     return parts + (['skip'] if p.damaged_records == 'skip' else [])

@@ -20,6 +20,9 @@ from tests import processes
 NUM_TRAIN, NUM_TEST, NUM_CLASSES, SIZE = 12, 5, 4, 6
 
 
+_THREE_FILES = tfds.download.DownloadConfig(num_shards=3)
+
+
 def _Pixels(split, i, height=SIZE, width=SIZE):
   rng = np.random.default_rng([len(split), i])
   return rng.integers(0, 256, [height, width, 3], dtype=np.uint8)
@@ -27,6 +30,7 @@ def _Pixels(split, i, height=SIZE, width=SIZE):
 
 class _Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
   VERSION = tfds.core.Version('1.0.0')
+  NUM_TRAIN = NUM_TRAIN
 
   def _info(self):
     features = {
@@ -38,7 +42,7 @@ class _Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
 
   def _split_generators(self, dl_manager):
     return {
-      'train': self._generate_examples('train', NUM_TRAIN),
+      'train': self._generate_examples('train', self.NUM_TRAIN),
       'test': self._generate_examples('test', NUM_TEST),
     }
 
@@ -50,6 +54,12 @@ class _Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
 class LgFixedImages(_Builder):
   def _Image(self, split, i):
     return _Pixels(split, i)
+
+
+class LgManyImages(LgFixedImages):
+  """In three files: TFDS reads 16 examples of one and goes on in another, unless told not to."""
+
+  NUM_TRAIN = 60
 
 
 class LgWideImages(_Builder):
@@ -64,13 +74,16 @@ def data_dir(tmp_path_factory):
   directory = str(tmp_path_factory.mktemp('tfds'))
   for cls in (LgFixedImages, LgWideImages):
     cls(data_dir=directory).download_and_prepare()
+  LgManyImages(data_dir=directory).download_and_prepare(download_config=_THREE_FILES)
   return directory
 
 
 @pytest.fixture(scope='module')
 def array_record_dir(tmp_path_factory):
   directory = str(tmp_path_factory.mktemp('array_record'))
-  LgFixedImages(data_dir=directory, file_format='array_record').download_and_prepare()
+  LgManyImages(data_dir=directory, file_format='array_record').download_and_prepare(
+    download_config=_THREE_FILES
+  )
   return directory
 
 
@@ -129,20 +142,22 @@ def testAugmentedImagesAreMovedAndFlipped(data_dir):
 
 
 def testFormatsHaveTheSameImages(data_dir, array_record_dir):
-  expected = _All(_Input(data_dir), NUM_TRAIN)
-  for found, of_tf_records in zip(_All(_Input(array_record_dir), NUM_TRAIN), expected, strict=True):
-    assert np.array_equal(found, of_tf_records)
+  expected = _All(_Input(data_dir, 'lg_many_images'), 60)
+  found = _All(_Input(array_record_dir, 'lg_many_images'), 60)
+  assert np.array_equal(found[0], expected[0]) and np.array_equal(found[1], expected[1])
   with pytest.raises(
     ValueError,
-    match='needs TFRecord.*was prepared as array_record in .*"lg_fixed_images", data_dir="DIR"',
+    match='needs TFRecord.*was prepared as array_record in .*"lg_many_images", data_dir="DIR"',
   ):
-    _Input(array_record_dir, in_memory=False).NumExamples()
+    _Input(array_record_dir, 'lg_many_images', in_memory=False).NumExamples()
 
 
 @pytest.mark.parametrize('split', ['train', 'train[2:9]', 'test+train[5:]'])
 def testImagesOutOfMemoryAreThoseInMemory(data_dir, split):
-  expected = _All(_Input(data_dir, split=split), 20)
-  images, labels = _All(_Input(data_dir, split=split, in_memory=False, central_share=1.0), 20)
+  name = 'lg_many_images'
+  expected = _All(_Input(data_dir, name, split=split), 20)
+  options = {'split': split, 'in_memory': False, 'central_share': 1.0}
+  images, labels = _All(_Input(data_dir, name, **options), 20)
   np.testing.assert_allclose(images, expected[0], atol=1e-6)
   assert np.array_equal(labels, expected[1])
 
@@ -325,18 +340,32 @@ def testDamagedRecordsAreLeftOutAndCounted(data_dir, tmp_path, in_memory):
   assert (noise.NumExamples(), noise.NumDamaged()) == (3, 0)
 
 
+@pytest.mark.parametrize('in_memory', [False, True])
+@pytest.mark.parametrize('left', [4, 0])
+def testImagesThatAreMissingAtTheEndOfAFileAreNoticed(data_dir, tmp_path, in_memory, left):
+  """It is cut within the last record's header, or between two records: an end to tf.data."""
+  copied = shutil.copytree(data_dir, tmp_path / 'data')
+  path = sorted(copied.rglob('lg_many_images-train*'))[1]
+  os.truncate(path, tf_records.Borders(str(path))[-2] + left)
+  told = 'is damaged, .*record 20, .*truncated' if left else 'has 19 records, expected 20: restore'
+  with pytest.raises(ValueError, match=f'{path.name} {told}'):
+    _Input(str(copied), 'lg_many_images', in_memory=in_memory).Dataset()
+  skipping = _Input(str(copied), 'lg_many_images', in_memory=in_memory, damaged_records='skip')
+  assert (skipping.NumExamples(), skipping.NumDamaged()) == (59, 1)
+
+
 def testOfOtherFormatsNothingIsSkipped(array_record_dir, tmp_path):
   with pytest.raises(
     ValueError, match='damaged_records: .* was prepared as array_record: set it to stop'
   ):
-    _Input(array_record_dir, damaged_records='skip').NumExamples()
+    _Input(array_record_dir, 'lg_many_images', damaged_records='skip').NumExamples()
   copied = shutil.copytree(array_record_dir, tmp_path / 'data')
-  (path,) = copied.rglob('*train.array_record*')
+  path = sorted(copied.rglob('*train.array_record*'))[1]
   data = path.read_bytes()
   at = data.index(b'PNG')
   path.write_bytes(data[:at] + bytes(3) + data[at + 3 :])
   with pytest.raises(ValueError, match=rf'/{path.name} is damaged: example \d+ of .train. .*Corr'):
-    _Input(str(copied)).Fingerprint()
+    _Input(str(copied), 'lg_many_images').Fingerprint()
 
 
 if __name__ == '__main__':

@@ -2,6 +2,7 @@
 """Texts of TFDS, on small data sets that the test prepares itself."""
 
 import inspect
+import os
 import shutil
 import sys
 import textwrap
@@ -9,7 +10,7 @@ import textwrap
 import pytest
 import tensorflow_datasets as tfds
 
-from lingvo_gpipe.input import sentencepiece_training, tfds_builder, tfds_text
+from lingvo_gpipe.input import sentencepiece_training, tf_records, tfds_builder, tfds_text
 
 _WORDS = 'the quick brown fox jumps over lazy dogs and naïve cats'.split()
 
@@ -26,7 +27,7 @@ class LgTexts(tfds.core.GeneratorBasedBuilder, skip_registration=True):
     return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict(features))
 
   def _split_generators(self, dl_manager):
-    return {split: self._generate_examples(split, n) for split, n in (('train', 30), ('test', 7))}
+    return {split: self._generate_examples(split, n) for split, n in (('train', 60), ('test', 7))}
 
   def _generate_examples(self, split, count):
     for i in range(count):
@@ -40,7 +41,8 @@ def data_dirs(tmp_path_factory):
   for file_format in ('tfrecord', 'array_record'):
     directories[file_format] = str(tmp_path_factory.mktemp(file_format))
     builder = LgTexts(data_dir=directories[file_format], file_format=file_format)
-    builder.download_and_prepare()
+    # TFDS reads 16 examples of one file, and goes on in another, unless it is told not to.
+    builder.download_and_prepare(download_config=tfds.download.DownloadConfig(num_shards=3))
   return directories
 
 
@@ -63,15 +65,22 @@ def _Input(data_dir, vocab, **values):
   return p.Set(**values).Instantiate()
 
 
+def _Flip(path, place):
+  data = bytearray(path.read_bytes())
+  data[place] ^= 1
+  path.write_bytes(data)
+
+
 @pytest.mark.parametrize('file_format', ['tfrecord', 'array_record'])
 def testAllTextsOfASplitComeOnce(data_dirs, vocab, file_format, monkeypatch):
   monkeypatch.setattr(tfds_builder, '_READ_AT_ONCE', 4)
-  for split, count in (('train', 30), ('test', 7)):
+  for split, count in (('train', 60), ('test', 7)):
     generator = _Input(data_dirs[file_format], vocab, split=split, shuffle=False, num_epochs=1)
     texts = list(generator.VocabularyTexts())
     # TFDS shuffles as it writes.
     assert sorted(texts) == sorted(_Text(split, i) for i in range(count))
     assert texts == list(generator.VocabularyTexts())
+    assert texts == list(_Input(data_dirs['tfrecord'], vocab, split=split).VocabularyTexts())
     labels = [b.labels[b.weights == 1] for b in generator.Dataset().as_numpy_iterator()]
     decoded = ' '.join(generator.tokenizer.Decode(row) for row in labels)
     assert sorted(decoded.split()) == sorted(' '.join(texts).split())
@@ -115,19 +124,16 @@ def testWrongParams(data_dirs, vocab, values, message):
 
 def testADamagedFileIsNamedOrLosesTheRecord(data_dirs, vocab, tmp_path):
   data_dir = shutil.copytree(data_dirs['tfrecord'], tmp_path / 'data')
-  (path,) = data_dir.rglob('*train.tfrecord*')
-  data = bytearray(path.read_bytes())
-  data[-5] ^= 1  # Of the last record.
-  path.write_bytes(data)
+  first, _, path = sorted(data_dir.rglob('*train.tfrecord*'))
+  _Flip(path, -5)  # Of the last record.
   with pytest.raises(
     ValueError,
-    match=rf'{path.name} is damaged, .*record 30, .*Restore the file; .*damaged_records to skip$',
+    match=rf'{path.name} is damaged, .*record 20, .*Restore the file; .*damaged_records to skip$',
   ):
     _Input(str(data_dir), vocab, split='train[10%:]').NumExamples()
   # Of a sound one nothing changes.
   assert _Input(str(data_dir), vocab, split='test').NumExamples()
-  data[20] ^= 1  # Of the first one, which is not in the split.
-  path.write_bytes(data)
+  _Flip(first, 20)  # Of the first one, which is not in the split.
   whole = list(_Input(data_dirs['tfrecord'], vocab, split='train[10%:]').VocabularyTexts())
   options = {
     'split': 'train[10%:]',
@@ -141,9 +147,24 @@ def testADamagedFileIsNamedOrLosesTheRecord(data_dirs, vocab, tmp_path):
   assert skipping.Describe().endswith('(1 damaged records were left out)')
 
 
+@pytest.mark.parametrize('left', [15, 0])
+def testRecordsThatAreMissingAtTheEndOfAFileAreNoticed(data_dirs, vocab, tmp_path, left):
+  """It is cut within the last record's header, or between two records: an end to tf.data."""
+  data_dir = shutil.copytree(data_dirs['tfrecord'], tmp_path / 'data')
+  path = sorted(data_dir.rglob('*train.tfrecord*'))[1]
+  os.truncate(path, tf_records.Borders(str(path))[-2] + left)
+  told = 'is damaged, .*record 20, .*truncated' if left else 'has 19 records, expected 20: restore'
+  with pytest.raises(ValueError, match=f'{path.name} {told}'):
+    _Input(str(data_dir), vocab).NumExamples()
+  skipping = _Input(str(data_dir), vocab, damaged_records='skip')
+  whole = list(_Input(data_dirs['tfrecord'], vocab).VocabularyTexts())
+  assert list(skipping.VocabularyTexts()) == whole[:39] + whole[40:]
+  assert skipping.NumDamaged() == 1
+
+
 def testADamagedFileThatIsReadByIndexIsNamed(data_dirs, vocab, tmp_path):
   data_dir = shutil.copytree(data_dirs['array_record'], tmp_path / 'data')
-  (path,) = data_dir.rglob('*train.array_record*')
+  path = sorted(data_dir.rglob('*train.array_record*'))[1]
   data = bytearray(path.read_bytes())
   at = data.index(b'quick')
   data[at : at + 5] = bytes(5)
