@@ -19,6 +19,9 @@ _READS = frozenset(
   'VarIsInitializedOp LookupTableFindV2 LookupTableSizeV2 LookupTableExportV2'.split()
 )
 
+# {type of operation: its effect}: a layer has many operations of few types.
+_EFFECTS: dict[str, str] = {}
+
 
 @contextlib.contextmanager
 def Refused(where: str) -> Iterator[None]:
@@ -62,12 +65,12 @@ def _WritesMessage(where: str, what: str) -> str:
 def _Effects(graph: tf.Graph, ops: Iterable[tf.Operation]) -> Iterator[tuple[Any, str]]:
   """(NodeDef, `writes` or `draws`) of operations, and of those in the functions that they call."""
   # Most have no effect: a NodeDef and a library are made anew for each who asks.
-  nodes = [op.node_def for op in ops if _Effect(graph.op_def_for_type(op.type))]
+  nodes = [op.node_def for op in ops if _EffectOf(graph, op.type)]
   library = graph.as_graph_def().library.function if nodes else ()
   functions = {function.signature.name: function for function in library}
   while nodes:
     node = nodes.pop()
-    effect = _Effect(graph.op_def_for_type(node.op))
+    effect = _EffectOf(graph, node.op)
     if effect == 'calls':
       values = node.attr.values()
       for name in [f.name for value in values for f in (value.func, *value.list.func)]:
@@ -78,8 +81,14 @@ def _Effects(graph: tf.Graph, ops: Iterable[tf.Operation]) -> Iterator[tuple[Any
       yield node, effect
 
 
+def _EffectOf(graph: tf.Graph, op_type: str) -> str:
+  """What such an operation does: `calls` functions, `draws`, `writes` or nothing of these."""
+  if op_type not in _EFFECTS:
+    _EFFECTS[op_type] = _Effect(graph.op_def_for_type(op_type))
+  return _EFFECTS[op_type]
+
+
 def _Effect(op_def: Any) -> str:
-  """What an operation does: `calls` functions, `draws`, `writes` or nothing of these."""
   if op_def.name in _READS:
     return ''
   if any(attr.type in ('func', 'list(func)') for attr in op_def.attr):

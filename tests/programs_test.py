@@ -197,6 +197,9 @@ class _Numbers:
   def BatchSpecs(self):
     return []
 
+  def CheckComplete(self):
+    pass
+
   def Dataset(self, start=0):
     return tf.data.Dataset.range(10).batch(1).map(lambda i: nested_map.NestedMap(i=i))
 
@@ -212,6 +215,7 @@ class _Runner:
       Report=lambda values, input_generator: '',
     )
     self.Decode = lambda batch, input_generator: decoded or {}
+    self.engine = types.SimpleNamespace(replicas=[])  # None of them on workers.
 
   def ExpectBatches(self, batch_specs):
     assert not batch_specs

@@ -105,7 +105,7 @@ def testAnUpdateOfSeveralMiniBatchesAddsOnce():
 
 def testShardedSlotsAreThereOnce(caplog):
   """Slots of each weight lie where one replica has it; together the devices hold no more."""
-  caplog.set_level('INFO')
+  caplog.set_level('INFO', logger='absl')
   bytes_by_device = {}
   for sharded in (False, True):
     run = _Runner(2, shard_optimizer_slots=sharded)
