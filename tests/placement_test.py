@@ -286,8 +286,7 @@ index = tf_record_index.TfRecordIndex(
 zero = tf.Variable(0, dtype=tf.int64)
 for cls in (Records, OwnDataset, Python, Variable, OwnFile, OtherFiles, WholeBatch):
   list(itertools.islice(Make(cls, run=run)[1], 2))
-for batch in itertools.islice(Make(OtherFilesThenNone, run=run, shuffle=False)[1], 2):
-  run.TrainStep(batch)
+list(itertools.islice(Make(OtherFilesThenNone, run=run, shuffle=False)[1], 2))
 placement.MAX_BYTES_IN_MEMORY = 100
 next(Make(run=run)[1])
 next(Make(Pairs, run=of_pairs, **pairs)[1])
