@@ -83,7 +83,7 @@ def Circumstances(
 
 
 def LogChanges(metadata: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-  """Warns of each circumstance that is not what it was at a checkpoint."""
+  """Warns of each circumstance that is not what it was at a checkpoint, which may not tell all."""
   for key, value in now.items():
-    if metadata.get(key) != value:
-      logging.warning('%s was %s at the checkpoint and is %s now', key, metadata.get(key), value)
+    if metadata.get(key, value) != value:
+      logging.warning('%s was %s at the checkpoint and is %s now', key, metadata[key], value)

@@ -35,6 +35,7 @@ def testTheRateOfTheNextUpdateIsToldAndDoesNotDecide(tmp_path, caplog, monkeypat
   toy_training.Train(tmp_path, _Params(max_steps=7))
   monkeypatch.undo()
   toy_training.Train(tmp_path, _Params(max_steps=8))
+  assert not caplog.messages
   assert _Rates(tmp_path)[7] == pytest.approx(0.01 * (1 - 0.5 * 7 / 8))
   params = _Params(max_steps=9)
   params.task.train.learner.learning_rate = 0.001

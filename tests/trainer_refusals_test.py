@@ -157,13 +157,17 @@ def testASecondTrainerIsRefusedWhileTheFirstRuns(trainer, forks, tmp_path):
     os.kill(pid, signal.SIGKILL)
 
 
-def testATruncatedCheckpointIsNamedAndTheOneBeforeIsUsed(trainer, trained, copied):
+def testDamagedCheckpointsAreNamedAndTheOneBeforeIsUsed(trainer, trained, copied):
   (path,) = (copied / 'train').glob('ckpt-00000003-*/*data-*')
   os.truncate(path, path.stat().st_size // 2)
+  (path,) = (copied / 'train').glob('ckpt-00000002-*/*data-*')
+  data = bytearray(path.read_bytes())
+  data[len(data) // 2] ^= 1
+  path.write_bytes(data)
   done = processes.Succeeded(trainer('Toy', copied, 3))
-  assert 'going on from step 2 ' in done.stdout
-  (warning,) = processes.Messages(done.stderr)
-  assert re.search(r'Damaged checkpoint \S*ckpt-00000003\S* is passed over', warning)
+  assert 'going on from step 1 ' in done.stdout
+  told = re.findall(r'Damaged checkpoint \S*ckpt-0*(\d)-\S* is passed over', done.stderr)
+  assert told == ['3', '2']
   # What took its place is what it was.
   assert processes.Steps(copied)[-1] == 3
   processes.AssertSameTensors(processes.Tensors(copied, 3), processes.Tensors(trained, 3))
@@ -174,13 +178,15 @@ def testOtherParamsAreRefusedUnlessTheyAreAllowed(trainer, trained, copied):
   told = r'~ task\.train\.learner\.learning_rate : [\d.e-]+ -> 0\.5'
   line = _RefusedIn(trainer('Toy', copied, 4, other))
   assert re.search(rf'was trained with other Params .*: {told}\. .*--allow_params_change', line)
+  assert 'was trained with other Params' in _RefusedIn(trainer('Stream', copied, 4))
   # Weights of another shape fit in no case.
   line = _RefusedIn(trainer('Toy', copied, 4, 'task.width:2', '--allow_params_change'))
   assert re.search(r'does not fit.*of another shape.* toy\.w ', line)
   assert processes.Steps(copied) == processes.Steps(trained)
   done = processes.Succeeded(trainer('Toy', copied, 4, other, '--allow_params_change'))
-  (warning,) = processes.Messages(done.stderr)
-  assert re.search(told, warning) and 'going on from step 3 ' in done.stdout
+  change, rate = processes.Messages(done.stderr)
+  assert re.search(told, change) and 'going on from step 3 ' in done.stdout
+  assert re.search(r'learning_rate was [\d.e-]+ at the checkpoint and is 0\.5 now', rate)
 
 
 def testWhatIsHarmlessIsLetThroughAndLogged(trainer, copied):
