@@ -35,6 +35,7 @@ from lingvo_gpipe import (
   cluster,
   dataset_passes,
   evaluation,
+  file_errors,
   hyperparams,
   inspection,
   learners,
@@ -320,13 +321,13 @@ class TrainProgram:
         shares = itertools.chain(*map(self._runner.task_runners[task_name].Shares, batches))
         num_read = num_rows - sum(map(source.NumPadded, shares))
         self._counts.Step(task_name, source.PositionAfter(position, num_read))
-        batches = []
         self._values = values
         output.Step(step, values, num_rows, task_name, self._counts.NumSteps(task_name))
         if why := self._nonfinite.What(*is_finite):
           shown.Print(f'step {step}: {why}')
         if why := self._nonfinite.Count(step, all(is_finite)):
-          raise _NotFinite(why)
+          raise _NotFinite(why + self._WhereNotFinite(values, batches))
+        batches = []
         if interval and step % interval == 0:
           output.WriteHistograms(step)
         ended = self._WhyEnd(step)
@@ -364,6 +365,21 @@ class TrainProgram:
     if step < max_steps or self._stop.signal is not None:
       print(f'stopped by {ended} after step {step}; the checkpoint is saved', flush=True)
     return ended
+
+  def _WhereNotFinite(
+    self, values: Mapping[str, float], batches: list[input_batches.AnyBatch]
+  ) -> str:
+    """The end of a message: where the last step's first value that is not finite came from.
+
+    '' where its weights are not those from before it, or the step cannot be repeated.
+    """
+    if values['is_finite'] or not self._nonfinite.is_skipped:
+      return ''
+    try:
+      return f'. In the last one {self._runner.WhyNotFinite(*batches)}'
+    except Exception as e:  # The message is not to be lost for it.
+      logging.warning('the step cannot be repeated: %s', file_errors.OneLine(e))
+      return ''
 
   def _WhyEnd(self, step: int) -> str:
     """Why training ends after this step; '' where it goes on."""

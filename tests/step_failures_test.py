@@ -91,6 +91,23 @@ def testALossThatIsNotFiniteEndsTheTrainingAndSaysWhatIsIntact(tmp_path, monkeyp
   assert last == 'training ended after step 3; the next call goes on from the checkpoint of step 2'
 
 
+def testAStepThatCannotBeRepeatedHidesNoMessage(tmp_path, monkeypatch, capsys):
+  compute = toy_training.Regression.ComputeLoss
+
+  def NotANumber(self, *args):
+    metrics, per_example = compute(self, *args)
+    return {'loss': (metrics['loss'][0] * np.nan, metrics['loss'][1])}, per_example
+
+  def Fail(self, *data):
+    raise MemoryError('none left')
+
+  monkeypatch.setattr(toy_training.Regression, 'ComputeLoss', NotANumber)
+  monkeypatch.setattr('lingvo_gpipe.runner.TaskRunner.WhyNotFinite', Fail)
+  assert toy_training.Program(tmp_path, toy_training.Params(max_nonfinite_steps=1)).Run() == 1
+  found = capsys.readouterr().err.splitlines()
+  assert found[0].startswith('step 1: the loss or gradients of 1 steps in a row were not finite')
+
+
 def testACheckpointDirectoryThatCannotBeReadHidesNoError(tmp_path):
   (tmp_path / 'file').write_text('')
   error = ValueError('mine')
