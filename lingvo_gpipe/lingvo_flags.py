@@ -51,6 +51,12 @@ _VALUE_HINTS = (
     '|train_summaries|,)+',
     'one process trains, saves and writes summaries: trainer, without this value',
   ),
+  (
+    'job',
+    '.*,.*',
+    'each is a process of its own: trainer, evaluator --split=Test, evaluator --job=decode '
+    '--split=Test',
+  ),
 )
 
 # What to say of flags: (pattern of the name, hint).
@@ -111,7 +117,8 @@ def Translate(args: Sequence[str], defined: Container[str]) -> list[str]:
       value = rest.pop(0)
       arg = f'--{name}={value}'
     if value in _SAME.get(name, {}):
-      found += _SAME[name][value]
+      # A program without the flag that says it here does it without being told.
+      found += [x for x in _SAME[name][value] if x[2:].partition('=')[0] in defined]
       continue
     for pattern, hint in hints:
       # What a program defines, it knows values of.

@@ -18,6 +18,8 @@ def testANewcomersCommandIsTaken():
   apart = ['--model=lm.X', '--mode', 'sync', '-run_locally', 'gpu']
   expected = ['--model=lm.X', '--mode=train', '--platform=gpu']
   assert lingvo_flags.Translate(apart, _DEFINED) == expected
+  # A program without --mode is not told of one.
+  assert lingvo_flags.Translate(args, _DEFINED - {'mode'}) == [args[0], '--platform=cpu', args[-1]]
 
 
 @pytest.mark.parametrize(
@@ -58,6 +60,8 @@ def testAFlagThatAProgramDefinesIsItsOwn():
     ('--job=evaler_test', 'evaluator --split=Test'),
     ('--job=evaler_once_test@205', '--once'),
     ('--job=decoder_test', 'evaluator --job=decode'),
+    ('--job=controller,trainer_client,evaler_test,decoder_test', 'evaluator --job=decode'),
+    ('--job=evaler_test,evaler_dev', 'evaluator --split=Test'),
     ('--worker_gpus=8', 'num_stages'),
     ('--worker_split_size=4', 'num_stages'),
     ('--ps_replicas=1', 'num_stages'),
