@@ -237,11 +237,16 @@ class _Lease:
         self._Write()
 
   def Check(self) -> None:
-    try:
-      with self._mutex:  # Some file systems have no file for a moment while one replaces it.
-        held = self._Read()
-    except file_errors.FILE_ERRORS as e:
-      raise _Lost(self._directory, file_errors.OneLine(e)) from e
+    end = time.monotonic() + LIFETIME_SECONDS
+    while True:
+      try:
+        with self._mutex:  # Some file systems have no file for a moment while one replaces it.
+          held = self._Read()
+        break
+      except file_errors.FILE_ERRORS as e:
+        if time.monotonic() >= end:
+          raise _Lost(self._directory, file_errors.OneLine(e)) from e
+      time.sleep(BEAT_SECONDS / 4)
     if not self._IsMine(held):
       why = f'{_Describe(held)} has it' if held else 'its lock file was removed'
       raise _Lost(self._directory, why)

@@ -198,6 +198,26 @@ def testOfTwoThatTakeAFreeLeaseOneHasIt(quick_lease, monkeypatch):
   assert sorted(outcomes) == ['held'] + ['refused'] * 3
 
 
+def testAReadThatFailsIsTriedAgainWithinTheLifetimeOfALease(quick_lease, monkeypatch):
+  failed = tf.errors.UnavailableError(None, None, 'the network is down')
+  monkeypatch.setattr(logdir_lock._Lease, '_Beat', lambda self: None)  # It reads, too.
+  read = logdir_lock._ReadRecord
+  outcomes = [failed, failed, None]
+
+  def Read(path):
+    if outcome := outcomes.pop(0):
+      raise outcome
+    return read(path)
+
+  with logdir_lock.Held('ram://lease_read') as lock, monkeypatch.context() as patched:
+    patched.setattr(logdir_lock, '_ReadRecord', Read)
+    lock.Check()
+    assert outcomes == []
+    outcomes += [failed] * 10_000
+    with pytest.raises(logdir_lock.LostError, match='the network is down'):
+      lock.Check()
+
+
 def testALeaseThatWasTakenIsNoticed(quick_lease, monkeypatch):
   monkeypatch.setattr(logdir_lock, 'BEAT_SECONDS', 600.0)  # Not between the lines of this test.
   directory = 'ram://lease_taken'
