@@ -4,7 +4,7 @@
 TensorFlow's threads belong to all CPU devices of a process. While all devices work, each has a core
 to itself; while some idle, operations of an action that do not wait for each other run side by side
 on the cores of those. Between the two a piece's time is in proportion to the number of others that
-work, as for `device_description.DeviceDescription.Slowdown`.
+work, as for `device_description.Devices.Slowdown`.
 """
 
 from __future__ import annotations
@@ -56,8 +56,9 @@ def Play(
     arrivals = []
     for device, row in enumerate(rows):
       if device not in running and len(times[device]) < len(row):
-        arrivals.append(arrival(device, len(times[device])))
-        if arrivals[-1] <= now:
+        arrives = arrival(device, len(times[device]))
+        arrivals.append(arrives)
+        if arrives <= now:
           slowed = row[len(times[device])].slowed
           running[device] = _Running(now, slowed, now + slowed)
     for device, piece in running.items():
