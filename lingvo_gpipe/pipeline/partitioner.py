@@ -166,7 +166,8 @@ def CheckSplits(splits: Sequence[int], num_layers: int) -> list[int]:
       )
   if ends[-1] != num_layers:
     raise ValueError(
-      f'splits {ends}: the last end must be the number of layers, {num_layers}, got {ends[-1]}'
+      f'splits {ends}: the last end must be the number of layers, {num_layers}, got {ends[-1]}; '
+      'leave splits empty to have the layers cut by their cost'
     )
   return ends
 

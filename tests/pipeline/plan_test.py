@@ -107,7 +107,7 @@ def testCutByHandWins():
   'splits, words',
   [
     ([1, 2, 4], ['3 stages', 'num_stages is 2', 'leave splits empty']),
-    ([1, 3], ['number of layers, 4']),
+    ([1, 3], ['number of layers, 4', 'leave splits empty']),
     ([0, 4], ['stage 0', 'no layers']),
     ([4, 4], ['stage 1', 'no layers']),
   ],
