@@ -40,7 +40,7 @@ def DefineFlags() -> None:
   flags.DEFINE_list('num_micro_batches', ['8'], 'The numbers of micro-batches M.')
   flags.DEFINE_list('schedules', ['gpipe', '1f1b', '1f1b_fused'], 'Schedules for K > 1.')
   flags.DEFINE_integer(
-    'stages_per_device', 1, 'More than one for interleaved_1f1b and looped_bfs.', lower_bound=1
+    'stages_per_device', 1, 'Of interleaved_1f1b and looped_bfs; others have one.', lower_bound=1
   )
   flags.DEFINE_list('remat_policies', ['stage'], 'Policies of re-materialisation.')
   flags.DEFINE_enum('xla', 'on', list(_XLA), 'Compile the stages by XLA.')

@@ -171,6 +171,14 @@ def testRatios():
   cells = _Cells(torch, results)
   assert {cells[c] for c in ('speed-up', 'eff. best', 'vs peer', 'xla')} == {'-'}
   assert report.Table(results).count('\n') == len(results) + 1
+  # Another size is another table, and nothing to compare with.
+  other = _Config(sizes={'layers': 5})
+  cells = _Cells(other, [*results, (other, _Result(5.0))])
+  assert {cells[c] for c in ('speed-up', 'vs peer')} == {'-'}
+  tables = report.Table([*results, (other, _Result(5.0))]).split('\n\n')
+  assert [table.splitlines()[0] for table in tables] == [
+    f'workload (a): layers {n}' for n in (4, 5)
+  ]
 
 
 def testRoundsAreOneResult():
@@ -188,6 +196,12 @@ def testRoundsAreOneResult():
   assert (merged['simulated_best'], merged['simulated_median']) == (1.5, 3.0)
   assert merged['predicted_best'] == 1.4
   assert merged['memory_mib'] == 12.0
+  # Of an older tool, whose rounds lack some.
+  for older in (0, 1):
+    del rounds[older]['predicted_best']
+  assert report.Merge(rounds)['predicted_best'] == 1.7
+  del rounds[2]['predicted_best']
+  assert 'predicted_best' not in report.Merge(rounds)
 
 
 def testGrid():
@@ -209,6 +223,17 @@ def testGrid():
   assert {c.num_cores for c in grid if c.num_stages == 1} == {1, 2}
   assert {c.sizes['batch'] for c in grid if c.workload == 'b'} == {8}
   assert all(configuration.Configuration.FromJson(c.ToJson()) == c for c in grid)
+
+
+def testSeveralStagesADeviceAreForWhoLoops():
+  grid = configuration.Grid(
+    workloads=['a'], sizes=[], num_stages=[1, 2], num_micro_batches=[4],
+    schedules=['gpipe', 'interleaved_1f1b'], remat_policies=['stage'], xla=[True], repeats=3,
+    seconds=1.0, peer=None, stages_per_device=2,
+  )  # fmt: skip
+  assert [(c.num_stages, c.schedule_text) for c in grid if c.num_cores == 2] == [
+    (1, 'gpipe'), (2, 'gpipe'), (2, 'interleaved_1f1b v=2'),
+  ]  # fmt: skip
 
 
 def testThePlot(tmp_path):

@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from lingvo_gpipe.pipeline import plan_choice
+
 # What each workload's sizes are, unless flags say otherwise (design, section 4).
 WORKLOADS: dict[str, dict[str, int]] = {
   'a': {'layers': 16, 'dim': 1024, 'batch': 256},
@@ -113,7 +115,8 @@ def Grid(
   """The configurations to be measured, those to be compared close to each other.
 
   With one stage all schedules are the same work but for the fused ones: it is measured under
-  `gpipe` alone, pinned to one core, and free on as many cores as the most stages have.
+  `gpipe` alone, pinned to one core, and free on as many cores as the most stages have. Schedules
+  that do not loop have one stage a device, whatever `stages_per_device` is.
   """
   found = []
   for workload in workloads:
@@ -138,7 +141,7 @@ def Grid(
                   schedule=name,
                   xla=use_xla,
                   num_cores=n,
-                  stages_per_device=stages_per_device if k > 1 else 1,
+                  stages_per_device=stages_per_device if name in plan_choice.LOOPED else 1,
                   **common,
                 )
                 for n in cores

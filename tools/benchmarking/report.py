@@ -53,8 +53,9 @@ def Merge(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     ('compile_seconds', min),
     ('memory_mib', max),
   ):
-    if key in merged:
-      merged[key] = choose([result[key] for result in rounds])
+    # Those of an older tool may lack some.
+    if values := [result[key] for result in rounds if key in result]:
+      merged[key] = choose(values)
   return merged
 
 
@@ -63,7 +64,7 @@ def Baseline(config: configuration.Configuration, results: Sequence[Measured]) -
   for other, result in results:
     same = all(
       getattr(other, name) == getattr(config, name)
-      for name in ('system', 'workload', 'num_micro_batches', 'remat_policy', 'xla')
+      for name in ('system', 'workload', 'sizes', 'num_micro_batches', 'remat_policy', 'xla')
     )
     if same and other.num_stages == 1 and other.num_cores == 1:
       return Best(result)
@@ -77,7 +78,7 @@ def BestPeer(config: configuration.Configuration, results: Sequence[Measured]) -
     Best(result)
     for other, result in results
     if other.system != configuration.OURS
-    and other.workload == config.workload
+    and (other.workload, other.sizes) == (config.workload, config.sizes)
     and (other.num_stages, other.num_micro_batches) == (config.num_stages, config.num_micro_batches)
     and (other.remat_policy != 'none') == remat
   ]
@@ -116,20 +117,26 @@ def Row(config: configuration.Configuration, results: Sequence[Measured]) -> tup
   )
 
 
+def _Works(results: Sequence[Measured]) -> dict[str, list[Measured]]:
+  """{workload and sizes: its lines}."""
+  works: dict[str, list[Measured]] = {}
+  for config, result in results:
+    sizes = ', '.join(f'{name} {value}' for name, value in config.sizes.items())
+    works.setdefault(f'workload ({config.workload}): {sizes}', []).append((config, result))
+  return dict(sorted(works.items()))
+
+
 def Table(results: Sequence[Measured]) -> str:
-  """A table for each workload."""
+  """A table for each workload of each size."""
   parts = []
-  for workload in sorted({config.workload for config, _ in results}):
-    mine = [(c, r) for c, r in results if c.workload == workload]
-    sizes = ', '.join(f'{name} {value}' for name, value in mine[0][0].sizes.items())
+  for title, mine in _Works(results).items():
     rows = [COLUMNS, *(Row(config, mine) for config, _ in mine)]
-    lines = text_table.Lines(rows, _LEFT)
-    parts.append('\n'.join([f'workload ({workload}): {sizes}', *lines]))
+    parts.append('\n'.join([title, *text_table.Lines(rows, _LEFT)]))
   return '\n\n'.join(parts)
 
 
 def Plot(results: Sequence[Measured], path: str) -> None:
-  """Speed-up over M for each workload, with the bound, as a picture.
+  """Speed-up over M for each workload of each size, with the bound, as a picture.
 
   Raises:
     ImportError: matplotlib is not installed.
@@ -139,12 +146,9 @@ def Plot(results: Sequence[Measured], path: str) -> None:
   matplotlib.use('Agg')
   from matplotlib import pyplot
 
-  workloads = sorted({config.workload for config, _ in results})
-  figure, all_axes = pyplot.subplots(
-    1, len(workloads), figsize=(6 * len(workloads), 4.5), squeeze=False
-  )
-  for axes, workload in zip(all_axes[0], workloads, strict=True):
-    mine = [(c, r) for c, r in results if c.workload == workload]
+  works = _Works(results)
+  figure, all_axes = pyplot.subplots(1, len(works), figsize=(6 * len(works), 4.5), squeeze=False)
+  for axes, (title, mine) in zip(all_axes[0], works.items(), strict=True):
     lines: dict[str, list[tuple[int, float]]] = {}
     bounds: dict[int, set[int]] = {}
     for config, result in mine:
@@ -160,7 +164,7 @@ def Plot(results: Sequence[Measured], path: str) -> None:
       axes.plot(ms, [k * m / (m + k - 1) for m in ms], 'k--', label=f'KM/(M+K-1), K={k}')
     for label, points in lines.items():
       axes.plot(*zip(*sorted(points), strict=True), marker='o', label=label)
-    axes.set(title=f'workload ({workload})', xlabel='M', ylabel='speed-up over K=1 on one core')
+    axes.set(title=title, xlabel='M', ylabel='speed-up over K=1 on one core')
     if lines:
       axes.legend()
   figure.tight_layout()
