@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from lingvo_gpipe import base_layer, nested_map, weight_params
-from lingvo_gpipe.layers import batch_norm, dropout, embedding, linear, norm, skip
+from lingvo_gpipe.layers import batch_norm, conv, dropout, embedding, flatten, linear, norm, skip
 from lingvo_gpipe.pipeline import layer_costs, layer_profile, pipelining_layer, plan, schedules
 
 _QUICK = layer_profile.Timing(repeats=1, min_seconds=0.0)
@@ -112,6 +112,19 @@ def testACutByTime():
   assert 'measured' in last
   with pytest.raises(ValueError, match='no variables'):
     _ = layer.vars
+
+
+def testACutByTimeWhereRanksDiffer():
+  """Each layer is measured on inputs of its own: images, then vectors."""
+  sub = [
+    conv.Conv2DLayerNoPadding.Params().Set(filter_shape=(5, 5, 8, 32)),
+    flatten.FlattenLayer.Params(),
+    linear.LinearLayer.Params().Set(input_dim=16 * 16 * 32, output_dim=1),
+  ]
+  layer = _Pipeline(sub, num_stages=2, partition_by='time', xla=False)
+  cut = layer.MakePlan(tf.TensorSpec([8, 16, 16, 8]))
+  # The convolution is 200 times the work of the product, and the flattening takes a little.
+  assert (cut.ends, cut.by) == ((1, 3), 'time')
 
 
 def testACutByHandMeasuresNothing():

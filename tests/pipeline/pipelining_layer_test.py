@@ -317,6 +317,19 @@ def testOutputsThatTheLossDoesNotUse():
   np.testing.assert_allclose(tape.gradient(loss, x), [3.0] * 4)
 
 
+def testAStageThatStopsTheGradient():
+  square = linear.LinearLayer.Params().Set(input_dim=4, output_dim=4)
+  stack = _Stack([square, tf.stop_gradient, square], tf.TensorSpec([4, 4]))
+  before, behind = stack.trainable_variables
+  x = tf.constant(np.arange(16.0).reshape(4, 4), tf.float32)
+  with tf.GradientTape() as tape:
+    loss = tf.reduce_sum(stack(x))
+  nothing, grad = tape.gradient(loss, [before, behind])
+  assert nothing is None or not np.any(nothing)
+  expected = tf.matmul(tf.matmul(x, before), tf.ones([4, 4]), transpose_a=True)
+  np.testing.assert_allclose(grad, expected, rtol=1e-5)
+
+
 def testOutputsWithoutAnyFloat():
   stack = _Stack([lambda x: tf.cast(x, tf.int32)] * 2, tf.TensorSpec([4]))
   x = tf.constant([1.5, 2.5, 3.5, 4.5])

@@ -317,7 +317,10 @@ def testASkipIsSentOnceAndStraight(pops, tmp_path):
 
 @pytest.mark.parametrize(
   'schedule, policy',
-  [('gpipe', 'layer'), ('1f1b', 'none'), ('1f1b_fused', 'except_last'), ('zb_h1', 'stage')],
+  [
+    *(('gpipe', 'layer'), ('1f1b', 'none'), ('zb_h1', 'stage')),
+    *(('1f1b_fused', 'except_last'), ('fused_fill_drain', 'stage')),
+  ],
 )
 def testASkipIsSentOnceUnderOtherSchedulesAndPolicies(schedule, policy, tmp_path):
   stack = _FarSkip(schedule=schedule, remat_policy=policy)
