@@ -8,7 +8,7 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TextIO
 
 import rich.console
@@ -22,7 +22,7 @@ _WINDOW = 50
 
 
 class Progress:
-  """Shows step, metrics, rate, the predicted bubble and time left.
+  """Shows step, metrics, rate and time left.
 
   On a terminal one line at the bottom is kept up to date; `Print` writes above it. Elsewhere a
   line is printed at most every ten seconds, and one for the first and the last step.
@@ -35,7 +35,6 @@ class Progress:
     unit: str,
     stream: TextIO | None = None,
     *,
-    bubble: float = 0.0,
     seconds_left: float = math.inf,
   ) -> None:
     """Starts the clock.
@@ -45,14 +44,12 @@ class Progress:
       max_steps: the step at which the run ends.
       unit: what `count` of `Update` counts: tokens or examples.
       stream: where to write; standard output.
-      bubble: the share of a step that the devices idle, by prediction; 0 is not shown.
       seconds_left: the run ends after so many seconds from now, if that is before `max_steps`.
     """
     self._first_step = start_step + 1
     self._max_steps = max_steps
     self._unit = unit
     self._stream = stream or sys.stdout
-    self._bubble = f'  bubble {bubble:.0%}' if bubble else ''
     self._end_time = time.monotonic() + seconds_left
     self._paused_seconds = 0.0
     self._text = ''
@@ -69,7 +66,14 @@ class Progress:
       # `Live` hides the cursor, and a process that is killed would never bring it back.
       console.show_cursor(True)
 
-  def Update(self, step: int, values: Mapping[str, float], count: float, label: str = '') -> None:
+  def Update(
+    self,
+    step: int,
+    values: Mapping[str, float],
+    count: float,
+    label: str = '',
+    notes: Sequence[str] = (),
+  ) -> None:
     """Shows a finished step.
 
     Args:
@@ -77,11 +81,12 @@ class Progress:
       values: what to show of it.
       count: how many tokens or examples it took in.
       label: what stands before the values, such as the name of a task.
+      notes: what stands behind the rate, such as the learning rate.
     """
     self._count += count
     # The first step holds the compilation: the clock of the rate starts at its end.
     self._seen.append((time.monotonic() - self._paused_seconds, step, self._count))
-    text = self._text = self._Text(step, values, label)
+    text = self._text = self._Text(step, values, label, notes)
     if self._live is not None:
       self._Show(text)
       return
@@ -127,7 +132,7 @@ class Progress:
     if self._live is not None:
       self._live.update(rich.text.Text(text, no_wrap=True, overflow='ellipsis'), refresh=True)
 
-  def _Text(self, step: int, values: Mapping[str, float], label: str) -> str:
+  def _Text(self, step: int, values: Mapping[str, float], label: str, notes: Sequence[str]) -> str:
     shown = '  '.join(f'{name} {value:.4g}' for name, value in values.items())
     text = f'step {step}/{self._max_steps}  {label}{"  " if label else ""}{shown}'
     if len(self._seen) < 2:
@@ -135,7 +140,7 @@ class Progress:
     (t0, s0, _), (t1, s1, _) = self._seen[0], self._seen[-1]
     left = (self._max_steps - step) * (t1 - t0) / max(s1 - s0, 1)
     left = max(0.0, min(left, self._end_time - time.monotonic()))
-    return f'{text}  {self.rate:,.0f} {self._unit}/s{self._bubble}  {Duration(left)} left'
+    return '  '.join([text, f'{self.rate:,.0f} {self._unit}/s', *notes, f'{Duration(left)} left'])
 
 
 def Duration(seconds: float) -> str:

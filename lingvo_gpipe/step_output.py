@@ -71,7 +71,6 @@ class StepOutput:
       step,
       max_steps,
       self._unit or 'examples',
-      bubble=one.plan.bubble if not others and one.plan.num_devices > 1 else 0.0,
       seconds_left=seconds_left,
     )
     self._writer = summaries.SummaryWriter(os.path.join(logdir, 'train'))
@@ -100,7 +99,13 @@ class StepOutput:
     self._loss_weight = values['loss_weight']
     self._unwritten.update(_Keyed(values, task_name, num_task_steps))
     count = self._loss_weight if self._unit else num_rows
-    self.progress.Update(step, Metrics(values), count, label=task_name)
+    notes = []
+    if 'learning_rate' in values:  # Those of several learners would fill the line.
+      notes.append(f'lr {values["learning_rate"]:.3g}')
+    plan = self._runner.task_runners[task_name].plan
+    if plan.num_devices > 1 and plan.bubble:
+      notes.append(f'bubble {plan.bubble:.0%}')
+    self.progress.Update(step, Metrics(values), count, label=task_name, notes=notes)
 
   def WriteScalars(self, step: int) -> None:
     """Writes what the steps since the last summary gave, if there were any."""

@@ -121,7 +121,7 @@ def testTrainAndEval(forks, project, tmp_path, kind):
     assert '\x1b' not in text and '\r' not in text
     first, line = progress
     assert first.startswith('step 1/6  loss ')
-  assert re.match(r'step 6/6  loss [\d.e-]+  [\d,]+ examples/s  0:00 left$', line)
+  assert re.match(r'step 6/6  loss [\d.e-]+  [\d,]+ examples/s  lr [\d.e-]+  0:00 left$', line)
   assert lines.index(line) < lines.index('--- run report')
 
 

@@ -142,13 +142,13 @@ def testTimeLeft(clock):
   assert lines[-1].startswith('step 11/100')
 
 
-def testTheBubbleIsShownWhereThereIsOne(clock):
-  for bubble, shown in ((0.211, '  bubble 21%  '), (0.0, '  ')):
+def testNotesStandBehindTheRate(clock):
+  for notes, shown in ((['lr 0.01', 'bubble 21%'], '  lr 0.01  bubble 21%  '), ([], '  ')):
     stream = io.StringIO()
-    line = progress.Progress(0, 2, 'tokens', stream, bubble=bubble)
+    line = progress.Progress(0, 2, 'tokens', stream)
     for step in (1, 2):
       clock.now += 1
-      line.Update(step, {}, 100.0)
+      line.Update(step, {}, 100.0, notes=notes)
     assert stream.getvalue().endswith(f'100 tokens/s{shown}0:00 left\n')
 
 

@@ -79,7 +79,8 @@ def testPrintsPlanProgressAndEvaluation(undisturbed):
     rf'step 1/{END}  loss [\d.]+  accuracy [\d.]+  bits_per_byte [\d.]+$', progress[0]
   )
   assert re.match(
-    rf'step {END}/{END}  loss .*  bits_per_byte [\d.]+  [\d,]+ tokens/s  bubble \d+%  0:00 left$',
+    rf'step {END}/{END}  loss .*  bits_per_byte [\d.]+  [\d,]+ tokens/s  lr [\d.e-]+  bubble \d+%  '
+    '0:00 left$',
     progress[-1],
   )
   assert '\x1b' not in done.stdout and '\r' not in done.stdout

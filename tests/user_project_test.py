@@ -207,7 +207,7 @@ def testTrainsInItsOwnDirectory(tmp_path, forks, with_init):
   (evaluated,) = [line for line in lines if line.startswith('Test at step 40: loss ')]
   (first,) = [line for line in lines if line.startswith('step 1/40  loss ')]
   assert float(evaluated.split()[-1]) < 0.5 * float(first.split()[-1])
-  assert any(re.search(r' examples/s  bubble \d+%  0:00 left$', line) for line in lines)
+  assert any(re.search(r' examples/s  lr \S+  bubble \d+%  0:00 left$', line) for line in lines)
   assert processes.Steps(project / 'run') == [40]
   assert 'mine.stack.layers[0].w' in processes.Tensors(project / 'run', 40)
 
