@@ -154,16 +154,21 @@ class Placement:
       return self._Checked(next(found))
 
     left = itertools.count() if num_batches is None else iter(range(num_batches))
+    if next(left, None) is None:
+      return
+    # Alone: whether workers read at all hangs on it. It is traced, and goes to where the run is.
+    batch = ReadNext()
+    heartbeat.Step(heartbeat.READ)
+    yield batch
     with futures.ThreadPoolExecutor(max_workers=1) as thread:
       coming = (thread.submit(ReadNext) for _ in left)
       reading = next(coming, None)
       while reading is not None:
+        heartbeat.Begin(heartbeat.READ)
         batch = reading.result()
         heartbeat.Step(heartbeat.READ)
         reading = next(coming, None)
         yield batch
-        if reading is not None:  # Not for the first: it is traced, and goes to where the run is.
-          heartbeat.Begin(heartbeat.READ)
 
   def ReadStream(self, stream: stream_iterator.StreamIterator) -> Iterator[batches.PlacedBatch]:
     """The batches of a stream; their rows go from its host to where stages need them.

@@ -118,9 +118,6 @@ class Source:
     if placed is not None and _Bytes(self._runner, first) == _Bytes(self._runner, placed):
       logging.info('data: %s, %s', name, self._runner.placement.ReadBy(self._source))
       return itertools.chain([placed], there), moved
-    # What is read ahead there may fail, and the next operation here would have its error, too.
-    del there, moved
-    tf.experimental.async_clear_error()
     why = why or 'what the workers read differs'
     logging.info('data: %s, read by the trainer: %s', name, why)
     self._runner = None

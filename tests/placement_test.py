@@ -102,14 +102,6 @@ class OtherFiles(Input):
     return super()._Examples(indices + tf.cast(found, tf.int64))
 
 
-class OtherFilesThenNone(Input):
-  def _Examples(self, indices):
-    found = tf.size(tf.io.matching_files(f'/proc/self/task/{os.getpid()}'))
-    # On workers the second batch, which is read ahead, begins at 10.
-    tf.debugging.Assert((found == 1) | (indices[0] < 10), [found])
-    return super()._Examples(indices + tf.cast(found, tf.int64))
-
-
 class WholeBatch(Input):
   def _Examples(self, indices):
     examples = super()._Examples(indices)
@@ -286,7 +278,6 @@ index = tf_record_index.TfRecordIndex(
 zero = tf.Variable(0, dtype=tf.int64)
 for cls in (Records, OwnDataset, Python, Variable, OwnFile, OtherFiles, WholeBatch):
   list(itertools.islice(Make(cls, run=run)[1], 2))
-list(itertools.islice(Make(OtherFilesThenNone, run=run, shuffle=False)[1], 2))
 placement.MAX_BYTES_IN_MEMORY = 100
 next(Make(run=run)[1])
 next(Make(Pairs, run=of_pairs, **pairs)[1])
@@ -391,7 +382,6 @@ def testWhatWorkersCannotReadTheTrainerDoes(found):
     'PythonPairs': 'PythonPairs runs functions of Python (PyFunc)',
     'Variable': 'Variable uses a variable or a table of this process',
     'OtherFiles': 'what the workers read differs',
-    'OtherFilesThenNone': 'what the workers read differs',
     'WholeBatch': 'what the workers read differs',
     'Input': 'Input holds 2,112 bytes in memory',
   }

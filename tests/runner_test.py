@@ -444,25 +444,28 @@ def testAStepTellsThatItBeginsAndIsDone(monkeypatch):
 
 def testABatchThatWorkersReadTellsThatItIsWaitedFor(monkeypatch):
   run = _Runner(_PipelinedParams(), eval_runner.EvalRunner)
-  read = run.placement.Read(_Input(), 0)
+  read = run.placement.Pass(_Input(), 0)()
   assert _Told(monkeypatch, [lambda: next(read)] * 3) == [b'r', b'Rr', b'Rr']
 
 
 def testABatchIsReadWhileTheOneBeforeIsInUseAndItsErrorWaits(monkeypatch):
-  second, number = threading.Event(), itertools.count(1)
+  third, number = threading.Event(), itertools.count(1)
 
   def Check(self, batch):
     del self, batch
-    if next(number) == 2:
-      second.set()
-      raise ValueError('of the second')
+    if next(number) == 3:
+      third.set()
+      raise ValueError('of the third')
 
   monkeypatch.setattr(_Pipelined, 'CheckBatch', Check)
   run = _Runner(_PipelinedParams(), eval_runner.EvalRunner)
-  read = run.placement.Read(_Input(), 0)
+  read = run.placement.Pass(_Input(), 0)()
   next(read)
-  assert second.wait(60)
-  with pytest.raises(ValueError, match='of the second'):
+  assert next(number) == 2  # Of the first one it is asked whether workers can read.
+  number = itertools.count(2)
+  next(read)
+  assert third.wait(60)
+  with pytest.raises(ValueError, match='of the third'):
     next(read)
 
 
