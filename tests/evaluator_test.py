@@ -105,6 +105,18 @@ def testDecodeWritesHypothesesBesideReferences(followed, forks):
   assert step == END and value == pytest.approx(mean)
 
 
+def testADecoderFollowsToTheEnd(followed):
+  """Without --once it goes on to the trainer's end marker, which is there already."""
+  logdir, _, _ = followed
+  more = '--model_params_override=task.eval.decoder_samples_per_summary:2'
+  with processes.Started('evaluator', *_Args(logdir, '--job=decode', more)) as decoder:
+    output = decoder.communicate(timeout=processes.TIMEOUT)[0]
+    assert decoder.returncode == 0
+  path = logdir / 'decode_test' / f'decode-{END:08d}.jsonl'
+  assert f'Test at step {END}: 2 examples in {path}' in output
+  assert len(path.read_text(encoding='utf-8').splitlines()) == 2
+
+
 def testSignalEndsTheWaiting(followed):
   logdir, _, _ = followed
   (logdir / 'report.json').unlink()  # Without it the training may go on.
