@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe import base_layer, nested_map, side_effects, weight_params
-from tests import pipeline_training
+from lingvo_gpipe import side_effects
+from tests import fn_layer, pipeline_training
 
-_DIM, _BATCH = 3, 4
+_DIM, _BATCH = fn_layer.DIM, 4
 
 
 def _Trace(fn):
@@ -101,39 +101,13 @@ def testRecurrentNetworksOfCudnnDrawForTheirDropout():
 # ---- in a pipeline -------------------------------------------------------------------------------
 
 
-class _Fn(base_layer.BaseLayer):
-  """fn(w, x), where w is 1."""
-
-  @classmethod
-  def Params(cls):
-    p = super().Params()
-    p.Define('fn', lambda w, x: x * w, 'Maps the weight and the input to the output.')
-    return p
-
-  def __init__(self, params):
-    super().__init__(params)
-    one = weight_params.WeightInit.Constant(1.0)
-    self.CreateVariable('w', weight_params.WeightParams([_DIM], one))
-
-  def FProp(self, theta, x):
-    return self.params.fn(theta.w, x)
-
-
-class _Silent(_Fn):
-  """A `_Fn` that the plan does not look into."""
-
-  @classmethod
-  def FPropMeta(cls, params, *specs):
-    return nested_map.NestedMap(flops=1, out_specs=specs)
-
-
 def _AddsToItsWeight(w, x):
   return x * w.assign_add(w)
 
 
 def _Stack(layer, **options):
   """Three layers in two stages, of which the last is `layer`."""
-  sub = [_Silent.Params(), _Silent.Params(), layer]
+  sub = [fn_layer.SilentLayer.Params(), fn_layer.SilentLayer.Params(), layer]
   return pipeline_training.MakeStack(
     sub, num_stages=2, splits=[1, 3], num_micro_batches=2, **options
   )
@@ -157,7 +131,7 @@ def _Side():
   ],
 )
 def testALayerOfAnyPolicy(fn, words, policy, xla):
-  stack = _Stack(_Silent.Params().Set(fn=fn), remat_policy=policy, xla=xla)
+  stack = _Stack(fn_layer.SilentLayer.Params().Set(fn=fn), remat_policy=policy, xla=xla)
   for call in (
     lambda: pipeline_training.Train(stack, (_X(),), _Side()),
     lambda: pipeline_training.Evaluate(stack, (_X(),), _Side()),
@@ -169,14 +143,14 @@ def testALayerOfAnyPolicy(fn, words, policy, xla):
 
 
 def testALayerThatThePlanLooksInto():
-  stack = _Stack(_Fn.Params().Set(fn=_AddsToItsWeight))
+  stack = _Stack(fn_layer.FnLayer.Params().Set(fn=_AddsToItsWeight))
   with pytest.raises(ValueError, match=r'^stack\.layers\[2\]: assign_add writes a variable'):
     stack.MakePlan(tf.TensorSpec([_BATCH, _DIM], tf.float64))
 
 
 def testUnderAUsersTapeAndInTheLoss():
   count = tf.Variable(1.0, dtype=tf.float64)
-  stack = _Stack(_Silent.Params().Set(fn=lambda w, x: x * count.assign_add(1.0)))
+  stack = _Stack(fn_layer.SilentLayer.Params().Set(fn=lambda w, x: x * count.assign_add(1.0)))
   stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((_X(),)))
   with pytest.raises(ValueError, match=r'^stack\.layers\[2\]: .*writes a variable'):
     stack(_X())
@@ -185,7 +159,7 @@ def testUnderAUsersTapeAndInTheLoss():
     return pipeline_training.SquareLoss(theta, [outputs[0] * count.assign_add(1.0)], side)
 
   with pytest.raises(ValueError, match='^the loss: .*writes a variable'):
-    pipeline_training.Train(_Stack(_Fn.Params()), (_X(),), _Side(), Loss)
+    pipeline_training.Train(_Stack(fn_layer.FnLayer.Params()), (_X(),), _Side(), Loss)
 
 
 def testALayerThatReads():
@@ -193,7 +167,7 @@ def testALayerThatReads():
     tf.lookup.KeyValueTensorInitializer([0], tf.constant([2.0], tf.float64)), default_value=0.0
   )
   fn = tf.function(lambda w, x: x * w + table.lookup(tf.constant(0)))
-  stack = _Stack(_Silent.Params().Set(fn=fn))
+  stack = _Stack(fn_layer.SilentLayer.Params().Set(fn=fn))
   stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((_X(),)))
   np.testing.assert_array_equal(stack.Predict(_X()), 3.0 * _X())
 

@@ -8,33 +8,15 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe import base_layer, fprop_context, nested_map, weight_params
+from lingvo_gpipe import fprop_context, nested_map
 from lingvo_gpipe.layers import dropout, skip
 from lingvo_gpipe.pipeline import check_numerics
-from tests import pipeline_training
+from tests import fn_layer, pipeline_training
 
-_DIM, _BATCH, _M = 3, 6, 3
-
-
-class _Fn(base_layer.BaseLayer):
-  """fn(w, x), where w is 1."""
-
-  @classmethod
-  def Params(cls):
-    p = super().Params()
-    p.Define('fn', lambda w, x: x * w, 'Maps the weight and the argument to an output.')
-    return p
-
-  def __init__(self, params):
-    super().__init__(params)
-    one = weight_params.WeightInit.Constant(1.0)
-    self.CreateVariable('w', weight_params.WeightParams([_DIM], one))
-
-  def FProp(self, theta, x):
-    return self.params.fn(theta.w, x)
+_DIM, _BATCH, _M = fn_layer.DIM, 6, 3
 
 
-class _Aux(_Fn):
+class _Aux(fn_layer.FnLayer):
   """Adds the logarithm of the first entry as an auxiliary loss."""
 
   def FProp(self, theta, x):
@@ -43,7 +25,7 @@ class _Aux(_Fn):
 
 
 def _Layer(fn=None):
-  return _Fn.Params().Set(fn=fn) if fn else _Fn.Params()
+  return fn_layer.FnLayer.Params().Set(fn=fn) if fn else fn_layer.FnLayer.Params()
 
 
 def _Explain(
@@ -88,7 +70,7 @@ def testAnOutput():
   sub = [_Layer(), _Layer(), _Layer(lambda w, x: tf.math.log(x) * w), _Layer()]
   _Check(
     _Explain(sub, _At(3, -1.0)),
-    'first value that is not finite is the output of layer stack.layers[2] (_Fn) in stage 1, '
+    'first value that is not finite is the output of layer stack.layers[2] (FnLayer) in stage 1, '
     'micro-batch 1: 1 NaN and 0 Inf in float32[2, 3], the others are in [0, 0]',
     'its inputs are finite, its weights finite',
   )
@@ -109,7 +91,7 @@ def testAWeight():
     stack.layers[1].vars.w.assign([1.0, np.nan, np.inf])
 
   text = _Explain([_Layer()] * 4, change=Change)
-  words = 'stack.layers[1] (_Fn) in stage 0, micro-batch 0: 2 NaN and 2 Inf in float32[2, 3]'
+  words = 'stack.layers[1] (FnLayer) in stage 0, micro-batch 0: 2 NaN and 2 Inf in float32[2, 3]'
   _Check(text, f'output of layer {words}', 'its inputs are finite, its weights 1 NaN and 1 Inf')
 
 
@@ -120,7 +102,8 @@ def testAGradientOfAnInput(place, stage):
   sub[place] = _Layer(lambda w, x: tf.sqrt(x) * w)
   _Check(
     _Explain([*sub, _Layer(lambda w, x: x * w + 1.0)], _At(2, 0.0)),
-    f'gradient of its input of layer stack.layers[{place}] (_Fn) in stage {stage}, micro-batch 1: ',
+    f'gradient of its input of layer stack.layers[{place}] (FnLayer) in stage {stage}, '
+    'micro-batch 1: ',
     'its inputs are finite, its weights finite, the gradient of its output finite',
   )
 
@@ -132,7 +115,7 @@ def testAGradientOfAWeight():
 
   _Check(
     _Explain([_Layer(), _Layer(Scale), _Layer()]),
-    'gradient of the weight stack.layers[1].w of layer stack.layers[1] (_Fn) in stage 0, '
+    'gradient of the weight stack.layers[1].w of layer stack.layers[1] (FnLayer) in stage 0, '
     'micro-batch 0: 0 NaN and 3 Inf in float32[3]',
     'the gradient of its output finite',
   )
@@ -186,7 +169,7 @@ def testGradientsOfSkipsAndAuxiliaryLossesComeDown():
   sub[0] = _Layer(lambda w, x: Break(x * w))
   _Check(
     _Explain(sub),
-    'gradient of the weight stack.layers[0].w of layer stack.layers[0] (_Fn) in stage 0',
+    'gradient of the weight stack.layers[0].w of layer stack.layers[0] (FnLayer) in stage 0',
     'the gradient of its output finite',
   )
 

@@ -10,7 +10,6 @@ import tensorflow as tf
 from absl import logging
 
 from lingvo_gpipe import (
-  base_layer,
   fprop_context,
   heartbeat,
   nested_map,
@@ -18,40 +17,13 @@ from lingvo_gpipe import (
   runner,
   shapes,
   task,
-  weight_params,
 )
 from lingvo_gpipe.layers import linear
 from lingvo_gpipe.pipeline import emission, failures, pipelining_layer
-from tests import pipeline_training
+from tests import fn_layer, pipeline_training
 
-_DIM, _BATCH, _M = 3, 6, 3
+_DIM, _BATCH, _M = fn_layer.DIM, 6, 3
 _LIMIT = 9.0  # What the layers below cannot take.
-
-
-class _Fn(base_layer.BaseLayer):
-  """fn(w, *args), where w is 1; costs nothing."""
-
-  @classmethod
-  def Params(cls):
-    p = super().Params()
-    p.Define('fn', lambda w, x: x * w, 'Maps the weight and the arguments to outputs.')
-    return p
-
-  def __init__(self, params):
-    super().__init__(params)
-    one = weight_params.WeightInit.Constant(1.0)
-    self.CreateVariable('w', weight_params.WeightParams([_DIM], one))
-
-  def FProp(self, theta, *args):
-    return self.params.fn(theta.w, *args)
-
-
-class _Silent(_Fn):
-  """A `_Fn` that the plan does not look into."""
-
-  @classmethod
-  def FPropMeta(cls, params, *specs):
-    return nested_map.NestedMap(flops=1, out_specs=specs)
 
 
 def _AssertSmall(x):
@@ -92,7 +64,7 @@ def _Stack(sub, **options):
 
 def _Sub(place, layer):
   """Four layers in three stages; the one at `place` is `layer`."""
-  sub = [_Silent.Params() for _ in range(4)]
+  sub = [fn_layer.SilentLayer.Params() for _ in range(4)]
   sub[place] = layer
   return sub
 
@@ -125,7 +97,7 @@ def _Notes(e):
   ],
 )
 def testAtRunTimeUnderAUsersTape(fails, place, stage):
-  stack = _Stack(_Sub(place, _Silent.Params().Set(fn=fails)))
+  stack = _Stack(_Sub(place, fn_layer.SilentLayer.Params().Set(fn=fails)))
   stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((_Good(),)))
 
   def Run(x):
@@ -143,7 +115,7 @@ def testAtRunTimeUnderAUsersTape(fails, place, stage):
   names = f'in stage {stage} (stack.layers[{"2] to stack.layers[3" if stage == 2 else place}])'
   assert f'{names}, micro-batch 1, while running action {stage}{letter}1' in _Notes(e)
   if letter == 'F':
-    assert f'in layer stack.layers[{place}] (_Silent)' in _Notes(e)
+    assert f'in layer stack.layers[{place}] (SilentLayer)' in _Notes(e)
     with pytest.raises(tf.errors.InvalidArgumentError) as e:
       stack.Predict(_Bad())
     assert f'micro-batch 1, while running action {stage}F1' in _Notes(e)
@@ -201,14 +173,14 @@ def _Batch(x):
 )
 def testAFailedStepOfTrainingChangesNothing(place, fails, schedule, policy, action):
   options = {'schedule': schedule, 'remat_policy': policy}
-  run = _Runner(_Sub(place, _Silent.Params().Set(fn=fails)), **options)
+  run = _Runner(_Sub(place, fn_layer.SilentLayer.Params().Set(fn=fails)), **options)
   run.TrainStep(_Batch(_Good()))
   before = {name: v.numpy() for name, v in run.Variables().items()}
   with pytest.raises(tf.errors.InvalidArgumentError, match='too large') as e:
     run.TrainStep(_Batch(_Bad()))
   assert f'micro-batch 1, while running action {action}' in _Notes(e)
   if fails is not _FailsBackward:
-    assert f'in layer net.stack.layers[{place}] (_Silent)' in _Notes(e)
+    assert f'in layer net.stack.layers[{place}] (SilentLayer)' in _Notes(e)
     with pytest.raises(tf.errors.InvalidArgumentError, match='too large') as e:
       run.Evaluate([_Batch(_Bad())])
     assert 'micro-batch 1' in _Notes(e)
@@ -222,7 +194,7 @@ def testAFailedStepOfTrainingChangesNothing(place, fails, schedule, policy, acti
 
 
 def testAtRunTimeInTheLoss():
-  run = _Runner(_Sub(0, _Silent.Params()), loss=_FailsForward)
+  run = _Runner(_Sub(0, fn_layer.SilentLayer.Params()), loss=_FailsForward)
   with pytest.raises(tf.errors.InvalidArgumentError, match='too large') as e:
     run.TrainStep(_Batch(_Bad()))
   assert e.value.__notes__[0] == 'in the loss'
@@ -237,11 +209,11 @@ def _TakesTooMuch(w, x):
 
 
 def testALayerThatRunsOutOfMemory():
-  run = _Runner(_Sub(3, _Silent.Params().Set(fn=_TakesTooMuch)))
+  run = _Runner(_Sub(3, fn_layer.SilentLayer.Params().Set(fn=_TakesTooMuch)))
   run.TrainStep(_Batch(_Good()))
   with pytest.raises(tf.errors.ResourceExhaustedError, match='OOM when allocating') as e:
     run.TrainStep(_Batch(_Bad()))
-  assert e.value.__notes__[0] == 'in layer net.stack.layers[3] (_Silent)'
+  assert e.value.__notes__[0] == 'in layer net.stack.layers[3] (SilentLayer)'
   assert 'micro-batch 1, while running action 2F1' in _Notes(e)
 
 
@@ -256,7 +228,7 @@ def testStagesBeforeTheFailingOneStop():
 
     return tf.ensure_shape(tf.py_function(Count, [x], x.dtype), x.shape) * w
 
-  sub = [_Silent.Params().Set(fn=fn) for fn in (Slow, _FailsForward)]
+  sub = [fn_layer.SilentLayer.Params().Set(fn=fn) for fn in (Slow, _FailsForward)]
   stack = _Stack(sub, num_stages=2, splits=[1, 2], num_micro_batches=12)
   stack.Place(pipeline_training.Devices(), tf.TensorSpec([12, _DIM]))
   inputs = [(x,) for x in stack.SplitBatch(tf.fill([12, _DIM], _LIMIT))]
@@ -268,7 +240,7 @@ def testStagesBeforeTheFailingOneStop():
 
 
 def testWhatXlaCannotCompile():
-  stack = _Stack(_Sub(1, _Silent.Params().Set(fn=_FailsInPython)), xla=True)
+  stack = _Stack(_Sub(1, fn_layer.SilentLayer.Params().Set(fn=_FailsInPython)), xla=True)
   stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((_Good(),)))
   with pytest.raises(tf.errors.InvalidArgumentError, match='EagerPyFunc') as e:
     stack.Predict(_Good())
@@ -277,7 +249,7 @@ def testWhatXlaCannotCompile():
 
 def testInAUsersFunctionRunEagerly():
   """What docs/own_loop.md says to do where TensorFlow tells of a cancellation alone."""
-  stack = _Stack(_Sub(1, _Silent.Params().Set(fn=_FailsForward)))
+  stack = _Stack(_Sub(1, fn_layer.SilentLayer.Params().Set(fn=_FailsForward)))
   stack.Place(
     pipeline_training.Devices(),
     *pipeline_training.Specs((_Good(),)),
@@ -292,7 +264,7 @@ def testInAUsersFunctionRunEagerly():
       run((_Bad(),), tf.ones([_BATCH]), tf.constant(1, tf.int64))
   finally:
     tf.config.run_functions_eagerly(False)
-  assert 'in layer stack.layers[1] (_Silent), given (float32[2, 3])' in _Notes(e)
+  assert 'in layer stack.layers[1] (SilentLayer), given (float32[2, 3])' in _Notes(e)
   assert 'in stage 1 (stack.layers[1]), micro-batch 1' in _Notes(e)
 
 
@@ -308,7 +280,7 @@ def testAnErrorThatDoesNotComeAgain():
 
     return tf.ensure_shape(tf.py_function(Check, [x], x.dtype), x.shape) * w
 
-  stack = _Stack(_Sub(1, _Silent.Params().Set(fn=Once)))
+  stack = _Stack(_Sub(1, fn_layer.SilentLayer.Params().Set(fn=Once)))
   stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((_Good(),)))
   with pytest.raises(tf.errors.OpError) as e:
     stack.Predict(_Good())
@@ -348,13 +320,13 @@ def _Raise(w, x):
   ],
 )
 def testWhatDoesNotFitIsToldByThePlan(fn, error, place, words):
-  sub = [_Fn.Params() for _ in range(4)]
+  sub = [fn_layer.FnLayer.Params() for _ in range(4)]
   sub[1].fn = fn
   with pytest.raises(error) as e:
     _Stack(sub).MakePlan(tf.TensorSpec([_BATCH, _DIM]))
   text = f'{e.value}\n{_Notes(e)}'
-  before = f'by stack.layers[{place - 1}] (_Fn)'
-  for word in (f'layer stack.layers[{place}] (_Fn) for one micro-batch', before, *words):
+  before = f'by stack.layers[{place - 1}] (FnLayer)'
+  for word in (f'layer stack.layers[{place}] (FnLayer) for one micro-batch', before, *words):
     assert word in text, text
 
 
@@ -375,7 +347,7 @@ def testAPlanNamesTheStageOfSplits():
 
 
 def testAnExceptionInTheLoss():
-  run = _Runner(_Sub(0, _Silent.Params()), loss=_Raise)
+  run = _Runner(_Sub(0, fn_layer.SilentLayer.Params()), loss=_Raise)
   for call in (run.TrainStep, lambda batch: run.Evaluate([batch])):
     with pytest.raises(_Mine, match='out of cheese') as e:
       call(_Batch(_Good()))
@@ -390,7 +362,7 @@ def testAnExceptionInTheLoss():
 
 
 def testALayerThatReturnsNoTensor():
-  sub = _Sub(1, _Silent.Params().Set(fn=lambda w, x: object()))
+  sub = _Sub(1, fn_layer.SilentLayer.Params().Set(fn=lambda w, x: object()))
   stack = _Stack(sub)
   stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((_Good(),)))
   words = r'stack\.layers\[1\]: FProp must return tensors, None, or a nest of them, got a object'
@@ -401,8 +373,8 @@ def testALayerThatReturnsNoTensor():
 
 def testNumbersAndArraysBecomeTensors():
   sub = [
-    _Fn.Params().Set(fn=lambda w, x: (x * w, 2, np.float32(0.5))),
-    _Fn.Params().Set(fn=lambda w, x, i, f: x * w * tf.cast(i, x.dtype) * f),
+    fn_layer.FnLayer.Params().Set(fn=lambda w, x: (x * w, 2, np.float32(0.5))),
+    fn_layer.FnLayer.Params().Set(fn=lambda w, x, i, f: x * w * tf.cast(i, x.dtype) * f),
   ]
   stack = _Stack(sub, num_stages=2, splits=[1, 2])
   stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((_Good(),)))
@@ -420,7 +392,7 @@ def testNumbersAndArraysBecomeTensors():
   ],
 )
 def testArgumentsThatThePipelineWasNotPlacedFor(args, error, words):
-  stack = _Stack(_Sub(0, _Silent.Params()))
+  stack = _Stack(_Sub(0, fn_layer.SilentLayer.Params()))
   stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((_Good(),)))
   for call in (stack, stack.Predict):
     with pytest.raises(error, match=f'^stack: .*{words}'):
@@ -440,7 +412,7 @@ def testArgumentsThatThePipelineWasNotPlacedFor(args, error, words):
   ],
 )
 def testABatchThatTheTaskWasNotPlacedFor(batch, error, words):
-  run = _Runner(_Sub(0, _Silent.Params()))
+  run = _Runner(_Sub(0, fn_layer.SilentLayer.Params()))
   for call in (run.TrainStep, lambda b: run.Evaluate([b])):
     with pytest.raises(error, match=words):
       call(nested_map.NestedMap(batch))
@@ -454,13 +426,13 @@ def testALaterOneOfEqualStagesIsNamed():
       raise _Mine(f'{x.shape[-1]} columns')
     return tf.concat([x, x], -1)
 
-  class Doubles(_Silent):
+  class Doubles(fn_layer.SilentLayer):
     def FProp(self, theta, x):
       shapes.CheckLastDim(self.path, x, min(x.shape[-1], 2 * _DIM))
       return tf.concat([x, x], -1)
 
   for layer, error, told in (
-    (_Silent.Params().Set(fn=Double), _Mine, '12 columns'),
+    (fn_layer.SilentLayer.Params().Set(fn=Double), _Mine, '12 columns'),
     (Doubles.Params(), ValueError, 'stack.layers[2]'),
   ):
     stack = _Stack([layer] * 4, num_stages=4, splits=[1, 2, 3, 4])
@@ -481,7 +453,9 @@ def testShapesThatChangeAreLogged(monkeypatch):
     monkeypatch.setattr(
       logging, level, lambda text, *args, level=level: lines.append(f'{level}: {text % args}')
     )
-  stack = _Stack([_Fn.Params().Set(fn=lambda w, x: tf.reduce_sum(x, -1, keepdims=True) * w)] * 4)
+  stack = _Stack(
+    [fn_layer.FnLayer.Params().Set(fn=lambda w, x: tf.reduce_sum(x, -1, keepdims=True) * w)] * 4
+  )
   stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((_Good(),)))
   stack.Predict(_Good())
   stack.Predict(_Good())
@@ -507,7 +481,7 @@ def testShapesThatChangeAreLogged(monkeypatch):
 
 
 def testActionsAreNamedInTheGraph():
-  stack = _Stack(_Sub(0, _Silent.Params()))
+  stack = _Stack(_Sub(0, fn_layer.SilentLayer.Params()))
   stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((_Good(),)))
   graph = tf.function(stack.engine.Forward, autograph=False).get_concrete_function(
     [(x,) for x in stack.SplitBatch(_Good())]

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers of one weight whose forward is any function, for tests of what goes wrong in it."""
+
+from lingvo_gpipe import base_layer, nested_map, weight_params
+
+DIM = 3
+
+
+class FnLayer(base_layer.BaseLayer):
+  """fn(w, *args), where w [DIM] is 1."""
+
+  @classmethod
+  def Params(cls):
+    p = super().Params()
+    p.Define('fn', lambda w, x: x * w, 'Maps the weight and the arguments to outputs.')
+    return p
+
+  def __init__(self, params):
+    super().__init__(params)
+    one = weight_params.WeightInit.Constant(1.0)
+    self.CreateVariable('w', weight_params.WeightParams([DIM], one))
+
+  def FProp(self, theta, *args):
+    return self.params.fn(theta.w, *args)
+
+
+class SilentLayer(FnLayer):
+  """A `FnLayer` that the plan does not look into."""
+
+  @classmethod
+  def FPropMeta(cls, params, *specs):
+    return nested_map.NestedMap(flops=1, out_specs=specs)
