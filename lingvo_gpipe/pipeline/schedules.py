@@ -73,27 +73,34 @@ def Get(
   Raises:
     KeyError: unknown name; the closest ones are named.
     ValueError: an impossible size, a schedule of another size than asked for, or an invalid one.
-    TypeError: neither a name nor a Schedule.
+    TypeError: neither a name nor a Schedule, or a registered function that made none.
   """
   sizes = {'num_stages': num_stages, 'num_micro_batches': num_micro_batches}
   if num_devices is not None:
     sizes['num_devices'] = num_devices
   _CheckSizes(sizes)
-  if isinstance(schedule, Schedule):
-    for what, value in sizes.items():
-      if getattr(schedule, what) != value:
-        raise ValueError(
-          f'Schedule {schedule.name!r} has {what} {getattr(schedule, what)}, but {value} is asked '
-          'for; make the schedule for this size, or name a registered one: ' + ', '.join(Names())
-        )
-    return schedule.Validate()
-  if not isinstance(schedule, str):
+  if isinstance(schedule, str):
+    schedule = _Generator(schedule)(num_stages, num_micro_batches, num_devices or num_stages)
+    sizes.pop('num_devices', None)  # A function may put its stages on other devices.
+  if not isinstance(schedule, Schedule):
     raise TypeError(f'schedule: expected a name or a Schedule, got {schedule!r}')
-  if schedule not in _GENERATORS:
-    close = difflib.get_close_matches(schedule, Names(), n=3, cutoff=0.5)
+  for what, value in sizes.items():
+    if getattr(schedule, what) != value:
+      raise ValueError(
+        f'Schedule {schedule.name!r} has {what} {getattr(schedule, what)}, but {value} is asked '
+        'for; make it for this size, or register a function that makes it for any '
+        f'(schedules.Register) and give its name; known are {", ".join(Names())}'
+      )
+  return schedule.Validate()
+
+
+def _Generator(name: str) -> Generator:
+  """The function registered under that name."""
+  if name not in _GENERATORS:
+    close = difflib.get_close_matches(name, Names(), n=3, cutoff=0.5)
     hint = f'did you mean {" or ".join(map(repr, close))}? ' if close else ''
-    raise KeyError(f'No schedule {schedule!r}: {hint}known are {", ".join(Names())}')
-  return _GENERATORS[schedule](num_stages, num_micro_batches, num_devices or num_stages).Validate()
+    raise KeyError(f'No schedule {name!r}: {hint}known are {", ".join(Names())}')
+  return _GENERATORS[name]
 
 
 def GetForBatch(

@@ -327,7 +327,7 @@ def testOwnScheduleIsCheckedAndPassedThrough():
   text = schedules.Get('zb_h1', 3, 5).ToText()
   own = Schedule.FromText(text, 'own')
   assert schedules.Get(own, 3, 5) is own
-  with pytest.raises(ValueError, match="'own' has num_micro_batches 5, but 8"):
+  with pytest.raises(ValueError, match="'own' has num_micro_batches 5, but 8.*Register"):
     schedules.Get(own, 3, 8)
   with pytest.raises(ValueError, match="'own' has num_devices 3, but 1"):
     schedules.Get(own, 3, 5, 1)
@@ -359,6 +359,17 @@ def testANewScheduleIsOneRegisteredFunction(monkeypatch):
   monkeypatch.setitem(_RULES, '1f1b', lambda p, m, d: ['B0', 'F0'])
   with pytest.raises(ValueError, match="'broken'.*0B0 stands before 0F0"):
     schedules.Get('broken', 2, 1)
+
+
+def testARegisteredFunctionThatMakesAnotherSize(monkeypatch):
+  """The gradient would lack the micro-batches that it leaves out."""
+
+  def Short(num_stages, num_micro_batches, num_devices):
+    return schedules.Get('gpipe', num_stages, num_micro_batches - 1, num_devices)
+
+  monkeypatch.setitem(schedules._GENERATORS, 'short', Short)
+  with pytest.raises(ValueError, match="'gpipe' has num_micro_batches 3, but 4 is asked for"):
+    schedules.Get('short', 2, 4)
 
 
 @pytest.mark.parametrize(
