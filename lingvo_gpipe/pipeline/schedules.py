@@ -13,9 +13,9 @@ paper, Qi et al. 2023.
 | name | stages a device | idle | held by stage k, in micro-batches |
 | --- | --- | --- | --- |
 | gpipe | 1 | (K-1)/(M+K-1) | M |
-| fused_fill_drain | 1 | as gpipe; less with re-materialisation | M, last stage 1 |
+| fused_fill_drain | 1 | as gpipe | M, last stage 1 |
 | 1f1b | 1 | (K-1)/(M+K-1) | min(M, K-k) |
-| 1f1b_fused | 1 | as 1f1b; less with re-materialisation | min(M, K-k), last stage 1 |
+| 1f1b_fused | 1 | as 1f1b | min(M, K-k), last stage 1 |
 | interleaved_1f1b | v >= 2 | (K-1)/(vM+K-1) | device d, of v stages: min(Mv, 2(K-1-d)+(v-1)K+1) |
 | looped_bfs | v >= 1 | (K-1)/(vM+K-1), M >= K | M |
 | zb_h1 | 1 | (K-1)/(3M+K-1), M >= K | min(M, K-k) until I, up to k more until W: min(M, K) |
