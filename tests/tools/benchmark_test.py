@@ -151,30 +151,34 @@ def _Cells(config, results):
 def testRatios():
   pinned, free = _Config(num_stages=1, num_cores=1), _Config(num_stages=1)
   piped, torch = _Config(), _Config(system='torch', xla=False)
+  simulated = {
+    'simulated_best': 4.5, 'simulated_median': 5.0, 'predicted_best': 4.0, 'predicted_median': 4.4
+  }  # fmt: skip
   results = [
     (pinned, _Result(8.0, 9.0)),
     (free, _Result(6.0)),
     (_Config(num_stages=1, num_cores=1, xla=False), _Result(1.0)),
-    (piped, _Result(5.5, 5.0, 6.0, simulated_best=4.5, simulated_median=5.0, predicted_best=4.0)),
+    (piped, _Result(5.5, 5.0, 6.0, **simulated)),
     (torch, _Result(6.0, 7.0)),
-    (_Config(system='torch', xla=False, schedule='1f1b'), _Result(5.5)),
+    (_Config(system='torch', xla=False, schedule='1f1b'), _Result(5.5, 5.5, 9.0)),
     (_Config(system='torch', xla=False, remat_policy='none'), _Result(1.0)),
   ]
   cells = _Cells(piped, results)
   assert cells['best s'] == '5' and cells['median s'] == '5.5'
   assert cells['speed-up'] == '1.60' and cells['KM/(M+K-1)'] == '1.60'
   assert cells['eff. best'] == '90.0%' and cells['eff. median'] == '90.9%'
-  assert cells['predicted'] == '0.80'
-  assert cells['vs peer'] == '1.10'
+  assert cells['pred. best'] == cells['pred. median'] == '0.80'
+  # Torch's best schedule, of best steps and of medians.
+  assert cells['peer best'] == '1.10' and cells['peer median'] == '1.00'
   assert _Cells(free, results)['speed-up'] == '1.33'
-  assert _Cells(free, results)['vs peer'] == '-'
+  assert _Cells(free, results)['peer best'] == '-'
   cells = _Cells(torch, results)
-  assert {cells[c] for c in ('speed-up', 'eff. best', 'vs peer', 'xla')} == {'-'}
+  assert {cells[c] for c in ('speed-up', 'eff. best', 'peer best', 'xla')} == {'-'}
   assert report.Table(results).count('\n') == len(results) + 1
   # Another size is another table, and nothing to compare with.
   other = _Config(sizes={'layers': 5})
   cells = _Cells(other, [*results, (other, _Result(5.0))])
-  assert {cells[c] for c in ('speed-up', 'vs peer')} == {'-'}
+  assert {cells[c] for c in ('speed-up', 'peer best')} == {'-'}
   tables = report.Table([*results, (other, _Result(5.0))]).split('\n\n')
   assert [table.splitlines()[0] for table in tables] == [
     f'workload (a): layers {n}' for n in (4, 5)
@@ -184,6 +188,7 @@ def testRatios():
 def testRoundsAreOneResult():
   def Round(*steps, best, median, predicted, mib):
     simulated = {'simulated_best': best, 'simulated_median': median, 'predicted_best': predicted}
+    simulated['predicted_median'] = 2 * predicted
     return {**_Result(*steps), **simulated, 'memory_mib': mib}
 
   rounds = [
@@ -194,7 +199,7 @@ def testRoundsAreOneResult():
   merged = report.Merge(rounds)
   assert merged['steps'] == [3.0, 4.0, 5.0, 2.0]
   assert (merged['simulated_best'], merged['simulated_median']) == (1.5, 3.0)
-  assert merged['predicted_best'] == 1.4
+  assert (merged['predicted_best'], merged['predicted_median']) == (1.4, 3.4)
   assert merged['memory_mib'] == 12.0
   # Of an older tool, whose rounds lack some.
   for older in (0, 1):

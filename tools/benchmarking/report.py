@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lingvo_gpipe import text_table
@@ -24,8 +24,10 @@ COLUMNS = (
   'KM/(M+K-1)',
   'eff. best',
   'eff. median',
-  'predicted',
-  'vs peer',
+  'pred. best',
+  'pred. median',
+  'peer best',
+  'peer median',
   'peak MiB',
   'trace s',
   'compile s',
@@ -41,6 +43,11 @@ def Best(result: Mapping[str, Any]) -> float:
   return min(result['steps'])
 
 
+def Median(result: Mapping[str, Any]) -> float:
+  """Seconds of the step in the middle."""
+  return statistics.median(result['steps'])
+
+
 def Merge(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
   """One result from several rounds: all their steps; of other figures the best or the middle."""
   merged = dict(rounds[0])
@@ -49,6 +56,7 @@ def Merge(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     ('simulated_best', min),
     ('simulated_median', statistics.median),
     ('predicted_best', min),
+    ('predicted_median', statistics.median),
     ('trace_seconds', min),
     ('compile_seconds', min),
     ('memory_mib', max),
@@ -71,11 +79,15 @@ def Baseline(config: configuration.Configuration, results: Sequence[Measured]) -
   return None
 
 
-def BestPeer(config: configuration.Configuration, results: Sequence[Measured]) -> float | None:
+def BestPeer(
+  config: configuration.Configuration,
+  results: Sequence[Measured],
+  seconds: Callable[[Mapping[str, Any]], float],
+) -> float | None:
   """Seconds of the peer's fastest schedule, same work, K, M and with or without recomputation."""
   remat = config.remat_policy != 'none'
   peers = [
-    Best(result)
+    seconds(result)
     for other, result in results
     if other.system != configuration.OURS
     and (other.workload, other.sizes) == (config.workload, config.sizes)
@@ -89,7 +101,7 @@ def Row(config: configuration.Configuration, results: Sequence[Measured]) -> tup
   """The cells of one line, as `COLUMNS` names them; '-' for what does not apply."""
   result = next(r for c, r in results if c == config)
   k, m = config.num_stages, config.num_micro_batches
-  best, median = Best(result), statistics.median(result['steps'])
+  best, median = Best(result), Median(result)
   ours = config.system == configuration.OURS
 
   def Ratio(numerator: float | None, denominator: float, form: str = '.2f') -> str:
@@ -110,7 +122,9 @@ def Row(config: configuration.Configuration, results: Sequence[Measured]) -> tup
     Ratio(result.get('simulated_best'), best, '.1%'),
     Ratio(result.get('simulated_median'), median, '.1%'),
     Ratio(result.get('predicted_best'), best),
-    Ratio(BestPeer(config, results), best) if ours else '-',
+    Ratio(result.get('predicted_median'), median),
+    Ratio(BestPeer(config, results, Best), best) if ours else '-',
+    Ratio(BestPeer(config, results, Median), median) if ours else '-',
     f'{result["memory_mib"]:.0f}',
     f'{result["trace_seconds"]:.1f}',
     f'{result["compile_seconds"]:.1f}',

@@ -101,6 +101,7 @@ def Measure(config: configuration.Configuration) -> dict[str, Any]:
     'simulated_best': times.Simulate(schedule, min),
     'simulated_median': times.Simulate(schedule, statistics.median),
     'predicted_best': times.Simulate(schedule, min, share_cores=True),
+    'predicted_median': times.Simulate(schedule, statistics.median, share_cores=True),
     'cores': len(os.sched_getaffinity(0)),
     'cut': list(trained.plan.ends),
   }
