@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from lingvo_gpipe.pipeline import actions, timeline_text
@@ -80,9 +81,14 @@ class Schedule:
 
   # Text.
 
-  def ToText(self) -> str:
-    """One line a device, actions separated by commas; torch reads it back (but for V)."""
-    return ''.join(','.join(map(str, row)) + '\n' for row in self.actions)
+  def ToText(self, *, for_torch: bool = False) -> str:
+    """One line a device, actions separated by commas.
+
+    Args:
+      for_torch: write V, which PyTorch does not know, as F and B, so that PyTorch reads the text.
+    """
+    text = ''.join(','.join(map(str, row)) + '\n' for row in self.actions)
+    return re.sub(r'(\d+)V(\d+)', r'\1F\2,\1B\2', text) if for_torch else text
 
   @classmethod
   def FromText(

@@ -60,6 +60,15 @@ def testScheduleTextReadsBack(name):
   assert Schedule.FromText(text, name) == schedule
 
 
+@pytest.mark.parametrize('name', ['fused_fill_drain', '1f1b_fused'])
+def testTextForTorchHasNoLetterOfOurs(name):
+  schedule = schedules.Get(name, 4, 12)
+  text = schedule.ToText(for_torch=True)
+  assert re.sub(r'3F(\d+),3B\1\b', r'3V\1', text) == schedule.ToText() != text
+  assert set(re.findall('[A-Z]', text)) == {'F', 'B'}
+  Schedule.FromText(text).Validate()
+
+
 def testTextMayHoldCommentsBlankLinesAndIdleCells():
   text = """
     # two devices
