@@ -52,11 +52,12 @@ def testATinyRunForReal(tmp_path):
   for column in report.COLUMNS:
     assert column in lines[start + 1]
   rows = [line.split() for line in lines[start + 2 :]]
-  assert [row[1:7] for row in rows] == [
-    ['1', '2', 'gpipe', 'stage', 'off', '1'],
-    ['1', '2', 'gpipe', 'stage', 'off', '2'],
-    ['2', '2', '1f1b_fused', 'stage', 'off', '2'],
-  ] or len(rows) == 3  # On a machine of one core the count of cores differs.
+  # Without the count of cores, which differs on a machine of one.
+  assert [row[1:6] for row in rows] == [
+    ['1', '2', 'gpipe', 'stage', 'off'],
+    ['1', '2', 'gpipe', 'stage', 'off'],
+    ['2', '2', '1f1b_fused', 'stage', 'off'],
+  ]
   for row in rows:
     assert len(row) == len(report.COLUMNS)
     assert row[11].endswith('%') and row[12].endswith('%')
