@@ -40,8 +40,9 @@ class Times:
   """Seconds of everything that a step is made of.
 
   Attributes:
-    actions: {letter: for each stage the times of its repeated measurements} on one core; F and B as
-      the policy has them, `b` a B that recomputes nothing, where the policy mixes both.
+    actions: {letter: for each stage the times of its repeated measurements} on one core, 0 where
+      it has no such action; F and B as the policy has them, `b` a B that recomputes nothing, where
+      the policy mixes both.
     alone: the same on all cores.
     update: for each device the times of its update and of clearing its accumulators, on one core.
   """
@@ -158,17 +159,15 @@ def _Actions(
   dy = None
   for c in reversed(calls):
     c.dy = dy
+    is_fused = 'V' in kinds and c is calls[-1]
     for kind in _Measured(engine.remat_policy, kinds):
-      if kind == 'V' and c is not calls[-1]:
-        times.setdefault('V', []).insert(0, ([0.0], [0.0]))
-        continue
-      if kind in 'FBb' and 'V' in kinds and c is calls[-1]:
-        times.setdefault(kind, []).insert(0, ([0.0], [0.0]))
-        continue
-      found = _Time(functools.partial(c.Run, kind), c.stage.device, repeats)
+      found = ([0.0], [0.0])
+      if (kind == 'V') == is_fused and c.stage.HasAction(schedules.Kind(kind.upper())):
+        found = _Time(functools.partial(c.Run, kind), c.stage.device, repeats)
       times.setdefault(kind, []).insert(0, found)
-    backward = next(kind for kind in 'VBI' if kind in kinds and (kind != 'V' or dy is None))
-    dy = _Once(c, backward)[0]
+    if c.stage.needs_dx:
+      backward = next(kind for kind in 'VBI' if kind in kinds and (kind != 'V' or is_fused))
+      dy = _Once(c, backward)[0]
   return times
 
 
@@ -230,7 +229,7 @@ class _Calls:
       return split.InputGradient(weights, *given, kept, self.dy)
     if self._for_weights is None:
       with tf.init_scope():
-        self._for_weights = _Once(self, 'I')[1]
+        self._for_weights = _Once(self, 'I')[1] if self.stage.needs_dx else []
     return split.WeightGradient(weights, accumulators, *given, kept, self.dy, self._for_weights)
 
   def _Kept(self) -> Any:
