@@ -86,6 +86,7 @@ _SIZES_B = {'layers': 1, 'dim': 8, 'batch': 4, 'time': 4, 'vocab': 11, 'heads': 
   'changes, letters',
   [
     ({'schedule': 'zb_h1', 'remat_policy': 'none', 'xla': True}, {'F', 'I', 'W'}),
+    ({'schedule': 'zb_h1', 'remat_policy': 'except_last'}, {'F', 'I', 'i', 'W', 'w'}),
     ({'schedule': '1f1b', 'remat_policy': 'except_last'}, {'F', 'B', 'b'}),
     ({'schedule': '1f1b', 'remat_policy': 'layer'}, {'F', 'B'}),
     (
@@ -109,7 +110,7 @@ def testWorkloadBAndEveryKindOfAction(forks, changes, letters):
   assert actions.keys() == letters | {'update'}
   for kind, times in actions.items():
     assert len(times) == (2 if kind == 'update' else 2 * config.stages_per_device)
-    if kind == 'I':
+    if kind in 'Ii':
       assert times.pop(0) == 0  # Nobody wants the gradient of the first stage's input.
     assert min(times) > 0
 
@@ -129,6 +130,10 @@ def testSimulatedTimes():
   # All micro-batches but the last one recompute; one stage, so that nothing overlaps.
   times = Times({'F': [[1.0]], 'B': [[3.0]], 'b': [[2.0]]}, [[0.0]])
   assert times.Simulate(schedules.Get('gpipe', 1, 4), min) == pytest.approx(4 * 1 + 3 * 3 + 2)
+  # The same in halves; where there is no I, it is W that recomputes.
+  for split in ({'I': 2, 'i': 1, 'W': 1, 'w': 1}, {'I': 0, 'i': 0, 'W': 3, 'w': 2}):
+    times = Times({kind: [[t]] for kind, t in {'F': 1, **split}.items()}, [[0.0]])
+    assert times.Simulate(schedules.Get('zb_h1', 1, 4), min) == 4 * 1 + 3 * 3 + 2
   fused = {'F': [[1.0], [0.0]], 'B': [[3.0], [0.0]], 'V': [[0.0], [3.0]]}
   times = Times(fused, [[0.0], [0.0]])
   schedule = schedules.Get('fused_fill_drain', 2, 1)

@@ -41,8 +41,8 @@ class Times:
 
   Attributes:
     actions: {letter: for each stage the times of its repeated measurements} on one core, 0 where
-      it has no such action; F and B as the policy has them, `b` a B that recomputes nothing, where
-      the policy mixes both.
+      it has no such action; as the policy has them, but `b`, `i` and `w` are B, I and W that
+      recompute nothing, where the policy mixes both.
     alone: the same on all cores.
     update: for each device the times of its update and of clearing its accumulators, on one core.
   """
@@ -69,7 +69,7 @@ class Times:
       schedule,
       self._Costs(self.actions, choose, schedule.num_stages),
       alone=self._Costs(self.alone, choose, schedule.num_stages) if share_cores else None,
-      remat_policy='except_last' if 'b' in self.actions else 'stage',
+      remat_policy='except_last' if any(map(str.islower, self.actions)) else 'stage',
       # The update waits for all devices: it needs the global gradient norm.
       update_barrier=True,
     )
@@ -79,19 +79,20 @@ class Times:
     self, actions: _ActionTimes, choose: Callable[[Sequence[float]], float], num_stages: int
   ) -> simulator.Costs:
     picked = {kind: [choose(t) for t in stages] for kind, stages in actions.items()}
-    # What is not measured does not occur in the schedule; B, I and V are measured with what they
-    # recompute, unless the last micro-batch differs.
-    nothing = [0.0] * num_stages
-    backward, recompute = picked.get('B', nothing), nothing
-    if 'b' in picked:
-      recompute = [max(b - a, 0.0) for a, b in zip(picked['b'], backward, strict=True)]
-      backward = picked['b']
+    # What is not measured does not occur in the schedule; B, I and W are measured with what they
+    # recompute, unless the last micro-batch differs. Without an I, it is W that recomputes.
+    recompute = nothing = [0.0] * num_stages
+    for kind in 'BIW':
+      if kept := picked.get(kind.lower()):
+        times = zip(recompute, picked[kind], kept, strict=True)
+        recompute = [more + max(whole - least, 0.0) for more, whole, least in times]
+        picked[kind] = kept
     return simulator.Costs(
       forward=picked.get('F', nothing),
       recompute=recompute,
       input_gradient=picked.get('I', nothing),
       weight_gradient=picked.get('W', nothing),
-      backward=backward,
+      backward=picked.get('B', nothing),
       fused=picked.get('V', nothing),
       update=[choose(t) for t in self.update],
     )
@@ -173,8 +174,8 @@ def _Actions(
 
 def _Measured(policy: str, kinds: Collection[str]) -> list[str]:
   found = sorted(kinds)
-  if policy == 'except_last' and 'B' in kinds:
-    found.append('b')
+  if policy == 'except_last':
+    found += [kind.lower() for kind in 'BIW' if kind in kinds]
   return found
 
 
@@ -195,19 +196,18 @@ class _Calls:
     self._x, self._side, self._variables = x, side, (s.variables, s.accumulators)
     self._functions = engine.functions.Of(s, do_eval=False, with_loss=True)
     self._split = engine.functions.Split(s, with_loss=True)
-    self._keeps = engine.remat_policy == 'none'
     # Where the backward is not whole, the policy `layer` is the same as `stage`.
     by_layer = engine.remat_policy == 'layer' and is_whole
     self._keeper = engine.functions.ByLayer(s, with_loss=True) if by_layer else self._split
-    self._keeps_inputs = by_layer
+    self._keeps = by_layer or engine.remat_policy == 'none'
     with tf.device(s.device):
       seeds = stage.SeedTensor(engine.SeedHashes(s), fprop_context.StepCounter(0))
       self._context = stage.Context(seeds, loss_weight)
     self._kept: Any = None
-    self._for_weights: Any = None
+    self._for_weights: dict[str, list[tf.Tensor]] = {}
 
   def Run(self, kind: str) -> Any:
-    """One action: F, B, b (B without recomputation), V, I or W."""
+    """One action: F, B, V, I or W; b, i or w without recomputation."""
     with tf.device(self.stage.device):
       return self._Run(kind)
 
@@ -216,21 +216,26 @@ class _Calls:
     given = (self._x, self._side, self._context)
     weights, accumulators = self._variables
     if kind == 'F':
-      keeps = self._keeps or self._keeps_inputs
-      return self._keeper.ForwardKeep(weights, *given) if keeps else f.Forward(weights, *given)
+      return (self._keeper.ForwardKeep if self._keeps else f.Forward)(weights, *given)
     if kind == 'V':
       return f.ForwardBackward(weights, accumulators, *given)
-    if kind == 'b' or (kind == 'B' and (self._keeps or self._keeps_inputs)):
-      return self._keeper.BackwardKept(weights, accumulators, *given, self._Kept(), self.dy)
-    if kind == 'B':
-      return f.Backward(weights, accumulators, *given, self.dy)
-    kept = self._Kept() if self._keeps else None
-    if kind == 'I':
+    kept = self._Kept() if self._keeps or kind.islower() else None
+    if kind in 'Bb':
+      if kept is None:
+        return f.Backward(weights, accumulators, *given, self.dy)
+      return self._keeper.BackwardKept(weights, accumulators, *given, kept, self.dy)
+    if kind in 'Ii':
       return split.InputGradient(weights, *given, kept, self.dy)
-    if self._for_weights is None:
+    return split.WeightGradient(
+      weights, accumulators, *given, kept, self.dy, self._ForWeights('i' if kind == 'w' else 'I')
+    )
+
+  def _ForWeights(self, kind: str) -> list[tf.Tensor]:
+    """What I, or i, leaves for the weights, computed once and outside of what is timed."""
+    if kind not in self._for_weights:
       with tf.init_scope():
-        self._for_weights = _Once(self, 'I')[1] if self.stage.needs_dx else []
-    return split.WeightGradient(weights, accumulators, *given, kept, self.dy, self._for_weights)
+        self._for_weights[kind] = _Once(self, kind)[1] if self.stage.needs_dx else []
+    return self._for_weights[kind]
 
   def _Kept(self) -> Any:
     """The residuals of a forward, computed once and outside of what is timed."""
