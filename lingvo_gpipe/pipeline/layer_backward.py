@@ -67,7 +67,7 @@ class LayerBackward:
     """(y, sums, what is kept beside x): each tensor once, however many layers take it."""
     y, sums, kept = self._forward_keep(variables, x, side, context)
     # What is in y is not returned again, for XLA would make another tensor of it.
-    leaves, layout = stage.Tensors(y), self._layouts[stage.TraceKey(x, side, context)]
+    leaves, layout = stage.Tensors(y), self._layouts[stage.TraceKey((x, side, context))]
     return y, sums, [*(leaves[i] for i in layout.from_y), *kept]
 
   def _ForwardKeep(
@@ -84,7 +84,7 @@ class LayerBackward:
     kept = [t for key, t in wanted.items() if key not in in_y]
     keys = [*in_x, *(in_y[i] for i in from_y), *map(id, kept)]
     places = {key: place for place, key in enumerate(keys)}
-    self._layouts[stage.TraceKey(x, side, context)] = _Layout(
+    self._layouts[stage.TraceKey((x, side, context))] = _Layout(
       tf.nest.map_structure(lambda t: None if t is None else places[id(t)], inputs),
       from_y,
       tf.nest.map_structure(lambda t: None if t is None else tf.TensorSpec(t.shape, t.dtype), y),
@@ -102,7 +102,7 @@ class LayerBackward:
     dy: list[tf.Tensor] | None,
   ) -> tuple[list[tf.Tensor], tf.Tensor]:
     self._functions.CountTrace(x, side)
-    functions, layout = self._functions, self._layouts[stage.TraceKey(x, side, context)]
+    functions, layout = self._functions, self._layouts[stage.TraceKey((x, side, context))]
     tensors = [*stage.Tensors(x), *kept]
     # Of what the next layer below returns, and of the skips that any below does.
     gradients: _Gradients = {}

@@ -14,7 +14,7 @@ hold the schedule would vanish and the recomputation would be merged with the fi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -46,9 +46,14 @@ def WithFloatLeaves(nest: Any, floats: Sequence[tf.Tensor]) -> Any:
   return tf.nest.pack_sequence_as(nest, flat)
 
 
-def TraceKey(*nests: Any) -> tuple[Any, ...]:
-  """Dtypes and shapes of nests of one structure: what one trace has in common."""
-  return tuple(None if x is None else (x.dtype, *x.shape) for x in tf.nest.flatten(nests))
+def TraceKey(nest: Any) -> tuple[Any, ...]:
+  """Structure, dtypes and shapes of a nest: what one trace has in common."""
+  # As tf.function has it: neither the type of a mapping counts nor the order of its keys.
+  if isinstance(nest, Mapping):
+    return tuple((name, TraceKey(nest[name])) for name in sorted(nest))
+  if isinstance(nest, (list, tuple)):
+    return (type(nest), *map(TraceKey, nest))
+  return tuple(None if x is None else (x.dtype, *x.shape) for x in tf.nest.flatten(nest))
 
 
 def AsTuple(value: Any) -> tuple[Any, ...]:
