@@ -227,9 +227,10 @@ def _Describe(nest: Any) -> str:
     if leaf is None:
       continue
     leaf = tf.convert_to_tensor(leaf)
-    if not leaf.dtype.is_floating:
+    if not stage.HasGradient(leaf):
       continue
-    values = tf.cast(leaf, tf.float64).numpy()
+    values = tf.cast(leaf, tf.complex128 if leaf.dtype.is_complex else tf.float64).numpy()
+    values = np.atleast_1d(values).view(np.float64)  # A complex number is two.
     finite = np.isfinite(values)
     if finite.all():
       continue

@@ -382,9 +382,7 @@ class Emission:
 
 def _AddUp(*values: Any) -> Any:
   """The sum of floating tensors; of others, which have no gradient, any one."""
-  if values[0] is None or not values[0].dtype.is_floating:
-    return values[0]
-  return tf.add_n(values) if len(values) > 1 else values[0]
+  return tf.add_n(values) if len(values) > 1 and stage.HasGradient(values[0]) else values[0]
 
 
 _ACTIONS = {

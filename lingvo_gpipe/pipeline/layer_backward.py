@@ -206,7 +206,7 @@ class LayerBackward:
 def _WaitFor(gradients: Sequence[tf.Tensor | None], seeds: tf.Tensor) -> tf.Tensor:
   """The seeds, which wait for the first of the gradients even under XLA."""
   for gradient in [g for g in gradients if g is not None][:1]:
-    element = tf.reshape(gradient, [-1])[:1]
+    element = tf.math.real(tf.reshape(gradient, [-1])[:1])
     # No number is finite and above the greatest; no compiler so far sees that.
     never = tf.math.is_finite(element) & (element > element.dtype.max)
     seeds += tf.reduce_sum(tf.cast(never, seeds.dtype))

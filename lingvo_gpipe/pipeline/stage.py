@@ -34,15 +34,20 @@ def Tensors(nest: Any) -> list[tf.Tensor]:
   return [x for x in tf.nest.flatten(nest) if x is not None]
 
 
+def HasGradient(x: Any) -> bool:
+  """Whether a leaf of a nest can have a gradient: a floating tensor, complex numbers included."""
+  return x is not None and (x.dtype.is_floating or x.dtype.is_complex)
+
+
 def FloatLeaves(nest: Any) -> list[tf.Tensor]:
   """The floating tensors of a nest, those that have gradients, in tf.nest order."""
-  return [x for x in Tensors(nest) if x.dtype.is_floating]
+  return [x for x in tf.nest.flatten(nest) if HasGradient(x)]
 
 
 def WithFloatLeaves(nest: Any, floats: Sequence[tf.Tensor]) -> Any:
   """The nest with its floating tensors replaced."""
   rest = list(floats)
-  flat = [x if x is None or not x.dtype.is_floating else rest.pop(0) for x in tf.nest.flatten(nest)]
+  flat = [rest.pop(0) if HasGradient(x) else x for x in tf.nest.flatten(nest)]
   return tf.nest.pack_sequence_as(nest, flat)
 
 
@@ -308,8 +313,20 @@ class StageFunctions:
     # tf.recompute_grad needs an argument; without floats there is no activation to keep from them.
     if not floats or self._replica_sum is not None:
       return function(*floats)
-    outputs = tf.recompute_grad(function)(*floats)
-    return list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
+    is_complex: list[bool] = []
+
+    # It takes the maximum of the first gradient that it is given, and complex numbers have none.
+    def InReals(*floats: tf.Tensor) -> list[tf.Tensor]:
+      outputs = function(*floats)
+      is_complex[:] = [t.dtype.is_complex for t in outputs]
+      return [
+        tf.stack([tf.math.real(t), tf.math.imag(t)]) if c else t
+        for t, c in zip(outputs, is_complex, strict=True)
+      ]
+
+    outputs = tf.recompute_grad(InReals)(*floats)
+    outputs = outputs if isinstance(outputs, (list, tuple)) else [outputs]
+    return [tf.complex(t[0], t[1]) if c else t for t, c in zip(outputs, is_complex, strict=True)]
 
   def _Backward(
     self,

@@ -76,6 +76,15 @@ def testAnOutput():
   )
 
 
+def testAComplexOutput():
+  sub = [_Layer(lambda w, x: tf.complex(x, tf.math.log(x) * w)), _Layer(lambda w, z: tf.abs(z) * w)]
+  _Check(
+    _Explain([*sub, _Layer()], _At(3, -1.0)),
+    'output of layer stack.layers[0] (FnLayer) in stage 0, micro-batch 1: 1 NaN and 0 Inf in '
+    'complex64[2, 3], the others are in [-1, 1]',
+  )
+
+
 def testAnInput():
   text = _Explain([_Layer()] * 4, _At(5, np.inf))
   _Check(text, 'batch is at fault: input of micro-batch 2: 0 NaN and 1 Inf in float32[2, 3]')

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Complex tensors between layers and stages: their gradients are those of the plain layers."""
+
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_gpipe import fprop_context
+from lingvo_gpipe.layers import skip
+from tests import fn_layer, pipeline_training
+
+_BATCH = 5
+
+
+def _Complex(w, x):
+  return tf.complex(x, x * w)
+
+
+def _Turn(w, z):
+  return z * z * tf.complex(tf.cos(w), tf.sin(w))
+
+
+def _Real(w, z):
+  return tf.math.real(z) + tf.math.imag(z) * w
+
+
+def _Sub():
+  """Real numbers go in and come out; a complex skip goes to two layers."""
+  real, turn, back = (fn_layer.FnLayer.Params().Set(fn=fn) for fn in (_Complex, _Turn, _Real))
+  pop = skip.PopLayer.Params().Set(key='z', combine='add')
+  return [
+    *(fn_layer.FnLayer.Params(), real, skip.StashLayer.Params().Set(key='z'), turn),
+    *(turn, pop),
+    *(turn, pop, back),
+  ]
+
+
+_SPLITS = {1: [9], 2: [4, 9], 3: [4, 6, 9]}
+
+
+def _X():
+  return tf.constant(np.random.default_rng(0).normal(size=[_BATCH, fn_layer.DIM]))
+
+
+def _Stack(num_stages, **options):
+  options = {'num_stages': num_stages, 'splits': _SPLITS[num_stages], **options}
+  return pipeline_training.MakeStack(_Sub(), num_micro_batches=2, **options)
+
+
+@pytest.mark.parametrize(
+  'num_stages, schedule, policy, xla',
+  [
+    *((1, 'gpipe', policy, False) for policy in ('stage', 'layer', 'none')),
+    *((2, 'gpipe', policy, False) for policy in ('stage', 'layer', 'none')),
+    *((2, 'zb_h1', policy, False) for policy in ('stage', 'none')),
+    (3, '1f1b', 'stage', True),
+    (3, 'gpipe', 'layer', True),
+  ],
+)
+def testGradientsEqual(num_stages, schedule, policy, xla):
+  stack = _Stack(num_stages, schedule=schedule, remat_policy=policy, xla=xla)
+  side = pipeline_training.ExampleWeights(_BATCH)
+  actual = pipeline_training.Train(stack, (_X(),), side)
+  pipeline_training.CheckEqual(actual, pipeline_training.Reference(_Sub(), 2, (_X(),), side))
+
+
+def testUnderAUsersTape():
+  stack = _Stack(3)
+  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((_X(),)))
+  plain, theta = pipeline_training.PlainLayers(_Sub())
+  with tf.GradientTape() as tape, fprop_context.Scope(step=1):
+    loss = tf.reduce_sum(stack(_X()) ** 2)
+  with tf.GradientTape() as plain_tape:
+    expected = tf.reduce_sum(plain.FProp(theta(), _X()) ** 2)
+  grads = tape.gradient(loss, stack.VariablesByPath())
+  for path, g in plain_tape.gradient(expected, plain.VariablesByPath()).items():
+    np.testing.assert_allclose(grads[path], g, rtol=1e-12)
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))
