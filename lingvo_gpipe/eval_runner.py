@@ -158,7 +158,7 @@ class EvalRunner:
         self._CheckBatch(batch)
         heartbeat.Begin(heartbeat.EVALUATE)
         self._Trace(self._eval_step, batch)
-        with failures.Located(functools.partial(self._EvalStep, batch)):
+        with failures.Located(self.engine, functools.partial(self._EvalStep, batch)):
           sums = self._eval_step(batch)
         total.Update(
           {

@@ -153,7 +153,7 @@ class TaskRunner(eval_runner.EvalRunner):
     self._CheckBatch(batch)
     if self.learner.num_accumulated_mini_batches == 1:
       self._Trace(self._train_step, batch)
-      with failures.Located(functools.partial(self._Accumulate, batch)):
+      with failures.Located(self.engine, functools.partial(self._Accumulate, batch)):
         values, loss_weight = self._train_step(batch)
     elif self._AccumulateNext(batch):
       sums, loss_weight = self._accumulated
@@ -236,7 +236,7 @@ class TaskRunner(eval_runner.EvalRunner):
       self._clear()
     position = tf.constant(first, tf.int64)
     self._Trace(self._accumulate, batch, position)
-    with failures.Located(functools.partial(self._Accumulate, batch, position)):
+    with failures.Located(self.engine, functools.partial(self._Accumulate, batch, position)):
       *new, layer_sums = self._accumulate(batch, position)
     self._accumulated = tf.nest.map_structure(tf.add, self._accumulated, new) if index else new
     # State follows every mini-batch, but changes with the weights or not at all.

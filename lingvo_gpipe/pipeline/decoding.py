@@ -109,16 +109,13 @@ class DecodingFunctions:
 class Decoder:
   """Runs Prefill and ExtendStep of the stages of an engine."""
 
-  def __init__(
-    self, pipeline: engine.PipelineEngine, *, path: str, num_micro_batches: int, xla: bool
-  ) -> None:
+  def __init__(self, pipeline: engine.PipelineEngine, *, path: str, num_micro_batches: int) -> None:
     """Prepares for the stages of `pipeline`.
 
     Args:
       pipeline: the engine; its variables are used as they are at each call.
       path: of the pipelined layer, for messages.
       num_micro_batches: M.
-      xla: True to compile the functions of the stages by XLA.
 
     Raises:
       NotImplementedError: a layer has skip connections.
@@ -126,7 +123,6 @@ class Decoder:
     self._pipeline = pipeline
     self._path = path
     self._num_micro_batches = num_micro_batches
-    self._xla = xla
     self._functions: dict[Any, DecodingFunctions] = {}
     for s in pipeline.stages:
       for layer in s.layers:
@@ -147,7 +143,7 @@ class Decoder:
   ) -> tuple[Any, PipelineStates]:
     """See PipeliningLayer.Prefill."""
     batch_size = micro_batch.BatchSize(args)
-    with failures.Located(lambda: self._Prefill(args, max_length, last_only)):
+    with failures.Located(self._pipeline, lambda: self._Prefill(args, max_length, last_only)):
       outputs, stages = self._prefill(args, max_length, last_only)
     return outputs, PipelineStates(stages, batch_size, max_length)
 
@@ -167,7 +163,7 @@ class Decoder:
         f'{self._path}: a step of {batch_size} examples, but the states are of {states.batch_size}'
       )
     step = tf.constant(position, tf.int32)
-    with failures.Located(lambda: self._ExtendStep(states.stages, args, step)):
+    with failures.Located(self._pipeline, lambda: self._ExtendStep(states.stages, args, step)):
       outputs, stages = self._extend_step(states.stages, args, step)
     return outputs, dataclasses.replace(states, stages=stages)
 
@@ -260,9 +256,10 @@ class Decoder:
     return reordered
 
   def _Functions(self, s: emission.Stage) -> DecodingFunctions:
-    if s.structure not in self._functions:
-      self._functions[s.structure] = DecodingFunctions(s.layers, xla=self._xla)
-    functions = self._functions[s.structure]
+    key = (s.structure, self._pipeline.xla)
+    if key not in self._functions:
+      self._functions[key] = DecodingFunctions(s.layers, xla=self._pipeline.xla)
+    functions = self._functions[key]
     # What is traced next names the layers of this stage in messages.
     functions.layers = list(s.layers)
     return functions

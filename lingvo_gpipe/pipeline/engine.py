@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -122,6 +122,20 @@ class PipelineEngine:
       replica_sum = replicas.StatisticsSum([s.device for s in of_stage]) if summing else None
       for s in of_stage:
         s.replica_sum = replica_sum
+
+  @property
+  def xla(self) -> bool:
+    """Whether the stages are compiled by XLA."""
+    return self.functions.xla
+
+  @contextlib.contextmanager
+  def WithoutXla(self) -> Iterator[None]:
+    """Within it the stages run without XLA."""
+    compiled, self.functions = self.functions, self.functions.WithoutXla()
+    try:
+      yield
+    finally:
+      self.functions = compiled
 
   @property
   def sums_statistics(self) -> bool:

@@ -59,14 +59,14 @@ class OuterForm:
       stage_theta = stage.WithFloatLeaves(per_stage, floats[: len(weights)])
       inputs = stage.WithFloatLeaves(args, floats[len(weights) :])
       forward_args = _Unwatched(stage_theta), _Unwatched(inputs), counter
-      with failures.Located(lambda: self._Forward(*forward_args)):
+      with failures.Located(self._pipeline, lambda: self._Forward(*forward_args)):
         outputs, saved, sums = self._forward(*forward_args)
       whole.append(outputs)
       reported.extend(sums)
 
       def Grad(*dys: tf.Tensor) -> list[tf.Tensor]:
         backward_args = stage_theta, saved, stage.WithFloatLeaves(outputs, dys), counter
-        with failures.Located(lambda: self._Backward(*backward_args)):
+        with failures.Located(self._pipeline, lambda: self._Backward(*backward_args)):
           return self._backward(*backward_args)
 
       return tuple(stage.FloatLeaves(outputs)), Grad

@@ -292,7 +292,7 @@ class PipeliningLayer(base_layer.BaseLayer):
   def Predict(self, *args: Any) -> Any:
     """FProp in evaluation mode straight from the variables: no gradient, no copy of a weight."""
     args = self._Checked(args)
-    with failures.Located(lambda: self._Predict(args)):
+    with failures.Located(self.engine, lambda: self._Predict(args)):
       return self._predict(args)
 
   def _Checked(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -315,7 +315,7 @@ class PipeliningLayer(base_layer.BaseLayer):
       if p.batch_dim:
         raise ValueError(f'{self.path}: decoding needs batch_dim 0, got {p.batch_dim}')
       self._decoder = decoding.Decoder(
-        self.engine, path=self.path, num_micro_batches=p.num_micro_batches, xla=p.xla
+        self.engine, path=self.path, num_micro_batches=p.num_micro_batches
       )
     return self._decoder
 

@@ -31,6 +31,7 @@ class SharedFunctions:
   """Makes the functions of a stage when they are asked for.
 
   Attributes:
+    xla: whether they are compiled by XLA.
     num_batch_shapes: how many shapes of batches are expected; for more a warning tells of the
       compilations.
   """
@@ -38,12 +39,18 @@ class SharedFunctions:
   def __init__(self, num_stages: int, loss_fn: stage.LossFn | None, xla: bool) -> None:
     self._num_stages = num_stages
     self._loss_fn = loss_fn
-    self._xla = xla
+    self.xla = xla
     self._functions: dict[Any, stage.StageFunctions] = {}
     self._of_stage: dict[Any, stage.StageFunctions] = {}
     self._split: dict[int, split_backward.SplitBackward] = {}
     self._by_layer: dict[int, layer_backward.LayerBackward] = {}
     self.num_batch_shapes = 1
+
+  def WithoutXla(self) -> SharedFunctions:
+    """Makes the same functions anew, without XLA."""
+    plain = SharedFunctions(self._num_stages, self._loss_fn, xla=False)
+    plain.num_batch_shapes = self.num_batch_shapes
+    return plain
 
   @property
   def num_traces(self) -> int:
@@ -80,7 +87,7 @@ class SharedFunctions:
         trained=trained,
         needs_dx=needs_dx,
         do_eval=do_eval,
-        xla=self._xla,
+        xla=self.xla,
         replica_sum=replica_sum,
       )
     return self._functions[key]
@@ -89,12 +96,12 @@ class SharedFunctions:
     """The functions of a stage whose backward comes in pieces; shared as those of `Of` are."""
     functions = self.Of(s, do_eval=False, with_loss=with_loss)
     if id(functions) not in self._split:
-      self._split[id(functions)] = split_backward.SplitBackward(functions, self._xla)
+      self._split[id(functions)] = split_backward.SplitBackward(functions, self.xla)
     return self._split[id(functions)]
 
   def ByLayer(self, s: Stage, *, with_loss: bool) -> layer_backward.LayerBackward:
     """The functions of a stage of which each layer's input is kept; shared as those of `Of` are."""
     functions = self.Of(s, do_eval=False, with_loss=with_loss)
     if id(functions) not in self._by_layer:
-      self._by_layer[id(functions)] = layer_backward.LayerBackward(functions, self._xla)
+      self._by_layer[id(functions)] = layer_backward.LayerBackward(functions, self.xla)
     return self._by_layer[id(functions)]

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What goes wrong in a stage ends the step, and is told with stage, layer and micro-batch."""
 
+import contextlib
+import resource
 import sys
 import time
+import weakref
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -217,6 +221,34 @@ def testALayerThatRunsOutOfMemory():
   assert 'micro-batch 1, while running action 2F1' in _Notes(e)
 
 
+def _TakesTooMuchInXla(w, x):
+  """Four terabytes, always, for XLA knows all sizes; more than RLIMIT_AS allows, below."""
+  tall = tf.tile(x, [1 << 19, 1])
+  return x * w + tf.matmul(tf.matmul(tall, tall, transpose_b=True), tall)[:2]
+
+
+@pytest.fixture
+def limited():
+  """Some systems would give four terabytes."""
+  before = resource.getrlimit(resource.RLIMIT_AS)
+  resource.setrlimit(resource.RLIMIT_AS, (1 << 40, before[1]))
+  yield
+  resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def testALayerWithinAStageOfXlaThatRunsOutOfMemory(limited, caplog):
+  layer = fn_layer.SilentLayer.Params().Set(fn=_TakesTooMuchInXla)
+  run = _Runner(_Sub(3, layer), xla=True)
+  with pytest.raises(tf.errors.ResourceExhaustedError, match='Out of memory') as e:
+    run.TrainStep(_Batch(_Good()))
+  assert 'micro-batch 0, while running action 2F0' in _Notes(e)
+  found = e.value.__notes__[-1]
+  assert found.startswith('without XLA it fails in layer net.stack.layers[3] (SilentLayer): OOM')
+  assert 'action 2F0; once more without XLA' in caplog.text
+  # The stages are compiled as before.
+  assert run.engine.xla
+
+
 def testStagesBeforeTheFailingOneStop():
   ran = []
 
@@ -245,6 +277,7 @@ def testWhatXlaCannotCompile():
   with pytest.raises(tf.errors.InvalidArgumentError, match='EagerPyFunc') as e:
     stack.Predict(_Good())
   assert 'stage 1 (stack.layers[1]), micro-batch 0, while running action 1F0' in _Notes(e)
+  assert 'in layer stack.layers[1] (SilentLayer)' in _Notes(e)
 
 
 def testInAUsersFunctionRunEagerly():
@@ -292,9 +325,59 @@ def testWhatIsRunAgainMayTakeLong(monkeypatch):
   told = []
   monkeypatch.setattr(heartbeat, '_Send', told.append)
   error = tf.errors.InternalError(None, None, 'failed')
-  with pytest.raises(tf.errors.InternalError), failures.Located(lambda: told.append('again')):
-    raise error
+  with pytest.raises(tf.errors.InternalError):
+    with failures.Located(_Compiled(), lambda: told.append('again')):
+      raise error
   assert told == [heartbeat.LONG, 'again']
+
+
+class _Compiled:
+  """What `Located` needs of an engine."""
+
+  xla = True
+  WithoutXla = contextlib.nullcontext
+
+
+class _Held:
+  """Stands for the memory that a step takes."""
+
+
+@pytest.mark.parametrize(
+  'kind, num_runs',
+  [
+    (tf.errors.ResourceExhaustedError, 2),
+    (tf.errors.CancelledError, 1),
+    (tf.errors.UnavailableError, 1),
+    (ValueError, 1),
+  ],
+)
+def testWhatRunsWithoutXlaHasTheMemoryOfWhatFailedBefore(monkeypatch, kind, num_runs):
+  told, runs = [], []
+  monkeypatch.setattr(heartbeat, '_Send', told.append)
+
+  def RunAgain():
+    held = _Held()
+    assert all(before() is None for before in runs)
+    runs.append(weakref.ref(held))
+    raise kind('mine') if kind is ValueError else kind(None, None, 'mine')
+
+  with pytest.raises(kind, match='mine'), failures.Located(_Compiled(), RunAgain):
+    raise tf.errors.InternalError(None, None, 'first')
+  assert len(runs) == num_runs
+  assert told == [heartbeat.LONG] * num_runs
+
+
+def testWhatFailsWithXlaAlone():
+  compiled = _Compiled()
+
+  def RunAgain():
+    if compiled.xla:
+      raise tf.errors.ResourceExhaustedError(None, None, 'OOM')
+
+  compiled.WithoutXla = lambda: mock.patch.object(compiled, 'xla', False)
+  with pytest.raises(tf.errors.ResourceExhaustedError) as e, failures.Located(compiled, RunAgain):
+    raise tf.errors.InternalError(None, None, 'first')
+  assert e.value.__notes__ == ['without XLA, which tells no layers, it does not fail']
 
 
 # ---- while the step is planned and built ---------------------------------------------------------
