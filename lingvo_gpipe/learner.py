@@ -200,19 +200,19 @@ class Learner:
     """The count of updates applied."""
     return self._parts[0].optimizer.iterations if self._count is None else self._count
 
-  def Variables(self, prefix: str = 'learner') -> dict[str, tf.Variable]:
-    """{name: variable} of all slots and the count of updates: what a checkpoint keeps."""
+  def Variables(self, prefix: str) -> dict[str, tf.Variable]:
+    """{name: variable} of all slots: what a checkpoint keeps beside the count of updates."""
     found: dict[str, tf.Variable] = {}
     for part in self._parts:
       found.update(part.optimizer.slots)
     if self._num_own:
       for name, variable in self._parts[0].optimizer.shared.items():
         found[f'{prefix}/{name}'] = variable
-    found[f'{prefix}/iterations'] = self.iterations
     return found
 
-  def AfterRestore(self) -> None:
-    """Hands the restored count of updates to the optimizers of all stages."""
+  def AfterRestore(self, iterations: tf.Variable) -> None:
+    """Hands what was restored, the count of updates too, to the optimizers of all stages."""
+    self.iterations.assign(iterations)
     for part in self._parts[1 : self._num_own]:
       part.optimizer.Follow(self._parts[0].optimizer)
 

@@ -128,17 +128,15 @@ class Learners:
 
   def Variables(self) -> dict[str, tf.Variable]:
     """{name: variable}: what a checkpoint keeps of the learners."""
-    if len(self.learners) == 1:
-      return self.learners[0].Variables()
-    found = {}
+    found = {'learner/iterations': self.iterations}
     for each in self.learners:
-      found.update(each.Variables(f'learner/{each.params.name}'))
+      found.update(each.Variables(f'learner{self._Suffix(each)}'))
     return found
 
   def AfterRestore(self) -> None:
     """To be called when `Variables()` were assigned from a checkpoint."""
     for each in self.learners:
-      each.AfterRestore()
+      each.AfterRestore(self.iterations)
 
   def BeginAtWeights(self) -> None:
     """To be called when weights, but not their slots, were assigned from elsewhere."""
