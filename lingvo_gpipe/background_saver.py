@@ -57,14 +57,17 @@ class BackgroundSaver:
 
   def Save(
     self, step: int, variables: Mapping[str, Any], metadata: Mapping[str, Any], **options: Any
-  ) -> None:
-    """Saves the values that the variables have now.
+  ) -> bool:
+    """Saves the values that the variables have now; a run can go on from all that is saved.
 
     Args:
       step: as for `Checkpointer.Save`.
       variables: the same; they may be changed when this returns.
       metadata: the same, and the same holds.
       **options: what else `Checkpointer.Save` takes.
+
+    Returns:
+      False where a trained weight is not finite: then nothing is saved, and a warning says so.
 
     Raises:
       OSError: this checkpoint or the one before cannot be saved, the directory was lost, or there
@@ -75,10 +78,16 @@ class BackgroundSaver:
       self._Join()
       if self._lock is not None:
         self._lock.Check()
+      heartbeat.Begin(heartbeat.COPY)
+      bad = _NotFinite(variables)
+      heartbeat.Step(heartbeat.COPY)
+      if bad:
+        logging.warning('no checkpoint of step %d: %s is not finite', step, bad)
+        return False
       if not self._in_background:
         self._Write(step, variables, metadata, options)
         self._RaiseError()
-        return
+        return True
       self._copy_seconds = -time.perf_counter()
       heartbeat.Begin(heartbeat.COPY)
       values = _Copies(step, variables, self._saver.workers)
@@ -94,6 +103,7 @@ class BackgroundSaver:
         # New functions are brought to workers, which is not to be done beside others: see `_Gate`.
         self._Join()
         self.write_seconds = 0.0
+      return True
 
   def Check(self) -> None:
     """Raises what failed in the thread, if it has failed; does not wait."""
@@ -176,6 +186,17 @@ class BackgroundSaver:
         self._copy_seconds,
         seconds,
       )
+
+
+def _NotFinite(variables: Mapping[str, Any]) -> str:
+  """The path of a trained weight with an entry that is not finite; '' where none has."""
+  found = {}
+  for path, v in variables.items():
+    if isinstance(v, tf.Variable) and v.trainable and v.dtype.is_floating:
+      with tf.device(v.device):
+        found[path] = tf.reduce_all(tf.math.is_finite(v))
+  # All are under way before the first is waited for.
+  return next((path for path, is_finite in found.items() if not is_finite), '')
 
 
 def _Copies(step: int, variables: Mapping[str, Any], workers: Sequence[str]) -> dict[str, Any]:

@@ -292,12 +292,16 @@ class BaseLayer(tf.Module):
     weight, trainable = self._weights[name]
     path = f'{self.path}.{name}'
     with tf.init_scope(), tf.device(device) if device else contextlib.nullcontext():
-      return tf.Variable(
-        weight_params.InitialValue(weight, self.params.random_seed, path),
-        trainable=trainable,
-        # Keras refuses slashes, TensorFlow brackets.
-        name=path.replace('[', '_').replace(']', ''),
-      )
+      try:
+        return tf.Variable(
+          weight_params.InitialValue(weight, self.params.random_seed, path),
+          trainable=trainable,
+          # Keras refuses slashes, TensorFlow brackets.
+          name=path.replace('[', '_').replace(']', ''),
+        )
+      except tf.errors.OpError as e:
+        e.add_note(f'while the weight {path} was made, of shape {list(weight.shape)}')
+        raise
 
   @property
   def vars(self) -> nested_map.NestedMap:

@@ -19,6 +19,7 @@ from lingvo_gpipe import (
   ema,
   eval_progress,
   evaluation,
+  file_errors,
   heartbeat,
   hyperparams,
   logdir_lock,
@@ -26,7 +27,6 @@ from lingvo_gpipe import (
   multi_task_runner,
   params_change,
   run_report,
-  step_failures,
   stop_request,
 )
 from lingvo_gpipe import model as model_lib
@@ -143,7 +143,11 @@ class EvalProgram:
     while self._stop.signal is None:
       # Asked before the checkpoints: when training has ended, all that it saved is there.
       finished = run_report.FinishedStep(self._logdir)
-      found = self._Newest()
+      try:
+        found = self._Newest()
+      except OSError as e:  # The directory may be out of reach for a while.
+        logging.warning('%s; trying again', file_errors.OneLine(e))
+        finished = found = None
       if found is not None and found.step > done:
         passed_over = self._PassedOver(done, found.step)
         if self._TakeIfThere(found):
@@ -209,7 +213,6 @@ class EvalProgram:
       try:
         is_done = part(info.step, job)
       except Exception as e:
-        step_failures.AddHint(e, self._params)
         e.add_note(f'in {job.jobname} of the checkpoint of step {info.step}')
         raise
       if not is_done:

@@ -16,6 +16,8 @@ from lingvo_gpipe import (
   eval_program,
   eval_progress,
   multi_task_runner,
+  steady_output,
+  step_failures,
   stop_request,
   supervised,
   supervisor,
@@ -29,23 +31,25 @@ def _Evaluate() -> int:
   stop = stop_request.StopRequest()
   if not has_workers:
     stop.Install()
+    steady_output.Install()
   params = binary.ModelParams(FLAGS.split)
   logdir = binary.LogDir()
   num_devices = multi_task_runner.NumDevices(params.Instantiate())
   progress = eval_progress.EvalProgress()
 
   def EvaluateOn(devices: cluster.Cluster, stop: stop_request.StopRequest) -> int:
-    return eval_program.EvalProgram(
-      params,
-      logdir,
-      devices,
-      FLAGS.split,
-      stop,
-      job=FLAGS.job,
-      checkpoint=FLAGS.checkpoint,
-      allow_params_change=FLAGS.allow_params_change,
-      progress=progress,
-    ).Run(FLAGS.once)
+    with step_failures.Hints(params):
+      return eval_program.EvalProgram(
+        params,
+        logdir,
+        devices,
+        FLAGS.split,
+        stop,
+        job=FLAGS.job,
+        checkpoint=FLAGS.checkpoint,
+        allow_params_change=FLAGS.allow_params_change,
+        progress=progress,
+      ).Run(FLAGS.once)
 
   if not has_workers:
     return EvaluateOn(binary.OwnDevices(num_devices, FLAGS.num_replicas), stop)

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -16,18 +18,14 @@ _OUT_OF_MEMORY = re.compile(r'RESOURCE_EXHAUSTED|[Oo]ut of memory|\bOOM\b|OUT_OF
 _OTHERS = re.compile('No space left|[Qq]uota exceeded|Too many open files')
 
 
-def AddNotes(
-  error: Exception, params: hyperparams.Params, step: int, saved: checkpointer.Checkpointer
-) -> None:
-  """Says what to try, after which step the training ended, and where it can go on.
+def AddNotes(error: Exception, step: int, saved: checkpointer.Checkpointer) -> None:
+  """Says after which step the training ended, and where it can go on.
 
   Args:
-    error: what was raised; gets notes.
-    params: the model's Params.
+    error: what was raised; gets a note.
     step: the last one that was done.
     saved: the checkpoints of the run.
   """
-  AddHint(error, params)
   try:
     steps = [info.step for info in saved.All()]
   except (OSError, ValueError):  # Perhaps it is why the training ended.
@@ -36,15 +34,24 @@ def AddNotes(
   error.add_note(f'training ended after step {step}; the next call {there}')
 
 
-def AddHint(error: Exception, params: hyperparams.Params) -> None:
-  """Says what to try where memory ran out; arguments as for `AddNotes`."""
-  if _IsOutOfMemory(error):
-    where = ' and '.join(_PipelinePaths(params)) or 'a PipeliningLayer'
-    error.add_note(
-      f'out of memory: try more micro-batches (num_micro_batches of {where}), more stages '
-      "(num_stages), remat_policy 'stage' or 'layer', or a smaller batch_size of the input; "
-      'trainer --mode=inspect_partition predicts the memory of each stage'
-    )
+@contextlib.contextmanager
+def Hints(params: hyperparams.Params) -> Iterator[None]:
+  """Adds to an exception of the enclosed code what to try where memory ran out.
+
+  Args:
+    params: the model's Params.
+  """
+  try:
+    yield
+  except Exception as e:
+    if _IsOutOfMemory(e):
+      where = ' and '.join(_PipelinePaths(params)) or 'a PipeliningLayer'
+      e.add_note(
+        f'out of memory: try more micro-batches (num_micro_batches of {where}), more stages '
+        "(num_stages), remat_policy 'stage' or 'layer', or a smaller batch_size of the input; "
+        'trainer --mode=inspect_partition predicts the memory of each stage'
+      )
+    raise
 
 
 def _PipelinePaths(params: hyperparams.Params) -> list[str]:

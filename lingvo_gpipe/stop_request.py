@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`StopRequest`: how SIGTERM and Ctrl-C end a program between two steps."""
+"""`StopRequest`: how a signal such as SIGTERM or Ctrl-C ends a program between two steps."""
 
 from __future__ import annotations
 
@@ -7,30 +7,41 @@ import contextlib
 import os
 import signal
 import threading
+from collections.abc import Collection
+
+
+def Signals() -> tuple[signal.Signals, ...]:
+  """Those that ask a program to end: SIGHUP, too, unless it is ignored, as nohup wants it."""
+  is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+  return (signal.SIGTERM, signal.SIGINT, *(() if is_ignored else (signal.SIGHUP,)))
 
 
 class StopRequest:
-  """Set by SIGTERM or Ctrl-C: the loop finishes its step, saves and leaves. Twice: at once."""
+  """Set by one of `Signals`: the loop finishes its step, saves and leaves. Twice: at once."""
 
   def __init__(self) -> None:
     self.signal: int | None = None
 
   def Install(self) -> None:
-    """Takes over SIGTERM and SIGINT for the rest of the process."""
+    """Takes over `Signals` for the rest of the process."""
     # Python runs its handlers only between two steps of the main thread, and a step (or the
     # compilation in the first one) may take minutes. The wake-up file is written at once, and a
     # thread of our own reads it meanwhile.
     wake_up, written = os.pipe()
     os.set_blocking(written, False)
     signal.set_wakeup_fd(written, warn_on_full_buffer=False)
-    for number in (signal.SIGTERM, signal.SIGINT):
+    numbers = Signals()
+    for number in numbers:
       signal.signal(number, lambda number, frame: None)
-    threading.Thread(target=self._Watch, args=(wake_up,), name='signals', daemon=True).start()
+    watch = threading.Thread(
+      target=self._Watch, args=(wake_up, numbers), name='signals', daemon=True
+    )
+    watch.start()
 
-  def _Watch(self, wake_up: int) -> None:
+  def _Watch(self, wake_up: int, numbers: Collection[int]) -> None:
     while received := os.read(wake_up, 1):
       number = received[0]
-      if number not in (signal.SIGTERM, signal.SIGINT):
+      if number not in numbers:
         continue
       if self.signal is not None:
         os._exit(128 + number)
@@ -47,7 +58,7 @@ class StopRequest:
 
   @property
   def name(self) -> str:
-    """SIGTERM or SIGINT; '' before one came."""
+    """The signal's, such as SIGTERM; '' before one came."""
     return '' if self.signal is None else signal.Signals(self.signal).name
 
   @property

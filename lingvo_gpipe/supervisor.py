@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from absl import logging
 
-from lingvo_gpipe import cluster_spec, heartbeat, local_workers
+from lingvo_gpipe import cluster_spec, heartbeat, local_workers, stop_request
 
 # The status of a child that a worker failed (EX_TEMPFAIL of sysexits.h).
 WORKER_FAILED = 75
@@ -56,8 +56,6 @@ _WHAT = {
 
 # All that a pipe may hold on Linux.
 _PIPE_BYTES = 1 << 16
-
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Work(NamedTuple):
@@ -122,10 +120,11 @@ class Supervisor:
     self._received: list[int] = []
     self._is_starting = False
     self._failures: Counter[str] = Counter()
+    self._signals = stop_request.Signals()
 
   def Run(self) -> int:
     """Returns the exit status: of this process, and, in each child, of the child."""
-    for number in _SIGNALS:
+    for number in self._signals:
       signal.signal(number, self._Forward)
     in_a_row, reached = 0, self._work.Reached()
     supervisor = os.getpid()
@@ -149,7 +148,7 @@ class Supervisor:
         os.close(lifeline[0])
         os.close(signs[1])
         try:
-          signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+          signal.pthread_sigmask(signal.SIG_UNBLOCK, self._signals)
           status, failure = self._Watch(signs[0], workers)
         finally:
           self._child = 0
@@ -197,7 +196,7 @@ class Supervisor:
     for stream in (sys.stdout, sys.stderr):
       with suppress(OSError):  # Nobody reads it any more.
         stream.flush()  # Else the child writes what waits here, too.
-    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
     self._is_starting = False
     return workers
 
@@ -211,11 +210,11 @@ class Supervisor:
 
   def _Pause(self, seconds: float) -> None:
     """Waits, but not longer than for a signal."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    found = None if self._received else signal.sigtimedwait(_SIGNALS, seconds)
+    signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
+    found = None if self._received else signal.sigtimedwait(self._signals, seconds)
     if found:
       self._received.append(found.si_signo)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, self._signals)
 
   def _InChild(
     self,
@@ -225,9 +224,9 @@ class Supervisor:
     signs: tuple[int, int],
   ) -> int:
     local_workers.EndWithStarter(supervisor)
-    for number in _SIGNALS:
+    for number in self._signals:
       signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, self._signals)
     # Ctrl-C in a terminal goes to the whole group; the supervisor forwards it, once.
     os.setpgid(0, 0)
     os.close(lifeline[1])

@@ -174,6 +174,7 @@ class TrainProgram:
     self._saved_passes: dict[str, Any] = {}  # Their state in the last checkpoint.
     self._counts = run_state.Counts()
     self._values: dict[str, float] = {}  # Of the last step.
+    self._is_saved = True  # The last checkpoint; not where weights were not finite.
 
   def Run(self) -> int:
     """Trains to the end, or until asked to stop; returns the exit status."""
@@ -181,10 +182,10 @@ class TrainProgram:
     for source in self._inputs.values():
       source.CheckRestarts()
     self._Restore()
-    # An evaluator started with this call is not to take the last one's end for its own.
-    run_report.Remove(self._logdir)
     files = {path: None for source in self._inputs.values() for path in source.Assets()}
     assets.Keep(self._logdir, list(files), is_resumed=self._counts.examples_consumed > 0)
+    # An evaluator started with this call is not to take the last one's end for its own.
+    run_report.Remove(self._logdir)
     # Not before: where the checkpoint is another model's, its description stays.
     plans = {name: one.plan for name, one in self._runner.task_runners.items()}
     inspection.WriteDescription(self._logdir, self._params, self._model, plans)
@@ -196,11 +197,11 @@ class TrainProgram:
       if self._stop.signal is None:
         self._EndPasses()
     except _NotFinite as e:
-      step_failures.AddNotes(e, self._params, self._step, self._checkpointer)
+      step_failures.AddNotes(e, self._step, self._checkpointer)
       print(e, *e.__notes__, sep='\n', file=sys.stderr)
       return 1
     except Exception as e:
-      step_failures.AddNotes(e, self._params, self._step, self._checkpointer)
+      step_failures.AddNotes(e, self._step, self._checkpointer)
       raise
     finally:
       self._log.Close()
@@ -363,7 +364,8 @@ class TrainProgram:
       )
     ended = self._stop.name or ended  # A signal may have come while the last step was saved.
     if step < max_steps or self._stop.signal is not None:
-      print(f'stopped by {ended} after step {step}; the checkpoint is saved', flush=True)
+      said = 'the checkpoint is saved' if self._is_saved else 'there is no checkpoint of it'
+      print(f'stopped by {ended} after step {step}; {said}', flush=True)
     return ended
 
   def _WhereNotFinite(
@@ -445,7 +447,7 @@ class TrainProgram:
     best = self._early_stop.best_step
     with self._saver.Blocking():
       streams = self._streams.Now()
-    self._saver.Save(
+    self._is_saved = self._saver.Save(
       step,
       {**self._runner.Variables(), **streams},
       metadata,

@@ -23,6 +23,8 @@ from lingvo_gpipe import (
   multi_task_runner,
   registry,
   remaining_workers,
+  steady_output,
+  step_failures,
   step_profiler,
   stop_request,
   supervised,
@@ -112,6 +114,7 @@ def _Train() -> int:
   stop = stop_request.StopRequest()
   if not has_workers:
     stop.Install()
+    steady_output.Install()
   params = binary.ModelParams('Train')
   steps = None
   if FLAGS.profile_steps:
@@ -213,20 +216,21 @@ def _TrainOn(
   # Before the devices: a second trainer would find their memory taken.
   with logdir_lock.Held(os.path.join(logdir, 'train')) as lock:
     devices, params = make_devices()
-    return train_program.TrainProgram(
-      params,
-      logdir,
-      devices,
-      InputParams,
-      stop,
-      job=FLAGS.job,
-      check_numerics=FLAGS.check_numerics,
-      allow_params_change=FLAGS.allow_params_change,
-      lock=lock,
-      profile_steps=profile_steps,
-      failures=failures,
-      own_params=own_params,
-    ).Run()
+    with step_failures.Hints(params):
+      return train_program.TrainProgram(
+        params,
+        logdir,
+        devices,
+        InputParams,
+        stop,
+        job=FLAGS.job,
+        check_numerics=FLAGS.check_numerics,
+        allow_params_change=FLAGS.allow_params_change,
+        lock=lock,
+        profile_steps=profile_steps,
+        failures=failures,
+        own_params=own_params,
+      ).Run()
 
 
 _MODES = {

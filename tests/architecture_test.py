@@ -31,6 +31,8 @@ _LEVELS = (
     'lingvo_gpipe.cluster_spec',
     'lingvo_gpipe.local_workers',
     'lingvo_gpipe.heartbeat',
+    'lingvo_gpipe.stop_request',
+    'lingvo_gpipe.steady_output',
     'lingvo_gpipe.text_table',
     'lingvo_gpipe.supervisor',
     'lingvo_gpipe.pipeline.actions',
@@ -120,6 +122,7 @@ _FOREIGN_NAMES = {
   'tests/layers/keras_cut_test.py': {'call'},
   'tests/layers/keras_layer_test.py': {'build', 'call', 'get_config'},
   'lingvo_gpipe/nested_map.py': {'copy', 'setdefault', 'update'},  # dict.
+  'lingvo_gpipe/steady_output.py': {'write', 'flush'},  # io.
   'lingvo_gpipe/optimizer.py': {'add_variable_from_reference', '_should_use_adamw'},  # Keras.
   'tests/conftest.py': {'find_spec'},  # importlib.
   'tests/input/tfds_images_test.py': {'_info', '_split_generators', '_generate_examples'},  # TFDS.

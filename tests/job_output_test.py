@@ -7,6 +7,7 @@ import pty
 import re
 import select
 import shutil
+import signal
 import sys
 import time
 
@@ -123,6 +124,31 @@ def testTrainAndEval(forks, project, tmp_path, kind):
     assert first.startswith('step 1/6  loss ')
   assert re.match(r'step 6/6  loss [\d.e-]+  [\d,]+ examples/s  lr [\d.e-]+  0:00 left$', line)
   assert lines.index(line) < lines.index('--- run report')
+
+
+@pytest.mark.parametrize('kind', ['terminal', 'pipe'])
+def testARunGoesOnWhereNobodyReadsAnyMore(forks, project, tmp_path, kind):
+  """A terminal that is closed, the end of a pipe that has gone; then the signal of the former."""
+  log = tmp_path / 'run' / 'metrics.jsonl'
+
+  def Steps():
+    return log.read_text().count('\n') if log.exists() else 0
+
+  def AwaitMore(num):
+    wanted, deadline = Steps() + num, time.monotonic() + processes.TIMEOUT
+    while Steps() < wanted and time.monotonic() < deadline:
+      time.sleep(0.01)
+    assert Steps() >= wanted
+
+  with _Reader(kind, tmp_path) as (path, _):
+    args = ['--model=toy.Toy', f'--logdir={tmp_path}/run', f'--max_steps={10**6}']
+    pid = forks.Start('trainer', *args, cwd=project, more_environment=_Environment(), stdout=path)
+    AwaitMore(2)
+  AwaitMore(20)
+  os.kill(pid, signal.SIGHUP)
+  done = forks.Wait()
+  assert done.returncode == 128 + signal.SIGHUP, done.stderr
+  assert processes.Steps(tmp_path / 'run') == [Steps()]
 
 
 @pytest.mark.parametrize('kind', ['terminal', 'pipe'])

@@ -92,6 +92,7 @@ for line in sys.stdin:
   call = json.loads(line)
   pid = os.fork()
   if not pid:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # The tests may run under nohup.
     for fd, path in ((1, call['stdout']), (2, call['stderr'])):
       os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), fd)
     os.chdir(call['cwd'])

@@ -21,12 +21,12 @@ from tests import processes, toy_training
     MemoryError(),
   ],
 )
-def testWhatToTryWhereMemoryRanOut(tmp_path, error):
+def testWhatToTryWhereMemoryRanOut(error):
   params = registry.GetParams(processes.MODEL, 'Train')
-  step_failures.AddNotes(error, params, 7, checkpointer.Checkpointer(tmp_path))
-  hint, where = error.__notes__
+  with pytest.raises(type(error)), step_failures.Hints(params):
+    raise error
+  (hint,) = error.__notes__
   assert hint.startswith('out of memory: try more micro-batches (num_micro_batches of task.stack)')
-  assert where == 'training ended after step 7; the next call begins anew'
 
 
 def _Model(**tasks):
@@ -49,9 +49,9 @@ def testTheHintNamesThePipelineWhereverItIs():
     (_Model(a=other, b=other), 'task_params.a.decoder.pipe and task_params.b.decoder.pipe'),
     (_Model(one=task), 'a PipeliningLayer'),
   ):
-    error = MemoryError()
-    step_failures.AddHint(error, params)
-    assert f'(num_micro_batches of {where})' in error.__notes__[0]
+    with pytest.raises(MemoryError) as e, step_failures.Hints(params):
+      raise MemoryError
+    assert f'(num_micro_batches of {where})' in e.value.__notes__[0]
 
 
 @pytest.mark.parametrize(
@@ -64,13 +64,23 @@ def testTheHintNamesThePipelineWhereverItIs():
     tf.errors.ResourceExhaustedError(None, None, 'x; Too many open files'),
   ],
 )
-def testOtherErrorsSayWhereTheNextCallGoesOn(tmp_path, error):
+def testOtherErrorsGetNoHint(error):
+  with pytest.raises(type(error)), step_failures.Hints(hyperparams.Params()):
+    raise error
+  assert not hasattr(error, '__notes__')
+
+
+def testWhereTheNextCallGoesOn(tmp_path):
   saved = checkpointer.Checkpointer(tmp_path)
+  error = ValueError()
+  step_failures.AddNotes(error, 7, saved)
   for step in (2, 4):
     saved.Save(step, {'v': tf.Variable(0.0)}, {})
-  step_failures.AddNotes(error, hyperparams.Params(), 5, saved)
-  (note,) = error.__notes__
-  assert note == 'training ended after step 5; the next call goes on from the checkpoint of step 4'
+  step_failures.AddNotes(error, 5, saved)
+  assert error.__notes__ == [
+    'training ended after step 7; the next call begins anew',
+    'training ended after step 5; the next call goes on from the checkpoint of step 4',
+  ]
 
 
 def testALossThatIsNotFiniteEndsTheTrainingAndSaysWhatIsIntact(tmp_path, monkeypatch, capsys):
@@ -89,6 +99,17 @@ def testALossThatIsNotFiniteEndsTheTrainingAndSaysWhatIsIntact(tmp_path, monkeyp
   first, last = found.err.splitlines()
   assert first.startswith('step 3: the loss or gradients of 3 steps in a row were not finite')
   assert last == 'training ended after step 3; the next call goes on from the checkpoint of step 2'
+
+
+def testWeightsThatAreNotFiniteReachNoCheckpoint(tmp_path, caplog):
+  p = toy_training.Params(save_interval_steps=1, save_max_to_keep=2, max_steps=8)
+  p.task.train.learner.Set(learning_rate=1e20, skip_nonfinite=False)
+  assert toy_training.Program(tmp_path, p).Run() == 0
+  last = processes.Steps(tmp_path)[-1]
+  assert last < 8
+  weights = processes.Tensors(tmp_path, last)
+  assert all(np.isfinite(weights[f'toy.{name}']).all() for name in 'wb')
+  assert f'no checkpoint of step {last + 1}: toy.' in caplog.text
 
 
 def testAStepThatCannotBeRepeatedHidesNoMessage(tmp_path, monkeypatch, capsys):
@@ -112,7 +133,7 @@ def testACheckpointDirectoryThatCannotBeReadHidesNoError(tmp_path):
   (tmp_path / 'file').write_text('')
   error = ValueError('mine')
   saved = checkpointer.Checkpointer(tmp_path / 'file' / 'train')
-  step_failures.AddNotes(error, hyperparams.Params(), 5, saved)
+  step_failures.AddNotes(error, 5, saved)
   assert error.__notes__[0].startswith('training ended after step 5')
 
 

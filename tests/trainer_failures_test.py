@@ -79,6 +79,12 @@ class Words(task.BaseTask):
     return {'loss': (tf.reduce_mean(tf.square(predictions - 1.0)), self.LossWeight(batch))}, {}
 
 
+class TooLarge(Regression):
+  def __init__(self, params):
+    super().__init__(params)
+    self.CreateVariable('large', weight_params.WeightParams([1 << 25, 1 << 25]))
+
+
 class Data(synthetic.SyntheticRegressionInput):
   def _ExampleSpec(self):
     return nested_map.NestedMap(super()._ExampleSpec(), size=tf.TensorSpec([], tf.int32))
@@ -140,6 +146,11 @@ class Memory(Toy):
 
   def Train(self):
     return super().Train().Set(shuffle=False)
+
+
+@registry.RegisterSingleTaskModel
+class Large(Toy):
+  TASK = TooLarge
 
 
 @registry.RegisterSingleTaskModel
@@ -311,7 +322,7 @@ def testAStepThatNeedsTooMuchMemoryIsTold(trainer, forks, tmp_path):
   done = forks.Wait()
   assert done.returncode == 1
   assert 'OOM when allocating tensor with shape[1048576,1048576]' in done.stderr
-  in_loss, in_stage, hint, where = processes.Messages(done.stderr)[-4:]
+  in_loss, in_stage, where, hint = processes.Messages(done.stderr)[-4:]
   assert in_loss == 'in the loss'
   assert in_stage.startswith('in stage 0 (toy'), done.stderr
   for what in ('num_micro_batches', 'num_stages', 'remat_policy', 'batch_size'):
@@ -320,6 +331,14 @@ def testAStepThatNeedsTooMuchMemoryIsTold(trainer, forks, tmp_path):
     'training ended after step 4; the next call goes on from the checkpoint of step 4'
   )
   assert processes.Tensors(tmp_path, 4)['global_step'] == 4
+
+
+def testAWeightThatNeedsTooMuchMemoryIsTold(trainer, tmp_path):
+  done = trainer('Large', tmp_path, 4)
+  assert done.returncode == 1
+  which, hint = processes.Messages(done.stderr)[-2:]
+  assert which == 'while the weight toy.large was made, of shape [33554432, 33554432]'
+  assert hint.startswith('out of memory: try more micro-batches')
 
 
 # ---- data ----------------------------------------------------------------------------------------
