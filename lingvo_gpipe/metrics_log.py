@@ -10,6 +10,7 @@ there is one line, in the order of time, but of failures there are all; what is 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
@@ -74,9 +75,11 @@ class MetricsLog:
 
   def Close(self) -> None:
     """Closes the file; another `Write` opens it again."""
-    if self._file is not None:
-      self._file.close()
-      self._file = None
+    file, self._file = self._file, None
+    if file is not None:
+      # Each line was flushed: what cannot be written now was an error before.
+      with contextlib.suppress(tf.errors.OpError):
+        file.close()
 
   def _Rewrite(self, is_kept: Callable[[tuple[int, str]], bool]) -> None:
     """Removes lines, among them what a kill left of one; writes nothing where none is to go."""

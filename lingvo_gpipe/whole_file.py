@@ -7,6 +7,8 @@ import secrets
 
 import tensorflow as tf
 
+from lingvo_gpipe import tensor_bundle
+
 
 def Write(path: str, content: str | bytes) -> None:
   """Writes a text or bytes under another name and renames it, over an older file of that name.
@@ -26,6 +28,8 @@ def Write(path: str, content: str | bytes) -> None:
     try:
       with tf.io.gfile.GFile(temporary, 'wb') as f:
         f.write(content)
+      # Else a power failure may leave the new name with nothing in it.
+      tensor_bundle.Sync(temporary)
       tf.io.gfile.rename(temporary, path, overwrite=True)
     except BaseException:
       if tf.io.gfile.exists(temporary):
