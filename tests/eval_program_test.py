@@ -112,6 +112,22 @@ def testParamsThatComeWhileItFollowsAreCompared(followed, tmp_path):
     evaluator.Run()
 
 
+def testADirectoryThatCannotBeReadForAWhileIsReadAgain(run, monkeypatch, caplog):
+  """Though training has ended."""
+  latest, failures = checkpointer.Checkpointer.Latest, [OSError('no route'), OSError('no route')]
+
+  def Latest(self):
+    if failures:
+      raise failures.pop()
+    return latest(self)
+
+  monkeypatch.setattr(checkpointer.Checkpointer, 'Latest', Latest)
+  monkeypatch.setattr(eval_program, '_Wait', lambda seconds, stop: None)
+  assert toy_training.Evaluator(run, _Params()).Run() == 0
+  assert not failures and list(_Lines(run)) == [10]
+  assert caplog.text.count('no route; trying again') == 2
+
+
 @pytest.mark.parametrize('trained, here', [(0.9, 0.0), (0.9, 0.9), (0.0, 0.9)])
 def testTheCheckpointSaysWhetherAveragesAreTaken(tmp_path, capsys, trained, here):
   train = {'eval_datasets': ['Test'], 'eval_interval_steps': 100}

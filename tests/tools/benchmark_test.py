@@ -61,8 +61,8 @@ def testATinyRunForReal(tmp_path):
   for row in rows:
     assert len(row) == len(report.COLUMNS)
     assert row[11].endswith('%') and row[12].endswith('%')
-    assert float(row[13]) > 0
-    assert row[14] == '-'
+    assert float(row[13]) > 0 and float(row[14]) > 0
+    assert row[15] == row[16] == '-'
   results = [json.loads(line) for line in output.read_text().splitlines()]
   assert len(results) == 3
   for line in results:
