@@ -11,6 +11,7 @@ import sys
 import pytest
 
 import lingvo_gpipe
+from lingvo_gpipe.pipeline import schedules
 from tests import processes
 
 ROOT = pathlib.Path(lingvo_gpipe.__file__).parents[1]
@@ -19,6 +20,7 @@ OWN_LOOP = ROOT / 'docs' / 'own_loop.md'
 LINGVO_USERS = ROOT / 'docs' / 'lingvo_users.md'
 ARCHITECTURE = ROOT / 'docs' / 'architecture.md'
 KERAS = ROOT / 'docs' / 'keras.md'
+SCHEDULES = ROOT / 'docs' / 'schedules.md'
 DOCS = [README, *sorted((ROOT / 'docs').glob('*.md'))]
 MAX_LINES = {README: 160, ARCHITECTURE: 160}
 
@@ -117,6 +119,12 @@ def testKerasModelTrainsAndGetsItsWeightsBack(environment, tmp_path):
   assert float(output.split()[-1]) <= MAX_DIFFERENCE
 
 
+def testSchedulesOfOnesOwnTrain(environment, tmp_path):
+  (program,), (shown,) = _Blocks(SCHEDULES, 'python'), _Blocks(SCHEDULES, 'text')
+  assert program.count('\n') <= 50
+  assert _RunProgram(program, environment, tmp_path) == shown
+
+
 def testReadmeExperimentTrainsInADirectoryOfItsOwn(environment, forks, tmp_path):
   files = _ProjectFiles()
   assert sorted(files) == ['params/toy.py', 'tasks/toy.py']
@@ -171,6 +179,12 @@ def testNamedFilesExist(path):
   made = _ProjectFiles()
   for name in _FILE.findall(path.read_text()):
     assert name in made or (ROOT / name).exists(), f'{path.name} names {name}'
+
+
+def testTheTableOfSchedulesHasThemAll():
+  assert sorted(re.findall(r'^\| `(\w+)` \|', SCHEDULES.read_text(), re.MULTILINE)) == (
+    schedules.Names()
+  )
 
 
 def testModulesInTheTableOfImportsExist():
