@@ -62,6 +62,9 @@ class _Engine(Protocol):
   @property
   def xla(self) -> bool: ...
 
+  @property
+  def sums_statistics(self) -> bool: ...
+
   def WithoutXla(self) -> contextlib.AbstractContextManager[None]: ...
 
 
@@ -116,6 +119,11 @@ def Located(engine: _Engine, run_again: Callable[[], Any]) -> Iterator[None]:
         cause.add_note(_WithoutXla(engine, run_again, cause))
       raise cause from None
     e.add_note('run again action by action, the step did not fail')
+    if engine.sums_statistics:
+      e.add_note(
+        'where a step failed before, TensorFlow may take no more sums over replicas in this '
+        'process: start the program again'
+      )
     raise
 
 

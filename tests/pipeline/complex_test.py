@@ -41,7 +41,7 @@ _SPLITS = {1: [9], 2: [4, 9], 3: [4, 6, 9]}
 
 
 def _X():
-  return tf.constant(np.random.default_rng(0).normal(size=[_BATCH, fn_layer.DIM]))
+  return tf.constant(0.3 * np.random.default_rng(0).normal(size=[_BATCH, fn_layer.DIM]))
 
 
 def _Stack(num_stages, **options):

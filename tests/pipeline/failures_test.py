@@ -22,9 +22,9 @@ from lingvo_gpipe import (
   shapes,
   task,
 )
-from lingvo_gpipe.layers import linear
+from lingvo_gpipe.layers import batch_norm, linear
 from lingvo_gpipe.pipeline import emission, failures, pipelining_layer
-from tests import fn_layer, pipeline_training
+from tests import fn_layer, pipeline_training, processes
 
 _DIM, _BATCH, _M = fn_layer.DIM, 6, 3
 _LIMIT = 9.0  # What the layers below cannot take.
@@ -150,14 +150,15 @@ class _Task(task.BaseTask):
     return {'loss': (tf.reduce_mean(predictions**2), size)}, {}
 
 
-def _Runner(sub, *, loss=None, **options):
+def _Runner(sub, *, loss=None, num_replicas=1, **options):
   p = _Task.Params().Set(name='net')
   p.fn = loss or p.fn
   p.stack.Set(sub=sub, num_stages=3, splits=[1, 2, 4], num_micro_batches=_M)
   p.stack.Set(**{'xla': False, **options})
   p.train.learner.Set(optimizer=optimizer.SGD.Params(), skip_nonfinite=False)
   batch_spec = nested_map.NestedMap(x=tf.TensorSpec([_BATCH, _DIM]))
-  return runner.TaskRunner(p.Instantiate(), pipeline_training.Devices(), batch_spec)
+  devices = pipeline_training.Devices()
+  return runner.TaskRunner(p.Instantiate(), devices, batch_spec, num_replicas=num_replicas)
 
 
 def _Batch(x):
@@ -195,6 +196,35 @@ def testAFailedStepOfTrainingChangesNothing(place, fails, schedule, policy, acti
   for name, v in run.Variables().items():
     v.assign(before[name])
   assert run.TrainStep(_Batch(_Good())) == values
+
+
+def PrintFailuresWhereReplicasMeet():
+  """Of a step that fails in one replica, for which the other one waits, and of the next step."""
+  norm = batch_norm.BatchNormLayer.Params().Set(dim=_DIM, over_replicas=True)
+  sub = [fn_layer.FnLayer.Params().Set(fn=_FailsForward), norm]
+  run = _Runner(sub, num_replicas=2, num_stages=1, splits=[2])
+  run.TrainStep(_Batch(_Good()))
+  for x in (_Bad(), _Good()):
+    try:
+      run.TrainStep(_Batch(x))
+      print('none')
+    except tf.errors.OpError as e:
+      print(type(e).__name__, *e.__notes__)
+
+
+def testWhereReplicasMeet(forks, tmp_path):
+  """In a process of its own: in it TensorFlow may take no more sums over replicas."""
+  (tmp_path / 'program.py').write_text(
+    'from lingvo_gpipe import cluster\n'
+    "cluster.Cluster.Create(2, platform='cpu', threads_per_device=1)\n"
+    'from tests.pipeline import failures_test\n'
+    'failures_test.PrintFailuresWhereReplicasMeet()\n'
+  )
+  done = processes.Succeeded(forks.Run(str(tmp_path / 'program.py')))
+  failed, after = done.stdout.splitlines()
+  assert failed.startswith('InvalidArgumentError in layer net.stack.layers[0] (FnLayer) in stage 0')
+  # That hangs on whether the other one waited already.
+  assert after == 'none' or after.endswith('in this process: start the program again')
 
 
 def testAtRunTimeInTheLoss():
