@@ -32,4 +32,4 @@ def Install() -> None:
 
   For programs whose work is elsewhere, in files that are written with care.
   """
-  sys.stdout, sys.stderr = _Steady(sys.stdout), _Steady(sys.stderr)  # type: ignore[assignment]
+  sys.stdout, sys.stderr = _Steady(sys.stdout), _Steady(sys.stderr)

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import tensorflow as tf
@@ -290,7 +291,10 @@ def testAReadOnlyDiskStopsTheRunAndLosesNothing(trainer, forks, tmp_path, undist
       return
     # Nothing but a mount stops root.
     _Mounted('--bind', str(train), str(train))
-    subprocess.run(['mount', '-o', 'remount,bind,ro', str(train)], check=True)
+    command, deadline = ['mount', '-o', 'remount,bind,ro', str(train)], time.monotonic() + 60
+    # It is refused while the trainer has a file open there.
+    while subprocess.run(command, check=False, capture_output=True).returncode:
+      assert time.monotonic() < deadline
 
   try:
     message = _RunUntilItFails(trainer, forks, logdir, MakeReadOnly)
