@@ -7,7 +7,7 @@ import contextlib
 import copy
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -56,18 +56,25 @@ class BackgroundSaver:
     self.write_seconds = 0.0
 
   def Save(
-    self, step: int, variables: Mapping[str, Any], metadata: Mapping[str, Any], **options: Any
+    self,
+    step: int,
+    variables: Mapping[str, Any],
+    metadata: Mapping[str, Any],
+    *,
+    trained: Collection[str] = (),
+    **options: Any,
   ) -> bool:
-    """Saves the values that the variables have now; a run can go on from all that is saved.
+    """Saves the values that the variables have now, unless a trained weight is not finite.
 
     Args:
       step: as for `Checkpointer.Save`.
       variables: the same; they may be changed when this returns.
       metadata: the same, and the same holds.
+      trained: the paths of the trained weights.
       **options: what else `Checkpointer.Save` takes.
 
     Returns:
-      False where a trained weight is not finite: then nothing is saved, and a warning says so.
+      Whether all these are finite; where not nothing is saved, and a warning says so.
 
     Raises:
       OSError: this checkpoint or the one before cannot be saved, the directory was lost, or there
@@ -78,10 +85,7 @@ class BackgroundSaver:
       self._Join()
       if self._lock is not None:
         self._lock.Check()
-      heartbeat.Begin(heartbeat.COPY)
-      bad = _NotFinite(variables)
-      heartbeat.Step(heartbeat.COPY)
-      if bad:
+      if bad := _NotFinite({path: variables[path] for path in trained}):
         logging.warning('no checkpoint of step %d: %s is not finite', step, bad)
         return False
       if not self._in_background:
@@ -188,13 +192,12 @@ class BackgroundSaver:
       )
 
 
-def _NotFinite(variables: Mapping[str, Any]) -> str:
-  """The path of a trained weight with an entry that is not finite; '' where none has."""
+def _NotFinite(weights: Mapping[str, tf.Variable]) -> str:
+  """The path of a weight with an entry that is not finite; '' where none has."""
   found = {}
-  for path, v in variables.items():
-    if isinstance(v, tf.Variable) and v.trainable and v.dtype.is_floating:
-      with tf.device(v.device):
-        found[path] = tf.reduce_all(tf.math.is_finite(v))
+  for path, v in weights.items():
+    with tf.device(v.device):
+      found[path] = tf.reduce_all(tf.math.is_finite(v))
   # All are under way before the first is waited for.
   return next((path for path, is_finite in found.items() if not is_finite), '')
 

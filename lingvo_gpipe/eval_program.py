@@ -120,10 +120,11 @@ class EvalProgram:
     found = self._chosen or self._Begun() or checkpoint_choice.Find(self._checkpointer)
     self._Describe()
     if self._chosen is not None:
-      self._Take(found)
+      self._Restore(found)
     else:
-      while not self._TakeIfThere(found):
+      while not self._RestoreIfThere(found):
         found = checkpoint_choice.Find(self._checkpointer)
+    self._RunJobs(found.step)
     return self._stop.exit_status
 
   def _Begun(self) -> checkpointer.CheckpointInfo | None:
@@ -143,14 +144,20 @@ class EvalProgram:
     while self._stop.signal is None:
       # Asked before the checkpoints: when training has ended, all that it saved is there.
       finished = run_report.FinishedStep(self._logdir)
+      passed_over, is_restored = '', False
       try:
         found = self._Newest()
+        if found is not None and found.step <= done:
+          found = None
+        if found is not None:
+          passed_over = self._PassedOver(done, found.step)
+          is_restored = self._RestoreIfThere(found)
       except OSError as e:  # The directory may be out of reach for a while.
         logging.warning('%s; trying again', file_errors.OneLine(e))
         finished = found = None
-      if found is not None and found.step > done:
-        passed_over = self._PassedOver(done, found.step)
-        if self._TakeIfThere(found):
+      if found is not None:
+        if is_restored:
+          self._RunJobs(found.step)
           if passed_over:
             logging.info('%s', passed_over)
           done = found.step
@@ -193,27 +200,29 @@ class EvalProgram:
       f'step {taken} was there'
     )
 
-  def _TakeIfThere(self, info: checkpointer.CheckpointInfo) -> bool:
-    """`_Take`; False where it was removed meanwhile, or is damaged: there may be another."""
+  def _RestoreIfThere(self, info: checkpointer.CheckpointInfo) -> bool:
+    """`_Restore`; False where it was removed meanwhile, or is damaged: there may be another."""
     try:
-      self._Take(info)
+      self._Restore(info)
       return True
     except checkpointer.DamagedError:
       return False
 
-  def _Take(self, info: checkpointer.CheckpointInfo) -> None:
-    """Does the job for a checkpoint, or what is not done of it."""
+  def _Restore(self, info: checkpointer.CheckpointInfo) -> None:
     self._CheckParams(info)
     # Slots and learner state are the trainer's alone.
     num_averages = ema.Restore(self._checkpointer, info, self._runner.Variables())
     self._runner.AfterRestore()
     self._Say(num_averages)
+
+  def _RunJobs(self, step: int) -> None:
+    """Does the jobs for the checkpoint that was restored, or what is not done of them."""
     parts = [(job, part) for job in self._jobs for part in (self._Result, self._Sample)]
-    for job, part in self._progress.Undone(info.step, parts):
+    for job, part in self._progress.Undone(step, parts):
       try:
-        is_done = part(info.step, job)
+        is_done = part(step, job)
       except Exception as e:
-        e.add_note(f'in {job.jobname} of the checkpoint of step {info.step}')
+        e.add_note(f'in {job.jobname} of the checkpoint of step {step}')
         raise
       if not is_done:
         return

@@ -28,10 +28,11 @@ FLAGS = flags.FLAGS
 
 def _Evaluate() -> int:
   has_workers, spec = supervised.Workers()
+  if not FLAGS.once:  # Else what it prints is what it is called for.
+    steady_output.Install()
   stop = stop_request.StopRequest()
   if not has_workers:
     stop.Install()
-    steady_output.Install()
   params = binary.ModelParams(FLAGS.split)
   logdir = binary.LogDir()
   num_devices = multi_task_runner.NumDevices(params.Instantiate())

@@ -107,6 +107,11 @@ class MultiTaskRunner:
         assert found.setdefault(key, variable) is variable, key
     return found
 
+  def TrainedNames(self) -> set[str]:
+    """Which of `Variables` are the trained weights."""
+    paths = [path for one in self._trained.values() for path in one.TrainedNames()]
+    return set(self._model.Named(dict.fromkeys(paths)))
+
   def AfterRestore(self) -> None:
     """To be called when `Variables()` were assigned from a checkpoint."""
     for one in self._runners.values():

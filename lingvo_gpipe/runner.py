@@ -92,6 +92,10 @@ class TaskRunner(eval_runner.EvalRunner):
       found.update(self._ema.Variables())
     return {**found, 'global_step': self.global_step}
 
+  def TrainedNames(self) -> set[str]:
+    """Which of `Variables` are the trained weights."""
+    return {path for s in self.engine.stages for path in s.trained}
+
   def AfterRestore(self) -> None:
     """To be called when `Variables()` were assigned from a checkpoint."""
     self._num_accumulated = 0

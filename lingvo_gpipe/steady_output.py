@@ -32,4 +32,6 @@ def Install() -> None:
 
   For programs whose work is elsewhere, in files that are written with care.
   """
-  sys.stdout, sys.stderr = _Steady(sys.stdout), _Steady(sys.stderr)
+  for name in ('stdout', 'stderr'):
+    if (stream := getattr(sys, name)) is not None:  # It is where the program was started without.
+      setattr(sys, name, _Steady(stream))

@@ -43,9 +43,12 @@ class StopRequest:
       number = received[0]
       if number not in numbers:
         continue
-      if self.signal is not None:
+      if self.signal is None:
+        self.signal = number
+      elif number == signal.SIGHUP:
+        continue  # A shell sends it, and at its end the system once more.
+      else:
         os._exit(128 + number)
-      self.signal = number
       # In a thread of its own: a terminal that was halted must not hold back the second signal.
       threading.Thread(target=self._Say, name='says stop', daemon=True).start()
 

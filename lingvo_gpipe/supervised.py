@@ -10,7 +10,6 @@ from absl import flags
 from lingvo_gpipe import (
   binary,
   cluster_spec,
-  steady_output,
   stop_request,
   supervisor,
   worker_renewal,
@@ -76,7 +75,6 @@ def Run(
         worker_renewal.Renew(workers, FLAGS.num_replicas)
     stop = stop_request.StopRequest()
     stop.Install()
-    steady_output.Install()
     seconds = _WAIT_AGAIN_SECONDS if failures else _WAIT_SECONDS
     with binary.LeavingWhereAWorkerFails(supervisor.WORKER_FAILED):
       return task(workers, seconds, stop, failures)

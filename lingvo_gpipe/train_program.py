@@ -207,7 +207,7 @@ class TrainProgram:
       self._log.Close()
       self._passes.Close()
     self._Report(ended)
-    return self._stop.exit_status
+    return self._stop.exit_status or int(not self._is_saved)
 
   @property
   def _step(self) -> int:
@@ -363,7 +363,7 @@ class TrainProgram:
         f'mini-batches: its first {len(batches)} changed nothing'
       )
     ended = self._stop.name or ended  # A signal may have come while the last step was saved.
-    if step < max_steps or self._stop.signal is not None:
+    if step < max_steps or self._stop.signal is not None or not self._is_saved:
       said = 'the checkpoint is saved' if self._is_saved else 'there is no checkpoint of it'
       print(f'stopped by {ended} after step {step}; {said}', flush=True)
     return ended
@@ -451,6 +451,7 @@ class TrainProgram:
       step,
       {**self._runner.Variables(), **streams},
       metadata,
+      trained=self._runner.TrainedNames(),
       protected=[] if best is None else [best],
     )
 
@@ -462,7 +463,7 @@ class TrainProgram:
       model=self._params.model or self._params.name,
       logdir=self._logdir,
       ended=ended,
-      is_finished=self._stop.signal is None,
+      is_finished=self._stop.signal is None and self._is_saved,
       step=self._step,
       num_steps=self._step - self._first_step + 1,
       num_skipped_steps=int(self._runner.NumSkippedSteps()),

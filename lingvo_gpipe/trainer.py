@@ -111,10 +111,10 @@ def _Train() -> int:
     )
   has_workers, spec = supervised.Workers()
   _CheckMinWorkers(spec)
+  steady_output.Install()
   stop = stop_request.StopRequest()
   if not has_workers:
     stop.Install()
-    steady_output.Install()
   params = binary.ModelParams('Train')
   steps = None
   if FLAGS.profile_steps:

@@ -6,6 +6,7 @@ something imports TensorFlow for the first time, be it a test file or a function
 """
 
 import ast
+import gc
 import importlib.abc
 import importlib.util
 import os
@@ -50,6 +51,14 @@ def temporary_files(tmp_path_factory):
     patched.setenv('TMPDIR', str(folder))  # Of the processes that tests start.
     yield
   shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope='module', autouse=True)
+def garbage():
+  """Collects it after each file, and what is left no more: TensorFlow keeps millions of objects."""
+  yield
+  gc.collect()
+  gc.freeze()
 
 
 @pytest.fixture(scope='session')

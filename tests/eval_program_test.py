@@ -113,19 +113,31 @@ def testParamsThatComeWhileItFollowsAreCompared(followed, tmp_path):
 
 
 def testADirectoryThatCannotBeReadForAWhileIsReadAgain(run, monkeypatch, caplog):
-  """Though training has ended."""
-  latest, failures = checkpointer.Checkpointer.Latest, [OSError('no route'), OSError('no route')]
+  """Though training has ended; first it is not found, then not listed, then not restored."""
+  evaluator = toy_training.Evaluator(run, _Params())
+  failing = [
+    (checkpointer.Checkpointer, 'Latest'),
+    (checkpointer.Checkpointer, 'All'),
+    (eval_program.ema, 'Restore'),
+  ]
+  for place, name in failing:
+    _FailOnce(monkeypatch, place, name)
+  monkeypatch.setattr(eval_program, '_Wait', lambda seconds, stop: None)
+  assert evaluator.Run() == 0
+  assert list(_Lines(run)) == [10]
+  for _, name in failing:
+    assert f'no route to {name}; trying again' in caplog.text
 
-  def Latest(self):
+
+def _FailOnce(monkeypatch, place, name):
+  function, failures = getattr(place, name), [OSError(f'no route to {name}')]
+
+  def Call(*args, **kwargs):
     if failures:
       raise failures.pop()
-    return latest(self)
+    return function(*args, **kwargs)
 
-  monkeypatch.setattr(checkpointer.Checkpointer, 'Latest', Latest)
-  monkeypatch.setattr(eval_program, '_Wait', lambda seconds, stop: None)
-  assert toy_training.Evaluator(run, _Params()).Run() == 0
-  assert not failures and list(_Lines(run)) == [10]
-  assert caplog.text.count('no route; trying again') == 2
+  monkeypatch.setattr(place, name, Call)
 
 
 @pytest.mark.parametrize('trained, here', [(0.9, 0.0), (0.9, 0.9), (0.0, 0.9)])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe import checkpointer, hyperparams, registry, step_failures
+from lingvo_gpipe import checkpointer, hyperparams, registry, run_report, step_failures
 from lingvo_gpipe.pipeline import pipelining_layer
 from tests import processes, toy_training
 
@@ -101,10 +101,12 @@ def testALossThatIsNotFiniteEndsTheTrainingAndSaysWhatIsIntact(tmp_path, monkeyp
   assert last == 'training ended after step 3; the next call goes on from the checkpoint of step 2'
 
 
-def testWeightsThatAreNotFiniteReachNoCheckpoint(tmp_path, caplog):
+def testWeightsThatAreNotFiniteReachNoCheckpoint(tmp_path, caplog, capsys):
   p = toy_training.Params(save_interval_steps=1, save_max_to_keep=2, max_steps=8)
   p.task.train.learner.Set(learning_rate=1e20, skip_nonfinite=False)
-  assert toy_training.Program(tmp_path, p).Run() == 0
+  assert toy_training.Program(tmp_path, p).Run() == 1
+  assert 'after step 8; there is no checkpoint of it\n' in capsys.readouterr().out
+  assert run_report.FinishedStep(str(tmp_path)) is None
   last = processes.Steps(tmp_path)[-1]
   assert last < 8
   weights = processes.Tensors(tmp_path, last)

@@ -295,6 +295,7 @@ def testAReadOnlyDiskStopsTheRunAndLosesNothing(trainer, forks, tmp_path, undist
     # It is refused while the trainer has a file open there.
     while subprocess.run(command, check=False, capture_output=True).returncode:
       assert time.monotonic() < deadline
+      time.sleep(0.01)
 
   try:
     message = _RunUntilItFails(trainer, forks, logdir, MakeReadOnly)

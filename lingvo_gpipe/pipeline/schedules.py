@@ -79,7 +79,12 @@ def Get(
   if num_devices is not None:
     sizes['num_devices'] = num_devices
   _CheckSizes(sizes)
+  way_out = (
+    'make it for this size, or register a function that makes it for any (schedules.Register) and '
+    f'give its name; known are {", ".join(Names())}'
+  )
   if isinstance(schedule, str):
+    way_out = f'the function that is registered as {schedule!r} must make what it is asked for'
     schedule = _Generator(schedule)(num_stages, num_micro_batches, num_devices or num_stages)
     sizes.pop('num_devices', None)  # A function may put its stages on other devices.
   if not isinstance(schedule, Schedule):
@@ -88,8 +93,7 @@ def Get(
     if getattr(schedule, what) != value:
       raise ValueError(
         f'Schedule {schedule.name!r} has {what} {getattr(schedule, what)}, but {value} is asked '
-        'for; make it for this size, or register a function that makes it for any '
-        f'(schedules.Register) and give its name; known are {", ".join(Names())}'
+        f'for; {way_out}'
       )
   return schedule.Validate()
 

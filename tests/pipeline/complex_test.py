@@ -52,11 +52,11 @@ def _Stack(num_stages, **options):
 @pytest.mark.parametrize(
   'num_stages, schedule, policy, xla',
   [
-    *((1, 'gpipe', policy, False) for policy in ('stage', 'layer', 'none')),
-    *((2, 'gpipe', policy, False) for policy in ('stage', 'layer', 'none')),
-    *((2, 'zb_h1', policy, False) for policy in ('stage', 'none')),
-    (3, '1f1b', 'stage', True),
-    (3, 'gpipe', 'layer', True),
+    (1, 'gpipe', 'layer', False),
+    (2, 'gpipe', 'stage', False),
+    (2, 'gpipe', 'none', False),
+    (2, 'zb_h1', 'stage', False),
+    (3, '1f1b', 'layer', True),
   ],
 )
 def testGradientsEqual(num_stages, schedule, policy, xla):

@@ -246,7 +246,8 @@ def _TakesTooMuch(w, x):
 def limited():
   """Some systems would give four terabytes."""
   before = resource.getrlimit(resource.RLIMIT_AS)
-  resource.setrlimit(resource.RLIMIT_AS, (1 << 40, before[1]))
+  is_lower = 0 <= before[0] < 1 << 40  # -1 is no limit.
+  resource.setrlimit(resource.RLIMIT_AS, before if is_lower else (1 << 40, before[1]))
   yield
   resource.setrlimit(resource.RLIMIT_AS, before)
 

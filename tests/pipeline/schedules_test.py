@@ -368,7 +368,7 @@ def testARegisteredFunctionThatMakesAnotherSize(monkeypatch):
     return schedules.Get('gpipe', num_stages, num_micro_batches - 1, num_devices)
 
   monkeypatch.setitem(schedules._GENERATORS, 'short', Short)
-  with pytest.raises(ValueError, match="'gpipe' has num_micro_batches 3, but 4 is asked for"):
+  with pytest.raises(ValueError, match="micro_batches 3, but 4 .* registered as 'short'"):
     schedules.Get('short', 2, 4)
 
 

@@ -11,6 +11,7 @@ from lingvo_gpipe import (
   base_layer,
   fprop_context,
   learner,
+  learners,
   nested_map,
   optimizer,
   weight_params,
@@ -129,7 +130,7 @@ def testOneVariableOneSlotCountedOnce():
   assert 'stack.layers[3].emb' not in stack.VariablesByPath()
   assert stack.NumParams() == _VOCAB * _DIM + _DIM * _DIM + _VOCAB
   stack.engine.MakeAccumulators()
-  built = learner.Learner.Params().Set(optimizer=optimizer.Adam.Params()).Instantiate()
+  built = learners.Learners(learner.Learner.Params().Set(optimizer=optimizer.Adam.Params()))
   built.Build(stack.engine.stages)
   assert not [name for name in built.Variables() if 'layers[3].emb' in name]
   assert len([name for name in built.Variables() if 'layers[0].emb' in name]) == 2
