@@ -169,11 +169,12 @@ logdir_lock.BEAT_SECONDS, logdir_lock.LIFETIME_SECONDS, logdir_lock.SETTLE_SECON
 save = background_saver.BackgroundSaver.Save
 
 def Save(self, *args, **options):
-  save(self, *args, **options)
+  saved = save(self, *args, **options)
   if os.path.exists('stop'):
     with self._lock._mutex:
       os.remove('stop')
       os.kill(os.getpid(), signal.SIGSTOP)
+  return saved
 
 background_saver.BackgroundSaver.Save = Save
 trainer.Run()
