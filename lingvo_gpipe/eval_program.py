@@ -146,9 +146,7 @@ class EvalProgram:
       finished = run_report.FinishedStep(self._logdir)
       passed_over, is_restored = '', False
       try:
-        found = self._Newest()
-        if found is not None and found.step <= done:
-          found = None
+        found = self._NewerThan(done)
         if found is not None:
           passed_over = self._PassedOver(done, found.step)
           is_restored = self._RestoreIfThere(found)
@@ -176,12 +174,13 @@ class EvalProgram:
       pause = min(2 * pause, 30.0)
     return self._stop.exit_status
 
-  def _Newest(self) -> checkpointer.CheckpointInfo | None:
-    """The newest checkpoint that can be read; None where there is none yet."""
+  def _NewerThan(self, done: int) -> checkpointer.CheckpointInfo | None:
+    """The newest checkpoint that can be read, if its step comes after `done`; else None."""
     try:
-      return self._checkpointer.Latest()
+      found = self._checkpointer.Latest()
     except checkpointer.DamagedError:  # Named in the log; the next one may be whole.
       return None
+    return found if found is not None and found.step > done else None
 
   def _PassedOver(self, done: int, taken: int) -> str:
     """Says which checkpoints came between two that are evaluated; '' where none is there."""

@@ -296,7 +296,7 @@ class TaskRunner(eval_runner.EvalRunner):
 
   def _CheckOutside(self) -> None:
     """Raises ValueError for weights that are to be trained, but that no stage holds."""
-    inside = {path for s in self.engine.stages for path in s.trained}
+    inside = self.TrainedNames()
     outside = [
       path
       for path, variable in self.task.VariablesByPath().items()
