@@ -24,6 +24,9 @@ from lingvo_gpipe.input import index_order
 # Fields that say how much a row counts; padded rows get 0 in each of them.
 _WEIGHT_FIELDS = ('example_weights', 'weights')
 
+# Batches that are read twice to see whether a run can go on.
+_NUM_COMPARED = 4
+
 # Operations that draw what hangs on how often they were called.
 _STATEFUL_DRAW = re.compile(
   r'Random(Uniform|UniformInt|StandardNormal|Gamma|Poisson|PoissonV2|Shuffle)|Multinomial|'
@@ -261,7 +264,8 @@ class BaseInputGenerator:
   def CheckRestarts(self) -> None:
     """Checks that a run can go on from a position, where a class has a `Dataset` of its own.
 
-    The second batch must be the first one from its position on.
+    The batches that follow the first must be those from its end on: several, for an order without
+    a seed may agree with itself in one.
 
     Raises:
       ValueError: it is not, or `Dataset` takes no position.
@@ -276,14 +280,15 @@ class BaseInputGenerator:
     )
     if 'start' not in inspect.signature(self.Dataset).parameters:
       raise ValueError(f'{cls.__name__}.Dataset takes no position `start`, {how}')
-    batches = list(itertools.islice(iter(self.Dataset(start=0)), 2))
+    batches = list(itertools.islice(self.Dataset(start=0), 1 + _NUM_COMPARED))
     if len(batches) < 2:
       return
     position = self.PositionAfter(0, int(batches[0].Flatten()[0].shape[0]))
-    if not AreEqual(next(iter(self.Dataset(start=position)), None), batches[1]):
+    again = itertools.islice(self.Dataset(start=position), len(batches) - 1)
+    if not all(itertools.starmap(AreEqual, itertools.zip_longest(batches[1:], again))):
       raise ValueError(
-        f'{cls.__name__}.Dataset: the batch from position {position} on is not the second batch of '
-        f'the run, {how}'
+        f'{cls.__name__}.Dataset: the batches from position {position} on are not those that '
+        f'follow the first of the run, {how}'
       )
 
   def Fingerprint(self) -> str:

@@ -351,6 +351,14 @@ class _OtherOrder(_SquaresInput):
     return super().Dataset(start).shuffle(100)
 
 
+class _OtherOrderLater(_SquaresInput):
+  """As an order without a seed may be: the same in one batch and another in those after it."""
+
+  def Dataset(self, start=0):
+    batches = super().Dataset(start)
+    return batches.take(1).concatenate(batches.skip(2 if start else 1))
+
+
 class _Jittered(_SquaresInput):
   def _Examples(self, indices):
     examples = super()._Examples(indices)
@@ -376,8 +384,9 @@ def testInputsThatGoOnWhereTheyAreTold(cls):
   'cls, message',
   [
     (_NoPosition, r'_NoPosition\.Dataset takes no position `start`, so a run could not go on'),
-    (_AlwaysFromTheStart, r'position 4 on is not the second batch .* override _Examples'),
-    (_OtherOrder, r'_OtherOrder\.Dataset: the batch from position 4'),
+    (_AlwaysFromTheStart, r'position 4 on are not those that follow .* override _Examples'),
+    (_OtherOrder, r'_OtherOrder\.Dataset: the batches from position 4'),
+    (_OtherOrderLater, r'_OtherOrderLater\.Dataset: the batches from position 4'),
     (_Jittered, r'_Jittered\._Examples draws random numbers by RandomUniform.*stateless_uniform'),
   ],
 )
@@ -397,7 +406,7 @@ def testARunIsRefusedBeforeItsFirstStep(tmp_path):
   params = toy_training.Params()
   params.input = _Stream.Params().MergeCommonKeysFrom(params.input)
   program = toy_training.Program(tmp_path, params)
-  with pytest.raises(ValueError, match=r'_Stream\.Dataset: the batch from position 4'):
+  with pytest.raises(ValueError, match=r'_Stream\.Dataset: the batches from position 4'):
     program.Run()
   assert program._step == 0 and not list((tmp_path / 'train').glob('ckpt*'))
 
