@@ -35,7 +35,6 @@ from lingvo_gpipe import (
   cluster,
   dataset_passes,
   evaluation,
-  file_errors,
   hyperparams,
   inspection,
   learners,
@@ -62,10 +61,6 @@ from lingvo_gpipe.input import batches as input_batches
 JOBS = ('train', 'train_and_eval')
 
 InputParams = Callable[[str], hyperparams.InstantiableParams]
-
-
-class _NotFinite(Exception):
-  """A step was not finite; its text says why."""
 
 
 class TrainProgram:
@@ -116,19 +111,8 @@ class TrainProgram:
       f'{path}.train.learner': task.train.learner
       for path, task in model_lib.TaskParams(params).items()
     }
-    applied = [
-      where
-      for where, one in learner_params.items()
-      if not learners.AsList(one, where)[0].skip_nonfinite
-    ]
-    if check_numerics and applied:
-      raise ValueError(
-        'check_numerics repeats a bad step, for which its weights must be as before it: set '
-        f'skip_nonfinite of {" and ".join(applied)} to True'
-      )
-    self._check_numerics = check_numerics
     self._nonfinite = nonfinite_steps.NonFiniteSteps(
-      train.max_nonfinite_steps, is_skipped=not applied
+      train.max_nonfinite_steps, learner_params, check_numerics=check_numerics
     )
     self._checkpointer = checkpointer.Checkpointer(
       os.path.join(logdir, 'train'),
@@ -174,6 +158,7 @@ class TrainProgram:
     self._saved_passes: dict[str, Any] = {}  # Their state in the last checkpoint.
     self._counts = run_state.Counts()
     self._values: dict[str, float] = {}  # Of the last step.
+    self._batches: list[input_batches.AnyBatch] = []  # Of the update under way.
     self._is_saved = True  # The last checkpoint; not where weights were not finite.
 
   def Run(self) -> int:
@@ -196,7 +181,7 @@ class TrainProgram:
       ended = self._Loop()
       if self._stop.signal is None:
         self._EndPasses()
-    except _NotFinite as e:
+    except nonfinite_steps.NotFiniteError as e:
       step_failures.AddNotes(e, self._step, self._checkpointer)
       print(e, *e.__notes__, sep='\n', file=sys.stderr)
       return 1
@@ -290,77 +275,20 @@ class TrainProgram:
       max_steps,
       seconds_left=(self._train.max_seconds or math.inf) - self._counts.train_seconds,
     )
-    shown = output.progress
-    saved_step, saved_time = step, time.monotonic()
-    interval = self._train.histogram_interval_steps
-    batches: list[input_batches.AnyBatch] = []  # Of the update under way.
     try:
-      for batch in task_batches.Batches(
-        self._model, step, self._counts.Position, self._runner, self._streams.iterators
-      ):
-        # On workers alone: to ask costs something in each step.
-        if self._checkpointer.workers and not self._runner.IsTraced(batch):
-          self._saver.BeforeNewFunctions()
-        with self._profiler.Step(step + 1):
-          values = self._runner.TrainStep(batch)
-        batches.append(batch)
-        if values is None:
-          continue
-        task_name = self._model.TaskOf(step)
-        step += 1
-        self._saver.Check()
-        self._profiler.After(step, shown.Print)
-        if step == self._first_step:
-          trace = self._runner.trace_seconds
-          rest = time.monotonic() - self._start - trace
-          shown.Print(f'traced in {trace:.1f} s; compiled and ran the first step in {rest:.1f} s')
-        is_finite = bool(values['is_finite']), math.isfinite(values['loss'])
-        if self._check_numerics and not all(is_finite):
-          raise _NotFinite(f'step {step} is not finite: {self._runner.WhyNotFinite(*batches)}')
-        num_rows = sum(input_batches.NumRows(b) for b in batches)
-        source, position = self._inputs[task_name], self._counts.Position(task_name)
-        shares = itertools.chain(*map(self._runner.task_runners[task_name].Shares, batches))
-        num_read = num_rows - sum(map(source.NumPadded, shares))
-        self._counts.Step(task_name, source.PositionAfter(position, num_read))
-        self._values = values
-        output.Step(step, values, num_rows, task_name, self._counts.NumSteps(task_name))
-        if why := self._nonfinite.What(*is_finite):
-          shown.Print(f'step {step}: {why}')
-        if why := self._nonfinite.Count(step, all(is_finite)):
-          raise _NotFinite(why + self._WhereNotFinite(values, batches))
-        batches = []
-        if interval and step % interval == 0:
-          output.WriteHistograms(step)
-        ended = self._WhyEnd(step)
-        is_best = self._PassesAfter(step, shown, at_end=bool(ended))
-        if not ended and (ended := self._WhyEnd(step)):
-          is_best |= self._PassesAfter(step, shown, at_end=True)  # Those that were not due.
-        if ended or step % self._train.summary_interval_steps == 0:
-          output.WriteScalars(step)
-        is_due = self._IsSaveDue(step - saved_step, time.monotonic() - saved_time)
-        if ended or is_best or is_due:
-          self._Save(step)
-          output.Flush()
-          saved_step, saved_time = step, time.monotonic()
-        if ended:
-          break
-      else:
-        ended = self._stop.name or 'the end of the data'
-        output.WriteScalars(step)
-        is_best = self._PassesAfter(step, shown, at_end=True)
-        if step > saved_step or is_best:
-          self._Save(step)
+      ended = self._TrainSteps(output)
       self._saver.Wait()
     finally:
       self._saver.Close()
       output.Close()
       self._profiler.Close(print)
+    step = self._step
     if report := self._saver.Report():
       print(report)
-    if batches:
+    if self._batches:
       print(
         f'the data ended within an update of {self._NumAccumulated(step)} '
-        f'mini-batches: its first {len(batches)} changed nothing'
+        f'mini-batches: its first {len(self._batches)} changed nothing'
       )
     ended = self._stop.name or ended  # A signal may have come while the last step was saved.
     if step < max_steps or self._stop.signal is not None or not self._is_saved:
@@ -368,20 +296,68 @@ class TrainProgram:
       print(f'stopped by {ended} after step {step}; {said}', flush=True)
     return ended
 
-  def _WhereNotFinite(
-    self, values: Mapping[str, float], batches: list[input_batches.AnyBatch]
-  ) -> str:
-    """The end of a message: where the last step's first value that is not finite came from.
+  def _TrainSteps(self, output: step_output.StepOutput) -> str:
+    """Trains, with what comes between steps, until something ends it; returns what."""
+    step = saved_step = self._step
+    saved_time = time.monotonic()
+    interval = self._train.histogram_interval_steps
+    for batch in task_batches.Batches(
+      self._model, step, self._counts.Position, self._runner, self._streams.iterators
+    ):
+      if not self._TrainStep(step + 1, batch, output):
+        continue
+      step += 1
+      if interval and step % interval == 0:
+        output.WriteHistograms(step)
+      ended = self._WhyEnd(step)
+      is_best = self._PassesAfter(step, output.progress, at_end=bool(ended))
+      if not ended and (ended := self._WhyEnd(step)):
+        # Those that were not due.
+        is_best |= self._PassesAfter(step, output.progress, at_end=True)
+      if ended or step % self._train.summary_interval_steps == 0:
+        output.WriteScalars(step)
+      if ended or is_best or self._IsSaveDue(step - saved_step, time.monotonic() - saved_time):
+        self._Save(step)
+        output.Flush()
+        saved_step, saved_time = step, time.monotonic()
+      if ended:
+        return ended
+    ended = self._stop.name or 'the end of the data'
+    output.WriteScalars(step)
+    if self._PassesAfter(step, output.progress, at_end=True) or step > saved_step:
+      self._Save(step)
+    return ended
 
-    '' where its weights are not those from before it, or the step cannot be repeated.
-    """
-    if values['is_finite'] or not self._nonfinite.is_skipped:
-      return ''
-    try:
-      return f'. In the last one {self._runner.WhyNotFinite(*batches)}'
-    except Exception as e:  # The message is not to be lost for it.
-      logging.warning('the step cannot be repeated: %s', file_errors.OneLine(e))
-      return ''
+  def _TrainStep(
+    self, step: int, batch: input_batches.AnyBatch, output: step_output.StepOutput
+  ) -> bool:
+    """Trains on one more batch of the step of that number; returns whether it was the last one."""
+    # On workers alone: to ask costs something in each step.
+    if self._checkpointer.workers and not self._runner.IsTraced(batch):
+      self._saver.BeforeNewFunctions()
+    with self._profiler.Step(step):
+      values = self._runner.TrainStep(batch)
+    self._batches.append(batch)
+    if values is None:
+      return False
+    self._saver.Check()
+    say = output.progress.Print
+    self._profiler.After(step, say)
+    if step == self._first_step:
+      trace = self._runner.trace_seconds
+      rest = time.monotonic() - self._start - trace
+      say(f'traced in {trace:.1f} s; compiled and ran the first step in {rest:.1f} s')
+    name = self._model.TaskOf(step - 1)
+    num_rows = sum(map(input_batches.NumRows, self._batches))
+    shares = itertools.chain(*map(self._runner.task_runners[name].Shares, self._batches))
+    source = self._inputs[name]
+    num_read = num_rows - sum(map(source.NumPadded, shares))
+    self._counts.Step(name, source.PositionAfter(self._counts.Position(name), num_read))
+    self._values = values
+    output.Step(step, values, num_rows, name, self._counts.NumSteps(name))
+    self._nonfinite.Check(step, values, say, lambda: self._runner.WhyNotFinite(*self._batches))
+    self._batches = []
+    return True
 
   def _WhyEnd(self, step: int) -> str:
     """Why training ends after this step; '' where it goes on."""

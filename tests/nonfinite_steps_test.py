@@ -1,39 +1,79 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bad steps in a row: counted, and explained when there are too many."""
+"""Bad steps in a row: told, counted, and explained when there are too many."""
 
 import sys
 
+import numpy as np
 import pytest
 
-from lingvo_gpipe import nonfinite_steps
+from lingvo_gpipe import learner, nonfinite_steps
+
+_FINITE = {'is_finite': 1.0, 'loss': 1.0}
+_BAD_LOSS = {'is_finite': 1.0, 'loss': np.inf}
+_BAD_GRADIENT = {'is_finite': 0.0, 'loss': 1.0}
 
 
-def _Texts(limit, finite, is_skipped=True):
-  counter = nonfinite_steps.NonFiniteSteps(limit, is_skipped=is_skipped)
-  return [counter.Count(5 + i, ok) for i, ok in enumerate(finite)]
+def _Steps(limit, *, skip_nonfinite=True, **options):
+  params = learner.Learner.Params().Set(skip_nonfinite=skip_nonfinite)
+  return nonfinite_steps.NonFiniteSteps(limit, {'task.train.learner': params}, **options)
+
+
+def _Told(steps, values, why=lambda: 'layer 3 is to blame'):
+  """What is said of steps from 5 on, and what ended them, '' for nothing."""
+  said = []
+  try:
+    for step, value in enumerate(values, 5):
+      steps.Check(step, value, said.append, why)
+  except nonfinite_steps.NotFiniteError as e:
+    return said, str(e)
+  return said, ''
+
+
+def testEachBadStepIsTold():
+  said, ended = _Told(_Steps(0), [_BAD_GRADIENT, _FINITE, _BAD_LOSS])
+  assert not ended
+  assert said == [
+    'step 5: a gradient is not finite; the update was skipped',
+    'step 7: the loss is not finite; the gradients are, and were applied',
+  ]
+  said, _ = _Told(_Steps(0, skip_nonfinite=False), [_BAD_GRADIENT])
+  assert said == ['step 5: a gradient is not finite; it was applied']
 
 
 def testOnlyStepsInARowCount():
-  assert _Texts(3, [False, False, True, False, False, True]) == [''] * 6
-  *before, last = _Texts(3, [True, False, False, False])
-  assert before == [''] * 3
-  assert last.startswith(
+  steps = _Steps(3)
+  assert not _Told(steps, [_BAD_GRADIENT, _BAD_GRADIENT, _FINITE, _BAD_GRADIENT, _BAD_LOSS])[1]
+  assert steps.in_a_row == 2
+  said, ended = _Told(_Steps(3), [_FINITE, _BAD_GRADIENT, _BAD_LOSS, _BAD_GRADIENT])
+  assert len(said) == 3
+  assert ended.startswith(
     'step 8: the loss or gradients of 3 steps in a row were not finite (6 to 8;'
   )
-  assert '; train.max_nonfinite_steps is 3' in last
-  assert 'left the weights as they were' in last
-  assert '--check_numerics' in last
+  assert '; train.max_nonfinite_steps is 3' in ended
+  assert 'left the weights as they were' in ended
+  assert '--check_numerics' in ended
+  assert ended.endswith('. In the last one layer 3 is to blame')
 
 
-def testWithoutSkippingTheWeightsAreNotWhatTheyWere():
-  (text,) = _Texts(1, [False], is_skipped=False)
-  assert 'skip_nonfinite is False' in text
-  assert 'left the weights' not in text
+def testWhatWasAppliedIsNotRepeated():
+  _, ended = _Told(_Steps(1, skip_nonfinite=False), [_BAD_GRADIENT])
+  assert 'skip_nonfinite is False' in ended
+  assert 'left the weights' not in ended
+  assert 'In the last one' not in ended
+  assert 'In the last one' not in _Told(_Steps(1), [_BAD_LOSS])[1]
 
 
-@pytest.mark.parametrize('num', [1, 50])
-def testZeroIsNever(num):
-  assert _Texts(0, [False] * num) == [''] * num
+def testZeroIsNever():
+  said, ended = _Told(_Steps(0), [_BAD_GRADIENT] * 50)
+  assert len(said) == 50
+  assert not ended
+
+
+def testTheFirstIsTooManyWhereNumericsAreChecked():
+  said, ended = _Told(_Steps(0, check_numerics=True), [_FINITE, _BAD_LOSS])
+  assert (said, ended) == ([], 'step 6 is not finite: layer 3 is to blame')
+  with pytest.raises(ValueError, match='set skip_nonfinite of task.train.learner to True'):
+    _Steps(0, skip_nonfinite=False, check_numerics=True)
 
 
 if __name__ == '__main__':
