@@ -76,6 +76,7 @@ def Gradients(stack):
 
 def StepFunction(stack):
   """A tf.function (inputs, side, step) -> sums that trains once."""
+  stack.engine.MakeAccumulators()  # Made while it is traced, they would have it traced twice.
 
   @tf.function(autograph=False)
   def Step(inputs, side, step):

@@ -442,6 +442,8 @@ class PipelineEngine:
   ) -> None:
     """Allocates the gradient accumulators on their stages' devices; once, outside any graph.
 
+    The other calls do so, too; but a tf.function that makes variables is traced twice.
+
     Args:
       beside: given a variable and what makes its accumulator, returns that or one that there is.
     """

@@ -232,6 +232,7 @@ def _Pipelined(
   step: int,
 ) -> tuple[float, float, dict[str, np.ndarray]]:
   """(loss, sum of the announced weights, {path: gradient} divided by that sum)."""
+  engine.MakeAccumulators()  # Made while the step is traced, they would have it traced twice.
 
   @tf.function(autograph=False)
   def Step(inputs: Any, sides: Any, step: tf.Tensor) -> Any:

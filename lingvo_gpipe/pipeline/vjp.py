@@ -13,6 +13,7 @@ tf.compat.v1.wrap_function is the only public way to cut a part out of a traced 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -29,12 +30,14 @@ _CHEAP = frozenset(
   'Tanh Tile Transpose Unpack ZerosLike Const BroadcastGradientArgs'.split()
 )
 
+_Part = Callable[..., Any]
+
 
 class CutVjp:
   """A vector-Jacobian product of weights, inputs and dy, and the parts that are cut from it.
 
   Each part is a function of flat tensors: the weights' resource handles, the inputs, then what is
-  named below.
+  named below. It is cut out when it is first asked for: no schedule needs all of them.
 
   Attributes:
     forward: (handles, inputs) -> y + residuals for `backward`.
@@ -84,31 +87,60 @@ class CutVjp:
       return parts[0] + parts[2]
 
     # Not in tf.init_scope, which pauses gradient tapes.
-    whole = tf.compat.v1.wrap_function(Trace, specs)
-    y, dy, dx, dw = parts
-    self.num_y, self.num_dx = len(y), len(dx)
+    self._whole = tf.compat.v1.wrap_function(Trace, specs)
+    self._xla = xla
+    self._y, self._dy, self._dx, self._dw = parts
+    self._given = list(self._whole.inputs)
+    self.num_y, self.num_dx = len(self._y), len(self._dx)
     self.has_weight_gradient = [g is not None for g in gradients]
     self.is_sparse = [isinstance(g, tf.IndexedSlices) for g in gradients if g is not None]
-    given = list(whole.inputs)
 
-    kept = _Residuals([*dx, *dw], given, _Ancestors(y, given), xla)
-    self.forward = whole.prune(given, [*y, *kept])
-    self.backward = whole.prune([*given, *kept, *dy], [*dx, *dw])
+  @functools.cached_property
+  def forward(self) -> _Part:
+    return self._whole.prune(self._given, [*self._y, *self._kept])
 
-    fed = [*given, *dy]
-    for_weights = _Residuals(dw, fed, _Ancestors(dx, fed), xla)
-    self.input_gradient = whole.prune(fed, [*dx, *for_weights])
-    self.weight_gradient = whole.prune([*fed, *for_weights], dw)
+  @functools.cached_property
+  def backward(self) -> _Part:
+    return self._whole.prune([*self._given, *self._kept, *self._dy], [*self._dx, *self._dw])
 
-    fed = [*given, *kept, *dy]
-    for_weights = _Residuals(dw, fed, _Ancestors(dx, fed), xla)
-    self.kept_input_gradient = whole.prune(fed, [*dx, *for_weights])
-    self.kept_weight_gradient = whole.prune([*fed, *for_weights], dw)
+  @functools.cached_property
+  def input_gradient(self) -> _Part:
+    return self._InputGradient([])
+
+  @functools.cached_property
+  def weight_gradient(self) -> _Part:
+    return self._WeightGradient([])
+
+  @functools.cached_property
+  def kept_input_gradient(self) -> _Part:
+    return self._InputGradient(self._kept)
+
+  @functools.cached_property
+  def kept_weight_gradient(self) -> _Part:
+    return self._WeightGradient(self._kept)
 
   def WeightGradients(self, components: Sequence[tf.Tensor]) -> list[Any]:
     """The gradients that exist, tensors or slices, from the tensors in dw."""
     rest = iter(components)
     return [tf.IndexedSlices(next(rest), next(rest)) if s else next(rest) for s in self.is_sparse]
+
+  @functools.cached_property
+  def _kept(self) -> list[tf.Tensor]:
+    """The residuals of `forward`."""
+    ran = _Ancestors(self._y, self._given)
+    return _Residuals([*self._dx, *self._dw], self._given, ran, self._xla)
+
+  def _InputGradient(self, kept: list[tf.Tensor]) -> _Part:
+    fed = [*self._given, *kept, *self._dy]
+    return self._whole.prune(fed, [*self._dx, *self._ForWeights(fed)])
+
+  def _WeightGradient(self, kept: list[tf.Tensor]) -> _Part:
+    fed = [*self._given, *kept, *self._dy]
+    return self._whole.prune([*fed, *self._ForWeights(fed)], self._dw)
+
+  def _ForWeights(self, fed: list[tf.Tensor]) -> list[tf.Tensor]:
+    """The residuals of the input gradient."""
+    return _Residuals(self._dw, fed, _Ancestors(self._dx, fed), self._xla)
 
 
 def _Components(gradients: Sequence[Any]) -> list[tf.Tensor]:

@@ -139,6 +139,7 @@ def _Place(stack, dtype):
 def _Train(stack, dtype, step=_STEP):
   """One pass of the engine: the metrics' sums and {path: accumulated gradient}."""
   _Place(stack, dtype)
+  stack.engine.MakeAccumulators()
 
   @tf.function(autograph=False)
   def Step(inputs, side, step):

@@ -147,6 +147,7 @@ def _Signature(num_micro_batches):
 def _TrainGraphs(stack, logdir):
   num = stack.params.num_micro_batches
   step = tf.Variable(3, dtype=tf.int64)
+  stack.engine.MakeAccumulators()
 
   @tf.function(autograph=False, input_signature=_Signature(num))
   def Step(*micro_batches):

@@ -48,6 +48,7 @@ def _Engine(schedule, policy, is_trained):
 
 def _Function(stack):
   """A training step as a tf.function of the step."""
+  stack.engine.MakeAccumulators()
   rng = np.random.default_rng(0)
   x, y = (tf.constant(rng.standard_normal([8, _DIM])) for _ in range(2))
 

@@ -53,6 +53,7 @@ def _Data():
 
 def _Train(stack, step=3):
   ids, labels = _Data()
+  stack.engine.MakeAccumulators()
 
   @tf.function(autograph=False)
   def Run(step):
