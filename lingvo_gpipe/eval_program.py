@@ -144,23 +144,15 @@ class EvalProgram:
     while self._stop.signal is None:
       # Asked before the checkpoints: when training has ended, all that it saved is there.
       finished = run_report.FinishedStep(self._logdir)
-      passed_over, is_restored = '', False
       try:
-        found = self._NewerThan(done)
-        if found is not None:
-          passed_over = self._PassedOver(done, found.step)
-          is_restored = self._RestoreIfThere(found)
+        found = self._RestoreNewer(done)
       except OSError as e:  # The directory may be out of reach for a while.
         logging.warning('%s; trying again', file_errors.OneLine(e))
         finished = found = None
       if found is not None:
-        if is_restored:
-          self._RunJobs(found.step)
-          if passed_over:
-            logging.info('%s', passed_over)
-          done = found.step
-          watch = logdir_lock.Watch(self._checkpointer.directory)
-          pause = 1.0
+        self._RunJobs(found.step)
+        done, pause = found.step, 1.0
+        watch = logdir_lock.Watch(self._checkpointer.directory)
         continue
       free = watch.SecondsFree()
       # While somebody trains, it is the end of an earlier call.
@@ -173,6 +165,16 @@ class EvalProgram:
       _Wait(min(pause, patience - free) if patience else pause, self._stop)
       pause = min(2 * pause, 30.0)
     return self._stop.exit_status
+
+  def _RestoreNewer(self, done: int) -> checkpointer.CheckpointInfo | None:
+    """Restores the newest checkpoint, as `_NewerThan` has it, and says what was passed over."""
+    while (found := self._NewerThan(done)) is not None:
+      passed_over = self._PassedOver(done, found.step)  # Asked while they are there.
+      if self._RestoreIfThere(found):
+        if passed_over:
+          logging.info('%s', passed_over)
+        return found
+    return None
 
   def _NewerThan(self, done: int) -> checkpointer.CheckpointInfo | None:
     """The newest checkpoint that can be read, if its step comes after `done`; else None."""
