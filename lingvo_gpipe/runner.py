@@ -94,7 +94,7 @@ class TaskRunner(eval_runner.EvalRunner):
 
   def TrainedNames(self) -> set[str]:
     """Which of `Variables` are the trained weights."""
-    return {path for s in self.engine.stages for path in s.trained}
+    return set(self.engine.trained)
 
   def AfterRestore(self) -> None:
     """To be called when `Variables()` were assigned from a checkpoint."""
@@ -128,7 +128,7 @@ class TaskRunner(eval_runner.EvalRunner):
 
   def _Averaged(self) -> dict[str, tf.Variable]:
     """What has a moving average: what is trained, and layers' moving statistics if wanted."""
-    found = {path: v for s in self.engine.stages for path, v in s.trained.items()}
+    found = self.engine.trained
     if self.task.params.train.ema_decay_moving_vars:
       for path, v in self.task.VariablesByPath().items():
         if not v.trainable and v.dtype.is_floating:

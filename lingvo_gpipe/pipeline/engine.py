@@ -109,6 +109,11 @@ class PipelineEngine:
     """S."""
     return len(self.stages)
 
+  @property
+  def trained(self) -> dict[str, tf.Variable]:
+    """{path: variable} of what is trained, in the first replica."""
+    return {path: v for s in self.stages for path, v in s.trained.items()}
+
   def _SumStatistics(self, xla: bool) -> None:
     """Lets layers that want it take sums over the replicas; ValueError under XLA."""
     for of_stage in zip(*(replica.stages for replica in self.replicas), strict=True):

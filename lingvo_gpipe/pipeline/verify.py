@@ -255,7 +255,7 @@ class _Reference:
   def __init__(self, engine: engine_lib.PipelineEngine, loss_fn: stage.LossFn) -> None:
     self._layers = [layer for s in engine.stages for layer in s.layers]
     self._last_layers = engine.stages[-1].layers
-    self._variables = {p: v for s in engine.stages for p, v in s.trained.items()}
+    self._variables = engine.trained
     # Copies of tied weights: what they get is their owners'.
     self._mirrors = {p: v for s in engine.stages for p, v in s.mirrors.items()}
     self._ties = engine.ties
