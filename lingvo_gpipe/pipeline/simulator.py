@@ -204,10 +204,11 @@ def Simulate(
       "take 'stage' or 'except_last'"
     )
   scale = _Scale(costs.micro_batch_sizes, schedule.num_micro_batches)
-  timeline = _Play(work, costs, scale, recompute_early)
+  durations = _Durations(work, costs, scale)
+  timeline = _Play(work, durations, _Links(work, costs, scale), recompute_early)
   if alone:
-    quick = _Play(work, alone, scale, recompute_early)
-    timeline = _ShareCores(timeline, quick, _Links(work, costs, scale), recompute_early)
+    pair = durations, _Durations(work, alone, scale)
+    timeline = _ShareCores(timeline, pair, _Links(work, costs, scale), recompute_early)
   reduced = _Reduced(work, timeline, costs.all_reduce)
   _AppendUpdates(timeline, reduced, costs.update, update_barrier)
   peaks = activation_memory.Peaks(work, sizes, scale) if sizes else (None, None)
@@ -224,26 +225,22 @@ def Simulate(
 
 
 def _Play(
-  work: step_work.StepWork, costs: Costs, scale: Sequence[float], recompute_early: bool
+  work: step_work.StepWork, durations: _Durations, links: _Links, recompute_early: bool
 ) -> list[list[Span]]:
   """For each device the spans of its actions."""
   schedule = work.schedule
-  durations, recompute = _Durations(costs, work)
-  links = _Links(work, costs, scale)
   clock: list[float] = [0] * schedule.num_devices
   timeline: list[list[Span]] = [[] for _ in range(schedule.num_devices)]
   for device, action in schedule.Walk():
     if not work.Exists(action):
       continue
-    stage, size = action.stage, scale[action.micro_batch]
     arrival = links.Arrival(action)
     start = max(clock[device], arrival)
-    if work.Repeats(action) and recompute[stage]:
+    if work.Repeats(action) and (again := durations.Of(action, 'recompute')):
       start = clock[device] if recompute_early else start
-      end = start + recompute[stage] * size
-      timeline[device].append(Span(device, start, end, action, 'recompute'))
-      start = max(end, arrival)
-    clock[device] = start + durations[action.kind][stage] * size
+      timeline[device].append(Span(device, start, start + again, action, 'recompute'))
+      start = max(start + again, arrival)
+    clock[device] = start + durations.Of(action)
     timeline[device].append(Span(device, start, clock[device], action))
     links.Send(action, clock[device])
   return timeline
@@ -251,34 +248,30 @@ def _Play(
 
 def _ShareCores(
   timeline: Sequence[Sequence[Span]],
-  alone: Sequence[Sequence[Span]],
+  durations: tuple[_Durations, _Durations],
   links: _Links,
   recompute_early: bool,
 ) -> list[list[Span]]:
   """The timeline with the times that spans have where devices share cores.
 
   Args:
-    timeline: of what all devices take while all work.
-    alone: of what each takes while no other works.
+    timeline: without updates.
+    durations: while all devices work, and of each while no other works.
     links: nothing sent yet.
     recompute_early: as for `Simulate`.
   """
-  times = {(s.action, s.part): s.end - s.start for row in alone for s in row}
-  pieces = [
-    [core_sharing.Piece(s.end - s.start, times.get((s.action, s.part), 0.0)) for s in row]
-    for row in timeline
-  ]
+  slowed, alone = durations
+  parts = [[(s.action, s.part) for s in row if s.action] for row in timeline]
+  pieces = [[core_sharing.Piece(slowed.Of(*p), alone.Of(*p)) for p in row] for row in parts]
 
   def Arrival(device: int, index: int) -> float:
-    span = timeline[device][index]
-    if span.action is None or (recompute_early and span.part == 'recompute'):
-      return 0.0
-    return links.Arrival(span.action)
+    action, part = parts[device][index]
+    return 0.0 if recompute_early and part == 'recompute' else links.Arrival(action)
 
   def Ended(device: int, index: int, time: float) -> None:
-    span = timeline[device][index]
-    if span.action is not None and span.part == 'compute':
-      links.Send(span.action, time)
+    action, part = parts[device][index]
+    if part == 'compute':
+      links.Send(action, time)
 
   played = core_sharing.Play(pieces, Arrival, Ended)
   return [
@@ -370,37 +363,43 @@ def _AppendUpdates(
 # Reading costs.
 
 
-def _Durations(
-  costs: Costs, work: step_work.StepWork
-) -> tuple[dict[Kind, tuple[float, ...]], tuple[float, ...]]:
-  """{kind: for each stage its time}, and for each stage the time of its recomputation."""
-  num_stages = work.schedule.num_stages
+class _Durations:
+  """How long actions take, apart from what they recompute, and how long that takes."""
 
-  def Entries(name: str, default: Iterable[float]) -> tuple[float, ...]:
-    value = getattr(costs, name)
-    return activation_memory.Entries(
-      name, tuple(default) if value is None else value, num_stages, 'stage'
-    )
+  def __init__(self, work: step_work.StepWork, costs: Costs, scale: Sequence[float]) -> None:
+    num_stages = work.schedule.num_stages
 
-  def Sum(a: Iterable[float], b: Iterable[float]) -> Iterable[float]:
-    return (x + y for x, y in zip(a, b, strict=True))
+    def Entries(name: str, default: Iterable[float]) -> tuple[float, ...]:
+      value = getattr(costs, name)
+      return activation_memory.Entries(
+        name, tuple(default) if value is None else value, num_stages, 'stage'
+      )
 
-  forward = Entries('forward', ())
-  inputs = Entries('input_gradient', forward)
-  weights = Entries('weight_gradient', forward)
-  stages = range(num_stages)
-  backward = Entries('backward', Sum(inputs, (weights[k] * work.IsTrained(k) for k in stages)))
-  # Without an I, W is all of the backward.
-  weights = tuple(weights[k] if work.NeedsDx(k) else backward[k] for k in stages)
-  differentiated = (backward[k] * work.HasBackward(k) for k in stages)
-  durations = {
-    Kind.FORWARD: forward,
-    Kind.INPUT_GRADIENT: inputs,
-    Kind.WEIGHT_GRADIENT: weights,
-    Kind.BACKWARD: backward,
-    Kind.FORWARD_BACKWARD: Entries('fused', Sum(forward, differentiated)),
-  }
-  return durations, Entries('recompute', forward)
+    def Sum(a: Iterable[float], b: Iterable[float]) -> Iterable[float]:
+      return (x + y for x, y in zip(a, b, strict=True))
+
+    forward = Entries('forward', ())
+    inputs = Entries('input_gradient', forward)
+    weights = Entries('weight_gradient', forward)
+    stages = range(num_stages)
+    backward = Entries('backward', Sum(inputs, (weights[k] * work.IsTrained(k) for k in stages)))
+    # Without an I, W is all of the backward.
+    weights = tuple(weights[k] if work.NeedsDx(k) else backward[k] for k in stages)
+    differentiated = (backward[k] * work.HasBackward(k) for k in stages)
+    self._of_kind = {
+      Kind.FORWARD: forward,
+      Kind.INPUT_GRADIENT: inputs,
+      Kind.WEIGHT_GRADIENT: weights,
+      Kind.BACKWARD: backward,
+      Kind.FORWARD_BACKWARD: Entries('fused', Sum(forward, differentiated)),
+    }
+    self._recompute = Entries('recompute', forward)
+    self._scale = scale
+
+  def Of(self, action: Action, part: str = 'compute') -> float:
+    """The time of a span's action and part, but no update."""
+    of_stages = self._recompute if part == 'recompute' else self._of_kind[action.kind]
+    return of_stages[action.stage] * self._scale[action.micro_batch]
 
 
 def _Scale(sizes: Sequence[float] | None, num_micro_batches: int) -> tuple[float, ...]:
