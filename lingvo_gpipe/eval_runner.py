@@ -87,10 +87,8 @@ class EvalRunner:
         devices,
         *task_plan.PipelineInputSpecs(task, batch_spec),
         loss_fn=lambda theta, y, side: self._Metrics(nested_map.NestedMap(), y, side),
-        is_trained=self.learner.IsTrained,
+        weights=task_plan.Weights(task, self.learner, num_replicas),
         splits=splits,
-        slots_per_weight=task_plan.SlotsPerWeight(task, self.learner, num_replicas),
-        owner_slots=task_plan.OwnerSlots(task, self.learner, num_replicas),
         num_replicas=num_replicas,
       )
       self.engine = task.pipeline.engine

@@ -35,40 +35,28 @@ def PlanTask(
       index after its last layer.
     num_replicas: how often the stages are there; each replica gets its share of a mini-batch.
   """
-  learner = learners.Learners(task.params.train.learner)
+  weights = Weights(task, learners.Learners(task.params.train.learner), num_replicas)
   if task.pipeline is None:
-    return plan.MakePlan(
-      [task],
-      [batch_spec],
-      schedule=schedules.Get('gpipe', 1, 1),
-      xla=False,
-      weights=layer_costs.Weights(learner.IsTrained, {}, SlotsPerWeight(task, learner, 1)),
-    )
+    schedule = schedules.Get('gpipe', 1, 1)
+    return plan.MakePlan([task], [batch_spec], schedule=schedule, xla=False, weights=weights)
   return task.pipeline.MakePlan(
     *PipelineInputSpecs(task, batch_spec),
     splits=splits,
-    is_trained=learner.IsTrained,
-    slots_per_weight=SlotsPerWeight(task, learner, num_replicas),
-    owner_slots=OwnerSlots(task, learner, num_replicas),
+    weights=weights,
     num_replicas=num_replicas,
   )
 
 
-def SlotsPerWeight(task: task_lib.BaseTask, learner: learners.Learners, num_replicas: int) -> float:
-  """How many copies of a trained weight the first replica has beside it and its gradient.
-
-  Where slots are shared out, the mean; see `OwnerSlots`.
-  """
+def Weights(
+  task: task_lib.BaseTask, learner: learners.Learners, num_replicas: int
+) -> layer_costs.Weights:
+  """What the learner trains of the task, and what the first replica keeps beside each weight."""
   train = task.params.train
-  slots = learner.SlotsPerWeight() / (num_replicas if train.shard_optimizer_slots else 1)
-  return slots + (train.ema_decay > 0)
-
-
-def OwnerSlots(task: task_lib.BaseTask, learner: learners.Learners, num_replicas: int) -> float:
-  """How many more slots than the mean a weight has in the replica that owns it."""
-  if not task.params.train.shard_optimizer_slots:
-    return 0.0
-  return learner.SlotsPerWeight() * (1 - 1 / num_replicas)
+  slots = learner.SlotsPerWeight()
+  mean = slots / (num_replicas if train.shard_optimizer_slots else 1)
+  return layer_costs.Weights(
+    learner.IsTrained, slots_per_weight=mean + (train.ema_decay > 0), owner_slots=slots - mean
+  )
 
 
 def PipelineInputSpecs(

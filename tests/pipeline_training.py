@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from lingvo_gpipe import fprop_context
 from lingvo_gpipe.layers import sequential
-from lingvo_gpipe.pipeline import micro_batch, pipelining_layer
+from lingvo_gpipe.pipeline import layer_costs, micro_batch, pipelining_layer
 
 SEED, STEP = 5, 7
 
@@ -89,7 +89,8 @@ def StepFunction(stack):
 
 def Train(stack, inputs, side, loss_fn=SquareLoss, *, step=STEP, is_trained=None):
   """(sums, gradients) of the engine; places the stack first."""
-  stack.Place(Devices(), *Specs(inputs), loss_fn=loss_fn, is_trained=is_trained)
+  weights = layer_costs.Weights(is_trained)
+  stack.Place(Devices(), *Specs(inputs), loss_fn=loss_fn, weights=weights)
   run = StepFunction(stack)
   run(inputs, side, tf.constant(step, tf.int64))  # A second run must find clean accumulators.
   sums = run(inputs, side, tf.constant(step, tf.int64))

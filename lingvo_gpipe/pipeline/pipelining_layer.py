@@ -8,7 +8,8 @@ the schedule. A stage is an index range of that list.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -153,10 +154,8 @@ class PipeliningLayer(base_layer.BaseLayer):
     self,
     *input_specs: Any,
     splits: Sequence[int] = (),
+    weights: layer_costs.Weights | None = None,
     device: str = '',
-    is_trained: Callable[[str], bool] | None = None,
-    slots_per_weight: float = 2,
-    owner_slots: float = 0,
     num_replicas: int = 1,
   ) -> plan.Plan:
     """Where the cuts go for inputs of these specs.
@@ -165,10 +164,8 @@ class PipeliningLayer(base_layer.BaseLayer):
       *input_specs: a (nest of) tf.TensorSpec `[..., batch, ...]` of the whole mini-batch for each
         argument of the first layer.
       splits: a cut that goes before that of the Params.
+      weights: what is trained, by default all, with two optimizer slots; the ties are the layer's.
       device: where partition_by='time' measures the layers; '' is TensorFlow's choice.
-      is_trained: which paths are trained, where not all.
-      slots_per_weight: how many optimizer slots a trained weight has, for the memory; Adam has 2.
-      owner_slots: see `layer_costs.Weights`.
       num_replicas: how many replicas share the mini-batch, each in its num_micro_batches.
     """
     p = self.params
@@ -194,7 +191,7 @@ class PipeliningLayer(base_layer.BaseLayer):
       num_params=self.NumParams(),
       remat_policy=p.remat_policy,
       xla=p.xla,
-      weights=layer_costs.Weights(is_trained, self.absolute_ties, slots_per_weight, owner_slots),
+      weights=dataclasses.replace(weights or layer_costs.Weights(), ties=self.absolute_ties),
       memory_limit=p.memory_limit,
       device=device,
       where=f'{self.path}: ',
@@ -223,10 +220,8 @@ class PipeliningLayer(base_layer.BaseLayer):
     devices: Sequence[str],
     *input_specs: Any,
     loss_fn: stage.LossFn | None = None,
-    is_trained: Callable[[str], bool] | None = None,
+    weights: layer_costs.Weights | None = None,
     splits: Sequence[int] = (),
-    slots_per_weight: float = 2,
-    owner_slots: float = 0,
     num_replicas: int = 1,
   ) -> plan.Plan:
     """Cuts the layers for inputs of these specs and allocates each stage on its device.
@@ -235,10 +230,8 @@ class PipeliningLayer(base_layer.BaseLayer):
       devices: at least `num_devices` of them for each replica, replica by replica.
       *input_specs: as for `MakePlan`.
       loss_fn: the loss, where the engine trains (`stage.LossFn`); FProp does not use it.
-      is_trained: which paths the engine trains, where not all.
+      weights: as for `MakePlan`; the engine trains the same.
       splits: as for `MakePlan`.
-      slots_per_weight: as for `MakePlan`.
-      owner_slots: as for `MakePlan`.
       num_replicas: how often the stages are placed. The engine trains and evaluates in all
         replicas; everything else runs in the first.
 
@@ -253,10 +246,8 @@ class PipeliningLayer(base_layer.BaseLayer):
     cut = self.MakePlan(
       *input_specs,
       splits=splits,
+      weights=weights,
       device=devices[0] if devices else '',
-      is_trained=is_trained,
-      slots_per_weight=slots_per_weight,
-      owner_slots=owner_slots,
       num_replicas=num_replicas,
     )
     self._input_specs = input_specs
@@ -269,7 +260,7 @@ class PipeliningLayer(base_layer.BaseLayer):
       xla=p.xla,
       stage_to_device=cut.schedule.stage_to_device,
       loss_fn=loss_fn,
-      is_trained=is_trained,
+      is_trained=cut.weights.is_trained,
       ties=self.absolute_ties,
       num_replicas=num_replicas,
     )

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from lingvo_gpipe.layers import linear
-from lingvo_gpipe.pipeline import pipelining_layer, schedules, step_work
+from lingvo_gpipe.pipeline import layer_costs, pipelining_layer, schedules, step_work
 
 _DIM = 4
 _SCHEDULES = ('gpipe', '1f1b', 'fused_fill_drain', 'zb_h1')
@@ -42,7 +42,7 @@ def _Engine(schedule, policy, is_trained):
   stack = p.Instantiate()
   devices = [d.name for d in tf.config.list_logical_devices('CPU')]
   spec = tf.TensorSpec([8, _DIM], tf.float64)
-  stack.Place(devices, spec, loss_fn=_Loss, is_trained=is_trained)
+  stack.Place(devices, spec, loss_fn=_Loss, weights=layer_costs.Weights(is_trained))
   return stack
 
 

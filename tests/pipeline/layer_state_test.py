@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from lingvo_gpipe import base_layer, fprop_context, weight_params
 from lingvo_gpipe.layers import batch_norm, conv, dropout
+from lingvo_gpipe.pipeline import layer_costs
 from tests import pipeline_training
 
 _BATCH, _DIM = 7, 3
@@ -213,7 +214,7 @@ def testFrozenLayersFollowTheData():
     pipeline_training.Devices(),
     *pipeline_training.Specs((_X(),)),
     loss_fn=pipeline_training.SquareLoss,
-    is_trained=lambda path: 'layers[3]' in path,
+    weights=layer_costs.Weights(lambda path: 'layers[3]' in path),
   )
   _Step(stack)
   _CheckState(pipeline_training.State(stack), _Reference(3)[1])

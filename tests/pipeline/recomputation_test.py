@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from lingvo_gpipe import base_layer
 from lingvo_gpipe.layers import dropout, linear, transformer
-from lingvo_gpipe.pipeline import emission, rematerialisation, schedules
+from lingvo_gpipe.pipeline import emission, layer_costs, rematerialisation, schedules
 from tests import graph_reader, pipeline_training
 
 _DIM, _N, _M = 4, 3, 3
@@ -103,7 +103,7 @@ def _Products(stack, tmp_path, monkeypatch, shape=(2 * _M, _DIM), is_trained=Non
     pipeline_training.Devices(),
     *pipeline_training.Specs([x]),
     loss_fn=_Loss,
-    is_trained=is_trained,
+    weights=layer_costs.Weights(is_trained),
   )
   inputs = [(piece,) for piece in stack.SplitBatch(x)]
   ones = [tf.ones([], tf.float64)] * _M
