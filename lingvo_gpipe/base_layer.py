@@ -505,39 +505,42 @@ class BaseLayer(tf.Module):
       f'{type(self).__name__} reports sums by AddSums but has no StateFromSums'
     )
 
-  @property
-  def own_state(self) -> nested_map.NestedMap:
-    """{name: variable} of this layer's own non-trainable weights."""
-    own = self._variables or {}
-    return nested_map.NestedMap({name: v for name, v in own.items() if not v.trainable})
-
   def NextState(
-    self, state: nested_map.NestedMap, sums: nested_map.NestedMap
+    self, sums: nested_map.NestedMap, state: Mapping[str, tf.Tensor] | None = None
   ) -> dict[str, tf.Tensor]:
-    """What `StateFromSums` returns for `state`; as it was where a sum or a value is not finite.
+    """What `StateFromSums` returns; as it was where a sum or a value is not finite.
+
+    Args:
+      sums: as for `StateFromSums`.
+      state: what this returned for the mini-batch before, where that was not assigned yet.
+
+    Returns:
+      {name: value of the weight}, on the device of the weights.
 
     Raises:
       ValueError: StateFromSums names something that is not a non-trainable weight of the layer.
     """
-    new = self.StateFromSums(state, sums)
-    if unknown := sorted(new.keys() - state.keys()):
-      raise ValueError(
-        f'{self.path}: StateFromSums returned {", ".join(unknown)}; the non-trainable weights '
-        f'of the layer are {", ".join(state) or "none"}'
-      )
-    values = {name: tf.cast(value, state[name].dtype) for name, value in new.items()}
-    floats = [x for x in (*tf.nest.flatten(sums), *values.values()) if x.dtype.is_floating]
-    is_finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(x)) for x in floats])
-    return {name: tf.where(is_finite, value, state[name]) for name, value in values.items()}
+    own = {name: v for name, v in (self._variables or {}).items() if not v.trainable}
+    with tf.device(next(iter(own.values())).device if own else None):
+      present = nested_map.NestedMap(own).Transform(tf.convert_to_tensor)
+      present.update(state or {})
+      new = self.StateFromSums(present, sums)
+      if unknown := sorted(new.keys() - own.keys()):
+        raise ValueError(
+          f'{self.path}: StateFromSums returned {", ".join(unknown)}; the non-trainable weights '
+          f'of the layer are {", ".join(own) or "none"}'
+        )
+      values = {name: tf.cast(value, own[name].dtype) for name, value in new.items()}
+      floats = [x for x in (*tf.nest.flatten(sums), *values.values()) if x.dtype.is_floating]
+      is_finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(x)) for x in floats])
+      return {name: tf.where(is_finite, value, present[name]) for name, value in values.items()}
 
   def UpdateFromSums(self, sums: nested_map.NestedMap) -> None:
-    """Assigns `NextState`, on the device of the state."""
-    state = self.own_state
-    device = next(iter(state.values())).device if state else None
-    with tf.device(device):
-      present = state.Transform(tf.convert_to_tensor)
-      for name, value in self.NextState(present, sums).items():
-        state[name].assign(value)
+    """Assigns `NextState`."""
+    for name, value in self.NextState(sums).items():
+      variable = self._Made()[name]
+      with tf.device(variable.device):
+        variable.assign(value)
 
   def FPropDefaultTheta(self, *args: Any) -> Any:
     """`FProp` with the layer's own weights."""

@@ -303,14 +303,8 @@ class PipelineEngine:
     layers = {
       layer.path: layer for s in self.stages for top in s.layers for layer in top.Descendants()
     }
-    new = {}
-    for path, sums in layer_sums.items():
-      own = layers[path].own_state
-      with tf.device(next(iter(own.values())).device if own else None):
-        present = own.Transform(tf.convert_to_tensor)
-        present.update((state or {}).get(path, {}))
-        new[path] = layers[path].NextState(present, sums)
-    return new
+    state = state or {}
+    return {p: layers[p].NextState(sums, state.get(p)) for p, sums in layer_sums.items()}
 
   def AssignState(
     self, state: Mapping[str, Mapping[str, tf.Tensor]], is_wanted: tf.Tensor | None = None
