@@ -16,8 +16,8 @@ import numpy as np
 import tensorflow as tf
 
 from lingvo_gpipe import fprop_context, nested_map, shapes
-from lingvo_gpipe.pipeline import emission, stage
 from lingvo_gpipe.pipeline import engine as engine_lib
+from lingvo_gpipe.pipeline import stage, stage_layout
 
 
 class _NotFinite(Exception):
@@ -28,7 +28,7 @@ class _NotFinite(Exception):
 class _Call:
   """One layer's run on one micro-batch: where it is, and what it takes."""
 
-  stage: emission.Stage
+  stage: stage_layout.Stage
   index: int
   args: tuple[Any, ...]
   skips: nested_map.NestedMap

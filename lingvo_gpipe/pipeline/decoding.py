@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from lingvo_gpipe import base_layer, fprop_context, shapes, side_effects
 from lingvo_gpipe.layers import sequential
-from lingvo_gpipe.pipeline import emission, engine, failures, micro_batch, schedules, stage
+from lingvo_gpipe.pipeline import engine, failures, micro_batch, schedules, stage, stage_layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,7 +191,7 @@ class Decoder:
     while last_only and tail and _IsPositionWise(last.layers[tail - 1]):
       tail -= 1
 
-    def Call(s: emission.Stage, m: int, args: tuple[Any, ...]) -> Any:
+    def Call(s: stage_layout.Stage, m: int, args: tuple[Any, ...]) -> Any:
       first_of_tail = tail if s is last else len(s.layers)
       return self._Functions(s).Prefill(s.variables, args, max_length, first_of_tail)
 
@@ -204,7 +204,7 @@ class Decoder:
   def _ExtendStep(
     self, states: list[list[Any]], args: tuple[Any, ...], time_step: tf.Tensor
   ) -> tuple[Any, list[list[Any]]]:
-    def Call(s: emission.Stage, m: int, args: tuple[Any, ...]) -> Any:
+    def Call(s: stage_layout.Stage, m: int, args: tuple[Any, ...]) -> Any:
       return self._Functions(s).ExtendStep(s.variables, states[s.index][m], args, time_step)
 
     return self._Stream(args, Call)
@@ -212,7 +212,7 @@ class Decoder:
   def _Stream(
     self,
     args: tuple[Any, ...],
-    call: Callable[[emission.Stage, int, tuple[Any, ...]], tuple[Any, list[Any]]],
+    call: Callable[[stage_layout.Stage, int, tuple[Any, ...]], tuple[Any, list[Any]]],
   ) -> tuple[Any, list[list[Any]]]:
     """Streams micro-batches through the stages.
 
@@ -255,7 +255,7 @@ class Decoder:
         )
     return reordered
 
-  def _Functions(self, s: emission.Stage) -> DecodingFunctions:
+  def _Functions(self, s: stage_layout.Stage) -> DecodingFunctions:
     key = (s.structure, self._pipeline.xla)
     if key not in self._functions:
       self._functions[key] = DecodingFunctions(s.layers, xla=self._pipeline.xla)

@@ -6,8 +6,6 @@ Each device's actions are chained by control dependencies, so they run in the sc
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -15,7 +13,6 @@ import tensorflow as tf
 
 from lingvo_gpipe import base_layer, nested_map
 from lingvo_gpipe.pipeline import (
-  actions,
   failures,
   layer_backward,
   rematerialisation,
@@ -23,85 +20,8 @@ from lingvo_gpipe.pipeline import (
   shared_functions,
   split_backward,
   stage,
+  stage_layout,
 )
-
-
-@dataclasses.dataclass
-class Stage:
-  """Consecutive layers on one device, with what belongs to them there.
-
-  Attributes:
-    index: the stage's number, from 0.
-    layers: its layers.
-    device: the device that holds their weights and runs them.
-    variables: for each layer its nest of variables.
-    imports: names of the skip connections that end here and begin in an earlier stage.
-    exports: names of those that begin here and end in a later stage.
-    trained: {path: variable} of the variables that are trained, in tf.nest order.
-    needs_dx: whether a stage before has any, and so needs a gradient from this one.
-    mirrors: likewise {path: variable} of the copies of weights that another layer owns.
-    accumulators: for each of `trained` a variable that sums its gradient over the micro-batches;
-      empty until the first training step is built.
-    mirror_accumulators: the same for `mirrors`.
-    replica_sum: of the layers that take sums over the replicas; None: there are none.
-  """
-
-  index: int
-  layers: list[base_layer.BaseLayer]
-  device: str
-  variables: list[Any]
-  imports: tuple[str, ...]
-  exports: tuple[str, ...]
-  trained: dict[str, tf.Variable]
-  mirrors: dict[str, tf.Variable]
-  needs_dx: bool
-  accumulators: list[tf.Variable] = dataclasses.field(default_factory=list)
-  mirror_accumulators: list[tf.Variable] = dataclasses.field(default_factory=list)
-  replica_sum: stage.ReplicaSum | None = None
-
-  def __str__(self) -> str:
-    first, last = self.layers[0].path, self.layers[-1].path
-    return f'stage {self.index} ({first if first == last else f"{first} to {last}"})'
-
-  @functools.cached_property
-  def structure(self) -> tuple[stage.StructureKey, ...]:
-    """Equal for two stages that can share their traced functions."""
-    return tuple(stage.StructureKey(layer) for layer in self.layers)
-
-  def AbsoluteName(self, name: str) -> str:
-    """The name of a sum: `<index>:<rest>` becomes `<layer's path><rest>`, metrics stay."""
-    index, colon, rest = name.partition(':')
-    is_aux_loss = colon and index.isdigit()  # A metric may have a colon in its name.
-    return f'{self.layers[int(index)].path}{rest}' if is_aux_loss else name
-
-  def LayerOfSums(self, name: str) -> base_layer.BaseLayer:
-    """The layer that reported sums for its state under this name, `<index>:<path below it>`."""
-    path = self.AbsoluteName(name)
-    below = self.layers[int(name.partition(':')[0])].Descendants()
-    return next(layer for layer in below if layer.path == path)
-
-  @functools.cached_property
-  def trained_mask(self) -> tuple[bool, ...]:
-    """For each leaf of `variables` whether it is trained."""
-    chosen = {id(v) for v in (*self.trained.values(), *self.mirrors.values())}
-    return tuple(id(v) in chosen for v in tf.nest.flatten(self.variables))
-
-  @property
-  def has_weight_gradient(self) -> bool:
-    """Whether backward adds to any accumulator."""
-    return any(self.trained_mask)
-
-  def AllAccumulators(self) -> list[tf.Variable]:
-    """Where backward adds the gradients, in tf.nest order of what is trained."""
-    variables = (*self.trained.values(), *self.mirrors.values())
-    sinks = (*self.accumulators, *self.mirror_accumulators)
-    of = {id(v): sink for v, sink in zip(variables, sinks, strict=True)}
-    return [of[id(v)] for v in tf.nest.flatten(self.variables) if id(v) in of]
-
-  def HasAction(self, kind: schedules.Kind) -> bool:
-    """Whether the stage has anything to do in actions of this kind: frozen stages have less."""
-    # What is empty may not reach XLA: TensorFlow's optimiser breaks a call of it.
-    return actions.HasWork(kind, needs_dx=self.needs_dx, is_trained=self.has_weight_gradient)
 
 
 class Engine(Protocol):
@@ -110,7 +30,7 @@ class Engine(Protocol):
   remat_policy: str
   functions: shared_functions.SharedFunctions
 
-  def SeedHashes(self, s: Stage) -> list[int]: ...
+  def SeedHashes(self, s: stage_layout.Stage) -> list[int]: ...
 
 
 class Emission:
@@ -119,7 +39,7 @@ class Emission:
   def __init__(
     self,
     engine: Engine,
-    stages: Sequence[Stage],
+    stages: Sequence[stage_layout.Stage],
     inputs: Sequence[tuple[Any, ...]],
     sides: Sequence[Any] | None,
     loss_weights: Sequence[tf.Tensor],
@@ -258,10 +178,10 @@ class Emission:
     last = self._sides is not None and k == len(self._stages) - 1
     return self._sides[m] if last and self._sides is not None else None
 
-  def _Functions(self, s: Stage) -> stage.StageFunctions:
+  def _Functions(self, s: stage_layout.Stage) -> stage.StageFunctions:
     return self._engine.functions.Of(s, do_eval=self._do_eval, with_loss=self._sides is not None)
 
-  def _Split(self, s: Stage) -> split_backward.SplitBackward:
+  def _Split(self, s: stage_layout.Stage) -> split_backward.SplitBackward:
     return self._engine.functions.Split(s, with_loss=self._sides is not None)
 
   def _Keeper(
@@ -284,7 +204,7 @@ class Emission:
       return self._engine.functions.ByLayer(s, with_loss=self._sides is not None)
     return None
 
-  def _Variables(self, s: Stage) -> Sequence[Any]:
+  def _Variables(self, s: stage_layout.Stage) -> Sequence[Any]:
     return s.variables if self._theta is None else self._theta[s.index]
 
   def _RunForward(self, k: int, m: int) -> None:
@@ -314,7 +234,7 @@ class Emission:
     x, side, dy = self.x[k, m], self._Side(k, m), self._TakeGradient(k, m)
     keeper, kept = self._Keeper(k, m), self._kept.pop((k, m), None)
 
-    def Call(s: Stage, context: Any) -> Any:
+    def Call(s: stage_layout.Stage, context: Any) -> Any:
       if keeper is None:
         backward = self._Functions(s).Backward
         return backward(s.variables, s.AllAccumulators(), x, side, context, dy)
@@ -340,7 +260,7 @@ class Emission:
     else:  # There was no input gradient to compute.
       dy, for_weights = self._TakeGradient(k, m), []
 
-    def Call(s: Stage, context: Any) -> Any:
+    def Call(s: stage_layout.Stage, context: Any) -> Any:
       gradient = self._Split(s).WeightGradient
       return gradient(s.variables, s.AllAccumulators(), x, side, context, kept, dy, for_weights)
 

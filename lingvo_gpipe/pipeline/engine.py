@@ -431,7 +431,7 @@ class PipelineEngine:
     replicas.SyncWeights(self.replicas)
     self.SyncTies()
 
-  def _AllStages(self) -> list[emission.Stage]:
+  def _AllStages(self) -> list[stage_layout.Stage]:
     return [s for replica in self.replicas for s in replica.stages]
 
   # ---- parts -----------------------------------------------------------------------------------
@@ -467,7 +467,7 @@ class PipelineEngine:
         for accumulator in s.mirror_accumulators if mirrors_only else s.AllAccumulators():
           accumulator.assign(tf.zeros_like(accumulator))
 
-  def SeedHashes(self, s: emission.Stage) -> list[int]:
+  def SeedHashes(self, s: stage_layout.Stage) -> list[int]:
     """The first halves of the seed pairs of a stage's layers."""
     return [weight_params.Hash64(layer.params.random_seed, layer.path) for layer in s.layers]
 

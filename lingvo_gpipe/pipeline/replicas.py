@@ -16,7 +16,7 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from lingvo_gpipe.pipeline import emission
+from lingvo_gpipe.pipeline import stage_layout
 
 ALL_REDUCE_OPTIONS = ('auto', 'collective', 'send')
 # A bucket of gradients is one collective; the first are on their way while others are computed.
@@ -38,7 +38,7 @@ class Replica:
     variables: {path: variable} of all layers, copies of tied weights included.
   """
 
-  stages: list[emission.Stage]
+  stages: list[stage_layout.Stage]
   variables: Mapping[str, tf.Variable]
 
   def AddTiedGradients(self, ties: Mapping[str, str]) -> None:
@@ -74,7 +74,7 @@ def Copy(first: Replica, devices: Sequence[str]) -> Replica:
             tf.identity(v), trainable=v.trainable, name=v.name.split(':')[0]
           )
     stages.append(
-      emission.Stage(
+      stage_layout.Stage(
         s.index,
         s.layers,
         device,

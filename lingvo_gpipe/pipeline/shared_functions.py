@@ -3,28 +3,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe import base_layer
-from lingvo_gpipe.pipeline import layer_backward, split_backward, stage
-
-
-class Stage(Protocol):
-  """What tells which functions a stage needs; see `emission.Stage`."""
-
-  index: int
-  layers: list[base_layer.BaseLayer]
-  exports: tuple[str, ...]
-  needs_dx: bool
-  replica_sum: stage.ReplicaSum | None
-
-  @property
-  def structure(self) -> tuple[stage.StructureKey, ...]: ...
-
-  @property
-  def trained_mask(self) -> tuple[bool, ...]: ...
+from lingvo_gpipe.pipeline import layer_backward, split_backward, stage, stage_layout
 
 
 class SharedFunctions:
@@ -57,7 +40,7 @@ class SharedFunctions:
     """How many times a stage function was traced so far."""
     return sum(f.num_traces for f in self._functions.values())
 
-  def Of(self, s: Stage, *, do_eval: bool, with_loss: bool) -> stage.StageFunctions:
+  def Of(self, s: stage_layout.Stage, *, do_eval: bool, with_loss: bool) -> stage.StageFunctions:
     """The traced functions of a stage; stages of equal structure get the same object."""
     # Structures are dear to compare, and there are many actions.
     # Eager steps run one replica after the other: none may wait for another.
@@ -72,7 +55,11 @@ class SharedFunctions:
     return functions
 
   def _Shared(
-    self, s: Stage, do_eval: bool, with_loss: bool, replica_sum: stage.ReplicaSum | None
+    self,
+    s: stage_layout.Stage,
+    do_eval: bool,
+    with_loss: bool,
+    replica_sum: stage.ReplicaSum | None,
   ) -> stage.StageFunctions:
     loss_fn = self._loss_fn if with_loss and s.index == self._num_stages - 1 else None
     # Evaluation has no backward, so what is trained does not tell its stages apart.
@@ -92,14 +79,14 @@ class SharedFunctions:
       )
     return self._functions[key]
 
-  def Split(self, s: Stage, *, with_loss: bool) -> split_backward.SplitBackward:
+  def Split(self, s: stage_layout.Stage, *, with_loss: bool) -> split_backward.SplitBackward:
     """The functions of a stage whose backward comes in pieces; shared as those of `Of` are."""
     functions = self.Of(s, do_eval=False, with_loss=with_loss)
     if id(functions) not in self._split:
       self._split[id(functions)] = split_backward.SplitBackward(functions, self.xla)
     return self._split[id(functions)]
 
-  def ByLayer(self, s: Stage, *, with_loss: bool) -> layer_backward.LayerBackward:
+  def ByLayer(self, s: stage_layout.Stage, *, with_loss: bool) -> layer_backward.LayerBackward:
     """The functions of a stage of which each layer's input is kept; shared as those of `Of` are."""
     functions = self.Of(s, do_eval=False, with_loss=with_loss)
     if id(functions) not in self._by_layer:

@@ -23,7 +23,7 @@ from lingvo_gpipe import (
   task,
 )
 from lingvo_gpipe.layers import batch_norm, linear
-from lingvo_gpipe.pipeline import emission, failures, pipelining_layer
+from lingvo_gpipe.pipeline import failures, pipelining_layer
 from tests import fn_layer, pipeline_training, processes
 
 _DIM, _BATCH, _M = fn_layer.DIM, 6, 3
@@ -587,9 +587,7 @@ def testActionsAreNamedInTheGraph():
   )
   scopes = {op.name.split('/')[0] for op in graph.graph.get_operations()}
   assert {f'action_{k}F{m}' for k in range(3) for m in range(_M)} <= scopes
-  assert emission.Stage.__str__(stack.engine.stages[2]) == (
-    'stage 2 (stack.layers[2] to stack.layers[3])'
-  )
+  assert str(stack.engine.stages[2]) == 'stage 2 (stack.layers[2] to stack.layers[3])'
 
 
 if __name__ == '__main__':

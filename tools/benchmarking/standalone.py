@@ -21,8 +21,8 @@ from typing import Any
 import tensorflow as tf
 
 from lingvo_gpipe import fprop_context, learners, nested_map
-from lingvo_gpipe.pipeline import emission, schedules, simulator, stage
 from lingvo_gpipe.pipeline import engine as engine_lib
+from lingvo_gpipe.pipeline import schedules, simulator, stage, stage_layout
 
 # One measurement runs an action as often as this takes.
 _SECONDS = 0.1
@@ -185,7 +185,7 @@ class _Calls:
   def __init__(
     self,
     engine: engine_lib.PipelineEngine,
-    s: emission.Stage,
+    s: stage_layout.Stage,
     x: nested_map.NestedMap,
     side: Any,
     loss_weight: tf.Tensor,
@@ -253,7 +253,7 @@ def _Once(calls: _Calls, kind: str) -> Any:
   return tf.function(lambda: calls.Run(kind), autograph=False)()
 
 
-def _Update(stages: list[emission.Stage], params: Any) -> Callable[[], Any]:
+def _Update(stages: list[stage_layout.Stage], params: Any) -> Callable[[], Any]:
   learner = learners.Learners(params)
   learner.Build(stages)
 
