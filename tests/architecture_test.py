@@ -53,6 +53,7 @@ _LEVELS = (
     'lingvo_gpipe.pipeline.model_costs',
     'lingvo_gpipe.pipeline.plan_choice',
     'lingvo_gpipe.pipeline.plan_schedules',
+    'lingvo_gpipe.pipeline.plan_bound',
     'lingvo_gpipe.pipeline.plan_times',
     'lingvo_gpipe.pipeline.planner',
   ),

@@ -96,7 +96,7 @@ class Times:
     )
 
   def Bound(self) -> float:
-    """What a step takes at the least; see `planner.Planner._Bound`."""
+    """What a step takes at the least; see `plan_bound.OfStep`."""
     k, m = self._choice.num_devices, self._choice.num_micro_batches
     bound = m * max(self._transfer, default=0.0)
     before = 0.0

@@ -20,6 +20,7 @@ from lingvo_gpipe.pipeline import (
   device_description,
   model_costs,
   partitioner,
+  plan_bound,
   plan_choice,
   plan_schedules,
   plan_times,
@@ -128,7 +129,7 @@ class Planner:
     self.global_batch = global_batch
     self.space = space or plan_choice.Space()
     self._first = stage_work.FirstTrained(costs.trained)
-    self._totals: dict[int, _Totals] = {}
+    self._totals: dict[int, plan_bound.Totals] = {}
     self._cuts: dict[tuple, list[int]] = {}
     self._bytes: dict[tuple[int, int], list[stage_memory.LayerBytes]] = {}
     self._fitted: dict[Choice, _Fitted] = {}
@@ -251,41 +252,15 @@ class Planner:
     heapq.heapify(queue)
     return queue
 
-  def _Work(self, size: int) -> _Totals:
+  def _Work(self, size: int) -> plan_bound.Totals:
     if size not in self._totals:
-      self._totals[size] = _Totals(self.costs.Work(size, self.devices), self._first)
+      self._totals[size] = plan_bound.Totals(self.costs.Work(size, self.devices), self._first)
     return self._totals[size]
 
   def _Bound(self, choice: Choice) -> float:
-    """What a step takes at the least, whatever the cut; in ticks.
-
-    With T for the step, stage s works M c_s, after what stages before it do for one micro-batch
-    forward, and before what they do for it backward: T >= M c_s + r (c_0 + ... + c_(s-1)), r being
-    the least share of such work in theirs. The least T for which stages can have all of the work W
-    is that with equality everywhere, r W / (1 - (1 - r/M)^K).
-    """
+    """What a step takes at the least, whatever the cut; in ticks."""
     totals = self._Work(choice.micro_batch_size)
-    fused = choice.schedule in plan_choice.FUSED
-    m, k = choice.num_micro_batches, choice.num_devices
-    whole = totals.recomputed if choice.recomputes else totals.plain
-    cheapest = totals.plain if fused else whole
-    # One micro-batch passes all stages; W need not be waited for where it is an action of its own.
-    path = whole.least_share * whole.total if choice.schedule == 'zb_h1' else cheapest.total
-    bound = max(m * cheapest.largest, path)
-    if choice.stages_per_device > 1:
-      bound = max(bound, m * whole.total / k)
-    elif choice.schedule == 'zb_h1':
-      r = whole.least_share
-      if r:
-        bound = max(bound, r * whole.total / (1 - (1 - r / m) ** k))
-    else:
-      # In a fused last stage the work that it saves makes room for more layers.
-      rest = (1 - 1 / m) ** (k - 1)
-      last = totals.largest_saving if fused and choice.recomputes else 1.0
-      bound = max(bound, whole.total / (1 - rest + rest * last / m))
-    if choice.remat_policy == 'except_last':
-      bound -= totals.again
-    return max(bound, 0.0) * self.devices.Slowdown(math.prod(choice.grid))
+    return plan_bound.OfStep(choice, totals) * self.devices.Slowdown(math.prod(choice.grid))
 
   def _Fit(self, choice: Choice) -> _Fitted:
     """The choice's best cut, if possible one that fits into memory."""
@@ -386,33 +361,6 @@ class Planner:
       ticks = Makespan(short)
       ticks += (m - short) / more * (Makespan(short + more) - ticks)
     return (ticks + (times.after if with_links else 0.0)) * model_costs.TICK
-
-
-class _Sums:
-  """What the layers cost together: each layer's cost, F + I + W, with or without recomputation."""
-
-  def __init__(self, layers: Sequence[tuple[float, float]]) -> None:
-    self.total = sum(cost for cost, _ in layers)
-    self.largest = max(cost for cost, _ in layers)
-    # Of what a layer does, the part that a stage before waits for.
-    self.least_share = min((part / cost for cost, part in layers if cost), default=1.0)
-
-
-class _Totals:
-  """The work of one micro-batch, layer by layer and together."""
-
-  def __init__(self, work: Sequence[stage_work.LayerWork], first: int) -> None:
-    self.work = work
-    plain, recomputed = [], []
-    for i, w in enumerate(work):
-      cost, part = w.forward + w.input_gradient + w.weight_gradient, w.forward + w.input_gradient
-      again = w.forward if i >= first else 0
-      plain.append((cost, part))
-      recomputed.append((cost + again, part + again))
-    self.plain, self.recomputed = _Sums(plain), _Sums(recomputed)
-    self.again = self.recomputed.total - self.plain.total
-    pairs = zip(recomputed, plain, strict=True)
-    self.largest_saving = max((a / b for (a, _), (b, _) in pairs if b), default=1.0)
 
 
 @dataclasses.dataclass(frozen=True)
