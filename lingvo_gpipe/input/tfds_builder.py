@@ -7,6 +7,7 @@ Nothing is ever downloaded here: the data sets are prepared once by `PrepareComm
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 import shlex
 from collections.abc import Iterator, Sequence
@@ -103,7 +104,7 @@ def Texts(
     split: the split.
     names: features, each a text.
     where: what names the param `damaged` in messages.
-    damaged: one of `tf_records.POLICIES`; 'skip' reads the files through first.
+    damaged: one of `tf_records.POLICIES`; behind damage 'skip' is slower.
 
   Raises:
     ValueError: a record is damaged, or damaged ones are to be skipped of files of another format.
@@ -142,22 +143,29 @@ def Examples(
       except RuntimeError as e:
         raise _CannotRead(builder, split, i, e) from e
       yield tuple(example[name] for name in names)
-  elif damaged == 'skip' and not _IsSound(builder, split):
-    for record in _SoundRecords(builder, split):
+    return
+  is_partial = len(names) < len(builder.info.features)
+  wanted = tfds.decode.PartialDecoding(dict.fromkeys(names, True), decoders)
+  # By itself TFDS takes a few examples of each file in turns.
+  dataset = builder.as_dataset(
+    split=split,
+    shuffle_files=False,
+    decoders=wanted if is_partial else decoders,
+    read_config=tfds.ReadConfig(interleave_cycle_length=1),
+  )
+  num_read = 0
+  try:
+    for examples in dataset.batch(_READ_AT_ONCE).as_numpy_iterator():
+      yield from zip(*(examples[name] for name in names), strict=True)
+      num_read += len(examples[names[0]])
+  except (tf.errors.DataLossError, tf.errors.FailedPreconditionError):  # Of too few, the latter.
+    if damaged == 'stop':
+      _RaiseDamage(builder, split, where)
+      raise
+    # tf.data does not go on behind damage. One by one is slower.
+    for record in itertools.islice(_SoundRecords(builder, split), num_read, None):
       example = builder.info.features.deserialize_example_np(record, decoders=decoders)
       yield tuple(example[name] for name in names)
-  else:
-    if len(names) < len(builder.info.features):
-      decoders = tfds.decode.PartialDecoding(dict.fromkeys(names, True), decoders)
-    # By itself TFDS takes a few examples of each file in turns.
-    dataset = builder.as_dataset(
-      split=split,
-      shuffle_files=False,
-      decoders=decoders,
-      read_config=tfds.ReadConfig(interleave_cycle_length=1),
-    )
-    for examples in _FromTfRecords(builder, split, dataset.batch(_READ_AT_ONCE), where):
-      yield from zip(*(examples[name] for name in names), strict=True)
 
 
 def NumDamaged(builder: tfds.core.DatasetBuilder, split: str, where: str) -> int:
@@ -222,18 +230,9 @@ def _SoundRecords(builder: tfds.core.DatasetBuilder, split: str) -> Iterator[byt
         yield record
 
 
-def _FromTfRecords(
-  builder: tfds.core.DatasetBuilder, split: str, dataset: tf.data.Dataset, where: str
-) -> Iterator[Any]:
-  """What a data set made of a split's TFRecord files gives; the error of a damaged one says where.
-
-  tf.data's names neither file nor record.
-  """
-  try:
-    yield from dataset.as_numpy_iterator()
-  except (tf.errors.DataLossError, tf.errors.FailedPreconditionError):  # Of too few, the latter.
-    files = _Files(builder, split)
-    tf_records.RaiseDamage(files, where)
-    for path, expected in files.items():
-      tf_records.CheckCount(path, len(tf_records.Borders(path)) - 1, expected)
-    raise
+def _RaiseDamage(builder: tfds.core.DatasetBuilder, split: str, where: str) -> None:
+  """Raises the error that says which file is damaged, and where: tf.data's names neither."""
+  files = _Files(builder, split)
+  tf_records.RaiseDamage(files, where)
+  for path, expected in files.items():
+    tf_records.CheckCount(path, len(tf_records.Borders(path)) - 1, expected)
