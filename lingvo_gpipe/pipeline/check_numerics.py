@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from lingvo_gpipe import fprop_context, nested_map, shapes
 from lingvo_gpipe.pipeline import engine as engine_lib
-from lingvo_gpipe.pipeline import stage, stage_layout
+from lingvo_gpipe.pipeline import leaves, stage, stage_layout
 
 
 class _NotFinite(Exception):
@@ -147,7 +147,7 @@ class _MicroBatch:
   def _LossGradient(self, outputs: tuple[Any, ...], side: Any, loss_weight: tf.Tensor) -> Any:
     """A nest like the outputs with the gradient of the weighted loss."""
     last = self._engine.stages[-1]
-    floats, weights = stage.FloatLeaves(outputs), [*last.trained.values(), *last.mirrors.values()]
+    floats, weights = leaves.Floats(outputs), [*last.trained.values(), *last.mirrors.values()]
     with (
       tf.device(last.device),
       fprop_context.Scope(step=self._step, micro_batch=self._m),
@@ -168,8 +168,8 @@ class _MicroBatch:
         f'the gradient of {where} is the first value that is not finite: {found}; the loss is '
         f'{float(loss):.6g}, what it was given is finite'
       )
-    dense = stage.DenseGradients(floats, gradients[: len(floats)])
-    return stage.WithFloatLeaves(outputs, dense)
+    dense = leaves.DenseGradients(floats, gradients[: len(floats)])
+    return leaves.WithFloats(outputs, dense)
 
   def _Backward(self, calls: list[_Call], gradient: Any, loss_weight: tf.Tensor) -> None:
     """Goes down the layers.
@@ -185,25 +185,25 @@ class _MicroBatch:
       trained = {id(v) for v in (*call.stage.trained.values(), *call.stage.mirrors.values())}
       paths = {id(v): path for path, v in call.layer.VariablesByPath().items()}
       weights = [v for v in tf.nest.flatten(variables) if id(v) in trained]
-      floats = stage.FloatLeaves([call.args, call.skips])
+      floats = leaves.Floats([call.args, call.skips])
       with tf.device(call.stage.device), tf.GradientTape() as tape:
         tape.watch(floats)
         out, stashed, aux = self._Outputs(call, variables)
-        targets = [*stage.FloatLeaves(out), *(value for _, value, _ in aux)]
-        above = stage.FloatLeaves(gradient)
+        targets = [*leaves.Floats(out), *(value for _, value, _ in aux)]
+        above = leaves.Floats(gradient)
         above += [tf.cast(c * tf.cast(loss_weight, v.dtype), v.dtype) for _, v, c in aux]
         for name, value in stashed.items():
           for other in skip_gradients.pop(name, []):
-            targets += stage.FloatLeaves(value)
-            above += stage.FloatLeaves(other)
+            targets += leaves.Floats(value)
+            above += leaves.Floats(other)
       gradients = tape.gradient(targets, [*weights, *floats], output_gradients=above)
       for v, g in zip(weights, gradients, strict=False):
         if g is not None:
           self._Check(call, f'gradient of the weight {paths[id(v)]}', g, above)
           self._largest.Add(paths[id(v)], tf.convert_to_tensor(g))
-      dense = stage.DenseGradients(floats, gradients[len(weights) :])
+      dense = leaves.DenseGradients(floats, gradients[len(weights) :])
       self._Check(call, 'gradient of its input', dense, above)
-      gradient, below = stage.WithFloatLeaves([call.args, call.skips], dense)
+      gradient, below = leaves.WithFloats([call.args, call.skips], dense)
       for name, value in below.items():
         skip_gradients.setdefault(name, []).append(value)
 
@@ -227,7 +227,7 @@ def _Describe(nest: Any) -> str:
     if leaf is None:
       continue
     leaf = tf.convert_to_tensor(leaf)
-    if not stage.HasGradient(leaf):
+    if not leaves.HasGradient(leaf):
       continue
     values = tf.cast(leaf, tf.complex128 if leaf.dtype.is_complex else tf.float64).numpy()
     values = np.atleast_1d(values).view(np.float64)  # A complex number is two.

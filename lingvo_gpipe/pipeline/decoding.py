@@ -20,7 +20,15 @@ import tensorflow as tf
 
 from lingvo_gpipe import base_layer, fprop_context, shapes, side_effects
 from lingvo_gpipe.layers import sequential
-from lingvo_gpipe.pipeline import engine, failures, micro_batch, schedules, stage, stage_layout
+from lingvo_gpipe.pipeline import (
+  engine,
+  failures,
+  leaves,
+  micro_batch,
+  schedules,
+  stage,
+  stage_layout,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,7 +245,7 @@ class Decoder:
       with failures.Named(s, str(action), m), tf.name_scope(f'action_{action}'):
         with tf.device(s.device), tf.control_dependencies(last.get(s.device, [])):
           taken[k + 1, m], states[k][m] = call(s, m, stage.AsTuple(taken[k, m]))
-      made = [x for x in tf.nest.flatten((taken[k + 1, m], states[k][m])) if x is not None]
+      made = leaves.Tensors((taken[k + 1, m], states[k][m]))
       last[s.device] = made[-1:]
     with tf.device(stages[-1].device):
       outputs = micro_batch.Merge([taken[len(stages), m] for m in range(num_micro_batches)])

@@ -15,6 +15,7 @@ from lingvo_gpipe import base_layer, nested_map
 from lingvo_gpipe.pipeline import (
   failures,
   layer_backward,
+  leaves,
   rematerialisation,
   schedules,
   shared_functions,
@@ -97,7 +98,7 @@ class Emission:
     if action.kind not in (schedules.Kind.BACKWARD, schedules.Kind.INPUT_GRADIENT):
       return False
     x = self.x[action.stage, action.micro_batch]
-    return not self._stages[action.stage].has_weight_gradient and not stage.FloatLeaves(x)
+    return not self._stages[action.stage].has_weight_gradient and not leaves.Floats(x)
 
   def Sums(self) -> dict[str, tf.Tensor]:
     """The sums of the metrics and auxiliary losses over all micro-batches."""
@@ -131,7 +132,7 @@ class Emission:
       context = stage.Context(stage.SeedTensor(self._engine.SeedHashes(s), counter), weight)
       result = call(s, context)
     # An action may have nothing to return: the input gradient of a stage without floating inputs.
-    returned = [t for t in tf.nest.flatten(result) if t is not None]
+    returned = leaves.Tensors(result)
     if returned:
       self._last[s.device] = returned[-1:]
     return result
@@ -163,13 +164,13 @@ class Emission:
         name: tf.nest.map_structure(_AddUp, *self._dskips.pop((name, m))) for name in s.exports
       }
     dy = nested_map.NestedMap(args=self._dargs[k + 1, m], skips=nested_map.NestedMap(dskips))
-    return stage.FloatLeaves(dy)
+    return leaves.Floats(dy)
 
   def _GiveGradient(self, k: int, m: int, dx: list[tf.Tensor]) -> None:
     """Hands down the gradients of the floating leaves of what stage k took."""
     if not self._stages[k].needs_dx and self._theta is None:
       return
-    gradient = stage.WithFloatLeaves(self.x[k, m], dx)
+    gradient = leaves.WithFloats(self.x[k, m], dx)
     self._dargs[k, m] = gradient.args
     for name, value in gradient.skips.items():
       self._dskips.setdefault((name, m), []).append(value)
@@ -302,7 +303,7 @@ class Emission:
 
 def _AddUp(*values: Any) -> Any:
   """The sum of floating tensors; of others, which have no gradient, any one."""
-  return tf.add_n(values) if len(values) > 1 and stage.HasGradient(values[0]) else values[0]
+  return tf.add_n(values) if len(values) > 1 and leaves.HasGradient(values[0]) else values[0]
 
 
 _ACTIONS = {

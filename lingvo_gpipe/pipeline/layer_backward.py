@@ -16,7 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from lingvo_gpipe import nested_map
-from lingvo_gpipe.pipeline import stage
+from lingvo_gpipe.pipeline import leaves, stage
 
 # A layer's arguments or outputs, beside the names of skips, which are never empty.
 _ARGS = ''
@@ -67,8 +67,8 @@ class LayerBackward:
     """(y, sums, what is kept beside x): each tensor once, however many layers take it."""
     y, sums, kept = self._forward_keep(variables, x, side, context)
     # What is in y is not returned again, for XLA would make another tensor of it.
-    leaves, layout = stage.Tensors(y), self._layouts[stage.TraceKey((x, side, context))]
-    return y, sums, [*(leaves[i] for i in layout.from_y), *kept]
+    of_y, layout = leaves.Tensors(y), self._layouts[leaves.TraceKey((x, side, context))]
+    return y, sums, [*(of_y[i] for i in layout.from_y), *kept]
 
   def _ForwardKeep(
     self, variables: Sequence[Any], x: nested_map.NestedMap, side: Any, context: Any
@@ -78,13 +78,13 @@ class LayerBackward:
     with self._functions.EnterContext(context.seeds):
       y, sums, _ = self._functions.Outputs(variables, x, side, context, inputs)
     inputs[: self._first] = [None] * self._first
-    in_x, in_y = ([id(t) for t in stage.Tensors(nest)] for nest in (x, y))
-    wanted = {id(t): t for t in stage.Tensors(inputs) if id(t) not in in_x}
+    in_x, in_y = ([id(t) for t in leaves.Tensors(nest)] for nest in (x, y))
+    wanted = {id(t): t for t in leaves.Tensors(inputs) if id(t) not in in_x}
     from_y = [i for i, key in enumerate(in_y) if key in wanted and key not in in_y[:i]]
     kept = [t for key, t in wanted.items() if key not in in_y]
     keys = [*in_x, *(in_y[i] for i in from_y), *map(id, kept)]
     places = {key: place for place, key in enumerate(keys)}
-    self._layouts[stage.TraceKey((x, side, context))] = _Layout(
+    self._layouts[leaves.TraceKey((x, side, context))] = _Layout(
       tf.nest.map_structure(lambda t: None if t is None else places[id(t)], inputs),
       from_y,
       tf.nest.map_structure(lambda t: None if t is None else tf.TensorSpec(t.shape, t.dtype), y),
@@ -102,12 +102,12 @@ class LayerBackward:
     dy: list[tf.Tensor] | None,
   ) -> tuple[list[tf.Tensor], tf.Tensor]:
     self._functions.CountTrace(x, side)
-    functions, layout = self._functions, self._layouts[stage.TraceKey((x, side, context))]
-    tensors = [*stage.Tensors(x), *kept]
+    functions, layout = self._functions, self._layouts[leaves.TraceKey((x, side, context))]
+    tensors = [*leaves.Tensors(x), *kept]
     # Of what the next layer below returns, and of the skips that any below does.
     gradients: _Gradients = {}
     if dy is not None:
-      gradients.update(_FloatsByRole(stage.WithFloatLeaves(layout.y, dy)))
+      gradients.update(_FloatsByRole(leaves.WithFloats(layout.y, dy)))
     rest = iter(accumulators)
     sinks = [list(itertools.islice(rest, sum(mask))) for mask in self._trained]
     done: list[tf.Tensor] = []
@@ -134,7 +134,7 @@ class LayerBackward:
       done = [tf.identity(g) for g in (*dw, *gradients.get(_ARGS, ())) if g is not None]
     floats = functions.WantedFloats(x)
     grads = [g for role in _FloatsByRole(x) for g in gradients[role]] if floats else []
-    return stage.DenseGradients(floats, grads), tf.zeros([], tf.int32)
+    return leaves.DenseGradients(floats, grads), tf.zeros([], tf.int32)
 
   def _LayerGradient(
     self,
@@ -160,7 +160,7 @@ class LayerBackward:
     dy: list[tf.Tensor] = []
 
     def Layer(*floats: tf.Tensor) -> list[tf.Tensor]:
-      out, aux_losses = functions.RunLayer(i, variables[i], stage.WithFloatLeaves(given, floats))
+      out, aux_losses = functions.RunLayer(i, variables[i], leaves.WithFloats(given, floats))
       losses = [stage.WeightedLoss(value, context, c) for value, c in aux_losses.values()]
       if loss_side is not None:
         loss = functions.Metrics(variables, out.args, *loss_side)['loss'][0]
@@ -215,8 +215,8 @@ def _WaitFor(gradients: Sequence[tf.Tensor | None], seeds: tf.Tensor) -> tf.Tens
 
 def _FloatsByRole(nest: nested_map.NestedMap) -> dict[str, list[tf.Tensor]]:
   """The floating leaves of NestedMap(args, skips), of the arguments and of each skip."""
-  skips = {name: stage.FloatLeaves(nest.skips[name]) for name in sorted(nest.skips)}
-  return {_ARGS: stage.FloatLeaves(nest.args), **skips}
+  skips = {name: leaves.Floats(nest.skips[name]) for name in sorted(nest.skips)}
+  return {_ARGS: leaves.Floats(nest.args), **skips}
 
 
 def _Sums(a: list[Any] | None, b: list[Any]) -> list[Any]:

@@ -20,7 +20,7 @@ from typing import Any
 import tensorflow as tf
 
 from lingvo_gpipe import base_layer, fprop_context, nested_map
-from lingvo_gpipe.pipeline import layer_costs, stage, stage_work
+from lingvo_gpipe.pipeline import layer_costs, leaves, stage, stage_work
 
 _MAX_CALLS = 1 << 14
 
@@ -220,8 +220,7 @@ class _Functions:
       self._layer.vars, self._x, tf.TensorSpec([2], tf.int64)
     )
     self._dy = [
-      _Example(tf.TensorSpec(t.shape, t.dtype))
-      for t in stage.FloatLeaves(traced.structured_outputs)
+      _Example(tf.TensorSpec(t.shape, t.dtype)) for t in leaves.Floats(traced.structured_outputs)
     ]
 
   def Forward(self, seeds: tf.Tensor) -> Any:
@@ -252,14 +251,14 @@ class _Functions:
     dy: Sequence[tf.Tensor],
   ) -> Any:
     weights = self._Trained(variables)
-    floats = stage.FloatLeaves(x) if self._needs_dx else []
+    floats = leaves.Floats(x) if self._needs_dx else []
     with tf.GradientTape() as tape:
       tape.watch(floats)
       y = self._Forward(variables, x, seeds)
-    outputs = stage.FloatLeaves(y)
+    outputs = leaves.Floats(y)
     grads = tape.gradient(outputs, [*weights, *floats], output_gradients=dy)
     stage.Accumulate(accumulators, grads[: len(weights)])
-    return y, stage.DenseGradients(floats, grads[len(weights) :])
+    return y, leaves.DenseGradients(floats, grads[len(weights) :])
 
 
 def _Example(spec: tf.TensorSpec | None) -> tf.Tensor | None:
@@ -282,7 +281,7 @@ def _Loop(call: Callable[[tf.Tensor], Any], device: str) -> Callable[[int], None
   def Turn(i: tf.Tensor, *_: tf.Tensor) -> list[tf.Tensor]:
     with tf.device(device or None):
       result = call(tf.stack([i, i]))  # Not the same in every turn: a loop may not leave it out.
-      return [i + 1, *(t for t in tf.nest.flatten(result) if t is not None)]
+      return [i + 1, *leaves.Tensors(result)]
 
   @tf.function(autograph=False)
   def Run(count: tf.Tensor) -> tuple[tf.Tensor, list[tf.Tensor]]:

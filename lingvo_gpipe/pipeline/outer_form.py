@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from lingvo_gpipe import base_layer, fprop_context, nested_map
-from lingvo_gpipe.pipeline import engine, failures, micro_batch, stage
+from lingvo_gpipe.pipeline import engine, failures, leaves, micro_batch
 
 
 class OuterForm:
@@ -50,14 +50,14 @@ class OuterForm:
       members, rest = rest[: len(s.layers)], rest[len(s.layers) :]
       with tf.device(s.device):
         per_stage.append(AsTensors(members))
-    weights = stage.FloatLeaves(per_stage)
+    weights = leaves.Floats(per_stage)
     whole: list[Any] = []
     reported: list[Any] = []
 
     @tf.custom_gradient
     def Pipeline(*floats: tf.Tensor) -> Any:
-      stage_theta = stage.WithFloatLeaves(per_stage, floats[: len(weights)])
-      inputs = stage.WithFloatLeaves(args, floats[len(weights) :])
+      stage_theta = leaves.WithFloats(per_stage, floats[: len(weights)])
+      inputs = leaves.WithFloats(args, floats[len(weights) :])
       forward_args = _Unwatched(stage_theta), _Unwatched(inputs), counter
       with failures.Located(self._pipeline, lambda: self._Forward(*forward_args)):
         outputs, saved, sums = self._forward(*forward_args)
@@ -65,16 +65,16 @@ class OuterForm:
       reported.extend(sums)
 
       def Grad(*dys: tf.Tensor) -> list[tf.Tensor]:
-        backward_args = stage_theta, saved, stage.WithFloatLeaves(outputs, dys), counter
+        backward_args = stage_theta, saved, leaves.WithFloats(outputs, dys), counter
         with failures.Located(self._pipeline, lambda: self._Backward(*backward_args)):
           return self._backward(*backward_args)
 
-      return tuple(stage.FloatLeaves(outputs)), Grad
+      return tuple(leaves.Floats(outputs)), Grad
 
-    floats = Pipeline(*weights, *stage.FloatLeaves(args))
+    floats = Pipeline(*weights, *leaves.Floats(args))
     for layer, sums in zip(self._stateful, reported, strict=True):
       fprop_context.Current().AddSums(layer, sums)
-    return stage.WithFloatLeaves(whole[0], floats)
+    return leaves.WithFloats(whole[0], floats)
 
   def _Forward(
     self, theta: Any, args: tuple[Any, ...], counter: tf.Tensor
@@ -91,7 +91,7 @@ class OuterForm:
   def _Backward(self, theta: Any, saved: Any, dys: Any, counter: tf.Tensor) -> list[tf.Tensor]:
     pieces = self._split(dys)
     dtheta, dargs = self._pipeline.ThetaBackward(theta, saved, pieces, counter, self._do_eval)
-    dx = stage.FloatLeaves(micro_batch.Merge(dargs, self._batch_dim))
+    dx = leaves.Floats(micro_batch.Merge(dargs, self._batch_dim))
     return [g for grads in dtheta for g in grads] + dx
 
 
@@ -113,4 +113,4 @@ def _Unwatched(nest: Any) -> Any:
     with tf.device(x.device):
       return tf.stop_gradient(x)
 
-  return stage.WithFloatLeaves(nest, [Hide(x) for x in stage.FloatLeaves(nest)])
+  return leaves.WithFloats(nest, [Hide(x) for x in leaves.Floats(nest)])

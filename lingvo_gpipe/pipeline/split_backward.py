@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from lingvo_gpipe import nested_map
-from lingvo_gpipe.pipeline import stage, vjp
+from lingvo_gpipe.pipeline import leaves, stage, vjp
 
 
 class SplitBackward:
@@ -104,9 +104,9 @@ class SplitBackward:
   ) -> tuple[Any, vjp.CutVjp, list[tf.Tensor]]:
     """The product for inputs of these shapes, and the flat tensors its parts begin with."""
     nest = (x, side, context)
-    inputs = stage.Tensors(nest)
+    inputs = leaves.Tensors(nest)
     weights = tf.nest.flatten(variables)
-    key = stage.TraceKey(nest)
+    key = leaves.TraceKey(nest)
     if key not in self._cuts:
 
       def Vjp(values: list[tf.Tensor], flat: list[tf.Tensor]) -> Any:
@@ -118,16 +118,16 @@ class SplitBackward:
           packed = tf.nest.pack_sequence_as(variables, values)
           y, sums, objective = functions.Outputs(packed, x, side, context)
           # The loss and auxiliary losses begin their own backward; for y, dy is given.
-          dy = [tf.raw_ops.Placeholder(dtype=t.dtype, shape=t.shape) for t in stage.FloatLeaves(y)]
+          dy = [tf.raw_ops.Placeholder(dtype=t.dtype, shape=t.shape) for t in leaves.Floats(y)]
           grads = tape.gradient(
             objective,
             [*chosen, *floats],
             output_gradients=stage.WithOwnLosses(dy, objective),
           )
         dw = grads[: len(chosen)]
-        dx = stage.DenseGradients(floats, grads[len(chosen) :])
+        dx = leaves.DenseGradients(floats, grads[len(chosen) :])
         self._outputs[key] = (y, sums)
-        return stage.Tensors((y, sums)), dy, dx, dw
+        return leaves.Tensors((y, sums)), dy, dx, dw
 
       self._functions.CountTrace(x, side)
       self._cuts[key] = vjp.CutVjp(Vjp, weights, inputs, xla=self._xla)

@@ -14,51 +14,19 @@ hold the schedule would vanish and the recomputation would be merged with the fi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from lingvo_gpipe import base_layer, fprop_context, nested_map, shapes, side_effects
-from lingvo_gpipe.pipeline import failures, retraces
+from lingvo_gpipe.pipeline import failures, leaves, retraces
 
 # Maps (theta of each layer of the last stage, outputs of the last layer, side inputs) of a
 # micro-batch to metrics: {name: (value, weight)}, scalars, 'loss' among them.
 LossFn = Callable[[list[Any], tuple[Any, ...], Any], dict[str, tuple[tf.Tensor, tf.Tensor]]]
 # (place, tensor) -> its sum over the replicas, each of which is at the same place.
 ReplicaSum = Callable[[str, tf.Tensor], tf.Tensor]
-
-
-def Tensors(nest: Any) -> list[tf.Tensor]:
-  """The tensors of a nest, without None, in tf.nest order."""
-  return [x for x in tf.nest.flatten(nest) if x is not None]
-
-
-def HasGradient(x: Any) -> bool:
-  """Whether a leaf of a nest can have a gradient: a floating tensor, complex numbers included."""
-  return x is not None and (x.dtype.is_floating or x.dtype.is_complex)
-
-
-def FloatLeaves(nest: Any) -> list[tf.Tensor]:
-  """The floating tensors of a nest, those that have gradients, in tf.nest order."""
-  return [x for x in tf.nest.flatten(nest) if HasGradient(x)]
-
-
-def WithFloatLeaves(nest: Any, floats: Sequence[tf.Tensor]) -> Any:
-  """The nest with its floating tensors replaced."""
-  rest = list(floats)
-  flat = [rest.pop(0) if HasGradient(x) else x for x in tf.nest.flatten(nest)]
-  return tf.nest.pack_sequence_as(nest, flat)
-
-
-def TraceKey(nest: Any) -> tuple[Any, ...]:
-  """Structure, dtypes and shapes of a nest: what one trace has in common."""
-  # As tf.function has it: neither the type of a mapping counts nor the order of its keys.
-  if isinstance(nest, Mapping):
-    return tuple((name, TraceKey(nest[name])) for name in sorted(nest))
-  if isinstance(nest, (list, tuple)):
-    return (type(nest), *map(TraceKey, nest))
-  return tuple(None if x is None else (x.dtype, *x.shape) for x in tf.nest.flatten(nest))
 
 
 def AsTuple(value: Any) -> tuple[Any, ...]:
@@ -183,7 +151,7 @@ class StageFunctions:
 
   def WantedFloats(self, x: nested_map.NestedMap) -> list[tf.Tensor]:
     """The floating leaves of x that need a gradient: none where nothing before is trained."""
-    return FloatLeaves(x) if self.needs_dx else []
+    return leaves.Floats(x) if self.needs_dx else []
 
   def EnterContext(self, seeds: tf.Tensor) -> Any:
     rows = {id(layer): seeds[i] for i, layer in enumerate(self.layers)}
@@ -268,7 +236,7 @@ class StageFunctions:
     """
     y, aux_losses = self._RunLayers(variables, x, layer_inputs)
     metric_sums = {}
-    objective = [] if self._loss_fn is not None else FloatLeaves(y)
+    objective = [] if self._loss_fn is not None else leaves.Floats(y)
     for name, (value, coefficient) in aux_losses.items():
       metric_sums[name] = _WeightedSum(value, context.loss_weight)
       objective.append(WeightedLoss(value, context, coefficient))
@@ -338,12 +306,12 @@ class StageFunctions:
     dy: list[tf.Tensor] | None,
   ) -> tuple[list[tf.Tensor], tf.Tensor]:
     self.CountTrace(x, side)
-    floats = FloatLeaves(x)
+    floats = leaves.Floats(x)
 
     # Only the floating inputs are arguments of what is recomputed: tf.recompute_grad cannot
     # take integers or None, and would copy weights that were given to it as tensors.
     def Stage(*floats: tf.Tensor) -> list[tf.Tensor]:
-      return self.Outputs(variables, WithFloatLeaves(x, floats), side, context)[2]
+      return self.Outputs(variables, leaves.WithFloats(x, floats), side, context)[2]
 
     with self.EnterContext(context.seeds), tf.GradientTape() as tape:
       tape.watch(floats)
@@ -353,7 +321,7 @@ class StageFunctions:
         outputs, [*weights, *wanted], output_gradients=WithOwnLosses(dy, outputs)
       )
     Accumulate(accumulators, grads[: len(weights)])
-    return DenseGradients(wanted, grads[len(weights) :]), tf.zeros([], tf.int32)
+    return leaves.DenseGradients(wanted, grads[len(weights) :]), tf.zeros([], tf.int32)
 
   def _ForwardBackward(
     self,
@@ -370,7 +338,7 @@ class StageFunctions:
       _, sums, objective = self.Outputs(variables, x, side, context)
     grads = tape.gradient(objective, [*weights, *floats])
     Accumulate(accumulators, grads[: len(weights)])
-    return DenseGradients(floats, grads[len(weights) :]), sums
+    return leaves.DenseGradients(floats, grads[len(weights) :]), sums
 
   def _ThetaBackward(
     self, theta: Sequence[Any], x: nested_map.NestedMap, context: Any, dy: list[tf.Tensor]
@@ -381,7 +349,7 @@ class StageFunctions:
     from its input, so nothing but the input was kept.
     """
     self.CountTrace(x, None)
-    weights, floats = FloatLeaves(theta), FloatLeaves(x)
+    weights, floats = leaves.Floats(theta), leaves.Floats(x)
     with self.EnterContext(context.seeds), tf.GradientTape() as tape:
       tape.watch([*weights, *floats])
       y, aux_losses = self._RunLayers(theta, x)
@@ -392,7 +360,7 @@ class StageFunctions:
           f'auxiliary losses ({names}) need the loss inside the last stage; train through the '
           'engine, or leave them out'
         )
-      outputs = FloatLeaves(y)
+      outputs = leaves.Floats(y)
       grads = tape.gradient(
         outputs,
         [*weights, *floats],
@@ -445,14 +413,6 @@ def Accumulate(accumulators: Sequence[tf.Variable], grads: Sequence[Any]) -> Non
       accumulator.scatter_add(tf.IndexedSlices(values, grad.indices, grad.dense_shape))
     elif grad is not None:
       accumulator.assign_add(tf.cast(grad, accumulator.dtype))
-
-
-def DenseGradients(tensors: Sequence[tf.Tensor], grads: Sequence[Any]) -> list[tf.Tensor]:
-  """The gradients as tensors: zeros for None."""
-  return [
-    tf.zeros_like(t) if g is None else tf.convert_to_tensor(g)
-    for t, g in zip(tensors, grads, strict=True)
-  ]
 
 
 def SeedTensor(hashes: Sequence[int], counter: tf.Tensor) -> tf.Tensor:

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from lingvo_gpipe import base_layer, nested_map, weight_params
 from lingvo_gpipe.layers import dropout, skip
-from lingvo_gpipe.pipeline import layer_backward, stage
+from lingvo_gpipe.pipeline import layer_backward, leaves, stage
 from tests import graph_reader, pipeline_training
 
 _DIM, _N = 8, 6
@@ -102,7 +102,7 @@ def _Backward(sub, tmp_path, **options):
   arguments, accumulators = _Arguments(functions, variables)
   by_layer = layer_backward.LayerBackward(functions, False)
   y, _, kept = by_layer.ForwardKeep(variables, *arguments)
-  dy = [tf.ones_like(t) for t in stage.FloatLeaves(y)]
+  dy = [tf.ones_like(t) for t in leaves.Floats(y)]
   graphs = graph_reader.ExecutedGraphs(
     lambda: by_layer.BackwardKept(variables, accumulators, *arguments, kept, dy), tmp_path
   )
@@ -137,7 +137,7 @@ def testBackwardOfALayerAtATimeTakesLessMemory():
     arguments, sinks = _Arguments(functions, variables, batch)
     by_layer = layer_backward.LayerBackward(functions, True)
     y, _, kept = by_layer.ForwardKeep(variables, *arguments)
-    dy = stage.FloatLeaves(y)
+    dy = leaves.Floats(y)
     peaks[num_layers] = tuple(
       graph_reader.PeakBytesOfXla(
         function.experimental_get_compiler_ir(variables, sinks, *args)(stage='optimized_hlo')

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from lingvo_gpipe import nested_map
-from lingvo_gpipe.pipeline import stage
+from lingvo_gpipe.pipeline import leaves
 from tests import fn_layer, pipeline_training
 
 _Pair = collections.namedtuple('_Pair', 'a b')
@@ -21,11 +21,11 @@ def testKeysOfEqualLeavesInOtherStructuresDiffer():
     *({'a': x, 'b': y}, {'a': x, 'c': y}, {'a': {'b': x, 'c': y}}),
     *((y, x), (x, x), (x, tf.TensorSpec([3], tf.float64)), (x,), x, None, (), []),
   ]
-  keys = [stage.TraceKey(nest) for nest in nests]
+  keys = [leaves.TraceKey(nest) for nest in nests]
   assert len(set(keys)) == len(keys)
-  assert keys == [stage.TraceKey(nest) for nest in nests]
+  assert keys == [leaves.TraceKey(nest) for nest in nests]
   # What tf.function takes for one structure is one.
-  assert stage.TraceKey({'a': x, 'b': y}) == stage.TraceKey(nested_map.NestedMap(b=y, a=x))
+  assert leaves.TraceKey({'a': x, 'b': y}) == leaves.TraceKey(nested_map.NestedMap(b=y, a=x))
 
 
 def _Rename(w, x):

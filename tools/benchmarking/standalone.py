@@ -22,7 +22,7 @@ import tensorflow as tf
 
 from lingvo_gpipe import fprop_context, learners, nested_map
 from lingvo_gpipe.pipeline import engine as engine_lib
-from lingvo_gpipe.pipeline import schedules, simulator, stage, stage_layout
+from lingvo_gpipe.pipeline import leaves, schedules, simulator, stage, stage_layout
 
 # One measurement runs an action as often as this takes.
 _SECONDS = 0.1
@@ -301,7 +301,7 @@ def _Repeated(call: Callable[[], Any], device: str, number: int) -> Callable[[],
     results: list[tf.Tensor] = []
     for _ in range(number):
       with tf.device(device), tf.control_dependencies(results[-1:]):
-        results += [t for t in tf.nest.flatten(call()) if t is not None]
+        results += leaves.Tensors(call())
     return results
 
   return Run

@@ -157,7 +157,7 @@ def _Theory(run: Any, trial: Trial, batch: Any) -> tuple[int, int]:
   import tensorflow as tf
 
   from lingvo_gpipe import task_plan
-  from lingvo_gpipe.pipeline import layer_costs, stage
+  from lingvo_gpipe.pipeline import layer_costs, leaves
 
   task, stages = run.task, run.engine.stages
   specs = task_plan.PipelineInputSpecs(task, run.batch_spec)
@@ -170,7 +170,7 @@ def _Theory(run: Any, trial: Trial, batch: Any) -> tuple[int, int]:
     taken = calls[start].specs, [skips[name] for name in s.imports]
     between += layer_costs.SpecBytes(taken)
     if s.needs_dx:
-      between += layer_costs.SpecBytes(stage.FloatLeaves(taken))
+      between += layer_costs.SpecBytes(leaves.Floats(taken))
   gradients = layer_costs.SpecBytes([a for s in stages for a in s.accumulators])
   others = trial.num_replicas - 1
   between += others * gradients * (2 if trial.all_reduce == 'collective' else others + 1)
