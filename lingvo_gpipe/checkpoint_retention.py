@@ -16,7 +16,8 @@ class Retention:
   Attributes:
     max_to_keep: this many of the highest steps stay; None keeps all.
     keep_every_n_hours: beyond those, the oldest one stays for good, and then each one saved at
-      least this long after the last that stayed. None: nothing beyond `max_to_keep`.
+      least this long after the last that stayed, or before it, where a clock was set back by so
+      much. None: nothing beyond `max_to_keep`.
   """
 
   max_to_keep: int | None = 3
@@ -40,7 +41,8 @@ class Retention:
     Args:
       saved_step: of what was just saved, which stays.
       good: what can be read, by ascending step, what was just saved among it.
-      damaged: the steps of the rest; they do not count, and go when older than what stays by step.
+      damaged: the steps of the rest; they do not count, and go when older than what stays by step,
+        but not where some stay for good: what cannot be read now may be one of these.
       protected: steps that stay, too.
     """
     if self.max_to_keep is None:
@@ -54,7 +56,8 @@ class Retention:
     if self.keep_every_n_hours is not None:
       last_time = None
       for info in good:
-        if last_time is None or info.time - last_time >= self.keep_every_n_hours * 3600:
+        if last_time is None or abs(info.time - last_time) >= self.keep_every_n_hours * 3600:
           last_time = info.time
           kept.add(info.step)
+      damaged = []
     return [step for step in (*others, *(d for d in damaged if d < oldest)) if step not in kept]
