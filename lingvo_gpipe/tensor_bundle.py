@@ -12,6 +12,7 @@ says who has what, and the files, of one bundle all the same, are in a directory
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +26,9 @@ from lingvo_gpipe import file_errors, worker_hosts
 # Tensors are written and read in groups of about this many bytes, each one data file. Up to two
 # groups lie in a host's memory at a time; a larger tensor is a group of its own.
 GROUP_BYTES = 128 * 2**20
+
+# How the operating system says that there is no such call for a folder there.
+_NO_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.EOPNOTSUPP)
 
 # {host: names of the tensors that it writes or reads}; `worker_hosts.HERE` is this process.
 Placed = Mapping[str, Sequence[str]]
@@ -74,12 +78,18 @@ def IsLocal(path: str) -> bool:
 
 
 def Sync(path: str) -> None:
-  """Has the operating system put a local file or folder on the disk; elsewhere does nothing."""
+  """Has the operating system put a local file or folder on the disk; elsewhere does nothing.
+
+  Nor does it where a file system cannot do that with folders, as some on a network cannot.
+  """
   if not IsLocal(path):
     return
   descriptor = os.open(path, os.O_RDONLY)
   try:
     os.fsync(descriptor)
+  except OSError as e:
+    if e.errno not in _NO_SYNC or not os.path.isdir(path):
+      raise
   finally:
     os.close(descriptor)
 

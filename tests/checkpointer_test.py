@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints come back exactly, and whatever happens during a save the one before is whole."""
 
+import contextlib
+import errno
 import json
 import os
 import pathlib
 import random
 import resource
+import stat
 import subprocess
 import sys
 
@@ -535,6 +538,22 @@ def testAFullDisk(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
   _AssertTidy(tmp_path)
   assert _Value(tmp_path) == (1, 1.0)
+
+
+@pytest.mark.parametrize('is_of_files', [False, True])
+def testAFileSystemThatCannotSyncFolders(tmp_path, monkeypatch, is_of_files):
+  """The nearest to one on a network. That files cannot be is an error, as of a bad disk."""
+  sync = os.fsync
+
+  def Sync(descriptor):
+    if is_of_files or stat.S_ISDIR(os.fstat(descriptor).st_mode):
+      raise OSError(errno.EINVAL, 'Invalid argument')
+    sync(descriptor)
+
+  monkeypatch.setattr(os, 'fsync', Sync)
+  with pytest.raises(OSError, match='Invalid') if is_of_files else contextlib.nullcontext():
+    _Save(tmp_path, 1)
+  assert _Steps(tmp_path) == ([] if is_of_files else [1])
 
 
 def testADirectoryThatCannotBeWritten(tmp_path):
