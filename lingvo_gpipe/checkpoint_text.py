@@ -29,6 +29,8 @@ def Describe(logdir: str) -> tuple[str, bool]:
   checkpoints = checkpointer.Checkpointer(os.path.join(logdir, 'train'))
   rows = [['checkpoint', 'step', 'saved (UTC)', 'bytes', 'reads back']]
   are_whole, newest = True, None
+  # Before and after: a trainer may be at work, which saves and removes checkpoints meanwhile.
+  names = _Commits(checkpoints.directory)
   infos = checkpoints.All()
   for info in infos:
     state = 'yes'
@@ -36,14 +38,19 @@ def Describe(logdir: str) -> tuple[str, bool]:
       checkpoints.Verify(info)
       newest = info
     except checkpointer.DamagedError as e:
+      if not checkpoints.IsKnownDamaged(info):
+        continue  # It was removed.
       state, are_whole = f'no: {file_errors.OneLine(e)}', False
     size = sum(info.written['files'].values())
     rows.append(
       [os.path.basename(info.path), f'{info.step:,}', _Utc(info.time), f'{size:,}', state]
     )
-  for name in _Unreadable(checkpoints.directory, infos):
+  known = {os.path.basename(info.path) for info in infos}
+  for name in sorted((names - known) & _Commits(checkpoints.directory)):
     are_whole = False
     rows.append([name, '-', '-', '-', 'no: its commit file is damaged'])
+  if len(rows) == 1 and infos:
+    return Describe(logdir)  # All were removed meanwhile, so there are others.
   if len(rows) == 1:
     raise ValueError(f'there is no checkpoint in {checkpoints.directory}: train first')
   lines = text_table.Lines(rows, left={0, 2, 4})
@@ -67,11 +74,10 @@ def _Utc(seconds: float) -> str:
     return str(seconds)
 
 
-def _Unreadable(directory: str, infos: list[checkpoint_info.CheckpointInfo]) -> list[str]:
-  """Names of commit files that are none of these checkpoints'."""
-  known = {os.path.basename(info.path) for info in infos}
+def _Commits(directory: str) -> set[str]:
+  """The names of the commit files that are there."""
   names = tf.io.gfile.listdir(directory) if tf.io.gfile.isdir(directory) else []
-  return sorted(n for n in names if checkpoint_info.COMMIT.fullmatch(n) and n not in known)
+  return {name for name in names if checkpoint_info.COMMIT.fullmatch(name)}
 
 
 def _Variables(info: checkpoint_info.CheckpointInfo) -> list[str]:

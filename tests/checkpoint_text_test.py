@@ -43,6 +43,27 @@ def testWholeAndDamagedCheckpoints(tmp_path):
   assert [info.step for info in infos] == [7, 1234]
 
 
+@pytest.mark.parametrize('max_to_keep, told', [(3, ['2']), (2, ['3', '4'])])
+def testATrainerAtWorkDamagesNothing(tmp_path, monkeypatch, max_to_keep, told):
+  """It saves and removes checkpoints while they are read: some of them, or all."""
+  saver = checkpointer.Checkpointer(tmp_path / 'train', max_to_keep)
+  values = {'net.w': tf.ones([3])}
+  for step in (1, 2):
+    saver.Save(step, values, {})
+  verify = checkpointer.Checkpointer.Verify
+
+  def Verify(self, info):
+    if info.step == 1:
+      for step in (3, 4):
+        saver.Save(step, values, {})
+    verify(self, info)
+
+  monkeypatch.setattr(checkpointer.Checkpointer, 'Verify', Verify)
+  text, are_whole = checkpoint_text.Describe(str(tmp_path))
+  rows = [line.split() for line in text.splitlines()]
+  assert are_whole and [row[1] for row in rows[1 : rows.index([])]] == told
+
+
 def testNoCheckpoint(tmp_path):
   with pytest.raises(ValueError, match='no checkpoint in .*train'):
     checkpoint_text.Describe(str(tmp_path))
