@@ -109,7 +109,7 @@ def Export(
   info = checkpoint_choice.Find(saved, checkpoint)
   params_change.CheckEvaluated(info, params, allow_params_change)
   # Of several tasks each has a folder.
-  directory = directory or os.path.join(logdir, FOLDER, *model.chosen, str(info.step))
+  directory = directory.rstrip('/') or os.path.join(logdir, FOLDER, *model.chosen, str(info.step))
   _CheckNew(directory)
   with tf.device('/device:CPU:0'):  # An accelerator's memory may be another program's.
     model.task.InstantiateVariables()

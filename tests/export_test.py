@@ -304,6 +304,13 @@ def testAveragesOfNarrowWeightsAreWide(tmp_path):
   np.testing.assert_array_equal(tf.cast(loaded.weights['plain.w'], tf.float32), average)
 
 
+def testADirectoryMayEndWithASlash(tmp_path):
+  params, _ = _Saved(tmp_path, _NoPipeline.Params())
+  done = export.Export(params, str(tmp_path), f'{tmp_path}/mine/')
+  assert done.directory == str(tmp_path / 'mine')
+  assert 'saved_model.pb' in os.listdir(done.directory)
+
+
 def testNothingIsOverwrittenAndNothingLeftBehind(tmp_path, monkeypatch):
   params, _ = _Saved(tmp_path, _NoPipeline.Params())
   folder = tmp_path / 'export'
