@@ -56,12 +56,13 @@ class Decoding(evaluation.DatasetPass):
     return 'decode'
 
   def _Decoded(self) -> dict[str, list[Any]]:
-    """{name: an entry for each example}, padded rows left out, in data order."""
+    """{name: an entry for each example}, rows of weight 0 left out, in data order."""
     limit = self._runner.task.params.eval.decoder_samples_per_summary
     columns: dict[str, list[Any]] = {}
     indices: list[int] = []
+    num_rows = 0  # Of the batches before.
     for batch in self._Batches():
-      decoded = self._runner.Decode(batch, self._input, len(indices))
+      decoded = self._runner.Decode(batch, self._input, num_rows)
       decoded = _Examples(self._runner.task, batch, decoded)
       if columns and columns.keys() != decoded.keys():
         raise ValueError(
@@ -70,7 +71,8 @@ class Decoding(evaluation.DatasetPass):
         )
       for name, values in decoded.items():
         columns.setdefault(name, []).extend(values)
-      indices += _Indices(batch, len(indices))
+      indices += _Indices(batch, num_rows)
+      num_rows += batches.NumRows(batch)
       if limit and len(indices) >= limit:
         break
     # Inputs that batch by length say which example a row is.
@@ -102,12 +104,10 @@ def _Examples(
 
 
 def _Indices(batch: nested_map.NestedMap, first: int) -> list[int]:
-  """The numbers of a batch's examples in the data set; from `first` on where it does not say."""
-  rows = evaluation.RealRows(batch)
-  indices = batch.get('example_index')
-  return (
-    [*range(first, first + len(rows))] if indices is None else np.asarray(indices)[rows].tolist()
-  )
+  """The numbers of a batch's examples in the data set; `first` is that of its first row."""
+  indices = batch.get('example_index', first + np.arange(batches.NumRows(batch)))
+  found: list[int] = np.asarray(indices)[evaluation.RealRows(batch)].tolist()
+  return found
 
 
 def _Plain(value: Any) -> Any:

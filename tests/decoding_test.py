@@ -37,6 +37,13 @@ class _Shuffled(_Numbers):
     return nested_map.NestedMap(number=numbers, example_index=numbers)
 
 
+class _Weighted(_Numbers):
+  """The same, of which the second one does not count."""
+
+  def _Examples(self, indices):
+    return nested_map.NestedMap(number=indices, example_weights=tf.cast(indices != 1, tf.float32))
+
+
 class _Task(task.BaseTask):
   """Decodes numbers as they are told to."""
 
@@ -121,6 +128,13 @@ def testATaskIsToldTheNumberOfEachExample(tmp_path, source, batch_size):
   decoder = _Decoding(tmp_path, None, source=source, batch_size=batch_size, cls=_NumberedTask)
   decoder.Run(7)
   assert _Lines(tmp_path) == [{'got': n, 'number': n} for n in range(5)]
+
+
+@pytest.mark.parametrize('batch_size', [2, 3])
+def testAnExampleOfNoWeightIsLeftOutAndMovesNoNumber(tmp_path, batch_size):
+  decoder = _Decoding(tmp_path, None, source=_Weighted, batch_size=batch_size, cls=_NumberedTask)
+  decoder.Run(7)
+  assert _Lines(tmp_path) == [{'got': n, 'number': n} for n in (0, 2, 3, 4)]
 
 
 def testWhatALineMayHold(tmp_path):
