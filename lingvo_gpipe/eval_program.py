@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -70,6 +71,7 @@ class EvalProgram:
     self._allow_params_change = allow_params_change
     self._progress = progress or eval_progress.EvalProgress()
     self._checked: str | None = None  # The run's Params that were compared.
+    self._done_time = math.inf  # When the last one was saved that was evaluated.
     self._checkpointer = checkpointer.Checkpointer(os.path.join(logdir, 'train'))
     self._chosen: checkpointer.CheckpointInfo | None = None
     if checkpoint != checkpoint_choice.LAST:
@@ -151,7 +153,7 @@ class EvalProgram:
         finished = found = None
       if found is not None:
         self._RunJobs(found.step)
-        done, pause = found.step, 1.0
+        done, self._done_time, pause = found.step, found.time, 1.0
         watch = logdir_lock.Watch(self._checkpointer.directory)
         continue
       free = watch.SecondsFree()
@@ -177,12 +179,17 @@ class EvalProgram:
     return None
 
   def _NewerThan(self, done: int) -> checkpointer.CheckpointInfo | None:
-    """The newest checkpoint that can be read, if its step comes after `done`; else None."""
+    """The newest checkpoint that can be read, if it is none of up to the step `done`; else None.
+
+    Where a run went back, or another one began in its place, it has an earlier step.
+    """
     try:
       found = self._checkpointer.Latest()
     except checkpointer.DamagedError:  # Named in the log; the next one may be whole.
       return None
-    return found if found is not None and found.step > done else None
+    if found is None or found.step == done:
+      return None
+    return found if found.step > done or found.time > self._done_time else None
 
   def _PassedOver(self, done: int, taken: int) -> str:
     """Says which checkpoints came between two that are evaluated; '' where none is there."""

@@ -332,6 +332,19 @@ def testTheEndOfAnEarlierCallIsNoneWhileSomebodyTrains(run, monkeypatch):
   assert len(waits) == 3 and list(_Lines(run)) == [10]
 
 
+def testAnotherRunInItsPlaceIsFollowed(run, monkeypatch):
+  """Somebody trains anew, and forgets the evaluator."""
+  (run / 'report.json').unlink()
+
+  def Wait(*unused_args):
+    shutil.rmtree(run / 'train')
+    toy_training.Train(run, _Params(max_steps=4))
+
+  monkeypatch.setattr(eval_program, '_Wait', Wait)
+  assert toy_training.Evaluator(run, _Params()).Run() == 0
+  assert list(_Lines(run)) == [10, 4]
+
+
 def testTheTrainersEndCountsNotTheEvaluatorsMaxSteps(run, monkeypatch):
   """The trainer was given more steps."""
   saved = checkpointer.Checkpointer(run / 'train').All()
