@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -34,7 +33,7 @@ class _Entry:
     job: the pass.
     interval_steps: it is due at multiples of this step; 0: not by steps.
     interval_seconds: it is due so long after the last time; 0: not by time.
-    time: when it was last done.
+    seconds: when it was last done, in the time of the run.
     step: the step of the weights that it saw last; -1: none yet.
     values: what it found then.
   """
@@ -42,7 +41,7 @@ class _Entry:
   job: evaluation.DatasetPass
   interval_steps: int
   interval_seconds: float
-  time: float
+  seconds: float = 0.0
   step: int = -1
   values: dict[str, float] = dataclasses.field(default_factory=dict)
 
@@ -51,13 +50,13 @@ class _Entry:
     """Whether it is ever due before the end."""
     return self.interval_steps > 0 or self.interval_seconds > 0
 
-  def IsDue(self, step: int) -> bool:
+  def IsDue(self, step: int, seconds: float) -> bool:
     """Multiples of a step, and not a distance: a restart in between moves nothing."""
     if step <= max(self.step, 0):  # Weights of before the first step are for the end alone.
       return False
     if self.interval_steps > 0 and step % self.interval_steps == 0:
       return True
-    return 0 < self.interval_seconds <= time.monotonic() - self.time
+    return 0 < self.interval_seconds <= seconds - self.seconds
 
 
 class Result(NamedTuple):
@@ -83,6 +82,7 @@ class DatasetPasses:
     stop: stop_request.StopRequest,
     *,
     during_training: bool,
+    clock: Callable[[], float],
   ) -> None:
     """Makes the inputs, for a mistake in their Params to show before the training.
 
@@ -92,12 +92,15 @@ class DatasetPasses:
       logdir: the run's log directory.
       stop: asked after each batch.
       during_training: else data sets are evaluated when training ends, and none is decoded.
+      clock: the time of the run in seconds, over all calls: intervals that are longer than a call
+        end, too.
 
     Raises:
       LookupError: an unknown data set.
       ValueError: a task decodes nothing, or there is nothing to do, with a data set or at all.
     """
     self.during_training = during_training
+    self._clock = clock
     runners = task_runner.task_runners
     train = next(iter(runners.values())).task.params.train  # As to this all tasks are alike.
     jobs = list(JOBS) if during_training else ['eval']
@@ -107,7 +110,6 @@ class DatasetPasses:
         'train_and_eval has nothing to evaluate: name data sets, such as Dev, in '
         'train.eval_datasets or train.decode_datasets'
       )
-    now = time.monotonic()
     self._entries: list[_Entry] = []
     for job, name in wanted:
       kind, p = JOBS[job], input_params(name)
@@ -116,7 +118,7 @@ class DatasetPasses:
         _SayNothingToDo(job, name, p, list(runners))
       steps, seconds = train.Get(f'{job}_interval_steps'), train.Get(f'{job}_interval_seconds')
       self._entries += [
-        _Entry(kind(one, its_input, full_name, logdir, stop), steps, seconds, now)
+        _Entry(kind(one, its_input, full_name, logdir, stop), steps, seconds)
         for one, its_input, full_name in found
       ]
 
@@ -165,22 +167,23 @@ class DatasetPasses:
         if values is None:
           return
         e.job.WriteSample(step)
-        e.step, e.values, e.time = step, values, time.monotonic()
+        e.step, e.values, e.seconds = step, values, self._clock()
       if at_end:
         e.job.PrintSample()
       if is_wanted:
         yield Result(e.job.jobname, e.values, is_due)
 
   def State(self) -> dict[str, Any]:
-    """{jobname: step and values} of what was found last: a checkpoint keeps it."""
+    """{jobname: step, seconds and values} of what was found last: a checkpoint keeps it."""
     seen = [e for e in self._entries if e.step >= 0]
-    return {e.job.jobname: {'step': e.step, 'values': e.values} for e in seen}
+    return {e.job.jobname: {'step': e.step, 'seconds': e.seconds, 'values': e.values} for e in seen}
 
   def Restore(self, state: Mapping[str, Any]) -> None:
     """Takes over what `State` returned."""
     for e in self._entries:
       found = state.get(e.job.jobname, {})
       e.step, e.values = found.get('step', -1), dict(found.get('values', {}))
+      e.seconds = found.get('seconds', 0.0)
 
   def Close(self) -> None:
     """Closes files."""
@@ -190,7 +193,7 @@ class DatasetPasses:
   def _IsWanted(self, e: _Entry, step: int, *, at_end: bool) -> bool:
     if at_end:
       return step > e.step
-    return self.during_training and e.IsDue(step)
+    return self.during_training and e.IsDue(step, self._clock())
 
 
 def _SayNothingToDo(job: str, name: str, input_params: Any, tasks: list[str]) -> None:

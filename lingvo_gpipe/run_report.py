@@ -41,7 +41,7 @@ class RunReport:
       came between steps.
     seconds: the time of this call, with what came after.
     train: the last step's metrics.
-    passes: {jobname: step and values} of the last evaluations and decodings.
+    passes: {jobname: step, seconds and values} of the last evaluations and decodings.
     best: jobname, metric, value and step of the best evaluation; None where none is followed.
     checkpoints: the steps of those that are there.
     tasks: {name: steps, examples, num_examples} where a model has several.

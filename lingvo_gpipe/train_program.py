@@ -152,7 +152,12 @@ class TrainProgram:
     self._streams = stream_states.StreamStates(self._model.inputs, self._inputs)
     # Made now, for a mistake in their Params to show before the training and not after it.
     self._passes = dataset_passes.DatasetPasses(
-      self._runner, input_params, logdir, stop, during_training=job == 'train_and_eval'
+      self._runner,
+      input_params,
+      logdir,
+      stop,
+      during_training=job == 'train_and_eval',
+      clock=self._TrainSeconds,
     )
     self._passes.CheckFollowed(self._early_stop)
     self._saved_passes: dict[str, Any] = {}  # Their state in the last checkpoint.

@@ -272,7 +272,7 @@ def testADataSetThatIsOfNoUseToTheTasks(tmp_path, caplog):
     inputs = toy_tasks.AsParams({name: toy_tasks.Input(name, 'Dev') for name in data})
     dataset_passes.DatasetPasses(
       types.SimpleNamespace(task_runners=runners), lambda _: inputs, str(tmp_path),
-      stop_request.StopRequest(), during_training=True,
+      stop_request.StopRequest(), during_training=True, clock=lambda: 0.0,
     )  # fmt: skip
 
   told = 'datasets names Dev, but none of the tasks '

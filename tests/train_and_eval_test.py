@@ -96,6 +96,30 @@ def testOftenByTheClock(tmp_path):
   assert _Steps(tmp_path, 'decode_dev') == [4]
 
 
+def testAnIntervalOfTimeMayBeLongerThanACall(tmp_path, monkeypatch):
+  """Each call is stopped after three steps of ten seconds."""
+  clock = [0.0]
+  monkeypatch.setattr(
+    train_program, 'time', types.SimpleNamespace(monotonic=lambda: clock[0], time=lambda: 0.0)
+  )
+  params = _Params(eval_interval_steps=0, eval_interval_seconds=45.0, decode_datasets=[])
+  for last in (3, 6, 9, 12):
+    stop = stop_request.StopRequest()
+    program = toy_training.Program(tmp_path, params, stop, job='train_and_eval')
+
+    def TrainStep(batch, program=program, step=program._runner.TrainStep, last=last, stop=stop):
+      values = step(batch)
+      clock[0] += 10.0
+      if int(program._runner.global_step) == last:
+        stop.signal = signal.SIGTERM
+      return values
+
+    monkeypatch.setattr(program._runner, 'TrainStep', TrainStep)
+    assert program.Run() == 143
+    clock[0] += 1000.0  # Between two calls nothing counts.
+  assert _Steps(tmp_path, 'eval_dev') == [5, 10]
+
+
 @pytest.mark.parametrize('at', [5, 16])
 def testAStopAndARestartAreTheSameRun(straight, tmp_path, monkeypatch, at):
   """The stop comes before an evaluation or a decoding that is due: it is made up for."""
@@ -306,7 +330,8 @@ def testWithoutStepsTheInitialWeightsAreEvaluated(straight, tmp_path, job):
   expected = {split: values for step, split, values in _Lines(straight) if step == 20}
   jobs = ['eval_dev', 'eval_test'] + (['decode_dev'] if job == 'train_and_eval' else [])
   assert {line[1]: line[2] for line in _Lines(tmp_path)} == {name: expected[name] for name in jobs}
-  assert _Report(tmp_path)['passes']['eval_dev'] == {'step': 0, 'values': expected['eval_dev']}
+  reported = _Report(tmp_path)['passes']['eval_dev']
+  assert (reported['step'], reported['values']) == (0, expected['eval_dev'])
   # What is trained from here begins as ever.
   _Train(tmp_path, _Params(max_steps=5))
   assert _Steps(tmp_path, 'eval_dev') == [0, 5]
