@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks at each step's loss and gradients, and ends the training where they are not finite."""
+"""Looks at each step's loss and gradients, and ends the training where they are not finite.
+
+Of several tasks each is looked at by itself.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ class NonFiniteSteps:
   """Training goes on after a bad step, but not after `limit` of them in a row.
 
   Attributes:
-    in_a_row: how many there were until now; a checkpoint keeps it.
+    in_a_row: {task: how many there were until now}; a checkpoint keeps it.
   """
 
   def __init__(
@@ -49,7 +52,7 @@ class NonFiniteSteps:
     self._limit = limit
     self._is_skipped = not applied
     self._check_numerics = check_numerics
-    self.in_a_row = 0
+    self.in_a_row: dict[str, int] = {}
 
   def Check(
     self,
@@ -57,6 +60,7 @@ class NonFiniteSteps:
     values: Mapping[str, float],
     say: Callable[[str], None],
     why: Callable[[], str],
+    task: str = '',
   ) -> None:
     """Counts a step, and tells where it is not finite.
 
@@ -65,15 +69,16 @@ class NonFiniteSteps:
       values: what it gave: `loss`, `is_finite` (whether its gradients were) and others.
       say: shows a line.
       why: repeats the step and says where its first value that is not finite came from.
+      task: whose step it was, where there are several.
 
     Raises:
       NotFiniteError: it is one too many.
     """
     gradients, loss = bool(values['is_finite']), math.isfinite(values['loss'])
     if gradients and loss:
-      self.in_a_row = 0
+      self.in_a_row[task] = 0
       return
-    self.in_a_row += 1
+    num = self.in_a_row[task] = self.in_a_row.get(task, 0) + 1
     if self._check_numerics:
       raise NotFiniteError(f'step {step} is not finite: {why()}')
     if gradients:
@@ -81,22 +86,25 @@ class NonFiniteSteps:
     else:
       did = 'the update was skipped' if self._is_skipped else 'it was applied'
       say(f'step {step}: a gradient is not finite; {did}')
-    if self._limit and self.in_a_row >= self._limit:
+    if self._limit and num >= self._limit:
       # A step whose update was applied cannot be repeated: its weights are others now.
       can_repeat = self._is_skipped and not gradients
-      raise NotFiniteError(self._TooMany(step) + (_Where(why) if can_repeat else ''))
+      raise NotFiniteError(self._TooMany(step, num, task) + (_Where(why) if can_repeat else ''))
 
-  def _TooMany(self, step: int) -> str:
+  def _TooMany(self, step: int, num: int, task: str) -> str:
+    of = f' of the task {task}' if task else ''
+    # Of several tasks, steps of others are between.
+    which = f'up to {step}' if task else f'{step - num + 1} to {step}'
     weights = (
       'steps whose gradients are not finite left the weights as they were'
       if self._is_skipped
       else 'they went into the weights, for train.learner.skip_nonfinite is False'
     )
     return (
-      f'step {step}: the loss or gradients of {self.in_a_row} steps in a row were not finite '
-      f'({step - self.in_a_row + 1} to {step}; train.max_nonfinite_steps is {self._limit}), and '
-      f'training stops; {weights}. --check_numerics names the layer where it begins; a lower '
-      'learning rate, a warm-up, clip_gradient_norm_to_value or a look at the data may help'
+      f'step {step}: the loss or gradients of {num} steps in a row{of} were not finite '
+      f'({which}; train.max_nonfinite_steps is {self._limit}), and training stops; '
+      f'{weights}. --check_numerics names the layer where it begins; a lower learning rate, a '
+      'warm-up, clip_gradient_norm_to_value or a look at the data may help'
     )
 
 

@@ -19,8 +19,9 @@ class Counts:
   """What a checkpoint counts of a run beside its step."""
 
   examples_consumed: int = 0
-  num_nonfinite_in_a_row: int = 0
   train_seconds: float = 0.0
+  # {task: steps in a row that were not finite}.
+  nonfinite_in_a_row: dict[str, int] = dataclasses.field(default_factory=dict)
   # {task: steps and examples}, where a model has several.
   tasks: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
 

@@ -247,7 +247,7 @@ class TrainProgram:
     self._runner.AfterRestore()
     self._streams.AfterRestore(info.path)
     self._counts = run_state.Counts.Of(saved)
-    self._nonfinite.in_a_row = self._counts.num_nonfinite_in_a_row
+    self._nonfinite.in_a_row = self._counts.nonfinite_in_a_row
     self._early_stop.Restore(saved.get('early_stop', {}))
     self._passes.Restore(saved.get('passes', {}))
     self._saved_passes = self._passes.State()
@@ -360,7 +360,9 @@ class TrainProgram:
     self._counts.Step(name, source.PositionAfter(self._counts.Position(name), num_read))
     self._values = values
     output.Step(step, values, num_rows, name, self._counts.NumSteps(name))
-    self._nonfinite.Check(step, values, say, lambda: self._runner.WhyNotFinite(*self._batches))
+    self._nonfinite.Check(
+      step, values, say, lambda: self._runner.WhyNotFinite(*self._batches), name
+    )
     self._batches = []
     return True
 
@@ -416,7 +418,7 @@ class TrainProgram:
   def _Save(self, step: int) -> None:
     """Writes a checkpoint; that of the best evaluation stays."""
     self._counts.train_seconds = self._TrainSeconds()
-    self._counts.num_nonfinite_in_a_row = self._nonfinite.in_a_row
+    self._counts.nonfinite_in_a_row = self._nonfinite.in_a_row
     self._saved_passes = self._passes.State()
     metadata = {
       **dataclasses.asdict(self._counts),

@@ -18,12 +18,13 @@ def _Steps(limit, *, skip_nonfinite=True, **options):
   return nonfinite_steps.NonFiniteSteps(limit, {'task.train.learner': params}, **options)
 
 
-def _Told(steps, values, why=lambda: 'layer 3 is to blame'):
+def _Told(steps, values, tasks=None):
   """What is said of steps from 5 on, and what ended them, '' for nothing."""
   said = []
   try:
-    for step, value in enumerate(values, 5):
-      steps.Check(step, value, said.append, why)
+    for i, value in enumerate(values):
+      task = tasks[i] if tasks else ''
+      steps.Check(5 + i, value, said.append, lambda: 'layer 3 is to blame', task)
   except nonfinite_steps.NotFiniteError as e:
     return said, str(e)
   return said, ''
@@ -43,7 +44,7 @@ def testEachBadStepIsTold():
 def testOnlyStepsInARowCount():
   steps = _Steps(3)
   assert not _Told(steps, [_BAD_GRADIENT, _BAD_GRADIENT, _FINITE, _BAD_GRADIENT, _BAD_LOSS])[1]
-  assert steps.in_a_row == 2
+  assert steps.in_a_row == {'': 2}
   said, ended = _Told(_Steps(3), [_FINITE, _BAD_GRADIENT, _BAD_LOSS, _BAD_GRADIENT])
   assert len(said) == 3
   assert ended.startswith(
@@ -53,6 +54,17 @@ def testOnlyStepsInARowCount():
   assert 'left the weights as they were' in ended
   assert '--check_numerics' in ended
   assert ended.endswith('. In the last one layer 3 is to blame')
+
+
+def testStepsOfOtherTasksAreNotBetween():
+  """A task that is never finite does not hide among those that are."""
+  tasks = ['bad', 'good', 'bad', 'good', 'good', 'bad']
+  values = [_BAD_GRADIENT if task == 'bad' else _FINITE for task in tasks]
+  said, ended = _Told(_Steps(3), values, tasks)
+  assert len(said) == 3
+  assert ended.startswith(
+    'step 10: the loss or gradients of 3 steps in a row of the task bad were not finite (up to 10;'
+  )
 
 
 def testWhatWasAppliedIsNotRepeated():
