@@ -118,7 +118,10 @@ def Located(engine: _Engine, run_again: Callable[[], Any]) -> Iterator[None]:
         traceback.clear_frames(cause.__traceback__)
         cause.add_note(_WithoutXla(engine, run_again, cause))
       raise cause from None
-    e.add_note('run again action by action, the step did not fail')
+    e.add_note(
+      'run again action by action, no stage failed: it came up outside of them, as in the update '
+      'of the weights, or does not come up each time'
+    )
     if engine.sums_statistics:
       e.add_note(
         'where a step failed before, TensorFlow may take no more sums over replicas in this '

@@ -333,8 +333,22 @@ def testAnErrorThatDoesNotComeAgain():
   stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((_Good(),)))
   with pytest.raises(tf.errors.OpError) as e:
     stack.Predict(_Good())
-  assert 'run again action by action, the step did not fail' in _Notes(e)
+  assert 'no stage failed: ' in _Notes(e) and 'does not come up each time' in _Notes(e)
   np.testing.assert_array_equal(stack.Predict(_Good()), _Good())
+
+
+def testAnUpdateThatFails(monkeypatch):
+  run = _Runner(_Sub(0, fn_layer.SilentLayer.Params()))
+  apply = run.learner.Apply
+
+  def Fails(step, loss_weight, squares):
+    with tf.control_dependencies([tf.debugging.assert_less(step, step, message='no update')]):
+      return apply(step, loss_weight, squares)
+
+  monkeypatch.setattr(run.learner, 'Apply', Fails)
+  with pytest.raises(tf.errors.InvalidArgumentError, match='no update') as e:
+    run.TrainStep(_Batch(_Good()))
+  assert 'no stage failed: it came up outside of them, as in the update of the weights' in _Notes(e)
 
 
 def testWhatIsRunAgainMayTakeLong(monkeypatch):
