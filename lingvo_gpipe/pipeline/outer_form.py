@@ -54,18 +54,35 @@ class OuterForm:
     whole: list[Any] = []
     reported: list[Any] = []
 
+    def Nests(floats: Sequence[tf.Tensor]) -> tuple[Any, Any]:
+      """The weights and the arguments with these floating leaves."""
+      theta = leaves.WithFloats(per_stage, floats[: len(weights)])
+      return theta, leaves.WithFloats(args, floats[len(weights) :])
+
     @tf.custom_gradient
     def Pipeline(*floats: tf.Tensor) -> Any:
-      stage_theta = leaves.WithFloats(per_stage, floats[: len(weights)])
-      inputs = leaves.WithFloats(args, floats[len(weights) :])
-      forward_args = _Unwatched(stage_theta), _Unwatched(inputs), counter
+      forward_args = *_Unwatched(Nests(floats)), counter
       with failures.Located(self._pipeline, lambda: self._Forward(*forward_args)):
         outputs, saved, sums = self._forward(*forward_args)
       whole.append(outputs)
       reported.extend(sums)
 
+      @tf.custom_gradient
+      def Saved(*floats: tf.Tensor) -> Any:
+        """No tape has seen how it was made; second derivatives need to know."""
+
+        def Gradient(*dys: tf.Tensor) -> list[tf.Tensor]:
+          with tf.GradientTape() as tape:
+            tape.watch(floats)
+            _, again, _ = self._forward(*Nests(floats), counter)
+          again = leaves.Floats(again)
+          return tape.gradient(again, floats, dys, unconnected_gradients='zero')
+
+        return tuple(leaves.Floats(saved)), Gradient
+
       def Grad(*dys: tf.Tensor) -> list[tf.Tensor]:
-        backward_args = stage_theta, saved, leaves.WithFloats(outputs, dys), counter
+        taken = leaves.WithFloats(saved, Saved(*floats))
+        backward_args = Nests(floats)[0], taken, leaves.WithFloats(outputs, dys), counter
         with failures.Located(self._pipeline, lambda: self._Backward(*backward_args)):
           return self._backward(*backward_args)
 

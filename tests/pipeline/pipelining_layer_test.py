@@ -174,6 +174,29 @@ def testATapeAroundAUsersFunction():
   _CheckSame((outputs, grads), _Reference(args, 2))
 
 
+@pytest.mark.parametrize('in_function', [False, True])
+def testASecondGradient(in_function):
+  """Of a penalty on the first one: what the stages take follows from weights and inputs."""
+  args = _Inputs([4])
+  stack, plain = _Placed(args, 2, 2), _Params(sequential.SequentialLayer).Instantiate()
+  plain.InstantiateVariables()
+
+  def Run(layer):
+    weights = layer.VariablesByPath()
+    with tf.GradientTape() as outer:
+      with tf.GradientTape() as inner:
+        inner.watch(args[0])
+        objective = _Objective(layer(*args))
+      penalty = tf.reduce_sum(inner.gradient(objective, args[0]) ** 2)
+    return outer.gradient(penalty, weights, unconnected_gradients='zero')
+
+  run = tf.function(Run, autograph=False) if in_function else Run
+  actual, expected = run(stack), Run(plain)
+  assert actual.keys() == expected.keys()
+  for path, g in expected.items():
+    np.testing.assert_allclose(actual[path], g, atol=1e-11, err_msg=path)
+
+
 @pytest.mark.parametrize('batch, sizes', [(7, [2, 2, 2, 1]), (2, [1, 1])])
 def testBatchesThatDoNotDivide(batch, sizes):
   args = _Inputs([batch])
