@@ -188,4 +188,8 @@ def _Residuals(
       found[t.name] = t
     else:
       todo.extend(t.op.inputs)
+  # With one output of an operation prune must be given all that anything takes: it copies what
+  # comes before given tensors, too, though nothing needs it.
+  for t in list(found.values()):
+    found.update({output.name: output for output in t.op.outputs if output.consumers()})
   return [found[name] for name in sorted(found)]
