@@ -26,7 +26,7 @@ from lingvo_gpipe.layers import batch_norm, dropout, linear
 from lingvo_gpipe.pipeline import pipelining_layer
 from tests import pipeline_training, processes
 
-_DIM, _BATCH, _M = 4, 5, 2
+_DIM, _BATCH, _M = 4, 4, 2
 _SGD = optimizer.SGD.Params()
 _COUNT = 'net.stack.layers[1].num_updates'
 
@@ -136,8 +136,8 @@ def _Arrays(run):
 def testSameAsOneMiniBatchOfTheJointSize(clip):
   """Dropout masks, tied weights, slots and metrics included."""
   settings = {'optimizer': optimizer.Adam.Params(), 'clip_gradient_norm_to_value': clip}
-  parts = _Runner(3, num_micro_batches=5, **settings)
-  whole = _Runner(1, 3 * _BATCH, num_micro_batches=15, **settings)
+  parts = _Runner(3, num_micro_batches=_BATCH, **settings)
+  whole = _Runner(1, 3 * _BATCH, num_micro_batches=3 * _BATCH, **settings)
   for seed in range(2):
     batches, before = _Batches(3, seed), _Arrays(parts)
     assert parts.TrainStep(batches[0]) is None
@@ -160,7 +160,7 @@ def testSameAsOneMiniBatchOfTheJointSize(clip):
 
 def testAuxiliaryLossesOfSeveralMiniBatches():
   """The update is one of the unpipelined layers' total objective over all of them."""
-  run, batches = _Runner(3, middle='losses', num_micro_batches=5, optimizer=_SGD), _Batches(3)
+  run, batches = _Runner(3, middle='losses', num_micro_batches=_BATCH, optimizer=_SGD), _Batches(3)
   p, variables = run.task.stack.params, run.Variables()
   plain, _ = pipeline_training.PlainLayers(p.sub, p.ties)
   for path, variable in plain.VariablesByPath().items():
@@ -173,7 +173,7 @@ def testAuxiliaryLossesOfSeveralMiniBatches():
     return run.task.ComputeLoss(theta, outputs[0], side.batch)[0]
 
   side = nested_map.NestedMap(batch=joined, weights=joined.example_weights)
-  sums, grads = pipeline_training.Reference(p.sub, 15, (joined.x,), side, Loss, ties=p.ties)
+  sums, grads = pipeline_training.Reference(p.sub, 3 * _BATCH, (joined.x,), side, Loss, ties=p.ties)
   values = [run.TrainStep(batch) for batch in batches][-1]
   for path, gradient in grads.items():
     expected = before[f'net.{path}'] - 0.1 * gradient / np.sum(joined.example_weights)

@@ -12,7 +12,7 @@ from lingvo_gpipe.layers import dropout
 from lingvo_gpipe.pipeline import rematerialisation, stage
 from tests import pipeline_training
 
-_BATCH, _DIM = 7, 3
+_BATCH, _DIM = 6, 3
 # Every schedule with two policies or more, every policy with two schedules or more.
 _CASES = [
   ('gpipe', 'stage', 3),
@@ -88,8 +88,8 @@ _NAMES = {
 }
 
 
-def _X():
-  return tf.constant(np.random.default_rng(4).normal(size=[_BATCH, _DIM]))
+def _X(size=_BATCH):
+  return tf.constant(np.random.default_rng(4).normal(size=[size, _DIM]))
 
 
 def _Check(sub, *, num_micro_batches=3, dtype=tf.float64, **options):
@@ -179,7 +179,7 @@ def testEvaluateReportsThemToo():
   stack = pipeline_training.MakeStack(
     [_Add(z=0.1), _Add()], num_stages=2, num_micro_batches=3, splits=[1, 2]
   )
-  x, side = _X(), pipeline_training.ExampleWeights(_BATCH)
+  x, side = _X(7), pipeline_training.ExampleWeights(7)
   stack.Place(
     pipeline_training.Devices(),
     *pipeline_training.Specs((x,)),

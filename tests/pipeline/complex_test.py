@@ -11,7 +11,7 @@ from lingvo_gpipe import fprop_context
 from lingvo_gpipe.layers import skip
 from tests import fn_layer, pipeline_training
 
-_BATCH = 5
+_BATCH = 4
 
 
 def _Complex(w, x):

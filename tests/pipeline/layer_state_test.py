@@ -18,7 +18,7 @@ from lingvo_gpipe.layers import batch_norm, conv, dropout
 from lingvo_gpipe.pipeline import layer_costs
 from tests import pipeline_training
 
-_BATCH, _DIM = 7, 3
+_BATCH, _DIM = 6, 3
 # Every schedule with two policies or more, every policy with two schedules or more.
 _CASES = [
   ('gpipe', 'stage', 3),

@@ -11,7 +11,7 @@ from lingvo_gpipe.layers import dropout, linear
 from lingvo_gpipe.pipeline import actions, profiler_trace, schedules, step_work
 from tests import pipeline_training
 
-_DIM, _BATCH, _STEPS = 4, 7, (3, 4)
+_DIM, _BATCH, _STEPS = 4, 6, (3, 4)
 
 
 def _Stack(schedule, policy, xla):

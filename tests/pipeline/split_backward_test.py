@@ -14,7 +14,8 @@ from lingvo_gpipe.layers import dropout, embedding, linear
 from lingvo_gpipe.pipeline import rematerialisation
 from tests import pipeline_training
 
-_BATCH, _DIM = 5, 3
+# Micro-batches of one size: of two every function would be traced twice (random_stacks_test).
+_BATCH, _DIM = 4, 3
 # Whole, kept and in halves, with and without recomputation.
 _WAYS = [
   ('gpipe', 'stage'),
@@ -251,9 +252,9 @@ def testStagesThatNoGradientReachesCompiledByXla(schedule, policy):
   to_ids = _With(lambda w, x: tf.argmax(tf.matmul(x, w), -1, tf.int32))
   unused = _With(lambda w, ids: 2 - ids)
   none = _Without(lambda ids: (ids + 1) % _DIM)
-  # With three micro-batches every stage but the first has a forward after its first backward.
+  # With four micro-batches every stage but the first has a forward after its first backward.
   for sub in ([table, to_ids, none, table], [none, unused, table]):
-    _Check(sub, schedule, policy, ids, xla=True, num_micro_batches=5)
+    _Check(sub, schedule, policy, ids, xla=True, num_micro_batches=_BATCH)
 
 
 @_each_way
@@ -331,13 +332,13 @@ def testAnEmbeddingsGradientStaysSparse(schedule, policy, xla):
     for function in library.function
     if re.match(r'__inference__(Backward|WeightGradient)', function.signature.name)
   ]
-  # Two sizes of micro-batches, two stages.
-  assert len(backward) == 4
+  # Of two stages.
+  assert len(backward) == 2
   for ops in backward:
     # One of the two weights is scattered to, and nothing is made dense.
     assert ops['UnsortedSegmentSum'] == 0
     assert ops['AssignAddVariableOp'] == 1
-  assert sorted(ops['ResourceScatterAdd'] for ops in backward) == [0, 0, 1, 1]
+  assert sorted(ops['ResourceScatterAdd'] for ops in backward) == [0, 1]
 
 
 # ---- bfloat16 ----------------------------------------------------------------------------

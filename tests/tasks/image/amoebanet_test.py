@@ -15,7 +15,7 @@ from tests import pipeline_training as training
 
 NUM_CLASSES = 7
 IMAGE_SIZE = 12
-BATCH_SIZE = 5
+BATCH_SIZE = 6
 
 
 def _Params(**values):
