@@ -10,7 +10,8 @@ from tests import processes
 from tools import stage_memory as program
 from tools.benchmarking import stage_memory
 
-_SETTING = stage_memory.Setting(3, 4, 'gpipe', 1, rows=4096)
+# Narrow layers of many rows: as much memory in an eighth of the time.
+_SETTING = stage_memory.Setting(3, 4, 'gpipe', 1, rows=32768, dim=128)
 
 
 @pytest.mark.parametrize(
