@@ -320,11 +320,21 @@ def testALogdirThatIsTakenAwayStopsTheRunAndIsNotMadeAnew(trainer, forks, tmp_pa
 # ---- memory --------------------------------------------------------------------------------------
 
 
-def testAStepThatNeedsTooMuchMemoryIsTold(trainer, forks, tmp_path):
-  pid = trainer('Memory', tmp_path, 100, run=forks.Start)
+@pytest.fixture(scope='module')
+def impatient(tmp_path_factory):
+  """Forks in which memory that is not there is not waited for: oneDNN's allocator does, 10 s."""
+  with pytest.MonkeyPatch.context() as patched:
+    patched.setenv('TF_ENABLE_ONEDNN_OPTS', '0')
+    made = processes.Forks(tmp_path_factory.mktemp('impatient'))
+  yield made
+  made.Close()
+
+
+def testAStepThatNeedsTooMuchMemoryIsTold(trainer, impatient, tmp_path):
+  pid = trainer('Memory', tmp_path, 100, run=impatient.Start)
   # Four terabytes are asked for; some systems would give them.
   resource.prlimit(pid, resource.RLIMIT_AS, (1 << 40, resource.RLIM_INFINITY))
-  done = forks.Wait()
+  done = impatient.Wait()
   assert done.returncode == 1
   assert 'OOM when allocating tensor with shape[1048576,1048576]' in done.stderr
   in_loss, in_stage, where, hint = processes.Messages(done.stderr)[-4:]
@@ -338,8 +348,8 @@ def testAStepThatNeedsTooMuchMemoryIsTold(trainer, forks, tmp_path):
   assert processes.Tensors(tmp_path, 4)['global_step'] == 4
 
 
-def testAWeightThatNeedsTooMuchMemoryIsTold(trainer, tmp_path):
-  done = trainer('Large', tmp_path, 4)
+def testAWeightThatNeedsTooMuchMemoryIsTold(trainer, impatient, tmp_path):
+  done = trainer('Large', tmp_path, 4, run=impatient.Run)
   assert done.returncode == 1
   which, hint = processes.Messages(done.stderr)[-2:]
   assert which == 'while the weight toy.large was made, of shape [33554432, 33554432]'

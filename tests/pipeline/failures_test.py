@@ -242,27 +242,36 @@ def _TakesTooMuch(w, x):
   return x * w + tf.matmul(tf.matmul(tall, tall, transpose_b=True), tall)[:2]
 
 
-@pytest.fixture
-def limited():
-  """Some systems would give four terabytes."""
-  before = resource.getrlimit(resource.RLIMIT_AS)
-  is_lower = 0 <= before[0] < 1 << 40  # -1 is no limit.
-  resource.setrlimit(resource.RLIMIT_AS, before if is_lower else (1 << 40, before[1]))
-  yield
-  resource.setrlimit(resource.RLIMIT_AS, before)
-
-
-def testALayerThatRunsOutOfMemoryInAStageOfXla(limited, caplog):
-  layer = fn_layer.SilentLayer.Params().Set(fn=_TakesTooMuch)
-  run = _Runner(_Sub(3, layer), xla=True)
-  with pytest.raises(tf.errors.ResourceExhaustedError, match='Out of memory') as e:
+def PrintFailureWithoutMemory():
+  """Of a step with a stage of XLA that asks for too much; and whether XLA is on after it."""
+  # Some systems would give four terabytes.
+  resource.setrlimit(resource.RLIMIT_AS, (1 << 40, resource.RLIM_INFINITY))
+  run = _Runner(_Sub(3, fn_layer.SilentLayer.Params().Set(fn=_TakesTooMuch)), xla=True)
+  try:
     run.TrainStep(_Batch(_Good()))
-  assert 'micro-batch 0, while running action 2F0' in _Notes(e)
-  found = e.value.__notes__[-1]
-  assert found.startswith('without XLA it fails in layer net.stack.layers[3] (SilentLayer): OOM')
-  assert 'action 2F0; once more without XLA' in caplog.text
+  except tf.errors.ResourceExhaustedError as e:
+    print(e, *e.__notes__, run.engine.xla, sep='\n')
+
+
+def testALayerThatRunsOutOfMemoryInAStageOfXla():
+  """In a process without oneDNN, whose allocator waits ten seconds each time."""
+  program = (
+    'from lingvo_gpipe import cluster\n'
+    "cluster.Cluster.Create(3, platform='cpu', threads_per_device=1)\n"
+    'from tests.pipeline import failures_test\n'
+    'failures_test.PrintFailureWithoutMemory()\n'
+  )
+  done = processes.Run(
+    '', command=[sys.executable, '-c', program], more_environment={'TF_ENABLE_ONEDNN_OPTS': '0'}
+  )
+  error, *notes, layer, xla = processes.Succeeded(done).stdout.splitlines()
+  assert error.startswith('Out of memory')
+  assert any('micro-batch 0, while running action 2F0' in note for note in notes)
+  found = 'without XLA it fails in layer net.stack.layers[3] (SilentLayer): OOM'
+  assert layer.startswith(found)
+  assert 'action 2F0; once more without XLA' in done.stderr
   # The stages are compiled as before.
-  assert run.engine.xla
+  assert xla == 'True'
 
 
 def testStagesBeforeTheFailingOneStop():
