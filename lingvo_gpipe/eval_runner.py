@@ -253,12 +253,8 @@ class EvalRunner:
     self, theta: nested_map.NestedMap, outputs: tuple[Any, ...], side: nested_map.NestedMap
   ) -> task_lib.Metrics:
     predictions = outputs[0] if len(outputs) == 1 else outputs
-    found, _ = self.task.ComputeLoss(theta, predictions, side)
-    if 'loss' not in found:
-      raise ValueError(
-        f"{type(self.task).__name__}.ComputeLoss must return a metric 'loss', got {sorted(found)}"
-      )
-    return found
+    metrics, _ = self.task.ComputeLoss(theta, predictions, side)
+    return metrics
 
   def _CheckBatch(self, batch: batches.AnyBatch) -> None:
     if isinstance(batch, batches.PlacedBatch):  # Checked when it was read.

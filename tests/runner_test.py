@@ -233,7 +233,7 @@ def testATaskThatHasNoLoss():
       return {'error': (tf.constant(0.0), tf.constant(1.0))}, {}
 
   run = _Runner(NoLoss.Params().Set(name='linear'))
-  with pytest.raises(ValueError, match="NoLoss.ComputeLoss must return a metric 'loss'"):
+  with pytest.raises(ValueError, match="a loss must return a metric 'loss', got \\['error'\\]"):
     run.TrainStep(next(iter(_Input().Dataset())))
 
 

@@ -25,6 +25,7 @@ from lingvo_gpipe.pipeline import (
   shared_functions,
   stage,
   stage_layout,
+  weighted_loss,
 )
 
 
@@ -229,6 +230,10 @@ class PipelineEngine:
     schedule: Callable[[int], schedules.Schedule],
   ) -> list[emission.Emission]:
     """One walk for each replica that has micro-batches; for evaluation without a counter."""
+    if self.loss_fn is None:
+      raise ValueError('the engine was made without a loss: give loss_fn, to Place if that made it')
+    what = "the weight of a micro-batch's loss"
+    loss_weights = [weighted_loss.Scalar(what, weight) for weight in loss_weights]
     shares = replicas.Shares(len(inputs), len(self.replicas))
     if counter is not None and self.sums_statistics and len(shares[0]) != len(shares[-1]):
       raise ValueError(

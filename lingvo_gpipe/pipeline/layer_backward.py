@@ -16,7 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from lingvo_gpipe import nested_map
-from lingvo_gpipe.pipeline import leaves, stage
+from lingvo_gpipe.pipeline import leaves, stage, weighted_loss
 
 # A layer's arguments or outputs, beside the names of skips, which are never empty.
 _ARGS = ''
@@ -161,10 +161,10 @@ class LayerBackward:
 
     def Layer(*floats: tf.Tensor) -> list[tf.Tensor]:
       out, aux_losses = functions.RunLayer(i, variables[i], leaves.WithFloats(given, floats))
-      losses = [stage.WeightedLoss(value, context, c) for value, c in aux_losses.values()]
+      losses = [weighted_loss.WeightedLoss(value, context, c) for value, c in aux_losses.values()]
       if loss_side is not None:
         loss = functions.Metrics(variables, out.args, *loss_side)['loss'][0]
-        losses.append(stage.WeightedLoss(loss, context))
+        losses.append(weighted_loss.WeightedLoss(loss, context))
       pairs = [
         pair
         for role, values in _FloatsByRole(out).items()

@@ -20,7 +20,7 @@ from typing import Any
 import tensorflow as tf
 
 from lingvo_gpipe import base_layer, fprop_context, nested_map, shapes, side_effects
-from lingvo_gpipe.pipeline import failures, leaves, retraces
+from lingvo_gpipe.pipeline import failures, leaves, retraces, weighted_loss
 
 # Maps (theta of each layer of the last stage, outputs of the last layer, side inputs) of a
 # micro-batch to metrics: {name: (value, weight)}, scalars, 'loss' among them.
@@ -39,7 +39,7 @@ def AsTensors(layer: base_layer.BaseLayer, outputs: Any) -> Any:
 
   def Convert(value: Any) -> Any:
     try:
-      return value if value is None or tf.is_tensor(value) else tf.convert_to_tensor(value)
+      return value if value is None or isinstance(value, tf.Tensor) else tf.convert_to_tensor(value)
     except (TypeError, ValueError) as e:
       raise TypeError(
         f'{layer.path}: FProp must return tensors, None, or a nest of them, got a '
@@ -183,7 +183,8 @@ class StageFunctions:
         key = f'{i}:{owner.path[len(layer.path) :]}.{name}'
         if key in aux_losses:
           raise ValueError(f'{owner.path} adds two auxiliary losses {name!r}; name them apart')
-        aux_losses[key] = (value, coefficient)
+        what = f'auxiliary loss {owner.path}.{name}'
+        aux_losses[key] = (weighted_loss.Loss(what, value), coefficient)
     except Exception as e:
       giver = f' by {self.layers[i - 1].path}' if i else ''
       kind = type(layer).__name__
@@ -238,13 +239,13 @@ class StageFunctions:
     metric_sums = {}
     objective = [] if self._loss_fn is not None else leaves.Floats(y)
     for name, (value, coefficient) in aux_losses.items():
-      metric_sums[name] = _WeightedSum(value, context.loss_weight)
-      objective.append(WeightedLoss(value, context, coefficient))
+      metric_sums[name] = weighted_loss.WeightedSum(value, context.loss_weight)
+      objective.append(weighted_loss.WeightedLoss(value, context, coefficient))
     if self._loss_fn is None:
       return y, self._Sums(metric_sums), objective
     metrics = self.Metrics(variables, y.args, side)
-    metric_sums.update({name: _WeightedSum(*pair) for name, pair in metrics.items()})
-    objective.append(WeightedLoss(metrics['loss'][0], context))
+    metric_sums.update({name: weighted_loss.WeightedSum(*pair) for name, pair in metrics.items()})
+    objective.append(weighted_loss.WeightedLoss(metrics['loss'][0], context))
     return (), self._Sums(metric_sums), objective
 
   def Metrics(
@@ -253,11 +254,12 @@ class StageFunctions:
     """The loss function's metrics, of what the last layer returned."""
     assert self._loss_fn is not None
     theta = [layer.ThetaFrom(v) for layer, v in zip(self.layers, variables, strict=True)]
+    outputs = AsTuple(outputs)
     try:
       with failures.LossScope(), side_effects.Refused('the loss'):
-        return self._loss_fn(theta, AsTuple(outputs), side)
+        return weighted_loss.Metrics(self._loss_fn(theta, outputs, side))
     except Exception as e:
-      given = f'{shapes.NestText(AsTuple(outputs))}, beside them {shapes.NestText(side)}'
+      given = f'{shapes.NestText(outputs)}, beside them {shapes.NestText(side)}'
       e.add_note(f'in the loss, which stage {self._user} runs, given the outputs {given}')
       raise
 
@@ -369,21 +371,6 @@ class StageFunctions:
       )
     grads = [tf.convert_to_tensor(g) for g in grads]
     return grads[: len(weights)], grads[len(weights) :]
-
-
-def _WeightedSum(value: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
-  """[value * weight, weight] in float32, or float64 where the value is."""
-  dtype = tf.float64 if value.dtype == tf.float64 else tf.float32
-  value, weight = tf.cast(value, dtype), tf.cast(weight, dtype)
-  # A mean over nothing may be NaN.
-  return tf.stack([tf.where(weight > 0, value * weight, tf.zeros_like(value)), weight])
-
-
-def WeightedLoss(value: tf.Tensor, context: Any, coefficient: float = 1.0) -> tf.Tensor:
-  """What a loss adds to the objective: value * coefficient * weight of the micro-batch."""
-  if value.dtype.size < 4:  # Where the weight, a count of tokens, would lose digits.
-    value = tf.cast(value, tf.float32)
-  return value * (coefficient * tf.cast(context.loss_weight, value.dtype))
 
 
 def FunctionOptions(xla: bool) -> dict[str, Any]:

@@ -493,6 +493,16 @@ def testALayerThatReturnsNoTensor():
   assert 'in stage 1 (stack.layers[1]), micro-batch 0, while building action 1F0' in _Notes(e)
 
 
+def testALayerThatReturnsAnotherKindOfTensor():
+  stack = _Stack(
+    _Sub(1, fn_layer.SilentLayer.Params().Set(fn=lambda w, x: tf.sparse.from_dense(x)))
+  )
+  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((_Good(),)))
+  words = r'stack\.layers\[1\]: FProp must return tensors, .* got a SparseTensor'
+  with pytest.raises(TypeError, match=words):
+    stack.Predict(_Good())
+
+
 def testNumbersAndArraysBecomeTensors():
   sub = [
     fn_layer.FnLayer.Params().Set(fn=lambda w, x: (x * w, 2, np.float32(0.5))),
