@@ -214,7 +214,8 @@ class BaseTask(base_layer.BaseLayer):
     Returns:
       {name: (value, weight)}, scalars, 'loss' among them: a mean and the weight it counts with
       against other batches (examples, tokens); and {name: tensor [batch, ...]} per example. A mean
-      over nothing, as of a micro-batch of padding, must be finite: use tf.math.divide_no_nan.
+      over nothing, as of a micro-batch of padding, may be NaN: where its weight is 0 it counts for
+      nothing, and the predictions get no gradient.
     """
     raise NotImplementedError(f'{type(self).__name__} has no ComputeLoss')
 

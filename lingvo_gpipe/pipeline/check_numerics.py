@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from lingvo_gpipe import fprop_context, nested_map, shapes
+from lingvo_gpipe.pipeline import emission, stage, weighted_loss
 from lingvo_gpipe.pipeline import engine as engine_lib
 from lingvo_gpipe.pipeline import leaves, stage, stage_layout
 
@@ -155,13 +156,13 @@ class _MicroBatch:
     ):
       tape.watch(floats)
       theta = [layer.theta for layer in last.layers]
-      metrics = self._loss_fn(theta, outputs, side)
+      counted = [weighted_loss.WhereItCounts(x, loss_weight) for x in floats]
+      metrics = self._loss_fn(theta, leaves.WithFloats(outputs, counted), side)
       loss = metrics['loss'][0]
       objective = loss * tf.cast(loss_weight, loss.dtype)
     where = f'the loss of micro-batch {self._m} in stage {last.index}'
-    if found := _Describe(loss):
-      hint = '' if float(loss_weight) else '; its weight is 0: use tf.math.divide_no_nan'
-      raise _NotFinite(f'{where} is the first value that is not finite: {found}{hint}')
+    if float(loss_weight) and (found := _Describe(loss)):
+      raise _NotFinite(f'{where} is the first value that is not finite: {found}')
     gradients = tape.gradient(objective, [*floats, *weights])
     if found := _Describe(gradients):
       raise _NotFinite(

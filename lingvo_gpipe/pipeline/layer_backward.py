@@ -163,7 +163,7 @@ class LayerBackward:
       out, aux_losses = functions.RunLayer(i, variables[i], leaves.WithFloats(given, floats))
       losses = [weighted_loss.WeightedLoss(value, context, c) for value, c in aux_losses.values()]
       if loss_side is not None:
-        loss = functions.Metrics(variables, out.args, *loss_side)['loss'][0]
+        loss = functions.Metrics(variables, out.args, *loss_side, context)['loss'][0]
         losses.append(weighted_loss.WeightedLoss(loss, context))
       pairs = [
         pair

@@ -243,18 +243,19 @@ class StageFunctions:
       objective.append(weighted_loss.WeightedLoss(value, context, coefficient))
     if self._loss_fn is None:
       return y, self._Sums(metric_sums), objective
-    metrics = self.Metrics(variables, y.args, side)
+    metrics = self.Metrics(variables, y.args, side, context)
     metric_sums.update({name: weighted_loss.WeightedSum(*pair) for name, pair in metrics.items()})
     objective.append(weighted_loss.WeightedLoss(metrics['loss'][0], context))
     return (), self._Sums(metric_sums), objective
 
   def Metrics(
-    self, variables: Sequence[Any], outputs: Any, side: Any
+    self, variables: Sequence[Any], outputs: Any, side: Any, context: Any
   ) -> dict[str, tuple[tf.Tensor, tf.Tensor]]:
     """The loss function's metrics, of what the last layer returned."""
     assert self._loss_fn is not None
     theta = [layer.ThetaFrom(v) for layer, v in zip(self.layers, variables, strict=True)]
-    outputs = AsTuple(outputs)
+    floats = [weighted_loss.WhereItCounts(x, context.loss_weight) for x in leaves.Floats(outputs)]
+    outputs = leaves.WithFloats(AsTuple(outputs), floats)
     try:
       with failures.LossScope(), side_effects.Refused('the loss'):
         return weighted_loss.Metrics(self._loss_fn(theta, outputs, side))

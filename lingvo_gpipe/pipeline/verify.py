@@ -272,6 +272,8 @@ class _Reference:
       with tf.device(self._device), tf.GradientTape() as tape:
         with fprop_context.Scope(step=step, micro_batch=m) as context:
           loss, weight = self._Loss(args, side)
+        if not float(weight):  # A mean over nothing may be NaN.
+          continue
         objective = loss * weight
         for _, _, value, coefficient in context.aux_losses:
           objective += tf.cast(value, loss.dtype) * tf.cast(coefficient * weight, loss.dtype)
@@ -279,8 +281,7 @@ class _Reference:
       for path, grad in grads.items():
         if grad is not None:
           sums[self._ties.get(path, path)] += tf.convert_to_tensor(grad).numpy()
-      # A mean over nothing may be NaN.
-      total += float(loss) * float(weight) if float(weight) else 0.0
+      total += float(loss) * float(weight)
       weight_sum += float(weight)
     grads = {path: _Divide(g, weight_sum) for path, g in sums.items()}
     return float(_Divide(np.float64(total), weight_sum)), weight_sum, grads

@@ -62,3 +62,19 @@ def WeightedLoss(value: tf.Tensor, context: Any, coefficient: float = 1.0) -> tf
   if value.dtype.size < 4:  # Where the weight, a count of tokens, would lose digits.
     value = tf.cast(value, tf.float32)
   return value * (coefficient * tf.cast(context.loss_weight, value.dtype))
+
+
+def WhereItCounts(x: tf.Tensor, loss_weight: tf.Tensor) -> tf.Tensor:
+  """An output of the last layer, whose gradient is zero where the weight is.
+
+  A mean over nothing, and its gradient, may be NaN, and times the weight still are.
+  """
+
+  @tf.custom_gradient
+  def Counted(x: tf.Tensor) -> Any:
+    def Gradient(dy: tf.Tensor) -> tf.Tensor:
+      return tf.math.multiply_no_nan(dy, tf.cast(tf.not_equal(loss_weight, 0), dy.dtype))
+
+    return tf.identity(x), Gradient
+
+  return Counted(x)

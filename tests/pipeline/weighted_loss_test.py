@@ -101,5 +101,22 @@ def testWeightsKeepTheirDigitsBesideANarrowLoss():
   assert float(weighted_loss.WeightedLoss(tf.constant(1.0, tf.bfloat16), context)) == 513.0
 
 
+@pytest.mark.parametrize(
+  'schedule, policy, xla',
+  [('gpipe', 'stage', True), ('gpipe', 'layer', False), ('zb_h1', 'none', False)],
+)
+def testAMeanOverNothingCountsForNothing(schedule, policy, xla):
+  def Loss(theta, outputs, side):
+    total = tf.reduce_sum(side)
+    return {'loss': (tf.reduce_sum(outputs[0] ** 2 * side[:, tf.newaxis]) / _DIM / total, total)}
+
+  sub = [fn_layer.FnLayer.Params()] * 2
+  options = {'num_stages': 2, 'num_micro_batches': 3, 'schedule': schedule, 'xla': xla}
+  stack = pipeline_training.MakeStack(sub, remat_policy=policy, **options)
+  side = tf.constant([1.0, 2.0, 0.0, 0.0, 0.0, 3.0], tf.float64)
+  actual = pipeline_training.Train(stack, _X(), side, Loss)
+  pipeline_training.CheckEqual(actual, pipeline_training.Reference(sub, 3, _X(), side))
+
+
 if __name__ == '__main__':
   raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))
