@@ -16,9 +16,8 @@ import numpy as np
 import tensorflow as tf
 
 from lingvo_gpipe import fprop_context, nested_map, shapes
-from lingvo_gpipe.pipeline import emission, stage, weighted_loss
 from lingvo_gpipe.pipeline import engine as engine_lib
-from lingvo_gpipe.pipeline import leaves, stage, stage_layout
+from lingvo_gpipe.pipeline import leaves, stage, stage_layout, weighted_loss
 
 
 class _NotFinite(Exception):
