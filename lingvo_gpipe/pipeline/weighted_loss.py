@@ -73,7 +73,7 @@ def WhereItCounts(x: tf.Tensor, loss_weight: tf.Tensor) -> tf.Tensor:
   @tf.custom_gradient
   def Counted(x: tf.Tensor) -> Any:
     def Gradient(dy: tf.Tensor) -> tf.Tensor:
-      return tf.math.multiply_no_nan(dy, tf.cast(tf.not_equal(loss_weight, 0), dy.dtype))
+      return tf.where(tf.not_equal(loss_weight, 0), dy, tf.zeros_like(dy))
 
     return tf.identity(x), Gradient
 
