@@ -76,6 +76,7 @@ class KerasLayer(base_layer.BaseLayer):
   ) -> hyperparams.InstantiableParams:
     """As `FromKeras`, from what `keras.saving.serialize_keras_object` returned."""
     p = cls.Params()
+    policy = policy.rpartition('_from_')[2]  # A quantised layer keeps its own.
     p.config = keras_config.Canonical(config, policy)
     p.inputs = list(inputs)
     if policy != 'float32':

@@ -164,6 +164,26 @@ def testSeveralInputsAndOutputs():
   assert isinstance(_Sequence(sub)(_X(3, 4), _X(3, 3)), tuple)
 
 
+def testAQuantisedModel():
+  net = keras.Sequential([keras.Input([5]), LAYERS.Dense(4), LAYERS.Dense(2)])
+  net.quantize('int8')
+  net.layers[0].enable_lora(2)
+  layer = _Sequence(keras_cut.Cut(net))
+  keras_cut.LoadWeights(layer.layers, net)
+  np.testing.assert_allclose(layer(_X(3, 5)), net(_X(3, 5)), rtol=1e-6)
+  assert [layer.layers[i].VariableOf('kernel').dtype for i in range(2)] == [tf.int8] * 2
+  trained = {v.name.split('.')[-1].split(':')[0]: v for v in layer.trainable_variables}
+  assert trained.keys() == {'bias', 'lora_kernel_a', 'lora_kernel_b'}
+
+  @tf.function(autograph=False)
+  def Gradients(x):
+    with tf.GradientTape() as tape:
+      y = layer(x)
+    return tape.gradient(y, trained)
+
+  assert Gradients(_X(3, 5)).keys() == trained.keys()
+
+
 def testMistakes():
   class Own(keras.Model):
     def call(self, inputs):
