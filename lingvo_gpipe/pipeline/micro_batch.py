@@ -76,3 +76,23 @@ def Merge(nests: Sequence[Any], batch_dim: int = 0) -> Any:
     for leaves in zip(*flats, strict=True)
   ]
   return tf.nest.pack_sequence_as(nests[0], merged)
+
+
+def MergeOutputs(outputs: Sequence[Any], inputs: Sequence[Any], batch_dim: int = 0) -> Any:
+  """`Merge` of what was made of micro-batches.
+
+  Raises:
+    ValueError: an output does not have its micro-batch's examples at `batch_dim`.
+  """
+  for m, (nest, given) in enumerate(zip(outputs, inputs, strict=True)):
+    size = BatchSize(given, batch_dim)
+    for path, leaf in shapes.Leaves(nest, 'outputs'):
+      if leaf is None or leaf.shape.rank is None:
+        continue
+      if leaf.shape.rank <= batch_dim or leaf.shape[batch_dim] not in (None, size):
+        raise ValueError(
+          f'{path} of micro-batch {m}: expected {size} examples at dimension {batch_dim}, got '
+          f'{shapes.NestText(leaf)}; what is made of all examples together, as a loss, belongs '
+          'behind the pipeline'
+        )
+  return Merge(outputs, batch_dim)

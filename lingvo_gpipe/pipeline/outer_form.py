@@ -102,7 +102,7 @@ class OuterForm:
     )
     # The same layers in every trace, which the shapes of the inputs tell apart.
     self._stateful = [layer for layer, _ in layer_sums]
-    merged = micro_batch.Merge(outputs, self._batch_dim)
+    merged = micro_batch.MergeOutputs(outputs, inputs, self._batch_dim)
     return merged, saved, [sums for _, sums in layer_sums]
 
   def _Backward(self, theta: Any, saved: Any, dys: Any, counter: tf.Tensor) -> list[tf.Tensor]:

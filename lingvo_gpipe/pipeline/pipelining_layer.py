@@ -295,8 +295,9 @@ class PipeliningLayer(base_layer.BaseLayer):
 
   def _Predict(self, args: tuple[Any, ...]) -> Any:
     self.engine.SyncTies()
-    outputs, *_ = self.engine.Forward(self.SplitBatch(args))
-    return micro_batch.Merge(outputs, self.params.batch_dim)
+    inputs = self.SplitBatch(args)
+    outputs, *_ = self.engine.Forward(inputs)
+    return micro_batch.MergeOutputs(outputs, inputs, self.params.batch_dim)
 
   @property
   def decoder(self) -> decoding.Decoder:

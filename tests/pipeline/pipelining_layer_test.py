@@ -121,6 +121,21 @@ def testTooFewDevices():
     _Stack(*_Linears(), num_stages=4).Place(pipeline_training.Devices()[:3], _SPEC)
 
 
+@pytest.mark.parametrize(
+  'last, got',
+  [
+    (tf.reduce_sum, 'float32\\[\\]'),
+    (tf.transpose, 'float32\\[4, 2\\]'),
+    (lambda x: (x, tf.reshape(x, [-1])), 'float32\\[8\\]'),
+  ],
+)
+def testOutputsWithoutTheBatch(last, got):
+  stack = _Stack([lambda x: x, last], tf.TensorSpec([6, 4]), num_micro_batches=3)
+  for call in (stack, stack.Predict):
+    with pytest.raises(ValueError, match=f'of micro-batch 0: expected 2 examples at .* got {got}'):
+      call(tf.ones([6, 4]))
+
+
 def testVariablesOnAnotherDeviceAreNotOverlooked():
   devices = pipeline_training.Devices()
   layer = _Stack(*_Linears(), num_stages=2)
