@@ -86,14 +86,21 @@ class Checkpointer:
 
     Raises:
       OSError: one line that names the directory.
+      ValueError: TensorFlow would not find what is there, for it takes the names for patterns.
     """
     probe = os.path.join(self.directory, f'ckpt-00000000.json.tmp-{secrets.token_hex(4)}')
     try:
       self._MakeDirectory()
       _WriteText(probe, 'a test\n')
+      is_found = bool(tf.io.gfile.glob(probe))  # So RestoreV2 looks for files.
       tf.io.gfile.remove(probe)
     except file_errors.FILE_ERRORS as e:
       raise file_errors.CannotWrite('checkpoints', self.directory, e) from e
+    if not is_found:
+      raise ValueError(
+        f'TensorFlow reads no checkpoints in {self.directory!r}, for it takes the name for a '
+        'pattern: give a directory whose path has no [ and no backslash'
+      )
 
   def LetWorkersWrite(self, devices: Collection[str]) -> None:
     """Has the workers write and read what lies on their devices, if all share this directory.

@@ -540,6 +540,20 @@ def testAFullDisk(tmp_path):
   assert _Value(tmp_path) == (1, 1.0)
 
 
+@pytest.mark.parametrize('name', ['lr=[1,2]', 'back\\slash'])
+def testANameThatTensorFlowTakesForAPatternIsRefusedBeforeTheFirstStep(tmp_path, name):
+  with pytest.raises(ValueError, match='takes the name for a pattern: .* no backslash'):
+    checkpointer.Checkpointer(tmp_path / name).CheckWritable()
+  assert os.listdir(tmp_path / name) == []
+
+
+def testAnyOtherNameOfADirectory(tmp_path):
+  directory = tmp_path / "a *?{0}%s'\né"
+  checkpointer.Checkpointer(directory).CheckWritable()
+  _Save(directory, 1)
+  assert _Value(directory) == (1, 1.0)
+
+
 @pytest.mark.parametrize('is_of_files', [False, True])
 def testAFileSystemThatCannotSyncFolders(tmp_path, monkeypatch, is_of_files):
   """The nearest to one on a network. That files cannot be is an error, as of a bad disk."""
