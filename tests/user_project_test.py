@@ -296,7 +296,7 @@ def testSecondSignalLeavesAtOnceWhateverTheStepDoes(project):
       assert process.poll() is None
       time.sleep(0.5)
       process.send_signal(number)
-    assert process.wait(20) == 128 + signal.SIGINT
+    assert process.wait(processes.TIMEOUT) == 128 + signal.SIGINT
   assert processes.Steps(project / 'slow') == []
 
 
