@@ -68,11 +68,22 @@ def _CheckReplicasAgree(run):
       np.testing.assert_array_equal(other.variables[path], v, err_msg=path)
 
 
-@pytest.mark.parametrize('train', _WAYS)
-def testTrainsAsOnePipeline(train):
+@pytest.fixture(scope='module', params=_WAYS)
+def two_replicas(request, tmp_path_factory):
+  """(what trained as `_OneReplica` did, its losses, the graphs of the first step)."""
+  run, losses = _Runner(2, **request.param), []
+  first, *others = _Batches(3)
+  graphs = graph_reader.ExecutedGraphs(
+    lambda: losses.append(run.TrainStep(first)['loss']), tmp_path_factory.mktemp('graphs')
+  )
+  losses += [run.TrainStep(batch)['loss'] for batch in others]
+  return run, losses, graphs
+
+
+def testTrainsAsOnePipeline(two_replicas):
   losses, values, evaluated = _OneReplica()
-  run = _Runner(2, **train)
-  np.testing.assert_allclose(_Train(run), losses, rtol=1e-9)
+  run, found, _ = two_replicas
+  np.testing.assert_allclose(found, losses, rtol=1e-9)
   _CheckClose(_Values(run), values)
   _CheckReplicasAgree(run)
   found = run.Evaluate(_Batches(2, 1))
@@ -80,13 +91,10 @@ def testTrainsAsOnePipeline(train):
   _CheckReplicasAgree(run)  # The averages were in their place for a while.
 
 
-@pytest.mark.parametrize('train', _WAYS)
-def testSumsOverlapTheRemainingBackward(train, tmp_path):
+def testSumsOverlapTheRemainingBackward(two_replicas):
   """In the graph that runs a stage's sum waits for no backward of the stages before it."""
-  run = _Runner(2, **train)
-  (batch,) = _Batches(1)
-  functions = graph_reader.ExecutedGraphs(lambda: run.TrainStep(batch), tmp_path)
-  before = graph_reader.ActionsBefore(functions, r'gradient_sum_(\d+)')
+  _, _, graphs = two_replicas
+  before = graph_reader.ActionsBefore(graphs, r'gradient_sum_(\d+)')
   # All that the last backward of stage 1, on micro-batch 0, needs; and no 0B.
   of_last = {'0F0', '0F1', '1F0', '1F1', '1B1', '1B0'}
   expected = {'1': of_last, '0': of_last | {'0B1', '0B0'}}
