@@ -21,6 +21,9 @@ import pytest
 
 NUM_DEVICES = 4
 
+# TensorFlow makes many objects that last: to look for garbage so often takes more than it gives.
+gc.set_threshold(20_000, 20, 20)
+
 # Inherited by the processes that tests start. Set only where the user has said nothing.
 os.environ.setdefault('CUDA_VISIBLE_DEVICES', '')
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
