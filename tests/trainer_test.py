@@ -9,7 +9,6 @@ import re
 import select
 import shutil
 import signal
-import subprocess
 import sys
 import time
 
@@ -164,10 +163,10 @@ def testCheckpointGoesOnWithOtherNumberOfStages(undisturbed, forks, tmp_path, nu
   )
 
 
-def _AwaitStep(process, logdir, step):
+def _AwaitStep(logdir, step):
   """Returns once a checkpoint of at least that step is there."""
   deadline = time.monotonic() + processes.TIMEOUT
-  while time.monotonic() < deadline and process.poll() is None:
+  while time.monotonic() < deadline:
     names = os.listdir(logdir / 'train') if (logdir / 'train').exists() else []
     steps = [int(m[1]) for name in names if (m := re.fullmatch(r'ckpt-(\d+)\.json', name))]
     if max(steps, default=0) >= step:
@@ -175,29 +174,24 @@ def _AwaitStep(process, logdir, step):
     time.sleep(0.002)
 
 
-def testKilledAtRandomMomentsEqualsUndisturbedRun(undisturbed, tmp_path):
+def testKilledAtRandomMomentsEqualsUndisturbedRun(undisturbed, forks, tmp_path):
   """In two stages; restarts_test kills more often."""
   logdir, _ = undisturbed
   rng = random.Random(7)
   more = f'{AVERAGES};task.train.save_interval_steps:2'
   args = processes.TrainArgs(tmp_path, END, more=more)
-  kills = 0
   # Once while it starts, then at random moments of the training and of its saves.
   for step in [0, *sorted(rng.sample(range(2, END - 80), 2))]:
-    with (
-      open(tmp_path / 'stderr.txt', 'w+') as stderr,
-      processes.Started('trainer', *args, stdout=subprocess.DEVNULL, stderr=stderr) as process,
-    ):
-      if step:
-        _AwaitStep(process, tmp_path, step)
-        time.sleep(rng.uniform(0.0, 0.05))
-      else:
-        time.sleep(rng.uniform(1.0, 3.0))
-      assert process.poll() is None, (tmp_path / 'stderr.txt').read_text()
-      process.send_signal(signal.SIGKILL)
-      kills += process.wait(processes.TIMEOUT) == -signal.SIGKILL
-  assert kills == 3
-  done = processes.Succeeded(processes.Run('trainer', *args))
+    pid = forks.Start('trainer', *args)
+    if step:
+      _AwaitStep(tmp_path, step)
+      time.sleep(rng.uniform(0.0, 0.05))
+    else:
+      time.sleep(rng.uniform(0.0, 1.0))
+    os.kill(pid, signal.SIGKILL)
+    done = forks.Wait()
+    assert done.returncode == -signal.SIGKILL, done.stderr
+  done = processes.Succeeded(forks.Run('trainer', *args))
   assert 'going on from step ' in done.stdout
   processes.AssertSameTensors(processes.Tensors(tmp_path, END), processes.Tensors(logdir, END))
   # Steps that were repeated gave the same losses.
