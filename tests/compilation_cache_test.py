@@ -2,8 +2,6 @@
 """The compilation cache: a second process compiles nothing that the first one compiled."""
 
 import os
-import pathlib
-import subprocess
 import sys
 
 import pytest
@@ -19,32 +17,30 @@ print(float(tf.reduce_sum(tf.function(lambda x: tf.sin(x) @ x, jit_compile=True)
 """
 
 
-def _Run(directory):
-  root = pathlib.Path(__file__).resolve().parents[1]
-  path = os.pathsep.join(filter(None, [str(root), os.environ.get('PYTHONPATH')]))
-  env = {**os.environ, 'PYTHONPATH': path, 'TF_XLA_FLAGS': ''}
-  done = subprocess.run(
-    [sys.executable, '-c', _PROGRAM, str(directory)],
-    env=env,
-    capture_output=True,
-    text=True,
-    timeout=120,
-    check=False,
-  )
-  return done, {path.name: path.stat().st_mtime_ns for path in directory.glob('*/*.pb')}
+@pytest.fixture
+def run(forks, tmp_path):
+  """Compiles, or not, with a cache there: the ended process, and when each entry was written."""
+  program, directory = tmp_path / 'program.py', tmp_path / 'cache'
+  program.write_text(_PROGRAM)
+
+  def Run():
+    done = forks.Run(str(program), str(directory), more_environment={'TF_XLA_FLAGS': ''})
+    return done, {path: path.stat().st_mtime_ns for path in directory.glob('*/*.pb')}
+
+  return Run
 
 
-def testASecondProcessTakesWhatTheFirstCompiled(tmp_path):
-  first, made = _Run(tmp_path)
+def testASecondProcessTakesWhatTheFirstCompiled(run):
+  first, made = run()
   assert first.returncode == 0, first.stderr
   assert made
-  second, found = _Run(tmp_path)
+  second, found = run()
   assert second.stdout == first.stdout
   assert found == made
   # It was read, not only left alone: a damaged entry is noticed.
-  (path,) = tmp_path.glob('*/*.pb')
+  (path,) = made
   path.write_bytes(path.read_bytes()[:100])
-  assert _Run(tmp_path)[0].returncode != 0
+  assert run()[0].returncode != 0
 
 
 def testASecondCacheIsRefused(tmp_path, monkeypatch):
