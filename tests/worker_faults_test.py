@@ -20,6 +20,8 @@ import tensorflow as tf
 from lingvo_gpipe import eval_progress, evaluator, worker_connection
 from tests import processes, tcp_proxy, worker_processes
 
+KILLS = 10
+
 _Args = processes.ToyArgs
 hosts = worker_processes.hosts
 
@@ -299,7 +301,7 @@ _REPLICAS = f'{_PIPELINE};task.stack.num_stages:1;task.stack.splits:[]'
 @pytest.mark.parametrize(
   'more, victims, args',
   [
-    (_PIPELINE, [1, 2, 2, 0, 1, 2, 1], []),
+    (_PIPELINE, random.Random(5).choices(range(3), k=KILLS), []),
     # The worker that reads the stream, and who trains.
     (_PIPELINE, [0, 2], ['--model=toy.Streamed']),
     # A worker that outlives others knows collectives of the training process before.
