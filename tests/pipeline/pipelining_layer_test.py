@@ -124,13 +124,14 @@ def testTooFewDevices():
 @pytest.mark.parametrize(
   'last, got',
   [
-    (tf.reduce_sum, 'float32\\[\\]'),
-    (tf.transpose, 'float32\\[4, 2\\]'),
-    (lambda x: (x, tf.reshape(x, [-1])), 'float32\\[8\\]'),
+    (lambda w, x: tf.reduce_sum(x), 'float32\\[\\]'),
+    (lambda w, x: tf.transpose(x), 'float32\\[4, 2\\]'),
+    (lambda w, x: (x, tf.reshape(x, [-1])), 'float32\\[8\\]'),
   ],
 )
 def testOutputsWithoutTheBatch(last, got):
-  stack = _Stack([lambda x: x, last], tf.TensorSpec([6, 4]), num_micro_batches=3)
+  stack = _Stack(*_Fns(lambda w, x: x, last), num_micro_batches=3)
+  stack.Place(pipeline_training.Devices(), tf.TensorSpec([6, 4]))
   for call in (stack, stack.Predict):
     with pytest.raises(ValueError, match=f'of micro-batch 0: expected 2 examples at .* got {got}'):
       call(tf.ones([6, 4]))
