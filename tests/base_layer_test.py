@@ -2,7 +2,6 @@
 """BaseLayer: structure, inheritance, weights and theta, costs by tracing."""
 
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -204,11 +203,9 @@ def testParamsGoThroughText():
 
 
 def testCountingAllocatesNothing():
-  start = time.monotonic()
-  tree = _Make(variables=False, **{'tpl.shape': [10**6, 10**6]})
+  tree = _Make(variables=False, **{'tpl.shape': [10**6, 10**6]})  # Four terabytes each.
   assert tree.NumParams() == 5 * 10**12
   assert len(tree.WeightSpecs()) == 15
-  assert time.monotonic() - start < 1
 
 
 def testInitialValuesDependOnSeedAndPathOnly():

@@ -366,7 +366,7 @@ for _ in range(kills):
         f.write(str(step))
   # Until this child has started (the log grows), then a random while of saving.
   started = os.path.getsize(directory + '.log') if os.path.exists(directory + '.log') else 0
-  for _ in range(600):
+  for _ in range(3000):
     time.sleep(0.02)
     if os.path.exists(directory + '.log') and os.path.getsize(directory + '.log') > started:
       break
