@@ -346,6 +346,7 @@ tensor_bundle.GROUP_BYTES = 40000
 directory, kills = sys.argv[1], int(sys.argv[2])
 rng = random.Random(5)
 for _ in range(kills):
+  started = os.path.getsize(directory + '.log') if os.path.exists(directory + '.log') else 0
   # TensorFlow is imported once; each child starts its own context.
   child = os.fork()
   if not child:
@@ -365,7 +366,6 @@ for _ in range(kills):
       with open(directory + '.saved', 'w') as f:
         f.write(str(step))
   # Until this child has started (the log grows), then a random while of saving.
-  started = os.path.getsize(directory + '.log') if os.path.exists(directory + '.log') else 0
   for _ in range(3000):
     time.sleep(0.02)
     if os.path.exists(directory + '.log') and os.path.getsize(directory + '.log') > started:
