@@ -303,10 +303,11 @@ def _IsGone(held: dict[str, Any]) -> bool:
 
 
 def _ReadRecord(path: str) -> dict[str, Any]:
-  """What the file of a lock holds; {} where there is none."""
+  """What the file of a lock holds; {} where there is none, or an empty one: no lease is empty."""
   try:
     with tf.io.gfile.GFile(path, 'rb') as f:
-      return _Parsed(f.read())
+      data = f.read()
+      return _Parsed(data) if data else {}
   except tf.errors.NotFoundError:
     return {}
 
