@@ -71,7 +71,6 @@ class EvalProgram:
     self._allow_params_change = allow_params_change
     self._progress = progress or eval_progress.EvalProgress()
     self._checked: str | None = None  # The run's Params that were compared.
-    self._done_time = math.inf  # When the last one was saved that was evaluated.
     self._checkpointer = checkpointer.Checkpointer(os.path.join(logdir, 'train'))
     self._chosen: checkpointer.CheckpointInfo | None = None
     if checkpoint != checkpoint_choice.LAST:
@@ -140,20 +139,20 @@ class EvalProgram:
     limits = [task.eval.max_seconds_without_trainer for task in self._tasks]
     patience = max(limits) if all(limits) else 0.0
     watch = logdir_lock.Watch(self._checkpointer.directory)
-    done = self._progress.finished
+    done, saved = self._progress.finished, math.inf  # The last step evaluated; when it was saved.
     pause = 1.0
     # Where training ends the trainer says, whose max_steps may be another one than here.
     while self._stop.signal is None:
       # Asked before the checkpoints: when training has ended, all that it saved is there.
       finished = run_report.FinishedStep(self._logdir)
       try:
-        found = self._RestoreNewer(done)
+        found = self._RestoreNewer(done, saved)
       except OSError as e:  # The directory may be out of reach for a while.
         logging.warning('%s; trying again', file_errors.OneLine(e))
         finished = found = None
       if found is not None:
         self._RunJobs(found.step)
-        done, self._done_time, pause = found.step, found.time, 1.0
+        done, saved, pause = found.step, found.time, 1.0
         watch = logdir_lock.Watch(self._checkpointer.directory)
         continue
       free = watch.SecondsFree()
@@ -168,9 +167,9 @@ class EvalProgram:
       pause = min(2 * pause, 30.0)
     return self._stop.exit_status
 
-  def _RestoreNewer(self, done: int) -> checkpointer.CheckpointInfo | None:
+  def _RestoreNewer(self, done: int, saved: float) -> checkpointer.CheckpointInfo | None:
     """Restores the newest checkpoint, as `_NewerThan` has it, and says what was passed over."""
-    while (found := self._NewerThan(done)) is not None:
+    while (found := self._NewerThan(done, saved)) is not None:
       passed_over = self._PassedOver(done, found.step)  # Asked while they are there.
       if self._RestoreIfThere(found):
         if passed_over:
@@ -178,10 +177,11 @@ class EvalProgram:
         return found
     return None
 
-  def _NewerThan(self, done: int) -> checkpointer.CheckpointInfo | None:
+  def _NewerThan(self, done: int, saved: float) -> checkpointer.CheckpointInfo | None:
     """The newest checkpoint that can be read, if it is none of up to the step `done`; else None.
 
-    Where a run went back, or another one began in its place, it has an earlier step.
+    Where a run went back, or another one began in its place, it has an earlier step, but was saved
+    after `saved`.
     """
     try:
       found = self._checkpointer.Latest()
@@ -189,7 +189,7 @@ class EvalProgram:
       return None
     if found is None or found.step == done:
       return None
-    return found if found.step > done or found.time > self._done_time else None
+    return found if found.step > done or found.time > saved else None
 
   def _PassedOver(self, done: int, taken: int) -> str:
     """Says which checkpoints came between two that are evaluated; '' where none is there."""
