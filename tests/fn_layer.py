@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of one weight whose forward is any function, for tests of what goes wrong in it."""
+"""Layers whose forward is any function, of one weight or none."""
 
 from lingvo_gpipe import base_layer, nested_map, weight_params
 
@@ -30,3 +30,16 @@ class SilentLayer(FnLayer):
   @classmethod
   def FPropMeta(cls, params, *specs):
     return nested_map.NestedMap(flops=1, out_specs=specs)
+
+
+class NoWeightsLayer(base_layer.BaseLayer):
+  """fn(*args)."""
+
+  @classmethod
+  def Params(cls):
+    p = super().Params()
+    p.Define('fn', None, 'Maps the arguments to outputs.')
+    return p
+
+  def FProp(self, theta, *args):
+    return self.params.fn(*args)

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe import base_layer, fprop_context, nested_map, runner, weight_params
+from lingvo_gpipe import fprop_context, nested_map, runner, weight_params
 from lingvo_gpipe.layers import dropout, embedding, linear, norm, transformer
 from lingvo_gpipe.pipeline import pipelining_layer
 from tasks.lm import model as lm_model
-from tests import pipeline_training
+from tests import fn_layer, pipeline_training
 
 _BATCH, _TIME, _DIM, _VOCAB = 8, 5, 8, 11
 _SEED, _STEP = 5, 7
@@ -329,24 +329,13 @@ def testAtMostTwoCompilationsAStage(schedule, policy, batch_size, num_compilatio
   assert counts == {0, num_compilations}  # Some are of other policies.
 
 
-class _Scale(base_layer.BaseLayer):
-  """fn(x), whatever function the Params hold."""
-
-  @classmethod
-  def Params(cls):
-    p = super().Params()
-    p.Define('fn', None, 'Maps a tensor to a tensor.')
-    return p
-
-  def FProp(self, theta, x):
-    return self.params.fn(x)
-
-
 def testStagesOfDifferentFunctionsDoNotShareATrace():
   def Adder(number):
     return lambda x: x + number
 
-  sub = [_Scale.Params().Set(fn=fn) for fn in (Adder(1.0), Adder(2.0), lambda x: x * 10)]
+  sub = [
+    fn_layer.NoWeightsLayer.Params().Set(fn=fn) for fn in (Adder(1.0), Adder(2.0), lambda x: x * 10)
+  ]
   stack = _Stack(3, 1, sub=sub, splits=[1, 2, 3])
   stack.Place(_Devices(), tf.TensorSpec([2]))
   np.testing.assert_allclose(stack.Predict(tf.ones([2])), [40.0, 40.0])

@@ -15,7 +15,7 @@ import keras  # noqa: E402
 from lingvo_gpipe import base_layer, fprop_context, nested_map, weight_params  # noqa: E402
 from lingvo_gpipe.layers import dropout, embedding, linear, norm, sequential  # noqa: E402
 from lingvo_gpipe.pipeline import micro_batch, pipelining_layer  # noqa: E402
-from tests import pipeline_training  # noqa: E402
+from tests import fn_layer, pipeline_training  # noqa: E402
 
 _DIM = 6
 _SEED = 3
@@ -256,22 +256,9 @@ def testRematPolicyLayer(xla):
   _CheckSame(_Run(stack, args), _Reference(args, 2))
 
 
-class _Fn(base_layer.BaseLayer):
-  """fn(*args)."""
-
-  @classmethod
-  def Params(cls):
-    p = super().Params()
-    p.Define('fn', None, 'Maps the arguments to a tensor or tuple.')
-    return p
-
-  def FProp(self, theta, *args):
-    return self.params.fn(*args)
-
-
 def _Stack(sub, *specs, num_stages=None, **options):
   options = {'num_micro_batches': 2, 'xla': False, **options}
-  sub = [q if hasattr(q, 'cls') else _Fn.Params().Set(fn=q) for q in sub]
+  sub = [q if hasattr(q, 'cls') else fn_layer.NoWeightsLayer.Params().Set(fn=q) for q in sub]
   num_stages = num_stages or len(sub)
   p = pipelining_layer.PipeliningLayer.Params().Set(
     name='stack', num_stages=num_stages, sub=sub, random_seed=_SEED, **options
@@ -423,7 +410,7 @@ def testASlowGradientOfOneOfSeveralTensors():
 
     return tf.identity(x), lambda dy: tf.ensure_shape(tf.py_function(Wait, [dy], dy.dtype), x.shape)
 
-  class Pair(_Fn):
+  class Pair(fn_layer.NoWeightsLayer):
     @classmethod
     def FPropMeta(cls, params, a, *rest):
       return nested_map.NestedMap(flops=1, out_specs=(a,) if rest else (a, a))

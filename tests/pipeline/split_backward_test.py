@@ -12,7 +12,7 @@ import tensorflow as tf
 from lingvo_gpipe import base_layer, nested_map, weight_params
 from lingvo_gpipe.layers import dropout, embedding, linear
 from lingvo_gpipe.pipeline import rematerialisation
-from tests import pipeline_training
+from tests import fn_layer, pipeline_training
 
 # Micro-batches of one size: of two every function would be traced twice (random_stacks_test).
 _BATCH, _DIM = 4, 3
@@ -46,25 +46,12 @@ class _Fn(base_layer.BaseLayer):
     return self.params.fn(theta.w, *args)
 
 
-class _NoWeights(base_layer.BaseLayer):
-  """fn(*args)."""
-
-  @classmethod
-  def Params(cls):
-    p = super().Params()
-    p.Define('fn', None, 'Maps arguments to outputs.')
-    return p
-
-  def FProp(self, theta, *args):
-    return self.params.fn(*args)
-
-
 def _With(fn):
   return _Fn.Params().Set(fn=fn)
 
 
 def _Without(fn):
-  return _NoWeights.Params().Set(fn=fn)
+  return fn_layer.NoWeightsLayer.Params().Set(fn=fn)
 
 
 def _Square():
