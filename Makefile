@@ -21,7 +21,7 @@ setup: $(STAMP) ## make the virtual environment .venv and install the project (t
 train: $(STAMP) ## train a two-stage byte Transformer on the standard library's sources (again: goes on)
 	$(BIN)/trainer --model=lm.stdlib.ByteTransformerGPipe2 --platform=cpu --logdir='$(LOGDIR)'
 
-test: $(STAMP) ## run the tests (ARGS='tests/nested_map_test.py -k Flatten' for some)
+test: $(STAMP) ## run the tests (ARGS='tests/core/nested_map_test.py -k Flatten' for some)
 	$(BIN)/python -m pytest -n 2 --dist=loadfile --no-loadscope-reorder $(ARGS)
 
 bazel-test: $(STAMP) ## run the tests as Bazel targets (TAG=quick for the quick ones, TAG=sample for one of each kind)

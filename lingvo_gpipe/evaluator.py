@@ -7,21 +7,11 @@ from collections.abc import Mapping
 
 from absl import flags
 
-from lingvo_gpipe import (
-  binary,
-  checkpoint_choice,
-  cluster,
-  cluster_spec,
-  dataset_passes,
-  eval_program,
-  eval_progress,
-  multi_task_runner,
-  steady_output,
-  step_failures,
-  stop_request,
-  supervised,
-  supervisor,
-)
+from lingvo_gpipe.checkpoint import checkpoint_choice
+from lingvo_gpipe.cli import binary, steady_output, supervised
+from lingvo_gpipe.distributed import cluster, cluster_spec, stop_request, supervisor
+from lingvo_gpipe.evaluation import dataset_passes, eval_program, eval_progress
+from lingvo_gpipe.runners import multi_task_runner, step_failures
 
 FLAGS = flags.FLAGS
 

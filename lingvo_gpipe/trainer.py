@@ -10,28 +10,19 @@ from typing import Any
 
 from absl import flags
 
-from lingvo_gpipe import (
-  binary,
-  checkpoint_choice,
-  checkpoint_text,
-  checkpointer,
-  cluster,
-  cluster_spec,
+from lingvo_gpipe.checkpoint import checkpoint_choice, checkpoint_text, checkpointer, logdir_lock
+from lingvo_gpipe.cli import binary, steady_output, supervised
+from lingvo_gpipe.distributed import cluster, cluster_spec, stop_request, supervisor
+from lingvo_gpipe.experiment import model as model_lib
+from lingvo_gpipe.experiment import registry
+from lingvo_gpipe.runners import multi_task_runner, step_failures
+from lingvo_gpipe.training import (
   export,
   inspection,
-  logdir_lock,
-  multi_task_runner,
-  registry,
   remaining_workers,
-  steady_output,
-  step_failures,
   step_profiler,
-  stop_request,
-  supervised,
-  supervisor,
   train_program,
 )
-from lingvo_gpipe import model as model_lib
 
 FLAGS = flags.FLAGS
 

@@ -14,7 +14,8 @@ import threading
 
 from absl import flags, logging
 
-from lingvo_gpipe import binary, local_workers, worker_renewal, worker_server
+from lingvo_gpipe.cli import binary
+from lingvo_gpipe.distributed import local_workers, worker_renewal, worker_server
 
 FLAGS = flags.FLAGS
 

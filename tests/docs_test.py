@@ -11,7 +11,7 @@ import sys
 import pytest
 
 import lingvo_gpipe
-from lingvo_gpipe.pipeline import schedules
+from lingvo_gpipe.pipeline.schedule import schedules
 from tests import processes
 
 ROOT = pathlib.Path(lingvo_gpipe.__file__).parents[1]
@@ -187,17 +187,17 @@ def testTheTableOfSchedulesHasThemAll():
   )
 
 
-def testModulesInTheTableOfImportsExist():
-  rows = re.findall(r'^\| \d.*$', ARCHITECTURE.read_text(), re.MULTILINE)
-  assert rows
+def testTheTreeOfArchitectureNamesEveryFolder():
+  """A line `  schedule/   text` of the tree names a folder, below the one that is less indented."""
+  tree = re.search(r'```text\nlingvo_gpipe/\n(.*?)```', ARCHITECTURE.read_text(), re.S)[1]
+  named, parents = set(), []
+  for line in tree.splitlines():
+    if entry := re.match(r'( +)([a-z_]+)/ ', line):
+      parents = [*parents[: len(entry[1]) // 2 - 1], entry[2]]
+      named.add('/'.join(parents))
   package = ROOT / 'lingvo_gpipe'
-  for row in rows:
-    modules = re.findall(r'`([a-z][a-z_/]*)`', row.split('|')[2])
-    assert modules, row
-    for module in modules:
-      # In brackets after a folder stand modules of that folder.
-      places = [package / module, package / 'pipeline' / module]
-      assert any(p.is_dir() or p.with_suffix('.py').exists() for p in places), module
+  folders = {p.parent.relative_to(package).as_posix() for p in package.rglob('__init__.py')}
+  assert named == folders - {'.'}
 
 
 @pytest.fixture(scope='module')
@@ -227,7 +227,7 @@ def _DefinedFlags(file):
   text = file.read_text()
   flags = _DEFINED_FLAG.findall(text)
   if 'binary.' in text:
-    flags += _DEFINED_FLAG.findall((ROOT / 'lingvo_gpipe' / 'binary.py').read_text())
+    flags += _DEFINED_FLAG.findall((ROOT / 'lingvo_gpipe' / 'cli' / 'binary.py').read_text())
   return set(flags)
 
 

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from lingvo_gpipe import registry
+from lingvo_gpipe.experiment import registry
 from tests import processes
 
 END = 20

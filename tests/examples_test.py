@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from lingvo_gpipe import cluster_spec
+from lingvo_gpipe.distributed import cluster_spec
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _EXAMPLES = _ROOT / 'docs' / 'examples'
@@ -25,7 +25,7 @@ def _CheckCommands(text):
   """What is said to `worker` and `trainer`, up to the end of the line or of the command."""
   for program in ('worker', 'trainer'):
     (arguments,) = re.findall(rf'\b{program} (--[^\n&]*)', text)
-    assert set(_FLAG.findall(arguments)) <= _DefinedFlags('binary', 'supervised', program)
+    assert set(_FLAG.findall(arguments)) <= _DefinedFlags('cli/binary', 'cli/supervised', program)
     if program == 'trainer':
       area, file, name = re.search(r'--model=(\w+)\.(\w+)\.(\w+)', arguments).groups()
       assert f'class {name}(' in (_ROOT / 'params' / area / f'{file}.py').read_text()

@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe import model as model_lib
-from lingvo_gpipe import multi_task_runner, registry, task_batches
+from lingvo_gpipe.experiment import model as model_lib
+from lingvo_gpipe.experiment import registry
+from lingvo_gpipe.runners import multi_task_runner, task_batches
 
 # Beyond these an experiment is large.
 _MAX_PARAMS = 10_000_000
@@ -175,7 +176,8 @@ def testEveryTaskTakesSteps():
 _PROJECT = """
   import tensorflow as tf
 
-  from lingvo_gpipe import nested_map, registry, task, weight_params
+  from lingvo_gpipe.core import nested_map, weight_params
+  from lingvo_gpipe.experiment import registry, task
   from lingvo_gpipe.input import synthetic
   from lingvo_gpipe.layers import linear
   from lingvo_gpipe.pipeline import pipelining_layer

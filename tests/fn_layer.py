@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers whose forward is any function, of one weight or none."""
 
-from lingvo_gpipe import base_layer, nested_map, weight_params
+from lingvo_gpipe.core import base_layer, nested_map, weight_params
 
 DIM = 3
 

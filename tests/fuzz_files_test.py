@@ -13,8 +13,9 @@ import pytest
 import tensorflow as tf
 from hypothesis import strategies as st
 
-from lingvo_gpipe import checkpoint_info, checkpointer, cluster_spec
-from lingvo_gpipe.input import sentencepiece_tokenizer, sentencepiece_training, token_store
+from lingvo_gpipe.checkpoint import checkpoint_info, checkpointer
+from lingvo_gpipe.distributed import cluster_spec
+from lingvo_gpipe.input.text import sentencepiece_tokenizer, sentencepiece_training, token_store
 from tests import fuzzing
 
 _TEXT = 'a plain sentence, with words and 漢字.'

@@ -11,8 +11,9 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from lingvo_gpipe import hyperparams, lingvo_flags, literals, params_diff, params_text
-from lingvo_gpipe.pipeline import actions, schedules
+from lingvo_gpipe.cli import lingvo_flags
+from lingvo_gpipe.core import hyperparams, literals, params_diff, params_text
+from lingvo_gpipe.pipeline.schedule import actions, schedules
 from tests import fuzzing
 
 _calls = []

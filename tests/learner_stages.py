@@ -6,7 +6,7 @@ import dataclasses
 import numpy as np
 import tensorflow as tf
 
-from lingvo_gpipe import learners
+from lingvo_gpipe.learning import learners
 
 SHAPES = {'m.a.w': [3, 2], 'm.a.b': [2], 'm.c.w': [2, 2], 'm.c.b': [2]}
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-from lingvo_gpipe import hyperparams
+from lingvo_gpipe.core import hyperparams
 
 
 class Color(enum.Enum):

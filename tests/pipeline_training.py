@@ -9,9 +9,11 @@ tf.function, no recomputation. What both return: ({metric: [sum of value * weigh
 import numpy as np
 import tensorflow as tf
 
-from lingvo_gpipe import fprop_context
+from lingvo_gpipe.core import fprop_context
 from lingvo_gpipe.layers import sequential
-from lingvo_gpipe.pipeline import layer_costs, micro_batch, pipelining_layer
+from lingvo_gpipe.pipeline import pipelining_layer
+from lingvo_gpipe.pipeline.cutting import layer_costs
+from lingvo_gpipe.pipeline.stages import micro_batch
 
 SEED, STEP = 5, 7
 

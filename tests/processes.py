@@ -19,7 +19,7 @@ import tensorflow as tf
 from tensorboard.backend.event_processing import event_accumulator
 
 import lingvo_gpipe
-from lingvo_gpipe import checkpointer
+from lingvo_gpipe.checkpoint import checkpointer
 
 # Where `params` and `tasks` of this repository lie: the checkout, or Bazel's copy of it.
 ROOT = pathlib.Path(lingvo_gpipe.__file__).parents[1]

@@ -11,21 +11,15 @@ import types
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe import (
-  checkpointer,
-  cluster,
-  eval_program,
-  evaluation,
-  inspection,
-  nested_map,
-  optimizer,
-  params_text,
-  registry,
-  stop_request,
-  train_program,
-)
-from lingvo_gpipe import task as task_lib
-from lingvo_gpipe.pipeline import layer_profile
+from lingvo_gpipe.checkpoint import checkpointer
+from lingvo_gpipe.core import nested_map, params_text
+from lingvo_gpipe.distributed import cluster, stop_request
+from lingvo_gpipe.evaluation import eval_program, evaluation
+from lingvo_gpipe.experiment import registry
+from lingvo_gpipe.experiment import task as task_lib
+from lingvo_gpipe.learning import optimizer
+from lingvo_gpipe.pipeline.cutting import layer_profile
+from lingvo_gpipe.training import inspection, train_program
 from tests import processes
 
 

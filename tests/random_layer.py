@@ -11,7 +11,7 @@ import ast
 
 import tensorflow as tf
 
-from lingvo_gpipe import base_layer, fprop_context, nested_map, weight_params
+from lingvo_gpipe.core import base_layer, fprop_context, nested_map, weight_params
 from lingvo_gpipe.layers import dropout
 
 DIM, VOCAB = 3, 5

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from lingvo_gpipe import nested_map
+from lingvo_gpipe.core import nested_map
 from lingvo_gpipe.layers import dropout, linear, norm, sequential, skip
-from lingvo_gpipe.pipeline import actions, micro_batch, schedules
+from lingvo_gpipe.pipeline.schedule import actions, schedules
+from lingvo_gpipe.pipeline.stages import micro_batch
 from tests import random_layer
 
 POLICIES = ('stage', 'except_last', 'layer', 'none')

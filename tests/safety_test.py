@@ -14,15 +14,10 @@ import tensorflow as tf
 from hypothesis import strategies as st
 
 import lingvo_gpipe
-from lingvo_gpipe import (
-  assets,
-  base_layer,
-  checkpointer,
-  evaluation,
-  logdir_lock,
-  registry,
-  weight_params,
-)
+from lingvo_gpipe.checkpoint import assets, checkpointer, logdir_lock
+from lingvo_gpipe.core import base_layer, weight_params
+from lingvo_gpipe.evaluation import evaluation
+from lingvo_gpipe.experiment import registry
 from tests import fuzzing, processes
 
 _ROOT = pathlib.Path(lingvo_gpipe.__file__).parents[1]
@@ -39,7 +34,7 @@ _RUNS_DATA = {
   'code',
 }
 # Who may import by name, and start a shell's like.
-_IMPORTERS = {'lingvo_gpipe/registry.py'}
+_IMPORTERS = {'lingvo_gpipe/experiment/registry.py'}
 
 _PARTS = [
   '..',

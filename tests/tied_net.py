@@ -3,7 +3,8 @@
 
 import tensorflow as tf
 
-from lingvo_gpipe import nested_map, task
+from lingvo_gpipe.core import nested_map
+from lingvo_gpipe.experiment import task
 from lingvo_gpipe.layers import batch_norm, dropout, linear
 from lingvo_gpipe.pipeline import pipelining_layer
 

@@ -4,9 +4,11 @@
 import numpy as np
 import tensorflow as tf
 
-from lingvo_gpipe import hyperparams, multi_task_model, nested_map, optimizer, task
+from lingvo_gpipe.core import hyperparams, nested_map
+from lingvo_gpipe.experiment import multi_task_model, task
 from lingvo_gpipe.input import synthetic
 from lingvo_gpipe.layers import linear
+from lingvo_gpipe.learning import optimizer
 from lingvo_gpipe.pipeline import pipelining_layer
 
 DIM = 4

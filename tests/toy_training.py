@@ -3,19 +3,13 @@
 
 import tensorflow as tf
 
-from lingvo_gpipe import (
-  cluster,
-  eval_program,
-  hyperparams,
-  model,
-  optimizer,
-  params_text,
-  stop_request,
-  task,
-  train_program,
-  weight_params,
-)
+from lingvo_gpipe.core import hyperparams, params_text, weight_params
+from lingvo_gpipe.distributed import cluster, stop_request
+from lingvo_gpipe.evaluation import eval_program
+from lingvo_gpipe.experiment import model, task
 from lingvo_gpipe.input import synthetic
+from lingvo_gpipe.learning import optimizer
+from lingvo_gpipe.training import train_program
 
 _DIM, _TARGETS = 4, 2
 

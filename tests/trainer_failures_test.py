@@ -14,7 +14,7 @@ import time
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe.input import sentencepiece_training
+from lingvo_gpipe.input.text import sentencepiece_training
 from tests import processes
 
 # Runs that were disturbed go on to this step.
@@ -25,7 +25,9 @@ import time
 
 import tensorflow as tf
 
-from lingvo_gpipe import nested_map, registry, task, tensor_bundle, weight_params
+from lingvo_gpipe.checkpoint import tensor_bundle
+from lingvo_gpipe.core import nested_map, weight_params
+from lingvo_gpipe.experiment import registry, task
 from lingvo_gpipe.input import parallel_files, synthetic
 
 

@@ -15,7 +15,7 @@ import time
 import numpy as np
 import pytest
 
-from lingvo_gpipe import registry
+from lingvo_gpipe.experiment import registry
 from tests import processes
 
 # Steps of the undisturbed run, and between its checkpoints.

@@ -14,7 +14,8 @@ from tests import processes
 _TASK = """
 import tensorflow as tf
 
-from lingvo_gpipe import base_layer, nested_map, task, weight_params
+from lingvo_gpipe.core import base_layer, nested_map, weight_params
+from lingvo_gpipe.experiment import task
 from lingvo_gpipe.input import base_input_generator
 from lingvo_gpipe.pipeline import pipelining_layer
 
@@ -112,7 +113,7 @@ class Doubling(task.BaseTask):
 """
 
 _EXPERIMENT = """
-from lingvo_gpipe import registry
+from lingvo_gpipe.experiment import registry
 from tasks import doubling
 
 

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from lingvo_gpipe import worker_connection
+from lingvo_gpipe.distributed import worker_connection
 from tests import processes
 
 SECONDS = 100
@@ -20,7 +20,8 @@ SECONDS = 100
 EXPERIMENT = """
 import tensorflow as tf
 
-from lingvo_gpipe import optimizer, registry, task
+from lingvo_gpipe.experiment import registry, task
+from lingvo_gpipe.learning import optimizer
 from lingvo_gpipe.input import synthetic
 from lingvo_gpipe.layers import dropout, linear
 from lingvo_gpipe.pipeline import pipelining_layer

@@ -14,7 +14,9 @@ import sys
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe import checkpointer, heartbeat, worker_connection
+from lingvo_gpipe.checkpoint import checkpointer
+from lingvo_gpipe.core import heartbeat
+from lingvo_gpipe.distributed import worker_connection
 from tests import processes, worker_processes
 
 _Args = processes.ToyArgs
@@ -118,7 +120,8 @@ import socket
 import struct
 import sys
 import tensorflow as tf
-from lingvo_gpipe import background_saver, checkpointer, cluster, cluster_spec
+from lingvo_gpipe.checkpoint import background_saver, checkpointer
+from lingvo_gpipe.distributed import cluster, cluster_spec
 
 devices = cluster.Cluster.Connect(cluster_spec.FromFile(sys.argv[1]), 2).devices
 variables = {}
@@ -262,7 +265,7 @@ def testTooFewDevicesAreCounted(forks, project, hosts, tmp_path):
 _OTHER_VERSION = """
 import sys
 import tensorflow as tf
-from lingvo_gpipe import cluster, cluster_spec
+from lingvo_gpipe.distributed import cluster, cluster_spec
 tf.__version__ = '2.0.0'
 try:
   cluster.Cluster.Connect(cluster_spec.FromFile(sys.argv[1]))

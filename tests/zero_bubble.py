@@ -8,7 +8,7 @@ the second chunk.
 
 import collections
 
-from lingvo_gpipe.pipeline import schedules
+from lingvo_gpipe.pipeline.schedule import schedules
 
 
 def _ZeroBubbleH2(p, m, d):

@@ -18,7 +18,7 @@ from typing import Any
 
 from absl import flags
 
-from lingvo_gpipe.pipeline import rematerialisation, schedules
+from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules
 from tools import program
 from tools.benchmarking import configuration, report
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from absl import flags
 
-from lingvo_gpipe.pipeline import rematerialisation
+from lingvo_gpipe.pipeline.schedule import rematerialisation
 from tools import program
 from tools.benchmarking import memory_trial
 

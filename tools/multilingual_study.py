@@ -31,8 +31,9 @@ from absl import flags
 
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
 
-from lingvo_gpipe import cluster, task_plan  # noqa: E402
-from lingvo_gpipe import model as model_lib  # noqa: E402
+from lingvo_gpipe.distributed import cluster  # noqa: E402
+from lingvo_gpipe.experiment import model as model_lib  # noqa: E402
+from lingvo_gpipe.runners import task_plan  # noqa: E402
 from tasks.mt import cldr_names  # noqa: E402
 from tools import program  # noqa: E402
 from tools.studies import language_report, timed_training  # noqa: E402

@@ -3,8 +3,8 @@
 
 `python -m tools.paper_memory` in the checkout. Everything here is computed, nothing measured: the
 parameters are counted, 12 bytes each are the weight, its gradient and RMSProp's slot, and the
-activations are what `lingvo_gpipe.pipeline.stage_memory` predicts, all stages together. No weight
-is allocated.
+activations are what `lingvo_gpipe.pipeline.cost.stage_memory` predicts, all stages together. No
+weight is allocated.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from absl import flags
 
-from lingvo_gpipe import registry
+from lingvo_gpipe.experiment import registry
 from tools import program
 
 FLAGS = flags.FLAGS
@@ -75,8 +75,8 @@ class Computed:
 def Compute(key: str) -> Computed:
   """The figures of the experiment `key`."""
   # TensorFlow comes with these; a mistake in a flag need not wait for it.
-  from lingvo_gpipe import model as model_lib
-  from lingvo_gpipe import task_plan
+  from lingvo_gpipe.experiment import model as model_lib
+  from lingvo_gpipe.runners import task_plan
 
   params: Any = registry.GetParams(key, 'Train')
   if 'aux_loss_weight' in params.task:

@@ -5,7 +5,7 @@
 
 Replicas, stages, micro-batches, the cut, the schedule, what backward recomputes and where optimizer
 slots are: what fits into the devices' memory and is predicted the quickest. No weight is allocated.
---device_file is a JSON file, see lingvo_gpipe/pipeline/device_description.py. On the devices
+--device_file is a JSON file, see lingvo_gpipe/planner/device_description.py. On the devices
 themselves, of this process or of the workers that --local_workers or --cluster names, --measure
 runs each kind of layer and transfers instead of trusting figures, and --check trains some steps
 with the best plans and sets them against what was predicted.
@@ -20,14 +20,10 @@ from typing import Any
 
 from absl import flags
 
-from lingvo_gpipe import binary, cluster, worker_connection
-from lingvo_gpipe.pipeline import (
-  device_description,
-  plan_choice,
-  planner,
-  rematerialisation,
-  schedules,
-)
+from lingvo_gpipe.cli import binary
+from lingvo_gpipe.distributed import cluster, worker_connection
+from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules
+from lingvo_gpipe.planner import device_description, plan_choice, planner
 from tools import program
 from tools.planning import experiment, report, target, trial
 

@@ -6,8 +6,8 @@ A program is `python -m tools.<name>` in the checkout and ends with
     if __name__ == '__main__':
       program.Main(DefineFlags, Run, __doc__)
 
-One that takes an experiment by --model is like tools/verify.py instead: `lingvo_gpipe.binary` has
-the flags for that.
+One that takes an experiment by --model is like tools/verify.py instead: `lingvo_gpipe.cli.binary`
+has the flags for that.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from absl import flags
 
-from lingvo_gpipe import command_line
+from lingvo_gpipe.cli import command_line
 
 FLAGS = flags.FLAGS
 

@@ -18,7 +18,8 @@ from typing import Any
 
 from absl import flags
 
-from lingvo_gpipe.pipeline import device_description, model_costs, plan, plan_choice, planner
+from lingvo_gpipe.pipeline.cutting import plan
+from lingvo_gpipe.planner import device_description, model_costs, plan_choice, planner
 from tools import program
 from tools.planning import experiment, report
 
@@ -41,7 +42,7 @@ def Devices(name: str, num_devices: int) -> device_description.Devices:
 
 def Costs(key: str) -> model_costs.ModelCosts:
   """What the layers of an experiment cost."""
-  from lingvo_gpipe import registry
+  from lingvo_gpipe.experiment import registry
 
   params: Any = registry.GetParams(key, 'Train')
   return experiment.Experiment(params, None).Costs([])

@@ -13,7 +13,7 @@ import itertools
 
 from absl import flags
 
-from lingvo_gpipe.pipeline import rematerialisation, schedules
+from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules
 from tools import program
 from tools.benchmarking import stage_memory
 

@@ -16,8 +16,9 @@ from typing import Any
 
 from absl import flags
 
-from lingvo_gpipe import binary
-from lingvo_gpipe.input import file_pattern, sentencepiece_training
+from lingvo_gpipe.cli import binary
+from lingvo_gpipe.input import file_pattern
+from lingvo_gpipe.input.text import sentencepiece_training
 
 FLAGS = flags.FLAGS
 

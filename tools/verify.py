@@ -10,9 +10,11 @@ from typing import Any
 
 from absl import flags
 
-from lingvo_gpipe import binary, nested_map, runner, task_plan
-from lingvo_gpipe import model as model_lib
+from lingvo_gpipe.cli import binary
+from lingvo_gpipe.core import nested_map
+from lingvo_gpipe.experiment import model as model_lib
 from lingvo_gpipe.pipeline import verify
+from lingvo_gpipe.runners import runner, task_plan
 
 FLAGS = flags.FLAGS
 

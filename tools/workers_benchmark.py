@@ -22,8 +22,9 @@ from typing import Any
 
 from absl import flags
 
-from lingvo_gpipe import binary, params_text
-from lingvo_gpipe.pipeline import plan
+from lingvo_gpipe.cli import binary
+from lingvo_gpipe.core import params_text
+from lingvo_gpipe.pipeline.cutting import plan
 from tools import program
 from tools.benchmarking import socket_bytes, workers_trial
 from tools.planning import report

@@ -18,7 +18,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe import hyperparams, nested_map
+from lingvo_gpipe.core import hyperparams, nested_map
 from lingvo_gpipe.input import index_order
 
 # Fields that say how much a row counts; padded rows get 0 in each of them.

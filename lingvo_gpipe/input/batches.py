@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import tensorflow as tf
 
-from lingvo_gpipe import nested_map, worker_connection
+from lingvo_gpipe.core import nested_map
+from lingvo_gpipe.distributed import worker_connection
 from lingvo_gpipe.input import base_input_generator
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from lingvo_gpipe import hyperparams, nested_map
+from lingvo_gpipe.core import hyperparams, nested_map
 from lingvo_gpipe.input import base_input_generator, bucket_plan
 
 # Of the indices of examples, their weights and the length of rows, which make a batch.

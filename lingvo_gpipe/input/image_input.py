@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from lingvo_gpipe import hyperparams, nested_map
+from lingvo_gpipe.core import hyperparams, nested_map
 from lingvo_gpipe.input import base_input_generator, index_order
 
 # So that the changes are unrelated to the order, which has the same seed.

@@ -16,7 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe import file_errors, hyperparams, nested_map
+from lingvo_gpipe.core import file_errors, hyperparams, nested_map
 from lingvo_gpipe.input import base_input_generator, index_order, pipeline_graph, stream_iterator
 
 # So many batches of two passes are compared, to find what is not the same each time.

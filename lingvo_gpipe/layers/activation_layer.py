@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from lingvo_gpipe import base_layer, hyperparams, nested_map, shapes
+from lingvo_gpipe.core import base_layer, hyperparams, nested_map, shapes
 from lingvo_gpipe.layers import activations, fprop_meta
 
 

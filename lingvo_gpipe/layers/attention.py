@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe import base_layer, hyperparams, nested_map, shapes
+from lingvo_gpipe.core import base_layer, hyperparams, nested_map, shapes
 from lingvo_gpipe.layers import dropout, fprop_meta, linear
 
 

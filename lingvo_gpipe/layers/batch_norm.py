@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe import (
+from lingvo_gpipe.core import (
   base_layer,
   fprop_context,
   hyperparams,

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe import base_layer, hyperparams, nested_map, shapes, weight_params
+from lingvo_gpipe.core import base_layer, hyperparams, nested_map, shapes, weight_params
 from lingvo_gpipe.layers import activations, fprop_meta, windows
 
 

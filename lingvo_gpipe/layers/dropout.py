@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe import base_layer, fprop_context, hyperparams, nested_map, shapes
+from lingvo_gpipe.core import base_layer, fprop_context, hyperparams, nested_map, shapes
 from lingvo_gpipe.layers import fprop_meta
 
 

@@ -7,7 +7,7 @@ import math
 
 import tensorflow as tf
 
-from lingvo_gpipe import base_layer, hyperparams, nested_map, shapes
+from lingvo_gpipe.core import base_layer, hyperparams, nested_map, shapes
 from lingvo_gpipe.layers import fprop_meta
 
 

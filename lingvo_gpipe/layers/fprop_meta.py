@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe import base_layer, nested_map
+from lingvo_gpipe.core import base_layer, nested_map
 
 
 def Meta(flops: int, *out_specs: Any) -> nested_map.NestedMap:

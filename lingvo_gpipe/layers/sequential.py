@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lingvo_gpipe import base_layer, hyperparams, nested_map
+from lingvo_gpipe.core import base_layer, hyperparams, nested_map
 from lingvo_gpipe.layers import fprop_meta
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe import base_layer, hyperparams, nested_map, shapes
+from lingvo_gpipe.core import base_layer, hyperparams, nested_map, shapes
 from lingvo_gpipe.layers import attention, dropout, fprop_meta, linear, norm
 
 Outputs = tuple[tf.Tensor, tf.Tensor | None] | tuple[tf.Tensor, tf.Tensor | None, tf.Tensor]

@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe import base_layer, hyperparams, nested_map, shapes
+from lingvo_gpipe.core import base_layer, hyperparams, nested_map, shapes
 from lingvo_gpipe.layers import attention, dropout, fprop_meta, norm, transformer
 
 Outputs = tuple[tf.Tensor | None, tf.Tensor | None, tf.Tensor, tf.Tensor | None]

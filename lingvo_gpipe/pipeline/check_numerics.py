@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from lingvo_gpipe import fprop_context, nested_map, shapes
+from lingvo_gpipe.core import fprop_context, nested_map, shapes
 from lingvo_gpipe.pipeline import engine as engine_lib
-from lingvo_gpipe.pipeline import leaves, stage, stage_layout, weighted_loss
+from lingvo_gpipe.pipeline.stages import leaves, stage, stage_layout, weighted_loss
 
 
 class _NotFinite(Exception):

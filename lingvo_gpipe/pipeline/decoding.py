@@ -18,17 +18,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from lingvo_gpipe import base_layer, fprop_context, shapes, side_effects
+from lingvo_gpipe.core import base_layer, fprop_context, shapes, side_effects
 from lingvo_gpipe.layers import sequential
-from lingvo_gpipe.pipeline import (
-  engine,
-  failures,
-  leaves,
-  micro_batch,
-  schedules,
-  stage,
-  stage_layout,
-)
+from lingvo_gpipe.pipeline import engine
+from lingvo_gpipe.pipeline.schedule import schedules
+from lingvo_gpipe.pipeline.stages import failures, leaves, micro_batch, stage, stage_layout
 
 
 @dataclasses.dataclass(frozen=True)

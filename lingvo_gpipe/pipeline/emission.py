@@ -11,13 +11,12 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-from lingvo_gpipe import base_layer, nested_map
-from lingvo_gpipe.pipeline import (
+from lingvo_gpipe.core import base_layer, nested_map
+from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules
+from lingvo_gpipe.pipeline.stages import (
   failures,
   layer_backward,
   leaves,
-  rematerialisation,
-  schedules,
   shared_functions,
   split_backward,
   stage,

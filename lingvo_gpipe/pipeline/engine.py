@@ -16,17 +16,10 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from lingvo_gpipe import base_layer, fprop_context, nested_map, weight_params
-from lingvo_gpipe.pipeline import (
-  emission,
-  rematerialisation,
-  replicas,
-  schedules,
-  shared_functions,
-  stage,
-  stage_layout,
-  weighted_loss,
-)
+from lingvo_gpipe.core import base_layer, fprop_context, nested_map, weight_params
+from lingvo_gpipe.pipeline import emission, replicas
+from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules
+from lingvo_gpipe.pipeline.stages import shared_functions, stage, stage_layout, weighted_loss
 
 
 class PipelineEngine:

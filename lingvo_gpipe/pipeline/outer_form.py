@@ -12,8 +12,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe import base_layer, fprop_context, nested_map
-from lingvo_gpipe.pipeline import engine, failures, leaves, micro_batch
+from lingvo_gpipe.core import base_layer, fprop_context, nested_map
+from lingvo_gpipe.pipeline import engine
+from lingvo_gpipe.pipeline.stages import failures, leaves, micro_batch
 
 
 class OuterForm:

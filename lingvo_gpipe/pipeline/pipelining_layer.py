@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe import (
+from lingvo_gpipe.core import (
   base_layer,
   fprop_context,
   hyperparams,
@@ -23,20 +23,10 @@ from lingvo_gpipe import (
   weight_params,
 )
 from lingvo_gpipe.layers import fprop_meta, sequential
-from lingvo_gpipe.pipeline import (
-  decoding,
-  engine,
-  failures,
-  layer_costs,
-  micro_batch,
-  outer_form,
-  plan,
-  rematerialisation,
-  schedules,
-  stage,
-  stage_layout,
-  ties,
-)
+from lingvo_gpipe.pipeline import decoding, engine, outer_form, ties
+from lingvo_gpipe.pipeline.cutting import layer_costs, plan
+from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules
+from lingvo_gpipe.pipeline.stages import failures, micro_batch, stage, stage_layout
 
 
 class PipeliningLayer(base_layer.BaseLayer):

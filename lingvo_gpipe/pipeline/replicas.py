@@ -16,7 +16,7 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from lingvo_gpipe.pipeline import stage_layout
+from lingvo_gpipe.pipeline.stages import stage_layout
 
 ALL_REDUCE_OPTIONS = ('auto', 'collective', 'send')
 # A bucket of gradients is one collective; the first are on their way while others are computed.

@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lingvo_gpipe import weight_params
+from lingvo_gpipe.core import weight_params
 
 
 def Checked(

@@ -25,9 +25,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from lingvo_gpipe import fprop_context, nested_map
+from lingvo_gpipe.core import fprop_context, nested_map
 from lingvo_gpipe.pipeline import engine as engine_lib
-from lingvo_gpipe.pipeline import micro_batch, pipelining_layer, stage
+from lingvo_gpipe.pipeline import pipelining_layer
+from lingvo_gpipe.pipeline.stages import micro_batch, stage
 
 # By dtype: the greatest error of a gradient and of a loss.
 GRADIENT_BOUNDS = {'float64': 1e-10, 'float32': 1e-5}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from lingvo_gpipe import hyperparams
+from lingvo_gpipe.core import hyperparams
 from lingvo_gpipe.layers import (
   batch_norm,
   conv,

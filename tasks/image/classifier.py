@@ -7,7 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe import hyperparams, nested_map, shapes, task
+from lingvo_gpipe.core import hyperparams, nested_map, shapes
+from lingvo_gpipe.experiment import task
 from lingvo_gpipe.input import batches
 from lingvo_gpipe.layers import embedding
 from lingvo_gpipe.pipeline import pipelining_layer

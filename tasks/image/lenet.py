@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from lingvo_gpipe import hyperparams, shapes
+from lingvo_gpipe.core import hyperparams, shapes
 from lingvo_gpipe.layers import (
   activation_layer,
   batch_norm,

@@ -9,14 +9,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from lingvo_gpipe import (
-  beam_search,
-  hyperparams,
-  nested_map,
-  shapes,
-  task,
-  translation_metrics,
-)
+from lingvo_gpipe.core import hyperparams, nested_map, shapes
+from lingvo_gpipe.decoding import beam_search, translation_metrics
+from lingvo_gpipe.experiment import task
 from lingvo_gpipe.input import batches
 from lingvo_gpipe.layers import embedding, norm, sequential, transformer, transformer_decoder
 from lingvo_gpipe.pipeline import pipelining_layer

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe import nested_map
+from lingvo_gpipe.core import nested_map
 from lingvo_gpipe.input import base_input_generator, synthetic
 from tests import toy_training
 

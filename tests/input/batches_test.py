@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe import worker_connection
+from lingvo_gpipe.distributed import worker_connection
 from lingvo_gpipe.input import batches, stream_input, synthetic
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe import nested_map
+from lingvo_gpipe.core import nested_map
 from lingvo_gpipe.input import image_input
 
 NUM_IMAGES = 10

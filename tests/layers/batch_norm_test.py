@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe import base_layer, fprop_context, nested_map, weight_params
+from lingvo_gpipe.core import base_layer, fprop_context, nested_map, weight_params
 from lingvo_gpipe.layers import batch_norm
-from lingvo_gpipe.pipeline import micro_batch
+from lingvo_gpipe.pipeline.stages import micro_batch
 
 _DIM = 3
 

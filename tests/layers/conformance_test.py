@@ -16,14 +16,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe import (
-  base_layer,
-  fprop_context,
-  fprop_trace,
-  hyperparams,
-  layers,
-  nested_map,
-)
+from lingvo_gpipe import layers
+from lingvo_gpipe.core import base_layer, fprop_context, fprop_trace, hyperparams, nested_map
 from lingvo_gpipe.layers import (
   activation_layer,
   attention,
@@ -35,8 +29,6 @@ from lingvo_gpipe.layers import (
   embedding,
   factorized_reduction,
   flatten,
-  keras_config,
-  keras_layer,
   linear,
   norm,
   pooling,
@@ -45,6 +37,7 @@ from lingvo_gpipe.layers import (
   transformer,
   transformer_decoder,
 )
+from lingvo_gpipe.layers.keras import keras_config, keras_layer
 
 BATCH, TIME, DIM = 3, 6, 8
 
@@ -230,7 +223,7 @@ def _SumOfSines(outputs):
 
 def testEveryLayerHasARow():
   found = set()
-  for module in pkgutil.iter_modules(layers.__path__, layers.__name__ + '.'):
+  for module in pkgutil.walk_packages(layers.__path__, layers.__name__ + '.'):
     for _, cls in inspect.getmembers(importlib.import_module(module.name), inspect.isclass):
       is_public = cls.__module__ == module.name and not cls.__name__.startswith('_')
       if is_public and issubclass(cls, base_layer.BaseLayer):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe import fprop_context
+from lingvo_gpipe.core import fprop_context
 from lingvo_gpipe.layers import conv, conv_batch_norm
 
 X = np.random.default_rng(0).standard_normal([4, 5, 5, 3])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe import fprop_context
+from lingvo_gpipe.core import fprop_context
 from lingvo_gpipe.layers import drop_path
 
 NUM_EXAMPLES = 4000

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe import base_layer, fprop_context, nested_map
+from lingvo_gpipe.core import base_layer, fprop_context, nested_map
 from lingvo_gpipe.layers import dropout, linear, sequential
 
 Sequential = sequential.SequentialLayer.Params

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe import fprop_context
+from lingvo_gpipe.core import fprop_context
 from lingvo_gpipe.layers import attention, norm, sequential, transformer_decoder
 
 BATCH, SOURCE_TIME, TIME, DIM, HIDDEN = 2, 5, 6, 8, 12

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe import fprop_context, fprop_trace
+from lingvo_gpipe.core import fprop_context, fprop_trace
 from lingvo_gpipe.layers import attention, embedding, norm, sequential, transformer
 
 BATCH, TIME, DIM, HIDDEN = 2, 6, 8, 12

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe import base_layer, fprop_context, weight_params
+from lingvo_gpipe.core import base_layer, fprop_context, weight_params
 from lingvo_gpipe.layers import dropout
-from lingvo_gpipe.pipeline import rematerialisation
+from lingvo_gpipe.pipeline.schedule import rematerialisation
 from tests import pipeline_training
 
 _BATCH, _DIM = 6, 3

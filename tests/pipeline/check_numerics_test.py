@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe import fprop_context, nested_map
+from lingvo_gpipe.core import fprop_context, nested_map
 from lingvo_gpipe.layers import dropout, skip
 from lingvo_gpipe.pipeline import check_numerics
 from tests import fn_layer, pipeline_training

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe import base_layer, graph_cost, nested_map
+from lingvo_gpipe.core import base_layer, graph_cost, nested_map
 from lingvo_gpipe.layers import embedding, linear, norm, skip, transformer
-from lingvo_gpipe.pipeline import micro_batch
+from lingvo_gpipe.pipeline.stages import micro_batch
 from tests import pipeline_training
 
 _VOCAB, _DIM, _BATCH, _PROMPT, _TIME, _MAX = 11, 8, 7, 3, 6, 9

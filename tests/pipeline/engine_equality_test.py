@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe import fprop_context, nested_map, runner, weight_params
+from lingvo_gpipe.core import fprop_context, nested_map, weight_params
 from lingvo_gpipe.layers import dropout, embedding, linear, norm, transformer
 from lingvo_gpipe.pipeline import pipelining_layer
+from lingvo_gpipe.runners import runner
 from tasks.lm import model as lm_model
 from tests import fn_layer, pipeline_training
 

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe import base_layer, nested_map, weight_params
+from lingvo_gpipe.core import base_layer, nested_map, weight_params
 from lingvo_gpipe.layers import dropout, embedding, linear, norm
-from lingvo_gpipe.pipeline import rematerialisation, schedules
+from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules
 from tests import pipeline_training
 
 _TIME, _DIM, _VOCAB = 3, 4, 7

@@ -12,9 +12,11 @@ import sys
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe import fprop_context
+from lingvo_gpipe.core import fprop_context
 from lingvo_gpipe.layers import dropout, linear
-from lingvo_gpipe.pipeline import pipelining_layer, schedules, stage
+from lingvo_gpipe.pipeline import pipelining_layer
+from lingvo_gpipe.pipeline.schedule import schedules
+from lingvo_gpipe.pipeline.stages import stage
 from tests import graph_reader
 
 _DIM = 4

@@ -10,7 +10,9 @@ import pytest
 import tensorflow as tf
 
 from lingvo_gpipe.layers import linear
-from lingvo_gpipe.pipeline import layer_costs, pipelining_layer, schedules, step_work
+from lingvo_gpipe.pipeline import pipelining_layer
+from lingvo_gpipe.pipeline.cutting import layer_costs
+from lingvo_gpipe.pipeline.schedule import schedules, step_work
 
 _DIM = 4
 _SCHEDULES = ('gpipe', '1f1b', 'fused_fill_drain', 'zb_h1')

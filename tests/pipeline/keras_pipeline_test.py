@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe import fprop_context
-from lingvo_gpipe.layers import keras_cut
+from lingvo_gpipe.core import fprop_context
+from lingvo_gpipe.layers.keras import keras_cut
 from tests import pipeline_training as training
 
 LAYERS = keras.layers

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe import base_layer, fprop_context, weight_params
+from lingvo_gpipe.core import base_layer, fprop_context, weight_params
 from lingvo_gpipe.layers import batch_norm, conv, dropout
-from lingvo_gpipe.pipeline import layer_costs
+from lingvo_gpipe.pipeline.cutting import layer_costs
 from tests import pipeline_training
 
 _BATCH, _DIM = 6, 3

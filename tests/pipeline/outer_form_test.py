@@ -12,9 +12,10 @@ import tensorflow as tf
 os.environ.setdefault('KERAS_BACKEND', 'tensorflow')
 import keras  # noqa: E402
 
-from lingvo_gpipe import base_layer, fprop_context, nested_map, weight_params  # noqa: E402
+from lingvo_gpipe.core import base_layer, fprop_context, nested_map, weight_params  # noqa: E402
 from lingvo_gpipe.layers import dropout, embedding, linear, norm, sequential  # noqa: E402
-from lingvo_gpipe.pipeline import micro_batch, pipelining_layer  # noqa: E402
+from lingvo_gpipe.pipeline import pipelining_layer  # noqa: E402
+from lingvo_gpipe.pipeline.stages import micro_batch  # noqa: E402
 from tests import fn_layer, pipeline_training  # noqa: E402
 
 _DIM = 6

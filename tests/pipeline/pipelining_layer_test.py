@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe import base_layer, nested_map
+from lingvo_gpipe.core import base_layer, nested_map
 from lingvo_gpipe.layers import linear, sequential, skip
 from lingvo_gpipe.pipeline import pipelining_layer
 from tests import fn_layer, pipeline_training

@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe import fprop_context
-from lingvo_gpipe.pipeline import engine, micro_batch, schedules
+from lingvo_gpipe.core import fprop_context
+from lingvo_gpipe.pipeline import engine
+from lingvo_gpipe.pipeline.schedule import schedules
+from lingvo_gpipe.pipeline.stages import micro_batch
 from tests import pipeline_training, random_stacks
 
 

@@ -13,9 +13,11 @@ import sys
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe import base_layer
+from lingvo_gpipe.core import base_layer
 from lingvo_gpipe.layers import dropout, linear, transformer
-from lingvo_gpipe.pipeline import emission, layer_costs, rematerialisation, schedules
+from lingvo_gpipe.pipeline import emission
+from lingvo_gpipe.pipeline.cutting import layer_costs
+from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules
 from tests import graph_reader, pipeline_training
 
 _DIM, _N, _M = 4, 3, 3

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe import base_layer, weight_params
+from lingvo_gpipe.core import base_layer, weight_params
 from lingvo_gpipe.layers import batch_norm, linear
-from lingvo_gpipe.pipeline import micro_batch, verify
+from lingvo_gpipe.pipeline import verify
+from lingvo_gpipe.pipeline.stages import micro_batch
 from tests import pipeline_training
 
 _DIM = 4

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe import base_layer, fprop_context, nested_map, weight_params
+from lingvo_gpipe.core import base_layer, fprop_context, nested_map, weight_params
 from lingvo_gpipe.layers import dropout, linear, sequential, skip
-from lingvo_gpipe.pipeline import rematerialisation, stage_layout
+from lingvo_gpipe.pipeline.schedule import rematerialisation
+from lingvo_gpipe.pipeline.stages import stage_layout
 from tests import graph_reader, pipeline_training
 
 _BATCH, _DIM, _VOCAB = 4, 3, 6

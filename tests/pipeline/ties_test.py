@@ -7,16 +7,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe import (
-  base_layer,
-  fprop_context,
-  learner,
-  learners,
-  nested_map,
-  optimizer,
-  weight_params,
-)
+from lingvo_gpipe.core import base_layer, fprop_context, nested_map, weight_params
 from lingvo_gpipe.layers import dropout, embedding, linear
+from lingvo_gpipe.learning import learner, learners, optimizer
 from lingvo_gpipe.pipeline import pipelining_layer
 
 _VOCAB, _DIM = 7, 4

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe import base_layer, nested_map, weight_params
+from lingvo_gpipe.core import base_layer, nested_map, weight_params
 from lingvo_gpipe.layers import dropout, embedding, transformer
-from lingvo_gpipe.pipeline import pipelining_layer, stage, verify
+from lingvo_gpipe.pipeline import pipelining_layer, verify
+from lingvo_gpipe.pipeline.stages import stage
 
 _BATCH, _TIME, _DIM, _VOCAB = 6, 5, 8, 11
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from lingvo_gpipe.pipeline import schedules
+from lingvo_gpipe.pipeline.schedule import schedules
 from tests import processes
 from tools.benchmarking import configuration, report, standalone
 

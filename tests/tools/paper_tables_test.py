@@ -8,7 +8,8 @@ import sys
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe import registry, task_plan
+from lingvo_gpipe.experiment import registry
+from lingvo_gpipe.runners import task_plan
 from tests import processes
 from tools import largest_model, paper_memory, paper_throughput
 from tools.benchmarking import configuration, memory_trial, workloads

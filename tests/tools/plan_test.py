@@ -11,7 +11,9 @@ import sys
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe import lr_schedules, params_text, registry
+from lingvo_gpipe.core import params_text
+from lingvo_gpipe.experiment import registry
+from lingvo_gpipe.learning import lr_schedules
 from tests import processes, worker_processes
 from tools.planning import experiment, report
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from lingvo_gpipe.pipeline import model_costs
+from lingvo_gpipe.planner import model_costs
 from tools import scaling
 
 _LAYER = model_costs.LayerWeights(num_bytes=10**8, gradient_bytes=10**8, trained_bytes=10**8)

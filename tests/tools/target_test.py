@@ -7,8 +7,8 @@ import sys
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe import cluster
-from lingvo_gpipe.pipeline import device_description
+from lingvo_gpipe.distributed import cluster
+from lingvo_gpipe.planner import device_description
 from tools.planning import target
 
 _MIB = 1 << 20

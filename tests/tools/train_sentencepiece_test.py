@@ -6,13 +6,13 @@ import textwrap
 
 import pytest
 
-from lingvo_gpipe.input import sentencepiece_tokenizer, sentencepiece_training
+from lingvo_gpipe.input.text import sentencepiece_tokenizer, sentencepiece_training
 from tests import processes
 
 _PROGRAM = str(processes.ROOT / 'tools' / 'train_sentencepiece.py')
 _PARAMS = '''
 """An experiment on text files."""
-from lingvo_gpipe import registry, task
+from lingvo_gpipe.experiment import registry, task
 from lingvo_gpipe.input import text_files
 
 

@@ -8,7 +8,9 @@ import types
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe import binary, model, nested_map, task
+from lingvo_gpipe.cli import binary
+from lingvo_gpipe.core import nested_map
+from lingvo_gpipe.experiment import model, task
 from lingvo_gpipe.input import base_input_generator
 from lingvo_gpipe.layers import dropout, linear
 from lingvo_gpipe.pipeline import pipelining_layer
@@ -38,7 +40,7 @@ _PROJECT_TASK = '''
 """A language model whose loss weight is wrong."""
 import tensorflow as tf
 
-from lingvo_gpipe import task
+from lingvo_gpipe.experiment import task
 from lingvo_gpipe.layers import linear
 from lingvo_gpipe.pipeline import pipelining_layer
 
@@ -68,7 +70,8 @@ _PROJECT_PARAMS = '''
 """The experiment."""
 import tensorflow as tf
 
-from lingvo_gpipe import nested_map, registry
+from lingvo_gpipe.core import nested_map
+from lingvo_gpipe.experiment import registry
 from lingvo_gpipe.input import base_input_generator
 from tasks import wrong
 

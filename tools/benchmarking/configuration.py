@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from lingvo_gpipe.pipeline import plan_choice
+from lingvo_gpipe.planner import plan_choice
 
 # What each workload's sizes are, unless flags say otherwise (design, section 4).
 WORKLOADS: dict[str, dict[str, int]] = {

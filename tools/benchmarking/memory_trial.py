@@ -54,7 +54,10 @@ def Run(trial: Trial) -> int:
   """Trains one step; returns the number of parameters. Ends in some error if it does not fit."""
   import tensorflow as tf
 
-  from lingvo_gpipe import cluster, nested_map, optimizer, runner
+  from lingvo_gpipe.core import nested_map
+  from lingvo_gpipe.distributed import cluster
+  from lingvo_gpipe.learning import optimizer
+  from lingvo_gpipe.runners import runner
   from tasks.lm import model
 
   devices = cluster.Cluster.Create(trial.num_stages, platform='cpu', threads_per_device=1)

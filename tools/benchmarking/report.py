@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lingvo_gpipe import text_table
+from lingvo_gpipe.core import text_table
 from tools.benchmarking import configuration
 
 COLUMNS = (

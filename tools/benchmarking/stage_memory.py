@@ -18,7 +18,8 @@ from typing import Any
 
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
 
-from lingvo_gpipe.pipeline import schedules, simulator  # noqa: E402
+from lingvo_gpipe.pipeline.cost import simulator  # noqa: E402
+from lingvo_gpipe.pipeline.schedule import schedules  # noqa: E402
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +87,8 @@ def Measure(setting: Setting) -> float:
   """
   import tensorflow as tf
 
-  from lingvo_gpipe import base_layer, cluster, weight_params
+  from lingvo_gpipe.core import base_layer, weight_params
+  from lingvo_gpipe.distributed import cluster
   from lingvo_gpipe.pipeline import pipelining_layer
 
   dim = setting.dim

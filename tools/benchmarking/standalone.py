@@ -20,9 +20,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe import fprop_context, learners, nested_map
+from lingvo_gpipe.core import fprop_context, nested_map
+from lingvo_gpipe.learning import learners
 from lingvo_gpipe.pipeline import engine as engine_lib
-from lingvo_gpipe.pipeline import leaves, schedules, simulator, stage, stage_layout
+from lingvo_gpipe.pipeline.cost import simulator
+from lingvo_gpipe.pipeline.schedule import schedules
+from lingvo_gpipe.pipeline.stages import leaves, stage, stage_layout
 
 # One measurement runs an action as often as this takes.
 _SECONDS = 0.1

@@ -30,8 +30,10 @@ def Measure(config: configuration.Configuration) -> dict[str, Any]:
   """What was measured: seconds of steps, tracing and compiling, memory and the simulated step."""
   import tensorflow as tf
 
-  from lingvo_gpipe import cluster, runner
-  from lingvo_gpipe.pipeline import micro_batch, schedules
+  from lingvo_gpipe.distributed import cluster
+  from lingvo_gpipe.pipeline.schedule import schedules
+  from lingvo_gpipe.pipeline.stages import micro_batch
+  from lingvo_gpipe.runners import runner
   from tools.benchmarking import standalone, workloads
 
   devices = cluster.Cluster.Create(config.num_stages, platform='cpu', threads_per_device=1)

@@ -88,8 +88,11 @@ def Measure(trial: Trial) -> dict[str, Any]:
       this process; None where nothing was counted.
     between_theory, with_trainer_theory: what has to be sent (see `_Theory`).
   """
-  from lingvo_gpipe import cluster, local_workers, params_text, registry, runner
-  from lingvo_gpipe import model as model_lib
+  from lingvo_gpipe.core import params_text
+  from lingvo_gpipe.distributed import cluster, local_workers
+  from lingvo_gpipe.experiment import model as model_lib
+  from lingvo_gpipe.experiment import registry
+  from lingvo_gpipe.runners import runner
 
   params: Any = registry.GetParams(trial.key, 'Train', packages=trial.packages)
   for text in trial.overrides:
@@ -156,8 +159,9 @@ def _Theory(run: Any, trial: Trial, batch: Any) -> tuple[int, int]:
   """
   import tensorflow as tf
 
-  from lingvo_gpipe import task_plan
-  from lingvo_gpipe.pipeline import layer_costs, leaves
+  from lingvo_gpipe.pipeline.cutting import layer_costs
+  from lingvo_gpipe.pipeline.stages import leaves
+  from lingvo_gpipe.runners import task_plan
 
   task, stages = run.task, run.engine.stages
   specs = task_plan.PipelineInputSpecs(task, run.batch_spec)

@@ -8,7 +8,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe import base_layer, hyperparams, nested_map, optimizer, task, weight_params
+from lingvo_gpipe.core import base_layer, hyperparams, nested_map, weight_params
+from lingvo_gpipe.experiment import task
+from lingvo_gpipe.learning import optimizer
 from lingvo_gpipe.pipeline import pipelining_layer
 from tasks.image import amoebanet
 from tasks.lm import model

@@ -9,16 +9,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe import hyperparams, learners, nested_map, task_plan
-from lingvo_gpipe import model as model_lib
-from lingvo_gpipe.pipeline import (
-  layer_costs,
-  micro_batch,
-  model_costs,
-  planner,
-  planning_costs,
-  replicas,
-)
+from lingvo_gpipe.core import hyperparams, nested_map
+from lingvo_gpipe.experiment import model as model_lib
+from lingvo_gpipe.learning import learners
+from lingvo_gpipe.pipeline import replicas
+from lingvo_gpipe.pipeline.cutting import layer_costs
+from lingvo_gpipe.pipeline.stages import micro_batch
+from lingvo_gpipe.planner import model_costs, planner, planning_costs
+from lingvo_gpipe.runners import task_plan
 
 # Straight lines go through what is seen at these sizes of micro-batch.
 _SIZES = (1, 16)

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lingvo_gpipe import text_table
-from lingvo_gpipe.pipeline import device_description, plan, planner
+from lingvo_gpipe.core import text_table
+from lingvo_gpipe.pipeline.cutting import plan
+from lingvo_gpipe.planner import device_description, planner
 
 _HEAD = (
   'R', 'K', 'v', 'M', 'size', 'schedule', 'remat', 'slots', 'step', 'work', 'bubble', 'links',

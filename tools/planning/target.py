@@ -13,8 +13,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe import cluster, worker_hosts
-from lingvo_gpipe.pipeline import device_description, model_costs
+from lingvo_gpipe.distributed import cluster, worker_hosts
+from lingvo_gpipe.planner import device_description, model_costs
 
 _SMALL, _LARGE = 1 << 10, 1 << 22
 _CACHES = 1 << 24  # Bytes that do not fit into them.

@@ -52,8 +52,11 @@ class Trial:
 
   def Steps(self, devices: Sequence[str] = ()) -> list[float]:
     """The seconds of each timed step, on the first of these devices or on devices made now."""
-    from lingvo_gpipe import cluster, params_text, registry, runner, task_plan
-    from lingvo_gpipe import model as model_lib
+    from lingvo_gpipe.core import params_text
+    from lingvo_gpipe.distributed import cluster
+    from lingvo_gpipe.experiment import model as model_lib
+    from lingvo_gpipe.experiment import registry
+    from lingvo_gpipe.runners import runner, task_plan
 
     params: Any = registry.GetParams(self.key, 'Train', packages=self.packages)
     for text in self.overrides:

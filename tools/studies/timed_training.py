@@ -11,8 +11,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe import decoding, params_text, registry, runner, stop_request
-from lingvo_gpipe import model as model_lib
+from lingvo_gpipe.core import params_text
+from lingvo_gpipe.distributed import stop_request
+from lingvo_gpipe.evaluation import decoding
+from lingvo_gpipe.experiment import model as model_lib
+from lingvo_gpipe.experiment import registry
+from lingvo_gpipe.runners import runner
 
 # Evaluations on Dev in the time that a model has, if it takes all of it.
 _NUM_EVALUATIONS = 24

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from lingvo_gpipe import registry
+from lingvo_gpipe.experiment import registry
 
 # Variant, L, D, image size, stages, and parameters without the auxiliary head.
 _MODELS = {

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from lingvo_gpipe import registry
+from lingvo_gpipe.experiment import registry
 from tests import processes
 
 # Layers and stages; the counts are 50,358,272 L + 131,104,000.

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from lingvo_gpipe import registry
+from lingvo_gpipe.experiment import registry
 from tasks.mt import cldr_names
 
 # L, H, A, stages, and the entries of the layers' matrices.

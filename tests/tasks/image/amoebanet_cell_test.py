@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe import fprop_context, fprop_trace
+from lingvo_gpipe.core import fprop_context, fprop_trace
 from tasks.image import amoebanet_cell, amoebanet_ops
 
 BATCH, SIZE, FILTERS = 2, 6, 4

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe import fprop_context, nested_map
+from lingvo_gpipe.core import fprop_context, nested_map
 from lingvo_gpipe.layers import skip
-from lingvo_gpipe.pipeline import plan, schedules
+from lingvo_gpipe.pipeline.cutting import plan
+from lingvo_gpipe.pipeline.schedule import schedules
 from tasks.image import amoebanet, amoebanet_cell, heads
 from tests import pipeline_training as training
 

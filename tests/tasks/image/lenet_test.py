@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe import nested_map, runner
+from lingvo_gpipe.core import nested_map
+from lingvo_gpipe.runners import runner
 from tasks.image import lenet
 
 BATCH_SIZE = 24

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe import beam_search, eval_runner, nested_map
+from lingvo_gpipe.core import nested_map
+from lingvo_gpipe.decoding import beam_search
 from lingvo_gpipe.layers import embedding
+from lingvo_gpipe.runners import eval_runner
 from tasks.lm import model
 
 _BATCH, _TIME, _VOCAB, _DIM, _HIDDEN = 4, 7, 13, 8, 12

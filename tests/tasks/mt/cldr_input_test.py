@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from lingvo_gpipe.input import sentencepiece_tokenizer
+from lingvo_gpipe.input.text import sentencepiece_tokenizer
 from tasks.mt import cldr_input, cldr_names
 
 _LANGUAGES = ('de', 'el', 'fr')

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe import fprop_context, fprop_trace, nested_map
+from lingvo_gpipe.core import fprop_context, fprop_trace, nested_map
 from lingvo_gpipe.layers import embedding, transformer
 from tasks.mt import layers
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe import beam_search, fprop_context, nested_map
-from lingvo_gpipe.input import sentence_pairs
+from lingvo_gpipe.core import fprop_context, nested_map
+from lingvo_gpipe.decoding import beam_search
+from lingvo_gpipe.input.text import sentence_pairs
 from tasks.mt import model
 from tests import pipeline_training as training
 

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is known of one checkpoint: its commit file, and whether a map of variables fits it."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+from absl import logging
+
+from lingvo_gpipe.checkpoint import tensor_bundle
+from lingvo_gpipe.core import file_errors
+
+FORMAT_VERSION = 1
+
+# Names in a checkpoint directory: commit file, folder of the data, and the bundle in it.
+COMMIT = re.compile(r'ckpt-(\d{8,20})\.json')
+FOLDER = re.compile(r'ckpt-(\d{8,20})-[0-9a-f]{8}')
+BUNDLE = 'tensors'
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointInfo:
+  """One committed checkpoint, as its commit file tells it.
+
+  Attributes:
+    step: training step.
+    path: the commit file.
+    prefix: the tensors; `tf.train.load_checkpoint(prefix)` reads them too.
+    time: when it was saved, seconds since 1970.
+    tensors: {path: shape and dtype}.
+    metadata: what was given to `Save`; `ReadMetadata` returns a copy.
+    written: files, sizes and digest that the data must have.
+  """
+
+  step: int
+  path: str
+  prefix: str
+  time: float
+  tensors: Mapping[str, tf.TensorSpec] = dataclasses.field(repr=False, compare=False)
+  metadata: Mapping[str, Any] = dataclasses.field(repr=False, compare=False)
+  written: Mapping[str, Any] = dataclasses.field(repr=False, compare=False)
+
+
+class _NewerFormatError(ValueError):
+  """The file is whole but of another format."""
+
+
+def CheckJson(where: str, value: Any) -> None:
+  """Raises a TypeError that names the first thing JSON would lose or refuse."""
+  if isinstance(value, dict):
+    for key, item in value.items():
+      if not isinstance(key, str):
+        raise TypeError(f'{where} has the key {key!r}; the keys of metadata are text.')
+      CheckJson(f'{where}[{key!r}]', item)
+  elif isinstance(value, list | tuple):
+    for i, item in enumerate(value):
+      CheckJson(f'{where}[{i}]', item)
+  elif value is not None and type(value) not in (bool, int, float, str):
+    raise TypeError(
+      f'{where} is a {type(value).__name__}; metadata are JSON: dict, list, str, int, float, bool '
+      'or None. Convert it, with int(x) or str(x), or save it as a variable.'
+    )
+
+
+def CommitText(
+  step: int,
+  folder: str,
+  specs: Mapping[str, tf.TensorSpec],
+  metadata: Mapping[str, Any],
+  written: Mapping[str, Any],
+) -> str:
+  """Returns the text of the commit file.
+
+  Another format may change what is in 'checkpoint', but not the two keys outside nor the digest.
+  """
+  tensors = {k: {'dtype': s.dtype.name, 'shape': s.shape.as_list()} for k, s in specs.items()}
+  record = {
+    'format': FORMAT_VERSION,
+    'step': step,
+    'time': time.time(),
+    'folder': folder,
+    'written': written,
+    'tensors': tensors,
+    'metadata': metadata,
+  }
+  return json.dumps({'sha256': _Digest(record), 'checkpoint': record}, indent=1) + '\n'
+
+
+def _Digest(record: Mapping[str, Any]) -> str:
+  return hashlib.sha256(json.dumps(record).encode()).hexdigest()
+
+
+def ParseCommit(directory: str, path: str, text: str) -> CheckpointInfo:
+  """Reads a commit file's text; DamagedError where it is not what was written."""
+  try:
+    outer = json.loads(text)
+    record = outer['checkpoint']
+    if outer['sha256'] != _Digest(record):
+      raise tensor_bundle.DamagedError(
+        'the commit file is not the one that was written (its SHA-256 differs)'
+      )
+    if record['format'] != FORMAT_VERSION:
+      raise _NewerFormatError(
+        f'Checkpoint {path} has format {record["format"]}, this program reads {FORMAT_VERSION}. '
+        'Use the version of lingvo_gpipe that wrote it, or another directory.'
+      )
+    step, folder = record['step'], record['folder']
+    match = FOLDER.fullmatch(folder)
+    # The folder is beside the commit file and of its step, whatever the text says.
+    if not match or int(match[1]) != step or os.path.basename(path) != f'ckpt-{step:08d}.json':
+      raise tensor_bundle.DamagedError(f'the commit file names step {step!r} and folder {folder!r}')
+    written = record['written']
+    files = dict(written['files'])
+    for name, size in files.items():  # Nor are files looked for elsewhere.
+      if os.path.basename(name) != name or not isinstance(size, int):
+        raise tensor_bundle.DamagedError(
+          f'the commit file names the file {name!r} of {size!r} bytes'
+        )
+    return CheckpointInfo(
+      step=step,
+      path=path,
+      prefix=os.path.join(directory, folder, BUNDLE),
+      time=float(record['time']),
+      tensors={k: tf.TensorSpec(s['shape'], s['dtype']) for k, s in record['tensors'].items()},
+      metadata=dict(record['metadata']),
+      written={**written, 'files': files, 'index_sha256': written['index_sha256']},
+    )
+  except _NewerFormatError:
+    raise
+  except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as e:
+    raise tensor_bundle.DamagedError(
+      f'the commit file is not readable: {file_errors.OneLine(e)}'
+    ) from e
+
+
+def CheckMatch(
+  info: CheckpointInfo, variables: Mapping[str, Any], allow_missing: bool, allow_extra: bool
+) -> None:
+  """Raises a ValueError that tells every kind of mismatch between map and checkpoint."""
+  problems = []
+  missing = [path for path in variables if path not in info.tensors]
+  extra = [path for path in info.tensors if path not in variables]
+  if missing and not allow_missing:
+    problems.append('not in the checkpoint: ' + _Names(missing, extra or list(info.tensors)))
+  if extra and not allow_extra:
+    problems.append('only in the checkpoint: ' + _Names(extra, missing or list(variables)))
+  different = []
+  for path, variable in variables.items():
+    saved = info.tensors.get(path)
+    if saved is None:
+      continue
+    spec = tensor_bundle.Spec(path, variable)
+    if spec.dtype != saved.dtype or not spec.shape.is_compatible_with(saved.shape):
+      different.append(f'{path} (variable {_Type(spec)}, checkpoint {_Type(saved)})')
+  if different:
+    problems.append('of another shape or dtype: ' + _Names(different, []))
+  if problems:
+    raise ValueError(
+      f'Checkpoint {info.path} does not fit these {len(variables)} variables; '
+      + '; '.join(problems)
+      + '.'
+    )
+  if missing or extra:
+    logging.info(
+      'Checkpoint %s: %d variables are restored%s%s.',
+      info.path,
+      len(variables) - len(missing),
+      f', {len(missing)} are not in it and keep their values' if missing else '',
+      f', {len(extra)} that it holds are not wanted here' if extra else '',
+    )
+
+
+def _Type(spec: tf.TensorSpec) -> str:
+  return f'{spec.dtype.name}{spec.shape.as_list()}'
+
+
+def _Names(names: Sequence[str], others: Sequence[str], limit: int = 8) -> str:
+  """Returns the count and the first names, each with the closest of the others."""
+  shown = []
+  for name in names[:limit]:
+    close = difflib.get_close_matches(name, others, 1)
+    shown.append(f'{name} (closest: {close[0]})' if close else name)
+  more = f', and {len(names) - limit} more' if len(names) > limit else ''
+  return f'{len(names)}: ' + ', '.join(shown) + more

@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes, reads and verifies named tensors as TensorFlow's tensor bundle, a few at a time.
+
+A bundle is `PREFIX.index` and `PREFIX.data-*`, the files of every TensorFlow checkpoint
+(`tf.train.load_checkpoint(PREFIX)` reads them). The names in it are any strings. TensorFlow keeps a
+checksum of every tensor, but not one that is checked of the whole index: flipped bits there can
+pass, so `Write` hands out the index's SHA-256 for the caller to keep.
+
+Of tensors that lie on workers each worker may write and read its own, all at once: then `placed`
+says who has what, and the files, of one bundle all the same, are in a directory that all share.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+from absl import logging
+
+from lingvo_gpipe.core import file_errors
+from lingvo_gpipe.distributed import worker_hosts
+
+# Tensors are written and read in groups of about this many bytes, each one data file. Up to two
+# groups lie in a host's memory at a time; a larger tensor is a group of its own.
+GROUP_BYTES = 128 * 2**20
+
+# How the operating system says that there is no such call for a folder there.
+_NO_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.EOPNOTSUPP)
+
+# {host: names of the tensors that it writes or reads}; `worker_hosts.HERE` is this process.
+Placed = Mapping[str, Sequence[str]]
+
+
+class DamagedError(OSError):
+  """What was read is not what was written: missing, truncated or changed."""
+
+
+def Spec(path: str, value: Any) -> tf.TensorSpec:
+  """Returns the shape and dtype of a variable, tensor or array.
+
+  Raises:
+    TypeError: it is none of these; the message names the path.
+  """
+  if not hasattr(value, 'shape') or not hasattr(value, 'dtype'):
+    raise TypeError(
+      f'A checkpoint holds variables, tensors and arrays; {path!r} is a {type(value).__name__}. '
+      'Put plain numbers and text into the metadata.'
+    )
+  dtype = value.dtype if isinstance(value.dtype, tf.DType) else None
+  if dtype is None:
+    # An array of str or bytes objects becomes a string tensor.
+    is_text = getattr(value.dtype, 'kind', '') in ('U', 'S', 'O')
+    dtype = tf.string if is_text else tf.as_dtype(value.dtype)
+  return tf.TensorSpec(value.shape, dtype)
+
+
+def _Groups(specs: Mapping[str, tf.TensorSpec]) -> Iterator[list[str]]:
+  """Splits the names, in their order, into groups of about GROUP_BYTES."""
+  group: list[str] = []
+  total = 0
+  for name, spec in specs.items():
+    size = (spec.shape.num_elements() or 0) * spec.dtype.size
+    if group and total + size > GROUP_BYTES:
+      yield group
+      group, total = [], 0
+    group.append(name)
+    total += size
+  if group:
+    yield group
+
+
+def IsLocal(path: str) -> bool:
+  """Says whether a path is one of the operating system's, not a URL such as gs://bucket/x."""
+  return '://' not in path
+
+
+def Sync(path: str) -> None:
+  """Has the operating system put a local file or folder on the disk; elsewhere does nothing.
+
+  Nor does it where a file system cannot do that with folders, as some on a network cannot.
+  """
+  if not IsLocal(path):
+    return
+  descriptor = os.open(path, os.O_RDONLY)
+  try:
+    os.fsync(descriptor)
+  except OSError as e:
+    if e.errno not in _NO_SYNC or not os.path.isdir(path):
+      raise
+  finally:
+    os.close(descriptor)
+
+
+def _IndexDigest(prefix: str) -> str:
+  with tf.io.gfile.GFile(f'{prefix}.index', 'rb') as f:
+    return hashlib.sha256(f.read()).hexdigest()
+
+
+def Write(prefix: str, values: Mapping[str, Any], placed: Placed | None = None) -> dict[str, Any]:
+  """Writes a bundle into an existing folder of its own.
+
+  Memory of each host: up to twice GROUP_BYTES, or twice the largest tensor, beside the variables.
+
+  Args:
+    prefix: FOLDER/NAME; nothing else is in the folder.
+    values: {name: tf.Variable, tf.Tensor or array}, not empty; they may be on any device.
+    placed: who writes what; None: this process writes all.
+
+  Returns:
+    {'index_sha256': text, 'files': {file name: bytes}}, which `Verify` takes.
+
+  Raises:
+    OSError, tf.errors.OpError: a file could not be written.
+  """
+  folder = os.path.dirname(prefix)
+  specs = {name: Spec(name, value) for name, value in values.items()}
+  parts: list[str] = []
+  of_host: dict[str, list[tuple[str, list[str]]]] = {}
+  for host, names in (placed or {worker_hosts.HERE: list(values)}).items():
+    for group in _Groups({name: specs[name] for name in names}):
+      parts.append(f'{prefix}.part-{len(parts):05d}')
+      of_host.setdefault(host, []).append((parts[-1], group))
+
+  def WriteParts(host: str) -> None:
+    for part, group in of_host[host]:
+      worker_hosts.Call(
+        host,
+        _Save,
+        tf.constant(part),
+        tf.constant(group),
+        [values[name] for name in group],
+        [specs[name].dtype for name in group],
+      )
+
+  worker_hosts.Each(WriteParts, of_host)
+  with tf.device(worker_hosts.HERE):
+    # Renames the data files and writes one index of all.
+    tf.raw_ops.MergeV2Checkpoints(
+      checkpoint_prefixes=parts, destination_prefix=prefix, delete_old_dirs=False
+    )
+  files = {}
+  for name in sorted(tf.io.gfile.listdir(folder)):
+    path = os.path.join(folder, name)
+    Sync(path)
+    files[name] = int(tf.io.gfile.stat(path).length)
+  Sync(folder)
+  return {'index_sha256': _IndexDigest(prefix), 'files': files}
+
+
+def _Save(
+  prefix: tf.Tensor, names: tf.Tensor, values: Sequence[Any], dtypes: Sequence[tf.DType]
+) -> tf.Tensor:
+  saved = tf.raw_ops.SaveV2(
+    prefix=prefix,
+    tensor_names=names,
+    shape_and_slices=[''] * len(values),
+    tensors=[tf.convert_to_tensor(v, dtype) for v, dtype in zip(values, dtypes, strict=True)],
+  )
+  return worker_hosts.After(saved, prefix)
+
+
+def CheckFiles(prefix: str, written: Mapping[str, Any]) -> None:
+  """Checks that every file is there with its size, and the index's digest. Cheap.
+
+  Args:
+    prefix: as it was given to `Write`.
+    written: what `Write` returned.
+
+  Raises:
+    DamagedError: naming the file.
+  """
+  folder = os.path.dirname(prefix)
+  for name, size in written['files'].items():
+    try:
+      found = tf.io.gfile.stat(os.path.join(folder, name)).length
+    except (tf.errors.OpError, OSError) as e:
+      raise DamagedError(f'{name}: {file_errors.OneLine(e)}') from e
+    if found != size:
+      raise DamagedError(f'{name} has {found} bytes, {size} were written')
+  try:
+    digest = _IndexDigest(prefix)
+  except (tf.errors.OpError, OSError) as e:
+    raise DamagedError(f'the index cannot be read: {file_errors.OneLine(e)}') from e
+  if digest != written['index_sha256']:
+    raise DamagedError('the index is not the one that was written (its SHA-256 differs)')
+
+
+def Read(
+  prefix: str,
+  specs: Mapping[str, tf.TensorSpec],
+  take: Callable[[str, tf.Tensor], Any],
+  placed: Placed | None = None,
+) -> None:
+  """Calls take(name, tensor) for each tensor, with TensorFlow's checksum of it checked.
+
+  Memory of each host: as for `Write`.
+
+  Args:
+    prefix: the bundle.
+    specs: {name: shape and dtype} of the tensors that are wanted; each must be in the bundle so.
+    take: gets each tensor on its host; is called from several threads where there are several.
+    placed: who reads what; None: this process reads all.
+
+  Raises:
+    DamagedError: a file is missing, truncated or changed.
+    OSError: there was not enough memory to read.
+  """
+  placed = placed or {worker_hosts.HERE: list(specs)}
+
+  def TakeGroup(host: str, group: list[str]) -> None:  # Its tensors go with its return.
+    dtypes = [specs[name].dtype for name in group]
+    for name, tensor in zip(group, _ReadGroup(host, prefix, group, dtypes), strict=True):
+      if tensor.shape != specs[name].shape:
+        raise DamagedError(f'{name!r} has shape {tensor.shape}, {specs[name].shape} was written')
+      take(name, tensor)
+
+  def TakeGroups(host: str) -> None:
+    for group in _Groups({name: specs[name] for name in placed[host]}):
+      TakeGroup(host, group)
+
+  worker_hosts.Each(TakeGroups, placed)
+
+
+def _ReadGroup(
+  host: str, prefix: str, group: list[str], dtypes: list[tf.DType]
+) -> Sequence[tf.Tensor]:
+  args = [_Restore, tf.constant(prefix), tf.constant(group), dtypes]
+  if host != worker_hosts.HERE:
+    try:
+      return worker_hosts.Call(host, *args)
+    except tf.errors.OpError as e:
+      # Whether that is the file's fault or the worker's shows when this process reads.
+      logging.warning('%s cannot read %s: %s', host, prefix, file_errors.OneLine(e))
+  try:
+    return worker_hosts.Call(worker_hosts.HERE, *args)
+  except tf.errors.ResourceExhaustedError as e:
+    # Not the file's fault: an older checkpoint would not fit either.
+    raise OSError(f'Not enough memory to read {prefix}: {file_errors.OneLine(e)}') from e
+  except tf.errors.OpError as e:
+    raise DamagedError(file_errors.OneLine(e)) from e
+
+
+def _Restore(
+  prefix: tf.Tensor, names: tf.Tensor, dtypes: Sequence[tf.DType]
+) -> Sequence[tf.Tensor]:
+  found: Sequence[tf.Tensor] = tf.raw_ops.RestoreV2(
+    prefix=prefix, tensor_names=names, shape_and_slices=[''] * len(dtypes), dtypes=dtypes
+  )
+  return found
+
+
+def Verify(
+  prefix: str,
+  specs: Mapping[str, tf.TensorSpec],
+  written: Mapping[str, Any],
+  placed: Placed | None = None,
+) -> None:
+  """Reads the whole bundle and checks every size and checksum.
+
+  Args:
+    prefix: the bundle.
+    specs: all its tensors.
+    written: what `Write` returned.
+    placed: who reads what; None: this process reads all.
+
+  Raises:
+    DamagedError: naming what is wrong.
+  """
+  CheckFiles(prefix, written)
+  Read(prefix, specs, lambda name, tensor: None, placed)

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a layer's FProp may know and say beside weights and inputs: mode, step, seeds and sums.
+
+A layer stays a pure function of `(theta, inputs)` and of this context. The context is entered
+around a trace or an eager call:
+
+    with fprop_context.Scope(do_eval=False, step=step):
+      y = layer.FProp(theta, x)
+
+Seeds are integers through and through (see docs/architecture.md): the pair
+`[hash64(p.random_seed, layer path), step * 2^20 + micro_batch]` belongs to one layer of a sequence
+in one micro-batch; an operation inside that layer adds the hash of its own path within the
+layer. So masks do not depend on how the sequence is cut, a recomputation draws the same mask
+again, and two equal layers can share one traced function (their pair comes in as a tensor).
+
+A layer with statistics, as BatchNorm, reports sums over its micro-batch by `AddSums`. Once a
+mini-batch it gets them back, added up, in `BaseLayer.StateFromSums`: from the engine where a task
+trains, from `UpdateLayers` in a loop of one's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import tensorflow as tf
+
+from lingvo_gpipe.core import nested_map, weight_params
+
+# Micro-batches of one update, over replicas and accumulated mini-batches, are counted below this.
+MAX_MICRO_BATCHES = 1 << 20
+
+
+class _Seeded(Protocol):
+  """The part of a layer that its seeds depend on."""
+
+  @property
+  def path(self) -> str: ...
+
+  @property
+  def params(self) -> Any: ...
+
+  @property
+  def seed_root(self) -> Any: ...
+
+  def Ancestors(self) -> Iterator[Any]: ...
+
+
+class _Stateful(Protocol):
+  """A layer that reports sums, as far as it matters here."""
+
+  sums_over_replicas: bool
+
+  @property
+  def path(self) -> str: ...
+
+  def Ancestors(self) -> Iterator[Any]: ...
+
+  def UpdateFromSums(self, sums: nested_map.NestedMap) -> None: ...
+
+
+@dataclasses.dataclass
+class FPropContext:
+  """Ambient facts of the FProp under way.
+
+  Attributes:
+    do_eval: True in evaluation and inference: no dropout.
+    step_counter: int64 scalar tensor, `step * 2^20 + micro_batch`; None where no step is known.
+    aux_losses: the auxiliary losses that layers added so far: (layer, name, value, coefficient).
+    seed_rows: {id(layer): int64 tensor [2]}, the pairs that were handed in as tensors.
+    layer_sums: {id(layer): (layer, {name: tensor})}, what layers reported by `AddSums`.
+    replica_sum: (place, tensor) -> its sum over the replicas; None where there is one, or no stage.
+    num_replica_sums: how many such sums were taken so far.
+  """
+
+  do_eval: bool = True
+  step_counter: tf.Tensor | None = None
+  seed_rows: Mapping[int, tf.Tensor] = dataclasses.field(default_factory=dict)
+  aux_losses: list[tuple[Any, str, tf.Tensor, float]] = dataclasses.field(default_factory=list)
+  layer_sums: dict[int, tuple[_Stateful, dict[str, tf.Tensor]]] = dataclasses.field(
+    default_factory=dict
+  )
+  replica_sum: Callable[[str, tf.Tensor], tf.Tensor] | None = None
+  num_replica_sums: int = 0
+
+  def LayerSeed(self, layer: _Seeded) -> tf.Tensor:
+    """The int64 pair [2] of one layer of a sequence (see the module's docstring)."""
+    if id(layer) in self.seed_rows:
+      return self.seed_rows[id(layer)]
+    if self.step_counter is None:
+      raise ValueError(
+        f'{layer.path} draws random numbers, but no step is known here; run it under '
+        'fprop_context.Scope(step=step), or with do_eval=True'
+      )
+    return SeedPair(layer.params.random_seed, layer.path, self.step_counter)
+
+  def AddAuxLoss(
+    self, layer: _Seeded, value: tf.Tensor, coefficient: float = 1.0, name: str = 'aux_loss'
+  ) -> None:
+    """Adds `coefficient * value` to what is minimised; reported as `<layer path>.<name>`.
+
+    Args:
+      layer: the layer that adds it.
+      value: a scalar, a mean over the micro-batch as the loss is.
+      coefficient: its weight against the loss.
+      name: tells several of one layer apart.
+    """
+    self.aux_losses.append((layer, name, value, coefficient))
+
+  def AddSums(self, layer: _Stateful, sums: Mapping[str, tf.Tensor]) -> None:
+    """Reports sums over the micro-batch, for the update of the layer's state after a mini-batch.
+
+    To be called in FProp. In evaluation nothing happens. A layer that is called several times in
+    one micro-batch adds up what it reports. No gradient flows through sums.
+
+    Args:
+      layer: the layer itself; its `StateFromSums` gets the sums over the whole mini-batch.
+      sums: float32 or float64 tensors by name. What is to be exact for micro-batches of unequal
+        size must be a sum, and the count another one; not a mean.
+
+    Raises:
+      TypeError: another dtype, whose digits would not last for a sum.
+      ValueError: other names than at the call before in the same micro-batch.
+    """
+    if self.do_eval or not sums:
+      return
+    for name, value in sums.items():
+      if value.dtype not in (tf.float32, tf.float64):
+        raise TypeError(
+          f'{layer.path}: expected sum {name!r} in float32 or float64, got {value.dtype.name}; '
+          'cast before summing up'
+        )
+    new = {name: tf.stop_gradient(value) for name, value in sums.items()}
+    self._MergeSums(layer, new)
+
+  def _MergeSums(self, layer: _Stateful, new: dict[str, tf.Tensor]) -> None:
+    _, old = self.layer_sums.get(id(layer), (layer, {}))
+    if old and old.keys() != new.keys():
+      raise ValueError(
+        f'{layer.path} reports the sums {", ".join(new)}, but reported {", ".join(old)} before'
+      )
+    added = {name: old[name] + value for name, value in new.items()} if old else new
+    self.layer_sums[id(layer)] = (layer, added)
+
+  def SumOverReplicas(self, layer: _Stateful, value: tf.Tensor) -> tf.Tensor:
+    """The sum of `value` over the replicas, each with the same micro-batch of its own share.
+
+    To be called in FProp, in training. Gradients flow through it. It is the value itself where the
+    layer does not have `sums_over_replicas`, in one replica, and outside of training steps.
+    """
+    if self.replica_sum is None or not layer.sums_over_replicas:
+      return value
+    self.num_replica_sums += 1
+    return self.replica_sum(f'{layer.path}:{self.num_replica_sums}', value)
+
+  def OpSeed(self, layer: _Seeded, name: str = '') -> tf.Tensor:
+    """The int64 seed [2] of a random operation of `layer`, told apart by `name` if it has several.
+
+    Raises:
+      ValueError: no step is known, so that every call would draw the same numbers.
+    """
+    root = next((a for a in layer.Ancestors() if id(a) in self.seed_rows), layer.seed_root)
+    row = self.LayerSeed(root)
+    inner = weight_params.Hash64(layer.path[len(root.path) :], name)
+    return row + tf.constant([inner, 0], tf.int64)
+
+
+def SeedPair(random_seed: int, path: str, step_counter: tf.Tensor) -> tf.Tensor:
+  """`[hash64(random_seed, path), step_counter]` as an int64 tensor [2]."""
+  return tf.stack([tf.constant(weight_params.Hash64(random_seed, path), tf.int64), step_counter])
+
+
+def StepCounter(step: tf.Tensor | int, micro_batch: tf.Tensor | int = 0) -> tf.Tensor:
+  """The int64 scalar `step * 2^20 + micro_batch`."""
+  return tf.cast(step, tf.int64) * MAX_MICRO_BATCHES + tf.cast(micro_batch, tf.int64)
+
+
+_stack = threading.local()
+
+
+def Current() -> FPropContext:
+  """The innermost context; outside of any, evaluation without a step."""
+  contexts = getattr(_stack, 'contexts', None)
+  return contexts[-1] if contexts else FPropContext()
+
+
+@contextlib.contextmanager
+def Enter(context: FPropContext) -> Iterator[FPropContext]:
+  """Makes `context` the current one for the enclosed code of this thread."""
+  if not hasattr(_stack, 'contexts'):
+    _stack.contexts = []
+  _stack.contexts.append(context)
+  try:
+    yield context
+  finally:
+    _stack.contexts.pop()
+
+
+def UpdateLayers(*contexts: FPropContext) -> None:
+  """Updates the state of all layers that reported sums: once, from all micro-batches together.
+
+  For a training loop of one's own, after the mini-batch; the engine does it for a task. Each
+  context stands for one micro-batch, or for the pieces of it that a PipeliningLayer made:
+
+      with fprop_context.Scope(step=step) as context:
+        ...
+      fprop_context.UpdateLayers(context)
+
+  Args:
+    *contexts: what the Scopes of the mini-batch's micro-batches gave, each to be used once. Where
+      the FProp ran inside a tf.function, this call belongs there too.
+  """
+  merged = FPropContext(do_eval=False)
+  for context in contexts:
+    for layer, sums in context.layer_sums.values():
+      merged._MergeSums(layer, sums)
+  for layer, sums in merged.layer_sums.values():
+    layer.UpdateFromSums(nested_map.NestedMap(sums))
+
+
+def Scope(
+  *,
+  do_eval: bool = False,
+  step: tf.Tensor | int | None = None,
+  micro_batch: tf.Tensor | int = 0,
+) -> contextlib.AbstractContextManager[FPropContext]:
+  """Enters a context for the enclosed FProp calls.
+
+  Args:
+    do_eval: True for evaluation: no dropout.
+    step: the training step, an integer or an int64 scalar tensor; a tensor inside a tf.function,
+      where a Python integer would be frozen into the trace.
+    micro_batch: the index of the micro-batch within the step.
+  """
+  counter = None if step is None else StepCounter(step, micro_batch)
+  return Enter(FPropContext(do_eval, counter))

@@ -1,0 +1,350 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The text form of values: `WriteValue` and its inverse, `ParseLiteral`.
+
+Text is parsed, never evaluated, and nothing is imported. A value is written as a Python literal;
+beyond those
+
+* `type/<module>/<name>` is a class, a function or an enum member. Reading looks in modules already
+  imported only.
+* `type/<module>/<name>(x=1, y=2)` is a dataclass or a named tuple.
+* `tf.float32` is a TensorFlow dtype; `range(...)`, `set([...])`, `frozenset([...])`, `complex(re,
+  im)`, `inf`, `nan`.
+* `<module.name>` stands for an object that has no text form. It can only be read over the very same
+  value.
+
+A value takes one line whatever characters its strings hold. This module does not import TensorFlow.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import enum
+import math
+import numbers
+import re
+import sys
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from lingvo_gpipe.core import read_only
+
+QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
+# A text that starts so is a literal and is never taken for a bare string.
+LITERAL_START = re.compile(
+  r"""[bBrRuU]{0,2}['"]|[\[({]|type/|tf\.[a-z_0-9]+$|(range|set|frozenset|complex)\(|<[\w.<>]+>$"""
+)
+_NAMED = re.compile(r'type/([^/()]+)/([^/()]+)')
+_BOOLS = {'true': True, 'false': False}
+_NAMES = {'inf': math.inf, 'nan': math.nan, 'NoneType': None}
+_MAX_SHOWN = 80
+
+
+class _NotLiteral(ValueError):
+  """The text is no literal; the caller may take it for a string."""
+
+
+# --- Kinds of values ------------------------------------------------------------------------------
+
+
+def IsNamedTuple(value: Any) -> bool:
+  """Whether `value` is an instance of a named tuple."""
+  return isinstance(value, tuple) and hasattr(value, '_fields')
+
+
+def IsRecord(value: Any) -> bool:
+  """Whether `value` is an instance of a dataclass or of a named tuple."""
+  return IsNamedTuple(value) or (dataclasses.is_dataclass(value) and not isinstance(value, type))
+
+
+def RecordFields(value: Any) -> dict[str, Any]:
+  """The fields of a record that its constructor takes, by name."""
+  if isinstance(value, tuple):
+    return dict(zip(value._fields, value, strict=True))  # type: ignore[attr-defined]
+  return {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
+
+
+def ReplaceFields(value: Any, **fields: Any) -> Any:
+  """A record like `value` with other fields. Raises ValueError where its class refuses them."""
+  try:
+    return value._replace(**fields) if IsNamedTuple(value) else dataclasses.replace(value, **fields)
+  except Exception as e:
+    raise ValueError(f'{type(value).__name__} refuses {fields!r}: {e}') from e
+
+
+def IsTensorFlowDType(value: Any) -> bool:
+  """Whether `value` is a tf.DType, told by the name of its class."""
+  cls = type(value)
+  return cls.__name__ == 'DType' and cls.__module__.partition('.')[0] == 'tensorflow'
+
+
+def IsNamed(value: Any) -> bool:
+  """Whether `value` is a class or a function, which `type/<module>/<name>` can stand for."""
+  if isinstance(value, types.MethodType):
+    return isinstance(value.__self__, type)
+  if isinstance(value, types.BuiltinFunctionType):
+    return value.__self__ is None or isinstance(value.__self__, types.ModuleType)
+  return isinstance(value, (type, types.FunctionType)) and not isinstance(value, types.GenericAlias)
+
+
+def IsFloat(value: Any) -> bool:
+  """Whether `value` is a floating point number, Python's or NumPy's."""
+  return isinstance(value, numbers.Real) and not isinstance(value, numbers.Rational)
+
+
+def IsNumpyBool(value: Any) -> bool:
+  """Whether `value` is a NumPy bool, which is no bool to Python."""
+  return type(value).__module__ == 'numpy' and type(value).__name__ in ('bool', 'bool_')
+
+
+def TypeName(value: Any) -> str:
+  """The type of `value` as ToTextWithTypes names it. NumPy's numbers count as Python's."""
+  if IsNamed(value):
+    return 'type' if isinstance(value, type) else 'function'
+  if isinstance(value, enum.Enum):
+    return type(value).__name__
+  for cls, name in ((bool, 'bool'), (numbers.Integral, 'int'), (str, 'str')):
+    if isinstance(value, cls):
+      return name
+  if IsNumpyBool(value) or IsFloat(value):
+    return 'float' if IsFloat(value) else 'bool'
+  return read_only.BaseClass(value).__name__
+
+
+# --- Writing --------------------------------------------------------------------------------------
+
+
+def PathOf(value: Any) -> str:
+  """`type/<module>/<name>` of a class or function."""
+  return f'type/{value.__module__ or "builtins"}/{value.__qualname__}'
+
+
+def WriteValue(value: Any) -> str:
+  """The text of one value, on one line."""
+
+  def _Items(items: Any) -> str:
+    return ', '.join(WriteValue(item) for item in items)
+
+  if value is None or isinstance(value, bool) or IsNumpyBool(value):
+    return 'None' if value is None else str(bool(value))
+  if isinstance(value, enum.Enum):
+    return f'{PathOf(type(value))}.{value.name}' if value.name else _Opaque(value)
+  if IsNamed(value):
+    return PathOf(value)
+  if isinstance(value, str):
+    return str.__repr__(value)
+  if isinstance(value, bytes):
+    return bytes.__repr__(value)
+  if isinstance(value, numbers.Integral):
+    return repr(int(value))
+  if IsFloat(value):
+    return repr(float(value))
+  if type(value) is complex:
+    return f'complex({value.real!r}, {value.imag!r})'
+  if type(value) is range:
+    return repr(value)
+  if IsTensorFlowDType(value):
+    return f'tf.{value.name}'
+  if IsRecord(value):
+    fields = (f'{name}={WriteValue(item)}' for name, item in RecordFields(value).items())
+    return f'{PathOf(type(value))}({", ".join(fields)})'
+  if isinstance(value, tuple):
+    return f'({_Items(value)}{"," if len(value) == 1 else ""})'
+  if isinstance(value, list):
+    return f'[{_Items(value)}]'
+  if isinstance(value, dict):
+    pairs = (f'{WriteValue(key)}: {WriteValue(item)}' for key, item in value.items())
+    return f'{{{", ".join(pairs)}}}'
+  if isinstance(value, (set, frozenset)):
+    # Sorted, since the order of a set of strings differs between two runs of Python.
+    items = ', '.join(sorted(map(WriteValue, value)))
+    return f'{"set" if isinstance(value, set) else "frozenset"}([{items}])'
+  return _Opaque(value)
+
+
+def _Opaque(value: Any) -> str:
+  cls = read_only.BaseClass(value)
+  return f'<{cls.__module__}.{cls.__qualname__}>'
+
+
+def Shorten(text: str) -> str:
+  """The text as it is shown in a one-line message."""
+  shown = repr(text)
+  return shown if len(shown) <= _MAX_SHOWN else shown[: _MAX_SHOWN - 4] + "...'"
+
+
+# --- Reading --------------------------------------------------------------------------------------
+
+
+def _Resolve(module_name: str, qualname: str) -> Any:
+  """The class, function or enum member of that name in an imported module."""
+  module = sys.modules.get(module_name)
+  if module is None:
+    raise ValueError(f'module {module_name} is not imported; import it before reading the text')
+  value: Any = module
+  for name in qualname.split('.'):
+    if '<' in name:
+      raise ValueError(
+        f'type/{module_name}/{qualname} is local or a lambda; give it a name in a module'
+      )
+    # A module may import what it is asked for, and other objects may do anything.
+    names = vars(value) if value is module else dir(value) if isinstance(value, type) else ()
+    if name not in names:
+      closest = difflib.get_close_matches(name, names, n=1)
+      hint = f'; did you mean {closest[0]}?' if closest else ''
+      raise ValueError(f'module {module_name} has no {qualname}{hint}')
+    value = vars(value)[name] if value is module else getattr(value, name)
+  if not (IsNamed(value) or isinstance(value, enum.Enum) or callable(value)):
+    raise ValueError(f'{qualname} of module {module_name} is no class, function or enum member')
+  return value
+
+
+def _DType(name: str) -> Any:
+  """The TensorFlow dtype of that name."""
+  dtypes = sys.modules.get('tensorflow.python.framework.dtypes')
+  if dtypes is None:
+    raise ValueError(f'tf.{name} needs TensorFlow, which is not imported')
+  try:
+    return dtypes.as_dtype(name)
+  except TypeError:
+    raise ValueError(f'tf.{name} is no dtype') from None
+
+
+def _MakeRecord(cls: Any, fields: dict[str, Any]) -> Any:
+  known = getattr(cls, '_fields', None) or getattr(cls, '__dataclass_fields__', None)
+  if not (isinstance(cls, type) and known):
+    raise ValueError(f'{cls!r} is no dataclass and no named tuple')
+  try:
+    return cls(**fields)
+  except Exception as e:
+    raise ValueError(f'{cls.__name__} refuses {fields!r}: {e}') from e
+
+
+def _Dotted(node: ast.AST) -> str:
+  if isinstance(node, ast.Attribute):
+    return f'{_Dotted(node.value)}.{node.attr}'
+  if isinstance(node, ast.Name):
+    return node.id
+  raise _NotLiteral('no dotted name')
+
+
+def _FromBinOp(node: ast.BinOp) -> Any:
+  """`type/<module>/<name>`: to Python's grammar two divisions."""
+  match node:
+    case ast.BinOp(ast.BinOp(ast.Name('type'), ast.Div(), module), ast.Div(), ast.Call() as call):
+      return _MakeRecord(_Resolve(_Dotted(module), _Dotted(call.func)), _Keywords(call))
+    case ast.BinOp(ast.BinOp(ast.Name('type'), ast.Div(), module), ast.Div(), name):
+      return _Resolve(_Dotted(module), _Dotted(name))
+  raise _NotLiteral('an expression is no literal; a string needs quotes')
+
+
+def _Keywords(node: ast.Call) -> dict[str, Any]:
+  if node.args or any(k.arg is None for k in node.keywords):
+    raise _NotLiteral('fields are written name=value')
+  return {str(k.arg): _FromNode(k.value) for k in node.keywords}
+
+
+def _FromCall(node: ast.Call) -> Any:
+  makers: dict[str, Callable[..., Any]] = {c.__name__: c for c in (range, set, frozenset, complex)}
+  maker = makers.get(node.func.id) if isinstance(node.func, ast.Name) else None
+  if maker is None or node.keywords:
+    raise _NotLiteral('a call')
+  args = [_FromNode(arg) for arg in node.args]
+  if maker in (set, frozenset) and any(isinstance(arg, range) for arg in args):
+    raise ValueError(f'{maker.__name__} takes a list')  # A range may be larger than any memory.
+  try:
+    return maker(*args)
+  except (TypeError, ValueError) as e:
+    raise ValueError(str(e)) from None
+
+
+def _FromNode(node: ast.AST) -> Any:
+  """The value of a node of Python's grammar that is a literal in the sense of this module."""
+  match node:
+    case ast.Constant(value=value) if value is not ...:
+      return value
+    case ast.Name(id=name) if name in _NAMES or name.lower() in _BOOLS:
+      return _NAMES[name] if name in _NAMES else _BOOLS[name.lower()]
+    case ast.UnaryOp(op=ast.USub() | ast.UAdd(), operand=operand):
+      value = _FromNode(operand)
+      if isinstance(value, bool) or not isinstance(value, (int, float, complex)):
+        raise _NotLiteral('a sign before what is no number')
+      return -value if isinstance(node.op, ast.USub) else value
+    case ast.List(elts=elts):
+      return [_FromNode(e) for e in elts]
+    case ast.Tuple(elts=elts):
+      return tuple(_FromNode(e) for e in elts)
+    case ast.Set(elts=elts):
+      return {_FromNode(e) for e in elts}
+    case ast.Dict(keys=keys, values=values) if None not in keys:
+      return {_FromNode(k): _FromNode(v) for k, v in zip(keys, values, strict=True) if k}
+    case ast.Attribute(value=ast.Name(id='tf'), attr=name):
+      return _DType(name)
+    case ast.BinOp():
+      return _FromBinOp(node)
+    case ast.Call():
+      return _FromCall(node)
+  raise _NotLiteral(f'{Shorten(ast.unparse(node))} is no literal; a string needs quotes')
+
+
+def _ParseNode(text: str) -> ast.expr:
+  """Parses one expression. A string in quotes may span lines."""
+  escaped = QUOTED.sub(lambda m: m.group().replace('\n', '\\n').replace('\r', '\\r'), text)
+  escaped = re.sub('\r\n?', '\n', escaped)  # As Python counts lines.
+  try:
+    with warnings.catch_warnings():
+      warnings.simplefilter('ignore')  # Of a backslash before a letter that needs none.
+      node = ast.parse(escaped, mode='eval').body
+  except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
+    raise _NotLiteral(getattr(e, 'msg', None) or str(e)) from None
+  # Python drops a comment behind the value; here `5 #1` is no number.
+  last = escaped.encode('utf-8', 'surrogatepass').split(b'\n')[(node.end_lineno or 1) - 1 :]
+  if b'#' in last[0][node.end_col_offset :] or any(b'#' in line for line in last[1:]):
+    raise _NotLiteral('a comment')
+  return node
+
+
+def ParseStrict(text: str) -> Any:
+  """Reads a literal; a bare string is none. Raises ValueError."""
+  named = _NAMED.fullmatch(text)
+  if named:  # Also where the module's name is none to Python's grammar, as that of my-script.py.
+    return _Resolve(*named.groups())
+  try:
+    return _FromNode(_ParseNode(text))
+  except (TypeError, RecursionError) as e:  # Such as a list as a dict's key.
+    raise ValueError(str(e)) from None
+
+
+def ParseLiteral(text: str) -> Any:
+  """Reads a text that tells its own type; what is no literal is a string.
+
+  Args:
+    text: `0.1`, `[1, 2]`, `true`, `type/my.module/MyClass`, `some words`, ... True and false in any
+      case are bools.
+
+  Raises:
+    ValueError: the text starts as a literal does (a quote, a bracket, `type/`) but is none, or
+      names something that does not exist.
+  """
+  text = text.strip()
+  try:
+    return ParseStrict(text)
+  except _NotLiteral:
+    if LITERAL_START.match(text):
+      raise
+    return text
+
+
+def ParseRecord(text: str, cls: type) -> Any:
+  """Reads `type/<module>/<cls>(x=1)` of a known class, which so may be local to a function."""
+  start = PathOf(cls)
+  node = _ParseNode('fields' + text.removeprefix(start)) if text.startswith(start + '(') else None
+  if not isinstance(node, ast.Call):
+    raise ValueError()
+  try:
+    return _MakeRecord(cls, _Keywords(node))
+  except TypeError as e:  # As in ParseStrict.
+    raise ValueError(str(e)) from None

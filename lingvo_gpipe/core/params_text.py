@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text for params: paths such as `a.b[0].c`, lists of overrides, and values that must keep a
+param's type.
+
+Knows nothing of `Params` itself. `literals` has the text form of the values.
+"""
+
+from __future__ import annotations
+
+import copy
+import decimal
+import difflib
+import enum
+import math
+import numbers
+import re
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from lingvo_gpipe.core import literals, read_only
+
+_INT = re.compile(r'[+-]?[0-9][0-9_]*(\.[0-9_]*)?([eE][+-]?[0-9]+)?')
+_STEP = re.compile(
+  r"""(?P<dot>^|\.)(?P<name>\w+)|\[(?P<index>(?:[^\[\]'"]|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")+)\]""",
+  re.DOTALL,
+)
+_SKIPPED = re.compile(r'(?:[\s;]|#[^\n]*)*')
+_BLANKS = re.compile(r'[ \t]*')
+_BARE_VALUE = re.compile(r'[^;\n]*')
+_PLAIN = (list, tuple, dict, set, frozenset, range, complex, bytes)
+
+
+# --- Values ---------------------------------------------------------------------------------------
+
+
+def _ParseBool(text: str, like: Any) -> bool:
+  value = {'true': True, 'false': False}.get(text.lower())
+  if value is None:
+    raise ValueError()
+  return value
+
+
+def _ParseInt(text: str, like: Any) -> int:
+  if not _INT.fullmatch(text):
+    return int(text, 0)  # 0x10; else ValueError.
+  number = decimal.Decimal(text)  # Exact, which float is not from 1e23 on.
+  if number.adjusted() > 4000 or number != number.to_integral_value():
+    raise ValueError()
+  return int(number)
+
+
+def _ParseFloat(text: str, like: Any) -> float:
+  number = float(text)
+  if math.isinf(number) and 'inf' not in text.lower():
+    raise ValueError('it is too large')
+  return number
+
+
+def _ParseStr(text: str, like: Any) -> str:
+  if not re.match(r'[rRuU]?[\'"]', text):
+    return text
+  value = literals.ParseStrict(text)
+  if not isinstance(value, str):
+    raise ValueError()
+  return value
+
+
+def _ParseEnum(text: str, like: Any) -> Any:
+  cls = type(like)
+  name = text.removeprefix(literals.PathOf(cls) + '.').removeprefix(cls.__name__ + '.')
+  if name in cls.__members__:
+    return cls[name]
+  closest = difflib.get_close_matches(name, cls.__members__, n=1)
+  raise ValueError(f'did you mean {cls.__name__}.{closest[0]}?' if closest else '')
+
+
+def _ParseDType(text: str, like: Any) -> Any:
+  try:
+    return sys.modules[type(like).__module__].as_dtype(text.removeprefix('tf.'))
+  except TypeError:
+    raise ValueError() from None
+
+
+def _ParseNamed(text: str, like: Any) -> Any:
+  value = literals.ParseStrict(text) if text.startswith('type/') else None
+  # A class stays one: it is what is made of a text, and a function would be called.
+  if not literals.IsNamed(value) or (isinstance(like, type) and not isinstance(value, type)):
+    raise ValueError()
+  return value
+
+
+def _ParseRecord(text: str, like: Any) -> Any:
+  """`type/.../Cls(x=1)` makes a new record; a dict literal replaces fields of the present one."""
+  cls, fields = type(like), literals.RecordFields(like)
+  if text.startswith('type/'):
+    return literals.ParseRecord(text, cls)
+  value = literals.ParseStrict(text)
+  if type(value) is not dict:
+    raise ValueError()
+  for name in value:
+    if name not in fields:
+      closest = difflib.get_close_matches(str(name), fields, n=1)
+      hint = f'; did you mean {closest[0]}?' if closest else ''
+      raise ValueError(f'{cls.__name__} has no field {name!r}{hint}')
+  return literals.ReplaceFields(like, **value)
+
+
+def _ParseContainer(text: str, like: Any) -> Any:
+  value: Any = literals.ParseStrict(text)
+  kind: Any = next(kind for kind in _PLAIN if isinstance(like, kind))
+  if type(value) is not kind:
+    raise ValueError()
+  if isinstance(like, dict) and type(like) is not dict:  # A NestedMap stays one.
+    new: dict[Any, Any] = copy.copy(like)
+    new.clear()
+    new.update(value)
+    return new
+  return value
+
+
+def _ParseOpaque(text: str, like: Any) -> Any:
+  raise ValueError()
+
+
+def _Kind(like: Any) -> tuple[str, Callable[[str, Any], Any]]:
+  """What a text must be to replace the value `like`: in words, and the function that reads it."""
+  if isinstance(like, bool) or literals.IsNumpyBool(like):
+    return 'bool (true or false)', _ParseBool
+  if isinstance(like, enum.Enum):
+    names = [f'{type(like).__name__}.{name}' for name in type(like).__members__]
+    return ' or '.join(names[:6]) + (' ...' if len(names) > 6 else ''), _ParseEnum
+  if isinstance(like, numbers.Integral):
+    return 'int (such as 100 or 1e6)', _ParseInt
+  if literals.IsFloat(like):
+    return 'float', _ParseFloat
+  if isinstance(like, str):
+    return 'str (with a quote at its beginning, it must be a quoted string)', _ParseStr
+  if literals.IsNamed(like):
+    kind = 'class' if isinstance(like, type) else 'class or function'
+    return f'type/<module>/<name> of a {kind}', _ParseNamed
+  if literals.IsTensorFlowDType(like):
+    return 'a dtype (such as float32)', _ParseDType
+  if literals.IsRecord(like):
+    names = list(literals.RecordFields(like))
+    return f'{type(like).__name__} (a dict of fields {", ".join(names)})', _ParseRecord
+  name = read_only.BaseClass(like).__name__
+  if isinstance(like, _PLAIN):
+    example = {'list': '[1, 2]', 'tuple': '(1, 2)', 'dict': "{'a': 1}"}.get(name)
+    return f'{name} (such as {example})' if example else name, _ParseContainer
+  return f'{name}, which has no text form', _ParseOpaque
+
+
+_LIKE: dict[str, Any] = {'bool': False, 'int': 0, 'float': 0.0, 'str': ''}
+
+
+def ParseValue(text: str, like: Any, where: str, type_name: str | None = None) -> Any:
+  """Reads the text of a param's new value.
+
+  Args:
+    text: the text. `None` (or Lingvo's `NoneType`) gives None whatever `like` is; a string 'None'
+      needs quotes.
+    like: a value whose type the new one must have. None takes anything; see
+      `literals.ParseLiteral`.
+    where: the path of the param, for messages.
+    type_name: as `literals.TypeName` gives it; then `like` counts only where the text could not be
+      read alone.
+
+  Raises:
+    ValueError: the text is of another type. One line: path, what is expected, the text.
+  """
+  text = text.strip()
+  if text in ('None', 'NoneType'):
+    return None
+  expected = ''
+  try:
+    # Also where there is no other way to read the text, as for a lambda.
+    if like is not None and text == literals.WriteValue(like):
+      return like
+    if type_name is not None:
+      like = _LIKE.get(type_name)
+    if like is not None:
+      expected, parse = _Kind(like)
+      return parse(text, like)
+    value = literals.ParseLiteral(text)
+    if type_name not in (None, 'type', 'function', literals.TypeName(value)):
+      expected = literals.Shorten(str(type_name))[1:-1]
+      raise ValueError()
+    return value
+  except (ValueError, ArithmeticError, RecursionError) as e:
+    reason = ' '.join(str(e).split())
+    # What int() and float() say is said already.
+    if isinstance(e, ArithmeticError) or reason.startswith(('could not convert', 'invalid lit')):
+      reason = ''
+    expects = f'expects {expected}, got' if expected else 'cannot take'
+    shown = f'{where} {expects} {literals.Shorten(text)}'
+    raise ValueError(f'{shown}: {reason}' if reason else shown) from None
+
+
+# --- Paths and overrides --------------------------------------------------------------------------
+
+
+class Step(NamedTuple):
+  """A step of a path: `.x` (of kind 'param'), `[3]` or `['k']` ('item'), `[x]` ('field')."""
+
+  kind: str
+  value: Any
+  text: str
+
+
+def ParsePath(path: str) -> list[Step]:
+  """Splits `a.b[1]['k'].c` into steps. Raises ValueError where it is none."""
+  steps: list[Step] = []
+  position = 0
+  while match := _STEP.match(path, position):
+    name, index, text = match['name'], match['index'], match.group()
+    if name is not None and bool(match['dot']) != bool(steps):
+      break
+    if name is not None:
+      steps.append(Step('param', name, text))
+    elif index.isidentifier() and index not in ('None', 'True', 'False', 'inf', 'nan'):
+      steps.append(Step('field', index, text))
+    else:
+      try:
+        steps.append(Step('item', literals.ParseStrict(index), text))
+      except ValueError:
+        break
+    position = match.end()
+  if not steps or position < len(path):
+    raise ValueError(
+      f"{literals.Shorten(path)} is no path to a param, such as a.b, a[0].b or a['k'].b"
+    )
+  return steps
+
+
+def _ScanLiteral(text: str, position: int, ends: str) -> int | None:
+  """Where one of `ends` comes outside of quotes and brackets; None if these stay open."""
+  depth = 0
+  while position < len(text):
+    c = text[position]
+    if c in '\'"':
+      quoted = literals.QUOTED.match(text, position)
+      if not quoted:
+        return None
+      position = quoted.end()
+      continue
+    if depth == 0 and c in ends:
+      return position
+    depth += (c in '[({') - (c in '])}')
+    position += 1
+  return None if depth > 0 else position
+
+
+def ParseOverrides(text: str) -> list[tuple[str, str]]:
+  """Splits `a.b:1; c:'x;y'` into [('a.b', '1'), ('c', "'x;y'")], in order.
+
+  Pairs are separated by `;` or a new line. A value that is a literal (begins with a quote, a
+  bracket, `type/`) may hold both inside its quotes and brackets. A bare value ends at the first of
+  them. What begins with `#` where a key would stand is a comment up to the end of its line. White
+  space around keys and values does not count.
+
+  Raises:
+    ValueError: a pair has no `:` or no key.
+  """
+  pairs: list[tuple[str, str]] = []
+  position = 0
+  while True:
+    position += len(_Match(_SKIPPED, text, position))
+    if position == len(text):
+      return pairs
+    end = _ScanLiteral(text, position, ':;\n')
+    key = text[position:end].strip()
+    if end is None or text[end : end + 1] != ':' or not key:
+      bare = literals.Shorten(_Match(_BARE_VALUE, text, position).strip())
+      raise ValueError(f'{bare} is not of the form key:value')
+    position = end + 1
+    position += len(_Match(_BLANKS, text, position))
+    stop = None
+    if literals.LITERAL_START.match(text, position):
+      stop = _ScanLiteral(text, position, ';\n')
+    value = text[position:stop] if stop else _Match(_BARE_VALUE, text, position)
+    # In quotes a key may span lines; messages that name it are one.
+    key = key.replace('\n', '\\n').replace('\r', '\\r')
+    pairs.append((key, value.strip()))
+    position += len(value)
+
+
+def _Match(pattern: re.Pattern[str], text: str, position: int) -> str:
+  """What `pattern`, which matches anything, takes of the text."""
+  match = pattern.match(text, position)
+  return match.group() if match else ''

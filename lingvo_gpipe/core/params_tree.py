@@ -1,0 +1,429 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Walks through trees of Params and containers: paths, copies, freezing, comparison, and text of a
+whole tree.
+
+A tree's inner nodes are Params (here seen as `Node`), lists, tuples, dicts, dataclasses and named
+tuples.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import enum
+import functools
+import itertools
+import math
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from lingvo_gpipe.core import literals, read_only
+from lingvo_gpipe.core.params_text import Step
+
+_MAX_KEYS_SHOWN = 12
+_ATOMS = (type(None), bool, int, float, str, bytes, range, type, types.FunctionType, enum.Enum)
+# Libraries whose objects (tensors, variables) are shared by copies.
+_SHARED = ('tensorflow', 'keras', 'jax', 'jaxlib')
+
+
+class Param:
+  """One param. The default is a frozen copy and so can be shared by all copies of the param."""
+
+  __slots__ = ('value', 'default', 'description')
+
+  def __init__(self, value: Any, default: Any, description: str):
+    self.value = value
+    self.default = default
+    self.description = description
+
+
+class Node:
+  """What the functions here need to know of Params."""
+
+  def _Records(self) -> dict[str, Param]:
+    """The params by name, in the order of definition."""
+    raise NotImplementedError()
+
+  def _CheckMutable(self, path: str) -> None:
+    """Raises TypeError, which names `path`, if frozen."""
+    raise NotImplementedError()
+
+  def Freeze(self) -> None:
+    """Makes the node and what is in it read-only."""
+    raise NotImplementedError()
+
+  def _Hint(self, name: str) -> str:
+    """What to say of a name that is deliberately not defined; '' for nothing."""
+    del name
+    return ''
+
+
+# --- Structure ------------------------------------------------------------------------------------
+
+
+def _PairNames(value: Any) -> list[str] | None:
+  """The names in a list of (name, Params) pairs, if it is one and the names can tell them apart."""
+  names = []
+  for item in value:
+    if not (type(item) is tuple and len(item) == 2 and isinstance(item[1], Node)):
+      return None
+    if not (isinstance(item[0], str) and item[0].isidentifier()):
+      return None
+    names.append(item[0])
+  return names if names and len(set(names)) == len(names) else None
+
+
+def Children(value: Any) -> list[tuple[str, Any]] | None:
+  """(what a child's path adds to the path of `value`, child); None if `value` is no container."""
+  if isinstance(value, Node):
+    return [(f'.{name}', param.value) for name, param in value._Records().items()]
+  if literals.IsRecord(value):
+    return [(f'[{name}]', item) for name, item in literals.RecordFields(value).items()]
+  if isinstance(value, dict):
+    return [(f'[{literals.WriteValue(key)}]', item) for key, item in value.items()]
+  if isinstance(value, (list, tuple, range)):
+    names = _PairNames(value)
+    if names:
+      return [(f'[{name}]', item) for name, (_, item) in zip(names, value, strict=True)]
+    return [(f'[{i}]', item) for i, item in enumerate(value)]
+  return None
+
+
+def Join(prefix: str, suffix: str) -> str:
+  """The path of a child."""
+  return prefix + suffix if prefix else suffix.removeprefix('.')
+
+
+def HoldsNodes(value: Any) -> bool:
+  """Whether there are Params in `value`, or it is one."""
+  if isinstance(value, Node):
+    return True
+  if isinstance(value, (range, *_ATOMS)):
+    return False
+  return any(HoldsNodes(child) for _, child in Children(value) or ())
+
+
+def Leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+  """(path, value) of what text gives a line to: a container without Params in it is one leaf."""
+  if not HoldsNodes(value):
+    yield prefix, value
+    return
+  children = Children(value) or []
+  for suffix, child in _Sorted(value) if isinstance(value, Node) else children:
+    yield from Leaves(Join(prefix, suffix), child)
+
+
+# --- Paths ----------------------------------------------------------------------------------------
+
+
+def Undefined(node: Node, name: str, prefix: str = '', path: str = '') -> str:
+  """What to say where Params at `prefix` have no `name`; `path` is all of what was asked for."""
+  if hint := node._Hint(name):
+    return f'{path or Join(prefix, f".{name}")} is not defined: {hint}'
+  keys = list(node._Records())
+  guesses = _WithSameEnd(prefix, node, path)
+  if not guesses:
+    scores = {key: difflib.SequenceMatcher(None, name, key).ratio() for key in keys}
+    best = max(scores.values(), default=0.0)
+    close = [key for key in keys if scores[key] >= max(0.6, best - 0.1)]
+    close = sorted(close, key=lambda key: -scores[key])[:3]
+    guesses = [Join(prefix, f'.{key}') for key in close]
+  if not guesses:  # Perhaps a part of the path was left out.
+    guesses = [key for key, _ in Leaves(prefix, node) if key.endswith(f'.{name}')][:3]
+  return _Missing(Join(prefix, f'.{name}'), path, prefix, guesses, sorted(keys))
+
+
+def _WithSameEnd(prefix: str, node: Node, path: str) -> list[str]:
+  """The paths in Params at `prefix` that end as `path` does, with the same last two parts or more.
+
+  So does a path of another model, or one whose first parts were left out.
+  """
+  found: dict[tuple[int, int], list[str]] = {}
+  for key, _ in Leaves(prefix, node):
+    pairs = zip(reversed(key.split('.')), reversed(path.split('.')), strict=False)
+    same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+    found.setdefault((same, -key.count('.')), []).append(key)
+  best = max(found, default=(0, 0))
+  return found[best][:3] if best[0] >= 2 else []
+
+
+def _Missing(asked: str, path: str, prefix: str, guesses: list[str], keys: list[str]) -> str:
+  if path.removeprefix(asked):
+    asked += f' (in {path})'
+  if guesses:
+    return f'{asked} is not defined; did you mean {" or ".join(guesses)}?'
+  shown = ', '.join(keys[:_MAX_KEYS_SHOWN]) or 'nothing'
+  more = f', ... ({len(keys)} in all)' if len(keys) > _MAX_KEYS_SHOWN else ''
+  return f'{asked} is not defined; {prefix + " has" if prefix else "there is"}: {shown}{more}'
+
+
+class _Place:
+  """A child of a container, and how another value is put there."""
+
+  def __init__(
+    self,
+    child: Any,
+    put: Callable[[Any], Any],
+    take_back: Callable[[], Any] | None = None,
+    default: Any = None,
+  ):
+    self.child = child
+    self.put = put  # Returns the container, a new one where it cannot be changed.
+    self.take_back = take_back
+    self.default = default
+
+
+def _Locate(container: Any, step: Step, prefix: str, path: str) -> _Place:
+  """Finds the child of `container`, which is at `prefix`, that a step of `path` leads to."""
+  asked, key = Join(prefix, step.text), step.value
+  if step.kind == 'param':
+    if not isinstance(container, Node):
+      kind = 'None' if container is None else f'of type {literals.TypeName(container)}'
+      raise AttributeError(f'{path} is not defined: {prefix} is {kind} and has no params')
+    param = container._Records().get(key)
+    if param is None:
+      raise AttributeError(Undefined(container, key, prefix, path))
+    return _AtParam(container, param, path)
+  if isinstance(container, dict):
+    try:
+      defined = key in container
+    except TypeError:  # Not hashable.
+      defined = False
+    if not defined:
+      keys = [literals.WriteValue(k) for k in container]
+      close = difflib.get_close_matches(literals.WriteValue(key), keys, n=3)
+      raise AttributeError(
+        _Missing(asked, path, prefix, [f'{prefix}[{k}]' for k in close], sorted(keys))
+      )
+    return _AtKey(container, key, path)
+  if literals.IsRecord(container):
+    fields = literals.RecordFields(container)
+    if key not in fields or step.kind != 'field':
+      close = difflib.get_close_matches(str(key), fields, n=3)
+      raise AttributeError(
+        _Missing(asked, path, prefix, [f'{prefix}[{k}]' for k in close], list(fields))
+      )
+    return _Place(fields[key], lambda new: literals.ReplaceFields(container, **{key: new}))
+  if isinstance(container, (list, tuple, range)):
+    names = _PairNames(container) if step.kind == 'field' else None
+    if names and key in names:
+      return _AtPair(container, names.index(key), path)
+    if type(key) is not int or not -len(container) <= key < len(container):
+      raise AttributeError(f'{asked} is not defined: {prefix} has {len(container)} entries')
+    return _AtKey(container, key, path)
+  kind = 'Params' if isinstance(container, Node) else literals.TypeName(container)
+  raise AttributeError(
+    f'{asked} is not defined: {prefix or "this"} is {kind}, which takes no index'
+  )
+
+
+def _AtParam(node: Node, param: Param, path: str) -> _Place:
+  def _Put(new: Any) -> Node:
+    node._CheckMutable(path)
+    param.value = Changeable(new)
+    return node
+
+  return _Place(
+    param.value, _Put, functools.partial(setattr, param, 'value', param.value), param.default
+  )
+
+
+def _AtKey(container: Any, key: Any, path: str) -> _Place:
+  def _Put(new: Any) -> Any:
+    if isinstance(container, tuple):
+      items = list(container)
+      items[key] = new
+      return tuple(items)
+    if read_only.IsReadOnly(container) or isinstance(container, range):
+      raise TypeError(f'{path} cannot be changed: it is in a read-only container')
+    container[key] = new
+    return container
+
+  old = container[key]
+  changes = isinstance(container, (list, dict)) and not read_only.IsReadOnly(container)
+  return _Place(old, _Put, functools.partial(container.__setitem__, key, old) if changes else None)
+
+
+def _AtPair(container: Any, index: int, path: str) -> _Place:
+  place = _AtKey(container, index, path)
+  name, child = place.child
+  return _Place(child, lambda new: place.put((name, new)), place.take_back)
+
+
+def GetStep(container: Any, step: Step, prefix: str, path: str) -> Any:
+  """The child of `container` (at `prefix`) that a step of `path` leads to, or AttributeError."""
+  return _Locate(container, step, prefix, path).child
+
+
+def SetPath(
+  container: Any,
+  steps: list[Step],
+  make: Callable[[Any, Any], Any],
+  prefix: str,
+  path: str,
+  undo: list[Callable[[], Any]],
+) -> Any:
+  """Puts `make(present value, default)` where `steps` lead from `container`.
+
+  Returns:
+    `container`, or what must replace it where it is a tuple or another container that cannot be
+    changed.
+  """
+  place = _Locate(container, steps[0], prefix, path)
+  if len(steps) == 1:
+    new = make(place.child, place.default)
+  else:
+    new = SetPath(place.child, steps[1:], make, Join(prefix, steps[0].text), path, undo)
+    if new is place.child:
+      return container
+  replaced = place.put(new)
+  if place.take_back:
+    undo.append(place.take_back)
+  return replaced
+
+
+# --- Copies, freezing, equality -------------------------------------------------------------------
+
+
+def Copied(value: Any, memo: dict[int, Any]) -> Any:
+  """A deep copy that can be changed; what is shared by copies is returned as it is."""
+  if isinstance(value, _ATOMS) or type(value).__module__.partition('.')[0] in _SHARED:
+    return value
+  if id(value) in memo:
+    return memo[id(value)]
+  new: Any
+  if isinstance(value, (list, dict)):
+    new = memo[id(value)] = copy.copy(value)
+    for key, item in list(new.items() if isinstance(new, dict) else enumerate(new)):
+      new[key] = Copied(item, memo)
+  elif type(value) is tuple or literals.IsNamedTuple(value):
+    items = [Copied(item, memo) for item in value]
+    new = type(value)(*items) if literals.IsNamedTuple(value) else tuple(items)
+  elif literals.IsRecord(value):
+    new = copy.copy(value)
+    for name in literals.RecordFields(value):
+      object.__setattr__(new, name, Copied(getattr(value, name), memo))
+  else:
+    try:
+      new = copy.deepcopy(value, memo)
+    except Exception:  # Such as a lock or an open file.
+      new = value
+  memo[id(value)] = new
+  return new
+
+
+def Frozen(value: Any) -> Any:
+  """`value` with the Params in it frozen and read-only lists, dicts and sets in it."""
+  if isinstance(value, Node):
+    value.Freeze()
+    return value
+  if read_only.IsReadOnly(value):
+    return value
+  if read_only.IsContainer(value):
+    new = copy.copy(value)
+    if isinstance(new, (list, dict)):
+      for key, item in list(new.items() if isinstance(new, dict) else enumerate(new)):
+        new[key] = Frozen(item)
+    return read_only.MakeReadOnly(new)
+  if type(value) is tuple or literals.IsNamedTuple(value):
+    items = [Frozen(item) for item in value]
+    return type(value)(*items) if literals.IsNamedTuple(value) else tuple(items)
+  if literals.IsRecord(value):
+    new = copy.copy(value)
+    for name in literals.RecordFields(value):
+      object.__setattr__(new, name, Frozen(getattr(value, name)))
+    return new
+  return value
+
+
+def Changeable(value: Any) -> Any:
+  """`value`, or a copy where it is a read-only container, taken out of frozen Params."""
+  return Copied(value, {}) if read_only.IsReadOnly(value) else value
+
+
+def Equal(a: Any, b: Any) -> bool:
+  """Whether two values are equal; nan equals nan, arrays are equal if all their elements are."""
+  if a is b:
+    return True
+  if isinstance(a, Node) or isinstance(b, Node):
+    return bool(a == b)
+  if isinstance(a, float) and isinstance(b, float):
+    return a == b or (math.isnan(a) and math.isnan(b))
+  if isinstance(a, complex) and isinstance(b, complex):
+    return Equal(a.real, b.real) and Equal(a.imag, b.imag)
+  for kind in (list, tuple):
+    if isinstance(a, kind) and isinstance(b, kind):
+      return len(a) == len(b) and all(map(Equal, a, b))
+  if isinstance(a, dict) and isinstance(b, dict):
+    return a.keys() == b.keys() and all(Equal(item, b[key]) for key, item in a.items())
+  if literals.IsRecord(a) and type(a) is type(b):
+    fields, others = literals.RecordFields(a), literals.RecordFields(b)
+    if all(Equal(item, others[name]) for name, item in fields.items()):
+      return True
+  try:
+    equal = a == b
+    return bool(equal.all() if hasattr(equal, 'all') else equal)
+  except Exception:  # What cannot be compared is not equal.
+    return False
+
+
+# --- Text of a tree -------------------------------------------------------------------------------
+
+
+def _DiffValues(name: str, mine: Any, theirs: Any, indent: str) -> Iterator[str]:
+  if Equal(mine, theirs):
+    return
+  if isinstance(mine, Node) and isinstance(theirs, Node):
+    yield f'{indent}? {name}:'
+    yield from Diff(mine, theirs, indent + '  ')
+  elif any(isinstance(mine, kind) and isinstance(theirs, kind) for kind in (list, tuple, dict)):
+    yield from _DiffChildren(name, Children(mine), Children(theirs), indent)
+  else:
+    yield from _OneSide('>', name, mine, indent)
+    yield from _OneSide('<', name, theirs, indent)
+
+
+def _DiffChildren(prefix: str, mine: Any, theirs: Any, indent: str) -> Iterator[str]:
+  left, right = dict(mine), dict(theirs)
+  suffixes = [*left, *(s for s in right if s not in left)]
+  for suffix in suffixes if prefix else sorted(suffixes):
+    name = Join(prefix, suffix)
+    if suffix in left and suffix in right:
+      yield from _DiffValues(name, left[suffix], right[suffix], indent)
+    elif suffix in left:
+      yield from _OneSide('>', name, left[suffix], indent)
+    else:
+      yield from _OneSide('<', name, right[suffix], indent)
+
+
+def _OneSide(mark: str, name: str, value: Any, indent: str) -> Iterator[str]:
+  for path, leaf in list(Leaves(name, value)) or [(name, value)]:
+    yield f'{indent}{mark} {path}: {literals.WriteValue(leaf)}'
+
+
+def Diff(mine: Node, theirs: Node, indent: str = '') -> Iterator[str]:
+  """The lines of `Params.TextDiff`."""
+  yield from _DiffChildren('', Children(mine), Children(theirs), indent)
+
+
+def _Sorted(node: Node) -> list[tuple[str, Any]]:
+  return sorted(Children(node) or [], key=lambda child: child[0])
+
+
+def Dump(value: Any, indent: str = '') -> str:
+  """Indented text for people."""
+  children = Children(value) if HoldsNodes(value) else None
+  if children is None:
+    return literals.WriteValue(value)
+  if isinstance(value, Node):
+    children, brackets = _Sorted(value), '{}'
+    start = type(value).__name__ + ' ' if not indent else ''
+  else:
+    start = ''
+    brackets = '[]' if isinstance(value, list) else '{}' if isinstance(value, dict) else '()'
+  lines = [
+    f'{indent}  {suffix.removeprefix(".")} : {Dump(child, indent + "  ")}\n'
+    for suffix, child in children
+  ]
+  return f'{start}{brackets[0]}\n{"".join(lines)}{indent}{brackets[1]}'

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoding one data set with a runner's present weights: hypotheses beside references.
+
+<logdir>/decode_<dataset>/decode-<step>.jsonl   one JSON object a line and example, in data order
+<logdir>/decode_<dataset>/score-<step>.txt      what the task makes of all of them, and events
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from lingvo_gpipe.core import nested_map, whole_file
+from lingvo_gpipe.evaluation import evaluation
+from lingvo_gpipe.experiment import task as task_lib
+from lingvo_gpipe.input import batches
+
+
+class Decoding(evaluation.DatasetPass):
+  """What `Decode` and `DecodeFinalize` of the task make of the data set."""
+
+  @classmethod
+  def WhyNot(cls, task: task_lib.BaseTask) -> str:
+    """As the parent says."""
+    if type(task).Decode is not task_lib.BaseTask.Decode:
+      return ''
+    return f'{type(task).__name__} has nothing to decode: it does not override Decode'
+
+  def Run(self, step: int) -> dict[str, float] | None:
+    """As the parent says."""
+    with self._runner.AveragedWeights():
+      columns = self._Decoded()
+    if self._IsStopped(step):
+      return None
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    lines = [json.dumps(_Plain(row), ensure_ascii=False, allow_nan=False) for row in rows]
+    path = os.path.join(self._dir, f'decode-{step:08d}.jsonl')
+    # First: a mistake in DecodeFinalize costs the scores only.
+    tf.io.gfile.makedirs(self._dir)
+    whole_file.Write(path, ''.join(f'{line}\n' for line in lines))
+    found = self._runner.task.DecodeFinalize(columns) if rows else {}
+    shown = evaluation.Shown({name: v for name, v in found.items() if not isinstance(v, str)})
+    print(f'{self._name} at step {step}: {len(rows)} examples in {path}  {shown}', flush=True)
+    return self._Write(step, {'num_examples': len(rows), **found})
+
+  def _Prefix(self) -> str:
+    return 'decode'
+
+  def _Decoded(self) -> dict[str, list[Any]]:
+    """{name: an entry for each example}, rows of weight 0 left out, in data order."""
+    limit = self._runner.task.params.eval.decoder_samples_per_summary
+    columns: dict[str, list[Any]] = {}
+    indices: list[int] = []
+    num_rows = 0  # Of the batches before.
+    for batch in self._Batches():
+      decoded = self._runner.Decode(batch, self._input, num_rows)
+      decoded = _Examples(self._runner.task, batch, decoded)
+      if columns and columns.keys() != decoded.keys():
+        raise ValueError(
+          f'{type(self._runner.task).__name__}.Decode returned {sorted(columns)} for one batch and '
+          f'{sorted(decoded)} for another: return the same names for all'
+        )
+      for name, values in decoded.items():
+        columns.setdefault(name, []).extend(values)
+      indices += _Indices(batch, num_rows)
+      num_rows += batches.NumRows(batch)
+      if limit and len(indices) >= limit:
+        break
+    # Inputs that batch by length say which example a row is.
+    order = sorted(range(len(indices))[: limit or None], key=lambda i: indices[i])
+    return {name: [values[i] for i in order] for name, values in columns.items()}
+
+
+def _Examples(
+  task: task_lib.BaseTask, batch: nested_map.NestedMap, decoded: Mapping[str, Any]
+) -> dict[str, list[Any]]:
+  """What `Decode` returned of a batch, without padded rows: {name: an entry for each example}.
+
+  Raises:
+    ValueError: not one entry for each row of the batch.
+  """
+  size = batches.NumRows(batch)
+  rows = evaluation.RealRows(batch)
+  columns = {}
+  for name, values in decoded.items():
+    values = values.numpy() if tf.is_tensor(values) else values
+    if isinstance(values, str) or len(values) != size:
+      got = 'a text' if isinstance(values, str) else f'{len(values)} entries'
+      raise ValueError(
+        f'{type(task).__name__}.Decode: expected a list or array of one entry for each of the '
+        f'{size} rows of the batch, got {got} as {name!r}'
+      )
+    columns[name] = [values[row] for row in rows]
+  return columns
+
+
+def _Indices(batch: nested_map.NestedMap, first: int) -> list[int]:
+  """The numbers of a batch's examples in the data set; `first` is that of its first row."""
+  indices = batch.get('example_index', first + np.arange(batches.NumRows(batch)))
+  found: list[int] = np.asarray(indices)[evaluation.RealRows(batch)].tolist()
+  return found
+
+
+def _Plain(value: Any) -> Any:
+  """A value as JSON has it: arrays are lists, and what is not finite is None."""
+  if isinstance(value, (np.ndarray, np.generic)) or tf.is_tensor(value):
+    value = np.asarray(value).tolist()
+  if isinstance(value, Mapping):
+    return {str(name): _Plain(item) for name, item in value.items()}
+  if isinstance(value, (list, tuple)):
+    return [_Plain(item) for item in value]
+  if isinstance(value, bytes):
+    return value.decode('utf-8', errors='replace')
+  return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stream of the records of TFRecord files; damaged ones end the run, or are left out."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import os
+from typing import Any
+
+import tensorflow as tf
+
+from lingvo_gpipe.core import file_errors, heartbeat, hyperparams, nested_map
+from lingvo_gpipe.input import file_pattern, index_order, stream_input
+from lingvo_gpipe.input.records import tf_records
+
+# With shuffle so many files are read in turns, a record of each.
+_FILES_AT_ONCE = 4
+
+
+class TfRecordStream(stream_input.BaseStreamInput):
+  """Examples out of TFRecord files without compression.
+
+  A subclass gives `_Example(record)`. With shuffle the files have an order of their own in each
+  epoch. Where damaged records are to be skipped, all files are read through at the start; where
+  not, of local ones the lengths of the records, for a file that is cut within one is its end to
+  tf.data.
+  """
+
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    """Params of a stream of records."""
+    p = super().Params()
+    p.Define('file_pattern', '', 'Glob of the files, or a list of globs; any tf.io.gfile path.')
+    tf_records.DefinePolicy(p)
+    return p
+
+  def __init__(self, params: hyperparams.InstantiableParams) -> None:
+    super().__init__(params)
+    tf_records.CheckPolicy(self.params.damaged_records, self._Where('damaged_records'))
+
+  def _Example(self, record: tf.Tensor) -> nested_map.NestedMap:
+    """The example of a record, a scalar string: NestedMap of tensors [...].
+
+    What `_Stream` says holds here, too.
+    """
+    raise NotImplementedError(f'_Example of {type(self).__name__}')
+
+  def Explain(self, error: Exception) -> Exception:
+    """As the parent's; names the file and the record that are damaged."""
+    if isinstance(error, tf.errors.DataLossError):
+      is_skipped = self.params.damaged_records == 'skip'
+      where = '' if is_skipped else self._Where('damaged_records')
+      try:
+        tf_records.RaiseDamage(itertools.filterfalse(tf_records.IsSound, self._files), where)
+      except ValueError as e:
+        return e
+      except file_errors.FILE_ERRORS as e:  # It may be gone by now.
+        return super().Explain(e)
+    return super().Explain(error)
+
+  def NumDamaged(self) -> int:
+    """See the parent."""
+    return sum(num_damaged for _, num_damaged in self._parts)
+
+  def PipelineDigest(self) -> str:
+    """See the parent; a state tells files by their numbers."""
+    parts = [super().PipelineDigest(), *map(os.path.basename, self._files)]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+  def _Stream(self, epoch: tf.Tensor) -> tf.data.Dataset:
+    p = self.params
+    paths = tf.constant(self._files)
+    all_parts = tf.constant([part for parts, _ in self._parts for part in parts], tf.int64)
+    borders = tf.constant([0, *itertools.accumulate(len(parts) for parts, _ in self._parts)])
+
+    def Records(file: tf.Tensor) -> tf.data.Dataset:
+      first_bytes, counts = tf.unstack(all_parts[borders[file] : borders[file + 1]], axis=1)
+
+      def Part(first_byte: tf.Tensor) -> tf.data.Dataset:
+        # A state has the byte where a part begins; since then damage may have come, or gone.
+        count = tf.reduce_max(tf.where(first_bytes == first_byte, counts, -1))
+        return tf_records.Dataset(paths[file], first_byte).take(count)
+
+      return tf.data.Dataset.from_tensor_slices(first_bytes).flat_map(Part)
+
+    files = tf.data.Dataset.range(len(self._files))
+    if p.shuffle:
+      seed = tf.cast(index_order.Hash64(p.random_seed, epoch), tf.int64)
+      files = files.shuffle(len(self._files), seed, reshuffle_each_iteration=False)
+    records = files.interleave(Records, cycle_length=_FILES_AT_ONCE if p.shuffle else 1)
+    return records.map(self._Example)
+
+  def _FingerprintParts(self) -> list[Any]:
+    return ['tf_records'] + [
+      (os.path.basename(path), tf.io.gfile.stat(path).length) for path in self._files
+    ]
+
+  @functools.cached_property
+  def _files(self) -> list[str]:
+    return file_pattern.Files(self.params.file_pattern, self._Where('file_pattern'))
+
+  @functools.cached_property
+  def _parts(self) -> list[tuple[list[tuple[int, int]], int]]:
+    """For each file where its sound records are, and how many are damaged."""
+    if self.params.damaged_records == 'stop':
+      for path in filter(os.path.exists, self._files):
+        heartbeat.Long()  # Many records take long.
+        tf_records.Borders(path, self._Where('damaged_records'))
+      return [([(0, -1)], 0)] * len(self._files)
+    with tf.init_scope():  # Now, not within a pipeline.
+      return [tf_records.SoundParts(path) for path in self._files]

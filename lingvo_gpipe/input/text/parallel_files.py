@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sentence pairs out of files: tab-separated lines, or records of tf.Example."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+from google.protobuf import message
+
+from lingvo_gpipe.core import hyperparams
+from lingvo_gpipe.input import file_pattern
+from lingvo_gpipe.input.records import tf_records
+from lingvo_gpipe.input.text import parallel_text, sentence_pairs
+
+# The columns of a line, and the features of a record.
+FIELDS = sentence_pairs.SentencePair._fields
+
+
+class _ParallelFiles(parallel_text.ParallelText):
+  """What the inputs of files share."""
+
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    """Params of an input of files."""
+    p = super().Params()
+    p.Define('file_pattern', '', 'Glob of the files, or a list of globs; any tf.io.gfile path.')
+    return p
+
+  def _Files(self) -> list[tuple[list[str], str]]:
+    """For each file what is known of its pairs' languages, and its path."""
+    paths = file_pattern.Files(self.params.file_pattern, self._Where('file_pattern'))
+    return [([], path) for path in paths]
+
+  def _SourceParts(self) -> list[Any]:
+    return [type(self).__name__] + [
+      (languages, os.path.basename(path), file_pattern.Digest(path))
+      for languages, path in self._Files()
+    ]
+
+
+class TsvPairs(_ParallelFiles):
+  """Sentence pairs in lines of UTF-8, without a header and without quotes.
+
+  Files of `p.file_pattern` have four columns: source language, target language, source, target.
+  Files of `p.pair_files` are in two languages, and have two columns: source, target.
+  """
+
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    """Params of an input of tab-separated files."""
+    p = super().Params()
+    p.Define(
+      'pair_files',
+      [],
+      "Lists of source language, target language and glob, such as [['de', 'en', 'de-en.*.tsv']].",
+    )
+    return p
+
+  def __init__(self, params: hyperparams.InstantiableParams) -> None:
+    super().__init__(params)
+    for entry in self.params.pair_files:
+      is_list = isinstance(entry, list | tuple) and len(entry) == 3
+      if not is_list or not all(isinstance(x, str) and x for x in entry):
+        raise ValueError(
+          f'{self._Where("pair_files")}: expected lists such as '
+          f"['de', 'en', 'de-en.*.tsv'], got {entry!r}"
+        )
+
+  def _Files(self) -> list[tuple[list[str], str]]:
+    p = self.params
+    files = super()._Files() if p.file_pattern or not p.pair_files else []
+    for source, target, pattern in p.pair_files:
+      paths = file_pattern.Files(pattern, self._Where('pair_files'))
+      files += [([source, target], path) for path in paths]
+    return files
+
+  def _Pairs(self) -> Iterator[sentence_pairs.SentencePair]:
+    for languages, path in self._Files():
+      where = self._Where('pair_files' if languages else 'file_pattern')
+      lines = file_pattern.Lines(path, where)
+      for number, line in enumerate(lines, 1):
+        where = f'{path}, line {number}'
+        columns = line.split('\t')
+        if len(languages) + len(columns) != len(FIELDS):
+          expected = FIELDS[len(languages) :]
+          raise ValueError(
+            f'{where}: expected {len(expected)} columns ({", ".join(expected)}), separated by '
+            f'tabs, got {len(columns)}: {line[:60]!r}'
+          )
+        yield _Pair([*languages, *columns], where)
+
+
+class TfRecordPairs(_ParallelFiles):
+  """Sentence pairs in TFRecords of tf.Example.
+
+  Each has the features source_language, target_language, source and target: a string in UTF-8.
+  """
+
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    """Params of an input of TFRecords."""
+    p = super().Params()
+    tf_records.DefinePolicy(p)
+    return p
+
+  def __init__(self, params: hyperparams.InstantiableParams) -> None:
+    super().__init__(params)
+    tf_records.CheckPolicy(self.params.damaged_records, self._Where('damaged_records'))
+
+  def _SourceParts(self) -> list[Any]:
+    # What was kept without the damaged ones is not found by who wants to hear of them.
+    skips = ['skip'] if self.params.damaged_records == 'skip' else []
+    return super()._SourceParts() + skips
+
+  def _Pairs(self) -> Iterator[sentence_pairs.SentencePair]:
+    policy, name = self.params.damaged_records, self._Where('damaged_records')
+    num_damaged = 0
+    for _, path in self._Files():
+      for number, record in tf_records.Records(path, name, policy):
+        where = f'{path}, record {number}'
+        if record is None:
+          num_damaged += 1
+        else:
+          yield _Pair(_Features(record, where), where)
+    self._num_damaged_read = num_damaged
+
+
+def _Features(record: bytes, where: str) -> list[str]:
+  try:
+    features = tf.train.Example.FromString(record).features.feature
+  except message.DecodeError as e:
+    raise ValueError(f'{where}: expected a tf.Example, got {record[:40]!r} ...') from e
+  values = []
+  for name in FIELDS:
+    strings = features[name].bytes_list.value if name in features else []
+    if len(strings) != 1:
+      raise ValueError(
+        f'{where}: expected the features {", ".join(FIELDS)}, a string each; {name} has '
+        f'{len(strings)}, and there are {sorted(features)}'
+      )
+    values.append(_Utf8(strings[0], where))
+  return values
+
+
+def _Utf8(text: bytes, where: str) -> str:
+  try:
+    return text.decode()
+  except UnicodeDecodeError as e:
+    raise ValueError(f'{where}: not in UTF-8: {e.reason} at byte {e.start}') from e
+
+
+def _Pair(values: list[str], where: str) -> sentence_pairs.SentencePair:
+  pair = sentence_pairs.SentencePair(*values)
+  if not pair.source_language or not pair.target_language:
+    raise ValueError(f'{where}: a language has no name: {pair}')
+  return pair

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Language modelling on the bytes of files: a token is a byte, an example a window of text."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import os
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from lingvo_gpipe.core import hyperparams, nested_map
+from lingvo_gpipe.input import base_input_generator, file_pattern
+
+VOCAB_SIZE = 256
+# Stands between two files, and before the first one as the context of its first byte.
+SEPARATOR = 0
+
+_COUNTED_AT_ONCE = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class _Corpus:
+  text_after_separator: tf.Tensor  # uint8 [1 + bytes]: SEPARATOR and the text.
+  documents: list[tuple[str, int]]  # Name and size of each file that reaches into the text.
+
+
+class TextBytesInput(base_input_generator.BaseInputGenerator):
+  """Windows of `p.seq_len` bytes out of the concatenation of some files, every byte predicted once.
+
+  The text is file, SEPARATOR, file, SEPARATOR, ... file. Window i predicts its bytes
+  [i * seq_len, (i + 1) * seq_len), each from those before it in the window and from the one before
+  the window (SEPARATOR for the first). A batch is
+
+  * `ids`, int32 [batch, time]: the bytes that are read, 0 ... 255,
+  * `labels`, int32 [batch, time]: the bytes that are predicted: `ids` moved by one,
+  * `weights`, float32 [batch, time]: 1; 0 behind the end of the text and in padded rows,
+  * `example_weights`, float32 [batch].
+
+  The text is read at the first use and kept in memory once, as a uint8 tensor on the host that the
+  tf.data pipeline gathers from.
+  """
+
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    p = super().Params()
+    p.Define('file_pattern', '', 'Glob of the files, or a list of globs; any tf.io.gfile path.')
+    p.Define('seq_len', 512, 'Bytes predicted by an example.')
+    p.Define('max_bytes', 0, 'Only the first so many bytes of the text are used; 0: all.')
+    return p
+
+  def __init__(self, params: hyperparams.InstantiableParams):
+    super().__init__(params)
+    self._CheckInteger('seq_len', minimum=1)
+    self._CheckInteger('max_bytes', minimum=0)
+
+  def Files(self) -> list[str]:
+    """Paths of the files, in the order in which they are concatenated.
+
+    The default sorts what `p.file_pattern` matches. Override it for another choice of files.
+
+    Raises:
+      ValueError: `p.file_pattern` is not set or matches no file.
+    """
+    return file_pattern.Files(self.params.file_pattern, self._Where('file_pattern'))
+
+  def DocumentName(self, path: str) -> str:
+    """The name by which a file enters the fingerprint: nothing that depends on the machine."""
+    return os.path.basename(path)
+
+  def NumExamples(self) -> int:
+    return -(-self.NumBytes() // self.params.seq_len)
+
+  def NumBytes(self) -> int:
+    """The number of bytes that are predicted: those of the files and of the separators."""
+    return self.Text().size
+
+  def Text(self) -> np.ndarray:
+    """The text as a uint8 array [bytes] that must not be written to (a view, not a copy)."""
+    return np.asarray(memoryview(self._corpus.text_after_separator))[1:]
+
+  def ByteEntropy(self) -> float:
+    """Order-0 entropy of the text in bits a byte: what guessing by frequency alone would need."""
+    text = self.Text()
+    counts = np.zeros([VOCAB_SIZE], np.int64)
+    # In pieces, because bincount makes 64-bit integers of its argument.
+    for begin in range(0, text.size, _COUNTED_AT_ONCE):
+      counts += np.bincount(text[begin : begin + _COUNTED_AT_ONCE], minlength=VOCAB_SIZE)
+    frequencies = counts[counts > 0] / text.size
+    return max(0.0, float(-np.sum(frequencies * np.log2(frequencies))))
+
+  @functools.cached_property
+  def _corpus(self) -> _Corpus:
+    """Reads the files, once. Raises ValueError if there is not a byte in them."""
+    limit = self.params.max_bytes
+    separator = bytes([SEPARATOR])
+    text_after_separator = bytearray()
+    documents = []
+    files = self.Files()
+    for path in files:
+      with tf.io.gfile.GFile(path, 'rb') as f:
+        content = f.read()
+      documents.append((self.DocumentName(path), len(content)))
+      text_after_separator += separator + content
+      if limit and len(text_after_separator) > limit:
+        del text_after_separator[1 + limit :]
+        break
+    if not any(size for _, size in documents):
+      raise ValueError(
+        f'{type(self).__name__} {self.params.name!r}: the data set is empty: {len(files)} files '
+        f'without a byte, the first of them {files[0]!r}'
+      )
+    # A tensor made outside of a graph enters a tf.data pipeline as an input and not as a constant
+    # of its graph, so that neither protobuf's limit of 2 GB nor a copy a batch is met.
+    with tf.init_scope(), tf.device('/device:CPU:0'):
+      return _Corpus(tf.constant(np.frombuffer(text_after_separator, np.uint8)), documents)
+
+  def _ExampleSpec(self) -> nested_map.NestedMap:
+    shape = [self.params.seq_len]
+    return nested_map.NestedMap(
+      ids=tf.TensorSpec(shape, tf.int32),
+      labels=tf.TensorSpec(shape, tf.int32),
+      weights=tf.TensorSpec(shape, tf.float32),
+    )
+
+  def _Examples(self, indices: tf.Tensor) -> nested_map.NestedMap:
+    seq_len = self.params.seq_len
+    text_after_separator = self._corpus.text_after_separator
+    num_bytes = self.NumBytes()
+    # Offsets in text_after_separator: a byte's label is one place behind the byte before it.
+    offsets = indices[:, tf.newaxis] * seq_len + tf.range(seq_len + 1, dtype=tf.int64)
+    in_text = offsets <= num_bytes
+    window = tf.gather(text_after_separator, tf.minimum(offsets, num_bytes))
+    window = tf.where(in_text, tf.cast(window, tf.int32), SEPARATOR)
+    return nested_map.NestedMap(
+      ids=window[:, :-1],
+      labels=window[:, 1:],
+      weights=tf.cast(in_text[:, 1:], tf.float32),
+    )
+
+  def _FingerprintParts(self) -> list[Any]:
+    text = hashlib.sha256(self.Text().data).hexdigest()
+    return ['text_bytes', self.params.seq_len, text, self._corpus.documents]

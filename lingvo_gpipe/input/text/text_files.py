@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Language modelling on text files: a document is a line, or a file."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from lingvo_gpipe.core import hyperparams
+from lingvo_gpipe.input import file_pattern
+from lingvo_gpipe.input.text import text_tokens
+
+_DOCUMENTS = ('lines', 'files')
+
+
+class TextFilesInput(text_tokens.TextTokensInput):
+  """Documents out of files in UTF-8, in the order of the files' paths."""
+
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    p = super().Params()
+    p.Define('file_pattern', '', 'Glob of the files, or a list of globs; any tf.io.gfile path.')
+    p.Define('documents', 'lines', 'What a document is: lines or files.')
+    return p
+
+  def __init__(self, params: hyperparams.InstantiableParams) -> None:
+    super().__init__(params)
+    if self.params.documents not in _DOCUMENTS:
+      raise ValueError(
+        f'{self._Where("documents")}: expected {" or ".join(_DOCUMENTS)}, got '
+        f'{self.params.documents!r}'
+      )
+
+  def Files(self) -> list[str]:
+    """Paths of the files, in the order in which they are read.
+
+    The default sorts what `p.file_pattern` matches. Override it for another choice of files.
+
+    Raises:
+      ValueError: `p.file_pattern` is not set or matches no file.
+    """
+    return file_pattern.Files(self.params.file_pattern, self._Where('file_pattern'))
+
+  def DocumentName(self, path: str) -> str:
+    """The name by which a file enters the key of the cache: it may leave out the folder."""
+    return os.path.basename(path)
+
+  def _Documents(self) -> Iterator[str]:
+    where = self._Where('file_pattern')
+    for path in self.Files():
+      if self.params.documents == 'lines':
+        yield from file_pattern.Lines(path, where)
+      else:
+        with tf.io.gfile.GFile(path, 'rb') as f:
+          yield self._FileText(f.read(), path)
+
+  def _FileText(self, content: bytes, path: str) -> str:
+    """The text of a file that is a document; override it for files that are not in UTF-8."""
+    return file_pattern.Text(content, path, self._Where('file_pattern'))
+
+  def _SourceParts(self) -> list[Any]:
+    return ['text_files', self.params.documents, *self._digests]
+
+  @functools.cached_property
+  def _digests(self) -> list[tuple[str, str]]:
+    """Name and SHA-256 of each file."""
+    return [(self.DocumentName(path), file_pattern.Digest(path)) for path in self.Files()]

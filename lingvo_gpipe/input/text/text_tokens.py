@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Language modelling on documents, cut into the pieces of a SentencePiece vocabulary."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from lingvo_gpipe.core import hyperparams, nested_map
+from lingvo_gpipe.input import base_input_generator, index_order
+from lingvo_gpipe.input.text import packing, sentencepiece_tokenizer, token_store
+
+# Characters that are tokenised in one call, by all threads.
+_CHARACTERS_AT_ONCE = 1 << 22
+_PACKED_FIELDS = ('segment_ids', 'segment_pos')
+_FIRST_TEXT_ID = sentencepiece_tokenizer.UNK_ID + 1
+
+
+class TextTokensInput(base_input_generator.BaseInputGenerator):
+  """Rows of `p.seq_len` tokens out of documents; a subclass says where the documents come from.
+
+  In a row a document is sos and its tokens (what is read), and its tokens and eos (what is
+  predicted). A batch is
+
+  * `ids`, int32 [batch, time]: the tokens that are read; pad behind the row's end,
+  * `labels`, int32 [batch, time]: the tokens that are predicted,
+  * `weights`, float32 [batch, time]: 1; 0 at padding and in padded rows,
+  * `example_weights`, float32 [batch],
+
+  and with p.packed, where a row holds whole documents one after another (`packing.Packed`),
+
+  * `segment_ids`, int32 [batch, time]: 1, 2, ... by document, 0 at padding,
+  * `segment_pos`, int32 [batch, time]: the position in the segment, from 0 on.
+
+  With p.count_words there is also
+
+  * `words`, float32 [batch, time]: how many words begin with each token of `labels`; eos counts as
+    one, as in perplexities of the literature, and padding as none.
+
+  Every token of every document is predicted once. Without p.packed a row is one document, cut at
+  p.seq_len. Documents without a token are left out.
+
+  Documents become tokens once: at the first use, in memory, or into a folder of p.cache_dir, from
+  where they are mapped into memory by every later process with the same documents and vocabulary.
+  """
+
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    p = super().Params()
+    p.Define('vocab_filepath', '', 'SentencePiece model, made by tools/train_sentencepiece.py.')
+    p.Define(
+      'vocab_size', 0, "Ids are below it: that of the model; 0: the vocabulary's own, unchecked."
+    )
+    p.Define('seq_len', 512, 'Tokens predicted by a row.')
+    p.Define('packed', True, 'Several documents in a row, else one.')
+    p.Define('count_words', False, 'Whether batches tell where words begin.')
+    p.Define('max_documents', 0, 'Only the first so many documents are used; 0: all.')
+    p.Define('cache_dir', '', 'Local folder that keeps the tokens between runs; empty: none does.')
+    p.Define(
+      'num_fake_examples',
+      0,
+      'Above 0: so many rows of random tokens in place of the documents, for measuring time.',
+    )
+    return p
+
+  def __init__(self, params: hyperparams.InstantiableParams) -> None:
+    super().__init__(params)
+    self._CheckInteger('vocab_size', minimum=0)
+    self._CheckInteger('seq_len', minimum=1)
+    self._CheckInteger('max_documents', minimum=0)
+    self._CheckInteger('num_fake_examples', minimum=0)
+    if self.params.num_fake_examples and self.params.vocab_size <= _FIRST_TEXT_ID:
+      raise ValueError(
+        f'{self._Where("num_fake_examples")} needs a vocab_size above {_FIRST_TEXT_ID}, '
+        f'got {self.params.vocab_size}'
+      )
+
+  # What a subclass gives.
+
+  def _Documents(self) -> Iterator[str]:
+    """All documents, always in the same order."""
+    raise NotImplementedError(f'_Documents of {type(self).__name__}')
+
+  def _SourceParts(self) -> list[Any]:
+    """What identifies the documents without making tokens of them: strings and numbers."""
+    raise NotImplementedError(f'_SourceParts of {type(self).__name__}')
+
+  # What others use.
+
+  def VocabularyTexts(self) -> Iterator[str]:
+    """The documents, of which a vocabulary can be trained."""
+    return itertools.islice(self._Documents(), self.params.max_documents or None)
+
+  @functools.cached_property
+  def tokenizer(self) -> sentencepiece_tokenizer.SentencePieceTokenizer:
+    """The vocabulary; ValueError where it is missing or does not fit p.vocab_size."""
+    p = self.params
+    where = self._Where('vocab_filepath')
+    return sentencepiece_tokenizer.Load(p.vocab_filepath, p.vocab_size, where)
+
+  def NumTokens(self) -> int:
+    """The number of tokens of all documents, without sos and eos."""
+    return int(self._store.offsets[-1])
+
+  def Assets(self) -> list[str]:
+    """The vocabulary."""
+    p = self.params
+    return [p.vocab_filepath] if p.vocab_filepath and not p.num_fake_examples else []
+
+  def NumExamples(self) -> int:
+    return self.params.num_fake_examples or len(self._rows)
+
+  def Fingerprint(self) -> str:
+    """As BaseInputGenerator's; that of random tokens says so."""
+    return 'noise' if self.params.num_fake_examples else super().Fingerprint()
+
+  # Tokens.
+
+  @functools.cached_property
+  def _store(self) -> token_store.TokenStore:
+    p = self.params
+    if not p.cache_dir:
+      return token_store.TokenStore.Build(self._Sequences())
+    parts = [*self._SourceParts(), p.max_documents, self.tokenizer.fingerprint]
+    key = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+    directory = os.path.join(os.path.expanduser(p.cache_dir), f'tokens-{key}')
+    return token_store.LoadOrWrite(directory, self._Sequences)
+
+  def _Sequences(self) -> Iterator[np.ndarray]:
+    """The tokens of the documents that have some."""
+    num_documents = num_left_out = 0
+    for texts in _Portions(self.VocabularyTexts()):
+      for tokens in self.tokenizer.Encode(texts):
+        if tokens.size:
+          yield tokens
+        else:
+          num_left_out += 1
+      num_documents += len(texts)
+      logging.log_every_n_seconds(
+        logging.INFO, '%s: made tokens of %d documents', 30, self.params.name, num_documents
+      )
+    if num_left_out:
+      logging.info('%s: %d documents are empty', self.params.name, num_left_out)
+
+  # Rows.
+
+  @functools.cached_property
+  def _rows(self) -> packing.Rows:
+    p = self.params
+    rows = (packing.Packed if p.packed else packing.OneDocumentEach)(self._store, p.seq_len)
+    logging.info(
+      '%s: %d documents of %d tokens in %d rows of %d, which they fill to %.1f %%%s',
+      p.name or type(self).__name__,
+      len(self._store),
+      self.NumTokens(),
+      len(rows),
+      p.seq_len,
+      100 * rows.efficiency,
+      '' if p.packed else f' ({self._NumCut()} are cut)',
+    )
+    return rows
+
+  @functools.cached_property
+  def _words(self) -> np.ndarray:
+    """float32 [vocabulary]: how many words begin with each token; see the class."""
+    try:
+      words = self.tokenizer.WordStarts()
+    except ValueError as e:
+      raise ValueError(f'{self._Where("count_words")}: {e}') from e
+    words[sentencepiece_tokenizer.EOS_ID] = 1.0
+    return words
+
+  def _NumCut(self) -> int:
+    return int(np.sum(self._store.lengths >= self.params.seq_len))  # Eos is a place of its own.
+
+  def _ExampleSpec(self) -> nested_map.NestedMap:
+    shape = [self.params.seq_len]
+    spec = nested_map.NestedMap(
+      ids=tf.TensorSpec(shape, tf.int32),
+      labels=tf.TensorSpec(shape, tf.int32),
+      weights=tf.TensorSpec(shape, tf.float32),
+    )
+    if self.params.packed:
+      for name in _PACKED_FIELDS:
+        spec[name] = tf.TensorSpec(shape, tf.int32)
+    if self.params.count_words:
+      spec.words = tf.TensorSpec(shape, tf.float32)
+    return spec
+
+  def _Examples(self, indices: tf.Tensor) -> nested_map.NestedMap:
+    if self.params.num_fake_examples:
+      return self._FakeExamples(indices)
+    fields = self._rows.Fields(indices)
+    if self.params.count_words:
+      fields.words = tf.gather(self._words, fields.labels)
+    return nested_map.NestedMap({name: fields[name] for name in self._ExampleSpec()})
+
+  def _FakeExamples(self, indices: tf.Tensor) -> nested_map.NestedMap:
+    p = self.params
+    places = tf.range(p.seq_len + 1, dtype=tf.int64)
+    hashes = index_order.Hash64(p.random_seed, indices[:, tf.newaxis] * (p.seq_len + 1) + places)
+    num_ids = tf.constant(p.vocab_size - _FIRST_TEXT_ID, tf.uint64)
+    tokens = tf.cast(tf.math.floormod(hashes, num_ids), tf.int32) + _FIRST_TEXT_ID
+    ids = tokens[:, :-1]
+    examples = nested_map.NestedMap(
+      ids=ids, labels=tokens[:, 1:], weights=tf.ones_like(ids, tf.float32)
+    )
+    if p.packed:
+      examples.segment_ids = tf.ones_like(ids)
+      examples.segment_pos = tf.zeros_like(ids) + tf.range(p.seq_len)
+    if p.count_words:
+      examples.words = tf.ones_like(ids, tf.float32)
+    return examples
+
+  def _FingerprintParts(self) -> list[Any]:
+    p = self.params
+    tokens = [self.tokenizer.fingerprint, self._store.fingerprint]
+    return ['text_tokens', p.seq_len, p.packed, *tokens]
+
+
+def _Portions(texts: Iterator[str]) -> Iterator[list[str]]:
+  """Runs of texts of a bounded total length, but of one text at least."""
+  portion: list[str] = []
+  length = 0
+  for text in texts:
+    portion.append(text)
+    length += len(text) + 1
+    if length >= _CHARACTERS_AT_ONCE:
+      yield portion
+      portion, length = [], 0
+  if portion:
+    yield portion

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Labelled images of TensorFlow Datasets: mnist, cifar10, imagenet2012 and others like them.
+
+Nothing is ever downloaded here: the data sets are prepared once, by `tfds_builder.PrepareCommand`.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+import tensorflow_datasets as tfds
+
+from lingvo_gpipe.core import hyperparams, nested_map
+from lingvo_gpipe.input import image_augmentation, image_input
+from lingvo_gpipe.input.records import tf_record_index, tf_records
+from lingvo_gpipe.input.tfds import tfds_builder
+
+_OFFLINE = 'image.digits.LeNet5'
+
+
+class TfdsImageInput(image_input.ImageInput):
+  """A split of a data set whose examples have an `image` and a `label`.
+
+  Two kinds of data sets:
+
+  * p.in_memory: all images have p.image_size. They are read once and kept. With p.augment they move
+    by up to p.max_shift pixels.
+  * Else images of any size are read as they are needed, by workers too, for which the data set must
+    be prepared as TFRecord files, as TFDS does by default. With p.augment a random window is cut
+    out, else the central square, and scaled to p.image_size.
+
+  With p.augment and p.flip half of the images exchange left and right. Pixels are -1 ... 1.
+  """
+
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    """Params of a TfdsImageInput."""
+    p = super().Params()
+    p.Define('dataset', '', 'Name of the data set in TFDS, such as cifar10.')
+    p.Define('split', 'train', 'Its split, such as train[:90%].')
+    p.Define('data_dir', '', "Where it was prepared; empty: TFDS's own place.")
+    tf_records.DefinePolicy(p)
+    p.Define('num_classes', 0, 'Number of classes, with those that label_offset adds.')
+    p.Define('label_offset', 0, 'Added to the labels: 1 keeps class 0 free for the background.')
+    p.Define('in_memory', True, 'Keep all images in memory; all must have image_size then.')
+    p.Define('max_shift', 4, 'With augment and in_memory: pixels by which images move, at most.')
+    p.Define('flip', True, 'With augment: whether left and right are exchanged at random.')
+    p.Define(
+      'central_share',
+      0.875,
+      "Without augment and in_memory: the central square's side by the image's shorter side.",
+    )
+    return p
+
+  def __init__(self, params: hyperparams.InstantiableParams) -> None:
+    super().__init__(params)
+    p = self.params
+    if not p.dataset:
+      raise ValueError(f'{self._Where("dataset")} is not set: name a data set, such as cifar10')
+    tf_records.CheckPolicy(p.damaged_records, self._Where('damaged_records'))
+    self._CheckInteger('num_classes', minimum=1)
+    self._CheckInteger('label_offset', minimum=0)
+    self._CheckInteger('max_shift', minimum=0)
+    if not 0 < p.central_share <= 1:
+      raise ValueError(
+        f'{self._Where("central_share")}: expected above 0 and at most 1, got {p.central_share!r}'
+      )
+
+  # ---- the data set ----------------------------------------------------------------------------
+
+  @functools.cached_property
+  def _builder(self) -> Any:
+    """The prepared builder; ValueError that says what to do where there is none."""
+    p = self.params
+    builder = tfds_builder.Prepared(
+      p.dataset,
+      p.data_dir,
+      self._Where('dataset'),
+      instead=f'--model={_OFFLINE} has data of its own, and input.num_fake_examples:1000 trains on '
+      'noise, for measuring time',
+    )
+    if not p.in_memory and not tfds_builder.IsTfRecord(builder):
+      raise ValueError(
+        f'{self._Where("in_memory")}: False needs TFRecord files, but the data set {p.dataset!r} '
+        f'was prepared as {builder.info.file_format.value} in {builder.data_path}; prepare it in '
+        f'another directory by `{tfds_builder.PrepareCommand(p.dataset, "DIR")}`, and set data_dir'
+      )
+    num_classes = builder.info.features['label'].num_classes
+    if num_classes + p.label_offset > p.num_classes:
+      raise ValueError(
+        f'{self._Where("num_classes")}: {p.dataset} has {num_classes} classes, and label_offset is '
+        f'{p.label_offset}, got {p.num_classes}'
+      )
+    return builder
+
+  def _NumImages(self) -> int:
+    return self._NumPrepared() - self.NumDamaged()
+
+  def _NumPrepared(self) -> int:
+    return tfds_builder.NumExamples(self._builder, self.params.split, self._Where('split'))
+
+  def NumDamaged(self) -> int:
+    """As BaseInputGenerator's."""
+    p = self.params
+    if p.damaged_records == 'stop' or p.num_fake_examples:
+      return 0
+    return self._NumPrepared() - len(self._arrays[1] if p.in_memory else self._records.begins)
+
+  def _NumClasses(self) -> int:
+    return self.params.num_classes
+
+  def _FingerprintParts(self) -> list[Any]:
+    parts = ['tfds', self._builder.info.full_name, self.params.split]
+    if self.params.in_memory:
+      parts += [hashlib.sha256(np.ascontiguousarray(a).data).hexdigest() for a in self._arrays]
+    elif self.NumDamaged():
+      parts.append(hashlib.sha256(self._records.begins.data).hexdigest())
+    return parts
+
+  @functools.cached_property
+  def _records(self) -> tf_record_index.TfRecordIndex:
+    """The examples of the split, in the order of the files."""
+    files = self._builder.info.splits[self.params.split].file_instructions
+    with tf.init_scope():  # Now, not within a pipeline.
+      return tf_record_index.TfRecordIndex(
+        [tf_record_index.Part(x.filename, x.skip, x.take, x.examples_in_shard) for x in files],
+        self._Where('damaged_records'),
+        self.params.damaged_records,
+      )
+
+  @functools.cached_property
+  def _arrays(self) -> tuple[np.ndarray, np.ndarray]:
+    """Images uint8 [n, size, size, channels] and labels int32 [n], in the order of the files."""
+    p = self.params
+    examples = tfds_builder.Examples(
+      self._builder,
+      p.split,
+      ('image', 'label'),
+      self._Where('damaged_records'),
+      p.damaged_records,
+      decoders={'image': tfds.decode.SkipDecoding()},
+    )
+    images, labels = [], []
+    shape = (p.image_size, p.image_size, p.num_channels)
+    with tf.device('/device:CPU:0'):
+      for i, (encoded, label) in enumerate(examples):
+        image = tf.io.decode_image(encoded, p.num_channels).numpy()
+        if image.shape != shape:
+          raise ValueError(
+            f'{self._Where("image_size")}: image {i} of {p.dataset} has the shape {image.shape}, '
+            f'but in_memory needs {shape}; set image_size and num_channels, or in_memory to False'
+          )
+        images.append(image)
+        labels.append(label)
+    return np.array(images, np.uint8).reshape(-1, *shape), np.array(labels, np.int32)
+
+  def Explain(self, error: Exception) -> Exception:
+    """As the parent's; names the file and the record that are damaged."""
+    if isinstance(error, tf.errors.DataLossError) and not self.params.in_memory:
+      return self._records.Explain(error)
+    return super().Explain(error)
+
+  # ---- examples --------------------------------------------------------------------------------
+
+  def _Images(self, indices: tf.Tensor, seeds: tf.Tensor) -> nested_map.NestedMap:
+    p = self.params
+    images, labels = (self._FromMemory if p.in_memory else self._FromFiles)(indices, seeds)
+    if p.augment and p.flip:
+      images = image_augmentation.RandomFlip(images, seeds)
+    return nested_map.NestedMap(
+      images=images / 127.5 - 1.0, labels=tf.cast(labels, tf.int32) + p.label_offset
+    )
+
+  @functools.cached_property
+  def _tensors(self) -> tuple[tf.Tensor, tf.Tensor]:
+    # Made outside of the graph of a tf.data pipeline, they are inputs of it and not constants.
+    with tf.init_scope(), tf.device('/device:CPU:0'):
+      return tf.constant(self._arrays[0]), tf.constant(self._arrays[1])
+
+  def _FromMemory(self, indices: tf.Tensor, seeds: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    all_images, all_labels = self._tensors
+    images = tf.gather(all_images, indices)
+    if self.params.augment:
+      images = image_augmentation.RandomShift(images, seeds, self.params.max_shift)
+    return tf.cast(images, tf.float32), tf.gather(all_labels, indices)
+
+  def _FromFiles(self, indices: tf.Tensor, seeds: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    size, channels = self.params.image_size, self.params.num_channels
+    all_features = self._builder.info.features
+    features = tfds.features.FeaturesDict({key: all_features[key] for key in ('image', 'label')})
+
+    def Read(index_and_seed: tuple[tf.Tensor, tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
+      index, seed = index_and_seed
+      example = features.deserialize_example(
+        self._records.Read(index), decoders={'image': tfds.decode.SkipDecoding()}
+      )
+      return self._Decode(example['image'], seed), example['label']
+
+    image_spec = tf.TensorSpec([size, size, channels], tf.float32)
+    return tf.map_fn(
+      Read, (indices, seeds), fn_output_signature=(image_spec, tf.TensorSpec([], tf.int64))
+    )
+
+  def _Decode(self, encoded: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
+    """float32 [image_size, image_size, channels] in 0 ... 255."""
+    p = self.params
+    image = tf.io.decode_image(encoded, p.num_channels, expand_animations=False)
+    image.set_shape([None, None, p.num_channels])
+    height, width = tf.shape(image)[0], tf.shape(image)[1]
+    if p.augment:
+      window = image_augmentation.RandomWindow(height, width, seed)
+    else:
+      window = image_augmentation.CentralWindow(height, width, p.central_share)
+    top, left, rows, columns = tf.unstack(window)
+    image = image[top : top + rows, left : left + columns]
+    return tf.image.resize(tf.cast(image, tf.float32), [p.image_size, p.image_size], antialias=True)

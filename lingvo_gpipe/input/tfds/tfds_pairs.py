@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sentence pairs of TensorFlow Datasets: wmt14_translate/de-en and others with a Translation."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import tensorflow_datasets as tfds
+
+from lingvo_gpipe.core import hyperparams
+from lingvo_gpipe.input.records import tf_records
+from lingvo_gpipe.input.text import parallel_text, sentence_pairs
+from lingvo_gpipe.input.tfds import tfds_builder
+
+
+class _Source(NamedTuple):
+  """A prepared data set, and its languages."""
+
+  builder: Any
+  source_language: str
+  target_language: str
+  num_examples: int
+
+
+class TfdsPairs(parallel_text.ParallelText):
+  """A split of a data set of two languages, or of several such data sets.
+
+  What is translated is the first of a data set's supervised keys, as German in
+  wmt14_translate/de-en; p.direction reverses it. Set p.cache_dir for all but small data sets.
+  """
+
+  # What works without a network: the end of the message about a data set that is not prepared.
+  offline = (
+    '--model=mt.cldr.Bilingual has data of its own, TsvPairs reads files of your own, and '
+    'input.num_fake_examples:1000 trains on random tokens, for measuring time'
+  )
+
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    """Params of a TfdsPairs."""
+    p = super().Params()
+    p.Define('datasets', [], "Names of data sets in TFDS, such as ['wmt14_translate/de-en'].")
+    p.Define('split', 'train', 'Their split, such as train[:90%].')
+    p.Define('data_dir', '', "Where they were prepared; empty: TFDS's own place.")
+    tf_records.DefinePolicy(p)
+    return p
+
+  def __init__(self, params: hyperparams.InstantiableParams) -> None:
+    super().__init__(params)
+    datasets = self.params.datasets
+    if not isinstance(datasets, list | tuple) or not datasets or not all(datasets):
+      raise ValueError(
+        f'{self._Where("datasets")}: expected a list of names of data sets, such as '
+        f"['wmt14_translate/de-en'], got {datasets!r}"
+      )
+    tf_records.CheckPolicy(self.params.damaged_records, self._Where('damaged_records'))
+
+  @functools.cached_property
+  def _sources(self) -> list[_Source]:
+    return [self._Find(name) for name in self.params.datasets]
+
+  def _Find(self, name: str) -> _Source:
+    """A prepared data set; ValueError that says what to do where it is none of sentence pairs."""
+    p = self.params
+    where = self._Where('datasets')
+    builder = tfds_builder.Prepared(name, p.data_dir, where, self.offline)
+    features = builder.info.features
+    if not isinstance(features, tfds.features.Translation) or len(features.languages) != 2:
+      raise ValueError(
+        f'{where}: expected a data set whose examples are a Translation of two languages, but '
+        f'{name!r} has {features!r}'
+      )
+    num_examples = tfds_builder.NumExamples(builder, p.split, self._Where('split'))
+    source, target = builder.info.supervised_keys or features.languages
+    return _Source(builder, source, target, num_examples)
+
+  def _SourceParts(self) -> list[Any]:
+    parts: list[Any] = ['tfds', tfds_builder.ORDER, self.params.split]
+    for source in self._sources:
+      info = source.builder.info
+      languages = (source.source_language, source.target_language)
+      parts.append((info.full_name, str(info.file_format), *languages, source.num_examples))
+    # What was kept without the damaged ones is not found by who wants to hear of them.
+    return parts + (['skip'] if self.params.damaged_records == 'skip' else [])
+
+  def _Pairs(self) -> Iterator[sentence_pairs.SentencePair]:
+    p, where = self.params, self._Where('damaged_records')
+    num_damaged = 0
+    for builder, source, target, num_examples in self._sources:
+      num_read = 0
+      for texts in tfds_builder.Texts(builder, p.split, (source, target), where, p.damaged_records):
+        yield sentence_pairs.SentencePair(source, target, *texts)
+        num_read += 1
+      num_damaged += num_examples - num_read
+    self._num_damaged_read = num_damaged

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Language modelling on texts of TensorFlow Datasets: lm1b and others like it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow_datasets as tfds
+
+from lingvo_gpipe.core import hyperparams
+from lingvo_gpipe.input.records import tf_records
+from lingvo_gpipe.input.text import text_tokens
+from lingvo_gpipe.input.tfds import tfds_builder
+
+_OFFLINE = 'lm.stdlib.ByteTransformerGPipe2'
+
+
+class TfdsTextInput(text_tokens.TextTokensInput):
+  """Documents out of a split of a data set whose examples have a text.
+
+  Set p.cache_dir for all but small data sets: the 30 million sentences of lm1b take a while to
+  become tokens, and 4 GB.
+  """
+
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    p = super().Params()
+    p.Define('dataset', '', 'Name of the data set in TFDS, such as lm1b.')
+    p.Define('split', 'train', 'Its split, such as train[:90%].')
+    p.Define('data_dir', '', "Where it was prepared; empty: TFDS's own place.")
+    p.Define('feature', 'text', 'The feature that is the text.')
+    tf_records.DefinePolicy(p)
+    return p
+
+  def __init__(self, params: hyperparams.InstantiableParams) -> None:
+    super().__init__(params)
+    if not self.params.dataset:
+      raise ValueError(f'{self._Where("dataset")} is not set: name a data set, such as lm1b')
+    tf_records.CheckPolicy(self.params.damaged_records, self._Where('damaged_records'))
+
+  @functools.cached_property
+  def _builder(self) -> Any:
+    """The prepared builder; ValueError that says what to do where there is none."""
+    p = self.params
+    builder = tfds_builder.Prepared(
+      p.dataset,
+      p.data_dir,
+      self._Where('dataset'),
+      instead=f'--model={_OFFLINE} has data of its own, and input.num_fake_examples:1000 trains on '
+      'random tokens, for measuring time',
+    )
+    texts = [
+      name for name, feature in builder.info.features.items()
+      if isinstance(feature, tfds.features.Text)
+    ]  # fmt: skip
+    if p.feature not in texts:
+      raise ValueError(
+        f'{self._Where("feature")}: {p.dataset} has the texts {texts}, got {p.feature!r}'
+      )
+    return builder
+
+  def _Documents(self) -> Iterator[str]:
+    p = self.params
+    where = self._Where('damaged_records')
+    for (text,) in tfds_builder.Texts(
+      self._builder, p.split, [p.feature], where, p.damaged_records
+    ):
+      yield text
+
+  def NumDamaged(self) -> int:
+    """As BaseInputGenerator's."""
+    return self._num_damaged
+
+  @functools.cached_property
+  def _num_damaged(self) -> int:
+    p = self.params
+    if p.damaged_records == 'stop' or p.num_fake_examples:
+      return 0
+    return tfds_builder.NumDamaged(self._builder, p.split, self._Where('damaged_records'))
+
+  def _SourceParts(self) -> list[Any]:
+    p = self.params
+    info = self._builder.info
+    size = tfds_builder.NumExamples(self._builder, p.split, self._Where('split'))
+    parts = ['tfds', tfds_builder.ORDER, info.full_name, str(info.file_format)]
+    parts += [p.split, p.feature, size]
+    # What was kept without the damaged ones is not found by who wants to hear of them.
+    return parts + (['skip'] if p.damaged_records == 'skip' else [])

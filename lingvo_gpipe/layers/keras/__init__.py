@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keras layers and models as layers of this library."""

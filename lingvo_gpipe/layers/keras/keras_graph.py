@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cuts the serialised graph of a Functional Keras model wherever one tensor alone leads on."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lingvo_gpipe.layers.keras import keras_config
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+  """A part of a model that one tensor connects to what is before, and one to what is after.
+
+  Attributes:
+    config: a serialised layer, or a Functional model of several.
+    inputs: its inputs.
+    names: names that its layers have in the model, in the order of config's layers without inputs;
+      one name where it is a layer.
+    last: name of the layer that makes its output.
+  """
+
+  config: dict[str, Any]
+  inputs: tuple[keras_config.KerasInput, ...]
+  names: tuple[str, ...]
+  last: str
+
+  @property
+  def is_graph(self) -> bool:
+    """Whether config is a Functional model that was made of layers."""
+    return self.config['class_name'] == _MODEL
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+  """One call of a layer: the layer's name, which of its calls it is, and what it takes."""
+
+  name: str
+  index: int
+  arguments: dict[str, Any]
+
+  @property
+  def uses(self) -> list[keras_config.Reference]:
+    return [tuple(t['keras_history']) for t in keras_config.Tensors(self.arguments)]
+
+
+_MODEL = 'Model'
+
+
+def Cut(model: Mapping[str, Any]) -> list[Piece]:
+  """The pieces of a serialised Functional model.
+
+  All calls of a layer that is called several times are in one piece. The first piece takes all
+  inputs of the model, the last one makes all its outputs.
+  """
+  config = model['config']
+  layers = {layer['name']: layer for layer in config['layers']}
+  inputs = keras_config.References(config['input_layers'])
+  outputs = [
+    (name, index - _Made(layers[name]), i)
+    for name, index, i in keras_config.References(config['output_layers'])
+  ]
+  calls = _InOrder(layers, inputs)
+  pieces = []
+  begin, entering = 0, inputs
+  for end in range(1, len(calls) + 1):
+    rest = calls[end:]
+    leaving = _Alive(rest, outputs) if rest else outputs
+    shared = {c.name for c in calls[begin:end]} & {c.name for c in rest}
+    if rest and (len(leaving) != 1 or shared or leaving[0] in inputs):
+      continue
+    pieces.append(_MakePiece(layers, calls[begin:end], entering, leaving))
+    begin, entering = end, leaving
+  return pieces
+
+
+def _Made(layer: Mapping[str, Any]) -> int:
+  """What Keras adds to the index of a call where it names a model's outputs.
+
+  A Functional model was called once before, when it was made; the arguments of calls do not count
+  that one.
+  """
+  return int(keras_config.IsFunctional(layer))
+
+
+def _InOrder(layers: Mapping[str, Any], inputs: Sequence[keras_config.Reference]) -> list[_Call]:
+  """All calls, each after those that make what it takes."""
+  waiting = [
+    _Call(name, i, arguments)
+    for name, layer in layers.items()
+    for i, arguments in enumerate(layer['inbound_nodes'])
+  ]
+  made = {r[:2] for r in inputs}
+  ordered: list[_Call] = []
+  while waiting:
+    ready = [c for c in waiting if all(r[:2] in made for r in c.uses)]
+    if not ready:
+      raise ValueError(f'the Keras model takes a tensor that nobody makes: {waiting[0].uses}')
+    # One at a time, so that a chain is followed to its end before the next one is begun.
+    waiting.remove(ready[0])
+    made.add((ready[0].name, ready[0].index))
+    ordered.append(ready[0])
+  return ordered
+
+
+def _Alive(
+  rest: Sequence[_Call], outputs: Sequence[keras_config.Reference]
+) -> list[keras_config.Reference]:
+  """The tensors made before `rest` and used there, or handed out."""
+  made = {(c.name, c.index) for c in rest}
+  used = dict.fromkeys(r for c in rest for r in c.uses) | dict.fromkeys(outputs)
+  return [r for r in used if r[:2] not in made]
+
+
+def _MakePiece(
+  layers: Mapping[str, Any],
+  calls: Sequence[_Call],
+  entering: Sequence[keras_config.Reference],
+  leaving: Sequence[keras_config.Reference],
+) -> Piece:
+  specs = {
+    tuple(t['keras_history']): keras_config.KerasInput((None, *t['shape'][1:]), t['dtype'])
+    for call in calls
+    for t in keras_config.Tensors(call.arguments)
+  }
+  inputs = tuple(specs[r] for r in entering)
+  names = tuple(dict.fromkeys(c.name for c in calls))
+  last = calls[-1]
+  if len(calls) == 1 and _IsPlain(layers[last.name], last):
+    layer = {k: v for k, v in layers[last.name].items() if k not in ('name', 'inbound_nodes')}
+    return Piece(copy.deepcopy(layer), inputs, names, last.name)
+
+  sources = [InputLayer(spec, f'input_{i}') for i, spec in enumerate(inputs)]
+  graph = {
+    'name': 'model',
+    'trainable': True,
+    'layers': sources + [copy.deepcopy(layers[name]) for name in names],
+    'input_layers': _OneOrMore([[f'input_{i}', 0, 0] for i in range(len(inputs))]),
+  }
+  new = {r: (f'input_{i}', 0, 0) for i, r in enumerate(entering)}
+  keras_config.MapReferences(graph, lambda r: new.get(r, r))
+  outputs = [[name, index + _Made(layers[name]), i] for name, index, i in leaving]
+  graph['output_layers'] = _OneOrMore(outputs)
+  config = {'module': 'keras', 'class_name': _MODEL, 'config': graph, 'registered_name': None}
+  return Piece(config, inputs, names, last.name)
+
+
+def Joined(pieces: Sequence[Piece]) -> dict[str, Any]:
+  """Consecutive pieces as one serialised Sequential model.
+
+  Raises:
+    ValueError: the first takes several inputs, which a Sequential model cannot.
+  """
+  if len(pieces[0].inputs) != 1:
+    raise ValueError(
+      f'the Keras model takes {len(pieces[0].inputs)} inputs up to {pieces[0].last}; cut behind it'
+    )
+  layers = [InputLayer(pieces[0].inputs[0], 'input'), *(p.config for p in pieces)]
+  config = {'name': 'sequential', 'trainable': True, 'layers': layers}
+  return {'module': 'keras', 'class_name': 'Sequential', 'config': config, 'registered_name': None}
+
+
+def InputLayer(spec: keras_config.KerasInput, name: str) -> dict[str, Any]:
+  """The serialised layer that stands for an input in a Keras model."""
+  return {
+    'module': 'keras.layers',
+    'class_name': 'InputLayer',
+    'config': {'batch_shape': list(spec.shape), 'dtype': spec.dtype, 'name': name},
+    'registered_name': None,
+    'name': name,
+    'inbound_nodes': [],
+  }
+
+
+def _OneOrMore(values: list[Any]) -> Any:
+  # Keras's symbolic call would return a list for a list of one.
+  return values[0] if len(values) == 1 else values
+
+
+def _IsPlain(layer: Mapping[str, Any], call: _Call) -> bool:
+  """Whether a call takes one tensor and nothing else, so that the layer needs no graph."""
+  arguments = call.arguments['args']
+  return (
+    'trainable' in layer['config']
+    and len(arguments) == 1
+    and isinstance(arguments[0], dict)
+    and arguments[0].get('class_name') == '__keras_tensor__'
+    and all(value is None for value in call.arguments['kwargs'].values())
+  )

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Learning rate schedules: the factor that multiplies the learning rate at a step.
+
+A schedule is a pure function of the step without variables. Names and Params are Lingvo's; steps
+count from 0. Values are computed in float64, where every step below 2^53 is exact, and returned as
+float32: at step 10^7 neighbouring steps still differ where the formula says so.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import tensorflow as tf
+
+from lingvo_gpipe.core import hyperparams
+
+
+class BaseSchedule:
+  """Base of the schedules; a subclass defines its Params and `_Value`."""
+
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    """Params of the schedule."""
+    return hyperparams.InstantiableParams(cls)
+
+  def __init__(self, params: hyperparams.InstantiableParams) -> None:
+    self.params = params.Copy()
+
+  def Value(self, step: Any) -> tf.Tensor:
+    """The factor at a step.
+
+    Args:
+      step: integer scalar: a number, a tensor or a variable; negative steps are taken as 0.
+
+    Returns:
+      float32 scalar.
+
+    Raises:
+      TypeError: the step is not of an integer type.
+    """
+    step = tf.convert_to_tensor(step, dtype_hint=tf.int64)
+    if not step.dtype.is_integer:
+      raise TypeError(
+        f'{type(self).__name__}.Value expects an integer step, got {step.dtype.name}.'
+      )
+    step = tf.cast(tf.maximum(tf.cast(step, tf.int64), 0), tf.float64)
+    return tf.cast(self._Value(step), tf.float32)
+
+  def _Value(self, step: tf.Tensor) -> tf.Tensor:
+    """The factor (float64 scalar) at a step (float64 scalar, a whole number >= 0)."""
+    raise NotImplementedError(f'{type(self).__name__} defines no _Value.')
+
+  def _Check(self, ok: bool, name: str, expected: str) -> None:
+    if not ok:
+      raise ValueError(
+        f'{type(self).__name__}: {name} must be {expected}, got {self.params.Get(name)!r}.'
+      )
+
+
+class Constant(BaseSchedule):
+  """The same value at every step."""
+
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    p = super().Params()
+    p.Define('value', 1.0, 'The constant value.')
+    return p
+
+  def _Value(self, step: tf.Tensor) -> tf.Tensor:
+    return tf.constant(self.params.value, tf.float64)
+
+
+class PiecewiseConstantSchedule(BaseSchedule):
+  """values[i] from step boundaries[i - 1] on, up to and without boundaries[i]."""
+
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    p = super().Params()
+    p.Define('boundaries', [], 'Steps at which the value changes, increasing.')
+    p.Define('values', [1.0], 'Values between the boundaries: one more than there are boundaries.')
+    return p
+
+  def __init__(self, params: hyperparams.InstantiableParams) -> None:
+    super().__init__(params)
+    p = self.params
+    increasing = all(a < b for a, b in zip(p.boundaries, p.boundaries[1:], strict=False))
+    self._Check(increasing, 'boundaries', 'strictly increasing')
+    count = len(p.boundaries) + 1
+    self._Check(len(p.values) == count, 'values', f'{count} numbers ({count - 1} boundaries)')
+
+  def _Value(self, step: tf.Tensor) -> tf.Tensor:
+    p = self.params
+    passed = tf.cast(step >= tf.constant(list(p.boundaries), tf.float64), tf.int32)
+    return tf.gather(tf.constant(list(p.values), tf.float64), tf.reduce_sum(passed))
+
+
+class _PointToPoint(BaseSchedule):
+  """Holds y0 up to step x0 and y1 from step x1 on; a subclass says how it gets there."""
+
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    p = super().Params()
+    p.Define('start', (0, 1.0), '(x0, y0): the step where the change begins, the value up to it.')
+    p.Define('limit', (1, 1.0), '(x1, y1): the step where the change ends, the value from it on.')
+    return p
+
+  def __init__(self, params: hyperparams.InstantiableParams) -> None:
+    super().__init__(params)
+    p = self.params
+    self._Check(len(p.start) == 2, 'start', 'a pair (step, value)')
+    self._Check(
+      len(p.limit) == 2 and p.limit[0] > p.start[0],
+      'limit',
+      f'a pair (step, value) with a step after {p.start[0]}',
+    )
+
+
+class LinearSchedule(_PointToPoint):
+  """Linear from (x0, y0) to (x1, y1), constant before and after."""
+
+  def _Value(self, step: tf.Tensor) -> tf.Tensor:
+    (x0, y0), (x1, y1) = self.params.start, self.params.limit
+    return _Linear(step, x0, y0, x1, y1)
+
+
+class ExponentialSchedule(_PointToPoint):
+  """Exponential from (x0, y0) to (x1, y1): a constant factor per step; both values are positive."""
+
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    return super().Params().Set(limit=(1, 0.5))
+
+  def __init__(self, params: hyperparams.InstantiableParams) -> None:
+    super().__init__(params)
+    p = self.params
+    self._Check(p.start[1] > 0, 'start', 'a pair (step, value) with a positive value')
+    self._Check(p.limit[1] > 0, 'limit', 'a pair (step, value) with a positive value')
+
+  def _Value(self, step: tf.Tensor) -> tf.Tensor:
+    (x0, y0), (x1, y1) = self.params.start, self.params.limit
+    return tf.exp(_Linear(step, x0, math.log(y0), x1, math.log(y1)))
+
+
+class CosineSchedule(BaseSchedule):
+  """Half a cosine from initial_value at step 0 to final_value at total_steps, constant after."""
+
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    p = super().Params()
+    p.Define('initial_value', 1.0, 'Value at step 0.')
+    p.Define('final_value', 0.0, 'Value at total_steps and after.')
+    p.Define('total_steps', 0, 'Number of steps of the decay; required.')
+    return p
+
+  def __init__(self, params: hyperparams.InstantiableParams) -> None:
+    super().__init__(params)
+    self._Check(self.params.total_steps > 0, 'total_steps', 'positive')
+
+  def _Value(self, step: tf.Tensor) -> tf.Tensor:
+    p = self.params
+    angle = _Linear(step, 0, 0.0, p.total_steps, math.pi)
+    return p.final_value + (p.initial_value - p.final_value) * (1.0 + tf.cos(angle)) / 2.0
+
+
+class LinearRampupCosineSchedule(CosineSchedule):
+  """Cosine decay with linear warm-up: the smaller of the ramp and the cosine.
+
+  The ramp leads from warmup_init at step 0 to initial_value at warmup_steps. The cosine counts from
+  step 0, not from the end of the ramp, as in Lingvo.
+  """
+
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    p = super().Params()
+    p.Define('warmup_init', 0.0, 'Value at step 0.')
+    p.Define('warmup_steps', 0, 'Number of warm-up steps; 0: none.')
+    return p
+
+  def __init__(self, params: hyperparams.InstantiableParams) -> None:
+    super().__init__(params)
+    p = self.params
+    self._Check(
+      0 <= p.warmup_steps < p.total_steps, 'warmup_steps', f'in [0, total_steps = {p.total_steps})'
+    )
+    self._Check(p.warmup_init <= p.initial_value, 'warmup_init', 'at most initial_value')
+
+  def _Value(self, step: tf.Tensor) -> tf.Tensor:
+    p = self.params
+    cosine = super()._Value(step)
+    if not p.warmup_steps:
+      return cosine
+    return tf.minimum(_Linear(step, 0, p.warmup_init, p.warmup_steps, p.initial_value), cosine)
+
+
+class PiecewiseSchedule(BaseSchedule):
+  """schedules[i] from step boundaries[i - 1] on, up to and without boundaries[i].
+
+  Each of them counts its steps from the boundary where it begins, so a linear warm-up of 100 steps
+  and what follows it are
+
+      PiecewiseSchedule.Params().Set(
+        boundaries=[100],
+        schedules=[
+          LinearSchedule.Params().Set(start=(0, 0.0), limit=(100, 1.0)),
+          LinearSchedule.Params().Set(start=(0, 1.0), limit=(900, 0.0)),
+        ],
+      )
+  """
+
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    p = super().Params()
+    p.Define('boundaries', [], 'Steps at which the next schedule begins, increasing.')
+    p.Define('schedules', [Constant.Params()], 'Params of one schedule more than of boundaries.')
+    return p
+
+  def __init__(self, params: hyperparams.InstantiableParams) -> None:
+    super().__init__(params)
+    p = self.params
+    starts = [0, *p.boundaries]
+    increasing = all(a < b for a, b in zip(starts, p.boundaries, strict=False))
+    self._Check(increasing, 'boundaries', 'positive and strictly increasing')
+    if len(p.schedules) != len(starts):
+      raise ValueError(
+        f'{type(self).__name__}: schedules must be {len(starts)} Params ({len(p.boundaries)} '
+        f'boundaries), got {len(p.schedules)}.'
+      )
+    self._schedules = [schedule.Instantiate() for schedule in p.schedules]
+
+  def _Value(self, step: tf.Tensor) -> tf.Tensor:
+    starts = [0, *self.params.boundaries]
+    value = self._schedules[0]._Value(step)
+    for start, schedule in zip(starts[1:], self._schedules[1:], strict=True):
+      value = tf.where(step >= start, schedule._Value(tf.maximum(step - start, 0.0)), value)
+    return value
+
+
+class TransformerSchedule(BaseSchedule):
+  """model_dim^-0.5 * min((step + 1) * warmup_steps^-1.5, (step + 1)^-0.5).
+
+  The schedule of "Attention is all you need" (Vaswani et al. 2017, section 5.3): linear up to
+  warmup_steps, then with the inverse square root of the step.
+  """
+
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    p = super().Params()
+    p.Define('warmup_steps', 4000, 'Number of steps of the linear warm-up.')
+    p.Define('model_dim', 512, 'Width of the model.')
+    p.Define('decay_end', None, 'Step from which the value stays as it is; None: never.')
+    return p
+
+  def __init__(self, params: hyperparams.InstantiableParams) -> None:
+    super().__init__(params)
+    p = self.params
+    self._Check(p.warmup_steps > 0, 'warmup_steps', 'positive')
+    self._Check(p.model_dim > 0, 'model_dim', 'positive')
+    self._Check(p.decay_end is None or p.decay_end >= 0, 'decay_end', 'None or a step')
+
+  def _Value(self, step: tf.Tensor) -> tf.Tensor:
+    p = self.params
+    if p.decay_end is not None:
+      step = tf.minimum(step, tf.constant(p.decay_end, tf.float64))
+    count = step + 1.0
+    return p.model_dim**-0.5 * tf.minimum(count * p.warmup_steps**-1.5, tf.math.rsqrt(count))
+
+
+def _Linear(step: tf.Tensor, x0: float, y0: float, x1: float, y1: float) -> tf.Tensor:
+  """Linear between (x0, y0) and (x1, y1), y0 before and y1 after; float64."""
+  done = tf.clip_by_value((step - x0) / (x1 - x0), 0.0, 1.0)
+  # Exactly y0 and y1 at the ends.
+  return y0 * (1.0 - done) + y1 * done

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The schedule of a step as it ran, read from a profile."""

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Timelines drawn as a page of HTML: what each device did, over what was planned for it.
+
+The page is well-formed XML and needs nothing beside it. Each action is a `rect` with the attributes
+`data-action` (such as `1F0`), `data-step` and `class`, which is `measured`, `planned` or, for a
+planned repetition of the forward pass, `recompute`; a `title` tells its times.
+"""
+
+from __future__ import annotations
+
+import collections
+import html
+import math
+from collections.abc import Mapping, Sequence
+
+from lingvo_gpipe.pipeline.cost import simulator
+from lingvo_gpipe.pipeline.profiling import measured_schedule
+from lingvo_gpipe.pipeline.schedule import actions
+
+Kind = actions.Kind
+
+_COLOURS = {
+  Kind.FORWARD: '#6f9fd8',
+  Kind.BACKWARD: '#7fbf7b',
+  Kind.INPUT_GRADIENT: '#5fc4c0',
+  Kind.WEIGHT_GRADIENT: '#f2a65a',
+  Kind.FORWARD_BACKWARD: '#b795c9',
+}
+_NAMES = {
+  Kind.FORWARD: 'forward',
+  Kind.BACKWARD: 'backward',
+  Kind.INPUT_GRADIENT: 'gradient of the input',
+  Kind.WEIGHT_GRADIENT: 'gradient of the weights',
+  Kind.FORWARD_BACKWARD: 'forward and backward',
+}
+# In pixels: the margin for the names of the rows, a row of either kind, the gap between devices.
+_LEFT, _MEASURED, _PLANNED, _GAP, _AXIS = 120, 24, 13, 12, 24
+_MIN_WIDTH, _WIDTH_OF_ACTION, _WIDTH_OF_LETTER = 1050, 22, 7
+_STYLE = """
+body { font: 14px sans-serif; margin: 1.5em; color: #222; background: #fff; }
+h2 { font-size: 15px; margin: 1.5em 0 0.3em; }
+svg { display: block; } svg text { font: 11px sans-serif; fill: #222; }
+.planned, .recompute { opacity: 0.55; } line { stroke: #ddd; }
+table { border-collapse: collapse; margin-top: 1.5em; }
+td, th { padding: 2px 12px; text-align: right; }
+""".strip()
+
+
+def Page(
+  title: str,
+  lines: Sequence[str],
+  drawn: Sequence[tuple[measured_schedule.Measured, simulator.Result]],
+  devices: Sequence[str],
+  mean_times: Mapping[tuple[Kind, int], float],
+) -> str:
+  """The page.
+
+  Args:
+    title: its title.
+    lines: texts below the title.
+    drawn: mini-batches in order as they were measured, each with what was planned for it; in
+      seconds.
+    devices: the names of the devices.
+    mean_times: {(kind, stage): seconds}, for a table.
+  """
+  kinds = [kind for kind in _COLOURS if any(kind is k for k, _ in mean_times)]
+  parts = [
+    '<!DOCTYPE html>',
+    '<html lang="en"><head><meta charset="utf-8"/>',
+    f'<title>{html.escape(title)}</title><style>{_STYLE}</style></head><body>',
+    f'<h1>{html.escape(title)}</h1>',
+    *(f'<p>{html.escape(line)}</p>' for line in lines),
+    f'<p>{" ".join(_Legend(kind) for kind in kinds)}</p>',
+  ]
+  counts: collections.Counter[int] = collections.Counter()
+  is_once = len({measured.step for measured, _ in drawn}) == len(drawn)
+  for measured, planned in drawn:
+    counts[measured.step] += 1
+    of_step = '' if is_once else f', mini-batch {counts[measured.step]}'
+    parts.append(
+      f'<h2>step {measured.step}{of_step}: {measured.makespan * 1e3:.2f} ms, '
+      f'bubble {measured.bubble:.1%}; planned {planned.makespan * 1e3:.2f} ms, '
+      f'bubble {planned.overall_bubble:.1%}</h2>'
+    )
+    parts.append(_Drawing(measured, planned, devices))
+  parts += [*_Table(mean_times, kinds), '</body></html>']
+  return '\n'.join(parts) + '\n'
+
+
+def _Legend(kind: Kind) -> str:
+  return (
+    f'<span style="background:{_COLOURS[kind]};padding:1px 8px">{kind.value}</span> {_NAMES[kind]}'
+  )
+
+
+def _Drawing(
+  measured: measured_schedule.Measured, planned: simulator.Result, devices: Sequence[str]
+) -> str:
+  schedule = measured.schedule
+  longest = max(map(len, schedule.actions))
+  width = max(_MIN_WIDTH, longest * _WIDTH_OF_ACTION)
+  of_device = _MEASURED + _PLANNED + _GAP
+  height = schedule.num_devices * of_device + _AXIS
+  seconds = max(measured.makespan, planned.makespan)
+  scale = width / seconds if seconds else 0.0
+  parts = [
+    f'<svg xmlns="http://www.w3.org/2000/svg" width="{_LEFT + width + 20}" height="{height}">'
+  ]
+  for tick in _Ticks(seconds * 1e3):
+    x = _LEFT + tick * 1e-3 * scale
+    parts.append(f'<line x1="{x:.1f}" y1="0" x2="{x:.1f}" y2="{height - _AXIS + 4}"/>')
+    parts.append(f'<text x="{x:.1f}" y="{height - 6}" text-anchor="middle">{tick:g} ms</text>')
+  rows = zip(measured.timeline, planned.timeline, strict=True)
+  for device, (did, should) in enumerate(rows):
+    y = device * of_device
+    name = html.escape(devices[device])
+    parts.append(f'<text x="0" y="{y + 16}">{name}</text>')
+    parts.append(f'<text x="0" y="{y + _MEASURED + 10}" class="planned">planned</text>')
+    for kind_of_row, spans, top, tall in (
+      ('measured', did, y, _MEASURED),
+      ('planned', should, y + _MEASURED + 1, _PLANNED),
+    ):
+      for span in spans:
+        if span.action is not None and span.end > span.start:
+          label = schedule.Label(span.action)
+          parts.append(_Rect(kind_of_row, span, label, measured.step, scale, top, tall))
+  return '\n'.join([*parts, '</svg>'])
+
+
+def _Rect(
+  kind_of_row: str,
+  span: simulator.Span,
+  label: str,
+  step: int,
+  scale: float,
+  top: float,
+  tall: float,
+) -> str:
+  assert span.action is not None
+  x, wide = _LEFT + span.start * scale, (span.end - span.start) * scale
+  start, end = span.start * 1e3, span.end * 1e3
+  what = 'recompute' if span.part == 'recompute' else kind_of_row
+  rect = (
+    f'<rect class="{what}" data-action="{span.action}" data-step="{step}" x="{x:.2f}" '
+    f'y="{top}" width="{wide:.2f}" height="{tall}" fill="{_COLOURS[span.action.kind]}" '
+    f'stroke="#fff" stroke-width="0.5"><title>{span.action} {what}: {start:.3f} to '
+    f'{end:.3f} ms, {end - start:.3f} ms</title></rect>'
+  )
+  if wide < _WIDTH_OF_LETTER * len(label):
+    return rect
+  middle, base = x + wide / 2, top + tall / 2 + 4
+  return f'{rect}<text x="{middle:.2f}" y="{base}" text-anchor="middle">{label}</text>'
+
+
+def _Ticks(end: float) -> list[float]:
+  """Round numbers from 0 to `end`, about ten."""
+  if not end:
+    return [0.0]
+  power = 10.0 ** math.floor(math.log10(end / 10))
+  step = next(m * power for m in (1, 2, 5, 10) if end / (m * power) <= 12)
+  return [step * i for i in range(int(end / step) + 1)]
+
+
+def _Table(mean_times: Mapping[tuple[Kind, int], float], kinds: Sequence[Kind]) -> list[str]:
+  """The mean times, a row a stage."""
+  stages = sorted({stage for _, stage in mean_times})
+  head = ''.join(f'<th>{kind.value}</th>' for kind in kinds)
+  lines = [f'<table><tr><th>mean ms, stage</th>{head}</tr>']
+  for stage in stages:
+    cells = (mean_times.get((kind, stage)) for kind in kinds)
+    texts = ('' if seconds is None else f'{seconds * 1e3:.3f}' for seconds in cells)
+    lines.append(f'<tr><td>{stage}</td>{"".join(f"<td>{text}</td>" for text in texts)}</tr>')
+  return [*lines, '</table>']

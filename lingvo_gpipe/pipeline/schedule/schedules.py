@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pipeline schedules by name: the rules that make them, and the look-up.
+
+K devices, S stages, M micro-batches. A new schedule is one function, here or in a file of yours:
+
+    @schedules.Register('mine')
+    def Mine(num_stages, num_micro_batches, num_devices) -> schedules.Schedule: ...
+
+What is idle below is the share of a step of equal stages with B = 2 F = 2 I = 2 W; what is held is
+`Schedule.PeakActivations`. Formulas: Narayanan et al. 2021 (1F1B, interleaving) and the zero-bubble
+paper, Qi et al. 2023.
+
+| name | stages a device | idle | held by stage k, in micro-batches |
+| --- | --- | --- | --- |
+| gpipe | 1 | (K-1)/(M+K-1) | M |
+| fused_fill_drain | 1 | as gpipe | M, last stage 1 |
+| 1f1b | 1 | (K-1)/(M+K-1) | min(M, K-k) |
+| 1f1b_fused | 1 | as 1f1b | min(M, K-k), last stage 1 |
+| interleaved_1f1b | v >= 2 | (K-1)/(vM+K-1) | device d, of v stages: min(Mv, 2(K-1-d)+(v-1)K+1) |
+| looped_bfs | v >= 1 | (K-1)/(vM+K-1), M >= K | M |
+| zb_h1 | 1 | (K-1)/(3M+K-1), M >= K | min(M, K-k) until I, up to k more until W: min(M, K) |
+| forward_only | any | (K-1)/(vM+K-1), M >= K | 1 |
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+
+from lingvo_gpipe.pipeline.schedule import actions, schedule_ir
+
+Action = actions.Action
+Kind = actions.Kind
+Schedule = schedule_ir.Schedule
+
+# (num_stages, num_micro_batches, num_devices) -> Schedule.
+Generator = Callable[[int, int, int], Schedule]
+_GENERATORS: dict[str, Generator] = {}
+
+
+def Register(name: str) -> Callable[[Generator], Generator]:
+  """Decorator: makes `name` known to `Get`. Raises: ValueError if it is taken."""
+
+  def Decorate(generator: Generator) -> Generator:
+    if name in _GENERATORS:
+      raise ValueError(f'Schedule {name!r} is registered already, by {_GENERATORS[name].__name__}')
+    _GENERATORS[name] = generator
+    return generator
+
+  return Decorate
+
+
+def Names() -> list[str]:
+  """The names that `Get` knows, sorted."""
+  return sorted(_GENERATORS)
+
+
+def Get(
+  schedule: str | Schedule,
+  num_stages: int,
+  num_micro_batches: int,
+  num_devices: int | None = None,
+) -> Schedule:
+  """The valid schedule of that name and size; a Schedule is checked and given back.
+
+  Args:
+    schedule: a registered name, or a Schedule of the user's own.
+    num_stages: S.
+    num_micro_batches: M.
+    num_devices: K; by default one device a stage.
+
+  Raises:
+    KeyError: unknown name; the closest ones are named.
+    ValueError: an impossible size, a schedule of another size than asked for, or an invalid one.
+    TypeError: neither a name nor a Schedule, or a registered function that made none.
+  """
+  sizes = {'num_stages': num_stages, 'num_micro_batches': num_micro_batches}
+  if num_devices is not None:
+    sizes['num_devices'] = num_devices
+  _CheckSizes(sizes)
+  way_out = (
+    'make it for this size, or register a function that makes it for any (schedules.Register) and '
+    f'give its name; known are {", ".join(Names())}'
+  )
+  if isinstance(schedule, str):
+    way_out = f'the function that is registered as {schedule!r} must make what it is asked for'
+    schedule = _Generator(schedule)(num_stages, num_micro_batches, num_devices or num_stages)
+    sizes.pop('num_devices', None)  # A function may put its stages on other devices.
+  if not isinstance(schedule, Schedule):
+    raise TypeError(f'schedule: expected a name or a Schedule, got {schedule!r}')
+  for what, value in sizes.items():
+    if getattr(schedule, what) != value:
+      raise ValueError(
+        f'Schedule {schedule.name!r} has {what} {getattr(schedule, what)}, but {value} is asked '
+        f'for; {way_out}'
+      )
+  return schedule.Validate()
+
+
+def _Generator(name: str) -> Generator:
+  """The function registered under that name."""
+  if name not in _GENERATORS:
+    close = difflib.get_close_matches(name, Names(), n=3, cutoff=0.5)
+    hint = f'did you mean {" or ".join(map(repr, close))}? ' if close else ''
+    raise KeyError(f'No schedule {name!r}: {hint}known are {", ".join(Names())}')
+  return _GENERATORS[name]
+
+
+def GetForBatch(
+  schedule: str | Schedule, num_stages: int, num_micro_batches: int, num_devices: int
+) -> Schedule:
+  """`Get` for a batch that may be smaller than others, such as the last one of an epoch.
+
+  Where that leaves `interleaved_1f1b` a number of micro-batches that it cannot take, `looped_bfs`
+  stands in: it has the same stages on the same devices, so the result is the same.
+  """
+  if schedule == 'interleaved_1f1b' and num_micro_batches % num_devices:
+    schedule = 'looped_bfs'
+  return Get(schedule, num_stages, num_micro_batches, num_devices)
+
+
+def ForwardOnlyOn(stage_to_device: Sequence[int], num_micro_batches: int) -> Schedule:
+  """`forward_only` for stages on any devices; valid wherever they are, for stages come in order.
+
+  Args:
+    stage_to_device: for each stage its device, of which none is left out.
+    num_micro_batches: M.
+  """
+  rows: list[list[Action]] = [[] for _ in range(max(stage_to_device) + 1)]
+  for stage, device in enumerate(stage_to_device):
+    rows[device] += _Series(stage, Kind.FORWARD, range(num_micro_batches))
+  return Schedule('forward_only', len(stage_to_device), num_micro_batches, rows, stage_to_device)
+
+
+def BubbleBound(num_stages: int, num_micro_batches: int) -> float:
+  """Idle share of a step with K equal stages and M micro-batches: (K-1)/(M+K-1), GPipe 2.3."""
+  _CheckSizes({'num_stages': num_stages, 'num_micro_batches': num_micro_batches})
+  return (num_stages - 1) / (num_micro_batches + num_stages - 1)
+
+
+def _CheckSizes(sizes: dict[str, int]) -> None:
+  for what, value in sizes.items():
+    if not schedule_ir.IsPositiveInteger(value):
+      raise ValueError(f'{what}: expected a positive integer, got {value!r}')
+
+
+# One stage a device.
+
+
+@Register('gpipe')
+def GPipe(num_stages: int, num_micro_batches: int, num_devices: int) -> Schedule:
+  """Forwards 0..M-1, then backwards M-1..0 (GPipe, figure 2c): fill and drain."""
+  _CheckOneStageADevice('gpipe', num_stages, num_devices)
+  rows = [
+    _Series(stage, Kind.FORWARD, range(num_micro_batches))
+    + _Series(stage, Kind.BACKWARD, reversed(range(num_micro_batches)))
+    for stage in range(num_stages)
+  ]
+  return Schedule('gpipe', num_stages, num_micro_batches, rows, range(num_stages))
+
+
+@Register('fused_fill_drain')
+def FusedFillDrain(num_stages: int, num_micro_batches: int, num_devices: int) -> Schedule:
+  """The last stage runs V as micro-batches arrive; the others fill, then drain in that order.
+
+  V recomputes nothing, so with re-materialisation a layer costs 3 units there and 4 elsewhere.
+  """
+  _CheckOneStageADevice('fused_fill_drain', num_stages, num_devices)
+  rows = [
+    _Series(stage, Kind.FORWARD, range(num_micro_batches))
+    + _Series(stage, Kind.BACKWARD, range(num_micro_batches))
+    for stage in range(num_stages - 1)
+  ]
+  rows.append(_Series(num_stages - 1, Kind.FORWARD_BACKWARD, range(num_micro_batches)))
+  return Schedule('fused_fill_drain', num_stages, num_micro_batches, rows, range(num_stages))
+
+
+@Register('1f1b')
+def OneForwardOneBackward(num_stages: int, num_micro_batches: int, num_devices: int) -> Schedule:
+  """Forward and backward by turns after K-1-k forwards at stage k (PipeDream-Flush, DAPPLE)."""
+  _CheckOneStageADevice('1f1b', num_stages, num_devices)
+  rows = [
+    _OneForwardOneBackward(stage, Kind.BACKWARD, num_stages, num_micro_batches)
+    for stage in range(num_stages)
+  ]
+  return Schedule('1f1b', num_stages, num_micro_batches, rows, range(num_stages))
+
+
+@Register('1f1b_fused')
+def FusedOneForwardOneBackward(
+  num_stages: int, num_micro_batches: int, num_devices: int
+) -> Schedule:
+  """1F1B whose last stage, where F and B follow each other anyway, runs V instead."""
+  _CheckOneStageADevice('1f1b_fused', num_stages, num_devices)
+  rows = [
+    _OneForwardOneBackward(stage, Kind.BACKWARD, num_stages, num_micro_batches)
+    for stage in range(num_stages - 1)
+  ]
+  rows.append(_Series(num_stages - 1, Kind.FORWARD_BACKWARD, range(num_micro_batches)))
+  return Schedule('1f1b_fused', num_stages, num_micro_batches, rows, range(num_stages))
+
+
+@Register('zb_h1')
+def ZeroBubbleH1(num_stages: int, num_micro_batches: int, num_devices: int) -> Schedule:
+  """1F1B with the backward split: stage k runs the W of micro-batch j right after I of j+k.
+
+  The gradient goes up without waiting for W, and W fills what would be idle at the end.
+  """
+  _CheckOneStageADevice('zb_h1', num_stages, num_devices)
+  rows = []
+  for stage in range(num_stages):
+    row = []
+    for action in _OneForwardOneBackward(stage, Kind.INPUT_GRADIENT, num_stages, num_micro_batches):
+      row.append(action)
+      if action.kind is Kind.INPUT_GRADIENT and action.micro_batch >= stage:
+        row.append(Action(stage, Kind.WEIGHT_GRADIENT, action.micro_batch - stage))
+    outstanding = range(max(num_micro_batches - stage, 0), num_micro_batches)
+    rows.append(row + _Series(stage, Kind.WEIGHT_GRADIENT, outstanding))
+  return Schedule('zb_h1', num_stages, num_micro_batches, rows, range(num_stages))
+
+
+# Several stages a device: stage k is on device k mod K.
+
+
+@Register('interleaved_1f1b')
+def InterleavedOneForwardOneBackward(
+  num_stages: int, num_micro_batches: int, num_devices: int
+) -> Schedule:
+  """1F1B in rounds of K micro-batches, each through all stages of a device (Megatron-LM)."""
+  _CheckLoops('interleaved_1f1b', num_stages, num_devices, at_least=2)
+  if num_micro_batches % num_devices:
+    below = num_micro_batches // num_devices * num_devices
+    near = [below, below + num_devices] if below else [num_devices]
+    nearest = min(abs(num_micro_batches - m) for m in near)
+    take = ' or '.join(str(m) for m in near if abs(num_micro_batches - m) == nearest)
+    raise ValueError(
+      f"Schedule 'interleaved_1f1b' needs a multiple of {num_devices} micro-batches, the number of "
+      f'devices, got {num_micro_batches}; the nearest is {take}, and looped_bfs takes any number'
+    )
+
+  def Rounds(kind: Kind, stages: Sequence[int]) -> list[Action]:
+    rounds = range(0, num_micro_batches, num_devices)
+    return [a for r in rounds for k in stages for a in _Series(k, kind, range(r, r + num_devices))]
+
+  rows = []
+  for device in range(num_devices):
+    stages = range(device, num_stages, num_devices)
+    warm_up = 2 * (num_devices - 1 - device) + (len(stages) - 1) * num_devices
+    forwards = Rounds(Kind.FORWARD, stages)
+    rows.append(_Alternate(forwards, Rounds(Kind.BACKWARD, stages[::-1]), warm_up))
+  owners = _LoopOwners(num_stages, num_devices)
+  return Schedule('interleaved_1f1b', num_stages, num_micro_batches, rows, owners)
+
+
+@Register('looped_bfs')
+def LoopedBreadthFirst(num_stages: int, num_micro_batches: int, num_devices: int) -> Schedule:
+  """All forwards stage after stage, then all backwards the other way round, M-1..0 in each.
+
+  With one stage a device it is gpipe. (Lamy-Poirier 2022, "Breadth-First Pipeline Parallelism".)
+  """
+  _CheckLoops('looped_bfs', num_stages, num_devices, at_least=1)
+  rows = []
+  for device in range(num_devices):
+    stages = range(device, num_stages, num_devices)
+    row = [a for k in stages for a in _Series(k, Kind.FORWARD, range(num_micro_batches))]
+    for stage in reversed(stages):
+      row += _Series(stage, Kind.BACKWARD, reversed(range(num_micro_batches)))
+    rows.append(row)
+  owners = _LoopOwners(num_stages, num_devices)
+  return Schedule('looped_bfs', num_stages, num_micro_batches, rows, owners)
+
+
+@Register('forward_only')
+def ForwardOnly(num_stages: int, num_micro_batches: int, num_devices: int) -> Schedule:
+  """Forwards 0..M-1 for evaluation and inference.
+
+  All micro-batches pass a device's first stage before its second, which for M >= K leaves no more
+  than the K-1 idle ticks of one round.
+  """
+  if num_devices > num_stages:
+    raise ValueError(
+      f"Schedule 'forward_only' needs at least one stage for each device, got {num_stages} stages "
+      f'for {num_devices} devices; take no more than {num_stages} devices'
+    )
+  return ForwardOnlyOn(_LoopOwners(num_stages, num_devices), num_micro_batches)
+
+
+# What the rules share.
+
+
+def _Series(stage: int, kind: Kind, micro_batches: Iterable[int]) -> list[Action]:
+  return [Action(stage, kind, m) for m in micro_batches]
+
+
+def _Alternate(forwards: list[Action], backwards: list[Action], warm_up: int) -> list[Action]:
+  """`warm_up` forwards, then one forward and one backward by turns, then the other backwards."""
+  warm_up = min(warm_up, len(forwards))
+  turns = zip(forwards[warm_up:], backwards, strict=False)
+  rest = backwards[len(forwards) - warm_up :]
+  return [*forwards[:warm_up], *itertools.chain.from_iterable(turns), *rest]
+
+
+def _OneForwardOneBackward(
+  stage: int, backward: Kind, num_stages: int, num_micro_batches: int
+) -> list[Action]:
+  forwards = _Series(stage, Kind.FORWARD, range(num_micro_batches))
+  return _Alternate(
+    forwards, _Series(stage, backward, range(num_micro_batches)), num_stages - 1 - stage
+  )
+
+
+def _LoopOwners(num_stages: int, num_devices: int) -> list[int]:
+  return [stage % num_devices for stage in range(num_stages)]
+
+
+def _CheckOneStageADevice(name: str, num_stages: int, num_devices: int) -> None:
+  if num_devices != num_stages:
+    raise ValueError(
+      f'Schedule {name!r} needs one stage on each device, got {num_stages} stages for '
+      f'{num_devices} devices; make them equal, or take a schedule with several stages a device: '
+      'interleaved_1f1b or looped_bfs'
+    )
+
+
+def _CheckLoops(name: str, num_stages: int, num_devices: int, at_least: int) -> None:
+  """Raises ValueError unless every device has the same number of stages, and enough of them."""
+  if num_stages % num_devices or num_stages < at_least * num_devices:
+    near = [num_stages // num_devices, -(-num_stages // num_devices)]
+    sizes = sorted({max(v, at_least) * num_devices for v in near})
+    raise ValueError(
+      f'Schedule {name!r} needs the same number of stages on each device, at least {at_least}, got '
+      f'{num_stages} stages for {num_devices} devices; make it {" or ".join(map(str, sizes))} '
+      'stages or take fewer devices' + (', or 1f1b for one stage a device' if at_least > 1 else '')
+    )

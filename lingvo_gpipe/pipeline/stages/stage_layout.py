@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A flat list of layers as stages: what each holds on its device, and which skips pass its ends."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from lingvo_gpipe.core import base_layer
+from lingvo_gpipe.pipeline.cost import partitioner
+from lingvo_gpipe.pipeline.schedule import actions
+from lingvo_gpipe.pipeline.stages import stage
+
+
+@dataclasses.dataclass
+class Stage:
+  """Consecutive layers on one device, with what belongs to them there.
+
+  Attributes:
+    index: the stage's number, from 0.
+    layers: its layers.
+    device: the device that holds their weights and runs them.
+    variables: for each layer its nest of variables.
+    imports: names of the skip connections that end here and begin in an earlier stage.
+    exports: names of those that begin here and end in a later stage.
+    trained: {path: variable} of the variables that are trained, in tf.nest order.
+    needs_dx: whether a stage before has any, and so needs a gradient from this one.
+    mirrors: likewise {path: variable} of the copies of weights that another layer owns.
+    accumulators: for each of `trained` a variable that sums its gradient over the micro-batches;
+      empty until the first training step is built.
+    mirror_accumulators: the same for `mirrors`.
+    replica_sum: of the layers that take sums over the replicas; None: there are none.
+  """
+
+  index: int
+  layers: list[base_layer.BaseLayer]
+  device: str
+  variables: list[Any]
+  imports: tuple[str, ...]
+  exports: tuple[str, ...]
+  trained: dict[str, tf.Variable]
+  mirrors: dict[str, tf.Variable]
+  needs_dx: bool
+  accumulators: list[tf.Variable] = dataclasses.field(default_factory=list)
+  mirror_accumulators: list[tf.Variable] = dataclasses.field(default_factory=list)
+  replica_sum: stage.ReplicaSum | None = None
+
+  def __str__(self) -> str:
+    first, last = self.layers[0].path, self.layers[-1].path
+    return f'stage {self.index} ({first if first == last else f"{first} to {last}"})'
+
+  @functools.cached_property
+  def structure(self) -> tuple[stage.StructureKey, ...]:
+    """Equal for two stages that can share their traced functions."""
+    return tuple(stage.StructureKey(layer) for layer in self.layers)
+
+  def AbsoluteName(self, name: str) -> str:
+    """The name of a sum: `<index>:<rest>` becomes `<layer's path><rest>`, metrics stay."""
+    index, colon, rest = name.partition(':')
+    is_aux_loss = colon and index.isdigit()  # A metric may have a colon in its name.
+    return f'{self.layers[int(index)].path}{rest}' if is_aux_loss else name
+
+  def LayerOfSums(self, name: str) -> base_layer.BaseLayer:
+    """The layer that reported sums for its state under this name, `<index>:<path below it>`."""
+    path = self.AbsoluteName(name)
+    below = self.layers[int(name.partition(':')[0])].Descendants()
+    return next(layer for layer in below if layer.path == path)
+
+  @functools.cached_property
+  def trained_mask(self) -> tuple[bool, ...]:
+    """For each leaf of `variables` whether it is trained."""
+    chosen = {id(v) for v in (*self.trained.values(), *self.mirrors.values())}
+    return tuple(id(v) in chosen for v in tf.nest.flatten(self.variables))
+
+  @property
+  def has_weight_gradient(self) -> bool:
+    """Whether backward adds to any accumulator."""
+    return any(self.trained_mask)
+
+  def AllAccumulators(self) -> list[tf.Variable]:
+    """Where backward adds the gradients, in tf.nest order of what is trained."""
+    variables = (*self.trained.values(), *self.mirrors.values())
+    sinks = (*self.accumulators, *self.mirror_accumulators)
+    of = {id(v): sink for v, sink in zip(variables, sinks, strict=True)}
+    return [of[id(v)] for v in tf.nest.flatten(self.variables) if id(v) in of]
+
+  def HasAction(self, kind: actions.Kind) -> bool:
+    """Whether the stage has anything to do in actions of this kind: frozen stages have less."""
+    # What is empty may not reach XLA: TensorFlow's optimiser breaks a call of it.
+    return actions.HasWork(kind, needs_dx=self.needs_dx, is_trained=self.has_weight_gradient)
+
+
+def Stages(
+  layers: Sequence[base_layer.BaseLayer],
+  ends: Sequence[int],
+  devices: Sequence[str],
+  ties: Mapping[str, str],
+  is_trained: Callable[[str], bool] | None,
+) -> list[Stage]:
+  """The stages, with their variables on their devices.
+
+  Arguments and errors are those of `PipelineEngine`, but for `devices`: that of each stage.
+  """
+  stages: list[Stage] = []
+  skips = Skips(layers, ends)
+  ranges = partitioner.StageRanges(partitioner.CheckSplits(ends, len(layers)))
+  for index, ((start, end), device) in enumerate(zip(ranges, devices, strict=True)):
+    members = list(layers[start:end])
+    for layer in members:
+      layer.InstantiateVariables(device)
+      _CheckDevice(layer, device)
+    variables = [m.vars for m in members]
+    paths = {id(v): path for m in members for path, v in m.VariablesByPath().items()}
+    trained: dict[str, tf.Variable] = {}
+    mirrors: dict[str, tf.Variable] = {}
+    for v in tf.nest.flatten(variables):
+      path = paths[id(v)]
+      if v.trainable and (is_trained is None or is_trained(ties.get(path, path))):
+        (mirrors if path in ties else trained)[path] = v
+    needs_dx = any(s.has_weight_gradient for s in stages)
+    stages.append(
+      Stage(index, members, device, variables, *skips[index], trained, mirrors, needs_dx)
+    )
+  return stages
+
+
+def Skips(
+  layers: Sequence[base_layer.BaseLayer], ends: Sequence[int]
+) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+  """For each stage the names of the skip connections that enter it and that leave it.
+
+  Raises:
+    ValueError: two layers begin a skip of one name, or a layer takes one that none before begins.
+  """
+  made: dict[str, tuple[int, str]] = {}
+  imports: list[set[str]] = [set() for _ in ends]
+  exports: list[set[str]] = [set() for _ in ends]
+  for k, (start, end) in enumerate(partitioner.StageRanges(ends)):
+    for layer in layers[start:end]:
+      for name in layer.skips_in:
+        if name not in made:
+          known = ', '.join(made) or 'none'
+          raise ValueError(
+            f'{layer.path} takes the skip {name!r}, which no layer before it begins; known: {known}'
+          )
+        if made[name][0] != k:
+          imports[k].add(name)
+          exports[made[name][0]].add(name)
+      for name in layer.skips_out:
+        if name in made:
+          raise ValueError(f'{layer.path} and {made[name][1]} both begin a skip {name!r}')
+        made[name] = (k, layer.path)
+  return [(tuple(sorted(i)), tuple(sorted(e))) for i, e in zip(imports, exports, strict=True)]
+
+
+def _CheckDevice(layer: base_layer.BaseLayer, device: str) -> None:
+  """Raises ValueError where the layer had variables already, and on another device."""
+  wanted = tf.DeviceSpec.from_string(device)
+  for path, variable in layer.VariablesByPath().items():
+    actual = tf.DeviceSpec.from_string(variable.device)
+    if actual.make_merged_spec(wanted) != actual:
+      raise ValueError(
+        f'{path} was allocated on {variable.device} before, but its stage belongs on {device}; '
+        'place the stages once, and before InstantiateVariables is called'
+      )

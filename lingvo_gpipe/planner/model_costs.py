@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the layers of a model cost at any size of micro-batch, from a few sizes that were looked at.
+
+FLOPs and bytes are straight lines in the number of examples, so two sizes tell all others; measured
+seconds are not, and go from point to point. Nothing here knows TensorFlow.
+
+Where seconds were not measured a layer's forward takes as long as its FLOPs, or as the bytes that
+it reads and writes if that is longer (weights, inputs, outputs, and what is inside twice); its I is
+as much, and its W has the accumulators to read and write instead of the weights.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from lingvo_gpipe.pipeline.cost import stage_memory, stage_work
+from lingvo_gpipe.planner import device_description
+
+# Times are whole numbers of this, in seconds: sums are exact, and cuts quick to find.
+TICK = 1e-12
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerWeights:
+  """The weights of a layer.
+
+  Attributes:
+    num_bytes: all of its weights.
+    gradient_bytes: the accumulators of those that are trained.
+    trained_bytes: the trained ones, without those that are tied to another.
+    skips_out: names of the skip connections that it begins.
+    largest_trained: the largest of `trained_bytes`; None: there is one alone.
+    update_seconds: measured, of their update; None: the bytes that it touches tell.
+  """
+
+  num_bytes: int
+  gradient_bytes: int
+  trained_bytes: int
+  skips_out: tuple[str, ...] = ()
+  largest_trained: int | None = None
+  update_seconds: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSample:
+  """A layer at one size of micro-batch.
+
+  Attributes:
+    flops: of its forward.
+    inputs: bytes of its arguments.
+    outputs: bytes that it returns.
+    inner: bytes that it makes beside them.
+    skips_in: {name: bytes} of the skip connections that it takes.
+    seconds: measured, of its forward and of its backward, if they are known; the last layer's with
+      those of the loss.
+  """
+
+  flops: float
+  inputs: float
+  outputs: float
+  inner: float
+  skips_in: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  seconds: tuple[float, float] | None = None
+
+
+class ModelCosts:
+  """The layers of a model, for planning.
+
+  Attributes:
+    weights: a `LayerWeights` for each layer.
+    samples: {size of micro-batch: a `LayerSample` for each layer}, at least one size.
+    slots_per_weight: how many optimizer slots a trained weight has.
+    averages_per_weight: how many moving averages.
+  """
+
+  def __init__(
+    self,
+    weights: Sequence[LayerWeights],
+    samples: Mapping[int, Sequence[LayerSample]],
+    slots_per_weight: float = 2,
+    averages_per_weight: float = 0,
+  ) -> None:
+    if not samples or any(len(row) != len(weights) for row in samples.values()):
+      raise ValueError('samples: expected at least one size, with an entry for each layer')
+    self.weights = tuple(weights)
+    self.samples = {size: tuple(samples[size]) for size in sorted(samples)}
+    self.slots_per_weight = slots_per_weight
+    self.averages_per_weight = averages_per_weight
+    self._known = dict(self.samples)
+    self.trained = tuple(w.gradient_bytes > 0 for w in weights)
+
+  @property
+  def num_layers(self) -> int:
+    """L."""
+    return len(self.weights)
+
+  def At(self, size: int) -> tuple[LayerSample, ...]:
+    """The layers with micro-batches of so many examples."""
+    if size not in self._known:
+      sizes = list(self.samples)
+      if len(sizes) > 1:
+        i = min(max(bisect.bisect_left(sizes, size), 1), len(sizes) - 1)
+        start, end = sizes[i - 1], sizes[i]
+        low = self.samples[start]
+      else:  # In proportion.
+        start, end = 0, sizes[0]
+        low = tuple(map(_Nothing, self.samples[end]))
+      share = (size - start) / (end - start)
+      self._known[size] = tuple(
+        _Between(a, b, share) for a, b in zip(low, self.samples[end], strict=True)
+      )
+    return self._known[size]
+
+  def Work(
+    self, size: int, devices: device_description.Devices
+  ) -> tuple[stage_work.LayerWork, ...]:
+    """For each layer its F, I and W on such a device while others rest, in ticks."""
+    first = stage_work.FirstTrained(self.trained)
+    work = []
+    for i, (w, s) in enumerate(zip(self.weights, self.At(size), strict=True)):
+      if s.seconds is not None:
+        forward, backward = s.seconds
+        halves = int(i > first) + int(w.gradient_bytes > 0)
+        inputs = weights = backward / halves if halves else 0.0
+      else:
+        touched = s.inputs + s.outputs + 2 * s.inner
+        computing = s.flops / devices.flops_per_second
+        forward = inputs = max(computing, (touched + w.num_bytes) / devices.memory_bandwidth)
+        weights = max(computing, (touched + 2 * w.gradient_bytes) / devices.memory_bandwidth)
+      work.append(
+        stage_work.LayerWork(
+          _Ticks(forward),
+          _Ticks(inputs) if i > first else 0,
+          _Ticks(weights) if w.gradient_bytes else 0,
+          w.gradient_bytes > 0,
+        )
+      )
+    return tuple(work)
+
+  def Bytes(self, size: int, num_shards: int = 1) -> list[stage_memory.LayerBytes]:
+    """For each layer what it needs, with the slots shared out over so many replicas."""
+    copies = self.slots_per_weight / num_shards + self.averages_per_weight
+    owner_slots = self.slots_per_weight * (1 - 1 / num_shards)
+    return [
+      stage_memory.LayerBytes(
+        state=round(w.num_bytes + w.gradient_bytes + copies * w.trained_bytes),
+        inputs=round(s.inputs),
+        inner=round(s.inner),
+        skips_in={name: round(b) for name, b in s.skips_in.items()},
+        skips_out=w.skips_out,
+        of_owner=round(
+          owner_slots * (w.trained_bytes if w.largest_trained is None else w.largest_trained)
+        ),
+      )
+      for w, s in zip(self.weights, self.At(size), strict=True)
+    ]
+
+  def UpdateSeconds(
+    self, start: int, end: int, num_shards: int, devices: device_description.Devices
+  ) -> float:
+    """How long the update of layers [start, end) takes on one replica.
+
+    Where that was not measured weights, gradients and slots are read and written once.
+    """
+    seconds = 0.0
+    for w in self.weights[start:end]:
+      if w.update_seconds is None:
+        touched = (4 + 2 * self.slots_per_weight) * w.trained_bytes
+        seconds += touched / devices.memory_bandwidth
+      else:
+        seconds += w.update_seconds
+    return seconds / num_shards
+
+
+def _Nothing(s: LayerSample) -> LayerSample:
+  return LayerSample(0, 0, 0, 0, dict.fromkeys(s.skips_in, 0), s.seconds and (0.0, 0.0))
+
+
+def _Between(a: LayerSample, b: LayerSample, share: float) -> LayerSample:
+  def Mix(x: float, y: float) -> float:
+    return max(x + share * (y - x), 0.0)
+
+  seconds = None
+  if a.seconds is not None and b.seconds is not None:
+    seconds = (Mix(a.seconds[0], b.seconds[0]), Mix(a.seconds[1], b.seconds[1]))
+  return LayerSample(
+    Mix(a.flops, b.flops),
+    Mix(a.inputs, b.inputs),
+    Mix(a.outputs, b.outputs),
+    Mix(a.inner, b.inner),
+    {name: Mix(num_bytes, b.skips_in[name]) for name, num_bytes in a.skips_in.items()},
+    seconds,
+  )
+
+
+def _Ticks(seconds: float) -> int:
+  return round(seconds / TICK)

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a planner may choose: replicas, devices, micro-batches, schedule, re-materialisation."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator
+
+from lingvo_gpipe.pipeline.schedule import rematerialisation
+
+# What goes without saying first: of plans that take as long the first one is chosen.
+ONE_STAGE_A_DEVICE = ('gpipe', '1f1b', '1f1b_fused', 'zb_h1')
+LOOPED = ('interleaved_1f1b', 'looped_bfs')
+# Where the last stage runs forward and backward in one and recomputes nothing.
+FUSED = ('1f1b_fused', 'fused_fill_drain')
+POLICIES = ('none', 'stage', 'except_last', 'layer')
+assert set(POLICIES) == set(rematerialisation.POLICIES)
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+  """One way to run a model.
+
+  Attributes:
+    num_replicas: R.
+    num_devices: K, the devices of one replica.
+    stages_per_device: how many stages each of them has.
+    num_micro_batches: M, of one replica.
+    micro_batch_size: examples in the largest of them.
+    schedule: its name.
+    remat_policy: what backward recomputes.
+    shard_slots: whether optimizer slots are shared out over the replicas.
+  """
+
+  num_replicas: int
+  num_devices: int
+  stages_per_device: int
+  num_micro_batches: int
+  micro_batch_size: int
+  schedule: str
+  remat_policy: str
+  shard_slots: bool = False
+
+  @property
+  def num_stages(self) -> int:
+    """S."""
+    return self.num_devices * self.stages_per_device
+
+  @property
+  def grid(self) -> tuple[int, int]:
+    """(R, K)."""
+    return self.num_replicas, self.num_devices
+
+  @property
+  def recomputes(self) -> bool:
+    """Whether backward repeats forward passes."""
+    return self.remat_policy != 'none'
+
+  @property
+  def num_shards(self) -> int:
+    """Over how many replicas the slots are shared out."""
+    return self.num_replicas if self.shard_slots else 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Space:
+  """What is looked at.
+
+  Attributes:
+    schedules: names of schedules.
+    remat_policies: policies.
+    stages_per_device: numbers of stages that a device may have.
+    shard_slots: whether slots are shared out, or not, or both.
+    num_replicas: the only numbers of replicas; None: any.
+    num_devices: the only numbers of devices of a replica; None: any.
+  """
+
+  schedules: Collection[str] = (*ONE_STAGE_A_DEVICE, 'interleaved_1f1b')
+  remat_policies: Collection[str] = POLICIES
+  stages_per_device: Collection[int] = (1, 2, 4)
+  shard_slots: Collection[bool] = (False, True)
+  num_replicas: Collection[int] | None = None
+  num_devices: Collection[int] | None = None
+
+
+def Grids(
+  space: Space, num_layers: int, num_devices: int, global_batch: int
+) -> list[tuple[int, int]]:
+  """The pairs (R, K) that are looked at: K as the devices can be divided, R up to all of them."""
+  if space.num_devices is not None:
+    ks = [k for k in space.num_devices if k <= num_devices]
+  elif num_devices <= 8:
+    ks = list(range(1, num_devices + 1))
+  else:
+    ks = [k for k in range(1, num_devices + 1) if not num_devices % k or _IsPowerOfTwo(k)]
+  grids = []
+  for k in ks:
+    most = min(num_devices // k, global_batch)
+    if space.num_replicas is None:
+      rs = [r for r in range(1, most + 1) if r == most or _IsPowerOfTwo(r)]
+    else:
+      rs = [r for r in space.num_replicas if r <= most]
+    grids += [(r, k) for r in rs if k <= num_layers]
+  return grids
+
+
+def Choices(space: Space, num_layers: int, grid: tuple[int, int], batch: int) -> Iterator[Choice]:
+  """All choices with R replicas of K devices for mini-batches of `batch` examples."""
+  r, k = grid
+  for m, size in MicroBatches(-(-batch // r)):
+    for v in space.stages_per_device:
+      if k * v > num_layers or (k == 1 and v > 1):
+        continue
+      for schedule in space.schedules:
+        if (schedule in LOOPED) != (v > 1) or (schedule == 'interleaved_1f1b' and m % k):
+          continue
+        for policy in space.remat_policies:
+          for shard in space.shard_slots:
+            if not shard or r > 1:
+              yield Choice(r, k, v, m, size, schedule, policy, shard)
+
+
+def MicroBatches(batch: int) -> list[tuple[int, int]]:
+  """(M, examples of the largest) for M or the size a power of two, and for M = 1 and M = batch."""
+  found = {}
+  power = 1
+  while power < 2 * batch:
+    for m in (min(power, batch), -(-batch // power)):
+      found[m] = -(-batch // m)
+    power *= 2
+  return sorted(found.items())
+
+
+def Complexity(choice: Choice) -> tuple[int, ...]:
+  """Orders choices that are as good: the plainer one first."""
+  known = (*ONE_STAGE_A_DEVICE, *LOOPED)
+  return (
+    known.index(choice.schedule) if choice.schedule in known else len(known),
+    POLICIES.index(choice.remat_policy),
+    choice.shard_slots,
+    choice.num_replicas * choice.num_devices,
+    choice.num_micro_batches,
+    choice.num_devices,
+    choice.stages_per_device,
+  )
+
+
+def _IsPowerOfTwo(n: int) -> bool:
+  return n & (n - 1) == 0

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything people and scripts read of a run: progress, metrics, summaries, reports."""

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ReplicaUpdate`: the update of the weights in all replicas of a pipeline, to the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+from absl import logging
+
+from lingvo_gpipe.core import hyperparams
+from lingvo_gpipe.learning import learner, learners, shared_weights
+from lingvo_gpipe.pipeline import engine as engine_lib
+from lingvo_gpipe.pipeline import replicas
+from lingvo_gpipe.pipeline.cutting import plan
+
+
+class ReplicaUpdate:
+  """Adds the gradients over the replicas and lets the learners update the weights of each.
+
+  Each replica has learners of its own, which do all the same; or, with `shard_optimizer_slots`,
+  each weight is updated by one replica, which alone has its slots.
+  """
+
+  def __init__(
+    self,
+    first: learners.Learners,
+    engine: engine_lib.PipelineEngine,
+    train: hyperparams.Params,
+    shared: shared_weights.SharedWeights | None = None,
+  ) -> None:
+    """Makes the slots.
+
+    Args:
+      first: the learners whose state a checkpoint keeps; not built yet.
+      engine: with its accumulators.
+      train: `task.train`.
+      shared: has the slots of weights that other tasks have, too; those have no other replicas.
+    """
+    self._first = first
+    self._engine = engine
+    self._others: list[learners.Learners] = []
+    self._shards: replicas.ShardedWeights | None = None
+    # Where the gradients of all micro-batches end.
+    self.stages: Sequence[learner.Stage] = engine.stages
+    if len(engine.replicas) > 1 and train.shard_optimizer_slots:
+      self._shards = replicas.ShardedWeights(engine.replicas)
+      self.stages = self._shards.Stages()
+    elif len(engine.replicas) > 1:
+      engine.ChooseAllReduce(train.all_reduce)
+      for replica in engine.replicas[1:]:
+        self._others.append(learners.Learners(train.learner))
+        self._others[-1].Build(replica.stages)
+    first.Build(self.stages, shared)
+    if self._shards is not None:
+      logging.info(
+        'Optimizer slots are shared out over %d replicas: %s.',
+        len(engine.replicas),
+        ', '.join(map(plan.BytesText, _SlotBytes(engine.replicas, first))),
+      )
+
+  def AfterRestore(self) -> None:
+    """To be called when the first replica's weights and the learners' variables were assigned."""
+    self._engine.SyncReplicas()
+    self._first.AfterRestore()
+    found = self._first.Variables()
+    for other in self._others:
+      for name, variable in other.Variables().items():
+        with tf.device(variable.device):
+          variable.assign(tf.identity(found[name]))
+      other.AfterRestore()
+
+  def BeginAtWeights(self) -> None:
+    """To be called when the first replica's weights were assigned, but no slots."""
+    self._engine.SyncReplicas()
+    for each in [self._first, *self._others]:
+      each.BeginAtWeights()
+
+  def Apply(self, step: tf.Tensor, loss_weight: tf.Tensor) -> Mapping[str, Any]:
+    """As `Learners.Apply`, in all replicas; ties are left to the caller."""
+    if self._shards is not None:
+      self._shards.AddGradients()
+    else:
+      self._engine.SumGradients()
+    # Of the first replica for all: whether and how far gradients are clipped must not differ by a
+    # rounding, or the weights would drift apart.
+    squares = self._first.Prepare(loss_weight)
+    values = self._first.Apply(step, loss_weight, squares)
+    for other in self._others:
+      other.Prepare(loss_weight)
+      other.Apply(step, loss_weight, squares)
+    if self._shards is not None:
+      self._shards.SyncWeights()
+    return values
+
+
+def _SlotBytes(all_replicas: Sequence[replicas.Replica], built: learners.Learners) -> list[int]:
+  """The bytes of the learners' variables on each replica's devices."""
+  found = []
+  for replica in all_replicas:
+    devices = {v.device for v in replica.variables.values()}
+    own = [v for v in built.Variables().values() if v.device in devices]
+    found.append(sum(v.shape.num_elements() * v.dtype.size for v in own))
+  return found

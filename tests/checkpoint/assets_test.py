@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run depends on is kept with it, and a change of it is told."""
+
+import sys
+
+import pytest
+
+from lingvo_gpipe.checkpoint import assets
+from lingvo_gpipe.core import params_text
+from lingvo_gpipe.distributed import cluster, stop_request
+from lingvo_gpipe.experiment import registry
+from lingvo_gpipe.input import synthetic
+from lingvo_gpipe.training import train_program
+from tasks.lm import stdlib_input
+from tests import processes, toy_training
+
+
+def testFilesAreCopied(tmp_path):
+  (tmp_path / 'v.model').write_bytes(b'\0one')
+  (tmp_path / 'words.txt').write_text('two')
+  paths = [str(tmp_path / name) for name in ('v.model', 'words.txt')]
+  run = tmp_path / 'run'
+  assets.Keep(str(run), [], is_resumed=False)
+  assert not run.exists()
+  for is_resumed in (False, True, True):
+    assets.Keep(str(run), paths, is_resumed=is_resumed)
+    kept = {path.name: path.read_bytes() for path in (run / 'assets').iterdir()}
+    assert kept == {'v.model': b'\0one', 'words.txt': b'two'}
+  # What is kept may be what is read.
+  assets.Keep(str(run), [str(run / 'assets' / 'v.model')], is_resumed=True)
+
+
+def testFilesOfOneName(tmp_path):
+  paths = []
+  for folder in ('a', 'b'):
+    (tmp_path / folder).mkdir()
+    paths.append(str(tmp_path / folder / 'v.model'))
+  with pytest.raises(ValueError, match="several files of the name 'v.model'.*rename"):
+    assets.Keep(str(tmp_path / 'run'), paths, is_resumed=False)
+
+
+def testARunIsEvaluatedWithItsOwnFile(tmp_path, monkeypatch):
+  vocabulary = tmp_path / 'v.model'
+  monkeypatch.setattr(synthetic.SyntheticRegressionInput, 'Assets', lambda self: [str(vocabulary)])
+  run = tmp_path / 'run'
+  params = toy_training.Params()
+  vocabulary.write_text('first')
+  toy_training.Evaluator(run, params)  # The run may begin later.
+  assets.Keep(str(run), [str(vocabulary)], is_resumed=False)
+  toy_training.Evaluator(run, params)
+  vocabulary.write_text('second')
+  with pytest.raises(ValueError, match=r"another 'v.model' than .*keeps it as .*assets/v\.model"):
+    toy_training.Evaluator(run, params)
+  toy_training.Evaluator(run, params, allow_params_change=True)
+
+
+def testARunGoesOnWithItsOwnFile(tmp_path, monkeypatch):
+  vocabulary = tmp_path / 'v.model'
+  monkeypatch.setattr(stdlib_input.StdlibInput, 'Assets', lambda self: [str(vocabulary)])
+  run = tmp_path / 'run'
+  kept = run / 'assets' / 'v.model'
+
+  def Train(max_steps):
+    params = registry.GetParams(processes.MODEL, 'Train')
+    params.ApplyOverrides(params_text.ParseOverrides(processes.TINY))
+    params.task.train.Set(max_steps=max_steps, eval_datasets=[])
+    train_program.TrainProgram(
+      params, str(run), cluster.Cluster.Create(2, platform='cpu'), None, stop_request.StopRequest()
+    ).Run()
+    return kept.read_text()
+
+  vocabulary.write_text('never trained with')
+  run.mkdir()
+  assets.Keep(str(run), [str(vocabulary)], is_resumed=False)
+  vocabulary.write_text('first')
+  assert Train(1) == 'first'
+  vocabulary.write_text('second')
+  with pytest.raises(ValueError, match=r"another 'v.model' than .*keeps it as .*assets/v\.model"):
+    Train(2)
+  assert kept.read_text() == 'first'
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

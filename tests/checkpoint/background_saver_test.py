@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is saved beside training is what was there at the step, and no failure stays unsaid."""
+
+import sys
+import threading
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_gpipe.checkpoint import background_saver, checkpointer, logdir_lock, tensor_bundle
+from lingvo_gpipe.core import heartbeat
+
+
+class _Gate:
+  """Holds each write until it is let through."""
+
+  def __init__(self, monkeypatch):
+    self.began, self.go = threading.Event(), threading.Event()
+    write = tensor_bundle.Write
+
+    def Write(*args):
+      self.began.set()
+      assert self.go.wait(60)
+      return write(*args)
+
+    monkeypatch.setattr(tensor_bundle, 'Write', Write)
+
+
+def _Saver(directory, **kwargs):
+  return background_saver.BackgroundSaver(checkpointer.Checkpointer(directory), **kwargs)
+
+
+def _Saved(directory):
+  """(step, value of v) of the last checkpoint."""
+  v = tf.Variable(0.0)
+  found = checkpointer.Checkpointer(directory).RestoreLatest({'v': v})
+  return found and (found[0].step, float(v))
+
+
+def testTheValuesOfTheStepAreSavedWhateverComesAfter(tmp_path, monkeypatch):
+  gate = _Gate(monkeypatch)
+  values = {
+    'f32': tf.random.stateless_normal([50, 40], [1, 2]),
+    'half': tf.cast(tf.random.stateless_normal([7], [3, 4]), tf.bfloat16),
+    'step': tf.constant(2**60, tf.int64),
+    'flags': tf.constant([True, False]),
+    'text': tf.constant([b'a\x00', b'']),
+  }
+  variables = {}
+  for i, (name, value) in enumerate(values.items()):
+    with tf.device(f'/device:CPU:{i % 4}'):
+      variables[name] = tf.Variable(value)
+  array, metadata = np.arange(3.0), {'n': [1]}
+  saver = _Saver(tmp_path)
+  saver.Save(7, {**variables, 'array': array}, metadata)
+  assert gate.began.wait(60)
+  # In place, as a step does.
+  tf.function(lambda: variables['f32'].assign_add(tf.ones([50, 40])))()
+  for name in ('half', 'step', 'flags', 'text'):
+    variables[name].assign(tf.zeros_like(values[name]))
+  array[:] = -1.0
+  metadata['n'].append(2)
+  saver.Check()  # Does not wait.
+  assert checkpointer.Checkpointer(tmp_path).All() == []
+  gate.go.set()
+  saver.Wait()
+  (info,) = checkpointer.Checkpointer(tmp_path).All()
+  assert info.step == 7 and info.metadata == {'n': [1]}
+  saved = tf.train.load_checkpoint(info.prefix)
+  for name, value in {**values, 'array': np.arange(3.0)}.items():
+    got, expected = saved.get_tensor(name), np.asarray(value)
+    assert got.dtype == expected.dtype and got.tolist() == expected.tolist(), name
+  assert saver.num_saves == 1 and 0 < saver.blocked_seconds and 0 < saver.write_seconds
+  assert saver.Report().startswith('1 checkpoint saved: training stood still for ')
+
+
+def testASaveWaitsForTheOneBefore(tmp_path, monkeypatch):
+  gate = _Gate(monkeypatch)
+  saver, v = _Saver(tmp_path), tf.Variable(1.0)
+  saver.Save(1, {'v': v}, {})
+  threading.Timer(0.1, gate.go.set).start()
+  v.assign(2.0)
+  saver.Save(2, {'v': v}, {})
+  assert [info.step for info in checkpointer.Checkpointer(tmp_path).All()][:1] == [1]
+  saver.Close()
+  assert _Saved(tmp_path) == (2, 2.0) and saver.num_saves == 2
+  assert saver.Report().startswith('2 checkpoints saved')
+
+
+@pytest.mark.parametrize('call', ['Check', 'Save', 'Wait', 'Close'])
+def testWhatFailsBesideTrainingIsRaisedAtTheNextCall(tmp_path, monkeypatch, caplog, call):
+  saver, v = _Saver(tmp_path), tf.Variable(1.0)
+  saver.Save(1, {'v': v}, {})
+  saver.Wait()
+  write = tensor_bundle.Write
+
+  def Fail(*unused_args):
+    raise tf.errors.ResourceExhaustedError(None, None, 'No space left on device')
+
+  monkeypatch.setattr(tensor_bundle, 'Write', Fail)
+  saver.Save(2, {'v': v}, {})
+  saver._thread.join()
+  monkeypatch.setattr(tensor_bundle, 'Write', write)
+  message = 'Cannot save the checkpoint of step 2 .*No space left.*Earlier checkpoints are untou'
+  if call == 'Close':
+    saver.Close()
+    assert 'Cannot save the checkpoint of step 2' in caplog.text
+  else:
+    with pytest.raises(OSError, match=message):
+      {'Check': saver.Check, 'Wait': saver.Wait}.get(call, lambda: saver.Save(3, {'v': v}, {}))()
+  assert _Saved(tmp_path) == (1, 1.0) and saver.num_saves == 1
+  # Once; what is saved now is saved.
+  v.assign(4.0)
+  saver.Save(4, {'v': v}, {})
+  saver.Wait()
+  assert _Saved(tmp_path) == (4, 4.0)
+
+
+@pytest.mark.parametrize('in_background', [True, False])
+def testADirectoryThatWasLostIsNotWrittenTo(tmp_path, in_background):
+  directory = tmp_path / 'train'
+  with logdir_lock.Held(str(directory)) as lock:
+    saver = _Saver(directory, in_background=in_background, lock=lock)
+    saver.Save(1, {'v': tf.Variable(1.0)}, {})
+    saver.Wait()
+    directory.rename(tmp_path / 'moved')
+    with pytest.raises(logdir_lock.LostError, match='no longer the directory'):
+      saver.Save(2, {'v': tf.Variable(2.0)}, {})
+    assert not directory.exists()
+  assert _Saved(tmp_path / 'moved') == (1, 1.0)
+
+
+@pytest.mark.parametrize('in_background', [True, False])
+def testADirectoryThatIsLostWhileItIsWrittenToGetsNoCommit(tmp_path, in_background):
+  class Lock:
+    num_checks = 0
+
+    def Check(self):
+      self.num_checks += 1
+      if self.num_checks == 4:
+        raise logdir_lock.LostError('it is lost')
+
+  saver = _Saver(tmp_path, in_background=in_background, lock=Lock())
+  saver.Save(1, {'v': tf.Variable(1.0)}, {})
+  saver.Wait()
+  before = sorted(tmp_path.rglob('*'))
+  with pytest.raises(logdir_lock.LostError, match='^it is lost$'):
+    saver.Save(2, {'v': tf.Variable(2.0)}, {})
+    saver.Wait()
+  left = [path for path in sorted(tmp_path.rglob('*')) if '.json.tmp-' not in path.name]
+  assert left == before and _Saved(tmp_path) == (1, 1.0)
+
+
+def testWithoutAThreadItIsSavedAtTheReturn(tmp_path, monkeypatch):
+  monkeypatch.setattr(background_saver, '_Copies', None)
+  saver = _Saver(tmp_path, in_background=False)
+  saver.Save(1, {'v': tf.Variable(1.0)}, {})
+  assert _Saved(tmp_path) == (1, 1.0)
+  assert saver.Report().endswith('and 0.00 s of writing went on beside it')
+  monkeypatch.setattr(tensor_bundle, 'Write', lambda *args: 1 / 0)
+  with pytest.raises(ZeroDivisionError):
+    saver.Save(2, {'v': tf.Variable(1.0)}, {})
+
+
+@pytest.mark.parametrize('in_background', [True, False])
+def testTheWritingTellsThatItBeginsAndHasEnded(tmp_path, monkeypatch, in_background):
+  told = []
+  monkeypatch.setattr(heartbeat, '_Send', told.append)
+  saver = _Saver(tmp_path, in_background=in_background)
+
+  def Signs():
+    found = [sign for sign in told if sign.lower() == heartbeat.WRITE]
+    told.clear()
+    return found
+
+  saver.Save(1, {'v': tf.Variable(1.0)}, {})
+  saver.Wait()
+  assert not Signs()  # No worker is waited for.
+  saver._saver.workers = ['/job:worker/replica:0/task:0/device:CPU:0']
+  saver.Save(2, {'v': tf.Variable(1.0)}, {})
+  saver.Wait()
+  assert Signs() == [b'W', b'w']
+  monkeypatch.setattr(tensor_bundle, 'Write', lambda *args: 1 / 0)
+  with pytest.raises(ZeroDivisionError):
+    saver.Save(3, {'v': tf.Variable(1.0)}, {})
+    saver.Wait()
+  assert Signs() == [b'W', b'w']
+
+
+def testNoMemoryForTheCopyIsSaid(tmp_path, monkeypatch):
+  def Fail(value):
+    raise MemoryError()
+
+  monkeypatch.setattr(background_saver, '_Copy', Fail)
+  saver = _Saver(tmp_path)
+  with pytest.raises(OSError, match=r'step 3: .*no host memory.*Set train\.save_async to False'):
+    saver.Save(3, {'v': tf.Variable(1.0)}, {})
+  assert saver.Report() == ''
+
+
+@pytest.mark.parametrize('in_background', [False, True])
+def testNoTrainedWeightThatIsNotFiniteIsSaved(tmp_path, caplog, in_background):
+  saver = _Saver(tmp_path, in_background=in_background)
+  weight = tf.Variable([1.0, 2.0], dtype=tf.bfloat16)
+  others = {'mask': tf.Variable(-np.inf), 'array': np.array(np.nan)}
+  assert saver.Save(1, {'w': weight, **others}, {}, trained=['w'])
+  for step, bad in ((2, np.nan), (3, np.inf)):
+    weight.assign([1.0, bad])
+    assert not saver.Save(step, {'w': weight, **others}, {}, trained=['w'])
+    assert f'no checkpoint of step {step}: w is not finite' in caplog.text
+  weight.assign([1.0, 2.0])
+  assert saver.Save(4, {'w': weight, **others}, {}, trained=['w'])
+  saver.Wait()
+  assert [info.step for info in checkpointer.Checkpointer(tmp_path).All()] == [1, 4]
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

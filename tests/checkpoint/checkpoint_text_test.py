@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is told of the checkpoints of a log directory, damaged ones among them."""
+
+import sys
+
+import pytest
+import tensorflow as tf
+
+from lingvo_gpipe.checkpoint import checkpoint_text, checkpointer
+
+
+def testWholeAndDamagedCheckpoints(tmp_path):
+  saver = checkpointer.Checkpointer(tmp_path / 'train', max_to_keep=None)
+  values = {'net.w': tf.ones([30, 4]), 'step': tf.constant(7, tf.int64)}
+  infos = []
+  for step in (7, 1234):
+    saver.Save(step, values, {'cut': [1, 2], 'params': 'a : 1\nb : 2\n'})
+    infos = saver.All()
+  text, are_whole = checkpoint_text.Describe(str(tmp_path))
+  assert are_whole
+  lines = [line.split() for line in text.splitlines()]
+  size = sum(p.stat().st_size for p in (tmp_path / 'train').glob('ckpt-00000007-*/*'))
+  assert [lines[1][i] for i in (0, 1, 4, 5)] == ['ckpt-00000007.json', '7', f'{size:,}', 'yes']
+  assert lines[2][:2] == ['ckpt-00001234.json', '1,234']
+  assert text.splitlines()[3:7] == [
+    '', 'ckpt-00001234.json:', '  cut: [1, 2]', '  params: 2 lines',
+  ]  # fmt: skip
+  assert ['net.w', '[30,', '4]', 'float32', '120'] in lines
+  assert ['step', '[]', 'int64', '1'] in lines
+
+  data = next((tmp_path / 'train').glob('ckpt-00001234-*/*.data-*'))
+  flipped = bytearray(data.read_bytes())
+  flipped[100] ^= 1
+  data.write_bytes(flipped)
+  (tmp_path / 'train' / 'ckpt-00000009.json').write_text('{')
+  text, are_whole = checkpoint_text.Describe(str(tmp_path))
+  assert not are_whole
+  lines = text.splitlines()
+  assert lines[1].endswith('yes') and ' no: ' in lines[2]
+  assert lines[3].startswith('ckpt-00000009.json') and 'commit file' in lines[3]
+  # The newest one that can be read.
+  assert 'ckpt-00000007.json:' in lines
+  assert [info.step for info in infos] == [7, 1234]
+
+
+@pytest.mark.parametrize('max_to_keep, told', [(3, ['2']), (2, ['3', '4'])])
+def testATrainerAtWorkDamagesNothing(tmp_path, monkeypatch, max_to_keep, told):
+  """It saves and removes checkpoints while they are read: some of them, or all."""
+  saver = checkpointer.Checkpointer(tmp_path / 'train', max_to_keep)
+  values = {'net.w': tf.ones([3])}
+  for step in (1, 2):
+    saver.Save(step, values, {})
+  verify = checkpointer.Checkpointer.Verify
+
+  def Verify(self, info):
+    if info.step == 1:
+      for step in (3, 4):
+        saver.Save(step, values, {})
+    verify(self, info)
+
+  monkeypatch.setattr(checkpointer.Checkpointer, 'Verify', Verify)
+  text, are_whole = checkpoint_text.Describe(str(tmp_path))
+  rows = [line.split() for line in text.splitlines()]
+  assert are_whole and [row[1] for row in rows[1 : rows.index([])]] == told
+
+
+def testNoCheckpoint(tmp_path):
+  with pytest.raises(ValueError, match='no checkpoint in .*train'):
+    checkpoint_text.Describe(str(tmp_path))
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

@@ -1,0 +1,595 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints come back exactly, and whatever happens during a save the one before is whole."""
+
+import contextlib
+import errno
+import json
+import os
+import pathlib
+import random
+import resource
+import stat
+import subprocess
+import sys
+
+import hypothesis
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import strategies as st
+
+from lingvo_gpipe.checkpoint import checkpoint_info, checkpointer, tensor_bundle
+
+# What `tensor_bundle.Write` says of a checkpoint of no file.
+_WRITTEN = {'files': {}, 'index_sha256': '0' * 64}
+
+
+class Killed(BaseException):
+  """Stands for SIGKILL: nothing that comes after it does anything."""
+
+
+def _Variables(step, n=3):
+  """Variables on several devices whose values tell the step."""
+  out = {}
+  for i in range(n):
+    with tf.device(f'/device:CPU:{i % 4}'):
+      out[f'lm.layers[{i}].w'] = tf.Variable(tf.fill([4, 5], float(step)))
+  return out
+
+
+def _Save(directory, step, value=None, **kwargs):
+  variables = _Variables(step if value is None else value)
+  return checkpointer.Checkpointer(directory, **kwargs).Save(step, variables, {'step': step})
+
+
+def _Value(directory):
+  """Restores the newest into fresh variables as a new process would; returns (step, value)."""
+  variables = _Variables(-1)
+  info, metadata = checkpointer.Checkpointer(directory).RestoreLatest(variables)
+  values = {float(x) for v in variables.values() for x in v.numpy().ravel()}
+  assert len(values) == 1 and metadata == {'step': info.step}
+  return info.step, values.pop()
+
+
+def _Steps(directory):
+  return [info.step for info in checkpointer.Checkpointer(directory).All()]
+
+
+def _AssertTidy(directory):
+  """Nothing is in the directory but commit files and the folders they name."""
+  expected = set()
+  for info in checkpointer.Checkpointer(directory).All():
+    expected |= {os.path.basename(info.path), os.path.basename(os.path.dirname(info.prefix))}
+  assert set(os.listdir(directory)) == expected
+
+
+@pytest.mark.parametrize('group_bytes', [1, 100, 2**28])
+def testEveryKindOfTensorComesBack(tmp_path, monkeypatch, group_bytes):
+  monkeypatch.setattr(tensor_bundle, 'GROUP_BYTES', group_bytes)
+  values = {
+    'lm.stack.layers[3].self_atten.w': tf.random.stateless_normal([7, 9], [1, 2]),
+    'a/b:0 é~ ': tf.constant(['text', b'\xff\x00', '']),
+    'half': tf.cast(tf.random.stateless_normal([3], [1, 2]), tf.bfloat16),
+    'f64': tf.constant([np.nan, np.inf, -0.0], tf.float64),
+    'scalar': tf.constant(2**60, tf.int64),
+    'flags': tf.constant([True, False]),
+    'empty': tf.zeros([0, 3], tf.float16),
+    'complex': tf.constant(1 + 2j),
+  }
+  given = {}
+  for i, (path, value) in enumerate(values.items()):
+    with tf.device(f'/device:CPU:{i % 4}'):
+      given[path] = (tf.Variable(value), value, value.numpy())[i % 3]
+  saver = checkpointer.Checkpointer(tmp_path / 'new' / 'folder')
+  assert saver.Latest() is None and saver.All() == [] and not tmp_path.joinpath('new').exists()
+  metadata = {'data': {'position': 10**20, 'x': [0.1, None, True, 'ä']}, 'nan': -1e400}
+  assert saver.Save(205, given, metadata) == str(tmp_path / 'new/folder/ckpt-00000205.json')
+
+  info = checkpointer.Checkpointer(tmp_path / 'new' / 'folder').Latest()
+  assert info.step == 205 and info in saver.All()
+  assert saver.ReadMetadata(info) == metadata
+  assert info.tensors == {k: tf.TensorSpec(v.shape, v.dtype) for k, v in values.items()}
+  fresh = {}
+  for i, (path, value) in enumerate(values.items()):
+    with tf.device(f'/device:CPU:{3 - i % 4}'):
+      fresh[path] = tf.Variable(tf.zeros_like(value))
+  devices = {path: v.device for path, v in fresh.items()}
+  assert saver.Restore(info, fresh) == metadata
+  plain = tf.train.load_checkpoint(info.prefix)
+  for path, value in values.items():
+    assert fresh[path].numpy().tobytes() == value.numpy().tobytes() or value.dtype == tf.string
+    np.testing.assert_array_equal(fresh[path].numpy(), value.numpy())
+    assert fresh[path].device == devices[path]
+    np.testing.assert_array_equal(plain.get_tensor(path), value.numpy())
+  # A group is at most GROUP_BYTES, except for a larger tensor.
+  parts = [name for name in info.written['files'] if '.data-' in name]
+  assert len(parts) == {1: 8, 100: 2, 2**28: 1}[group_bytes]
+
+
+_JSON = st.recursive(
+  st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+  lambda x: st.lists(x) | st.dictionaries(st.text(), x),
+)
+
+
+@hypothesis.settings(max_examples=30)
+@hypothesis.given(st.dictionaries(st.text(), _JSON))
+def testMetadataComeBack(metadata):
+  checkpoint_info.CheckJson('metadata', metadata)
+  text = checkpoint_info.CommitText(7, 'ckpt-00000007-01234567', {}, metadata, _WRITTEN)
+  info = checkpoint_info.ParseCommit('d', 'd/ckpt-00000007.json', text)
+  assert info.metadata == metadata and info.prefix == 'd/ckpt-00000007-01234567/tensors'
+
+
+def testAnyFlippedBitOfACommitFileIsNoticed():
+  metadata = {'loss': 1.25, 'name': 'abc'}
+  text = checkpoint_info.CommitText(7, 'ckpt-00000007-01234567', {}, metadata, _WRITTEN)
+  for i in range(8 * len(text)):
+    data = bytearray(text.encode())
+    data[i // 8] ^= 1 << i % 8
+    changed = bytes(data).decode(errors='replace')
+    try:
+      info = checkpoint_info.ParseCommit('d', 'd/ckpt-00000007.json', changed)
+    except checkpointer.DamagedError:
+      continue
+    # White space and the last digit of a number may be written otherwise; the meaning is the same.
+    assert json.loads(changed) == json.loads(text) and info.metadata == metadata
+
+
+@pytest.mark.parametrize(
+  'record',
+  [
+    {'folder': '../ckpt-00000007-01234567'},
+    {'folder': '/tmp/ckpt-00000007-01234567'},
+    {'folder': 'ckpt-00000008-01234567'},
+    {'step': 8},
+    {'step': 'x'},
+    {'tensors': {'a': {'dtype': 'os.system', 'shape': [1]}}},
+    {'tensors': []},
+  ],
+)
+def testACommitFileIsData(record):
+  text = checkpoint_info.CommitText(7, 'ckpt-00000007-01234567', {}, {}, _WRITTEN)
+  forged = {**json.loads(text)['checkpoint'], **record}
+  text = json.dumps({'sha256': checkpoint_info._Digest(forged), 'checkpoint': forged})
+  with pytest.raises(checkpointer.DamagedError):
+    checkpoint_info.ParseCommit('d', 'd/ckpt-00000007.json', text)
+  for other in ('', '[]', '{}', '[' * 100000, '\x00'):
+    with pytest.raises(checkpointer.DamagedError):
+      checkpoint_info.ParseCommit('d', 'd/ckpt-00000007.json', other)
+
+
+def testMismatchesAreAllNamedBeforeAnythingIsAssigned(tmp_path):
+  _Save(tmp_path, 1)
+  saver = checkpointer.Checkpointer(tmp_path)
+  info = saver.Latest()
+  variables = {
+    'lm.layers[0].w': tf.Variable(tf.zeros([4, 5])),
+    'lm.layers[1].w': tf.Variable(tf.zeros([5, 4])),
+    'lm.layer[2].w': tf.Variable(tf.zeros([4, 5])),
+    'zzz': tf.Variable(0),
+  }
+  with pytest.raises(ValueError) as e:
+    saver.Restore(info, variables)
+  message = str(e.value)
+  for part in (
+    'ckpt-00000001.json does not fit these 4 variables',
+    'not in the checkpoint: 2: lm.layer[2].w (closest: lm.layers[2].w), zzz;',
+    'only in the checkpoint: 1: lm.layers[2].w (closest: lm.layer[2].w);',
+    'lm.layers[1].w (variable float32[5, 4], checkpoint float32[4, 5])',
+  ):
+    assert part in message
+  assert '\n' not in message
+  assert not any(v.numpy().any() for v in variables.values())
+  del variables['lm.layers[1].w']
+  with pytest.raises(ValueError, match='only in the checkpoint: 2'):
+    saver.Restore(info, variables, allow_missing=True)
+  with pytest.raises(ValueError, match='not in the checkpoint: 2'):
+    saver.Restore(info, variables, allow_extra=True)
+  assert saver.Restore(info, variables, allow_missing=True, allow_extra=True) == {'step': 1}
+  assert variables['lm.layers[0].w'].numpy().all() and not variables['lm.layer[2].w'].numpy().any()
+  with pytest.raises(ValueError, match=r'variable float64\[4, 5\], checkpoint float32\[4, 5\]'):
+    saver.Restore(
+      info, {'lm.layers[0].w': tf.Variable(tf.zeros([4, 5], tf.float64))}, allow_extra=True
+    )
+  many = {f'other{i}': tf.Variable(0.0) for i in range(50)}
+  with pytest.raises(ValueError, match='50: other0, .*and 42 more'):
+    saver.Restore(info, many, allow_extra=True)
+
+
+def testArgumentsAreChecked(tmp_path):
+  saver = checkpointer.Checkpointer(tmp_path / 'x')
+  good = {'a': tf.Variable(0.0)}
+  for error, match, args in (
+    (ValueError, 'at least 0, got -1', (-1, good, {})),
+    (ValueError, 'No variables', (1, {}, {})),
+    (ValueError, "not empty, got ''", (1, {'': tf.Variable(0)}, {})),
+    (TypeError, "'a' is a float", (1, {'a': 1.5}, {})),
+    (TypeError, r"metadata\['x'\]\[1\] is a int64; .*int\(x\)", (1, good, {'x': [1, np.int64(2)]})),
+    (TypeError, 'key 3', (1, good, {'d': {3: 4}})),
+    (TypeError, r"metadata\['t'\] is a .*Tensor", (1, good, {'t': tf.constant(1)})),
+  ):
+    with pytest.raises(error, match=match):
+      saver.Save(*args)
+  assert not (tmp_path / 'x').exists()
+
+
+@pytest.mark.parametrize('n', [1, 2, None])
+def testTheLastOnesAreKept(tmp_path, n):
+  for step in (10, 20, 30, 40):
+    _Save(tmp_path, step, max_to_keep=n)
+  assert _Steps(tmp_path) == [10, 20, 30, 40][-n if n else 0 :]
+  _AssertTidy(tmp_path)
+
+
+def testSomeAreKeptByTheClock(tmp_path, monkeypatch):
+  clock = [0.0]
+  monkeypatch.setattr(checkpoint_info.time, 'time', lambda: clock[0])
+  for hour in range(9):
+    clock[0] = hour * 3600.0
+    _Save(tmp_path, hour, max_to_keep=2, keep_every_n_hours=2.5)
+  assert _Steps(tmp_path) == [0, 3, 6, 7, 8]
+
+
+def testTheProtectedOneStaysUntilAnotherIs(tmp_path):
+  def Save(step, protected):
+    saver = checkpointer.Checkpointer(tmp_path, max_to_keep=2)
+    saver.Save(step, _Variables(step), {}, protected=protected)
+
+  for step in (10, 20, 30, 40):
+    Save(step, [10])
+  assert _Steps(tmp_path) == [10, 30, 40]
+  Save(50, [50])
+  assert _Steps(tmp_path) == [40, 50]
+  Save(60, [5])  # That one is not there, and need not be.
+  assert _Steps(tmp_path) == [50, 60]
+  _AssertTidy(tmp_path)
+
+
+def testAStepIsReplacedAndAnEarlierStepRemovesNoLaterOne(tmp_path):
+  for step in (1, 2, 3):
+    _Save(tmp_path, step, max_to_keep=2)
+  _Save(tmp_path, 3, value=33.0, max_to_keep=2)
+  assert _Steps(tmp_path) == [2, 3] and _Value(tmp_path) == (3, 33.0)
+  _AssertTidy(tmp_path)
+  _Save(tmp_path, 1, max_to_keep=1)
+  assert _Steps(tmp_path) == [1, 3]
+
+
+class _Faults:
+  """Counts the operations that touch files; fails at the n-th, and for good if it was a kill."""
+
+  def __init__(self, monkeypatch, fatal):
+    self.count = 0
+    self.fail_at = None
+    self._fatal = fatal
+    self._dead = False
+    gfile = tf.io.gfile
+    for owner, name in (
+      *((gfile, name) for name in ('makedirs', 'rename', 'rmtree', 'remove', 'stat', 'GFile')),
+      *((tf.raw_ops, name) for name in ('SaveV2', 'MergeV2Checkpoints', 'RestoreV2')),
+      (tensor_bundle, 'Sync'),
+    ):
+      monkeypatch.setattr(owner, name, self._Wrap(getattr(owner, name)))
+
+  def Arm(self, n):
+    self.count, self.fail_at, self._dead = 0, n, False
+
+  def _Wrap(self, function):
+    def Call(*args, **kwargs):
+      if self._dead:
+        raise Killed()
+      self.count += 1
+      if self.count == self.fail_at:
+        if self._fatal:
+          self._dead = True
+          raise Killed()
+        raise tf.errors.UnknownError(None, None, 'disk on fire')
+      return function(*args, **kwargs)
+
+    return Call
+
+
+@pytest.mark.parametrize('step', [2, 3])
+@pytest.mark.parametrize('fatal', [True, False])
+def testAKillOrErrorBetweenAnyTwoFileOperationsLosesNothing(tmp_path, monkeypatch, step, fatal):
+  """Step 3 is new; step 2 replaces the newest. Small groups: several files each."""
+  monkeypatch.setattr(tensor_bundle, 'GROUP_BYTES', 100)
+  faults = _Faults(monkeypatch, fatal)
+  values = _Variables(100.0 + step)
+  outcomes = set()
+  for n in range(1, 100):
+    directory = tmp_path / str(n)
+    faults.Arm(None)
+    for old in (1, 2):
+      _Save(directory, old, max_to_keep=2)
+    # What an earlier killed save has left is there too.
+    (directory / 'ckpt-00000003-0badbeef').mkdir()
+    (directory / 'ckpt-00000003.json.tmp-0badbeef').write_text('{')
+    faults.Arm(n)
+    saver = checkpointer.Checkpointer(directory, max_to_keep=2)
+    try:
+      saver.Save(step, values, {'step': step})
+      outcome = 'saved'
+    except Killed:
+      outcome = 'killed'
+    except OSError as e:
+      assert f'Cannot save the checkpoint of step {step}' in str(e) and 'on fire' in str(e)
+      assert '\n' not in str(e)
+      outcome = 'refused'
+    finished = faults.count < n
+    faults.Arm(None)
+    found = _Value(directory)
+    outcomes.add((outcome, found))
+    assert found in ((2, 2.0), (step, 100.0 + step))
+    assert found[1] > 100 or outcome != 'saved'
+    # The next save works and tidies up.
+    _Save(directory, 4, max_to_keep=2)
+    assert _Value(directory) == (4, 4.0)
+    assert len(_Steps(directory)) == 2
+    _AssertTidy(directory)
+    if finished:
+      break
+  else:
+    pytest.fail('the save never finished')
+  new = (step, 100.0 + step)
+  stopped = 'killed' if fatal else 'refused'
+  assert {(stopped, (2, 2.0)), (stopped, new), ('saved', new)} == outcomes
+  assert n > 20
+
+
+_KILL_LOOP = """
+import os, random, signal, sys, time
+import tensorflow as tf
+from lingvo_gpipe.checkpoint import checkpointer, tensor_bundle
+tensor_bundle.GROUP_BYTES = 40000
+directory, kills = sys.argv[1], int(sys.argv[2])
+rng = random.Random(5)
+for _ in range(kills):
+  started = os.path.getsize(directory + '.log') if os.path.exists(directory + '.log') else 0
+  # TensorFlow is imported once; each child starts its own context.
+  child = os.fork()
+  if not child:
+    variables = {f'v{i}': tf.Variable(tf.zeros([100, 100])) for i in range(4)}
+    saver = checkpointer.Checkpointer(directory, max_to_keep=2)
+    found = saver.RestoreLatest(variables)
+    step = found[0].step if found else 0
+    for v in variables.values():
+      assert (v.numpy() == step).all(), (step, v.numpy())
+    with open(directory + '.log', 'a') as log:
+      log.write(f'{step}\\n')
+    while True:
+      step += 1
+      for v in variables.values():
+        v.assign_add(tf.ones([100, 100]))
+      saver.Save(step, variables, {'step': step})
+      with open(directory + '.saved', 'w') as f:
+        f.write(str(step))
+  # Until this child has started (the log grows), then a random while of saving.
+  for _ in range(3000):
+    time.sleep(0.02)
+    if os.path.exists(directory + '.log') and os.path.getsize(directory + '.log') > started:
+      break
+  else:
+    sys.exit('a child did not start')
+  time.sleep(rng.uniform(0, 0.12))
+  os.kill(child, signal.SIGKILL)
+  if os.waitpid(child, 0)[1] != signal.SIGKILL:
+    sys.exit('a child ended by itself')
+"""
+
+
+def testSigkillAtRandomMoments(tmp_path):
+  directory = tmp_path / 'ckpts'
+  kills = 20
+  done = subprocess.run(
+    [sys.executable, '-W', 'ignore', '-c', _KILL_LOOP, str(directory), str(kills)],
+    capture_output=True,
+    text=True,
+    timeout=150,
+    check=False,
+    env={**os.environ, 'PYTHONPATH': os.pathsep.join(sys.path)},
+  )
+  assert done.returncode == 0, done.stdout + done.stderr
+  resumed = [int(x) for x in pathlib.Path(f'{directory}.log').read_text().split()]
+  assert len(resumed) == kills and resumed == sorted(resumed)
+  variables = {f'v{i}': tf.Variable(tf.zeros([100, 100])) for i in range(4)}
+  info, _ = checkpointer.Checkpointer(directory).RestoreLatest(variables)
+  saved = pathlib.Path(f'{directory}.saved').read_text()
+  assert info.step >= int(saved or 0) and info.step > 0
+  assert all((v.numpy() == info.step).all() for v in variables.values())
+
+
+def _Flip(data, rng):
+  data = bytearray(data)
+  data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+  return bytes(data)
+
+
+_DAMAGES = {
+  'flipped': _Flip,
+  'truncated': lambda data, rng: data[: rng.randrange(len(data))],
+  'emptied': lambda data, rng: b'',
+  'longer': lambda data, rng: data + b'\0',
+  'removed': lambda data, rng: None,
+}
+
+
+@pytest.mark.parametrize('damage', _DAMAGES)
+def testADamagedOneIsNamedAndTheOneBeforeIsUsed(tmp_path, monkeypatch, caplog, damage):
+  monkeypatch.setattr(tensor_bundle, 'GROUP_BYTES', 100)
+  rng = random.Random(3)
+  _Save(tmp_path, 1)
+  _Save(tmp_path, 2)
+  info = checkpointer.Checkpointer(tmp_path).Latest()
+  folder = os.path.dirname(info.prefix)
+  for name in sorted(os.listdir(folder)):
+    path = pathlib.Path(folder, name)
+    original = path.read_bytes()
+    for _ in range(8 if damage == 'flipped' else 1):
+      changed = _DAMAGES[damage](original, rng)
+      path.unlink() if changed is None else path.write_bytes(changed)
+      caplog.clear()
+      reader = checkpointer.Checkpointer(tmp_path)
+      assert reader.Latest().step == 1
+      assert reader.Latest().step == 1
+      # Named once, with the reason.
+      warnings = [r.getMessage() for r in caplog.records if r.levelname == 'WARNING']
+      assert len(warnings) == 1 and info.prefix in warnings[0], warnings
+      assert _Value(tmp_path) == (1, 1.0)
+      with pytest.raises(checkpointer.DamagedError, match='ckpt-00000002-.* cannot be read'):
+        checkpointer.Checkpointer(tmp_path).Restore(info, _Variables(0))
+    path.write_bytes(original)
+  assert _Value(tmp_path) == (2, 2.0)
+
+
+@pytest.mark.parametrize('damage', ['truncated', 'emptied'])
+def testADamagedCommitFile(tmp_path, caplog, damage):
+  _Save(tmp_path, 1)
+  path = pathlib.Path(_Save(tmp_path, 2))
+  original = path.read_bytes()
+  path.write_bytes(_DAMAGES[damage](original, random.Random(0)))
+  assert _Value(tmp_path) == (1, 1.0)
+  assert any('ckpt-00000002.json' in r.getMessage() for r in caplog.records)
+  # Its data stay, for it may be readable again, until they are older than all that is kept.
+  _Save(tmp_path, 3, max_to_keep=2)
+  path.write_bytes(original)
+  assert _Steps(tmp_path) == [1, 2, 3]
+  assert checkpointer.Checkpointer(tmp_path).Latest().step == 3
+  path.write_bytes(b'')
+  for step in (4, 5):
+    _Save(tmp_path, step, max_to_keep=2)
+  assert _Steps(tmp_path) == [4, 5]
+  _AssertTidy(tmp_path)
+
+
+def testDamageThatIsFoundByRestoreMakesLatestFallBack(tmp_path):
+  saver = checkpointer.Checkpointer(tmp_path, max_to_keep=2)
+  for step in (1, 2):
+    saver.Save(step, _Variables(step), {'step': step})
+  info = saver.Latest()
+  data = pathlib.Path(f'{info.prefix}.data-00000-of-00001')
+  data.write_bytes(_Flip(data.read_bytes(), random.Random(0)))
+  assert saver.Latest() == info  # It was read in full by this process, when it was saved.
+  variables = _Variables(-1)
+  with pytest.raises(checkpointer.DamagedError):
+    saver.Restore(info, variables)
+  assert saver.Latest().step == 1
+  # It does not count for what is kept: the good ones stay.
+  saver.Save(3, _Variables(3), {'step': 3})
+  assert [i.step for i in saver.All()] == [1, 2, 3]
+  saver.Save(4, _Variables(4), {'step': 4})
+  assert [i.step for i in saver.All()] == [3, 4]
+  _AssertTidy(tmp_path)
+
+
+def testTrainingAnewIsNotDecidedHere(tmp_path):
+  info = checkpointer.Checkpointer(tmp_path)
+  _Save(tmp_path, 1)
+  os.truncate(f'{info.Latest().prefix}.data-00000-of-00001', 10)
+  for call in (lambda c: c.Latest(), lambda c: c.RestoreLatest(_Variables(0))):
+    with pytest.raises(checkpointer.DamagedError, match='No checkpoint in .* can be read.*has 10'):
+      call(checkpointer.Checkpointer(tmp_path))
+
+
+def testAnotherFormatIsRefused(tmp_path, monkeypatch):
+  _Save(tmp_path, 1)
+  with monkeypatch.context() as m:
+    m.setattr(checkpoint_info, 'FORMAT_VERSION', 2)
+    text = checkpoint_info.CommitText(2, 'ckpt-00000002-00000000', {}, {}, _WRITTEN)
+  (tmp_path / 'ckpt-00000002.json').write_text(text)
+  for call in (checkpointer.Checkpointer.Latest, checkpointer.Checkpointer.All):
+    with pytest.raises(ValueError, match='format 2, this program reads 1'):
+      call(checkpointer.Checkpointer(tmp_path))
+  with pytest.raises(ValueError, match='format 2'):
+    _Save(tmp_path, 3)
+
+
+def testAReaderSurvivesTheRemovalOfWhatItReads(tmp_path, monkeypatch, caplog):
+  """As in an evaluator: between listing and reading, the trainer saves twice and keeps one."""
+  _Save(tmp_path, 1)
+  check = tensor_bundle.CheckFiles
+  saves = iter([2, 3])
+
+  def SaveFirst(prefix, written):
+    if (step := next(saves, None)) is not None:
+      with monkeypatch.context() as m:
+        m.setattr(tensor_bundle, 'CheckFiles', check)
+        _Save(tmp_path, step, max_to_keep=1)
+    check(prefix, written)
+
+  monkeypatch.setattr(tensor_bundle, 'CheckFiles', SaveFirst)
+  assert _Value(tmp_path) == (3, 3.0)
+  assert not [r for r in caplog.records if r.levelname == 'WARNING']
+
+
+def testAFullDisk(tmp_path):
+  _Save(tmp_path, 1)
+  before = resource.getrlimit(resource.RLIMIT_FSIZE)
+  big = {'v': tf.Variable(tf.zeros([1000, 100]))}
+  try:
+    # The nearest to a full disk that needs no rights: files may not grow beyond this.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    with pytest.raises(
+      OSError, match='Cannot save the checkpoint of step 2 .*too large.*untouched'
+    ):
+      checkpointer.Checkpointer(tmp_path).Save(2, big, {})
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+  _AssertTidy(tmp_path)
+  assert _Value(tmp_path) == (1, 1.0)
+
+
+@pytest.mark.parametrize('name', ['lr=[1,2]', 'back\\slash'])
+def testANameThatTensorFlowTakesForAPatternIsRefusedBeforeTheFirstStep(tmp_path, name):
+  with pytest.raises(ValueError, match='takes the name for a pattern: .* no backslash'):
+    checkpointer.Checkpointer(tmp_path / name).CheckWritable()
+  assert os.listdir(tmp_path / name) == []
+
+
+def testAnyOtherNameOfADirectory(tmp_path):
+  directory = tmp_path / "a *?{0}%s'\né"
+  checkpointer.Checkpointer(directory).CheckWritable()
+  _Save(directory, 1)
+  assert _Value(directory) == (1, 1.0)
+
+
+@pytest.mark.parametrize('is_of_files', [False, True])
+def testAFileSystemThatCannotSyncFolders(tmp_path, monkeypatch, is_of_files):
+  """The nearest to one on a network. That files cannot be is an error, as of a bad disk."""
+  sync = os.fsync
+
+  def Sync(descriptor):
+    if is_of_files or stat.S_ISDIR(os.fstat(descriptor).st_mode):
+      raise OSError(errno.EINVAL, 'Invalid argument')
+    sync(descriptor)
+
+  monkeypatch.setattr(os, 'fsync', Sync)
+  with pytest.raises(OSError, match='Invalid') if is_of_files else contextlib.nullcontext():
+    _Save(tmp_path, 1)
+  assert _Steps(tmp_path) == ([] if is_of_files else [1])
+
+
+def testADirectoryThatCannotBeWritten(tmp_path):
+  (tmp_path / 'file').write_text('')
+  saver = checkpointer.Checkpointer(tmp_path / 'file' / 'ckpts')
+  for call in (saver.CheckWritable, lambda: saver.Save(1, _Variables(1), {})):
+    with pytest.raises(OSError) as e:
+      call()
+    assert str(tmp_path / 'file' / 'ckpts') in str(e.value) and '\n' not in str(e.value)
+  with pytest.raises(OSError, match='gopher://x/y.*not implemented'):
+    checkpointer.Checkpointer('gopher://x/y').Latest()
+  checkpointer.Checkpointer(tmp_path / 'new').CheckWritable()
+  assert os.listdir(tmp_path / 'new') == []
+
+
+def testAnyFileSystemOfTensorFlow():
+  directory = 'ram://checkpointer_test/ckpts'
+  for step in (1, 2, 3, 3):
+    _Save(directory, step, max_to_keep=2)
+  assert _Steps(directory) == [2, 3] and _Value(directory) == (3, 3.0)
+  assert len(tf.io.gfile.listdir(directory)) == 4
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

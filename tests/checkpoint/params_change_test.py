@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run goes on with what changes no step, and with what does only where that is allowed."""
+
+import sys
+import types
+
+import pytest
+
+from lingvo_gpipe.checkpoint import params_change
+from lingvo_gpipe.core import params_text
+from lingvo_gpipe.experiment import registry
+from lingvo_gpipe.training import inspection
+from tests import processes, toy_training
+
+
+def _Params(overrides=''):
+  params = registry.GetParams(processes.MODEL, 'Train')
+  return params.ApplyOverrides(params_text.ParseOverrides(overrides))
+
+
+def _Checkpoint(text):
+  """What is looked at of a checkpoint."""
+  return types.SimpleNamespace(path='run/train/ckpt-7.json', metadata={params_change.KEY: text})
+
+
+def _CheckLogged(caplog, overrides):
+  """Each change once, for information."""
+  said = [r.getMessage() for r in caplog.records if 'other Params' in r.getMessage()]
+  assert len(said) == overrides.count(':') - overrides.count('py:')
+  assert all(r.levelname == 'INFO' for r in caplog.records)
+
+
+@pytest.fixture(scope='module')
+def saved():
+  return _Checkpoint(_Params().ToText())
+
+
+@pytest.mark.parametrize(
+  'overrides',
+  [
+    '',
+    'model:other.Model@other.py:7',
+    "task.train.max_steps:7;task.train.eval_datasets:['Dev'];task.train.save_interval_steps:3",
+    'task.eval.samples_per_summary:3;task.sampling.temperature:2',
+    'task.stack.num_stages:1;task.stack.schedule:1f1b;task.stack.xla:True',
+    'task.stack.num_micro_batches:2;task.stack.remat_policy:none;task.stack.splits:[3]',
+    'input.num_prefetch:0;input.name:x;input.num_epochs:3',
+    'task.train.shard_optimizer_slots:True;task.train.all_reduce:send',
+  ],
+)
+def testHarmlessChangesAreLetThroughAndLogged(saved, caplog, overrides):
+  caplog.set_level('INFO', logger='absl')
+  params_change.Check(saved, _Params(overrides), allow=False)
+  _CheckLogged(caplog, overrides)
+
+
+_OF_ANOTHER_RUN = [
+  ('task.train.learner.learning_rate:0.5', '~ task.train.learner.learning_rate : 0.002 -> 0.5'),
+  ('input.batch_size:16', '~ input.batch_size : 32 -> 16'),
+  ('input.max_bytes:100', '~ input.max_bytes : 0 -> 100'),
+  ('input.random_seed:1', '~ input.random_seed : 0 -> 1'),
+  ('task.residual_dropout_prob:0.1', '~ task.residual_dropout_prob : 0.05 -> 0.1'),
+  ('task.train.learner.num_accumulated_mini_batches:2', r'mini_batches : 1 -> 2'),
+]
+_OF_ANOTHER_MODEL = [
+  ('task.model_dim:64', '~ task.model_dim : 128 -> 64'),
+  ('task.num_heads:8', '~ task.num_heads : 4 -> 8'),
+  ('task.fprop_dtype:bfloat16', "~ task.fprop_dtype : None -> 'bfloat16'"),
+  ('task.softmax_tpl.logits_abs_max:5.0', '~ task.softmax_tpl.logits_abs_max : '),
+]
+
+
+@pytest.mark.parametrize(
+  'check, override, told',
+  [
+    *((params_change.Check, *case) for case in (*_OF_ANOTHER_RUN, *_OF_ANOTHER_MODEL)),
+    *((params_change.CheckEvaluated, *case) for case in _OF_ANOTHER_MODEL),
+  ],
+)
+def testOthersAreRefusedWithTheDiffUnlessAllowed(saved, caplog, check, override, told):
+  params = _Params(f'{override};task.train.max_steps:7')
+  with pytest.raises(ValueError) as e:
+    check(saved, params, allow=False)
+  message = str(e.value)
+  assert told in message and '--allow_params_change' in message and 'ckpt-7.json' in message
+  assert 'max_steps' not in message and '\n' not in message
+  check(saved, params, allow=True)
+  (warning,) = [r.getMessage() for r in caplog.records if r.levelname == 'WARNING']
+  assert told in warning
+
+
+@pytest.mark.parametrize(
+  'before, now, told',
+  [
+    ('', 'ema_decay:0.9', r'task\.train\.ema_decay was 0\.0 and is 0\.9'),
+    ('ema_decay:0.9', '', r'task\.train\.ema_decay was 0\.9 and is 0\.0'),
+    (
+      'ema_decay:0.9',
+      'ema_decay:0.9;task.train.ema_decay_moving_vars:True',
+      r'ema_decay_moving_vars was False and is True',
+    ),
+  ],
+)
+@pytest.mark.parametrize('allow', [False, True])
+def testARunNeitherBeginsNorEndsToAverage(before, now, told, allow):
+  before, now = (_Params(f'task.train.{text}' if text else '') for text in (before, now))
+  info = _Checkpoint(before.ToText())
+  with pytest.raises(ValueError, match=f'{told}, .*Set it as it was; or .*--logdir') as e:
+    params_change.Check(info, now, allow)
+  assert '--allow_params_change' not in str(e.value)
+  # To an evaluation the checkpoint says it.
+  params_change.CheckEvaluated(info, now, allow=False)
+
+
+def testAnotherDecayOfTheAverageIsOneThatCanBeAllowed():
+  info = _Checkpoint(_Params('task.train.ema_decay:0.9').ToText())
+  params_change.Check(info, _Params('task.train.ema_decay:0.99'), allow=True)
+
+
+@pytest.mark.parametrize(
+  'overrides',
+  [
+    'task.train.max_steps:7;task.train.learner.learning_rate:0.5;task.train.ema_decay:0.9',
+    'task.residual_dropout_prob:0.5;task.random_seed:3;task.stack.num_stages:1',
+    'task.eval.samples_per_summary:3;model:other.Model@other.py:7',
+  ],
+)
+def testWhatOnlyTrainingFeelsIsLoggedOfAnEvaluation(saved, caplog, overrides):
+  caplog.set_level('INFO', logger='absl')
+  params = _Params(overrides)
+  text = params_change.CheckEvaluated(saved, params, allow=False)
+  assert text == saved.metadata[params_change.KEY]
+  # What was compared is not told again.
+  params_change.CheckEvaluated(saved, params, allow=False, checked=text)
+  _CheckLogged(caplog, overrides)
+
+
+def testSeveralTasksHaveTheSameRules():
+  def Params(overrides=''):
+    params = registry.GetParams('image.digits_tasks.DigitAndParity', 'Train')
+    return params.ApplyOverrides(params_text.ParseOverrides(overrides))
+
+  info = _Checkpoint(Params().ToText())
+  harmless = Params(
+    'train.max_steps:7;train.all_reduce:send;task_params.parity.stack.num_stages:2;'
+    'task_params.digit.eval.samples_per_summary:3;input.parity.num_prefetch:0;'
+    'input.digit.num_epochs:3'
+  )
+  params_change.Check(info, harmless, allow=False)
+  for grave in (
+    'task_params.parity.train.learner.learning_rate:0.5',
+    'task_probs.parity:3.0',
+    'task_name:parity',
+    'input.parity.batch_size:3',
+  ):
+    with pytest.raises(ValueError, match=grave.partition(':')[0]):
+      params_change.Check(info, Params(grave), allow=False)
+    params_change.CheckEvaluated(info, Params(grave), allow=False)
+  averaged = Params('task_params.parity.train.ema_decay:0.9')
+  with pytest.raises(ValueError, match='can neither begin nor end to average'):
+    params_change.Check(info, averaged, allow=True)
+  params_change.CheckEvaluated(info, averaged, allow=False)
+  for other_model in ('task_params.digit.hidden_dim:64', 'variable_renaming_rules:[]'):
+    with pytest.raises(ValueError, match=other_model.partition(':')[0]):
+      params_change.CheckEvaluated(info, Params(other_model), allow=False)
+
+
+def testTheDataOfAnEvaluationAreItsOwn(saved, caplog):
+  caplog.set_level('INFO', logger='absl')
+  params = registry.GetParams(processes.MODEL, 'Test')
+  params.input.batch_size = 2
+  params_change.CheckEvaluated(saved, params, allow=False)
+  assert not [r for r in caplog.records if 'other Params' in r.getMessage()]
+
+
+def testManyDifferencesAreCounted(saved):
+  params = _Params()
+  params.task.Delete('softmax_tpl')
+  with pytest.raises(ValueError, match=r'; - task\.softmax_tpl\.\w+ : .*, and \d+ more\. Give'):
+    params_change.Check(saved, params, allow=False)
+
+
+def testAParamThatTheRunDidNotKnowIsHarmlessAtItsDefault(saved):
+  params = _Params()
+  params.task.Define('new', 3, '')
+  params.task.train.Define('also_new', _Params().task.eval, '')
+  params_change.Check(saved, params, allow=False)
+  params.task.train.also_new.samples_per_summary = 5
+  with pytest.raises(ValueError, match=r'\+ task\.train\.also_new\.samples_per_summary : 5'):
+    params_change.Check(saved, params, allow=False)
+  params.task.train.also_new.samples_per_summary = 0
+  params.task.new = 4
+  with pytest.raises(ValueError, match=r'\+ task\.new : 4'):
+    params_change.Check(saved, params, allow=False)
+
+
+def testEntriesThatTheRunDidNotHaveAreNoDefaults(tmp_path):
+  old, new = _Params(), _Params()
+  for params, number in ((old, 1), (new, 2)):
+    params.task.Define('layers', [old.task.eval.Copy() for _ in range(number)], '')
+  with pytest.raises(ValueError, match=r'\+ task\.layers\[1\]\.samples_per_summary : 0'):
+    params_change.Check(_Checkpoint(old.ToText()), new, allow=False)
+
+
+def testWhatIsHarmlessOfOtherInputs():
+  old, new = _Params(), _Params()
+  for params, policy, counts in ((old, 'stop', False), (new, 'skip', True)):
+    params.input.Define('damaged_records', policy, '')
+    params.input.Define('count_words', counts, '')
+  params_change.Check(_Checkpoint(old.ToText()), new, allow=False)
+
+
+def testWhatCannotBeReadIsNotPassedOver(caplog):
+  silent = types.SimpleNamespace(metadata={})
+  params_change.Check(silent, _Params(), allow=False)
+  assert params_change.CheckEvaluated(silent, _Params(), allow=False) is None
+  for check in (params_change.Check, params_change.CheckEvaluated):
+    caplog.clear()
+    told = r'ckpt-7.*cannot be read.*key:value.*--allow_params_change'
+    with pytest.raises(ValueError, match=told):
+      check(_Checkpoint('nonsense'), _Params(), allow=False)
+    check(_Checkpoint('nonsense'), _Params(), allow=True)
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelname == 'WARNING']
+    assert 'ckpt-7.json cannot be read' in warning
+
+
+def testParamsAreThoseOfTheCheckpoint(tmp_path, monkeypatch):
+  """A run with others that dies before its first checkpoint, and one whose newest is damaged."""
+  faster = 'task.train.learner.learning_rate:0.02'
+
+  def Run(more, max_steps, allow=False):
+    params = toy_training.Params(more, max_steps=max_steps)
+    toy_training.Train(tmp_path, params, allow_params_change=allow)
+
+  Run('', 1)
+  with monkeypatch.context() as m, pytest.raises(RuntimeError, match='killed'):
+    m.setattr('lingvo_gpipe.runners.runner.TaskRunner.TrainStep', _Die)
+    Run(faster, 2, allow=True)
+  assert 'learning_rate : 0.02' in (tmp_path / 'params.txt').read_text()
+  assert 'learning_rate : 0.01' in inspection.ReadParams(str(tmp_path))
+  with pytest.raises(ValueError, match=r'ckpt-00000001.*learning_rate : 0\.01 -> 0\.02'):
+    Run(faster, 2)
+  Run('', 2)
+  Run(faster, 3, allow=True)
+  Run(faster, 4)
+  with pytest.raises(ValueError, match=r'ckpt-00000004.*learning_rate : 0\.02 -> 0\.01'):
+    Run('', 5)
+  for folder in (tmp_path / 'train').glob('ckpt-0000000[34]-*'):
+    for path in folder.glob('*.data-*'):
+      path.write_bytes(b'')
+  with pytest.raises(ValueError, match=r'ckpt-00000002.*learning_rate : 0\.01 -> 0\.02'):
+    Run(faster, 5)
+
+
+def _Die(*args):
+  raise RuntimeError('killed')
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Warm start: rules from names to names, and what is refused before a weight is changed."""
+
+import re
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_gpipe.checkpoint import checkpointer, warm_start
+
+_SAVED = {
+  'old.emb.w': np.arange(6, dtype=np.float32).reshape(2, 3),
+  'old.layers[0].w': np.full([3, 3], 1.0, np.float32),
+  'old.layers[1].w': np.full([3, 3], 2.0, np.float32),
+  'old.layers[0].w/m': np.full([3, 3], 9.0, np.float32),
+  'global_step': np.int64(7),
+}
+
+
+@pytest.fixture(scope='module')
+def logdir(tmp_path_factory):
+  """A log directory with checkpoints of steps 3 and 7."""
+  logdir = tmp_path_factory.mktemp('other')
+  saved = checkpointer.Checkpointer(logdir / 'train')
+  saved.Save(3, {name: value * 0 for name, value in _SAVED.items()}, {})
+  saved.Save(7, _SAVED, {})
+  return str(logdir)
+
+
+def _Weights():
+  shapes = {'new.emb.w': [2, 3], 'new.body[0].w': [3, 3], 'new.body[1].w': [3, 3], 'head.b': [4]}
+  return {name: tf.Variable(tf.fill(shape, -1.0)) for name, shape in shapes.items()}
+
+
+_RULES = [(r'new\.emb\.(.*)', r'old.emb.\1'), (r'new\.body(\[\d\])\.w', r'old.layers\1.w')]
+
+
+def testWeightsAreTakenOverAndTheRestIsListed(logdir):
+  weights = _Weights()
+  lines = warm_start.Load({logdir: (_RULES, [])}, weights)
+  np.testing.assert_array_equal(weights['new.emb.w'], _SAVED['old.emb.w'])
+  np.testing.assert_array_equal(weights['new.body[1].w'], _SAVED['old.layers[1].w'])
+  np.testing.assert_array_equal(weights['head.b'], [-1.0] * 4)
+  assert re.search(r'3 of 4 weights from .*train/ckpt-00000007\.json', lines[0])
+  assert lines[1:] == ['warm start: 1 keep their initial values: head.b']
+
+
+@pytest.mark.parametrize('tail', ['', '/train', '/train/', '/train/ckpt-00000007.json'])
+def testPlacesOfACheckpoint(logdir, tail):
+  weights = _Weights()
+  warm_start.Load({logdir + tail: (_RULES, [])}, weights)
+  np.testing.assert_array_equal(weights['new.body[0].w'], _SAVED['old.layers[0].w'])
+
+
+def testACheckpointThatIsNotTheLast(logdir):
+  weights = _Weights()
+  warm_start.Load({f'{logdir}/train/ckpt-00000003.json': (_RULES, [])}, weights)
+  np.testing.assert_array_equal(weights['new.body[1].w'], np.zeros([3, 3]))
+
+
+def testTheFirstRuleThatFitsWinsAndIgnoredOnesAreLeft(logdir):
+  weights = _Weights()
+  rules = [(r'new\.body.*', 'old.layers[1].w'), (r'(?!head)new\.(.*)', r'old.\1')]
+  warm_start.Load({logdir: (rules, [r'new\.body\[1\].*'])}, weights)
+  np.testing.assert_array_equal(weights['new.body[0].w'], _SAVED['old.layers[1].w'])
+  np.testing.assert_array_equal(weights['new.body[1].w'], -np.ones([3, 3]))
+  np.testing.assert_array_equal(weights['new.emb.w'], _SAVED['old.emb.w'])
+
+
+def testSeveralWeightsMayBeOfOneName(logdir):
+  weights = _Weights()
+  warm_start.Load({logdir: ([(r'new\.body.*', 'old.layers[1].w')], [])}, weights)
+  for i in range(2):
+    np.testing.assert_array_equal(weights[f'new.body[{i}].w'], _SAVED['old.layers[1].w'])
+
+
+def testARuleFitsTheWholeName(logdir):
+  with pytest.raises(ValueError, match=r"rule 'new\\\\.emb' fits none of the 4 weights"):
+    warm_start.Load({logdir: ([(r'new\.emb', 'old.emb.w')], [])}, _Weights())
+
+
+@pytest.mark.parametrize(
+  'rules, message',
+  [
+    ([(r'(.*)', r'\1')], r'does not have new\.emb\.w for new\.emb\.w .*, head\.b for head\.b'),
+    ([(r'head\.b', 'old.emb.w'), *_RULES], r'head\.b is float32\[4\], old\.emb\.w float32\[2, 3\]'),
+    ([(r'head\.b', 'global_step')], r'global_step int64\[\]'),
+    ([(r'new\.emb\.w', 'old.emb.v')], r'old\.emb\.v for new\.emb\.w \(closest: old\.emb\.w\)'),
+    ([(r'new\.emb\.(', 'x')], 'not a regular expression'),
+    ([(r'new\.emb\.w', r'old\2')], r'cannot be filled in'),
+    ([(r'new\.emb\.(.*)', 'old.emb.%s')], r"write \\1, \\2 \.\.\. for Lingvo's %s"),
+  ],
+)
+def testWhatDoesNotFitChangesNothing(logdir, rules, message):
+  weights = _Weights()
+  with pytest.raises(ValueError, match=message):
+    warm_start.Load({logdir: (rules, [])}, weights)
+  for value in weights.values():
+    np.testing.assert_array_equal(value, -tf.ones_like(value))
+
+
+@pytest.mark.parametrize(
+  'value', ['x', ([], 'head.*'), ([('a', 'b', 'c')], []), ([(1, 'b')], []), []]
+)
+def testRulesOfAnotherForm(value):
+  with pytest.raises(ValueError, match=r'must be a pair of lists.*for example \{'):
+    warm_start.Check({'runs/other': value})
+
+
+def testTwoCheckpointsForOneWeight(logdir):
+  rules = {logdir: (_RULES, []), f'{logdir}/train': ([(r'new\.emb\.w', 'old.emb.w')], [])}
+  with pytest.raises(ValueError, match=r'both .* set new\.emb\.w: let one of them ignore it'):
+    warm_start.Load(rules, _Weights())
+
+
+def testNoCheckpoint(tmp_path):
+  with pytest.raises(ValueError, match='there is no checkpoint at .*name a logdir'):
+    warm_start.Load({str(tmp_path): (_RULES, [])}, _Weights())
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

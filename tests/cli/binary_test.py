@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A user's mistakes end the programs with one line and status 2; the modes print and leave."""
+
+import os
+import re
+import sys
+
+import pytest
+
+from lingvo_gpipe.checkpoint import logdir_lock
+from lingvo_gpipe.experiment import registry
+from tests import processes
+
+_MODEL = f'--model={processes.MODEL}'
+
+
+def _Tiny(more):
+  return f'--model_params_override={processes.TINY};{more}'
+
+
+# What is wrong: program, arguments with {} for a good log directory, what the line says.
+_MISTAKES = {
+  'unknown model': (
+    'trainer', ['--model=lm.stdlib.ByteTransformrGPipe2', '--logdir={}'],
+    r'ByteTransformrGPipe2.*Did you mean lm\.stdlib\.ByteTransformerGPipe2 or ',
+  ),
+  'unknown key of an override': (
+    'trainer', [_MODEL, '--logdir={}', '--model_params_override=task.num_layer:2'],
+    r'task\.num_layer\b.*did you mean task\.num_layers\?',
+  ),
+  'ill-typed value': (
+    'trainer', [_MODEL, '--logdir={}', '--model_params_override=task.num_layers:two'],
+    r"task\.num_layers expects int.*got 'two'",
+  ),
+  'log directory below a file': (
+    'trainer', [_MODEL, '--logdir=' + __file__ + '/run', _Tiny('')],
+    r'Cannot write .*Not a directory.*_test\.py.*Give a directory that can be created',
+  ),
+  'log directory in /proc': (
+    'trainer', [_MODEL, '--logdir=/proc/run', _Tiny('')],
+    r"Cannot write .*'/proc/run/train'.*Give a directory that can be created and written",
+  ),
+  'log directory in use': (
+    'trainer', [_MODEL, '--logdir={}/held', _Tiny('')],
+    rf"/held/train' is in use: another trainer works there \(process {os.getpid()} on ",
+  ),
+  'too few devices': (
+    'trainer', [_MODEL, '--logdir={}', '--num_devices=1'],
+    r'2 devices needed.* at most 1 .*allow 2 devices',
+  ),
+  'no device': ('trainer', [_MODEL, '--logdir={}', '--num_devices=0'], r'--num_devices=0'),
+  'devices that are no list of numbers': (
+    'trainer', [_MODEL, '--logdir={}', '--devices=0,one'],
+    r"--devices is a list of indices such as 0,2; got \['0', 'one'\]",
+  ),
+  'devices of the CPU': (
+    'trainer', [_MODEL, '--logdir={}', '--platform=cpu', '--devices=0,1', _Tiny('')],
+    r'devices 0, 1: .*the platform is cpu \(no accelerator found\): leave them out; num_devices ',
+  ),
+  'no model': ('trainer', ['--logdir={}'], r'--model is needed.*--mode=list'),
+  'no log directory': ('trainer', [_MODEL], r'--logdir is needed'),
+  'missing file of overrides': (
+    'trainer', [_MODEL, '--logdir={}', '--model_params_file_override=/no/such/file'],
+    r'--model_params_file_override=/no/such/file cannot be read',
+  ),
+  'what an input of the project refuses': (
+    'trainer', [_MODEL, '--logdir={}', _Tiny('input.split:tset')],
+    r"param split: expected train or dev or test, got 'tset'",
+  ),
+  'unknown schedule': (
+    'trainer', [_MODEL, '--logdir={}', _Tiny('task.stack.schedule:gpip')],
+    r"'gpip'.*did you mean 'gpipe'\?",
+  ),
+  'more stages than layers': (
+    'trainer', [_MODEL, '--logdir={}', _Tiny('task.stack.num_stages:7')],
+    r'7 stages for 6 layers.*take at most 6',
+  ),
+  'unknown data set at the end': (
+    'trainer', [_MODEL, '--logdir={}', _Tiny("task.train.eval_datasets:['Tset']")],
+    r"no dataset 'Tset'; it has: Train, Dev, Test",
+  ),
+  'unknown flag': (
+    'trainer', [_MODEL, '--logdir={}', '--max_stps=3'],
+    r"'max_stps'.*Did you mean: max_steps.*--help",
+  ),
+  'negative number of steps': ('trainer', [_MODEL, '--logdir={}', '--max_steps=-3'], r'max_steps'),
+  'steps to profile that are none': (
+    'trainer', [_MODEL, '--logdir={}', '--profile_steps=7'],
+    r'--profile_steps=7: expected the first and the last step, such as 5,7',
+  ),
+  'steps to profile after the end': (
+    'trainer', [_MODEL, '--logdir={}', '--max_steps=6', '--profile_steps=5,7'],
+    r'--profile_steps=5,7: the run ends at step 6',
+  ),
+  'export before training': (
+    'trainer', [_MODEL, '--logdir={}', '--mode=export', _Tiny('')],
+    r'there is no checkpoint in .*/train: train first',
+  ),
+  'inspection before training': (
+    'trainer', ['--logdir={}', '--mode=inspect_checkpoint'],
+    r'there is no checkpoint in .*/train: train first',
+  ),
+  'one argument for two': (
+    'trainer', ['--mode=diff_params', processes.MODEL], r'expected 2 arguments .*got 1',
+  ),
+  'difference from what is not there': (
+    'trainer', ['--mode=diff_params', processes.MODEL, 'no.such.Model'], r"No experiment 'no\.such",
+  ),
+  'argument too many': ('trainer', [_MODEL, 'more'], r"unexpected argument 'more'"),
+  "Lingvo's flag": (
+    'trainer', [_MODEL, '--logdir={}', '--worker_gpus=8'],
+    r"--worker_gpus is Lingvo's: .*task\.stack\.num_stages",
+  ),
+  "a value of Lingvo's": (
+    'trainer', [_MODEL, '--logdir={}', '--mode=async'],
+    r"--mode=async is Lingvo's: .*--mode=train",
+  ),
+  'unknown split': (
+    'evaluator', [_MODEL, '--logdir={}', '--split=Tst'],
+    r"no dataset 'Tst'; it has: Train, Dev, Test",
+  ),
+  'no checkpoint': (
+    'evaluator', [_MODEL, '--logdir={}', '--once', _Tiny('')],
+    r'there is no checkpoint in .*: train first',
+  ),
+  'checkpoint of no kind': (
+    'evaluator', [_MODEL, '--logdir={}', '--checkpoint=newest', _Tiny('')],
+    r"--checkpoint is last, best or the number of a step, got 'newest'",
+  ),
+  'training from a checkpoint': (
+    'trainer', [_MODEL, '--logdir={}', '--checkpoint=best'],
+    r'--checkpoint=best is for --mode=export; .*init_from_checkpoint_rules',
+  ),
+  'a flag of another mode': (
+    'trainer', [_MODEL, '--mode=inspect_model', '--profile_steps=5,7'],
+    r'^--profile_steps is for --mode=train; --mode=inspect_model does nothing with it$',
+  ),
+  'where to export without an export': (
+    'trainer', [_MODEL, '--logdir={}', '--export_dir={}/model'],
+    r'^--export_dir is for --mode=export; --mode=train does nothing with it$',
+  ),
+  'a limit for workers without workers': (
+    'trainer', [_MODEL, '--logdir={}', '--step_timeout=60'],
+    r'--step_timeout gives up workers that hang: it needs --local_workers or --cluster',
+  ),
+}  # fmt: skip
+
+
+_STARTED = ('too few devices', 'unknown split')
+
+
+@pytest.fixture(scope='module')
+def mistaken(tmp_path_factory, forks):
+  """{what is wrong: the process}; of a few all is real, the import of TensorFlow included."""
+  logdir = str(tmp_path_factory.mktemp('run'))
+  found = {}
+  with logdir_lock.Held(f'{logdir}/held/train'):
+    for what, (program, args, _) in _MISTAKES.items():
+      run = processes.Run if what in _STARTED else forks.Run
+      found[what] = run(program, *(arg.replace('{}', logdir) for arg in args))
+  return found
+
+
+@pytest.mark.parametrize('what', list(_MISTAKES))
+def testMistakeIsOneLine(mistaken, what):
+  done = mistaken[what]
+  assert done.returncode == 2, done.stderr
+  (line,) = processes.Messages(done.stderr)
+  assert re.search(_MISTAKES[what][2], line)
+  # Nothing was begun.
+  assert done.stdout == ''
+
+
+def testModesPrintAndLeave(forks):
+  """Without --logdir; one is a real process, the module instead of the installed program.
+
+  That one takes flags of training, too, where they say what holds anyway.
+  """
+  listed = forks.Run('trainer', '--mode=list')
+  assert processes.Succeeded(listed).stdout.splitlines() == registry.ListKeys()
+  assert processes.MODEL in listed.stdout
+  done = processes.Run(
+    'trainer', '--mode=inspect_params', _MODEL, '--model_params_override=task.model_dim:64',
+    '--max_steps=7', '--job=train', '--nocheck_numerics', '--checkpoint=last',
+    command=[sys.executable, '-m', 'lingvo_gpipe.trainer'],
+  )  # fmt: skip
+  params = registry.GetParams(processes.MODEL, 'Train')
+  params.task.Set(model_dim=64)
+  params.task.train.max_steps = 7
+  assert processes.Succeeded(done).stdout == params.ToText()
+  done = forks.Run('trainer', '--mode=inspect_model', _MODEL)
+  lines = processes.Succeeded(done).stdout.splitlines()
+  assert re.fullmatch(r'lm\.stack\.layers\[0\]\.\S+ +\[256, 128\] +float32 +32,768', lines[0])
+  assert re.fullmatch(r'[\d,]+ parameters', lines[-1])
+  done = forks.Run('trainer', '--mode=inspect_partition', '--model=lm.stdlib.ByteTransformerGPipe4')
+  assert 'K=4 stages, M=4 micro-batches' in processes.Succeeded(done).stdout
+  assert processes.Messages(done.stderr) == []
+  assert [line[:5] for line in done.stdout.splitlines()[1:5]] == [f'    {k}' for k in range(4)]
+
+
+# An error in a process that is watched, and what hangs after it.
+_HANGING = """
+import sys, time
+from lingvo_gpipe.cli import binary
+from lingvo_gpipe.core import heartbeat
+from lingvo_gpipe.distributed import supervisor
+supervisor._END_SECONDS = supervisor._PAUSE_SECONDS = 0.01
+
+class Hanging:
+  def __del__(self):
+    time.sleep(100)
+  def flush(self):
+    time.sleep(100)
+
+def Train(workers, is_again):
+  held = Hanging()
+  heartbeat.Begin(heartbeat.TRAIN)
+  if sys.argv[1] == '--stack_trace':
+    sys.stdout = held
+  raise ValueError('a mistake')
+
+binary.DefineDeviceFlags()
+work = supervisor.Work('training', 'a new checkpoint', lambda: -1)
+binary.Run(lambda: supervisor.Supervisor(Train, work, step_timeout=5.0).Run(), '')
+"""
+
+
+@pytest.mark.parametrize('flag, status', [('--nostack_trace', 2), ('--stack_trace', 1)])
+def testWhatHangsAfterAnErrorIsNoWorkerThatHangs(forks, tmp_path, flag, status):
+  """What the error holds, or whoever reads the output."""
+  (tmp_path / 'program.py').write_text(_HANGING)
+  done = forks.Run(str(tmp_path / 'program.py'), flag, cwd=tmp_path)
+  assert done.returncode == status
+  lines = processes.Messages(done.stderr)
+  assert 'a mistake' in lines[-1] and (status == 1 or len(lines) == 1)
+
+
+def testHelpAndAnEmptyPlace(forks, tmp_path):
+  module = [sys.executable, '-m', 'lingvo_gpipe.evaluator']
+  for command in (processes.Command('evaluator'), module):
+    done = processes.Run('evaluator', '--help', command=command)
+    for flag in ('model', 'logdir', 'split', 'once', 'num_devices', 'max_steps'):
+      assert f'  --{flag}: ' in processes.Succeeded(done).stdout
+  done = forks.Run('trainer', '--mode=list', cwd=tmp_path)
+  assert processes.Succeeded(done).stdout == ''
+  (line,) = processes.Messages(done.stderr)
+  assert '`params`' in line and '--params_package' in line
+  assert os.listdir(tmp_path) == []
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

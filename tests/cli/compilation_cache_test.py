@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The compilation cache: a second process compiles nothing that the first one compiled."""
+
+import os
+import sys
+
+import pytest
+
+from lingvo_gpipe.cli import compilation_cache
+
+_PROGRAM = """
+import sys
+from lingvo_gpipe.cli import compilation_cache
+import tensorflow as tf
+compilation_cache.Use(sys.argv[1])
+print(float(tf.reduce_sum(tf.function(lambda x: tf.sin(x) @ x, jit_compile=True)(tf.ones([3, 3])))))
+"""
+
+
+@pytest.fixture
+def run(forks, tmp_path):
+  """Compiles, or not, with a cache there: the ended process, and when each entry was written."""
+  program, directory = tmp_path / 'program.py', tmp_path / 'cache'
+  program.write_text(_PROGRAM)
+
+  def Run():
+    done = forks.Run(str(program), str(directory), more_environment={'TF_XLA_FLAGS': ''})
+    return done, {path: path.stat().st_mtime_ns for path in directory.glob('*/*.pb')}
+
+  return Run
+
+
+def testASecondProcessTakesWhatTheFirstCompiled(run):
+  first, made = run()
+  assert first.returncode == 0, first.stderr
+  assert made
+  second, found = run()
+  assert second.stdout == first.stdout
+  assert found == made
+  # It was read, not only left alone: a damaged entry is noticed.
+  (path,) = made
+  path.write_bytes(path.read_bytes()[:100])
+  assert run()[0].returncode != 0
+
+
+def testASecondCacheIsRefused(tmp_path, monkeypatch):
+  monkeypatch.setenv('TF_XLA_FLAGS', '--some_flag')
+  used = compilation_cache.Use(str(tmp_path))
+  assert compilation_cache.Use(str(tmp_path)) == used
+  assert os.environ['TF_XLA_FLAGS'].startswith('--some_flag --tf_xla_persistent_cache_directory=')
+  with pytest.raises(ValueError, match='already'):
+    compilation_cache.Use(str(tmp_path / 'other'))
+
+
+def testSpacesAreRefused(tmp_path):
+  with pytest.raises(ValueError, match='spaces'):
+    compilation_cache.Use(str(tmp_path / 'a b'))
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of walks through Params: paths and hints, copies, freezing, equality, Visit."""
+
+import collections
+import copy
+import math
+import pickle
+import sys
+import threading
+
+import pytest
+
+from lingvo_gpipe.core import hyperparams, nested_map
+from tests import params_samples
+
+Layer, Options, Point = params_samples.Layer, params_samples.Options, params_samples.Point
+_Activation, _Leaf = params_samples.Activation, params_samples.Leaf
+_Model, _Message = params_samples.Model, params_samples.Message
+
+
+# --- Paths -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  ('path', 'value'),
+  [
+    ('task.train.learning_rate', 0.1),
+    ('task.layers[1].dim', 1),
+    ('task.layers[-1].dim', 2),
+    ('task.layers[2].sizes[0]', 2),
+    ("task.groups['a'].x", 1),
+    ('task.groups["b.c"].x', 2),
+    ('task.groups[7].x', 3),
+    ('task.stages[0].x', 4),
+    ('task.stages[1][0]', 5),
+    ('task.stages[1][1].x', 6),
+    ('task.sub[second].x', 8),
+    ('task.sub[1][1].x', 8),
+  ],
+)
+def testPathsReadAndWrite(path, value):
+  p = _Model()
+  assert p.Get(path) == value
+  assert p.Set(**{path: 'new'}) is p
+  assert p.Get(path) == 'new'
+  assert p != _Model()
+  assert p.Set(**{path: value}) == _Model()
+
+
+def testSetInTuplesAndRecordsReplacesThem():
+  p = _Leaf(t=(1, [2, (3, 4)]), n=Point(1, 2), o=Options(names=[1]))
+  before = p.t, p.n, p.o
+  p.Set(**{'t[1][1][0]': 'new', 'n[y]': 5, 'o[alpha]': 6})
+  assert p.t == (1, [2, ('new', 4)]) and p.n == Point(1, 5) and p.o.alpha == 6
+  assert before[1] == Point(1, 2) and before[2].alpha == 0.5
+
+
+def testSetIsAllOrNothing():
+  p = _Model()
+  changes = {
+    'task.train.max_steps': 5,
+    'task.layers[0].sizes[0]': 9,
+    'task.stages[1][0]': 1,
+    'no': 1,
+  }
+  _Message(AttributeError, p.Set, **changes)
+  assert p == _Model()
+
+
+@pytest.mark.parametrize(
+  ('path', 'message'),
+  [
+    (
+      'task.train.lerning_rate',
+      'task.train.lerning_rate is not defined; did you mean task.train.learning_rate?',
+    ),
+    ('taks', 'taks is not defined; did you mean task?'),
+    (
+      'task.trian.max_steps',
+      'task.trian (in task.trian.max_steps) is not defined; did you mean task.train?',
+    ),
+    ('task.layers[1].dmi', 'task.layers[1].dmi is not defined; did you mean task.layers[1].dim?'),
+    (
+      'task.max_steps',
+      'task.max_steps is not defined; did you mean task.train.max_steps?',
+    ),
+    (
+      'train.max_steps',
+      'train (in train.max_steps) is not defined; did you mean task.train.max_steps?',
+    ),
+    (
+      'tasks.a.train.max_steps',
+      'tasks (in tasks.a.train.max_steps) is not defined; did you mean task.train.max_steps?',
+    ),
+    (
+      'task.train.zzz',
+      'task.train.zzz is not defined; task.train has: learning_rate, max_steps, shuffle, warmup',
+    ),
+    ('zzz', 'zzz is not defined; there is: cluster, task'),
+    (
+      'task.layers[3].dim',
+      'task.layers[3] is not defined: task.layers has 3 entries',
+    ),
+    (
+      "task.groups['A'].x",
+      "task.groups['A'] (in task.groups['A'].x) is not defined; did you mean task.groups['a']?",
+    ),
+    (
+      'task.name.x',
+      'task.name.x is not defined: task.name is of type str and has no params',
+    ),
+    (
+      'task.train.warmup.x',
+      'task.train.warmup.x is not defined: task.train.warmup is None and has no params',
+    ),
+  ],
+)
+def testUnknownPathsGetHints(path, message):
+  p = _Model()
+  assert _Message(AttributeError, p.Get, path) == message
+  assert _Message(AttributeError, p.Set, **{path: 1}) == message
+  assert _Message(AttributeError, p.ParamIsSet, path) == message
+  assert _Message(AttributeError, p.Delete, path) == message
+  assert _Message(AttributeError, p.FromText, f'{path}:1') == message
+
+
+@pytest.mark.parametrize(
+  'path', ['', '.', 'a.', '.a', 'a..b', 'a[', 'a[]', 'a[b c]', 'a[0]b', 'a b']
+)
+def testMalformedPathsAreRefused(path):
+  assert 'no path' in _Message(ValueError, _Model().Get, path)
+
+
+# --- Copies, freezing, equality ------------------------------------------------------------------
+
+
+def testAssigningSharesAndCopyDoesNot():
+  child = _Leaf(x=1)
+  a, b = _Leaf(child=child), _Leaf(child=None).Set(child=child)
+  child.x = 2
+  assert a.child.x == b.child.x == 2
+  for copied in (a.Copy(), copy.deepcopy(a), copy.copy(a)):
+    copied.child.x = 3
+    assert child.x == 2 and type(copied) is hyperparams.Params
+  assert type(hyperparams.InstantiableParams(Layer).Copy()) is hyperparams.InstantiableParams
+
+
+def testCopyKeepsSharingInsideAndSharesWhatCannotBeCopied():
+  child, lock = _Leaf(x=1), threading.Lock()
+  p = _Leaf(a=child, b=[child], lock=lock, cls=Layer, fn=_Activation).Copy()
+  assert p.a is p.b[0] and p.a is not child
+  assert p.lock is lock and p.cls is Layer and p.fn is _Activation
+
+
+def testCopyOfDeepTreesIsQuick():
+  p = _Leaf(x=1)
+  for _ in range(100):  # A default that were copied with its value would make this exponential.
+    p = _Leaf(child=p)
+  assert p.Copy() == p
+
+
+def _Containers():
+  return _Leaf(
+    plain=[1, [2]],
+    mapping={'k': [1]},
+    ordered=collections.OrderedDict(b=1, a=[2]),
+    nested=nested_map.NestedMap(a=[1]),
+    pair=(1, [2]),
+    record=Point(1, [2]),
+    options=Options(names=[1]),
+    some={1, 2},
+    tpl=_Leaf(x=[1]),
+    tpls=[_Leaf(x=[1]), {'k': _Leaf(x=[1])}],
+  )
+
+
+def testFreezeIsDeep():
+  p = _Containers()
+  p.Freeze()
+  assert p.IsImmutable() and p == _Containers()
+  attempts = [
+    lambda: setattr(p, 'plain', 1),
+    lambda: p.Set(plain=1),
+    lambda: p.Set(**{'tpl.x': 1}),
+    lambda: p.Set(**{'plain[0]': 1}),
+    lambda: p.Set(**{'pair[1][0]': 1}),
+    lambda: p.Define('new', 1, ''),
+    lambda: p.Delete('plain'),
+    lambda: p.Delete('tpl.x'),
+    lambda: p.FromText('tpl.x:[2]'),
+    lambda: p.MergeCommonKeysFrom(_Containers()),
+    lambda: p.plain.append(1),
+    lambda: p.plain[1].append(1),
+    lambda: p.plain.__setitem__(0, 1),
+    lambda: p.plain.__iadd__([1]),
+    lambda: p.mapping.update(k=1),
+    lambda: p.mapping['k'].append(1),
+    lambda: p.mapping.pop('k'),
+    lambda: p.ordered.move_to_end('b'),
+    lambda: setattr(p.nested, 'a', 1),
+    lambda: p.nested.Set('a', 1),
+    lambda: p.nested.a.append(1),
+    lambda: p.pair[1].append(1),
+    lambda: p.record.y.append(1),
+    lambda: p.options.names.append(1),
+    lambda: p.some.add(3),
+    lambda: setattr(p.tpl, 'x', 1),
+    lambda: p.tpl.x.append(1),
+    lambda: p.tpls[0].x.append(1),
+    lambda: setattr(p.tpls[1]['k'], 'x', 1),
+  ]
+  for attempt in attempts:
+    assert len(_Message(TypeError, attempt)) < 100
+  assert p == _Containers()
+  p.Freeze()
+  assert 'plain' in _Message(TypeError, attempts[0])
+  assert 'tpl.x' in _Message(TypeError, attempts[2])
+
+
+def testContainersOfFrozenParamsKeepTheirTypes():
+  p = _Containers()
+  p.Freeze()
+  for name, value in _Containers().IterParams():
+    assert isinstance(p.Get(name), type(value)), name
+    assert p.Get(name) == value
+  assert list(p.ordered) == ['b', 'a']
+  assert type(p.plain)([1]) == [1] and type(type(p.plain)([1])) is list
+  assert (
+    p.ToText() == _Containers().ToText() and p.ToTextWithTypes() == _Containers().ToTextWithTypes()
+  )
+  assert repr(p) == repr(_Containers()) and str(p) == str(_Containers())
+
+
+@pytest.mark.parametrize('copies', [lambda p: p.Copy(), copy.deepcopy, copy.copy])
+def testCopyOfFrozenCanBeChanged(copies):
+  p = _Containers()
+  p.Freeze()
+  q = copies(p)
+  assert q == p and not q.IsImmutable() and not q.tpl.IsImmutable()
+  for name, value in _Containers().IterParams():
+    assert type(q.Get(name)) is type(value), name
+  q.plain[1].append(1)
+  q.mapping['k'].append(1)
+  q.nested.a.append(1)
+  q.options.names.append(1)
+  q.tpls[1]['k'].x.append(1)
+  assert p == _Containers()
+
+
+def testContainersTakenOutOfFrozenParamsCanBeChanged():
+  p = _Containers()
+  p.Freeze()
+  q = _Leaf(plain=p.plain, other=None)
+  q.other = p.mapping
+  q.plain.append(1)
+  q.other['k'].append(1)
+  for mutable in (copy.copy(p.plain), p.plain.copy(), copy.deepcopy(p.plain), p.plain[:]):
+    mutable.append(1)
+  assert p == _Containers()
+
+
+def testFreezeLeavesTheCallersContainersAlone():
+  sizes = [1]
+  p = _Leaf(sizes=sizes)
+  p.Freeze()
+  sizes.append(2)
+  assert p.sizes == [1]
+
+
+def testPickle():
+  p = _Containers()
+  assert pickle.loads(pickle.dumps(p)) == p
+  p.Freeze()
+  q = pickle.loads(pickle.dumps(p))
+  assert q == p and q.IsImmutable()
+  _Message(TypeError, q.plain.append, 1)
+
+
+def testEquality():
+  assert _Model() == _Model() and _Model() != _Model().Set(**{'task.layers[2].sizes[0]': 7})
+  assert _Leaf(a=1, b=2) == _Leaf(b=2, a=1)
+  assert _Leaf(a=1) != _Leaf(a=1, b=None) and _Leaf(a=1) != {'a': 1}
+  assert _Leaf(a=[math.nan]) == _Leaf(a=[float('nan')])
+  assert _Leaf(a=[1]) != _Leaf(a=(1,))
+  numpy = pytest.importorskip('numpy')
+  assert _Leaf(a=numpy.ones(3)) == _Leaf(a=numpy.ones(3)) != _Leaf(a=numpy.zeros(3))
+  assert _Leaf(a=numpy.ones(3)) != _Leaf(a=numpy.ones(4))
+
+
+# --- Walks ---------------------------------------------------------------------------------------
+
+
+def testVisit():
+  p = _Leaf(
+    a=_Leaf(b=1),
+    c=[2, (3,)],
+    d={'k': _Leaf(x=4)},
+    e=[('first', _Leaf(x=5))],
+    f=range(2),
+    g=Options(names=[6]),
+    h=Point(7, 8),
+  )
+  visited, entered, left = {}, [], []
+  p.Visit(
+    visited.__setitem__,
+    lambda key, value: entered.append(key) or key != 'f',
+    lambda key, value: left.append(key),
+  )
+  assert visited == {
+    'a.b': 1,
+    'c[0]': 2,
+    'c[1][0]': 3,
+    "d['k'].x": 4,
+    'e[first].x': 5,
+    'f': range(2),
+    'g[alpha]': 0.5,
+    'g[names][0]': 6,
+    'h[x]': 7,
+    'h[y]': 8,
+  }
+  assert entered == [
+    *('', 'a', 'c', 'c[1]', 'd', "d['k']", 'e', 'e[first]', 'f', 'g', 'g[names]', 'h'),
+  ]
+  assert left == ['a', 'c[1]', 'c', "d['k']", 'd', 'e[first]', 'e', 'g[names]', 'g', 'h', '']
+
+
+def testVisitedKeysArePaths():
+  p = _Model()
+  p.Visit(lambda key, value: p.Get(key) is value or pytest.fail(key))
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers and losses that write or draw are refused, however deep inside; who reads is not."""
+
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_gpipe.core import side_effects
+from tests import fn_layer, pipeline_training
+
+_DIM, _BATCH = fn_layer.DIM, 4
+
+
+def _Trace(fn):
+  """Traces fn(x), where nothing is allowed that has an effect."""
+
+  def Run(x):
+    with side_effects.Refused('net'):
+      return fn(x)
+
+  tf.function(Run, autograph=False).get_concrete_function(tf.TensorSpec([_DIM]))
+
+
+def _Loop(fn, x):
+  return tf.while_loop(lambda i, y: i < 2, lambda i, y: (i + 1, fn(y)), [0, x])[1]
+
+
+_AROUND = {
+  'nothing': lambda fn, x: fn(x),
+  'function': lambda fn, x: tf.function(fn)(x),
+  'compiled': lambda fn, x: tf.function(fn, jit_compile=True)(x),
+  'map_fn': tf.map_fn,
+  'loop': _Loop,
+  'loop in a function': lambda fn, x: tf.function(lambda y: _Loop(fn, y))(x),
+  'cond': lambda fn, x: tf.cond(x[0] > 0, lambda: fn(x), lambda: x),
+  'switch': lambda fn, x: tf.switch_case(tf.cast(x[0], tf.int32), [lambda: x, lambda: fn(x)]),
+}
+
+
+def _Table():
+  return tf.lookup.experimental.MutableHashTable(tf.int32, tf.float32, default_value=0.0)
+
+
+def _Insert(table, x):
+  with tf.control_dependencies([table.insert(tf.constant(0), tf.constant(1.0))]):
+    return tf.identity(x)
+
+
+_EFFECTS = {
+  'assign': (tf.Variable, [0.0], lambda v, x: x + v.assign_add(1.0), 'writes a variable'),
+  'insert': (_Table, [], _Insert, 'writes a variable'),
+  'dropout': (int, [], lambda _, x: tf.nn.dropout(x, 0.5), 'draws other numbers'),
+  'generator': (
+    tf.random.Generator.from_seed,
+    [1],
+    lambda g, x: x + g.normal([]),
+    'draws other numbers',
+  ),
+}
+_READS = {
+  'variable': (tf.Variable, [1.0], lambda v, x: x * v),
+  'gather': (tf.Variable, [[1.0]], lambda v, x: x * tf.gather(v, 0)),
+  'lookup': (_Table, [], lambda t, x: x + tf.ensure_shape(t.lookup(tf.constant(0)), [])),
+  'export': (_Table, [], lambda t, x: x + tf.reduce_sum(t.export()[1])),
+  'stateless': (int, [], lambda _, x: tf.nn.experimental.stateless_dropout(x, 0.5, [1, 2])),
+}
+
+
+@pytest.mark.parametrize('around', _AROUND)
+@pytest.mark.parametrize('name', _EFFECTS)
+def testWhoWritesOrDraws(name, around):
+  make, args, fn, words = _EFFECTS[name]
+  made = make(*args)
+  with pytest.raises(ValueError, match=f'^net: .*{words}'):
+    _Trace(lambda x: _AROUND[around](lambda y: fn(made, y), x))
+
+
+@pytest.mark.parametrize('around', _AROUND)
+@pytest.mark.parametrize('name', _READS)
+def testWhoReads(name, around):
+  make, args, fn = _READS[name]
+  made = make(*args)
+  _Trace(lambda x: _AROUND[around](lambda y: fn(made, y), x))
+
+
+def testRecurrentNetworksOfCudnnDrawForTheirDropout():
+  def Run(dropout):
+    x = tf.zeros([5, 2, _DIM])
+    state = tf.zeros([1, 2, _DIM])
+    return tf.raw_ops.CudnnRNN(
+      input=x, input_h=state, input_c=state, params=tf.zeros([100]), dropout=dropout
+    )
+
+  _Trace(lambda x: Run(0.0))
+  with pytest.raises(ValueError, match='CudnnRNN.* draws other numbers'):
+    _Trace(lambda x: Run(0.5))
+
+
+# ---- in a pipeline -------------------------------------------------------------------------------
+
+
+def _AddsToItsWeight(w, x):
+  return x * w.assign_add(w)
+
+
+def _Stack(layer, **options):
+  """Three layers in two stages, of which the last is `layer`."""
+  sub = [fn_layer.SilentLayer.Params(), fn_layer.SilentLayer.Params(), layer]
+  return pipeline_training.MakeStack(
+    sub, num_stages=2, splits=[1, 3], num_micro_batches=2, **options
+  )
+
+
+def _X():
+  return tf.ones([_BATCH, _DIM], tf.float64)
+
+
+def _Side():
+  return tf.ones([_BATCH], tf.float64)
+
+
+@pytest.mark.parametrize(
+  'fn, words, policy, xla',
+  [
+    (_AddsToItsWeight, 'writes a variable', 'stage', False),
+    (_AddsToItsWeight, 'writes a variable', 'except_last', True),
+    (lambda w, x: tf.nn.dropout(x * w, 0.5), 'draws other numbers', 'layer', True),
+    (lambda w, x: tf.nn.dropout(x * w, 0.5), 'draws other numbers', 'none', False),
+  ],
+)
+def testALayerOfAnyPolicy(fn, words, policy, xla):
+  stack = _Stack(fn_layer.SilentLayer.Params().Set(fn=fn), remat_policy=policy, xla=xla)
+  for call in (
+    lambda: pipeline_training.Train(stack, (_X(),), _Side()),
+    lambda: pipeline_training.Evaluate(stack, (_X(),), _Side()),
+  ):
+    with pytest.raises(ValueError, match=r'^stack\.layers\[2\]: .*' + words) as e:
+      call()
+    stage = 'in stage 1 (stack.layers[1] to stack.layers[2]), micro-batch 0'
+    assert stage in '\n'.join(e.value.__notes__)
+
+
+def testALayerThatThePlanLooksInto():
+  stack = _Stack(fn_layer.FnLayer.Params().Set(fn=_AddsToItsWeight))
+  with pytest.raises(ValueError, match=r'^stack\.layers\[2\]: assign_add writes a variable'):
+    stack.MakePlan(tf.TensorSpec([_BATCH, _DIM], tf.float64))
+
+
+def testUnderAUsersTapeAndInTheLoss():
+  count = tf.Variable(1.0, dtype=tf.float64)
+  stack = _Stack(fn_layer.SilentLayer.Params().Set(fn=lambda w, x: x * count.assign_add(1.0)))
+  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((_X(),)))
+  with pytest.raises(ValueError, match=r'^stack\.layers\[2\]: .*writes a variable'):
+    stack(_X())
+
+  def Loss(theta, outputs, side):
+    return pipeline_training.SquareLoss(theta, [outputs[0] * count.assign_add(1.0)], side)
+
+  with pytest.raises(ValueError, match='^the loss: .*writes a variable'):
+    pipeline_training.Train(_Stack(fn_layer.FnLayer.Params()), (_X(),), _Side(), Loss)
+
+
+def testALayerThatReads():
+  table = tf.lookup.StaticHashTable(
+    tf.lookup.KeyValueTensorInitializer([0], tf.constant([2.0], tf.float64)), default_value=0.0
+  )
+  fn = tf.function(lambda w, x: x * w + table.lookup(tf.constant(0)))
+  stack = _Stack(fn_layer.SilentLayer.Params().Set(fn=fn))
+  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((_X(),)))
+  np.testing.assert_array_equal(stack.Predict(_X()), 3.0 * _X())
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Beam search is exhaustive, greedy or what a plain Python search finds, on small models."""
+
+import functools
+import itertools
+import math
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_gpipe.decoding import beam_search
+
+_EOS, _NUM_STATES = 2, 50
+
+
+class _Model:
+  """Logits that hang on all ids before: an example has a table, and the states are places in it."""
+
+  def __init__(self, tables, num_hyps, dtype):
+    self.tables, self.num_hyps, self.dtype = tables, num_hyps, dtype
+    self.times = []
+
+  def Prefill(self, first_ids):
+    states = _NextState(np.zeros(len(first_ids), np.int64), np.array(first_ids))
+    return self._Logits(self.tables, states), states
+
+  def ExtendStep(self, states, ids, time_step):
+    assert ids.shape == (len(self.tables) * self.num_hyps, 1) and ids.dtype == np.int32
+    self.times.append(time_step)
+    states = _NextState(states, ids[:, 0])
+    return self._Logits(np.repeat(self.tables, self.num_hyps, axis=0), states), states
+
+  def Reorder(self, states, indices):
+    rows = len(states) // len(self.tables)  # One at first.
+    of = np.repeat(np.arange(len(self.tables)), self.num_hyps)
+    np.testing.assert_array_equal(indices // rows, of)
+    return states[indices]
+
+  def _Logits(self, tables, states):
+    return tf.constant(tables[np.arange(len(tables)), states][:, np.newaxis], self.dtype)
+
+
+def _NextState(state, token):
+  return (state * 31 + token * 7 + 1) % _NUM_STATES
+
+
+def _LogProbs(table, ids):
+  """float64 [vocab] of what follows these ids, the first one included."""
+  state = 0
+  for token in ids:
+    state = _NextState(state, token)
+  logits = table[state].astype(np.float64)
+  with np.errstate(invalid='ignore'):
+    log_probs = logits - np.logaddexp.reduce(logits)
+  return np.where(np.isnan(log_probs), -np.inf, log_probs)
+
+
+def _Score(table, first, ids, alpha):
+  terms = [_LogProbs(table, (first, *ids[:i]))[token] for i, token in enumerate(ids)]
+  return sum(terms) / ((5 + len(ids)) / 6) ** alpha
+
+
+def _Tables(seed, batch=4, vocab=5, forbidden=0.0):
+  rng = np.random.default_rng(seed)
+  tables = rng.normal(size=[batch, _NUM_STATES, vocab], scale=1.5).astype(np.float32)
+  tables[rng.random(tables.shape) < forbidden] = -np.inf
+  return tables
+
+
+@functools.cache
+def _Search(**settings):
+  """One for all tests: each shape is traced once."""
+  p = beam_search.BeamSearch.Params().Set(target_eos_id=_EOS, **settings)
+  return p.Instantiate()
+
+
+def _Run(search, tables, first_ids, dtype=tf.float32, first_time_step=1, **more):
+  model = _Model(tables, search.params.num_hyps_per_beam, dtype)
+  found = search.Search(
+    *model.Prefill(first_ids), model.ExtendStep, model.Reorder, first_time_step=first_time_step,
+    **more,
+  )  # fmt: skip
+  return found, model
+
+
+def _Texts(found, example):
+  """[(ids, score)] of an example, without empty places."""
+  rows = zip(found.ids[example], found.lengths[example], found.scores[example], strict=True)
+  return [(tuple(ids[:n].tolist()), score) for ids, n, score in rows if score > -np.inf]
+
+
+def _AssertSame(got, expected):
+  assert [ids for ids, _ in got] == [ids for ids, _ in expected]
+  np.testing.assert_allclose([s for _, s in got], [s for _, s in expected], rtol=1e-5, atol=1e-5)
+
+
+def _Plain(table, first, k, limit, alpha, *, stops=True):
+  """The search as `BeamSearch` describes it, one example: (whether any ended, [(ids, score)])."""
+
+  def Norm(length):
+    return ((5 + length) / 6) ** alpha
+
+  live, ended = [((), 0.0)], []
+  for time in range(limit):
+    found = [
+      (ids + (token,), total + float(log_prob))
+      for ids, total in live
+      for token, log_prob in enumerate(_LogProbs(table, (first, *ids)))
+      if log_prob > -np.inf
+    ]
+    if not found:
+      break
+    found.sort(key=lambda pair: -pair[1])
+    ended += [(ids, s / Norm(time + 1)) for ids, s in found[:k] if ids[-1] == _EOS]
+    ended = sorted(ended, key=lambda pair: -pair[1])[:k]
+    live = [pair for pair in found if pair[0][-1] != _EOS][:k]
+    best = live[0][1] / Norm(time + 1) if live else -np.inf
+    if not live or (stops and len(ended) == k and best <= ended[-1][1]):
+      break
+  return (True, ended) if ended else (False, [(ids, s / Norm(len(ids))) for ids, s in live])
+
+
+@pytest.mark.parametrize('alpha', [0.0, 0.6, 1.5])
+@pytest.mark.parametrize('forbidden', [0.0, 0.4])
+def testIsThePlainSearch(alpha, forbidden):
+  search = _Search(num_hyps_per_beam=3, length_normalization=alpha, target_seq_len=7)
+  first = np.array([1, 3, 4, 1])
+  kinds = set()
+  for seed in range(12):
+    tables = _Tables(seed, forbidden=forbidden)
+    found, _ = _Run(search, tables, first)
+    for i, table in enumerate(tables):
+      ended, expected = _Plain(table, first[i], 3, 7, alpha)
+      assert found.ended[i] == ended
+      _AssertSame(_Texts(found, i), expected)
+      kinds.add((ended, len(expected)))
+  if forbidden:
+    assert len(kinds) > 3  # Dead ends and examples with few hypotheses occurred.
+
+
+def testWithoutNormalizationStoppingEarlyChangesNothing():
+  search = _Search(num_hyps_per_beam=3, length_normalization=0.0, target_seq_len=7)
+  stopped = 0
+  for seed in range(12):
+    tables = _Tables(seed)
+    found, model = _Run(search, tables, [1] * 4)
+    stopped += len(model.times) < 6
+    for i, table in enumerate(tables):
+      _AssertSame(_Texts(found, i), _Plain(table, 1, 3, 7, 0.0, stops=False)[1])
+  assert stopped
+
+
+@pytest.mark.parametrize('alpha', [0.0, 1.0])
+@pytest.mark.parametrize('forbidden', [0.0, 0.3])
+def testAWideBeamIsExhaustive(alpha, forbidden):
+  vocab, limit = 3, 4
+  others = [token for token in range(vocab) if token != _EOS]
+  middles = [m for n in range(limit) for m in itertools.product(others, repeat=n)]
+  search = _Search(num_hyps_per_beam=24, length_normalization=alpha, target_seq_len=limit)
+  for seed in range(6):
+    tables = _Tables(seed, batch=3, vocab=vocab, forbidden=forbidden)
+    found, _ = _Run(search, tables, [1, 1, 0])
+    for i, table in enumerate(tables):
+      scored = [((*m, _EOS), _Score(table, [1, 1, 0][i], (*m, _EOS), alpha)) for m in middles]
+      possible = sorted((pair for pair in scored if pair[1] > -np.inf), key=lambda pair: -pair[1])
+      if possible:
+        _AssertSame(_Texts(found, i), possible)
+      assert found.ended[i] == bool(possible)
+
+
+@pytest.mark.parametrize('alpha', [0.0, 2.0])
+def testABeamOfOneIsGreedy(alpha):
+  search = _Search(num_hyps_per_beam=1, length_normalization=alpha, target_seq_len=8)
+  lengths = set()
+  for seed in range(10):
+    tables = _Tables(seed)
+    found, _ = _Run(search, tables, [1, 1, 3, 3])
+    for i, table in enumerate(tables):
+      ids = ()
+      while len(ids) < 8 and _EOS not in ids:
+        ids += (int(np.argmax(_LogProbs(table, ([1, 1, 3, 3][i], *ids)))),)
+      ((got, score),) = _Texts(found, i)
+      assert got == ids
+      assert score == pytest.approx(_Score(table, [1, 1, 3, 3][i], ids, alpha), rel=1e-5)
+      assert found.ended[i] == (_EOS in ids)
+      assert tuple(found.Best(i)) == tuple(token for token in ids if token != _EOS)
+      lengths.add(len(ids))
+  assert len(lengths) > 3
+
+
+def testGreedySearchTakesTheFirstOfEqualIds():
+  tables = np.zeros([1, _NUM_STATES, 5], np.float32)
+  tables[:, :, 0] = -1.0
+  search = _Search(num_hyps_per_beam=1, length_normalization=0.0, target_seq_len=8)
+  found, _ = _Run(search, np.repeat(tables, 4, axis=0), [1] * 4)
+  assert _Texts(found, 0)[0][0] == (1,) * 8
+
+
+def testABatchIsItsExamples():
+  search = _Search(num_hyps_per_beam=3, length_normalization=0.6, target_seq_len=7)
+  tables, first = _Tables(5), np.array([1, 3, 4, 1])
+  whole, _ = _Run(search, tables, first)
+  order = np.array([2, 0, 3, 1])
+  turned, _ = _Run(search, tables[order], first[order])
+  for place, i in enumerate(order):
+    one, _ = _Run(search, tables[i : i + 1], first[i : i + 1])
+    for other, at in ((turned, place), (one, 0)):
+      np.testing.assert_array_equal(whole.ids[i], other.ids[at])
+      np.testing.assert_array_equal(whole.scores[i], other.scores[at])
+      np.testing.assert_array_equal(whole.lengths[i], other.lengths[at])
+
+
+def testScoresAreThoseOfTheReturnedIds():
+  search = _Search(num_hyps_per_beam=3, length_normalization=0.6, target_seq_len=7)
+  tables = _Tables(9)
+  tables[:2, :, _EOS] = -np.inf
+  found, _ = _Run(search, tables, [1] * 4)
+  assert found.ended.tolist() == [False, False, True, True]
+  for i, table in enumerate(tables):
+    texts = _Texts(found, i)
+    assert len(texts) == len({ids for ids, _ in texts}) > 1
+    assert [s for _, s in texts] == sorted((s for _, s in texts), reverse=True)
+    for ids, score in texts:
+      assert score == pytest.approx(_Score(table, 1, ids, 0.6), rel=1e-5)
+      assert ids.count(_EOS) == found.ended[i] == (ids[-1] == _EOS)
+    for ids, n in zip(found.ids[i], found.lengths[i], strict=True):
+      assert not ids[n:].any()
+
+
+def testWhatEndedIsLostToBetterOnesOnly(monkeypatch):
+  search = _Search(num_hyps_per_beam=3, length_normalization=0.6, target_seq_len=7)
+  advance, scores = search._advance, []
+
+  def Record(*args):
+    results = advance(*args)
+    scores.append(results[0].ended_scores.numpy())
+    return results
+
+  monkeypatch.setattr(search, '_advance', Record)
+  found, _ = _Run(search, _Tables(2), [1] * 4)
+  assert len(scores) > 3
+  for before, after in itertools.pairwise(scores):
+    assert np.all(after >= before)
+  np.testing.assert_array_equal(found.scores[found.ended], scores[-1][found.ended])
+
+
+def testFollowsTimeAndStopsWhenAllAreDone():
+  tables = _Tables(0, batch=2)
+  tables[:, :, _EOS] = 30.0
+  search = _Search(num_hyps_per_beam=1, length_normalization=0.0, target_seq_len=8)
+  found, model = _Run(search, tables, [1, 3], first_time_step=5)
+  assert model.times == []
+  assert found.lengths.tolist() == [[1], [1]] and len(found.Best(0)) == 0
+  tables[1, :, _EOS] = -np.inf
+  found, model = _Run(search, tables, [1, 3], first_time_step=5)
+  assert model.times == list(range(5, 12))
+  assert found.ended.tolist() == [True, False] and found.lengths.tolist() == [[1], [8]]
+  found, model = _Run(search, tables, [1, 3], target_seq_len=3)
+  assert found.lengths.tolist() == [[1], [3]] and model.times == [1, 2]
+
+
+def testTwoTracesServeAll():
+  """The first step has one row an example; later ones are all alike."""
+  search = _Search(num_hyps_per_beam=2, length_normalization=0.6, target_seq_len=7)
+  for seed in range(3):
+    _Run(search, _Tables(seed), [1] * 4, first_time_step=seed)
+  assert search._advance.experimental_get_tracing_count() == 2
+
+
+def testMorePlacesThanIds():
+  search = _Search(num_hyps_per_beam=7, length_normalization=0.6, target_seq_len=5)
+  tables = _Tables(4, vocab=3)
+  found, _ = _Run(search, tables, [1] * 4)
+  for i, table in enumerate(tables):
+    _AssertSame(_Texts(found, i), _Plain(table, 1, 7, 5, 0.6)[1])
+
+
+def testNarrowLogits():
+  tables = np.round(_Tables(3) * 8) / 8  # bfloat16 holds these.
+  search = _Search(num_hyps_per_beam=3, length_normalization=0.6, target_seq_len=7)
+  expected, _ = _Run(search, tables, [1] * 4)
+  found, _ = _Run(search, tables, [1] * 4, dtype=tf.bfloat16)
+  np.testing.assert_array_equal(found.ids, expected.ids)
+  np.testing.assert_array_equal(found.scores, expected.scores)
+
+
+def testADeadEndGivesWhatCameBefore():
+  search = _Search(num_hyps_per_beam=3, length_normalization=0.6, target_seq_len=7)
+  tables = np.full([4, _NUM_STATES, 5], -np.inf, np.float32)
+  tables[:, _NextState(0, 1), [3, 4]] = 0.0, 1.0
+  found, _ = _Run(search, tables, [1, 1, 1, 3])
+  assert not found.ended.any()
+  for i in range(3):
+    assert [ids for ids, _ in _Texts(found, i)] == [(4,), (3,)]
+    assert found.lengths[i].tolist() == [1, 1, 0]
+  # Nothing at all is allowed in the last one: the empty hypothesis.
+  assert found.lengths[3].tolist() == [0, 0, 0] and found.scores[3, 0] == 0.0
+
+
+@pytest.mark.parametrize('value', [math.nan, math.inf])
+def testLogitsThatMakeNoSense(value):
+  tables = _Tables(0)
+  tables[1, _NextState(_NextState(0, 1), 4), 0] = value
+  tables[1, _NextState(0, 1), 4] = 9.0
+  search = _Search(num_hyps_per_beam=3, length_normalization=0.6, target_seq_len=7)
+  with pytest.raises(ValueError, match=r'position 8 are NaN or \+inf in the examples \[1\]'):
+    _Run(search, tables, [1] * 4, first_time_step=7)
+
+
+def testLogitsOfWhatIsDoneMayBeAnything():
+  search = _Search(num_hyps_per_beam=3, length_normalization=0.6, target_seq_len=7)
+  tables = _Tables(0)
+  tables[0] = math.nan
+  tables[0, _NextState(0, 1)] = [-np.inf, -np.inf, 0.0, -np.inf, -np.inf]
+  found, model = _Run(search, tables, [1] * 4)
+  assert len(model.times) > 1
+  assert _Texts(found, 0) == [((_EOS,), 0.0)]
+
+
+@pytest.mark.parametrize(
+  'settings, message',
+  [
+    ({'num_hyps_per_beam': 0}, 'num_hyps_per_beam must be at least 1, got 0'),
+    ({'length_normalization': -0.1}, 'length_normalization must be at least 0'),
+    ({}, 'target_seq_len must be at least 1, got 0; set it'),
+    ({'target_seq_len': 3, 'eos': 5}, 'target_eos_id 5 is no id of a vocabulary of 5'),
+    ({'target_seq_len': 3, 'shape': [2, 5]}, r'floating logits \[batch, time, vocab\], got'),
+    ({'target_seq_len': 3, 'dtype': tf.int32}, r'got int32 \[2, 1, 5\]'),
+    ({'target_seq_len': 3}, r'floating logits \[8, time, vocab\], got float32 \[2, 1, 5\]'),
+  ],
+)
+def testMistakes(settings, message):
+  logits = tf.zeros(settings.pop('shape', [2, 1, 5]), settings.pop('dtype', tf.float32))
+  p = beam_search.BeamSearch.Params().Set(target_eos_id=settings.pop('eos', _EOS), **settings)
+  with pytest.raises(ValueError, match=message):
+    p.Instantiate().Search(
+      logits, None, lambda *unused: (logits, None), lambda *unused: None, first_time_step=1
+    )
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

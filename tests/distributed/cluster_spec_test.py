@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The addresses of a run's processes: what is taken, and what each mistake is told as."""
+
+import json
+import sys
+
+import pytest
+
+from lingvo_gpipe.distributed import cluster_spec
+
+
+def _Read(tmp_path, text):
+  path = tmp_path / 'hosts.json'
+  path.write_text(text)
+  return cluster_spec.FromFile(str(path))
+
+
+def testReadsAFile(tmp_path):
+  found = _Read(tmp_path, '{"worker": ["a-1.b_c:2222", "[::1]:1"], "chief": ["127.0.0.1:65535"]}')
+  assert found.workers == ('a-1.b_c:2222', '[::1]:1')
+  assert found.chief == '127.0.0.1:65535'
+  assert found.Address(1) == '[::1]:1'
+  assert _Read(tmp_path, '{"worker": ["a:1"]}').chief == ''
+
+
+@pytest.mark.parametrize(
+  'text, message',
+  [
+    ('', r'hosts\.json cannot be read as JSON: .*line 1.*expected \{"worker"'),
+    ('{"worker": ["a:1"', 'column 18'),
+    ('["a:1"]', 'is not a JSON object'),
+    ('{"workers": ["a:1"]}', r"has the unknown 'workers'; expected"),
+    ('{"worker": ["a:1"], "ps": []}', r"has the unknown 'ps'"),
+    ('{"worker": "a:1"}', "'worker' is a list of addresses, got 'a:1'"),
+    ('{"worker": [1]}', "'worker' is a list of addresses"),
+    ('{"worker": []}', 'names no worker'),
+    ('{"chief": ["a:1"]}', 'names no worker'),
+    ('{"worker": ["a"]}', "'worker' has 'a', which is not host:port"),
+    ('{"worker": ["a:0"]}', "has 'a:0'"),
+    ('{"worker": ["a:65536"]}', "has 'a:65536'"),
+    ('{"worker": ["grpc://a:1"]}', "has 'grpc://a:1'"),
+    ('{"worker": ["a b:1"]}', "has 'a b:1'"),
+    ('{"worker": ["a:1", "b:1", "a:1"]}', 'has a:1 twice'),
+    ('{"worker": ["a:1"], "chief": ["a:1"]}', 'has a:1 twice'),
+    ('{"worker": ["a:1"], "worker": ["b:1"]}', "'worker' is there twice"),
+    ('{"worker": ["a:1"], "chief": ["b:1", "c:1"]}', '2 addresses of the chief'),
+    ('[' * 100000, 'cannot be read as JSON: .*recursion'),
+  ],
+)
+def testMistakesInAFileAreNamed(tmp_path, text, message):
+  with pytest.raises(ValueError, match=message):
+    _Read(tmp_path, text)
+
+
+def testUnknownWorker(tmp_path):
+  with pytest.raises(
+    ValueError, match=r'no worker 2: the cluster has the workers 0 to 1: a:1, b:1'
+  ):
+    _Read(tmp_path, '{"worker": ["a:1", "b:1"]}').Address(2)
+
+
+def testReadsTheEnvironment():
+  config = {'cluster': {'worker': ['a:1', 'b:1']}, 'task': {'type': 'worker', 'index': 1}}
+  found = cluster_spec.FromEnvironment({'TF_CONFIG': json.dumps(config)})
+  assert (found.workers, found.task_type, found.task_index) == (('a:1', 'b:1'), 'worker', 1)
+  for nothing in ({}, {'TF_CONFIG': ''}, {'TF_CONFIG': '{}'}):
+    assert cluster_spec.FromEnvironment(nothing) is None
+
+
+@pytest.mark.parametrize(
+  'text, message',
+  [
+    ('no', 'TF_CONFIG cannot be read as JSON'),
+    ('[]', 'TF_CONFIG is not a JSON object'),
+    ('{"cluster": {"worker": ["a"]}}', "TF_CONFIG: 'worker' has 'a'"),
+    ('{"cluster": {"worker": ["a:1"]}, "task": 1}', '"task" is an object'),
+    ('{"cluster": {"worker": ["a:1"]}, "task": {"index": "1"}}', 'an index that is an integer'),
+  ],
+)
+def testMistakesInTheEnvironmentAreNamed(text, message):
+  with pytest.raises(ValueError, match=message):
+    cluster_spec.FromEnvironment({'TF_CONFIG': text})
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

@@ -1,0 +1,361 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When a child that trains is replaced, and when not; the children here train nothing."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from lingvo_gpipe.core import heartbeat
+from lingvo_gpipe.distributed import supervisor
+
+_ROOT = pathlib.Path(__file__).parents[2]
+_SECONDS = 60
+
+# `Train` is called in a child, whose number stands in a file.
+_PROGRAM = """
+import json, os, pathlib, signal, sys, time
+from lingvo_gpipe.core import heartbeat
+from lingvo_gpipe.distributed import supervisor
+here = pathlib.Path(sys.argv[1])
+supervisor._END_SECONDS, supervisor._PAUSE_SECONDS = 0.2, 0.01
+supervisor._LEAST_SECONDS, supervisor._LEAST_TIMES = 0.5, 1
+supervisor._LEAST_STORE_SECONDS = 0.5
+def Next(name):
+  number = int((here / name).read_text()) + 1 if (here / name).exists() else 0
+  (here / name).write_text(str(number))
+  return number
+def Train(workers, failures):
+  child = Next('children')
+  assert sum(failures.values()) == child and workers == 'their addresses'
+  {train}
+def Record(step, failures):
+  (here / 'failures').write_text(json.dumps([step, failures]))
+def Last():
+  return {last}
+class Workers:
+  spec = 'their addresses'
+  def __init__(self):
+    {workers}
+  def LeaveToStarter(self):
+    pass
+  def HaveEnded(self):
+    return (here / 'gone').exists() and not (here / 'closed').exists()
+  def Close(self):
+    Next('closed')
+work = supervisor.Work('training', 'a new checkpoint', Last)
+sys.exit(supervisor.Supervisor(Train, work, Workers, step_timeout=1.0, record=Record).Run())
+"""
+
+
+def _Start(directory, train, last='-1', workers='pass'):
+  program = _PROGRAM.format(train=train, last=last, workers=workers)
+  return subprocess.Popen(
+    [sys.executable, '-c', program, directory],
+    env={**os.environ, 'PYTHONPATH': str(_ROOT), 'PYTHONUNBUFFERED': ''},
+    stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+  )  # fmt: skip
+
+
+def _Run(directory, train, last='-1'):
+  """(exit status, stderr, number of children)."""
+  process = _Start(directory, train, last)
+  try:
+    _, stderr = process.communicate(timeout=_SECONDS)
+  finally:
+    process.kill()
+  # The workers are new with each child.
+  assert (directory / 'closed').read_text() == (directory / 'children').read_text()
+  return process.returncode, stderr, int((directory / 'children').read_text()) + 1
+
+
+_FAIL = 'os._exit(supervisor.WORKER_FAILED)'
+
+
+@pytest.mark.parametrize(
+  'train, last, expected, message',
+  [
+    ('return 3', '-1', (3, 1), ''),
+    ('raise ValueError("a mistake")', '-1', (1, 1), 'ValueError: a mistake'),
+    (f'return 0 if child == 2 else {_FAIL}', '-1', (0, 3), 'goes on from its beginning'),
+    (f'return 0 if child == 1 else {_FAIL}', '7', (0, 2), 'the checkpoint of step 7'),
+    (_FAIL, '7', (1, 6), 'a worker failed; 6 times in a row without a new checkpoint: giving up'),
+    (f'return 0 if child == 8 else {_FAIL}', 'Next("step")', (0, 9), 'of step 8'),
+    ('os.kill(os.getpid(), 11)', '-1', (1, 6), 'the training process ended by signal 11'),
+    (
+      'return 0 if child == 1 else (heartbeat.Begin(b"t"), time.sleep(100))',
+      '-1',
+      (0, 2),
+      'no step was done within 1.0 s: a worker may hang',
+    ),
+    (
+      """
+  if child == 1:
+    return 0
+  for _ in range(10):
+    heartbeat.Begin(b'w')
+    time.sleep(0.02)
+    heartbeat.Step(b'w')
+  heartbeat.Begin(b'w')
+  while True:
+    heartbeat.Begin(b't')
+    heartbeat.Step(b't')""",
+      '-1',
+      (0, 2),
+      'no checkpoint was written within 0.5 s: a worker may hang',
+    ),
+    # A local worker was killed as the child connected to it, and TensorFlow waits.
+    (
+      'return 0 if child == 1 else ((here / "gone").touch(), time.sleep(100))',
+      '-1',
+      (0, 2),
+      'a local worker ended; training goes on from its beginning',
+    ),
+    ('heartbeat.Begin(b"t"); heartbeat.Long(); time.sleep(1.4); return 0', '-1', (0, 1), ''),
+    # Between two steps data is read.
+    ('heartbeat.Begin(b"t"); heartbeat.Step(b"t"); time.sleep(1.4); return 0', '-1', (0, 1), ''),
+    # Which status it has is known; its end hangs.
+    ('heartbeat.End(4); time.sleep(100)', '-1', (4, 1), ''),
+    # Its output could not be written.
+    ('heartbeat.End(0); os._exit(1)', '-1', (1, 1), ''),
+  ],
+)
+def testAChildIsReplacedWhereAWorkerFailed(tmp_path, train, last, expected, message):
+  status, stderr, children = _Run(tmp_path, train, last)
+  assert (status, children) == expected, stderr
+  assert message in stderr
+  assert message or not stderr
+
+
+@pytest.mark.parametrize(
+  'train, last, expected',
+  [
+    ('return 3', '-1', None),
+    (_FAIL, '7', [7, {'worker_failed': 6, 'gave_up': 1}]),
+    (
+      f"""
+  if child == 0:
+    os.kill(os.getpid(), 11)
+  if child == 1:
+    heartbeat.Begin(b't')
+    time.sleep(100)
+  return 0 if child == 3 else {_FAIL}""",
+      '-1',
+      [-1, {'process_died': 1, 'no_step': 1, 'worker_failed': 1}],
+    ),
+  ],
+)
+def testFailuresAreRecordedByKind(tmp_path, train, last, expected):
+  _Run(tmp_path, train, last)
+  path = tmp_path / 'failures'
+  assert (json.loads(path.read_text()) if path.exists() else None) == expected
+
+
+def _AwaitFile(path):
+  deadline = time.monotonic() + _SECONDS
+  while not (path.exists() and path.read_text()):
+    assert time.monotonic() < deadline
+    time.sleep(0.01)
+  return path.read_text()
+
+
+def testSignalsReachTheChildWhichSaysHowItEnds(tmp_path):
+  train = """
+  signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+  (here / 'ready').write_text('yes')
+  time.sleep(100)"""
+  process = _Start(tmp_path, train)
+  _AwaitFile(tmp_path / 'ready')
+  process.send_signal(signal.SIGTERM)
+  _, stderr = process.communicate(timeout=_SECONDS)
+  assert (process.returncode, stderr) == (143, '')
+
+
+def testASignalWhileWorkersStartEndsAll(tmp_path):
+  workers = "os.kill(os.getpid(), signal.SIGTERM); Next('late')"
+  process = _Start(tmp_path, 'return 0', workers=workers)
+  _, stderr = process.communicate(timeout=_SECONDS)
+  assert (process.returncode, stderr) == (143, '')
+  assert not [*tmp_path.iterdir()]
+
+
+def testWorkersThatDoNotServeYetEndWithTheirStart(tmp_path):
+  sleeper = tmp_path / 'sleeper'
+  sleeper.write_text(f'#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 1000\n')
+  sleeper.chmod(0o755)
+  workers = """
+    from lingvo_gpipe.distributed import local_workers
+    local_workers._END_SECONDS = 1000.0
+    local_workers._Address = lambda *_: ((here / 'waits').write_text('yes'), time.sleep(1000))
+    sys.executable = str(here / 'sleeper')
+    local_workers.LocalWorkers(1)"""
+  process = _Start(tmp_path, 'return 0', workers=workers)
+  worker = int(_AwaitFile(tmp_path / 'pid'))
+  _AwaitFile(tmp_path / 'waits')
+  process.send_signal(signal.SIGTERM)
+  try:
+    _, stderr = process.communicate(timeout=_SECONDS)
+  finally:
+    is_there = os.path.exists(f'/proc/{worker}')
+    process.kill()
+    if is_there:
+      os.kill(worker, signal.SIGKILL)
+  assert (process.returncode, stderr, is_there) == (143, '', False)
+
+
+def testAStoppedChildThatHangsIsNotReplaced(tmp_path):
+  train = """
+  signal.signal(signal.SIGTERM, signal.SIG_IGN)
+  (here / 'ready').write_text('yes')
+  heartbeat.Begin(heartbeat.TRAIN)
+  time.sleep(100)"""
+  process = _Start(tmp_path, train)
+  _AwaitFile(tmp_path / 'ready')
+  process.send_signal(signal.SIGTERM)
+  process.communicate(timeout=_SECONDS)
+  assert process.returncode == 143
+  assert (tmp_path / 'children').read_text() == '0'
+
+
+def testWorkersThatDoNotStartAgainAreTriedOnceMore(tmp_path):
+  workers = """
+    if Next('starts') == 1:
+      Next('children')
+      raise OSError('worker 0 ended at its start')"""
+  process = _Start(tmp_path, f'return 0 if child == 2 else {_FAIL}', workers=workers)
+  _, stderr = process.communicate(timeout=_SECONDS)
+  assert process.returncode == 0, stderr
+  assert 'worker 0 ended at its start; training goes on from its beginning' in stderr
+
+
+def testWorkersThatDoNotStartAtFirstEndAll(tmp_path):
+  process = _Start(tmp_path, 'return 0', workers="raise OSError('worker 0 ended at its start')")
+  _, stderr = process.communicate(timeout=_SECONDS)
+  assert process.returncode == 1 and 'OSError: worker 0 ended at its start' in stderr
+
+
+def testASignalAroundTheForkIsHandedOnOnce(tmp_path):
+  workers = """
+    kill, fork = os.kill, os.fork
+    os.kill = lambda *args: (Next('kills'), kill(*args))
+    os.fork = lambda: (kill(os.getpid(), signal.SIGTERM), fork())[1]"""
+  process = _Start(tmp_path, 'time.sleep(100)', workers=workers)
+  _, stderr = process.communicate(timeout=_SECONDS)
+  assert (process.returncode, stderr) == (143, '')
+  assert (tmp_path / 'kills').read_text() == '0'
+
+
+def testWhatWasWrittenBeforeTheForkIsWrittenOnce(tmp_path):
+  process = _Start(tmp_path, 'return 0', workers='print("workers start")')
+  assert process.communicate(timeout=_SECONDS) == ('workers start\n', '')
+
+
+def testASignalEndsThePauseBeforeAnotherTry(tmp_path):
+  process = _Start(tmp_path, _FAIL, workers='supervisor._PAUSE_SECONDS = 100.0')
+  _AwaitFile(tmp_path / 'closed')
+  process.send_signal(signal.SIGTERM)
+  process.communicate(timeout=_SECONDS)
+  assert process.returncode == 143
+  assert (tmp_path / 'children').read_text() == (tmp_path / 'closed').read_text() == '0'
+
+
+def testACheckpointThatCannotBeReadNowEndsNoSupervisor():
+  def Fail():
+    raise OSError('the file server is away')
+
+  for Reached, expected in ((Fail, 7), (lambda: 9, 9)):
+    work = supervisor.Work('training', 'a new checkpoint', Reached)
+    assert supervisor.Supervisor(lambda *_: 0, work)._Reached(7) == expected
+
+
+def testPausesGrow():
+  pauses = [supervisor._PauseSeconds(failures) for failures in range(1, 9)]
+  assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
+
+
+def _Signs(step_timeout, *read):
+  signs = supervisor._Signs(step_timeout, 0.0)
+  for now, message in read:
+    signs.Take(message, now)
+  return signs
+
+
+def testTheLimitIsThatOfTheKindOfStepThatBegan():
+  batches = [(float(i), b'V' if i % 2 else b'v') for i in range(100)]
+  steps = [(100.0 + 20 * i, b'T' if i % 2 else b't') for i in range(100)]
+  long = supervisor._LONG_SECONDS
+  assert _Signs(None, *batches).limit.seconds == 60
+  assert _Signs(None, *batches, (100.0, b'v')).limit.seconds == long
+  assert _Signs(None, *batches, (100.0, b'v'), (101.0, b'T')).limit.seconds == long
+  assert _Signs(None, *batches, *steps).limit.seconds == 200
+  assert _Signs(None, *batches, *steps, (9e3, b'V')).limit.seconds == 60
+  # What took long counts for none; nor does what was read late.
+  traced = [(20.0 * i, sign) for i, sign in enumerate([b'T', b'l', b't'] * 9)]
+  assert _Signs(None, *traced, (9e3, b'T')).limit.seconds == long
+  assert _Signs(None, *batches, *steps, (9e3, b'TtTt' * 50 + b'T')).limit.seconds == 200
+  assert _Signs(5.0, (0.0, b'T')).limit.seconds == 5
+  assert _Signs(5.0, (0.0, b'TtTl')).limit.seconds == long
+
+
+def testAWriteGoesOnBesideSteps():
+  writes = [(90.0 * i, b'w' if i % 2 else b'W') for i in range(10)]
+  signs = _Signs(5.0, *writes, (900.0, b'W'), (1000.0, b'T'))
+  assert signs.limit == (1005.0, 5.0, 'step was done')
+  signs.Take(b't', 1001.0)
+  assert signs.limit == (1800.0, 900.0, 'checkpoint was written')
+  signs.Take(b'R', 1002.0)
+  assert signs.limit == (1007.0, 5.0, 'batch was read')
+  signs.Take(b'w', 1003.0)
+  assert signs.limit == (1007.0, 5.0, 'batch was read')
+  signs.Take(b'Wl', 1004.0)
+  assert signs.limit == (1904.0, 900.0, 'checkpoint was written')
+  # Quick writes leave time for a store that is slow once.
+  quick = [(float(i), b'w' if i % 2 else b'W') for i in range(10)]
+  assert _Signs(None, *quick, (10.0, b'W')).limit.seconds == 600
+
+
+def testAReadThatWaitsForAFileHasTenMinutes():
+  """So has one for which the buffer of a shuffle fills, after many that it had ready."""
+  ready = [(i / 100, b'r' if i % 2 else b'R') for i in range(100)]
+  assert _Signs(None, *ready, (2.0, b'R')).limit == (602.0, 600.0, 'batch was read')
+  assert _Signs(5.0, *ready, (2.0, b'R')).limit.seconds == 5
+  slow = [(90.0 * i, b'r' if i % 2 else b'R') for i in range(10)]
+  assert _Signs(None, *slow, (900.0, b'R')).limit.seconds == 900
+
+
+def testASignMayBeReadInPieces():
+  end = heartbeat.END + bytes([heartbeat.END[0]])  # A status that looks like a sign.
+  for read in ([(0.0, b'Tt' + end)], [(0.0, b'Tt' + end[:1]), (1.0, end[1:])]):
+    signs = _Signs(5.0, *read)
+    assert (signs.status, signs.limit.seconds) == (heartbeat.END[0], supervisor._END_SECONDS)
+  assert _Signs(5.0, (0.0, b'Tt' + end[:1])).status is None
+
+
+@pytest.mark.parametrize('workers', ['pass', 'supervisor._EndWith = lambda _: time.sleep(100)'])
+def testTheChildEndsWithItsSupervisor(tmp_path, workers):
+  train = "(here / 'pid').write_text(str(os.getpid())); time.sleep(100)"
+  process = _Start(tmp_path, train, workers=workers)
+  pid = int(_AwaitFile(tmp_path / 'pid'))
+  process.kill()
+  process.communicate(timeout=_SECONDS)
+  deadline = time.monotonic() + _SECONDS
+  while _IsRunning(pid):
+    assert time.monotonic() < deadline
+    time.sleep(0.01)
+
+
+def _IsRunning(pid):
+  try:
+    text = pathlib.Path(f'/proc/{pid}/stat').read_text()
+  except (FileNotFoundError, ProcessLookupError):
+    return False
+  return text.rpartition(')')[2].split()[0] != 'Z'
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

@@ -1,0 +1,489 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workers that fail, and networks: training goes on, and ends as if nothing had happened."""
+
+import contextlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import threading
+import time
+import types
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_gpipe import evaluator
+from lingvo_gpipe.distributed import worker_connection
+from lingvo_gpipe.evaluation import eval_progress
+from tests import processes, tcp_proxy, worker_processes
+
+KILLS = 10
+
+_Args = processes.ToyArgs
+hosts = worker_processes.hosts
+
+# Beside the experiment Toy.
+_KILLED = """
+import os
+import pathlib
+import signal
+import socket
+import time
+
+from lingvo_gpipe.checkpoint import tensor_bundle
+from lingvo_gpipe.core import heartbeat, nested_map
+from lingvo_gpipe.distributed import supervisor, worker_hosts
+from lingvo_gpipe.input import stream_input
+
+supervisor._PAUSE_SECONDS = 0.1
+
+
+def _IsServed(port):
+  with socket.socket() as s:
+    return s.connect_ex(('localhost', port)) == 0
+
+
+class Draws(stream_input.BaseStreamInput):
+  def _Stream(self, epoch):
+    def Example(i):
+      draw = lambda size: tf.random.stateless_uniform([size], [i, epoch])
+      return nested_map.NestedMap(inputs=draw(32), targets=draw(1))
+
+    return tf.data.Dataset.range(100).map(Example)
+
+  def _FingerprintParts(self):
+    return []
+
+
+@registry.RegisterSingleTaskModel
+class Streamed(Toy):
+  def Train(self):
+    return Draws.Params().Set(batch_size=8, shuffle_buffer_size=50)
+
+
+@registry.RegisterSingleTaskModel
+class KilledInSaves(Toy):
+  def Task(self):
+    # The file `kill` names a function of `tensor_bundle`, a step, a process and its port, and the
+    # signal that it gets before the second call of the function on worker 1 for the checkpoint of
+    # that step.
+    supervisor._LEAST_SECONDS = supervisor._LEAST_STORE_SECONDS = 5.0
+    call, num_calls = worker_hosts.Call, 0
+    tensor_bundle.GROUP_BYTES = 1000
+
+    def Call(host, function, *args):
+      nonlocal num_calls
+      kill = pathlib.Path('kill')
+      if 'task:1' in host and kill.exists():
+        name, step, pid, port, number = kill.read_text().split()
+        is_meant = f'/ckpt-{int(step):08d}-' in str(args[0])
+        num_calls += is_meant and function.__name__ == name
+        if num_calls == 2:
+          os.kill(int(pid), int(number))
+          while int(number) == signal.SIGKILL and _IsServed(int(port)):
+            time.sleep(0.01)
+          num_calls = 0
+          kill.unlink()
+      return call(host, function, *args)
+
+    worker_hosts.Call = Call
+    return super().Task()
+
+
+@registry.RegisterSingleTaskModel
+class KilledInEvaluation(Toy):
+  def Task(self):
+    # The file `signals` has those that the local worker gets in the third batch, one a process.
+    begin, num_batches = heartbeat.Begin, 0
+
+    def Begin(kind):
+      nonlocal num_batches
+      begin(kind)
+      num_batches += kind == heartbeat.EVALUATE
+      numbers = pathlib.Path('signals').read_text().split()
+      if num_batches == 3 and numbers:
+        pathlib.Path('signals').write_text(' '.join(numbers[1:]))
+        parent = os.getppid()
+        children = pathlib.Path(f'/proc/{parent}/task/{parent}/children').read_text().split()
+        (worker,) = {*map(int, children)} - {os.getpid()}
+        os.kill(worker, int(numbers[0]))
+
+    heartbeat.Begin = Begin
+    return super().Task()
+"""
+
+
+@pytest.fixture(scope='module')
+def project(tmp_path_factory):
+  return processes.Project(
+    tmp_path_factory.mktemp('project'), worker_processes.EXPERIMENT + _KILLED
+  )
+
+
+@pytest.mark.parametrize(
+  'kind, message, expected',
+  [
+    ('UnavailableError', 'socket closed', True),
+    ('UnavailableError', 'from remote target /job:worker: socket closed', True),
+    ('InternalError', 'Additional GRPC error information from remote target /job:worker', True),
+    ('InvalidArgumentError', 'Unable to find a context_id matching the specified one', True),
+    ('InvalidArgumentError', 'Unable to find the relevant tensor remote_handle: 1', True),
+    ('InternalError', 'Remote address looked up from remote data found to be poisoned', True),
+    ('InvalidArgumentError', 'from remote target /job:worker: indices[0] = 9', False),
+    ('ResourceExhaustedError', 'from remote target /job:worker: OOM', False),
+    ('UnimplementedError', 'from remote target /job:worker: not on CPU', False),
+    ('OutOfRangeError', 'from remote target /job:worker: end of sequence', False),
+    ('NotFoundError', 'from remote target /job:worker: a/b; No such file or directory', False),
+    ('PermissionDeniedError', 'from remote target /job:worker: a/b; Permission denied', False),
+    ('DataLossError', 'from remote target /job:worker: Checksum does not match', False),
+    ('InternalError', 'of its own', False),
+  ],
+)
+def testAFailureOfAWorkerIsToldFromOneOfItsWork(monkeypatch, kind, message, expected):
+  error = getattr(tf.errors, kind)(None, None, message)
+  assert not worker_connection.IsFailure(error)  # There are no workers.
+  monkeypatch.setattr(worker_connection, '_answers', {'alpha:2222': b''})
+  monkeypatch.setattr(worker_connection, 'Ask', lambda address: (b'', ''))
+  assert worker_connection.IsFailure(error) == expected
+  saving = OSError('cannot write checkpoints')
+  saving.__cause__ = error
+  # Of what this process writes itself a file server may be gone.
+  assert worker_connection.IsFailure(saving) == (expected and message != 'socket closed')
+  assert not worker_connection.IsFailure(OSError('cannot write'))
+
+
+def testWorkersAreAskedAtOnce(monkeypatch):
+  both = threading.Barrier(2)
+
+  def Ask(address):
+    both.wait(60)
+    return b'', address
+
+  monkeypatch.setattr(worker_connection, 'Ask', Ask)
+  assert worker_connection.AskAll(['a', 'b']) == [(b'', 'a'), (b'', 'b')]
+
+
+_CONNECTED = """
+import sys
+import tensorflow as tf
+from lingvo_gpipe.distributed import cluster, cluster_spec, worker_connection
+devices = cluster.Cluster.Connect(cluster_spec.FromFile(sys.argv[1])).devices
+with tf.device(devices[0]):
+  tf.linalg.matmul(tf.eye(3), tf.eye(3)).numpy()
+print(worker_connection.IsFailure(tf.errors.InternalError(None, None, 'of its own')))
+"""
+
+
+def testAWorkerThatComputesIsNoFailure(forks, hosts, tmp_path):
+  (tmp_path / 'program.py').write_text(_CONNECTED)
+  done = forks.Run(str(tmp_path / 'program.py'), str(hosts))
+  assert done.stdout == 'False\n', done.stderr
+
+
+def testAnErrorThatDoesNotTellHasTheWorkersAsked(forks, monkeypatch, tmp_path):
+  port = worker_processes.FreePorts(1)[0]
+  address = f'localhost:{port}'
+  (tmp_path / 'hosts.json').write_text(json.dumps({'worker': [address]}))
+
+  def StartWorker():
+    args = [f'--cluster={tmp_path}/hosts.json', '--task_index=0', '--trusted_network']
+    return forks.Start('worker', *args, is_waited_for=False)
+
+  pid = StartWorker()
+  monkeypatch.setattr(
+    worker_connection,
+    '_answers',
+    worker_connection.AwaitWorkers([address], worker_processes.SECONDS),
+  )
+  error = tf.errors.InternalError(None, None, 'of its own')
+  assert not worker_connection.IsFailure(error)
+  os.kill(pid, signal.SIGKILL)
+  worker_processes.AwaitFree(port)
+  assert worker_connection.IsFailure(error)
+  assert not worker_connection.IsFailure(ValueError('of the user'))
+  pid = StartWorker()
+  try:
+    worker_connection.AwaitWorkers([address], worker_processes.SECONDS)
+    assert worker_connection.IsFailure(error)
+  finally:
+    os.kill(pid, signal.SIGKILL)
+
+
+def _Failures(logdir):
+  """[(step, how often by kind)] of metrics.jsonl."""
+  lines = map(json.loads, (logdir / 'metrics.jsonl').read_text().splitlines())
+  return [(line['step'], line['values']) for line in lines if line['split'] == 'failures']
+
+
+def _AssertAsUndisturbed(forks, project, tmp_path, logdir, more, *args):
+  """Compares the last checkpoint with that of a run in one process that nobody disturbed."""
+  last = processes.Steps(logdir)[-1]
+  done = forks.Run('trainer', *_Args(tmp_path / 'once', last, more), *args, cwd=project)
+  processes.Succeeded(done)
+  found, expected = (processes.Tensors(path, last) for path in (logdir, tmp_path / 'once'))
+  for tensors in (found, expected):
+    tensors.pop('input/iterator', None)  # How far was read ahead hangs on the time.
+  processes.AssertSameTensors(found, expected)
+
+
+def testGoesOnWhereAWorkerIsKilledOrStandsStill(forks, project, tmp_path):
+  # Once a checkpoint is there many steps come, and not at once the next one: what stands still in
+  # the copy for that is waited for longer.
+  more = 'task.stack.xla:False;task.train.save_interval_steps:100'
+  args = [*_Args(tmp_path, 10**6, more), '--local_workers=1', '--step_timeout=5']
+  pid = forks.Start('trainer', *args, cwd=project)
+  try:
+    for number in (signal.SIGKILL, signal.SIGSTOP, None):
+      worker_processes.AwaitCheckpoint(tmp_path)
+      children = worker_processes.Children(pid)
+      assert len(children) == 2
+      (worker,) = [i for i in children if 'lingvo_gpipe.worker' in worker_processes.CommandLine(i)]
+      if number:
+        os.kill(worker, number)
+        worker_processes.AwaitEnd(children)
+  finally:
+    os.kill(pid, signal.SIGKILL)
+    done = forks.Wait()
+  worker_processes.AwaitEnd(children)
+  told = [line for line in processes.Messages(done.stderr) if 'training goes on from' in line]
+  assert len(told) == 2, done.stderr
+  assert 'a worker failed; training goes on from the checkpoint of step ' in told[0]
+  assert 'no step was done within 5.0 s: a worker may hang; training goes on' in told[1]
+  assert [failures for _, failures in _Failures(tmp_path)] == [
+    {'worker_failed': 1},
+    {'worker_failed': 1, 'no_step': 1},
+  ]
+  _AssertAsUndisturbed(forks, project, tmp_path, tmp_path, more)
+
+
+def testAnEvaluatorGoesOnWhereItsWorkerIsKilledOrStandsStill(forks, project, tmp_path):
+  more = 'task.stack.xla:False'
+  processes.Succeeded(forks.Run('trainer', *_Args(tmp_path / 'run', 1, more), cwd=project))
+  shutil.copytree(tmp_path / 'run', tmp_path / 'once')
+
+  def Evaluate(name, *args):
+    args = [*_Args(tmp_path / name, 1, more), '--split=Train', '--once', *args]
+    return processes.Succeeded(forks.Run('evaluator', *args, cwd=project))
+
+  Evaluate('once')
+  (project / 'signals').write_text(f'{int(signal.SIGKILL)} {int(signal.SIGSTOP)}')
+  done = Evaluate('run', '--model=toy.KilledInEvaluation', '--local_workers=1', '--step_timeout=5')
+  told = [line for line in processes.Messages(done.stderr) if 'evaluation goes on from' in line]
+  assert len(told) == 2, done.stderr
+  assert 'a worker failed; evaluation goes on from the checkpoint of step 1' in told[0]
+  assert 'no step was done within 5.0 s: a worker may hang; evaluation goes on' in told[1]
+  assert done.stdout.count('Train at step 1: loss ') == 1
+  found, expected = (processes.Scalars(tmp_path / name / 'eval_train') for name in ('run', 'once'))
+  assert found == expected and len(found['loss']) == 1  # To the bit.
+
+
+@pytest.mark.parametrize(
+  'once, checkpoint, expected',
+  [
+    (False, 'last', 'from the newest checkpoint'),
+    (True, 'last', 'from the checkpoint of step 3'),
+    (False, 'best', 'from the checkpoint of step 3'),
+  ],
+)
+def testAnEvaluatorSaysWithWhichCheckpointItGoesOn(monkeypatch, once, checkpoint, expected):
+  flags = types.SimpleNamespace(once=once, checkpoint=checkpoint)
+  monkeypatch.setattr(evaluator, 'FLAGS', flags)
+  progress = eval_progress.EvalProgress()
+  next(progress.Undone(3, ['result']))
+  assert evaluator._Where(progress) == expected
+
+
+_PIPELINE = 'task.stack.xla:False;task.train.save_interval_steps:20'
+_REPLICAS = f'{_PIPELINE};task.stack.num_stages:1;task.stack.splits:[]'
+
+
+@pytest.mark.parametrize(
+  'more, victims, args',
+  [
+    (_PIPELINE, random.Random(5).choices(range(3), k=KILLS), []),
+    # The worker that reads the stream, and who trains.
+    (_PIPELINE, [0, 2], ['--model=toy.Streamed']),
+    # A worker that outlives others knows collectives of the training process before.
+    (f'{_REPLICAS};task.train.all_reduce:collective', [2, 0], ['--num_replicas=2']),
+    (f'{_REPLICAS};task.train.all_reduce:send', [1], ['--num_replicas=2']),
+  ],
+)
+def testRandomKillsEndAsNone(forks, project, tmp_path, more, victims, args):
+  """Of either worker, which is started again at once, or of the training process."""
+  rng = random.Random(5)
+  hosts, logdir = tmp_path / 'hosts.json', tmp_path / 'killed'
+  ports = worker_processes.FreePorts(2)
+  hosts.write_text(json.dumps({'worker': [f'localhost:{port}' for port in ports]}))
+
+  def StartWorker(index):
+    flags = [f'--cluster={hosts}', f'--task_index={index}', '--threads_per_device=1']
+    return forks.Start('worker', *flags, '--trusted_network', is_waited_for=False)
+
+  workers = [StartWorker(index) for index in range(2)]
+  flags = [*_Args(logdir, 10**6, more), f'--cluster={hosts}', *args]
+  trainer = forks.Start('trainer', *flags, cwd=project, is_waited_for=False)
+  stderr = forks._outputs['stderr']
+  try:
+    for victim in victims:
+      worker_processes.AwaitCheckpoint(logdir)
+      time.sleep(rng.uniform(0.0, 0.2))
+      # There is none for a moment where the checkpoint was written as the last failure showed.
+      (child,) = worker_processes.Await('child', lambda: worker_processes.Children(trainer))
+      os.kill([*workers, child][victim], signal.SIGKILL)
+      if victim < 2:
+        worker_processes.AwaitFree(ports[victim])
+        workers[victim] = StartWorker(victim)
+    worker_processes.AwaitCheckpoint(logdir)
+    os.kill(trainer, signal.SIGTERM)
+    worker_processes.AwaitEnd([trainer])
+    assert re.search('data: .*, read by worker 0', stderr.read_text())
+  finally:
+    for pid in [*workers, trainer]:
+      os.kill(pid, signal.SIGKILL)
+  _AssertAsUndisturbed(forks, project, tmp_path, logdir, more, *args)
+
+
+@pytest.fixture
+def proxies(hosts, tmp_path):
+  """What all reach the two workers through; its addresses are in proxies.json."""
+  ports = [int(address.rpartition(':')[2]) for address in worker_processes.Addresses(hosts)]
+  with contextlib.ExitStack() as stack:
+    made = [stack.enter_context(tcp_proxy.TcpProxy(port)) for port in ports]
+    addresses = [f'localhost:{proxy.port}' for proxy in made]
+    (tmp_path / 'proxies.json').write_text(json.dumps({'worker': addresses}))
+    yield made
+
+
+def testGoesOnAfterTheNetworkWasGone(forks, project, proxies, tmp_path):
+  """Between the trainer and the workers, and between the workers."""
+  logdir = tmp_path / 'cut'
+  args = [*_Args(logdir, 10**6, _PIPELINE), f'--cluster={tmp_path}/proxies.json']
+  trainer = forks.Start('trainer', *args, '--step_timeout=5', cwd=project)
+  try:
+    for fail in (tcp_proxy.TcpProxy.Drop, tcp_proxy.TcpProxy.Swallow):
+      worker_processes.AwaitCheckpoint(logdir)
+      (child,) = worker_processes.Children(trainer)
+      for proxy in proxies:
+        fail(proxy)
+      worker_processes.AwaitEnd([child])
+      (child,) = worker_processes.Await(
+        'new training process', lambda: worker_processes.Children(trainer)
+      )
+      for proxy in proxies:
+        proxy.Forward()
+    worker_processes.AwaitCheckpoint(logdir)
+  finally:
+    os.kill(trainer, signal.SIGKILL)
+    done = forks.Wait()
+  worker_processes.AwaitEnd([child])
+  told = [line for line in processes.Messages(done.stderr) if 'training goes on from' in line]
+  assert 'a worker failed; training goes on from the checkpoint of step ' in told[0], done.stderr
+  found = r'no (step was done|batch was read) within 5\.0 s: a worker may hang; training goes on'
+  assert re.search(found, told[1])
+  assert len(told) == 2, done.stderr
+  _AssertAsUndisturbed(forks, project, tmp_path, logdir, _PIPELINE)
+
+
+def testGoesOnWithOneWorkerUntilTheOtherIsBack(forks, project, proxies, tmp_path):
+  logdir, more = tmp_path / 'fewer', f'{_PIPELINE};task.stack.splits:[]'
+  args = [*_Args(logdir, 10**6, more), f'--cluster={tmp_path}/proxies.json']
+  args += ['--min_workers=1', '--worker_timeout=1']
+  trainer = forks.Start('trainer', *args, cwd=project)
+  try:
+    worker_processes.AwaitCheckpoint(logdir)
+    proxies[0].Drop()
+    forks.Await('training goes on with 1 of 2 workers: 1 x 1 devices')
+    worker_processes.AwaitCheckpoint(logdir)
+    assert 'task.stack.num_stages : 2\n' in (logdir / 'params.txt').read_text()
+    children = worker_processes.Children(trainer)
+    os.kill(trainer, signal.SIGKILL)
+    worker_processes.AwaitEnd(children)
+    before = processes.Messages(forks.Wait().stderr)
+    # As where a whole job is started again, and a host is not there.
+    trainer = forks.Start('trainer', *args, cwd=project)
+    worker_processes.AwaitCheckpoint(logdir)
+    proxies[0].Forward()
+    (child,) = worker_processes.Await('child', lambda: worker_processes.Children(trainer))
+    os.kill(child, signal.SIGKILL)
+    worker_processes.AwaitEnd([child])
+    worker_processes.AwaitCheckpoint(logdir)
+  finally:
+    os.kill(trainer, signal.SIGKILL)
+    done = forks.Wait()
+  assert f'1 of 2 workers do not answer: worker 0 at localhost:{proxies[0].port} (' in done.stderr
+  cuts = [line for line in before + processes.Messages(done.stderr) if 'cut was' in line]
+  assert [cut.partition('cut was ')[2] for cut in cuts] == [
+    '[2, 4] at the checkpoint and is [4] now',
+    '[4] at the checkpoint and is [2, 4] now',
+  ]
+  last = processes.Steps(logdir)[-1]
+  processes.Succeeded(forks.Run('trainer', *_Args(tmp_path / 'once', last, more), cwd=project))
+  found, expected = processes.Tensors(logdir, last), processes.Tensors(tmp_path / 'once', last)
+  assert found.keys() == expected.keys()
+  for name, value in expected.items():
+    np.testing.assert_allclose(found[name], value, rtol=1e-3, atol=1e-4, err_msg=name)
+
+
+def testAWorkerKilledOrStoppedWithinASaveLosesNoCheckpoint(forks, project, tmp_path):
+  hosts, ports = tmp_path / 'hosts.json', worker_processes.FreePorts(2)
+  hosts.write_text(json.dumps({'worker': [f'localhost:{port}' for port in ports]}))
+  workers = {}
+
+  def StartWorker(index):
+    args = [f'--cluster={hosts}', f'--task_index={index}', '--threads_per_device=1']
+    pid = forks.Start('worker', *args, '--trusted_network', is_waited_for=False)
+    workers[index] = pid
+
+  def KillIn(function, step, number):
+    text = f'{function} {step} {workers[1]} {ports[1]} {int(number)}'
+    (tmp_path / 'kill').write_text(text)
+    (tmp_path / 'kill').rename(project / 'kill')
+
+  StartWorker(0)
+  StartWorker(1)
+  KillIn('_Save', 3, signal.SIGKILL)
+  more = 'task.stack.xla:False;task.train.save_interval_steps:1'
+  args = [f'--cluster={hosts}', *_Args(tmp_path / 'killed', 15, more), '--model=toy.KilledInSaves']
+  args += ['--step_timeout=100']  # The writing has its own limit.
+  trainer = forks.Start('trainer', *args, cwd=project, is_waited_for=False)
+  stderr = forks._outputs['stderr']
+  try:
+    for then in (('_Restore', 6, signal.SIGKILL), ('_Save', 13, signal.SIGSTOP), None):
+      worker_processes.Await('kill', lambda: not (project / 'kill').exists())
+      if not then:
+        worker_processes.Await(
+          'write that hangs', lambda: ': a worker may hang' in stderr.read_text()
+        )
+        os.kill(workers[1], signal.SIGKILL)
+      worker_processes.AwaitFree(ports[1])
+      StartWorker(1)
+      if then:
+        KillIn(*then)
+    worker_processes.AwaitEnd([trainer])
+  finally:
+    for pid in (*workers.values(), trainer):
+      os.kill(pid, signal.SIGKILL)
+  told = [
+    line.partition('training goes on from the checkpoint of ')[2]
+    for line in stderr.read_text().splitlines()
+    if ' training goes on from ' in line
+  ]
+  # What was written in full was read back by the trainer then.
+  assert told == ['step 2', 'step 6', 'step 12']
+  assert 'no checkpoint was written within ' in stderr.read_text()
+  steps = processes.Steps(tmp_path / 'killed')
+  assert steps[-1] == 15
+  assert len(list(tmp_path.glob('killed/train/ckpt-*'))) == 2 * len(steps)  # Nothing half written.
+  processes.Succeeded(forks.Run('trainer', *_Args(tmp_path / 'once', 15, more), cwd=project))
+  processes.AssertSameTensors(
+    processes.Tensors(tmp_path / 'killed', 15), processes.Tensors(tmp_path / 'once', 15)
+  )
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

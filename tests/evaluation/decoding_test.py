@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoding a data set: what is written, in which order, and what a task may return."""
+
+import contextlib
+import functools
+import json
+import math
+import os
+import signal
+import sys
+import types
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_gpipe.core import nested_map, whole_file
+from lingvo_gpipe.distributed import stop_request
+from lingvo_gpipe.evaluation import decoding
+from lingvo_gpipe.experiment import task
+from lingvo_gpipe.input import base_input_generator
+from lingvo_gpipe.runners import eval_runner
+from tests import processes
+
+
+class _Numbers(base_input_generator.BaseInputGenerator):
+  """The numbers 0 ... 4."""
+
+  def NumExamples(self):
+    return 5
+
+  def _Examples(self, indices):
+    return nested_map.NestedMap(number=indices)
+
+
+class _Shuffled(_Numbers):
+  """The same, in another order, but each tells its place."""
+
+  def _Examples(self, indices):
+    numbers = tf.gather(tf.constant([3, 0, 4, 1, 2], tf.int64), indices)
+    return nested_map.NestedMap(number=numbers, example_index=numbers)
+
+
+class _Weighted(_Numbers):
+  """The same, of which the second one does not count."""
+
+  def _Examples(self, indices):
+    return nested_map.NestedMap(number=indices, example_weights=tf.cast(indices != 1, tf.float32))
+
+
+class _Task(task.BaseTask):
+  """Decodes numbers as they are told to."""
+
+  decode, finalize = None, None
+
+  def Decode(self, input_batch, input_generator):
+    assert isinstance(input_generator, _Numbers)
+    return self.decode(input_batch.number.numpy())
+
+  def DecodeFinalize(self, decoded):
+    return self.finalize(decoded) if self.finalize else {}
+
+
+def _Decoding(
+  logdir, decode, finalize=None, limit=0, stop=None, source=_Numbers, batch_size=2, cls=_Task
+):
+  made = cls.Params().Set(name='t', **{'eval.decoder_samples_per_summary': limit}).Instantiate()
+  made.decode, made.finalize = decode, finalize
+  fake = types.SimpleNamespace(
+    task=made,
+    ExpectBatches=lambda batch_specs: None,
+    _CheckBatch=lambda batch: None,
+    AveragedWeights=contextlib.nullcontext,
+  )
+  fake.Decode = functools.partial(eval_runner.EvalRunner.Decode, fake)
+  input_params = source.Params().Set(batch_size=batch_size)
+  return decoding.Decoding(
+    fake, input_params, 'Dev', str(logdir), stop or stop_request.StopRequest()
+  )
+
+
+def _Lines(logdir, step=7):
+  path = logdir / 'decode_dev' / f'decode-{step:08d}.jsonl'
+  return [json.loads(line) for line in path.read_text(encoding='utf-8').split('\n')[:-1]]
+
+
+def _Texts(numbers):
+  return {'hypothesis': [f'it is {n}' for n in numbers], 'reference': [str(n) for n in numbers]}
+
+
+@pytest.mark.parametrize('limit, count', [(0, 5), (3, 3), (4, 4), (9, 5)])
+def testEveryExampleOnceInOrderAndNoPadding(tmp_path, capsys, limit, count):
+  seen = []
+
+  def Finalize(decoded):
+    seen.append(decoded)
+    return {'right': 0.5, 'right/a-b': 0.25, 'how': 'as ever'}
+
+  values = _Decoding(tmp_path, _Texts, Finalize, limit).Run(7)
+  expected = _Texts(range(count))
+  assert seen == [expected]
+  rows = [{'hypothesis': f'it is {n}', 'reference': str(n)} for n in range(count)]
+  assert _Lines(tmp_path) == rows
+  assert values == {'num_examples': count, 'right': 0.5, 'right/a-b': 0.25}
+  folder = tmp_path / 'decode_dev'
+  score = f'how: as ever\nnum_examples: {count}\nright: 0.5\nright/a-b: 0.25\n'
+  assert (folder / 'score-00000007.txt').read_text() == score
+  assert processes.Scalars(folder)['right/a-b'] == [(7, np.float32(0.25))]
+  shown = f'Dev at step 7: {count} examples in {folder}/decode-00000007.jsonl  right 0.5000\n'
+  assert capsys.readouterr().out == shown
+  assert not [name for name in os.listdir(folder) if '.tmp' in name]
+
+
+def testDataOrderWhereBatchesHaveAnother(tmp_path):
+  _Decoding(tmp_path, _Texts, source=_Shuffled).Run(7)
+  assert [line['reference'] for line in _Lines(tmp_path)] == list('01234')
+  _Decoding(tmp_path, _Texts, source=_Shuffled, limit=3).Run(7)
+  assert [line['reference'] for line in _Lines(tmp_path)] == list('034')
+
+
+class _NumberedTask(_Task):
+  """Decodes the number in the data set, which is the number itself."""
+
+  def Decode(self, input_batch, input_generator):
+    return {'got': input_batch.example_index.numpy(), 'number': input_batch.number.numpy()}
+
+
+@pytest.mark.parametrize('source', [_Numbers, _Shuffled])
+@pytest.mark.parametrize('batch_size', [1, 2, 8])
+def testATaskIsToldTheNumberOfEachExample(tmp_path, source, batch_size):
+  """So that what it draws does not repeat from batch to batch, nor depend on their size."""
+  decoder = _Decoding(tmp_path, None, source=source, batch_size=batch_size, cls=_NumberedTask)
+  decoder.Run(7)
+  assert _Lines(tmp_path) == [{'got': n, 'number': n} for n in range(5)]
+
+
+@pytest.mark.parametrize('batch_size', [2, 3])
+def testAnExampleOfNoWeightIsLeftOutAndMovesNoNumber(tmp_path, batch_size):
+  decoder = _Decoding(tmp_path, None, source=_Weighted, batch_size=batch_size, cls=_NumberedTask)
+  decoder.Run(7)
+  assert _Lines(tmp_path) == [{'got': n, 'number': n} for n in (0, 2, 3, 4)]
+
+
+def testWhatALineMayHold(tmp_path):
+  def Decode(numbers):
+    size = len(numbers)
+    return {
+      'text': ['é\u2028"\n\ud800'] * size,
+      'score': np.array([-math.inf, 0.5][:size]),
+      'ids': tf.constant([[1, 2]] * size),
+      'ragged': [np.array([3]), [4.5, math.nan]][:size],
+      'flag': [np.bool_(True)] * size,
+      'none': [None] * size,
+    }
+
+  _Decoding(tmp_path, Decode, limit=2).Run(7)
+  common = {'text': 'é\u2028"\n\ud800', 'ids': [1, 2], 'flag': True, 'none': None}
+  assert _Lines(tmp_path) == [
+    {**common, 'score': None, 'ragged': [3]},
+    {**common, 'score': 0.5, 'ragged': [4.5, None]},
+  ]
+
+
+def testAgainOverwrites(tmp_path):
+  for limit in (4, 2):
+    _Decoding(tmp_path, _Texts, limit=limit).Run(7)
+  assert len(_Lines(tmp_path)) == 2
+
+
+def testSignalLeavesNothing(tmp_path, capsys):
+  stop = stop_request.StopRequest()
+
+  def Decode(numbers):
+    stop.signal = signal.SIGINT
+    return _Texts(numbers)
+
+  assert _Decoding(tmp_path, Decode, stop=stop).Run(7) is None
+  assert capsys.readouterr().out == 'Dev at step 7: stopped by SIGINT, no result\n'
+  assert os.listdir(tmp_path) == []
+
+
+def testHypothesesOutliveAMistakeInTheScores(tmp_path):
+  with pytest.raises(ZeroDivisionError):
+    _Decoding(tmp_path, _Texts, lambda decoded: 1 / 0).Run(7)
+  assert len(_Lines(tmp_path)) == 5
+  assert os.listdir(tmp_path / 'decode_dev') == ['decode-00000007.jsonl']
+
+
+@pytest.mark.parametrize(
+  'decode, message',
+  [
+    (lambda numbers: {'a': ['x']}, r'each of the 2 rows of the batch, got 1 entries as .a.'),
+    (lambda numbers: {'a': 'xy'}, 'got a text as .a.'),
+    (lambda numbers: {f'a{numbers[0]}': numbers}, r"returned \['a0'\] for one batch and \['a2'\]"),
+  ],
+)
+def testNotOneEntryForEachRow(tmp_path, decode, message):
+  with pytest.raises(ValueError, match=message):
+    _Decoding(tmp_path, decode).Run(7)
+
+
+def testATaskThatDecodesNothing(tmp_path):
+  made = task.BaseTask.Params().Set(name='t').Instantiate()
+  with pytest.raises(ValueError, match='BaseTask has nothing to decode: it does not override'):
+    decoding.Decoding(
+      types.SimpleNamespace(task=made, ExpectBatches=lambda batch_specs: None),
+      _Numbers.Params().Set(batch_size=2),
+      'Dev',
+      str(tmp_path),
+      stop_request.StopRequest(),
+    )
+
+
+def testWholeFilesOrNone(tmp_path, monkeypatch):
+  path = str(tmp_path / 'x.txt')
+  whole_file.Write(path, 'old')
+
+  def Rename(*unused_args, **unused_kwargs):
+    raise tf.errors.ResourceExhaustedError(None, None, 'disk full')
+
+  monkeypatch.setattr(tf.io.gfile, 'rename', Rename)
+  with pytest.raises(OSError, match="Cannot write '.*x.txt': disk full"):
+    whole_file.Write(path, 'new')
+  assert os.listdir(tmp_path) == ['x.txt'] and (tmp_path / 'x.txt').read_text() == 'old'
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

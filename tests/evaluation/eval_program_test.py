@@ -1,0 +1,424 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which checkpoint the evaluator takes, of which run, with which weights, and when it ends."""
+
+import json
+import shutil
+import signal
+import sys
+
+import pytest
+
+from lingvo_gpipe.checkpoint import checkpointer, logdir_lock
+from lingvo_gpipe.core import heartbeat
+from lingvo_gpipe.distributed import stop_request
+from lingvo_gpipe.evaluation import eval_program, eval_progress
+from lingvo_gpipe.training import export
+from tests import processes, toy_training
+
+
+def _Params(more='', **train):
+  return toy_training.Params(more, **{'save_interval_steps': 4, 'max_steps': 10, **train})
+
+
+def _Other(more=''):
+  """Those of another model, whose weights would fit."""
+  params = _Params(more)
+  params.task.Define('activation', 'RELU', '')
+  params.task.activation = 'TANH'
+  return params
+
+
+def _Lines(logdir, jobname='eval_test'):
+  text = (logdir / jobname / 'metrics.jsonl').read_text()
+  return {line['step']: line['values'] for line in map(json.loads, text.splitlines())}
+
+
+@pytest.fixture(scope='module')
+def followed(tmp_path_factory):
+  """A run that says that more loss is better: of steps 2, 6 and 10, the first is the best."""
+  logdir = tmp_path_factory.mktemp('followed')
+  params = _Params(eval_datasets=['Dev', 'Test'], eval_interval_steps=2)
+  params.task.train.early_stop.Set(metric='loss', minimize=False)
+  toy_training.Train(logdir, params, job='train_and_eval')
+  assert processes.Steps(logdir) == [2, 6, 10]
+  return logdir
+
+
+@pytest.fixture
+def run(followed, tmp_path):
+  """A copy of that run without its evaluations."""
+  shutil.copytree(followed, tmp_path, dirs_exist_ok=True)
+  shutil.rmtree(tmp_path / 'eval_test')
+  return tmp_path
+
+
+def _Damage(logdir, step):
+  for path in (logdir / 'train').glob(f'ckpt-{step:08d}-*/*data*'):
+    path.write_bytes(b'')
+
+
+def _FlipABit(logdir, step):
+  (path,) = (logdir / 'train').glob(f'ckpt-{step:08d}-*/*data*')
+  data = bytearray(path.read_bytes())
+  data[len(data) // 2] ^= 1
+  path.write_bytes(data)
+
+
+@pytest.mark.parametrize('checkpoint, step', [('last', 10), ('best', 2), ('6', 6)])
+def testTheCheckpointThatIsMeantIsEvaluatedAndExported(followed, run, checkpoint, step):
+  """A chosen one without following, though nothing says that training has ended."""
+  (run / 'report.json').unlink()
+  evaluator = toy_training.Evaluator(run, _Params(), checkpoint=checkpoint)
+  assert evaluator.Run(once=checkpoint == 'last') == 0
+  trained = (followed / 'metrics.jsonl').read_text().splitlines()
+  lines = [line for line in map(json.loads, trained) if line['split'] == 'eval_test']
+  expected = {line['step']: line['values'] for line in lines}
+  assert _Lines(run) == {step: expected[step]}
+  done = export.Export(_Params(), str(run), checkpoint=checkpoint)
+  assert done.step == step and done.directory == str(run / 'export' / str(step))
+
+
+def testOneThatIsNotThereIsToldBeforeWeightsAreMade(run, monkeypatch):
+  params = _Params()
+  message = 'no checkpoint of step 7 in .*; there are those of step 2, step 6, step 10'
+  with monkeypatch.context() as patched, pytest.raises(ValueError, match=message):
+    patched.setattr(eval_program.multi_task_runner, 'MakeEvaluated', None)
+    toy_training.Evaluator(run, params, checkpoint='7')
+  with pytest.raises(ValueError, match=message):
+    export.Export(params, str(run), checkpoint='7')
+
+
+def testARunOfAnotherModelIsRefused(run, caplog):
+  """One whose weights fit; what only training feels is no difference."""
+  other = _Other('task.train.learner.learning_rate:0.5;input.batch_size:3')
+  for make in (toy_training.Evaluator, lambda d, p, **more: export.Export(p, str(d), **more)):
+    with pytest.raises(ValueError, match=r"other Params.*: \+ task\.activation : 'TANH'\. Give"):
+      make(run, other)
+    make(run, other, allow_params_change=True)
+    assert "+ task.activation : 'TANH'" in caplog.text
+    assert 'learning_rate' not in caplog.text
+    caplog.clear()
+
+
+def testParamsThatComeWhileItFollowsAreCompared(followed, tmp_path):
+  """It may begin before the trainer."""
+  evaluator = toy_training.Evaluator(tmp_path, _Other())
+  shutil.copytree(followed, tmp_path, dirs_exist_ok=True)
+  with pytest.raises(ValueError, match=r'other Params.*: \+ task\.activation'):
+    evaluator.Run()
+
+
+def testADirectoryThatCannotBeReadForAWhileIsReadAgain(run, monkeypatch, caplog):
+  """Though training has ended; first it is not found, then not listed, then not restored."""
+  evaluator = toy_training.Evaluator(run, _Params())
+  failing = [
+    (checkpointer.Checkpointer, 'Latest'),
+    (checkpointer.Checkpointer, 'All'),
+    (eval_program.ema, 'Restore'),
+  ]
+  for place, name in failing:
+    _FailOnce(monkeypatch, place, name)
+  monkeypatch.setattr(eval_program, '_Wait', lambda seconds, stop: None)
+  assert evaluator.Run() == 0
+  assert list(_Lines(run)) == [10]
+  for _, name in failing:
+    assert f'no route to {name}; trying again' in caplog.text
+
+
+def _FailOnce(monkeypatch, place, name):
+  function, failures = getattr(place, name), [OSError(f'no route to {name}')]
+
+  def Call(*args, **kwargs):
+    if failures:
+      raise failures.pop()
+    return function(*args, **kwargs)
+
+  monkeypatch.setattr(place, name, Call)
+
+
+@pytest.mark.parametrize('trained, here', [(0.9, 0.0), (0.9, 0.9), (0.0, 0.9)])
+def testTheCheckpointSaysWhetherAveragesAreTaken(tmp_path, capsys, trained, here):
+  train = {'eval_datasets': ['Test'], 'eval_interval_steps': 100}
+  toy_training.Train(tmp_path, _Params(ema_decay=trained, **train))
+  params = _Params(ema_decay=here)
+  expected = json.loads((tmp_path / 'report.json').read_text())['passes']['eval_test']['values']
+  capsys.readouterr()
+  assert toy_training.Evaluator(tmp_path, params).Run() == 0
+  assert _Lines(tmp_path) == {10: expected}
+  kind = 'moving averages of 2 weights' if trained else 'weights'
+  said = capsys.readouterr().out.splitlines()[3]
+  assert said.startswith(f'eval_test takes the {kind}')
+  assert (' train.ema_decay here' in said) == (trained != here)
+  done = export.Export(params, str(tmp_path))
+  assert f'exported the {kind} of step 10' in done.Text()
+  # Training cannot go on so.
+  if trained != here:
+    with pytest.raises(ValueError, match='neither begin nor end to average'):
+      toy_training.Program(tmp_path, params, allow_params_change=True)
+
+
+def testASampleIsWrittenAsTheTrainerWritesIt(followed, run, capsys):
+  assert toy_training.Evaluator(run, _Params()).Run(once=True) == 0
+  found = processes.Tensorboard(run / 'eval_test')['sample/said']
+  trained = processes.Tensorboard(followed / 'eval_test')['sample/said']
+  assert found == trained[-1:] and found[0][0] == 10
+  assert '\n--- said\n' in capsys.readouterr().out
+  # Decoding has its own file.
+  assert toy_training.Evaluator(run, _Params(), job='decode').Run(once=True) == 0
+  assert 'sample/said' not in processes.Tensorboard(run / 'decode_test')
+
+
+def testAnotherProcessRepeatsNothing(run, monkeypatch, capsys):
+  """What is done of a checkpoint is known to a process that goes on with it; once also of which."""
+  progress = eval_progress.EvalProgress()
+
+  def Evaluator(checkpoint='last'):
+    return toy_training.Evaluator(run, _Params(), progress=progress, checkpoint=checkpoint)
+
+  with monkeypatch.context() as patched:
+    patched.setattr(toy_training.Regression, 'Decode', lambda *_: 1 / 0)
+    for _ in range(2):  # The second one finds the result there.
+      with pytest.raises(ZeroDivisionError):
+        Evaluator('best').Run()
+  assert (progress.step, progress.total, progress.finished) == (2, 1, -1)
+  assert Evaluator().Run(once=True) == 0
+  assert Evaluator().Run(once=True) == 0
+  assert (progress.step, progress.total, progress.finished) == (2, 2, 2)
+  assert capsys.readouterr().out.count('Test at step ') == 1
+  # One that follows goes on with the newest checkpoint.
+  for _ in range(2):
+    assert Evaluator().Run() == 0
+  assert [*_Lines(run)] == [2, 10]
+  found = processes.Tensorboard(run / 'eval_test')
+  assert (
+    [step for step, _ in found['loss']] == [step for step, _ in found['sample/said']] == [2, 10]
+  )
+
+
+def testOneThatWaitsForACheckpointGivesASignOfLife(monkeypatch):
+  signs = []
+  monkeypatch.setattr(heartbeat, 'Long', lambda: signs.append('long'))
+  eval_program._Wait(0.0, stop_request.StopRequest())
+  assert signs
+
+
+@pytest.mark.parametrize('limit', [3, 4, 5])
+def testSoManyExamplesAsWanted(run, limit):
+  """As of a data set of so many: not those of whole batches of 4."""
+  cut = _Params(f'task.eval.samples_per_summary:{limit}')
+  assert toy_training.Evaluator(run, cut).Run(once=True) == 0
+  found = _Lines(run)[10]
+  evaluator = toy_training.Evaluator(run, _Params())
+  small = toy_training.Input('Test').Set(num_examples=limit, shuffle=False, num_epochs=1)
+  evaluator._jobs[0]._input = small.Instantiate()
+  assert evaluator.Run(once=True) == 0
+  assert found == pytest.approx(_Lines(run)[10], rel=1e-6)
+
+
+# --- following ---
+
+
+def _Hide(logdir, *steps):
+  """Takes commit files away; returns what puts some of them back."""
+  hidden = logdir / 'hidden'
+  hidden.mkdir()
+  for step in steps:
+    (logdir / 'train' / f'ckpt-{step:08d}.json').rename(hidden / str(step))
+
+  def Show(*steps):
+    for step in steps:
+      (hidden / str(step)).rename(logdir / 'train' / f'ckpt-{step:08d}.json')
+
+  return Show
+
+
+def _PassedOver(caplog):
+  return [r.getMessage() for r in caplog.records if ' passed over ' in r.getMessage()]
+
+
+@pytest.mark.parametrize('is_removed', [False, True])
+def testWhatItIsTooSlowForIsToldOnce(run, monkeypatch, caplog, is_removed):
+  show = _Hide(run, 6, 10)
+  caplog.set_level('INFO', logger='absl')
+  evaluator = toy_training.Evaluator(run, _Params())
+  evaluate = evaluator._jobs[0].Run
+
+  def Run(step):
+    if step == 2:
+      assert not _PassedOver(caplog)
+      show(6, 10)
+      if is_removed:
+        (run / 'train' / 'ckpt-00000002.json').unlink()
+    return evaluate(step)
+
+  monkeypatch.setattr(evaluator._jobs[0], 'Run', Run)
+  assert evaluator.Run() == 0
+  assert list(_Lines(run)) == [2, 10]
+  others = ', and perhaps others that are removed by now' if is_removed else ''
+  told = f'eval_test passed over the checkpoints of step 6{others}: the newer one of step 10 was'
+  assert _PassedOver(caplog) == [f'{told} there']
+
+
+def testWhatWasThereBeforeItIsTold(run, caplog):
+  caplog.set_level('INFO', logger='absl')
+  assert toy_training.Evaluator(run, _Params()).Run() == 0
+  (told,) = _PassedOver(caplog)
+  assert 'checkpoints of step 2, step 6: the newer one of step 10 was there' in told
+  caplog.clear()
+  assert toy_training.Evaluator(run, _Params()).Run(once=True) == 0
+  assert not _PassedOver(caplog)  # The last one was asked for.
+
+
+def testADamagedFirstCheckpointEndsNothing(run, monkeypatch, caplog):
+  """The next one is waited for, and taken."""
+  _FlipABit(run, 2)
+  show = _Hide(run, 6, 10)
+  caplog.set_level('INFO', logger='absl')
+  waits = iter([(), (6, 10)])
+  monkeypatch.setattr(eval_program, '_Wait', lambda *args: show(*next(waits)))
+  (run / 'report.json').rename(run / 'report')
+
+  def Evaluate(step):
+    (run / 'report').rename(run / 'report.json')
+    return evaluate(step)
+
+  evaluator = toy_training.Evaluator(run, _Params())
+  evaluate = evaluator._jobs[0].Run
+  monkeypatch.setattr(evaluator._jobs[0], 'Run', Evaluate)
+  assert evaluator.Run() == 0
+  assert list(_Lines(run)) == [10]
+  (told,) = [r.getMessage() for r in caplog.records if 'Damaged checkpoint' in r.getMessage()]
+  assert 'ckpt-00000002-' in told and 'is passed over' in told
+  # It was not for want of time.
+  (told,) = _PassedOver(caplog)
+  assert 'checkpoints of step 6:' in told
+
+
+def testNoCheckpointThatCanBeReadIsAnError(run):
+  """Once, and where it follows a training that has ended."""
+  for step in (2, 6, 10):
+    _FlipABit(run, step)
+  for once in (True, False):
+    with pytest.raises(checkpointer.DamagedError, match='can be read, of 3: ckpt-00000010'):
+      toy_training.Evaluator(run, _Params()).Run(once=once)
+
+
+def testADamagedLastCheckpointIsNotWaitedFor(run, monkeypatch, caplog):
+  _Damage(run, 10)
+  monkeypatch.setattr(eval_program, '_Wait', lambda *args: pytest.fail('it waits for more'))
+  assert toy_training.Evaluator(run, _Params()).Run() == 0
+  assert list(_Lines(run)) == [6]
+  (said,) = [r.getMessage() for r in caplog.records if 'training ended' in r.getMessage()]
+  assert 'training ended after step 10, but its last checkpoint cannot be read' in said
+  assert 'of step 6' in said
+
+
+def testTheEndOfAnEarlierCallIsNoneWhileSomebodyTrains(run, monkeypatch):
+  held = logdir_lock.Held(str(run / 'train'))
+  held.__enter__()
+  waits = []
+
+  def Wait(seconds, stop):
+    waits.append(seconds)
+    if len(waits) == 3:
+      held.__exit__(None, None, None)
+
+  monkeypatch.setattr(eval_program, '_Wait', Wait)
+  assert toy_training.Evaluator(run, _Params()).Run() == 0
+  assert len(waits) == 3 and list(_Lines(run)) == [10]
+
+
+def testAnotherRunInItsPlaceIsFollowed(run, monkeypatch):
+  """Somebody trains anew, and forgets the evaluator."""
+  (run / 'report.json').unlink()
+
+  def Wait(*unused_args):
+    shutil.rmtree(run / 'train')
+    toy_training.Train(run, _Params(max_steps=4))
+
+  monkeypatch.setattr(eval_program, '_Wait', Wait)
+  assert toy_training.Evaluator(run, _Params()).Run() == 0
+  assert list(_Lines(run)) == [10, 4]
+
+
+def testTheTrainersEndCountsNotTheEvaluatorsMaxSteps(run, monkeypatch):
+  """The trainer was given more steps."""
+  saved = checkpointer.Checkpointer(run / 'train').All()
+  coming = iter(saved)
+  monkeypatch.setattr(
+    checkpointer.Checkpointer, 'Latest', lambda self: next(coming, None) or saved[-1]
+  )
+  assert toy_training.Evaluator(run, _Params(max_steps=3)).Run() == 0
+  assert list(_Lines(run)) == [2, 6, 10]
+
+
+def testATrainingThatEndedWithoutACheckpointIsNotWaitedFor(run):
+  shutil.rmtree(run / 'train')
+  with pytest.raises(ValueError, match='training ended after step 10, but there is no checkpoint'):
+    toy_training.Evaluator(run, _Params()).Run()
+
+
+@pytest.mark.parametrize('left', ['checkpoints', 'nothing'])
+def testGivesUpWhereNobodyTrains(run, monkeypatch, capsys, left):
+  """After what is there was done; while somebody holds the directory it waits on."""
+  (run / 'report.json').unlink()  # The trainer ended by an error, or never began.
+  if left == 'nothing':
+    shutil.rmtree(run / 'train')
+  clock, waits = [0.0], []
+  held = logdir_lock.Held(str(run / 'train'))
+
+  def Wait(seconds, stop):
+    waits.append(seconds)
+    clock[0] += seconds
+    if len(waits) == 10:
+      held.__enter__()
+    elif len(waits) == 30:
+      held.__exit__(None, None, None)
+
+  monkeypatch.setattr(eval_program, '_Wait', Wait)
+  monkeypatch.setattr(logdir_lock.time, 'monotonic', lambda: clock[0])
+  params = _Params('task.eval.max_seconds_without_trainer:300', max_steps=20)
+  assert toy_training.Evaluator(run, params).Run() == 1
+  assert 30 * 20 + 300 <= sum(waits) < 30 * 30 + 301 and max(waits) == 30.0
+  error = capsys.readouterr().err
+  after = 'after the checkpoint of step 10' if left == 'checkpoints' else 'there is no checkpoint'
+  assert f"nobody has trained in '{run}' for 300 s" in error and after in error
+  assert '. eval.max_seconds_without_trainer' in error and error.count('\n') == 1
+  assert (run / 'eval_test').exists() == (left == 'checkpoints')
+
+
+def testANewCheckpointBeginsTheCountAnew(run, monkeypatch):
+  """Also of a trainer that holds no lock; and without a limit it waits for ever."""
+  (run / 'report.json').unlink()
+  hidden = run / 'hidden'
+  shutil.copytree(run / 'train', hidden)
+  for path in (run / 'train').glob('ckpt-00000010*.json'):
+    path.unlink()
+  clock = [0.0]
+
+  def Wait(seconds, stop):
+    clock[0] += seconds
+    if clock[0] >= 200 and hidden.exists():
+      shutil.copytree(hidden, run / 'train', dirs_exist_ok=True)
+      shutil.rmtree(hidden)
+    if clock[0] > 10000:
+      stop.signal = signal.SIGTERM
+
+  monkeypatch.setattr(eval_program, '_Wait', Wait)
+  monkeypatch.setattr(logdir_lock.time, 'monotonic', lambda: clock[0])
+  params = _Params('task.eval.max_seconds_without_trainer:300', max_steps=20)
+  assert toy_training.Evaluator(run, params).Run() == 1
+  assert 500 <= clock[0] < 560 and list(_Lines(run)) == [6, 10]
+  params.task.eval.max_seconds_without_trainer = 0.0
+  assert toy_training.Evaluator(run, params).Run() == 128 + signal.SIGTERM
+
+
+def testACheckpointThatIsRemovedMeanwhileIsNoneThatIsNamed(run, monkeypatch):
+  evaluator = toy_training.Evaluator(run, _Params(), checkpoint='6')
+  _Damage(run, 6)
+  with pytest.raises(checkpointer.DamagedError, match='ckpt-00000006-.* cannot be read'):
+    evaluator.Run()
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SingleTaskModel: a task and an input from Params."""
+
+import sys
+
+import pytest
+import tensorflow as tf
+
+from lingvo_gpipe.core import weight_params
+from lingvo_gpipe.experiment import model, task
+from lingvo_gpipe.input import synthetic
+from lingvo_gpipe.layers import linear
+
+
+class _Task(task.BaseTask):
+  def __init__(self, params):
+    super().__init__(params)
+    self.CreateVariable('w', weight_params.WeightParams([1000, 1000, 1000, 1000]))
+
+
+def testMakesTaskAndInput():
+  data = synthetic.SyntheticLmInput.Params().Set(batch_size=2)
+  made = model.SingleTaskModel.Params().Set(task=_Task.Params(), input=data).Instantiate()
+  assert isinstance(made.task, _Task)
+  assert isinstance(made.input, synthetic.SyntheticLmInput)
+  # A task of 4 TB: nothing was allocated.
+  assert made.task.NumParams() == 10**12
+
+
+def testTheTasksNameIsTheRootOfEveryPath():
+  p = model.SingleTaskModel.Params().Set(task=_Task.Params())
+  assert list(p.Instantiate().task.WeightSpecs()) == ['task.w']
+  p.task.name = 'lm'
+  assert list(p.Instantiate().task.WeightSpecs()) == ['lm.w']
+
+
+def testParamsAreCopied():
+  p = model.SingleTaskModel.Params().Set(task=_Task.Params())
+  made = p.Instantiate()
+  p.task.train.max_steps = 7
+  assert made.params.task.train.max_steps == made.task.params.train.max_steps != 7
+  assert p.task.name == ''
+
+
+def testWithoutAnInput():
+  assert model.SingleTaskModel.Params().Set(task=_Task.Params()).Instantiate().input is None
+
+
+def testWithoutATask():
+  with pytest.raises(ValueError, match='a model needs a task'):
+    model.SingleTaskModel.Params().Instantiate()
+
+
+def testALayerIsNoTask():
+  layer = linear.LinearLayer.Params().Set(input_dim=2, output_dim=2)
+  with pytest.raises(TypeError, match='expected the Params of a BaseTask, got LinearLayer'):
+    model.SingleTaskModel.Params().Set(task=layer).Instantiate()
+
+
+def testParamsTextRoundTrip():
+  data = synthetic.SyntheticLmInput.Params()
+  p = model.SingleTaskModel.Params().Set(task=_Task.Params(), input=data.Copy())
+  p.FromText('task.train.max_steps:7; input.batch_size:3; task.dtype:bfloat16')
+  assert p.task.dtype == tf.bfloat16
+  fresh = model.SingleTaskModel.Params().Set(task=_Task.Params(), input=data.Copy())
+  assert fresh.FromText(p.ToText()) == p
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

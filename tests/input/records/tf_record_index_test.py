@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records by index are those of the files; damaged ones are named."""
+
+import random
+import re
+import sys
+
+import pytest
+import tensorflow as tf
+
+from lingvo_gpipe.input.records import tf_record_index
+
+_RNG = random.Random(1)
+# Long ones go beyond what is read at once.
+_RECORDS = [[_RNG.randbytes(size) for size in sizes] for sizes in ((5, 0, 900_000), (7, 1, 40, 3))]
+
+
+@pytest.fixture
+def paths(tmp_path):
+  found = []
+  for i, records in enumerate(_RECORDS):
+    found.append(tmp_path / f'{i}.tfrecord')
+    with tf.io.TFRecordWriter(str(found[-1])) as writer:
+      for record in records:
+        writer.write(record)
+  return found
+
+
+def _Index(paths, damaged='stop'):
+  parts = [
+    tf_record_index.Part(str(path), 0, len(records), len(records))
+    for path, records in zip(paths, _RECORDS, strict=True)
+  ]
+  return tf_record_index.TfRecordIndex(parts, 'the param', damaged)
+
+
+def testRecordsOfPartsAreReadInAnyOrder(paths):
+  index = tf_record_index.TfRecordIndex(
+    [
+      tf_record_index.Part(str(paths[0]), 1, 2, 3),
+      tf_record_index.Part(str(paths[1]), 0, 4, 4),
+      tf_record_index.Part(str(paths[0]), 0, 1, 3),
+    ]
+  )
+  expected = _RECORDS[0][1:] + _RECORDS[1] + _RECORDS[0][:1]
+  order = [3, 6, 0, 1, 5, 2, 4, 3]
+  found = tf.data.Dataset.from_tensor_slices(order).map(index.Read).as_numpy_iterator()
+  assert list(found) == [expected[i] for i in order]
+
+
+@pytest.mark.parametrize(
+  'byte, message',
+  [
+    (23 + 8, 'record 2, at byte 23: corrupted'),  # The checksum of the length,
+    (23 + 12 + 1, 'record 2, at byte 23: corrupted'),  # and that of a record of one byte.
+  ],
+)
+def testADamagedRecordIsNamedWhenItIsRead(paths, byte, message):
+  data = bytearray(paths[1].read_bytes())
+  data[byte] ^= 1
+  paths[1].write_bytes(data)
+  index = _Index(paths)
+  with pytest.raises(tf.errors.DataLossError) as caught:
+    for i in range(7):
+      index.Read(tf.constant(i))
+  with pytest.raises(ValueError, match=f'{re.escape(str(paths[1]))} is damaged, .*{message}'):
+    raise index.Explain(caught.value)
+
+
+@pytest.mark.parametrize(
+  'damaged, told',
+  [('stop', '; to go on without such records, set the param to skip'), ('skip', '')],
+)
+def testDamageThatComesAfterTheStartIsNamed(paths, damaged, told):
+  index = _Index(paths, damaged)
+  data = bytearray(paths[1].read_bytes())
+  data[12] ^= 1
+  paths[1].write_bytes(data)
+  with pytest.raises(tf.errors.DataLossError) as caught:
+    index.Read(tf.constant(3))
+  with pytest.raises(ValueError, match=f'record 1, at byte 0: corrupted.*Restore the file{told}$'):
+    raise index.Explain(caught.value)
+
+
+@pytest.mark.parametrize('damaged', ['stop', 'skip'])
+def testOfNoPartsThereAreNoRecords(damaged):
+  assert tf_record_index.TfRecordIndex([], '', damaged).begins.size == 0
+
+
+def testAnErrorOfOtherFilesIsLeftAsItIs(paths):
+  error = tf.errors.DataLossError(None, None, 'truncated record at 1')
+  assert _Index(paths).Explain(error) is error
+
+
+@pytest.mark.parametrize(
+  'damage, message',
+  [
+    (lambda data: data[:-1], 'record 4, at byte .*truncated'),
+    (lambda data: data[:-15], 'record 4, at byte 96: truncated'),  # In its length.
+    (lambda data: data[:-19], 'has 3 records, expected 4: restore it'),
+    (lambda data: b'\1\1' + data[2:], 'record 1, at byte 0: corrupted'),
+    (lambda data: b'no record at all', 'or no TFRecord file'),
+  ],
+)
+def testFilesThatAreNotWhole(paths, damage, message):
+  paths[1].write_bytes(damage(paths[1].read_bytes()))
+  with pytest.raises(ValueError, match=f'{re.escape(str(paths[1]))}.*{message}'):
+    _Index(paths)
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streams of records: each comes once; damaged ones are named, or left out and counted."""
+
+import itertools
+import os
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_gpipe.core import nested_map
+from lingvo_gpipe.input import batches
+from lingvo_gpipe.input.records import tf_record_stream
+
+FILES, RECORDS = 6, 5
+SIZE = 16 + 4  # Of a record in its file.
+
+
+class _Numbers(tf_record_stream.TfRecordStream):
+  """Each record is a number."""
+
+  def _Example(self, record):
+    return nested_map.NestedMap(i=tf.io.decode_raw(record, tf.int32)[0])
+
+
+@pytest.fixture
+def folder(tmp_path):
+  """File f has the numbers 10 * f + (0 ... RECORDS - 1)."""
+  for file in range(FILES):
+    with tf.io.TFRecordWriter(str(tmp_path / f'{file}.tfrecord')) as writer:
+      for number in range(RECORDS):
+        writer.write(np.int32(10 * file + number).tobytes())
+  return tmp_path
+
+
+def _Input(folder, **values):
+  p = _Numbers.Params().Set(name='Train', batch_size=2, num_epochs=1)
+  return p.Set(file_pattern=str(folder / '*.tfrecord'), **values).Instantiate()
+
+
+def _Seen(iterator, count=None):
+  """The numbers of some batches, without padded rows."""
+  taken = itertools.islice(iterator, count)
+  return [i for b in taken for i in b.i[b.example_weights > 0].numpy().tolist()]
+
+
+def _Damage(folder, *numbers, byte=12):
+  for number in numbers:
+    file, record = divmod(number, 10)
+    path = folder / f'{file}.tfrecord'
+    data = bytearray(path.read_bytes())
+    data[record * SIZE + byte] ^= 1
+    path.write_bytes(data)
+
+
+def testEachRecordComesOnceAnEpochInAnOrderOfItsOwn(folder):
+  numbers = [10 * file + number for file in range(FILES) for number in range(RECORDS)]
+  assert _Seen(_Input(folder, shuffle=False).Dataset()) == numbers
+  # The order of files alone.
+  source = _Input(folder, shuffle_buffer_size=1, num_epochs=2)
+  source.CheckRestarts()
+  one, other = np.reshape(_Seen(source.Dataset()), [2, -1]).tolist()
+  assert sorted(one) == sorted(other) == numbers and one != other != numbers != one
+  assert source.Fingerprint() == _Input(folder).Fingerprint()
+
+
+def testADamagedRecordIsNamedWithTheBatch(folder):
+  _Damage(folder, 32)
+  source = _Input(folder, shuffle=False)
+  source.CheckRestarts()  # Reads less.
+  path = folder / '3.tfrecord'
+  told = (
+    rf"{path} is damaged, .*: record 3, at byte {2 * SIZE}: .*'Train': param damaged_records to"
+  )
+  with pytest.raises(ValueError, match=told) as e:
+    list(batches.Batches(source))
+  assert e.value.__notes__ == [
+    "while the input _Numbers 'Train' made the batch that begins at example 16 of the data set"
+  ]
+  _Damage(folder, 0)
+  with pytest.raises(ValueError, match=r'0\.tfrecord is damaged, .*: record 1, at byte 0'):
+    source.CheckRestarts()
+
+
+def testAFileThatIsCutWithinALengthIsNamedAtTheStart(folder):
+  path = folder / '3.tfrecord'
+  os.truncate(path, 4 * SIZE + 7)
+  with pytest.raises(ValueError, match=rf'{path} is damaged, .*record 5, at byte {4 * SIZE}: tr'):
+    _Input(folder).Describe()
+  assert _Input(folder, damaged_records='skip').NumDamaged() == 1
+
+
+def testDamagedRecordsAreLeftOutAndCounted(folder):
+  sound = set(_Seen(_Input(folder).Dataset()))
+  _Damage(folder, 0, 12, 13, 31, 44)
+  _Damage(folder, 52, byte=0)  # Its length: nothing is found behind it.
+  source = _Input(folder, damaged_records='skip')
+  left = sound - {0, 12, 13, 31, 44} - {52, 53, 54}
+  source.CheckRestarts()
+  found = _Seen(source.Dataset())
+  assert sorted(found) == sorted(left)
+  assert source.NumDamaged() == 6
+  assert source.Describe() == 'a stream of examples (6 damaged records were left out)'
+  with pytest.raises(ValueError, match="param damaged_records: expected stop or skip, got 'skp'"):
+    _Input(folder, damaged_records='skp')
+
+
+def testGoesOnWhenDamageComesAndGoes(folder):
+  """In the file that is being read, and in one to come."""
+  values = {'shuffle': False, 'num_prefetch': 0}
+  run = _Input(folder, **values).Iterator()
+  assert _Seen(run, 1) == [0, 1]
+  _Damage(folder, 2, 11)
+  skipping = _Input(folder, damaged_records='skip', **values)
+  assert skipping.PipelineDigest() == _Input(folder, **values).PipelineDigest()
+  other = skipping.Iterator()
+  other.Restore(run.Save())
+  assert _Seen(other, 1) == [3, 4]
+  _Damage(folder, 2, 11)
+  repaired = _Input(folder, **values).Iterator()
+  repaired.Restore(other.Save())
+  assert _Seen(repaired, 2) == [10, 11, 12, 13]
+  assert _Seen(other, 2) == [10, 12, 13, 14]
+
+
+def testAStateIsThatOfItsFiles(folder):
+  digest = _Input(folder).PipelineDigest()
+  (folder / '0.tfrecord').rename(folder / '7.tfrecord')
+  assert _Input(folder).PipelineDigest() != digest
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

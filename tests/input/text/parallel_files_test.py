@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sentence pairs out of real files: what is read, and mistakes by file and line."""
+
+import sys
+
+import pytest
+import tensorflow as tf
+
+from lingvo_gpipe.input.text import parallel_files, sentence_pairs, sentencepiece_training
+
+# Characters that end a line for str.splitlines, but not in a file.
+_PAIRS = [
+  sentence_pairs.SentencePair('de', 'en', 'Straße\u2028über\x85', 'street \x0b over'),
+  sentence_pairs.SentencePair('el', 'en', 'Καλημέρα κόσμε', '“hello”, "world"'),
+  sentence_pairs.SentencePair('zh', 'en', '你好 \U0001f600', ' spaces '),
+  sentence_pairs.SentencePair('de', 'en', 'e\u0301', '\u00e9'),
+]
+
+
+def _Tsv(path, rows, end='\n'):
+  path.write_bytes(end.join('\t'.join(row) for row in rows).encode())
+  return str(path)
+
+
+def _Records(path, examples):
+  with tf.io.TFRecordWriter(str(path)) as writer:
+    for example in examples:
+      writer.write(example)
+  return str(path)
+
+
+def _Example(**features):
+  def Feature(values):
+    return tf.train.Feature(bytes_list=tf.train.BytesList(value=values))
+
+  made = tf.train.Features(feature={name: Feature(values) for name, values in features.items()})
+  return tf.train.Example(features=made).SerializeToString()
+
+
+def _Whole(pair):
+  return _Example(**{name: [text.encode()] for name, text in pair._asdict().items()})
+
+
+def _Input(cls, **values):
+  p = cls.Params().Set(name='Train', bucket_upper_bound=[64], bucket_batch_limit=2)
+  return p.Set(shuffle=False, num_epochs=1, **values).Instantiate()
+
+
+def _Read(cls, **values):
+  return list(_Input(cls, **values)._Pairs())
+
+
+@pytest.mark.parametrize('end', ['\n', '\r\n'])
+def testLinesOfFourColumns(tmp_path, end):
+  _Tsv(tmp_path / 'b.tsv', _PAIRS[2:], end)
+  _Tsv(tmp_path / 'a.tsv', [*_PAIRS[:1], _PAIRS[1]], end)
+  assert _Read(parallel_files.TsvPairs, file_pattern=str(tmp_path / '*.tsv')) == _PAIRS
+
+
+def testAMarkOfByteOrderIsNoPartOfALanguage(tmp_path):
+  path = tmp_path / 'a.tsv'
+  _Tsv(path, _PAIRS)
+  path.write_bytes(b'\xef\xbb\xbf' + path.read_bytes())
+  assert _Read(parallel_files.TsvPairs, file_pattern=str(path)) == _PAIRS
+
+
+def testFilesOfOnePairOfLanguages(tmp_path):
+  _Tsv(tmp_path / 'x.de-en.tsv', [(p.source, p.target) for p in _PAIRS if p[0] == 'de'])
+  _Tsv(tmp_path / 'x.el-en.tsv', [(p.source, p.target) for p in _PAIRS if p[0] == 'el'])
+  mixed = _Tsv(tmp_path / 'mixed.tsv', [_PAIRS[2]])
+  pair_files = [[name, 'en', str(tmp_path / f'x.{name}-en.tsv')] for name in ('de', 'el')]
+  generator = _Input(parallel_files.TsvPairs, pair_files=pair_files, file_pattern=mixed)
+  assert list(generator._Pairs()) == [_PAIRS[i] for i in (2, 0, 3, 1)]
+  parts = generator._SourceParts()
+  _Tsv(tmp_path / 'x.el-en.tsv', [('α', 'a')])
+  assert generator._SourceParts() != parts
+
+
+def testRecords(tmp_path):
+  path = _Records(tmp_path / 'pairs.tfrecord', [_Whole(pair) for pair in _PAIRS])
+  assert _Read(parallel_files.TfRecordPairs, file_pattern=path) == _PAIRS
+
+
+def testBatchesOfFiles(tmp_path):
+  """The same examples, whatever the files are."""
+  tsv = _Tsv(tmp_path / 'pairs.tsv', _PAIRS)
+  records = _Records(tmp_path / 'pairs.tfrecord', [_Whole(pair) for pair in _PAIRS])
+  sentencepiece_training.Train(
+    [text for pair in _PAIRS for text in (pair.source, pair.target)], str(tmp_path / 'v'), 300
+  )
+  vocab = str(tmp_path / 'v.model')
+  found = [
+    _Input(cls, file_pattern=path, vocab_filepath=vocab, cache_dir=str(tmp_path / 'cache'))
+    for cls, path in ((parallel_files.TsvPairs, tsv), (parallel_files.TfRecordPairs, records))
+  ]
+  assert found[0].Fingerprint() == found[1].Fingerprint()
+  assert len(list((tmp_path / 'cache').iterdir())) == 2
+  for generator in found:
+    pairs = [p for batch in generator.Dataset() for p in generator.SentencePairs(batch)]
+    assert pairs == _PAIRS
+
+
+@pytest.mark.parametrize(
+  'line, message',
+  [
+    (b'de\ten\tone side', r'expected 4 columns \(source_language.*\), .*tabs, got 3'),
+    (b'', 'expected 4 columns.*got 1'),
+    (b'de\ten\ta\tb\tc', 'expected 4 columns.*got 5'),
+    (b'de\ten\ta\t\xff', 'invalid start byte'),
+    (b'\ten\ta\tb', "a language has no name: .*source_language=''"),
+  ],
+)
+def testMalformedLinesAreNamed(tmp_path, line, message):
+  path = tmp_path / 'bad.tsv'
+  path.write_bytes(b'de\ten\ta\tb\n' + line + b'\nde\ten\ta\tb\n')
+  with pytest.raises(ValueError, match=rf'bad\.tsv.*line 2: {message}'):
+    _Read(parallel_files.TsvPairs, file_pattern=str(path))
+  with pytest.raises(ValueError, match=r'line 2: expected 2 columns \(source, target\)'):
+    _Tsv(path, [('a', 'b'), ('a',)])
+    _Read(parallel_files.TsvPairs, pair_files=[['de', 'en', str(path)]])
+
+
+@pytest.mark.parametrize(
+  'record, message',
+  [
+    (b'\x0a\xff', 'record 2: expected a tf.Example'),
+    (_Example(source=[b'a']), r"record 2: .*source_language has 0, and there are \['source'\]"),
+    (
+      _Example(**{name: [b'a', b'b'] for name in parallel_files.FIELDS}),
+      'record 2: .*source_language has 2',
+    ),
+    (_Example(**{name: [b'\xff'] for name in parallel_files.FIELDS}), 'record 2: not in UTF-8'),
+  ],
+  # Not the bytes themselves: those of a map have no fixed order.
+  ids=['no example', 'no language', 'two of each', 'no UTF-8'],
+)
+def testMalformedRecordsAreNamed(tmp_path, record, message):
+  path = _Records(tmp_path / 'bad.tfrecord', [_Whole(_PAIRS[0]), record])
+  with pytest.raises(ValueError, match=rf'bad\.tfrecord, {message}'):
+    _Read(parallel_files.TfRecordPairs, file_pattern=path)
+
+
+def testDamagedAndMissingFiles(tmp_path):
+  path = tmp_path / 'damaged.tfrecord'
+  _Records(path, [_Whole(pair) for pair in _PAIRS])
+  path.write_bytes(path.read_bytes()[:-5])
+  with pytest.raises(
+    ValueError,
+    match=r"damaged\.tfrecord is damaged, or no TFRecord file: record 4, at .*'Train': param "
+    'damaged_records to skip',
+  ):
+    _Read(parallel_files.TfRecordPairs, file_pattern=str(path))
+  skipping = _Input(parallel_files.TfRecordPairs, file_pattern=str(path), damaged_records='skip')
+  assert list(skipping._Pairs()) == _PAIRS[:3]
+  stopping = _Input(parallel_files.TfRecordPairs, file_pattern=str(path))
+  assert skipping._SourceParts() != stopping._SourceParts()
+  with pytest.raises(ValueError, match="param damaged_records: expected stop or skip, got 'skp'"):
+    _Input(parallel_files.TfRecordPairs, file_pattern=str(path), damaged_records='skp')
+  with pytest.raises(ValueError, match=r"'Train': param file_pattern: no file matches '.*gone"):
+    _Read(parallel_files.TsvPairs, file_pattern=str(tmp_path / 'gone*'))
+  with pytest.raises(ValueError, match='param pair_files: no file matches'):
+    _Read(parallel_files.TsvPairs, pair_files=[['de', 'en', str(tmp_path / 'gone*')]])
+  with pytest.raises(ValueError, match=r"pair_files: expected lists such as .*got \['de', 'en'\]"):
+    _Input(parallel_files.TsvPairs, pair_files=[['de', 'en']])
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

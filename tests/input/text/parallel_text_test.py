@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sentence pairs in buckets: fields, every pair once, restarts, symbols of languages, mistakes."""
+
+import itertools
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_gpipe.core import nested_map
+from lingvo_gpipe.input.text import (
+  parallel_text,
+  sentence_pairs,
+  sentencepiece_tokenizer,
+  sentencepiece_training,
+)
+
+_BOUNDS, _LIMITS = [6, 10, 20], [4, 3, 2]
+_WORDS = 'eins zwei drei vier fünf Haus Straße über ß — zum Garten der Hund läuft'.split()
+
+
+def _Pairs(num_de=40, num_fr=12, seed=0):
+  """German and French to English: pairs of 1 to 8 words a side, each a sentence of its own."""
+  rng = np.random.default_rng(seed)
+  pairs = []
+  for i in range(num_de + num_fr):
+    language = 'de' if i < num_de else 'fr'
+    source, target = (' '.join(rng.choice(_WORDS, rng.integers(1, 9))) for _ in range(2))
+    pairs.append(
+      sentence_pairs.SentencePair(language, 'en', f'{source} {i}', f'{target} {i} \U0001f600')
+    )
+  return pairs
+
+
+class _Memory(parallel_text.ParallelText):
+  """Pairs out of memory."""
+
+  pairs = _Pairs()
+  num_reads = 0
+
+  def _Pairs(self):
+    type(self).num_reads += 1
+    return iter(self.pairs)
+
+  def _SourceParts(self):
+    return [self.pairs]
+
+
+@pytest.fixture(scope='module')
+def vocab(tmp_path_factory):
+  prefix = str(tmp_path_factory.mktemp('vocab') / 'small')
+  texts = [text for pair in _Pairs() for text in (pair.source, pair.target)]
+  symbols = ['<2de>', '<2en>', '<2fr>']
+  sentencepiece_training.Train(texts, prefix, 340, control_symbols=symbols)
+  return f'{prefix}.model'
+
+
+def _Input(vocab, cls=_Memory, **values):
+  p = cls.Params().Set(
+    name='Train', vocab_filepath=vocab, bucket_upper_bound=[12, 24, 48], bucket_batch_limit=_LIMITS
+  )
+  return p.Set(**values).Instantiate()
+
+
+def _Of(pairs):
+  return type('_Other', (_Memory,), {'pairs': pairs, 'num_reads': 0})
+
+
+def _Batches(generator, start=0, count=None):
+  return list(itertools.islice(generator.Dataset(start).as_numpy_iterator(), count))
+
+
+def _Evaluation(vocab, **values):
+  return _Input(vocab, shuffle=False, num_epochs=1, **values)
+
+
+@pytest.mark.parametrize('place', ['', 'source', 'target'])
+@pytest.mark.parametrize('direction', ['given', 'reversed', 'both'])
+def testFieldsAreTheTokensOfThePairs(vocab, place, direction):
+  generator = _Evaluation(vocab, target_language_token=place, direction=direction)
+  tokenizer = sentencepiece_tokenizer.SentencePieceTokenizer(vocab)
+  sos, eos = sentencepiece_tokenizer.SOS_ID, sentencepiece_tokenizer.EOS_ID
+  found = []
+  for batch in _Batches(generator):
+    pairs = generator.SentencePairs(batch)
+    found += pairs
+    for i, pair in enumerate(pairs):
+      (symbol,) = [tokenizer.PieceId(f'<2{pair.target_language}>')]
+      source, target = (list(ids) for ids in tokenizer.Encode([pair.source, pair.target]))
+
+      def Row(name, paddings, batch=batch, i=i):
+        length = int(np.sum(batch[paddings][i] == 0))
+        assert not np.any(batch[paddings][i][:length])
+        assert not np.any(batch[name][i][length:])
+        return batch[name][i][:length].tolist()
+
+      assert Row('src_ids', 'src_paddings') == [symbol] * (place == 'source') + source + [eos]
+      assert Row('tgt_labels', 'tgt_paddings') == [*target, eos]
+      assert Row('tgt_ids', 'tgt_paddings') == [symbol if place == 'target' else sos, *target]
+      np.testing.assert_array_equal(batch.tgt_weights[i], 1 - batch.tgt_paddings[i])
+      assert generator.languages[batch.src_lang[i]] == pair.source_language
+      assert generator.languages[batch.tgt_lang[i]] == pair.target_language
+  given = _Pairs()
+  turned = [pair.Reversed() for pair in given]
+  expected = {'given': given, 'reversed': turned, 'both': given + turned}[direction]
+  assert sorted(found) == sorted(expected)
+
+
+def testEachBucketHasOneShape(vocab):
+  generator = _Evaluation(vocab)
+  specs = {tuple(spec.src_ids.shape): spec for spec in generator.BatchSpecs()}
+  assert list(specs) == [(4, 12), (3, 24), (2, 48)]
+  assert generator.BatchSpec().tgt_ids.shape == (2, 48)
+  seen = set()
+  for batch in _Batches(generator):
+    shape = tuple(batch.src_ids.shape)
+    got = batch.Transform(lambda x: tf.TensorSpec(x.shape, x.dtype))
+    assert dict(got.FlattenItems()) == dict(specs[shape].FlattenItems())
+    assert isinstance(batch, nested_map.NestedMap)
+    longest = max(np.sum(1 - batch[k], axis=1).max() for k in ('src_paddings', 'tgt_paddings'))
+    lower = max([bound for _, bound in specs if bound < shape[1]], default=0)
+    assert lower < longest <= shape[1]
+    padded = batch.example_weights == 0
+    assert not np.any(batch.tgt_weights[padded])
+    seen.add(shape)
+  assert seen == set(specs)
+  one = _Input(vocab, bucket_batch_limit=3)
+  assert [spec.src_ids.shape[0] for spec in one.BatchSpecs()] == [3, 3, 3]
+  assert one.BatchSpec().src_ids.shape == (3, 48)
+
+
+@pytest.mark.parametrize('temperature', [1.0, 5.0])
+def testRestartIsExactAnywhere(vocab, temperature):
+  options = {'sampling_temperature': temperature, 'direction': 'both'}
+  generator = _Input(vocab, **options)
+  whole = _Batches(generator, count=90)
+  num_epoch = generator._plan.num_batches
+  assert num_epoch < 60
+  position = 0
+  for i, batch in enumerate(whole):
+    if i in (1, num_epoch // 2, num_epoch - 1, num_epoch, num_epoch + 7):
+      for num_prefetch, num_parallel_calls in ((2, 1), (0, 3)):
+        other = _Input(
+          vocab, num_prefetch=num_prefetch, num_parallel_calls=num_parallel_calls, **options
+        )
+        for got, expected in zip(_Batches(other, position, 12), whole[i : i + 12], strict=True):
+          tf.nest.map_structure(np.testing.assert_array_equal, got, expected)
+    position += batch.example_weights.shape[0]
+
+
+def testLanguagesAreDrawnByTemperature(vocab):
+  generator = _Input(vocab, sampling_temperature=5.0, num_epochs=1)
+  counts = np.zeros([3])
+  batches = _Batches(generator)
+  assert len(batches) == generator.NumBatches()
+  for batch in batches:
+    np.add.at(counts, batch.src_lang, batch.example_weights)
+  assert generator.languages == ['de', 'en', 'fr']
+  roots = np.array([40, 12]) ** 0.2
+  # Drawn are 52 examples: 29.1 and 22.9 of them by the formula.
+  assert counts.tolist() == [29, 0, 23]
+  np.testing.assert_allclose(52 * roots / roots.sum(), [29, 23], atol=0.5)
+  assert generator.NumBatches(start=10**6) == 0 and _Batches(generator, 10**6) == []
+
+
+def testTooLongAndEmptyPairsAreLeftOutInTrainingAndKeptInEvaluation(vocab, caplog):
+  pair = sentence_pairs.SentencePair
+  odd = [pair('de', 'en', 'Hund ' * 30, 'short'), pair('de', 'en', '', 'Hund Hund Hund')]
+  cls = _Of([*_Pairs(10, 0), *odd])
+  with caplog.at_level('WARNING', logger='absl'):
+    assert _Input(vocab, cls).NumExamples() == 10
+  told = [r.getMessage() for r in caplog.records]
+  assert any('1 of 12 examples are longer than 48' in t and 'left out' in t for t in told)
+  assert any('1 of 12 examples have an empty side' in t and 'left out' in t for t in told)
+  caplog.clear()
+  with caplog.at_level('WARNING', logger='absl'):
+    generator = _Evaluation(vocab, cls=cls)
+    batches = _Batches(generator)
+  assert any('cut off' in r.getMessage() for r in caplog.records)
+  assert sorted(p for b in batches for p in generator.SentencePairs(b)) == sorted(cls.pairs)
+  (row,) = [
+    (batch, i)
+    for batch in batches
+    for i in np.flatnonzero((batch.example_index == 10) & (batch.example_weights == 1))
+  ]
+  batch, i = row
+  tokens = generator.tokenizer.Encode([odd[0].source])[0]
+  np.testing.assert_array_equal(batch.src_ids[i], tokens[:48])
+  assert not np.any(batch.src_paddings[i])
+
+
+def testPositionWithinABatchGoesOnWithTheNext(vocab, caplog):
+  generator = _Input(vocab)
+  whole = _Batches(generator, count=4)
+  rows = [batch.example_weights.shape[0] for batch in whole]
+  with caplog.at_level('WARNING', logger='absl'):
+    got = _Batches(generator, sum(rows[:2]) + 1, 1)[0]
+  tf.nest.map_structure(np.testing.assert_array_equal, got, whole[3])
+  assert any('within a batch' in r.getMessage() for r in caplog.records)
+
+
+def testTokensAreKeptForTheNextRun(vocab, tmp_path):
+  cls = _Of(_Pairs(9, 3))
+  cache = str(tmp_path / 'cache')
+  first = _Evaluation(vocab, cls=cls, cache_dir=cache)
+  batches = _Batches(first)
+  assert cls.num_reads == 1
+  again = _Evaluation(vocab, cls=cls, cache_dir=cache)
+  for got, expected in zip(_Batches(again), batches, strict=True):
+    tf.nest.map_structure(np.testing.assert_array_equal, got, expected)
+  assert cls.num_reads == 1
+  plain = _Evaluation(vocab, cls=cls)
+  assert plain.Fingerprint() == first.Fingerprint() == again.Fingerprint()
+  other = _Of(_Pairs(9, 2))
+  assert _Evaluation(vocab, cls=other, cache_dir=cache).NumExamples() == 11
+
+
+def testTheFingerprintTellsWhatAPositionMeans(vocab):
+  prints = [
+    _Input(vocab, **values).Fingerprint()
+    for values in (
+      {},
+      {'direction': 'reversed'},
+      {'target_language_token': 'source'},
+      {'bucket_upper_bound': [11, 24, 48]},
+      {'bucket_batch_limit': [3, 3, 3]},
+      {'sampling_temperature': 2.0},
+    )
+  ]
+  assert len(set(prints)) == len(prints)
+  assert _Input(vocab, num_prefetch=0, random_seed=3).Fingerprint() == prints[0]
+
+
+def testWhatAVocabularyIsTrainedOn(vocab):
+  generator = _Input(vocab)
+  assert list(generator.VocabularyTexts())[:2] == [_Pairs()[0].source, _Pairs()[0].target]
+  assert generator.ControlSymbols() == []
+  assert generator.Assets() == [vocab]
+  symbols = {
+    direction: _Input(vocab, target_language_token='source', direction=direction).ControlSymbols()
+    for direction in ('given', 'reversed', 'both')
+  }
+  assert symbols == {
+    'given': ['<2en>'],
+    'reversed': ['<2de>', '<2fr>'],
+    'both': ['<2de>', '<2en>', '<2fr>'],
+  }
+
+
+def testRandomTokensNeedNoText():
+  p = parallel_text.ParallelText.Params().Set(
+    bucket_upper_bound=_BOUNDS, bucket_batch_limit=_LIMITS, num_fake_examples=50, vocab_size=32
+  )
+  p.Set(target_language_token='source')
+  generator = p.Instantiate()
+  batches = _Batches(generator, count=40)
+  assert {tuple(b.src_ids.shape) for b in batches} == set(zip(_LIMITS, _BOUNDS, strict=True))
+  for batch in batches:
+    assert np.max(batch.src_ids) < 32 and np.max(batch.tgt_labels) < 32
+  assert generator.Fingerprint() == 'noise' and generator.Assets() == []
+  # An evaluation shows them, and what is made of them, as numbers: there is no vocabulary.
+  batch = next(b for b in batches if np.all(b.example_weights))
+  labels = [
+    row[: np.flatnonzero(row == sentencepiece_tokenizer.EOS_ID)[0]] for row in batch.tgt_labels
+  ]
+  assert [pair.target for pair in generator.SentencePairs(batch)] == list(
+    map(generator.Text, labels)
+  )
+  assert all(text.split()[0].isdecimal() for text in map(generator.Text, labels))
+  with pytest.raises(ValueError, match='num_fake_examples needs a vocab_size above 4, got 4'):
+    p.Set(vocab_size=4).Instantiate()
+
+
+@pytest.mark.parametrize(
+  'values, message',
+  [
+    ({'batch_size': 3}, "'Train': param batch_size has no effect here, got 3.*bucket_batch_limit"),
+    ({'bucket_upper_bound': []}, r'bucket_upper_bound: expected positive.*got \[\]'),
+    ({'bucket_upper_bound': [8, 8]}, r'ascending order, such as \[16, 32, 64\], got \[8, 8\]'),
+    ({'bucket_upper_bound': 8}, 'bucket_upper_bound: expected.*got 8'),
+    ({'bucket_batch_limit': [1, 2]}, r'one for each of the 3 buckets.*got \[1, 2\]'),
+    ({'bucket_batch_limit': 0}, 'bucket_batch_limit.*got 0'),
+    ({'bucket_batch_limit': None}, 'bucket_batch_limit.*got None'),
+    ({'sampling_temperature': 0.0}, 'sampling_temperature: expected a number above 0, got 0.0'),
+    ({'direction': 'back'}, "direction: expected one of 'given', 'reversed', 'both', got 'back'"),
+    ({'target_language_token': 'end'}, "target_language_token: expected one of '', 'source'"),
+    ({'num_epochs': -1}, 'num_epochs'),
+  ],
+)
+def testMistakesInParams(vocab, values, message):
+  with pytest.raises(ValueError, match=message):
+    _Input(vocab, **values)
+
+
+def testVocabularyWithoutALanguagesSymbol(vocab):
+  pairs = [*_Pairs(), sentence_pairs.SentencePair('en', 'tlh', 'house', 'qach')]
+  generator = _Input(vocab, _Of(pairs), target_language_token='target')
+  message = r'lacks the symbols <2tlh>: .*tools.train_sentencepiece.*--control_symbols=<2tlh>'
+  with pytest.raises(ValueError, match=message):
+    generator.Dataset()
+  with pytest.raises(ValueError, match='vocab_filepath is not set.*tools.train_sentencepiece'):
+    _Input('').Dataset()
+
+
+def testLanguagesWithoutAPair(vocab):
+  long = sentence_pairs.SentencePair('hu', 'en', 'Hund ' * 50, 'dog')
+  with pytest.raises(ValueError, match='no example is left of hu-en: .*longer than 48'):
+    _Input(vocab, _Of([*_Pairs(), long])).Dataset()
+  with pytest.raises(ValueError, match=r"_Other 'Train': the data set is empty"):
+    _Input(vocab, _Of([])).Dataset()
+
+
+def testABucketWithoutAPairIsNoMistake(vocab):
+  generator = _Input(vocab, bucket_upper_bound=[1, 48, 999], num_epochs=1)
+  assert {b.src_ids.shape[1] for b in _Batches(generator)} == {48}
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

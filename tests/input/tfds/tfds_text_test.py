@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Texts of TFDS, on small data sets that the test prepares itself."""
+
+import inspect
+import os
+import shutil
+import sys
+import textwrap
+
+import pytest
+import tensorflow_datasets as tfds
+
+from lingvo_gpipe.input.records import tf_records
+from lingvo_gpipe.input.text import sentencepiece_training
+from lingvo_gpipe.input.tfds import tfds_builder, tfds_text
+
+_WORDS = 'the quick brown fox jumps over lazy dogs and naïve cats'.split()
+
+
+def _Text(split, i):
+  return ' '.join(_WORDS[(i * k + len(split)) % len(_WORDS)] for k in range(1, 2 + i % 7))
+
+
+class LgTexts(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+  VERSION = tfds.core.Version('1.0.0')
+
+  def _info(self):
+    features = {'text': tfds.features.Text(), 'label': tfds.features.ClassLabel(num_classes=2)}
+    return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict(features))
+
+  def _split_generators(self, dl_manager):
+    return {split: self._generate_examples(split, n) for split, n in (('train', 60), ('test', 7))}
+
+  def _generate_examples(self, split, count):
+    for i in range(count):
+      yield i, {'text': _Text(split, i), 'label': 0}
+
+
+@pytest.fixture(scope='module')
+def data_dirs(tmp_path_factory):
+  """{format: where the data set is in that format}."""
+  directories = {}
+  for file_format in ('tfrecord', 'array_record'):
+    directories[file_format] = str(tmp_path_factory.mktemp(file_format))
+    builder = LgTexts(data_dir=directories[file_format], file_format=file_format)
+    # TFDS reads 16 examples of one file, and goes on in another, unless it is told not to.
+    builder.download_and_prepare(download_config=tfds.download.DownloadConfig(num_shards=3))
+  return directories
+
+
+@pytest.fixture(scope='module')
+def vocab(tmp_path_factory):
+  prefix = tmp_path_factory.mktemp('vocab') / 'v'
+  sentencepiece_training.Train([inspect.getsource(textwrap)], str(prefix), 400)
+  return f'{prefix}.model'
+
+
+def _Input(data_dir, vocab, **values):
+  p = tfds_text.TfdsTextInput.Params().Set(
+    name='Train',
+    dataset='lg_texts',
+    data_dir=data_dir,
+    vocab_filepath=vocab,
+    batch_size=2,
+    seq_len=64,
+  )
+  return p.Set(**values).Instantiate()
+
+
+def _Flip(path, place):
+  data = bytearray(path.read_bytes())
+  data[place] ^= 1
+  path.write_bytes(data)
+
+
+@pytest.mark.parametrize('file_format', ['tfrecord', 'array_record'])
+def testAllTextsOfASplitComeOnce(data_dirs, vocab, file_format, monkeypatch):
+  monkeypatch.setattr(tfds_builder, '_READ_AT_ONCE', 4)
+  for split, count in (('train', 60), ('test', 7)):
+    generator = _Input(data_dirs[file_format], vocab, split=split, shuffle=False, num_epochs=1)
+    texts = list(generator.VocabularyTexts())
+    # TFDS shuffles as it writes.
+    assert sorted(texts) == sorted(_Text(split, i) for i in range(count))
+    assert texts == list(generator.VocabularyTexts())
+    assert texts == list(_Input(data_dirs['tfrecord'], vocab, split=split).VocabularyTexts())
+    labels = [b.labels[b.weights == 1] for b in generator.Dataset().as_numpy_iterator()]
+    decoded = ' '.join(generator.tokenizer.Decode(row) for row in labels)
+    assert sorted(decoded.split()) == sorted(' '.join(texts).split())
+
+
+def testCacheAndFingerprintTellTheData(data_dirs, vocab, tmp_path):
+  cache = tmp_path / 'cache'
+  options = [{}, {'split': 'test'}, {'split': 'train[:9]'}]
+  prints = {
+    _Input(data_dirs['tfrecord'], vocab, cache_dir=str(cache), **x).Fingerprint() for x in options
+  }
+  assert len(prints) == len(list(cache.iterdir())) == 3
+  assert _Input(data_dirs['tfrecord'], vocab).Fingerprint() in prints
+
+
+def testMissingDataSaysWhatToDo(tmp_path, vocab):
+  generator = _Input(str(tmp_path), vocab, dataset='lm1b')
+  assert generator.BatchSpec().ids.shape == [2, 64]
+  with pytest.raises(ValueError) as caught:
+    generator.Fingerprint()
+  message = str(caught.value)
+  assert f'is not prepared in {tmp_path}/lm1b: run `python -c' in message
+  assert f'tfds.builder("lm1b", data_dir="{tmp_path}").download_and_prepare()' in message
+  assert 'lm.stdlib.ByteTransformerGPipe2' in message and 'num_fake_examples' in message
+
+
+@pytest.mark.parametrize(
+  'values, message',
+  [
+    ({'dataset': ''}, 'dataset is not set'),
+    ({'dataset': 'lm1bb'}, "TFDS has no 'lm1bb'; did you mean .*lm1b"),
+    ({'feature': 'label'}, r"has the texts \['text'\], got 'label'"),
+    ({'split': 'dev'}, 'dev'),
+    ({'split': 'dev', 'cache_dir': 'not made'}, r"has the splits \['train', 'test'\], got 'dev'"),
+  ],
+)
+def testWrongParams(data_dirs, vocab, values, message):
+  with pytest.raises(ValueError, match=message):
+    _Input(data_dirs['tfrecord'], vocab, **values).Fingerprint()
+
+
+def testADamagedFileIsNamedOrLosesTheRecord(data_dirs, vocab, tmp_path):
+  data_dir = shutil.copytree(data_dirs['tfrecord'], tmp_path / 'data')
+  first, _, path = sorted(data_dir.rglob('*train.tfrecord*'))
+  _Flip(path, -5)  # Of the last record.
+  with pytest.raises(
+    ValueError,
+    match=rf'{path.name} is damaged, .*record 20, .*Restore the file; .*damaged_records to skip$',
+  ):
+    _Input(str(data_dir), vocab, split='train[10%:]').NumExamples()
+  # Of a sound one nothing changes.
+  assert _Input(str(data_dir), vocab, split='test').NumExamples()
+  _Flip(first, 20)  # Of the first one, which is not in the split.
+  whole = list(_Input(data_dirs['tfrecord'], vocab, split='train[10%:]').VocabularyTexts())
+  options = {
+    'split': 'train[10%:]',
+    'damaged_records': 'skip',
+    'cache_dir': str(tmp_path / 'cache'),
+  }
+  for _ in range(2):  # The second time its tokens are there already.
+    skipping = _Input(str(data_dir), vocab, **options)
+    assert list(skipping.VocabularyTexts()) == whole[:-1]
+    assert skipping.NumExamples() and skipping.NumDamaged() == 1
+  assert skipping.Describe().endswith('(1 damaged records were left out)')
+
+
+@pytest.mark.parametrize('left', [15, 0])
+def testRecordsThatAreMissingAtTheEndOfAFileAreNoticed(data_dirs, vocab, tmp_path, left):
+  """It is cut within the last record's header, or between two records: an end to tf.data."""
+  data_dir = shutil.copytree(data_dirs['tfrecord'], tmp_path / 'data')
+  path = sorted(data_dir.rglob('*train.tfrecord*'))[1]
+  os.truncate(path, tf_records.Borders(str(path))[-2] + left)
+  told = 'is damaged, .*record 20, .*truncated' if left else 'has 19 records, expected 20: restore'
+  with pytest.raises(ValueError, match=f'{path.name} {told}'):
+    _Input(str(data_dir), vocab).NumExamples()
+  skipping = _Input(str(data_dir), vocab, damaged_records='skip')
+  whole = list(_Input(data_dirs['tfrecord'], vocab).VocabularyTexts())
+  assert list(skipping.VocabularyTexts()) == whole[:39] + whole[40:]
+  assert skipping.NumDamaged() == 1
+
+
+def testADamagedFileThatIsReadByIndexIsNamed(data_dirs, vocab, tmp_path):
+  data_dir = shutil.copytree(data_dirs['array_record'], tmp_path / 'data')
+  path = sorted(data_dir.rglob('*train.array_record*'))[1]
+  data = bytearray(path.read_bytes())
+  at = data.index(b'quick')
+  data[at : at + 5] = bytes(5)
+  path.write_bytes(data)
+  with pytest.raises(ValueError, match=rf'/{path.name} is damaged: example \d+ of .train. .*Corr'):
+    _Input(str(data_dir), vocab).NumExamples()
+
+
+def testOfOtherFormatsNothingIsSkipped(data_dirs, vocab):
+  skipping = _Input(data_dirs['array_record'], vocab, damaged_records='skip')
+  for read in (skipping.NumExamples, skipping.NumDamaged):
+    with pytest.raises(
+      ValueError, match='damaged_records: .* was prepared as array_record: set it'
+    ):
+      read()
+  with pytest.raises(ValueError, match="param damaged_records: expected stop or skip, got 'skp'"):
+    _Input(data_dirs['tfrecord'], vocab, damaged_records='skp')
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predicted memory: equal to the simulator's, GPipe's formula, and near what a process takes."""
+
+import random
+import subprocess
+import sys
+
+import pytest
+
+from lingvo_gpipe.pipeline.cost import partitioner, simulator, stage_memory
+from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules
+
+_SCHEDULES = [
+  ('gpipe', 3, 4, 3),
+  ('fused_fill_drain', 3, 4, 3),
+  ('1f1b', 3, 5, 3),
+  ('1f1b_fused', 2, 3, 2),
+  ('zb_h1', 3, 4, 3),
+  ('interleaved_1f1b', 4, 4, 2),
+  ('gpipe', 1, 2, 1),
+]
+
+
+def _Layers(seed, num_layers=9):
+  draw = random.Random(seed).randint
+  return [
+    stage_memory.LayerBytes(draw(0, 9), draw(0, 9), draw(0, 9), *_SKIPS.get(i, ()))
+    for i in range(num_layers)
+  ]
+
+
+# Layer 1 begins a skip that layers 4 and 7 take.
+_SKIPS = {1: ({}, ('s',)), 4: ({'s': 5}, ()), 7: ({'s': 5}, ())}
+
+
+def _Simulated(layers, schedule, policy, ends):
+  """The peaks of the stages by the simulator, all layers trained."""
+  ranges = partitioner.StageRanges(ends)
+  skips = [5 * (a > 1 and (a <= 4 < b or a <= 7 < b)) for a, b in ranges]
+  inner = [sum(x.inner for x in layers[a:b]) for a, b in ranges]
+  others = [sum(x.inputs for x in layers[a + 1 : b]) for a, b in ranges]
+  sizes = simulator.ActivationSizes(
+    stage_input=[layers[a].inputs + s for (a, _), s in zip(ranges, skips, strict=True)],
+    inner=[i + o for i, o in zip(inner, others, strict=True)],
+    layer_inputs=others,
+    largest_layer=[max(x.inner for x in layers[a:b]) for a, b in ranges],
+  )
+  costs = simulator.Costs(1)
+  return simulator.Simulate(schedule, costs, remat_policy=policy, sizes=sizes).peak_bytes
+
+
+@pytest.mark.parametrize('policy', rematerialisation.POLICIES)
+@pytest.mark.parametrize('name, stages, m, devices', _SCHEDULES)
+def testPeaksAreTheSimulators(name, stages, m, devices, policy):
+  schedule = schedules.Get(name, stages, m, devices)
+  for seed in range(5):
+    layers = _Layers(seed)
+    memory = stage_memory.StageMemory(layers, schedule, policy)
+    ends = [*sorted(random.Random(seed).sample(range(1, 9), stages - 1)), 9]
+    found = [memory.Activations(k, *r) for k, r in enumerate(partitioner.StageRanges(ends))]
+    assert tuple(found) == _Simulated(layers, schedule, policy, ends)
+
+
+@pytest.mark.parametrize('policy', rematerialisation.POLICIES)
+def testRoomsEndWhereTheLimitIs(policy):
+  schedule = schedules.Get('1f1b', 3, 4)
+  memory = stage_memory.StageMemory(_Layers(1), schedule, policy, first_trained=3)
+  for limit in (0, 20, 60, 1000):
+    for k, room in enumerate(memory.Rooms(limit)):
+      for start, furthest in enumerate(room):
+        for end in range(start + 1, 10):
+          needs = memory.State(start, end) + memory.Activations(k, start, end)
+          assert (needs <= limit) == (end <= furthest)
+
+
+def testStagesOfOneDeviceShareTheLimit():
+  layers = [stage_memory.LayerBytes(10, 0, 0)] * 4
+  interleaved = schedules.Get('interleaved_1f1b', 4, 4, 2)
+  assert stage_memory.StageMemory(layers, interleaved, 'stage').Rooms(20)[0] == [1, 2, 3, 4]
+  assert stage_memory.StageMemory(layers, interleaved, 'stage').Rooms(19)[0] == [0, 1, 2, 3]
+
+
+def testFollowsTheFormulaOfGpipe():
+  # A mini-batch of 64 examples of 10 bytes between layers and 70 within: N + L/K · N/M.
+  for m in (1, 2, 4, 8, 16):
+    for k in (1, 2, 4):
+      size = 64 // m
+      layers = [stage_memory.LayerBytes(0, 10 * size, 70 * size)] * 8
+      memory = stage_memory.StageMemory(layers, schedules.Get('gpipe', k, m), 'stage')
+      for stage in range(k):
+        expected = 64 * 10 + (8 // k) * 64 // m * 70 + (8 // k - 1) * 64 // m * 10
+        assert memory.Activations(stage, 0, 8 // k) == expected
+      kept = stage_memory.StageMemory(layers, schedules.Get('gpipe', k, m), 'none')
+      assert kept.Activations(0, 0, 8 // k) == 64 * (8 // k) * 80
+      # 1F1B holds min(M, K - k) micro-batches.
+      early = stage_memory.StageMemory(layers, schedules.Get('1f1b', k, m), 'stage')
+      assert early.Activations(k - 1, 0, 1) == 80 * size
+
+
+def testStagesBeforeTheFirstTrainedLayerHoldNothing():
+  layers = [stage_memory.LayerBytes(0, 10, i) for i in (5, 7, 1)]
+  schedule = schedules.Get('gpipe', 2, 8)
+  memory = stage_memory.StageMemory(layers, schedule, 'stage', first_trained=2)
+  assert memory.Activations(0, 0, 2) == 10 + 7
+  assert memory.Activations(0, 0, 3) == 8 * 10 + 2 * 10 + 13
+
+
+_MEASURED = """
+import re, sys
+import tensorflow as tf
+from lingvo_gpipe.layers import linear
+from lingvo_gpipe.pipeline import pipelining_layer
+
+def Peak():
+  # What getrusage tells begins with the parent's.
+  with open('/proc/self/status') as f:
+    return int(re.search('VmHWM:\\s*([0-9]+) kB', f.read())[1]) * 1024
+
+policy, m = sys.argv[1], int(sys.argv[2])
+p = pipelining_layer.PipeliningLayer.Params().Set(
+  name='p', num_micro_batches=m, remat_policy=policy, xla=False)
+p.sub = [linear.ProjectionLayer.Params().Set(input_dim=64, output_dim=64, activation='TANH')] * 16
+layer = p.Instantiate()
+batch = 1 << 16
+def Loss(theta, y, side):
+  return {'loss': (tf.reduce_mean(y[0]), tf.constant(1.0))}
+def Step(x):
+  return layer.engine.Train(
+    [(part,) for part in tf.split(x, m)], [None] * m, [tf.constant(1.0)] * m, tf.constant(0))
+cut = layer.Place(['/device:CPU:0'], tf.TensorSpec([batch, 64]), loss_fn=Loss)
+layer.engine.MakeAccumulators()
+step = tf.function(Step, autograph=False)
+step(tf.zeros([m, 64]))
+x = tf.zeros([batch, 64])
+before = Peak()
+step.get_concrete_function(tf.TensorSpec([batch, 64]))
+step(x)
+print('RESULT', Peak() - before, cut.memory[0].activations)
+"""
+
+
+def testIsNearWhatAFreshProcessTakes():
+  """16 layers of 16 MiB results: with and without recomputation, within a factor of 2.5."""
+  running = {
+    policy: subprocess.Popen(
+      [sys.executable, '-c', _MEASURED, policy, '8'], stdout=subprocess.PIPE, text=True
+    )
+    for policy in ('stage', 'none')
+  }
+  found = {}
+  for policy, process in running.items():
+    output, _ = process.communicate(timeout=300)
+    line = next(x for x in output.splitlines() if x.startswith('RESULT'))
+    found[policy] = [int(x) for x in line.split()[1:]]
+  for measured, predicted in found.values():
+    assert measured / 2.5 < predicted < 2.5 * measured, found
+  assert found['none'][0] > 3 * found['stage'][0], found
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Actions: their text."""
+
+import sys
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from lingvo_gpipe.pipeline.schedule import actions
+
+Action, Kind = actions.Action, actions.Kind
+
+
+@hypothesis.settings(max_examples=100, deadline=None, derandomize=True)
+@hypothesis.given(st.integers(0, 300), st.sampled_from(list(Kind)), st.integers(0, 5000))
+def testActionTextReadsBack(stage, kind, micro_batch):
+  action = Action(stage, kind, micro_batch)
+  assert str(action) == f'{stage}{kind.value}{micro_batch}'
+  assert Action.FromText(f' {action}\t') == action
+
+
+def testNotationIsTorchs():
+  kinds = {
+    '1F0': Kind.FORWARD,
+    '0B3': Kind.BACKWARD,
+    '2I1': Kind.INPUT_GRADIENT,
+    '2W1': Kind.WEIGHT_GRADIENT,
+    '3V0': Kind.FORWARD_BACKWARD,
+  }
+  for text, kind in kinds.items():
+    assert Action.FromText(text) == Action(int(text[0]), kind, int(text[2]))
+
+
+@pytest.mark.parametrize('text', ['', 'F0', '1F', '1f0', '1X0', '-1F0', '1F-1', '1F0.5', '1 F0'])
+def testBadActionTextSaysWhatIsExpected(text):
+  with pytest.raises(ValueError, match='is no action: expected <stage><kind><micro-batch>'):
+    Action.FromText(text)
+
+
+@pytest.mark.parametrize('text', ['1SEND_F0', '1UNSHARD', '2RECV_B3'])
+def testTransfersAreImplied(text):
+  with pytest.raises(ValueError, match='implied'):
+    Action.FromText(text)
+
+
+def testWhatThereIsToDo():
+  def Letters(needs_dx, is_trained):
+    return ''.join(
+      k.value for k in Kind if actions.HasWork(k, needs_dx=needs_dx, is_trained=is_trained)
+    )
+
+  assert Letters(True, True) == 'FBIWV'
+  assert Letters(False, True) == 'FBWV'
+  assert Letters(True, False) == 'FBIV'
+  assert Letters(False, False) == 'FV'
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

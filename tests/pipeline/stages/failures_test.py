@@ -1,0 +1,623 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What goes wrong in a stage ends the step, and is told with stage, layer and micro-batch."""
+
+import contextlib
+import resource
+import sys
+import time
+import weakref
+from unittest import mock
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from absl import logging
+
+from lingvo_gpipe.core import fprop_context, heartbeat, nested_map, shapes
+from lingvo_gpipe.experiment import task
+from lingvo_gpipe.layers import batch_norm, linear
+from lingvo_gpipe.learning import optimizer
+from lingvo_gpipe.pipeline import pipelining_layer
+from lingvo_gpipe.pipeline.stages import failures
+from lingvo_gpipe.runners import runner
+from tests import fn_layer, pipeline_training, processes
+
+_DIM, _BATCH, _M = fn_layer.DIM, 6, 3
+_LIMIT = 9.0  # What the layers below cannot take.
+
+
+def _AssertSmall(x):
+  return tf.debugging.assert_less(tf.reduce_max(x), _LIMIT, message='too large')
+
+
+def _FailsForward(w, x):
+  with tf.control_dependencies([_AssertSmall(x)]):
+    return x * w
+
+
+@tf.custom_gradient
+def _IdentityThatFails(x):
+  def Gradient(dy):
+    with tf.control_dependencies([_AssertSmall(x)]):
+      return tf.identity(dy)
+
+  return tf.identity(x), Gradient
+
+
+def _FailsBackward(w, x):
+  return _IdentityThatFails(x) * w
+
+
+def _FailsInPython(w, x):
+  def Check(value):
+    if value.numpy().max() >= _LIMIT:
+      raise ValueError('too large')
+    return value
+
+  return tf.ensure_shape(tf.py_function(Check, [x], x.dtype), x.shape) * w
+
+
+def _Stack(sub, **options):
+  options = {'num_stages': 3, 'splits': [1, 2, 4], 'num_micro_batches': _M, **options}
+  return pipeline_training.MakeStack(sub, dtype=tf.float32, **options)
+
+
+def _Sub(place, layer):
+  """Four layers in three stages; the one at `place` is `layer`."""
+  sub = [fn_layer.SilentLayer.Params() for _ in range(4)]
+  sub[place] = layer
+  return sub
+
+
+def _Good():
+  return tf.ones([_BATCH, _DIM])
+
+
+def _Bad():
+  """One value that is too large, in micro-batch 1."""
+  return tf.tensor_scatter_nd_update(_Good(), [[3, 1]], [2 * _LIMIT])
+
+
+def _Notes(e):
+  return '\n'.join(e.value.__notes__)
+
+
+# ---- while the step runs -------------------------------------------------------------------------
+
+
+# With those of training below, every kind of failure meets every stage (but Python's the first).
+@pytest.mark.parametrize(
+  'fails, place, stage',
+  [
+    (_FailsForward, 0, 0),
+    (_FailsForward, 3, 2),
+    (_FailsBackward, 1, 1),
+    (_FailsBackward, 3, 2),
+    (_FailsInPython, 1, 1),
+  ],
+)
+def testAtRunTimeUnderAUsersTape(fails, place, stage):
+  stack = _Stack(_Sub(place, fn_layer.SilentLayer.Params().Set(fn=fails)))
+  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((_Good(),)))
+
+  def Run(x):
+    with tf.GradientTape() as tape, fprop_context.Scope(step=1):
+      loss = tf.reduce_sum(stack(x) ** 2)
+    return [tf.convert_to_tensor(g) for g in tape.gradient(loss, stack.trainable_variables)]
+
+  before = Run(_Good())
+  start = time.monotonic()
+  with pytest.raises(tf.errors.InvalidArgumentError, match='too large') as e:
+    Run(_Bad())
+  # Nothing hangs, not even on a busy machine.
+  assert time.monotonic() - start < 30.0
+  letter = 'B' if fails is _FailsBackward else 'F'
+  names = f'in stage {stage} (stack.layers[{"2] to stack.layers[3" if stage == 2 else place}])'
+  assert f'{names}, micro-batch 1, while running action {stage}{letter}1' in _Notes(e)
+  if letter == 'F':
+    assert f'in layer stack.layers[{place}] (SilentLayer)' in _Notes(e)
+    with pytest.raises(tf.errors.InvalidArgumentError) as e:
+      stack.Predict(_Bad())
+    assert f'micro-batch 1, while running action {stage}F1' in _Notes(e)
+  for a, b in zip(Run(_Good()), before, strict=True):
+    np.testing.assert_array_equal(a, b)
+
+
+class _Task(task.BaseTask):
+  """Four layers and the mean square of what they make."""
+
+  @classmethod
+  def Params(cls):
+    p = super().Params()
+    p.Define('stack', pipelining_layer.PipeliningLayer.Params(), 'The pipeline.')
+    p.Define('fn', lambda w, y: y, 'Of 1 and the predictions, before the loss is made of them.')
+    return p
+
+  def __init__(self, params):
+    super().__init__(params)
+    self.CreateChild('stack', self.params.stack)
+
+  def PipelineInputs(self, input_batch):
+    return (input_batch.x,)
+
+  def ComputeLoss(self, theta, predictions, input_batch):
+    size = tf.cast(tf.shape(predictions)[0], tf.float32)
+    predictions = self.params.fn(1.0, predictions)
+    return {'loss': (tf.reduce_mean(predictions**2), size)}, {}
+
+
+def _Runner(sub, *, loss=None, num_replicas=1, **options):
+  p = _Task.Params().Set(name='net')
+  p.fn = loss or p.fn
+  p.stack.Set(sub=sub, num_stages=3, splits=[1, 2, 4], num_micro_batches=_M)
+  p.stack.Set(**{'xla': False, **options})
+  p.train.learner.Set(optimizer=optimizer.SGD.Params(), skip_nonfinite=False)
+  batch_spec = nested_map.NestedMap(x=tf.TensorSpec([_BATCH, _DIM]))
+  devices = pipeline_training.Devices()
+  return runner.TaskRunner(p.Instantiate(), devices, batch_spec, num_replicas=num_replicas)
+
+
+def _Batch(x):
+  return nested_map.NestedMap(x=x)
+
+
+@pytest.mark.parametrize(
+  'place, fails, schedule, policy, action',
+  [
+    (0, _FailsForward, '1f1b', 'stage', '0F1'),
+    (0, _FailsBackward, 'gpipe', 'stage', '0B1'),
+    (1, _FailsForward, 'gpipe', 'layer', '1F1'),
+    (1, _FailsBackward, 'zb_h1', 'stage', '1I1'),
+    (3, _FailsForward, '1f1b_fused', 'none', '2V1'),
+    (3, _FailsInPython, '1f1b', 'except_last', '2F1'),
+  ],
+)
+def testAFailedStepOfTrainingChangesNothing(place, fails, schedule, policy, action):
+  options = {'schedule': schedule, 'remat_policy': policy}
+  run = _Runner(_Sub(place, fn_layer.SilentLayer.Params().Set(fn=fails)), **options)
+  run.TrainStep(_Batch(_Good()))
+  before = {name: v.numpy() for name, v in run.Variables().items()}
+  with pytest.raises(tf.errors.InvalidArgumentError, match='too large') as e:
+    run.TrainStep(_Batch(_Bad()))
+  assert f'micro-batch 1, while running action {action}' in _Notes(e)
+  if fails is not _FailsBackward:
+    assert f'in layer net.stack.layers[{place}] (SilentLayer)' in _Notes(e)
+    with pytest.raises(tf.errors.InvalidArgumentError, match='too large') as e:
+      run.Evaluate([_Batch(_Bad())])
+    assert 'micro-batch 1' in _Notes(e)
+  # As if nothing had been: the next step is that of the same weights without a failure before it.
+  for name, v in run.Variables().items():
+    np.testing.assert_array_equal(v, before[name], err_msg=name)
+  values = run.TrainStep(_Batch(_Good()))
+  for name, v in run.Variables().items():
+    v.assign(before[name])
+  assert run.TrainStep(_Batch(_Good())) == values
+
+
+def PrintFailuresWhereReplicasMeet():
+  """Of a step that fails in one replica, for which the other one waits, and of the next step."""
+  norm = batch_norm.BatchNormLayer.Params().Set(dim=_DIM, over_replicas=True)
+  sub = [fn_layer.FnLayer.Params().Set(fn=_FailsForward), norm]
+  run = _Runner(sub, num_replicas=2, num_stages=1, splits=[2])
+  run.TrainStep(_Batch(_Good()))
+  for x in (_Bad(), _Good()):
+    try:
+      run.TrainStep(_Batch(x))
+      print('none')
+    except tf.errors.OpError as e:
+      print(type(e).__name__, *e.__notes__)
+
+
+def testWhereReplicasMeet(forks, tmp_path):
+  """In a process of its own: in it TensorFlow may take no more sums over replicas."""
+  (tmp_path / 'program.py').write_text(
+    'from lingvo_gpipe.distributed import cluster\n'
+    "cluster.Cluster.Create(2, platform='cpu', threads_per_device=1)\n"
+    'from tests.pipeline.stages import failures_test\n'
+    'failures_test.PrintFailuresWhereReplicasMeet()\n'
+  )
+  done = processes.Succeeded(forks.Run(str(tmp_path / 'program.py')))
+  failed, after = done.stdout.splitlines()
+  assert failed.startswith('InvalidArgumentError in layer net.stack.layers[0] (FnLayer) in stage 0')
+  # That hangs on whether the other one waited already.
+  assert after == 'none' or after.endswith('in this process: start the program again')
+
+
+def testAtRunTimeInTheLoss():
+  run = _Runner(_Sub(0, fn_layer.SilentLayer.Params()), loss=_FailsForward)
+  with pytest.raises(tf.errors.InvalidArgumentError, match='too large') as e:
+    run.TrainStep(_Batch(_Bad()))
+  assert e.value.__notes__[0] == 'in the loss'
+  names = 'in stage 2 (net.stack.layers[2] to net.stack.layers[3]), micro-batch 1'
+  assert f'{names}, while running action 2F1' in _Notes(e)
+
+
+def _TakesTooMuch(w, x):
+  """Four terabytes."""
+  tall = tf.tile(x, [1 << 19, 1])
+  return x * w + tf.matmul(tf.matmul(tall, tall, transpose_b=True), tall)[:2]
+
+
+def PrintFailureWithoutMemory():
+  """Of a step with a stage of XLA that asks for too much; and whether XLA is on after it."""
+  # Some systems would give four terabytes.
+  resource.setrlimit(resource.RLIMIT_AS, (1 << 40, resource.RLIM_INFINITY))
+  run = _Runner(_Sub(3, fn_layer.SilentLayer.Params().Set(fn=_TakesTooMuch)), xla=True)
+  try:
+    run.TrainStep(_Batch(_Good()))
+  except tf.errors.ResourceExhaustedError as e:
+    print(e, *e.__notes__, run.engine.xla, sep='\n')
+
+
+def testALayerThatRunsOutOfMemoryInAStageOfXla():
+  """In a process without oneDNN, whose allocator waits ten seconds each time."""
+  program = (
+    'from lingvo_gpipe.distributed import cluster\n'
+    "cluster.Cluster.Create(3, platform='cpu', threads_per_device=1)\n"
+    'from tests.pipeline.stages import failures_test\n'
+    'failures_test.PrintFailureWithoutMemory()\n'
+  )
+  done = processes.Run(
+    '', command=[sys.executable, '-c', program], more_environment={'TF_ENABLE_ONEDNN_OPTS': '0'}
+  )
+  error, *notes, layer, xla = processes.Succeeded(done).stdout.splitlines()
+  assert error.startswith('Out of memory')
+  assert any('micro-batch 0, while running action 2F0' in note for note in notes)
+  found = 'without XLA it fails in layer net.stack.layers[3] (SilentLayer): OOM'
+  assert layer.startswith(found)
+  assert 'action 2F0; once more without XLA' in done.stderr
+  # The stages are compiled as before.
+  assert xla == 'True'
+
+
+def testStagesBeforeTheFailingOneStop():
+  ran = []
+
+  def Slow(w, x):
+    def Count(value):
+      ran.append(1)
+      time.sleep(0.1)
+      return value
+
+    return tf.ensure_shape(tf.py_function(Count, [x], x.dtype), x.shape) * w
+
+  sub = [fn_layer.SilentLayer.Params().Set(fn=fn) for fn in (Slow, _FailsForward)]
+  stack = _Stack(sub, num_stages=2, splits=[1, 2], num_micro_batches=12)
+  stack.Place(pipeline_training.Devices(), tf.TensorSpec([12, _DIM]))
+  inputs = [(x,) for x in stack.SplitBatch(tf.fill([12, _DIM], _LIMIT))]
+  run = tf.function(stack.engine.Forward, autograph=False)
+  with pytest.raises(tf.errors.OpError):
+    run(inputs)
+  # The first one fails the next stage at once; a few more may be under way by then.
+  assert 1 <= len(ran) < 10
+
+
+def testWhatXlaCannotCompile():
+  stack = _Stack(_Sub(1, fn_layer.SilentLayer.Params().Set(fn=_FailsInPython)), xla=True)
+  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((_Good(),)))
+  with pytest.raises(tf.errors.InvalidArgumentError, match='EagerPyFunc') as e:
+    stack.Predict(_Good())
+  assert 'stage 1 (stack.layers[1]), micro-batch 0, while running action 1F0' in _Notes(e)
+  assert 'in layer stack.layers[1] (SilentLayer)' in _Notes(e)
+
+
+def testInAUsersFunctionRunEagerly():
+  """What docs/own_loop.md says to do where TensorFlow tells of a cancellation alone."""
+  stack = _Stack(_Sub(1, fn_layer.SilentLayer.Params().Set(fn=_FailsForward)))
+  stack.Place(
+    pipeline_training.Devices(),
+    *pipeline_training.Specs((_Good(),)),
+    loss_fn=pipeline_training.SquareLoss,
+  )
+  run = pipeline_training.StepFunction(stack)
+  with pytest.raises(tf.errors.OpError):
+    run((_Bad(),), tf.ones([_BATCH]), tf.constant(1, tf.int64))
+  tf.config.run_functions_eagerly(True)
+  try:
+    with pytest.raises(tf.errors.InvalidArgumentError, match='too large') as e:
+      run((_Bad(),), tf.ones([_BATCH]), tf.constant(1, tf.int64))
+  finally:
+    tf.config.run_functions_eagerly(False)
+  assert 'in layer stack.layers[1] (SilentLayer), given (float32[2, 3])' in _Notes(e)
+  assert 'in stage 1 (stack.layers[1]), micro-batch 1' in _Notes(e)
+
+
+def testAnErrorThatDoesNotComeAgain():
+  failing = [True]
+
+  def Once(w, x):
+    def Check(value):
+      if failing:
+        failing.clear()
+        raise ValueError('once')
+      return value
+
+    return tf.ensure_shape(tf.py_function(Check, [x], x.dtype), x.shape) * w
+
+  stack = _Stack(_Sub(1, fn_layer.SilentLayer.Params().Set(fn=Once)))
+  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((_Good(),)))
+  with pytest.raises(tf.errors.OpError) as e:
+    stack.Predict(_Good())
+  assert 'no stage failed: ' in _Notes(e) and 'does not come up each time' in _Notes(e)
+  np.testing.assert_array_equal(stack.Predict(_Good()), _Good())
+
+
+def testAnUpdateThatFails(monkeypatch):
+  run = _Runner(_Sub(0, fn_layer.SilentLayer.Params()))
+  apply = run.learner.Apply
+
+  def Fails(step, loss_weight, squares):
+    with tf.control_dependencies([tf.debugging.assert_less(step, step, message='no update')]):
+      return apply(step, loss_weight, squares)
+
+  monkeypatch.setattr(run.learner, 'Apply', Fails)
+  with pytest.raises(tf.errors.InvalidArgumentError, match='no update') as e:
+    run.TrainStep(_Batch(_Good()))
+  assert 'no stage failed: it came up outside of them, as in the update of the weights' in _Notes(e)
+
+
+def testWhatIsRunAgainMayTakeLong(monkeypatch):
+  told = []
+  monkeypatch.setattr(heartbeat, '_Send', told.append)
+  error = tf.errors.InternalError(None, None, 'failed')
+  with pytest.raises(tf.errors.InternalError):
+    with failures.Located(_Compiled(), lambda: told.append('again')):
+      raise error
+  assert told == [heartbeat.LONG, 'again']
+
+
+class _Compiled:
+  """What `Located` needs of an engine."""
+
+  xla, sums_statistics = True, False
+  WithoutXla = contextlib.nullcontext
+
+
+class _Held:
+  """Stands for the memory that a step takes."""
+
+
+@pytest.mark.parametrize(
+  'kind, num_runs',
+  [
+    (tf.errors.ResourceExhaustedError, 2),
+    (tf.errors.CancelledError, 1),
+    (tf.errors.UnavailableError, 1),
+    (ValueError, 1),
+  ],
+)
+def testWhatRunsWithoutXlaHasTheMemoryOfWhatFailedBefore(monkeypatch, kind, num_runs):
+  told, runs = [], []
+  monkeypatch.setattr(heartbeat, '_Send', told.append)
+
+  def RunAgain():
+    held = _Held()
+    assert all(before() is None for before in runs)
+    runs.append(weakref.ref(held))
+    raise kind('mine') if kind is ValueError else kind(None, None, 'mine')
+
+  with pytest.raises(kind, match='mine'), failures.Located(_Compiled(), RunAgain):
+    raise tf.errors.InternalError(None, None, 'first')
+  assert len(runs) == num_runs
+  assert told == [heartbeat.LONG] * num_runs
+
+
+def testWhatFailsWithXlaAlone():
+  compiled = _Compiled()
+
+  def RunAgain():
+    if compiled.xla:
+      raise tf.errors.ResourceExhaustedError(None, None, 'OOM')
+
+  compiled.WithoutXla = lambda: mock.patch.object(compiled, 'xla', False)
+  with pytest.raises(tf.errors.ResourceExhaustedError) as e, failures.Located(compiled, RunAgain):
+    raise tf.errors.InternalError(None, None, 'first')
+  assert e.value.__notes__ == ['without XLA, which tells no layers, it does not fail']
+
+
+# ---- while the step is planned and built ---------------------------------------------------------
+
+
+class _Mine(Exception):
+  pass
+
+
+def _Raise(w, x):
+  raise _Mine('out of cheese')
+
+
+@pytest.mark.parametrize(
+  'fn, error, place, words',
+  [
+    (lambda w, x: tf.concat([x, x], -1), ValueError, 2, ['float32[2, 6]', '6 and 3']),
+    (lambda w, x: tf.cast(x, tf.int32), TypeError, 2, ['int32[2, 3]', 'float32']),
+    (lambda w, x: None, ValueError, 2, ['given (None)']),
+    (lambda w, x: (x, x), TypeError, 2, ['given (float32[2, 3], float32[2, 3])']),
+    (lambda w, x, y: x, TypeError, 1, ["'y'", 'given (float32[2, 3])']),
+    (_Raise, _Mine, 1, ['out of cheese', 'given (float32[2, 3])']),
+  ],
+)
+def testWhatDoesNotFitIsToldByThePlan(fn, error, place, words):
+  sub = [fn_layer.FnLayer.Params() for _ in range(4)]
+  sub[1].fn = fn
+  with pytest.raises(error) as e:
+    _Stack(sub).MakePlan(tf.TensorSpec([_BATCH, _DIM]))
+  text = f'{e.value}\n{_Notes(e)}'
+  before = f'by stack.layers[{place - 1}] (FnLayer)'
+  for word in (f'layer stack.layers[{place}] (FnLayer) for one micro-batch', before, *words):
+    assert word in text, text
+
+
+def testAPlanNamesTheStageOfSplits():
+  """The first line names the layer by its path, what was expected and what came."""
+  linears = [linear.LinearLayer.Params().Set(input_dim=_DIM, output_dim=4)] * 3
+  message = 'stack.layers[1]: the last dimension of inputs must be 3, got shape [2, 4]'
+  for splits, where in (
+    ([1, 3], 'in stage 1, while'),
+    ([2, 3], 'in stage 0, while'),
+    ([], 'while'),
+  ):
+    with pytest.raises(ValueError) as e:
+      _Stack(linears, num_stages=2, splits=splits).MakePlan(tf.TensorSpec([_BATCH, _DIM]))
+    assert str(e.value) == message
+    measured = 'measuring layer stack.layers[1] (LinearLayer) for one micro-batch, given'
+    assert _Notes(e).startswith(f'{where} {measured} (float32[2, 4]) by stack.layers[0]')
+
+
+def testAnExceptionInTheLoss():
+  run = _Runner(_Sub(0, fn_layer.SilentLayer.Params()), loss=_Raise)
+  for call in (run.TrainStep, lambda batch: run.Evaluate([batch])):
+    with pytest.raises(_Mine, match='out of cheese') as e:
+      call(_Batch(_Good()))
+    loss, stage = e.value.__notes__
+    assert loss == (
+      'in the loss, which stage 2 runs, given the outputs (float32[2, 3]), beside them '
+      '{x: float32[2, 3]}'
+    )
+    assert stage.startswith(
+      'in stage 2 (net.stack.layers[2] to net.stack.layers[3]), micro-batch 0'
+    )
+
+
+def testALayerThatReturnsNoTensor():
+  sub = _Sub(1, fn_layer.SilentLayer.Params().Set(fn=lambda w, x: object()))
+  stack = _Stack(sub)
+  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((_Good(),)))
+  words = r'stack\.layers\[1\]: FProp must return tensors, None, or a nest of them, got a object'
+  with pytest.raises(TypeError, match=words) as e:
+    stack.Predict(_Good())
+  assert 'in stage 1 (stack.layers[1]), micro-batch 0, while building action 1F0' in _Notes(e)
+
+
+def testALayerThatReturnsAnotherKindOfTensor():
+  stack = _Stack(
+    _Sub(1, fn_layer.SilentLayer.Params().Set(fn=lambda w, x: tf.sparse.from_dense(x)))
+  )
+  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((_Good(),)))
+  words = r'stack\.layers\[1\]: FProp must return tensors, .* got a SparseTensor'
+  with pytest.raises(TypeError, match=words):
+    stack.Predict(_Good())
+
+
+def testNumbersAndArraysBecomeTensors():
+  sub = [
+    fn_layer.FnLayer.Params().Set(fn=lambda w, x: (x * w, 2, np.float32(0.5))),
+    fn_layer.FnLayer.Params().Set(fn=lambda w, x, i, f: x * w * tf.cast(i, x.dtype) * f),
+  ]
+  stack = _Stack(sub, num_stages=2, splits=[1, 2])
+  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((_Good(),)))
+  np.testing.assert_array_equal(stack.Predict(_Good()), _Good())
+
+
+@pytest.mark.parametrize(
+  'args, error, words',
+  [
+    ((_Good(), None), ValueError, r'expected \(float32\[6, 3\]\), got \(float32\[6, 3\], None\)'),
+    ((None,), ValueError, r'arguments\[0\]: expected float32\[6, 3\], got None'),
+    ((tf.ones([_BATCH]),), ValueError, r'arguments\[0\]: expected float32\[6, 3\], got float32'),
+    ((tf.ones([_BATCH, _DIM], tf.int32),), TypeError, r'expected float32\[6, 3\], got int32'),
+    ((42,), ValueError, r'expected float32\[6, 3\], got int32\[\]'),
+  ],
+)
+def testArgumentsThatThePipelineWasNotPlacedFor(args, error, words):
+  stack = _Stack(_Sub(0, fn_layer.SilentLayer.Params()))
+  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((_Good(),)))
+  for call in (stack, stack.Predict):
+    with pytest.raises(error, match=f'^stack: .*{words}'):
+      call(*args)
+
+
+@pytest.mark.parametrize(
+  'batch, error, words',
+  [
+    (
+      {'y': _Good()},
+      ValueError,
+      r'net: batch: expected \{x: float32\[6, 3\]\}, got \{y: float32\[6, 3\]\}',
+    ),
+    ({'x': tf.cast(_Good(), tf.float64)}, TypeError, 'net: batch.x: expected float32.*got float64'),
+    ({'x': _Good()[0]}, ValueError, r'net: batch.x: expected float32\[6, 3\], got float32\[3\]'),
+  ],
+)
+def testABatchThatTheTaskWasNotPlacedFor(batch, error, words):
+  run = _Runner(_Sub(0, fn_layer.SilentLayer.Params()))
+  for call in (run.TrainStep, lambda b: run.Evaluate([b])):
+    with pytest.raises(error, match=words):
+      call(nested_map.NestedMap(batch))
+
+
+def testALaterOneOfEqualStagesIsNamed():
+  """The stages share their functions; the third one is given what the layer cannot take."""
+
+  def Double(w, x):
+    if x.shape[-1] > 2 * _DIM:
+      raise _Mine(f'{x.shape[-1]} columns')
+    return tf.concat([x, x], -1)
+
+  class Doubles(fn_layer.SilentLayer):
+    def FProp(self, theta, x):
+      shapes.CheckLastDim(self.path, x, min(x.shape[-1], 2 * _DIM))
+      return tf.concat([x, x], -1)
+
+  for layer, error, told in (
+    (fn_layer.SilentLayer.Params().Set(fn=Double), _Mine, '12 columns'),
+    (Doubles.Params(), ValueError, 'stack.layers[2]'),
+  ):
+    stack = _Stack([layer] * 4, num_stages=4, splits=[1, 2, 3, 4])
+    stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((_Good(),)))
+    with pytest.raises(error) as e:
+      stack.Predict(_Good())
+    assert told in str(e.value)
+    assert f'in layer stack.layers[2] ({layer.cls.__name__}), given (float32[2, 12])' in _Notes(e)
+    assert 'in stage 2 (stack.layers[2])' in _Notes(e)
+
+
+# ---- compiled over and over ----------------------------------------------------------------------
+
+
+def testShapesThatChangeAreLogged(monkeypatch):
+  lines = []
+  for level in ('info', 'warning'):
+    monkeypatch.setattr(
+      logging, level, lambda text, *args, level=level: lines.append(f'{level}: {text % args}')
+    )
+  stack = _Stack(
+    [fn_layer.FnLayer.Params().Set(fn=lambda w, x: tf.reduce_sum(x, -1, keepdims=True) * w)] * 4
+  )
+  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((_Good(),)))
+  stack.Predict(_Good())
+  stack.Predict(_Good())
+  assert lines == []
+  stack.Predict(tf.ones([5, _DIM]))  # Micro-batches of 2, 2 and 1.
+  # The stages of one layer share their functions.
+  assert [line.split(' of ')[1].split(' is ')[0] for line in lines] == [
+    'stack.layers[0] to stack.layers[0]',
+    'stack.layers[2] to stack.layers[3]',
+  ]
+  for line in lines:
+    assert line.startswith('info: ')
+    assert line.endswith('x.args[0] was float32[2, 3] and is float32[1, 3]')
+  lines.clear()
+  stack.Predict(tf.ones([9, _DIM]))
+  assert len(lines) == 2
+  for line in lines:
+    assert line.startswith('warning: ') and 'shape number 3' in line
+    assert 'x.args[0] was float32[1, 3] and is float32[3, 3]. Each new shape costs' in line
+  lines.clear()
+  stack.Predict(tf.ones([9, _DIM]))
+  assert lines == []
+
+
+def testActionsAreNamedInTheGraph():
+  stack = _Stack(_Sub(0, fn_layer.SilentLayer.Params()))
+  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((_Good(),)))
+  graph = tf.function(stack.engine.Forward, autograph=False).get_concrete_function(
+    [(x,) for x in stack.SplitBatch(_Good())]
+  )
+  scopes = {op.name.split('/')[0] for op in graph.graph.get_operations()}
+  assert {f'action_{k}F{m}' for k in range(3) for m in range(_M)} <= scopes
+  assert str(stack.engine.stages[2]) == 'stage 2 (stack.layers[2] to stack.layers[3])'
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

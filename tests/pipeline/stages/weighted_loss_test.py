@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What losses count, and what is told of those that are none."""
+
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_gpipe.core import fprop_context
+from lingvo_gpipe.pipeline.stages import stage, weighted_loss
+from tests import fn_layer, pipeline_training
+
+_DIM, _BATCH = fn_layer.DIM, 6
+
+
+def _X():
+  return (tf.reshape(tf.range(_BATCH * _DIM, dtype=tf.float64), [_BATCH, _DIM]),)
+
+
+def _Train(loss, loss_weight=tf.reduce_sum, layer=None):
+  """Builds a training step."""
+  sub = [layer or fn_layer.FnLayer.Params(), fn_layer.FnLayer.Params()]
+  stack = pipeline_training.MakeStack(sub, num_stages=2, num_micro_batches=3)
+  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs(_X()), loss_fn=loss)
+
+  @tf.function(autograph=False)
+  def Step(x, side, step):
+    sides = stack.SplitBatch(side)
+    weights = [loss_weight(s) for s in sides]
+    return stack.engine.Train(stack.SplitBatch(x), sides, weights, step)
+
+  Step.get_concrete_function(_X(), tf.ones([_BATCH]), tf.constant(1, tf.int64))
+
+
+def _Message(error, run):
+  with pytest.raises(error) as e:
+    run()
+  return '\n'.join([str(e.value), *e.value.__notes__])
+
+
+@pytest.mark.parametrize(
+  'metrics, error, message',
+  [
+    ({'loss': (np.ones([2]), 1.0)}, ValueError, "metric 'loss': expected a scalar, got float64[2]"),
+    (
+      {'loss': (1.0, 1.0), 'a': (1.0, np.ones([2]))},
+      ValueError,
+      "weight of 'a': expected a scalar, got float64[2]; reduce it over the micro-batch",
+    ),
+    ({'loss': (1, 1)}, TypeError, "metric 'loss': expected a floating scalar, got int32"),
+    ({'loss': tf.ones([])}, TypeError, '{name: (value, weight)}, got {loss: float32[]}'),
+    (tf.ones([]), TypeError, '{name: (value, weight)}, got float32[]'),
+    ((tf.ones([]), tf.ones([])), TypeError, '{name: (value, weight)}, got (float32[], float32[])'),
+    (None, TypeError, '{name: (value, weight)}, got None'),
+    ({'los': (1.0, 1.0)}, ValueError, "a loss must return a metric 'loss', got ['los']"),
+  ],
+)
+def testWhatIsNoLoss(metrics, error, message):
+  with pytest.raises(error) as e:
+    weighted_loss.Metrics(metrics)
+  assert message in str(e.value)
+
+
+def testNumbersAreScalars():
+  metrics = weighted_loss.Metrics({'loss': (np.float64(2.0), 3), 'n': (1, 1.0)})
+  assert float(weighted_loss.WeightedSum(*metrics['loss'])[0]) == 6.0
+  assert [value.dtype for value in metrics['n']] == [tf.int32, tf.float32]
+
+
+def testALossOfEachExample():
+  text = _Message(ValueError, lambda: _Train(lambda theta, y, side: {'loss': (y[0][:, 0], 1.0)}))
+  assert "metric 'loss': expected a scalar, got float64[2]" in text
+  assert 'in the loss, which stage 1 runs, given the outputs (float64[2, 3])' in text
+
+
+def testAnAuxiliaryLossOfEachExample():
+  class Adds(fn_layer.FnLayer):
+    def FProp(self, theta, x):
+      fprop_context.Current().AddAuxLoss(self, x[:, 0], name='a')
+      return x
+
+  loss = pipeline_training.SquareLoss
+  text = _Message(ValueError, lambda: _Train(loss, layer=Adds.Params()))
+  assert 'auxiliary loss stack.layers[0].a: expected a scalar, got float64[2]' in text
+  assert 'in layer stack.layers[0] (Adds)' in text
+
+
+def testALossWeightOfEachExample():
+  with pytest.raises(ValueError, match="the weight of a micro-batch's loss: expected a scalar"):
+    _Train(pipeline_training.SquareLoss, loss_weight=tf.identity)
+
+
+def testAnEngineWithoutALoss():
+  with pytest.raises(ValueError, match='the engine was made without a loss: give loss_fn'):
+    _Train(None)
+
+
+def testWeightsKeepTheirDigitsBesideANarrowLoss():
+  context = stage.Context(tf.zeros([0, 2], tf.int64), tf.constant(513.0))
+  assert float(weighted_loss.WeightedLoss(tf.constant(1.0, tf.bfloat16), context)) == 513.0
+
+
+@pytest.mark.parametrize(
+  'schedule, policy, xla',
+  [('gpipe', 'stage', True), ('gpipe', 'layer', False), ('zb_h1', 'none', False)],
+)
+def testAMeanOverNothingCountsForNothing(schedule, policy, xla):
+  def Loss(theta, outputs, side):
+    total = tf.reduce_sum(side)
+    return {'loss': (tf.reduce_sum(outputs[0] ** 2 * side[:, tf.newaxis]) / _DIM / total, total)}
+
+  sub = [fn_layer.FnLayer.Params()] * 2
+  options = {'num_stages': 2, 'num_micro_batches': 3, 'schedule': schedule, 'xla': xla}
+  stack = pipeline_training.MakeStack(sub, remat_policy=policy, **options)
+  side = tf.constant([1.0, 2.0, 0.0, 0.0, 0.0, 3.0], tf.float64)
+  actual = pipeline_training.Train(stack, _X(), side, Loss)
+  pipeline_training.CheckEqual(actual, pipeline_training.Reference(sub, 3, _X(), side))
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Descriptions of devices: what is read, what is refused by name, and which link lies between."""
+
+import json
+import pathlib
+import sys
+
+import pytest
+
+from lingvo_gpipe.planner import device_description
+
+_DEVICES = {
+  'num_devices': 16,
+  'devices_per_host': 4,
+  'memory_bytes': 16e9,
+  'flops_per_second': 1e13,
+  'within_host': {'bandwidth': 1e11, 'latency': 1e-6},
+  'between_hosts': {'bandwidth': 1e10, 'latency': 1e-5},
+}
+_FAST, _SLOW = (device_description.Link(**_DEVICES[k]) for k in ('within_host', 'between_hosts'))
+
+
+def _Read(**changes):
+  values = {**_DEVICES, **changes}
+  return device_description.FromMapping({k: v for k, v in values.items() if v is not None})
+
+
+def testReadsWhatItWrites():
+  devices = _Read(name='x', memory_bandwidth=1e12)
+  text = json.dumps(device_description.ToMapping(devices))
+  assert device_description.FromMapping(json.loads(text)) == devices
+
+
+def testDevicesOfAHostSlowEachOtherDown():
+  devices = _Read(slowdown=1.6)
+  assert [devices.Slowdown(n) for n in (1, 2, 4, 16)] == pytest.approx([1, 1.2, 1.6, 1.6])
+  assert _Read(slowdown=1.6, devices_per_host=1).Slowdown(4) == 1
+  assert _Read().Slowdown(4) == 1
+
+
+def testOneHostNeedsNoLinkBetweenHosts():
+  devices = _Read(num_devices=4, devices_per_host=None, between_hosts=None)
+  assert devices.devices_per_host == 4 and devices.between_hosts == devices.within_host
+
+
+@pytest.mark.parametrize(
+  'changes, words',
+  [
+    ({'num_devices': 0}, ['num_devices', 'at least 1']),
+    ({'num_devices': 2.5}, ['num_devices', '2.5']),
+    ({'num_devices': True}, ['num_devices']),
+    ({'memory_bytes': None}, ['memory_bytes is missing']),
+    ({'memory_bytes': '16GB'}, ['memory_bytes', '16GB']),
+    ({'flops_per_second': -1}, ['flops_per_second', '-1']),
+    ({'flops_per_second': float('nan')}, ['flops_per_second', 'nan']),
+    ({'flops': 1}, ["unknown key 'flops'", 'flops_per_second']),
+    ({'within_host': 1e9}, ['within_host', 'bandwidth']),
+    ({'within_host': {'latency': 1}}, ['within_host: bandwidth is missing']),
+    ({'within_host': {'bandwidth': 1, 'latency': -1}}, ['within_host: latency', '-1']),
+    ({'within_host': {'bandwidth': 1, 'delay': 1}}, ["within_host: unknown key 'delay'"]),
+    ({'between_hosts': None}, ['between_hosts is missing', '16 devices']),
+    ({'all_reduce': 'ring'}, ['all_reduce', 'collective', 'ring']),
+    ({'slowdown': 0.5}, ['slowdown', 'at least 1', '0.5']),
+    ({'slowdown': '2x'}, ['slowdown', '2x']),
+    ({'name': 3}, ['name', '3']),
+  ],
+)
+def testWhatIsWrongIsNamed(changes, words):
+  with pytest.raises(ValueError) as e:
+    _Read(**changes)
+  for word in ['devices: ', *words]:
+    assert word in str(e.value)
+
+
+def testNoMapping():
+  with pytest.raises(ValueError, match='d.json: expected a mapping'):
+    device_description.FromMapping([1], 'd.json')
+
+
+def testTheSlowestLinkOfAnyReplicaCounts():
+  devices = _Read()
+  assert devices.LinkBetween(0, 3) == _FAST and devices.LinkBetween(3, 4) == _SLOW
+  # Replicas of two and of four devices lie within hosts, those of three do not.
+  assert devices.Boundary(8, 2, 0, 1) == _FAST
+  assert devices.Boundary(1, 3, 1, 2) == _FAST
+  assert devices.Boundary(5, 3, 0, 1) == _SLOW
+  assert devices.Boundary(2, 8, 2, 3) == _FAST
+  assert devices.Boundary(2, 8, 3, 4) == _SLOW
+
+
+def testReplicasInOneHostMeetThere():
+  devices = _Read()
+  assert devices.Ring(4, 1) == devices.Ring(2, 2) == _FAST
+  assert devices.Ring(5, 1) == devices.Ring(2, 3) == devices.Ring(4, 4) == _SLOW
+
+
+def testTheFilesOfToolsAreDescriptions():
+  paths = sorted((pathlib.Path(__file__).parents[2] / 'tools' / 'devices').glob('*.json'))
+  assert paths
+  for path in paths:
+    devices = device_description.FromMapping(json.loads(path.read_text()), path.name)
+    assert devices.name and devices.source
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

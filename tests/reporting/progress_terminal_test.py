@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The progress line on terminals of several kinds: the cursor, and what cannot rewrite a line."""
+
+import io
+import re
+import sys
+
+import pytest
+
+from lingvo_gpipe.reporting import progress
+
+
+class _Terminal(io.StringIO):
+  def isatty(self):
+    return True
+
+
+@pytest.fixture
+def clock(monkeypatch):
+  """A clock that tests move by hand: clock[0], in seconds."""
+  now = [100.0]
+  monkeypatch.setattr(progress.time, 'monotonic', lambda: now[0])
+  return now
+
+
+def _Run(stream, clock, steps, start=0, seconds=1.0):
+  shown = progress.Progress(start, start + steps, 'tokens', stream)
+  for i in range(steps):
+    clock[0] += seconds if i else 30.0  # The first step compiles.
+    shown.Update(start + i + 1, {'loss': 2.0 / (i + 1)}, 50.0)
+  shown.Close()
+  return shown
+
+
+def testTerminalUpdatesOneLineAndPrintsAboveIt(clock, monkeypatch):
+  monkeypatch.setenv('TERM', 'xterm')
+  monkeypatch.setenv('COLUMNS', '60')
+  stream = _Terminal()
+  shown = progress.Progress(0, 3, 'tokens', stream)
+  for step in range(1, 4):
+    shown.Update(step, {'loss': 1.0, 'a_metric_with_a_long_name_that_does_not_fit': 1.0}, 1.0)
+    if step == 2:
+      shown.Print('a note\nof two lines [not markup]')
+  shown.Close()
+  text = stream.getvalue()
+  assert 'a note\nof two lines [not markup]\n' in text
+  # A line that wraps could not be rewritten.
+  plain = re.sub(r'\x1b\[[?\d;]*[A-Za-z]', '', text)
+  assert max(len(line) for line in re.split(r'[\r\n]', plain)) <= 60
+  assert text.count('step 3/3') >= 1 and text.endswith('\x1b[?25h')
+  # A process that is killed in between leaves the cursor visible.
+  assert text.index('\x1b[?25l') < text.index('\x1b[?25h') < text.index('step 1/3')
+
+
+@pytest.mark.parametrize('name, value', [('TERM', 'dumb'), ('TTY_COMPATIBLE', '0')])
+def testTerminalThatCannotRewriteGetsPlainLines(clock, monkeypatch, name, value):
+  monkeypatch.setenv(name, value)
+  stream = _Terminal()
+  _Run(stream, clock, 12)
+  lines = stream.getvalue().splitlines()
+  assert [line.split()[1] for line in lines] == ['1/12', '11/12', '12/12']
+  assert '\x1b' not in stream.getvalue()
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Progress: one updating line on a terminal, plain lines elsewhere; rate and time left."""
+
+import io
+import sys
+import types
+
+import pytest
+
+from lingvo_gpipe.reporting import progress
+from tests import terminal
+
+
+def _Terminal():
+  stream = io.StringIO()
+  stream.isatty = lambda: True
+  return stream
+
+
+@pytest.fixture
+def clock(monkeypatch):
+  """The clock of the module, which stands still unless it is moved."""
+  made = types.SimpleNamespace(now=1000.0)
+  made.monotonic = lambda: made.now
+  monkeypatch.setattr(progress, 'time', made)
+  return made
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch):
+  for name in ('NO_COLOR', 'FORCE_COLOR', 'TTY_COMPATIBLE', 'TTY_INTERACTIVE'):
+    monkeypatch.delenv(name, raising=False)
+  monkeypatch.setenv('TERM', 'xterm')
+  monkeypatch.setenv('COLUMNS', '100')
+  monkeypatch.setenv('LINES', '30')
+
+
+def _Run(stream, clock, steps, *, seconds=1.0, count=100.0, start=0, end=100):
+  shown = progress.Progress(start, end, 'tokens', stream)
+  for step in steps:
+    clock.now += seconds
+    shown.Update(step, {'loss': 2.0 / step}, count)
+  return shown
+
+
+def testATerminalHasOneLineThatIsKeptUpToDate(clock):
+  stream = _Terminal()
+  shown = _Run(stream, clock, range(1, 6))
+  lines = [line for line in terminal.Screen(stream.getvalue()) if line]
+  assert len(lines) == 1
+  assert lines[0].startswith('step 5/100  loss 0.4  100 tokens/s')
+  # What is printed stands above the line, which goes on below.
+  shown.Print('something [bold]happened[/bold]')
+  clock.now += 1
+  shown.Update(6, {'loss': 0.3}, 100.0)
+  lines = [line for line in terminal.Screen(stream.getvalue()) if line]
+  assert len(lines) == 2
+  assert lines[0] == 'something [bold]happened[/bold]'
+  assert lines[1].startswith('step 6/100  loss 0.3')
+  shown.Close()
+  assert [line for line in terminal.Screen(stream.getvalue()) if line] == lines
+  # The cursor is visible.
+  assert stream.getvalue().rfind('\x1b[?25h') >= stream.getvalue().rfind('\x1b[?25l')
+  shown.Close()  # Once more does no harm.
+
+
+def testALongLineIsCutNotWrapped(clock):
+  stream = _Terminal()
+  shown = progress.Progress(0, 10, 'tokens', stream)
+  for step in (1, 2):
+    shown.Update(step, {f'metric_{i}': i for i in range(40)}, 1.0)
+  shown.Close()
+  lines = [line for line in terminal.Screen(stream.getvalue()) if line]
+  assert len(lines) == 1
+  assert len(lines[0]) <= 100
+
+
+def testADumbTerminalGetsPlainLines(clock, monkeypatch):
+  monkeypatch.setenv('TERM', 'dumb')
+  stream = _Terminal()
+  _Run(stream, clock, range(1, 3)).Close()
+  assert '\x1b' not in stream.getvalue()
+  assert stream.getvalue().startswith('step 1/100  loss 2\n')
+
+
+def testALogHasPlainLinesNowAndThen(clock):
+  """The first step, the last one, and one whenever ten seconds have passed."""
+  stream = io.StringIO()
+  shown = _Run(stream, clock, range(1, 31), seconds=1.0, end=30)
+  shown.Print('a line that stays')
+  shown.Close()
+  lines = stream.getvalue().splitlines()
+  assert '\x1b' not in stream.getvalue() and '\r' not in stream.getvalue()
+  assert [line.split()[1] for line in lines[:-1]] == ['1/30', '11/30', '21/30', '30/30']
+  assert lines[-1] == 'a line that stays'
+
+
+def testAContinuedRunPrintsItsOwnFirstStep(clock):
+  stream = io.StringIO()
+  _Run(stream, clock, range(41, 44), start=40)
+  assert [line.split()[1] for line in stream.getvalue().splitlines()] == ['41/100']
+
+
+def testARunOfOneStep(clock):
+  stream = io.StringIO()
+  shown = _Run(stream, clock, [1], end=1)
+  assert stream.getvalue() == 'step 1/1  loss 2\n'
+  assert shown.rate == 0.0
+
+
+def testTheRateSkipsTheFirstStep(clock):
+  """The first step compiles: neither its time nor its tokens count."""
+  shown = progress.Progress(0, 100, 'tokens', io.StringIO())
+  clock.now += 500
+  shown.Update(1, {}, 1e9)
+  assert shown.rate == 0.0
+  for step in range(2, 5):
+    clock.now += 2
+    shown.Update(step, {}, 300.0)
+  assert shown.rate == pytest.approx(150.0)
+
+
+def testTheRateIsThatOfTheLastSteps(clock):
+  shown = progress.Progress(0, 1000, 'tokens', io.StringIO())
+  for step in range(1, 101):
+    clock.now += 1
+    shown.Update(step, {}, 10.0)
+  assert shown.rate == pytest.approx(10.0)
+  for step in range(101, 152):
+    clock.now += 0.5
+    shown.Update(step, {}, 10.0)
+  assert shown.rate == pytest.approx(20.0)
+
+
+def testTimeLeft(clock):
+  stream = io.StringIO()
+  _Run(stream, clock, range(1, 12), seconds=10.0, end=100)
+  lines = stream.getvalue().splitlines()
+  assert 'left' not in lines[0]
+  # 89 steps of 10 seconds.
+  assert lines[-1].endswith('10 tokens/s  14:50 left')
+  assert lines[-1].startswith('step 11/100')
+
+
+def testNotesStandBehindTheRate(clock):
+  for notes, shown in ((['lr 0.01', 'bubble 21%'], '  lr 0.01  bubble 21%  '), ([], '  ')):
+    stream = io.StringIO()
+    line = progress.Progress(0, 2, 'tokens', stream)
+    for step in (1, 2):
+      clock.now += 1
+      line.Update(step, {}, 100.0, notes=notes)
+    assert stream.getvalue().endswith(f'100 tokens/s{shown}0:00 left\n')
+
+
+def testALimitOfTimeMayBeNearerThanTheLastStep(clock):
+  stream = io.StringIO()
+  line = progress.Progress(0, 1000, 'tokens', stream, seconds_left=60.0)
+  for step in range(1, 9):
+    clock.now += 10
+    line.Update(step, {}, 100.0)
+  lefts = [text.split()[-2] for text in stream.getvalue().splitlines()[1:]]
+  assert lefts == ['0:40', '0:30', '0:20', '0:10', '0:00', '0:00', '0:00']
+
+
+def testAPauseIsNoPartOfTheRate(clock):
+  stream = _Terminal()
+  shown = _Run(stream, clock, range(1, 6))
+  with shown.Paused('evaluating Dev'):
+    assert terminal.Screen(stream.getvalue())[-1].startswith('evaluating Dev  step 5/100')
+    clock.now += 500
+  clock.now += 1
+  shown.Update(6, {'loss': 0.3}, 100.0)
+  shown.Close()
+  assert shown.rate == pytest.approx(100.0)
+  (line,) = [line for line in terminal.Screen(stream.getvalue()) if line]
+  assert line.startswith('step 6/100') and line.endswith('1:34 left')
+
+
+def testNothingIsLeftAtTheEnd(clock):
+  stream = io.StringIO()
+  _Run(stream, clock, range(1, 4), end=3)
+  assert stream.getvalue().splitlines()[-1].endswith('0:00 left')
+
+
+def testNumbersAreReadable(clock):
+  stream = io.StringIO()
+  shown = progress.Progress(0, 2, 'tokens', stream)
+  shown.Update(1, {'loss': 3.14159265, 'nats': float('nan'), 'small': 1.5e-7}, 1.0)
+  assert stream.getvalue() == 'step 1/2  loss 3.142  nats nan  small 1.5e-07\n'
+
+
+def testStandardOutputIsTheDefault(capsys):
+  shown = progress.Progress(0, 2, 'tokens')
+  shown.Update(1, {'loss': 1.0}, 1.0)
+  shown.Close()
+  assert capsys.readouterr().out == 'step 1/2  loss 1\n'
+
+
+@pytest.mark.parametrize(
+  'seconds, text',
+  [
+    (0, '0:00'),
+    (59.4, '0:59'),
+    (59.6, '1:00'),
+    (61, '1:01'),
+    (3599.6, '1:00:00'),
+    (36610, '10:10:10'),
+  ],
+)
+def testDuration(seconds, text):
+  assert progress.Duration(seconds) == text
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

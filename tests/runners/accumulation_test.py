@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Updates from several mini-batches: the same as one of their joint size, and nothing lost."""
+
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_gpipe.checkpoint import checkpointer
+from lingvo_gpipe.core import base_layer, fprop_context, nested_map, params_text, weight_params
+from lingvo_gpipe.distributed import cluster, stop_request
+from lingvo_gpipe.experiment import registry, task
+from lingvo_gpipe.layers import batch_norm, dropout, linear
+from lingvo_gpipe.learning import optimizer
+from lingvo_gpipe.pipeline import pipelining_layer
+from lingvo_gpipe.runners import runner
+from lingvo_gpipe.training import train_program
+from tests import pipeline_training, processes
+
+_DIM, _BATCH, _M = 4, 4, 2
+_SGD = optimizer.SGD.Params()
+_COUNT = 'net.stack.layers[1].num_updates'
+
+
+class _AddsLosses(base_layer.BaseLayer):
+  """tanh(x w), with an auxiliary loss of its outputs and one of its weights."""
+
+  def __init__(self, params):
+    super().__init__(params)
+    self.CreateVariable('w', weight_params.WeightParams([_DIM, _DIM]))
+
+  def FProp(self, theta, x):
+    y = tf.tanh(tf.matmul(x, theta.w))
+    context = fprop_context.Current()
+    context.AddAuxLoss(self, tf.reduce_mean(y) ** 2, 3.0, 'outputs')
+    context.AddAuxLoss(self, tf.reduce_mean(theta.w**2), 0.5, 'weights')
+    return y
+
+
+class _Net(task.BaseTask):
+  """Projections around a layer that is chosen, the last weight tied to the first."""
+
+  @classmethod
+  def Params(cls):
+    p = super().Params()
+    p.Define('middle', 'dropout', 'The second layer: dropout, norm or losses.')
+    p.Define('num_micro_batches', _M, 'M.')
+    return p
+
+  def __init__(self, params):
+    super().__init__(params)
+    p = self.params
+    project = linear.ProjectionLayer.Params().Set(
+      input_dim=_DIM, output_dim=_DIM, has_bias=True, activation='TANH'
+    )
+    middle = {
+      'dropout': dropout.DropoutLayer.Params().Set(keep_prob=0.7),
+      'norm': batch_norm.BatchNormLayer.Params().Set(dim=_DIM, decay=None),
+      'losses': _AddsLosses.Params(),
+    }[p.middle]
+    self.CreateChild(
+      'stack',
+      pipelining_layer.PipeliningLayer.Params().Set(
+        sub=[project, middle, project, project],
+        ties=[['layers[3].w', 'layers[0].w']],
+        num_stages=2,
+        splits=[2, 4],
+        num_micro_batches=p.num_micro_batches,
+        xla=False,
+      ),
+    )
+
+  def PipelineInputs(self, input_batch):
+    return (input_batch.x,)
+
+  def ComputeLoss(self, theta, predictions, input_batch):
+    errors = tf.reduce_mean(tf.square(predictions - input_batch.y), -1)
+    weights = input_batch.example_weights
+    total = tf.reduce_sum(weights)
+    loss = tf.math.divide_no_nan(tf.reduce_sum(errors * weights), total)
+    largest = tf.reduce_max(errors)
+    return {'loss': (loss, total), 'largest': (largest, tf.ones_like(total))}, {}
+
+
+def _Spec(batch_size):
+  return nested_map.NestedMap(
+    x=tf.TensorSpec([batch_size, _DIM], tf.float64),
+    y=tf.TensorSpec([batch_size, _DIM], tf.float64),
+    example_weights=tf.TensorSpec([batch_size], tf.float64),
+  )
+
+
+def _Runner(num, batch_size=_BATCH, middle='dropout', num_micro_batches=_M, **learner):
+  p = _Net.Params().Set(name='net', random_seed=4, dtype=tf.float64, middle=middle)
+  p.num_micro_batches = num_micro_batches
+  p.train.learner.Set(num_accumulated_mini_batches=num, learning_rate=0.1, **learner)
+  return runner.TaskRunner(p.Instantiate(), pipeline_training.Devices(), _Spec(batch_size))
+
+
+def _Batches(num, seed=0):
+  """Mini-batches that count very differently; the weight of the second is 0."""
+  rng = np.random.default_rng(seed)
+  made = []
+  for i in range(num):
+    weights = rng.uniform(0.5, 2.0, [_BATCH]) * [1.0, 0.0, 7.0][i % 3]
+    x, y = rng.normal(size=[2, _BATCH, _DIM])
+    made.append(nested_map.NestedMap(x=x, y=y, example_weights=weights).Transform(tf.constant))
+  return made
+
+
+def _Joined(batches):
+  return nested_map.NestedMap(
+    {name: tf.concat([b[name] for b in batches], 0) for name in ('x', 'y', 'example_weights')}
+  )
+
+
+def _CheckSame(run, expected):
+  for name, value in _Arrays(run).items():
+    np.testing.assert_array_equal(value, expected[name], err_msg=name)
+
+
+def _Arrays(run):
+  return {name: v.numpy() for name, v in run.Variables().items()}
+
+
+@pytest.mark.parametrize('clip', [0.0, 0.01])
+def testSameAsOneMiniBatchOfTheJointSize(clip):
+  """Dropout masks, tied weights, slots and metrics included."""
+  settings = {'optimizer': optimizer.Adam.Params(), 'clip_gradient_norm_to_value': clip}
+  parts = _Runner(3, num_micro_batches=_BATCH, **settings)
+  whole = _Runner(1, 3 * _BATCH, num_micro_batches=3 * _BATCH, **settings)
+  for seed in range(2):
+    batches, before = _Batches(3, seed), _Arrays(parts)
+    assert parts.TrainStep(batches[0]) is None
+    assert parts.TrainStep(batches[1]) is None
+    for name, value in _Arrays(parts).items():
+      np.testing.assert_array_equal(value, before[name])
+    got, expected = parts.TrainStep(batches[2]), whole.TrainStep(_Joined(batches))
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+      assert got[name] == pytest.approx(value, rel=1e-6), name
+  expected = _Arrays(whole)
+  for name, value in _Arrays(parts).items():
+    np.testing.assert_allclose(value, expected[name], rtol=1e-7, atol=1e-9, err_msg=name)
+  assert int(parts.global_step) == 2
+  # One trace, however many mini-batches there are; and a single one is a single function.
+  for run, counts in ((parts, [1, 0]), (whole, [0, 1])):
+    traced = [f.experimental_get_tracing_count() for f in (run._accumulate, run._train_step)]
+    assert traced == counts
+
+
+def testAuxiliaryLossesOfSeveralMiniBatches():
+  """The update is one of the unpipelined layers' total objective over all of them."""
+  run, batches = _Runner(3, middle='losses', num_micro_batches=_BATCH, optimizer=_SGD), _Batches(3)
+  p, variables = run.task.stack.params, run.Variables()
+  plain, _ = pipeline_training.PlainLayers(p.sub, p.ties)
+  for path, variable in plain.VariablesByPath().items():
+    if f'net.{path}' in variables:  # All but the tied one.
+      variables[f'net.{path}'].assign(variable)
+  run.AfterRestore()
+  before, joined = _Arrays(run), _Joined(batches)
+
+  def Loss(theta, outputs, side):
+    return run.task.ComputeLoss(theta, outputs[0], side.batch)[0]
+
+  side = nested_map.NestedMap(batch=joined, weights=joined.example_weights)
+  sums, grads = pipeline_training.Reference(p.sub, 3 * _BATCH, (joined.x,), side, Loss, ties=p.ties)
+  values = [run.TrainStep(batch) for batch in batches][-1]
+  for path, gradient in grads.items():
+    expected = before[f'net.{path}'] - 0.1 * gradient / np.sum(joined.example_weights)
+    np.testing.assert_allclose(variables[f'net.{path}'], expected, rtol=1e-7, atol=1e-9)
+  for name in ('outputs', 'weights'):
+    total, weight = sums[f'stack.layers[1].{name}']
+    assert values[f'net.stack.layers[1].{name}'] == pytest.approx(total / weight, rel=1e-6)
+
+
+def testOneBadMiniBatchSkipsTheUpdate():
+  run, batches = _Runner(2), _Batches(3)
+  before = _Arrays(run)
+  bad = batches[0].copy()
+  bad.x = bad.x * np.nan
+  assert run.TrainStep(bad) is None
+  assert run.TrainStep(batches[2])['is_finite'] == 0.0
+  assert 'micro-batch 0' in run.WhyNotFinite(bad, batches[2])
+  assert f'micro-batch {_M}' in run.WhyNotFinite(batches[2], bad)
+  for path, value in _Arrays(run).items():
+    if path != 'global_step':
+      np.testing.assert_array_equal(value, before[path])
+  run.TrainStep(batches[0])
+  assert run.TrainStep(batches[2])['is_finite'] == 1.0
+
+
+@pytest.mark.parametrize('num', [1, 3])
+def testASkippedUpdateMovesNoStatistics(num):
+  """Whose sums are finite: only the loss is not, in the last of its mini-batches."""
+  run, batches = _Runner(num, middle='norm'), _Batches(3)[-num:]
+  for batch in batches:
+    run.TrainStep(batch)
+  before = _Arrays(run)
+  assert before[_COUNT] == num
+  bad = batches[-1].copy()
+  bad.y = bad.y * np.nan
+  for batch in (*batches[:-1], bad):
+    values = run.TrainStep(batch)
+  assert values['is_finite'] == 0.0
+  _CheckSame(run, {**before, 'global_step': 2})
+  for batch in batches:
+    run.TrainStep(batch)
+  assert run.Variables()[_COUNT].numpy() == 2 * num
+
+
+def testStatisticsMoveWithTheWeights():
+  """Not before: neither does what a checkpoint between two updates would hold."""
+  run, batches = _Runner(3, middle='norm'), _Batches(3)
+  before = _Arrays(run)
+  run.TrainStep(batches[0])
+  run.TrainStep(batches[2])
+  _CheckSame(run, before)
+
+
+def testAnErrorBeginsTheUpdateAnew(monkeypatch):
+  run, batches = _Runner(2, middle='norm'), _Batches(3)
+  before, accumulate = _Arrays(run), run._accumulate
+
+  def Fail(*args):
+    accumulate(*args)
+    raise RuntimeError('device lost')
+
+  Fail.get_concrete_function = accumulate.get_concrete_function
+
+  def Update():
+    assert run.TrainStep(batches[0]) is None
+    run.TrainStep(batches[2])
+    return _Arrays(run)
+
+  expected = Update()
+  for name, variable in run.Variables().items():
+    variable.assign(before[name])
+  run.AfterRestore()
+  run.TrainStep(batches[2])
+  monkeypatch.setattr(run, '_accumulate', Fail)
+  with pytest.raises(RuntimeError):
+    run.TrainStep(batches[2])
+  monkeypatch.setattr(run, '_accumulate', accumulate)
+  for name, value in Update().items():
+    np.testing.assert_array_equal(value, expected[name])
+
+
+def testBatchNormAndARestart(tmp_path):
+  """Moving averages follow each mini-batch; going on from a checkpoint is exact."""
+  batches = _Batches(6)
+  straight, first = _Runner(2, middle='norm'), _Runner(2, middle='norm')
+  store = checkpointer.Checkpointer(str(tmp_path))
+  for i, batch in enumerate(batches):
+    straight.TrainStep(batch)
+    if i < 4:
+      first.TrainStep(batch)
+  assert straight.Variables()[_COUNT].numpy() == 6
+  store.Save(2, first.Variables(), {})
+  second = _Runner(2, middle='norm')
+  second.TrainStep(batches[5])  # Half an update before the restart: it must not count.
+  store.RestoreLatest(second.Variables())
+  second.AfterRestore()
+  for batch in batches[4:]:
+    second.TrainStep(batch)
+  expected = _Arrays(straight)
+  for name, value in _Arrays(second).items():
+    np.testing.assert_array_equal(value, expected[name], err_msg=name)
+
+
+def testTooManyMicroBatches():
+  with pytest.raises(ValueError, match='600000 mini-batches of 2 micro-batches.*1048576'):
+    _Runner(600_000)
+
+
+def testTheProgramCountsTheDataOfWholeUpdates(tmp_path, capsys):
+  """8 batches of 4 in updates of 3: two updates, of which the checkpoint knows 24 examples."""
+  params = registry.GetParams(processes.MODEL, 'Train')
+  more = 'input.num_epochs:1;input.max_bytes:500;task.train.learner.num_accumulated_mini_batches:3'
+  params.ApplyOverrides(params_text.ParseOverrides(f'{processes.TINY};{more}'))
+  params.task.train.eval_datasets = []
+  program = train_program.TrainProgram(
+    params,
+    str(tmp_path),
+    cluster.Cluster.Create(2, platform='cpu'),
+    lambda name: params.input,
+    stop_request.StopRequest(),
+  )
+  assert program.Run() == 0
+  out = capsys.readouterr().out
+  said = 'the data ended within an update of 3 mini-batches: its first 2 changed nothing\n'
+  assert f'{said}stopped by the end of the data after step 2; the checkpoint is saved\n' in out
+  assert processes.Steps(tmp_path) == [2]
+  metadata = checkpointer.Checkpointer(str(tmp_path / 'train')).Latest().metadata
+  assert metadata['examples_consumed'] == 24
+  assert metadata['num_accumulated_mini_batches'] == 3
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps of several tasks: what they share is one weight with one slot, wherever it lies."""
+
+import sys
+
+import keras
+import numpy as np
+import pytest
+
+from lingvo_gpipe.checkpoint import checkpointer
+from lingvo_gpipe.experiment import task_scheduler
+from lingvo_gpipe.learning import ema, optimizer
+from lingvo_gpipe.runners import multi_task_runner
+from tests import toy_tasks
+
+_HEADS = {f'{task}.stack.layers[2].{weight}' for task in 'ab' for weight in 'wb'}
+_SHARED = {f'shared.{layer}.{weight}' for layer in (0, 1) for weight in 'wb'}
+
+
+def _Sequence(order):
+  """A schedule of tasks: one letter a step."""
+  pairs = [[task, 1] for task in order]
+  return task_scheduler.SequentialScheduler.Params().Set(task_steps=pairs)
+
+
+def _Runner(order='ab', **values):
+  p = toy_tasks.Params(task_schedule=_Sequence(order), **values)
+  return multi_task_runner.Make(p.Instantiate(), toy_tasks.Devices())
+
+
+def _Step(run, task, seed):
+  values = run.TrainStep(toy_tasks.Batch(seed, {'a': 2, 'b': 1}[task]))
+  assert values['is_finite']
+  return values
+
+
+def _Arrays(run):
+  return {name: v.numpy() for name, v in run.Variables().items()}
+
+
+def _Changed(before, after):
+  return {name for name in before if not np.array_equal(before[name], after[name])}
+
+
+@pytest.fixture(scope='module')
+def trained():
+  """A runner; all variables before, after a step of a, and after one of b; b's gradients."""
+  run = _Runner('ab')
+  arrays = [_Arrays(run)]
+  for task in 'ab':
+    _Step(run, task, seed=1)
+    arrays.append(_Arrays(run))
+  return run, arrays, run.Gradients(4.0)
+
+
+def testSharedWeightsAreUpdatedByBothTasksAndHeadsByTheirOwn(trained):
+  _, (before, after_a, after_b), _ = trained
+  weights = _HEADS | _SHARED
+  assert _Changed(before, after_a) & weights == _SHARED | {n for n in _HEADS if n[0] == 'a'}
+  assert _Changed(after_a, after_b) & weights == _SHARED | {n for n in _HEADS if n[0] == 'b'}
+
+
+def testSharedWeightsHaveOneSlotAndOneCount(trained):
+  _, (_, after_a, after_b), gradients = trained
+  slots = {f'{name}/{slot}' for name in _HEADS | _SHARED for slot in ('momentum', 'velocity')}
+  counts = {'learner/a/iterations': 1, 'learner/b/iterations': 1, 'learner/a+b/iterations': 2}
+  assert after_b.keys() == _HEADS | _SHARED | slots | counts.keys() | {'global_step'}
+  assert {name: after_b[name] for name in counts} == counts and after_b['global_step'] == 2
+  # The slot of a's step is what b's step went on from.
+  decayed = 0.9 * after_a['shared.0.w/momentum']
+  assert np.abs(decayed).max() > 0
+  own = after_b['shared.0.w/momentum'] - decayed
+  np.testing.assert_allclose(own, 0.1 * gradients['b.stack.layers[0].w'], rtol=1e-4, atol=1e-7)
+
+
+def testEqualsOneKerasOptimizerForEachGroup():
+  """Adam corrects its moments by how often a weight was updated, not by the steps of the run."""
+  order = 'abbaab'
+  run = _Runner(order)
+  start = _Arrays(run)
+  groups = {'a': 'a.', 'b': 'b.', 'a+b': 'shared.'}
+  names = {group: [n for n in sorted(_HEADS | _SHARED) if n.startswith(start_of)]
+           for group, start_of in groups.items()}  # fmt: skip
+  reference = {n: keras.Variable(start[n]) for n in _HEADS | _SHARED}
+  adams = {group: keras.optimizers.Adam(0.05) for group in groups}
+  for step, task in enumerate(order):
+    values = _Step(run, task, seed=step)
+    found = run._model.Named(run.Gradients(values['loss_weight']))
+    for group in (task, 'a+b'):
+      adams[group].apply([found[n] for n in names[group]], [reference[n] for n in names[group]])
+  for name, weight in reference.items():
+    np.testing.assert_allclose(run.Variables()[name], weight, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def testTasksMayHaveOtherStagesWhereSharedLayersStayOnTheirDevice():
+  two = {'stack.num_stages': 2}
+  run = _Runner(
+    a=toy_tasks.Task(2).Set(**two, **{'stack.splits': [2, 3]}),
+    b=toy_tasks.Task(1).Set(num_layers=4, **two, **{'stack.splits': [2, 4]}),
+  )
+  variables = run.Variables()
+  assert len({variables[name].device for name in _SHARED}) == 1
+  assert variables['a.stack.layers[2].w'].device != variables['shared.0.w'].device
+
+
+def testSharedLayersOnTwoDevicesAreRefused():
+  a = toy_tasks.Task(2).Set(**{'stack.num_stages': 2, 'stack.splits': [1, 3]})
+  with pytest.raises(ValueError) as e:
+    _Runner(a=a)
+  text = str(e.value)
+  for part in (
+    "'a'",
+    "'b'",
+    'a.stack.layers[1].w',
+    'b.stack.layers[1].w',
+    'CPU:1',
+    'CPU:0',
+    'splits',
+  ):
+    assert part in text, text
+
+
+def testOtherOptimizersForSharedWeightsAreRefused():
+  with pytest.raises(ValueError, match=r'set of optimizer slots for the tasks a and b.*beta_1'):
+    _Runner(b=toy_tasks.Task(1, optimizer=optimizer.Adam.Params().Set(beta_1=0.8)))
+  with pytest.raises(ValueError, match='weight_decay_exclusion'):
+    _Runner(b=toy_tasks.Task(1, weight_decay_exclusion=r'\.b$'))
+
+
+def testRatesAndFiltersAreEachTasksOwn():
+  """A task that freezes what is shared leaves it alone; the other has its slots for itself."""
+  b = toy_tasks.Task(
+    1, optimizer=optimizer.SGD.Params(), bprop_variable_filter=r'layers\[2\]', learning_rate=0.5
+  )
+  run = _Runner('ba', b=b)
+  before = _Arrays(run)
+  assert 'learner/a+b/iterations' not in before
+  values = _Step(run, 'b', seed=0)
+  assert values['learning_rate'] == 0.5
+  assert _Changed(before, _Arrays(run)) & (_HEADS | _SHARED) == {n for n in _HEADS if n[0] == 'b'}
+  _Step(run, 'a', seed=0)
+  assert _SHARED <= _Changed(before, _Arrays(run))
+
+
+def testAllIsSharedAndATaskCountsItsUpdatesByItself():
+  rule = [[r'\w+\.stack\.(.*)', r'shared.\1']]
+  run = _Runner('abb', b=toy_tasks.Task(2), rules=rule, input=toy_tasks.AsParams(
+    {name: toy_tasks.Input(name) for name in 'ab'}
+  ))  # fmt: skip
+  for seed, _ in enumerate('abb'):
+    values = run.TrainStep(toy_tasks.Batch(seed, 2))
+  assert values['num_skipped_steps'] == 0.0
+  counts = {n: int(v) for n, v in _Arrays(run).items() if n.endswith('iterations')}
+  assert counts == {
+    'learner/a/iterations': 1, 'learner/b/iterations': 2, 'learner/a+b/iterations': 3
+  }  # fmt: skip
+
+
+def testASkippedStepIsCountedOnceAndChangesNothing(trained):
+  run, *_ = trained
+  run.global_step.assign(0)
+  for count in (n for n in run.Variables() if n.endswith('iterations')):
+    run.Variables()[count].assign(0)
+  before = _Arrays(run)
+  bad = toy_tasks.Batch(0, 2)
+  bad.targets = bad.targets * np.nan
+  values = run.TrainStep(bad)
+  assert not values['is_finite'] and values['num_skipped_steps'] == 1.0
+  assert _Changed(before, _Arrays(run)) == {'global_step'}
+  assert _Step(run, 'b', seed=0)['num_skipped_steps'] == 1.0
+
+
+def _Tied(num_targets):
+  """Its second layer is the first one once more."""
+  p = toy_tasks.Task(num_targets)
+  return p.Set(
+    **{
+      'stack.ties': [['layers[1].w', 'layers[0].w']],
+      'stack.splits': [1, 3],
+      'stack.num_stages': 2,
+    }
+  )
+
+
+def testATiedCopyFollowsTheOtherTasksUpdates():
+  rule = [[r'\w+\.stack\.layers\[0\]\.w', 'shared.w']]
+  run = _Runner('aab', a=_Tied(2), b=_Tied(1).Set(**{'stack.splits': []}), rules=rule)
+  # What is not cut by hand is cut as the other task.
+  assert {one.plan.ends for one in run.task_runners.values()} == {(1, 3)}
+  for seed, task in enumerate('aab'):
+    _Step(run, task, seed)
+    for one in run.task_runners.values():
+      (tied, owner), = one.engine.ties.items()  # fmt: skip
+      np.testing.assert_array_equal(one.engine._variables[tied], one.engine._variables[owner])
+
+
+def testAveragesOfSharedWeightsAreOne(tmp_path):
+  averaged = {'train.ema_decay': 0.5}
+  run = _Runner('ab', a=toy_tasks.Task(2).Set(**averaged), b=toy_tasks.Task(1).Set(**averaged))
+  reference = {n: v.copy() for n, v in _Arrays(run).items() if n in _SHARED}
+  for step, task in enumerate('ab'):
+    _Step(run, task, seed=step)
+    decay = min(0.5, (1 + step) / (10 + step))
+    for name, value in reference.items():
+      reference[name] = value * decay + (1 - decay) * run.Variables()[name].numpy()
+  for name, value in reference.items():
+    np.testing.assert_allclose(run.Variables()[f'{name}/ema'], value, rtol=1e-5, atol=1e-6)
+  # Evaluation of either reads them from a checkpoint, which has them once.
+  saved = checkpointer.Checkpointer(str(tmp_path))
+  saved.Save(2, run.Variables(), {})
+  p = toy_tasks.Params(
+    a=toy_tasks.Task(2).Set(**averaged), b=toy_tasks.Task(1).Set(**averaged), task_name='b'
+  )
+  evaluated = multi_task_runner.MakeEvaluated(p.Instantiate(), toy_tasks.Devices())
+  assert evaluated.task_runners.keys() == {'b'}
+  weights = _SHARED | {h for h in _HEADS if h[0] == 'b'}
+  assert evaluated.Variables().keys() == {'global_step', *weights}
+  assert ema.Restore(saved, saved.Latest(), evaluated.Variables()) == len(weights)
+  for name in weights:
+    np.testing.assert_array_equal(evaluated.Variables()[name], run.Variables()[f'{name}/ema'])
+  with pytest.raises(ValueError, match='has the ema_decay 0.0 and 0.5 there'):
+    _Runner(a=toy_tasks.Task(2).Set(**averaged))
+
+
+def testReplicasOfTasksThatShareNothing():
+  """The same steps as in one replica, to rounding; what is shared has one replica."""
+  order = 'abba'
+  arrays = []
+  for num_replicas in (1, 2):
+    p = toy_tasks.Params(
+      a=toy_tasks.Task(2).Set(**{'stack.num_micro_batches': 2 // num_replicas}),
+      b=toy_tasks.Task(1).Set(**{'stack.num_micro_batches': 2 // num_replicas}),
+      task_schedule=_Sequence(order),
+      rules=[],
+    )
+    devices = toy_tasks.Devices()[:num_replicas]
+    run = multi_task_runner.Make(p.Instantiate(), devices, num_replicas=num_replicas)
+    for seed, task in enumerate(order):
+      _Step(run, task, seed)
+    arrays.append(_Arrays(run))
+  assert arrays[0].keys() == arrays[1].keys()
+  for name, value in arrays[0].items():
+    np.testing.assert_allclose(arrays[1][name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+  shared = toy_tasks.Params()
+  with pytest.raises(ValueError, match='2 replicas cannot train tasks that share weights, such as'):
+    multi_task_runner.Make(shared.Instantiate(), devices, num_replicas=2)
+  # Nothing is trained: each replica has what was read.
+  evaluated = multi_task_runner.MakeEvaluated(shared.Instantiate(), devices, num_replicas=2)
+  evaluated.AfterRestore()
+  for task, one in evaluated.task_runners.items():
+    found = one.Evaluate([toy_tasks.Batch(0, {'a': 2, 'b': 1}[task])])
+    assert np.isfinite(found['loss'][0])
+
+
+def testEachTrainedTaskNeedsAnInput():
+  with pytest.raises(ValueError, match='no input for the task b; it has a'):
+    _Runner(input=toy_tasks.AsParams({'a': toy_tasks.Input('a')}))
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

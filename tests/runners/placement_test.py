@@ -1,0 +1,431 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workers read what their stages need: the same bits, and nothing of it comes from the trainer."""
+
+import json
+import sys
+
+import pytest
+
+from tests import processes, worker_processes
+
+hosts, project = worker_processes.hosts, worker_processes.project
+
+# Trains on the workers of a file and writes what it saw as JSON.
+_PROGRAM = """
+import inspect, itertools, json, os, socket, struct, sys, textwrap
+
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from lingvo_gpipe.core import nested_map
+from lingvo_gpipe.distributed import cluster, cluster_spec
+from lingvo_gpipe.experiment import model
+from lingvo_gpipe.runners import placement, runner, task_batches
+from lingvo_gpipe.input import (
+  base_input_generator, parallel_text, sentencepiece_training, stream_input, synthetic, text_files,
+  tf_record_index
+)
+from params import toy
+
+logging.set_verbosity(logging.INFO)
+devices = cluster.Cluster.Connect(cluster_spec.FromFile(sys.argv[1]), num_devices=2).devices
+
+
+class Input(synthetic.SyntheticRegressionInput):
+  @classmethod
+  def Params(cls):
+    return super().Params().Set(num_examples=20)
+
+
+class Stream(stream_input.BaseStreamInput):
+  @classmethod
+  def Params(cls):
+    return super().Params().Set(shuffle_buffer_size=20)
+
+  def _Stream(self, epoch):
+    def Example(i):
+      draw = lambda size: tf.random.stateless_uniform([size], [i, epoch])
+      return nested_map.NestedMap(inputs=draw(32), targets=draw(1))
+
+    return tf.data.Dataset.range(30).map(Example)
+
+
+class OwnDataset(Input):
+  def Dataset(self, start=0):
+    return super().Dataset(start)
+
+
+class Pairs(parallel_text.ParallelText):
+  @classmethod
+  def Params(cls):
+    p = super().Params()
+    p.Set(num_fake_examples=30, vocab_size=12, target_language_token='source')
+    return p.Set(bucket_upper_bound=[6, 8, 9], bucket_batch_limit=[9, 5, 1])
+
+
+class Counted(Input):
+  def _Examples(self, indices):
+    traced.append('examples')
+    return super()._Examples(indices)
+
+
+class CountedPairs(Pairs):
+  def _Rows(self, tensors, indices, length, example_weights):
+    traced.append('rows')
+    return super()._Rows(tensors, indices, length, example_weights)
+
+
+class PythonPairs(Pairs):
+  def _Rows(self, tensors, indices, length, example_weights):
+    indices = tf.ensure_shape(tf.numpy_function(np.copy, [indices], tf.int64), indices.shape)
+    return super()._Rows(tensors, indices, length, example_weights)
+
+
+class Python(Input):
+  def _Examples(self, indices):
+    indices = tf.ensure_shape(tf.numpy_function(np.copy, [indices], tf.int64), indices.shape)
+    return super()._Examples(indices)
+
+
+class Variable(Input):
+  def _Examples(self, indices):
+    return super()._Examples(indices + zero)
+
+
+class OwnFile(Input):
+  def _Examples(self, indices):
+    size = tf.strings.length(tf.io.read_file(f'/proc/self/task/{os.getpid()}/stat'))
+    return super()._Examples(indices + tf.cast(tf.minimum(size, 0), tf.int64))
+
+
+class OtherFiles(Input):
+  def _Examples(self, indices):
+    found = tf.size(tf.io.matching_files(f'/proc/self/task/{os.getpid()}'))
+    return super()._Examples(indices + tf.cast(found, tf.int64))
+
+
+class WholeBatch(Input):
+  def _Examples(self, indices):
+    examples = super()._Examples(indices)
+    examples.inputs -= tf.reduce_mean(examples.inputs, axis=0)
+    return examples
+
+
+class Records(Input):
+  def _Examples(self, indices):
+    records = tf.map_fn(index.Read, indices, fn_output_signature=tf.string)
+    return super()._Examples(tf.strings.to_number(records, tf.int64))
+
+
+class Task(toy.Regression):
+  def CheckBatch(self, batch):
+    checked.append([float(tf.reduce_max(x)) for x in batch.Flatten()])
+
+  def LossInputs(self, batch):
+    return nested_map.NestedMap(targets=batch.targets, example_weights=batch.example_weights)
+
+
+class TokensTask(Task):
+  def PipelineInputs(self, batch):
+    return (tf.cast(batch.ids, tf.float32),)
+
+  def LossInputs(self, batch):
+    targets = tf.cast(batch.labels[:, :1], tf.float32)
+    return nested_map.NestedMap(targets=targets, example_weights=batch.example_weights)
+
+
+class PairsTask(Task):
+  def PipelineInputs(self, batch):
+    return (tf.reduce_sum(tf.one_hot(batch.src_ids, 32), axis=1),)
+
+  def LossInputs(self, batch):
+    targets = tf.reduce_sum(batch.tgt_weights, axis=1, keepdims=True)
+    return nested_map.NestedMap(targets=targets, example_weights=batch.example_weights)
+
+
+def Make(cls=Input, num_replicas=1, run=None, task=Task, streams=None, **values):
+  p = model.SingleTaskModel.Params()
+  p.task = task.Params().MergeCommonKeysFrom(toy.Toy().Task())
+  p.task.stack.Set(xla=False)
+  if num_replicas > 1:
+    p.task.stack.Set(num_stages=1, splits=[])
+  p.input = cls.Params().Set(batch_size=7)
+  p.input.Set(**values)
+  made = p.Instantiate()
+  spec = made.input.BatchSpec()
+  run = run or runner.TaskRunner(made.task, devices, spec, num_replicas=num_replicas)
+  return run, task_batches.Batches(made, 0, lambda name: 3, run, streams)
+
+
+def Sent():
+  # Bytes that left this process and arrived.
+  total = 0
+  for fd in map(int, os.listdir('/proc/self/fd')):
+    try:
+      if not os.readlink(f'/proc/self/fd/{fd}').startswith('socket:'):
+        continue
+      with socket.socket(fileno=os.dup(fd)) as s:
+        info = s.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
+        total += struct.unpack_from('=Q', info, 120)[0]  # tcpi_bytes_acked
+    except OSError:
+      pass
+  return total
+
+
+def Devices(batch):
+  parts = getattr(batch, '_asdict', dict)()
+  return {name: [[x.device for x in part] for part in parts[name]] for name in parts}
+
+
+def Train(where):
+  checked.clear()
+  # 256 KiB of inputs, and 16 KiB of what the loss needs.
+  run, data = Make(read_on_workers=where == 'workers', batch_size=2048)
+  found = {'losses': [], 'sent': []}
+  for _ in range(4):
+    before = Sent()
+    batch = next(data)
+    found['losses'].append(run.TrainStep(batch)['loss'].hex())
+    found['sent'].append(Sent() - before)
+  # The next one may be there already.
+  return {**found, 'checked': checked[:4], 'devices': Devices(batch)}
+
+
+checked, traced = [], []
+found = {where: Train(where) for where in ('workers', 'trainer')}
+# Seven rows in four micro-batches, of which each replica has two.
+run, data = Make(num_replicas=2, num_epochs=1)
+batches = list(data)
+found['replicas'] = {
+  'rows': [[list(part[0].shape) for part in batch.firsts] for batch in batches],
+  'devices': Devices(batches[0]),
+}
+# Tokens in files that the trainer maps.
+text = inspect.getsource(textwrap)
+with open('text', 'w') as f:
+  f.write(text)
+sentencepiece_training.Train([text], 'vocabulary', 400)
+text = {
+  'file_pattern': 'text', 'vocab_filepath': 'vocabulary.model', 'cache_dir': 'tokens', 'seq_len': 32
+}
+of_tokens, there = Make(text_files.TextFilesInput, task=TokensTask, **text)
+_, here = Make(text_files.TextFilesInput, run=of_tokens, read_on_workers=False, **text)
+found['tokens'] = []
+for _ in range(20):
+  batch, expected = next(there), next(here)
+  ((_, view, _),) = of_tokens.placement.Views(batch)
+  assert base_input_generator.AreEqual(view, expected)
+  found['tokens'].append(Devices(batch))
+# Sentence pairs in buckets, beyond an epoch; of the largest there is no row for the other replica.
+pairs = {'task': PairsTask, 'batch_size': 0}
+found['pairs'] = []
+for num_replicas in (1, 2):
+  of_pairs, there = Make(Pairs, num_replicas, **pairs)
+  _, here = Make(Pairs, num_replicas, of_pairs, read_on_workers=False, **pairs)
+  for _ in range(12):
+    batch, expected = next(there), next(here)
+    assert task_batches._Bytes(of_pairs, batch) == task_batches._Bytes(of_pairs, expected)
+    assert of_pairs._NumMicroBatches(batch) == of_pairs._NumMicroBatches(expected)
+    found['pairs'].append([[len(part[0]) for part in batch.firsts], Devices(batch)])
+# What evaluations do: several passes of one source.
+found['traces'] = []
+for cls, batch_size, of_cls in ((Counted, 7, run), (CountedPairs, 0, of_pairs)):
+  p = cls.Params().Set(batch_size=batch_size, num_epochs=1, shuffle=False)
+  source = task_batches.Source(p.Instantiate(), of_cls)
+  counts, passes = [], []
+  for _ in range(3):
+    passes.append([task_batches._Bytes(of_cls, batch) for batch in source.Batches()[0]])
+    counts.append(len(traced))
+  assert passes[0] == passes[1] == passes[2] and len(passes[0]) > 2
+  found['traces'].append(counts)
+# A stream, beyond an epoch; its state goes from the worker to the trainer and back.
+found['stream'] = []
+for num_replicas in (1, 2):
+  made = Stream.Params().Set(batch_size=7).Instantiate()
+  expected, streams, of_stream = iter(made.Dataset()), {}, None
+  for read_on_workers in (True, False, True):
+    of_stream, there = Make(
+      Stream, num_replicas, of_stream, streams=streams, read_on_workers=read_on_workers
+    )
+    for _ in range(7):
+      batch = next(there)
+      parts = of_stream.Shares(batch)
+      whole = tf.nest.map_structure(lambda *rows: tf.concat(rows, 0), *parts)
+      assert base_input_generator.AreEqual(whole, next(expected))
+      found['stream'].append([streams[''].num_taken, Devices(batch)])
+    state = streams[''].Save()
+    streams = {'': made.Iterator()}
+    streams[''].Restore(state)
+# Batches of an evaluation may have another size than the runner's.
+found['sizes'] = []
+for size in (3, 14):
+  expected = iter(Stream.Params().Set(batch_size=size).Instantiate().Dataset())
+  _, there = Make(Stream, run=of_stream, batch_size=size)
+  batch = next(there)
+  parts = of_stream.Shares(batch)
+  whole = tf.nest.map_structure(lambda *rows: tf.concat(rows, 0), *parts)
+  assert base_input_generator.AreEqual(whole, next(expected))
+  found['sizes'].append([list(part[0].shape)[0] for part in batch.firsts])
+# Rows that pad the last batch are none.
+made = Stream.Params().Set(batch_size=7, num_epochs=1).Instantiate()
+_, there = Make(Stream, run=of_stream, num_epochs=1)
+found['padded'] = [sum(map(made.NumPadded, of_stream.Shares(batch))) for batch in there]
+next(Make(PythonPairs, run=of_pairs, **pairs)[1])
+with tf.io.TFRecordWriter('records') as writer:
+  for i in range(20):
+    writer.write(str(19 - i))
+index = tf_record_index.TfRecordIndex(
+  [tf_record_index.Part(os.path.abspath('records'), 0, 20, 20)]
+)
+zero = tf.Variable(0, dtype=tf.int64)
+for cls in (Records, OwnDataset, Python, Variable, OwnFile, OtherFiles, WholeBatch):
+  list(itertools.islice(Make(cls, run=run)[1], 2))
+placement.MAX_BYTES_IN_MEMORY = 100
+next(Make(run=run)[1])
+next(Make(Pairs, run=of_pairs, **pairs)[1])
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope='module')
+def found(forks, hosts, project, tmp_path_factory):
+  """What the program printed, and its lines about where data are read."""
+  path = tmp_path_factory.mktemp('program') / 'program.py'
+  path.write_text(_PROGRAM)
+  done = processes.Succeeded(forks.Run(str(path), str(hosts), cwd=project))
+  lines = [line.removeprefix('INFO:absl:data: ') for line in done.stderr.splitlines()]
+  return json.loads(done.stdout), [line for line in lines if ', read by ' in line]
+
+
+def _Cpu(worker):
+  return f'/job:worker/replica:0/task:{worker}/device:CPU:0'
+
+
+def testEachWorkerReadsWhatItsStageNeeds(found):
+  values, _ = found
+  assert values['workers']['devices'] == {'firsts': [[_Cpu(0)]], 'lasts': [[_Cpu(1)] * 2]}
+  for key in ('losses', 'checked'):
+    assert values['workers'][key] == values['trainer'][key]
+  # The first step traces, and has its first batch from the trainer, too.
+  assert min(values['trainer']['sent'][1:]) > 256 << 10
+  assert max(values['workers']['sent'][1:]) < 64 << 10
+
+
+def testEachReplicaReadsItsShareToTheEnd(found):
+  replicas = found[0]['replicas']
+  assert replicas['rows'] == [[[4], [3]]] * 3
+  assert replicas['devices'] == {'firsts': [[_Cpu(0)] * 3, [_Cpu(1)] * 3], 'lasts': [[], []]}
+
+
+def testWorkersReadDocumentsAsTokens(found):
+  values, lines = found
+  assert 'TextFilesInput, read by worker 0, labels by worker 1' in lines
+  # Of six fields the first stage takes `ids`.
+  assert values['tokens'] == [{'firsts': [[_Cpu(0)]], 'lasts': [[_Cpu(1)] * 5]}] * 20
+
+
+def testWorkersReadRecordsByIndex(found):
+  assert 'Records, read by worker 0, 1' in found[1]
+
+
+def testTheWorkerOfTheFirstStageReadsAStreamFromWhereItIs(found):
+  values, lines = found
+  assert [line for line in lines if line.startswith('Stream')] == [
+    'Stream, read by worker 0',
+    'Stream, read by the trainer: input.read_on_workers is False',
+    'Stream, read by worker 0',
+  ] * 2 + ['Stream, read by worker 0'] * 3
+  taken, devices = zip(*values['stream'], strict=True)
+  assert list(taken) == [*range(1, 8)] * 6
+  there = {'firsts': [[_Cpu(0)]], 'lasts': [[_Cpu(1)] * 2]}
+  assert devices[:21] == (there,) * 7 + ({},) * 7 + (there,) * 7
+  there = {'firsts': [[_Cpu(0)] * 3, [_Cpu(1)] * 3], 'lasts': [[], []]}
+  assert devices[21:] == (there,) * 7 + ({},) * 7 + (there,) * 7
+  assert values['sizes'] == [[2, 1], [8, 6]]
+  assert values['padded'] == [0, 0, 0, 0, 5]
+
+
+def testWorkersMakeTheRowsOfBuckets(found):
+  values, lines = found
+  assert [line for line in lines if line.startswith('Pairs')] == [
+    'Pairs, read by worker 0, labels by worker 1',
+    'Pairs, read by the trainer: input.read_on_workers is False',
+    'Pairs, read by worker 0, 1',
+    'Pairs, read by the trainer: input.read_on_workers is False',
+    'Pairs, read by the trainer: Pairs holds 1,908 bytes in memory',
+  ]
+  one, two = values['pairs'][:12], values['pairs'][12:]
+  assert {rows for (rows,), _ in one} == {9, 5, 1}
+  assert all(d == {'firsts': [[_Cpu(0)]], 'lasts': [[_Cpu(1)] * 9]} for _, d in one)
+  assert {tuple(rows) for rows, _ in two} == {(5, 4), (3, 2), (1,)}
+
+
+def testAnotherPassTracesNothing(found):
+  for first, second, third in found[0]['traces']:
+    assert 0 < first == second == third
+
+
+_OTHERS = ('Counted', 'TextFilesInput', 'Pairs', 'Records', 'Stream')  # Other tests look at these.
+
+
+def testWhatWorkersCannotReadTheTrainerDoes(found):
+  lines = [line for line in found[1] if not line.startswith(_OTHERS)]
+  assert lines[:3] == [
+    'Input, read by worker 0, labels by worker 1',
+    'Input, read by the trainer: input.read_on_workers is False',
+    'Input, read by worker 0, 1',
+  ]
+  reasons = dict(line.split(', read by the trainer: ') for line in lines[3:])
+  missing = reasons.pop('OwnFile')
+  assert missing.startswith('the workers cannot: ') and 'No such file' in missing
+  assert reasons == {
+    'OwnDataset': 'OwnDataset has a Dataset of its own',
+    'Python': 'Python runs functions of Python (PyFunc)',
+    'PythonPairs': 'PythonPairs runs functions of Python (PyFunc)',
+    'Variable': 'Variable uses a variable or a table of this process',
+    'OtherFiles': 'what the workers read differs',
+    'WholeBatch': 'what the workers read differs',
+    'Input': 'Input holds 2,112 bytes in memory',
+  }
+
+
+_READ = 'data: SyntheticRegressionInput, read by worker 0'
+
+
+def testTheLastBatchAndThePositionAreThoseOfTheTrainer(forks, hosts, project, tmp_path):
+  """A step on two stages, then on two replicas to the end, which is in the midst of a batch.
+
+  So are those of evaluations, after each step and by the evaluator.
+  """
+  ended = {}
+  for name, more in (('trainer', []), ('workers', [f'--cluster={hosts}'])):
+    for max_steps, overrides, replicas in (
+      (1, '', 1),
+      (9, 'task.stack.num_stages:1;task.stack.splits:[]', 2),
+    ):
+      data = 'input.num_epochs:1;input.num_examples:30'
+      data += ';task.train.learner.num_accumulated_mini_batches:2'
+      data += ";task.train.eval_datasets:['Train'];task.train.eval_interval_steps:1"
+      overrides = f'{data};task.stack.xla:False;{overrides}'
+      args = [
+        '--model=toy.Toy', f'--logdir={tmp_path / name}', f'--max_steps={max_steps}',
+        f'--model_params_override={overrides}', f'--num_replicas={replicas}', *more,
+      ]  # fmt: skip
+      done = processes.Succeeded(forks.Run('trainer', '--job=train_and_eval', *args, cwd=project))
+      assert 'End of sequence' not in done.stderr
+      # Those of training, and of all evaluations.
+      assert done.stderr.count(_READ) == (2 if more else 0)
+    assert 'going on from step 1 (16 examples consumed)' in done.stdout
+    assert 'stopped by the end of the data after step 2' in done.stdout
+    ended[name] = processes.Tensors(tmp_path / name, 2)
+  done = processes.Succeeded(forks.Run('evaluator', '--once', '--split=Train', *args, cwd=project))
+  assert done.stderr.count(_READ) == 1
+  processes.AssertSameTensors(ended['workers'], ended['trainer'])
+  first, last = processes.Scalars(tmp_path / 'trainer' / 'eval_train')['loss']
+  assert (first[0], last[0]) == (1, 2)
+  assert processes.Scalars(tmp_path / 'workers' / 'eval_train')['loss'] == [first, last, last]
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

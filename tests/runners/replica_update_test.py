@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training in replicas: weights as of one pipeline of all micro-batches, and where slots lie."""
+
+import functools
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_gpipe.checkpoint import checkpointer
+from lingvo_gpipe.core import nested_map
+from lingvo_gpipe.experiment import task
+from lingvo_gpipe.learning import optimizer
+from lingvo_gpipe.pipeline.cutting import plan
+from lingvo_gpipe.runners import runner
+from tests import graph_reader, tied_net
+
+_BATCH = 8
+# Of adding the gradients: settings of task.train.
+_WAYS = [{'all_reduce': 'send'}, {'all_reduce': 'collective'}, {'shard_optimizer_slots': True}]
+
+
+def _Batches(num, seed=0):
+  rng = np.random.default_rng(seed)
+  for _ in range(num):
+    yield tied_net.Batch(rng, _BATCH)
+
+
+def _Runner(num_replicas, **train):
+  """With 4 micro-batches over all replicas."""
+  p = tied_net.TiedNet.Params().Set(name='net', random_seed=3, dtype=tf.float64)
+  p.Set(keep_prob=0.8, num_micro_batches=4 // num_replicas)
+  p.train.Set(ema_decay=0.5)
+  p.train.learner.Set(
+    learning_rate=0.02, optimizer=optimizer.Adam.Params(), clip_gradient_norm_to_value=0.1
+  )
+  for name, value in train.items():
+    p.Set(**{f'train.{name}': value})
+  devices = [d.name for d in tf.config.list_logical_devices('CPU')][: 2 * num_replicas]
+  spec = tied_net.BatchSpec(_BATCH)
+  return runner.TaskRunner(p.Instantiate(), devices, spec, num_replicas=num_replicas)
+
+
+def _Values(run):
+  return {name: v.numpy() for name, v in run.Variables().items()}
+
+
+def _Train(run, num=3, seed=0):
+  values = [run.TrainStep(batch) for batch in _Batches(num, seed)]
+  return [v['loss'] for v in values if v is not None]
+
+
+@functools.cache
+def _OneReplica():
+  run = _Runner(1)
+  losses = _Train(run)
+  return losses, _Values(run), run.Evaluate(_Batches(2, 1))
+
+
+def _CheckClose(found, expected):
+  assert found.keys() == expected.keys()
+  for name, value in expected.items():
+    np.testing.assert_allclose(found[name], value, rtol=1e-7, atol=1e-10, err_msg=name)
+
+
+def _CheckReplicasAgree(run):
+  first, *others = run.engine.replicas
+  assert others
+  for other in others:
+    for path, v in first.variables.items():
+      np.testing.assert_array_equal(other.variables[path], v, err_msg=path)
+
+
+@pytest.fixture(scope='module', params=_WAYS)
+def two_replicas(request, tmp_path_factory):
+  """(what trained as `_OneReplica` did, its losses, the graphs of the first step)."""
+  run, losses = _Runner(2, **request.param), []
+  first, *others = _Batches(3)
+  graphs = graph_reader.ExecutedGraphs(
+    lambda: losses.append(run.TrainStep(first)['loss']), tmp_path_factory.mktemp('graphs')
+  )
+  losses += [run.TrainStep(batch)['loss'] for batch in others]
+  return run, losses, graphs
+
+
+def testTrainsAsOnePipeline(two_replicas):
+  losses, values, evaluated = _OneReplica()
+  run, found, _ = two_replicas
+  np.testing.assert_allclose(found, losses, rtol=1e-9)
+  _CheckClose(_Values(run), values)
+  _CheckReplicasAgree(run)
+  found = run.Evaluate(_Batches(2, 1))
+  np.testing.assert_allclose(found['loss'], evaluated['loss'], rtol=1e-9)
+  _CheckReplicasAgree(run)  # The averages were in their place for a while.
+
+
+def testSumsOverlapTheRemainingBackward(two_replicas):
+  """In the graph that runs a stage's sum waits for no backward of the stages before it."""
+  _, _, graphs = two_replicas
+  before = graph_reader.ActionsBefore(graphs, r'gradient_sum_(\d+)')
+  # All that the last backward of stage 1, on micro-batch 0, needs; and no 0B.
+  of_last = {'0F0', '0F1', '1F0', '1F1', '1B1', '1B0'}
+  expected = {'1': of_last, '0': of_last | {'0B1', '0B0'}}
+  assert before == {
+    stage: {(r, action) for r in range(2) for action in found} for stage, found in expected.items()
+  }
+
+
+def testAnUpdateOfSeveralMiniBatchesAddsOnce():
+  runs = [_Runner(r, **{'learner.num_accumulated_mini_batches': 2}) for r in (1, 2)]
+  losses = [_Train(run, 4) for run in runs]
+  assert len(losses[0]) == 2
+  np.testing.assert_allclose(losses[0], losses[1], rtol=1e-9)
+  _CheckClose(_Values(runs[1]), _Values(runs[0]))
+
+
+def testShardedSlotsAreThereOnce(caplog):
+  """Slots of each weight lie where one replica has it; together the devices hold no more."""
+  caplog.set_level('INFO', logger='absl')
+  bytes_by_device = {}
+  for sharded in (False, True):
+    run = _Runner(2, shard_optimizer_slots=sharded)
+    of_slots = {}
+    for each in _AllLearners(run):
+      for v in each.Variables().values():
+        if v.shape.rank:
+          size = v.shape.num_elements() * v.dtype.size
+          of_slots[v.device] = of_slots.get(v.device, 0) + size
+    bytes_by_device[sharded] = of_slots
+  whole, shards = bytes_by_device[False], bytes_by_device[True]
+  assert len(whole) == len(shards) == 4  # Devices.
+  assert sum(whole.values()) == 2 * sum(shards.values())
+  assert max(shards.values()) < max(whole.values())
+  (told,) = [r.getMessage() for r in caplog.records if 'Optimizer slots' in r.getMessage()]
+  of_replicas = [
+    sum(size for device, size in shards.items() if any(s.device in device for s in replica.stages))
+    for replica in run.engine.replicas
+  ]
+  of_replicas[0] += 8  # The count of updates.
+  texts = ', '.join(map(plan.BytesText, of_replicas))
+  assert told == f'Optimizer slots are shared out over 2 replicas: {texts}.'
+
+
+def testTheOwnerOfAStagesLargestWeightIsPredicted():
+  run = _Runner(2, shard_optimizer_slots=True)
+  of_slots = {}
+  for v in run.learner.Variables().values():
+    of_slots[v.device] = of_slots.get(v.device, 0) + v.shape.num_elements() * v.dtype.size
+  for replica in run.engine.replicas:
+    for s, predicted in zip(replica.stages, run.plan.memory, strict=True):
+      (slots,) = [n for device, n in of_slots.items() if device.endswith(s.device)]
+      weights = sum(v.shape.num_elements() * 8 for v in tf.nest.flatten(s.variables))
+      sums = [*s.accumulators, *s.mirror_accumulators]
+      gradients = sum(a.shape.num_elements() * 8 for a in sums)
+      averages = sum(v.shape.num_elements() * 8 for v in s.trained.values())
+      assert weights + gradients + averages + slots <= predicted.state
+
+
+def _AllLearners(run):
+  return [run.learner, *run._replicas._others]
+
+
+@pytest.mark.parametrize('before, after', [((2, False), (1, False)), ((1, False), (2, True))])
+def testACheckpointFitsAnyNumberOfReplicas(tmp_path, before, after):
+  def Make(num_replicas, sharded):
+    return _Runner(num_replicas, shard_optimizer_slots=sharded)
+
+  saved = checkpointer.Checkpointer(str(tmp_path))
+  run = Make(*before)
+  _Train(run)
+  saved.Save(3, run.Variables(), {})
+  expected = _Values(run)
+  losses = _Train(run, 2, seed=5)
+
+  other = Make(*after)
+  assert saved.RestoreLatest(other.Variables()) is not None
+  other.AfterRestore()
+  for name, value in _Values(other).items():
+    np.testing.assert_array_equal(value, expected[name], err_msg=name)
+  np.testing.assert_allclose(_Train(other, 2, seed=5), losses, rtol=1e-9)
+  _CheckClose(_Values(other), _Values(run))
+  if after[0] > 1:
+    _CheckReplicasAgree(other)
+
+
+def testAStepThatIsNotFiniteChangesNoReplica():
+  run = _Runner(2)
+  _Train(run, 1)
+  before = _Values(run)
+  (batch,) = _Batches(1)
+  bad = np.array(batch.x)
+  bad[-1] = np.inf  # In the second replica's share.
+  values = run.TrainStep(nested_map.NestedMap(batch, x=tf.constant(bad)))
+  assert not values['is_finite']
+  assert run.NumSkippedSteps() == 1
+  after = _Values(run)
+  del before['global_step'], after['global_step']
+  for name, value in before.items():
+    np.testing.assert_array_equal(after[name], value, err_msg=name)
+  _CheckReplicasAgree(run)
+
+
+def testReplicasNeedAPipeline():
+  class _NoPipeline(task.BaseTask):
+    pass
+
+  p = _NoPipeline.Params().Set(name='plain')
+  spec = nested_map.NestedMap(x=tf.TensorSpec([2, 2]))
+  with pytest.raises(ValueError, match='_NoPipeline has no pipeline, and 2 replicas need one'):
+    runner.TaskRunner(p.Instantiate(), ['/cpu:0', '/cpu:1'], spec, num_replicas=2)
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

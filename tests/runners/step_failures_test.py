@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An error that ends the training says in which step, and what to try."""
+
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_gpipe.checkpoint import checkpointer
+from lingvo_gpipe.core import hyperparams
+from lingvo_gpipe.experiment import registry
+from lingvo_gpipe.pipeline import pipelining_layer
+from lingvo_gpipe.reporting import run_report
+from lingvo_gpipe.runners import step_failures
+from tests import processes, toy_training
+
+
+@pytest.mark.parametrize(
+  'error',
+  [
+    tf.errors.ResourceExhaustedError(None, None, 'OOM when allocating tensor with shape[3,4]'),
+    tf.errors.ResourceExhaustedError(None, None, 'failed to allocate memory'),
+    tf.errors.InternalError(None, None, 'RESOURCE_EXHAUSTED: Out of memory while trying'),
+    MemoryError(),
+  ],
+)
+def testWhatToTryWhereMemoryRanOut(error):
+  params = registry.GetParams(processes.MODEL, 'Train')
+  with pytest.raises(type(error)), step_failures.Hints(params):
+    raise error
+  (hint,) = error.__notes__
+  assert hint.startswith('out of memory: try more micro-batches (num_micro_batches of task.stack)')
+
+
+def _Model(**tasks):
+  """Params of a model of these tasks."""
+  p = hyperparams.Params()
+  p.Define('task_params', hyperparams.Params(), '')
+  for name, task_params in tasks.items():
+    p.task_params.Define(name, task_params, '')
+  return p
+
+
+def testTheHintNamesThePipelineWhereverItIs():
+  task = toy_training.Params().task
+  within = hyperparams.Params()
+  within.Define('pipe', pipelining_layer.PipeliningLayer.Params(), '')
+  other = task.Copy()
+  other.Define('decoder', within, '')
+  for params, where in (
+    (_Model(one=task, two=other), 'task_params.two.decoder.pipe'),
+    (_Model(a=other, b=other), 'task_params.a.decoder.pipe and task_params.b.decoder.pipe'),
+    (_Model(one=task), 'a PipeliningLayer'),
+  ):
+    with pytest.raises(MemoryError) as e, step_failures.Hints(params):
+      raise MemoryError
+    assert f'(num_micro_batches of {where})' in e.value.__notes__[0]
+
+
+@pytest.mark.parametrize(
+  'error',
+  [
+    ValueError('out of bounds'),
+    tf.errors.InvalidArgumentError(None, None, 'ROOM'),
+    tf.errors.ResourceExhaustedError(None, None, 'x; No space left on device'),
+    tf.errors.ResourceExhaustedError(None, None, 'x; Disk quota exceeded'),
+    tf.errors.ResourceExhaustedError(None, None, 'x; Too many open files'),
+  ],
+)
+def testOtherErrorsGetNoHint(error):
+  with pytest.raises(type(error)), step_failures.Hints(hyperparams.Params()):
+    raise error
+  assert not hasattr(error, '__notes__')
+
+
+def testWhereTheNextCallGoesOn(tmp_path):
+  saved = checkpointer.Checkpointer(tmp_path)
+  error = ValueError()
+  step_failures.AddNotes(error, 7, saved)
+  for step in (2, 4):
+    saved.Save(step, {'v': tf.Variable(0.0)}, {})
+  step_failures.AddNotes(error, 5, saved)
+  assert error.__notes__ == [
+    'training ended after step 7; the next call begins anew',
+    'training ended after step 5; the next call goes on from the checkpoint of step 4',
+  ]
+
+
+def testALossThatIsNotFiniteEndsTheTrainingAndSaysWhatIsIntact(tmp_path, monkeypatch, capsys):
+  """Its gradients are finite: the steps are applied, and count."""
+  compute = toy_training.Regression.ComputeLoss
+
+  def Infinite(self, *args):
+    metrics, per_example = compute(self, *args)
+    return {'loss': (metrics['loss'][0] + np.inf, metrics['loss'][1])}, per_example
+
+  monkeypatch.setattr(toy_training.Regression, 'ComputeLoss', Infinite)
+  params = toy_training.Params(max_nonfinite_steps=3, save_interval_steps=1)
+  assert toy_training.Program(tmp_path, params).Run() == 1
+  found = capsys.readouterr()
+  assert 'step 2: the loss is not finite; the gradients are, and were applied\n' in found.out
+  first, last = found.err.splitlines()
+  assert first.startswith('step 3: the loss or gradients of 3 steps in a row were not finite')
+  assert last == 'training ended after step 3; the next call goes on from the checkpoint of step 2'
+
+
+def testWeightsThatAreNotFiniteReachNoCheckpoint(tmp_path, caplog, capsys):
+  p = toy_training.Params(save_interval_steps=1, save_max_to_keep=2, max_steps=8)
+  p.task.train.learner.Set(learning_rate=1e20, skip_nonfinite=False)
+  assert toy_training.Program(tmp_path, p).Run() == 1
+  assert 'after step 8; there is no checkpoint of it\n' in capsys.readouterr().out
+  assert run_report.FinishedStep(str(tmp_path)) is None
+  last = processes.Steps(tmp_path)[-1]
+  assert last < 8
+  weights = processes.Tensors(tmp_path, last)
+  assert all(np.isfinite(weights[f'toy.{name}']).all() for name in 'wb')
+  assert f'no checkpoint of step {last + 1}: toy.' in caplog.text
+
+
+def testAStepThatCannotBeRepeatedHidesNoMessage(tmp_path, monkeypatch, capsys):
+  compute = toy_training.Regression.ComputeLoss
+
+  def NotANumber(self, *args):
+    metrics, per_example = compute(self, *args)
+    return {'loss': (metrics['loss'][0] * np.nan, metrics['loss'][1])}, per_example
+
+  def Fail(self, *data):
+    raise MemoryError('none left')
+
+  monkeypatch.setattr(toy_training.Regression, 'ComputeLoss', NotANumber)
+  monkeypatch.setattr('lingvo_gpipe.runners.runner.TaskRunner.WhyNotFinite', Fail)
+  assert toy_training.Program(tmp_path, toy_training.Params(max_nonfinite_steps=1)).Run() == 1
+  found = capsys.readouterr().err.splitlines()
+  assert found[0].startswith('step 1: the loss or gradients of 1 steps in a row were not finite')
+
+
+def testACheckpointDirectoryThatCannotBeReadHidesNoError(tmp_path):
+  (tmp_path / 'file').write_text('')
+  error = ValueError('mine')
+  saved = checkpointer.Checkpointer(tmp_path / 'file' / 'train')
+  step_failures.AddNotes(error, 5, saved)
+  assert error.__notes__[0].startswith('training ended after step 5')
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training on batches of several shapes: as on padded ones, exactly restarted, without warnings."""
+
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_gpipe.core import base_layer, nested_map
+from lingvo_gpipe.distributed import cluster, stop_request
+from lingvo_gpipe.experiment import model, task
+from lingvo_gpipe.input.text import parallel_text
+from lingvo_gpipe.layers import dropout, embedding
+from lingvo_gpipe.learning import optimizer
+from lingvo_gpipe.pipeline import pipelining_layer
+from lingvo_gpipe.runners import runner
+from lingvo_gpipe.training import inspection, train_program
+
+_BOUNDS, _LIMITS = [5, 7], [5, 2]
+_VOCAB, _DIM = 12, 4
+
+
+class _MeanSoFar(base_layer.BaseLayer):
+  """The mean over all positions up to each that are no padding."""
+
+  def FProp(self, theta, inputs, paddings):
+    counted = 1 - tf.cast(paddings[:, :, tf.newaxis], inputs.dtype)
+    sums = tf.cumsum(inputs * counted, axis=1)
+    return tf.math.divide_no_nan(sums, tf.cumsum(counted, axis=1))
+
+
+class _Net(task.BaseTask):
+  """Predicts each target token from the mean of those before it."""
+
+  @classmethod
+  def Params(cls):
+    p = super().Params()
+    p.Define('keep_prob', 1.0, 'Of dropout.')
+    p.Define('stack', pipelining_layer.PipeliningLayer.Params(), 'The pipeline.')
+    return p
+
+  def __init__(self, params):
+    super().__init__(params)
+    p = self.params
+    sub = [
+      embedding.EmbeddingLayer.Params().Set(vocab_size=_VOCAB, embedding_dim=_DIM),
+      _MeanSoFar.Params(),
+      dropout.DropoutLayer.Params().Set(keep_prob=p.keep_prob),
+      embedding.SimpleFullSoftmax.Params().Set(input_dim=_DIM, num_classes=_VOCAB),
+    ]
+    self.CreateChild('stack', p.stack.Copy().Set(sub=sub))
+
+  def PipelineInputs(self, input_batch):
+    return (input_batch.tgt_ids, input_batch.tgt_paddings)
+
+  def LossInputs(self, input_batch):
+    return nested_map.NestedMap(labels=input_batch.tgt_labels, weights=input_batch.tgt_weights)
+
+  def LossWeight(self, input_batch):
+    return tf.reduce_sum(input_batch.weights)
+
+  def ComputeLoss(self, theta, predictions, input_batch):
+    xent = embedding.XentLossFromLogits(predictions, input_batch.labels)
+    weights = tf.cast(input_batch.weights, xent.dtype)
+    total = tf.reduce_sum(weights)
+    return {'loss': (tf.math.divide_no_nan(tf.reduce_sum(xent * weights), total), total)}, {}
+
+
+def _Params(num_accumulated=1, keep_prob=1.0, xla=False, max_steps=6):
+  p = _Net.Params().Set(name='net', random_seed=5, keep_prob=keep_prob, dtype=tf.float64)
+  p.stack.Set(num_stages=2, num_micro_batches=3, xla=xla, splits=[2, 4])
+  p.train.Set(max_steps=max_steps, save_interval_steps=0, save_interval_seconds=0.0)
+  p.train.learner.Set(
+    num_accumulated_mini_batches=num_accumulated,
+    learning_rate=0.01,
+    optimizer=optimizer.Adam.Params(),
+  )
+  data = parallel_text.ParallelText.Params().Set(
+    name='Train', num_fake_examples=30, vocab_size=_VOCAB, bucket_upper_bound=_BOUNDS,
+    bucket_batch_limit=_LIMITS, sampling_temperature=2.0,
+  )  # fmt: skip
+  return model.SingleTaskModel.Params().Set(name='buckets', task=p, input=data)
+
+
+def _Runner(p, specs):
+  made = p.Instantiate()
+  devices = [d.name for d in tf.config.list_logical_devices('CPU')]
+  run = runner.TaskRunner(made.task, devices, made.input.BatchSpec())
+  run.ExpectBatches(specs)
+  return run, made.input
+
+
+def _Arrays(run):
+  return {name: variable.numpy() for name, variable in run.Variables().items()}
+
+
+def _Padded(batch, rows, length):
+  """The batch in the largest of all shapes; what is added counts nothing."""
+
+  def Pad(name, x):
+    sizes = [rows, length][: x.shape.rank]
+    value = 1 if name.endswith('paddings') else 0
+    widths = [(0, size - dim) for size, dim in zip(sizes, x.shape, strict=True)]
+    return tf.constant(np.pad(x, widths, constant_values=value))
+
+  return batch.TransformWithKey(Pad)
+
+
+def testBucketsAreAsBatchesPaddedToTheLargestShape(caplog):
+  p = _Params()
+  run, data = _Runner(p, p.input.Instantiate().BatchSpecs())
+  padded, _ = _Runner(p, [])
+  seen = set()
+  with caplog.at_level('WARNING'):
+    for batch in data.Dataset().take(6):
+      seen.add(tuple(batch.tgt_ids.shape))
+      got = run.TrainStep(batch)
+      expected = padded.TrainStep(_Padded(batch, max(_LIMITS), max(_BOUNDS)))
+      for name, value in expected.items():
+        assert got[name] == pytest.approx(value, rel=1e-6), name
+  assert seen == set(zip(_LIMITS, _BOUNDS, strict=True))
+  expected = _Arrays(padded)
+  for name, value in _Arrays(run).items():
+    np.testing.assert_allclose(value, expected[name], rtol=1e-7, atol=1e-9, err_msg=name)
+  # Micro-batches of 2, 2 and 1 rows in one bucket and of 1 in the other: all three are expected.
+  assert [r.getMessage() for r in caplog.records] == []
+
+  once = data.params.Copy().Set(shuffle=False, num_epochs=1).Instantiate()
+  values = run.Evaluate(once.Dataset())
+  assert values['loss'][1] == sum(float(tf.reduce_sum(b.tgt_weights)) for b in once.Dataset())
+
+
+def testBucketsUnderXla(caplog):
+  """Each shape is compiled when it first comes, and makes what it makes without XLA."""
+  runs = []
+  for xla in (True, False):
+    p = _Params(xla=xla, keep_prob=0.8)
+    p.task.stack.num_micro_batches = 2
+    p.input.bucket_batch_limit = [4, 2]
+    runs.append(_Runner(p, p.input.Instantiate().BatchSpecs()))
+  (run, data), (plain, _) = runs
+  shapes = set()
+  with caplog.at_level('WARNING'):
+    for batch in data.Dataset().take(5):
+      shapes.add(tuple(batch.tgt_ids.shape))
+      expected = plain.TrainStep(batch)
+      for name, value in run.TrainStep(batch).items():
+        assert value == pytest.approx(expected[name], rel=1e-6), name
+  assert shapes == {(4, 5), (2, 7)}
+  assert [r.getMessage() for r in caplog.records] == []
+
+
+def testMicroBatchesOfAnUpdateAreCountedInBatchesOfAnySize(monkeypatch):
+  """So that no two of them have the same random seeds."""
+  p = _Params(num_accumulated=2)
+  run, data = _Runner(p, p.input.Instantiate().BatchSpecs())
+  firsts = []
+
+  def Accumulate(batch, first):
+    firsts.append((int(first), batch.tgt_ids.shape[0]))
+    return {'loss': tf.constant([1.0, 1.0])}, tf.constant(1.0), {}
+
+  monkeypatch.setattr(run, '_Trace', lambda *args: None)
+  monkeypatch.setattr(run, '_accumulate', Accumulate)
+  monkeypatch.setattr(run, '_update', lambda *args: {'loss_weight': 2.0})
+  for batch in data.Dataset().take(24):
+    run.TrainStep(batch)
+  for (first, rows), (second, _) in zip(firsts[::2], firsts[1::2], strict=True):
+    assert first == 0 and second == min(rows, 3)
+  assert {rows for _, rows in firsts[::2]} == {2, 5}
+
+
+def _Program(p, logdir):
+  return train_program.TrainProgram(
+    p, str(logdir), cluster.Cluster.Create(2, platform='cpu'), None, stop_request.StopRequest()
+  )
+
+
+def testRestartInTheMiddleIsExact(tmp_path, capsys, caplog):
+  """Dropout, accumulation and Adam's slots included; 10 batches end within an epoch."""
+  options = {'num_accumulated': 2, 'keep_prob': 0.8}
+  whole = _Program(_Params(max_steps=5, **options), tmp_path / 'whole')
+  with caplog.at_level('WARNING', logger='absl'):
+    assert whole.Run() == 0
+    assert _Program(_Params(max_steps=2, **options), tmp_path / 'parts').Run() == 0
+    p = _Params(max_steps=5, **options)
+    p.input.num_prefetch = 0
+    parts = _Program(p, tmp_path / 'parts')
+    assert parts.Run() == 0
+  expected = _Arrays(whole._runner)
+  for name, value in _Arrays(parts._runner).items():
+    np.testing.assert_array_equal(value, expected[name], err_msg=name)
+  rows = [len(b.example_weights) for b in _Params().input.Instantiate().Dataset().take(10)]
+  assert set(rows) == set(_LIMITS)
+  out = capsys.readouterr().out
+  assert 'the first step of each of 2 shapes compiles the stages' in out
+  assert f'going on from step 2 ({sum(rows[:4])} examples consumed)' in out
+  assert [r.getMessage() for r in caplog.records if 'shape number' in r.getMessage()] == []
+  found = train_program.checkpointer.Checkpointer(str(tmp_path / 'parts' / 'train'))
+  assert found.ReadMetadata(found.Latest())['examples_consumed'] == sum(rows)
+
+
+def testPartitionIsOfTheLargestShape():
+  text = inspection.PartitionText(_Params())
+  assert 'for the largest of 2 shapes of batches: {' in text
+  assert f'tgt_ids: int32[{_LIMITS[0]}, {_BOUNDS[0]}]' in text
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An experiment of two tasks, by the programs: training, restarts, evaluation, export, mistakes."""
+
+import json
+import re
+import sys
+import types
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_gpipe.checkpoint import checkpointer
+from lingvo_gpipe.distributed import stop_request
+from lingvo_gpipe.evaluation import dataset_passes
+from lingvo_gpipe.experiment import multi_task_model, registry
+from tests import processes, toy_tasks, toy_training
+
+_EXPERIMENT = """
+import tensorflow as tf
+
+from lingvo_gpipe.core import weight_params
+from lingvo_gpipe.experiment import registry, task
+from lingvo_gpipe.input import synthetic
+
+
+class Net(task.BaseTask):
+  @classmethod
+  def Params(cls):
+    p = super().Params()
+    p.Define('num_targets', 1, 'Outputs.')
+    return p
+
+  def __init__(self, params):
+    super().__init__(params)
+    self.CreateVariable('w', weight_params.WeightParams([4, 4]))
+    self.CreateVariable('head', weight_params.WeightParams([4, self.params.num_targets]))
+
+  def ComputePredictions(self, theta, batch):
+    return tf.tanh(batch.inputs @ theta.w) @ theta.head
+
+  def ComputeLoss(self, theta, predictions, batch):
+    weights = batch.example_weights
+    errors = tf.reduce_mean(tf.square(predictions - batch.targets), axis=1)
+    loss = tf.math.divide_no_nan(tf.reduce_sum(errors * weights), tf.reduce_sum(weights))
+    return {'loss': (loss, tf.reduce_sum(weights))}, {}
+
+  def LossWeight(self, batch):
+    return tf.reduce_sum(batch.example_weights)
+
+
+class Speaker(Net):
+  def Decode(self, input_batch, input_generator):
+    return {'said': ['word'] * input_batch.inputs.shape[0]}
+
+
+@registry.RegisterMultiTaskModel
+class Two(registry.MultiTaskModelParams):
+  def _Input(self, num_targets, num_examples):
+    return synthetic.SyntheticRegressionInput.Params().Set(
+      batch_size=4, num_examples=num_examples, input_shape=[4], num_targets=num_targets,
+      first_example=100 * num_targets,
+    )
+
+  def Train(self):
+    # Data of different lengths, whose epochs end within a batch.
+    return {'a': self._Input(2, 30), 'b': self._Input(1, 10)}
+
+  def Dev(self):
+    return {'a': self._Input(2, 5)}
+
+  def Test(self):
+    return {'a': self._Input(2, 6), 'b': self._Input(1, 7)}
+
+  def Tasks(self):
+    tasks = {'a': Speaker.Params().Set(num_targets=2), 'b': Net.Params()}
+    # An update of `b` takes two batches.
+    tasks['b'].train.learner.num_accumulated_mini_batches = 2
+    return tasks
+
+  def TaskProbs(self):
+    return {'a': 2.0, 'b': 1.0}
+
+  def Model(self):
+    p = super().Model()
+    p.variable_renaming_rules = [[r'\\w+\\.w', 'shared.w']]
+    p.train.Set(summary_interval_steps=1, eval_datasets=['Dev', 'Test'], eval_interval_steps=7)
+    p.train.decode_datasets = ['Test']
+    p.train.early_stop.Set(jobname='eval_test_b', metric='loss')
+    return p
+"""
+
+_END = 14
+_JOB = '--job=train_and_eval'
+
+
+@pytest.fixture(scope='module')
+def project(tmp_path_factory):
+  return processes.Project(tmp_path_factory.mktemp('project'), _EXPERIMENT)
+
+
+@pytest.fixture(scope='module')
+def run(project, forks, tmp_path_factory):
+  """What calls a program in the project, and a run of _END steps in one go: its logdir, output."""
+  logdir = tmp_path_factory.mktemp('once')
+
+  def Run(program, logdir, *args):
+    return forks.Run(program, '--model=toy.Two', f'--logdir={logdir}', *args, cwd=project)
+
+  done = processes.Succeeded(Run('trainer', logdir, f'--max_steps={_END}', _JOB))
+  return Run, logdir, done.stdout
+
+
+def _Lines(logdir):
+  return [json.loads(line) for line in (logdir / 'metrics.jsonl').read_text().splitlines()]
+
+
+def _Metadata(logdir):
+  store = checkpointer.Checkpointer(str(logdir / 'train'))
+  return store.ReadMetadata(store.Latest())
+
+
+def testEachTaskIsDescribedMeasuredAndEvaluated(run):
+  _, logdir, said = run
+  assert 'task a:\nstage' in said and 'task b:\nstage' in said
+  assert 'data: Train_a 30 examples; Train_b 10 examples; Dev_a 5 examples; Test_a 6' in said
+  counts = _Metadata(logdir)['tasks']
+  assert counts['a']['steps'] + counts['b']['steps'] == _END
+  assert min(counts['a']['steps'], counts['b']['steps']) > 1
+  # Each batch has 4 examples, and a step of `b` two batches.
+  assert {name: c['examples'] / c['steps'] for name, c in counts.items()} == {'a': 4, 'b': 8}
+  told = rf'task b +{counts["b"]["steps"]} steps, {counts["b"]["examples"]} examples'
+  assert re.search(told, said)
+  lines = [line for line in _Lines(logdir) if line['split'] == 'train']
+  assert [line['step'] for line in lines] == list(range(1, _END + 1))
+  scalars = processes.Scalars(logdir / 'train')
+  for task in 'ab':
+    steps = [line['step'] for line in lines if f'loss/{task}' in line['values']]
+    assert len(steps) == counts[task]['steps']
+    assert [step for step, _ in scalars[f'loss/{task}']] == steps
+    assert [n for _, n in scalars[f'steps/{task}']] == list(range(1, len(steps) + 1))
+    assert f'stage_table/{task}' in processes.Tensorboard(logdir / 'train')
+  assert 'num_skipped_steps' in lines[-1]['values'] and 'loss' not in lines[-1]['values']
+  for name in ('eval_dev_a', 'eval_test_a', 'eval_test_b'):
+    assert [step for step, _ in processes.Scalars(logdir / name)['loss']] == [7, _END]
+  assert not (logdir / 'eval_dev_b').exists()
+  # Only `a` decodes.
+  assert (logdir / 'decode_test_a' / f'decode-{_END:08d}.jsonl').exists()
+  assert not (logdir / 'decode_test_b').exists()
+  assert '--- said\nword' in said
+  assert 'eval_test_b loss' in said.partition('\nbest ')[2]
+  names = set(processes.Tensors(logdir, _END))
+  assert {n for n in names if n.startswith('shared.w')} == {
+    'shared.w', 'shared.w/momentum', 'shared.w/velocity'
+  }  # fmt: skip
+
+
+def testARestartGoesOnToTheBit(run, tmp_path):
+  """With another task at the restart than at the start, and an update of two batches."""
+  call, logdir, _ = run
+  for steps in (5, _END):
+    processes.Succeeded(call('trainer', tmp_path, f'--max_steps={steps}', _JOB))
+  processes.AssertSameTensors(processes.Tensors(tmp_path, _END), processes.Tensors(logdir, _END))
+  assert _Metadata(tmp_path)['tasks'] == _Metadata(logdir)['tasks']
+  values = [
+    [
+      (line['step'], line['values']['loss/a'])
+      for line in _Lines(where)
+      if 'loss/a' in line['values']
+    ]
+    for where in (tmp_path, logdir)
+  ]
+  assert values[0] == values[1]
+
+
+def testTheEvaluatorTakesAllTasksOrOne(run):
+  call, logdir, trained = run
+  done = processes.Succeeded(call('evaluator', logdir, '--once', '--split=Test'))
+  found = [line for line in trained.splitlines() if re.match('Test_.*: loss', line)]
+  said = done.stdout.splitlines()
+  assert re.match('task a: weights float32, .*', said[1]) and said[2].startswith('task b: ')
+  assert re.fullmatch('data: Test_a 6 examples.*; Test_b 7 examples.*', said[3])
+  assert said[4] == 'eval_test_a and eval_test_b take the weights'
+  assert [line for line in said if re.match('Test_.*: loss', line)] == found[-2:]
+  done = processes.Succeeded(
+    call('evaluator', logdir, '--once', '--split=Test', '--model_task_name=b')
+  )
+  assert done.stdout.splitlines()[3:] == ['eval_test_b takes the weights', found[-1]]
+  # Only `a` decodes.
+  done = processes.Succeeded(call('evaluator', logdir, '--once', '--split=Test', '--job=decode'))
+  assert f'\nTest_a at step {_END}: 6 examples in ' in done.stdout
+  assert (logdir / 'decode_test_a').exists() and not (logdir / 'decode_test_b').exists()
+
+
+def testAnExportIsOfOneTask(run):
+  call, logdir, _ = run
+  done = call('trainer', logdir, '--mode=export')
+  assert done.returncode == 2 and 'name it by --model_task_name' in done.stderr
+  done = call('trainer', logdir, '--mode=export', '--model_task_name=b')
+  assert f'{logdir}/export/b/{_END}\n' in processes.Succeeded(done).stdout
+  loaded = tf.saved_model.load(str(logdir / 'export' / 'b' / str(_END)))
+  weights = processes.Tensors(logdir, _END)
+  x = np.random.default_rng(0).normal(size=[3, 4]).astype(np.float32)
+  got = loaded.signatures['serving_default'](inputs=tf.constant(x))['outputs']
+  np.testing.assert_allclose(got, np.tanh(x @ weights['shared.w']) @ weights['b.head'], rtol=1e-5)
+
+
+def testOneTaskAloneIsTrained(run, tmp_path):
+  call, logdir, _ = run
+  done = call('trainer', tmp_path, '--max_steps=2', '--model_task_name=b', _JOB)
+  said = processes.Succeeded(done).stdout
+  # Dev has nothing for it.
+  assert 'task a' not in said and 'data: Train_b 10 examples; Test_b 7 examples\n' in said
+  weights, start = processes.Tensors(tmp_path, 2), processes.Tensors(logdir, _END)
+  assert weights.keys() == start.keys()
+  assert weights['learner/b/iterations'] == 2 and weights['learner/a/iterations'] == 0
+  assert not weights['a.head/momentum'].any() and weights['shared.w/momentum'].any()
+  # To go on with both is another training.
+  done = call('trainer', tmp_path, '--max_steps=3', _JOB)
+  assert done.returncode == 2 and "~ task_name : 'b' -> ''" in done.stderr
+
+
+@pytest.mark.parametrize(
+  'args, message',
+  [
+    (
+      ['--model_task_name=c'],
+      "task_name names the task 'c', which there is not; the tasks are a, b",
+    ),
+    (['--split=Dev', '--once', '--model_task_name=b'], 'no input for the task b; it has a'),
+    (['--job=decode', '--once', '--model_task_name=b'], 'can be done with none of the tasks b'),
+  ],
+)
+def testMistakesAreOneLine(run, args, message):
+  call, logdir, _ = run
+  done = call('evaluator', logdir, *args)
+  assert done.returncode == 2
+  (line,) = processes.Messages(done.stderr)
+  assert message in line
+
+
+def testAProfileDrawsEachTask(run, tmp_path):
+  call, *_ = run
+  done = processes.Succeeded(call('trainer', tmp_path, '--max_steps=5', '--profile_steps=2,5'))
+  expected = {
+    line['step']: next(task for task in 'ab' if f'loss/{task}' in line['values'])
+    for line in _Lines(tmp_path)
+    if line['split'] == 'train' and line['step'] > 1
+  }
+  found = {}
+  for task in 'ab':
+    page = (tmp_path / f'timeline_2_5_{task}.html').read_text()
+    # An update of `b` takes two batches.
+    for step, mini_batch in re.findall(r'<h2>step (\d+)(?:, mini-batch (\d))?: ', page):
+      assert (mini_batch == '') == (task == 'a')
+      found[int(step)] = task
+    assert re.search(rf'^profiled steps? [2-5 to]+ of task {task}: ', done.stdout, re.MULTILINE)
+  assert found == expected and len(set(expected.values())) == 2
+
+
+def testADataSetThatIsOfNoUseToTheTasks(tmp_path, caplog):
+  """Refused before weights are used; told where a task is trained alone and others may be meant."""
+  caplog.set_level('INFO', logger='absl')
+
+  def Make(data, *names, **train):
+    p = toy_tasks.Params()
+    p.train.Set(**train)
+    made = p.Instantiate().tasks
+    runners = {name: types.SimpleNamespace(task=made[name]) for name in names}
+    inputs = toy_tasks.AsParams({name: toy_tasks.Input(name, 'Dev') for name in data})
+    dataset_passes.DatasetPasses(
+      types.SimpleNamespace(task_runners=runners), lambda _: inputs, str(tmp_path),
+      stop_request.StopRequest(), during_training=True, clock=lambda: 0.0,
+    )  # fmt: skip
+
+  told = 'datasets names Dev, but none of the tasks '
+  for data in ('ab', 'b', ''):
+    with pytest.raises(
+      ValueError, match=f'train.decode_{told}a, b can decode it: .* override Decode'
+    ):
+      Make(data, 'a', 'b', decode_datasets=['Dev'])
+  with pytest.raises(ValueError, match=f'train.eval_{told}a, b can be evaluated on it: they have'):
+    Make('', 'a', 'b', eval_datasets=['Dev'])
+  assert told not in caplog.text
+  Make('a', 'b', decode_datasets=['Dev'], eval_datasets=['Dev'])
+  assert f'train.decode_{told}b can' in caplog.text and f'train.eval_{told}b can' in caplog.text
+
+
+def testMessagesNameTheParamsOfTheTask(tmp_path):
+  p = toy_tasks.Params(b=toy_tasks.Task(1, skip_nonfinite=False))
+  with pytest.raises(ValueError, match=r'set skip_nonfinite of task_params\.b\.train\.learner to'):
+    toy_training.Program(tmp_path, p, check_numerics=True)
+  p.task_params.a.train.learner = []
+  with pytest.raises(ValueError, match=r'^task_params\.a\.train\.learner is an empty list'):
+    toy_training.Program(tmp_path, p)
+  for path, guesses in (
+    ('task.train.max_steps', 'train.max_steps'),
+    ('task.train.learner.name', 'task_params.b.train.learner.name'),
+  ):
+    with pytest.raises(AttributeError, match=rf'did you mean {re.escape(guesses)}\?$'):
+      p.Get(path)
+
+
+def testAModelOfOneTaskHasNoTaskNames(forks, tmp_path):
+  args = [f'--model={processes.MODEL}', f'--logdir={tmp_path}', '--model_task_name=a']
+  done = forks.Run('trainer', *args)
+  assert done.returncode == 2
+  (line,) = processes.Messages(done.stderr)
+  assert f'{processes.MODEL} has one task; leave the flag out' in line
+
+
+def testAProgramOfOneTaskEqualsThatOfASingleTaskModel(tmp_path):
+  """Bit by bit, through the whole program, names aside."""
+  single = toy_training.Params(max_steps=5)
+  toy_training.Train(tmp_path / 'single', single)
+  p = multi_task_model.MultiTaskModel.Params().Set(
+    task_params=toy_tasks.AsParams({'toy': single.task.Copy()}),
+    input=toy_tasks.AsParams({'toy': single.input.Copy()}),
+  )
+  for key in ('max_steps', 'summary_interval_steps'):
+    p.train.Set(**{key: single.task.train.Get(key)})
+    p.task_params.toy.train.Set(**{key: p.task_params.toy.train.GetDefault(key)})
+  toy_training.Train(tmp_path / 'multi', p)
+  expected = {
+    name.replace('learner/', 'learner/toy/'): value
+    for name, value in processes.Tensors(tmp_path / 'single', 5).items()
+  }
+  processes.AssertSameTensors(processes.Tensors(tmp_path / 'multi', 5), expected)
+
+
+def testTheRegistryListsAndChecksExperimentsOfSeveralTasks(project, monkeypatch):
+  with pytest.raises(TypeError, match='is not a MultiTaskModelParams'):
+    registry.RegisterMultiTaskModel(registry.SingleTaskModelParams)
+  with pytest.raises(TypeError, match='is not a SingleTaskModelParams'):
+    registry.RegisterSingleTaskModel(registry.MultiTaskModelParams)
+  with pytest.raises(NotImplementedError, match=r'defines no Tasks\(\)'):
+    registry.MultiTaskModelParams().Model()
+  assert 'image.digits_tasks.DigitAndParity' in registry.ListKeys()
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which replicas and stages a model gets on fewer devices; the runs are in worker_faults_test."""
+
+import sys
+
+import pytest
+
+from lingvo_gpipe.distributed import cluster_spec, worker_connection
+from lingvo_gpipe.experiment import model
+from lingvo_gpipe.layers import linear
+from lingvo_gpipe.pipeline import pipelining_layer
+from lingvo_gpipe.pipeline.schedule import schedules
+from lingvo_gpipe.training import remaining_workers
+from tests import toy_training
+
+
+class _Stack(toy_training.Regression):
+  @classmethod
+  def Params(cls):
+    p = super().Params()
+    sub = [linear.LinearLayer.Params().Set(input_dim=4, output_dim=4) for _ in range(8)]
+    p.Define('stack', pipelining_layer.PipeliningLayer.Params().Set(sub=sub), 'Layers.')
+    return p
+
+  def __init__(self, params):
+    super().__init__(params)
+    self.CreateChild('stack', self.params.stack)
+
+
+def _Params(**stack):
+  p = model.SingleTaskModel.Params().Set(task=_Stack.Params().Set(name='toy'))
+  p.task.stack.Set(**{'num_stages': 4, 'num_micro_batches': 3, **stack})
+  return p
+
+
+@pytest.mark.parametrize(
+  'num_replicas, num_devices, expected',
+  [
+    (1, 4, (1, 4, 3)),
+    (1, 5, (1, 4, 3)),
+    (1, 3, (1, 3, 3)),
+    (1, 1, (1, 1, 3)),
+    # Four replicas of three micro-batches: the twelve of them stay.
+    (4, 15, (3, 4, 4)),
+    (4, 11, (2, 4, 6)),
+    (4, 7, (1, 4, 12)),
+    (4, 2, (1, 2, 12)),
+    # Of fifteen no four replicas have the same number.
+    (5, 16, (3, 4, 5)),
+  ],
+)
+def testReplicasGoFirstThenStages(num_replicas, num_devices, expected):
+  before = _Params()
+  text = before.ToText()
+  found, replicas = remaining_workers.Shrink(before, num_replicas, num_devices)
+  stack = found.task.stack
+  assert (replicas, stack.num_stages, stack.num_micro_batches) == expected
+  assert before.ToText() == text
+
+
+def testReplicasShareTheMicroBatchesEvenly():
+  found, replicas = remaining_workers.Shrink(_Params(num_micro_batches=2), 5, 16)
+  assert (replicas, found.task.stack.num_micro_batches) == (2, 5)
+
+
+def testADeviceKeepsItsNumberOfStages():
+  p = _Params(num_stages=8, stages_per_device=2, schedule='looped_bfs')
+  found, replicas = remaining_workers.Shrink(p, 1, 3)
+  assert (replicas, found.task.stack.num_stages) == (1, 6)
+
+
+@pytest.mark.parametrize(
+  'stack, num_devices, message',
+  [
+    ({}, 0, 'no device'),
+    ({'splits': [2, 4, 6, 8]}, 3, 'splits were set by hand'),
+    ({'memory_limit': 10**9}, 3, 'memory_limit is set'),
+    ({'schedule': schedules.Get('gpipe', 4, 3)}, 3, 'has num_stages 4, but 3 is asked for'),
+    (
+      {'num_stages': 8, 'stages_per_device': 2, 'schedule': 'interleaved_1f1b',
+       'num_micro_batches': 4}, 3, 'needs a multiple of 3 micro-batches',
+    ),
+  ],
+)  # fmt: skip
+def testWhatCannotBeCutOtherwiseIsRefused(stack, num_devices, message):
+  with pytest.raises(ValueError, match=message):
+    remaining_workers.Shrink(_Params(**stack), 1, num_devices)
+
+
+def testSplitsByHandStayInFewerReplicas():
+  found, replicas = remaining_workers.Shrink(_Params(splits=[2, 4, 6, 8]), 2, 7)
+  assert (replicas, found.task.stack.splits) == (1, [2, 4, 6, 8])
+
+
+def testATaskWithoutAStackIsRefused():
+  with pytest.raises(ValueError, match='without a stack'):
+    remaining_workers.Shrink(toy_training.Params(), 2, 1)
+
+
+# ---- waiting -------------------------------------------------------------------------------------
+
+
+def _Await(monkeypatch, answers, min_workers, **stack):
+  """What comes where worker i answers the n-th time it is asked if answers[i][n]."""
+  asked = [iter(of_worker) for of_worker in answers]
+
+  def Ask(address):
+    index = int(address)
+    there = next(asked[index])
+    device = f'/job:worker/replica:0/task:{index}/device:CPU:0'.encode()
+    return (device, '') if there else (b'', 'gone')
+
+  monkeypatch.setattr(worker_connection, 'Ask', Ask)
+  return remaining_workers.Await(
+    cluster_spec.ClusterSpec(tuple(map(str, range(len(answers))))),
+    _Params(num_stages=len(answers), **stack),
+    num_replicas=1,
+    min_workers=min_workers,
+    patience_seconds=0.1,
+    timeout_seconds=1.0,
+  )
+
+
+def testGoesOnWithFewerOnceAllWereWaitedFor(monkeypatch, caplog):
+  answers, params, replicas = _Await(monkeypatch, [[1] * 9, [0] * 9, [1] * 9], 2)
+  assert (list(answers), params.task.stack.num_stages, replicas) == (['0', '2'], 2, 1)
+  assert '1 of 3 workers do not answer: worker 1 at 1 (gone)' in caplog.text
+  assert 'with 2 of 3 workers: 1 x 2 devices (replicas x stages), instead of 1 x 3' in caplog.text
+
+
+def testAllAreTakenWhereTheyAnswerInTime(monkeypatch, caplog):
+  answers, params, _ = _Await(monkeypatch, [[1] * 9, [0, 1]], 1)
+  assert len(answers) == params.task.stack.num_stages == 2
+  assert not caplog.text
+
+
+def testOneThatIsGoneMeanwhileIsNone(monkeypatch):
+  answers, _, _ = _Await(monkeypatch, [[1, 0, 0, 0], [0, 1, 1, 1], [1] * 9], 2)
+  assert sorted(answers) == ['1', '2']
+
+
+def testFewerAreNotEnough(monkeypatch):
+  with pytest.raises(TimeoutError, match='2 of 3 workers did not answer within 1 s'):
+    _Await(monkeypatch, [[1] * 9, [0] * 9, [0] * 9], 2)
+
+
+def testWaitsOnWhereTheModelHasNoOtherCut(monkeypatch, caplog):
+  answers, params, _ = _Await(monkeypatch, [[1] * 9, [0, 0, 0, 1]], 1, splits=[4, 8])
+  assert len(answers) == params.task.stack.num_stages == 2
+  (told,) = [r.getMessage() for r in caplog.records]
+  assert told.startswith('1 of 2 workers answer; waiting for the others: splits were set by hand')
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

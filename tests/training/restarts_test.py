@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A trainer that is killed again and again ends where one that nobody disturbs does."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from lingvo_gpipe.checkpoint import checkpoint_info, logdir_lock
+from tests import processes
+
+KILLS = {'Toy': 20, 'Stream': 5}
+
+_EXPERIMENT = """
+import tensorflow as tf
+
+from lingvo_gpipe.core import nested_map, weight_params
+from lingvo_gpipe.experiment import registry, task
+from lingvo_gpipe.input import stream_input, synthetic
+
+
+class Regression(task.BaseTask):
+  def __init__(self, params):
+    super().__init__(params)
+    self.CreateVariable('w', weight_params.WeightParams([32, 1]))
+
+  def ComputePredictions(self, theta, batch):
+    return batch.inputs @ theta.w
+
+  def ComputeLoss(self, theta, predictions, batch):
+    loss = tf.reduce_mean(tf.square(predictions - batch.targets))
+    return {'loss': (loss, self.LossWeight(batch))}, {}
+
+
+class FailingInput(synthetic.SyntheticRegressionInput):
+  def _Examples(self, indices):
+    examples = super()._Examples(indices)
+    targets = tf.numpy_function(self._Check, [indices, examples.targets], tf.float32)
+    examples.targets = tf.ensure_shape(targets, examples.targets.shape)
+    return examples
+
+  def _Check(self, indices, targets):
+    if 13 in indices:
+      raise ValueError('example 13 is bad')
+    return targets
+
+
+class Numbers(stream_input.BaseStreamInput):
+  def _Stream(self, epoch):
+    def Example(i):
+      numbers = tf.random.stateless_uniform([33], tf.stack([epoch, i]))
+      return nested_map.NestedMap(inputs=numbers[:32], targets=numbers[32:])
+
+    return tf.data.Dataset.range(50).map(Example)
+
+  def _FingerprintParts(self):
+    return ['numbers']
+
+
+@registry.RegisterSingleTaskModel
+class Toy(registry.SingleTaskModelParams):
+  def Train(self):
+    return synthetic.SyntheticRegressionInput.Params().Set(batch_size=3, num_examples=50)
+
+  def Task(self):
+    p = Regression.Params().Set(name='toy')
+    p.train.Set(save_interval_steps=1, save_max_to_keep=2, summary_interval_steps=10**6)
+    p.train.ema_decay = 0.9
+    return p
+
+
+@registry.RegisterSingleTaskModel
+class Stream(Toy):
+  def Train(self):
+    return Numbers.Params().Set(batch_size=3, shuffle_buffer_size=20)
+
+
+@registry.RegisterSingleTaskModel
+class Failing(Toy):
+  def Train(self):
+    return FailingInput.Params().Set(batch_size=3, num_examples=50, shuffle=False)
+"""
+
+
+def _Args(model, logdir, max_steps, more=''):
+  return [*processes.ToyArgs(logdir, max_steps, more), f'--model=toy.{model}']
+
+
+@pytest.fixture(scope='module')
+def project(tmp_path_factory):
+  return processes.Project(tmp_path_factory.mktemp('project'), _EXPERIMENT)
+
+
+def _Commits(directory):
+  names = os.listdir(directory) if directory.exists() else []
+  return sorted(name for name in names if checkpoint_info.COMMIT.fullmatch(name))
+
+
+def _HasUncommitted(directory):
+  """Whether there is a checkpoint under way that nobody will finish."""
+  steps = {int(checkpoint_info.COMMIT.fullmatch(name)[1]) for name in _Commits(directory)}
+  folders = filter(None, map(checkpoint_info.FOLDER.fullmatch, os.listdir(directory)))
+  return any(int(found[1]) not in steps for found in folders)
+
+
+def _AwaitNewCommit(directory, before):
+  deadline = time.monotonic() + processes.TIMEOUT
+  while _Commits(directory)[-1:] == before and time.monotonic() < deadline:
+    time.sleep(0.001)
+
+
+def _RunAndKill(forks, project, model, logdir, rng, *, at_start):
+  """One start of the trainer and its end; whether a save was under way."""
+  directory = logdir / 'train'
+  before = _Commits(directory)[-1:]
+  pid = forks.Start('trainer', *_Args(model, logdir, 10**6), cwd=project)
+  try:
+    if at_start:
+      time.sleep(rng.uniform(0.0, 1.0))
+    else:
+      # Saving never ends: most moments are in the midst of it.
+      _AwaitNewCommit(directory, before)
+      time.sleep(rng.uniform(0.0, 0.05))
+      with pytest.raises(logdir_lock.InUseError, match=f'process {pid} '):
+        logdir_lock.Held(str(directory)).__enter__()
+  finally:
+    os.kill(pid, signal.SIGKILL)
+    done = forks.Wait()
+  assert done.returncode == -signal.SIGKILL, done.stderr
+  return directory.exists() and _HasUncommitted(directory)
+
+
+@pytest.mark.parametrize('model', KILLS)
+def testKilledAgainAndAgainEqualsOneThatIsNot(project, forks, tmp_path, model):
+  rng = random.Random(11)
+  logdir, directory = tmp_path / 'killed', tmp_path / 'killed' / 'train'
+  uncommitted = [
+    _RunAndKill(forks, project, model, logdir, rng, at_start=kill % 5 == 4)
+    for kill in range(KILLS[model])
+  ]
+  assert any(uncommitted) or model == 'Stream'  # A few kills may miss it.
+  last = int(checkpoint_info.COMMIT.fullmatch(_Commits(directory)[-1])[1])
+  assert last > KILLS[model] // 2
+  done = forks.Run('trainer', *_Args(model, logdir, last + 5), cwd=project)
+  assert f'going on from step {last} ' in processes.Succeeded(done).stdout
+  assert not _HasUncommitted(directory)
+  once = 'task.train.save_interval_steps:0;task.train.save_async:False'
+  done = forks.Run('trainer', *_Args(model, tmp_path / 'once', last + 5, once), cwd=project)
+  assert '1 checkpoint saved: ' in processes.Succeeded(done).stdout
+  # All but how far a stream was read ahead, which hangs on the time.
+  killed, undisturbed = (
+    {name: x for name, x in processes.Tensors(path, last + 5).items() if name != 'input/iterator'}
+    for path in (logdir, tmp_path / 'once')
+  )
+  processes.AssertSameTensors(killed, undisturbed)
+  assert 'toy.w/ema' in killed  # Of averages, too.
+
+
+# The trainer with a short lease. Where there is a file `stop` it stops between two of its saves and
+# beats, and removes the file.
+_WITH_LEASE = """
+import os, signal
+from lingvo_gpipe import trainer
+from lingvo_gpipe.checkpoint import background_saver, logdir_lock
+
+logdir_lock.BEAT_SECONDS, logdir_lock.LIFETIME_SECONDS, logdir_lock.SETTLE_SECONDS = 0.1, 5.0, 0.1
+save = background_saver.BackgroundSaver.Save
+
+def Save(self, *args, **options):
+  saved = save(self, *args, **options)
+  if os.path.exists('stop'):
+    with self._lock._mutex:
+      os.remove('stop')
+      os.kill(os.getpid(), signal.SIGSTOP)
+  return saved
+
+background_saver.BackgroundSaver.Save = Save
+trainer.Run()
+"""
+
+
+def testOneLeaseAmongProcesses(project, forks, tmp_path):
+  """A path with a scheme: the second is refused, and one that slept past its lease leaves."""
+  driver, stop, directory = project / 'with_lease.py', project / 'stop', tmp_path / 'train'
+  driver.write_text(_WITH_LEASE)
+
+  def Args(max_steps):
+    return _Args('Toy', f'file://{tmp_path}', max_steps, 'task.train.save_async:False')
+
+  def AwaitNewCommit():
+    _AwaitNewCommit(directory, _Commits(directory)[-1:])
+
+  with processes.Started(
+    '', *Args(10**6), cwd=project, stderr=subprocess.PIPE, command=[sys.executable, driver]
+  ) as first:
+    AwaitNewCommit()
+    refused = forks.Run(str(driver), *Args(10**6), cwd=project)
+    assert refused.returncode == 2
+    (line,) = processes.Messages(refused.stderr)
+    assert (
+      f"'file://{directory}' is in use: another trainer works there (process {first.pid} on "
+      in line
+    )
+    AwaitNewCommit()
+
+    stop.touch()
+    assert os.WIFSTOPPED(os.waitpid(first.pid, os.WUNTRACED)[1])
+    second = forks.Start(str(driver), *Args(10**6), cwd=project, is_waited_for=False)
+    AwaitNewCommit()
+    first.send_signal(signal.SIGCONT)
+    _, told = first.communicate(timeout=processes.TIMEOUT)
+    assert first.returncode == 2
+    last = processes.Messages(told)[-1]
+    assert (
+      f'is no longer the directory that this trainer began to work in: process {second} on ' in last
+    )
+    # The other one does not notice, and what it saved is whole; nor does its end hold up the next.
+    AwaitNewCommit()
+  os.kill(second, signal.SIGKILL)
+  step = int(checkpoint_info.COMMIT.fullmatch(_Commits(directory)[-1])[1])
+  third = processes.Succeeded(forks.Run(str(driver), *Args(step + 5), cwd=project))
+  assert f'going on from step {step} ' in third.stdout and processes.Messages(third.stderr) == []
+
+
+def testAnErrorInTheInputIsToldAndLeavesTheLastCheckpoint(project, forks, tmp_path):
+  done = forks.Run('trainer', *_Args('Failing', tmp_path, 100), cwd=project)
+  assert done.returncode == 1
+  assert 'ValueError: example 13 is bad' in done.stderr
+  assert processes.Messages(done.stderr)[-3:] == [
+    'while the input FailingInput made the batch that begins at example 12 of the run',
+    'what to try: mend the data or the input, for the next call makes that batch again; to look '
+    'at it without training, Dataset(start=12) of Params.Instantiate() begins with it, with the '
+    'Params of this input',
+    'training ended after step 4; the next call goes on from the checkpoint of step 4',
+  ]
+  assert processes.Steps(tmp_path)[-1] == 4
+  assert processes.Tensors(tmp_path, 4)['global_step'] == 4
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a checkpoint tells of the learning rate: to be read and compared, not to go on from."""
+
+import json
+import re
+import sys
+
+import pytest
+
+from lingvo_gpipe.checkpoint import checkpoint_text, checkpointer
+from lingvo_gpipe.learning import learners, lr_schedules
+from tests import processes, toy_training
+
+
+def _Params(**train):
+  params = toy_training.Params(**train)
+  params.task.train.learner.lr_schedule = lr_schedules.LinearSchedule.Params().Set(limit=(8, 0.5))
+  return params
+
+
+def _Rates(logdir):
+  """{step: learning rate} of the updates, as the summaries have them."""
+  return {step - 1: rate for step, rate in processes.Scalars(logdir / 'train')['learning_rate']}
+
+
+def testTheRateOfTheNextUpdateIsToldAndDoesNotDecide(tmp_path, caplog, monkeypatch):
+  toy_training.Train(tmp_path, _Params(max_steps=4))
+  (info,) = checkpointer.Checkpointer(tmp_path / 'train').All()
+  told = info.metadata['learning_rate']
+  assert f'  learning_rate: {json.dumps(told)}\n' in checkpoint_text.Describe(str(tmp_path))[0]
+  toy_training.Train(tmp_path, _Params(max_steps=6))
+  assert told == _Rates(tmp_path)[4] < _Rates(tmp_path)[3]
+  assert not caplog.messages
+  # What comes of a checkpoint without it, and where the schedule is another one.
+  monkeypatch.setattr(learners.Learners, 'LearningRates', lambda self, step: {})
+  toy_training.Train(tmp_path, _Params(max_steps=7))
+  monkeypatch.undo()
+  toy_training.Train(tmp_path, _Params(max_steps=8))
+  assert not caplog.messages
+  assert _Rates(tmp_path)[7] == pytest.approx(0.01 * (1 - 0.5 * 7 / 8))
+  params = _Params(max_steps=9)
+  params.task.train.learner.learning_rate = 0.001
+  toy_training.Train(tmp_path, params, allow_params_change=True)
+  assert re.fullmatch(
+    r'learning_rate was 0\.0049+\d* at the checkpoint and is 0\.00050\d* now', caplog.messages[-1]
+  )
+  assert _Rates(tmp_path)[8] == pytest.approx(0.0005)
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""--profile_steps: a trace, a picture with each action, the same weights, and what is refused."""
+
+import dataclasses
+import re
+import socket
+import sys
+
+import pytest
+
+from lingvo_gpipe.distributed import cluster, stop_request
+from lingvo_gpipe.experiment import model, task
+from lingvo_gpipe.input import synthetic
+from lingvo_gpipe.layers import linear
+from lingvo_gpipe.learning import optimizer
+from lingvo_gpipe.pipeline import pipelining_layer
+from lingvo_gpipe.pipeline.profiling import profiler_trace
+from lingvo_gpipe.training import step_profiler, train_program, worker_profiles
+from tests import processes, toy_training
+
+_DIM = 4
+
+
+class _Task(task.BaseTask):
+  """Two layers in two stages, three micro-batches."""
+
+  @classmethod
+  def Params(cls):
+    p = super().Params()
+    layer = linear.ProjectionLayer.Params().Set(input_dim=_DIM, output_dim=_DIM)
+    stack = pipelining_layer.PipeliningLayer.Params().Set(
+      sub=[layer, layer.Copy()], num_stages=2, num_micro_batches=3, xla=False
+    )
+    p.Define('stack', stack, 'The pipeline.')
+    return p
+
+  def __init__(self, params):
+    super().__init__(params)
+    self.CreateChild('stack', self.params.stack)
+
+  def PipelineInputs(self, input_batch):
+    return (input_batch.inputs,)
+
+  ComputeLoss = toy_training.Regression.ComputeLoss
+
+
+def _Train(logdir, steps, max_steps=5, epochs=0, num_replicas=1, workers=(), **learner):
+  p = model.SingleTaskModel.Params().Set(task=_Task.Params().Set(name='toy'))
+  p.input = synthetic.SyntheticRegressionInput.Params().Set(
+    batch_size=6, num_examples=48, num_epochs=epochs, input_shape=[_DIM], num_targets=_DIM
+  )
+  p.task.train.Set(max_steps=max_steps, eval_datasets=[])
+  p.task.train.learner.Set(optimizer=optimizer.SGD.Params(), **learner)
+  devices = cluster.Cluster.Create(2, platform='cpu', num_replicas=num_replicas)
+  devices = dataclasses.replace(devices, workers=dict(enumerate(workers)))
+  program = train_program.TrainProgram(
+    p, str(logdir), devices, lambda _: p.input, stop_request.StopRequest(), profile_steps=steps
+  )
+  assert program.Run() == 0
+
+
+def _Pages(logdir):
+  return sorted(path.name for path in logdir.glob('*.html'))
+
+
+@pytest.fixture(scope='module')
+def run(tmp_path_factory):
+  """A run of five steps, of which two were profiled, and on to eight."""
+  logdir = tmp_path_factory.mktemp('run')
+  _Train(logdir, (3, 4))
+  return logdir
+
+
+def testThePictureHasEachActionOfEachStep(run):
+  (trace,) = run.glob('train/plugins/profile/*/*.xplane.pb')
+  found = profiler_trace.Trace(trace.read_bytes())
+  assert [step.step for step in found.steps] == [3, 4]
+  (plane,) = [plane for plane in found._space.planes if plane.lines]
+  assert [line.name for line in plane.lines[-2:]] == [f'pipeline device:CPU:{d}' for d in range(2)]
+  page = (run / 'timeline_3_4.html').read_text()
+  actions = {f'{k}{kind}{m}' for k in range(2) for kind in 'FB' for m in range(3)}
+  for row in ('measured', 'planned'):
+    for step in (3, 4):
+      pattern = rf'<rect class="{row}" data-action="(\w+)" data-step="{step}"'
+      found = re.findall(pattern, page)
+      assert sorted(found) == sorted(actions)
+  assert re.findall('<h2>(.*?): ', page) == ['step 3', 'step 4'] and 'replica' not in page
+
+
+def testProfilingChangesNoBit(run, tmp_path):
+  _Train(tmp_path, None)
+  assert not (tmp_path / 'train' / 'plugins').exists() and _Pages(tmp_path) == []
+  processes.AssertSameTensors(processes.Tensors(tmp_path, 5), processes.Tensors(run, 5))
+
+
+def testARunThatGoesOn(run, capsys):
+  """The same flags again; steps of which some are done; the first step of a call."""
+  _Train(run, (3, 4), max_steps=6)
+  text = '--profile_steps=3,4: nothing is profiled, for the run goes on from step 5'
+  assert text in capsys.readouterr().out
+  _Train(run, (6, 8), max_steps=8)
+  out = capsys.readouterr().out
+  assert '--profile_steps=6,8: step 7 compiles the stages' in out
+  found = re.search(
+    r'^profiled steps 7 to 8: [\d.]+ ms a step; bubble [\d.]+% measured, [\d.]+% planned with the '
+    rf'measured times, [\d.]+% predicted by flops\npicture: {run}/timeline_6_8.html; ',
+    out,
+    re.MULTILINE,
+  )
+  assert found, out
+  assert len(list(run.glob('train/plugins/profile/*/*.xplane.pb'))) == 2
+
+
+def testWhatCannotBeWrittenEndsNoTraining(tmp_path, capsys):
+  (tmp_path / 'train').mkdir()
+  (tmp_path / 'train' / 'plugins').write_text('')
+  _Train(tmp_path, (2, 2), max_steps=2)
+  assert '--profile_steps=2,2: no picture of the schedule: ' in capsys.readouterr().out
+  assert processes.Steps(tmp_path) == [2] and _Pages(tmp_path) == []
+
+
+def testAWorkerThatGivesNoTraceEndsNoTraining(tmp_path, capsys, monkeypatch):
+  """Nobody listens at the first one; the other one takes calls, and never answers."""
+  for name in ('_BEGIN_SECONDS', '_TELL_SECONDS', '_END_SECONDS'):
+    monkeypatch.setattr(worker_profiles, name, 0.5)
+  with socket.create_server(('localhost', 0)) as silent, socket.socket() as closed:
+    closed.bind(('localhost', 0))
+    addresses = [f'localhost:{s.getsockname()[1]}' for s in (closed, silent)]
+    _Train(tmp_path, (2, 2), 2, workers=addresses)
+  out = capsys.readouterr().out
+  assert '--profile_steps=2,2: no trace of worker 0: unavailable: ' in out
+  assert '--profile_steps=2,2: no trace of worker 1: it did not come within 0.5 s\n' in out
+  # What was computed in this process is drawn.
+  assert processes.Steps(tmp_path) == [2] and _Pages(tmp_path) == ['timeline_2_2.html']
+
+
+def testMiniBatchesOfAnUpdateAreDrawnOneByOne(tmp_path, capsys):
+  """And the run ends before the steps do."""
+  _Train(tmp_path, (2, 3), 3, epochs=1, num_accumulated_mini_batches=4)
+  out = capsys.readouterr().out
+  assert 'profiled step 2: ' in out
+  page = (tmp_path / 'timeline_2_3.html').read_text()
+  assert page.count('<rect class="measured" data-action="1B2" data-step="2"') == 4
+  assert re.findall('<h2>(.*?): ', page) == [f'step 2, mini-batch {i}' for i in range(1, 5)]
+
+
+def testOfSeveralReplicasTheFirstIsDrawn(tmp_path, capsys):
+  _Train(tmp_path, (2, 2), 2, num_replicas=2)
+  told = 'the schedule and the bubble are those of the first of 2 replicas'
+  assert told in capsys.readouterr().out and told in (tmp_path / 'timeline_2_2.html').read_text()
+
+
+@pytest.mark.parametrize(
+  'text', ['', '5', '5,', '7,5', '0,3', '1,2,3', '-1,4', 'a,b', '1.5,2', '2,10']
+)
+def testMistakesInTheFlag(text):
+  with pytest.raises(ValueError, match=rf'^--profile_steps={text}: '):
+    step_profiler.ParseSteps(text, 9)
+
+
+def testStepsAreRead():
+  assert step_profiler.ParseSteps(' 2, 9', 9) == (2, 9)
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

@@ -1,0 +1,369 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training from streams: a restart goes on to the bit, and what cannot be saved is refused."""
+
+import json
+import re
+import shutil
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_gpipe.core import nested_map
+from lingvo_gpipe.distributed import cluster, stop_request
+from lingvo_gpipe.experiment import model, multi_task_model
+from lingvo_gpipe.input import stream_input
+from lingvo_gpipe.input.records import tf_record_stream
+from lingvo_gpipe.learning import optimizer
+from lingvo_gpipe.training import stream_states, train_program
+from tests import processes, toy_tasks, toy_training
+
+END = 20
+
+
+class _Points(stream_input.BaseStreamInput):
+  """Points that the stream numbers as they come."""
+
+  @classmethod
+  def Params(cls):
+    p = super().Params()
+    p.Define('num_targets', 2, 'Values to predict.')
+    p.Define('seed', 0, 'Other points.')
+    return p.Set(batch_size=4, shuffle_buffer_size=7)
+
+  def _Stream(self, epoch):
+    p = self.params
+
+    def Point(i):
+      draw = lambda size, seed: tf.random.stateless_uniform([size], [p.seed + seed, i])  # noqa: E731
+      return nested_map.NestedMap(inputs=draw(4, 1), targets=draw(p.num_targets, 2))
+
+    return tf.data.Dataset.range(30).map(Point)
+
+  def _FingerprintParts(self):
+    return ['points', self.params.seed]
+
+
+class _Generated(_Points):
+  """Comes out of Python."""
+
+  def _Stream(self, epoch):
+    def Point(i):
+      return nested_map.NestedMap(inputs=tf.fill([4], i), targets=tf.fill([2], i))
+
+    spec = tf.TensorSpec([], tf.float32)
+    return tf.data.Dataset.from_generator(lambda: iter([1.0, 2.0]), output_signature=spec).map(
+      Point
+    )
+
+
+class _Others(_Points):
+  """Another pipeline behind the same Params."""
+
+  def _Stream(self, epoch):
+    return super()._Stream(epoch).filter(lambda point: point.inputs[0] > 0.1).skip(2)
+
+
+class _Ignoring(_Points):
+  """May lose points."""
+
+  def _Stream(self, epoch):
+    return super()._Stream(epoch).ignore_errors()
+
+
+def _Params(cls=_Points, **train):
+  return toy_training.Params(**train).Set(input=cls.Params())
+
+
+def _Weights(logdir, step=END):
+  """All but the states: how far was read ahead hangs on the time."""
+  found = processes.Tensors(logdir, step)
+  return {name: value for name, value in found.items() if not name.endswith('/iterator')}
+
+
+def _AssertSame(logdir, other, step=END):
+  processes.AssertSameTensors(_Weights(logdir, step), _Weights(other, step))
+
+
+@pytest.fixture(scope='module')
+def straight(tmp_path_factory):
+  """A run in one go, saved at each step beside training."""
+  logdir = tmp_path_factory.mktemp('straight')
+  toy_training.Train(logdir, _Params(save_interval_steps=1, save_max_to_keep=END))
+  return logdir
+
+
+def _Keep(straight, logdir, last):
+  """A copy as a kill after a save leaves it: steps were done of which no checkpoint knows."""
+  shutil.copytree(straight, logdir)
+  for path in (logdir / 'train').glob('ckpt-*'):
+    if int(path.name[5:13]) > last:
+      path.unlink() if path.is_file() else shutil.rmtree(path)
+  return logdir
+
+
+@pytest.mark.parametrize('at', [1, 7, 13])  # 7.5 batches are an epoch.
+def testARestartAfterAKillIsTheSameRun(straight, tmp_path, at):
+  toy_training.Train(_Keep(straight, tmp_path / 'killed', at), _Params())
+  _AssertSame(tmp_path / 'killed', straight)
+
+
+def testTwoCallsAreTheSameRun(straight, tmp_path):
+  for max_steps in (8, END):
+    toy_training.Train(tmp_path, _Params(max_steps=max_steps, save_async=False))
+  _AssertSame(tmp_path, straight)
+
+
+def testOnlyStreamsAddToACheckpoint(straight, tmp_path, capsys):
+  assert processes.Tensors(straight, END).keys() - _Weights(straight).keys() == {'input/iterator'}
+  toy_training.Train(tmp_path, toy_training.Params(max_steps=1))
+  assert _Weights(tmp_path, 1).keys() == processes.Tensors(tmp_path, 1).keys()
+  capsys.readouterr()
+  toy_training.Train(straight, _Params())
+  assert 'data: Train a stream of examples\n' in capsys.readouterr().out
+  assert re.search(r'examples +80\n', (straight / 'report.txt').read_text())
+  # Who evaluates needs no stream.
+  assert toy_training.Evaluator(straight, toy_training.Params()).Run(once=True) == 0
+
+
+def testAnEvaluationThatMayLoseExamplesIsRefusedBeforeTraining(tmp_path, monkeypatch):
+  params = toy_training.Params(eval_datasets=['Dev'])
+  monkeypatch.setattr(toy_training, 'Input', lambda dataset: _Ignoring.Params())
+  with pytest.raises(ValueError, match='_Ignoring leaves out by ignore_errors'):
+    toy_training.Program(tmp_path, params)
+
+
+def testTheEndOfAStreamEndsTheRunOnceAndForAll(tmp_path, capsys):
+  params = _Params()
+  params.input.num_epochs = 1
+  for _ in range(2):
+    toy_training.Train(tmp_path, params)
+    assert 'stopped by the end of the data after step 8;' in capsys.readouterr().out
+    # Two rows of the last batch are padded.
+    assert re.search(r'examples +30\n', (tmp_path / 'report.txt').read_text())
+  assert processes.Steps(tmp_path) == [8]
+
+
+def testADamagedStateIsNamedAndTheCheckpointBeforeIsTaken(straight, tmp_path, caplog):
+  logdir = _Keep(straight, tmp_path / 'damaged', 9)
+  state = processes.Tensors(logdir, 9)['input/iterator'][1]
+  (path,) = (logdir / 'train').glob('ckpt-00000009-*/tensors.data-*')
+  data = path.read_bytes()
+  place = data.index(state) + len(state) // 2
+  path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+  toy_training.Train(logdir, _Params())
+  assert re.search(r'Damaged checkpoint \S*ckpt-00000009\S* is passed over', caplog.text)
+  _AssertSame(logdir, straight)
+
+
+def testWhatCannotBeSavedIsRefusedBeforeTheFirstStep(tmp_path):
+  program = toy_training.Program(tmp_path, _Params(_Generated))
+  with pytest.raises(
+    ValueError, match='_Generated cannot be saved, so a run .*: PyFunc is state'
+  ) as e:
+    program.Run()
+  assert '\n' not in str(e.value)
+  assert program._step == 0 and not list((tmp_path / 'train').glob('ckpt*'))
+
+
+class _Recorded(tf_record_stream.TfRecordStream):
+  """Points that are records."""
+
+  def _Example(self, record):
+    values = tf.ensure_shape(tf.io.decode_raw(record, tf.float32), [6])
+    return nested_map.NestedMap(inputs=values[:4], targets=values[4:])
+
+
+def testADamagedRecordEndsTheRunWhichThenGoesOnWithoutIt(tmp_path, capsys):
+  """No checkpoint has the failure, though batches are read ahead of the steps; all are saved."""
+  path = tmp_path / 'points.tfrecord'
+  points = np.random.default_rng(3).uniform(size=[100, 6]).astype(np.float32)
+  with tf.io.TFRecordWriter(str(path)) as writer:
+    for point in points:
+      writer.write(point.tobytes())
+  data = bytearray(path.read_bytes())
+  data[50 * 40 + 12] ^= 1
+  path.write_bytes(data)
+  params = _Params(_Recorded, save_interval_steps=1)
+  params.input.Set(batch_size=4, file_pattern=str(path), shuffle_buffer_size=5)
+  told = r'points\.tfrecord is damaged, .*: record 51, at byte 2,000: .*damaged_records to skip'
+  for _ in range(2):
+    with pytest.raises(ValueError, match=told) as e:
+      toy_training.Train(tmp_path / 'killed', params)
+    assert 'training ended after step 11;' in e.value.__notes__[-1]
+    assert processes.Steps(tmp_path / 'killed')[-1] == 11
+  params.input.damaged_records = 'skip'
+  capsys.readouterr()
+  for logdir in ('killed', 'straight'):
+    toy_training.Train(tmp_path / logdir, params)
+    assert '80; 1 damaged records were left out' in capsys.readouterr().out
+  _AssertSame(tmp_path / 'killed', tmp_path / 'straight')
+
+
+class _Broken(_Points):
+  def _Stream(self, epoch):
+    raise FileNotFoundError('away')
+
+
+def testStreamsOfOtherTasksAreKeptUnread():
+  inputs = {'a': _Points.Params().Instantiate(), 'b': _Broken.Params().Instantiate()}
+  streams = stream_states.StreamStates(inputs, ['a'])
+  streams.Variables()['input/b/iterator'].assign(['of b', 'state', '2'])
+  streams.AfterRestore('ckpt')
+  now = streams.Now()
+  assert now['input/b/iterator'].numpy().tolist() == [b'of b', b'state', b'2']
+  assert now['input/a/iterator'].numpy()[2] == b'0'
+
+
+def testAnotherPipelineIsRefusedInOneLine(straight, tmp_path):
+  logdir = _Keep(straight, tmp_path / 'other', 5)
+  program = toy_training.Program(logdir, _Params(_Others), allow_params_change=True)
+  told = (
+    r"_Others cannot go on from '\S*ckpt-00000005\.json', whose input/iterator does not fit its "
+    r'pipeline: it consists of other operations, or has other sizes\. Were _Stream, batch_size'
+  )
+  with pytest.raises(ValueError, match=told) as e:
+    program.Run()
+  assert '\n' not in str(e.value)
+  for size, value in (('num_epochs', 3), ('batch_size', 2), ('shuffle_buffer_size', 2)):
+    params = _Params()
+    params.input.Set(**{size: value})
+    with pytest.raises(ValueError, match='or has other sizes'):
+      toy_training.Program(logdir, params, allow_params_change=True).Run()
+  # Neither do a stream's checkpoint and an input with an index fit, nor the other way.
+  with pytest.raises(ValueError, match='only in the checkpoint: 1: input/iterator'):
+    toy_training.Program(logdir, toy_training.Params(), allow_params_change=True).Run()
+  assert processes.Steps(logdir)[-1] == 5
+
+
+def testEachTaskHasAStateOfItsOwn(tmp_path):
+  def Params(max_steps, task_name='', **inputs):
+    inputs = {'a': _Points.Params(), 'b': _Points.Params().Set(seed=5), **inputs}
+    p = multi_task_model.MultiTaskModel.Params().Set(
+      task_params=toy_tasks.AsParams(
+        {name: toy_training.Regression.Params().Set(name=name) for name in inputs}
+      ),
+      input=toy_tasks.AsParams(inputs),
+      task_name=task_name,
+    )
+    for one in inputs:
+      p.task_params.Get(one).train.learner.Set(learning_rate=0.01, optimizer=optimizer.SGD.Params())
+    p.train.Set(max_steps=max_steps, summary_interval_steps=100)
+    return p
+
+  toy_training.Train(tmp_path / 'once', Params(12))
+  made = Params(12).Instantiate()
+  turns = [made.TaskOf(step) for step in range(12)]
+  first = next(step for step in range(12) if turns[step] != turns[0])
+  # The other task, whose turn it is, is trained alone for a step, and the first one's stream waits.
+  for max_steps, task_name in ((first, ''), (first + 1, turns[first]), (12, '')):
+    toy_training.Train(tmp_path / 'calls', Params(max_steps, task_name), allow_params_change=True)
+  _AssertSame(tmp_path / 'calls', tmp_path / 'once', 12)
+  states = {n for n in processes.Tensors(tmp_path / 'once', 12) if n.endswith('/iterator')}
+  assert states == {'input/a/iterator', 'input/b/iterator'}
+  # Of all examples together nobody knows the number.
+  toy_training.Train(tmp_path / 'mixed', Params(1, b=toy_training.Input('Train')))
+  report = json.loads((tmp_path / 'mixed' / 'report.json').read_text())
+  assert report['num_examples'] == 0
+
+
+def testReplicasShareTheStreamSoTheirNumberMayChange(straight, tmp_path, monkeypatch):
+  def Seen(logdir, num_replicas, max_steps):
+    p = model.SingleTaskModel.Params().Set(
+      task=toy_tasks.Task(2, optimizer=optimizer.SGD.Params()), input=_Points.Params()
+    )
+    p.task.Set(name='net', **{'stack.num_micro_batches': 2, 'stack.num_stages': 1})
+    p.task.train.Set(max_steps=max_steps, summary_interval_steps=100)
+    program = train_program.TrainProgram(
+      p,
+      str(logdir),
+      cluster.Cluster(toy_tasks.Devices()[:num_replicas], num_replicas=num_replicas),
+      toy_training.Input,
+      stop_request.StopRequest(),
+    )
+    seen, step = [], program._runner.TrainStep
+    monkeypatch.setattr(
+      program._runner, 'TrainStep', lambda batch: seen.append(batch.inputs) or step(batch)
+    )
+    assert program.Run() == 0
+    return seen
+
+  expected = [b.inputs for b in _Points.Params().Instantiate().Dataset().take(9)]
+  np.testing.assert_array_equal(Seen(tmp_path, 1, 4) + Seen(tmp_path, 2, 9), expected)
+
+
+_EXPERIMENT = """
+import tensorflow as tf
+
+from lingvo_gpipe.core import nested_map, weight_params
+from lingvo_gpipe.experiment import registry, task
+from lingvo_gpipe.input import stream_input
+
+
+class Regression(task.BaseTask):
+  def __init__(self, params):
+    super().__init__(params)
+    self.CreateVariable('w', weight_params.WeightParams([4, 2]))
+
+  def ComputePredictions(self, theta, batch):
+    return batch.inputs @ theta.w
+
+  def ComputeLoss(self, theta, predictions, batch):
+    loss = tf.reduce_mean(tf.square(predictions - batch.targets))
+    return {'loss': (loss, self.LossWeight(batch))}, {}
+
+
+class Points(stream_input.BaseStreamInput):
+  def _Stream(self, epoch):
+    def Point(line):
+      values = tf.ensure_shape(tf.strings.to_number(tf.strings.split(line)), [6])
+      return nested_map.NestedMap(inputs=values[:4], targets=values[4:])
+
+    return tf.data.TextLineDataset('points.txt').map(Point, num_parallel_calls=2)
+
+  def _FingerprintParts(self):
+    return ['points.txt']
+
+
+@registry.RegisterSingleTaskModel
+class Toy(registry.SingleTaskModelParams):
+  def Train(self):
+    return Points.Params().Set(batch_size=3, shuffle_buffer_size=20)
+
+  Dev = Train
+
+  def Task(self):
+    p = Regression.Params().Set(name='toy')
+    p.train.Set(save_interval_steps=1, eval_datasets=['Dev'], summary_interval_steps=100)
+    return p
+"""
+
+
+def testATrainerThatIsCalledTwiceEqualsOneThatIsCalledOnce(tmp_path, forks):
+  project = processes.Project(tmp_path, _EXPERIMENT)
+  points = np.random.default_rng(3).uniform(size=[50, 6])
+  (project / 'points.txt').write_text(
+    ''.join(' '.join(f'{x:.6f}' for x in row) + '\n' for row in points)
+  )
+
+  def Run(logdir, max_steps):
+    args = ['--model=toy.Toy', f'--logdir={logdir}', f'--max_steps={max_steps}']
+    return processes.Succeeded(forks.Run('trainer', *args, cwd=project))
+
+  Run('once', 30)
+  Run('calls', 13)
+  done = Run('calls', 30)
+  assert 'going on from step 13 (39 examples consumed)' in done.stdout
+  _AssertSame(project / 'calls', project / 'once', 30)
+  # Evaluations go through all 50 points once, from the beginning.
+  assert 'Dev a stream of examples' in done.stdout and 'Dev at step 30: loss ' in done.stdout
+  (project / 'points.txt').unlink()
+  done = forks.Run('trainer', '--model=toy.Toy', f'--logdir={project / "other"}', cwd=project)
+  assert done.returncode == 2
+  line = processes.Messages(done.stderr)[-1]
+  assert line.startswith('Points cannot be read: points.txt; No such file'), line
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

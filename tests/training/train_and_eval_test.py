@@ -1,0 +1,422 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Evaluations between steps: when they come, that training does not notice, when they end it."""
+
+import json
+import shutil
+import signal
+import sys
+import types
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_gpipe.checkpoint import checkpointer, logdir_lock
+from lingvo_gpipe.core import params_text
+from lingvo_gpipe.distributed import stop_request
+from lingvo_gpipe.evaluation import eval_program
+from lingvo_gpipe.reporting import run_report
+from lingvo_gpipe.training import export, train_program
+from tests import processes, toy_training
+
+# Each fifth step an evaluation, each eighth a decoding.
+_TRAIN = {
+  'eval_datasets': ['Dev', 'Test'],
+  'eval_interval_steps': 5,
+  'decode_datasets': ['Dev'],
+  'decode_interval_steps': 8,
+  'save_interval_steps': 3,
+}
+
+
+def _Params(more='', **train):
+  return toy_training.Params(more, **{**_TRAIN, **train})
+
+
+def _Train(logdir, params, **options):
+  toy_training.Train(logdir, params, job='train_and_eval', **options)
+
+
+def _Lines(logdir):
+  """[(step, split, values)] of metrics.jsonl without what a clock tells."""
+  found = [json.loads(line) for line in (logdir / 'metrics.jsonl').read_text().splitlines()]
+  drop = 'examples_per_second'
+  return [
+    (one['step'], one['split'], {k: v for k, v in one['values'].items() if k != drop})
+    for one in found
+  ]
+
+
+def _Steps(logdir, split):
+  return [step for step, other, _ in _Lines(logdir) if other == split]
+
+
+def _Report(logdir):
+  return json.loads((logdir / 'report.json').read_text())
+
+
+@pytest.fixture(scope='module')
+def straight(tmp_path_factory):
+  """The log directory of 20 steps with evaluations in between."""
+  logdir = tmp_path_factory.mktemp('straight')
+  _Train(logdir, _Params())
+  return logdir
+
+
+def testTrainingDoesNotNotice(straight, tmp_path):
+  toy_training.Train(tmp_path, _Params())
+  processes.AssertSameTensors(processes.Tensors(tmp_path, 20), processes.Tensors(straight, 20))
+  train = [[line for line in _Lines(d) if line[1] == 'train'] for d in (straight, tmp_path)]
+  assert train[0] == train[1] and len(train[0]) == 20
+  assert _Steps(tmp_path, 'eval_dev') == [20] and not _Steps(tmp_path, 'decode_dev')
+
+
+def testEachComesAtItsStepsAndAtTheEnd(straight):
+  assert _Steps(straight, 'eval_dev') == _Steps(straight, 'eval_test') == [5, 10, 15, 20]
+  assert _Steps(straight, 'decode_dev') == [8, 16, 20]
+  for step in (5, 10, 15, 20):
+    assert (straight / 'eval_dev' / f'score-{step:08d}.txt').exists()
+  scalars = processes.Scalars(straight / 'eval_dev')
+  lines = [values['loss'] for _, split, values in _Lines(straight) if split == 'eval_dev']
+  assert [np.float32(value) for value in lines] == [value for _, value in scalars['loss']]
+  assert [step for step, _ in scalars['loss']] == [5, 10, 15, 20]
+  # All of one file, and a sample with each evaluation.
+  assert len(list((straight / 'eval_dev').glob('events*'))) == 1
+
+
+def testOftenByTheClock(tmp_path):
+  params = _Params(eval_interval_steps=0, eval_interval_seconds=1e-6, max_steps=4)
+  params.task.train.Set(decode_interval_steps=0, decode_interval_seconds=1e6)
+  _Train(tmp_path, params)
+  assert _Steps(tmp_path, 'eval_dev') == [1, 2, 3, 4]
+  assert _Steps(tmp_path, 'decode_dev') == [4]
+
+
+def testAnIntervalOfTimeMayBeLongerThanACall(tmp_path, monkeypatch):
+  """Each call is stopped after three steps of ten seconds."""
+  clock = [0.0]
+  monkeypatch.setattr(
+    train_program, 'time', types.SimpleNamespace(monotonic=lambda: clock[0], time=lambda: 0.0)
+  )
+  params = _Params(eval_interval_steps=0, eval_interval_seconds=45.0, decode_datasets=[])
+  for last in (3, 6, 9, 12):
+    stop = stop_request.StopRequest()
+    program = toy_training.Program(tmp_path, params, stop, job='train_and_eval')
+
+    def TrainStep(batch, program=program, step=program._runner.TrainStep, last=last, stop=stop):
+      values = step(batch)
+      clock[0] += 10.0
+      if int(program._runner.global_step) == last:
+        stop.signal = signal.SIGTERM
+      return values
+
+    monkeypatch.setattr(program._runner, 'TrainStep', TrainStep)
+    assert program.Run() == 143
+    clock[0] += 1000.0  # Between two calls nothing counts.
+  assert _Steps(tmp_path, 'eval_dev') == [5, 10]
+
+
+@pytest.mark.parametrize('at', [5, 16])
+def testAStopAndARestartAreTheSameRun(straight, tmp_path, monkeypatch, at):
+  """The stop comes before an evaluation or a decoding that is due: it is made up for."""
+  stop = stop_request.StopRequest()
+  program = toy_training.Program(tmp_path, _Params(), stop, job='train_and_eval')
+  step = program._runner.TrainStep
+
+  def TrainStep(batch):
+    values = step(batch)
+    if int(program._runner.global_step) == at:
+      stop.signal = signal.SIGTERM
+    return values
+
+  monkeypatch.setattr(program._runner, 'TrainStep', TrainStep)
+  assert program.Run() == 143
+  assert processes.Steps(tmp_path)[-1] == at
+  assert not _Report(tmp_path)['is_finished'] and run_report.FinishedStep(str(tmp_path)) is None
+  _Train(tmp_path, _Params())
+  processes.AssertSameTensors(processes.Tensors(tmp_path, 20), processes.Tensors(straight, 20))
+  assert sorted(map(repr, _Lines(tmp_path))) == sorted(map(repr, _Lines(straight)))
+
+
+def testASignalBeforeTheFirstStepIsToldAsSuch(tmp_path, capsys):
+  stop = stop_request.StopRequest()
+  stop.signal = signal.SIGINT
+  assert toy_training.Program(tmp_path, _Params(), stop).Run() == 130
+  out = capsys.readouterr().out
+  assert 'stopped by SIGINT before a step was done\n' in out and 'nothing left' not in out
+  assert processes.Steps(tmp_path) == [] and not _Report(tmp_path)['is_finished']
+
+
+def testARestartFromAnEarlierCheckpointRepeatsNoLine(straight, tmp_path):
+  """As a kill leaves it: steps were done and logged that the last checkpoint does not know."""
+  shutil.copytree(straight, tmp_path, dirs_exist_ok=True)
+  for path in (tmp_path / 'train').glob('ckpt-*'):
+    if int(path.name[5:13]) > 12:
+      path.unlink() if path.is_file() else shutil.rmtree(path)
+  with (tmp_path / 'metrics.jsonl').open('a') as f:
+    f.write('{"step": 99')
+  _Train(tmp_path, _Params())
+  assert _Lines(tmp_path) == _Lines(straight)
+
+
+def testALogDirectoryThatIsNoLocalPath(straight, tmp_path, monkeypatch):
+  """TensorFlow's file system in memory, which renames no folder, stands for object stores."""
+  monkeypatch.setattr(logdir_lock, 'SETTLE_SECONDS', 0.02)
+  logdir = f'ram://train_and_eval_test{tmp_path}'
+  for max_steps in (8, 20):  # Where a decoding comes in any case.
+    with logdir_lock.Held(f'{logdir}/train') as lock:
+      _Train(logdir, _Params(max_steps=max_steps), lock=lock)
+  one, other = (
+    [tf.io.read_file(path) for path in tf.io.gfile.glob(f'{where}/train/ckpt-*20-*/*.data-*')]
+    for where in (logdir, straight)
+  )
+  assert len(one) == len(other) == 1 and one == other
+  assert toy_training.Evaluator(logdir, _Params()).Run() == 0
+  exported = export.Export(_Params(), logdir)
+  for folder in ('train', 'eval_dev', 'eval_test'):
+    found, expected = (processes.Scalars(f'{where}/{folder}') for where in (logdir, straight))
+    assert found['loss'][-1] == expected['loss'][-1] and found['loss'][-1][0] == 20
+  for file in ('params.txt', 'report.txt', 'metrics.jsonl', 'decode_dev/decode-00000020.jsonl'):
+    with tf.io.gfile.GFile(f'{logdir}/{file}') as f:
+      assert f.read().count('\n') >= 6
+  loaded = tf.saved_model.load(exported.directory)
+  weights = processes.Tensors(straight, 20)
+  serve = loaded.signatures['serving_default']
+  np.testing.assert_allclose(
+    serve(inputs=tf.eye(4))['outputs'], weights['toy.w'] + weights['toy.b'], rtol=1e-6
+  )
+  extra = f'{exported.directory}/assets.extra'
+  assert sorted(tf.io.gfile.listdir(extra)) == ['export.json', 'params.txt']
+  assert tf.io.gfile.listdir(f'{logdir}/export') == ['20']
+
+
+# --- early stopping ---
+
+
+def _Stopping(more='', **train):
+  """Says that more loss is better: the first evaluation is the best, and none gains."""
+  p = _Params(eval_interval_steps=2, decode_interval_steps=20, save_max_to_keep=1, **train)
+  p.task.train.early_stop.Set(metric='loss', minimize=False, max_evaluations=3)
+  p.ApplyOverrides(params_text.ParseOverrides(more))
+  return p
+
+
+@pytest.fixture(scope='module')
+def stopped(tmp_path_factory):
+  """The log directory of a run that stopped early."""
+  logdir = tmp_path_factory.mktemp('stopped')
+  _Train(logdir, _Stopping())
+  return logdir
+
+
+def testStopsWithoutGainAndKeepsTheBest(stopped, tmp_path, capsys):
+  shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
+  why = 'early stopping (eval_dev loss had no gain since step 2, in 3 evaluations)'
+  assert processes.Steps(tmp_path) == [2, 8]
+  report = _Report(tmp_path)
+  assert report['best']['step'] == 2 and report['checkpoints'] == [2, 8]
+  assert report['is_finished'] and report['ended'] == why
+  assert 'best         step 2: eval_dev loss ' in (tmp_path / 'report.txt').read_text()
+  # Called again it knows; with more patience it goes on from there.
+  assert _Steps(tmp_path, 'decode_dev') == [8]
+  _Train(tmp_path, _Stopping())
+  out = capsys.readouterr().out
+  assert f'step 8 of 20: nothing left to train ({why})' in out
+  assert ' at step ' not in out  # What was evaluated and decoded then, is not again.
+  _Train(tmp_path, _Stopping('task.train.early_stop.max_evaluations:5'))
+  assert f'stopped by {why.replace("in 3", "in 5")} after step 12;' in capsys.readouterr().out
+  assert processes.Steps(tmp_path) == [2, 12]
+
+
+def testARestartStopsAtTheSameStep(stopped, tmp_path, capsys):
+  """After an odd step, whose evaluation at the end of the call does not count."""
+  for max_steps in (5, 20):
+    _Train(tmp_path, _Stopping(max_steps=max_steps))
+    # At each end a sample of each data set, also where it was evaluated before that was known.
+    assert capsys.readouterr().out.count('--- said\n') == 2
+  assert processes.Steps(tmp_path) == [2, 8]
+  processes.AssertSameTensors(processes.Tensors(tmp_path, 8), processes.Tensors(stopped, 8))
+
+
+def testTheOtherJobKeepsTheBestAndDoesNotStop(stopped, tmp_path, capsys):
+  shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
+  toy_training.Train(tmp_path, _Stopping(max_steps=11))
+  said = 'early stopping by eval_dev loss needs --job=train_and_eval: this job does not end by it\n'
+  assert capsys.readouterr().out.count(said) == 1
+  assert processes.Steps(tmp_path) == [2, 11]
+  assert _Report(tmp_path)['best']['step'] == 2
+
+
+def testWithoutAMetricTheBestStays(stopped, tmp_path):
+  shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
+  nothing = "task.train.early_stop.metric:'';task.train.early_stop.max_evaluations:0"
+  _Train(tmp_path, _Stopping(nothing, max_steps=11))
+  assert processes.Steps(tmp_path) == [2, 11]
+  # Followed again, its history goes on.
+  _Train(tmp_path, _Stopping('task.train.early_stop.max_evaluations:4'))
+  assert processes.Steps(tmp_path) == [2, 12]
+  best = _Report(tmp_path)['best']
+  assert (best['step'], best['jobname'], best['metric']) == (2, 'eval_dev', 'loss')
+
+
+def testTheBestOfTheLastStepIsSavedAsSuch(tmp_path):
+  """Less loss is better, so each evaluation is the best: an interval of saves is not waited for."""
+  params = _Params(save_interval_steps=100, save_max_to_keep=1, max_steps=7)
+  params.task.train.early_stop.metric = 'loss'
+  _Train(tmp_path, params)
+  report = _Report(tmp_path)
+  assert report['best']['step'] == 7 and report['checkpoints'] == [7]
+  saved = checkpointer.Checkpointer(tmp_path / 'train').Latest().metadata
+  assert saved['early_stop']['best_step'] == 7
+  assert saved['early_stop']['gain_step'] == 5  # The end is no interval of the evaluation.
+
+
+def testTheEvaluatorFollowsUntilTheTrainerHasEnded(stopped, tmp_path, monkeypatch):
+  """It ended long before max_steps."""
+  shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
+  (tmp_path / 'eval_test' / 'metrics.jsonl').unlink(missing_ok=True)
+  monkeypatch.setattr(eval_program, '_Wait', lambda *args: pytest.fail('it waits for more'))
+  assert toy_training.Evaluator(tmp_path, _Stopping()).Run() == 0
+  (line,) = (tmp_path / 'eval_test' / 'metrics.jsonl').read_text().splitlines()
+  found = json.loads(line)
+  assert (found['step'], found['split']) == (8, 'eval_test') and found['values']['loss'] > 0
+
+
+@pytest.mark.parametrize(
+  'more, job, message',
+  [
+    ("task.train.early_stop.jobname:'eval_prod'", 'train_and_eval', 'eval_dev, eval_test, dec'),
+    ('task.train.eval_interval_steps:0', 'train_and_eval', 'does not come back'),
+    (
+      "task.train.early_stop.metric:'log_pplx'",
+      'train_and_eval',
+      "'log_pplx', but eval_dev has loss",
+    ),
+    ('task.train.eval_interval_steps:-1', 'train_and_eval', 'eval_interval_steps must be at'),
+    ("task.train.init_from_checkpoint_rules:{'x': 1}", 'train_and_eval', 'pair of lists'),
+    (
+      'task.train.eval_datasets:[];task.train.decode_datasets:[]',
+      'train_and_eval',
+      'nothing to evaluate',
+    ),
+  ],
+)
+def testMistakesShowBeforeTheTraining(tmp_path, more, job, message):
+  with pytest.raises(ValueError, match=message):
+    toy_training.Program(tmp_path, _Stopping(more), job=job)
+
+
+def testAMetricThatADecodingDoesNotFindIsToldAtTheFirstOne(tmp_path):
+  params = _Params(max_steps=4, decode_interval_steps=2)
+  params.task.train.early_stop.Set(metric='meen', jobname='decode_dev')
+  with pytest.raises(ValueError, match="'meen', but decode_dev has mean, num_examples") as e:
+    _Train(tmp_path, params)
+  assert 'training ended after step 2;' in e.value.__notes__[-1]
+
+
+# --- time, warm start, what is written ---
+
+
+@pytest.mark.parametrize('job', ['train', 'train_and_eval'])
+def testWithoutStepsTheInitialWeightsAreEvaluated(straight, tmp_path, job):
+  """Here those of another run: what that found at its end is found at once."""
+  params = _Params(max_steps=0)
+  params.task.train.init_from_checkpoint_rules = {str(straight): ([(r'(.*)', r'\1')], [])}
+  toy_training.Train(tmp_path, params, job=job)
+  expected = {split: values for step, split, values in _Lines(straight) if step == 20}
+  jobs = ['eval_dev', 'eval_test'] + (['decode_dev'] if job == 'train_and_eval' else [])
+  assert {line[1]: line[2] for line in _Lines(tmp_path)} == {name: expected[name] for name in jobs}
+  reported = _Report(tmp_path)['passes']['eval_dev']
+  assert (reported['step'], reported['values']) == (0, expected['eval_dev'])
+  # What is trained from here begins as ever.
+  _Train(tmp_path, _Params(max_steps=5))
+  assert _Steps(tmp_path, 'eval_dev') == [0, 5]
+
+
+def testALimitOfTimeCountsOverAllCalls(tmp_path, monkeypatch, capsys):
+  clock = [0.0]
+  monkeypatch.setattr(
+    train_program, 'time', types.SimpleNamespace(monotonic=lambda: clock[0], time=lambda: 0.0)
+  )
+  for max_seconds, steps in ((35.0, 4), (55.0, 6)):
+    program = toy_training.Program(tmp_path, _Params(max_seconds=max_seconds))
+    step = program._runner.TrainStep
+
+    def TrainStep(batch, step=step):
+      clock[0] += 10.0
+      return step(batch)
+
+    monkeypatch.setattr(program._runner, 'TrainStep', TrainStep)
+    assert program.Run() == 0
+    clock[0] += 1000.0  # Between two calls nothing counts.
+    assert processes.Steps(tmp_path)[-1] == steps
+    out = capsys.readouterr().out
+    assert f'stopped by max_seconds {max_seconds:g} after step {steps};' in out
+    # What was found is said once.
+    assert out.count('data: Train 40 examples; Dev 6 examples; Test 6 examples\n') == 1
+    assert out.count('weights float32, activations float32, XLA off\n') == 1
+    assert _Report(tmp_path)['train_seconds'] == 10.0 * steps
+  toy_training.Train(tmp_path, _Params(max_seconds=55.0))
+  assert 'nothing left to train (max_seconds 55)' in capsys.readouterr().out
+
+
+def testWarmStartIsForANewRun(straight, tmp_path, capsys):
+  # The README of an experiment may name it; here both are one model.
+  rules = {str(straight): ([(r'(toy\.w)', r'\1')], [])}
+
+  def Params(max_steps):
+    return _Params(init_from_checkpoint_rules=rules, max_steps=max_steps)
+
+  program = toy_training.Program(tmp_path, Params(1))
+  program._Restore()
+  out = capsys.readouterr().out
+  assert 'warm start: 1 of 2 weights from' in out and 'initial values: toy.b' in out
+  values = program._model.task.VariablesByPath()
+  saved = processes.Tensors(straight, 20)
+  np.testing.assert_array_equal(values['toy.w'], saved['toy.w'])
+  assert not np.array_equal(values['toy.b'], saved['toy.b'])
+  toy_training.Train(tmp_path, Params(1))
+  capsys.readouterr()
+  toy_training.Program(tmp_path, Params(2))._Restore()
+  out = capsys.readouterr().out
+  assert 'going on from step 1' in out and 'warm start' not in out
+
+
+def testTensorBoardHasGradientsPlanAndSamples(tmp_path):
+  params = _Params(histogram_interval_steps=2, max_steps=4, eval_interval_steps=2)
+  _Train(tmp_path, params)
+  found = processes.Tensorboard(tmp_path / 'train')
+  for path in ('toy.w', 'toy.b'):
+    assert [step for step, _ in found[f'gradients/{path}']] == [2, 4]
+    # Rows of (left, right, count): each entry of the gradient is counted.
+    counts = [value[:, 2].sum() for _, value in found[f'gradients/{path}']]
+    assert counts == [8.0 if path == 'toy.w' else 2.0] * 2
+  ((step, table),) = found['stage_table']
+  assert step == 0 and b'    stage  layers' in table.item()
+  assert b'device 0' in found['schedule'][0][1].item()
+  samples = processes.Tensorboard(tmp_path / 'eval_dev')['sample/said']
+  assert [step for step, _ in samples] == [2, 4]
+  assert samples[-1][1].item().startswith(b'    ')
+
+
+def testAReportThatCannotBeRemovedIsTold(tmp_path):
+  (tmp_path / 'report.json').mkdir()
+  with pytest.raises(OSError, match=r"Cannot remove '.*report\.json'.* give another --logdir"):
+    run_report.Remove(str(tmp_path))
+
+
+def testTheReportSaysWhatCameOfIt(straight):
+  report = _Report(straight)
+  assert report['step'] == report['num_steps'] == 20 and report['examples_consumed'] == 80
+  assert report['ended'] == 'max_steps 20' and report['is_finished']
+  assert {name: found['step'] for name, found in report['passes'].items()} == {
+    'eval_dev': 20, 'eval_test': 20, 'decode_dev': 20
+  }  # fmt: skip
+  assert run_report.FinishedStep(str(straight)) == 20
+  text = (straight / 'report.txt').read_text()
+  assert '80, 2.00 epochs' in text and 'eval_dev     step 20: loss ' in text
+  assert str(straight) in text
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))
