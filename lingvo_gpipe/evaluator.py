@@ -10,8 +10,8 @@ from absl import flags
 from lingvo_gpipe.checkpoint import checkpoint_choice
 from lingvo_gpipe.cli import binary, steady_output, supervised
 from lingvo_gpipe.distributed import cluster, cluster_spec, stop_request, supervisor
-from lingvo_gpipe.evaluation import dataset_passes, eval_program, eval_progress
-from lingvo_gpipe.runners import multi_task_runner, step_failures
+from lingvo_gpipe.evaluation import eval_program, eval_progress, pass_schedule
+from lingvo_gpipe.runners import failure_notes, multi_task_runner
 
 FLAGS = flags.FLAGS
 
@@ -29,7 +29,7 @@ def _Evaluate() -> int:
   progress = eval_progress.EvalProgress()
 
   def EvaluateOn(devices: cluster.Cluster, stop: stop_request.StopRequest) -> int:
-    with step_failures.Hints(params):
+    with failure_notes.Hints(params):
       return eval_program.EvalProgram(
         params,
         logdir,
@@ -76,7 +76,7 @@ def Run() -> None:
   flags.DEFINE_enum(
     'job',
     'eval',
-    list(dataset_passes.JOBS),
+    list(pass_schedule.JOBS),
     'eval: metrics. decode: write what the model makes of it.',
   )
   flags.DEFINE_string('split', 'Test', 'The data set: Train, Dev or Test.')

@@ -10,19 +10,13 @@ from typing import Any
 
 from absl import flags
 
-from lingvo_gpipe.checkpoint import checkpoint_choice, checkpoint_text, checkpointer, logdir_lock
+from lingvo_gpipe.checkpoint import checkpoint_choice, checkpoint_table, checkpointer, logdir_lock
 from lingvo_gpipe.cli import binary, steady_output, supervised
 from lingvo_gpipe.distributed import cluster, cluster_spec, stop_request, supervisor
 from lingvo_gpipe.experiment import model as model_lib
 from lingvo_gpipe.experiment import registry
-from lingvo_gpipe.runners import multi_task_runner, step_failures
-from lingvo_gpipe.training import (
-  export,
-  inspection,
-  remaining_workers,
-  step_profiler,
-  train_program,
-)
+from lingvo_gpipe.runners import failure_notes, multi_task_runner
+from lingvo_gpipe.training import elastic, export, inspection, step_profiler, train_program
 
 FLAGS = flags.FLAGS
 
@@ -60,7 +54,7 @@ def _InspectPartition() -> int:
 
 def _InspectCheckpoint() -> int:
   binary.OneDevice()
-  text, are_whole = checkpoint_text.Describe(binary.LogDir())
+  text, are_whole = checkpoint_table.Describe(binary.LogDir())
   print(text)
   return 0 if are_whole else 1
 
@@ -168,7 +162,7 @@ def _RemainingDevices(
   workers: cluster_spec.ClusterSpec, params: Any, seconds: float
 ) -> tuple[cluster.Cluster, Any]:
   """Devices of the workers that are there in time, and the model's Params for them."""
-  answers, found, num_replicas = remaining_workers.Await(
+  answers, found, num_replicas = elastic.Await(
     workers,
     params,
     FLAGS.num_replicas,
@@ -207,7 +201,7 @@ def _TrainOn(
   # Before the devices: a second trainer would find their memory taken.
   with logdir_lock.Held(os.path.join(logdir, 'train')) as lock:
     devices, params = make_devices()
-    with step_failures.Hints(params):
+    with failure_notes.Hints(params):
       return train_program.TrainProgram(
         params,
         logdir,

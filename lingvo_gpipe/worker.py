@@ -15,7 +15,7 @@ import threading
 from absl import flags, logging
 
 from lingvo_gpipe.cli import binary
-from lingvo_gpipe.distributed import local_workers, worker_renewal, worker_server
+from lingvo_gpipe.distributed import local_workers, worker_restart, worker_server
 
 FLAGS = flags.FLAGS
 
@@ -54,7 +54,7 @@ def _Serve() -> int:
       platform=FLAGS.platform,
       num_devices=FLAGS.num_devices,
       threads_per_device=FLAGS.threads_per_device,
-      more_facts={} if FLAGS.local else {worker_renewal.FACT: worker_renewal.BeginAnewWhenTold()},
+      more_facts={} if FLAGS.local else {worker_restart.FACT: worker_restart.BeginAnewWhenTold()},
     )
   logging.log(
     logging.INFO if FLAGS.local else logging.WARNING,

@@ -6,7 +6,7 @@ import dataclasses
 import numpy as np
 import tensorflow as tf
 
-from lingvo_gpipe.learning import learners
+from lingvo_gpipe.learning import multi_learner
 
 SHAPES = {'m.a.w': [3, 2], 'm.a.b': [2], 'm.c.w': [2, 2], 'm.c.b': [2]}
 
@@ -47,7 +47,7 @@ def Chosen(stages, is_trained):
 
 def Build(p, stages):
   """The learners of these Params, and a function of (step, loss weight) that does one update."""
-  built = learners.Learners(p)
+  built = multi_learner.Learners(p)
   built.Build(Chosen(stages, built.IsTrained))
 
   @tf.function(autograph=False)

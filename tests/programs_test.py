@@ -14,7 +14,7 @@ import tensorflow as tf
 from lingvo_gpipe.checkpoint import checkpointer
 from lingvo_gpipe.core import nested_map, params_text
 from lingvo_gpipe.distributed import cluster, stop_request
-from lingvo_gpipe.evaluation import eval_program, evaluation
+from lingvo_gpipe.evaluation import dataset_pass, eval_program
 from lingvo_gpipe.experiment import registry
 from lingvo_gpipe.experiment import task as task_lib
 from lingvo_gpipe.learning import optimizer
@@ -226,7 +226,7 @@ class _Runner:
 @pytest.mark.parametrize('limit, count', [(0, 10), (3, 3)])
 def testEvaluatesTheWholeDataSetOrItsBeginning(tmp_path, limit, count):
   runner = _Runner(limit=limit)
-  done = evaluation.Evaluation(
+  done = dataset_pass.Evaluation(
     runner, _Numbers.Params(), 'Dev', str(tmp_path), stop_request.StopRequest()
   )
   assert done.Run(7) == {'loss': 1.5}
@@ -237,7 +237,7 @@ def testEvaluatesTheWholeDataSetOrItsBeginning(tmp_path, limit, count):
 def testSignalEndsAnEvaluationBetweenBatches(tmp_path, capsys):
   stop = stop_request.StopRequest()
   runner = _Runner(stop, at=3)
-  done = evaluation.Evaluation(runner, _Numbers.Params(), 'Test', str(tmp_path), stop)
+  done = dataset_pass.Evaluation(runner, _Numbers.Params(), 'Test', str(tmp_path), stop)
   assert done.Run(7) is None
   assert runner.seen == [0, 1, 2, 3]
   assert capsys.readouterr().out == 'Test at step 7: stopped by SIGINT, no result\n'
@@ -246,7 +246,7 @@ def testSignalEndsAnEvaluationBetweenBatches(tmp_path, capsys):
 
 def testSampleDoesNotSteerTheTerminal(tmp_path, capsys):
   runner = _Runner(decoded={'continuation': ['a\x1b[2Jb\x07\n\tc\x00é\r\ufffd']})
-  done = evaluation.Evaluation(
+  done = dataset_pass.Evaluation(
     runner, _Numbers.Params(), 'Test', str(tmp_path), stop_request.StopRequest()
   )
   done.WriteSample(7)

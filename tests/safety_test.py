@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import lingvo_gpipe
 from lingvo_gpipe.checkpoint import assets, checkpointer, logdir_lock
 from lingvo_gpipe.core import base_layer, weight_params
-from lingvo_gpipe.evaluation import evaluation
+from lingvo_gpipe.evaluation import dataset_pass
 from lingvo_gpipe.experiment import registry
 from tests import fuzzing, processes
 
@@ -122,7 +122,7 @@ def testNamesOfDataSetsAreNoPaths(text):
   """A directory of the logdir is named after them."""
   try:
     # What is behind the check of the name.
-    evaluation.DatasetPass(None, None, text, 'run', None)
+    dataset_pass.DatasetPass(None, None, text, 'run', None)
   except ValueError as e:
     assert 'a data set has a name of letters' in str(e)
   except AttributeError:

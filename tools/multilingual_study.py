@@ -33,7 +33,7 @@ os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
 
 from lingvo_gpipe.distributed import cluster  # noqa: E402
 from lingvo_gpipe.experiment import model as model_lib  # noqa: E402
-from lingvo_gpipe.runners import task_plan  # noqa: E402
+from lingvo_gpipe.runners import task_cut  # noqa: E402
 from tasks.mt import cldr_names  # noqa: E402
 from tools import program  # noqa: E402
 from tools.studies import language_report, timed_training  # noqa: E402
@@ -198,7 +198,7 @@ def Run() -> int:
 
 def _Devices(settings: Iterable[timed_training.Setting]) -> list[str]:
   tasks = [model_lib.SingleTaskModel(s.Params('Train')).task for s in settings]
-  numbers = [task_plan.NumDevices(task) for task in tasks]
+  numbers = [task_cut.NumDevices(task) for task in tasks]
   return list(cluster.Cluster.Create(max(numbers)).devices) if numbers else []
 
 

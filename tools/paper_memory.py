@@ -76,14 +76,14 @@ def Compute(key: str) -> Computed:
   """The figures of the experiment `key`."""
   # TensorFlow comes with these; a mistake in a flag need not wait for it.
   from lingvo_gpipe.experiment import model as model_lib
-  from lingvo_gpipe.runners import task_plan
+  from lingvo_gpipe.runners import task_cut
 
   params: Any = registry.GetParams(key, 'Train')
   if 'aux_loss_weight' in params.task:
     params.task.aux_loss_weight = 0.0
   model = model_lib.SingleTaskModel(params)
   assert model.input is not None
-  cut = task_plan.PlanTask(model.task, model.input.BatchSpec())
+  cut = task_cut.PlanTask(model.task, model.input.BatchSpec())
   activations = [needs.activations for needs in cut.memory]
   weights = [_BYTES_PER_PARAMETER * s.num_params for s in cut.stages]
   return Computed(

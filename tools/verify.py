@@ -14,7 +14,7 @@ from lingvo_gpipe.cli import binary
 from lingvo_gpipe.core import nested_map
 from lingvo_gpipe.experiment import model as model_lib
 from lingvo_gpipe.pipeline import verify
-from lingvo_gpipe.runners import runner, task_plan
+from lingvo_gpipe.runners import task_cut, train_runner
 
 FLAGS = flags.FLAGS
 
@@ -30,7 +30,7 @@ def _Verify() -> int:
     raise binary.UsageError(f'{FLAGS.model} has no pipeline: there is nothing to compare')
   if model.input is None:
     raise binary.UsageError(f'{FLAGS.model} has no input')
-  devices = binary.Devices(task_plan.NumDevices(task))
+  devices = binary.Devices(task_cut.NumDevices(task))
 
   def Loss(theta: Any, outputs: tuple[Any, ...], side: Any) -> Any:
     del theta  # A pipelined task's weights belong to its layers.
@@ -38,7 +38,7 @@ def _Verify() -> int:
     return task.ComputeLoss(nested_map.NestedMap(), predictions, side)[0]
 
   # Makes the variables, puts them on the stages' devices, and tells which are trained.
-  built = runner.TaskRunner(
+  built = train_runner.TaskRunner(
     task, devices.devices, model.input.BatchSpec(), num_replicas=devices.num_replicas
   )
   batch = next(iter(model.input.Dataset().skip(FLAGS.step)))

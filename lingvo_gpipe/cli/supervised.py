@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from absl import flags
 
 from lingvo_gpipe.cli import binary
-from lingvo_gpipe.distributed import cluster_spec, stop_request, supervisor, worker_renewal
+from lingvo_gpipe.distributed import cluster_spec, stop_request, supervisor, worker_restart
 
 FLAGS = flags.FLAGS
 
@@ -67,7 +67,7 @@ def Run(
     assert workers is not None
     if not local and (renews_at_start or failures):
       with binary.StartingTensorFlow():
-        worker_renewal.Renew(workers, FLAGS.num_replicas)
+        worker_restart.Renew(workers, FLAGS.num_replicas)
     stop = stop_request.StopRequest()
     stop.Install()
     seconds = _WAIT_AGAIN_SECONDS if failures else _WAIT_SECONDS

@@ -20,7 +20,7 @@ from lingvo_gpipe.checkpoint import (
 )
 from lingvo_gpipe.core import file_errors, heartbeat, hyperparams
 from lingvo_gpipe.distributed import cluster, stop_request
-from lingvo_gpipe.evaluation import dataset_passes, eval_progress, evaluation
+from lingvo_gpipe.evaluation import dataset_pass, eval_progress, pass_schedule
 from lingvo_gpipe.experiment import model as model_lib
 from lingvo_gpipe.learning import ema
 from lingvo_gpipe.reporting import metrics_log, run_report
@@ -80,7 +80,7 @@ class EvalProgram:
     self._runner = multi_task_runner.MakeEvaluated(
       model, devices.devices, self._checkpointer, num_replicas=devices.num_replicas
     )
-    kind = dataset_passes.JOBS[job]
+    kind = pass_schedule.JOBS[job]
     self._jobs = [
       kind(one, p, name, logdir, stop)
       for one, p, name in kind.OfTasks(self._runner.task_runners, params.input, dataset)
@@ -288,7 +288,7 @@ class EvalProgram:
   def _jobnames(self) -> str:
     return ' and '.join(job.jobname for job in self._jobs)
 
-  def _Result(self, step: int, job: evaluation.DatasetPass) -> bool:
+  def _Result(self, step: int, job: dataset_pass.DatasetPass) -> bool:
     """Has the result, if not asked to stop before, and adds it to the job's own metrics.jsonl."""
     values = job.Run(step)
     if values is None:
@@ -299,7 +299,7 @@ class EvalProgram:
     self._logs[job.jobname].Write(step, job.jobname, values)
     return True
 
-  def _Sample(self, step: int, job: evaluation.DatasetPass) -> bool:
+  def _Sample(self, step: int, job: dataset_pass.DatasetPass) -> bool:
     job.WriteSample(step)
     if self._prints:
       job.PrintSample()

@@ -13,7 +13,7 @@ from typing import Any
 from absl import logging
 
 from lingvo_gpipe.core import file_errors
-from lingvo_gpipe.learning import learners
+from lingvo_gpipe.learning import multi_learner
 
 
 class NotFiniteError(Exception):
@@ -43,7 +43,7 @@ class NonFiniteSteps:
     applied = [
       path
       for path, one in learner_params.items()
-      if not learners.AsList(one, path)[0].skip_nonfinite
+      if not multi_learner.AsList(one, path)[0].skip_nonfinite
     ]
     if check_numerics and applied:
       raise ValueError(

@@ -17,7 +17,8 @@ import tensorflow as tf
 
 from lingvo_gpipe.core import fprop_context, nested_map, shapes
 from lingvo_gpipe.pipeline import engine as engine_lib
-from lingvo_gpipe.pipeline.stages import leaves, stage, stage_layout, weighted_loss
+from lingvo_gpipe.pipeline.stages import leaves, stage_functions, weighted_loss
+from lingvo_gpipe.pipeline.stages import stage as stage_lib
 
 
 class _NotFinite(Exception):
@@ -28,7 +29,7 @@ class _NotFinite(Exception):
 class _Call:
   """One layer's run on one micro-batch: where it is, and what it takes."""
 
-  stage: stage_layout.Stage
+  stage: stage_lib.Stage
   index: int
   args: tuple[Any, ...]
   skips: nested_map.NestedMap
@@ -97,7 +98,7 @@ class _MicroBatch:
     engine: engine_lib.PipelineEngine,
     micro_batch: int,
     step: int,
-    loss_fn: stage.LossFn,
+    loss_fn: stage_functions.LossFn,
     largest: _Largest,
   ) -> None:
     self._engine = engine
@@ -141,8 +142,8 @@ class _MicroBatch:
     ):
       out, stashed = layer.FPropSkips(layer.ThetaFrom(variables), call.skips, *call.args)
     aux = [(name, value, coefficient) for _, name, value, coefficient in context.aux_losses]
-    out, stashed = stage.AsTensors(layer, out), stage.AsTensors(layer, stashed)
-    return stage.AsTuple(out), stashed, aux
+    out, stashed = stage_functions.AsTensors(layer, out), stage_functions.AsTensors(layer, stashed)
+    return stage_functions.AsTuple(out), stashed, aux
 
   def _LossGradient(self, outputs: tuple[Any, ...], side: Any, loss_weight: tf.Tensor) -> Any:
     """A nest like the outputs with the gradient of the weighted loss."""

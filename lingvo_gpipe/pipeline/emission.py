@@ -19,9 +19,9 @@ from lingvo_gpipe.pipeline.stages import (
   leaves,
   shared_functions,
   split_backward,
-  stage,
-  stage_layout,
+  stage_functions,
 )
+from lingvo_gpipe.pipeline.stages import stage as stage_lib
 
 
 class Engine(Protocol):
@@ -30,7 +30,7 @@ class Engine(Protocol):
   remat_policy: str
   functions: shared_functions.SharedFunctions
 
-  def SeedHashes(self, s: stage_layout.Stage) -> list[int]: ...
+  def SeedHashes(self, s: stage_lib.Stage) -> list[int]: ...
 
 
 class Emission:
@@ -39,7 +39,7 @@ class Emission:
   def __init__(
     self,
     engine: Engine,
-    stages: Sequence[stage_layout.Stage],
+    stages: Sequence[stage_lib.Stage],
     inputs: Sequence[tuple[Any, ...]],
     sides: Sequence[Any] | None,
     loss_weights: Sequence[tf.Tensor],
@@ -128,7 +128,9 @@ class Emission:
     with tf.device(s.device), tf.control_dependencies(self._last.get(s.device, [])):
       counter = self._counter + m
       weight = self._loss_weights[m] if self._loss_weights else tf.constant(1.0)
-      context = stage.Context(stage.SeedTensor(self._engine.SeedHashes(s), counter), weight)
+      context = stage_functions.Context(
+        stage_functions.SeedTensor(self._engine.SeedHashes(s), counter), weight
+      )
       result = call(s, context)
     # An action may have nothing to return: the input gradient of a stage without floating inputs.
     returned = leaves.Tensors(result)
@@ -139,7 +141,7 @@ class Emission:
   def _Take(self, k: int, m: int) -> nested_map.NestedMap:
     """What stage k takes of micro-batch m: the stage before's outputs, and skips."""
     skips = {name: self._skips[name, m] for name in self._stages[k].imports}
-    args = stage.AsTuple(self.args[k, m])
+    args = stage_functions.AsTuple(self.args[k, m])
     self.x[k, m] = nested_map.NestedMap(args=args, skips=nested_map.NestedMap(skips))
     return self.x[k, m]
 
@@ -178,10 +180,10 @@ class Emission:
     last = self._sides is not None and k == len(self._stages) - 1
     return self._sides[m] if last and self._sides is not None else None
 
-  def _Functions(self, s: stage_layout.Stage) -> stage.StageFunctions:
+  def _Functions(self, s: stage_lib.Stage) -> stage_functions.StageFunctions:
     return self._engine.functions.Of(s, do_eval=self._do_eval, with_loss=self._sides is not None)
 
-  def _Split(self, s: stage_layout.Stage) -> split_backward.SplitBackward:
+  def _Split(self, s: stage_lib.Stage) -> split_backward.SplitBackward:
     return self._engine.functions.Split(s, with_loss=self._sides is not None)
 
   def _Keeper(
@@ -204,7 +206,7 @@ class Emission:
       return self._engine.functions.ByLayer(s, with_loss=self._sides is not None)
     return None
 
-  def _Variables(self, s: stage_layout.Stage) -> Sequence[Any]:
+  def _Variables(self, s: stage_lib.Stage) -> Sequence[Any]:
     return s.variables if self._theta is None else self._theta[s.index]
 
   def _RunForward(self, k: int, m: int) -> None:
@@ -234,7 +236,7 @@ class Emission:
     x, side, dy = self.x[k, m], self._Side(k, m), self._TakeGradient(k, m)
     keeper, kept = self._Keeper(k, m), self._kept.pop((k, m), None)
 
-    def Call(s: stage_layout.Stage, context: Any) -> Any:
+    def Call(s: stage_lib.Stage, context: Any) -> Any:
       if keeper is None:
         backward = self._Functions(s).Backward
         return backward(s.variables, s.AllAccumulators(), x, side, context, dy)
@@ -260,7 +262,7 @@ class Emission:
     else:  # There was no input gradient to compute.
       dy, for_weights = self._TakeGradient(k, m), []
 
-    def Call(s: stage_layout.Stage, context: Any) -> Any:
+    def Call(s: stage_lib.Stage, context: Any) -> Any:
       gradient = self._Split(s).WeightGradient
       return gradient(s.variables, s.AllAccumulators(), x, side, context, kept, dy, for_weights)
 

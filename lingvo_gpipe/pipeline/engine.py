@@ -19,7 +19,8 @@ from absl import logging
 from lingvo_gpipe.core import base_layer, fprop_context, nested_map, weight_params
 from lingvo_gpipe.pipeline import emission, replicas
 from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules
-from lingvo_gpipe.pipeline.stages import shared_functions, stage, stage_layout, weighted_loss
+from lingvo_gpipe.pipeline.stages import shared_functions, stage_functions, weighted_loss
+from lingvo_gpipe.pipeline.stages import stage as stage_lib
 
 
 class PipelineEngine:
@@ -42,7 +43,7 @@ class PipelineEngine:
     schedule: str | schedules.Schedule = 'gpipe',
     remat_policy: str = 'stage',
     xla: bool = True,
-    loss_fn: stage.LossFn | None = None,
+    loss_fn: stage_functions.LossFn | None = None,
     is_trained: Callable[[str], bool] | None = None,
     ties: Mapping[str, str] | None = None,
     num_replicas: int = 1,
@@ -86,7 +87,7 @@ class PipelineEngine:
     self.ties = dict(ties or {})
     self._told_of_small_batch = False
     of_first = [devices[k] for k in self.stage_to_device]
-    self.stages = stage_layout.Stages(layers, ends, of_first, self.ties, is_trained)
+    self.stages = stage_lib.Stages(layers, ends, of_first, self.ties, is_trained)
     self._variables = {path: v for layer in layers for path, v in layer.VariablesByPath().items()}
     first = replicas.Replica(self.stages, self._variables)
     self.replicas = [first]
@@ -429,7 +430,7 @@ class PipelineEngine:
     replicas.SyncWeights(self.replicas)
     self.SyncTies()
 
-  def _AllStages(self) -> list[stage_layout.Stage]:
+  def _AllStages(self) -> list[stage_lib.Stage]:
     return [s for replica in self.replicas for s in replica.stages]
 
   # ---- parts -----------------------------------------------------------------------------------
@@ -465,7 +466,7 @@ class PipelineEngine:
         for accumulator in s.mirror_accumulators if mirrors_only else s.AllAccumulators():
           accumulator.assign(tf.zeros_like(accumulator))
 
-  def SeedHashes(self, s: stage_layout.Stage) -> list[int]:
+  def SeedHashes(self, s: stage_lib.Stage) -> list[int]:
     """The first halves of the seed pairs of a stage's layers."""
     return [weight_params.Hash64(layer.params.random_seed, layer.path) for layer in s.layers]
 

@@ -23,10 +23,13 @@ from lingvo_gpipe.core import (
   weight_params,
 )
 from lingvo_gpipe.layers import fprop_meta, sequential
-from lingvo_gpipe.pipeline import decoding, engine, outer_form, ties
-from lingvo_gpipe.pipeline.cutting import layer_costs, plan
+from lingvo_gpipe.pipeline import decoder as decoder_lib
+from lingvo_gpipe.pipeline import engine, tape_function, weight_ties
+from lingvo_gpipe.pipeline.cutting import cut as cut_lib
+from lingvo_gpipe.pipeline.cutting import layer_costs
 from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules
-from lingvo_gpipe.pipeline.stages import failures, micro_batch, stage, stage_layout
+from lingvo_gpipe.pipeline.stages import failures, micro_batch, stage_functions
+from lingvo_gpipe.pipeline.stages import stage as stage_lib
 
 
 class PipeliningLayer(base_layer.BaseLayer):
@@ -92,10 +95,10 @@ class PipeliningLayer(base_layer.BaseLayer):
     p = self.params
     shapes.CheckPositive(p, 'num_stages', 'stages_per_device', 'num_micro_batches')
     rematerialisation.CheckPolicy(p.remat_policy, f'{self.path}: ')
-    if p.partition_by not in plan.COSTS:
+    if p.partition_by not in cut_lib.COSTS:
       raise ValueError(
         f'{self.path}: unknown partition_by {p.partition_by!r}; expected one of '
-        f'{", ".join(plan.COSTS)}'
+        f'{", ".join(cut_lib.COSTS)}'
       )
     if p.memory_limit < 0:
       raise ValueError(f'{self.path}: memory_limit must not be negative, got {p.memory_limit}')
@@ -108,14 +111,14 @@ class PipeliningLayer(base_layer.BaseLayer):
     self._num_devices = chosen.num_devices
     # The same paths as a SequentialLayer's, so that a checkpoint of either fits the other.
     self.CreateChildren('layers', flat, seed_roots=True)
-    stage_layout.Skips(self.layers, [len(self.layers)])
+    stage_lib.Skips(self.layers, [len(self.layers)])
     specs = {path[len(self.path) + 1 :]: spec for path, spec in super().WeightSpecs().items()}
-    self._ties = ties.Checked(p.ties, specs, f'{self.path}: ')
+    self._ties = weight_ties.Checked(p.ties, specs, f'{self.path}: ')
     self._engine: engine.PipelineEngine | None = None
-    self._decoder: decoding.Decoder | None = None
+    self._decoder: decoder_lib.Decoder | None = None
     self._input_specs: tuple[Any, ...] = ()
     self._predict = tf.function(self._Predict, autograph=False)
-    self._outer: dict[bool, outer_form.OuterForm] = {}
+    self._outer: dict[bool, tape_function.OuterForm] = {}
 
   def WeightSpecs(self) -> dict[str, tuple[weight_params.WeightParams, bool]]:
     """As BaseLayer's, tied weights counted once."""
@@ -147,7 +150,7 @@ class PipeliningLayer(base_layer.BaseLayer):
     weights: layer_costs.Weights | None = None,
     device: str = '',
     num_replicas: int = 1,
-  ) -> plan.Plan:
+  ) -> cut_lib.Plan:
     """Where the cuts go for inputs of these specs.
 
     Args:
@@ -170,7 +173,7 @@ class PipeliningLayer(base_layer.BaseLayer):
       shape[p.batch_dim] = largest
       return tf.TensorSpec(shape, spec.dtype)
 
-    return plan.MakePlan(
+    return cut_lib.MakePlan(
       self.layers,
       tf.nest.map_structure(MicroBatchSpec, tuple(input_specs)),
       schedule=schedules.GetForBatch(
@@ -209,11 +212,11 @@ class PipeliningLayer(base_layer.BaseLayer):
     self,
     devices: Sequence[str],
     *input_specs: Any,
-    loss_fn: stage.LossFn | None = None,
+    loss_fn: stage_functions.LossFn | None = None,
     weights: layer_costs.Weights | None = None,
     splits: Sequence[int] = (),
     num_replicas: int = 1,
-  ) -> plan.Plan:
+  ) -> cut_lib.Plan:
     """Cuts the layers for inputs of these specs and allocates each stage on its device.
 
     Args:
@@ -279,7 +282,7 @@ class PipeliningLayer(base_layer.BaseLayer):
   def _Checked(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments as tensors; an error where they are not what `Place` was told."""
     if self._engine is not None:
-      args = outer_form.AsTensors(args)
+      args = tape_function.AsTensors(args)
       shapes.CheckNest(self.path, 'arguments', args, self._input_specs)
     return args
 
@@ -290,20 +293,20 @@ class PipeliningLayer(base_layer.BaseLayer):
     return micro_batch.MergeOutputs(outputs, inputs, self.params.batch_dim)
 
   @property
-  def decoder(self) -> decoding.Decoder:
+  def decoder(self) -> decoder_lib.Decoder:
     """What decodes; ValueError before `Place`, NotImplementedError if a layer has skips."""
     if self._decoder is None:
       p = self.params
       if p.batch_dim:
         raise ValueError(f'{self.path}: decoding needs batch_dim 0, got {p.batch_dim}')
-      self._decoder = decoding.Decoder(
+      self._decoder = decoder_lib.Decoder(
         self.engine, path=self.path, num_micro_batches=p.num_micro_batches
       )
     return self._decoder
 
   def Prefill(  # type: ignore[override]
     self, *args: Any, max_length: int, last_only: bool = False
-  ) -> tuple[Any, decoding.PipelineStates]:
+  ) -> tuple[Any, decoder_lib.PipelineStates]:
     """Runs the first positions, a prompt, in evaluation mode, straight from the variables.
 
     Args:
@@ -319,11 +322,11 @@ class PipeliningLayer(base_layer.BaseLayer):
       NotImplementedError: a layer cannot decode; the message names it.
     """
     # Not as `Place` was told: where packed rows are trained on, a prompt has no segments.
-    return self.decoder.Prefill(outer_form.AsTensors(args), max_length, last_only)
+    return self.decoder.Prefill(tape_function.AsTensors(args), max_length, last_only)
 
   def ExtendStep(  # type: ignore[override]
-    self, states: decoding.PipelineStates, *args: Any, time_step: Any
-  ) -> tuple[Any, decoding.PipelineStates]:
+    self, states: decoder_lib.PipelineStates, *args: Any, time_step: Any
+  ) -> tuple[Any, decoder_lib.PipelineStates]:
     """Runs one more position.
 
     Args:
@@ -337,9 +340,11 @@ class PipeliningLayer(base_layer.BaseLayer):
     Raises:
       ValueError: time_step is not below max_length, or the batch is not that of the states.
     """
-    return self.decoder.ExtendStep(states, outer_form.AsTensors(args), time_step)
+    return self.decoder.ExtendStep(states, tape_function.AsTensors(args), time_step)
 
-  def ReorderStates(self, states: decoding.PipelineStates, indices: Any) -> decoding.PipelineStates:
+  def ReorderStates(
+    self, states: decoder_lib.PipelineStates, indices: Any
+  ) -> decoder_lib.PipelineStates:
     """Takes rows of the states, as of the hypotheses that a beam search goes on with.
 
     Args:
@@ -384,7 +389,7 @@ class PipeliningLayer(base_layer.BaseLayer):
     else:
       raise ValueError(f'{self.path}: a Scope with do_eval=False needs a step')
     if context.do_eval not in self._outer:
-      self._outer[context.do_eval] = outer_form.OuterForm(
+      self._outer[context.do_eval] = tape_function.OuterForm(
         self.engine, self.SplitBatch, self.params.batch_dim, context.do_eval
       )
     return self._outer[context.do_eval].Run(theta.layers, self._Checked(args), counter)
@@ -412,5 +417,5 @@ def PartitionSequentialLayers(
   p.sub = list(params) if isinstance(params, (list, tuple)) else [params]
   layer = p.Instantiate()
   schedule = schedules.Get('gpipe', num_partitions, 1)
-  cut = plan.MakePlan(layer.layers, input_specs, schedule=schedule)
+  cut = cut_lib.MakePlan(layer.layers, input_specs, schedule=schedule)
   return list(cut.ends)

@@ -16,7 +16,7 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from lingvo_gpipe.pipeline.stages import stage_layout
+from lingvo_gpipe.pipeline.stages import stage as stage_lib
 
 ALL_REDUCE_OPTIONS = ('auto', 'collective', 'send')
 # A bucket of gradients is one collective; the first are on their way while others are computed.
@@ -38,7 +38,7 @@ class Replica:
     variables: {path: variable} of all layers, copies of tied weights included.
   """
 
-  stages: list[stage_layout.Stage]
+  stages: list[stage_lib.Stage]
   variables: Mapping[str, tf.Variable]
 
   def AddTiedGradients(self, ties: Mapping[str, str]) -> None:
@@ -74,7 +74,7 @@ def Copy(first: Replica, devices: Sequence[str]) -> Replica:
             tf.identity(v), trainable=v.trainable, name=v.name.split(':')[0]
           )
     stages.append(
-      stage_layout.Stage(
+      stage_lib.Stage(
         s.index,
         s.layers,
         device,

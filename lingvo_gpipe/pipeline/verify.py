@@ -28,7 +28,7 @@ import tensorflow as tf
 from lingvo_gpipe.core import fprop_context, nested_map
 from lingvo_gpipe.pipeline import engine as engine_lib
 from lingvo_gpipe.pipeline import pipelining_layer
-from lingvo_gpipe.pipeline.stages import micro_batch, stage
+from lingvo_gpipe.pipeline.stages import micro_batch, stage_functions
 
 # By dtype: the greatest error of a gradient and of a loss.
 GRADIENT_BOUNDS = {'float64': 1e-10, 'float32': 1e-5}
@@ -124,7 +124,7 @@ def Verify(
   inputs: tuple[Any, ...],
   side: Any,
   *,
-  loss_fn: stage.LossFn,
+  loss_fn: stage_functions.LossFn,
   loss_weight: Callable[[Any], tf.Tensor],
   step: int = 0,
 ) -> Report:
@@ -158,7 +158,7 @@ def VerifyEngine(
   micro_batches: tuple[Sequence[tuple[Any, ...]], Sequence[Any]],
   whole: tuple[tuple[Any, ...], Any],
   *,
-  loss_fn: stage.LossFn,
+  loss_fn: stage_functions.LossFn,
   loss_weight: Callable[[Any], tf.Tensor],
   step: int = 0,
 ) -> Report:
@@ -253,7 +253,7 @@ def _Pipelined(
 class _Reference:
   """The engine's layers without the engine, eagerly on the first stage's device."""
 
-  def __init__(self, engine: engine_lib.PipelineEngine, loss_fn: stage.LossFn) -> None:
+  def __init__(self, engine: engine_lib.PipelineEngine, loss_fn: stage_functions.LossFn) -> None:
     self._layers = [layer for s in engine.stages for layer in s.layers]
     self._last_layers = engine.stages[-1].layers
     self._variables = engine.trained
@@ -302,7 +302,7 @@ class _Reference:
     for layer in self._layers:
       taken = nested_map.NestedMap({name: skips[name] for name in layer.skips_in})
       outputs, stashed = layer.FPropSkips(layer.theta, taken, *args)
-      args = stage.AsTuple(outputs)
+      args = stage_functions.AsTuple(outputs)
       skips.update(stashed)
     loss, weight = self._loss_fn([layer.theta for layer in self._last_layers], args, side)['loss']
     return loss, tf.cast(weight, loss.dtype)

@@ -18,7 +18,7 @@ from typing import Any
 import tensorflow as tf
 
 from lingvo_gpipe.core import file_errors, whole_file
-from lingvo_gpipe.evaluation import evaluation
+from lingvo_gpipe.evaluation import dataset_pass
 from lingvo_gpipe.reporting import progress
 
 _TEXT, _JSON = 'report.txt', 'report.json'
@@ -100,9 +100,9 @@ class RunReport:
       told = ', '.join(f'{kind.replace("_", " ")} {n}' for kind, n in self.failures.items())
       rows.append(('failures', f'{told}; training began again each time'))
     if self.train:
-      rows.append(('train', evaluation.Shown(self.train)))
+      rows.append(('train', dataset_pass.Shown(self.train)))
     for jobname, found in self.passes.items():
-      rows.append((jobname, f'step {found["step"]:,}: {evaluation.Shown(found["values"])}'))
+      rows.append((jobname, f'step {found["step"]:,}: {dataset_pass.Shown(found["values"])}'))
     if self.best:
       b = self.best
       there = '' if b['step'] in self.checkpoints else ', whose checkpoint is not there'

@@ -13,11 +13,11 @@ import tensorflow as tf
 from lingvo_gpipe.core import heartbeat, nested_map, shapes
 from lingvo_gpipe.experiment import task as task_lib
 from lingvo_gpipe.input import batches
-from lingvo_gpipe.learning import learners, shared_weights
+from lingvo_gpipe.learning import multi_learner, shared_weights
 from lingvo_gpipe.pipeline import engine
 from lingvo_gpipe.pipeline.stages import failures, micro_batch
-from lingvo_gpipe.reporting import metrics
-from lingvo_gpipe.runners import placement, task_plan
+from lingvo_gpipe.reporting import weighted_means
+from lingvo_gpipe.runners import batch_placement, task_cut
 
 
 class EvalRunner:
@@ -64,11 +64,11 @@ class EvalRunner:
       )
     self.task = task
     self.batch_spec = batch_spec
-    self.learner = learners.Learners(task.params.train.learner)
+    self.learner = multi_learner.Learners(task.params.train.learner)
     if shared is not None:
       task.SetVariableMaker(shared.Variable)
     if task.pipeline is None:
-      self.plan = task_plan.PlanTask(task, batch_spec)
+      self.plan = task_cut.PlanTask(task, batch_spec)
       self.engine = engine.PipelineEngine(
         [task],
         [1],
@@ -80,9 +80,9 @@ class EvalRunner:
     else:
       self.plan = task.pipeline.Place(
         devices,
-        *task_plan.PipelineInputSpecs(task, batch_spec),
+        *task_cut.PipelineInputSpecs(task, batch_spec),
         loss_fn=lambda theta, y, side: self._Metrics(nested_map.NestedMap(), y, side),
-        weights=task_plan.Weights(task, self.learner, num_replicas),
+        weights=task_cut.Weights(task, self.learner, num_replicas),
         splits=splits,
         num_replicas=num_replicas,
       )
@@ -145,7 +145,7 @@ class EvalRunner:
 
   def Evaluate(self, data: Iterable[batches.AnyBatch]) -> dict[str, tuple[float, float]]:
     """{name: (mean, total weight)} over batches, in evaluation mode, with `AveragedWeights`."""
-    total = metrics.MetricsAccumulator()
+    total = weighted_means.MetricsAccumulator()
     with self.AveragedWeights():
       for batch in data:
         self._CheckBatch(batch)
@@ -189,9 +189,9 @@ class EvalRunner:
     return decoded
 
   @functools.cached_property
-  def placement(self) -> placement.Placement:
+  def placement(self) -> batch_placement.Placement:
     """Where the parts of a batch belong."""
-    return placement.Placement(self.task, self.engine, self.batch_spec)
+    return batch_placement.Placement(self.task, self.engine, self.batch_spec)
 
   def Shares(self, batch: batches.AnyBatch) -> list[nested_map.NestedMap]:
     """The rows of a batch: in one where the trainer read it, else in one for each replica."""

@@ -12,8 +12,8 @@ from lingvo_gpipe.checkpoint import checkpointer
 from lingvo_gpipe.experiment import model as model_lib
 from lingvo_gpipe.experiment import multi_task_model
 from lingvo_gpipe.input import batches
-from lingvo_gpipe.learning import learners, shared_weights
-from lingvo_gpipe.runners import eval_runner, measured_cut, runner, task_plan
+from lingvo_gpipe.learning import multi_learner, shared_weights
+from lingvo_gpipe.runners import eval_runner, measured_cut, task_cut, train_runner
 
 _Runner = TypeVar('_Runner', bound=eval_runner.EvalRunner)
 
@@ -66,8 +66,8 @@ class MultiTaskRunner:
       )
     shared = shared_weights.SharedWeights(_Shared(model))
     self._runners: dict[str, eval_runner.EvalRunner] = {}
-    self._trained: dict[str, runner.TaskRunner] = {}
-    kind = runner.TaskRunner if with_learner else eval_runner.EvalRunner
+    self._trained: dict[str, train_runner.TaskRunner] = {}
+    kind = train_runner.TaskRunner if with_learner else eval_runner.EvalRunner
     for name in names:
       cuts = {other: made.plan.ends for other, made in self._runners.items()}
       splits = measured_cut.Find(saved, model.tasks[name], name) or model.CutLike(name, cuts)
@@ -75,7 +75,7 @@ class MultiTaskRunner:
         kind, model, name, devices, splits=splits, num_replicas=num_replicas, shared=shared
       )
       self._runners[name] = one
-      if isinstance(one, runner.TaskRunner):
+      if isinstance(one, train_runner.TaskRunner):
         self._trained[name] = one
     self._shared = shared
     self.global_step = shared.global_step
@@ -83,7 +83,7 @@ class MultiTaskRunner:
     self._last = next(iter(self.task_runners))  # The task of the last step.
 
   @property
-  def _now(self) -> runner.TaskRunner:
+  def _now(self) -> train_runner.TaskRunner:
     return self._trained[self._last]
 
   @property
@@ -152,13 +152,13 @@ class MultiTaskRunner:
 
 
 # What trains, and what at least evaluates.
-TrainingRunner = runner.TaskRunner | MultiTaskRunner
+TrainingRunner = train_runner.TaskRunner | MultiTaskRunner
 AnyRunner = eval_runner.EvalRunner | MultiTaskRunner
 
 
 def NumDevices(model: model_lib.BaseModel) -> int:
   """How many devices the model needs: as many as its task with the most stages."""
-  return max(task_plan.NumDevices(task) for task in model.tasks.values())
+  return max(task_cut.NumDevices(task) for task in model.tasks.values())
 
 
 def Make(
@@ -172,7 +172,9 @@ def Make(
   if isinstance(model, multi_task_model.MultiTaskModel):
     return MultiTaskRunner(model, devices, saved, num_replicas=num_replicas)
   splits = measured_cut.Find(saved, model.task)
-  return _OfTask(runner.TaskRunner, model, '', devices, splits=splits, num_replicas=num_replicas)
+  return _OfTask(
+    train_runner.TaskRunner, model, '', devices, splits=splits, num_replicas=num_replicas
+  )
 
 
 def MakeEvaluated(
@@ -213,7 +215,7 @@ def _Shared(
   Raises:
     ValueError: such weights have moving averages in some of their tasks, or of other decays.
   """
-  made = {name: learners.Learners(t.params.train.learner) for name, t in model.tasks.items()}
+  made = {name: multi_learner.Learners(t.params.train.learner) for name, t in model.tasks.items()}
   specs = model.WeightSpecs()
   found = {}
   for name, paths in model.shared.items():

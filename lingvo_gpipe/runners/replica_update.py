@@ -10,10 +10,10 @@ import tensorflow as tf
 from absl import logging
 
 from lingvo_gpipe.core import hyperparams
-from lingvo_gpipe.learning import learner, learners, shared_weights
+from lingvo_gpipe.learning import learner, multi_learner, shared_weights
 from lingvo_gpipe.pipeline import engine as engine_lib
 from lingvo_gpipe.pipeline import replicas
-from lingvo_gpipe.pipeline.cutting import plan
+from lingvo_gpipe.pipeline.cutting import cut as cut_lib
 
 
 class ReplicaUpdate:
@@ -25,7 +25,7 @@ class ReplicaUpdate:
 
   def __init__(
     self,
-    first: learners.Learners,
+    first: multi_learner.Learners,
     engine: engine_lib.PipelineEngine,
     train: hyperparams.Params,
     shared: shared_weights.SharedWeights | None = None,
@@ -40,7 +40,7 @@ class ReplicaUpdate:
     """
     self._first = first
     self._engine = engine
-    self._others: list[learners.Learners] = []
+    self._others: list[multi_learner.Learners] = []
     self._shards: replicas.ShardedWeights | None = None
     # Where the gradients of all micro-batches end.
     self.stages: Sequence[learner.Stage] = engine.stages
@@ -50,14 +50,14 @@ class ReplicaUpdate:
     elif len(engine.replicas) > 1:
       engine.ChooseAllReduce(train.all_reduce)
       for replica in engine.replicas[1:]:
-        self._others.append(learners.Learners(train.learner))
+        self._others.append(multi_learner.Learners(train.learner))
         self._others[-1].Build(replica.stages)
     first.Build(self.stages, shared)
     if self._shards is not None:
       logging.info(
         'Optimizer slots are shared out over %d replicas: %s.',
         len(engine.replicas),
-        ', '.join(map(plan.BytesText, _SlotBytes(engine.replicas, first))),
+        ', '.join(map(cut_lib.BytesText, _SlotBytes(engine.replicas, first))),
       )
 
   def AfterRestore(self) -> None:
@@ -95,7 +95,9 @@ class ReplicaUpdate:
     return values
 
 
-def _SlotBytes(all_replicas: Sequence[replicas.Replica], built: learners.Learners) -> list[int]:
+def _SlotBytes(
+  all_replicas: Sequence[replicas.Replica], built: multi_learner.Learners
+) -> list[int]:
   """The bytes of the learners' variables on each replica's devices."""
   found = []
   for replica in all_replicas:

@@ -16,8 +16,8 @@ from absl import logging
 from lingvo_gpipe.distributed import worker_connection
 from lingvo_gpipe.experiment import model as model_lib
 from lingvo_gpipe.input import batches, stream_input, stream_iterator
-from lingvo_gpipe.learning import learners
-from lingvo_gpipe.runners import eval_runner, multi_task_runner, placement
+from lingvo_gpipe.learning import multi_learner
+from lingvo_gpipe.runners import batch_placement, eval_runner, multi_task_runner
 
 _MAX_SHOWN = 300
 
@@ -55,7 +55,7 @@ def Batches(
       sources[name], stream = source.Batches(position(name), streams.get(name))
       if stream is not None:
         streams[name] = stream
-    for _ in range(learners.NumAccumulated(model.tasks[name].params.train.learner)):
+    for _ in range(multi_learner.NumAccumulated(model.tasks[name].params.train.learner)):
       batch = next(sources[name], None)
       if batch is None:
         return
@@ -79,7 +79,7 @@ class Source:
     """
     self._source = source
     self._of = of
-    self._runner = one if one is not None and placement.AreOnWorkers(one.engine) else None
+    self._runner = one if one is not None and batch_placement.AreOnWorkers(one.engine) else None
     self._is_decided = False
     # {position: what goes through the batches from there}, kept: workers have what they need.
     self._passes: dict[int, Callable[[], Iterator[batches.PlacedBatch]]] = {}
@@ -142,7 +142,7 @@ class Source:
     stream: stream_iterator.StreamIterator | None,
   ) -> tuple[_Opened, batches.AnyBatch | None, str]:
     """What the workers read after its first batch, and that, or why they read none."""
-    why = placement.WhyNot(self._source)
+    why = batch_placement.WhyNot(self._source)
     if not why:
       try:
         opened = self._ReadThere(one, position, stream)

@@ -12,8 +12,8 @@ from lingvo_gpipe.checkpoint import checkpointer, params_change
 from lingvo_gpipe.core import hyperparams, params_diff, shapes, whole_file
 from lingvo_gpipe.experiment import model as model_lib
 from lingvo_gpipe.experiment import task as task_lib
-from lingvo_gpipe.pipeline.cutting import plan
-from lingvo_gpipe.runners import measured_cut, task_plan
+from lingvo_gpipe.pipeline.cutting import cut as cut_lib
+from lingvo_gpipe.runners import measured_cut, task_cut
 
 # The Params of the last call of the trainer, for people.
 _PARAMS_FILE = 'params.txt'
@@ -59,7 +59,7 @@ def PartitionText(
     task, source = model.tasks[name], model.inputs[name]
     spec, num_shapes = source.BatchSpec(), len(source.BatchSpecs())
     splits = measured_cut.Find(saved, task, name) or model.CutLike(name, cuts)
-    cut = task_plan.PlanTask(task, spec, splits, num_replicas)
+    cut = task_cut.PlanTask(task, spec, splits, num_replicas)
     cuts[name] = cut.ends
     text = f'task {name}:\n{cut.Table()}' if name else cut.Table()
     if num_shapes > 1:
@@ -70,7 +70,7 @@ def PartitionText(
   return '\n\n'.join(texts)
 
 
-def SchedulePicture(cut: plan.Plan) -> str:
+def SchedulePicture(cut: cut_lib.Plan) -> str:
   """The training schedule as text, a row a device and a column a time; '' where it is too wide."""
   picture = cut.schedule.Picture()
   return picture if max(map(len, picture.splitlines())) <= _PICTURE_COLUMNS else ''
@@ -122,7 +122,7 @@ def WriteDescription(
   logdir: str,
   params: hyperparams.InstantiableParams,
   model: model_lib.BaseModel,
-  plans: Mapping[str, plan.Plan],
+  plans: Mapping[str, cut_lib.Plan],
 ) -> None:
   """Writes params.txt and model_analysis.txt into the log directory.
 

@@ -12,7 +12,7 @@ from absl import logging
 
 from lingvo_gpipe.distributed import cluster
 from lingvo_gpipe.experiment import model as model_lib
-from lingvo_gpipe.learning import learners
+from lingvo_gpipe.learning import multi_learner
 from lingvo_gpipe.runners import measured_cut, multi_task_runner
 
 
@@ -70,7 +70,7 @@ def Circumstances(
       'random_seed': p.random_seed,
       'cut': list(one.plan.ends),
       'num_micro_batches': one.plan.num_micro_batches,
-      'num_accumulated_mini_batches': learners.NumAccumulated(p.train.learner),
+      'num_accumulated_mini_batches': multi_learner.NumAccumulated(p.train.learner),
       # To be read, and compared: what a schedule gives hangs on the step alone.
       **one.learner.LearningRates(int(runner.global_step)),
       **({} if pipeline is None else measured_cut.PipelineSettings(pipeline.params)),

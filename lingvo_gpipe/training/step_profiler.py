@@ -22,7 +22,7 @@ from absl import logging
 
 from lingvo_gpipe.core import file_errors, whole_file
 from lingvo_gpipe.distributed import worker_hosts
-from lingvo_gpipe.evaluation import evaluation
+from lingvo_gpipe.evaluation import dataset_pass
 from lingvo_gpipe.pipeline.cost import simulator
 from lingvo_gpipe.pipeline.profiling import measured_schedule, profiler_trace, timeline_html
 from lingvo_gpipe.runners import eval_runner
@@ -220,7 +220,7 @@ class StepProfiler:
       [_Short(one.engine.stages[owners.index(d)].device) for d in range(one.plan.num_devices)],
       measured_schedule.MeanTimes(of_steps),
     )
-    name = evaluation.NameOf(f'timeline_{self._first}_{self._last}', task)
+    name = dataset_pass.NameOf(f'timeline_{self._first}_{self._last}', task)
     path = os.path.join(self._logdir, f'{name}.html')
     whole_file.Write(path, page)
     return f'profiled {steps}: {text}\npicture: {path}; trace: in {self._logdir}/train'

@@ -38,12 +38,12 @@ from lingvo_gpipe.checkpoint import (
 )
 from lingvo_gpipe.core import hyperparams
 from lingvo_gpipe.distributed import cluster, stop_request
-from lingvo_gpipe.evaluation import dataset_passes, evaluation
+from lingvo_gpipe.evaluation import dataset_pass, pass_schedule
 from lingvo_gpipe.experiment import model as model_lib
 from lingvo_gpipe.input import batches as input_batches
-from lingvo_gpipe.learning import learners, nonfinite_steps
+from lingvo_gpipe.learning import multi_learner, nonfinite_steps
 from lingvo_gpipe.reporting import metrics_log, progress, run_report
-from lingvo_gpipe.runners import multi_task_runner, step_failures, task_batches
+from lingvo_gpipe.runners import failure_notes, multi_task_runner, task_batches
 from lingvo_gpipe.training import inspection, run_state, step_output, step_profiler, stream_states
 
 # What the trainer can do: train_and_eval evaluates and decodes between steps, too.
@@ -140,7 +140,7 @@ class TrainProgram:
     self._inputs = {name: self._model.inputs[name] for name in self._runner.task_runners}
     self._streams = stream_states.StreamStates(self._model.inputs, self._inputs)
     # Made now, for a mistake in their Params to show before the training and not after it.
-    self._passes = dataset_passes.DatasetPasses(
+    self._passes = pass_schedule.DatasetPasses(
       self._runner,
       input_params,
       logdir,
@@ -176,11 +176,11 @@ class TrainProgram:
       if self._stop.signal is None:
         self._EndPasses()
     except nonfinite_steps.NotFiniteError as e:
-      step_failures.AddNotes(e, self._step, self._checkpointer)
+      failure_notes.AddNotes(e, self._step, self._checkpointer)
       print(e, *e.__notes__, sep='\n', file=sys.stderr)
       return 1
     except Exception as e:
-      step_failures.AddNotes(e, self._step, self._checkpointer)
+      failure_notes.AddNotes(e, self._step, self._checkpointer)
       raise
     finally:
       self._log.Close()
@@ -201,7 +201,7 @@ class TrainProgram:
       print(one.plan.Table(self._cluster.devices))
       print(one.Precision())
     train = [
-      f'{evaluation.NameOf("Train", name)} {source.Describe()}'
+      f'{dataset_pass.NameOf("Train", name)} {source.Describe()}'
       for name, source in self._inputs.items()
     ]
     print(f'data: {"; ".join([*train, *self._passes.Describe()])}', flush=True)
@@ -469,7 +469,7 @@ class TrainProgram:
 
   def _NumAccumulated(self, step: int) -> int:
     task = self._model.tasks[self._model.TaskOf(step)]
-    return learners.NumAccumulated(task.params.train.learner)
+    return multi_learner.NumAccumulated(task.params.train.learner)
 
 
 def RecordFailures(logdir: str, step: int, failures: Mapping[str, int]) -> None:

@@ -9,14 +9,14 @@ import tensorflow as tf
 
 from lingvo_gpipe.checkpoint import checkpointer
 from lingvo_gpipe.learning import ema, optimizer
-from lingvo_gpipe.runners import eval_runner, runner
+from lingvo_gpipe.runners import eval_runner, train_runner
 from tests import tied_net
 
 _BATCH = 4
 _OWNER, _MEAN = 'net.stack.layers[0].w', 'net.stack.layers[2].moving_mean'
 
 
-def _Runner(splits=(3, 5), decay=0.15, dtype=tf.float64, cls=runner.TaskRunner, **train):
+def _Runner(splits=(3, 5), decay=0.15, dtype=tf.float64, cls=train_runner.TaskRunner, **train):
   p = tied_net.TiedNet.Params().Set(name='net', random_seed=4, dtype=dtype, splits=list(splits))
   p.train.Set(ema_decay=decay, **train)
   p.train.learner.Set(learning_rate=0.3, optimizer=optimizer.SGD.Params())

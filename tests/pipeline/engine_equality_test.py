@@ -14,7 +14,7 @@ import tensorflow as tf
 from lingvo_gpipe.core import fprop_context, nested_map, weight_params
 from lingvo_gpipe.layers import dropout, embedding, linear, norm, transformer
 from lingvo_gpipe.pipeline import pipelining_layer
-from lingvo_gpipe.runners import runner
+from lingvo_gpipe.runners import train_runner
 from tasks.lm import model as lm_model
 from tests import fn_layer, pipeline_training
 
@@ -406,7 +406,7 @@ def _LossesOfTraining(num_stages):
     ids=batch.ids, labels=batch.labels, weights=tf.cast(batch.weights, tf.float32)
   )
   spec = batch.Transform(lambda x: tf.TensorSpec(x.shape, x.dtype))
-  trained = runner.TaskRunner(p.Instantiate(), _Devices(), spec)
+  trained = train_runner.TaskRunner(p.Instantiate(), _Devices(), spec)
   assert trained.engine.num_stages == num_stages
   return [trained.TrainStep(batch)['loss'] for _ in range(20)]
 

@@ -16,7 +16,7 @@ from lingvo_gpipe.core import fprop_context
 from lingvo_gpipe.layers import dropout, linear
 from lingvo_gpipe.pipeline import pipelining_layer
 from lingvo_gpipe.pipeline.schedule import schedules
-from lingvo_gpipe.pipeline.stages import stage
+from lingvo_gpipe.pipeline.stages import stage_functions
 from tests import graph_reader
 
 _DIM = 4
@@ -234,14 +234,14 @@ def testHoldsAsManyMicroBatchesAsTheScheduleSays(name, policy, tmp_path):
 
 
 def testInlinedStagesAreCaught(tmp_path, monkeypatch):
-  original = stage.StageFunctions.__init__
+  original = stage_functions.StageFunctions.__init__
 
   def Init(self, *args, **options):
     original(self, *args, **options)
     self.Forward = tf.function(self._Forward, autograph=False)
     self.Backward = tf.function(self._Backward, autograph=False)
 
-  monkeypatch.setattr(stage.StageFunctions, '__init__', Init)
+  monkeypatch.setattr(stage_functions.StageFunctions, '__init__', Init)
   faults = _Faults(_TrainGraphs(_Stack(2, 4), tmp_path), schedules.Get('gpipe', 2, 4))
   assert '0F0 is there 0 times' in faults
   assert len(faults) == 16
@@ -341,7 +341,7 @@ _EXPECTED_PRODUCTS = {'Forward': _NUM_LAYERS, 'Backward': 3 * _NUM_LAYERS - 1}
 def _StageCallsOfTheEngine(monkeypatch, xla):
   """{'Forward' or 'Backward': (function, arguments)}, as the engine calls them for stage 0."""
   calls, made = {}, []
-  original = stage.StageFunctions.__init__
+  original = stage_functions.StageFunctions.__init__
 
   def Spec(x):
     if x is None or isinstance(x, tf.Variable):
@@ -362,7 +362,7 @@ def _StageCallsOfTheEngine(monkeypatch, xla):
         setattr(self, name, Recording(name, getattr(self, name)))
     made.append(self)
 
-  monkeypatch.setattr(stage.StageFunctions, '__init__', Init)
+  monkeypatch.setattr(stage_functions.StageFunctions, '__init__', Init)
   stack = _Stack(2, 1, layers_per_stage=_NUM_LAYERS, xla=xla)
   step = tf.Variable(3, dtype=tf.int64)
 

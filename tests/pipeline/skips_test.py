@@ -11,7 +11,7 @@ import tensorflow as tf
 from lingvo_gpipe.core import base_layer, fprop_context, nested_map, weight_params
 from lingvo_gpipe.layers import dropout, linear, sequential, skip
 from lingvo_gpipe.pipeline.schedule import rematerialisation
-from lingvo_gpipe.pipeline.stages import stage_layout
+from lingvo_gpipe.pipeline.stages import stage as stage_lib
 from tests import graph_reader, pipeline_training
 
 _BATCH, _DIM, _VOCAB = 4, 3, 6
@@ -443,7 +443,7 @@ def _Layers(*sub):
 def testAKeyThatNobodyBegins():
   words = r"stack\.layers\[2\] takes the skip 'right', which no layer before it begins; known: left"
   with pytest.raises(ValueError, match=words):
-    stage_layout.Skips(_Layers(_Stash('left'), _Square3(), _Pop('right')), [3])
+    stage_lib.Skips(_Layers(_Stash('left'), _Square3(), _Pop('right')), [3])
   with pytest.raises((KeyError, ValueError), match="'right'"):
     _Place([_Stash('left'), _Square3(), _Pop('right')])
 
@@ -467,7 +467,7 @@ def testASkipThatIsAnnouncedAndNeverBegins(last):
 def testAKeyThatBeginsLater():
   words = r"stack\.layers\[0\] takes the skip 'a', which no layer before it begins; known: none"
   with pytest.raises(ValueError, match=words):
-    stage_layout.Skips(_Layers(_Pop('a'), _Square3(), _Stash('a')), [1, 3])
+    stage_lib.Skips(_Layers(_Pop('a'), _Square3(), _Stash('a')), [1, 3])
 
 
 def testAKeyThatBeginsTwice():

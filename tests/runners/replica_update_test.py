@@ -12,8 +12,8 @@ from lingvo_gpipe.checkpoint import checkpointer
 from lingvo_gpipe.core import nested_map
 from lingvo_gpipe.experiment import task
 from lingvo_gpipe.learning import optimizer
-from lingvo_gpipe.pipeline.cutting import plan
-from lingvo_gpipe.runners import runner
+from lingvo_gpipe.pipeline.cutting import cut as cut_lib
+from lingvo_gpipe.runners import train_runner
 from tests import graph_reader, tied_net
 
 _BATCH = 8
@@ -39,7 +39,7 @@ def _Runner(num_replicas, **train):
     p.Set(**{f'train.{name}': value})
   devices = [d.name for d in tf.config.list_logical_devices('CPU')][: 2 * num_replicas]
   spec = tied_net.BatchSpec(_BATCH)
-  return runner.TaskRunner(p.Instantiate(), devices, spec, num_replicas=num_replicas)
+  return train_runner.TaskRunner(p.Instantiate(), devices, spec, num_replicas=num_replicas)
 
 
 def _Values(run):
@@ -138,7 +138,7 @@ def testShardedSlotsAreThereOnce(caplog):
     for replica in run.engine.replicas
   ]
   of_replicas[0] += 8  # The count of updates.
-  texts = ', '.join(map(plan.BytesText, of_replicas))
+  texts = ', '.join(map(cut_lib.BytesText, of_replicas))
   assert told == f'Optimizer slots are shared out over 2 replicas: {texts}.'
 
 
@@ -208,7 +208,7 @@ def testReplicasNeedAPipeline():
   p = _NoPipeline.Params().Set(name='plain')
   spec = nested_map.NestedMap(x=tf.TensorSpec([2, 2]))
   with pytest.raises(ValueError, match='_NoPipeline has no pipeline, and 2 replicas need one'):
-    runner.TaskRunner(p.Instantiate(), ['/cpu:0', '/cpu:1'], spec, num_replicas=2)
+    train_runner.TaskRunner(p.Instantiate(), ['/cpu:0', '/cpu:1'], spec, num_replicas=2)
 
 
 if __name__ == '__main__':

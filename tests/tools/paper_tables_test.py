@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from lingvo_gpipe.experiment import registry
-from lingvo_gpipe.runners import task_plan
+from lingvo_gpipe.runners import task_cut
 from tests import processes
 from tools import largest_model, paper_memory, paper_throughput
 from tools.benchmarking import configuration, memory_trial, workloads
@@ -104,7 +104,7 @@ def testAnAmoebaNetIsAWorkload():
   task, batch = workloads.Make('c', sizes, stack)
   task.CheckBatch(batch)
   spec = batch.Transform(lambda x: tf.TensorSpec(x.shape, x.dtype))
-  cut = task_plan.PlanTask(task, spec)
+  cut = task_cut.PlanTask(task, spec)
   # The actions of a stage are timed alone, for which there must be no skip connection.
   assert len(cut.stages) == 4 and not any(layer.skips_out for layer in task.pipeline.layers)
 

@@ -14,7 +14,7 @@ from lingvo_gpipe.input.text import parallel_text
 from lingvo_gpipe.layers import dropout, embedding
 from lingvo_gpipe.learning import optimizer
 from lingvo_gpipe.pipeline import pipelining_layer
-from lingvo_gpipe.runners import runner
+from lingvo_gpipe.runners import train_runner
 from lingvo_gpipe.training import inspection, train_program
 
 _BOUNDS, _LIMITS = [5, 7], [5, 2]
@@ -86,7 +86,7 @@ def _Params(num_accumulated=1, keep_prob=1.0, xla=False, max_steps=6):
 def _Runner(p, specs):
   made = p.Instantiate()
   devices = [d.name for d in tf.config.list_logical_devices('CPU')]
-  run = runner.TaskRunner(made.task, devices, made.input.BatchSpec())
+  run = train_runner.TaskRunner(made.task, devices, made.input.BatchSpec())
   run.ExpectBatches(specs)
   return run, made.input
 

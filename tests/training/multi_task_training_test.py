@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from lingvo_gpipe.checkpoint import checkpointer
 from lingvo_gpipe.distributed import stop_request
-from lingvo_gpipe.evaluation import dataset_passes
+from lingvo_gpipe.evaluation import pass_schedule
 from lingvo_gpipe.experiment import multi_task_model, registry
 from tests import processes, toy_tasks, toy_training
 
@@ -268,7 +268,7 @@ def testADataSetThatIsOfNoUseToTheTasks(tmp_path, caplog):
     made = p.Instantiate().tasks
     runners = {name: types.SimpleNamespace(task=made[name]) for name in names}
     inputs = toy_tasks.AsParams({name: toy_tasks.Input(name, 'Dev') for name in data})
-    dataset_passes.DatasetPasses(
+    pass_schedule.DatasetPasses(
       types.SimpleNamespace(task_runners=runners), lambda _: inputs, str(tmp_path),
       stop_request.StopRequest(), during_training=True, clock=lambda: 0.0,
     )  # fmt: skip

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from lingvo_gpipe.checkpoint import checkpoint_text, checkpointer
-from lingvo_gpipe.learning import learners, lr_schedules
+from lingvo_gpipe.checkpoint import checkpoint_table, checkpointer
+from lingvo_gpipe.learning import lr_schedules, multi_learner
 from tests import processes, toy_training
 
 
@@ -27,12 +27,12 @@ def testTheRateOfTheNextUpdateIsToldAndDoesNotDecide(tmp_path, caplog, monkeypat
   toy_training.Train(tmp_path, _Params(max_steps=4))
   (info,) = checkpointer.Checkpointer(tmp_path / 'train').All()
   told = info.metadata['learning_rate']
-  assert f'  learning_rate: {json.dumps(told)}\n' in checkpoint_text.Describe(str(tmp_path))[0]
+  assert f'  learning_rate: {json.dumps(told)}\n' in checkpoint_table.Describe(str(tmp_path))[0]
   toy_training.Train(tmp_path, _Params(max_steps=6))
   assert told == _Rates(tmp_path)[4] < _Rates(tmp_path)[3]
   assert not caplog.messages
   # What comes of a checkpoint without it, and where the schedule is another one.
-  monkeypatch.setattr(learners.Learners, 'LearningRates', lambda self, step: {})
+  monkeypatch.setattr(multi_learner.Learners, 'LearningRates', lambda self, step: {})
   toy_training.Train(tmp_path, _Params(max_steps=7))
   monkeypatch.undo()
   toy_training.Train(tmp_path, _Params(max_steps=8))

@@ -57,7 +57,7 @@ def Run(trial: Trial) -> int:
   from lingvo_gpipe.core import nested_map
   from lingvo_gpipe.distributed import cluster
   from lingvo_gpipe.learning import optimizer
-  from lingvo_gpipe.runners import runner
+  from lingvo_gpipe.runners import train_runner
   from tasks.lm import model
 
   devices = cluster.Cluster.Create(trial.num_stages, platform='cpu', threads_per_device=1)
@@ -83,7 +83,7 @@ def Run(trial: Trial) -> int:
     ids = tf.zeros([trial.batch, trial.time], tf.int32)
     batch = nested_map.NestedMap(ids=ids, labels=ids, weights=tf.ones(ids.shape))
     spec = batch.Transform(lambda x: tf.TensorSpec(x.shape, x.dtype))
-    runner.TaskRunner(task, devices.devices, spec).TrainStep(batch)
+    train_runner.TaskRunner(task, devices.devices, spec).TrainStep(batch)
     return int(task.NumParams())
 
   Train(trial.num_stages, 16)

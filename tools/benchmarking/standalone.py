@@ -21,11 +21,12 @@ from typing import Any
 import tensorflow as tf
 
 from lingvo_gpipe.core import fprop_context, nested_map
-from lingvo_gpipe.learning import learners
+from lingvo_gpipe.learning import multi_learner
 from lingvo_gpipe.pipeline import engine as engine_lib
 from lingvo_gpipe.pipeline.cost import simulator
 from lingvo_gpipe.pipeline.schedule import schedules
-from lingvo_gpipe.pipeline.stages import leaves, stage, stage_layout
+from lingvo_gpipe.pipeline.stages import leaves, stage_functions
+from lingvo_gpipe.pipeline.stages import stage as stage_lib
 
 # One measurement runs an action as often as this takes.
 _SECONDS = 0.1
@@ -158,7 +159,7 @@ def _Actions(
     calls.append(_Calls(engine, s, x, side if last else None, loss_weight, 'B' in kinds))
     if not last:
       y = _Once(calls[-1], 'F')[0]
-      x = nested_map.NestedMap(args=stage.AsTuple(y.args), skips=y.skips)
+      x = nested_map.NestedMap(args=stage_functions.AsTuple(y.args), skips=y.skips)
   times: dict[str, list[tuple[list[float], list[float]]]] = {}
   dy = None
   for c in reversed(calls):
@@ -188,7 +189,7 @@ class _Calls:
   def __init__(
     self,
     engine: engine_lib.PipelineEngine,
-    s: stage_layout.Stage,
+    s: stage_lib.Stage,
     x: nested_map.NestedMap,
     side: Any,
     loss_weight: tf.Tensor,
@@ -204,8 +205,8 @@ class _Calls:
     self._keeper = engine.functions.ByLayer(s, with_loss=True) if by_layer else self._split
     self._keeps = by_layer or engine.remat_policy == 'none'
     with tf.device(s.device):
-      seeds = stage.SeedTensor(engine.SeedHashes(s), fprop_context.StepCounter(0))
-      self._context = stage.Context(seeds, loss_weight)
+      seeds = stage_functions.SeedTensor(engine.SeedHashes(s), fprop_context.StepCounter(0))
+      self._context = stage_functions.Context(seeds, loss_weight)
     self._kept: Any = None
     self._for_weights: dict[str, list[tf.Tensor]] = {}
 
@@ -256,8 +257,8 @@ def _Once(calls: _Calls, kind: str) -> Any:
   return tf.function(lambda: calls.Run(kind), autograph=False)()
 
 
-def _Update(stages: list[stage_layout.Stage], params: Any) -> Callable[[], Any]:
-  learner = learners.Learners(params)
+def _Update(stages: list[stage_lib.Stage], params: Any) -> Callable[[], Any]:
+  learner = multi_learner.Learners(params)
   learner.Build(stages)
 
   def Run() -> Any:

@@ -33,7 +33,7 @@ def Measure(config: configuration.Configuration) -> dict[str, Any]:
   from lingvo_gpipe.distributed import cluster
   from lingvo_gpipe.pipeline.schedule import schedules
   from lingvo_gpipe.pipeline.stages import micro_batch
-  from lingvo_gpipe.runners import runner
+  from lingvo_gpipe.runners import train_runner
   from tools.benchmarking import standalone, workloads
 
   devices = cluster.Cluster.Create(config.num_stages, platform='cpu', threads_per_device=1)
@@ -50,7 +50,7 @@ def Measure(config: configuration.Configuration) -> dict[str, Any]:
   pipeline = task.pipeline
   assert pipeline is not None
   spec = batch.Transform(lambda x: tf.TensorSpec(x.shape, x.dtype))
-  trained = runner.TaskRunner(task, devices.devices, spec)
+  trained = train_runner.TaskRunner(task, devices.devices, spec)
 
   def Train(batch: Any) -> tf.Tensor:
     sides = micro_batch.Split(task.LossInputs(batch), config.num_micro_batches)

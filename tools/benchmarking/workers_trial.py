@@ -92,7 +92,7 @@ def Measure(trial: Trial) -> dict[str, Any]:
   from lingvo_gpipe.distributed import cluster, local_workers
   from lingvo_gpipe.experiment import model as model_lib
   from lingvo_gpipe.experiment import registry
-  from lingvo_gpipe.runners import runner
+  from lingvo_gpipe.runners import train_runner
 
   params: Any = registry.GetParams(trial.key, 'Train', packages=trial.packages)
   for text in trial.overrides:
@@ -115,7 +115,7 @@ def Measure(trial: Trial) -> dict[str, Any]:
     start_mib = [worker.PeakMemory(process) for process in processes]
     model = model_lib.SingleTaskModel(params)
     assert model.input is not None
-    run = runner.TaskRunner(
+    run = train_runner.TaskRunner(
       model.task, devices.devices, model.input.BatchSpec(), num_replicas=trial.num_replicas
     )
     batches = iter(model.input.Dataset().repeat())
@@ -161,10 +161,10 @@ def _Theory(run: Any, trial: Trial, batch: Any) -> tuple[int, int]:
 
   from lingvo_gpipe.pipeline.cutting import layer_costs
   from lingvo_gpipe.pipeline.stages import leaves
-  from lingvo_gpipe.runners import task_plan
+  from lingvo_gpipe.runners import task_cut
 
   task, stages = run.task, run.engine.stages
-  specs = task_plan.PipelineInputSpecs(task, run.batch_spec)
+  specs = task_cut.PipelineInputSpecs(task, run.batch_spec)
   # A micro-batch each would add up to the same as the whole batch at once.
   calls = layer_costs.LayerCosts(task.pipeline.layers, specs).calls
   between = 0

@@ -11,12 +11,12 @@ import tensorflow as tf
 
 from lingvo_gpipe.core import hyperparams, nested_map
 from lingvo_gpipe.experiment import model as model_lib
-from lingvo_gpipe.learning import learners
+from lingvo_gpipe.learning import multi_learner
 from lingvo_gpipe.pipeline import replicas
 from lingvo_gpipe.pipeline.cutting import layer_costs
 from lingvo_gpipe.pipeline.stages import micro_batch
-from lingvo_gpipe.planner import model_costs, planner, planning_costs
-from lingvo_gpipe.runners import task_plan
+from lingvo_gpipe.planner import layer_tables, model_costs, planner
+from lingvo_gpipe.runners import task_cut
 
 # Straight lines go through what is seen at these sizes of micro-batch.
 _SIZES = (1, 16)
@@ -49,9 +49,9 @@ class Experiment:
     if self.model.input is None:
       raise ValueError('a plan needs an input, for the shapes of a batch: set params.input')
     self._pipeline = task.pipeline
-    self._specs = task_plan.PipelineInputSpecs(task, self.model.input.BatchSpec())
+    self._specs = task_cut.PipelineInputSpecs(task, self.model.input.BatchSpec())
     self._batch_dim = task.pipeline.params.batch_dim
-    learner = learners.Learners(task.params.train.learner)
+    learner = multi_learner.Learners(task.params.train.learner)
     self._weights = layer_costs.Weights(
       learner.IsTrained, task.pipeline.absolute_ties, learner.SlotsPerWeight()
     )
@@ -88,8 +88,8 @@ class Experiment:
   ) -> Callable[[], Any]:
     """See `layer_profile.UpdateMaker`."""
     # A learner that has nothing to train would refuse.
-    found = learners.AsList(self.model.task.params.train.learner)
-    own = learners.Learners([p for p in found if any(map(p.Instantiate().IsTrained, trained))])
+    found = multi_learner.AsList(self.model.task.params.train.learner)
+    own = multi_learner.Learners([p for p in found if any(map(p.Instantiate().IsTrained, trained))])
     own.Build([replicas.Shard(device, dict(trained), list(accumulators))])
 
     def Update() -> tf.Tensor:
@@ -111,8 +111,8 @@ class Experiment:
     task = self.model.task
     wanted = measured_sizes or _SIZES
     sizes = sorted({min(size, self.global_batch) for size in wanted})
-    measuring = planning_costs.Measuring(devices, self._Metrics, self._SideSpecsOf, self._Update)
-    return planning_costs.Collect(
+    measuring = layer_tables.Measuring(devices, self._Metrics, self._SideSpecsOf, self._Update)
+    return layer_tables.Collect(
       self._pipeline.layers,
       self._SpecsOf,
       sizes,
@@ -123,10 +123,10 @@ class Experiment:
     )
 
   def Slowdown(self, costs: model_costs.ModelCosts, devices: Sequence[str]) -> float:
-    """How many times as long layers take where all devices work; see `planning_costs.Slowdown`."""
+    """How many times as long layers take where all devices work; see `layer_tables.Slowdown`."""
     size = max(costs.samples)
     seconds = [s.seconds or (0.0, 0.0) for s in costs.samples[size]]
-    return planning_costs.Slowdown(
+    return layer_tables.Slowdown(
       self._pipeline.layers,
       self._SpecsOf(size),
       self._weights,

@@ -56,21 +56,21 @@ class Trial:
     from lingvo_gpipe.distributed import cluster
     from lingvo_gpipe.experiment import model as model_lib
     from lingvo_gpipe.experiment import registry
-    from lingvo_gpipe.runners import runner, task_plan
+    from lingvo_gpipe.runners import task_cut, train_runner
 
     params: Any = registry.GetParams(self.key, 'Train', packages=self.packages)
     for text in self.overrides:
       params.ApplyOverrides(params_text.ParseOverrides(text))
     model = model_lib.SingleTaskModel(params)
     assert model.input is not None
-    num_stages = task_plan.NumDevices(model.task)
+    num_stages = task_cut.NumDevices(model.task)
     devices = (
       devices
       or cluster.Cluster.Create(
         num_stages, self.num_devices, platform=self.platform, num_replicas=self.num_replicas
       ).devices
     )
-    trained = runner.TaskRunner(
+    trained = train_runner.TaskRunner(
       model.task,
       devices[: num_stages * self.num_replicas],
       model.input.BatchSpec(),

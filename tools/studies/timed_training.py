@@ -13,10 +13,10 @@ import tensorflow as tf
 
 from lingvo_gpipe.core import params_text
 from lingvo_gpipe.distributed import stop_request
-from lingvo_gpipe.evaluation import decoding
+from lingvo_gpipe.evaluation import decode_pass
 from lingvo_gpipe.experiment import model as model_lib
 from lingvo_gpipe.experiment import registry
-from lingvo_gpipe.runners import runner
+from lingvo_gpipe.runners import train_runner
 
 # Evaluations on Dev in the time that a model has, if it takes all of it.
 _NUM_EVALUATIONS = 24
@@ -90,7 +90,7 @@ def Train(setting: Setting, devices: Sequence[str], seconds: float, logdir: str)
   params = setting.Params('Train')
   model = model_lib.SingleTaskModel(params)
   dev = setting.Params('Dev').input.Set(shuffle=False, num_epochs=1).Instantiate()
-  run = runner.TaskRunner(model.task, devices, model.input.BatchSpec())
+  run = train_runner.TaskRunner(model.task, devices, model.input.BatchSpec())
   for generator in (model.input, dev):
     run.ExpectBatches(generator.BatchSpecs())
   weights = model.task.VariablesByPath()
@@ -121,7 +121,7 @@ def Train(setting: Setting, devices: Sequence[str], seconds: float, logdir: str)
     weights[path].assign(value)
   run.AfterRestore()
   test = setting.Params('Test').input
-  decoder = decoding.Decoding(run, test, 'Test', logdir, stop_request.StopRequest())
+  decoder = decode_pass.Decoding(run, test, 'Test', logdir, stop_request.StopRequest())
   tf.io.gfile.makedirs(logdir)
   return Result(
     name=setting.name,

@@ -18,7 +18,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from lingvo_gpipe.pipeline.cost import activation_memory, core_sharing
-from lingvo_gpipe.pipeline.schedule import actions, schedule_ir, step_work, timeline_text
+from lingvo_gpipe.pipeline.schedule import actions, step_work, timeline_text
+from lingvo_gpipe.pipeline.schedule import schedule as schedule_lib
 
 Action = actions.Action
 Kind = actions.Kind
@@ -95,7 +96,7 @@ class Result:
     timeline: for each device its spans, in order of time.
   """
 
-  schedule: schedule_ir.Schedule
+  schedule: schedule_lib.Schedule
   makespan: float
   reduced: tuple[float, ...]
   busy: tuple[float, ...]
@@ -155,7 +156,7 @@ def TransferTimes(num_bytes: PerStage, bandwidth: float) -> float | tuple[float,
 
 
 def Simulate(
-  schedule: schedule_ir.Schedule,
+  schedule: schedule_lib.Schedule,
   costs: Costs,
   *,
   alone: Costs | None = None,

@@ -27,7 +27,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from lingvo_gpipe.pipeline.cost import activation_memory
-from lingvo_gpipe.pipeline.schedule import schedule_ir, step_work
+from lingvo_gpipe.pipeline.schedule import schedule as schedule_lib
+from lingvo_gpipe.pipeline.schedule import step_work
 
 Part = activation_memory.Part
 
@@ -87,7 +88,7 @@ class StageMemory:
   def __init__(
     self,
     layers: Sequence[LayerBytes],
-    schedule: schedule_ir.Schedule,
+    schedule: schedule_lib.Schedule,
     remat_policy: str,
     first_trained: int = 0,
     held: Sequence[tuple[Held, ...]] | None = None,
@@ -180,7 +181,7 @@ class StageMemory:
     return [rooms[stage] for stage in stages]
 
 
-def HeldAtPeaks(schedule: schedule_ir.Schedule, remat_policy: str) -> list[tuple[Held, ...]]:
+def HeldAtPeaks(schedule: schedule_lib.Schedule, remat_policy: str) -> list[tuple[Held, ...]]:
   """For each stage what it holds at those moments, one of which is its peak for any sizes.
 
   `simulator.Simulate` finds the same peak for given sizes; here sizes are not known yet.

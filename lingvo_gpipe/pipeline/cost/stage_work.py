@@ -17,7 +17,8 @@ import itertools
 from collections.abc import Sequence
 
 from lingvo_gpipe.pipeline.cost import partitioner, simulator
-from lingvo_gpipe.pipeline.schedule import actions, rematerialisation, schedule_ir
+from lingvo_gpipe.pipeline.schedule import actions, rematerialisation
+from lingvo_gpipe.pipeline.schedule import schedule as schedule_lib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +59,7 @@ def FirstTrained(trained: Sequence[bool]) -> int:
 
 
 def CutCosts(
-  work: Sequence[LayerWork], schedule: schedule_ir.Schedule, remat_policy: str
+  work: Sequence[LayerWork], schedule: schedule_lib.Schedule, remat_policy: str
 ) -> list[partitioner.StageCosts]:
   """What each layer costs in each stage, over a whole step: the partitioner's view, exact."""
   counts = Recomputations(schedule, remat_policy)
@@ -87,7 +88,7 @@ def CountedCutCosts(
 def StageCosts(
   work: Sequence[LayerWork],
   ends: Sequence[int],
-  schedule: schedule_ir.Schedule,
+  schedule: schedule_lib.Schedule,
   remat_policy: str,
 ) -> list[fractions.Fraction]:
   """For each stage of a cut the time that it works in a step."""
@@ -105,7 +106,7 @@ def StageCosts(
   return busy
 
 
-def Recomputations(schedule: schedule_ir.Schedule, remat_policy: str) -> list[int]:
+def Recomputations(schedule: schedule_lib.Schedule, remat_policy: str) -> list[int]:
   """For each stage how often it recomputes its forward in a step."""
   last = schedule.num_micro_batches - 1
   counts = [0] * schedule.num_stages

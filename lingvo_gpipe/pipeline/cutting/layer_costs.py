@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from lingvo_gpipe.core import base_layer, fprop_trace, nested_map, shapes
 from lingvo_gpipe.pipeline.cost import stage_memory
-from lingvo_gpipe.pipeline.stages import stage
+from lingvo_gpipe.pipeline.stages import stage_functions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,11 +114,11 @@ class LayerCosts:
     for i, layer in enumerate(layers):
       index = bisect.bisect_right(splits, i) if splits else None
       taken = nested_map.NestedMap({name: skips[name] for name in layer.skips_in})
-      key = (stage.StructureKey(layer), repr((taken, specs)))
+      key = (stage_functions.StructureKey(layer), repr((taken, specs)))
       if key not in known:
         with Naming(layer, specs, calls[-1].layer if calls else None, index):
           meta, stashed = type(layer).FPropMetaSkips(layer.params, taken, *specs)
-          stage.CheckSkips(layer, stashed)
+          stage_functions.CheckSkips(layer, stashed)
         known[key] = meta, stashed, layer.NumParams()
       calls.append(LayerCall(layer, taken, specs, key, index))
       meta, stashed, num_params = known[key]

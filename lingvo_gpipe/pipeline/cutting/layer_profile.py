@@ -22,7 +22,7 @@ import tensorflow as tf
 from lingvo_gpipe.core import base_layer, fprop_context, nested_map
 from lingvo_gpipe.pipeline.cost import stage_work
 from lingvo_gpipe.pipeline.cutting import layer_costs
-from lingvo_gpipe.pipeline.stages import leaves, stage
+from lingvo_gpipe.pipeline.stages import leaves, stage_functions
 
 _MAX_CALLS = 1 << 14
 
@@ -214,7 +214,7 @@ class _Functions:
       tf.Variable(tf.zeros_like(v), trainable=False) for v in self._Trained(self._layer.vars)
     ]
     self._x = tf.nest.map_structure(_Example, (dict(call.skips), call.specs))
-    options = stage.FunctionOptions(xla)
+    options = stage_functions.FunctionOptions(xla)
     self._forward = tf.function(self._Forward, **options)
     self._backward = tf.function(self._ForwardBackward, **options)
     # What comes back is traced only; the gradients handed in are no constants to XLA.
@@ -259,7 +259,7 @@ class _Functions:
       y = self._Forward(variables, x, seeds)
     outputs = leaves.Floats(y)
     grads = tape.gradient(outputs, [*weights, *floats], output_gradients=dy)
-    stage.Accumulate(accumulators, grads[: len(weights)])
+    stage_functions.Accumulate(accumulators, grads[: len(weights)])
     return y, leaves.DenseGradients(floats, grads[len(weights) :])
 
 

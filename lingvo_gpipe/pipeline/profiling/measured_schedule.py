@@ -9,7 +9,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from lingvo_gpipe.pipeline.cost import simulator
-from lingvo_gpipe.pipeline.schedule import actions, schedule_ir, step_work
+from lingvo_gpipe.pipeline.schedule import actions, step_work
+from lingvo_gpipe.pipeline.schedule import schedule as schedule_lib
 
 Action = actions.Action
 Kind = actions.Kind
@@ -25,7 +26,7 @@ class Measured:
     times: {action: (start, end)}, with any origin.
   """
 
-  schedule: schedule_ir.Schedule
+  schedule: schedule_lib.Schedule
   step: int
   times: Mapping[Action, tuple[float, float]]
 

@@ -28,11 +28,12 @@ import difflib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 
-from lingvo_gpipe.pipeline.schedule import actions, schedule_ir
+from lingvo_gpipe.pipeline.schedule import actions
+from lingvo_gpipe.pipeline.schedule import schedule as schedule_lib
 
 Action = actions.Action
 Kind = actions.Kind
-Schedule = schedule_ir.Schedule
+Schedule = schedule_lib.Schedule
 
 # (num_stages, num_micro_batches, num_devices) -> Schedule.
 Generator = Callable[[int, int, int], Schedule]
@@ -141,7 +142,7 @@ def BubbleBound(num_stages: int, num_micro_batches: int) -> float:
 
 def _CheckSizes(sizes: dict[str, int]) -> None:
   for what, value in sizes.items():
-    if not schedule_ir.IsPositiveInteger(value):
+    if not schedule_lib.IsPositiveInteger(value):
       raise ValueError(f'{what}: expected a positive integer, got {value!r}')
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from lingvo_gpipe.pipeline.schedule import actions, rematerialisation, schedule_ir
+from lingvo_gpipe.pipeline.schedule import actions, rematerialisation
+from lingvo_gpipe.pipeline.schedule import schedule as schedule_lib
 
 Action = actions.Action
 Kind = actions.Kind
@@ -27,7 +28,7 @@ class StepWork:
 
   def __init__(
     self,
-    schedule: schedule_ir.Schedule,
+    schedule: schedule_lib.Schedule,
     remat_policy: str = 'none',
     trained: Sequence[bool] | None = None,
   ) -> None:

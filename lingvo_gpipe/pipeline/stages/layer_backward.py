@@ -16,7 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from lingvo_gpipe.core import nested_map
-from lingvo_gpipe.pipeline.stages import leaves, stage, weighted_loss
+from lingvo_gpipe.pipeline.stages import leaves, stage_functions, weighted_loss
 
 # A layer's arguments or outputs, beside the names of skips, which are never empty.
 _ARGS = ''
@@ -47,10 +47,10 @@ class LayerBackward:
     BackwardKept: (variables, accumulators, x, side, context, kept, dy) -> (dx, token).
   """
 
-  def __init__(self, functions: stage.StageFunctions, xla: bool) -> None:
+  def __init__(self, functions: stage_functions.StageFunctions, xla: bool) -> None:
     self._functions = functions
     self._layouts: dict[Any, _Layout] = {}
-    options = stage.FunctionOptions(xla)
+    options = stage_functions.FunctionOptions(xla)
     self._forward_keep = tf.function(self._ForwardKeep, **options)
     self.BackwardKept = tf.function(self._BackwardKept, **options)
     rest = iter(functions.trained)
@@ -127,7 +127,7 @@ class LayerBackward:
           i, variables, given, context, gradients, loss_side=(side,) if has_loss else None
         )
       # The loss may take the weights of any layer.
-      stage.Accumulate(accumulators if has_loss else sinks[i], dw)
+      stage_functions.Accumulate(accumulators if has_loss else sinks[i], dw)
       gradients.pop(_ARGS, None)
       for role, grads in dx.items():
         gradients[role] = _Sums(gradients.get(role), grads)
@@ -191,7 +191,7 @@ class LayerBackward:
       repeat = has_gradient or loss_side is not None
       outputs = functions.Recomputed(Layer, floats) if repeat else Layer(*floats)
       grads = tape.gradient(
-        outputs, [*weights, *sources], output_gradients=stage.WithOwnLosses(dy, outputs)
+        outputs, [*weights, *sources], output_gradients=stage_functions.WithOwnLosses(dy, outputs)
       )
     dx = iter(None if g is None else tf.convert_to_tensor(g) for g in grads[len(weights) :])
     return grads[: len(weights)], {role: [next(dx) for _ in v] for role, v in wanted.items()}

@@ -7,7 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe.pipeline.stages import layer_backward, split_backward, stage, stage_layout
+from lingvo_gpipe.pipeline.stages import layer_backward, split_backward, stage_functions
+from lingvo_gpipe.pipeline.stages import stage as stage_lib
 
 
 class SharedFunctions:
@@ -19,12 +20,12 @@ class SharedFunctions:
       compilations.
   """
 
-  def __init__(self, num_stages: int, loss_fn: stage.LossFn | None, xla: bool) -> None:
+  def __init__(self, num_stages: int, loss_fn: stage_functions.LossFn | None, xla: bool) -> None:
     self._num_stages = num_stages
     self._loss_fn = loss_fn
     self.xla = xla
-    self._functions: dict[Any, stage.StageFunctions] = {}
-    self._of_stage: dict[Any, stage.StageFunctions] = {}
+    self._functions: dict[Any, stage_functions.StageFunctions] = {}
+    self._of_stage: dict[Any, stage_functions.StageFunctions] = {}
     self._split: dict[int, split_backward.SplitBackward] = {}
     self._by_layer: dict[int, layer_backward.LayerBackward] = {}
     self.num_batch_shapes = 1
@@ -40,7 +41,9 @@ class SharedFunctions:
     """How many times a stage function was traced so far."""
     return sum(f.num_traces for f in self._functions.values())
 
-  def Of(self, s: stage_layout.Stage, *, do_eval: bool, with_loss: bool) -> stage.StageFunctions:
+  def Of(
+    self, s: stage_lib.Stage, *, do_eval: bool, with_loss: bool
+  ) -> stage_functions.StageFunctions:
     """The traced functions of a stage; stages of equal structure get the same object."""
     # Structures are dear to compare, and there are many actions.
     # Eager steps run one replica after the other: none may wait for another.
@@ -56,18 +59,18 @@ class SharedFunctions:
 
   def _Shared(
     self,
-    s: stage_layout.Stage,
+    s: stage_lib.Stage,
     do_eval: bool,
     with_loss: bool,
-    replica_sum: stage.ReplicaSum | None,
-  ) -> stage.StageFunctions:
+    replica_sum: stage_functions.ReplicaSum | None,
+  ) -> stage_functions.StageFunctions:
     loss_fn = self._loss_fn if with_loss and s.index == self._num_stages - 1 else None
     # Evaluation has no backward, so what is trained does not tell its stages apart.
     trained = s.trained_mask if not do_eval else (False,) * len(s.trained_mask)
     needs_dx = s.needs_dx and not do_eval
     key = (do_eval, loss_fn is not None, s.exports, trained, needs_dx, s.structure, replica_sum)
     if key not in self._functions:
-      self._functions[key] = stage.StageFunctions(
+      self._functions[key] = stage_functions.StageFunctions(
         s.layers,
         loss_fn=loss_fn,
         exports=s.exports,
@@ -79,14 +82,14 @@ class SharedFunctions:
       )
     return self._functions[key]
 
-  def Split(self, s: stage_layout.Stage, *, with_loss: bool) -> split_backward.SplitBackward:
+  def Split(self, s: stage_lib.Stage, *, with_loss: bool) -> split_backward.SplitBackward:
     """The functions of a stage whose backward comes in pieces; shared as those of `Of` are."""
     functions = self.Of(s, do_eval=False, with_loss=with_loss)
     if id(functions) not in self._split:
       self._split[id(functions)] = split_backward.SplitBackward(functions, self.xla)
     return self._split[id(functions)]
 
-  def ByLayer(self, s: stage_layout.Stage, *, with_loss: bool) -> layer_backward.LayerBackward:
+  def ByLayer(self, s: stage_lib.Stage, *, with_loss: bool) -> layer_backward.LayerBackward:
     """The functions of a stage of which each layer's input is kept; shared as those of `Of` are."""
     functions = self.Of(s, do_eval=False, with_loss=with_loss)
     if id(functions) not in self._by_layer:

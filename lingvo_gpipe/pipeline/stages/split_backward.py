@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from lingvo_gpipe.core import nested_map
-from lingvo_gpipe.pipeline.stages import leaves, stage, vjp
+from lingvo_gpipe.pipeline.stages import leaves, stage_functions, vjp
 
 
 class SplitBackward:
@@ -30,12 +30,12 @@ class SplitBackward:
   `residuals` are what ForwardKeep returned, or None where the forward is to be recomputed.
   """
 
-  def __init__(self, functions: stage.StageFunctions, xla: bool) -> None:
+  def __init__(self, functions: stage_functions.StageFunctions, xla: bool) -> None:
     self._functions = functions
     self._xla = xla
     self._cuts: dict[Any, vjp.CutVjp] = {}
     self._outputs: dict[Any, tuple[Any, Any]] = {}
-    options = stage.FunctionOptions(xla)
+    options = stage_functions.FunctionOptions(xla)
     self.ForwardKeep = tf.function(self._ForwardKeep, **options)
     self.BackwardKept = tf.function(self._BackwardKept, **options)
     self.InputGradient = tf.function(self._InputGradient, **options)
@@ -122,7 +122,7 @@ class SplitBackward:
           grads = tape.gradient(
             objective,
             [*chosen, *floats],
-            output_gradients=stage.WithOwnLosses(dy, objective),
+            output_gradients=stage_functions.WithOwnLosses(dy, objective),
           )
         dw = grads[: len(chosen)]
         dx = leaves.DenseGradients(floats, grads[len(chosen) :])
@@ -138,7 +138,9 @@ def _AddWeightGradients(
   cut: vjp.CutVjp, accumulators: Sequence[tf.Variable], dw: list[tf.Tensor]
 ) -> None:
   rest = iter(cut.WeightGradients(dw))
-  stage.Accumulate(accumulators, [next(rest) if has else None for has in cut.has_weight_gradient])
+  stage_functions.Accumulate(
+    accumulators, [next(rest) if has else None for has in cut.has_weight_gradient]
+  )
 
 
 def _WithNones(nest: Any, flat: Sequence[tf.Tensor]) -> list[Any]:

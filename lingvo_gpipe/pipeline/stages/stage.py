@@ -1,414 +1,169 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stage's traced functions: its forward F and its backward B, which re-materialises.
-
-F and B take everything as arguments: the weights as tf.Variables (never captured, so that
-stages of equal structure share one trace and XLA meets no variable of another device), the
-stage's input, what comes from the side, and a context of seeds and loss weight. B adds the
-weight gradients into accumulator variables in place and returns the gradient of the stage's
-floating inputs.
-
-Each is compiled by XLA or marked as not to be inlined: were it inlined, the control edges that
-hold the schedule would vanish and the recomputation would be merged with the first forward.
-"""
+"""A flat list of layers as stages: what each holds on its device, and which skips pass its ends."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import base_layer, fprop_context, nested_map, shapes, side_effects
-from lingvo_gpipe.pipeline.stages import failures, leaves, retraces, weighted_loss
-
-# Maps (theta of each layer of the last stage, outputs of the last layer, side inputs) of a
-# micro-batch to metrics: {name: (value, weight)}, scalars, 'loss' among them.
-LossFn = Callable[[list[Any], tuple[Any, ...], Any], dict[str, tuple[tf.Tensor, tf.Tensor]]]
-# (place, tensor) -> its sum over the replicas, each of which is at the same place.
-ReplicaSum = Callable[[str, tf.Tensor], tf.Tensor]
+from lingvo_gpipe.core import base_layer
+from lingvo_gpipe.pipeline.cost import partitioner
+from lingvo_gpipe.pipeline.schedule import actions
+from lingvo_gpipe.pipeline.stages import stage_functions
 
 
-def AsTuple(value: Any) -> tuple[Any, ...]:
-  """A layer's outputs as a tuple."""
-  return value if isinstance(value, tuple) else (value,)
-
-
-def AsTensors(layer: base_layer.BaseLayer, outputs: Any) -> Any:
-  """What a layer returned, numbers and arrays as tensors; TypeError for what is no such thing."""
-
-  def Convert(value: Any) -> Any:
-    try:
-      return value if value is None or isinstance(value, tf.Tensor) else tf.convert_to_tensor(value)
-    except (TypeError, ValueError) as e:
-      raise TypeError(
-        f'{layer.path}: FProp must return tensors, None, or a nest of them, got a '
-        f'{type(value).__name__}'
-      ) from e
-
-  return tf.nest.map_structure(Convert, outputs)
-
-
-def CheckSkips(layer: base_layer.BaseLayer, stashed: Any) -> None:
-  """ValueError where a layer does not begin exactly the skip connections that it announced."""
-  if set(stashed) != set(layer.skips_out):
-    raise ValueError(
-      f'{layer.path}: skips_out announces {sorted(layer.skips_out)}, but what began is '
-      f'{sorted(stashed)}; return every announced skip from FPropSkips (FPropMetaSkips)'
-    )
-
-
-class StructureKey:
-  """Equal for two layers that compute the same function of (theta, inputs, seeds).
-
-  The text alone would not do: two functions among the Params may have the same name.
-  """
-
-  def __init__(self, layer: base_layer.BaseLayer) -> None:
-    self._params = layer.params.Copy()
-    self._params.name = ''
-    self._text = self._params.ToText()
-
-  def __hash__(self) -> int:
-    return hash(self._text)
-
-  def __eq__(self, other: object) -> bool:
-    if not isinstance(other, StructureKey):
-      return NotImplemented
-    return self._text == other._text and bool(self._params == other._params)
-
-
-class StageFunctions:
-  """F, B and V of one structure of stage, shared by all stages that have it.
+@dataclasses.dataclass
+class Stage:
+  """Consecutive layers on one device, with what belongs to them there.
 
   Attributes:
-    Forward: tf.function (variables, x, side, context) -> (y, sums).
-    Backward: tf.function (variables, accumulators, x, side, context, dy) -> (dx, token).
-    ForwardBackward: tf.function (variables, accumulators, x, side, context) -> (dx, sums); of the
-      last stage only, where nothing has to be recomputed.
-
-  `variables` is a list with one nest (as `layer.vars`) a layer. `x` is NestedMap(args, skips): the
-  tuple of arguments of the first layer, and the skip connections {name: nest} that end in this
-  stage; `y` holds what the last layer returned, tuple or not, and the skips in `exports`. `side` is
-  what the loss needs of the micro-batch, None but in the last stage. `context` is NestedMap(seeds,
-  loss_weight): the layers' seed pairs, int64 [layers, 2], and the weight of the micro-batch's loss,
-  a scalar. `sums` is NestedMap(metrics, layers). `metrics` holds {metric: [sum of value * weight,
-  sum of weight]}, each a tensor [2]: the metrics in the last stage, which in turn returns no y, for
-  full-batch logits never exist; and the auxiliary losses, named `<layer's index in the stage>:<path
-  below it>.<name>`. `layers` holds what layers reported for their state by `AddSums`, {`<index>:
-  <path below it>`: {name: tensor}}. `dy` and `dx` are the gradients of the floating leaves of y and
-  x; dx is empty where no stage before is trained.
+    index: the stage's number, from 0.
+    layers: its layers.
+    device: the device that holds their weights and runs them.
+    variables: for each layer its nest of variables.
+    imports: names of the skip connections that end here and begin in an earlier stage.
+    exports: names of those that begin here and end in a later stage.
+    trained: {path: variable} of the variables that are trained, in tf.nest order.
+    needs_dx: whether a stage before has any, and so needs a gradient from this one.
+    mirrors: likewise {path: variable} of the copies of weights that another layer owns.
+    accumulators: for each of `trained` a variable that sums its gradient over the micro-batches;
+      empty until the first training step is built.
+    mirror_accumulators: the same for `mirrors`.
+    replica_sum: of the layers that take sums over the replicas; None: there are none.
   """
 
-  def __init__(
-    self,
-    layers: Sequence[base_layer.BaseLayer],
-    *,
-    loss_fn: LossFn | None,
-    exports: Sequence[str],
-    trained: Sequence[bool],
-    needs_dx: bool,
-    do_eval: bool,
-    xla: bool,
-    replica_sum: ReplicaSum | None = None,
-  ) -> None:
-    self.layers = list(layers)
-    self.exports = list(exports)
-    self.trained = list(trained)
-    self.needs_dx = needs_dx
-    self._loss_fn = loss_fn
-    self._do_eval = do_eval
-    self._replica_sum = replica_sum
-    self.num_traces = 0
-    self._user = 0
-    self.num_batch_shapes = 1  # As `SharedFunctions` says.
-    self._retraces = retraces.Retraces()
-    options = FunctionOptions(xla)
-    self.Forward = tf.function(self._Forward, **options)
-    self.Backward = tf.function(self._Backward, **options)
-    self.ForwardBackward = tf.function(self._ForwardBackward, **options)
-    self.ThetaBackward = tf.function(self._ThetaBackward, **options)
+  index: int
+  layers: list[base_layer.BaseLayer]
+  device: str
+  variables: list[Any]
+  imports: tuple[str, ...]
+  exports: tuple[str, ...]
+  trained: dict[str, tf.Variable]
+  mirrors: dict[str, tf.Variable]
+  needs_dx: bool
+  accumulators: list[tf.Variable] = dataclasses.field(default_factory=list)
+  mirror_accumulators: list[tf.Variable] = dataclasses.field(default_factory=list)
+  replica_sum: stage_functions.ReplicaSum | None = None
 
-  def UseFor(self, index: int, layers: Sequence[base_layer.BaseLayer]) -> None:
-    """To be called before a stage calls: what is traced then, names its layers in messages.
+  def __str__(self) -> str:
+    first, last = self.layers[0].path, self.layers[-1].path
+    return f'stage {self.index} ({first if first == last else f"{first} to {last}"})'
 
-    Args:
-      index: the stage's number.
-      layers: its layers, which compute the same as those of all stages with these functions.
-    """
-    self._user, self.layers = index, list(layers)
+  @functools.cached_property
+  def structure(self) -> tuple[stage_functions.StructureKey, ...]:
+    """Equal for two stages that can share their traced functions."""
+    return tuple(stage_functions.StructureKey(layer) for layer in self.layers)
 
-  def CountTrace(self, x: nested_map.NestedMap, side: Any) -> None:
-    """To be called when a function is traced, with its inputs."""
-    self.num_traces += 1
-    self._retraces.Add(self.layers, x, side, self._user, self.num_batch_shapes)
+  def AbsoluteName(self, name: str) -> str:
+    """The name of a sum: `<index>:<rest>` becomes `<layer's path><rest>`, metrics stay."""
+    index, colon, rest = name.partition(':')
+    is_aux_loss = colon and index.isdigit()  # A metric may have a colon in its name.
+    return f'{self.layers[int(index)].path}{rest}' if is_aux_loss else name
 
-  def Trained(self, weights: Any) -> list[Any]:
-    """Those of a nest like `variables` that are trained: the ones that B accumulates for."""
-    return [
-      w for w, is_trained in zip(tf.nest.flatten(weights), self.trained, strict=True) if is_trained
-    ]
+  def LayerOfSums(self, name: str) -> base_layer.BaseLayer:
+    """The layer that reported sums for its state under this name, `<index>:<path below it>`."""
+    path = self.AbsoluteName(name)
+    below = self.layers[int(name.partition(':')[0])].Descendants()
+    return next(layer for layer in below if layer.path == path)
 
-  def WantedFloats(self, x: nested_map.NestedMap) -> list[tf.Tensor]:
-    """The floating leaves of x that need a gradient: none where nothing before is trained."""
-    return leaves.Floats(x) if self.needs_dx else []
+  @functools.cached_property
+  def trained_mask(self) -> tuple[bool, ...]:
+    """For each leaf of `variables` whether it is trained."""
+    chosen = {id(v) for v in (*self.trained.values(), *self.mirrors.values())}
+    return tuple(id(v) in chosen for v in tf.nest.flatten(self.variables))
 
-  def EnterContext(self, seeds: tf.Tensor) -> Any:
-    rows = {id(layer): seeds[i] for i, layer in enumerate(self.layers)}
-    context = fprop_context.FPropContext(
-      self._do_eval, seed_rows=rows, replica_sum=self._replica_sum
+  @property
+  def has_weight_gradient(self) -> bool:
+    """Whether backward adds to any accumulator."""
+    return any(self.trained_mask)
+
+  def AllAccumulators(self) -> list[tf.Variable]:
+    """Where backward adds the gradients, in tf.nest order of what is trained."""
+    variables = (*self.trained.values(), *self.mirrors.values())
+    sinks = (*self.accumulators, *self.mirror_accumulators)
+    of = {id(v): sink for v, sink in zip(variables, sinks, strict=True)}
+    return [of[id(v)] for v in tf.nest.flatten(self.variables) if id(v) in of]
+
+  def HasAction(self, kind: actions.Kind) -> bool:
+    """Whether the stage has anything to do in actions of this kind: frozen stages have less."""
+    # What is empty may not reach XLA: TensorFlow's optimiser breaks a call of it.
+    return actions.HasWork(kind, needs_dx=self.needs_dx, is_trained=self.has_weight_gradient)
+
+
+def Stages(
+  layers: Sequence[base_layer.BaseLayer],
+  ends: Sequence[int],
+  devices: Sequence[str],
+  ties: Mapping[str, str],
+  is_trained: Callable[[str], bool] | None,
+) -> list[Stage]:
+  """The stages, with their variables on their devices.
+
+  Arguments and errors are those of `PipelineEngine`, but for `devices`: that of each stage.
+  """
+  stages: list[Stage] = []
+  skips = Skips(layers, ends)
+  ranges = partitioner.StageRanges(partitioner.CheckSplits(ends, len(layers)))
+  for index, ((start, end), device) in enumerate(zip(ranges, devices, strict=True)):
+    members = list(layers[start:end])
+    for layer in members:
+      layer.InstantiateVariables(device)
+      _CheckDevice(layer, device)
+    variables = [m.vars for m in members]
+    paths = {id(v): path for m in members for path, v in m.VariablesByPath().items()}
+    trained: dict[str, tf.Variable] = {}
+    mirrors: dict[str, tf.Variable] = {}
+    for v in tf.nest.flatten(variables):
+      path = paths[id(v)]
+      if v.trainable and (is_trained is None or is_trained(ties.get(path, path))):
+        (mirrors if path in ties else trained)[path] = v
+    needs_dx = any(s.has_weight_gradient for s in stages)
+    stages.append(
+      Stage(index, members, device, variables, *skips[index], trained, mirrors, needs_dx)
     )
-    return fprop_context.Enter(context)
+  return stages
 
-  def RunLayer(
-    self, i: int, layer_vars: Any, given: nested_map.NestedMap
-  ) -> tuple[nested_map.NestedMap, dict[str, tuple[tf.Tensor, float]]]:
-    """Layer i: (NestedMap(args, skips) as it returned them, {name: (auxiliary loss, coefficient)}).
 
-    Args:
-      i: its index in the stage.
-      layer_vars: a nest like its `vars`.
-      given: NestedMap(args, skips), its arguments and the skips that it takes.
-    """
-    layer = self.layers[i]
-    outer = fprop_context.Current()
-    try:
-      with fprop_context.Enter(dataclasses.replace(outer, aux_losses=[])) as inner:
-        with failures.LayerScope(i), side_effects.Refused(layer.path):
-          out, stashed = layer.FPropSkips(layer.ThetaFrom(layer_vars), given.skips, *given.args)
-          CheckSkips(layer, stashed)
-          out, stashed = AsTensors(layer, out), AsTensors(layer, stashed)
-      aux_losses = {}
-      for owner, name, value, coefficient in inner.aux_losses:
-        key = f'{i}:{owner.path[len(layer.path) :]}.{name}'
-        if key in aux_losses:
-          raise ValueError(f'{owner.path} adds two auxiliary losses {name!r}; name them apart')
-        what = f'auxiliary loss {owner.path}.{name}'
-        aux_losses[key] = (weighted_loss.Loss(what, value), coefficient)
-    except Exception as e:
-      giver = f' by {self.layers[i - 1].path}' if i else ''
-      kind = type(layer).__name__
-      e.add_note(f'in layer {layer.path} ({kind}), given {shapes.NestText(given.args)}{giver}')
-      raise
-    return nested_map.NestedMap(args=out, skips=stashed), aux_losses
+def Skips(
+  layers: Sequence[base_layer.BaseLayer], ends: Sequence[int]
+) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+  """For each stage the names of the skip connections that enter it and that leave it.
 
-  def _RunLayers(
-    self,
-    variables: Sequence[Any],
-    x: nested_map.NestedMap,
-    layer_inputs: list[nested_map.NestedMap] | None = None,
-  ) -> tuple[nested_map.NestedMap, dict[str, tuple[tf.Tensor, float]]]:
-    """(y, {name: (auxiliary loss, coefficient)}); appends each layer's input to `layer_inputs`."""
-    args, skips = x.args, nested_map.NestedMap(x.skips)
-    aux_losses: dict[str, tuple[tf.Tensor, float]] = {}
-    for i, (layer, layer_vars) in enumerate(zip(self.layers, variables, strict=True)):
-      taken = nested_map.NestedMap({name: skips[name] for name in layer.skips_in})
-      given = nested_map.NestedMap(args=AsTuple(args), skips=taken)
-      if layer_inputs is not None:
-        layer_inputs.append(given)
-      out, aux = self.RunLayer(i, layer_vars, given)
-      args = out.args
-      skips.update(out.skips)
-      aux_losses.update(aux)
-    exported = nested_map.NestedMap({name: skips[name] for name in self.exports})
-    return nested_map.NestedMap(args=args, skips=exported), aux_losses
+  Raises:
+    ValueError: two layers begin a skip of one name, or a layer takes one that none before begins.
+  """
+  made: dict[str, tuple[int, str]] = {}
+  imports: list[set[str]] = [set() for _ in ends]
+  exports: list[set[str]] = [set() for _ in ends]
+  for k, (start, end) in enumerate(partitioner.StageRanges(ends)):
+    for layer in layers[start:end]:
+      for name in layer.skips_in:
+        if name not in made:
+          known = ', '.join(made) or 'none'
+          raise ValueError(
+            f'{layer.path} takes the skip {name!r}, which no layer before it begins; known: {known}'
+          )
+        if made[name][0] != k:
+          imports[k].add(name)
+          exports[made[name][0]].add(name)
+      for name in layer.skips_out:
+        if name in made:
+          raise ValueError(f'{layer.path} and {made[name][1]} both begin a skip {name!r}')
+        made[name] = (k, layer.path)
+  return [(tuple(sorted(i)), tuple(sorted(e))) for i, e in zip(imports, exports, strict=True)]
 
-  def _Forward(
-    self, variables: Sequence[Any], x: nested_map.NestedMap, side: Any, context: Any
-  ) -> tuple[Any, nested_map.NestedMap]:
-    self.CountTrace(x, side)
-    with self.EnterContext(context.seeds):
-      y, sums, _ = self.Outputs(variables, x, side, context)
-      return y, sums
 
-  def Outputs(
-    self,
-    variables: Sequence[Any],
-    x: nested_map.NestedMap,
-    side: Any,
-    context: Any,
-    layer_inputs: list[nested_map.NestedMap] | None = None,
-  ) -> tuple[Any, nested_map.NestedMap, list[tf.Tensor]]:
-    """(y, sums, what backward differentiates).
-
-    That is the floating outputs but for the stage with the loss, then the auxiliary losses and the
-    loss, weighted: these are the stage's own, and no gradient comes for them from above. Each
-    layer's input, NestedMap(args, skips), is appended to `layer_inputs`.
-    """
-    y, aux_losses = self._RunLayers(variables, x, layer_inputs)
-    metric_sums = {}
-    objective = [] if self._loss_fn is not None else leaves.Floats(y)
-    for name, (value, coefficient) in aux_losses.items():
-      metric_sums[name] = weighted_loss.WeightedSum(value, context.loss_weight)
-      objective.append(weighted_loss.WeightedLoss(value, context, coefficient))
-    if self._loss_fn is None:
-      return y, self._Sums(metric_sums), objective
-    metrics = self.Metrics(variables, y.args, side, context)
-    metric_sums.update({name: weighted_loss.WeightedSum(*pair) for name, pair in metrics.items()})
-    objective.append(weighted_loss.WeightedLoss(metrics['loss'][0], context))
-    return (), self._Sums(metric_sums), objective
-
-  def Metrics(
-    self, variables: Sequence[Any], outputs: Any, side: Any, context: Any
-  ) -> dict[str, tuple[tf.Tensor, tf.Tensor]]:
-    """The loss function's metrics, of what the last layer returned."""
-    assert self._loss_fn is not None
-    theta = [layer.ThetaFrom(v) for layer, v in zip(self.layers, variables, strict=True)]
-    floats = [weighted_loss.WhereItCounts(x, context.loss_weight) for x in leaves.Floats(outputs)]
-    outputs = leaves.WithFloats(AsTuple(outputs), floats)
-    try:
-      with failures.LossScope(), side_effects.Refused('the loss'):
-        return weighted_loss.Metrics(self._loss_fn(theta, outputs, side))
-    except Exception as e:
-      given = f'{shapes.NestText(outputs)}, beside them {shapes.NestText(side)}'
-      e.add_note(f'in the loss, which stage {self._user} runs, given the outputs {given}')
-      raise
-
-  def _Sums(self, metric_sums: dict[str, tf.Tensor]) -> nested_map.NestedMap:
-    """`metric_sums` and what layers reported in this context by AddSums."""
-    index = {id(layer): i for i, layer in enumerate(self.layers)}
-    found = {}
-    for owner, sums in fprop_context.Current().layer_sums.values():
-      layer = next(a for a in owner.Ancestors() if id(a) in index)
-      found[f'{index[id(layer)]}:{owner.path[len(layer.path) :]}'] = sums
-    return nested_map.NestedMap(metrics=metric_sums, layers=found)
-
-  def Recomputed(
-    self, function: Callable[..., list[tf.Tensor]], floats: Sequence[tf.Tensor]
-  ) -> list[tf.Tensor]:
-    """`function(*floats)`, of which a tape keeps the floats only, and which its gradient repeats.
-
-    But for stages that take sums over the replicas: TensorFlow would not leave these out of the
-    first run, whose results nobody needs.
-    """
-    # tf.recompute_grad needs an argument; without floats there is no activation to keep from them.
-    if not floats or self._replica_sum is not None:
-      return function(*floats)
-    is_complex: list[bool] = []
-
-    # It takes the maximum of the first gradient that it is given, and complex numbers have none.
-    def InReals(*floats: tf.Tensor) -> list[tf.Tensor]:
-      outputs = function(*floats)
-      is_complex[:] = [t.dtype.is_complex for t in outputs]
-      return [
-        tf.stack([tf.math.real(t), tf.math.imag(t)]) if c else t
-        for t, c in zip(outputs, is_complex, strict=True)
-      ]
-
-    outputs = tf.recompute_grad(InReals)(*floats)
-    outputs = outputs if isinstance(outputs, (list, tuple)) else [outputs]
-    return [tf.complex(t[0], t[1]) if c else t for t, c in zip(outputs, is_complex, strict=True)]
-
-  def _Backward(
-    self,
-    variables: Sequence[Any],
-    accumulators: Sequence[tf.Variable],
-    x: nested_map.NestedMap,
-    side: Any,
-    context: Any,
-    dy: list[tf.Tensor] | None,
-  ) -> tuple[list[tf.Tensor], tf.Tensor]:
-    self.CountTrace(x, side)
-    floats = leaves.Floats(x)
-
-    # Only the floating inputs are arguments of what is recomputed: tf.recompute_grad cannot
-    # take integers or None, and would copy weights that were given to it as tensors.
-    def Stage(*floats: tf.Tensor) -> list[tf.Tensor]:
-      return self.Outputs(variables, leaves.WithFloats(x, floats), side, context)[2]
-
-    with self.EnterContext(context.seeds), tf.GradientTape() as tape:
-      tape.watch(floats)
-      outputs = self.Recomputed(Stage, floats)
-      weights, wanted = self.Trained(variables), self.WantedFloats(x)
-      grads = tape.gradient(
-        outputs, [*weights, *wanted], output_gradients=WithOwnLosses(dy, outputs)
+def _CheckDevice(layer: base_layer.BaseLayer, device: str) -> None:
+  """Raises ValueError where the layer had variables already, and on another device."""
+  wanted = tf.DeviceSpec.from_string(device)
+  for path, variable in layer.VariablesByPath().items():
+    actual = tf.DeviceSpec.from_string(variable.device)
+    if actual.make_merged_spec(wanted) != actual:
+      raise ValueError(
+        f'{path} was allocated on {variable.device} before, but its stage belongs on {device}; '
+        'place the stages once, and before InstantiateVariables is called'
       )
-    Accumulate(accumulators, grads[: len(weights)])
-    return leaves.DenseGradients(wanted, grads[len(weights) :]), tf.zeros([], tf.int32)
-
-  def _ForwardBackward(
-    self,
-    variables: Sequence[Any],
-    accumulators: Sequence[tf.Variable],
-    x: nested_map.NestedMap,
-    side: Any,
-    context: Any,
-  ) -> tuple[list[tf.Tensor], nested_map.NestedMap]:
-    self.CountTrace(x, side)
-    floats, weights = self.WantedFloats(x), self.Trained(variables)
-    with self.EnterContext(context.seeds), tf.GradientTape() as tape:
-      tape.watch(floats)
-      _, sums, objective = self.Outputs(variables, x, side, context)
-    grads = tape.gradient(objective, [*weights, *floats])
-    Accumulate(accumulators, grads[: len(weights)])
-    return leaves.DenseGradients(floats, grads[len(weights) :]), sums
-
-  def _ThetaBackward(
-    self, theta: Sequence[Any], x: nested_map.NestedMap, context: Any, dy: list[tf.Tensor]
-  ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-    """The gradients of the weights, given as tensors, and of the floating inputs.
-
-    For `PipeliningLayer.FProp` under somebody else's tape. The stage's forward runs here again
-    from its input, so nothing but the input was kept.
-    """
-    self.CountTrace(x, None)
-    weights, floats = leaves.Floats(theta), leaves.Floats(x)
-    with self.EnterContext(context.seeds), tf.GradientTape() as tape:
-      tape.watch([*weights, *floats])
-      y, aux_losses = self._RunLayers(theta, x)
-      if aux_losses:
-        split = (key.partition(':') for key in aux_losses)
-        names = ', '.join(f'{self.layers[int(i)].path}{rest}' for i, _, rest in split)
-        raise ValueError(
-          f'auxiliary losses ({names}) need the loss inside the last stage; train through the '
-          'engine, or leave them out'
-        )
-      outputs = leaves.Floats(y)
-      grads = tape.gradient(
-        outputs,
-        [*weights, *floats],
-        output_gradients=dy,
-        unconnected_gradients=tf.UnconnectedGradients.ZERO,
-      )
-    grads = [tf.convert_to_tensor(g) for g in grads]
-    return grads[: len(weights)], grads[len(weights) :]
-
-
-def FunctionOptions(xla: bool) -> dict[str, Any]:
-  """Options of tf.function for a stage function: compiled by XLA, or not to be inlined."""
-  if xla:
-    return {'autograph': False, 'jit_compile': True}
-  return {'autograph': False, 'experimental_attributes': {'_noinline': True}}
-
-
-def WithOwnLosses(
-  dy: Sequence[tf.Tensor] | None, outputs: Sequence[tf.Tensor]
-) -> list[tf.Tensor] | None:
-  """The gradients of all that a stage's backward differentiates: dy, and 1 for its own losses."""
-  if dy is None:
-    return None
-  return [*dy, *(tf.ones_like(loss) for loss in outputs[len(dy) :])]
-
-
-def Accumulate(accumulators: Sequence[tf.Variable], grads: Sequence[Any]) -> None:
-  """Adds gradients, None or slices among them, into accumulators in place."""
-  if accumulators and all(grad is None for grad in grads):
-    # A call that changes nothing would be made a NoOp, but keep the mark that XLA has to run it.
-    accumulators[0].read_value()
-  for accumulator, grad in zip(accumulators, grads, strict=True):
-    if isinstance(grad, tf.IndexedSlices):
-      values = tf.cast(grad.values, accumulator.dtype)
-      accumulator.scatter_add(tf.IndexedSlices(values, grad.indices, grad.dense_shape))
-    elif grad is not None:
-      accumulator.assign_add(tf.cast(grad, accumulator.dtype))
-
-
-def SeedTensor(hashes: Sequence[int], counter: tf.Tensor) -> tf.Tensor:
-  """The int64 [layers, 2] seed pairs of a stage in the micro-batch that `counter` tells."""
-  column = tf.constant(list(hashes), tf.int64)
-  return tf.stack([column, tf.fill([len(hashes)], counter)], axis=1)
-
-
-def Context(seeds: tf.Tensor, loss_weight: tf.Tensor) -> nested_map.NestedMap:
-  """What F and B of one micro-batch know beside their inputs."""
-  return nested_map.NestedMap(seeds=seeds, loss_weight=loss_weight)

@@ -16,7 +16,7 @@ import tensorflow_datasets as tfds
 from lingvo_gpipe.input import batches, image_augmentation
 from lingvo_gpipe.input.records import tf_records
 from lingvo_gpipe.input.tfds import tfds_images
-from lingvo_gpipe.runners import placement
+from lingvo_gpipe.runners import batch_placement
 from tests import processes
 
 NUM_TRAIN, NUM_TEST, NUM_CLASSES, SIZE = 12, 5, 4, 6
@@ -166,7 +166,7 @@ def testImagesOutOfMemoryAreThoseInMemory(data_dir, split):
 
 @pytest.mark.parametrize('in_memory', [False, True])
 def testWorkersCanReadThem(data_dir, in_memory):
-  assert placement.WhyNot(_Input(data_dir, in_memory=in_memory)) == ''
+  assert batch_placement.WhyNot(_Input(data_dir, in_memory=in_memory)) == ''
 
 
 @pytest.mark.parametrize('augment', [False, True])

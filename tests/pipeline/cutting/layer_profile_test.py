@@ -10,7 +10,8 @@ import tensorflow as tf
 from lingvo_gpipe.core import base_layer, nested_map, weight_params
 from lingvo_gpipe.layers import batch_norm, conv, dropout, embedding, flatten, linear, norm, skip
 from lingvo_gpipe.pipeline import pipelining_layer
-from lingvo_gpipe.pipeline.cutting import layer_costs, layer_profile, plan
+from lingvo_gpipe.pipeline.cutting import cut as cut_lib
+from lingvo_gpipe.pipeline.cutting import layer_costs, layer_profile
 from lingvo_gpipe.pipeline.schedule import schedules
 
 _QUICK = layer_profile.Timing(repeats=1, min_seconds=0.0)
@@ -267,7 +268,7 @@ def testALargerProductTakesLonger():
     linear.LinearLayer.Params().Set(input_dim=1024, output_dim=8),
     linear.LinearLayer.Params().Set(input_dim=8, output_dim=8),
   ]
-  cut = plan.MakePlan(
+  cut = cut_lib.MakePlan(
     _Pipeline(sub).layers,
     [tf.TensorSpec([512, 8])],
     schedule=schedules.Get('gpipe', 2, 2),

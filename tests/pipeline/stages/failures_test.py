@@ -19,7 +19,7 @@ from lingvo_gpipe.layers import batch_norm, linear
 from lingvo_gpipe.learning import optimizer
 from lingvo_gpipe.pipeline import pipelining_layer
 from lingvo_gpipe.pipeline.stages import failures
-from lingvo_gpipe.runners import runner
+from lingvo_gpipe.runners import train_runner
 from tests import fn_layer, pipeline_training, processes
 
 _DIM, _BATCH, _M = fn_layer.DIM, 6, 3
@@ -154,7 +154,7 @@ def _Runner(sub, *, loss=None, num_replicas=1, **options):
   p.train.learner.Set(optimizer=optimizer.SGD.Params(), skip_nonfinite=False)
   batch_spec = nested_map.NestedMap(x=tf.TensorSpec([_BATCH, _DIM]))
   devices = pipeline_training.Devices()
-  return runner.TaskRunner(p.Instantiate(), devices, batch_spec, num_replicas=num_replicas)
+  return train_runner.TaskRunner(p.Instantiate(), devices, batch_spec, num_replicas=num_replicas)
 
 
 def _Batch(x):

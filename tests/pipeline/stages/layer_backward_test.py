@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from lingvo_gpipe.core import base_layer, nested_map, weight_params
 from lingvo_gpipe.layers import dropout, skip
-from lingvo_gpipe.pipeline.stages import layer_backward, leaves, stage
+from lingvo_gpipe.pipeline.stages import layer_backward, leaves, stage_functions
 from tests import graph_reader, pipeline_training
 
 _DIM, _N = 8, 6
@@ -39,7 +39,7 @@ def _Functions(sub, *, trained=None, needs_dx=True, xla=False):
   stack.Place(pipeline_training.Devices(), tf.TensorSpec([4, _DIM], tf.float64))
   (s,) = stack.engine.stages
   mask = s.trained_mask if trained is None else trained
-  functions = stage.StageFunctions(
+  functions = stage_functions.StageFunctions(
     s.layers,
     loss_fn=None,
     exports=(),
@@ -55,7 +55,7 @@ def _Arguments(functions, variables, batch=4):
   """((x, side, context), accumulators)."""
   x = tf.constant(np.random.default_rng(0).normal(size=[batch, _DIM]))
   seeds = tf.stack([tf.range(len(functions.layers), dtype=tf.int64)] * 2, axis=1)
-  context = stage.Context(seeds, tf.ones([], tf.float64))
+  context = stage_functions.Context(seeds, tf.ones([], tf.float64))
   accumulators = [tf.Variable(tf.zeros_like(v)) for v in functions.Trained(variables)]
   return (
     nested_map.NestedMap(args=(x,), skips=nested_map.NestedMap()),

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from lingvo_gpipe.core import fprop_context
-from lingvo_gpipe.pipeline.stages import stage, weighted_loss
+from lingvo_gpipe.pipeline.stages import stage_functions, weighted_loss
 from tests import fn_layer, pipeline_training
 
 _DIM, _BATCH = fn_layer.DIM, 6
@@ -97,7 +97,7 @@ def testAnEngineWithoutALoss():
 
 
 def testWeightsKeepTheirDigitsBesideANarrowLoss():
-  context = stage.Context(tf.zeros([0, 2], tf.int64), tf.constant(513.0))
+  context = stage_functions.Context(tf.zeros([0, 2], tf.int64), tf.constant(513.0))
   assert float(weighted_loss.WeightedLoss(tf.constant(1.0, tf.bfloat16), context)) == 513.0
 
 

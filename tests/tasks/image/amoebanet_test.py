@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from lingvo_gpipe.core import fprop_context, nested_map
 from lingvo_gpipe.layers import skip
-from lingvo_gpipe.pipeline.cutting import plan
+from lingvo_gpipe.pipeline.cutting import cut as cut_lib
 from lingvo_gpipe.pipeline.schedule import schedules
 from tasks.image import amoebanet, amoebanet_cell, heads
 from tests import pipeline_training as training
@@ -52,7 +52,7 @@ def testSizesOfTheLayers():
   layers = net.stack.layers
   # Stem, two stem cells, 18 normal and two reduction cells, the ends of the skip, the head.
   assert len(layers) == 1 + 2 + 18 + 2 + 2 + 1
-  cut = plan.MakePlan(
+  cut = cut_lib.MakePlan(
     layers, [tf.TensorSpec([1, 224, 224, 3])], schedule=schedules.Get('gpipe', 1, 1)
   )
   shapes = [cost.out_specs[0].shape.as_list()[1:] for cost in cut.layers]

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from lingvo_gpipe.core import nested_map
-from lingvo_gpipe.runners import runner
+from lingvo_gpipe.runners import train_runner
 from tasks.image import lenet
 
 BATCH_SIZE = 24
@@ -33,7 +33,7 @@ def _Runner(num_stages):
     labels=tf.TensorSpec([BATCH_SIZE], tf.int32),
     example_weights=tf.TensorSpec([BATCH_SIZE]),
   )
-  return runner.TaskRunner(p.Instantiate(), devices, spec)
+  return train_runner.TaskRunner(p.Instantiate(), devices, spec)
 
 
 def _Batch(rng):

@@ -22,7 +22,8 @@ from lingvo_gpipe.core import base_layer, fprop_context, shapes, side_effects
 from lingvo_gpipe.layers import sequential
 from lingvo_gpipe.pipeline import engine
 from lingvo_gpipe.pipeline.schedule import schedules
-from lingvo_gpipe.pipeline.stages import failures, leaves, micro_batch, stage, stage_layout
+from lingvo_gpipe.pipeline.stages import failures, leaves, micro_batch, stage_functions
+from lingvo_gpipe.pipeline.stages import stage as stage_lib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +58,7 @@ class DecodingFunctions:
   def __init__(self, layers: Sequence[base_layer.BaseLayer], *, xla: bool) -> None:
     self.layers = list(layers)
     self.num_traces = 0
-    options = stage.FunctionOptions(xla)
+    options = stage_functions.FunctionOptions(xla)
     self.Prefill = tf.function(self._Prefill, **options)
     self.ExtendStep = tf.function(self._ExtendStep, **options)
 
@@ -95,11 +96,11 @@ class DecodingFunctions:
     states = []
     with fprop_context.Enter(fprop_context.FPropContext(do_eval=True)):
       for i, (layer, layer_vars) in enumerate(zip(self.layers, variables, strict=True)):
-        args = stage.AsTuple(outputs)
+        args = stage_functions.AsTuple(outputs)
         try:
           with failures.LayerScope(i), side_effects.Refused(layer.path):
             outputs, made = run(i, layer.ThetaFrom(layer_vars), args)
-            outputs = stage.AsTensors(layer, outputs)
+            outputs = stage_functions.AsTensors(layer, outputs)
         except Exception as e:
           kind = type(layer).__name__
           e.add_note(f'in layer {layer.path} ({kind}), given {shapes.NestText(args)}')
@@ -193,7 +194,7 @@ class Decoder:
     while last_only and tail and _IsPositionWise(last.layers[tail - 1]):
       tail -= 1
 
-    def Call(s: stage_layout.Stage, m: int, args: tuple[Any, ...]) -> Any:
+    def Call(s: stage_lib.Stage, m: int, args: tuple[Any, ...]) -> Any:
       first_of_tail = tail if s is last else len(s.layers)
       return self._Functions(s).Prefill(s.variables, args, max_length, first_of_tail)
 
@@ -206,7 +207,7 @@ class Decoder:
   def _ExtendStep(
     self, states: list[list[Any]], args: tuple[Any, ...], time_step: tf.Tensor
   ) -> tuple[Any, list[list[Any]]]:
-    def Call(s: stage_layout.Stage, m: int, args: tuple[Any, ...]) -> Any:
+    def Call(s: stage_lib.Stage, m: int, args: tuple[Any, ...]) -> Any:
       return self._Functions(s).ExtendStep(s.variables, states[s.index][m], args, time_step)
 
     return self._Stream(args, Call)
@@ -214,7 +215,7 @@ class Decoder:
   def _Stream(
     self,
     args: tuple[Any, ...],
-    call: Callable[[stage_layout.Stage, int, tuple[Any, ...]], tuple[Any, list[Any]]],
+    call: Callable[[stage_lib.Stage, int, tuple[Any, ...]], tuple[Any, list[Any]]],
   ) -> tuple[Any, list[list[Any]]]:
     """Streams micro-batches through the stages.
 
@@ -238,7 +239,7 @@ class Decoder:
       s = stages[k]
       with failures.Named(s, str(action), m), tf.name_scope(f'action_{action}'):
         with tf.device(s.device), tf.control_dependencies(last.get(s.device, [])):
-          taken[k + 1, m], states[k][m] = call(s, m, stage.AsTuple(taken[k, m]))
+          taken[k + 1, m], states[k][m] = call(s, m, stage_functions.AsTuple(taken[k, m]))
       made = leaves.Tensors((taken[k + 1, m], states[k][m]))
       last[s.device] = made[-1:]
     with tf.device(stages[-1].device):
@@ -257,7 +258,7 @@ class Decoder:
         )
     return reordered
 
-  def _Functions(self, s: stage_layout.Stage) -> DecodingFunctions:
+  def _Functions(self, s: stage_lib.Stage) -> DecodingFunctions:
     key = (s.structure, self._pipeline.xla)
     if key not in self._functions:
       self._functions[key] = DecodingFunctions(s.layers, xla=self._pipeline.xla)

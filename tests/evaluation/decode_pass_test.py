@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from lingvo_gpipe.core import nested_map, whole_file
 from lingvo_gpipe.distributed import stop_request
-from lingvo_gpipe.evaluation import decoding
+from lingvo_gpipe.evaluation import decode_pass
 from lingvo_gpipe.experiment import task
 from lingvo_gpipe.input import base_input_generator
 from lingvo_gpipe.runners import eval_runner
@@ -74,7 +74,7 @@ def _Decoding(
   )
   fake.Decode = functools.partial(eval_runner.EvalRunner.Decode, fake)
   input_params = source.Params().Set(batch_size=batch_size)
-  return decoding.Decoding(
+  return decode_pass.Decoding(
     fake, input_params, 'Dev', str(logdir), stop or stop_request.StopRequest()
   )
 
@@ -202,7 +202,7 @@ def testNotOneEntryForEachRow(tmp_path, decode, message):
 def testATaskThatDecodesNothing(tmp_path):
   made = task.BaseTask.Params().Set(name='t').Instantiate()
   with pytest.raises(ValueError, match='BaseTask has nothing to decode: it does not override'):
-    decoding.Decoding(
+    decode_pass.Decoding(
       types.SimpleNamespace(task=made, ExpectBatches=lambda batch_specs: None),
       _Numbers.Params().Set(batch_size=2),
       'Dev',

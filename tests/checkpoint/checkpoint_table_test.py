@@ -6,7 +6,7 @@ import sys
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe.checkpoint import checkpoint_text, checkpointer
+from lingvo_gpipe.checkpoint import checkpoint_table, checkpointer
 
 
 def testWholeAndDamagedCheckpoints(tmp_path):
@@ -16,7 +16,7 @@ def testWholeAndDamagedCheckpoints(tmp_path):
   for step in (7, 1234):
     saver.Save(step, values, {'cut': [1, 2], 'params': 'a : 1\nb : 2\n'})
     infos = saver.All()
-  text, are_whole = checkpoint_text.Describe(str(tmp_path))
+  text, are_whole = checkpoint_table.Describe(str(tmp_path))
   assert are_whole
   lines = [line.split() for line in text.splitlines()]
   size = sum(p.stat().st_size for p in (tmp_path / 'train').glob('ckpt-00000007-*/*'))
@@ -33,7 +33,7 @@ def testWholeAndDamagedCheckpoints(tmp_path):
   flipped[100] ^= 1
   data.write_bytes(flipped)
   (tmp_path / 'train' / 'ckpt-00000009.json').write_text('{')
-  text, are_whole = checkpoint_text.Describe(str(tmp_path))
+  text, are_whole = checkpoint_table.Describe(str(tmp_path))
   assert not are_whole
   lines = text.splitlines()
   assert lines[1].endswith('yes') and ' no: ' in lines[2]
@@ -59,14 +59,14 @@ def testATrainerAtWorkDamagesNothing(tmp_path, monkeypatch, max_to_keep, told):
     verify(self, info)
 
   monkeypatch.setattr(checkpointer.Checkpointer, 'Verify', Verify)
-  text, are_whole = checkpoint_text.Describe(str(tmp_path))
+  text, are_whole = checkpoint_table.Describe(str(tmp_path))
   rows = [line.split() for line in text.splitlines()]
   assert are_whole and [row[1] for row in rows[1 : rows.index([])]] == told
 
 
 def testNoCheckpoint(tmp_path):
   with pytest.raises(ValueError, match='no checkpoint in .*train'):
-    checkpoint_text.Describe(str(tmp_path))
+    checkpoint_table.Describe(str(tmp_path))
 
 
 if __name__ == '__main__':

@@ -15,9 +15,10 @@ from lingvo_gpipe.layers import linear, sequential, transformer
 from lingvo_gpipe.learning import optimizer
 from lingvo_gpipe.pipeline import pipelining_layer
 from lingvo_gpipe.pipeline.cost import partitioner
-from lingvo_gpipe.pipeline.cutting import layer_costs, plan
+from lingvo_gpipe.pipeline.cutting import cut as cut_lib
+from lingvo_gpipe.pipeline.cutting import layer_costs
 from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules
-from lingvo_gpipe.pipeline.stages import stage
+from lingvo_gpipe.pipeline.stages import stage_functions
 
 
 class _Measured(base_layer.BaseLayer):
@@ -69,7 +70,7 @@ _SPEC = tf.TensorSpec([4, 8])
 
 def _Make(layers, num_stages, schedule='gpipe', m=4, **options):
   schedule = schedules.Get(schedule, num_stages, m)
-  return plan.MakePlan(layers, [_SPEC], schedule=schedule, **options)
+  return cut_lib.MakePlan(layers, [_SPEC], schedule=schedule, **options)
 
 
 @pytest.mark.parametrize('num_stages', [1, 2, 3, 4, 6])
@@ -175,7 +176,7 @@ def testFunctionsOfOneNameAreNotOneStructure():
   one, other = Adder(1), Adder(2)
   p = sequential.SequentialLayer.Params().Set(name='seq')
   p.sub = [_Measured.Params().Set(fn=fn) for fn in (one, other, one)]
-  keys = [stage.StructureKey(layer) for layer in p.Instantiate().layers]
+  keys = [stage_functions.StructureKey(layer) for layer in p.Instantiate().layers]
   assert keys[0] != keys[1]
   assert keys[0] == keys[2]
   assert hash(keys[0]) == hash(keys[2])
@@ -185,7 +186,7 @@ def testNamesDoNotMakeAnotherStructure():
   p = sequential.SequentialLayer.Params().Set(name='seq')
   p.sub = [_Measured.Params().Set(name=name, flops=3) for name in ('a', 'b')]
   p.sub += [_Measured.Params().Set(name='a', flops=4)]
-  keys = [stage.StructureKey(layer) for layer in p.Instantiate().layers]
+  keys = [stage_functions.StructureKey(layer) for layer in p.Instantiate().layers]
   assert keys[0] == keys[1]
   assert keys[0] != keys[2]
 
@@ -196,7 +197,7 @@ def testPlanningAllocatesNothing():
   p.sub = [linear.ProjectionLayer.Params().Set(input_dim=huge, output_dim=huge)] * 3
   layer = p.Instantiate()
   spec = tf.TensorSpec([1, huge])
-  cut = plan.MakePlan(layer.layers, [spec], schedule=schedules.Get('gpipe', 3, 2))
+  cut = cut_lib.MakePlan(layer.layers, [spec], schedule=schedules.Get('gpipe', 3, 2))
   assert [s.num_params for s in cut.stages] == [huge * huge] * 3
   with pytest.raises(ValueError, match='no variables'):
     _ = layer.vars
@@ -204,7 +205,7 @@ def testPlanningAllocatesNothing():
 
 def testSeveralStagesADeviceAndOtherSchedules():
   layers = _Layers([1, 1, 1, 1])
-  cut = plan.MakePlan(layers, [_SPEC], schedule=schedules.Get('interleaved_1f1b', 4, 4, 2))
+  cut = cut_lib.MakePlan(layers, [_SPEC], schedule=schedules.Get('interleaved_1f1b', 4, 4, 2))
   # (K - 1) / (v M + K - 1) = 1 / 9.
   assert cut.even_bubble == pytest.approx(1 / 9)
   table = cut.Table(['/device:CPU:0', '/device:CPU:1'])
@@ -213,7 +214,7 @@ def testSeveralStagesADeviceAndOtherSchedules():
   ]
   assert '4 stages on K=2 devices, M=4 micro-batches, interleaved_1f1b' in table
   # (K - 1) / (3 M + K - 1) with I and W of one unit each.
-  assert plan.MakePlan(
+  assert cut_lib.MakePlan(
     layers, [_SPEC], schedule=schedules.Get('zb_h1', 4, 4)
   ).even_bubble == pytest.approx(3 / 15)
 
@@ -221,7 +222,7 @@ def testSeveralStagesADeviceAndOtherSchedules():
 def testStagesOnAnyDevices():
   """A schedule of the user's own may have them anywhere: in a V, or more here than there."""
   vee = schedules.Schedule.FromText('0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0', 'v')
-  cut = plan.MakePlan(_Layers([1] * 4, num_weights=[1] * 4), [_SPEC], schedule=vee)
+  cut = cut_lib.MakePlan(_Layers([1] * 4, num_weights=[1] * 4), [_SPEC], schedule=vee)
   table = cut.Table(['/device:CPU:0', '/device:CPU:1'])
   assert [line.split()[-1] for line in table.splitlines()[1:5]] == [
     f'device:CPU:{k}' for k in (0, 1, 1, 0)
@@ -238,10 +239,11 @@ def testAMemoryLimitOfStagesOnAnyDevices():
   layers = _Wide(4)
 
   def Cut(limit, **options):
-    return plan.MakePlan(layers, [_WIDE_SPEC], schedule=uneven, memory_limit=limit, **options)
+    return cut_lib.MakePlan(layers, [_WIDE_SPEC], schedule=uneven, memory_limit=limit, **options)
 
   one, two = (
-    plan.MakePlan(layers[:n], [_WIDE_SPEC], schedule=schedules.Get('gpipe', 1, 1)) for n in (1, 2)
+    cut_lib.MakePlan(layers[:n], [_WIDE_SPEC], schedule=schedules.Get('gpipe', 1, 1))
+    for n in (1, 2)
   )
   # The first stage has a device of its own and so room for two layers; the others share one.
   assert two.memory[0].total <= 2 * one.memory[0].total
@@ -296,7 +298,9 @@ def testTheTableIsNotTooWide():
   p = linear.LinearLayer.Params().Set(input_dim=20_000, output_dim=20_000)
   q = sequential.SequentialLayer.Params().Set(name='a_rather_long_name_of_a_task', sub=[p] * 400)
   layers = q.Instantiate().layers
-  cut = plan.MakePlan(layers, [tf.TensorSpec([64, 20_000])], schedule=schedules.Get('1f1b', 4, 64))
+  cut = cut_lib.MakePlan(
+    layers, [tf.TensorSpec([64, 20_000])], schedule=schedules.Get('1f1b', 4, 64)
+  )
   table = cut.Table(['/job:localhost/replica:0/task:0/device:GPU:0'] * 4)
   assert max(map(len, table.splitlines())) <= 140
   assert table.splitlines()[1].split()[2] == '...' + layers[0].path[-17:]
@@ -331,14 +335,14 @@ _WIDE_SPEC = tf.TensorSpec([64, 256])
 
 def _MakeWide(layers, num_stages, schedule='gpipe', m=4, spec=_WIDE_SPEC, **options):
   made = schedules.Get(schedule, num_stages, m)
-  return plan.MakePlan(layers, [spec], schedule=made, **options)
+  return cut_lib.MakePlan(layers, [spec], schedule=made, **options)
 
 
 def testPredictedMemoryOfStages():
   cut = _MakeWide(_Wide(4), 2)
   weight, activation = 256 * 256 * 4, 64 * 256 * 4
   # Weight, accumulator and two slots; four stage inputs, the second layer's, nothing within.
-  assert cut.memory == (plan.StageBytes(2 * 4 * weight, 5 * activation),) * 2
+  assert cut.memory == (cut_lib.StageBytes(2 * 4 * weight, 5 * activation),) * 2
   assert [m.total for m in cut.memory] == [8 * weight + 5 * activation] * 2
   frozen = layer_costs.Weights(is_trained=lambda path: '[3]' in path, slots_per_weight=1)
   cut = _MakeWide(_Wide(4), 2, weights=frozen)
@@ -415,7 +419,7 @@ def testCutsUnderALimitEqualBruteForce(data):
   specs = [tf.TensorSpec([8, widths[0]])]
 
   def Cut(**more):
-    return plan.MakePlan(layers, specs, **options, **more)
+    return cut_lib.MakePlan(layers, specs, **options, **more)
 
   def Slowest(cut):
     return max(cut.simulated.busy)

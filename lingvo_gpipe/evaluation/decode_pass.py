@@ -17,12 +17,12 @@ import numpy as np
 import tensorflow as tf
 
 from lingvo_gpipe.core import nested_map, whole_file
-from lingvo_gpipe.evaluation import evaluation
+from lingvo_gpipe.evaluation import dataset_pass
 from lingvo_gpipe.experiment import task as task_lib
 from lingvo_gpipe.input import batches
 
 
-class Decoding(evaluation.DatasetPass):
+class Decoding(dataset_pass.DatasetPass):
   """What `Decode` and `DecodeFinalize` of the task make of the data set."""
 
   @classmethod
@@ -45,7 +45,7 @@ class Decoding(evaluation.DatasetPass):
     tf.io.gfile.makedirs(self._dir)
     whole_file.Write(path, ''.join(f'{line}\n' for line in lines))
     found = self._runner.task.DecodeFinalize(columns) if rows else {}
-    shown = evaluation.Shown({name: v for name, v in found.items() if not isinstance(v, str)})
+    shown = dataset_pass.Shown({name: v for name, v in found.items() if not isinstance(v, str)})
     print(f'{self._name} at step {step}: {len(rows)} examples in {path}  {shown}', flush=True)
     return self._Write(step, {'num_examples': len(rows), **found})
 
@@ -86,7 +86,7 @@ def _Examples(
     ValueError: not one entry for each row of the batch.
   """
   size = batches.NumRows(batch)
-  rows = evaluation.RealRows(batch)
+  rows = dataset_pass.RealRows(batch)
   columns = {}
   for name, values in decoded.items():
     values = values.numpy() if tf.is_tensor(values) else values
@@ -103,7 +103,7 @@ def _Examples(
 def _Indices(batch: nested_map.NestedMap, first: int) -> list[int]:
   """The numbers of a batch's examples in the data set; `first` is that of its first row."""
   indices = batch.get('example_index', first + np.arange(batches.NumRows(batch)))
-  found: list[int] = np.asarray(indices)[evaluation.RealRows(batch)].tolist()
+  found: list[int] = np.asarray(indices)[dataset_pass.RealRows(batch)].tolist()
   return found
 
 

@@ -12,14 +12,14 @@ import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lingvo_gpipe.reporting import metrics
+from lingvo_gpipe.reporting import weighted_means
 
 _PAIRS = st.lists(st.tuples(st.floats(-1e6, 1e6), st.integers(0, 1000)), max_size=30)
 
 
 @given(_PAIRS)
 def testIsTheMeanByWeight(pairs):
-  metric = metrics.AverageMetric()
+  metric = weighted_means.AverageMetric()
   for value, weight in pairs:
     metric.Update(value, weight)
   total = sum(w for _, w in pairs)
@@ -31,10 +31,10 @@ def testIsTheMeanByWeight(pairs):
 @given(_PAIRS, st.integers(0, 30))
 def testPartsAverageToTheWhole(pairs, cut):
   """The result of a part is a report like any other: averages of averages come out right."""
-  whole = metrics.MetricsAccumulator()
-  joined = metrics.MetricsAccumulator()
+  whole = weighted_means.MetricsAccumulator()
+  joined = weighted_means.MetricsAccumulator()
   for part in (pairs[:cut], pairs[cut:]):
-    accumulator = metrics.MetricsAccumulator()
+    accumulator = weighted_means.MetricsAccumulator()
     for pair in part:
       whole.Update({'loss': pair})
       accumulator.Update({'loss': pair})
@@ -44,7 +44,7 @@ def testPartsAverageToTheWhole(pairs, cut):
 
 
 def testNoWeightIsZeroAndHidesNan():
-  metric = metrics.AverageMetric()
+  metric = weighted_means.AverageMetric()
   assert (metric.value, metric.total_weight) == (0.0, 0.0)
   metric.Update(math.nan, 0.0)
   assert (metric.value, metric.total_weight) == (0.0, 0.0)
@@ -57,11 +57,11 @@ def testNoWeightIsZeroAndHidesNan():
 @pytest.mark.parametrize('weight', [-1, -1e-9, math.nan, math.inf])
 def testBadWeights(weight):
   with pytest.raises(ValueError, match='not negative'):
-    metrics.AverageMetric().Update(1.0, weight)
+    weighted_means.AverageMetric().Update(1.0, weight)
 
 
 def testSumsInFloat64():
-  metric = metrics.AverageMetric()
+  metric = weighted_means.AverageMetric()
   metric.Update(np.float32(1.0), np.float32(2**24))
   for _ in range(1000):
     metric.Update(np.float32(3.0), np.float32(1.0))
@@ -71,14 +71,14 @@ def testSumsInFloat64():
 
 @pytest.mark.parametrize('dtype', [tf.float32, tf.bfloat16, tf.float64, tf.int32])
 def testTakesTensors(dtype):
-  metric = metrics.AverageMetric()
+  metric = weighted_means.AverageMetric()
   metric.Update(tf.constant(3, dtype), tf.constant(2, dtype))
   metric.Update(tf.constant(6, dtype), 4)
   assert (metric.value, metric.total_weight) == (5.0, 6.0)
 
 
 def testAccumulatorKeepsNamesApart():
-  accumulator = metrics.MetricsAccumulator()
+  accumulator = weighted_means.MetricsAccumulator()
   accumulator.Update({'loss': (2.0, 1), 'accuracy': (0.5, 8)})
   accumulator.Update({'loss': (4.0, 3)})
   assert accumulator.Result() == {'loss': (3.5, 4.0), 'accuracy': (0.5, 8.0)}
@@ -89,14 +89,14 @@ def testAccumulatorKeepsNamesApart():
   'entry', [1.0, (1.0,), (1.0, 2.0, 3.0), (1.0, -2.0), ([1.0, 2.0], 1.0), (1.0, [1.0])]
 )
 def testAccumulatorNamesTheBadMetric(entry):
-  accumulator = metrics.MetricsAccumulator()
+  accumulator = weighted_means.MetricsAccumulator()
   with pytest.raises(ValueError, match="Metric 'bad'"):
     accumulator.Update({'loss': (1.0, 1.0), 'bad': entry})
   assert accumulator.Result() == {}
 
 
 def testNeedsNoTensorFlow():
-  code = 'import sys, lingvo_gpipe.reporting.metrics; sys.exit("tensorflow" in sys.modules)'
+  code = 'import sys, lingvo_gpipe.reporting.weighted_means; sys.exit("tensorflow" in sys.modules)'
   env = {**os.environ, 'PYTHONPATH': os.pathsep.join(sys.path)}
   assert subprocess.run([sys.executable, '-c', code], check=False, env=env).returncode == 0
 

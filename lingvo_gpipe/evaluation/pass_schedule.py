@@ -11,14 +11,14 @@ from absl import logging
 
 from lingvo_gpipe.core import hyperparams
 from lingvo_gpipe.distributed import stop_request
-from lingvo_gpipe.evaluation import decoding, evaluation
+from lingvo_gpipe.evaluation import dataset_pass, decode_pass
 from lingvo_gpipe.learning import early_stopping
 from lingvo_gpipe.runners import multi_task_runner
 
 # What can be done with a data set.
-JOBS: dict[str, type[evaluation.DatasetPass]] = {
-  'eval': evaluation.Evaluation,
-  'decode': decoding.Decoding,
+JOBS: dict[str, type[dataset_pass.DatasetPass]] = {
+  'eval': dataset_pass.Evaluation,
+  'decode': decode_pass.Decoding,
 }
 
 
@@ -35,7 +35,7 @@ class _Entry:
     values: what it found then.
   """
 
-  job: evaluation.DatasetPass
+  job: dataset_pass.DatasetPass
   interval_steps: int
   interval_seconds: float
   seconds: float = 0.0

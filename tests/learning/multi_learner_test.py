@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from lingvo_gpipe.core import hyperparams
-from lingvo_gpipe.learning import learner, learners, lr_schedules, optimizer
+from lingvo_gpipe.learning import learner, lr_schedules, multi_learner, optimizer
 from tests import learner_stages
 
 
@@ -155,7 +155,7 @@ def testAVariableOfTwoLearnersIsNamedWithBoth():
   both = _Two()
   both[1].bprop_variable_filter = r'\.w$'
   with pytest.raises(ValueError, match=r'm\.a\.w belongs to the learners lower and upper'):
-    learners.Learners(both).IsTrained('m.a.w')
+    multi_learner.Learners(both).IsTrained('m.a.w')
 
 
 def testALearnerWithoutVariablesIsNamed():
@@ -168,7 +168,7 @@ def testALearnerWithoutVariablesIsNamed():
 def testWhatNobodyTrainsIsFrozen():
   both = _Two()
   both[1].bprop_variable_filter = r'^m\.c\.w'
-  built = learners.Learners(both)
+  built = multi_learner.Learners(both)
   assert [built.IsTrained(path) for path in learner_stages.SHAPES] == [True, True, True, False]
 
 
@@ -178,7 +178,7 @@ def testNamesTellLearnersApart(names):
   for p, name in zip(both, names, strict=True):
     p.name = name
   with pytest.raises(ValueError, match='names of their own') as e:
-    learners.Learners(both)
+    multi_learner.Learners(both)
   assert all(repr(name) in str(e.value) for name in names)
 
 
@@ -189,15 +189,15 @@ def testWhatHoldsForAStepIsTheSameForAll(key, value):
   both = _Two()
   both[1].Set(**{key: value})
   with pytest.raises(ValueError, match=f'{key} holds for a whole step'):
-    learners.Learners(both)
-  assert learners.Learners(_Two(**{key: value})).num_accumulated_mini_batches in (1, 2)
+    multi_learner.Learners(both)
+  assert multi_learner.Learners(_Two(**{key: value})).num_accumulated_mini_batches in (1, 2)
 
 
 def testOtherThingsInTheList():
   with pytest.raises(ValueError, match='an empty list'):
-    learners.Learners([])
+    multi_learner.Learners([])
   with pytest.raises(TypeError, match='or a list of them, got str'):
-    learners.Learners(['adam'])
+    multi_learner.Learners(['adam'])
 
 
 def testOneLearnerInAListIsTheSameAsAlone():
@@ -210,7 +210,7 @@ def testOneLearnerInAListIsTheSameAsAlone():
 
 
 def testSlotsPerWeightIsTheMost():
-  assert learners.Learners(_Two()).SlotsPerWeight() == 2
+  assert multi_learner.Learners(_Two()).SlotsPerWeight() == 2
 
 
 def testTheListAsText():
@@ -222,7 +222,7 @@ def testTheListAsText():
   fresh.Define('learner', _Two(), 'A list.')
   assert fresh.FromText(p.ToText()) == p
   p.Freeze()
-  assert len(learners.AsList(p.learner)) == 2
+  assert len(multi_learner.AsList(p.learner)) == 2
 
 
 if __name__ == '__main__':

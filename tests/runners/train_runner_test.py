@@ -19,7 +19,7 @@ from lingvo_gpipe.input import synthetic
 from lingvo_gpipe.layers import dropout, linear
 from lingvo_gpipe.learning import learner, lr_schedules, optimizer
 from lingvo_gpipe.pipeline import pipelining_layer
-from lingvo_gpipe.runners import eval_runner, runner, task_plan
+from lingvo_gpipe.runners import eval_runner, task_cut, train_runner
 
 _DIM, _BATCH = 6, 8
 
@@ -126,7 +126,7 @@ def _PipelinedParams(num_stages=2, num_micro_batches=2, **settings):
   return p
 
 
-def _Runner(p, cls=runner.TaskRunner):
+def _Runner(p, cls=train_runner.TaskRunner):
   return cls(p.Instantiate(), _Devices(), _Input().BatchSpec())
 
 
@@ -154,7 +154,7 @@ def _Losses(num_stages, num_micro_batches=2, num_steps=8):
 
 def testATaskWithoutAPipelineTrains():
   p = _LinearParams()
-  assert task_plan.NumDevices(p.Instantiate()) == 1
+  assert task_cut.NumDevices(p.Instantiate()) == 1
   run = _Runner(p)
   assert run.plan.ends == (1,)
   before = _Arrays(run.Variables())
@@ -253,7 +253,7 @@ def testCheckBatchRunsBeforeEachStep():
 
 def testAPipelinedTaskTrains():
   run = _Runner(_PipelinedParams(keep_prob=1.0))
-  assert task_plan.NumDevices(run.task) == 2
+  assert task_cut.NumDevices(run.task) == 2
   before = _Arrays(run.Variables())
   losses, _ = _Train(run, 0, 40)
   assert np.mean(losses[-5:]) < 0.6 * losses[0]
@@ -295,7 +295,7 @@ def testTheComparisonCouldFail():
 
 def testPlanTaskAllocatesNothing():
   p = _PipelinedParams(4).Instantiate()
-  cut = task_plan.PlanTask(p, _Input().BatchSpec())
+  cut = task_cut.PlanTask(p, _Input().BatchSpec())
   assert len(cut.stages) == 4
   assert sum(s.num_params for s in cut.stages) == p.NumParams()
   with pytest.raises(ValueError, match='no variables yet'):

@@ -10,7 +10,7 @@ from lingvo_gpipe.experiment import model
 from lingvo_gpipe.layers import linear
 from lingvo_gpipe.pipeline import pipelining_layer
 from lingvo_gpipe.pipeline.schedule import schedules
-from lingvo_gpipe.training import remaining_workers
+from lingvo_gpipe.training import elastic
 from tests import toy_training
 
 
@@ -52,20 +52,20 @@ def _Params(**stack):
 def testReplicasGoFirstThenStages(num_replicas, num_devices, expected):
   before = _Params()
   text = before.ToText()
-  found, replicas = remaining_workers.Shrink(before, num_replicas, num_devices)
+  found, replicas = elastic.Shrink(before, num_replicas, num_devices)
   stack = found.task.stack
   assert (replicas, stack.num_stages, stack.num_micro_batches) == expected
   assert before.ToText() == text
 
 
 def testReplicasShareTheMicroBatchesEvenly():
-  found, replicas = remaining_workers.Shrink(_Params(num_micro_batches=2), 5, 16)
+  found, replicas = elastic.Shrink(_Params(num_micro_batches=2), 5, 16)
   assert (replicas, found.task.stack.num_micro_batches) == (2, 5)
 
 
 def testADeviceKeepsItsNumberOfStages():
   p = _Params(num_stages=8, stages_per_device=2, schedule='looped_bfs')
-  found, replicas = remaining_workers.Shrink(p, 1, 3)
+  found, replicas = elastic.Shrink(p, 1, 3)
   assert (replicas, found.task.stack.num_stages) == (1, 6)
 
 
@@ -84,17 +84,17 @@ def testADeviceKeepsItsNumberOfStages():
 )  # fmt: skip
 def testWhatCannotBeCutOtherwiseIsRefused(stack, num_devices, message):
   with pytest.raises(ValueError, match=message):
-    remaining_workers.Shrink(_Params(**stack), 1, num_devices)
+    elastic.Shrink(_Params(**stack), 1, num_devices)
 
 
 def testSplitsByHandStayInFewerReplicas():
-  found, replicas = remaining_workers.Shrink(_Params(splits=[2, 4, 6, 8]), 2, 7)
+  found, replicas = elastic.Shrink(_Params(splits=[2, 4, 6, 8]), 2, 7)
   assert (replicas, found.task.stack.splits) == (1, [2, 4, 6, 8])
 
 
 def testATaskWithoutAStackIsRefused():
   with pytest.raises(ValueError, match='without a stack'):
-    remaining_workers.Shrink(toy_training.Params(), 2, 1)
+    elastic.Shrink(toy_training.Params(), 2, 1)
 
 
 # ---- waiting -------------------------------------------------------------------------------------
@@ -111,7 +111,7 @@ def _Await(monkeypatch, answers, min_workers, **stack):
     return (device, '') if there else (b'', 'gone')
 
   monkeypatch.setattr(worker_connection, 'Ask', Ask)
-  return remaining_workers.Await(
+  return elastic.Await(
     cluster_spec.ClusterSpec(tuple(map(str, range(len(answers))))),
     _Params(num_stages=len(answers), **stack),
     num_replicas=1,

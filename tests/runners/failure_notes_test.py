@@ -12,7 +12,7 @@ from lingvo_gpipe.core import hyperparams
 from lingvo_gpipe.experiment import registry
 from lingvo_gpipe.pipeline import pipelining_layer
 from lingvo_gpipe.reporting import run_report
-from lingvo_gpipe.runners import step_failures
+from lingvo_gpipe.runners import failure_notes
 from tests import processes, toy_training
 
 
@@ -27,7 +27,7 @@ from tests import processes, toy_training
 )
 def testWhatToTryWhereMemoryRanOut(error):
   params = registry.GetParams(processes.MODEL, 'Train')
-  with pytest.raises(type(error)), step_failures.Hints(params):
+  with pytest.raises(type(error)), failure_notes.Hints(params):
     raise error
   (hint,) = error.__notes__
   assert hint.startswith('out of memory: try more micro-batches (num_micro_batches of task.stack)')
@@ -53,7 +53,7 @@ def testTheHintNamesThePipelineWhereverItIs():
     (_Model(a=other, b=other), 'task_params.a.decoder.pipe and task_params.b.decoder.pipe'),
     (_Model(one=task), 'a PipeliningLayer'),
   ):
-    with pytest.raises(MemoryError) as e, step_failures.Hints(params):
+    with pytest.raises(MemoryError) as e, failure_notes.Hints(params):
       raise MemoryError
     assert f'(num_micro_batches of {where})' in e.value.__notes__[0]
 
@@ -69,7 +69,7 @@ def testTheHintNamesThePipelineWhereverItIs():
   ],
 )
 def testOtherErrorsGetNoHint(error):
-  with pytest.raises(type(error)), step_failures.Hints(hyperparams.Params()):
+  with pytest.raises(type(error)), failure_notes.Hints(hyperparams.Params()):
     raise error
   assert not hasattr(error, '__notes__')
 
@@ -77,10 +77,10 @@ def testOtherErrorsGetNoHint(error):
 def testWhereTheNextCallGoesOn(tmp_path):
   saved = checkpointer.Checkpointer(tmp_path)
   error = ValueError()
-  step_failures.AddNotes(error, 7, saved)
+  failure_notes.AddNotes(error, 7, saved)
   for step in (2, 4):
     saved.Save(step, {'v': tf.Variable(0.0)}, {})
-  step_failures.AddNotes(error, 5, saved)
+  failure_notes.AddNotes(error, 5, saved)
   assert error.__notes__ == [
     'training ended after step 7; the next call begins anew',
     'training ended after step 5; the next call goes on from the checkpoint of step 4',
@@ -129,7 +129,7 @@ def testAStepThatCannotBeRepeatedHidesNoMessage(tmp_path, monkeypatch, capsys):
     raise MemoryError('none left')
 
   monkeypatch.setattr(toy_training.Regression, 'ComputeLoss', NotANumber)
-  monkeypatch.setattr('lingvo_gpipe.runners.runner.TaskRunner.WhyNotFinite', Fail)
+  monkeypatch.setattr('lingvo_gpipe.runners.train_runner.TaskRunner.WhyNotFinite', Fail)
   assert toy_training.Program(tmp_path, toy_training.Params(max_nonfinite_steps=1)).Run() == 1
   found = capsys.readouterr().err.splitlines()
   assert found[0].startswith('step 1: the loss or gradients of 1 steps in a row were not finite')
@@ -139,7 +139,7 @@ def testACheckpointDirectoryThatCannotBeReadHidesNoError(tmp_path):
   (tmp_path / 'file').write_text('')
   error = ValueError('mine')
   saved = checkpointer.Checkpointer(tmp_path / 'file' / 'train')
-  step_failures.AddNotes(error, 5, saved)
+  failure_notes.AddNotes(error, 5, saved)
   assert error.__notes__[0].startswith('training ended after step 5')
 
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 from lingvo_gpipe.layers import linear, norm
 from lingvo_gpipe.pipeline import pipelining_layer
 from lingvo_gpipe.pipeline.cutting import layer_costs, layer_profile
-from lingvo_gpipe.planner import planning_costs
+from lingvo_gpipe.planner import layer_tables
 
 _LINEAR = linear.LinearLayer.Params().Set(input_dim=8, output_dim=8)
 _SUB = [_LINEAR, norm.LayerNorm.Params().Set(input_dim=8), _LINEAR]
@@ -42,15 +42,15 @@ def _Update(device, trained, accumulators):
 
 def _Collect(**measuring):
   values = {'devices': [''], 'loss_fn': _Loss, 'side_specs': _Side, 'update': _Update}
-  found = planning_costs.Measuring(**{**values, **measuring})
-  return planning_costs.Collect(
+  found = layer_tables.Measuring(**{**values, **measuring})
+  return layer_tables.Collect(
     _Layers(), _Specs, [2, 4], layer_costs.Weights(), xla=False, measuring=found
   )
 
 
 def testNothingRunsUnlessItIsToBeMeasured(monkeypatch):
   monkeypatch.setattr(layer_profile, '_MeasureCopy', None)
-  costs = planning_costs.Collect(_Layers(), _Specs, [2, 4], layer_costs.Weights())
+  costs = layer_tables.Collect(_Layers(), _Specs, [2, 4], layer_costs.Weights())
   assert [s.seconds for row in costs.samples.values() for s in row] == [None] * 6
   assert [w.update_seconds for w in costs.weights] == [None] * 3
 
@@ -79,7 +79,7 @@ def testWhatTakesLongestTellsTheSlowdown(monkeypatch):
   monkeypatch.setattr(layer_profile, 'MeasureSlowdown', lambda call, *_, **__: call.layer.path)
 
   def Slowdown(seconds, devices):
-    return planning_costs.Slowdown(
+    return layer_tables.Slowdown(
       _Layers(), _Specs(2), layer_costs.Weights(), seconds, devices=devices
     )
 

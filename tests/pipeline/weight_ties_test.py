@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from lingvo_gpipe.core import base_layer, fprop_context, nested_map, weight_params
 from lingvo_gpipe.layers import dropout, embedding, linear
-from lingvo_gpipe.learning import learner, learners, optimizer
+from lingvo_gpipe.learning import learner, multi_learner, optimizer
 from lingvo_gpipe.pipeline import pipelining_layer
 
 _VOCAB, _DIM = 7, 4
@@ -124,7 +124,7 @@ def testOneVariableOneSlotCountedOnce():
   assert 'stack.layers[3].emb' not in stack.VariablesByPath()
   assert stack.NumParams() == _VOCAB * _DIM + _DIM * _DIM + _VOCAB
   stack.engine.MakeAccumulators()
-  built = learners.Learners(learner.Learner.Params().Set(optimizer=optimizer.Adam.Params()))
+  built = multi_learner.Learners(learner.Learner.Params().Set(optimizer=optimizer.Adam.Params()))
   built.Build(stack.engine.stages)
   assert not [name for name in built.Variables() if 'layers[3].emb' in name]
   assert len([name for name in built.Variables() if 'layers[0].emb' in name]) == 2

@@ -11,10 +11,11 @@ import sys
 
 import pytest
 
-from lingvo_gpipe.pipeline.schedule import schedule_ir, schedules
+from lingvo_gpipe.pipeline.schedule import schedule as schedule_lib
+from lingvo_gpipe.pipeline.schedule import schedules
 from tests import zero_bubble
 
-Action, Kind, Schedule = schedule_ir.Action, schedule_ir.Kind, schedule_ir.Schedule
+Action, Kind, Schedule = schedule_lib.Action, schedule_lib.Kind, schedule_lib.Schedule
 
 # What a user may write: two schedules that the framework does not have, by the rules of the
 # reference sheet (gpipe_paper.md 3.3), with its golden sequences of the first and the last device

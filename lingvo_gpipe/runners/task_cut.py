@@ -10,8 +10,9 @@ import tensorflow as tf
 
 from lingvo_gpipe.core import nested_map
 from lingvo_gpipe.experiment import task as task_lib
-from lingvo_gpipe.learning import learners
-from lingvo_gpipe.pipeline.cutting import layer_costs, plan
+from lingvo_gpipe.learning import multi_learner
+from lingvo_gpipe.pipeline.cutting import cut as cut_lib
+from lingvo_gpipe.pipeline.cutting import layer_costs
 from lingvo_gpipe.pipeline.schedule import schedules
 
 
@@ -25,7 +26,7 @@ def PlanTask(
   batch_spec: nested_map.NestedMap,
   splits: Sequence[int] = (),
   num_replicas: int = 1,
-) -> plan.Plan:
+) -> cut_lib.Plan:
   """The cut of the task's layers into stages for batches of this spec.
 
   Allocates nothing, but that with partition_by='time' one layer at a time is run.
@@ -37,10 +38,10 @@ def PlanTask(
       index after its last layer.
     num_replicas: how often the stages are there; each replica gets its share of a mini-batch.
   """
-  weights = Weights(task, learners.Learners(task.params.train.learner), num_replicas)
+  weights = Weights(task, multi_learner.Learners(task.params.train.learner), num_replicas)
   if task.pipeline is None:
     schedule = schedules.Get('gpipe', 1, 1)
-    return plan.MakePlan([task], [batch_spec], schedule=schedule, xla=False, weights=weights)
+    return cut_lib.MakePlan([task], [batch_spec], schedule=schedule, xla=False, weights=weights)
   return task.pipeline.MakePlan(
     *PipelineInputSpecs(task, batch_spec),
     splits=splits,
@@ -50,7 +51,7 @@ def PlanTask(
 
 
 def Weights(
-  task: task_lib.BaseTask, learner: learners.Learners, num_replicas: int
+  task: task_lib.BaseTask, learner: multi_learner.Learners, num_replicas: int
 ) -> layer_costs.Weights:
   """What the learner trains of the task, and what the first replica keeps beside each weight."""
   train = task.params.train
