@@ -47,7 +47,7 @@ def Chosen(stages, is_trained):
 
 def Build(p, stages):
   """The learners of these Params, and a function of (step, loss weight) that does one update."""
-  built = multi_learner.Learners(p)
+  built = multi_learner.MultiLearner(p)
   built.Build(Chosen(stages, built.IsTrained))
 
   @tf.function(autograph=False)

@@ -104,13 +104,13 @@ def testAMeasuredCutStaysWithItsRun(tmp_path, monkeypatch):
   monkeypatch.setattr(layer_profile, 'Measure', Measure)
   by_time = 'task.stack.partition_by:time;task.train.max_steps:1'
   program = _Program(tmp_path, _ModelParams(more=by_time))
-  first = program._runner.plan
+  first = program._runner.cut
   assert program.Run() == 0
   costly[:] = [len(first.layers) - 1]
-  other = _Program(tmp_path / 'other', _ModelParams(more=by_time))._runner.plan
+  other = _Program(tmp_path / 'other', _ModelParams(more=by_time))._runner.cut
   assert other.ends != first.ends
   params = _ModelParams(more=by_time)
-  assert _Program(tmp_path, params)._runner.plan.ends == first.ends
+  assert _Program(tmp_path, params)._runner.cut.ends == first.ends
   evaluation = eval_program.EvalProgram(
     params,
     str(tmp_path),
@@ -118,15 +118,15 @@ def testAMeasuredCutStaysWithItsRun(tmp_path, monkeypatch):
     'Test',
     stop_request.StopRequest(),
   )
-  assert evaluation._runner.plan.ends == first.ends
+  assert evaluation._runner.cut.ends == first.ends
   picked = [line.split()[1] for line in _Partition(params, str(tmp_path))]
   assert picked == [str(b - a) for a, b in zip([0, *first.ends[:-1]], first.ends, strict=True)]
   assert _Partition(params) != _Partition(params, str(tmp_path))
   # Another pipeline than the checkpoint's is measured anew.
   changed = _ModelParams(more=f'{by_time};task.stack.remat_policy:none')
-  assert _Program(tmp_path, changed)._runner.plan.ends == other.ends
+  assert _Program(tmp_path, changed)._runner.cut.ends == other.ends
   by_flops = _ModelParams(more='task.train.max_steps:1')
-  assert _Program(tmp_path, by_flops)._runner.plan.by == 'flops'
+  assert _Program(tmp_path, by_flops)._runner.cut.by == 'flops'
 
 
 def testDescriptionOfAnotherModelsRunStays(tmp_path):

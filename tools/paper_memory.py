@@ -83,7 +83,7 @@ def Compute(key: str) -> Computed:
     params.task.aux_loss_weight = 0.0
   model = model_lib.SingleTaskModel(params)
   assert model.input is not None
-  cut = task_cut.PlanTask(model.task, model.input.BatchSpec())
+  cut = task_cut.CutTask(model.task, model.input.BatchSpec())
   activations = [needs.activations for needs in cut.memory]
   weights = [_BYTES_PER_PARAMETER * s.num_params for s in cut.stages]
   return Computed(

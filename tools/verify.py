@@ -38,13 +38,13 @@ def _Verify() -> int:
     return task.ComputeLoss(nested_map.NestedMap(), predictions, side)[0]
 
   # Makes the variables, puts them on the stages' devices, and tells which are trained.
-  built = train_runner.TaskRunner(
+  built = train_runner.TrainRunner(
     task, devices.devices, model.input.BatchSpec(), num_replicas=devices.num_replicas
   )
   batch = next(iter(model.input.Dataset().skip(FLAGS.step)))
   task.CheckBatch(batch)
   p = task.pipeline.params
-  print(built.plan.Table(devices.devices))
+  print(built.cut.Table(devices.devices))
   print(f'schedule {p.schedule}, remat_policy {p.remat_policy}, xla {p.xla}, step {FLAGS.step}\n')
   report = verify.VerifyEngine(
     built.engine,

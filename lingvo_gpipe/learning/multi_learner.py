@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Learners`: what `task.train.learner` says, one learner or several over groups of variables.
+"""`MultiLearner`: what `task.train.learner` says, one learner or several over groups of variables.
 
 All of them update at once or not at all: where one gradient is not finite, the step is skipped.
 """
@@ -68,7 +68,7 @@ def NumAccumulated(
   return num
 
 
-class Learners:
+class MultiLearner:
   """The learners of a task.
 
   Attributes:

@@ -143,14 +143,14 @@ class PipeliningLayer(base_layer.BaseLayer):
     """K: how many devices the stages are put on."""
     return self._num_devices
 
-  def MakePlan(
+  def MakeCut(
     self,
     *input_specs: Any,
     splits: Sequence[int] = (),
     weights: layer_costs.Weights | None = None,
     device: str = '',
     num_replicas: int = 1,
-  ) -> cut_lib.Plan:
+  ) -> cut_lib.Cut:
     """Where the cuts go for inputs of these specs.
 
     Args:
@@ -173,7 +173,7 @@ class PipeliningLayer(base_layer.BaseLayer):
       shape[p.batch_dim] = largest
       return tf.TensorSpec(shape, spec.dtype)
 
-    return cut_lib.MakePlan(
+    return cut_lib.MakeCut(
       self.layers,
       tf.nest.map_structure(MicroBatchSpec, tuple(input_specs)),
       schedule=schedules.GetForBatch(
@@ -216,15 +216,15 @@ class PipeliningLayer(base_layer.BaseLayer):
     weights: layer_costs.Weights | None = None,
     splits: Sequence[int] = (),
     num_replicas: int = 1,
-  ) -> cut_lib.Plan:
+  ) -> cut_lib.Cut:
     """Cuts the layers for inputs of these specs and allocates each stage on its device.
 
     Args:
       devices: at least `num_devices` of them for each replica, replica by replica.
-      *input_specs: as for `MakePlan`.
+      *input_specs: as for `MakeCut`.
       loss_fn: the loss, where the engine trains (`stage.LossFn`); FProp does not use it.
-      weights: as for `MakePlan`; the engine trains the same.
-      splits: as for `MakePlan`.
+      weights: as for `MakeCut`; the engine trains the same.
+      splits: as for `MakeCut`.
       num_replicas: how often the stages are placed. The engine trains and evaluates in all
         replicas; everything else runs in the first.
 
@@ -236,7 +236,7 @@ class PipeliningLayer(base_layer.BaseLayer):
         variables exist already on other devices.
     """
     p = self.params
-    cut = self.MakePlan(
+    cut = self.MakeCut(
       *input_specs,
       splits=splits,
       weights=weights,
@@ -417,5 +417,5 @@ def PartitionSequentialLayers(
   p.sub = list(params) if isinstance(params, (list, tuple)) else [params]
   layer = p.Instantiate()
   schedule = schedules.Get('gpipe', num_partitions, 1)
-  cut = cut_lib.MakePlan(layer.layers, input_specs, schedule=schedule)
+  cut = cut_lib.MakeCut(layer.layers, input_specs, schedule=schedule)
   return list(cut.ends)

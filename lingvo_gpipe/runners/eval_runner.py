@@ -49,7 +49,7 @@ class EvalRunner:
       devices: at least one a stage, and that for each replica, replica by replica.
       batch_spec: NestedMap of tf.TensorSpec of the batches to come, static shapes; the largest one
         where there are several (see `ExpectBatches`).
-      splits: the cut, as for `task_plan.PlanTask`.
+      splits: the cut, as for `task_cut.CutTask`.
       num_replicas: how often the stages are there; each replica gets its share of a mini-batch.
       shared: what this task and others have in common.
 
@@ -64,11 +64,11 @@ class EvalRunner:
       )
     self.task = task
     self.batch_spec = batch_spec
-    self.learner = multi_learner.Learners(task.params.train.learner)
+    self.learner = multi_learner.MultiLearner(task.params.train.learner)
     if shared is not None:
       task.SetVariableMaker(shared.Variable)
     if task.pipeline is None:
-      self.plan = task_cut.PlanTask(task, batch_spec)
+      self.cut = task_cut.CutTask(task, batch_spec)
       self.engine = engine.PipelineEngine(
         [task],
         [1],
@@ -78,7 +78,7 @@ class EvalRunner:
         is_trained=self.learner.IsTrained,
       )
     else:
-      self.plan = task.pipeline.Place(
+      self.cut = task.pipeline.Place(
         devices,
         *task_cut.PipelineInputSpecs(task, batch_spec),
         loss_fn=lambda theta, y, side: self._Metrics(nested_map.NestedMap(), y, side),

@@ -66,16 +66,16 @@ class MultiTaskRunner:
       )
     shared = shared_weights.SharedWeights(_Shared(model))
     self._runners: dict[str, eval_runner.EvalRunner] = {}
-    self._trained: dict[str, train_runner.TaskRunner] = {}
-    kind = train_runner.TaskRunner if with_learner else eval_runner.EvalRunner
+    self._trained: dict[str, train_runner.TrainRunner] = {}
+    kind = train_runner.TrainRunner if with_learner else eval_runner.EvalRunner
     for name in names:
-      cuts = {other: made.plan.ends for other, made in self._runners.items()}
+      cuts = {other: made.cut.ends for other, made in self._runners.items()}
       splits = measured_cut.Find(saved, model.tasks[name], name) or model.CutLike(name, cuts)
       one = _OfTask(
         kind, model, name, devices, splits=splits, num_replicas=num_replicas, shared=shared
       )
       self._runners[name] = one
-      if isinstance(one, train_runner.TaskRunner):
+      if isinstance(one, train_runner.TrainRunner):
         self._trained[name] = one
     self._shared = shared
     self.global_step = shared.global_step
@@ -83,12 +83,12 @@ class MultiTaskRunner:
     self._last = next(iter(self.task_runners))  # The task of the last step.
 
   @property
-  def _now(self) -> train_runner.TaskRunner:
+  def _now(self) -> train_runner.TrainRunner:
     return self._trained[self._last]
 
   @property
   def trace_seconds(self) -> float:
-    """As `TaskRunner` has it, of the last step's task."""
+    """As `TrainRunner` has it, of the last step's task."""
     return self._now.trace_seconds
 
   def Variables(self) -> dict[str, tf.Variable]:
@@ -118,7 +118,7 @@ class MultiTaskRunner:
       one.BeginAtWeights()
 
   def TrainStep(self, batch: batches.AnyBatch) -> dict[str, float] | None:
-    """As `TaskRunner.TrainStep`, of the task whose step it is.
+    """As `TrainRunner.TrainStep`, of the task whose step it is.
 
     Args:
       batch: as there, of that task.
@@ -133,7 +133,7 @@ class MultiTaskRunner:
     return {**values, 'num_skipped_steps': float(self.NumSkippedSteps())}
 
   def IsTraced(self, batch: batches.AnyBatch) -> bool:
-    """As `TaskRunner.IsTraced`, of the task whose step is next."""
+    """As `TrainRunner.IsTraced`, of the task whose step is next."""
     return self._trained[self._model.TaskOf(int(self.global_step))].IsTraced(batch)
 
   def NumSkippedSteps(self) -> tf.Tensor:
@@ -143,16 +143,16 @@ class MultiTaskRunner:
     )
 
   def Gradients(self, loss_weight: float) -> dict[str, tf.Tensor]:
-    """As `TaskRunner.Gradients`, of the last step's task."""
+    """As `TrainRunner.Gradients`, of the last step's task."""
     return self._now.Gradients(loss_weight)
 
   def WhyNotFinite(self, *data: batches.AnyBatch) -> str:
-    """As `TaskRunner.WhyNotFinite`, of the last step's task."""
+    """As `TrainRunner.WhyNotFinite`, of the last step's task."""
     return self._now.WhyNotFinite(*data)
 
 
 # What trains, and what at least evaluates.
-TrainingRunner = train_runner.TaskRunner | MultiTaskRunner
+TrainingRunner = train_runner.TrainRunner | MultiTaskRunner
 AnyRunner = eval_runner.EvalRunner | MultiTaskRunner
 
 
@@ -173,7 +173,7 @@ def Make(
     return MultiTaskRunner(model, devices, saved, num_replicas=num_replicas)
   splits = measured_cut.Find(saved, model.task)
   return _OfTask(
-    train_runner.TaskRunner, model, '', devices, splits=splits, num_replicas=num_replicas
+    train_runner.TrainRunner, model, '', devices, splits=splits, num_replicas=num_replicas
   )
 
 
@@ -215,7 +215,9 @@ def _Shared(
   Raises:
     ValueError: such weights have moving averages in some of their tasks, or of other decays.
   """
-  made = {name: multi_learner.Learners(t.params.train.learner) for name, t in model.tasks.items()}
+  made = {
+    name: multi_learner.MultiLearner(t.params.train.learner) for name, t in model.tasks.items()
+  }
   specs = model.WeightSpecs()
   found = {}
   for name, paths in model.shared.items():

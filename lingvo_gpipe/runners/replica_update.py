@@ -25,7 +25,7 @@ class ReplicaUpdate:
 
   def __init__(
     self,
-    first: multi_learner.Learners,
+    first: multi_learner.MultiLearner,
     engine: engine_lib.PipelineEngine,
     train: hyperparams.Params,
     shared: shared_weights.SharedWeights | None = None,
@@ -40,7 +40,7 @@ class ReplicaUpdate:
     """
     self._first = first
     self._engine = engine
-    self._others: list[multi_learner.Learners] = []
+    self._others: list[multi_learner.MultiLearner] = []
     self._shards: replicas.ShardedWeights | None = None
     # Where the gradients of all micro-batches end.
     self.stages: Sequence[learner.Stage] = engine.stages
@@ -50,7 +50,7 @@ class ReplicaUpdate:
     elif len(engine.replicas) > 1:
       engine.ChooseAllReduce(train.all_reduce)
       for replica in engine.replicas[1:]:
-        self._others.append(multi_learner.Learners(train.learner))
+        self._others.append(multi_learner.MultiLearner(train.learner))
         self._others[-1].Build(replica.stages)
     first.Build(self.stages, shared)
     if self._shards is not None:
@@ -78,7 +78,7 @@ class ReplicaUpdate:
       each.BeginAtWeights()
 
   def Apply(self, step: tf.Tensor, loss_weight: tf.Tensor) -> Mapping[str, Any]:
-    """As `Learners.Apply`, in all replicas; ties are left to the caller."""
+    """As `MultiLearner.Apply`, in all replicas; ties are left to the caller."""
     if self._shards is not None:
       self._shards.AddGradients()
     else:
@@ -96,7 +96,7 @@ class ReplicaUpdate:
 
 
 def _SlotBytes(
-  all_replicas: Sequence[replicas.Replica], built: multi_learner.Learners
+  all_replicas: Sequence[replicas.Replica], built: multi_learner.MultiLearner
 ) -> list[int]:
   """The bytes of the learners' variables on each replica's devices."""
   found = []

@@ -21,12 +21,12 @@ def NumDevices(task: task_lib.BaseTask) -> int:
   return 1 if task.pipeline is None else task.pipeline.num_devices
 
 
-def PlanTask(
+def CutTask(
   task: task_lib.BaseTask,
   batch_spec: nested_map.NestedMap,
   splits: Sequence[int] = (),
   num_replicas: int = 1,
-) -> cut_lib.Plan:
+) -> cut_lib.Cut:
   """The cut of the task's layers into stages for batches of this spec.
 
   Allocates nothing, but that with partition_by='time' one layer at a time is run.
@@ -38,11 +38,11 @@ def PlanTask(
       index after its last layer.
     num_replicas: how often the stages are there; each replica gets its share of a mini-batch.
   """
-  weights = Weights(task, multi_learner.Learners(task.params.train.learner), num_replicas)
+  weights = Weights(task, multi_learner.MultiLearner(task.params.train.learner), num_replicas)
   if task.pipeline is None:
     schedule = schedules.Get('gpipe', 1, 1)
-    return cut_lib.MakePlan([task], [batch_spec], schedule=schedule, xla=False, weights=weights)
-  return task.pipeline.MakePlan(
+    return cut_lib.MakeCut([task], [batch_spec], schedule=schedule, xla=False, weights=weights)
+  return task.pipeline.MakeCut(
     *PipelineInputSpecs(task, batch_spec),
     splits=splits,
     weights=weights,
@@ -51,7 +51,7 @@ def PlanTask(
 
 
 def Weights(
-  task: task_lib.BaseTask, learner: multi_learner.Learners, num_replicas: int
+  task: task_lib.BaseTask, learner: multi_learner.MultiLearner, num_replicas: int
 ) -> layer_costs.Weights:
   """What the learner trains of the task, and what the first replica keeps beside each weight."""
   train = task.params.train

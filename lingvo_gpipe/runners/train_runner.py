@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`TaskRunner`: a task placed on devices, with its training step as functions."""
+"""`TrainRunner`: a task placed on devices, with its training step as functions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lingvo_gpipe.pipeline.stages import failures, micro_batch
 from lingvo_gpipe.runners import eval_runner, replica_update
 
 
-class TaskRunner(eval_runner.EvalRunner):
+class TrainRunner(eval_runner.EvalRunner):
   """Owns the state of a run: weights, slots and the step; does one step at a time.
 
   Attributes:
@@ -140,7 +140,7 @@ class TaskRunner(eval_runner.EvalRunner):
 
     Returns:
       None where the update waits for more mini-batches. Else the metrics by name, loss_weight, and
-      what the learners tell of the step (see `Learners.Apply`), is_finite as 0 or 1, and
+      what the learners tell of the step (see `MultiLearner.Apply`), is_finite as 0 or 1, and
       num_skipped_steps, as `NumSkippedSteps` after it.
 
     Raises:
@@ -306,7 +306,7 @@ class TaskRunner(eval_runner.EvalRunner):
   def _CheckMicroBatches(self) -> None:
     """Raises ValueError where the random seeds cannot count the micro-batches of an update."""
     num = self.learner.num_accumulated_mini_batches
-    of = self.plan.num_micro_batches * len(self.engine.replicas)
+    of = self.cut.num_micro_batches * len(self.engine.replicas)
     if num * of > fprop_context.MAX_MICRO_BATCHES:
       raise ValueError(
         f'an update of {num} mini-batches of {of} micro-batches is more than the '

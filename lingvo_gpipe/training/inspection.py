@@ -59,7 +59,7 @@ def PartitionText(
     task, source = model.tasks[name], model.inputs[name]
     spec, num_shapes = source.BatchSpec(), len(source.BatchSpecs())
     splits = measured_cut.Find(saved, task, name) or model.CutLike(name, cuts)
-    cut = task_cut.PlanTask(task, spec, splits, num_replicas)
+    cut = task_cut.CutTask(task, spec, splits, num_replicas)
     cuts[name] = cut.ends
     text = f'task {name}:\n{cut.Table()}' if name else cut.Table()
     if num_shapes > 1:
@@ -70,7 +70,7 @@ def PartitionText(
   return '\n\n'.join(texts)
 
 
-def SchedulePicture(cut: cut_lib.Plan) -> str:
+def SchedulePicture(cut: cut_lib.Cut) -> str:
   """The training schedule as text, a row a device and a column a time; '' where it is too wide."""
   picture = cut.schedule.Picture()
   return picture if max(map(len, picture.splitlines())) <= _PICTURE_COLUMNS else ''
@@ -122,7 +122,7 @@ def WriteDescription(
   logdir: str,
   params: hyperparams.InstantiableParams,
   model: model_lib.BaseModel,
-  plans: Mapping[str, cut_lib.Plan],
+  plans: Mapping[str, cut_lib.Cut],
 ) -> None:
   """Writes params.txt and model_analysis.txt into the log directory.
 

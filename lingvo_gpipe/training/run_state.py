@@ -68,8 +68,8 @@ def Circumstances(
     of_task = {
       'data': model.inputs[task_name].Fingerprint(),
       'random_seed': p.random_seed,
-      'cut': list(one.plan.ends),
-      'num_micro_batches': one.plan.num_micro_batches,
+      'cut': list(one.cut.ends),
+      'num_micro_batches': one.cut.num_micro_batches,
       'num_accumulated_mini_batches': multi_learner.NumAccumulated(p.train.learner),
       # To be read, and compared: what a schedule gives hangs on the step alone.
       **one.learner.LearningRates(int(runner.global_step)),

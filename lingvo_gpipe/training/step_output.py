@@ -97,9 +97,9 @@ class StepOutput:
     notes = []
     if 'learning_rate' in values:  # Those of several learners would fill the line.
       notes.append(f'lr {values["learning_rate"]:.3g}')
-    plan = self._runner.task_runners[task_name].plan
-    if plan.num_devices > 1 and plan.bubble:
-      notes.append(f'bubble {plan.bubble:.0%}')
+    cut = self._runner.task_runners[task_name].cut
+    if cut.num_devices > 1 and cut.bubble:
+      notes.append(f'bubble {cut.bubble:.0%}')
     self.progress.Update(step, Metrics(values), count, label=task_name, notes=notes)
 
   def WriteScalars(self, step: int) -> None:
@@ -127,7 +127,7 @@ class StepOutput:
 
   def _DrawPlans(self, step: int) -> None:
     for task_name, one in self._runner.task_runners.items():
-      texts = {'stage_table': one.plan.Table(), 'schedule': inspection.SchedulePicture(one.plan)}
+      texts = {'stage_table': one.cut.Table(), 'schedule': inspection.SchedulePicture(one.cut)}
       for name, text in texts.items():
         if text:
           name = measured_cut.Key(name, task_name)

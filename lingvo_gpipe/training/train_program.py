@@ -166,7 +166,7 @@ class TrainProgram:
     # An evaluator started with this call is not to take the last one's end for its own.
     run_report.Remove(self._logdir)
     # Not before: where the checkpoint is another model's, its description stays.
-    plans = {name: one.plan for name, one in self._runner.task_runners.items()}
+    plans = {name: one.cut for name, one in self._runner.task_runners.items()}
     inspection.WriteDescription(self._logdir, self._params, self._model, plans)
     self._first_step, self._start = self._step + 1, time.monotonic()
     self._seconds_before = self._counts.train_seconds
@@ -198,7 +198,7 @@ class TrainProgram:
     for name, one in self._runner.task_runners.items():
       if name:
         print(f'task {name}:')
-      print(one.plan.Table(self._cluster.devices))
+      print(one.cut.Table(self._cluster.devices))
       print(one.Precision())
     train = [
       f'{dataset_pass.NameOf("Train", name)} {source.Describe()}'

@@ -234,7 +234,7 @@ def testParamsAreThoseOfTheCheckpoint(tmp_path, monkeypatch):
 
   Run('', 1)
   with monkeypatch.context() as m, pytest.raises(RuntimeError, match='killed'):
-    m.setattr('lingvo_gpipe.runners.train_runner.TaskRunner.TrainStep', _Die)
+    m.setattr('lingvo_gpipe.runners.train_runner.TrainRunner.TrainStep', _Die)
     Run(faster, 2, allow=True)
   assert 'learning_rate : 0.02' in (tmp_path / 'params.txt').read_text()
   assert 'learning_rate : 0.01' in inspection.ReadParams(str(tmp_path))

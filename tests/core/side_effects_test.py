@@ -145,7 +145,7 @@ def testALayerOfAnyPolicy(fn, words, policy, xla):
 def testALayerThatThePlanLooksInto():
   stack = _Stack(fn_layer.FnLayer.Params().Set(fn=_AddsToItsWeight))
   with pytest.raises(ValueError, match=r'^stack\.layers\[2\]: assign_add writes a variable'):
-    stack.MakePlan(tf.TensorSpec([_BATCH, _DIM], tf.float64))
+    stack.MakeCut(tf.TensorSpec([_BATCH, _DIM], tf.float64))
 
 
 def testUnderAUsersTapeAndInTheLoss():

@@ -16,7 +16,7 @@ _BATCH = 4
 _OWNER, _MEAN = 'net.stack.layers[0].w', 'net.stack.layers[2].moving_mean'
 
 
-def _Runner(splits=(3, 5), decay=0.15, dtype=tf.float64, cls=train_runner.TaskRunner, **train):
+def _Runner(splits=(3, 5), decay=0.15, dtype=tf.float64, cls=train_runner.TrainRunner, **train):
   p = tied_net.TiedNet.Params().Set(name='net', random_seed=4, dtype=dtype, splits=list(splits))
   p.train.Set(ema_decay=decay, **train)
   p.train.learner.Set(learning_rate=0.3, optimizer=optimizer.SGD.Params())
@@ -217,8 +217,8 @@ def testWeightsFromElsewhereBeginTheirAverages():
 
 
 def testAveragesCountAsMemory():
-  plans = [_Runner(decay=decay, cls=eval_runner.EvalRunner).plan for decay in (0.0, 0.15)]
-  assert [p.weights.slots_per_weight for p in plans] == [0, 1]
+  cuts = [_Runner(decay=decay, cls=eval_runner.EvalRunner).cut for decay in (0.0, 0.15)]
+  assert [p.weights.slots_per_weight for p in cuts] == [0, 1]
 
 
 @pytest.mark.parametrize('decay', [-0.1, 1.0, float('nan')])

@@ -155,7 +155,7 @@ def testAVariableOfTwoLearnersIsNamedWithBoth():
   both = _Two()
   both[1].bprop_variable_filter = r'\.w$'
   with pytest.raises(ValueError, match=r'm\.a\.w belongs to the learners lower and upper'):
-    multi_learner.Learners(both).IsTrained('m.a.w')
+    multi_learner.MultiLearner(both).IsTrained('m.a.w')
 
 
 def testALearnerWithoutVariablesIsNamed():
@@ -168,7 +168,7 @@ def testALearnerWithoutVariablesIsNamed():
 def testWhatNobodyTrainsIsFrozen():
   both = _Two()
   both[1].bprop_variable_filter = r'^m\.c\.w'
-  built = multi_learner.Learners(both)
+  built = multi_learner.MultiLearner(both)
   assert [built.IsTrained(path) for path in learner_stages.SHAPES] == [True, True, True, False]
 
 
@@ -178,7 +178,7 @@ def testNamesTellLearnersApart(names):
   for p, name in zip(both, names, strict=True):
     p.name = name
   with pytest.raises(ValueError, match='names of their own') as e:
-    multi_learner.Learners(both)
+    multi_learner.MultiLearner(both)
   assert all(repr(name) in str(e.value) for name in names)
 
 
@@ -189,15 +189,15 @@ def testWhatHoldsForAStepIsTheSameForAll(key, value):
   both = _Two()
   both[1].Set(**{key: value})
   with pytest.raises(ValueError, match=f'{key} holds for a whole step'):
-    multi_learner.Learners(both)
-  assert multi_learner.Learners(_Two(**{key: value})).num_accumulated_mini_batches in (1, 2)
+    multi_learner.MultiLearner(both)
+  assert multi_learner.MultiLearner(_Two(**{key: value})).num_accumulated_mini_batches in (1, 2)
 
 
 def testOtherThingsInTheList():
   with pytest.raises(ValueError, match='an empty list'):
-    multi_learner.Learners([])
+    multi_learner.MultiLearner([])
   with pytest.raises(TypeError, match='or a list of them, got str'):
-    multi_learner.Learners(['adam'])
+    multi_learner.MultiLearner(['adam'])
 
 
 def testOneLearnerInAListIsTheSameAsAlone():
@@ -210,7 +210,7 @@ def testOneLearnerInAListIsTheSameAsAlone():
 
 
 def testSlotsPerWeightIsTheMost():
-  assert multi_learner.Learners(_Two()).SlotsPerWeight() == 2
+  assert multi_learner.MultiLearner(_Two()).SlotsPerWeight() == 2
 
 
 def testTheListAsText():

@@ -406,7 +406,7 @@ def _LossesOfTraining(num_stages):
     ids=batch.ids, labels=batch.labels, weights=tf.cast(batch.weights, tf.float32)
   )
   spec = batch.Transform(lambda x: tf.TensorSpec(x.shape, x.dtype))
-  trained = train_runner.TaskRunner(p.Instantiate(), _Devices(), spec)
+  trained = train_runner.TrainRunner(p.Instantiate(), _Devices(), spec)
   assert trained.engine.num_stages == num_stages
   return [trained.TrainStep(batch)['loss'] for _ in range(20)]
 

@@ -404,7 +404,7 @@ def testPredictAndEvaluate():
 def testPlansKnowTheShapes(seed):
   sub, options = _Random(seed)
   stack = pipeline_training.MakeStack(sub, num_micro_batches=1, **options)
-  cut = stack.MakePlan(tf.TensorSpec([_BATCH], tf.int32))
+  cut = stack.MakeCut(tf.TensorSpec([_BATCH], tf.int32))
   layer = sequential.SequentialLayer.Params().Set(name='stack', sub=sub, dtype=tf.float64)
   layer = layer.Set(random_seed=1).Instantiate()
   layer.InstantiateVariables()

@@ -124,7 +124,9 @@ def testOneVariableOneSlotCountedOnce():
   assert 'stack.layers[3].emb' not in stack.VariablesByPath()
   assert stack.NumParams() == _VOCAB * _DIM + _DIM * _DIM + _VOCAB
   stack.engine.MakeAccumulators()
-  built = multi_learner.Learners(learner.Learner.Params().Set(optimizer=optimizer.Adam.Params()))
+  built = multi_learner.MultiLearner(
+    learner.Learner.Params().Set(optimizer=optimizer.Adam.Params())
+  )
   built.Build(stack.engine.stages)
   assert not [name for name in built.Variables() if 'layers[3].emb' in name]
   assert len([name for name in built.Variables() if 'layers[0].emb' in name]) == 2

@@ -95,7 +95,7 @@ def _Runner(num, batch_size=_BATCH, middle='dropout', num_micro_batches=_M, **le
   p = _Net.Params().Set(name='net', random_seed=4, dtype=tf.float64, middle=middle)
   p.num_micro_batches = num_micro_batches
   p.train.learner.Set(num_accumulated_mini_batches=num, learning_rate=0.1, **learner)
-  return train_runner.TaskRunner(p.Instantiate(), pipeline_training.Devices(), _Spec(batch_size))
+  return train_runner.TrainRunner(p.Instantiate(), pipeline_training.Devices(), _Spec(batch_size))
 
 
 def _Batches(num, seed=0):

@@ -154,7 +154,7 @@ def Make(cls=Input, num_replicas=1, run=None, task=Task, streams=None, **values)
   p.input.Set(**values)
   made = p.Instantiate()
   spec = made.input.BatchSpec()
-  run = run or runner.TaskRunner(made.task, devices, spec, num_replicas=num_replicas)
+  run = run or runner.TrainRunner(made.task, devices, spec, num_replicas=num_replicas)
   return run, task_batches.Batches(made, 0, lambda name: 3, run, streams)
 
 

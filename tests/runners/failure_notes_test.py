@@ -129,7 +129,7 @@ def testAStepThatCannotBeRepeatedHidesNoMessage(tmp_path, monkeypatch, capsys):
     raise MemoryError('none left')
 
   monkeypatch.setattr(toy_training.Regression, 'ComputeLoss', NotANumber)
-  monkeypatch.setattr('lingvo_gpipe.runners.train_runner.TaskRunner.WhyNotFinite', Fail)
+  monkeypatch.setattr('lingvo_gpipe.runners.train_runner.TrainRunner.WhyNotFinite', Fail)
   assert toy_training.Program(tmp_path, toy_training.Params(max_nonfinite_steps=1)).Run() == 1
   found = capsys.readouterr().err.splitlines()
   assert found[0].startswith('step 1: the loss or gradients of 1 steps in a row were not finite')

@@ -186,7 +186,7 @@ def testATiedCopyFollowsTheOtherTasksUpdates():
   rule = [[r'\w+\.stack\.layers\[0\]\.w', 'shared.w']]
   run = _Runner('aab', a=_Tied(2), b=_Tied(1).Set(**{'stack.splits': []}), rules=rule)
   # What is not cut by hand is cut as the other task.
-  assert {one.plan.ends for one in run.task_runners.values()} == {(1, 3)}
+  assert {one.cut.ends for one in run.task_runners.values()} == {(1, 3)}
   for seed, task in enumerate('aab'):
     _Step(run, task, seed)
     for one in run.task_runners.values():

@@ -39,7 +39,7 @@ def _Runner(num_replicas, **train):
     p.Set(**{f'train.{name}': value})
   devices = [d.name for d in tf.config.list_logical_devices('CPU')][: 2 * num_replicas]
   spec = tied_net.BatchSpec(_BATCH)
-  return train_runner.TaskRunner(p.Instantiate(), devices, spec, num_replicas=num_replicas)
+  return train_runner.TrainRunner(p.Instantiate(), devices, spec, num_replicas=num_replicas)
 
 
 def _Values(run):
@@ -148,7 +148,7 @@ def testTheOwnerOfAStagesLargestWeightIsPredicted():
   for v in run.learner.Variables().values():
     of_slots[v.device] = of_slots.get(v.device, 0) + v.shape.num_elements() * v.dtype.size
   for replica in run.engine.replicas:
-    for s, predicted in zip(replica.stages, run.plan.memory, strict=True):
+    for s, predicted in zip(replica.stages, run.cut.memory, strict=True):
       (slots,) = [n for device, n in of_slots.items() if device.endswith(s.device)]
       weights = sum(v.shape.num_elements() * 8 for v in tf.nest.flatten(s.variables))
       sums = [*s.accumulators, *s.mirror_accumulators]
@@ -208,7 +208,7 @@ def testReplicasNeedAPipeline():
   p = _NoPipeline.Params().Set(name='plain')
   spec = nested_map.NestedMap(x=tf.TensorSpec([2, 2]))
   with pytest.raises(ValueError, match='_NoPipeline has no pipeline, and 2 replicas need one'):
-    train_runner.TaskRunner(p.Instantiate(), ['/cpu:0', '/cpu:1'], spec, num_replicas=2)
+    train_runner.TrainRunner(p.Instantiate(), ['/cpu:0', '/cpu:1'], spec, num_replicas=2)
 
 
 if __name__ == '__main__':

@@ -126,7 +126,7 @@ def _PipelinedParams(num_stages=2, num_micro_batches=2, **settings):
   return p
 
 
-def _Runner(p, cls=train_runner.TaskRunner):
+def _Runner(p, cls=train_runner.TrainRunner):
   return cls(p.Instantiate(), _Devices(), _Input().BatchSpec())
 
 
@@ -156,7 +156,7 @@ def testATaskWithoutAPipelineTrains():
   p = _LinearParams()
   assert task_cut.NumDevices(p.Instantiate()) == 1
   run = _Runner(p)
-  assert run.plan.ends == (1,)
+  assert run.cut.ends == (1,)
   before = _Arrays(run.Variables())
   assert set(before) == {
     'linear.w',
@@ -295,7 +295,7 @@ def testTheComparisonCouldFail():
 
 def testPlanTaskAllocatesNothing():
   p = _PipelinedParams(4).Instantiate()
-  cut = task_cut.PlanTask(p, _Input().BatchSpec())
+  cut = task_cut.CutTask(p, _Input().BatchSpec())
   assert len(cut.stages) == 4
   assert sum(s.num_params for s in cut.stages) == p.NumParams()
   with pytest.raises(ValueError, match='no variables yet'):

@@ -104,7 +104,7 @@ def testAnAmoebaNetIsAWorkload():
   task, batch = workloads.Make('c', sizes, stack)
   task.CheckBatch(batch)
   spec = batch.Transform(lambda x: tf.TensorSpec(x.shape, x.dtype))
-  cut = task_cut.PlanTask(task, spec)
+  cut = task_cut.CutTask(task, spec)
   # The actions of a stage are timed alone, for which there must be no skip connection.
   assert len(cut.stages) == 4 and not any(layer.skips_out for layer in task.pipeline.layers)
 

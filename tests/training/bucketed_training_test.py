@@ -86,7 +86,7 @@ def _Params(num_accumulated=1, keep_prob=1.0, xla=False, max_steps=6):
 def _Runner(p, specs):
   made = p.Instantiate()
   devices = [d.name for d in tf.config.list_logical_devices('CPU')]
-  run = train_runner.TaskRunner(made.task, devices, made.input.BatchSpec())
+  run = train_runner.TrainRunner(made.task, devices, made.input.BatchSpec())
   run.ExpectBatches(specs)
   return run, made.input
 

@@ -121,12 +121,12 @@ def testWriteDescription(tmp_path):
   run = eval_runner.EvalRunner(made.task, devices, made.input.BatchSpec())
   logdir = os.path.join(tmp_path, 'deep', 'run')
   for _ in range(2):  # Once more, over what is there.
-    inspection.WriteDescription(logdir, p, made, {'': run.plan})
+    inspection.WriteDescription(logdir, p, made, {'': run.cut})
     assert sorted(os.listdir(logdir)) == ['model_analysis.txt', 'params.txt']
   with open(os.path.join(logdir, 'params.txt')) as f:
     assert _LmParams(1, 1).FromText(f.read()) == p
   with open(os.path.join(logdir, 'model_analysis.txt')) as f:
-    assert f.read() == f'{inspection.ModelText(made.task)}\n\n{run.plan.Table()}\n'
+    assert f.read() == f'{inspection.ModelText(made.task)}\n\n{run.cut.Table()}\n'
 
 
 def testParamsOfARunAndTheirDifference(tmp_path):

@@ -32,7 +32,7 @@ def testTheRateOfTheNextUpdateIsToldAndDoesNotDecide(tmp_path, caplog, monkeypat
   assert told == _Rates(tmp_path)[4] < _Rates(tmp_path)[3]
   assert not caplog.messages
   # What comes of a checkpoint without it, and where the schedule is another one.
-  monkeypatch.setattr(multi_learner.Learners, 'LearningRates', lambda self, step: {})
+  monkeypatch.setattr(multi_learner.MultiLearner, 'LearningRates', lambda self, step: {})
   toy_training.Train(tmp_path, _Params(max_steps=7))
   monkeypatch.undo()
   toy_training.Train(tmp_path, _Params(max_steps=8))

@@ -83,7 +83,7 @@ def Run(trial: Trial) -> int:
     ids = tf.zeros([trial.batch, trial.time], tf.int32)
     batch = nested_map.NestedMap(ids=ids, labels=ids, weights=tf.ones(ids.shape))
     spec = batch.Transform(lambda x: tf.TensorSpec(x.shape, x.dtype))
-    train_runner.TaskRunner(task, devices.devices, spec).TrainStep(batch)
+    train_runner.TrainRunner(task, devices.devices, spec).TrainStep(batch)
     return int(task.NumParams())
 
   Train(trial.num_stages, 16)

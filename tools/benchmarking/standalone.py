@@ -258,7 +258,7 @@ def _Once(calls: _Calls, kind: str) -> Any:
 
 
 def _Update(stages: list[stage_lib.Stage], params: Any) -> Callable[[], Any]:
-  learner = multi_learner.Learners(params)
+  learner = multi_learner.MultiLearner(params)
   learner.Build(stages)
 
   def Run() -> Any:

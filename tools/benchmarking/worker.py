@@ -50,7 +50,7 @@ def Measure(config: configuration.Configuration) -> dict[str, Any]:
   pipeline = task.pipeline
   assert pipeline is not None
   spec = batch.Transform(lambda x: tf.TensorSpec(x.shape, x.dtype))
-  trained = train_runner.TaskRunner(task, devices.devices, spec)
+  trained = train_runner.TrainRunner(task, devices.devices, spec)
 
   def Train(batch: Any) -> tf.Tensor:
     sides = micro_batch.Split(task.LossInputs(batch), config.num_micro_batches)
@@ -105,7 +105,7 @@ def Measure(config: configuration.Configuration) -> dict[str, Any]:
     'predicted_best': times.Simulate(schedule, min, share_cores=True),
     'predicted_median': times.Simulate(schedule, statistics.median, share_cores=True),
     'cores': len(os.sched_getaffinity(0)),
-    'cut': list(trained.plan.ends),
+    'cut': list(trained.cut.ends),
   }
 
 

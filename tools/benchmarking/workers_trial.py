@@ -115,7 +115,7 @@ def Measure(trial: Trial) -> dict[str, Any]:
     start_mib = [worker.PeakMemory(process) for process in processes]
     model = model_lib.SingleTaskModel(params)
     assert model.input is not None
-    run = train_runner.TaskRunner(
+    run = train_runner.TrainRunner(
       model.task, devices.devices, model.input.BatchSpec(), num_replicas=trial.num_replicas
     )
     batches = iter(model.input.Dataset().repeat())
@@ -168,7 +168,7 @@ def _Theory(run: Any, trial: Trial, batch: Any) -> tuple[int, int]:
   # A micro-batch each would add up to the same as the whole batch at once.
   calls = layer_costs.LayerCosts(task.pipeline.layers, specs).calls
   between = 0
-  ends = run.plan.ends
+  ends = run.cut.ends
   for s, start, end in zip(stages[1:], ends[:-1], ends[1:], strict=True):
     skips = {name: spec for call in calls[start:end] for name, spec in call.skips.items()}
     taken = calls[start].specs, [skips[name] for name in s.imports]

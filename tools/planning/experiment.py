@@ -51,7 +51,7 @@ class Experiment:
     self._pipeline = task.pipeline
     self._specs = task_cut.PipelineInputSpecs(task, self.model.input.BatchSpec())
     self._batch_dim = task.pipeline.params.batch_dim
-    learner = multi_learner.Learners(task.params.train.learner)
+    learner = multi_learner.MultiLearner(task.params.train.learner)
     self._weights = layer_costs.Weights(
       learner.IsTrained, task.pipeline.absolute_ties, learner.SlotsPerWeight()
     )
@@ -89,7 +89,9 @@ class Experiment:
     """See `layer_profile.UpdateMaker`."""
     # A learner that has nothing to train would refuse.
     found = multi_learner.AsList(self.model.task.params.train.learner)
-    own = multi_learner.Learners([p for p in found if any(map(p.Instantiate().IsTrained, trained))])
+    own = multi_learner.MultiLearner(
+      [p for p in found if any(map(p.Instantiate().IsTrained, trained))]
+    )
     own.Build([replicas.Shard(device, dict(trained), list(accumulators))])
 
     def Update() -> tf.Tensor:

@@ -70,7 +70,7 @@ class Trial:
         num_stages, self.num_devices, platform=self.platform, num_replicas=self.num_replicas
       ).devices
     )
-    trained = train_runner.TaskRunner(
+    trained = train_runner.TrainRunner(
       model.task,
       devices[: num_stages * self.num_replicas],
       model.input.BatchSpec(),

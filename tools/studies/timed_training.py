@@ -90,7 +90,7 @@ def Train(setting: Setting, devices: Sequence[str], seconds: float, logdir: str)
   params = setting.Params('Train')
   model = model_lib.SingleTaskModel(params)
   dev = setting.Params('Dev').input.Set(shuffle=False, num_epochs=1).Instantiate()
-  run = train_runner.TaskRunner(model.task, devices, model.input.BatchSpec())
+  run = train_runner.TrainRunner(model.task, devices, model.input.BatchSpec())
   for generator in (model.input, dev):
     run.ExpectBatches(generator.BatchSpecs())
   weights = model.task.VariablesByPath()

@@ -29,7 +29,7 @@ _PATH_COLUMNS = 20
 
 
 @dataclasses.dataclass(frozen=True)
-class StagePlan:
+class StageCut:
   """One stage: layers [start, end), their weights, forward FLOPs and share of the step's work."""
 
   start: int
@@ -53,7 +53,7 @@ class StageBytes:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Cut:
   """A sequence of layers cut into stages.
 
   Attributes:
@@ -71,7 +71,7 @@ class Plan:
 
   layers: tuple[layer_costs.LayerCost, ...]
   ends: tuple[int, ...]
-  stages: tuple[StagePlan, ...]
+  stages: tuple[StageCut, ...]
   schedule: schedules.Schedule
   by: str
   num_params: int
@@ -184,7 +184,7 @@ class Plan:
     return '\n'.join(lines)
 
 
-def MakePlan(
+def MakeCut(
   layers: Sequence[base_layer.BaseLayer],
   input_specs: Sequence[Any],
   *,
@@ -198,7 +198,7 @@ def MakePlan(
   memory_limit: float = 0,
   device: str = '',
   where: str = '',
-) -> Plan:
+) -> Cut:
   """Cuts the layers so that the costliest stage is as cheap as can be, or by hand.
 
   A stage's cost is what it does in a step under the schedule and the policy (see `stage_work`). The
@@ -247,8 +247,8 @@ def MakePlan(
     sizes = measured.Bytes(weights, xla)
     return stage_memory.StageMemory(sizes, schedule, remat_policy, stage_work.FirstTrained(trained))
 
-  def WithEnds(ends: Sequence[int]) -> Plan:
-    return Plan(
+  def WithEnds(ends: Sequence[int]) -> Cut:
+    return Cut(
       layers=costs,
       ends=tuple(ends),
       stages=_Stages(costs, work, ends, schedule, remat_policy),
@@ -308,7 +308,7 @@ def _Stages(
   ends: Sequence[int],
   schedule: schedules.Schedule,
   remat_policy: str,
-) -> tuple[StagePlan, ...]:
+) -> tuple[StageCut, ...]:
   ranges = partitioner.StageRanges(ends)
   busy = stage_work.StageCosts(work, ends, schedule, remat_policy)
   total = sum(busy)
@@ -317,11 +317,11 @@ def _Stages(
     share = stage_busy / total if total else (end - start) / len(costs)
     members = costs[start:end]
     num_params = sum(m.num_params for m in members)
-    stages.append(StagePlan(start, end, num_params, sum(m.flops for m in members), float(share)))
+    stages.append(StageCut(start, end, num_params, sum(m.flops for m in members), float(share)))
   return tuple(stages)
 
 
-def _CheckMemory(cut: Plan, limit: float, where: str, by_hand: bool) -> None:
+def _CheckMemory(cut: Cut, limit: float, where: str, by_hand: bool) -> None:
   """Raises ValueError where the stages of a device need more than the limit."""
   needs = [0] * cut.num_devices
   for device, memory in zip(cut.schedule.stage_to_device, cut.memory, strict=True):

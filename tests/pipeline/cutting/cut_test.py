@@ -70,7 +70,7 @@ _SPEC = tf.TensorSpec([4, 8])
 
 def _Make(layers, num_stages, schedule='gpipe', m=4, **options):
   schedule = schedules.Get(schedule, num_stages, m)
-  return cut_lib.MakePlan(layers, [_SPEC], schedule=schedule, **options)
+  return cut_lib.MakeCut(layers, [_SPEC], schedule=schedule, **options)
 
 
 @pytest.mark.parametrize('num_stages', [1, 2, 3, 4, 6])
@@ -121,9 +121,9 @@ def testSplitsThatDoNotFitAPipelineNameIt():
   p.sub = [_Measured.Params().Set(flops=1)] * 2
   for splits, error in (([0, 2], ValueError), ([1, 'x'], TypeError), ([1, 2, 3], ValueError)):
     with pytest.raises(error, match=r'^s: splits'):
-      p.Instantiate().MakePlan(_SPEC, splits=splits)
+      p.Instantiate().MakeCut(_SPEC, splits=splits)
   with pytest.raises(ValueError, match='^s: memory_limit'):
-    p.Copy().Set(memory_limit=1).Instantiate().MakePlan(_SPEC)
+    p.Copy().Set(memory_limit=1).Instantiate().MakeCut(_SPEC)
 
 
 def testMoreStagesThanLayersIsAnError():
@@ -132,7 +132,7 @@ def testMoreStagesThanLayersIsAnError():
   p = pipelining_layer.PipeliningLayer.Params().Set(name='s', num_stages=3)
   p.sub = [_Measured.Params().Set(flops=1)] * 2
   with pytest.raises(ValueError, match='3 stages for 2 layers'):
-    p.Instantiate().MakePlan(_SPEC)
+    p.Instantiate().MakeCut(_SPEC)
 
 
 def testUnknownCost():
@@ -197,7 +197,7 @@ def testPlanningAllocatesNothing():
   p.sub = [linear.ProjectionLayer.Params().Set(input_dim=huge, output_dim=huge)] * 3
   layer = p.Instantiate()
   spec = tf.TensorSpec([1, huge])
-  cut = cut_lib.MakePlan(layer.layers, [spec], schedule=schedules.Get('gpipe', 3, 2))
+  cut = cut_lib.MakeCut(layer.layers, [spec], schedule=schedules.Get('gpipe', 3, 2))
   assert [s.num_params for s in cut.stages] == [huge * huge] * 3
   with pytest.raises(ValueError, match='no variables'):
     _ = layer.vars
@@ -205,7 +205,7 @@ def testPlanningAllocatesNothing():
 
 def testSeveralStagesADeviceAndOtherSchedules():
   layers = _Layers([1, 1, 1, 1])
-  cut = cut_lib.MakePlan(layers, [_SPEC], schedule=schedules.Get('interleaved_1f1b', 4, 4, 2))
+  cut = cut_lib.MakeCut(layers, [_SPEC], schedule=schedules.Get('interleaved_1f1b', 4, 4, 2))
   # (K - 1) / (v M + K - 1) = 1 / 9.
   assert cut.even_bubble == pytest.approx(1 / 9)
   table = cut.Table(['/device:CPU:0', '/device:CPU:1'])
@@ -214,7 +214,7 @@ def testSeveralStagesADeviceAndOtherSchedules():
   ]
   assert '4 stages on K=2 devices, M=4 micro-batches, interleaved_1f1b' in table
   # (K - 1) / (3 M + K - 1) with I and W of one unit each.
-  assert cut_lib.MakePlan(
+  assert cut_lib.MakeCut(
     layers, [_SPEC], schedule=schedules.Get('zb_h1', 4, 4)
   ).even_bubble == pytest.approx(3 / 15)
 
@@ -222,7 +222,7 @@ def testSeveralStagesADeviceAndOtherSchedules():
 def testStagesOnAnyDevices():
   """A schedule of the user's own may have them anywhere: in a V, or more here than there."""
   vee = schedules.Schedule.FromText('0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0', 'v')
-  cut = cut_lib.MakePlan(_Layers([1] * 4, num_weights=[1] * 4), [_SPEC], schedule=vee)
+  cut = cut_lib.MakeCut(_Layers([1] * 4, num_weights=[1] * 4), [_SPEC], schedule=vee)
   table = cut.Table(['/device:CPU:0', '/device:CPU:1'])
   assert [line.split()[-1] for line in table.splitlines()[1:5]] == [
     f'device:CPU:{k}' for k in (0, 1, 1, 0)
@@ -239,11 +239,10 @@ def testAMemoryLimitOfStagesOnAnyDevices():
   layers = _Wide(4)
 
   def Cut(limit, **options):
-    return cut_lib.MakePlan(layers, [_WIDE_SPEC], schedule=uneven, memory_limit=limit, **options)
+    return cut_lib.MakeCut(layers, [_WIDE_SPEC], schedule=uneven, memory_limit=limit, **options)
 
   one, two = (
-    cut_lib.MakePlan(layers[:n], [_WIDE_SPEC], schedule=schedules.Get('gpipe', 1, 1))
-    for n in (1, 2)
+    cut_lib.MakeCut(layers[:n], [_WIDE_SPEC], schedule=schedules.Get('gpipe', 1, 1)) for n in (1, 2)
   )
   # The first stage has a device of its own and so room for two layers; the others share one.
   assert two.memory[0].total <= 2 * one.memory[0].total
@@ -298,7 +297,7 @@ def testTheTableIsNotTooWide():
   p = linear.LinearLayer.Params().Set(input_dim=20_000, output_dim=20_000)
   q = sequential.SequentialLayer.Params().Set(name='a_rather_long_name_of_a_task', sub=[p] * 400)
   layers = q.Instantiate().layers
-  cut = cut_lib.MakePlan(
+  cut = cut_lib.MakeCut(
     layers, [tf.TensorSpec([64, 20_000])], schedule=schedules.Get('1f1b', 4, 64)
   )
   table = cut.Table(['/job:localhost/replica:0/task:0/device:GPU:0'] * 4)
@@ -335,7 +334,7 @@ _WIDE_SPEC = tf.TensorSpec([64, 256])
 
 def _MakeWide(layers, num_stages, schedule='gpipe', m=4, spec=_WIDE_SPEC, **options):
   made = schedules.Get(schedule, num_stages, m)
-  return cut_lib.MakePlan(layers, [spec], schedule=made, **options)
+  return cut_lib.MakeCut(layers, [spec], schedule=made, **options)
 
 
 def testPredictedMemoryOfStages():
@@ -419,7 +418,7 @@ def testCutsUnderALimitEqualBruteForce(data):
   specs = [tf.TensorSpec([8, widths[0]])]
 
   def Cut(**more):
-    return cut_lib.MakePlan(layers, specs, **options, **more)
+    return cut_lib.MakeCut(layers, specs, **options, **more)
 
   def Slowest(cut):
     return max(cut.simulated.busy)
@@ -449,7 +448,7 @@ def testPartitionSequentialLayersGivesSplits():
   flat = [_Measured.Params().Set(flops=f) for f in (1, 2, 3, 4, 5, 6)]
   assert pipelining_layer.PartitionSequentialLayers(flat, 2, _SPEC) == [4, 6]
   q = pipelining_layer.PipeliningLayer.Params().Set(name='s', num_stages=2, sub=[p], splits=splits)
-  assert q.Instantiate().MakePlan(_SPEC).ends == (3, 6)
+  assert q.Instantiate().MakeCut(_SPEC).ends == (3, 6)
 
 
 def testPartitionSequentialLayersOfTransformers():
@@ -468,7 +467,7 @@ def testAPlanIsForOneMicroBatchOfTheLargestSize(batch_dim):
   )
   p.sub = [linear.LinearLayer.Params().Set(input_dim=8, output_dim=8)]
   shape = [7, 3, 8] if batch_dim == 0 else [3, 7, 8]
-  cut = p.Instantiate().MakePlan(tf.TensorSpec(shape))
+  cut = p.Instantiate().MakeCut(tf.TensorSpec(shape))
   assert cut.layers[0].flops == 2 * 2 * 3 * 8 * 8
   assert cut.num_micro_batches == 4
   assert re.search(r'M=4', cut.Table())

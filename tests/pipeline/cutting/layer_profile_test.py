@@ -107,7 +107,7 @@ def testSleepingLayersTakeAsLongAsTheySleep():
 def testACutByTime():
   sub = _Sleepers((0.05, 0.05), (0.05, 0.05), (0.05, 0.05), (0.3, 0.3))
   layer = _Pipeline(sub, num_stages=2, partition_by='time', xla=False)
-  cut = layer.MakePlan(_SPEC)
+  cut = layer.MakeCut(_SPEC)
   assert cut.ends == (3, 4)
   assert cut.by == 'time'
   head, first, *_, last = cut.Table().splitlines()
@@ -125,7 +125,7 @@ def testACutByTimeWhereRanksDiffer():
     linear.LinearLayer.Params().Set(input_dim=16 * 16 * 32, output_dim=1),
   ]
   layer = _Pipeline(sub, num_stages=2, partition_by='time', xla=False)
-  cut = layer.MakePlan(tf.TensorSpec([8, 16, 16, 8]))
+  cut = layer.MakeCut(tf.TensorSpec([8, 16, 16, 8]))
   # The convolution is 200 times the work of the product, and the flattening takes a little.
   assert (cut.ends, cut.by) == ((1, 3), 'time')
 
@@ -133,7 +133,7 @@ def testACutByTimeWhereRanksDiffer():
 def testACutByHandMeasuresNothing():
   before = _Sleeper.naps
   sub = _Sleepers((1.0, 1.0), (1.0, 1.0))
-  cut = _Pipeline(sub, num_stages=2, partition_by='time', splits=[1, 2]).MakePlan(_SPEC)
+  cut = _Pipeline(sub, num_stages=2, partition_by='time', splits=[1, 2]).MakeCut(_SPEC)
   assert (cut.ends, cut.by, _Sleeper.naps) == ((1, 2), 'flops', before)
 
 
@@ -268,7 +268,7 @@ def testALargerProductTakesLonger():
     linear.LinearLayer.Params().Set(input_dim=1024, output_dim=8),
     linear.LinearLayer.Params().Set(input_dim=8, output_dim=8),
   ]
-  cut = cut_lib.MakePlan(
+  cut = cut_lib.MakeCut(
     _Pipeline(sub).layers,
     [tf.TensorSpec([512, 8])],
     schedule=schedules.Get('gpipe', 2, 2),

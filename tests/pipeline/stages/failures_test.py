@@ -154,7 +154,7 @@ def _Runner(sub, *, loss=None, num_replicas=1, **options):
   p.train.learner.Set(optimizer=optimizer.SGD.Params(), skip_nonfinite=False)
   batch_spec = nested_map.NestedMap(x=tf.TensorSpec([_BATCH, _DIM]))
   devices = pipeline_training.Devices()
-  return train_runner.TaskRunner(p.Instantiate(), devices, batch_spec, num_replicas=num_replicas)
+  return train_runner.TrainRunner(p.Instantiate(), devices, batch_spec, num_replicas=num_replicas)
 
 
 def _Batch(x):
@@ -441,7 +441,7 @@ def testWhatDoesNotFitIsToldByThePlan(fn, error, place, words):
   sub = [fn_layer.FnLayer.Params() for _ in range(4)]
   sub[1].fn = fn
   with pytest.raises(error) as e:
-    _Stack(sub).MakePlan(tf.TensorSpec([_BATCH, _DIM]))
+    _Stack(sub).MakeCut(tf.TensorSpec([_BATCH, _DIM]))
   text = f'{e.value}\n{_Notes(e)}'
   before = f'by stack.layers[{place - 1}] (FnLayer)'
   for word in (f'layer stack.layers[{place}] (FnLayer) for one micro-batch', before, *words):
@@ -458,7 +458,7 @@ def testAPlanNamesTheStageOfSplits():
     ([], 'while'),
   ):
     with pytest.raises(ValueError) as e:
-      _Stack(linears, num_stages=2, splits=splits).MakePlan(tf.TensorSpec([_BATCH, _DIM]))
+      _Stack(linears, num_stages=2, splits=splits).MakeCut(tf.TensorSpec([_BATCH, _DIM]))
     assert str(e.value) == message
     measured = 'measuring layer stack.layers[1] (LinearLayer) for one micro-batch, given'
     assert _Notes(e).startswith(f'{where} {measured} (float32[2, 4]) by stack.layers[0]')

@@ -52,7 +52,7 @@ def testSizesOfTheLayers():
   layers = net.stack.layers
   # Stem, two stem cells, 18 normal and two reduction cells, the ends of the skip, the head.
   assert len(layers) == 1 + 2 + 18 + 2 + 2 + 1
-  cut = cut_lib.MakePlan(
+  cut = cut_lib.MakeCut(
     layers, [tf.TensorSpec([1, 224, 224, 3])], schedule=schedules.Get('gpipe', 1, 1)
   )
   shapes = [cost.out_specs[0].shape.as_list()[1:] for cost in cut.layers]

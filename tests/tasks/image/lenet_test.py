@@ -33,7 +33,7 @@ def _Runner(num_stages):
     labels=tf.TensorSpec([BATCH_SIZE], tf.int32),
     example_weights=tf.TensorSpec([BATCH_SIZE]),
   )
-  return train_runner.TaskRunner(p.Instantiate(), devices, spec)
+  return train_runner.TrainRunner(p.Instantiate(), devices, spec)
 
 
 def _Batch(rng):
