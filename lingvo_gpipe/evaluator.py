@@ -10,7 +10,7 @@ from absl import flags
 from lingvo_gpipe.checkpoint import checkpoint_choice
 from lingvo_gpipe.cli import binary, steady_output, supervised
 from lingvo_gpipe.distributed import cluster, cluster_spec, stop_request, supervisor
-from lingvo_gpipe.evaluation import eval_program, eval_progress, pass_schedule
+from lingvo_gpipe.evaluation import eval_program, pass_schedule
 from lingvo_gpipe.runners import failure_notes, multi_task_runner
 
 FLAGS = flags.FLAGS
@@ -26,7 +26,7 @@ def _Evaluate() -> int:
   params = binary.ModelParams(FLAGS.split)
   logdir = binary.LogDir()
   num_devices = multi_task_runner.NumDevices(params.Instantiate())
-  progress = eval_progress.EvalProgress()
+  progress = eval_program.EvalProgress()
 
   def EvaluateOn(devices: cluster.Cluster, stop: stop_request.StopRequest) -> int:
     with failure_notes.Hints(params):
@@ -62,7 +62,7 @@ def _Evaluate() -> int:
   )
 
 
-def _Where(progress: eval_progress.EvalProgress) -> str:
+def _Where(progress: eval_program.EvalProgress) -> str:
   """From where another process goes on: one that follows a run takes no old checkpoint."""
   if FLAGS.once or FLAGS.checkpoint != checkpoint_choice.LAST:
     return supervisor.FromStep(progress.step)

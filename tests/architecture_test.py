@@ -176,6 +176,30 @@ def testTheTableNamesEveryFolder():
   assert folders == _ROW_OF.keys()
 
 
+def testFoldersImportOneWay():
+  wrong = []
+  for module, target, where, _ in _OwnImports():
+    if module.startswith('lingvo_gpipe.') and (module, target) not in _LAZY_IMPORTS:
+      folder, imported = _Folder(module), _Folder(target)
+      if folder != imported and _ROW_OF[imported] >= _ROW_OF[folder]:
+        wrong.append(f'{where}: {folder} imports {imported}, which is not above it in _ROWS')
+  assert not wrong, '\n'.join(wrong)
+
+
+def testNoFolderIsCrowded():
+  for folder in _ROW_OF:
+    modules = [m for m in _MODULES if m.startswith('lingvo_gpipe.') and _Folder(m) == folder]
+    assert len(modules) <= _MOST_MODULES, folder
+
+
+def testEveryModuleHasANameOfItsOwn():
+  """Modules are imported by name, so `stage.X` must mean one thing in every file."""
+  names = {}
+  for module, path in _MODULES.items():
+    if module.startswith('lingvo_gpipe.') and path.name != '__init__.py':
+      assert names.setdefault(path.stem, module) == module, f'{module} and {names[path.stem]}'
+
+
 def testTheLazyImportsAreLazy():
   found = {(m, t): at_top for m, t, _, at_top in _OwnImports() if (m, t) in _LAZY_IMPORTS}
   assert found == dict.fromkeys(_LAZY_IMPORTS, False)

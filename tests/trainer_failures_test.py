@@ -164,8 +164,8 @@ class Tracing(Toy):
 @registry.RegisterSingleTaskModel
 class SlowDisk(Toy):
   def Task(self):
-    sync = tensor_bundle.Sync
-    tensor_bundle.Sync = lambda path: sync(path) or ('00000003' in path and Wait(path))
+    sync = files.Sync
+    files.Sync = lambda path: sync(path) or ('00000003' in path and Wait(path))
     return super().Task()
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import whole_file
+from lingvo_gpipe.core import files
 
 FOLDER = 'assets'
 
@@ -45,7 +45,7 @@ def Keep(logdir: str, paths: Sequence[str], is_resumed: bool) -> None:
           'go on with the new one all the same, remove the one that is kept'
         )
     tf.io.gfile.makedirs(folder)
-    whole_file.Write(kept, content)
+    files.WriteWhole(kept, content)
 
 
 def Check(logdir: str, paths: Sequence[str]) -> None:

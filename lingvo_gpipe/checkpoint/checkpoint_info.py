@@ -17,7 +17,7 @@ import tensorflow as tf
 from absl import logging
 
 from lingvo_gpipe.checkpoint import tensor_bundle
-from lingvo_gpipe.core import file_errors
+from lingvo_gpipe.core import files
 
 FORMAT_VERSION = 1
 
@@ -119,8 +119,8 @@ def ParseCommit(directory: str, path: str, text: str) -> CheckpointInfo:
     if not match or int(match[1]) != step or os.path.basename(path) != f'ckpt-{step:08d}.json':
       raise tensor_bundle.DamagedError(f'the commit file names step {step!r} and folder {folder!r}')
     written = record['written']
-    files = dict(written['files'])
-    for name, size in files.items():  # Nor are files looked for elsewhere.
+    sizes = dict(written['files'])
+    for name, size in sizes.items():  # Nor are files looked for elsewhere.
       if os.path.basename(name) != name or not isinstance(size, int):
         raise tensor_bundle.DamagedError(
           f'the commit file names the file {name!r} of {size!r} bytes'
@@ -132,14 +132,12 @@ def ParseCommit(directory: str, path: str, text: str) -> CheckpointInfo:
       time=float(record['time']),
       tensors={k: tf.TensorSpec(s['shape'], s['dtype']) for k, s in record['tensors'].items()},
       metadata=dict(record['metadata']),
-      written={**written, 'files': files, 'index_sha256': written['index_sha256']},
+      written={**written, 'files': sizes, 'index_sha256': written['index_sha256']},
     )
   except _NewerFormatError:
     raise
   except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as e:
-    raise tensor_bundle.DamagedError(
-      f'the commit file is not readable: {file_errors.OneLine(e)}'
-    ) from e
+    raise tensor_bundle.DamagedError(f'the commit file is not readable: {files.OneLine(e)}') from e
 
 
 def CheckMatch(

@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from lingvo_gpipe.checkpoint import checkpoint_info, checkpointer
-from lingvo_gpipe.core import file_errors, text_table
+from lingvo_gpipe.core import files, text_table
 
 
 def Describe(logdir: str) -> tuple[str, bool]:
@@ -41,7 +41,7 @@ def Describe(logdir: str) -> tuple[str, bool]:
     except checkpointer.DamagedError as e:
       if not checkpoints.IsKnownDamaged(info):
         continue  # It was removed.
-      state, are_whole = f'no: {file_errors.OneLine(e)}', False
+      state, are_whole = f'no: {files.OneLine(e)}', False
     size = sum(info.written['files'].values())
     rows.append(
       [os.path.basename(info.path), f'{info.step:,}', _Utc(info.time), f'{size:,}', state]

@@ -37,7 +37,7 @@ from lingvo_gpipe.checkpoint import (
   logdir_lock,
   tensor_bundle,
 )
-from lingvo_gpipe.core import file_errors
+from lingvo_gpipe.core import files
 from lingvo_gpipe.distributed import worker_hosts
 
 CheckpointInfo = checkpoint_info.CheckpointInfo
@@ -94,8 +94,8 @@ class Checkpointer:
       _WriteText(probe, 'a test\n')
       is_found = bool(tf.io.gfile.glob(probe))  # So RestoreV2 looks for files.
       tf.io.gfile.remove(probe)
-    except file_errors.FILE_ERRORS as e:
-      raise file_errors.CannotWrite('checkpoints', self.directory, e) from e
+    except files.FILE_ERRORS as e:
+      raise files.CannotWrite('checkpoints', self.directory, e) from e
     if not is_found:
       raise ValueError(
         f'TensorFlow reads no checkpoints in {self.directory!r}, for it takes the name for a '
@@ -114,7 +114,7 @@ class Checkpointer:
     workers = worker_hosts.Of(devices)
     if not workers:
       return
-    if tensor_bundle.IsLocal(self.directory):
+    if files.IsLocal(self.directory):
       self.directory = os.path.abspath(self.directory)  # Workers may run elsewhere.
     if why := worker_hosts.WhyNotShared(self.directory, workers):
       logging.info('Checkpoints are written by this process alone: %s.', why)
@@ -199,8 +199,8 @@ class Checkpointer:
         lock.Check()
       removable = False
       tf.io.gfile.rename(f'{commit}.tmp-{nonce}', commit, overwrite=True)
-      tensor_bundle.Sync(self.directory)
-    except file_errors.FILE_ERRORS as e:
+      files.Sync(self.directory)
+    except files.FILE_ERRORS as e:
       # From the rename on it may be committed all the same; then the next save tidies up.
       if removable:
         self._Try(tf.io.gfile.rmtree, folder)
@@ -208,7 +208,7 @@ class Checkpointer:
         raise
       raise OSError(
         f'Cannot save the checkpoint of step {step} in {self.directory!r}: '
-        f'{file_errors.OneLine(e)}. Is there space, and may it be written? '
+        f'{files.OneLine(e)}. Is there space, and may it be written? '
         'Earlier checkpoints are untouched.'
       ) from e
     self._verified.add(prefix)
@@ -246,8 +246,8 @@ class Checkpointer:
     """Calls what may fail without harm; a failure is logged."""
     try:
       function(*args)
-    except file_errors.FILE_ERRORS as e:
-      logging.warning('Cannot tidy up in %s: %s.', self.directory, file_errors.OneLine(e))
+    except files.FILE_ERRORS as e:
+      logging.warning('Cannot tidy up in %s: %s.', self.directory, files.OneLine(e))
 
   def _CommitPath(self, step: int) -> str:
     return os.path.join(self.directory, f'ckpt-{step:08d}.json')
@@ -259,16 +259,16 @@ class Checkpointer:
       tf.io.gfile.stat(self.directory)
     except tf.errors.NotFoundError:
       return []
-    except file_errors.FILE_ERRORS as e:
+    except files.FILE_ERRORS as e:
       raise self._Unreadable(e) from e
     try:
       # Object stores list folders with a slash at the end.
       return sorted(name.rstrip('/') for name in tf.io.gfile.listdir(self.directory))
-    except file_errors.FILE_ERRORS as e:
+    except files.FILE_ERRORS as e:
       raise self._Unreadable(e) from e
 
   def _Unreadable(self, error: Exception) -> OSError:
-    reason = file_errors.OneLine(error)
+    reason = files.OneLine(error)
     return OSError(f'Cannot read the checkpoint directory {self.directory!r}: {reason}.')
 
   def _List(self) -> tuple[list[CheckpointInfo], list[int]]:
@@ -284,8 +284,8 @@ class Checkpointer:
         self._bad.pop(path, None)
       except tf.errors.NotFoundError:
         continue  # Removed since it was listed.
-      except file_errors.FILE_ERRORS as e:
-        self._NoteBad(path, file_errors.OneLine(e))
+      except files.FILE_ERRORS as e:
+        self._NoteBad(path, files.OneLine(e))
         unreadable.append(int(match[1]))
     return sorted(infos, key=lambda info: info.step), unreadable
 
@@ -364,7 +364,7 @@ class Checkpointer:
 
   def _Damaged(self, info: CheckpointInfo, error: Exception) -> DamagedError:
     """Returns the error that names the checkpoint; remembers it as bad unless it was removed."""
-    reason = file_errors.OneLine(error)
+    reason = files.OneLine(error)
     if info in self.All():
       self._verified.discard(info.prefix)
       self._NoteBad(info.prefix, reason)
@@ -444,7 +444,7 @@ def _RemoveFolder(path: str) -> None:
 def _WriteText(path: str, text: str) -> None:
   with tf.io.gfile.GFile(path, 'w') as f:
     f.write(text)
-  tensor_bundle.Sync(path)
+  files.Sync(path)
 
 
 def _ReadText(path: str) -> str:

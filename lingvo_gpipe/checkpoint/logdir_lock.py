@@ -23,8 +23,7 @@ from typing import Any, Protocol
 import tensorflow as tf
 from absl import logging
 
-from lingvo_gpipe.checkpoint import tensor_bundle
-from lingvo_gpipe.core import file_errors, whole_file
+from lingvo_gpipe.core import files
 
 FILE_NAME = 'trainer.lock'
 
@@ -69,7 +68,7 @@ def Held(directory: str) -> Iterator[Lock]:
   """
   lock: Lock
   try:
-    lock = _FileLock(directory) if tensor_bundle.IsLocal(directory) else _Lease(directory)
+    lock = _FileLock(directory) if files.IsLocal(directory) else _Lease(directory)
   except _NoLocksError:
     lock = _Lease(directory)
   try:
@@ -92,12 +91,12 @@ class Watch:
 
     0.0 while somebody may hold a lease: one that is not written counts for LIFETIME_SECONDS.
     """
-    is_held = _IsLocked(self._directory) if tensor_bundle.IsLocal(self._directory) else None
+    is_held = _IsLocked(self._directory) if files.IsLocal(self._directory) else None
     may_be_held = False
     if is_held is None:
       held = {}
       # Where it cannot be reached, nobody was seen.
-      with contextlib.suppress(*file_errors.FILE_ERRORS):
+      with contextlib.suppress(*files.FILE_ERRORS):
         held = _ReadRecord(os.path.join(self._directory, FILE_NAME))
       may_be_held = bool(held) and not _IsGone(held)
       is_held = may_be_held and held != self._held
@@ -142,7 +141,7 @@ class _FileLock:
       # What a link leads to is not to be emptied below.
       self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     except OSError as e:
-      raise file_errors.CannotWrite(FILE_NAME, directory, e) from e
+      raise files.CannotWrite(FILE_NAME, directory, e) from e
     try:
       self._Lock()
     except OSError as e:
@@ -168,7 +167,7 @@ class _FileLock:
     try:
       there = os.stat(self._path)
     except OSError as e:
-      raise _Lost(self._directory, file_errors.OneLine(e)) from e
+      raise _Lost(self._directory, files.OneLine(e)) from e
     if not os.path.samestat(there, os.fstat(self._file)):
       raise _Lost(self._directory, 'another directory or lock file has taken its place')
 
@@ -198,8 +197,8 @@ class _Lease:
         raise _InUse(directory, held)
     except InUseError:
       raise
-    except file_errors.FILE_ERRORS as e:
-      raise file_errors.CannotWrite(FILE_NAME, directory, e) from e
+    except files.FILE_ERRORS as e:
+      raise files.CannotWrite(FILE_NAME, directory, e) from e
     self._thread = threading.Thread(target=self._Beat, name='lease', daemon=True)
     self._thread.start()
 
@@ -224,7 +223,7 @@ class _Lease:
 
   def _Write(self) -> None:
     self._record['beat'] += 1
-    whole_file.Write(self._path, json.dumps(self._record))
+    files.WriteWhole(self._path, json.dumps(self._record))
 
   def _IsMine(self, held: dict[str, Any]) -> bool:
     return held.get('token') == self._record['token']
@@ -232,7 +231,7 @@ class _Lease:
   def _Beat(self) -> None:
     while not self._released.wait(BEAT_SECONDS):
       # What cannot be reached now may be at the next beat; Check tells in any case.
-      with self._mutex, contextlib.suppress(*file_errors.FILE_ERRORS):
+      with self._mutex, contextlib.suppress(*files.FILE_ERRORS):
         if not self._IsMine(self._Read()):
           return
         self._Write()
@@ -244,9 +243,9 @@ class _Lease:
         with self._mutex:  # Some file systems have no file for a moment while one replaces it.
           held = self._Read()
         break
-      except file_errors.FILE_ERRORS as e:
+      except files.FILE_ERRORS as e:
         if time.monotonic() >= end:
-          raise _Lost(self._directory, file_errors.OneLine(e)) from e
+          raise _Lost(self._directory, files.OneLine(e)) from e
       time.sleep(BEAT_SECONDS / 4)
     if not self._IsMine(held):
       why = f'{_Describe(held)} has it' if held else 'its lock file was removed'
@@ -255,7 +254,7 @@ class _Lease:
   def Release(self) -> None:
     self._released.set()
     self._thread.join()
-    with contextlib.suppress(*file_errors.FILE_ERRORS):  # It expires by itself.
+    with contextlib.suppress(*files.FILE_ERRORS):  # It expires by itself.
       if self._IsMine(self._Read()):
         tf.io.gfile.remove(self._path)
 

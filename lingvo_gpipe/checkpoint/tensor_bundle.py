@@ -12,7 +12,6 @@ says who has what, and the files, of one bundle all the same, are in a directory
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,15 +20,13 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from lingvo_gpipe.core import file_errors
+from lingvo_gpipe.core import files
 from lingvo_gpipe.distributed import worker_hosts
 
 # Tensors are written and read in groups of about this many bytes, each one data file. Up to two
 # groups lie in a host's memory at a time; a larger tensor is a group of its own.
 GROUP_BYTES = 128 * 2**20
 
-# How the operating system says that there is no such call for a folder there.
-_NO_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.EOPNOTSUPP)
 
 # {host: names of the tensors that it writes or reads}; `worker_hosts.HERE` is this process.
 Placed = Mapping[str, Sequence[str]]
@@ -71,28 +68,6 @@ def _Groups(specs: Mapping[str, tf.TensorSpec]) -> Iterator[list[str]]:
     total += size
   if group:
     yield group
-
-
-def IsLocal(path: str) -> bool:
-  """Says whether a path is one of the operating system's, not a URL such as gs://bucket/x."""
-  return '://' not in path
-
-
-def Sync(path: str) -> None:
-  """Has the operating system put a local file or folder on the disk; elsewhere does nothing.
-
-  Nor does it where a file system cannot do that with folders, as some on a network cannot.
-  """
-  if not IsLocal(path):
-    return
-  descriptor = os.open(path, os.O_RDONLY)
-  try:
-    os.fsync(descriptor)
-  except OSError as e:
-    if e.errno not in _NO_SYNC or not os.path.isdir(path):
-      raise
-  finally:
-    os.close(descriptor)
 
 
 def _IndexDigest(prefix: str) -> str:
@@ -142,13 +117,13 @@ def Write(prefix: str, values: Mapping[str, Any], placed: Placed | None = None) 
     tf.raw_ops.MergeV2Checkpoints(
       checkpoint_prefixes=parts, destination_prefix=prefix, delete_old_dirs=False
     )
-  files = {}
+  sizes = {}
   for name in sorted(tf.io.gfile.listdir(folder)):
     path = os.path.join(folder, name)
-    Sync(path)
-    files[name] = int(tf.io.gfile.stat(path).length)
-  Sync(folder)
-  return {'index_sha256': _IndexDigest(prefix), 'files': files}
+    files.Sync(path)
+    sizes[name] = int(tf.io.gfile.stat(path).length)
+  files.Sync(folder)
+  return {'index_sha256': _IndexDigest(prefix), 'files': sizes}
 
 
 def _Save(
@@ -178,13 +153,13 @@ def CheckFiles(prefix: str, written: Mapping[str, Any]) -> None:
     try:
       found = tf.io.gfile.stat(os.path.join(folder, name)).length
     except (tf.errors.OpError, OSError) as e:
-      raise DamagedError(f'{name}: {file_errors.OneLine(e)}') from e
+      raise DamagedError(f'{name}: {files.OneLine(e)}') from e
     if found != size:
       raise DamagedError(f'{name} has {found} bytes, {size} were written')
   try:
     digest = _IndexDigest(prefix)
   except (tf.errors.OpError, OSError) as e:
-    raise DamagedError(f'the index cannot be read: {file_errors.OneLine(e)}') from e
+    raise DamagedError(f'the index cannot be read: {files.OneLine(e)}') from e
   if digest != written['index_sha256']:
     raise DamagedError('the index is not the one that was written (its SHA-256 differs)')
 
@@ -234,14 +209,14 @@ def _ReadGroup(
       return worker_hosts.Call(host, *args)
     except tf.errors.OpError as e:
       # Whether that is the file's fault or the worker's shows when this process reads.
-      logging.warning('%s cannot read %s: %s', host, prefix, file_errors.OneLine(e))
+      logging.warning('%s cannot read %s: %s', host, prefix, files.OneLine(e))
   try:
     return worker_hosts.Call(worker_hosts.HERE, *args)
   except tf.errors.ResourceExhaustedError as e:
     # Not the file's fault: an older checkpoint would not fit either.
-    raise OSError(f'Not enough memory to read {prefix}: {file_errors.OneLine(e)}') from e
+    raise OSError(f'Not enough memory to read {prefix}: {files.OneLine(e)}') from e
   except tf.errors.OpError as e:
-    raise DamagedError(file_errors.OneLine(e)) from e
+    raise DamagedError(files.OneLine(e)) from e
 
 
 def _Restore(

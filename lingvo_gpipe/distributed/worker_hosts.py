@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import file_errors
+from lingvo_gpipe.core import files
 
 # The CPU of this process: where values are gathered, and what no worker is to do is done.
 HERE = '/device:CPU:0'
@@ -195,8 +195,8 @@ def WhyNotShared(directory: str, workers: Sequence[str]) -> str:
       Call(host, _Copy, tf.constant(question), tf.constant(answer))
       if (found := _ReadText(answer)) != token:
         reasons[host] = f'worker {task} wrote {found!r} for {token!r} into {answer}'
-    except file_errors.FILE_ERRORS as e:
-      reasons[host] = f'worker {task} does not share {directory}: {file_errors.OneLine(e)}'
+    except files.FILE_ERRORS as e:
+      reasons[host] = f'worker {task} does not share {directory}: {files.OneLine(e)}'
 
   try:
     tf.io.gfile.mkdir(folder)
@@ -204,8 +204,8 @@ def WhyNotShared(directory: str, workers: Sequence[str]) -> str:
       f.write(token)
     Each(Ask, workers)
     tf.io.gfile.rmtree(folder)
-  except file_errors.FILE_ERRORS as e:
-    return f'{directory} cannot be tried: {file_errors.OneLine(e)}'
+  except files.FILE_ERRORS as e:
+    return f'{directory} cannot be tried: {files.OneLine(e)}'
   return next((reasons[host] for host in workers if host in reasons), '')
 
 

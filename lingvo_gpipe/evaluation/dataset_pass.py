@@ -12,11 +12,12 @@ from typing import Any, TypeVar
 import numpy as np
 import tensorflow as tf
 
-from lingvo_gpipe.core import hyperparams, nested_map, whole_file
+from lingvo_gpipe.core import files, hyperparams, nested_map
 from lingvo_gpipe.distributed import stop_request
+from lingvo_gpipe.experiment import model as model_lib
 from lingvo_gpipe.experiment import task as task_lib
 from lingvo_gpipe.input import batches
-from lingvo_gpipe.reporting import summaries
+from lingvo_gpipe.reporting import progress, summaries
 from lingvo_gpipe.runners import eval_runner, task_batches
 
 _Batch = TypeVar('_Batch')
@@ -83,7 +84,7 @@ class DatasetPass:
       return
     for task, p in input_params.IterParams():
       if p is not None and task in task_runners and not cls.WhyNot(task_runners[task].task):
-        yield task_runners[task], p, NameOf(name, task)
+        yield task_runners[task], p, model_lib.TaskDirectory(name, task)
 
   @classmethod
   def WhyNot(cls, task: task_lib.BaseTask) -> str:
@@ -149,7 +150,7 @@ class DatasetPass:
     self._Summaries().Flush()
     texts = {**values, **{name: f'{value:.8g}' for name, value in numbers.items()}}
     lines = ''.join(f'{name}: {text}\n' for name, text in sorted(texts.items()))
-    whole_file.Write(os.path.join(self._dir, f'score-{step:08d}.txt'), lines)
+    files.WriteWhole(os.path.join(self._dir, f'score-{step:08d}.txt'), lines)
     return numbers
 
   def _Summaries(self) -> summaries.SummaryWriter:
@@ -173,7 +174,7 @@ class Evaluation(DatasetPass):
     if not metrics:
       raise ValueError(f'{self._name}: the data set is empty: check the params that name the data')
     values = {name: value for name, (value, _) in metrics.items()}
-    print(f'{self._name} at step {step}: {Shown(values)}', flush=True)
+    print(f'{self._name} at step {step}: {progress.FormatMetrics(values)}', flush=True)
     report = self._runner.task.Report(values, self._input)
     if report:
       print(f'{self._name} at step {step}: {report}', flush=True)
@@ -218,11 +219,6 @@ class Evaluation(DatasetPass):
         return
 
 
-def NameOf(dataset: str, task: str) -> str:
-  """What a data set is called, and its directory, where there are several tasks."""
-  return f'{dataset}_{task}' if task else dataset
-
-
 def RealRows(batch: nested_map.NestedMap) -> np.ndarray:
   """The rows that are no padding."""
   weights = batch.get('example_weights')
@@ -231,11 +227,6 @@ def RealRows(batch: nested_map.NestedMap) -> np.ndarray:
 
 def _FirstRows(batch: nested_map.NestedMap, num_rows: int) -> nested_map.NestedMap:
   return batch.Transform(lambda x: x[:num_rows])
-
-
-def Shown(values: Mapping[str, float]) -> str:
-  """Metrics in one line; those of a group, such as `bleu/de-en`, are left out."""
-  return '  '.join(f'{name} {value:.4f}' for name, value in values.items() if '/' not in name)
 
 
 def _Printable(text: str) -> str:

@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from lingvo_gpipe.core import nested_map, whole_file
+from lingvo_gpipe.core import files, nested_map
 from lingvo_gpipe.evaluation import dataset_pass
 from lingvo_gpipe.experiment import task as task_lib
 from lingvo_gpipe.input import batches
+from lingvo_gpipe.reporting import progress
 
 
 class Decoding(dataset_pass.DatasetPass):
@@ -43,9 +44,9 @@ class Decoding(dataset_pass.DatasetPass):
     path = os.path.join(self._dir, f'decode-{step:08d}.jsonl')
     # First: a mistake in DecodeFinalize costs the scores only.
     tf.io.gfile.makedirs(self._dir)
-    whole_file.Write(path, ''.join(f'{line}\n' for line in lines))
+    files.WriteWhole(path, ''.join(f'{line}\n' for line in lines))
     found = self._runner.task.DecodeFinalize(columns) if rows else {}
-    shown = dataset_pass.Shown({name: v for name, v in found.items() if not isinstance(v, str)})
+    shown = progress.FormatMetrics({name: v for name, v in found.items() if not isinstance(v, str)})
     print(f'{self._name} at step {step}: {len(rows)} examples in {path}  {shown}', flush=True)
     return self._Write(step, {'num_examples': len(rows), **found})
 

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+import mmap
 import os
 import sys
 import time
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
 from absl import logging
 
@@ -18,13 +21,61 @@ from lingvo_gpipe.checkpoint import (
   logdir_lock,
   params_change,
 )
-from lingvo_gpipe.core import file_errors, heartbeat, hyperparams
+from lingvo_gpipe.core import files, heartbeat, hyperparams
 from lingvo_gpipe.distributed import cluster, stop_request
-from lingvo_gpipe.evaluation import dataset_pass, eval_progress, pass_schedule
+from lingvo_gpipe.evaluation import dataset_pass, pass_schedule
 from lingvo_gpipe.experiment import model as model_lib
 from lingvo_gpipe.learning import ema
 from lingvo_gpipe.reporting import metrics_log, run_report
 from lingvo_gpipe.runners import multi_task_runner
+
+_Part = TypeVar('_Part')
+
+
+class _Numbers(ctypes.Structure):
+  _fields_ = [(name, ctypes.c_int64) for name in ('step', 'num_done', 'finished', 'total')]
+
+
+class EvalProgress:
+  """What is done of each checkpoint's work; this process and all its forks read and write it."""
+
+  def __init__(self) -> None:
+    """Nothing is done."""
+    self._numbers = _Numbers.from_buffer(mmap.mmap(-1, ctypes.sizeof(_Numbers)))
+    self._numbers.step = self._numbers.finished = -1
+
+  @property
+  def step(self) -> int:
+    """That of the checkpoint that was begun last; -1: none was."""
+    return int(self._numbers.step)
+
+  @property
+  def finished(self) -> int:
+    """The step of the last checkpoint of which all is done; -1: there is none."""
+    return int(self._numbers.finished)
+
+  @property
+  def total(self) -> int:
+    """How many parts are done, of all checkpoints."""
+    return int(self._numbers.total)
+
+  def Undone(self, step: int, parts: Sequence[_Part]) -> Iterator[_Part]:
+    """Begins or goes on with a checkpoint.
+
+    Args:
+      step: that of the checkpoint.
+      parts: of the work on it, always the same.
+
+    Yields:
+      Those that are not done. One is when the next is asked for.
+    """
+    if step != self._numbers.step:
+      self._numbers.num_done, self._numbers.step = 0, step
+    for part in parts[self._numbers.num_done :]:
+      yield part
+      self._numbers.num_done += 1
+      self._numbers.total += 1
+    self._numbers.finished = step
 
 
 class EvalProgram:
@@ -41,7 +92,7 @@ class EvalProgram:
     job: str = 'eval',
     checkpoint: str = checkpoint_choice.LAST,
     allow_params_change: bool = False,
-    progress: eval_progress.EvalProgress | None = None,
+    progress: EvalProgress | None = None,
   ) -> None:
     """Makes the weights on their devices.
 
@@ -63,7 +114,7 @@ class EvalProgram:
     self._logdir = logdir
     self._cluster = devices
     self._allow_params_change = allow_params_change
-    self._progress = progress or eval_progress.EvalProgress()
+    self._progress = progress or EvalProgress()
     self._checked: str | None = None  # The run's Params that were compared.
     self._checkpointer = checkpointer.Checkpointer(os.path.join(logdir, 'train'))
     self._chosen: checkpointer.CheckpointInfo | None = None
@@ -142,7 +193,7 @@ class EvalProgram:
       try:
         found = self._RestoreNewer(done, saved)
       except OSError as e:  # The directory may be out of reach for a while.
-        logging.warning('%s; trying again', file_errors.OneLine(e))
+        logging.warning('%s; trying again', files.OneLine(e))
         finished = found = None
       if found is not None:
         self._RunJobs(found.step)

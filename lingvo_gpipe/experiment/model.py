@@ -131,3 +131,13 @@ def TaskParams(params: hyperparams.Params) -> dict[str, Any]:
   if 'task' in params:
     return {'task': params.task}
   return {f'task_params.{name}': p for name, p in params.task_params.IterParams()}
+
+
+def TaskKey(name: str, task_name: str) -> str:
+  """Returns the key of a metric or a piece of metadata: `name/task` in a model of several tasks."""
+  return f'{name}/{task_name}' if task_name else name
+
+
+def TaskDirectory(name: str, task_name: str) -> str:
+  """Returns the name of a data set and its directory: `name_task` in a model of several tasks."""
+  return f'{name}_{task_name}' if task_name else name

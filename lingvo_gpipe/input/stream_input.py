@@ -16,7 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import file_errors, hyperparams, nested_map
+from lingvo_gpipe.core import files, hyperparams, nested_map
 from lingvo_gpipe.input import base_input_generator, index_order, pipeline_graph, stream_iterator
 
 # So many batches of two passes are compared, to find what is not the same each time.
@@ -123,7 +123,7 @@ class BaseStreamInput(base_input_generator.BaseInputGenerator):
     if not isinstance(error, _OF_FILES) and _NO_FILES not in str(error):
       return error
     return ValueError(
-      f'{self._who} cannot be read: {file_errors.OneLine(error).rstrip(".")}. Check the params '
+      f'{self._who} cannot be read: {files.OneLine(error).rstrip(".")}. Check the params '
       'that name the data, and that the files are there, whole, and may be read'
     )
 
@@ -162,7 +162,7 @@ class BaseStreamInput(base_input_generator.BaseInputGenerator):
     """Raises what `Explain` makes of errors."""
     try:
       yield
-    except file_errors.FILE_ERRORS as e:
+    except files.FILE_ERRORS as e:
       told = self.Explain(e)
       if told is e:
         raise
@@ -192,7 +192,7 @@ class BaseStreamInput(base_input_generator.BaseInputGenerator):
     except tf.errors.OpError as e:
       raise ValueError(
         f'{self._who} cannot be saved, so a run could not go on where it stopped: '
-        f'{file_errors.OneLine(e).rstrip(".")}. Make it of operations of tf.data and '
+        f'{files.OneLine(e).rstrip(".")}. Make it of operations of tf.data and '
         'TensorFlow alone, without Python (from_generator, py_function, numpy_function) and '
         'without a shuffle inside of interleave or flat_map, and draw by '
         'tf.random.stateless_uniform and the like; or give the examples an index: see '

@@ -12,7 +12,7 @@ from typing import Any
 
 from absl import logging
 
-from lingvo_gpipe.core import file_errors
+from lingvo_gpipe.core import files
 from lingvo_gpipe.learning import multi_learner
 
 
@@ -114,5 +114,5 @@ def _Where(why: Callable[[], str]) -> str:
   try:
     return f'. In the last one {why()}'
   except Exception as e:  # The message is not to be lost for it.
-    logging.warning('the step cannot be repeated: %s', file_errors.OneLine(e))
+    logging.warning('the step cannot be repeated: %s', files.OneLine(e))
     return ''

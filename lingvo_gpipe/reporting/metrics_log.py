@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 import tensorflow as tf
 from absl import logging
 
-from lingvo_gpipe.core import whole_file
+from lingvo_gpipe.core import files
 
 # The split of lines that tell what happened, not what came of a step: no step makes them again.
 FAILURES = 'failures'
@@ -99,7 +99,7 @@ class MetricsLog:
     self._keys = {place[:2] for place in lines}
     kept = ''.join(lines.values())
     if kept != text:
-      whole_file.Write(self._path, kept)
+      files.WriteWhole(self._path, kept)
 
 
 def _Read(path: str) -> str:

@@ -148,3 +148,8 @@ def Duration(seconds: float) -> str:
   minutes, rest = divmod(round(seconds), 60)
   hours, minutes = divmod(minutes, 60)
   return f'{hours}:{minutes:02}:{rest:02}' if hours else f'{minutes}:{rest:02}'
+
+
+def FormatMetrics(values: Mapping[str, float]) -> str:
+  """Returns metrics as one line; members of a group, such as `bleu/de-en`, are left out."""
+  return '  '.join(f'{name} {value:.4f}' for name, value in values.items() if '/' not in name)

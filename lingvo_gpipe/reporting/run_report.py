@@ -17,8 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import file_errors, whole_file
-from lingvo_gpipe.evaluation import dataset_pass
+from lingvo_gpipe.core import files
 from lingvo_gpipe.reporting import progress
 
 _TEXT, _JSON = 'report.txt', 'report.json'
@@ -100,9 +99,9 @@ class RunReport:
       told = ', '.join(f'{kind.replace("_", " ")} {n}' for kind, n in self.failures.items())
       rows.append(('failures', f'{told}; training began again each time'))
     if self.train:
-      rows.append(('train', dataset_pass.Shown(self.train)))
+      rows.append(('train', progress.FormatMetrics(self.train)))
     for jobname, found in self.passes.items():
-      rows.append((jobname, f'step {found["step"]:,}: {dataset_pass.Shown(found["values"])}'))
+      rows.append((jobname, f'step {found["step"]:,}: {progress.FormatMetrics(found["values"])}'))
     if self.best:
       b = self.best
       there = '' if b['step'] in self.checkpoints else ', whose checkpoint is not there'
@@ -123,8 +122,8 @@ class RunReport:
       OSError: one cannot be written.
     """
     text = json.dumps(_Finite(dataclasses.asdict(self)), indent=1)
-    whole_file.Write(os.path.join(self.logdir, _TEXT), self.Text())
-    whole_file.Write(os.path.join(self.logdir, _JSON), text + '\n')
+    files.WriteWhole(os.path.join(self.logdir, _TEXT), self.Text())
+    files.WriteWhole(os.path.join(self.logdir, _JSON), text + '\n')
 
 
 def _Epochs(examples: int, of: int) -> str:
@@ -155,7 +154,7 @@ def Remove(logdir: str) -> None:
       continue
     except tf.errors.OpError as e:
       raise OSError(
-        f'Cannot remove {path!r}, the report of an earlier call: {file_errors.OneLine(e)}. Remove '
+        f'Cannot remove {path!r}, the report of an earlier call: {files.OneLine(e)}. Remove '
         'it, or give another --logdir.'
       ) from e
 

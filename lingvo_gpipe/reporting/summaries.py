@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import file_errors
+from lingvo_gpipe.core import files
 
 
 class SummaryWriter:
@@ -38,7 +38,7 @@ class SummaryWriter:
         with tf.init_scope():
           self._writer = tf.summary.create_file_writer(self._logdir)
       except tf.errors.OpError as e:
-        raise file_errors.CannotWrite('summaries', self._logdir, e) from e
+        raise files.CannotWrite('summaries', self._logdir, e) from e
 
   def Scalars(self, step: Any, values: Mapping[str, Any]) -> None:
     """Writes {name: scalar} at a step, as float32; '/' in a name makes a group in TensorBoard.
@@ -104,7 +104,7 @@ class SummaryWriter:
     try:
       yield
     except tf.errors.OpError as e:
-      why = file_errors.OneLine(e)
+      why = files.OneLine(e)
       raise OSError(f'Cannot write summaries in {self._logdir!r}: {why}. Is there space?') from e
 
   def _CheckOpen(self) -> None:

@@ -13,7 +13,7 @@ from lingvo_gpipe.experiment import model as model_lib
 from lingvo_gpipe.experiment import multi_task_model
 from lingvo_gpipe.input import batches
 from lingvo_gpipe.learning import multi_learner, shared_weights
-from lingvo_gpipe.runners import eval_runner, measured_cut, task_cut, train_runner
+from lingvo_gpipe.runners import eval_runner, task_cut, train_runner
 
 _Runner = TypeVar('_Runner', bound=eval_runner.EvalRunner)
 
@@ -70,7 +70,7 @@ class MultiTaskRunner:
     kind = train_runner.TrainRunner if with_learner else eval_runner.EvalRunner
     for name in names:
       cuts = {other: made.cut.ends for other, made in self._runners.items()}
-      splits = measured_cut.Find(saved, model.tasks[name], name) or model.CutLike(name, cuts)
+      splits = task_cut.SavedCut(saved, model.tasks[name], name) or model.CutLike(name, cuts)
       one = _OfTask(
         kind, model, name, devices, splits=splits, num_replicas=num_replicas, shared=shared
       )
@@ -171,7 +171,7 @@ def Make(
   """What trains a model of one task or several; arguments as for `MultiTaskRunner`."""
   if isinstance(model, multi_task_model.MultiTaskModel):
     return MultiTaskRunner(model, devices, saved, num_replicas=num_replicas)
-  splits = measured_cut.Find(saved, model.task)
+  splits = task_cut.SavedCut(saved, model.task)
   return _OfTask(
     train_runner.TrainRunner, model, '', devices, splits=splits, num_replicas=num_replicas
   )
@@ -187,7 +187,7 @@ def MakeEvaluated(
   """What evaluates and decodes with a model; arguments as for `MultiTaskRunner`."""
   if isinstance(model, multi_task_model.MultiTaskModel):
     return MultiTaskRunner(model, devices, saved, with_learner=False, num_replicas=num_replicas)
-  splits = measured_cut.Find(saved, model.task)
+  splits = task_cut.SavedCut(saved, model.task)
   return _OfTask(
     eval_runner.EvalRunner, model, '', devices, splits=splits, num_replicas=num_replicas
   )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a task is cut into stages, and on how many devices; nothing is allocated for it."""
+"""The cut of a task into stages; allocates nothing."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
+from absl import logging
 
-from lingvo_gpipe.core import nested_map
+from lingvo_gpipe.checkpoint import checkpointer
+from lingvo_gpipe.core import hyperparams, nested_map
+from lingvo_gpipe.experiment import model as model_lib
 from lingvo_gpipe.experiment import task as task_lib
 from lingvo_gpipe.learning import multi_learner
 from lingvo_gpipe.pipeline.cutting import cut as cut_lib
@@ -70,3 +73,47 @@ def PipelineInputSpecs(
   return tf.nest.map_structure(
     lambda t: None if t is None else tf.TensorSpec(t.shape, t.dtype), traced.structured_outputs
   )
+
+
+def PipelineSettings(p: hyperparams.Params) -> dict[str, Any]:
+  """Returns the Params of a PipeliningLayer that a checkpoint stores alongside the cut."""
+  return {
+    'schedule': getattr(p.schedule, 'name', p.schedule),
+    'stages_per_device': p.stages_per_device,
+    'remat_policy': p.remat_policy,
+    'xla': p.xla,
+  }
+
+
+def SavedCut(
+  saved: checkpointer.Checkpointer | None, task: task_lib.BaseTask, task_name: str = ''
+) -> list[int]:
+  """Returns the cut stored in the last checkpoint if the cut was chosen by measured times.
+
+  Another measurement may choose another cut, and then a run would not resume bit-for-bit.
+
+  Args:
+    saved: the run's checkpoints; None if there are none.
+    task: the task.
+    task_name: its name in a model of several tasks.
+
+  Returns:
+    For each stage the index after its last layer. Empty if there is no checkpoint, if it has other
+    stages or pipeline settings, or if the cut does not depend on a measurement.
+  """
+  if saved is None or task.pipeline is None:
+    return []
+  p = task.pipeline.params
+  if p.partition_by != 'time' or p.splits:
+    return []
+  found = saved.All()
+  metadata = saved.ReadMetadata(found[-1]) if found else {}
+  cut: list[int] = metadata.get(model_lib.TaskKey('cut', task_name), [])
+  settings = PipelineSettings(p)
+  same = all(
+    metadata.get(model_lib.TaskKey(name, task_name)) == value for name, value in settings.items()
+  )
+  if not (same and len(cut) == p.num_stages and cut[-1] == len(task.pipeline.layers)):
+    return []
+  logging.info('keeping the cut of the last checkpoint: %s', cut)
+  return cut

@@ -27,15 +27,13 @@ from lingvo_gpipe.checkpoint import (
   checkpoint_choice,
   checkpointer,
   params_change,
-  tensor_bundle,
 )
 from lingvo_gpipe.core import (
-  file_errors,
+  files,
   fprop_context,
   hyperparams,
   nested_map,
   shapes,
-  whole_file,
 )
 from lingvo_gpipe.experiment import model as model_lib
 from lingvo_gpipe.experiment import task as task_lib
@@ -143,7 +141,7 @@ def _Trace(task: task_lib.BaseTask, batch_spec: nested_map.NestedMap) -> tuple[d
   try:
     return _TraceFor(task, free), ''
   except (ValueError, TypeError, NotImplementedError, tf.errors.OpError) as e:
-    why = file_errors.OneLine(e)
+    why = files.OneLine(e)
   return _TraceFor(task, batch_spec), why
 
 
@@ -178,7 +176,7 @@ def _Write(
   Object stores rename no folder at once, if at all: there it has its name from the beginning, and
   TensorFlow writes saved_model.pb, without which nothing loads, after all but a fingerprint.
   """
-  is_local = tensor_bundle.IsLocal(directory)
+  is_local = files.IsLocal(directory)
   temporary = f'{directory}.tmp-{secrets.token_hex(4)}' if is_local else directory
   try:
     try:
@@ -188,7 +186,7 @@ def _Write(
         for name in tf.io.gfile.listdir(assets_folder):
           tf.io.gfile.copy(os.path.join(assets_folder, name), os.path.join(folder, name))
       for name, text in extra.items():
-        whole_file.Write(os.path.join(folder, name), text)
+        files.WriteWhole(os.path.join(folder, name), text)
       options = tf.saved_model.SaveOptions(experimental_custom_gradients=False)
       with _Quiet():
         tf.saved_model.save(module, temporary, dict(functions), options)
@@ -200,7 +198,7 @@ def _Write(
         tf.io.gfile.rmtree(temporary)
       raise
   except tf.errors.OpError as e:
-    raise OSError(f'Cannot write the export {directory!r}: {file_errors.OneLine(e)}') from e
+    raise OSError(f'Cannot write the export {directory!r}: {files.OneLine(e)}') from e
 
 
 @contextlib.contextmanager

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 import tensorflow as tf
 
 from lingvo_gpipe.checkpoint import checkpointer, params_change
-from lingvo_gpipe.core import hyperparams, params_diff, shapes, whole_file
+from lingvo_gpipe.core import files, hyperparams, params_diff, shapes
 from lingvo_gpipe.experiment import model as model_lib
 from lingvo_gpipe.experiment import task as task_lib
 from lingvo_gpipe.pipeline.cutting import cut as cut_lib
-from lingvo_gpipe.runners import measured_cut, task_cut
+from lingvo_gpipe.runners import task_cut
 
 # The Params of the last call of the trainer, for people.
 _PARAMS_FILE = 'params.txt'
@@ -58,7 +58,7 @@ def PartitionText(
   for name in names:
     task, source = model.tasks[name], model.inputs[name]
     spec, num_shapes = source.BatchSpec(), len(source.BatchSpecs())
-    splits = measured_cut.Find(saved, task, name) or model.CutLike(name, cuts)
+    splits = task_cut.SavedCut(saved, task, name) or model.CutLike(name, cuts)
     cut = task_cut.CutTask(task, spec, splits, num_replicas)
     cuts[name] = cut.ends
     text = f'task {name}:\n{cut.Table()}' if name else cut.Table()
@@ -137,4 +137,4 @@ def WriteDescription(
     f'{text}\n' for text in [ModelText(model), *(f'\n{cut.Table()}' for cut in plans.values())]
   )
   for name, text in ((_PARAMS_FILE, params.ToText()), ('model_analysis.txt', analysis)):
-    whole_file.Write(os.path.join(logdir, name), text)
+    files.WriteWhole(os.path.join(logdir, name), text)

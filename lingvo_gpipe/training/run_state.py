@@ -13,7 +13,7 @@ from absl import logging
 from lingvo_gpipe.distributed import cluster
 from lingvo_gpipe.experiment import model as model_lib
 from lingvo_gpipe.learning import multi_learner
-from lingvo_gpipe.runners import measured_cut, multi_task_runner
+from lingvo_gpipe.runners import multi_task_runner, task_cut
 
 
 @dataclasses.dataclass
@@ -73,9 +73,9 @@ def Circumstances(
       'num_accumulated_mini_batches': multi_learner.NumAccumulated(p.train.learner),
       # To be read, and compared: what a schedule gives hangs on the step alone.
       **one.learner.LearningRates(int(runner.global_step)),
-      **({} if pipeline is None else measured_cut.PipelineSettings(pipeline.params)),
+      **({} if pipeline is None else task_cut.PipelineSettings(pipeline.params)),
     }
-    found.update({measured_cut.Key(name, task_name): x for name, x in of_task.items()})
+    found.update({model_lib.TaskKey(name, task_name): x for name, x in of_task.items()})
   return {
     **found,
     'num_replicas': devices.num_replicas,

@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+from lingvo_gpipe.experiment import model as model_lib
 from lingvo_gpipe.reporting import metrics_log, progress, summaries
-from lingvo_gpipe.runners import measured_cut, multi_task_runner
+from lingvo_gpipe.runners import multi_task_runner
 from lingvo_gpipe.training import inspection
 
 # Statistics of a step that the progress line does not show beside the task's metrics.
@@ -130,7 +131,7 @@ class StepOutput:
       texts = {'stage_table': one.cut.Table(), 'schedule': inspection.SchedulePicture(one.cut)}
       for name, text in texts.items():
         if text:
-          name = measured_cut.Key(name, task_name)
+          name = model_lib.TaskKey(name, task_name)
           self._writer.Text(step, name, summaries.Preformatted(text))
 
 
@@ -144,6 +145,6 @@ def _Keyed(values: Mapping[str, float], task_name: str, num_task_steps: int) -> 
   if not task_name:
     return dict(values)
   return {
-    name if name in _OF_RUN else measured_cut.Key(name, task_name): value
+    name if name in _OF_RUN else model_lib.TaskKey(name, task_name): value
     for name, value in {**values, 'steps': float(num_task_steps)}.items()
   }

@@ -20,9 +20,9 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from lingvo_gpipe.core import file_errors, whole_file
+from lingvo_gpipe.core import files
 from lingvo_gpipe.distributed import worker_hosts
-from lingvo_gpipe.evaluation import dataset_pass
+from lingvo_gpipe.experiment import model as model_lib
 from lingvo_gpipe.pipeline.cost import simulator
 from lingvo_gpipe.pipeline.profiling import measured_schedule, profiler_trace, timeline_html
 from lingvo_gpipe.runners import eval_runner
@@ -114,8 +114,8 @@ class StepProfiler:
       try:
         self._traces_before = self._Traces()
         tf.profiler.experimental.start(os.path.join(self._logdir, 'train'))
-      except file_errors.FILE_ERRORS as e:
-        logging.warning('%s: nothing is profiled: %s', self._flag, file_errors.OneLine(e))
+      except files.FILE_ERRORS as e:
+        logging.warning('%s: nothing is profiled: %s', self._flag, files.OneLine(e))
         self._is_done = True
         return contextlib.nullcontext()
       self._workers = worker_profiles.WorkerProfiles(self._addresses)
@@ -174,7 +174,7 @@ class StepProfiler:
       raise OSError(f'expected one new trace in {self._logdir}/train, found {len(paths)}')
     ((path, _),) = paths
     for index, content in of_workers.items():
-      whole_file.Write(os.path.join(os.path.dirname(path), f'worker_{index}.xplane.pb'), content)
+      files.WriteWhole(os.path.join(os.path.dirname(path), f'worker_{index}.xplane.pb'), content)
     with tf.io.gfile.GFile(path, 'rb') as f:
       trace = profiler_trace.Trace(f.read(), list(of_workers.values()))
     if trace.steps:
@@ -182,7 +182,7 @@ class StepProfiler:
         task: [f'pipeline {_Short(stage.device)}' for stage in one.engine.stages]
         for task, one in self._runners.items()
       }
-      whole_file.Write(path, trace.WithRows([rows[self._TaskOf(step)] for step in trace.steps]))
+      files.WriteWhole(path, trace.WithRows([rows[self._TaskOf(step)] for step in trace.steps]))
     return trace.steps
 
   def _Draw(
@@ -220,9 +220,9 @@ class StepProfiler:
       [_Short(one.engine.stages[owners.index(d)].device) for d in range(one.cut.num_devices)],
       measured_schedule.MeanTimes(of_steps),
     )
-    name = dataset_pass.NameOf(f'timeline_{self._first}_{self._last}', task)
+    name = model_lib.TaskDirectory(f'timeline_{self._first}_{self._last}', task)
     path = os.path.join(self._logdir, f'{name}.html')
-    whole_file.Write(path, page)
+    files.WriteWhole(path, page)
     return f'profiled {steps}: {text}\npicture: {path}; trace: in {self._logdir}/train'
 
 

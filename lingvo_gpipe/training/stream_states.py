@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import file_errors
+from lingvo_gpipe.core import files
 from lingvo_gpipe.input import base_input_generator, stream_input, stream_iterator
 
 
@@ -78,7 +78,7 @@ class StreamStates:
       except (ValueError, tf.errors.OpError) as e:
         raise ValueError(
           f'{self._who[name]} cannot go on from {checkpoint!r}, whose {_Key(name)} does not fit '
-          f'its pipeline: {file_errors.OneLine(e)}. Were _Stream, batch_size, num_epochs, '
+          f'its pipeline: {files.OneLine(e)}. Were _Stream, batch_size, num_epochs, '
           'shuffle_buffer_size, num_prefetch, files or TensorFlow changed? Take those of the run; '
           'or give another --logdir, to begin a run that takes over the weights of this one by '
           'task.train.init_from_checkpoint_rules'
@@ -97,7 +97,7 @@ class StreamStates:
         state = iterator.Save()
       except tf.errors.OpError as e:
         raise ValueError(
-          f'{self._who[name]}: where the stream is cannot be saved: {file_errors.OneLine(e)}'
+          f'{self._who[name]}: where the stream is cannot be saved: {files.OneLine(e)}'
         ) from e
       if not stream_iterator.HasFailed(state):
         self._sound[name] = state, iterator.num_taken

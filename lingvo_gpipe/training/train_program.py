@@ -38,7 +38,7 @@ from lingvo_gpipe.checkpoint import (
 )
 from lingvo_gpipe.core import hyperparams
 from lingvo_gpipe.distributed import cluster, stop_request
-from lingvo_gpipe.evaluation import dataset_pass, pass_schedule
+from lingvo_gpipe.evaluation import pass_schedule
 from lingvo_gpipe.experiment import model as model_lib
 from lingvo_gpipe.input import batches as input_batches
 from lingvo_gpipe.learning import multi_learner, nonfinite_steps
@@ -201,7 +201,7 @@ class TrainProgram:
       print(one.cut.Table(self._cluster.devices))
       print(one.Precision())
     train = [
-      f'{dataset_pass.NameOf("Train", name)} {source.Describe()}'
+      f'{model_lib.TaskDirectory("Train", name)} {source.Describe()}'
       for name, source in self._inputs.items()
     ]
     print(f'data: {"; ".join([*train, *self._passes.Describe()])}', flush=True)

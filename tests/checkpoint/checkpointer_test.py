@@ -19,6 +19,7 @@ import tensorflow as tf
 from hypothesis import strategies as st
 
 from lingvo_gpipe.checkpoint import checkpoint_info, checkpointer, tensor_bundle
+from lingvo_gpipe.core import files
 
 # What `tensor_bundle.Write` says of a checkpoint of no file.
 _WRITTEN = {'files': {}, 'index_sha256': '0' * 64}
@@ -268,7 +269,7 @@ class _Faults:
     for owner, name in (
       *((gfile, name) for name in ('makedirs', 'rename', 'rmtree', 'remove', 'stat', 'GFile')),
       *((tf.raw_ops, name) for name in ('SaveV2', 'MergeV2Checkpoints', 'RestoreV2')),
-      (tensor_bundle, 'Sync'),
+      (files, 'Sync'),
     ):
       monkeypatch.setattr(owner, name, self._Wrap(getattr(owner, name)))
 

@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 
 from lingvo_gpipe.checkpoint import logdir_lock
-from lingvo_gpipe.core import whole_file
+from lingvo_gpipe.core import files
 
 
 @pytest.fixture
@@ -229,7 +229,7 @@ def testALeaseThatWasTakenIsNoticed(quick_lease, monkeypatch):
   directory = 'ram://lease_taken'
   path = f'{directory}/{logdir_lock.FILE_NAME}'
   with logdir_lock.Held(directory) as lock:
-    whole_file.Write(path, json.dumps({'host': 'other', 'pid': 7, 'since': 'then', 'token': 'y'}))
+    files.WriteWhole(path, json.dumps({'host': 'other', 'pid': 7, 'since': 'then', 'token': 'y'}))
     with pytest.raises(logdir_lock.LostError, match='process 7 on other, since then has it'):
       lock.Check()
   assert tf.io.gfile.exists(path)  # The other's.

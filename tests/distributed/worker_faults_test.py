@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from lingvo_gpipe import evaluator
 from lingvo_gpipe.distributed import worker_connection
-from lingvo_gpipe.evaluation import eval_progress
+from lingvo_gpipe.evaluation import eval_program
 from tests import processes, tcp_proxy, worker_processes
 
 KILLS = 10
@@ -293,7 +293,7 @@ def testAnEvaluatorGoesOnWhereItsWorkerIsKilledOrStandsStill(forks, project, tmp
 def testAnEvaluatorSaysWithWhichCheckpointItGoesOn(monkeypatch, once, checkpoint, expected):
   flags = types.SimpleNamespace(once=once, checkpoint=checkpoint)
   monkeypatch.setattr(evaluator, 'FLAGS', flags)
-  progress = eval_progress.EvalProgress()
+  progress = eval_program.EvalProgress()
   next(progress.Undone(3, ['result']))
   assert evaluator._Where(progress) == expected
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe.core import nested_map, whole_file
+from lingvo_gpipe.core import files, nested_map
 from lingvo_gpipe.distributed import stop_request
 from lingvo_gpipe.evaluation import decode_pass
 from lingvo_gpipe.experiment import task
@@ -213,14 +213,14 @@ def testATaskThatDecodesNothing(tmp_path):
 
 def testWholeFilesOrNone(tmp_path, monkeypatch):
   path = str(tmp_path / 'x.txt')
-  whole_file.Write(path, 'old')
+  files.WriteWhole(path, 'old')
 
   def Rename(*unused_args, **unused_kwargs):
     raise tf.errors.ResourceExhaustedError(None, None, 'disk full')
 
   monkeypatch.setattr(tf.io.gfile, 'rename', Rename)
   with pytest.raises(OSError, match="Cannot write '.*x.txt': disk full"):
-    whole_file.Write(path, 'new')
+    files.WriteWhole(path, 'new')
   assert os.listdir(tmp_path) == ['x.txt'] and (tmp_path / 'x.txt').read_text() == 'old'
 
 

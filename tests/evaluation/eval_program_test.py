@@ -11,7 +11,7 @@ import pytest
 from lingvo_gpipe.checkpoint import checkpointer, logdir_lock
 from lingvo_gpipe.core import heartbeat
 from lingvo_gpipe.distributed import stop_request
-from lingvo_gpipe.evaluation import eval_program, eval_progress
+from lingvo_gpipe.evaluation import eval_program
 from lingvo_gpipe.training import export
 from tests import processes, toy_training
 
@@ -170,7 +170,7 @@ def testASampleIsWrittenAsTheTrainerWritesIt(followed, run, capsys):
 
 def testAnotherProcessRepeatsNothing(run, monkeypatch, capsys):
   """What is done of a checkpoint is known to a process that goes on with it; once also of which."""
-  progress = eval_progress.EvalProgress()
+  progress = eval_program.EvalProgress()
 
   def Evaluator(checkpoint='last'):
     return toy_training.Evaluator(run, _Params(), progress=progress, checkpoint=checkpoint)

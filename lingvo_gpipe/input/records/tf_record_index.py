@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from lingvo_gpipe.core import file_errors, heartbeat
+from lingvo_gpipe.core import files, heartbeat
 from lingvo_gpipe.input.records import tf_records
 
 # Who looks where records begin waits for the disk, mostly.
@@ -96,7 +96,7 @@ class TfRecordIndex:
         tf_records.RaiseDamage([self._paths[part]], self._where)
       except ValueError as e:
         return e
-      except file_errors.FILE_ERRORS:  # It may be gone by now.
+      except files.FILE_ERRORS:  # It may be gone by now.
         pass
     return error
 

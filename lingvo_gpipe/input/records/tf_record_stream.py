@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import file_errors, heartbeat, hyperparams, nested_map
+from lingvo_gpipe.core import files, heartbeat, hyperparams, nested_map
 from lingvo_gpipe.input import file_pattern, index_order, stream_input
 from lingvo_gpipe.input.records import tf_records
 
@@ -56,7 +56,7 @@ class TfRecordStream(stream_input.BaseStreamInput):
         tf_records.RaiseDamage(itertools.filterfalse(tf_records.IsSound, self._files), where)
       except ValueError as e:
         return e
-      except file_errors.FILE_ERRORS as e:  # It may be gone by now.
+      except files.FILE_ERRORS as e:  # It may be gone by now.
         return super().Explain(e)
     return super().Explain(error)
 
@@ -85,11 +85,11 @@ class TfRecordStream(stream_input.BaseStreamInput):
 
       return tf.data.Dataset.from_tensor_slices(first_bytes).flat_map(Part)
 
-    files = tf.data.Dataset.range(len(self._files))
+    indices = tf.data.Dataset.range(len(self._files))
     if p.shuffle:
       seed = tf.cast(index_order.Hash64(p.random_seed, epoch), tf.int64)
-      files = files.shuffle(len(self._files), seed, reshuffle_each_iteration=False)
-    records = files.interleave(Records, cycle_length=_FILES_AT_ONCE if p.shuffle else 1)
+      indices = indices.shuffle(len(self._files), seed, reshuffle_each_iteration=False)
+    records = indices.interleave(Records, cycle_length=_FILES_AT_ONCE if p.shuffle else 1)
     return records.map(self._Example)
 
   def _FingerprintParts(self) -> list[Any]:

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from lingvo_gpipe.core import file_errors, heartbeat, hyperparams
+from lingvo_gpipe.core import files, heartbeat, hyperparams
 
 # What to do where a record's checksum is wrong.
 POLICIES = ('stop', 'skip')
@@ -209,7 +209,7 @@ def _Records(path: str, where: str, damaged: str) -> Iterator[tuple[int, bytes |
     if offset >= size:
       break
     if damaged == 'stop':
-      why = 'truncated record' if error is None else file_errors.OneLine(error)
+      why = 'truncated record' if error is None else files.OneLine(error)
       instead = f'; to go on without such records, set {where} to skip' if where else ''
       raise ValueError(
         f'{path} is damaged, or no TFRecord file: record {number + 1}, at byte {offset:,}: {why}. '

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import whole_file
+from lingvo_gpipe.core import files
 from lingvo_gpipe.input.text import sentencepiece_tokenizer
 
 MODEL_TYPES = ('unigram', 'bpe')
@@ -111,9 +111,9 @@ def Train(
       f'no vocabulary of {vocab_size} pieces can be trained on these {len(sentences)} lines: '
       f'{reason}'
     ) from e
-  whole_file.Write(f'{prefix}.model', model.getvalue())
+  files.WriteWhole(f'{prefix}.model', model.getvalue())
   tokenizer = sentencepiece_tokenizer.SentencePieceTokenizer(f'{prefix}.model')
-  whole_file.Write(f'{prefix}.vocab', tokenizer.Text())
+  files.WriteWhole(f'{prefix}.vocab', tokenizer.Text())
   return tokenizer
 
 
