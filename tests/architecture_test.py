@@ -10,6 +10,8 @@ import sys
 
 import pytest
 
+import lingvo_gpipe
+
 _ROOT = pathlib.Path(__file__).parents[1]
 _PACKAGES = ('lingvo_gpipe', 'params', 'tasks', 'tools')
 
@@ -148,6 +150,8 @@ def _Target(name):
   parts = name.split('.')
   if parts[0] not in _PACKAGES:
     return None
+  if name.removeprefix('lingvo_gpipe.') in lingvo_gpipe.__all__:
+    return f'lingvo_gpipe.{lingvo_gpipe._FOLDER_OF[parts[-1]]}.{parts[-1]}'
   while parts and '.'.join(parts) not in _MODULES:
     parts.pop()
   assert parts, f'{name} is no module'
@@ -237,6 +241,33 @@ def testTheFrameworkDoesNotKnowItsUsers():
       assert not target.startswith('params'), where
 
 
+def testExperimentsAndTasksUseThePublicNames():
+  for package in ('params', 'tasks'):
+    for path in _Files(package):
+      for name, line, _ in _Imports(path):
+        if name.split('.')[0] == 'lingvo_gpipe':
+          public = name.removeprefix('lingvo_gpipe.') in lingvo_gpipe.__all__
+          assert public, f'{_Relative(path)}:{line}: {name} is not in lingvo_gpipe.__all__'
+
+
+def testTheLibraryKnowsItsFoldersAndNotItsPublicNames():
+  for path in _Files('lingvo_gpipe'):
+    for name, line, _ in _Imports(path):
+      is_public = name.removeprefix('lingvo_gpipe.') in lingvo_gpipe.__all__
+      assert not is_public, f'{_Relative(path)}:{line}: name the folder of {name}'
+
+
+def testTypeCheckersSeeThePublicNames():
+  """The imports under TYPE_CHECKING are those that happen at run time."""
+  folders = lingvo_gpipe._FOLDER_OF
+  at_run_time = {f'lingvo_gpipe.{folder}.{name}' for name, folder in folders.items()}
+  seen = {name for name, _, _ in _Imports(_MODULES['lingvo_gpipe'])}
+  assert seen - {'importlib', 'typing.TYPE_CHECKING', 'typing.Any'} == at_run_time
+  assert at_run_time <= _MODULES.keys()
+  for name in lingvo_gpipe.__all__:
+    assert getattr(lingvo_gpipe, name).__name__ == f'lingvo_gpipe.{folders[name]}.{name}'
+
+
 def testFlagsLiveInThePrograms():
   for path in _Files('lingvo_gpipe', 'params', 'tasks'):
     module = _Module(path)
@@ -307,7 +338,7 @@ def testNoFileIsACatchAll():
 
 def testPackagesImportNothing():
   for path in _Files(*_PACKAGES):
-    if path.name == '__init__.py':
+    if path.name == '__init__.py' and _Module(path) != 'lingvo_gpipe':  # The public face.
       body = _Tree(path).body
       assert all(isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant) for n in body), (
         f'{_Relative(path)}: only a docstring'

@@ -200,6 +200,12 @@ def testTheTreeOfArchitectureNamesEveryFolder():
   assert named == folders - {'.'}
 
 
+@cases('path', DOCS, ids=_Ids)
+def testDocsUseThePublicNames(path):
+  """Modules of folders are private: examples import from lingvo_gpipe itself."""
+  assert not re.findall(r'^\s*(?:from|import) lingvo_gpipe\..*', path.read_text(), re.MULTILINE)
+
+
 @pytest.fixture(scope='module')
 def program_help(forks):
   """What `--help` of the programs prints."""

@@ -176,11 +176,8 @@ def testEveryTaskTakesSteps():
 _PROJECT = """
   import tensorflow as tf
 
-  from lingvo_gpipe.core import nested_map, weight_params
-  from lingvo_gpipe.experiment import registry, task
-  from lingvo_gpipe.input import synthetic
-  from lingvo_gpipe.layers import linear
-  from lingvo_gpipe.pipeline import pipelining_layer
+  from lingvo_gpipe import linear, nested_map, pipelining_layer, registry, synthetic, task
+  from lingvo_gpipe import weight_params
 
 
   class Net(task.BaseTask):

@@ -34,7 +34,7 @@ _RUNS_DATA = {
   'code',
 }
 # Who may import by name, and start a shell's like.
-_IMPORTERS = {'lingvo_gpipe/experiment/registry.py'}
+_IMPORTERS = {'lingvo_gpipe/__init__.py', 'lingvo_gpipe/experiment/registry.py'}
 
 _PARTS = [
   '..',

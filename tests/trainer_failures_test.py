@@ -26,8 +26,7 @@ import time
 import tensorflow as tf
 
 from lingvo_gpipe.checkpoint import tensor_bundle
-from lingvo_gpipe.core import nested_map, weight_params
-from lingvo_gpipe.experiment import registry, task
+from lingvo_gpipe import nested_map, registry, task, weight_params
 from lingvo_gpipe.input import parallel_files, synthetic
 
 

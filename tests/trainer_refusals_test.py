@@ -17,8 +17,7 @@ from tests import processes
 _EXPERIMENT = """
 import tensorflow as tf
 
-from lingvo_gpipe.core import nested_map, weight_params
-from lingvo_gpipe.experiment import registry, task
+from lingvo_gpipe import nested_map, registry, task, weight_params
 from lingvo_gpipe.input import stream_input, synthetic, tf_record_stream
 
 

@@ -14,10 +14,8 @@ from tests import processes
 _TASK = """
 import tensorflow as tf
 
-from lingvo_gpipe.core import base_layer, nested_map, weight_params
-from lingvo_gpipe.experiment import task
-from lingvo_gpipe.input import base_input_generator
-from lingvo_gpipe.pipeline import pipelining_layer
+from lingvo_gpipe import base_input_generator, base_layer, nested_map, pipelining_layer, task
+from lingvo_gpipe import weight_params
 
 
 class Scale(base_layer.BaseLayer):
@@ -113,7 +111,7 @@ class Doubling(task.BaseTask):
 """
 
 _EXPERIMENT = """
-from lingvo_gpipe.experiment import registry
+from lingvo_gpipe import registry
 from tasks import doubling
 
 

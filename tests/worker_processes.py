@@ -20,11 +20,7 @@ SECONDS = 100
 EXPERIMENT = """
 import tensorflow as tf
 
-from lingvo_gpipe.experiment import registry, task
-from lingvo_gpipe.learning import optimizer
-from lingvo_gpipe.input import synthetic
-from lingvo_gpipe.layers import dropout, linear
-from lingvo_gpipe.pipeline import pipelining_layer
+from lingvo_gpipe import dropout, linear, optimizer, pipelining_layer, registry, synthetic, task
 
 
 class Regression(task.BaseTask):

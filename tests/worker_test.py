@@ -24,7 +24,7 @@ hosts = worker_processes.hosts
 
 # Beside the experiment Toy: replicas wait for each other within their stages.
 _NORMALISED = """
-from lingvo_gpipe.layers import batch_norm
+from lingvo_gpipe import batch_norm
 
 
 @registry.RegisterSingleTaskModel

@@ -7,9 +7,7 @@
 
 from __future__ import annotations
 
-from lingvo_gpipe.core import hyperparams
-from lingvo_gpipe.experiment import registry
-from lingvo_gpipe.learning import lr_schedules, optimizer
+from lingvo_gpipe import hyperparams, lr_schedules, optimizer, registry
 from params.image import tfds_experiment
 from tasks.image import amoebanet
 

@@ -24,9 +24,7 @@ from __future__ import annotations
 
 import math
 
-from lingvo_gpipe.core import hyperparams, weight_params
-from lingvo_gpipe.experiment import registry
-from lingvo_gpipe.learning import lr_schedules, optimizer
+from lingvo_gpipe import hyperparams, lr_schedules, optimizer, registry, weight_params
 from params.image import tfds_experiment
 from tasks.image import amoebanet
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lingvo_gpipe.core import hyperparams
-from lingvo_gpipe.experiment import registry
-from lingvo_gpipe.input.tfds import tfds_images
+from lingvo_gpipe import hyperparams, registry, tfds_images
 
 
 class TfdsExperiment(registry.SingleTaskModelParams):

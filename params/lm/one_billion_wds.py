@@ -35,10 +35,7 @@ number of steps is ours.
 
 from __future__ import annotations
 
-from lingvo_gpipe.core import hyperparams
-from lingvo_gpipe.experiment import registry
-from lingvo_gpipe.input.tfds import tfds_text
-from lingvo_gpipe.learning import lr_schedules, optimizer
+from lingvo_gpipe import hyperparams, lr_schedules, optimizer, registry, tfds_text
 from tasks.lm import model
 
 

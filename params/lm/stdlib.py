@@ -6,9 +6,7 @@ No download: `trainer --model=lm.stdlib.ByteTransformerGPipe2 --logdir=runs/stdl
 
 from __future__ import annotations
 
-from lingvo_gpipe.core import hyperparams
-from lingvo_gpipe.experiment import registry
-from lingvo_gpipe.learning import lr_schedules, optimizer
+from lingvo_gpipe import hyperparams, lr_schedules, optimizer, registry
 from tasks.lm import model, stdlib_input
 
 

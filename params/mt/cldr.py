@@ -13,9 +13,7 @@ another and draws the paper's figure 3: see docs/translation.md, which has what 
 
 from __future__ import annotations
 
-from lingvo_gpipe.core import hyperparams
-from lingvo_gpipe.experiment import registry
-from lingvo_gpipe.learning import lr_schedules, optimizer
+from lingvo_gpipe import hyperparams, lr_schedules, optimizer, registry
 from tasks.mt import cldr_input, cldr_names, model
 
 

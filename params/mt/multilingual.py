@@ -27,10 +27,7 @@ depth^-1/2), the bound of the logits, batches and buckets, the number of micro-b
 
 from __future__ import annotations
 
-from lingvo_gpipe.core import hyperparams, weight_params
-from lingvo_gpipe.experiment import registry
-from lingvo_gpipe.input.tfds import tfds_pairs
-from lingvo_gpipe.learning import lr_schedules, optimizer
+from lingvo_gpipe import hyperparams, lr_schedules, optimizer, registry, tfds_pairs, weight_params
 from tasks.mt import model
 
 _WMT = [

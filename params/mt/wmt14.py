@@ -10,8 +10,7 @@ and memory, and `mt.cldr.Bilingual` runs anywhere. The experiment has not been t
 
 from __future__ import annotations
 
-from lingvo_gpipe.core import hyperparams
-from lingvo_gpipe.experiment import registry
+from lingvo_gpipe import hyperparams, registry
 from params.mt import multilingual
 
 

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from lingvo_gpipe.core import hyperparams, shapes
-from lingvo_gpipe.layers import batch_norm, conv_batch_norm, drop_path, skip
+from lingvo_gpipe import batch_norm, conv_batch_norm, drop_path, hyperparams, shapes, skip
 from tasks.image import amoebanet_cell, classifier, heads
 
 _AUX_KEY = 'aux_head'

@@ -7,8 +7,16 @@ import dataclasses
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import base_layer, hyperparams, nested_map, shapes
-from lingvo_gpipe.layers import batch_norm, drop_path, factorized_reduction, fprop_meta
+from lingvo_gpipe import (
+  base_layer,
+  batch_norm,
+  drop_path,
+  factorized_reduction,
+  fprop_meta,
+  hyperparams,
+  nested_map,
+  shapes,
+)
 from tasks.image import amoebanet_ops
 
 

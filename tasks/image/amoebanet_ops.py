@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 
-from lingvo_gpipe.core import hyperparams
-from lingvo_gpipe.layers import (
+from lingvo_gpipe import (
   batch_norm,
   conv,
   conv_batch_norm,
   drop_path,
+  hyperparams,
   pooling,
   sequential,
 )

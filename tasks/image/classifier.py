@@ -7,11 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import hyperparams, nested_map, shapes
-from lingvo_gpipe.experiment import task
-from lingvo_gpipe.input import batches
-from lingvo_gpipe.layers import embedding
-from lingvo_gpipe.pipeline import pipelining_layer
+from lingvo_gpipe import batches, embedding, hyperparams, nested_map, pipelining_layer, shapes, task
 
 _TOP_K = 5
 

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from lingvo_gpipe.core import hyperparams, nested_map
-from lingvo_gpipe.input import image_augmentation, image_input
+from lingvo_gpipe import hyperparams, image_augmentation, image_input, nested_map
 
 IMAGE_SIZE, NUM_CHANNELS, NUM_CLASSES = 8, 1, 10
 

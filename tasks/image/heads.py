@@ -7,16 +7,19 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import base_layer, hyperparams, nested_map, shapes
-from lingvo_gpipe.layers import (
+from lingvo_gpipe import (
+  base_layer,
   batch_norm,
   conv_batch_norm,
   dropout,
   flatten,
   fprop_meta,
+  hyperparams,
   linear,
+  nested_map,
   pooling,
   sequential,
+  shapes,
 )
 
 

@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
-from lingvo_gpipe.core import hyperparams, shapes
-from lingvo_gpipe.layers import (
+from lingvo_gpipe import (
   activation_layer,
   batch_norm,
   conv_batch_norm,
   dropout,
   flatten,
+  hyperparams,
   linear,
   pooling,
+  shapes,
 )
 from tasks.image import classifier
 

@@ -10,12 +10,20 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from lingvo_gpipe.core import hyperparams, nested_map, weight_params
-from lingvo_gpipe.decoding import sampling
-from lingvo_gpipe.experiment import task
-from lingvo_gpipe.input import batches
-from lingvo_gpipe.layers import dropout, embedding, norm, sequential, transformer
-from lingvo_gpipe.pipeline import pipelining_layer
+from lingvo_gpipe import (
+  batches,
+  dropout,
+  embedding,
+  hyperparams,
+  nested_map,
+  norm,
+  pipelining_layer,
+  sampling,
+  sequential,
+  task,
+  transformer,
+  weight_params,
+)
 
 
 class TransformerLm(task.BaseTask):

@@ -8,9 +8,7 @@ import os
 import pathlib
 import sysconfig
 
-from lingvo_gpipe.core import hyperparams
-from lingvo_gpipe.input import base_input_generator
-from lingvo_gpipe.input.text import text_bytes, text_files
+from lingvo_gpipe import base_input_generator, hyperparams, text_bytes, text_files
 
 # Upper ends of the splits' ranges of hash values modulo 100.
 _SPLIT_ENDS = {'train': 90, 'dev': 95, 'test': 100}

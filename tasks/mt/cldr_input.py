@@ -10,8 +10,8 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from lingvo_gpipe.core import hyperparams
-from lingvo_gpipe.input.text import (
+from lingvo_gpipe import (
+  hyperparams,
   parallel_text,
   sentence_pairs,
   sentencepiece_tokenizer,

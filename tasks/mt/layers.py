@@ -16,12 +16,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import base_layer, hyperparams, nested_map, shapes
-from lingvo_gpipe.layers import (
+from lingvo_gpipe import (
+  base_layer,
   dropout,
   embedding,
   fprop_meta,
+  hyperparams,
+  nested_map,
   norm,
+  shapes,
   transformer,
   transformer_decoder,
 )

@@ -9,12 +9,21 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from lingvo_gpipe.core import hyperparams, nested_map, shapes
-from lingvo_gpipe.decoding import beam_search, translation_metrics
-from lingvo_gpipe.experiment import task
-from lingvo_gpipe.input import batches
-from lingvo_gpipe.layers import embedding, norm, sequential, transformer, transformer_decoder
-from lingvo_gpipe.pipeline import pipelining_layer
+from lingvo_gpipe import (
+  batches,
+  beam_search,
+  embedding,
+  hyperparams,
+  nested_map,
+  norm,
+  pipelining_layer,
+  sequential,
+  shapes,
+  task,
+  transformer,
+  transformer_decoder,
+  translation_metrics,
+)
 from tasks.mt import layers as mt_layers
 
 _IDS = ('src_ids', 'tgt_ids', 'tgt_labels')

@@ -17,7 +17,7 @@ from tests import processes, terminal, toy_training
 
 STEPS = 6
 _EXPERIMENT = """
-from lingvo_gpipe.experiment import registry
+from lingvo_gpipe import registry
 from tasks import toy_training
 
 

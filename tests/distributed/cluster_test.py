@@ -14,7 +14,7 @@ from lingvo_gpipe.distributed import cluster
 _FRESH = """
 import os
 import tensorflow as tf
-from lingvo_gpipe.distributed import cluster
+from lingvo_gpipe import cluster
 c = cluster.Cluster.Create(2, max_devices=3, platform='cpu')
 cores = len(os.sched_getaffinity(0))
 for i in range(3):

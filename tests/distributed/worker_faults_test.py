@@ -38,7 +38,7 @@ import time
 from lingvo_gpipe.checkpoint import tensor_bundle
 from lingvo_gpipe.core import heartbeat, nested_map
 from lingvo_gpipe.distributed import supervisor, worker_hosts
-from lingvo_gpipe.input import stream_input
+from lingvo_gpipe import stream_input
 
 supervisor._PAUSE_SECONDS = 0.1
 

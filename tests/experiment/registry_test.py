@@ -19,8 +19,7 @@ from lingvo_gpipe.experiment import registry
 _ENTRY_POINTS = importlib.metadata.entry_points
 
 _HEADER = """\
-from lingvo_gpipe.core import hyperparams
-from lingvo_gpipe.experiment import registry
+from lingvo_gpipe import hyperparams, registry
 
 def _Named(name):
   p = hyperparams.Params()

@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from lingvo_gpipe.core import nested_map
+from lingvo_gpipe import nested_map
 from lingvo_gpipe.distributed import cluster, cluster_spec
 from lingvo_gpipe.experiment import model
 from lingvo_gpipe.runners import placement, runner, task_batches

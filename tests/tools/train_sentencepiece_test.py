@@ -12,7 +12,7 @@ from tests import processes
 _PROGRAM = str(processes.ROOT / 'tools' / 'train_sentencepiece.py')
 _PARAMS = '''
 """An experiment on text files."""
-from lingvo_gpipe.experiment import registry, task
+from lingvo_gpipe import registry, task
 from lingvo_gpipe.input import text_files
 
 

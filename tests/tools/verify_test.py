@@ -40,9 +40,7 @@ _PROJECT_TASK = '''
 """A language model whose loss weight is wrong."""
 import tensorflow as tf
 
-from lingvo_gpipe.experiment import task
-from lingvo_gpipe.layers import linear
-from lingvo_gpipe.pipeline import pipelining_layer
+from lingvo_gpipe import linear, pipelining_layer, task
 
 
 class WrongTask(task.BaseTask):
@@ -70,9 +68,7 @@ _PROJECT_PARAMS = '''
 """The experiment."""
 import tensorflow as tf
 
-from lingvo_gpipe.core import nested_map
-from lingvo_gpipe.experiment import registry
-from lingvo_gpipe.input import base_input_generator
+from lingvo_gpipe import base_input_generator, nested_map, registry
 from tasks import wrong
 
 

@@ -19,9 +19,7 @@ from tests import processes, toy_tasks, toy_training
 _EXPERIMENT = """
 import tensorflow as tf
 
-from lingvo_gpipe.core import weight_params
-from lingvo_gpipe.experiment import registry, task
-from lingvo_gpipe.input import synthetic
+from lingvo_gpipe import registry, synthetic, task, weight_params
 
 
 class Net(task.BaseTask):

@@ -18,9 +18,7 @@ KILLS = {'Toy': 20, 'Stream': 5}
 _EXPERIMENT = """
 import tensorflow as tf
 
-from lingvo_gpipe.core import nested_map, weight_params
-from lingvo_gpipe.experiment import registry, task
-from lingvo_gpipe.input import stream_input, synthetic
+from lingvo_gpipe import nested_map, registry, stream_input, synthetic, task, weight_params
 
 
 class Regression(task.BaseTask):

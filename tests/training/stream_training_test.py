@@ -296,9 +296,7 @@ def testReplicasShareTheStreamSoTheirNumberMayChange(straight, tmp_path, monkeyp
 _EXPERIMENT = """
 import tensorflow as tf
 
-from lingvo_gpipe.core import nested_map, weight_params
-from lingvo_gpipe.experiment import registry, task
-from lingvo_gpipe.input import stream_input
+from lingvo_gpipe import nested_map, registry, stream_input, task, weight_params
 
 
 class Regression(task.BaseTask):

@@ -108,8 +108,7 @@ def testStagesBeforeTheFirstTrainedLayerHoldNothing():
 _MEASURED = """
 import re, sys
 import tensorflow as tf
-from lingvo_gpipe.layers import linear
-from lingvo_gpipe.pipeline import pipelining_layer
+from lingvo_gpipe import linear, pipelining_layer
 
 def Peak():
   # What getrusage tells begins with the parent's.
