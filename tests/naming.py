@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Patterns for error messages that name the things a reader needs, not the sentence around them."""
+
+import re
+
+
+def Naming(*parts: object) -> str:
+  """Returns a pattern for `pytest.raises(match=...)`: each part occurs as it is, in any order.
+
+  A part is a param, path, stage, number, file or flag. It stands alone: 3 is not found in 13.
+  """
+  return '(?s)' + ''.join(rf'(?=.*(?<!\w){re.escape(str(part))}(?!\w))' for part in parts)
