@@ -103,7 +103,9 @@ def _Train() -> int:
   params = binary.ModelParams('Train')
   steps = None
   if FLAGS.profile_steps:
-    steps = step_profiler.ParseSteps(FLAGS.profile_steps, model_lib.TrainParams(params).max_steps)
+    steps = step_profiler.ParseSteps(
+      FLAGS.profile_steps, model_lib.FindTrainParams(params).max_steps
+    )
   logdir = binary.LogDir()
   num_devices = multi_task_runner.NumDevices(params.Instantiate())
   if not has_workers:

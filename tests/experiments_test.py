@@ -68,7 +68,7 @@ def _CheckParams(key, packages=('params',)):
       fresh = registry.GetParams(key, name, packages).FromText(changed.ToText())
       assert fresh == changed, f'{key}.{name}: {fresh.TextDiff(changed)}'
     assert p == registry.GetParams(key, name, packages), f'{key}.Smoke() changed the experiment'
-  for name in model_lib.TrainParams(registry.GetParams(key, 'Train', packages)).eval_datasets:
+  for name in model_lib.FindTrainParams(registry.GetParams(key, 'Train', packages)).eval_datasets:
     assert name in names, f'{key}: task.train.eval_datasets names {name}, of {names}'
 
 
@@ -132,7 +132,7 @@ def _KeysThatTakeSteps():
   chosen = {}
   for key in _KEYS:
     p = _SmokeParams(key, 'Train')
-    candidate = (max(task.stack.num_stages for task in model_lib.TaskParams(p).values()), key)
+    candidate = (max(task.stack.num_stages for task in model_lib.FindTaskParams(p).values()), key)
     step = _ONLY_IN_NUMBERS.sub('', p.Set(model='').ToText())
     chosen[step] = max(chosen.get(step, candidate), candidate)
   return {key for _, key in chosen.values()}
@@ -165,7 +165,7 @@ def testTakesTrainingSteps(key):
 
 def testEveryTaskTakesSteps():
   tasks = {
-    key: tuple(task.cls for task in model_lib.TaskParams(_SmokeParams(key, 'Train')).values())
+    key: tuple(task.cls for task in model_lib.FindTaskParams(_SmokeParams(key, 'Train')).values())
     for key in _KEYS
   }
   assert {tasks[key] for key in _KeysThatTakeSteps()} == set(tasks.values())

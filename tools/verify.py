@@ -22,7 +22,7 @@ FLAGS = flags.FLAGS
 def _Verify() -> int:
   params = binary.ModelParams('Train')
   if FLAGS.dtype != 'as_is':
-    for p in model_lib.TaskParams(params).values():
+    for p in model_lib.FindTaskParams(params).values():
       p.Set(dtype=FLAGS.dtype, fprop_dtype=None)
   model: model_lib.BaseModel = params.Instantiate()
   task = model.task

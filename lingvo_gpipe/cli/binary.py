@@ -154,7 +154,7 @@ def ModelParams(dataset: str, key: str = '') -> Any:
   for text in Overrides():
     params.ApplyOverrides(params_text.ParseOverrides(text))
   if FLAGS.max_steps is not None:
-    model_lib.TrainParams(params).max_steps = FLAGS.max_steps
+    model_lib.FindTrainParams(params).max_steps = FLAGS.max_steps
   if FLAGS.model_task_name:
     if 'task_name' not in params:
       raise UsageError(

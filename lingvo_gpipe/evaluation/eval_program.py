@@ -125,7 +125,7 @@ class EvalProgram:
       self._CheckParams(info)
     model: model_lib.BaseModel = params.Instantiate()
     if not allow_params_change:
-      for task_name in model.chosen:
+      for task_name in model.active_tasks:
         if task_name in model.inputs:
           assets.Check(logdir, model.inputs[task_name].Assets())
     self._runner = multi_task_runner.MakeEvaluated(
@@ -296,7 +296,7 @@ class EvalProgram:
   def _Say(self, num_averages: int) -> None:
     """Prints which kind of weights is taken, where it is another one than before."""
     said = f'{self._jobnames} {"takes" if len(self._jobs) == 1 else "take"} the '
-    said += ema.Described(num_averages)
+    said += ema.DescribeWeights(num_averages)
     if bool(num_averages) != any(task.train.ema_decay for task in self._tasks):
       said += ', as they were saved: train.ema_decay here is not that of the run'
     if said != self._said:

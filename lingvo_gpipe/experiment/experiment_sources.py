@@ -49,7 +49,7 @@ def IsPackage(spec: importlib.machinery.ModuleSpec) -> bool:
   return spec.submodule_search_locations is not None
 
 
-def Location(package: str) -> str:
+def DescribeLocation(package: str) -> str:
   """Returns where the package is, and the folder that one might have expected instead."""
   spec = _FindSpec(package)
   if spec is None or not spec.submodule_search_locations:
@@ -84,7 +84,7 @@ def SourceFiles(package: str) -> Iterator[tuple[str, str]]:
           yield '.'.join([package, *module]), os.path.join(folder, file)
 
 
-def Registrations(path: str) -> list[tuple[str | None, int]]:
+def FindRegistrations(path: str) -> list[tuple[str | None, int]]:
   """Returns (class name, line) of each use of the decorator in a file; no name: used by a call."""
   try:
     with open(path, 'rb') as f:

@@ -51,7 +51,7 @@ class BaseModel:
     return self.inputs.get('')
 
   @property
-  def chosen(self) -> list[str]:
+  def active_tasks(self) -> list[str]:
     """The names of the tasks that are trained, evaluated and looked at."""
     return list(self.tasks)
 
@@ -63,12 +63,12 @@ class BaseModel:
     """Count of the trainable weights of all tasks."""
     return sum(w.num_elements for w, trainable in self.WeightSpecs().values() if trainable)
 
-  def TaskOf(self, step: int) -> str:
+  def TaskAtStep(self, step: int) -> str:
     """The name of the task that is trained after so many steps."""
     del step
     return ''
 
-  def CutLike(self, name: str, cuts: Mapping[str, Sequence[int]]) -> list[int]:
+  def SharedCut(self, name: str, cuts: Mapping[str, Sequence[int]]) -> list[int]:
     """The cut that a task takes over from one that it shares weights with; [] where none fits.
 
     Args:
@@ -82,7 +82,7 @@ class BaseModel:
     """Raises ValueError where the model cannot be trained in so many replicas."""
     del num_replicas
 
-  def Named(self, variables: Mapping[str, _T]) -> dict[str, _T]:
+  def ByCheckpointName(self, variables: Mapping[str, _T]) -> dict[str, _T]:
     """{path of a weight, maybe with /slot: x} by the names that checkpoints have."""
     return dict(variables)
 
@@ -121,12 +121,12 @@ def MakeTask(params: Any) -> task_lib.BaseTask:
   return made
 
 
-def TrainParams(params: hyperparams.Params) -> Any:
+def FindTrainParams(params: hyperparams.Params) -> Any:
   """Of a model's Params those that say how long it trains, what it saves, and so on."""
   return params.Get('task.train' if 'task' in params else 'train')
 
 
-def TaskParams(params: hyperparams.Params) -> dict[str, Any]:
+def FindTaskParams(params: hyperparams.Params) -> dict[str, Any]:
   """{path: Params}: of a model's Params those of each task."""
   if 'task' in params:
     return {'task': params.task}

@@ -79,7 +79,7 @@ class MultiTaskModel(model.BaseModel):
       raise ValueError(
         f'random_seed of a multi-task model must be an integer, got {p.random_seed!r}'
       )
-    self.TaskOf(0)
+    self.TaskAtStep(0)
     self._rules = self._Rules()
     self._names = {
       path: self._Name(path) for task in self.tasks.values() for path in task.WeightSpecs()
@@ -98,16 +98,16 @@ class MultiTaskModel(model.BaseModel):
     return self.inputs.get(self._OneName())
 
   @property
-  def chosen(self) -> list[str]:
+  def active_tasks(self) -> list[str]:
     """The names of the tasks that this is about: all, or that of `task_name`."""
     return [self.params.task_name] if self.params.task_name else list(self.tasks)
 
-  def TaskOf(self, step: int) -> str:
+  def TaskAtStep(self, step: int) -> str:
     """The name of the task that is trained after so many steps; a draw by seed and step."""
     p = self.params
     return p.task_name or task_scheduler.Draw(self._scheduler.Weights(step), p.random_seed, step)
 
-  def CutLike(self, name: str, cuts: Mapping[str, Sequence[int]]) -> list[int]:
+  def SharedCut(self, name: str, cuts: Mapping[str, Sequence[int]]) -> list[int]:
     """See the parent: that of the first task with as many layers and stages."""
     own = self.tasks[name].pipeline
     if own is None or own.params.splits:
@@ -129,7 +129,7 @@ class MultiTaskModel(model.BaseModel):
         f'{" and ".join(paths)}: leave --num_replicas out, or take the rule from {_RULES}'
       )
 
-  def Named(self, variables: Mapping[str, _T]) -> dict[str, _T]:
+  def ByCheckpointName(self, variables: Mapping[str, _T]) -> dict[str, _T]:
     """{path of a weight, maybe with /slot: x} by the names that checkpoints have."""
     found = {}
     for key, value in variables.items():
@@ -141,19 +141,19 @@ class MultiTaskModel(model.BaseModel):
     """{name: (weight, trainable)} of all tasks, shared ones once; allocates nothing."""
     specs: dict[str, tuple[weight_params.WeightParams, bool]] = {}
     for task in self.tasks.values():
-      for name, spec in self.Named(task.WeightSpecs()).items():
+      for name, spec in self.ByCheckpointName(task.WeightSpecs()).items():
         specs.setdefault(name, spec)
     return specs
 
   # ---- parts -----------------------------------------------------------------------------------
 
   def _OneName(self) -> str:
-    if len(self.chosen) > 1:
+    if len(self.active_tasks) > 1:
       raise ValueError(
         f'this model has the tasks {", ".join(self.tasks)}, and this is done with one: name it by '
         '--model_task_name'
       )
-    return self.chosen[0]
+    return self.active_tasks[0]
 
   def _TaskParams(self, name: str) -> hyperparams.InstantiableParams:
     """The Params of a task with its name, and with what holds for the run."""

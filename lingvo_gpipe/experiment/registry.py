@@ -270,7 +270,7 @@ def ListKeys(packages: Sequence[str] = ('params',)) -> list[str]:
   for package in _Packages(packages):
     prefix = package + '.'
     for module, path in experiment_sources.SourceFiles(package):
-      names = [name for name, _ in experiment_sources.Registrations(path) if name]
+      names = [name for name, _ in experiment_sources.FindRegistrations(path) if name]
       keys.update(f'{module[len(prefix) :]}.{name}' for name in names)
     for (module, name), entry in _ENTRIES.items():
       if module.startswith(prefix) and not _IsStale(entry):
@@ -300,7 +300,7 @@ def _Find(key: str, packages: Sequence[str]) -> tuple[_Entry, str]:
     module = '.'.join([package, *parts[:-1]])
     found = experiment_sources.FindModule(module)
     if found is None:
-      places.append(f'{package} ({experiment_sources.Location(package)})')
+      places.append(f'{package} ({experiment_sources.DescribeLocation(package)})')
       continue
     # From here on every error is the module's own.
     importlib.import_module(module)
@@ -417,5 +417,5 @@ def _IsAnother(old: _Entry, new: _Entry) -> bool:
   """
   if (old.file, old.line) == (new.file, new.line) or _IsStale(old):
     return False
-  there = experiment_sources.Registrations(old.file)
+  there = experiment_sources.FindRegistrations(old.file)
   return any(line == old.line and name in (None, old.cls.__name__) for name, line in there)

@@ -129,7 +129,7 @@ def EvalParams() -> hyperparams.Params:
   return p
 
 
-def FieldsRead(
+def FindReadFields(
   function: Callable[[nested_map.NestedMap], Any], batch_spec: nested_map.NestedMap
 ) -> list[str]:
   """The paths of the entries of a batch that a function of it reads or returns."""
@@ -284,7 +284,9 @@ class BaseTask(base_layer.BaseLayer):
     """
     leaves = [(name, spec) for name, spec in shapes.Leaves(batch_spec) if spec is not None]
     reads = self._PlainPredictions if self.pipeline is None else self.PipelineInputs
-    names = {path: re.sub(r'\W+', '_', path).strip('_') for path in FieldsRead(reads, batch_spec)}
+    names = {
+      path: re.sub(r'\W+', '_', path).strip('_') for path in FindReadFields(reads, batch_spec)
+    }
 
     def Run(theta: nested_map.NestedMap, inputs: nested_map.NestedMap) -> dict[str, tf.Tensor]:
       found = [inputs.get(names.get(path)) for path, _ in shapes.Leaves(batch_spec)]

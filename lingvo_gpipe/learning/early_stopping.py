@@ -111,15 +111,15 @@ class EarlyStopping:
         f'train.early_stop.metric is {p.metric!r}, but {p.jobname} has {", ".join(sorted(names))}'
       )
 
-  def WhyStop(self, step: int) -> str:
-    """Why training is to end after this step, '' where it is to go on."""
+  def StopReason(self, step: int) -> str | None:
+    """Returns why training should end after this step, or None if it should continue."""
     p = self.params
     if self._gain_step is None or step < p.min_steps:
-      return ''
+      return None
     by_steps = p.window > 0 and step - self._gain_step > p.window
     by_count = p.max_evaluations > 0 and self._num_without_gain >= p.max_evaluations
     if not (by_steps or by_count):
-      return ''
+      return None
     tolerance = f' of more than {p.tolerance:g}' if p.tolerance else ''
     return (
       f'{p.jobname} {p.metric} had no gain{tolerance} since step {self._gain_step}, in '

@@ -60,12 +60,12 @@ class ExponentialMovingAverage:
       with tf.device(average.device):
         average.assign(tf.cast(self._variables[path], average.dtype))
 
-  def Apply(self, step: tf.Tensor, is_wanted: tf.Tensor) -> None:
+  def Apply(self, step: tf.Tensor, is_applied: tf.Tensor) -> None:
     """Moves the averages; to be called in a tf.function, after the update.
 
     Args:
       step: int64 scalar, the training step.
-      is_wanted: bool scalar; where it is false nothing is changed.
+      is_applied: bool scalar; where it is false nothing is changed.
     """
     count = tf.cast(step, tf.float64)
     rate = 1.0 - tf.minimum(tf.constant(self._decay, tf.float64), (1.0 + count) / (10.0 + count))
@@ -73,9 +73,9 @@ class ExponentialMovingAverage:
     for path, average in self._averages.items():
       of_device.setdefault(average.device, []).append(path)
     for device, paths in of_device.items():
-      self._Move(device, paths, rate, is_wanted)
+      self._Move(device, paths, rate, is_applied)
 
-  def _Move(self, device: str, paths: list[str], rate: tf.Tensor, is_wanted: tf.Tensor) -> None:
+  def _Move(self, device: str, paths: list[str], rate: tf.Tensor, is_applied: tf.Tensor) -> None:
     with tf.device(device):
 
       def Move() -> tf.Tensor:
@@ -85,7 +85,7 @@ class ExponentialMovingAverage:
           average.assign_add(tf.cast(rate, average.dtype) * (value - average))
         return tf.constant(True)
 
-      tf.cond(is_wanted, Move, lambda: tf.constant(False))
+      tf.cond(is_applied, Move, lambda: tf.constant(False))
 
   @contextlib.contextmanager
   def InPlaceOfWeights(self) -> Iterator[None]:
@@ -142,14 +142,14 @@ def Restore(
   return len(averages)
 
 
-def Described(num_averages: int) -> str:
+def DescribeWeights(num_averages: int) -> str:
   """What `Restore` read, for people."""
   return f'moving averages of {num_averages} weights' if num_averages else 'weights'
 
 
 def _Average(v: tf.Variable, shared: shared_weights.SharedWeights | None) -> tf.Variable:
   make = functools.partial(_NewAverage, v)
-  return shared.Beside('ema', v, make) if shared else make()
+  return shared.Auxiliary('ema', v, make) if shared else make()
 
 
 def _NewAverage(v: tf.Variable) -> tf.Variable:

@@ -251,7 +251,7 @@ class Learner:
     return tf.add_n([tf.cast(s, tf.float64) for s in squares])
 
   def Update(
-    self, step: tf.Tensor, norm: tf.Tensor, divisor: tf.Tensor, is_wanted: tf.Tensor
+    self, step: tf.Tensor, norm: tf.Tensor, divisor: tf.Tensor, is_applied: tf.Tensor
   ) -> Mapping[str, tf.Tensor]:
     """Updates the weights from the accumulators.
 
@@ -259,7 +259,7 @@ class Learner:
       step: int64 scalar, the training step.
       norm: float64 scalar, the norm of the gradients; it waits for those of all stages.
       divisor: float64 scalar, what the accumulated gradients are divided by.
-      is_wanted: bool scalar; where it is false nothing is changed.
+      is_applied: bool scalar; where it is false nothing is changed.
 
     Returns:
       Scalars by name: learning_rate, grad_norm (before clipping), grad_scale (what clipping the
@@ -274,17 +274,17 @@ class Learner:
     with tf.control_dependencies([norm]):
       factor = clip / divisor
     for part in self._parts:
-      self._UpdatePart(part, factor, rate, is_wanted)
+      self._UpdatePart(part, factor, rate, is_applied)
     if self._count is not None:
-      self._count.assign_add(tf.cast(is_wanted, tf.int64))
+      self._count.assign_add(tf.cast(is_applied, tf.int64))
     return {
       'learning_rate': rate,
       'grad_norm': tf.cast(norm, tf.float32),
-      'grad_scale': tf.cast(tf.where(is_wanted, clip, tf.zeros_like(clip)), tf.float32),
+      'grad_scale': tf.cast(tf.where(is_applied, clip, tf.zeros_like(clip)), tf.float32),
     }
 
   def _UpdatePart(
-    self, part: _Part, factor: tf.Tensor, rate: tf.Tensor, is_wanted: tf.Tensor
+    self, part: _Part, factor: tf.Tensor, rate: tf.Tensor, is_applied: tf.Tensor
   ) -> None:
     with tf.device(part.device):
 
@@ -293,7 +293,7 @@ class Learner:
         part.optimizer.Apply(grads, rate)
         return tf.constant(True)
 
-      tf.cond(is_wanted, Apply, lambda: tf.constant(False))
+      tf.cond(is_applied, Apply, lambda: tf.constant(False))
 
   def _Clipped(self, gradient: tf.Tensor) -> tf.Tensor:
     """One variable's gradient, clipped by itself."""

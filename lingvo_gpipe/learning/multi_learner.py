@@ -174,17 +174,17 @@ class MultiLearner:
     norm = _Norm(total, divisor)
     # divide_no_nan hides a total that is not finite where the divisor is 0.
     is_finite = tf.math.is_finite(total) & tf.math.is_finite(norm)
-    is_wanted = tf.not_equal(divisor, 0.0)
+    is_applied = tf.not_equal(divisor, 0.0)
     if self._skip_nonfinite:
-      is_wanted &= is_finite
+      is_applied &= is_finite
     values: dict[str, tf.Tensor] = {'grad_norm': tf.cast(norm, tf.float32)}
     # Nobody updates before the norm is known, and so the gradients of all.
     with tf.control_dependencies([norm]):
       norms = [_Norm(square, divisor) for square in squares]
     for each, own_norm in zip(self.learners, norms, strict=True):
-      own = each.Update(step, own_norm, divisor, is_wanted)
+      own = each.Update(step, own_norm, divisor, is_applied)
       values.update({f'{name}{self._Suffix(each)}': value for name, value in own.items()})
-    return {**values, 'is_finite': is_finite, 'is_applied': is_wanted}
+    return {**values, 'is_finite': is_finite, 'is_applied': is_applied}
 
   def _Suffix(self, one: learner.Learner) -> str:
     """What the names of a learner's scalars end with."""

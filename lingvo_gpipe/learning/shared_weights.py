@@ -48,8 +48,8 @@ class SharedWeights:
   def __init__(self, weights: Mapping[str, SharedWeight]) -> None:
     """`weights` are {path in a task: what is known of it}; others belong to their task alone."""
     self._weights = dict(weights)
-    self._made: dict[str, tuple[str, tf.Variable]] = {}
-    self._beside: dict[tuple[str, int], tf.Variable] = {}
+    self._variables: dict[str, tuple[str, tf.Variable]] = {}
+    self._auxiliary: dict[tuple[str, int], tf.Variable] = {}
     self._optimizers: dict[tuple[str, str], _Optimizer] = {}
     with tf.device('/device:CPU:0'):
       self.global_step = tf.Variable(0, trainable=False, dtype=tf.int64, name='global_step')
@@ -65,9 +65,9 @@ class SharedWeights:
     weight = self._weights.get(path)
     if weight is None:
       return create()
-    if weight.name not in self._made:
-      self._made[weight.name] = path, create()
-    owner, variable = self._made[weight.name]
+    if weight.name not in self._variables:
+      self._variables[weight.name] = path, create()
+    owner, variable = self._variables[weight.name]
     actual = tf.DeviceSpec.from_string(variable.device)
     wanted = tf.DeviceSpec.from_string(device or '')
     if actual.make_merged_spec(wanted) != actual:
@@ -79,14 +79,14 @@ class SharedWeights:
       )
     return variable
 
-  def Beside(
+  def Auxiliary(
     self, kind: str, variable: tf.Variable, create: Callable[[], tf.Variable]
   ) -> tf.Variable:
     """What lies beside a variable, such as its gradient's sum: once, however many tasks have it."""
     key = (kind, id(variable))
-    if key not in self._beside:
-      self._beside[key] = create()
-    return self._beside[key]
+    if key not in self._auxiliary:
+      self._auxiliary[key] = create()
+    return self._auxiliary[key]
 
   def Trainers(self, path: str) -> str:
     """Who trains the weight of a path; '' where only its own task does."""

@@ -81,8 +81,8 @@ class Placement:
     ]
     self.first_host = self._ends[0][0]
     self._keys = batch_spec.Keys()
-    inputs = task_lib.FieldsRead(task.PipelineInputs, batch_spec)
-    sides = task_lib.FieldsRead(task.LossInputs, batch_spec)
+    inputs = task_lib.FindReadFields(task.PipelineInputs, batch_spec)
+    sides = task_lib.FindReadFields(task.LossInputs, batch_spec)
     # What neither reads, `CheckBatch` may: the loss is beside what else it looks at.
     self._keys_first = [key for key in self._keys if key in inputs]
     self._keys_last = [key for key in self._keys if key in sides or key not in inputs]

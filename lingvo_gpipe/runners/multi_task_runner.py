@@ -57,8 +57,8 @@ class MultiTaskRunner:
       model.CheckReplicas(num_replicas)
       missing = [name for name in names if name not in model.inputs]
     else:
-      names = [name for name in model.chosen if name in model.inputs]
-      missing = [] if names else model.chosen
+      names = [name for name in model.active_tasks if name in model.inputs]
+      missing = [] if names else model.active_tasks
     if missing:
       raise ValueError(
         f'the data set has no input for the task {" and ".join(missing)}; it has '
@@ -70,7 +70,7 @@ class MultiTaskRunner:
     kind = train_runner.TrainRunner if with_learner else eval_runner.EvalRunner
     for name in names:
       cuts = {other: made.cut.ends for other, made in self._runners.items()}
-      splits = task_cut.SavedCut(saved, model.tasks[name], name) or model.CutLike(name, cuts)
+      splits = task_cut.SavedCut(saved, model.tasks[name], name) or model.SharedCut(name, cuts)
       one = _OfTask(
         kind, model, name, devices, splits=splits, num_replicas=num_replicas, shared=shared
       )
@@ -79,7 +79,7 @@ class MultiTaskRunner:
         self._trained[name] = one
     self._shared = shared
     self.global_step = shared.global_step
-    self.task_runners = {name: self._runners[name] for name in model.chosen if name in names}
+    self.task_runners = {name: self._runners[name] for name in model.active_tasks if name in names}
     self._last = next(iter(self.task_runners))  # The task of the last step.
 
   @property
@@ -95,7 +95,7 @@ class MultiTaskRunner:
     """{name: variable}: all that a checkpoint keeps; what tasks share is there once."""
     found = self._shared.Variables()
     for name, one in self._runners.items():
-      for key, variable in self._model.Named(one.Variables()).items():
+      for key, variable in self._model.ByCheckpointName(one.Variables()).items():
         first, slash, rest = key.partition('/')
         key = f'learner/{name}/{rest}' if first == 'learner' and slash else key
         assert found.setdefault(key, variable) is variable, key
@@ -104,7 +104,7 @@ class MultiTaskRunner:
   def TrainedNames(self) -> set[str]:
     """Which of `Variables` are the trained weights."""
     paths = [path for one in self._trained.values() for path in one.TrainedNames()]
-    return set(self._model.Named(dict.fromkeys(paths)))
+    return set(self._model.ByCheckpointName(dict.fromkeys(paths)))
 
   def AfterRestore(self) -> None:
     """To be called when `Variables()` were assigned from a checkpoint."""
@@ -123,7 +123,7 @@ class MultiTaskRunner:
     Args:
       batch: as there, of that task.
     """
-    self._last = self._model.TaskOf(int(self.global_step))
+    self._last = self._model.TaskAtStep(int(self.global_step))
     values = self._now.TrainStep(batch)
     if values is None:
       return None
@@ -134,7 +134,7 @@ class MultiTaskRunner:
 
   def IsTraced(self, batch: batches.AnyBatch) -> bool:
     """As `TrainRunner.IsTraced`, of the task whose step is next."""
-    return self._trained[self._model.TaskOf(int(self.global_step))].IsTraced(batch)
+    return self._trained[self._model.TaskAtStep(int(self.global_step))].IsTraced(batch)
 
   def NumSkippedSteps(self) -> tf.Tensor:
     """How many steps of the run changed nothing, whatever the task."""

@@ -48,7 +48,7 @@ def Batches(
   # A task's data wait for its next turn.
   sources: dict[str, Iterator[batches.AnyBatch]] = {}
   for current in itertools.count(step):
-    name = model.TaskOf(current)
+    name = model.TaskAtStep(current)
     if name not in sources:
       one = None if run is None else run.task_runners[name]
       source = Source(model.inputs[name], one, of='run')

@@ -58,7 +58,7 @@ class TrainRunner(eval_runner.EvalRunner):
     self._CheckOutside()
     self._CheckMicroBatches()
     self.engine.MakeAccumulators(
-      functools.partial(shared.Beside, 'accumulator') if shared else None
+      functools.partial(shared.Auxiliary, 'accumulator') if shared else None
     )
     train = task.params.train
     self._replicas = replica_update.ReplicaUpdate(self.learner, self.engine, train, shared)

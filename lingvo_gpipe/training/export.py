@@ -66,7 +66,7 @@ class Exported:
 
   def Text(self) -> str:
     """Some lines for people."""
-    weights = ema.Described(self.num_averages)
+    weights = ema.DescribeWeights(self.num_averages)
     lines = [f'exported the {weights} of step {self.step} to {self.directory}']
     lines += [f'  {name}: {text}' for name, text in self.signatures.items()]
     if self.fixed_batch:
@@ -109,12 +109,14 @@ def Export(
   info = checkpoint_choice.Find(saved, checkpoint)
   params_change.CheckEvaluated(info, params, allow_params_change)
   # Of several tasks each has a folder.
-  directory = directory.rstrip('/') or os.path.join(logdir, FOLDER, *model.chosen, str(info.step))
+  directory = directory.rstrip('/') or os.path.join(
+    logdir, FOLDER, *model.active_tasks, str(info.step)
+  )
   _CheckNew(directory)
   with tf.device('/device:CPU:0'):  # An accelerator's memory may be another program's.
     model.task.InstantiateVariables()
     variables = model.task.VariablesByPath()
-    num_averages = ema.Restore(saved, info, model.Named(variables))
+    num_averages = ema.Restore(saved, info, model.ByCheckpointName(variables))
   functions, fixed = _Trace(model.task, model.input.BatchSpec())
   exported = Exported(
     directory,

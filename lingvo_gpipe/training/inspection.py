@@ -48,7 +48,7 @@ def PartitionText(
     ValueError: the Params have no input, or the layers cannot be cut as they say.
   """
   model: model_lib.BaseModel = params.Instantiate()
-  names = model.chosen
+  names = model.active_tasks
   if any(model.inputs.get(name) is None for name in names):
     raise ValueError('the partition needs an input, for the shapes of a batch: set params.input')
   model.CheckReplicas(num_replicas)
@@ -58,7 +58,7 @@ def PartitionText(
   for name in names:
     task, source = model.tasks[name], model.inputs[name]
     spec, num_shapes = source.BatchSpec(), len(source.BatchSpecs())
-    splits = task_cut.SavedCut(saved, task, name) or model.CutLike(name, cuts)
+    splits = task_cut.SavedCut(saved, task, name) or model.SharedCut(name, cuts)
     cut = task_cut.CutTask(task, spec, splits, num_replicas)
     cuts[name] = cut.ends
     text = f'task {name}:\n{cut.Table()}' if name else cut.Table()

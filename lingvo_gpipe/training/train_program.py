@@ -95,10 +95,10 @@ class TrainProgram:
         with other Params; or a mistake in the Params of evaluations, early stopping or warm start.
       LookupError: an unknown data set in `task.train.eval_datasets` or `decode_datasets`.
     """
-    train = model_lib.TrainParams(params)
+    train = model_lib.FindTrainParams(params)
     learner_params = {
       f'{path}.train.learner': task.train.learner
-      for path, task in model_lib.TaskParams(params).items()
+      for path, task in model_lib.FindTaskParams(params).items()
     }
     self._nonfinite = nonfinite_steps.NonFiniteSteps(
       train.max_nonfinite_steps, learner_params, check_numerics=check_numerics
@@ -123,18 +123,18 @@ class TrainProgram:
     self._stop = stop
     self._failures = dict(failures or {})
     self._model: model_lib.BaseModel = params.Instantiate()
-    self._train = model_lib.TrainParams(self._model.params)
+    self._train = model_lib.FindTrainParams(self._model.params)
     self._early_stop = self._train.early_stop.Instantiate()
     warm_start.Check(self._train.init_from_checkpoint_rules)
     # Reads the data, with errors of its own, before there are weights to fill the memory.
-    for name in self._model.chosen:
+    for name in self._model.active_tasks:
       if name in self._model.inputs:
         self._model.inputs[name].Fingerprint()
     self._runner = multi_task_runner.Make(
       self._model, devices.devices, self._checkpointer, num_replicas=devices.num_replicas
     )
     self._profiler = step_profiler.StepProfiler(
-      profile_steps, logdir, self._runner.task_runners, self._model.TaskOf, devices.workers
+      profile_steps, logdir, self._runner.task_runners, self._model.TaskAtStep, devices.workers
     )
     # Of the tasks that are trained.
     self._inputs = {name: self._model.inputs[name] for name in self._runner.task_runners}
@@ -227,7 +227,7 @@ class TrainProgram:
       rules = self._train.init_from_checkpoint_rules
       if rules:
         paths = {p: v for t in self._model.tasks.values() for p, v in t.VariablesByPath().items()}
-        print('\n'.join(warm_start.Load(rules, self._model.Named(paths))), flush=True)
+        print('\n'.join(warm_start.Load(rules, self._model.ByCheckpointName(paths))), flush=True)
         self._runner.BeginAtWeights()
       return
     info, saved = found
@@ -341,7 +341,7 @@ class TrainProgram:
       trace = self._runner.trace_seconds
       rest = time.monotonic() - self._start - trace
       say(f'traced in {trace:.1f} s; compiled and ran the first step in {rest:.1f} s')
-    name = self._model.TaskOf(step - 1)
+    name = self._model.TaskAtStep(step - 1)
     num_rows = sum(map(input_batches.NumRows, self._batches))
     shares = itertools.chain(*map(self._runner.task_runners[name].Shares, self._batches))
     source = self._inputs[name]
@@ -365,7 +365,7 @@ class TrainProgram:
     if 0 < p.max_seconds <= self._TrainSeconds():
       return f'max_seconds {p.max_seconds:g}'
     # Without evaluations in between, their lack is none of gains.
-    why = self._early_stop.WhyStop(step) if self._passes.during_training else ''
+    why = self._early_stop.StopReason(step) if self._passes.during_training else ''
     return f'early stopping ({why})' if why else ''
 
   def _TrainSeconds(self) -> float:
@@ -468,7 +468,7 @@ class TrainProgram:
     return run_state.Circumstances(self._model, self._runner, self._cluster)
 
   def _NumAccumulated(self, step: int) -> int:
-    task = self._model.tasks[self._model.TaskOf(step)]
+    task = self._model.tasks[self._model.TaskAtStep(step)]
     return multi_learner.NumAccumulated(task.params.train.learner)
 
 

@@ -23,7 +23,9 @@ def testSharedWeightsAreNamedAndCountedOnce():
   ]  # fmt: skip
   assert made.NumParams() == 2 * (16 + 4) + (8 + 2) + (4 + 1)
   assert made.shared['shared.1.w'] == {'a': 'a.stack.layers[1].w', 'b': 'b.stack.layers[1].w'}
-  named = made.Named({'a.stack.layers[0].w/momentum': 1, 'learner/iterations': 2, 'global_step': 3})
+  named = made.ByCheckpointName(
+    {'a.stack.layers[0].w/momentum': 1, 'learner/iterations': 2, 'global_step': 3}
+  )
   assert named == {'shared.0.w/momentum': 1, 'learner/iterations': 2, 'global_step': 3}
 
 
@@ -45,13 +47,13 @@ def testWhatHoldsForTheRunReachesEachTask():
 
 def testTheChosenTaskIsTheOneThatIsTrained():
   made = toy_tasks.Params().Instantiate()
-  assert {made.TaskOf(step) for step in range(50)} == {'a', 'b'}
+  assert {made.TaskAtStep(step) for step in range(50)} == {'a', 'b'}
   with pytest.raises(ValueError, match='has the tasks a, b, .* --model_task_name'):
     _ = made.task
   made = toy_tasks.Params(task_name='b').Instantiate()
-  assert {made.TaskOf(step) for step in range(50)} == {'b'}
+  assert {made.TaskAtStep(step) for step in range(50)} == {'b'}
   assert made.task is made.tasks['b'] and made.input is made.inputs['b']
-  assert made.chosen == ['b']
+  assert made.active_tasks == ['b']
 
 
 def testParamsTextRoundTrip():

@@ -23,7 +23,7 @@ def _Follow(values, start=0, interval=10, **settings):
   for i, value in enumerate(values):
     step = start + interval * (i + 1)
     best = made.Update(step, 'eval_dev', {'loss': value})
-    found.append((step, best, bool(made.WhyStop(step))))
+    found.append((step, best, bool(made.StopReason(step))))
   return found
 
 
@@ -73,11 +73,11 @@ def testAnExtraEvaluationMayBeBestAndDoesNotMoveTheEnd():
   def Follow(extra):
     made = _Make(max_evaluations=2)
     for step, value in ((10, 3.0), (20, 2.0), (30, 2.5), (40, 2.2)):
-      assert not made.WhyStop(step)
+      assert not made.StopReason(step)
       made.Update(step, 'eval_dev', {'loss': value})
       for i, other in enumerate(extra):
         made.Update(step + i + 1, 'eval_dev', {'loss': other}, is_extra=True)
-    return made.WhyStop(40), made.best_step
+    return made.StopReason(40), made.best_step
 
   assert Follow([])[0] and Follow([])[1] == 20
   assert Follow([9.0, 9.0, 9.0]) == Follow([])
@@ -117,7 +117,7 @@ def testARestartAnywhereChangesNothing(seed):
   for i, value in enumerate(values):
     step = 10 * (i + 1)
     found = [
-      (one.Update(step, 'eval_dev', {'loss': value}), one.WhyStop(step), one.best_step)
+      (one.Update(step, 'eval_dev', {'loss': value}), one.StopReason(step), one.best_step)
       for one in (straight, restarted)
     ]
     assert found[0] == found[1]

@@ -85,7 +85,7 @@ def testEqualsOneKerasOptimizerForEachGroup():
   adams = {group: keras.optimizers.Adam(0.05) for group in groups}
   for step, task in enumerate(order):
     values = _Step(run, task, seed=step)
-    found = run._model.Named(run.Gradients(values['loss_weight']))
+    found = run._model.ByCheckpointName(run.Gradients(values['loss_weight']))
     for group in (task, 'a+b'):
       adams[group].apply([found[n] for n in names[group]], [reference[n] for n in names[group]])
   for name, weight in reference.items():

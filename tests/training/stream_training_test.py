@@ -254,7 +254,7 @@ def testEachTaskHasAStateOfItsOwn(tmp_path):
 
   toy_training.Train(tmp_path / 'once', Params(12))
   made = Params(12).Instantiate()
-  turns = [made.TaskOf(step) for step in range(12)]
+  turns = [made.TaskAtStep(step) for step in range(12)]
   first = next(step for step in range(12) if turns[step] != turns[0])
   # The other task, whose turn it is, is trained alone for a step, and the first one's stream waits.
   for max_steps, task_name in ((first, ''), (first + 1, turns[first]), (12, '')):
