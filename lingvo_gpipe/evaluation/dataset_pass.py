@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from lingvo_gpipe.core import files, hyperparams, nested_map
-from lingvo_gpipe.distributed import stop_request
+from lingvo_gpipe.distributed import stop_request, worker_connection
 from lingvo_gpipe.experiment import model as model_lib
 from lingvo_gpipe.experiment import task as task_lib
 from lingvo_gpipe.input import batches
@@ -131,7 +131,9 @@ class DatasetPass:
 
   def _Batches(self) -> Iterator[nested_map.NestedMap]:
     """The batches of the data set, in this process, until asked to stop."""
-    return self._UntilStopped(batches.Batches(self._input))
+    return self._UntilStopped(
+      batches.Batches(self._input, is_lost_machine=worker_connection.IsFailure)
+    )
 
   def _UntilStopped(self, data: Iterator[_Batch]) -> Iterator[_Batch]:
     return itertools.takewhile(lambda _: self._stop.signal is None, data)

@@ -114,7 +114,7 @@ class BaseInputGenerator:
     """
     raise NotImplementedError(f'_Examples of {type(self).__name__}')
 
-  def _ExamplesIn(self, indices: tf.Tensor, epochs: tf.Tensor) -> nested_map.NestedMap:
+  def _ExamplesInEpochs(self, indices: tf.Tensor, epochs: tf.Tensor) -> nested_map.NestedMap:
     """As `_Examples`, for a data set whose examples change with the epoch, int64 [n]."""
     del epochs
     return self._Examples(indices)
@@ -171,9 +171,11 @@ class BaseInputGenerator:
       ValueError: `start` is negative, the data set is empty, a field has no static shape or is not
         what the spec says, or examples are drawn that a restart would not draw again.
     """
-    return self.Part(start, range(self.params.batch_size))
+    return self.RowsDataset(start, range(self.params.batch_size))
 
-  def Part(self, start: int, rows: range, keys: Sequence[str] | None = None) -> tf.data.Dataset:
+  def RowsDataset(
+    self, start: int, rows: range, keys: Sequence[str] | None = None
+  ) -> tf.data.Dataset:
     """Of each batch of `Dataset` some rows; no others are made. Not where `Dataset` is overridden.
 
     Args:
@@ -183,8 +185,8 @@ class BaseInputGenerator:
         and what only others need is not computed.
     """
     p = self.params
-    start = self._CheckedStart(start)
-    num_examples = self._CheckedNumExamples()
+    start = self._CheckStart(start)
+    num_examples = self._CheckNumExamples()
     num_positions = self._NumPositions()
     spec = self.BatchSpec().Transform(lambda x: tf.TensorSpec([len(rows), *x.shape[1:]], x.dtype))
 
@@ -201,7 +203,7 @@ class BaseInputGenerator:
         indices = index_order.ShuffledIndices(positions, num_examples, p.random_seed)
       else:
         indices = tf.math.floormod(positions, num_examples)
-      batch = Weighted(self._ExamplesIn(indices, epochs), example_weights)
+      batch = ApplyWeights(self._ExamplesInEpochs(indices, epochs), example_weights)
       self._CheckMatches(batch, spec)
       if not tf.executing_eagerly():  # tf.data can be told so, to look for mistakes.
         self._CheckDraws(indices.graph)
@@ -241,7 +243,7 @@ class BaseInputGenerator:
     num_positions = self._NumPositions()
     if num_positions is None:
       return None
-    left = max(0, num_positions - self._CheckedStart(start))
+    left = max(0, num_positions - self._CheckStart(start))
     return -(-left // self.params.batch_size)
 
   def PositionAfter(self, position: int, num_rows: int) -> int:
@@ -326,7 +328,7 @@ class BaseInputGenerator:
       at_least = '' if minimum is None else f' of at least {minimum}'
       raise ValueError(f'{self._Where(param_name)}: expected an integer{at_least}, got {value!r}')
 
-  def _CheckedStart(self, start: int) -> int:
+  def _CheckStart(self, start: int) -> int:
     start = operator.index(start)
     if start < 0:
       raise ValueError(
@@ -335,7 +337,7 @@ class BaseInputGenerator:
       )
     return start
 
-  def _CheckedNumExamples(self) -> int:
+  def _CheckNumExamples(self) -> int:
     num_examples = self.NumExamples()
     if num_examples < 1:
       raise ValueError(
@@ -346,7 +348,7 @@ class BaseInputGenerator:
 
   def _NumPositions(self) -> int | None:
     num_epochs = self.params.num_epochs
-    return num_epochs * self._CheckedNumExamples() if num_epochs else None
+    return num_epochs * self._CheckNumExamples() if num_epochs else None
 
   def _WithoutBatchDimension(self, key: str, spec: tf.TensorSpec) -> tf.TensorSpec:
     if not spec.shape.rank:
@@ -408,7 +410,9 @@ def _Bytes(batch: nested_map.NestedMap) -> dict[str, bytes]:
   return {key: tf.io.serialize_tensor(x).numpy() for key, x in batch.FlattenItems()}
 
 
-def Weighted(examples: nested_map.NestedMap, example_weights: tf.Tensor) -> nested_map.NestedMap:
+def ApplyWeights(
+  examples: nested_map.NestedMap, example_weights: tf.Tensor
+) -> nested_map.NestedMap:
   """`examples` with the weights of rows multiplied into their fields of weights."""
   batch = nested_map.NestedMap(examples)
   for key in _WEIGHT_FIELDS:

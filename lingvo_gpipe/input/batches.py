@@ -1,25 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The batches of an input, one after the other; an error in making one tells of which examples."""
+"""Iterates over the batches of an input; errors name the input and the examples of the batch."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import tensorflow as tf
 
 from lingvo_gpipe.core import nested_map
-from lingvo_gpipe.distributed import worker_connection
 from lingvo_gpipe.input import base_input_generator
 
 
 class PlacedBatch(NamedTuple):
-  """A batch in parts that are where stages need them, in place of a NestedMap; see `placement`.
+  """A batch whose tensors lie on the devices that need them, in place of a NestedMap.
+
+  `runners.batch_placement` makes and reads it.
 
   Attributes:
-    firsts: for each replica fields of its rows that are where its first stage is.
-    lasts: the same of the last stage, without those that are there already.
+    firsts: for each replica, the fields of its rows that are on the host of its first stage.
+    lasts: for each replica, the fields that are on the host of its last stage, without those that
+      `firsts` already has there.
   """
 
   firsts: tuple[tuple[tf.Tensor, ...], ...]
@@ -30,28 +32,51 @@ AnyBatch = nested_map.NestedMap | PlacedBatch
 _Batch = TypeVar('_Batch', nested_map.NestedMap, PlacedBatch)
 
 
-def Batches(
-  source: base_input_generator.BaseInputGenerator, start: int = 0, of: str = 'data set'
-) -> Iterator[nested_map.NestedMap]:
-  """The batches of an input from a position on.
+def _Never(error: Exception) -> bool:
+  del error
+  return False
 
-  An error in making one gets a note that says of which input and examples.
+
+def Batches(
+  source: base_input_generator.BaseInputGenerator,
+  start: int = 0,
+  position_in: str = 'data set',
+  is_lost_machine: Callable[[Exception], bool] = _Never,
+) -> Iterator[nested_map.NestedMap]:
+  """Yields the batches of an input from a position on.
+
+  An error in making a batch gets notes, see `AddNotes`.
 
   Args:
     source: the input.
-    start: the position.
-    of: what positions count in, for the note: a data set, or a run, which goes through it often.
+    start: position of the first batch, in examples.
+    position_in: 'data set' or 'run', the unit that positions count in, for the note. A run may go
+      through its data set many times.
+    is_lost_machine: whether an error comes from a lost machine and not from the data.
   """
-  yield from Noted(iter(source.Dataset(start=start)), source, start, of)
+  dataset = iter(source.Dataset(start=start))
+  yield from AddNotes(dataset, source, start, position_in, is_lost_machine)
 
 
-def Noted(
+def AddNotes(
   batches: Iterator[_Batch],
   source: base_input_generator.BaseInputGenerator,
   start: int,
-  of: str = 'data set',
+  position_in: str = 'data set',
+  is_lost_machine: Callable[[Exception], bool] = _Never,
 ) -> Iterator[_Batch]:
-  """Batches of an input, with the note on errors that `Batches` tells of."""
+  """Yields batches; adds notes to an error in making one.
+
+  The first note names the input and the examples of the batch, the second one says what to do
+  unless `source.Explain` does or the machine was lost.
+
+  Args:
+    batches: the batches of `source` from position `start` on.
+    source: the input.
+    start: position of the first batch, in examples.
+    position_in: 'data set' or 'run', the unit that positions count in.
+    is_lost_machine: whether an error comes from a lost machine and not from the data.
+  """
   position = start
   while True:
     try:
@@ -59,21 +84,21 @@ def Noted(
     except StopIteration:
       return
     except Exception as e:
-      told = source.Explain(e)
-      told.add_note(
-        f'while the input {Named(source)} made the batch that begins at example {position:,} of '
-        f'the {of}'
+      explained = source.Explain(e)
+      explained.add_note(
+        f'while the input {InputName(source)} made the batch that begins at example {position:,} '
+        f'of the {position_in}'
       )
-      if told is not e:  # It says itself what to do.
-        raise told from e
-      if not worker_connection.IsFailure(e):  # Of that the data are not to blame.
-        # A stream, of which nobody knows how many examples it has, begins at the first one alone.
+      if explained is not e:  # Its message says what to do.
+        raise explained from e
+      if not is_lost_machine(e):
+        # A stream has no known number of examples and can only be read from its first example.
         begin = f'start={position}' if source.NumExamples() else ''
-        there = 'begins with' if begin else 'comes to'
+        verb = 'begins with' if begin else 'comes to'
         e.add_note(
-          'what to try: mend the data or the input, for the next call makes that batch again; to '
-          f'look at it without training, Dataset({begin}) of Params.Instantiate() {there} it, with '
-          'the Params of this input'
+          'what to try: fix the data or the input; the next run retries this batch. To inspect it '
+          f'without training, Dataset({begin}) of Params.Instantiate() {verb} it, with the Params '
+          'of this input'
         )
       raise
     yield batch
@@ -81,28 +106,28 @@ def Noted(
 
 
 def Range(values: tf.Tensor) -> tuple[int, int]:
-  """The least and the largest of some integers, found on the device where they are, by one call."""
+  """Returns the minimum and maximum of integers, computed by one call on their device."""
   with tf.device(values.device):
-    low, high = _RangeOf(values.dtype)(values).numpy()
+    low, high = _RangeFunction(values.dtype)(values).numpy()
   return int(low), int(high)
 
 
 @functools.cache
-def _RangeOf(dtype: tf.DType) -> Any:
-  # For all shapes at once: to bring another function to a worker beside others that run there may
+def _RangeFunction(dtype: tf.DType) -> Any:
+  # One function for all shapes: sending another function to a worker while others run there can
   # break them, see `worker_hosts._Gate`.
   return tf.function(
     lambda values: tf.stack([tf.reduce_min(values), tf.reduce_max(values)]), autograph=False
   ).get_concrete_function(tf.TensorSpec(None, dtype))
 
 
-def Named(source: base_input_generator.BaseInputGenerator) -> str:
-  """The class of an input, and its name if it has one, for messages."""
+def InputName(source: base_input_generator.BaseInputGenerator) -> str:
+  """Returns the class of an input, and its name if it has one, for messages."""
   name = source.params.name
   return f'{type(source).__name__} {name!r}' if name else type(source).__name__
 
 
 def NumRows(batch: AnyBatch) -> int:
-  """The rows of a batch, padded ones included: by so many it moves the position on."""
+  """Returns the number of rows of a batch, padded rows included: the batch's share of positions."""
   parts = batch.firsts if isinstance(batch, PlacedBatch) else [batch.Flatten()]
   return sum(int(part[0].shape[0]) for part in parts)

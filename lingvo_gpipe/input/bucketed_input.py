@@ -178,7 +178,7 @@ class BucketedInput(base_input_generator.BaseInputGenerator):
     """
     p = self.params
     plan = self._plan
-    first = plan.BatchAt(self._CheckedStart(start))
+    first = plan.BatchAt(self._CheckStart(start))
     if plan.Position(first) != start:
       logging.warning(
         '%s: position %d is within a batch: going on with the next one, at %d. Were the buckets '
@@ -232,7 +232,7 @@ class BucketedInput(base_input_generator.BaseInputGenerator):
     if not self.params.num_epochs:
       return None
     end = self.params.num_epochs * self._plan.num_batches
-    return max(0, end - self._plan.BatchAt(self._CheckedStart(start)))
+    return max(0, end - self._plan.BatchAt(self._CheckStart(start)))
 
   def _PlanOf(self, number: np.int64) -> tuple[np.ndarray, np.ndarray, np.int64]:
     batch = self._plan.Batch(int(number))
@@ -278,7 +278,7 @@ class BucketedInput(base_input_generator.BaseInputGenerator):
         f'empty or longer than {p.bucket_upper_bound[-1]}. Leave such languages out, or raise the '
         'last bucket_upper_bound'
       )
-    self._CheckedNumExamples()
+    self._CheckNumExamples()
     lengths = np.minimum(self._Lengths()[self._used], p.bucket_upper_bound[-1])
     plan = bucket_plan.BucketPlan(
       np.searchsorted(p.bucket_upper_bound, lengths),

@@ -48,10 +48,10 @@ def Lines(path: str, where: str) -> Iterator[str]:
   """
   with tf.io.gfile.GFile(path, 'rb') as f:
     for number, line in enumerate(f, 1):
-      yield Text(line.removesuffix(b'\n').removesuffix(b'\r'), path, where, number)
+      yield DecodeText(line.removesuffix(b'\n').removesuffix(b'\r'), path, where, number)
 
 
-def Text(content: bytes, path: str, where: str, first_line: int = 1) -> str:
+def DecodeText(content: bytes, path: str, where: str, first_line: int = 1) -> str:
   """A part of a text file that begins in some line; ValueError where it is not in UTF-8.
 
   The mark of byte order that some editors write at a file's beginning is no text.

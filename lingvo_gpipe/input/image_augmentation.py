@@ -112,7 +112,7 @@ def CentralWindow(height: tf.Tensor, width: tf.Tensor, share: float) -> tf.Tenso
 
 def _Bits(seeds: tf.Tensor, purpose: int) -> tf.Tensor:
   """uint64, well mixed."""
-  return index_order.Hash64(purpose, seeds)
+  return index_order.TensorHash64(purpose, seeds)
 
 
 def _Below(seeds: tf.Tensor, purpose: int, limit: int) -> tf.Tensor:

@@ -75,10 +75,10 @@ class ImageInput(base_input_generator.BaseInputGenerator):
       labels=tf.TensorSpec([], tf.int32),
     )
 
-  def _ExamplesIn(self, indices: tf.Tensor, epochs: tf.Tensor) -> nested_map.NestedMap:
+  def _ExamplesInEpochs(self, indices: tf.Tensor, epochs: tf.Tensor) -> nested_map.NestedMap:
     """As BaseInputGenerator's."""
     p = self.params
-    hashes = index_order.Hash64(
+    hashes = index_order.TensorHash64(
       p.random_seed + _AUGMENTATION, epochs * self.NumExamples() + indices
     )
     seeds = tf.bitcast(hashes, tf.int64)

@@ -32,7 +32,7 @@ def _Finalize(x: tf.Tensor) -> tf.Tensor:
   return tf.bitwise.bitwise_xor(x, tf.bitwise.right_shift(x, _Uint64(_SHIFTS[-1])))
 
 
-def Hash64(seed: int, values: tf.Tensor) -> tf.Tensor:
+def TensorHash64(seed: int, values: tf.Tensor) -> tf.Tensor:
   """Well-mixed 64-bit hashes of integers, elementwise.
 
   Args:
@@ -64,7 +64,7 @@ def ShuffledIndices(positions: tf.Tensor, num_examples: int, random_seed: int) -
   epochs = positions // num_examples
   offsets = tf.math.floormod(positions, num_examples)
   words = _KEY_WORDS + 1
-  hashes = [Hash64(random_seed, epochs * words + word) for word in range(words)]
+  hashes = [TensorHash64(random_seed, epochs * words + word) for word in range(words)]
   keys = tf.stack([tf.cast(h, tf.uint32) for h in hashes[:_KEY_WORDS]], axis=-1)
   if not _CipherCannotReach(num_examples - 1):
     return _Shuffle(offsets, keys, num_examples)

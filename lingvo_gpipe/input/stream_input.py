@@ -228,7 +228,7 @@ class BaseStreamInput(base_input_generator.BaseInputGenerator):
       examples = self._Stream(epoch)
       if not shuffle:
         return examples
-      seed = tf.cast(index_order.Hash64(p.random_seed, epoch), tf.int64)
+      seed = tf.cast(index_order.TensorHash64(p.random_seed, epoch), tf.int64)
       return examples.shuffle(p.shuffle_buffer_size, seed, reshuffle_each_iteration=False)
 
     @tf.autograph.experimental.do_not_convert
@@ -240,7 +240,7 @@ class BaseStreamInput(base_input_generator.BaseInputGenerator):
         num_rows = tf.shape(batch.Flatten()[0])[0]
         example_weights = tf.cast(places < num_rows, tf.float32)
         batch = batch.Transform(lambda x: tf.gather(x, tf.minimum(places, num_rows - 1)))
-      batch = base_input_generator.Weighted(batch, example_weights)
+      batch = base_input_generator.ApplyWeights(batch, example_weights)
       self._CheckMatches(batch, spec, '_Stream')
       return batch
 

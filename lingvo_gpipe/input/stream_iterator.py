@@ -63,7 +63,7 @@ class StreamIterator:
     self.num_taken += 1
     return self._Packed(values)
 
-  def Through(self, function: Callable[[Any], Any]) -> Iterator[Any]:
+  def Map(self, function: Callable[[Any], Any]) -> Iterator[Any]:
     """What a function of TensorFlow's operations makes of each element that is left.
 
     Values stay where the function puts them. Nothing is read before it is asked for.
@@ -89,7 +89,7 @@ class StreamIterator:
       self.num_taken += 1
       yield made
 
-  def At(self, host: str) -> StreamIterator:
+  def CopyTo(self, host: str) -> StreamIterator:
     """Another one that goes on from here, on another host.
 
     Args:

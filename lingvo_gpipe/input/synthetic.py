@@ -43,13 +43,13 @@ class _SyntheticInput(base_input_generator.BaseInputGenerator):
     """uint64 [n, width], random numbers that belong to examples `indices`, int64 [n]."""
     places = (indices + self.params.first_example)[:, tf.newaxis] * width
     seed = self.params.data_seed * _NUM_PURPOSES + purpose
-    return index_order.Hash64(seed, places + tf.range(width, dtype=tf.int64))
+    return index_order.TensorHash64(seed, places + tf.range(width, dtype=tf.int64))
 
   def _RuleHashes(self, purpose: int, size: int) -> np.ndarray:
     """uint64 [size], random numbers of the rule."""
     with tf.init_scope(), tf.device('/device:CPU:0'):
       seed = self.params.data_seed * _NUM_PURPOSES + purpose
-      return index_order.Hash64(seed, tf.range(size, dtype=tf.int64)).numpy()
+      return index_order.TensorHash64(seed, tf.range(size, dtype=tf.int64)).numpy()
 
 
 # What random numbers are drawn for; the seeds of different purposes differ.

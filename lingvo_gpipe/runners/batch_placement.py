@@ -189,7 +189,7 @@ class Placement:
         parts.append(of_share)
       return parts
 
-    for parts in stream.Through(Parts):
+    for parts in stream.Map(Parts):
       read = self._Checked(parts)
       heartbeat.Step(heartbeat.READ)
       yield read
@@ -209,7 +209,7 @@ class Placement:
     """What goes through the parts of batches that are read as a data set on each worker."""
     readers = [
       [
-        _Reader(host, functools.partial(source.Part, start, share.rows, keys))
+        _Reader(host, functools.partial(source.RowsDataset, start, share.rows, keys))
         if keys
         else functools.partial(itertools.repeat, ())
         for host, keys in zip(_Hosts(share), self.Keys(share), strict=True)
@@ -273,7 +273,7 @@ def WhyNot(source: base_input_generator.BaseInputGenerator) -> str:
   elif isinstance(source, stream_input.BaseStreamInput):
     traced = pipeline_graph.Trace(source.Dataset)
   else:
-    traced = pipeline_graph.Trace(functools.partial(source.Part, 0, range(p.batch_size)))
+    traced = pipeline_graph.Trace(functools.partial(source.RowsDataset, 0, range(p.batch_size)))
   nodes = itertools.chain(*pipeline_graph.Operations(traced))
   if found := sorted({node.op for node in nodes if _PYTHON.fullmatch(node.op)}):
     return f'{name} runs functions of Python ({", ".join(found)})'

@@ -102,7 +102,7 @@ class Source:
     if self._is_decided and self._runner is not None:
       return self._ReadThere(self._runner, position, stream)
     found = iter(self._source.Dataset(start=position)) if stream is None else stream
-    here = batches.Noted(found, self._source, position, self._of)
+    here = batches.AddNotes(found, self._source, position, self._of, worker_connection.IsFailure)
     if self._runner is None:
       return here, stream
     (there, moved), placed, why = self._Tried(self._runner, position, stream)
@@ -110,7 +110,7 @@ class Source:
     if first is None:
       return here, stream
     self._is_decided = True
-    name = batches.Named(self._source)
+    name = batches.InputName(self._source)
     if placed is not None and _Bytes(self._runner, first) == _Bytes(self._runner, placed):
       logging.info('data: %s, %s', name, self._runner.placement.ReadBy(self._source))
       return itertools.chain([placed], there), moved
@@ -131,9 +131,10 @@ class Source:
         self._passes[position] = one.placement.Pass(self._source, position)
       there = self._passes[position]()
     else:
-      stream = stream.At(one.placement.first_host)
+      stream = stream.CopyTo(one.placement.first_host)
       there = one.placement.ReadStream(stream)
-    return batches.Noted(there, self._source, position, self._of), stream
+    there = batches.AddNotes(there, self._source, position, self._of, worker_connection.IsFailure)
+    return there, stream
 
   def _Tried(
     self,

@@ -318,7 +318,7 @@ def testRowsThatPadTheLastBatchAreNoExamples():
 @pytest.mark.parametrize('options', [{}, {'num_epochs': 1}, {'shuffle': False}])
 def testAPartIsThoseRowsOfThoseFields(options):
   generator = _Input(**options)
-  parts = list(generator.Part(3, range(1, 3), ['inner.pair', 'example_weights']).take(3))
+  parts = list(generator.RowsDataset(3, range(1, 3), ['inner.pair', 'example_weights']).take(3))
   whole = _Batches(generator, 3, 3)
   assert len(parts) == len(whole) > 1
   for part, batch in zip(parts, whole, strict=True):

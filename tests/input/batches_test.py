@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An error in making a batch says for which examples."""
+"""Batches of an input, and the notes on errors in making them."""
 
 import sys
 
@@ -12,7 +12,7 @@ from lingvo_gpipe.input import batches, stream_input, synthetic
 
 
 class _Failing(synthetic.SyntheticRegressionInput):
-  """Cannot make example 9."""
+  """Raises when it makes example 9."""
 
   def _Examples(self, indices):
     with tf.control_dependencies(
@@ -27,13 +27,13 @@ def _Input(cls=_Failing, **values):
 
 
 @pytest.mark.parametrize('start', [0, 3])
-def testTheBatchThatCannotBeMadeIsTold(start):
-  made = batches.Batches(_Input(), start)
+def testErrorNamesTheExamplesOfTheBatch(start):
+  iterator = batches.Batches(_Input(), start)
   first = 8 if start == 0 else 9
   for position in range(start, first, 2):
-    assert next(made).example_weights.shape == [2], position
+    assert next(iterator).example_weights.shape == [2], position
   with pytest.raises(tf.errors.InvalidArgumentError) as e:
-    next(made)
+    next(iterator)
   note, hint = e.value.__notes__
   assert note.startswith("while the input _Failing 'Train' made the batch that begins at example ")
   assert note.endswith(f' example {first} of the data set')
@@ -43,45 +43,45 @@ def testTheBatchThatCannotBeMadeIsTold(start):
 
 
 class _FailingStream(stream_input.BaseStreamInput):
-  """Cannot make example 9."""
+  """Raises when it makes example 9."""
 
   def _Stream(self, epoch):
     return tf.data.Dataset.range(20).map(lambda i: {'x': 1 // (i - 9)})
 
 
-def testAStreamIsToBeGoneThrough():
+def testHintForAStreamReadsItFromTheStart():
   source = _FailingStream.Params().Set(batch_size=2, shuffle=False).Instantiate()
   with pytest.raises(tf.errors.InvalidArgumentError) as e:
     list(batches.Batches(source))
-  made, hint = e.value.__notes__
-  assert 'at example 8 of' in made and ' Dataset() of Params.Instantiate() comes to it' in hint
+  note, hint = e.value.__notes__
+  assert 'at example 8 of' in note and ' Dataset() of Params.Instantiate() comes to it' in hint
 
 
-def testOfAWorkerThatIsGoneTheDataAreNotToBlame(monkeypatch):
+def testLostWorkerGetsNoHintAboutTheData(monkeypatch):
   monkeypatch.setattr(worker_connection, '_answers', {'host:1': b''})  # There are workers.
 
-  def Gone():
+  def LostWorker():
     raise tf.errors.UnavailableError(None, None, 'failed to connect to all addresses')
     yield
 
   with pytest.raises(tf.errors.UnavailableError) as e:
-    next(batches.Noted(Gone(), _Input(), 4, of='run'))
+    next(batches.AddNotes(LostWorker(), _Input(), 4, 'run', worker_connection.IsFailure))
   (note,) = e.value.__notes__
   assert note.endswith('the batch that begins at example 4 of the run')
 
 
-def testBatchesAreThoseOfTheDataSet():
+def testBatchesEqualTheDataSets():
   source = _Input(synthetic.SyntheticRegressionInput, batch_size=3, shuffle=True)
   expected = [b.inputs.numpy() for b in source.Dataset(start=4)]
   got = [b.inputs.numpy() for b in batches.Batches(source, 4)]
   np.testing.assert_array_equal(got, expected)
 
 
-def testTheRangeOfIntegersIsThatOfAnyShape():
+def testRangeTakesIntegersOfAnyShape():
   for dtype, values in ((tf.int32, [[3, -2], [5, 0]]), (tf.int64, [2**40]), (tf.int32, [7, 7, 7])):
     with tf.device('/device:CPU:1'):
-      found = batches.Range(tf.constant(values, dtype))
-    assert found == (np.min(values), np.max(values))
+      low_and_high = batches.Range(tf.constant(values, dtype))
+    assert low_and_high == (np.min(values), np.max(values))
 
 
 if __name__ == '__main__':

@@ -11,7 +11,7 @@ from lingvo_gpipe.input import image_augmentation, index_order
 
 
 def _Seeds(n, seed=0):
-  return tf.bitcast(index_order.Hash64(seed, tf.range(n, dtype=tf.int64)), tf.int64)
+  return tf.bitcast(index_order.TensorHash64(seed, tf.range(n, dtype=tf.int64)), tf.int64)
 
 
 def _Images(n, height=6, width=5):

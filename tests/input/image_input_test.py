@@ -65,7 +65,7 @@ def testARestartIsExactAlsoInOtherBatches(start, batch_size):
 
 
 def testAPartHasTheSameChanges():
-  both = tf.data.Dataset.zip(_Input().Part(7, range(3), ['images']), _Input().Dataset(7))
+  both = tf.data.Dataset.zip(_Input().RowsDataset(7, range(3), ['images']), _Input().Dataset(7))
   for (images,), batch in both.take(3):
     np.testing.assert_array_equal(images, batch.images[:3])
 

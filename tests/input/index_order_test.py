@@ -50,7 +50,7 @@ def testOrderIsPinned():
   np.testing.assert_array_equal(_Order(10, num_epochs=2), expected)
   assert _Order(2**16 + 1)[0, :5].tolist() == [54331, 51440, 21740, 63532, 53276]
   expected = [0x8E58975F6D0DC556, 0x4728CDD5EE342CC5, 0x0B1F3A78522375A5]
-  assert index_order.Hash64(1, tf.range(3)).numpy().tolist() == expected
+  assert index_order.TensorHash64(1, tf.range(3)).numpy().tolist() == expected
 
 
 def testSizeThatIsTreatedApartMovesItsLastIndex():

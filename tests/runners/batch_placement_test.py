@@ -276,7 +276,7 @@ with tf.io.TFRecordWriter('records') as writer:
   for i in range(20):
     writer.write(str(19 - i))
 index = tf_record_index.TfRecordIndex(
-  [tf_record_index.Part(os.path.abspath('records'), 0, 20, 20)]
+  [tf_record_index.FileRange(os.path.abspath('records'), 0, 20, 20)]
 )
 zero = tf.Variable(0, dtype=tf.int64)
 for cls in (Records, OwnDataset, Python, Variable, OwnFile, OtherFiles, WholeBatch):

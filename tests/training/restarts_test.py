@@ -230,9 +230,9 @@ def testAnErrorInTheInputIsToldAndLeavesTheLastCheckpoint(project, forks, tmp_pa
   assert 'ValueError: example 13 is bad' in done.stderr
   assert processes.Messages(done.stderr)[-3:] == [
     'while the input FailingInput made the batch that begins at example 12 of the run',
-    'what to try: mend the data or the input, for the next call makes that batch again; to look '
-    'at it without training, Dataset(start=12) of Params.Instantiate() begins with it, with the '
-    'Params of this input',
+    'what to try: fix the data or the input; the next run retries this batch. To inspect it '
+    'without training, Dataset(start=12) of Params.Instantiate() begins with it, with the Params '
+    'of this input',
     'training ended after step 4; the next call goes on from the checkpoint of step 4',
   ]
   assert processes.Steps(tmp_path)[-1] == 4

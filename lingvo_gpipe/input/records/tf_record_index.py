@@ -21,7 +21,7 @@ from lingvo_gpipe.input.records import tf_records
 _FILES_AT_ONCE = 16
 
 
-class Part(NamedTuple):
+class FileRange(NamedTuple):
   """Records of a file, one after another.
 
   Attributes:
@@ -44,7 +44,7 @@ class TfRecordIndex:
     begins: the bytes where they begin in their files, int64 [records].
   """
 
-  def __init__(self, parts: Sequence[Part], where: str = '', damaged: str = 'stop') -> None:
+  def __init__(self, parts: Sequence[FileRange], where: str = '', damaged: str = 'stop') -> None:
     """Finds where the records begin, from their lengths alone; what is in them is not read.
 
     Args:
@@ -57,7 +57,7 @@ class TfRecordIndex:
       ValueError: with 'stop', a file is damaged, or has not as many records as it should.
     """
     began = time.monotonic()
-    find = functools.partial(tf_records.Places, where=where, damaged=damaged)
+    find = functools.partial(tf_records.RecordLocations, where=where, damaged=damaged)
     places = {}
     self._where = where if damaged == 'stop' else ''  # For messages: skip is set already.
     with concurrent.futures.ThreadPoolExecutor(_FILES_AT_ONCE) as threads:
@@ -85,7 +85,7 @@ class TfRecordIndex:
     The operation fails with DataLossError where they are wrong; see `Explain`.
     """
     paths, parts, begins, sizes = self._tensors
-    return tf_records.Record(paths[parts[index]], begins[index], sizes[index])
+    return tf_records.ReadRecord(paths[parts[index]], begins[index], sizes[index])
 
   def Explain(self, error: tf.errors.DataLossError) -> Exception:
     """What to raise in place of an error of `Read`: one that names file and record, if found."""

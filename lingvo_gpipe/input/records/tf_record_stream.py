@@ -53,7 +53,7 @@ class TfRecordStream(stream_input.BaseStreamInput):
       is_skipped = self.params.damaged_records == 'skip'
       where = '' if is_skipped else self._Where('damaged_records')
       try:
-        tf_records.RaiseDamage(itertools.filterfalse(tf_records.IsSound, self._files), where)
+        tf_records.RaiseDamage(itertools.filterfalse(tf_records.IsIntact, self._files), where)
       except ValueError as e:
         return e
       except files.FILE_ERRORS as e:  # It may be gone by now.
@@ -87,7 +87,7 @@ class TfRecordStream(stream_input.BaseStreamInput):
 
     indices = tf.data.Dataset.range(len(self._files))
     if p.shuffle:
-      seed = tf.cast(index_order.Hash64(p.random_seed, epoch), tf.int64)
+      seed = tf.cast(index_order.TensorHash64(p.random_seed, epoch), tf.int64)
       indices = indices.shuffle(len(self._files), seed, reshuffle_each_iteration=False)
     records = indices.interleave(Records, cycle_length=_FILES_AT_ONCE if p.shuffle else 1)
     return records.map(self._Example)
@@ -107,7 +107,7 @@ class TfRecordStream(stream_input.BaseStreamInput):
     if self.params.damaged_records == 'stop':
       for path in filter(os.path.exists, self._files):
         heartbeat.Long()  # Many records take long.
-        tf_records.Borders(path, self._Where('damaged_records'))
+        tf_records.RecordOffsets(path, self._Where('damaged_records'))
       return [([(0, -1)], 0)] * len(self._files)
     with tf.init_scope():  # Now, not within a pipeline.
-      return [tf_records.SoundParts(path) for path in self._files]
+      return [tf_records.IntactRanges(path) for path in self._files]

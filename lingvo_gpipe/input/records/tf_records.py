@@ -51,7 +51,7 @@ def Dataset(path: str | tf.Tensor, first_byte: int | tf.Tensor = 0) -> tf.data.D
   return first_bytes.flat_map(functools.partial(_From, path))
 
 
-def Record(path: str | tf.Tensor, first_byte: tf.Tensor, num_bytes: tf.Tensor) -> tf.Tensor:
+def ReadRecord(path: str | tf.Tensor, first_byte: tf.Tensor, num_bytes: tf.Tensor) -> tf.Tensor:
   """One record of a file, a string scalar; DataLossError where its checksums are wrong.
 
   Args:
@@ -71,7 +71,7 @@ def _From(
   return tf.data.experimental.from_variant(variant, tf.TensorSpec([], tf.string))
 
 
-def Borders(path: str, where: str = '') -> np.ndarray:
+def RecordOffsets(path: str, where: str = '') -> np.ndarray:
   """The bytes where the records of a file begin, and its size: int64 [records + 1].
 
   Only their lengths are read: what is in them may be damaged.
@@ -127,7 +127,7 @@ def CheckCount(path: str, num_records: int, expected: int) -> None:
     raise ValueError(f'{path} has {num_records:,} records, expected {expected:,}: restore it')
 
 
-def IsSound(path: str) -> bool:
+def IsIntact(path: str) -> bool:
   """Whether all records of a file are sound; faster than `Records`."""
 
   def Add(size: tf.Tensor, record: tf.Tensor) -> tf.Tensor:
@@ -142,33 +142,33 @@ def IsSound(path: str) -> bool:
     return False
 
 
-def Places(path: str, where: str = '', damaged: str = 'stop') -> np.ndarray:
+def RecordLocations(path: str, where: str = '', damaged: str = 'stop') -> np.ndarray:
   """Where the records of a file are: their numbers from 0, first bytes and sizes, int64 [n, 3].
 
   Args:
     path: as for `Dataset`.
     where: as for `Records`.
-    damaged: one of `POLICIES`. With 'stop' only the lengths are read, as by `Borders`; with 'skip'
-      the file is read through, and damaged records are left out.
+    damaged: one of `POLICIES`. With 'stop' only the lengths are read; with 'skip' the whole file is
+      read and damaged records are left out.
 
   Raises:
-    ValueError: with 'stop', as `Borders`.
+    ValueError: with 'stop', as `RecordOffsets`.
   """
-  if damaged == 'skip' and not IsSound(path):
+  if damaged == 'skip' and not IsIntact(path):
     found = enumerate(_Records(path, '', 'skip'))
     places = [(i, byte, _AROUND + len(x)) for i, (byte, x) in found if x is not None]
     return np.array(places, np.int64).reshape(-1, 3)
-  borders = Borders(path, where)
+  borders = RecordOffsets(path, where)
   return np.stack([np.arange(len(borders) - 1), borders[:-1], np.diff(borders)], axis=1)
 
 
-def SoundParts(path: str) -> tuple[list[tuple[int, int]], int]:
+def IntactRanges(path: str) -> tuple[list[tuple[int, int]], int]:
   """Reads a file through, and tells where its sound records are.
 
   Returns:
     [(byte, number of records from there on)], where -1 are all, and how many are damaged.
   """
-  if IsSound(path):
+  if IsIntact(path):
     return [(0, -1)], 0
   parts, num_damaged = [(0, 0)], 0
   is_behind = False
@@ -218,13 +218,13 @@ def _Records(path: str, where: str, damaged: str) -> Iterator[tuple[int, bytes |
     yield offset, None
     number += 1
     num_damaged += 1
-    offset = _Behind(path, offset, size)
+    offset = _NextRecordOffset(path, offset, size)
     first_byte.assign(offset)
   if num_damaged:
     logging.warning('%s: %d of %d records are damaged and were skipped', path, num_damaged, number)
 
 
-def _Behind(path: str, offset: int, size: int) -> int:
+def _NextRecordOffset(path: str, offset: int, size: int) -> int:
   """The byte behind the damaged record at another; the file's size where the length is damaged."""
   with tf.io.gfile.GFile(path, 'rb') as f:
     f.seek(offset)

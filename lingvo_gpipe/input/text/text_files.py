@@ -60,7 +60,7 @@ class TextFilesInput(text_tokens.TextTokensInput):
 
   def _FileText(self, content: bytes, path: str) -> str:
     """The text of a file that is a document; override it for files that are not in UTF-8."""
-    return file_pattern.Text(content, path, self._Where('file_pattern'))
+    return file_pattern.DecodeText(content, path, self._Where('file_pattern'))
 
   def _SourceParts(self) -> list[Any]:
     return ['text_files', self.params.documents, *self._digests]

@@ -206,7 +206,9 @@ class TextTokensInput(base_input_generator.BaseInputGenerator):
   def _FakeExamples(self, indices: tf.Tensor) -> nested_map.NestedMap:
     p = self.params
     places = tf.range(p.seq_len + 1, dtype=tf.int64)
-    hashes = index_order.Hash64(p.random_seed, indices[:, tf.newaxis] * (p.seq_len + 1) + places)
+    hashes = index_order.TensorHash64(
+      p.random_seed, indices[:, tf.newaxis] * (p.seq_len + 1) + places
+    )
     num_ids = tf.constant(p.vocab_size - _FIRST_TEXT_ID, tf.uint64)
     tokens = tf.cast(tf.math.floormod(hashes, num_ids), tf.int32) + _FIRST_TEXT_ID
     ids = tokens[:, :-1]

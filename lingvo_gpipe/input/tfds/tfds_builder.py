@@ -44,7 +44,7 @@ def NumExamples(builder: tfds.core.DatasetBuilder, split: str, where: str) -> in
   """The number of examples in a split of a prepared data set, such as 'train[:90%]'.
 
   Args:
-    builder: from `Prepared`.
+    builder: from `LoadPrepared`.
     split: the split.
     where: what names the split in messages, such as 'TfdsImageInput: param split'.
 
@@ -60,7 +60,7 @@ def NumExamples(builder: tfds.core.DatasetBuilder, split: str, where: str) -> in
     ) from e
 
 
-def Prepared(dataset: str, data_dir: str, where: str, instead: str) -> tfds.core.DatasetBuilder:
+def LoadPrepared(dataset: str, data_dir: str, where: str, instead: str) -> tfds.core.DatasetBuilder:
   """The builder of a data set that has been prepared.
 
   Args:
@@ -218,7 +218,7 @@ def _Files(builder: tfds.core.DatasetBuilder, split: str) -> dict[str, int]:
 def _IsSound(builder: tfds.core.DatasetBuilder, split: str) -> bool:
   # To read a file through does not tell that it was cut between two records.
   return all(
-    tf_records.IsSound(path) and len(tf_records.Borders(path)) - 1 == expected
+    tf_records.IsIntact(path) and len(tf_records.RecordOffsets(path)) - 1 == expected
     for path, expected in _Files(builder, split).items()
   )
 
@@ -235,4 +235,4 @@ def _RaiseDamage(builder: tfds.core.DatasetBuilder, split: str, where: str) -> N
   files = _Files(builder, split)
   tf_records.RaiseDamage(files, where)
   for path, expected in files.items():
-    tf_records.CheckCount(path, len(tf_records.Borders(path)) - 1, expected)
+    tf_records.CheckCount(path, len(tf_records.RecordOffsets(path)) - 1, expected)

@@ -76,7 +76,7 @@ class TfdsImageInput(image_input.ImageInput):
   def _builder(self) -> Any:
     """The prepared builder; ValueError that says what to do where there is none."""
     p = self.params
-    builder = tfds_builder.Prepared(
+    builder = tfds_builder.LoadPrepared(
       p.dataset,
       p.data_dir,
       self._Where('dataset'),
@@ -127,7 +127,7 @@ class TfdsImageInput(image_input.ImageInput):
     files = self._builder.info.splits[self.params.split].file_instructions
     with tf.init_scope():  # Now, not within a pipeline.
       return tf_record_index.TfRecordIndex(
-        [tf_record_index.Part(x.filename, x.skip, x.take, x.examples_in_shard) for x in files],
+        [tf_record_index.FileRange(x.filename, x.skip, x.take, x.examples_in_shard) for x in files],
         self._Where('damaged_records'),
         self.params.damaged_records,
       )

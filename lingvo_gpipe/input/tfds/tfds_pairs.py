@@ -65,7 +65,7 @@ class TfdsPairs(parallel_text.ParallelText):
     """A prepared data set; ValueError that says what to do where it is none of sentence pairs."""
     p = self.params
     where = self._Where('datasets')
-    builder = tfds_builder.Prepared(name, p.data_dir, where, self.offline)
+    builder = tfds_builder.LoadPrepared(name, p.data_dir, where, self.offline)
     features = builder.info.features
     if not isinstance(features, tfds.features.Translation) or len(features.languages) != 2:
       raise ValueError(

@@ -44,7 +44,7 @@ class TfdsTextInput(text_tokens.TextTokensInput):
   def _builder(self) -> Any:
     """The prepared builder; ValueError that says what to do where there is none."""
     p = self.params
-    builder = tfds_builder.Prepared(
+    builder = tfds_builder.LoadPrepared(
       p.dataset,
       p.data_dir,
       self._Where('dataset'),

@@ -28,7 +28,7 @@ def paths(tmp_path):
 
 def _Index(paths, damaged='stop'):
   parts = [
-    tf_record_index.Part(str(path), 0, len(records), len(records))
+    tf_record_index.FileRange(str(path), 0, len(records), len(records))
     for path, records in zip(paths, _RECORDS, strict=True)
   ]
   return tf_record_index.TfRecordIndex(parts, 'the param', damaged)
@@ -37,9 +37,9 @@ def _Index(paths, damaged='stop'):
 def testRecordsOfPartsAreReadInAnyOrder(paths):
   index = tf_record_index.TfRecordIndex(
     [
-      tf_record_index.Part(str(paths[0]), 1, 2, 3),
-      tf_record_index.Part(str(paths[1]), 0, 4, 4),
-      tf_record_index.Part(str(paths[0]), 0, 1, 3),
+      tf_record_index.FileRange(str(paths[0]), 1, 2, 3),
+      tf_record_index.FileRange(str(paths[1]), 0, 4, 4),
+      tf_record_index.FileRange(str(paths[0]), 0, 1, 3),
     ]
   )
   expected = _RECORDS[0][1:] + _RECORDS[1] + _RECORDS[0][:1]

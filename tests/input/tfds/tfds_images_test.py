@@ -309,7 +309,7 @@ def testDamagedRecordsAreLeftOutAndCounted(data_dir, tmp_path, in_memory):
   copied = shutil.copytree(data_dir, tmp_path / 'data')
   (path,) = copied.rglob('lg_fixed_images-train*')
   sound = path.read_bytes()
-  begins = tf_records.Borders(str(path))
+  begins = tf_records.RecordOffsets(str(path))
 
   def Reads(place, **values):
     data = bytearray(sound)
@@ -348,7 +348,7 @@ def testImagesThatAreMissingAtTheEndOfAFileAreNoticed(data_dir, tmp_path, in_mem
   """It is cut within the last record's header, or between two records: an end to tf.data."""
   copied = shutil.copytree(data_dir, tmp_path / 'data')
   path = sorted(copied.rglob('lg_many_images-train*'))[1]
-  os.truncate(path, tf_records.Borders(str(path))[-2] + left)
+  os.truncate(path, tf_records.RecordOffsets(str(path))[-2] + left)
   told = 'is damaged, .*record 20, .*truncated' if left else 'has 19 records, expected 20: restore'
   with pytest.raises(ValueError, match=f'{path.name} {told}'):
     _Input(str(copied), 'lg_many_images', in_memory=in_memory).Dataset()

@@ -154,7 +154,7 @@ def testRecordsThatAreMissingAtTheEndOfAFileAreNoticed(data_dirs, vocab, tmp_pat
   """It is cut within the last record's header, or between two records: an end to tf.data."""
   data_dir = shutil.copytree(data_dirs['tfrecord'], tmp_path / 'data')
   path = sorted(data_dir.rglob('*train.tfrecord*'))[1]
-  os.truncate(path, tf_records.Borders(str(path))[-2] + left)
+  os.truncate(path, tf_records.RecordOffsets(str(path))[-2] + left)
   told = 'is damaged, .*record 20, .*truncated' if left else 'has 19 records, expected 20: restore'
   with pytest.raises(ValueError, match=f'{path.name} {told}'):
     _Input(str(data_dir), vocab).NumExamples()
