@@ -18,7 +18,7 @@ from typing import Any
 
 from absl import flags
 
-from lingvo_gpipe.pipeline.cutting import cut as cut_lib
+from lingvo_gpipe.core import text_table
 from lingvo_gpipe.planner import device_description, model_costs, plan_choice, planner
 from tools import program
 from tools.planning import experiment, report
@@ -68,7 +68,7 @@ def _Row(name: str, batch: int, prediction: planner.Prediction) -> str:
   return (
     f'{name:>9} {c.num_replicas:>5} {c.num_devices:>4} {c.num_micro_batches:>5} {batch:>7} '
     f'{report.SecondsText(p.seconds):>8} {p.work / p.seconds:>7.1%} {p.bubble / p.seconds:>7.1%} '
-    f'{p.communication / p.seconds:>7.1%} {cut_lib.BytesText(p.peak_bytes):>9}'
+    f'{p.communication / p.seconds:>7.1%} {text_table.FormatBytes(p.peak_bytes):>9}'
   )
 
 

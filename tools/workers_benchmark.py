@@ -23,8 +23,7 @@ from typing import Any
 from absl import flags
 
 from lingvo_gpipe.cli import binary
-from lingvo_gpipe.core import params_text
-from lingvo_gpipe.pipeline.cutting import cut as cut_lib
+from lingvo_gpipe.core import params_text, text_table
 from tools import program
 from tools.benchmarking import socket_bytes, workers_trial
 from tools.planning import report
@@ -131,7 +130,7 @@ def Row(trial: workers_trial.Trial, results: Sequence[dict[str, Any]], first: fl
     if not trial.on_workers or None in found:
       return '-'
     theory = results[0][f'{name}_theory']
-    return f'{cut_lib.BytesText(statistics.median(found))} ({cut_lib.BytesText(theory)})'
+    return f'{text_table.FormatBytes(statistics.median(found))} ({text_table.FormatBytes(theory)})'
 
   peaks = zip(*(result['peak_mib'] for result in results), strict=True)
   starts = zip(*(result['start_mib'] for result in results), strict=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables as text, their columns aligned."""
+"""Tables with aligned columns, and sizes in bytes, as text."""
 
 from __future__ import annotations
 
@@ -21,3 +21,14 @@ def Lines(rows: Sequence[Sequence[str]], left: Collection[int]) -> list[str]:
     ).rstrip()
     for row in rows
   ]
+
+
+def FormatBytes(num_bytes: float) -> str:
+  """Formats a size with its unit: `512B`, `3.4KiB`, `1,024.0MiB`."""
+  if num_bytes < 1024:
+    return f'{num_bytes:.0f}B'
+  for unit in ('KiB', 'MiB'):
+    num_bytes /= 1024
+    if num_bytes < 1024:
+      return f'{num_bytes:.1f}{unit}'
+  return f'{num_bytes / 1024:,.1f}GiB'

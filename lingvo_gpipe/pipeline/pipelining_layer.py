@@ -187,7 +187,7 @@ class PipeliningLayer(base_layer.BaseLayer):
       weights=dataclasses.replace(weights or layer_costs.Weights(), ties=self.absolute_ties),
       memory_limit=p.memory_limit,
       device=device,
-      where=f'{self.path}: ',
+      prefix=f'{self.path}: ',
     )
 
   @property

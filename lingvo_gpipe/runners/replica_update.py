@@ -9,11 +9,10 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from lingvo_gpipe.core import hyperparams
+from lingvo_gpipe.core import hyperparams, text_table
 from lingvo_gpipe.learning import learner, multi_learner, shared_weights
 from lingvo_gpipe.pipeline import engine as engine_lib
 from lingvo_gpipe.pipeline import replicas
-from lingvo_gpipe.pipeline.cutting import cut as cut_lib
 
 
 class ReplicaUpdate:
@@ -57,7 +56,7 @@ class ReplicaUpdate:
       logging.info(
         'Optimizer slots are shared out over %d replicas: %s.',
         len(engine.replicas),
-        ', '.join(map(cut_lib.BytesText, _SlotBytes(engine.replicas, first))),
+        ', '.join(map(text_table.FormatBytes, _SlotBytes(engine.replicas, first))),
       )
 
   def AfterRestore(self) -> None:

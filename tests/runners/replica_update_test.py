@@ -9,10 +9,9 @@ import pytest
 import tensorflow as tf
 
 from lingvo_gpipe.checkpoint import checkpointer
-from lingvo_gpipe.core import nested_map
+from lingvo_gpipe.core import nested_map, text_table
 from lingvo_gpipe.experiment import task
 from lingvo_gpipe.learning import optimizer
-from lingvo_gpipe.pipeline.cutting import cut as cut_lib
 from lingvo_gpipe.runners import train_runner
 from tests import graph_reader, tied_net
 
@@ -138,7 +137,7 @@ def testShardedSlotsAreThereOnce(caplog):
     for replica in run.engine.replicas
   ]
   of_replicas[0] += 8  # The count of updates.
-  texts = ', '.join(map(cut_lib.BytesText, of_replicas))
+  texts = ', '.join(map(text_table.FormatBytes, of_replicas))
   assert told == f'Optimizer slots are shared out over 2 replicas: {texts}.'
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lingvo_gpipe.core import text_table
-from lingvo_gpipe.pipeline.cutting import cut as cut_lib
 from lingvo_gpipe.planner import device_description, planner
 
 _HEAD = (
@@ -33,12 +32,12 @@ def DevicesText(devices: device_description.Devices) -> str:
   if devices.num_devices > devices.devices_per_host:
     links['between hosts'] = devices.between_hosts
   texts = [
-    f'{cut_lib.BytesText(link.bandwidth)}/s {where} after {SecondsText(link.latency)}'
+    f'{text_table.FormatBytes(link.bandwidth)}/s {where} after {SecondsText(link.latency)}'
     for where, link in links.items()
   ]
   return (
     f'{devices.num_devices} devices{name}, {devices.devices_per_host} a host, '
-    f'{cut_lib.BytesText(devices.memory_bytes)} each, {devices.flops_per_second:.3g} FLOP/s'
+    f'{text_table.FormatBytes(devices.memory_bytes)} each, {devices.flops_per_second:.3g} FLOP/s'
     + (f'; links {", ".join(texts)}' if texts else '')
     + (f'\n({devices.source})' if devices.source else '')
   )
@@ -57,7 +56,7 @@ def Why(other: planner.Prediction, best: planner.Prediction, memory_bytes: float
   if other.choice == best.choice:
     return 'chosen'
   if other.peak_bytes > memory_bytes:
-    return f'does not fit: {cut_lib.BytesText(other.peak_bytes - memory_bytes)} too much'
+    return f'does not fit: {text_table.FormatBytes(other.peak_bytes - memory_bytes)} too much'
   more = other.seconds - best.seconds
   if abs(more) < _NOTABLE * best.seconds:
     return 'as quick'
@@ -86,7 +85,7 @@ def Table(rows: Sequence[planner.Prediction], best: planner.Prediction, memory_b
         'shared' if c.shard_slots else 'all',
         SecondsText(row.seconds),
         *(f'{x / row.seconds:.1%}' for x in (row.work, row.bubble, row.communication, row.update)),
-        cut_lib.BytesText(row.peak_bytes),
+        text_table.FormatBytes(row.peak_bytes),
         Why(row, best, memory_bytes),
       )
     )
@@ -120,9 +119,9 @@ def NothingFits(result: planner.Result, devices: device_description.Devices) -> 
   least, limit = result.least_bytes, devices.memory_bytes
   return (
     f'nothing fits: of {result.num_choices} choices the one that needs least still needs '
-    f'{cut_lib.BytesText(least)} on a device, {cut_lib.BytesText(least - limit)} more than the '
-    f'{cut_lib.BytesText(limit)} there are; take more devices or larger ones, a smaller batch, or '
-    'a smaller model'
+    f'{text_table.FormatBytes(least)} on a device, '
+    f'{text_table.FormatBytes(least - limit)} more than the {text_table.FormatBytes(limit)} there '
+    'are; take more devices or larger ones, a smaller batch, or a smaller model'
   )
 
 

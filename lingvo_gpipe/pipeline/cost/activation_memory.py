@@ -5,15 +5,14 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import math
-import numbers
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from lingvo_gpipe.pipeline.cost import per_stage
 from lingvo_gpipe.pipeline.schedule import actions, step_work
 
 Kind = actions.Kind
-PerStage = float | Sequence[float]
+PerStage = per_stage.PerStage
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +107,9 @@ def Peaks(
 
   def Read(name: str) -> tuple[float, ...]:
     value = getattr(sizes, name)
-    return Entries(f'sizes.{name}', 0 if value is None else value, schedule.num_stages, 'stage')
+    return per_stage.Expand(
+      f'sizes.{name}', 0 if value is None else value, schedule.num_stages, 'stage'
+    )
 
   stage_input, inner, weight_part = Read('stage_input'), Read('inner'), Read('weight_part')
   layer_inputs, largest_layer = Read('layer_inputs'), Read('largest_layer')
@@ -146,22 +147,3 @@ def PeakActivations(work: step_work.StepWork) -> tuple[int, ...]:
   whole = step_work.StepWork(work.schedule, 'none', work.trained)
   peaks, _ = Peaks(whole, ActivationSizes(1, 0), [1] * work.schedule.num_micro_batches)
   return tuple(int(peak) for peak in peaks)
-
-
-def Entries(
-  name: str, value: float | Sequence[float], count: int, of_what: str
-) -> tuple[float, ...]:
-  """One number for each of `count`; a single number is repeated.
-
-  Raises:
-    ValueError: another count, or no number from 0 up.
-  """
-  entries = tuple(value) if isinstance(value, Iterable) else (value,) * count
-  if len(entries) != count:
-    raise ValueError(
-      f'{name}: expected one number, or {count}, one a {of_what}; got {len(entries)} of them'
-    )
-  for i, number in enumerate(entries):
-    if not (isinstance(number, numbers.Real) and 0 <= number < math.inf):
-      raise ValueError(f'{name}: {of_what} {i}: expected a number from 0 up, got {number!r}')
-  return entries

@@ -17,14 +17,14 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from lingvo_gpipe.pipeline.cost import activation_memory, core_sharing
+from lingvo_gpipe.pipeline.cost import activation_memory, core_sharing, per_stage
 from lingvo_gpipe.pipeline.schedule import actions, step_work, timeline_text
 from lingvo_gpipe.pipeline.schedule import schedule as schedule_lib
 
 Action = actions.Action
 Kind = actions.Kind
 ActivationSizes = activation_memory.ActivationSizes
-PerStage = activation_memory.PerStage
+PerStage = per_stage.PerStage
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,13 +281,9 @@ class _Links:
   def __init__(self, work: step_work.StepWork, costs: Costs, scale: Sequence[float]) -> None:
     num_boundaries = work.schedule.num_stages - 1
     back = costs.transfer if costs.gradient_transfer is None else costs.gradient_transfer
-    self._forward = activation_memory.Entries(
-      'transfer', costs.transfer, num_boundaries, 'boundary'
-    )
-    self._backward = activation_memory.Entries(
-      'gradient_transfer', back, num_boundaries, 'boundary'
-    )
-    self._latency = activation_memory.Entries('latency', costs.latency, num_boundaries, 'boundary')
+    self._forward = per_stage.Expand('transfer', costs.transfer, num_boundaries, 'boundary')
+    self._backward = per_stage.Expand('gradient_transfer', back, num_boundaries, 'boundary')
+    self._latency = per_stage.Expand('latency', costs.latency, num_boundaries, 'boundary')
     self._work = work
     self._owners = work.schedule.stage_to_device
     self._scale = scale
@@ -324,7 +320,7 @@ def _Reduced(
   work: step_work.StepWork, timeline: Sequence[Sequence[Span]], all_reduce: PerStage
 ) -> list[float]:
   """For each device when it has its stages' gradients of all replicas."""
-  durations = activation_memory.Entries('all_reduce', all_reduce, work.schedule.num_stages, 'stage')
+  durations = per_stage.Expand('all_reduce', all_reduce, work.schedule.num_stages, 'stage')
   reduced = []
   for row in timeline:
     # Whichever comes last is what ends the stage's gradients.
@@ -347,7 +343,7 @@ def _AppendUpdates(
   update: float | Sequence[float],
   barrier: bool,
 ) -> None:
-  updates = activation_memory.Entries('update', update, len(timeline), 'device')
+  updates = per_stage.Expand('update', update, len(timeline), 'device')
   ready = [max(row[-1].end, end) for row, end in zip(timeline, reduced, strict=True)]
   for device, (row, duration) in enumerate(zip(timeline, updates, strict=True)):
     start = max(ready) if barrier else ready[device]
@@ -366,9 +362,7 @@ class _Durations:
 
     def Entries(name: str, default: Iterable[float]) -> tuple[float, ...]:
       value = getattr(costs, name)
-      return activation_memory.Entries(
-        name, tuple(default) if value is None else value, num_stages, 'stage'
-      )
+      return per_stage.Expand(name, tuple(default) if value is None else value, num_stages, 'stage')
 
     def Sum(a: Iterable[float], b: Iterable[float]) -> Iterable[float]:
       return (x + y for x, y in zip(a, b, strict=True))
@@ -401,4 +395,4 @@ def _Scale(sizes: Sequence[float] | None, num_micro_batches: int) -> tuple[float
   if sizes is not None and not isinstance(sizes, Iterable):
     raise ValueError(f'micro_batch_sizes: expected one number a micro-batch, got {sizes!r}')
   value = 1 if sizes is None else sizes
-  return activation_memory.Entries('micro_batch_sizes', value, num_micro_batches, 'micro-batch')
+  return per_stage.Expand('micro_batch_sizes', value, num_micro_batches, 'micro-batch')

@@ -1,22 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the cuts go: the cost of each layer, the stages, and the table that shows them."""
+"""The cut of a model into stages: `MakeCut` finds it, `Cut` holds it and predicts its step."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from lingvo_gpipe.core import base_layer, text_table
 from lingvo_gpipe.pipeline.cost import partitioner, simulator, stage_memory, stage_work
-from lingvo_gpipe.pipeline.cutting import layer_costs, layer_profile
+from lingvo_gpipe.pipeline.cutting import cut_table, layer_costs, layer_profile
 from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules
 
 COSTS = ('flops', 'params', 'time')
 
-# Of actions of equal stages, for the bubble.
+# Durations of the actions of equal stages, for the bubble.
 _DURATIONS = {
   schedules.Kind.FORWARD: 1,
   schedules.Kind.BACKWARD: 2,
@@ -24,8 +23,6 @@ _DURATIONS = {
   schedules.Kind.WEIGHT_GRADIENT: 1,
   schedules.Kind.FORWARD_BACKWARD: 3,
 }
-# Longer paths are cut at their front in the table, which is at most 140 columns wide then.
-_PATH_COLUMNS = 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,14 +38,14 @@ class StageCut:
 
 @dataclasses.dataclass(frozen=True)
 class StageBytes:
-  """The most memory that a stage is predicted to need (see `stage_memory`)."""
+  """The predicted peak memory of a stage (see `stage_memory`)."""
 
   state: int
   activations: int
 
   @property
   def total(self) -> int:
-    """Weights, accumulators, slots and activations."""
+    """Bytes of weights, accumulators, slots and activations."""
     return self.state + self.activations
 
 
@@ -61,11 +58,11 @@ class Cut:
     ends: for each stage the index after its last layer.
     stages: the stages.
     schedule: the training schedule.
-    by: what the cut is balanced by.
-    num_params: count of the trained weights; one that is tied to another counts once.
-    remat_policy: what backward recomputes.
-    work: for each layer its F, I and W, in FLOPs, weights or seconds, as `by` says.
-    weights: what is trained, and the slots.
+    by: the cost that the cut balances, one of `COSTS`.
+    num_params: number of trained weights; tied weights count once.
+    remat_policy: the re-materialisation policy.
+    work: F, I and W of each layer, in the unit of `by`: FLOPs, weights or seconds.
+    weights: the weights that are trained, and their optimizer slots.
     make_memory: traces the layers for the sizes of their activations.
   """
 
@@ -92,9 +89,9 @@ class Cut:
 
   @property
   def even_bubble(self) -> float:
-    """The share of a step that the devices idle, with equal stages and backward twice forward.
+    """The idle share of a step if all stages were equal and a backward took two forwards.
 
-    That is (K-1)/(M+K-1) for gpipe (GPipe section 2.3).
+    For gpipe this is (K-1)/(M+K-1) (GPipe section 2.3).
     """
     timeline = self.schedule.Timeline(_DURATIONS)
     makespan = max(row[-1][1] for row in timeline)
@@ -103,9 +100,9 @@ class Cut:
 
   @functools.cached_property
   def simulated(self) -> simulator.Result:
-    """A step of this cut, times in the unit of `work`; without transfers, loss and update."""
+    """A simulated step, in the unit of `work`, without transfers, loss and update."""
     work = self.work
-    if not any(w.forward for w in work):  # Nothing is known to cost anything.
+    if not any(w.forward for w in work):  # No layer has a cost: simulate equal layers.
       work = stage_work.FromForward([1] * len(work), [w.is_trained for w in work])
     costs = stage_work.SimulatorCosts(work, self.ends)
     trained = [
@@ -116,72 +113,73 @@ class Cut:
 
   @property
   def bubble(self) -> float:
-    """The predicted share of a step that the devices idle, by `simulated`."""
+    """The predicted idle share of a step, from `simulated`."""
     return self.simulated.overall_bubble
 
   @property
   def speed_up(self) -> float:
-    """How much faster than one device, with the same policy and M, by `simulated`."""
-    one = stage_work.OneDevice(self.work, self.num_micro_batches, self.remat_policy)
-    return one / self.simulated.makespan if one else float(self.num_devices)
+    """The speed relative to one device with the same policy and M, from `simulated`."""
+    one_device = stage_work.OneDevice(self.work, self.num_micro_batches, self.remat_policy)
+    return one_device / self.simulated.makespan if one_device else float(self.num_devices)
 
   @functools.cached_property
   def memory(self) -> tuple[StageBytes, ...]:
-    """For each stage the most memory that it is predicted to need."""
-    found = self.make_memory()
+    """The predicted peak memory of each stage."""
+    memory = self.make_memory()
     return tuple(
-      StageBytes(found.State(s.start, s.end), found.Activations(k, s.start, s.end))
+      StageBytes(memory.State(s.start, s.end), memory.Activations(k, s.start, s.end))
       for k, s in enumerate(self.stages)
     )
 
   def Table(self, devices: Sequence[str] = ()) -> str:
-    """The stage table: layers, work, predicted idle time and memory, and device of every stage."""
+    """Returns the stage table: layers, work, predicted idle time and memory, and devices.
+
+    Args:
+      devices: the names of the devices; empty if they are not known.
+    """
     in_time = self.by == 'time'
-    head = f'stage layers from to params {"ms" if in_time else "MFLOPs"} share idle weights'
-    rows = [(*head.split(), 'activations', 'device')]
-    for k, (s, needs) in enumerate(zip(self.stages, self.memory, strict=True)):
-      device = self.schedule.stage_to_device[k]
-      seconds = sum(
-        w.forward + w.input_gradient + w.weight_gradient for w in self.work[s.start : s.end]
-      )
-      rows.append(
-        (
-          str(k),
-          str(s.end - s.start),
-          _Shortened(self.layers[s.start].path),
-          _Shortened(self.layers[s.end - 1].path),
-          f'{s.num_params:,}',
-          f'{seconds * 1e3:,.2f}' if in_time else f'{s.flops / 1e6:,.1f}',
-          f'{s.share:.1%}',
-          f'{self.simulated.bubble[device]:.1%}',
-          BytesText(needs.state),
-          BytesText(needs.activations),
-          _ShortName(devices[device]) if devices else '-',
-        )
-      )
-    lines = text_table.Lines(rows, left={2, 3, 10})
+    rows = [
+      self._TableRow(k, devices[self.schedule.stage_to_device[k]] if devices else '')
+      for k in range(len(self.stages))
+    ]
     slowest = max(s.share for s in self.stages)
     balance = 1.0 / (slowest * len(self.stages)) if slowest else 1.0
     stages = f'K={self.num_devices} stages'
     if self.num_devices < len(self.stages):
       stages = f'{len(self.stages)} stages on K={self.num_devices} devices'
-    lines.append(
+    lines = [
+      *cut_table.Lines(rows, in_time),
       f'{stages}, M={self.num_micro_batches} micro-batches, {self.schedule.name}, '
       f'remat_policy {self.remat_policy}; balance {balance:.1%} (by {self.by}); '
-      f'{self.num_params:,} parameters'
-    )
-    lines.append(
+      f'{self.num_params:,} parameters',
       f'predicted: bubble {self.bubble:.1%} of a step '
       f'({self.even_bubble:.1%} if stages were equal), '
-      f'{self.speed_up:.2f} times as fast as one device'
-    )
-    lines.append(
+      f'{self.speed_up:.2f} times as fast as one device',
       'predicted memory: weights with gradients and '
-      f'{self.weights.slots_per_weight:g} optimizer slots each; activations at their peak'
-    )
+      f'{self.weights.slots_per_weight:g} optimizer slots each; activations at their peak',
+    ]
     if in_time:
       lines.append('ms: measured, forward and backward of a micro-batch without recomputation')
     return '\n'.join(lines)
+
+  def _TableRow(self, stage: int, device: str) -> cut_table.Row:
+    s, memory = self.stages[stage], self.memory[stage]
+    work = s.flops / 1e6
+    if self.by == 'time':
+      layers = self.work[s.start : s.end]
+      work = sum(w.forward + w.input_gradient + w.weight_gradient for w in layers) * 1e3
+    return cut_table.Row(
+      num_layers=s.end - s.start,
+      first_path=self.layers[s.start].path,
+      last_path=self.layers[s.end - 1].path,
+      num_params=s.num_params,
+      work=work,
+      share=s.share,
+      idle=self.simulated.bubble[self.schedule.stage_to_device[stage]],
+      state_bytes=memory.state,
+      activation_bytes=memory.activations,
+      device=device,
+    )
 
 
 def MakeCut(
@@ -197,40 +195,40 @@ def MakeCut(
   weights: layer_costs.Weights | None = None,
   memory_limit: float = 0,
   device: str = '',
-  where: str = '',
+  prefix: str = '',
 ) -> Cut:
-  """Cuts the layers so that the costliest stage is as cheap as can be, or by hand.
+  """Cuts the layers so that the most expensive stage is as cheap as possible, or as `splits` say.
 
-  A stage's cost is what it does in a step under the schedule and the policy (see `stage_work`). The
-  loss, which runs in the last stage, is not part of it, nor are transfers and the update.
+  The cost of a stage is its work in a step under the schedule and the policy (see `stage_work`).
+  The loss, which runs in the last stage, is not included, nor are transfers and the update.
 
   Args:
-    layers: the flat list.
-    input_specs: specs of one micro-batch, an argument of the first layer each.
-    schedule: the training schedule; it says how many stages and micro-batches there are.
-    splits: for each stage the index after its last layer, where the cut is made by hand.
-    by: 'flops', 'params' or 'time', what is balanced; time is measured on `device`, and only if the
-      cut is not made by hand are layers run at all.
-    num_params: count of the trained weights, where it is not the sum of the layers'.
-    remat_policy: what backward recomputes, one of `rematerialisation.POLICIES`.
+    layers: the flat list of layers.
+    input_specs: specs of one micro-batch, one for each argument of the first layer.
+    schedule: the training schedule; it has the numbers of stages and micro-batches.
+    splits: for each stage the index after its last layer, to cut by hand.
+    by: the cost to balance: 'flops', 'params' or 'time'. Times are measured on `device`; a cut by
+      hand measures nothing.
+    num_params: number of trained weights; None: the sum over the layers.
+    remat_policy: one of `rematerialisation.POLICIES`.
     xla: whether XLA compiles the stages.
-    weights: what is trained; by default all, with two optimizer slots.
-    memory_limit: the most bytes that the stages of one device may need by the prediction of
-      `stage_memory`; 0: no limit.
-    device: where to measure times; '' is TensorFlow's choice.
-    where: what messages begin with.
+    weights: the weights that are trained; by default all of them, with two optimizer slots each.
+    memory_limit: the most bytes that the stages of one device may need, as `stage_memory` predicts;
+      0: no limit.
+    device: the device to measure times on; '' is TensorFlow's choice.
+    prefix: the beginning of error messages.
 
   Raises:
     TypeError: splits that are not integers.
-    ValueError: more stages than layers, an unknown `by` or policy, splits that do not fit, or a
-      memory limit that cannot be kept.
+    ValueError: more stages than layers, an unknown `by` or policy, splits that do not match the
+      layers or the schedule, or a memory limit that no cut keeps.
   """
   try:
     _CheckArguments(len(layers), schedule.num_stages, splits, by, remat_policy)
   except (TypeError, ValueError) as e:
-    raise type(e)(f'{where}{e}') from None
+    raise type(e)(f'{prefix}{e}') from None
   if splits and by == 'time':
-    by = 'flops'  # Nobody waits for a measurement that decides nothing.
+    by = 'flops'  # The cut is fixed: do not wait for a measurement that decides nothing.
   weights = weights or layer_costs.Weights()
   measured = layer_costs.LayerCosts(layers, input_specs, splits or ())
   costs = measured.costs
@@ -247,42 +245,32 @@ def MakeCut(
     sizes = measured.Bytes(weights, xla)
     return stage_memory.StageMemory(sizes, schedule, remat_policy, stage_work.FirstTrained(trained))
 
-  def WithEnds(ends: Sequence[int]) -> Cut:
-    return Cut(
-      layers=costs,
-      ends=tuple(ends),
-      stages=_Stages(costs, work, ends, schedule, remat_policy),
-      schedule=schedule,
-      by=by,
-      num_params=sum(c.num_params for c in costs) if num_params is None else num_params,
-      remat_policy=remat_policy,
-      work=work,
-      weights=weights,
-      make_memory=Memory,
+  ends: Sequence[int] | None = splits
+  exceeds_limit = False
+  if not splits:
+    stage_costs = stage_work.CutCosts(work, schedule, remat_policy)
+    ends = partitioner.PartitionStages(
+      stage_costs, Memory().Rooms(memory_limit) if memory_limit else None
     )
-
-  stage_costs = stage_work.CutCosts(work, schedule, remat_policy)
-  ends = list(splits or ())
-  if not ends and memory_limit:
-    ends = partitioner.PartitionStages(stage_costs, Memory().Rooms(memory_limit)) or []
-  keeps_limit = bool(ends)
-  if not ends:
-    ends = partitioner.PartitionStages(stage_costs) or []
-  cut = WithEnds(ends)
-  if memory_limit and (splits or not keeps_limit):
-    _CheckMemory(cut, memory_limit, where, by_hand=bool(splits))
+    exceeds_limit = ends is None
+    if exceeds_limit:  # The error message describes the best cut without the limit.
+      ends = partitioner.PartitionStages(stage_costs)
+  assert ends, 'Without a memory limit there is always a cut.'
+  cut = Cut(
+    layers=costs,
+    ends=tuple(ends),
+    stages=_Stages(costs, work, ends, schedule, remat_policy),
+    schedule=schedule,
+    by=by,
+    num_params=sum(c.num_params for c in costs) if num_params is None else num_params,
+    remat_policy=remat_policy,
+    work=work,
+    weights=weights,
+    make_memory=Memory,
+  )
+  if memory_limit and (splits or exceeds_limit):
+    _CheckMemory(cut, memory_limit, prefix, by_hand=bool(splits))
   return cut
-
-
-def BytesText(num_bytes: float) -> str:
-  """A size with three or more digits and its unit: `512B`, `3.4KiB`, `1,024.0MiB`."""
-  if num_bytes < 1024:
-    return f'{num_bytes:.0f}B'
-  for unit in ('KiB', 'MiB'):
-    num_bytes /= 1024
-    if num_bytes < 1024:
-      return f'{num_bytes:.1f}{unit}'
-  return f'{num_bytes / 1024:,.1f}GiB'
 
 
 def _CheckArguments(
@@ -297,7 +285,7 @@ def _CheckArguments(
   if len(splits) != num_stages:
     raise ValueError(
       f'splits {list(splits)} name {len(splits)} stages, but num_stages is {num_stages}; '
-      'leave splits empty to have the layers cut by their cost'
+      'leave splits empty to cut the layers by their cost'
     )
   partitioner.CheckSplits(splits, num_layers)
 
@@ -321,35 +309,36 @@ def _Stages(
   return tuple(stages)
 
 
-def _CheckMemory(cut: Cut, limit: float, where: str, by_hand: bool) -> None:
-  """Raises ValueError where the stages of a device need more than the limit."""
+def _CheckMemory(cut: Cut, limit: float, prefix: str, by_hand: bool) -> None:
+  """Raises ValueError if the stages of a device need more than the limit.
+
+  Args:
+    cut: a cut by hand, or the best cut without the limit if no cut keeps it.
+    limit: bytes of one device.
+    prefix: the beginning of the message.
+    by_hand: whether the cut was made by hand.
+  """
   needs = [0] * cut.num_devices
   for device, memory in zip(cut.schedule.stage_to_device, cut.memory, strict=True):
     needs[device] += memory.total
   if by_hand and max(needs) <= limit:
     return
   owners = cut.schedule.stage_to_device
-  of_device = [k for k, owner in enumerate(owners) if owner == needs.index(max(needs))]
-  k = max(of_device, key=lambda k: cut.memory[k].total)
+  stages = [k for k, owner in enumerate(owners) if owner == needs.index(max(needs))]
+  k = max(stages, key=lambda k: cut.memory[k].total)
   s, memory = cut.stages[k], cut.memory[k]
   whose = 'of splits' if by_hand else f'of the cut that is best by {cut.by}'
-  many = len(of_device)
-  share = f' (an equal share of it for each of the {many} stages of the device)' if many > 1 else ''
+  share = ''
+  if len(stages) > 1:
+    share = f' (an equal share of it for each of the {len(stages)} stages of the device)'
+  total, state, activations = map(
+    text_table.FormatBytes, (memory.total, memory.state, memory.activations)
+  )
   raise ValueError(
-    f'{where}memory_limit {BytesText(limit)} a device{share}: '
+    f'{prefix}memory_limit {text_table.FormatBytes(limit)} per device{share}: '
     + ('' if by_hand else f'no cut into {len(cut.stages)} stages keeps it; ')
     + f'stage {k} {whose}, layers {cut.layers[s.start].path} to {cut.layers[s.end - 1].path}, is '
-    f'predicted to need {BytesText(memory.total)} ({memory.total:,} bytes): '
-    f'{BytesText(memory.state)} of weights, gradients and slots and '
-    f'{BytesText(memory.activations)} of activations. Take more stages, more micro-batches, '
-    'another schedule or remat_policy, or raise the limit'
+    f'predicted to need {total} ({memory.total:,} bytes): {state} of weights, gradients and slots '
+    f'and {activations} of activations. Use more stages, more micro-batches, another schedule or '
+    'remat_policy, or raise the limit'
   )
-
-
-def _ShortName(device: str) -> str:
-  """A device without what all of them have: `device:GPU:0`, of a worker `task:1/device:GPU:0`."""
-  return re.sub(r'^/(job:worker/replica:0/|.*/)?', '', device)
-
-
-def _Shortened(path: str) -> str:
-  return path if len(path) <= _PATH_COLUMNS else f'...{path[3 - _PATH_COLUMNS :]}'

@@ -386,7 +386,7 @@ def testAMemoryLimitThatCannotBeKept():
     _MakeWide(_Wide(6), 3, memory_limit=needs - 1)
   for words in ('no cut into 3 stages', 'stage 0', 'seq.layers[0] to seq.layers[1]', f'{needs:,}'):
     assert words in str(e.value)
-  for words in ('Take more stages', 'micro-batches', 'remat_policy', '2.0MiB of weights'):
+  for words in ('more stages', 'micro-batches', 'remat_policy', '2.0MiB of weights'):
     assert words in str(e.value)
   with pytest.raises(ValueError, match='stage 2 of splits, layers seq.layers.2. to seq.layers.5.'):
     _MakeWide(_Wide(6), 3, splits=[1, 2, 6], memory_limit=needs)
