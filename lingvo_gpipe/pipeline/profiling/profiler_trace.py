@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traces of TensorFlow's profiler: reads when each action ran, and adds rows with their names.
+"""Traces of TensorFlow's profiler: reads when each action ran, and adds rows that name the actions.
 
-TensorFlow has no public reader of the traces that it writes (`*.xplane.pb`), and the packages that
-have one come with a web server. So the few fields that are needed are declared here, for protobuf's
-own public reader: a field's number never changes its meaning, and fields that are not declared stay
-in a file that is written again. This file is the only one that knows them, the names of the events,
-and what TensorFlow's profiler service is asked and answers.
+This module is the only one that knows the format of a trace (`*.xplane.pb`), the names of the
+profiler's events, and the messages of its service.
 
-The name of a function call's operation begins with the scope in which `emission` made it. When a
-call begins and when its result is there, is told by two events of TensorFlow's executor, however
-many threads work for it in between.
+`emission` calls each action in a name scope of the action's name, so the name of the call's
+operation begins with it. TensorFlow's executor records an event when a call starts and another when
+its result is ready, however many threads work for the call in between:
+
+    ProcessAsync::Start                        ProcessAsync::Done
+    name=action_1F0/PartitionedCall            name=action_1F0/PartitionedCall
+    |<------------------------- action 1F0 ------------------------->|
 """
 
 from __future__ import annotations
@@ -24,73 +25,41 @@ from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
+# Not in TensorFlow's public interface, but TensorFlow has no public reader of its traces, and the
+# packages that have one come with a web server. It is generated code without side effects.
+from tensorflow.tsl.profiler.protobuf import profiler_options_pb2, xplane_pb2
+
 from lingvo_gpipe.pipeline.schedule import actions
 
-# What encloses a training step in a trace: tf.profiler.experimental.Trace(STEP_EVENT, step_num=n).
+# Encloses a training step in a trace: tf.profiler.experimental.Trace(STEP_EVENT, step_num=n).
 STEP_EVENT = 'train'
 
-_PACKAGE = 'lingvo_gpipe.profiler_trace'
-
-# {message: (field, number, type)}; a type that is a message repeats. Names of events and of their
-# statistics are listed once a plane, by number; what the entries of these lists and the names hold
-# is of one form, so that they share a message each.
-_FORMAT = {
-  'XSpace': (('planes', 1, 'XPlane'),),
-  'XPlane': (
-    ('name', 2, 'string'),
-    ('lines', 3, 'XLine'),
-    ('event_names', 4, 'Entry'),
-    ('stat_names', 5, 'Entry'),
-    ('stats', 6, 'XStat'),
-  ),
-  'XLine': (
-    ('id', 1, 'int64'),
-    ('name', 2, 'string'),
-    ('timestamp_ns', 3, 'int64'),
-    ('events', 4, 'XEvent'),
-  ),
-  'XEvent': (
-    ('metadata_id', 1, 'int64'),
-    ('offset_ps', 2, 'int64'),
-    ('duration_ps', 3, 'int64'),
-    ('stats', 4, 'XStat'),
-  ),
-  'XStat': (
-    ('metadata_id', 1, 'int64'),
-    ('uint64_value', 3, 'uint64'),
-    ('int64_value', 4, 'int64'),
-    ('str_value', 5, 'string'),
-    ('ref_value', 7, 'uint64'),
-  ),
-  'Entry': (('key', 1, 'int64'), ('value', 2, 'Name')),
-  'Name': (('id', 1, 'int64'), ('name', 2, 'string')),
-  'ProfileRequest': (
-    ('opts', 4, 'ProfileOptions'),
-    ('session_id', 6, 'string'),
-    ('emit_xspace', 9, 'bool'),
-  ),
-  'ProfileOptions': (('duration_ms', 9, 'uint64'),),
-  'ProfileResponse': (('xspace', 8, 'XSpace'),),
+# The profiler service's messages, which TensorFlow's package does not contain: {message: (field,
+# number, type)}. Only the fields used here; a nested message is the same as bytes.
+_SERVICE = {
+  'ProfileRequest': (('opts', 4, 'bytes'), ('session_id', 6, 'string'), ('emit_xspace', 9, 'bool')),
+  'ProfileResponse': (('xspace', 8, 'bytes'),),
   'TerminateRequest': (('session_id', 1, 'string'),),
 }
+_PACKAGE = 'lingvo_gpipe.profiler_service'
 
-# Where a trace says when it began, in nanoseconds since 1970 by its host's clock. Times of lines
-# count from there.
-_ENVIRONMENT, _BEGAN = 'Task Environment', 'profile_start_time'
+# The plane and the statistic that hold a trace's start, in nanoseconds since 1970 by the clock of
+# its host. The times of all lines are relative to it.
+_ENVIRONMENT, _START_TIME = 'Task Environment', 'profile_start_time'
 
 _START, _DONE = 'ExecutorState::ProcessAsync::Start', 'ExecutorState::ProcessAsync::Done'
-# Transfers of a call's results to other devices are named after the call, with more behind it.
+# Transfers of a call's results to other devices have longer names that begin with the call's.
 _CALL = re.compile(r'(?:replica_0/)?action_(\d+[A-Z]\d+)/(Stateful)?PartitionedCall(_\d+)?')
 
 
 @dataclasses.dataclass(frozen=True)
 class StepTrace:
-  """What a trace tells of one mini-batch of a training step.
+  """The trace of one mini-batch of a training step.
 
   Attributes:
     step: the step's number.
-    start: when the host began it, in seconds; all times of one trace have the same origin.
-    end: when it had the result.
+    start: when the host began the mini-batch, in seconds; all times of a trace share an origin.
+    end: when the host had the result.
     times: {action: (start, end)}.
   """
 
@@ -101,38 +70,39 @@ class StepTrace:
 
 
 class Trace:
-  """The content of an `*.xplane.pb`, and of those of workers.
+  """The content of an `*.xplane.pb` file, with those of the workers.
 
   Attributes:
-    steps: the mini-batches in it, in order of time; those without any action are left out.
+    steps: the mini-batches that have actions, in order of time.
   """
 
   def __init__(self, content: bytes, of_workers: Sequence[bytes] = ()) -> None:
-    """Reads it.
+    """Parses the traces.
 
     Args:
-      content: the trace of the process that trains: it has the steps.
-      of_workers: traces of others, with more actions. The clocks of all hosts are taken for equal.
+      content: the trace of the training process, which has the steps.
+      of_workers: the workers' traces, which have more actions. Assumes that the clocks of all hosts
+        agree.
 
     Raises:
-      ValueError: one is something else.
+      ValueError: a content is not a trace, or has no start time.
     """
-    self._space = _Parsed('XSpace', content)
+    self._space = _Parse(xplane_pb2.XSpace, content)
     self.steps: list[StepTrace] = []
-    begun: list[tuple[float, tuple[Any, ...], str]] = []
-    done: dict[tuple[Any, ...], list[float]] = {}
-    planes = [p for p in self._space.planes if STEP_EVENT in _Names(p.event_names).values()]
-    self._origin_ns = min((line.timestamp_ns for p in planes for line in p.lines), default=0)
-    found = [(plane, self._origin_ns) for plane in planes]
-    for other in of_workers:
-      space = _Parsed('XSpace', other)
-      origin_ns = self._origin_ns + _BeganNs(self._space) - _BeganNs(space)
-      found += [(plane, origin_ns) for plane in space.planes]
-    for plane, origin_ns in found:
-      names, stat_names = _Names(plane.event_names), _Names(plane.stat_names)
-      wanted = {i for i, name in names.items() if name in (_START, _DONE, STEP_EVENT)}
+    starts: list[tuple[float, tuple[Any, ...], str]] = []
+    ends: dict[tuple[Any, ...], list[float]] = {}
+    host_planes = [p for p in self._space.planes if STEP_EVENT in _Names(p.event_metadata).values()]
+    self._origin_ns = min((line.timestamp_ns for p in host_planes for line in p.lines), default=0)
+    planes = [(plane, self._origin_ns) for plane in host_planes]
+    for worker_content in of_workers:
+      space = _Parse(xplane_pb2.XSpace, worker_content)
+      origin_ns = self._origin_ns + _StartNs(self._space) - _StartNs(space)
+      planes += [(plane, origin_ns) for plane in space.planes]
+    for plane, origin_ns in planes:
+      names, stat_names = _Names(plane.event_metadata), _Names(plane.stat_metadata)
+      known = {i for i, name in names.items() if name in (_START, _DONE, STEP_EVENT)}
       for line in plane.lines:
-        for event in (e for e in line.events if e.metadata_id in wanted):
+        for event in (e for e in line.events if e.metadata_id in known):
           name = names[event.metadata_id]
           stats = {stat_names.get(s.metadata_id): _Value(s, stat_names) for s in event.stats}
           start = (line.timestamp_ns - origin_ns) * 1e-9 + event.offset_ps * 1e-12
@@ -142,36 +112,42 @@ class Trace:
           elif match := _CALL.fullmatch(str(stats.get('name', ''))):
             key = (stats['name'], stats.get('step_id'))
             if name == _START:
-              begun.append((start, key, match[1]))
+              starts.append((start, key, match[1]))
             else:
-              done.setdefault(key, []).append(start)
-    self._FillSteps(begun, done)
+              ends.setdefault(key, []).append(start)
+    self._FillSteps(starts, ends)
 
   def _FillSteps(
-    self, begun: list[tuple[float, tuple[Any, ...], str]], done: dict[tuple[Any, ...], list[float]]
+    self, starts: list[tuple[float, tuple[Any, ...], str]], ends: dict[tuple[Any, ...], list[float]]
   ) -> None:
-    """Gives each step its actions: what began within a step belongs to it."""
+    """Gives each step the actions that started within it.
+
+    Args:
+      starts: (time, call, text of the action) of each start.
+      ends: {call: times}.
+    """
     self.steps.sort(key=lambda step: step.start)
-    starts = [step.start for step in self.steps]
-    for start, key, text in begun:
-      i = bisect.bisect_right(starts, start) - 1
-      end = min((t for t in done.get(key, ()) if t >= start), default=None)
+    step_starts = [step.start for step in self.steps]
+    for start, key, text in starts:
+      i = bisect.bisect_right(step_starts, start) - 1
+      end = min((t for t in ends.get(key, ()) if t >= start), default=None)
       if i >= 0 and start < self.steps[i].end and end is not None:
         self.steps[i].times[actions.Action.FromText(text)] = (start, end)
     self.steps = [step for step in self.steps if step.times]
 
   def WithRows(self, rows: Sequence[Sequence[str]]) -> bytes:
-    """The trace of the process that trains with more rows, with the actions by their names.
+    """Returns the training process's trace with additional rows that name the actions.
 
-    TensorFlow's own events have them among their arguments only, and not over an action's time.
+    TensorFlow's own events have an action's name in their arguments only, and do not last as long
+    as the action.
 
     Args:
-      rows: for each of the steps: for each of its stages the name of its row.
+      rows: for each of `steps`, the name of the row of each stage.
     """
-    space = _Message('XSpace')()
+    space = xplane_pb2.XSpace()
     space.CopyFrom(self._space)
-    plane = next(p for p in space.planes if STEP_EVENT in _Names(p.event_names).values())
-    number = max(entry.key for entry in plane.event_names)
+    plane = next(p for p in space.planes if STEP_EVENT in _Names(p.event_metadata).values())
+    number = max(plane.event_metadata)
     ids = {line.id for line in plane.lines}
     free = itertools.filterfalse(ids.__contains__, itertools.count(1))
     lines = {
@@ -183,8 +159,9 @@ class Trace:
       for action, (start, end) in sorted(step.times.items(), key=lambda item: item[1]):
         if action not in numbers:
           number = numbers[action] = number + 1
-          entry = plane.event_names.add(key=number)
-          entry.value.add(id=number, name=str(action))
+          plane.event_metadata[number].MergeFrom(
+            xplane_pb2.XEventMetadata(id=number, name=str(action))
+          )
         lines[names[action.stage]].events.add(
           metadata_id=numbers[action],
           offset_ps=round(start * 1e12),
@@ -194,78 +171,76 @@ class Trace:
 
 
 def Request(session: str, seconds: int) -> bytes:
-  """What TensorFlow's profiler service is asked for a trace that begins now.
+  """Returns the profiler service's request for a trace that starts now.
 
   Args:
-    session: a new name for it.
-    seconds: the trace ends then, if not before.
+    session: a new name for the trace.
+    seconds: the trace ends after this time at the latest.
   """
-  request = _Message('ProfileRequest')(session_id=session, emit_xspace=True)
-  request.opts.add(duration_ms=1000 * seconds)
+  options = profiler_options_pb2.ProfileOptions(duration_ms=1000 * seconds)
+  request = _Message('ProfileRequest')(
+    opts=options.SerializeToString(), session_id=session, emit_xspace=True
+  )
   return bytes(request.SerializeToString())
 
 
 def EndRequest(session: str) -> bytes:
-  """What the service is told for a trace to end now."""
+  """Returns the profiler service's request to end a trace now."""
   return bytes(_Message('TerminateRequest')(session_id=session).SerializeToString())
 
 
 def Answer(response: bytes) -> bytes:
-  """The trace that it answers a `Request` with.
+  """Returns the trace in the profiler service's response to a `Request`.
 
   Raises:
-    ValueError: it is something else.
+    ValueError: the response does not hold a trace.
   """
-  return b''.join(s.SerializeToString() for s in _Parsed('ProfileResponse', response).xspace)
+  content = bytes(_Parse(_Message('ProfileResponse'), response).xspace)
+  _Parse(xplane_pb2.XSpace, content)
+  return content
 
 
-def _Names(entries: Any) -> dict[int, str]:
-  """The names in a plane's list, by number."""
-  return {entry.key: entry.value[0].name for entry in entries if entry.value}
+def _Names(metadata: Any) -> dict[int, str]:
+  """Returns the names of a plane's events or statistics, by number."""
+  return {number: entry.name for number, entry in metadata.items()}
 
 
 def _Value(stat: Any, names: dict[int, str]) -> str | int:
-  """A statistic of an event: texts are numbers in the list of names, for the most part."""
+  """Returns an event's statistic; most texts are numbers that refer to the list of names."""
   return stat.str_value or names.get(stat.ref_value) or stat.int64_value or stat.uint64_value
 
 
-def _BeganNs(space: Any) -> int:
-  """When a trace began."""
+def _StartNs(space: Any) -> int:
+  """Returns the start time of a trace, in nanoseconds; raises ValueError if it has none."""
   for plane in space.planes:
     if plane.name == _ENVIRONMENT:
-      names = _Names(plane.stat_names)
+      names = _Names(plane.stat_metadata)
       for stat in plane.stats:
-        if names.get(stat.metadata_id) == _BEGAN:
+        if names.get(stat.metadata_id) == _START_TIME:
           return int(_Value(stat, {}))
-  raise ValueError('a trace of the profiler does not say when it began')
+  raise ValueError(f'a trace of the profiler has no start time ({_ENVIRONMENT}: {_START_TIME})')
 
 
-def _Parsed(message: str, content: bytes) -> Any:
+def _Parse(message: Any, content: bytes) -> Any:
   try:
-    return _Message(message).FromString(content)
-  except Exception as e:  # protobuf's own class of errors depends on how it was built.
-    raise ValueError(f'no trace of the profiler: {e}') from e
-
-
-def _Message(name: str) -> Any:
-  """The class of a message; an XSpace is a whole trace."""
-  return message_factory.GetMessageClass(_Pool().FindMessageTypeByName(f'{_PACKAGE}.{name}'))
+    return message.FromString(content)
+  except Exception as e:  # protobuf's class of errors depends on its implementation.
+    raise ValueError(f'not a trace of the profiler: {e}') from e
 
 
 @functools.cache
-def _Pool() -> descriptor_pool.DescriptorPool:
-  file = descriptor_pb2.FileDescriptorProto(name=f'{_PACKAGE}.proto', package=_PACKAGE)
-  field_type = descriptor_pb2.FieldDescriptorProto
-  for message, fields in _FORMAT.items():
-    declared = file.message_type.add(name=message)
-    for name, number, kind in fields:
-      field = declared.field.add(name=name, number=number)
-      if kind in _FORMAT:
-        field.label, field.type = field_type.LABEL_REPEATED, field_type.TYPE_MESSAGE
-        field.type_name = f'.{_PACKAGE}.{kind}'
-      else:
-        field.label = field_type.LABEL_OPTIONAL
-        field.type = getattr(field_type, f'TYPE_{kind.upper()}')
+def _Message(name: str) -> Any:
+  """Returns the class of a message of the profiler service."""
+  file = descriptor_pb2.FileDescriptorProto(name=f'{_PACKAGE}.{name}.proto', package=_PACKAGE)
+  declared = file.message_type.add(name=name)
+  types = descriptor_pb2.FieldDescriptorProto
+  for field, number, kind in _SERVICE[name]:
+    declared.field.add(
+      name=field,
+      number=number,
+      label=types.LABEL_OPTIONAL,
+      type=getattr(types, f'TYPE_{kind.upper()}'),
+    )
   pool = descriptor_pool.DescriptorPool()
   pool.Add(file)
-  return pool
+  return message_factory.GetMessageClass(pool.FindMessageTypeByName(f'{_PACKAGE}.{name}'))

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traces of the profiler: each action is found by its name, in the schedule's order of time."""
+"""Traces of the profiler: actions are identified by name and follow the schedule's order."""
 
 import itertools
 import sys
 
 import pytest
 import tensorflow as tf
+from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 from lingvo_gpipe.layers import dropout, linear
 from lingvo_gpipe.pipeline.profiling import profiler_trace
 from lingvo_gpipe.pipeline.schedule import actions, schedules, step_work
-from tests import pipeline_training
+from tests import naming, pipeline_training
 
 _DIM, _BATCH, _STEPS = 4, 6, (3, 4)
 
@@ -54,50 +55,52 @@ def _Profile(stack, directory):
     ('zb_h1', 'none', True),
   ],
 )
-def testEachActionIsThereOnceAndInOrder(tmp_path, schedule, policy, xla):
+def testEachActionOccursOnceAndInOrder(tmp_path, schedule, policy, xla):
   stack = _Stack(schedule, policy, xla)
   ran = schedules.Get(schedule, 2, 3, 2)
   work = step_work.StepWork(ran, policy, [True, True])
   expected = [[a for a in row if work.Exists(a)] for row in ran.actions]
-  # On a machine with much else to do an event was once missing.
+  # On a busy machine an event may be missing: try up to three times.
   for trial in range(3):
     steps = profiler_trace.Trace(_Profile(stack, tmp_path / str(trial))).steps
-    assert tuple(found.step for found in steps) == _STEPS
-    if all(len(found.times) == sum(map(len, expected)) for found in steps):
+    assert tuple(step.step for step in steps) == _STEPS
+    if all(len(step.times) == sum(map(len, expected)) for step in steps):
       break
-  for found in steps:
-    assert found.times.keys() == set(itertools.chain(*expected))
+  for step in steps:
+    assert step.times.keys() == set(itertools.chain(*expected))
     for row in expected:
       for before, after in itertools.pairwise(row):
-        assert found.times[before][1] <= found.times[after][0], f'{before} {after}'
-    for action, (start, end) in found.times.items():
+        assert step.times[before][1] <= step.times[after][0], f'{before} {after}'
+    for action, (start, end) in step.times.items():
       assert start < end
       for needed in work.Dependencies(action):
-        assert found.times[needed][1] <= start, f'{needed} {action}'
-    times = [t for pair in found.times.values() for t in pair]
-    assert found.start < min(times) and max(times) < found.end
+        assert step.times[needed][1] <= start, f'{needed} {action}'
+    times = [t for pair in step.times.values() for t in pair]
+    assert step.start < min(times) and max(times) < step.end
   assert steps[0].end < steps[1].start
 
 
-def testActionsGetEventsOfTheirNames(tmp_path):
-  """In rows of their own; all that was there before stays."""
+def testRowsNameTheActions(tmp_path):
+  """The new rows come last, and everything else in the trace is unchanged."""
   content = _Profile(_Stack('gpipe', 'stage', False), tmp_path)
   before = profiler_trace.Trace(content)
   after = profiler_trace.Trace(before.WithRows([['first', 'second']] * len(before.steps)))
   assert after.steps == before.steps
-  # What is not declared is kept, too, behind what is.
+  # Parsing and serialising keeps unknown fields.
   assert len(before._space.SerializeToString()) == len(content)
   assert len(after._space.planes) == len(before._space.planes)
   for old, new in zip(before._space.planes, after._space.planes, strict=True):
     if old.lines:
       host_planes = old, new
     else:
-      assert new.SerializeToString() == old.SerializeToString()
+      pair = [plane.SerializeToString(deterministic=True) for plane in (new, old)]
+      assert pair[0] == pair[1]
   old, new = host_planes
-  kept = [line.SerializeToString() for line in new.lines[:-2]]
-  assert kept == [line.SerializeToString() for line in old.lines]
-  names = {entry.key: entry.value[0].name for entry in new.event_names}
-  assert len(names) == len(new.event_names) == len(old.event_names) + 12
+  old_lines = [line.SerializeToString() for line in new.lines[:-2]]
+  assert old_lines == [line.SerializeToString() for line in old.lines]
+  names = {number: entry.name for number, entry in new.event_metadata.items()}
+  assert all(number == entry.id for number, entry in new.event_metadata.items())
+  assert len(names) == len(old.event_metadata) + 12
   assert len({line.id for line in new.lines}) == len(new.lines)
   origin = min(line.timestamp_ns for line in old.lines)
   for device, line in enumerate(new.lines[-2:]):
@@ -109,63 +112,66 @@ def testActionsGetEventsOfTheirNames(tmp_path):
       for action, (start, end) in sorted(step.times.items(), key=lambda item: item[1])
       if action.stage == device
     ]
-    found = [(names[e.metadata_id], e.offset_ps, e.duration_ps) for e in line.events]
-    assert found == expected
+    events = [(names[e.metadata_id], e.offset_ps, e.duration_ps) for e in line.events]
+    assert events == expected
 
 
-def _Written(plane, began_ns, line_ns, events):
-  """The content of a trace.
+def _MakeTrace(plane, start_ns, line_ns, events):
+  """Returns the content of a trace.
 
   Args:
-    plane: the name of its plane with events.
-    began_ns: when it began; None: it does not tell.
-    line_ns: when its line begins, from there on.
+    plane: the name of the plane with the events.
+    start_ns: when the trace started; None: the trace has no start time.
+    line_ns: when its line starts, relative to the trace.
     events: (name, offset in ns, duration in ns, {name of a statistic: value}) of each event.
   """
-  space = profiler_trace._Message('XSpace')()
+  space = xplane_pb2.XSpace()
   host, environment = space.planes.add(name=plane), space.planes.add(name='Task Environment')
-  if began_ns is not None:
-    environment.stat_names.add(key=1).value.add(id=1, name='profile_start_time')
-    environment.stats.add(metadata_id=1, uint64_value=began_ns)
+  if start_ns is not None:
+    environment.stat_metadata[1].MergeFrom(
+      xplane_pb2.XStatMetadata(id=1, name='profile_start_time')
+    )
+    environment.stats.add(metadata_id=1, uint64_value=start_ns)
   line = host.lines.add(id=1, timestamp_ns=line_ns)
   numbers = {}
 
-  def Number(entries, name):
+  def Number(metadata, name):
     if name not in numbers:
       numbers[name] = len(numbers) + 1
-      entries.add(key=numbers[name]).value.add(id=numbers[name], name=name)
+      metadata[numbers[name]].id = numbers[name]
+      metadata[numbers[name]].name = name
     return numbers[name]
 
   for name, offset, duration, stats in events:
     event = line.events.add(
-      metadata_id=Number(host.event_names, name),
+      metadata_id=Number(host.event_metadata, name),
       offset_ps=offset * 1000,
       duration_ps=duration * 1000,
     )
     for key, value in stats.items():
       kind = 'str_value' if isinstance(value, str) else 'int64_value'
-      event.stats.add(metadata_id=Number(host.stat_names, key), **{kind: value})
+      event.stats.add(metadata_id=Number(host.stat_metadata, key), **{kind: value})
   return space.SerializeToString()
 
 
-def testActionsOfWorkersAreFoundByTheClocksOfTheirHosts():
-  """Each trace counts from its own beginning, and its lines from one of their own."""
+def testActionsOfWorkersAreAlignedByTheClocksOfTheirHosts():
+  """Times in a trace are relative to its start, and times in a line to the line's start."""
 
-  def Worker(began_ns, stage):
+  def Worker(start_ns, stage):
     def Event(which, offset):
       name = f'ExecutorState::ProcessAsync::{which}'
       return name, offset, 1, {'name': f'action_{stage}F0/PartitionedCall', 'step_id': 7}
 
     events = [Event('Start', 0), Event('Done', 2000), Event('Start', 10_000), Event('Done', 13_000)]
-    return _Written('/host:CPU', began_ns, 500, events)
+    return _MakeTrace('/host:CPU', start_ns, 500, events)
 
   steps = [('train', n * 10_000, 9000, {'step_num': n + 3}) for n in range(2)]
   now = 1_700_000_000_000_000_000
-  own = _Written('/host:CPU', now, 100, steps)
-  # Their actions begin 1 and 5 microseconds after the first step.
-  trace = profiler_trace.Trace(own, [Worker(now + 600, 0), Worker(now - 400 + 5000, 1)])
+  trainer = _MakeTrace('/host:CPU', now, 100, steps)
+  # The actions start 1 and 5 microseconds after the first step.
+  trace = profiler_trace.Trace(trainer, [Worker(now + 600, 0), Worker(now - 400 + 5000, 1)])
   first, second = actions.Action.FromText('0F0'), actions.Action.FromText('1F0')
-  assert [found.step for found in trace.steps] == [3, 4]
+  assert [step.step for step in trace.steps] == [3, 4]
   expected = {first: (1e-6, 3e-6), second: (5e-6, 7e-6)}
   assert {a: pytest.approx(t) for a, t in trace.steps[0].times.items()} == expected
   expected = {first: (11e-6, 14e-6), second: (15e-6, 18e-6)}
@@ -176,12 +182,12 @@ def testActionsOfWorkersAreFoundByTheClocksOfTheirHosts():
     [(10**6, 2 * 10**6), (11 * 10**6, 3 * 10**6)],
     [(5 * 10**6, 2 * 10**6), (15 * 10**6, 3 * 10**6)],
   ]
-  with pytest.raises(ValueError, match='^a trace of the profiler does not say when it began$'):
-    profiler_trace.Trace(own, [Worker(None, 1)])
+  with pytest.raises(ValueError, match=naming.Naming('profile_start_time')):
+    profiler_trace.Trace(trainer, [Worker(None, 1)])
 
 
-def testWhatIsNoTrace():
-  with pytest.raises(ValueError, match='^no trace of the profiler: '):
+def testOtherContentIsRefused():
+  with pytest.raises(ValueError, match='^not a trace of the profiler: '):
     profiler_trace.Trace(b'\x0a\xff')
   assert profiler_trace.Trace(b'').steps == []
 
