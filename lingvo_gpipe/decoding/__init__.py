@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Beam search, sampling and scores of translations. Called by tasks."""
+"""Beam search, sampling and translation scores, called by tasks."""

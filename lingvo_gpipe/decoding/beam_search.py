@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batched beam search over a model that gives the logits of the next token.
+"""Batched beam search over any model that returns the logits of the next token.
 
-Knows no layers and no pipelines: logits and states come from functions, as those of
-`PipeliningLayer`, and the states are theirs alone.
+The search knows neither layers nor pipelines. It gets logits and states from two functions, for
+example from `PipeliningLayer`, and only those functions look into the states.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from lingvo_gpipe.core import hyperparams, nested_map
 
 # (states, ids int32 [rows, 1], position of these ids) -> (logits [rows, 1, vocab], states).
 ExtendStepFn = Callable[[Any, np.ndarray, int], tuple[Any, Any]]
-# (states, int32 [rows]) -> states, whose row i is what row indices[i] was.
+# (states, int32 [rows]) -> states: row i of the result is row indices[i] of the argument.
 ReorderFn = Callable[[Any, np.ndarray], Any]
 
-_NEVER = -np.inf  # The log-probability of what cannot be, and of an empty place.
+_NEVER = -np.inf  # The log-probability of an impossible continuation and of an unused slot.
 
 
 @dataclasses.dataclass(frozen=True)
 class Hypotheses:
-  """What a search found, the best hypothesis of each example first.
+  """The result of a search, with the best hypothesis of each example first.
 
   Attributes:
-    ids: int32 [batch, num_hyps, time], the end-of-sequence id included; 0 behind it.
-    lengths: int32 [batch, num_hyps], how many of the ids count; 0 in an empty place.
-    scores: float32 [batch, num_hyps], not rising: log-probability / `LengthNorm`; -inf in an empty
-      place.
-    ended: bool [batch], whether the hypotheses of an example end in the end-of-sequence id. Where
-      none did within the time, they are those that were open then.
+    ids: int32 [batch, num_hyps, time], the end-of-sequence id included; 0 after it.
+    lengths: int32 [batch, num_hyps], the number of valid ids; 0 in an unused slot.
+    scores: float32 [batch, num_hyps], in descending order: log-probability / `LengthNorm`; -inf in
+      an unused slot.
+    ended: bool [batch], whether the hypotheses of an example end in the end-of-sequence id. False
+      if none ended within the time limit; the hypotheses then are the ones that were still open.
   """
 
   ids: np.ndarray
@@ -43,13 +43,13 @@ class Hypotheses:
   ended: np.ndarray
 
   def Best(self, example: int) -> np.ndarray:
-    """The ids of an example's best hypothesis, without the end-of-sequence id."""
+    """Returns the ids of an example's best hypothesis, without the end-of-sequence id."""
     length = int(self.lengths[example, 0]) - int(self.ended[example])
     return self.ids[example, 0, :length]
 
 
 def LengthNorm(length: Any, alpha: float) -> Any:
-  """What a log-probability is divided by: ((5 + length) / 6) ** alpha.
+  """Returns the divisor of a log-probability: ((5 + length) / 6) ** alpha.
 
   Wu et al. 2016 (arXiv 1609.08144), equation 14. The length counts the end-of-sequence id.
   """
@@ -57,40 +57,43 @@ def LengthNorm(length: Any, alpha: float) -> Any:
 
 
 class BeamSearch:
-  """Keeps the likeliest `num_hyps_per_beam` open hypotheses of each example.
+  """Keeps the most likely `num_hyps_per_beam` open hypotheses of each example.
 
-  Each step ranks all continuations of an example's open hypotheses by log-probability. Those among
-  the first `num_hyps_per_beam` that end in the end-of-sequence id are hypotheses that ended: they
-  have a score, and the best `num_hyps_per_beam` by score are kept. The likeliest others go on. An
-  example is done when so many are kept and no open one has, at its present length, a better score
-  than the worst of them. With `num_hyps_per_beam=1` this is greedy search: it takes the likeliest
-  id until that ends the sequence.
+  Each step ranks all continuations of an example's open hypotheses by log-probability. A
+  continuation among the first `num_hyps_per_beam` that ends in the end-of-sequence id is an ended
+  hypothesis: it gets a score, and the `num_hyps_per_beam` best scores are kept. The most likely
+  continuations without that id stay open. An example is done when `num_hyps_per_beam` hypotheses
+  have ended and no open hypothesis, at its present length, has a better score than the worst of
+  them. With `num_hyps_per_beam=1` this is greedy search: it takes the most likely id until that id
+  ends the sequence.
   """
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
-    """Params of the search; the defaults are those of Vaswani et al. 2017, section 6.1."""
+    """Params of the search; the defaults are from Vaswani et al. 2017, section 6.1."""
     p = hyperparams.InstantiableParams(cls)
-    p.Define('num_hyps_per_beam', 4, 'Hypotheses of an example; 1: greedy search.')
+    p.Define('num_hyps_per_beam', 4, 'Hypotheses per example; 1: greedy search.')
     p.Define('length_normalization', 0.6, 'The exponent alpha of `LengthNorm`; 0: none.')
-    p.Define('target_seq_len', 0, 'The most ids of a hypothesis, its end included. Must be set.')
+    p.Define(
+      'target_seq_len', 0, 'Maximum number of ids of a hypothesis, with its end. Must be set.'
+    )
     p.Define('target_eos_id', 2, 'The id that ends a sequence.')
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
-    """Checks and keeps a copy of `params`.
+    """Checks and copies `params`.
 
     Raises:
       ValueError: a param is out of range.
     """
     p = self.params = params.Copy()
-    for name, least in (
+    for name, minimum in (
       ('num_hyps_per_beam', 1),
       ('length_normalization', 0),
       ('target_eos_id', 0),
     ):
-      if p.Get(name) < least:
-        raise ValueError(f'BeamSearch: {name} must be at least {least}, got {p.Get(name)}')
+      if p.Get(name) < minimum:
+        raise ValueError(f'BeamSearch: {name} must be at least {minimum}, got {p.Get(name)}')
     self._advance = tf.function(self._Advance, autograph=False)
 
   def Search(
@@ -103,34 +106,34 @@ class BeamSearch:
     first_time_step: int,
     target_seq_len: int | None = None,
   ) -> Hypotheses:
-    """Searches the likeliest continuations of prompts.
+    """Searches for the most likely continuations of prompts.
 
-    A prompt is the start of a sequence, be it one id: that of sentences or of a target language. It
-    is no part of the hypotheses. With `num_hyps_per_beam` k there are k rows for each example, next
-    to each other, from the first call of `extend_step` on.
+    A prompt is the start of a sequence, at least one id: a start-of-sentence id, a target language,
+    or some words. Hypotheses do not include it. With `num_hyps_per_beam` = k each example has k
+    adjacent rows from the first call of `extend_step` on.
 
     Args:
-      logits: floating [batch, time, vocab], of which the last position counts: what follows each
+      logits: floating [batch, time, vocab]; the last position holds the logits of the id after each
         prompt. -inf forbids an id.
-      states: what `reorder` takes, of the batch; anything.
-      extend_step: gives the logits after one more id in each row.
-      reorder: gathers rows of the states: at first from `batch` of them to batch * k, then among
-        the k of each example. Not called in greedy search.
-      first_time_step: the position of the first id to be found: the length of the prompts.
-      target_seq_len: the most ids of a hypothesis; None: that of the Params. A new value means a
-        new trace.
+      states: decoding states of `batch` rows, passed to `reorder` and `extend_step`; of any type.
+      extend_step: returns the logits and states after one more id in each row.
+      reorder: gathers rows of the states: first `batch` rows into batch * k, later within the k
+        rows of each example. Not called in greedy search.
+      first_time_step: position of the first id to be searched: the length of the prompts.
+      target_seq_len: maximum number of ids of a hypothesis; None: `target_seq_len` of the Params. A
+        new value causes a retrace.
 
     Returns:
       At least one hypothesis for each example.
 
     Raises:
-      ValueError: a param, or the shape of logits, does not fit; or logits of an open hypothesis are
+      ValueError: a param or the shape of the logits is invalid; or logits of an open hypothesis are
         NaN or +inf.
     """
     p = self.params
     limit = p.target_seq_len if target_seq_len is None else target_seq_len
     if limit < 1:
-      raise ValueError(f'BeamSearch: target_seq_len must be at least 1, got {limit}; set it')
+      raise ValueError(f'BeamSearch: target_seq_len must be at least 1, got {limit}: set it')
     last = self._LastLogits(logits, None)
     batch = last.shape[0]
     beams = self._Start(batch, limit)
@@ -139,8 +142,8 @@ class BeamSearch:
       if np.any(is_wrong):
         raise ValueError(
           f'BeamSearch: logits for position {first_time_step + time} are NaN or +inf in the '
-          f'examples {np.flatnonzero(is_wrong).tolist()} of the batch: look for a weight or an '
-          'input that is not finite'
+          f'examples {np.flatnonzero(is_wrong).tolist()} of the batch: check that the weights and '
+          'the inputs are finite'
         )
       if time == limit - 1 or np.all(beams.is_done):
         break
@@ -151,7 +154,7 @@ class BeamSearch:
     return self._Result(beams.Transform(lambda x: x.numpy()))
 
   def _Start(self, batch: int, limit: int) -> nested_map.NestedMap:
-    """One open hypothesis an example, the empty one."""
+    """Returns the beams before the first step: one open hypothesis per example, without ids."""
     k = self.params.num_hyps_per_beam
     open_scores = np.full([batch, k], _NEVER, np.float32)
     open_scores[:, 0] = 0.0
@@ -166,7 +169,7 @@ class BeamSearch:
     )
 
   def _LastLogits(self, logits: Any, rows: int | None) -> tf.Tensor:
-    """The logits [rows, vocab] of the last position."""
+    """Returns the logits [rows, vocab] of the last position, after checking their shape."""
     logits, eos = tf.convert_to_tensor(logits), self.params.target_eos_id
     shape = logits.shape
     fits = shape.rank == 3 and rows in (None, shape[0]) and shape.num_elements()
@@ -177,77 +180,107 @@ class BeamSearch:
       )
     if eos >= shape[2]:
       raise ValueError(
-        f'BeamSearch: target_eos_id {eos} is no id of a vocabulary of {shape[2]}; set it'
+        f'BeamSearch: target_eos_id {eos} is outside the vocabulary of {shape[2]} ids: set it'
       )
     return logits[:, -1]
 
   def _Advance(
     self, beams: nested_map.NestedMap, logits: tf.Tensor, time: tf.Tensor
   ) -> tuple[nested_map.NestedMap, tf.Tensor, tf.Tensor, tf.Tensor]:
-    """One step of all examples.
+    """Advances all examples by one id.
 
     Args:
-      beams: of `batch` examples with k places each, from `_Start` or the step before.
-      logits: [batch * n, vocab], n = 1 in the first step and k later.
-      time: how many ids the open hypotheses have.
+      beams: the open and ended hypotheses of `batch` examples with k slots each, from `_Start` or
+        the previous step.
+      logits: [batch * n, vocab]: n = 1 row per example in the first step, k later.
+      time: int32 [], the number of ids of the open hypotheses.
 
     Returns:
-      The beams, the next ids [batch * k, 1], the rows of the logits they go on from [batch * k],
-      and for each example whether its logits make no sense.
+      The new beams; the next ids int32 [batch * k, 1]; for each of these the row of `logits` whose
+      hypothesis it continues, int32 [batch * k]; and whether an example has an open hypothesis with
+      NaN or +inf logits, bool [batch].
     """
+    # One example with k = 2, open hypotheses a and b, and x, which ended before; . is the eos id:
+    #
+    #   open [k]              a         b      sums of the log-probabilities of their ids
+    #                        /|\       /|\
+    #   totals [n * vocab]   continuations      + log_softmax of the logits
+    #                              | top_k
+    #   candidates [2 k]     ap  b.  aq  br     best first; b. has ended
+    #                        |   |   |
+    #   next open [k]        ap  |   aq         the k best candidates that do not end
+    #   next ended [k]           b.  x          the k best scores: x, and the candidates among the
+    #                                           first k that end
+    #
+    # An example is done when the score of its best open hypothesis does not exceed the worst of k
+    # ended scores. An unused slot has the log-probability and score -inf.
     k, eos = self.params.num_hyps_per_beam, self.params.target_eos_id
     batch, _, limit = beams.open_ids.shape
     n, vocab = logits.shape[0] // batch, logits.shape[1]
     logits = tf.reshape(tf.cast(logits, tf.float32), [batch, n, vocab])
-    so_far = beams.open_log_probs[:, :n]
-    is_open = (so_far > _NEVER) & ~beams.is_done[:, tf.newaxis]
-    is_bad = tf.reduce_any(tf.math.is_nan(logits) | (logits == np.inf), axis=-1)
-    log_probs = tf.nn.log_softmax(logits)
-    # Where no id is allowed it is NaN; places that are not open may have any logits.
+    open_before = beams.open_log_probs[:, :n]  # [batch, n]
+    is_open = (open_before > _NEVER) & ~beams.is_done[:, tf.newaxis]  # [batch, n]
+    is_bad = tf.reduce_any(tf.math.is_nan(logits) | (logits == np.inf), axis=-1)  # [batch, n]
+    log_probs = tf.nn.log_softmax(logits)  # [batch, n, vocab]
+    # log_softmax is NaN if every id is forbidden; slots that are not open may hold any logits.
     log_probs = tf.where(tf.math.is_nan(log_probs), _NEVER, log_probs)
-    totals = tf.reshape(so_far[:, :, tf.newaxis] + log_probs, [batch, n * vocab])
-    # In the first step there may be fewer ids than places.
+    totals = tf.reshape(open_before[:, :, tf.newaxis] + log_probs, [batch, n * vocab])
+    # The first step may have fewer continuations than slots.
     totals = tf.pad(totals, [[0, 0], [0, max(0, k - n * vocab)]], constant_values=_NEVER)
-    # Of 2k at most k end: each place can end in one way only.
-    log_probs, flat = tf.math.top_k(totals, min(2 * k, totals.shape[1]))
-    places, tokens = tf.minimum(flat // vocab, n - 1), flat % vocab
-    ids = _Gather(beams.open_ids, places)
-    ids = tf.where(tf.range(limit) == time, tokens[:, :, tf.newaxis], ids)
+
+    # Candidates [batch, c]. Each open hypothesis has one continuation by eos, so at most k of 2k
+    # candidates end and k remain to stay open.
+    num_candidates = min(2 * k, totals.shape[1])
+    candidate_log_probs, flat = tf.math.top_k(totals, num_candidates)
+    candidate_slots = tf.minimum(flat // vocab, n - 1)  # [batch, c], the slots they continue.
+    candidate_tokens = flat % vocab  # [batch, c]
+    candidate_ids = _Gather(beams.open_ids, candidate_slots)  # [batch, c, limit]
+    candidate_ids = tf.where(
+      tf.range(limit) == time, candidate_tokens[:, :, tf.newaxis], candidate_ids
+    )
     length = time + 1
     norm = LengthNorm(tf.cast(length, tf.float32), self.params.length_normalization)
 
-    is_eos = tokens == eos
-    scores = tf.where(is_eos & (tf.range(tokens.shape[1]) < k), log_probs / norm, _NEVER)
-    ended_scores, chosen = tf.math.top_k(tf.concat([beams.ended_scores, scores], 1), k)
-    ended_ids = _Gather(tf.concat([beams.ended_ids, ids], 1), chosen)
-    lengths = tf.concat([beams.ended_lengths, tf.fill(tokens.shape, length)], 1)
+    # Ended hypotheses: the k best of the ones so far and of this step's, [batch, k + c] -> k.
+    is_eos = candidate_tokens == eos  # [batch, c]
+    may_end = tf.range(num_candidates) < k  # [c]
+    scores = tf.where(is_eos & may_end, candidate_log_probs / norm, _NEVER)
+    ended_scores, best_ended = tf.math.top_k(tf.concat([beams.ended_scores, scores], 1), k)
+    ended_ids = _Gather(tf.concat([beams.ended_ids, candidate_ids], 1), best_ended)
+    ended_lengths = tf.concat([beams.ended_lengths, tf.fill(candidate_tokens.shape, length)], 1)
 
-    open_log_probs, chosen_open = tf.math.top_k(tf.where(is_eos, _NEVER, log_probs), k)
-    # A place that nothing was found for is no better than an empty one, so this holds too where
-    # all have ended.
-    is_over = open_log_probs[:, 0] / norm <= ended_scores[:, -1]
-    # Where no hypothesis can go on or end, they stay as they are, and are what was found.
-    is_stuck = log_probs[:, 0] == _NEVER
-    new = nested_map.NestedMap(
-      open_ids=_Gather(ids, chosen_open),
+    # Open hypotheses: the k best candidates that do not end, [batch, c] -> k.
+    open_log_probs, best_open = tf.math.top_k(tf.where(is_eos, _NEVER, candidate_log_probs), k)
+    # Without open hypotheses both sides may be -inf: the example is over then, too.
+    is_over = open_log_probs[:, 0] / norm <= ended_scores[:, -1]  # [batch]
+    new_beams = nested_map.NestedMap(
+      open_ids=_Gather(candidate_ids, best_open),
       open_log_probs=open_log_probs,
       open_lengths=tf.fill([batch], length),
       ended_ids=ended_ids,
       ended_scores=ended_scores,
-      ended_lengths=_Gather(lengths, chosen),
+      ended_lengths=_Gather(ended_lengths, best_ended),
       is_done=is_over,
     )
-    keep = beams.is_done | is_stuck
-    beams = tf.nest.map_structure(lambda old, x: tf.where(_Rows(keep, x), old, x), beams, new)
-    beams.is_done |= keep
-    here = tf.minimum(tf.range(k), n - 1)[tf.newaxis]
-    places = tf.where(keep[:, tf.newaxis], here, _Gather(places, chosen_open))
-    indices = tf.reshape(places + n * tf.range(batch)[:, tf.newaxis], [batch * k])
-    next_ids = tf.reshape(_Gather(tokens, chosen_open), [batch * k, 1])
+
+    # An example that is done keeps its beams, and so does one without any possible continuation.
+    is_stuck = candidate_log_probs[:, 0] == _NEVER  # [batch]
+    is_final = beams.is_done | is_stuck  # [batch]
+    beams = tf.nest.map_structure(
+      lambda old, new: tf.where(_Rows(is_final, new), old, new), beams, new_beams
+    )
+    beams.is_done |= is_final
+
+    # The row of `logits` that each open slot continues; a final example keeps its rows in order.
+    same_slots = tf.minimum(tf.range(k), n - 1)[tf.newaxis]  # [1, k]
+    open_slots = _Gather(candidate_slots, best_open)  # [batch, k]
+    slots = tf.where(is_final[:, tf.newaxis], same_slots, open_slots)
+    indices = tf.reshape(slots + n * tf.range(batch)[:, tf.newaxis], [batch * k])
+    next_ids = tf.reshape(_Gather(candidate_tokens, best_open), [batch * k, 1])
     return beams, next_ids, indices, tf.reduce_any(is_bad & is_open, axis=1)
 
   def _Result(self, beams: nested_map.NestedMap) -> Hypotheses:
-    """What ended, or where nothing did what is open; empty places are zeros."""
+    """Returns the ended hypotheses, or the open ones if none ended; unused slots are zero."""
     ended = beams.ended_scores[:, 0] > _NEVER
     rows = ended[:, np.newaxis]
     open_lengths = beams.open_lengths[:, np.newaxis]
@@ -266,5 +299,5 @@ def _Gather(values: tf.Tensor, indices: tf.Tensor) -> tf.Tensor:
 
 
 def _Rows(condition: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
-  """A condition [batch] in the rank of a tensor [batch, ...]."""
+  """Reshapes a condition [batch] to [batch, 1, ...], the rank of a tensor [batch, ...]."""
   return tf.reshape(condition, [-1] + [1] * (like.shape.rank - 1))

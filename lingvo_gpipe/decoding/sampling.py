@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Continuing prompts token by token: greedy, or drawn with a temperature from the k likeliest.
+"""Continues prompts token by token: greedily, or by sampling from the k most likely tokens.
 
-Knows no layers: what computes logits comes as two functions, of a prompt and of one more token.
-A draw depends on the seed, the example's number and the token's position alone, so a continuation
-is the same for any number of stages, micro-batches and examples in a batch, to float rounding.
+The module knows no layers: two functions compute logits, one for a prompt and one for one more
+token. A draw depends only on the seed, the number of the example and the position of the token. So
+a continuation is the same for any number of stages, micro-batches and examples in a batch, up to
+float rounding.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ ExtendStepFn = Callable[[Any, np.ndarray, int], tuple[Any, Any]]
 
 
 def SamplingParams() -> hyperparams.Params:
-  """Params of how tokens are chosen."""
+  """Returns the Params that say how tokens are chosen."""
   p = hyperparams.Params()
-  p.Define('temperature', 1.0, 'Logits are divided by it; 0 takes the likeliest token.')
-  p.Define('top_k', 0, 'How many of the likeliest tokens are drawn from; 0: all.')
+  p.Define('temperature', 1.0, 'Divisor of the logits; 0 takes the most likely token.')
+  p.Define('top_k', 0, 'Number of most likely tokens to draw from; 0: all.')
   p.Define('seed', 0, 'Seed of the draws, at least 0.')
-  p.Define('eos_id', None, 'The token that ends a continuation; None: nothing does.')
+  p.Define('eos_id', None, 'The token that ends a continuation; None: no token does.')
   return p
 
 
 def CheckParams(params: hyperparams.Params) -> None:
-  """ValueError where `SamplingParams` have values that mean nothing."""
+  """Raises ValueError if a value of `SamplingParams` is out of range."""
   if not 0 <= params.temperature < float('inf'):
     raise ValueError(
       f'sampling: temperature must be 0 or a positive number, got {params.temperature!r}'
@@ -51,8 +52,9 @@ def Sample(
   Args:
     logits: floating [batch, vocab].
     params: `SamplingParams`.
-    examples: int [batch], a number for each example that tells its draws from others'.
-    position: of the token in its sequence.
+    examples: int [batch], the number of each example; examples with different numbers draw
+      independently.
+    position: position of the token in its sequence.
 
   Returns:
     Token ids, int32 [batch].
@@ -73,20 +75,20 @@ def Sample(
   logits = (logits - best) / params.temperature
   probs = np.exp(logits)
   if 0 < params.top_k < logits.shape[-1]:
-    others = np.argpartition(logits, -params.top_k, axis=-1)[:, : -params.top_k]
-    np.put_along_axis(probs, others, 0.0, axis=-1)
-  # The token into whose part of the unit interval the draw falls.
+    unlikely = np.argpartition(logits, -params.top_k, axis=-1)[:, : -params.top_k]
+    np.put_along_axis(probs, unlikely, 0.0, axis=-1)
+  # The token whose interval of the cumulative distribution contains the draw.
   ends = np.cumsum(probs, axis=-1)
   draws = _Uniform(params.seed, examples, position)[:, np.newaxis]
   return np.argmax(ends > draws * ends[:, -1:], axis=-1).astype(np.int32)
 
 
 def _Uniform(seed: int, examples: np.ndarray, position: int) -> np.ndarray:
-  """A number in [0, 1) for each example, from Philox counters (Salmon et al. 2011)."""
+  """Returns a number in [0, 1) for each example, from Philox counters (Salmon et al. 2011)."""
   key = np.array([seed, 0], np.uint64)
   counters = [np.array([0, 0, int(e), position], np.uint64) for e in examples]
   bits = [np.random.Philox(key=key, counter=counter).random_raw() for counter in counters]
-  # 52 bits: the largest, 1 - 2^-52, stays below 1 in any product.
+  # 52 bits: the largest value, 1 - 2^-52, stays below 1 in any product.
   return (np.array(bits, np.uint64) >> np.uint64(12)).astype(np.float64) * 2.0**-52
 
 
@@ -100,31 +102,32 @@ def Generate(
   lengths: np.ndarray | None = None,
   examples: np.ndarray | None = None,
 ) -> np.ndarray:
-  """Continues prompts, each token computed once.
+  """Continues prompts, computing each token once.
 
-  Prompts of unequal length: what all have is computed at once, then longer ones go on with their
-  own tokens where shorter ones get new ones.
+  If prompts differ in length, the part that all of them have is computed in one call. After that
+  longer prompts continue with their own tokens while shorter ones get new tokens.
 
   Args:
-    prefill: logits of prompts; it must leave room for time + num_tokens positions.
-    extend_step: logits after one more token.
+    prefill: returns the logits of prompts and the states; the states must have room for time +
+      num_tokens positions.
+    extend_step: returns the logits and states after one more token.
     prompts: integers [batch, time].
-    num_tokens: how many tokens to add.
+    num_tokens: number of tokens to add.
     params: `SamplingParams`.
-    lengths: int [batch], how many tokens of each prompt count, at least one; None: all.
-    examples: int [batch], a number for each example, of which its draws depend; None: 0, 1, ...
+    lengths: int [batch], the number of valid tokens of each prompt, at least 1; None: all.
+    examples: int [batch], the number of each example, which its draws depend on; None: 0, 1, ...
 
   Returns:
-    int32 [batch, num_tokens]; after `eos_id` there is nothing but that.
+    int32 [batch, num_tokens]; only `eos_id` after the first `eos_id`.
 
   Raises:
-    ValueError: the prompts, their lengths or the params do not fit.
+    ValueError: the prompts, their lengths or the params are invalid.
   """
   CheckParams(params)
   prompts = np.asarray(prompts)
   if prompts.ndim != 2 or not prompts.size or not np.issubdtype(prompts.dtype, np.integer):
     raise ValueError(
-      'expected prompts of integers [batch, time] with a token at least, got '
+      'expected prompts of integers [batch, time] with at least one token, got '
       f'{prompts.dtype} {list(prompts.shape)}'
     )
   prompts = prompts.astype(np.int32)
@@ -140,9 +143,9 @@ def Generate(
       f'expected a number from 0 for each of {batch} examples, got {examples.tolist()}'
     )
   eos_id = -1 if params.eos_id is None else params.eos_id
-  made = np.full([batch, num_tokens], max(eos_id, 0), np.int32)
+  new_tokens = np.full([batch, num_tokens], max(eos_id, 0), np.int32)
   if not num_tokens:
-    return made
+    return new_tokens
   is_done = np.zeros(batch, bool)
   position = int(lengths.min())
   logits, states = prefill(prompts[:, :position])
@@ -151,9 +154,9 @@ def Generate(
     nth = position - lengths  # Below 0 within the prompt.
     tokens = np.where(nth < 0, prompts[:, min(position, time - 1)], tokens)
     writes = np.flatnonzero((nth >= 0) & ~is_done)
-    made[writes, nth[writes]] = tokens[writes]
+    new_tokens[writes, nth[writes]] = tokens[writes]
     is_done[writes] = (tokens[writes] == eos_id) | (nth[writes] == num_tokens - 1)
     if is_done.all():
-      return made
+      return new_tokens
     logits, states = extend_step(states, tokens[:, np.newaxis], position)
     position += 1

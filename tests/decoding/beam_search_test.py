@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Beam search is exhaustive, greedy or what a plain Python search finds, on small models."""
+"""Beam search on small models equals exhaustive, greedy and plain Python searches."""
 
 import functools
 import itertools
@@ -11,12 +11,13 @@ import pytest
 import tensorflow as tf
 
 from lingvo_gpipe.decoding import beam_search
+from tests import naming
 
 _EOS, _NUM_STATES = 2, 50
 
 
 class _Model:
-  """Logits that hang on all ids before: an example has a table, and the states are places in it."""
+  """Logits that depend on all previous ids: each example has a table, and states are rows in it."""
 
   def __init__(self, tables, num_hyps, dtype):
     self.tables, self.num_hyps, self.dtype = tables, num_hyps, dtype
@@ -33,9 +34,9 @@ class _Model:
     return self._Logits(np.repeat(self.tables, self.num_hyps, axis=0), states), states
 
   def Reorder(self, states, indices):
-    rows = len(states) // len(self.tables)  # One at first.
-    of = np.repeat(np.arange(len(self.tables)), self.num_hyps)
-    np.testing.assert_array_equal(indices // rows, of)
+    rows = len(states) // len(self.tables)  # 1 before the first call.
+    examples = np.repeat(np.arange(len(self.tables)), self.num_hyps)
+    np.testing.assert_array_equal(indices // rows, examples)
     return states[indices]
 
   def _Logits(self, tables, states):
@@ -47,7 +48,7 @@ def _NextState(state, token):
 
 
 def _LogProbs(table, ids):
-  """float64 [vocab] of what follows these ids, the first one included."""
+  """Returns float64 [vocab]: log-probabilities of the id after these ids, the first id included."""
   state = 0
   for token in ids:
     state = _NextState(state, token)
@@ -71,23 +72,23 @@ def _Tables(seed, batch=4, vocab=5, forbidden=0.0):
 
 @functools.cache
 def _Search(**settings):
-  """One for all tests: each shape is traced once."""
+  """Returns a cached search, so that all tests trace each shape once."""
   p = beam_search.BeamSearch.Params().Set(target_eos_id=_EOS, **settings)
   return p.Instantiate()
 
 
 def _Run(search, tables, first_ids, dtype=tf.float32, first_time_step=1, **more):
   model = _Model(tables, search.params.num_hyps_per_beam, dtype)
-  found = search.Search(
+  hyps = search.Search(
     *model.Prefill(first_ids), model.ExtendStep, model.Reorder, first_time_step=first_time_step,
     **more,
   )  # fmt: skip
-  return found, model
+  return hyps, model
 
 
-def _Texts(found, example):
-  """[(ids, score)] of an example, without empty places."""
-  rows = zip(found.ids[example], found.lengths[example], found.scores[example], strict=True)
+def _Texts(hyps, example):
+  """Returns [(ids, score)] of an example, without unused slots."""
+  rows = zip(hyps.ids[example], hyps.lengths[example], hyps.scores[example], strict=True)
   return [(tuple(ids[:n].tolist()), score) for ids, n, score in rows if score > -np.inf]
 
 
@@ -97,25 +98,29 @@ def _AssertSame(got, expected):
 
 
 def _Plain(table, first, k, limit, alpha, *, stops=True):
-  """The search as `BeamSearch` describes it, one example: (whether any ended, [(ids, score)])."""
+  """Searches as `BeamSearch` says, for one example.
+
+  Returns:
+    Whether any hypothesis ended, and [(ids, score)].
+  """
 
   def Norm(length):
     return ((5 + length) / 6) ** alpha
 
   live, ended = [((), 0.0)], []
   for time in range(limit):
-    found = [
+    continuations = [
       (ids + (token,), total + float(log_prob))
       for ids, total in live
       for token, log_prob in enumerate(_LogProbs(table, (first, *ids)))
       if log_prob > -np.inf
     ]
-    if not found:
+    if not continuations:
       break
-    found.sort(key=lambda pair: -pair[1])
-    ended += [(ids, s / Norm(time + 1)) for ids, s in found[:k] if ids[-1] == _EOS]
+    continuations.sort(key=lambda pair: -pair[1])
+    ended += [(ids, s / Norm(time + 1)) for ids, s in continuations[:k] if ids[-1] == _EOS]
     ended = sorted(ended, key=lambda pair: -pair[1])[:k]
-    live = [pair for pair in found if pair[0][-1] != _EOS][:k]
+    live = [pair for pair in continuations if pair[0][-1] != _EOS][:k]
     best = live[0][1] / Norm(time + 1) if live else -np.inf
     if not live or (stops and len(ended) == k and best <= ended[-1][1]):
       break
@@ -124,31 +129,31 @@ def _Plain(table, first, k, limit, alpha, *, stops=True):
 
 @pytest.mark.parametrize('alpha', [0.0, 0.6, 1.5])
 @pytest.mark.parametrize('forbidden', [0.0, 0.4])
-def testIsThePlainSearch(alpha, forbidden):
+def testEqualsThePlainSearch(alpha, forbidden):
   search = _Search(num_hyps_per_beam=3, length_normalization=alpha, target_seq_len=7)
   first = np.array([1, 3, 4, 1])
   kinds = set()
   for seed in range(12):
     tables = _Tables(seed, forbidden=forbidden)
-    found, _ = _Run(search, tables, first)
+    hyps, _ = _Run(search, tables, first)
     for i, table in enumerate(tables):
       ended, expected = _Plain(table, first[i], 3, 7, alpha)
-      assert found.ended[i] == ended
-      _AssertSame(_Texts(found, i), expected)
+      assert hyps.ended[i] == ended
+      _AssertSame(_Texts(hyps, i), expected)
       kinds.add((ended, len(expected)))
   if forbidden:
     assert len(kinds) > 3  # Dead ends and examples with few hypotheses occurred.
 
 
-def testWithoutNormalizationStoppingEarlyChangesNothing():
+def testEarlyStopChangesNothingWithoutNormalization():
   search = _Search(num_hyps_per_beam=3, length_normalization=0.0, target_seq_len=7)
   stopped = 0
   for seed in range(12):
     tables = _Tables(seed)
-    found, model = _Run(search, tables, [1] * 4)
+    hyps, model = _Run(search, tables, [1] * 4)
     stopped += len(model.times) < 6
     for i, table in enumerate(tables):
-      _AssertSame(_Texts(found, i), _Plain(table, 1, 3, 7, 0.0, stops=False)[1])
+      _AssertSame(_Texts(hyps, i), _Plain(table, 1, 3, 7, 0.0, stops=False)[1])
   assert stopped
 
 
@@ -156,18 +161,18 @@ def testWithoutNormalizationStoppingEarlyChangesNothing():
 @pytest.mark.parametrize('forbidden', [0.0, 0.3])
 def testAWideBeamIsExhaustive(alpha, forbidden):
   vocab, limit = 3, 4
-  others = [token for token in range(vocab) if token != _EOS]
-  middles = [m for n in range(limit) for m in itertools.product(others, repeat=n)]
+  ids_but_eos = [token for token in range(vocab) if token != _EOS]
+  middles = [m for n in range(limit) for m in itertools.product(ids_but_eos, repeat=n)]
   search = _Search(num_hyps_per_beam=24, length_normalization=alpha, target_seq_len=limit)
   for seed in range(6):
     tables = _Tables(seed, batch=3, vocab=vocab, forbidden=forbidden)
-    found, _ = _Run(search, tables, [1, 1, 0])
+    hyps, _ = _Run(search, tables, [1, 1, 0])
     for i, table in enumerate(tables):
       scored = [((*m, _EOS), _Score(table, [1, 1, 0][i], (*m, _EOS), alpha)) for m in middles]
       possible = sorted((pair for pair in scored if pair[1] > -np.inf), key=lambda pair: -pair[1])
       if possible:
-        _AssertSame(_Texts(found, i), possible)
-      assert found.ended[i] == bool(possible)
+        _AssertSame(_Texts(hyps, i), possible)
+      assert hyps.ended[i] == bool(possible)
 
 
 @pytest.mark.parametrize('alpha', [0.0, 2.0])
@@ -176,16 +181,16 @@ def testABeamOfOneIsGreedy(alpha):
   lengths = set()
   for seed in range(10):
     tables = _Tables(seed)
-    found, _ = _Run(search, tables, [1, 1, 3, 3])
+    hyps, _ = _Run(search, tables, [1, 1, 3, 3])
     for i, table in enumerate(tables):
       ids = ()
       while len(ids) < 8 and _EOS not in ids:
         ids += (int(np.argmax(_LogProbs(table, ([1, 1, 3, 3][i], *ids)))),)
-      ((got, score),) = _Texts(found, i)
+      ((got, score),) = _Texts(hyps, i)
       assert got == ids
       assert score == pytest.approx(_Score(table, [1, 1, 3, 3][i], ids, alpha), rel=1e-5)
-      assert found.ended[i] == (_EOS in ids)
-      assert tuple(found.Best(i)) == tuple(token for token in ids if token != _EOS)
+      assert hyps.ended[i] == (_EOS in ids)
+      assert tuple(hyps.Best(i)) == tuple(token for token in ids if token != _EOS)
       lengths.add(len(ids))
   assert len(lengths) > 3
 
@@ -194,42 +199,42 @@ def testGreedySearchTakesTheFirstOfEqualIds():
   tables = np.zeros([1, _NUM_STATES, 5], np.float32)
   tables[:, :, 0] = -1.0
   search = _Search(num_hyps_per_beam=1, length_normalization=0.0, target_seq_len=8)
-  found, _ = _Run(search, np.repeat(tables, 4, axis=0), [1] * 4)
-  assert _Texts(found, 0)[0][0] == (1,) * 8
+  hyps, _ = _Run(search, np.repeat(tables, 4, axis=0), [1] * 4)
+  assert _Texts(hyps, 0)[0][0] == (1,) * 8
 
 
-def testABatchIsItsExamples():
+def testExamplesOfABatchAreIndependent():
   search = _Search(num_hyps_per_beam=3, length_normalization=0.6, target_seq_len=7)
   tables, first = _Tables(5), np.array([1, 3, 4, 1])
   whole, _ = _Run(search, tables, first)
   order = np.array([2, 0, 3, 1])
-  turned, _ = _Run(search, tables[order], first[order])
-  for place, i in enumerate(order):
-    one, _ = _Run(search, tables[i : i + 1], first[i : i + 1])
-    for other, at in ((turned, place), (one, 0)):
-      np.testing.assert_array_equal(whole.ids[i], other.ids[at])
-      np.testing.assert_array_equal(whole.scores[i], other.scores[at])
-      np.testing.assert_array_equal(whole.lengths[i], other.lengths[at])
+  reordered, _ = _Run(search, tables[order], first[order])
+  for row, i in enumerate(order):
+    alone, _ = _Run(search, tables[i : i + 1], first[i : i + 1])
+    for hyps, hyps_row in ((reordered, row), (alone, 0)):
+      np.testing.assert_array_equal(whole.ids[i], hyps.ids[hyps_row])
+      np.testing.assert_array_equal(whole.scores[i], hyps.scores[hyps_row])
+      np.testing.assert_array_equal(whole.lengths[i], hyps.lengths[hyps_row])
 
 
-def testScoresAreThoseOfTheReturnedIds():
+def testScoresBelongToTheReturnedIds():
   search = _Search(num_hyps_per_beam=3, length_normalization=0.6, target_seq_len=7)
   tables = _Tables(9)
   tables[:2, :, _EOS] = -np.inf
-  found, _ = _Run(search, tables, [1] * 4)
-  assert found.ended.tolist() == [False, False, True, True]
+  hyps, _ = _Run(search, tables, [1] * 4)
+  assert hyps.ended.tolist() == [False, False, True, True]
   for i, table in enumerate(tables):
-    texts = _Texts(found, i)
+    texts = _Texts(hyps, i)
     assert len(texts) == len({ids for ids, _ in texts}) > 1
     assert [s for _, s in texts] == sorted((s for _, s in texts), reverse=True)
     for ids, score in texts:
       assert score == pytest.approx(_Score(table, 1, ids, 0.6), rel=1e-5)
-      assert ids.count(_EOS) == found.ended[i] == (ids[-1] == _EOS)
-    for ids, n in zip(found.ids[i], found.lengths[i], strict=True):
+      assert ids.count(_EOS) == hyps.ended[i] == (ids[-1] == _EOS)
+    for ids, n in zip(hyps.ids[i], hyps.lengths[i], strict=True):
       assert not ids[n:].any()
 
 
-def testWhatEndedIsLostToBetterOnesOnly(monkeypatch):
+def testEndedHypothesesAreReplacedByBetterOnesOnly(monkeypatch):
   search = _Search(num_hyps_per_beam=3, length_normalization=0.6, target_seq_len=7)
   advance, scores = search._advance, []
 
@@ -239,68 +244,68 @@ def testWhatEndedIsLostToBetterOnesOnly(monkeypatch):
     return results
 
   monkeypatch.setattr(search, '_advance', Record)
-  found, _ = _Run(search, _Tables(2), [1] * 4)
+  hyps, _ = _Run(search, _Tables(2), [1] * 4)
   assert len(scores) > 3
   for before, after in itertools.pairwise(scores):
     assert np.all(after >= before)
-  np.testing.assert_array_equal(found.scores[found.ended], scores[-1][found.ended])
+  np.testing.assert_array_equal(hyps.scores[hyps.ended], scores[-1][hyps.ended])
 
 
 def testFollowsTimeAndStopsWhenAllAreDone():
   tables = _Tables(0, batch=2)
   tables[:, :, _EOS] = 30.0
   search = _Search(num_hyps_per_beam=1, length_normalization=0.0, target_seq_len=8)
-  found, model = _Run(search, tables, [1, 3], first_time_step=5)
+  hyps, model = _Run(search, tables, [1, 3], first_time_step=5)
   assert model.times == []
-  assert found.lengths.tolist() == [[1], [1]] and len(found.Best(0)) == 0
+  assert hyps.lengths.tolist() == [[1], [1]] and len(hyps.Best(0)) == 0
   tables[1, :, _EOS] = -np.inf
-  found, model = _Run(search, tables, [1, 3], first_time_step=5)
+  hyps, model = _Run(search, tables, [1, 3], first_time_step=5)
   assert model.times == list(range(5, 12))
-  assert found.ended.tolist() == [True, False] and found.lengths.tolist() == [[1], [8]]
-  found, model = _Run(search, tables, [1, 3], target_seq_len=3)
-  assert found.lengths.tolist() == [[1], [3]] and model.times == [1, 2]
+  assert hyps.ended.tolist() == [True, False] and hyps.lengths.tolist() == [[1], [8]]
+  hyps, model = _Run(search, tables, [1, 3], target_seq_len=3)
+  assert hyps.lengths.tolist() == [[1], [3]] and model.times == [1, 2]
 
 
-def testTwoTracesServeAll():
-  """The first step has one row an example; later ones are all alike."""
+def testTwoTracesServeAllSteps():
+  """The first step has one row per example, all later steps have k."""
   search = _Search(num_hyps_per_beam=2, length_normalization=0.6, target_seq_len=7)
   for seed in range(3):
     _Run(search, _Tables(seed), [1] * 4, first_time_step=seed)
   assert search._advance.experimental_get_tracing_count() == 2
 
 
-def testMorePlacesThanIds():
+def testMoreSlotsThanIds():
   search = _Search(num_hyps_per_beam=7, length_normalization=0.6, target_seq_len=5)
   tables = _Tables(4, vocab=3)
-  found, _ = _Run(search, tables, [1] * 4)
+  hyps, _ = _Run(search, tables, [1] * 4)
   for i, table in enumerate(tables):
-    _AssertSame(_Texts(found, i), _Plain(table, 1, 7, 5, 0.6)[1])
+    _AssertSame(_Texts(hyps, i), _Plain(table, 1, 7, 5, 0.6)[1])
 
 
-def testNarrowLogits():
+def testBfloat16Logits():
   tables = np.round(_Tables(3) * 8) / 8  # bfloat16 holds these.
   search = _Search(num_hyps_per_beam=3, length_normalization=0.6, target_seq_len=7)
   expected, _ = _Run(search, tables, [1] * 4)
-  found, _ = _Run(search, tables, [1] * 4, dtype=tf.bfloat16)
-  np.testing.assert_array_equal(found.ids, expected.ids)
-  np.testing.assert_array_equal(found.scores, expected.scores)
+  hyps, _ = _Run(search, tables, [1] * 4, dtype=tf.bfloat16)
+  np.testing.assert_array_equal(hyps.ids, expected.ids)
+  np.testing.assert_array_equal(hyps.scores, expected.scores)
 
 
-def testADeadEndGivesWhatCameBefore():
+def testDeadEndReturnsTheOpenHypotheses():
   search = _Search(num_hyps_per_beam=3, length_normalization=0.6, target_seq_len=7)
   tables = np.full([4, _NUM_STATES, 5], -np.inf, np.float32)
   tables[:, _NextState(0, 1), [3, 4]] = 0.0, 1.0
-  found, _ = _Run(search, tables, [1, 1, 1, 3])
-  assert not found.ended.any()
+  hyps, _ = _Run(search, tables, [1, 1, 1, 3])
+  assert not hyps.ended.any()
   for i in range(3):
-    assert [ids for ids, _ in _Texts(found, i)] == [(4,), (3,)]
-    assert found.lengths[i].tolist() == [1, 1, 0]
-  # Nothing at all is allowed in the last one: the empty hypothesis.
-  assert found.lengths[3].tolist() == [0, 0, 0] and found.scores[3, 0] == 0.0
+    assert [ids for ids, _ in _Texts(hyps, i)] == [(4,), (3,)]
+    assert hyps.lengths[i].tolist() == [1, 1, 0]
+  # The last example allows no id at all: its result is the empty hypothesis.
+  assert hyps.lengths[3].tolist() == [0, 0, 0] and hyps.scores[3, 0] == 0.0
 
 
 @pytest.mark.parametrize('value', [math.nan, math.inf])
-def testLogitsThatMakeNoSense(value):
+def testLogitsThatAreNotFiniteAreAnError(value):
   tables = _Tables(0)
   tables[1, _NextState(_NextState(0, 1), 4), 0] = value
   tables[1, _NextState(0, 1), 4] = 9.0
@@ -309,14 +314,14 @@ def testLogitsThatMakeNoSense(value):
     _Run(search, tables, [1] * 4, first_time_step=7)
 
 
-def testLogitsOfWhatIsDoneMayBeAnything():
+def testFinishedExamplesMayHaveAnyLogits():
   search = _Search(num_hyps_per_beam=3, length_normalization=0.6, target_seq_len=7)
   tables = _Tables(0)
   tables[0] = math.nan
   tables[0, _NextState(0, 1)] = [-np.inf, -np.inf, 0.0, -np.inf, -np.inf]
-  found, model = _Run(search, tables, [1] * 4)
+  hyps, model = _Run(search, tables, [1] * 4)
   assert len(model.times) > 1
-  assert _Texts(found, 0) == [((_EOS,), 0.0)]
+  assert _Texts(hyps, 0) == [((_EOS,), 0.0)]
 
 
 @pytest.mark.parametrize(
@@ -324,14 +329,14 @@ def testLogitsOfWhatIsDoneMayBeAnything():
   [
     ({'num_hyps_per_beam': 0}, 'num_hyps_per_beam must be at least 1, got 0'),
     ({'length_normalization': -0.1}, 'length_normalization must be at least 0'),
-    ({}, 'target_seq_len must be at least 1, got 0; set it'),
-    ({'target_seq_len': 3, 'eos': 5}, 'target_eos_id 5 is no id of a vocabulary of 5'),
+    ({}, naming.Naming('target_seq_len', 1, 0)),
+    ({'target_seq_len': 3, 'eos': 5}, naming.Naming('target_eos_id 5', 'vocabulary of 5')),
     ({'target_seq_len': 3, 'shape': [2, 5]}, r'floating logits \[batch, time, vocab\], got'),
     ({'target_seq_len': 3, 'dtype': tf.int32}, r'got int32 \[2, 1, 5\]'),
     ({'target_seq_len': 3}, r'floating logits \[8, time, vocab\], got float32 \[2, 1, 5\]'),
   ],
 )
-def testMistakes(settings, message):
+def testInvalidParamsAndLogitsAreNamed(settings, message):
   logits = tf.zeros(settings.pop('shape', [2, 1, 5]), settings.pop('dtype', tf.float32))
   p = beam_search.BeamSearch.Params().Set(target_eos_id=settings.pop('eos', _EOS), **settings)
   with pytest.raises(ValueError, match=message):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choosing tokens: distributions, top-k, seeds; continuing prompts of any lengths."""
+"""Sampling: distributions, top-k and seeds; continuations of prompts of any lengths."""
 
 import sys
 
@@ -21,7 +21,7 @@ def _Softmax(logits):
 
 
 def _CheckFrequencies(tokens, probs):
-  """Chi-square: the sum of (seen - expected)^2 / expected, and nothing where none is expected."""
+  """Chi-square test: sum of (seen - expected)^2 / expected; values of probability 0 never occur."""
   seen, expected = np.bincount(tokens, minlength=len(probs)), len(tokens) * probs
   assert not seen[expected == 0].any()
   cells = expected > 0
@@ -33,22 +33,23 @@ def _CheckFrequencies(tokens, probs):
 
 @pytest.mark.parametrize('temperature', [0.5, 1.0, 3.0])
 @pytest.mark.parametrize('top_k', [0, 1, 3, _VOCAB, 100])
-def testDrawsFollowTheSoftmaxOfTheKLikeliest(temperature, top_k):
+def testDrawsFollowTheSoftmaxOfTheTopK(temperature, top_k):
   logits = np.random.default_rng(1).normal(size=_VOCAB, scale=2.0)
-  kept = np.argsort(-logits)[: top_k or _VOCAB]
+  likeliest = np.argsort(-logits)[: top_k or _VOCAB]
   expected = np.zeros(_VOCAB)
-  expected[kept] = _Softmax(logits[kept] / temperature)
+  expected[likeliest] = _Softmax(logits[likeliest] / temperature)
   params = _Params(temperature=temperature, top_k=top_k, seed=3)
   examples = np.arange(4000)
   _CheckFrequencies(
     sampling.Sample(np.tile(logits, (len(examples), 1)), params, examples, 5), expected
   )
-  # The other ways in which draws must not repeat: from position to position, from seed to seed.
-  one = np.array([11])
-  drawn = [sampling.Sample(logits[np.newaxis], params, one, t)[0] for t in range(2000)]
+  # Draws must not repeat from position to position or from seed to seed, either.
+  example = np.array([11])
+  drawn = [sampling.Sample(logits[np.newaxis], params, example, t)[0] for t in range(2000)]
   _CheckFrequencies(np.array(drawn), expected)
   drawn = [
-    sampling.Sample(logits[np.newaxis], params.Copy().Set(seed=s), one, 5)[0] for s in range(2000)
+    sampling.Sample(logits[np.newaxis], params.Copy().Set(seed=s), example, 5)[0]
+    for s in range(2000)
   ]
   _CheckFrequencies(np.array(drawn), expected)
 
@@ -70,14 +71,14 @@ def testNeighboursAreIndependent():
     _CheckFrequencies((3 * a + b).ravel(), expected)
 
 
-def testTemperatureZeroTakesTheLikeliestAndTheFirstOfEquals():
+def testTemperatureZeroTakesTheFirstOfTheMostLikely():
   logits = np.array([[0.0, 2.0, 2.0], [-900.0, -1.0, -2.0], [-np.inf, -9.0, -np.inf]])
   tokens = sampling.Sample(logits, _Params(temperature=0), np.arange(3), 0)
   assert tokens.tolist() == [1, 1, 1] and tokens.dtype == np.int32
   assert sampling.Sample(logits, _Params(), np.arange(3), 0)[2] == 1
 
 
-def testADrawKnowsSeedExampleAndPositionOnly():
+def testDrawDependsOnSeedExampleAndPositionOnly():
   logits = np.random.default_rng(2).normal(size=(50, _VOCAB))
   params = _Params(seed=4)
   tokens = sampling.Sample(logits, params, np.arange(50), 9)
@@ -94,7 +95,7 @@ def testLogitsThatAreNotFiniteAreAnError(value):
 
 
 class _Model:
-  """Logits that depend on all tokens so far; notes how many positions it computed."""
+  """Logits that depend on all tokens so far; records how many positions it computed."""
 
   def __init__(self):
     self.num_positions = []
@@ -132,18 +133,18 @@ def _OneByOne(prompt, num_tokens, params, example):
 
 
 @pytest.mark.parametrize('settings', [{'temperature': 0}, {}, {'top_k': 2, 'seed': 8}], ids=str)
-def testPromptsOfAnyLengthsGoOnAsEachAlone(settings):
+def testPromptsOfAnyLengthsContinueAsTheyWouldAlone(settings):
   params, prompts, lengths = _Params(**settings), _Prompts(), np.array([2, 4, 1, 3, 4])
   model = _Model()
-  made = model.Generate(prompts, 6, params, lengths=lengths)
-  assert made.dtype == np.int32
+  tokens = model.Generate(prompts, 6, params, lengths=lengths)
+  assert tokens.dtype == np.int32
   for i, n in enumerate(lengths):
-    assert made[i].tolist() == _OneByOne(prompts[i, :n], 6, params, i)
-  # The prompt at once as far as all have one; the last token is not computed.
+    assert tokens[i].tolist() == _OneByOne(prompts[i, :n], 6, params, i)
+  # The shortest prompt has one token, which is prefilled; the last new token is not computed.
   assert model.num_positions == [1] * (4 + 6 - 1)
   model = _Model()
-  made = model.Generate(prompts, 6, params, examples=np.arange(10, 15))
-  assert made[3].tolist() == _OneByOne(prompts[3], 6, params, 13)
+  tokens = model.Generate(prompts, 6, params, examples=np.arange(10, 15))
+  assert tokens[3].tolist() == _OneByOne(prompts[3], 6, params, 13)
   assert model.num_positions == [4] + [1] * 5
 
 
@@ -152,29 +153,29 @@ def testEosEndsAContinuation():
   free = _Model().Generate(prompts, 12, params)
   eos_id = int(free[0, 3])
   model = _Model()
-  made = model.Generate(prompts, 12, params.Copy().Set(eos_id=eos_id))
-  for row, whole in zip(made.tolist(), free.tolist(), strict=True):
+  tokens = model.Generate(prompts, 12, params.Copy().Set(eos_id=eos_id))
+  for row, whole in zip(tokens.tolist(), free.tolist(), strict=True):
     end = whole.index(eos_id) if eos_id in whole else len(whole)
     assert row == whole[:end] + [eos_id] * (len(whole) - end)
-  # An eos within a prompt ends nothing, and when all are done nothing more is computed.
+  # An eos within a prompt does not end it; nothing is computed after all prompts are done.
   model = _Model()
-  made = model.Generate(np.full((1, 4), eos_id), 50, _Params(eos_id=eos_id, seed=1))
-  end = made[0].tolist().index(eos_id)
+  tokens = model.Generate(np.full((1, 4), eos_id), 50, _Params(eos_id=eos_id, seed=1))
+  end = tokens[0].tolist().index(eos_id)
   assert 0 < end < 49
   assert model.num_positions == [4] + [1] * end
 
 
-def testNothingToAdd():
+def testZeroTokensComputeNothing():
   model = _Model()
-  made = model.Generate(_Prompts(), 0, _Params())
-  assert (made.shape, made.dtype, model.num_positions) == ((5, 0), np.int32, [])
+  tokens = model.Generate(_Prompts(), 0, _Params())
+  assert (tokens.shape, tokens.dtype, model.num_positions) == ((5, 0), np.int32, [])
 
 
 @pytest.mark.parametrize(
   ('prompts', 'options', 'settings', 'message'),
   [
     (np.zeros((2, 3)), {}, {}, r'expected prompts of integers .* got float64 \[2, 3\]'),
-    (np.zeros((2, 0), int), {}, {}, r'with a token at least, got int64 \[2, 0\]'),
+    (np.zeros((2, 0), int), {}, {}, r'prompts of integers .* got int64 \[2, 0\]'),
     (np.zeros(3, int), {}, {}, r'got int64 \[3\]'),
     (None, {'lengths': [1, 2]}, {}, r'a length from 1 to 4 for each of 5 prompts, got \[1, 2\]'),
     (None, {'lengths': [1, 2, 3, 4, 5]}, {}, 'a length from 1 to 4'),
@@ -186,7 +187,7 @@ def testNothingToAdd():
     (None, {}, {'seed': 2**64}, 'seed must be an integer from 0 to'),
   ],
 )
-def testWhatDoesNotFitIsNamed(prompts, options, settings, message):
+def testInvalidArgumentsAreNamed(prompts, options, settings, message):
   prompts = _Prompts() if prompts is None else prompts
   with pytest.raises(ValueError, match=message):
     _Model().Generate(prompts, 3, _Params(**settings), **options)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BLEU and chrF are sacrebleu's, by pair of languages and averaged."""
+"""BLEU and chrF equal sacrebleu's, by pair of languages and averaged."""
 
 import builtins
 import random
@@ -21,31 +21,31 @@ _ENGLISH = [
 _CHINESE = ['流水线被分成若干阶段。', '每个阶段在自己的设备上运行。', '没有保存的内容会重新计算。']
 
 
-def _Damaged(texts, seed):
-  """Each text with words swapped and some left out, as a translation may have them."""
+def _DropWords(texts, seed):
+  """Swaps two words of each text and drops some, as a translation might."""
   rng = random.Random(seed)
-  made = []
+  damaged = []
   for text in texts:
     words = [word for word in text.split() if rng.random() < 0.85]
     i = rng.randrange(max(1, len(words) - 1))
     words[i : i + 2] = reversed(words[i : i + 2])
-    made.append(' '.join(words))
-  return made
+    damaged.append(' '.join(words))
+  return damaged
 
 
 @pytest.mark.parametrize('seed', range(5))
-def testScoresAreSacreBleus(seed):
-  made = _Damaged(_ENGLISH, seed)
-  made[0] = made[0].lower()  # Not the same text.
-  scores = translation_metrics.CorpusScores(made, _ENGLISH, language='en')
-  assert scores.bleu == pytest.approx(sacrebleu.corpus_bleu(made, [_ENGLISH]).score, abs=1e-9)
-  assert scores.chrf == pytest.approx(sacrebleu.corpus_chrf(made, [_ENGLISH]).score, abs=1e-9)
+def testScoresEqualSacreBleus(seed):
+  hypotheses = _DropWords(_ENGLISH, seed)
+  hypotheses[0] = hypotheses[0].lower()  # Not the same text.
+  scores = translation_metrics.CorpusScores(hypotheses, _ENGLISH, language='en')
+  assert scores.bleu == pytest.approx(sacrebleu.corpus_bleu(hypotheses, [_ENGLISH]).score, abs=1e-9)
+  assert scores.chrf == pytest.approx(sacrebleu.corpus_chrf(hypotheses, [_ENGLISH]).score, abs=1e-9)
   assert 0 < scores.bleu < 100 and 0 < scores.chrf < 100
   assert scores.num_examples == 4
   assert 'tok:13a' in scores.bleu_signature and scores.chrf_signature.startswith('nrefs:1')
 
 
-def testTheRange():
+def testScoresAreBetween0And100():
   same = translation_metrics.CorpusScores(_ENGLISH, _ENGLISH)
   assert same.bleu == same.chrf == pytest.approx(100.0)
   assert max(same.bleu, same.chrf) <= 100.0
@@ -54,20 +54,20 @@ def testTheRange():
 
 
 def testTokenizerFollowsTheTargetLanguage():
-  made = [_CHINESE[0][:-3] + '。', *_CHINESE[1:]]
-  expected = sacrebleu.corpus_bleu(made, [_CHINESE], tokenize='zh').score
+  hypotheses = [_CHINESE[0][:-3] + '。', *_CHINESE[1:]]
+  expected = sacrebleu.corpus_bleu(hypotheses, [_CHINESE], tokenize='zh').score
   for language in ('zh', 'zh_Hant', 'zh-CN'):
-    scores = translation_metrics.CorpusScores(made, _CHINESE, language=language)
+    scores = translation_metrics.CorpusScores(hypotheses, _CHINESE, language=language)
     assert scores.bleu == pytest.approx(expected) and 'tok:zh' in scores.bleu_signature
-  assert translation_metrics.CorpusScores(made, _CHINESE).bleu < expected
+  assert translation_metrics.CorpusScores(hypotheses, _CHINESE).bleu < expected
   kinds = [translation_metrics.Tokenizer(language) for language in ('ja', 'th', 'de', 'km_KH', '')]
   assert kinds == ['char', 'char', '13a', 'char', '13a']
 
 
-def testByPairAndAveraged():
-  """Pairs count the same, whatever their sizes, and in whatever order their examples come."""
-  made = _Damaged(_ENGLISH, 1)
-  examples = [(*texts, 'de', 'en') for texts in zip(made, _ENGLISH, strict=True)]
+def testScoresByPairAndAveraged():
+  """Each pair has the same weight, whatever its size and the order of the examples."""
+  hypotheses = _DropWords(_ENGLISH, 1)
+  examples = [(*texts, 'de', 'en') for texts in zip(hypotheses, _ENGLISH, strict=True)]
   examples += [(text, text, 'fr', 'en') for text in _ENGLISH[:2]]
   examples += [(text, text, 'en', 'zh') for text in _CHINESE]
   random.Random(0).shuffle(examples)
@@ -83,13 +83,13 @@ def testByPairAndAveraged():
   assert sorted(tokenizers) == ['tok:13a', 'tok:zh']
 
 
-def testOnePairHasNoNameOfItsOwn():
+def testSinglePairHasNoMetricsByPair():
   by_pair = translation_metrics.ScoresByPair(_ENGLISH, _ENGLISH, ['de'] * 4, ['en'] * 4)
   names = sorted(translation_metrics.Metrics(by_pair))
   assert names == ['bleu', 'bleu_signature', 'chrf', 'chrf_signature']
 
 
-def testCountsMustAgree():
+def testLengthsMustAgree():
   with pytest.raises(ValueError, match="'hypotheses': 1, 'references': 2"):
     translation_metrics.CorpusScores(['a'], ['a', 'b'])
   with pytest.raises(ValueError, match='at least one'):
@@ -98,13 +98,13 @@ def testCountsMustAgree():
     translation_metrics.ScoresByPair(['a'], ['a'], ['de'], ['en', 'en'])
 
 
-def testWithoutSacreBleu(monkeypatch):
-  found = builtins.__import__
+def testMissingSacreBleuIsExplained(monkeypatch):
+  real_import = builtins.__import__
 
   def Import(name, *args, **kwargs):
     if name.startswith('sacrebleu'):
       raise ImportError(name)
-    return found(name, *args, **kwargs)
+    return real_import(name, *args, **kwargs)
 
   monkeypatch.setattr(builtins, '__import__', Import)
   with pytest.raises(ValueError, match=r'pip install sacrebleu.*lingvo_gpipe\[mt\]'):
