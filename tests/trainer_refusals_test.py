@@ -166,7 +166,7 @@ def testDamagedCheckpointsAreNamedAndTheOneBeforeIsUsed(trainer, trained, copied
   path.write_bytes(data)
   done = processes.Succeeded(trainer('Toy', copied, 3))
   assert 'going on from step 1 ' in done.stdout
-  told = re.findall(r'Damaged checkpoint \S*ckpt-0*(\d)-\S* is passed over', done.stderr)
+  told = re.findall(r'Skipping damaged checkpoint \S*ckpt-0*(\d)-', done.stderr)
   assert told == ['3', '2']
   # What took its place is what it was.
   assert processes.Steps(copied)[-1] == 3

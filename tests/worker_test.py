@@ -81,12 +81,12 @@ def testOnWorkersEqualsInOneProcessAndEachGoesOnFromTheOther(
   part = _Parts(other, 4)[worker_processes.UMASKS['014']]
   os.truncate(part, part.stat().st_size - 1)
   assert checkpointer.Checkpointer(other / 'train').Latest().step == 2
-  assert f'{part.parent}/tensors is passed over: {part.name} has ' in caplog.text
+  assert f'damaged checkpoint {part.parent}/tensors: {part.name} has ' in caplog.text
   done = forks.Run(
     'trainer', *_Args(other, 3, 'task.stack.xla:False'), f'--cluster={hosts}', cwd=project
   )
   assert 'going on from step 2' in processes.Succeeded(done).stdout
-  assert f'{part.parent}/tensors is passed over: {part.name} has ' in done.stderr
+  assert f'damaged checkpoint {part.parent}/tensors: {part.name} has ' in done.stderr
 
 
 def _AssertProfiled(logdir, said):

@@ -54,6 +54,11 @@ class _NewerFormatError(ValueError):
   """The file is whole but of another format."""
 
 
+def CommitName(step: int) -> str:
+  """Returns the name of the commit file of a step."""
+  return f'ckpt-{step:08d}.json'
+
+
 def CheckJson(where: str, value: Any) -> None:
   """Raises a TypeError that names the first thing JSON would lose or refuse."""
   if isinstance(value, dict):
@@ -116,7 +121,7 @@ def ParseCommit(directory: str, path: str, text: str) -> CheckpointInfo:
     step, folder = record['step'], record['folder']
     match = FOLDER.fullmatch(folder)
     # The folder is beside the commit file and of its step, whatever the text says.
-    if not match or int(match[1]) != step or os.path.basename(path) != f'ckpt-{step:08d}.json':
+    if not match or int(match[1]) != step or os.path.basename(path) != CommitName(step):
       raise tensor_bundle.DamagedError(f'the commit file names step {step!r} and folder {folder!r}')
     written = record['written']
     sizes = dict(written['files'])

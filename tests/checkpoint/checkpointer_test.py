@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints come back exactly, and whatever happens during a save the one before is whole."""
+"""Checkpoints are restored exactly, and a failing save leaves earlier checkpoints whole."""
 
 import contextlib
 import errno
@@ -20,17 +20,18 @@ from hypothesis import strategies as st
 
 from lingvo_gpipe.checkpoint import checkpoint_info, checkpointer, tensor_bundle
 from lingvo_gpipe.core import files
+from tests import naming
 
-# What `tensor_bundle.Write` says of a checkpoint of no file.
+# The result of `tensor_bundle.Write` for a checkpoint without files.
 _WRITTEN = {'files': {}, 'index_sha256': '0' * 64}
 
 
 class Killed(BaseException):
-  """Stands for SIGKILL: nothing that comes after it does anything."""
+  """Stands for SIGKILL: no later operation has an effect."""
 
 
 def _Variables(step, n=3):
-  """Variables on several devices whose values tell the step."""
+  """Returns variables on several devices with the step as their value."""
   out = {}
   for i in range(n):
     with tf.device(f'/device:CPU:{i % 4}'):
@@ -44,7 +45,7 @@ def _Save(directory, step, value=None, **kwargs):
 
 
 def _Value(directory):
-  """Restores the newest into fresh variables as a new process would; returns (step, value)."""
+  """Restores the newest checkpoint as a new process does; returns (step, value)."""
   variables = _Variables(-1)
   info, metadata = checkpointer.Checkpointer(directory).RestoreLatest(variables)
   values = {float(x) for v in variables.values() for x in v.numpy().ravel()}
@@ -57,7 +58,7 @@ def _Steps(directory):
 
 
 def _AssertTidy(directory):
-  """Nothing is in the directory but commit files and the folders they name."""
+  """Asserts that the directory holds only commit files and the folders they name."""
   expected = set()
   for info in checkpointer.Checkpointer(directory).All():
     expected |= {os.path.basename(info.path), os.path.basename(os.path.dirname(info.prefix))}
@@ -65,7 +66,7 @@ def _AssertTidy(directory):
 
 
 @pytest.mark.parametrize('group_bytes', [1, 100, 2**28])
-def testEveryKindOfTensorComesBack(tmp_path, monkeypatch, group_bytes):
+def testTensorsOfAllKindsAreRestored(tmp_path, monkeypatch, group_bytes):
   monkeypatch.setattr(tensor_bundle, 'GROUP_BYTES', group_bytes)
   values = {
     'lm.stack.layers[3].self_atten.w': tf.random.stateless_normal([7, 9], [1, 2]),
@@ -77,14 +78,14 @@ def testEveryKindOfTensorComesBack(tmp_path, monkeypatch, group_bytes):
     'empty': tf.zeros([0, 3], tf.float16),
     'complex': tf.constant(1 + 2j),
   }
-  given = {}
+  variables = {}
   for i, (path, value) in enumerate(values.items()):
     with tf.device(f'/device:CPU:{i % 4}'):
-      given[path] = (tf.Variable(value), value, value.numpy())[i % 3]
+      variables[path] = (tf.Variable(value), value, value.numpy())[i % 3]
   saver = checkpointer.Checkpointer(tmp_path / 'new' / 'folder')
   assert saver.Latest() is None and saver.All() == [] and not tmp_path.joinpath('new').exists()
   metadata = {'data': {'position': 10**20, 'x': [0.1, None, True, 'ä']}, 'nan': -1e400}
-  assert saver.Save(205, given, metadata) == str(tmp_path / 'new/folder/ckpt-00000205.json')
+  assert saver.Save(205, variables, metadata) == str(tmp_path / 'new/folder/ckpt-00000205.json')
 
   info = checkpointer.Checkpointer(tmp_path / 'new' / 'folder').Latest()
   assert info.step == 205 and info in saver.All()
@@ -115,14 +116,14 @@ _JSON = st.recursive(
 
 @hypothesis.settings(max_examples=30)
 @hypothesis.given(st.dictionaries(st.text(), _JSON))
-def testMetadataComeBack(metadata):
+def testMetadataAreRestored(metadata):
   checkpoint_info.CheckJson('metadata', metadata)
   text = checkpoint_info.CommitText(7, 'ckpt-00000007-01234567', {}, metadata, _WRITTEN)
   info = checkpoint_info.ParseCommit('d', 'd/ckpt-00000007.json', text)
   assert info.metadata == metadata and info.prefix == 'd/ckpt-00000007-01234567/tensors'
 
 
-def testAnyFlippedBitOfACommitFileIsNoticed():
+def testAnyFlippedBitInACommitFileIsDetected():
   metadata = {'loss': 1.25, 'name': 'abc'}
   text = checkpoint_info.CommitText(7, 'ckpt-00000007-01234567', {}, metadata, _WRITTEN)
   for i in range(8 * len(text)):
@@ -133,7 +134,7 @@ def testAnyFlippedBitOfACommitFileIsNoticed():
       info = checkpoint_info.ParseCommit('d', 'd/ckpt-00000007.json', changed)
     except checkpointer.DamagedError:
       continue
-    # White space and the last digit of a number may be written otherwise; the meaning is the same.
+    # A flipped bit may change white space or the form of a number, but not the meaning.
     assert json.loads(changed) == json.loads(text) and info.metadata == metadata
 
 
@@ -149,7 +150,7 @@ def testAnyFlippedBitOfACommitFileIsNoticed():
     {'tensors': []},
   ],
 )
-def testACommitFileIsData(record):
+def testForgedCommitFilesAreRejected(record):
   text = checkpoint_info.CommitText(7, 'ckpt-00000007-01234567', {}, {}, _WRITTEN)
   forged = {**json.loads(text)['checkpoint'], **record}
   text = json.dumps({'sha256': checkpoint_info._Digest(forged), 'checkpoint': forged})
@@ -160,7 +161,7 @@ def testACommitFileIsData(record):
       checkpoint_info.ParseCommit('d', 'd/ckpt-00000007.json', other)
 
 
-def testMismatchesAreAllNamedBeforeAnythingIsAssigned(tmp_path):
+def testRestoreNamesAllMismatchesBeforeAssigning(tmp_path):
   _Save(tmp_path, 1)
   saver = checkpointer.Checkpointer(tmp_path)
   info = saver.Latest()
@@ -198,13 +199,13 @@ def testMismatchesAreAllNamedBeforeAnythingIsAssigned(tmp_path):
     saver.Restore(info, many, allow_extra=True)
 
 
-def testArgumentsAreChecked(tmp_path):
+def testSaveChecksItsArguments(tmp_path):
   saver = checkpointer.Checkpointer(tmp_path / 'x')
   good = {'a': tf.Variable(0.0)}
   for error, match, args in (
     (ValueError, 'at least 0, got -1', (-1, good, {})),
     (ValueError, 'No variables', (1, {}, {})),
-    (ValueError, "not empty, got ''", (1, {'': tf.Variable(0)}, {})),
+    (ValueError, "non-empty string, got ''", (1, {'': tf.Variable(0)}, {})),
     (TypeError, "'a' is a float", (1, {'a': 1.5}, {})),
     (TypeError, r"metadata\['x'\]\[1\] is a int64; .*int\(x\)", (1, good, {'x': [1, np.int64(2)]})),
     (TypeError, 'key 3', (1, good, {'d': {3: 4}})),
@@ -216,14 +217,14 @@ def testArgumentsAreChecked(tmp_path):
 
 
 @pytest.mark.parametrize('n', [1, 2, None])
-def testTheLastOnesAreKept(tmp_path, n):
+def testTheLastCheckpointsAreKept(tmp_path, n):
   for step in (10, 20, 30, 40):
     _Save(tmp_path, step, max_to_keep=n)
   assert _Steps(tmp_path) == [10, 20, 30, 40][-n if n else 0 :]
   _AssertTidy(tmp_path)
 
 
-def testSomeAreKeptByTheClock(tmp_path, monkeypatch):
+def testCheckpointsAreKeptAtIntervalsOfTime(tmp_path, monkeypatch):
   clock = [0.0]
   monkeypatch.setattr(checkpoint_info.time, 'time', lambda: clock[0])
   for hour in range(9):
@@ -232,7 +233,7 @@ def testSomeAreKeptByTheClock(tmp_path, monkeypatch):
   assert _Steps(tmp_path) == [0, 3, 6, 7, 8]
 
 
-def testTheProtectedOneStaysUntilAnotherIs(tmp_path):
+def testAProtectedCheckpointIsKeptUntilItIsNoLongerProtected(tmp_path):
   def Save(step, protected):
     saver = checkpointer.Checkpointer(tmp_path, max_to_keep=2)
     saver.Save(step, _Variables(step), {}, protected=protected)
@@ -242,12 +243,12 @@ def testTheProtectedOneStaysUntilAnotherIs(tmp_path):
   assert _Steps(tmp_path) == [10, 30, 40]
   Save(50, [50])
   assert _Steps(tmp_path) == [40, 50]
-  Save(60, [5])  # That one is not there, and need not be.
+  Save(60, [5])  # A protected step without a checkpoint is allowed.
   assert _Steps(tmp_path) == [50, 60]
   _AssertTidy(tmp_path)
 
 
-def testAStepIsReplacedAndAnEarlierStepRemovesNoLaterOne(tmp_path):
+def testSavingAStepAgainReplacesItAndKeepsLaterSteps(tmp_path):
   for step in (1, 2, 3):
     _Save(tmp_path, step, max_to_keep=2)
   _Save(tmp_path, 3, value=33.0, max_to_keep=2)
@@ -258,7 +259,7 @@ def testAStepIsReplacedAndAnEarlierStepRemovesNoLaterOne(tmp_path):
 
 
 class _Faults:
-  """Counts the operations that touch files; fails at the n-th, and for good if it was a kill."""
+  """Counts file operations and fails at the n-th; after a kill all later ones fail, too."""
 
   def __init__(self, monkeypatch, fatal):
     self.count = 0
@@ -293,8 +294,8 @@ class _Faults:
 
 @pytest.mark.parametrize('step', [2, 3])
 @pytest.mark.parametrize('fatal', [True, False])
-def testAKillOrErrorBetweenAnyTwoFileOperationsLosesNothing(tmp_path, monkeypatch, step, fatal):
-  """Step 3 is new; step 2 replaces the newest. Small groups: several files each."""
+def testAKillOrErrorAtAnyFileOperationLosesNothing(tmp_path, monkeypatch, step, fatal):
+  """Step 3 is new; step 2 replaces the newest. Small groups give several files each."""
   monkeypatch.setattr(tensor_bundle, 'GROUP_BYTES', 100)
   faults = _Faults(monkeypatch, fatal)
   values = _Variables(100.0 + step)
@@ -304,7 +305,7 @@ def testAKillOrErrorBetweenAnyTwoFileOperationsLosesNothing(tmp_path, monkeypatc
     faults.Arm(None)
     for old in (1, 2):
       _Save(directory, old, max_to_keep=2)
-    # What an earlier killed save has left is there too.
+    # Leftovers of an earlier killed save.
     (directory / 'ckpt-00000003-0badbeef').mkdir()
     (directory / 'ckpt-00000003.json.tmp-0badbeef').write_text('{')
     faults.Arm(n)
@@ -320,11 +321,11 @@ def testAKillOrErrorBetweenAnyTwoFileOperationsLosesNothing(tmp_path, monkeypatc
       outcome = 'refused'
     finished = faults.count < n
     faults.Arm(None)
-    found = _Value(directory)
-    outcomes.add((outcome, found))
-    assert found in ((2, 2.0), (step, 100.0 + step))
-    assert found[1] > 100 or outcome != 'saved'
-    # The next save works and tidies up.
+    restored = _Value(directory)
+    outcomes.add((outcome, restored))
+    assert restored in ((2, 2.0), (step, 100.0 + step))
+    assert restored[1] > 100 or outcome != 'saved'
+    # The next save succeeds and removes leftovers.
     _Save(directory, 4, max_to_keep=2)
     assert _Value(directory) == (4, 4.0)
     assert len(_Steps(directory)) == 2
@@ -353,8 +354,8 @@ for _ in range(kills):
   if not child:
     variables = {f'v{i}': tf.Variable(tf.zeros([100, 100])) for i in range(4)}
     saver = checkpointer.Checkpointer(directory, max_to_keep=2)
-    found = saver.RestoreLatest(variables)
-    step = found[0].step if found else 0
+    restored = saver.RestoreLatest(variables)
+    step = restored[0].step if restored else 0
     for v in variables.values():
       assert (v.numpy() == step).all(), (step, v.numpy())
     with open(directory + '.log', 'a') as log:
@@ -366,7 +367,7 @@ for _ in range(kills):
       saver.Save(step, variables, {'step': step})
       with open(directory + '.saved', 'w') as f:
         f.write(str(step))
-  # Until this child has started (the log grows), then a random while of saving.
+  # Wait until the child has started (the log grows), then let it save for a random time.
   for _ in range(3000):
     time.sleep(0.02)
     if os.path.exists(directory + '.log') and os.path.getsize(directory + '.log') > started:
@@ -380,7 +381,7 @@ for _ in range(kills):
 """
 
 
-def testSigkillAtRandomMoments(tmp_path):
+def testSigkillAtRandomMomentsLosesNothing(tmp_path):
   directory = tmp_path / 'ckpts'
   kills = 20
   done = subprocess.run(
@@ -417,7 +418,7 @@ _DAMAGES = {
 
 
 @pytest.mark.parametrize('damage', _DAMAGES)
-def testADamagedOneIsNamedAndTheOneBeforeIsUsed(tmp_path, monkeypatch, caplog, damage):
+def testADamagedCheckpointIsLoggedAndSkipped(tmp_path, monkeypatch, caplog, damage):
   monkeypatch.setattr(tensor_bundle, 'GROUP_BYTES', 100)
   rng = random.Random(3)
   _Save(tmp_path, 1)
@@ -434,7 +435,7 @@ def testADamagedOneIsNamedAndTheOneBeforeIsUsed(tmp_path, monkeypatch, caplog, d
       reader = checkpointer.Checkpointer(tmp_path)
       assert reader.Latest().step == 1
       assert reader.Latest().step == 1
-      # Named once, with the reason.
+      # One warning, with the reason.
       warnings = [r.getMessage() for r in caplog.records if r.levelname == 'WARNING']
       assert len(warnings) == 1 and info.prefix in warnings[0], warnings
       assert _Value(tmp_path) == (1, 1.0)
@@ -445,14 +446,14 @@ def testADamagedOneIsNamedAndTheOneBeforeIsUsed(tmp_path, monkeypatch, caplog, d
 
 
 @pytest.mark.parametrize('damage', ['truncated', 'emptied'])
-def testADamagedCommitFile(tmp_path, caplog, damage):
+def testACheckpointWithADamagedCommitFileIsSkipped(tmp_path, caplog, damage):
   _Save(tmp_path, 1)
   path = pathlib.Path(_Save(tmp_path, 2))
   original = path.read_bytes()
   path.write_bytes(_DAMAGES[damage](original, random.Random(0)))
   assert _Value(tmp_path) == (1, 1.0)
   assert any('ckpt-00000002.json' in r.getMessage() for r in caplog.records)
-  # Its data stay, for it may be readable again, until they are older than all that is kept.
+  # Its data stay while they are newer than the oldest kept checkpoint: it may be readable later.
   _Save(tmp_path, 3, max_to_keep=2)
   path.write_bytes(original)
   assert _Steps(tmp_path) == [1, 2, 3]
@@ -464,19 +465,19 @@ def testADamagedCommitFile(tmp_path, caplog, damage):
   _AssertTidy(tmp_path)
 
 
-def testDamageThatIsFoundByRestoreMakesLatestFallBack(tmp_path):
+def testLatestSkipsACheckpointThatRestoreFoundDamaged(tmp_path):
   saver = checkpointer.Checkpointer(tmp_path, max_to_keep=2)
   for step in (1, 2):
     saver.Save(step, _Variables(step), {'step': step})
   info = saver.Latest()
   data = pathlib.Path(f'{info.prefix}.data-00000-of-00001')
   data.write_bytes(_Flip(data.read_bytes(), random.Random(0)))
-  assert saver.Latest() == info  # It was read in full by this process, when it was saved.
+  assert saver.Latest() == info  # This process read it in full when it was saved.
   variables = _Variables(-1)
   with pytest.raises(checkpointer.DamagedError):
     saver.Restore(info, variables)
   assert saver.Latest().step == 1
-  # It does not count for what is kept: the good ones stay.
+  # A damaged checkpoint does not count towards max_to_keep: the good checkpoints stay.
   saver.Save(3, _Variables(3), {'step': 3})
   assert [i.step for i in saver.All()] == [1, 2, 3]
   saver.Save(4, _Variables(4), {'step': 4})
@@ -484,16 +485,18 @@ def testDamageThatIsFoundByRestoreMakesLatestFallBack(tmp_path):
   _AssertTidy(tmp_path)
 
 
-def testTrainingAnewIsNotDecidedHere(tmp_path):
+def testAllCheckpointsDamagedIsAnError(tmp_path):
   info = checkpointer.Checkpointer(tmp_path)
   _Save(tmp_path, 1)
   os.truncate(f'{info.Latest().prefix}.data-00000-of-00001', 10)
   for call in (lambda c: c.Latest(), lambda c: c.RestoreLatest(_Variables(0))):
-    with pytest.raises(checkpointer.DamagedError, match='No checkpoint in .* can be read.*has 10'):
+    with pytest.raises(
+      checkpointer.DamagedError, match='None of the 1 checkpoints in .* can be read.*has 10'
+    ):
       call(checkpointer.Checkpointer(tmp_path))
 
 
-def testAnotherFormatIsRefused(tmp_path, monkeypatch):
+def testANewerFormatIsRejected(tmp_path, monkeypatch):
   _Save(tmp_path, 1)
   with monkeypatch.context() as m:
     m.setattr(checkpoint_info, 'FORMAT_VERSION', 2)
@@ -506,8 +509,8 @@ def testAnotherFormatIsRefused(tmp_path, monkeypatch):
     _Save(tmp_path, 3)
 
 
-def testAReaderSurvivesTheRemovalOfWhatItReads(tmp_path, monkeypatch, caplog):
-  """As in an evaluator: between listing and reading, the trainer saves twice and keeps one."""
+def testACheckpointMayBeRemovedWhileItIsRead(tmp_path, monkeypatch, caplog):
+  """As in an evaluator: the trainer saves twice and keeps one between listing and reading."""
   _Save(tmp_path, 1)
   check = tensor_bundle.CheckFiles
   saves = iter([2, 3])
@@ -524,12 +527,12 @@ def testAReaderSurvivesTheRemovalOfWhatItReads(tmp_path, monkeypatch, caplog):
   assert not [r for r in caplog.records if r.levelname == 'WARNING']
 
 
-def testAFullDisk(tmp_path):
+def testAFullDiskLeavesEarlierCheckpoints(tmp_path):
   _Save(tmp_path, 1)
   before = resource.getrlimit(resource.RLIMIT_FSIZE)
   big = {'v': tf.Variable(tf.zeros([1000, 100]))}
   try:
-    # The nearest to a full disk that needs no rights: files may not grow beyond this.
+    # Imitates a full disk without root rights: files may not grow beyond this size.
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     with pytest.raises(
       OSError, match='Cannot save the checkpoint of step 2 .*too large.*untouched'
@@ -542,36 +545,38 @@ def testAFullDisk(tmp_path):
 
 
 @pytest.mark.parametrize('name', ['lr=[1,2]', 'back\\slash'])
-def testANameThatTensorFlowTakesForAPatternIsRefusedBeforeTheFirstStep(tmp_path, name):
-  with pytest.raises(ValueError, match='takes the name for a pattern: .* no backslash'):
+def testADirectoryNameThatTensorFlowReadsAsAPatternIsRejectedBeforeTheFirstStep(tmp_path, name):
+  with pytest.raises(
+    ValueError, match=naming.Naming(repr(str(tmp_path / name)), 'pattern', 'backslash')
+  ):
     checkpointer.Checkpointer(tmp_path / name).CheckWritable()
   assert os.listdir(tmp_path / name) == []
 
 
-def testAnyOtherNameOfADirectory(tmp_path):
+def testOtherDirectoryNamesWork(tmp_path):
   directory = tmp_path / "a *?{0}%s'\né"
   checkpointer.Checkpointer(directory).CheckWritable()
   _Save(directory, 1)
   assert _Value(directory) == (1, 1.0)
 
 
-@pytest.mark.parametrize('is_of_files', [False, True])
-def testAFileSystemThatCannotSyncFolders(tmp_path, monkeypatch, is_of_files):
-  """The nearest to one on a network. That files cannot be is an error, as of a bad disk."""
+@pytest.mark.parametrize('fails_for_files', [False, True])
+def testAFileSystemMayLackFsyncOfFolders(tmp_path, monkeypatch, fails_for_files):
+  """Imitates a network file system. A failing fsync of a file is an error."""
   sync = os.fsync
 
   def Sync(descriptor):
-    if is_of_files or stat.S_ISDIR(os.fstat(descriptor).st_mode):
+    if fails_for_files or stat.S_ISDIR(os.fstat(descriptor).st_mode):
       raise OSError(errno.EINVAL, 'Invalid argument')
     sync(descriptor)
 
   monkeypatch.setattr(os, 'fsync', Sync)
-  with pytest.raises(OSError, match='Invalid') if is_of_files else contextlib.nullcontext():
+  with pytest.raises(OSError, match='Invalid') if fails_for_files else contextlib.nullcontext():
     _Save(tmp_path, 1)
-  assert _Steps(tmp_path) == ([] if is_of_files else [1])
+  assert _Steps(tmp_path) == ([] if fails_for_files else [1])
 
 
-def testADirectoryThatCannotBeWritten(tmp_path):
+def testADirectoryThatCannotBeWrittenIsNamed(tmp_path):
   (tmp_path / 'file').write_text('')
   saver = checkpointer.Checkpointer(tmp_path / 'file' / 'ckpts')
   for call in (saver.CheckWritable, lambda: saver.Save(1, _Variables(1), {})):
@@ -584,7 +589,7 @@ def testADirectoryThatCannotBeWritten(tmp_path):
   assert os.listdir(tmp_path / 'new') == []
 
 
-def testAnyFileSystemOfTensorFlow():
+def testSavesToFileSystemsOfTensorFlow():
   directory = 'ram://checkpointer_test/ckpts'
   for step in (1, 2, 3, 3):
     _Save(directory, step, max_to_keep=2)

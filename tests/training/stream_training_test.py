@@ -153,7 +153,7 @@ def testADamagedStateIsNamedAndTheCheckpointBeforeIsTaken(straight, tmp_path, ca
   place = data.index(state) + len(state) // 2
   path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
   toy_training.Train(logdir, _Params())
-  assert re.search(r'Damaged checkpoint \S*ckpt-00000009\S* is passed over', caplog.text)
+  assert re.search(r'Skipping damaged checkpoint \S*ckpt-00000009', caplog.text)
   _AssertSame(logdir, straight)
 
 
