@@ -12,7 +12,8 @@ from lingvo_gpipe.experiment import registry
 from lingvo_gpipe.input import synthetic
 from lingvo_gpipe.training import train_program
 from tasks.lm import stdlib_input
-from tests import processes, toy_training
+from tests import processes
+from tests.toys import training
 
 
 def testFilesAreCopied(tmp_path):
@@ -43,15 +44,15 @@ def testARunIsEvaluatedWithItsOwnFile(tmp_path, monkeypatch):
   vocabulary = tmp_path / 'v.model'
   monkeypatch.setattr(synthetic.SyntheticRegressionInput, 'Assets', lambda self: [str(vocabulary)])
   run = tmp_path / 'run'
-  params = toy_training.Params()
+  params = training.Params()
   vocabulary.write_text('first')
-  toy_training.Evaluator(run, params)  # The run may begin later.
+  training.Evaluator(run, params)  # The run may begin later.
   assets.Keep(str(run), [str(vocabulary)], is_resumed=False)
-  toy_training.Evaluator(run, params)
+  training.Evaluator(run, params)
   vocabulary.write_text('second')
   with pytest.raises(ValueError, match=r"another 'v.model' than .*keeps it as .*assets/v\.model"):
-    toy_training.Evaluator(run, params)
-  toy_training.Evaluator(run, params, allow_params_change=True)
+    training.Evaluator(run, params)
+  training.Evaluator(run, params, allow_params_change=True)
 
 
 def testARunGoesOnWithItsOwnFile(tmp_path, monkeypatch):

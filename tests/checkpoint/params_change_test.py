@@ -10,7 +10,8 @@ from lingvo_gpipe.checkpoint import params_change
 from lingvo_gpipe.core import params_text
 from lingvo_gpipe.experiment import registry
 from lingvo_gpipe.training import inspection
-from tests import processes, toy_training
+from tests import processes
+from tests.toys import training
 
 
 def _Params(overrides=''):
@@ -229,8 +230,8 @@ def testParamsAreThoseOfTheCheckpoint(tmp_path, monkeypatch):
   faster = 'task.train.learner.learning_rate:0.02'
 
   def Run(more, max_steps, allow=False):
-    params = toy_training.Params(more, max_steps=max_steps)
-    toy_training.Train(tmp_path, params, allow_params_change=allow)
+    params = training.Params(more, max_steps=max_steps)
+    training.Train(tmp_path, params, allow_params_change=allow)
 
   Run('', 1)
   with monkeypatch.context() as m, pytest.raises(RuntimeError, match='killed'):

@@ -13,24 +13,25 @@ import time
 
 import pytest
 
-from tests import processes, terminal, toy_training
+from tests import processes, terminal
+from tests.toys import training
 
 STEPS = 6
 _EXPERIMENT = """
 from lingvo_gpipe import registry
-from tasks import toy_training
+from tasks import training
 
 
 @registry.RegisterSingleTaskModel
 class Toy(registry.SingleTaskModelParams):
   def Train(self):
-    return toy_training.Input('Train')
+    return training.Input('Train')
 
   def Dev(self):
-    return toy_training.Input('Dev')
+    return training.Input('Dev')
 
   def Task(self):
-    return toy_training.Params().task
+    return training.Params().task
 """
 _OVERRIDES = (
   "task.train.eval_datasets:['Dev'];task.train.eval_interval_steps:2;"
@@ -44,7 +45,7 @@ def project(tmp_path_factory):
   for folder in ('params', 'tasks'):
     (root / folder).mkdir()
   (root / 'params' / 'toy.py').write_text(_EXPERIMENT)
-  shutil.copy(toy_training.__file__, root / 'tasks')
+  shutil.copy(training.__file__, root / 'tasks')
   return root
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import strategies as st
 
 from lingvo_gpipe.core import hyperparams
-from tests import params_samples
+from tests.toys import params_samples
 
 Color, Layer, Options, Point = (
   params_samples.Color,

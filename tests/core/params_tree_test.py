@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from lingvo_gpipe.core import hyperparams, nested_map
-from tests import params_samples
+from tests.toys import params_samples
 
 Layer, Options, Point = params_samples.Layer, params_samples.Options, params_samples.Point
 _Activation, _Leaf = params_samples.Activation, params_samples.Leaf

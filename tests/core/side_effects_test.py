@@ -8,9 +8,9 @@ import pytest
 import tensorflow as tf
 
 from lingvo_gpipe.core import side_effects
-from tests import fn_layer, pipeline_training
+from tests.toys import layers, stacks
 
-_DIM, _BATCH = fn_layer.DIM, 4
+_DIM, _BATCH = layers.DIM, 4
 
 
 def _Trace(fn):
@@ -107,10 +107,8 @@ def _AddsToItsWeight(w, x):
 
 def _Stack(layer, **options):
   """Three layers in two stages, of which the last is `layer`."""
-  sub = [fn_layer.SilentLayer.Params(), fn_layer.SilentLayer.Params(), layer]
-  return pipeline_training.MakeStack(
-    sub, num_stages=2, splits=[1, 3], num_micro_batches=2, **options
-  )
+  sub = [layers.SilentLayer.Params(), layers.SilentLayer.Params(), layer]
+  return stacks.MakeStack(sub, num_stages=2, splits=[1, 3], num_micro_batches=2, **options)
 
 
 def _X():
@@ -131,10 +129,10 @@ def _Side():
   ],
 )
 def testALayerOfAnyPolicy(fn, words, policy, xla):
-  stack = _Stack(fn_layer.SilentLayer.Params().Set(fn=fn), remat_policy=policy, xla=xla)
+  stack = _Stack(layers.SilentLayer.Params().Set(fn=fn), remat_policy=policy, xla=xla)
   for call in (
-    lambda: pipeline_training.Train(stack, (_X(),), _Side()),
-    lambda: pipeline_training.Evaluate(stack, (_X(),), _Side()),
+    lambda: stacks.Train(stack, (_X(),), _Side()),
+    lambda: stacks.Evaluate(stack, (_X(),), _Side()),
   ):
     with pytest.raises(ValueError, match=r'^stack\.layers\[2\]: .*' + words) as e:
       call()
@@ -143,23 +141,23 @@ def testALayerOfAnyPolicy(fn, words, policy, xla):
 
 
 def testALayerThatThePlanLooksInto():
-  stack = _Stack(fn_layer.FnLayer.Params().Set(fn=_AddsToItsWeight))
+  stack = _Stack(layers.FnLayer.Params().Set(fn=_AddsToItsWeight))
   with pytest.raises(ValueError, match=r'^stack\.layers\[2\]: assign_add writes a variable'):
     stack.MakeCut(tf.TensorSpec([_BATCH, _DIM], tf.float64))
 
 
 def testUnderAUsersTapeAndInTheLoss():
   count = tf.Variable(1.0, dtype=tf.float64)
-  stack = _Stack(fn_layer.SilentLayer.Params().Set(fn=lambda w, x: x * count.assign_add(1.0)))
-  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((_X(),)))
+  stack = _Stack(layers.SilentLayer.Params().Set(fn=lambda w, x: x * count.assign_add(1.0)))
+  stack.Place(stacks.Devices(), *stacks.Specs((_X(),)))
   with pytest.raises(ValueError, match=r'^stack\.layers\[2\]: .*writes a variable'):
     stack(_X())
 
   def Loss(theta, outputs, side):
-    return pipeline_training.SquareLoss(theta, [outputs[0] * count.assign_add(1.0)], side)
+    return stacks.SquareLoss(theta, [outputs[0] * count.assign_add(1.0)], side)
 
   with pytest.raises(ValueError, match='^the loss: .*writes a variable'):
-    pipeline_training.Train(_Stack(fn_layer.FnLayer.Params()), (_X(),), _Side(), Loss)
+    stacks.Train(_Stack(layers.FnLayer.Params()), (_X(),), _Side(), Loss)
 
 
 def testALayerThatReads():
@@ -167,8 +165,8 @@ def testALayerThatReads():
     tf.lookup.KeyValueTensorInitializer([0], tf.constant([2.0], tf.float64)), default_value=0.0
   )
   fn = tf.function(lambda w, x: x * w + table.lookup(tf.constant(0)))
-  stack = _Stack(fn_layer.SilentLayer.Params().Set(fn=fn))
-  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((_X(),)))
+  stack = _Stack(layers.SilentLayer.Params().Set(fn=fn))
+  stack.Place(stacks.Devices(), *stacks.Specs((_X(),)))
   np.testing.assert_array_equal(stack.Predict(_X()), 3.0 * _X())
 
 

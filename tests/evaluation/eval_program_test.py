@@ -13,11 +13,12 @@ from lingvo_gpipe.core import heartbeat
 from lingvo_gpipe.distributed import stop_request
 from lingvo_gpipe.evaluation import eval_program
 from lingvo_gpipe.training import export
-from tests import processes, toy_training
+from tests import processes
+from tests.toys import training
 
 
 def _Params(more='', **train):
-  return toy_training.Params(more, **{'save_interval_steps': 4, 'max_steps': 10, **train})
+  return training.Params(more, **{'save_interval_steps': 4, 'max_steps': 10, **train})
 
 
 def _Other(more=''):
@@ -39,7 +40,7 @@ def followed(tmp_path_factory):
   logdir = tmp_path_factory.mktemp('followed')
   params = _Params(eval_datasets=['Dev', 'Test'], eval_interval_steps=2)
   params.task.train.early_stop.Set(metric='loss', minimize=False)
-  toy_training.Train(logdir, params, job='train_and_eval')
+  training.Train(logdir, params, job='train_and_eval')
   assert processes.Steps(logdir) == [2, 6, 10]
   return logdir
 
@@ -68,7 +69,7 @@ def _FlipABit(logdir, step):
 def testTheCheckpointThatIsMeantIsEvaluatedAndExported(followed, run, checkpoint, step):
   """A chosen one without following, though nothing says that training has ended."""
   (run / 'report.json').unlink()
-  evaluator = toy_training.Evaluator(run, _Params(), checkpoint=checkpoint)
+  evaluator = training.Evaluator(run, _Params(), checkpoint=checkpoint)
   assert evaluator.Run(once=checkpoint == 'last') == 0
   trained = (followed / 'metrics.jsonl').read_text().splitlines()
   lines = [line for line in map(json.loads, trained) if line['split'] == 'eval_test']
@@ -83,7 +84,7 @@ def testOneThatIsNotThereIsToldBeforeWeightsAreMade(run, monkeypatch):
   message = 'no checkpoint of step 7 in .*; there are those of step 2, step 6, step 10'
   with monkeypatch.context() as patched, pytest.raises(ValueError, match=message):
     patched.setattr(eval_program.multi_task_runner, 'MakeEvaluated', None)
-    toy_training.Evaluator(run, params, checkpoint='7')
+    training.Evaluator(run, params, checkpoint='7')
   with pytest.raises(ValueError, match=message):
     export.Export(params, str(run), checkpoint='7')
 
@@ -91,7 +92,7 @@ def testOneThatIsNotThereIsToldBeforeWeightsAreMade(run, monkeypatch):
 def testARunOfAnotherModelIsRefused(run, caplog):
   """One whose weights fit; what only training feels is no difference."""
   other = _Other('task.train.learner.learning_rate:0.5;input.batch_size:3')
-  for make in (toy_training.Evaluator, lambda d, p, **more: export.Export(p, str(d), **more)):
+  for make in (training.Evaluator, lambda d, p, **more: export.Export(p, str(d), **more)):
     with pytest.raises(ValueError, match=r"other Params.*: \+ task\.activation : 'TANH'\. Give"):
       make(run, other)
     make(run, other, allow_params_change=True)
@@ -102,7 +103,7 @@ def testARunOfAnotherModelIsRefused(run, caplog):
 
 def testParamsThatComeWhileItFollowsAreCompared(followed, tmp_path):
   """It may begin before the trainer."""
-  evaluator = toy_training.Evaluator(tmp_path, _Other())
+  evaluator = training.Evaluator(tmp_path, _Other())
   shutil.copytree(followed, tmp_path, dirs_exist_ok=True)
   with pytest.raises(ValueError, match=r'other Params.*: \+ task\.activation'):
     evaluator.Run()
@@ -110,7 +111,7 @@ def testParamsThatComeWhileItFollowsAreCompared(followed, tmp_path):
 
 def testADirectoryThatCannotBeReadForAWhileIsReadAgain(run, monkeypatch, caplog):
   """Though training has ended; first it is not found, then not listed, then not restored."""
-  evaluator = toy_training.Evaluator(run, _Params())
+  evaluator = training.Evaluator(run, _Params())
   failing = [
     (checkpointer.Checkpointer, 'Latest'),
     (checkpointer.Checkpointer, 'All'),
@@ -139,11 +140,11 @@ def _FailOnce(monkeypatch, place, name):
 @pytest.mark.parametrize('trained, here', [(0.9, 0.0), (0.9, 0.9), (0.0, 0.9)])
 def testTheCheckpointSaysWhetherAveragesAreTaken(tmp_path, capsys, trained, here):
   train = {'eval_datasets': ['Test'], 'eval_interval_steps': 100}
-  toy_training.Train(tmp_path, _Params(ema_decay=trained, **train))
+  training.Train(tmp_path, _Params(ema_decay=trained, **train))
   params = _Params(ema_decay=here)
   expected = json.loads((tmp_path / 'report.json').read_text())['passes']['eval_test']['values']
   capsys.readouterr()
-  assert toy_training.Evaluator(tmp_path, params).Run() == 0
+  assert training.Evaluator(tmp_path, params).Run() == 0
   assert _Lines(tmp_path) == {10: expected}
   kind = 'moving averages of 2 weights' if trained else 'weights'
   said = capsys.readouterr().out.splitlines()[3]
@@ -154,17 +155,17 @@ def testTheCheckpointSaysWhetherAveragesAreTaken(tmp_path, capsys, trained, here
   # Training cannot go on so.
   if trained != here:
     with pytest.raises(ValueError, match='neither begin nor end to average'):
-      toy_training.Program(tmp_path, params, allow_params_change=True)
+      training.Program(tmp_path, params, allow_params_change=True)
 
 
 def testASampleIsWrittenAsTheTrainerWritesIt(followed, run, capsys):
-  assert toy_training.Evaluator(run, _Params()).Run(once=True) == 0
+  assert training.Evaluator(run, _Params()).Run(once=True) == 0
   found = processes.Tensorboard(run / 'eval_test')['sample/said']
   trained = processes.Tensorboard(followed / 'eval_test')['sample/said']
   assert found == trained[-1:] and found[0][0] == 10
   assert '\n--- said\n' in capsys.readouterr().out
   # Decoding has its own file.
-  assert toy_training.Evaluator(run, _Params(), job='decode').Run(once=True) == 0
+  assert training.Evaluator(run, _Params(), job='decode').Run(once=True) == 0
   assert 'sample/said' not in processes.Tensorboard(run / 'decode_test')
 
 
@@ -173,10 +174,10 @@ def testAnotherProcessRepeatsNothing(run, monkeypatch, capsys):
   progress = eval_program.EvalProgress()
 
   def Evaluator(checkpoint='last'):
-    return toy_training.Evaluator(run, _Params(), progress=progress, checkpoint=checkpoint)
+    return training.Evaluator(run, _Params(), progress=progress, checkpoint=checkpoint)
 
   with monkeypatch.context() as patched:
-    patched.setattr(toy_training.Regression, 'Decode', lambda *_: 1 / 0)
+    patched.setattr(training.Regression, 'Decode', lambda *_: 1 / 0)
     for _ in range(2):  # The second one finds the result there.
       with pytest.raises(ZeroDivisionError):
         Evaluator('best').Run()
@@ -206,10 +207,10 @@ def testOneThatWaitsForACheckpointGivesASignOfLife(monkeypatch):
 def testSoManyExamplesAsWanted(run, limit):
   """As of a data set of so many: not those of whole batches of 4."""
   cut = _Params(f'task.eval.samples_per_summary:{limit}')
-  assert toy_training.Evaluator(run, cut).Run(once=True) == 0
+  assert training.Evaluator(run, cut).Run(once=True) == 0
   found = _Lines(run)[10]
-  evaluator = toy_training.Evaluator(run, _Params())
-  small = toy_training.Input('Test').Set(num_examples=limit, shuffle=False, num_epochs=1)
+  evaluator = training.Evaluator(run, _Params())
+  small = training.Input('Test').Set(num_examples=limit, shuffle=False, num_epochs=1)
   evaluator._jobs[0]._input = small.Instantiate()
   assert evaluator.Run(once=True) == 0
   assert found == pytest.approx(_Lines(run)[10], rel=1e-6)
@@ -240,7 +241,7 @@ def _PassedOver(caplog):
 def testWhatItIsTooSlowForIsToldOnce(run, monkeypatch, caplog, is_removed):
   show = _Hide(run, 6, 10)
   caplog.set_level('INFO', logger='absl')
-  evaluator = toy_training.Evaluator(run, _Params())
+  evaluator = training.Evaluator(run, _Params())
   evaluate = evaluator._jobs[0].Run
 
   def Run(step):
@@ -261,11 +262,11 @@ def testWhatItIsTooSlowForIsToldOnce(run, monkeypatch, caplog, is_removed):
 
 def testWhatWasThereBeforeItIsTold(run, caplog):
   caplog.set_level('INFO', logger='absl')
-  assert toy_training.Evaluator(run, _Params()).Run() == 0
+  assert training.Evaluator(run, _Params()).Run() == 0
   (told,) = _PassedOver(caplog)
   assert 'checkpoints of step 2, step 6: the newer one of step 10 was there' in told
   caplog.clear()
-  assert toy_training.Evaluator(run, _Params()).Run(once=True) == 0
+  assert training.Evaluator(run, _Params()).Run(once=True) == 0
   assert not _PassedOver(caplog)  # The last one was asked for.
 
 
@@ -282,7 +283,7 @@ def testADamagedFirstCheckpointEndsNothing(run, monkeypatch, caplog):
     (run / 'report').rename(run / 'report.json')
     return evaluate(step)
 
-  evaluator = toy_training.Evaluator(run, _Params())
+  evaluator = training.Evaluator(run, _Params())
   evaluate = evaluator._jobs[0].Run
   monkeypatch.setattr(evaluator._jobs[0], 'Run', Evaluate)
   assert evaluator.Run() == 0
@@ -302,13 +303,13 @@ def testNoCheckpointThatCanBeReadIsAnError(run):
     with pytest.raises(
       checkpointer.DamagedError, match='None of the 3 .* can be read: ckpt-00000010'
     ):
-      toy_training.Evaluator(run, _Params()).Run(once=once)
+      training.Evaluator(run, _Params()).Run(once=once)
 
 
 def testADamagedLastCheckpointIsNotWaitedFor(run, monkeypatch, caplog):
   _Damage(run, 10)
   monkeypatch.setattr(eval_program, '_Wait', lambda *args: pytest.fail('it waits for more'))
-  assert toy_training.Evaluator(run, _Params()).Run() == 0
+  assert training.Evaluator(run, _Params()).Run() == 0
   assert list(_Lines(run)) == [6]
   (said,) = [r.getMessage() for r in caplog.records if 'training ended' in r.getMessage()]
   assert 'training ended after step 10, but its last checkpoint cannot be read' in said
@@ -326,7 +327,7 @@ def testTheEndOfAnEarlierCallIsNoneWhileSomebodyTrains(run, monkeypatch):
       held.__exit__(None, None, None)
 
   monkeypatch.setattr(eval_program, '_Wait', Wait)
-  assert toy_training.Evaluator(run, _Params()).Run() == 0
+  assert training.Evaluator(run, _Params()).Run() == 0
   assert len(waits) == 3 and list(_Lines(run)) == [10]
 
 
@@ -336,10 +337,10 @@ def testAnotherRunInItsPlaceIsFollowed(run, monkeypatch):
 
   def Wait(*unused_args):
     shutil.rmtree(run / 'train')
-    toy_training.Train(run, _Params(max_steps=4))
+    training.Train(run, _Params(max_steps=4))
 
   monkeypatch.setattr(eval_program, '_Wait', Wait)
-  assert toy_training.Evaluator(run, _Params()).Run() == 0
+  assert training.Evaluator(run, _Params()).Run() == 0
   assert list(_Lines(run)) == [10, 4]
 
 
@@ -350,14 +351,14 @@ def testTheTrainersEndCountsNotTheEvaluatorsMaxSteps(run, monkeypatch):
   monkeypatch.setattr(
     checkpointer.Checkpointer, 'Latest', lambda self: next(coming, None) or saved[-1]
   )
-  assert toy_training.Evaluator(run, _Params(max_steps=3)).Run() == 0
+  assert training.Evaluator(run, _Params(max_steps=3)).Run() == 0
   assert list(_Lines(run)) == [2, 6, 10]
 
 
 def testATrainingThatEndedWithoutACheckpointIsNotWaitedFor(run):
   shutil.rmtree(run / 'train')
   with pytest.raises(ValueError, match='training ended after step 10, but there is no checkpoint'):
-    toy_training.Evaluator(run, _Params()).Run()
+    training.Evaluator(run, _Params()).Run()
 
 
 @pytest.mark.parametrize('left', ['checkpoints', 'nothing'])
@@ -380,7 +381,7 @@ def testGivesUpWhereNobodyTrains(run, monkeypatch, capsys, left):
   monkeypatch.setattr(eval_program, '_Wait', Wait)
   monkeypatch.setattr(logdir_lock.time, 'monotonic', lambda: clock[0])
   params = _Params('task.eval.max_seconds_without_trainer:300', max_steps=20)
-  assert toy_training.Evaluator(run, params).Run() == 1
+  assert training.Evaluator(run, params).Run() == 1
   assert 30 * 20 + 300 <= sum(waits) < 30 * 30 + 301 and max(waits) == 30.0
   error = capsys.readouterr().err
   after = 'after the checkpoint of step 10' if left == 'checkpoints' else 'there is no checkpoint'
@@ -409,14 +410,14 @@ def testANewCheckpointBeginsTheCountAnew(run, monkeypatch):
   monkeypatch.setattr(eval_program, '_Wait', Wait)
   monkeypatch.setattr(logdir_lock.time, 'monotonic', lambda: clock[0])
   params = _Params('task.eval.max_seconds_without_trainer:300', max_steps=20)
-  assert toy_training.Evaluator(run, params).Run() == 1
+  assert training.Evaluator(run, params).Run() == 1
   assert 500 <= clock[0] < 560 and list(_Lines(run)) == [6, 10]
   params.task.eval.max_seconds_without_trainer = 0.0
-  assert toy_training.Evaluator(run, params).Run() == 128 + signal.SIGTERM
+  assert training.Evaluator(run, params).Run() == 128 + signal.SIGTERM
 
 
 def testACheckpointThatIsRemovedMeanwhileIsNoneThatIsNamed(run, monkeypatch):
-  evaluator = toy_training.Evaluator(run, _Params(), checkpoint='6')
+  evaluator = training.Evaluator(run, _Params(), checkpoint='6')
   _Damage(run, 6)
   with pytest.raises(checkpointer.DamagedError, match='ckpt-00000006-.* cannot be read'):
     evaluator.Run()

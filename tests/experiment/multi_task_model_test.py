@@ -10,13 +10,13 @@ from lingvo_gpipe.experiment import task_scheduler
 from lingvo_gpipe.layers import linear
 from lingvo_gpipe.learning import learner
 from lingvo_gpipe.training import inspection
-from tests import toy_tasks
+from tests.toys import multi_task
 
 _OWN = r'task_params\.a\.train\.'
 
 
 def testSharedWeightsAreNamedAndCountedOnce():
-  made = toy_tasks.Params().Instantiate()
+  made = multi_task.Params().Instantiate()
   heads = [f'{task}.stack.layers[2].{weight}' for task in 'ab' for weight in 'wb']
   assert list(made.WeightSpecs()) == [
     *(f'shared.{layer}.{weight}' for layer in (0, 1) for weight in 'wb'), *heads
@@ -30,12 +30,12 @@ def testSharedWeightsAreNamedAndCountedOnce():
 
 
 def testWithoutRulesNothingIsShared():
-  made = toy_tasks.Params(rules=[]).Instantiate()
+  made = multi_task.Params(rules=[]).Instantiate()
   assert made.shared == {} and len(made.WeightSpecs()) == 12
 
 
 def testWhatHoldsForTheRunReachesEachTask():
-  p = toy_tasks.Params(random_seed=7)
+  p = multi_task.Params(random_seed=7)
   p.train.Set(eval_datasets=['Dev'], max_steps=5)
   p.task_params.b.random_seed = 8
   tasks = p.Instantiate().tasks
@@ -46,28 +46,28 @@ def testWhatHoldsForTheRunReachesEachTask():
 
 
 def testTheChosenTaskIsTheOneThatIsTrained():
-  made = toy_tasks.Params().Instantiate()
+  made = multi_task.Params().Instantiate()
   assert {made.TaskAtStep(step) for step in range(50)} == {'a', 'b'}
   with pytest.raises(ValueError, match='has the tasks a, b, .* --model_task_name'):
     _ = made.task
-  made = toy_tasks.Params(task_name='b').Instantiate()
+  made = multi_task.Params(task_name='b').Instantiate()
   assert {made.TaskAtStep(step) for step in range(50)} == {'b'}
   assert made.task is made.tasks['b'] and made.input is made.inputs['b']
   assert made.active_tasks == ['b']
 
 
 def testParamsTextRoundTrip():
-  p = toy_tasks.Params(task_probs=toy_tasks.AsParams({'a': 1.0, 'b': 2.0}))
+  p = multi_task.Params(task_probs=multi_task.AsParams({'a': 1.0, 'b': 2.0}))
   p.FromText('task_probs.b:0.5; task_params.a.train.learner.learning_rate:0.25; train.max_steps:3')
   assert p.task_probs.b == 0.5 and p.task_params.a.train.learner.learning_rate == 0.25
-  fresh = toy_tasks.Params(task_probs=toy_tasks.AsParams({'a': 1.0, 'b': 2.0}))
+  fresh = multi_task.Params(task_probs=multi_task.AsParams({'a': 1.0, 'b': 2.0}))
   assert fresh.FromText(p.ToText()) == p
 
 
 def testTheTextsOfAModelTellEachTaskAndWhatIsSharedOnce():
   two = {'stack.num_stages': 2}
-  p = toy_tasks.Params(
-    a=toy_tasks.Task(2).Set(**two, **{'stack.splits': [1, 3]}), b=toy_tasks.Task(1).Set(**two)
+  p = multi_task.Params(
+    a=multi_task.Task(2).Set(**two, **{'stack.splits': [1, 3]}), b=multi_task.Task(1).Set(**two)
   )
   lines = inspection.ModelText(p.Instantiate()).splitlines()
   assert sum(line.startswith('shared.0.w ') for line in lines) == 1
@@ -87,22 +87,22 @@ def _Scheduler():
 @pytest.mark.parametrize(
   'values, message',
   [
-    ({'task_params': toy_tasks.AsParams({})}, 'needs tasks'),
+    ({'task_params': multi_task.AsParams({})}, 'needs tasks'),
     ({'task_params.a': None}, 'task_params.a: expected the Params of a task, got None'),
-    ({'task_params': toy_tasks.AsParams({'a': toy_tasks.Task(), '_x': toy_tasks.Task()}),
+    ({'task_params': multi_task.AsParams({'a': multi_task.Task(), '_x': multi_task.Task()}),
       'input': None}, "'_x' is no name for a task"),
     ({'task_name': 'c'}, "task_name names the task 'c', which there is not; the tasks are a, b"),
-    ({'task_probs': toy_tasks.AsParams({'c': 1.0})}, "task_probs names the task 'c'"),
-    ({'task_probs': toy_tasks.AsParams({'a': 0.0})}, 'one above 0'),
-    ({'task_probs': toy_tasks.AsParams({'a': 1.0}), 'task_schedule': _Scheduler()}, 'both set'),
+    ({'task_probs': multi_task.AsParams({'c': 1.0})}, "task_probs names the task 'c'"),
+    ({'task_probs': multi_task.AsParams({'a': 0.0})}, 'one above 0'),
+    ({'task_probs': multi_task.AsParams({'a': 1.0}), 'task_schedule': _Scheduler()}, 'both set'),
     ({'task_schedule': _Scheduler()}, "task_schedule names the task 'c'"),
     ({'task_schedule': 5}, 'task_schedule must be the Params of a TaskScheduler, .* got 5'),
     ({'task_schedule': learner.Learner.Params()}, 'must be the Params of a TaskScheduler'),
     ({'task_probs': {'a': 1.0}}, "task_probs must be Params .* got {'a': 1.0}"),
-    ({'task_probs': toy_tasks.AsParams({'a': 'x'})}, "task_probs must be .* got {'a': 'x'}"),
+    ({'task_probs': multi_task.AsParams({'a': 'x'})}, "task_probs must be .* got {'a': 'x'}"),
     ({'random_seed': 'x'}, "random_seed .* must be an integer, got 'x'"),
-    ({'input': toy_tasks.Input('a')}, r'return \{task: Params\}'),
-    ({'input': toy_tasks.AsParams({'c': toy_tasks.Input('a')})}, "input names the task 'c'"),
+    ({'input': multi_task.Input('a')}, r'return \{task: Params\}'),
+    ({'input': multi_task.AsParams({'c': multi_task.Input('a')})}, "input names the task 'c'"),
     ({'task_params.a.train.max_steps': 3}, _OWN + r'max_steps is 3, .*: set train\.max_steps'),
     ({'variable_renaming_rules': [r'.*']}, 'must be pairs of a regular expression'),
     ({'variable_renaming_rules': [['(', 'x.w']]}, 'must be pairs of a regular expression'),
@@ -116,20 +116,20 @@ def _Scheduler():
 )  # fmt: skip
 def testMistakes(values, message):
   with pytest.raises((ValueError, TypeError), match=message):
-    toy_tasks.Params(**values).Instantiate()
+    multi_task.Params(**values).Instantiate()
 
 
 def testWhatIsDoneWithAModelOfOneTaskRefusesIt():
   with pytest.raises(ValueError, match='this is done with a model of one task, and .* MultiTaskM'):
-    model_lib.SingleTaskModel(toy_tasks.Params())
+    model_lib.SingleTaskModel(multi_task.Params())
 
 
 def testALayerIsNoTask():
   layer = linear.LinearLayer.Params().Set(input_dim=2, output_dim=2)
   with pytest.raises(TypeError, match='expected the Params of a task'):
-    toy_tasks.Params(a=layer).Instantiate()
+    multi_task.Params(a=layer).Instantiate()
   with pytest.raises(TypeError, match='expected the Params of a task'):
-    toy_tasks.Params(a=learner.Learner.Params()).Instantiate()
+    multi_task.Params(a=learner.Learner.Params()).Instantiate()
 
 
 if __name__ == '__main__':

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from lingvo_gpipe.core import nested_map
 from lingvo_gpipe.input import base_input_generator, synthetic
-from tests import toy_training
+from tests.toys import training
 
 
 class _SquaresInput(base_input_generator.BaseInputGenerator):
@@ -403,9 +403,9 @@ class _Stream(synthetic.SyntheticRegressionInput):
 
 
 def testARunIsRefusedBeforeItsFirstStep(tmp_path):
-  params = toy_training.Params()
+  params = training.Params()
   params.input = _Stream.Params().MergeCommonKeysFrom(params.input)
-  program = toy_training.Program(tmp_path, params)
+  program = training.Program(tmp_path, params)
   with pytest.raises(ValueError, match=r'_Stream\.Dataset: the batches from position 4'):
     program.Run()
   assert program._step == 0 and not list((tmp_path / 'train').glob('ckpt*'))

@@ -10,22 +10,22 @@ import tensorflow as tf
 from lingvo_gpipe.checkpoint import checkpointer
 from lingvo_gpipe.learning import ema, optimizer
 from lingvo_gpipe.runners import eval_runner, train_runner
-from tests import tied_net
+from tests.toys import tasks
 
 _BATCH = 4
 _OWNER, _MEAN = 'net.stack.layers[0].w', 'net.stack.layers[2].moving_mean'
 
 
 def _Runner(splits=(3, 5), decay=0.15, dtype=tf.float64, cls=train_runner.TrainRunner, **train):
-  p = tied_net.TiedNet.Params().Set(name='net', random_seed=4, dtype=dtype, splits=list(splits))
+  p = tasks.TiedNet.Params().Set(name='net', random_seed=4, dtype=dtype, splits=list(splits))
   p.train.Set(ema_decay=decay, **train)
   p.train.learner.Set(learning_rate=0.3, optimizer=optimizer.SGD.Params())
   devices = [d.name for d in tf.config.list_logical_devices('CPU')]
-  return cls(p.Instantiate(), devices, tied_net.BatchSpec(_BATCH, dtype))
+  return cls(p.Instantiate(), devices, tasks.BatchSpec(_BATCH, dtype))
 
 
 def _Batch(seed, dtype=tf.float64):
-  return tied_net.Batch(np.random.default_rng(seed), _BATCH, dtype)
+  return tasks.Batch(np.random.default_rng(seed), _BATCH, dtype)
 
 
 def _Bad(seed):

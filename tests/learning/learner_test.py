@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from lingvo_gpipe.learning import learner, lr_schedules, optimizer
-from tests import learner_stages
+from tests.toys import learner_stages
 
 
 def _SGD(**settings):
@@ -259,7 +259,7 @@ def testNothingLeftToTrain():
   ):
     built = _SGD(**settings).Instantiate()
     with pytest.raises(ValueError, match='no variable is left to train') as e:
-      built.Build(learner_stages.Chosen(learner_stages.Stages(), built.IsTrained))
+      built.Build(learner_stages.TrainedStages(learner_stages.Stages(), built.IsTrained))
     assert next(iter(settings.values())) in str(e.value)
 
 

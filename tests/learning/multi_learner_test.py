@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from lingvo_gpipe.core import hyperparams
 from lingvo_gpipe.learning import learner, lr_schedules, multi_learner, optimizer
-from tests import learner_stages
+from tests.toys import learner_stages
 
 
 def _Two(**settings):

@@ -10,7 +10,7 @@ import tensorflow as tf
 from lingvo_gpipe.core import base_layer, fprop_context, weight_params
 from lingvo_gpipe.layers import dropout
 from lingvo_gpipe.pipeline.schedule import rematerialisation
-from tests import pipeline_training
+from tests.toys import stacks
 
 _BATCH, _DIM = 6, 3
 # Every schedule with two policies or more, every policy with two schedules or more.
@@ -93,11 +93,11 @@ def _X(size=_BATCH):
 
 
 def _Check(sub, *, num_micro_batches=3, dtype=tf.float64, **options):
-  side = pipeline_training.ExampleWeights(_BATCH)
-  stack = pipeline_training.MakeStack(sub, num_micro_batches=num_micro_batches, **options)
-  sums, grads = pipeline_training.Train(stack, (_X(),), side)
-  expected = pipeline_training.Reference(sub, num_micro_batches, (_X(),), side)
-  pipeline_training.CheckEqual((sums, grads), expected)
+  side = stacks.ExampleWeights(_BATCH)
+  stack = stacks.MakeStack(sub, num_micro_batches=num_micro_batches, **options)
+  sums, grads = stacks.Train(stack, (_X(),), side)
+  expected = stacks.Reference(sub, num_micro_batches, (_X(),), side)
+  stacks.CheckEqual((sums, grads), expected)
   return sums, grads
 
 
@@ -134,7 +134,7 @@ def testTheyChangeTheGradients():
   _, grads = _Check(_Sub(), **options)
   plain = [_Add(), *_Sub()[1:]]
   _, others = _Check(plain, **options)
-  pipeline_training.CheckAnyDiffers(grads, others)
+  stacks.CheckAnyDiffers(grads, others)
 
 
 @pytest.mark.parametrize(
@@ -160,32 +160,28 @@ def testEqualStagesKeepTheirNamesApart():
 
 
 def testBfloat16():
-  side = pipeline_training.ExampleWeights(_BATCH, tf.float32)
+  side = stacks.ExampleWeights(_BATCH, tf.float32)
   dtypes = {'dtype': tf.float32, 'fprop_dtype': tf.bfloat16}
-  stack = pipeline_training.MakeStack(
-    _Sub(), num_stages=3, splits=_SPLITS[3], num_micro_batches=2, **dtypes
-  )
+  stack = stacks.MakeStack(_Sub(), num_stages=3, splits=_SPLITS[3], num_micro_batches=2, **dtypes)
   x = tf.cast(_X(), tf.bfloat16)
-  sums, grads = pipeline_training.Train(stack, (x,), side)
-  _, expected = pipeline_training.Reference(_Sub(), 2, (x,), side, **dtypes)
+  sums, grads = stacks.Train(stack, (x,), side)
+  _, expected = stacks.Reference(_Sub(), 2, (x,), side, **dtypes)
   assert {v.dtype for v in sums.values()} == {np.dtype(np.float32)}
-  norm = pipeline_training.GlobalNorm(expected)
+  norm = stacks.GlobalNorm(expected)
   for path, g in expected.items():
     assert np.abs(grads[path] - g).max() <= 2e-2 * norm, path
 
 
 def testEvaluateReportsThemToo():
   """Micro-batches of 3, 2 and 2 examples count by their loss weights, as in training."""
-  stack = pipeline_training.MakeStack(
-    [_Add(z=0.1), _Add()], num_stages=2, num_micro_batches=3, splits=[1, 2]
-  )
-  x, side = _X(7), pipeline_training.ExampleWeights(7)
+  stack = stacks.MakeStack([_Add(z=0.1), _Add()], num_stages=2, num_micro_batches=3, splits=[1, 2])
+  x, side = _X(7), stacks.ExampleWeights(7)
   stack.Place(
-    pipeline_training.Devices(),
-    *pipeline_training.Specs((x,)),
-    loss_fn=pipeline_training.SquareLoss,
+    stacks.Devices(),
+    *stacks.Specs((x,)),
+    loss_fn=stacks.SquareLoss,
   )
-  sums = pipeline_training.Evaluate(stack, (x,), side)
+  sums = stacks.Evaluate(stack, (x,), side)
   w = stack.layers[0].theta.w
   weights = [tf.reduce_sum(s) for s in stack.SplitBatch(side)]
   means = [tf.reduce_mean(tf.tanh(x @ w) ** 2) for (x,) in stack.SplitBatch((x,))]
@@ -196,12 +192,12 @@ def testEvaluateReportsThemToo():
 
 def testAMetricMayHaveAColonInItsName():
   def Loss(theta, outputs, side):
-    metrics = pipeline_training.SquareLoss(theta, outputs, side)
+    metrics = stacks.SquareLoss(theta, outputs, side)
     return {**metrics, 'error:total': metrics['loss']}
 
-  stack = pipeline_training.MakeStack([_Add(z=1.0)], num_micro_batches=1)
-  side = pipeline_training.ExampleWeights(_BATCH)
-  sums, _ = pipeline_training.Train(stack, (_X(),), side, Loss)
+  stack = stacks.MakeStack([_Add(z=1.0)], num_micro_batches=1)
+  side = stacks.ExampleWeights(_BATCH)
+  sums, _ = stacks.Train(stack, (_X(),), side, Loss)
   assert sums.keys() == {'loss', 'error:total', 'stack.layers[0].z'}
 
 
@@ -223,10 +219,8 @@ def testTwoOfOneName(policy):
 
 
 def testAUsersTapeCannotSeeThem():
-  stack = pipeline_training.MakeStack(
-    [_Add(), _Add(z=0.1)], num_stages=2, num_micro_batches=1, splits=[1, 2]
-  )
-  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((_X(),)))
+  stack = stacks.MakeStack([_Add(), _Add(z=0.1)], num_stages=2, num_micro_batches=1, splits=[1, 2])
+  stack.Place(stacks.Devices(), *stacks.Specs((_X(),)))
   with tf.GradientTape() as tape, fprop_context.Scope(step=1):
     loss = tf.reduce_sum(stack(_X()) ** 2)
   words = r'auxiliary losses \(stack\.layers\[1\]\.z\) need the loss inside the last stage'

@@ -11,12 +11,12 @@ import tensorflow as tf
 from lingvo_gpipe.core import fprop_context, nested_map
 from lingvo_gpipe.layers import dropout, skip
 from lingvo_gpipe.pipeline import check_numerics
-from tests import fn_layer, pipeline_training
+from tests.toys import layers, stacks
 
-_DIM, _BATCH, _M = fn_layer.DIM, 6, 3
+_DIM, _BATCH, _M = layers.DIM, 6, 3
 
 
-class _Aux(fn_layer.FnLayer):
+class _Aux(layers.FnLayer):
   """Adds the logarithm of the first entry as an auxiliary loss."""
 
   def FProp(self, theta, x):
@@ -25,28 +25,26 @@ class _Aux(fn_layer.FnLayer):
 
 
 def _Layer(fn=None):
-  return fn_layer.FnLayer.Params().Set(fn=fn) if fn else fn_layer.FnLayer.Params()
+  return layers.FnLayer.Params().Set(fn=fn) if fn else layers.FnLayer.Params()
 
 
-def _Explain(
-  sub, x=None, side=None, *, change=None, loss_fn=pipeline_training.SquareLoss, is_finite=False
-):
+def _Explain(sub, x=None, side=None, *, change=None, loss_fn=stacks.SquareLoss, is_finite=False):
   """What is said of the engine's step, which must not be finite unless all its parts are."""
   x = tf.ones([_BATCH, _DIM]) if x is None else x
   side = tf.ones([_BATCH]) if side is None else side
-  stack = pipeline_training.MakeStack(
+  stack = stacks.MakeStack(
     sub, num_stages=2, splits=[2, len(sub)], num_micro_batches=_M, dtype=tf.float32
   )
-  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((x,)), loss_fn=loss_fn)
+  stack.Place(stacks.Devices(), *stacks.Specs((x,)), loss_fn=loss_fn)
   if change:
     change(stack)
   before = [v.numpy() for v in stack.variables]
-  sums = pipeline_training.StepFunction(stack)((x,), side, tf.constant(4, tf.int64))
-  grads = pipeline_training.Gradients(stack)
+  sums = stacks.StepFunction(stack)((x,), side, tf.constant(4, tf.int64))
+  grads = stacks.Gradients(stack)
   values = [sums['loss'].numpy(), *grads.values()]
   assert not all(np.isfinite(value).all() for value in values)
   sides = stack.SplitBatch(side)
-  weights = [pipeline_training.LossWeight(s) for s in sides]
+  weights = [stacks.LossWeight(s) for s in sides]
   inputs = stack.SplitBatch((x,))
   text = check_numerics.Explain(stack.engine, inputs, sides, weights, 4)
   assert '\n' not in text
@@ -192,7 +190,7 @@ def testMasksAreThoseOfTheStep():
     _Layer(lambda w, x: tf.math.log(x - 0.1) * w),
   ]
   keep = dropout.DropoutLayer.Params().Set(keep_prob=0.3)
-  stack = pipeline_training.MakeStack([_Layer(), keep], dtype=tf.float32)
+  stack = stacks.MakeStack([_Layer(), keep], dtype=tf.float32)
   with fprop_context.Scope(step=4):
     dropped = int(np.sum(stack.layers[1].FProp(nested_map.NestedMap(), tf.ones([2, _DIM])) == 0.0))
   stated = re.search(r'stack\.layers\[2\].* micro-batch 0: (\d) NaN', _Explain(sub))
@@ -210,8 +208,8 @@ def testASumThatOverflows():
 
 
 def testAnEngineWithoutALoss():
-  stack = pipeline_training.MakeStack([_Layer()], dtype=tf.float32)
-  stack.Place(pipeline_training.Devices(), tf.TensorSpec([2, _DIM]))
+  stack = stacks.MakeStack([_Layer()], dtype=tf.float32)
+  stack.Place(stacks.Devices(), tf.TensorSpec([2, _DIM]))
   with pytest.raises(ValueError, match='made without a loss'):
     check_numerics.Explain(stack.engine, [], [], [], 1)
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from lingvo_gpipe.core import fprop_context
 from lingvo_gpipe.layers import skip
-from tests import fn_layer, pipeline_training
+from tests.toys import layers, stacks
 
 _BATCH = 4
 
@@ -28,10 +28,10 @@ def _Real(w, z):
 
 def _Sub():
   """Real numbers go in and come out; a complex skip goes to two layers."""
-  real, turn, back = (fn_layer.FnLayer.Params().Set(fn=fn) for fn in (_Complex, _Turn, _Real))
+  real, turn, back = (layers.FnLayer.Params().Set(fn=fn) for fn in (_Complex, _Turn, _Real))
   pop = skip.PopLayer.Params().Set(key='z', combine='add')
   return [
-    *(fn_layer.FnLayer.Params(), real, skip.StashLayer.Params().Set(key='z'), turn),
+    *(layers.FnLayer.Params(), real, skip.StashLayer.Params().Set(key='z'), turn),
     *(turn, pop),
     *(turn, pop, back),
   ]
@@ -41,12 +41,12 @@ _SPLITS = {1: [9], 2: [4, 9], 3: [4, 6, 9]}
 
 
 def _X():
-  return tf.constant(0.3 * np.random.default_rng(0).normal(size=[_BATCH, fn_layer.DIM]))
+  return tf.constant(0.3 * np.random.default_rng(0).normal(size=[_BATCH, layers.DIM]))
 
 
 def _Stack(num_stages, **options):
   options = {'num_stages': num_stages, 'splits': _SPLITS[num_stages], **options}
-  return pipeline_training.MakeStack(_Sub(), num_micro_batches=2, **options)
+  return stacks.MakeStack(_Sub(), num_micro_batches=2, **options)
 
 
 @pytest.mark.parametrize(
@@ -61,15 +61,15 @@ def _Stack(num_stages, **options):
 )
 def testGradientsEqual(num_stages, schedule, policy, xla):
   stack = _Stack(num_stages, schedule=schedule, remat_policy=policy, xla=xla)
-  side = pipeline_training.ExampleWeights(_BATCH)
-  actual = pipeline_training.Train(stack, (_X(),), side)
-  pipeline_training.CheckEqual(actual, pipeline_training.Reference(_Sub(), 2, (_X(),), side))
+  side = stacks.ExampleWeights(_BATCH)
+  actual = stacks.Train(stack, (_X(),), side)
+  stacks.CheckEqual(actual, stacks.Reference(_Sub(), 2, (_X(),), side))
 
 
 def testUnderAUsersTape():
   stack = _Stack(3)
-  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((_X(),)))
-  plain, theta = pipeline_training.PlainLayers(_Sub())
+  stack.Place(stacks.Devices(), *stacks.Specs((_X(),)))
+  plain, theta = stacks.PlainLayers(_Sub())
   with tf.GradientTape() as tape, fprop_context.Scope(step=1):
     loss = tf.reduce_sum(stack(_X()) ** 2)
   with tf.GradientTape() as plain_tape:

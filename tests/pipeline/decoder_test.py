@@ -11,7 +11,7 @@ import tensorflow as tf
 from lingvo_gpipe.core import base_layer, graph_cost, nested_map
 from lingvo_gpipe.layers import embedding, linear, norm, skip, transformer
 from lingvo_gpipe.pipeline.stages import micro_batch
-from tests import pipeline_training
+from tests.toys import stacks
 
 _VOCAB, _DIM, _BATCH, _PROMPT, _TIME, _MAX = 11, 8, 7, 3, 6, 9
 
@@ -41,16 +41,16 @@ def _Ids(batch=_BATCH, time=_TIME, seed=0):
 
 def _Stack(num_stages, num_micro_batches, sub=None, specs=None, **options):
   options = {'splits': _SPLITS[num_stages], **options} if sub is None else options
-  stack = pipeline_training.MakeStack(
+  stack = stacks.MakeStack(
     sub or _Layers(), num_stages=num_stages, num_micro_batches=num_micro_batches, **options
   )
-  stack.Place(pipeline_training.Devices(), specs or tf.TensorSpec([_BATCH, _TIME], tf.int32))
+  stack.Place(stacks.Devices(), specs or tf.TensorSpec([_BATCH, _TIME], tf.int32))
   return stack
 
 
 @functools.cache
 def _Plain():
-  return pipeline_training.PlainLayers(_Layers())
+  return stacks.PlainLayers(_Layers())
 
 
 def _Logits(ids):
@@ -190,7 +190,7 @@ def testWeightsAreReadAtEachCallAndTiesKept():
 def testXla():
   ids = _Ids(4)
   logits, states = _Decode(_Stack(2, 2, _Layers(1), xla=True, dtype=tf.float32), ids)
-  layer, theta = pipeline_training.PlainLayers(_Layers(1), dtype=tf.float32)
+  layer, theta = stacks.PlainLayers(_Layers(1), dtype=tf.float32)
   np.testing.assert_allclose(logits, layer.FProp(theta(), ids), atol=1e-5)
   assert {x.dtype for x in tf.nest.flatten(states.stages)} == {tf.float32}
 
@@ -218,8 +218,8 @@ def testAnyLayerAndAnyNest():
   x = tf.constant(rng.normal(size=[5, _TIME, _DIM]))
   nest = {'ids': _Ids(5), 'flag': _Ids(5) > 4, 'none': None}
   sub = [_CountsPositions.Params() for _ in range(3)]
-  stack = pipeline_training.MakeStack(sub, num_stages=3, num_micro_batches=2)
-  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((x, nest)))
+  stack = stacks.MakeStack(sub, num_stages=3, num_micro_batches=2)
+  stack.Place(stacks.Devices(), *stacks.Specs((x, nest)))
   expected, _ = stack.Predict(x, nest)
 
   def At(a, b):
@@ -328,12 +328,12 @@ def testLayersThatCannotDecodeAreNamed(sub, error, message):
 def testOtherBatchDimensionsAndUnplacedLayersAreRefused():
   sub = [linear.LinearLayer.Params().Set(input_dim=_DIM, output_dim=_DIM)]
   x = tf.zeros([_TIME, _BATCH, _DIM], tf.float64)
-  stack = pipeline_training.MakeStack(sub, batch_dim=1)
-  stack.Place(pipeline_training.Devices(), pipeline_training.Specs(x))
+  stack = stacks.MakeStack(sub, batch_dim=1)
+  stack.Place(stacks.Devices(), stacks.Specs(x))
   with pytest.raises(ValueError, match='^stack: decoding needs batch_dim 0, got 1'):
     stack.Prefill(x, max_length=_MAX)
   with pytest.raises(ValueError, match='^stack has no devices yet'):
-    pipeline_training.MakeStack(sub).Prefill(x, max_length=_MAX)
+    stacks.MakeStack(sub).Prefill(x, max_length=_MAX)
 
 
 def testAFailureAtRunTimeNamesStageLayerAndMicroBatch():

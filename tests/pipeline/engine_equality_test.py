@@ -16,7 +16,7 @@ from lingvo_gpipe.layers import dropout, embedding, linear, norm, transformer
 from lingvo_gpipe.pipeline import pipelining_layer
 from lingvo_gpipe.runners import train_runner
 from tasks.lm import model as lm_model
-from tests import fn_layer, pipeline_training
+from tests.toys import layers, stacks
 
 _BATCH, _TIME, _DIM, _VOCAB = 8, 5, 8, 11
 _SEED, _STEP = 5, 7
@@ -300,8 +300,8 @@ def testMoreMicroBatchesTakeNoMoreTraces():
     splits = [2 * (k + 1) for k in range(8)]
     stack = _Stack(8, num_micro_batches, sub=[layer] * 16, dtype=tf.float32, splits=splits)
     x = tf.TensorSpec([8, 4])
-    stack.Place(_Devices() * 2, x, loss_fn=pipeline_training.SquareLoss)
-    step = pipeline_training.StepFunction(stack)
+    stack.Place(_Devices() * 2, x, loss_fn=stacks.SquareLoss)
+    step = stacks.StepFunction(stack)
     step.get_concrete_function((x,), tf.TensorSpec([8]), tf.TensorSpec([], tf.int64))
     traces.append(stack.engine.functions.num_traces)
   assert traces == [6, 6]
@@ -313,11 +313,9 @@ def testAtMostTwoCompilationsAStage(schedule, policy, batch_size, num_compilatio
   """7 into 4 is 2, 2, 2, 1; XLA compiles each trace of a function once on its stage's device."""
   square = linear.ProjectionLayer.Params().Set(input_dim=2, output_dim=2, activation='TANH')
   options = {'splits': [1, 2], 'schedule': schedule, 'remat_policy': policy}
-  stack = pipeline_training.MakeStack(
-    [square, square], num_stages=2, num_micro_batches=4, xla=True, **options
-  )
-  side = pipeline_training.ExampleWeights(batch_size)
-  pipeline_training.Train(stack, (tf.ones([batch_size, 2], tf.float64),), side)
+  stack = stacks.MakeStack([square, square], num_stages=2, num_micro_batches=4, xla=True, **options)
+  side = stacks.ExampleWeights(batch_size)
+  stacks.Train(stack, (tf.ones([batch_size, 2], tf.float64),), side)
   counts = set()
   for s in stack.engine.stages:
     for functions in (
@@ -335,7 +333,7 @@ def testStagesOfDifferentFunctionsDoNotShareATrace():
     return lambda x: x + number
 
   sub = [
-    fn_layer.NoWeightsLayer.Params().Set(fn=fn) for fn in (Adder(1.0), Adder(2.0), lambda x: x * 10)
+    layers.NoWeightsLayer.Params().Set(fn=fn) for fn in (Adder(1.0), Adder(2.0), lambda x: x * 10)
   ]
   stack = _Stack(3, 1, sub=sub, splits=[1, 2, 3])
   stack.Place(_Devices(), tf.TensorSpec([2]))

@@ -16,7 +16,7 @@ import tensorflow as tf
 from lingvo_gpipe.core import base_layer, nested_map, weight_params
 from lingvo_gpipe.layers import dropout, embedding, linear, norm
 from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules
-from tests import pipeline_training
+from tests.toys import stacks
 
 _TIME, _DIM, _VOCAB = 3, 4, 7
 _ONE_A_DEVICE = ('gpipe', 'fused_fill_drain', '1f1b', '1f1b_fused', 'zb_h1')
@@ -67,11 +67,11 @@ def _Batch(size):
 
 @functools.cache
 def _Reference(num_micro_batches, size):
-  return pipeline_training.Reference(_Sub(), num_micro_batches, *_Batch(size), _Loss)
+  return stacks.Reference(_Sub(), num_micro_batches, *_Batch(size), _Loss)
 
 
 def _Stack(schedule, policy, num_stages, num_micro_batches, stages_per_device=1, **options):
-  return pipeline_training.MakeStack(
+  return stacks.MakeStack(
     _Sub(),
     num_stages=num_stages,
     num_micro_batches=num_micro_batches,
@@ -85,8 +85,8 @@ def _Stack(schedule, policy, num_stages, num_micro_batches, stages_per_device=1,
 
 def _Check(stack, size):
   p = stack.params
-  actual = pipeline_training.Train(stack, *_Batch(size), _Loss)
-  pipeline_training.CheckEqual(actual, _Reference(p.num_micro_batches, size))
+  actual = stacks.Train(stack, *_Batch(size), _Loss)
+  stacks.CheckEqual(actual, _Reference(p.num_micro_batches, size))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,8 +170,8 @@ def testTheSampleCoversTheGrid():
 
 def testTheTestCanFail():
   stack = _Stack('1f1b', 'none', 2, 2)
-  _, grads = pipeline_training.Train(stack, *_Batch(7), _Loss, step=pipeline_training.STEP + 1)
-  pipeline_training.CheckAnyDiffers(grads, _Reference(2, 7)[1])
+  _, grads = stacks.Train(stack, *_Batch(7), _Loss, step=stacks.STEP + 1)
+  stacks.CheckAnyDiffers(grads, _Reference(2, 7)[1])
 
 
 @pytest.mark.parametrize('policy', ['layer', 'except_last'])
@@ -189,7 +189,7 @@ def testInterleavingLeavesABatchTooSmallForItToLoopedBfs(policy, caplog):
 def _MicroBatches(stack, size):
   inputs, side = _Batch(size)
   sides = stack.SplitBatch(side)
-  return stack.SplitBatch(inputs), sides, [pipeline_training.LossWeight(s) for s in sides]
+  return stack.SplitBatch(inputs), sides, [stacks.LossWeight(s) for s in sides]
 
 
 # ---- at the same time --------------------------------------------------------------------
@@ -228,11 +228,9 @@ def _Meet(timeout, **options):
   """A step in which 1F0 and 0F1 wait for each other, and 1B0 and 0B1; the barrier."""
   _Meets.barrier = threading.Barrier(2, timeout=timeout)
   sub = [_Meets.Params().Set(at=1), _Meets.Params().Set(at=0)]
-  stack = pipeline_training.MakeStack(
-    sub, num_stages=2, splits=[1, 2], num_micro_batches=2, **options
-  )
+  stack = stacks.MakeStack(sub, num_stages=2, splits=[1, 2], num_micro_batches=2, **options)
   x, side = (tf.ones([4, 1], tf.float64), tf.constant([0, 0, 1, 1])), tf.ones([4], tf.float64)
-  pipeline_training.Train(stack, x, side)
+  stacks.Train(stack, x, side)
   return _Meets.barrier
 
 
@@ -277,7 +275,7 @@ def testAScheduleOfOnesOwnOfAnotherSize():
     _Stack(schedule, 'stage', 2, 2)
   stack = _Stack(schedule, 'stage', 2, 4)
   with pytest.raises(ValueError, match="'1f1b' has num_micro_batches 4, but 3 is asked for"):
-    pipeline_training.Train(stack, *_Batch(3), _Loss)
+    stacks.Train(stack, *_Batch(3), _Loss)
 
 
 # Two devices; the first has the first stage of four and the last, as in a V.
@@ -309,12 +307,12 @@ def testAScheduleOfOnesOwnSaysWhereTheStagesAre(text, placement, policy):
   stack = _Stack(schedule, policy, len(placement), 2)
   assert stack.num_devices == 2
   _Check(stack, 7)
-  devices = pipeline_training.Devices()
+  devices = stacks.Devices()
   for s, device in zip(stack.engine.stages, placement, strict=True):
     assert s.device == devices[device]
     assert all(v.device.endswith(devices[device]) for v in tf.nest.flatten(s.variables))
   # Forward only, with a batch that the schedule cannot train on, too.
-  layer, theta = pipeline_training.PlainLayers(_Sub())
+  layer, theta = stacks.PlainLayers(_Sub())
   ids, paddings = (x[:1] for x in _Batch(7)[0])
   expected = layer.FProp(theta(), ids, paddings)
   np.testing.assert_allclose(stack.Predict(ids, paddings), expected, atol=1e-12)
@@ -342,7 +340,7 @@ def testARegisteredScheduleThatMovesItsStages(monkeypatch):
 
   monkeypatch.setitem(schedules._GENERATORS, 'moving', Moving)
   stack = _Stack('moving', 'stage', 2, 2)
-  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs(_Batch(7)[0]), loss_fn=_Loss)
+  stack.Place(stacks.Devices(), *stacks.Specs(_Batch(7)[0]), loss_fn=_Loss)
   words = r"schedule 'moving' has its stages on devices \[1, 0\] for 1 micro-b.* on \[0, 1\]"
   with pytest.raises(ValueError, match=words):
     stack.engine.Train(*_MicroBatches(stack, 1), tf.constant(1, tf.int64))

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from lingvo_gpipe.core import fprop_context
 from lingvo_gpipe.layers.keras import keras_cut
-from tests import pipeline_training as training
+from tests.toys import stacks
 
 LAYERS = keras.layers
 
@@ -31,18 +31,18 @@ def _Convolutions(dropout=0.3, norm=True):
 
 def _Images(batch=6, size=8, dtype=tf.float64):
   x = np.random.default_rng(3).standard_normal([batch, size, size, 3])
-  return (tf.constant(x, dtype),), training.ExampleWeights(batch, dtype)
+  return (tf.constant(x, dtype),), stacks.ExampleWeights(batch, dtype)
 
 
 def _Step(stack, images, side):
   """(sums, gradients) of one training step."""
-  stack.Place(training.Devices(), *training.Specs(images), loss_fn=training.SquareLoss)
-  sums = training.StepFunction(stack)(images, side, tf.constant(training.STEP, tf.int64))
-  return {name: value.numpy() for name, value in sums.items()}, training.Gradients(stack)
+  stack.Place(stacks.Devices(), *stacks.Specs(images), loss_fn=stacks.SquareLoss)
+  sums = stacks.StepFunction(stack)(images, side, tf.constant(stacks.STEP, tf.int64))
+  return {name: value.numpy() for name, value in sums.items()}, stacks.Gradients(stack)
 
 
 def _CheckState(stack, expected):
-  state = training.State(stack)
+  state = stacks.State(stack)
   assert state.keys() == expected.keys()
   for path, value in expected.items():
     np.testing.assert_allclose(state[path], value, rtol=1e-9, atol=1e-12, err_msg=path)
@@ -53,7 +53,7 @@ def expected():
   """(sums, gradients) and state of one device."""
   state = {}
   sub = keras_cut.Cut(_Convolutions())
-  return training.Reference(sub, 3, *_Images(), state=state), state
+  return stacks.Reference(sub, 3, *_Images(), state=state), state
 
 
 @pytest.mark.parametrize(
@@ -67,8 +67,8 @@ def expected():
   ids=lambda o: '-'.join(map(str, o.values())),
 )
 def testSequentialEqualsItselfOnOneDevice(options, expected):
-  stack = training.MakeStack(keras_cut.Cut(_Convolutions()), num_micro_batches=3, **options)
-  training.CheckEqual(_Step(stack, *_Images()), expected[0])
+  stack = stacks.MakeStack(keras_cut.Cut(_Convolutions()), num_micro_batches=3, **options)
+  stacks.CheckEqual(_Step(stack, *_Images()), expected[0])
   _CheckState(stack, expected[1])
   assert len(expected[0][0]) == 3  # The loss, and a regularizer of each convolution.
   assert len(expected[1]) == 4  # No state of a seed generator.
@@ -76,19 +76,19 @@ def testSequentialEqualsItselfOnOneDevice(options, expected):
 
 def testMasksDifferBetweenSteps(expected):
   sub = keras_cut.Cut(_Convolutions())
-  other = training.Reference(sub, 3, *_Images(), step=training.STEP + 1)
-  training.CheckAnyDiffers(other[1], expected[0][1])
+  other = stacks.Reference(sub, 3, *_Images(), step=stacks.STEP + 1)
+  stacks.CheckAnyDiffers(other[1], expected[0][1])
 
 
 def testMasksAreTheSameForEveryCutAndWithXla():
   drop = keras.Sequential([keras.Input([8]), LAYERS.Dropout(0.2), LAYERS.Dropout(0.2)])
   masks = []
   for num_stages, xla in ((1, False), (2, False), (1, True), (2, True)):
-    stack = training.MakeStack(
+    stack = stacks.MakeStack(
       keras_cut.Cut(drop), num_stages=num_stages, num_micro_batches=2, xla=xla, dtype=tf.float32
     )
-    stack.Place(training.Devices(), tf.TensorSpec([16, 8]))
-    with fprop_context.Scope(step=training.STEP):
+    stack.Place(stacks.Devices(), tf.TensorSpec([16, 8]))
+    with fprop_context.Scope(step=stacks.STEP):
       masks.append(stack(tf.ones([16, 8])).numpy())
   assert 0.4 < np.mean(masks[0] > 0) < 0.85
   for mask in masks[1:]:
@@ -101,7 +101,7 @@ def testXlaWithDropoutInMixedPrecision():
   x = tf.constant(np.random.default_rng(3).standard_normal([4, 8]), tf.float32)
   results = []
   for num_stages in (1, 2):
-    stack = training.MakeStack(
+    stack = stacks.MakeStack(
       sub,
       num_micro_batches=2,
       num_stages=num_stages,
@@ -109,32 +109,30 @@ def testXlaWithDropoutInMixedPrecision():
       dtype=tf.float32,
       fprop_dtype=tf.bfloat16,
     )
-    side = training.ExampleWeights(4, tf.float32)
-    results.append(training.Train(stack, (x,), side))
+    side = stacks.ExampleWeights(4, tf.float32)
+    results.append(stacks.Train(stack, (x,), side))
     assert {v.dtype for v in stack.variables} == {tf.float32}
-  training.CheckEqual(*results, bound=1e-5)
+  stacks.CheckEqual(*results, bound=1e-5)
 
 
 def testEqualsKerasWithoutDropoutAndNorm():
   """One mini-batch in three pieces, and what Keras makes of it in one."""
   net = _Convolutions(dropout=0, norm=False)
-  stack = training.MakeStack(
-    keras_cut.Cut(net), num_micro_batches=3, num_stages=2, dtype=tf.float32
-  )
+  stack = stacks.MakeStack(keras_cut.Cut(net), num_micro_batches=3, num_stages=2, dtype=tf.float32)
   images, side = _Images(batch=7, dtype=tf.float32)
-  stack.Place(training.Devices(), *training.Specs(images), loss_fn=training.SquareLoss)
+  stack.Place(stacks.Devices(), *stacks.Specs(images), loss_fn=stacks.SquareLoss)
   keras_cut.LoadWeights(stack.layers, net)
   np.testing.assert_allclose(stack.Predict(*images), net(images[0]), rtol=1e-5, atol=1e-6)
 
-  sums = training.StepFunction(stack)(images, side, tf.constant(training.STEP, tf.int64))
+  sums = stacks.StepFunction(stack)(images, side, tf.constant(stacks.STEP, tf.int64))
   total = tf.reduce_sum(side)
   with tf.GradientTape() as tape:
-    metrics = training.SquareLoss(None, (net(images[0], training=True),), side)
+    metrics = stacks.SquareLoss(None, (net(images[0], training=True),), side)
     loss = metrics['loss'][0] + tf.add_n(net.losses)
   expected = tape.gradient(loss, [v.value for v in net.trainable_weights])
   objective = sum(float(pair[0]) for pair in sums.values())
   np.testing.assert_allclose(objective / total, loss, rtol=1e-5)
-  grads = training.Gradients(stack)
+  grads = stacks.Gradients(stack)
   paths = [path for path, v in stack.VariablesByPath().items() if v.trainable]
   assert len(grads) == len(expected) == 6
   for path, want in zip(paths, expected, strict=True):
@@ -153,11 +151,11 @@ def testApplicationNobodyHereWrote():
   assert len(sub) == 17
   images, side = _Images(batch=4, size=32)
   state = {}
-  expected = training.Reference(sub, 2, images, side, state=state)
+  expected = stacks.Reference(sub, 2, images, side, state=state)
   # The last stage recomputes nothing, so a long one is quickly traced.
   options = {'num_stages': 3, 'splits': [3, 6, 17], 'schedule': '1f1b_fused'}
-  stack = training.MakeStack(sub, num_micro_batches=2, **options)
-  training.CheckEqual(_Step(stack, images, side), expected)
+  stack = stacks.MakeStack(sub, num_micro_batches=2, **options)
+  stacks.CheckEqual(_Step(stack, images, side), expected)
   _CheckState(stack, state)
   assert len(state) == 104
 

@@ -16,7 +16,7 @@ import tensorflow as tf
 from lingvo_gpipe.core import base_layer, fprop_context, weight_params
 from lingvo_gpipe.layers import batch_norm, conv, dropout
 from lingvo_gpipe.pipeline.cutting import layer_costs
-from tests import pipeline_training
+from tests.toys import stacks
 
 _BATCH, _DIM = 6, 3
 # Every schedule with two policies or more, every policy with two schedules or more.
@@ -85,21 +85,21 @@ def _X():
 
 
 def _Place(sub, *, num_micro_batches=3, num_stages=1, **options):
-  stack = pipeline_training.MakeStack(
+  stack = stacks.MakeStack(
     sub, num_micro_batches=num_micro_batches, num_stages=num_stages, **options
   )
-  devices, specs = pipeline_training.Devices(), pipeline_training.Specs((_X(),))
-  stack.Place(devices, *specs, loss_fn=pipeline_training.SquareLoss)
+  devices, specs = stacks.Devices(), stacks.Specs((_X(),))
+  stack.Place(devices, *specs, loss_fn=stacks.SquareLoss)
   return stack
 
 
-def _Step(stack, step=pipeline_training.STEP):
+def _Step(stack, step=stacks.STEP):
   """(sums, gradients) of one step."""
-  side = pipeline_training.ExampleWeights(_BATCH)
-  run = pipeline_training.StepFunction(stack)
+  side = stacks.ExampleWeights(_BATCH)
+  run = stacks.StepFunction(stack)
   sums = run((_X(),), side, tf.constant(step, tf.int64))
   sums = {name: value.numpy() for name, value in sums.items()}
-  return sums, pipeline_training.Gradients(stack)
+  return sums, stacks.Gradients(stack)
 
 
 def _CheckState(actual, expected, rtol=1e-10):
@@ -111,8 +111,8 @@ def _CheckState(actual, expected, rtol=1e-10):
 @functools.cache
 def _Reference(num_micro_batches):
   """((sums, gradients), state after one mini-batch)."""
-  side, state = pipeline_training.ExampleWeights(_BATCH), {}
-  result = pipeline_training.Reference(_Sub(), num_micro_batches, (_X(),), side, state=state)
+  side, state = stacks.ExampleWeights(_BATCH), {}
+  result = stacks.Reference(_Sub(), num_micro_batches, (_X(),), side, state=state)
   return result, state
 
 
@@ -120,9 +120,9 @@ def _Check(*, num_micro_batches=3, **options):
   stack = _Place(_Sub(), num_micro_batches=num_micro_batches, **options)
   result = _Step(stack)
   expected, state = _Reference(num_micro_batches)
-  pipeline_training.CheckEqual(result, expected)
+  stacks.CheckEqual(result, expected)
   assert set(result[0]) == {'loss'}  # Sums for the state are nobody's metrics.
-  _CheckState(pipeline_training.State(stack), state)
+  _CheckState(stacks.State(stack), state)
   return stack
 
 
@@ -166,7 +166,7 @@ def testOneMicroBatchIsPlainBatchNorm():
   """Against Keras: outputs through the loss, gradients of gamma and beta, moving averages."""
   sub = [_Norm(decay=0.9), _Norm(decay=0.9)]
   stack = _Place(sub, num_micro_batches=1, num_stages=2, splits=[1, 2])
-  (sums, grads), weights = _Step(stack), pipeline_training.ExampleWeights(_BATCH)
+  (sums, grads), weights = _Step(stack), stacks.ExampleWeights(_BATCH)
   norms = [keras.layers.BatchNormalization(momentum=0.9, dtype='float64') for _ in sub]
   with tf.GradientTape() as tape:
     y = _X()
@@ -176,7 +176,7 @@ def testOneMicroBatchIsPlainBatchNorm():
   np.testing.assert_allclose(sums['loss'][0], total, rtol=1e-6)
   wanted = {f'stack.layers[{i}].{n}': getattr(k, n) for i, k in enumerate(norms) for n in _TRAINED}
   expected = tape.gradient(total, {path: v.value for path, v in wanted.items()})
-  pipeline_training.CheckEqual((sums, grads), (sums, expected), bound=1e-6)
+  stacks.CheckEqual((sums, grads), (sums, expected), bound=1e-6)
   for layer, norm in zip(stack.layers, norms, strict=True):
     np.testing.assert_allclose(layer.vars.moving_mean, norm.moving_mean, rtol=1e-6, atol=1e-12)
     np.testing.assert_allclose(layer.vars.moving_variance, norm.moving_variance, rtol=1e-6)
@@ -187,7 +187,7 @@ def testEqualStagesKeepTheirStateApart():
   stack = _Place([_CountsCalls.Params()] * 4, num_stages=4, splits=[1, 2, 3, 4])
   for _ in range(2):
     _Step(stack)
-  assert [float(v) for v in pipeline_training.State(stack).values()] == [2.0 * _BATCH] * 4
+  assert [float(v) for v in stacks.State(stack).values()] == [2.0 * _BATCH] * 4
   stages = stack.engine.stages
   functions = {id(stack.engine.functions.Of(s, do_eval=False, with_loss=True)) for s in stages}
   assert len(functions) == 3  # The first needs no gradient of x; the last has the loss.
@@ -196,10 +196,10 @@ def testEqualStagesKeepTheirStateApart():
 def testEvaluationUpdatesNothing():
   stack = _Place(_Sub(), num_stages=2, splits=_SPLITS[2])
   _Step(stack)
-  before = pipeline_training.State(stack)
-  sums = pipeline_training.Evaluate(stack, (_X(),), pipeline_training.ExampleWeights(_BATCH))
+  before = stacks.State(stack)
+  sums = stacks.Evaluate(stack, (_X(),), stacks.ExampleWeights(_BATCH))
   y = stack.Predict(_X())
-  _CheckState(pipeline_training.State(stack), before, rtol=0)
+  _CheckState(stacks.State(stack), before, rtol=0)
   expected = _X()
   for layer in stack.layers:
     expected = layer(expected)
@@ -209,15 +209,15 @@ def testEvaluationUpdatesNothing():
 
 def testFrozenLayersFollowTheData():
   """Statistics follow the mode, not the trainability."""
-  stack = pipeline_training.MakeStack(_Sub(), num_micro_batches=3, num_stages=2, splits=_SPLITS[2])
+  stack = stacks.MakeStack(_Sub(), num_micro_batches=3, num_stages=2, splits=_SPLITS[2])
   stack.Place(
-    pipeline_training.Devices(),
-    *pipeline_training.Specs((_X(),)),
-    loss_fn=pipeline_training.SquareLoss,
+    stacks.Devices(),
+    *stacks.Specs((_X(),)),
+    loss_fn=stacks.SquareLoss,
     weights=layer_costs.Weights(lambda path: 'layers[3]' in path),
   )
   _Step(stack)
-  _CheckState(pipeline_training.State(stack), _Reference(3)[1])
+  _CheckState(stacks.State(stack), _Reference(3)[1])
 
 
 def testWhatIsNotFiniteStaysOut():
@@ -229,9 +229,9 @@ def testWhatIsNotFiniteStaysOut():
 
   sub = [_Norm(), Spoils.Params(), _Norm()]
   stack = _Place(sub, num_stages=2, splits=[1, 3])
-  before = pipeline_training.State(stack)
+  before = stacks.State(stack)
   _Step(stack)
-  after = pipeline_training.State(stack)
+  after = stacks.State(stack)
   for path, value in after.items():
     assert np.array_equal(value, before[path]) == path.startswith('stack.layers[2]'), path
 
@@ -252,11 +252,11 @@ class _FailsInBackward(base_layer.BaseLayer):
 def testAFailedStepLeavesTheState():
   sub = [_CountsCalls.Params(), _FailsInBackward.Params(), _Norm()]
   stack = _Place(sub, num_stages=2, splits=[2, 3], num_micro_batches=1)
-  before = pipeline_training.State(stack)
+  before = stacks.State(stack)
   # Often TensorFlow tells only that other devices were cancelled.
   with pytest.raises((tf.errors.InvalidArgumentError, tf.errors.CancelledError)):
     _Step(stack)
-  _CheckState(pipeline_training.State(stack), before, rtol=0)
+  _CheckState(stacks.State(stack), before, rtol=0)
 
 
 # ---- beside one BatchNorm of the whole batch (peers: deferred) ----------------------------
@@ -269,18 +269,18 @@ def _FiveStepsOfSgd(num_stages, num_micro_batches):
   sub = [layer.Copy().Set(filter_shape=(3, 3, 2, _DIM)), _Norm(decay=0.5)]
   sub.append(layer.Copy().Set(filter_shape=(2, 2, _DIM, 1)))
   size, options = 24, {'num_stages': num_stages, 'num_micro_batches': num_micro_batches}
-  stack = pipeline_training.MakeStack(sub, **options)
+  stack = stacks.MakeStack(sub, **options)
   examples = np.random.default_rng(7).normal(size=[6, size, 4, 4, 2])
   *batches, unseen = tf.unstack(tf.constant(examples))
-  loss_fn = pipeline_training.SquareLoss
-  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((unseen,)), loss_fn=loss_fn)
-  run, variables = pipeline_training.StepFunction(stack), stack.VariablesByPath()
+  loss_fn = stacks.SquareLoss
+  stack.Place(stacks.Devices(), *stacks.Specs((unseen,)), loss_fn=loss_fn)
+  run, variables = stacks.StepFunction(stack), stack.VariablesByPath()
   states, evaluations = [], [stack.Predict(unseen).numpy()]
   for step, x in enumerate(batches):
     run((x,), tf.ones([size], tf.float64), tf.constant(step, tf.int64))
-    for path, gradient in pipeline_training.Gradients(stack).items():
+    for path, gradient in stacks.Gradients(stack).items():
       variables[path].assign_sub(gradient / size)
-    states.append(pipeline_training.State(stack))
+    states.append(stacks.State(stack))
     evaluations.append(stack.Predict(unseen).numpy())
   return states, evaluations
 
@@ -306,8 +306,8 @@ def testStatisticsAfterAConvolutionPartWithItsWeights():
 
 @pytest.mark.parametrize('in_function', [False, True])
 def testUnderAUsersTape(in_function):
-  stack = pipeline_training.MakeStack(_Sub(), num_micro_batches=3, num_stages=2, splits=_SPLITS[2])
-  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((_X(),)))
+  stack = stacks.MakeStack(_Sub(), num_micro_batches=3, num_stages=2, splits=_SPLITS[2])
+  stack.Place(stacks.Devices(), *stacks.Specs((_X(),)))
 
   def Step(x, step):
     with tf.GradientTape() as tape, fprop_context.Scope(step=step) as context:
@@ -318,8 +318,8 @@ def testUnderAUsersTape(in_function):
     return grads
 
   run = tf.function(Step, autograph=False) if in_function else Step
-  run(_X(), tf.constant(pipeline_training.STEP, tf.int64))
-  _CheckState(pipeline_training.State(stack), _Reference(3)[1])
+  run(_X(), tf.constant(stacks.STEP, tf.int64))
+  _CheckState(stacks.State(stack), _Reference(3)[1])
   with fprop_context.Scope(do_eval=True) as context:
     stack(_X())
   assert not context.layer_sums
@@ -327,9 +327,9 @@ def testUnderAUsersTape(in_function):
 
 def testSeveralCallsOfOneMiniBatch():
   """Two micro-batches of the user's own, of unequal size, each cut by the pipeline."""
-  stack = pipeline_training.MakeStack(_Sub()[:1], num_micro_batches=2)
+  stack = stacks.MakeStack(_Sub()[:1], num_micro_batches=2)
   x = _X()
-  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((x,)))
+  stack.Place(stacks.Devices(), *stacks.Specs((x,)))
   contexts = []
   for m, piece in enumerate([x[:5], x[5:]]):
     with fprop_context.Scope(step=0, micro_batch=m) as context:

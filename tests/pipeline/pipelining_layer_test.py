@@ -10,9 +10,9 @@ import tensorflow as tf
 from lingvo_gpipe.core import base_layer, nested_map
 from lingvo_gpipe.layers import linear, sequential, skip
 from lingvo_gpipe.pipeline import pipelining_layer
-from tests import fn_layer, pipeline_training
+from tests.toys import layers, stacks
 
-_DIM = fn_layer.DIM
+_DIM = layers.DIM
 _SPEC = tf.TensorSpec([4, _DIM])
 
 
@@ -26,7 +26,7 @@ def _Linears(num_layers=4):
 
 
 def _Fns(*fns):
-  return [fn_layer.FnLayer.Params().Set(fn=fn) for fn in fns]
+  return [layers.FnLayer.Params().Set(fn=fn) for fn in fns]
 
 
 def testPathsAndInitialValuesAreTheSequentialLayers():
@@ -36,7 +36,7 @@ def testPathsAndInitialValuesAreTheSequentialLayers():
   layer.InstantiateVariables()
   for num_stages in (1, 2, 4):
     stack = _Stack(*sub, num_stages=num_stages)
-    stack.Place(pipeline_training.Devices(), _SPEC)
+    stack.Place(stacks.Devices(), _SPEC)
     variables = stack.VariablesByPath()
     assert variables.keys() == layer.VariablesByPath().keys()
     for path, v in layer.VariablesByPath().items():
@@ -48,7 +48,7 @@ def testPathsAndInitialValuesAreTheSequentialLayers():
 
 def testPredictTakesNone():
   stack = _Stack(*_Fns(*[lambda w, x, extra: (x + 1.0, extra)] * 2), num_stages=2)
-  stack.Place(pipeline_training.Devices(), tf.TensorSpec([3]), None)
+  stack.Place(stacks.Devices(), tf.TensorSpec([3]), None)
   y, extra = stack.Predict(np.float32([1, 2, 3]), None)
   assert extra is None
   np.testing.assert_allclose(y, [3.0, 4.0, 5.0])
@@ -56,7 +56,7 @@ def testPredictTakesNone():
 
 def testUnequalMicroBatchesWarnOfNothing(recwarn):
   stack = _Stack(*_Fns(*[lambda w, x: 2.0 * x] * 2), num_stages=2, num_micro_batches=4)
-  stack.Place(pipeline_training.Devices(), tf.TensorSpec([7]))
+  stack.Place(stacks.Devices(), tf.TensorSpec([7]))
   for size in (7, 2):
     np.testing.assert_array_equal(stack.Predict(tf.ones([size])), [4.0] * size)
   assert not recwarn.list
@@ -97,7 +97,7 @@ class _Raises(base_layer.BaseLayer):
 def testAnExceptionKeepsItsTypeAndNamesTheLayer(method, xla):
   sub = [*_Fns(lambda w, x: x + 1, lambda w, x: x), _Raises.Params()]
   stack = _Stack(*sub, num_stages=2, splits=[1, 3], xla=xla)
-  stack.Place(pipeline_training.Devices(), tf.TensorSpec([4, 2]))
+  stack.Place(stacks.Devices(), tf.TensorSpec([4, 2]))
   run = stack.Predict if method == 'Predict' else stack
   with pytest.raises(_CustomError, match='out of cheese') as e:
     run(tf.ones([4, 2]))
@@ -118,7 +118,7 @@ def testNothingWorksBeforePlace():
 
 def testTooFewDevices():
   with pytest.raises(ValueError, match='4 stages need 4 devices, got 3'):
-    _Stack(*_Linears(), num_stages=4).Place(pipeline_training.Devices()[:3], _SPEC)
+    _Stack(*_Linears(), num_stages=4).Place(stacks.Devices()[:3], _SPEC)
 
 
 @pytest.mark.parametrize(
@@ -131,14 +131,14 @@ def testTooFewDevices():
 )
 def testOutputsWithoutTheBatch(last, got):
   stack = _Stack(*_Fns(lambda w, x: x, last), num_micro_batches=3)
-  stack.Place(pipeline_training.Devices(), tf.TensorSpec([6, 4]))
+  stack.Place(stacks.Devices(), tf.TensorSpec([6, 4]))
   for call in (stack, stack.Predict):
     with pytest.raises(ValueError, match=f'of micro-batch 0: expected 2 examples at .* got {got}'):
       call(tf.ones([6, 4]))
 
 
 def testVariablesOnAnotherDeviceAreNotOverlooked():
-  devices = pipeline_training.Devices()
+  devices = stacks.Devices()
   layer = _Stack(*_Linears(), num_stages=2)
   layer.InstantiateVariables()
   with pytest.raises(ValueError, match=r'stack\.layers\[2\]\.\w+ was allocated on .*CPU:0 before'):
@@ -166,7 +166,7 @@ def testNoLayers():
 )
 def testParamsThatMakeNoSenseAreRefusedBeforeAnythingRuns(options, words):
   with pytest.raises((ValueError, LookupError)) as e:
-    _Stack(*_Linears(), num_stages=2, **options).Place(pipeline_training.Devices(), _SPEC)
+    _Stack(*_Linears(), num_stages=2, **options).Place(stacks.Devices(), _SPEC)
   assert all(word in str(e.value) for word in words), e.value
 
 

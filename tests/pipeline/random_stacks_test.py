@@ -19,20 +19,20 @@ from lingvo_gpipe.core import fprop_context
 from lingvo_gpipe.pipeline import engine
 from lingvo_gpipe.pipeline.schedule import schedules
 from lingvo_gpipe.pipeline.stages import micro_batch
-from tests import pipeline_training, random_stacks
+from tests.toys import random_stacks, stacks
 
 
 def _Stack(made):
-  return pipeline_training.MakeStack(made.sub, **made.options)
+  return stacks.MakeStack(made.sub, **made.options)
 
 
 def CheckTraining(made):
   """Losses, metrics, auxiliary losses and every gradient."""
   options = made.options
-  actual = pipeline_training.Train(
+  actual = stacks.Train(
     _Stack(made), made.inputs, made.side, made.Loss, step=made.step, is_trained=made.is_trained
   )
-  expected = pipeline_training.Reference(
+  expected = stacks.Reference(
     made.sub,
     options['num_micro_batches'],
     made.inputs,
@@ -43,7 +43,7 @@ def CheckTraining(made):
     ties=options['ties'],
     is_trained=made.is_trained,
   )
-  pipeline_training.CheckEqual(actual, expected, bound=_Bound(made), may_be_zero=True)
+  stacks.CheckEqual(actual, expected, bound=_Bound(made), may_be_zero=True)
 
 
 def _Bound(made):
@@ -71,8 +71,8 @@ def _CheckClose(actual, expected, bound):
 def CheckTape(made):
   """FProp under a user's tape, whose gradients come from the loss of the whole batch."""
   stack = _Stack(made)
-  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs(made.inputs))
-  layer, theta_fn = pipeline_training.PlainLayers(made.sub, made.options['ties'])
+  stack.Place(stacks.Devices(), *stacks.Specs(made.inputs))
+  layer, theta_fn = stacks.PlainLayers(made.sub, made.options['ties'])
   results = []
   for variables, run in (
     (stack.VariablesByPath(), lambda: stack(*made.inputs)),
@@ -82,9 +82,7 @@ def CheckTape(made):
     ),
   ):
     floats = [x for x in tf.nest.flatten(made.inputs) if x is not None and x.dtype.is_floating]
-    trained = {
-      p: variables[p] for p in pipeline_training.TrainedVariables(layer, made.options['ties'])
-    }
+    trained = {p: variables[p] for p in stacks.TrainedVariables(layer, made.options['ties'])}
     with tf.GradientTape() as tape, fprop_context.Scope(step=made.step):
       tape.watch(floats)
       outputs = run()
@@ -97,12 +95,12 @@ def CheckTape(made):
 def CheckEvaluation(made):
   """Predict and Evaluate."""
   stack = _Stack(made)
-  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs(made.inputs), loss_fn=made.Loss)
-  layer, theta_fn = pipeline_training.PlainLayers(made.sub, made.options['ties'])
+  stack.Place(stacks.Devices(), *stacks.Specs(made.inputs), loss_fn=made.Loss)
+  layer, theta_fn = stacks.PlainLayers(made.sub, made.options['ties'])
   theta, bound = theta_fn(), _Bound(made)
   outputs = _PlainOutputs(made, layer, theta, made.inputs, do_eval=True)
   _CheckClose(stack.Predict(*made.inputs), outputs, bound)
-  sums = pipeline_training.Evaluate(stack, made.inputs, made.side)
+  sums = stacks.Evaluate(stack, made.inputs, made.side)
   pieces = zip(stack.SplitBatch(outputs), stack.SplitBatch(made.side), strict=True)
   # Auxiliary losses are reported, too; aux_loss_test looks at their values.
   expected = [made.Loss(theta.layers, y, side) for y, side in pieces]

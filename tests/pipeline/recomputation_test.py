@@ -18,7 +18,8 @@ from lingvo_gpipe.layers import dropout, linear, transformer
 from lingvo_gpipe.pipeline import emission
 from lingvo_gpipe.pipeline.cutting import layer_costs
 from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules
-from tests import graph_reader, pipeline_training
+from tests import graph_reader
+from tests.toys import stacks
 
 _DIM, _N, _M = 4, 3, 3
 _STAGES = 3
@@ -31,7 +32,7 @@ def _Stack(schedule, policy, *, num_stages=_STAGES, num_micro_batches=_M, block=
   )
   drop = dropout.DropoutLayer.Params().Set(keep_prob=0.5)
   per_stage = [block] if block else [square] * (_N - 1) + [drop, square]
-  return pipeline_training.MakeStack(
+  return stacks.MakeStack(
     per_stage * num_stages,
     num_stages=num_stages,
     num_micro_batches=num_micro_batches,
@@ -102,8 +103,8 @@ def _Products(stack, tmp_path, monkeypatch, shape=(2 * _M, _DIM), is_trained=Non
     monkeypatch.setitem(emission._ACTIONS, kind, Run(kind, method))
   x = tf.ones(shape, tf.float64)
   stack.Place(
-    pipeline_training.Devices(),
-    *pipeline_training.Specs([x]),
+    stacks.Devices(),
+    *stacks.Specs([x]),
     loss_fn=_Loss,
     weights=layer_costs.Weights(is_trained),
   )
@@ -229,13 +230,13 @@ def testActionsRunInTheScheduleOrder(name, policy, num_stages, stages_per_device
     stages_per_device=stages_per_device,
     xla=xla,
   )
-  x, side = (tf.ones([8, _DIM], tf.float64),), pipeline_training.ExampleWeights(8)
+  x, side = (tf.ones([8, _DIM], tf.float64),), stacks.ExampleWeights(8)
   stack.Place(
-    pipeline_training.Devices(),
-    *pipeline_training.Specs(x),
-    loss_fn=pipeline_training.SquareLoss,
+    stacks.Devices(),
+    *stacks.Specs(x),
+    loss_fn=stacks.SquareLoss,
   )
-  step = pipeline_training.StepFunction(stack)
+  step = stacks.StepFunction(stack)
   graphs = graph_reader.ExecutedGraphs(lambda: step(x, side, tf.constant(1, tf.int64)), tmp_path)
   schedule = schedules.Get(name, num_stages, 4, num_stages // stages_per_device)
   assert graph_reader.StageCalls(graphs) == {
@@ -267,14 +268,14 @@ def testGradientsThatLayersDefineHoldInEveryStage(policy):
   x = tf.random.stateless_normal([6, _DIM], [1, 2], dtype=tf.float64)
   square = linear.ProjectionLayer.Params().Set(input_dim=_DIM, output_dim=_DIM, activation='TANH')
   sub = [square, _Identity.Params()] * 2
-  side = pipeline_training.ExampleWeights(6)
-  stack = pipeline_training.MakeStack(
+  side = stacks.ExampleWeights(6)
+  stack = stacks.MakeStack(
     sub, num_stages=2, num_micro_batches=2, splits=[2, 4], remat_policy=policy
   )
-  found = pipeline_training.Train(stack, (x,), side)
-  pipeline_training.CheckEqual(found, pipeline_training.Reference(sub, 2, (x,), side))
+  found = stacks.Train(stack, (x,), side)
+  stacks.CheckEqual(found, stacks.Reference(sub, 2, (x,), side))
   sub = [square, _Identity.Params().Set(slope=1.0)] * 2
-  _, plain = pipeline_training.Reference(sub, 2, (x,), side)
+  _, plain = stacks.Reference(sub, 2, (x,), side)
   ratios = [found[1][path] / plain[path] for path in sorted(plain)]
   assert abs(ratios[0] - 9).max() < 1e-9 and abs(ratios[-1] - 3).max() < 1e-9
 

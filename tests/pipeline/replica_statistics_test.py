@@ -12,7 +12,7 @@ from lingvo_gpipe.core import base_layer, weight_params
 from lingvo_gpipe.layers import batch_norm, linear
 from lingvo_gpipe.pipeline import verify
 from lingvo_gpipe.pipeline.stages import micro_batch
-from tests import pipeline_training
+from tests.toys import stacks
 
 _DIM = 4
 
@@ -62,24 +62,24 @@ def _TogetherFirst(num_replicas, num_micro_batches, batch_size):
 @functools.cache
 def _Reference(num_replicas, num_micro_batches, batch_size):
   rows, state = _TogetherFirst(num_replicas, num_micro_batches, batch_size), {}
-  x, side = _X(batch_size), pipeline_training.ExampleWeights(batch_size)
-  result = pipeline_training.Reference(
+  x, side = _X(batch_size), stacks.ExampleWeights(batch_size)
+  result = stacks.Reference(
     _Sub(), num_micro_batches, (tf.gather(x, rows),), tf.gather(side, rows), state=state
   )
   return result, state
 
 
 def _Place(num_replicas, batch_size, sub=None, **options):
-  stack = pipeline_training.MakeStack(_Sub() if sub is None else sub, **options)
-  return pipeline_training.PlaceReplicas(stack, (_X(batch_size),), num_replicas)
+  stack = stacks.MakeStack(_Sub() if sub is None else sub, **options)
+  return stacks.PlaceReplicas(stack, (_X(batch_size),), num_replicas)
 
 
 def _Step(stack, batch_size):
-  side = pipeline_training.ExampleWeights(batch_size)
-  run = pipeline_training.StepFunction(stack)
-  step = tf.constant(pipeline_training.STEP, tf.int64)
+  side = stacks.ExampleWeights(batch_size)
+  run = stacks.StepFunction(stack)
+  step = tf.constant(stacks.STEP, tf.int64)
   sums = {name: value.numpy() for name, value in run((_X(batch_size),), side, step).items()}
-  return sums, pipeline_training.Gradients(stack)
+  return sums, stacks.Gradients(stack)
 
 
 @pytest.mark.parametrize(
@@ -106,21 +106,21 @@ def testIsOneReplicaOfLargerMicroBatches(
   )
   found = _Step(stack, batch_size)
   expected, state = _Reference(num_replicas, num_micro_batches, batch_size)
-  pipeline_training.CheckEqual(found, expected)
-  for path, value in pipeline_training.State(stack).items():
+  stacks.CheckEqual(found, expected)
+  for path, value in stacks.State(stack).items():
     np.testing.assert_allclose(value, state[path], rtol=1e-10, err_msg=path)
 
 
 def testAnEagerStepTakesThoseOfEachReplica():
   """As it finds out why a step failed: one replica has run when the next one begins."""
   stack = _Place(2, 8, num_micro_batches=2)
-  x, side = (_X(8),), pipeline_training.ExampleWeights(8)
+  x, side = (_X(8),), stacks.ExampleWeights(8)
   sides = stack.SplitBatch(side)
-  weights = [pipeline_training.LossWeight(s) for s in sides]
-  step = tf.constant(pipeline_training.STEP, tf.int64)
+  weights = [stacks.LossWeight(s) for s in sides]
+  step = tf.constant(stacks.STEP, tf.int64)
   sums, _ = stack.engine.Accumulate(stack.SplitBatch(x), sides, weights, step)
   (expected, _), (together, _) = (
-    pipeline_training.Reference(_Sub(), 4, x, side),
+    stacks.Reference(_Sub(), 4, x, side),
     _Reference(2, 2, 8)[0],
   )
   np.testing.assert_allclose(sums['loss'], expected['loss'], rtol=1e-10)
@@ -135,8 +135,8 @@ def testWhatIsRefused():
   with pytest.raises(ValueError, match='over 2 replicas need as many micro-batches in each, got 3'):
     _Step(stack, 3)
   with pytest.raises(ValueError, match='compare in one replica'):
-    side = pipeline_training.ExampleWeights(3)
-    loss = {'loss_fn': pipeline_training.SquareLoss, 'loss_weight': pipeline_training.LossWeight}
+    side = stacks.ExampleWeights(3)
+    loss = {'loss_fn': stacks.SquareLoss, 'loss_weight': stacks.LossWeight}
     verify.VerifyEngine(stack.engine, ([], []), ((), side), **loss)
 
 

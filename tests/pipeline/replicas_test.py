@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from lingvo_gpipe.layers import batch_norm, dropout, linear
 from lingvo_gpipe.pipeline import replicas
-from tests import pipeline_training
+from tests.toys import stacks
 
 _DIM = 4
 _TIES = [['layers[3].w', 'layers[0].w']]
@@ -36,11 +36,11 @@ def _X(batch_size):
 @functools.cache
 def _Reference(num_micro_batches, batch_size):
   state = {}
-  result = pipeline_training.Reference(
+  result = stacks.Reference(
     _Sub(),
     num_micro_batches,
     (_X(batch_size),),
-    pipeline_training.ExampleWeights(batch_size),
+    stacks.ExampleWeights(batch_size),
     state=state,
     ties=_TIES,
   )
@@ -48,14 +48,14 @@ def _Reference(num_micro_batches, batch_size):
 
 
 def _Place(num_replicas, batch_size, **options):
-  stack = pipeline_training.MakeStack(_Sub(), ties=_TIES, **options)
-  return pipeline_training.PlaceReplicas(stack, (_X(batch_size),), num_replicas)
+  stack = stacks.MakeStack(_Sub(), ties=_TIES, **options)
+  return stacks.PlaceReplicas(stack, (_X(batch_size),), num_replicas)
 
 
 def _Step(stack, batch_size):
-  side = pipeline_training.ExampleWeights(batch_size)
-  run = pipeline_training.StepFunction(stack)
-  sums = run((_X(batch_size),), side, tf.constant(pipeline_training.STEP, tf.int64))
+  side = stacks.ExampleWeights(batch_size)
+  run = stacks.StepFunction(stack)
+  sums = run((_X(batch_size),), side, tf.constant(stacks.STEP, tf.int64))
   return {name: value.numpy() for name, value in sums.items()}
 
 
@@ -63,8 +63,8 @@ def _CheckStep(stack, num_micro_batches, batch_size):
   """One step against the reference; then every replica has the same gradients and state."""
   sums = _Step(stack, batch_size)
   expected, state = _Reference(num_micro_batches, batch_size)
-  pipeline_training.CheckEqual((sums, pipeline_training.Gradients(stack)), expected)
-  found = pipeline_training.State(stack)
+  stacks.CheckEqual((sums, stacks.Gradients(stack)), expected)
+  found = stacks.State(stack)
   assert found.keys() == state.keys()
   for path, value in state.items():
     np.testing.assert_allclose(found[path], value, rtol=1e-10, err_msg=path)
@@ -107,7 +107,7 @@ def testTheReferenceOfOneReplicaDiffers():
   """The micro-batches of two replicas are not those of one: other masks, other statistics."""
   (_, one), _ = _Reference(3, 12)
   (_, two), _ = _Reference(6, 12)
-  pipeline_training.CheckAnyDiffers(one, two)
+  stacks.CheckAnyDiffers(one, two)
 
 
 @pytest.mark.parametrize('all_reduce', ['collective', 'send'])
@@ -170,8 +170,8 @@ def testOwnersOfAllStagesOfADeviceShareItsBytes():
 
 def testTrainDoesNotAddToSumsOfReplicas():
   stack = _Place(2, 8, num_micro_batches=2)
-  x, side = stack.SplitBatch((_X(8),)), stack.SplitBatch(pipeline_training.ExampleWeights(8))
-  weights = [pipeline_training.LossWeight(s) for s in side]
+  x, side = stack.SplitBatch((_X(8),)), stack.SplitBatch(stacks.ExampleWeights(8))
+  weights = [stacks.LossWeight(s) for s in side]
   with pytest.raises(ValueError, match='call Accumulate for each mini-batch, then SumGradients'):
     stack.engine.Train(x, side, weights, tf.constant(0, tf.int64), clear=False)
 
@@ -199,15 +199,15 @@ def testEvaluationIsSharedOut():
     for v in stack.VariablesByPath().values():
       v.assign(v * 1.5)
     stack.engine.SyncReplicas()
-    x, side = (_X(7),), pipeline_training.ExampleWeights(7)
-    found.append(pipeline_training.Evaluate(stack, x, side)['loss'])
+    x, side = (_X(7),), stacks.ExampleWeights(7)
+    found.append(stacks.Evaluate(stack, x, side)['loss'])
   np.testing.assert_allclose(found[0], found[1], rtol=1e-12)
 
 
 def testTooFewDevicesAreCounted():
   with pytest.raises(ValueError, match='2 stages need 2 devices for each of 2 replicas'):
-    stack = pipeline_training.MakeStack(_Sub(), num_stages=2)
-    stack.Place(pipeline_training.Devices()[:3], *pipeline_training.Specs((_X(4),)), num_replicas=2)
+    stack = stacks.MakeStack(_Sub(), num_stages=2)
+    stack.Place(stacks.Devices()[:3], *stacks.Specs((_X(4),)), num_replicas=2)
 
 
 @given(st.integers(1, 40), st.integers(1, 9))

@@ -12,7 +12,8 @@ from lingvo_gpipe.core import base_layer, fprop_context, nested_map, weight_para
 from lingvo_gpipe.layers import dropout, linear, sequential, skip
 from lingvo_gpipe.pipeline.schedule import rematerialisation
 from lingvo_gpipe.pipeline.stages import stage as stage_lib
-from tests import graph_reader, pipeline_training
+from tests import graph_reader
+from tests.toys import stacks
 
 _BATCH, _DIM, _VOCAB = 4, 3, 6
 _SCHEDULES = ('gpipe', 'fused_fill_drain', '1f1b', '1f1b_fused', 'zb_h1')
@@ -100,11 +101,11 @@ def _Ids():
 
 
 def _CheckTraining(sub, inputs, num_micro_batches=2, **options):
-  side = pipeline_training.ExampleWeights(_BATCH)
-  stack = pipeline_training.MakeStack(sub, num_micro_batches=num_micro_batches, **options)
-  actual = pipeline_training.Train(stack, inputs, side)
-  expected = pipeline_training.Reference(sub, num_micro_batches, inputs, side)
-  pipeline_training.CheckEqual(actual, expected)
+  side = stacks.ExampleWeights(_BATCH)
+  stack = stacks.MakeStack(sub, num_micro_batches=num_micro_batches, **options)
+  actual = stacks.Train(stack, inputs, side)
+  expected = stacks.Reference(sub, num_micro_batches, inputs, side)
+  stacks.CheckEqual(actual, expected)
   return stack
 
 
@@ -277,8 +278,8 @@ class _Only(base_layer.BaseLayer):
 def testASkipOfNoneAndASkipThatNobodyTakes():
   sub = [_Stash('unused'), _Square3(), _Only.Params(), _Stash('none'), _Only.Params(), _Square3()]
   sub.append(_Pop('none', 'append'))
-  stack = pipeline_training.MakeStack(sub, num_stages=2, splits=[5, 7], num_micro_batches=2)
-  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((_X(), None)))
+  stack = stacks.MakeStack(sub, num_stages=2, splits=[5, 7], num_micro_batches=2)
+  stack.Place(stacks.Devices(), *stacks.Specs((_X(), None)))
   y, none, popped = stack.Predict(_X(), None)
   assert none is None and popped is None
   w = [stack.layers[i].vars.w for i in (1, 5)]
@@ -289,18 +290,18 @@ def testASkipOfNoneAndASkipThatNobodyTakes():
 def _FarSkip(pops=1, **options):
   """A skip from the first of four stages to the last, placed with a loss."""
   sub = [_Square3(), _Stash('x'), _Square3(), _Square3(), *[_Pop('x')] * pops, _Square3()]
-  stack = pipeline_training.MakeStack(
+  stack = stacks.MakeStack(
     sub, num_stages=4, splits=[2, 3, 4, len(sub)], num_micro_batches=2, **options
   )
-  loss_fn = pipeline_training.SquareLoss
-  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((_X(),)), loss_fn=loss_fn)
+  loss_fn = stacks.SquareLoss
+  stack.Place(stacks.Devices(), *stacks.Specs((_X(),)), loss_fn=loss_fn)
   return stack
 
 
 def _TrainGraphs(stack, tmp_path):
   """What a training step of it executes."""
   args = (_X(),), tf.ones([_BATCH], tf.float64), tf.constant(1, tf.int64)
-  step = pipeline_training.StepFunction(stack)
+  step = stacks.StepFunction(stack)
   return graph_reader.ExecutedGraphs(lambda: step(*args), tmp_path)
 
 
@@ -339,7 +340,7 @@ def testASkipIsFreedByTheForwardThatTakesItInEvaluation(tmp_path):
   """There is no backward that would hold it longer, whatever would be recomputed in training."""
   stack = _FarSkip(schedule='1f1b', remat_policy='none')
   args = (_X(),), tf.ones([_BATCH], tf.float64)
-  step = tf.function(lambda *args: pipeline_training.Evaluate(stack, *args), autograph=False)
+  step = tf.function(lambda *args: stacks.Evaluate(stack, *args), autograph=False)
   graphs = graph_reader.ExecutedGraphs(lambda: step(*args), tmp_path)
   ways = [('0F', 0, 1), ('0F', 0, 3), ('1F', 1, 2), ('2F', 2, 3)]
   assert graph_reader.Sends(graphs) == sorted((f'{a}{m}', i, j) for a, i, j in ways for m in (0, 1))
@@ -358,10 +359,10 @@ def testUnderAUsersTape(seed):
     sub, options = _Random(seed)
     options.update(schedule='gpipe', remat_policy='stage')
     x = _Ids()[:4]
-  stack = pipeline_training.MakeStack(sub, num_micro_batches=1, **options)
-  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((x,)))
+  stack = stacks.MakeStack(sub, num_micro_batches=1, **options)
+  stack.Place(stacks.Devices(), *stacks.Specs((x,)))
   p = sequential.SequentialLayer.Params().Set(name='stack', sub=sub, dtype=tf.float64)
-  reference = p.Set(random_seed=pipeline_training.SEED).Instantiate()
+  reference = p.Set(random_seed=stacks.SEED).Instantiate()
   reference.InstantiateVariables()
   results = []
   for layer in (stack, reference):
@@ -380,20 +381,20 @@ def testUnderAUsersTape(seed):
 
 def testPredictAndEvaluate():
   sub = _FarSub()
-  stack = pipeline_training.MakeStack(sub, num_stages=4, num_micro_batches=2, splits=_FAR_SPLITS)
-  x, side = _X(), pipeline_training.ExampleWeights(_BATCH)
+  stack = stacks.MakeStack(sub, num_stages=4, num_micro_batches=2, splits=_FAR_SPLITS)
+  x, side = _X(), stacks.ExampleWeights(_BATCH)
   stack.Place(
-    pipeline_training.Devices(),
-    *pipeline_training.Specs((x,)),
-    loss_fn=pipeline_training.SquareLoss,
+    stacks.Devices(),
+    *stacks.Specs((x,)),
+    loss_fn=stacks.SquareLoss,
   )
   p = sequential.SequentialLayer.Params().Set(name='stack', sub=sub, dtype=tf.float64)
-  reference = p.Set(random_seed=pipeline_training.SEED).Instantiate()
+  reference = p.Set(random_seed=stacks.SEED).Instantiate()
   reference.InstantiateVariables()
   y = reference(x)
   np.testing.assert_allclose(stack.Predict(x), y, rtol=1e-12)
-  loss = pipeline_training.SquareLoss(None, (y,), side)['loss'][0]
-  sums = pipeline_training.Evaluate(stack, (x,), side)['loss']
+  loss = stacks.SquareLoss(None, (y,), side)['loss'][0]
+  sums = stacks.Evaluate(stack, (x,), side)['loss']
   np.testing.assert_allclose(sums[0] / sums[1], loss, rtol=1e-12)
 
 
@@ -403,7 +404,7 @@ def testPredictAndEvaluate():
 @pytest.mark.parametrize('seed', range(6))
 def testPlansKnowTheShapes(seed):
   sub, options = _Random(seed)
-  stack = pipeline_training.MakeStack(sub, num_micro_batches=1, **options)
+  stack = stacks.MakeStack(sub, num_micro_batches=1, **options)
   cut = stack.MakeCut(tf.TensorSpec([_BATCH], tf.int32))
   layer = sequential.SequentialLayer.Params().Set(name='stack', sub=sub, dtype=tf.float64)
   layer = layer.Set(random_seed=1).Instantiate()
@@ -429,15 +430,13 @@ def testAnAutomaticCut():
 
 
 def _Place(sub, **options):
-  stack = pipeline_training.MakeStack(
-    sub, num_stages=2, num_micro_batches=1, splits=[2, len(sub)], **options
-  )
-  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((_X(),)))
+  stack = stacks.MakeStack(sub, num_stages=2, num_micro_batches=1, splits=[2, len(sub)], **options)
+  stack.Place(stacks.Devices(), *stacks.Specs((_X(),)))
   return stack
 
 
 def _Layers(*sub):
-  return pipeline_training.MakeStack(list(sub)).layers
+  return stacks.MakeStack(list(sub)).layers
 
 
 def testAKeyThatNobodyBegins():

@@ -16,7 +16,7 @@ from lingvo_gpipe.core import base_layer, fprop_context, nested_map, weight_para
 from lingvo_gpipe.layers import dropout, embedding, linear, norm, sequential  # noqa: E402
 from lingvo_gpipe.pipeline import pipelining_layer  # noqa: E402
 from lingvo_gpipe.pipeline.stages import micro_batch  # noqa: E402
-from tests import fn_layer, pipeline_training  # noqa: E402
+from tests.toys import layers, stacks  # noqa: E402
 
 _DIM = 6
 _SEED = 3
@@ -72,7 +72,7 @@ def _Inputs(lead):
 
 def _Placed(args, *sizes, **options):
   stack = _Pipeline(*sizes, **options)
-  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs(args))
+  stack.Place(stacks.Devices(), *stacks.Specs(args))
   return stack
 
 
@@ -259,7 +259,7 @@ def testRematPolicyLayer(xla):
 
 def _Stack(sub, *specs, num_stages=None, **options):
   options = {'num_micro_batches': 2, 'xla': False, **options}
-  sub = [q if hasattr(q, 'cls') else fn_layer.NoWeightsLayer.Params().Set(fn=q) for q in sub]
+  sub = [q if hasattr(q, 'cls') else layers.NoWeightsLayer.Params().Set(fn=q) for q in sub]
   num_stages = num_stages or len(sub)
   p = pipelining_layer.PipeliningLayer.Params().Set(
     name='stack', num_stages=num_stages, sub=sub, random_seed=_SEED, **options
@@ -267,7 +267,7 @@ def _Stack(sub, *specs, num_stages=None, **options):
   if num_stages == len(sub):
     p.splits = list(range(1, num_stages + 1))
   stack = p.Instantiate()
-  stack.Place(pipeline_training.Devices(), *specs)
+  stack.Place(stacks.Devices(), *specs)
   return stack
 
 
@@ -386,7 +386,7 @@ def testPartOfAUsersModel():
     p = _Model.Params().Set(name='model', dtype=tf.float64, body=body, random_seed=_SEED)
     model = p.Instantiate()
     if isinstance(model.body, pipelining_layer.PipeliningLayer):
-      model.body.Place(pipeline_training.Devices(), tf.TensorSpec(x.shape, x.dtype))
+      model.body.Place(stacks.Devices(), tf.TensorSpec(x.shape, x.dtype))
     model.InstantiateVariables()
     variables = model.VariablesByPath()
     with tf.GradientTape() as tape, fprop_context.Scope(step=1):
@@ -411,7 +411,7 @@ def testASlowGradientOfOneOfSeveralTensors():
 
     return tf.identity(x), lambda dy: tf.ensure_shape(tf.py_function(Wait, [dy], dy.dtype), x.shape)
 
-  class Pair(fn_layer.NoWeightsLayer):
+  class Pair(layers.NoWeightsLayer):
     @classmethod
     def FPropMeta(cls, params, a, *rest):
       return nested_map.NestedMap(flops=1, out_specs=(a,) if rest else (a, a))
@@ -469,7 +469,7 @@ def testATrainingLoopOfOnesOwn(in_function):
       name='stack', num_stages=num_stages, num_micro_batches=4, xla=False, sub=sub
     )
     layer = p.Instantiate()
-    layer.Place(pipeline_training.Devices(), tf.TensorSpec(x.shape))
+    layer.Place(stacks.Devices(), tf.TensorSpec(x.shape))
     optimizer = keras.optimizers.Adam(0.02)
     optimizer.build(list(layer.trainable_variables))
 
@@ -497,7 +497,7 @@ def testMiniBatchesOfOneStepDrawTheirOwnMasks():
     sub=[dropout.DropoutLayer.Params().Set(keep_prob=0.5)],
   )
   layer = p.Instantiate()
-  layer.Place(pipeline_training.Devices(), tf.TensorSpec([4, 32]))
+  layer.Place(stacks.Devices(), tf.TensorSpec([4, 32]))
   masks = []
   for j in range(3):
     with fprop_context.Scope(step=5, micro_batch=j):

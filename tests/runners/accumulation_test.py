@@ -16,7 +16,8 @@ from lingvo_gpipe.learning import optimizer
 from lingvo_gpipe.pipeline import pipelining_layer
 from lingvo_gpipe.runners import train_runner
 from lingvo_gpipe.training import train_program
-from tests import pipeline_training, processes
+from tests import processes
+from tests.toys import stacks
 
 _DIM, _BATCH, _M = 4, 4, 2
 _SGD = optimizer.SGD.Params()
@@ -95,7 +96,7 @@ def _Runner(num, batch_size=_BATCH, middle='dropout', num_micro_batches=_M, **le
   p = _Net.Params().Set(name='net', random_seed=4, dtype=tf.float64, middle=middle)
   p.num_micro_batches = num_micro_batches
   p.train.learner.Set(num_accumulated_mini_batches=num, learning_rate=0.1, **learner)
-  return train_runner.TrainRunner(p.Instantiate(), pipeline_training.Devices(), _Spec(batch_size))
+  return train_runner.TrainRunner(p.Instantiate(), stacks.Devices(), _Spec(batch_size))
 
 
 def _Batches(num, seed=0):
@@ -154,7 +155,7 @@ def testAuxiliaryLossesOfSeveralMiniBatches():
   """The update is one of the unpipelined layers' total objective over all of them."""
   run, batches = _Runner(3, middle='losses', num_micro_batches=_BATCH, optimizer=_SGD), _Batches(3)
   p, variables = run.task.stack.params, run.Variables()
-  plain, _ = pipeline_training.PlainLayers(p.sub, p.ties)
+  plain, _ = stacks.PlainLayers(p.sub, p.ties)
   for path, variable in plain.VariablesByPath().items():
     if f'net.{path}' in variables:  # All but the tied one.
       variables[f'net.{path}'].assign(variable)
@@ -165,7 +166,7 @@ def testAuxiliaryLossesOfSeveralMiniBatches():
     return run.task.ComputeLoss(theta, outputs[0], side.batch)[0]
 
   side = nested_map.NestedMap(batch=joined, weights=joined.example_weights)
-  sums, grads = pipeline_training.Reference(p.sub, 3 * _BATCH, (joined.x,), side, Loss, ties=p.ties)
+  sums, grads = stacks.Reference(p.sub, 3 * _BATCH, (joined.x,), side, Loss, ties=p.ties)
   values = [run.TrainStep(batch) for batch in batches][-1]
   for path, gradient in grads.items():
     expected = before[f'net.{path}'] - 0.1 * gradient / np.sum(joined.example_weights)

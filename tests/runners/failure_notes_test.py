@@ -13,7 +13,8 @@ from lingvo_gpipe.experiment import registry
 from lingvo_gpipe.pipeline import pipelining_layer
 from lingvo_gpipe.reporting import run_report
 from lingvo_gpipe.runners import failure_notes
-from tests import processes, toy_training
+from tests import processes
+from tests.toys import training
 
 
 @pytest.mark.parametrize(
@@ -43,7 +44,7 @@ def _Model(**tasks):
 
 
 def testTheHintNamesThePipelineWhereverItIs():
-  task = toy_training.Params().task
+  task = training.Params().task
   within = hyperparams.Params()
   within.Define('pipe', pipelining_layer.PipeliningLayer.Params(), '')
   other = task.Copy()
@@ -89,15 +90,15 @@ def testWhereTheNextCallGoesOn(tmp_path):
 
 def testALossThatIsNotFiniteEndsTheTrainingAndSaysWhatIsIntact(tmp_path, monkeypatch, capsys):
   """Its gradients are finite: the steps are applied, and count."""
-  compute = toy_training.Regression.ComputeLoss
+  compute = training.Regression.ComputeLoss
 
   def Infinite(self, *args):
     metrics, per_example = compute(self, *args)
     return {'loss': (metrics['loss'][0] + np.inf, metrics['loss'][1])}, per_example
 
-  monkeypatch.setattr(toy_training.Regression, 'ComputeLoss', Infinite)
-  params = toy_training.Params(max_nonfinite_steps=3, save_interval_steps=1)
-  assert toy_training.Program(tmp_path, params).Run() == 1
+  monkeypatch.setattr(training.Regression, 'ComputeLoss', Infinite)
+  params = training.Params(max_nonfinite_steps=3, save_interval_steps=1)
+  assert training.Program(tmp_path, params).Run() == 1
   found = capsys.readouterr()
   assert 'step 2: the loss is not finite; the gradients are, and were applied\n' in found.out
   first, last = found.err.splitlines()
@@ -106,9 +107,9 @@ def testALossThatIsNotFiniteEndsTheTrainingAndSaysWhatIsIntact(tmp_path, monkeyp
 
 
 def testWeightsThatAreNotFiniteReachNoCheckpoint(tmp_path, caplog, capsys):
-  p = toy_training.Params(save_interval_steps=1, save_max_to_keep=2, max_steps=8)
+  p = training.Params(save_interval_steps=1, save_max_to_keep=2, max_steps=8)
   p.task.train.learner.Set(learning_rate=1e20, skip_nonfinite=False)
-  assert toy_training.Program(tmp_path, p).Run() == 1
+  assert training.Program(tmp_path, p).Run() == 1
   assert 'after step 8; there is no checkpoint of it\n' in capsys.readouterr().out
   assert run_report.FinishedStep(str(tmp_path)) is None
   last = processes.Steps(tmp_path)[-1]
@@ -119,7 +120,7 @@ def testWeightsThatAreNotFiniteReachNoCheckpoint(tmp_path, caplog, capsys):
 
 
 def testAStepThatCannotBeRepeatedHidesNoMessage(tmp_path, monkeypatch, capsys):
-  compute = toy_training.Regression.ComputeLoss
+  compute = training.Regression.ComputeLoss
 
   def NotANumber(self, *args):
     metrics, per_example = compute(self, *args)
@@ -128,9 +129,9 @@ def testAStepThatCannotBeRepeatedHidesNoMessage(tmp_path, monkeypatch, capsys):
   def Fail(self, *data):
     raise MemoryError('none left')
 
-  monkeypatch.setattr(toy_training.Regression, 'ComputeLoss', NotANumber)
+  monkeypatch.setattr(training.Regression, 'ComputeLoss', NotANumber)
   monkeypatch.setattr('lingvo_gpipe.runners.train_runner.TrainRunner.WhyNotFinite', Fail)
-  assert toy_training.Program(tmp_path, toy_training.Params(max_nonfinite_steps=1)).Run() == 1
+  assert training.Program(tmp_path, training.Params(max_nonfinite_steps=1)).Run() == 1
   found = capsys.readouterr().err.splitlines()
   assert found[0].startswith('step 1: the loss or gradients of 1 steps in a row were not finite')
 

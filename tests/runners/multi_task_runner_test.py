@@ -11,7 +11,7 @@ from lingvo_gpipe.checkpoint import checkpointer
 from lingvo_gpipe.experiment import task_scheduler
 from lingvo_gpipe.learning import ema, optimizer
 from lingvo_gpipe.runners import multi_task_runner
-from tests import toy_tasks
+from tests.toys import multi_task
 
 _HEADS = {f'{task}.stack.layers[2].{weight}' for task in 'ab' for weight in 'wb'}
 _SHARED = {f'shared.{layer}.{weight}' for layer in (0, 1) for weight in 'wb'}
@@ -24,12 +24,12 @@ def _Sequence(order):
 
 
 def _Runner(order='ab', **values):
-  p = toy_tasks.Params(task_schedule=_Sequence(order), **values)
-  return multi_task_runner.Make(p.Instantiate(), toy_tasks.Devices())
+  p = multi_task.Params(task_schedule=_Sequence(order), **values)
+  return multi_task_runner.Make(p.Instantiate(), multi_task.Devices())
 
 
 def _Step(run, task, seed):
-  values = run.TrainStep(toy_tasks.Batch(seed, {'a': 2, 'b': 1}[task]))
+  values = run.TrainStep(multi_task.Batch(seed, {'a': 2, 'b': 1}[task]))
   assert values['is_finite']
   return values
 
@@ -95,8 +95,8 @@ def testEqualsOneKerasOptimizerForEachGroup():
 def testTasksMayHaveOtherStagesWhereSharedLayersStayOnTheirDevice():
   two = {'stack.num_stages': 2}
   run = _Runner(
-    a=toy_tasks.Task(2).Set(**two, **{'stack.splits': [2, 3]}),
-    b=toy_tasks.Task(1).Set(num_layers=4, **two, **{'stack.splits': [2, 4]}),
+    a=multi_task.Task(2).Set(**two, **{'stack.splits': [2, 3]}),
+    b=multi_task.Task(1).Set(num_layers=4, **two, **{'stack.splits': [2, 4]}),
   )
   variables = run.Variables()
   assert len({variables[name].device for name in _SHARED}) == 1
@@ -104,7 +104,7 @@ def testTasksMayHaveOtherStagesWhereSharedLayersStayOnTheirDevice():
 
 
 def testSharedLayersOnTwoDevicesAreRefused():
-  a = toy_tasks.Task(2).Set(**{'stack.num_stages': 2, 'stack.splits': [1, 3]})
+  a = multi_task.Task(2).Set(**{'stack.num_stages': 2, 'stack.splits': [1, 3]})
   with pytest.raises(ValueError) as e:
     _Runner(a=a)
   text = str(e.value)
@@ -122,14 +122,14 @@ def testSharedLayersOnTwoDevicesAreRefused():
 
 def testOtherOptimizersForSharedWeightsAreRefused():
   with pytest.raises(ValueError, match=r'set of optimizer slots for the tasks a and b.*beta_1'):
-    _Runner(b=toy_tasks.Task(1, optimizer=optimizer.Adam.Params().Set(beta_1=0.8)))
+    _Runner(b=multi_task.Task(1, optimizer=optimizer.Adam.Params().Set(beta_1=0.8)))
   with pytest.raises(ValueError, match='weight_decay_exclusion'):
-    _Runner(b=toy_tasks.Task(1, weight_decay_exclusion=r'\.b$'))
+    _Runner(b=multi_task.Task(1, weight_decay_exclusion=r'\.b$'))
 
 
 def testRatesAndFiltersAreEachTasksOwn():
   """A task that freezes what is shared leaves it alone; the other has its slots for itself."""
-  b = toy_tasks.Task(
+  b = multi_task.Task(
     1, optimizer=optimizer.SGD.Params(), bprop_variable_filter=r'layers\[2\]', learning_rate=0.5
   )
   run = _Runner('ba', b=b)
@@ -144,11 +144,11 @@ def testRatesAndFiltersAreEachTasksOwn():
 
 def testAllIsSharedAndATaskCountsItsUpdatesByItself():
   rule = [[r'\w+\.stack\.(.*)', r'shared.\1']]
-  run = _Runner('abb', b=toy_tasks.Task(2), rules=rule, input=toy_tasks.AsParams(
-    {name: toy_tasks.Input(name) for name in 'ab'}
+  run = _Runner('abb', b=multi_task.Task(2), rules=rule, input=multi_task.AsParams(
+    {name: multi_task.Input(name) for name in 'ab'}
   ))  # fmt: skip
   for seed, _ in enumerate('abb'):
-    values = run.TrainStep(toy_tasks.Batch(seed, 2))
+    values = run.TrainStep(multi_task.Batch(seed, 2))
   assert values['num_skipped_steps'] == 0.0
   counts = {n: int(v) for n, v in _Arrays(run).items() if n.endswith('iterations')}
   assert counts == {
@@ -162,7 +162,7 @@ def testASkippedStepIsCountedOnceAndChangesNothing(trained):
   for count in (n for n in run.Variables() if n.endswith('iterations')):
     run.Variables()[count].assign(0)
   before = _Arrays(run)
-  bad = toy_tasks.Batch(0, 2)
+  bad = multi_task.Batch(0, 2)
   bad.targets = bad.targets * np.nan
   values = run.TrainStep(bad)
   assert not values['is_finite'] and values['num_skipped_steps'] == 1.0
@@ -172,7 +172,7 @@ def testASkippedStepIsCountedOnceAndChangesNothing(trained):
 
 def _Tied(num_targets):
   """Its second layer is the first one once more."""
-  p = toy_tasks.Task(num_targets)
+  p = multi_task.Task(num_targets)
   return p.Set(
     **{
       'stack.ties': [['layers[1].w', 'layers[0].w']],
@@ -196,7 +196,7 @@ def testATiedCopyFollowsTheOtherTasksUpdates():
 
 def testAveragesOfSharedWeightsAreOne(tmp_path):
   averaged = {'train.ema_decay': 0.5}
-  run = _Runner('ab', a=toy_tasks.Task(2).Set(**averaged), b=toy_tasks.Task(1).Set(**averaged))
+  run = _Runner('ab', a=multi_task.Task(2).Set(**averaged), b=multi_task.Task(1).Set(**averaged))
   reference = {n: v.copy() for n, v in _Arrays(run).items() if n in _SHARED}
   for step, task in enumerate('ab'):
     _Step(run, task, seed=step)
@@ -208,10 +208,10 @@ def testAveragesOfSharedWeightsAreOne(tmp_path):
   # Evaluation of either reads them from a checkpoint, which has them once.
   saved = checkpointer.Checkpointer(str(tmp_path))
   saved.Save(2, run.Variables(), {})
-  p = toy_tasks.Params(
-    a=toy_tasks.Task(2).Set(**averaged), b=toy_tasks.Task(1).Set(**averaged), task_name='b'
+  p = multi_task.Params(
+    a=multi_task.Task(2).Set(**averaged), b=multi_task.Task(1).Set(**averaged), task_name='b'
   )
-  evaluated = multi_task_runner.MakeEvaluated(p.Instantiate(), toy_tasks.Devices())
+  evaluated = multi_task_runner.MakeEvaluated(p.Instantiate(), multi_task.Devices())
   assert evaluated.task_runners.keys() == {'b'}
   weights = _SHARED | {h for h in _HEADS if h[0] == 'b'}
   assert evaluated.Variables().keys() == {'global_step', *weights}
@@ -219,7 +219,7 @@ def testAveragesOfSharedWeightsAreOne(tmp_path):
   for name in weights:
     np.testing.assert_array_equal(evaluated.Variables()[name], run.Variables()[f'{name}/ema'])
   with pytest.raises(ValueError, match='has the ema_decay 0.0 and 0.5 there'):
-    _Runner(a=toy_tasks.Task(2).Set(**averaged))
+    _Runner(a=multi_task.Task(2).Set(**averaged))
 
 
 def testReplicasOfTasksThatShareNothing():
@@ -227,13 +227,13 @@ def testReplicasOfTasksThatShareNothing():
   order = 'abba'
   arrays = []
   for num_replicas in (1, 2):
-    p = toy_tasks.Params(
-      a=toy_tasks.Task(2).Set(**{'stack.num_micro_batches': 2 // num_replicas}),
-      b=toy_tasks.Task(1).Set(**{'stack.num_micro_batches': 2 // num_replicas}),
+    p = multi_task.Params(
+      a=multi_task.Task(2).Set(**{'stack.num_micro_batches': 2 // num_replicas}),
+      b=multi_task.Task(1).Set(**{'stack.num_micro_batches': 2 // num_replicas}),
       task_schedule=_Sequence(order),
       rules=[],
     )
-    devices = toy_tasks.Devices()[:num_replicas]
+    devices = multi_task.Devices()[:num_replicas]
     run = multi_task_runner.Make(p.Instantiate(), devices, num_replicas=num_replicas)
     for seed, task in enumerate(order):
       _Step(run, task, seed)
@@ -241,20 +241,20 @@ def testReplicasOfTasksThatShareNothing():
   assert arrays[0].keys() == arrays[1].keys()
   for name, value in arrays[0].items():
     np.testing.assert_allclose(arrays[1][name], value, rtol=1e-5, atol=1e-6, err_msg=name)
-  shared = toy_tasks.Params()
+  shared = multi_task.Params()
   with pytest.raises(ValueError, match='2 replicas cannot train tasks that share weights, such as'):
     multi_task_runner.Make(shared.Instantiate(), devices, num_replicas=2)
   # Nothing is trained: each replica has what was read.
   evaluated = multi_task_runner.MakeEvaluated(shared.Instantiate(), devices, num_replicas=2)
   evaluated.AfterRestore()
   for task, one in evaluated.task_runners.items():
-    found = one.Evaluate([toy_tasks.Batch(0, {'a': 2, 'b': 1}[task])])
+    found = one.Evaluate([multi_task.Batch(0, {'a': 2, 'b': 1}[task])])
     assert np.isfinite(found['loss'][0])
 
 
 def testEachTrainedTaskNeedsAnInput():
   with pytest.raises(ValueError, match='no input for the task b; it has a'):
-    _Runner(input=toy_tasks.AsParams({'a': toy_tasks.Input('a')}))
+    _Runner(input=multi_task.AsParams({'a': multi_task.Input('a')}))
 
 
 if __name__ == '__main__':

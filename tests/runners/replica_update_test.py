@@ -13,7 +13,8 @@ from lingvo_gpipe.core import nested_map, text_table
 from lingvo_gpipe.experiment import task
 from lingvo_gpipe.learning import optimizer
 from lingvo_gpipe.runners import train_runner
-from tests import graph_reader, tied_net
+from tests import graph_reader
+from tests.toys import tasks
 
 _BATCH = 8
 # Of adding the gradients: settings of task.train.
@@ -23,12 +24,12 @@ _WAYS = [{'all_reduce': 'send'}, {'all_reduce': 'collective'}, {'shard_optimizer
 def _Batches(num, seed=0):
   rng = np.random.default_rng(seed)
   for _ in range(num):
-    yield tied_net.Batch(rng, _BATCH)
+    yield tasks.Batch(rng, _BATCH)
 
 
 def _Runner(num_replicas, **train):
   """With 4 micro-batches over all replicas."""
-  p = tied_net.TiedNet.Params().Set(name='net', random_seed=3, dtype=tf.float64)
+  p = tasks.TiedNet.Params().Set(name='net', random_seed=3, dtype=tf.float64)
   p.Set(keep_prob=0.8, num_micro_batches=4 // num_replicas)
   p.train.Set(ema_decay=0.5)
   p.train.learner.Set(
@@ -37,7 +38,7 @@ def _Runner(num_replicas, **train):
   for name, value in train.items():
     p.Set(**{f'train.{name}': value})
   devices = [d.name for d in tf.config.list_logical_devices('CPU')][: 2 * num_replicas]
-  spec = tied_net.BatchSpec(_BATCH)
+  spec = tasks.BatchSpec(_BATCH)
   return train_runner.TrainRunner(p.Instantiate(), devices, spec, num_replicas=num_replicas)
 
 

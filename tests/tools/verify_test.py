@@ -14,7 +14,8 @@ from lingvo_gpipe.experiment import model, task
 from lingvo_gpipe.input import base_input_generator
 from lingvo_gpipe.layers import dropout, linear
 from lingvo_gpipe.pipeline import pipelining_layer
-from tests import pipeline_training, processes
+from tests import processes
+from tests.toys import stacks
 from tools import verify
 
 _PROGRAM = str(processes.ROOT / 'tools' / 'verify.py')
@@ -146,7 +147,7 @@ def testABatchAtAnotherDimension(monkeypatch, capsys):
   flag_values = types.SimpleNamespace(model='test', dtype='float64', step=2, num_worst=1)
   monkeypatch.setattr(verify, 'FLAGS', flag_values)
   monkeypatch.setattr(binary, 'ModelParams', lambda dataset: params)
-  devices = types.SimpleNamespace(devices=pipeline_training.Devices(), num_replicas=1)
+  devices = types.SimpleNamespace(devices=stacks.Devices(), num_replicas=1)
   monkeypatch.setattr(binary, 'Devices', lambda num: devices)
   assert verify._Verify() == 0
   out = capsys.readouterr().out

@@ -11,10 +11,10 @@ from lingvo_gpipe.layers import linear
 from lingvo_gpipe.pipeline import pipelining_layer
 from lingvo_gpipe.pipeline.schedule import schedules
 from lingvo_gpipe.training import elastic
-from tests import toy_training
+from tests.toys import training
 
 
-class _Stack(toy_training.Regression):
+class _Stack(training.Regression):
   @classmethod
   def Params(cls):
     p = super().Params()
@@ -94,7 +94,7 @@ def testSplitsByHandStayInFewerReplicas():
 
 def testATaskWithoutAStackIsRefused():
   with pytest.raises(ValueError, match='without a stack'):
-    elastic.Shrink(toy_training.Params(), 2, 1)
+    elastic.Shrink(training.Params(), 2, 1)
 
 
 # ---- waiting -------------------------------------------------------------------------------------

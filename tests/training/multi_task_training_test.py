@@ -14,7 +14,8 @@ from lingvo_gpipe.checkpoint import checkpointer
 from lingvo_gpipe.distributed import stop_request
 from lingvo_gpipe.evaluation import pass_schedule
 from lingvo_gpipe.experiment import multi_task_model, registry
-from tests import processes, toy_tasks, toy_training
+from tests import processes
+from tests.toys import multi_task, training
 
 _EXPERIMENT = """
 import tensorflow as tf
@@ -261,11 +262,11 @@ def testADataSetThatIsOfNoUseToTheTasks(tmp_path, caplog):
   caplog.set_level('INFO', logger='absl')
 
   def Make(data, *names, **train):
-    p = toy_tasks.Params()
+    p = multi_task.Params()
     p.train.Set(**train)
     made = p.Instantiate().tasks
     runners = {name: types.SimpleNamespace(task=made[name]) for name in names}
-    inputs = toy_tasks.AsParams({name: toy_tasks.Input(name, 'Dev') for name in data})
+    inputs = multi_task.AsParams({name: multi_task.Input(name, 'Dev') for name in data})
     pass_schedule.DatasetPasses(
       types.SimpleNamespace(task_runners=runners), lambda _: inputs, str(tmp_path),
       stop_request.StopRequest(), during_training=True, clock=lambda: 0.0,
@@ -285,12 +286,12 @@ def testADataSetThatIsOfNoUseToTheTasks(tmp_path, caplog):
 
 
 def testMessagesNameTheParamsOfTheTask(tmp_path):
-  p = toy_tasks.Params(b=toy_tasks.Task(1, skip_nonfinite=False))
+  p = multi_task.Params(b=multi_task.Task(1, skip_nonfinite=False))
   with pytest.raises(ValueError, match=r'set skip_nonfinite of task_params\.b\.train\.learner to'):
-    toy_training.Program(tmp_path, p, check_numerics=True)
+    training.Program(tmp_path, p, check_numerics=True)
   p.task_params.a.train.learner = []
   with pytest.raises(ValueError, match=r'^task_params\.a\.train\.learner is an empty list'):
-    toy_training.Program(tmp_path, p)
+    training.Program(tmp_path, p)
   for path, guesses in (
     ('task.train.max_steps', 'train.max_steps'),
     ('task.train.learner.name', 'task_params.b.train.learner.name'),
@@ -309,16 +310,16 @@ def testAModelOfOneTaskHasNoTaskNames(forks, tmp_path):
 
 def testAProgramOfOneTaskEqualsThatOfASingleTaskModel(tmp_path):
   """Bit by bit, through the whole program, names aside."""
-  single = toy_training.Params(max_steps=5)
-  toy_training.Train(tmp_path / 'single', single)
+  single = training.Params(max_steps=5)
+  training.Train(tmp_path / 'single', single)
   p = multi_task_model.MultiTaskModel.Params().Set(
-    task_params=toy_tasks.AsParams({'toy': single.task.Copy()}),
-    input=toy_tasks.AsParams({'toy': single.input.Copy()}),
+    task_params=multi_task.AsParams({'toy': single.task.Copy()}),
+    input=multi_task.AsParams({'toy': single.input.Copy()}),
   )
   for key in ('max_steps', 'summary_interval_steps'):
     p.train.Set(**{key: single.task.train.Get(key)})
     p.task_params.toy.train.Set(**{key: p.task_params.toy.train.GetDefault(key)})
-  toy_training.Train(tmp_path / 'multi', p)
+  training.Train(tmp_path / 'multi', p)
   expected = {
     name.replace('learner/', 'learner/toy/'): value
     for name, value in processes.Tensors(tmp_path / 'single', 5).items()

@@ -9,11 +9,12 @@ import pytest
 
 from lingvo_gpipe.checkpoint import checkpoint_table, checkpointer
 from lingvo_gpipe.learning import lr_schedules, multi_learner
-from tests import processes, toy_training
+from tests import processes
+from tests.toys import training
 
 
 def _Params(**train):
-  params = toy_training.Params(**train)
+  params = training.Params(**train)
   params.task.train.learner.lr_schedule = lr_schedules.LinearSchedule.Params().Set(limit=(8, 0.5))
   return params
 
@@ -24,23 +25,23 @@ def _Rates(logdir):
 
 
 def testTheRateOfTheNextUpdateIsToldAndDoesNotDecide(tmp_path, caplog, monkeypatch):
-  toy_training.Train(tmp_path, _Params(max_steps=4))
+  training.Train(tmp_path, _Params(max_steps=4))
   (info,) = checkpointer.Checkpointer(tmp_path / 'train').All()
   told = info.metadata['learning_rate']
   assert f'  learning_rate: {json.dumps(told)}\n' in checkpoint_table.Describe(str(tmp_path))[0]
-  toy_training.Train(tmp_path, _Params(max_steps=6))
+  training.Train(tmp_path, _Params(max_steps=6))
   assert told == _Rates(tmp_path)[4] < _Rates(tmp_path)[3]
   assert not caplog.messages
   # What comes of a checkpoint without it, and where the schedule is another one.
   monkeypatch.setattr(multi_learner.MultiLearner, 'LearningRates', lambda self, step: {})
-  toy_training.Train(tmp_path, _Params(max_steps=7))
+  training.Train(tmp_path, _Params(max_steps=7))
   monkeypatch.undo()
-  toy_training.Train(tmp_path, _Params(max_steps=8))
+  training.Train(tmp_path, _Params(max_steps=8))
   assert not caplog.messages
   assert _Rates(tmp_path)[7] == pytest.approx(0.01 * (1 - 0.5 * 7 / 8))
   params = _Params(max_steps=9)
   params.task.train.learner.learning_rate = 0.001
-  toy_training.Train(tmp_path, params, allow_params_change=True)
+  training.Train(tmp_path, params, allow_params_change=True)
   assert re.fullmatch(
     r'learning_rate was 0\.0049+\d* at the checkpoint and is 0\.00050\d* now', caplog.messages[-1]
   )

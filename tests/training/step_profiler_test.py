@@ -16,7 +16,8 @@ from lingvo_gpipe.learning import optimizer
 from lingvo_gpipe.pipeline import pipelining_layer
 from lingvo_gpipe.pipeline.profiling import profiler_trace
 from lingvo_gpipe.training import step_profiler, train_program, worker_profiles
-from tests import processes, toy_training
+from tests import processes
+from tests.toys import training
 
 _DIM = 4
 
@@ -41,7 +42,7 @@ class _Task(task.BaseTask):
   def PipelineInputs(self, input_batch):
     return (input_batch.inputs,)
 
-  ComputeLoss = toy_training.Regression.ComputeLoss
+  ComputeLoss = training.Regression.ComputeLoss
 
 
 def _Train(logdir, steps, max_steps=5, epochs=0, num_replicas=1, workers=(), **learner):

@@ -17,7 +17,8 @@ from lingvo_gpipe.input import stream_input
 from lingvo_gpipe.input.records import tf_record_stream
 from lingvo_gpipe.learning import optimizer
 from lingvo_gpipe.training import stream_states, train_program
-from tests import processes, toy_tasks, toy_training
+from tests import processes
+from tests.toys import multi_task, training
 
 END = 20
 
@@ -73,7 +74,7 @@ class _Ignoring(_Points):
 
 
 def _Params(cls=_Points, **train):
-  return toy_training.Params(**train).Set(input=cls.Params())
+  return training.Params(**train).Set(input=cls.Params())
 
 
 def _Weights(logdir, step=END):
@@ -90,7 +91,7 @@ def _AssertSame(logdir, other, step=END):
 def straight(tmp_path_factory):
   """A run in one go, saved at each step beside training."""
   logdir = tmp_path_factory.mktemp('straight')
-  toy_training.Train(logdir, _Params(save_interval_steps=1, save_max_to_keep=END))
+  training.Train(logdir, _Params(save_interval_steps=1, save_max_to_keep=END))
   return logdir
 
 
@@ -105,40 +106,40 @@ def _Keep(straight, logdir, last):
 
 @pytest.mark.parametrize('at', [1, 7, 13])  # 7.5 batches are an epoch.
 def testARestartAfterAKillIsTheSameRun(straight, tmp_path, at):
-  toy_training.Train(_Keep(straight, tmp_path / 'killed', at), _Params())
+  training.Train(_Keep(straight, tmp_path / 'killed', at), _Params())
   _AssertSame(tmp_path / 'killed', straight)
 
 
 def testTwoCallsAreTheSameRun(straight, tmp_path):
   for max_steps in (8, END):
-    toy_training.Train(tmp_path, _Params(max_steps=max_steps, save_async=False))
+    training.Train(tmp_path, _Params(max_steps=max_steps, save_async=False))
   _AssertSame(tmp_path, straight)
 
 
 def testOnlyStreamsAddToACheckpoint(straight, tmp_path, capsys):
   assert processes.Tensors(straight, END).keys() - _Weights(straight).keys() == {'input/iterator'}
-  toy_training.Train(tmp_path, toy_training.Params(max_steps=1))
+  training.Train(tmp_path, training.Params(max_steps=1))
   assert _Weights(tmp_path, 1).keys() == processes.Tensors(tmp_path, 1).keys()
   capsys.readouterr()
-  toy_training.Train(straight, _Params())
+  training.Train(straight, _Params())
   assert 'data: Train a stream of examples\n' in capsys.readouterr().out
   assert re.search(r'examples +80\n', (straight / 'report.txt').read_text())
   # Who evaluates needs no stream.
-  assert toy_training.Evaluator(straight, toy_training.Params()).Run(once=True) == 0
+  assert training.Evaluator(straight, training.Params()).Run(once=True) == 0
 
 
 def testAnEvaluationThatMayLoseExamplesIsRefusedBeforeTraining(tmp_path, monkeypatch):
-  params = toy_training.Params(eval_datasets=['Dev'])
-  monkeypatch.setattr(toy_training, 'Input', lambda dataset: _Ignoring.Params())
+  params = training.Params(eval_datasets=['Dev'])
+  monkeypatch.setattr(training, 'Input', lambda dataset: _Ignoring.Params())
   with pytest.raises(ValueError, match='_Ignoring leaves out by ignore_errors'):
-    toy_training.Program(tmp_path, params)
+    training.Program(tmp_path, params)
 
 
 def testTheEndOfAStreamEndsTheRunOnceAndForAll(tmp_path, capsys):
   params = _Params()
   params.input.num_epochs = 1
   for _ in range(2):
-    toy_training.Train(tmp_path, params)
+    training.Train(tmp_path, params)
     assert 'stopped by the end of the data after step 8;' in capsys.readouterr().out
     # Two rows of the last batch are padded.
     assert re.search(r'examples +30\n', (tmp_path / 'report.txt').read_text())
@@ -152,13 +153,13 @@ def testADamagedStateIsNamedAndTheCheckpointBeforeIsTaken(straight, tmp_path, ca
   data = path.read_bytes()
   place = data.index(state) + len(state) // 2
   path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
-  toy_training.Train(logdir, _Params())
+  training.Train(logdir, _Params())
   assert re.search(r'Skipping damaged checkpoint \S*ckpt-00000009', caplog.text)
   _AssertSame(logdir, straight)
 
 
 def testWhatCannotBeSavedIsRefusedBeforeTheFirstStep(tmp_path):
-  program = toy_training.Program(tmp_path, _Params(_Generated))
+  program = training.Program(tmp_path, _Params(_Generated))
   with pytest.raises(
     ValueError, match='_Generated cannot be saved, so a run .*: PyFunc is state'
   ) as e:
@@ -190,13 +191,13 @@ def testADamagedRecordEndsTheRunWhichThenGoesOnWithoutIt(tmp_path, capsys):
   told = r'points\.tfrecord is damaged, .*: record 51, at byte 2,000: .*damaged_records to skip'
   for _ in range(2):
     with pytest.raises(ValueError, match=told) as e:
-      toy_training.Train(tmp_path / 'killed', params)
+      training.Train(tmp_path / 'killed', params)
     assert 'training ended after step 11;' in e.value.__notes__[-1]
     assert processes.Steps(tmp_path / 'killed')[-1] == 11
   params.input.damaged_records = 'skip'
   capsys.readouterr()
   for logdir in ('killed', 'straight'):
-    toy_training.Train(tmp_path / logdir, params)
+    training.Train(tmp_path / logdir, params)
     assert '80; 1 damaged records were left out' in capsys.readouterr().out
   _AssertSame(tmp_path / 'killed', tmp_path / 'straight')
 
@@ -218,7 +219,7 @@ def testStreamsOfOtherTasksAreKeptUnread():
 
 def testAnotherPipelineIsRefusedInOneLine(straight, tmp_path):
   logdir = _Keep(straight, tmp_path / 'other', 5)
-  program = toy_training.Program(logdir, _Params(_Others), allow_params_change=True)
+  program = training.Program(logdir, _Params(_Others), allow_params_change=True)
   told = (
     r"_Others cannot go on from '\S*ckpt-00000005\.json', whose input/iterator does not fit its "
     r'pipeline: it consists of other operations, or has other sizes\. Were _Stream, batch_size'
@@ -230,10 +231,10 @@ def testAnotherPipelineIsRefusedInOneLine(straight, tmp_path):
     params = _Params()
     params.input.Set(**{size: value})
     with pytest.raises(ValueError, match='or has other sizes'):
-      toy_training.Program(logdir, params, allow_params_change=True).Run()
+      training.Program(logdir, params, allow_params_change=True).Run()
   # Neither do a stream's checkpoint and an input with an index fit, nor the other way.
   with pytest.raises(ValueError, match='only in the checkpoint: 1: input/iterator'):
-    toy_training.Program(logdir, toy_training.Params(), allow_params_change=True).Run()
+    training.Program(logdir, training.Params(), allow_params_change=True).Run()
   assert processes.Steps(logdir)[-1] == 5
 
 
@@ -241,10 +242,10 @@ def testEachTaskHasAStateOfItsOwn(tmp_path):
   def Params(max_steps, task_name='', **inputs):
     inputs = {'a': _Points.Params(), 'b': _Points.Params().Set(seed=5), **inputs}
     p = multi_task_model.MultiTaskModel.Params().Set(
-      task_params=toy_tasks.AsParams(
-        {name: toy_training.Regression.Params().Set(name=name) for name in inputs}
+      task_params=multi_task.AsParams(
+        {name: training.Regression.Params().Set(name=name) for name in inputs}
       ),
-      input=toy_tasks.AsParams(inputs),
+      input=multi_task.AsParams(inputs),
       task_name=task_name,
     )
     for one in inputs:
@@ -252,18 +253,18 @@ def testEachTaskHasAStateOfItsOwn(tmp_path):
     p.train.Set(max_steps=max_steps, summary_interval_steps=100)
     return p
 
-  toy_training.Train(tmp_path / 'once', Params(12))
+  training.Train(tmp_path / 'once', Params(12))
   made = Params(12).Instantiate()
   turns = [made.TaskAtStep(step) for step in range(12)]
   first = next(step for step in range(12) if turns[step] != turns[0])
   # The other task, whose turn it is, is trained alone for a step, and the first one's stream waits.
   for max_steps, task_name in ((first, ''), (first + 1, turns[first]), (12, '')):
-    toy_training.Train(tmp_path / 'calls', Params(max_steps, task_name), allow_params_change=True)
+    training.Train(tmp_path / 'calls', Params(max_steps, task_name), allow_params_change=True)
   _AssertSame(tmp_path / 'calls', tmp_path / 'once', 12)
   states = {n for n in processes.Tensors(tmp_path / 'once', 12) if n.endswith('/iterator')}
   assert states == {'input/a/iterator', 'input/b/iterator'}
   # Of all examples together nobody knows the number.
-  toy_training.Train(tmp_path / 'mixed', Params(1, b=toy_training.Input('Train')))
+  training.Train(tmp_path / 'mixed', Params(1, b=training.Input('Train')))
   report = json.loads((tmp_path / 'mixed' / 'report.json').read_text())
   assert report['num_examples'] == 0
 
@@ -271,15 +272,15 @@ def testEachTaskHasAStateOfItsOwn(tmp_path):
 def testReplicasShareTheStreamSoTheirNumberMayChange(straight, tmp_path, monkeypatch):
   def Seen(logdir, num_replicas, max_steps):
     p = model.SingleTaskModel.Params().Set(
-      task=toy_tasks.Task(2, optimizer=optimizer.SGD.Params()), input=_Points.Params()
+      task=multi_task.Task(2, optimizer=optimizer.SGD.Params()), input=_Points.Params()
     )
     p.task.Set(name='net', **{'stack.num_micro_batches': 2, 'stack.num_stages': 1})
     p.task.train.Set(max_steps=max_steps, summary_interval_steps=100)
     program = train_program.TrainProgram(
       p,
       str(logdir),
-      cluster.Cluster(toy_tasks.Devices()[:num_replicas], num_replicas=num_replicas),
-      toy_training.Input,
+      cluster.Cluster(multi_task.Devices()[:num_replicas], num_replicas=num_replicas),
+      training.Input,
       stop_request.StopRequest(),
     )
     seen, step = [], program._runner.TrainStep

@@ -17,7 +17,8 @@ from lingvo_gpipe.distributed import stop_request
 from lingvo_gpipe.evaluation import eval_program
 from lingvo_gpipe.reporting import run_report
 from lingvo_gpipe.training import export, train_program
-from tests import processes, toy_training
+from tests import processes
+from tests.toys import training
 
 # Each fifth step an evaluation, each eighth a decoding.
 _TRAIN = {
@@ -30,11 +31,11 @@ _TRAIN = {
 
 
 def _Params(more='', **train):
-  return toy_training.Params(more, **{**_TRAIN, **train})
+  return training.Params(more, **{**_TRAIN, **train})
 
 
 def _Train(logdir, params, **options):
-  toy_training.Train(logdir, params, job='train_and_eval', **options)
+  training.Train(logdir, params, job='train_and_eval', **options)
 
 
 def _Lines(logdir):
@@ -64,7 +65,7 @@ def straight(tmp_path_factory):
 
 
 def testTrainingDoesNotNotice(straight, tmp_path):
-  toy_training.Train(tmp_path, _Params())
+  training.Train(tmp_path, _Params())
   processes.AssertSameTensors(processes.Tensors(tmp_path, 20), processes.Tensors(straight, 20))
   train = [[line for line in _Lines(d) if line[1] == 'train'] for d in (straight, tmp_path)]
   assert train[0] == train[1] and len(train[0]) == 20
@@ -101,7 +102,7 @@ def testAnIntervalOfTimeMayBeLongerThanACall(tmp_path, monkeypatch):
   params = _Params(eval_interval_steps=0, eval_interval_seconds=45.0, decode_datasets=[])
   for last in (3, 6, 9, 12):
     stop = stop_request.StopRequest()
-    program = toy_training.Program(tmp_path, params, stop, job='train_and_eval')
+    program = training.Program(tmp_path, params, stop, job='train_and_eval')
 
     def TrainStep(batch, program=program, step=program._runner.TrainStep, last=last, stop=stop):
       values = step(batch)
@@ -120,7 +121,7 @@ def testAnIntervalOfTimeMayBeLongerThanACall(tmp_path, monkeypatch):
 def testAStopAndARestartAreTheSameRun(straight, tmp_path, monkeypatch, at):
   """The stop comes before an evaluation or a decoding that is due: it is made up for."""
   stop = stop_request.StopRequest()
-  program = toy_training.Program(tmp_path, _Params(), stop, job='train_and_eval')
+  program = training.Program(tmp_path, _Params(), stop, job='train_and_eval')
   step = program._runner.TrainStep
 
   def TrainStep(batch):
@@ -141,7 +142,7 @@ def testAStopAndARestartAreTheSameRun(straight, tmp_path, monkeypatch, at):
 def testASignalBeforeTheFirstStepIsToldAsSuch(tmp_path, capsys):
   stop = stop_request.StopRequest()
   stop.signal = signal.SIGINT
-  assert toy_training.Program(tmp_path, _Params(), stop).Run() == 130
+  assert training.Program(tmp_path, _Params(), stop).Run() == 130
   out = capsys.readouterr().out
   assert 'stopped by SIGINT before a step was done\n' in out and 'nothing left' not in out
   assert processes.Steps(tmp_path) == [] and not _Report(tmp_path)['is_finished']
@@ -171,7 +172,7 @@ def testALogDirectoryThatIsNoLocalPath(straight, tmp_path, monkeypatch):
     for where in (logdir, straight)
   )
   assert len(one) == len(other) == 1 and one == other
-  assert toy_training.Evaluator(logdir, _Params()).Run() == 0
+  assert training.Evaluator(logdir, _Params()).Run() == 0
   exported = export.Export(_Params(), logdir)
   for folder in ('train', 'eval_dev', 'eval_test'):
     found, expected = (processes.Scalars(f'{where}/{folder}') for where in (logdir, straight))
@@ -240,7 +241,7 @@ def testARestartStopsAtTheSameStep(stopped, tmp_path, capsys):
 
 def testTheOtherJobKeepsTheBestAndDoesNotStop(stopped, tmp_path, capsys):
   shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
-  toy_training.Train(tmp_path, _Stopping(max_steps=11))
+  training.Train(tmp_path, _Stopping(max_steps=11))
   said = 'early stopping by eval_dev loss needs --job=train_and_eval: this job does not end by it\n'
   assert capsys.readouterr().out.count(said) == 1
   assert processes.Steps(tmp_path) == [2, 11]
@@ -276,7 +277,7 @@ def testTheEvaluatorFollowsUntilTheTrainerHasEnded(stopped, tmp_path, monkeypatc
   shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
   (tmp_path / 'eval_test' / 'metrics.jsonl').unlink(missing_ok=True)
   monkeypatch.setattr(eval_program, '_Wait', lambda *args: pytest.fail('it waits for more'))
-  assert toy_training.Evaluator(tmp_path, _Stopping()).Run() == 0
+  assert training.Evaluator(tmp_path, _Stopping()).Run() == 0
   (line,) = (tmp_path / 'eval_test' / 'metrics.jsonl').read_text().splitlines()
   found = json.loads(line)
   assert (found['step'], found['split']) == (8, 'eval_test') and found['values']['loss'] > 0
@@ -303,7 +304,7 @@ def testTheEvaluatorFollowsUntilTheTrainerHasEnded(stopped, tmp_path, monkeypatc
 )
 def testMistakesShowBeforeTheTraining(tmp_path, more, job, message):
   with pytest.raises(ValueError, match=message):
-    toy_training.Program(tmp_path, _Stopping(more), job=job)
+    training.Program(tmp_path, _Stopping(more), job=job)
 
 
 def testAMetricThatADecodingDoesNotFindIsToldAtTheFirstOne(tmp_path):
@@ -322,7 +323,7 @@ def testWithoutStepsTheInitialWeightsAreEvaluated(straight, tmp_path, job):
   """Here those of another run: what that found at its end is found at once."""
   params = _Params(max_steps=0)
   params.task.train.init_from_checkpoint_rules = {str(straight): ([(r'(.*)', r'\1')], [])}
-  toy_training.Train(tmp_path, params, job=job)
+  training.Train(tmp_path, params, job=job)
   expected = {split: values for step, split, values in _Lines(straight) if step == 20}
   jobs = ['eval_dev', 'eval_test'] + (['decode_dev'] if job == 'train_and_eval' else [])
   assert {line[1]: line[2] for line in _Lines(tmp_path)} == {name: expected[name] for name in jobs}
@@ -339,7 +340,7 @@ def testALimitOfTimeCountsOverAllCalls(tmp_path, monkeypatch, capsys):
     train_program, 'time', types.SimpleNamespace(monotonic=lambda: clock[0], time=lambda: 0.0)
   )
   for max_seconds, steps in ((35.0, 4), (55.0, 6)):
-    program = toy_training.Program(tmp_path, _Params(max_seconds=max_seconds))
+    program = training.Program(tmp_path, _Params(max_seconds=max_seconds))
     step = program._runner.TrainStep
 
     def TrainStep(batch, step=step):
@@ -356,7 +357,7 @@ def testALimitOfTimeCountsOverAllCalls(tmp_path, monkeypatch, capsys):
     assert out.count('data: Train 40 examples; Dev 6 examples; Test 6 examples\n') == 1
     assert out.count('weights float32, activations float32, XLA off\n') == 1
     assert _Report(tmp_path)['train_seconds'] == 10.0 * steps
-  toy_training.Train(tmp_path, _Params(max_seconds=55.0))
+  training.Train(tmp_path, _Params(max_seconds=55.0))
   assert 'nothing left to train (max_seconds 55)' in capsys.readouterr().out
 
 
@@ -367,7 +368,7 @@ def testWarmStartIsForANewRun(straight, tmp_path, capsys):
   def Params(max_steps):
     return _Params(init_from_checkpoint_rules=rules, max_steps=max_steps)
 
-  program = toy_training.Program(tmp_path, Params(1))
+  program = training.Program(tmp_path, Params(1))
   program._Restore()
   out = capsys.readouterr().out
   assert 'warm start: 1 of 2 weights from' in out and 'initial values: toy.b' in out
@@ -375,9 +376,9 @@ def testWarmStartIsForANewRun(straight, tmp_path, capsys):
   saved = processes.Tensors(straight, 20)
   np.testing.assert_array_equal(values['toy.w'], saved['toy.w'])
   assert not np.array_equal(values['toy.b'], saved['toy.b'])
-  toy_training.Train(tmp_path, Params(1))
+  training.Train(tmp_path, Params(1))
   capsys.readouterr()
-  toy_training.Program(tmp_path, Params(2))._Restore()
+  training.Program(tmp_path, Params(2))._Restore()
   out = capsys.readouterr().out
   assert 'going on from step 1' in out and 'warm start' not in out
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from lingvo_gpipe.pipeline.cost import partitioner, simulator
 from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules
-from tests import zero_bubble
+from tests.toys import zero_bubble
 
 Costs, Simulate, Sizes = simulator.Costs, simulator.Simulate, simulator.ActivationSizes
 Kind = schedules.Kind

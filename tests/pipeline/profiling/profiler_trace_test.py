@@ -11,7 +11,8 @@ from tensorflow.tsl.profiler.protobuf import xplane_pb2
 from lingvo_gpipe.layers import dropout, linear
 from lingvo_gpipe.pipeline.profiling import profiler_trace
 from lingvo_gpipe.pipeline.schedule import actions, schedules, step_work
-from tests import naming, pipeline_training
+from tests import naming
+from tests.toys import stacks
 
 _DIM, _BATCH, _STEPS = 4, 6, (3, 4)
 
@@ -19,7 +20,7 @@ _DIM, _BATCH, _STEPS = 4, 6, (3, 4)
 def _Stack(schedule, policy, xla):
   layer = linear.ProjectionLayer.Params().Set(input_dim=_DIM, output_dim=_DIM)
   sub = [layer, dropout.DropoutLayer.Params().Set(keep_prob=0.7), layer.Copy(), layer.Copy()]
-  return pipeline_training.MakeStack(
+  return stacks.MakeStack(
     sub, num_stages=2, num_micro_batches=3, schedule=schedule, remat_policy=policy, xla=xla
   )
 
@@ -27,14 +28,14 @@ def _Stack(schedule, policy, xla):
 def _Profile(stack, directory):
   """Profiles two steps, with an evaluation between them; returns the trace's content."""
   inputs = (tf.random.stateless_normal([_BATCH, _DIM], [1, 2], dtype=tf.float64),)
-  side = pipeline_training.ExampleWeights(_BATCH)
+  side = stacks.ExampleWeights(_BATCH)
   stack.Place(
-    pipeline_training.Devices(),
-    *pipeline_training.Specs(inputs),
-    loss_fn=pipeline_training.SquareLoss,
+    stacks.Devices(),
+    *stacks.Specs(inputs),
+    loss_fn=stacks.SquareLoss,
   )
-  step = pipeline_training.StepFunction(stack)
-  evaluate = tf.function(lambda: pipeline_training.Evaluate(stack, inputs, side), autograph=False)
+  step = stacks.StepFunction(stack)
+  evaluate = tf.function(lambda: stacks.Evaluate(stack, inputs, side), autograph=False)
   for run in (lambda: step(inputs, side, tf.constant(0, tf.int64)), evaluate):
     run()
   tf.profiler.experimental.start(str(directory))

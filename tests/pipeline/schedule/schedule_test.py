@@ -13,7 +13,7 @@ import pytest
 
 from lingvo_gpipe.pipeline.schedule import schedule as schedule_lib
 from lingvo_gpipe.pipeline.schedule import schedules
-from tests import zero_bubble
+from tests.toys import zero_bubble
 
 Action, Kind, Schedule = schedule_lib.Action, schedule_lib.Kind, schedule_lib.Schedule
 

@@ -20,9 +20,10 @@ from lingvo_gpipe.learning import optimizer
 from lingvo_gpipe.pipeline import pipelining_layer
 from lingvo_gpipe.pipeline.stages import failures
 from lingvo_gpipe.runners import train_runner
-from tests import fn_layer, pipeline_training, processes
+from tests import processes
+from tests.toys import layers, stacks
 
-_DIM, _BATCH, _M = fn_layer.DIM, 6, 3
+_DIM, _BATCH, _M = layers.DIM, 6, 3
 _LIMIT = 9.0  # What the layers below cannot take.
 
 
@@ -59,12 +60,12 @@ def _FailsInPython(w, x):
 
 def _Stack(sub, **options):
   options = {'num_stages': 3, 'splits': [1, 2, 4], 'num_micro_batches': _M, **options}
-  return pipeline_training.MakeStack(sub, dtype=tf.float32, **options)
+  return stacks.MakeStack(sub, dtype=tf.float32, **options)
 
 
 def _Sub(place, layer):
   """Four layers in three stages; the one at `place` is `layer`."""
-  sub = [fn_layer.SilentLayer.Params() for _ in range(4)]
+  sub = [layers.SilentLayer.Params() for _ in range(4)]
   sub[place] = layer
   return sub
 
@@ -97,8 +98,8 @@ def _Notes(e):
   ],
 )
 def testAtRunTimeUnderAUsersTape(fails, place, stage):
-  stack = _Stack(_Sub(place, fn_layer.SilentLayer.Params().Set(fn=fails)))
-  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((_Good(),)))
+  stack = _Stack(_Sub(place, layers.SilentLayer.Params().Set(fn=fails)))
+  stack.Place(stacks.Devices(), *stacks.Specs((_Good(),)))
 
   def Run(x):
     with tf.GradientTape() as tape, fprop_context.Scope(step=1):
@@ -153,7 +154,7 @@ def _Runner(sub, *, loss=None, num_replicas=1, **options):
   p.stack.Set(**{'xla': False, **options})
   p.train.learner.Set(optimizer=optimizer.SGD.Params(), skip_nonfinite=False)
   batch_spec = nested_map.NestedMap(x=tf.TensorSpec([_BATCH, _DIM]))
-  devices = pipeline_training.Devices()
+  devices = stacks.Devices()
   return train_runner.TrainRunner(p.Instantiate(), devices, batch_spec, num_replicas=num_replicas)
 
 
@@ -174,7 +175,7 @@ def _Batch(x):
 )
 def testAFailedStepOfTrainingChangesNothing(place, fails, schedule, policy, action):
   options = {'schedule': schedule, 'remat_policy': policy}
-  run = _Runner(_Sub(place, fn_layer.SilentLayer.Params().Set(fn=fails)), **options)
+  run = _Runner(_Sub(place, layers.SilentLayer.Params().Set(fn=fails)), **options)
   run.TrainStep(_Batch(_Good()))
   before = {name: v.numpy() for name, v in run.Variables().items()}
   with pytest.raises(tf.errors.InvalidArgumentError, match='too large') as e:
@@ -197,7 +198,7 @@ def testAFailedStepOfTrainingChangesNothing(place, fails, schedule, policy, acti
 def PrintFailuresWhereReplicasMeet():
   """Of a step that fails in one replica, for which the other one waits, and of the next step."""
   norm = batch_norm.BatchNormLayer.Params().Set(dim=_DIM, over_replicas=True)
-  sub = [fn_layer.FnLayer.Params().Set(fn=_FailsForward), norm]
+  sub = [layers.FnLayer.Params().Set(fn=_FailsForward), norm]
   run = _Runner(sub, num_replicas=2, num_stages=1, splits=[2])
   run.TrainStep(_Batch(_Good()))
   for x in (_Bad(), _Good()):
@@ -224,7 +225,7 @@ def testWhereReplicasMeet(forks, tmp_path):
 
 
 def testAtRunTimeInTheLoss():
-  run = _Runner(_Sub(0, fn_layer.SilentLayer.Params()), loss=_FailsForward)
+  run = _Runner(_Sub(0, layers.SilentLayer.Params()), loss=_FailsForward)
   with pytest.raises(tf.errors.InvalidArgumentError, match='too large') as e:
     run.TrainStep(_Batch(_Bad()))
   assert e.value.__notes__[0] == 'in the loss'
@@ -242,7 +243,7 @@ def PrintFailureWithoutMemory():
   """Of a step with a stage of XLA that asks for too much; and whether XLA is on after it."""
   # Some systems would give four terabytes.
   resource.setrlimit(resource.RLIMIT_AS, (1 << 40, resource.RLIM_INFINITY))
-  run = _Runner(_Sub(3, fn_layer.SilentLayer.Params().Set(fn=_TakesTooMuch)), xla=True)
+  run = _Runner(_Sub(3, layers.SilentLayer.Params().Set(fn=_TakesTooMuch)), xla=True)
   try:
     run.TrainStep(_Batch(_Good()))
   except tf.errors.ResourceExhaustedError as e:
@@ -281,9 +282,9 @@ def testStagesBeforeTheFailingOneStop():
 
     return tf.ensure_shape(tf.py_function(Count, [x], x.dtype), x.shape) * w
 
-  sub = [fn_layer.SilentLayer.Params().Set(fn=fn) for fn in (Slow, _FailsForward)]
+  sub = [layers.SilentLayer.Params().Set(fn=fn) for fn in (Slow, _FailsForward)]
   stack = _Stack(sub, num_stages=2, splits=[1, 2], num_micro_batches=12)
-  stack.Place(pipeline_training.Devices(), tf.TensorSpec([12, _DIM]))
+  stack.Place(stacks.Devices(), tf.TensorSpec([12, _DIM]))
   inputs = [(x,) for x in stack.SplitBatch(tf.fill([12, _DIM], _LIMIT))]
   run = tf.function(stack.engine.Forward, autograph=False)
   with pytest.raises(tf.errors.OpError):
@@ -293,8 +294,8 @@ def testStagesBeforeTheFailingOneStop():
 
 
 def testWhatXlaCannotCompile():
-  stack = _Stack(_Sub(1, fn_layer.SilentLayer.Params().Set(fn=_FailsInPython)), xla=True)
-  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((_Good(),)))
+  stack = _Stack(_Sub(1, layers.SilentLayer.Params().Set(fn=_FailsInPython)), xla=True)
+  stack.Place(stacks.Devices(), *stacks.Specs((_Good(),)))
   with pytest.raises(tf.errors.InvalidArgumentError, match='EagerPyFunc') as e:
     stack.Predict(_Good())
   assert 'stage 1 (stack.layers[1]), micro-batch 0, while running action 1F0' in _Notes(e)
@@ -303,13 +304,13 @@ def testWhatXlaCannotCompile():
 
 def testInAUsersFunctionRunEagerly():
   """What docs/own_loop.md says to do where TensorFlow tells of a cancellation alone."""
-  stack = _Stack(_Sub(1, fn_layer.SilentLayer.Params().Set(fn=_FailsForward)))
+  stack = _Stack(_Sub(1, layers.SilentLayer.Params().Set(fn=_FailsForward)))
   stack.Place(
-    pipeline_training.Devices(),
-    *pipeline_training.Specs((_Good(),)),
-    loss_fn=pipeline_training.SquareLoss,
+    stacks.Devices(),
+    *stacks.Specs((_Good(),)),
+    loss_fn=stacks.SquareLoss,
   )
-  run = pipeline_training.StepFunction(stack)
+  run = stacks.StepFunction(stack)
   with pytest.raises(tf.errors.OpError):
     run((_Bad(),), tf.ones([_BATCH]), tf.constant(1, tf.int64))
   tf.config.run_functions_eagerly(True)
@@ -334,8 +335,8 @@ def testAnErrorThatDoesNotComeAgain():
 
     return tf.ensure_shape(tf.py_function(Check, [x], x.dtype), x.shape) * w
 
-  stack = _Stack(_Sub(1, fn_layer.SilentLayer.Params().Set(fn=Once)))
-  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((_Good(),)))
+  stack = _Stack(_Sub(1, layers.SilentLayer.Params().Set(fn=Once)))
+  stack.Place(stacks.Devices(), *stacks.Specs((_Good(),)))
   with pytest.raises(tf.errors.OpError) as e:
     stack.Predict(_Good())
   assert 'no stage failed: ' in _Notes(e) and 'does not come up each time' in _Notes(e)
@@ -343,7 +344,7 @@ def testAnErrorThatDoesNotComeAgain():
 
 
 def testAnUpdateThatFails(monkeypatch):
-  run = _Runner(_Sub(0, fn_layer.SilentLayer.Params()))
+  run = _Runner(_Sub(0, layers.SilentLayer.Params()))
   apply = run.learner.Apply
 
   def Fails(step, loss_weight, squares):
@@ -438,7 +439,7 @@ def _Raise(w, x):
   ],
 )
 def testWhatDoesNotFitIsToldByThePlan(fn, error, place, words):
-  sub = [fn_layer.FnLayer.Params() for _ in range(4)]
+  sub = [layers.FnLayer.Params() for _ in range(4)]
   sub[1].fn = fn
   with pytest.raises(error) as e:
     _Stack(sub).MakeCut(tf.TensorSpec([_BATCH, _DIM]))
@@ -465,7 +466,7 @@ def testAPlanNamesTheStageOfSplits():
 
 
 def testAnExceptionInTheLoss():
-  run = _Runner(_Sub(0, fn_layer.SilentLayer.Params()), loss=_Raise)
+  run = _Runner(_Sub(0, layers.SilentLayer.Params()), loss=_Raise)
   for call in (run.TrainStep, lambda batch: run.Evaluate([batch])):
     with pytest.raises(_Mine, match='out of cheese') as e:
       call(_Batch(_Good()))
@@ -480,9 +481,9 @@ def testAnExceptionInTheLoss():
 
 
 def testALayerThatReturnsNoTensor():
-  sub = _Sub(1, fn_layer.SilentLayer.Params().Set(fn=lambda w, x: object()))
+  sub = _Sub(1, layers.SilentLayer.Params().Set(fn=lambda w, x: object()))
   stack = _Stack(sub)
-  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((_Good(),)))
+  stack.Place(stacks.Devices(), *stacks.Specs((_Good(),)))
   words = r'stack\.layers\[1\]: FProp must return tensors, None, or a nest of them, got a object'
   with pytest.raises(TypeError, match=words) as e:
     stack.Predict(_Good())
@@ -490,10 +491,8 @@ def testALayerThatReturnsNoTensor():
 
 
 def testALayerThatReturnsAnotherKindOfTensor():
-  stack = _Stack(
-    _Sub(1, fn_layer.SilentLayer.Params().Set(fn=lambda w, x: tf.sparse.from_dense(x)))
-  )
-  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((_Good(),)))
+  stack = _Stack(_Sub(1, layers.SilentLayer.Params().Set(fn=lambda w, x: tf.sparse.from_dense(x))))
+  stack.Place(stacks.Devices(), *stacks.Specs((_Good(),)))
   words = r'stack\.layers\[1\]: FProp must return tensors, .* got a SparseTensor'
   with pytest.raises(TypeError, match=words):
     stack.Predict(_Good())
@@ -501,11 +500,11 @@ def testALayerThatReturnsAnotherKindOfTensor():
 
 def testNumbersAndArraysBecomeTensors():
   sub = [
-    fn_layer.FnLayer.Params().Set(fn=lambda w, x: (x * w, 2, np.float32(0.5))),
-    fn_layer.FnLayer.Params().Set(fn=lambda w, x, i, f: x * w * tf.cast(i, x.dtype) * f),
+    layers.FnLayer.Params().Set(fn=lambda w, x: (x * w, 2, np.float32(0.5))),
+    layers.FnLayer.Params().Set(fn=lambda w, x, i, f: x * w * tf.cast(i, x.dtype) * f),
   ]
   stack = _Stack(sub, num_stages=2, splits=[1, 2])
-  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((_Good(),)))
+  stack.Place(stacks.Devices(), *stacks.Specs((_Good(),)))
   np.testing.assert_array_equal(stack.Predict(_Good()), _Good())
 
 
@@ -520,8 +519,8 @@ def testNumbersAndArraysBecomeTensors():
   ],
 )
 def testArgumentsThatThePipelineWasNotPlacedFor(args, error, words):
-  stack = _Stack(_Sub(0, fn_layer.SilentLayer.Params()))
-  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((_Good(),)))
+  stack = _Stack(_Sub(0, layers.SilentLayer.Params()))
+  stack.Place(stacks.Devices(), *stacks.Specs((_Good(),)))
   for call in (stack, stack.Predict):
     with pytest.raises(error, match=f'^stack: .*{words}'):
       call(*args)
@@ -540,7 +539,7 @@ def testArgumentsThatThePipelineWasNotPlacedFor(args, error, words):
   ],
 )
 def testABatchThatTheTaskWasNotPlacedFor(batch, error, words):
-  run = _Runner(_Sub(0, fn_layer.SilentLayer.Params()))
+  run = _Runner(_Sub(0, layers.SilentLayer.Params()))
   for call in (run.TrainStep, lambda b: run.Evaluate([b])):
     with pytest.raises(error, match=words):
       call(nested_map.NestedMap(batch))
@@ -554,17 +553,17 @@ def testALaterOneOfEqualStagesIsNamed():
       raise _Mine(f'{x.shape[-1]} columns')
     return tf.concat([x, x], -1)
 
-  class Doubles(fn_layer.SilentLayer):
+  class Doubles(layers.SilentLayer):
     def FProp(self, theta, x):
       shapes.CheckLastDim(self.path, x, min(x.shape[-1], 2 * _DIM))
       return tf.concat([x, x], -1)
 
   for layer, error, told in (
-    (fn_layer.SilentLayer.Params().Set(fn=Double), _Mine, '12 columns'),
+    (layers.SilentLayer.Params().Set(fn=Double), _Mine, '12 columns'),
     (Doubles.Params(), ValueError, 'stack.layers[2]'),
   ):
     stack = _Stack([layer] * 4, num_stages=4, splits=[1, 2, 3, 4])
-    stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((_Good(),)))
+    stack.Place(stacks.Devices(), *stacks.Specs((_Good(),)))
     with pytest.raises(error) as e:
       stack.Predict(_Good())
     assert told in str(e.value)
@@ -582,9 +581,9 @@ def testShapesThatChangeAreLogged(monkeypatch):
       logging, level, lambda text, *args, level=level: lines.append(f'{level}: {text % args}')
     )
   stack = _Stack(
-    [fn_layer.FnLayer.Params().Set(fn=lambda w, x: tf.reduce_sum(x, -1, keepdims=True) * w)] * 4
+    [layers.FnLayer.Params().Set(fn=lambda w, x: tf.reduce_sum(x, -1, keepdims=True) * w)] * 4
   )
-  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((_Good(),)))
+  stack.Place(stacks.Devices(), *stacks.Specs((_Good(),)))
   stack.Predict(_Good())
   stack.Predict(_Good())
   assert lines == []
@@ -609,8 +608,8 @@ def testShapesThatChangeAreLogged(monkeypatch):
 
 
 def testActionsAreNamedInTheGraph():
-  stack = _Stack(_Sub(0, fn_layer.SilentLayer.Params()))
-  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs((_Good(),)))
+  stack = _Stack(_Sub(0, layers.SilentLayer.Params()))
+  stack.Place(stacks.Devices(), *stacks.Specs((_Good(),)))
   graph = tf.function(stack.engine.Forward, autograph=False).get_concrete_function(
     [(x,) for x in stack.SplitBatch(_Good())]
   )

@@ -14,7 +14,8 @@ import tensorflow as tf
 from lingvo_gpipe.core import base_layer, nested_map, weight_params
 from lingvo_gpipe.layers import dropout, skip
 from lingvo_gpipe.pipeline.stages import layer_backward, leaves, stage_functions
-from tests import graph_reader, pipeline_training
+from tests import graph_reader
+from tests.toys import stacks
 
 _DIM, _N = 8, 6
 
@@ -35,8 +36,8 @@ class _Wide(base_layer.BaseLayer):
 
 def _Functions(sub, *, trained=None, needs_dx=True, xla=False):
   """(functions, variables, trained variables) of one stage that holds all the layers."""
-  stack = pipeline_training.MakeStack(sub, xla=xla)
-  stack.Place(pipeline_training.Devices(), tf.TensorSpec([4, _DIM], tf.float64))
+  stack = stacks.MakeStack(sub, xla=xla)
+  stack.Place(stacks.Devices(), tf.TensorSpec([4, _DIM], tf.float64))
   (s,) = stack.engine.stages
   mask = s.trained_mask if trained is None else trained
   functions = stage_functions.StageFunctions(

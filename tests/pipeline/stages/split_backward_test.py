@@ -12,7 +12,7 @@ import tensorflow as tf
 from lingvo_gpipe.core import base_layer, nested_map, weight_params
 from lingvo_gpipe.layers import dropout, embedding, linear
 from lingvo_gpipe.pipeline.schedule import rematerialisation
-from tests import fn_layer, pipeline_training
+from tests.toys import layers, stacks
 
 # Micro-batches of one size: of two every function would be traced twice (random_stacks_test).
 _BATCH, _DIM = 4, 3
@@ -51,7 +51,7 @@ def _With(fn):
 
 
 def _Without(fn):
-  return fn_layer.NoWeightsLayer.Params().Set(fn=fn)
+  return layers.NoWeightsLayer.Params().Set(fn=fn)
 
 
 def _Square():
@@ -65,9 +65,9 @@ def _X():
 def _Check(sub, schedule, policy, *inputs, xla=False, splits=None, num_micro_batches=2):
   """Each layer a stage of its own, if `splits` says nothing else."""
   inputs = inputs or (_X(),)
-  side = pipeline_training.ExampleWeights(_BATCH)
+  side = stacks.ExampleWeights(_BATCH)
   splits = splits or list(range(1, len(sub) + 1))
-  stack = pipeline_training.MakeStack(
+  stack = stacks.MakeStack(
     sub,
     num_stages=len(splits),
     num_micro_batches=num_micro_batches,
@@ -76,9 +76,9 @@ def _Check(sub, schedule, policy, *inputs, xla=False, splits=None, num_micro_bat
     remat_policy=policy,
     xla=xla,
   )
-  actual = pipeline_training.Train(stack, inputs, side)
-  expected = pipeline_training.Reference(sub, num_micro_batches, inputs, side)
-  pipeline_training.CheckEqual(actual, expected)
+  actual = stacks.Train(stack, inputs, side)
+  expected = stacks.Reference(sub, num_micro_batches, inputs, side)
+  stacks.CheckEqual(actual, expected)
 
 
 # ---- what layers compute -----------------------------------------------------------------
@@ -293,8 +293,8 @@ def testAnEmbeddingsGradientStaysSparse(schedule, policy, xla):
     _Square(),
   ]
   ids = tf.constant(np.random.default_rng(1).integers(0, vocab_size, [_BATCH, 2]), tf.int32)
-  side = pipeline_training.ExampleWeights(_BATCH)
-  stack = pipeline_training.MakeStack(
+  side = stacks.ExampleWeights(_BATCH)
+  stack = stacks.MakeStack(
     sub,
     num_stages=2,
     num_micro_batches=2,
@@ -304,15 +304,15 @@ def testAnEmbeddingsGradientStaysSparse(schedule, policy, xla):
     xla=xla,
   )
   stack.Place(
-    pipeline_training.Devices(),
-    *pipeline_training.Specs((ids,)),
-    loss_fn=pipeline_training.SquareLoss,
+    stacks.Devices(),
+    *stacks.Specs((ids,)),
+    loss_fn=stacks.SquareLoss,
   )
-  step = pipeline_training.StepFunction(stack)
-  args = ((ids,), side, tf.constant(pipeline_training.STEP, tf.int64))
+  step = stacks.StepFunction(stack)
+  args = ((ids,), side, tf.constant(stacks.STEP, tf.int64))
   sums = {name: value.numpy() for name, value in step(*args).items()}
-  expected = pipeline_training.Reference(sub, 2, (ids,), side)
-  pipeline_training.CheckEqual((sums, pipeline_training.Gradients(stack)), expected)
+  expected = stacks.Reference(sub, 2, (ids,), side)
+  stacks.CheckEqual((sums, stacks.Gradients(stack)), expected)
   library = step.get_concrete_function(*args).graph.as_graph_def().library
   backward = [
     collections.Counter(node.op for node in function.node_def)
@@ -348,9 +348,9 @@ def testBfloat16ActivationsAndFloat32Weights(schedule, policy, xla):
     square,
   ]
   ids = tf.constant(np.random.default_rng(1).integers(0, 5, [_BATCH, 2]), tf.int32)
-  side = pipeline_training.ExampleWeights(_BATCH, tf.float32)
+  side = stacks.ExampleWeights(_BATCH, tf.float32)
   dtypes = {'dtype': tf.float32, 'fprop_dtype': tf.bfloat16}
-  stack = pipeline_training.MakeStack(
+  stack = stacks.MakeStack(
     sub,
     num_stages=3,
     num_micro_batches=2,
@@ -362,12 +362,12 @@ def testBfloat16ActivationsAndFloat32Weights(schedule, policy, xla):
   )
   # As a float the step would have lost the digits that tell it, and the micro-batch, apart.
   late = 10**7
-  sums, grads = pipeline_training.Train(stack, (ids,), side, step=late)
-  _, expected = pipeline_training.Reference(sub, 2, (ids,), side, step=late, **dtypes)
+  sums, grads = stacks.Train(stack, (ids,), side, step=late)
+  _, expected = stacks.Reference(sub, 2, (ids,), side, step=late, **dtypes)
   for s in stack.engine.stages:
     assert {v.dtype for v in (*s.trained.values(), *s.accumulators)} == {tf.float32}
   assert sums['loss'].dtype == np.float32
-  norm = pipeline_training.GlobalNorm(expected)
+  norm = stacks.GlobalNorm(expected)
   for path, g in expected.items():
     # Rounding to 8 bits, which XLA does at other places.
     assert np.abs(grads[path] - g).max() <= 2e-2 * norm, path
@@ -375,16 +375,14 @@ def testBfloat16ActivationsAndFloat32Weights(schedule, policy, xla):
 
 def testAccumulatorsDoNotRoundToBfloat16():
   sub = [_With(lambda w, x: x * tf.cast(w[0], x.dtype))]
-  stack = pipeline_training.MakeStack(
-    sub, num_micro_batches=4, dtype=tf.float32, fprop_dtype=tf.bfloat16
-  )
+  stack = stacks.MakeStack(sub, num_micro_batches=4, dtype=tf.float32, fprop_dtype=tf.bfloat16)
 
   def Sum(theta, outputs, side):
     del theta
     return {'loss': (tf.reduce_sum(outputs[0]), tf.reduce_sum(side))}
 
   x, side = tf.ones([4, _DIM], tf.bfloat16), tf.constant([512.0, 1.0, 1.0, 1.0])
-  _, grads = pipeline_training.Train(stack, (x,), side, Sum)
+  _, grads = stacks.Train(stack, (x,), side, Sum)
   # 512 + 1 is 512 in bfloat16.
   np.testing.assert_array_equal(grads['stack.layers[0].w'][0], [515.0] * _DIM)
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from lingvo_gpipe.core import nested_map
 from lingvo_gpipe.pipeline.stages import leaves
-from tests import fn_layer, pipeline_training
+from tests.toys import layers, stacks
 
 _Pair = collections.namedtuple('_Pair', 'a b')
 
@@ -36,16 +36,16 @@ def _Rename(w, x):
 
 @pytest.mark.parametrize('policy', ['layer', 'none'])
 def testEqualStagesMayTakeOtherStructures(policy):
-  rename = fn_layer.FnLayer.Params().Set(fn=_Rename)
-  first = fn_layer.FnLayer.Params().Set(fn=lambda w, x: {'a': x * w})
-  last = fn_layer.FnLayer.Params().Set(fn=lambda w, x: x['a'] * w)
+  rename = layers.FnLayer.Params().Set(fn=_Rename)
+  first = layers.FnLayer.Params().Set(fn=lambda w, x: {'a': x * w})
+  last = layers.FnLayer.Params().Set(fn=lambda w, x: x['a'] * w)
   sub = [first, rename, rename, last]
   options = {'num_stages': 4, 'splits': [1, 2, 3, 4], 'num_micro_batches': 2}
-  stack = pipeline_training.MakeStack(sub, remat_policy=policy, **options)
-  x = (tf.reshape(tf.range(12.0, dtype=tf.float64) / 12, [4, fn_layer.DIM]),)
-  side = pipeline_training.ExampleWeights(4)
-  actual = pipeline_training.Train(stack, x, side)
-  pipeline_training.CheckEqual(actual, pipeline_training.Reference(sub, 2, x, side))
+  stack = stacks.MakeStack(sub, remat_policy=policy, **options)
+  x = (tf.reshape(tf.range(12.0, dtype=tf.float64) / 12, [4, layers.DIM]),)
+  side = stacks.ExampleWeights(4)
+  actual = stacks.Train(stack, x, side)
+  stacks.CheckEqual(actual, stacks.Reference(sub, 2, x, side))
   shared = [
     stack.engine.functions.Of(s, do_eval=False, with_loss=True) for s in stack.engine.stages
   ]

@@ -9,9 +9,9 @@ import tensorflow as tf
 
 from lingvo_gpipe.core import fprop_context
 from lingvo_gpipe.pipeline.stages import stage_functions, weighted_loss
-from tests import fn_layer, pipeline_training
+from tests.toys import layers, stacks
 
-_DIM, _BATCH = fn_layer.DIM, 6
+_DIM, _BATCH = layers.DIM, 6
 
 
 def _X():
@@ -20,9 +20,9 @@ def _X():
 
 def _Train(loss, loss_weight=tf.reduce_sum, layer=None):
   """Builds a training step."""
-  sub = [layer or fn_layer.FnLayer.Params(), fn_layer.FnLayer.Params()]
-  stack = pipeline_training.MakeStack(sub, num_stages=2, num_micro_batches=3)
-  stack.Place(pipeline_training.Devices(), *pipeline_training.Specs(_X()), loss_fn=loss)
+  sub = [layer or layers.FnLayer.Params(), layers.FnLayer.Params()]
+  stack = stacks.MakeStack(sub, num_stages=2, num_micro_batches=3)
+  stack.Place(stacks.Devices(), *stacks.Specs(_X()), loss_fn=loss)
 
   @tf.function(autograph=False)
   def Step(x, side, step):
@@ -75,12 +75,12 @@ def testALossOfEachExample():
 
 
 def testAnAuxiliaryLossOfEachExample():
-  class Adds(fn_layer.FnLayer):
+  class Adds(layers.FnLayer):
     def FProp(self, theta, x):
       fprop_context.Current().AddAuxLoss(self, x[:, 0], name='a')
       return x
 
-  loss = pipeline_training.SquareLoss
+  loss = stacks.SquareLoss
   text = _Message(ValueError, lambda: _Train(loss, layer=Adds.Params()))
   assert 'auxiliary loss stack.layers[0].a: expected a scalar, got float64[2]' in text
   assert 'in layer stack.layers[0] (Adds)' in text
@@ -88,7 +88,7 @@ def testAnAuxiliaryLossOfEachExample():
 
 def testALossWeightOfEachExample():
   with pytest.raises(ValueError, match="the weight of a micro-batch's loss: expected a scalar"):
-    _Train(pipeline_training.SquareLoss, loss_weight=tf.identity)
+    _Train(stacks.SquareLoss, loss_weight=tf.identity)
 
 
 def testAnEngineWithoutALoss():
@@ -110,12 +110,12 @@ def testAMeanOverNothingCountsForNothing(schedule, policy, xla):
     total = tf.reduce_sum(side)
     return {'loss': (tf.reduce_sum(outputs[0] ** 2 * side[:, tf.newaxis]) / _DIM / total, total)}
 
-  sub = [fn_layer.FnLayer.Params()] * 2
+  sub = [layers.FnLayer.Params()] * 2
   options = {'num_stages': 2, 'num_micro_batches': 3, 'schedule': schedule, 'xla': xla}
-  stack = pipeline_training.MakeStack(sub, remat_policy=policy, **options)
+  stack = stacks.MakeStack(sub, remat_policy=policy, **options)
   side = tf.constant([1.0, 2.0, 0.0, 0.0, 0.0, 3.0], tf.float64)
-  actual = pipeline_training.Train(stack, _X(), side, Loss)
-  pipeline_training.CheckEqual(actual, pipeline_training.Reference(sub, 3, _X(), side))
+  actual = stacks.Train(stack, _X(), side, Loss)
+  stacks.CheckEqual(actual, stacks.Reference(sub, 3, _X(), side))
 
 
 if __name__ == '__main__':

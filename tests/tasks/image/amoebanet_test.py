@@ -12,7 +12,7 @@ from lingvo_gpipe.layers import skip
 from lingvo_gpipe.pipeline.cutting import cut as cut_lib
 from lingvo_gpipe.pipeline.schedule import schedules
 from tasks.image import amoebanet, amoebanet_cell, heads
-from tests import pipeline_training as training
+from tests.toys import stacks
 
 NUM_CLASSES = 7
 IMAGE_SIZE = 12
@@ -149,7 +149,7 @@ def _SmallNet(variant):
     aux_head_scale=0.05,
     dropout_prob=0.3,
     drop_path_keep_prob=0.6,
-    drop_path_total_steps=2 * training.STEP,
+    drop_path_total_steps=2 * stacks.STEP,
   )
   return p.Instantiate()
 
@@ -176,12 +176,12 @@ def testPipelinedIsUnpipelined(variant, splits, options):
   rng = np.random.default_rng(0)
   images = tf.constant(rng.standard_normal([BATCH_SIZE, IMAGE_SIZE, IMAGE_SIZE, 3]))
   labels = tf.constant(rng.integers(0, NUM_CLASSES, [BATCH_SIZE]), tf.int32)
-  side = nested_map.NestedMap(labels=labels, weights=training.ExampleWeights(BATCH_SIZE))
-  stack = training.MakeStack(sub, num_stages=len(splits), splits=splits, **options)
-  actual = training.Train(stack, (images,), side, Loss)
-  expected = training.Reference(sub, options['num_micro_batches'], (images,), side, Loss)
+  side = nested_map.NestedMap(labels=labels, weights=stacks.ExampleWeights(BATCH_SIZE))
+  stack = stacks.MakeStack(sub, num_stages=len(splits), splits=splits, **options)
+  actual = stacks.Train(stack, (images,), side, Loss)
+  expected = stacks.Reference(sub, options['num_micro_batches'], (images,), side, Loss)
   assert 'aux_loss' in actual[0]
-  training.CheckEqual(actual, expected)
+  stacks.CheckEqual(actual, expected)
 
 
 if __name__ == '__main__':

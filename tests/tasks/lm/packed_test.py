@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from lingvo_gpipe.core import nested_map
 from tasks.lm import model
-from tests import pipeline_training
+from tests.toys import stacks
 
 _VOCAB, _TIME = 11, 8
 # The lengths of the documents of each row.
@@ -74,7 +74,7 @@ def _Task(num_stages, num_micro_batches):
 def _Train(batch, num_stages, num_micro_batches):
   """(sums of the metrics, gradients) of a step in float64."""
   task = _Task(num_stages, num_micro_batches)
-  return pipeline_training.Train(
+  return stacks.Train(
     task.stack,
     task.PipelineInputs(batch),
     task.LossInputs(batch),
@@ -90,7 +90,7 @@ def _Reference():
 @pytest.mark.parametrize('num_stages', [1, 2])
 def testAPackedRowIsItsDocumentsInRowsOfTheirOwn(num_stages):
   packed = _Train(_Batch(_Documents()), num_stages, 2)
-  pipeline_training.CheckEqual(packed, _Reference())
+  stacks.CheckEqual(packed, _Reference())
   assert packed[0]['loss'][1] == sum(map(sum, _ROWS))
 
 
@@ -99,16 +99,14 @@ def testBothFieldsMatter(field):
   """The test before can fail: where all positions of a row are of one segment, or stand first."""
   batch = _Batch(_Documents())
   batch[field] = tf.ones_like(batch[field])
-  pipeline_training.CheckAnyDiffers(_Train(batch, 1, 2)[1], _Reference()[1])
+  stacks.CheckAnyDiffers(_Train(batch, 1, 2)[1], _Reference()[1])
 
 
 def testWhatIsTrainedOnPackedRowsGoesOnWithAPrompt():
   made = []
   for batch in (_Batch(_Documents()), _Unpacked()):
     task = _Task(1, 1)
-    task.stack.Place(
-      pipeline_training.Devices(), *pipeline_training.Specs(task.PipelineInputs(batch))
-    )
+    task.stack.Place(stacks.Devices(), *stacks.Specs(task.PipelineInputs(batch)))
     made.append(task.Generate(np.array([[1, 2, 3]]), 4, temperature=0.0))
   np.testing.assert_array_equal(*made)
 

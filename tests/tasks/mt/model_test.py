@@ -12,7 +12,7 @@ from lingvo_gpipe.core import fprop_context, nested_map
 from lingvo_gpipe.decoding import beam_search
 from lingvo_gpipe.input.text import sentence_pairs
 from tasks.mt import model
-from tests import pipeline_training as training
+from tests.toys import stacks
 
 BATCH, SOURCE_TIME, TIME = 5, 6, 4
 VOCAB, DIM, HIDDEN, HEADS, DIM_PER_HEAD, LAYERS = 11, 8, 12, 2, 3, 1
@@ -182,7 +182,7 @@ def testIdsOutOfRangeAreRefused(name, value):
 @functools.cache
 def _Plain():
   """(the layers as one sequence, theta) with weights that are not those of the start."""
-  layer, theta = training.PlainLayers(_Params().Instantiate().stack.params.sub)
+  layer, theta = stacks.PlainLayers(_Params().Instantiate().stack.params.sub)
   rng = np.random.default_rng(3)
   for v in layer.variables:
     v.assign_add(rng.normal(size=v.shape, scale=0.3))
@@ -249,7 +249,7 @@ def _Case():
   task = _Params(label_smoothing=0.1, residual_dropout_prob=0.2).Instantiate()
   batch = _Batch(7).Transform(lambda x: x[:4])  # Micro-batches of one size are traced once.
   inputs, side = task.PipelineInputs(batch), task.LossInputs(batch)
-  side.weights = side.tgt_weights  # What `training.LossWeight` looks for.
+  side.weights = side.tgt_weights  # What `stacks.LossWeight` looks for.
 
   def Loss(theta, outputs, side):
     del theta
@@ -258,7 +258,7 @@ def _Case():
       return task.ComputeLoss(None, outputs[0], side)[0]
 
   sub = task.stack.params.sub
-  return sub, inputs, side, Loss, training.Reference(sub, 2, inputs, side, Loss)
+  return sub, inputs, side, Loss, stacks.Reference(sub, 2, inputs, side, Loss)
 
 
 @pytest.mark.parametrize(
@@ -274,10 +274,10 @@ def _Case():
 def testPipelinedIsUnpipelined(splits, options):
   sub, inputs, side, loss_fn, expected = _Case()
   assert len(sub) == 6
-  stack = training.MakeStack(
+  stack = stacks.MakeStack(
     sub, num_stages=len(splits), splits=splits, num_micro_batches=2, **options
   )
-  training.CheckEqual(training.Train(stack, inputs, side, loss_fn), expected)
+  stacks.CheckEqual(stacks.Train(stack, inputs, side, loss_fn), expected)
 
 
 # ---- decoding ------------------------------------------------------------------------------------
@@ -290,7 +290,7 @@ def _Placed():
   p.stack.Set(num_stages=2, num_micro_batches=2, splits=[3, 6], xla=False)
   p.beam_search.Set(num_hyps_per_beam=3, target_seq_len=5)
   task = p.Instantiate()
-  task.stack.Place(training.Devices(), *training.Specs(task.PipelineInputs(_Batch())))
+  task.stack.Place(stacks.Devices(), *stacks.Specs(task.PipelineInputs(_Batch())))
   rng = np.random.default_rng(3)
   for v in task.stack.variables:
     v.assign_add(rng.normal(size=v.shape, scale=0.3))

@@ -17,7 +17,7 @@ from lingvo_gpipe.core import nested_map
 from lingvo_gpipe.layers import dropout, linear, norm, sequential, skip
 from lingvo_gpipe.pipeline.schedule import actions, schedules
 from lingvo_gpipe.pipeline.stages import micro_batch
-from tests import random_layer
+from tests.toys import random_layer
 
 POLICIES = ('stage', 'except_last', 'layer', 'none')
 _DIM, _VOCAB = random_layer.DIM, random_layer.VOCAB

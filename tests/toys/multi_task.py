@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two pipelined tasks whose first two layers are the same weights: for tests of several tasks."""
+"""Models of two pipelined tasks that share the weights of their first two layers."""
 
 import numpy as np
 import tensorflow as tf
@@ -12,18 +12,18 @@ from lingvo_gpipe.learning import optimizer
 from lingvo_gpipe.pipeline import pipelining_layer
 
 DIM = 4
-# The first two layers of any task.
+# Shares the first two layers of all tasks.
 SHARE = [[r'\w+\.stack\.layers\[([01])\]\.(.*)', r'shared.\1.\2']]
 
 
-class Net(task.BaseTask):
-  """Projections; the last one is the task's own."""
+class PipelinedRegression(task.BaseTask):
+  """Projection layers in a pipeline; the last layer is never shared."""
 
   @classmethod
   def Params(cls):
     p = super().Params()
-    p.Define('num_targets', 2, 'Outputs.')
-    p.Define('num_layers', 3, 'Projections.')
+    p.Define('num_targets', 2, 'Number of outputs.')
+    p.Define('num_layers', 3, 'Number of projection layers.')
     p.Define('stack', pipelining_layer.PipeliningLayer.Params().Set(xla=False), 'The pipeline.')
     return p
 
@@ -50,14 +50,14 @@ class Net(task.BaseTask):
 
 
 def Task(num_targets=2, **learner):
-  """A task's Params: Adam, which counts its updates."""
-  p = Net.Params().Set(num_targets=num_targets)
+  """Returns Params of a task that learns with Adam, which counts its updates."""
+  p = PipelinedRegression.Params().Set(num_targets=num_targets)
   p.train.learner.Set(**{'learning_rate': 0.05, 'optimizer': optimizer.Adam.Params(), **learner})
   return p
 
 
 def Input(name, dataset='Train', num_targets=2, **more):
-  """Each task has examples of its own."""
+  """Returns Params of the input of a task; each task and data set has different examples."""
   first = {'Train': 0, 'Dev': 1000, 'Test': 2000}[dataset] + (0 if name == 'a' else 10_000)
   return synthetic.SyntheticRegressionInput.Params().Set(
     **{
@@ -72,7 +72,7 @@ def Input(name, dataset='Train', num_targets=2, **more):
 
 
 def AsParams(values):
-  """Params with these values by name."""
+  """Returns Params that define each of these values."""
   p = hyperparams.Params()
   for name, value in values.items():
     p.Define(name, value, '')
@@ -80,7 +80,7 @@ def AsParams(values):
 
 
 def Params(a=None, b=None, rules=SHARE, **values):
-  """The model's Params: tasks `a` of two targets and `b` of one, all but the heads shared."""
+  """Returns Params of a model: task `a` has two targets, `b` one; only the heads are not shared."""
   p = multi_task_model.MultiTaskModel.Params().Set(
     task_params=AsParams({'a': a or Task(2), 'b': b or Task(1)}),
     variable_renaming_rules=rules,
@@ -91,7 +91,7 @@ def Params(a=None, b=None, rules=SHARE, **values):
 
 
 def Inputs(dataset):
-  """{task: Params of its input} as Params."""
+  """Returns Params that map each task to the Params of its input."""
   return AsParams({'a': Input('a', dataset, 2), 'b': Input('b', dataset, 1)})
 
 
@@ -100,7 +100,7 @@ def Devices():
 
 
 def Batch(seed, num_targets):
-  """A batch that any task of so many targets takes."""
+  """Returns a batch for a task with this many targets."""
   rng = np.random.default_rng(seed)
   return nested_map.NestedMap(
     inputs=tf.constant(rng.normal(size=[4, DIM]), tf.float32),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers whose forward is any function, of one weight or none."""
+"""Layers whose forward pass is a function that the test passes, with one weight or none."""
 
 from lingvo_gpipe.core import base_layer, nested_map, weight_params
 
@@ -25,7 +25,7 @@ class FnLayer(base_layer.BaseLayer):
 
 
 class SilentLayer(FnLayer):
-  """A `FnLayer` that the plan does not look into."""
+  """A `FnLayer` with a hand-written cost, so that counting does not trace its function."""
 
   @classmethod
   def FPropMeta(cls, params, *specs):

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two schedules that the framework does not have, by the rules of gpipe_paper.md 3.3: what a user
-may write.
+"""ZB-H2 and ZB-V of "Zero Bubble Pipeline Parallelism" (arXiv:2401.10241), as users may write them.
 
-A rule gives the actions of device d of p for m micro-batches: B is the input gradient, lower case
-the second chunk.
+The library has neither schedule. A rule returns the actions of device d of p for m micro-batches: B
+is the input gradient, W the weight gradient, and lower case marks the second chunk of the device.
 """
 
 import collections
@@ -43,7 +42,7 @@ RULES = {'zb_h2': _ZeroBubbleH2, 'zb_v': _ZeroBubbleV}
 
 
 def Schedule(name, p, m):
-  """ZB-H2 or ZB-V in our notation."""
+  """Returns ZB-H2 or ZB-V as a Schedule."""
   lines = []
   for d in range(p):
     cells = []

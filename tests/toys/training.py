@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model of two weights, and programs that train it in this process: for tests of the loop."""
+"""A model with two weights, and the programs that train and evaluate it in this process."""
 
 import tensorflow as tf
 
@@ -15,7 +15,7 @@ _DIM, _TARGETS = 4, 2
 
 
 class Regression(task.BaseTask):
-  """One linear layer, without a pipeline; `Decode` tells the first target."""
+  """A linear layer without a pipeline; `Decode` returns the first target as text."""
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
     super().__init__(params)
@@ -33,15 +33,15 @@ class Regression(task.BaseTask):
     return {'loss': (loss, total)}, {}
 
   def Decode(self, input_batch, input_generator):
-    found = tf.matmul(input_batch.inputs, self.vars.w) + self.vars.b
-    return {'said': [f'{y:.3f}' for y in found[:, 0].numpy()]}
+    predictions = tf.matmul(input_batch.inputs, self.vars.w) + self.vars.b
+    return {'said': [f'{y:.3f}' for y in predictions[:, 0].numpy()]}
 
   def DecodeFinalize(self, decoded):
     return {'mean': sum(map(float, decoded['said'])) / len(decoded['said'])}
 
 
 def Input(dataset):
-  """Train, Dev or Test: other examples of one rule."""
+  """Returns Params of the input of Train, Dev or Test: different examples of one function."""
   first = {'Train': 0, 'Dev': 1000, 'Test': 2000}[dataset]
   return synthetic.SyntheticRegressionInput.Params().Set(
     batch_size=4,
@@ -53,11 +53,16 @@ def Input(dataset):
 
 
 def Params(more='', **train):
-  """The model's Params: 20 steps, summaries at each; `train` sets task.train, `more` overrides."""
+  """Returns Params of a model that trains for 20 steps and writes summaries after each.
+
+  Args:
+    more: overrides, as in --params_override.
+    **train: values of task.train.
+  """
   p = model.SingleTaskModel.Params().Set(task=Regression.Params().Set(name='toy'))
   p.input = Input('Train')
   p.task.train.Set(**{'max_steps': 20, 'summary_interval_steps': 1, **train})
-  # It has slots, and is traced fast.
+  # SGD with momentum has slots, and is traced fast.
   p.task.train.learner.optimizer = optimizer.SGD.Params().Set(momentum=0.9)
   p.task.train.learner.learning_rate = 0.01
   p.ApplyOverrides(params_text.ParseOverrides(more))
@@ -65,7 +70,7 @@ def Params(more='', **train):
 
 
 def Program(logdir, params, stop=None, **options):
-  """A TrainProgram of these Params."""
+  """Returns a TrainProgram for these Params."""
   return train_program.TrainProgram(
     params,
     str(logdir),
@@ -77,12 +82,12 @@ def Program(logdir, params, stop=None, **options):
 
 
 def Train(logdir, params, **options):
-  """Trains to the end."""
+  """Trains to the last step."""
   assert Program(logdir, params, **options).Run() == 0
 
 
 def Evaluator(logdir, params, dataset='Test', **options):
-  """An EvalProgram of these Params on a data set."""
+  """Returns an EvalProgram for these Params and a data set."""
   return eval_program.EvalProgram(
     params.Copy().Set(input=Input(dataset)),
     str(logdir),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pipelined task with a tied weight, dropout and a BatchNorm: for tests of weights and slots."""
+"""Tasks for tests of runners and learners."""
 
 import tensorflow as tf
 
@@ -12,14 +12,14 @@ DIM = 3
 
 
 class TiedNet(task.BaseTask):
-  """Projections, dropout and a BatchNorm; the weight of the last is that of the first."""
+  """A pipeline with dropout, a BatchNorm and a tie: the last layer uses the weight of the first."""
 
   @classmethod
   def Params(cls):
     p = super().Params()
-    p.Define('keep_prob', 1.0, 'Of the dropout.')
-    p.Define('splits', [3, 5], 'The cut.')
-    p.Define('num_micro_batches', 2, 'M of each replica.')
+    p.Define('keep_prob', 1.0, 'Keep probability of the dropout layer.')
+    p.Define('splits', [3, 5], 'End of each stage.')
+    p.Define('num_micro_batches', 2, 'Number of micro-batches of each replica.')
     return p
 
   def __init__(self, params):

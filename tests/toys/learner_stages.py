@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stages for tests of learners: a few variables on several devices, and gradients for them."""
+"""Stages for tests of learners: a few variables on several devices, with gradients."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ SHAPES = {'m.a.w': [3, 2], 'm.a.b': [2], 'm.c.w': [2, 2], 'm.c.b': [2]}
 
 @dataclasses.dataclass
 class Stage:
-  """What the learner sees of a stage."""
+  """The attributes of a stage that learners use."""
 
   device: str
   trained: dict
@@ -21,7 +21,7 @@ class Stage:
 
 
 def Stages(cuts=(2, 4), dtype=tf.float32):
-  """The variables of `SHAPES` in stages, each on a device of its own."""
+  """Returns stages, each on its own device, that hold the variables of `SHAPES`."""
   rng = np.random.default_rng(0)
   values = {path: rng.normal(size=shape) for path, shape in SHAPES.items()}
   devices = [d.name for d in tf.config.list_logical_devices('CPU')]
@@ -35,44 +35,44 @@ def Stages(cuts=(2, 4), dtype=tf.float32):
   return stages
 
 
-def Chosen(stages, is_trained):
-  """The stages as the engine makes them: with what is trained alone."""
-  chosen = []
+def TrainedStages(stages, is_trained):
+  """Returns the stages with the trained variables only, as the engine makes them."""
+  trained_stages = []
   for s in stages:
     pairs = [pair for pair in zip(s.trained, s.accumulators, strict=True) if is_trained(pair[0])]
     trained = {path: s.trained[path] for path, _ in pairs}
-    chosen.append(Stage(s.device, trained, [accumulator for _, accumulator in pairs]))
-  return chosen
+    trained_stages.append(Stage(s.device, trained, [accumulator for _, accumulator in pairs]))
+  return trained_stages
 
 
 def Build(p, stages):
-  """The learners of these Params, and a function of (step, loss weight) that does one update."""
-  built = multi_learner.MultiLearner(p)
-  built.Build(Chosen(stages, built.IsTrained))
+  """Returns the learners of these Params, and a function (step, loss weight) that updates once."""
+  learners = multi_learner.MultiLearner(p)
+  learners.Build(TrainedStages(stages, learners.IsTrained))
 
   @tf.function(autograph=False)
   def Apply(step, loss_weight):
-    return built.Apply(step, loss_weight)
+    return learners.Apply(step, loss_weight)
 
   def Update(step=0, loss_weight=1.0):
     values = Apply(tf.constant(step, tf.int64), tf.constant(loss_weight))
     return {name: float(value) for name, value in values.items()}
 
-  return built, Update
+  return learners, Update
 
 
-def Iterations(built):
-  """The counts of updates of the stages' optimizers."""
-  return [part.optimizer.iterations for each in built.learners for part in each._parts]
+def Iterations(learners):
+  """Returns the update counters of the optimizers of all stages."""
+  return [part.optimizer.iterations for each in learners.learners for part in each._parts]
 
 
 def Weights(stages):
-  """{path: value}."""
+  """Returns {path: value}."""
   return {path: v.numpy() for s in stages for path, v in s.trained.items()}
 
 
 def SetGrads(stages, seed=1, scale=1.0):
-  """Puts gradients into the accumulators; returns {path: gradient}, the same however it is cut."""
+  """Fills the accumulators; returns {path: gradient}, which does not depend on the cut."""
   rng = np.random.default_rng(seed)
   grads = {path: scale * rng.normal(size=shape) for path, shape in SHAPES.items()}
   for s in stages:
@@ -82,5 +82,5 @@ def SetGrads(stages, seed=1, scale=1.0):
 
 
 def Norm(grads):
-  """The global norm."""
+  """Returns the global norm."""
   return float(np.sqrt(sum(np.sum(g**2) for g in grads.values())))

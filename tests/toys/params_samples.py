@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Params, and what may stand in them, for the tests of Params."""
+"""Params, and values that Params may hold, for the tests of Params."""
 
 import dataclasses
 import enum
@@ -44,7 +44,7 @@ def Leaf(**kwargs):
 
 
 def Model():
-  """A tree such as a model's."""
+  """Returns a tree of Params like that of a model."""
   return Leaf(
     task=Leaf(
       name='lm',
@@ -59,7 +59,7 @@ def Model():
 
 
 def Message(error, fn, *args, **kwargs):
-  """The text of the error that the call raises: one line."""
+  """Returns the message of the error that the call raises, and checks that it is one line."""
   with pytest.raises(error) as info:
     fn(*args, **kwargs)
   assert type(info.value) is error
