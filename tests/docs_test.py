@@ -143,7 +143,7 @@ def testReadmeExperimentTrainsInADirectoryOfItsOwn(environment, forks, tmp_path)
   more = re.search(r"`--model_params_override='(\S+)' (--max_steps=400)`", README.read_text())
   args = [*trainer[2:], f'--model_params_override={more[1]}', more[2]]
   output = processes.Succeeded(forks.Run('trainer', *args, cwd=tmp_path)).stdout
-  assert 'going on from step 300' in output
+  assert 'resuming from step 300' in output
   assert 'K=4 stages' in output
   assert 'Test at step 400' in output
 

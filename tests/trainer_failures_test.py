@@ -227,7 +227,7 @@ def _AssertGoesOn(trainer, logdir, message, undisturbed):
   assert re.search(r'training ended after step \d+; the next call ', message)
   assert processes.Tensors(logdir, last)['global_step'] == last
   done = trainer('Toy', logdir, END, 'task.train.save_interval_steps:0')
-  assert f'going on from step {last} ' in processes.Succeeded(done).stdout
+  assert f'resuming from step {last} ' in processes.Succeeded(done).stdout
   processes.AssertSameTensors(processes.Tensors(logdir, END), undisturbed)
   return last
 
@@ -394,7 +394,7 @@ def testARecordThatIsDamagedInMidRun(trainer, project, tmp_path):
   # With and without a cache of the tokens, which does not read the file again.
   for steps, more in ((8, ''), (10, 'input.cache_dir:cache'), (12, 'input.cache_dir:cache')):
     done = trainer('Pairs', tmp_path, steps, f'input.damaged_records:skip;{more}')
-    assert 'going on from step' in processes.Succeeded(done).stdout
+    assert 'resuming from step' in processes.Succeeded(done).stdout
     said = '(1 damaged records were left out)'
     assert f'data: Train 19 examples {said}\n' in done.stdout
     assert '1 damaged records were left out\n' in (tmp_path / 'report.txt').read_text()

@@ -165,7 +165,7 @@ def testDamagedCheckpointsAreNamedAndTheOneBeforeIsUsed(trainer, trained, copied
   data[len(data) // 2] ^= 1
   path.write_bytes(data)
   done = processes.Succeeded(trainer('Toy', copied, 3))
-  assert 'going on from step 1 ' in done.stdout
+  assert 'resuming from step 1 ' in done.stdout
   told = re.findall(r'Skipping damaged checkpoint \S*ckpt-0*(\d)-', done.stderr)
   assert told == ['3', '2']
   # What took its place is what it was.
@@ -185,13 +185,13 @@ def testOtherParamsAreRefusedUnlessTheyAreAllowed(trainer, trained, copied):
   assert processes.Steps(copied) == processes.Steps(trained)
   done = processes.Succeeded(trainer('Toy', copied, 4, other, '--allow_params_change'))
   change, rate = processes.Messages(done.stderr)
-  assert re.search(told, change) and 'going on from step 3 ' in done.stdout
+  assert re.search(told, change) and 'resuming from step 3 ' in done.stdout
   assert re.search(r'learning_rate was [\d.e-]+ at the checkpoint and is 0\.5 now', rate)
 
 
 def testWhatIsHarmlessIsLetThroughAndLogged(trainer, copied):
   done = processes.Succeeded(trainer('Toy', copied, 4, 'task.train.save_max_to_keep:2'))
-  assert 'going on from step 3 ' in done.stdout and processes.Messages(done.stderr) == []
+  assert 'resuming from step 3 ' in done.stdout and processes.Messages(done.stderr) == []
   assert re.search('other Params: ~ task.train.save_max_to_keep : .* -> 2', done.stderr)
 
 
@@ -226,7 +226,7 @@ def testADamagedRecordOfAStreamEndsTheRunWhichGoesOnWithoutIt(trainer, tmp_path)
   )
   before = processes.Steps(tmp_path)
   done = processes.Succeeded(trainer('Stream', tmp_path, 9, 'input.damaged_records:skip'))
-  assert f'going on from step {before[-1]} ' in done.stdout
+  assert f'resuming from step {before[-1]} ' in done.stdout
   assert '1 damaged records were left out' in done.stdout
 
 

@@ -135,7 +135,7 @@ def testSecondCallGoesOnAndEqualsOneRun(undisturbed, forks, tmp_path):
   )
   # A step that is no multiple of any interval, and that only the end of the first call saved.
   second = forks.Run('trainer', *processes.TrainArgs(tmp_path, 2 * PART, more=AVERAGES))
-  assert f'going on from step {PART} ({4 * PART} examples' in processes.Succeeded(second).stdout
+  assert f'resuming from step {PART} ({4 * PART} examples' in processes.Succeeded(second).stdout
   assert f'step {PART + 1}/{2 * PART}  loss' in second.stdout
   assert processes.Messages(second.stderr) == []
   _AssertScalarsEqual(_TrainedScalars(tmp_path), _TrainedScalars(logdir), range(1, 2 * PART + 1))
@@ -153,7 +153,7 @@ def testCheckpointGoesOnWithOtherNumberOfStages(undisturbed, forks, tmp_path, nu
     copy(path, tmp_path / 'train' / path.name)
   model = f'lm.stdlib.ByteTransformerGPipe{num_stages}'
   done = forks.Run('trainer', *processes.TrainArgs(tmp_path, 2 * PART, model=model, more=AVERAGES))
-  assert f'going on from step {PART}' in processes.Succeeded(done).stdout
+  assert f'resuming from step {PART}' in processes.Succeeded(done).stdout
   assert f'K={num_stages} stages' in done.stdout
   # What changed is said, and nothing else.
   changed = {line.split('] ')[1].split()[0] for line in processes.Messages(done.stderr)}
@@ -192,7 +192,7 @@ def testKilledAtRandomMomentsEqualsUndisturbedRun(undisturbed, forks, tmp_path):
     done = forks.Wait()
     assert done.returncode == -signal.SIGKILL, done.stderr
   done = processes.Succeeded(forks.Run('trainer', *args))
-  assert 'going on from step ' in done.stdout
+  assert 'resuming from step ' in done.stdout
   processes.AssertSameTensors(processes.Tensors(tmp_path, END), processes.Tensors(logdir, END))
   # Steps that were repeated gave the same losses.
   expected = dict(_TrainedScalars(logdir)['loss'])
@@ -218,7 +218,7 @@ def testSignalsSaveAndLeave(tmp_path):
       process.send_signal(number)
       lines += process.stdout.readlines()
       assert process.wait(processes.TIMEOUT) == 128 + number, lines
-    start = f'going on from step {step} ' if step else 'starting a new run'
+    start = f'resuming from step {step} ' if step else 'starting a new run'
     assert any(line.startswith(start) for line in lines)
     found = re.search(
       rf'^stopped by {number.name} after step (\d+); the checkpoint is saved$',

@@ -72,9 +72,9 @@ def testOnWorkersEqualsInOneProcessAndEachGoesOnFromTheOther(
   Train(other, 2)
   assert len(_Parts(other, 2)) == 1
   processes.AssertSameTensors(tensors, processes.Tensors(other, 2))
-  assert 'going on from step 2' in Train(one, 4).stdout
+  assert 'resuming from step 2' in Train(one, 4).stdout
   done = Train(other, 4, f'--cluster={hosts}', '--profile_steps=4,4')
-  assert 'going on from step 2' in done.stdout
+  assert 'resuming from step 2' in done.stdout
   _AssertProfiled(other, done.stdout)
   processes.AssertSameTensors(processes.Tensors(one, 4), processes.Tensors(other, 4))
   # A part that is damaged is named, and the one before is used, whoever wrote it.
@@ -85,7 +85,7 @@ def testOnWorkersEqualsInOneProcessAndEachGoesOnFromTheOther(
   done = forks.Run(
     'trainer', *_Args(other, 3, 'task.stack.xla:False'), f'--cluster={hosts}', cwd=project
   )
-  assert 'going on from step 2' in processes.Succeeded(done).stdout
+  assert 'resuming from step 2' in processes.Succeeded(done).stdout
   assert f'damaged checkpoint {part.parent}/tensors: {part.name} has ' in done.stderr
 
 

@@ -241,7 +241,7 @@ class TrainProgram:
     self._passes.Restore(saved.get('passes', {}))
     self._saved_passes = self._passes.State()
     consumed = self._counts.examples_consumed
-    print(f'going on from step {info.step} ({consumed:,} examples consumed) in {self._logdir}')
+    print(f'resuming from step {info.step} ({consumed:,} examples consumed) in {self._logdir}')
     run_state.LogChanges(saved, self._Circumstances())
 
   def _Loop(self) -> str:

@@ -416,7 +416,7 @@ def testTheLastBatchAndThePositionAreThoseOfTheTrainer(forks, hosts, project, tm
       assert 'End of sequence' not in done.stderr
       # Those of training, and of all evaluations.
       assert done.stderr.count(_READ) == (2 if more else 0)
-    assert 'going on from step 1 (16 examples consumed)' in done.stdout
+    assert 'resuming from step 1 (16 examples consumed)' in done.stdout
     assert 'stopped by the end of the data after step 2' in done.stdout
     ended[name] = processes.Tensors(tmp_path / name, 2)
   done = processes.Succeeded(forks.Run('evaluator', '--once', '--split=Train', *args, cwd=project))

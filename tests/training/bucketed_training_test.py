@@ -195,7 +195,7 @@ def testRestartInTheMiddleIsExact(tmp_path, capsys, caplog):
   assert set(rows) == set(_LIMITS)
   out = capsys.readouterr().out
   assert 'the first step of each of 2 shapes compiles the stages' in out
-  assert f'going on from step 2 ({sum(rows[:4])} examples consumed)' in out
+  assert f'resuming from step 2 ({sum(rows[:4])} examples consumed)' in out
   assert [r.getMessage() for r in caplog.records if 'shape number' in r.getMessage()] == []
   found = train_program.checkpointer.Checkpointer(str(tmp_path / 'parts' / 'train'))
   assert found.ReadMetadata(found.Latest())['examples_consumed'] == sum(rows)

@@ -144,7 +144,7 @@ def testKilledAgainAndAgainEqualsOneThatIsNot(project, forks, tmp_path, model):
   last = int(checkpoint_info.COMMIT.fullmatch(_Commits(directory)[-1])[1])
   assert last > KILLS[model] // 2
   done = forks.Run('trainer', *_Args(model, logdir, last + 5), cwd=project)
-  assert f'going on from step {last} ' in processes.Succeeded(done).stdout
+  assert f'resuming from step {last} ' in processes.Succeeded(done).stdout
   assert not _HasUncommitted(directory)
   once = 'task.train.save_interval_steps:0;task.train.save_async:False'
   done = forks.Run('trainer', *_Args(model, tmp_path / 'once', last + 5, once), cwd=project)
@@ -221,7 +221,7 @@ def testOneLeaseAmongProcesses(project, forks, tmp_path):
   os.kill(second, signal.SIGKILL)
   step = int(checkpoint_info.COMMIT.fullmatch(_Commits(directory)[-1])[1])
   third = processes.Succeeded(forks.Run(str(driver), *Args(step + 5), cwd=project))
-  assert f'going on from step {step} ' in third.stdout and processes.Messages(third.stderr) == []
+  assert f'resuming from step {step} ' in third.stdout and processes.Messages(third.stderr) == []
 
 
 def testAnErrorInTheInputIsToldAndLeavesTheLastCheckpoint(project, forks, tmp_path):

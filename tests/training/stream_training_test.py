@@ -353,7 +353,7 @@ def testATrainerThatIsCalledTwiceEqualsOneThatIsCalledOnce(tmp_path, forks):
   Run('once', 30)
   Run('calls', 13)
   done = Run('calls', 30)
-  assert 'going on from step 13 (39 examples consumed)' in done.stdout
+  assert 'resuming from step 13 (39 examples consumed)' in done.stdout
   _AssertSame(project / 'calls', project / 'once', 30)
   # Evaluations go through all 50 points once, from the beginning.
   assert 'Dev a stream of examples' in done.stdout and 'Dev at step 30: loss ' in done.stdout

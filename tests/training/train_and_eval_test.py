@@ -380,7 +380,7 @@ def testWarmStartIsForANewRun(straight, tmp_path, capsys):
   capsys.readouterr()
   training.Program(tmp_path, Params(2))._Restore()
   out = capsys.readouterr().out
-  assert 'going on from step 1' in out and 'warm start' not in out
+  assert 'resuming from step 1' in out and 'warm start' not in out
 
 
 def testTensorBoardHasGradientsPlanAndSamples(tmp_path):
