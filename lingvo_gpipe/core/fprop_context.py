@@ -28,7 +28,7 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import nested_map, weight_params
+from lingvo_gpipe.core import layer_state, nested_map, weight_params
 
 # Micro-batches of one update, over replicas and accumulated mini-batches, are counted below this.
 MAX_MICRO_BATCHES = 1 << 20
@@ -49,19 +49,6 @@ class _Seeded(Protocol):
   def Ancestors(self) -> Iterator[Any]: ...
 
 
-class _Stateful(Protocol):
-  """A layer that reports sums, as far as it matters here."""
-
-  sums_over_replicas: bool
-
-  @property
-  def path(self) -> str: ...
-
-  def Ancestors(self) -> Iterator[Any]: ...
-
-  def UpdateFromSums(self, sums: nested_map.NestedMap) -> None: ...
-
-
 @dataclasses.dataclass
 class FPropContext:
   """Ambient facts of the FProp under way.
@@ -80,7 +67,7 @@ class FPropContext:
   step_counter: tf.Tensor | None = None
   seed_rows: Mapping[int, tf.Tensor] = dataclasses.field(default_factory=dict)
   aux_losses: list[tuple[Any, str, tf.Tensor, float]] = dataclasses.field(default_factory=list)
-  layer_sums: dict[int, tuple[_Stateful, dict[str, tf.Tensor]]] = dataclasses.field(
+  layer_sums: dict[int, tuple[layer_state.StatefulLayer, dict[str, tf.Tensor]]] = dataclasses.field(
     default_factory=dict
   )
   replica_sum: Callable[[str, tf.Tensor], tf.Tensor] | None = None
@@ -110,7 +97,7 @@ class FPropContext:
     """
     self.aux_losses.append((layer, name, value, coefficient))
 
-  def AddSums(self, layer: _Stateful, sums: Mapping[str, tf.Tensor]) -> None:
+  def AddSums(self, layer: layer_state.StatefulLayer, sums: Mapping[str, tf.Tensor]) -> None:
     """Reports sums over the micro-batch, for the update of the layer's state after a mini-batch.
 
     To be called in FProp. In evaluation nothing happens. A layer that is called several times in
@@ -136,7 +123,7 @@ class FPropContext:
     new = {name: tf.stop_gradient(value) for name, value in sums.items()}
     self._MergeSums(layer, new)
 
-  def _MergeSums(self, layer: _Stateful, new: dict[str, tf.Tensor]) -> None:
+  def _MergeSums(self, layer: layer_state.StatefulLayer, new: dict[str, tf.Tensor]) -> None:
     _, old = self.layer_sums.get(id(layer), (layer, {}))
     if old and old.keys() != new.keys():
       raise ValueError(
@@ -145,7 +132,7 @@ class FPropContext:
     added = {name: old[name] + value for name, value in new.items()} if old else new
     self.layer_sums[id(layer)] = (layer, added)
 
-  def SumOverReplicas(self, layer: _Stateful, value: tf.Tensor) -> tf.Tensor:
+  def SumOverReplicas(self, layer: layer_state.StatefulLayer, value: tf.Tensor) -> tf.Tensor:
     """The sum of `value` over the replicas, each with the same micro-batch of its own share.
 
     To be called in FProp, in training. Gradients flow through it. It is the value itself where the
@@ -218,7 +205,7 @@ def UpdateLayers(*contexts: FPropContext) -> None:
     for layer, sums in context.layer_sums.values():
       merged._MergeSums(layer, sums)
   for layer, sums in merged.layer_sums.values():
-    layer.UpdateFromSums(nested_map.NestedMap(sums))
+    layer_state.UpdateFromSums(layer, nested_map.NestedMap(sums))
 
 
 def Scope(

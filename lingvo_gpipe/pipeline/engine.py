@@ -16,7 +16,7 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from lingvo_gpipe.core import base_layer, fprop_context, nested_map, weight_params
+from lingvo_gpipe.core import base_layer, fprop_context, layer_state, nested_map, weight_params
 from lingvo_gpipe.pipeline import emission, replicas
 from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules
 from lingvo_gpipe.pipeline.stages import shared_functions, stage_functions, weighted_loss
@@ -303,7 +303,9 @@ class PipelineEngine:
       layer.path: layer for s in self.stages for top in s.layers for layer in top.Descendants()
     }
     state = state or {}
-    return {p: layers[p].NextState(sums, state.get(p)) for p, sums in layer_sums.items()}
+    return {
+      p: layer_state.NextState(layers[p], sums, state.get(p)) for p, sums in layer_sums.items()
+    }
 
   def AssignState(
     self, state: Mapping[str, Mapping[str, tf.Tensor]], is_wanted: tf.Tensor | None = None

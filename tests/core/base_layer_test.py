@@ -138,7 +138,7 @@ def testNamesMustBeNames(name):
 def testNothingIsCreatedAfterTheVariables():
   tree = _Make()
   for call in (_Child('late'), _Weight('late')):
-    with pytest.raises(ValueError, match="top: 'late' comes too late.*create .* in __init__"):
+    with pytest.raises(ValueError, match="top: .*'late'.*variables already exist.*in __init__"):
       call(tree)
 
 

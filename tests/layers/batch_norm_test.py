@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe.core import base_layer, fprop_context, nested_map, weight_params
+from lingvo_gpipe.core import base_layer, fprop_context, layer_state, nested_map, weight_params
 from lingvo_gpipe.layers import batch_norm
 from lingvo_gpipe.pipeline.stages import micro_batch
 
@@ -288,13 +288,16 @@ def testSumsOfAnotherDtype(dtype):
 def testAWrongWeightIsNamed():
   words = 'counts: StateFromSums returned other; the non-trainable weights .* are total, untouched'
   with pytest.raises(ValueError, match=words):
-    _Counter(wrong='other').UpdateFromSums(nested_map.NestedMap(count=tf.constant(1.0)))
+    layer_state.UpdateFromSums(
+      _Counter(wrong='other'), nested_map.NestedMap(count=tf.constant(1.0))
+    )
 
 
 def testALayerWithoutStateFromSums():
   layer = base_layer.BaseLayer.Params().Set(name='plain').Instantiate()
+  layer.InstantiateVariables()
   with pytest.raises(NotImplementedError, match='BaseLayer reports sums'):
-    layer.UpdateFromSums(nested_map.NestedMap(count=tf.constant(1.0)))
+    layer_state.UpdateFromSums(layer, nested_map.NestedMap(count=tf.constant(1.0)))
 
 
 if __name__ == '__main__':
