@@ -45,7 +45,6 @@ _NO_TENSORFLOW_MODULES = (
   'lingvo_gpipe.core.params_diff',
   'lingvo_gpipe.core.params_text',
   'lingvo_gpipe.core.params_tree',
-  'lingvo_gpipe.core.read_only',
   'lingvo_gpipe.core.text_table',
   'lingvo_gpipe.distributed.cluster_spec',
   'lingvo_gpipe.distributed.local_workers',

@@ -77,19 +77,22 @@ class Params(params_tree.Node):
     self._CheckMutable(name)
     if name in self.__params:
       raise AttributeError(f'{name} is already defined')
-    default = params_tree.Frozen(params_tree.Copied(default_value, {}))
-    value = params_tree.Changeable(default_value)
-    self.__params[name] = params_tree.Param(value, default, description)
+    default = params_tree.Copied(default_value, {})
+    self.__params[name] = params_tree.Param(default_value, default, description)
 
   def __getattr__(self, name: str) -> Any:
     # Python itself asks for names such as __setstate__, also before there are params.
     if name.startswith('__') and name.endswith('__'):
       raise AttributeError(name)
-    return self._Record(name).value
+    return self._Read(self._Record(name).value)
 
   def __setattr__(self, name: str, value: Any) -> None:
     self._CheckMutable(name)
-    self._Record(name).value = params_tree.Changeable(value)
+    self._Record(name).value = value
+
+  def _Read(self, value: Any) -> Any:
+    """Returns the value of a param to the caller, who must not be able to change frozen Params."""
+    return params_tree.CopyContainers(value) if self.__frozen else value
 
   def _Records(self) -> dict[str, params_tree.Param]:
     return self.__params
@@ -109,13 +112,15 @@ class Params(params_tree.Node):
   def Get(self, name: str) -> Any:
     """The value at a path. Raises AttributeError where there is none."""
     if isinstance(name, str) and name in self.__params:  # Mostly a path is a name: no parsing.
-      return self.__params[name].value
+      return self._Read(self.__params[name].value)
     value: Any = self
+    owner: Params = self
     prefix = ''
     for step in params_text.ParsePath(name):
+      owner = value if isinstance(value, Params) else owner
       value = params_tree.GetStep(value, step, prefix, name)
       prefix += step.text
-    return value
+    return owner._Read(value)
 
   def Set(self, **kwargs: Any) -> Self:
     """Sets values at paths, `Set(x=1, **{'a.b[0].c': 2})`; on an error none. Returns self."""
@@ -133,7 +138,7 @@ class Params(params_tree.Node):
         if path in self.__params:  # As in Get.
           self._CheckMutable(path)
           record = self.__params[path]
-          new = params_tree.Changeable(make(record.value, record.default))
+          new = make(record.value, record.default)
           undo.append(functools.partial(setattr, record, 'value', record.value))
           record.value = new
           continue
@@ -180,7 +185,7 @@ class Params(params_tree.Node):
   def IterParams(self) -> Iterator[tuple[str, Any]]:
     """(name, value) of every param, in the order of definition; does not enter nested Params."""
     for name, param in self.__params.items():
-      yield name, param.value
+      yield name, self._Read(param.value)
 
   def GetKeys(self) -> list[str]:
     """The names, in the order of definition."""
@@ -259,17 +264,17 @@ class Params(params_tree.Node):
     return new
 
   def Freeze(self) -> None:
-    """Makes these Params, and all Params, lists, dicts and sets in them, read-only for good.
+    """Makes these Params, and all Params in them, read-only for good.
 
-    Lists, dicts and sets are replaced by read-only ones of equal content, so an object that the
-    caller still holds can be changed without effect here. Dataclasses are replaced by copies with
-    frozen fields.
+    Their lists, dicts, sets and dataclasses are copied now and whenever they are read: a caller can
+    change such a copy, or the original, without effect on the frozen Params.
     """
     if self.__frozen:
       return
     self.__dict__['_Params__frozen'] = True
     for param in self.__params.values():
-      param.value = params_tree.Frozen(param.value)
+      param.value = params_tree.CopyContainers(param.value)
+      params_tree.FreezeNodes(param.value)
 
   def IsImmutable(self) -> bool:
     """Whether these Params are frozen."""
@@ -323,7 +328,7 @@ class Params(params_tree.Node):
     types = type_overrides or {}
 
     def _Parse(path: str, text: str, current: Any, default: Any) -> Any:
-      like = default if current is None else current
+      like = params_tree.Copied(default, {}) if current is None else current
       if isinstance(like, Params) and text.strip() not in ('None', 'NoneType'):
         names = [name for name in like.GetKeys() if name != 'cls']
         hint = f' such as {path}.{names[0]}' if names and current is not None else ''

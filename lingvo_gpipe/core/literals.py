@@ -30,8 +30,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from lingvo_gpipe.core import read_only
-
 QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
 # A text that starts so is a literal and is never taken for a bare string.
 LITERAL_START = re.compile(
@@ -111,7 +109,7 @@ def TypeName(value: Any) -> str:
       return name
   if IsNumpyBool(value) or IsFloat(value):
     return 'float' if IsFloat(value) else 'bool'
-  return read_only.BaseClass(value).__name__
+  return type(value).__name__
 
 
 # --- Writing --------------------------------------------------------------------------------------
@@ -166,7 +164,7 @@ def WriteValue(value: Any) -> str:
 
 
 def _Opaque(value: Any) -> str:
-  cls = read_only.BaseClass(value)
+  cls = type(value)
   return f'<{cls.__module__}.{cls.__qualname__}>'
 
 

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from lingvo_gpipe.core import literals, read_only
+from lingvo_gpipe.core import literals
 
 _INT = re.compile(r'[+-]?[0-9][0-9_]*(\.[0-9_]*)?([eE][+-]?[0-9]+)?')
 _STEP = re.compile(
@@ -144,7 +144,7 @@ def _Kind(like: Any) -> tuple[str, Callable[[str, Any], Any]]:
   if literals.IsRecord(like):
     names = list(literals.RecordFields(like))
     return f'{type(like).__name__} (a dict of fields {", ".join(names)})', _ParseRecord
-  name = read_only.BaseClass(like).__name__
+  name = type(like).__name__
   if isinstance(like, _PLAIN):
     example = {'list': '[1, 2]', 'tuple': '(1, 2)', 'dict': "{'a': 1}"}.get(name)
     return f'{name} (such as {example})' if example else name, _ParseContainer

@@ -18,7 +18,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from lingvo_gpipe.core import literals, read_only
+from lingvo_gpipe.core import literals
 from lingvo_gpipe.core.params_text import Step
 
 _MAX_KEYS_SHOWN = 12
@@ -221,7 +221,7 @@ def _Locate(container: Any, step: Step, prefix: str, path: str) -> _Place:
 def _AtParam(node: Node, param: Param, path: str) -> _Place:
   def _Put(new: Any) -> Node:
     node._CheckMutable(path)
-    param.value = Changeable(new)
+    param.value = new
     return node
 
   return _Place(
@@ -235,13 +235,13 @@ def _AtKey(container: Any, key: Any, path: str) -> _Place:
       items = list(container)
       items[key] = new
       return tuple(items)
-    if read_only.IsReadOnly(container) or isinstance(container, range):
-      raise TypeError(f'{path} cannot be changed: it is in a read-only container')
+    if isinstance(container, range):
+      raise TypeError(f'{path} cannot be changed: it is in a range')
     container[key] = new
     return container
 
   old = container[key]
-  changes = isinstance(container, (list, dict)) and not read_only.IsReadOnly(container)
+  changes = isinstance(container, (list, dict))
   return _Place(old, _Put, functools.partial(container.__setitem__, key, old) if changes else None)
 
 
@@ -271,6 +271,8 @@ def SetPath(
     changed.
   """
   place = _Locate(container, steps[0], prefix, path)
+  if isinstance(container, Node) and not isinstance(place.child, Node):
+    container._CheckMutable(path)  # The containers in frozen Params do not protect themselves.
   if len(steps) == 1:
     new = make(place.child, place.default)
   else:
@@ -286,25 +288,32 @@ def SetPath(
 # --- Copies, freezing, equality -------------------------------------------------------------------
 
 
+def _WithChildren(value: Any, fn: Callable[[Any], Any]) -> Any:
+  """Returns a container like `value` with `fn(child)` for each child; None if it is a leaf."""
+  if isinstance(value, (list, dict)):
+    new = copy.copy(value)
+    for key, item in list(new.items() if isinstance(new, dict) else enumerate(new)):
+      new[key] = fn(item)
+    return new
+  if type(value) is tuple or literals.IsNamedTuple(value):
+    items = [fn(item) for item in value]
+    return type(value)(*items) if literals.IsNamedTuple(value) else tuple(items)
+  if literals.IsRecord(value):
+    new = copy.copy(value)
+    for name in literals.RecordFields(value):
+      object.__setattr__(new, name, fn(getattr(value, name)))
+    return new
+  return None
+
+
 def Copied(value: Any, memo: dict[int, Any]) -> Any:
   """A deep copy that can be changed; what is shared by copies is returned as it is."""
   if isinstance(value, _ATOMS) or type(value).__module__.partition('.')[0] in _SHARED:
     return value
   if id(value) in memo:
     return memo[id(value)]
-  new: Any
-  if isinstance(value, (list, dict)):
-    new = memo[id(value)] = copy.copy(value)
-    for key, item in list(new.items() if isinstance(new, dict) else enumerate(new)):
-      new[key] = Copied(item, memo)
-  elif type(value) is tuple or literals.IsNamedTuple(value):
-    items = [Copied(item, memo) for item in value]
-    new = type(value)(*items) if literals.IsNamedTuple(value) else tuple(items)
-  elif literals.IsRecord(value):
-    new = copy.copy(value)
-    for name in literals.RecordFields(value):
-      object.__setattr__(new, name, Copied(getattr(value, name), memo))
-  else:
+  new = _WithChildren(value, lambda child: Copied(child, memo))
+  if new is None:
     try:
       new = copy.deepcopy(value, memo)
     except Exception:  # Such as a lock or an open file.
@@ -313,33 +322,23 @@ def Copied(value: Any, memo: dict[int, Any]) -> Any:
   return new
 
 
-def Frozen(value: Any) -> Any:
-  """`value` with the Params in it frozen and read-only lists, dicts and sets in it."""
+def CopyContainers(value: Any) -> Any:
+  """Returns `value` with copies of the containers in it. Params and all other leaves are shared."""
+  if isinstance(value, (Node, *_ATOMS)):
+    return value
+  if isinstance(value, set):
+    return copy.copy(value)
+  new = _WithChildren(value, CopyContainers)
+  return value if new is None else new
+
+
+def FreezeNodes(value: Any) -> None:
+  """Freezes the Params in `value`."""
   if isinstance(value, Node):
     value.Freeze()
-    return value
-  if read_only.IsReadOnly(value):
-    return value
-  if read_only.IsContainer(value):
-    new = copy.copy(value)
-    if isinstance(new, (list, dict)):
-      for key, item in list(new.items() if isinstance(new, dict) else enumerate(new)):
-        new[key] = Frozen(item)
-    return read_only.MakeReadOnly(new)
-  if type(value) is tuple or literals.IsNamedTuple(value):
-    items = [Frozen(item) for item in value]
-    return type(value)(*items) if literals.IsNamedTuple(value) else tuple(items)
-  if literals.IsRecord(value):
-    new = copy.copy(value)
-    for name in literals.RecordFields(value):
-      object.__setattr__(new, name, Frozen(getattr(value, name)))
-    return new
-  return value
-
-
-def Changeable(value: Any) -> Any:
-  """`value`, or a copy where it is a read-only container, taken out of frozen Params."""
-  return Copied(value, {}) if read_only.IsReadOnly(value) else value
+    return
+  for _, child in Children(value) or ():
+    FreezeNodes(child)
 
 
 def Equal(a: Any, b: Any) -> bool:

@@ -189,24 +189,7 @@ def testFreezeIsDeep():
     lambda: p.Delete('tpl.x'),
     lambda: p.FromText('tpl.x:[2]'),
     lambda: p.MergeCommonKeysFrom(_Containers()),
-    lambda: p.plain.append(1),
-    lambda: p.plain[1].append(1),
-    lambda: p.plain.__setitem__(0, 1),
-    lambda: p.plain.__iadd__([1]),
-    lambda: p.mapping.update(k=1),
-    lambda: p.mapping['k'].append(1),
-    lambda: p.mapping.pop('k'),
-    lambda: p.ordered.move_to_end('b'),
-    lambda: setattr(p.nested, 'a', 1),
-    lambda: p.nested.Set('a', 1),
-    lambda: p.nested.a.append(1),
-    lambda: p.pair[1].append(1),
-    lambda: p.record.y.append(1),
-    lambda: p.options.names.append(1),
-    lambda: p.some.add(3),
     lambda: setattr(p.tpl, 'x', 1),
-    lambda: p.tpl.x.append(1),
-    lambda: p.tpls[0].x.append(1),
     lambda: setattr(p.tpls[1]['k'], 'x', 1),
   ]
   for attempt in attempts:
@@ -217,14 +200,47 @@ def testFreezeIsDeep():
   assert 'tpl.x' in _Message(TypeError, attempts[2])
 
 
+@pytest.mark.parametrize(
+  'change',
+  [
+    lambda p: p.plain.append(1),
+    lambda p: p.plain[1].append(1),
+    lambda p: p.plain.__setitem__(0, 1),
+    lambda p: p.Get('plain').append(1),
+    lambda p: p.Get('plain[1]').append(1),
+    lambda p: p.mapping.update(k=1),
+    lambda p: p.mapping['k'].append(1),
+    lambda p: p.mapping.pop('k'),
+    lambda p: p.ordered.move_to_end('b'),
+    lambda p: setattr(p.nested, 'a', 1),
+    lambda p: p.nested.Set('a', 1),
+    lambda p: p.nested.a.append(1),
+    lambda p: p.pair[1].append(1),
+    lambda p: p.options.names.append(1),
+    lambda p: p.some.add(3),
+    lambda p: p.tpl.x.append(1),
+    lambda p: p.Get('tpl.x').append(1),
+    lambda p: _Leaf(child=p).Get('child.plain[1]').append(1),
+    lambda p: p.tpls.pop(),
+    lambda p: p.tpls[0].x.append(1),
+    lambda p: p.GetDefault('plain').append(1),
+    lambda p: [value.clear() for name, value in p.IterParams() if name == 'plain'],
+  ],
+)
+def testChangesOfContainersDoNotReachFrozenParams(change):
+  p = _Containers()
+  p.Freeze()
+  change(p)
+  assert p == _Containers() and p.GetDefault('plain') == _Containers().plain
+
+
 def testContainersOfFrozenParamsKeepTheirTypes():
   p = _Containers()
   p.Freeze()
   for name, value in _Containers().IterParams():
-    assert isinstance(p.Get(name), type(value)), name
+    assert type(p.Get(name)) is type(value), name
     assert p.Get(name) == value
   assert list(p.ordered) == ['b', 'a']
-  assert type(p.plain)([1]) == [1] and type(type(p.plain)([1])) is list
   assert (
     p.ToText() == _Containers().ToText() and p.ToTextWithTypes() == _Containers().ToTextWithTypes()
   )
@@ -273,7 +289,7 @@ def testPickle():
   p.Freeze()
   q = pickle.loads(pickle.dumps(p))
   assert q == p and q.IsImmutable()
-  _Message(TypeError, q.plain.append, 1)
+  _Message(TypeError, setattr, q, 'plain', 1)
 
 
 def testEquality():
