@@ -5,7 +5,6 @@ import dataclasses
 import enum
 import sys
 import types
-from typing import NamedTuple
 
 import hypothesis
 import pytest
@@ -29,7 +28,8 @@ class _Record:
   y: object = None
 
 
-class _Pair(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Pair:
   a: int
   b: str = ''
 

@@ -19,8 +19,7 @@ What holds throughout:
 * Text (`FromText`) must have the type of the present value, of the default where that is None, and
   any type where both are None. `None` is accepted everywhere. Text is parsed, never evaluated; see
   `literals` for the form of values.
-* A path is `a.b`, `layers[1].x`, `layers[-1]`, `groups['k'].x`; `r[x]` is a field of a dataclass or
-  named tuple.
+* A path is `a.b`, `layers[1].x`, `layers[-1]`, `groups['k'].x`; `r[x]` is a field of a dataclass.
 
 Errors: AttributeError for what is not defined (with the closest names), TypeError for a change of
 frozen Params, ValueError for text or a path that cannot be read. Messages are one line. This module
@@ -224,8 +223,8 @@ class Params(params_tree.Node):
 
     Args:
       visit_fn: called with (key, value) of what is no container, or was not entered.
-      enter_fn: called with (key, value) of Params, lists, tuples, ranges, dicts, dataclasses, named
-        tuples; where it returns False, visit_fn gets the container itself.
+      enter_fn: called with (key, value) of Params, lists, tuples, dicts and dataclasses; if it
+        returns False, visit_fn gets the container itself.
       exit_fn: called with (key, value) after an entered container.
     """
 

@@ -4,13 +4,12 @@
 Text is parsed, never evaluated, and nothing is imported. A value is written as a Python literal;
 beyond those
 
-* `type/<module>/<name>` is a class, a function or an enum member. Reading looks in modules already
-  imported only.
-* `type/<module>/<name>(x=1, y=2)` is a dataclass or a named tuple.
-* `tf.float32` is a TensorFlow dtype; `range(...)`, `set([...])`, `frozenset([...])`, `complex(re,
-  im)`, `inf`, `nan`.
-* `<module.name>` stands for an object that has no text form. It can only be read over the very same
-  value.
+* `type/<module>/<name>` is a class or a function. Reading looks only in modules that are already
+  imported.
+* `type/<module>/<name>(x=1, y=2)` is a dataclass.
+* `tf.float32` is a TensorFlow dtype; `inf` and `nan` are floats.
+* `<module.class>` stands for an object without a text form, such as a set, an enum member or a
+  named tuple. It can be read only over a value with the same text, which it keeps.
 
 A value takes one line whatever characters its strings hold. This module does not import TensorFlow.
 """
@@ -27,14 +26,11 @@ import re
 import sys
 import types
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
 # A text that starts so is a literal and is never taken for a bare string.
-LITERAL_START = re.compile(
-  r"""[bBrRuU]{0,2}['"]|[\[({]|type/|tf\.[a-z_0-9]+$|(range|set|frozenset|complex)\(|<[\w.<>]+>$"""
-)
+LITERAL_START = re.compile(r"""[bBrRuU]{0,2}['"]|[\[({]|type/|tf\.[a-z_0-9]+$|<[\w.<>]+>$""")
 _NAMED = re.compile(r'type/([^/()]+)/([^/()]+)')
 _BOOLS = {'true': True, 'false': False}
 _NAMES = {'inf': math.inf, 'nan': math.nan, 'NoneType': None}
@@ -48,27 +44,20 @@ class _NotLiteral(ValueError):
 # --- Kinds of values ------------------------------------------------------------------------------
 
 
-def IsNamedTuple(value: Any) -> bool:
-  """Whether `value` is an instance of a named tuple."""
-  return isinstance(value, tuple) and hasattr(value, '_fields')
-
-
 def IsRecord(value: Any) -> bool:
-  """Whether `value` is an instance of a dataclass or of a named tuple."""
-  return IsNamedTuple(value) or (dataclasses.is_dataclass(value) and not isinstance(value, type))
+  """Whether `value` is an instance of a dataclass."""
+  return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 def RecordFields(value: Any) -> dict[str, Any]:
   """The fields of a record that its constructor takes, by name."""
-  if isinstance(value, tuple):
-    return dict(zip(value._fields, value, strict=True))  # type: ignore[attr-defined]
   return {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
 
 
 def ReplaceFields(value: Any, **fields: Any) -> Any:
   """A record like `value` with other fields. Raises ValueError where its class refuses them."""
   try:
-    return value._replace(**fields) if IsNamedTuple(value) else dataclasses.replace(value, **fields)
+    return dataclasses.replace(value, **fields)
   except Exception as e:
     raise ValueError(f'{type(value).__name__} refuses {fields!r}: {e}') from e
 
@@ -102,8 +91,6 @@ def TypeName(value: Any) -> str:
   """The type of `value` as ToTextWithTypes names it. NumPy's numbers count as Python's."""
   if IsNamed(value):
     return 'type' if isinstance(value, type) else 'function'
-  if isinstance(value, enum.Enum):
-    return type(value).__name__
   for cls, name in ((bool, 'bool'), (numbers.Integral, 'int'), (str, 'str')):
     if isinstance(value, cls):
       return name
@@ -128,8 +115,8 @@ def WriteValue(value: Any) -> str:
 
   if value is None or isinstance(value, bool) or IsNumpyBool(value):
     return 'None' if value is None else str(bool(value))
-  if isinstance(value, enum.Enum):
-    return f'{PathOf(type(value))}.{value.name}' if value.name else _Opaque(value)
+  if isinstance(value, enum.Enum):  # Some are also an int or a str.
+    return _Opaque(value)
   if IsNamed(value):
     return PathOf(value)
   if isinstance(value, str):
@@ -140,26 +127,18 @@ def WriteValue(value: Any) -> str:
     return repr(int(value))
   if IsFloat(value):
     return repr(float(value))
-  if type(value) is complex:
-    return f'complex({value.real!r}, {value.imag!r})'
-  if type(value) is range:
-    return repr(value)
   if IsTensorFlowDType(value):
     return f'tf.{value.name}'
   if IsRecord(value):
     fields = (f'{name}={WriteValue(item)}' for name, item in RecordFields(value).items())
     return f'{PathOf(type(value))}({", ".join(fields)})'
-  if isinstance(value, tuple):
+  if type(value) is tuple:
     return f'({_Items(value)}{"," if len(value) == 1 else ""})'
   if isinstance(value, list):
     return f'[{_Items(value)}]'
   if isinstance(value, dict):
     pairs = (f'{WriteValue(key)}: {WriteValue(item)}' for key, item in value.items())
     return f'{{{", ".join(pairs)}}}'
-  if isinstance(value, (set, frozenset)):
-    # Sorted, since the order of a set of strings differs between two runs of Python.
-    items = ', '.join(sorted(map(WriteValue, value)))
-    return f'{"set" if isinstance(value, set) else "frozenset"}([{items}])'
   return _Opaque(value)
 
 
@@ -178,7 +157,7 @@ def Shorten(text: str) -> str:
 
 
 def _Resolve(module_name: str, qualname: str) -> Any:
-  """The class, function or enum member of that name in an imported module."""
+  """Returns the class or function of that name in an imported module."""
   module = sys.modules.get(module_name)
   if module is None:
     raise ValueError(f'module {module_name} is not imported; import it before reading the text')
@@ -195,8 +174,8 @@ def _Resolve(module_name: str, qualname: str) -> Any:
       hint = f'; did you mean {closest[0]}?' if closest else ''
       raise ValueError(f'module {module_name} has no {qualname}{hint}')
     value = vars(value)[name] if value is module else getattr(value, name)
-  if not (IsNamed(value) or isinstance(value, enum.Enum) or callable(value)):
-    raise ValueError(f'{qualname} of module {module_name} is no class, function or enum member')
+  if not (IsNamed(value) or callable(value)):
+    raise ValueError(f'{qualname} of module {module_name} is not a class or a function')
   return value
 
 
@@ -212,9 +191,8 @@ def _DType(name: str) -> Any:
 
 
 def _MakeRecord(cls: Any, fields: dict[str, Any]) -> Any:
-  known = getattr(cls, '_fields', None) or getattr(cls, '__dataclass_fields__', None)
-  if not (isinstance(cls, type) and known):
-    raise ValueError(f'{cls!r} is no dataclass and no named tuple')
+  if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
+    raise ValueError(f'{cls!r} is not a dataclass')
   try:
     return cls(**fields)
   except Exception as e:
@@ -245,46 +223,28 @@ def _Keywords(node: ast.Call) -> dict[str, Any]:
   return {str(k.arg): _FromNode(k.value) for k in node.keywords}
 
 
-def _FromCall(node: ast.Call) -> Any:
-  makers: dict[str, Callable[..., Any]] = {c.__name__: c for c in (range, set, frozenset, complex)}
-  maker = makers.get(node.func.id) if isinstance(node.func, ast.Name) else None
-  if maker is None or node.keywords:
-    raise _NotLiteral('a call')
-  args = [_FromNode(arg) for arg in node.args]
-  if maker in (set, frozenset) and any(isinstance(arg, range) for arg in args):
-    raise ValueError(f'{maker.__name__} takes a list')  # A range may be larger than any memory.
-  try:
-    return maker(*args)
-  except (TypeError, ValueError) as e:
-    raise ValueError(str(e)) from None
-
-
 def _FromNode(node: ast.AST) -> Any:
   """The value of a node of Python's grammar that is a literal in the sense of this module."""
   match node:
-    case ast.Constant(value=value) if value is not ...:
+    case ast.Constant(value=value) if not isinstance(value, (complex, types.EllipsisType)):
       return value
     case ast.Name(id=name) if name in _NAMES or name.lower() in _BOOLS:
       return _NAMES[name] if name in _NAMES else _BOOLS[name.lower()]
     case ast.UnaryOp(op=ast.USub() | ast.UAdd(), operand=operand):
       value = _FromNode(operand)
-      if isinstance(value, bool) or not isinstance(value, (int, float, complex)):
+      if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise _NotLiteral('a sign before what is no number')
       return -value if isinstance(node.op, ast.USub) else value
     case ast.List(elts=elts):
       return [_FromNode(e) for e in elts]
     case ast.Tuple(elts=elts):
       return tuple(_FromNode(e) for e in elts)
-    case ast.Set(elts=elts):
-      return {_FromNode(e) for e in elts}
     case ast.Dict(keys=keys, values=values) if None not in keys:
       return {_FromNode(k): _FromNode(v) for k, v in zip(keys, values, strict=True) if k}
     case ast.Attribute(value=ast.Name(id='tf'), attr=name):
       return _DType(name)
     case ast.BinOp():
       return _FromBinOp(node)
-    case ast.Call():
-      return _FromCall(node)
   raise _NotLiteral(f'{Shorten(ast.unparse(node))} is no literal; a string needs quotes')
 
 

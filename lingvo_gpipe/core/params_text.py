@@ -28,7 +28,7 @@ _STEP = re.compile(
 _SKIPPED = re.compile(r'(?:[\s;]|#[^\n]*)*')
 _BLANKS = re.compile(r'[ \t]*')
 _BARE_VALUE = re.compile(r'[^;\n]*')
-_PLAIN = (list, tuple, dict, set, frozenset, range, complex, bytes)
+_PLAIN = (list, tuple, dict, bytes)
 
 
 # --- Values ---------------------------------------------------------------------------------------
@@ -64,15 +64,6 @@ def _ParseStr(text: str, like: Any) -> str:
   if not isinstance(value, str):
     raise ValueError()
   return value
-
-
-def _ParseEnum(text: str, like: Any) -> Any:
-  cls = type(like)
-  name = text.removeprefix(literals.PathOf(cls) + '.').removeprefix(cls.__name__ + '.')
-  if name in cls.__members__:
-    return cls[name]
-  closest = difflib.get_close_matches(name, cls.__members__, n=1)
-  raise ValueError(f'did you mean {cls.__name__}.{closest[0]}?' if closest else '')
 
 
 def _ParseDType(text: str, like: Any) -> Any:
@@ -127,14 +118,11 @@ def _Kind(like: Any) -> tuple[str, Callable[[str, Any], Any]]:
   """What a text must be to replace the value `like`: in words, and the function that reads it."""
   if isinstance(like, bool) or literals.IsNumpyBool(like):
     return 'bool (true or false)', _ParseBool
-  if isinstance(like, enum.Enum):
-    names = [f'{type(like).__name__}.{name}' for name in type(like).__members__]
-    return ' or '.join(names[:6]) + (' ...' if len(names) > 6 else ''), _ParseEnum
-  if isinstance(like, numbers.Integral):
+  if isinstance(like, numbers.Integral) and not isinstance(like, enum.Enum):
     return 'int (such as 100 or 1e6)', _ParseInt
   if literals.IsFloat(like):
     return 'float', _ParseFloat
-  if isinstance(like, str):
+  if isinstance(like, str) and not isinstance(like, enum.Enum):
     return 'str (with a quote at its beginning, it must be a quoted string)', _ParseStr
   if literals.IsNamed(like):
     kind = 'class' if isinstance(like, type) else 'class or function'
@@ -145,7 +133,7 @@ def _Kind(like: Any) -> tuple[str, Callable[[str, Any], Any]]:
     names = list(literals.RecordFields(like))
     return f'{type(like).__name__} (a dict of fields {", ".join(names)})', _ParseRecord
   name = type(like).__name__
-  if isinstance(like, _PLAIN):
+  if isinstance(like, _PLAIN) and not (isinstance(like, tuple) and type(like) is not tuple):
     example = {'list': '[1, 2]', 'tuple': '(1, 2)', 'dict': "{'a': 1}"}.get(name)
     return f'{name} (such as {example})' if example else name, _ParseContainer
   return f'{name}, which has no text form', _ParseOpaque

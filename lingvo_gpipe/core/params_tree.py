@@ -2,8 +2,7 @@
 """Walks through trees of Params and containers: paths, copies, freezing, comparison, and text of a
 whole tree.
 
-A tree's inner nodes are Params (here seen as `Node`), lists, tuples, dicts, dataclasses and named
-tuples.
+The inner nodes of a tree are Params (here seen as `Node`), lists, tuples, dicts and dataclasses.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ def Children(value: Any) -> list[tuple[str, Any]] | None:
     return [(f'[{name}]', item) for name, item in literals.RecordFields(value).items()]
   if isinstance(value, dict):
     return [(f'[{literals.WriteValue(key)}]', item) for key, item in value.items()]
-  if isinstance(value, (list, tuple, range)):
+  if isinstance(value, list) or type(value) is tuple:
     names = _PairNames(value)
     if names:
       return [(f'[{name}]', item) for name, (_, item) in zip(names, value, strict=True)]
@@ -99,7 +98,7 @@ def HoldsNodes(value: Any) -> bool:
   """Whether there are Params in `value`, or it is one."""
   if isinstance(value, Node):
     return True
-  if isinstance(value, (range, *_ATOMS)):
+  if isinstance(value, _ATOMS):
     return False
   return any(HoldsNodes(child) for _, child in Children(value) or ())
 
@@ -205,7 +204,7 @@ def _Locate(container: Any, step: Step, prefix: str, path: str) -> _Place:
         _Missing(asked, path, prefix, [f'{prefix}[{k}]' for k in close], list(fields))
       )
     return _Place(fields[key], lambda new: literals.ReplaceFields(container, **{key: new}))
-  if isinstance(container, (list, tuple, range)):
+  if isinstance(container, list) or type(container) is tuple:
     names = _PairNames(container) if step.kind == 'field' else None
     if names and key in names:
       return _AtPair(container, names.index(key), path)
@@ -235,8 +234,6 @@ def _AtKey(container: Any, key: Any, path: str) -> _Place:
       items = list(container)
       items[key] = new
       return tuple(items)
-    if isinstance(container, range):
-      raise TypeError(f'{path} cannot be changed: it is in a range')
     container[key] = new
     return container
 
@@ -295,9 +292,8 @@ def _WithChildren(value: Any, fn: Callable[[Any], Any]) -> Any:
     for key, item in list(new.items() if isinstance(new, dict) else enumerate(new)):
       new[key] = fn(item)
     return new
-  if type(value) is tuple or literals.IsNamedTuple(value):
-    items = [fn(item) for item in value]
-    return type(value)(*items) if literals.IsNamedTuple(value) else tuple(items)
+  if type(value) is tuple:
+    return tuple(fn(item) for item in value)
   if literals.IsRecord(value):
     new = copy.copy(value)
     for name in literals.RecordFields(value):
@@ -349,8 +345,6 @@ def Equal(a: Any, b: Any) -> bool:
     return bool(a == b)
   if isinstance(a, float) and isinstance(b, float):
     return a == b or (math.isnan(a) and math.isnan(b))
-  if isinstance(a, complex) and isinstance(b, complex):
-    return Equal(a.real, b.real) and Equal(a.imag, b.imag)
   for kind in (list, tuple):
     if isinstance(a, kind) and isinstance(b, kind):
       return len(a) == len(b) and all(map(Equal, a, b))

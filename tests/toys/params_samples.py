@@ -2,28 +2,16 @@
 """Params, and values that Params may hold, for the tests of Params."""
 
 import dataclasses
-import enum
-from typing import NamedTuple
 
 import pytest
 
 from lingvo_gpipe.core import hyperparams
 
 
-class Color(enum.Enum):
-  RED = 1
-  GREEN = 2
-
-
 @dataclasses.dataclass
 class Options:
   alpha: float = 0.5
   names: list = dataclasses.field(default_factory=list)
-
-
-class Point(NamedTuple):
-  x: int
-  y: object
 
 
 class Layer:
