@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of an experiment: registry, task, models."""
+"""Experiments and their parts: the registry, tasks, and models."""

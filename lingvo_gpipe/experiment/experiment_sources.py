@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the source files of a package of experiments are, and what they say they register.
+"""Finds the source files of a package of experiments and the experiments they register.
 
-Nothing of a package is imported or run: modules are located on Python's path, and decorated classes
-are read off the syntax. This module imports neither TensorFlow nor the registry.
+No code of the package is imported or run: modules are located on Python's path, and decorated
+classes are read from the syntax tree. This module imports neither TensorFlow nor the registry.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ import os
 import sys
 from collections.abc import Iterator
 
-# The registry's decorators, by which a file's experiments are told.
+# The registry's decorators, which mark the experiments of a file.
 DECORATORS = ('RegisterSingleTaskModel', 'RegisterMultiTaskModel')
 
-# --- places ---
+# --- locations ---
 
 
 def _FindSpec(name: str) -> importlib.machinery.ModuleSpec | None:
-  """Finds a module or package without importing anything, its parent packages included."""
-  top, *rest = name.split('.')
+  """Finds a module or package without importing it or any of its parent packages."""
+  top, *submodules = name.split('.')
   if top in sys.modules:
     # None for a script, where find_spec would raise.
     spec = getattr(sys.modules[top], '__spec__', None)
   else:
     spec = importlib.util.find_spec(top)
-  for part in rest:
+  for part in submodules:
     if spec is None or spec.submodule_search_locations is None:
       return None
-    # The path says where to look; with the dotted name a namespace package would ask for its
+    # Search for the last part alone: given the dotted name, a namespace package would look up its
     # parent module, which is not imported.
     path = list(spec.submodule_search_locations)
     spec = importlib.machinery.PathFinder.find_spec(part, path)
@@ -39,37 +39,37 @@ def _FindSpec(name: str) -> importlib.machinery.ModuleSpec | None:
 
 
 def FindModule(name: str) -> importlib.machinery.ModuleSpec | None:
-  """Finds a module without importing it; None for a directory that holds no code of its own."""
+  """Finds a module without importing it; returns None for a directory without an `__init__.py`."""
   spec = _FindSpec(name)
   return None if spec is None or spec.origin is None else spec
 
 
 def IsPackage(spec: importlib.machinery.ModuleSpec) -> bool:
-  """Whether `spec` is that of a package, not of a module in one file."""
+  """Whether `spec` belongs to a package rather than to a single-file module."""
   return spec.submodule_search_locations is not None
 
 
 def DescribeLocation(package: str) -> str:
-  """Returns where the package is, and the folder that one might have expected instead."""
+  """Describes where Python finds the package, and any folder of that name that it hides."""
   spec = _FindSpec(package)
   if spec is None or not spec.submodule_search_locations:
     return 'no such package'
-  there = list(spec.submodule_search_locations)[0]
+  location = list(spec.submodule_search_locations)[0]
   for root in sys.path:
     folder = os.path.join(os.path.abspath(root), *package.split('.'))
-    if os.path.abspath(there) == folder:
+    if os.path.abspath(location) == folder:
       break
     if os.path.isdir(folder):
-      # Python prefers a package with that file anywhere on the path to a folder without it.
-      return f'{there}, which hides {folder}: that has no __init__.py'
-  return there
+      # Python prefers a package with an __init__.py anywhere on the path to a folder without one.
+      return f'{location}, which hides {folder}: add an __init__.py to that folder'
+  return location
 
 
 # --- files ---
 
 
 def SourceFiles(package: str) -> Iterator[tuple[str, str]]:
-  """Yields (module name, path) of the package's source files, tests excepted."""
+  """Yields (module name, path) for each source file of the package except tests."""
   spec = _FindSpec(package)
   for root in (spec and spec.submodule_search_locations) or ():
     for folder, subfolders, files in os.walk(root):
@@ -85,7 +85,7 @@ def SourceFiles(package: str) -> Iterator[tuple[str, str]]:
 
 
 def FindRegistrations(path: str) -> list[tuple[str | None, int]]:
-  """Returns (class name, line) of each use of the decorator in a file; no name: used by a call."""
+  """Returns (class name, line) for each use of a decorator in a file; name None marks a call."""
   try:
     with open(path, 'rb') as f:
       source = f.read()
@@ -94,7 +94,7 @@ def FindRegistrations(path: str) -> list[tuple[str | None, int]]:
     tree = ast.parse(source)
   except (OSError, SyntaxError, ValueError):
     return []
-  found: list[tuple[str | None, int]] = []
+  registrations: list[tuple[str | None, int]] = []
   names = set(DECORATORS)
   for node in ast.walk(tree):
     if isinstance(node, ast.ImportFrom):
@@ -102,14 +102,14 @@ def FindRegistrations(path: str) -> list[tuple[str | None, int]]:
   for node in ast.walk(tree):
     if isinstance(node, ast.ClassDef):
       lines = [d.lineno for d in node.decorator_list if _LastName(d) in names]
-      found.extend((node.name, line) for line in lines)
+      registrations.extend((node.name, line) for line in lines)
     elif isinstance(node, ast.Call) and _LastName(node.func) in names:
-      found.append((None, node.lineno))
-  return found
+      registrations.append((None, node.lineno))
+  return registrations
 
 
 def _LastName(node: ast.expr) -> str | None:
-  """Returns 'c' of the expression `c` or `a.b.c`."""
+  """Returns 'c' for the expression `c` or `a.b.c`."""
   if isinstance(node, ast.Attribute):
     return node.attr
   return node.id if isinstance(node, ast.Name) else None

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models: tasks and their inputs, as an experiment names them. Here: what all have, and one task's.
+"""Models: the tasks of an experiment and their inputs.
 
-`multi_task_model` has the model of several tasks.
+`BaseModel` is the base class, and `SingleTaskModel` has one task. `multi_task_model` adds models
+with several tasks.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ class BaseModel:
 
   Attributes:
     params: a copy of the Params.
-    tasks: {name: task}; the name of a single task is ''.
-    inputs: {name: input generator}, of the tasks that have one.
+    tasks: {name: task}; the task of a single-task model has the name ''.
+    inputs: {name: input generator} for the tasks that have an input.
   """
 
   params: Any
@@ -30,10 +31,10 @@ class BaseModel:
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
-    """Params of a model."""
+    """Params common to all models."""
     p = hyperparams.InstantiableParams(cls)
     p.Define('name', 'model', 'Name of the model.')
-    p.Define('model', '', 'The experiment: key@file:line. Set by the registry.')
+    p.Define('model', '', 'The experiment, as key@file:line. Set by the registry.')
     p.Define('input', None, 'Params of the input generator. Set by the registry.')
     return p
 
@@ -42,57 +43,57 @@ class BaseModel:
 
   @property
   def task(self) -> task_lib.BaseTask:
-    """The one task; ValueError where there are several."""
+    """The only task; raises ValueError if there are several."""
     return self.tasks['']
 
   @property
   def input(self) -> Any:
-    """Its input, or None; ValueError as `task`."""
+    """The input of the only task, or None; raises ValueError if there are several tasks."""
     return self.inputs.get('')
 
   @property
   def active_tasks(self) -> list[str]:
-    """The names of the tasks that are trained, evaluated and looked at."""
+    """Names of the tasks to train, evaluate and inspect."""
     return list(self.tasks)
 
   def WeightSpecs(self) -> dict[str, tuple[weight_params.WeightParams, bool]]:
-    """{name: (weight, trainable)} of all tasks; allocates nothing."""
+    """Returns {name: (weight, trainable)} over all tasks; allocates no variables."""
     return self.task.WeightSpecs()
 
   def NumParams(self) -> int:
-    """Count of the trainable weights of all tasks."""
+    """Returns the number of trainable parameters of all tasks."""
     return sum(w.num_elements for w, trainable in self.WeightSpecs().values() if trainable)
 
   def TaskAtStep(self, step: int) -> str:
-    """The name of the task that is trained after so many steps."""
+    """Returns the name of the task that the next step trains, after `step` steps."""
     del step
     return ''
 
   def SharedCut(self, name: str, cuts: Mapping[str, Sequence[int]]) -> list[int]:
-    """The cut that a task takes over from one that it shares weights with; [] where none fits.
+    """Returns the cut of another task that shares weights with this task, or [] if none fits.
 
     Args:
-      name: the task.
-      cuts: {task: for each stage the index after its last layer} of those that are cut already.
+      name: the name of the task to cut.
+      cuts: {task: index after the last layer of each stage} for the tasks that are already cut.
     """
     del name, cuts
     return []
 
   def CheckReplicas(self, num_replicas: int) -> None:
-    """Raises ValueError where the model cannot be trained in so many replicas."""
+    """Raises ValueError if the model cannot be trained in `num_replicas` replicas."""
     del num_replicas
 
   def ByCheckpointName(self, variables: Mapping[str, _T]) -> dict[str, _T]:
-    """{path of a weight, maybe with /slot: x} by the names that checkpoints have."""
+    """Renames the keys `path` or `path/slot` of a mapping to the names used in checkpoints."""
     return dict(variables)
 
 
 class SingleTaskModel(BaseModel):
-  """One task and one input. Its Params are what overrides address: `task.train.max_steps`."""
+  """A model with one task and one input; overrides address, for example, `task.train.max_steps`."""
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
-    """Params of a model."""
+    """Params of a model with one task."""
     p = super().Params()
     p.Define('task', None, 'Params of the task.')
     return p
@@ -102,8 +103,8 @@ class SingleTaskModel(BaseModel):
     p = self.params
     if 'task' not in p:
       raise ValueError(
-        f'this is done with a model of one task, and {p.model or p.name} is a {p.cls.__name__}: '
-        'name another experiment by --model'
+        f'expected a model with one task, but {p.model or p.name} is a {p.cls.__name__}: choose '
+        'another experiment with --model'
       )
     if p.task is None:
       raise ValueError('a model needs a task: SingleTaskModel.Params().Set(task=...)')
@@ -114,30 +115,30 @@ class SingleTaskModel(BaseModel):
 
 
 def MakeTask(params: Any) -> task_lib.BaseTask:
-  """The task of these Params; TypeError where they are those of something else."""
-  made = params.Instantiate()
-  if not isinstance(made, task_lib.BaseTask):
-    raise TypeError(f'expected the Params of a BaseTask, got {type(made).__name__}')
-  return made
+  """Instantiates a task; raises TypeError if the Params do not describe a `BaseTask`."""
+  task = params.Instantiate()
+  if not isinstance(task, task_lib.BaseTask):
+    raise TypeError(f'expected the Params of a BaseTask, got {type(task).__name__}')
+  return task
 
 
 def FindTrainParams(params: hyperparams.Params) -> Any:
-  """Of a model's Params those that say how long it trains, what it saves, and so on."""
+  """Returns the training Params of a model: `task.train`, or `train` if it has several tasks."""
   return params.Get('task.train' if 'task' in params else 'train')
 
 
 def FindTaskParams(params: hyperparams.Params) -> dict[str, Any]:
-  """{path: Params}: of a model's Params those of each task."""
+  """Returns {path: Params} for each task in a model's Params."""
   if 'task' in params:
     return {'task': params.task}
   return {f'task_params.{name}': p for name, p in params.task_params.IterParams()}
 
 
 def TaskKey(name: str, task_name: str) -> str:
-  """Returns the key of a metric or a piece of metadata: `name/task` in a model of several tasks."""
+  """Returns the key of a metric or metadata entry: `name/task` if the model has several tasks."""
   return f'{name}/{task_name}' if task_name else name
 
 
 def TaskDirectory(name: str, task_name: str) -> str:
-  """Returns the name of a data set and its directory: `name_task` in a model of several tasks."""
+  """Returns the name of a data set and its directory: `name_task` if there are several tasks."""
   return f'{name}_{task_name}' if task_name else name

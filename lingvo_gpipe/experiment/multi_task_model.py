@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`MultiTaskModel`: several tasks that train in turn, and may have weights in common.
+"""`MultiTaskModel`: several tasks that train in turn and may share weights.
 
-Each task has its own input, learner, metrics and pipeline. Which one a step trains is drawn by
-their weights (`task_scheduler`). Weights are shared by their names: where `variable_renaming_rules`
-give those of two tasks one name, they are one variable.
+Each task has its own input, learner, metrics and pipeline. Each step trains one task, drawn at
+random by the tasks' probabilities (`task_scheduler`). Tasks share a weight if
+`variable_renaming_rules` give it the same name in both: the two are then one variable.
 """
 
 from __future__ import annotations
@@ -19,48 +19,55 @@ from lingvo_gpipe.experiment import task as task_lib
 _T = TypeVar('_T')
 _NAME = re.compile(r'[a-z][a-z0-9_]*')
 
-# What of `train` each task has for itself; all else is the run's.
-_TASKS_OWN = ('learner', 'ema_decay', 'ema_decay_moving_vars')
+# Params of `train` that each task sets for itself; all others apply to the whole run.
+_PER_TASK_PARAMS = ('learner', 'ema_decay', 'ema_decay_moving_vars')
 _RULES = 'variable_renaming_rules'
 
 
 class MultiTaskModel(model.BaseModel):
-  """Tasks by name. Overrides address `train.max_steps`, `task_params.NAME...`, `input.NAME...`.
+  """A model with several named tasks.
+
+  Overrides address, for example, `train.max_steps`, `task_params.NAME.stack.num_stages` and
+  `input.NAME.batch_size`.
 
   Attributes:
-    shared: {name of a weight: {task: its path there}} of those that several tasks have.
+    shared: {weight name: {task: path of the weight in that task}} for weights of several tasks.
   """
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
-    """Params of the tasks, and of the run as a whole."""
+    """Params of the tasks and of the whole run."""
     p = super().Params()
-    p.Define('task_params', hyperparams.Params(), 'Params of each task, by its name.')
+    p.Define('task_params', hyperparams.Params(), 'Params of each task, by task name.')
     p.Define(
       'task_probs',
       hyperparams.Params(),
-      'How likely a step trains each task; need not add up to 1.',
+      'Relative probability that a step trains each task; the sum need not be 1.',
     )
     p.Define(
-      'task_schedule', None, 'In place of task_probs: Params of a schedule of `task_scheduler`.'
+      'task_schedule', None, 'Params of a scheduler of `task_scheduler`, in place of task_probs.'
     )
-    p.Define('task_name', '', 'Train, evaluate and export this task alone; --model_task_name.')
+    p.Define(
+      'task_name', '', 'The only task to train, evaluate and export; the flag --model_task_name.'
+    )
     p.Define(
       'variable_renaming_rules',
       [],
-      "Pairs [regex, name]: the weights whose whole path it fits are called so; '\\1' is a group.",
+      "Pairs [regex, name]: a weight whose whole path matches gets this name; '\\1' is a group.",
     )
-    p.Define('random_seed', 0, 'Seed of the draw of tasks, and of tasks that have none.')
-    p.Define('train', task_lib.TrainParams().Delete(*_TASKS_OWN), 'How to train, for all tasks.')
+    p.Define('random_seed', 0, 'Seed for drawing tasks, and the default seed of each task.')
+    p.Define(
+      'train', task_lib.TrainParams().Delete(*_PER_TASK_PARAMS), 'How to train, for all tasks.'
+    )
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
-    """Makes the tasks and their inputs; allocates nothing.
+    """Creates the tasks and their inputs; allocates no variables.
 
     Raises:
-      ValueError: there are no tasks, a name is wrong, weights that are to be one differ, or a task
-        sets what holds for the run.
-      TypeError: a task's Params are not those of a BaseTask.
+      ValueError: there are no tasks, a name is invalid, weights to be shared differ, or a task sets
+        a param that applies to the whole run.
+      TypeError: the Params of a task do not describe a `BaseTask`.
     """
     super().__init__(params)
     p = self.params
@@ -89,56 +96,56 @@ class MultiTaskModel(model.BaseModel):
 
   @property
   def task(self) -> task_lib.BaseTask:
-    """The task of `task_name`, or the only one."""
-    return self.tasks[self._OneName()]
+    """The task named by `task_name`, or the only task."""
+    return self.tasks[self._ActiveTaskName()]
 
   @property
   def input(self) -> Any:
     """The input of `task`, or None."""
-    return self.inputs.get(self._OneName())
+    return self.inputs.get(self._ActiveTaskName())
 
   @property
   def active_tasks(self) -> list[str]:
-    """The names of the tasks that this is about: all, or that of `task_name`."""
+    """Names of the tasks to train, evaluate and inspect: `task_name` if set, otherwise all."""
     return [self.params.task_name] if self.params.task_name else list(self.tasks)
 
   def TaskAtStep(self, step: int) -> str:
-    """The name of the task that is trained after so many steps; a draw by seed and step."""
+    """Draws the task that the next step trains, from the seed and the number of steps done."""
     p = self.params
     return p.task_name or task_scheduler.Draw(self._scheduler.Weights(step), p.random_seed, step)
 
   def SharedCut(self, name: str, cuts: Mapping[str, Sequence[int]]) -> list[int]:
-    """See the parent: that of the first task with as many layers and stages."""
-    own = self.tasks[name].pipeline
-    if own is None or own.params.splits:
+    """Returns the cut of the first task with shared weights and as many layers and stages."""
+    pipeline = self.tasks[name].pipeline
+    if pipeline is None or pipeline.params.splits:
       return []
     for other, ends in cuts.items():
-      theirs = self.tasks[other].pipeline
+      other_pipeline = self.tasks[other].pipeline
       share = any(name in paths and other in paths for paths in self.shared.values())
-      if share and theirs and len(theirs.layers) == len(own.layers):
-        if len(ends) == own.params.num_stages:
+      if share and other_pipeline and len(other_pipeline.layers) == len(pipeline.layers):
+        if len(ends) == pipeline.params.num_stages:
           return list(ends)
     return []
 
   def CheckReplicas(self, num_replicas: int) -> None:
-    """See the parent: where tasks share weights there is one replica."""
+    """Raises ValueError if tasks share weights and there is more than one replica."""
     if num_replicas > 1 and self.shared:
       name, paths = next(iter(self.shared.items()))
       raise ValueError(
         f'{num_replicas} replicas cannot train tasks that share weights, such as {name} of '
-        f'{" and ".join(paths)}: leave --num_replicas out, or take the rule from {_RULES}'
+        f'{" and ".join(paths)}: drop --num_replicas, or remove the rule from {_RULES}'
       )
 
   def ByCheckpointName(self, variables: Mapping[str, _T]) -> dict[str, _T]:
-    """{path of a weight, maybe with /slot: x} by the names that checkpoints have."""
-    found = {}
+    """Renames the keys `path` or `path/slot` of a mapping to the names used in checkpoints."""
+    renamed = {}
     for key, value in variables.items():
-      path, slash, rest = key.partition('/')
-      found[f'{self._names.get(path, path)}{slash}{rest}'] = value
-    return found
+      path, slash, slot = key.partition('/')
+      renamed[f'{self._names.get(path, path)}{slash}{slot}'] = value
+    return renamed
 
   def WeightSpecs(self) -> dict[str, tuple[weight_params.WeightParams, bool]]:
-    """{name: (weight, trainable)} of all tasks, shared ones once; allocates nothing."""
+    """Returns {name: (weight, trainable)} over all tasks; allocates no variables."""
     specs: dict[str, tuple[weight_params.WeightParams, bool]] = {}
     for task in self.tasks.values():
       for name, spec in self.ByCheckpointName(task.WeightSpecs()).items():
@@ -147,51 +154,51 @@ class MultiTaskModel(model.BaseModel):
 
   # ---- parts -----------------------------------------------------------------------------------
 
-  def _OneName(self) -> str:
+  def _ActiveTaskName(self) -> str:
     if len(self.active_tasks) > 1:
       raise ValueError(
-        f'this model has the tasks {", ".join(self.tasks)}, and this is done with one: name it by '
+        f'expected one task, but the model has {", ".join(self.tasks)}: choose one with '
         '--model_task_name'
       )
     return self.active_tasks[0]
 
   def _TaskParams(self, name: str) -> hyperparams.InstantiableParams:
-    """The Params of a task with its name, and with what holds for the run."""
+    """Returns the Params of a task with its name, and with the params of the whole run set."""
     p = self.params
-    own = p.task_params.Get(name)
+    task = p.task_params.Get(name)
     if not _NAME.fullmatch(name):
-      raise ValueError(f'{name!r} is no name for a task: it must match {_NAME.pattern}')
-    if not isinstance(own, hyperparams.InstantiableParams) or 'train' not in own:
-      raise TypeError(f'task_params.{name}: expected the Params of a task, got {own!r}')
-    own = own.Copy().Set(name=name)
-    if own.random_seed is None:
-      own.random_seed = p.random_seed
+      raise ValueError(f'{name!r} is not a valid task name: it must match {_NAME.pattern}')
+    if not isinstance(task, hyperparams.InstantiableParams) or 'train' not in task:
+      raise TypeError(f'task_params.{name}: expected the Params of a task, got {task!r}')
+    task = task.Copy().Set(name=name)
+    if task.random_seed is None:
+      task.random_seed = p.random_seed
     for key, value in p.train.IterParams():
-      if own.train.Get(key) != own.train.GetDefault(key):
+      if task.train.Get(key) != task.train.GetDefault(key):
         raise ValueError(
-          f'task_params.{name}.train.{key} is {own.train.Get(key)!r}, but it holds for the whole '
+          f'task_params.{name}.train.{key} is {task.train.Get(key)!r}, but it applies to the whole '
           f'run: set train.{key}'
         )
-      own.train.Set(**{key: value})
-    return own
+      task.train.Set(**{key: value})
+    return task
 
   def _Inputs(self) -> dict[str, Any]:
-    found = self.params.input
-    if found is None:
+    inputs = self.params.input
+    if inputs is None:
       return {}
-    if not isinstance(found, hyperparams.Params) or 'cls' in found:
+    if not isinstance(inputs, hyperparams.Params) or 'cls' in inputs:
       raise ValueError(
-        'the input of a multi-task model is that of each task: return {task: Params} from the '
-        f"data set's method, got {found!r}"
+        'a multi-task model needs an input for each task: return {task: Params} from the '
+        f"data set's method, got {inputs!r}"
       )
-    self._CheckNames('input', found.GetKeys())
-    return {name: p.Instantiate() for name, p in found.IterParams() if p is not None}
+    self._CheckNames('input', inputs.GetKeys())
+    return {name: p.Instantiate() for name, p in inputs.IterParams() if p is not None}
 
   def _Scheduler(self) -> task_scheduler.TaskScheduler:
     p = self.params
     if not isinstance(p.task_probs, hyperparams.Params):
       raise ValueError(
-        f'task_probs must be Params with a weight for each task, got {p.task_probs!r}; return '
+        f'task_probs must be Params with a weight for each task, got {p.task_probs!r}: return '
         '{name: weight} from TaskProbs()'
       )
     self._CheckNames('task_probs', p.task_probs.GetKeys())
@@ -204,26 +211,26 @@ class MultiTaskModel(model.BaseModel):
     if weights:
       raise ValueError(f'task_schedule and task_probs are both set ({weights}): set one of them')
     is_params = isinstance(p.task_schedule, hyperparams.InstantiableParams)
-    made = p.task_schedule.Instantiate() if is_params else None
-    if not isinstance(made, task_scheduler.TaskScheduler):
+    scheduler = p.task_schedule.Instantiate() if is_params else None
+    if not isinstance(scheduler, task_scheduler.TaskScheduler):
       raise ValueError(
         'task_schedule must be the Params of a TaskScheduler, such as '
         f'task_scheduler.SequentialScheduler.Params(); got {p.task_schedule!r}'
       )
-    return made
+    return scheduler
 
-  def _CheckNames(self, where: str, names: Any) -> None:
+  def _CheckNames(self, param: str, names: Any) -> None:
     known = self.params.task_params.GetKeys()
     for name in names:
       if name not in known:
         raise ValueError(
-          f'{where} names the task {name!r}, which there is not; the tasks are {", ".join(known)}'
+          f'{param} names the unknown task {name!r}; the tasks are {", ".join(known)}'
         )
 
   # ---- names of weights ------------------------------------------------------------------------
 
   def _Name(self, path: str) -> str:
-    """The name of a weight by the first rule that fits, else its path."""
+    """Returns the name of a weight by the first rule that matches, or its path if none does."""
     for pattern, name in self._rules:
       if match := pattern.fullmatch(path):
         try:
@@ -238,7 +245,7 @@ class MultiTaskModel(model.BaseModel):
     pairs = self.params.Get(_RULES)
     try:
       if any(isinstance(pair, str) for pair in pairs):
-        raise TypeError('a text is no pair')
+        raise TypeError('a string is not a pair')
       return [(re.compile(pattern), name) for pattern, name in pairs]
     except (TypeError, ValueError, re.error) as e:
       raise ValueError(
@@ -247,35 +254,37 @@ class MultiTaskModel(model.BaseModel):
       ) from e
 
   def _CheckRules(self) -> None:
-    """Raises ValueError for a rule that fits no weight, or a name no checkpoint can have."""
+    """Raises ValueError if a rule matches no weight or produces an invalid name."""
     for pattern, _ in self._rules:
       if not any(pattern.fullmatch(path) for path in self._names):
         raise ValueError(
-          f'{_RULES}: {pattern.pattern!r} fits none of the {len(self._names)} weights, such as '
-          f'{next(iter(self._names), "none")}; a rule fits the whole path'
+          f'{_RULES}: {pattern.pattern!r} matches none of the {len(self._names)} weights, such as '
+          f'{next(iter(self._names), "none")}; a rule must match the whole path'
         )
     for path, name in self._names.items():
       if '.' not in name or '/' in name:
         raise ValueError(
-          f'{_RULES}: {path} would be called {name!r}; a name has a dot and no slash, as shared.w'
+          f'{_RULES}: {path} would be named {name!r}; a name needs a dot and no slash, for '
+          'example shared.w'
         )
 
   def _Shared(self) -> dict[str, dict[str, str]]:
-    """{name: {task: path}} of weights of several tasks.
+    """Returns {name: {task: path}} for the weights that several tasks share.
 
     Raises:
-      ValueError: two weights of a task have one name, or those of two tasks differ.
+      ValueError: two weights of a task have the same name, or a shared weight differs between
+        tasks in shape, dtype or trainability.
     """
-    found: dict[str, dict[str, str]] = {}
+    paths_by_name: dict[str, dict[str, str]] = {}
     first: dict[str, tuple[str, Any]] = {}
     for task_name, task in self.tasks.items():
       for path, (weight, trainable) in task.WeightSpecs().items():
         name = self._names[path]
-        paths = found.setdefault(name, {})
+        paths = paths_by_name.setdefault(name, {})
         if task_name in paths:
           raise ValueError(
             f'{_RULES}: {paths[task_name]} and {path} of the task {task_name!r} would both be '
-            f'called {name}; within a task weights are tied by task_params.{task_name}.stack.ties'
+            f'named {name}: to tie weights of one task, use task_params.{task_name}.stack.ties'
           )
         paths[task_name] = path
         spec = (
@@ -286,7 +295,7 @@ class MultiTaskModel(model.BaseModel):
         other_path, other = first.setdefault(name, (path, spec))
         if spec != other:
           raise ValueError(
-            f'{_RULES}: {other_path} and {path} would be one weight {name}, but differ: {other} '
+            f'{_RULES}: {other_path} and {path} would share the weight {name}, but differ: {other} '
             f'and {spec}'
           )
-    return {name: paths for name, paths in found.items() if len(paths) > 1}
+    return {name: paths for name, paths in paths_by_name.items() if len(paths) > 1}

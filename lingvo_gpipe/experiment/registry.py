@@ -1,20 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The registry of experiments: a key such as `lm.stdlib.ByteTransformerGPipe2` leads to a class.
+"""The registry of experiments: maps a key such as `lm.stdlib.ByteTransformerGPipe2` to a class.
 
-An experiment is a class that derives from `SingleTaskModelParams` and is decorated with
-`RegisterSingleTaskModel`, or, of several tasks, from `MultiTaskModelParams` and is decorated with
-`RegisterMultiTaskModel`. Its key is the path of its module below a package of experiments, and the
-name of the class: class X of `params/lm/stdlib.py` is `lm.stdlib.X`, and class X of
-`mycompany/models/params/mt/big.py` is `mt.big.X` if `mycompany.models.params` is such a package. A
-class of a file whose name ends in `_test` is `test.X`, one of a notebook or script `__main__.X`;
-these two kinds are found once they are defined.
+An experiment with one task is a class that derives from `SingleTaskModelParams` and is decorated
+with `RegisterSingleTaskModel`:
 
-Packages are searched in this order, and the first that has the experiment wins: those the caller
-names (`params` of the working directory if none), then those that installed distributions declare
-under the entry-point group `lingvo_gpipe.params`, whose value is the package's name. A look-up
-imports the one module that its key names (and the packages around that), so an error in another
-file, or what it imports, matters to nobody else. Lists and hints read the sources without running
-them. This module imports no TensorFlow.
+    @registry.RegisterSingleTaskModel
+    class Toy(registry.SingleTaskModelParams):
+      def Train(self):
+        return synthetic.SyntheticRegressionInput.Params().Set(batch_size=64)
+
+      def Task(self):
+        return toy.Regression.Params().Set(name='toy')
+
+An experiment with several tasks derives from `MultiTaskModelParams` and is decorated with
+`RegisterMultiTaskModel`.
+
+The key of an experiment is the path of its module below a package of experiments, followed by the
+class name. The class X in `params/lm/stdlib.py` has the key `lm.stdlib.X`. The class X in
+`mycompany/models/params/mt/big.py` has the key `mt.big.X` if `mycompany.models.params` is a package
+of experiments. In a file whose name ends in `_test` the key is `test.X`, and in a notebook or
+script it is `__main__.X`; both kinds exist only after their class definition has run.
+
+Packages of experiments are searched in order, and the first that has the experiment wins: first the
+packages that the caller names (by default `params` in the working directory), then the packages
+that installed distributions declare under the entry-point group `lingvo_gpipe.params`. A look-up
+imports only the module that the key names (and its parent packages), so errors and heavy imports in
+other files do not affect it. Listings and hints read the sources without running them. This module
+does not import TensorFlow.
 """
 
 from __future__ import annotations
@@ -34,51 +46,51 @@ from lingvo_gpipe.core import hyperparams
 from lingvo_gpipe.experiment import experiment_sources
 
 ENTRY_POINT_GROUP = 'lingvo_gpipe.params'
-# First parts of keys that belong to no package of experiments.
+# First parts of the keys that do not belong to a package of experiments.
 _TEST = 'test'
 _MAIN = '__main__'
 
 
 class BaseModelParams:
-  """Base class of experiments: what to train, on what, and how to do it in seconds.
+  """Base class of experiments: a model, its data sets, and a quick variant for tests.
 
-  Sizes (BATCH_SIZE, NUM_LAYERS, ...) are class attributes by convention: a variant is a subclass
-  that overrides some of them. Datasets are the methods `Train`, `Dev` and `Test`, as far as a class
-  defines them, and those whose names the class lists in `DATASETS`. No other method is taken for a
-  dataset, so helper methods may have any name.
+  By convention sizes (BATCH_SIZE, NUM_LAYERS, ...) are class attributes, and a variant is a
+  subclass that overrides some of them. The data sets of an experiment are the methods among
+  `Train`, `Dev` and `Test` that the class defines, and the methods that it lists by name in
+  `DATASETS`. No other method is treated as a data set, so helper methods may have any name.
   """
 
   DATASETS: tuple[str, ...] = ()
 
   def Train(self) -> hyperparams.Params:
-    """Returns the params of the input generator for training."""
+    """Returns the Params of the input generator for training."""
     raise self._NoDataset('Train')
 
   def Dev(self) -> hyperparams.Params:
-    """Returns the params of the input generator for the development set."""
+    """Returns the Params of the input generator for the development set."""
     raise self._NoDataset('Dev')
 
   def Test(self) -> hyperparams.Params:
-    """Returns the params of the input generator for the test set."""
+    """Returns the Params of the input generator for the test set."""
     raise self._NoDataset('Test')
 
   def Model(self) -> hyperparams.Params:
-    """Returns the params of the model."""
+    """Returns the Params of the model."""
     raise NotImplementedError(
-      f'{_Name(type(self))} defines no Model(): return model params from it.'
+      f'{_Name(type(self))} defines no Model(): define it to return model Params.'
     )
 
   def Smoke(self) -> dict[str, Any] | str | None:
-    """Returns the overrides of model params which make the experiment run in seconds.
+    """Returns overrides of the model's Params that make the experiment run in seconds.
 
-    Either a dict {'task.x.y': value} or the text that --model_params_override takes; None: it does
-    already.
+    The overrides are a dict {'task.x.y': value} or a text in the format of --model_params_override.
+    None means that the experiment already runs in seconds.
     """
     return None
 
   @classmethod
   def DatasetNames(cls) -> list[str]:
-    """Returns the names of the datasets: Train, Dev, Test as far as defined, then `DATASETS`."""
+    """Returns the names of the data sets: Train, Dev and Test if defined, then `DATASETS`."""
     defined = [
       name
       for name in ('Train', 'Dev', 'Test')
@@ -88,47 +100,50 @@ class BaseModelParams:
 
   def _NoDataset(self, name: str) -> NotImplementedError:
     return NotImplementedError(
-      f'{_Name(type(self))} defines no {name}(): return input params from it. '
-      f'Its datasets: {", ".join(self.DatasetNames()) or "none"}.'
+      f'{_Name(type(self))} defines no {name}(): define it to return input Params. '
+      f'Its data sets: {", ".join(self.DatasetNames()) or "none"}.'
     )
 
 
 class SingleTaskModelParams(BaseModelParams):
-  """Base class of experiments of one task: define `Task` and `Train`."""
+  """Base class of experiments with one task: define `Task` and `Train`."""
 
   def Task(self) -> hyperparams.Params:
-    """Returns the params of the task. A method `Task_<Dataset>` replaces it for one dataset."""
-    raise NotImplementedError(f'{_Name(type(self))} defines no Task(): return task params from it.')
+    """Returns the Params of the task. A method `Task_<Dataset>` replaces it for one data set."""
+    raise NotImplementedError(
+      f'{_Name(type(self))} defines no Task(): define it to return task Params.'
+    )
 
   def Model(self) -> hyperparams.Params:
-    """Returns the params of the model: `Task()` in a SingleTaskModel."""
-    # Imported late: it loads TensorFlow, and it stands above this module.
+    """Returns the Params of the model: `Task()` in a `SingleTaskModel`."""
+    # Imported late because it loads TensorFlow.
     from lingvo_gpipe.experiment import model
 
     return model.SingleTaskModel.Params().Set(task=self.Task())
 
 
 class MultiTaskModelParams(BaseModelParams):
-  """Base class of experiments of several tasks: define `Tasks` and `Train`.
+  """Base class of experiments with several tasks: define `Tasks` and `Train`.
 
-  A dataset's method returns {task: params of its input}; tasks that it leaves out are not evaluated
-  on it.
+  The method of a data set returns {task name: Params of the task's input}. A task without an entry
+  is not evaluated on that data set.
   """
 
   def Tasks(self) -> dict[str, hyperparams.Params]:
-    """Returns {name: params of the task}."""
+    """Returns {task name: Params of the task}."""
     raise NotImplementedError(
-      f'{_Name(type(self))} defines no Tasks(): return {{name: task params}}.'
+      f'{_Name(type(self))} defines no Tasks(): define it to return {{name: task Params}}.'
     )
 
   def TaskProbs(self) -> dict[str, float]:
-    """Returns {name: how likely a step trains it}; here all are alike."""
+    """Returns {task name: relative probability that a step trains it}; by default all are equal."""
     return dict.fromkeys(self.Tasks(), 1.0)
 
   def Model(self) -> hyperparams.Params:
-    """Returns the params of the model: `Tasks()` and `TaskProbs()` in a MultiTaskModel.
+    """Returns the Params of the model: `Tasks()` and `TaskProbs()` in a `MultiTaskModel`.
 
-    A subclass adds to them: `train`, and `variable_renaming_rules` for weights in common.
+    A subclass may override this method to set `train`, and `variable_renaming_rules` to share
+    weights.
     """
     from lingvo_gpipe.experiment import multi_task_model
 
@@ -150,33 +165,44 @@ _Class = TypeVar('_Class', bound=type[BaseModelParams])
 
 @dataclasses.dataclass(frozen=True)
 class _Entry:
-  """A registered class and the place of its decorator."""
+  """A registered class and the file and line of its decorator."""
 
   cls: type[BaseModelParams]
   file: str
   line: int
-  module: types.ModuleType | None  # As it stood in sys.modules at registration.
+  module: types.ModuleType | None  # The module in sys.modules at registration.
 
   def __str__(self) -> str:
     return f'{self.file}:{self.line}'
 
 
-# By module name and class name, or 'test' and class name.
+# Keyed by module name, or 'test', and class name.
 _ENTRIES: dict[tuple[str, str], _Entry] = {}
 
 
 def RegisterSingleTaskModel(cls: _Class) -> _Class:
-  """Class decorator: makes an experiment known under its key. Returns the class unchanged.
+  """Registers an experiment with one task under its key; returns the class unchanged.
+
+  Use it as a class decorator.
 
   Raises:
-    TypeError: `cls` is no subclass of SingleTaskModelParams.
-    ValueError: another class has the same key, or `DATASETS` names something that is no dataset.
+    TypeError: `cls` is not a subclass of SingleTaskModelParams.
+    ValueError: another class has the same key, or `DATASETS` names something other than a method
+      that takes no argument.
   """
   return _Register(cls, SingleTaskModelParams)
 
 
 def RegisterMultiTaskModel(cls: _Class) -> _Class:
-  """The same for an experiment of several tasks, a subclass of MultiTaskModelParams."""
+  """Registers an experiment with several tasks under its key; returns the class unchanged.
+
+  Use it as a class decorator.
+
+  Raises:
+    TypeError: `cls` is not a subclass of MultiTaskModelParams.
+    ValueError: another class has the same key, or `DATASETS` names something other than a method
+      that takes no argument.
+  """
   return _Register(cls, MultiTaskModelParams)
 
 
@@ -203,38 +229,43 @@ def _Register(cls: _Class, base: type[BaseModelParams]) -> _Class:
 
 
 def GetClass(key: str, packages: Sequence[str] = ('params',)) -> type[BaseModelParams]:
-  """Returns the experiment `key` from the first package that has it; imports its module only.
+  """Returns the class of an experiment from the first package that has it.
+
+  Only the module of the experiment and its parent packages are imported.
 
   Args:
-    key: for example 'lm.stdlib.ByteTransformerGPipe2'.
-    packages: names of packages of experiments, in the order of search. The packages that installed
-      distributions declare are searched after these.
+    key: the key of the experiment, for example 'lm.stdlib.ByteTransformerGPipe2'.
+    packages: names of packages of experiments, in search order. The packages that installed
+      distributions declare are searched after them.
 
   Raises:
-    ValueError: `key` or a package's name is not made of identifiers joined by dots.
-    LookupError: there is no such experiment; the text, one line, says where it was looked for and
-      which keys are close. This is never a subclass such as KeyError.
-    Exception: whatever the module of the experiment raises while it is imported.
+    ValueError: `key` or the name of a package does not consist of identifiers joined by dots.
+    LookupError: the experiment does not exist; the one-line message lists the places searched and
+      similar keys. The error is never a subclass of LookupError such as KeyError.
+    Exception: any error that the module of the experiment raises on import.
   """
   return _Find(key, packages)[0].cls
 
 
 def GetParams(key: str, dataset: str, packages: Sequence[str] = ('params',)) -> hyperparams.Params:
-  """Returns the model params of the experiment `key` with `input` set for `dataset`.
+  """Returns the Params of an experiment's model with `input` set to one data set.
 
-  A method `Task_<Dataset>` of the experiment, if there is one, replaces the task. If the model
-  params define `model`, it becomes 'key@file:line'. Overrides are the caller's business.
+  If the experiment has a method `Task_<Dataset>`, its result replaces the task. If the model's
+  Params define `model`, it is set to 'key@file:line'. Applying overrides is up to the caller.
 
   Args:
-    key: see `GetClass`.
-    dataset: one of the experiment's datasets; case does not matter ('test' for 'Test').
-    packages: see `GetClass`.
+    key: the key of the experiment, for example 'lm.stdlib.ByteTransformerGPipe2'.
+    dataset: the name of one of the experiment's data sets; case does not matter ('test' for
+      'Test').
+    packages: names of packages of experiments, in search order. The packages that installed
+      distributions declare are searched after them.
 
   Raises:
-    LookupError: unknown experiment, or unknown dataset (the text lists those there are).
+    LookupError: the experiment or the data set does not exist; the message lists similar keys, or
+      the data sets of the experiment.
     TypeError: a method of the experiment returns something other than Params.
-    ValueError: see `GetClass`.
-    Exception: whatever the methods of the experiment raise.
+    ValueError: `key` or the name of a package does not consist of identifiers joined by dots.
+    Exception: any error that the module or the methods of the experiment raise.
   """
   entry, file = _Find(key, packages)
   experiment = entry.cls()
@@ -248,7 +279,7 @@ def GetParams(key: str, dataset: str, packages: Sequence[str] = ('params',)) -> 
       raise TypeError(
         f'{key}.{method}() ({entry}) must return Params, got {type(params).__name__}.'
       )
-    return params.Copy()  # Not to change what the experiment may keep.
+    return params.Copy()  # The experiment may keep a reference to its Params.
 
   params = Call('Model')
   params.input = Call(name)
@@ -260,11 +291,15 @@ def GetParams(key: str, dataset: str, packages: Sequence[str] = ('params',)) -> 
 
 
 def ListKeys(packages: Sequence[str] = ('params',)) -> list[str]:
-  """Returns the sorted keys of all experiments in the given and the declared packages.
+  """Returns the sorted keys of all experiments in these and in the declared packages.
 
-  Reads the sources for decorated classes and runs none of them; files that are not valid Python are
-  left out. Experiments that a module registers by a call, without the decorator's syntax, are in
-  the list once that module was imported.
+  Reads the sources for decorated classes without running them, and skips files that are not valid
+  Python. Experiments registered by a call rather than with the decorator syntax are listed after
+  their module has been imported.
+
+  Args:
+    packages: names of packages of experiments, in addition to the packages that installed
+      distributions declare.
   """
   keys: set[str] = set()
   for package in _Packages(packages):
@@ -282,14 +317,14 @@ def ListKeys(packages: Sequence[str] = ('params',)) -> list[str]:
 
 
 def _Find(key: str, packages: Sequence[str]) -> tuple[_Entry, str]:
-  """Returns the entry of `key` and its file as the key's reader knows it: 'params/lm/stdlib.py'."""
+  """Returns the entry of `key` and its file relative to the project: 'params/lm/stdlib.py'."""
   searched = _Packages(packages)
   if not isinstance(key, str):
     raise ValueError(f'Invalid experiment key {key!r}: expected a str, got {type(key).__name__}.')
   parts = key.split('.')
   if len(parts) < 2 or not _IsDotted(key):
     raise ValueError(
-      f'Invalid experiment key {key!r}: expected module.Class, e.g. lm.stdlib.MyModel.'
+      f'Invalid experiment key {key!r}: expected module.Class, for example lm.stdlib.MyModel.'
       + _Hint(key, packages)
     )
   if len(parts) == 2 and parts[0] in (_TEST, _MAIN):
@@ -298,21 +333,21 @@ def _Find(key: str, packages: Sequence[str]) -> tuple[_Entry, str]:
   places = []
   for package in searched:
     module = '.'.join([package, *parts[:-1]])
-    found = experiment_sources.FindModule(module)
-    if found is None:
+    spec = experiment_sources.FindModule(module)
+    if spec is None:
       places.append(f'{package} ({experiment_sources.DescribeLocation(package)})')
       continue
-    # From here on every error is the module's own.
+    # Any error from here on is raised by the code of the module.
     importlib.import_module(module)
     if entry := _ENTRIES.get((module, parts[-1])):
-      depth = module.count('.') + (2 if experiment_sources.IsPackage(found) else 1)
+      depth = module.count('.') + (2 if experiment_sources.IsPackage(spec) else 1)
       return entry, '/'.join(entry.file.replace(os.sep, '/').split('/')[-depth:])
     value = getattr(sys.modules.get(module), parts[-1], None)
     if isinstance(value, type) and value.__module__ == module:
       decorators = ' or @'.join(experiment_sources.DECORATORS)
-      places.append(f'{found.origin} (which has the class, but without @{decorators})')
+      places.append(f'{spec.origin} (which has the class, but without @{decorators})')
     else:
-      places.append(f'{found.origin} (which has no such class)')
+      places.append(f'{spec.origin} (which has no such class)')
   raise LookupError(
     f'No experiment {key!r} in {", ".join(places) or "no package"}.' + _Hint(key, packages)
   )
@@ -322,36 +357,36 @@ def _DatasetName(key: str, experiment: BaseModelParams, dataset: str) -> str:
   names = experiment.DatasetNames()
   if dataset in names:
     return dataset
-  same = [name for name in names if name.lower() == str(dataset).lower()]
-  if len(same) == 1:
-    return same[0]
+  matches = [name for name in names if name.lower() == str(dataset).lower()]
+  if len(matches) == 1:
+    return matches[0]
   raise LookupError(
-    f'Experiment {key!r} has no dataset {dataset!r}; it has: {", ".join(names) or "none"}.'
+    f'Experiment {key!r} has no data set {dataset!r}; it has: {", ".join(names) or "none"}.'
   )
 
 
 def _Hint(key: str, packages: Sequence[str]) -> str:
-  """Returns a sentence with the closest keys."""
+  """Returns a sentence that suggests the closest keys."""
   keys = ListKeys(packages)
   keys += ['.'.join(index) for index in _ENTRIES if index[0] in (_TEST, _MAIN)]
   if not keys:
     return (
-      ' There are no experiments there at all: run in a directory that has a package `params`, or'
-      ' name a package with --params_package.'
+      ' No experiments were found: run in a directory that has a package `params`, or name a'
+      ' package with --params_package.'
     )
 
-  def Likeness(other: str) -> float:
-    # The class alone may be right where the module is wrong or missing.
+  def Similarity(other: str) -> float:
+    # The class may be right even if the module is wrong or missing.
     a, b = key.lower(), other.lower()
     whole = difflib.SequenceMatcher(None, a, b).ratio()
     last = difflib.SequenceMatcher(None, a.rpartition('.')[2], b.rpartition('.')[2]).ratio()
     return max(whole, 0.95 * last)
 
-  close = sorted((-Likeness(other), other) for other in keys)
-  close_keys = [other for likeness, other in close[:3] if -likeness >= 0.6]
+  closest = sorted((-Similarity(other), other) for other in keys)
+  close_keys = [other for negative, other in closest[:3] if -negative >= 0.6]
   if close_keys:
     return f' Did you mean {" or ".join(close_keys)}?'
-  return f' None of the {len(keys)} known keys is close; --mode=list prints them.'
+  return f' None of the {len(keys)} known keys is similar; --mode=list prints them.'
 
 
 def _Packages(packages: Sequence[str]) -> list[str]:
@@ -376,10 +411,10 @@ def _IsDotted(name: str) -> bool:
 
 
 def _AsParams(values: Mapping[str, Any]) -> hyperparams.Params:
-  """Params that have these values by name, those of a task each."""
+  """Returns Params with one param for each task."""
   p = hyperparams.Params()
   for name, value in values.items():
-    p.Define(name, value, f'Of the task {name}.')
+    p.Define(name, value, f'Value for the task {name}.')
   return p
 
 
@@ -388,34 +423,34 @@ def _Name(cls: type) -> str:
 
 
 def _CheckDatasets(cls: type[BaseModelParams]) -> None:
-  """Checks that all datasets are methods that can be called without arguments."""
+  """Raises ValueError unless all data sets are methods that can be called without arguments."""
   if isinstance(cls.DATASETS, str):
     raise ValueError(f'{_Name(cls)}.DATASETS must be a tuple of names, got {cls.DATASETS!r}.')
   for name in cls.DatasetNames():
     method = getattr(cls, name, None) if isinstance(name, str) else None
     if not callable(method) or name in _NO_DATASETS or name.startswith('_'):
       raise ValueError(
-        f'{_Name(cls)}.DATASETS names {name!r}, which is not a method that returns input params.'
+        f'{_Name(cls)}.DATASETS names {name!r}, which is not a method that returns input Params.'
       )
     static = inspect.getattr_static(cls, name)
     needed = 0 if isinstance(static, (classmethod, staticmethod)) else 1
     try:
       inspect.signature(method).bind(*[None] * needed)
     except TypeError as e:
-      raise ValueError(f'Dataset {_Name(cls)}.{name} must take no argument: {e}.') from None
+      raise ValueError(f'Data set {_Name(cls)}.{name} must take no argument: {e}.') from None
 
 
 def _IsStale(entry: _Entry) -> bool:
-  """Whether the entry's module was thrown away (and maybe imported anew) since."""
+  """Whether the module of the entry has since been removed from sys.modules or imported again."""
   return entry.module is not sys.modules.get(entry.cls.__module__)
 
 
 def _IsAnother(old: _Entry, new: _Entry) -> bool:
-  """Whether `old` is a second experiment of that name, not an earlier import of the same one.
+  """Whether `old` is a different experiment, not an earlier version of the same class.
 
-  After an edit and a reload the line differs: then the old place no longer registers anything.
+  After an edit and a reload the line differs, but then the old line no longer registers anything.
   """
   if (old.file, old.line) == (new.file, new.line) or _IsStale(old):
     return False
-  there = experiment_sources.FindRegistrations(old.file)
-  return any(line == old.line and name in (None, old.cls.__name__) for name, line in there)
+  registrations = experiment_sources.FindRegistrations(old.file)
+  return any(line == old.line and name in (None, old.cls.__name__) for name, line in registrations)

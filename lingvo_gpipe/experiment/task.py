@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`BaseTask`: what is trained, that is layers, a loss, and how to train them."""
+"""`BaseTask`: layers, a loss, and the Params of training and evaluation."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ Metrics = dict[str, tuple[tf.Tensor, tf.Tensor]]
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-  """A function that an export serves.
+  """A function that an exported model serves.
 
   Attributes:
-    inputs: {name: tf.TensorSpec}; sizes of None are free.
-    function: makes {name: tensor} of the weights theta and a NestedMap of such inputs.
+    inputs: {name: tf.TensorSpec}; a dimension of None accepts any size.
+    function: computes {name: tensor} from the weights theta and a NestedMap of the inputs.
   """
 
   inputs: Mapping[str, tf.TensorSpec]
   function: Callable[[nested_map.NestedMap, nested_map.NestedMap], Mapping[str, tf.Tensor]]
 
 
-# The least value of numbers among the Params of a task.
-_LEAST = {
+# Minimum values of numeric Params of a task.
+_MINIMUMS = {
   'train.max_steps': 0,
   'train.save_interval_steps': 0,
   'train.save_interval_seconds': 0,
@@ -53,78 +53,96 @@ _LEAST = {
 
 
 def TrainParams() -> hyperparams.Params:
-  """Params of training a task: `task.train`."""
+  """Defines the Params of training a task: `task.train`."""
   p = hyperparams.Params()
-  p.Define('max_steps', 4_000_000, 'Training ends after this many steps.')
+  p.Define('max_steps', 4_000_000, 'Number of steps after which training ends.')
   p.Define(
-    'max_seconds', 0.0, 'Training ends after so many seconds over all calls; 0: no limit of time.'
+    'max_seconds', 0.0, 'Seconds, summed over restarts, after which training ends; 0: no limit.'
   )
-  p.Define('save_interval_steps', 1000, 'Steps between checkpoints; 0: by time only.')
+  p.Define('save_interval_steps', 1000, 'Number of steps between checkpoints; 0: by time only.')
   p.Define('save_interval_seconds', 600.0, 'Seconds between checkpoints; 0: by steps only.')
-  p.Define('save_async', True, 'Write checkpoints beside training, from a copy in host memory.')
-  p.Define('save_max_to_keep', 5, 'How many of the last checkpoints are kept.')
+  p.Define('save_async', True, 'Write checkpoints during training, from a copy in host memory.')
+  p.Define('save_max_to_keep', 5, 'Number of recent checkpoints to keep.')
   p.Define(
-    'save_keep_checkpoint_every_n_hours', 0.0, 'Keep one for good each so many hours; 0: none.'
+    'save_keep_checkpoint_every_n_hours',
+    0.0,
+    'Interval in hours at which one checkpoint is kept permanently; 0: none is.',
   )
-  p.Define('summary_interval_steps', 100, 'Steps between summaries and printed lines.')
+  p.Define('summary_interval_steps', 100, 'Number of steps between summaries and printed lines.')
   p.Define(
-    'histogram_interval_steps', 0, "Steps between histograms of each weight's gradient; 0: none."
+    'histogram_interval_steps',
+    0,
+    "Number of steps between histograms of each weight's gradient; 0: no histograms.",
   )
-  p.Define('eval_datasets', [], 'Data sets to evaluate when training ends, such as Test.')
+  p.Define('eval_datasets', [], 'Data sets to evaluate when training ends, for example Test.')
   p.Define(
-    'eval_interval_steps', 1000, 'train_and_eval evaluates at multiples of this step; 0: by time.'
-  )
-  p.Define(
-    'eval_interval_seconds', 0.0, 'train_and_eval evaluates each so many seconds; 0: by steps.'
-  )
-  p.Define('decode_datasets', [], 'Data sets that train_and_eval decodes.')
-  p.Define(
-    'decode_interval_steps', 0, 'train_and_eval decodes at multiples of this step; 0: by time.'
+    'eval_interval_steps',
+    1000,
+    'Number of steps between evaluations by --job=train_and_eval; 0: by time only.',
   )
   p.Define(
-    'decode_interval_seconds', 0.0, 'train_and_eval decodes each so many seconds; 0: by steps.'
+    'eval_interval_seconds',
+    0.0,
+    'Number of seconds between evaluations by --job=train_and_eval; 0: by steps only.',
   )
-  p.Define('early_stop', early_stopping.EarlyStopping.Params(), 'The metric to follow.')
+  p.Define('decode_datasets', [], 'Data sets that --job=train_and_eval decodes.')
+  p.Define(
+    'decode_interval_steps',
+    0,
+    'Number of steps between decodings by --job=train_and_eval; 0: by time only.',
+  )
+  p.Define(
+    'decode_interval_seconds',
+    0.0,
+    'Number of seconds between decodings by --job=train_and_eval; 0: by steps only.',
+  )
+  p.Define('early_stop', early_stopping.EarlyStopping.Params(), 'Params of early stopping.')
   p.Define(
     'init_from_checkpoint_rules',
     {},
-    'A new run takes weights from others: {logdir: ([(regex of names, name there)], [ignored])}.',
+    'Checkpoints that initialise the weights of a new run: '
+    '{logdir: ([(regex of weight names, name in the checkpoint)], [regex of names to ignore])}.',
   )
   p.Define(
     'learner',
     learner.Learner.Params(),
-    'Params of the learner, or a list of them, each with a name and variables of its own.',
+    'Params of the learner, or a list of Params if groups of weights have separate learners.',
   )
   p.Define(
     'max_nonfinite_steps',
     10,
-    'Training stops with an error after so many steps in a row that are not finite; 0: never.',
+    'Number of consecutive non-finite steps after which training fails; 0: it never does.',
   )
-  p.Define('ema_decay', 0.0, 'Decay of the moving averages to evaluate, such as 0.999; 0: none.')
+  p.Define(
+    'ema_decay',
+    0.0,
+    'Decay of the moving averages of the weights, which are evaluated in their place, for example '
+    '0.999; 0: no averages.',
+  )
   p.Define(
     'shard_optimizer_slots',
     False,
-    'With several replicas: each weight is updated by one of them, which alone has its slots '
-    '(stage 1 of ZeRO).',
+    'Whether, with several replicas, each weight is updated by only one of them, which alone holds '
+    'its optimizer slots (stage 1 of ZeRO).',
   )
   p.Define(
     'all_reduce',
     'auto',
-    "How gradients are added over replicas: 'collective' (NCCL between GPUs), 'send', or 'auto'.",
+    "Method to sum gradients over replicas: 'collective' (NCCL between GPUs), 'send' or 'auto'.",
   )
-  p.Define('ema_decay_moving_vars', False, "Average layers' moving statistics, too.")
+  p.Define('ema_decay_moving_vars', False, "Whether to average the layers' moving statistics, too.")
   return p
 
 
 def EvalParams() -> hyperparams.Params:
-  """Params of evaluating a task: `task.eval`."""
+  """Defines the Params of evaluating a task: `task.eval`."""
   p = hyperparams.Params()
-  p.Define('samples_per_summary', 0, 'Examples of an evaluation; 0: the whole data set.')
-  p.Define('decoder_samples_per_summary', 0, 'Examples to decode; 0: the whole data set.')
+  p.Define('samples_per_summary', 0, 'Number of examples to evaluate; 0: the whole data set.')
+  p.Define('decoder_samples_per_summary', 0, 'Number of examples to decode; 0: all of them.')
   p.Define(
     'max_seconds_without_trainer',
     1800.0,
-    'An evaluator that follows a run gives up where nobody trained for so long; 0: never.',
+    'Number of seconds without a trainer after which an evaluator of the run ends; 0: never.',
   )
   return p
 
@@ -132,10 +150,10 @@ def EvalParams() -> hyperparams.Params:
 def FindReadFields(
   function: Callable[[nested_map.NestedMap], Any], batch_spec: nested_map.NestedMap
 ) -> list[str]:
-  """The paths of the entries of a batch that a function of it reads or returns."""
+  """Returns the paths of the batch entries that a function reads or returns."""
   paths = [path for path, spec in shapes.Leaves(batch_spec) if spec is not None]
   traced = tf.function(function, autograph=False).get_concrete_function(batch_spec)
-  # Variables that were captured come after the arguments.
+  # Captured variables come after the arguments.
   placeholders = traced.inputs[: len(paths)]
   return [path for path, tensor in zip(paths, placeholders, strict=True) if tensor.consumers()]
 
@@ -144,59 +162,66 @@ class BaseTask(base_layer.BaseLayer):
   """Base class of tasks.
 
   A subclass creates its layers and overrides `ComputeLoss`. If it creates a `PipeliningLayer`
-  child called `stack`, that is trained as a pipeline: `PipelineInputs` feeds the first stage, and
-  `ComputeLoss` runs inside the last one on each micro-batch. Else the whole task is one stage on
-  one device, and `ComputePredictions` may do anything.
+  child named `stack`, this child is trained as a pipeline: `PipelineInputs` feeds the first stage,
+  and `ComputeLoss` runs inside the last stage on each micro-batch. Without such a child the whole
+  task is a single stage on one device, and `ComputePredictions` may do anything.
   """
 
-  # What the weight of the loss counts, for people.
+  # Unit of the loss weight in printed speeds, for example 'examples' or 'tokens'.
   loss_unit = 'examples'
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
     """Params of a task."""
     p = super().Params()
-    p.Define('train', TrainParams(), 'How to train.')
-    p.Define('eval', EvalParams(), 'How to evaluate.')
+    p.Define('train', TrainParams(), 'Params of training.')
+    p.Define('eval', EvalParams(), 'Params of evaluation.')
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
     super().__init__(params)
-    for name, least in _LEAST.items():
-      if self.params.Get(name) < least:
+    for name, minimum in _MINIMUMS.items():
+      if self.params.Get(name) < minimum:
         raise ValueError(
-          f'{self.path}.{name} must be at least {least}, got {self.params.Get(name)}'
+          f'{self.path}.{name} must be at least {minimum}, got {self.params.Get(name)}'
         )
     train = self.params.train
     if not 0 <= train.ema_decay < 1:
       raise ValueError(
-        f'{self.path}.train.ema_decay must be in [0, 1), 0 for no averages, got {train.ema_decay}'
+        f'{self.path}.train.ema_decay must be in [0, 1), with 0 for no averages, got '
+        f'{train.ema_decay}'
       )
     if train.ema_decay_moving_vars and not train.ema_decay:
-      raise ValueError(f'{self.path}.train.ema_decay_moving_vars needs an ema_decay above 0')
+      raise ValueError(f'{self.path}.train.ema_decay_moving_vars needs a positive ema_decay')
 
   @property
   def pipeline(self) -> pipelining_layer.PipeliningLayer | None:
-    """The pipelined child `stack`, or None."""
+    """The child `stack` if it is a `PipeliningLayer`, otherwise None."""
     stack = self.children.get('stack')
     return stack if isinstance(stack, pipelining_layer.PipeliningLayer) else None
 
   def PipelineInputs(self, input_batch: nested_map.NestedMap) -> tuple[Any, ...]:
-    """The arguments of the first layer: nests of tensors [batch, ...]. Here: the whole batch."""
+    """Returns the arguments of the first layer, nests of tensors [batch, ...].
+
+    The default is the whole batch as the only argument.
+    """
     return (input_batch,)
 
   def LossInputs(self, input_batch: nested_map.NestedMap) -> nested_map.NestedMap:
-    """The part of the batch that `ComputeLoss` needs: it is sent to the last stage."""
+    """Returns the part of the batch that `ComputeLoss` needs, which is sent to the last stage.
+
+    The default is the whole batch.
+    """
     return input_batch
 
   def CheckBatch(self, input_batch: nested_map.NestedMap) -> None:
-    """Raises ValueError for a batch that the layers cannot take; runs on the host before a step.
+    """Raises ValueError for a batch that the layers cannot process; runs on the host before a step.
 
-    What XLA does not check at run time belongs here: ids outside a table, for one.
+    Override it to check conditions that XLA ignores at run time, such as ids outside a table.
     """
 
   def ComputePredictions(self, theta: nested_map.NestedMap, input_batch: Any) -> Any:
-    """What the layers make of a batch; here, what the pipeline returns."""
+    """Returns the outputs of the layers for a batch, by default the outputs of the pipeline."""
     if self.pipeline is None:
       raise NotImplementedError(f'{type(self).__name__} has neither a pipeline nor predictions')
     return self.pipeline.FProp(theta.stack, *self.PipelineInputs(input_batch))
@@ -204,27 +229,32 @@ class BaseTask(base_layer.BaseLayer):
   def ComputeLoss(
     self, theta: nested_map.NestedMap, predictions: Any, input_batch: nested_map.NestedMap
   ) -> tuple[Metrics, dict[str, tf.Tensor]]:
-    """Metrics of a (micro-)batch.
+    """Computes the loss and other metrics of a batch or micro-batch.
 
     Args:
-      theta: the weights of a task without a pipeline. A pipelined task's weights belong to its
-        layers: there it is empty.
-      predictions: what the layers returned.
-      input_batch: what `LossInputs` returned, or its micro-batch.
+      theta: the weights of the task; empty in a pipelined task, whose weights belong to the layers
+        of the pipeline.
+      predictions: the outputs of the last layer.
+      input_batch: the result of `LossInputs`, or a micro-batch of it.
 
     Returns:
-      {name: (value, weight)}, scalars, 'loss' among them: a mean and the weight it counts with
-      against other batches (examples, tokens); and {name: tensor [batch, ...]} per example. A mean
-      over nothing, as of a micro-batch of padding, may be NaN: where its weight is 0 it counts for
-      nothing, and the predictions get no gradient.
+      A pair (metrics, per_example). `metrics` is {name: (value, weight)} with the key 'loss'; each
+      value is a scalar mean, and its weight is the scalar number of items averaged over, for
+      example examples or tokens. Means of several batches are combined by their weights.
+      `per_example` is {name: tensor [batch, ...]}. A mean over nothing, as for a micro-batch of
+      padding, may be NaN: with weight 0 it is ignored, and the predictions get no gradient.
     """
     raise NotImplementedError(f'{type(self).__name__} has no ComputeLoss')
 
   def LossWeight(self, input_batch: nested_map.NestedMap) -> tf.Tensor:
-    """The weight of 'loss' that `ComputeLoss` will return, from what `LossInputs` returned.
+    """Returns the weight of 'loss' that `ComputeLoss` will return, a float32 scalar.
 
-    It is needed before the first forward, and `ComputeLoss` must return the same: the trainer
-    compares the two. Here: the sum of `example_weights` if the batch has them, else its size.
+    The pipeline needs the weight before the first forward pass. The trainer checks that
+    `ComputeLoss` returns the same weight. The default is the sum of `example_weights` if the batch
+    has that entry, otherwise the batch size.
+
+    Args:
+      input_batch: the result of `LossInputs`, or a micro-batch of it.
     """
     weights = input_batch.get('example_weights')
     if weights is not None:
@@ -232,41 +262,44 @@ class BaseTask(base_layer.BaseLayer):
     return tf.cast(tf.shape(tf.nest.flatten(input_batch)[0])[0], tf.float32)
 
   def FProp(self, theta: nested_map.NestedMap, *args: Any) -> Any:
-    """`ComputePredictions` of a batch, so that a task can be a layer of one stage."""
+    """Calls `ComputePredictions`, so that a task without a pipeline can be the layer of a stage."""
     return self.ComputePredictions(theta, *args)
 
   def Report(self, metrics: dict[str, float], input_generator: Any) -> str:
-    """What a person should read of an evaluation beside its metrics; '' for nothing."""
+    """Returns a human-readable report of an evaluation to print with its metrics, or ''."""
     del metrics, input_generator
     return ''
 
   def Decode(self, input_batch: nested_map.NestedMap, input_generator: Any) -> dict[str, Any]:
-    """What the model makes of each example, beside what it was to make: texts, for the most part.
+    """Decodes a batch: returns the model's output for each example, usually with its reference.
 
-    The decoder job writes a line for each example; after training, that of the first one is shown.
+    The decoder job writes a line for each example. After training, the trainer prints the decoding
+    of the first example.
 
     Args:
-      input_batch: a batch of eager tensors, or one row of one, with `example_index`, int64 [batch]:
-        the number of each row in the data set. What is drawn should depend on that, not on the row.
-      input_generator: where it comes from: it may know the vocabulary, or the text as it was read.
+      input_batch: a batch of eager tensors, or a single row of one, with `example_index`, int64
+        [batch]: the index of each row in the data set. Random choices should depend on this index
+        and not on the position in the batch.
+      input_generator: the input generator of the batch, which may have the vocabulary or the
+        original text.
 
     Returns:
-      {name: a list or array with one entry for each row}; {} where a task decodes nothing. An entry
-      is a text, a number, or a list or array of these. Names for a translation are source,
-      hypothesis, reference, source_language, target_language and score.
+      {name: a list or array with one entry for each row}, or {} if the task does not decode. An
+      entry is a string, a number, or a list or array of these. The names for a translation are
+      source, hypothesis, reference, source_language, target_language and score.
     """
     del input_batch, input_generator
     return {}
 
   def DecodeFinalize(self, decoded: dict[str, list[Any]]) -> dict[str, float | str]:
-    """Metrics of all that was decoded of a data set.
+    """Computes metrics over all decoded examples of a data set.
 
     Args:
-      decoded: {name: the entries that `Decode` returned}, of every example but padded rows, in data
-        order; there is at least one.
+      decoded: {name: the entries that `Decode` returned}, for at least one example, in the order of
+        the data set and without padding rows.
 
     Returns:
-      {name: a number, or a text for the score file}.
+      {name: a number, or a string for the score file}.
     """
     del decoded
     return {}
@@ -274,13 +307,15 @@ class BaseTask(base_layer.BaseLayer):
   # ---- inference -------------------------------------------------------------------------------
 
   def InferenceSignatures(self, batch_spec: nested_map.NestedMap) -> dict[str, Signature]:
-    """What an export of this task serves, by name.
+    """Returns the signatures of an exported model by name.
 
-    Here: `serving_default`, from the entries of the batch that `PipelineInputs` reads to
-    `InferenceOutputs` of the predictions. Where the batch is nested, an entry `a.b` is `a_b`.
+    The default is a single signature `serving_default`. Its inputs are the entries of the batch
+    that `PipelineInputs` reads, with an entry `a.b` of a nested batch named `a_b`; its outputs are
+    `InferenceOutputs` of the predictions.
 
     Args:
-      batch_spec: the spec of a batch, its dimension 0 free or, where layers need its size, fixed.
+      batch_spec: the spec of a batch; dimension 0 has size None, or a fixed size if the layers
+        need it.
     """
     leaves = [(name, spec) for name, spec in shapes.Leaves(batch_spec) if spec is not None]
     reads = self._PlainPredictions if self.pipeline is None else self.PipelineInputs
@@ -289,27 +324,29 @@ class BaseTask(base_layer.BaseLayer):
     }
 
     def Run(theta: nested_map.NestedMap, inputs: nested_map.NestedMap) -> dict[str, tf.Tensor]:
-      found = [inputs.get(names.get(path)) for path, _ in shapes.Leaves(batch_spec)]
-      batch = tf.nest.pack_sequence_as(batch_spec, found)
+      tensors = [inputs.get(names.get(path)) for path, _ in shapes.Leaves(batch_spec)]
+      batch = tf.nest.pack_sequence_as(batch_spec, tensors)
       return self.InferenceOutputs(self.PredictInOrder(theta, batch))
 
     specs = {names[path]: spec for path, spec in leaves if path in names}
     return {'serving_default': Signature(specs, Run)}
 
   def InferenceOutputs(self, predictions: Any) -> dict[str, tf.Tensor]:
-    """What an export returns for predictions: {name: tensor}.
+    """Returns the outputs of an exported model for predictions: {name: tensor}.
 
-    Here `outputs`, or `outputs_0`, `outputs_1` ... where there are several.
+    The default names are `outputs` for a single tensor, and `outputs_0`, `outputs_1` and so on for
+    several.
     """
-    found = [tensor for tensor in tf.nest.flatten(predictions) if tensor is not None]
-    if len(found) == 1:
-      return {'outputs': found[0]}
-    return {f'outputs_{i}': tensor for i, tensor in enumerate(found)}
+    tensors = [tensor for tensor in tf.nest.flatten(predictions) if tensor is not None]
+    if len(tensors) == 1:
+      return {'outputs': tensors[0]}
+    return {f'outputs_{i}': tensor for i, tensor in enumerate(tensors)}
 
   def PredictInOrder(self, theta: nested_map.NestedMap, input_batch: Any) -> Any:
-    """The predictions for a batch without a pipeline: layer after layer, wherever one is.
+    """Computes the predictions for a batch by running the layers in order, without the pipeline.
 
-    The same as the pipeline's `Predict`, rounding aside, in evaluation mode; it names no device.
+    In evaluation mode the result equals the pipeline's `Predict` up to rounding. The operations are
+    not assigned to devices.
     """
     if self.pipeline is None:
       return self.ComputePredictions(theta, input_batch)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of several tasks a step trains: their weights, and the draw by them.
+"""Task schedulers: choose the task that each step of a multi-task model trains.
 
-The draw follows from the seed and the step alone: a restart goes on with the same tasks. The names
+A scheduler gives each task a weight at a step, and `Draw` picks a task by these weights. The draw
+depends only on the seed and the step, so a resumed run trains the same sequence of tasks. The names
 are Lingvo's.
 """
 
@@ -16,23 +17,23 @@ from typing import Any
 
 from lingvo_gpipe.core import hyperparams, weight_params
 
-_WEIGHTS = 'finite numbers, not negative, and one above 0'
+_WEIGHTS = 'finite numbers, none negative and at least one positive'
 
 
 class TaskScheduler:
-  """Base class: weights of tasks, which may change with the step."""
+  """Base class of task schedulers: weights of the tasks, which may change with the step."""
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
-    """Params of a schedule of tasks."""
+    """Params of a task scheduler."""
     return hyperparams.InstantiableParams(cls)
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
-    """Takes the Params; a subclass raises ValueError for what is no schedule."""
+    """Copies the Params; a subclass raises ValueError if they are invalid."""
     self.params = params.Copy()
 
   def Weights(self, step: int) -> dict[str, float]:
-    """{task: how likely it is after so many steps}, at least 0; their sum need not be 1."""
+    """Returns {task: relative probability after `step` steps}; the sum need not be 1."""
     raise NotImplementedError(f'{type(self).__name__} has no Weights')
 
   def _Check(self, ok: bool, name: str, expected: str) -> None:
@@ -43,39 +44,39 @@ class TaskScheduler:
 
 
 class ConstantScheduler(TaskScheduler):
-  """The same weights throughout."""
+  """Constant weights."""
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
-    """Params with the weights."""
+    """Params of a scheduler with constant weights."""
     p = super().Params()
-    p.Define('task_probs', {}, '{task: weight}.')
+    p.Define('task_probs', {}, 'Weight of each task: {task: weight}.')
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
     super().__init__(params)
-    found = self.params.task_probs
+    weights = self.params.task_probs
     self._Check(
-      isinstance(found, Mapping) and _AreWeights(found.values()),
+      isinstance(weights, Mapping) and _AreWeights(weights.values()),
       'task_probs',
       f"{{task: weight}} such as {{'a': 2.0, 'b': 1.0}}, {_WEIGHTS}",
     )
 
   def Weights(self, step: int) -> dict[str, float]:
-    """See the parent."""
+    """Returns the constant weights."""
     del step
     return dict(self.params.task_probs)
 
 
 class ExponentialScheduler(TaskScheduler):
-  """Each weight goes from a first to a last one: last + (first - last) * exp(-alpha * step)."""
+  """Exponential change of each weight: last + (first - last) * exp(-alpha * step)."""
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
-    """Params of the curve."""
+    """Params of the exponential curve."""
     p = super().Params()
-    p.Define('alpha', 0.0, 'How fast: after 1 / alpha steps 63 % of the way is done.')
-    p.Define('task_probs', {}, '{task: [first weight, last weight]}.')
+    p.Define('alpha', 0.0, 'Rate of the change: 63 % of it is done after 1 / alpha steps.')
+    p.Define('task_probs', {}, 'First and last weight of each task: {task: [first, last]}.')
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
@@ -91,69 +92,74 @@ class ExponentialScheduler(TaskScheduler):
     )
 
   def Weights(self, step: int) -> dict[str, float]:
-    """See the parent."""
-    rest = math.exp(-self.params.alpha * step)
+    """Returns the weights after `step` steps."""
+    decay = math.exp(-self.params.alpha * step)
     pairs = self.params.task_probs.items()
-    return {task: last + (first - last) * rest for task, (first, last) in pairs}
+    return {task: last + (first - last) * decay for task, (first, last) in pairs}
 
 
 class SequentialScheduler(TaskScheduler):
-  """One task after the other, each for a number of steps."""
+  """One task after another, each for a number of steps."""
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
-    """Params of the order."""
+    """Params of a sequence of tasks."""
     p = super().Params()
-    p.Define('task_steps', [], "Pairs ['task', steps], in order; -1, for the last: to the end.")
+    p.Define(
+      'task_steps',
+      [],
+      "Pairs ['task', number of steps], in order; -1 in the last pair means until the end.",
+    )
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
     super().__init__(params)
-    found = self.params.task_steps
-    pairs = list(found) if isinstance(found, (list, tuple)) else []
+    steps_of_tasks = self.params.task_steps
+    pairs = list(steps_of_tasks) if isinstance(steps_of_tasks, (list, tuple)) else []
     self._Check(
       bool(pairs)
       and all(_IsPair(pair) and isinstance(pair[0], str) for pair in pairs)
       and all(_IsCount(steps) for _, steps in pairs[:-1])
       and (_IsCount(pairs[-1][1]) or pairs[-1][1] == -1),
       'task_steps',
-      "pairs ['task', steps] such as [['a', 100], ['b', -1]], of whole numbers of steps, not "
-      'negative; -1, which does not end, in the last pair alone',
+      "pairs ['task', steps] such as [['a', 100], ['b', -1]]; steps are whole numbers, not "
+      'negative, except that -1 in the last pair means until the end',
     )
 
   def Weights(self, step: int) -> dict[str, float]:
-    """See the parent; the last task stays where its steps are over."""
+    """Returns weight 1 for the task of this step; the last task continues after its steps."""
     pairs = self.params.task_steps
     ends = itertools.accumulate(math.inf if steps < 0 else steps for _, steps in pairs)
-    now = next((i for i, end in enumerate(ends) if step < end), len(pairs) - 1)
+    current = next((i for i, end in enumerate(ends) if step < end), len(pairs) - 1)
     weights = dict.fromkeys((task for task, _ in pairs), 0.0)
     if pairs:
-      weights[pairs[now][0]] = 1.0
+      weights[pairs[current][0]] = 1.0
     return weights
 
 
 def Draw(weights: Mapping[str, float], seed: int, step: int) -> str:
-  """A task, drawn by the weights.
+  """Draws a task with a probability proportional to its weight.
 
   Args:
     weights: {task: weight}.
-    seed: of the run.
-    step: how many steps were done.
+    seed: the seed of the run.
+    step: number of steps done so far.
 
   Raises:
-    ValueError: a weight is negative or not finite, or none is above 0.
+    ValueError: a weight is negative or not finite, or all weights are 0.
   """
   if not _AreWeights(weights.values()):
     raise ValueError(
-      f'weights of tasks must be {_WEIGHTS}; after {step} steps they are {dict(weights)}'
+      f'task weights must be {_WEIGHTS}; after {step} steps they are {dict(weights)}'
     )
-  left = math.fsum(weights.values()) * ((weight_params.Hash64(seed, 'task', step) + 2**63) / 2**64)
+  uniform = (weight_params.Hash64(seed, 'task', step) + 2**63) / 2**64
+  remainder = math.fsum(weights.values()) * uniform
   chosen = ''
   for task, weight in weights.items():
     if weight > 0.0:
       chosen = task
-      left -= weight
-      if left < 0.0:
+      remainder -= weight
+      if remainder < 0.0:
         break
   return chosen
 
@@ -165,8 +171,8 @@ def _IsWeight(value: Any) -> bool:
 
 def _AreWeights(values: Iterable[Any]) -> bool:
   """Whether a task can be drawn by these weights."""
-  found = list(values)
-  return all(map(_IsWeight, found)) and 0.0 < sum(map(float, found)) < math.inf
+  weights = list(values)
+  return all(map(_IsWeight, weights)) and 0.0 < sum(map(float, weights)) < math.inf
 
 
 def _IsPair(value: Any) -> bool:

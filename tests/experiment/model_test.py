@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SingleTaskModel: a task and an input from Params."""
+"""SingleTaskModel: creates a task and an input from Params."""
 
 import sys
 
@@ -18,16 +18,16 @@ class _Task(task.BaseTask):
     self.CreateVariable('w', weight_params.WeightParams([1000, 1000, 1000, 1000]))
 
 
-def testMakesTaskAndInput():
+def testCreatesTaskAndInput():
   data = synthetic.SyntheticLmInput.Params().Set(batch_size=2)
-  made = model.SingleTaskModel.Params().Set(task=_Task.Params(), input=data).Instantiate()
-  assert isinstance(made.task, _Task)
-  assert isinstance(made.input, synthetic.SyntheticLmInput)
-  # A task of 4 TB: nothing was allocated.
-  assert made.task.NumParams() == 10**12
+  instance = model.SingleTaskModel.Params().Set(task=_Task.Params(), input=data).Instantiate()
+  assert isinstance(instance.task, _Task)
+  assert isinstance(instance.input, synthetic.SyntheticLmInput)
+  # The weights would take 4 TB, so none were allocated.
+  assert instance.task.NumParams() == 10**12
 
 
-def testTheTasksNameIsTheRootOfEveryPath():
+def testTheTaskNameIsTheRootOfEveryPath():
   p = model.SingleTaskModel.Params().Set(task=_Task.Params())
   assert list(p.Instantiate().task.WeightSpecs()) == ['task.w']
   p.task.name = 'lm'
@@ -36,22 +36,22 @@ def testTheTasksNameIsTheRootOfEveryPath():
 
 def testParamsAreCopied():
   p = model.SingleTaskModel.Params().Set(task=_Task.Params())
-  made = p.Instantiate()
+  instance = p.Instantiate()
   p.task.train.max_steps = 7
-  assert made.params.task.train.max_steps == made.task.params.train.max_steps != 7
+  assert instance.params.task.train.max_steps == instance.task.params.train.max_steps != 7
   assert p.task.name == ''
 
 
-def testWithoutAnInput():
+def testTheInputIsOptional():
   assert model.SingleTaskModel.Params().Set(task=_Task.Params()).Instantiate().input is None
 
 
-def testWithoutATask():
+def testATaskIsRequired():
   with pytest.raises(ValueError, match='a model needs a task'):
     model.SingleTaskModel.Params().Instantiate()
 
 
-def testALayerIsNoTask():
+def testTaskParamsMustDescribeATask():
   layer = linear.LinearLayer.Params().Set(input_dim=2, output_dim=2)
   with pytest.raises(TypeError, match='expected the Params of a BaseTask, got LinearLayer'):
     model.SingleTaskModel.Params().Set(task=layer).Instantiate()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of the registry of experiments, on projects made in temporary directories."""
+"""The registry of experiments, tested on projects in temporary directories."""
 
 import importlib
 import importlib.metadata
@@ -15,6 +15,7 @@ import lingvo_gpipe
 from lingvo_gpipe import experiment
 from lingvo_gpipe.core import hyperparams
 from lingvo_gpipe.experiment import registry
+from tests import naming
 
 _ENTRY_POINTS = importlib.metadata.entry_points
 
@@ -46,7 +47,7 @@ def _Experiment(*names, body='  pass\n'):
 
 
 class _Project:
-  """A directory on sys.path in which a test writes the modules of a user's project."""
+  """A directory on sys.path for the modules of a user's project."""
 
   def __init__(self, root):
     self.root = root
@@ -61,13 +62,13 @@ class _Project:
 
 @pytest.fixture(name='project')
 def _MakeProject(tmp_path, monkeypatch):
-  """A fresh project; the modules that a test imports and the classes it registers go afterwards."""
+  """Yields a new project; removes imported modules and registered classes after the test."""
   before = dict(sys.modules)
   for name in [m for m in before if m.split('.')[0] in ('params', 'tasks', 'mycompany')]:
-    del sys.modules[name]  # This checkout's own, if another test has imported them.
-  # Without the folders that have experiments of their own: a namespace package would join them.
-  others = [path for path in sys.path if not os.path.isdir(os.path.join(path, 'params'))]
-  monkeypatch.setattr(sys, 'path', [str(tmp_path), *others])
+    del sys.modules[name]  # Modules of this checkout that another test has imported.
+  # Leave out folders with experiments: a namespace package would include them.
+  paths = [path for path in sys.path if not os.path.isdir(os.path.join(path, 'params'))]
+  monkeypatch.setattr(sys, 'path', [str(tmp_path), *paths])
   importlib.invalidate_caches()
   monkeypatch.setattr(registry, '_ENTRIES', dict(registry._ENTRIES))
   monkeypatch.setattr(importlib.metadata, 'entry_points', lambda **_: [])
@@ -142,7 +143,7 @@ def testADeclaredEntryPointOfAnInstalledDistributionIsFound(project, monkeypatch
   assert registry.GetClass('x.E').__module__ == 'installed.x'
 
 
-def testUnknownKeyIsOneLineWithPlacesAndClosestKeys(project):
+def testUnknownKeyErrorIsOneLineWithPlacesAndClosestKeys(project):
   project.Write('params/lm/stdlib.py', _Experiment('ByteTransformerGPipe2', 'Plain'))
   project.Write('params/lm/broken.py', _Experiment('Broken') + 'def (\n')
   project.Write('params/image/digits.py', _Experiment('LeNet'))
@@ -156,14 +157,14 @@ def testUnknownKeyIsOneLineWithPlacesAndClosestKeys(project):
     assert 'Did you mean lm.stdlib.ByteTransformerGPipe2 or lm.bad.ByteTransformerGPipe3' in text
   with pytest.raises(LookupError, match='Did you mean image.digits.LeNet'):
     registry.GetClass('lenet.lenet')
-  with pytest.raises(LookupError, match='None of the 4 known keys is close; --mode=list'):
+  with pytest.raises(LookupError, match=naming.Naming('4 known keys', '--mode=list')):
     registry.GetClass('zzzz.qqqqqqqqqqqq')
   with pytest.raises(LookupError, match=r'mycompny \(no such package\)'):
     registry.GetClass('lm.stdlib.Plan', ('params', 'mycompny'))
   assert not {'params.lm.bad', 'params.image.digits'} & set(sys.modules)
 
 
-def testAnUndecoratedClassIsPointedAt(project):
+def testAnUndecoratedClassIsReported(project):
   project.Write('params/lm/stdlib.py', _Experiment('X') + '\nclass Forgotten(_Base): pass\n')
   with pytest.raises(LookupError) as error:
     registry.GetClass('lm.stdlib.Forgotten')
@@ -177,7 +178,7 @@ def testAKeyNamesTheModuleThatDefinesTheClass(project):
     registry.GetClass('b.X')
 
 
-def testAFolderWithoutInitThatAnotherPackageHidesIsPointedAt(project):
+def testAFolderWithoutInitThatAnotherPackageHidesIsReported(project):
   project.Write('params/x.py', _Experiment('X'))
   project.Write('elsewhere/params/__init__.py', '')
   project.Write('elsewhere/params/y.py', _Experiment('Y'))
@@ -186,14 +187,14 @@ def testAFolderWithoutInitThatAnotherPackageHidesIsPointedAt(project):
   with pytest.raises(LookupError) as error:
     registry.GetClass('x.X')
   hidden = project.root / 'params'
-  expected = f'{elsewhere / "params"}, which hides {hidden}: that has no __init__.py'
+  expected = f'{elsewhere / "params"}, which hides {hidden}: add an __init__.py'
   assert expected in _OneLine(error)
   project.Write('params/__init__.py', '')
   assert registry.GetClass('x.X').__name__ == 'X'
 
 
 def testNoExperimentsAtAll(project):
-  with pytest.raises(LookupError, match='run in a directory that has a package `params`'):
+  with pytest.raises(LookupError, match=naming.Naming('`params`', '--params_package')):
     registry.GetClass('lm.stdlib.X')
   assert registry.ListKeys() == []
 
@@ -218,7 +219,7 @@ def testAPackageMustBeDottedIdentifiers(project, package):
       call((package,))
 
 
-def testPackagesIsNoString(project):
+def testPackagesMustNotBeAString(project):
   with pytest.raises(TypeError, match='sequence of names'):
     registry.GetClass('lm.X', 'params')
 
@@ -241,14 +242,14 @@ def testAnErrorInsideAModulePropagates(project, source, expected, file):
   with pytest.raises(expected) as error:
     registry.GetClass('lm.x.X')
   assert type(error.value) is expected
-  # The broken file does not disturb the list, nor the hint for another key.
+  # The broken file affects neither the listing nor the hint for another key.
   assert registry.ListKeys() in ([], ['lm.x.X'])
   with pytest.raises(LookupError, match=r"No experiment 'lm\.y\.X'"):
     registry.GetClass('lm.y.X')
 
 
 @pytest.mark.parametrize('key', ['lm.x.X.Y', 'lm.x.x.X', 'lm.X', 'nix.X', 'lm.x.y.z.X'])
-def testModulesAndFoldersInTheWayAreNotFound(project, key):
+def testKeysWithExtraOrMissingPartsAreUnknown(project, key):
   project.Write('params/lm/x.py', _Experiment('X'))
   with pytest.raises(LookupError, match='Did you mean lm.x.X'):
     registry.GetClass(key)
@@ -257,7 +258,7 @@ def testModulesAndFoldersInTheWayAreNotFound(project, key):
 # --- list ---
 
 
-def testListReadsSourcesOnly(project):
+def testListingDoesNotRunSources(project):
   project.Write('params/a.py', 'raise SystemError\n' + _Experiment('A'))
   project.Write(
     'params/b.py',
@@ -294,7 +295,7 @@ def testListReadsSourcesOnly(project):
   assert not {'params', 'mycompany'} & {name.split('.')[0] for name in sys.modules}
 
 
-def testRegistrationByACallIsListedOnceImported(project):
+def testExperimentsRegisteredByACallAreListedOnceImported(project):
   project.Write(
     'params/gen.py',
     _HEADER
@@ -309,7 +310,7 @@ def testRegistrationByACallIsListedOnceImported(project):
 # --- registration ---
 
 
-def testDecoratorReturnsTheClassAndATestsClassHasAShortKey(project):
+def testDecoratorReturnsTheClassAndATestClassHasAShortKey(project):
   class Mine(registry.SingleTaskModelParams):
     pass
 
@@ -339,20 +340,20 @@ def testDuplicatesNameBothPlaces(project):
   assert 'params.dup.X' in text and f'{file}:{lines[0]} and {file}:{lines[2]}' in text
 
 
-def testAnotherImportOfTheSameFileIsNoDuplicate(project):
+def testImportingTheSameFileAgainIsNotADuplicate(project):
   project.Write('params/x.py', _Experiment('X'))
   first = registry.GetClass('x.X')
   second = importlib.reload(sys.modules['params.x']).X
   assert second is not first and registry.GetClass('x.X') is second
   del sys.modules['params.x']
   assert registry.GetClass('x.X') is not second
-  # Edited, so that the line differs, and loaded again.
+  # An edit moves the decorator to another line before the reload.
   project.Write('params/x.py', '# One more line.\n' + _Experiment('X', body='  AGE = 3\n'))
   importlib.reload(sys.modules['params.x'])
   assert registry.GetClass('x.X').AGE == 3
 
 
-def testAModuleOfTheSameNameFromElsewhereReplacesOneThatWasThrownAway(project, tmp_path):
+def testAModuleOfTheSameNameReplacesOneRemovedFromSysModules(project, tmp_path):
   project.Write('params/x.py', _Experiment('X'))
   first = registry.GetClass('x.X')
   for name in ('params', 'params.x'):
@@ -362,7 +363,7 @@ def testAModuleOfTheSameNameFromElsewhereReplacesOneThatWasThrownAway(project, t
   assert registry.GetClass('x.X') is not first
 
 
-def testANotebooksClassCanBeDefinedAgain(project, monkeypatch):
+def testAClassInANotebookCanBeDefinedAgain(project, monkeypatch):
   main = types.ModuleType('__main__')
   monkeypatch.setitem(sys.modules, '__main__', main)
   for cell in ('/tmp/cell_1.py', '/tmp/cell_2.py'):
@@ -373,7 +374,7 @@ def testANotebooksClassCanBeDefinedAgain(project, monkeypatch):
 # --- experiments ---
 
 
-def testDatasetsAreTheDefinedOnesAndThoseListed():
+def testDatasetsAreTheDefinedAndTheListedMethods():
   class _E(registry.SingleTaskModelParams):
     DATASETS = ('DevClean', 'Train')
 
@@ -408,7 +409,7 @@ def testDatasetsAreTheDefinedOnesAndThoseListed():
     _E().Dev()
   with pytest.raises(NotImplementedError, match=r'_E defines no Task\(\)'):
     _E().Task()
-  with pytest.raises(NotImplementedError, match=r'Its datasets: none'):
+  with pytest.raises(NotImplementedError, match=r'Its data sets: none'):
     registry.SingleTaskModelParams().Train()
   assert _E().Smoke() is None
 
@@ -443,7 +444,7 @@ def testDatasetsMayBeAnyKindOfMethod(project):
   assert cls.DatasetNames() == ['Train', 'Dev', 'Test']
 
 
-def testModelPutsTheTaskIntoASingleTaskModel(monkeypatch):
+def testModelWrapsTheTaskInASingleTaskModel(monkeypatch):
   class _Model:
     @classmethod
     def Params(cls):
@@ -474,29 +475,29 @@ def testGetParams(project, dataset, name):
   p = registry.GetParams('lm.x.X', dataset)
   line = file.read_text().split('\n').index('@registry.RegisterSingleTaskModel') + 1
   assert (p.input.name, p.task.name) == (name, 'task')
-  assert p.model == f'lm.x.X@params/lm/x.py:{line}'  # Nothing of this machine in it.
+  assert p.model == f'lm.x.X@params/lm/x.py:{line}'  # Independent of this machine.
 
 
-def testModelNamesTheFileOfAPackageToo(project):
+def testModelNamesTheFileOfAPackage(project):
   project.Write('mycompany/params/lm/__init__.py', '#\n' + _Experiment('X'))
   p = registry.GetParams('lm.X', 'Train', ('mycompany.params',))
   assert p.model.startswith('lm.X@mycompany/params/lm/__init__.py:')
 
 
-def testGetParamsOfAModelWithoutItsOwnName(project):
+def testGetParamsOfAModelWithoutAModelParam(project):
   body = '  def Model(self):\n    p = super().Model()\n    p.Delete("model")\n    return p\n'
   project.Write('params/x.py', _Experiment('X', body=body))
   assert 'model' not in registry.GetParams('x.X', 'Train')
 
 
-def testTaskOfOneDataset(project):
+def testATaskMethodForADatasetReplacesTheTask(project):
   body = "  def Task_Test(self): return _Named('test task')\n"
   project.Write('params/x.py', _Experiment('X', body=body))
   assert registry.GetParams('x.X', 'Test').task.name == 'test task'
   assert registry.GetParams('x.X', 'Train').task.name == 'task'
 
 
-def testWhatTheExperimentKeepsIsNotChanged(project):
+def testParamsThatTheExperimentKeepsAreNotChanged(project):
   body = """\
   KEPT = _Named('kept')
   MODEL = _Base().Model()
@@ -506,20 +507,22 @@ def testWhatTheExperimentKeepsIsNotChanged(project):
   project.Write('params/x.py', _Experiment('X', body=body))
   p = registry.GetParams('x.X', 'Train')
   p.input.name = p.task.name = 'changed'
-  kept = registry.GetClass('x.X')
-  assert kept.KEPT.name == 'kept' and kept.MODEL.task.name == 'task' and kept.MODEL.input is None
+  cls = registry.GetClass('x.X')
+  assert cls.KEPT.name == 'kept' and cls.MODEL.task.name == 'task' and cls.MODEL.input is None
 
 
-def testUnknownDatasetIsOneLineWithTheList(project):
+def testUnknownDatasetErrorIsOneLineWithTheDatasets(project):
   project.Write('params/x.py', _Experiment('X', body='  def Helper(self): pass\n'))
   for dataset in ('Dev', 'Helper', 'helper', 'Task', '', None):
     with pytest.raises(LookupError) as error:
       registry.GetParams('x.X', dataset)
     assert type(error.value) is LookupError
-    assert _OneLine(error) == (f"Experiment 'x.X' has no dataset {dataset!r}; it has: Train, Test.")
+    assert _OneLine(error) == (
+      f"Experiment 'x.X' has no data set {dataset!r}; it has: Train, Test."
+    )
 
 
-def testCaseOfADatasetMattersWhereItMust(project):
+def testCaseOfADatasetMattersIfNamesDifferOnlyByCase(project):
   body = """\
   DATASETS = ('DevA', 'Deva')
   def DevA(self): return _Named('A')

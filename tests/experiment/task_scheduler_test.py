@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which task a step trains: frequencies, what a draw hangs on, weights that change, mistakes."""
+"""Task schedulers: frequencies of the tasks, reproducible draws, changing weights, and errors."""
 
 import collections
 import math
@@ -8,29 +8,30 @@ import sys
 import pytest
 
 from lingvo_gpipe.experiment import task_scheduler
+from tests import naming
 
 
 def _Draws(weights, num, seed=3):
   return [task_scheduler.Draw(weights, seed, step) for step in range(num)]
 
 
-def testTasksAreDrawnAsOftenAsTheirWeightsSay():
+def testTasksAreDrawnInProportionToTheirWeights():
   num = 4000
-  found = collections.Counter(_Draws({'a': 5, 'b': 3.0, 'never': 0.0, 'c': 2}, num))
+  counts = collections.Counter(_Draws({'a': 5, 'b': 3.0, 'never': 0.0, 'c': 2}, num))
   for task, share in (('a', 0.5), ('b', 0.3), ('c', 0.2)):
     # Four standard deviations.
-    assert abs(found[task] / num - share) < 4 * math.sqrt(share * (1 - share) / num), found
-  assert found['never'] == 0
+    assert abs(counts[task] / num - share) < 4 * math.sqrt(share * (1 - share) / num), counts
+  assert counts['never'] == 0
 
 
-def testADrawFollowsFromSeedAndStepAlone():
+def testADrawDependsOnSeedAndStepOnly():
   weights = {'a': 1.0, 'b': 1.0}
   draws = _Draws(weights, 200)
   assert [task_scheduler.Draw(weights, 3, step) for step in reversed(range(200))] == draws[::-1]
   assert _Draws(weights, 200, seed=4) != draws
-  # Only the proportions count.
+  # Only the ratios of the weights matter.
   assert _Draws({'a': 0.125, 'b': 0.125}, 200) == draws
-  # On every machine: it is a hash.
+  # The same on every machine, because the draw is a hash.
   assert ''.join(draws[:12]) == 'aaaabbabbaaa'
 
 
@@ -38,26 +39,26 @@ def testExponentialWeightsGoFromTheFirstToTheLast():
   p = task_scheduler.ExponentialScheduler.Params().Set(
     alpha=0.01, task_probs={'a': [1.0, 0.0], 'b': [0.0, 0.5]}
   )
-  made = p.Instantiate()
-  assert made.Weights(0) == {'a': 1.0, 'b': 0.0}
-  assert made.Weights(100) == pytest.approx({'a': math.exp(-1), 'b': 0.5 * (1 - math.exp(-1))})
-  assert made.Weights(10**6) == pytest.approx({'a': 0.0, 'b': 0.5})
+  scheduler = p.Instantiate()
+  assert scheduler.Weights(0) == {'a': 1.0, 'b': 0.0}
+  assert scheduler.Weights(100) == pytest.approx({'a': math.exp(-1), 'b': 0.5 * (1 - math.exp(-1))})
+  assert scheduler.Weights(10**6) == pytest.approx({'a': 0.0, 'b': 0.5})
 
 
 @pytest.mark.parametrize('last', [2, -1])
-def testOneTaskAfterTheOther(last):
+def testSequentialTasksFollowOneAnother(last):
   p = task_scheduler.SequentialScheduler.Params()
   p.task_steps = [['a', 2], ['b', 3], ['a', last]]
-  made = p.Instantiate()
-  drawn = [task_scheduler.Draw(made.Weights(step), 0, step) for step in range(9)]
+  scheduler = p.Instantiate()
+  drawn = [task_scheduler.Draw(scheduler.Weights(step), 0, step) for step in range(9)]
   assert ''.join(drawn) == 'aabbbaaaa'
 
 
 @pytest.mark.parametrize(
   'weights', [{}, {'a': 0.0}, {'a': 2.0, 'b': -1.0}, {'a': math.nan}, {'a': math.inf, 'b': 1.0}]
 )
-def testWeightsThatMakeNoSense(weights):
-  with pytest.raises(ValueError, match='weights of tasks must be finite .* after 7 steps they'):
+def testInvalidWeightsAreRejected(weights):
+  with pytest.raises(ValueError, match=naming.Naming('weights', '7', weights)):
     task_scheduler.Draw(weights, 0, 7)
 
 
@@ -96,7 +97,7 @@ _MALFORMED = {
     for value in values
   ],
 )
-def testWhatIsNoScheduleIsRefusedByName(name, param, value):
+def testInvalidParamsAreRejectedByName(name, param, value):
   p = getattr(task_scheduler, name).Params()
   if name == 'ExponentialScheduler':
     p.task_probs = {'a': [1.0, 2.0]}
@@ -107,8 +108,8 @@ def testWhatIsNoScheduleIsRefusedByName(name, param, value):
 
 
 @pytest.mark.parametrize('weights', [{'a': 'x'}, {'a': None}, {'a': 1e308, 'b': 1e308}])
-def testWeightsOfAScheduleOfTheUsersOwn(weights):
-  with pytest.raises(ValueError, match='weights of tasks must be finite'):
+def testWeightsOfACustomSchedulerAreChecked(weights):
+  with pytest.raises(ValueError, match=naming.Naming('weights', '7', weights)):
     task_scheduler.Draw(weights, 0, 7)
 
 

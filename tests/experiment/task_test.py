@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BaseTask: what it is without a subclass's help, and its defaults."""
+"""BaseTask: its defaults and its required methods."""
 
 import sys
 
@@ -27,7 +27,7 @@ class _Stacked(task.BaseTask):
 
 
 class _NoPipeline(task.BaseTask):
-  """A child called stack that is no pipeline."""
+  """A task whose child `stack` is not a pipeline."""
 
   def __init__(self, params):
     super().__init__(params)
@@ -38,53 +38,53 @@ def _Instantiate(cls):
   return cls.Params().Set(name='t').Instantiate()
 
 
-def testThePipelineIsTheChildCalledStack():
-  made = _Instantiate(_Stacked)
-  assert made.pipeline is made.stack
+def testThePipelineIsTheChildNamedStack():
+  instance = _Instantiate(_Stacked)
+  assert instance.pipeline is instance.stack
   assert _Instantiate(task.BaseTask).pipeline is None
   assert _Instantiate(_NoPipeline).pipeline is None
 
 
-def testWhatASubclassMustGive():
-  made = _Instantiate(task.BaseTask)
+def testASubclassMustDefineLossAndPredictions():
+  instance = _Instantiate(task.BaseTask)
   batch = nested_map.NestedMap(x=tf.ones([2]))
   with pytest.raises(NotImplementedError, match='BaseTask has no ComputeLoss'):
-    made.ComputeLoss(nested_map.NestedMap(), None, batch)
+    instance.ComputeLoss(nested_map.NestedMap(), None, batch)
   with pytest.raises(NotImplementedError, match='neither a pipeline nor predictions'):
-    made.ComputePredictions(nested_map.NestedMap(), batch)
+    instance.ComputePredictions(nested_map.NestedMap(), batch)
 
 
-def testPredictionsOfAPipelineAreItsOutputs():
-  made = _Instantiate(_Stacked)
+def testPredictionsAreTheOutputsOfThePipeline():
+  instance = _Instantiate(_Stacked)
   devices = [d.name for d in tf.config.list_logical_devices('CPU')]
-  made.stack.Place(devices, tf.TensorSpec([4, 3]))
-  made.InstantiateVariables()
+  instance.stack.Place(devices, tf.TensorSpec([4, 3]))
+  instance.InstantiateVariables()
   batch = nested_map.NestedMap(inputs=tf.random.stateless_uniform([4, 3], [1, 2]))
   expected = batch.inputs.numpy()
-  for layer in made.stack.layers:
+  for layer in instance.stack.layers:
     expected = np.tanh(expected @ layer.vars.w.numpy())
-  for got in (made.ComputePredictions(made.theta, batch), made(batch)):
+  for got in (instance.ComputePredictions(instance.theta, batch), instance(batch)):
     np.testing.assert_allclose(got.numpy(), expected, rtol=1e-5, atol=1e-6)
 
 
 def testLossWeightCountsExamples():
-  made = _Instantiate(task.BaseTask)
+  instance = _Instantiate(task.BaseTask)
   batch = nested_map.NestedMap(ids=tf.zeros([3, 5], tf.int32), x=tf.zeros([3]))
-  weight = made.LossWeight(batch)
+  weight = instance.LossWeight(batch)
   assert (float(weight), weight.dtype) == (3.0, tf.float32)
   batch.example_weights = tf.constant([1.0, 0.5, 0.0])
-  assert float(made.LossWeight(batch)) == 1.5
+  assert float(instance.LossWeight(batch)) == 1.5
 
 
-def testTheWholeBatchGoesEverywhereByDefault():
-  made = _Instantiate(task.BaseTask)
+def testByDefaultEachStageInputIsTheWholeBatch():
+  instance = _Instantiate(task.BaseTask)
   batch = nested_map.NestedMap(x=tf.ones([2]))
-  assert made.PipelineInputs(batch)[0] is batch
-  assert made.LossInputs(batch) is batch
-  assert made.CheckBatch(batch) is None
-  assert made.Decode(batch, None) == {}
-  assert made.DecodeFinalize({}) == {}
-  assert made.Report({'loss': 1.0}, None) == ''
+  assert instance.PipelineInputs(batch)[0] is batch
+  assert instance.LossInputs(batch) is batch
+  assert instance.CheckBatch(batch) is None
+  assert instance.Decode(batch, None) == {}
+  assert instance.DecodeFinalize({}) == {}
+  assert instance.Report({'loss': 1.0}, None) == ''
 
 
 def testTrainParamsRoundTrip():

@@ -143,7 +143,7 @@ def testOnlyLearnersWithSomethingToTrainUpdateALayer():
     (None, [], '--device_file=FILE is needed'),
     ({}, ['--local_workers=2'], '--local_workers does nothing without --measure'),
     (None, ['--measure', '--cluster=none.json'], 'none.json'),
-    ({}, ['--model=image.digits_tasks.DigitAndParity'], 'this is done with a model of one task'),
+    ({}, ['--model=image.digits_tasks.DigitAndParity'], 'expected a model with one task'),
   ],
 )
 def testMistakesAreOneLine(forks, tmp_path, changes, flags, words):

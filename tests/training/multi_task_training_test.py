@@ -224,7 +224,7 @@ def testOneTaskAloneIsTrained(run, tmp_path):
   [
     (
       ['--model_task_name=c'],
-      "task_name names the task 'c', which there is not; the tasks are a, b",
+      "task_name names the unknown task 'c'; the tasks are a, b",
     ),
     (['--split=Dev', '--once', '--model_task_name=b'], 'no input for the task b; it has a'),
     (['--job=decode', '--once', '--model_task_name=b'], 'can be done with none of the tasks b'),
