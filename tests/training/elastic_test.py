@@ -75,7 +75,7 @@ def testADeviceKeepsItsNumberOfStages():
     ({}, 0, 'no device'),
     ({'splits': [2, 4, 6, 8]}, 3, 'splits were set by hand'),
     ({'memory_limit': 10**9}, 3, 'memory_limit is set'),
-    ({'schedule': schedules.Get('gpipe', 4, 3)}, 3, 'has num_stages 4, but 3 is asked for'),
+    ({'schedule': schedules.Get('gpipe', 4, 3)}, 3, 'has num_stages 4, but num_stages 3 '),
     (
       {'num_stages': 8, 'stages_per_device': 2, 'schedule': 'interleaved_1f1b',
        'num_micro_batches': 4}, 3, 'needs a multiple of 3 micro-batches',

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of their forward passes the stages of a schedule hold at one time."""
+"""Peak activations: how much of their forward passes the stages of a schedule hold at one time."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ PerStage = per_stage.PerStage
 
 @dataclasses.dataclass(frozen=True)
 class ActivationSizes:
-  """Bytes that one micro-batch takes; one number holds for all stages.
+  """Bytes of the activations of one micro-batch; a single number applies to all stages.
 
   Attributes:
-    stage_input: what comes over the boundary into each stage.
-    inner: all else that a stage keeps from its forward pass for its backward pass.
-    layer_inputs: the inputs of its layers except the first (policy `layer` keeps them).
-    largest_layer: the inner activations of its largest layer (policy `layer` has them in backward).
-    weight_part: what W still needs after I; None: everything.
+    stage_input: the input of each stage.
+    inner: everything else that a stage keeps from its forward pass for its backward pass.
+    layer_inputs: the inputs of a stage's layers except the first (kept under policy `layer`).
+    largest_layer: the inner activations of a stage's largest layer (held within a backward under
+      policy `layer`).
+    weight_part: the part of the activations that W needs after I; None: all of them.
   """
 
   stage_input: PerStage
@@ -35,18 +36,18 @@ class ActivationSizes:
 
 
 class Part(enum.Enum):
-  """What a stage holds of one micro-batch."""
+  """The activations that a stage holds of one micro-batch."""
 
   NOTHING = 'nothing'
   INPUT = "the stage's input"
   LAYER_INPUTS = 'the inputs of all its layers'
-  ONE_LAYER = 'the inputs of all its layers, and what is inside of one'
-  FOR_WEIGHTS = 'what W needs after I'
+  ONE_LAYER = 'the inputs of all its layers, and the inner activations of one'
+  FOR_WEIGHTS = 'the activations that W needs after I'
   EVERYTHING = 'everything'
 
 
 class Change(NamedTuple):
-  """What is held of an action's micro-batch before, at most within, and after the action."""
+  """The part of a micro-batch that its stage holds before, during and after an action."""
 
   before: Part
   within: tuple[Part, ...]
@@ -54,30 +55,31 @@ class Change(NamedTuple):
 
 
 def Changes(work: step_work.StepWork) -> Iterator[tuple[int, actions.Action, Change]]:
-  """(device, action, change), of all actions that exist, in the order of each device."""
+  """Yields (device, action, change) for all actions that compute anything, device by device."""
   for device, row in enumerate(work.schedule.actions):
     for action in filter(work.Exists, row):
       k, m = action.stage, action.micro_batch
-      kept = working = Part.INPUT
+      # `stored` is held between F and B, `working` within B.
+      stored = working = Part.INPUT
       if work.HasBackward(k):
         if not work.RunsAgain(k, m):
-          kept = working = Part.EVERYTHING
+          stored = working = Part.EVERYTHING
         elif work.GoesByLayer(k, m):
-          kept, working = Part.LAYER_INPUTS, Part.ONE_LAYER
+          stored, working = Part.LAYER_INPUTS, Part.ONE_LAYER
         else:
           working = Part.EVERYTHING
-      left = Part.FOR_WEIGHTS if work.IsTrained(k) else Part.NOTHING
+      after_input = Part.FOR_WEIGHTS if work.IsTrained(k) else Part.NOTHING
       kind = Kind.BACKWARD if work.IsWholeBackward(action) else action.kind
       yield (
         device,
         action,
         {
           Kind.FORWARD: Change(
-            Part.NOTHING, (kept,), kept if work.HasBackward(k) else Part.NOTHING
+            Part.NOTHING, (stored,), stored if work.HasBackward(k) else Part.NOTHING
           ),
-          Kind.BACKWARD: Change(kept, (working,), Part.NOTHING),
-          Kind.INPUT_GRADIENT: Change(kept, (working, left), left),
-          Kind.WEIGHT_GRADIENT: Change(left, (left,), Part.NOTHING),
+          Kind.BACKWARD: Change(stored, (working,), Part.NOTHING),
+          Kind.INPUT_GRADIENT: Change(stored, (working, after_input), after_input),
+          Kind.WEIGHT_GRADIENT: Change(after_input, (after_input,), Part.NOTHING),
           Kind.FORWARD_BACKWARD: Change(Part.NOTHING, (working,), Part.NOTHING),
         }[kind],
       )
@@ -86,17 +88,17 @@ def Changes(work: step_work.StepWork) -> Iterator[tuple[int, actions.Action, Cha
 def Peaks(
   work: step_work.StepWork, sizes: ActivationSizes, scale: Sequence[float]
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-  """For each stage and for each device the most bytes that are held at one time.
+  """Returns the peak bytes of each stage, and of each device.
 
-  A device does one thing at a time, so their order is all that matters.
+  A device runs one action at a time, so the peaks depend on the order of the actions only.
 
   Args:
-    work: what each action does.
-    sizes: what a micro-batch of size 1 takes.
+    work: the work of each action.
+    sizes: the bytes of a micro-batch of size 1.
     scale: the size of each micro-batch.
 
   Raises:
-    ValueError: sizes that do not fit the schedule or the policy.
+    ValueError: the sizes do not match the schedule, or lack values that the policy needs.
   """
   schedule = work.schedule
   goes_by_layer = any(
@@ -134,16 +136,16 @@ def Peaks(
   for device, action, change in Changes(work):
     k, size = action.stage, scale[action.micro_batch]
     before, after = num_bytes[k][change.before], num_bytes[k][change.after]
-    more = (max(num_bytes[k][part] for part in change.within) - before) * size
-    stage_peaks[k] = max(stage_peaks[k], held[k] + more)
-    device_peaks[device] = max(device_peaks[device], device_held[device] + more)
+    growth = (max(num_bytes[k][part] for part in change.within) - before) * size
+    stage_peaks[k] = max(stage_peaks[k], held[k] + growth)
+    device_peaks[device] = max(device_peaks[device], device_held[device] + growth)
     held[k] += (after - before) * size
     device_held[device] += (after - before) * size
   return tuple(stage_peaks), tuple(device_peaks)
 
 
 def PeakActivations(work: step_work.StepWork) -> tuple[int, ...]:
-  """For each stage the most micro-batches that it holds at one time, in part or in full."""
+  """Returns the most micro-batches that each stage holds at one time, in part or in full."""
   whole = step_work.StepWork(work.schedule, 'none', work.trained)
   peaks, _ = Peaks(whole, ActivationSizes(1, 0), [1] * work.schedule.num_micro_batches)
   return tuple(int(peak) for peak in peaks)

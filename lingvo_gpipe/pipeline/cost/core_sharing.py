@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Devices of one host that share its cores: how long each takes for what it does, and when.
+"""Simulates devices of one host that share its cores.
 
-TensorFlow's threads belong to all CPU devices of a process. While all devices work, each has a core
-to itself; while some idle, operations of an action that do not wait for each other run side by side
-on the cores of those. Between the two a piece's time is in proportion to the number of others that
-work, as for `device_description.Devices.Slowdown`.
+All CPU devices of a process share TensorFlow's threads. While all devices are busy, each has one
+core. While some are idle, independent operations of an action run in parallel on the idle devices'
+cores. In between, the time of a piece of work is linear in the number of other busy devices, as in
+`device_description.Devices.Slowdown`.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from typing import NamedTuple
 
 
 class Piece(NamedTuple):
-  """Something that a device does, and its times: while all devices work, while no other does."""
+  """A piece of work of a device: its time while all devices are busy, and while no other is."""
 
   slowed: float
   alone: float
 
   def Seconds(self, num_working: int, num_devices: int) -> float:
-    """Its time while so many of the devices work; never longer than `slowed`."""
+    """Returns the time while `num_working` devices are busy; at most `slowed`."""
     idle = (num_devices - num_working) / (num_devices - 1) if num_devices > 1 else 1.0
     return self.slowed - max(self.slowed - self.alone, 0.0) * idle
 
 
 @dataclasses.dataclass
 class _Running:
-  """A piece under way: its whole time and its end as long as the same number of devices work."""
+  """A piece in progress: its total time, and its end if the number of busy devices stays."""
 
   start: float
   seconds: float
@@ -41,13 +41,16 @@ def Play(
   arrival: Callable[[int, int], float],
   ended: Callable[[int, int, float], None],
 ) -> list[list[tuple[float, float]]]:
-  """For each device the start and the end of each of its pieces, one after the other.
+  """Returns the start and end of all pieces of each device.
+
+  The simulation steps from event to event: a piece starts, ends, or becomes available. At each
+  event the remaining times of all running pieces are scaled to the new number of busy devices.
 
   Args:
     rows: for each device its pieces, in order.
-    arrival: (device, index) -> from when on a device that is free can begin that piece; infinite as
-      long as other pieces have to end before that is known.
-    ended: (device, index, time) is told of each piece that ends.
+    arrival: (device, index) -> the earliest time at which the device can start that piece; infinite
+      while the time depends on pieces that have not ended.
+    ended: called with (device, index, time) when a piece ends.
   """
   times: list[list[tuple[float, float]]] = [[] for _ in rows]
   running: dict[int, _Running] = {}

@@ -1,18 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cuts a list of layers into contiguous stages whose costliest one is as cheap as can be.
+"""Cuts a list of layers into contiguous stages so that the most expensive stage is cheapest.
 
-The GPipe paper (section 2.2) asks for the cut with the least variance of the stages' costs and has
-a heuristic for it. Time is set by the costliest stage, so that comes first here, and the cut is
-exact. In this order:
+The GPipe paper (section 2.2) minimises the variance of the stages' costs, with a heuristic. The
+most expensive stage determines the time of a step, so its cost comes first here, and the cut is
+exact. The best cut has, in this order:
 
-1. the least cost of the costliest stage;
-2. then the least sum of squared stage costs, which is the least variance;
-3. then the least sum of squared layer counts: what costs nothing is spread evenly too;
-4. then the least end of the last stage but one, then of the one before, and so on: a spare layer
+1. the least cost of the most expensive stage (the bottleneck);
+2. the least sum of squared stage costs, which is the least variance;
+3. the least sum of squared layer counts, which also spreads layers without cost evenly;
+4. the earliest end of the last stage but one, then of the stage before it, and so on: a spare layer
    goes to a later stage, which holds fewer micro-batches under 1F1B.
 
-Costs are turned into integers of one scale first (a float is a fraction with a power of two below),
-so no sum is rounded and equal costs are recognised as equal.
+Costs are first converted to integers with a common scale (a float is a fraction with a power of two
+as denominator), so that sums are exact and equal costs compare equal.
+
+The algorithm, for L layers and K stages:
+
+A. Binary search for the bottleneck, `cap`. A value is feasible if stages that are filled from the
+   front, each as far as `cap` allows, reach the last layer.
+B. For each k the ends that the first k stages can have in a feasible cut. These are a range, from
+   filling the stages greedily from the back (low) and from the front (high):
+
+       layers   0                                                    L
+       k = 1    |      low[1] ====== high[1]                         |
+       k = 2    |                    low[2] ======== high[2]         |
+       k = K    |                                                    low[K] = high[K] = L
+
+C. Dynamic programming over these ranges for criteria 2 to 4:
+
+       best[k][end] = min over start of best[k-1][start] + cost(start, end)^2 * W + (end - start)^2
+
+   The weight satisfies the quadrangle inequality, so the best start never moves back as the end
+   moves forward, and divide and conquer over the ends takes O(L log L) per stage.
+
+If memory limits a stage's end by a `room` that does not grow along layers and stages, the ends of B
+need not be ranges: then sets of ends replace the ranges in A to C.
 """
 
 from __future__ import annotations
@@ -31,13 +53,14 @@ Number = float | fractions.Fraction
 
 @dataclasses.dataclass(frozen=True)
 class StageCosts:
-  """What each layer costs as part of one stage; any numbers, finite and not negative.
+  """The cost of each layer in one stage; finite numbers >= 0.
 
   Attributes:
-    layers: each layer's cost in a stage that does not go beyond layer `first`.
-    late: what the layers before `first` cost more in a stage that has layer `first` too: layers
-      before the first trained one are recomputed only where their stage has a backward at all.
-    first: see `late`; None: there is no such layer.
+    layers: each layer's cost in a stage that ends before layer `first` or starts at or after it.
+    late: for each layer before `first` its additional cost in a stage that also contains layer
+      `first`. `first` is the first trained layer: earlier layers are recomputed only if their stage
+      has a backward.
+    first: see `late`; None: no layer has such a cost.
   """
 
   layers: Sequence[Number]
@@ -53,29 +76,29 @@ def Partition(
   memory_limit: float | None = None,
   last_stage_factor: float = 1.0,
 ) -> list[int]:
-  """The best cut by the module's criteria: for each stage the index after its last layer.
+  """Returns the best cut by the module's criteria: for each stage the index after its last layer.
 
-  For example `[1, 2, 3, 4, 5, 6]` in 2 gives `[4, 6]`. 1663 layers in 128 stages take some
-  hundredths of a second, about half a second where one layer outweighs all others.
+  For example, `[1, 2, 3, 4, 5, 6]` in 2 stages gives `[4, 6]`. 1663 layers in 128 stages take some
+  hundredths of a second, or half a second if one layer outweighs all others.
 
   Args:
-    costs: what each layer costs, finite and not negative.
-    num_stages: K; every stage gets at least one layer.
-    memory: what each layer needs of a stage's memory; goes together with `memory_limit`.
-    memory_limit: the most that the layers of one stage may need together.
-    last_stage_factor: what a layer costs in the last stage, relative to the others; 0.75 where the
-      last stage is fused and so runs no recomputation (3 units of work a layer, not 4).
+    costs: the cost of each layer, a finite number >= 0.
+    num_stages: K; each stage gets at least one layer.
+    memory: the memory that each layer needs; requires `memory_limit`.
+    memory_limit: the most memory that the layers of one stage may need.
+    last_stage_factor: cost of a layer in the last stage, relative to other stages; 0.75 if the last
+      stage is fused and so recomputes nothing (3 units of work per layer instead of 4).
 
   Raises:
-    ValueError: a bad argument, more stages than layers, or a memory limit that cannot be kept.
+    ValueError: a bad argument, more stages than layers, or a memory limit that no cut keeps.
   """
   num_layers = len(costs)
   CheckNumStages(num_stages, num_layers)
   if not (_IsNumber(last_stage_factor) and 0 < last_stage_factor < math.inf):
     raise ValueError(f'last_stage_factor: expected a positive number, got {last_stage_factor!r}')
   if (memory is None) != (memory_limit is None):
-    given, lacking = ('memory_limit', 'memory') if memory is None else ('memory', 'memory_limit')
-    raise ValueError(f'{given} is given without {lacking}; give both or none')
+    present, missing = ('memory_limit', 'memory') if memory is None else ('memory', 'memory_limit')
+    raise ValueError(f'{present} is set without {missing}; set both or neither')
   scaled = _ExactIntegers('costs', costs)
   factor = fractions.Fraction(float(last_stage_factor))
   inner = StageCosts([factor.denominator * cost for cost in scaled])
@@ -84,27 +107,27 @@ def Partition(
   if memory is not None and memory_limit is not None:
     rooms = [_Room(memory, memory_limit, num_stages, num_layers)] * num_stages
   ends = PartitionStages([inner] * (num_stages - 1) + [last], rooms)
-  assert ends is not None, 'Filled in order, the stages have room for all layers.'
+  assert ends is not None, '_Room has checked that the stages have room for all layers.'
   return ends
 
 
 def PartitionStages(
   stage_costs: Sequence[StageCosts], rooms: Sequence[Sequence[int]] | None = None
 ) -> list[int] | None:
-  """The best cut by the module's criteria where what a layer costs depends on its stage.
+  """Returns the best cut by the module's criteria if a layer's cost depends on its stage.
 
-  Exact as `Partition` is, and as quick where all stages but the last are alike and `rooms` grow
-  along layers and stages. Rooms need not: a stage that starts later may have a larger input. Then
-  the best cut for the least rooms that do is tried first, and where it is not within `rooms`, time
-  grows with stages · layers · layers in a stage.
+  As exact as `Partition`. Also as fast, if all stages but the last are alike and `rooms` grow along
+  layers and stages. They may not grow, because a stage that starts later may have a larger input:
+  then the best cut within the least growing rooms that contain `rooms` is tried first. If it
+  exceeds `rooms`, the search takes O(stages * layers * layers per stage).
 
   Args:
-    stage_costs: an entry a stage, each for all the layers; one object where stages are alike.
-    rooms: for each stage and each layer that it might start with the furthest end that its memory
-      has room for: the start itself where there is none, else an index after a last layer.
+    stage_costs: for each stage the costs of all layers; the same object for stages that are alike.
+    rooms: for each stage and each layer that it may start with, the furthest end that fits into its
+      memory: an index after a last layer, or the start itself if no layer fits.
 
   Returns:
-    For each stage the index after its last layer; None where `rooms` leave no cut.
+    For each stage the index after its last layer; None if no cut keeps within `rooms`.
 
   Raises:
     ValueError: a bad cost, or more stages than layers.
@@ -117,7 +140,7 @@ def PartitionStages(
     rooms = [[num_layers] * num_layers] * num_stages
   if len(set(map(id, stage_costs[:-1]))) > 1:
     return _BestInSets(tables, rooms)
-  ends = _BestInRanges(tables, _Grown(rooms))
+  ends = _BestInRanges(tables, _GrowRooms(rooms))
   if ends is None:
     return None
   ranges = StageRanges(ends)
@@ -127,26 +150,26 @@ def PartitionStages(
 
 
 def StageRanges(ends: Sequence[int]) -> list[tuple[int, int]]:
-  """`[4, 6]` -> `[(0, 4), (4, 6)]`: for each stage its first layer and the one after its last."""
+  """Returns for each stage (first layer, index after its last): [4, 6] -> [(0, 4), (4, 6)]."""
   return list(itertools.pairwise([0, *ends]))
 
 
 def CheckSplits(splits: Sequence[int], num_layers: int) -> list[int]:
-  """Checks a cut made by hand and returns it as a list of plain integers.
+  """Checks a cut made by hand and returns it as a list of `int`.
 
   Args:
     splits: for each stage the index after its last layer, as `Partition` returns it.
-    num_layers: L, which the last entry must equal.
+    num_layers: L, the required last entry.
 
   Raises:
-    TypeError: not a list of integers.
-    ValueError: an empty stage, or the last stage does not end with the last layer.
+    TypeError: `splits` is not a list of integers.
+    ValueError: a stage is empty, or the last stage does not end with the last layer.
   """
   shape = 'for each stage the index after its last layer'
   if isinstance(splits, (int, float, str)):
     raise TypeError(
-      f'splits: expected a list, {shape}, got {splits!r}; an even cut into a number of stages is '
-      'what num_stages is for'
+      f'splits: expected a list, {shape}, got {splits!r}; to cut into equal stages, set num_stages '
+      'instead'
     )
   ends = []
   for stage, end in enumerate(splits):
@@ -162,44 +185,44 @@ def CheckSplits(splits: Sequence[int], num_layers: int) -> list[int]:
     if end <= start:
       raise ValueError(
         f'splits {ends}: stage {stage} starts at layer {start} and ends before layer {end}, so it '
-        'has no layers; give ends that rise'
+        'has no layers; each end must be greater than the one before'
       )
   if ends[-1] != num_layers:
     raise ValueError(
       f'splits {ends}: the last end must be the number of layers, {num_layers}, got {ends[-1]}; '
-      'leave splits empty to have the layers cut by their cost'
+      'leave splits empty to cut the layers by their cost'
     )
   return ends
 
 
 def CheckNumStages(num_stages: int, num_layers: int) -> None:
-  """Raises ValueError unless `num_layers` layers can make `num_stages` stages, none empty."""
+  """Raises ValueError unless `num_layers` layers can be cut into `num_stages` non-empty stages."""
   if not isinstance(num_stages, int) or isinstance(num_stages, bool) or num_stages < 1:
     raise ValueError(f'num_stages: expected a positive integer, got {num_stages!r}')
   if num_layers < 1:
-    raise ValueError('there are no layers to cut into stages; give at least one')
+    raise ValueError('there are no layers to cut into stages; at least one is needed')
   if num_stages > num_layers:
     raise ValueError(
-      f'{num_stages} stages for {num_layers} layers: a stage needs at least one layer; take at '
+      f'{num_stages} stages for {num_layers} layers: a stage needs at least one layer; use at '
       f'most {num_layers} stages, or split the layers into smaller ones'
     )
 
 
 def _IsNumber(value: object) -> bool:
-  """Whether float() means what it says: text and bools are mistakes here."""
+  """Whether the value is a number. float() would also accept text and bools, which are mistakes."""
   return isinstance(value, (SupportsIndex, SupportsFloat)) and not isinstance(value, bool)
 
 
-def _ExactIntegers(what: str, values: Sequence[Number]) -> list[int]:
-  """The values times the least number that makes them whole."""
+def _ExactIntegers(name: str, values: Sequence[Number]) -> list[int]:
+  """Returns the values times the least integer that makes all of them integers."""
   ratios = []
   for i, value in enumerate(values):
-    # Integers and fractions may be greater than any float.
+    # math.isfinite would overflow for integers and fractions greater than any float.
     exact = isinstance(value, (SupportsIndex, fractions.Fraction))
     if not (_IsNumber(value) and (exact or math.isfinite(value))):
-      raise ValueError(f'{what}[{i}]: expected a finite number, got {value!r}')
+      raise ValueError(f'{name}[{i}]: expected a finite number, got {value!r}')
     if value < 0:
-      raise ValueError(f'{what}[{i}]: expected a number >= 0, got {value!r}')
+      raise ValueError(f'{name}[{i}]: expected a number >= 0, got {value!r}')
     if isinstance(value, SupportsIndex):
       ratios.append((operator.index(value), 1))
     else:
@@ -211,7 +234,7 @@ def _ExactIntegers(what: str, values: Sequence[Number]) -> list[int]:
 def _Room(
   memory: Sequence[float], memory_limit: float, num_stages: int, num_layers: int
 ) -> list[int]:
-  """For each layer the furthest end of a stage that starts there and keeps to the limit."""
+  """Returns for each layer the furthest end, within the limit, of a stage that starts there."""
   if len(memory) != num_layers:
     raise ValueError(f'memory has {len(memory)} entries for {num_layers} layers')
   if not _IsNumber(memory_limit) or not memory_limit >= 0:
@@ -220,7 +243,7 @@ def _Room(
     if _IsNumber(need) and need > memory_limit:
       raise ValueError(
         f'layer {layer} alone needs {need} of memory, more than memory_limit {memory_limit}: no '
-        'cut can make it fit; split the layer or raise the limit'
+        'cut can keep the limit; split the layer or raise the limit'
       )
   if math.isinf(memory_limit):
     _ExactIntegers('memory', memory)
@@ -234,14 +257,18 @@ def _Room(
   if len(ends) > num_stages:
     raise ValueError(
       f'{num_stages} stages are too few for memory_limit {memory_limit}: filled in order, the last '
-      f'of them ends before layer {ends[num_stages - 1]} of {num_layers}; take at least '
+      f'stage ends before layer {ends[num_stages - 1]} of {num_layers}; use at least '
       f'{len(ends)} stages or raise the limit'
     )
   return room
 
 
 class _Table:
-  """`StageCosts` as sums over the first layers: any stage's cost is one difference."""
+  """`StageCosts` as prefix sums, so that the cost of any stage is one subtraction.
+
+  `_before` has the sums of `layers`. `_after` adds `late`, for stages that reach beyond layer
+  `first`; from `first` on its differences are those of `_before`.
+  """
 
   def __init__(self, layers: Sequence[int], late: Sequence[int], first: int | None) -> None:
     self.first = len(layers) if first is None else first
@@ -252,11 +279,11 @@ class _Table:
     self.total = self._after[-1]
 
   def Sums(self, end: int) -> list[int]:
-    """The sums for stages that end before layer `end`."""
+    """Returns the prefix sums for stages that end before layer `end`."""
     return self._after if end > self.first else self._before
 
   def Reach(self, start: int, cap: int) -> int:
-    """The furthest end of a stage that starts with layer `start` and costs at most `cap`."""
+    """Returns the furthest end of a stage that starts at layer `start` and costs at most `cap`."""
     before, after = self._before, self._after
     end = start
     if start < self.first:
@@ -266,24 +293,24 @@ class _Table:
     return bisect.bisect_right(after, after[start] + cap, end + 1) - 1
 
   def Earliest(self, end: int, cap: int) -> int:
-    """The earliest start of a stage that ends before layer `end` and costs at most `cap`."""
+    """Returns the earliest start of a stage that ends before `end` and costs at most `cap`."""
     sums = self.Sums(end)
     return bisect.bisect_left(sums, sums[end] - cap)
 
 
 def _Tables(stage_costs: Sequence[StageCosts]) -> list[_Table]:
-  """The tables of the stages, in integers of one scale."""
+  """Returns the tables of the stages, in integers with a common scale."""
   distinct = list({id(c): c for c in stage_costs}.values())
   scaled = iter(_ExactIntegers('costs', [x for c in distinct for x in (*c.layers, *c.late)]))
-  made = {}
+  tables = {}
   for c in distinct:
     layers = list(itertools.islice(scaled, len(c.layers)))
-    made[id(c)] = _Table(layers, list(itertools.islice(scaled, len(c.late))), c.first)
-  return [made[id(c)] for c in stage_costs]
+    tables[id(c)] = _Table(layers, list(itertools.islice(scaled, len(c.late))), c.first)
+  return [tables[id(c)] for c in stage_costs]
 
 
-def _Grown(rooms: Sequence[Sequence[int]]) -> list[list[int]]:
-  """The least rooms that contain these and grow along layers and stages."""
+def _GrowRooms(rooms: Sequence[Sequence[int]]) -> list[list[int]]:
+  """Returns the least rooms that contain `rooms` and never fall along layers and stages."""
   grown: list[list[int]] = []
   for room in rooms:
     along = list(itertools.accumulate(room, max))
@@ -292,7 +319,7 @@ def _Grown(rooms: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def _LeastCap(tables: Sequence[_Table], exists: Callable[[int], bool]) -> int | None:
-  """The least cost of the costliest stage for which a cut exists, None if there is no cut."""
+  """Returns the least bottleneck for which a cut exists, or None if there is no cut (step A)."""
   high = max(table.total for table in tables)
   if not exists(high):
     return None
@@ -307,7 +334,7 @@ def _LeastCap(tables: Sequence[_Table], exists: Callable[[int], bool]) -> int | 
 
 
 def _BestInRanges(tables: Sequence[_Table], rooms: Sequence[Sequence[int]]) -> list[int] | None:
-  """The best cut where rooms grow along layers and stages."""
+  """Returns the best cut if the rooms grow along layers and stages; None if there is none."""
   cap = _LeastCap(tables, lambda cap: bool(_EndRanges(tables, rooms, cap)))
   if cap is None:
     return None
@@ -317,10 +344,10 @@ def _BestInRanges(tables: Sequence[_Table], rooms: Sequence[Sequence[int]]) -> l
 def _EndRanges(
   tables: Sequence[_Table], rooms: Sequence[Sequence[int]], cap: int
 ) -> list[tuple[int, int]]:
-  """For k = 0..K the least and greatest end that the first k stages can have in a whole cut.
+  """Returns for k = 0..K the least and greatest end of the first k stages in a cut (step B).
 
-  Stages 0..k-1 end at j in some cut with no cost above `cap` exactly when low <= j <= high, since
-  a stage that is cut short stays within its bounds. Empty where no cut exists.
+  The first k stages end at j in some cut without a cost above `cap` exactly if low <= j <= high,
+  because a stage that loses layers stays within its bounds. Empty if there is no cut.
   """
   num_layers, num_stages = len(rooms[0]), len(tables)
   high = [0]
@@ -332,7 +359,7 @@ def _EndRanges(
     end = low[-1]
     low.append(max(table.Earliest(end, cap), bisect.bisect_left(room, end)) if end else end)
   low.reverse()
-  # No stage is empty: k layers lie before the end of stage k-1 and K-k behind it, at the least.
+  # No stage is empty: at least k layers come before the end of stage k-1, and K-k after it.
   ranges = [
     (max(low[k], k), min(high[k], num_layers - (num_stages - k))) for k in range(num_stages + 1)
   ]
@@ -345,16 +372,23 @@ def _MostEven(
   cap: int,
   ranges: list[tuple[int, int]],
 ) -> list[int]:
-  """Among the cuts within the bounds the one that is best by criteria 2 to 4.
+  """Returns the cut within the ranges that is best by criteria 2 to 4 (step C).
 
-  Dynamic programming over stages; the weight of a stage, `cost^2 * W + layers^2`, satisfies the
-  quadrangle inequality (also where a bound makes it infinite), so the best start moves forward
-  with the end and each stage takes O(L log L) by divide and conquer.
+  The invariant of the divide and conquer: an entry of `pending` is a range of ends, and a range of
+  starts that contains the best start of each of these ends. The middle end is solved by trying its
+  starts, and its best start bounds the starts of the ends on both sides:
+
+      starts    first_start ............. start ............. last_start
+      ends      first_end ........ end - 1 | end | end + 1 ........ last_end
+
+  The quadrangle inequality also holds for weights that a bound makes infinite. Among equal weights
+  the earliest start wins, which is criterion 4.
   """
   num_layers = len(rooms[0])
-  above_layers = num_layers * num_layers + 1  # The W that makes layer counts matter in ties only.
-  best = {0: 0}  # End of the stages so far -> the least weight.
-  starts: list[dict[int, int]] = []  # For each stage: end -> its best start.
+  # W is greater than any sum of squared layer counts, so these only decide ties.
+  above_layers = num_layers * num_layers + 1
+  best = {0: 0}  # {end of the stages so far: least weight}.
+  starts: list[dict[int, int]] = []  # For each stage {end: its best start}.
   for k, (table, room) in enumerate(zip(tables, rooms, strict=True)):
     previous, best, start_of = best, {}, {}
     pending = [(*ranges[k + 1], *ranges[k])]
@@ -381,7 +415,7 @@ def _MostEven(
 
 
 def _BestInSets(tables: Sequence[_Table], rooms: Sequence[Sequence[int]]) -> list[int] | None:
-  """The best cut under any rooms: the ends that stages can have need not be ranges."""
+  """Returns the best cut within any rooms: steps A to C with sets of ends instead of ranges."""
   num_layers = len(rooms[0])
   above_layers = num_layers * num_layers + 1
 
@@ -415,7 +449,7 @@ def _BestInSets(tables: Sequence[_Table], rooms: Sequence[Sequence[int]]) -> lis
 
 
 def _FollowBack(starts: Sequence[Mapping[int, int]], num_layers: int) -> list[int]:
-  """The ends of all stages, from the best start of each stage for each of its ends."""
+  """Returns the ends of all stages, given for each stage the best start of each of its ends."""
   ends = [num_layers]
   for start_of in reversed(starts[1:]):
     ends.append(start_of[ends[-1]])

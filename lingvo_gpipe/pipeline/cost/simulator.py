@@ -1,13 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plays a schedule under given costs: how long a step takes, who idles, what memory it needs.
+"""Simulates a step of a schedule under given costs: its time, idle devices and peak memory.
 
-The model: a device runs its actions in their order, one at a time, each as soon as the device is
-free and its input or gradient has arrived. A result starts on its way to the neighbouring stage
-when its action ends, and costs no device any time; results between the same two devices in the same
-direction travel one after the other. Where there are replicas, the gradients of a stage go round
-them from the end of its last backward action on, which costs no device any time either; updates
-wait for them. What is not modelled: skip connections' own transfers, any sharing of memory
-bandwidth between devices, and of links between gradients and activations.
+For example gpipe with two stages and two micro-batches, drawn to scale:
+
+    device 0    |F0-|F1-......................|R1-|B1-----|R0-|B0-----+++++|U
+    link 0->1       ==~ ==~
+    link 1->0                              ==~         ==~
+    device 1    .......|F0-|F1-|R1-|B1-----|R0-|B0-----+++++|U
+
+    R recomputation, U update, = transfer, ~ latency, + all-reduce over the replicas, . idle
+
+The model:
+- A device runs its actions in their order, one at a time. An action starts as soon as the device is
+  free and the input or gradient has arrived. A recomputation (R) runs before its B or I.
+- A result is sent to the neighbouring stage when its action ends, which takes no device time.
+  Results between the same two devices in the same direction are sent one after the other.
+- With replicas, a stage's gradients are added over the replicas (all-reduce) after its last
+  backward action, which takes no device time either. The update waits for the sums.
+
+Not modelled: the transfers of skip connections, memory bandwidth that devices share, and links that
+gradients and activations share.
 """
 
 from __future__ import annotations
@@ -29,28 +41,29 @@ PerStage = per_stage.PerStage
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-  """Times, in any unit, for one micro-batch; one number holds for all stages.
+  """Times for one micro-batch, in any unit; a single number applies to all stages.
 
-  What is None follows from the others: by default every stage is like one of `forward` alone, with
-  a backward of two forwards. Measured times are best given one by one.
+  Times left at None are derived from the others. By default only `forward` counts, and a backward
+  takes two forwards. Measured times should be given one by one.
 
   Attributes:
     forward: F of each stage.
-    recompute: the forward pass again, within B and I, as far as the policy has it; None: `forward`.
+    recompute: the repeated forward pass within B and I, if the policy recomputes; None: `forward`.
     input_gradient: I of each stage, without recomputation; None: `forward`.
     weight_gradient: W of each stage; None: `forward`.
     backward: B of each stage, without recomputation; None: I + W.
     fused: V of the last stage (each stage has an entry); None: F + B.
     update: the optimizer's update on each device, after its actions.
-    transfer: how long the link is busy with one activation, for the boundary after each stage but
-      the last; see `TransferTimes`. Counts where the two stages are on different devices.
-    gradient_transfer: the same for the gradient, which goes the other way; None: `transfer`.
-    latency: how much later a result arrives than the link is free again; one number, or one for
+    transfer: how long an activation occupies the link, for each boundary between two stages; see
+      `TransferTimes`. Ignored if both stages are on one device.
+    gradient_transfer: how long a gradient occupies the link, which is the opposite one; None:
+      `transfer`.
+    latency: the time from the end of a transfer until its result arrives; one number, or one for
       each boundary.
-    all_reduce: how long adding the gradients of each stage over the replicas takes; those of one
-      device are added one stage after the other.
-    micro_batch_sizes: relative size of each micro-batch, if they differ; times and transfers are in
-      proportion.
+    all_reduce: how long it takes to add the gradients of each stage over the replicas; the stages
+      of one device follow one after the other.
+    micro_batch_sizes: relative size of each micro-batch, if they differ; times and transfers are
+      proportional to it.
   """
 
   forward: PerStage
@@ -68,10 +81,10 @@ class Costs:
 
 
 class Span(NamedTuple):
-  """What a device does from `start` to `end`.
+  """One piece of work of a device, from `start` to `end`.
 
-  `part` is `compute`, `recompute` (the forward pass again, which belongs to the B or I named by
-  `action`), or `update` (no action).
+  `part` is `compute`, `recompute` (the repeated forward pass of the B or I in `action`), or
+  `update` (without an action).
   """
 
   device: int
@@ -86,13 +99,14 @@ class Result:
   """One simulated step.
 
   Attributes:
-    schedule: what was simulated.
-    makespan: when the last device is done.
-    reduced: for each device when the gradients of its stages have been added over the replicas.
-    busy: for each device the time in which it works, recomputation and update included.
+    schedule: the simulated schedule.
+    makespan: the time when the last device is done.
+    reduced: for each device the time when its gradients have been added over the replicas.
+    busy: for each device its working time, including recomputation and update.
     peak_activations: for each stage the most micro-batches that it holds at one time.
-    peak_bytes: for each stage the most bytes of activations at one time; None without sizes.
-    device_peak_bytes: the same for each device, over all its stages.
+    peak_bytes: for each stage the peak bytes of activations; None without sizes.
+    device_peak_bytes: for each device the peak bytes of activations of all its stages; None without
+      sizes.
     timeline: for each device its spans, in order of time.
   """
 
@@ -107,12 +121,12 @@ class Result:
 
   @property
   def idle(self) -> tuple[float, ...]:
-    """For each device the time of the step in which it does nothing."""
+    """The idle time of each device."""
     return tuple(self.makespan - busy for busy in self.busy)
 
   @property
   def bubble(self) -> tuple[float, ...]:
-    """For each device the idle share of the step."""
+    """The idle share of the step of each device."""
     return tuple(idle / self.makespan if self.makespan else 0.0 for idle in self.idle)
 
   @property
@@ -122,18 +136,19 @@ class Result:
 
   @property
   def gaps(self) -> tuple[float, ...]:
-    """For each device its idle time between its own first start and last end.
+    """The idle time of each device between its first start and its last end.
 
-    This is what remains idle if a device may start the next step before the others end this one.
+    This is the idle time that remains if a device may start the next step while other devices still
+    run this one.
     """
     return tuple(
       row[-1].end - row[0].start - busy for row, busy in zip(self.timeline, self.busy, strict=True)
     )
 
   def Picture(self, num_columns: int = 100) -> str:
-    """The timeline as text, widths in proportion to time: `|F0--|R0--|B0------`, `.` is idle.
+    """Draws the timeline with widths in proportion to time: `|F0--|R0--|B0------`, `.` is idle.
 
-    R is a recomputation, U the update; the share of idle time stands behind each row.
+    R is a recomputation and U the update. Each row ends with the device's idle share.
     """
     rows = [[(s.start, s.end, self._Label(s)) for s in row] for row in self.timeline]
     notes = [f'{bubble:.1%} idle' for bubble in self.bubble]
@@ -147,7 +162,15 @@ class Result:
 
 
 def TransferTimes(num_bytes: PerStage, bandwidth: float) -> float | tuple[float, ...]:
-  """`Costs.transfer` from the bytes over each boundary and a link's bytes per unit of time."""
+  """Returns `Costs.transfer`.
+
+  Args:
+    num_bytes: bytes over each boundary.
+    bandwidth: bytes per unit of time of a link.
+
+  Raises:
+    ValueError: the bandwidth is not positive.
+  """
   if not bandwidth > 0:
     raise ValueError(f'bandwidth: expected a positive number, got {bandwidth!r}')
   if isinstance(num_bytes, Iterable):
@@ -166,37 +189,40 @@ def Simulate(
   sizes: ActivationSizes | None = None,
   trained: Sequence[bool] | None = None,
 ) -> Result:
-  """Plays one step.
+  """Simulates one step.
 
-  V never recomputes: with every F, R, I and W of a layer one unit, a layer of a fused last stage
-  costs 3 units and any other 4. A schedule that only runs forward recomputes and keeps nothing.
+  V never recomputes: if F, R, I and W of a layer take one unit each, a layer costs 3 units in a
+  fused last stage and 4 in other stages. A schedule without gradients recomputes and keeps nothing.
 
   Args:
     schedule: any valid schedule.
-    costs: what everything costs; where devices share their host's cores, while all of them work.
-    alone: what actions cost while no other device works; see `core_sharing`. No action gets longer
-      by it. The rest, updates too, takes what `costs` say. None: the devices share no cores.
+    costs: the times; if devices share their host's cores, the times while all of them are busy.
+    alone: the times of actions while no other device is busy, for devices that share cores (see
+      `core_sharing`); shorter times only. Transfers and updates always follow `costs`. None: the
+      devices do not share cores.
     remat_policy: one of `rematerialisation.POLICIES`.
-    recompute_early: recompute before the gradient arrives, as soon as the device is free; not
-      possible where it is done layer by layer.
-    update_barrier: no device updates before all have finished their actions and added their
-      gradients, as a global gradient norm demands.
-    sizes: for the peaks in bytes.
-    trained: for each stage whether it has weights that are trained, as the engine has it: stages
-      before the first one do nothing backward and hold nothing, that one computes no input
-      gradient, and frozen ones after it no weight gradients. Its I is empty and its W takes as long
-      as its B would, frozen ones' B as long as I, where `costs` do not tell the B apart. None: all
-      stages are alike, the first computes an input gradient too.
+    recompute_early: whether to recompute before the gradient arrives, as soon as the device is
+      free; not possible layer by layer.
+    update_barrier: whether updates wait until all devices have finished their actions and added
+      their gradients, as clipping by the global gradient norm requires.
+    sizes: the bytes of activations, for the peaks in bytes.
+    trained: for each stage whether it has trained weights. As in the engine, stages before the
+      first trained stage run forward only and hold nothing, the first trained stage computes no
+      input gradient, and frozen stages after it compute no weight gradients. Without
+      `costs.backward`, the first trained stage's W takes as long as its B would, and a frozen
+      stage's B as long as its I. None: all stages are trained, and even the first one computes an
+      input gradient.
 
   Raises:
-    ValueError: an invalid schedule, an unknown policy, or costs, sizes or flags that do not fit.
+    ValueError: an invalid schedule, an unknown policy, or costs, sizes or flags that do not match
+      the schedule.
   """
   schedule.Validate()
   work = step_work.StepWork(schedule, remat_policy, trained)
   if recompute_early and remat_policy == 'layer':
     raise ValueError(
-      "recompute_early: policy 'layer' recomputes each layer between two gradients, not before; "
-      "take 'stage' or 'except_last'"
+      "recompute_early: policy 'layer' recomputes each layer between two gradients, not earlier; "
+      "use 'stage' or 'except_last'"
     )
   scale = _Scale(costs.micro_batch_sizes, schedule.num_micro_batches)
   durations = _Durations(work, costs, scale)
@@ -222,7 +248,11 @@ def Simulate(
 def _Play(
   work: step_work.StepWork, durations: _Durations, links: _Links, recompute_early: bool
 ) -> list[list[Span]]:
-  """For each device the spans of its actions."""
+  """Returns the spans of each device, without updates.
+
+  `Walk` yields an action after its dependencies, so one pass suffices: when an action's turn comes,
+  `clock` has the time from which its device is free and `links` the arrival of its input.
+  """
   schedule = work.schedule
   clock: list[float] = [0] * schedule.num_devices
   timeline: list[list[Span]] = [[] for _ in range(schedule.num_devices)]
@@ -231,11 +261,11 @@ def _Play(
       continue
     arrival = links.Arrival(action)
     start = max(clock[device], arrival)
-    if work.Repeats(action) and (again := durations.Of(action, 'recompute')):
+    if work.Repeats(action) and (again := durations.Get(action, 'recompute')):
       start = clock[device] if recompute_early else start
       timeline[device].append(Span(device, start, start + again, action, 'recompute'))
       start = max(start + again, arrival)
-    clock[device] = start + durations.Of(action)
+    clock[device] = start + durations.Get(action)
     timeline[device].append(Span(device, start, clock[device], action))
     links.Send(action, clock[device])
   return timeline
@@ -247,17 +277,17 @@ def _ShareCores(
   links: _Links,
   recompute_early: bool,
 ) -> list[list[Span]]:
-  """The timeline with the times that spans have where devices share cores.
+  """Returns the timeline with its times adapted to devices that share cores.
 
   Args:
-    timeline: without updates.
-    durations: while all devices work, and of each while no other works.
-    links: nothing sent yet.
-    recompute_early: as for `Simulate`.
+    timeline: the spans without updates, in the order to keep.
+    durations: the durations while all devices are busy, and while no other device is.
+    links: new links, over which nothing has been sent.
+    recompute_early: whether a recomputation may start before the gradient arrives.
   """
   slowed, alone = durations
   parts = [[(s.action, s.part) for s in row if s.action] for row in timeline]
-  pieces = [[core_sharing.Piece(slowed.Of(*p), alone.Of(*p)) for p in row] for row in parts]
+  pieces = [[core_sharing.Piece(slowed.Get(*p), alone.Get(*p)) for p in row] for row in parts]
 
   def Arrival(device: int, index: int) -> float:
     action, part = parts[device][index]
@@ -276,7 +306,7 @@ def _ShareCores(
 
 
 class _Links:
-  """When results that one stage makes are there for its neighbour."""
+  """The links between devices: when a stage's results arrive at the neighbouring stage."""
 
   def __init__(self, work: step_work.StepWork, costs: Costs, scale: Sequence[float]) -> None:
     num_boundaries = work.schedule.num_stages - 1
@@ -287,30 +317,31 @@ class _Links:
     self._work = work
     self._owners = work.schedule.stage_to_device
     self._scale = scale
-    self._free: dict[tuple[int, int], float] = {}  # From when on a link (from, to) is free.
-    self._arrivals: dict[Action, float] = {}  # When the neighbouring stage has its result.
+    self._free: dict[tuple[int, int], float] = {}  # {(sender, receiver): time when it is free}.
+    self._arrivals: dict[Action, float] = {}  # {action: when the neighbour has its result}.
 
   def Arrival(self, action: Action) -> float:
-    """When all is there that the action needs of other stages; infinite if not all is sent."""
-    # What it needs of its own stage was made by its own device before.
+    """Returns when an action's inputs from other stages arrive; infinite if some are not sent."""
+    # Inputs from its own stage were made by its own device, earlier in its order.
     needed = (n for n in self._work.Dependencies(action) if n.stage != action.stage)
     return max((self._arrivals.get(n, math.inf) for n in needed), default=0)
 
   def Send(self, action: Action, time: float) -> None:
-    """The action ends at that time, and its result goes where it is needed."""
-    self._arrivals[action] = self._ArrivalOf(action, time)
+    """Sends the result of an action that ends at `time`."""
+    self._arrivals[action] = self._Transfer(action, time)
 
-  def _ArrivalOf(self, action: Action, time: float) -> float:
+  def _Transfer(self, action: Action, time: float) -> float:
+    """Occupies the link for an action's result, from `time` on; returns when the result arrives."""
     stage = action.stage
     forward = action.kind is Kind.FORWARD
     if action.kind is Kind.WEIGHT_GRADIENT or not (forward or self._work.NeedsDx(stage)):
-      return time  # It stays where it is.
-    other = stage + 1 if forward else stage - 1
-    if other not in range(len(self._owners)) or self._owners[other] == self._owners[stage]:
+      return time  # Only this stage needs the result.
+    receiver = stage + 1 if forward else stage - 1
+    if receiver not in range(len(self._owners)) or self._owners[receiver] == self._owners[stage]:
       return time
-    boundary = min(stage, other)
+    boundary = min(stage, receiver)
     seconds = (self._forward if forward else self._backward)[boundary]
-    link = self._owners[stage], self._owners[other]
+    link = self._owners[stage], self._owners[receiver]
     start = max(time, self._free.get(link, 0))
     self._free[link] = start + seconds * self._scale[action.micro_batch]
     return self._free[link] + self._latency[boundary]
@@ -319,11 +350,11 @@ class _Links:
 def _Reduced(
   work: step_work.StepWork, timeline: Sequence[Sequence[Span]], all_reduce: PerStage
 ) -> list[float]:
-  """For each device when it has its stages' gradients of all replicas."""
+  """Returns for each device the time when it has the gradient sums of all its stages."""
   durations = per_stage.Expand('all_reduce', all_reduce, work.schedule.num_stages, 'stage')
   reduced = []
   for row in timeline:
-    # Whichever comes last is what ends the stage's gradients.
+    # The end of each stage's last backward action: later entries replace earlier ones.
     ends = {
       s.action.stage: s.end
       for s in row
@@ -355,7 +386,7 @@ def _AppendUpdates(
 
 
 class _Durations:
-  """How long actions take, apart from what they recompute, and how long that takes."""
+  """The durations of actions, and of their recomputations."""
 
   def __init__(self, work: step_work.StepWork, costs: Costs, scale: Sequence[float]) -> None:
     num_stages = work.schedule.num_stages
@@ -372,10 +403,10 @@ class _Durations:
     weights = Entries('weight_gradient', forward)
     stages = range(num_stages)
     backward = Entries('backward', Sum(inputs, (weights[k] * work.IsTrained(k) for k in stages)))
-    # Without an I, W is all of the backward.
+    # If I is empty, W is the whole backward.
     weights = tuple(weights[k] if work.NeedsDx(k) else backward[k] for k in stages)
     differentiated = (backward[k] * work.HasBackward(k) for k in stages)
-    self._of_kind = {
+    self._by_kind = {
       Kind.FORWARD: forward,
       Kind.INPUT_GRADIENT: inputs,
       Kind.WEIGHT_GRADIENT: weights,
@@ -385,14 +416,14 @@ class _Durations:
     self._recompute = Entries('recompute', forward)
     self._scale = scale
 
-  def Of(self, action: Action, part: str = 'compute') -> float:
-    """The time of a span's action and part, but no update."""
-    of_stages = self._recompute if part == 'recompute' else self._of_kind[action.kind]
-    return of_stages[action.stage] * self._scale[action.micro_batch]
+  def Get(self, action: Action, part: str = 'compute') -> float:
+    """Returns the duration of an action's part, `compute` or `recompute`."""
+    stage_durations = self._recompute if part == 'recompute' else self._by_kind[action.kind]
+    return stage_durations[action.stage] * self._scale[action.micro_batch]
 
 
 def _Scale(sizes: Sequence[float] | None, num_micro_batches: int) -> tuple[float, ...]:
   if sizes is not None and not isinstance(sizes, Iterable):
-    raise ValueError(f'micro_batch_sizes: expected one number a micro-batch, got {sizes!r}')
+    raise ValueError(f'micro_batch_sizes: expected one number per micro-batch, got {sizes!r}')
   value = 1 if sizes is None else sizes
   return per_stage.Expand('micro_batch_sizes', value, num_micro_batches, 'micro-batch')

@@ -1,21 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predicts the most memory that a stage needs: weights with what belongs to them, and activations.
+"""Predicts the peak memory of a stage: weights with their state, and activations.
 
-For each stage, with every size in bytes and every tensor of one micro-batch:
+In bytes, for each stage, if h is the most micro-batches that the stage holds under the schedule:
 
     state        weights, gradient accumulators and optimizer slots
-    activations  h · (stage input) + (inputs of its other layers) + (inner activations)
 
-where h is the most micro-batches that the schedule has the stage hold. The first term is kept from
-F to B, the others exist within B, in which the forward runs again: GPipe section 2.3's
-O(N + L/K · N/M) for a mini-batch of N. Policy `none` keeps all of it h times, `except_last` once
-more for the last micro-batch, and `layer` keeps the inputs of all layers h times and has the inner
-activations of one layer at a time (but is the same as `stage` where backward is split). Skip
-connections count as input of the stage that takes them.
+    activations  under policy
+      stage        h * stage input + inputs of its other layers + inner activations
+      except_last  as `stage`, and all activations of the last micro-batch
+      layer        h * inputs of all its layers + inner activations of its largest layer
+      none         h * (stage input + inputs of its other layers + inner activations)
 
-Inner activations are what a layer makes beyond its inputs and outputs (`fprop_trace.TraceCost`): an
-upper estimate. Not in the prediction: gradients of activations and of weights while they are
-computed, boundary tensors under way, the loss, workspaces of kernels, and TensorFlow itself.
+The terms with h are kept from F to B. The other terms exist within B, which recomputes the forward:
+this is O(N + L/K * N/M) of GPipe section 2.3 for a mini-batch of N. If the schedule splits the
+backward, `layer` is equal to `stage`. Skip connections count as input of the stage that takes them.
+
+Inner activations are the tensors that a layer makes in addition to its inputs and outputs
+(`fprop_trace.TraceCost`), an upper estimate. The prediction does not include gradients of
+activations and weights while they are computed, boundary tensors in transfer, the loss, workspaces
+of kernels, and TensorFlow itself.
 """
 
 from __future__ import annotations
@@ -35,16 +38,17 @@ Part = activation_memory.Part
 
 @dataclasses.dataclass(frozen=True)
 class LayerBytes:
-  """What one layer needs, in bytes.
+  """The memory of one layer, in bytes.
 
   Attributes:
-    state: its weights, gradient accumulators and optimizer slots.
-    inputs: its arguments, of one micro-batch.
-    inner: what it makes of one micro-batch beyond its inputs and outputs.
-    skips_in: {name: bytes} of the skip connections that it takes.
-    skips_out: names of those that it begins.
-    of_owner: where replicas share out slots, and `state` has their mean: how much more of them who
-      owns the layer's largest weight may have.
+    state: weights, gradient accumulators and optimizer slots; if the replicas shard the slots, the
+      mean over the replicas.
+    inputs: the layer's arguments for one micro-batch.
+    inner: the tensors that it makes for one micro-batch, without its inputs and outputs.
+    skips_in: {name: bytes} of the skip connections that end here.
+    skips_out: names of the skip connections that begin here.
+    of_owner: with sharded slots, the additional slots of the replica that owns the layer's largest
+      weight.
   """
 
   state: int
@@ -56,17 +60,19 @@ class LayerBytes:
 
 
 class Held(NamedTuple):
-  """How many micro-batches' worth of each of a stage's tensors is there at one time."""
+  """The number of micro-batches of which a stage holds each kind of tensor at one time."""
 
   stage_input: int = 0
   layer_inputs: int = 0
   inner: int = 0
   largest_layer: int = 0
 
-  def Plus(self, other: Held, sign: int = 1) -> Held:
-    return Held(*(a + sign * b for a, b in zip(self, other, strict=True)))
+  def Plus(self, other: Held, factor: int = 1) -> Held:
+    """Returns self + factor * other."""
+    return Held(*(a + factor * b for a, b in zip(self, other, strict=True)))
 
   def Covers(self, other: Held) -> bool:
+    """Whether no entry is smaller than that entry of `other`."""
     return all(a >= b for a, b in zip(self, other, strict=True))
 
 
@@ -76,14 +82,14 @@ _HELD = {
   Part.INPUT: Held(1, 0, 0, 0),
   Part.LAYER_INPUTS: Held(1, 1, 0, 0),
   Part.ONE_LAYER: Held(1, 1, 0, 1),
-  # What W could do without is not known.
+  # An upper bound: the part that W does not need is unknown.
   Part.FOR_WEIGHTS: Held(1, 1, 1, 0),
   Part.EVERYTHING: Held(1, 1, 1, 0),
 }
 
 
 class StageMemory:
-  """The memory of any stage that a list of layers may be cut into."""
+  """The memory of all stages that a list of layers can be cut into."""
 
   def __init__(
     self,
@@ -93,14 +99,14 @@ class StageMemory:
     first_trained: int = 0,
     held: Sequence[tuple[Held, ...]] | None = None,
   ) -> None:
-    """Nothing is simulated here; see `HeldAtPeaks`.
+    """Precomputes prefix sums, so that the memory of a stage is a few operations.
 
     Args:
-      layers: the flat list.
+      layers: the flat list of layers.
       schedule: the training schedule.
-      remat_policy: what backward recomputes.
+      remat_policy: the re-materialisation policy.
       first_trained: the first layer with trained weights; stages before it have no backward.
-      held: `HeldAtPeaks` of schedule and policy, where it is known already.
+      held: `HeldAtPeaks` of the schedule and the policy; None: computed here.
     """
     self._layers = list(layers)
     self._shared = any(layer.of_owner for layer in layers)
@@ -110,35 +116,36 @@ class StageMemory:
       [0, *itertools.accumulate(getattr(x, name) for x in layers)]
       for name in ('state', 'inputs', 'inner')
     )
-    makers = {name: i for i, layer in enumerate(layers) for name in layer.skips_out}
-    self._takers: dict[str, tuple[int, int, list[int]]] = {}  # (maker, bytes, layers that take it).
+    sources = {name: i for i, layer in enumerate(layers) for name in layer.skips_out}
+    # {skip connection: (layer that begins it, bytes, layers that take it)}.
+    self._skips: dict[str, tuple[int, int, list[int]]] = {}
     for i, layer in enumerate(layers):
       for name, num_bytes in layer.skips_in.items():
-        self._takers.setdefault(name, (makers.get(name, -1), num_bytes, []))[2].append(i)
+        self._skips.setdefault(name, (sources.get(name, -1), num_bytes, []))[2].append(i)
     held = HeldAtPeaks(schedule, remat_policy) if held is None else held
-    # Stages that hold the same share what is known of them.
+    # Stages with equal peaks share one entry, and one computation in `Rooms`.
     self._distinct = list(dict.fromkeys(held))
     self._held = [self._distinct.index(peaks) for peaks in held]
 
   def State(self, start: int, end: int) -> int:
-    """The bytes of weights, accumulators and slots of layers [start, end).
+    """Returns the bytes of weights, accumulators and slots of layers [start, end).
 
-    Of slots that are shared out, the most that a replica can have: weights are not divided, and
-    each goes to who has least, which has at most the mean then.
+    For sharded slots this is the most that a replica can have: whole weights go to the replica with
+    the least slots, which has at most the mean before it gets another weight.
     """
     of_owner = max((x.of_owner for x in self._layers[start:end]), default=0) if self._shared else 0
     return self._state[end] - self._state[start] + of_owner
 
   def Activations(self, stage: int, start: int, end: int) -> int:
-    """The most bytes of activations of stage `stage`, if it has layers [start, end)."""
+    """Returns the peak bytes of activations of stage `stage` if it has layers [start, end)."""
     return self._Activations(self._held[stage], start, end)
 
   def Input(self, start: int, end: int) -> int:
-    """The bytes that layers [start, end) get of others, skip connections included."""
+    """Returns the bytes that layers [start, end) receive, including skip connections."""
     return self._layers[start].inputs + sum(
       num_bytes
-      for maker, num_bytes, takers in self._takers.values()
-      if maker < start and bisect.bisect_left(takers, start) < bisect.bisect_left(takers, end)
+      for source, num_bytes, takers in self._skips.values()
+      if source < start and bisect.bisect_left(takers, start) < bisect.bisect_left(takers, end)
     )
 
   def _Activations(self, kind: int, start: int, end: int) -> int:
@@ -158,10 +165,13 @@ class StageMemory:
     return self.State(start, end) + self._Activations(kind, start, end)
 
   def Rooms(self, limit: float) -> list[list[int]]:
-    """For each stage and each layer it may start with, its furthest end within `limit` bytes.
+    """Returns for each stage and each layer that it may start with its furthest end within `limit`.
 
-    What several stages of one device need together is not additive; each gets an equal share of
-    the limit, which is always enough.
+    The peaks of several stages of one device are not additive. Each stage gets an equal share of
+    the limit, which always suffices.
+
+    Args:
+      limit: bytes of one device.
     """
     owners = self._schedule.stage_to_device
     stages = [(kind, owners.count(owner)) for kind, owner in zip(self._held, owners, strict=True)]
@@ -170,7 +180,7 @@ class StageMemory:
       share = limit / count
       room: list[int] = []
       for start in range(len(self._layers)):
-        # The memory never falls as the end moves on; the next start's end is near the last one's.
+        # Memory grows with the end, and the ends of neighbouring starts are close together.
         end = max(room[-1], start) if room else start
         while end > start and self._Needs(kind, start, end) > share:
           end -= 1
@@ -182,17 +192,15 @@ class StageMemory:
 
 
 def HeldAtPeaks(schedule: schedule_lib.Schedule, remat_policy: str) -> list[tuple[Held, ...]]:
-  """For each stage what it holds at those moments, one of which is its peak for any sizes.
+  """Returns for each stage the candidates for its peak, one of which is the peak for any sizes.
 
-  `simulator.Simulate` finds the same peak for given sizes; here sizes are not known yet.
+  `activation_memory.Peaks` computes the peak for known sizes.
   """
   now = [_NOTHING] * schedule.num_stages
   peaks: list[dict[Held, None]] = [{} for _ in now]
   for _, action, change in activation_memory.Changes(step_work.StepWork(schedule, remat_policy)):
     k = action.stage
-    rest = now[k].Plus(_HELD[change.before], -1)
-    peaks[k].update(dict.fromkeys(rest.Plus(_HELD[part]) for part in change.within))
-    now[k] = rest.Plus(_HELD[change.after])
-  return [
-    tuple(a for a in found if not any(b != a and b.Covers(a) for b in found)) for found in peaks
-  ]
+    remaining = now[k].Plus(_HELD[change.before], -1)  # Without this micro-batch.
+    peaks[k].update(dict.fromkeys(remaining.Plus(_HELD[part]) for part in change.within))
+    now[k] = remaining.Plus(_HELD[change.after])
+  return [tuple(a for a in held if not any(b != a and b.Covers(a) for b in held)) for held in peaks]

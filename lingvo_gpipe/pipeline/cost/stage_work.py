@@ -1,12 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much work a stage has in a step: what its layers cost under a schedule and a policy.
+"""The work of a stage in a step: the costs of its layers under a schedule and a policy.
 
-A layer's forward F is one unit: its FLOPs, its weights or its measured time. The recomputation R is
-F again. Where a layer's backward is not measured, the gradient I of its input and the gradient W of
-its weights are each as much as F. So a trained layer costs 4 units a micro-batch where its stage
-recomputes, and 3 in a fused last stage or under policy `none`. A layer without trained weights has
-no W; the first layer with trained weights and those before it have no I; and stages before it have
-no backward at all.
+A layer's forward F is one unit of work: its FLOPs, its weights or its measured time. The
+recomputation R costs as much as F. So do the gradient I of the layer's input and the gradient W of
+its weights, unless the backward was measured:
+
+| layer | F | R, if the stage recomputes | I | W |
+| --- | --- | --- | --- | --- |
+| trained | 1 | 1 | 1 | 1 |
+| frozen, after the first trained layer | 1 | 1 | 1 | |
+| the first trained layer | 1 | 1 | | 1 |
+| before it, in the stage of the first trained layer | 1 | 1 | | |
+| before it, in an earlier stage | 1 | | | |
+
+A trained layer thus costs 4 units per micro-batch if its stage recomputes, and 3 units in a fused
+last stage or under policy `none`.
 """
 
 from __future__ import annotations
@@ -23,7 +31,7 @@ from lingvo_gpipe.pipeline.schedule import schedule as schedule_lib
 
 @dataclasses.dataclass(frozen=True)
 class LayerWork:
-  """Of one layer, for one micro-batch: F, I and W in any unit, and whether weights are trained."""
+  """The work of one layer for one micro-batch: F, I and W in any unit."""
 
   forward: float
   input_gradient: float
@@ -32,7 +40,7 @@ class LayerWork:
 
 
 def FromForward(forward: Sequence[float], trained: Sequence[bool]) -> tuple[LayerWork, ...]:
-  """The work of layers of which only F is known: I and W are as much, where there are any."""
+  """Returns the work of layers from F alone; I and W cost as much as F if the layer has them."""
   first = FirstTrained(trained)
   return tuple(
     LayerWork(cost, cost if i > first else 0, cost if is_trained else 0, is_trained)
@@ -43,7 +51,7 @@ def FromForward(forward: Sequence[float], trained: Sequence[bool]) -> tuple[Laye
 def FromTimes(
   times: Sequence[tuple[float, float]], trained: Sequence[bool]
 ) -> tuple[LayerWork, ...]:
-  """The work of layers of which (F, I + W) is measured, as far as each has I and W."""
+  """Returns the work of layers from measured (F, I + W); I and W share the backward equally."""
   first = FirstTrained(trained)
   work = []
   for i, ((forward, backward), is_trained) in enumerate(zip(times, trained, strict=True)):
@@ -54,14 +62,14 @@ def FromTimes(
 
 
 def FirstTrained(trained: Sequence[bool]) -> int:
-  """The index of the first layer with trained weights; the number of layers if none has."""
+  """Returns the index of the first trained layer, or the number of layers if there is none."""
   return next((i for i, is_trained in enumerate(trained) if is_trained), len(trained))
 
 
 def CutCosts(
   work: Sequence[LayerWork], schedule: schedule_lib.Schedule, remat_policy: str
 ) -> list[partitioner.StageCosts]:
-  """What each layer costs in each stage, over a whole step: the partitioner's view, exact."""
+  """Returns the exact cost of each layer in each stage over a whole step, for the partitioner."""
   counts = Recomputations(schedule, remat_policy)
   return CountedCutCosts(work, schedule.num_micro_batches, counts)
 
@@ -69,9 +77,15 @@ def CutCosts(
 def CountedCutCosts(
   work: Sequence[LayerWork], num_micro_batches: int, counts: Sequence[int]
 ) -> list[partitioner.StageCosts]:
-  """`CutCosts` where it is known how often each stage recomputes its forward."""
+  """Like `CutCosts`.
+
+  Args:
+    work: the work of each layer.
+    num_micro_batches: M.
+    counts: for each stage the number of recomputations of its forward in a step.
+  """
   first = FirstTrained([w.is_trained for w in work])
-  made: dict[int, partitioner.StageCosts] = {}
+  costs: dict[int, partitioner.StageCosts] = {}
   for count in set(counts):
     layers = []
     for i, w in enumerate(work):
@@ -81,8 +95,8 @@ def CountedCutCosts(
       again = count * forward if i >= first else 0
       layers.append(num_micro_batches * (forward + inputs + weights) + again)
     late = [count * fractions.Fraction(w.forward) for w in work[:first]]
-    made[count] = partitioner.StageCosts(layers, late, first)
-  return [made[count] for count in counts]
+    costs[count] = partitioner.StageCosts(layers, late, first)
+  return [costs[count] for count in counts]
 
 
 def StageCosts(
@@ -91,7 +105,7 @@ def StageCosts(
   schedule: schedule_lib.Schedule,
   remat_policy: str,
 ) -> list[fractions.Fraction]:
-  """For each stage of a cut the time that it works in a step."""
+  """Returns the work of each stage of a cut in a step."""
   first = FirstTrained([w.is_trained for w in work])
   counts = Recomputations(schedule, remat_policy)
   busy = []
@@ -107,7 +121,7 @@ def StageCosts(
 
 
 def Recomputations(schedule: schedule_lib.Schedule, remat_policy: str) -> list[int]:
-  """For each stage how often it recomputes its forward in a step."""
+  """Returns for each stage the number of recomputations of its forward in a step."""
   last = schedule.num_micro_batches - 1
   counts = [0] * schedule.num_stages
   for action in itertools.chain.from_iterable(schedule.actions):
@@ -117,7 +131,7 @@ def Recomputations(schedule: schedule_lib.Schedule, remat_policy: str) -> list[i
 
 
 def SimulatorCosts(work: Sequence[LayerWork], ends: Sequence[int]) -> simulator.Costs:
-  """What the actions of each stage of a cut cost: the simulator's view."""
+  """Returns the costs of the actions of each stage of a cut, for the simulator."""
   first = FirstTrained([w.is_trained for w in work])
   ranges = partitioner.StageRanges(ends)
   forward = [sum(w.forward for w in work[start:end]) for start, end in ranges]
@@ -130,7 +144,7 @@ def SimulatorCosts(work: Sequence[LayerWork], ends: Sequence[int]) -> simulator.
 
 
 def OneDevice(work: Sequence[LayerWork], num_micro_batches: int, remat_policy: str) -> float:
-  """The time of the same step on one device that runs every F, then every B."""
+  """Returns the time of a step on one device that runs every F, then every B."""
   first = FirstTrained([w.is_trained for w in work])
   again = 0
   if first < len(work):

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedules as data: actions, orders, their text. Imports no TensorFlow."""
+"""Schedules as data: actions, their order on each device, and their text. No TensorFlow."""

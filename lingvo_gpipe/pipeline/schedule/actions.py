@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Actions, what schedules are made of: one call of one stage's function on one micro-batch.
+"""Actions, the elements of schedules: one call of one stage's function on one micro-batch.
 
-They are written as torch.distributed.pipelining writes them, `<stage><kind><micro-batch>`: `1F0`
-forward, `0B3` full backward, `2I1` gradient of the stage's input, `2W1` gradient of its weights.
-`3V0` is ours (that notation gives V no meaning): value and gradient in one, the fused forward and
-backward of the last stage, which holds the loss and so needs no gradient from above.
+The text form is `<stage><kind><micro-batch>`, as in torch.distributed.pipelining:
+
+    1F0   forward of stage 1 on micro-batch 0
+    0B3   full backward: gradients of the stage's input and of its weights
+    2I1   gradient of the stage's input only
+    2W1   gradient of the stage's weights only
+    3V0   fused forward and backward ("value and gradient") of the last stage
+
+V is not part of PyTorch's notation. Only the last stage can run it, because it computes the loss
+and so needs no gradient from a later stage.
 """
 
 from __future__ import annotations
@@ -15,7 +21,7 @@ import re
 
 
 class Kind(enum.StrEnum):
-  """What an action computes; the value is its letter in text."""
+  """The computation of an action; the value is its letter in text."""
 
   FORWARD = 'F'
   BACKWARD = 'B'
@@ -25,13 +31,13 @@ class Kind(enum.StrEnum):
 
 
 def HasWork(kind: Kind, *, needs_dx: bool, is_trained: bool) -> bool:
-  """Whether actions of this kind compute anything at a stage.
+  """Whether actions of this kind compute anything in a stage.
 
   Args:
-    kind: what the action would compute.
-    needs_dx: whether a stage before has weights that are trained, and so needs a gradient. Where
-      it does not, I is empty: W, which then is all of the backward, takes its place.
-    is_trained: whether the stage itself has any.
+    kind: the kind of action.
+    needs_dx: whether an earlier stage has trained weights and so needs the gradient of this stage's
+      input. If not, I is empty and W is the whole backward.
+    is_trained: whether the stage itself has trained weights.
   """
   return {
     Kind.BACKWARD: needs_dx or is_trained,
@@ -60,14 +66,14 @@ class Action:
 
   @classmethod
   def FromText(cls, text: str) -> Action:
-    """Reads `1F0`. Raises: ValueError that says what was expected."""
+    """Parses text such as `1F0`; raises ValueError if it is not an action."""
     match = _TOKEN.fullmatch(text.strip())
     if match and match[3] and match[2] in list(Kind):
       return cls(int(match[1]), Kind(match[2]), int(match[3]))
     hint = ''
     if match and ('_' in match[2] or 'SHARD' in match[2]):
-      hint = '; transfers and sharding are implied here, write the compute actions only'
+      hint = '; transfers and sharding are implied here, write only the compute actions'
     raise ValueError(
-      f'{text.strip()!r} is no action: expected <stage><kind><micro-batch>, such as 1F0, '
+      f'{text.strip()!r} is not an action: expected <stage><kind><micro-batch>, such as 1F0, '
       f'with kind {KINDS_TEXT}{hint}'
     )

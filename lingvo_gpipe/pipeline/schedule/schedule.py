@@ -1,9 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pipeline schedule as data: who does what in which order, checked, timed, printed and read.
+"""`Schedule`: a pipeline schedule as data, with its checks, times, text and pictures.
 
-A schedule gives every device an ordered list of actions; the engine emits the calls in that order
-and the simulator prices them. Nothing here knows TensorFlow, nor any schedule by name: those are in
-`schedules`, which is also the name under which everybody else uses these classes.
+A schedule gives each device an ordered list of actions, and says which device owns which stage:
+
+    device 0   0F0  0F1  0B1  0B0        owns stage 0
+    device 1   1F0  1F1  1B1  1B0        owns stage 1
+
+That is all. When an action runs follows from the order and the dependencies between actions, and
+transfers between devices are implied:
+
+    F of a stage      needs F of the stage before it
+    B or I            needs F of its own stage, and B, I or V of the stage after it
+    W                 needs I of its own stage
+    V (last stage)    needs F of the stage before it
+
+all for the same micro-batch. The engine traces the calls in this order, and the simulator predicts
+their times. This module does not know any schedule by name: `schedules` does, and other folders
+import these classes from there.
 """
 
 from __future__ import annotations
@@ -21,31 +34,32 @@ Kind = actions.Kind
 
 _MAKE_FORWARD = (Kind.FORWARD, Kind.FORWARD_BACKWARD)
 _MAKE_INPUT_GRADIENT = (Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.FORWARD_BACKWARD)
-# After these nothing of the micro-batch's activations is needed any more.
+# After these actions a stage no longer needs its activations of the micro-batch.
 _FREE = (Kind.BACKWARD, Kind.WEIGHT_GRADIENT, Kind.FORWARD_BACKWARD)
-# What one stage may do for one micro-batch of a training step, and for one of a forward-only step.
+# The sets of actions that process one micro-batch in one stage: in a training step, and in a step
+# without gradients.
 _COMPLETE = (
   frozenset({Kind.FORWARD, Kind.BACKWARD}),
   frozenset({Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT}),
   frozenset({Kind.FORWARD_BACKWARD}),
 )
 _COMPLETE_FORWARD_ONLY = (frozenset({Kind.FORWARD}),)
-# Fused, the same two units of work are one action.
+# V does the two units of work of F and B.
 _UNIT_DURATIONS = {kind: 2 if kind is Kind.FORWARD_BACKWARD else 1 for kind in Kind}
 
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-  """Ordered actions per device. Construction checks types only; `Validate` checks the meaning.
+  """The ordered actions of each device. Construction checks types, `Validate` everything else.
 
   Attributes:
-    name: what messages call it.
+    name: the schedule's name in messages.
     num_stages: S, the number of stages.
     num_micro_batches: M, the number of micro-batches.
-    actions: for each device its actions, in the order in which it runs them.
-    stage_to_device: for each stage the device that owns it (S entries; a device may own several).
-
-  Any sequences will do for the last two; they are kept as tuples.
+    actions: for each device its actions, in the order in which it runs them. Any sequence of
+      sequences; stored as tuples.
+    stage_to_device: for each stage the index of the device that owns it. A device may own several
+      stages. Any sequence; stored as a tuple.
   """
 
   name: str
@@ -76,16 +90,16 @@ class Schedule:
 
   @functools.cached_property
   def forward_only(self) -> bool:
-    """Whether no action computes a gradient: a step for evaluation or inference."""
+    """Whether no action computes a gradient, as in evaluation and inference."""
     return all(a.kind is Kind.FORWARD for row in self.actions for a in row)
 
   # Text.
 
   def ToText(self, *, for_torch: bool = False) -> str:
-    """One line a device, actions separated by commas.
+    """Returns one line per device, actions separated by commas.
 
     Args:
-      for_torch: write V, which PyTorch does not know, as F and B, so that PyTorch reads the text.
+      for_torch: whether to write V as F and B, because PyTorch does not know V.
     """
     text = ''.join(','.join(map(str, row)) + '\n' for row in self.actions)
     return re.sub(r'(\d+)V(\d+)', r'\1F\2,\1B\2', text) if for_torch else text
@@ -94,19 +108,20 @@ class Schedule:
   def FromText(
     cls, text: str, name: str = 'custom', stage_to_device: Iterable[int] | None = None
   ) -> Schedule:
-    """Reads `ToText`'s form. The counts are one more than the greatest index that occurs.
+    """Parses the text form of `ToText`.
 
-    Blank lines and what follows a `#` are ignored; an empty cell (or `None`) is an idle slot,
-    which carries no meaning: when an action runs follows from the order alone.
+    The numbers of stages and micro-batches are the greatest indices in the text plus one. Blank
+    lines and comments (`#`) are ignored. So are empty cells and `None`, PyTorch's idle slots: the
+    order alone decides when an action runs.
 
     Args:
       text: the schedule.
       name: its name.
-      stage_to_device: the owner of every stage; by default the device that runs it forward.
+      stage_to_device: the device of each stage; by default the device that runs its forward.
 
     Raises:
-      ValueError: the text cannot be read (line, column and token are named), or a stage below the
-        greatest one has no action. Call `Validate` for everything else.
+      ValueError: a token is not an action (the message has its line and column), or the stages are
+        not numbered without gaps. Call `Validate` to check everything else.
     """
     rows = []
     for line_number, line in enumerate(text.splitlines(), 1):
@@ -134,7 +149,7 @@ class Schedule:
           if action.kind in kinds:
             owners.setdefault(action.stage, device)
     if not owners:
-      raise ValueError(f'Schedule {name!r}: the text holds no action')
+      raise ValueError(f'Schedule {name!r}: the text has no actions')
     num_stages = max(owners) + 1
     if len(owners) < num_stages:
       missing = next(stage for stage in range(num_stages) if stage not in owners)
@@ -150,29 +165,29 @@ class Schedule:
   # Meaning.
 
   def Dependencies(self, action: Action) -> tuple[Action, ...]:
-    """Whose results `action` needs: its input's and gradient's makers, its own forward pass.
+    """Returns the actions whose results `action` needs (see the module's docstring).
 
-    The schedule must be a valid one.
+    Assumes that the schedule is valid.
     """
     stage, m = action.stage, action.micro_batch
     if action.kind is Kind.WEIGHT_GRADIENT:
       return (Action(stage, Kind.INPUT_GRADIENT, m),)
     if action.kind in _MAKE_FORWARD:
       return (self._forward[stage - 1, m],) if stage else ()
-    own = self._forward[stage, m]
-    return (own, self._gradient[stage + 1, m]) if stage + 1 < self.num_stages else (own,)
+    forward = self._forward[stage, m]
+    return (forward, self._gradient[stage + 1, m]) if stage + 1 < self.num_stages else (forward,)
 
   @functools.cached_property
   def _forward(self) -> dict[tuple[int, int], Action]:
-    """(stage, micro-batch) -> the action that makes the stage's output."""
-    return self._Makers(_MAKE_FORWARD)
+    """{(stage, micro-batch): the action that makes the stage's output}."""
+    return self._ActionsOfKinds(_MAKE_FORWARD)
 
   @functools.cached_property
   def _gradient(self) -> dict[tuple[int, int], Action]:
-    """(stage, micro-batch) -> the action that makes the gradient of the stage's input."""
-    return self._Makers(_MAKE_INPUT_GRADIENT)
+    """{(stage, micro-batch): the action that makes the gradient of the stage's input}."""
+    return self._ActionsOfKinds(_MAKE_INPUT_GRADIENT)
 
-  def _Makers(self, kinds: tuple[Kind, ...]) -> dict[tuple[int, int], Action]:
+  def _ActionsOfKinds(self, kinds: tuple[Kind, ...]) -> dict[tuple[int, int], Action]:
     return {
       (action.stage, action.micro_batch): action
       for row in self.actions
@@ -183,12 +198,14 @@ class Schedule:
   def Validate(self) -> Schedule:
     """Checks everything that the engine relies on, and returns the schedule itself.
 
-    Every stage handles every micro-batch exactly once, on the device that owns the stage, as F and
-    B, or F, I and W, or (last stage only) V; with no gradient at all, as F. An action never stands
-    before one that it depends on, and no devices wait for each other for ever.
+    - Each stage processes each micro-batch exactly once, on the device that owns the stage.
+    - It does so as F and B, as F, I and W, or (last stage only) as V. In a schedule without
+      gradients, as F.
+    - No action precedes an action of its own device that it depends on.
+    - No devices wait for each other for ever.
 
     Raises:
-      ValueError: the first fault found; it names the device and the action.
+      ValueError: the first fault; the message names the device and the action.
     """
     self._CheckCounts()
     self._CheckOwners()
@@ -202,13 +219,13 @@ class Schedule:
     return ValueError(f'Schedule {self.name!r}: {text}')
 
   def _CheckCounts(self) -> None:
-    for what, value in (('stage', self.num_stages), ('micro-batch', self.num_micro_batches)):
+    for unit, value in (('stage', self.num_stages), ('micro-batch', self.num_micro_batches)):
       if not IsPositiveInteger(value):
-        raise self._Fault(f'expected at least one {what}, as an integer, got {value!r}')
+        raise self._Fault(f'expected at least one {unit}, as an integer, got {value!r}')
     if len(self.stage_to_device) != self.num_stages:
       raise self._Fault(
         f'stage_to_device has {len(self.stage_to_device)} entries for {self.num_stages} stages; '
-        'name one device a stage'
+        'give one device for each stage'
       )
     for stage, device in enumerate(self.stage_to_device):
       if device not in range(self.num_devices):
@@ -226,12 +243,13 @@ class Schedule:
       for action in row:
         if action.stage not in range(self.num_stages):
           raise self._Fault(
-            f'device {device}: {action}: no stage {action.stage}, there are {self.num_stages}'
+            f'device {device}: {action}: no stage {action.stage}, the schedule has '
+            f'{self.num_stages}'
           )
         if action.micro_batch not in range(self.num_micro_batches):
           raise self._Fault(
             f'device {device}: {action}: no micro-batch {action.micro_batch}, '
-            f'there are {self.num_micro_batches}'
+            f'the schedule has {self.num_micro_batches}'
           )
         owner = self.stage_to_device[action.stage]
         if owner != device:
@@ -260,13 +278,13 @@ class Schedule:
           )
         if kinds in complete:
           continue
-        # The closest complete set of actions decides what to say.
-        alike = [c for c in complete if (fused.kind in c) == (fused.kind in kinds)]
-        wanted = min(alike, key=lambda c: len(c ^ kinds))
-        lacking = [str(Action(stage, k, m)) for k in Kind if k in wanted - kinds]
-        excess = [str(Action(stage, k, m)) for k in Kind if k in kinds - wanted]
-        parts = [f'lacks {" and ".join(lacking)}'] if lacking else []
-        parts += [f'has {" and ".join(excess)} too many'] if excess else []
+        # Describe the difference to the nearest complete set of actions.
+        candidates = [c for c in complete if (fused.kind in c) == (fused.kind in kinds)]
+        nearest = min(candidates, key=lambda c: len(c ^ kinds))
+        missing = [str(Action(stage, k, m)) for k in Kind if k in nearest - kinds]
+        excess = [str(Action(stage, k, m)) for k in Kind if k in kinds - nearest]
+        parts = [f'lacks {" and ".join(missing)}'] if missing else []
+        parts += [f'has extra actions: {" and ".join(excess)}'] if excess else []
         raise self._Fault(
           f'device {device} {" and ".join(parts)}: for each micro-batch a stage runs '
           + ' or '.join('+'.join(k.value for k in Kind if k in c) for c in complete)
@@ -278,14 +296,15 @@ class Schedule:
       for i, action in enumerate(row):
         for needed in self.Dependencies(action):
           if position.get(needed, -1) > i:
-            raise self._Fault(f'device {device}: {action} stands before {needed}, which it needs')
+            raise self._Fault(f'device {device}: {action} comes before {needed}, which it needs')
 
   # Time.
 
   def Walk(self) -> Iterator[tuple[int, Action]]:
-    """(device, action) for all actions: each device's in its order, none before what it needs.
+    """Yields (device, action) for all actions, in an order in which they can run.
 
-    The rows must hold all actions that are needed, as `Validate` checks.
+    The actions of a device keep their order, and no action comes before its dependencies. Assumes
+    that the schedule has all the actions that others depend on, as `Validate` checks.
 
     Raises:
       ValueError: devices wait for each other for ever.
@@ -308,13 +327,14 @@ class Schedule:
       raise self._Deadlock(position, done)
 
   def _Deadlock(self, position: list[int], done: set[Action]) -> ValueError:
-    """Follows who waits for whom from the first stuck device until a device comes up again."""
+    """Returns an error that describes a cycle of devices that wait for each other."""
+    # From any stuck device, follow the device that it waits for until one comes up again.
     device = next(d for d, row in enumerate(self.actions) if position[d] < len(row))
     waits: dict[int, str] = {}
     while device not in waits:
       action = self.actions[device][position[device]]
       needed = next(n for n in self.Dependencies(action) if n not in done)
-      waits[device] = f'device {device} stands at {action} and waits for {needed}'
+      waits[device] = f'device {device} is at {action} and waits for {needed}'
       device = self.stage_to_device[needed.stage]
     cycle = list(waits.values())[list(waits).index(device) :]
     return self._Fault(f'deadlock: {"; ".join(cycle)}')
@@ -322,13 +342,15 @@ class Schedule:
   def Timeline(
     self, durations: Mapping[Kind, float] | None = None
   ) -> tuple[tuple[tuple[float, float, Action], ...], ...]:
-    """For each device (start, end, action), each as early as possible, transfers free.
+    """Returns (start, end, action) for all actions of each device, as early as possible.
+
+    Transfers take no time. `simulator` has a more detailed model.
 
     Args:
-      durations: {kind: time > 0}, kinds left out take one unit (V two).
+      durations: {kind: time > 0}; other kinds take one unit of time (V two).
 
     Raises:
-      ValueError: a duration that is not positive, or an invalid schedule.
+      ValueError: a duration is not positive, or the schedule is invalid.
     """
     self.Validate()
     durations = {Kind(kind): time for kind, time in (durations or {}).items()}
@@ -345,21 +367,24 @@ class Schedule:
     return tuple(tuple((*times[action], action) for action in row) for row in self.actions)
 
   def EmissionOrder(self) -> tuple[Action, ...]:
-    """All actions in one order that respects dependencies and every device's own order.
+    """Returns all actions in one order that respects dependencies and each device's order.
 
-    It is the order of start times when every action takes one unit (V two), lower devices first
-    among equals: what runs at the same time stands together.
+    This is the order of start times if every action takes one unit (V two), lower devices first, so
+    that actions that run at the same time are next to each other.
     """
     starts = [(start, d, a) for d, row in enumerate(self.Timeline()) for start, _, a in row]
     return tuple(action for _, _, action in sorted(starts, key=lambda item: item[:2]))
 
   def Picture(self, durations: Mapping[Kind, int] | None = None) -> str:
-    """Draws the schedule like the GPipe paper's figure 2: a row a device, a column a time tick.
+    """Draws the schedule like figure 2 of the GPipe paper: rows are devices, columns time ticks.
 
-    The stage is left out of the actions where it is the device's number.
+    Actions are drawn without their stage (`F0`) if each device has the stage of its number.
 
     Args:
-      durations: {kind: ticks}, whole numbers; kinds left out take one tick (V two).
+      durations: {kind: ticks}, whole numbers; other kinds take one tick (V two).
+
+    Raises:
+      ValueError: a duration is not a positive whole number, or the schedule is invalid.
     """
     for kind, time in (durations or {}).items():
       if int(time) != time:
@@ -368,18 +393,18 @@ class Schedule:
     return timeline_text.DrawTicks([[(s, e, self.Label(a)) for s, e, a in r] for r in timeline])
 
   def Label(self, action: Action) -> str:
-    """The action for a row of its device: `F0` where every device has the stage of its number."""
+    """Returns the text of an action in a picture: `F0` if stage k is on device k for all k."""
     simple = self.stage_to_device == tuple(range(self.num_devices))
     return str(action).removeprefix(str(action.stage)) if simple else str(action)
 
   # Memory.
 
   def PeakActivations(self) -> tuple[int, ...]:
-    """For each stage the most micro-batches whose activations it holds at one time.
+    """Returns for each stage the most micro-batches whose activations it holds at one time.
 
-    A micro-batch is held from the start of F to the end of B (of W where the backward is split),
-    within V, and in a forward-only schedule only within F. With re-materialisation read it as the
-    number of stage inputs kept.
+    A stage holds a micro-batch from the start of F to the end of B (of W if the backward is split),
+    during V, and in a schedule without gradients during F. With re-materialisation this is the
+    number of stage inputs.
     """
     held = [0] * self.num_stages
     peak = [0] * self.num_stages
@@ -390,15 +415,15 @@ class Schedule:
     return tuple(peak)
 
   def DevicePeakActivations(self) -> tuple[int, ...]:
-    """For each device the same, over all its stages: (stage, micro-batch) pairs held at one time.
+    """Returns for each device the most (stage, micro-batch) pairs that it holds at one time.
 
-    This is less than the sum over its stages where these are not full at the same time.
+    This is less than the sum over its stages if their peaks are at different times.
     """
     changes = ((change for _, change in self._Holdings(row)) for row in self.actions)
     return tuple(max(itertools.accumulate(c), default=0) for c in changes)
 
   def _Holdings(self, row: Iterable[Action]) -> Iterator[tuple[Action, int]]:
-    """In order (action, 1) where it begins to hold a micro-batch, (action, -1) where that ends."""
+    """Yields (action, 1) when a stage starts to hold a micro-batch, (action, -1) when it stops."""
     for action in row:
       if action.kind in _MAKE_FORWARD:
         yield action, 1

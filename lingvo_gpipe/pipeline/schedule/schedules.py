@@ -1,16 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipeline schedules by name: the rules that make them, and the look-up.
+"""Pipeline schedules by name: the functions that make them, and the look-up.
 
-K devices, S stages, M micro-batches. A new schedule is one function, here or in a file of yours:
+K devices, S stages, M micro-batches. A new schedule is one registered function, here or in any
+module that the program imports. This one runs one micro-batch after the other:
 
-    @schedules.Register('mine')
-    def Mine(num_stages, num_micro_batches, num_devices) -> schedules.Schedule: ...
+    @schedules.Register('one_by_one')
+    def OneByOne(num_stages, num_micro_batches, num_devices):
+      rows = []  # For each device its actions, in order. Here device k owns stage k.
+      for k in range(num_stages):
+        row = []
+        for m in range(num_micro_batches):
+          row += [Action(k, Kind.FORWARD, m), Action(k, Kind.BACKWARD, m)]
+        rows.append(row)
+      return Schedule('one_by_one', num_stages, num_micro_batches, rows, range(num_stages))
 
-What is idle below is the share of a step of equal stages with B = 2 F = 2 I = 2 W; what is held is
-`Schedule.PeakActivations`. Formulas: Narayanan et al. 2021 (1F1B, interleaving) and the zero-bubble
-paper, Qi et al. 2023.
+    print(schedules.Get('one_by_one', 2, 2).Picture())
 
-| name | stages a device | idle | held by stage k, in micro-batches |
+`Get` checks the result (`Schedule.Validate`). `Schedule.FromText` parses a schedule that is written
+out by hand.
+
+In the table, idle is the share of a step that a device idles if all stages are equal and
+B = 2 F = 2 I = 2 W, and held is `Schedule.PeakActivations`. Formulas: Narayanan et al. 2021 (1F1B,
+interleaving) and the zero-bubble paper, Qi et al. 2023.
+
+| name | stages per device | idle | micro-batches held by stage k |
 | --- | --- | --- | --- |
 | gpipe | 1 | (K-1)/(M+K-1) | M |
 | fused_fill_drain | 1 | as gpipe | M, last stage 1 |
@@ -41,7 +54,11 @@ _GENERATORS: dict[str, Generator] = {}
 
 
 def Register(name: str) -> Callable[[Generator], Generator]:
-  """Decorator: makes `name` known to `Get`. Raises: ValueError if it is taken."""
+  """Returns a decorator that registers a function as the schedule `name`.
+
+  Raises:
+    ValueError: the name is registered already.
+  """
 
   def Decorate(generator: Generator) -> Generator:
     if name in _GENERATORS:
@@ -53,7 +70,7 @@ def Register(name: str) -> Callable[[Generator], Generator]:
 
 
 def Names() -> list[str]:
-  """The names that `Get` knows, sorted."""
+  """Returns the registered names, sorted."""
   return sorted(_GENERATORS)
 
 
@@ -63,58 +80,59 @@ def Get(
   num_micro_batches: int,
   num_devices: int | None = None,
 ) -> Schedule:
-  """The valid schedule of that name and size; a Schedule is checked and given back.
+  """Returns the valid schedule of this name and size.
 
   Args:
-    schedule: a registered name, or a Schedule of the user's own.
+    schedule: a registered name, or a Schedule, which is checked and returned.
     num_stages: S.
     num_micro_batches: M.
-    num_devices: K; by default one device a stage.
+    num_devices: K; by default one device per stage.
 
   Raises:
-    KeyError: unknown name; the closest ones are named.
-    ValueError: an impossible size, a schedule of another size than asked for, or an invalid one.
-    TypeError: neither a name nor a Schedule, or a registered function that made none.
+    KeyError: the name is unknown; the message suggests the closest names.
+    ValueError: the size is impossible, or the schedule is invalid or has another size.
+    TypeError: `schedule` is neither a name nor a Schedule, or a registered function returned
+      something else.
   """
   sizes = {'num_stages': num_stages, 'num_micro_batches': num_micro_batches}
   if num_devices is not None:
     sizes['num_devices'] = num_devices
   _CheckSizes(sizes)
-  way_out = (
-    'make it for this size, or register a function that makes it for any (schedules.Register) and '
-    f'give its name; known are {", ".join(Names())}'
+  advice = (
+    'make it for this size, or register a function that makes it for any size '
+    f'(schedules.Register) and pass its name; known names: {", ".join(Names())}'
   )
   if isinstance(schedule, str):
-    way_out = f'the function that is registered as {schedule!r} must make what it is asked for'
+    advice = f'the function that is registered as {schedule!r} must make the requested size'
     schedule = _Generator(schedule)(num_stages, num_micro_batches, num_devices or num_stages)
-    sizes.pop('num_devices', None)  # A function may put its stages on other devices.
+    sizes.pop('num_devices', None)  # A function may put its stages on fewer devices.
   if not isinstance(schedule, Schedule):
     raise TypeError(f'schedule: expected a name or a Schedule, got {schedule!r}')
-  for what, value in sizes.items():
-    if getattr(schedule, what) != value:
+  for name, value in sizes.items():
+    if getattr(schedule, name) != value:
       raise ValueError(
-        f'Schedule {schedule.name!r} has {what} {getattr(schedule, what)}, but {value} is asked '
-        f'for; {way_out}'
+        f'Schedule {schedule.name!r} has {name} {getattr(schedule, name)}, but {name} {value} is '
+        f'requested; {advice}'
       )
   return schedule.Validate()
 
 
 def _Generator(name: str) -> Generator:
-  """The function registered under that name."""
+  """Returns the function registered under this name."""
   if name not in _GENERATORS:
     close = difflib.get_close_matches(name, Names(), n=3, cutoff=0.5)
     hint = f'did you mean {" or ".join(map(repr, close))}? ' if close else ''
-    raise KeyError(f'No schedule {name!r}: {hint}known are {", ".join(Names())}')
+    raise KeyError(f'No schedule {name!r}: {hint}known names: {", ".join(Names())}')
   return _GENERATORS[name]
 
 
 def GetForBatch(
   schedule: str | Schedule, num_stages: int, num_micro_batches: int, num_devices: int
 ) -> Schedule:
-  """`Get` for a batch that may be smaller than others, such as the last one of an epoch.
+  """Like `Get`, but for a batch that may be small, such as the last batch of an epoch.
 
-  Where that leaves `interleaved_1f1b` a number of micro-batches that it cannot take, `looped_bfs`
-  stands in: it has the same stages on the same devices, so the result is the same.
+  `looped_bfs` replaces `interleaved_1f1b` if the number of micro-batches is not a multiple of the
+  number of devices. It has the same stages on the same devices, so the result is equal.
   """
   if schedule == 'interleaved_1f1b' and num_micro_batches % num_devices:
     schedule = 'looped_bfs'
@@ -122,10 +140,10 @@ def GetForBatch(
 
 
 def ForwardOnlyOn(stage_to_device: Sequence[int], num_micro_batches: int) -> Schedule:
-  """`forward_only` for stages on any devices; valid wherever they are, for stages come in order.
+  """Returns `forward_only` for stages on any devices.
 
   Args:
-    stage_to_device: for each stage its device, of which none is left out.
+    stage_to_device: for each stage its device; each device from 0 to the last has a stage.
     num_micro_batches: M.
   """
   rows: list[list[Action]] = [[] for _ in range(max(stage_to_device) + 1)]
@@ -135,18 +153,18 @@ def ForwardOnlyOn(stage_to_device: Sequence[int], num_micro_batches: int) -> Sch
 
 
 def BubbleBound(num_stages: int, num_micro_batches: int) -> float:
-  """Idle share of a step with K equal stages and M micro-batches: (K-1)/(M+K-1), GPipe 2.3."""
+  """Returns the idle share of a step of K equal stages, (K-1)/(M+K-1) (GPipe section 2.3)."""
   _CheckSizes({'num_stages': num_stages, 'num_micro_batches': num_micro_batches})
   return (num_stages - 1) / (num_micro_batches + num_stages - 1)
 
 
 def _CheckSizes(sizes: dict[str, int]) -> None:
-  for what, value in sizes.items():
+  for name, value in sizes.items():
     if not schedule_lib.IsPositiveInteger(value):
-      raise ValueError(f'{what}: expected a positive integer, got {value!r}')
+      raise ValueError(f'{name}: expected a positive integer, got {value!r}')
 
 
-# One stage a device.
+# One stage per device.
 
 
 @Register('gpipe')
@@ -163,9 +181,10 @@ def GPipe(num_stages: int, num_micro_batches: int, num_devices: int) -> Schedule
 
 @Register('fused_fill_drain')
 def FusedFillDrain(num_stages: int, num_micro_batches: int, num_devices: int) -> Schedule:
-  """The last stage runs V as micro-batches arrive; the others fill, then drain in that order.
+  """Forwards 0..M-1, then backwards 0..M-1; the last stage runs V as micro-batches arrive.
 
-  V recomputes nothing, so with re-materialisation a layer costs 3 units there and 4 elsewhere.
+  V recomputes nothing, so with re-materialisation a layer costs 3 units in the last stage and 4 in
+  the other stages.
   """
   _CheckOneStageADevice('fused_fill_drain', num_stages, num_devices)
   rows = [
@@ -179,7 +198,7 @@ def FusedFillDrain(num_stages: int, num_micro_batches: int, num_devices: int) ->
 
 @Register('1f1b')
 def OneForwardOneBackward(num_stages: int, num_micro_batches: int, num_devices: int) -> Schedule:
-  """Forward and backward by turns after K-1-k forwards at stage k (PipeDream-Flush, DAPPLE)."""
+  """K-1-k forwards at stage k, then one F and one B in turn (PipeDream-Flush, DAPPLE)."""
   _CheckOneStageADevice('1f1b', num_stages, num_devices)
   rows = [
     _OneForwardOneBackward(stage, Kind.BACKWARD, num_stages, num_micro_batches)
@@ -192,7 +211,7 @@ def OneForwardOneBackward(num_stages: int, num_micro_batches: int, num_devices: 
 def FusedOneForwardOneBackward(
   num_stages: int, num_micro_batches: int, num_devices: int
 ) -> Schedule:
-  """1F1B whose last stage, where F and B follow each other anyway, runs V instead."""
+  """1F1B with V in the last stage, in which each B directly follows its F anyway."""
   _CheckOneStageADevice('1f1b_fused', num_stages, num_devices)
   rows = [
     _OneForwardOneBackward(stage, Kind.BACKWARD, num_stages, num_micro_batches)
@@ -204,9 +223,9 @@ def FusedOneForwardOneBackward(
 
 @Register('zb_h1')
 def ZeroBubbleH1(num_stages: int, num_micro_batches: int, num_devices: int) -> Schedule:
-  """1F1B with the backward split: stage k runs the W of micro-batch j right after I of j+k.
+  """1F1B with a split backward: stage k runs the W of micro-batch j right after the I of j+k.
 
-  The gradient goes up without waiting for W, and W fills what would be idle at the end.
+  Earlier stages get their gradient without waiting for W, and W fills the idle time at the end.
   """
   _CheckOneStageADevice('zb_h1', num_stages, num_devices)
   rows = []
@@ -221,23 +240,24 @@ def ZeroBubbleH1(num_stages: int, num_micro_batches: int, num_devices: int) -> S
   return Schedule('zb_h1', num_stages, num_micro_batches, rows, range(num_stages))
 
 
-# Several stages a device: stage k is on device k mod K.
+# Several stages per device: stage k is on device k mod K.
 
 
 @Register('interleaved_1f1b')
 def InterleavedOneForwardOneBackward(
   num_stages: int, num_micro_batches: int, num_devices: int
 ) -> Schedule:
-  """1F1B in rounds of K micro-batches, each through all stages of a device (Megatron-LM)."""
+  """1F1B in rounds of K micro-batches, each round through all stages of a device (Megatron-LM)."""
   _CheckLoops('interleaved_1f1b', num_stages, num_devices, at_least=2)
   if num_micro_batches % num_devices:
     below = num_micro_batches // num_devices * num_devices
     near = [below, below + num_devices] if below else [num_devices]
-    nearest = min(abs(num_micro_batches - m) for m in near)
-    take = ' or '.join(str(m) for m in near if abs(num_micro_batches - m) == nearest)
+    distance = min(abs(num_micro_batches - m) for m in near)
+    nearest_text = ' or '.join(str(m) for m in near if abs(num_micro_batches - m) == distance)
     raise ValueError(
       f"Schedule 'interleaved_1f1b' needs a multiple of {num_devices} micro-batches, the number of "
-      f'devices, got {num_micro_batches}; the nearest is {take}, and looped_bfs takes any number'
+      f'devices, got {num_micro_batches}; the nearest is {nearest_text}, and looped_bfs takes any '
+      'number'
     )
 
   def Rounds(kind: Kind, stages: Sequence[int]) -> list[Action]:
@@ -256,9 +276,10 @@ def InterleavedOneForwardOneBackward(
 
 @Register('looped_bfs')
 def LoopedBreadthFirst(num_stages: int, num_micro_batches: int, num_devices: int) -> Schedule:
-  """All forwards stage after stage, then all backwards the other way round, M-1..0 in each.
+  """All forwards, stage after stage, then all backwards in the reverse order.
 
-  With one stage a device it is gpipe. (Lamy-Poirier 2022, "Breadth-First Pipeline Parallelism".)
+  With one stage per device this is gpipe (Lamy-Poirier 2022, "Breadth-First Pipeline
+  Parallelism").
   """
   _CheckLoops('looped_bfs', num_stages, num_devices, at_least=1)
   rows = []
@@ -274,20 +295,20 @@ def LoopedBreadthFirst(num_stages: int, num_micro_batches: int, num_devices: int
 
 @Register('forward_only')
 def ForwardOnly(num_stages: int, num_micro_batches: int, num_devices: int) -> Schedule:
-  """Forwards 0..M-1 for evaluation and inference.
+  """Forwards 0..M-1, for evaluation and inference.
 
-  All micro-batches pass a device's first stage before its second, which for M >= K leaves no more
-  than the K-1 idle ticks of one round.
+  All micro-batches pass through a device's first stage before its second stage, so that for M >= K
+  a device idles K-1 ticks only, however many stages it has.
   """
   if num_devices > num_stages:
     raise ValueError(
       f"Schedule 'forward_only' needs at least one stage for each device, got {num_stages} stages "
-      f'for {num_devices} devices; take no more than {num_stages} devices'
+      f'for {num_devices} devices; use no more than {num_stages} devices'
     )
   return ForwardOnlyOn(_LoopOwners(num_stages, num_devices), num_micro_batches)
 
 
-# What the rules share.
+# Helpers.
 
 
 def _Series(stage: int, kind: Kind, micro_batches: Iterable[int]) -> list[Action]:
@@ -295,11 +316,11 @@ def _Series(stage: int, kind: Kind, micro_batches: Iterable[int]) -> list[Action
 
 
 def _Alternate(forwards: list[Action], backwards: list[Action], warm_up: int) -> list[Action]:
-  """`warm_up` forwards, then one forward and one backward by turns, then the other backwards."""
+  """Returns `warm_up` forwards, then a forward and a backward in turn, then the last backwards."""
   warm_up = min(warm_up, len(forwards))
   turns = zip(forwards[warm_up:], backwards, strict=False)
-  rest = backwards[len(forwards) - warm_up :]
-  return [*forwards[:warm_up], *itertools.chain.from_iterable(turns), *rest]
+  cool_down = backwards[len(forwards) - warm_up :]
+  return [*forwards[:warm_up], *itertools.chain.from_iterable(turns), *cool_down]
 
 
 def _OneForwardOneBackward(
@@ -319,18 +340,18 @@ def _CheckOneStageADevice(name: str, num_stages: int, num_devices: int) -> None:
   if num_devices != num_stages:
     raise ValueError(
       f'Schedule {name!r} needs one stage on each device, got {num_stages} stages for '
-      f'{num_devices} devices; make them equal, or take a schedule with several stages a device: '
+      f'{num_devices} devices; make them equal, or use a schedule with several stages per device: '
       'interleaved_1f1b or looped_bfs'
     )
 
 
 def _CheckLoops(name: str, num_stages: int, num_devices: int, at_least: int) -> None:
-  """Raises ValueError unless every device has the same number of stages, and enough of them."""
+  """Raises ValueError unless all devices have an equal number of stages, at least `at_least`."""
   if num_stages % num_devices or num_stages < at_least * num_devices:
     near = [num_stages // num_devices, -(-num_stages // num_devices)]
     sizes = sorted({max(v, at_least) * num_devices for v in near})
     raise ValueError(
       f'Schedule {name!r} needs the same number of stages on each device, at least {at_least}, got '
       f'{num_stages} stages for {num_devices} devices; make it {" or ".join(map(str, sizes))} '
-      'stages or take fewer devices' + (', or 1f1b for one stage a device' if at_least > 1 else '')
+      'stages, or use fewer devices' + (', or 1f1b with one stage each' if at_least > 1 else '')
     )

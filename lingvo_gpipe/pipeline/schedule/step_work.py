@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the actions of a schedule come to in a run: which are empty, which repeat a forward pass.
+"""The work of a schedule's actions in a run: which are empty, and which repeat a forward pass.
 
-A schedule is made for stages that are all alike. The engine leaves out what frozen stages and the
-first trained one need not do, and the policy says what is recomputed; the simulator prices that.
+Schedules treat all stages alike. In a run, frozen stages and the first trained stage skip the
+gradients that nobody needs, and the re-materialisation policy decides which actions recompute. The
+engine and the simulator both follow this module.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ Kind = actions.Kind
 
 
 class StepWork:
-  """The work of one step of a schedule, under a policy and with some stages trained.
+  """The work of one step of a schedule, under a policy, if some stages are trained.
 
   Attributes:
     schedule: the schedule.
-    remat_policy: the policy.
-    trained: for each stage whether it has weights that are trained; None: see `__init__`.
+    remat_policy: the re-materialisation policy.
+    trained: for each stage whether it has trained weights; None: see `__init__`.
   """
 
   def __init__(
@@ -37,66 +38,66 @@ class StepWork:
     Args:
       schedule: a valid schedule.
       remat_policy: one of `rematerialisation.POLICIES`.
-      trained: for each stage whether it has weights that are trained; None: all have, and the first
-        stage has an input gradient to compute, too.
+      trained: for each stage whether it has trained weights; None: all stages have, and even the
+        first stage computes the gradient of its input.
 
     Raises:
-      ValueError: an unknown policy, or flags for another number of stages.
+      ValueError: an unknown policy, or the number of flags is not the number of stages.
     """
     rematerialisation.CheckPolicy(remat_policy)
     if trained is not None and len(trained) != schedule.num_stages:
       raise ValueError(
-        f'trained: expected {schedule.num_stages} flags, one a stage; got {len(trained)}'
+        f'trained: expected {schedule.num_stages} flags, one per stage; got {len(trained)}'
       )
     self.schedule = schedule
     self.remat_policy = remat_policy
     self.trained = None if trained is None else [bool(t) for t in trained]
 
   def IsTrained(self, stage: int) -> bool:
-    """Whether the stage has weight gradients to compute."""
+    """Whether the stage computes gradients of its weights."""
     return self.trained is None or self.trained[stage]
 
   def NeedsDx(self, stage: int) -> bool:
-    """Whether it has an input gradient to compute, for stages before."""
+    """Whether the stage computes the gradient of its input, for earlier stages."""
     return self.trained is None or any(self.trained[:stage])
 
   def Exists(self, action: Action) -> bool:
-    """Whether there is anything to do."""
+    """Whether the action computes anything."""
     stage = action.stage
     return actions.HasWork(
       action.kind, needs_dx=self.NeedsDx(stage), is_trained=self.IsTrained(stage)
     )
 
   def HasBackward(self, stage: int) -> bool:
-    """Whether the stage does anything backward."""
+    """Whether the stage computes any gradient."""
     return not self.schedule.forward_only and (self.NeedsDx(stage) or self.IsTrained(stage))
 
   def IsWholeBackward(self, action: Action) -> bool:
-    """Whether it computes all gradients of a stage, apart from its forward pass."""
+    """Whether the action computes all gradients of its stage, and no forward pass of its own."""
     if action.kind is Kind.WEIGHT_GRADIENT:
       return self.IsTrained(action.stage) and not self.NeedsDx(action.stage)
     return action.kind is Kind.BACKWARD
 
   def Dependencies(self, action: Action) -> tuple[Action, ...]:
-    """As the schedule's; of a W whose I is empty those of I."""
+    """Returns the actions whose results this one needs; a W whose I is empty takes over I's."""
     if action.kind is Kind.WEIGHT_GRADIENT and self.IsWholeBackward(action):
       action = Action(action.stage, Kind.INPUT_GRADIENT, action.micro_batch)
     return self.schedule.Dependencies(action)
 
   def RunsAgain(self, stage: int, micro_batch: int) -> bool:
-    """Whether the backward of a micro-batch repeats its forward pass."""
+    """Whether the backward of a micro-batch repeats the forward pass."""
     is_last = micro_batch == self.schedule.num_micro_batches - 1
     fused = Action(stage, Kind.FORWARD_BACKWARD, micro_batch) in self._actions
     return not fused and rematerialisation.RunsAgain(self.remat_policy, is_last)
 
   def Repeats(self, action: Action) -> bool:
-    """Whether a forward pass is repeated within the action."""
+    """Whether the action begins with a repeated forward pass."""
     if not (self.IsWholeBackward(action) or action.kind is Kind.INPUT_GRADIENT):
       return False
     return self.Exists(action) and self.RunsAgain(action.stage, action.micro_batch)
 
   def GoesByLayer(self, stage: int, micro_batch: int) -> bool:
-    """Whether the policy `layer` holds: not where the schedule splits the backward."""
+    """Whether backward recomputes layer by layer: policy `layer`, and the backward is not split."""
     return (
       self.remat_policy == 'layer' and Action(stage, Kind.BACKWARD, micro_batch) in self._actions
     )

@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Timelines drawn as text: a row a device, time from left to right."""
+"""Timelines drawn as text: one row per device, time from left to right."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-# (start, end, label) of what one device does, in order of time.
+# (start, end, label) of everything that one device runs, in order of time.
 Row = Sequence[tuple[float, float, str]]
 
 
 def DrawTicks(rows: Sequence[Row]) -> str:
-  """A column a time tick, like the GPipe paper's figure 2; starts and ends are whole numbers.
+  """Draws one column per time tick, like figure 2 of the GPipe paper.
 
-  `.` is an idle tick, `B0---` an action of several ticks. Device 0 comes first (the paper draws it
-  last).
+  `.` is an idle tick, `B0---` an action of several ticks. Device 0 comes first (last in the paper).
+
+  Args:
+    rows: the row of each device; starts and ends are whole numbers.
   """
   num_ticks = int(max(end for row in rows for _, end, _ in row))
   width = max(len(str(num_ticks - 1)), *(len(label) for row in rows for *_, label in row))
@@ -32,14 +34,17 @@ def DrawTicks(rows: Sequence[Row]) -> str:
 
 
 def DrawToScale(rows: Sequence[Row], num_columns: int, notes: Sequence[str] = ()) -> str:
-  """Widths in proportion to time: `|F0--|F1--` and `.` where a device is idle.
+  """Draws widths in proportion to time: `|F0--|F1--`, and `.` while a device is idle.
 
-  Where the time is too short for a label, its first letter stands alone, or nothing does.
+  An action too short for its label is drawn as the label's first letter, or without a letter.
 
   Args:
-    rows: for each device what it does.
-    num_columns: the width of the drawing, without the names of the devices.
-    notes: for each device a text behind its row.
+    rows: the row of each device.
+    num_columns: width of the drawing, without the names of the devices.
+    notes: for each device a text at the end of its row.
+
+  Raises:
+    ValueError: num_columns is not positive.
   """
   if num_columns < 1:
     raise ValueError(f'num_columns: expected a positive number, got {num_columns!r}')
@@ -52,7 +57,7 @@ def DrawToScale(rows: Sequence[Row], num_columns: int, notes: Sequence[str] = ()
   for device, row in enumerate(rows):
     line = ''
     for start, end, label in row:
-      line = line.ljust(round(start * scale), '.')  # Idle until then.
+      line = line.ljust(round(start * scale), '.')  # Idle.
       span = round(end * scale) - len(line)
       letter = next((c for c in label if c.isalpha()), '')
       text = next(text for text in (f'|{label}', f'|{letter}', letter, '') if len(text) <= span)

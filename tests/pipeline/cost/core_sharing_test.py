@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Devices that share cores: between what each takes alone and what each takes while all work."""
+"""Devices that share cores: times lie between one busy device and all devices busy."""
 
 import sys
 
@@ -17,7 +17,7 @@ _FIELDS = ('forward', 'recompute', 'input_gradient', 'weight_gradient', 'backwar
 
 @st.composite
 def _Steps(draw):
-  """(schedule, costs of all its parts, options), with transfers and updates."""
+  """Draws (schedule, costs of all its parts, options), with transfers and updates."""
   name = draw(st.sampled_from(schedules.Names()))
   k = draw(st.integers(1, 4))
   v = 2 if name in ('interleaved_1f1b', 'looped_bfs') else 1
@@ -44,7 +44,7 @@ def _Steps(draw):
 
 
 def _Scaled(costs, factors):
-  """The costs with each field of actions times its factor."""
+  """Returns the costs with each field of actions times its factor."""
   scaled = {
     field: [t * factor for t in getattr(costs, field)]
     for field, factor in zip(_FIELDS, factors, strict=True)
@@ -54,7 +54,7 @@ def _Scaled(costs, factors):
 
 @_SETTINGS
 @hypothesis.given(_Steps(), st.lists(st.sampled_from([1, 2, 3]), min_size=6, max_size=6))
-def testWhoIsNoFasterAloneSharesNothing(step, factors):
+def testSharingChangesNothingIfDevicesAreNotFasterAlone(step, factors):
   schedule, costs, options = step
   plain = simulator.Simulate(schedule, costs, **options)
   assert simulator.Simulate(schedule, costs, alone=_Scaled(costs, factors), **options) == plain
@@ -62,12 +62,12 @@ def testWhoIsNoFasterAloneSharesNothing(step, factors):
 
 @_SETTINGS
 @hypothesis.given(_Steps(), st.lists(st.floats(0, 1), min_size=6, max_size=6))
-def testBetweenAllAreSlowedAndAllAreAlone(step, factors):
+def testTimesAreBetweenAllSlowedAndAllAlone(step, factors):
   schedule, costs, options = step
   alone = _Scaled(costs, factors)
   fast, shared, slow = (
-    simulator.Simulate(schedule, *given, **options, **more)
-    for given, more in (((alone,), {}), ((costs,), {'alone': alone}), ((costs,), {}))
+    simulator.Simulate(schedule, main, **options, **more)
+    for main, more in ((alone, {}), (costs, {'alone': alone}), (costs, {}))
   )
   assert fast.makespan - 1e-9 <= shared.makespan <= slow.makespan + 1e-9
   for rows in zip(fast.timeline, shared.timeline, slow.timeline, strict=True):
@@ -80,7 +80,7 @@ def testBetweenAllAreSlowedAndAllAreAlone(step, factors):
 
 @_SETTINGS
 @hypothesis.given(_Steps(), st.data())
-def testNeverMoreThanAllCores(step, data):
+def testNeverUsesMoreThanAllCores(step, data):
   schedule, costs, options = step
   k = schedule.num_devices
   factors = data.draw(st.lists(st.floats(1 / k, 1), min_size=6, max_size=6))
@@ -91,17 +91,17 @@ def testNeverMoreThanAllCores(step, data):
 
 
 def testTheCoreOfAnIdleDeviceHelpsTheOther():
-  # F0 alone at 3/2 of its speed; then 1F0 and 0F1 both work; then 1F1 is alone again.
+  # 0F0 runs alone at 3/2 of its speed; then 1F0 and 0F1 share; then 1F1 runs alone.
   schedule = schedules.Get('forward_only', 2, 2)
   result = simulator.Simulate(
     schedule, simulator.Costs([3, 6]), alone=simulator.Costs([2, 4]), remat_policy='none'
   )
   assert [(s.start, s.end) for s in result.timeline[0]] == [(0, 2), (2, 5)]
-  # Half of 1F0 is done while 0F1 works, the other half alone: 3 + 2.
+  # Half of 1F0 runs while 0F1 does, the other half alone: 3 + 2.
   assert [(s.start, s.end) for s in result.timeline[1]] == [(2, 7), (7, 11)]
 
 
-def testInProportionToTheOthersThatWork():
+def testTimeIsLinearInTheNumberOfOtherBusyDevices():
   piece = core_sharing.Piece(4.0, 1.0)
   assert [piece.Seconds(n, 4) for n in (1, 2, 3, 4)] == [1, 2, 3, 4]
   assert piece.Seconds(1, 1) == 1

@@ -17,7 +17,7 @@ _SETTINGS = hypothesis.settings(max_examples=250, deadline=None, derandomize=Tru
 
 
 def _Key(costs, ends, factor=1.0):
-  """The documented criteria, computed exactly; the best cut has the least key."""
+  """Returns the documented criteria, computed exactly; the best cut has the least key."""
   stages = [costs[start:end] for start, end in partitioner.StageRanges(ends)]
   sums = [sum(map(fractions.Fraction, stage)) for stage in stages]
   sums[-1] *= fractions.Fraction(factor)
@@ -30,20 +30,20 @@ def _Key(costs, ends, factor=1.0):
 
 
 def _BruteForce(costs, num_stages, memory=None, memory_limit=None, factor=1.0):
-  """The best of all cuts into non-empty stages, or None where none keeps the memory limit."""
+  """Returns the best of all cuts into non-empty stages, or None if none keeps the limit."""
   cuts = itertools.combinations(range(1, len(costs)), num_stages - 1)
-  found = [[*cut, len(costs)] for cut in cuts]
+  candidates = [[*cut, len(costs)] for cut in cuts]
   if memory is not None:
     limit = fractions.Fraction(memory_limit)
-    found = [
+    candidates = [
       ends
-      for ends in found
+      for ends in candidates
       if all(
         sum(map(fractions.Fraction, memory[start:end])) <= limit
         for start, end in partitioner.StageRanges(ends)
       )
     ]
-  return min(found, key=lambda ends: _Key(costs, ends, factor), default=None)
+  return min(candidates, key=lambda ends: _Key(costs, ends, factor), default=None)
 
 
 _COST = st.one_of(
@@ -108,9 +108,9 @@ def _StageCost(stage_costs, start, end):
 
 
 def _BestOfAll(stage_costs, rooms):
-  """The best of all cuts where costs and rooms depend on the stage, or None."""
+  """Returns the best of all cuts if costs and rooms depend on the stage, or None."""
   num_layers = len(stage_costs[0].layers)
-  found = []
+  candidates = []
   for cut in itertools.combinations(range(1, num_layers), len(stage_costs) - 1):
     ranges = partitioner.StageRanges([*cut, num_layers])
     if any(rooms[k][start] < end for k, (start, end) in enumerate(ranges)):
@@ -118,8 +118,8 @@ def _BestOfAll(stage_costs, rooms):
     sums = [_StageCost(c, *ends) for c, ends in zip(stage_costs, ranges, strict=True)]
     layers = [(end - start) ** 2 for start, end in ranges]
     ends = [*cut, num_layers]
-    found.append((max(sums), sum(s * s for s in sums), sum(layers), ends[::-1], ends))
-  return min(found)[-1] if found else None
+    candidates.append((max(sums), sum(s * s for s in sums), sum(layers), ends[::-1], ends))
+  return min(candidates)[-1] if candidates else None
 
 
 @st.composite
@@ -134,8 +134,8 @@ def _StagedProblems(draw, alike):
       layers, draw(st.lists(_SMALL, min_size=first or 0, max_size=first or 0)), first
     )
 
-  made = [Costs() for _ in range(num_stages if not alike else 2)]
-  costs = made if not alike else [made[0]] * (num_stages - 1) + [made[1]]
+  distinct = [Costs() for _ in range(num_stages if not alike else 2)]
+  costs = distinct if not alike else [distinct[0]] * (num_stages - 1) + [distinct[1]]
   rooms = [
     [draw(st.integers(start, num_layers)) for start in range(num_layers)] for _ in range(num_stages)
   ]
@@ -147,7 +147,7 @@ _SMALL = st.one_of(st.integers(0, 4), st.fractions(0, 3, max_denominator=3))
 
 @pytest.mark.parametrize('alike', [True, False])
 @pytest.mark.parametrize('with_rooms', [True, False])
-def testStagesWithCostsAndRoomsOfTheirOwnEqualBruteForce(alike, with_rooms):
+def testStagesWithDifferentCostsAndRoomsEqualBruteForce(alike, with_rooms):
   @hypothesis.settings(_SETTINGS, max_examples=80)
   @hypothesis.given(_StagedProblems(alike))
   def Check(problem):
@@ -161,8 +161,8 @@ def testStagesWithCostsAndRoomsOfTheirOwnEqualBruteForce(alike, with_rooms):
   Check()
 
 
-def testRoomsThatDoNotGrowAreSearched():
-  # Only a stage that starts early has room: the cut that is best without is not to be had.
+def testRoomsThatDoNotGrow():
+  # Only a stage that starts early has room, which rules out the best cut without rooms.
   costs = [partitioner.StageCosts([1] * 4)] * 2
   assert partitioner.PartitionStages(costs) == [2, 4]
   assert partitioner.PartitionStages(costs, [[1, 2, 3, 4], [0, 4, 3, 4]]) == [1, 4]
@@ -174,7 +174,7 @@ def testManyLayersWithRooms():
   num_layers, num_stages = 400, 16
   sizes = [random.randint(1, 100) for _ in range(num_layers)]
   room = []
-  for start in range(num_layers):  # The input of the stage takes room too, sometimes a lot.
+  for start in range(num_layers):  # The input of the stage needs memory too, sometimes a lot.
     free, end = 1800 - 300 * (start % 7 == 0), start
     while end < num_layers and free >= sizes[end]:
       free -= sizes[end]
@@ -188,7 +188,7 @@ def testManyLayersWithRooms():
 
 
 def testLongListsEqualQuadraticDynamicProgram():
-  # Longer than brute force can do: the bottleneck alone, by the textbook recurrence.
+  # Too long for brute force: checks only the bottleneck, with the textbook recurrence.
   random.seed(1)
   for _ in range(20):
     costs = [random.choice([0, 1, 1, 5, 40]) for _ in range(random.randint(10, 40))]
@@ -206,9 +206,9 @@ def testKnownCuts():
   assert partitioner.Partition([1, 2, 3, 4, 5, 6], 2) == [4, 6]
   assert partitioner.Partition([0, 0], 2) == [1, 2]
   assert partitioner.Partition([7], 1) == [1]
-  # The costliest layer decides the bottleneck; the rest is still cut evenly.
+  # The most expensive layer is the bottleneck; the other layers are still cut evenly.
   assert partitioner.Partition([100] + [1] * 9, 4) == [1, 4, 7, 10]
-  # The fused last stage takes more layers: 4 units a layer before it, 3 in it.
+  # The fused last stage takes more layers: 3 units per layer, and 4 in the first stage.
   assert partitioner.Partition([1] * 7, 2, last_stage_factor=0.75) == [3, 7]
 
 
@@ -244,8 +244,8 @@ def testTakesNumPyNumbers():
   ],
   ids=['equal', 'random', 'one outweighs all', 'zero'],
 )
-def testLargestModelOfThePaperIsQuick(costs):
-  # Table 1: Transformer-L with 1663 layers on 128 accelerators.
+def testTheLargestModelOfThePaperIsFast(costs):
+  # Table 1 of the paper: Transformer-L with 1663 layers on 128 accelerators.
   start = time.process_time()
   ends = partitioner.Partition(costs, 128)
   assert time.process_time() - start < 10  # Half a second or less; slack for a busy machine.
@@ -305,7 +305,7 @@ def testStageRanges():
   assert partitioner.StageRanges([3]) == [(0, 3)]
 
 
-def testCheckSplitsAcceptsWhatPartitionReturns():
+def testCheckSplitsAcceptsTheResultOfPartition():
   assert partitioner.CheckSplits((4, 6), 6) == [4, 6]
   assert partitioner.CheckSplits(partitioner.Partition([1] * 9, 4), 9) == [2, 4, 6, 9]
 
@@ -317,7 +317,7 @@ def testCheckSplitsAcceptsWhatPartitionReturns():
     ([4, 7], ValueError, ['last end', '6', '7']),
     ([4, 4, 6], ValueError, ['stage 1', 'no layers']),
     ([0, 6], ValueError, ['stage 0', 'no layers']),
-    ([5, 4, 6], ValueError, ['stage 1', 'rise']),
+    ([5, 4, 6], ValueError, ['stage 1', 'no layers', '5, 4, 6']),
     ([], ValueError, ['empty']),
     (2, TypeError, ['list', 'num_stages']),
     ([2.0, 6], TypeError, ['splits[0]', '2.0']),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The simulator: the reference sheet's formulas and tables (gpipe_paper.md 1.5, 3.2, 3.3).
+"""The simulator against the papers' formulas and tables: GPipe, Megatron-LM and zero bubble.
 
-Of the schedules that it has formulas for, V-Half and V-Min are not reproduced: the sheet gives no
-order of their actions. Nor are ZB-1p and ZB-2p, which search for one.
+Of the zero-bubble paper's schedules, V-Half and V-Min are not reproduced because their rules do not
+give the order of actions, and ZB-1p and ZB-2p because they search for one.
 """
 
 import itertools
@@ -32,7 +32,7 @@ def _Get(name, k, m, v=2):
   return schedules.Get(name, k * (v if name in _SEVERAL_STAGES_A_DEVICE else 1), m, k)
 
 
-# The sheet.
+# Formulas and tables of the papers.
 
 
 @pytest.mark.parametrize(
@@ -108,25 +108,25 @@ def testZeroBubbleFormulas(p, more, t):
 def testZeroBubbleFigures():
   h1, h2, v, f1b1 = (_Get(name, 4, 16) for name in ('zb_h1', 'zb_h2', 'zb_v', '1f1b'))
 
-  def Worst(schedule, what, *times):
+  def Worst(schedule, attribute, *times):
     f, i, w = (t * 4 / schedule.num_stages for t in times)
     costs = Costs(f, input_gradient=i, weight_gradient=w)
-    return max(getattr(Simulate(schedule, costs, remat_policy='none'), what))
+    return max(getattr(Simulate(schedule, costs, remat_policy='none'), attribute))
 
   unequal = (1, 1.2, 0.8)
   assert Worst(h1, 'idle', *unequal) == pytest.approx(4.2)
   assert Worst(h2, 'gaps', *unequal) == pytest.approx(1.8)
   assert Worst(v, 'gaps', *unequal) == pytest.approx(1.2)
   assert Worst(f1b1, 'idle', *unequal) == pytest.approx(9)
-  # With a barrier at the end of the step ZB-H2 gains nothing over ZB-H1.
+  # With a barrier at the end of the step ZB-H2 is not faster than ZB-H1.
   assert [Worst(s, 'idle', 1, 1, 1) for s in (h1, h2, v, f1b1)] == [3, 3, 1.5, 9]
   assert [Worst(s, 'gaps', 1, 1, 1) for s in (h2, v)] == [0, 0]
 
 
 @_SETTINGS
 @hypothesis.given(st.integers(1, 6), st.integers(1, 16), _TIMES, _TIMES)
-def testALongWarmUpOf1F1BTakesMemoryAndSavesNoTime(p, m, t_f, t_b):
-  """PiPPy's early one, of 2(p - 1 - s) forwards: a schedule of one's own."""
+def testALongWarmUpOf1F1BNeedsMemoryAndSavesNoTime(p, m, t_f, t_b):
+  """PiPPy's early 1F1B, with a warm-up of 2(p - 1 - s) forwards, as a custom schedule."""
   rows = []
   for s in range(p):
     warm_up = min(m, 2 * (p - 1 - s))
@@ -143,8 +143,8 @@ def testALongWarmUpOf1F1BTakesMemoryAndSavesNoTime(p, m, t_f, t_b):
 @pytest.mark.parametrize(
   'name, sends', [('1f1b', 48), ('zb_h1', 48), ('zb_v', 96), ('interleaved_1f1b', 112)]
 )
-def testWhatIsSentForward(name, sends):
-  """96 for ZB-V as measured, and of v chunks a device (v p - 1) / (p - 1) times as much."""
+def testNumberOfForwardTransfers(name, sends):
+  """With v chunks per device there are (v p - 1) / (p - 1) times as many as with one."""
   schedule = _Get(name, 4, 16)
   devices = schedule.stage_to_device
   assert sends == 16 * sum(a != b for a, b in itertools.pairwise(devices))
@@ -240,7 +240,7 @@ def testLinkSendsOneResultAfterTheOther():
   )
   assert [s.start for s in result.timeline[1]] == [3.5, 5.5, 7.5]
   assert result.makespan == 8.5
-  # A gradient goes the other way and meets nobody there.
+  # A gradient uses the opposite link, which is free.
   result = Simulate(
     schedules.Get('gpipe', 2, 1), Costs(1, transfer=2, gradient_transfer=3), remat_policy='none'
   )
@@ -267,7 +267,7 @@ def testTransfersOnlyDelay(name, k, m):
   assert slow.makespan >= free.makespan + (0.375 if k > 1 else 0)
 
 
-# What an action costs.
+# The costs of actions.
 
 
 def _Parts(result):
@@ -275,18 +275,18 @@ def _Parts(result):
 
 
 @pytest.mark.parametrize('policy', rematerialisation.POLICIES)
-def testWhatIsRecomputed(policy):
+def testThePolicyDecidesWhatIsRecomputed(policy):
   for name in ('gpipe', '1f1b', 'zb_h1', '1f1b_fused', 'fused_fill_drain'):
     schedule = schedules.Get(name, 3, 4)
     parts = _Parts(Simulate(schedule, Costs(1, recompute=[0.5, 1, 2]), remat_policy=policy))
-    found = {action: time for (action, part), time in parts.items() if part == 'recompute'}
+    recomputed = {action: time for (action, part), time in parts.items() if part == 'recompute'}
     expected = {}
     for row in schedule.actions:
       for a in row:
         if a.kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT) and policy != 'none':
           if not (policy == 'except_last' and a.micro_batch == 3):
             expected[str(a)] = [0.5, 1, 2][a.stage]
-    assert found == expected
+    assert recomputed == expected
 
 
 def testDefaultsFollowFromForward():
@@ -317,7 +317,7 @@ def testFusedLastStageSavesTime():
   for k, m in itertools.product((1, 2, 4), (1, 4, 8)):
     gpipe = Simulate(schedules.Get('gpipe', k, m), Costs(1))
     fused = Simulate(schedules.Get('fused_fill_drain', k, m), Costs(1))
-    # One device saves every recomputation; several start to drain up to one F, R and B earlier.
+    # One device saves all recomputations; several devices start to drain one F, R and B earlier.
     assert gpipe.makespan - fused.makespan == (m if k == 1 else min(m, 4))
 
 
@@ -328,24 +328,24 @@ def testFrozenLayersCostNothing():
   assert (nothing.makespan, nothing.bubble, nothing.overall_bubble) == (0, (0, 0), 0)
 
 
-# Stages that are not trained, as the engine runs them.
+# Stages that are not trained, as in the engine.
 
 
 @pytest.mark.parametrize('name', ['gpipe', '1f1b'])
-def testStagesBelowTheFirstTrainedOneRunForwardOnly(name):
+def testStagesBeforeTheFirstTrainedStageRunForwardOnly(name):
   costs = Costs(1, transfer=1)
   result = Simulate(schedules.Get(name, 3, 4), costs, trained=[False, False, True])
   for row in result.timeline[:2]:
     assert [str(s.action)[1:] for s in row] == ['F0', 'F1', 'F2', 'F3']
-  # Nothing holds them up: the first is done when it has done its forwards.
+  # They never wait: the first stage is done after its forwards.
   assert result.timeline[0][-1].end == 4
-  # The last one: F, R, I and W of each.
+  # The last stage: F, R, I and W of each micro-batch.
   assert result.busy == (4, 4, 16)
   assert result.makespan == 4 + 16
 
 
 @pytest.mark.parametrize('policy', ['stage', 'none'])
-def testAFrozenStageAboveHasNoWeightGradients(policy):
+def testALaterFrozenStageHasNoWeightGradients(policy):
   again = policy == 'stage'
   whole = Simulate(
     schedules.Get('gpipe', 3, 4), Costs(1), remat_policy=policy, trained=[True, False, True]
@@ -358,7 +358,7 @@ def testAFrozenStageAboveHasNoWeightGradients(policy):
 
 
 def testTheFirstTrainedStageHasNoInputGradients():
-  """All of the backward is in its W, which waits for the gradient from above."""
+  """Its W is the whole backward and waits for the gradient of the next stage."""
   result = Simulate(schedules.Get('zb_h1', 2, 1), Costs([1, 10]), trained=[True, True])
   spans = [[(str(s.action), s.part, s.start, s.end) for s in row] for row in result.timeline]
   assert spans == [
@@ -376,7 +376,7 @@ def testTheFirstTrainedStageHasNoInputGradients():
   assert [s.start for s in early.timeline[0]] == [0, 1, 31]
 
 
-def testNoGradientIsSentWhereNobodyNeedsIt():
+def testGradientsAreOnlySentToStagesThatNeedThem():
   schedule = schedules.Get('gpipe', 2, 1)
   costs = Costs(1, transfer=0, gradient_transfer=100)
   assert Simulate(schedule, costs, trained=[False, True]).makespan == 5
@@ -394,12 +394,12 @@ def testPeaksOfStagesThatAreNotTrained(name):
     )
     assert some.peak_activations == (1, *everything.peak_activations[1:])
     assert some.peak_bytes[0] == 1
-    # The middle one has no I, so that no W has to wait: it holds as much until then.
+    # The middle stage has no I, so the activations that W needs are not held longer.
     assert some.peak_bytes[2] == everything.peak_bytes[2]
   assert schedule.PeakActivations() == Simulate(schedule, Costs(1)).peak_activations
 
 
-def testHalvesOfABackwardNeverGoLayerByLayer():
+def testASplitBackwardIsNeverLayerByLayer():
   schedule = schedules.Get('zb_h1', 3, 5)
   by_layer, by_stage = (
     Simulate(schedule, Costs(1), remat_policy=policy, sizes=Sizes(1, 10))
@@ -410,14 +410,14 @@ def testHalvesOfABackwardNeverGoLayerByLayer():
 
 
 def testFlagsForEveryStage():
-  with pytest.raises(ValueError, match='trained: expected 2 flags, one a stage; got 3'):
+  with pytest.raises(ValueError, match='trained: expected 2 flags, one per stage; got 3'):
     Simulate(schedules.Get('gpipe', 2, 1), Costs(1), trained=[True] * 3)
 
 
 def testUpdate():
   schedule = schedules.Get('gpipe', 2, 2)
   result = Simulate(schedule, Costs(1, update=[1, 5]), remat_policy='none')
-  # Device 1 is done after 7 of 9 units, and its update is the last thing to end.
+  # Device 1 is done after 7 of 9 units, and its update ends last.
   assert result.makespan == 12
   assert result.busy == (7, 11)
   assert result.timeline[1][-1] == simulator.Span(1, 7, 12, None, 'update')
@@ -426,22 +426,22 @@ def testUpdate():
   assert [row[-1].start for row in result.timeline] == [9, 9]
 
 
-def testGradientsGoRoundTheReplicasWhileOthersWork():
+def testAllReduceOverlapsWithOtherStages():
   schedule = schedules.Get('gpipe', 3, 4)
   without = Simulate(schedule, Costs(1))
   ends = [row[-1].end for row in without.timeline]
   assert ends[0] > ends[1] > ends[2]  # The last stage is done first.
-  # All but the first stage's hides behind what the others still do.
+  # Only the all-reduce of the first stage can delay the step.
   hidden = Simulate(schedule, Costs(1, all_reduce=[0, ends[0] - ends[1], ends[0] - ends[2]]))
   assert hidden.makespan == without.makespan
   assert hidden.busy == without.busy
-  shown = Simulate(schedule, Costs(1, all_reduce=2))
-  assert shown.reduced == tuple(end + 2 for end in ends)
-  assert shown.makespan == without.makespan + 2
+  slower = Simulate(schedule, Costs(1, all_reduce=2))
+  assert slower.reduced == tuple(end + 2 for end in ends)
+  assert slower.makespan == without.makespan + 2
 
 
 @pytest.mark.parametrize('barrier', [True, False])
-def testUpdatesWaitForGradientsOfAllReplicas(barrier):
+def testUpdatesWaitForTheAllReduce(barrier):
   schedule = schedules.Get('1f1b', 2, 3)
   costs = Costs(1, all_reduce=[1, 9], update=0.5)
   result = Simulate(schedule, costs, update_barrier=barrier)
@@ -450,7 +450,7 @@ def testUpdatesWaitForGradientsOfAllReplicas(barrier):
   assert starts == ([max(result.reduced)] * 2 if barrier else list(result.reduced))
 
 
-def testGradientsOfOneDeviceGoOneStageAfterTheOther():
+def testTheAllReducesOfOneDeviceAreSerial():
   schedule = schedules.Get('looped_bfs', 4, 2, 2)
   plain = Simulate(schedule, Costs(1))
   ends = {a.action.stage: a.end for row in plain.timeline for a in row}
@@ -458,7 +458,7 @@ def testGradientsOfOneDeviceGoOneStageAfterTheOther():
   # Device 0 has stages 0 and 2, and is done with stage 2 first.
   assert ends[2] < ends[0] < ends[2] + 100
   assert result.reduced[0] == ends[2] + 200
-  # Frozen stages have none.
+  # Frozen stages have no gradients.
   frozen = Simulate(schedule, Costs(1, all_reduce=100), trained=[False, False, True, True])
   assert frozen.reduced[0] == frozen.timeline[0][-1].end + 100
 
@@ -501,7 +501,7 @@ def testPeakBytesFormulas(k, m, x, inner):
 
   # GPipe: the inputs of all micro-batches, and one micro-batch in full: O(N + L/K N/M).
   assert Peaks('gpipe', 'stage') == [m * x + inner] * k
-  # The last is not dropped, but it is the first that is done.
+  # The last micro-batch is kept in full, but its backward is the first.
   assert Peaks('gpipe', 'except_last') == [m * x + inner] * k
   assert Peaks('gpipe', 'layer') == [m * 4 * x + inner / 4] * k
   assert Peaks('gpipe', 'none') == [m * (x + inner)] * k
@@ -534,7 +534,7 @@ def testPeakBytesOfSplitBackward():
   assert result.peak_bytes == tuple((2 * (4 - s) - 1) * 12 + 2 * s * 5 for s in range(4))
   whole = Simulate(schedule, Costs(1), remat_policy='none', sizes=Sizes(0, 12))
   assert whole.peak_bytes == (48,) * 4
-  # What was recomputed lives until W.
+  # Recomputed activations live until W.
   again = Simulate(schedule, Costs(1), sizes=Sizes(1, 12))
   assert again.peak_bytes == tuple((4 - s) * 1 + s * 13 + 12 for s in range(4))
 
@@ -560,17 +560,17 @@ def testPeakBytesOfUnequalMicroBatches():
 @pytest.mark.parametrize(
   'costs, options, words',
   [
-    (Costs([1, 2, 3]), {}, ['forward', '2, one a stage', 'got 3']),
+    (Costs([1, 2, 3]), {}, ['forward', '2 numbers, one per stage', 'got 3']),
     (Costs(-1), {}, ['forward: stage 0', '-1']),
     (Costs(float('nan')), {}, ['forward', 'nan']),
     (Costs([1, '2']), {}, ['forward: stage 1', "'2'"]),
     (Costs(1, weight_gradient=[1]), {}, ['weight_gradient', 'got 1']),
-    (Costs(1, transfer=[1, 2]), {}, ['transfer', '1, one a boundary']),
+    (Costs(1, transfer=[1, 2]), {}, ['transfer', '1 numbers, one per boundary']),
     (Costs(1, gradient_transfer=[1, 2]), {}, ['gradient_transfer']),
     (Costs(1, latency=-1), {}, ['latency']),
-    (Costs(1, update=[1]), {}, ['update', '2, one a device']),
-    (Costs(1, micro_batch_sizes=[1]), {}, ['micro_batch_sizes', '3, one a micro-batch']),
-    (Costs(1, micro_batch_sizes=2), {}, ['micro_batch_sizes', 'one number a micro-batch, got 2']),
+    (Costs(1, update=[1]), {}, ['update', '2 numbers, one per device']),
+    (Costs(1, micro_batch_sizes=[1]), {}, ['micro_batch_sizes', '3 numbers, one per micro-batch']),
+    (Costs(1, micro_batch_sizes=2), {}, ['micro_batch_sizes', 'one number per micro-batch, got 2']),
     (Costs(1), dict(remat_policy='all'), ["'all'", 'stage, except_last, layer, none']),
     (
       Costs(1),
@@ -581,7 +581,7 @@ def testPeakBytesOfUnequalMicroBatches():
     (Costs(1), dict(sizes=Sizes(1, [1])), ['sizes.inner', 'got 1']),
   ],
 )
-def testWhatDoesNotFitIsNamed(costs, options, words):
+def testErrorsNameTheArgument(costs, options, words):
   with pytest.raises(ValueError) as e:
     Simulate(schedules.Get('gpipe', 2, 3), costs, **options)
   assert all(word in str(e.value) for word in words), e.value

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predicted memory: equal to the simulator's, GPipe's formula, and near what a process takes."""
+"""Predicted memory: equals the simulator's and GPipe's formula, and is near a process's memory."""
 
 import random
 import subprocess
@@ -34,7 +34,7 @@ _SKIPS = {1: ({}, ('s',)), 4: ({'s': 5}, ()), 7: ({'s': 5}, ())}
 
 
 def _Simulated(layers, schedule, policy, ends):
-  """The peaks of the stages by the simulator, all layers trained."""
+  """Returns the simulator's peaks of the stages, with all layers trained."""
   ranges = partitioner.StageRanges(ends)
   skips = [5 * (a > 1 and (a <= 4 < b or a <= 7 < b)) for a, b in ranges]
   inner = [sum(x.inner for x in layers[a:b]) for a, b in ranges]
@@ -51,18 +51,18 @@ def _Simulated(layers, schedule, policy, ends):
 
 @pytest.mark.parametrize('policy', rematerialisation.POLICIES)
 @pytest.mark.parametrize('name, stages, m, devices', _SCHEDULES)
-def testPeaksAreTheSimulators(name, stages, m, devices, policy):
+def testPeaksEqualTheSimulators(name, stages, m, devices, policy):
   schedule = schedules.Get(name, stages, m, devices)
   for seed in range(5):
     layers = _Layers(seed)
     memory = stage_memory.StageMemory(layers, schedule, policy)
     ends = [*sorted(random.Random(seed).sample(range(1, 9), stages - 1)), 9]
-    found = [memory.Activations(k, *r) for k, r in enumerate(partitioner.StageRanges(ends))]
-    assert tuple(found) == _Simulated(layers, schedule, policy, ends)
+    peaks = [memory.Activations(k, *r) for k, r in enumerate(partitioner.StageRanges(ends))]
+    assert tuple(peaks) == _Simulated(layers, schedule, policy, ends)
 
 
 @pytest.mark.parametrize('policy', rematerialisation.POLICIES)
-def testRoomsEndWhereTheLimitIs(policy):
+def testRoomsEndAtTheLimit(policy):
   schedule = schedules.Get('1f1b', 3, 4)
   memory = stage_memory.StageMemory(_Layers(1), schedule, policy, first_trained=3)
   for limit in (0, 20, 60, 1000):
@@ -81,7 +81,7 @@ def testStagesOfOneDeviceShareTheLimit():
 
 
 def testFollowsTheFormulaOfGpipe():
-  # A mini-batch of 64 examples of 10 bytes between layers and 70 within: N + L/K · N/M.
+  # A mini-batch of 64 examples, 10 bytes between layers and 70 inside: N + L/K * N/M.
   for m in (1, 2, 4, 8, 16):
     for k in (1, 2, 4):
       size = 64 // m
@@ -90,8 +90,8 @@ def testFollowsTheFormulaOfGpipe():
       for stage in range(k):
         expected = 64 * 10 + (8 // k) * 64 // m * 70 + (8 // k - 1) * 64 // m * 10
         assert memory.Activations(stage, 0, 8 // k) == expected
-      kept = stage_memory.StageMemory(layers, schedules.Get('gpipe', k, m), 'none')
-      assert kept.Activations(0, 0, 8 // k) == 64 * (8 // k) * 80
+      without = stage_memory.StageMemory(layers, schedules.Get('gpipe', k, m), 'none')
+      assert without.Activations(0, 0, 8 // k) == 64 * (8 // k) * 80
       # 1F1B holds min(M, K - k) micro-batches.
       early = stage_memory.StageMemory(layers, schedules.Get('1f1b', k, m), 'stage')
       assert early.Activations(k - 1, 0, 1) == 80 * size
@@ -111,7 +111,7 @@ import tensorflow as tf
 from lingvo_gpipe import linear, pipelining_layer
 
 def Peak():
-  # What getrusage tells begins with the parent's.
+  # The peak that getrusage returns includes the parent's.
   with open('/proc/self/status') as f:
     return int(re.search('VmHWM:\\s*([0-9]+) kB', f.read())[1]) * 1024
 
@@ -138,7 +138,7 @@ print('RESULT', Peak() - before, cut.memory[0].activations)
 """
 
 
-def testIsNearWhatAFreshProcessTakes():
+def testIsNearTheMemoryOfAFreshProcess():
   """16 layers of 16 MiB results: with and without recomputation, within a factor of 2.5."""
   running = {
     policy: subprocess.Popen(
@@ -146,14 +146,14 @@ def testIsNearWhatAFreshProcessTakes():
     )
     for policy in ('stage', 'none')
   }
-  found = {}
+  results = {}
   for policy, process in running.items():
     output, _ = process.communicate(timeout=300)
     line = next(x for x in output.splitlines() if x.startswith('RESULT'))
-    found[policy] = [int(x) for x in line.split()[1:]]
-  for measured, predicted in found.values():
-    assert measured / 2.5 < predicted < 2.5 * measured, found
-  assert found['none'][0] > 3 * found['stage'][0], found
+    results[policy] = [int(x) for x in line.split()[1:]]
+  for measured, predicted in results.values():
+    assert measured / 2.5 < predicted < 2.5 * measured, results
+  assert results['none'][0] > 3 * results['stage'][0], results
 
 
 if __name__ == '__main__':

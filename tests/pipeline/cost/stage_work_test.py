@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The work of layers and stages: units a layer costs, and cuts that are exact under them."""
+"""The work of layers and stages: units per layer, and cuts that are exact in these units."""
 
 import itertools
 import sys
@@ -15,7 +15,7 @@ _SETTINGS = hypothesis.settings(max_examples=150, deadline=None, derandomize=Tru
 
 
 def _Busy(schedule, work, ends, policy):
-  """For each stage the time that the simulator has it work."""
+  """Returns the working time of each stage in a simulation."""
   trained = [
     any(w.is_trained for w in work[start:end]) for start, end in partitioner.StageRanges(ends)
   ]
@@ -39,7 +39,7 @@ def _Busy(schedule, work, ends, policy):
     ('zb_h1', 'stage', [4, 4]),
   ],
 )
-def testUnitsALayer(schedule, policy, units):
+def testUnitsPerLayer(schedule, policy, units):
   schedule = schedules.Get(schedule, 2, 4)
   work = stage_work.FromForward([1] * 3, [True] * 3)
   costs = stage_work.CutCosts(work, schedule, policy)
@@ -48,24 +48,24 @@ def testUnitsALayer(schedule, policy, units):
   assert [c.layers[0] / 4 for c in costs] == [u - 1 for u in units]
 
 
-def testFrozenLayersHaveNoWAndThoseBeforeTheFirstTrainedNoBackward():
+def testFrozenLayersHaveNoWAndLayersBeforeTheFirstTrainedOneNoBackward():
   work = stage_work.FromForward([1] * 4, [False, True, False, True])
   assert [(w.input_gradient, w.weight_gradient) for w in work] == [(0, 0), (0, 1), (1, 0), (1, 1)]
   schedule = schedules.Get('gpipe', 2, 1)
-  # Alone the first layer runs forward only; with the second it is recomputed for its gradient.
+  # A stage of the first layer runs forward only; with the second layer it is recomputed.
   assert stage_work.StageCosts(work, [1, 4], schedule, 'stage') == [1, 3 + 3 + 4]
   assert stage_work.StageCosts(work, [2, 4], schedule, 'stage') == [2 + 3, 3 + 4]
   assert stage_work.StageCosts(work, [2, 4], schedule, 'none') == [1 + 2, 2 + 3]
 
 
-def testNothingTrainedHasNoBackward():
+def testWithoutTrainedLayersThereIsNoBackward():
   work = stage_work.FromForward([1, 2], [False, False])
   schedule = schedules.Get('gpipe', 2, 3)
   assert stage_work.StageCosts(work, [1, 2], schedule, 'stage') == [3, 6]
   assert stage_work.OneDevice(work, 3, 'stage') == 9
 
 
-def testMeasuredBackwardIsSharedOut():
+def testAMeasuredBackwardIsDividedBetweenIAndW():
   work = stage_work.FromTimes([(1, 0), (1, 5), (2, 6), (3, 4)], [False, True, True, False])
   assert [(w.input_gradient, w.weight_gradient) for w in work] == [(0, 0), (0, 5), (3, 3), (4, 0)]
 
@@ -96,9 +96,9 @@ def testTheCutMinimisesTheBusiestStageOfTheSimulator(problem):
 @hypothesis.given(_Problems())
 def testOneDeviceIsAScheduleOfOneStage(problem):
   work, schedule, policy = problem
-  one = schedules.Get('gpipe', 1, schedule.num_micro_batches)
-  assert stage_work.OneDevice(work, one.num_micro_batches, policy) == sum(
-    _Busy(one, work, [len(work)], policy)
+  single = schedules.Get('gpipe', 1, schedule.num_micro_batches)
+  assert stage_work.OneDevice(work, single.num_micro_batches, policy) == sum(
+    _Busy(single, work, [len(work)], policy)
   )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Actions: their text."""
+"""Actions: their text, and which of them compute anything."""
 
 import sys
 
@@ -20,7 +20,7 @@ def testActionTextReadsBack(stage, kind, micro_batch):
   assert Action.FromText(f' {action}\t') == action
 
 
-def testNotationIsTorchs():
+def testNotationIsPyTorchs():
   kinds = {
     '1F0': Kind.FORWARD,
     '0B3': Kind.BACKWARD,
@@ -33,8 +33,8 @@ def testNotationIsTorchs():
 
 
 @pytest.mark.parametrize('text', ['', 'F0', '1F', '1f0', '1X0', '-1F0', '1F-1', '1F0.5', '1 F0'])
-def testBadActionTextSaysWhatIsExpected(text):
-  with pytest.raises(ValueError, match='is no action: expected <stage><kind><micro-batch>'):
+def testOtherTextIsNotAnAction(text):
+  with pytest.raises(ValueError, match='is not an action: expected <stage><kind><micro-batch>'):
     Action.FromText(text)
 
 
@@ -44,7 +44,7 @@ def testTransfersAreImplied(text):
     Action.FromText(text)
 
 
-def testWhatThereIsToDo():
+def testFrozenStagesSkipGradients():
   def Letters(needs_dx, is_trained):
     return ''.join(
       k.value for k in Kind if actions.HasWork(k, needs_dx=needs_dx, is_trained=is_trained)

@@ -17,10 +17,10 @@ from tests.toys import zero_bubble
 
 Action, Kind, Schedule = schedule_lib.Action, schedule_lib.Kind, schedule_lib.Schedule
 
-# What a user may write: two schedules that the framework does not have, by the rules of the
-# reference sheet (gpipe_paper.md 3.3), with its golden sequences of the first and the last device
-# for 4 devices and 8 micro-batches. B before a W is the input gradient, lower case the second
-# chunk. The makespan is in units of a whole device's forward pass; a chunk takes half of one.
+# Two schedules that the framework does not have, ZB-H2 and ZB-V of the zero-bubble paper (Qi et al.
+# 2023), as a user may write them: the sequences of the first and the last device for 4 devices and
+# 8 micro-batches. B before a W is the input gradient, lower case the second chunk. The makespan is
+# in units of a whole device's forward pass; a chunk takes half of one.
 _GOLDEN = {
   'zb_h2': {
     0: 'F0 F1 F2 F3 F4 F5 F6 B0 W0 F7 B1 W1 B2 W2 B3 W3 B4 W4 B5 W5 B6 W6 B7 W7',
@@ -37,7 +37,7 @@ _GOLDEN_MAKESPANS = {'zb_h2': 27, 'zb_v': 25.5}
 
 
 def _Examples():
-  """Valid schedules of every kind, for 4 devices and 8 micro-batches."""
+  """Returns valid schedules of every kind, for 4 devices and 8 micro-batches."""
   loops = ('interleaved_1f1b', 'looped_bfs', 'forward_only')
   result = {
     name: schedules.Get(name, 8 if name in loops else 4, 8, 4) for name in schedules.Names()
@@ -62,7 +62,7 @@ def testScheduleTextReadsBack(name):
 
 
 @pytest.mark.parametrize('name', ['fused_fill_drain', '1f1b_fused'])
-def testTextForTorchHasNoLetterOfOurs(name):
+def testTextForPyTorchHasNoV(name):
   schedule = schedules.Get(name, 4, 12)
   text = schedule.ToText(for_torch=True)
   assert re.sub(r'3F(\d+),3B\1\b', r'3V\1', text) == schedule.ToText() != text
@@ -101,7 +101,7 @@ def testUnreadableTextIsLocated(text, words):
 
 
 @pytest.mark.parametrize('name', _GOLDEN)
-def testOwnSchedulesAreAccepted(name):
+def testCustomSchedulesAreAccepted(name):
   for d, golden in _GOLDEN[name].items():
     assert zero_bubble.RULES[name](4, 8, d) == golden.split()
   schedule = zero_bubble.Schedule(name, 4, 8)
@@ -111,10 +111,10 @@ def testOwnSchedulesAreAccepted(name):
   assert _Makespan(schedule) == _GOLDEN_MAKESPANS[name] * chunks
   for p in range(1, 6):
     for m in range(2 * p - 1, 2 * p + 6):
-      own = zero_bubble.Schedule(name, p, m).Validate()
-      assert _TrulyValid(own)
-      # The sheet: 2p-1 micro-batches, and 2p chunks of half a device.
-      assert max(own.DevicePeakActivations()) == (
+      custom = zero_bubble.Schedule(name, p, m).Validate()
+      assert _IsValid(custom)
+      # 2p-1 micro-batches in ZB-H2, and 2p chunks of half a device in ZB-V.
+      assert max(custom.DevicePeakActivations()) == (
         2 * p - 1 if name == 'zb_h2' else min(2 * p, 2 * m)
       )
 
@@ -126,8 +126,8 @@ def testFullAndSplitBackwardsMayMix():
 # Validation.
 
 
-def _TrulyValid(schedule):
-  """Brute force, from the definition: a multiset of actions and an acyclic graph."""
+def _IsValid(schedule):
+  """Checks the definition by brute force: a multiset of actions and an acyclic graph."""
   count = collections.Counter()
   for d, row in enumerate(schedule.actions):
     for a in row:
@@ -138,10 +138,10 @@ def _TrulyValid(schedule):
   last = schedule.num_stages - 1
   expected = 0
   for k, m in itertools.product(range(schedule.num_stages), range(schedule.num_micro_batches)):
-    here = ''.join(kind * count[k, m, kind] for kind in 'BFIVW')
-    if here not in (['BF', 'FIW'] + ['V'] * (k == last) if trains else ['F']):
+    kinds = ''.join(kind * count[k, m, kind] for kind in 'BFIVW')
+    if kinds not in (['BF', 'FIW'] + ['V'] * (k == last) if trains else ['F']):
       return False
-    expected += len(here)
+    expected += len(kinds)
   if expected != count.total():
     return False
   graph = graphlib.TopologicalSorter()
@@ -167,7 +167,7 @@ def _TrulyValid(schedule):
 
 
 def _Mutate(schedule, rng):
-  """One random change of one to three actions; often harmless, so both verdicts come up."""
+  """Changes one to three actions at random; some changes leave the schedule valid."""
   rows = [list(row) for row in schedule.actions]
   how = rng.choice(['swap', 'swap near', 'move', 'drop', 'copy', 'alter', 'away', 'split', 'fuse'])
   d = rng.randrange(len(rows))
@@ -208,7 +208,7 @@ def _Mutate(schedule, rng):
 
 
 @pytest.mark.parametrize('name', _Examples())
-def testMutationsAreRejectedExactlyWhenWrong(name):
+def testMutationsAreRejectedExactlyIfInvalid(name):
   rng = random.Random(name)
   verdicts = collections.Counter()
   original = _Examples()[name]
@@ -216,16 +216,16 @@ def testMutationsAreRejectedExactlyWhenWrong(name):
     schedule = _Mutate(original, rng)
     if rng.random() < 0.3:
       schedule = _Mutate(schedule, rng)
-    truth = _TrulyValid(schedule)
+    truth = _IsValid(schedule)
     verdicts[truth] += 1
     try:
       schedule.Validate()
-      found = None
+      message = None
     except ValueError as e:
-      found = str(e)
-    assert (found is None) == truth, (found, schedule.ToText())
-    if found:
-      assert re.search(r"^Schedule '\w+': .*device \d.* \d[FBIWV]\d", found), found
+      message = str(e)
+    assert (message is None) == truth, (message, schedule.ToText())
+    if message:
+      assert re.search(r"^Schedule '\w+': .*device \d.* \d[FBIWV]\d", message), message
   assert min(verdicts[True], verdicts[False]) > 20
 
 
@@ -234,16 +234,16 @@ def testMutationsAreRejectedExactlyWhenWrong(name):
   [
     ('0F0,0B0\n1F0', ['device 1', 'lacks 1B0']),
     ('0F0,0B0\n1F0,1I0', ['device 1', 'lacks 1W0']),
-    ('0F0,0B0\n1F0,1B0,1W0', ['device 1', '1W0 too many']),
+    ('0F0,0B0\n1F0,1B0,1W0', ['device 1', 'extra actions: 1W0']),
     ('0F0,0B0,0F0\n1F0,1B0', ['device 0', '0F0', 'more than once']),
     ('0F0,0B0,1B0\n1F0', ['device 0: 1B0', 'belongs to device 1']),
     ('0V0\n1V0', ['device 0', '0V0', 'only the last stage']),
-    ('0F0,0V0', ['device 0', '0F0 too many']),
-    ('0B0,0F0\n1F0,1B0', ['device 0', '0B0 stands before 0F0']),
-    ('0F0,0W0,0I0', ['device 0', '0W0 stands before 0I0']),
+    ('0F0,0V0', ['device 0', 'extra actions: 0F0']),
+    ('0B0,0F0\n1F0,1B0', ['device 0', '0B0 comes before 0F0']),
+    ('0F0,0W0,0I0', ['device 0', '0W0 comes before 0I0']),
     (
       '0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1',
-      ['deadlock', 'device 0 stands at 0B0 and waits for 1B0', 'device 1 stands at 1F1', '0F1'],
+      ['deadlock', 'device 0 is at 0B0 and waits for 1B0', 'device 1 is at 1F1', '0F1'],
     ),
   ],
 )
@@ -311,7 +311,7 @@ def testDependencies():
 
 
 @pytest.mark.parametrize('name', _Examples())
-def testWalkYieldsEveryActionAfterWhatItNeeds(name):
+def testWalkYieldsEveryActionAfterItsDependencies(name):
   schedule = _Examples()[name]
   walked = list(schedule.Walk())
   done = set()
@@ -323,7 +323,7 @@ def testWalkYieldsEveryActionAfterWhatItNeeds(name):
     assert tuple(a for d, a in walked if d == device) == row
 
 
-def testPictureIsThePapersFigure():
+def testPictureIsFigure2OfThePaper():
   # Figure 2c: F_k,m and B_k,m of 4 devices and 4 micro-batches.
   assert (
     schedules.Get('gpipe', 4, 4).Picture()
@@ -369,15 +369,15 @@ def testTimelineRefusesAnInvalidSchedule():
 
 
 def testPeakActivations():
-  # Device 0 holds 0F0, 0F1 and 2F0, and within 2V1 one more.
+  # Device 0 holds 0F0, 0F1 and 2F0, and one more during 2V1.
   schedule = Schedule.FromText('0F0,0F1,2F0,2V1,0B1,2I0,2W0,0B0\n1F0,1F1,1B1,1B0').Validate()
   assert schedule.PeakActivations() == (2, 2, 2)
   assert schedule.DevicePeakActivations() == (4, 2)
   for schedule in _Examples().values():
     stages, devices = schedule.PeakActivations(), schedule.DevicePeakActivations()
     for d, peak in enumerate(devices):
-      own = [p for p, owner in zip(stages, schedule.stage_to_device, strict=True) if owner == d]
-      assert max(own) <= peak <= sum(own)
+      peaks = [p for p, owner in zip(stages, schedule.stage_to_device, strict=True) if owner == d]
+      assert max(peaks) <= peak <= sum(peaks)
 
 
 if __name__ == '__main__':

@@ -4,6 +4,7 @@
 import dataclasses
 import itertools
 import sys
+import textwrap
 
 import hypothesis
 import pytest
@@ -14,9 +15,9 @@ from lingvo_gpipe.pipeline.schedule import schedules
 Action, Kind, Schedule = schedules.Action, schedules.Kind, schedules.Schedule
 _SETTINGS = hypothesis.settings(max_examples=100, deadline=None, derandomize=True)
 
-# First and last device for 4 devices and 8 micro-batches, as the reference sheet
-# (gpipe_paper.md 3.3) gives them: B before a W is the input gradient, lower case the second chunk.
-# The last three are its rules worked out by hand.
+# The sequences of the first and the last device for 4 devices and 8 micro-batches, from the papers
+# that introduced the schedules; the last three are worked out by hand. B before a W is the input
+# gradient, lower case the second chunk.
 _GOLDEN = {
   'gpipe': {
     0: 'F0 F1 F2 F3 F4 F5 F6 F7 B7 B6 B5 B4 B3 B2 B1 B0',
@@ -54,8 +55,8 @@ _GOLDEN = {
     'B7 B6 B5 B4 B3 B2 B1 B0',
   },
 }
-# Length of a step for 4 devices and 8 micro-batches in units of a whole device's forward pass, with
-# an undivided backward of two units; where each device has two chunks, a chunk takes half a unit.
+# Length of a step for 4 devices and 8 micro-batches in units of a whole device's forward pass. A
+# full backward takes two units; if each device has two chunks, a chunk takes half a unit.
 _GOLDEN_MAKESPANS = {
   'gpipe': 33,
   '1f1b': 33,
@@ -68,8 +69,8 @@ _GOLDEN_MAKESPANS = {
 _SEVERAL_STAGES_A_DEVICE = ('interleaved_1f1b', 'looped_bfs')
 
 
-# The rules of the same page, written out apart from the framework's. Each gives one device's
-# actions in the page's letters, for p devices and m micro-batches.
+# The rules of the schedules, implemented independently of the framework. Each returns the actions
+# of device d in the letters above, for p devices and m micro-batches.
 
 
 def _Gpipe(p, m, d):
@@ -132,7 +133,7 @@ _RULES = {
 
 
 def _Text(rows):
-  """Rows in the page's letters as text in our notation; the second chunk of d is stage p + d."""
+  """Returns rows of letters in the notation of actions; the second chunk of d is stage p + d."""
   lines = []
   for d, row in enumerate(rows):
     split = any(token[0] == 'W' for token in row)
@@ -158,7 +159,7 @@ def _Makespan(schedule):
 # The rules.
 
 
-def testEveryTrainingScheduleHasItsRuleHere():
+def testEveryTrainingScheduleHasARule():
   assert {*_RULES, 'forward_only'} == set(schedules.Names()) and _RULES.keys() == _GOLDEN.keys()
 
 
@@ -190,7 +191,7 @@ def testMakespanOfEqualStages(name, p, m):
     m *= p
   schedule = _Get(name, p, m)
   if name in _SEVERAL_STAGES_A_DEVICE:
-    # Less than one micro-batch a device leaves devices idle between the rounds.
+    # With fewer micro-batches than devices, devices idle between the rounds.
     expected = 3 * (2 * max(m, p) + p - 1) - 3 * max(p - m, 0)
   elif name == 'zb_h1':
     expected = 3 * m + p - 1 if m >= p else None
@@ -238,11 +239,11 @@ def testInterleavingDividesTheBubble(p, rounds, v):
     assert schedule.stage_to_device == tuple(range(p)) * v
 
 
-def testOneStageADeviceLooped():
+def testLoopedWithOneStagePerDeviceIsGpipe():
   assert schedules.Get('looped_bfs', 3, 5).actions == schedules.Get('gpipe', 3, 5).actions
 
 
-def testOneDeviceInterleaved():
+def testInterleavedOnOneDevice():
   text = '0F0,1F0,1B0,0F1,0B0,1F1,1B1,0B1\n'
   assert schedules.Get('interleaved_1f1b', 2, 2, 1).ToText() == text
 
@@ -287,8 +288,8 @@ def testForwardClockTable(m, n):
   + [(4, 16, 4), (4, 32, 4), (4, 64, 4), (4, 16, 16), (3, 2, 2), (3, 8, 2), (3, 12, 4)]
   + [(4, 6, 3), (4, 10, 5), (2, 3, 4), (2, 10, 4), (2, 15, 4), (4, 32, 32), (4, 128, 64)],
 )
-def testTorchsPlanGrid(v, m, p):
-  # torch.distributed.pipelining's tests: (stages of each rank, micro-batches, ranks).
+def testSizesThatPyTorchTests(v, m, p):
+  # From the tests of torch.distributed.pipelining: (stages per rank, micro-batches, ranks).
   schedules.Get('looped_bfs', v * p, m, p)
   if m % p == 0:
     schedules.Get('interleaved_1f1b', v * p, m, p)
@@ -308,14 +309,14 @@ def testBubbleBound():
 # Names and sizes.
 
 
-def testUnknownNameIsAnsweredWithTheClosest():
+def testUnknownNamesGetSuggestions():
   with pytest.raises(KeyError, match="'gpip'.*did you mean 'gpipe'.*forward_only"):
     schedules.Get('gpip', 2, 2)
-  with pytest.raises(KeyError, match='known are'):
+  with pytest.raises(KeyError, match='known names'):
     schedules.Get('?', 2, 2)
 
 
-def testABatchTooSmallForInterleaving():
+def testASmallBatchFallsBackFromInterleaving():
   small = schedules.GetForBatch('interleaved_1f1b', 4, 3, 2)
   assert (small.name, small.num_micro_batches) == ('looped_bfs', 3)
   assert small.stage_to_device == schedules.Get('interleaved_1f1b', 4, 4, 2).stage_to_device
@@ -323,14 +324,14 @@ def testABatchTooSmallForInterleaving():
     assert schedules.GetForBatch(name, 4, m, 2) == schedules.Get(name, 4, m, 2)
 
 
-def testOwnScheduleIsCheckedAndPassedThrough():
+def testACustomScheduleIsCheckedAndReturned():
   text = schedules.Get('zb_h1', 3, 5).ToText()
-  own = Schedule.FromText(text, 'own')
-  assert schedules.Get(own, 3, 5) is own
-  with pytest.raises(ValueError, match="'own' has num_micro_batches 5, but 8.*Register"):
-    schedules.Get(own, 3, 8)
-  with pytest.raises(ValueError, match="'own' has num_devices 3, but 1"):
-    schedules.Get(own, 3, 5, 1)
+  custom = Schedule.FromText(text, 'mine')
+  assert schedules.Get(custom, 3, 5) is custom
+  with pytest.raises(ValueError, match="'mine' has num_micro_batches 5, but .* 8 .*Register"):
+    schedules.Get(custom, 3, 8)
+  with pytest.raises(ValueError, match="'mine' has num_devices 3, but num_devices 1 "):
+    schedules.Get(custom, 3, 5, 1)
   with pytest.raises(ValueError, match='lacks 0B0'):
     schedules.Get(Schedule.FromText('0F0,0F1,0B1'), 1, 2)
   with pytest.raises(TypeError, match='a name or a Schedule, got None'):
@@ -357,18 +358,27 @@ def testANewScheduleIsOneRegisteredFunction(monkeypatch):
 
   schedules.Get('broken', 2, 2)
   monkeypatch.setitem(_RULES, '1f1b', lambda p, m, d: ['B0', 'F0'])
-  with pytest.raises(ValueError, match="'broken'.*0B0 stands before 0F0"):
+  with pytest.raises(ValueError, match="'broken'.*0B0 comes before 0F0"):
     schedules.Get('broken', 2, 1)
 
 
+def testTheExampleInTheDocstringRuns(monkeypatch, capsys):
+  monkeypatch.setattr(schedules, '_GENERATORS', dict(schedules._GENERATORS))
+  example = schedules.__doc__[schedules.__doc__.index('    @') :]
+  example = textwrap.dedent(example[: example.index('\n\n`Get`')])
+  exec(example, {**vars(schedules), 'schedules': schedules})
+  assert schedules.Get('one_by_one', 2, 2).ToText() == '0F0,0B0,0F1,0B1\n1F0,1B0,1F1,1B1\n'
+  assert 'device 1  .  F0 B0' in capsys.readouterr().out
+
+
 def testARegisteredFunctionThatMakesAnotherSize(monkeypatch):
-  """The gradient would lack the micro-batches that it leaves out."""
+  """The gradient would lack the missing micro-batches."""
 
   def Short(num_stages, num_micro_batches, num_devices):
     return schedules.Get('gpipe', num_stages, num_micro_batches - 1, num_devices)
 
   monkeypatch.setitem(schedules._GENERATORS, 'short', Short)
-  with pytest.raises(ValueError, match="micro_batches 3, but 4 .* registered as 'short'"):
+  with pytest.raises(ValueError, match="micro_batches 3, but .* 4 .* registered as 'short'"):
     schedules.Get('short', 2, 4)
 
 
@@ -389,7 +399,7 @@ def testARegisteredFunctionThatMakesAnotherSize(monkeypatch):
     (('looped_bfs', 3, 4, 4), ['at least 1', '3 stages for 4 devices', 'make it 4 stages']),
   ]
   + [
-    ((name, 4, 2, 2), [name, 'needs one stage on each device, got 4 stages for 2 devices', 'take'])
+    ((name, 4, 2, 2), [name, 'needs one stage on each device, got 4 stages for 2 devices', 'use'])
     for name in ('gpipe', 'fused_fill_drain', '1f1b', '1f1b_fused', 'zb_h1')
   ],
 )

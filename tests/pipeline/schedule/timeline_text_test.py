@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Timelines as text. Schedules' own pictures are in schedule_ir_test.py."""
+"""Timelines as text. schedule_test.py has the pictures of schedules."""
 
 import sys
 
@@ -31,7 +31,7 @@ device 1  ......|V0---------......  busy
   )
 
 
-def testWhatDoesNotFitIsShortened():
+def testLongLabelsAreShortened():
   rows = [[(i, i + 1, f'10F{i}') for i in range(8)]]
   for num_columns, line in (
     (40, '|10F0|10F1|10F2|10F3|10F4|10F5|10F6|10F7'),
