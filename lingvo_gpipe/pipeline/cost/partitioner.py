@@ -267,7 +267,7 @@ class _Table:
   """`StageCosts` as prefix sums, so that the cost of any stage is one subtraction.
 
   `_before` has the sums of `layers`. `_after` adds `late`, for stages that reach beyond layer
-  `first`; from `first` on its differences are those of `_before`.
+  `first`; from `first` on its differences are equal to `_before`'s.
   """
 
   def __init__(self, layers: Sequence[int], late: Sequence[int], first: int | None) -> None:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The costs and times of layers, and the cut of a model into stages."""
+"""The cut of a model into stages, from counted costs or measured times of its layers."""

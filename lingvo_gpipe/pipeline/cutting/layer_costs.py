@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the layers of a sequence cost: operations, weights and bytes; allocates and runs nothing."""
+"""Counts the FLOPs, weights and bytes of a sequence of layers; runs and allocates nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lingvo_gpipe.pipeline.stages import stage_functions
 
 @dataclasses.dataclass(frozen=True)
 class LayerCost:
-  """One layer of the sequence: its path, class, trainable weights and forward FLOPs."""
+  """One layer of the sequence: path, class, number of weights, forward FLOPs and output specs."""
 
   path: str
   kind: str
@@ -29,14 +29,15 @@ class LayerCost:
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-  """What is trained, and what training keeps beside each weight.
+  """The weights that are trained, and the state that training keeps for each.
 
   Attributes:
-    is_trained: tells by its path whether a trainable weight is trained; None: all are.
-    ties: {path of a weight: path of the weight that it is}.
-    slots_per_weight: how many optimizer slots of its size a trained weight has; where replicas
-      share them out, the mean.
-    owner_slots: how many more a weight has where its owner is.
+    is_trained: path of a trainable weight -> whether it is trained; None: all are.
+    ties: {path of a tied weight: path of its owner}.
+    slots_per_weight: number of optimizer slots of a trained weight, each of its size; if the
+      replicas shard the slots, the mean over the replicas.
+    owner_slots: with sharded slots, the number of additional slots of a weight in the replica that
+      owns it.
   """
 
   is_trained: Callable[[str], bool] | None = None
@@ -45,7 +46,7 @@ class Weights:
   owner_slots: float = 0
 
   def Trained(self, layer: base_layer.BaseLayer) -> list[str]:
-    """The paths of the layer's weights that get a gradient."""
+    """Returns the paths of the layer's weights that get a gradient."""
     return [
       path
       for path, (_, trainable) in layer.WeightSpecs().items()
@@ -53,9 +54,9 @@ class Weights:
     ]
 
   def StateBytes(self, layer: base_layer.BaseLayer) -> int:
-    """Bytes of the layer's weights, of their gradient accumulators and slots.
+    """Returns the bytes of the layer's weights, gradient accumulators and slots.
 
-    The copy that a stage has of a tied weight has an accumulator, but no slots.
+    A stage's copy of a tied weight has an accumulator but no slots.
     """
     trained = set(self.Trained(layer))
     total = 0.0
@@ -67,16 +68,24 @@ class Weights:
     return round(total)
 
   def OwnerBytes(self, layer: base_layer.BaseLayer) -> int:
-    """`LayerBytes.of_owner` of the layer."""
+    """Returns the layer's `LayerBytes.of_owner`."""
     specs = layer.WeightSpecs()
-    own = [specs[path][0] for path in self.Trained(layer) if path not in self.ties]
-    sizes = [w.num_elements * tf.as_dtype(w.dtype).size for w in own]
+    weights = [specs[path][0] for path in self.Trained(layer) if path not in self.ties]
+    sizes = [w.num_elements * tf.as_dtype(w.dtype).size for w in weights]
     return round(self.owner_slots * max(sizes, default=0))
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerCall:
-  """One layer of a sequence, what it takes, a key for what is equal, and its stage if known."""
+  """One layer of a sequence and its inputs.
+
+  Attributes:
+    layer: the layer.
+    skips: specs of the skip connections that it takes.
+    specs: specs of its arguments.
+    key: equal for layers of equal structure and equal inputs.
+    stage: the layer's stage, if it is known.
+  """
 
   layer: base_layer.BaseLayer
   skips: nested_map.NestedMap
@@ -86,11 +95,11 @@ class LayerCall:
 
 
 class LayerCosts:
-  """The layers of a sequence with the specs of what each takes; equal ones are measured once.
+  """The costs and inputs of the layers of a sequence; equal layers are measured once.
 
   Attributes:
-    costs: a `LayerCost` each.
-    calls: a `LayerCall` each.
+    costs: the `LayerCost` of each layer.
+    calls: the `LayerCall` of each layer.
   """
 
   def __init__(
@@ -99,12 +108,13 @@ class LayerCosts:
     input_specs: Sequence[Any],
     splits: Sequence[int] = (),
   ) -> None:
-    """Finds FLOPs and specs; the output specs of one layer are the inputs of the next.
+    """Computes FLOPs and specs; the outputs of each layer are the inputs of the next.
 
     Args:
-      layers: the flat list.
-      input_specs: a (nest of) tf.TensorSpec with static shapes for each argument of the first.
-      splits: for each stage the index after its last layer, for messages; empty: not known yet.
+      layers: the flat list of layers.
+      input_specs: a (nest of) tf.TensorSpec with static shapes for each argument of the first
+        layer.
+      splits: for each stage the index after its last layer, for error messages; empty if unknown.
     """
     known: dict[Any, Any] = {}
     costs: list[LayerCost] = []
@@ -113,14 +123,14 @@ class LayerCosts:
     skips = nested_map.NestedMap()
     for i, layer in enumerate(layers):
       index = bisect.bisect_right(splits, i) if splits else None
-      taken = nested_map.NestedMap({name: skips[name] for name in layer.skips_in})
-      key = (stage_functions.StructureKey(layer), repr((taken, specs)))
+      skips_in = nested_map.NestedMap({name: skips[name] for name in layer.skips_in})
+      key = (stage_functions.StructureKey(layer), repr((skips_in, specs)))
       if key not in known:
-        with Naming(layer, specs, calls[-1].layer if calls else None, index):
-          meta, stashed = type(layer).FPropMetaSkips(layer.params, taken, *specs)
+        with LocateErrors(layer, specs, calls[-1].layer if calls else None, index):
+          meta, stashed = type(layer).FPropMetaSkips(layer.params, skips_in, *specs)
           stage_functions.CheckSkips(layer, stashed)
         known[key] = meta, stashed, layer.NumParams()
-      calls.append(LayerCall(layer, taken, specs, key, index))
+      calls.append(LayerCall(layer, skips_in, specs, key, index))
       meta, stashed, num_params = known[key]
       skips.update(stashed)
       specs = tuple(meta.out_specs)
@@ -129,21 +139,21 @@ class LayerCosts:
     self.calls = tuple(calls)
 
   def Bytes(self, weights: Weights, xla: bool) -> list[stage_memory.LayerBytes]:
-    """The bytes of each layer, for one micro-batch; traces each distinct layer once.
+    """Returns the bytes of each layer for one micro-batch; traces each distinct layer once.
 
     Args:
-      weights: what is trained.
-      xla: whether XLA compiles the stages, and so keeps fewer results.
+      weights: the weights that are trained.
+      xla: whether XLA compiles the stages, and so fuses operations and keeps fewer results.
     """
     inner: dict[Any, int] = {}
-    found = []
+    layer_bytes = []
     for call in self.calls:
       layer = call.layer
       if call.key not in inner:
-        with Naming(layer, call.specs, stage_index=call.stage):
+        with LocateErrors(layer, call.specs, stage_index=call.stage):
           cost = fprop_trace.TraceCost(layer, call.skips, *call.specs)
         inner[call.key] = cost.fused_bytes if xla else cost.result_bytes
-      found.append(
+      layer_bytes.append(
         stage_memory.LayerBytes(
           state=weights.StateBytes(layer),
           inputs=SpecBytes(call.specs),
@@ -153,11 +163,11 @@ class LayerCosts:
           of_owner=weights.OwnerBytes(layer),
         )
       )
-    return found
+    return layer_bytes
 
 
 def SpecBytes(specs: Any) -> int:
-  """What tensors of a nest of tf.TensorSpec take."""
+  """Returns the bytes of the tensors of a nest of tf.TensorSpec."""
   return sum(
     spec.shape.num_elements() * spec.dtype.size
     for spec in tf.nest.flatten(specs)
@@ -166,16 +176,22 @@ def SpecBytes(specs: Any) -> int:
 
 
 @contextlib.contextmanager
-def Naming(
+def LocateErrors(
   layer: base_layer.BaseLayer,
   specs: Any,
-  giver: base_layer.BaseLayer | None = None,
+  producer: base_layer.BaseLayer | None = None,
   stage_index: int | None = None,
 ) -> Iterator[None]:
-  """Adds to any exception which layer was being measured, and what it was given by which.
+  """Adds a note to any exception: the layer that is being measured, and its inputs.
 
-  FPropMeta knows the layer's Params only: where a message begins with the name in them, the layer's
-  path takes its place.
+  FPropMeta only knows the layer's Params, so if its message begins with the layer's name, the
+  layer's path replaces the name.
+
+  Args:
+    layer: the layer.
+    specs: specs of its arguments.
+    producer: the layer whose outputs they are, if any.
+    stage_index: the layer's stage, if it is known.
   """
   try:
     yield
@@ -183,10 +199,10 @@ def Naming(
     name, text = layer.params.name, str(e)
     if e.args == (text,) and text.startswith((f'{name}:', f'{name}.')):
       e.args = (layer.path + text.removeprefix(name),)
-    by = '' if giver is None else f' by {giver.path} ({type(giver).__name__})'
-    where = '' if stage_index is None else f'in stage {stage_index}, '
+    by = '' if producer is None else f' by {producer.path} ({type(producer).__name__})'
+    stage = '' if stage_index is None else f'in stage {stage_index}, '
     e.add_note(
-      f'{where}while measuring layer {layer.path} ({type(layer).__name__}) for one micro-batch, '
+      f'{stage}while measuring layer {layer.path} ({type(layer).__name__}) for one micro-batch, '
       f'given {shapes.NestText(specs)}{by}'
     )
     raise

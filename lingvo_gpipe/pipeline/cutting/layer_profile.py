@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the layers of a sequence on a device: forward and backward of each kind of layer.
+"""Measures the forward and backward times of the layers of a sequence on a device.
 
-Each distinct layer (equal structure, equal inputs, the same weights trained) is measured once: as a
-copy of its own, whose weights are allocated, used and thrown away before the next one's turn. The
-layers themselves, and what variables they may have, are not touched. It runs as stages do: in
-training mode, compiled by XLA or not inlined, from inputs of one micro-batch's shapes. Floating
-inputs are random in [0, 1), which suits activations, paddings and probabilities; integers and bools
-are zero, for that is an index into any table.
+Each distinct layer (by structure, inputs and trained weights) is measured once, on a copy of the
+layer whose weights are freed before the next layer is measured. The layers themselves and their
+variables are not touched. Copies run as in a stage: in training mode, compiled by XLA or as a
+function that is not inlined, with the shapes of one micro-batch. Floating-point inputs are random
+in [0, 1), which suits activations, paddings and probabilities. Integers and bools are zero, a valid
+index into any table.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from lingvo_gpipe.pipeline.stages import leaves, stage_functions
 
 _MAX_CALLS = 1 << 14
 
-# Given a device, {path: variable} and an accumulator for each of these it makes what updates them.
+# (device, {path: variable}, an accumulator for each variable) -> a function that updates them.
 UpdateMaker = Callable[[str, Mapping[str, tf.Variable], Sequence[tf.Variable]], Callable[[], Any]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-  """How to measure: the best of `repeats`, each of enough calls to take `min_seconds`."""
+  """How to measure: the best of `repeats`, each with enough calls to take `min_seconds`."""
 
   repeats: int = 3
   min_seconds: float = 0.02
@@ -46,17 +46,17 @@ def Measure(
   xla: bool = True,
   timing: Timing | None = None,
 ) -> tuple[tuple[float, float], ...]:
-  """For each layer the seconds of its forward and of its backward, for one micro-batch.
+  """Returns for each layer the seconds of its forward and its backward, for one micro-batch.
 
-  The backward has no recomputation in it. It is the time of forward and backward together less that
-  of the forward, at least 0; and 0 for layers before the first trained one. The gradient of its
-  inputs is part of it where a layer before is trained.
+  The backward does not include recomputation. It is the time of forward and backward together minus
+  the forward's time, at least 0, and 0 for layers before the first trained layer. It includes the
+  gradient of the inputs if an earlier layer is trained.
 
   Args:
-    calls: the layers, and the specs of what they take.
-    weights: what is trained.
-    device: where to measure; '' is TensorFlow's choice.
-    xla: True to compile by XLA.
+    calls: the layers and the specs of their inputs.
+    weights: the weights that are trained.
+    device: the device to measure on; '' is TensorFlow's choice.
+    xla: whether to compile with XLA.
     timing: how to measure.
 
   Raises:
@@ -64,7 +64,7 @@ def Measure(
   """
   # tf.init_scope would not do: it stops gradient tapes.
   if not tf.executing_eagerly():
-    raise ValueError('layers cannot be measured inside a tf.function; plan the cut before it')
+    raise ValueError('layers cannot be measured inside a tf.function; make the cut before it')
   trained = [weights.Trained(call.layer) for call in calls]
   first = stage_work.FirstTrained([bool(paths) for paths in trained])
   known: dict[Any, tuple[float, float]] = {}
@@ -74,7 +74,7 @@ def Measure(
     needs_dx = i > first
     key = (call.key, below, needs_dx)
     if key not in known:
-      with layer_costs.Naming(call.layer, call.specs):
+      with layer_costs.LocateErrors(call.layer, call.specs):
         known[key] = _MeasureCopy(call, below, needs_dx, device, xla, timing or Timing())
     times.append(known[key])
   return tuple(times)
@@ -88,25 +88,26 @@ def MeasureSlowdown(
   xla: bool = True,
   timing: Timing | None = None,
 ) -> float:
-  """How many times as long a layer takes while all devices run it as on the first one alone.
+  """Returns a layer's time while all devices run it, relative to the first device alone; >= 1.
 
-  Forward and backward, with the gradient of its inputs; at least 1.
+  Measures forward and backward, including the gradient of the inputs.
 
   Args:
-    call: the layer, and the specs of what it takes.
-    weights: what is trained.
-    devices: where; all that are to work at one time.
-    xla: True to compile by XLA.
+    call: the layer and the specs of its inputs.
+    weights: the weights that are trained.
+    devices: the devices that work at the same time.
+    xla: whether to compile with XLA.
     timing: how to measure.
   """
   below = frozenset(path[len(call.layer.path) :] for path in weights.Trained(call.layer))
-  # Longer than a layer is measured for: best turns while the others pause would tell nothing.
+  # Measure longer than `Measure` does: in short runs the best repeat could be one in which the other
+  # devices pause.
   timing = timing or Timing(min_seconds=0.2)
   runs = []
   for device in devices:
     with tf.device(device):
       functions = _Functions(call, below, True, device, xla)
-    # Outside of tf.device: in another thread, without it, it would be traced again.
+    # Outside of tf.device, because the threads run without it and would trace the function again.
     runs.append(_Loop(functions.ForwardBackward, device))
   alone = _BestSeconds(runs[0], timing)
   with concurrent.futures.ThreadPoolExecutor(len(runs)) as pool:
@@ -122,25 +123,25 @@ def MeasureUpdates(
   device: str = '',
   timing: Timing | None = None,
 ) -> tuple[float, ...]:
-  """For each layer the seconds by which it makes an update longer.
+  """Returns for each layer the seconds that it adds to an update.
 
-  What an update takes in any case, as for the norm of all gradients, is told from the updates of
-  each distinct layer and that of all of them together, and left out.
+  Leaves out the constant part of an update, such as the norm of all gradients. With n distinct
+  layers, the sum of their separate updates contains it n times and their common update once.
 
   Args:
-    calls: as for `Measure`.
-    weights: what is trained.
+    calls: the layers and the specs of their inputs.
+    weights: the weights that are trained.
     maker: makes the updates.
-    device: where to measure; '' is TensorFlow's choice.
+    device: the device to measure on; '' is TensorFlow's choice.
     timing: how to measure.
   """
-  own = [[p for p in weights.Trained(call.layer) if p not in weights.ties] for call in calls]
+  updated = [[p for p in weights.Trained(call.layer) if p not in weights.ties] for call in calls]
   keys = [
     (call.key, frozenset(path[len(call.layer.path) :] for path in paths))
-    for call, paths in zip(calls, own, strict=True)
+    for call, paths in zip(calls, updated, strict=True)
   ]
   kinds: dict[Any, tuple[layer_costs.LayerCall, list[str]]] = {}
-  for key, call, paths in zip(keys, calls, own, strict=True):
+  for key, call, paths in zip(keys, calls, updated, strict=True):
     if paths:
       kinds.setdefault(key, (call, paths))
 
@@ -160,17 +161,17 @@ def MeasureUpdates(
       return _Seconds(Update, device, timing or Timing())
 
   times = {key: Seconds([kind]) for key, kind in kinds.items()}
-  always = 0.0
+  constant = 0.0
   if len(kinds) > 1:
     together = Seconds(list(kinds.values()))
-    always = max((sum(times.values()) - together) / (len(kinds) - 1), 0.0)
-  return tuple(max(times[key] - always, 0.0) if key in times else 0.0 for key in keys)
+    constant = max((sum(times.values()) - together) / (len(kinds) - 1), 0.0)
+  return tuple(max(times[key] - constant, 0.0) if key in times else 0.0 for key in keys)
 
 
 def _Copy(
   call: layer_costs.LayerCall, device: str
 ) -> tuple[base_layer.BaseLayer, dict[str, tf.Variable]]:
-  """A copy of the layer with weights of its own: (it, {path below it: variable})."""
+  """Returns (a copy of the layer with new weights, {path below the layer: variable})."""
   layer: base_layer.BaseLayer = call.layer.params.Instantiate()
   layer.InstantiateVariables(device or None)
   start = len(layer.path)
@@ -185,7 +186,7 @@ def _MeasureCopy(
   xla: bool,
   timing: Timing,
 ) -> tuple[float, float]:
-  """(seconds of the forward, seconds of the backward) of a copy of the layer."""
+  """Returns the seconds of the forward and of the backward of a copy of the layer."""
   with tf.device(device or None):
     functions = _Functions(call, trained, needs_dx, device, xla)
     forward = _Seconds(functions.Forward, device, timing)
@@ -196,7 +197,7 @@ def _MeasureCopy(
 
 
 class _Functions:
-  """Forward, and forward with backward, of a copy of a layer on inputs of its own."""
+  """The forward, and the forward with backward, of a copy of a layer on example inputs."""
 
   def __init__(
     self,
@@ -208,21 +209,22 @@ class _Functions:
   ) -> None:
     self._layer, variables = _Copy(call, device)
     paths = {id(v): path for path, v in variables.items()}
-    self._chosen = [paths[id(v)] in trained for v in tf.nest.flatten(self._layer.vars)]
+    self._is_trained = [paths[id(v)] in trained for v in tf.nest.flatten(self._layer.vars)]
     self._needs_dx = needs_dx
     self._accumulators = [
       tf.Variable(tf.zeros_like(v), trainable=False) for v in self._Trained(self._layer.vars)
     ]
-    self._x = tf.nest.map_structure(_Example, (dict(call.skips), call.specs))
+    self._x = tf.nest.map_structure(_MakeExample, (dict(call.skips), call.specs))
     options = stage_functions.FunctionOptions(xla)
     self._forward = tf.function(self._Forward, **options)
     self._backward = tf.function(self._ForwardBackward, **options)
-    # What comes back is traced only; the gradients handed in are no constants to XLA.
+    # Traced for its output specs. The output gradients are arguments, so that XLA cannot fold them.
     traced = self._forward.get_concrete_function(
       self._layer.vars, self._x, tf.TensorSpec([2], tf.int64)
     )
     self._dy = [
-      _Example(tf.TensorSpec(t.shape, t.dtype)) for t in leaves.Floats(traced.structured_outputs)
+      _MakeExample(tf.TensorSpec(t.shape, t.dtype))
+      for t in leaves.Floats(traced.structured_outputs)
     ]
 
   def Forward(self, seeds: tf.Tensor) -> Any:
@@ -233,7 +235,7 @@ class _Functions:
 
   def _Trained(self, variables: Any) -> list[Any]:
     flat = tf.nest.flatten(variables)
-    return [v for v, chosen in zip(flat, self._chosen, strict=True) if chosen]
+    return [v for v, is_trained in zip(flat, self._is_trained, strict=True) if is_trained]
 
   def _Forward(self, variables: Any, x: Any, seeds: tf.Tensor) -> Any:
     skips, args = x
@@ -263,7 +265,7 @@ class _Functions:
     return y, leaves.DenseGradients(floats, grads[len(weights) :])
 
 
-def _Example(spec: tf.TensorSpec | None) -> tf.Tensor | None:
+def _MakeExample(spec: tf.TensorSpec | None) -> tf.Tensor | None:
   if spec is None:
     return None
   if not spec.dtype.is_floating:
@@ -273,21 +275,22 @@ def _Example(spec: tf.TensorSpec | None) -> tf.Tensor | None:
 
 
 def _Seconds(call: Callable[[tf.Tensor], Any], device: str, timing: Timing) -> float:
-  """The least seconds of one call, as part of a graph; `call` takes seeds."""
+  """Returns the least seconds of one call within a graph; `call` takes seeds."""
   return _BestSeconds(_Loop(call, device), timing)
 
 
 def _Loop(call: Callable[[tf.Tensor], Any], device: str) -> Callable[[int], None]:
-  """What runs so many calls in a graph; it is compiled."""
+  """Returns a function that runs `count` calls in one graph; it is already compiled."""
 
   def Turn(i: tf.Tensor, *_: tf.Tensor) -> list[tf.Tensor]:
     with tf.device(device or None):
-      result = call(tf.stack([i, i]))  # Not the same in every turn: a loop may not leave it out.
+      # The seeds differ in every turn, so that the call cannot be moved out of the loop.
+      result = call(tf.stack([i, i]))
       return [i + 1, *leaves.Tensors(result)]
 
   @tf.function(autograph=False)
   def Run(count: tf.Tensor) -> tuple[tf.Tensor, list[tf.Tensor]]:
-    # All results go from turn to turn: what nobody takes would not be computed.
+    # All results are loop variables, because unused results would not be computed.
     start = Turn(tf.constant(0, tf.int64))
     results = tf.while_loop(lambda i, *_: i < count, Turn, start, parallel_iterations=1)
     with tf.device(device or None), tf.control_dependencies(results):
@@ -295,21 +298,21 @@ def _Loop(call: Callable[[tf.Tensor], Any], device: str) -> Callable[[int], None
 
   def Calls(count: int) -> None:
     done, _ = Run(tf.constant(count, tf.int64))
-    done.numpy()  # Waits for this device; tf.test.experimental.sync_devices would for all.
+    done.numpy()  # Waits for this device; tf.test.experimental.sync_devices waits for all devices.
 
   Calls(1)  # Compiles.
   return Calls
 
 
 def _BestSeconds(run: Callable[[int], object], timing: Timing) -> float:
-  """The least seconds of one call of what `_Loop` made."""
+  """Returns the least seconds of one call; `run` comes from `_Loop`."""
   best, count, repeat = float('inf'), 1, 0
   while repeat < timing.repeats:
     start = time.perf_counter()
     run(count)
     seconds = time.perf_counter() - start
     if seconds < timing.min_seconds and count < _MAX_CALLS:
-      count *= 2  # Too short to be told from what surrounds it.
+      count *= 2  # Too short compared to the overhead.
       continue
     best = min(best, seconds / count)
     repeat += 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of a pipeline: costs of the layers, cuts, and the stage table."""
+"""The cut of a pipeline: costs of the layers, cuts, and the stage table."""
 
 import itertools
 import re
@@ -22,7 +22,7 @@ from lingvo_gpipe.pipeline.stages import stage_functions
 
 
 class _Measured(base_layer.BaseLayer):
-  """x -> x, with FLOPs and weights as told; counts how often it is measured."""
+  """x -> x, with the FLOPs and weights of its Params; counts its measurements."""
 
   measured = 0
 
@@ -31,7 +31,7 @@ class _Measured(base_layer.BaseLayer):
     p = super().Params()
     p.Define('flops', 0, '')
     p.Define('num_weights', 0, '')
-    p.Define('fn', None, 'A function: Params that differ in it are different layers.')
+    p.Define('fn', None, 'A function that makes layers different.')
     return p
 
   def __init__(self, params):
@@ -74,7 +74,7 @@ def _Make(layers, num_stages, schedule='gpipe', m=4, **options):
 
 
 @pytest.mark.parametrize('num_stages', [1, 2, 3, 4, 6])
-def testCutsByFlopsAsThePartitionerDoes(num_stages):
+def testTheCutByFlopsIsThePartitioners(num_stages):
   flops = [1, 2, 3, 4, 5, 6]
   cut = _Make(_Layers(flops), num_stages)
   assert list(cut.ends) == list(partitioner.Partition(flops, num_stages))
@@ -91,11 +91,11 @@ def testCutsByParams():
   by_params = _Make(layers, 2, by='params')
   assert by_params.ends == (3, 4)
   assert [s.num_params for s in by_params.stages] == [3, 9]
-  # 4 units of work a weight; the first layer has no gradient of its input to find.
+  # 4 units of work per weight, but the first layer does not compute the gradient of its input.
   assert [s.share for s in by_params.stages] == pytest.approx([11 / 47, 36 / 47])
 
 
-def testCutByHandWins():
+def testSplitsOverrideTheSearch():
   cut = _Make(_Layers([1, 1, 1, 97]), 2, splits=[1, 4])
   assert cut.ends == (1, 4)
   assert [s.share for s in cut.stages] == pytest.approx([0.01, 0.99])
@@ -110,13 +110,13 @@ def testCutByHandWins():
     ([4, 4], ['stage 1', 'no layers']),
   ],
 )
-def testSplitsThatDoNotFit(splits, words):
+def testBadSplitsAreErrors(splits, words):
   with pytest.raises(ValueError) as e:
     _Make(_Layers([1] * 4), 2, splits=splits)
   assert all(word in str(e.value) for word in words), e.value
 
 
-def testSplitsThatDoNotFitAPipelineNameIt():
+def testErrorsNameThePipeline():
   p = pipelining_layer.PipeliningLayer.Params().Set(name='s', num_stages=2)
   p.sub = [_Measured.Params().Set(flops=1)] * 2
   for splits, error in (([0, 2], ValueError), ([1, 'x'], TypeError), ([1, 2, 3], ValueError)):
@@ -142,7 +142,7 @@ def testUnknownCost():
     _Make(_Layers([1]), 1, remat_policy='some')
 
 
-def testLayersThatCostNothingAreSpread():
+def testLayersWithoutCostAreSpreadEvenly():
   cut = _Make(_Layers([0] * 6), 3)
   assert cut.ends == (2, 4, 6)
   assert [s.share for s in cut.stages] == pytest.approx([1 / 3] * 3)
@@ -158,7 +158,7 @@ def testEqualLayersAreMeasuredOnce():
   assert [c.path for c in costs] == [f'seq.layers[{i}]' for i in range(100)]
 
 
-def testEqualLayersWithOtherInputsAreMeasuredAnew():
+def testEqualLayersWithOtherInputsAreMeasuredAgain():
   p = sequential.SequentialLayer.Params().Set(name='seq')
   square = linear.ProjectionLayer.Params().Set(input_dim=8, output_dim=8)
   p.sub = [square, square, linear.LinearLayer.Params().Set(input_dim=8, output_dim=8)]
@@ -169,20 +169,20 @@ def testEqualLayersWithOtherInputsAreMeasuredAnew():
   assert [c.flops for c in twice] == [2 * c.flops for c in costs]
 
 
-def testFunctionsOfOneNameAreNotOneStructure():
+def testFunctionsWithEqualNamesAreDifferentStructures():
   def Adder(number):
     return lambda x: x + number
 
-  one, other = Adder(1), Adder(2)
+  first, second = Adder(1), Adder(2)
   p = sequential.SequentialLayer.Params().Set(name='seq')
-  p.sub = [_Measured.Params().Set(fn=fn) for fn in (one, other, one)]
+  p.sub = [_Measured.Params().Set(fn=fn) for fn in (first, second, first)]
   keys = [stage_functions.StructureKey(layer) for layer in p.Instantiate().layers]
   assert keys[0] != keys[1]
   assert keys[0] == keys[2]
   assert hash(keys[0]) == hash(keys[2])
 
 
-def testNamesDoNotMakeAnotherStructure():
+def testNamesAreNotPartOfTheStructure():
   p = sequential.SequentialLayer.Params().Set(name='seq')
   p.sub = [_Measured.Params().Set(name=name, flops=3) for name in ('a', 'b')]
   p.sub += [_Measured.Params().Set(name='a', flops=4)]
@@ -191,7 +191,7 @@ def testNamesDoNotMakeAnotherStructure():
   assert keys[0] != keys[2]
 
 
-def testPlanningAllocatesNothing():
+def testCuttingAllocatesNothing():
   p = sequential.SequentialLayer.Params().Set(name='seq')
   huge = 1_000_000
   p.sub = [linear.ProjectionLayer.Params().Set(input_dim=huge, output_dim=huge)] * 3
@@ -203,7 +203,7 @@ def testPlanningAllocatesNothing():
     _ = layer.vars
 
 
-def testSeveralStagesADeviceAndOtherSchedules():
+def testSeveralStagesPerDeviceAndOtherSchedules():
   layers = _Layers([1, 1, 1, 1])
   cut = cut_lib.MakeCut(layers, [_SPEC], schedule=schedules.Get('interleaved_1f1b', 4, 4, 2))
   # (K - 1) / (v M + K - 1) = 1 / 9.
@@ -220,7 +220,7 @@ def testSeveralStagesADeviceAndOtherSchedules():
 
 
 def testStagesOnAnyDevices():
-  """A schedule of the user's own may have them anywhere: in a V, or more here than there."""
+  """A custom schedule may put stages on any devices: in a V, or unequal numbers per device."""
   vee = schedules.Schedule.FromText('0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0', 'v')
   cut = cut_lib.MakeCut(_Layers([1] * 4, num_weights=[1] * 4), [_SPEC], schedule=vee)
   table = cut.Table(['/device:CPU:0', '/device:CPU:1'])
@@ -228,7 +228,7 @@ def testStagesOnAnyDevices():
     f'device:CPU:{k}' for k in (0, 1, 1, 0)
   ]
   assert '4 stages on K=2 devices, M=1 micro-batches, v' in table
-  # One device works at a time; F, R, I and W but for the first layer, which has no I.
+  # One device works at a time. A layer has F, R, I and W, but the first layer has no I.
   assert cut.simulated.busy == (7, 8)
   assert cut.bubble == pytest.approx(0.5)
   assert cut.speed_up == pytest.approx(1)
@@ -241,16 +241,16 @@ def testAMemoryLimitOfStagesOnAnyDevices():
   def Cut(limit, **options):
     return cut_lib.MakeCut(layers, [_WIDE_SPEC], schedule=uneven, memory_limit=limit, **options)
 
-  one, two = (
+  single, double = (
     cut_lib.MakeCut(layers[:n], [_WIDE_SPEC], schedule=schedules.Get('gpipe', 1, 1)) for n in (1, 2)
   )
-  # The first stage has a device of its own and so room for two layers; the others share one.
-  assert two.memory[0].total <= 2 * one.memory[0].total
-  cut = Cut(2 * one.memory[0].total)
+  # The first stage has a device to itself and so room for two layers; the others share a device.
+  assert double.memory[0].total <= 2 * single.memory[0].total
+  cut = Cut(2 * single.memory[0].total)
   assert cut.ends == (2, 3, 4)
-  assert [m.total for m in cut.memory] == [two.memory[0].total] + [one.memory[0].total] * 2
+  assert [m.total for m in cut.memory] == [double.memory[0].total] + [single.memory[0].total] * 2
   with pytest.raises(ValueError, match=r'each of the 2 stages of the device\).*stage 1 of splits'):
-    Cut(2 * one.memory[0].total, splits=[1, 3, 4])
+    Cut(2 * single.memory[0].total, splits=[1, 3, 4])
 
 
 def testTheTableShowsEveryStage():
@@ -263,8 +263,8 @@ def testTheTableShowsEveryStage():
   columns = 'stage layers from to params MFLOPs share idle weights activations device'
   assert head.split() == columns.split()
   cells = dict(zip(head.split(), first.split(), strict=True))
-  # F, R, I and W, of which the first layer has no I: 3 + 4 · 2 of 3 + 4 · 2 + 4 · 3 units a
-  # micro-batch. A weight has a gradient and two slots beside it.
+  # F, R, I and W, but the first layer has no I: 3 + 4 * 2 of 3 + 4 * 2 + 4 * 3 units per
+  # micro-batch. Each weight has a gradient and two slots.
   assert cells == {
     'stage': '0',
     'layers': '2',
@@ -275,7 +275,7 @@ def testTheTableShowsEveryStage():
     'share': f'{11 / 23:.1%}',
     'idle': f'{1 - 44 / (3 + 48 + 8):.1%}',
     'weights': '15.8KiB',
-    'activations': '640B',  # Four times the input of 4 · 8 floats, and the second layer's.
+    'activations': '640B',  # Four times the input of 4 * 8 floats, and the second layer's.
     'device': 'device:CPU:0',
   }
   assert second.split()[:7] == '1 1 seq.layers[2] seq.layers[2] 100,000 3.0 52.2%'.split()
@@ -293,7 +293,7 @@ def testTheTableShowsEveryStage():
   assert cut.Table().splitlines()[1].split()[-1] == '-'
 
 
-def testTheTableIsNotTooWide():
+def testTheTableHasAtMost140Columns():
   p = linear.LinearLayer.Params().Set(input_dim=20_000, output_dim=20_000)
   q = sequential.SequentialLayer.Params().Set(name='a_rather_long_name_of_a_task', sub=[p] * 400)
   layers = q.Instantiate().layers
@@ -306,7 +306,7 @@ def testTheTableIsNotTooWide():
 
 
 def testAFusedLastStageTakesMoreLayers():
-  # 4 units a layer, 3 in the fused stage: 4 · 12 units on 12 and 16 layers.
+  # 4 units per layer, 3 in the fused stage: 12 and 16 layers have 48 units each.
   layers = _Layers([1] * 28, num_weights=[1] * 28)
   assert _Make(layers, 2, schedule='gpipe').ends == (14, 28)
   assert _Make(layers, 2, schedule='fused_fill_drain').ends == (12, 28)
@@ -315,7 +315,7 @@ def testAFusedLastStageTakesMoreLayers():
 
 def testFrozenLayersAreCheaper():
   layers = _Layers([1] * 9, num_weights=[1] * 9)
-  # Nothing before layer 6 has a backward: 6 units, then F, R, W and twice F, R, I, W.
+  # Layers before layer 6 have no backward: 6 units, then F, R, W and twice F, R, I, W.
   weights = layer_costs.Weights(is_trained=lambda path: path[-4] in '678')
   cut = _Make(layers, 2, weights=weights)
   assert cut.ends == (6, 9)
@@ -333,14 +333,14 @@ _WIDE_SPEC = tf.TensorSpec([64, 256])
 
 
 def _MakeWide(layers, num_stages, schedule='gpipe', m=4, spec=_WIDE_SPEC, **options):
-  made = schedules.Get(schedule, num_stages, m)
-  return cut_lib.MakeCut(layers, [spec], schedule=made, **options)
+  schedule = schedules.Get(schedule, num_stages, m)
+  return cut_lib.MakeCut(layers, [spec], schedule=schedule, **options)
 
 
 def testPredictedMemoryOfStages():
   cut = _MakeWide(_Wide(4), 2)
   weight, activation = 256 * 256 * 4, 64 * 256 * 4
-  # Weight, accumulator and two slots; four stage inputs, the second layer's, nothing within.
+  # Weight, accumulator and two slots; four stage inputs, the second layer's input, no inner ones.
   assert cut.memory == (cut_lib.StageBytes(2 * 4 * weight, 5 * activation),) * 2
   assert [m.total for m in cut.memory] == [8 * weight + 5 * activation] * 2
   frozen = layer_costs.Weights(is_trained=lambda path: '[3]' in path, slots_per_weight=1)
@@ -356,18 +356,17 @@ def testAMemoryLimitMovesTheCut():
   needs = [m.total for m in free.memory]
   assert free.ends == (2, 4, 6)
   assert _MakeWide(layers, 3, schedule='1f1b', memory_limit=max(needs)).ends == (2, 4, 6)
-  # Later stages hold fewer micro-batches: 3, 2, 1. They take the layers for which a stage before
-  # has no room.
-  kept = dict(schedule='1f1b', remat_policy='none', spec=tf.TensorSpec([4096, 256]))
-  free = _MakeWide(layers, 3, **kept)
+  # Later stages hold fewer micro-batches (3, 2, 1), so layers that do not fit move to them.
+  options = dict(schedule='1f1b', remat_policy='none', spec=tf.TensorSpec([4096, 256]))
+  free = _MakeWide(layers, 3, **options)
   limit = free.memory[0].total - 1
-  cut = _MakeWide(layers, 3, memory_limit=limit, **kept)
+  cut = _MakeWide(layers, 3, memory_limit=limit, **options)
   assert (free.ends, cut.ends) == ((2, 4, 6), (1, 3, 6))
   assert all(m.total <= limit for m in cut.memory)
 
 
 def testOptimizerSlotsMoveTheCut():
-  """With SGD the weights fit where the work is balanced; with Adam some have to go elsewhere."""
+  """With SGD the balanced cut fits into memory; with Adam a layer has to move."""
   layers = _Layers([1] * 4, num_weights=[3000, 1000, 1000, 1000])
 
   def Cut(optimizer_class, **options):
@@ -427,9 +426,9 @@ def testCutsUnderALimitEqualBruteForce(data):
   cuts = [Cut(splits=[*e, num_layers]) for e in ends]
   limit = data.draw(st.sampled_from(sorted({max(m.total for m in c.memory) for c in cuts})))
   fitting = [c for c in cuts if max(m.total for m in c.memory) <= limit]
-  found = Cut(memory_limit=limit)
-  assert max(m.total for m in found.memory) <= limit
-  assert Slowest(found) == min(map(Slowest, fitting))
+  cut = Cut(memory_limit=limit)
+  assert max(m.total for m in cut.memory) <= limit
+  assert Slowest(cut) == min(map(Slowest, fitting))
 
 
 def testABrokenLayerIsNamedAndItsErrorKeepsItsType():
@@ -440,7 +439,7 @@ def testABrokenLayerIsNamedAndItsErrorKeepsItsType():
   assert any('seq.layers[1] (_Broken)' in note for note in e.value.__notes__), e.value.__notes__
 
 
-def testPartitionSequentialLayersGivesSplits():
+def testPartitionSequentialLayersReturnsSplits():
   p = sequential.SequentialLayer.Params().Set(name='seq', repeat=2)
   p.sub = [_Measured.Params().Set(flops=f) for f in (1, 2, 3)]
   splits = pipelining_layer.PartitionSequentialLayers(p, 2, _SPEC)
@@ -461,7 +460,7 @@ def testPartitionSequentialLayersOfTransformers():
 
 
 @pytest.mark.parametrize('batch_dim', [0, 1])
-def testAPlanIsForOneMicroBatchOfTheLargestSize(batch_dim):
+def testTheCutIsForTheLargestMicroBatch(batch_dim):
   p = pipelining_layer.PipeliningLayer.Params().Set(
     name='s', num_micro_batches=4, batch_dim=batch_dim
   )

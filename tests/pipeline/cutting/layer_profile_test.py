@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measuring layers: each kind once, as copies, in training mode, as long as it takes."""
+"""Measuring layers: each kind once, on copies, in training mode."""
 
 import sys
 import time
@@ -18,11 +18,11 @@ _QUICK = layer_profile.Timing(repeats=1, min_seconds=0.0)
 
 
 class _Sleeper(base_layer.BaseLayer):
-  """(x, *others) -> (x w, *others), after a nap; counts the naps of all of them."""
+  """(x, *others) -> (x w, *others), after a nap; counts the naps of all instances."""
 
   naps = 0
   modes = set()
-  # How many nap just now, and how much longer each of them makes the others' naps.
+  # Number of current naps, and the share by which each of them prolongs the other naps.
   napping = 0
   snoring = 0.0
 
@@ -65,16 +65,16 @@ class _Unfold(base_layer.BaseLayer):
   """x -> (x, a nest of floats, integers, bools and None)."""
 
   def FProp(self, theta, x):
-    rest = [tf.sin(x), None, (x > 0,)]
-    return x, nested_map.NestedMap(ids=tf.argmax(x, -1), none=None, rest=rest)
+    values = [tf.sin(x), None, (x > 0,)]
+    return x, nested_map.NestedMap(ids=tf.argmax(x, -1), none=None, parts=values)
 
 
 class _Fold(base_layer.BaseLayer):
-  """What _Unfold returned -> a tensor; integers have to be indices and bools False."""
+  """The outputs of _Unfold -> a tensor; integers have to be indices and bools False."""
 
   def FProp(self, theta, x, nest):
-    (is_positive,) = nest.rest[2]
-    y = x + tf.where(is_positive, nest.rest[0], tf.zeros_like(x))
+    (is_positive,) = nest.parts[2]
+    y = x + tf.where(is_positive, nest.parts[0], tf.zeros_like(x))
     return tf.gather(y, nest.ids, axis=1, batch_dims=1)
 
 
@@ -95,8 +95,8 @@ def _Sleepers(*naps):
 _SPEC = tf.TensorSpec([4, 8])
 
 
-def testSleepingLayersTakeAsLongAsTheySleep():
-  # By a wide margin: other programs make naps longer, never shorter.
+def testMeasuredTimesAreTheNaps():
+  # With a wide margin, because a busy machine makes naps longer.
   layers = _Pipeline(_Sleepers((0.02, 0.4), (0.4, 0.02))).layers
   (f0, b0), (f1, b1) = _Times(layers, _SPEC, timing=layer_profile.Timing(2, 0.0))
   assert f0 >= 0.02 and f1 >= 0.4
@@ -117,8 +117,8 @@ def testACutByTime():
     _ = layer.vars
 
 
-def testACutByTimeWhereRanksDiffer():
-  """Each layer is measured on inputs of its own: images, then vectors."""
+def testACutByTimeWithInputsOfDifferentRanks():
+  """Each layer is measured on inputs of its own shape: images, then vectors."""
   sub = [
     conv.Conv2DLayerNoPadding.Params().Set(filter_shape=(5, 5, 8, 32)),
     flatten.FlattenLayer.Params(),
@@ -126,7 +126,7 @@ def testACutByTimeWhereRanksDiffer():
   ]
   layer = _Pipeline(sub, num_stages=2, partition_by='time', xla=False)
   cut = layer.MakeCut(tf.TensorSpec([8, 16, 16, 8]))
-  # The convolution is 200 times the work of the product, and the flattening takes a little.
+  # The convolution has 200 times the work of the product, and flattening has little.
   assert (cut.ends, cut.by) == ((1, 3), 'time')
 
 
@@ -148,7 +148,7 @@ def testEqualLayersAreMeasuredOnce(monkeypatch):
   sub = [linear.LinearLayer.Params().Set(input_dim=8, output_dim=8)] * 50
   layers = _Pipeline(sub).layers
   assert _Times(layers, _SPEC) == ((1.0, 2.0),) * 50
-  # The first one has no gradient of its input.
+  # The first layer does not compute the gradient of its input.
   assert measured == [('p.layers[0]', ['.w'], False), ('p.layers[1]', ['.w'], True)]
   del measured[:]
   weights = layer_costs.Weights(is_trained=lambda path: '[9]' in path)
@@ -170,25 +170,25 @@ def testNestsBetweenLayers():
   assert second[0] >= 0.05
 
 
-def testNothingOfTheLayersIsTouched():
-  """BatchNorm's statistics least of all, though it is measured in training mode."""
+def testLayersAreNotModified():
+  """Not even the statistics of BatchNorm, which is measured in training mode."""
   square = linear.LinearLayer.Params().Set(input_dim=8, output_dim=8)
   layer = _Pipeline([square, batch_norm.BatchNormLayer.Params().Set(dim=8), square])
   layer.Place([tf.config.list_logical_devices('CPU')[0].name], _SPEC)
   before = {path: v.numpy() for path, v in layer.VariablesByPath().items()}
   assert len(before) == 6
-  same = {path: id(v) for path, v in layer.VariablesByPath().items()}
+  ids = {path: id(v) for path, v in layer.VariablesByPath().items()}
   state = tf.random.get_global_generator().state.numpy()
   _Times(layer.layers, _SPEC)
   after = layer.VariablesByPath()
-  assert {path: id(v) for path, v in after.items()} == same
+  assert {path: id(v) for path, v in after.items()} == ids
   assert all((v.numpy() == before[path]).all() for path, v in after.items())
   assert (tf.random.get_global_generator().state.numpy() == state).all()
 
 
 @pytest.mark.parametrize('xla', [False, True])
 def testIdsMasksDropoutAndSkips(xla):
-  """Integers are legal ids, None stays None, and skips and auxiliary losses go along."""
+  """Integers are valid ids, None stays None, and skips and auxiliary losses are measured too."""
   sub = [
     embedding.EmbeddingLayer.Params().Set(vocab_size=5, embedding_dim=8),
     skip.StashLayer.Params().Set(key='s'),
@@ -222,7 +222,7 @@ def testAnErrorNamesTheLayerAndKeepsItsType():
   assert any('p.layers[0] (Broken)' in note for note in e.value.__notes__)
 
 
-def testDevicesThatDisturbEachOtherSlowEachOtherDown(monkeypatch):
+def testSlowdownOfDevicesThatDisturbEachOther(monkeypatch):
   (call,) = layer_costs.LayerCosts(_Pipeline(_Sleepers((0.05, 0.05))).layers, [_SPEC]).calls
   devices = [device.name for device in tf.config.list_logical_devices('CPU')[:2]]
 
@@ -236,32 +236,32 @@ def testDevicesThatDisturbEachOtherSlowEachOtherDown(monkeypatch):
   assert _Sleeper.napping == 0
 
 
-def testWhatAnUpdateTakesInAnyCaseIsNoLayers(monkeypatch):
-  made = []
+def testTheConstantPartOfAnUpdateIsLeftOut(monkeypatch):
+  updates = []
 
   def Maker(device, trained, accumulators):
     assert [a.shape for a in accumulators] == [v.shape for v in trained.values()]
-    made.append(sorted(trained))
+    updates.append(sorted(trained))
     return lambda: None
 
-  monkeypatch.setattr(layer_profile, '_Seconds', lambda *_: 1.0 + 0.5 * len(made[-1]))
+  monkeypatch.setattr(layer_profile, '_Seconds', lambda *_: 1.0 + 0.5 * len(updates[-1]))
   sub = [linear.LinearLayer.Params().Set(input_dim=8, output_dim=8)] * 3
   layers = _Pipeline([*sub, norm.LayerNorm.Params().Set(input_dim=8)]).layers
   calls = layer_costs.LayerCosts(layers, [_SPEC]).calls
   weights = layer_costs.Weights(is_trained=lambda path: '[1]' not in path)
   assert layer_profile.MeasureUpdates(calls, weights, Maker) == (0.5, 0.0, 0.5, 1.0)
   both = ['p.layers[3].bias', 'p.layers[3].scale']
-  assert made == [['p.layers[0].w'], both, ['p.layers[0].w', *both]]
+  assert updates == [['p.layers[0].w'], both, ['p.layers[0].w', *both]]
 
 
-def testNotInsideAFunction():
+def testMeasuringInsideAFunctionIsAnError():
   layers = _Pipeline(_Sleepers((0.0, 0.0))).layers
   with pytest.raises(ValueError, match='inside a tf.function'):
     tf.function(lambda: _Times(layers, _SPEC), autograph=False)()
 
 
 def testALargerProductTakesLonger():
-  # 64 times the work: no other program makes that disappear.
+  # 64 times the work: more than noise can hide.
   sub = [
     linear.LinearLayer.Params().Set(input_dim=8, output_dim=1024),
     linear.LinearLayer.Params().Set(input_dim=1024, output_dim=1024),
