@@ -100,8 +100,7 @@ def MeasureSlowdown(
     timing: how to measure.
   """
   below = frozenset(path[len(call.layer.path) :] for path in weights.Trained(call.layer))
-  # Measure longer than `Measure` does: in short runs the best repeat could be one in which the other
-  # devices pause.
+  # Longer than in `Measure`: the best of short repeats may be one in which other devices pause.
   timing = timing or Timing(min_seconds=0.2)
   runs = []
   for device in devices:
