@@ -199,17 +199,17 @@ class StepProfiler:
     measured = statistics.fmean(m.bubble for m, _ in drawn)
     planned = statistics.fmean(p.overall_bubble for _, p in drawn)
     text = (
-      f'{seconds * 1e3:.2f} ms a step; bubble {measured:.1%} measured, {planned:.1%} planned with '
-      f'the measured times, {one.cut.bubble:.1%} predicted by {one.cut.by}'
+      f'{seconds * 1e3:.2f} ms a step; bubble {measured:.1%} measured, {planned:.1%} simulated '
+      f'with the measured times, {one.cut.bubble:.1%} predicted by {one.cut.by}'
     )
     num_replicas = len(one.engine.replicas)
     if num_replicas > 1:
       text += f'; the schedule and the bubble are those of the first of {num_replicas} replicas'
     of_steps = [m for m, _ in drawn]
-    doubts = measured_schedule.Doubts(of_steps, one.cut.remat_policy, _Trained(one))
+    doubts = measured_schedule.FindDoubts(of_steps, one.cut.remat_policy, _Trained(one))
     text = '; '.join([text, *doubts])
     owners = one.engine.stage_to_device
-    page = timeline_html.Page(
+    page = timeline_html.MakePage(
       f'{steps[0].upper()}{steps[1:]} of {self._logdir}',
       [
         text,
@@ -251,7 +251,7 @@ def _WithPlans(
     schedule = one.engine.TrainingSchedule(num_micro_batches)
     measured.append(measured_schedule.Measured(schedule, step.step, step.times))
   planned = {
-    size: measured_schedule.Planned(list(group), one.cut.remat_policy, _Trained(one))
+    size: measured_schedule.SimulateWithMeanTimes(list(group), one.cut.remat_policy, _Trained(one))
     for size, group in itertools.groupby(sorted(measured, key=Size), Size)
   }
   return [(m, planned[Size(m)]) for m in measured]

@@ -80,7 +80,7 @@ def testThePictureHasEachActionOfEachStep(run):
   assert [line.name for line in plane.lines[-2:]] == [f'pipeline device:CPU:{d}' for d in range(2)]
   page = (run / 'timeline_3_4.html').read_text()
   actions = {f'{k}{kind}{m}' for k in range(2) for kind in 'FB' for m in range(3)}
-  for row in ('measured', 'planned'):
+  for row in ('measured', 'simulated'):
     for step in (3, 4):
       pattern = rf'<rect class="{row}" data-action="(\w+)" data-step="{step}"'
       found = re.findall(pattern, page)
@@ -103,8 +103,8 @@ def testARunThatGoesOn(run, capsys):
   out = capsys.readouterr().out
   assert '--profile_steps=6,8: step 7 compiles the stages' in out
   found = re.search(
-    r'^profiled steps 7 to 8: [\d.]+ ms a step; bubble [\d.]+% measured, [\d.]+% planned with the '
-    rf'measured times, [\d.]+% predicted by flops\npicture: {run}/timeline_6_8.html; ',
+    r'^profiled steps 7 to 8: [\d.]+ ms a step; bubble [\d.]+% measured, [\d.]+% simulated '
+    rf'with the measured times, [\d.]+% predicted by flops\npicture: {run}/timeline_6_8.html; ',
     out,
     re.MULTILINE,
   )

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The schedule of a step as it ran, read from a profile."""
+"""The schedule of a step as it ran, from a profile."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A schedule as it was measured, and the same schedule as it should be with what was measured."""
+"""Measured times of a schedule's actions, and a simulation with these times for comparison."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Kind = actions.Kind
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-  """The actions of one mini-batch.
+  """The measured actions of one mini-batch.
 
   Attributes:
-    schedule: what ran.
+    schedule: the schedule that ran.
     step: the number of the training step.
-    times: {action: (start, end)}, with any origin.
+    times: {action: (start, end)}, in seconds, with any origin.
   """
 
   schedule: schedule_lib.Schedule
@@ -32,7 +32,7 @@ class Measured:
 
   @functools.cached_property
   def timeline(self) -> tuple[tuple[simulator.Span, ...], ...]:
-    """For each device what it did, in order of time, which begins at 0."""
+    """The spans of each device, in order of time; the first one starts at 0."""
     origin = min(start for start, _ in self.times.values())
     rows: list[list[simulator.Span]] = [[] for _ in range(self.schedule.num_devices)]
     for action, (start, end) in sorted(self.times.items(), key=lambda item: item[1]):
@@ -42,94 +42,98 @@ class Measured:
 
   @property
   def makespan(self) -> float:
-    """From the start of the first action to the end of the last."""
+    """The time from the start of the first action to the end of the last."""
     return max(span.end for row in self.timeline for span in row)
 
   @property
   def bubble(self) -> float:
-    """The share of that time in which the devices do nothing."""
+    """The idle share of the devices, over `makespan`."""
     busy = sum(span.end - span.start for row in self.timeline for span in row)
     return 1.0 - busy / (self.makespan * self.schedule.num_devices) if self.makespan else 0.0
 
 
 def MeanTimes(measured: Sequence[Measured]) -> dict[tuple[Kind, int], float]:
-  """{(kind, stage): the mean time of such actions}, what they recompute included."""
-  found: dict[tuple[Kind, int], list[float]] = {}
-  for one in measured:
-    for action, (start, end) in one.times.items():
-      found.setdefault((action.kind, action.stage), []).append(end - start)
-  return {key: statistics.fmean(times) for key, times in sorted(found.items())}
+  """Returns {(kind, stage): mean duration of these actions}, including recomputation."""
+  durations: dict[tuple[Kind, int], list[float]] = {}
+  for mini_batch in measured:
+    for action, (start, end) in mini_batch.times.items():
+      durations.setdefault((action.kind, action.stage), []).append(end - start)
+  return {key: statistics.fmean(values) for key, values in sorted(durations.items())}
 
 
-def Planned(
+def SimulateWithMeanTimes(
   measured: Sequence[Measured], remat_policy: str, trained: Sequence[bool]
 ) -> simulator.Result:
-  """The schedule, played with the mean times of its actions: no device waits but for another one.
+  """Simulates the schedule with the mean times of its actions.
+
+  In the simulation a device waits only for results of other devices, so the difference to the
+  measured times is overhead, or actions that took longer than the mean.
 
   Args:
     measured: mini-batches of one schedule, at least one.
-    remat_policy: the policy under which they ran. Where only some actions of a kind recompute,
-      these have a mean of their own.
-    trained: for each stage whether it has weights that are trained.
+    remat_policy: their re-materialisation policy. If only some actions of a kind recompute, these
+      have a separate mean.
+    trained: for each stage whether it has trained weights.
   """
   schedule = measured[0].schedule
   work = step_work.StepWork(schedule, remat_policy, trained)
   is_repeated = {a: work.Repeats(a) for row in schedule.actions for a in row}
-  halves = [
-    MeanTimes(
-      [
-        dataclasses.replace(
-          one, times={a: t for a, t in one.times.items() if is_repeated.get(a) == repeats}
-        )
-        for one in measured
-      ]
-    )
-    for repeats in (False, True)
-  ]
-  plain, repeating = halves
 
-  def OfStages(kind: Kind) -> list[float]:
+  def Select(repeats: bool) -> list[Measured]:
+    """Returns the mini-batches with only those actions that recompute, or do not."""
+    selected = []
+    for mini_batch in measured:
+      times = {a: t for a, t in mini_batch.times.items() if is_repeated.get(a) == repeats}
+      selected.append(dataclasses.replace(mini_batch, times=times))
+    return selected
+
+  plain, repeating = MeanTimes(Select(False)), MeanTimes(Select(True))
+
+  def StageTimes(kind: Kind) -> list[float]:
     keys = [(kind, k) for k in range(schedule.num_stages)]
     return [plain.get(key, repeating.get(key, 0.0)) for key in keys]
 
-  backward, weights = OfStages(Kind.BACKWARD), OfStages(Kind.WEIGHT_GRADIENT)
+  backward, weights = StageTimes(Kind.BACKWARD), StageTimes(Kind.WEIGHT_GRADIENT)
   recompute = [0.0] * schedule.num_stages
   for key, seconds in repeating.items():
     recompute[key[1]] = max(seconds - plain.get(key, seconds), 0.0)
   costs = simulator.Costs(
-    forward=OfStages(Kind.FORWARD),
+    forward=StageTimes(Kind.FORWARD),
     recompute=recompute,
-    input_gradient=OfStages(Kind.INPUT_GRADIENT),
+    input_gradient=StageTimes(Kind.INPUT_GRADIENT),
     weight_gradient=weights,
-    # Without an I, W is all of the backward.
+    # If I is empty, W is the whole backward.
     backward=[b or w for b, w in zip(backward, weights, strict=True)],
-    fused=OfStages(Kind.FORWARD_BACKWARD),
+    fused=StageTimes(Kind.FORWARD_BACKWARD),
   )
   return simulator.Simulate(schedule, costs, remat_policy=remat_policy, trained=trained)
 
 
-def Doubts(measured: Sequence[Measured], remat_policy: str, trained: Sequence[bool]) -> list[str]:
-  """What the times themselves tell against them, a text each.
+def FindDoubts(
+  measured: Sequence[Measured], remat_policy: str, trained: Sequence[bool]
+) -> list[str]:
+  """Returns reasons to doubt the measured times, as texts.
 
   Args:
     measured: mini-batches.
-    remat_policy: the policy under which they ran.
-    trained: for each stage whether it has weights that are trained.
+    remat_policy: their re-materialisation policy.
+    trained: for each stage whether it has trained weights.
   """
   num_missing, early = 0, 0.0
-  for one in measured:
-    work = step_work.StepWork(one.schedule, remat_policy, trained)
-    ran = [a for row in one.schedule.actions for a in row if work.Exists(a)]
-    num_missing += sum(action not in one.times for action in ran)
-    for action, (start, _) in one.times.items():
-      ends = [one.times[needed][1] for needed in work.Dependencies(action) if needed in one.times]
+  for mini_batch in measured:
+    times = mini_batch.times
+    work = step_work.StepWork(mini_batch.schedule, remat_policy, trained)
+    expected = [a for row in mini_batch.schedule.actions for a in row if work.Exists(a)]
+    num_missing += sum(action not in times for action in expected)
+    for action, (start, _) in times.items():
+      ends = [times[needed][1] for needed in work.Dependencies(action) if needed in times]
       early = max([early, *(end - start for end in ends)])
-  found = []
+  doubts = []
   if num_missing:
-    found.append(f'actions missing in the trace: {num_missing}')
+    doubts.append(f'actions missing in the trace: {num_missing}')
   if early > 0:
-    found.append(
-      f'an action begins {early * 1e3:.2f} ms before the end of what it needs: the clocks of the '
-      'hosts differ by that or more'
+    doubts.append(
+      f'an action begins {early * 1e3:.2f} ms before the end of an action that it depends on: the '
+      'clocks of the hosts differ by at least that much'
     )
-  return found
+  return doubts

@@ -70,7 +70,7 @@ class StepTrace:
 
 
 class Trace:
-  """The content of an `*.xplane.pb` file, with those of the workers.
+  """The content of an `*.xplane.pb` file, with the workers' traces.
 
   Attributes:
     steps: the mini-batches that have actions, in order of time.

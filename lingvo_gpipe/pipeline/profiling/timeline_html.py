@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Timelines drawn as a page of HTML: what each device did, over what was planned for it.
+"""Draws timelines as a page of HTML: the measured row of each device above the simulated row.
 
-The page is well-formed XML and needs nothing beside it. Each action is a `rect` with the attributes
-`data-action` (such as `1F0`), `data-step` and `class`, which is `measured`, `planned` or, for a
-planned repetition of the forward pass, `recompute`; a `title` tells its times.
+The page is well-formed XML without external resources. Each action is a `rect` with the attributes
+`data-action` (such as `1F0`), `data-step` and `class`: `measured`, `simulated` or, for a simulated
+recomputation, `recompute`. Its `title` has the times.
 """
 
 from __future__ import annotations
@@ -33,35 +33,35 @@ _NAMES = {
   Kind.WEIGHT_GRADIENT: 'gradient of the weights',
   Kind.FORWARD_BACKWARD: 'forward and backward',
 }
-# In pixels: the margin for the names of the rows, a row of either kind, the gap between devices.
-_LEFT, _MEASURED, _PLANNED, _GAP, _AXIS = 120, 24, 13, 12, 24
-_MIN_WIDTH, _WIDTH_OF_ACTION, _WIDTH_OF_LETTER = 1050, 22, 7
+# In pixels: left margin for the names of the rows, heights of both kinds of rows, gap between
+# devices, height of the axis; widths of the drawing, of an action and of a letter.
+_LEFT, _MEASURED, _SIMULATED, _GAP, _AXIS = 120, 24, 13, 12, 24
+_MIN_WIDTH, _ACTION_WIDTH, _LETTER_WIDTH = 1050, 22, 7
 _STYLE = """
 body { font: 14px sans-serif; margin: 1.5em; color: #222; background: #fff; }
 h2 { font-size: 15px; margin: 1.5em 0 0.3em; }
 svg { display: block; } svg text { font: 11px sans-serif; fill: #222; }
-.planned, .recompute { opacity: 0.55; } line { stroke: #ddd; }
+.simulated, .recompute { opacity: 0.55; } line { stroke: #ddd; }
 table { border-collapse: collapse; margin-top: 1.5em; }
 td, th { padding: 2px 12px; text-align: right; }
 """.strip()
 
 
-def Page(
+def MakePage(
   title: str,
   lines: Sequence[str],
   drawn: Sequence[tuple[measured_schedule.Measured, simulator.Result]],
   devices: Sequence[str],
   mean_times: Mapping[tuple[Kind, int], float],
 ) -> str:
-  """The page.
+  """Returns the page.
 
   Args:
-    title: its title.
+    title: the title.
     lines: texts below the title.
-    drawn: mini-batches in order as they were measured, each with what was planned for it; in
-      seconds.
+    drawn: the measured mini-batches in order, each with its simulation; times in seconds.
     devices: the names of the devices.
-    mean_times: {(kind, stage): seconds}, for a table.
+    mean_times: {(kind, stage): seconds}, for the table at the end.
   """
   kinds = [kind for kind in _COLOURS if any(kind is k for k, _ in mean_times)]
   parts = [
@@ -74,15 +74,15 @@ def Page(
   ]
   counts: collections.Counter[int] = collections.Counter()
   is_once = len({measured.step for measured, _ in drawn}) == len(drawn)
-  for measured, planned in drawn:
+  for measured, simulated in drawn:
     counts[measured.step] += 1
-    of_step = '' if is_once else f', mini-batch {counts[measured.step]}'
+    mini_batch = '' if is_once else f', mini-batch {counts[measured.step]}'
     parts.append(
-      f'<h2>step {measured.step}{of_step}: {measured.makespan * 1e3:.2f} ms, '
-      f'bubble {measured.bubble:.1%}; planned {planned.makespan * 1e3:.2f} ms, '
-      f'bubble {planned.overall_bubble:.1%}</h2>'
+      f'<h2>step {measured.step}{mini_batch}: {measured.makespan * 1e3:.2f} ms, '
+      f'bubble {measured.bubble:.1%}; simulated {simulated.makespan * 1e3:.2f} ms, '
+      f'bubble {simulated.overall_bubble:.1%}</h2>'
     )
-    parts.append(_Drawing(measured, planned, devices))
+    parts.append(_Draw(measured, simulated, devices))
   parts += [*_Table(mean_times, kinds), '</body></html>']
   return '\n'.join(parts) + '\n'
 
@@ -93,15 +93,15 @@ def _Legend(kind: Kind) -> str:
   )
 
 
-def _Drawing(
-  measured: measured_schedule.Measured, planned: simulator.Result, devices: Sequence[str]
+def _Draw(
+  measured: measured_schedule.Measured, simulated: simulator.Result, devices: Sequence[str]
 ) -> str:
   schedule = measured.schedule
   longest = max(map(len, schedule.actions))
-  width = max(_MIN_WIDTH, longest * _WIDTH_OF_ACTION)
-  of_device = _MEASURED + _PLANNED + _GAP
-  height = schedule.num_devices * of_device + _AXIS
-  seconds = max(measured.makespan, planned.makespan)
+  width = max(_MIN_WIDTH, longest * _ACTION_WIDTH)
+  device_height = _MEASURED + _SIMULATED + _GAP
+  height = schedule.num_devices * device_height + _AXIS
+  seconds = max(measured.makespan, simulated.makespan)
   scale = width / seconds if seconds else 0.0
   parts = [
     f'<svg xmlns="http://www.w3.org/2000/svg" width="{_LEFT + width + 20}" height="{height}">'
@@ -110,50 +110,50 @@ def _Drawing(
     x = _LEFT + tick * 1e-3 * scale
     parts.append(f'<line x1="{x:.1f}" y1="0" x2="{x:.1f}" y2="{height - _AXIS + 4}"/>')
     parts.append(f'<text x="{x:.1f}" y="{height - 6}" text-anchor="middle">{tick:g} ms</text>')
-  rows = zip(measured.timeline, planned.timeline, strict=True)
-  for device, (did, should) in enumerate(rows):
-    y = device * of_device
+  rows = zip(measured.timeline, simulated.timeline, strict=True)
+  for device, (measured_row, simulated_row) in enumerate(rows):
+    y = device * device_height
     name = html.escape(devices[device])
     parts.append(f'<text x="0" y="{y + 16}">{name}</text>')
-    parts.append(f'<text x="0" y="{y + _MEASURED + 10}" class="planned">planned</text>')
-    for kind_of_row, spans, top, tall in (
-      ('measured', did, y, _MEASURED),
-      ('planned', should, y + _MEASURED + 1, _PLANNED),
+    parts.append(f'<text x="0" y="{y + _MEASURED + 10}" class="simulated">simulated</text>')
+    for row_kind, spans, top, height_of_row in (
+      ('measured', measured_row, y, _MEASURED),
+      ('simulated', simulated_row, y + _MEASURED + 1, _SIMULATED),
     ):
       for span in spans:
         if span.action is not None and span.end > span.start:
           label = schedule.Label(span.action)
-          parts.append(_Rect(kind_of_row, span, label, measured.step, scale, top, tall))
+          parts.append(_Rect(row_kind, span, label, measured.step, scale, top, height_of_row))
   return '\n'.join([*parts, '</svg>'])
 
 
 def _Rect(
-  kind_of_row: str,
+  row_kind: str,
   span: simulator.Span,
   label: str,
   step: int,
   scale: float,
   top: float,
-  tall: float,
+  height: float,
 ) -> str:
   assert span.action is not None
-  x, wide = _LEFT + span.start * scale, (span.end - span.start) * scale
+  x, width = _LEFT + span.start * scale, (span.end - span.start) * scale
   start, end = span.start * 1e3, span.end * 1e3
-  what = 'recompute' if span.part == 'recompute' else kind_of_row
+  css_class = 'recompute' if span.part == 'recompute' else row_kind
   rect = (
-    f'<rect class="{what}" data-action="{span.action}" data-step="{step}" x="{x:.2f}" '
-    f'y="{top}" width="{wide:.2f}" height="{tall}" fill="{_COLOURS[span.action.kind]}" '
-    f'stroke="#fff" stroke-width="0.5"><title>{span.action} {what}: {start:.3f} to '
+    f'<rect class="{css_class}" data-action="{span.action}" data-step="{step}" x="{x:.2f}" '
+    f'y="{top}" width="{width:.2f}" height="{height}" fill="{_COLOURS[span.action.kind]}" '
+    f'stroke="#fff" stroke-width="0.5"><title>{span.action} {css_class}: {start:.3f} to '
     f'{end:.3f} ms, {end - start:.3f} ms</title></rect>'
   )
-  if wide < _WIDTH_OF_LETTER * len(label):
+  if width < _LETTER_WIDTH * len(label):
     return rect
-  middle, base = x + wide / 2, top + tall / 2 + 4
+  middle, base = x + width / 2, top + height / 2 + 4
   return f'{rect}<text x="{middle:.2f}" y="{base}" text-anchor="middle">{label}</text>'
 
 
 def _Ticks(end: float) -> list[float]:
-  """Round numbers from 0 to `end`, about ten."""
+  """Returns about ten round numbers from 0 to `end`."""
   if not end:
     return [0.0]
   power = 10.0 ** math.floor(math.log10(end / 10))
@@ -162,7 +162,7 @@ def _Ticks(end: float) -> list[float]:
 
 
 def _Table(mean_times: Mapping[tuple[Kind, int], float], kinds: Sequence[Kind]) -> list[str]:
-  """The mean times, a row a stage."""
+  """Returns the table of mean times, one row per stage."""
   stages = sorted({stage for _, stage in mean_times})
   head = ''.join(f'<th>{kind.value}</th>' for kind in kinds)
   lines = [f'<table><tr><th>mean ms, stage</th>{head}</tr>']

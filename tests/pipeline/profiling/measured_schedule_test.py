@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measured schedules: their times, and what is planned with them."""
+"""Measured schedules: their times, and simulations with these times."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ _SCHEDULES = {'gpipe': 3, '1f1b_fused': 3, 'zb_h1': 2, 'interleaved_1f1b': 4}
 
 
 def _Simulated(name, policy, trained=None):
-  """A simulated step; the times of its actions differ by kind and stage alone."""
+  """Returns a simulated step; the times of its actions depend only on kind and stage."""
   num_stages = _SCHEDULES[name]
   num_devices = num_stages // 2 if name == 'interleaved_1f1b' else num_stages
   rng = np.random.default_rng(5)
@@ -40,7 +40,7 @@ def _Simulated(name, policy, trained=None):
 
 
 def _AsMeasured(result, step=1, origin=100.0):
-  """What a trace would tell of it: a recomputation is a part of its action."""
+  """Returns the measurement of a simulated step; a recomputation is part of its action."""
   times = {}
   for span in itertools.chain(*result.timeline):
     start = times.get(span.action, (origin + span.start,))[0]
@@ -50,57 +50,55 @@ def _AsMeasured(result, step=1, origin=100.0):
 
 @pytest.mark.parametrize('name', list(_SCHEDULES))
 @pytest.mark.parametrize('policy', rematerialisation.POLICIES)
-def testPlanOfASimulationIsTheSimulation(name, policy):
+def testSimulatingASimulationReproducesIt(name, policy):
   for trained in (None, [False, True, True, True][: _SCHEDULES[name]]):
     simulated = _Simulated(name, policy, trained)
     measured = _AsMeasured(simulated)
     assert measured.makespan == simulated.makespan
     assert measured.bubble == pytest.approx(simulated.overall_bubble, abs=1e-12)
-    planned = measured_schedule.Planned(
+    again = measured_schedule.SimulateWithMeanTimes(
       [measured] * 2, policy, trained or [True] * _SCHEDULES[name]
     )
-    assert planned.makespan == simulated.makespan
-    assert planned.busy == simulated.busy
-    ends = [[(s.action, s.end) for s in row if s.part == 'compute'] for row in planned.timeline]
+    assert again.makespan == simulated.makespan
+    assert again.busy == simulated.busy
+    ends = [[(s.action, s.end) for s in row if s.part == 'compute'] for row in again.timeline]
     assert ends == [
       [(s.action, s.end) for s in row if s.part == 'compute'] for row in simulated.timeline
     ]
 
 
 def testADelayShowsAsABubble():
-  """One action comes late; the plan knows nothing of it."""
+  """One action comes late, which does not change its duration nor the simulation."""
   simulated = _Simulated('gpipe', 'stage')
   times = dict(_AsMeasured(simulated).times)
   last = max(times, key=times.get)
   times[last] = tuple(t + 10.0 for t in times[last])
   measured = measured_schedule.Measured(simulated.schedule, 1, times)
-  planned = measured_schedule.Planned([measured], 'stage', [True] * 3)
+  again = measured_schedule.SimulateWithMeanTimes([measured], 'stage', [True] * 3)
   assert measured.makespan == simulated.makespan + 10.0
-  assert planned.makespan == simulated.makespan
-  assert measured.bubble == pytest.approx(1.0 - sum(planned.busy) / (3 * measured.makespan))
+  assert again.makespan == simulated.makespan
+  assert measured.bubble == pytest.approx(1.0 - sum(again.busy) / (3 * measured.makespan))
 
 
-def testDoubtsAreToldOfWhatIsMissingAndOfClocksThatDisagree():
-  """Where the clock of a device is ahead or behind, an action begins before what it needs ends."""
+def testDoubtsAboutMissingActionsAndClocksThatDisagree():
+  """If a clock is wrong, an action begins before the end of an action that it depends on."""
   measured = _AsMeasured(_Simulated('zb_h1', 'none'))
-  told = functools.partial(
-    measured_schedule.Doubts, remat_policy='none', trained=[True] * measured.schedule.num_stages
+  doubts = functools.partial(
+    measured_schedule.FindDoubts, remat_policy='none', trained=[True] * measured.schedule.num_stages
   )
-  assert told([measured]) == []
+  assert doubts([measured]) == []
   times = dict(measured.times)
   for action in list(times)[:2]:
     del times[action]
   lost = dataclasses.replace(measured, times=times)
-  assert told([measured, lost, lost]) == ['actions missing in the trace: 4']
+  assert doubts([measured, lost, lost]) == ['actions missing in the trace: 4']
   for shift in (-9.0, 9.0):
     shifted = {
       action: (start + shift * action.stage, end + shift * action.stage)
       for action, (start, end) in measured.times.items()
     }
-    (doubt,) = told([measured, dataclasses.replace(measured, times=shifted)])
-    assert re.match(
-      r'an action begins [1-9]\d{3}\.\d\d ms before the end of what it needs: ', doubt
-    )
+    (doubt,) = doubts([measured, dataclasses.replace(measured, times=shifted)])
+    assert re.match(r'an action begins [1-9]\d{3}\.\d\d ms before the end of an action ', doubt)
 
 
 if __name__ == '__main__':

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of a timeline: well-formed, with each action to scale in its row."""
+"""The page of a timeline: well-formed, with each action drawn to scale in its row."""
 
 import itertools
 import sys
@@ -25,43 +25,43 @@ def _AsMeasured(result, step):
 
 
 def _Rects(page):
-  """{(class, step): {action: (x, width, y)}}; the page is read as XML."""
-  found = {}
+  """Parses a page as XML; returns {(class, step): {action: (x, width, y)}}."""
+  rects = {}
   root = ElementTree.fromstring(page.removeprefix('<!DOCTYPE html>\n'))
   for rect in root.iter('{http://www.w3.org/2000/svg}rect'):
-    rects = found.setdefault((rect.get('class'), int(rect.get('data-step'))), {})
-    assert rect.get('data-action') not in rects
-    rects[rect.get('data-action')] = tuple(float(rect.get(a)) for a in ('x', 'width', 'y'))
-  return found
+    row = rects.setdefault((rect.get('class'), int(rect.get('data-step'))), {})
+    assert rect.get('data-action') not in row
+    row[rect.get('data-action')] = tuple(float(rect.get(a)) for a in ('x', 'width', 'y'))
+  return rects
 
 
-def testEachActionIsThereToScaleInItsRow():
+def testEachActionIsDrawnToScaleInItsRow():
   result = _Simulated('none')
   drawn = [(_AsMeasured(result, step), result) for step in (5, 6)]
   times = measured_schedule.MeanTimes([m for m, _ in drawn])
-  page = timeline_html.Page('Steps <5 & 6>', ['a < b'], drawn, ['CPU:0', 'CPU:1'], times)
+  page = timeline_html.MakePage('Steps <5 & 6>', ['a < b'], drawn, ['CPU:0', 'CPU:1'], times)
   rects = _Rects(page)
-  assert rects.keys() == set(itertools.product(('measured', 'planned'), (5, 6)))
-  for found in rects.values():
-    assert found.keys() == {str(a) for row in result.schedule.actions for a in row}
-    left, width, _ = found['0F0']
+  assert rects.keys() == set(itertools.product(('measured', 'simulated'), (5, 6)))
+  for by_action in rects.values():
+    assert by_action.keys() == {str(a) for row in result.schedule.actions for a in row}
+    left, unit_width, _ = by_action['0F0']
     for row in result.timeline:
-      assert len({found[str(span.action)][2] for span in row}) == 1
+      assert len({by_action[str(span.action)][2] for span in row}) == 1
       for span in row:
-        x, wide, _ = found[str(span.action)]
-        assert x - left == pytest.approx(width * span.start / 0.001, abs=0.5)
-        assert wide == pytest.approx(width * (span.end - span.start) / 0.001, abs=0.1)
-  # Planned rows lie below measured ones.
-  assert rects['measured', 5]['0F0'][2] < rects['planned', 5]['0F0'][2]
-  assert rects['planned', 5]['0F0'][2] < rects['measured', 5]['1F0'][2]
+        x, width, _ = by_action[str(span.action)]
+        assert x - left == pytest.approx(unit_width * span.start / 0.001, abs=0.5)
+        assert width == pytest.approx(unit_width * (span.end - span.start) / 0.001, abs=0.1)
+  # Simulated rows are below the measured rows.
+  assert rects['measured', 5]['0F0'][2] < rects['simulated', 5]['0F0'][2]
+  assert rects['simulated', 5]['0F0'][2] < rects['measured', 5]['1F0'][2]
   for text in ('Steps &lt;5 &amp; 6&gt;', 'a &lt; b', '>CPU:0<', '>0F0<', '>3B3<', 'mean ms'):
     assert text in page
   assert f'step 6: {result.makespan * 1e3:.2f} ms' in page
 
 
-def testAPlannedRecomputationIsDrawnApart():
+def testASimulatedRecomputationIsASeparateRect():
   result = _Simulated('except_last')
-  page = timeline_html.Page('', [], [(_AsMeasured(result, 1), result)], ['a', 'b'], {})
+  page = timeline_html.MakePage('', [], [(_AsMeasured(result, 1), result)], ['a', 'b'], {})
   assert _Rects(page)['recompute', 1].keys() == {f'{k}B{m}' for k in range(4) for m in range(3)}
 
 
