@@ -212,7 +212,7 @@ def testStepsInARowThatAreNotFiniteEndTheRun(trainer, tmp_path):
 
 def testAPipelineThatCannotBeSavedIsRefusedAtTheStart(trainer, tmp_path):
   line = _RefusedIn(trainer('Unsaveable', tmp_path, 9))
-  assert re.match('Generated cannot be saved, so a run could not go on .*from_generator', line)
+  assert re.match('Generated cannot be saved, so a run could not be resumed.*from_generator', line)
   assert processes.Steps(tmp_path) == []
 
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Input generators: indexed data sets read through tf.data, restartable at any example."""
+"""Input generators: indexed data sets read by tf.data, restartable at any example."""

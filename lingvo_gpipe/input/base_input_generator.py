@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Input generators: a data set whose examples have an index, read in a seeded, restartable order.
+"""Input generators: data sets of indexed examples, read in a seeded, restartable order.
 
-The state of a run over the data is one integer, the *position*: how many examples have been
-consumed since the run began. It does not depend on the batch size, on the number of replicas or on
-tf.data's iterators, and `Dataset(start=position)` goes on exactly where a run stopped.
+The state of a run over the data is one integer, the *position*: the number of examples consumed
+since the start of the run. It does not depend on the batch size, on the number of replicas or on
+tf.data's iterators, and `Dataset(start=position)` continues exactly at the example at which a run
+stopped.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ import tensorflow as tf
 from lingvo_gpipe.core import hyperparams, nested_map
 from lingvo_gpipe.input import index_order
 
-# Fields that say how much a row counts; padded rows get 0 in each of them.
+# Fields with the weight of each row; it becomes 0 in padded rows.
 _WEIGHT_FIELDS = ('example_weights', 'weights')
 
-# Batches that are read twice to see whether a run can go on.
+# Number of batches that are read twice to check that a run can be resumed.
 _NUM_COMPARED = 4
 
-# Operations that draw what hangs on how often they were called.
+# Operations whose draws depend on how often they were called.
 _STATEFUL_DRAW = re.compile(
   r'Random(Uniform|UniformInt|StandardNormal|Gamma|Poisson|PoissonV2|Shuffle)|Multinomial|'
   r'(Parameterized)?TruncatedNormal|SampleDistortedBoundingBox(V2)?|'
@@ -38,19 +39,20 @@ _STATEFUL_DRAW = re.compile(
 class BaseInputGenerator:
   """Batches of an indexed data set.
 
-  A subclass gives `NumExamples()` and `_Examples(indices)`, and what identifies its data in
-  `_FingerprintParts()`. Every batch is a NestedMap of tensors of shape [batch, ...] with static
+  A subclass implements `NumExamples()`, `_Examples(indices)` and `_FingerprintParts()`, which
+  identifies its data. Each batch is a NestedMap of tensors of shape [batch, ...] with static
   shapes: the fields of `_Examples` and
 
-  * `example_weights`, float32 [batch]: 1 for an example, 0 for a padded row. Where `_Examples`
-    returns it already, the two are multiplied.
+  * `example_weights`, float32 [batch]: 1 for an example, 0 for a padded row. If `_Examples` returns
+    this field, too, the two are multiplied.
 
   A floating field `weights` of shape [batch, ...] (such as the weight of each predicted token) is
-  multiplied by `example_weights` too. Padding occurs only in the last batch of a run of
-  `p.num_epochs` epochs; padded rows repeat the last example, so that ids stay legal.
+  also multiplied by `example_weights`. Only the last batch of a run of `p.num_epochs` epochs has
+  padding; padded rows repeat the last example, so that ids stay legal.
 
-  With `p.num_epochs=0` batches go on forever and cross the borders of epochs, so that each is full.
-  With `p.num_epochs=1, p.shuffle=False` every example comes exactly once, in the order of indices.
+  With `p.num_epochs=0` there is no last batch, and batches cross the boundaries of epochs, so that
+  each is full. With `p.num_epochs=1, p.shuffle=False` every example comes exactly once, in the
+  order of indices.
   """
 
   @classmethod
@@ -62,27 +64,27 @@ class BaseInputGenerator:
     p.Define(
       'shuffle',
       True,
-      'Whether each epoch has a random order of its own, else the order of indices.',
+      'Whether each epoch has its own random order; False: the order of indices.',
     )
-    p.Define('num_epochs', 0, 'Epochs after which the data end; 0 or None: never.')
-    p.Define('num_prefetch', 2, 'Batches prepared ahead; -1 lets tf.data choose, 0: none.')
+    p.Define('num_epochs', 0, 'Number of epochs; 0 or None: endless.')
+    p.Define('num_prefetch', 2, 'Batches to prepare ahead; -1 lets tf.data choose, 0: none.')
     p.Define(
       'num_parallel_calls',
       1,
-      'Batches prepared at the same time (never changes their order); -1 lets tf.data choose.',
+      'Batches to prepare in parallel (never changes their order); -1 lets tf.data choose.',
     )
     p.Define(
       'read_on_workers',
       True,
-      'Where stages are in workers: whether these read what each needs, if they can.',
+      'If stages run on workers: whether each worker reads the data it needs, if it can.',
     )
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams):
-    """Checks and keeps a copy of `params`.
+    """Checks and copies `params`.
 
     Raises:
-      ValueError: a param is out of range; the message names input and param.
+      ValueError: a param is out of range; the message names the input and the param.
     """
     self.params = params.Copy()
     p = self.params
@@ -90,55 +92,59 @@ class BaseInputGenerator:
     self._CheckInteger('random_seed', minimum=None)
     self._CheckInteger('num_epochs', minimum=0, none_is_legal=True)
     self._CheckInteger('num_prefetch', minimum=-1)
-    if 'num_parallel_calls' in p:  # A stream has none.
+    if 'num_parallel_calls' in p:  # Streams do not have it.
       self._CheckInteger('num_parallel_calls', minimum=-1)
       if p.num_parallel_calls == 0:
         raise ValueError(f'{self._Where("num_parallel_calls")}: expected -1 or at least 1, got 0')
-    # None was the default once, and stands in texts of Params.
+    # None was the default once and may be in the text of old Params.
     if not isinstance(p.read_on_workers, bool | None):
       raise ValueError(
         f'{self._Where("read_on_workers")}: expected True or False, got {p.read_on_workers!r}'
       )
 
-  # What a subclass gives.
+  # Implemented by subclasses.
 
   def NumExamples(self) -> int:
-    """The number of examples, indices being 0 ... NumExamples() - 1."""
+    """Returns the number of examples; indices are 0 ... NumExamples() - 1."""
     raise NotImplementedError(f'NumExamples of {type(self).__name__}')
 
   def _Examples(self, indices: tf.Tensor) -> nested_map.NestedMap:
-    """The examples of some indices: int64 [n] -> NestedMap of tensors [n, ...].
+    """Returns the examples at some indices: int64 [n] -> NestedMap of tensors [n, ...].
 
     Runs inside the graph of a tf.data pipeline, on the host. It must be a function of the indices
-    alone (a random draw is to be seeded by them), and the shapes must be static but for n.
+    alone (random draws must be seeded by them), and the shapes must be static except for n.
     """
     raise NotImplementedError(f'_Examples of {type(self).__name__}')
 
   def _ExamplesInEpochs(self, indices: tf.Tensor, epochs: tf.Tensor) -> nested_map.NestedMap:
-    """As `_Examples`, for a data set whose examples change with the epoch, int64 [n]."""
+    """Returns the examples at some indices and epochs, both int64 [n].
+
+    Override it in place of `_Examples` if examples change with the epoch, for example by
+    augmentation.
+    """
     del epochs
     return self._Examples(indices)
 
   def _FingerprintParts(self) -> list[Any]:
-    """What identifies the data: strings and numbers, from which `Fingerprint` is made."""
+    """Returns strings and numbers that identify the data; `Fingerprint` is their hash."""
     raise NotImplementedError(f'_FingerprintParts of {type(self).__name__}')
 
   def NumDamaged(self) -> int:
-    """How many damaged records were left out of the examples, where params ask for that."""
+    """Returns the number of damaged records left out; above 0 only if params ask for that."""
     return 0
 
   def CheckComplete(self) -> None:
-    """Raises ValueError where examples may be left out and nobody is told."""
+    """Raises ValueError if examples may be left out without a report."""
 
   def Assets(self) -> list[str]:
-    """Files that give the examples their meaning, such as a vocabulary; a run keeps a copy."""
+    """Returns paths of files that define the examples, such as a vocabulary; runs copy them."""
     return []
 
   def _ExampleSpec(self) -> nested_map.NestedMap:
-    """NestedMap of tf.TensorSpec of one example, without the batch dimension.
+    """Returns a NestedMap of tf.TensorSpec of one example, without the batch dimension.
 
-    The default traces `_Examples`; override it where the shapes follow from the params, so that a
-    model can be inspected where the data are not present.
+    The default traces `_Examples`. Override it if the shapes follow from the params, so that a
+    model can be inspected without the data.
     """
     traced = []
 
@@ -149,40 +155,43 @@ class BaseInputGenerator:
     tf.function(Trace, autograph=False).get_concrete_function(indices_spec)
     return traced[-1].TransformWithKey(self._WithoutBatchDimension)
 
-  # What a trainer or an evaluator calls.
+  # Called by trainers and evaluators.
 
   def Describe(self) -> str:
-    """The size of the data set, for people."""
+    """Returns the size of the data set as human-readable text."""
     left_out = self.NumDamaged()
     note = f' ({left_out:,} damaged records were left out)' if left_out else ''
     return f'{self._Size()}{note}'
 
   def Dataset(self, start: int = 0) -> tf.data.Dataset:
-    """The batches from a position on.
+    """Returns the batches from a position on.
 
     Args:
-      start: position, the count of examples consumed since the beginning of the run.
+      start: position: the number of examples consumed since the start of the run.
 
     Returns:
-      tf.data.Dataset of NestedMaps that match `BatchSpec()`: endless for p.num_epochs=0, empty
-      where `start` is at or behind the end.
+      tf.data.Dataset of NestedMaps that match `BatchSpec()`: endless for p.num_epochs=0, empty if
+      `start` is at or after the end.
 
     Raises:
-      ValueError: `start` is negative, the data set is empty, a field has no static shape or is not
-        what the spec says, or examples are drawn that a restart would not draw again.
+      ValueError: `start` is negative, the data set is empty, a field does not have a static shape
+        or differs from the spec, or `_Examples` draws random numbers that a restart would not
+        repeat.
     """
     return self.RowsDataset(start, range(self.params.batch_size))
 
   def RowsDataset(
     self, start: int, rows: range, keys: Sequence[str] | None = None
   ) -> tf.data.Dataset:
-    """Of each batch of `Dataset` some rows; no others are made. Not where `Dataset` is overridden.
+    """Returns some rows of each batch of `Dataset`, without making the other rows.
+
+    Not for subclasses that override `Dataset`.
 
     Args:
-      start: as for `Dataset`.
-      rows: which rows of each batch, one after another.
-      keys: the paths of the fields that are wanted; the elements then are tuples of these tensors,
-        and what only others need is not computed.
+      start: position: the number of examples consumed since the start of the run.
+      rows: consecutive rows of each batch.
+      keys: paths of the fields to return; elements then are tuples of these tensors, and nothing
+        else is computed. None: NestedMaps of all fields.
     """
     p = self.params
     start = self._CheckStart(start)
@@ -190,7 +199,7 @@ class BaseInputGenerator:
     num_positions = self._NumPositions()
     spec = self.BatchSpec().Transform(lambda x: tf.TensorSpec([len(rows), *x.shape[1:]], x.dtype))
 
-    # Without AutoGraph an exception in _Examples keeps its type and its line.
+    # Without AutoGraph an exception in _Examples keeps its type and line.
     @tf.autograph.experimental.do_not_convert
     def MakeBatch(first: tf.Tensor) -> Any:
       positions = first + tf.range(rows.start, rows.stop, dtype=tf.int64)
@@ -205,7 +214,7 @@ class BaseInputGenerator:
         indices = tf.math.floormod(positions, num_examples)
       batch = ApplyWeights(self._ExamplesInEpochs(indices, epochs), example_weights)
       self._CheckMatches(batch, spec)
-      if not tf.executing_eagerly():  # tf.data can be told so, to look for mistakes.
+      if not tf.executing_eagerly():  # tf.data has a debug mode that is eager.
         self._CheckDraws(indices.graph)
       return batch if keys is None else tuple(batch.GetItem(key) for key in keys)
 
@@ -213,7 +222,7 @@ class BaseInputGenerator:
       firsts = tf.data.Dataset.counter(start, p.batch_size, dtype=tf.int64)
     else:
       firsts = tf.data.Dataset.range(start, num_positions, p.batch_size, output_type=tf.int64)
-    # One call at a time keeps the order anyway, and tf.data warns where that is asked for.
+    # A single call keeps the order anyway, and tf.data warns about `deterministic` with it.
     parallel = {}
     if p.num_parallel_calls != 1:
       parallel = {'num_parallel_calls': p.num_parallel_calls, 'deterministic': True}
@@ -225,63 +234,64 @@ class BaseInputGenerator:
     return dataset.with_options(options)
 
   def BatchSpec(self) -> nested_map.NestedMap:
-    """NestedMap of tf.TensorSpec of a batch, every dimension static.
+    """Returns a NestedMap of tf.TensorSpec of a batch, with static dimensions only.
 
     Raises:
-      ValueError: an example's field has a dimension that is not static.
+      ValueError: a field of an example has a dimension that is not static.
     """
     spec = nested_map.NestedMap(self._ExampleSpec())
     spec.example_weights = tf.TensorSpec([], tf.float32)
     return spec.TransformWithKey(self._WithBatchDimension)
 
   def BatchSpecs(self) -> list[nested_map.NestedMap]:
-    """Specs of all shapes that batches have; `BatchSpec()`, the largest, is one of them."""
+    """Returns the specs of all batch shapes, including the largest one, `BatchSpec()`."""
     return [self.BatchSpec()]
 
   def NumBatches(self, start: int = 0) -> int | None:
-    """The number of batches from position `start` on; None where they never end."""
+    """Returns the number of batches from position `start` on; None if they never end."""
     num_positions = self._NumPositions()
     if num_positions is None:
       return None
-    left = max(0, num_positions - self._CheckStart(start))
-    return -(-left // self.params.batch_size)
+    num_left = max(0, num_positions - self._CheckStart(start))
+    return -(-num_left // self.params.batch_size)
 
   def PositionAfter(self, position: int, num_rows: int) -> int:
-    """The position after so many rows of batches that began at `position`.
+    """Returns the position after `num_rows` rows of batches that begin at `position`.
 
-    Rows that pad the last batch are no examples: with more epochs a run goes on behind the last.
+    Rows that pad the last batch are not examples: a run with more epochs continues after the last
+    example.
     """
     after, end = position + num_rows, self._NumPositions()
     return after if end is None else max(position, min(after, end))
 
   def NumPadded(self, batch: Any) -> int:
-    """The rows of a batch that are none of the examples, where `PositionAfter` cannot know it."""
+    """Returns the number of padded rows of a batch that `PositionAfter` cannot know of."""
     del batch
     return 0
 
   def Explain(self, error: Exception) -> Exception:
-    """What to raise in place of an error in reading or making a batch: one that tells more."""
+    """Returns the exception to raise for an error in reading or making a batch; it may say more."""
     return error
 
   def CheckRestarts(self) -> None:
-    """Checks that a run can go on from a position, where a class has a `Dataset` of its own.
+    """Checks that a run can continue from a position, if a subclass overrides `Dataset`.
 
-    The batches that follow the first must be those from its end on: several, for an order without
-    a seed may agree with itself in one.
+    Compares the batches after the first one with the batches from the first one's end on. Several,
+    because an order without a seed may agree by chance in one batch.
 
     Raises:
-      ValueError: it is not, or `Dataset` takes no position.
+      ValueError: they differ, or `Dataset` takes no position.
     """
     cls = type(self)
     if cls.Dataset is BaseInputGenerator.Dataset:
       return
-    how = (
-      'so a run could not go on where it stopped. Let Dataset(start) go on behind that many rows, '
-      'in an order that is the same at each start (it may skip them); or override '
-      '_Examples(indices) in place of Dataset'
+    advice = (
+      'so a run could not be resumed. Let Dataset(start) continue after that many rows, in an '
+      'order that is the same at each start (it may skip them), or override _Examples(indices) '
+      'instead of Dataset'
     )
     if 'start' not in inspect.signature(self.Dataset).parameters:
-      raise ValueError(f'{cls.__name__}.Dataset takes no position `start`, {how}')
+      raise ValueError(f'{cls.__name__}.Dataset takes no position `start`, {advice}')
     batches = list(itertools.islice(self.Dataset(start=0), 1 + _NUM_COMPARED))
     if len(batches) < 2:
       return
@@ -289,12 +299,12 @@ class BaseInputGenerator:
     again = itertools.islice(self.Dataset(start=position), len(batches) - 1)
     if not all(itertools.starmap(AreEqual, itertools.zip_longest(batches[1:], again))):
       raise ValueError(
-        f'{cls.__name__}.Dataset: the batches from position {position} on are not those that '
-        f'follow the first of the run, {how}'
+        f'{cls.__name__}.Dataset: the batches from position {position} on differ from the batches '
+        f'after the first one of the run, {advice}'
       )
 
   def Fingerprint(self) -> str:
-    """16 hexadecimal digits that change when the data do, to be kept in the checkpoint.
+    """Returns 16 hexadecimal digits that change with the data; checkpoints store them.
 
     They do not depend on the batch size or on the order of the examples.
     """
@@ -309,12 +319,15 @@ class BaseInputGenerator:
   # Checks.
 
   def _Where(self, param_name: str) -> str:
+    """Returns the class, the name of the input and a param, to start a message."""
     name = f' {self.params.name!r}' if self.params.name else ''
     return f'{type(self).__name__}{name}: param {param_name}'
 
   def _CheckBatchSize(self) -> None:
     if not self.params.batch_size:
-      raise ValueError(f'{self._Where("batch_size")} is not set: set it to the examples in a batch')
+      raise ValueError(
+        f'{self._Where("batch_size")} is not set: set it to the number of examples in a batch'
+      )
     self._CheckInteger('batch_size', minimum=1)
 
   def _CheckInteger(
@@ -329,20 +342,22 @@ class BaseInputGenerator:
       raise ValueError(f'{self._Where(param_name)}: expected an integer{at_least}, got {value!r}')
 
   def _CheckStart(self, start: int) -> int:
+    """Returns `start` as an int; ValueError if it is negative."""
     start = operator.index(start)
     if start < 0:
       raise ValueError(
-        f'{type(self).__name__}: start, the count of examples consumed so far, must be 0 or more; '
-        f'got {start}'
+        f'{type(self).__name__}: start, the number of examples consumed so far, must be at least '
+        f'0, got {start}'
       )
     return start
 
   def _CheckNumExamples(self) -> int:
+    """Returns `NumExamples()`; ValueError if it is 0."""
     num_examples = self.NumExamples()
     if num_examples < 1:
       raise ValueError(
         f'{type(self).__name__} {self.params.name!r}: the data set is empty (NumExamples() is '
-        f'{num_examples}): check the params that name the data, and that the data are there'
+        f'{num_examples}): check the params that name the data, and that the data exist'
       )
     return num_examples
 
@@ -362,48 +377,48 @@ class BaseInputGenerator:
     shape = tf.TensorShape([self.params.batch_size]).concatenate(spec.shape)
     if not shape.is_fully_defined():
       raise ValueError(
-        f'{type(self).__name__}: field {key!r} has the shape {shape} a batch, but every dimension '
-        'must be static: pad or cut the examples to one size, and use tf.ensure_shape or set_shape '
-        'where TensorFlow cannot infer it'
+        f'{type(self).__name__}: field {key!r} of a batch has the shape {shape}, but every '
+        'dimension must be static: pad or truncate the examples to one size, and use '
+        'tf.ensure_shape or set_shape if TensorFlow cannot infer it'
       )
     return tf.TensorSpec(shape, spec.dtype)
 
   def _CheckDraws(self, graph: tf.Graph) -> None:
-    """Raises ValueError where a restart would draw other random numbers than the run."""
-    made = graph.as_graph_def()
-    nodes = [made.node, *(function.node_def for function in made.library.function)]
+    """Raises ValueError if a restart would draw other random numbers than the run."""
+    graph_def = graph.as_graph_def()
+    nodes = [graph_def.node, *(function.node_def for function in graph_def.library.function)]
     operations = {node.op for node in itertools.chain(*nodes)}
-    found = sorted(op for op in operations if _STATEFUL_DRAW.fullmatch(op))
-    if found:
+    stateful = sorted(op for op in operations if _STATEFUL_DRAW.fullmatch(op))
+    if stateful:
       raise ValueError(
-        f'{type(self).__name__}._Examples draws random numbers by {", ".join(found)}: they hang on '
-        'what was drawn before, so a run could not go on where it stopped. Take functions such as '
+        f'{type(self).__name__}._Examples draws random numbers by {", ".join(stateful)}: they '
+        'depend on earlier draws, so a run could not be resumed. Use functions such as '
         'tf.random.stateless_uniform or tf.image.stateless_random_crop, seeded by the indices'
       )
 
   def _CheckMatches(
     self, batch: nested_map.NestedMap, spec: nested_map.NestedMap, made_by: str = '_Examples'
   ) -> None:
-    """Raises ValueError where a batch's fields, dtypes or static shapes are not those of `spec`."""
-    where = f'{type(self).__name__}.{made_by}'
+    """Raises ValueError if a batch's fields, dtypes or static shapes differ from `spec`."""
+    context = f'{type(self).__name__}.{made_by}'
     got, expected = dict(batch.FlattenItems()), dict(spec.FlattenItems())
     if got.keys() != expected.keys():
-      raise ValueError(f'{where}: expected the fields {sorted(expected)}, got {sorted(got)}')
+      raise ValueError(f'{context}: expected the fields {sorted(expected)}, got {sorted(got)}')
     for key, value in got.items():
       if not isinstance(value, tf.Tensor):
-        raise ValueError(f'{where}: field {key!r}: expected a tensor, got {value!r}')
+        raise ValueError(f'{context}: field {key!r}: expected a tensor, got {value!r}')
       if value.shape != expected[key].shape or value.dtype != expected[key].dtype:
         raise ValueError(
-          f'{where}: field {key!r}: expected '
+          f'{context}: field {key!r}: expected '
           f'{expected[key].dtype.name} {expected[key].shape}, got {value.dtype.name} {value.shape}'
         )
 
 
-def AreEqual(one: nested_map.NestedMap | None, other: nested_map.NestedMap | None) -> bool:
-  """Whether two batches are the same to the bit; None, the end of the data, equals itself."""
-  if one is None or other is None:
-    return one is other
-  return _Bytes(one) == _Bytes(other)
+def AreEqual(batch: nested_map.NestedMap | None, other: nested_map.NestedMap | None) -> bool:
+  """Whether two batches are bit-for-bit equal; None is the end of the data and equals itself."""
+  if batch is None or other is None:
+    return batch is other
+  return _Bytes(batch) == _Bytes(other)
 
 
 def _Bytes(batch: nested_map.NestedMap) -> dict[str, bytes]:
@@ -413,7 +428,7 @@ def _Bytes(batch: nested_map.NestedMap) -> dict[str, bytes]:
 def ApplyWeights(
   examples: nested_map.NestedMap, example_weights: tf.Tensor
 ) -> nested_map.NestedMap:
-  """`examples` with the weights of rows multiplied into their fields of weights."""
+  """Returns `examples` with their weight fields multiplied by the weights of the rows."""
   batch = nested_map.NestedMap(examples)
   for key in _WEIGHT_FIELDS:
     if key not in batch:
@@ -421,7 +436,7 @@ def ApplyWeights(
     value = batch[key]
     if not value.dtype.is_floating or not value.shape.rank:
       raise ValueError(
-        f'field {key!r} holds weights: expected floating numbers of shape [batch, ...], '
+        f'field {key!r}: expected weights, floating numbers of shape [batch, ...], '
         f'got {value.dtype.name} {value.shape}'
       )
     rows = tf.reshape(example_weights, [-1] + [1] * (value.shape.rank - 1))

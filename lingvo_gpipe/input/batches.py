@@ -20,8 +20,7 @@ class PlacedBatch(NamedTuple):
 
   Attributes:
     firsts: for each replica, the fields of its rows that are on the host of its first stage.
-    lasts: for each replica, the fields that are on the host of its last stage, without those that
-      `firsts` already has there.
+    lasts: for each replica, the fields that are on the host of its last stage and not in `firsts`.
   """
 
   firsts: tuple[tuple[tf.Tensor, ...], ...]
@@ -50,7 +49,7 @@ def Batches(
   Args:
     source: the input.
     start: position of the first batch, in examples.
-    position_in: 'data set' or 'run', the unit that positions count in, for the note. A run may go
+    position_in: 'data set' or 'run', for the note: `start` is a position in it. A run may go
       through its data set many times.
     is_lost_machine: whether an error comes from a lost machine and not from the data.
   """
@@ -65,16 +64,16 @@ def AddNotes(
   position_in: str = 'data set',
   is_lost_machine: Callable[[Exception], bool] = _Never,
 ) -> Iterator[_Batch]:
-  """Yields batches; adds notes to an error in making one.
+  """Yields batches; adds notes to an error in making a batch.
 
-  The first note names the input and the examples of the batch, the second one says what to do
-  unless `source.Explain` does or the machine was lost.
+  The first note names the input and the examples of the batch. The second one says how to fix it;
+  it is omitted if `source.Explain` does so or if the machine was lost.
 
   Args:
     batches: the batches of `source` from position `start` on.
     source: the input.
     start: position of the first batch, in examples.
-    position_in: 'data set' or 'run', the unit that positions count in.
+    position_in: 'data set' or 'run', for the note: `start` is a position in it.
     is_lost_machine: whether an error comes from a lost machine and not from the data.
   """
   position = start

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of examples that are batched by length: which examples make batch n of a run.
+"""The order of examples that are batched by length: which examples form batch n of a run.
 
-Without TensorFlow, and a pure function of integers: batch n follows from the seed and n alone, so
-that a run can go on anywhere. The values are part of the restart promise: a test pins them.
+This module needs no TensorFlow and is a pure function of integers: batch n follows from the seed
+and n alone, so a run can resume anywhere. Restarts rely on the values, so a test pins them.
 """
 
 from __future__ import annotations
@@ -15,13 +15,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# The epoch under way and the one that is prepared ahead.
+# The current epoch and the next one, which is prepared ahead.
 _KEPT_EPOCHS = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-  """One batch: `indices` int64 [batch]; the first `num_real` rows count, the others are padding."""
+  """A batch of examples of one bucket.
+
+  Attributes:
+    bucket: index of the bucket.
+    indices: int64 [batch], the examples.
+    num_real: the first `num_real` rows count, the other rows are padding.
+  """
 
   bucket: int
   indices: np.ndarray
@@ -30,7 +36,7 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True)
 class _Cell:
-  """The examples of one group in one bucket, and how many of them are drawn an epoch."""
+  """The examples of one group in one bucket, and the number of them drawn per epoch."""
 
   group: int
   bucket: int
@@ -40,33 +46,33 @@ class _Cell:
 
 @dataclasses.dataclass(frozen=True)
 class _Order:
-  """The batches of an epoch, in their order."""
+  """The batches of an epoch, in order."""
 
   batches: list[Batch]
-  firsts: np.ndarray  # The count of rows before each batch.
+  firsts: np.ndarray  # Number of rows before each batch.
 
 
 class BucketPlan:
-  """Batches of examples of one bucket each, the groups mixed by temperature.
+  """Batches of examples of one bucket each, with groups mixed by temperature.
 
-  An epoch is as many draws as there are examples. With `shuffle` group g gets its share of them,
-  proportional to n_g^(1/temperature) (Arivazhagan et al. 2019, "Massively Multilingual Neural
-  Machine Translation in the Wild", section 4.2), rounded so that the sum is exact, and divides it
-  over its buckets in proportion to its examples there, at least one draw each. Each (group, bucket)
-  has an endless order of its own, which passes over all of its examples before it repeats one and
-  goes on from epoch to epoch: small groups come several times an epoch, of large ones others come
-  in the next. With temperature 1 an epoch is every example once. Which examples an epoch has does
-  not depend on the batch sizes.
+  An epoch draws as many examples as the data set has. With `shuffle` each group g gets a share of
+  the draws proportional to n_g^(1/temperature) (Arivazhagan et al. 2019, "Massively Multilingual
+  Neural Machine Translation in the Wild", section 4.2), rounded so that the sum is exact. The group
+  divides its draws over its buckets in proportion to its examples there, with at least one draw
+  each. Each (group, bucket) has an endless order, which passes over all of its examples before it
+  repeats one and continues from epoch to epoch: a small group comes several times per epoch, a
+  large one only in part. With temperature 1 an epoch is every example once. The examples of an
+  epoch do not depend on the batch sizes.
 
-  Without `shuffle` an epoch is every example once; batches come in the order of their first
-  example.
+  Without `shuffle` an epoch is every example once, and batches come in the order of their first
+  examples.
 
-  Where a bucket's draws are no multiple of its batch size, its last batch of an epoch is filled up
-  with repeated rows that do not count.
+  If the draws of a bucket are not a multiple of its batch size, its last batch of an epoch is
+  filled with repeated rows that do not count.
 
   Attributes:
-    num_batches: batches of an epoch; each epoch has as many.
-    num_rows: rows of an epoch, padded ones included.
+    num_batches: number of batches of each epoch.
+    num_rows: number of rows of each epoch, padded rows included.
   """
 
   def __init__(
@@ -82,9 +88,9 @@ class BucketPlan:
     """Counts the examples.
 
     Args:
-      buckets: int [examples], the bucket of each example, at least one example.
-      groups: int [examples], its group: 0, 1, ... without gaps.
-      batch_sizes: examples in a batch of each bucket.
+      buckets: int [examples], the bucket of each example; at least one example.
+      groups: int [examples], the group of each example: 0, 1, ... without gaps.
+      batch_sizes: number of examples in a batch of each bucket.
       random_seed: any integer.
       shuffle: whether examples and batches come in random order.
       temperature: above 0; see above. Has no effect without `shuffle`.
@@ -105,25 +111,25 @@ class BucketPlan:
     self._lock = threading.Lock()
 
   def Draws(self) -> list[int]:
-    """How many examples of each bucket an epoch has, without the padded rows."""
+    """Returns the number of examples of each bucket per epoch, without padded rows."""
     return [
       sum(cell.num_draws for cell in self._cells if cell.bucket == j)
       for j in range(len(self._batch_sizes))
     ]
 
   def Batch(self, number: int) -> Batch:
-    """Batch `number` since the beginning of the run; any thread may ask."""
+    """Returns batch `number` since the start of the run; thread-safe."""
     epoch, offset = divmod(number, self.num_batches)
     return self._Epoch(epoch).batches[offset]
 
   def BatchAt(self, position: int) -> int:
-    """The number of the first batch that begins at or behind a position, a count of rows."""
+    """Returns the number of the first batch that begins at or after a position, a count of rows."""
     epoch, offset = divmod(position, self.num_rows)
     within = np.searchsorted(self._Epoch(epoch).firsts, offset)
     return epoch * self.num_batches + int(within)
 
   def Position(self, number: int) -> int:
-    """The position at which a batch begins."""
+    """Returns the position at which a batch begins."""
     epoch, offset = divmod(number, self.num_batches)
     return epoch * self.num_rows + int(self._Epoch(epoch).firsts[offset])
 
@@ -138,7 +144,7 @@ class BucketPlan:
   def _MakeEpoch(self, epoch: int) -> _Order:
     batches = []
     for j, size in enumerate(self._batch_sizes):
-      drawn = [self._Drawn(cell, epoch) for cell in self._cells if cell.bucket == j]
+      drawn = [self._Draw(cell, epoch) for cell in self._cells if cell.bucket == j]
       if not drawn:
         continue
       indices = np.concatenate(drawn)
@@ -156,8 +162,8 @@ class BucketPlan:
     sizes = [batch.indices.size for batch in batches]
     return _Order(batches, np.cumsum([0, *sizes[:-1]]))
 
-  def _Drawn(self, cell: _Cell, epoch: int) -> np.ndarray:
-    """The examples that an epoch takes of a cell's endless order."""
+  def _Draw(self, cell: _Cell, epoch: int) -> np.ndarray:
+    """Returns the examples that an epoch takes from a cell's endless order."""
     size = cell.members.size
     if not self._shuffle:
       return cell.members
@@ -170,22 +176,22 @@ class BucketPlan:
     return cell.members[np.concatenate(drawn)]
 
   def _Permutation(self, size: int, *purpose: str | int) -> np.ndarray:
-    """A random order of 0 ... size - 1 that belongs to the seed and to a purpose."""
+    """Returns a random order of 0 ... size - 1 that depends on the seed and the purpose."""
     digest = hashlib.sha256(repr((self._random_seed, *purpose)).encode()).digest()
-    # NumPy promises that a bit generator's raw numbers stay as they are, unlike its permutations.
+    # NumPy guarantees that a bit generator's raw numbers never change, unlike its permutations.
     numbers = np.random.Philox(key=np.frombuffer(digest[:16], '<u8')).random_raw(size)
     return np.argsort(numbers, kind='stable')
 
 
 def Shares(sizes: Sequence[int] | np.ndarray, temperature: float) -> np.ndarray:
-  """float64 [groups]: the share of the draws of groups of these sizes, above 0."""
+  """Returns float64 [groups]: the share of draws of each group of some size above 0."""
   logs = np.log(np.asarray(sizes, np.float64)) / temperature
   weights = np.exp(logs - logs.max())
   return weights / weights.sum()
 
 
 def Apportion(total: int, weights: np.ndarray) -> np.ndarray:
-  """int64 [n], of the sum `total`, proportional to `weights`: the largest remainders go up."""
+  """Divides `total` into int64 [n] proportional to `weights`: the largest remainders round up."""
   quotas = total * weights / weights.sum()
   counts = np.floor(quotas).astype(np.int64)
   largest = np.argsort(counts - quotas, kind='stable')
@@ -194,27 +200,27 @@ def Apportion(total: int, weights: np.ndarray) -> np.ndarray:
 
 
 def _Cells(buckets: np.ndarray, groups: np.ndarray, temperature: float) -> list[_Cell]:
-  """The cells that have examples, group by group."""
+  """Returns the cells that have examples, group by group."""
   num_buckets = int(buckets.max()) + 1
   keys = groups.astype(np.int64) * num_buckets + buckets
   order = np.argsort(keys, kind='stable')
-  found, firsts = np.unique(keys[order], return_index=True)
+  cell_keys, firsts = np.unique(keys[order], return_index=True)
   members = np.split(order, firsts[1:])
   sizes = np.array([m.size for m in members])
-  group_of = found // num_buckets
-  of_groups = Apportion(len(buckets), Shares(np.bincount(groups), temperature))
+  cell_groups = cell_keys // num_buckets
+  group_draws = Apportion(len(buckets), Shares(np.bincount(groups), temperature))
   cells = []
-  for group, num_draws in enumerate(of_groups):
-    own = np.flatnonzero(group_of == group)
-    draws = _AtLeastOne(int(num_draws), sizes[own])
-    for i, n in zip(own, draws, strict=True):
-      cells.append(_Cell(group, int(found[i] % num_buckets), members[i], int(n)))
+  for group, num_draws in enumerate(group_draws):
+    indices = np.flatnonzero(cell_groups == group)
+    draws = _AtLeastOne(int(num_draws), sizes[indices])
+    for i, n in zip(indices, draws, strict=True):
+      cells.append(_Cell(group, int(cell_keys[i] % num_buckets), members[i], int(n)))
   return cells
 
 
 def _AtLeastOne(total: int, sizes: np.ndarray) -> np.ndarray:
-  """`total` apportioned by `sizes`, but at least one each, even where that makes more."""
-  rest = np.maximum(total * sizes / sizes.sum() - 1, 0)
-  if total <= sizes.size or not rest.sum():
+  """Apportions `total` by `sizes` with at least one each, even if the sum then exceeds `total`."""
+  excess = np.maximum(total * sizes / sizes.sum() - 1, 0)
+  if total <= sizes.size or not excess.sum():
     return np.ones([sizes.size], np.int64)
-  return 1 + Apportion(total - sizes.size, rest)
+  return 1 + Apportion(total - sizes.size, excess)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs of examples of many lengths: a few fixed shapes of batches, one a range of lengths."""
+"""Inputs of examples of many lengths: batches have a few fixed shapes, one per range of lengths."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from absl import logging
 from lingvo_gpipe.core import hyperparams, nested_map
 from lingvo_gpipe.input import base_input_generator, bucket_plan
 
-# Of the indices of examples, their weights and the length of rows, which make a batch.
+# Specs of the arguments of `Rows` for a batch: indices of examples, example weights, length of
+# rows.
 PLAN_SPEC = (
   tf.TensorSpec([None], tf.int64),
   tf.TensorSpec([None], tf.float32),
@@ -22,38 +23,38 @@ PLAN_SPEC = (
 
 
 class BucketedInput(base_input_generator.BaseInputGenerator):
-  """Batches of examples of about equal length, in which languages are mixed by temperature.
+  """Batches of examples of similar length, with languages mixed by temperature.
 
-  An example belongs to the first bucket whose `p.bucket_upper_bound` is not below its length, and
+  An example belongs to the first bucket whose `p.bucket_upper_bound` is at least its length, and
   every batch of bucket j has the shape [p.bucket_batch_limit[j], p.bucket_upper_bound[j]].
-  `BatchSpecs()` are all shapes; `BatchSpec()` is the largest. See `bucket_plan.BucketPlan` for the
-  order.
+  `BatchSpecs()` returns all shapes, `BatchSpec()` the largest one. See `bucket_plan.BucketPlan` for
+  the order.
 
-  The position still is the count of rows so far, padded ones included. It belongs to one choice of
-  bounds and limits: with others a run goes on, but not exactly.
+  The position is the number of rows so far, padded rows included. It belongs to one choice of
+  bounds and limits: with different ones a run resumes, but not exactly.
 
-  With `p.shuffle`, as in training, examples that are longer than the last bound are left out, and
-  so are those without anything to read or to predict. Without, as in evaluation, each example comes
-  once, and what is too long is cut off. How many they are is logged.
+  With `p.shuffle`, as in training, examples longer than the last bound are left out, and so are
+  examples with nothing to read or to predict. Without `p.shuffle`, as in evaluation, each example
+  comes once, truncated to the last bound. The number of such examples is logged.
 
-  A subclass gives the methods below, and what identifies its data in `_FingerprintParts()`, beside
-  what is there.
+  A subclass implements the methods below, and extends `_FingerprintParts()` by parts that identify
+  its data.
   """
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
     """Params of an input in buckets."""
     p = super().Params()
-    p.Define('bucket_upper_bound', [], 'Greatest length in each bucket, ascending.')
+    p.Define('bucket_upper_bound', [], 'Maximum length in each bucket, ascending.')
     p.Define(
       'bucket_batch_limit',
       [],
-      'Examples in a batch of each bucket: a list, or one number for all. In place of batch_size.',
+      'Examples in a batch of each bucket: a list, or one number for all. Replaces batch_size.',
     )
     p.Define(
       'sampling_temperature',
       1.0,
-      'With shuffle: languages of n examples are drawn in proportion to n^(1/temperature). 1: by '
+      'With shuffle: a language of n examples is drawn in proportion to n^(1/temperature). 1: by '
       'size; 5 is usual for many languages.',
     )
     return p
@@ -81,7 +82,7 @@ class BucketedInput(base_input_generator.BaseInputGenerator):
   def _CheckBatchSize(self) -> None:
     if self.params.batch_size:
       raise ValueError(
-        f'{self._Where("batch_size")} has no effect here, got {self.params.batch_size!r}: set '
+        f'{self._Where("batch_size")} has no effect, got {self.params.batch_size!r}: set '
         'bucket_batch_limit'
       )
 
@@ -92,30 +93,30 @@ class BucketedInput(base_input_generator.BaseInputGenerator):
       return list(limit)
     return [limit] * len(self.params.bucket_upper_bound)
 
-  # What a subclass gives.
+  # Implemented by subclasses.
 
   def _Lengths(self) -> np.ndarray:
-    """int64 [n]: the length of each example."""
+    """Returns int64 [n]: the length of each example."""
     raise NotImplementedError(f'_Lengths of {type(self).__name__}')
 
   def _IsEmpty(self) -> np.ndarray:
-    """bool [n]: whether an example has nothing to read or to predict."""
+    """Returns bool [n]: whether an example has nothing to read or to predict."""
     raise NotImplementedError(f'_IsEmpty of {type(self).__name__}')
 
   def _Groups(self) -> np.ndarray:
-    """int64 [n]: which of the groups that are mixed by temperature each example belongs to."""
+    """Returns int64 [n]: the group of each example; temperature mixes the groups."""
     raise NotImplementedError(f'_Groups of {type(self).__name__}')
 
   def _GroupNames(self) -> list[str]:
-    """The names of the groups, for messages."""
+    """Returns the names of the groups, for messages."""
     raise NotImplementedError(f'_GroupNames of {type(self).__name__}')
 
   def _RowSpec(self, length: int | None) -> nested_map.NestedMap:
-    """NestedMap of tf.TensorSpec of one example in a bucket of this bound; None: of any."""
+    """Returns a NestedMap of tf.TensorSpec of an example in a bucket of this bound; None: any."""
     raise NotImplementedError(f'_RowSpec of {type(self).__name__}')
 
   def _Tensors(self) -> nested_map.NestedMap:
-    """NestedMap of the tensors that rows are made of; workers that make rows get a copy."""
+    """Returns a NestedMap of the tensors that rows are made from; workers get a copy of it."""
     raise NotImplementedError(f'_Tensors of {type(self).__name__}')
 
   def _Rows(
@@ -125,33 +126,33 @@ class BucketedInput(base_input_generator.BaseInputGenerator):
     length: tf.Tensor,
     example_weights: tf.Tensor,
   ) -> nested_map.NestedMap:
-    """NestedMap of tensors [batch, ...] of some examples, each made without the others.
+    """Returns a NestedMap of tensors [batch, ...] of some examples, each made independently.
 
-    Operations alone make them, in the graph of a tf.data pipeline or on a worker.
+    Consists of operations only, and runs in the graph of a tf.data pipeline or on a worker.
 
     Args:
-      tensors: what `_Tensors` returned, or a copy.
+      tensors: the result of `_Tensors`, or a copy.
       indices: int64 [batch].
-      length: int64 [], the bucket's bound; what is longer is cut off.
+      length: int64 [], the bound of the bucket; longer examples are truncated.
       example_weights: float32 [batch], 0 for padded rows; weights of tokens are multiplied by it.
     """
     raise NotImplementedError(f'_Rows of {type(self).__name__}')
 
-  # What a trainer or an evaluator calls.
+  # Called by trainers and evaluators.
 
   def NumExamples(self) -> int:
-    """The number of examples that are used."""
+    """Returns the number of examples in use."""
     return self._used.size
 
   def BatchSpecs(self) -> list[nested_map.NestedMap]:
-    """The shape of each bucket's batches, in the order of p.bucket_upper_bound."""
+    """Returns the shape of each bucket's batches, in the order of p.bucket_upper_bound."""
     return [
       self._BatchSpec(limit, bound)
       for limit, bound in zip(self._limits, self.params.bucket_upper_bound, strict=True)
     ]
 
   def BatchSpec(self) -> nested_map.NestedMap:
-    """The largest shape: that of the most tokens, and of the longest examples among equals."""
+    """Returns the shape with the most tokens, and among equals with the longest examples."""
     shapes = zip(self._limits, self.params.bucket_upper_bound, strict=True)
     return self._BatchSpec(*max(shapes, key=lambda shape: (shape[0] * shape[1], shape[1])))
 
@@ -161,7 +162,7 @@ class BucketedInput(base_input_generator.BaseInputGenerator):
     return spec.Transform(lambda s: tf.TensorSpec([limit, *s.shape], s.dtype))
 
   def Dataset(self, start: int = 0) -> tf.data.Dataset:
-    """As BaseInputGenerator's; each batch matches one of `BatchSpecs()`."""
+    """See the base class; each batch matches an element of `BatchSpecs()`."""
     p = self.params
     parallel: dict[str, Any] = {}
     if p.num_parallel_calls != 1:
@@ -171,7 +172,9 @@ class BucketedInput(base_input_generator.BaseInputGenerator):
     return dataset.prefetch(p.num_prefetch) if p.num_prefetch else dataset
 
   def Plans(self, start: int) -> tf.data.Dataset:
-    """What `Rows` makes the batches of, from a position on; NumPy draws it in this process.
+    """Returns the arguments of `Rows` for the batches from a position on.
+
+    NumPy draws them in this process.
 
     Returns:
       tf.data.Dataset of (indices int64 [batch], example_weights float32 [batch], length int64 []).
@@ -181,14 +184,14 @@ class BucketedInput(base_input_generator.BaseInputGenerator):
     first = plan.BatchAt(self._CheckStart(start))
     if plan.Position(first) != start:
       logging.warning(
-        '%s: position %d is within a batch: going on with the next one, at %d. Were the buckets '
+        '%s: position %d is within a batch: resuming with the next batch, at %d. Were the buckets '
         'changed?', self._Where('bucket_batch_limit'), start, plan.Position(first),
       )  # fmt: skip
 
-    # Without AutoGraph an exception keeps its type and its line.
+    # Without AutoGraph an exception keeps its type and line.
     @tf.autograph.experimental.do_not_convert
     def Plan(number: tf.Tensor) -> tuple[tf.Tensor, ...]:
-      values = tf.numpy_function(self._PlanOf, [number], [spec.dtype for spec in PLAN_SPEC])
+      values = tf.numpy_function(self._PlanValues, [number], [spec.dtype for spec in PLAN_SPEC])
       return tuple(
         tf.ensure_shape(value, spec.shape) for value, spec in zip(values, PLAN_SPEC, strict=True)
       )
@@ -200,7 +203,7 @@ class BucketedInput(base_input_generator.BaseInputGenerator):
     return numbers.map(Plan)
 
   def Tensors(self) -> nested_map.NestedMap:
-    """The tensors that `Rows` takes, on this host."""
+    """Returns the tensors that `Rows` takes, on this host."""
     with tf.init_scope(), tf.device('/device:CPU:0'):
       return self._Tensors()
 
@@ -212,29 +215,31 @@ class BucketedInput(base_input_generator.BaseInputGenerator):
     example_weights: tf.Tensor,
     length: tf.Tensor,
   ) -> nested_map.NestedMap:
-    """The batch of some rows of one plan; of `tensors` a copy will do, so that any host makes it.
+    """Returns the batch of some rows of one plan.
+
+    `tensors` may be a copy, so that any host can make the batch.
 
     Raises:
-      ValueError: it is not what the spec says.
+      ValueError: the batch does not match the spec.
     """
     batch = nested_map.NestedMap(self._Rows(tensors, indices, length, example_weights))
     batch.example_weights = example_weights
-    # The dimensions that differ between buckets are open here and known of every batch.
+    # Dimensions that differ between buckets are unknown in this spec, but static in every batch.
     self._CheckMatches(batch, self._BatchSpec(None, None), '_Rows')
     return batch
 
   def PositionAfter(self, position: int, num_rows: int) -> int:
-    """As BaseInputGenerator's, but padded rows count."""
+    """See the base class; padded rows count here."""
     return position + num_rows
 
   def NumBatches(self, start: int = 0) -> int | None:
-    """The number of batches from position `start` on; None where they never end."""
+    """Returns the number of batches from position `start` on; None if they never end."""
     if not self.params.num_epochs:
       return None
     end = self.params.num_epochs * self._plan.num_batches
     return max(0, end - self._plan.BatchAt(self._CheckStart(start)))
 
-  def _PlanOf(self, number: np.int64) -> tuple[np.ndarray, np.ndarray, np.int64]:
+  def _PlanValues(self, number: np.int64) -> tuple[np.ndarray, np.ndarray, np.int64]:
     batch = self._plan.Batch(int(number))
     weights = (np.arange(batch.indices.size) < batch.num_real).astype(np.float32)
     length = self.params.bucket_upper_bound[batch.bucket]
@@ -242,28 +247,34 @@ class BucketedInput(base_input_generator.BaseInputGenerator):
 
   def _FingerprintParts(self) -> list[Any]:
     p = self.params
-    # Beside the data what a position means.
+    # These define the meaning of a position, in addition to the data.
     return ['buckets', list(p.bucket_upper_bound), self._limits, float(p.sampling_temperature)]
 
-  # The examples that are used, and their order.
+  # The examples in use, and their order.
 
   @functools.cached_property
   def _used(self) -> np.ndarray:
-    """int64 [NumExamples()]: the examples that are used, ascending."""
+    """int64 [NumExamples()]: the indices of the examples in use, ascending."""
     bound = self.params.bucket_upper_bound[-1]
     too_long, is_empty = self._Lengths() > bound, self._IsEmpty()
-    self._Tell(too_long, f'are longer than {bound}, the last bucket_upper_bound', 'cut off there')
-    self._Tell(is_empty, 'have an empty side', 'used as they are')
+    self._Warn(too_long, f'are longer than {bound}, the last bucket_upper_bound', 'truncated')
+    self._Warn(is_empty, 'have an empty side', 'used as they are')
     if not self.params.shuffle:
       return np.arange(too_long.size)
     return np.flatnonzero(~(too_long | is_empty))
 
-  def _Tell(self, which: np.ndarray, what: str, done_in_evaluation: str) -> None:
-    if which.any():
-      done = 'left out' if self.params.shuffle else done_in_evaluation
+  def _Warn(self, is_affected: np.ndarray, predicate: str, use_in_evaluation: str) -> None:
+    if is_affected.any():
+      use = 'left out' if self.params.shuffle else use_in_evaluation
       name = f'{type(self).__name__} {self.params.name!r}'
+      num_affected = is_affected.sum()
       logging.warning(
-        '%s: %d of %d examples %s: they are %s', name, which.sum(), which.size, what, done
+        '%s: %d of %d examples %s: they are %s',
+        name,
+        num_affected,
+        is_affected.size,
+        predicate,
+        use,
       )
 
   @functools.cached_property
@@ -274,8 +285,8 @@ class BucketedInput(base_input_generator.BaseInputGenerator):
     if p.shuffle and not counts.all():
       empty = [name for name, n in zip(self._GroupNames(), counts, strict=True) if not n]
       raise ValueError(
-        f'{type(self).__name__} {p.name!r}: no example is left of {", ".join(empty)}: all are '
-        f'empty or longer than {p.bucket_upper_bound[-1]}. Leave such languages out, or raise the '
+        f'{type(self).__name__} {p.name!r}: no usable example of {", ".join(empty)}: all are '
+        f'empty or longer than {p.bucket_upper_bound[-1]}. Leave out such languages, or raise the '
         'last bucket_upper_bound'
       )
     self._CheckNumExamples()
@@ -288,10 +299,10 @@ class BucketedInput(base_input_generator.BaseInputGenerator):
       shuffle=p.shuffle,
       temperature=p.sampling_temperature,
     )
-    shown = zip(p.bucket_upper_bound, self._limits, plan.Draws(), strict=True)
+    buckets = zip(p.bucket_upper_bound, self._limits, plan.Draws(), strict=True)
     logging.info(
       '%s %r: %d examples; an epoch has %s', type(self).__name__, p.name, self.NumExamples(),
-      ', '.join(f'{n} up to length {bound} in batches of {limit}' for bound, limit, n in shown),
+      ', '.join(f'{n} up to length {bound} in batches of {limit}' for bound, limit, n in buckets),
     )  # fmt: skip
     return plan
 

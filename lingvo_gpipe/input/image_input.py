@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Labelled images, with random changes that are new in each epoch and exact after a restart."""
+"""Labelled images, with random changes that differ in each epoch and are exact after a restart."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import tensorflow as tf
 from lingvo_gpipe.core import hyperparams, nested_map
 from lingvo_gpipe.input import base_input_generator, index_order
 
-# So that the changes are unrelated to the order, which has the same seed.
+# Added to the seed, so that the changes are independent of the order of examples.
 _AUGMENTATION = 0x1A6E
 
 
 class ImageInput(base_input_generator.BaseInputGenerator):
   """Batches of `images`, float32 [batch, image_size, image_size, channels], and `labels`, int32.
 
-  A subclass gives `NumExamples()`, `_FingerprintParts()` and `_Images(indices, seeds)`.
+  A subclass implements `NumExamples()`, `_FingerprintParts()` and `_Images(indices, seeds)`.
 
   The random changes of an image are a function of (p.random_seed, index, epoch): the state of a run
   over the data stays one integer, the position, and does not depend on the batch size.
@@ -27,11 +27,11 @@ class ImageInput(base_input_generator.BaseInputGenerator):
     p = super().Params()
     p.Define('image_size', 0, 'Height and width of the images.')
     p.Define('num_channels', 3, 'Channels of the images.')
-    p.Define('augment', False, 'Change the images at random, as in training.')
+    p.Define('augment', False, 'Whether to change the images at random, as in training.')
     p.Define(
       'num_fake_examples',
       0,
-      'Above 0: so many images of noise in place of the data set, for measuring time.',
+      'Above 0: number of noise images that replace the data set, for measuring time.',
     )
     return p
 
@@ -41,18 +41,18 @@ class ImageInput(base_input_generator.BaseInputGenerator):
     self._CheckInteger('num_channels', minimum=1)
     self._CheckInteger('num_fake_examples', minimum=0)
 
-  # What a subclass gives.
+  # Implemented by subclasses.
 
   def _NumImages(self) -> int:
-    """The number of images."""
+    """Returns the number of images."""
     raise NotImplementedError(f'_NumImages of {type(self).__name__}')
 
   def _NumClasses(self) -> int:
-    """Labels are below this."""
+    """Returns the number of classes: labels are 0 ... _NumClasses() - 1."""
     raise NotImplementedError(f'_NumClasses of {type(self).__name__}')
 
   def _Images(self, indices: tf.Tensor, seeds: tf.Tensor) -> nested_map.NestedMap:
-    """The `images` and `labels` of some indices.
+    """Returns the `images` and `labels` at some indices.
 
     Runs inside the graph of a tf.data pipeline, on the host.
 
@@ -62,10 +62,10 @@ class ImageInput(base_input_generator.BaseInputGenerator):
     """
     raise NotImplementedError(f'_Images of {type(self).__name__}')
 
-  # What the base class asks for.
+  # Overrides of BaseInputGenerator.
 
   def NumExamples(self) -> int:
-    """The number of images."""
+    """Returns the number of images."""
     return self.params.num_fake_examples or self._NumImages()
 
   def _ExampleSpec(self) -> nested_map.NestedMap:
@@ -76,7 +76,7 @@ class ImageInput(base_input_generator.BaseInputGenerator):
     )
 
   def _ExamplesInEpochs(self, indices: tf.Tensor, epochs: tf.Tensor) -> nested_map.NestedMap:
-    """As BaseInputGenerator's."""
+    """See the base class."""
     p = self.params
     hashes = index_order.TensorHash64(
       p.random_seed + _AUGMENTATION, epochs * self.NumExamples() + indices
@@ -85,13 +85,13 @@ class ImageInput(base_input_generator.BaseInputGenerator):
     return (self._FakeImages if p.num_fake_examples else self._Images)(indices, seeds)
 
   def Fingerprint(self) -> str:
-    """As BaseInputGenerator's; that of images of noise says so."""
+    """See the base class; 'noise' for fake images."""
     return 'noise' if self.params.num_fake_examples else super().Fingerprint()
 
   def _FakeImages(self, indices: tf.Tensor, seeds: tf.Tensor) -> nested_map.NestedMap:
     del seeds
     p = self.params
-    # One image of noise for all: making noise would take longer than reading images.
+    # All fake images share one image of noise: making noise would be slower than reading images.
     shape = [p.image_size, p.image_size, p.num_channels]
     noise = tf.random.stateless_normal(shape, [p.random_seed, 1])
     shift = tf.cast(indices, tf.float32) / float(self.NumExamples())

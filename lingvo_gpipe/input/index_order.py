@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of a data set's examples: a seeded permutation an epoch, computable at any position.
+"""The order of a data set's examples: one seeded permutation per epoch, computable at any position.
 
-Everything here is a pure function of integers, so the position in a run is one integer and going
-to any position costs nothing. The values are part of the restart promise: a test pins them.
+Everything here is a pure function of integers, so the position in a run is one integer and seeking
+is free. Restarts rely on the values, so a test pins them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ _INCREMENT = 0x9E3779B97F4A7C15
 _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _SHIFTS = (30, 27, 31)
 
-# The cipher's key has three words. Its default of four rounds leaves permutations of neighbouring
-# keys correlated; eight rounds under hashed keys passed every check that we made.
+# The cipher's key has three words. With its default of four rounds, permutations of neighbouring
+# keys are correlated; eight rounds with hashed keys passed all our statistical tests.
 _KEY_WORDS = 3
 _ROUNDS = 8
 
@@ -26,17 +26,19 @@ def _Uint64(value: int) -> tf.Tensor:
 
 
 def _Finalize(x: tf.Tensor) -> tf.Tensor:
-  """SplitMix64's output function on uint64."""
+  """Applies the output function of SplitMix64 to uint64."""
   for shift, multiplier in zip(_SHIFTS[:-1], _MULTIPLIERS, strict=True):
     x = tf.bitwise.bitwise_xor(x, tf.bitwise.right_shift(x, _Uint64(shift))) * _Uint64(multiplier)
   return tf.bitwise.bitwise_xor(x, tf.bitwise.right_shift(x, _Uint64(_SHIFTS[-1])))
 
 
 def TensorHash64(seed: int, values: tf.Tensor) -> tf.Tensor:
-  """Well-mixed 64-bit hashes of integers, elementwise.
+  """Returns well-mixed 64-bit hashes of the elements of an integer tensor.
+
+  `weight_params.Hash64` hashes Python values instead.
 
   Args:
-    seed: any Python integer (taken modulo 2^64); another seed gives unrelated hashes.
+    seed: any Python integer (taken modulo 2^64); different seeds give independent hashes.
     values: integers of any shape.
 
   Returns:
@@ -49,12 +51,13 @@ def TensorHash64(seed: int, values: tf.Tensor) -> tf.Tensor:
 
 
 def ShuffledIndices(positions: tf.Tensor, num_examples: int, random_seed: int) -> tf.Tensor:
-  """The examples at some positions of an endless run over shuffled epochs.
+  """Returns the examples at some positions of an endless run over shuffled epochs.
 
-  Epoch e = position // num_examples visits every index once, in an order given by (random_seed, e).
+  Epoch e = position // num_examples visits every index once, in an order determined by
+  (random_seed, e).
 
   Args:
-    positions: int64 [n], counts of examples since the beginning of the run, >= 0.
+    positions: int64 [n], numbers of examples since the start of the run, >= 0.
     num_examples: size of the data set, >= 1.
     random_seed: any Python integer.
 
@@ -66,10 +69,10 @@ def ShuffledIndices(positions: tf.Tensor, num_examples: int, random_seed: int) -
   words = _KEY_WORDS + 1
   hashes = [TensorHash64(random_seed, epochs * words + word) for word in range(words)]
   keys = tf.stack([tf.cast(h, tf.uint32) for h in hashes[:_KEY_WORDS]], axis=-1)
-  if not _CipherCannotReach(num_examples - 1):
+  if not _IsNotPermutation(num_examples - 1):
     return _Shuffle(offsets, keys, num_examples)
-  # The last index stays where it is and the others are shuffled, after a rotation by a random
-  # amount that moves the place of the last one.
+  # Shuffle all indices but the last one, after a rotation by a random amount that moves the
+  # position of the last one.
   rotation = tf.cast(tf.math.floormod(hashes[-1], _Uint64(num_examples)), tf.int64)
   rotated = tf.math.floormod(offsets + rotation, num_examples)
   last = num_examples - 1
@@ -84,12 +87,12 @@ def _Shuffle(offsets: tf.Tensor, keys: tf.Tensor, size: int) -> tf.Tensor:
   )
 
 
-def _CipherCannotReach(max_index: int) -> bool:
-  """Whether RandomIndexShuffle is no permutation for this largest index.
+def _IsNotPermutation(max_index: int) -> bool:
+  """Whether RandomIndexShuffle is not a permutation for this largest index.
 
-  Its block is the smallest even number of bits, at least 16, that is at least log2(max_index): when
-  max_index is itself 2^16, 2^18, 2^20, ... it does not fit into the block, and index max_index gets
-  the same result as index 0 (seen in TensorFlow 2.21). Other sizes are permutations.
+  Its block is the smallest even number of bits, at least 16, that is at least log2(max_index): if
+  max_index itself is 2^16, 2^18, 2^20, ... it does not fit into the block, and index max_index gets
+  the same result as index 0 (TensorFlow 2.21). For other sizes it is a permutation.
   """
   is_power_of_two = max_index & (max_index - 1) == 0
   num_bits = max_index.bit_length() - 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operations of which a tf.data pipeline consists."""
+"""The operations of a tf.data pipeline."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import tensorflow as tf
 
 
 def Trace(make: Callable[[], tf.data.Dataset]) -> Any:
-  """Returns the concrete function in which a pipeline is made; nothing is read."""
+  """Returns the concrete function that makes a pipeline, without reading any data."""
   return tf.function(
     lambda: tf.data.experimental.to_variant(make()), autograph=False
   ).get_concrete_function()
 
 
 def Operations(traced: Any) -> list[Sequence[Any]]:
-  """Returns the nodes of what `Trace` returned, and of each function in it, as protos."""
-  made = traced.graph.as_graph_def()
-  return [made.node, *(function.node_def for function in made.library.function)]
+  """Returns the node protos of a function from `Trace`, and of each function that it calls."""
+  graph_def = traced.graph.as_graph_def()
+  return [graph_def.node, *(function.node_def for function in graph_def.library.function)]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`StreamIterator`: goes through a tf.data pipeline; another one can go on where it is.
+"""`StreamIterator`: an iterator over a tf.data pipeline that can be saved and restored.
 
-The state is what tf.data itself makes of an iterator, buffers included: what was read ahead and not
-taken comes again. It is data, and fits the pipeline that it was taken of.
+Its state is tf.data's checkpoint of an iterator, buffers included: elements that were read ahead
+but not taken come again. The state is data, and fits only the pipeline that it was saved from.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any, Self
 
 import tensorflow as tf
 
-# Datasets and their iterators are on a host; this one is that of the process.
-_HERE = '/device:CPU:0'
+# Data sets and their iterators live on a host; this is the host of the process.
+_LOCAL_HOST = '/device:CPU:0'
 
-# Under such keys a state tells why something could not be read ahead.
+# Keys under which a state holds the message of a failed read.
 _FAILURE = re.compile(rb'@@[\w.\[\]]{0,99}error_message')
 
 
@@ -24,22 +24,23 @@ class StreamIterator:
   """Like `iter(dataset)`, with `Save` and `Restore`; errors in making an element are tf.data's.
 
   Attributes:
-    num_taken: how many elements were taken of it.
+    num_taken: number of elements taken from it.
   """
 
   def __init__(
-    self, make: Callable[[], tf.data.Dataset], host: str = _HERE, *, is_checked: bool = False
+    self, make: Callable[[], tf.data.Dataset], host: str = _LOCAL_HOST, *, is_checked: bool = False
   ) -> None:
-    """Reads nothing yet.
+    """Creates the pipeline without reading any data.
 
     Args:
-      make: returns the pipeline, the same at each call.
-      host: the CPU where it is made and read; it may be a worker's.
-      is_checked: it is known to have no state outside of its iterator, whatever operations it has.
+      make: returns the pipeline, the same one at each call.
+      host: the CPU that makes and reads the pipeline; it may be a worker's.
+      is_checked: whether the pipeline is known to have no state outside its iterator, whatever its
+        operations.
     """
     self._make, self._host, self._is_checked = make, host, is_checked
     with tf.device(host):
-      self._dataset = make()  # Functions of its pipeline live as long as it does.
+      self._dataset = make()  # Keeps the functions of the pipeline alive.
       self._flat = tf.nest.flatten(self._dataset.element_spec)
       self._types = {
         'output_types': [spec.dtype for spec in self._flat],
@@ -64,39 +65,40 @@ class StreamIterator:
     return self._Packed(values)
 
   def Map(self, function: Callable[[Any], Any]) -> Iterator[Any]:
-    """What a function of TensorFlow's operations makes of each element that is left.
+    """Yields the result of a function of TensorFlow operations for each remaining element.
 
-    Values stay where the function puts them. Nothing is read before it is asked for.
+    Values stay on the devices on which the function puts them. An element is read when it is asked
+    for.
     """
 
     @tf.function(autograph=False)
     def Next() -> tuple[tf.Tensor, Any]:
-      # The end is no error, of which a worker would print a line.
-      found = tf.raw_ops.IteratorGetNextAsOptional(iterator=self._handle, **self._types)
-      is_there = tf.raw_ops.OptionalHasValue(optional=found)
+      # Not an error at the end of the data, because a worker would log it.
+      element = tf.raw_ops.IteratorGetNextAsOptional(iterator=self._handle, **self._types)
+      has_value = tf.raw_ops.OptionalHasValue(optional=element)
       values = tf.cond(
-        is_there,
-        lambda: tf.raw_ops.OptionalGetValue(optional=found, **self._types),
+        has_value,
+        lambda: tf.raw_ops.OptionalGetValue(optional=element, **self._types),
         lambda: [tf.zeros(spec.shape, spec.dtype) for spec in self._flat],
       )
-      return is_there, function(self._Packed(values))
+      return has_value, function(self._Packed(values))
 
     while True:
       with tf.device(self._host):
-        is_there, made = Next()
-      if not is_there:
+        has_value, result = Next()
+      if not has_value:
         return
       self.num_taken += 1
-      yield made
+      yield result
 
   def CopyTo(self, host: str) -> StreamIterator:
-    """Another one that goes on from here, on another host.
+    """Returns an iterator on another host that continues from here.
 
     Args:
-      host: its CPU.
+      host: the CPU of the other host.
 
     Raises:
-      tf.errors.OpError: the pipeline cannot be saved, or not be made there.
+      tf.errors.OpError: the pipeline cannot be saved, or cannot be made on that host.
     """
     other = StreamIterator(self._make, host, is_checked=self._is_checked)
     other.Restore(self.Save())
@@ -104,7 +106,7 @@ class StreamIterator:
     return other
 
   def Save(self) -> tf.Tensor:
-    """The state behind the last element that was taken: a string, for `Restore`.
+    """Returns the state after the last element taken: a string, for `Restore`.
 
     Raises:
       tf.errors.OpError: the pipeline cannot be saved.
@@ -118,13 +120,13 @@ class StreamIterator:
       return tf.io.serialize_tensor(state)
 
   def Restore(self, state: tf.Tensor) -> None:
-    """Goes to where another iterator of such a pipeline was saved.
+    """Continues from the state of another iterator over an equal pipeline.
 
     Args:
-      state: what `Save` returned.
+      state: the result of `Save`.
 
     Raises:
-      tf.errors.OpError: it is not the state of such a pipeline.
+      tf.errors.OpError: the state is not from an equal pipeline.
     """
     with tf.device(self._host):
       tf.raw_ops.DeserializeIterator(
@@ -136,9 +138,9 @@ class StreamIterator:
 
 
 def HasFailed(state: tf.Tensor) -> bool:
-  """Whether something was read ahead in vain: it fails again for whoever goes on from that state.
+  """Whether reading ahead failed: an iterator restored from this state fails again.
 
   Args:
-    state: what `StreamIterator.Save` returned.
+    state: the result of `StreamIterator.Save`.
   """
   return _FAILURE.search(state.numpy()) is not None

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Synthetic data with a rule that can be learned, for tests and benchmarks.
+"""Synthetic data with a learnable rule, for tests and benchmarks.
 
-Every example is a function of its index and `p.data_seed`, in exact arithmetic, so it has the
-same bits in any batch and on any machine. Inputs with the same `p.data_seed` follow the same rule;
-ranges of indices that do not overlap (`p.first_example`) make training and held-out data of them.
+Every example is a function of its index and `p.data_seed`, in exact arithmetic, so it is
+bit-for-bit equal in any batch and on any machine. Inputs with the same `p.data_seed` follow the
+same rule. Disjoint ranges of indices (`p.first_example`) serve as training data and held-out data.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from lingvo_gpipe.input import base_input_generator, index_order
 
 
 class _SyntheticInput(base_input_generator.BaseInputGenerator):
-  """What the synthetic inputs share: how many examples, which ones, and the seed of the rule."""
+  """Base of the synthetic inputs: the range of examples and the seed of the rule."""
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
     p = super().Params()
     p.Define('num_examples', 1024, 'Size of the data set.')
-    p.Define('first_example', 0, 'The examples are those from this one on: other data, same rule.')
-    p.Define('data_seed', 0, 'Seed of the rule and of the examples (random_seed is of the order).')
+    p.Define('first_example', 0, 'Index of the first example: other data with the same rule.')
+    p.Define('data_seed', 0, 'Seed of the rule and of the examples (random_seed: of the order).')
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams):
@@ -40,38 +40,38 @@ class _SyntheticInput(base_input_generator.BaseInputGenerator):
     return self.params.num_examples
 
   def _Hashes(self, purpose: int, indices: tf.Tensor, width: int) -> tf.Tensor:
-    """uint64 [n, width], random numbers that belong to examples `indices`, int64 [n]."""
+    """Returns uint64 [n, width], random numbers of the examples `indices`, int64 [n]."""
     places = (indices + self.params.first_example)[:, tf.newaxis] * width
     seed = self.params.data_seed * _NUM_PURPOSES + purpose
     return index_order.TensorHash64(seed, places + tf.range(width, dtype=tf.int64))
 
   def _RuleHashes(self, purpose: int, size: int) -> np.ndarray:
-    """uint64 [size], random numbers of the rule."""
+    """Returns uint64 [size], random numbers of the rule."""
     with tf.init_scope(), tf.device('/device:CPU:0'):
       seed = self.params.data_seed * _NUM_PURPOSES + purpose
       return index_order.TensorHash64(seed, tf.range(size, dtype=tf.int64)).numpy()
 
 
-# What random numbers are drawn for; the seeds of different purposes differ.
+# Purposes of random numbers; each one has its own seed.
 _FIRST_IDS, _NEXT_ID, _INPUTS, _HIDDEN_WEIGHTS, _TARGET_WEIGHTS = range(5)
 _NUM_PURPOSES = 8
 
 
 class SyntheticLmInput(_SyntheticInput):
-  """Sequences in which each id is a seeded permutation of the id `p.order` places before it.
+  """Sequences in which each id is a seeded permutation of the id `p.order` positions before it.
 
   The first `p.order` ids of a sequence are random. A batch has the fields of TextBytesInput: `ids`,
-  `labels` int32 [batch, time] (labels[:, t] is what follows ids[:, t]), `weights` float32
-  [batch, time], all 1, and `example_weights`. A model that knows the rule reaches the loss
-  `LossFloor()`; one that knows nothing log(vocab_size).
+  `labels` int32 [batch, time] (labels[:, t] is the id after ids[:, t]), `weights` float32 [batch,
+  time], all 1, and `example_weights`. A model that knows the rule reaches the loss `LossFloor()`,
+  an untrained one log(vocab_size).
   """
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
     p = super().Params()
-    p.Define('seq_len', 32, 'Ids predicted by an example.')
+    p.Define('seq_len', 32, 'Number of ids that an example predicts.')
     p.Define('vocab_size', 64, 'Ids are 0 ... vocab_size - 1.')
-    p.Define('order', 1, 'How many places back the id stands that determines the next one.')
+    p.Define('order', 1, 'Distance to the earlier id that determines an id.')
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams):
@@ -81,16 +81,16 @@ class SyntheticLmInput(_SyntheticInput):
     self._CheckInteger('order', minimum=1)
 
   def LossFloor(self) -> float:
-    """The least mean cross-entropy, nats an id: the random ids among the labels cost log(vocab)."""
+    """Returns the minimum mean cross-entropy in nats per id; random labels cost log(vocab_size)."""
     p = self.params
     num_random = min(p.order - 1, p.seq_len)
     return num_random * math.log(p.vocab_size) / p.seq_len
 
   @functools.cached_property
   def _powers(self) -> tf.Tensor:
-    """int32 [j, vocab_size]: the permutation applied j times, as often as a sequence needs it."""
+    """int32 [j, vocab_size]: the permutation applied j times, for all j that a sequence needs."""
     p = self.params
-    # Sorting hashes, instead of a generator of numpy's, whose streams change with its versions.
+    # Sorts hashes, as the streams of NumPy's generators change with its versions.
     permutation = np.argsort(self._RuleHashes(_NEXT_ID, p.vocab_size), kind='stable')
     powers = [np.arange(p.vocab_size)]
     for _ in range(p.seq_len // p.order):
@@ -126,10 +126,10 @@ class SyntheticLmInput(_SyntheticInput):
 
 
 class SyntheticRegressionInput(_SyntheticInput):
-  """Dense inputs and targets that a seeded network with one hidden layer computes from them.
+  """Dense inputs, and targets computed from them by a seeded network with one hidden layer.
 
-  `inputs` are float32 [batch, *p.input_shape], uniform in [-2, 2); `targets` float32
-  [batch, p.num_targets] = relu(inputs A) B with about unit scale.
+  `inputs` are float32 [batch, *p.input_shape], uniform in [-2, 2); `targets` float32 [batch,
+  p.num_targets] = relu(inputs A) B with about unit scale.
   """
 
   @classmethod
@@ -173,7 +173,8 @@ class SyntheticRegressionInput(_SyntheticInput):
     hidden_weights, target_weights = self._rule
     hashes = self._Hashes(_INPUTS, indices, math.prod(p.input_shape))
     # Inputs are multiples of 2^-8 and weights of 2^-3 times a power of two: every sum below is
-    # exact in float64, so that no order of summation, which may differ between batches, shows.
+    # exact in float64, so the result does not depend on the order of summation, which may differ
+    # between batches.
     steps = tf.cast(tf.math.floormod(hashes, tf.constant(1024, tf.uint64)), tf.float64)
     inputs = (steps - 512.0) / 256.0
     targets = tf.nn.relu(inputs @ hidden_weights) @ target_weights
@@ -189,7 +190,7 @@ class SyntheticRegressionInput(_SyntheticInput):
 
 
 def _EighthsFromHashes(hashes: np.ndarray) -> np.ndarray:
-  """float64 multiples of 1/8 in [-2, 2)."""
+  """Returns float64 multiples of 1/8 in [-2, 2)."""
   return (hashes % 32).astype(np.float64) / 8.0 - 2.0
 
 

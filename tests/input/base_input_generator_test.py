@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Input generators: exact restarts, full batches, every example of an evaluation counted once."""
+"""Input generators: exact restarts, full batches, and evaluations that count every example once."""
 
 import itertools
 import sys
@@ -14,7 +14,7 @@ from tests.toys import training
 
 
 class _SquaresInput(base_input_generator.BaseInputGenerator):
-  """Example i is i, its square and a nest."""
+  """Example i holds i, its square and a nested field."""
 
   @classmethod
   def Params(cls):
@@ -51,8 +51,8 @@ def _Indices(batches):
 
 def _AssertSameBatches(got, expected):
   assert len(got) == len(expected)
-  for one, other in zip(got, expected, strict=True):
-    tf.nest.map_structure(np.testing.assert_array_equal, one, other)
+  for batch, expected_batch in zip(got, expected, strict=True):
+    tf.nest.map_structure(np.testing.assert_array_equal, batch, expected_batch)
 
 
 def testBatchesAreNestedMapsOfTheSpec():
@@ -103,19 +103,19 @@ def testPositionDoesNotDependOnTheBatchSize():
   for batch_size in (3, 4, 12, 20):
     got = _Indices(_Batches(_Input(batch_size=batch_size), count=60 // batch_size))
     np.testing.assert_array_equal(got, expected)
-  # Ten examples in batches of 5, then on in batches of 2 from a position that is no multiple of it.
+  # Continue in batches of 2 from a position that is not a multiple of 2.
   got = _Indices(_Batches(_Input(batch_size=2), start=15, count=10))
   np.testing.assert_array_equal(got, expected[15:35])
 
 
-def testRestartFarAwayCostsNothing():
+def testRestartAtAFarPositionIsFast():
   epoch = 10**12
   batches = _Batches(_Input(size=7, batch_size=7), start=7 * epoch, count=2)
   for batch in batches:
     np.testing.assert_array_equal(np.sort(batch.index), np.arange(7))
 
 
-def testSeedsDecideTheOrder():
+def testOrderDependsOnTheSeed():
   first, again, other = (
     _Indices(_Batches(_Input(size=50, random_seed=s), count=25)) for s in (1, 1, 2)
   )
@@ -136,13 +136,13 @@ def testEvaluationCountsEveryExampleOnce(size, shuffle):
   np.testing.assert_array_equal(np.sort(indices[weights == 1]), np.arange(size))
   if not shuffle:
     np.testing.assert_array_equal(indices[:size], np.arange(size))
-  # Padded rows are legal examples and count nothing in either field.
+  # Padded rows are legal examples with weight 0 in both fields.
   assert (indices >= 0).all() and (indices < size).all()
   token_weights = np.concatenate([b.weights for b in batches])
   np.testing.assert_array_equal(token_weights, np.repeat(weights[:, None], 3, axis=1))
 
 
-def testSeveralEpochsEnd():
+def testSeveralEpochsAreFinite():
   generator = _Input(size=5, num_epochs=3)
   batches = _Batches(generator)
   weights = np.concatenate([b.example_weights for b in batches])
@@ -152,7 +152,7 @@ def testSeveralEpochsEnd():
   assert generator.NumBatches(8) == 2
 
 
-def testStartBehindTheEndIsEmpty():
+def testStartAfterTheEndIsEmpty():
   generator = _Input(size=5, num_epochs=1)
   for start in (5, 6, 100):
     assert _Batches(generator, start=start) == []
@@ -160,13 +160,13 @@ def testStartBehindTheEndIsEmpty():
 
 
 @pytest.mark.parametrize('num_epochs', [0, None])
-def testNoNumberOfEpochsMeansForever(num_epochs):
+def testWithoutNumEpochsTheDataAreEndless(num_epochs):
   generator = _Input(num_epochs=num_epochs)
   assert generator.NumBatches() is None
   assert generator.Dataset().cardinality().numpy() == tf.data.INFINITE_CARDINALITY
 
 
-def testExampleWeightsOfASubclassAreKept():
+def testExampleWeightsOfASubclassAreMultiplied():
   class Halves(_SquaresInput):
     def _Examples(self, indices):
       examples = super()._Examples(indices)
@@ -192,7 +192,7 @@ def testDatasetWorksInsideATracedLoop():
   assert Total().numpy() == sum(i * i for i in range(10))
 
 
-def testFingerprintIsOfTheDataAlone():
+def testFingerprintDependsOnTheDataAlone():
   fingerprint = _Input().Fingerprint()
   assert len(fingerprint) == 16 and int(fingerprint, 16) >= 0
   assert (
@@ -219,16 +219,16 @@ def testParamsAreCopied():
     ({'num_parallel_calls': 0}, 'num_parallel_calls'),
   ],
 )
-def testBadParams(params, match):
+def testInvalidParamsAreNamed(params, match):
   with pytest.raises(ValueError, match=match):
     _Input(name='squares', **params)
 
 
-def testWhoReadsMayBeNoneAsInTextsOfParamsFromBefore():
+def testReadOnWorkersMayBeNoneAsInOldParams():
   assert _Input(read_on_workers=None).BatchSpec()
 
 
-def testBadPositionsAndEmptyData():
+def testInvalidPositionsAndEmptyDataAreErrors():
   with pytest.raises(ValueError, match='start.*-1'):
     _Input().Dataset(-1)
   with pytest.raises(TypeError):
@@ -240,7 +240,7 @@ def testBadPositionsAndEmptyData():
 
 
 class _BadInput(_SquaresInput):
-  """What a field `x` must not be."""
+  """Has an invalid field `x`."""
 
   def _Examples(self, indices):
     return nested_map.NestedMap(x=self._Bad(indices))
@@ -263,7 +263,7 @@ def testFieldsNeedStaticShapes():
       cls.Params().Set(batch_size=4).Instantiate().Dataset()
 
 
-def testFieldsMustBeWhatTheSpecSays():
+def testFieldsMustMatchTheSpec():
   class WrongDtype(_BadInput):
     def _ExampleSpec(self):
       return nested_map.NestedMap(x=tf.TensorSpec([], tf.int32))
@@ -282,14 +282,14 @@ def testFieldsMustBeWhatTheSpecSays():
   cases = (
     (WrongDtype, "field 'x': expected int32 .4,., got float32"),
     (WrongFields, "expected the fields .*'x'.*got.*'y'"),
-    (IntegerWeights, "field 'weights' holds weights"),
+    (IntegerWeights, "field 'weights': expected weights, floating .* got int64"),
   )
   for cls, match in cases:
     with pytest.raises(ValueError, match=match):
       cls.Params().Set(batch_size=4).Instantiate().Dataset()
 
 
-def testAnExceptionInExamplesKeepsItsType():
+def testExceptionInExamplesKeepsItsType():
   class Raises(_SquaresInput):
     def _ExampleSpec(self):
       return nested_map.NestedMap(x=tf.TensorSpec([], tf.int32))
@@ -301,22 +301,22 @@ def testAnExceptionInExamplesKeepsItsType():
     Raises.Params().Set(batch_size=4).Instantiate().Dataset()
 
 
-def testRowsThatPadTheLastBatchAreNoExamples():
-  """With more epochs a run goes on where it would be without that batch."""
+def testPaddedRowsDoNotMoveThePosition():
+  """A run with more epochs continues as if there were no padded batch."""
   first, more = _Input(num_epochs=1), _Input(num_epochs=2)
   position = 0
   for batch in _Batches(first):
     position = first.PositionAfter(position, len(batch.index))
   assert position == 10
   assert first.PositionAfter(position, 4) == 10
-  rest = _Batches(more, start=position)
-  seen = [b.index[b.example_weights > 0] for b in [*_Batches(first), *rest]]
+  later_batches = _Batches(more, start=position)
+  seen = [b.index[b.example_weights > 0] for b in [*_Batches(first), *later_batches]]
   assert sorted(np.concatenate(seen)) == sorted([*range(10)] * 2)
   assert _Input().PositionAfter(8, 4) == 12
 
 
 @pytest.mark.parametrize('options', [{}, {'num_epochs': 1}, {'shuffle': False}])
-def testAPartIsThoseRowsOfThoseFields(options):
+def testRowsDatasetReturnsTheRowsAndFieldsAskedFor(options):
   generator = _Input(**options)
   parts = list(generator.RowsDataset(3, range(1, 3), ['inner.pair', 'example_weights']).take(3))
   whole = _Batches(generator, 3, 3)
@@ -326,11 +326,11 @@ def testAPartIsThoseRowsOfThoseFields(options):
     np.testing.assert_array_equal(part[1], batch.example_weights[1:3])
 
 
-# --- inputs that cannot go on ---
+# --- inputs that cannot be resumed ---
 
 
 class _Skipping(_SquaresInput):
-  """Reads from the start what it skips."""
+  """Reads from the start and skips the rows before the position."""
 
   def Dataset(self, start=0):
     return super().Dataset(0).skip(start // 4)
@@ -352,7 +352,7 @@ class _OtherOrder(_SquaresInput):
 
 
 class _OtherOrderLater(_SquaresInput):
-  """As an order without a seed may be: the same in one batch and another in those after it."""
+  """Repeats the first batch but not the later ones, as an order without a seed may."""
 
   def Dataset(self, start=0):
     batches = super().Dataset(start)
@@ -374,7 +374,7 @@ class _SeededJitter(_SquaresInput):
 
 
 @pytest.mark.parametrize('cls', [_SquaresInput, _Skipping, _SeededJitter])
-def testInputsThatGoOnWhereTheyAreTold(cls):
+def testResumableInputsPassTheCheck(cls):
   generator = cls.Params().Set(batch_size=4, size=100).Instantiate()
   generator.CheckRestarts()
   _AssertSameBatches(_Batches(generator, 4, 2), _Batches(generator, 0, 3)[1:])
@@ -383,14 +383,14 @@ def testInputsThatGoOnWhereTheyAreTold(cls):
 @pytest.mark.parametrize(
   'cls, message',
   [
-    (_NoPosition, r'_NoPosition\.Dataset takes no position `start`, so a run could not go on'),
-    (_AlwaysFromTheStart, r'position 4 on are not those that follow .* override _Examples'),
+    (_NoPosition, r'_NoPosition\.Dataset takes no position `start`'),
+    (_AlwaysFromTheStart, r'_AlwaysFromTheStart\.Dataset: .* position 4 .* override _Examples'),
     (_OtherOrder, r'_OtherOrder\.Dataset: the batches from position 4'),
     (_OtherOrderLater, r'_OtherOrderLater\.Dataset: the batches from position 4'),
     (_Jittered, r'_Jittered\._Examples draws random numbers by RandomUniform.*stateless_uniform'),
   ],
 )
-def testInputsThatCannotGoOnAreRefused(cls, message):
+def testInputsThatCannotBeResumedAreRejected(cls, message):
   generator = cls.Params().Set(batch_size=4, size=100).Instantiate()
   with pytest.raises(ValueError, match=message):
     generator.CheckRestarts()
@@ -402,7 +402,7 @@ class _Stream(synthetic.SyntheticRegressionInput):
     return super().Dataset(0)
 
 
-def testARunIsRefusedBeforeItsFirstStep(tmp_path):
+def testRunIsRejectedBeforeItsFirstStep(tmp_path):
   params = training.Params()
   params.input = _Stream.Params().MergeCommonKeysFrom(params.input)
   program = training.Program(tmp_path, params)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of batches by length: every example, the languages' shares, and going on anywhere."""
+"""Batches by length: every example, the shares of languages, and resuming anywhere."""
 
 import sys
 
@@ -14,7 +14,7 @@ _SIZES = [5, 3, 2]
 
 
 def _Examples(num=200, num_groups=4, seed=0):
-  """Buckets and groups of examples: group g has 2^g times as many as group 0, or about that."""
+  """Returns buckets and groups of examples; group g has about 2^g times as many as group 0."""
   rng = np.random.default_rng(seed)
   shares = 2.0 ** np.arange(num_groups)
   groups = np.concatenate(
@@ -37,7 +37,7 @@ def _Real(batches):
 
 
 @pytest.mark.parametrize('shuffle', [False, True])
-def testAnEpochIsEveryExampleOnceInItsBucket(shuffle):
+def testEpochHasEveryExampleOnceInItsBucket(shuffle):
   buckets, groups = _Examples()
   plan = _Plan((buckets, groups), shuffle=shuffle)
   assert sum(plan.Draws()) == buckets.size
@@ -56,8 +56,8 @@ def testAnEpochIsEveryExampleOnceInItsBucket(shuffle):
     firsts = [batch.indices[0] for batch in epochs[0]]
     assert firsts == sorted(firsts)
     for j in range(len(_SIZES)):
-      own = _Real([batch for batch in epochs[0] if batch.bucket == j])
-      np.testing.assert_array_equal(own, np.flatnonzero(buckets == j))
+      indices = _Real([batch for batch in epochs[0] if batch.bucket == j])
+      np.testing.assert_array_equal(indices, np.flatnonzero(buckets == j))
 
 
 def testBatchesOfAllBucketsAndGroupsAreMixed():
@@ -83,7 +83,7 @@ def testGroupsAreDrawnByTheirShares(counts, temperature, seed):
   plan = _Plan((buckets, groups), temperature=temperature, random_seed=seed)
   weights = np.array(counts) ** (1 / temperature)
   quotas = groups.size * weights / weights.sum()
-  # What has examples in some buckets is drawn from each of them.
+  # A group is drawn at least once from each bucket in which it has examples.
   num_cells = [len(set(buckets[groups == g])) for g in range(len(counts))]
   seen = np.zeros([groups.size], int)
   for epoch in range(4):
@@ -94,16 +94,16 @@ def testGroupsAreDrawnByTheirShares(counts, temperature, seed):
     if (quotas >= num_cells).all():
       assert real.size == groups.size
     np.add.at(seen, real, 1)
-    # No example of a group and bucket comes again before all of them came.
+    # No example of a group and bucket repeats before all of them came.
     for g, j in set(zip(groups, buckets, strict=True)):
-      own = seen[(groups == g) & (buckets == j)]
-      assert own.max() - own.min() <= 1
+      counts_of_cell = seen[(groups == g) & (buckets == j)]
+      assert counts_of_cell.max() - counts_of_cell.min() <= 1
   if temperature == 1:
     assert (seen == 4).all()
 
 
-def testALongTailIsNotForgotten():
-  # Bucket 1 has 2 of 1000 examples, of which 1 is drawn where 0.3 are due.
+def testRareBucketsAreDrawn():
+  # Bucket 1 has 2 of 1000 examples; its share of 0.3 draws is rounded up to 1.
   buckets = np.array([0] * 998 + [1] * 2 + [0] * 10)
   groups = np.array([0] * 1000 + [1] * 10)
   plan = _Plan((buckets, groups), sizes=[10, 10], temperature=1e6)
@@ -127,30 +127,30 @@ def testSharesFollowTheFormula():
   roots = sizes**0.2
   np.testing.assert_allclose(bucket_plan.Shares(sizes, 5), roots / roots.sum())
   np.testing.assert_allclose(bucket_plan.Shares(sizes, 1e9), [1 / 3] * 3)
-  # No overflow for a low temperature: the largest takes all.
+  # No overflow for a low temperature: the largest group takes all draws.
   np.testing.assert_allclose(bucket_plan.Shares(sizes, 1e-3), [0, 0, 1])
 
 
 @pytest.mark.parametrize('options', [{}, {'temperature': 5.0}, {'shuffle': False}])
-def testPositionsAreCountsOfRows(options):
+def testPositionsCountRows(options):
   plan = _Plan(**options)
   position = 0
   for number in range(2 * plan.num_batches + 3):
     assert plan.Position(number) == position
     assert plan.BatchAt(position) == number
     rows = plan.Batch(number).indices.size
-    # A position within a batch goes on with the next one.
+    # A position within a batch continues with the next batch.
     assert plan.BatchAt(position + 1) == number + 1
     position += rows
   assert plan.Position(plan.num_batches) == plan.num_rows
-  # Far away, and back again, in a plan of its own.
+  # A far position and a near one, in another plan.
   far = 10**9 * plan.num_batches + 5
   other = _Plan(**options)
   np.testing.assert_array_equal(other.Batch(far).indices, plan.Batch(far).indices)
   np.testing.assert_array_equal(other.Batch(3).indices, plan.Batch(3).indices)
 
 
-def testTheExamplesOfAnEpochDoNotDependOnBatchSizes():
+def testExamplesOfAnEpochDoNotDependOnBatchSizes():
   for epoch in (0, 3):
     drawn = [
       sorted(_Real(_Epoch(_Plan(sizes=sizes, temperature=3.0), epoch)))
@@ -159,16 +159,16 @@ def testTheExamplesOfAnEpochDoNotDependOnBatchSizes():
     assert drawn[0] == drawn[1] == drawn[2]
 
 
-def testSeedsDecideTheOrder():
+def testOrderDependsOnTheSeed():
   orders = [tuple(_Real(_Epoch(_Plan(random_seed=s), 0))) for s in (0, 1, -1, 2**70)]
   assert len(set(orders)) == len(orders)
 
 
-def testTheOrderIsPinned():
-  """Another order would break the promise to runs that are under way."""
+def testOrderIsPinned():
+  """Runs in progress rely on the order."""
   plan = _Plan((np.array([0, 0, 1, 0, 1, 0, 0]), np.array([0, 0, 0, 1, 1, 1, 1])), sizes=[2, 2])
-  found = [(b.bucket, b.indices.tolist(), b.num_real) for b in _Epoch(plan, 1)]
-  assert found == [(0, [1, 1], 1), (1, [2, 4], 2), (0, [5, 3], 2), (0, [0, 6], 2)]
+  batches = [(b.bucket, b.indices.tolist(), b.num_real) for b in _Epoch(plan, 1)]
+  assert batches == [(0, [1, 1], 1), (1, [2, 4], 2), (0, [5, 3], 2), (0, [0, 6], 2)]
 
 
 if __name__ == '__main__':

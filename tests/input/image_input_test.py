@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images come in a seeded order, changed anew in each epoch; a restart is exact."""
+"""Images come in a seeded order, with different changes in each epoch; restarts are exact."""
 
 import sys
 
@@ -14,7 +14,7 @@ NUM_IMAGES = 10
 
 
 class _Seeded(image_input.ImageInput):
-  """Images that show index and seed."""
+  """Images of which the labels are indices and the pixels seeds."""
 
   def _NumImages(self):
     return NUM_IMAGES
@@ -37,17 +37,17 @@ def _Input(**values):
 
 
 def _Examples(generator, count, start=0):
-  """[(label, seed shown)] from a position on."""
-  found = []
+  """Returns [(label, seed)] of `count` images from a position on."""
+  examples = []
   for batch in generator.Dataset(start):
     rows = zip(batch.labels.numpy(), batch.images.numpy()[:, 0, 0, 0], strict=True)
-    found.extend((int(label), float(seed)) for label, seed in rows)
-    if len(found) >= count:
-      return found[:count]
-  return found
+    examples.extend((int(label), float(seed)) for label, seed in rows)
+    if len(examples) >= count:
+      return examples[:count]
+  return examples
 
 
-def testEveryEpochHasEachImageOnceChangedAnew():
+def testEveryEpochHasEachImageOnceWithNewChanges():
   examples = _Examples(_Input(), 3 * NUM_IMAGES)
   epochs = [examples[i : i + NUM_IMAGES] for i in range(0, 3 * NUM_IMAGES, NUM_IMAGES)]
   for epoch in epochs:
@@ -57,20 +57,20 @@ def testEveryEpochHasEachImageOnceChangedAnew():
 
 @pytest.mark.parametrize('start', [1, 9, 10, 23])
 @pytest.mark.parametrize('batch_size', [4, 7])
-def testARestartIsExactAlsoInOtherBatches(start, batch_size):
+def testRestartIsExactWithAnyBatchSize(start, batch_size):
   expected = _Examples(_Input(), 45)[start:]
   assert _Examples(_Input(batch_size=batch_size), 45 - start, start) == expected
   parallel = _Input(batch_size=batch_size, num_parallel_calls=3)
   assert _Examples(parallel, 45 - start, start) == expected
 
 
-def testAPartHasTheSameChanges():
+def testRowsDatasetHasTheSameChanges():
   both = tf.data.Dataset.zip(_Input().RowsDataset(7, range(3), ['images']), _Input().Dataset(7))
   for (images,), batch in both.take(3):
     np.testing.assert_array_equal(images, batch.images[:3])
 
 
-def testChangesBelongToIndexAndEpochNotToTheOrder():
+def testChangesDependOnIndexAndEpochOnly():
   shuffled, plain = _Examples(_Input(), 20), _Examples(_Input(shuffle=False), 20)
   assert [label for label, _ in plain] == 2 * list(range(NUM_IMAGES))
   for first in (0, NUM_IMAGES):
@@ -85,7 +85,7 @@ def testOneEpochInOrderIsPadded():
   assert _Input(num_epochs=1).NumBatches() == 3
 
 
-def testSpecIsWhatComes():
+def testBatchesMatchTheSpec():
   generator = _Input()
   spec = generator.BatchSpec()
   batch = next(iter(generator.Dataset()))
@@ -94,10 +94,10 @@ def testSpecIsWhatComes():
   }
 
 
-def testWrongImagesAreRefused():
+def testInvalidImagesAndPositionsAreErrors():
   with pytest.raises(ValueError, match="field 'images'"):
     _Input(image_size=3).Dataset()
-  with pytest.raises(ValueError, match='start, the count'):
+  with pytest.raises(ValueError, match='start, .*-1'):
     _Input().Dataset(-1)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of examples: a permutation an epoch, for every size, always the same."""
+"""The order of examples: one permutation per epoch, for every size, always the same."""
 
 import math
 import sys
@@ -10,8 +10,8 @@ import tensorflow as tf
 
 from lingvo_gpipe.input import index_order
 
-# Around the powers of two, where ciphers change their block; 2^16 + 1 and 2^18 + 1 are sizes at
-# which TensorFlow's op alone is no permutation.
+# Sizes around powers of two, at which ciphers change their block. At 2^16 + 1 and 2^18 + 1 the op
+# of TensorFlow alone is not a permutation.
 _SIZES = sorted(
   {*range(1, 40), 100, 1797, 10007, *(2**k + d for k in range(5, 19) for d in (-1, 0, 1, 2))}
 )
@@ -29,14 +29,14 @@ def testEachEpochIsAPermutation(num_examples):
     np.testing.assert_array_equal(np.sort(order), np.arange(num_examples))
 
 
-def testOpAloneIsNoPermutationOfTheSizesThatAreTreatedApart():
-  # The day this fails TensorFlow has been mended; the orders of those sizes must stay.
+def testOpAloneIsNotAPermutationOfSpecialSizes():
+  # If this fails, TensorFlow has been fixed; the orders of these sizes must not change.
   size = 2**16 + 1
   raw = index_order._Shuffle(tf.range(size, dtype=tf.int64), tf.zeros([3], tf.uint32), size)
   assert len(np.unique(raw.numpy())) == size - 1
 
 
-def testSameSeedSameOrderOnePositionAtATime():
+def testOrderIsEqualOnePositionAtATime():
   together = _Order(23, random_seed=5, num_epochs=3).ravel()
   alone = [
     index_order.ShuffledIndices(tf.constant([i], tf.int64), 23, 5).numpy()[0] for i in range(3 * 23)
@@ -45,7 +45,7 @@ def testSameSeedSameOrderOnePositionAtATime():
 
 
 def testOrderIsPinned():
-  # A checkpoint's position means something only as long as these stay.
+  # The positions in checkpoints rely on these values.
   expected = [[3, 2, 8, 5, 1, 9, 7, 0, 4, 6], [3, 1, 2, 9, 4, 5, 8, 7, 6, 0]]
   np.testing.assert_array_equal(_Order(10, num_epochs=2), expected)
   assert _Order(2**16 + 1)[0, :5].tolist() == [54331, 51440, 21740, 63532, 53276]
@@ -53,10 +53,10 @@ def testOrderIsPinned():
   assert index_order.TensorHash64(1, tf.range(3)).numpy().tolist() == expected
 
 
-def testSizeThatIsTreatedApartMovesItsLastIndex():
+def testSpecialSizeMovesItsLastIndex():
   size = 2**16 + 1
-  places = [int(np.argmax(order)) for order in _Order(size, num_epochs=4)]
-  assert len(set(places)) == 4
+  last_indices = [int(np.argmax(order)) for order in _Order(size, num_epochs=4)]
+  assert len(set(last_indices)) == 4
 
 
 @pytest.mark.parametrize('seeds', [(0, 1), (1, 2), (0, -1), (7, 7 + 2**32)])
@@ -65,12 +65,12 @@ def testSeedsAndEpochsGiveUnrelatedOrders(seeds):
   orders = np.concatenate([_Order(size, random_seed=s, num_epochs=8) for s in seeds])
   correlations = np.corrcoef(np.concatenate([orders, [np.arange(size)]]))
   pairs = correlations[np.triu_indices(len(correlations), 1)] * math.sqrt(size)
-  # Standard normal where unrelated; there are 136 pairs.
+  # Standard normal if unrelated; there are 136 pairs.
   assert np.abs(pairs).max() < 4.5
   assert np.sqrt(np.mean(pairs**2)) < 1.3
 
 
-def testSmallSetsReachEveryOrderAboutEquallyOften():
+def testOrdersOfSmallSetsAreEquallyLikely():
   orders, counts = np.unique(_Order(4, num_epochs=1200), axis=0, return_counts=True)
   assert len(orders) == 24
   assert counts.min() > 20 and counts.max() < 90
@@ -82,7 +82,7 @@ def testHugePositionsStillWork():
   assert (indices >= 0).all() and (indices < 2**40).all() and indices[0] != indices[1]
 
 
-def testHash64MatchesSplitMix64():
+def testHashesMatchSplitMix64():
   # The first outputs of the published generator for seed 0.
   states = tf.constant([1, 2, 3], tf.uint64) * tf.constant(index_order._INCREMENT, tf.uint64)
   expected = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]

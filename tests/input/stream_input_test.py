@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams: batches, weights and padding; going on where an iterator was saved; what is refused."""
+"""Streams: batches, weights and padding; resuming from a saved iterator; rejected streams."""
 
 import itertools
 import sys
@@ -15,7 +15,7 @@ SIZE = 10
 
 
 class _Numbers(stream_input.BaseStreamInput):
-  """0 ... SIZE - 1."""
+  """The numbers 0 ... SIZE - 1."""
 
   def _Stream(self, epoch):
     return self._Indices(epoch).map(lambda i: nested_map.NestedMap(i=i, weights=tf.ones([2])))
@@ -35,7 +35,7 @@ def _Seen(iterator, count=None):
   return [batch.i.numpy().tolist() for batch in itertools.islice(iterator, count)]
 
 
-def testEachExampleComesOnceWhereTheDataEnd():
+def testEachExampleComesOnceInFiniteData():
   source = _Input(shuffle=False, num_epochs=1)
   batches = list(source.Dataset())
   assert _Seen(batches) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 9, 9]]
@@ -59,7 +59,7 @@ def testShuffleDrawsEachExampleOncePerEpochBySeed():
 
 
 class _Interleaved(_Numbers):
-  """Parts are drawn anew in each epoch, and read and mixed beside each other."""
+  """Shuffles the parts in each epoch, and reads and mixes them in parallel."""
 
   def _Indices(self, epoch):
     parts = tf.data.Dataset.range(3).shuffle(3, epoch, reshuffle_each_iteration=False)
@@ -71,7 +71,7 @@ class _Interleaved(_Numbers):
 
 
 class _WithTable(_Numbers):
-  """Words by a table, as vocabularies have it."""
+  """Looks up words in a table, as a vocabulary does."""
 
   def __init__(self, params):
     super().__init__(params)
@@ -87,7 +87,7 @@ class _WithTable(_Numbers):
 
 @pytest.mark.parametrize('cls', [_Numbers, _Interleaved, _WithTable])
 @pytest.mark.parametrize('num_epochs', [0, 3])
-def testGoesOnWhereAnIteratorWasSaved(cls, num_epochs):
+def testResumesFromASavedIterator(cls, num_epochs):
   values = {'shuffle_buffer_size': 6, 'num_epochs': num_epochs, 'num_prefetch': 3}
   _Input(cls, **values).CheckRestarts()
   run = _Input(cls, **values).Iterator()
@@ -188,36 +188,39 @@ class _AnyLength(_Numbers):
   [
     (
       _FromGenerator,
-      r"_FromGenerator 'Train' cannot be saved, so a run .*stateful.*from_generator",
+      r"_FromGenerator 'Train' cannot be saved, .*stateful.*from_generator",
     ),
-    (_ByPython, r"_ByPython 'Train' cannot be saved, so a run .*stateful.*numpy_function"),
-    (_Drawing, r"_Drawing 'Train' cannot be saved, so a run .*RandomUniform.*stateless_uniform"),
-    (_OtherEachTime, r'_OtherEachTime .*not the same each time.*the epoch alone'),
-    (_Unseeded, r'_Unseeded .*not the same each time.*a seed'),
+    (_ByPython, r"_ByPython 'Train' cannot be saved, .*stateful.*numpy_function"),
+    (_Drawing, r"_Drawing 'Train' cannot be saved, .*RandomUniform.*stateless_uniform"),
+    (_OtherEachTime, r'_OtherEachTime .*_Stream\(epoch\) returns different data.*the epoch alone'),
+    (_Unseeded, r'_Unseeded .*_Stream\(epoch\) returns different data.*a seed'),
     (_Reshuffled, r"_Reshuffled 'Train' shuffles in an order .*reshuffle_each_iteration=False"),
     (_Mixed, r"_Mixed 'Train' mixes streams .*stop_on_empty_dataset=True"),
-    (_Ignoring, r"_Ignoring 'Train' leaves out by ignore_errors .*TfRecordStream"),
+    (_Ignoring, r"_Ignoring 'Train' drops .*ignore_errors.*TfRecordStream"),
     (_Empty, r"_Empty 'Train': the stream is empty"),
     (_Missing, r"_Missing 'Train' cannot be read: nowhere/points; No such file.* Check the params"),
     (_NoneMatches, r"_NoneMatches 'Train' cannot be read: .* matched pattern: nowhere/\*.* Check"),
     (_Opening, r"_Opening 'Train' cannot be read: .* 'nowhere/points'\. Check the params"),
-    (_Bare, r'_Bare\._Stream: expected a data set of NestedMaps, its elements are TensorSpec'),
-    (_AnyLength, r"_AnyLength: field 'i' has the shape .* every dimension must be static"),
+    (_Bare, r'_Bare\._Stream: expected a data set of NestedMaps, got elements TensorSpec'),
+    (
+      _AnyLength,
+      r"_AnyLength: field 'i' of a batch has the shape .* every dimension must be static",
+    ),
   ],
 )
-def testStreamsThatCannotGoOnAreRefused(cls, message):
-  tf.random.set_seed(None)  # Another test's would give a seed to what has none.
+def testStreamsThatCannotBeResumedAreRejected(cls, message):
+  tf.random.set_seed(None)  # A seed set by another test would seed unseeded operations.
   with pytest.raises(ValueError, match=message) as e:
     _Input(cls).CheckRestarts()
   assert '\n' not in str(e.value)
 
 
-def testPaddedRowsAreNoExamples():
+def testNumPaddedCountsPaddedRows():
   source = _Input(shuffle=False, num_epochs=1)
   assert [source.NumPadded(batch) for batch in source.Dataset()] == [0, 0, 2]
 
 
-def testAStreamHasNoPositions():
+def testStreamHasNoPositions():
   source = _Input()
   assert (source.NumExamples(), source.NumBatches(), source.PositionAfter(8, 4)) == (0, None, 12)
   assert source.Describe() == 'a stream of examples'
@@ -226,7 +229,7 @@ def testAStreamHasNoPositions():
     ValueError, match="_Numbers 'Train' has no positions: expected start=0, got 4"
   ):
     source.Dataset(start=4)
-  with pytest.raises(AttributeError, match='num_parallel_calls'):  # It would have no effect.
+  with pytest.raises(AttributeError, match='num_parallel_calls'):  # Has no effect here.
     _Input(num_parallel_calls=None)
   with pytest.raises(ValueError, match='shuffle_buffer_size: expected an integer of at least 1'):
     _Input(shuffle_buffer_size=0)

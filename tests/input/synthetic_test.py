@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Synthetic data: the rule holds, examples belong to their index, another seed is another rule."""
+"""Synthetic data: the rule holds, examples depend on their index, another seed is another rule."""
 
 import math
 import sys
@@ -22,7 +22,7 @@ def _Regression(**kwargs):
 
 
 def _All(generator):
-  """Every field of every example, in the order of indices."""
+  """Returns every field of every example, in the order of indices."""
   batches = list(
     type(generator)(generator.params.Copy().Set(shuffle=False, num_epochs=1))
     .Dataset()
@@ -71,7 +71,7 @@ def testTargetsFollowOneRule():
 
 
 @pytest.mark.parametrize('make', [_Lm, _Regression])
-def testExamplesBelongToTheirIndex(make):
+def testExamplesDependOnTheirIndexAlone(make):
   whole = _All(make())
   for batch_size in (1, 7, 100):
     other = _All(make(batch_size=batch_size))
@@ -102,7 +102,7 @@ def testSpecAndFingerprint(make):
 
 
 def testExamplesArePinned():
-  # Benchmarks and tests of training compare runs of different days.
+  # Benchmarks and training tests compare runs of different days.
   data = _All(_Lm(seq_len=6, num_examples=2))
   assert data['ids'].tolist() == [[0, 4, 60, 34, 20, 28], [31, 55, 61, 21, 30, 63]]
   data = _All(_Regression(input_shape=[2], num_examples=2))
@@ -124,17 +124,17 @@ def testExamplesArePinned():
     (_Regression, {'num_hidden': 0}),
   ],
 )
-def testBadParams(make, params):
+def testInvalidParamsAreNamed(make, params):
   with pytest.raises(ValueError, match=next(iter(params))):
     make(**params)
 
 
-def testEmpty():
+def testEmptyDataAreAnError():
   with pytest.raises(ValueError, match='empty'):
     _Lm(num_examples=0).Dataset()
 
 
-def testABigramTableLearnsTheLanguage():
+def testBigramTableLearnsTheRule():
   generator = _Lm(vocab_size=16, seq_len=8, batch_size=32)
   logits = tf.Variable(tf.zeros([16, 16]))
   for batch in generator.Dataset().take(60):

@@ -59,7 +59,7 @@ def testVocabularyOfAnExperiment(folder, forks):
   done = forks.Run(_PROGRAM, '--model=text.Lines', cwd=folder)
   assert done.returncode == 2
   (line,) = processes.Messages(done.stderr)
-  assert 'vocab/lines.model is there already' in line
+  assert 'vocab/lines.model exists' in line
 
 
 def testVocabularyOfColumns(folder, forks):

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TFRecord files: indexed, streamed."""
+"""TFRecord files, by index or as a stream."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records of TFRecord files by index, read by TensorFlow's operations alone."""
+"""Reads records of TFRecord files by index, with TensorFlow operations only."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from absl import logging
 from lingvo_gpipe.core import files, heartbeat
 from lingvo_gpipe.input.records import tf_records
 
-# Who looks where records begin waits for the disk, mostly.
+# Locating records mostly waits for the disk.
 _FILES_AT_ONCE = 16
 
 
 class FileRange(NamedTuple):
-  """Records of a file, one after another.
+  """Consecutive records of a file.
 
   Attributes:
-    path: of a file without compression; any path that tf.io.gfile takes.
-    skip: the records before the first of these.
-    take: how many there are.
-    num_records: how many the whole file should have.
+    path: an uncompressed file; any path that tf.io.gfile takes.
+    skip: number of records before the first record of the range.
+    take: number of records in the range.
+    num_records: number of records that the whole file should have.
   """
 
   path: str
@@ -38,70 +38,75 @@ class FileRange(NamedTuple):
 
 
 class TfRecordIndex:
-  """The records of some parts of files, one part after another.
+  """The records of several file ranges, concatenated.
 
   Attributes:
-    begins: the bytes where they begin in their files, int64 [records].
+    begins: int64 [records], the byte offset of each record in its file.
   """
 
-  def __init__(self, parts: Sequence[FileRange], where: str = '', damaged: str = 'stop') -> None:
-    """Finds where the records begin, from their lengths alone; what is in them is not read.
+  def __init__(self, parts: Sequence[FileRange], context: str = '', damaged: str = 'stop') -> None:
+    """Locates the records by their lengths alone, without reading their contents.
 
     Args:
-      parts: where they are.
-      where: what names the param `damaged` in messages; '' where there is none.
-      damaged: one of `tf_records.POLICIES`; 'skip' reads the files through, and leaves out damaged
-        records.
+      parts: the ranges.
+      context: name of the param `damaged` in messages; '' if there is no such param.
+      damaged: one of `tf_records.POLICIES`; 'skip' reads the files completely and leaves out
+        damaged records.
 
     Raises:
-      ValueError: with 'stop', a file is damaged, or has not as many records as it should.
+      ValueError: with 'stop', a file is damaged or has a wrong number of records.
     """
     began = time.monotonic()
-    find = functools.partial(tf_records.RecordLocations, where=where, damaged=damaged)
-    places = {}
-    self._where = where if damaged == 'stop' else ''  # For messages: skip is set already.
+    locate = functools.partial(tf_records.RecordLocations, context=context, damaged=damaged)
+    locations: dict[str, np.ndarray] = {}
+    self._context = context if damaged == 'stop' else ''  # For messages that suggest to skip.
     with concurrent.futures.ThreadPoolExecutor(_FILES_AT_ONCE) as threads:
       paths = list(dict.fromkeys(part.path for part in parts))
-      for path, found in zip(paths, threads.map(find, paths), strict=True):
-        heartbeat.Long()  # Who looks into many files takes long, and does not hang.
-        places[path] = found
+      for path, file_locations in zip(paths, threads.map(locate, paths), strict=True):
+        heartbeat.Long()  # Reading many files is slow, not hung: suspend the timeout.
+        locations[path] = file_locations
     self._paths = [part.path for part in parts]
     for path, _, _, num_records in parts:
       if damaged == 'stop':
-        tf_records.CheckCount(path, len(places[path]), num_records)
-    of_parts = [np.empty([0, 3], np.int64)]  # There may be no parts.
+        tf_records.CheckCount(path, len(locations[path]), num_records)
+    part_locations = [np.empty([0, 3], np.int64)]  # For an index without parts.
     for path, skip, take, _ in parts:
-      first, last = np.searchsorted(places[path][:, 0], [skip, skip + take])
-      of_parts.append(places[path][first:last])
-    counts = [len(x) for x in of_parts]
+      first, last = np.searchsorted(locations[path][:, 0], [skip, skip + take])
+      part_locations.append(locations[path][first:last])
+    counts = [len(x) for x in part_locations]
     self._parts = np.repeat(np.arange(-1, len(parts), dtype=np.int32), counts)
-    _, self.begins, self._sizes = np.concatenate(of_parts).T.copy()
+    _, self.begins, self._sizes = np.concatenate(part_locations).T.copy()
     seconds = time.monotonic() - began
-    logging.info('found %d records of %d files in %.1f s', len(self.begins), len(paths), seconds)
+    logging.info('located %d records of %d files in %.1f s', len(self.begins), len(paths), seconds)
 
   def Read(self, index: tf.Tensor) -> tf.Tensor:
-    """The record of an index, an integer scalar -> string scalar; its checksums are checked.
+    """Returns the record at an index, an integer scalar, as a string scalar.
 
-    The operation fails with DataLossError where they are wrong; see `Explain`.
+    The operation checks the checksums of the record and fails with DataLossError if they are wrong;
+    see `Explain`.
     """
     paths, parts, begins, sizes = self._tensors
     return tf_records.ReadRecord(paths[parts[index]], begins[index], sizes[index])
 
   def Explain(self, error: tf.errors.DataLossError) -> Exception:
-    """What to raise in place of an error of `Read`: one that names file and record, if found."""
-    # TensorFlow tells the byte where the record begins, or where what it holds does.
-    told = np.array(re.findall(r' at (\d+)', error.message), np.int64)
-    for part in np.unique(self._parts[np.isin(self.begins, [told, told - 12])]):
+    """Returns the exception to raise for an error of `Read`.
+
+    It names the file and the record, if they can be determined; otherwise it is `error`.
+    """
+    # TensorFlow's message has the byte offset of the record, or of the record's contents after the
+    # header of 12 bytes.
+    offsets = np.array(re.findall(r' at (\d+)', error.message), np.int64)
+    for part in np.unique(self._parts[np.isin(self.begins, [offsets, offsets - 12])]):
       try:
-        tf_records.RaiseDamage([self._paths[part]], self._where)
+        tf_records.RaiseDamage([self._paths[part]], self._context)
       except ValueError as e:
         return e
-      except files.FILE_ERRORS:  # It may be gone by now.
+      except files.FILE_ERRORS:  # The file may be gone by now.
         pass
     return error
 
   @functools.cached_property
   def _tensors(self) -> tuple[tf.Tensor, ...]:
-    # Made outside of the graph of a tf.data pipeline, they are inputs of it and not constants.
+    # Created outside the graph of a tf.data pipeline, they are its inputs and not its constants.
     with tf.init_scope(), tf.device('/device:CPU:0'):
       return tuple(map(tf.constant, (self._paths, self._parts, self.begins, self._sizes)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stream of the records of TFRecord files; damaged ones end the run, or are left out."""
+"""Streams the records of TFRecord files; damaged records end the run or are left out."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from lingvo_gpipe.core import files, heartbeat, hyperparams, nested_map
 from lingvo_gpipe.input import file_pattern, index_order, stream_input
 from lingvo_gpipe.input.records import tf_records
 
-# With shuffle so many files are read in turns, a record of each.
+# With shuffle, records of this many files are interleaved.
 _FILES_AT_ONCE = 4
 
 
 class TfRecordStream(stream_input.BaseStreamInput):
-  """Examples out of TFRecord files without compression.
+  """Examples from uncompressed TFRecord files.
 
-  A subclass gives `_Example(record)`. With shuffle the files have an order of their own in each
-  epoch. Where damaged records are to be skipped, all files are read through at the start; where
-  not, of local ones the lengths of the records, for a file that is cut within one is its end to
-  tf.data.
+  A subclass implements `_Example(record)`. With `shuffle` each epoch has its own order of the
+  files. To skip damaged records, all files are read completely at the start. Otherwise only the
+  lengths of records in local files are checked at the start, because tf.data takes a file that is
+  truncated within a length for a complete one.
   """
 
   @classmethod
@@ -41,31 +41,31 @@ class TfRecordStream(stream_input.BaseStreamInput):
     tf_records.CheckPolicy(self.params.damaged_records, self._Where('damaged_records'))
 
   def _Example(self, record: tf.Tensor) -> nested_map.NestedMap:
-    """The example of a record, a scalar string: NestedMap of tensors [...].
+    """Returns the example of a record, a scalar string: NestedMap of tensors [...].
 
-    What `_Stream` says holds here, too.
+    The restrictions on `_Stream` apply here, too.
     """
     raise NotImplementedError(f'_Example of {type(self).__name__}')
 
   def Explain(self, error: Exception) -> Exception:
-    """As the parent's; names the file and the record that are damaged."""
+    """See the base class; names the damaged file and record."""
     if isinstance(error, tf.errors.DataLossError):
       is_skipped = self.params.damaged_records == 'skip'
-      where = '' if is_skipped else self._Where('damaged_records')
+      context = '' if is_skipped else self._Where('damaged_records')
       try:
-        tf_records.RaiseDamage(itertools.filterfalse(tf_records.IsIntact, self._files), where)
+        tf_records.RaiseDamage(itertools.filterfalse(tf_records.IsIntact, self._files), context)
       except ValueError as e:
         return e
-      except files.FILE_ERRORS as e:  # It may be gone by now.
+      except files.FILE_ERRORS as e:  # The file may be gone by now.
         return super().Explain(e)
     return super().Explain(error)
 
   def NumDamaged(self) -> int:
-    """See the parent."""
+    """See the base class."""
     return sum(num_damaged for _, num_damaged in self._parts)
 
   def PipelineDigest(self) -> str:
-    """See the parent; a state tells files by their numbers."""
+    """See the base class; depends on the file names, too, as a state refers to files by number."""
     parts = [super().PipelineDigest(), *map(os.path.basename, self._files)]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
@@ -79,7 +79,8 @@ class TfRecordStream(stream_input.BaseStreamInput):
       first_bytes, counts = tf.unstack(all_parts[borders[file] : borders[file + 1]], axis=1)
 
       def Part(first_byte: tf.Tensor) -> tf.data.Dataset:
-        # A state has the byte where a part begins; since then damage may have come, or gone.
+        # The state of an iterator holds the first byte of a range. If it is not in this list any
+        # more, files were damaged or repaired since, and -1 reads to the end of the file.
         count = tf.reduce_max(tf.where(first_bytes == first_byte, counts, -1))
         return tf_records.Dataset(paths[file], first_byte).take(count)
 
@@ -103,11 +104,11 @@ class TfRecordStream(stream_input.BaseStreamInput):
 
   @functools.cached_property
   def _parts(self) -> list[tuple[list[tuple[int, int]], int]]:
-    """For each file where its sound records are, and how many are damaged."""
+    """Returns the intact ranges of each file, and its number of damaged records."""
     if self.params.damaged_records == 'stop':
       for path in filter(os.path.exists, self._files):
-        heartbeat.Long()  # Many records take long.
+        heartbeat.Long()  # Reading many records is slow, not hung: suspend the timeout.
         tf_records.RecordOffsets(path, self._Where('damaged_records'))
       return [([(0, -1)], 0)] * len(self._files)
-    with tf.init_scope():  # Now, not within a pipeline.
+    with tf.init_scope():  # Run now, not in the graph of a pipeline.
       return [tf_records.IntactRanges(path) for path in self._files]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The records of a TFRecord file; damaged ones end the reading, or are skipped and counted."""
+"""Reads the records of a TFRecord file; damaged records raise, or are skipped and counted."""
 
 from __future__ import annotations
 
@@ -15,54 +15,57 @@ from absl import logging
 
 from lingvo_gpipe.core import files, heartbeat, hyperparams
 
-# What to do where a record's checksum is wrong.
+# What to do about a record with a wrong checksum.
 POLICIES = ('stop', 'skip')
-_POLICY = 'Where a checksum is wrong: stop, or skip and count; then all is read at the start.'
+_POLICY = 'On a wrong checksum: stop, or skip and count, which reads all files at the start.'
 
-# A record is its length (uint64) and the length's checksum, the bytes, and their checksum.
+# Layout of a record: its length (uint64), the checksum of the length, the bytes, their checksum.
 _HEADER = struct.Struct('<QI')
 _CHECKSUM = struct.Struct('<I')
-_AROUND = _HEADER.size + _CHECKSUM.size
+_OVERHEAD = _HEADER.size + _CHECKSUM.size
 
-# What TensorFlow chooses by itself.
+# The default of TensorFlow.
 _BUFFER_BYTES = 2**18
 
 
 def DefinePolicy(p: hyperparams.Params) -> None:
-  """Defines the param that is one of `POLICIES`."""
+  """Defines the param `damaged_records`, one of `POLICIES`."""
   p.Define('damaged_records', 'stop', _POLICY)
 
 
-def CheckPolicy(policy: Any, where: str) -> None:
-  """Raises ValueError, which names the param, where it is none of `POLICIES`."""
+def CheckPolicy(policy: Any, context: str) -> None:
+  """Raises ValueError, which names the param, if a policy is not one of `POLICIES`."""
   if policy not in POLICIES:
-    raise ValueError(f'{where}: expected {" or ".join(POLICIES)}, got {policy!r}')
+    raise ValueError(f'{context}: expected {" or ".join(POLICIES)}, got {policy!r}')
 
 
 def Dataset(path: str | tf.Tensor, first_byte: int | tf.Tensor = 0) -> tf.data.Dataset:
-  """The records of a file, strings, from the one on that begins at a byte.
+  """Returns the records of a file, strings, from a byte offset on.
 
   Args:
-    path: any path that tf.io.gfile takes; a file without compression.
-    first_byte: int64 scalar.
+    path: any path that tf.io.gfile takes; an uncompressed file.
+    first_byte: int64 scalar, the offset of the first record.
   """
-  # Seen in TensorFlow 2.21: an iterator cannot be made of it, but of what it is a part of.
+  # TensorFlow 2.21 cannot make an iterator over a data set from a variant itself, only over a data
+  # set that contains it.
   first_bytes = tf.data.Dataset.from_tensors(tf.cast(first_byte, tf.int64))
-  return first_bytes.flat_map(functools.partial(_From, path))
+  return first_bytes.flat_map(functools.partial(_DatasetFrom, path))
 
 
 def ReadRecord(path: str | tf.Tensor, first_byte: tf.Tensor, num_bytes: tf.Tensor) -> tf.Tensor:
-  """One record of a file, a string scalar; DataLossError where its checksums are wrong.
+  """Returns one record of a file, a string scalar.
+
+  The operation fails with DataLossError if the checksums are wrong.
 
   Args:
-    path: as for `Dataset`.
-    first_byte: int64 scalar, where it begins.
-    num_bytes: int64 scalar, what it takes in the file: so much is read.
+    path: any path that tf.io.gfile takes; an uncompressed file.
+    first_byte: int64 scalar, the offset of the record.
+    num_bytes: int64 scalar, the size of the record in the file; this many bytes are read.
   """
-  return _From(path, first_byte, num_bytes).take(1).get_single_element()
+  return _DatasetFrom(path, first_byte, num_bytes).take(1).get_single_element()
 
 
-def _From(
+def _DatasetFrom(
   path: str | tf.Tensor, byte: tf.Tensor, buffer_bytes: int | tf.Tensor = _BUFFER_BYTES
 ) -> tf.data.Dataset:
   variant = tf.raw_ops.TFRecordDatasetV2(
@@ -71,126 +74,127 @@ def _From(
   return tf.data.experimental.from_variant(variant, tf.TensorSpec([], tf.string))
 
 
-def RecordOffsets(path: str, where: str = '') -> np.ndarray:
-  """The bytes where the records of a file begin, and its size: int64 [records + 1].
+def RecordOffsets(path: str, context: str = '') -> np.ndarray:
+  """Returns the byte offsets of a file's records, and its size: int64 [records + 1].
 
-  Only their lengths are read: what is in them may be damaged.
+  Reads only the lengths of the records: their contents may be damaged.
 
   Args:
-    path: as for `Dataset`.
-    where: as for `Records`.
+    path: any path that tf.io.gfile takes; an uncompressed file.
+    context: name of the param that sets the policy, for messages; '' if there is no such param.
 
   Raises:
-    ValueError: a length is damaged, or the file is none of TFRecords.
+    ValueError: a length is damaged, or the file is not a TFRecord file.
   """
   size = tf.io.gfile.stat(path).length
-  borders = [0]
-  # TensorFlow's own files would read half a MiB after each seek.
+  offsets = [0]
+  # `GFile` would read half a MiB after each seek.
   with open(path, 'rb', 0) if os.path.exists(path) else tf.io.gfile.GFile(path, 'rb') as f:
-    while borders[-1] < size:
-      f.seek(borders[-1])
-      borders.append(borders[-1] + _AROUND + int.from_bytes(f.read(8), 'little'))
-  if borders[-1] != size:
-    RaiseDamage([path], where)
-  return np.array(borders, np.int64)
+    while offsets[-1] < size:
+      f.seek(offsets[-1])
+      offsets.append(offsets[-1] + _OVERHEAD + int.from_bytes(f.read(8), 'little'))
+  if offsets[-1] != size:
+    RaiseDamage([path], context)
+  return np.array(offsets, np.int64)
 
 
 def Records(
-  path: str, where: str = '', damaged: str = 'stop'
+  path: str, context: str = '', damaged: str = 'stop'
 ) -> Iterator[tuple[int, bytes | None]]:
-  """Yields (number, bytes) of the records of a file, counted from 1; None for a damaged one.
+  """Yields (number from 1, bytes) of the records of a file, with None for a damaged record.
 
-  Where a length is damaged, nothing behind it can be found.
+  After a damaged length no further record can be found.
 
   Args:
-    path: as for `Dataset`.
-    where: what names the param `damaged` in messages; '' where there is none.
-    damaged: one of `POLICIES`: raise, or go on; a warning at the end counts them.
+    path: any path that tf.io.gfile takes; an uncompressed file.
+    context: name of the param that sets the policy, for messages; '' if there is no such param.
+    damaged: one of `POLICIES`: raise, or continue and log the number of damaged records at the end.
 
   Raises:
-    ValueError: a record is damaged, or the file is none of TFRecords.
+    ValueError: with 'stop', a record is damaged or the file is not a TFRecord file.
   """
-  for number, (_, record) in enumerate(_Records(path, where, damaged), 1):
+  for number, (_, record) in enumerate(_Records(path, context, damaged), 1):
     yield number, record
 
 
-def RaiseDamage(paths: Iterable[str], where: str = '') -> None:
-  """Raises the error of `Records` for the first damaged record of some files, if there is one."""
+def RaiseDamage(paths: Iterable[str], context: str = '') -> None:
+  """Raises the error of `Records` for the first damaged record of some files, if any."""
   for path in paths:
-    for _ in Records(path, where):
+    for _ in Records(path, context):
       pass
 
 
 def CheckCount(path: str, num_records: int, expected: int) -> None:
-  """Raises ValueError where a file has not as many records as it should."""
+  """Raises ValueError if a file has a wrong number of records."""
   if num_records != expected:
     raise ValueError(f'{path} has {num_records:,} records, expected {expected:,}: restore it')
 
 
 def IsIntact(path: str) -> bool:
-  """Whether all records of a file are sound; faster than `Records`."""
+  """Whether all records of a file are intact; faster than `Records`."""
 
   def Add(size: tf.Tensor, record: tf.Tensor) -> tf.Tensor:
-    return size + _AROUND + tf.cast(tf.strings.length(record), tf.int64)
+    return size + _OVERHEAD + tf.cast(tf.strings.length(record), tf.int64)
 
-  heartbeat.Long()  # Who reads many files takes long, and does not hang.
+  heartbeat.Long()  # Reading many files is slow, not hung: suspend the timeout.
   try:
-    # What is too short for a record's length is the end to tf.data.
+    # tf.data takes fewer bytes than a record's length has for the end of the file.
     size = tf.data.TFRecordDataset(path).reduce(tf.constant(0, tf.int64), Add)
     return int(size) == tf.io.gfile.stat(path).length
   except tf.errors.DataLossError:
     return False
 
 
-def RecordLocations(path: str, where: str = '', damaged: str = 'stop') -> np.ndarray:
-  """Where the records of a file are: their numbers from 0, first bytes and sizes, int64 [n, 3].
+def RecordLocations(path: str, context: str = '', damaged: str = 'stop') -> np.ndarray:
+  """Returns the numbers from 0, first bytes and sizes of the records of a file: int64 [n, 3].
 
   Args:
-    path: as for `Dataset`.
-    where: as for `Records`.
+    path: any path that tf.io.gfile takes; an uncompressed file.
+    context: name of the param that sets the policy, for messages; '' if there is no such param.
     damaged: one of `POLICIES`. With 'stop' only the lengths are read; with 'skip' the whole file is
       read and damaged records are left out.
 
   Raises:
-    ValueError: with 'stop', as `RecordOffsets`.
+    ValueError: with 'stop', a length is damaged or the file is not a TFRecord file.
   """
   if damaged == 'skip' and not IsIntact(path):
-    found = enumerate(_Records(path, '', 'skip'))
-    places = [(i, byte, _AROUND + len(x)) for i, (byte, x) in found if x is not None]
-    return np.array(places, np.int64).reshape(-1, 3)
-  borders = RecordOffsets(path, where)
-  return np.stack([np.arange(len(borders) - 1), borders[:-1], np.diff(borders)], axis=1)
+    records = enumerate(_Records(path, '', 'skip'))
+    locations = [(i, byte, _OVERHEAD + len(x)) for i, (byte, x) in records if x is not None]
+    return np.array(locations, np.int64).reshape(-1, 3)
+  offsets = RecordOffsets(path, context)
+  return np.stack([np.arange(len(offsets) - 1), offsets[:-1], np.diff(offsets)], axis=1)
 
 
 def IntactRanges(path: str) -> tuple[list[tuple[int, int]], int]:
-  """Reads a file through, and tells where its sound records are.
+  """Reads a file completely and returns the ranges of its intact records.
 
   Returns:
-    [(byte, number of records from there on)], where -1 are all, and how many are damaged.
+    [(first byte, number of records)], with -1 records for the rest of the file; and the number of
+    damaged records.
   """
   if IsIntact(path):
     return [(0, -1)], 0
-  parts, num_damaged = [(0, 0)], 0
-  is_behind = False
+  ranges, num_damaged = [(0, 0)], 0
+  follows_damage = False
   for first_byte, record in _Records(path, '', 'skip'):
     if record is None:
       num_damaged += 1
-    elif is_behind:
-      parts.append((first_byte, 1))
+    elif follows_damage:
+      ranges.append((first_byte, 1))
     else:
-      parts[-1] = (parts[-1][0], parts[-1][1] + 1)
-    is_behind = record is None
-  return parts, num_damaged
+      ranges[-1] = (ranges[-1][0], ranges[-1][1] + 1)
+    follows_damage = record is None
+  return ranges, num_damaged
 
 
-def _Records(path: str, where: str, damaged: str) -> Iterator[tuple[int, bytes | None]]:
-  """As `Records`, but with the byte where each begins in place of its number."""
+def _Records(path: str, context: str, damaged: str) -> Iterator[tuple[int, bytes | None]]:
+  """Yields (first byte, bytes) of each record; otherwise like `Records`."""
   number = num_damaged = offset = 0
   size = tf.io.gfile.stat(path).length
   with tf.device('/device:CPU:0'):
     first_byte = tf.Variable(0, dtype=tf.int64)
-  # One pipeline, for it takes long to make: behind a damaged record it goes on where this says.
-  parts = tf.data.Dataset.counter().flat_map(lambda _: _From(path, first_byte.read_value()))
+  # A pipeline is slow to make, so there is one: after a damaged record it continues from this byte.
+  parts = tf.data.Dataset.counter().flat_map(lambda _: _DatasetFrom(path, first_byte.read_value()))
   options = tf.data.Options()
   options.experimental_optimization.apply_default_optimizations = False  # They read ahead.
   records = parts.with_options(options).as_numpy_iterator()
@@ -198,22 +202,22 @@ def _Records(path: str, where: str, damaged: str) -> Iterator[tuple[int, bytes |
     heartbeat.Long()
     error = None
     try:
-      # What is shorter is the end to tf.data.
+      # tf.data takes fewer bytes than a header for the end of the file.
       while size - offset >= _HEADER.size:
         record = next(records)
         yield offset, record
         number += 1
-        offset += _AROUND + len(record)
+        offset += _OVERHEAD + len(record)
     except tf.errors.DataLossError as e:
       error = e
     if offset >= size:
       break
     if damaged == 'stop':
-      why = 'truncated record' if error is None else files.OneLine(error)
-      instead = f'; to go on without such records, set {where} to skip' if where else ''
+      reason = 'truncated record' if error is None else files.OneLine(error)
+      hint = f'; to leave out such records, set {context} to skip' if context else ''
       raise ValueError(
-        f'{path} is damaged, or no TFRecord file: record {number + 1}, at byte {offset:,}: {why}. '
-        f'Restore the file{instead}'
+        f'{path} is damaged, or not a TFRecord file: record {number + 1}, at byte {offset:,}: '
+        f'{reason}. Restore the file{hint}'
       ) from error
     yield offset, None
     number += 1
@@ -225,21 +229,21 @@ def _Records(path: str, where: str, damaged: str) -> Iterator[tuple[int, bytes |
 
 
 def _NextRecordOffset(path: str, offset: int, size: int) -> int:
-  """The byte behind the damaged record at another; the file's size where the length is damaged."""
+  """Returns the byte offset after a damaged record, or the file's size if its length is damaged."""
   with tf.io.gfile.GFile(path, 'rb') as f:
     f.seek(offset)
     header = f.read(_HEADER.size)
   if len(header) == _HEADER.size:
     length, checksum = _HEADER.unpack(header)
-    behind: int = offset + _AROUND + length
-    if checksum == MaskedChecksum(header[:8]) and behind <= size:
-      return behind
-  logging.warning('%s: the last %d bytes have no records that can be found', path, size - offset)
+    end: int = offset + _OVERHEAD + length
+    if checksum == MaskedChecksum(header[:8]) and end <= size:
+      return end
+  logging.warning('%s: no record can be found in the last %d bytes', path, size - offset)
   return size
 
 
 def _Table() -> list[int]:
-  """CRC-32C (Castagnoli, reflected polynomial 0x82f63b78) of each byte."""
+  """Returns the CRC-32C (Castagnoli, reflected polynomial 0x82f63b78) of each byte."""
   table = []
   for value in range(256):
     for _ in range(8):
@@ -252,7 +256,7 @@ _TABLE = _Table()
 
 
 def MaskedChecksum(data: bytes) -> int:
-  """The checksum that TFRecord files hold: CRC-32C, rotated, plus a constant."""
+  """Returns the checksum in TFRecord files: CRC-32C, rotated, plus a constant."""
   checksum = 0xFFFFFFFF
   for byte in data:
     checksum = _TABLE[(checksum ^ byte) & 0xFF] ^ checksum >> 8

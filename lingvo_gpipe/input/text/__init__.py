@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text, tokens and translation pairs."""
+"""Inputs of text, tokens and translation pairs."""

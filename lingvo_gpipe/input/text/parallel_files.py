@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sentence pairs out of files: tab-separated lines, or records of tf.Example."""
+"""Sentence pairs from files: tab-separated lines, or records of tf.Example."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ FIELDS = sentence_pairs.SentencePair._fields
 
 
 class _ParallelFiles(parallel_text.ParallelText):
-  """What the inputs of files share."""
+  """Base of the inputs that read files."""
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
-    """Params of an input of files."""
+    """Params of an input that reads files."""
     p = super().Params()
     p.Define('file_pattern', '', 'Glob of the files, or a list of globs; any tf.io.gfile path.')
     return p
 
   def _Files(self) -> list[tuple[list[str], str]]:
-    """For each file what is known of its pairs' languages, and its path."""
+    """Returns for each file the known languages of its pairs, and its path."""
     paths = file_pattern.Files(self.params.file_pattern, self._Where('file_pattern'))
     return [([], path) for path in paths]
 
@@ -45,7 +45,7 @@ class TsvPairs(_ParallelFiles):
   """Sentence pairs in lines of UTF-8, without a header and without quotes.
 
   Files of `p.file_pattern` have four columns: source language, target language, source, target.
-  Files of `p.pair_files` are in two languages, and have two columns: source, target.
+  Files of `p.pair_files` hold one pair of languages and have two columns: source, target.
   """
 
   @classmethod
@@ -79,24 +79,25 @@ class TsvPairs(_ParallelFiles):
 
   def _Pairs(self) -> Iterator[sentence_pairs.SentencePair]:
     for languages, path in self._Files():
-      where = self._Where('pair_files' if languages else 'file_pattern')
-      lines = file_pattern.Lines(path, where)
+      context = self._Where('pair_files' if languages else 'file_pattern')
+      lines = file_pattern.Lines(path, context)
       for number, line in enumerate(lines, 1):
-        where = f'{path}, line {number}'
+        context = f'{path}, line {number}'
         columns = line.split('\t')
         if len(languages) + len(columns) != len(FIELDS):
           expected = FIELDS[len(languages) :]
           raise ValueError(
-            f'{where}: expected {len(expected)} columns ({", ".join(expected)}), separated by '
+            f'{context}: expected {len(expected)} columns ({", ".join(expected)}), separated by '
             f'tabs, got {len(columns)}: {line[:60]!r}'
           )
-        yield _Pair([*languages, *columns], where)
+        yield _Pair([*languages, *columns], context)
 
 
 class TfRecordPairs(_ParallelFiles):
   """Sentence pairs in TFRecords of tf.Example.
 
-  Each has the features source_language, target_language, source and target: a string in UTF-8.
+  Each example has the features source_language, target_language, source and target: a UTF-8 string
+  each.
   """
 
   @classmethod
@@ -111,7 +112,7 @@ class TfRecordPairs(_ParallelFiles):
     tf_records.CheckPolicy(self.params.damaged_records, self._Where('damaged_records'))
 
   def _SourceParts(self) -> list[Any]:
-    # What was kept without the damaged ones is not found by who wants to hear of them.
+    # A cache made with skip must not hide damage from a run that should stop.
     skips = ['skip'] if self.params.damaged_records == 'skip' else []
     return super()._SourceParts() + skips
 
@@ -120,40 +121,40 @@ class TfRecordPairs(_ParallelFiles):
     num_damaged = 0
     for _, path in self._Files():
       for number, record in tf_records.Records(path, name, policy):
-        where = f'{path}, record {number}'
+        context = f'{path}, record {number}'
         if record is None:
           num_damaged += 1
         else:
-          yield _Pair(_Features(record, where), where)
+          yield _Pair(_Features(record, context), context)
     self._num_damaged_read = num_damaged
 
 
-def _Features(record: bytes, where: str) -> list[str]:
+def _Features(record: bytes, context: str) -> list[str]:
   try:
     features = tf.train.Example.FromString(record).features.feature
   except message.DecodeError as e:
-    raise ValueError(f'{where}: expected a tf.Example, got {record[:40]!r} ...') from e
+    raise ValueError(f'{context}: expected a tf.Example, got {record[:40]!r} ...') from e
   values = []
   for name in FIELDS:
     strings = features[name].bytes_list.value if name in features else []
     if len(strings) != 1:
       raise ValueError(
-        f'{where}: expected the features {", ".join(FIELDS)}, a string each; {name} has '
-        f'{len(strings)}, and there are {sorted(features)}'
+        f'{context}: expected the features {", ".join(FIELDS)}, a string each; {name} has '
+        f'{len(strings)} strings, and the record has {sorted(features)}'
       )
-    values.append(_Utf8(strings[0], where))
+    values.append(_Utf8(strings[0], context))
   return values
 
 
-def _Utf8(text: bytes, where: str) -> str:
+def _Utf8(text: bytes, context: str) -> str:
   try:
     return text.decode()
   except UnicodeDecodeError as e:
-    raise ValueError(f'{where}: not in UTF-8: {e.reason} at byte {e.start}') from e
+    raise ValueError(f'{context}: not in UTF-8: {e.reason} at byte {e.start}') from e
 
 
-def _Pair(values: list[str], where: str) -> sentence_pairs.SentencePair:
+def _Pair(values: list[str], context: str) -> sentence_pairs.SentencePair:
   pair = sentence_pairs.SentencePair(*values)
   if not pair.source_language or not pair.target_language:
-    raise ValueError(f'{where}: a language has no name: {pair}')
+    raise ValueError(f'{context}: expected the name of each language, got {pair}')
   return pair

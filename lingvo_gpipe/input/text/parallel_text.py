@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pairs of sentences in two languages or in many, for translation."""
+"""Pairs of sentences in two or more languages, for translation."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ _FAKE_LANGUAGES = ('source', 'target')
 
 
 def LanguageSymbol(language: str) -> str:
-  """The piece of a vocabulary that asks for a translation into a language: '<2de>'."""
+  """Returns the vocabulary piece that asks for a translation into a language: '<2de>'."""
   return f'<2{language}>'
 
 
 class ParallelText(bucketed_input.BucketedInput):
-  """Sentence pairs as tokens, in buckets by the longer side; a subclass gives `_Pairs()`.
+  """Sentence pairs as tokens, in buckets by the longer side; a subclass implements `_Pairs()`.
 
   A batch of the bucket [b, t] has
 
   * `src_ids`, int32 [b, t]: the source's tokens and eos, then pad; before them the symbol of the
-    target language, where p.target_language_token is 'source',
+    target language if p.target_language_token is 'source',
   * `tgt_ids`, int32 [b, t]: sos (or that symbol, for 'target') and the target's tokens,
-  * `tgt_labels`, int32 [b, t]: the target's tokens and eos: `tgt_ids` moved by one,
-  * `src_paddings`, `tgt_paddings`, float32 [b, t]: 1 behind the end, else 0,
-  * `tgt_weights`, float32 [b, t]: 1 for each label; 0 behind the end and in padded rows,
+  * `tgt_labels`, int32 [b, t]: the target's tokens and eos: `tgt_ids` shifted by one,
+  * `src_paddings`, `tgt_paddings`, float32 [b, t]: 1 after the end, 0 before it,
+  * `tgt_weights`, float32 [b, t]: 1 for each label; 0 after the end and in padded rows,
   * `src_lang`, `tgt_lang`, int32 [b]: indices into `languages`,
-  * `example_index`, int64 [b]: which example each row is, for `SentencePairs`,
+  * `example_index`, int64 [b]: the example of each row, for `SentencePairs`,
   * `example_weights`, float32 [b]: 0 for padded rows.
 
-  A pair's length is that of its longer side with eos and symbol; a side that is cut off loses its
-  eos. What temperature mixes (see BucketedInput) are the pairs of languages.
+  The length of a pair is the length of its longer side with eos and symbol; a truncated side has no
+  eos. The groups that temperature mixes (see BucketedInput) are the pairs of languages.
 
-  With many target languages, a symbol tells the model which one is wanted (Johnson et al. 2017,
-  "Google's Multilingual Neural Machine Translation System", section 3).
+  With many target languages, a symbol tells the model the language to translate into (Johnson et
+  al. 2017, "Google's Multilingual Neural Machine Translation System", section 3).
 
-  The text becomes tokens once: at the first use, in memory, or into a folder of p.cache_dir, from
-  where every later process with the same text and vocabulary maps them into memory.
+  The text is tokenised once: at the first use, in memory, or into a folder of p.cache_dir, which
+  every later process with the same text and vocabulary maps into memory.
   """
 
   @classmethod
@@ -58,30 +58,32 @@ class ParallelText(bucketed_input.BucketedInput):
     p = super().Params()
     p.Define('vocab_filepath', '', 'SentencePiece model, made by tools/train_sentencepiece.py.')
     p.Define(
-      'vocab_size', 0, "Ids are below it: that of the model; 0: the vocabulary's own, unchecked."
+      'vocab_size',
+      0,
+      'Vocabulary size of the model: ids are below it; 0: not checked.',
     )
     p.Define(
       'direction',
       'given',
-      "What is translated: pairs as 'given', 'reversed', or 'both', each pair as two examples.",
+      "Direction of translation: 'given', 'reversed', or 'both', each pair as two examples.",
     )
     p.Define(
       'target_language_token',
       '',
-      "Where the target language's symbol goes: before the 'source', or in the place of sos in the "
-      "'target'; empty: nowhere.",
+      "Place of the target language's symbol: before the 'source', or instead of sos in the "
+      "'target'; empty: no symbol.",
     )
-    p.Define('cache_dir', '', 'Local folder that keeps the tokens between runs; empty: none does.')
+    p.Define('cache_dir', '', 'Local folder that keeps the tokens between runs; empty: none.')
     p.Define(
       'num_fake_examples',
       0,
-      'Above 0: so many pairs of random tokens in place of the text, for measuring time.',
+      'Above 0: number of pairs of random tokens that replace the text, for measuring time.',
     )
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
     super().__init__(params)
-    self._num_damaged_read = 0  # Set by `_Pairs` at its end, where it leaves any out.
+    self._num_damaged_read = 0  # `_Pairs` sets it at its end if it leaves any out.
     p = self.params
     self._CheckInteger('vocab_size', minimum=0)
     self._CheckInteger('num_fake_examples', minimum=0)
@@ -95,21 +97,21 @@ class ParallelText(bucketed_input.BucketedInput):
         f'got {p.vocab_size}'
       )
 
-  # What a subclass gives.
+  # Implemented by subclasses.
 
   def _Pairs(self) -> Iterable[sentence_pairs.SentencePair]:
-    """All sentence pairs, always in the same order; their languages may differ."""
+    """Returns all sentence pairs, always in the same order; their languages may differ."""
     raise NotImplementedError(f'_Pairs of {type(self).__name__}')
 
   def _SourceParts(self) -> list[Any]:
-    """What identifies the pairs without making tokens of them, for p.cache_dir."""
+    """Returns values that identify the pairs without tokenising them, for p.cache_dir."""
     raise NotImplementedError(f'_SourceParts of {type(self).__name__}')
 
-  # What others use.
+  # Used by tasks and tools.
 
   @functools.cached_property
   def tokenizer(self) -> sentencepiece_tokenizer.SentencePieceTokenizer:
-    """The vocabulary of both sides; ValueError where it is missing or too large."""
+    """The vocabulary of both sides; ValueError if it is missing or too large."""
     p = self.params
     return sentencepiece_tokenizer.Load(
       p.vocab_filepath, p.vocab_size, self._Where('vocab_filepath')
@@ -121,37 +123,37 @@ class ParallelText(bucketed_input.BucketedInput):
     return self._sentences.languages
 
   def NumDamaged(self) -> int:
-    """As BaseInputGenerator's; kept with the tokens."""
+    """See the base class; stored with the tokens."""
     return self._sentences.num_damaged
 
   def SentencePairs(self, batch: nested_map.NestedMap) -> list[sentence_pairs.SentencePair]:
-    """The pairs of a batch's rows that are no padding, whole and as they were read.
+    """Returns the original, complete pairs of the rows of a batch, without padded rows.
 
-    The text is read once more and kept in memory: of use in an evaluation.
+    Reads the text once more and keeps it in memory, which an evaluation can afford.
     """
     indices = np.asarray(batch.example_index)[np.asarray(batch.example_weights) > 0]
     pairs = self._texts
-    found = []
+    originals = []
     for i in indices:
       is_reversed = self.params.direction == 'reversed' or i >= len(pairs)
       pair = pairs[i % len(pairs)]
-      found.append(pair.Reversed() if is_reversed else pair)
-    return found
+      originals.append(pair.Reversed() if is_reversed else pair)
+    return originals
 
   def Text(self, ids: Iterable[int]) -> str:
-    """The text of some tokens; where they are random, and have none, their numbers."""
+    """Returns the text of some tokens; their numbers if they are random and have no text."""
     if self.params.num_fake_examples:
       return ' '.join(str(i) for i in ids)
     return self.tokenizer.Decode(ids)
 
   def VocabularyTexts(self) -> Iterator[str]:
-    """Sources and targets, of which a vocabulary can be trained."""
+    """Yields sources and targets, to train a vocabulary on."""
     for pair in self._Pairs():
       yield pair.source
       yield pair.target
 
   def ControlSymbols(self) -> list[str]:
-    """What the vocabulary needs beside the text: the symbols of target languages."""
+    """Returns the symbols of target languages, which the vocabulary needs besides the text."""
     p = self.params
     if not p.target_language_token:
       return []
@@ -164,15 +166,15 @@ class ParallelText(bucketed_input.BucketedInput):
     return [LanguageSymbol(language) for language in sorted(languages)]
 
   def Assets(self) -> list[str]:
-    """The vocabulary."""
+    """Returns the path of the vocabulary."""
     p = self.params
     return [p.vocab_filepath] if p.vocab_filepath and not p.num_fake_examples else []
 
   def Fingerprint(self) -> str:
-    """As BaseInputGenerator's; that of random tokens says so."""
+    """See the base class; 'noise' for random tokens."""
     return 'noise' if self.params.num_fake_examples else super().Fingerprint()
 
-  # The sentences, and which of them are an example.
+  # The sentences, and the pairs of them that form examples.
 
   @functools.cached_property
   def _texts(self) -> list[sentence_pairs.SentencePair]:
@@ -202,7 +204,7 @@ class ParallelText(bucketed_input.BucketedInput):
 
   def _FakeSequences(self) -> Iterator[np.ndarray]:
     p = self.params
-    # The bit generator's raw numbers are the same in all versions of NumPy.
+    # The bit generator's raw numbers are equal in all versions of NumPy.
     numbers = np.random.Philox(key=p.random_seed % 2**64)
     longest = p.bucket_upper_bound[-1] - 1 - (p.target_language_token == 'source')
     for i in range(2 * p.num_fake_examples):
@@ -212,16 +214,16 @@ class ParallelText(bucketed_input.BucketedInput):
     yield sentence_pairs.Description(['source', 'target'])
 
   def _Sides(self, examples: Any) -> tuple[Any, Any]:
-    """int64, twice: the sentences that are source and target of examples, an array or a tensor."""
+    """Returns the source and target sentences of examples, int64 each, as arrays or tensors."""
     num_pairs = max(1, len(self._sentences) // 2)
-    # The second half of both directions is reversed.
+    # With both directions, the second half of the examples is reversed.
     is_reversed = examples // num_pairs + (self.params.direction == 'reversed')
     first = 2 * (examples % num_pairs)
     return first + is_reversed, first + 1 - is_reversed
 
   @functools.cached_property
   def _examples(self) -> tuple[np.ndarray, np.ndarray]:
-    """int64 [n] and [n]: the sentences that are source and target of each example."""
+    """int64 [n] and [n]: the source and target sentences of each example."""
     num_directions = 2 if self.params.direction == 'both' else 1
     return self._Sides(np.arange(len(self._sentences) // 2 * num_directions))
 
@@ -247,12 +249,12 @@ class ParallelText(bucketed_input.BucketedInput):
     if missing:
       raise ValueError(
         f'{self._Where("target_language_token")}: the vocabulary {p.vocab_filepath!r} lacks the '
-        f'symbols {", ".join(missing)}: train it anew by `python -m tools.train_sentencepiece` '
+        f'symbols {", ".join(missing)}: train it again by `python -m tools.train_sentencepiece` '
         f'with --control_symbols={",".join(missing)}'
       )
     return ids
 
-  # What BucketedInput asks for.
+  # Overrides of BucketedInput.
 
   def _Lengths(self) -> np.ndarray:
     sources, targets = self._examples
@@ -269,8 +271,8 @@ class ParallelText(bucketed_input.BucketedInput):
   def _language_pairs(self) -> tuple[list[str], np.ndarray]:
     sources, targets = (self._sentences.languages_of[side] for side in self._examples)
     names = self._sentences.languages
-    found, groups = np.unique(sources * len(names) + targets, return_inverse=True)
-    return [f'{names[i // len(names)]}-{names[i % len(names)]}' for i in found], groups
+    pair_keys, groups = np.unique(sources * len(names) + targets, return_inverse=True)
+    return [f'{names[i // len(names)]}-{names[i % len(names)]}' for i in pair_keys], groups
 
   def _Groups(self) -> np.ndarray:
     return self._language_pairs[1]
@@ -317,7 +319,7 @@ class ParallelText(bucketed_input.BucketedInput):
     labels, tgt_paddings = sentence_pairs.Rows(tensors, targets, length)
     if place != 'target':
       symbols = tf.fill(tf.shape(symbols), sentencepiece_tokenizer.SOS_ID)
-    # No token follows eos, which is read nowhere.
+    # The target input has no eos, because no token follows it.
     following = tf.where(tgt_paddings[:, 1:] == 0, labels[:, :-1], sentencepiece_tokenizer.PAD_ID)
     return nested_map.NestedMap(
       src_ids=src_ids,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sentence pairs as tokens: what is read, and how it lies in a TokenStore."""
+"""Sentence pairs as tokens, and their layout in a TokenStore."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import tensorflow as tf
 from lingvo_gpipe.core import nested_map
 from lingvo_gpipe.input.text import sentencepiece_tokenizer, token_store
 
-# Pairs that are given to the tokenizer at a time.
+# Number of pairs to tokenise in one call.
 _PORTION = 1 << 14
 
-# Changes when the layout of a store does.
+# Version of the layout of a store.
 LAYOUT = 2
 
 
@@ -30,7 +30,7 @@ class SentencePair(NamedTuple):
   target: str
 
   def Reversed(self) -> SentencePair:
-    """The translation as the source."""
+    """Returns the pair with source and target exchanged."""
     return SentencePair(self.target_language, self.source_language, self.target, self.source)
 
 
@@ -39,19 +39,19 @@ def Sequences(
   tokenizer: sentencepiece_tokenizer.SentencePieceTokenizer,
   num_damaged: Callable[[], int] = lambda: 0,
 ) -> Iterator[np.ndarray]:
-  """What a store of sentence pairs consists of.
+  """Yields the sequences of a store of sentence pairs.
 
-  Sequences 2i and 2i + 1 are source and target of pair i: the index of the sentence's language,
+  Sequences 2i and 2i + 1 are the source and target of pair i: the index of the sentence's language,
   and its tokens. The last sequence is the `Description`.
 
   Args:
     pairs: the pairs.
-    tokenizer: makes tokens of them.
-    num_damaged: asked behind the last pair, how many were damaged and left out.
+    tokenizer: tokenises the sentences.
+    num_damaged: called after the last pair; returns the number of damaged pairs left out.
   """
   indices: dict[str, int] = {}
-  rest = iter(pairs)
-  while portion := list(itertools.islice(rest, _PORTION)):
+  iterator = iter(pairs)
+  while portion := list(itertools.islice(iterator, _PORTION)):
     names = [name for pair in portion for name in (pair.source_language, pair.target_language)]
     texts = [text for pair in portion for text in (pair.source, pair.target)]
     for name, tokens in zip(names, tokenizer.Encode(texts), strict=True):
@@ -61,28 +61,28 @@ def Sequences(
 
 
 def Description(languages: Sequence[str], num_damaged: int = 0) -> np.ndarray:
-  """The last sequence of a store: the languages' names, in the order of indices, as JSON."""
+  """Returns the last sequence of a store: JSON with the names of the languages by index."""
   text = json.dumps({'languages': languages, 'num_damaged': num_damaged})
   return np.frombuffer(text.encode(), np.uint8)
 
 
 class Sentences:
-  """The sentences of a store of pairs, sentence 2i the source of pair i and 2i + 1 its target.
+  """The sentences of a store of pairs: sentence 2i is the source of pair i, and 2i + 1 its target.
 
   Attributes:
     fingerprint: changes with any token or language.
-    languages: their names, sorted.
-    num_damaged: how many pairs were damaged and left out.
+    languages: names of the languages, sorted.
+    num_damaged: number of damaged pairs left out.
     languages_of: int32 [sentences], indices into `languages`.
     num_tokens: int64 [sentences], without sos and eos.
   """
 
   def __init__(self, store: token_store.TokenStore) -> None:
-    """Takes a store of what `Sequences` gave."""
+    """Takes a store of the sequences from `Sequences`."""
     self._store = store
     self.fingerprint = store.fingerprint
-    found = json.loads(bytes(store[len(store) - 1].astype(np.uint8)))
-    names, self.num_damaged = found['languages'], int(found['num_damaged'])
+    description = json.loads(bytes(store[len(store) - 1].astype(np.uint8)))
+    names, self.num_damaged = description['languages'], int(description['num_damaged'])
     self.languages: list[str] = sorted(names)
     self._index_of_name = np.array([self.languages.index(name) for name in names], np.int32)
     self.languages_of = self._index_of_name[store.tokens[store.offsets[:-2]]]
@@ -92,7 +92,7 @@ class Sentences:
     return len(self._store) - 1
 
   def Tensors(self) -> nested_map.NestedMap:
-    """What `Rows` and `LanguagesOf` read: the store, and `languages` by the indices in it."""
+    """Returns the tensors for `Rows` and `LanguagesOf`: the store, and its languages."""
     tokens, offsets = self._store.tensors
     return nested_map.NestedMap(
       tokens=tokens, offsets=offsets, languages=tf.constant(self._index_of_name)
@@ -100,7 +100,7 @@ class Sentences:
 
 
 def LanguagesOf(sentences: nested_map.NestedMap, which: tf.Tensor) -> tf.Tensor:
-  """int32 [n], indices into `Sentences.languages`: those of some sentences, int64 [n]."""
+  """Returns int32 [n], indices into `Sentences.languages`, of some sentences, int64 [n]."""
   begins = tf.gather(sentences.offsets, which)
   return tf.gather(sentences.languages, tf.gather(sentences.tokens, begins))
 
@@ -111,28 +111,28 @@ def Rows(
   length: tf.Tensor,
   symbols: tf.Tensor | None = None,
 ) -> tuple[tf.Tensor, tf.Tensor]:
-  """Some sentences, each with eos behind it, in rows of one length; what is too long is cut off.
+  """Returns some sentences, each followed by eos, in rows of one length; longer ones are truncated.
 
-  Operations alone make them, so that any process can.
+  Consists of operations only, so that any process can run it.
 
   Args:
-    sentences: the `Sentences.Tensors()`, or a copy.
-    which: int64 [n].
-    length: int64 [], of the rows.
-    symbols: int32 [n], ids that the rows begin with; None: they begin with the sentence.
+    sentences: `Sentences.Tensors()`, or a copy.
+    which: int64 [n], indices of sentences.
+    length: int64 [], length of the rows.
+    symbols: int32 [n], ids that start the rows; None: rows start with the sentence.
 
   Returns:
-    ids int32 [n, length], PAD_ID behind the end, and paddings float32 [n, length]: 1 there.
+    ids int32 [n, length], PAD_ID after the end, and paddings float32 [n, length], 1 after the end.
   """
   begins = tf.gather(sentences.offsets, which)[:, tf.newaxis]
   ends = tf.gather(sentences.offsets, which + 1)[:, tf.newaxis]
-  # The language is in the place of the symbol.
+  # The stored sequence begins with its language; a symbol takes its place.
   if symbols is None:
     begins += 1
-  places = begins + tf.range(length)
-  ids = tf.gather(sentences.tokens, tf.minimum(places, sentences.offsets[-1] - 1))
+  offsets = begins + tf.range(length)
+  ids = tf.gather(sentences.tokens, tf.minimum(offsets, sentences.offsets[-1] - 1))
   if symbols is not None:
-    ids = tf.where(places == begins, symbols[:, tf.newaxis], ids)
-  ids = tf.where(places < ends, ids, sentencepiece_tokenizer.PAD_ID)
-  ids = tf.where(places == ends, sentencepiece_tokenizer.EOS_ID, ids)
-  return ids, tf.cast(places > ends, tf.float32)
+    ids = tf.where(offsets == begins, symbols[:, tf.newaxis], ids)
+  ids = tf.where(offsets < ends, ids, sentencepiece_tokenizer.PAD_ID)
+  ids = tf.where(offsets == ends, sentencepiece_tokenizer.EOS_ID, ids)
+  return ids, tf.cast(offsets > ends, tf.float32)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text to tokens and back by a SentencePiece model (`pip install sentencepiece`).
+"""Text to tokens and back, by a SentencePiece model (`pip install sentencepiece`).
 
-The ids of the four special tokens are the same in every vocabulary of this project;
+The four special tokens have the same ids in every vocabulary of this project;
 `sentencepiece_training` makes such vocabularies.
 """
 
@@ -14,10 +14,10 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import tensorflow as tf
 
-PAD_ID = 0  # Fills a row behind its tokens.
+PAD_ID = 0  # Fills a row after its tokens.
 SOS_ID = 1  # Before the first token.
-EOS_ID = 2  # Behind the last token.
-UNK_ID = 3  # What the vocabulary does not have.
+EOS_ID = 2  # After the last token.
+UNK_ID = 3  # Text that the vocabulary lacks.
 
 # SentencePiece's mark of white space, before each word, in its pieces.
 _SPACE = '\u2581'
@@ -26,7 +26,7 @@ _SPECIAL_IDS = {'pad': PAD_ID, 'sos': SOS_ID, 'eos': EOS_ID, 'unk': UNK_ID}
 
 
 def Library() -> types.ModuleType:
-  """The package sentencepiece; ValueError that says what to install where it is missing."""
+  """Returns the package sentencepiece; ValueError that says how to install it if it is missing."""
   try:
     import sentencepiece
   except ImportError as e:
@@ -41,8 +41,8 @@ class SentencePieceTokenizer:
   """A SentencePiece model whose special tokens have the ids of this module.
 
   Attributes:
-    vocab_size: ids are below it.
-    fingerprint: 16 hexadecimal digits that change with the model's file.
+    vocab_size: number of ids.
+    fingerprint: 16 hexadecimal digits that change with the model file.
   """
 
   def __init__(self, model_path: str) -> None:
@@ -52,8 +52,8 @@ class SentencePieceTokenizer:
       model_path: any path that tf.io.gfile takes.
 
     Raises:
-      ValueError: there is no such file, it is no SentencePiece model, its special tokens have other
-        ids, or the package sentencepiece is missing. The message says what to do.
+      ValueError: there is no such file, it is not a SentencePiece model, its special tokens have
+        other ids, or the package sentencepiece is missing. The message says how to fix it.
     """
     library = Library()
     try:
@@ -62,13 +62,13 @@ class SentencePieceTokenizer:
     except tf.errors.OpError as e:
       raise ValueError(
         f'the vocabulary {model_path!r} cannot be read ({e.message}): train one by `python -m '
-        'tools.train_sentencepiece` (--help tells how), or correct the path'
+        'tools.train_sentencepiece` (see --help), or correct the path'
       ) from e
     try:
-      # Empty bytes would count as no model given: an error only later, at the first use.
+      # Empty bytes would count as no model, which fails only at the first use.
       self._processor = library.SentencePieceProcessor(model_proto=model or b'\0')
     except (RuntimeError, ValueError) as e:
-      raise ValueError(f'{model_path!r} is no SentencePiece model, or damaged: {e}') from e
+      raise ValueError(f'{model_path!r} is damaged or not a SentencePiece model: {e}') from e
     self._path = model_path
     self.vocab_size: int = self._processor.GetPieceSize()
     self.fingerprint: str = hashlib.sha256(model).hexdigest()[:16]
@@ -81,45 +81,47 @@ class SentencePieceTokenizer:
       )
 
   def Encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-    """The tokens of each text, int32 [length], without sos and eos; an empty text has none."""
-    # Threads divide the texts among them: the result does not depend on their number.
+    """Returns the tokens of each text, int32 [length], without sos and eos."""
+    # Threads share the texts; the result does not depend on their number.
     return [np.array(ids, np.int32) for ids in self._processor.Encode(list(texts), out_type=int)]
 
   def Decode(self, ids: Iterable[int]) -> str:
-    """The text of some tokens.
+    """Returns the text of some tokens.
 
     Args:
-      ids: integers, an array for instance. pad, sos, eos and control symbols have no text; an id
-        that is not in the vocabulary (the rows of a softmax may be more) reads as the unknown one.
+      ids: integers, for example an array. pad, sos, eos and control symbols have no text; an id
+        outside the vocabulary (a softmax may have more rows) decodes as the unknown token.
     """
     known = [int(i) if 0 <= i < self.vocab_size else UNK_ID for i in ids]
     return self._processor.Decode(known) if known else ''
 
   def PieceId(self, piece: str) -> int:
-    """The id of a piece such as the symbol '<2de>'; ValueError where the vocabulary has none."""
-    found = int(self._processor.PieceToId(piece))
-    if found == UNK_ID and piece != self._processor.IdToPiece(UNK_ID):
+    """Returns the id of a piece such as '<2de>'; ValueError if the vocabulary has no such piece."""
+    piece_id = int(self._processor.PieceToId(piece))
+    if piece_id == UNK_ID and piece != self._processor.IdToPiece(UNK_ID):
       raise ValueError(
-        f'the vocabulary {self._path!r} has no piece {piece!r}: train it with that as a symbol'
+        f'the vocabulary {self._path!r} has no piece {piece!r}: train it with this symbol'
       )
-    return found
+    return piece_id
 
   def WordStarts(self) -> np.ndarray:
-    """float32 [vocab_size]: how many words, that is runs of no white space, begin in each piece.
+    """Returns float32 [vocab_size]: the number of words that begin in each piece.
+
+    A word is a run of characters without white space.
 
     Raises:
-      ValueError: the vocabulary keeps every space, so that its pieces do not tell words.
+      ValueError: the vocabulary keeps every space, so that its pieces do not show words.
     """
     p = self._processor
     if ''.join(p.Encode('  a  b ', out_type=str)).count(_SPACE) != 2:
       raise ValueError(
-        f'the vocabulary {self._path!r} keeps every space, so that words cannot be counted by its '
-        'pieces: train one without --lossless'
+        f'the vocabulary {self._path!r} keeps every space, so its pieces do not show words: '
+        'train one without --lossless'
       )
     return np.array([p.IdToPiece(i).count(_SPACE) for i in range(self.vocab_size)], np.float32)
 
   def Text(self) -> str:
-    """Every piece and its score, a line each in the order of ids."""
+    """Returns every piece and its score, one per line in the order of ids."""
     p = self._processor
     pieces = ((p.IdToPiece(i), p.GetScore(i)) for i in range(self.vocab_size))
     return ''.join(f'{_OneLine(piece)}\t{score:.6g}\n' for piece, score in pieces)
@@ -129,29 +131,29 @@ def _OneLine(piece: str) -> str:
   return piece.replace('\n', '\\n').replace('\r', '\\r').replace('\t', '\\t')
 
 
-def Load(model_path: str, max_vocab_size: int, where: str) -> SentencePieceTokenizer:
-  """The tokenizer that the Params of an input name.
+def Load(model_path: str, max_vocab_size: int, context: str) -> SentencePieceTokenizer:
+  """Returns the tokenizer that the Params of an input name.
 
   Args:
-    model_path: the model's path.
-    max_vocab_size: how many pieces it may have; 0: any number.
-    where: what names the path in messages, such as 'TextFilesInput: param vocab_filepath'.
+    model_path: the path of the model.
+    max_vocab_size: maximum number of pieces; 0: any number.
+    context: start of messages, such as 'TextFilesInput: param vocab_filepath'.
 
   Raises:
-    ValueError: the path is empty or cannot be read, or there are more pieces.
+    ValueError: the path is empty or cannot be read, or there are too many pieces.
   """
   if not model_path:
     raise ValueError(
-      f'{where} is not set: train a vocabulary by `python -m tools.train_sentencepiece` (--help '
-      'tells how)'
+      f'{context} is not set: train a vocabulary by `python -m tools.train_sentencepiece` (see '
+      '--help)'
     )
   try:
     tokenizer = SentencePieceTokenizer(model_path)
   except ValueError as e:
-    raise ValueError(f'{where}: {e}') from e
+    raise ValueError(f'{context}: {e}') from e
   if max_vocab_size and tokenizer.vocab_size > max_vocab_size:
     raise ValueError(
-      f'{where}: the vocabulary {model_path!r} has {tokenizer.vocab_size} pieces, but vocab_size '
+      f'{context}: the vocabulary {model_path!r} has {tokenizer.vocab_size} pieces, but vocab_size '
       f'is {max_vocab_size}'
     )
   return tokenizer

@@ -15,11 +15,12 @@ from lingvo_gpipe.core import files
 from lingvo_gpipe.input.text import sentencepiece_tokenizer
 
 MODEL_TYPES = ('unigram', 'bpe')
-LEAST_COVERAGE = 0.98  # SentencePiece takes no less.
+LEAST_COVERAGE = 0.98  # The minimum that SentencePiece accepts.
 
-# Longer lines are cut: SentencePiece would leave out those of more than 4192 bytes.
+# Maximum length of a line; longer ones are split, because SentencePiece drops lines of more than
+# 4192 bytes.
 _MAX_CHARACTERS = 1000
-# The result depends on it (sums are per thread), and so it is not that of the machine.
+# The result depends on it (sums are per thread), so it is not the number of cores.
 _NUM_THREADS = 16
 
 
@@ -37,30 +38,30 @@ def Train(
   user_defined_symbols: Sequence[str] = (),
   overwrite: bool = False,
 ) -> sentencepiece_tokenizer.SentencePieceTokenizer:
-  """Trains a vocabulary; the same texts and arguments give the same one.
+  """Trains a vocabulary; equal texts and arguments give equal vocabularies.
 
-  Characters that it lacks become their bytes in UTF-8, so that no text is unknown.
+  Characters without a piece are encoded as their UTF-8 bytes, so that no text is unknown.
 
   Args:
-    texts: of any length; lines are what is trained on.
+    texts: of any length; training uses their lines.
     prefix: the files are <prefix>.model and, as text, <prefix>.vocab.
-    vocab_size: the number of pieces, special tokens, symbols and 256 bytes included.
+    vocab_size: number of pieces, including special tokens, symbols and 256 bytes.
     model_type: unigram or bpe.
-    max_sentences: trained on a random choice of so many lines out of all.
-    random_seed: of that choice.
-    character_coverage: the share of all characters that get pieces of their own, 0.98 to 1.
-    lossless: keep all characters as they are, spaces and line ends included, as source code needs.
-      Else white space becomes one space, and characters their usual form (NFKC).
-    control_symbols: further ids that no text contains, such as '<2de>'; they decode to nothing.
-    user_defined_symbols: strings that are one piece wherever a text contains them.
-    overwrite: replace a vocabulary that is there already.
+    max_sentences: number of lines to train on, drawn at random.
+    random_seed: seed of that draw.
+    character_coverage: share of all characters that get their own pieces, 0.98 to 1.
+    lossless: keep all characters unchanged, spaces and line ends included, as source code needs.
+      Otherwise white space is reduced to single spaces, and characters are normalised (NFKC).
+    control_symbols: additional ids that no text contains, such as '<2de>'; they decode to nothing.
+    user_defined_symbols: strings that always form one piece.
+    overwrite: replace an existing vocabulary.
 
   Returns:
     The tokenizer of the written model.
 
   Raises:
-    ValueError: no text, these texts and arguments allow no such vocabulary, or there is one already
-      and `overwrite` is not set.
+    ValueError: there is no text, these texts and arguments allow no such vocabulary, or a
+      vocabulary exists and `overwrite` is not set.
     OSError: the files cannot be written.
   """
   if model_type not in MODEL_TYPES:
@@ -73,14 +74,14 @@ def Train(
     )
   if tf.io.gfile.exists(f'{prefix}.model') and not overwrite:
     raise ValueError(
-      f'{prefix}.model is there already: what was trained with it will not fit another one; set '
-      'overwrite to replace it all the same'
+      f'{prefix}.model exists: models trained with it will not fit another vocabulary; set '
+      'overwrite to replace it anyway'
     )
   library = sentencepiece_tokenizer.Library()
   sentences = _Sample(_Sentences(texts, lossless), max_sentences, random_seed)
   if not sentences:
     raise ValueError('there is no text to train a vocabulary on: every document is empty')
-  _MakeFolder(prefix)  # Training may take long: what hinders writing shows before it.
+  _MakeFolder(prefix)  # Before training, so that an unwritable path fails early.
   model = io.BytesIO()
   try:
     library.SentencePieceTrainer.Train(
@@ -105,7 +106,7 @@ def Train(
       minloglevel=2,
     )
   except (RuntimeError, ValueError) as e:
-    # Before the reason stand a line of code and its condition; they alone say more than nothing.
+    # The message starts with a line of code and its condition; drop them if a reason follows.
     reason = re.sub(r'^.*\] (?=.)', '', str(e)).strip()
     raise ValueError(
       f'no vocabulary of {vocab_size} pieces can be trained on these {len(sentences)} lines: '
@@ -118,9 +119,9 @@ def Train(
 
 
 def _Sentences(texts: Iterable[str], lossless: bool) -> Iterator[str]:
-  """The lines of texts that are not empty, long ones in pieces."""
+  """Yields the non-empty lines of texts, with long lines in pieces."""
   for text in texts:
-    # SentencePiece cuts line ends off behind a line, so they stand before it.
+    # SentencePiece strips line ends after a line, so they are put before the next line.
     lines = re.findall(r'\n*[^\n]+', text) if lossless else text.splitlines()
     for line in lines:
       if line.strip():
@@ -129,14 +130,14 @@ def _Sentences(texts: Iterable[str], lossless: bool) -> Iterator[str]:
 
 
 def _Sample(sentences: Iterable[str], size: int, seed: int) -> list[str]:
-  """A random choice of at most `size`: reservoir sampling (Vitter 1985, algorithm R)."""
+  """Returns a random sample of at most `size`: reservoir sampling (Vitter 1985, algorithm R)."""
   generator = random.Random(seed)
   chosen: list[str] = []
   for i, sentence in enumerate(sentences):
     if i < size:
       chosen.append(sentence)
-    elif (place := int(generator.random() * (i + 1))) < size:
-      chosen[place] = sentence
+    elif (slot := int(generator.random() * (i + 1))) < size:
+      chosen[slot] = sentence
   return chosen
 
 
@@ -145,4 +146,4 @@ def _MakeFolder(prefix: str) -> None:
     try:
       tf.io.gfile.makedirs(folder)
     except tf.errors.OpError as e:
-      raise OSError(f'the folder {folder!r} cannot be made: {e.message}') from e
+      raise OSError(f'the folder {folder!r} cannot be created: {e.message}') from e

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Language modelling on the bytes of files: a token is a byte, an example a window of text."""
+"""Language modelling on the bytes of files: a token is a byte, an example is a window of text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lingvo_gpipe.core import hyperparams, nested_map
 from lingvo_gpipe.input import base_input_generator, file_pattern
 
 VOCAB_SIZE = 256
-# Stands between two files, and before the first one as the context of its first byte.
+# Separates two files, and is the context of the first byte of the first file.
 SEPARATOR = 0
 
 _COUNTED_AT_ONCE = 1 << 20
@@ -25,19 +25,19 @@ _COUNTED_AT_ONCE = 1 << 20
 @dataclasses.dataclass(frozen=True)
 class _Corpus:
   text_after_separator: tf.Tensor  # uint8 [1 + bytes]: SEPARATOR and the text.
-  documents: list[tuple[str, int]]  # Name and size of each file that reaches into the text.
+  documents: list[tuple[str, int]]  # Name and size of each file with bytes in the text.
 
 
 class TextBytesInput(base_input_generator.BaseInputGenerator):
-  """Windows of `p.seq_len` bytes out of the concatenation of some files, every byte predicted once.
+  """Windows of `p.seq_len` bytes from the concatenation of files; every byte is predicted once.
 
-  The text is file, SEPARATOR, file, SEPARATOR, ... file. Window i predicts its bytes
-  [i * seq_len, (i + 1) * seq_len), each from those before it in the window and from the one before
-  the window (SEPARATOR for the first). A batch is
+  The text is file, SEPARATOR, file, SEPARATOR, ... file. Window i predicts its bytes [i * seq_len,
+  (i + 1) * seq_len), each from the earlier bytes of the window and the byte before the window
+  (SEPARATOR for the first). A batch has
 
-  * `ids`, int32 [batch, time]: the bytes that are read, 0 ... 255,
-  * `labels`, int32 [batch, time]: the bytes that are predicted: `ids` moved by one,
-  * `weights`, float32 [batch, time]: 1; 0 behind the end of the text and in padded rows,
+  * `ids`, int32 [batch, time]: the bytes to read, 0 ... 255,
+  * `labels`, int32 [batch, time]: the bytes to predict: `ids` shifted by one,
+  * `weights`, float32 [batch, time]: 1; 0 after the end of the text and in padded rows,
   * `example_weights`, float32 [batch].
 
   The text is read at the first use and kept in memory once, as a uint8 tensor on the host that the
@@ -48,8 +48,8 @@ class TextBytesInput(base_input_generator.BaseInputGenerator):
   def Params(cls) -> hyperparams.InstantiableParams:
     p = super().Params()
     p.Define('file_pattern', '', 'Glob of the files, or a list of globs; any tf.io.gfile path.')
-    p.Define('seq_len', 512, 'Bytes predicted by an example.')
-    p.Define('max_bytes', 0, 'Only the first so many bytes of the text are used; 0: all.')
+    p.Define('seq_len', 512, 'Number of bytes that an example predicts.')
+    p.Define('max_bytes', 0, 'Maximum number of bytes to use, from the first on; 0: all.')
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams):
@@ -58,9 +58,9 @@ class TextBytesInput(base_input_generator.BaseInputGenerator):
     self._CheckInteger('max_bytes', minimum=0)
 
   def Files(self) -> list[str]:
-    """Paths of the files, in the order in which they are concatenated.
+    """Returns the paths of the files, in the order of their concatenation.
 
-    The default sorts what `p.file_pattern` matches. Override it for another choice of files.
+    The default sorts the matches of `p.file_pattern`. Override it for another choice of files.
 
     Raises:
       ValueError: `p.file_pattern` is not set or matches no file.
@@ -68,25 +68,25 @@ class TextBytesInput(base_input_generator.BaseInputGenerator):
     return file_pattern.Files(self.params.file_pattern, self._Where('file_pattern'))
 
   def DocumentName(self, path: str) -> str:
-    """The name by which a file enters the fingerprint: nothing that depends on the machine."""
+    """Returns the name of a file for the fingerprint; it must not depend on the machine."""
     return os.path.basename(path)
 
   def NumExamples(self) -> int:
     return -(-self.NumBytes() // self.params.seq_len)
 
   def NumBytes(self) -> int:
-    """The number of bytes that are predicted: those of the files and of the separators."""
+    """Returns the number of bytes to predict: all bytes of the files and the separators."""
     return self.Text().size
 
   def Text(self) -> np.ndarray:
-    """The text as a uint8 array [bytes] that must not be written to (a view, not a copy)."""
+    """Returns the text as a uint8 array [bytes], a view that must not be written to."""
     return np.asarray(memoryview(self._corpus.text_after_separator))[1:]
 
   def ByteEntropy(self) -> float:
-    """Order-0 entropy of the text in bits a byte: what guessing by frequency alone would need."""
+    """Returns the order-0 entropy in bits per byte: the loss of guessing by frequency."""
     text = self.Text()
     counts = np.zeros([VOCAB_SIZE], np.int64)
-    # In pieces, because bincount makes 64-bit integers of its argument.
+    # In pieces, because bincount converts its argument to 64-bit integers.
     for begin in range(0, text.size, _COUNTED_AT_ONCE):
       counts += np.bincount(text[begin : begin + _COUNTED_AT_ONCE], minlength=VOCAB_SIZE)
     frequencies = counts[counts > 0] / text.size
@@ -94,7 +94,7 @@ class TextBytesInput(base_input_generator.BaseInputGenerator):
 
   @functools.cached_property
   def _corpus(self) -> _Corpus:
-    """Reads the files, once. Raises ValueError if there is not a byte in them."""
+    """The text, read once; ValueError if the files are empty."""
     limit = self.params.max_bytes
     separator = bytes([SEPARATOR])
     text_after_separator = bytearray()
@@ -110,11 +110,11 @@ class TextBytesInput(base_input_generator.BaseInputGenerator):
         break
     if not any(size for _, size in documents):
       raise ValueError(
-        f'{type(self).__name__} {self.params.name!r}: the data set is empty: {len(files)} files '
-        f'without a byte, the first of them {files[0]!r}'
+        f'{type(self).__name__} {self.params.name!r}: the data set is empty: {len(files)} empty '
+        f'files, for example {files[0]!r}'
       )
-    # A tensor made outside of a graph enters a tf.data pipeline as an input and not as a constant
-    # of its graph, so that neither protobuf's limit of 2 GB nor a copy a batch is met.
+    # A tensor created outside the graph is an input of a tf.data pipeline and not a constant in its
+    # graph, which avoids the 2 GB limit of protobuf and a copy per batch.
     with tf.init_scope(), tf.device('/device:CPU:0'):
       return _Corpus(tf.constant(np.frombuffer(text_after_separator, np.uint8)), documents)
 
@@ -130,7 +130,7 @@ class TextBytesInput(base_input_generator.BaseInputGenerator):
     seq_len = self.params.seq_len
     text_after_separator = self._corpus.text_after_separator
     num_bytes = self.NumBytes()
-    # Offsets in text_after_separator: a byte's label is one place behind the byte before it.
+    # Offsets in text_after_separator: the label of a byte is one position after the byte.
     offsets = indices[:, tf.newaxis] * seq_len + tf.range(seq_len + 1, dtype=tf.int64)
     in_text = offsets <= num_bytes
     window = tf.gather(text_after_separator, tf.minimum(offsets, num_bytes))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Language modelling on text files: a document is a line, or a file."""
+"""Language modelling on text files: a document is a line or a file."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _DOCUMENTS = ('lines', 'files')
 
 
 class TextFilesInput(text_tokens.TextTokensInput):
-  """Documents out of files in UTF-8, in the order of the files' paths."""
+  """Documents from UTF-8 files, in the order of their paths."""
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
     p = super().Params()
     p.Define('file_pattern', '', 'Glob of the files, or a list of globs; any tf.io.gfile path.')
-    p.Define('documents', 'lines', 'What a document is: lines or files.')
+    p.Define('documents', 'lines', 'Unit of a document: lines or files.')
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
@@ -36,9 +36,9 @@ class TextFilesInput(text_tokens.TextTokensInput):
       )
 
   def Files(self) -> list[str]:
-    """Paths of the files, in the order in which they are read.
+    """Returns the paths of the files, in the order in which they are read.
 
-    The default sorts what `p.file_pattern` matches. Override it for another choice of files.
+    The default sorts the matches of `p.file_pattern`. Override it for another choice of files.
 
     Raises:
       ValueError: `p.file_pattern` is not set or matches no file.
@@ -46,20 +46,20 @@ class TextFilesInput(text_tokens.TextTokensInput):
     return file_pattern.Files(self.params.file_pattern, self._Where('file_pattern'))
 
   def DocumentName(self, path: str) -> str:
-    """The name by which a file enters the key of the cache: it may leave out the folder."""
+    """Returns the name of a file for the key of the cache; it may omit the folder."""
     return os.path.basename(path)
 
   def _Documents(self) -> Iterator[str]:
-    where = self._Where('file_pattern')
+    context = self._Where('file_pattern')
     for path in self.Files():
       if self.params.documents == 'lines':
-        yield from file_pattern.Lines(path, where)
+        yield from file_pattern.Lines(path, context)
       else:
         with tf.io.gfile.GFile(path, 'rb') as f:
           yield self._FileText(f.read(), path)
 
   def _FileText(self, content: bytes, path: str) -> str:
-    """The text of a file that is a document; override it for files that are not in UTF-8."""
+    """Decodes a file that is a document; override it for files that are not in UTF-8."""
     return file_pattern.DecodeText(content, path, self._Where('file_pattern'))
 
   def _SourceParts(self) -> list[Any]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Language modelling on documents, cut into the pieces of a SentencePiece vocabulary."""
+"""Language modelling on documents, split into the pieces of a SentencePiece vocabulary."""
 
 from __future__ import annotations
 
@@ -18,38 +18,37 @@ from lingvo_gpipe.core import hyperparams, nested_map
 from lingvo_gpipe.input import base_input_generator, index_order
 from lingvo_gpipe.input.text import packing, sentencepiece_tokenizer, token_store
 
-# Characters that are tokenised in one call, by all threads.
+# Number of characters to tokenise in one call, by all threads.
 _CHARACTERS_AT_ONCE = 1 << 22
 _PACKED_FIELDS = ('segment_ids', 'segment_pos')
 _FIRST_TEXT_ID = sentencepiece_tokenizer.UNK_ID + 1
 
 
 class TextTokensInput(base_input_generator.BaseInputGenerator):
-  """Rows of `p.seq_len` tokens out of documents; a subclass says where the documents come from.
+  """Rows of `p.seq_len` tokens from documents; a subclass implements `_Documents()`.
 
-  In a row a document is sos and its tokens (what is read), and its tokens and eos (what is
-  predicted). A batch is
+  A row reads sos and the tokens of a document, and predicts its tokens and eos. A batch has
 
-  * `ids`, int32 [batch, time]: the tokens that are read; pad behind the row's end,
-  * `labels`, int32 [batch, time]: the tokens that are predicted,
+  * `ids`, int32 [batch, time]: the tokens to read; pad after the end of the row,
+  * `labels`, int32 [batch, time]: the tokens to predict,
   * `weights`, float32 [batch, time]: 1; 0 at padding and in padded rows,
   * `example_weights`, float32 [batch],
 
-  and with p.packed, where a row holds whole documents one after another (`packing.Packed`),
+  and with p.packed, which puts several complete documents into a row (`packing.Packed`),
 
   * `segment_ids`, int32 [batch, time]: 1, 2, ... by document, 0 at padding,
   * `segment_pos`, int32 [batch, time]: the position in the segment, from 0 on.
 
   With p.count_words there is also
 
-  * `words`, float32 [batch, time]: how many words begin with each token of `labels`; eos counts as
-    one, as in perplexities of the literature, and padding as none.
+  * `words`, float32 [batch, time]: the number of words that begin with each token of `labels`; eos
+    counts as one word, as in perplexities of the literature, and padding as none.
 
-  Every token of every document is predicted once. Without p.packed a row is one document, cut at
-  p.seq_len. Documents without a token are left out.
+  Every token of every document is predicted once. Without p.packed a row is one document, truncated
+  to p.seq_len. Documents without tokens are left out.
 
-  Documents become tokens once: at the first use, in memory, or into a folder of p.cache_dir, from
-  where they are mapped into memory by every later process with the same documents and vocabulary.
+  Documents are tokenised once: at the first use, in memory, or into a folder of p.cache_dir, which
+  every later process with the same documents and vocabulary maps into memory.
   """
 
   @classmethod
@@ -57,17 +56,19 @@ class TextTokensInput(base_input_generator.BaseInputGenerator):
     p = super().Params()
     p.Define('vocab_filepath', '', 'SentencePiece model, made by tools/train_sentencepiece.py.')
     p.Define(
-      'vocab_size', 0, "Ids are below it: that of the model; 0: the vocabulary's own, unchecked."
+      'vocab_size',
+      0,
+      'Vocabulary size of the model: ids are below it; 0: not checked.',
     )
-    p.Define('seq_len', 512, 'Tokens predicted by a row.')
-    p.Define('packed', True, 'Several documents in a row, else one.')
-    p.Define('count_words', False, 'Whether batches tell where words begin.')
-    p.Define('max_documents', 0, 'Only the first so many documents are used; 0: all.')
-    p.Define('cache_dir', '', 'Local folder that keeps the tokens between runs; empty: none does.')
+    p.Define('seq_len', 512, 'Number of tokens that a row predicts.')
+    p.Define('packed', True, 'Whether a row holds several documents.')
+    p.Define('count_words', False, 'Whether batches count the words that begin at each token.')
+    p.Define('max_documents', 0, 'Maximum number of documents to use, from the first on; 0: all.')
+    p.Define('cache_dir', '', 'Local folder that keeps the tokens between runs; empty: none.')
     p.Define(
       'num_fake_examples',
       0,
-      'Above 0: so many rows of random tokens in place of the documents, for measuring time.',
+      'Above 0: number of rows of random tokens that replace the documents, for measuring time.',
     )
     return p
 
@@ -83,35 +84,35 @@ class TextTokensInput(base_input_generator.BaseInputGenerator):
         f'got {self.params.vocab_size}'
       )
 
-  # What a subclass gives.
+  # Implemented by subclasses.
 
   def _Documents(self) -> Iterator[str]:
-    """All documents, always in the same order."""
+    """Yields all documents, always in the same order."""
     raise NotImplementedError(f'_Documents of {type(self).__name__}')
 
   def _SourceParts(self) -> list[Any]:
-    """What identifies the documents without making tokens of them: strings and numbers."""
+    """Returns strings and numbers that identify the documents without tokenising them."""
     raise NotImplementedError(f'_SourceParts of {type(self).__name__}')
 
-  # What others use.
+  # Used by tasks and tools.
 
   def VocabularyTexts(self) -> Iterator[str]:
-    """The documents, of which a vocabulary can be trained."""
+    """Yields the documents, to train a vocabulary on."""
     return itertools.islice(self._Documents(), self.params.max_documents or None)
 
   @functools.cached_property
   def tokenizer(self) -> sentencepiece_tokenizer.SentencePieceTokenizer:
-    """The vocabulary; ValueError where it is missing or does not fit p.vocab_size."""
+    """The vocabulary; ValueError if it is missing or does not fit p.vocab_size."""
     p = self.params
-    where = self._Where('vocab_filepath')
-    return sentencepiece_tokenizer.Load(p.vocab_filepath, p.vocab_size, where)
+    context = self._Where('vocab_filepath')
+    return sentencepiece_tokenizer.Load(p.vocab_filepath, p.vocab_size, context)
 
   def NumTokens(self) -> int:
-    """The number of tokens of all documents, without sos and eos."""
+    """Returns the number of tokens of all documents, without sos and eos."""
     return int(self._store.offsets[-1])
 
   def Assets(self) -> list[str]:
-    """The vocabulary."""
+    """Returns the path of the vocabulary."""
     p = self.params
     return [p.vocab_filepath] if p.vocab_filepath and not p.num_fake_examples else []
 
@@ -119,7 +120,7 @@ class TextTokensInput(base_input_generator.BaseInputGenerator):
     return self.params.num_fake_examples or len(self._rows)
 
   def Fingerprint(self) -> str:
-    """As BaseInputGenerator's; that of random tokens says so."""
+    """See the base class; 'noise' for random tokens."""
     return 'noise' if self.params.num_fake_examples else super().Fingerprint()
 
   # Tokens.
@@ -135,7 +136,7 @@ class TextTokensInput(base_input_generator.BaseInputGenerator):
     return token_store.LoadOrWrite(directory, self._Sequences)
 
   def _Sequences(self) -> Iterator[np.ndarray]:
-    """The tokens of the documents that have some."""
+    """Yields the tokens of the documents, except empty ones."""
     num_documents = num_left_out = 0
     for texts in _Portions(self.VocabularyTexts()):
       for tokens in self.tokenizer.Encode(texts):
@@ -145,10 +146,10 @@ class TextTokensInput(base_input_generator.BaseInputGenerator):
           num_left_out += 1
       num_documents += len(texts)
       logging.log_every_n_seconds(
-        logging.INFO, '%s: made tokens of %d documents', 30, self.params.name, num_documents
+        logging.INFO, '%s: tokenised %d documents', 30, self.params.name, num_documents
       )
     if num_left_out:
-      logging.info('%s: %d documents are empty', self.params.name, num_left_out)
+      logging.info('%s: left out %d empty documents', self.params.name, num_left_out)
 
   # Rows.
 
@@ -157,20 +158,20 @@ class TextTokensInput(base_input_generator.BaseInputGenerator):
     p = self.params
     rows = (packing.Packed if p.packed else packing.OneDocumentEach)(self._store, p.seq_len)
     logging.info(
-      '%s: %d documents of %d tokens in %d rows of %d, which they fill to %.1f %%%s',
+      '%s: %d documents of %d tokens in %d rows of %d, %.1f %% full%s',
       p.name or type(self).__name__,
       len(self._store),
       self.NumTokens(),
       len(rows),
       p.seq_len,
       100 * rows.efficiency,
-      '' if p.packed else f' ({self._NumCut()} are cut)',
+      '' if p.packed else f' ({self._NumTruncated()} are truncated)',
     )
     return rows
 
   @functools.cached_property
   def _words(self) -> np.ndarray:
-    """float32 [vocabulary]: how many words begin with each token; see the class."""
+    """float32 [vocabulary]: the number of words that begin with each token; see the class."""
     try:
       words = self.tokenizer.WordStarts()
     except ValueError as e:
@@ -178,8 +179,8 @@ class TextTokensInput(base_input_generator.BaseInputGenerator):
     words[sentencepiece_tokenizer.EOS_ID] = 1.0
     return words
 
-  def _NumCut(self) -> int:
-    return int(np.sum(self._store.lengths >= self.params.seq_len))  # Eos is a place of its own.
+  def _NumTruncated(self) -> int:
+    return int(np.sum(self._store.lengths >= self.params.seq_len))  # Eos needs a slot, too.
 
   def _ExampleSpec(self) -> nested_map.NestedMap:
     shape = [self.params.seq_len]
@@ -205,9 +206,9 @@ class TextTokensInput(base_input_generator.BaseInputGenerator):
 
   def _FakeExamples(self, indices: tf.Tensor) -> nested_map.NestedMap:
     p = self.params
-    places = tf.range(p.seq_len + 1, dtype=tf.int64)
+    offsets = tf.range(p.seq_len + 1, dtype=tf.int64)
     hashes = index_order.TensorHash64(
-      p.random_seed, indices[:, tf.newaxis] * (p.seq_len + 1) + places
+      p.random_seed, indices[:, tf.newaxis] * (p.seq_len + 1) + offsets
     )
     num_ids = tf.constant(p.vocab_size - _FIRST_TEXT_ID, tf.uint64)
     tokens = tf.cast(tf.math.floormod(hashes, num_ids), tf.int32) + _FIRST_TEXT_ID
@@ -229,7 +230,7 @@ class TextTokensInput(base_input_generator.BaseInputGenerator):
 
 
 def _Portions(texts: Iterator[str]) -> Iterator[list[str]]:
-  """Runs of texts of a bounded total length, but of one text at least."""
+  """Yields lists of consecutive texts of a bounded total length, with at least one text each."""
   portion: list[str] = []
   length = 0
   for text in texts:

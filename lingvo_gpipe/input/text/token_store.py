@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many sequences of tokens as two arrays, in memory or mapped from files."""
+"""Stores many sequences of tokens as two arrays, in memory or mapped from files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-# Sequences that are gathered before they become one array.
+# Number of sequences to gather into one array.
 _BLOCK = 1 << 16
 
 _TOKENS, _OFFSETS, _INFO = 'tokens.int32', 'offsets.int64', 'store.json'
@@ -26,22 +26,22 @@ IntSequences = Iterable[Sequence[int] | np.ndarray]
 
 
 class DamagedStoreError(ValueError):
-  """A folder that holds no whole store; the message names it and says what is wrong."""
+  """A folder does not hold a complete store; the message names the folder and the problem."""
 
 
 class TokenStore:
-  """Sequences of tokens that are never changed.
+  """An immutable list of token sequences.
 
   Attributes:
-    tokens: int32 [total], the sequences one after another.
+    tokens: int32 [total], the concatenated sequences.
     offsets: int64 [n + 1]: sequence i is tokens[offsets[i]:offsets[i + 1]].
   """
 
   def __init__(self, tokens: np.ndarray, offsets: np.ndarray) -> None:
-    """Takes the two arrays, without a copy.
+    """Takes the two arrays without a copy.
 
     Raises:
-      ValueError: other dtypes, or offsets that do not rise from 0 to the number of tokens.
+      ValueError: the dtypes differ, or the offsets do not rise from 0 to the number of tokens.
     """
     if tokens.dtype != np.int32 or offsets.dtype != np.int64 or tokens.ndim != 1:
       raise ValueError(
@@ -51,7 +51,7 @@ class TokenStore:
     if offsets.ndim != 1 or not offsets.size or offsets[0] or offsets[-1] != tokens.size:
       raise ValueError(f'the offsets do not go from 0 to {tokens.size}, the number of tokens')
     if np.any(offsets[1:] < offsets[:-1]):
-      raise ValueError('the offsets fall')
+      raise ValueError('the offsets are not ascending')
     self.tokens = tokens
     self.offsets = offsets
     self._fingerprint = ''
@@ -59,7 +59,7 @@ class TokenStore:
 
   @classmethod
   def Build(cls, sequences: IntSequences) -> TokenStore:
-    """A store in memory of some sequences of integers, in their order."""
+    """Returns a store in memory of some sequences of integers, in their order."""
     blocks, lengths = [], [np.zeros([1], np.int64)]
     for block, block_lengths in _Blocks(sequences):
       blocks.append(block)
@@ -71,9 +71,9 @@ class TokenStore:
     return self.offsets.size - 1
 
   def __getitem__(self, index: int) -> np.ndarray:
-    """Sequence `index`, int32 [length]: a view."""
+    """Returns sequence `index`, int32 [length]: a view."""
     if not 0 <= index < len(self):
-      raise IndexError(f'sequence {index} of {len(self)}')
+      raise IndexError(f'sequence {index} of a store of {len(self)}')
     return self.tokens[self.offsets[index] : self.offsets[index + 1]]
 
   @property
@@ -90,9 +90,9 @@ class TokenStore:
 
   @functools.cached_property
   def tensors(self) -> tuple[tf.Tensor, tf.Tensor]:
-    """`tokens` and `offsets` on the host, for operations of a tf.data pipeline: the same memory."""
+    """`tokens` and `offsets` as tensors on the host, for tf.data pipelines; they share memory."""
     if self._is_mapped:
-      return _Shared(self.tokens), _Shared(self.offsets)
+      return _MappedTensor(self.tokens), _MappedTensor(self.offsets)
     with tf.init_scope(), tf.device('/device:CPU:0'):
       tokens, offsets = tf.constant(self.tokens), tf.constant(self.offsets)
     self.tokens, self.offsets = (np.asarray(memoryview(x)) for x in (tokens, offsets))
@@ -113,22 +113,22 @@ class TokenStore:
 
   @staticmethod
   def Write(directory: str, sequences: IntSequences) -> None:
-    """Writes a store of some sequences into a local folder; only a part of it is in memory.
+    """Writes a store of some sequences into a local folder, with only a part of it in memory.
 
-    The folder appears when it is whole; one that is there already is replaced.
+    The folder appears when it is complete, and replaces an existing one.
 
     Raises:
-      OSError: it cannot be written.
+      OSError: the folder cannot be written.
     """
     _WriteBlocks(directory, _Blocks(sequences))
 
   @classmethod
   def Load(cls, directory: str) -> TokenStore:
-    """The store of a local folder, its files mapped into memory and read once to check them.
+    """Loads the store of a local folder by mapping its files, and reads them once to check them.
 
     Raises:
       FileNotFoundError: there is no such folder.
-      DamagedStoreError: the folder holds no store, or its files are not as they were written.
+      DamagedStoreError: the folder holds no store, or its files changed since they were written.
     """
     if not os.path.isdir(directory):
       raise FileNotFoundError(f'there is no token store in {directory!r}')
@@ -145,44 +145,44 @@ class TokenStore:
     except DamagedStoreError:
       raise
     except (OSError, KeyError, TypeError, ValueError, RecursionError) as e:
-      raise DamagedStoreError(f'{directory!r} holds no whole token store: {e}') from e
-    found = _Fingerprint(tokens, offsets)
-    if found != expected:
+      raise DamagedStoreError(f'{directory!r} holds no complete token store: {e}') from e
+    fingerprint = _Fingerprint(tokens, offsets)
+    if fingerprint != expected:
       raise DamagedStoreError(
-        f'the token store in {directory!r} is not what was written: its fingerprint is {found}, '
-        f'expected {expected}'
+        f'the token store in {directory!r} changed since it was written: expected the fingerprint '
+        f'{expected}, got {fingerprint}'
       )
     try:
       store = cls(tokens, offsets)
     except ValueError as e:
-      raise DamagedStoreError(f'{directory!r} holds no whole token store: {e}') from e
-    store._fingerprint = found
+      raise DamagedStoreError(f'{directory!r} holds no complete token store: {e}') from e
+    store._fingerprint = fingerprint
     store._is_mapped = True
     return store
 
 
 def LoadOrWrite(directory: str, make: Callable[[], IntSequences]) -> TokenStore:
-  """The store of a local folder, which is written first where there is none or a damaged one.
+  """Loads the store of a local folder; writes it first if it is missing or damaged.
 
   Args:
-    directory: the folder; its name should say what is in it.
-    make: gives the sequences.
+    directory: the folder; its name should identify its content.
+    make: returns the sequences.
   """
   try:
     return TokenStore.Load(directory)
   except FileNotFoundError:
-    logging.info('making the token store %s', directory)
+    logging.info('writing the token store %s', directory)
   except DamagedStoreError as e:
-    logging.warning('%s: making it anew', e)
+    logging.warning('%s: writing it again', e)
   try:
     TokenStore.Write(directory, make())
   except FileExistsError:
-    logging.info('another process made it meanwhile')
+    logging.info('another process wrote it in the meantime')
   return TokenStore.Load(directory)
 
 
 def _Blocks(sequences: IntSequences) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-  """Yields (tokens int32, lengths int64) of runs of sequences."""
+  """Yields (tokens int32, lengths int64) of blocks of consecutive sequences."""
   gathered: list[np.ndarray] = []
 
   def Block() -> tuple[np.ndarray, np.ndarray]:
@@ -237,10 +237,10 @@ def _WriteBlocks(directory: str, blocks: Iterable[tuple[np.ndarray, np.ndarray]]
 
 
 def _Replace(directory: str, unfinished: str) -> None:
-  """Gives a folder its name, in place of the one that has it; readers of that one keep it.
+  """Renames a folder to `directory`, replacing an existing folder, which its readers keep.
 
   Raises:
-    FileExistsError: another process gave that name to a folder at the same moment.
+    FileExistsError: another process created `directory` at the same moment.
   """
   old = f'{unfinished}-old'
   with contextlib.suppress(FileNotFoundError):
@@ -256,17 +256,17 @@ def _Replace(directory: str, unfinished: str) -> None:
 
 
 def _Map(path: str, dtype: np.dtype, size: int) -> np.ndarray:
-  """A file as a read-only array; DamagedStoreError where it has another size."""
-  found = os.path.getsize(path)
-  if found != size * dtype.itemsize:
-    raise DamagedStoreError(f'{path!r} has {found} bytes, expected {size * dtype.itemsize}')
+  """Maps a file as a read-only array; DamagedStoreError if its size is wrong."""
+  num_bytes = os.path.getsize(path)
+  if num_bytes != size * dtype.itemsize:
+    raise DamagedStoreError(f'{path!r} has {num_bytes} bytes, expected {size * dtype.itemsize}')
   if not size:
     return np.zeros([0], dtype)  # An empty file cannot be mapped.
   return np.asarray(np.memmap(path, dtype, mode='r', shape=(size,)))
 
 
 class _Writable:
-  """An array as one that may be written to, which DLPack wants; keeps the array."""
+  """Presents an array as writable, as DLPack requires; keeps the array alive."""
 
   def __init__(self, array: np.ndarray) -> None:
     self._array = array
@@ -274,16 +274,16 @@ class _Writable:
     self.__array_interface__ = {**array.__array_interface__, 'data': (address, False)}
 
 
-def _Shared(array: np.ndarray) -> tf.Tensor:
-  """A mapped file as a tensor without a copy; no operation writes into what it reads.
+def _MappedTensor(array: np.ndarray) -> tf.Tensor:
+  """Returns a mapped file as a tensor without a copy; operations never write to their inputs.
 
-  Not for any array: TensorFlow wants tensors aligned, as maps are.
+  Not for arbitrary arrays: TensorFlow needs aligned memory, which mapped files have.
   """
   return tf.experimental.dlpack.from_dlpack(np.asarray(_Writable(array)).__dlpack__())
 
 
 class _Digest:
-  """The fingerprint of tokens and offsets that come in pieces."""
+  """The fingerprint of tokens and offsets that are added in pieces."""
 
   def __init__(self) -> None:
     self._tokens, self._offsets = hashlib.sha256(), hashlib.sha256()

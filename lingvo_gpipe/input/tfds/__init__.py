@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data sets of TensorFlow Datasets."""
+"""Inputs from TensorFlow Datasets."""

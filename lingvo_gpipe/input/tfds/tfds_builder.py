@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prepared data sets of TensorFlow Datasets, with errors that say how to prepare them.
 
-Nothing is ever downloaded here: the data sets are prepared once by `PrepareCommand`.
+This module never downloads anything: `PrepareCommand` prepares a data set once.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ import tensorflow_datasets as tfds
 
 from lingvo_gpipe.input.records import tf_records
 
-# What identifies the order in which `Examples` gives them; it was another one in older stores.
+# Identifies the order of `Examples` in the key of a cache; older caches have another order.
 ORDER = 'file by file'
 
 _READ_AT_ONCE = 1000
 
 
 def PrepareCommand(dataset: str, data_dir: str = '') -> str:
-  """The command for a shell that downloads and prepares a data set of TFDS.
+  """Returns the shell command that downloads and prepares a data set of TFDS.
 
-  TFDS's own program `tfds build` needs apache_beam, which is no dependency of this project.
+  The program of TFDS, `tfds build`, needs apache_beam, on which this project does not depend.
 
   Args:
-    dataset: its name, with a config where it needs one.
-    data_dir: where to; '': TFDS's own place.
+    dataset: the name of the data set, with a config if it needs one.
+    data_dir: the directory to prepare it in; '': the default of TFDS.
   """
-  arguments = json.dumps(dataset)  # In double quotes, for the shell takes the single ones.
+  arguments = json.dumps(dataset)  # In double quotes, because the shell needs the single ones.
   if data_dir:
     arguments += f', data_dir={json.dumps(data_dir)}'
   code = f'import tensorflow_datasets as tfds; tfds.builder({arguments}).download_and_prepare()'
   return f'python -c {shlex.quote(code)}'
 
 
-def NumExamples(builder: tfds.core.DatasetBuilder, split: str, where: str) -> int:
-  """The number of examples in a split of a prepared data set, such as 'train[:90%]'.
+def NumExamples(builder: tfds.core.DatasetBuilder, split: str, context: str) -> int:
+  """Returns the number of examples in a split of a prepared data set, such as 'train[:90%]'.
 
   Args:
     builder: from `LoadPrepared`.
     split: the split.
-    where: what names the split in messages, such as 'TfdsImageInput: param split'.
+    context: start of messages, such as 'TfdsImageInput: param split'.
 
   Raises:
     ValueError: there is no such split.
@@ -55,38 +55,40 @@ def NumExamples(builder: tfds.core.DatasetBuilder, split: str, where: str) -> in
     return builder.info.splits[split].num_examples
   except (KeyError, ValueError) as e:
     raise ValueError(
-      f'{where}: {builder.info.full_name!r} has the splits {list(builder.info.splits)}, got '
+      f'{context}: {builder.info.full_name!r} has the splits {list(builder.info.splits)}, got '
       f'{split!r}'
     ) from e
 
 
-def LoadPrepared(dataset: str, data_dir: str, where: str, instead: str) -> tfds.core.DatasetBuilder:
-  """The builder of a data set that has been prepared.
+def LoadPrepared(
+  dataset: str, data_dir: str, context: str, offline: str
+) -> tfds.core.DatasetBuilder:
+  """Returns the builder of a prepared data set.
 
   Args:
-    dataset: its name in TFDS, with a config where it needs one: wmt14_translate/de-en.
-    data_dir: where it was prepared; '': TFDS's own place.
-    where: what names the data set in messages, such as 'TfdsImageInput: param dataset'.
-    instead: what works without a network, the end of a message.
+    dataset: the name of the data set in TFDS, with a config if it needs one: wmt14_translate/de-en.
+    data_dir: the directory that it was prepared in; '': the default of TFDS.
+    context: start of messages, such as 'TfdsImageInput: param dataset'.
+    offline: end of a message: alternatives that work without a network.
 
   Raises:
-    ValueError: TFDS has no such data set, or it is not prepared; the message says what to do.
+    ValueError: TFDS has no such data set, or it is not prepared; the message says how to fix it.
   """
   try:
     builder = tfds.builder(dataset, data_dir=data_dir or None)
   except tfds.core.DatasetNotFoundError as e:
     close = difflib.get_close_matches(dataset, tfds.list_builders(), n=3)
     hint = f'; did you mean {" or ".join(close)}?' if close else ''
-    raise ValueError(f'{where}: TFDS has no {dataset!r}{hint}') from e
+    raise ValueError(f'{context}: TFDS has no {dataset!r}{hint}') from e
   if builder.is_prepared():
     return builder
   manual = ''
   if builder.MANUAL_DOWNLOAD_INSTRUCTIONS:
-    manual = ', and maybe files that one has to fetch by hand: it tells which'
+    manual = ', and possibly files to download by hand: it says which'
   raise ValueError(
-    f'{where}: the data set {dataset!r} is not prepared in {builder.data_path.parent}: run '
+    f'{context}: the data set {dataset!r} is not prepared in {builder.data_path.parent}: run '
     f'`{PrepareCommand(dataset, data_dir)}`, which needs a network{manual}. '
-    f'Without network: {instead}'
+    f'Without network: {offline}'
   )
 
 
@@ -94,22 +96,22 @@ def Texts(
   builder: tfds.core.DatasetBuilder,
   split: str,
   names: Sequence[str],
-  where: str,
+  context: str,
   damaged: str = 'stop',
 ) -> Iterator[tuple[str, ...]]:
-  """Some texts of each example of a split, in the order of the files.
+  """Yields some texts of each example of a split, in the order of the files.
 
   Args:
-    builder: of the data set.
+    builder: builder of the data set.
     split: the split.
-    names: features, each a text.
-    where: what names the param `damaged` in messages.
-    damaged: one of `tf_records.POLICIES`; behind damage 'skip' is slower.
+    names: names of features, each a text.
+    context: the param `damaged` in messages, such as 'TfdsPairs: param damaged_records'.
+    damaged: one of `tf_records.POLICIES`; after damage, 'skip' is slower.
 
   Raises:
-    ValueError: a record is damaged, or damaged ones are to be skipped of files of another format.
+    ValueError: a record is damaged, or 'skip' was set for files of another format than TFRecord.
   """
-  for texts in Examples(builder, split, names, where, damaged):
+  for texts in Examples(builder, split, names, context, damaged):
     yield tuple(text.decode() for text in texts)
 
 
@@ -117,25 +119,25 @@ def Examples(
   builder: tfds.core.DatasetBuilder,
   split: str,
   names: Sequence[str],
-  where: str,
+  context: str,
   damaged: str = 'stop',
   decoders: Any = None,
 ) -> Iterator[tuple[Any, ...]]:
-  """Some features of each example of a split, in the order of the files, as NumPy's values.
+  """Yields some features of each example of a split as NumPy values, in the order of the files.
 
   Args:
-    builder: of the data set.
+    builder: builder of the data set.
     split: the split.
-    names: features.
-    where: as for `Texts`.
-    damaged: as for `Texts`.
-    decoders: how some of them are decoded, as `as_dataset` of the builder takes it.
+    names: names of the features.
+    context: the param `damaged` in messages, such as 'TfdsPairs: param damaged_records'.
+    damaged: one of `tf_records.POLICIES`; after damage, 'skip' is slower.
+    decoders: decoders of some features, see `as_dataset` of the builder.
 
   Raises:
-    ValueError: as `Texts`.
+    ValueError: a record is damaged, or 'skip' was set for files of another format than TFRecord.
   """
   if not IsTfRecord(builder):
-    _CheckSkips(builder, where, damaged)
+    _CheckSkips(builder, context, damaged)
     source = builder.as_data_source(split=split, decoders=decoders)
     for i in range(len(source)):
       try:
@@ -145,12 +147,12 @@ def Examples(
       yield tuple(example[name] for name in names)
     return
   is_partial = len(names) < len(builder.info.features)
-  wanted = tfds.decode.PartialDecoding(dict.fromkeys(names, True), decoders)
-  # By itself TFDS takes a few examples of each file in turns.
+  partial_decoders = tfds.decode.PartialDecoding(dict.fromkeys(names, True), decoders)
+  # By default TFDS interleaves the files, a few examples of each at a time.
   dataset = builder.as_dataset(
     split=split,
     shuffle_files=False,
-    decoders=wanted if is_partial else decoders,
+    decoders=partial_decoders if is_partial else decoders,
     read_config=tfds.ReadConfig(interleave_cycle_length=1),
   )
   num_read = 0
@@ -158,27 +160,27 @@ def Examples(
     for examples in dataset.batch(_READ_AT_ONCE).as_numpy_iterator():
       yield from zip(*(examples[name] for name in names), strict=True)
       num_read += len(examples[names[0]])
-  except (tf.errors.DataLossError, tf.errors.FailedPreconditionError):  # Of too few, the latter.
+  except (tf.errors.DataLossError, tf.errors.FailedPreconditionError):  # Too few: the latter.
     if damaged == 'stop':
-      _RaiseDamage(builder, split, where)
+      _RaiseDamage(builder, split, context)
       raise
-    # tf.data does not go on behind damage. One by one is slower.
-    for record in itertools.islice(_SoundRecords(builder, split), num_read, None):
+    # tf.data cannot continue after damage, so read the rest one by one, which is slower.
+    for record in itertools.islice(_IntactRecords(builder, split), num_read, None):
       example = builder.info.features.deserialize_example_np(record, decoders=decoders)
       yield tuple(example[name] for name in names)
 
 
-def NumDamaged(builder: tfds.core.DatasetBuilder, split: str, where: str) -> int:
-  """How many examples of a split are lost to damaged records; reads the files through.
+def NumDamaged(builder: tfds.core.DatasetBuilder, split: str, context: str) -> int:
+  """Returns the number of examples of a split lost to damaged records; reads the files completely.
 
   Raises:
     ValueError: the files are of another format than TFRecord.
   """
-  _CheckSkips(builder, where, 'skip')
-  if _IsSound(builder, split):
+  _CheckSkips(builder, context, 'skip')
+  if _IsIntact(builder, split):
     return 0
-  num_sound = sum(1 for _ in _SoundRecords(builder, split))
-  return int(builder.info.splits[split].num_examples) - num_sound
+  num_intact = sum(1 for _ in _IntactRecords(builder, split))
+  return int(builder.info.splits[split].num_examples) - num_intact
 
 
 def IsTfRecord(builder: tfds.core.DatasetBuilder) -> bool:
@@ -186,23 +188,23 @@ def IsTfRecord(builder: tfds.core.DatasetBuilder) -> bool:
   return bool(builder.info.file_format == tfds.core.FileFormat.TFRECORD)
 
 
-def _CheckSkips(builder: tfds.core.DatasetBuilder, where: str, damaged: str) -> None:
+def _CheckSkips(builder: tfds.core.DatasetBuilder, context: str, damaged: str) -> None:
   if damaged == 'skip' and not IsTfRecord(builder):
     raise ValueError(
-      f'{where}: damaged records are skipped of TFRecord files only, and {builder.info.full_name} '
-      f'was prepared as {builder.info.file_format.value}: set it to stop'
+      f'{context}: only damaged records of TFRecord files can be skipped, but '
+      f'{builder.info.full_name} was prepared as {builder.info.file_format.value}: set it to stop'
     )
 
 
 def _CannotRead(
   builder: tfds.core.DatasetBuilder, split: str, index: int, error: Exception
 ) -> ValueError:
-  """The error that names the file of an example that cannot be read by its index."""
-  place = index
+  """Returns the error for an example that cannot be read by index; it names the file."""
+  offset = index
   for part in builder.info.splits[split].file_instructions:
-    if place < part.take:
+    if offset < part.take:
       break
-    place -= part.take
+    offset -= part.take
   return ValueError(
     f'{part.filename} is damaged: example {index} of {split!r} cannot be read: {error}. '
     'Restore the file'
@@ -210,29 +212,29 @@ def _CannotRead(
 
 
 def _Files(builder: tfds.core.DatasetBuilder, split: str) -> dict[str, int]:
-  """{path: how many records the file should have} of the files that a split reads."""
+  """Returns {path: expected number of records} of the files that a split reads."""
   parts = builder.info.splits[split].file_instructions
   return {str(part.filename): part.examples_in_shard for part in parts}
 
 
-def _IsSound(builder: tfds.core.DatasetBuilder, split: str) -> bool:
-  # To read a file through does not tell that it was cut between two records.
+def _IsIntact(builder: tfds.core.DatasetBuilder, split: str) -> bool:
+  # Reading alone does not detect a file that was truncated between two records.
   return all(
     tf_records.IsIntact(path) and len(tf_records.RecordOffsets(path)) - 1 == expected
     for path, expected in _Files(builder, split).items()
   )
 
 
-def _SoundRecords(builder: tfds.core.DatasetBuilder, split: str) -> Iterator[bytes]:
+def _IntactRecords(builder: tfds.core.DatasetBuilder, split: str) -> Iterator[bytes]:
   for part in builder.info.splits[split].file_instructions:
     for number, record in tf_records.Records(str(part.filename), damaged='skip'):
       if record is not None and part.skip < number <= part.skip + part.take:
         yield record
 
 
-def _RaiseDamage(builder: tfds.core.DatasetBuilder, split: str, where: str) -> None:
-  """Raises the error that says which file is damaged, and where: tf.data's names neither."""
+def _RaiseDamage(builder: tfds.core.DatasetBuilder, split: str, context: str) -> None:
+  """Raises an error that names the damaged file and record, unlike the error of tf.data."""
   files = _Files(builder, split)
-  tf_records.RaiseDamage(files, where)
+  tf_records.RaiseDamage(files, context)
   for path, expected in files.items():
     tf_records.CheckCount(path, len(tf_records.RecordOffsets(path)) - 1, expected)

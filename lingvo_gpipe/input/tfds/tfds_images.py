@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Labelled images of TensorFlow Datasets: mnist, cifar10, imagenet2012 and others like them.
+"""Labelled images of TensorFlow Datasets, such as mnist, cifar10 and imagenet2012.
 
-Nothing is ever downloaded here: the data sets are prepared once, by `tfds_builder.PrepareCommand`.
+This module never downloads anything: `tfds_builder.PrepareCommand` prepares a data set once.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _OFFLINE = 'image.digits.LeNet5'
 class TfdsImageInput(image_input.ImageInput):
   """A split of a data set whose examples have an `image` and a `label`.
 
-  Two kinds of data sets:
+  There are two kinds of data sets:
 
-  * p.in_memory: all images have p.image_size. They are read once and kept. With p.augment they move
-    by up to p.max_shift pixels.
-  * Else images of any size are read as they are needed, by workers too, for which the data set must
-    be prepared as TFRecord files, as TFDS does by default. With p.augment a random window is cut
-    out, else the central square, and scaled to p.image_size.
+  * With p.in_memory all images have p.image_size. They are read once and kept. p.augment shifts
+    them by up to p.max_shift pixels.
+  * Without p.in_memory images of any size are read as they are needed, also by workers. The data
+    set must be prepared as TFRecord files, the default of TFDS. p.augment crops a random window,
+    otherwise the central square is cropped; the crop is scaled to p.image_size.
 
-  With p.augment and p.flip half of the images exchange left and right. Pixels are -1 ... 1.
+  p.augment with p.flip mirrors half of the images left to right. Pixels are in -1 ... 1.
   """
 
   @classmethod
@@ -41,18 +41,18 @@ class TfdsImageInput(image_input.ImageInput):
     """Params of a TfdsImageInput."""
     p = super().Params()
     p.Define('dataset', '', 'Name of the data set in TFDS, such as cifar10.')
-    p.Define('split', 'train', 'Its split, such as train[:90%].')
-    p.Define('data_dir', '', "Where it was prepared; empty: TFDS's own place.")
+    p.Define('split', 'train', 'Split of the data set, such as train[:90%].')
+    p.Define('data_dir', '', 'Directory of the prepared data set; empty: the default of TFDS.')
     tf_records.DefinePolicy(p)
-    p.Define('num_classes', 0, 'Number of classes, with those that label_offset adds.')
+    p.Define('num_classes', 0, 'Number of classes, including the ones that label_offset adds.')
     p.Define('label_offset', 0, 'Added to the labels: 1 keeps class 0 free for the background.')
     p.Define('in_memory', True, 'Keep all images in memory; all must have image_size then.')
-    p.Define('max_shift', 4, 'With augment and in_memory: pixels by which images move, at most.')
-    p.Define('flip', True, 'With augment: whether left and right are exchanged at random.')
+    p.Define('max_shift', 4, 'With augment and in_memory: maximum shift of images, in pixels.')
+    p.Define('flip', True, 'With augment: whether to mirror images left to right at random.')
     p.Define(
       'central_share',
       0.875,
-      "Without augment and in_memory: the central square's side by the image's shorter side.",
+      'Without augment and in_memory: side of the central square / shorter side of the image.',
     )
     return p
 
@@ -74,13 +74,13 @@ class TfdsImageInput(image_input.ImageInput):
 
   @functools.cached_property
   def _builder(self) -> Any:
-    """The prepared builder; ValueError that says what to do where there is none."""
+    """The prepared builder; ValueError that says how to fix it if there is none."""
     p = self.params
     builder = tfds_builder.LoadPrepared(
       p.dataset,
       p.data_dir,
       self._Where('dataset'),
-      instead=f'--model={_OFFLINE} has data of its own, and input.num_fake_examples:1000 trains on '
+      offline=f'--model={_OFFLINE} needs no data set, and input.num_fake_examples:1000 trains on '
       'noise, for measuring time',
     )
     if not p.in_memory and not tfds_builder.IsTfRecord(builder):
@@ -104,7 +104,7 @@ class TfdsImageInput(image_input.ImageInput):
     return tfds_builder.NumExamples(self._builder, self.params.split, self._Where('split'))
 
   def NumDamaged(self) -> int:
-    """As BaseInputGenerator's."""
+    """See the base class."""
     p = self.params
     if p.damaged_records == 'stop' or p.num_fake_examples:
       return 0
@@ -125,7 +125,7 @@ class TfdsImageInput(image_input.ImageInput):
   def _records(self) -> tf_record_index.TfRecordIndex:
     """The examples of the split, in the order of the files."""
     files = self._builder.info.splits[self.params.split].file_instructions
-    with tf.init_scope():  # Now, not within a pipeline.
+    with tf.init_scope():  # Run now, not in the graph of a pipeline.
       return tf_record_index.TfRecordIndex(
         [tf_record_index.FileRange(x.filename, x.skip, x.take, x.examples_in_shard) for x in files],
         self._Where('damaged_records'),
@@ -159,7 +159,7 @@ class TfdsImageInput(image_input.ImageInput):
     return np.array(images, np.uint8).reshape(-1, *shape), np.array(labels, np.int32)
 
   def Explain(self, error: Exception) -> Exception:
-    """As the parent's; names the file and the record that are damaged."""
+    """See the base class; names the damaged file and record."""
     if isinstance(error, tf.errors.DataLossError) and not self.params.in_memory:
       return self._records.Explain(error)
     return super().Explain(error)
@@ -177,7 +177,7 @@ class TfdsImageInput(image_input.ImageInput):
 
   @functools.cached_property
   def _tensors(self) -> tuple[tf.Tensor, tf.Tensor]:
-    # Made outside of the graph of a tf.data pipeline, they are inputs of it and not constants.
+    # Created outside the graph of a tf.data pipeline, they are its inputs and not its constants.
     with tf.init_scope(), tf.device('/device:CPU:0'):
       return tf.constant(self._arrays[0]), tf.constant(self._arrays[1])
 
@@ -206,7 +206,7 @@ class TfdsImageInput(image_input.ImageInput):
     )
 
   def _Decode(self, encoded: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
-    """float32 [image_size, image_size, channels] in 0 ... 255."""
+    """Returns float32 [image_size, image_size, channels] in 0 ... 255."""
     p = self.params
     image = tf.io.decode_image(encoded, p.num_channels, expand_animations=False)
     image.set_shape([None, None, p.num_channels])
@@ -215,6 +215,6 @@ class TfdsImageInput(image_input.ImageInput):
       window = image_augmentation.RandomWindow(height, width, seed)
     else:
       window = image_augmentation.CentralWindow(height, width, p.central_share)
-    top, left, rows, columns = tf.unstack(window)
-    image = image[top : top + rows, left : left + columns]
+    top_edge, left_edge, rows, columns = tf.unstack(window)
+    image = image[top_edge : top_edge + rows, left_edge : left_edge + columns]
     return tf.image.resize(tf.cast(image, tf.float32), [p.image_size, p.image_size], antialias=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sentence pairs of TensorFlow Datasets: wmt14_translate/de-en and others with a Translation."""
+"""Sentence pairs of TensorFlow Datasets with a Translation, such as wmt14_translate/de-en."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lingvo_gpipe.input.tfds import tfds_builder
 
 
 class _Source(NamedTuple):
-  """A prepared data set, and its languages."""
+  """A prepared data set and its languages."""
 
   builder: Any
   source_language: str
@@ -27,13 +27,13 @@ class _Source(NamedTuple):
 class TfdsPairs(parallel_text.ParallelText):
   """A split of a data set of two languages, or of several such data sets.
 
-  What is translated is the first of a data set's supervised keys, as German in
+  The source language is the first of a data set's supervised keys, for example German in
   wmt14_translate/de-en; p.direction reverses it. Set p.cache_dir for all but small data sets.
   """
 
-  # What works without a network: the end of the message about a data set that is not prepared.
+  # Alternatives without a network: the end of the message about a data set that is not prepared.
   offline = (
-    '--model=mt.cldr.Bilingual has data of its own, TsvPairs reads files of your own, and '
+    '--model=mt.cldr.Bilingual needs no data set, TsvPairs reads your own files, and '
     'input.num_fake_examples:1000 trains on random tokens, for measuring time'
   )
 
@@ -42,8 +42,8 @@ class TfdsPairs(parallel_text.ParallelText):
     """Params of a TfdsPairs."""
     p = super().Params()
     p.Define('datasets', [], "Names of data sets in TFDS, such as ['wmt14_translate/de-en'].")
-    p.Define('split', 'train', 'Their split, such as train[:90%].')
-    p.Define('data_dir', '', "Where they were prepared; empty: TFDS's own place.")
+    p.Define('split', 'train', 'Split of the data sets, such as train[:90%].')
+    p.Define('data_dir', '', 'Directory of the prepared data sets; empty: the default of TFDS.')
     tf_records.DefinePolicy(p)
     return p
 
@@ -62,15 +62,15 @@ class TfdsPairs(parallel_text.ParallelText):
     return [self._Find(name) for name in self.params.datasets]
 
   def _Find(self, name: str) -> _Source:
-    """A prepared data set; ValueError that says what to do where it is none of sentence pairs."""
+    """Returns a prepared data set; ValueError with advice if it has no sentence pairs."""
     p = self.params
-    where = self._Where('datasets')
-    builder = tfds_builder.LoadPrepared(name, p.data_dir, where, self.offline)
+    context = self._Where('datasets')
+    builder = tfds_builder.LoadPrepared(name, p.data_dir, context, self.offline)
     features = builder.info.features
     if not isinstance(features, tfds.features.Translation) or len(features.languages) != 2:
       raise ValueError(
-        f'{where}: expected a data set whose examples are a Translation of two languages, but '
-        f'{name!r} has {features!r}'
+        f'{context}: expected a data set whose examples are a Translation of two languages, got '
+        f'{name!r} with {features!r}'
       )
     num_examples = tfds_builder.NumExamples(builder, p.split, self._Where('split'))
     source, target = builder.info.supervised_keys or features.languages
@@ -82,15 +82,17 @@ class TfdsPairs(parallel_text.ParallelText):
       info = source.builder.info
       languages = (source.source_language, source.target_language)
       parts.append((info.full_name, str(info.file_format), *languages, source.num_examples))
-    # What was kept without the damaged ones is not found by who wants to hear of them.
+    # A cache made with skip must not hide damage from a run that should stop.
     return parts + (['skip'] if self.params.damaged_records == 'skip' else [])
 
   def _Pairs(self) -> Iterator[sentence_pairs.SentencePair]:
-    p, where = self.params, self._Where('damaged_records')
+    p, context = self.params, self._Where('damaged_records')
     num_damaged = 0
     for builder, source, target, num_examples in self._sources:
       num_read = 0
-      for texts in tfds_builder.Texts(builder, p.split, (source, target), where, p.damaged_records):
+      for texts in tfds_builder.Texts(
+        builder, p.split, (source, target), context, p.damaged_records
+      ):
         yield sentence_pairs.SentencePair(source, target, *texts)
         num_read += 1
       num_damaged += num_examples - num_read

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Language modelling on texts of TensorFlow Datasets: lm1b and others like it."""
+"""Language modelling on texts of TensorFlow Datasets, such as lm1b."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _OFFLINE = 'lm.stdlib.ByteTransformerGPipe2'
 
 
 class TfdsTextInput(text_tokens.TextTokensInput):
-  """Documents out of a split of a data set whose examples have a text.
+  """Documents from a split of a data set whose examples have a text.
 
-  Set p.cache_dir for all but small data sets: the 30 million sentences of lm1b take a while to
-  become tokens, and 4 GB.
+  Set p.cache_dir for all but small data sets: tokenising the 30 million sentences of lm1b takes a
+  while, and 4 GB.
   """
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
     p = super().Params()
     p.Define('dataset', '', 'Name of the data set in TFDS, such as lm1b.')
-    p.Define('split', 'train', 'Its split, such as train[:90%].')
-    p.Define('data_dir', '', "Where it was prepared; empty: TFDS's own place.")
+    p.Define('split', 'train', 'Split of the data set, such as train[:90%].')
+    p.Define('data_dir', '', 'Directory of the prepared data set; empty: the default of TFDS.')
     p.Define('feature', 'text', 'The feature that is the text.')
     tf_records.DefinePolicy(p)
     return p
@@ -42,13 +42,13 @@ class TfdsTextInput(text_tokens.TextTokensInput):
 
   @functools.cached_property
   def _builder(self) -> Any:
-    """The prepared builder; ValueError that says what to do where there is none."""
+    """The prepared builder; ValueError that says how to fix it if there is none."""
     p = self.params
     builder = tfds_builder.LoadPrepared(
       p.dataset,
       p.data_dir,
       self._Where('dataset'),
-      instead=f'--model={_OFFLINE} has data of its own, and input.num_fake_examples:1000 trains on '
+      offline=f'--model={_OFFLINE} needs no data set, and input.num_fake_examples:1000 trains on '
       'random tokens, for measuring time',
     )
     texts = [
@@ -63,14 +63,14 @@ class TfdsTextInput(text_tokens.TextTokensInput):
 
   def _Documents(self) -> Iterator[str]:
     p = self.params
-    where = self._Where('damaged_records')
+    context = self._Where('damaged_records')
     for (text,) in tfds_builder.Texts(
-      self._builder, p.split, [p.feature], where, p.damaged_records
+      self._builder, p.split, [p.feature], context, p.damaged_records
     ):
       yield text
 
   def NumDamaged(self) -> int:
-    """As BaseInputGenerator's."""
+    """See the base class."""
     return self._num_damaged
 
   @functools.cached_property
@@ -86,5 +86,5 @@ class TfdsTextInput(text_tokens.TextTokensInput):
     size = tfds_builder.NumExamples(self._builder, p.split, self._Where('split'))
     parts = ['tfds', tfds_builder.ORDER, info.full_name, str(info.file_format)]
     parts += [p.split, p.feature, size]
-    # What was kept without the damaged ones is not found by who wants to hear of them.
+    # A cache made with skip must not hide damage from a run that should stop.
     return parts + (['skip'] if p.damaged_records == 'skip' else [])

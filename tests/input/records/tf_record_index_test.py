@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records by index are those of the files; damaged ones are named."""
+"""Reads records by index equal to the files; names damaged records."""
 
 import random
 import re
@@ -11,19 +11,19 @@ import tensorflow as tf
 from lingvo_gpipe.input.records import tf_record_index
 
 _RNG = random.Random(1)
-# Long ones go beyond what is read at once.
+# Long records exceed the read buffer.
 _RECORDS = [[_RNG.randbytes(size) for size in sizes] for sizes in ((5, 0, 900_000), (7, 1, 40, 3))]
 
 
 @pytest.fixture
 def paths(tmp_path):
-  found = []
+  written = []
   for i, records in enumerate(_RECORDS):
-    found.append(tmp_path / f'{i}.tfrecord')
-    with tf.io.TFRecordWriter(str(found[-1])) as writer:
+    written.append(tmp_path / f'{i}.tfrecord')
+    with tf.io.TFRecordWriter(str(written[-1])) as writer:
       for record in records:
         writer.write(record)
-  return found
+  return written
 
 
 def _Index(paths, damaged='stop'):
@@ -34,7 +34,7 @@ def _Index(paths, damaged='stop'):
   return tf_record_index.TfRecordIndex(parts, 'the param', damaged)
 
 
-def testRecordsOfPartsAreReadInAnyOrder(paths):
+def testRecordsOfRangesAreReadInAnyOrder(paths):
   index = tf_record_index.TfRecordIndex(
     [
       tf_record_index.FileRange(str(paths[0]), 1, 2, 3),
@@ -44,18 +44,18 @@ def testRecordsOfPartsAreReadInAnyOrder(paths):
   )
   expected = _RECORDS[0][1:] + _RECORDS[1] + _RECORDS[0][:1]
   order = [3, 6, 0, 1, 5, 2, 4, 3]
-  found = tf.data.Dataset.from_tensor_slices(order).map(index.Read).as_numpy_iterator()
-  assert list(found) == [expected[i] for i in order]
+  records = tf.data.Dataset.from_tensor_slices(order).map(index.Read).as_numpy_iterator()
+  assert list(records) == [expected[i] for i in order]
 
 
 @pytest.mark.parametrize(
   'byte, message',
   [
     (23 + 8, 'record 2, at byte 23: corrupted'),  # The checksum of the length,
-    (23 + 12 + 1, 'record 2, at byte 23: corrupted'),  # and that of a record of one byte.
+    (23 + 12 + 1, 'record 2, at byte 23: corrupted'),  # and of a record of one byte.
   ],
 )
-def testADamagedRecordIsNamedWhenItIsRead(paths, byte, message):
+def testDamagedRecordIsNamedWhenItIsRead(paths, byte, message):
   data = bytearray(paths[1].read_bytes())
   data[byte] ^= 1
   paths[1].write_bytes(data)
@@ -68,26 +68,26 @@ def testADamagedRecordIsNamedWhenItIsRead(paths, byte, message):
 
 
 @pytest.mark.parametrize(
-  'damaged, told',
-  [('stop', '; to go on without such records, set the param to skip'), ('skip', '')],
+  'damaged, hint',
+  [('stop', '; .*, set the param to skip'), ('skip', '')],
 )
-def testDamageThatComesAfterTheStartIsNamed(paths, damaged, told):
+def testDamageAfterTheStartIsNamed(paths, damaged, hint):
   index = _Index(paths, damaged)
   data = bytearray(paths[1].read_bytes())
   data[12] ^= 1
   paths[1].write_bytes(data)
   with pytest.raises(tf.errors.DataLossError) as caught:
     index.Read(tf.constant(3))
-  with pytest.raises(ValueError, match=f'record 1, at byte 0: corrupted.*Restore the file{told}$'):
+  with pytest.raises(ValueError, match=f'record 1, at byte 0: corrupted.*Restore the file{hint}$'):
     raise index.Explain(caught.value)
 
 
 @pytest.mark.parametrize('damaged', ['stop', 'skip'])
-def testOfNoPartsThereAreNoRecords(damaged):
+def testIndexWithoutRangesIsEmpty(damaged):
   assert tf_record_index.TfRecordIndex([], '', damaged).begins.size == 0
 
 
-def testAnErrorOfOtherFilesIsLeftAsItIs(paths):
+def testErrorOfAnotherFileIsUnchanged(paths):
   error = tf.errors.DataLossError(None, None, 'truncated record at 1')
   assert _Index(paths).Explain(error) is error
 
@@ -99,10 +99,10 @@ def testAnErrorOfOtherFilesIsLeftAsItIs(paths):
     (lambda data: data[:-15], 'record 4, at byte 96: truncated'),  # In its length.
     (lambda data: data[:-19], 'has 3 records, expected 4: restore it'),
     (lambda data: b'\1\1' + data[2:], 'record 1, at byte 0: corrupted'),
-    (lambda data: b'no record at all', 'or no TFRecord file'),
+    (lambda data: b'no record at all', 'not a TFRecord file'),
   ],
 )
-def testFilesThatAreNotWhole(paths, damage, message):
+def testIncompleteFilesAreNamed(paths, damage, message):
   paths[1].write_bytes(damage(paths[1].read_bytes()))
   with pytest.raises(ValueError, match=f'{re.escape(str(paths[1]))}.*{message}'):
     _Index(paths)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams of records: each comes once; damaged ones are named, or left out and counted."""
+"""Streams of records: each record comes once; damaged records are named, or left out."""
 
 import itertools
 import os
@@ -14,7 +14,7 @@ from lingvo_gpipe.input import batches
 from lingvo_gpipe.input.records import tf_record_stream
 
 FILES, RECORDS = 6, 5
-SIZE = 16 + 4  # Of a record in its file.
+SIZE = 16 + 4  # Bytes of a record in its file.
 
 
 class _Numbers(tf_record_stream.TfRecordStream):
@@ -40,9 +40,9 @@ def _Input(folder, **values):
 
 
 def _Seen(iterator, count=None):
-  """The numbers of some batches, without padded rows."""
-  taken = itertools.islice(iterator, count)
-  return [i for b in taken for i in b.i[b.example_weights > 0].numpy().tolist()]
+  """Returns the numbers in some batches, without padded rows."""
+  batches_seen = itertools.islice(iterator, count)
+  return [i for b in batches_seen for i in b.i[b.example_weights > 0].numpy().tolist()]
 
 
 def _Damage(folder, *numbers, byte=12):
@@ -54,26 +54,29 @@ def _Damage(folder, *numbers, byte=12):
     path.write_bytes(data)
 
 
-def testEachRecordComesOnceAnEpochInAnOrderOfItsOwn(folder):
+def testEachEpochHasEachRecordOnceInItsOwnOrder(folder):
   numbers = [10 * file + number for file in range(FILES) for number in range(RECORDS)]
   assert _Seen(_Input(folder, shuffle=False).Dataset()) == numbers
-  # The order of files alone.
+  # A shuffle of the files alone.
   source = _Input(folder, shuffle_buffer_size=1, num_epochs=2)
   source.CheckRestarts()
-  one, other = np.reshape(_Seen(source.Dataset()), [2, -1]).tolist()
-  assert sorted(one) == sorted(other) == numbers and one != other != numbers != one
+  first_epoch, second_epoch = np.reshape(_Seen(source.Dataset()), [2, -1]).tolist()
+  assert (
+    sorted(first_epoch) == sorted(second_epoch) == numbers
+    and first_epoch != second_epoch != numbers != first_epoch
+  )
   assert source.Fingerprint() == _Input(folder).Fingerprint()
 
 
-def testADamagedRecordIsNamedWithTheBatch(folder):
+def testDamagedRecordIsNamedWithTheBatch(folder):
   _Damage(folder, 32)
   source = _Input(folder, shuffle=False)
-  source.CheckRestarts()  # Reads less.
+  source.CheckRestarts()  # Does not read that far.
   path = folder / '3.tfrecord'
-  told = (
+  message = (
     rf"{path} is damaged, .*: record 3, at byte {2 * SIZE}: .*'Train': param damaged_records to"
   )
-  with pytest.raises(ValueError, match=told) as e:
+  with pytest.raises(ValueError, match=message) as e:
     list(batches.Batches(source))
   assert e.value.__notes__ == [
     "while the input _Numbers 'Train' made the batch that begins at example 16 of the data set"
@@ -83,7 +86,7 @@ def testADamagedRecordIsNamedWithTheBatch(folder):
     source.CheckRestarts()
 
 
-def testAFileThatIsCutWithinALengthIsNamedAtTheStart(folder):
+def testFileTruncatedWithinALengthIsNamedAtTheStart(folder):
   path = folder / '3.tfrecord'
   os.truncate(path, 4 * SIZE + 7)
   with pytest.raises(ValueError, match=rf'{path} is damaged, .*record 5, at byte {4 * SIZE}: tr'):
@@ -92,22 +95,22 @@ def testAFileThatIsCutWithinALengthIsNamedAtTheStart(folder):
 
 
 def testDamagedRecordsAreLeftOutAndCounted(folder):
-  sound = set(_Seen(_Input(folder).Dataset()))
+  intact = set(_Seen(_Input(folder).Dataset()))
   _Damage(folder, 0, 12, 13, 31, 44)
-  _Damage(folder, 52, byte=0)  # Its length: nothing is found behind it.
+  _Damage(folder, 52, byte=0)  # Its length: no later record can be found.
   source = _Input(folder, damaged_records='skip')
-  left = sound - {0, 12, 13, 31, 44} - {52, 53, 54}
+  remaining = intact - {0, 12, 13, 31, 44} - {52, 53, 54}
   source.CheckRestarts()
-  found = _Seen(source.Dataset())
-  assert sorted(found) == sorted(left)
+  seen = _Seen(source.Dataset())
+  assert sorted(seen) == sorted(remaining)
   assert source.NumDamaged() == 6
   assert source.Describe() == 'a stream of examples (6 damaged records were left out)'
   with pytest.raises(ValueError, match="param damaged_records: expected stop or skip, got 'skp'"):
     _Input(folder, damaged_records='skp')
 
 
-def testGoesOnWhenDamageComesAndGoes(folder):
-  """In the file that is being read, and in one to come."""
+def testResumesWhenDamageComesAndGoes(folder):
+  """Damage in the file that is being read, and in a later file."""
   values = {'shuffle': False, 'num_prefetch': 0}
   run = _Input(folder, **values).Iterator()
   assert _Seen(run, 1) == [0, 1]
@@ -124,7 +127,7 @@ def testGoesOnWhenDamageComesAndGoes(folder):
   assert _Seen(other, 2) == [10, 12, 13, 14]
 
 
-def testAStateIsThatOfItsFiles(folder):
+def testPipelineDigestDependsOnTheFiles(folder):
   digest = _Input(folder).PipelineDigest()
   (folder / '0.tfrecord').rename(folder / '7.tfrecord')
   assert _Input(folder).PipelineDigest() != digest

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Of a damaged file the sound records come, or none of those behind the first damage."""
+"""Reads the intact records of a damaged file, or stops at the first damaged record."""
 
 import random
 import sys
@@ -8,13 +8,14 @@ import pytest
 import tensorflow as tf
 
 from lingvo_gpipe.input.records import tf_records
+from tests import naming
 
 _RNG = random.Random(1)
 _RECORDS = [_RNG.randbytes(size) for size in (5, 0, 300, 17, 1, 40)]
 
 
 def _File(tmp_path, changes=(), cut=None):
-  """A file of _RECORDS in which some bytes are changed; also where each record begins."""
+  """Writes a file of _RECORDS, then changes some bytes and truncates it; returns its path."""
   path = tmp_path / 'some.tfrecord'
   with tf.io.TFRecordWriter(str(path)) as writer:
     for record in _RECORDS:
@@ -29,16 +30,16 @@ def _File(tmp_path, changes=(), cut=None):
 
 
 def _Numbers(path, damaged):
-  """The records that come, told by their numbers."""
+  """Returns the numbers of the records that were read."""
   records = list(tf_records.Records(path, 'the param', damaged))
   assert [number for number, _ in records] == list(range(1, len(records) + 1))
-  found = [(number, record) for number, record in records if record is not None]
-  assert all(record == _RECORDS[number - 1] for number, record in found)
-  return [number for number, _ in found]
+  intact = [(number, record) for number, record in records if record is not None]
+  assert all(record == _RECORDS[number - 1] for number, record in intact)
+  return [number for number, _ in intact]
 
 
 @pytest.mark.parametrize('damaged', tf_records.POLICIES)
-def testSoundFilesAreReadWhole(tmp_path, damaged, caplog):
+def testIntactFilesAreReadCompletely(tmp_path, damaged, caplog):
   assert _Numbers(_File(tmp_path), damaged) == [1, 2, 3, 4, 5, 6]
   (tmp_path / 'empty').write_bytes(b'')
   assert _Numbers(str(tmp_path / 'empty'), damaged) == []
@@ -46,24 +47,24 @@ def testSoundFilesAreReadWhole(tmp_path, damaged, caplog):
 
 
 @pytest.mark.parametrize(
-  'changes, cut, sound',
+  'changes, cut, intact',
   [
     ([(2, 12 + 299)], None, [1, 2, 4, 5, 6]),  # A byte of the record,
     ([(0, 12), (3, 12)], None, [2, 3, 5, 6]),
     ([(i, 12) for i in (0, 1, 2, 4)], None, [4, 6]),
-    ([(1, 12)], None, [1, 3, 4, 5, 6]),  # its checksum; there is nothing else of an empty one.
+    ([(1, 12)], None, [1, 3, 4, 5, 6]),  # its checksum; an empty record has nothing else.
     ([(5, 12 + 40)], None, [1, 2, 3, 4, 5]),
     ([(3, 0)], None, [1, 2, 3]),  # The length,
     ([(3, 7)], None, [1, 2, 3]),
     ([(3, 8)], None, [1, 2, 3]),  # and its checksum.
     ([], -1, [1, 2, 3, 4, 5]),
     ([], -48, [1, 2, 3, 4, 5]),
-    ([(0, 12)], -50, [2, 3, 4, 5]),  # In the last one's header.
+    ([(0, 12)], -50, [2, 3, 4, 5]),  # In the last record's header.
   ],
 )
-def testDamagedOnesAreSkippedAndCountedOrEndTheReading(tmp_path, caplog, changes, cut, sound):
+def testDamagedRecordsAreSkippedAndCountedOrRaise(tmp_path, caplog, changes, cut, intact):
   path = _File(tmp_path, changes, cut)
-  assert _Numbers(path, 'skip') == sound
+  assert _Numbers(path, 'skip') == intact
   warning = caplog.records[-1].getMessage()
   num_skipped = max(len(changes), 1) + (cut == -50)
   assert warning.startswith(f'{path}: {num_skipped} of ') and 'were skipped' in warning
@@ -71,13 +72,11 @@ def testDamagedOnesAreSkippedAndCountedOrEndTheReading(tmp_path, caplog, changes
     _Numbers(path, 'stop')
 
 
-def testAFileOfOtherThingsHasNoRecords(tmp_path):
+def testTextFileHasNoRecords(tmp_path):
   path = tmp_path / 'text'
   path.write_text('no record at all, but text')
   assert _Numbers(str(path), 'skip') == []
-  with pytest.raises(
-    ValueError, match=r'text is damaged, or no TFRecord file: record 1, at byte 0'
-  ):
+  with pytest.raises(ValueError, match=naming.Naming(path, 'record 1', 'byte 0')):
     _Numbers(str(path), 'stop')
 
 

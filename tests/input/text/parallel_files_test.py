@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sentence pairs out of real files: what is read, and mistakes by file and line."""
+"""Sentence pairs from files, and errors that name the file and the line."""
 
 import sys
 
@@ -33,8 +33,8 @@ def _Example(**features):
   def Feature(values):
     return tf.train.Feature(bytes_list=tf.train.BytesList(value=values))
 
-  made = tf.train.Features(feature={name: Feature(values) for name, values in features.items()})
-  return tf.train.Example(features=made).SerializeToString()
+  proto = tf.train.Features(feature={name: Feature(values) for name, values in features.items()})
+  return tf.train.Example(features=proto).SerializeToString()
 
 
 def _Whole(pair):
@@ -51,20 +51,20 @@ def _Read(cls, **values):
 
 
 @pytest.mark.parametrize('end', ['\n', '\r\n'])
-def testLinesOfFourColumns(tmp_path, end):
+def testLinesHaveFourColumns(tmp_path, end):
   _Tsv(tmp_path / 'b.tsv', _PAIRS[2:], end)
   _Tsv(tmp_path / 'a.tsv', [*_PAIRS[:1], _PAIRS[1]], end)
   assert _Read(parallel_files.TsvPairs, file_pattern=str(tmp_path / '*.tsv')) == _PAIRS
 
 
-def testAMarkOfByteOrderIsNoPartOfALanguage(tmp_path):
+def testByteOrderMarkIsDropped(tmp_path):
   path = tmp_path / 'a.tsv'
   _Tsv(path, _PAIRS)
   path.write_bytes(b'\xef\xbb\xbf' + path.read_bytes())
   assert _Read(parallel_files.TsvPairs, file_pattern=str(path)) == _PAIRS
 
 
-def testFilesOfOnePairOfLanguages(tmp_path):
+def testPairFilesHaveTwoColumns(tmp_path):
   _Tsv(tmp_path / 'x.de-en.tsv', [(p.source, p.target) for p in _PAIRS if p[0] == 'de'])
   _Tsv(tmp_path / 'x.el-en.tsv', [(p.source, p.target) for p in _PAIRS if p[0] == 'el'])
   mixed = _Tsv(tmp_path / 'mixed.tsv', [_PAIRS[2]])
@@ -76,26 +76,26 @@ def testFilesOfOnePairOfLanguages(tmp_path):
   assert generator._SourceParts() != parts
 
 
-def testRecords(tmp_path):
+def testRecordsAreRead(tmp_path):
   path = _Records(tmp_path / 'pairs.tfrecord', [_Whole(pair) for pair in _PAIRS])
   assert _Read(parallel_files.TfRecordPairs, file_pattern=path) == _PAIRS
 
 
-def testBatchesOfFiles(tmp_path):
-  """The same examples, whatever the files are."""
+def testBatchesOfBothKindsAreEqual(tmp_path):
+  """Examples are equal for both kinds of files."""
   tsv = _Tsv(tmp_path / 'pairs.tsv', _PAIRS)
   records = _Records(tmp_path / 'pairs.tfrecord', [_Whole(pair) for pair in _PAIRS])
   sentencepiece_training.Train(
     [text for pair in _PAIRS for text in (pair.source, pair.target)], str(tmp_path / 'v'), 300
   )
   vocab = str(tmp_path / 'v.model')
-  found = [
+  generators = [
     _Input(cls, file_pattern=path, vocab_filepath=vocab, cache_dir=str(tmp_path / 'cache'))
     for cls, path in ((parallel_files.TsvPairs, tsv), (parallel_files.TfRecordPairs, records))
   ]
-  assert found[0].Fingerprint() == found[1].Fingerprint()
+  assert generators[0].Fingerprint() == generators[1].Fingerprint()
   assert len(list((tmp_path / 'cache').iterdir())) == 2
-  for generator in found:
+  for generator in generators:
     pairs = [p for batch in generator.Dataset() for p in generator.SentencePairs(batch)]
     assert pairs == _PAIRS
 
@@ -107,7 +107,7 @@ def testBatchesOfFiles(tmp_path):
     (b'', 'expected 4 columns.*got 1'),
     (b'de\ten\ta\tb\tc', 'expected 4 columns.*got 5'),
     (b'de\ten\ta\t\xff', 'invalid start byte'),
-    (b'\ten\ta\tb', "a language has no name: .*source_language=''"),
+    (b'\ten\ta\tb', "expected the name of each language, .*source_language=''"),
   ],
 )
 def testMalformedLinesAreNamed(tmp_path, line, message):
@@ -124,14 +124,14 @@ def testMalformedLinesAreNamed(tmp_path, line, message):
   'record, message',
   [
     (b'\x0a\xff', 'record 2: expected a tf.Example'),
-    (_Example(source=[b'a']), r"record 2: .*source_language has 0, and there are \['source'\]"),
+    (_Example(source=[b'a']), r"record 2: .*source_language has 0 strings, .*\['source'\]"),
     (
       _Example(**{name: [b'a', b'b'] for name in parallel_files.FIELDS}),
       'record 2: .*source_language has 2',
     ),
     (_Example(**{name: [b'\xff'] for name in parallel_files.FIELDS}), 'record 2: not in UTF-8'),
   ],
-  # Not the bytes themselves: those of a map have no fixed order.
+  # Not the bytes themselves: serialised maps have no fixed order.
   ids=['no example', 'no language', 'two of each', 'no UTF-8'],
 )
 def testMalformedRecordsAreNamed(tmp_path, record, message):
@@ -140,13 +140,13 @@ def testMalformedRecordsAreNamed(tmp_path, record, message):
     _Read(parallel_files.TfRecordPairs, file_pattern=path)
 
 
-def testDamagedAndMissingFiles(tmp_path):
+def testDamagedAndMissingFilesAreNamed(tmp_path):
   path = tmp_path / 'damaged.tfrecord'
   _Records(path, [_Whole(pair) for pair in _PAIRS])
   path.write_bytes(path.read_bytes()[:-5])
   with pytest.raises(
     ValueError,
-    match=r"damaged\.tfrecord is damaged, or no TFRecord file: record 4, at .*'Train': param "
+    match=r"damaged\.tfrecord is damaged, .* record 4, at .*'Train': param "
     'damaged_records to skip',
   ):
     _Read(parallel_files.TfRecordPairs, file_pattern=str(path))

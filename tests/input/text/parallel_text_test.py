@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sentence pairs in buckets: fields, every pair once, restarts, symbols of languages, mistakes."""
+"""Sentence pairs in buckets: fields, each pair once, restarts, language symbols, bad params."""
 
 import itertools
 import sys
@@ -21,7 +21,7 @@ _WORDS = 'eins zwei drei vier fünf Haus Straße über ß — zum Garten der Hun
 
 
 def _Pairs(num_de=40, num_fr=12, seed=0):
-  """German and French to English: pairs of 1 to 8 words a side, each a sentence of its own."""
+  """Returns different German-English and French-English pairs of 1 to 8 words per side."""
   rng = np.random.default_rng(seed)
   pairs = []
   for i in range(num_de + num_fr):
@@ -34,7 +34,7 @@ def _Pairs(num_de=40, num_fr=12, seed=0):
 
 
 class _Memory(parallel_text.ParallelText):
-  """Pairs out of memory."""
+  """Pairs from memory."""
 
   pairs = _Pairs()
   num_reads = 0
@@ -63,7 +63,7 @@ def _Input(vocab, cls=_Memory, **values):
   return p.Set(**values).Instantiate()
 
 
-def _Of(pairs):
+def _InputClass(pairs):
   return type('_Other', (_Memory,), {'pairs': pairs, 'num_reads': 0})
 
 
@@ -81,10 +81,10 @@ def testFieldsAreTheTokensOfThePairs(vocab, place, direction):
   generator = _Evaluation(vocab, target_language_token=place, direction=direction)
   tokenizer = sentencepiece_tokenizer.SentencePieceTokenizer(vocab)
   sos, eos = sentencepiece_tokenizer.SOS_ID, sentencepiece_tokenizer.EOS_ID
-  found = []
+  originals = []
   for batch in _Batches(generator):
     pairs = generator.SentencePairs(batch)
-    found += pairs
+    originals += pairs
     for i, pair in enumerate(pairs):
       (symbol,) = [tokenizer.PieceId(f'<2{pair.target_language}>')]
       source, target = (list(ids) for ids in tokenizer.Encode([pair.source, pair.target]))
@@ -101,10 +101,14 @@ def testFieldsAreTheTokensOfThePairs(vocab, place, direction):
       np.testing.assert_array_equal(batch.tgt_weights[i], 1 - batch.tgt_paddings[i])
       assert generator.languages[batch.src_lang[i]] == pair.source_language
       assert generator.languages[batch.tgt_lang[i]] == pair.target_language
-  given = _Pairs()
-  turned = [pair.Reversed() for pair in given]
-  expected = {'given': given, 'reversed': turned, 'both': given + turned}[direction]
-  assert sorted(found) == sorted(expected)
+  pairs_as_given = _Pairs()
+  reversed_pairs = [pair.Reversed() for pair in pairs_as_given]
+  expected = {
+    'given': pairs_as_given,
+    'reversed': reversed_pairs,
+    'both': pairs_as_given + reversed_pairs,
+  }[direction]
+  assert sorted(originals) == sorted(expected)
 
 
 def testEachBucketHasOneShape(vocab):
@@ -125,13 +129,13 @@ def testEachBucketHasOneShape(vocab):
     assert not np.any(batch.tgt_weights[padded])
     seen.add(shape)
   assert seen == set(specs)
-  one = _Input(vocab, bucket_batch_limit=3)
-  assert [spec.src_ids.shape[0] for spec in one.BatchSpecs()] == [3, 3, 3]
-  assert one.BatchSpec().src_ids.shape == (3, 48)
+  single_limit = _Input(vocab, bucket_batch_limit=3)
+  assert [spec.src_ids.shape[0] for spec in single_limit.BatchSpecs()] == [3, 3, 3]
+  assert single_limit.BatchSpec().src_ids.shape == (3, 48)
 
 
 @pytest.mark.parametrize('temperature', [1.0, 5.0])
-def testRestartIsExactAnywhere(vocab, temperature):
+def testRestartIsExactAtAnyBatch(vocab, temperature):
   options = {'sampling_temperature': temperature, 'direction': 'both'}
   generator = _Input(vocab, **options)
   whole = _Batches(generator, count=90)
@@ -158,26 +162,30 @@ def testLanguagesAreDrawnByTemperature(vocab):
     np.add.at(counts, batch.src_lang, batch.example_weights)
   assert generator.languages == ['de', 'en', 'fr']
   roots = np.array([40, 12]) ** 0.2
-  # Drawn are 52 examples: 29.1 and 22.9 of them by the formula.
+  # 52 examples are drawn: 29.1 and 22.9 of them by the formula.
   assert counts.tolist() == [29, 0, 23]
   np.testing.assert_allclose(52 * roots / roots.sum(), [29, 23], atol=0.5)
   assert generator.NumBatches(start=10**6) == 0 and _Batches(generator, 10**6) == []
 
 
-def testTooLongAndEmptyPairsAreLeftOutInTrainingAndKeptInEvaluation(vocab, caplog):
+def testLongAndEmptyPairsAreLeftOutInTrainingOnly(vocab, caplog):
   pair = sentence_pairs.SentencePair
   odd = [pair('de', 'en', 'Hund ' * 30, 'short'), pair('de', 'en', '', 'Hund Hund Hund')]
-  cls = _Of([*_Pairs(10, 0), *odd])
+  cls = _InputClass([*_Pairs(10, 0), *odd])
   with caplog.at_level('WARNING', logger='absl'):
     assert _Input(vocab, cls).NumExamples() == 10
-  told = [r.getMessage() for r in caplog.records]
-  assert any('1 of 12 examples are longer than 48' in t and 'left out' in t for t in told)
-  assert any('1 of 12 examples have an empty side' in t and 'left out' in t for t in told)
+  warnings = [r.getMessage() for r in caplog.records]
+  assert any(
+    '1 of 12 examples are longer than 48' in text and 'left out' in text for text in warnings
+  )
+  assert any(
+    '1 of 12 examples have an empty side' in text and 'left out' in text for text in warnings
+  )
   caplog.clear()
   with caplog.at_level('WARNING', logger='absl'):
     generator = _Evaluation(vocab, cls=cls)
     batches = _Batches(generator)
-  assert any('cut off' in r.getMessage() for r in caplog.records)
+  assert any('truncated' in r.getMessage() for r in caplog.records)
   assert sorted(p for b in batches for p in generator.SentencePairs(b)) == sorted(cls.pairs)
   (row,) = [
     (batch, i)
@@ -190,7 +198,7 @@ def testTooLongAndEmptyPairsAreLeftOutInTrainingAndKeptInEvaluation(vocab, caplo
   assert not np.any(batch.src_paddings[i])
 
 
-def testPositionWithinABatchGoesOnWithTheNext(vocab, caplog):
+def testPositionWithinABatchContinuesWithTheNext(vocab, caplog):
   generator = _Input(vocab)
   whole = _Batches(generator, count=4)
   rows = [batch.example_weights.shape[0] for batch in whole]
@@ -200,8 +208,8 @@ def testPositionWithinABatchGoesOnWithTheNext(vocab, caplog):
   assert any('within a batch' in r.getMessage() for r in caplog.records)
 
 
-def testTokensAreKeptForTheNextRun(vocab, tmp_path):
-  cls = _Of(_Pairs(9, 3))
+def testTokensAreCachedForTheNextRun(vocab, tmp_path):
+  cls = _InputClass(_Pairs(9, 3))
   cache = str(tmp_path / 'cache')
   first = _Evaluation(vocab, cls=cls, cache_dir=cache)
   batches = _Batches(first)
@@ -212,11 +220,11 @@ def testTokensAreKeptForTheNextRun(vocab, tmp_path):
   assert cls.num_reads == 1
   plain = _Evaluation(vocab, cls=cls)
   assert plain.Fingerprint() == first.Fingerprint() == again.Fingerprint()
-  other = _Of(_Pairs(9, 2))
+  other = _InputClass(_Pairs(9, 2))
   assert _Evaluation(vocab, cls=other, cache_dir=cache).NumExamples() == 11
 
 
-def testTheFingerprintTellsWhatAPositionMeans(vocab):
+def testFingerprintDefinesTheMeaningOfAPosition(vocab):
   prints = [
     _Input(vocab, **values).Fingerprint()
     for values in (
@@ -232,7 +240,7 @@ def testTheFingerprintTellsWhatAPositionMeans(vocab):
   assert _Input(vocab, num_prefetch=0, random_seed=3).Fingerprint() == prints[0]
 
 
-def testWhatAVocabularyIsTrainedOn(vocab):
+def testVocabularyTextsAndSymbols(vocab):
   generator = _Input(vocab)
   assert list(generator.VocabularyTexts())[:2] == [_Pairs()[0].source, _Pairs()[0].target]
   assert generator.ControlSymbols() == []
@@ -259,7 +267,7 @@ def testRandomTokensNeedNoText():
   for batch in batches:
     assert np.max(batch.src_ids) < 32 and np.max(batch.tgt_labels) < 32
   assert generator.Fingerprint() == 'noise' and generator.Assets() == []
-  # An evaluation shows them, and what is made of them, as numbers: there is no vocabulary.
+  # An evaluation shows tokens and outputs as numbers, because there is no vocabulary.
   batch = next(b for b in batches if np.all(b.example_weights))
   labels = [
     row[: np.flatnonzero(row == sentencepiece_tokenizer.EOS_ID)[0]] for row in batch.tgt_labels
@@ -275,7 +283,7 @@ def testRandomTokensNeedNoText():
 @pytest.mark.parametrize(
   'values, message',
   [
-    ({'batch_size': 3}, "'Train': param batch_size has no effect here, got 3.*bucket_batch_limit"),
+    ({'batch_size': 3}, "'Train': param batch_size has no effect, got 3.*bucket_batch_limit"),
     ({'bucket_upper_bound': []}, r'bucket_upper_bound: expected positive.*got \[\]'),
     ({'bucket_upper_bound': [8, 8]}, r'ascending order, such as \[16, 32, 64\], got \[8, 8\]'),
     ({'bucket_upper_bound': 8}, 'bucket_upper_bound: expected.*got 8'),
@@ -288,14 +296,14 @@ def testRandomTokensNeedNoText():
     ({'num_epochs': -1}, 'num_epochs'),
   ],
 )
-def testMistakesInParams(vocab, values, message):
+def testInvalidParamsAreNamed(vocab, values, message):
   with pytest.raises(ValueError, match=message):
     _Input(vocab, **values)
 
 
-def testVocabularyWithoutALanguagesSymbol(vocab):
+def testMissingLanguageSymbolIsNamed(vocab):
   pairs = [*_Pairs(), sentence_pairs.SentencePair('en', 'tlh', 'house', 'qach')]
-  generator = _Input(vocab, _Of(pairs), target_language_token='target')
+  generator = _Input(vocab, _InputClass(pairs), target_language_token='target')
   message = r'lacks the symbols <2tlh>: .*tools.train_sentencepiece.*--control_symbols=<2tlh>'
   with pytest.raises(ValueError, match=message):
     generator.Dataset()
@@ -303,15 +311,15 @@ def testVocabularyWithoutALanguagesSymbol(vocab):
     _Input('').Dataset()
 
 
-def testLanguagesWithoutAPair(vocab):
+def testLanguageWithoutUsablePairsIsNamed(vocab):
   long = sentence_pairs.SentencePair('hu', 'en', 'Hund ' * 50, 'dog')
-  with pytest.raises(ValueError, match='no example is left of hu-en: .*longer than 48'):
-    _Input(vocab, _Of([*_Pairs(), long])).Dataset()
+  with pytest.raises(ValueError, match='no usable example of hu-en: .*longer than 48'):
+    _Input(vocab, _InputClass([*_Pairs(), long])).Dataset()
   with pytest.raises(ValueError, match=r"_Other 'Train': the data set is empty"):
-    _Input(vocab, _Of([])).Dataset()
+    _Input(vocab, _InputClass([])).Dataset()
 
 
-def testABucketWithoutAPairIsNoMistake(vocab):
+def testBucketMayBeEmpty(vocab):
   generator = _Input(vocab, bucket_upper_bound=[1, 48, 999], num_epochs=1)
   assert {b.src_ids.shape[1] for b in _Batches(generator)} == {48}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Vocabularies: text comes back from its tokens, and training repeats itself."""
+"""Vocabularies: tokens decode to their text, and training is reproducible."""
 
 import inspect
 import io
@@ -38,7 +38,7 @@ def lossless(folder):
   return _Train(folder / 'code', lossless=True)
 
 
-def testIdsAreTheSameInEveryVocabulary(tokenizer, lossless):
+def testSpecialIdsAreEqualInEveryVocabulary(tokenizer, lossless):
   for vocabulary in (tokenizer, lossless):
     assert vocabulary.vocab_size == 400
     pieces = [line.split('\t')[0] for line in vocabulary.Text().splitlines()]
@@ -46,14 +46,14 @@ def testIdsAreTheSameInEveryVocabulary(tokenizer, lossless):
     assert pieces[:4] == ['<pad>', '<s>', '</s>', '<unk>']
 
 
-def testTextComesBack(tokenizer):
+def testDecodeReversesEncode(tokenizer):
   texts = ['a plain sentence, with words.', *_UNICODE[:2], _UNICODE[3]]
   encoded = tokenizer.Encode(texts)
   assert [e.dtype for e in encoded] == [np.int32] * len(texts)
   assert [tokenizer.Decode(ids) for ids in encoded] == texts
   for ids in encoded:
     assert ids.min() > sentencepiece_tokenizer.UNK_ID and ids.max() < tokenizer.vocab_size
-  # Learnt pieces are shorter than letters.
+  # Learnt pieces are longer than letters.
   assert encoded[0].size < len(texts[0])
   assert [list(e) for e in tokenizer.Encode([])] == []
   assert [e.size for e in tokenizer.Encode(['', '  \n'])] == [0, 0]
@@ -65,7 +65,7 @@ def testProseIsNormalised(tokenizer):
   assert tokenizer.Decode(ids) == 'two lines fine'
 
 
-def testWordsAreCountedByTheirPieces(tokenizer, lossless):
+def testWordStartsCountWords(tokenizer, lossless):
   starts = tokenizer.WordStarts()
   assert (starts.dtype, starts.shape) == (np.float32, (400,)) and not starts[:4].any()
   texts = [' two\n\tlines ', 'antidisestablishmentarianism', *_SOURCES, *_UNICODE, '']
@@ -78,11 +78,11 @@ def testWordsAreCountedByTheirPieces(tokenizer, lossless):
 def testLosslessKeepsEveryCharacter(lossless):
   texts = [*_SOURCES, *_UNICODE, '  two\n\n\tlines\r\n  ', ' ', '\n', '\n\n  x']
   assert [lossless.Decode(ids) for ids in lossless.Encode(texts)] == texts
-  # Indentation has pieces of its own.
+  # Indentation has its own pieces.
   assert lossless.Encode(['        x'])[0].size <= 3
 
 
-def testDecodeDropsWhatIsNoText(tokenizer):
+def testDecodeDropsSpecialTokens(tokenizer):
   (ids,) = tokenizer.Encode(['some words'])
   framed = [sentencepiece_tokenizer.SOS_ID, *ids, sentencepiece_tokenizer.EOS_ID, 0, 0]
   framed[1:1] = [tokenizer.PieceId('<2de>')]
@@ -92,10 +92,10 @@ def testDecodeDropsWhatIsNoText(tokenizer):
   assert tokenizer.Decode([400]) == tokenizer.Decode([-1]) == unknown != ''
 
 
-def testSymbols(tokenizer):
+def testSymbolsHaveIds(tokenizer):
   german, french = tokenizer.PieceId('<2de>'), tokenizer.PieceId('<2fr>')
   assert len({german, french, 0, 1, 2, 3}) == 6
-  # Whoever writes one in a text does not get its id.
+  # A control symbol in a text does not get its id.
   (ids,) = tokenizer.Encode(['<2de> words'])
   assert german not in ids and tokenizer.Decode(ids) == '<2de> words'
   assert tokenizer.PieceId('xyzzy') in tokenizer.Encode(['the xyzzy'])[0]
@@ -104,7 +104,7 @@ def testSymbols(tokenizer):
     tokenizer.PieceId('<2xx>')
 
 
-def testTrainingRepeatsItself(folder, tokenizer, lossless):
+def testTrainingIsReproducible(folder, tokenizer, lossless):
   again = _Train(folder / 'again', lossless=True)
   assert again.fingerprint == lossless.fingerprint != tokenizer.fingerprint
   files = [(folder / f'{name}.model').read_bytes() for name in ('again', 'code')]
@@ -122,11 +122,11 @@ def testSampleIsBoundedAndSeeded():
   counts = np.zeros(1000)
   for seed in range(400):
     counts[[int(x) for x in Sample(seed)]] += 1
-  # 20 expected of each; blocks of 100 have 2000, with a deviation of about 42.
+  # Expects 20 of each; blocks of 100 have 2000, with a standard deviation of about 42.
   assert np.abs(counts.reshape([10, 100]).sum(axis=1) - 2000).max() < 200
 
 
-def testLongLinesAreUsed():
+def testLongLinesAreSplit():
   text = 'word ' * 5000
   pieces = list(sentencepiece_training._Sentences([text, '', ' \n \n'], lossless=False))
   assert ''.join(pieces) == text
@@ -149,20 +149,20 @@ def testLongLinesAreUsed():
     ({'character_coverage': 0.9}, 'character_coverage: expected 0.98 to 1, got 0.9'),
   ],
 )
-def testTrainingErrors(tmp_path, options, message):
+def testInvalidTrainingArgumentsAreNamed(tmp_path, options, message):
   with pytest.raises(ValueError, match=message):
     _Train(tmp_path / 'v', **options)
   assert not list(tmp_path.iterdir())
 
 
-def testFolderThatCannotBeMade(tmp_path):
+def testFolderThatCannotBeCreatedIsNamed(tmp_path):
   (tmp_path / 'file').touch()
-  with pytest.raises(OSError, match="folder '.*file/below' cannot be made"):
+  with pytest.raises(OSError, match="folder '.*file/below'"):
     _Train(tmp_path / 'file' / 'below' / 'v')
 
 
-def testAVocabularyIsNotReplacedUnasked(folder, tokenizer):
-  with pytest.raises(ValueError, match='prose.model is there already'):
+def testVocabularyIsReplacedOnlyWithOverwrite(folder, tokenizer):
+  with pytest.raises(ValueError, match='prose.model exists'):
     _Train(folder / 'prose')
   before = tokenizer.fingerprint
   assert _Train(folder / 'replaced').fingerprint != before
@@ -182,12 +182,12 @@ def _OtherIds():
   'content, message',
   [
     (lambda: None, r'missing.*cannot be read.*tools\.train_sentencepiece'),
-    (lambda: b'', 'no SentencePiece model'),
-    (lambda: b'no model', 'no SentencePiece model'),
+    (lambda: b'', 'not a SentencePiece model'),
+    (lambda: b'no model', 'not a SentencePiece model'),
     (_OtherIds, r"'pad': 0, .* got {'pad': -1, 'sos': 1"),
   ],
 )
-def testWrongModels(tmp_path, content, message):
+def testInvalidModelsAreNamed(tmp_path, content, message):
   path = tmp_path / 'missing'
   if (model := content()) is not None:
     path.write_bytes(model)
@@ -196,7 +196,7 @@ def testWrongModels(tmp_path, content, message):
   assert str(path) in str(caught.value)
 
 
-def testMissingLibrary(folder, tokenizer, monkeypatch):
+def testMissingLibraryIsExplained(folder, tokenizer, monkeypatch):
   del tokenizer
   monkeypatch.setitem(sys.modules, 'sentencepiece', None)
   with pytest.raises(ValueError, match=r"pip install 'lingvo_gpipe\[text\]'"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text as bytes: every byte of the files is predicted once, from the byte before it."""
+"""Text as bytes: every byte of the files is predicted once, from the bytes before it."""
 
 import math
 import sys
@@ -31,7 +31,7 @@ def _Input(pattern, **kwargs):
   return p.Set(**kwargs).Instantiate()
 
 
-def testTextIsTheFilesWithSeparatorsBetween(pattern):
+def testSeparatorsAreBetweenTheFiles(pattern):
   generator = _Input(pattern)
   assert generator.Text().tobytes() == _TEXT
   assert generator.NumBytes() == len(_TEXT)
@@ -39,7 +39,7 @@ def testTextIsTheFilesWithSeparatorsBetween(pattern):
 
 
 @pytest.mark.parametrize('seq_len', [1, 2, 5, 8, len(_TEXT) - 1, len(_TEXT), 100])
-def testEveryByteIsPredictedOnceFromTheOneBefore(pattern, seq_len):
+def testEveryByteIsPredictedOnceFromThePreviousOne(pattern, seq_len):
   generator = _Input(pattern, seq_len=seq_len, shuffle=False, num_epochs=1)
   batches = list(generator.Dataset().as_numpy_iterator())
   ids, labels, weights = (
@@ -64,11 +64,11 @@ def testSpecNeedsNoData(tmp_path):
 def testRestartIsExact(pattern):
   whole = list(_Input(pattern).Dataset().take(9).as_numpy_iterator())
   tail = list(_Input(pattern).Dataset(4 * 3).take(5).as_numpy_iterator())
-  for one, other in zip(tail, whole[4:], strict=True):
-    tf.nest.map_structure(np.testing.assert_array_equal, one, other)
+  for batch, expected in zip(tail, whole[4:], strict=True):
+    tf.nest.map_structure(np.testing.assert_array_equal, batch, expected)
 
 
-def testByteEntropy(tmp_path, pattern):
+def testByteEntropyFollowsFrequencies(tmp_path, pattern):
   counts = np.bincount(np.frombuffer(_TEXT, np.uint8))
   expected = -sum(c / len(_TEXT) * math.log2(c / len(_TEXT)) for c in counts if c)
   assert _Input(pattern).ByteEntropy() == pytest.approx(expected, rel=1e-12)
@@ -79,7 +79,7 @@ def testByteEntropy(tmp_path, pattern):
 
 
 @pytest.mark.parametrize('max_bytes', [1, 5, 17, 18, 19, len(_TEXT), 1000])
-def testMaxBytes(pattern, max_bytes):
+def testMaxBytesLimitsTheText(pattern, max_bytes):
   assert _Input(pattern, max_bytes=max_bytes).Text().tobytes() == _TEXT[:max_bytes]
 
 
@@ -95,7 +95,7 @@ def testMaxBytesReadsNoMoreFilesThanNeeded(pattern):
   assert len(read) == 1
 
 
-def testFingerprintFollowsNamesContentsAndWindows(tmp_path, pattern):
+def testFingerprintDependsOnNamesContentsAndWindows(tmp_path, pattern):
   fingerprint = _Input(pattern).Fingerprint()
   assert _Input(pattern, batch_size=2).Fingerprint() == fingerprint
   assert _Input(pattern, seq_len=9).Fingerprint() != fingerprint
@@ -107,7 +107,7 @@ def testFingerprintFollowsNamesContentsAndWindows(tmp_path, pattern):
   assert _Input(pattern).Fingerprint() not in (changed, fingerprint)
 
 
-def testFingerprintDoesNotFollowTheDirectory(tmp_path, pattern):
+def testFingerprintDoesNotDependOnTheDirectory(tmp_path, pattern):
   copy = tmp_path / 'copy'
   copy.mkdir()
   for name, content in _FILES.items():
@@ -115,8 +115,8 @@ def testFingerprintDoesNotFollowTheDirectory(tmp_path, pattern):
   assert _Input(str(copy / '*.txt')).Fingerprint() == _Input(pattern).Fingerprint()
 
 
-def testPatterns(tmp_path, pattern):
-  (tmp_path / 'z.txt').mkdir()  # A directory is no file.
+def testPatternsMatchFilesOnly(tmp_path, pattern):
+  (tmp_path / 'z.txt').mkdir()  # Directories are skipped.
   names = [path.rsplit('/', 1)[-1] for path in _Input(pattern).Files()]
   assert names == ['a.txt', 'b.txt', 'c.txt', 'd.txt']
   several = [str(tmp_path / 'd.txt'), str(tmp_path / '[ab].txt'), str(tmp_path / 'a.*')]
@@ -124,7 +124,7 @@ def testPatterns(tmp_path, pattern):
   assert names == ['a.txt', 'b.txt', 'd.txt']
 
 
-def testErrors(tmp_path, pattern):
+def testInvalidParamsAndFilesAreNamed(tmp_path, pattern):
   with pytest.raises(ValueError, match='file_pattern is not set'):
     _Input('').Dataset()
   with pytest.raises(ValueError, match='no file matches.*nothing'):
@@ -137,7 +137,7 @@ def testErrors(tmp_path, pattern):
     _Input(pattern, max_bytes=-1)
 
 
-def testTextIsNoConstantOfTheGraph(tmp_path):
+def testTextIsNotAConstantOfTheGraph(tmp_path):
   content = b'0123456789abcdef' * 4096
   (tmp_path / 'big').write_bytes(content)
   generator = _Input(str(tmp_path / 'big'))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text of a SentencePiece vocabulary, from files: every token once, exact restarts, the cache."""
+"""Text files as tokens: every token once, exact restarts, the cache."""
 
 import inspect
 import json
@@ -50,7 +50,7 @@ def _Batches(generator, start=0):
 
 
 def _Documents(generator, batches):
-  """The texts of the documents in the labels, and that ids are the labels moved by one."""
+  """Returns the texts of the documents in the labels; checks that ids are the shifted labels."""
   stream = [
     (i, j)
     for b in batches
@@ -80,11 +80,11 @@ def testEveryLineComesOnce(files, vocab, seq_len):
     assert set(batch) == set(spec)
     for key, value in batch.items():
       assert value.shape == spec[key].shape and value.dtype == spec[key].dtype.as_numpy_dtype
-    # Rows behind the last example repeat it, without weight.
+    # Rows after the last example repeat it, with weight 0.
     assert np.array_equal(batch.weights.any(axis=1), batch.example_weights == 1)
 
 
-def testFilesAsDocuments(files, vocab):
+def testFilesMayBeDocuments(files, vocab):
   generator = _Input(files, vocab, documents='files', shuffle=False, num_epochs=1)
   texts = list(generator.VocabularyTexts())
   assert texts[0].startswith(_LINES[0] + '\n\n') and len(texts) == 2
@@ -92,7 +92,7 @@ def testFilesAsDocuments(files, vocab):
   assert documents == [' '.join(text.split()) for text in texts]
 
 
-def testUnpackedRowsAreOneDocumentEach(files, vocab):
+def testUnpackedRowsHoldOneDocument(files, vocab):
   generator = _Input(files, vocab, packed=False, shuffle=False, num_epochs=1, seq_len=8)
   assert generator.NumExamples() == len(_LINES)
   batches = _Batches(generator)
@@ -105,7 +105,7 @@ def testUnpackedRowsAreOneDocumentEach(files, vocab):
 
 
 @pytest.mark.parametrize('values', [{'seq_len': 5}, {}, {'packed': False, 'seq_len': 99}])
-def testWordsAreThoseOfTheTextAndItsEnds(files, vocab, values):
+def testWordsCountTheTextAndItsEnds(files, vocab, values):
   generator = _Input(files, vocab, count_words=True, shuffle=False, num_epochs=1, **values)
   assert generator.BatchSpec().words == tf.TensorSpec([BATCH, generator.params.seq_len], tf.float32)
   batches = _Batches(generator)
@@ -118,13 +118,13 @@ def testWordsAreThoseOfTheTextAndItsEnds(files, vocab, values):
 def testRestartIsExact(files, vocab):
   whole = list(_Input(files, vocab).Dataset().take(30).as_numpy_iterator())
   tail = list(_Input(files, vocab).Dataset(25 * BATCH).take(5).as_numpy_iterator())
-  for one, other in zip(tail, whole[25:], strict=True):
-    tf.nest.map_structure(np.testing.assert_array_equal, one, other)
-  # Epochs differ in their order.
+  for batch, expected in zip(tail, whole[25:], strict=True):
+    tf.nest.map_structure(np.testing.assert_array_equal, batch, expected)
+  # Epochs have different orders.
   assert not np.array_equal(whole[0].ids, whole[_Input(files, vocab).NumExamples() // BATCH].ids)
 
 
-def testMaxDocuments(files, vocab):
+def testMaxDocumentsLimitsTheText(files, vocab):
   generator = _Input(files, vocab, max_documents=5, shuffle=False, num_epochs=1)
   assert len(list(generator.VocabularyTexts())) == 5
   expected = [' '.join(line.split()) for line in _LINES[:3]]  # Every second line is empty.
@@ -135,16 +135,16 @@ def testEfficiencyIsLogged(files, vocab, caplog):
   caplog.set_level('INFO', logger='absl')
   generator = _Input(files, vocab)
   share = 100 * (generator.NumTokens() + len(_LINES)) / (generator.NumExamples() * LENGTH)
-  rows = f'in {generator.NumExamples()} rows of {LENGTH}, which they fill to {share:.1f} %'
+  rows = f'in {generator.NumExamples()} rows of {LENGTH}, {share:.1f} % full'
   assert f'Train: {len(_LINES)} documents of {generator.NumTokens()} tokens {rows}' in caplog.text
   _Input(files, vocab, packed=False, seq_len=2).NumExamples()
-  assert f'({len(_LINES)} are cut)' in caplog.text
+  assert f'({len(_LINES)} are truncated)' in caplog.text
 
 
 # ---- the cache -----------------------------------------------------------------------------------
 
 
-def testCacheIsMadeOnce(files, vocab, tmp_path, monkeypatch):
+def testCacheIsWrittenOnce(files, vocab, tmp_path, monkeypatch):
   cache = str(tmp_path / 'cache')
   plain, cached = _Input(files, vocab), _Input(files, vocab, cache_dir=cache)
   assert cached.Fingerprint() == plain.Fingerprint()
@@ -158,7 +158,7 @@ def testCacheIsMadeOnce(files, vocab, tmp_path, monkeypatch):
   assert os.listdir(cache) == [folder]
 
 
-def testCacheIsOfTheseDocumentsAndThisVocabulary(files, vocab, tmp_path):
+def testCacheDependsOnDocumentsAndVocabulary(files, vocab, tmp_path):
   cache = tmp_path / 'cache'
   other = str(tmp_path / 'w')
   sentencepiece_training.Train([_SOURCE], other, 380)
@@ -174,7 +174,7 @@ def testCacheIsOfTheseDocumentsAndThisVocabulary(files, vocab, tmp_path):
   assert len(list(cache.iterdir())) == len(prints) == 5
 
 
-def testDamagedCacheIsMadeAnew(files, vocab, tmp_path, caplog):
+def testDamagedCacheIsRewritten(files, vocab, tmp_path, caplog):
   cache = tmp_path / 'cache'
   fingerprint = _Input(files, vocab, cache_dir=str(cache)).Fingerprint()
   (tokens,) = cache.glob('*/tokens.int32')
@@ -185,17 +185,17 @@ def testDamagedCacheIsMadeAnew(files, vocab, tmp_path, caplog):
   assert tokens.read_bytes() == content
 
 
-# ---- data that are missing, and mistakes ---------------------------------------------------------
+# ---- missing data, and invalid params ------------------------------------------------------------
 
 
-def testFingerprintFollowsRowsAndVocabularyOnly(files, vocab):
+def testFingerprintDependsOnRowsAndVocabularyOnly(files, vocab):
   fingerprint = _Input(files, vocab).Fingerprint()
   assert _Input(files, vocab, batch_size=2, shuffle=False).Fingerprint() == fingerprint
   assert _Input(files, vocab, seq_len=9).Fingerprint() != fingerprint
   assert _Input(files, vocab, packed=False).Fingerprint() != fingerprint
 
 
-def testFakeExamplesNeedNothing():
+def testFakeExamplesNeedNoFiles():
   p = _Params('', '', num_fake_examples=5, vocab_size=50, shuffle=False, num_epochs=1)
   p.count_words = True
   generator = p.Instantiate()
@@ -234,19 +234,19 @@ def testSpecNeedsNoData():
     ({'num_fake_examples': 3}, 'needs a vocab_size above 4, got 0'),
   ],
 )
-def testWrongParams(files, vocab, values, message):
+def testInvalidParamsAreNamed(files, vocab, values, message):
   with pytest.raises(ValueError, match=message):
     _Input(files, vocab, **values).Dataset()
 
 
-def testWordsOfALosslessVocabularyAreNotCounted(files, tmp_path):
+def testLosslessVocabularyCannotCountWords(files, tmp_path):
   sentencepiece_training.Train([_SOURCE], str(tmp_path / 'w'), VOCAB_SIZE, lossless=True)
   generator = _Input(files, str(tmp_path / 'w.model'), count_words=True)
   with pytest.raises(ValueError, match='Train.*param count_words: .*keeps every space'):
     generator.Dataset()
 
 
-def testWrongTexts(files, vocab, tmp_path):
+def testInvalidTextsAreNamed(files, vocab, tmp_path):
   (tmp_path / 'text' / 'b.txt').write_bytes(b'good\nbad \xff\n')
   for documents in ('lines', 'files'):
     with pytest.raises(ValueError, match=r"b\.txt' is not in UTF-8: line 2: invalid start byte"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token stores: what went in comes out, from memory and from files, or an error says why not."""
+"""Token stores return their sequences, from memory and from files, or name the damage."""
 
 import json
 import logging
@@ -29,13 +29,13 @@ def _Same(store, sequences):
 
 
 @given(st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=5), max_size=20))
-def testStoreHasItsSequences(sequences):
+def testStoreReturnsItsSequences(sequences):
   _Same(_Store(sequences), sequences)
 
 
 @pytest.mark.parametrize('sequences', [_SEQUENCES, [], [[]], [np.arange(300), (1, 2)]])
-def testSavedStoreIsTheSame(tmp_path, monkeypatch, sequences):
-  monkeypatch.setattr(token_store, '_BLOCK', 2)  # Several blocks.
+def testSavedStoreIsEqual(tmp_path, monkeypatch, sequences):
+  monkeypatch.setattr(token_store, '_BLOCK', 2)  # Writes several blocks.
   store = _Store(sequences)
   store.Save(str(tmp_path / 'a' / 'saved'))
   token_store.TokenStore.Write(str(tmp_path / 'written'), iter(sequences))
@@ -43,12 +43,12 @@ def testSavedStoreIsTheSame(tmp_path, monkeypatch, sequences):
     loaded = token_store.TokenStore.Load(str(tmp_path / path))
     _Same(loaded, sequences)
     assert loaded.fingerprint == store.fingerprint
-  assert sorted(os.listdir(tmp_path)) == ['a', 'written']  # Nothing unfinished is left.
+  assert sorted(os.listdir(tmp_path)) == ['a', 'written']  # No unfinished folder is left.
 
 
-def testFingerprintFollowsTokensAndBorders():
-  others = [[[5, 6], [7]], [[5], [6, 7]], [[5, 6], [8]], [[5, 6], [7], []], [[5, 6]]]
-  assert len({_Store(sequences).fingerprint for sequences in others}) == len(others)
+def testFingerprintDependsOnTokensAndLengths():
+  stores = [[[5, 6], [7]], [[5], [6, 7]], [[5, 6], [8]], [[5, 6], [7], []], [[5, 6]]]
+  assert len({_Store(sequences).fingerprint for sequences in stores}) == len(stores)
 
 
 def testLoadedTokensAreMapped(tmp_path):
@@ -87,7 +87,7 @@ def testReplacedStoreStaysReadable(tmp_path):
   _Same(old, _SEQUENCES)
 
 
-def _Cut(path):
+def _Truncate(path):
   with open(f'{path}/tokens.int32', 'r+b') as f:
     f.truncate(8)
 
@@ -111,40 +111,40 @@ def _Edit(path, **values):
 
 
 _DAMAGES = {
-  'tokens.int32.* has 8 bytes, expected 32': _Cut,
-  'is not what was written': _Change,
-  'is not what was written:': _ChangeOffsets,
+  'tokens.int32.* has 8 bytes, expected 32': _Truncate,
+  'changed since it was written': _Change,
+  'changed since it was written:': _ChangeOffsets,
   'store.json': lambda path: os.remove(f'{path}/store.json'),
-  'holds no whole token store': lambda path: open(f'{path}/store.json', 'w').close(),
+  'holds no complete token store': lambda path: open(f'{path}/store.json', 'w').close(),
   'version 7, expected 1': lambda path: _Edit(path, version=7),
   'num_tokens|holds no': lambda path: _Edit(path, num_tokens=None),
 }
 
 
 @pytest.mark.parametrize('message', _DAMAGES)
-def testDamageIsNoticedAndMended(tmp_path, caplog, message):
+def testDamageIsDetectedAndRepaired(tmp_path, caplog, message):
   path = str(tmp_path / 'store')
-  made = []
+  calls = []
 
   def Make():
-    made.append(1)
+    calls.append(1)
     return _SEQUENCES
 
   caplog.set_level(logging.WARNING)
   for _ in range(2):
     _Same(token_store.LoadOrWrite(path, Make), _SEQUENCES)
-  assert len(made) == 1 and not caplog.records
+  assert len(calls) == 1 and not caplog.records
   _DAMAGES[message](path)
   with pytest.raises(token_store.DamagedStoreError, match=message) as caught:
     token_store.TokenStore.Load(path)
   assert path in str(caught.value)
   _Same(token_store.LoadOrWrite(path, Make), _SEQUENCES)
-  assert len(made) == 2
-  assert 'making it anew' in caplog.text
+  assert len(calls) == 2
+  assert 'writing it again' in caplog.text
   assert os.listdir(tmp_path) == ['store']
 
 
-def testAFailureLeavesNothingBehind(tmp_path):
+def testFailureLeavesNoFiles(tmp_path):
   def Fails():
     yield [1]
     raise RuntimeError('no more')
@@ -156,11 +156,11 @@ def testAFailureLeavesNothingBehind(tmp_path):
     token_store.TokenStore.Load(str(tmp_path / 'store'))
 
 
-def testAnotherProcessMayBeFaster(tmp_path):
+def testAnotherProcessMayWriteFirst(tmp_path):
   path = str(tmp_path / 'store')
 
   def Make():
-    _Store().Save(path)  # The other one.
+    _Store().Save(path)  # The other process.
     return [[1]]
 
   _Same(token_store.LoadOrWrite(path, Make), [[1]])
@@ -173,11 +173,11 @@ def testAnotherProcessMayBeFaster(tmp_path):
     (np.zeros([3], np.int64), np.array([0, 3]), 'int64'),
     (np.zeros([3], np.int32), np.array([0, 2]), 'do not go from 0 to 3'),
     (np.zeros([3], np.int32), np.array([1, 3]), 'do not go from 0 to 3'),
-    (np.zeros([3], np.int32), np.array([0, 2, 1, 3]), 'fall'),
+    (np.zeros([3], np.int32), np.array([0, 2, 1, 3]), 'offsets are not ascending'),
     (np.zeros([0], np.int32), np.zeros([0], np.int64), 'do not go from 0'),
   ],
 )
-def testWrongArrays(tokens, offsets, message):
+def testInvalidArraysAreErrors(tokens, offsets, message):
   with pytest.raises(ValueError, match=message):
     token_store.TokenStore(tokens, offsets)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images of TFDS, on small data sets that the test prepares itself."""
+"""Images of TFDS, from small data sets that the test prepares."""
 
 import os
 import re
@@ -59,13 +59,13 @@ class LgFixedImages(_Builder):
 
 
 class LgManyImages(LgFixedImages):
-  """In three files: TFDS reads 16 examples of one and goes on in another, unless told not to."""
+  """Three files, which TFDS interleaves by default, 16 examples of each at a time."""
 
   NUM_TRAIN = 60
 
 
 class LgWideImages(_Builder):
-  """Uniform images, whose value is known whatever is cut out of them."""
+  """Uniform images, of which any crop has a known value."""
 
   def _Image(self, split, i):
     return np.full([9 + i, 14, 3], 10 * i, np.uint8)
@@ -103,20 +103,20 @@ def _Input(data_dir, dataset='lg_fixed_images', **values):
 
 
 def _All(generator, count):
-  found = list(generator.Dataset().take(-(-count // 4)))
-  images = np.concatenate([b.images for b in found])[:count]
-  return images, np.concatenate([b.labels for b in found])[:count]
+  all_batches = list(generator.Dataset().take(-(-count // 4)))
+  images = np.concatenate([b.images for b in all_batches])[:count]
+  return images, np.concatenate([b.labels for b in all_batches])[:count]
 
 
 def testAllImagesOfASplitComeOnce(data_dir):
   images, labels = _All(_Input(data_dir, split='test', shuffle=False, num_epochs=1), NUM_TEST)
-  # TFDS shuffles as it writes: which image is which follows from the label and the pixels.
+  # TFDS shuffles as it writes, so images are identified by label and pixels.
   expected = {tuple(_Pixels('test', i).ravel()): i % NUM_CLASSES for i in range(NUM_TEST)}
-  found = {
+  labels_of_images = {
     tuple(np.round((image + 1) * 127.5).astype(int).ravel()): label
     for image, label in zip(images, labels, strict=True)
   }
-  assert found == expected
+  assert labels_of_images == expected
 
 
 def testSplitsAreSlicesOfOneOrder(data_dir):
@@ -127,7 +127,7 @@ def testSplitsAreSlicesOfOneOrder(data_dir):
   assert Labels('train[:9]', 9) + Labels('train[9:]', 3) == whole
 
 
-def testAugmentedImagesAreMovedAndFlipped(data_dir):
+def testAugmentedImagesAreShiftedAndFlipped(data_dir):
   plain, _ = _All(_Input(data_dir, shuffle=False), NUM_TRAIN)
   augmented = _Input(data_dir, shuffle=False, augment=True, max_shift=1)
   first, _ = _All(augmented, 2 * NUM_TRAIN)
@@ -140,13 +140,13 @@ def testAugmentedImagesAreMovedAndFlipped(data_dir):
   unflipped = _Input(data_dir, shuffle=False, augment=True, max_shift=0, flip=False)
   assert np.array_equal(_All(unflipped, NUM_TRAIN)[0], plain)
   far, _ = _All(_Input(data_dir, shuffle=False, augment=True, max_shift=3), NUM_TRAIN)
-  assert np.max(np.sum(np.all(far == -1, axis=(2, 3)), axis=1)) == 3  # Rows that came in.
+  assert np.max(np.sum(np.all(far == -1, axis=(2, 3)), axis=1)) == 3  # Rows of zeros.
 
 
 def testFormatsHaveTheSameImages(data_dir, array_record_dir):
   expected = _All(_Input(data_dir, 'lg_many_images'), 60)
-  found = _All(_Input(array_record_dir, 'lg_many_images'), 60)
-  assert np.array_equal(found[0], expected[0]) and np.array_equal(found[1], expected[1])
+  got = _All(_Input(array_record_dir, 'lg_many_images'), 60)
+  assert np.array_equal(got[0], expected[0]) and np.array_equal(got[1], expected[1])
   with pytest.raises(
     ValueError,
     match='needs TFRecord.*was prepared as array_record in .*"lg_many_images", data_dir="DIR"',
@@ -155,7 +155,7 @@ def testFormatsHaveTheSameImages(data_dir, array_record_dir):
 
 
 @pytest.mark.parametrize('split', ['train', 'train[2:9]', 'test+train[5:]'])
-def testImagesOutOfMemoryAreThoseInMemory(data_dir, split):
+def testImagesFromFilesEqualImagesInMemory(data_dir, split):
   name = 'lg_many_images'
   expected = _All(_Input(data_dir, name, split=split), 20)
   options = {'split': split, 'in_memory': False, 'central_share': 1.0}
@@ -165,7 +165,7 @@ def testImagesOutOfMemoryAreThoseInMemory(data_dir, split):
 
 
 @pytest.mark.parametrize('in_memory', [False, True])
-def testWorkersCanReadThem(data_dir, in_memory):
+def testWorkersCanReadTheImages(data_dir, in_memory):
   assert batch_placement.WhyNot(_Input(data_dir, in_memory=in_memory)) == ''
 
 
@@ -181,27 +181,27 @@ def testImagesOfAnySizeAreReadByIndex(data_dir, augment):
   np.testing.assert_allclose(images, images[:, :1, :1, :1] * np.ones([SIZE, SIZE, 3]), atol=1e-5)
 
 
-def testWhatIsCutOut():
-  """The central square in evaluation, a random window in training, scaled with an average."""
+def testImagesAreCroppedAndScaled():
+  """Evaluation crops the central square, training a random window; both are scaled by averaging."""
   image = _Pixels('train', 0, height=16, width=24)
   seed = tf.constant(5, tf.int64)
-  top, left, rows, columns = image_augmentation.RandomWindow(16, 24, seed).numpy()
-  assert top != left and rows != columns
-  window = image[top : top + rows, left : left + columns]
+  top_edge, left_edge, rows, columns = image_augmentation.RandomWindow(16, 24, seed).numpy()
+  assert top_edge != left_edge and rows != columns
+  window = image[top_edge : top_edge + rows, left_edge : left_edge + columns]
   for augment, expected in ((False, image[2:14, 6:18]), (True, window)):
     generator = _Input('unused', in_memory=False, augment=augment, image_size=3, central_share=0.75)
     got = generator._Decode(tf.io.encode_png(image), seed)
     np.testing.assert_allclose(got, tf.image.resize(expected, [3, 3], antialias=True), rtol=1e-5)
 
 
-def testWindowsOfALargerImageAreExactAfterARestart(data_dir):
+def testRandomWindowsAreExactAfterARestart(data_dir):
   generator = _Input(data_dir, 'lg_wide_images', augment=True, image_size=3)
   whole = [b.images.numpy() for b in generator.Dataset().take(5)]
   for batch, expected in zip(generator.Dataset(start=8).take(3), whole[2:], strict=True):
     assert np.array_equal(batch.images, expected)
 
 
-def testFingerprintTellsTheData(data_dir):
+def testFingerprintDependsOnTheData(data_dir):
   names = [
     _Input(data_dir).Fingerprint(),
     _Input(data_dir, split='test').Fingerprint(),
@@ -211,7 +211,7 @@ def testFingerprintTellsTheData(data_dir):
   assert _Input(data_dir, batch_size=3, augment=True).Fingerprint() == names[0]
 
 
-# ---- what is missing -----------------------------------------------------------------------------
+# ---- missing and damaged data --------------------------------------------------------------------
 
 
 def testSpecNeedsNoData():
@@ -219,7 +219,7 @@ def testSpecNeedsNoData():
   assert generator.BatchSpec().images.shape == [4, SIZE, SIZE, 3]
 
 
-def testMissingDataSaysWhatToDo(tmp_path):
+def testMissingDataSetGetsAdvice(tmp_path):
   generator = _Input(str(tmp_path), 'lg_fixed_images')
   with pytest.raises(ValueError) as caught:
     generator.Fingerprint()
@@ -228,10 +228,10 @@ def testMissingDataSaysWhatToDo(tmp_path):
   assert 'image.digits.LeNet5' in message
 
 
-def testTheCommandOfTheMessagePreparesTheData(tmp_path):
-  """In a shell and a process of its own; Python's sitecustomize tells TFDS there of our builder."""
+def testAdvisedCommandPreparesTheDataSet(tmp_path):
+  """Runs it in another process, which learns of our builder from Python's sitecustomize."""
   data_dir = str(tmp_path / "an 'odd' place")
-  (tmp_path / 'sitecustomize.py').write_text('import tests.input.tfds_images_test')
+  (tmp_path / 'sitecustomize.py').write_text('import tests.input.tfds.tfds_images_test')
   with pytest.raises(ValueError) as caught:
     _Input(data_dir).Fingerprint()
   (arguments,) = re.findall('run `python( .*)`, which needs', str(caught.value))
@@ -246,9 +246,9 @@ def testTheCommandOfTheMessagePreparesTheData(tmp_path):
   assert _Input(data_dir).NumExamples() == NUM_TRAIN
 
 
-def testDataToBeFetchedByHand(tmp_path):
+def testManualDownloadIsMentioned(tmp_path):
   generator = _Input(str(tmp_path), 'imagenet2012', num_classes=1000, in_memory=False)
-  with pytest.raises(ValueError, match='fetch by hand'):
+  with pytest.raises(ValueError, match='download by hand'):
     generator.NumExamples()
 
 
@@ -265,12 +265,12 @@ def testDataToBeFetchedByHand(tmp_path):
     ({'damaged_records': 'skp'}, 'damaged_records: expected stop or skip'),
   ],
 )
-def testWrongParams(data_dir, values, message):
+def testInvalidParamsAreNamed(data_dir, values, message):
   with pytest.raises(ValueError, match=message):
     _Input(data_dir, **values).Fingerprint()
 
 
-def testASplitThatIsNotThere(data_dir):
+def testMissingSplitIsNamed(data_dir):
   for dataset in ('lg_fixed_images', 'lg_wide_images'):
     with pytest.raises(
       ValueError, match=r"split: .* has the splits \['train', 'test'\], got 'dev'"
@@ -287,16 +287,16 @@ def testTensorsAreNotConstantsOfTheGraph(data_dir):
   assert all(np.prod(op.outputs[0].shape) < 100 for op in large)
 
 
-def testADamagedRecordIsNamed(data_dir, tmp_path):
-  """Of images that are not kept, when it is read; a file that was cut off before that."""
+def testDamagedRecordIsNamed(data_dir, tmp_path):
+  """Images on disk: a damaged record when it is read, a truncated file at the start."""
   copied = shutil.copytree(data_dir, tmp_path / 'data')
   (path,) = copied.rglob('lg_wide_images-train*')
   data = path.read_bytes()
-  at = data.index(b'\x89PNG')
-  path.write_bytes(data[:at] + b'X' + data[at + 1 :])
+  offset = data.index(b'\x89PNG')
+  path.write_bytes(data[:offset] + b'X' + data[offset + 1 :])
   generator = _Input(str(copied), 'lg_wide_images', shuffle=False, batch_size=1, num_epochs=1)
-  found = batches.Batches(generator, start=1)
-  assert len(list(found)) == NUM_TRAIN - 1
+  rest_of_batches = batches.Batches(generator, start=1)
+  assert len(list(rest_of_batches)) == NUM_TRAIN - 1
   with pytest.raises(ValueError, match=rf'{path.name} is damaged, .*record 1, at byte 0: corrupt'):
     next(batches.Batches(generator))
   path.write_bytes(data[:-5])
@@ -308,12 +308,12 @@ def testADamagedRecordIsNamed(data_dir, tmp_path):
 def testDamagedRecordsAreLeftOutAndCounted(data_dir, tmp_path, in_memory):
   copied = shutil.copytree(data_dir, tmp_path / 'data')
   (path,) = copied.rglob('lg_fixed_images-train*')
-  sound = path.read_bytes()
+  intact = path.read_bytes()
   begins = tf_records.RecordOffsets(str(path))
 
-  def Reads(place, **values):
-    data = bytearray(sound)
-    data[place] ^= 1
+  def Reads(offset, **values):
+    data = bytearray(intact)
+    data[offset] ^= 1
     path.write_bytes(data)
     options = {'split': 'train[2:9]', 'shuffle': False, 'in_memory': in_memory, 'num_epochs': 1}
     return _Input(str(copied), **{**options, **values})
@@ -323,18 +323,18 @@ def testDamagedRecordsAreLeftOutAndCounted(data_dir, tmp_path, in_memory):
   with pytest.raises(ValueError, match=r'record 6, .*Restore the file; .*damaged_records to skip'):
     next(batches.Batches(Reads(begins[5] + 20, batch_size=7)))
   prints = {whole.Fingerprint()}
-  left = {
+  remaining = {
     begins[0] + 20: range(7),  # Not in the split,
     begins[5] + 20: [0, 1, 2, 4, 5, 6],  # in it,
-    begins[6]: [0, 1, 2, 3],  # and the length: what is behind cannot be found.
+    begins[6]: [0, 1, 2, 3],  # and a length: no later record can be found.
   }
-  for place, which in left.items():
-    generator = Reads(place, damaged_records='skip')
-    found = _All(generator, len(which))
-    assert np.array_equal(found[0], images[which]) and np.array_equal(found[1], labels[which])
+  for offset, which in remaining.items():
+    generator = Reads(offset, damaged_records='skip')
+    got = _All(generator, len(which))
+    assert np.array_equal(got[0], images[which]) and np.array_equal(got[1], labels[which])
     assert (generator.NumExamples(), generator.NumDamaged()) == (len(which), 7 - len(which))
     prints.add(generator.Fingerprint())
-  other = Reads(begins[6] + 20, damaged_records='skip')  # As many, but others.
+  other = Reads(begins[6] + 20, damaged_records='skip')  # Other images, but the same number.
   assert len(prints | {other.Fingerprint()}) == 4
   assert generator.Describe() == '4 examples (3 damaged records were left out)'
   assert _Input(data_dir, damaged_records='skip').Fingerprint() == _Input(data_dir).Fingerprint()
@@ -343,20 +343,22 @@ def testDamagedRecordsAreLeftOutAndCounted(data_dir, tmp_path, in_memory):
 
 
 @pytest.mark.parametrize('in_memory', [False, True])
-@pytest.mark.parametrize('left', [4, 0])
-def testImagesThatAreMissingAtTheEndOfAFileAreNoticed(data_dir, tmp_path, in_memory, left):
-  """It is cut within the last record's header, or between two records: an end to tf.data."""
+@pytest.mark.parametrize('num_bytes', [4, 0])
+def testTruncatedFileIsNamed(data_dir, tmp_path, in_memory, num_bytes):
+  """To tf.data a file ends within the header of a record as it does between two records."""
   copied = shutil.copytree(data_dir, tmp_path / 'data')
   path = sorted(copied.rglob('lg_many_images-train*'))[1]
-  os.truncate(path, tf_records.RecordOffsets(str(path))[-2] + left)
-  told = 'is damaged, .*record 20, .*truncated' if left else 'has 19 records, expected 20: restore'
-  with pytest.raises(ValueError, match=f'{path.name} {told}'):
+  os.truncate(path, tf_records.RecordOffsets(str(path))[-2] + num_bytes)
+  message = (
+    'is damaged, .*record 20, .*truncated' if num_bytes else 'has 19 records, expected 20: restore'
+  )
+  with pytest.raises(ValueError, match=f'{path.name} {message}'):
     _Input(str(copied), 'lg_many_images', in_memory=in_memory).Dataset()
   skipping = _Input(str(copied), 'lg_many_images', in_memory=in_memory, damaged_records='skip')
   assert (skipping.NumExamples(), skipping.NumDamaged()) == (59, 1)
 
 
-def testOfOtherFormatsNothingIsSkipped(array_record_dir, tmp_path):
+def testOnlyTfRecordsCanBeSkipped(array_record_dir, tmp_path):
   with pytest.raises(
     ValueError, match='damaged_records: .* was prepared as array_record: set it to stop'
   ):
@@ -364,8 +366,8 @@ def testOfOtherFormatsNothingIsSkipped(array_record_dir, tmp_path):
   copied = shutil.copytree(array_record_dir, tmp_path / 'data')
   path = sorted(copied.rglob('*train.array_record*'))[1]
   data = path.read_bytes()
-  at = data.index(b'PNG')
-  path.write_bytes(data[:at] + bytes(3) + data[at + 3 :])
+  offset = data.index(b'PNG')
+  path.write_bytes(data[:offset] + bytes(3) + data[offset + 3 :])
   with pytest.raises(ValueError, match=rf'/{path.name} is damaged: example \d+ of .train. .*Corr'):
     _Input(str(copied), 'lg_many_images').Fingerprint()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sentence pairs of TFDS, of small data sets that the test prepares itself."""
+"""Sentence pairs of TFDS, from small data sets that the test prepares."""
 
 import shutil
 import sys
@@ -34,7 +34,7 @@ class LgGermanEnglish(_Builder):
 
 
 class LgRussianFrench(_Builder):
-  LANGUAGES = ('ru', 'fr')  # Not in the order of the alphabet.
+  LANGUAGES = ('ru', 'fr')  # Not in alphabetical order.
   FEATURES = tfds.features.Translation(languages=LANGUAGES)
 
 
@@ -61,7 +61,7 @@ def _Input(data_dir, datasets=('lg_german_english', 'lg_russian_french'), **valu
 
 
 @pytest.mark.parametrize('split, count', [('train', 7), ('test', 3), ('train[:2]', 2)])
-def testAllPairsOfAllDataSets(data_dir, split, count):
+def testPairsOfAllDataSetsComeOnce(data_dir, split, count):
   generator = _Input(data_dir, split=split)
   pairs = list(generator._Pairs())
   assert pairs == list(generator._Pairs())
@@ -80,7 +80,7 @@ def testDamagedRecordsAreNamedOrSkippedAndCounted(data_dir, tmp_path):
   copied = shutil.copytree(data_dir, tmp_path / 'data')
   (path,) = (copied / 'lg_german_english').rglob('*train.tfrecord*')
   data = bytearray(path.read_bytes())
-  data[-5] ^= 1  # Of the last record.
+  data[-5] ^= 1  # In the last record.
   path.write_bytes(data)
   only = {'datasets': ['lg_german_english']}
   with pytest.raises(ValueError, match=r'damaged, .*record 7, .*: param damaged_records to skip$'):
@@ -91,19 +91,19 @@ def testDamagedRecordsAreNamedOrSkippedAndCounted(data_dir, tmp_path):
   assert skipping._SourceParts() != _Input(str(copied), **only)._SourceParts()
 
 
-def testMistakes(data_dir, tmp_path):
+def testInvalidParamsAreNamed(data_dir, tmp_path):
   with pytest.raises(ValueError, match=r"datasets: expected a list .*\['wmt14.*got \[\]"):
     _Input(data_dir, datasets=[])
   message = (
     "'Train': param datasets: the data set 'wmt14_translate/de-en' is not prepared in .*: run "
     r'`python -c .*\("wmt14_translate/de-en", data_dir=".*"\).*`, which needs a network.*'
-    r'Without network: --model=mt\.cldr\.Bilingual has.*num_fake_examples'
+    r'Without network: --model=mt\.cldr\.Bilingual .*num_fake_examples'
   )
   with pytest.raises(ValueError, match=message):
     _Input(str(tmp_path), datasets=['wmt14_translate/de-en'])._SourceParts()
   with pytest.raises(ValueError, match="TFDS has no 'lg_german_englisch'"):
     _Input(data_dir, datasets=['lg_german_englisch'])._SourceParts()
-  with pytest.raises(ValueError, match="a Translation of two languages, but 'lg_no_translation'"):
+  with pytest.raises(ValueError, match="a Translation of two languages, got 'lg_no_translation'"):
     _Input(data_dir, datasets=['lg_no_translation'])._SourceParts()
   with pytest.raises(ValueError, match=r"split: .* has the splits \['train', 'test'\], got 'dev'"):
     _Input(data_dir, split='dev')._SourceParts()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts of TFDS, on small data sets that the test prepares itself."""
+"""Texts of TFDS, from small data sets that the test prepares."""
 
 import inspect
 import os
@@ -38,12 +38,12 @@ class LgTexts(tfds.core.GeneratorBasedBuilder, skip_registration=True):
 
 @pytest.fixture(scope='module')
 def data_dirs(tmp_path_factory):
-  """{format: where the data set is in that format}."""
+  """{format: directory of the data set in that format}."""
   directories = {}
   for file_format in ('tfrecord', 'array_record'):
     directories[file_format] = str(tmp_path_factory.mktemp(file_format))
     builder = LgTexts(data_dir=directories[file_format], file_format=file_format)
-    # TFDS reads 16 examples of one file, and goes on in another, unless it is told not to.
+    # By default TFDS interleaves the files, 16 examples of each at a time.
     builder.download_and_prepare(download_config=tfds.download.DownloadConfig(num_shards=3))
   return directories
 
@@ -98,7 +98,7 @@ def testCacheAndFingerprintTellTheData(data_dirs, vocab, tmp_path):
   assert _Input(data_dirs['tfrecord'], vocab).Fingerprint() in prints
 
 
-def testMissingDataSaysWhatToDo(tmp_path, vocab):
+def testMissingDataSetGetsAdvice(tmp_path, vocab):
   generator = _Input(str(tmp_path), vocab, dataset='lm1b')
   assert generator.BatchSpec().ids.shape == [2, 64]
   with pytest.raises(ValueError) as caught:
@@ -119,44 +119,46 @@ def testMissingDataSaysWhatToDo(tmp_path, vocab):
     ({'split': 'dev', 'cache_dir': 'not made'}, r"has the splits \['train', 'test'\], got 'dev'"),
   ],
 )
-def testWrongParams(data_dirs, vocab, values, message):
+def testInvalidParamsAreNamed(data_dirs, vocab, values, message):
   with pytest.raises(ValueError, match=message):
     _Input(data_dirs['tfrecord'], vocab, **values).Fingerprint()
 
 
-def testADamagedFileIsNamedOrLosesTheRecord(data_dirs, vocab, tmp_path):
+def testDamagedRecordIsNamedOrLeftOut(data_dirs, vocab, tmp_path):
   data_dir = shutil.copytree(data_dirs['tfrecord'], tmp_path / 'data')
   first, _, path = sorted(data_dir.rglob('*train.tfrecord*'))
-  _Flip(path, -5)  # Of the last record.
+  _Flip(path, -5)  # In the last record.
   with pytest.raises(
     ValueError,
     match=rf'{path.name} is damaged, .*record 20, .*Restore the file; .*damaged_records to skip$',
   ):
     _Input(str(data_dir), vocab, split='train[10%:]').NumExamples()
-  # Of a sound one nothing changes.
+  # Intact files are unaffected.
   assert _Input(str(data_dir), vocab, split='test').NumExamples()
-  _Flip(first, 20)  # Of the first one, which is not in the split.
+  _Flip(first, 20)  # In the first record, which is not in the split.
   whole = list(_Input(data_dirs['tfrecord'], vocab, split='train[10%:]').VocabularyTexts())
   options = {
     'split': 'train[10%:]',
     'damaged_records': 'skip',
     'cache_dir': str(tmp_path / 'cache'),
   }
-  for _ in range(2):  # The second time its tokens are there already.
+  for _ in range(2):  # The second time its tokens are cached.
     skipping = _Input(str(data_dir), vocab, **options)
     assert list(skipping.VocabularyTexts()) == whole[:-1]
     assert skipping.NumExamples() and skipping.NumDamaged() == 1
   assert skipping.Describe().endswith('(1 damaged records were left out)')
 
 
-@pytest.mark.parametrize('left', [15, 0])
-def testRecordsThatAreMissingAtTheEndOfAFileAreNoticed(data_dirs, vocab, tmp_path, left):
-  """It is cut within the last record's header, or between two records: an end to tf.data."""
+@pytest.mark.parametrize('num_bytes', [15, 0])
+def testTruncatedFileIsNamed(data_dirs, vocab, tmp_path, num_bytes):
+  """To tf.data a file ends within the header of a record as it does between two records."""
   data_dir = shutil.copytree(data_dirs['tfrecord'], tmp_path / 'data')
   path = sorted(data_dir.rglob('*train.tfrecord*'))[1]
-  os.truncate(path, tf_records.RecordOffsets(str(path))[-2] + left)
-  told = 'is damaged, .*record 20, .*truncated' if left else 'has 19 records, expected 20: restore'
-  with pytest.raises(ValueError, match=f'{path.name} {told}'):
+  os.truncate(path, tf_records.RecordOffsets(str(path))[-2] + num_bytes)
+  message = (
+    'is damaged, .*record 20, .*truncated' if num_bytes else 'has 19 records, expected 20: restore'
+  )
+  with pytest.raises(ValueError, match=f'{path.name} {message}'):
     _Input(str(data_dir), vocab).NumExamples()
   skipping = _Input(str(data_dir), vocab, damaged_records='skip')
   whole = list(_Input(data_dirs['tfrecord'], vocab).VocabularyTexts())
@@ -164,7 +166,7 @@ def testRecordsThatAreMissingAtTheEndOfAFileAreNoticed(data_dirs, vocab, tmp_pat
   assert skipping.NumDamaged() == 1
 
 
-def testADamagedFileThatIsReadByIndexIsNamed(data_dirs, vocab, tmp_path):
+def testDamagedArrayRecordIsNamed(data_dirs, vocab, tmp_path):
   data_dir = shutil.copytree(data_dirs['array_record'], tmp_path / 'data')
   path = sorted(data_dir.rglob('*train.array_record*'))[1]
   data = bytearray(path.read_bytes())
@@ -175,7 +177,7 @@ def testADamagedFileThatIsReadByIndexIsNamed(data_dirs, vocab, tmp_path):
     _Input(str(data_dir), vocab).NumExamples()
 
 
-def testOfOtherFormatsNothingIsSkipped(data_dirs, vocab):
+def testOnlyTfRecordsCanBeSkipped(data_dirs, vocab):
   skipping = _Input(data_dirs['array_record'], vocab, damaged_records='skip')
   for read in (skipping.NumExamples, skipping.NumDamaged):
     with pytest.raises(
