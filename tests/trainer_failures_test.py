@@ -26,8 +26,8 @@ import time
 import tensorflow as tf
 
 from lingvo_gpipe.checkpoint import tensor_bundle
-from lingvo_gpipe import nested_map, registry, task, weight_params
-from lingvo_gpipe.input import parallel_files, synthetic
+from lingvo_gpipe import nested_map, registry, synthetic, task, weight_params
+from lingvo_gpipe.input.text import parallel_files
 
 
 def Wait(value):

@@ -17,8 +17,8 @@ from tests import processes
 _EXPERIMENT = """
 import tensorflow as tf
 
-from lingvo_gpipe import nested_map, registry, task, weight_params
-from lingvo_gpipe.input import stream_input, synthetic, tf_record_stream
+from lingvo_gpipe import nested_map, registry, stream_input, synthetic, task, tf_record_stream
+from lingvo_gpipe import weight_params
 
 
 class Regression(task.BaseTask):

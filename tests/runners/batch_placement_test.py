@@ -21,11 +21,10 @@ from absl import logging
 from lingvo_gpipe import nested_map
 from lingvo_gpipe.distributed import cluster, cluster_spec
 from lingvo_gpipe.experiment import model
-from lingvo_gpipe.runners import placement, runner, task_batches
-from lingvo_gpipe.input import (
-  base_input_generator, parallel_text, sentencepiece_training, stream_input, synthetic, text_files,
-  tf_record_index
-)
+from lingvo_gpipe.input import base_input_generator, stream_input, synthetic
+from lingvo_gpipe.input.records import tf_record_index
+from lingvo_gpipe.input.text import parallel_text, sentencepiece_training, text_files
+from lingvo_gpipe.runners import batch_placement, task_batches, train_runner
 from params import toy
 
 logging.set_verbosity(logging.INFO)
@@ -154,7 +153,7 @@ def Make(cls=Input, num_replicas=1, run=None, task=Task, streams=None, **values)
   p.input.Set(**values)
   made = p.Instantiate()
   spec = made.input.BatchSpec()
-  run = run or runner.TrainRunner(made.task, devices, spec, num_replicas=num_replicas)
+  run = run or train_runner.TrainRunner(made.task, devices, spec, num_replicas=num_replicas)
   return run, task_batches.Batches(made, 0, lambda name: 3, run, streams)
 
 
@@ -281,7 +280,7 @@ index = tf_record_index.TfRecordIndex(
 zero = tf.Variable(0, dtype=tf.int64)
 for cls in (Records, OwnDataset, Python, Variable, OwnFile, OtherFiles, WholeBatch):
   list(itertools.islice(Make(cls, run=run)[1], 2))
-placement.MAX_BYTES_IN_MEMORY = 100
+batch_placement.MAX_BYTES_IN_MEMORY = 100
 next(Make(run=run)[1])
 next(Make(Pairs, run=of_pairs, **pairs)[1])
 print(json.dumps(found))

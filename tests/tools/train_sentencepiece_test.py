@@ -12,8 +12,7 @@ from tests import processes
 _PROGRAM = str(processes.ROOT / 'tools' / 'train_sentencepiece.py')
 _PARAMS = '''
 """An experiment on text files."""
-from lingvo_gpipe import registry, task
-from lingvo_gpipe.input import text_files
+from lingvo_gpipe import registry, task, text_files
 
 
 @registry.RegisterSingleTaskModel

@@ -15,7 +15,7 @@ from absl import logging
 
 from lingvo_gpipe.core import files, heartbeat, hyperparams
 
-# What to do about a record with a wrong checksum.
+# Policies for a record with a wrong checksum.
 POLICIES = ('stop', 'skip')
 _POLICY = 'On a wrong checksum: stop, or skip and count, which reads all files at the start.'
 

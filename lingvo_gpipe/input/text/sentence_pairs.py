@@ -99,15 +99,15 @@ class Sentences:
     )
 
 
-def LanguagesOf(sentences: nested_map.NestedMap, which: tf.Tensor) -> tf.Tensor:
+def LanguagesOf(sentences: nested_map.NestedMap, indices: tf.Tensor) -> tf.Tensor:
   """Returns int32 [n], indices into `Sentences.languages`, of some sentences, int64 [n]."""
-  begins = tf.gather(sentences.offsets, which)
+  begins = tf.gather(sentences.offsets, indices)
   return tf.gather(sentences.languages, tf.gather(sentences.tokens, begins))
 
 
 def Rows(
   sentences: nested_map.NestedMap,
-  which: tf.Tensor,
+  indices: tf.Tensor,
   length: tf.Tensor,
   symbols: tf.Tensor | None = None,
 ) -> tuple[tf.Tensor, tf.Tensor]:
@@ -117,15 +117,15 @@ def Rows(
 
   Args:
     sentences: `Sentences.Tensors()`, or a copy.
-    which: int64 [n], indices of sentences.
+    indices: int64 [n], the sentences.
     length: int64 [], length of the rows.
     symbols: int32 [n], ids that start the rows; None: rows start with the sentence.
 
   Returns:
     ids int32 [n, length], PAD_ID after the end, and paddings float32 [n, length], 1 after the end.
   """
-  begins = tf.gather(sentences.offsets, which)[:, tf.newaxis]
-  ends = tf.gather(sentences.offsets, which + 1)[:, tf.newaxis]
+  begins = tf.gather(sentences.offsets, indices)[:, tf.newaxis]
+  ends = tf.gather(sentences.offsets, indices + 1)[:, tf.newaxis]
   # The stored sequence begins with its language; a symbol takes its place.
   if symbols is None:
     begins += 1
