@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trees of mappings, lists and tuples: paths such as `a.b[2].c`, and walks over the leaves.
 
-These are the functions behind `NestedMap`'s methods, for any such tree, a NestedMap or not; the
-text of `nested_map` says what is a container and what a leaf. This module imports no TensorFlow.
+These are the functions behind `NestedMap`'s methods. They take any such tree, a NestedMap or not;
+the docstring of `nested_map` defines containers and leaves. Paths of Params have the same grammar.
+This module imports no TensorFlow.
 """
 
 from __future__ import annotations
@@ -11,16 +12,19 @@ import ast
 import collections
 import difflib
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
+from lingvo_gpipe.core import literals
+
 _IDENTIFIER = re.compile(r'[A-Za-z_][A-Za-z0-9_]*')
+# `a`, `.a` or `[key]`, whose key may hold brackets inside quotes.
 _STEP = re.compile(
   r"""(?:^|(?!^)\.)(?P<name>[A-Za-z_][A-Za-z0-9_]*)"""
-  r"""|\[(?P<index>-?[0-9]+)\]"""
-  r"""|\[(?P<text>'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")\]"""
+  r"""|\[(?P<key>(?:[^\[\]'"]|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")+)\]""",
+  re.DOTALL,
 )
-# What `Filter` and `Select` return where nothing is left.
+# Returned by `Filter` and `Select` if nothing remains.
 DROPPED = object()
 
 
@@ -32,25 +36,48 @@ def IsIdentifier(key: str) -> bool:
   return _IDENTIFIER.fullmatch(key) is not None
 
 
-def ParsePath(path: str) -> list[str | int]:
-  """Splits 'a.b[2].c' into ['a', 'b', 2, 'c']."""
+def SplitPath(path: str) -> Iterator[tuple[str, str, str]]:
+  """Yields (name, key, text) of each step of a path.
+
+  A step is `.x`, with the name `x` and no key, or `[k]`, with the key `k` and no name.
+
+  Raises:
+    ValueError: the text is not a path.
+  """
   if not isinstance(path, str):
-    raise ValueError(f'Invalid NestedMap path {path!r}: expected a str, got {type(path).__name__}.')
-  steps: list[str | int] = []
+    raise ValueError(f'Invalid path {path!r}: expected a str, got {type(path).__name__}.')
   position = 0
-  while position < len(path) or not steps:
+  while position < len(path) or not position:
     match = _STEP.match(path, position)
     if not match:
-      raise ValueError(
-        f'Invalid NestedMap path {path!r} at {path[position:]!r}: expected something like a.b[2].c.'
-      )
-    if match['name']:
-      steps.append(match['name'])
-    elif match['index']:
-      steps.append(int(match['index']))
-    else:
-      steps.append(ast.literal_eval(match['text']))
+      raise InvalidPath(path, path[position:])
+    yield match['name'] or '', match['key'] or '', match.group()
     position = match.end()
+
+
+def InvalidPath(path: str, rest: str) -> ValueError:
+  """Returns the error for a path whose text is invalid from `rest` on."""
+  return ValueError(
+    f'Invalid path {literals.Shorten(path)} at {literals.Shorten(rest)}: expected something like '
+    "a.b, a[2].b or a['k'].b."
+  )
+
+
+def ParsePath(path: str) -> list[str | int]:
+  """Splits 'a.b[2].c' into ['a', 'b', 2, 'c']."""
+  steps: list[str | int] = []
+  for name, key, text in SplitPath(path):
+    if name:
+      steps.append(name)
+    elif re.fullmatch('-?[0-9]+', key):
+      steps.append(int(key))
+    elif literals.QUOTED.fullmatch(key):
+      try:
+        steps.append(ast.literal_eval(key))
+      except (SyntaxError, ValueError):  # For example, \x without digits.
+        raise InvalidPath(path, text) from None
+    else:
+      raise InvalidPath(path, text)
   return steps
 
 

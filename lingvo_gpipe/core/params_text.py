@@ -18,13 +18,9 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from lingvo_gpipe.core import literals
+from lingvo_gpipe.core import literals, nested_tree
 
 _INT = re.compile(r'[+-]?[0-9][0-9_]*(\.[0-9_]*)?([eE][+-]?[0-9]+)?')
-_STEP = re.compile(
-  r"""(?P<dot>^|\.)(?P<name>\w+)|\[(?P<index>(?:[^\[\]'"]|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")+)\]""",
-  re.DOTALL,
-)
 _SKIPPED = re.compile(r'(?:[\s;]|#[^\n]*)*')
 _BLANKS = re.compile(r'[ \t]*')
 _BARE_VALUE = re.compile(r'[^;\n]*')
@@ -197,27 +193,22 @@ class Step(NamedTuple):
 
 
 def ParsePath(path: str) -> list[Step]:
-  """Splits `a.b[1]['k'].c` into steps. Raises ValueError where it is none."""
+  """Splits `a.b[1]['k'].c` into steps.
+
+  Raises:
+    ValueError: the text is not a path.
+  """
   steps: list[Step] = []
-  position = 0
-  while match := _STEP.match(path, position):
-    name, index, text = match['name'], match['index'], match.group()
-    if name is not None and bool(match['dot']) != bool(steps):
-      break
-    if name is not None:
+  for name, key, text in nested_tree.SplitPath(path):
+    if name:
       steps.append(Step('param', name, text))
-    elif index.isidentifier() and index not in ('None', 'True', 'False', 'inf', 'nan'):
-      steps.append(Step('field', index, text))
+    elif key.isidentifier() and key not in ('None', 'True', 'False', 'inf', 'nan'):
+      steps.append(Step('field', key, text))
     else:
       try:
-        steps.append(Step('item', literals.ParseStrict(index), text))
+        steps.append(Step('item', literals.ParseStrict(key), text))
       except ValueError:
-        break
-    position = match.end()
-  if not steps or position < len(path):
-    raise ValueError(
-      f"{literals.Shorten(path)} is no path to a param, such as a.b, a[0].b or a['k'].b"
-    )
+        raise nested_tree.InvalidPath(path, text) from None
   return steps
 
 

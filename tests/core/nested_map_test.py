@@ -197,7 +197,7 @@ def testGetItemGetHas():
 def testAPathMustBeAPath(path):
   m = NestedMap(a=1)
   for way in (m.GetItem, m.Get, m.Has, lambda key: m.Set(key, 1)):
-    with pytest.raises(ValueError, match='Invalid NestedMap path'):
+    with pytest.raises(ValueError, match='Invalid path'):
       way(path)
   assert m == {'a': 1}
 

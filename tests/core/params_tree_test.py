@@ -128,7 +128,7 @@ def testUnknownPathsGetHints(path, message):
   'path', ['', '.', 'a.', '.a', 'a..b', 'a[', 'a[]', 'a[b c]', 'a[0]b', 'a b']
 )
 def testMalformedPathsAreRefused(path):
-  assert 'no path' in _Message(ValueError, _Model().Get, path)
+  assert 'Invalid path' in _Message(ValueError, _Model().Get, path)
 
 
 # --- Copies, freezing, equality ------------------------------------------------------------------
