@@ -159,7 +159,7 @@ def testParams(text):
     p.ToText()
 
   _Check(Read, ValueError, AttributeError)
-  _Check(lambda: params_diff.Changes(text, before), ValueError)
+  _Check(lambda: params_diff.FindChanges(text, before), ValueError)
 
 
 @fuzzing.Settings()

@@ -353,7 +353,7 @@ def testAWeightThatNeedsTooMuchMemoryIsTold(trainer, impatient, tmp_path):
   done = trainer('Large', tmp_path, 4, run=impatient.Run)
   assert done.returncode == 1
   which, hint = processes.Messages(done.stderr)[-2:]
-  assert which == 'while the weight toy.large was made, of shape [33554432, 33554432]'
+  assert which == 'while creating the weight toy.large of shape [33554432, 33554432]'
   assert hint.startswith('out of memory: try more micro-batches')
 
 

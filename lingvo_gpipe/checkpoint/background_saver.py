@@ -130,11 +130,11 @@ class BackgroundSaver:
   def Blocking(self) -> Iterator[None]:
     """Counts what is done in it, for which training waits, as a cost of saving."""
     start = time.perf_counter()
-    heartbeat.Long()
+    heartbeat.SuspendTimeout()
     try:
       yield
     finally:
-      heartbeat.Long()
+      heartbeat.SuspendTimeout()
       self.blocked_seconds += time.perf_counter() - start
 
   def Close(self) -> None:

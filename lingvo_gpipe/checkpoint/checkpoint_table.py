@@ -54,7 +54,7 @@ def Describe(logdir: str) -> tuple[str, bool]:
     return Describe(logdir)  # All were removed meanwhile, so there are others.
   if len(rows) == 1:
     raise ValueError(f'there is no checkpoint in {checkpoints.directory}: train first')
-  lines = text_table.Lines(rows, left={0, 2, 4})
+  lines = text_table.FormatTable(rows, text_columns={0, 2, 4})
   if newest is not None:
     lines += ['', f'{os.path.basename(newest.path)}:']
     lines += [f'  {key}: {_Shown(value)}' for key, value in newest.metadata.items()]
@@ -86,4 +86,4 @@ def _Variables(info: checkpoint_info.CheckpointInfo) -> list[str]:
     [path, str(spec.shape.as_list()), spec.dtype.name, f'{spec.shape.num_elements():,}']
     for path, spec in info.tensors.items()
   ]
-  return [f'    {line}' for line in text_table.Lines(rows, left={0, 1, 2})]
+  return [f'    {line}' for line in text_table.FormatTable(rows, text_columns={0, 1, 2})]

@@ -77,7 +77,7 @@ def IsHarmless(
   it.
 
   Args:
-    change: from `params_diff.Changes(old, params)`.
+    change: from `params_diff.FindChanges(old, params)`.
     old: the text of the Params that the run has.
     params: those it is to go on with.
   """
@@ -175,7 +175,7 @@ def _Changes(
   if not isinstance(old, str):
     return []
   try:
-    return params_diff.Changes(old, params)
+    return params_diff.FindChanges(old, params)
   except ValueError as e:
     if not allow:
       raise ValueError(

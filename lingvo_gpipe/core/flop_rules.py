@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one TensorFlow operation costs: floating point operations from its static shapes.
+"""The floating-point operations (FLOPs) of one TensorFlow operation, from its static shapes.
 
-`OpFlops(op)` is looked up by `graph_cost`, which walks whole graphs. The conventions:
+`graph_cost` walks whole graphs and calls `OpFlops(op)` for each operation. The conventions:
 
 * A multiply-add is 2 FLOPs. A matrix product `[m, k] x [k, n]` is `2 m k n`; a convolution is
   twice its output elements times the filter taps that make one of them (padding is not deducted).
-* An elementwise operation is 1 per output element, whatever the function and the dtype: `tanh`
-  as much as `add`. `AddN` of n tensors is n - 1 per element.
+* An elementwise operation is 1 per output element, for every function and dtype: `tanh` costs as
+  much as `add`. `AddN` of n tensors is n - 1 per element.
 * A reduction, scan or segment sum is 1 per input element; a pool is its window per output element.
 * Softmax and log-softmax are 5 per element (maximum, subtract, exp, sum, divide or subtract);
   cross entropy from dense labels is 7 (log-softmax, multiply, sum), from sparse labels 5 per
   element and 1 per row. Batch norm is 2 per element with given moments and 6 with its own.
 * Moving, creating or converting data is free: reshape, transpose, gather, slices, concatenation,
   padding, casts, one-hot, constants, variable reads and writes, random bits, tensor lists,
-  assertions. They take time, but no floating point operations.
+  assertions. These take time, but no floating-point operations.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 import tensorflow as tf
 
-# Floating point operations per element of a (log-)softmax, and of a batch norm.
+# FLOPs per element of a (log-)softmax, and of a batch norm.
 _SOFTMAX_PER_ELEMENT = 5
 _BATCH_NORM_GIVEN_MOMENTS = 2
 _BATCH_NORM_OWN_MOMENTS = 6
 
-# Moved, created or converted data: no floating point operations.
+# Operations that move, create or convert data: no FLOPs.
 FREE_OPS = frozenset(
   """
   Const Placeholder PlaceholderWithDefault VarHandleOp ReadVariableOp AssignVariableOp
@@ -89,7 +89,7 @@ REDUCTION_OPS = frozenset(
 
 
 def Elements(tensor: tf.Tensor) -> int:
-  """Number of elements of a graph tensor.
+  """Returns the number of elements of a graph tensor.
 
   Raises:
     ValueError: its static shape is not fully known; the message names the operation.
@@ -98,7 +98,11 @@ def Elements(tensor: tf.Tensor) -> int:
 
 
 def Shape(tensor: tf.Tensor) -> list[int]:
-  """Static shape of a graph tensor; ValueError, naming its operation, where it is not known."""
+  """Returns the static shape of a graph tensor.
+
+  Raises:
+    ValueError: the shape is not fully known; the message names the operation.
+  """
   if not tensor.shape.is_fully_defined():
     raise ValueError(
       f'The shape of {tensor.name!r} (operation {tensor.op.name!r} of type {tensor.op.type}) is '
@@ -110,31 +114,33 @@ def Shape(tensor: tf.Tensor) -> list[int]:
 
 
 def EinsumFlops(equation: str, shapes: Sequence[Sequence[int]]) -> int:
-  """FLOPs of an einsum of one or two operands.
+  """Returns the FLOPs of an einsum of one or two operands.
 
-  Labels that only one operand has and the output has not are summed first (1 per element of that
-  operand). What remains is one product: 2 per point of the iteration space if a label is summed,
-  1 per point if none is (an outer or elementwise product), 0 for a single operand (a transpose).
+  Labels that occur in one operand alone, and not in the output, are summed first (1 per element of
+  that operand). The remaining product costs 2 per point of the iteration space if a label is
+  summed, 1 per point if no label is (an outer or elementwise product), and 0 for a single operand
+  (a transpose).
 
   Args:
-    equation: `ab,bc->ac`; `...` stands for broadcast dimensions; a label repeated within an operand
-      takes the diagonal, which is free. Without `->` the output has the labels that occur once.
+    equation: for example `ab,bc->ac`; `...` stands for broadcast dimensions. A label repeated
+      within an operand takes the diagonal, which is free. Without `->`, the output has the labels
+      that occur once.
     shapes: the operands' static shapes.
 
   Raises:
-    ValueError: the equation does not fit the shapes.
+    ValueError: the equation does not match the shapes.
   """
   equation = equation.replace(' ', '')
-  left, arrow, output_text = equation.partition('->')
-  terms = left.split(',')
+  input_text, arrow, output_text = equation.partition('->')
+  terms = input_text.split(',')
   if len(terms) != len(shapes) or len(terms) > 2:
     raise ValueError(
       f'einsum {equation!r} has {len(terms)} operands in its text and {len(shapes)} in the graph; '
       'expected the same number, 1 or 2.'
     )
   if not arrow:
-    letters = left.replace(',', '').replace('.', '')
-    output_text = ('...' if '...' in left else '') + ''.join(
+    letters = input_text.replace(',', '').replace('.', '')
+    output_text = ('...' if '...' in input_text else '') + ''.join(
       x for x in sorted(set(letters)) if letters.count(x) == 1
     )
   sizes: dict[str, int] = {}
@@ -149,24 +155,24 @@ def EinsumFlops(equation: str, shapes: Sequence[Sequence[int]]) -> int:
       if size != 1 or label not in sizes:  # 1 is broadcast.
         sizes[label] = size
     operands.append(labels)
-  kept = {x for x in sizes if x in output_text or (x.startswith('...') and '...' in output_text)}
+  outputs = {x for x in sizes if x in output_text or (x.startswith('...') and '...' in output_text)}
 
   flops = 0
   used: set[str] = set()
   for i, labels in enumerate(operands):
-    others = set().union(*(o for j, o in enumerate(operands) if j != i))
-    own = {x for x in labels if x not in kept and x not in others}
-    if math.prod(labels[x] for x in own) > 1:
+    shared = set().union(*(o for j, o in enumerate(operands) if j != i))
+    summed = {x for x in labels if x not in outputs and x not in shared}
+    if math.prod(labels[x] for x in summed) > 1:
       flops += math.prod(labels.values())
-    used |= set(labels) - own
+    used |= set(labels) - summed
   if len(operands) == 1:
     return flops
   points = math.prod(sizes[x] for x in used)
-  return flops + (2 if used - kept else 1) * points
+  return flops + (2 if used - outputs else 1) * points
 
 
 def _EinsumLabels(term: str, shape: Sequence[int], equation: str) -> dict[str, int]:
-  """{label: size} of one operand; the dimensions under `...` are named from the right."""
+  """Returns {label: size} of one operand; the dimensions of `...` are numbered from the right."""
   head, dots, tail = term.partition('...')
   num_dots = len(shape) - len(head) - len(tail)
   if num_dots < 0 or (num_dots and not dots):
@@ -199,7 +205,7 @@ def _Conv(op: tf.Operation) -> int:
 
 
 def _ConvInputGrad(op: tf.Operation) -> int:
-  # Also the transposed convolution; inputs: input sizes, filter, gradient of the output.
+  # Also the transposed convolution. Inputs: input sizes, filter, gradient of the output.
   return 2 * Elements(op.inputs[2]) * _Product(Shape(op.inputs[1])[:-1])
 
 
@@ -208,7 +214,7 @@ def _ConvFilterGrad(op: tf.Operation) -> int:
 
 
 def _DepthwiseConv(op: tf.Operation) -> int:
-  # Filter [height, width, in_channels, multiplier]: every output element sees one channel.
+  # Filter [height, width, in_channels, multiplier]: every output element reads one channel.
   return 2 * Elements(op.outputs[0]) * _Product(Shape(op.inputs[1])[:2])
 
 
@@ -233,8 +239,9 @@ def _SparseCrossEntropy(op: tf.Operation) -> int:
 
 
 def _BatchNorm(op: tf.Operation) -> int:
-  own = op.get_attr('is_training')
-  return (_BATCH_NORM_OWN_MOMENTS if own else _BATCH_NORM_GIVEN_MOMENTS) * Elements(op.inputs[0])
+  training = op.get_attr('is_training')
+  per_element = _BATCH_NORM_OWN_MOMENTS if training else _BATCH_NORM_GIVEN_MOMENTS
+  return per_element * Elements(op.inputs[0])
 
 
 def _PerOutput(op: tf.Operation) -> int:
@@ -294,12 +301,12 @@ _RULES: Mapping[str, Callable[[tf.Operation], int]] = {
 
 
 def OpFlops(op: tf.Operation) -> int | None:
-  """FLOPs of one operation of a graph by its rule; None if its type has none.
+  """Returns the FLOPs of one operation of a graph, or None if its type has no rule.
 
   Operations that call functions (`PartitionedCall`, `If`, `While` ...) have no rule here.
 
   Raises:
-    ValueError: the rule needs a static shape that is not known; the message names the operation.
+    ValueError: a required static shape is unknown; the message names the operation.
   """
   rule = _RULES.get(op.type)
   return None if rule is None else rule(op)

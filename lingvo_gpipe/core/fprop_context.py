@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a layer's FProp may know and say beside weights and inputs: mode, step, seeds and sums.
+"""The context of a layer's FProp: evaluation mode, step, seeds, auxiliary losses and sums.
 
-A layer stays a pure function of `(theta, inputs)` and of this context. The context is entered
-around a trace or an eager call:
+A layer is a pure function of `(theta, inputs)` and of this context. The context is entered around a
+trace or an eager call:
 
     with fprop_context.Scope(do_eval=False, step=step):
       y = layer.FProp(theta, x)
 
-Seeds are integers through and through (see docs/architecture.md): the pair
+Seeds are integers throughout (see docs/architecture.md). The pair
 `[hash64(p.random_seed, layer path), step * 2^20 + micro_batch]` belongs to one layer of a sequence
-in one micro-batch; an operation inside that layer adds the hash of its own path within the
-layer. So masks do not depend on how the sequence is cut, a recomputation draws the same mask
-again, and two equal layers can share one traced function (their pair comes in as a tensor).
+in one micro-batch. An operation inside that layer adds the hash of its own path within the layer.
+So masks do not depend on the cut, a recomputation draws the same mask again, and two equal layers
+can share one traced function, which takes their pair as a tensor.
 
-A layer with statistics, as BatchNorm, reports sums over its micro-batch by `AddSums`. Once a
-mini-batch it gets them back, added up, in `BaseLayer.StateFromSums`: from the engine where a task
-trains, from `UpdateLayers` in a loop of one's own.
+A layer with statistics, such as BatchNorm, reports sums over its micro-batch by `AddSums`. Once a
+mini-batch, `BaseLayer.StateFromSums` receives the totals, from the engine when a task trains, or
+from `UpdateLayers` in a custom loop.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ import tensorflow as tf
 
 from lingvo_gpipe.core import layer_state, nested_map, weight_params
 
-# Micro-batches of one update, over replicas and accumulated mini-batches, are counted below this.
+# Bound on the micro-batches of one update, over all replicas and accumulated mini-batches.
 MAX_MICRO_BATCHES = 1 << 20
 
 
 class _Seeded(Protocol):
-  """The part of a layer that its seeds depend on."""
+  """The members of a layer that its seeds depend on."""
 
   @property
   def path(self) -> str: ...
@@ -51,16 +51,17 @@ class _Seeded(Protocol):
 
 @dataclasses.dataclass
 class FPropContext:
-  """Ambient facts of the FProp under way.
+  """The context of the current FProp.
 
   Attributes:
     do_eval: True in evaluation and inference: no dropout.
-    step_counter: int64 scalar tensor, `step * 2^20 + micro_batch`; None where no step is known.
+    step_counter: int64 scalar tensor, `step * 2^20 + micro_batch`; None if no step is known.
     aux_losses: the auxiliary losses that layers added so far: (layer, name, value, coefficient).
-    seed_rows: {id(layer): int64 tensor [2]}, the pairs that were handed in as tensors.
-    layer_sums: {id(layer): (layer, {name: tensor})}, what layers reported by `AddSums`.
-    replica_sum: (place, tensor) -> its sum over the replicas; None where there is one, or no stage.
-    num_replica_sums: how many such sums were taken so far.
+    seed_rows: {id(layer): int64 tensor [2]}, the seed pairs that were passed as tensors.
+    layer_sums: {id(layer): (layer, {name: tensor})}, the sums that layers reported by `AddSums`.
+    replica_sum: (key, tensor) -> the tensor's sum over the replicas; None with one replica, and
+      outside of stages.
+    num_replica_sums: number of calls of `replica_sum` so far.
   """
 
   do_eval: bool = True
@@ -74,12 +75,12 @@ class FPropContext:
   num_replica_sums: int = 0
 
   def LayerSeed(self, layer: _Seeded) -> tf.Tensor:
-    """The int64 pair [2] of one layer of a sequence (see the module's docstring)."""
+    """Returns the int64 seed pair [2] of one layer of a sequence (see the module's docstring)."""
     if id(layer) in self.seed_rows:
       return self.seed_rows[id(layer)]
     if self.step_counter is None:
       raise ValueError(
-        f'{layer.path} draws random numbers, but no step is known here; run it under '
+        f'{layer.path} draws random numbers, but no step is known; run it under '
         'fprop_context.Scope(step=step), or with do_eval=True'
       )
     return SeedPair(layer.params.random_seed, layer.path, self.step_counter)
@@ -87,30 +88,30 @@ class FPropContext:
   def AddAuxLoss(
     self, layer: _Seeded, value: tf.Tensor, coefficient: float = 1.0, name: str = 'aux_loss'
   ) -> None:
-    """Adds `coefficient * value` to what is minimised; reported as `<layer path>.<name>`.
+    """Adds `coefficient * value` to the objective; reported as `<layer path>.<name>`.
 
     Args:
       layer: the layer that adds it.
-      value: a scalar, a mean over the micro-batch as the loss is.
-      coefficient: its weight against the loss.
-      name: tells several of one layer apart.
+      value: a scalar, a mean over the micro-batch like the loss.
+      coefficient: its weight relative to the loss.
+      name: distinguishes several auxiliary losses of one layer.
     """
     self.aux_losses.append((layer, name, value, coefficient))
 
   def AddSums(self, layer: layer_state.StatefulLayer, sums: Mapping[str, tf.Tensor]) -> None:
     """Reports sums over the micro-batch, for the update of the layer's state after a mini-batch.
 
-    To be called in FProp. In evaluation nothing happens. A layer that is called several times in
-    one micro-batch adds up what it reports. No gradient flows through sums.
+    To be called in FProp. Does nothing in evaluation. The sums of a layer that is called several
+    times in one micro-batch add up. No gradient flows through sums.
 
     Args:
-      layer: the layer itself; its `StateFromSums` gets the sums over the whole mini-batch.
-      sums: float32 or float64 tensors by name. What is to be exact for micro-batches of unequal
-        size must be a sum, and the count another one; not a mean.
+      layer: the layer itself; its `StateFromSums` receives the sums over the whole mini-batch.
+      sums: float32 or float64 tensors by name. For exact means over micro-batches of unequal size,
+        report a sum and a count, not a mean.
 
     Raises:
-      TypeError: another dtype, whose digits would not last for a sum.
-      ValueError: other names than at the call before in the same micro-batch.
+      TypeError: a sum has another dtype, which would lose precision.
+      ValueError: the names differ from the previous call in the same micro-batch.
     """
     if self.do_eval or not sums:
       return
@@ -133,10 +134,10 @@ class FPropContext:
     self.layer_sums[id(layer)] = (layer, added)
 
   def SumOverReplicas(self, layer: layer_state.StatefulLayer, value: tf.Tensor) -> tf.Tensor:
-    """The sum of `value` over the replicas, each with the same micro-batch of its own share.
+    """Returns the sum of `value` over the replicas, each at the same micro-batch of its share.
 
-    To be called in FProp, in training. Gradients flow through it. It is the value itself where the
-    layer does not have `sums_over_replicas`, in one replica, and outside of training steps.
+    To be called in FProp, in training. Gradients flow through it. Returns the value itself if the
+    layer does not set `sums_over_replicas`, with one replica, and outside of training steps.
     """
     if self.replica_sum is None or not layer.sums_over_replicas:
       return value
@@ -144,10 +145,14 @@ class FPropContext:
     return self.replica_sum(f'{layer.path}:{self.num_replica_sums}', value)
 
   def OpSeed(self, layer: _Seeded, name: str = '') -> tf.Tensor:
-    """The int64 seed [2] of a random operation of `layer`, told apart by `name` if it has several.
+    """Returns the int64 seed [2] of a random operation of `layer`.
+
+    Args:
+      layer: the layer.
+      name: distinguishes several random operations of one layer.
 
     Raises:
-      ValueError: no step is known, so that every call would draw the same numbers.
+      ValueError: no step is known, so every call would draw the same numbers.
     """
     root = next((a for a in layer.Ancestors() if id(a) in self.seed_rows), layer.seed_root)
     row = self.LayerSeed(root)
@@ -156,12 +161,12 @@ class FPropContext:
 
 
 def SeedPair(random_seed: int, path: str, step_counter: tf.Tensor) -> tf.Tensor:
-  """`[hash64(random_seed, path), step_counter]` as an int64 tensor [2]."""
+  """Returns `[hash64(random_seed, path), step_counter]` as an int64 tensor [2]."""
   return tf.stack([tf.constant(weight_params.Hash64(random_seed, path), tf.int64), step_counter])
 
 
 def StepCounter(step: tf.Tensor | int, micro_batch: tf.Tensor | int = 0) -> tf.Tensor:
-  """The int64 scalar `step * 2^20 + micro_batch`."""
+  """Returns the int64 scalar `step * 2^20 + micro_batch`."""
   return tf.cast(step, tf.int64) * MAX_MICRO_BATCHES + tf.cast(micro_batch, tf.int64)
 
 
@@ -169,14 +174,14 @@ _stack = threading.local()
 
 
 def Current() -> FPropContext:
-  """The innermost context; outside of any, evaluation without a step."""
+  """Returns the innermost context; without one, evaluation mode and no step."""
   contexts = getattr(_stack, 'contexts', None)
   return contexts[-1] if contexts else FPropContext()
 
 
 @contextlib.contextmanager
 def Enter(context: FPropContext) -> Iterator[FPropContext]:
-  """Makes `context` the current one for the enclosed code of this thread."""
+  """Makes `context` current for the enclosed code of this thread."""
   if not hasattr(_stack, 'contexts'):
     _stack.contexts = []
   _stack.contexts.append(context)
@@ -187,18 +192,18 @@ def Enter(context: FPropContext) -> Iterator[FPropContext]:
 
 
 def UpdateLayers(*contexts: FPropContext) -> None:
-  """Updates the state of all layers that reported sums: once, from all micro-batches together.
+  """Updates the state of all layers that reported sums, once for all micro-batches together.
 
-  For a training loop of one's own, after the mini-batch; the engine does it for a task. Each
-  context stands for one micro-batch, or for the pieces of it that a PipeliningLayer made:
+  A custom training loop calls it after each mini-batch; for a task, the engine does. A context
+  stands for one micro-batch, or for the pieces into which a PipeliningLayer split it:
 
       with fprop_context.Scope(step=step) as context:
         ...
       fprop_context.UpdateLayers(context)
 
   Args:
-    *contexts: what the Scopes of the mini-batch's micro-batches gave, each to be used once. Where
-      the FProp ran inside a tf.function, this call belongs there too.
+    *contexts: the contexts of the mini-batch's micro-batches, from `Scope`; each can be used once.
+      If FProp ran inside a tf.function, call UpdateLayers in the same function.
   """
   merged = FPropContext(do_eval=False)
   for context in contexts:
@@ -218,8 +223,8 @@ def Scope(
 
   Args:
     do_eval: True for evaluation: no dropout.
-    step: the training step, an integer or an int64 scalar tensor; a tensor inside a tf.function,
-      where a Python integer would be frozen into the trace.
+    step: the training step, an integer or an int64 scalar tensor. Inside a tf.function it must be a
+      tensor, because a Python integer would become a constant of the trace.
     micro_batch: the index of the micro-batch within the step.
   """
   counter = None if step is None else StepCounter(step, micro_batch)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Output specs and cost of a layer's `FProp`, by tracing it once; nothing is allocated or run.
+"""Traces a layer's `FProp` once for its output specs and cost. Allocates and runs nothing.
 
-What class a layer is of does not matter here: the Protocol `TracedLayer` says what it must have.
+A layer may have any class that meets the Protocol `TracedLayer`.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from lingvo_gpipe.core import fprop_context, graph_cost, nested_map, result_byte
 
 
 class TracedLayer(Protocol):
-  """What a trace needs of a layer."""
+  """The members of a layer that a trace uses."""
 
   @property
   def path(self) -> str:
-    """The layer's name in messages."""
+    """The layer's path, for messages."""
 
   def WeightTensorSpecs(self) -> nested_map.NestedMap:
-    """A nest of weights, a tf.TensorSpec for each."""
+    """Returns a nest with a tf.TensorSpec for each weight."""
 
   def ThetaFrom(self, variables: nested_map.NestedMap) -> nested_map.NestedMap:
-    """Turns such a nest of weights into what `FProp` takes."""
+    """Turns such a nest of weights into the `theta` of `FProp`."""
 
   def FProp(self, theta: nested_map.NestedMap, *args: Any) -> Any:
     """Computes the outputs."""
@@ -34,7 +34,7 @@ class TracedLayer(Protocol):
   def FPropSkips(
     self, theta: nested_map.NestedMap, skips: nested_map.NestedMap, *args: Any
   ) -> tuple[Any, nested_map.NestedMap]:
-    """Computes the outputs and the skip connections that begin here."""
+    """Computes the outputs, and the skip connections that begin here."""
 
 
 def TraceMeta(layer: TracedLayer, *input_specs: Any) -> nested_map.NestedMap:
@@ -45,7 +45,7 @@ def TraceMeta(layer: TracedLayer, *input_specs: Any) -> nested_map.NestedMap:
     *input_specs: a (nest of) tf.TensorSpec with static shapes for each input; None allowed.
 
   Returns:
-    NestedMap(flops, out_specs): floating point operations of one forward call (a multiply-add
+    NestedMap(flops, out_specs): floating-point operations of one forward call (a multiply-add
     counts as two) and a tuple with the (nest of) tf.TensorSpec of each output.
   """
   cost, out, _ = _Trace(layer, layer.FProp, *input_specs)
@@ -55,14 +55,14 @@ def TraceMeta(layer: TracedLayer, *input_specs: Any) -> nested_map.NestedMap:
 def TraceCost(
   layer: TracedLayer, skip_specs: nested_map.NestedMap, *input_specs: Any
 ) -> graph_cost.Cost:
-  """Traces one call of `layer.FPropSkips`: its operations, and the bytes of inner results.
+  """Traces one call of `layer.FPropSkips` and counts its operations and the bytes of its results.
 
-  The bytes are those of all results but the outputs.
+  The bytes exclude the outputs.
 
   Args:
     layer: the layer.
     skip_specs: the (nest of) tf.TensorSpec of each skip connection that ends in the layer.
-    *input_specs: as for `TraceMeta`.
+    *input_specs: a (nest of) tf.TensorSpec with static shapes for each input; None allowed.
   """
 
   def Run(theta: nested_map.NestedMap, skips: nested_map.NestedMap, *args: Any) -> Any:
@@ -70,7 +70,7 @@ def TraceCost(
     return out, dict(stashed)
 
   cost, _, outputs = _Trace(layer, Run, skip_specs, *input_specs)
-  results, fused = result_bytes.OfOutputs(outputs)
+  results, fused = result_bytes.CountOutputBytes(outputs)
   return dataclasses.replace(
     cost, result_bytes=cost.result_bytes - results, fused_bytes=cost.fused_bytes - fused
   )
@@ -79,7 +79,7 @@ def TraceCost(
 def _Trace(
   layer: TracedLayer, fprop: Callable[..., Any], *input_specs: Any
 ) -> tuple[graph_cost.Cost, Any, list[tf.Tensor]]:
-  """Cost of one call of `fprop(theta, *inputs)`, specs of what it returns, its graph's outputs."""
+  """Returns the cost of `fprop(theta, *inputs)`, the specs of its result, and its tensors."""
   none_at = [i for i, s in enumerate(tf.nest.flatten(list(input_specs))) if s is None]
   flat_specs = [s for s in tf.nest.flatten(list(input_specs)) if s is not None]
 
@@ -88,7 +88,7 @@ def _Trace(
     for i in none_at:
       leaves.insert(i, None)
     args = tf.nest.pack_sequence_as(list(input_specs), leaves)
-    with fprop_context.Scope(step=0), side_effects.Refused(layer.path):
+    with fprop_context.Scope(step=0), side_effects.Forbid(layer.path):
       return fprop(layer.ThetaFrom(variables), *args)
 
   traced = tf.function(Run, autograph=False).get_concrete_function(

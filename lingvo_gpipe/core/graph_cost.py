@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counts the floating point operations of a traced TensorFlow function.
 
-`CountFlops(concrete_function)` walks the graph that tracing made, and the graphs of the functions
-that it calls, and adds up `flop_rules.OpFlops`. Only what the function's outputs or side effects
-need is counted: TensorFlow prunes the rest before it runs. What depends on constants and static
-shapes only is folded before it runs as well, and costs nothing, up to tensors of 100 KiB.
+`CountFlops(concrete_function)` walks the traced graph and the graphs of the functions that it
+calls, and adds up `flop_rules.OpFlops`. It counts only operations that the function's outputs or
+side effects need, because TensorFlow prunes all others before it runs the graph. Operations that
+depend on constants and static shapes alone cost nothing, because TensorFlow folds them, up to
+tensors of 100 KiB.
 
-Called functions: the body is counted with the shapes (and the constant shape arguments) of the
-call. Of `If` and `Case` the taken branch is counted if it is known, else the costliest one. A
-`While` whose number of turns follows from constants counts its body and condition that many times;
-otherwise as often as a constant bound allows (`maximum_iterations`), or once, and it is listed in
-`Cost.unknown`. Bodies of `tf.custom_gradient` and `tf.recompute_grad` stand in the graph itself.
+The body of a called function is counted with the shapes (and the constant shape arguments) of the
+call. For `If` and `Case`, the taken branch is counted if it is known, otherwise the most expensive
+branch. A `While` whose number of iterations follows from constants counts its body and condition
+that many times. Any other `While` counts as often as a constant bound allows
+(`maximum_iterations`), or once, and is listed in `Cost.unknown`. Bodies of `tf.custom_gradient` and
+`tf.recompute_grad` are part of the graph itself.
 
-On the way the bytes of the results are added up, which backward may want to have: see `Cost`.
+The same walk adds up the bytes of the results that a backward pass may keep: see `Cost`.
 """
 
 from __future__ import annotations
@@ -26,19 +28,19 @@ import tensorflow as tf
 
 from lingvo_gpipe.core import flop_rules, result_bytes
 
-# An operation without a rule is reported if it makes (or, without outputs, takes) more elements.
+# An operation without a rule is reported if its outputs or its inputs have more elements.
 UNKNOWN_REPORT_ELEMENTS = 1024
-# Larger constant results are taken to be computed in every step.
+# Larger constant results count as computed in every step.
 _FOLD_LIMIT_BYTES = 100 * 1024
-# Larger constant arguments of a called function are not handed to it as values.
+# Larger constant arguments of a called function are not passed as values.
 _STATIC_VALUE_ELEMENTS = 1024
 
 _CALLS = ('PartitionedCall', 'StatefulPartitionedCall')
 _BRANCHES = ('If', 'StatelessIf', 'Case', 'StatelessCase')
 _LOOPS = ('While', 'StatelessWhile')
-# Their results follow from the shapes of their inputs.
+# The results of these depend on the shapes of the inputs alone.
 _SHAPE_OPS = frozenset(('Shape', 'ShapeN', 'Size', 'Rank', 'ZerosLike', 'OnesLike'))
-# Constant if their inputs are; random draws from a constant seed are left to the step.
+# Constant if their inputs are. Random draws from a constant seed count as part of the step.
 _FOLDABLE_OPS = frozenset(
   x
   for x in flop_rules.FREE_OPS | flop_rules.ELEMENTWISE_OPS | flop_rules.REDUCTION_OPS
@@ -52,12 +54,12 @@ class Cost:
 
   Attributes:
     flops: floating point operations, a multiply-add = 2.
-    unknown: {op type: elements} of operations without a rule that make more than
-      `UNKNOWN_REPORT_ELEMENTS` elements (they are in `flops` as 1 per element), and of loops whose
-      number of turns is not known: `flops` is then an estimate.
-    result_bytes: what all operations' results take, but for weights as they are read, constants,
-      and new shapes of the same data; see `result_bytes`.
-    fused_bytes: the same where XLA joins elementwise operations to those that take their results.
+    unknown: {op type: elements} of operations without a rule that have more than
+      `UNKNOWN_REPORT_ELEMENTS` elements (`flops` counts 1 per element), and of loops with an
+      unknown number of iterations. `flops` is then an estimate.
+    result_bytes: bytes of the results of all operations, except weights, constants and new shapes
+      of the same data; see `result_bytes`.
+    fused_bytes: `result_bytes` if XLA fuses elementwise operations with their consumers.
   """
 
   flops: int = 0
@@ -77,7 +79,7 @@ class Cost:
     )
 
   def Times(self, n: int) -> Cost:
-    """Cost of doing this n times."""
+    """Returns the cost of n repetitions."""
     unknown = {k: n * v for k, v in self.unknown.items()} if n else {}
     return Cost(n * self.flops, unknown, n * self.result_bytes, n * self.fused_bytes)
 
@@ -86,15 +88,15 @@ def CountFlops(func_graph_or_concrete_function: Any) -> Cost:
   """Counts one execution of a traced function.
 
   Args:
-    func_graph_or_concrete_function: what `tf.function(...).get_concrete_function(...)` returns, or
-      its `.graph`. Of a plain `tf.Graph`, which has no outputs, every operation is counted.
+    func_graph_or_concrete_function: the result of `tf.function(...).get_concrete_function(...)`, or
+      its `.graph`. In a plain `tf.Graph`, which has no outputs, every operation counts.
 
   Returns:
     The `Cost`.
 
   Raises:
-    ValueError: a static shape that the count needs is not known; the message names the operation.
-    TypeError: the argument is neither.
+    ValueError: a required static shape is unknown; the message names the operation.
+    TypeError: the argument is neither a concrete function nor a graph.
   """
   graph = getattr(func_graph_or_concrete_function, 'graph', func_graph_or_concrete_function)
   if not isinstance(graph, tf.Graph):
@@ -107,17 +109,17 @@ def CountFlops(func_graph_or_concrete_function: Any) -> Cost:
   if outputs is None:
     ops = graph.get_operations()
   else:
-    ops = _Needed([x.op for x in outputs] + list(graph.control_outputs))
+    ops = _FindNeeded([x.op for x in outputs] + list(graph.control_outputs))
   return _Counter(graph).CountOps(ops)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Arg:
-  """What is known of one argument of a called function."""
+  """The known facts of one argument of a called function."""
 
   dtype: tf.DType
   shape: tf.TensorShape
-  value: Any = None  # A numpy array if the argument is a small constant of integers or bools.
+  value: Any = None  # A NumPy array if the argument is a small constant of integers or bools.
 
   @property
   def key(self) -> tuple:
@@ -128,7 +130,7 @@ class _Arg:
 
 @dataclasses.dataclass
 class _Body:
-  """A called function laid out as operations of the scratch graph."""
+  """A called function as operations of the scratch graph."""
 
   args: list[tf.Tensor]
   outputs: list[tf.Tensor]
@@ -136,7 +138,7 @@ class _Body:
 
 
 class _Counter:
-  """Counts operations, and lays out and counts the functions that they call."""
+  """Counts operations and the functions that they call."""
 
   def __init__(self, graph: tf.Graph):
     self._graph = graph
@@ -151,7 +153,7 @@ class _Counter:
     operands: dict[str, int] = {}
     for op in ops:
       total += self._OpCost(op)
-      operands.update(result_bytes.Operands(op))
+      operands.update(result_bytes.CountOperandBytes(op))
     return total + Cost(fused_bytes=sum(operands.values()))
 
   def _OpCost(self, op: tf.Operation) -> Cost:
@@ -166,7 +168,7 @@ class _Counter:
     if self._FindFunction(op.type) is not None:  # An op may have a function's name as its type.
       return self._FunctionCost(op.type, self._Args(op.inputs))
     flops = flop_rules.OpFlops(op)
-    num_bytes, fused = result_bytes.OfOp(op)
+    num_bytes, fused = result_bytes.CountOpBytes(op)
     if flops is not None:
       return Cost(flops, {}, num_bytes, fused)
     # A large operation may have a small result.
@@ -190,24 +192,24 @@ class _Counter:
   def _LoopCost(self, op: tf.Operation) -> Cost:
     body_name, cond_name = op.get_attr('body').name, op.get_attr('cond').name
     starts = self._Args(op.inputs)
-    # A variable may change its shape from turn to turn; the loop's output has what all share.
+    # A variable may change its shape between iterations; the loop's output has the common shape.
     args = [
       _Arg(x.dtype, out.shape if out.shape.rank is not None else x.shape)
       for x, out in zip(starts, op.outputs, strict=True)
     ]
-    first = self._LayOut(body_name, args)
+    first = self._ImportBody(body_name, args)
     for i, (arg, out) in enumerate(zip(first.args, first.outputs, strict=True)):
-      if _Source(out) is arg:  # The same in every turn.
+      if _Source(out) is arg:  # The same in every iteration.
         args[i] = starts[i]
-    body, cond = self._LayOut(body_name, args), self._LayOut(cond_name, args)
-    turns, exact = self._Turns(cond, body, starts)
-    cost = (self.CountOps(body.ops) + self.CountOps(cond.ops)).Times(turns)
+    body, cond = self._ImportBody(body_name, args), self._ImportBody(cond_name, args)
+    iterations, exact = self._CountIterations(cond, body, starts)
+    cost = (self.CountOps(body.ops) + self.CountOps(cond.ops)).Times(iterations)
     if exact:
       return cost
     return cost + Cost(0, {op.type: sum(flop_rules.Elements(x) for x in op.outputs)})
 
-  def _Turns(self, cond: _Body, body: _Body, starts: Sequence[_Arg]) -> tuple[int, bool]:
-    """(turns of a loop, whether that is exact); from a conjunction of `counter < constant`."""
+  def _CountIterations(self, cond: _Body, body: _Body, starts: Sequence[_Arg]) -> tuple[int, bool]:
+    """Returns (iterations of a loop, whether exact), from a conjunction of `counter < constant`."""
     bounds, exact = [], True
     conjuncts = [_Source(cond.outputs[0])]
     while conjuncts:
@@ -215,24 +217,24 @@ class _Counter:
       if op.type == 'LogicalAnd':
         conjuncts += [_Source(x) for x in op.inputs]
         continue
-      bound = self._Bound(op, cond, body, starts)
+      bound = self._IterationBound(op, cond, body, starts)
       if bound is None:
         exact = False
       else:
         bounds.append(bound)
     return (min(bounds), exact) if bounds else (1, False)
 
-  def _Bound(
+  def _IterationBound(
     self, op: tf.Operation, cond: _Body, body: _Body, starts: Sequence[_Arg]
   ) -> int | None:
-    """How often a comparison of a loop's condition holds; None if that cannot be told."""
+    """Returns how often a comparison of a loop's condition holds, or None if that is unknown."""
     if op.type not in ('Less', 'LessEqual', 'Greater', 'GreaterEqual'):
       return None
-    left, right = op.inputs
+    smaller, larger = op.inputs
     if op.type.startswith('Greater'):
-      left, right = right, left
-    limit = self._StaticValue(right)
-    counter = next((i for i, arg in enumerate(cond.args) if arg is _Source(left)), None)
+      smaller, larger = larger, smaller
+    limit = self._StaticValue(larger)
+    counter = next((i for i, arg in enumerate(cond.args) if arg is _Source(smaller)), None)
     if limit is None or counter is None or starts[counter].value is None:
       return None
     add = _Source(body.outputs[counter]).op
@@ -248,29 +250,29 @@ class _Counter:
   def _FunctionCost(self, name: str, args: Sequence[_Arg]) -> Cost:
     key = (name, *(x.key for x in args))
     if key not in self._costs:
-      self._costs[key] = self.CountOps(self._LayOut(name, args).ops)
+      self._costs[key] = self.CountOps(self._ImportBody(name, args).ops)
     return self._costs[key]
 
   def _FindFunction(self, name: str) -> Any:
-    """The FunctionDef of that name, None if the graph's library has none."""
+    """Returns the FunctionDef of that name from the graph's library, or None."""
     if self._library is None:
       graph_def = self._graph.as_graph_def(add_shapes=True)
       self._library = {x.signature.name: x for x in graph_def.library.function}
       del graph_def.node[:]
-      # With the functions known, the scratch graph infers shapes through calls as well.
+      # With these functions, the scratch graph also infers shapes through calls.
       with self._scratch.as_default():
         tf.graph_util.import_graph_def(graph_def, name='')
     return self._library.get(name)
 
-  def _LayOut(self, name: str, args: Sequence[_Arg]) -> _Body:
-    """Makes a function's needed operations in the scratch graph, for these arguments."""
+  def _ImportBody(self, name: str, args: Sequence[_Arg]) -> _Body:
+    """Creates a function's needed operations in the scratch graph, for these arguments."""
     function = self._FindFunction(name)
     if function is None:
-      raise ValueError(f'The graph calls the function {name!r}, which its library has not.')
+      raise ValueError(f'The graph calls the function {name!r}, which its library lacks.')
     scope = f'body_{self._num_bodies}'
     self._num_bodies += 1
     nodes = {x.name: x for x in function.node_def}
-    made: dict[str, tf.Operation] = {}
+    ops: dict[str, tf.Operation] = {}
     tensors: dict[str, tf.Tensor] = {}
     with self._scratch.as_default():
       for spec, arg in zip(function.signature.input_arg, args, strict=True):
@@ -284,30 +286,30 @@ class _Counter:
       pending = [x.split(':')[0] for x in [*returned, *function.control_ret.values()]]
       while pending:
         node = nodes.get(pending[-1])
-        if node is None or node.name in made:  # An argument, or made for another user.
+        if node is None or node.name in ops:  # An argument, or created for another consumer.
           pending.pop()
           continue
         sources = [x.lstrip('^').split(':')[0] for x in node.input]
-        missing = [x for x in sources if x in nodes and x not in made]
+        missing = [x for x in sources if x in nodes and x not in ops]
         if missing:
           pending += missing
           continue
         inputs = [tensors[x] for x in node.input if not x.startswith('^')]
-        made[node.name] = _CopyNode(self._scratch, node, inputs, f'{scope}/{node.name}')
-        tensors.update(_OutputNames(node.name, made[node.name]))
+        ops[node.name] = _CopyNode(self._scratch, node, inputs, f'{scope}/{node.name}')
+        tensors.update(_NameOutputs(node.name, ops[node.name]))
         pending.pop()
     return _Body(
       args=[tensors[x.name] for x in function.signature.input_arg],
       outputs=[tensors[x] for x in returned],
-      ops=list(made.values()),
+      ops=list(ops.values()),
     )
 
   def _Args(self, inputs: Iterable[tf.Tensor]) -> list[_Arg]:
     return [_Arg(x.dtype, x.shape, self._StaticValue(x)) for x in inputs]
 
   def _IsConstant(self, op: tf.Operation) -> bool:
-    """Whether the op's value follows from constants and static shapes."""
-    for needed in _Needed([op], self._constants):
+    """Whether the op's value depends on constants and static shapes alone."""
+    for needed in _FindNeeded([op], self._constants):
       self._constants[needed] = _IsFoldable(needed) and (
         (needed.type in _SHAPE_OPS and all(x.shape.is_fully_defined() for x in needed.inputs))
         or needed.type == 'Const'
@@ -316,7 +318,7 @@ class _Counter:
     return self._constants[op]
 
   def _StaticValue(self, tensor: tf.Tensor) -> Any:
-    """Value of a small integer or bool tensor that is constant (a numpy array), else None."""
+    """Returns the value (a NumPy array) of a small constant integer or bool tensor, or None."""
     dtype = tensor.dtype
     if not (dtype.is_integer or dtype.is_bool) or not tensor.shape.is_fully_defined():
       return None
@@ -333,7 +335,7 @@ def _IsFoldable(op: tf.Operation) -> bool:
 
 
 def _Evaluate(tensor: tf.Tensor) -> Any:
-  """Value of a constant tensor of a graph (a numpy array)."""
+  """Returns the value (a NumPy array) of a constant tensor of a graph."""
 
   @tf.function(autograph=False)
   def Compute() -> tf.Tensor:
@@ -343,28 +345,28 @@ def _Evaluate(tensor: tf.Tensor) -> Any:
     return Compute().numpy()
 
 
-def _CopyConstant(tensor: tf.Tensor, made: dict[str, tf.Tensor]) -> tf.Tensor:
-  """Makes a constant tensor again in the current graph; `made` is {name there: tensor here}."""
-  if tensor.name not in made:
+def _CopyConstant(tensor: tf.Tensor, copies: dict[str, tf.Tensor]) -> tf.Tensor:
+  """Copies a constant tensor to the current graph; `copies` is {original name: copy}."""
+  if tensor.name not in copies:
     op = tensor.op
     static = tf.get_static_value(tensor)
     if static is not None:
-      made[tensor.name] = tf.constant(static, tensor.dtype)
+      copies[tensor.name] = tf.constant(static, tensor.dtype)
     elif op.type == 'ShapeN':
-      made[tensor.name] = tf.constant(op.inputs[tensor.value_index].shape, tensor.dtype)
+      copies[tensor.name] = tf.constant(op.inputs[tensor.value_index].shape, tensor.dtype)
     elif op.type in ('ZerosLike', 'OnesLike'):
-      made[tensor.name] = tf.fill(tensor.shape, tf.cast(op.type == 'OnesLike', tensor.dtype))
+      copies[tensor.name] = tf.fill(tensor.shape, tf.cast(op.type == 'OnesLike', tensor.dtype))
     else:
-      inputs = [_CopyConstant(x, made) for x in op.inputs]
+      inputs = [_CopyConstant(x, copies) for x in op.inputs]
       copy = _CopyNode(inputs[0].graph, op.node_def, inputs)
-      made.update((x.name, y) for x, y in zip(op.outputs, copy.outputs, strict=True))
-  return made[tensor.name]
+      copies.update((x.name, y) for x, y in zip(op.outputs, copy.outputs, strict=True))
+  return copies[tensor.name]
 
 
-def _Needed(roots: Iterable[tf.Operation], known: Any = ()) -> list[tf.Operation]:
-  """The ops that the roots need, through data and control edges; every op after its inputs.
+def _FindNeeded(roots: Iterable[tf.Operation], known: Any = ()) -> list[tf.Operation]:
+  """Returns the ops that the roots need, through data and control edges, in topological order.
 
-  `known` ops are left out, and so is what only they need.
+  Leaves out the `known` ops and all ops that only they need.
   """
   order: dict[tf.Operation, None] = {}
   pending = list(roots)
@@ -384,7 +386,7 @@ def _Needed(roots: Iterable[tf.Operation], known: Any = ()) -> list[tf.Operation
 
 
 def _Source(tensor: tf.Tensor) -> tf.Tensor:
-  """The tensor behind identities."""
+  """Returns the tensor that identities copy."""
   while tensor.op.type in ('Identity', 'StopGradient'):
     tensor = tensor.op.inputs[0]
   return tensor
@@ -399,22 +401,22 @@ def _Bytes(tensor: tf.Tensor) -> float:
 def _CopyNode(
   graph: tf.Graph, node: Any, inputs: Sequence[tf.Tensor], name: str | None = None
 ) -> tf.Operation:
-  """Makes a NodeDef's operation in a graph, with the shapes that tracing knew and `inputs` give."""
+  """Creates a NodeDef's operation in a graph, with the shapes known from tracing and `inputs`."""
   op = graph.create_op(
     node.op,
     list(inputs),
     name=name,
     attrs={k: v for k, v in node.attr.items() if not k.startswith('_')},
   )
-  # Shorter where autodiff has added outputs since.
+  # The list of shapes is shorter if autodiff has added outputs since.
   for output, shape in zip(op.outputs, node.attr['_output_shapes'].list.shape, strict=False):
     if not shape.unknown_rank:
       output.set_shape([None if x.size < 0 else x.size for x in shape.dim])
   return op
 
 
-def _OutputNames(name: str, op: tf.Operation) -> dict[str, tf.Tensor]:
-  """{`node:output:index`: tensor}, the names that a function's nodes are read by."""
+def _NameOutputs(name: str, op: tf.Operation) -> dict[str, tf.Tensor]:
+  """Returns {`node:output:index`: tensor}, the names by which nodes of a function refer to it."""
   names, outputs = {}, iter(op.outputs)
   for spec in op.op_def.output_arg:
     if spec.number_attr:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signs of life of a training process, for its supervisor. Imports no TensorFlow."""
+"""Heartbeats that a training process sends to its supervisor. Imports no TensorFlow."""
 
 from __future__ import annotations
 
 import os
 
-# What is written: what comes now may take long; the process ends, and its status. A capital letter
-# says that a step of that kind begins, the small one that it was done. A write goes on beside the
-# others, which do not end it, nor it them.
+# The bytes of the protocol. LONG: the next operation may take long. END: the process ends; the exit
+# status follows. A capital letter begins a step of a kind, the small letter ends it. A WRITE runs
+# concurrently with the other kinds; neither ends the other.
 LONG, END = b'l', b'e'
 TRAIN, EVALUATE, COPY, READ, WRITE = b't', b'v', b'c', b'r', b'w'
 KINDS = TRAIN + EVALUATE + COPY + READ + WRITE
@@ -16,31 +16,31 @@ _descriptor: int | None = None
 
 
 def SendTo(descriptor: int) -> None:
-  """From now on signs go to this file descriptor, a pipe; without it there are none."""
+  """Sends all further heartbeats to this file descriptor, a pipe. Before, none are sent."""
   global _descriptor
   _descriptor = descriptor
 
 
 def Begin(kind: bytes) -> None:
-  """Says that a step of this kind begins, which takes about as long as others of its kind."""
+  """Reports that a step begins which should take about as long as other steps of its kind."""
   _Send(kind.upper())
 
 
 def Step(kind: bytes) -> None:
-  """Says that a step of this kind was done; what follows may take long."""
+  """Reports that a step of this kind ended. The next operation may take long."""
   _Send(kind)
 
 
-def Long() -> None:
-  """Says that until the next sign more time may pass: something is compiled, or waited for.
+def SuspendTimeout() -> None:
+  """Suspends the timeout until the next heartbeat, for compiling or waiting.
 
-  A step that had begun is none whose time counts.
+  The step in progress, if any, is left out of the timing statistics.
   """
   _Send(LONG)
 
 
 def End(status: int) -> None:
-  """Says that all is done, with the exit status, and that only the process has to end."""
+  """Reports that all work is done, with the exit status; only the process has yet to end."""
   _Send(END + bytes([status]))
 
 

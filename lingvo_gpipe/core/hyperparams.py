@@ -6,24 +6,23 @@
     p.learning_rate = 0.2
     p.Set(**{'train.max_steps': 100}).Copy().Freeze()
 
-What holds throughout:
+The rules:
 
 * Only a defined name can be read or written. Any value is allowed, and code may change its type.
-* Assigning, `Set` and `Define` keep a reference to the value: two Params that are given the same
+* Assigning, `Set` and `Define` keep a reference to the value: two Params that are set to the same
   nested Params share it. `Copy`, `copy.deepcopy`, `MergeCommonKeysFrom`, `CopyFieldsTo` and
-  `Instantiate`d layers copy deeply: nested Params and containers become new ones (sharing inside
-  the copied tree is kept), while classes, functions, tensors and whatever cannot be copied are
-  shared.
+  `Instantiate`d layers copy deeply: they copy nested Params and containers, and preserve sharing
+  inside the copied tree. They share classes, functions, tensors and objects that cannot be copied.
 * `Freeze` is deep and final for the object and the Params in it. A copy of frozen Params can be
   changed.
-* Text (`FromText`) must have the type of the present value, of the default where that is None, and
-  any type where both are None. `None` is accepted everywhere. Text is parsed, never evaluated; see
-  `literals` for the form of values.
+* Text (`FromText`) must have the type of the present value, or the type of the default if the
+  present value is None. If both are None, any type is accepted. `None` is always accepted. Text is
+  parsed, never evaluated; see `literals` for the form of values.
 * A path is `a.b`, `layers[1].x`, `layers[-1]`, `groups['k'].x`; `r[x]` is a field of a dataclass.
 
-Errors: AttributeError for what is not defined (with the closest names), TypeError for a change of
-frozen Params, ValueError for text or a path that cannot be read. Messages are one line. This module
-imports no TensorFlow.
+Errors: AttributeError for an undefined name (with the closest names), TypeError for a change of
+frozen Params, ValueError for text or a path that cannot be parsed. Messages are one line. This
+module imports no TensorFlow.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ ParseOverrides = params_text.ParseOverrides
 
 
 class Params(params_tree.Node):
-  """A set of named params, in the order of their definition. See the module's text."""
+  """A set of named params, in the order of their definition. See the module's docstring."""
 
-  # These two names hold capitals once mangled, so no param can have them.
+  # Once mangled, these two names contain capitals, so no param can have them.
   __params: dict[str, params_tree.Param]
   __frozen: bool
 
@@ -58,48 +57,46 @@ class Params(params_tree.Node):
     """Adds a param.
 
     Args:
-      name: lower-case letters, digits and underscores, no digit first.
-      default_value: its value until it is set.
-      description: what it is for.
+      name: lower-case letters, digits and underscores, not beginning with a digit.
+      default_value: the value until it is set.
+      description: the purpose of the param.
 
     Raises:
-      AttributeError: the name is defined already.
+      AttributeError: the name is already defined.
       TypeError: these Params are frozen.
-      ValueError: the name is not of that form.
+      ValueError: the name has another form.
     """
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-      raise ValueError(f'{name!r} is no name for a param: it must match {_NAME.pattern}')
+      raise ValueError(f'{name!r} is not a valid name for a param: it must match {_NAME.pattern}')
     if name.startswith('__') and name.endswith('__'):
-      raise ValueError(
-        f'{name!r} is no name for a param: Python keeps names of this form for itself'
-      )
+      raise ValueError(f'{name!r} is not a valid name for a param: Python reserves such names')
     self._CheckMutable(name)
     if name in self.__params:
       raise AttributeError(f'{name} is already defined')
-    default = params_tree.Copied(default_value, {})
+    default = params_tree.DeepCopy(default_value, {})
     self.__params[name] = params_tree.Param(default_value, default, description)
 
   def __getattr__(self, name: str) -> Any:
-    # Python itself asks for names such as __setstate__, also before there are params.
+    # Python itself looks up names such as __setstate__, even before __init__ has run.
     if name.startswith('__') and name.endswith('__'):
       raise AttributeError(name)
-    return self._Read(self._Record(name).value)
+    return self._Read(self._GetRecord(name).value)
 
   def __setattr__(self, name: str, value: Any) -> None:
     self._CheckMutable(name)
-    self._Record(name).value = value
+    self._GetRecord(name).value = value
 
   def _Read(self, value: Any) -> Any:
-    """Returns the value of a param to the caller, who must not be able to change frozen Params."""
+    """Returns the value of a param, or a copy that protects frozen Params from the caller."""
     return params_tree.CopyContainers(value) if self.__frozen else value
 
   def _Records(self) -> dict[str, params_tree.Param]:
     return self.__params
 
-  def _Record(self, name: str) -> params_tree.Param:
+  def _GetRecord(self, name: str) -> params_tree.Param:
     record = self.__params.get(name)
     if record is None:
-      raise AttributeError(params_tree.Undefined(self, name))
+      raise AttributeError(params_tree.UndefinedMessage(self, name))
     return record
 
   def _CheckMutable(self, path: str) -> None:
@@ -109,8 +106,8 @@ class Params(params_tree.Node):
   # --- Paths --------------------------------------------------------------------------------------
 
   def Get(self, name: str) -> Any:
-    """The value at a path. Raises AttributeError where there is none."""
-    if isinstance(name, str) and name in self.__params:  # Mostly a path is a name: no parsing.
+    """Returns the value at a path. Raises AttributeError if the path is not defined."""
+    if isinstance(name, str) and name in self.__params:  # The common case needs no parsing.
       return self._Read(self.__params[name].value)
     value: Any = self
     owner: Params = self
@@ -122,19 +119,19 @@ class Params(params_tree.Node):
     return owner._Read(value)
 
   def Set(self, **kwargs: Any) -> Self:
-    """Sets values at paths, `Set(x=1, **{'a.b[0].c': 2})`; on an error none. Returns self."""
+    """Sets values at paths, all or none: `Set(x=1, **{'a.b[0].c': 2})`. Returns self."""
 
-    def _To(value: Any) -> Callable[[Any, Any], Any]:
+    def _Constant(value: Any) -> Callable[[Any, Any], Any]:
       return lambda current, default: value
 
-    return self._SetAll((path, _To(value)) for path, value in kwargs.items())
+    return self._SetAll((path, _Constant(value)) for path, value in kwargs.items())
 
   def _SetAll(self, changes: Iterable[tuple[str, Callable[[Any, Any], Any]]]) -> Self:
-    """Sets each path to what its function makes of (present value, default); on an error none."""
+    """Sets each path to its function's result for (present value, default), all or none."""
     undo: list[Callable[[], None]] = []
     try:
       for path, make in changes:
-        if path in self.__params:  # As in Get.
+        if path in self.__params:  # The common case needs no parsing.
           self._CheckMutable(path)
           record = self.__params[path]
           new = make(record.value, record.default)
@@ -143,13 +140,13 @@ class Params(params_tree.Node):
           continue
         params_tree.SetPath(self, params_text.ParsePath(path), make, '', path, undo)
     except BaseException:
-      for take_back in reversed(undo):
-        take_back()
+      for restore in reversed(undo):
+        restore()
       raise
     return self
 
   def ParamIsSet(self, name: str) -> bool:
-    """Whether the value at a path is not None. Raises AttributeError where there is none."""
+    """Whether the value at a path is not None. Raises AttributeError if it is not defined."""
     return self.Get(name) is not None
 
   def Delete(self, *names: str) -> Self:
@@ -161,33 +158,33 @@ class Params(params_tree.Node):
     return self
 
   def GetDescription(self, name: str) -> str:
-    """The description that the param at a path was defined with."""
+    """Returns the description of the param at a path."""
     parent, param = self._Find(name)
     return parent.__params[param].description
 
   def GetDefault(self, name: str) -> Any:
-    """The value (a copy) that the param at a path was defined with."""
+    """Returns a copy of the default value of the param at a path."""
     parent, param = self._Find(name)
-    return params_tree.Copied(parent.__params[param].default, {})
+    return params_tree.DeepCopy(parent.__params[param].default, {})
 
   def _Find(self, path: str) -> tuple[Params, str]:
-    """The Params that the param at a path belongs to, and its name there."""
+    """Returns the Params that hold the param at a path, and the param's name."""
     self.Get(path)
     *_, last = params_text.ParsePath(path)
     prefix = path.removesuffix(last.text)
     if last.kind != 'param':
-      raise AttributeError(f'{path} is no param of its own but a part of {prefix}')
+      raise AttributeError(f'{path} is not a param but a part of {prefix}')
     return (self.Get(prefix) if prefix else self), last.value
 
   # --- All params ---------------------------------------------------------------------------------
 
   def IterParams(self) -> Iterator[tuple[str, Any]]:
-    """(name, value) of every param, in the order of definition; does not enter nested Params."""
+    """Yields (name, value) of every param in the order of definition; enters no nested Params."""
     for name, param in self.__params.items():
       yield name, self._Read(param.value)
 
   def GetKeys(self) -> list[str]:
-    """The names, in the order of definition."""
+    """Returns the names, in the order of definition."""
     return list(self.__params)
 
   def __dir__(self) -> list[str]:
@@ -200,7 +197,7 @@ class Params(params_tree.Node):
     return name in self.__params
 
   def __eq__(self, other: object) -> bool:
-    """Same names, equal values; defaults, descriptions, order and freezing do not count."""
+    """Compares names and values; ignores defaults, descriptions, order and freezing."""
     if not isinstance(other, Params):
       return NotImplemented
     return self.__params.keys() == other.__params.keys() and all(
@@ -216,13 +213,13 @@ class Params(params_tree.Node):
     enter_fn: Callable[[str, Any], bool] | None = None,
     exit_fn: Callable[[str, Any], Any] | None = None,
   ) -> None:
-    """Walks through everything, depth first, in the order of definition.
+    """Walks through all values, depth first, in the order of definition.
 
-    Keys are paths (these Params themselves have ''). In a list of (name, Params) pairs the Params
-    have `a[name]`.
+    Keys are paths; the key of these Params is ''. In a list of (name, Params) pairs, the key of the
+    Params is `a[name]`.
 
     Args:
-      visit_fn: called with (key, value) of what is no container, or was not entered.
+      visit_fn: called with (key, value) of leaves and of containers that were not entered.
       enter_fn: called with (key, value) of Params, lists, tuples, dicts and dataclasses; if it
         returns False, visit_fn gets the container itself.
       exit_fn: called with (key, value) after an entered container.
@@ -243,7 +240,7 @@ class Params(params_tree.Node):
   # --- Copies and freezing ------------------------------------------------------------------------
 
   def Copy(self) -> Self:
-    """A deep copy, which can be changed even if this is frozen. Of the same class."""
+    """Returns a deep copy of the same class, which can be changed even if these are frozen."""
     return copy.deepcopy(self)
 
   def __copy__(self) -> Self:
@@ -256,7 +253,7 @@ class Params(params_tree.Node):
     new.__dict__['_Params__frozen'] = False
     new.__dict__['_Params__params'] = {
       name: params_tree.Param(
-        params_tree.Copied(param.value, memo), param.default, param.description
+        params_tree.DeepCopy(param.value, memo), param.default, param.description
       )
       for name, param in self.__params.items()
     }
@@ -280,7 +277,7 @@ class Params(params_tree.Node):
     return self.__frozen
 
   def MergeCommonKeysFrom(self, other: Params) -> Self:
-    """Copies the value of every name that both have, except `cls`, from `other`. Returns self."""
+    """Copies the values of all common names, except `cls`, from `other`. Returns self."""
     names = [name for name in other.GetKeys() if name in self.__params and name != 'cls']
     CopyFieldsSubsetTo(other, self, names)
     return self
@@ -288,34 +285,34 @@ class Params(params_tree.Node):
   # --- Text ---------------------------------------------------------------------------------------
 
   def ToText(self, include_types: bool = False, separator: str = ':') -> Any:
-    """One line `path : value` for every leaf, sorted by name, with nothing lost that text can hold.
+    """Returns one line `path : value` for every leaf, sorted by name; FromText reads it.
 
     Args:
-      include_types: return (text, {path: type name}).
-      separator: what stands between path and value. FromText reads ':' only.
+      include_types: whether to return (text, {path: type name}).
+      separator: the text between path and value. FromText reads only ':'.
     """
     leaves = list(params_tree.Leaves('', self))
     text = ''.join(f'{key} {separator} {literals.WriteValue(value)}\n' for key, value in leaves)
     return (text, {k: literals.TypeName(v) for k, v in leaves}) if include_types else text
 
   def ToTextWithTypes(self) -> str:
-    """ToText, an empty line, and one line `path : type name` for every leaf."""
+    """Returns ToText, an empty line, and one line `path : type name` for every leaf."""
     text, types = self.ToText(include_types=True)
     return text + '\n' + ''.join(f'{key} : {name}\n' for key, name in types.items())
 
   def FromText(self, text: str, type_overrides: Mapping[str, str] | None = None) -> Self:
-    """Sets what the text names, or on an error nothing. Returns self.
+    """Sets the params that the text names, all or none. Returns self.
 
     Args:
       text: `path:value` pairs, separated by new lines or `;`, in the order in which they are
-        applied; `ParseOverrides` tells more.
-      type_overrides: {path: type name, as ToText(include_types=True) gives it} for values whose
-        type differs from that of the present value.
+        applied; see `ParseOverrides`.
+      type_overrides: {path: type name, as in ToText(include_types=True)} for values whose type
+        differs from the present value's type.
 
     Raises:
-      AttributeError: a path leads nowhere.
-      ValueError: the text has another form, or a value another type than the param, or a path leads
-        to Params.
+      AttributeError: a path is not defined.
+      ValueError: the text has another form, a value has another type than the param, or a path
+        leads to Params.
       TypeError: these Params are frozen.
     """
     return self.ApplyOverrides(ParseOverrides(text), type_overrides)
@@ -323,15 +320,15 @@ class Params(params_tree.Node):
   def ApplyOverrides(
     self, overrides: Iterable[tuple[str, str]], type_overrides: Mapping[str, str] | None = None
   ) -> Self:
-    """FromText for (path, text of the value) pairs."""
+    """Does the same as FromText for (path, text of the value) pairs. Returns self."""
     types = type_overrides or {}
 
     def _Parse(path: str, text: str, current: Any, default: Any) -> Any:
-      like = params_tree.Copied(default, {}) if current is None else current
+      like = params_tree.DeepCopy(default, {}) if current is None else current
       if isinstance(like, Params) and text.strip() not in ('None', 'NoneType'):
         names = [name for name in like.GetKeys() if name != 'cls']
         hint = f' such as {path}.{names[0]}' if names and current is not None else ''
-        state = 'is None and stands for' if current is None else 'is'
+        state = 'is None, in place of' if current is None else 'is'
         raise ValueError(
           f'{path} {state} Params; set one of the params in it{hint}, got {literals.Shorten(text)}'
         )
@@ -340,22 +337,22 @@ class Params(params_tree.Node):
     return self._SetAll((path, functools.partial(_Parse, path, text)) for path, text in overrides)
 
   def FromTextWithTypes(self, text: str) -> Self:
-    """FromText of what ToTextWithTypes wrote; may change the types of params. Returns self."""
+    """Reads the text of ToTextWithTypes, which may change the types of params. Returns self."""
     values, separator, types = text.strip().rpartition('\n\n')
     if not separator and text.strip():
       raise ValueError('the text has no types: expected values, an empty line, and types')
     return self.FromText(values, dict(ParseOverrides(types)))
 
   def TextDiff(self, other: Params) -> str:
-    """What differs: `> x: mine`, `< x: theirs`; `? x:` before what differs in nested Params."""
+    """Returns the differences: `> x: mine`, `< x: theirs`, and `? x:` above nested Params."""
     return ''.join(line + '\n' for line in params_tree.Diff(self, other))
 
   def __str__(self) -> str:
-    """Everything, indented, sorted by name; for people, not for FromText."""
+    """Returns all params as indented text, sorted by name. FromText does not read it."""
     return params_tree.Dump(self)
 
   def __repr__(self) -> str:
-    """One line: names and values, nested Params as their size."""
+    """Returns names and values on one line; of nested Params only the size."""
 
     def _Short(value: Any) -> str:
       if isinstance(value, Params):
@@ -368,7 +365,7 @@ class Params(params_tree.Node):
 
 
 class InstantiableParams(Params):
-  """Params of a class: `cls` is what `Instantiate` makes."""
+  """Params of a class: `Instantiate` creates an instance of `cls`."""
 
   def __init__(self, cls: Any = None):
     super().__init__()
@@ -387,13 +384,14 @@ def CopyFieldsTo(
   skip: str | Iterable[str] | None = None,
   ignore_unknown_keys: bool = False,
 ) -> Params:
-  """Copies all values of one Params, except `cls`, to another. On an error nothing is changed.
+  """Copies all values of one Params, except `cls`, to another. Changes nothing on an error.
 
   Args:
-    from_p: where they come from.
-    to_p: where they go.
+    from_p: the source.
+    to_p: the destination.
     skip: a name or names to leave out.
-    ignore_unknown_keys: leave out what `to_p` does not define, which else is an AttributeError.
+    ignore_unknown_keys: whether to leave out names that `to_p` does not define; if not, they raise
+      AttributeError.
 
   Returns:
     `to_p`.
@@ -408,4 +406,4 @@ def CopyFieldsTo(
 def CopyFieldsSubsetTo(from_p: Params, to_p: Params, names: Iterable[str]) -> Params:
   """Copies the values of the named params from one Params to another. Returns `to_p`."""
   memo: dict[int, Any] = {}
-  return to_p.Set(**{name: params_tree.Copied(from_p.Get(name), memo) for name in names})
+  return to_p.Set(**{name: params_tree.DeepCopy(from_p.Get(name), memo) for name in names})

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The text form of values: `WriteValue` and its inverse, `ParseLiteral`.
 
-Text is parsed, never evaluated, and nothing is imported. A value is written as a Python literal;
-beyond those
+Text is parsed, never evaluated, and parsing imports nothing. A value is written as a Python
+literal, with these additions:
 
 * `type/<module>/<name>` is a class or a function. Reading looks only in modules that are already
   imported.
@@ -11,7 +11,7 @@ beyond those
 * `<module.class>` stands for an object without a text form, such as a set, an enum member or a
   named tuple. It can be read only over a value with the same text, which it keeps.
 
-A value takes one line whatever characters its strings hold. This module does not import TensorFlow.
+The text of a value is always one line. This module does not import TensorFlow.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ import warnings
 from typing import Any
 
 QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
-# A text that starts so is a literal and is never taken for a bare string.
+# Text that starts like this is a literal, never a bare string.
 LITERAL_START = re.compile(r"""[bBrRuU]{0,2}['"]|[\[({]|type/|tf\.[a-z_0-9]+$|<[\w.<>]+>$""")
 _NAMED = re.compile(r'type/([^/()]+)/([^/()]+)')
 _BOOLS = {'true': True, 'false': False}
 _NAMES = {'inf': math.inf, 'nan': math.nan, 'NoneType': None}
-_MAX_SHOWN = 80
+_MAX_QUOTED = 80
 
 
 class _NotLiteral(ValueError):
-  """The text is no literal; the caller may take it for a string."""
+  """The text is not a literal; the caller may read it as a string."""
 
 
 # --- Kinds of values ------------------------------------------------------------------------------
@@ -50,26 +50,26 @@ def IsRecord(value: Any) -> bool:
 
 
 def RecordFields(value: Any) -> dict[str, Any]:
-  """The fields of a record that its constructor takes, by name."""
+  """Returns {name: value} of the fields that the record's constructor takes."""
   return {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
 
 
 def ReplaceFields(value: Any, **fields: Any) -> Any:
-  """A record like `value` with other fields. Raises ValueError where its class refuses them."""
+  """Returns a record like `value` with new fields. Raises ValueError if its class rejects them."""
   try:
     return dataclasses.replace(value, **fields)
   except Exception as e:
-    raise ValueError(f'{type(value).__name__} refuses {fields!r}: {e}') from e
+    raise ValueError(f'{type(value).__name__} rejects {fields!r}: {e}') from e
 
 
 def IsTensorFlowDType(value: Any) -> bool:
-  """Whether `value` is a tf.DType, told by the name of its class."""
+  """Whether `value` is a tf.DType, judging by the name of its class."""
   cls = type(value)
   return cls.__name__ == 'DType' and cls.__module__.partition('.')[0] == 'tensorflow'
 
 
 def IsNamed(value: Any) -> bool:
-  """Whether `value` is a class or a function, which `type/<module>/<name>` can stand for."""
+  """Whether `value` is a class or a function, which has the text `type/<module>/<name>`."""
   if isinstance(value, types.MethodType):
     return isinstance(value.__self__, type)
   if isinstance(value, types.BuiltinFunctionType):
@@ -78,17 +78,17 @@ def IsNamed(value: Any) -> bool:
 
 
 def IsFloat(value: Any) -> bool:
-  """Whether `value` is a floating point number, Python's or NumPy's."""
+  """Whether `value` is a floating-point number of Python or NumPy."""
   return isinstance(value, numbers.Real) and not isinstance(value, numbers.Rational)
 
 
 def IsNumpyBool(value: Any) -> bool:
-  """Whether `value` is a NumPy bool, which is no bool to Python."""
+  """Whether `value` is a NumPy bool, which is not a subclass of bool."""
   return type(value).__module__ == 'numpy' and type(value).__name__ in ('bool', 'bool_')
 
 
 def TypeName(value: Any) -> str:
-  """The type of `value` as ToTextWithTypes names it. NumPy's numbers count as Python's."""
+  """Returns the type of `value` as ToTextWithTypes names it. NumPy's numbers count as Python's."""
   if IsNamed(value):
     return 'type' if isinstance(value, type) else 'function'
   for cls, name in ((bool, 'bool'), (numbers.Integral, 'int'), (str, 'str')):
@@ -102,23 +102,23 @@ def TypeName(value: Any) -> str:
 # --- Writing --------------------------------------------------------------------------------------
 
 
-def PathOf(value: Any) -> str:
-  """`type/<module>/<name>` of a class or function."""
+def TypePath(value: Any) -> str:
+  """Returns `type/<module>/<name>` of a class or function."""
   return f'type/{value.__module__ or "builtins"}/{value.__qualname__}'
 
 
 def WriteValue(value: Any) -> str:
-  """The text of one value, on one line."""
+  """Returns the text of one value, on one line."""
 
-  def _Items(items: Any) -> str:
+  def _JoinItems(items: Any) -> str:
     return ', '.join(WriteValue(item) for item in items)
 
   if value is None or isinstance(value, bool) or IsNumpyBool(value):
     return 'None' if value is None else str(bool(value))
   if isinstance(value, enum.Enum):  # Some are also an int or a str.
-    return _Opaque(value)
+    return _WriteOpaque(value)
   if IsNamed(value):
-    return PathOf(value)
+    return TypePath(value)
   if isinstance(value, str):
     return str.__repr__(value)
   if isinstance(value, bytes):
@@ -131,26 +131,26 @@ def WriteValue(value: Any) -> str:
     return f'tf.{value.name}'
   if IsRecord(value):
     fields = (f'{name}={WriteValue(item)}' for name, item in RecordFields(value).items())
-    return f'{PathOf(type(value))}({", ".join(fields)})'
+    return f'{TypePath(type(value))}({", ".join(fields)})'
   if type(value) is tuple:
-    return f'({_Items(value)}{"," if len(value) == 1 else ""})'
+    return f'({_JoinItems(value)}{"," if len(value) == 1 else ""})'
   if isinstance(value, list):
-    return f'[{_Items(value)}]'
+    return f'[{_JoinItems(value)}]'
   if isinstance(value, dict):
     pairs = (f'{WriteValue(key)}: {WriteValue(item)}' for key, item in value.items())
     return f'{{{", ".join(pairs)}}}'
-  return _Opaque(value)
+  return _WriteOpaque(value)
 
 
-def _Opaque(value: Any) -> str:
+def _WriteOpaque(value: Any) -> str:
   cls = type(value)
   return f'<{cls.__module__}.{cls.__qualname__}>'
 
 
 def Shorten(text: str) -> str:
-  """The text as it is shown in a one-line message."""
-  shown = repr(text)
-  return shown if len(shown) <= _MAX_SHOWN else shown[: _MAX_SHOWN - 4] + "...'"
+  """Quotes the text for a one-line message, at most 80 characters of it."""
+  quoted = repr(text)
+  return quoted if len(quoted) <= _MAX_QUOTED else quoted[: _MAX_QUOTED - 4] + "...'"
 
 
 # --- Reading --------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ def _Resolve(module_name: str, qualname: str) -> Any:
       raise ValueError(
         f'type/{module_name}/{qualname} is local or a lambda; give it a name in a module'
       )
-    # A module may import what it is asked for, and other objects may do anything.
+    # Look only at defined names: getattr on a lazy module may import, and on an object run code.
     names = vars(value) if value is module else dir(value) if isinstance(value, type) else ()
     if name not in names:
       closest = difflib.get_close_matches(name, names, n=1)
@@ -179,15 +179,15 @@ def _Resolve(module_name: str, qualname: str) -> Any:
   return value
 
 
-def _DType(name: str) -> Any:
-  """The TensorFlow dtype of that name."""
+def _ReadDType(name: str) -> Any:
+  """Returns the TensorFlow dtype of that name."""
   dtypes = sys.modules.get('tensorflow.python.framework.dtypes')
   if dtypes is None:
     raise ValueError(f'tf.{name} needs TensorFlow, which is not imported')
   try:
     return dtypes.as_dtype(name)
   except TypeError:
-    raise ValueError(f'tf.{name} is no dtype') from None
+    raise ValueError(f'tf.{name} is not a dtype') from None
 
 
 def _MakeRecord(cls: Any, fields: dict[str, Any]) -> Any:
@@ -196,96 +196,96 @@ def _MakeRecord(cls: Any, fields: dict[str, Any]) -> Any:
   try:
     return cls(**fields)
   except Exception as e:
-    raise ValueError(f'{cls.__name__} refuses {fields!r}: {e}') from e
+    raise ValueError(f'{cls.__name__} rejects {fields!r}: {e}') from e
 
 
-def _Dotted(node: ast.AST) -> str:
+def _DottedName(node: ast.AST) -> str:
   if isinstance(node, ast.Attribute):
-    return f'{_Dotted(node.value)}.{node.attr}'
+    return f'{_DottedName(node.value)}.{node.attr}'
   if isinstance(node, ast.Name):
     return node.id
-  raise _NotLiteral('no dotted name')
+  raise _NotLiteral('expected a dotted name')
 
 
-def _FromBinOp(node: ast.BinOp) -> Any:
-  """`type/<module>/<name>`: to Python's grammar two divisions."""
+def _ReadDivision(node: ast.BinOp) -> Any:
+  """Reads `type/<module>/<name>`, which Python's grammar parses as two divisions."""
   match node:
     case ast.BinOp(ast.BinOp(ast.Name('type'), ast.Div(), module), ast.Div(), ast.Call() as call):
-      return _MakeRecord(_Resolve(_Dotted(module), _Dotted(call.func)), _Keywords(call))
+      return _MakeRecord(_Resolve(_DottedName(module), _DottedName(call.func)), _ReadKeywords(call))
     case ast.BinOp(ast.BinOp(ast.Name('type'), ast.Div(), module), ast.Div(), name):
-      return _Resolve(_Dotted(module), _Dotted(name))
-  raise _NotLiteral('an expression is no literal; a string needs quotes')
+      return _Resolve(_DottedName(module), _DottedName(name))
+  raise _NotLiteral('an expression is not a literal; a string needs quotes')
 
 
-def _Keywords(node: ast.Call) -> dict[str, Any]:
+def _ReadKeywords(node: ast.Call) -> dict[str, Any]:
   if node.args or any(k.arg is None for k in node.keywords):
-    raise _NotLiteral('fields are written name=value')
-  return {str(k.arg): _FromNode(k.value) for k in node.keywords}
+    raise _NotLiteral('write fields as name=value')
+  return {str(k.arg): _ReadNode(k.value) for k in node.keywords}
 
 
-def _FromNode(node: ast.AST) -> Any:
-  """The value of a node of Python's grammar that is a literal in the sense of this module."""
+def _ReadNode(node: ast.AST) -> Any:
+  """Returns the value of a syntax node, if it is a literal in the sense of this module."""
   match node:
     case ast.Constant(value=value) if not isinstance(value, (complex, types.EllipsisType)):
       return value
     case ast.Name(id=name) if name in _NAMES or name.lower() in _BOOLS:
       return _NAMES[name] if name in _NAMES else _BOOLS[name.lower()]
     case ast.UnaryOp(op=ast.USub() | ast.UAdd(), operand=operand):
-      value = _FromNode(operand)
+      value = _ReadNode(operand)
       if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise _NotLiteral('a sign before what is no number')
+        raise _NotLiteral('a sign must precede a number')
       return -value if isinstance(node.op, ast.USub) else value
     case ast.List(elts=elts):
-      return [_FromNode(e) for e in elts]
+      return [_ReadNode(e) for e in elts]
     case ast.Tuple(elts=elts):
-      return tuple(_FromNode(e) for e in elts)
+      return tuple(_ReadNode(e) for e in elts)
     case ast.Dict(keys=keys, values=values) if None not in keys:
-      return {_FromNode(k): _FromNode(v) for k, v in zip(keys, values, strict=True) if k}
+      return {_ReadNode(k): _ReadNode(v) for k, v in zip(keys, values, strict=True) if k}
     case ast.Attribute(value=ast.Name(id='tf'), attr=name):
-      return _DType(name)
+      return _ReadDType(name)
     case ast.BinOp():
-      return _FromBinOp(node)
-  raise _NotLiteral(f'{Shorten(ast.unparse(node))} is no literal; a string needs quotes')
+      return _ReadDivision(node)
+  raise _NotLiteral(f'{Shorten(ast.unparse(node))} is not a literal; a string needs quotes')
 
 
 def _ParseNode(text: str) -> ast.expr:
   """Parses one expression. A string in quotes may span lines."""
   escaped = QUOTED.sub(lambda m: m.group().replace('\n', '\\n').replace('\r', '\\r'), text)
-  escaped = re.sub('\r\n?', '\n', escaped)  # As Python counts lines.
+  escaped = re.sub('\r\n?', '\n', escaped)  # Python counts these as line ends.
   try:
     with warnings.catch_warnings():
-      warnings.simplefilter('ignore')  # Of a backslash before a letter that needs none.
+      warnings.simplefilter('ignore')  # Warnings about invalid escapes such as \d.
       node = ast.parse(escaped, mode='eval').body
   except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
     raise _NotLiteral(getattr(e, 'msg', None) or str(e)) from None
-  # Python drops a comment behind the value; here `5 #1` is no number.
+  # Python ignores a comment after the value; here `5 #1` is not a number.
   last = escaped.encode('utf-8', 'surrogatepass').split(b'\n')[(node.end_lineno or 1) - 1 :]
   if b'#' in last[0][node.end_col_offset :] or any(b'#' in line for line in last[1:]):
-    raise _NotLiteral('a comment')
+    raise _NotLiteral('a literal cannot have a comment')
   return node
 
 
 def ParseStrict(text: str) -> Any:
-  """Reads a literal; a bare string is none. Raises ValueError."""
+  """Reads a literal. Raises ValueError for any other text, including a bare string."""
   named = _NAMED.fullmatch(text)
-  if named:  # Also where the module's name is none to Python's grammar, as that of my-script.py.
+  if named:  # The module's name may be invalid in Python's grammar, as for my-script.py.
     return _Resolve(*named.groups())
   try:
-    return _FromNode(_ParseNode(text))
-  except (TypeError, RecursionError) as e:  # Such as a list as a dict's key.
+    return _ReadNode(_ParseNode(text))
+  except (TypeError, RecursionError) as e:  # For example, a list as a dict's key.
     raise ValueError(str(e)) from None
 
 
 def ParseLiteral(text: str) -> Any:
-  """Reads a text that tells its own type; what is no literal is a string.
+  """Reads text of any type; text that is not a literal is a string.
 
   Args:
-    text: `0.1`, `[1, 2]`, `true`, `type/my.module/MyClass`, `some words`, ... True and false in any
-      case are bools.
+    text: for example `0.1`, `[1, 2]`, `true`, `type/my.module/MyClass` or `some words`. `true` and
+      `false` are bools in upper or lower case.
 
   Raises:
-    ValueError: the text starts as a literal does (a quote, a bracket, `type/`) but is none, or
-      names something that does not exist.
+    ValueError: the text starts like a literal (with a quote, a bracket or `type/`) but is invalid,
+      or names something that does not exist.
   """
   text = text.strip()
   try:
@@ -297,12 +297,12 @@ def ParseLiteral(text: str) -> Any:
 
 
 def ParseRecord(text: str, cls: type) -> Any:
-  """Reads `type/<module>/<cls>(x=1)` of a known class, which so may be local to a function."""
-  start = PathOf(cls)
+  """Reads `type/<module>/<cls>(x=1)` of a known class, which may even be local to a function."""
+  start = TypePath(cls)
   node = _ParseNode('fields' + text.removeprefix(start)) if text.startswith(start + '(') else None
   if not isinstance(node, ast.Call):
     raise ValueError()
   try:
-    return _MakeRecord(cls, _Keywords(node))
-  except TypeError as e:  # As in ParseStrict.
+    return _MakeRecord(cls, _ReadKeywords(node))
+  except TypeError as e:  # For example, a list as a dict's key.
     raise ValueError(str(e)) from None

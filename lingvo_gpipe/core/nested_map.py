@@ -4,16 +4,16 @@
 A `dict` whose keys are identifiers and can be read and written as attributes. The methods in
 CamelCase treat the map as a tree:
 
-* Containers are mappings, lists and tuples (named tuples too), those that `tf.nest` enters, so that
-  `m.Flatten()` and `tf.nest.flatten(m)` give the same list: keys sorted, sequences in order.
-  (Lingvo takes a tuple for a leaf.)
-* Everything else is a leaf. `None` is a leaf and is kept. An empty container holds no leaf.
-* A leaf's name is its path: `enc.layers[2].w`. A key of a plain `dict` inside which is no
+* Containers are mappings, lists and tuples (also named tuples), as for `tf.nest`, so `m.Flatten()`
+  and `tf.nest.flatten(m)` return the same list: keys sorted, sequences in order. (In Lingvo, a
+  tuple is a leaf.)
+* Every other value is a leaf, including `None`. An empty container has no leaves.
+* A leaf's name is its path: `enc.layers[2].w`. A key of a nested plain `dict` that is not an
   identifier is written `['a b']`.
 
-TensorFlow knows mappings and keeps this type: what `tf.nest`, `tf.data` and `tf.function` hand back
-for a NestedMap is a NestedMap. Where a plain dict comes from elsewhere (json, Keras, a saved
-model), `NestedMap.FromNestedDict` converts it. This module imports no TensorFlow.
+TensorFlow preserves this type: `tf.nest`, `tf.data` and `tf.function` return a NestedMap for a
+NestedMap. `NestedMap.FromNestedDict` converts a plain dict from other sources (json, Keras, a saved
+model). This module imports no TensorFlow.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lingvo_gpipe.core import nested_tree
 
 
 class NestedMap(dict):
-  """A dict with attribute access and tree operations; the module's text says what is a leaf.
+  """A dict with attribute access and tree operations; the module's docstring defines leaves.
 
   Example:
     m = NestedMap(w=1, layers=[NestedMap(b=2), NestedMap(b=3)])
@@ -54,10 +54,10 @@ class NestedMap(dict):
       )
     if key in _RESERVED_KEYS:
       raise ValueError(
-        f'{key!r} is a reserved key: it is the name of a method of NestedMap. Choose another.'
+        f'{key!r} is a reserved key: it is the name of a method of NestedMap. Choose another name.'
       )
     if key.startswith('__') and key.endswith('__'):
-      raise ValueError(f'{key!r} is a reserved key: Python keeps names of this form for itself.')
+      raise ValueError(f'{key!r} is a reserved key: Python reserves names of this form.')
 
   def __setitem__(self, key: str, value: Any) -> None:
     self.CheckKey(key)
@@ -67,7 +67,7 @@ class NestedMap(dict):
     raise KeyError(nested_tree.MissingKeyMessage(self, key))
 
   def __getattr__(self, name: str) -> Any:
-    # Only reached for what is no method. Probes for protocols (__array__, ...) get a short way out.
+    # Python calls this only for names other than methods. Probes such as __array__ end here.
     if name.startswith('__') and name.endswith('__'):
       raise AttributeError(f'{type(self).__name__} has no attribute {name!r}.')
     try:
@@ -110,7 +110,7 @@ class NestedMap(dict):
   def update(self, *args: Any, **kwargs: Any) -> None:
     """dict's update: top-level keys only. `Update` merges nested maps."""
     new = dict(*args, **kwargs)
-    for key in new:  # All are checked before anything changes.
+    for key in new:  # Check all keys before any change.
       self.CheckKey(key)
     super().update(new)
 
@@ -119,14 +119,14 @@ class NestedMap(dict):
     return super().setdefault(key, default)
 
   def copy(self) -> NestedMap:
-    """A shallow copy of the same type."""
+    """Returns a shallow copy of the same type."""
     return type(self)(self)
 
   def __copy__(self) -> NestedMap:
     return self.copy()
 
   def __deepcopy__(self, memo: Any) -> NestedMap:
-    # Lingvo's meaning: leaves are tensors and variables, which must not be cloned.
+    # As in Lingvo: leaves are tensors and variables, which must not be cloned.
     return self.DeepCopy()
 
   # --- conversions ---
@@ -139,10 +139,10 @@ class NestedMap(dict):
   def FromNestedDict(cls, value: Any) -> Any:
     """Returns `value` with every mapping in it, also in lists and tuples, as a NestedMap.
 
-    Every container is copied, the leaves are shared.
+    Copies every container and shares the leaves.
 
     Raises:
-      ValueError: a key cannot be a NestedMap's; the text says which one and why.
+      ValueError: a key is invalid in a NestedMap; the message names it and the reason.
     """
     if isinstance(value, Mapping):
       return cls((key, cls.FromNestedDict(child)) for key, child in value.items())
@@ -162,18 +162,18 @@ class NestedMap(dict):
     """Returns the leaf or the container at the path `key`, e.g. 'enc.layers[2].w'.
 
     Raises:
-      KeyError: a step names no key; the text has the close and the present keys.
+      KeyError: a key does not exist; the message lists the closest and all keys.
       IndexError: an index is out of range.
-      TypeError: a step goes into something that is no container of that kind.
-      ValueError: `key` is no path.
+      TypeError: a step leads into a leaf or another kind of container.
+      ValueError: `key` is not a path.
     """
     return nested_tree.Find(self, key)[1]
 
   def Get(self, key: str, default: Any = None) -> Any:
-    """Like `GetItem`, but returns `default` where there is nothing.
+    """Like `GetItem`, but returns `default` if nothing exists at the path.
 
     Raises:
-      ValueError: `key` is no path.
+      ValueError: `key` is not a path.
     """
     try:
       return self.GetItem(key)
@@ -181,17 +181,17 @@ class NestedMap(dict):
       return default
 
   def Has(self, key: str) -> bool:
-    """Whether there is a leaf or a container at the path `key`."""
+    """Whether a leaf or a container exists at the path `key`."""
     return self.Get(key, nested_tree.DROPPED) is not nested_tree.DROPPED
 
   def Set(self, key: str, value: Any) -> None:
-    """Sets the value at the path `key` and makes the maps and lists on the way that are missing.
+    """Sets the value at the path `key` and creates missing maps and lists along the path.
 
-    An index may be at most the length of its list (then the value is appended). A failing call
+    An index may be at most the length of its list; the value is then appended. A failing call
     changes nothing.
 
     Raises:
-      ValueError: `key` is no path, a step on the way is a leaf, a new key is invalid, an index is
+      ValueError: `key` is not a path, a step leads into a leaf, a new key is invalid, an index is
         beyond the list's length, or an element of a tuple would have to change.
     """
     steps = nested_tree.ParsePath(key)
@@ -207,7 +207,7 @@ class NestedMap(dict):
           f'Cannot set {key!r}: {nested_tree.QuotePath(steps[:depth])} {e}'
         ) from None
       depth += 1
-    # What is missing below `node` is built first, so that an error leaves the map as it was.
+    # Build the missing containers below `node` first, so that an error leaves the map unchanged.
     for step in reversed(steps[depth + 1 :]):
       if isinstance(step, int):
         if step != 0:
@@ -216,33 +216,35 @@ class NestedMap(dict):
       else:
         value = type(self)({step: value})
     step = steps[depth]
-    where = f'Cannot set {key!r}: {nested_tree.QuotePath(steps[:depth])}'
+    message = f'Cannot set {key!r}: {nested_tree.QuotePath(steps[:depth])}'
     if isinstance(node, MutableMapping):
       node[step] = value
     elif isinstance(node, list) and isinstance(step, int):
       if not -len(node) <= step <= len(node):
-        raise ValueError(f'{where} has {len(node)} elements; an index is at most that, got {step}.')
+        raise ValueError(
+          f'{message} has {len(node)} elements; an index is at most that, got {step}.'
+        )
       if step == len(node):
         node.append(value)
       else:
         node[step] = value
     elif isinstance(node, tuple):
-      raise ValueError(f'{where} is a tuple, whose elements cannot be set; set the whole tuple.')
+      raise ValueError(f'{message} is a tuple, whose elements cannot be set; set the whole tuple.')
     else:
-      raise ValueError(f'{where} is a {type(node).__name__}, which has no element {step!r}.')
+      raise ValueError(f'{message} is a {type(node).__name__}, which has no element {step!r}.')
 
   def GetSlice(self, keys: Iterable[str]) -> NestedMap:
-    """Returns a new map with only what is at or below the given paths.
+    """Returns a new map with only the values at or below the given paths.
 
-    Elements that are left out make their list shorter.
+    Lists become shorter if elements are left out.
 
     Raises:
-      KeyError, IndexError, TypeError, ValueError: as `GetItem`.
+      KeyError, IndexError, TypeError, ValueError: a path is invalid, as in `GetItem`.
     """
     if isinstance(keys, str):
       raise TypeError(f'GetSlice takes a collection of paths, got the str {keys!r}.')
-    wanted = {nested_tree.Find(self, key)[0] for key in keys}
-    result = nested_tree.Select(self, wanted)
+    selected = {nested_tree.Find(self, key)[0] for key in keys}
+    result = nested_tree.Select(self, selected)
     return type(self)() if result is nested_tree.DROPPED else result
 
   def Keys(self) -> list[str]:
@@ -254,12 +256,13 @@ class NestedMap(dict):
   def Update(self, other: Mapping[str, Any]) -> NestedMap:
     """Merges `other` into this map leaf by leaf and returns this map.
 
-    A tuple of `other` replaces what is there as a whole. A failing call changes nothing.
+    A tuple of `other` replaces the present value as a whole. A failing call changes nothing.
 
     Raises:
-      ValueError: `other` has a map or a list where this map has something else.
+      ValueError: at some path, `other` has a map or a list and this map has something else.
     """
-    nested_tree.Merge(self.DeepCopy(), type(self).FromNestedDict(other))  # For the errors only.
+    # Merge into a copy first, so that an error changes nothing.
+    nested_tree.Merge(self.DeepCopy(), type(self).FromNestedDict(other))
     nested_tree.Merge(self, type(self).FromNestedDict(other))
     return self
 
@@ -281,7 +284,7 @@ class NestedMap(dict):
     """Returns a map of this structure whose leaves are `values`, in the order of `Flatten`.
 
     Raises:
-      ValueError: there are not as many values as leaves.
+      ValueError: the number of values differs from the number of leaves.
     """
     values = list(values)
     count = sum(1 for _ in nested_tree.Leaves(self))
@@ -305,8 +308,8 @@ class NestedMap(dict):
   def FilterKeyVal(self, fn: Callable[[str, Any], Any]) -> NestedMap:
     """Returns a new map with the leaves for which `fn(path, leaf)` is true.
 
-    A container that loses all its leaves goes too; one that was empty before stays. Lists and
-    tuples get shorter.
+    Containers that lose all their leaves are dropped too; empty containers stay. Lists and tuples
+    become shorter.
 
     Raises:
       ValueError: a named tuple would lose some of its fields.
@@ -315,11 +318,11 @@ class NestedMap(dict):
     return type(self)() if result is nested_tree.DROPPED else result
 
   def IsCompatible(self, other: Mapping[str, Any]) -> bool:
-    """Whether `other` has leaves at the same paths. What the leaves are does not matter."""
+    """Whether `other` has leaves at the same paths. The values of the leaves do not matter."""
     return self.Keys() == [key for key, _ in nested_tree.Leaves(other)]
 
   def DebugString(self) -> str:
-    """Returns one aligned line `path    leaf` for each leaf; its further lines are indented."""
+    """Returns one aligned line `path    leaf` for each leaf; continuation lines are indented."""
     items = self.FlattenItems()
     width = max((len(key) for key, _ in items), default=0) + 4
     indent = '\n' + ' ' * width

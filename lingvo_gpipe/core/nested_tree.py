@@ -32,7 +32,7 @@ DROPPED = object()
 
 
 def IsIdentifier(key: str) -> bool:
-  """Whether `key` is a step that a path writes without brackets."""
+  """Whether a path contains `key` without brackets."""
   return _IDENTIFIER.fullmatch(key) is not None
 
 
@@ -55,11 +55,11 @@ def SplitPath(path: str) -> Iterator[tuple[str, str, str]]:
     position = match.end()
 
 
-def InvalidPath(path: str, rest: str) -> ValueError:
-  """Returns the error for a path whose text is invalid from `rest` on."""
+def InvalidPath(path: str, remainder: str) -> ValueError:
+  """Returns the error for a path whose text is invalid from `remainder` on."""
   return ValueError(
-    f'Invalid path {literals.Shorten(path)} at {literals.Shorten(rest)}: expected something like '
-    "a.b, a[2].b or a['k'].b."
+    f'Invalid path {literals.Shorten(path)} at {literals.Shorten(remainder)}: expected something '
+    "like a.b, a[2].b or a['k'].b."
   )
 
 
@@ -89,7 +89,7 @@ def JoinPath(prefix: str, step: Any) -> str:
 
 
 def QuotePath(steps: Iterable[Any]) -> str:
-  """Returns the quoted path of `steps`, for an error's text."""
+  """Returns the quoted path of `steps`, for messages."""
   path = ''
   for step in steps:
     path = JoinPath(path, step)
@@ -97,7 +97,7 @@ def QuotePath(steps: Iterable[Any]) -> str:
 
 
 def MissingKeyMessage(node: Mapping[Any, Any], key: Any) -> str:
-  """Returns the text, from the verb on, that `node` has no `key`, with the close and all keys."""
+  """Returns 'has no key ...', with the closest keys and all keys of `node`."""
   keys = [str(k) for k in node]
   close = difflib.get_close_matches(str(key), keys, n=3, cutoff=0.6)
   hint = f'; did you mean {" or ".join(map(repr, close))}?' if close else ''
@@ -105,7 +105,7 @@ def MissingKeyMessage(node: Mapping[Any, Any], key: Any) -> str:
 
 
 def GetStep(node: Any, step: str | int) -> Any:
-  """Returns one child, or raises KeyError, IndexError or TypeError; the text begins with a verb."""
+  """Returns one child, or raises KeyError, IndexError or TypeError, as 'has ...' or 'is ...'."""
   if isinstance(node, Mapping):
     if step not in node:
       raise KeyError(MissingKeyMessage(node, step))
@@ -118,23 +118,23 @@ def GetStep(node: Any, step: str | int) -> Any:
 
 
 def Find(root: Any, path: str) -> tuple[tuple[Any, ...], Any]:
-  """Returns the steps of `path`, without negative indices, and what is there.
+  """Returns the steps of `path`, without negative indices, and the leaf or container at its end.
 
   Raises:
-    KeyError, IndexError, TypeError: there is nothing at `path`; the text says which step failed.
-    ValueError: `path` is no path.
+    KeyError, IndexError, TypeError: a step leads nowhere; the message names the step.
+    ValueError: `path` is not a path.
   """
   node = root
-  done: list[Any] = []
+  steps: list[Any] = []
   for step in ParsePath(path):
     try:
       child = GetStep(node, step)
     except (KeyError, IndexError, TypeError) as e:
-      raise type(e)(f'{QuotePath(done)} {e.args[0]} (looking for {path!r})') from None
+      raise type(e)(f'{QuotePath(steps)} {e.args[0]} (looking for {path!r})') from None
     negative = isinstance(step, int) and step < 0 and not isinstance(node, Mapping)
-    done.append(len(node) + int(step) if negative else step)
+    steps.append(len(node) + int(step) if negative else step)
     node = child
-  return tuple(done), node
+  return tuple(steps), node
 
 
 # --- walks ---
@@ -171,7 +171,7 @@ def Rebuild(node: Any, children: list[tuple[Any, Any]]) -> Any:
 
 
 def Leaves(node: Any, path: str = '') -> Iterable[tuple[str, Any]]:
-  """Yields `(path, leaf)` for all leaves in flatten order; `path` is that of `node`."""
+  """Yields `(path, leaf)` for all leaves in flatten order; `path` leads to `node`."""
   children = Children(node)
   if children is None:
     yield path, node
@@ -191,27 +191,27 @@ def Map(fn: Callable[[str, Any], Any], node: Any, path: str = '') -> Any:
 def Filter(fn: Callable[[str, Any], Any], node: Any, path: str = '') -> Any:
   """Returns a tree with the leaves for which `fn(path, leaf)` is true, or DROPPED.
 
-  A container that loses all its leaves goes too; one that was empty before stays.
+  Containers that lose all their leaves are dropped too; empty containers stay.
   """
   children = Children(node)
   if children is None:
     return node if fn(path, node) else DROPPED
-  kept = [(step, Filter(fn, child, JoinPath(path, step))) for step, child in children]
-  kept = [(step, child) for step, child in kept if child is not DROPPED]
-  return DROPPED if children and not kept else Rebuild(node, kept)
+  filtered = [(step, Filter(fn, child, JoinPath(path, step))) for step, child in children]
+  filtered = [(step, child) for step, child in filtered if child is not DROPPED]
+  return DROPPED if children and not filtered else Rebuild(node, filtered)
 
 
-def Select(node: Any, wanted: Collection[tuple[Any, ...]], steps: tuple[Any, ...] = ()) -> Any:
-  """Returns a tree with only what is at or below the `wanted` steps, or DROPPED.
+def Select(node: Any, selected: Collection[tuple[Any, ...]], steps: tuple[Any, ...] = ()) -> Any:
+  """Returns a tree with only the values at or below the `selected` steps, or DROPPED.
 
-  `steps` are those that lead to `node`.
+  `steps` lead from the root to `node`.
   """
-  if steps in wanted:
+  if steps in selected:
     return Map(lambda _, leaf: leaf, node)
   children = Children(node) or []
-  kept = [(step, Select(child, wanted, (*steps, step))) for step, child in children]
-  kept = [(step, child) for step, child in kept if child is not DROPPED]
-  return Rebuild(node, kept) if kept else DROPPED
+  parts = [(step, Select(child, selected, (*steps, step))) for step, child in children]
+  parts = [(step, child) for step, child in parts if child is not DROPPED]
+  return Rebuild(node, parts) if parts else DROPPED
 
 
 def ToPlain(node: Any) -> Any:
@@ -227,15 +227,15 @@ def Merge(target: MutableMapping[Any, Any] | list[Any], source: Any, path: str =
   """Merges a mapping or list into one of the same kind, leaf by leaf and in place.
 
   Raises:
-    ValueError: `source` has a map or a list where `target` has something else. What was merged
-      before that stays.
+    ValueError: at some path, `source` has a map or a list and `target` has something else. Values
+      merged before the error stay.
   """
   for step, new in Children(source) or []:
-    there = step < len(target) if isinstance(target, list) else step in target
-    old = target[step] if there else None
-    if isinstance(target, list) and not there:
+    exists = step < len(target) if isinstance(target, list) else step in target
+    old = target[step] if exists else None
+    if isinstance(target, list) and not exists:
       target.append(new)
-    elif not there:
+    elif not exists:
       target[step] = new
     elif not isinstance(new, (Mapping, list)):
       target[step] = new

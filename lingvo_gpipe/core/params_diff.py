@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What differs between two sets of Params, from their text: the params.txt of two runs, say."""
+"""The differences between two sets of Params or their texts, such as the params.txt of two runs."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from lingvo_gpipe.core import hyperparams, params_text
 
 
 class Change(NamedTuple):
-  """A param that two sets of Params do not agree on.
+  """A param that differs between two sets of Params.
 
-  Its text is a line for people: `~ path : old -> new`, `- path : old` or `+ path : new`.
+  Its `str` is a human-readable line: `~ path : old -> new`, `- path : old` or `+ path : new`.
 
   Attributes:
     path: the path of the param.
-    old: the text of the first one's value; None where it has no such param.
-    new: the same of the second one.
+    old: the text of the value in the first set; None if the first set lacks the param.
+    new: the text of the value in the second set; None if the second set lacks the param.
   """
 
   path: str
@@ -32,30 +32,30 @@ class Change(NamedTuple):
     return f'~ {self.path} : {self.old} -> {self.new}'
 
 
-def Changes(a: str | hyperparams.Params, b: str | hyperparams.Params) -> list[Change]:
-  """The params that differ from `a` to `b`, by path; those in lists by their index.
+def FindChanges(a: str | hyperparams.Params, b: str | hyperparams.Params) -> list[Change]:
+  """Returns the params that differ from `a` to `b`, sorted by path and by index within lists.
 
   Args:
-    a: Params, or the text that their ToText wrote.
-    b: the same.
+    a: Params, or text that ToText wrote.
+    b: Params, or text that ToText wrote.
 
   Raises:
-    ValueError: a text is not of this form.
+    ValueError: a text has another form.
   """
-  old, new = _Values(a), _Values(b)
+  old, new = _ReadValues(a), _ReadValues(b)
   return [
     Change(path, old.get(path), new.get(path))
-    for path in sorted({*old, *new}, key=_Order)
+    for path in sorted({*old, *new}, key=_SortKey)
     if old.get(path) != new.get(path)
   ]
 
 
-def _Values(params: str | hyperparams.Params) -> dict[str, str]:
+def _ReadValues(params: str | hyperparams.Params) -> dict[str, str]:
   text = params if isinstance(params, str) else params.ToText()
   return dict(params_text.ParseOverrides(text))
 
 
-def _Order(path: str) -> list[tuple[bool, int, str]]:
-  """Sorts `layers[2]` before `layers[10]`."""
+def _SortKey(path: str) -> list[tuple[bool, int, str]]:
+  """Returns a key that sorts `layers[2]` before `layers[10]`."""
   parts = re.split(r'(\d+)', path)
   return [(p.isdigit(), int(p) if p.isdigit() else 0, p) for p in parts]

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text for params: paths such as `a.b[0].c`, lists of overrides, and values that must keep a
-param's type.
+"""Parses the text of params: values of a given type, paths such as `a.b[0].c`, lists of overrides.
 
-Knows nothing of `Params` itself. `literals` has the text form of the values.
+This module does not depend on `Params`. `literals` defines the text form of values.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ def _ParseBool(text: str, like: Any) -> bool:
 
 def _ParseInt(text: str, like: Any) -> int:
   if not _INT.fullmatch(text):
-    return int(text, 0)  # 0x10; else ValueError.
-  number = decimal.Decimal(text)  # Exact, which float is not from 1e23 on.
+    return int(text, 0)  # 0x10, or ValueError.
+  number = decimal.Decimal(text)  # Exact, unlike a float from 1e23 on.
   if number.adjusted() > 4000 or number != number.to_integral_value():
     raise ValueError()
   return int(number)
@@ -71,14 +70,14 @@ def _ParseDType(text: str, like: Any) -> Any:
 
 def _ParseNamed(text: str, like: Any) -> Any:
   value = literals.ParseStrict(text) if text.startswith('type/') else None
-  # A class stays one: it is what is made of a text, and a function would be called.
+  # A function must not replace a class: it would be called instead of instantiated.
   if not literals.IsNamed(value) or (isinstance(like, type) and not isinstance(value, type)):
     raise ValueError()
   return value
 
 
 def _ParseRecord(text: str, like: Any) -> Any:
-  """`type/.../Cls(x=1)` makes a new record; a dict literal replaces fields of the present one."""
+  """Reads a new record, `type/.../Cls(x=1)`, or a dict of fields to replace in the present one."""
   cls, fields = type(like), literals.RecordFields(like)
   if text.startswith('type/'):
     return literals.ParseRecord(text, cls)
@@ -98,7 +97,7 @@ def _ParseContainer(text: str, like: Any) -> Any:
   kind: Any = next(kind for kind in _PLAIN if isinstance(like, kind))
   if type(value) is not kind:
     raise ValueError()
-  if isinstance(like, dict) and type(like) is not dict:  # A NestedMap stays one.
+  if isinstance(like, dict) and type(like) is not dict:  # Keep the class, such as NestedMap.
     new: dict[Any, Any] = copy.copy(like)
     new.clear()
     new.update(value)
@@ -110,8 +109,8 @@ def _ParseOpaque(text: str, like: Any) -> Any:
   raise ValueError()
 
 
-def _Kind(like: Any) -> tuple[str, Callable[[str, Any], Any]]:
-  """What a text must be to replace the value `like`: in words, and the function that reads it."""
+def _ParserFor(like: Any) -> tuple[str, Callable[[str, Any], Any]]:
+  """Returns a description of the text that can replace the value `like`, and its parser."""
   if isinstance(like, bool) or literals.IsNumpyBool(like):
     return 'bool (true or false)', _ParseBool
   if isinstance(like, numbers.Integral) and not isinstance(like, enum.Enum):
@@ -138,33 +137,33 @@ def _Kind(like: Any) -> tuple[str, Callable[[str, Any], Any]]:
 _LIKE: dict[str, Any] = {'bool': False, 'int': 0, 'float': 0.0, 'str': ''}
 
 
-def ParseValue(text: str, like: Any, where: str, type_name: str | None = None) -> Any:
+def ParseValue(text: str, like: Any, path: str, type_name: str | None = None) -> Any:
   """Reads the text of a param's new value.
 
   Args:
-    text: the text. `None` (or Lingvo's `NoneType`) gives None whatever `like` is; a string 'None'
-      needs quotes.
-    like: a value whose type the new one must have. None takes anything; see
-      `literals.ParseLiteral`.
-    where: the path of the param, for messages.
-    type_name: as `literals.TypeName` gives it; then `like` counts only where the text could not be
-      read alone.
+    text: the text. `None` (or Lingvo's `NoneType`) is None for every `like`; a string 'None' needs
+      quotes.
+    like: a value of the required type. None accepts any type; see `literals.ParseLiteral`.
+    path: the path of the param, for messages.
+    type_name: the required type as a name from `literals.TypeName`. `like` then matters only for
+      text that cannot be read without it.
 
   Raises:
-    ValueError: the text is of another type. One line: path, what is expected, the text.
+    ValueError: the text has another type. The message is one line with the path, the expected type
+      and the text.
   """
   text = text.strip()
   if text in ('None', 'NoneType'):
     return None
   expected = ''
   try:
-    # Also where there is no other way to read the text, as for a lambda.
+    # The only way to read the text of a value without a text form, such as a lambda.
     if like is not None and text == literals.WriteValue(like):
       return like
     if type_name is not None:
       like = _LIKE.get(type_name)
     if like is not None:
-      expected, parse = _Kind(like)
+      expected, parse = _ParserFor(like)
       return parse(text, like)
     value = literals.ParseLiteral(text)
     if type_name not in (None, 'type', 'function', literals.TypeName(value)):
@@ -173,19 +172,19 @@ def ParseValue(text: str, like: Any, where: str, type_name: str | None = None) -
     return value
   except (ValueError, ArithmeticError, RecursionError) as e:
     reason = ' '.join(str(e).split())
-    # What int() and float() say is said already.
+    # The messages of int() and float() add nothing.
     if isinstance(e, ArithmeticError) or reason.startswith(('could not convert', 'invalid lit')):
       reason = ''
     expects = f'expects {expected}, got' if expected else 'cannot take'
-    shown = f'{where} {expects} {literals.Shorten(text)}'
-    raise ValueError(f'{shown}: {reason}' if reason else shown) from None
+    message = f'{path} {expects} {literals.Shorten(text)}'
+    raise ValueError(f'{message}: {reason}' if reason else message) from None
 
 
 # --- Paths and overrides --------------------------------------------------------------------------
 
 
 class Step(NamedTuple):
-  """A step of a path: `.x` (of kind 'param'), `[3]` or `['k']` ('item'), `[x]` ('field')."""
+  """A step of a path: `.x` (kind 'param'), `[3]` or `['k']` ('item'), or `[x]` ('field')."""
 
   kind: str
   value: Any
@@ -213,7 +212,10 @@ def ParsePath(path: str) -> list[Step]:
 
 
 def _ScanLiteral(text: str, position: int, ends: str) -> int | None:
-  """Where one of `ends` comes outside of quotes and brackets; None if these stay open."""
+  """Returns the position of one of `ends` outside of quotes and brackets; None if these stay open.
+
+  Returns the length of the text if none of `ends` occurs.
+  """
   depth = 0
   while position < len(text):
     c = text[position]
@@ -233,10 +235,10 @@ def _ScanLiteral(text: str, position: int, ends: str) -> int | None:
 def ParseOverrides(text: str) -> list[tuple[str, str]]:
   """Splits `a.b:1; c:'x;y'` into [('a.b', '1'), ('c', "'x;y'")], in order.
 
-  Pairs are separated by `;` or a new line. A value that is a literal (begins with a quote, a
-  bracket, `type/`) may hold both inside its quotes and brackets. A bare value ends at the first of
-  them. What begins with `#` where a key would stand is a comment up to the end of its line. White
-  space around keys and values does not count.
+  Pairs are separated by `;` or a new line. A literal value (which begins with a quote, a bracket or
+  `type/`) may contain separators inside its quotes and brackets. A bare value ends at the first
+  separator. A `#` in place of a key begins a comment, up to the end of the line. White space around
+  keys and values is ignored.
 
   Raises:
     ValueError: a pair has no `:` or no key.
@@ -258,13 +260,13 @@ def ParseOverrides(text: str) -> list[tuple[str, str]]:
     if literals.LITERAL_START.match(text, position):
       stop = _ScanLiteral(text, position, ';\n')
     value = text[position:stop] if stop else _Match(_BARE_VALUE, text, position)
-    # In quotes a key may span lines; messages that name it are one.
+    # A key may span lines inside quotes, but messages that name it must be one line.
     key = key.replace('\n', '\\n').replace('\r', '\\r')
     pairs.append((key, value.strip()))
     position += len(value)
 
 
 def _Match(pattern: re.Pattern[str], text: str, position: int) -> str:
-  """What `pattern`, which matches anything, takes of the text."""
+  """Returns the match of `pattern` at a position, or ''."""
   match = pattern.match(text, position)
   return match.group() if match else ''

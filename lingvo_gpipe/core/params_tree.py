@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Walks through trees of Params and containers: paths, copies, freezing, comparison, and text of a
-whole tree.
+"""Walks over trees of Params and containers: paths, copies, freezing, comparison, text of a tree.
 
 The inner nodes of a tree are Params (here seen as `Node`), lists, tuples, dicts and dataclasses.
 """
@@ -20,14 +19,14 @@ from typing import Any
 from lingvo_gpipe.core import literals
 from lingvo_gpipe.core.params_text import Step
 
-_MAX_KEYS_SHOWN = 12
+_MAX_KEYS_LISTED = 12
 _ATOMS = (type(None), bool, int, float, str, bytes, range, type, types.FunctionType, enum.Enum)
 # Libraries whose objects (tensors, variables) are shared by copies.
 _SHARED = ('tensorflow', 'keras', 'jax', 'jaxlib')
 
 
 class Param:
-  """One param. The default is a frozen copy and so can be shared by all copies of the param."""
+  """One param. All copies of the param share the default, which is never changed."""
 
   __slots__ = ('value', 'default', 'description')
 
@@ -38,22 +37,22 @@ class Param:
 
 
 class Node:
-  """What the functions here need to know of Params."""
+  """The interface of Params for the functions here."""
 
   def _Records(self) -> dict[str, Param]:
-    """The params by name, in the order of definition."""
+    """Returns the params by name, in the order of definition."""
     raise NotImplementedError()
 
   def _CheckMutable(self, path: str) -> None:
-    """Raises TypeError, which names `path`, if frozen."""
+    """Raises TypeError, naming `path`, if the node is frozen."""
     raise NotImplementedError()
 
   def Freeze(self) -> None:
-    """Makes the node and what is in it read-only."""
+    """Makes the node and its values read-only."""
     raise NotImplementedError()
 
   def _Hint(self, name: str) -> str:
-    """What to say of a name that is deliberately not defined; '' for nothing."""
+    """Returns advice about a name that is deliberately not defined, or ''."""
     del name
     return ''
 
@@ -62,7 +61,7 @@ class Node:
 
 
 def _PairNames(value: Any) -> list[str] | None:
-  """The names in a list of (name, Params) pairs, if it is one and the names can tell them apart."""
+  """Returns the names of a list of (name, Params) pairs; None for other lists or equal names."""
   names = []
   for item in value:
     if not (type(item) is tuple and len(item) == 2 and isinstance(item[1], Node)):
@@ -74,7 +73,7 @@ def _PairNames(value: Any) -> list[str] | None:
 
 
 def Children(value: Any) -> list[tuple[str, Any]] | None:
-  """(what a child's path adds to the path of `value`, child); None if `value` is no container."""
+  """Returns (suffix to the path of `value`, child) of each child; None if `value` is a leaf."""
   if isinstance(value, Node):
     return [(f'.{name}', param.value) for name, param in value._Records().items()]
   if literals.IsRecord(value):
@@ -90,12 +89,12 @@ def Children(value: Any) -> list[tuple[str, Any]] | None:
 
 
 def Join(prefix: str, suffix: str) -> str:
-  """The path of a child."""
+  """Returns the path of a child."""
   return prefix + suffix if prefix else suffix.removeprefix('.')
 
 
 def HoldsNodes(value: Any) -> bool:
-  """Whether there are Params in `value`, or it is one."""
+  """Whether `value` is or contains Params."""
   if isinstance(value, Node):
     return True
   if isinstance(value, _ATOMS):
@@ -104,120 +103,122 @@ def HoldsNodes(value: Any) -> bool:
 
 
 def Leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
-  """(path, value) of what text gives a line to: a container without Params in it is one leaf."""
+  """Yields (path, value) of each line of text: a container without Params in it is one leaf."""
   if not HoldsNodes(value):
     yield prefix, value
     return
   children = Children(value) or []
-  for suffix, child in _Sorted(value) if isinstance(value, Node) else children:
+  for suffix, child in _SortedChildren(value) if isinstance(value, Node) else children:
     yield from Leaves(Join(prefix, suffix), child)
 
 
 # --- Paths ----------------------------------------------------------------------------------------
 
 
-def Undefined(node: Node, name: str, prefix: str = '', path: str = '') -> str:
-  """What to say where Params at `prefix` have no `name`; `path` is all of what was asked for."""
+def UndefinedMessage(node: Node, name: str, prefix: str = '', path: str = '') -> str:
+  """Returns the message that Params at `prefix` lack `name`; `path` is the whole requested path."""
   if hint := node._Hint(name):
     return f'{path or Join(prefix, f".{name}")} is not defined: {hint}'
   keys = list(node._Records())
-  guesses = _WithSameEnd(prefix, node, path)
+  guesses = _PathsWithSameEnd(prefix, node, path)
   if not guesses:
     scores = {key: difflib.SequenceMatcher(None, name, key).ratio() for key in keys}
     best = max(scores.values(), default=0.0)
     close = [key for key in keys if scores[key] >= max(0.6, best - 0.1)]
     close = sorted(close, key=lambda key: -scores[key])[:3]
     guesses = [Join(prefix, f'.{key}') for key in close]
-  if not guesses:  # Perhaps a part of the path was left out.
+  if not guesses:  # Perhaps a part of the path is missing.
     guesses = [key for key, _ in Leaves(prefix, node) if key.endswith(f'.{name}')][:3]
-  return _Missing(Join(prefix, f'.{name}'), path, prefix, guesses, sorted(keys))
+  return _MissingMessage(Join(prefix, f'.{name}'), path, prefix, guesses, sorted(keys))
 
 
-def _WithSameEnd(prefix: str, node: Node, path: str) -> list[str]:
-  """The paths in Params at `prefix` that end as `path` does, with the same last two parts or more.
+def _PathsWithSameEnd(prefix: str, node: Node, path: str) -> list[str]:
+  """Returns paths in Params at `prefix` that share at least the last two parts with `path`.
 
-  So does a path of another model, or one whose first parts were left out.
+  They help if the path is from another model, or lacks its first parts.
   """
-  found: dict[tuple[int, int], list[str]] = {}
+  candidates: dict[tuple[int, int], list[str]] = {}
   for key, _ in Leaves(prefix, node):
     pairs = zip(reversed(key.split('.')), reversed(path.split('.')), strict=False)
     same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-    found.setdefault((same, -key.count('.')), []).append(key)
-  best = max(found, default=(0, 0))
-  return found[best][:3] if best[0] >= 2 else []
+    candidates.setdefault((same, -key.count('.')), []).append(key)
+  best = max(candidates, default=(0, 0))
+  return candidates[best][:3] if best[0] >= 2 else []
 
 
-def _Missing(asked: str, path: str, prefix: str, guesses: list[str], keys: list[str]) -> str:
-  if path.removeprefix(asked):
-    asked += f' (in {path})'
+def _MissingMessage(
+  missing: str, path: str, prefix: str, guesses: list[str], keys: list[str]
+) -> str:
+  if path.removeprefix(missing):
+    missing += f' (in {path})'
   if guesses:
-    return f'{asked} is not defined; did you mean {" or ".join(guesses)}?'
-  shown = ', '.join(keys[:_MAX_KEYS_SHOWN]) or 'nothing'
-  more = f', ... ({len(keys)} in all)' if len(keys) > _MAX_KEYS_SHOWN else ''
-  return f'{asked} is not defined; {prefix + " has" if prefix else "there is"}: {shown}{more}'
+    return f'{missing} is not defined; did you mean {" or ".join(guesses)}?'
+  names = ', '.join(keys[:_MAX_KEYS_LISTED]) or 'nothing'
+  more = f', ... ({len(keys)} in all)' if len(keys) > _MAX_KEYS_LISTED else ''
+  return f'{missing} is not defined; {prefix + " has" if prefix else "there is"}: {names}{more}'
 
 
 class _Place:
-  """A child of a container, and how another value is put there."""
+  """A child of a container, and the functions that replace and restore it."""
 
   def __init__(
     self,
     child: Any,
     put: Callable[[Any], Any],
-    take_back: Callable[[], Any] | None = None,
+    restore: Callable[[], Any] | None = None,
     default: Any = None,
   ):
     self.child = child
-    self.put = put  # Returns the container, a new one where it cannot be changed.
-    self.take_back = take_back
+    self.put = put  # Returns the container, or a new container if it cannot be changed.
+    self.restore = restore
     self.default = default
 
 
 def _Locate(container: Any, step: Step, prefix: str, path: str) -> _Place:
-  """Finds the child of `container`, which is at `prefix`, that a step of `path` leads to."""
-  asked, key = Join(prefix, step.text), step.value
+  """Finds the child of `container` (at `prefix`) at the end of a step of `path`."""
+  child_path, key = Join(prefix, step.text), step.value
   if step.kind == 'param':
     if not isinstance(container, Node):
       kind = 'None' if container is None else f'of type {literals.TypeName(container)}'
       raise AttributeError(f'{path} is not defined: {prefix} is {kind} and has no params')
     param = container._Records().get(key)
     if param is None:
-      raise AttributeError(Undefined(container, key, prefix, path))
-    return _AtParam(container, param, path)
+      raise AttributeError(UndefinedMessage(container, key, prefix, path))
+    return _LocateParam(container, param, path)
   if isinstance(container, dict):
     try:
       defined = key in container
-    except TypeError:  # Not hashable.
+    except TypeError:  # The key is not hashable.
       defined = False
     if not defined:
       keys = [literals.WriteValue(k) for k in container]
       close = difflib.get_close_matches(literals.WriteValue(key), keys, n=3)
       raise AttributeError(
-        _Missing(asked, path, prefix, [f'{prefix}[{k}]' for k in close], sorted(keys))
+        _MissingMessage(child_path, path, prefix, [f'{prefix}[{k}]' for k in close], sorted(keys))
       )
-    return _AtKey(container, key, path)
+    return _LocateKey(container, key)
   if literals.IsRecord(container):
     fields = literals.RecordFields(container)
     if key not in fields or step.kind != 'field':
       close = difflib.get_close_matches(str(key), fields, n=3)
       raise AttributeError(
-        _Missing(asked, path, prefix, [f'{prefix}[{k}]' for k in close], list(fields))
+        _MissingMessage(child_path, path, prefix, [f'{prefix}[{k}]' for k in close], list(fields))
       )
     return _Place(fields[key], lambda new: literals.ReplaceFields(container, **{key: new}))
   if isinstance(container, list) or type(container) is tuple:
     names = _PairNames(container) if step.kind == 'field' else None
     if names and key in names:
-      return _AtPair(container, names.index(key), path)
+      return _LocatePair(container, names.index(key))
     if type(key) is not int or not -len(container) <= key < len(container):
-      raise AttributeError(f'{asked} is not defined: {prefix} has {len(container)} entries')
-    return _AtKey(container, key, path)
+      raise AttributeError(f'{child_path} is not defined: {prefix} has {len(container)} entries')
+    return _LocateKey(container, key)
   kind = 'Params' if isinstance(container, Node) else literals.TypeName(container)
   raise AttributeError(
-    f'{asked} is not defined: {prefix or "this"} is {kind}, which takes no index'
+    f'{child_path} is not defined: {prefix or "this"} is {kind}, which takes no index'
   )
 
 
-def _AtParam(node: Node, param: Param, path: str) -> _Place:
+def _LocateParam(node: Node, param: Param, path: str) -> _Place:
   def _Put(new: Any) -> Node:
     node._CheckMutable(path)
     param.value = new
@@ -228,7 +229,7 @@ def _AtParam(node: Node, param: Param, path: str) -> _Place:
   )
 
 
-def _AtKey(container: Any, key: Any, path: str) -> _Place:
+def _LocateKey(container: Any, key: Any) -> _Place:
   def _Put(new: Any) -> Any:
     if isinstance(container, tuple):
       items = list(container)
@@ -242,14 +243,18 @@ def _AtKey(container: Any, key: Any, path: str) -> _Place:
   return _Place(old, _Put, functools.partial(container.__setitem__, key, old) if changes else None)
 
 
-def _AtPair(container: Any, index: int, path: str) -> _Place:
-  place = _AtKey(container, index, path)
+def _LocatePair(container: Any, index: int) -> _Place:
+  place = _LocateKey(container, index)
   name, child = place.child
-  return _Place(child, lambda new: place.put((name, new)), place.take_back)
+  return _Place(child, lambda new: place.put((name, new)), place.restore)
 
 
 def GetStep(container: Any, step: Step, prefix: str, path: str) -> Any:
-  """The child of `container` (at `prefix`) that a step of `path` leads to, or AttributeError."""
+  """Returns the child of `container` (at `prefix`) at the end of a step of `path`.
+
+  Raises:
+    AttributeError: the child is not defined.
+  """
   return _Locate(container, step, prefix, path).child
 
 
@@ -261,15 +266,22 @@ def SetPath(
   path: str,
   undo: list[Callable[[], Any]],
 ) -> Any:
-  """Puts `make(present value, default)` where `steps` lead from `container`.
+  """Sets the value at `steps` from `container` to `make(present value, default)`.
+
+  Args:
+    container: Params or a container.
+    steps: the steps from `container` to the value.
+    make: returns the new value.
+    prefix: the path of `container`.
+    path: the whole path, for messages.
+    undo: receives functions that restore the changed values.
 
   Returns:
-    `container`, or what must replace it where it is a tuple or another container that cannot be
-    changed.
+    `container`, or its replacement if it cannot be changed, as a tuple.
   """
   place = _Locate(container, steps[0], prefix, path)
   if isinstance(container, Node) and not isinstance(place.child, Node):
-    container._CheckMutable(path)  # The containers in frozen Params do not protect themselves.
+    container._CheckMutable(path)  # The containers inside frozen Params are not read-only.
   if len(steps) == 1:
     new = make(place.child, place.default)
   else:
@@ -277,8 +289,8 @@ def SetPath(
     if new is place.child:
       return container
   replaced = place.put(new)
-  if place.take_back:
-    undo.append(place.take_back)
+  if place.restore:
+    undo.append(place.restore)
   return replaced
 
 
@@ -302,17 +314,17 @@ def _WithChildren(value: Any, fn: Callable[[Any], Any]) -> Any:
   return None
 
 
-def Copied(value: Any, memo: dict[int, Any]) -> Any:
-  """A deep copy that can be changed; what is shared by copies is returned as it is."""
+def DeepCopy(value: Any, memo: dict[int, Any]) -> Any:
+  """Returns a deep copy that can be changed, or `value` itself if copies share it."""
   if isinstance(value, _ATOMS) or type(value).__module__.partition('.')[0] in _SHARED:
     return value
   if id(value) in memo:
     return memo[id(value)]
-  new = _WithChildren(value, lambda child: Copied(child, memo))
+  new = _WithChildren(value, lambda child: DeepCopy(child, memo))
   if new is None:
     try:
       new = copy.deepcopy(value, memo)
-    except Exception:  # Such as a lock or an open file.
+    except Exception:  # For example, a lock or an open file.
       new = value
   memo[id(value)] = new
   return new
@@ -351,13 +363,13 @@ def Equal(a: Any, b: Any) -> bool:
   if isinstance(a, dict) and isinstance(b, dict):
     return a.keys() == b.keys() and all(Equal(item, b[key]) for key, item in a.items())
   if literals.IsRecord(a) and type(a) is type(b):
-    fields, others = literals.RecordFields(a), literals.RecordFields(b)
-    if all(Equal(item, others[name]) for name, item in fields.items()):
+    a_fields, b_fields = literals.RecordFields(a), literals.RecordFields(b)
+    if all(Equal(item, b_fields[name]) for name, item in a_fields.items()):
       return True
   try:
     equal = a == b
     return bool(equal.all() if hasattr(equal, 'all') else equal)
-  except Exception:  # What cannot be compared is not equal.
+  except Exception:  # Values that cannot be compared are not equal.
     return False
 
 
@@ -373,44 +385,44 @@ def _DiffValues(name: str, mine: Any, theirs: Any, indent: str) -> Iterator[str]
   elif any(isinstance(mine, kind) and isinstance(theirs, kind) for kind in (list, tuple, dict)):
     yield from _DiffChildren(name, Children(mine), Children(theirs), indent)
   else:
-    yield from _OneSide('>', name, mine, indent)
-    yield from _OneSide('<', name, theirs, indent)
+    yield from _DiffOneSide('>', name, mine, indent)
+    yield from _DiffOneSide('<', name, theirs, indent)
 
 
 def _DiffChildren(prefix: str, mine: Any, theirs: Any, indent: str) -> Iterator[str]:
-  left, right = dict(mine), dict(theirs)
-  suffixes = [*left, *(s for s in right if s not in left)]
+  my_children, their_children = dict(mine), dict(theirs)
+  suffixes = [*my_children, *(s for s in their_children if s not in my_children)]
   for suffix in suffixes if prefix else sorted(suffixes):
     name = Join(prefix, suffix)
-    if suffix in left and suffix in right:
-      yield from _DiffValues(name, left[suffix], right[suffix], indent)
-    elif suffix in left:
-      yield from _OneSide('>', name, left[suffix], indent)
+    if suffix in my_children and suffix in their_children:
+      yield from _DiffValues(name, my_children[suffix], their_children[suffix], indent)
+    elif suffix in my_children:
+      yield from _DiffOneSide('>', name, my_children[suffix], indent)
     else:
-      yield from _OneSide('<', name, right[suffix], indent)
+      yield from _DiffOneSide('<', name, their_children[suffix], indent)
 
 
-def _OneSide(mark: str, name: str, value: Any, indent: str) -> Iterator[str]:
+def _DiffOneSide(mark: str, name: str, value: Any, indent: str) -> Iterator[str]:
   for path, leaf in list(Leaves(name, value)) or [(name, value)]:
     yield f'{indent}{mark} {path}: {literals.WriteValue(leaf)}'
 
 
 def Diff(mine: Node, theirs: Node, indent: str = '') -> Iterator[str]:
-  """The lines of `Params.TextDiff`."""
+  """Yields the lines of `Params.TextDiff`."""
   yield from _DiffChildren('', Children(mine), Children(theirs), indent)
 
 
-def _Sorted(node: Node) -> list[tuple[str, Any]]:
+def _SortedChildren(node: Node) -> list[tuple[str, Any]]:
   return sorted(Children(node) or [], key=lambda child: child[0])
 
 
 def Dump(value: Any, indent: str = '') -> str:
-  """Indented text for people."""
+  """Returns indented, human-readable text."""
   children = Children(value) if HoldsNodes(value) else None
   if children is None:
     return literals.WriteValue(value)
   if isinstance(value, Node):
-    children, brackets = _Sorted(value), '{}'
+    children, brackets = _SortedChildren(value), '{}'
     start = type(value).__name__ + ' ' if not indent else ''
   else:
     start = ''

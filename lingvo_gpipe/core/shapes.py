@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of static shapes, with messages that say where, what was expected and what came.
+"""Checks of static shapes. Messages name the layer and both the expected and the actual shape.
 
-They run while a layer is traced and put nothing into the graph. What takes `x` takes anything with
-a `.shape`: tensors, variables and tf.TensorSpec. A dimension that is not known passes.
+The checks run while a layer is traced and add nothing to the graph. An argument `x` is anything
+with a `.shape`: a tensor, a variable or a tf.TensorSpec. Unknown dimensions pass.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import tensorflow as tf
 
 
 def GetShape(x: Any) -> list[Any]:
-  """The shape of `x` as a list: integers where known, scalar tensors elsewhere."""
+  """Returns the shape of `x` as a list of integers, with scalar tensors for unknown dimensions."""
   static = x.shape.as_list()
   if None not in static:
     return static
@@ -25,44 +25,44 @@ def GetShape(x: Any) -> list[Any]:
 
 
 def NumElements(spec: Any) -> int:
-  """The product of a static shape; ValueError if a dimension is not known."""
+  """Returns the number of elements of a static shape; ValueError if a dimension is unknown."""
   if not spec.shape.is_fully_defined():
     raise ValueError(f'counting operations needs a static shape, got {spec.shape}')
   return math.prod(spec.shape.as_list())
 
 
 def CheckRank(path: str, x: Any, rank: int, name: str = 'inputs') -> None:
-  """ValueError unless `x` has `rank` dimensions."""
+  """Raises ValueError unless `x` has `rank` dimensions."""
   if x.shape.rank not in (None, rank):
-    raise ValueError(f'{path}: {name} must have rank {rank}, got shape {_Text(x.shape)}')
+    raise ValueError(f'{path}: {name} must have rank {rank}, got shape {_FormatShape(x.shape)}')
 
 
 def CheckLastDim(path: str, x: Any, dim: int, name: str = 'inputs') -> None:
-  """ValueError unless the last dimension of `x` is `dim`."""
+  """Raises ValueError unless the last dimension of `x` is `dim`."""
   if x.shape.rank is None:
     return
   if x.shape.rank == 0 or x.shape[-1] not in (None, dim):
     raise ValueError(
-      f'{path}: the last dimension of {name} must be {dim}, got shape {_Text(x.shape)}'
+      f'{path}: the last dimension of {name} must be {dim}, got shape {_FormatShape(x.shape)}'
     )
 
 
 def CheckShape(path: str, x: Any, expected: Sequence[int | None], name: str = 'inputs') -> None:
-  """ValueError unless the shape of `x` is `expected`; None stands for any size."""
+  """Raises ValueError unless the shape of `x` is `expected`; None stands for any size."""
   if not x.shape.is_compatible_with(list(expected)):
     raise ValueError(
-      f'{path}: {name} must have shape {_Text(expected)}, got shape {_Text(x.shape)}'
+      f'{path}: {name} must have shape {_FormatShape(expected)}, got shape {_FormatShape(x.shape)}'
     )
 
 
 def CheckPaddings(path: str, paddings: Any, x: Any) -> None:
-  """ValueError unless `paddings` is None or has the shape of `x` without its last dimension."""
+  """Raises ValueError unless `paddings` is None or has the shape of `x` but its last dimension."""
   if paddings is not None and x.shape.rank is not None:
     CheckShape(path, paddings, x.shape.as_list()[:-1], 'paddings')
 
 
 def CheckIntegers(path: str, values: Any, x: Any, name: str) -> None:
-  """ValueError unless `values` is None or integers, one for each vector of `x` [..., dim]."""
+  """Raises ValueError unless `values` is None or an integer for each vector of `x` [..., dim]."""
   if values is None:
     return
   if not values.dtype.is_integer:
@@ -72,7 +72,7 @@ def CheckIntegers(path: str, values: Any, x: Any, name: str) -> None:
 
 
 def CheckPositive(params: Any, *names: str) -> None:
-  """ValueError unless each of these integer params is above zero; most start at 0, as not set."""
+  """Raises ValueError unless these integer params are positive; most default to 0, for unset."""
   for name in names:
     value = params.Get(name)
     if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value <= 0:
@@ -82,7 +82,7 @@ def CheckPositive(params: Any, *names: str) -> None:
 
 
 def CheckProbability(params: Any, *names: str) -> None:
-  """ValueError unless each of these params is a probability in [0, 1)."""
+  """Raises ValueError unless each of these params is a probability in [0, 1)."""
   for name in names:
     value = params.Get(name)
     if not 0 <= value < 1:
@@ -92,20 +92,20 @@ def CheckProbability(params: Any, *names: str) -> None:
       )
 
 
-def NestText(nest: Any) -> str:
-  """A nest of tensors or specs in short: `(float32[2, 3], {ids: int32[2], none: None})`."""
+def FormatNest(nest: Any) -> str:
+  """Formats a nest of tensors or specs: `(float32[2, 3], {ids: int32[2], none: None})`."""
   if isinstance(nest, Mapping):
-    return '{' + ', '.join(f'{k}: {NestText(v)}' for k, v in sorted(nest.items())) + '}'
+    return '{' + ', '.join(f'{k}: {FormatNest(v)}' for k, v in sorted(nest.items())) + '}'
   if isinstance(nest, tuple | list):
-    left, right = '()' if isinstance(nest, tuple) else '[]'
-    return left + ', '.join(NestText(v) for v in nest) + right
+    opening, closing = '()' if isinstance(nest, tuple) else '[]'
+    return opening + ', '.join(FormatNest(v) for v in nest) + closing
   if hasattr(nest, 'shape') and isinstance(getattr(nest, 'dtype', None), tf.DType):
-    return f'{nest.dtype.name}{_Text(nest.shape)}'
+    return f'{nest.dtype.name}{_FormatShape(nest.shape)}'
   return type(nest).__name__ if nest is not None else 'None'
 
 
 def Leaves(nest: Any, path: str = '') -> list[tuple[str, Any]]:
-  """(path, leaf) of every leaf of a nest, None included, in tf.nest order."""
+  """Returns (path, leaf) of every leaf of a nest, including None, in tf.nest order."""
   if isinstance(nest, Mapping):
     return [
       leaf
@@ -118,25 +118,25 @@ def Leaves(nest: Any, path: str = '') -> list[tuple[str, Any]]:
 
 
 def CheckNest(path: str, name: str, nest: Any, specs: Any) -> None:
-  """Checks that a nest has the structure, dtypes and ranks of `specs`; sizes may be others.
+  """Checks that a nest has the structure, dtypes and ranks of `specs`; sizes may differ.
 
   Args:
-    path: the layer's, begins the message.
-    name: of the nest.
-    nest: tensors, and None where `specs` has None.
+    path: the layer's path, at the beginning of the message.
+    name: the name of the nest in the message.
+    nest: tensors, with None in the same places as in `specs`.
     specs: a nest of tensors or tf.TensorSpec.
 
   Raises:
-    ValueError: another structure or rank, or None on one side alone.
-    TypeError: another dtype.
+    ValueError: the structure or a rank differs, or only one of the two is None.
+    TypeError: a dtype differs.
   """
   leaves, expected = Leaves(nest, name), Leaves(specs, name)
   if [place for place, _ in leaves] != [place for place, _ in expected]:
-    raise ValueError(f'{path}: {name}: expected {NestText(specs)}, got {NestText(nest)}')
+    raise ValueError(f'{path}: {name}: expected {FormatNest(specs)}, got {FormatNest(nest)}')
   for (place, leaf), (_, spec) in zip(leaves, expected, strict=True):
     if leaf is None and spec is None:
       continue
-    message = f'{path}: {place}: expected {NestText(spec)}, got {NestText(leaf)}'
+    message = f'{path}: {place}: expected {FormatNest(spec)}, got {FormatNest(leaf)}'
     if leaf is None or spec is None or not _SameRank(leaf.shape, spec.shape):
       raise ValueError(message)
     if leaf.dtype != spec.dtype:
@@ -147,6 +147,6 @@ def _SameRank(a: tf.TensorShape, b: tf.TensorShape) -> bool:
   return None in (a.rank, b.rank) or a.rank == b.rank
 
 
-def _Text(shape: Any) -> str:
+def _FormatShape(shape: Any) -> str:
   dims = shape.as_list() if isinstance(shape, tf.TensorShape) and shape.rank is not None else shape
   return str(list(dims)).replace('None', '?') if isinstance(dims, Sequence) else str(dims)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuses side effects of layers and losses, which run again where a stage is re-materialised.
+"""Rejects layers and losses with side effects, because re-materialisation runs a stage again.
 
-A variable would be written once or twice for a micro-batch, as the policy has it. A random
-operation with a state of its own would draw other numbers, and the gradients would be wrong.
+A variable would be written once or twice for a micro-batch, depending on the policy. A random
+operation with internal state would draw other numbers, and the gradients would be wrong.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from typing import Any
 
 import tensorflow as tf
 
-# Of the operations that take a variable or a table, those that leave it as it is.
+# Operations that take a variable or a table without changing it.
 _READS = frozenset(
   'ReadVariableOp _ReadVariablesOp DisableCopyOnRead ResourceGather ResourceGatherNd VariableShape '
   'VarIsInitializedOp LookupTableFindV2 LookupTableSizeV2 LookupTableExportV2'.split()
 )
 
-# {type of operation: its effect}: a layer has many operations of few types.
+# {type of operation: its effect}. A cache, because a layer has many operations of few types.
 _EFFECTS: dict[str, str] = {}
 
 
 @contextlib.contextmanager
-def Refused(where: str) -> Iterator[None]:
-  """Raises where the enclosed code, while it is traced, writes a variable or draws such numbers.
+def Forbid(where: str) -> Iterator[None]:
+  """Raises if the enclosed code, while it is traced, writes a variable or draws stateful numbers.
 
   Args:
-    where: begins the message.
+    where: the layer's path or another name for the code, at the beginning of the message.
 
   Raises:
-    ValueError: it does, itself or in a function, branch or loop; or it writes a weight that came
-      as a tensor.
+    ValueError: the code has such an effect, directly or in a function, branch or loop; or it
+      writes a weight that is passed as a tensor.
   """
-  mark = tf.no_op()  # Tells the graph that is traced, None where code runs eagerly.
+  mark = tf.no_op()  # An operation of the traced graph; None in eager mode.
   if mark is None:
     yield
     return
@@ -46,25 +46,26 @@ def Refused(where: str) -> Iterator[None]:
       raise ValueError(_WritesMessage(where, str(e.name))) from e
     raise
   for node, effect in _Effects(mark.graph, mark.graph.get_operations()[num_before:]):
-    what = f'{node.op} {node.name}'
+    op = f'{node.op} {node.name}'
     if effect == 'writes':
-      raise ValueError(_WritesMessage(where, what))
+      raise ValueError(_WritesMessage(where, op))
     raise ValueError(
-      f'{where}: {what} draws other numbers when backward runs it again; use '
-      'tf.random.stateless_uniform and the like, with fprop_context.Current().OpSeed(layer)'
+      f'{where}: {op} draws other numbers when backward runs it again; use '
+      'tf.random.stateless_uniform or another stateless operation, with the seed '
+      'fprop_context.Current().OpSeed(layer)'
     )
 
 
-def _WritesMessage(where: str, what: str) -> str:
+def _WritesMessage(where: str, op: str) -> str:
   return (
-    f'{where}: {what} writes a variable, but runs again in backward, or never; report sums with '
-    'fprop_context.Current().AddSums and make new state of them in StateFromSums'
+    f'{where}: {op} writes a variable, but backward may run it again; report sums with '
+    'fprop_context.Current().AddSums and compute the new state in StateFromSums'
   )
 
 
 def _Effects(graph: tf.Graph, ops: Iterable[tf.Operation]) -> Iterator[tuple[Any, str]]:
-  """(NodeDef, `writes` or `draws`) of operations, and of those in the functions that they call."""
-  # Most have no effect: a NodeDef and a library are made anew for each who asks.
+  """Yields (NodeDef, `writes` or `draws`) of operations, also inside the functions they call."""
+  # Most operations have no effect. Skip these first: each access to a NodeDef or a library copies.
   nodes = [op.node_def for op in ops if _EffectOf(graph, op.type)]
   library = graph.as_graph_def().library.function if nodes else ()
   functions = {function.signature.name: function for function in library}
@@ -76,13 +77,13 @@ def _Effects(graph: tf.Graph, ops: Iterable[tf.Operation]) -> Iterator[tuple[Any
       for name in [f.name for value in values for f in (value.func, *value.list.func)]:
         if name in functions:
           nodes += functions.pop(name).node_def
-    # Recurrent networks of cuDNN draw for their dropout alone.
+    # Recurrent networks of cuDNN draw only for dropout.
     elif effect and not (node.op.startswith('CudnnRNN') and not node.attr['dropout'].f):
       yield node, effect
 
 
 def _EffectOf(graph: tf.Graph, op_type: str) -> str:
-  """What such an operation does: `calls` functions, `draws`, `writes` or nothing of these."""
+  """Returns the effect of such an operation: `calls` (functions), `draws`, `writes` or ''."""
   if op_type not in _EFFECTS:
     _EFFECTS[op_type] = _Effect(graph.op_def_for_type(op_type))
   return _EFFECTS[op_type]

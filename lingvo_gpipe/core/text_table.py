@@ -6,17 +6,18 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 
-def Lines(rows: Sequence[Sequence[str]], left: Collection[int]) -> list[str]:
-  """A line for each row.
+def FormatTable(rows: Sequence[Sequence[str]], text_columns: Collection[int]) -> list[str]:
+  """Returns one line for each row.
 
   Args:
-    rows: cells, as many in each row, at least one row.
-    left: indices of the columns of words; the others, of numbers, are aligned to the right.
+    rows: at least one row of cells; all rows have equally many cells.
+    text_columns: indices of the columns to align to the left. Columns of numbers align to the
+      right.
   """
   widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
   return [
     '  '.join(
-      cell.ljust(width) if i in left else cell.rjust(width)
+      cell.ljust(width) if i in text_columns else cell.rjust(width)
       for i, (cell, width) in enumerate(zip(row, widths, strict=True))
     ).rstrip()
     for row in rows

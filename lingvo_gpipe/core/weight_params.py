@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Describes a weight: its shape, dtype and initial distribution, and draws its initial value.
+"""Describes a weight by shape, dtype and initial distribution, and draws its initial value.
 
-Nothing here allocates a variable. The initial value is a pure function of a seed and of the
-variable's path, so a model starts from the same weights however it is cut into stages and in
-whatever order its layers are made.
+This module allocates no variables. The initial value is a pure function of a seed and of the
+variable's path, so a model starts from the same weights for every cut into stages and every order
+of creating its layers.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import tensorflow as tf
 
 @dataclasses.dataclass(frozen=True)
 class WeightInit:
-  """How a weight is initialised: a method and its scale.
+  """The initialisation of a weight: a method and its scale.
 
-  Made by the factories that carry Lingvo's names: `WeightInit.Xavier(1.0)`. `fan_in` is
-  `shape[-2] * receptive field`, `fan_out` is `shape[-1] * receptive field`, the receptive field
-  being the product of the leading dimensions; both are the size for a weight of rank one. `custom`
-  is the function or the values of the two custom methods.
+  The factories have Lingvo's names, for example `WeightInit.Xavier(1.0)`. `fan_in` is
+  `shape[-2] * receptive field` and `fan_out` is `shape[-1] * receptive field`; the receptive field
+  is the product of the leading dimensions. For a weight of rank one, both are its size. `custom` is
+  the function or the values of the two custom methods.
   """
 
   method: str
@@ -61,19 +61,19 @@ class WeightInit:
 
   @classmethod
   def CustomVarInit(cls, fn: Callable[[Sequence[int], tf.DType, tf.Tensor], Any]) -> WeightInit:
-    """What `fn(shape, dtype, seed)` returns; `seed` is an int64 [2] for stateless random ops."""
+    """The result of `fn(shape, dtype, seed)`; `seed` is an int64 [2] for stateless random ops."""
     return cls('custom', 1.0, fn)
 
   @classmethod
   def CustomConstantVarInit(cls, values: Any) -> WeightInit:
-    """These values: nested lists or an array of the weight's shape."""
+    """The given values: nested lists or an array of the weight's shape."""
     return cls('custom_constant', 1.0, values)
 
   @classmethod
   def ScaledDeltaOrthogonal(cls, scale: float = 1.0) -> WeightInit:
-    """A convolution kernel [..., in, out] that is zero but for an orthogonal matrix in its centre.
+    """A convolution kernel [..., in, out], zero except for an orthogonal matrix in the centre.
 
-    scale * the orthonormal rows or columns of a Gaussian matrix (Xiao et al. 2018).
+    The matrix is scale * the orthonormal rows or columns of a Gaussian matrix (Xiao et al. 2018).
     """
     return cls('delta_orthogonal', scale)
 
@@ -101,7 +101,7 @@ class WeightInit:
   def XavierWithFixupParams(
     cls, scale: float = 1.0, depth: float = 1.0, layers_per_residual_block: float = 1.0
   ) -> WeightInit:
-    """Xavier, scaled by depth^(-1 / (2 * layers_per_residual_block)) (GPipe section 5; Fixup)."""
+    """Xavier, scaled by depth^(-1 / (2 * layers_per_residual_block)) (GPipe, section 5; Fixup)."""
     if depth <= 0 or layers_per_residual_block <= 0:
       raise ValueError(
         'depth and layers_per_residual_block must be positive, '
@@ -172,7 +172,7 @@ class WeightInit:
 
 @dataclasses.dataclass(frozen=True)
 class WeightParams:
-  """A weight to be: shape, initialisation (None: the layer's), dtype (None: the layer's)."""
+  """A declared weight: shape, initialisation (None: the layer's), dtype (None: the layer's)."""
 
   shape: tuple[int, ...]
   init: WeightInit | None = None
@@ -190,18 +190,18 @@ class WeightParams:
 
   @property
   def num_elements(self) -> int:
-    """Count of the weight's entries."""
+    """Number of elements of the weight."""
     return math.prod(self.shape)
 
 
 def Hash64(*parts: int | str) -> int:
-  """A signed 64-bit hash of names and numbers, the same on every machine and run."""
+  """Returns a signed 64-bit hash of names and numbers, equal on every machine and run."""
   digest = hashlib.sha256('\x00'.join(str(p) for p in parts).encode()).digest()
   return int.from_bytes(digest[:8], 'little', signed=True)
 
 
 def FanInFanOut(shape: Sequence[int]) -> tuple[int, int]:
-  """The (fan_in, fan_out) of a weight of this shape; (1, 1) for a scalar."""
+  """Returns (fan_in, fan_out) of a weight of this shape; (1, 1) for a scalar."""
   if not shape:
     return 1, 1
   if len(shape) == 1:
@@ -211,13 +211,13 @@ def FanInFanOut(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def InitialValue(weight: WeightParams, random_seed: int, path: str) -> tf.Tensor:
-  """The initial value of the weight at `path`, a tensor of its shape and dtype.
+  """Returns the initial value of the weight at `path`, a tensor of its shape and dtype.
 
-  Drawn in float32 (float64 for a float64 weight) by a stateless generator that is seeded with
-  `random_seed` and the path, so it depends on nothing else.
+  A stateless generator draws it in float32 (float64 for a float64 weight), seeded with
+  `random_seed` and the path, so the value depends on nothing else.
   """
   if weight.init is None or weight.dtype is None:
-    raise ValueError(f'{path}: the weight needs an init and a dtype before it gets a value')
+    raise ValueError(f'{path}: the weight needs an init and a dtype to get a value')
   if not weight.dtype.is_floating and weight.init.method not in _ANY_DTYPE:
     raise ValueError(
       f'{path}: a weight of dtype {weight.dtype.name} needs WeightInit.Constant, Category or a '
@@ -229,7 +229,7 @@ def InitialValue(weight: WeightParams, random_seed: int, path: str) -> tf.Tensor
   kind, limit = _METHODS[weight.init.method]
   size = limit(weight.shape, weight.init.scale)
   seed = [Hash64(path), int(random_seed)]
-  alg = 'philox'  # The same on every kind of device.
+  alg = 'philox'  # Draws equal numbers on every kind of device.
   if kind == 'uniform':
     value = tf.random.stateless_uniform(weight.shape, seed, -size, size, draw_dtype, alg=alg)
   elif kind == 'uniform_positive':
@@ -259,7 +259,7 @@ def _DeltaOrthogonal(
   rows, columns = shape[-2:]
   large, small = max(rows, columns), min(rows, columns)
   q, r = tf.linalg.qr(tf.random.stateless_normal([large, small], seed, dtype=dtype, alg='philox'))
-  # With the signs of r's diagonal taken out, q is uniform over the orthogonal matrices.
+  # Without the signs of r's diagonal, q is uniform over the orthogonal matrices.
   q *= tf.sign(tf.linalg.diag_part(r))
   matrix = scale * (q if rows >= columns else tf.transpose(q))
   centre = [size // 2 for size in shape[:-2]]
@@ -284,7 +284,7 @@ def _Dim0(shape: Sequence[int]) -> int:
 
 _ANY_DTYPE = frozenset({'constant', 'category', 'custom', 'custom_constant'})
 
-# Method -> (distribution, its half-width or standard deviation from shape and scale).
+# {method: (distribution, its half-width or standard deviation from shape and scale)}.
 _METHODS: dict[str, tuple[str, Callable[[Sequence[int], float], float]]] = {
   'constant': ('constant', lambda shape, scale: scale),
   'category': ('category', lambda shape, scale: scale),

@@ -79,7 +79,7 @@ def AwaitWorkers(
   waiting: dict[int, str] = dict.fromkeys(range(len(addresses)), '')
   answers: dict[str, bytes] = {}
   while True:
-    heartbeat.Long()  # It is this wait that ends, and names who is absent.
+    heartbeat.SuspendTimeout()  # It is this wait that ends, and names who is absent.
     # Of those that may be left with the work none is to be gone meanwhile.
     wanted = range(len(addresses)) if are_enough else list(waiting)
     told = AskAll([addresses[index] for index in wanted])

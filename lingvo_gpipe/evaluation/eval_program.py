@@ -358,7 +358,7 @@ class EvalProgram:
 
 
 def _Wait(seconds: float, stop: stop_request.StopRequest) -> None:
-  heartbeat.Long()
+  heartbeat.SuspendTimeout()
   end = time.monotonic() + seconds
   while stop.signal is None and time.monotonic() < end:
     time.sleep(0.1)

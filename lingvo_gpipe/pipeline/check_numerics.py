@@ -240,6 +240,6 @@ def _Describe(nest: Any) -> str:
     name = f' at {path}' if path and path != '[0]' else ''
     return (
       f'{np.isnan(values).sum()} NaN and {np.isinf(values).sum()} Inf in '
-      f'{shapes.NestText(leaf)}{name}, {extent}'
+      f'{shapes.FormatNest(leaf)}{name}, {extent}'
     )
   return ''

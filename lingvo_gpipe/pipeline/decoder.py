@@ -98,12 +98,12 @@ class DecodingFunctions:
       for i, (layer, layer_vars) in enumerate(zip(self.layers, variables, strict=True)):
         args = stage_functions.AsTuple(outputs)
         try:
-          with failures.LayerScope(i), side_effects.Refused(layer.path):
+          with failures.LayerScope(i), side_effects.Forbid(layer.path):
             outputs, made = run(i, layer.ThetaFrom(layer_vars), args)
             outputs = stage_functions.AsTensors(layer, outputs)
         except Exception as e:
           kind = type(layer).__name__
-          e.add_note(f'in layer {layer.path} ({kind}), given {shapes.NestText(args)}')
+          e.add_note(f'in layer {layer.path} ({kind}), given {shapes.FormatNest(args)}')
           raise
         states.append(made)
     return outputs, states

@@ -95,7 +95,7 @@ class EvalRunner:
       with tf.device('/device:CPU:0'):
         self.global_step = tf.Variable(0, trainable=False, dtype=tf.int64, name='global_step')
     self._eval_step = tf.function(self._EvalStep, autograph=False)
-    self._shapes = {shapes.NestText(batch_spec)}  # Of the batches that are expected.
+    self._shapes = {shapes.FormatNest(batch_spec)}  # Of the batches that are expected.
     self._traced: set[tuple[Any, str]] = set()
 
   @property
@@ -140,7 +140,7 @@ class EvalRunner:
     """
     for spec in batch_specs:
       shapes.CheckNest(self.task.path, 'batch', spec, self.batch_spec)
-      self._shapes.add(shapes.NestText(spec))
+      self._shapes.add(shapes.FormatNest(spec))
     self.engine.functions.num_batch_shapes = len(self._shapes)
 
   def Evaluate(self, data: Iterable[batches.AnyBatch]) -> dict[str, tuple[float, float]]:
@@ -182,10 +182,10 @@ class EvalRunner:
     if 'example_index' not in batch:
       rows = tf.range(micro_batch.BatchSize(batch), dtype=tf.int64)
       batch = nested_map.NestedMap(batch, example_index=first_example + rows)
-    heartbeat.Long()
+    heartbeat.SuspendTimeout()
     with self.AveragedWeights():
       decoded = self.task.Decode(batch, input_generator)
-    heartbeat.Long()
+    heartbeat.SuspendTimeout()
     return decoded
 
   @functools.cached_property
@@ -262,10 +262,10 @@ class EvalRunner:
 
     TensorFlow would do it as well, and warn where some new shapes come in a row.
     """
-    key = (step, shapes.NestText(batch))
+    key = (step, shapes.FormatNest(batch))
     if key in self._traced:
       return False
-    heartbeat.Long()
+    heartbeat.SuspendTimeout()
     step.get_concrete_function(batch, *args)
     self._traced.add(key)
     return True

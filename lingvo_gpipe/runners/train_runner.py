@@ -157,7 +157,7 @@ class TrainRunner(eval_runner.EvalRunner):
       sums, loss_weight = self._accumulated
       values = self._update(sums, loss_weight, self._state)
     else:
-      heartbeat.Long()
+      heartbeat.SuspendTimeout()
       return None
     result = {name: float(value) for name, value in values.items()}
     heartbeat.Step(heartbeat.TRAIN)
@@ -176,7 +176,7 @@ class TrainRunner(eval_runner.EvalRunner):
 
   def IsTraced(self, batch: batches.AnyBatch) -> bool:
     """Whether a training step of such a batch was traced before."""
-    text = shapes.NestText(batch)
+    text = shapes.FormatNest(batch)
     return any(shape == text for step, shape in self._traced if step is not self._eval_step)
 
   def NumSkippedSteps(self) -> tf.Tensor:

@@ -162,8 +162,8 @@ def _Function(task: task_lib.BaseTask, signature: task_lib.Signature) -> Any:
 
 
 def _SignatureText(function: Any) -> str:
-  inputs = shapes.NestText(function.structured_input_signature[1])
-  return f'{inputs} -> {shapes.NestText(function.structured_outputs)}'
+  inputs = shapes.FormatNest(function.structured_input_signature[1])
+  return f'{inputs} -> {shapes.FormatNest(function.structured_outputs)}'
 
 
 def _Write(

@@ -63,7 +63,7 @@ def PartitionText(
     cuts[name] = cut.ends
     text = f'task {name}:\n{cut.Table()}' if name else cut.Table()
     if num_shapes > 1:
-      text += f'\n\nfor the largest of {num_shapes} shapes of batches: {shapes.NestText(spec)}'
+      text += f'\n\nfor the largest of {num_shapes} shapes of batches: {shapes.FormatNest(spec)}'
     if task.pipeline is not None and (picture := SchedulePicture(cut)):
       text += f'\n\n{picture}'
     texts.append(text)
@@ -115,7 +115,9 @@ def ParamsDiff(old: str, new: str) -> list[str]:
     keys = [(value or '').partition('@')[0] for value in (change.old, change.new)]
     return change.path == 'model' and keys[0] == keys[1]
 
-  return [str(change) for change in params_diff.Changes(old, new) if not IsOfTheSamePlace(change)]
+  return [
+    str(change) for change in params_diff.FindChanges(old, new) if not IsOfTheSamePlace(change)
+  ]
 
 
 def WriteDescription(

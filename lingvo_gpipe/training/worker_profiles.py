@@ -50,7 +50,7 @@ class WorkerProfiles:
 
   def End(self) -> tuple[dict[int, bytes], dict[int, str]]:
     """Returns the traces by task index, and why others have none."""
-    heartbeat.Long()
+    heartbeat.SuspendTimeout()
     for channel in self._channels.values():
       with contextlib.suppress(grpc.RpcError):  # Then there is no trace, which tells why.
         tell = channel.unary_unary(f'{_SERVICE}/Terminate')

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BaseLayer: structure, inheritance, weights and theta, costs by tracing."""
+"""Tests of BaseLayer: structure, inheritance, weights and theta, costs by tracing."""
 
 import sys
 
@@ -13,12 +13,12 @@ WeightInit = weight_params.WeightInit
 
 
 class _Scale(base_layer.BaseLayer):
-  """x * w + steps, with a float that is not trained and an integer."""
+  """x * w + steps, with a non-trainable float and a non-trainable integer."""
 
   @classmethod
   def Params(cls):
     p = super().Params()
-    p.Define('shape', [3], 'Of w.')
+    p.Define('shape', [3], 'Shape of w.')
     return p
 
   def __init__(self, params):
@@ -38,7 +38,7 @@ class _Tree(base_layer.BaseLayer):
   @classmethod
   def Params(cls):
     p = super().Params()
-    p.Define('tpl', _Scale.Params(), 'Of all children.')
+    p.Define('tpl', _Scale.Params(), 'Params of all children.')
     return p
 
   def __init__(self, params):
@@ -78,7 +78,7 @@ def testPathsNamesAndOrder():
   assert list(tree.WeightSpecs())[:3] == ['top.one.w', 'top.one.mean', 'top.one.steps']
 
 
-def testPathHasTheNameInTheParentNotThatInTheParams():
+def testPathUsesTheNameInTheParentNotInTheParams():
   tree = _Make(variables=False, **{'tpl.name': 'other'})
   assert tree.one.params.name == 'other'
   assert tree.one.path == 'top.one'
@@ -122,20 +122,20 @@ def _Weight(name):
     (_Weight('path'),),
   ],
 )
-def testANameIsTakenOnce(calls):
+def testUsedNamesRaise(calls):
   with pytest.raises(ValueError, match=r"top: the name '\w+' is already taken"):
     _Creating(*calls)()
 
 
 @pytest.mark.parametrize('name', ['a.b', 'a[0]', '', '1a'])
-def testNamesMustBeNames(name):
+def testInvalidNamesRaise(name):
   with pytest.raises(ValueError):
     _Creating(_Child(name))()
   with pytest.raises(ValueError):
     _Make(_Scale, name=name)
 
 
-def testNothingIsCreatedAfterTheVariables():
+def testCreatingAfterInstantiateVariablesRaises():
   tree = _Make()
   for call in (_Child('late'), _Weight('late')):
     with pytest.raises(ValueError, match="top: .*'late'.*variables already exist.*in __init__"):
@@ -158,7 +158,7 @@ def testParamsAreCopiedAndFrozen():
   assert _Scale.Params().name == ''
 
 
-def testTemplateIsNotChangedByItsChildren():
+def testChildrenDoNotChangeTheirTemplate():
   tree = _Make(variables=False, dtype=tf.float64)
   assert tree.params.tpl.dtype is None and tree.params.tpl.name == ''
 
@@ -172,7 +172,7 @@ def testRootDefaults():
   assert p.params_init == WeightInit.Xavier()
 
 
-def testChildrenInheritWhatTheyLeaveOpen():
+def testChildrenInheritParamsThatAreNone():
   values = {
     'dtype': tf.float64,
     'fprop_dtype': tf.bfloat16,
@@ -183,7 +183,7 @@ def testChildrenInheritWhatTheyLeaveOpen():
     assert {k: layer.params.Get(k) for k in values} == values
 
 
-def testAChildsOwnValueWinsEvenIfItIsTheDefault():
+def testAChildKeepsItsOwnValueEvenIfItIsTheDefault():
   tree = _Make(
     variables=False, fprop_dtype=tf.bfloat16, random_seed=7, **{'tpl.fprop_dtype': tf.float32}
   )
@@ -238,7 +238,7 @@ def testInstantiatingAgainKeepsTheVariables():
   assert all(v is before[path] for path, v in tree.VariablesByPath().items())
 
 
-def testVariablesCanBeMadeWhileTracing():
+def testVariablesCanBeCreatedWhileTracing():
   tree = _Make(variables=False)
 
   @tf.function(autograph=False)
@@ -258,21 +258,21 @@ def testVarsMirrorTheTree():
   assert isinstance(tree.vars.some[1], nested_map.NestedMap)
 
 
-def testWhatIsTrained():
+def testTrainableVariablesAndTheirCount():
   tree = _Make()
   assert {p for p, v in tree.VariablesByPath().items() if v.trainable} == {f'{p}.w' for p in PATHS}
   assert tree.NumParams() == 15
   assert len(tree.trainable_variables) == 5 and len(tree.variables) == 15
 
 
-def testALayerKnowsOnlyItsOwnVariables():
+def testALayerDoesNotListItsParentsVariables():
   # The parent is reachable from a child; tf.Module must not walk up to it.
   tree = _Make()
   assert len(tree.one.variables) == 3
   assert len(tree.one.trainable_variables) == 1
 
 
-def testWithoutVariablesTheErrorSaysWhatToDo():
+def testMissingVariablesRaiseWithAdvice():
   tree = _Make(variables=False)
   for ask in (lambda: tree.vars, lambda: tree.theta, tree.VariablesByPath, lambda: tree.one(1)):
     with pytest.raises(ValueError, match=r'top.* has no variables yet; call InstantiateVar'):
@@ -317,7 +317,7 @@ def testFPropTakesWeightsFromTheta():
 
 
 class _Costly(base_layer.BaseLayer):
-  """Takes and gives nests with None in them; two products."""
+  """Takes and returns nests with None in them; computes two products."""
 
   def __init__(self, params):
     super().__init__(params)
@@ -339,7 +339,7 @@ def testMetaIsTracedWithoutVariables():
   assert len(meta.out_specs) == 2
 
 
-def testMetaOfALayerThatWouldNotFit():
+def testMetaOfALayerLargerThanMemory():
   class Huge(base_layer.BaseLayer):
     """Ten terabytes of weights."""
 
@@ -369,14 +369,14 @@ def testPositionWiseLayersDecodeByFProp():
     assert states == nested_map.NestedMap()
     for a, b in zip(outputs, layer(x), strict=True):
       np.testing.assert_array_equal(a, b)
-  # What a parent says of itself is worth as much as what its children can.
+  # A parent is position-wise only if its children are.
   layer = _Make(Tree)
   with pytest.raises(NotImplementedError, match='^top.one: a _Scale cannot decode .* write its'):
     layer.Prefill(layer.theta, x, max_length=9)
 
 
 def testALayerThatOnlyExtendsPrefillsByFProp():
-  """As one that adds positions: it keeps nothing, but a position is not like another."""
+  """For example a layer that adds positions: it has no states, but its positions differ."""
 
   class Counts(base_layer.BaseLayer):
     def FProp(self, theta, x):
@@ -393,7 +393,7 @@ def testALayerThatOnlyExtendsPrefillsByFProp():
   assert extended.numpy().tolist() == [[3]]
 
 
-def testAnFPropOfItsOwnIsNotPositionWiseByInheritance():
+def testAClassThatOverridesFPropDoesNotInheritPositionWise():
   class Wise(_Scale):
     is_position_wise = True
 
@@ -408,17 +408,17 @@ def testAnFPropOfItsOwnIsNotPositionWiseByInheritance():
       return 2 * super().FProp(theta, x)
 
   class Renamed(Doubled):
-    """Nothing new."""
+    """Inherits everything."""
 
-  found = [cls.is_position_wise for cls in (Wise, Reversed, Doubled, Renamed)]
-  assert found == [True, False, True, True]
+  classes = (Wise, Reversed, Doubled, Renamed)
+  assert [cls.is_position_wise for cls in classes] == [True, False, True, True]
 
 
-def testALayerWithoutFPropIsNamed():
+def testALayerWithoutFPropRaises():
   with pytest.raises(NotImplementedError, match='Bare has no FProp'):
 
     class Bare(base_layer.BaseLayer):
-      """Nothing."""
+      """Has no FProp."""
 
     _Make(Bare)(1)
 
@@ -438,7 +438,7 @@ def testAChildDoesNotReachItsParentsVariables():
   assert set(top.submodules) == {top.one, *top.some, *top.named.values()}
 
 
-def testParamsOfAnotherClassAreRefused():
+def testParamsOfAnotherClassRaise():
   with pytest.raises(ValueError, match=r'_Tree was given the Params of _Scale'):
     _Tree(_Scale.Params().Set(name='x'))
 

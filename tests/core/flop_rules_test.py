@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of what single operations cost."""
+"""Tests of the costs of single operations."""
 
 import math
 import sys
@@ -14,7 +14,7 @@ from lingvo_gpipe.core import flop_rules
 
 
 def _Flops(fn, op_type, *shapes, dtype=tf.float32):
-  """FLOPs of the one op of that type which `fn` makes."""
+  """Returns the FLOPs of the only op of that type that `fn` creates."""
   graph = tf.Graph()
   with graph.as_default():
     fn(*(tf.raw_ops.Placeholder(dtype=dtype, shape=x) for x in shapes))
@@ -88,7 +88,7 @@ def testEinsum(equation, shapes, expected):
     ('ab...->a', [[2]]),
   ],
 )
-def testEinsumThatDoesNotFit(equation, shapes):
+def testEinsumThatDoesNotMatchItsShapesRaises(equation, shapes):
   with pytest.raises(ValueError, match='einsum'):
     flop_rules.EinsumFlops(equation, shapes)
 
@@ -96,19 +96,19 @@ def testEinsumThatDoesNotFit(equation, shapes):
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def testEinsumCountsThePointsOfItsIterationSpace(data):
-  """Where every label is kept or shared, the cost is 1 or 2 per point of all the labels."""
+  """If every label is shared or in the output, the cost is 1 or 2 per point of all labels."""
   sizes = {x: data.draw(st.integers(2, 4)) for x in 'abcde'}
   shared = data.draw(st.sets(st.sampled_from('abcde')))
-  left, right = shared | {'a', 'b'}, shared | {'c'}
-  own = (left | right) - (left & right)
-  output = own | data.draw(st.sets(st.sampled_from(sorted(left & right)))) if shared else own
-  equation = f'{"".join(left)},{"".join(right)}->{"".join(output)}'
+  a, b = shared | {'a', 'b'}, shared | {'c'}
+  unshared = (a | b) - (a & b)
+  output = unshared | data.draw(st.sets(st.sampled_from(sorted(a & b)))) if shared else unshared
+  equation = f'{"".join(a)},{"".join(b)}->{"".join(output)}'
   flops = flop_rules.EinsumFlops(
-    equation, [[sizes[x] for x in ''.join(left)], [sizes[x] for x in ''.join(right)]]
+    equation, [[sizes[x] for x in ''.join(a)], [sizes[x] for x in ''.join(b)]]
   )
-  points = math.prod(sizes[x] for x in left | right)
-  assert flops == (1 if output == left | right else 2) * points
-  np.einsum(equation, *(np.ones([sizes[x] for x in ''.join(t)]) for t in (left, right)))
+  points = math.prod(sizes[x] for x in a | b)
+  assert flops == (1 if output == a | b else 2) * points
+  np.einsum(equation, *(np.ones([sizes[x] for x in ''.join(t)]) for t in (a, b)))
 
 
 def testConvolutions():
@@ -160,7 +160,7 @@ def testConvolutions():
     (lambda x: tf.linalg.det(x), 'MatrixDeterminant', None),
   ],
 )
-def testOneOp(fn, op_type, expected):
+def testFlopsOfSingleOps(fn, op_type, expected):
   shape = [2, 4, 6, 4] if op_type != 'MatrixDeterminant' else [2, 4, 4]
   assert _Flops(fn, op_type, shape) == expected
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FPropContext: nesting, and seeds that differ wherever they should."""
+"""Tests of FPropContext: nesting, and seeds."""
 
 import itertools
 import sys
@@ -13,7 +13,7 @@ from lingvo_gpipe.core import base_layer, fprop_context, weight_params
 
 
 class _Leaf(base_layer.BaseLayer):
-  """Nothing but a place in the tree."""
+  """A layer without weights."""
 
 
 class _Block(base_layer.BaseLayer):
@@ -42,14 +42,14 @@ def _Seed(layer, name='', **where):
     return tuple(context.OpSeed(layer, name).numpy().tolist())
 
 
-def testOutsideOfAnyScopeItIsEvaluationWithoutAStep():
+def testTheDefaultContextIsEvaluationWithoutAStep():
   context = fprop_context.Current()
   assert context.do_eval
   with pytest.raises(ValueError, match=r'stack\.layers\[0\] draws random numbers, but no step'):
     context.OpSeed(_MakeStack().layers[0].a)
 
 
-def testScopesNestAndAreLeftOnErrors():
+def testScopesNestAndEndOnErrors():
   with fprop_context.Scope(step=1) as outer:
     assert fprop_context.Current() is outer
     assert not outer.do_eval
@@ -81,7 +81,7 @@ def testSeedsDifferByLayerNameRunSeedStepAndMicroBatch():
   assert seeds[0] == _Seed(leaves[0], step=0)
 
 
-def testSeedsAreExactFarOut():
+def testSeedsAreExactForLargeSteps():
   leaf = _MakeStack().layers[0].a
   steps = (10**7, 10**7 + 1, 2**24, 2**24 + 1, 2**42)
   seeds = [
@@ -113,7 +113,7 @@ def testAStepTensorIsAnInputOfTheTrace():
     assert tuple(seed.numpy().tolist()) == _Seed(leaf, step=step, micro_batch=m)
 
 
-def testRowsHandedInGiveTheSameSeeds():
+def testSeedRowsGiveTheSameSeeds():
   stack = _MakeStack(random_seed=5)
   counter = fprop_context.StepCounter(7, 3)
   for block in stack.layers:
@@ -123,8 +123,8 @@ def testRowsHandedInGiveTheSameSeeds():
       assert tuple(context.OpSeed(leaf).numpy().tolist()) == _Seed(leaf, step=7, micro_batch=3)
 
 
-def testEqualLayersDifferInTheirRowOnly():
-  """With the same row two equal layers draw the same numbers: what sharing a trace rests on."""
+def testSeedsOfEqualLayersDependOnTheirRowAlone():
+  """With the same row, two equal layers draw the same numbers, so they can share a trace."""
   stack = _MakeStack()
   row = tf.constant([11, 12], tf.int64)
   seeds = set()
@@ -157,8 +157,8 @@ class _Outer(base_layer.BaseLayer):
     self.CreateChildren('layers', [_Stack.Params()] * 2, seed_roots=True)
 
 
-def testTheOutermostSequenceTellsTheRow():
-  """A stage knows the rows of its own layers only, and these may be sequences themselves."""
+def testTheOutermostSequenceDeterminesTheRow():
+  """A stage has rows only for its own layers, which may be sequences themselves."""
   outer = _Outer.Params().Set(name='outer').Instantiate()
   leaf = outer.layers[1].layers[2].a
   assert leaf.seed_root is outer.layers[1]

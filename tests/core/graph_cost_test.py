@@ -74,12 +74,12 @@ def testNestedFunctionsAreCountedAtEveryCall(w):
   inner = tf.function(lambda x: tf.tanh(x @ w), autograph=False)
   middle = tf.function(lambda x: inner(x) + inner(2.0 * x), autograph=False, jit_compile=True)
   calls = lambda x: middle(x) + inner(x)  # noqa: E731
-  one = 2 * 16 * 8 * 4 + 16 * 4
-  assert _Flops(calls, [16, 8]) == (2 * one + 16 * 8 + 16 * 4) + one + 16 * 4
+  once = 2 * 16 * 8 * 4 + 16 * 4
+  assert _Flops(calls, [16, 8]) == (2 * once + 16 * 8 + 16 * 4) + once + 16 * 4
 
 
-def testFunctionTakesTheShapesOfItsCall(w):
-  """Traced for any batch, told its width by an argument: counted with what the call gives."""
+def testFunctionsAreCountedWithTheShapesOfTheCall(w):
+  """A function traced for any batch is counted with the shapes and constants of its call."""
 
   @tf.function(
     input_signature=[tf.TensorSpec([None, 8]), tf.TensorSpec([], tf.int32)], autograph=False
@@ -94,15 +94,15 @@ def testFunctionTakesTheShapesOfItsCall(w):
 
 
 def testRecomputedAndCustomGradientBodies(w):
-  one = 2 * 16 * 8 * 4 + 16 * 4
+  once = 2 * 16 * 8 * 4 + 16 * 4
 
   @tf.custom_gradient
   def Custom(x):
     return tf.tanh(x @ w), lambda dy, variables=None: (dy @ tf.transpose(w), [None])
 
-  assert _Flops(tf.recompute_grad(lambda x: tf.tanh(x @ w)), [16, 8]) == one
-  assert _Flops(Custom, [16, 8]) == one
-  assert _Flops(tf.function(Custom, autograph=False), [16, 8]) == one
+  assert _Flops(tf.recompute_grad(lambda x: tf.tanh(x @ w)), [16, 8]) == once
+  assert _Flops(Custom, [16, 8]) == once
+  assert _Flops(tf.function(Custom, autograph=False), [16, 8]) == once
 
   def Backward(x):
     body = tf.recompute_grad(lambda x: tf.tanh(x @ w))
@@ -111,8 +111,8 @@ def testRecomputedAndCustomGradientBodies(w):
       y = tf.reduce_sum(body(x))
     return tape.gradient(y, [x, w])
 
-  # Not the dead first forward, but: a barrier (adds 0 to x), the body, TanhGrad, two products.
-  assert _Flops(Backward, [16, 8]) == 16 * 8 + one + 16 * 4 + 2 * (2 * 16 * 8 * 4)
+  # The first forward is pruned. Left: a barrier (adds 0 to x), the body, TanhGrad, two products.
+  assert _Flops(Backward, [16, 8]) == 16 * 8 + once + 16 * 4 + 2 * (2 * 16 * 8 * 4)
 
 
 def testBranches(w):
@@ -133,7 +133,7 @@ def testBranches(w):
 
 def testLoopsOfKnownLength():
   w = tf.ones([4, 4])
-  turn = 2 * 16 * 4 * 4
+  iteration = 2 * 16 * 4 * 4
 
   def While(x, start=0, limit=5, step=1):
     return tf.while_loop(lambda i, x: i < limit, lambda i, x: (i + step, x @ w), (start, x))[1]
@@ -141,7 +141,7 @@ def testLoopsOfKnownLength():
   overhead = 20  # Counters and conditions are scalars.
   for length, kwargs in ((5, {}), (3, {'start': 2}), (3, {'step': 2}), (0, {'limit': -1})):
     flops = _Flops(lambda x, kwargs=kwargs: While(x, **kwargs), [16, 4])
-    assert length * turn <= flops <= length * (turn + overhead)
+    assert length * iteration <= flops <= length * (iteration + overhead)
 
   def MapFn(x):
     return tf.map_fn(lambda row: tf.tanh(row), x)
@@ -154,9 +154,9 @@ def testLoopsOfKnownLength():
       x = x @ w
     return x
 
-  # The length is an argument, made from a static shape.
+  # The length is an argument computed from a static shape.
   flops = _Flops(lambda x: Autograph(x, tf.shape(x)[0] - 9), [16, 4])
-  assert 7 * turn <= flops <= 7 * (turn + overhead)
+  assert 7 * iteration <= flops <= 7 * (iteration + overhead)
 
 
 def testLoopBodiesReadVariablesAndCallFunctions():
@@ -167,13 +167,13 @@ def testLoopBodiesReadVariablesAndCallFunctions():
     limit = tf.reduce_max(tf.stack([tf.ones_like(x, tf.int32)[0, 0], 3, tf.size(x) - 127]))
     return tf.while_loop(lambda i, x: i < limit, lambda i, x: (i + 1, inner(x) @ w), (0, x))[1]
 
-  turn = 2 * (2 * 16 * 8 * 8) + 16 * 8
-  assert 3 * turn <= _Flops(Loop, [16, 8]) <= 3 * (turn + 20)
+  iteration = 2 * (2 * 16 * 8 * 8) + 16 * 8
+  assert 3 * iteration <= _Flops(Loop, [16, 8]) <= 3 * (iteration + 20)
 
 
 def testLoopsOfUnknownLengthAreReported():
   w = tf.ones([4, 4])
-  turn = 2 * 16 * 4 * 4
+  iteration = 2 * 16 * 4 * 4
 
   def Until(x, **kwargs):
     more = lambda x: tf.reduce_sum(x) < 100.0  # noqa: E731
@@ -182,10 +182,10 @@ def testLoopsOfUnknownLengthAreReported():
   cost = _Count(Until, [16, 4])
   (unknown,) = cost.unknown
   assert unknown in ('While', 'StatelessWhile')
-  assert turn <= cost.flops <= turn + 16 * 4 + 20
+  assert iteration <= cost.flops <= iteration + 16 * 4 + 20
   bounded = _Count(lambda x: Until(x, maximum_iterations=3), [16, 4])
   assert set(bounded.unknown) == {unknown}
-  assert 3 * turn <= bounded.flops <= 3 * (turn + 16 * 4 + 20)
+  assert 3 * iteration <= bounded.flops <= 3 * (iteration + 16 * 4 + 20)
 
 
 def testUnknownOpsAreReportedAndNeverZero():
@@ -198,7 +198,7 @@ def testUnknownOpsAreReportedAndNeverZero():
   assert (twice.flops, twice.unknown) == (6400, {'MatrixInverse': 6400})
 
 
-def testOnlyWhatIsNeededCounts(w):
+def testOnlyNeededOpsCount(w):
   counter = tf.Variable(tf.zeros([3]))
 
   def Body(x):
@@ -216,7 +216,7 @@ def testConstantsAndShapesAreFolded():
     return x * tf.sqrt(tf.cast(shape[0] * shape[1], tf.float32)) + tf.sin(tf.ones([8]))
 
   assert _Flops(Scale, [16, 8]) == 2 * 16 * 8
-  # Too large to be kept folded.
+  # Too large to be folded.
   assert _Flops(lambda x: x + tf.sin(tf.ones([200, 200])), [1]) == 2 * 200 * 200
 
 
@@ -245,8 +245,8 @@ def testCountsWhileAnotherFunctionIsTraced(w):
   def Outer(x):
     inner = tf.function(lambda x: x @ w, autograph=False)
     limit = lambda: tf.maximum(tf.constant(1), 2)  # noqa: E731
-    turn = lambda i, x: (i + 1, inner(x)[:, :1] + x)  # noqa: E731
-    length = lambda x: tf.while_loop(lambda i, x: i < limit(), turn, (0, x))[1]  # noqa: E731
+    iteration = lambda i, x: (i + 1, inner(x)[:, :1] + x)  # noqa: E731
+    length = lambda x: tf.while_loop(lambda i, x: i < limit(), iteration, (0, x))[1]  # noqa: E731
     counts.append(_Flops(length, [16, 8]))
     return inner(x)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of Params: definition, access, merging and text. Walks through them: params_tree_test."""
+"""Tests of Params: definition, access, merging and text. params_tree_test has walks over Params."""
 
 import math
 import os
@@ -34,11 +34,11 @@ def testDefineAndAccess():
 
 
 @pytest.mark.parametrize('name', ['X', '1a', 'a.b', '', 'a-b', '__doc__', None, 3])
-def testBadNamesAreRefused(name):
+def testInvalidNamesRaise(name):
   _Message(ValueError, hyperparams.Params().Define, name, 1, '')
 
 
-def testDefineTwiceIsRefused():
+def testDefiningANameTwiceRaises():
   assert _Message(AttributeError, _Leaf(x=1).Define, 'x', 2, '') == 'x is already defined'
 
 
@@ -57,12 +57,12 @@ def testWrongAttributeNamesGetHints():
   assert not hasattr(p, '__array__') and not hasattr(p, 'other')
 
 
-def testLongListsOfKeysAreCut():
+def testLongListsOfKeysAreShortened():
   p = _Leaf(**{f'key_{i}': i for i in range(100)})
   assert '(100 in all)' in _Message(AttributeError, p.Get, 'zzz')
 
 
-def testDefaultsAreKeptApart():
+def testDefaultsAreIndependentOfValues():
   p = _Leaf(tpl=_Leaf(x=1), sizes=[1])
   p.tpl.x = 2
   p.sizes.append(2)
@@ -190,7 +190,7 @@ def testTextLosesNothing(value):
   p = _Leaf(x=value, nested=_Leaf(y=[value], z=None))
   text = p.ToText()
   assert len(text.split('\n')) == 4 and all(' : ' in line for line in text.split('\n')[:3])
-  # Over params that say nothing of types, over params of the same type, and over other types.
+  # Read over None, over values of the same type, and over values of other types.
   fresh = _Leaf(x=None, nested=_Leaf(y=None, z=None)).FromText(text)
   assert fresh == p and _SameTypes(fresh.x, value) and _SameTypes(fresh.nested.y, [value])
   same = p.Copy().FromText(text)
@@ -202,22 +202,22 @@ def testTextLosesNothing(value):
 
 @hypothesis.settings(deadline=None, max_examples=200)
 @hypothesis.given(a=_Plain(), b=_Plain())
-def testTextOfOneValueOverAnotherOfItsTypeOrAnError(a, b):
+def testTextKeepsTheTypeOfTheValueOrRaises(a, b):
   p, q = _Leaf(x=a), _Leaf(x=b)
   try:
     q.FromText(p.ToText())
   except ValueError as e:
     assert str(e).startswith('x ') and q == _Leaf(x=b)
   else:
-    # A float takes an int; a str takes what is not in quotes; a None takes anything; of a record a
-    # dict replaces the fields that it names.
+    # A float accepts an int, a str unquoted text, and None anything. A dict replaces the fields of
+    # a record that it names.
     is_part = isinstance(a, dict) and isinstance(q.x, type(b)) and not isinstance(b, dict)
     assert q == p or isinstance(b, (float, str)) or is_part or q.x == pytest.approx(a)
 
 
 @hypothesis.settings(deadline=None, max_examples=300)
 @hypothesis.given(text=st.text(alphabet='a.b:[]\'"(){};\n#1\\ type/<>'), kind=st.integers(0, 8))
-def testAnyTextIsReadOrRefused(text, kind):
+def testAnyTextIsReadOrRaises(text, kind):
   values = [None, True, 1, 0.5, 'a', [1], (1,), {'a': 1}, Layer]
   p = _Leaf(a=values[kind], b=_Leaf(a=[_Leaf(b=values[kind])]))
   before = p.Copy()
@@ -271,17 +271,17 @@ def testFromTextIsAtomic(text):
   assert references[0].max_steps == 7 and references[1][0].sizes == [7] and references[2][1][0] == 7
 
 
-def testTextForParamsThemselvesIsRefused():
+def testTextForNestedParamsRaises():
   p = _Model()
   assert _Message(ValueError, p.FromText, 'task.train:0.1') == (
     "task.train is Params; set one of the params in it such as task.train.learning_rate, got '0.1'"
   )
   p.FromText('task.train:None')
   assert p.task.train is None
-  assert 'is None and stands for Params' in _Message(ValueError, p.FromText, 'task.train:5')
+  assert 'is None, in place of Params' in _Message(ValueError, p.FromText, 'task.train:5')
 
 
-def testTypeOfTheDefaultCountsWhereTheValueIsNone():
+def testTypeOfTheDefaultCountsIfTheValueIsNone():
   p = _Leaf(rate=0.5).Set(rate=None).FromText('rate:1')
   assert p.rate == 1.0 and type(p.rate) is float
 
@@ -295,7 +295,7 @@ def testTypeOverrides():
   assert p.Copy().FromTextWithTypes('') == p
 
 
-def testLambdasAndOtherObjectsStayAsTheyAre():
+def testTextKeepsObjectsWithoutATextForm():
   p = _Leaf(fn=lambda x: x, lock=threading.Lock(), many=[threading.Lock()], x=1)
   q = p.Copy().FromText(p.ToText().replace('x : 1', 'x : 2'))
   assert q.fn is p.fn and q.lock is p.lock and q.x == 2

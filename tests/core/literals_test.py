@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of the text form of values; hyperparams_test shows that all plain values survive it."""
+"""Tests of the text form of values; hyperparams_test has round trips of all kinds of values."""
 
 import collections
 import dataclasses

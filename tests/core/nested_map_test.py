@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of NestedMap: its own rules, and that TensorFlow takes it in and hands it back."""
+"""Tests of NestedMap alone and inside TensorFlow's nests."""
 
 import collections
 import copy
@@ -27,7 +27,7 @@ _NAMES = st.from_regex(r'[a-zA-Z_][a-zA-Z0-9_]{0,5}', fullmatch=True).filter(
 
 
 def _Trees():
-  """Maps of maps, lists, tuples, named tuples and leaves, with empty containers among them."""
+  """Returns a strategy for maps of nested containers, including empty ones."""
 
   def _Extend(children):
     return st.one_of(
@@ -78,10 +78,10 @@ def testAttributesAreKeys():
     ('keys', 'method of NestedMap'),
     ('copy', 'method of NestedMap'),
     ('Flatten', 'method of NestedMap'),
-    ('__array__', 'Python keeps names'),
+    ('__array__', 'Python reserves names'),
   ],
 )
-def testBadKeysAreRefusedByEveryWayIn(key, reason):
+def testEveryWayToAddAKeyRejectsInvalidKeys(key, reason):
   m = NestedMap(a=1)
   ways = [
     lambda: m.__setitem__(key, 1),
@@ -105,7 +105,7 @@ def testBadKeysAreRefusedByEveryWayIn(key, reason):
     assert m == {'a': 1}
 
 
-def testAMissingKeyIsNamedWithTheCloseOnes():
+def testErrorsOfMissingKeysSuggestSimilarKeys():
   m = NestedMap(encoder=1, decoder=2, softmax=3)
   with pytest.raises(AttributeError, match="'encodr'; did you mean 'encoder'"):
     _ = m.encodr
@@ -190,11 +190,11 @@ def testGetItemGetHas():
     m.GetItem('enc.layers.b')
   for absent in ('nix', 'enc.layers[2]', 'w.x', 'enc.layers.b', 'w[0]'):
     assert m.Get(absent) is None and m.Get(absent, 9) == 9 and not m.Has(absent)
-  assert m.Has('enc.layers[0].a') and m.Get('enc.layers[0].a', 9) is None  # None is there.
+  assert m.Has('enc.layers[0].a') and m.Get('enc.layers[0].a', 9) is None  # None is a leaf.
 
 
 @pytest.mark.parametrize('path', ['', '.', 'a.', '.a', 'a..b', 'a b', 'a[', 'a[x]', 'a[1]b', 3])
-def testAPathMustBeAPath(path):
+def testInvalidPathsRaise(path):
   m = NestedMap(a=1)
   for way in (m.GetItem, m.Get, m.Has, lambda key: m.Set(key, 1)):
     with pytest.raises(ValueError, match='Invalid path'):
@@ -202,7 +202,7 @@ def testAPathMustBeAPath(path):
   assert m == {'a': 1}
 
 
-def testSetMakesWhatIsMissing():
+def testSetCreatesMissingContainers():
   m = MyMap()
   m.Set('a.b[0].c', 1)
   m.Set('a.b[1]', 2)
@@ -281,14 +281,14 @@ def testUpdateMergesLeafByLeaf():
 
 
 @pytest.mark.parametrize('other', [{'z': 1, 'w': {'x': 1}}, {'z': 1, 'w': [1]}, {'z': 1, 'm': [1]}])
-def testUpdateDoesNotPutAContainerInALeafsPlace(other):
+def testUpdateDoesNotReplaceALeafByAContainer(other):
   m = NestedMap(w=1, m=NestedMap(x=1))
   with pytest.raises(ValueError, match='delete it first'):
     m.Update(other)
   assert m == {'w': 1, 'm': {'x': 1}}
 
 
-def testUnionLeavesBothAsTheyWere():
+def testUnionChangesNeitherMap():
   m, n = NestedMap(a=NestedMap(x=1)), NestedMap(a=NestedMap(y=2))
   assert m.Union(n) == {'a': {'x': 1, 'y': 2}}
   assert m == {'a': {'x': 1}} and n == {'a': {'y': 2}}
@@ -316,10 +316,10 @@ def testPackAndTransformKeepTheStructure(m):
   assert named.Flatten() == keys and named == m.TransformWithKey(lambda key, _: key)
   assert m.IsCompatible(named) and named.Pack(m.Flatten()) == m
   assert m.Transform(lambda leaf: (leaf,)).Transform(repr).Keys() != [] or not keys
-  assert list(m.Transform(str)) == list(m)  # Insertion order, too.
+  assert list(m.Transform(str)) == list(m)  # Insertion order too.
 
 
-def testPackCountsItsValues():
+def testPackRequiresOneValuePerLeaf():
   m = NestedMap(a=1, b=[2, 3])
   assert m.Pack(iter('xyz')) == {'a': 'x', 'b': ['y', 'z']}
   for values in ([], [1, 2], [1, 2, 3, 4]):
@@ -379,7 +379,7 @@ def testImportsNoTensorFlow():
 
 @hypothesis.given(_Trees())
 @hypothesis.settings(deadline=None)
-def testFlattenOrderIsThatOfTfNest(m):
+def testFlattenOrderEqualsTfNest(m):
   import tensorflow as tf
 
   assert tf.nest.flatten(m) == m.Flatten()
@@ -465,7 +465,7 @@ def testTfControlFlowAndGradientsTakeNestedMaps():
   assert _Loop().sub.total.numpy() == 6
 
 
-def testTfModuleFindsVariablesAndLeavesTheTypeAlone():
+def testTfModuleFindsVariablesAndKeepsTheType():
   import tensorflow as tf
 
   module = tf.Module()
@@ -474,7 +474,7 @@ def testTfModuleFindsVariablesAndLeavesTheTypeAlone():
   assert len(module.trainable_variables) == 2
 
 
-def testWrappersOfTfModuleAreContainersToo():
+def testWrappersOfTfModuleAreContainers():
   import tensorflow as tf
 
   module = tf.Module()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The differences of two sets of Params are all found, and told by path."""
+"""Tests that all differences between two sets of Params are reported by path."""
 
 import sys
 
@@ -17,7 +17,7 @@ def _Params(**values):
   return p
 
 
-def testChangedAddedAndRemovedAreToldInOrder():
+def testChangedAddedAndRemovedParamsAreReportedInOrder():
   old = _Params(rate=0.1, text='a: b; c', gone=None, layers=[_Params(n=i) for i in range(12)])
   new = _Params(rate=0.2, text='a: b; c', layers=[_Params(n=i) for i in range(13)], made='x\ny')
   new.layers[2].n = 20
@@ -30,9 +30,9 @@ def testChangedAddedAndRemovedAreToldInOrder():
     "+ made : 'x\\ny'",
     '~ rate : 0.1 -> 0.2',
   ]
-  assert [str(c) for c in params_diff.Changes(old, new)] == expected
-  assert [str(c) for c in params_diff.Changes(old.ToText(), new.ToText())] == expected
-  assert params_diff.Changes(new, new.Copy()) == []
+  assert [str(c) for c in params_diff.FindChanges(old, new)] == expected
+  assert [str(c) for c in params_diff.FindChanges(old.ToText(), new.ToText())] == expected
+  assert params_diff.FindChanges(new, new.Copy()) == []
 
 
 _VALUES = st.dictionaries(
@@ -43,8 +43,8 @@ _VALUES = st.dictionaries(
 
 @hypothesis.settings(max_examples=50)
 @hypothesis.given(_VALUES, _VALUES)
-def testEveryDifferenceIsFoundWhateverTheTextsHold(a, b):
-  changes = params_diff.Changes(_Params(**a), _Params(**b))
+def testEveryDifferenceIsFoundForAnyValues(a, b):
+  changes = params_diff.FindChanges(_Params(**a), _Params(**b))
   missing = object()
   different = {
     name
@@ -56,9 +56,9 @@ def testEveryDifferenceIsFoundWhateverTheTextsHold(a, b):
     assert (old is None, new is None) == (path not in a, path not in b)
 
 
-def testTextThatIsNoParamsIsRefused():
+def testInvalidTextRaises():
   with pytest.raises(ValueError, match='not of the form key:value'):
-    params_diff.Changes('a : 1\n', 'nonsense')
+    params_diff.FindChanges('a : 1\n', 'nonsense')
 
 
 if __name__ == '__main__':

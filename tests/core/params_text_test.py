@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of the text of params: values that keep their type, paths, lists of overrides."""
+"""Tests of the text of params: typed values, paths, lists of overrides."""
 
 import dataclasses
 import enum
@@ -98,7 +98,7 @@ def testValues(like, text, value):
 @pytest.mark.parametrize(
   'like', [None, True, 1, 0.5, 'a', [1], (1,), {}, Color.RED, Options(), Options]
 )
-def testNoneIsTakenEverywhere(like):
+def testNoneIsAcceptedForEveryType(like):
   for text in ('None', 'NoneType'):
     assert params_text.ParseValue(text, like, 'p.x') is None
 
@@ -134,10 +134,10 @@ def testNoneIsTakenEverywhere(like):
     (None, "[type/os/system(command='true')]", 'not a dataclass'),
     *((None, text, 'cannot take') for text in ('[range(3)]', '{1}', '[1j]', '[set([1])]')),
     (None, '[' * 5000, 'cannot take'),
-    (None, '[f"{1}"]', 'no literal'),
+    (None, '[f"{1}"]', 'not a literal'),
   ],
 )
-def testIllTypedValues(like, text, expected):
+def testValuesOfAnotherTypeRaise(like, text, expected):
   with pytest.raises(ValueError) as info:
     params_text.ParseValue(text, like, 'task.train.x')
   message = str(info.value)
@@ -178,7 +178,7 @@ def testParseOverrides(text, pairs):
 
 
 @pytest.mark.parametrize(
-  ('text', 'shown'),
+  ('text', 'quoted'),
   [
     ('a', "'a'"),
     ('a:1;b', "'b'"),
@@ -189,10 +189,10 @@ def testParseOverrides(text, pairs):
     ("a['b:1\nc:2", '"a[\'b:1"'),
   ],
 )
-def testOverridesWithoutKeyOrColonAreRefused(text, shown):
+def testOverridesWithoutKeyOrColonRaise(text, quoted):
   with pytest.raises(ValueError) as info:
     params_text.ParseOverrides(text)
-  assert str(info.value) == f'{shown} is not of the form key:value'
+  assert str(info.value) == f'{quoted} is not of the form key:value'
 
 
 @hypothesis.settings(deadline=None)
@@ -200,7 +200,7 @@ def testOverridesWithoutKeyOrColonAreRefused(text, shown):
   values=st.lists(st.text() | st.lists(st.text(alphabet='\'"\\;:\n#[](){}'))),
   separator=st.sampled_from([';', '\n', ' ;\n# a comment; x:1\n']),
 )
-def testQuotedValuesSurviveAnySeparator(values, separator):
+def testQuotedValuesSurviveEverySeparator(values, separator):
   pairs = [(f'k{i}', literals.WriteValue(value)) for i, value in enumerate(values)]
   text = separator.join(f'{key}:{value}' for key, value in pairs)
   assert params_text.ParseOverrides(text) == pairs
@@ -208,7 +208,7 @@ def testQuotedValuesSurviveAnySeparator(values, separator):
 
 @hypothesis.settings(deadline=None)
 @hypothesis.given(text=st.text(alphabet='ab.:;\n\'"[]()# \\'))
-def testOverridesAreSplitOrRefused(text):
+def testAnyTextIsSplitOrRaises(text):
   try:
     pairs = params_text.ParseOverrides(text)
   except ValueError as e:

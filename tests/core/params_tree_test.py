@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of walks through Params: paths and hints, copies, freezing, equality, Visit."""
+"""Tests of walks over Params: paths and hints, copies, freezing, equality, Visit."""
 
 import collections
 import copy
@@ -127,7 +127,7 @@ def testUnknownPathsGetHints(path, message):
 @pytest.mark.parametrize(
   'path', ['', '.', 'a.', '.a', 'a..b', 'a[', 'a[]', 'a[b c]', 'a[0]b', 'a b']
 )
-def testMalformedPathsAreRefused(path):
+def testInvalidPathsRaise(path):
   assert 'Invalid path' in _Message(ValueError, _Model().Get, path)
 
 
@@ -145,16 +145,16 @@ def testAssigningSharesAndCopyDoesNot():
   assert type(hyperparams.InstantiableParams(Layer).Copy()) is hyperparams.InstantiableParams
 
 
-def testCopyKeepsSharingInsideAndSharesWhatCannotBeCopied():
+def testCopyKeepsSharingAndSharesObjectsThatCannotBeCopied():
   child, lock = _Leaf(x=1), threading.Lock()
   p = _Leaf(a=child, b=[child], lock=lock, cls=Layer, fn=_Activation).Copy()
   assert p.a is p.b[0] and p.a is not child
   assert p.lock is lock and p.cls is Layer and p.fn is _Activation
 
 
-def testCopyOfDeepTreesIsQuick():
+def testDeepTreesAreCopiedInLinearTime():
   p = _Leaf(x=1)
-  for _ in range(100):  # A default that were copied with its value would make this exponential.
+  for _ in range(100):  # If copies did not share defaults, this would take exponential time.
     p = _Leaf(child=p)
   assert p.Copy() == p
 
@@ -262,7 +262,7 @@ def testCopyOfFrozenCanBeChanged(copies):
   assert p == _Containers()
 
 
-def testContainersTakenOutOfFrozenParamsCanBeChanged():
+def testContainersReadFromFrozenParamsCanBeChanged():
   p = _Containers()
   p.Freeze()
   q = _Leaf(plain=p.plain, other=None)
@@ -274,7 +274,7 @@ def testContainersTakenOutOfFrozenParamsCanBeChanged():
   assert p == _Containers()
 
 
-def testFreezeLeavesTheCallersContainersAlone():
+def testFreezeCopiesTheCallersContainers():
   sizes = [1]
   p = _Leaf(sizes=sizes)
   p.Freeze()
@@ -314,11 +314,11 @@ def testVisit():
     f=[7],
     g=Options(names=[6]),
   )
-  visited, entered, left = {}, [], []
+  visited, entered, exited = {}, [], []
   p.Visit(
     visited.__setitem__,
     lambda key, value: entered.append(key) or key != 'f',
-    lambda key, value: left.append(key),
+    lambda key, value: exited.append(key),
   )
   assert visited == {
     'a.b': 1,
@@ -333,7 +333,7 @@ def testVisit():
   assert entered == [
     *('', 'a', 'c', 'c[1]', 'd', "d['k']", 'e', 'e[first]', 'f', 'g', 'g[names]'),
   ]
-  assert left == ['a', 'c[1]', 'c', "d['k']", 'd', 'e[first]', 'e', 'g[names]', 'g', '']
+  assert exited == ['a', 'c[1]', 'c', "d['k']", 'd', 'e[first]', 'e', 'g[names]', 'g', '']
 
 
 def testVisitedKeysArePaths():

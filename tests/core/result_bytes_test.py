@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes of the results that a forward pass leaves to its backward."""
+"""Tests of the bytes of results that a forward pass keeps for its backward."""
 
 import sys
 
@@ -13,7 +13,7 @@ _N = 32 * 8 * 4  # Bytes of a tensor [32, 8].
 
 
 class _Mlp(base_layer.BaseLayer):
-  """tanh(x w) reshaped, times w; the second product is the output."""
+  """tanh(x w), reshaped, times w; the second product is the output."""
 
   def __init__(self, params):
     super().__init__(params)
@@ -25,7 +25,7 @@ class _Mlp(base_layer.BaseLayer):
 
 
 class _Masked(base_layer.BaseLayer):
-  """x where it is positive; twice in a function of its own."""
+  """Positive elements of x; the mask comes from a nested function."""
 
   def FProp(self, theta, x):
     mask = tf.function(lambda x: x + 1.0 > 0.0, autograph=False)
@@ -37,26 +37,26 @@ def _Cost(cls, *specs):
   return fprop_trace.TraceCost(layer, nested_map.NestedMap(), *specs)
 
 
-def testResultsOfProductsAndTheirOperandsCountOutputsDoNot():
+def testProductsAndTheirOperandsCountButOutputsDoNot():
   cost = _Cost(_Mlp, tf.TensorSpec([32, 8]))
   assert cost.result_bytes == 2 * _N  # The first product and its tanh.
   assert cost.fused_bytes == 2 * _N  # The tanh is an operand.
 
 
-def testMasksCountUnderXlaElementwiseResultsDoNot():
+def testMasksCountUnderXlaButElementwiseResultsDoNot():
   cost = _Cost(_Masked, tf.TensorSpec([32, 8]))
   assert cost.fused_bytes == _N // 4
   assert cost.result_bytes >= _N + _N // 4
 
 
-def testALinearLayerKeepsNothingWithin():
+def testALinearLayerKeepsNoInnerResults():
   p = linear.LinearLayer.Params().Set(name='l', input_dim=8, output_dim=8)
   cost = fprop_trace.TraceCost(p.Instantiate(), nested_map.NestedMap(), tf.TensorSpec([32, 8]))
   assert (cost.result_bytes, cost.fused_bytes) == (0, 0)
   assert cost.flops == 2 * 32 * 8 * 8
 
 
-def testSkipsAreTracedToo():
+def testSkipConnectionsAreTraced():
   p = skip.PopLayer.Params().Set(name='l', key='s')
   skips = nested_map.NestedMap(s=tf.TensorSpec([32, 8]))
   cost = fprop_trace.TraceCost(p.Instantiate(), skips, tf.TensorSpec([32, 8]))

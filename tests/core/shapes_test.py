@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shape checks: what passes, and what the messages say."""
+"""Tests of shape checks and their messages."""
 
 import sys
 
@@ -17,7 +17,7 @@ def _Spec(*dims):
 UNKNOWN_RANK = tf.TensorSpec(None, tf.float32)
 
 
-def testWhatFitsOrIsNotKnownPasses():
+def testMatchingAndUnknownShapesPass():
   for x in (_Spec(2, 3), _Spec(None, 3), _Spec(2, None), UNKNOWN_RANK, tf.zeros([2, 3])):
     shapes.CheckRank('p', x, 2)
     shapes.CheckLastDim('p', x, 3)
@@ -44,25 +44,25 @@ def testWhatFitsOrIsNotKnownPasses():
     (lambda: shapes.NumElements(UNKNOWN_RANK), 'needs a static shape'),
   ],
 )
-def testWhatDoesNotFitIsNamed(check, message):
+def testMessagesNameTheMismatch(check, message):
   with pytest.raises(ValueError, match=message):
     check()
 
 
 @pytest.mark.parametrize('value', [0, -1, None, 2.0, True])
-def testSizesMustBeSet(value):
+def testSizesMustBePositive(value):
   p = linear.LinearLayer.Params().Set(name='fc', input_dim=value)
   with pytest.raises(ValueError, match=f"LinearLayer 'fc': set input_dim .*, got {value!r}"):
     shapes.CheckPositive(p, 'input_dim')
 
 
-def testNestText():
+def testFormatNest():
   nest = (
     {'b': _Spec(2, 3), 'a': [None, tf.zeros([1], tf.int32)]},
     tf.TensorSpec(None, tf.bool),
     42,
   )
-  assert shapes.NestText(nest) == '({a: [None, int32[1]], b: float32[2, 3]}, bool<unknown>, int)'
+  assert shapes.FormatNest(nest) == '({a: [None, int32[1]], b: float32[2, 3]}, bool<unknown>, int)'
   paths = ['x[0].a[0]', 'x[0].a[1]', 'x[0].b', 'x[1]', 'x[2]']
   assert [path for path, _ in shapes.Leaves(nest, 'x')] == paths
   assert [a for _, a in shapes.Leaves(nest)] == tf.nest.flatten(nest)
@@ -71,7 +71,7 @@ def testNestText():
 def testCheckNest():
   specs = {'a': [_Spec(2, 3), None]}
   shapes.CheckNest('fc', 'w', {'a': [_Spec(5, 4), None]}, specs)
-  for nest, error, words in (
+  for nest, error, message in (
     (
       {'a': [_Spec(2, 3)]},
       ValueError,
@@ -86,7 +86,7 @@ def testCheckNest():
     ),
     ({'a': [tf.zeros([2, 3], tf.bool), None]}, TypeError, r'a\[0\]: expected float32.*, got bool'),
   ):
-    with pytest.raises(error, match=words):
+    with pytest.raises(error, match=message):
       shapes.CheckNest('fc', 'w', nest, specs)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers and losses that write or draw are refused, however deep inside; who reads is not."""
+"""Tests that layers and losses may read variables and tables, but not write or draw statefully."""
 
 import sys
 
@@ -14,10 +14,10 @@ _DIM, _BATCH = layers.DIM, 4
 
 
 def _Trace(fn):
-  """Traces fn(x), where nothing is allowed that has an effect."""
+  """Traces fn(x) with side effects forbidden."""
 
   def Run(x):
-    with side_effects.Refused('net'):
+    with side_effects.Forbid('net'):
       return fn(x)
 
   tf.function(Run, autograph=False).get_concrete_function(tf.TensorSpec([_DIM]))
@@ -70,22 +70,22 @@ _READS = {
 
 @pytest.mark.parametrize('around', _AROUND)
 @pytest.mark.parametrize('name', _EFFECTS)
-def testWhoWritesOrDraws(name, around):
-  make, args, fn, words = _EFFECTS[name]
-  made = make(*args)
-  with pytest.raises(ValueError, match=f'^net: .*{words}'):
-    _Trace(lambda x: _AROUND[around](lambda y: fn(made, y), x))
+def testCodeThatWritesOrDrawsRaises(name, around):
+  make, args, fn, effect = _EFFECTS[name]
+  state = make(*args)
+  with pytest.raises(ValueError, match=f'^net: .*{effect}'):
+    _Trace(lambda x: _AROUND[around](lambda y: fn(state, y), x))
 
 
 @pytest.mark.parametrize('around', _AROUND)
 @pytest.mark.parametrize('name', _READS)
-def testWhoReads(name, around):
+def testCodeThatReadsPasses(name, around):
   make, args, fn = _READS[name]
-  made = make(*args)
-  _Trace(lambda x: _AROUND[around](lambda y: fn(made, y), x))
+  state = make(*args)
+  _Trace(lambda x: _AROUND[around](lambda y: fn(state, y), x))
 
 
-def testRecurrentNetworksOfCudnnDrawForTheirDropout():
+def testRecurrentNetworksOfCudnnDrawOnlyForDropout():
   def Run(dropout):
     x = tf.zeros([5, 2, _DIM])
     state = tf.zeros([1, 2, _DIM])
@@ -106,7 +106,7 @@ def _AddsToItsWeight(w, x):
 
 
 def _Stack(layer, **options):
-  """Three layers in two stages, of which the last is `layer`."""
+  """Returns three layers in two stages; the last layer is `layer`."""
   sub = [layers.SilentLayer.Params(), layers.SilentLayer.Params(), layer]
   return stacks.MakeStack(sub, num_stages=2, splits=[1, 3], num_micro_batches=2, **options)
 
@@ -128,7 +128,7 @@ def _Side():
     (lambda w, x: tf.nn.dropout(x * w, 0.5), 'draws other numbers', 'none', False),
   ],
 )
-def testALayerOfAnyPolicy(fn, words, policy, xla):
+def testSideEffectsOfALayerRaiseUnderAnyPolicy(fn, words, policy, xla):
   stack = _Stack(layers.SilentLayer.Params().Set(fn=fn), remat_policy=policy, xla=xla)
   for call in (
     lambda: stacks.Train(stack, (_X(),), _Side()),
@@ -140,13 +140,13 @@ def testALayerOfAnyPolicy(fn, words, policy, xla):
     assert stage in '\n'.join(e.value.__notes__)
 
 
-def testALayerThatThePlanLooksInto():
+def testSideEffectsRaiseWhenTheCutIsMade():
   stack = _Stack(layers.FnLayer.Params().Set(fn=_AddsToItsWeight))
   with pytest.raises(ValueError, match=r'^stack\.layers\[2\]: assign_add writes a variable'):
     stack.MakeCut(tf.TensorSpec([_BATCH, _DIM], tf.float64))
 
 
-def testUnderAUsersTapeAndInTheLoss():
+def testSideEffectsRaiseUnderATapeAndInTheLoss():
   count = tf.Variable(1.0, dtype=tf.float64)
   stack = _Stack(layers.SilentLayer.Params().Set(fn=lambda w, x: x * count.assign_add(1.0)))
   stack.Place(stacks.Devices(), *stacks.Specs((_X(),)))
@@ -160,7 +160,7 @@ def testUnderAUsersTapeAndInTheLoss():
     stacks.Train(_Stack(layers.FnLayer.Params()), (_X(),), _Side(), Loss)
 
 
-def testALayerThatReads():
+def testALayerMayReadATable():
   table = tf.lookup.StaticHashTable(
     tf.lookup.KeyValueTensorInitializer([0], tf.constant([2.0], tf.float64)), default_value=0.0
   )

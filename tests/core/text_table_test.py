@@ -8,15 +8,15 @@ import pytest
 from lingvo_gpipe.core import text_table
 
 
-def testWordsToTheLeftNumbersToTheRight():
+def testTextAlignsLeftAndNumbersAlignRight():
   rows = [('name', 'steps', 'state'), ('a', '7', 'yes'), ('longer', '1,234', '')]
-  assert text_table.Lines(rows, left={0, 2}) == [
+  assert text_table.FormatTable(rows, text_columns={0, 2}) == [
     'name    steps  state',
     'a           7  yes',
     'longer  1,234',
   ]
   with pytest.raises(ValueError):
-    text_table.Lines([('a', 'b'), ('c',)], left=())
+    text_table.FormatTable([('a', 'b'), ('c',)], text_columns=())
 
 
 if __name__ == '__main__':

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""WeightInit's distributions, fans, and that a value depends on seed and path only."""
+"""Tests of initial values: distributions, fans, and dependence on seed and path alone."""
 
 import math
 import sys
@@ -21,7 +21,7 @@ def _Draw(init, shape=SHAPE, seed=0, path='a.w', dtype=tf.float32):
   return weight_params.InitialValue(weight, seed, path).numpy()
 
 
-# Method -> half-width of a uniform distribution.
+# (method, half-width of its uniform distribution).
 UNIFORM = [
   (WeightInit.Uniform(0.3), 0.3),
   (WeightInit.Xavier(2.0), 2 * math.sqrt(6 / 500)),
@@ -34,7 +34,7 @@ UNIFORM = [
   (WeightInit.KaimingUniformFanInLeakyRelu(), math.sqrt(6 / (6 * 200))),
 ]
 
-# Method -> standard deviation of a normal distribution.
+# (method, standard deviation of its normal distribution).
 NORMAL = [
   (WeightInit.Gaussian(0.3), 0.3),
   (WeightInit.GaussianSqrtDim(2.0), 2 / math.sqrt(5)),
@@ -72,7 +72,8 @@ def testNormal(init, sigma):
 def testTruncated(init, sigma):
   x = _Draw(init) / sigma
   assert 1.9 < np.abs(x).max() <= 2
-  assert abs(x.std() - 0.8796) < 0.03  # Of a normal distribution cut at 2.
+  # The standard deviation of a normal distribution truncated at 2.
+  assert abs(x.std() - 0.8796) < 0.03
 
 
 def testUniformPositiveAndConstant():
@@ -83,15 +84,15 @@ def testUniformPositiveAndConstant():
   assert _Draw(WeightInit.Constant(3), (2,), dtype=tf.int32).tolist() == [3, 3]
 
 
-def testEveryMethodWasDrawn():
+def testEveryMethodIsTested():
   seen = {init.method for init, _ in [*UNIFORM, *NORMAL, *TRUNCATED]}
   factories = [
     getattr(WeightInit, name)()
     for name in dir(WeightInit)
     if name[0].isupper() and not name.startswith('Custom') and callable(getattr(WeightInit, name))
   ]
-  others = {'uniform_positive', 'constant', 'category', 'delta_orthogonal'}
-  assert {init.method for init in factories} == seen | others
+  tested_elsewhere = {'uniform_positive', 'constant', 'category', 'delta_orthogonal'}
+  assert {init.method for init in factories} == seen | tested_elsewhere
 
 
 def testValueDependsOnSeedAndPathOnly():
@@ -107,8 +108,8 @@ def testValueDependsOnSeedAndPathOnly():
     assert abs(np.corrcoef(first.ravel(), _Draw(init, **other).ravel())[0, 1]) < 0.05
 
 
-def testHashIsForEver():
-  # These numbers are in every checkpoint's history; they may not change.
+def testHashesNeverChange():
+  # Every existing checkpoint depends on these numbers; they must not change.
   assert weight_params.Hash64('lm.w') == 8028239399228135097
   assert weight_params.Hash64(0, 'lm') == 5094060181749437108
   assert weight_params.Hash64('a', 'b') != weight_params.Hash64('ab')
@@ -157,19 +158,19 @@ def testWeightParamsAllocateNothing():
     (lambda: _Draw(WeightInit.Xavier(), dtype=tf.int32), 'a.w: .* int32 needs WeightInit.Constant'),
   ],
 )
-def testErrors(make, message):
+def testErrorsNameTheInvalidValue(make, message):
   with pytest.raises(ValueError, match=message):
     make()
 
 
-def testTheyDoNotChange():
+def testWeightInitAndWeightParamsAreImmutable():
   with pytest.raises(AttributeError):
     WeightInit.Xavier().scale = 2
   with pytest.raises(AttributeError):
     WeightParams([2]).shape = (3,)
 
 
-def testCategoriesAreIntegersOfTheirRangeAndEachOccurs():
+def testCategoriesAreAllIntegersOfTheirRange():
   weight = weight_params.WeightParams([500], weight_params.WeightInit.Category(3), tf.int32)
   value = weight_params.InitialValue(weight, 1, 'lm.w').numpy()
   assert value.dtype == np.int32

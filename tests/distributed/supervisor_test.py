@@ -116,7 +116,12 @@ _FAIL = 'os._exit(supervisor.WORKER_FAILED)'
       (0, 2),
       'a local worker ended; training goes on from its beginning',
     ),
-    ('heartbeat.Begin(b"t"); heartbeat.Long(); time.sleep(1.4); return 0', '-1', (0, 1), ''),
+    (
+      'heartbeat.Begin(b"t"); heartbeat.SuspendTimeout(); time.sleep(1.4); return 0',
+      '-1',
+      (0, 1),
+      '',
+    ),
     # Between two steps data is read.
     ('heartbeat.Begin(b"t"); heartbeat.Step(b"t"); time.sleep(1.4); return 0', '-1', (0, 1), ''),
     # Which status it has is known; its end hangs.

@@ -198,7 +198,7 @@ def testAnotherProcessRepeatsNothing(run, monkeypatch, capsys):
 
 def testOneThatWaitsForACheckpointGivesASignOfLife(monkeypatch):
   signs = []
-  monkeypatch.setattr(heartbeat, 'Long', lambda: signs.append('long'))
+  monkeypatch.setattr(heartbeat, 'SuspendTimeout', lambda: signs.append('long'))
   eval_program._Wait(0.0, stop_request.StopRequest())
   assert signs
 

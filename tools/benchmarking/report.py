@@ -145,7 +145,7 @@ def Table(results: Sequence[Measured]) -> str:
   parts = []
   for title, mine in _Works(results).items():
     rows = [COLUMNS, *(Row(config, mine) for config, _ in mine)]
-    parts.append('\n'.join([title, *text_table.Lines(rows, _LEFT)]))
+    parts.append('\n'.join([title, *text_table.FormatTable(rows, _LEFT)]))
   return '\n\n'.join(parts)
 
 

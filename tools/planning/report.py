@@ -89,7 +89,7 @@ def Table(rows: Sequence[planner.Prediction], best: planner.Prediction, memory_b
         Why(row, best, memory_bytes),
       )
     )
-  return '\n'.join(text_table.Lines(cells, _LEFT))
+  return '\n'.join(text_table.FormatTable(cells, _LEFT))
 
 
 def Grid(result: planner.Result) -> str:
@@ -111,7 +111,7 @@ def Grid(result: planner.Result) -> str:
       else:
         row.append(simulated.get((r, k)) or f'>{SecondsText(cell.bound)}')
     cells.append(tuple(row))
-  return '\n'.join(text_table.Lines(cells, ()))
+  return '\n'.join(text_table.FormatTable(cells, ()))
 
 
 def NothingFits(result: planner.Result, devices: device_description.Devices) -> str:

@@ -63,7 +63,7 @@ class TfRecordIndex:
     with concurrent.futures.ThreadPoolExecutor(_FILES_AT_ONCE) as threads:
       paths = list(dict.fromkeys(part.path for part in parts))
       for path, file_locations in zip(paths, threads.map(locate, paths), strict=True):
-        heartbeat.Long()  # Reading many files is slow, not hung: suspend the timeout.
+        heartbeat.SuspendTimeout()  # Reading many files is slow, not hung: suspend the timeout.
         locations[path] = file_locations
     self._paths = [part.path for part in parts]
     for path, _, _, num_records in parts:

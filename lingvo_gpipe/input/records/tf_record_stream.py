@@ -107,7 +107,7 @@ class TfRecordStream(stream_input.BaseStreamInput):
     """Returns the intact ranges of each file, and its number of damaged records."""
     if self.params.damaged_records == 'stop':
       for path in filter(os.path.exists, self._files):
-        heartbeat.Long()  # Reading many records is slow, not hung: suspend the timeout.
+        heartbeat.SuspendTimeout()  # Reading many records is slow, not hung: suspend the timeout.
         tf_records.RecordOffsets(path, self._Where('damaged_records'))
       return [([(0, -1)], 0)] * len(self._files)
     with tf.init_scope():  # Run now, not in the graph of a pipeline.

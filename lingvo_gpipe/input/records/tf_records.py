@@ -136,7 +136,7 @@ def IsIntact(path: str) -> bool:
   def Add(size: tf.Tensor, record: tf.Tensor) -> tf.Tensor:
     return size + _OVERHEAD + tf.cast(tf.strings.length(record), tf.int64)
 
-  heartbeat.Long()  # Reading many files is slow, not hung: suspend the timeout.
+  heartbeat.SuspendTimeout()  # Reading many files is slow, not hung: suspend the timeout.
   try:
     # tf.data takes fewer bytes than a record's length has for the end of the file.
     size = tf.data.TFRecordDataset(path).reduce(tf.constant(0, tf.int64), Add)
@@ -199,7 +199,7 @@ def _Records(path: str, context: str, damaged: str) -> Iterator[tuple[int, bytes
   options.experimental_optimization.apply_default_optimizations = False  # They read ahead.
   records = parts.with_options(options).as_numpy_iterator()
   while offset < size:
-    heartbeat.Long()
+    heartbeat.SuspendTimeout()
     error = None
     try:
       # tf.data takes fewer bytes than a header for the end of the file.

@@ -68,7 +68,7 @@ def Lines(rows: Sequence[Row], in_time: bool) -> list[str]:
         _ShortenDevice(row.device) or '-',
       ]
     )
-  return text_table.Lines(cells, left=_TEXT_COLUMNS)
+  return text_table.FormatTable(cells, text_columns=_TEXT_COLUMNS)
 
 
 def _ShortenDevice(device: str) -> str:

@@ -203,6 +203,6 @@ def LocateErrors(
     stage = '' if stage_index is None else f'in stage {stage_index}, '
     e.add_note(
       f'{stage}while measuring layer {layer.path} ({type(layer).__name__}) for one micro-batch, '
-      f'given {shapes.NestText(specs)}{by}'
+      f'given {shapes.FormatNest(specs)}{by}'
     )
     raise

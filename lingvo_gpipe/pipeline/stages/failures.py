@@ -108,7 +108,7 @@ def Located(engine: _Engine, run_again: Callable[[], Any]) -> Iterator[None]:
   except tf.errors.OpError as e:
     if not tf.executing_eagerly() or isinstance(e, _NOT_AGAIN):
       raise
-    heartbeat.Long()  # It is no step as others are.
+    heartbeat.SuspendTimeout()  # It is no step as others are.
     try:
       run_again()
     except Exception as cause:
@@ -144,7 +144,7 @@ def _WithoutXla(engine: _Engine, run_again: Callable[[], Any], error: Exception)
   # Told now: without XLA more memory is needed, and where it ends the system may end the process.
   found = '; '.join([_Said(error), *_Notes(error)])
   logging.warning('%s; once more without XLA, to find the layer', found)
-  heartbeat.Long()
+  heartbeat.SuspendTimeout()
   try:
     with engine.WithoutXla():
       run_again()

@@ -92,7 +92,7 @@ def MergeOutputs(outputs: Sequence[Any], inputs: Sequence[Any], batch_dim: int =
       if leaf.shape.rank <= batch_dim or leaf.shape[batch_dim] not in (None, size):
         raise ValueError(
           f'{path} of micro-batch {m}: expected {size} examples at dimension {batch_dim}, got '
-          f'{shapes.NestText(leaf)}; what is made of all examples together, as a loss, belongs '
+          f'{shapes.FormatNest(leaf)}; what is made of all examples together, as a loss, belongs '
           'behind the pipeline'
         )
   return Merge(outputs, batch_dim)

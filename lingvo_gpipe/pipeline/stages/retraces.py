@@ -38,7 +38,7 @@ class Retraces:
       num_batch_shapes: how many shapes of batches are expected.
     """
     leaves = shapes.Leaves({'x': x, 'side': side})
-    specs = {path: shapes.NestText(leaf) for path, leaf in leaves}
+    specs = {path: shapes.FormatNest(leaf) for path, leaf in leaves}
     if any(specs in seen for seen in self._seen.values()):
       return
     seen = self._seen.setdefault(user, [])

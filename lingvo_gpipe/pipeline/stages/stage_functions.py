@@ -174,7 +174,7 @@ class StageFunctions:
     outer = fprop_context.Current()
     try:
       with fprop_context.Enter(dataclasses.replace(outer, aux_losses=[])) as inner:
-        with failures.LayerScope(i), side_effects.Refused(layer.path):
+        with failures.LayerScope(i), side_effects.Forbid(layer.path):
           out, stashed = layer.FPropSkips(layer.ThetaFrom(layer_vars), given.skips, *given.args)
           CheckSkips(layer, stashed)
           out, stashed = AsTensors(layer, out), AsTensors(layer, stashed)
@@ -188,7 +188,7 @@ class StageFunctions:
     except Exception as e:
       giver = f' by {self.layers[i - 1].path}' if i else ''
       kind = type(layer).__name__
-      e.add_note(f'in layer {layer.path} ({kind}), given {shapes.NestText(given.args)}{giver}')
+      e.add_note(f'in layer {layer.path} ({kind}), given {shapes.FormatNest(given.args)}{giver}')
       raise
     return nested_map.NestedMap(args=out, skips=stashed), aux_losses
 
@@ -257,10 +257,10 @@ class StageFunctions:
     floats = [weighted_loss.WhereItCounts(x, context.loss_weight) for x in leaves.Floats(outputs)]
     outputs = leaves.WithFloats(AsTuple(outputs), floats)
     try:
-      with failures.LossScope(), side_effects.Refused('the loss'):
+      with failures.LossScope(), side_effects.Forbid('the loss'):
         return weighted_loss.Metrics(self._loss_fn(theta, outputs, side))
     except Exception as e:
-      given = f'{shapes.NestText(outputs)}, beside them {shapes.NestText(side)}'
+      given = f'{shapes.FormatNest(outputs)}, beside them {shapes.FormatNest(side)}'
       e.add_note(f'in the loss, which stage {self._user} runs, given the outputs {given}')
       raise
 

@@ -16,7 +16,7 @@ def Scalar(what: str, value: Any) -> tf.Tensor:
   value = tf.convert_to_tensor(value)
   if value.shape.rank not in (None, 0):
     raise ValueError(
-      f'{what}: expected a scalar, got {shapes.NestText(value)}; reduce it over the micro-batch'
+      f'{what}: expected a scalar, got {shapes.FormatNest(value)}; reduce it over the micro-batch'
     )
   return value
 
@@ -40,7 +40,9 @@ def Metrics(found: Any) -> dict[str, tuple[tf.Tensor, tf.Tensor]]:
   metrics = {}
   for name, pair in pairs:
     if not (name and isinstance(pair, (tuple, list)) and len(pair) == 2):
-      raise TypeError(f'a loss must return {{name: (value, weight)}}, got {shapes.NestText(found)}')
+      raise TypeError(
+        f'a loss must return {{name: (value, weight)}}, got {shapes.FormatNest(found)}'
+      )
     value, weight = pair
     metrics[name] = (Scalar(f'metric {name!r}', value), Scalar(f'weight of {name!r}', weight))
   if 'loss' not in metrics:
