@@ -269,8 +269,7 @@ class Params(params_tree.Node):
       return
     self.__dict__['_Params__frozen'] = True
     for param in self.__params.values():
-      param.value = params_tree.CopyContainers(param.value)
-      params_tree.FreezeNodes(param.value)
+      param.value = params_tree.CopyContainers(param.value, freeze=True)
 
   def IsImmutable(self) -> bool:
     """Whether these Params are frozen."""

@@ -330,23 +330,23 @@ def DeepCopy(value: Any, memo: dict[int, Any]) -> Any:
   return new
 
 
-def CopyContainers(value: Any) -> Any:
-  """Returns `value` with copies of the containers in it. Params and all other leaves are shared."""
-  if isinstance(value, (Node, *_ATOMS)):
+def CopyContainers(value: Any, freeze: bool = False) -> Any:
+  """Returns `value` with copies of the containers in it. Params and other leaves are shared.
+
+  Args:
+    value: any value.
+    freeze: whether to freeze the Params in it.
+  """
+  if isinstance(value, _ATOMS):
+    return value
+  if isinstance(value, Node):
+    if freeze:
+      value.Freeze()
     return value
   if isinstance(value, set):
     return copy.copy(value)
-  new = _WithChildren(value, CopyContainers)
+  new = _WithChildren(value, lambda child: CopyContainers(child, freeze))
   return value if new is None else new
-
-
-def FreezeNodes(value: Any) -> None:
-  """Freezes the Params in `value`."""
-  if isinstance(value, Node):
-    value.Freeze()
-    return
-  for _, child in Children(value) or ():
-    FreezeNodes(child)
 
 
 def Equal(a: Any, b: Any) -> bool:
