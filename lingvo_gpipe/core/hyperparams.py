@@ -404,5 +404,6 @@ def CopyFieldsTo(
 
 def CopyFieldsSubsetTo(from_p: Params, to_p: Params, names: Iterable[str]) -> Params:
   """Copies the values of the named params from one Params to another. Returns `to_p`."""
+  values = {name: from_p.Get(name) for name in names}  # DeepCopy identifies live objects by id.
   memo: dict[int, Any] = {}
-  return to_p.Set(**{name: params_tree.DeepCopy(from_p.Get(name), memo) for name in names})
+  return to_p.Set(**{name: params_tree.DeepCopy(v, memo) for name, v in values.items()})

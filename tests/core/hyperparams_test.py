@@ -111,6 +111,15 @@ def testMergeAndCopyFields():
   assert to == start.Copy().Set(sizes=[1])
 
 
+def testFieldsOfFrozenParamsAreCopied():
+  values = {f'sizes_{i}': [[i]] for i in range(50)}
+  source, target = _Leaf(**values), _Leaf(**dict.fromkeys(values))
+  source.Freeze()
+  assert hyperparams.CopyFieldsTo(source, target) == source
+  target.sizes_0[0].append(1)
+  assert source.sizes_0 == [[0]]
+
+
 # --- Text ----------------------------------------------------------------------------------------
 
 
