@@ -13,9 +13,7 @@ _CALLS = ('PartitionedCall', 'StatefulPartitionedCall')
 # Longer names first.
 _KINDS = {
   'ForwardBackward': 'V',
-  'ForwardKeep': 'F',
   'Forward': 'F',
-  'BackwardKept': 'B',
   'Backward': 'B',
   'InputGradient': 'I',
   'WeightGradient': 'W',

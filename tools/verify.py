@@ -48,10 +48,9 @@ def _Verify() -> int:
   print(f'schedule {p.schedule}, remat_policy {p.remat_policy}, xla {p.xla}, step {FLAGS.step}\n')
   report = verify.VerifyEngine(
     built.engine,
-    built.MicroBatches(batch)[:2],
+    built.MicroBatches(batch),
     (task.PipelineInputs(batch), task.LossInputs(batch)),
     loss_fn=Loss,
-    loss_weight=task.LossWeight,
     step=FLAGS.step,
   )
   print(report.Text(FLAGS.num_worst))

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lingvo_gpipe.core import base_layer, hyperparams, nested_map
@@ -47,23 +47,53 @@ def CheckNoSkips(layer: base_layer.BaseLayer) -> None:
     )
 
 
+def AsTuple(outputs: Any) -> tuple[Any, ...]:
+  """Returns a layer's outputs as a tuple: the arguments of the next layer."""
+  return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def RunLayers(
+  layers: Sequence[base_layer.BaseLayer],
+  run: Callable[[int, Any, tuple[Any, ...], nested_map.NestedMap], tuple[Any, Any]],
+  args: tuple[Any, ...],
+  skips: nested_map.NestedMap | None = None,
+) -> tuple[Any, nested_map.NestedMap]:
+  """Runs layers one after another, each on the outputs of the layer before it.
+
+  Args:
+    layers: a flat list.
+    run: (index, layer, arguments, skips that the layer takes) -> (outputs, skips that begin there).
+    args: the arguments of the first layer.
+    skips: skips that begin before the first layer, {name: nest}.
+
+  Returns:
+    The last layer's outputs, and all skips.
+  """
+  outputs: Any = args
+  skips = nested_map.NestedMap(skips or {})
+  for i, layer in enumerate(layers):
+    taken = nested_map.NestedMap({name: skips[name] for name in layer.skips_in if name in skips})
+    outputs, begun = run(i, layer, args, taken)
+    skips.update(begun)
+    args = AsTuple(outputs)
+  return outputs, skips
+
+
 def FPropLayers(
   layers: Sequence[base_layer.BaseLayer], thetas: Sequence[nested_map.NestedMap], *args: Any
 ) -> Any:
-  """FProp of layers one after the other: `args` to the first; returns what the last one returns.
+  """Runs FProp of layers one after another; returns the last layer's outputs.
 
   Args:
     layers: a flat list, of a sequence or of a pipeline, as if that were not cut.
     thetas: the weights of each layer.
     *args: the arguments of the first layer.
   """
-  outputs: Any = args
-  skips = nested_map.NestedMap()
-  for layer, theta in zip(layers, thetas, strict=True):
-    outputs, stashed = layer.FPropSkips(theta, skips, *args)
-    skips.update(stashed)
-    args = outputs if isinstance(outputs, tuple) else (outputs,)
-  return outputs
+
+  def Run(i: int, layer: Any, args: tuple[Any, ...], skips: nested_map.NestedMap) -> Any:
+    return layer.FPropSkips(thetas[i], skips, *args)
+
+  return RunLayers(layers, Run, args)[0]
 
 
 def PrefillLayers(
@@ -73,14 +103,15 @@ def PrefillLayers(
   max_length: int,
 ) -> tuple[Any, list[nested_map.NestedMap]]:
   """`Prefill` of layers one after the other: the last one's outputs, and the states of each."""
-  outputs: Any = args
   states = []
-  for layer, theta in zip(layers, thetas, strict=True):
+
+  def Run(i: int, layer: Any, args: tuple[Any, ...], _: nested_map.NestedMap) -> Any:
     CheckNoSkips(layer)
-    outputs, made = layer.Prefill(theta, *args, max_length=max_length)
-    states.append(made)
-    args = outputs if isinstance(outputs, tuple) else (outputs,)
-  return outputs, states
+    outputs, state = layer.Prefill(thetas[i], *args, max_length=max_length)
+    states.append(state)
+    return outputs, {}
+
+  return RunLayers(layers, Run, args)[0], states
 
 
 def ExtendStepLayers(
@@ -91,14 +122,15 @@ def ExtendStepLayers(
   time_step: Any,
 ) -> tuple[Any, list[nested_map.NestedMap]]:
   """`ExtendStep` of layers one after the other, with the states that `PrefillLayers` made."""
-  outputs: Any = args
-  new = []
-  for layer, theta, old in zip(layers, thetas, states, strict=True):
+  new_states = []
+
+  def Run(i: int, layer: Any, args: tuple[Any, ...], _: nested_map.NestedMap) -> Any:
     CheckNoSkips(layer)
-    outputs, made = layer.ExtendStep(theta, old, *args, time_step=time_step)
-    new.append(made)
-    args = outputs if isinstance(outputs, tuple) else (outputs,)
-  return outputs, new
+    outputs, state = layer.ExtendStep(thetas[i], states[i], *args, time_step=time_step)
+    new_states.append(state)
+    return outputs, {}
+
+  return RunLayers(layers, Run, args)[0], new_states
 
 
 class SequentialLayer(base_layer.BaseLayer):

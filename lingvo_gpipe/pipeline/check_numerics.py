@@ -16,8 +16,14 @@ import numpy as np
 import tensorflow as tf
 
 from lingvo_gpipe.core import fprop_context, nested_map, shapes
+from lingvo_gpipe.layers import sequential
 from lingvo_gpipe.pipeline import engine as engine_lib
-from lingvo_gpipe.pipeline.stages import leaves, stage_functions, weighted_loss
+from lingvo_gpipe.pipeline.stages import (
+  leaves,
+  micro_batch,
+  stage_math,
+  weighted_loss,
+)
 from lingvo_gpipe.pipeline.stages import stage as stage_lib
 
 
@@ -41,18 +47,14 @@ class _Call:
 
 def Explain(
   engine: engine_lib.PipelineEngine,
-  inputs: Sequence[tuple[Any, ...]],
-  sides: Sequence[Any],
-  loss_weights: Sequence[tf.Tensor],
+  micro_batches: Sequence[micro_batch.MicroBatch],
   step: int,
 ) -> str:
-  """Says in one line where the step's first value that is not finite comes from.
+  """Returns in one line the origin of the step's first value that is not finite.
 
   Args:
-    engine: the engine, its weights as they were before the step.
-    inputs: as for `PipelineEngine.Train`.
-    sides: as for `PipelineEngine.Train`.
-    loss_weights: as for `PipelineEngine.Train`.
+    engine: the engine, with the weights from before the step.
+    micro_batches: the micro-batches of the step, as for `PipelineEngine.Accumulate`.
     step: the training step, on which random numbers depend.
 
   Raises:
@@ -62,8 +64,8 @@ def Explain(
     raise ValueError('the engine was made without a loss (loss_fn): there is no step to check')
   largest = _Largest()
   try:
-    for m, (args, side, weight) in enumerate(zip(inputs, sides, loss_weights, strict=True)):
-      _MicroBatch(engine, m, step, engine.loss_fn, largest).Run(args, side, weight)
+    for m, batch in enumerate(micro_batches):
+      _MicroBatchRun(engine, m, step, engine.loss_fn, largest).Run(*batch)
   except _NotFinite as e:
     found = str(e)
   else:
@@ -90,7 +92,7 @@ class _Largest:
     return f'the largest gradient is {self._value:.3g}, of {self._path or "nothing"}'
 
 
-class _MicroBatch:
+class _MicroBatchRun:
   """The layers' run on one micro-batch."""
 
   def __init__(
@@ -98,7 +100,7 @@ class _MicroBatch:
     engine: engine_lib.PipelineEngine,
     micro_batch: int,
     step: int,
-    loss_fn: stage_functions.LossFn,
+    loss_fn: stage_math.LossFn,
     largest: _Largest,
   ) -> None:
     self._engine = engine
@@ -117,21 +119,21 @@ class _MicroBatch:
     self._Backward(calls, gradient, loss_weight)
 
   def _Forward(self, args: tuple[Any, ...]) -> tuple[list[_Call], tuple[Any, ...]]:
-    calls = []
-    skips = nested_map.NestedMap()
-    for s in self._engine.stages:
-      for i, layer in enumerate(s.layers):
-        taken = nested_map.NestedMap({name: skips[name] for name in layer.skips_in})
-        call = _Call(s, i, args, taken)
-        out, stashed, aux = self._Outputs(call, layer.vars)
-        self._Check(call, 'output', out)
-        self._Check(call, 'skip', stashed)
-        for name, value, _ in aux:
-          self._Check(call, f'auxiliary loss {name!r}', value)
-        calls.append(call)
-        args = out
-        skips.update(stashed)
-    return calls, args
+    calls: list[_Call] = []
+    places = [(s, i) for s in self._engine.stages for i in range(len(s.layers))]
+
+    def Run(n: int, layer: Any, args: tuple[Any, ...], skips: nested_map.NestedMap) -> Any:
+      call = _Call(*places[n], args, skips)
+      outputs, stashed, aux = self._Outputs(call, layer.vars)
+      self._Check(call, 'output', outputs)
+      self._Check(call, 'skip', stashed)
+      for name, value, _ in aux:
+        self._Check(call, f'auxiliary loss {name!r}', value)
+      calls.append(call)
+      return outputs, stashed
+
+    outputs, _ = sequential.RunLayers([s.layers[i] for s, i in places], Run, args)
+    return calls, outputs
 
   def _Outputs(self, call: _Call, variables: Any) -> tuple[Any, Any, list[Any]]:
     """(outputs, skips that begin here, [(name, value, coefficient)] of auxiliary losses)."""
@@ -142,8 +144,8 @@ class _MicroBatch:
     ):
       out, stashed = layer.FPropSkips(layer.ThetaFrom(variables), call.skips, *call.args)
     aux = [(name, value, coefficient) for _, name, value, coefficient in context.aux_losses]
-    out, stashed = stage_functions.AsTensors(layer, out), stage_functions.AsTensors(layer, stashed)
-    return stage_functions.AsTuple(out), stashed, aux
+    out, stashed = stage_math.AsTensors(layer, out), stage_math.AsTensors(layer, stashed)
+    return sequential.AsTuple(out), stashed, aux
 
   def _LossGradient(self, outputs: tuple[Any, ...], side: Any, loss_weight: tf.Tensor) -> Any:
     """A nest like the outputs with the gradient of the weighted loss."""

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from lingvo_gpipe.core import base_layer, fprop_context, shapes, side_effects
+from lingvo_gpipe.core import base_layer, fprop_context, nested_map, side_effects
 from lingvo_gpipe.layers import sequential
-from lingvo_gpipe.pipeline import engine
-from lingvo_gpipe.pipeline.schedule import schedules
-from lingvo_gpipe.pipeline.stages import failures, leaves, micro_batch, stage_functions
+from lingvo_gpipe.pipeline import emission, engine
+from lingvo_gpipe.pipeline.schedule import actions, schedules
+from lingvo_gpipe.pipeline.stages import failures, micro_batch, stage_math
 from lingvo_gpipe.pipeline.stages import stage as stage_lib
 
 
@@ -56,11 +56,16 @@ class DecodingFunctions:
   """
 
   def __init__(self, layers: Sequence[base_layer.BaseLayer], *, xla: bool) -> None:
-    self.layers = list(layers)
+    self._layers = list(layers)
     self.num_traces = 0
-    options = stage_functions.FunctionOptions(xla)
+    options = stage_math.FunctionOptions(xla)
     self.Prefill = tf.function(self._Prefill, **options)
     self.ExtendStep = tf.function(self._ExtendStep, **options)
+
+  @property
+  def layers(self) -> Sequence[base_layer.BaseLayer]:
+    """The layers of the running stage, which errors name; see `stage_math.Running`."""
+    return stage_math.RunningLayers() or self._layers
 
   def _Prefill(
     self, variables: Sequence[Any], args: tuple[Any, ...], max_length: int, first_of_tail: int
@@ -90,22 +95,20 @@ class DecodingFunctions:
     args: tuple[Any, ...],
     run: Callable[[int, Any, tuple[Any, ...]], tuple[Any, Any]],
   ) -> tuple[Any, list[Any]]:
-    """What the last layer returns, and each layer's states; run(i, theta, args) is layer i."""
+    """Returns the last layer's outputs and each layer's states; run(i, theta, args) is layer i."""
     self.num_traces += 1
-    outputs: Any = args
     states = []
+
+    def Run(i: int, layer: Any, args: tuple[Any, ...], _: nested_map.NestedMap) -> Any:
+      with failures.NoteLayer(layer, args):
+        with failures.LayerScope(i), side_effects.Forbid(layer.path):
+          outputs, state = run(i, layer.ThetaFrom(variables[i]), args)
+          outputs = stage_math.AsTensors(layer, outputs)
+      states.append(state)
+      return outputs, {}
+
     with fprop_context.Enter(fprop_context.FPropContext(do_eval=True)):
-      for i, (layer, layer_vars) in enumerate(zip(self.layers, variables, strict=True)):
-        args = stage_functions.AsTuple(outputs)
-        try:
-          with failures.LayerScope(i), side_effects.Forbid(layer.path):
-            outputs, made = run(i, layer.ThetaFrom(layer_vars), args)
-            outputs = stage_functions.AsTensors(layer, outputs)
-        except Exception as e:
-          kind = type(layer).__name__
-          e.add_note(f'in layer {layer.path} ({kind}), given {shapes.FormatNest(args)}')
-          raise
-        states.append(made)
+      outputs, _ = sequential.RunLayers(self.layers, Run, args)
     return outputs, states
 
 
@@ -146,7 +149,7 @@ class Decoder:
   ) -> tuple[Any, PipelineStates]:
     """See PipeliningLayer.Prefill."""
     batch_size = micro_batch.BatchSize(args)
-    with failures.Located(self._pipeline, lambda: self._Prefill(args, max_length, last_only)):
+    with failures.LocateFailure(self._pipeline, lambda: self._Prefill(args, max_length, last_only)):
       outputs, stages = self._prefill(args, max_length, last_only)
     return outputs, PipelineStates(stages, batch_size, max_length)
 
@@ -166,7 +169,9 @@ class Decoder:
         f'{self._path}: a step of {batch_size} examples, but the states are of {states.batch_size}'
       )
     step = tf.constant(position, tf.int32)
-    with failures.Located(self._pipeline, lambda: self._ExtendStep(states.stages, args, step)):
+    with failures.LocateFailure(
+      self._pipeline, lambda: self._ExtendStep(states.stages, args, step)
+    ):
       outputs, stages = self._extend_step(states.stages, args, step)
     return outputs, dataclasses.replace(states, stages=stages)
 
@@ -228,22 +233,20 @@ class Decoder:
     """
     stages = self._pipeline.stages
     pieces = micro_batch.Split(args, self._num_micro_batches)
-    num_micro_batches = len(pieces)
-    taken: dict[tuple[int, int], Any] = {(0, m): x for m, x in enumerate(pieces)}
-    states: list[list[Any]] = [[None] * num_micro_batches for _ in stages]
-    # What ran last on each device: the next action there waits for it.
-    last: dict[str, list[tf.Tensor]] = {}
-    schedule = schedules.ForwardOnlyOn(self._pipeline.stage_to_device, num_micro_batches)
-    for action in schedule.EmissionOrder():
-      k, m = action.stage, action.micro_batch
-      s = stages[k]
-      with failures.Named(s, str(action), m), tf.name_scope(f'action_{action}'):
-        with tf.device(s.device), tf.control_dependencies(last.get(s.device, [])):
-          taken[k + 1, m], states[k][m] = call(s, m, stage_functions.AsTuple(taken[k, m]))
-      made = leaves.Tensors((taken[k + 1, m], states[k][m]))
-      last[s.device] = made[-1:]
+    stage_args: dict[tuple[int, int], Any] = {(0, m): x for m, x in enumerate(pieces)}
+    states: list[list[Any]] = [[None] * len(pieces) for _ in stages]
+    walk = emission.Walk(stages)
+
+    def Emit(s: stage_lib.Stage, action: actions.Action) -> None:
+      k, m = s.index, action.micro_batch
+      stage_args[k + 1, m], states[k][m] = walk.Call(
+        s, lambda: call(s, m, sequential.AsTuple(stage_args[k, m]))
+      )
+
+    schedule = schedules.ForwardOnlyOn(self._pipeline.stage_to_device, len(pieces))
+    walk.Run(schedule.EmissionOrder(), Emit)
     with tf.device(stages[-1].device):
-      outputs = micro_batch.Merge([taken[len(stages), m] for m in range(num_micro_batches)])
+      outputs = micro_batch.Merge([stage_args[len(stages), m] for m in range(len(pieces))])
     return outputs, states
 
   def _Reorder(self, states: list[list[Any]], indices: tf.Tensor) -> list[list[Any]]:
@@ -262,10 +265,7 @@ class Decoder:
     key = (s.structure, self._pipeline.xla)
     if key not in self._functions:
       self._functions[key] = DecodingFunctions(s.layers, xla=self._pipeline.xla)
-    functions = self._functions[key]
-    # What is traced next names the layers of this stage in messages.
-    functions.layers = list(s.layers)
-    return functions
+    return self._functions[key]
 
 
 def _IsPositionWise(layer: base_layer.BaseLayer) -> bool:

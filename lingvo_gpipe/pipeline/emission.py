@@ -1,106 +1,170 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Walks over a schedule and emits each action as a call of a stage function on its device.
+"""The walk over a schedule: each action becomes a call of a stage function on its device.
 
-Each device's actions are chained by control dependencies, so they run in the schedule's order.
+`Walk` emits actions in any order that it is given; training, the backward under somebody else's
+tape and decoding all use it. `Emission` is a walk that passes activations forward and gradients
+back:
+
+    F[k, m]   takes x[k, m] = (args[k, m], skips)      gives args[k + 1, m], skips, sums
+    B[k, m]   takes x[k, m], dargs[k + 1, m], dskips   gives dargs[k, m], dskips
+
+args[0, m] are the inputs of micro-batch m; args[S, m] are the outputs of the last of S stages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import tensorflow as tf
 
 from lingvo_gpipe.core import base_layer, nested_map
-from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules
-from lingvo_gpipe.pipeline.stages import (
-  failures,
-  layer_backward,
-  leaves,
-  shared_functions,
-  split_backward,
-  stage_functions,
-)
+from lingvo_gpipe.layers import sequential
+from lingvo_gpipe.pipeline.schedule import actions, rematerialisation, schedules
+from lingvo_gpipe.pipeline.stages import failures, leaves, micro_batch, shared_functions, stage_math
 from lingvo_gpipe.pipeline.stages import stage as stage_lib
 
+_Kind = actions.Kind
+_Recompute = rematerialisation.Recompute
 
-class Engine(Protocol):
-  """What an emission needs of the engine."""
 
-  remat_policy: str
-  functions: shared_functions.SharedFunctions
+class Walk:
+  """Emits actions, each on its stage's device after the action before it on that device."""
 
-  def SeedHashes(self, s: stage_lib.Stage) -> list[int]: ...
+  def __init__(self, stages: Sequence[stage_lib.Stage]) -> None:
+    self._stages = stages
+    # The last result on each device: the next action there waits for it.
+    self._last: dict[str, list[tf.Tensor]] = {}
+
+  def Run(
+    self, order: Iterable[actions.Action], emit: Callable[[stage_lib.Stage, actions.Action], None]
+  ) -> None:
+    """Calls emit(stage, action) for each action, which calls `Call` for the stage's function."""
+    for action in order:
+      s = self._stages[action.stage]
+      # The scopes name the action in TensorFlow's errors and in profiles.
+      with failures.NoteAction(s, str(action), action.micro_batch):
+        with tf.name_scope(f'action_{action}'):
+          emit(s, action)
+
+  def Call(self, s: stage_lib.Stage, function: Callable[[], Any]) -> Any:
+    """Returns function(), run on the stage's device after all earlier calls there."""
+    with tf.device(s.device), tf.control_dependencies(self._last.get(s.device, [])):
+      with stage_math.Running(s.index, s.layers):
+        result = function()
+    # A call may return nothing: the input gradient of a stage without floating inputs.
+    if results := leaves.Tensors(result):
+      self._last[s.device] = results[-1:]
+    return result
+
+  def LastResults(self) -> list[tf.Tensor]:
+    """Returns the last result on each device: what waits for them comes after the whole walk."""
+    return [t for tensors in self._last.values() for t in tensors]
 
 
 class Emission:
-  """One walk over a schedule: what has been emitted so far, keyed by (stage, micro-batch)."""
+  """The calls of one walk over a schedule, and the tensors that pass between them."""
 
   def __init__(
     self,
-    engine: Engine,
     stages: Sequence[stage_lib.Stage],
-    inputs: Sequence[tuple[Any, ...]],
-    sides: Sequence[Any] | None,
-    loss_weights: Sequence[tf.Tensor],
+    functions: shared_functions.SharedFunctions,
+    micro_batches: Sequence[micro_batch.MicroBatch],
     counter: tf.Tensor | None,
     *,
     do_eval: bool,
+    with_loss: bool,
     theta: Sequence[Sequence[Any]] | None = None,
   ) -> None:
-    self._engine = engine
+    """Emits nothing yet.
+
+    Args:
+      stages: the stages of one replica.
+      functions: the functions of the stages.
+      micro_batches: the micro-batches of this replica.
+      counter: int64 scalar, the step counter (see `fprop_context`) of micro-batch 0; the others
+        count on from it. None in evaluation.
+      do_eval: the layers' mode.
+      with_loss: whether the last stage runs the loss.
+      theta: for each stage the weights of its layers as tensors; None for the variables.
+    """
+    self._walk = Walk(stages)
     self._stages = stages
-    self._sides = sides
-    self._loss_weights = loss_weights
-    # The step counter (see fprop_context) of micro-batch 0; the others count on from it.
+    self._functions = functions
+    self._micro_batches = micro_batches
     self._counter = tf.constant(0, tf.int64) if counter is None else counter
     self._do_eval = do_eval
+    self._with_loss = with_loss
     self._theta = theta
-    self._last_micro_batch = len(inputs) - 1
-    self._actions: set[schedules.Action] = set()
-    # What runs last on each device so far: the next action there waits for it.
-    self._last: dict[str, list[tf.Tensor]] = {}
-    self._sums: list[dict[str, tf.Tensor]] = []
-    # For each stage and name there of a layer, what it reported for its state.
-    self._layer_sums: dict[tuple[int, str], list[dict[str, tf.Tensor]]] = {}
-    # args[k, m] are the arguments of stage k, args[S, m] what the last one returned; x[k, m] is
-    # all that stage k takes. _dargs and _dskips hold the gradients of args and skips.
-    self.args: dict[tuple[int, int], Any] = {(0, m): x for m, x in enumerate(inputs)}
-    self.x: dict[tuple[int, int], nested_map.NestedMap] = {}
+    # What backward of (stage, micro-batch) recomputes; empty if the schedule has no backward.
+    self._recompute: dict[tuple[int, int], _Recompute] = {}
+    # Between actions: activations and gradients, see the module. Gradients are flat lists of those
+    # of the floating leaves; dskips has one list for each stage that took the skip.
+    self._args: dict[tuple[int, int], Any] = {(0, m): b.args for m, b in enumerate(micro_batches)}
     self._skips: dict[tuple[str, int], Any] = {}
-    self._dargs: dict[tuple[int, int], Any] = {}
-    self._dskips: dict[tuple[str, int], list[Any]] = {}
-    # What a forward kept for its backward, and what an input gradient left for the weights.
-    self._kept: dict[tuple[int, int], list[tf.Tensor]] = {}
+    self._x: dict[tuple[int, int], nested_map.NestedMap] = {}
+    self._dargs: dict[tuple[int, int], list[tf.Tensor]] = {}
+    self._dskips: dict[tuple[str, int], list[list[tf.Tensor]]] = {}
+    # What F kept for its backward, and what I computed for W.
+    self._kept: dict[tuple[int, int], list[tf.Tensor] | None] = {}
     self._for_weights: dict[tuple[int, int], tuple[Any, list[tf.Tensor]]] = {}
+    # The sums of metrics of each action, and the sums that each layer reported for its state.
+    self._sums: list[dict[str, tf.Tensor]] = []
+    self._layer_sums: dict[tuple[int, str], list[dict[str, tf.Tensor]]] = {}
 
-  def Emit(self, schedule: schedules.Schedule) -> None:
-    """Emits every action of the schedule, whose stages are where the engine has them."""
-    self._last_micro_batch = schedule.num_micro_batches - 1
-    self._actions = {action for row in schedule.actions for action in row}
-    for action in schedule.EmissionOrder():
-      if not self._stages[action.stage].HasAction(action.kind):
-        continue
-      if self._GivesNothing(action):
-        self._GiveGradient(action.stage, action.micro_batch, [])
-        continue
-      s = self._stages[action.stage]
-      # The scopes name the action where TensorFlow reports an error, and in profiles.
-      with failures.Named(s, str(action), action.micro_batch), tf.name_scope(f'action_{action}'):
-        _ACTIONS[action.kind](self, action.stage, action.micro_batch)
+  def Emit(self, schedule: schedules.Schedule, remat_policy: str = 'stage') -> None:
+    """Emits every action of the schedule that has any work at its stage."""
+    self._recompute = rematerialisation.ByMicroBatch(schedule.actions, remat_policy)
+    order = (a for a in schedule.EmissionOrder() if self._stages[a.stage].HasAction(a.kind))
+    self._walk.Run(order, self._EmitAction)
 
-  def _GivesNothing(self, action: schedules.Action) -> bool:
-    """Whether it is a backward without any gradient: nothing trained, only integers taken.
+  def EmitThetaBackward(
+    self, stage_inputs: Sequence[Sequence[nested_map.NestedMap]], dys: Sequence[Any]
+  ) -> tuple[list[list[tf.Tensor]], list[Any]]:
+    """Emits backward of weights given as tensors, micro-batches M-1 ... 0.
 
-    TensorFlow would make a NoOp of its call, with the mark that XLA has to run it.
+    Args:
+      stage_inputs: for each stage and micro-batch its x, as `StageInputs` returned it.
+      dys: for each micro-batch a nest like the outputs, with gradients for its floating leaves.
+
+    Returns:
+      For each stage the gradients of its floating weights; for each micro-batch a nest like the
+      arguments, with gradients for its floating leaves.
     """
-    if action.kind not in (schedules.Kind.BACKWARD, schedules.Kind.INPUT_GRADIENT):
-      return False
-    x = self.x[action.stage, action.micro_batch]
-    return not self._stages[action.stage].has_weight_gradient and not leaves.Floats(x)
+    num_stages, num_micro_batches = len(stage_inputs), len(dys)
+    dtheta: list[list[tf.Tensor]] = [[] for _ in self._stages]
+    for m, dy in enumerate(dys):
+      self._dargs[num_stages, m] = leaves.Floats(dy)
+      self._x.update({(k, m): stage_inputs[k][m] for k in range(num_stages)})
+
+    def Backward(s: stage_lib.Stage, action: actions.Action) -> None:
+      k, m = s.index, action.micro_batch
+      dy, functions = self._TakeGradient(s, m), self._For(s, _Recompute.STAGE)
+      grads, dx = self._Call(s, m, lambda call: functions.ThetaBackward(call, dy))
+      self._GiveGradient(s, m, dx)
+      with tf.device(s.device):
+        dtheta[k] = [a + g for a, g in zip(dtheta[k], grads, strict=True)] if dtheta[k] else grads
+
+    pairs = itertools.product(reversed(range(num_micro_batches)), reversed(range(num_stages)))
+    self._walk.Run([actions.Action(k, _Kind.BACKWARD, m) for m, k in pairs], Backward)
+    return dtheta, [
+      leaves.WithFloats(self._x[0, m].args, self._dargs[0, m]) for m in range(num_micro_batches)
+    ]
+
+  # ---- results -----------------------------------------------------------------------------------
+
+  def Outputs(self) -> list[Any]:
+    """Returns the last layer's outputs of each micro-batch, of a walk without a loss."""
+    return [self._args[len(self._stages), m] for m in range(len(self._micro_batches))]
+
+  def StageInputs(self) -> list[list[nested_map.NestedMap]]:
+    """Returns x = NestedMap(args, skips) of each stage and micro-batch."""
+    micro_batches = range(len(self._micro_batches))
+    return [[self._x[s.index, m] for m in micro_batches] for s in self._stages]
 
   def Sums(self) -> dict[str, tf.Tensor]:
-    """The sums of the metrics and auxiliary losses over all micro-batches."""
+    """Returns the sums of the metrics and auxiliary losses over all micro-batches."""
     by_name: dict[str, list[tf.Tensor]] = {}
     for sums in self._sums:
       for name, value in sums.items():
@@ -109,208 +173,142 @@ class Emission:
       return {name: tf.add_n(values) for name, values in by_name.items()}
 
   def LayerSums(self) -> list[tuple[base_layer.BaseLayer, nested_map.NestedMap]]:
-    """(layer, what it reported for its state, over all micro-batches), on its stage's device."""
-    found = []
+    """Returns the layers that reported sums for their state, and the sums over all micro-batches.
+
+    The sums are on the device of the layer's stage.
+    """
+    totals = []
     for (k, name), sums in self._layer_sums.items():
       s = self._stages[k]
       with tf.device(s.device):
-        total = {key: tf.add_n([one[key] for one in sums]) for key in sums[0]}
-      found.append((s.LayerOfSums(name), nested_map.NestedMap(total)))
-    return found
+        total = {key: tf.add_n([each[key] for each in sums]) for key in sums[0]}
+      totals.append((s.LayerOfSums(name), nested_map.NestedMap(total)))
+    return totals
 
-  def LastActions(self) -> list[tf.Tensor]:
-    """What waits for these comes after all that was emitted on any device."""
-    return [t for tensors in self._last.values() for t in tensors]
+  def LastResults(self) -> list[tf.Tensor]:
+    """See `Walk.LastResults`."""
+    return self._walk.LastResults()
 
-  def _Call(self, k: int, m: int, call: Any) -> Any:
-    """`call(stage, context)` on the stage's device, after all that was emitted there before."""
-    s = self._stages[k]
-    with tf.device(s.device), tf.control_dependencies(self._last.get(s.device, [])):
+  # ---- one action --------------------------------------------------------------------------------
+
+  def _EmitAction(self, s: stage_lib.Stage, action: actions.Action) -> None:
+    m = action.micro_batch
+    if action.kind == _Kind.FORWARD:
+      self._Forward(s, m)
+    elif action.kind == _Kind.FORWARD_BACKWARD:
+      self._ForwardBackward(s, m)
+    elif action.kind == _Kind.WEIGHT_GRADIENT:
+      self._WeightGradient(s, m)
+    elif not s.has_weight_gradient and not leaves.Floats(self._x[s.index, m]):
+      # A backward without any gradient: nothing is trained, and x has integers only. TensorFlow
+      # would replace its call by a NoOp, but still ask XLA to run it.
+      self._GiveGradient(s, m, [])
+    elif action.kind == _Kind.BACKWARD:
+      self._Backward(s, m)
+    else:
+      self._InputGradient(s, m)
+
+  def _Forward(self, s: stage_lib.Stage, m: int) -> None:
+    self._TakeInput(s, m)
+    functions = self._For(s, self._RecomputeOf(s, m))
+    y, sums, self._kept[s.index, m] = self._Call(s, m, lambda call: functions.Forward(call))
+    self._Give(s, m, y, sums)
+
+  def _ForwardBackward(self, s: stage_lib.Stage, m: int) -> None:
+    self._TakeInput(s, m)
+    functions, sinks = self._For(s, _Recompute.STAGE), s.AllAccumulators()
+    dx, sums = self._Call(s, m, lambda call: functions.ForwardBackward(call, sinks))
+    self._Give(s, m, (), sums)
+    self._GiveGradient(s, m, dx)
+
+  def _Backward(self, s: stage_lib.Stage, m: int) -> None:
+    dy, kept = self._TakeGradient(s, m), self._kept.pop((s.index, m))
+    functions, sinks = self._For(s, self._RecomputeOf(s, m)), s.AllAccumulators()
+    dx, _ = self._Call(s, m, lambda call: functions.Backward(call, sinks, kept, dy))
+    self._GiveGradient(s, m, dx)
+
+  def _InputGradient(self, s: stage_lib.Stage, m: int) -> None:
+    dy, kept = self._TakeGradient(s, m), self._kept.get((s.index, m))
+    functions = self._For(s, _Recompute.NOTHING)
+    dx, for_weights = self._Call(s, m, lambda call: functions.InputGradient(call, kept, dy))
+    self._for_weights[s.index, m] = (dy, for_weights)
+    self._GiveGradient(s, m, dx)
+
+  def _WeightGradient(self, s: stage_lib.Stage, m: int) -> None:
+    kept = self._kept.pop((s.index, m), None)
+    if (s.index, m) in self._for_weights:
+      dy, for_weights = self._for_weights.pop((s.index, m))
+    else:  # There was no input gradient to compute.
+      dy, for_weights = self._TakeGradient(s, m), []
+    functions, sinks = self._For(s, _Recompute.NOTHING), s.AllAccumulators()
+    self._Call(s, m, lambda call: functions.WeightGradient(call, sinks, kept, dy, for_weights))
+
+  # ---- parts of an action ------------------------------------------------------------------------
+
+  def _RecomputeOf(self, s: stage_lib.Stage, m: int) -> _Recompute:
+    """Returns what backward of the micro-batch recomputes; the default if there is no backward."""
+    has_backward = s.HasAction(_Kind.BACKWARD)
+    return self._recompute.get((s.index, m), _Recompute.STAGE) if has_backward else _Recompute.STAGE
+
+  def _For(self, s: stage_lib.Stage, recompute: _Recompute) -> Any:
+    return self._functions.For(s, recompute, do_eval=self._do_eval, with_loss=self._with_loss)
+
+  def _Call(
+    self, s: stage_lib.Stage, m: int, function: Callable[[stage_math.StageCall], Any]
+  ) -> Any:
+    """Calls a stage function for micro-batch m, as the next call of the walk."""
+
+    def Call() -> Any:
       counter = self._counter + m
-      weight = self._loss_weights[m] if self._loss_weights else tf.constant(1.0)
-      context = stage_functions.Context(
-        stage_functions.SeedTensor(self._engine.SeedHashes(s), counter), weight
+      weight = self._micro_batches[m].loss_weight if self._with_loss else tf.constant(1.0)
+      context = stage_math.Context(stage_math.SeedTensor(s.seed_hashes, counter), weight)
+      has_loss = self._with_loss and s.index == len(self._stages) - 1
+      return function(
+        stage_math.StageCall(
+          variables=s.variables if self._theta is None else self._theta[s.index],
+          x=self._x[s.index, m],
+          side=self._micro_batches[m].side if has_loss else None,
+          context=context,
+        )
       )
-      result = call(s, context)
-    # An action may have nothing to return: the input gradient of a stage without floating inputs.
-    returned = leaves.Tensors(result)
-    if returned:
-      self._last[s.device] = returned[-1:]
-    return result
 
-  def _Take(self, k: int, m: int) -> nested_map.NestedMap:
-    """What stage k takes of micro-batch m: the stage before's outputs, and skips."""
-    skips = {name: self._skips[name, m] for name in self._stages[k].imports}
-    args = stage_functions.AsTuple(self.args[k, m])
-    self.x[k, m] = nested_map.NestedMap(args=args, skips=nested_map.NestedMap(skips))
-    return self.x[k, m]
+    return self._walk.Call(s, Call)
 
-  def _Give(self, k: int, m: int, y: Any, sums: nested_map.NestedMap) -> None:
-    """Hands on what stage k returned; y is empty where the loss is inside the stage."""
-    s = self._stages[k]
+  def _TakeInput(self, s: stage_lib.Stage, m: int) -> None:
+    """Sets x of the stage: the outputs of the stage before, and the skips that end here."""
+    skips = nested_map.NestedMap({name: self._skips[name, m] for name in s.imports})
+    args = sequential.AsTuple(self._args[s.index, m])
+    self._x[s.index, m] = nested_map.NestedMap(args=args, skips=skips)
+
+  def _Give(self, s: stage_lib.Stage, m: int, y: Any, sums: nested_map.NestedMap) -> None:
+    """Passes the results of a stage on; y is empty in the stage with the loss."""
     if y:
-      self.args[k + 1, m] = y.args
+      self._args[s.index + 1, m] = y.args
       self._skips.update({(name, m): y.skips[name] for name in s.exports})
     self._sums.append({s.AbsoluteName(name): value for name, value in sums.metrics.items()})
     for name, value in sums.layers.items():
-      self._layer_sums.setdefault((k, name), []).append(value)
+      self._layer_sums.setdefault((s.index, name), []).append(value)
 
-  def _TakeGradient(self, k: int, m: int) -> list[tf.Tensor] | None:
-    """The gradients of the floating leaves of what stage k returned; None for the loss's stage."""
-    s = self._stages[k]
-    if (k + 1, m) not in self._dargs:
+  def _TakeGradient(self, s: stage_lib.Stage, m: int) -> list[tf.Tensor] | None:
+    """Returns the gradients of the floating leaves of y; None in the stage with the loss."""
+    if (s.index + 1, m) not in self._dargs:
       return None
     with tf.device(s.device):
-      dskips = {
-        name: tf.nest.map_structure(_AddUp, *self._dskips.pop((name, m))) for name in s.exports
-      }
-    dy = nested_map.NestedMap(args=self._dargs[k + 1, m], skips=nested_map.NestedMap(dskips))
-    return leaves.Floats(dy)
+      dskips = [_AddUp(self._dskips.pop((name, m))) for name in s.exports]
+    return [*self._dargs.pop((s.index + 1, m)), *(g for grads in dskips for g in grads)]
 
-  def _GiveGradient(self, k: int, m: int, dx: list[tf.Tensor]) -> None:
-    """Hands down the gradients of the floating leaves of what stage k took."""
-    if not self._stages[k].needs_dx and self._theta is None:
+  def _GiveGradient(self, s: stage_lib.Stage, m: int, dx: list[tf.Tensor]) -> None:
+    """Passes on the gradients of the floating leaves of x, if an earlier stage needs them."""
+    if not s.needs_dx and self._theta is None:
       return
-    gradient = leaves.WithFloats(self.x[k, m], dx)
-    self._dargs[k, m] = gradient.args
-    for name, value in gradient.skips.items():
-      self._dskips.setdefault((name, m), []).append(value)
-
-  def _Side(self, k: int, m: int) -> Any:
-    last = self._sides is not None and k == len(self._stages) - 1
-    return self._sides[m] if last and self._sides is not None else None
-
-  def _Functions(self, s: stage_lib.Stage) -> stage_functions.StageFunctions:
-    return self._engine.functions.Of(s, do_eval=self._do_eval, with_loss=self._sides is not None)
-
-  def _Split(self, s: stage_lib.Stage) -> split_backward.SplitBackward:
-    return self._engine.functions.Split(s, with_loss=self._sides is not None)
-
-  def _Keeper(
-    self, k: int, m: int
-  ) -> split_backward.SplitBackward | layer_backward.LayerBackward | None:
-    """Whose ForwardKeep and BackwardKept run; None where a backward starts from the input alone."""
-    s = self._stages[k]
-    has_backward = not self._do_eval and s.HasAction(schedules.Kind.BACKWARD)
-    # The outer form's backward and forward-only steps are not in the schedule.
-    halves, whole = (
-      schedules.Action(k, kind, m) in self._actions
-      for kind in (schedules.Kind.INPUT_GRADIENT, schedules.Kind.BACKWARD)
-    )
-    if not has_backward or not (halves or whole):
-      return None
-    policy = self._engine.remat_policy
-    if not rematerialisation.RunsAgain(policy, m == self._last_micro_batch):
-      return self._Split(s)
-    if policy == 'layer' and whole:
-      return self._engine.functions.ByLayer(s, with_loss=self._sides is not None)
-    return None
-
-  def _Variables(self, s: stage_lib.Stage) -> Sequence[Any]:
-    return s.variables if self._theta is None else self._theta[s.index]
-
-  def _RunForward(self, k: int, m: int) -> None:
-    x, side = self._Take(k, m), self._Side(k, m)
-    keeper = self._Keeper(k, m)
-    if keeper is not None:
-      y, sums, self._kept[k, m] = self._Call(
-        k, m, lambda s, c: keeper.ForwardKeep(s.variables, x, side, c)
-      )
-    else:
-      y, sums = self._Call(
-        k, m, lambda s, c: self._Functions(s).Forward(self._Variables(s), x, side, c)
-      )
-    self._Give(k, m, y, sums)
-
-  def _RunForwardBackward(self, k: int, m: int) -> None:
-    x, side = self._Take(k, m), self._Side(k, m)
-    dx, sums = self._Call(
-      k,
-      m,
-      lambda s, c: self._Functions(s).ForwardBackward(s.variables, s.AllAccumulators(), x, side, c),
-    )
-    self._Give(k, m, (), sums)
-    self._GiveGradient(k, m, dx)
-
-  def _RunBackward(self, k: int, m: int) -> None:
-    x, side, dy = self.x[k, m], self._Side(k, m), self._TakeGradient(k, m)
-    keeper, kept = self._Keeper(k, m), self._kept.pop((k, m), None)
-
-    def Call(s: stage_lib.Stage, context: Any) -> Any:
-      if keeper is None:
-        backward = self._Functions(s).Backward
-        return backward(s.variables, s.AllAccumulators(), x, side, context, dy)
-      backward = keeper.BackwardKept
-      return backward(s.variables, s.AllAccumulators(), x, side, context, kept, dy)
-
-    dx, _ = self._Call(k, m, Call)
-    self._GiveGradient(k, m, dx)
-
-  def _RunInputGradient(self, k: int, m: int) -> None:
-    x, side, dy = self.x[k, m], self._Side(k, m), self._TakeGradient(k, m)
-    kept = self._kept.get((k, m))
-    dx, for_weights = self._Call(
-      k, m, lambda s, c: self._Split(s).InputGradient(s.variables, x, side, c, kept, dy)
-    )
-    self._for_weights[k, m] = (dy, for_weights)
-    self._GiveGradient(k, m, dx)
-
-  def _RunWeightGradient(self, k: int, m: int) -> None:
-    x, side, kept = self.x[k, m], self._Side(k, m), self._kept.pop((k, m), None)
-    if (k, m) in self._for_weights:
-      dy, for_weights = self._for_weights.pop((k, m))
-    else:  # There was no input gradient to compute.
-      dy, for_weights = self._TakeGradient(k, m), []
-
-    def Call(s: stage_lib.Stage, context: Any) -> Any:
-      gradient = self._Split(s).WeightGradient
-      return gradient(s.variables, s.AllAccumulators(), x, side, context, kept, dy, for_weights)
-
-    self._Call(k, m, Call)
-
-  def EmitThetaBackward(
-    self, x: Sequence[Sequence[nested_map.NestedMap]], dys: Sequence[Any]
-  ) -> tuple[list[list[tf.Tensor]], list[Any]]:
-    """Backward with the weights as tensors, micro-batches M-1 ... 0.
-
-    Args:
-      x: for each stage and micro-batch what the stage took.
-      dys: for each micro-batch a nest like the outputs, with gradients for its floating leaves.
-
-    Returns:
-      For each stage the gradients of its floating weights; for each micro-batch a nest like the
-      arguments, with gradients for its floating leaves.
-    """
-    dtheta: list[list[tf.Tensor]] = [[] for _ in self._stages]
-    for m, dy in reversed(list(enumerate(dys))):
-      self._dargs[len(x), m] = dy
-      for s in reversed(self._stages):
-        k = s.index
-        self.x[k, m] = x[k][m]
-        dy = self._TakeGradient(k, m)
-        with failures.Named(s, f'{k}B{m}', m), tf.name_scope(f'action_{k}B{m}'):
-          grads, dx = self._Call(
-            k,
-            m,
-            lambda s, c, x=x[k][m], dy=dy: self._Functions(s).ThetaBackward(
-              self._Variables(s), x, c, dy
-            ),
-          )
-        self._GiveGradient(k, m, dx)
-        with tf.device(s.device):
-          dtheta[k] = [a + g for a, g in zip(dtheta[k], grads, strict=True)] if dtheta[k] else grads
-    return dtheta, [self._dargs[0, m] for m in range(len(dys))]
+    # In tf.nest order: the arguments, then the skips by name.
+    grads, x = iter(dx), self._x[s.index, m]
+    self._dargs[s.index, m] = [next(grads) for _ in leaves.Floats(x.args)]
+    for name in s.imports:
+      dskip = [next(grads) for _ in leaves.Floats(x.skips[name])]
+      self._dskips.setdefault((name, m), []).append(dskip)
 
 
-def _AddUp(*values: Any) -> Any:
-  """The sum of floating tensors; of others, which have no gradient, any one."""
-  return tf.add_n(values) if len(values) > 1 and leaves.HasGradient(values[0]) else values[0]
-
-
-_ACTIONS = {
-  schedules.Kind.FORWARD: Emission._RunForward,
-  schedules.Kind.BACKWARD: Emission._RunBackward,
-  schedules.Kind.FORWARD_BACKWARD: Emission._RunForwardBackward,
-  schedules.Kind.INPUT_GRADIENT: Emission._RunInputGradient,
-  schedules.Kind.WEIGHT_GRADIENT: Emission._RunWeightGradient,
-}
+def _AddUp(gradients: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
+  """Returns the sums of lists of gradients."""
+  return [tf.add_n(g) if len(g) > 1 else g[0] for g in zip(*gradients, strict=True)]

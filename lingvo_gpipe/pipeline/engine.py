@@ -1,9 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine: one loop over a schedule that emits the stages' calls on their devices.
+"""The engine: emits a schedule as calls of stage functions, and fills the gradient accumulators.
 
-Called inside a tf.function, it lays out one multi-device graph; TensorFlow's dataflow runtime
-then overlaps the devices and moves the boundary tensors. Each device's actions are chained by
-control dependencies, so they run in the order of the schedule.
+A step of K = 2 stages and M = 2 micro-batches under `gpipe`. Time goes down, devices side by side:
+
+    [1] micro-batches 0 and 1: args, side inputs of the loss, weight of the loss
+
+         device 0                      device 1
+    [2]  0F0  args[0,0]
+         0F1  args[0,1] ──args[1,0]──> 1F0  args[1,0], side 0 ──> sums of loss and metrics  [3]
+                        ──args[1,1]──> 1F1  args[1,1], side 1 ──> sums
+                                       1B1  x[1,1] ──> recomputes, accumulators += dw       [4]
+         0B1  x[0,1]    <──dargs[1,1]─ 1B0  x[1,0] ──> recomputes, accumulators += dw
+         0B0  x[0,0]    <──dargs[1,0]─
+         recomputes, accumulators += dw
+    [5]  the accumulators are full: gradients of the sum of loss_weight * loss
+
+Called inside a tf.function, `Accumulate` lays out one multi-device graph. TensorFlow's dataflow
+runtime overlaps the devices and moves the tensors that pass between stages. The actions of a device
+are chained by control dependencies, so they run in the order of the schedule. The engine ends at
+[5]; `runners.replica_update` sums the replicas and updates the weights.
 """
 
 from __future__ import annotations
@@ -16,21 +31,26 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from lingvo_gpipe.core import base_layer, fprop_context, layer_state, nested_map, weight_params
+from lingvo_gpipe.core import base_layer, fprop_context, nested_map
 from lingvo_gpipe.pipeline import emission, replicas
 from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules
-from lingvo_gpipe.pipeline.stages import shared_functions, stage_functions, weighted_loss
+from lingvo_gpipe.pipeline.stages import micro_batch, shared_functions, stage_math, weighted_loss
 from lingvo_gpipe.pipeline.stages import stage as stage_lib
+
+_MicroBatches = Sequence[micro_batch.MicroBatch]
 
 
 class PipelineEngine:
   """Runs a flat list of layers, cut into stages, by a schedule.
 
   Attributes:
-    functions: what the stages run.
+    stages: the stages of the first replica.
+    replicas: all replicas; the first one has `stages`.
     stage_to_device: for each stage the index of its device.
-    replicas: the first one's stages are `stages`.
-    ties: {path of a weight: path of the weight that it is}.
+    ties: {path of a tied weight: path of its owner}.
+    functions: the traced functions of the stages.
+    loss_fn: the loss, or None.
+    remat_policy: what backward recomputes.
   """
 
   def __init__(
@@ -43,7 +63,7 @@ class PipelineEngine:
     schedule: str | schedules.Schedule = 'gpipe',
     remat_policy: str = 'stage',
     xla: bool = True,
-    loss_fn: stage_functions.LossFn | None = None,
+    loss_fn: stage_math.LossFn | None = None,
     is_trained: Callable[[str], bool] | None = None,
     ties: Mapping[str, str] | None = None,
     num_replicas: int = 1,
@@ -53,19 +73,19 @@ class PipelineEngine:
     Args:
       layers: the flat list; outputs of one are the arguments of the next.
       ends: for each stage the index after its last layer, ascending.
-      devices: names for tf.device, replica by replica as many; those that no stage is put on are
-        left alone.
-      stage_to_device: for each stage the index of its device, as the schedule has it; None: its own
-        number.
-      schedule: name of the training schedule, or one of the user's own.
+      devices: names for tf.device, the same number for each replica, replica by replica. Devices
+        without a stage are not used.
+      stage_to_device: for each stage the index of its device, as in the schedule; None: the stage's
+        own number.
+      schedule: name of the training schedule, or a Schedule.
       remat_policy: what backward recomputes, one of `rematerialisation.POLICIES`.
-      xla: True to compile the stage functions by XLA.
-      loss_fn: runs in the last stage on each micro-batch (see `stage.LossFn`).
-      is_trained: tells by its path whether a trainable variable is trained; None: all are. Others
-        cost no weight gradient, and stages before the first trained one no backward.
-      ties: {path of a weight: path of the weight that it is}. The stage of the first holds a copy;
-        its gradient is added to the other's.
-      num_replicas: how many times the stages are there, each with its share of the micro-batches.
+      xla: whether XLA compiles the stage functions.
+      loss_fn: the loss of a micro-batch, which the last stage runs (see `stage_math.LossFn`).
+      is_trained: whether to train the trainable variable of a path; None: train all. Frozen weights
+        cost no weight gradient, and stages before the first trained weight no backward.
+      ties: {path of a tied weight: path of its owner}. The stage of the tied weight holds a copy,
+        whose gradient is added to the owner's.
+      num_replicas: number of copies of the pipeline, each with its share of the micro-batches.
 
     Raises:
       ValueError: the cut, the devices, the schedule or the policy do not fit.
@@ -74,10 +94,10 @@ class PipelineEngine:
     num_devices = max(self.stage_to_device) + 1
     per_replica = len(devices) // num_replicas
     if per_replica < num_devices or len(devices) % num_replicas:
-      of_each = f' for each of {num_replicas} replicas, as many' if num_replicas > 1 else ''
+      of_each = f' for each of {num_replicas} replicas' if num_replicas > 1 else ''
       raise ValueError(
-        f'{len(ends)} stages need {num_devices} devices{of_each}, got {len(devices)}: '
-        f'{", ".join(devices)}'
+        f'{len(ends)} stages need {num_devices} devices{of_each}, the same number for each; got '
+        f'{len(devices)}: {", ".join(devices)}'
       )
     rematerialisation.CheckPolicy(remat_policy)
     self._schedule = schedule
@@ -85,18 +105,17 @@ class PipelineEngine:
     self.loss_fn = loss_fn
     self.functions = shared_functions.SharedFunctions(len(ends), loss_fn, xla)
     self.ties = dict(ties or {})
-    self._told_of_small_batch = False
+    self._logged_small_batch = False
     of_first = [devices[k] for k in self.stage_to_device]
     self.stages = stage_lib.Stages(layers, ends, of_first, self.ties, is_trained)
-    self._variables = {path: v for layer in layers for path, v in layer.VariablesByPath().items()}
-    first = replicas.Replica(self.stages, self._variables)
+    variables = {path: v for layer in layers for path, v in layer.VariablesByPath().items()}
+    first = replicas.Replica(self.stages, variables)
     self.replicas = [first]
     for r in range(1, num_replicas):
-      own = devices[r * per_replica : (r + 1) * per_replica]
-      self.replicas.append(replicas.Copy(first, [own[k] for k in self.stage_to_device]))
+      of_replica = devices[r * per_replica : (r + 1) * per_replica]
+      self.replicas.append(replicas.Copy(first, [of_replica[k] for k in self.stage_to_device]))
     if num_replicas > 1:
-      self._SumStatistics(xla)
-    self._sum: replicas.GradientSum | None = None
+      replicas.SumStatistics(self.replicas, xla)
     self.SyncTies()
 
   @property
@@ -106,31 +125,17 @@ class PipelineEngine:
 
   @property
   def trained(self) -> dict[str, tf.Variable]:
-    """{path: variable} of what is trained, in the first replica."""
+    """{path: variable} of the trained weights, in the first replica."""
     return {path: v for s in self.stages for path, v in s.trained.items()}
-
-  def _SumStatistics(self, xla: bool) -> None:
-    """Lets layers that want it take sums over the replicas; ValueError under XLA."""
-    for of_stage in zip(*(replica.stages for replica in self.replicas), strict=True):
-      below = [layer for top in of_stage[0].layers for layer in top.Descendants()]
-      summing = [layer.path for layer in below if layer.sums_over_replicas]
-      if summing and xla:
-        raise ValueError(
-          f'{summing[0]} has over_replicas=True: XLA does not compile sums over replicas; set '
-          'xla=False for its PipeliningLayer, or take larger micro-batches instead'
-        )
-      replica_sum = replicas.StatisticsSum([s.device for s in of_stage]) if summing else None
-      for s in of_stage:
-        s.replica_sum = replica_sum
 
   @property
   def xla(self) -> bool:
-    """Whether the stages are compiled by XLA."""
+    """Whether XLA compiles the stages."""
     return self.functions.xla
 
   @contextlib.contextmanager
   def WithoutXla(self) -> Iterator[None]:
-    """Within it the stages run without XLA."""
+    """Runs the stages of the enclosed code without XLA."""
     compiled, self.functions = self.functions, self.functions.WithoutXla()
     try:
       yield
@@ -142,198 +147,132 @@ class PipelineEngine:
     """Whether replicas wait for each other within their training stages."""
     return any(s.replica_sum is not None for s in self.stages)
 
-  # ---- the three entrances ---------------------------------------------------------------------
-
-  def Train(
-    self,
-    inputs: Sequence[tuple[Any, ...]],
-    sides: Sequence[Any],
-    loss_weights: Sequence[tf.Tensor],
-    step: tf.Tensor,
-    *,
-    first_micro_batch: tf.Tensor | int = 0,
-    clear: bool = True,
-  ) -> dict[str, tf.Tensor]:
-    """Runs forward and backward of all micro-batches; gradients end in the accumulators.
-
-    What the accumulators hold, those of each replica, is the gradient of the sum over all
-    micro-batches of `loss_weight * loss`: divide by the sum of the loss weights once, at the
-    update. Layers with statistics (`BaseLayer.StateFromSums`) have followed this mini-batch when it
-    returns; where an update may be skipped, take `Accumulate`.
-
-    Args:
-      inputs: for each micro-batch the arguments of the first layer.
-      sides: for each micro-batch what the loss function takes beside the last layer's outputs.
-      loss_weights: for each micro-batch the weight of its loss, a scalar.
-      step: int64 scalar, the training step.
-      first_micro_batch: how many micro-batches of this step other mini-batches had before.
-      clear: False to add to what the accumulators hold (see `ClearAccumulators`); in one replica
-        only.
-
-    Returns:
-      {metric: [sum of value * weight, sum of weight]}, tensors [2] on the last device.
-
-    Raises:
-      ValueError: clear=False with several replicas.
-    """
-    if not clear and len(self.replicas) > 1:
-      raise ValueError(
-        f'clear=False: after Train each of {len(self.replicas)} replicas holds the sum over all, '
-        'and the next one would add them again; call Accumulate for each mini-batch, then '
-        'SumGradients once'
-      )
-    sums, layer_sums = self.Accumulate(
-      inputs, sides, loss_weights, step, first_micro_batch=first_micro_batch, clear=clear
-    )
-    self.SumGradients()
-    self.AssignState(self.NextState(layer_sums))
-    return sums
+  # ---- training and evaluation -------------------------------------------------------------------
 
   def Accumulate(
     self,
-    inputs: Sequence[tuple[Any, ...]],
-    sides: Sequence[Any],
-    loss_weights: Sequence[tf.Tensor],
+    micro_batches: _MicroBatches,
     step: tf.Tensor,
     *,
     first_micro_batch: tf.Tensor | int = 0,
     clear: bool = True,
   ) -> tuple[dict[str, tf.Tensor], dict[str, nested_map.NestedMap]]:
-    """As `Train`, but no layer's state is changed, and each replica has its own gradients.
+    """Runs forward and backward of all micro-batches; gradients end in the accumulators.
+
+    The accumulators of each replica then hold the gradient of the sum of `loss_weight * loss` over
+    its micro-batches. The update adds the replicas and divides by the sum of the loss weights. No
+    weight and no layer's state changes.
+
+    Args:
+      micro_batches: the micro-batches of the mini-batch.
+      step: int64 scalar, the training step.
+      first_micro_batch: number of micro-batches in earlier mini-batches of the same update.
+      clear: whether to set the accumulators to zero first; False adds to them.
 
     Returns:
-      What `Train` returns, and {path of a layer: what it reported for its state, over all
-      micro-batches}, for `NextState`.
+      {metric: [sum of value * weight, sum of weight]}, tensors [2] on the last device; and {path of
+      a layer: the sums that it reported for its state}, for `layer_statistics.Next`.
     """
     counter = fprop_context.StepCounter(step, first_micro_batch)
     self.ClearAccumulators(mirrors_only=not clear)
-    runs = self._EmitAll(inputs, sides, loss_weights, counter, self.TrainingSchedule)
+    walks = self._EmitAll(micro_batches, counter)
     for replica in self.replicas:
       replica.AddTiedGradients(self.ties)
-    # A step that fails must leave all state as it was: it is run again, to find out why.
-    with tf.control_dependencies([t for run in runs for t in run.LastActions()]):
-      layer_sums = self._LayerSums(runs)
-    return self._Sums(runs), layer_sums
+    # A step that fails must leave all state as it was: it is run again to find out why.
+    with tf.control_dependencies([t for walk in walks for t in walk.LastResults()]):
+      layer_sums = self._LayerSums(walks)
+    return self._Sums(walks), layer_sums
+
+  def Evaluate(self, micro_batches: _MicroBatches) -> dict[str, tf.Tensor]:
+    """Runs forward in evaluation mode; returns the metrics' sums, as `Accumulate` does.
+
+    The loss weights are the weights of auxiliary losses only; metrics have their own.
+    """
+    return self._Sums(self._EmitAll(micro_batches, None))
 
   def _EmitAll(
-    self,
-    inputs: Sequence[tuple[Any, ...]],
-    sides: Sequence[Any],
-    loss_weights: Sequence[tf.Tensor],
-    counter: tf.Tensor | None,
-    schedule: Callable[[int], schedules.Schedule],
+    self, micro_batches: _MicroBatches, counter: tf.Tensor | None
   ) -> list[emission.Emission]:
-    """One walk for each replica that has micro-batches; for evaluation without a counter."""
+    """Emits a walk for each replica that has micro-batches; without a counter in evaluation."""
     if self.loss_fn is None:
       raise ValueError('the engine was made without a loss: give loss_fn, to Place if that made it')
     what = "the weight of a micro-batch's loss"
-    loss_weights = [weighted_loss.Scalar(what, weight) for weight in loss_weights]
-    shares = replicas.Shares(len(inputs), len(self.replicas))
-    if counter is not None and self.sums_statistics and len(shares[0]) != len(shares[-1]):
+    micro_batches = [
+      b._replace(loss_weight=weighted_loss.Scalar(what, b.loss_weight)) for b in micro_batches
+    ]
+    do_eval = counter is None
+    shares = replicas.Shares(len(micro_batches), len(self.replicas))
+    if not do_eval and self.sums_statistics and len(shares[0]) != len(shares[-1]):
       raise ValueError(
         f'statistics over {len(shares)} replicas need as many micro-batches in each, got '
-        f'{len(inputs)} in all: take batches of no fewer rows than micro-batches, or '
+        f'{len(micro_batches)} in all: take batches of no fewer rows than micro-batches, or '
         'over_replicas=False'
       )
-    runs = []
-    for r, share in enumerate(shares):
+    walks = []
+    for r, (replica, share) in enumerate(zip(self.replicas, shares, strict=True)):
       if not share:
         continue
-      own = slice(share.start, share.stop)
-      run = emission.Emission(
-        self,
-        self.replicas[r].stages,
-        inputs[own],
-        sides[own],
-        loss_weights[own],
+      walk = emission.Emission(
+        replica.stages,
+        self.functions,
+        micro_batches[share.start : share.stop],
         None if counter is None else counter + share.start,
-        do_eval=counter is None,
+        do_eval=do_eval,
+        with_loss=True,
       )
+      schedule = (self._ForwardOnly if do_eval else self.TrainingSchedule)(len(share))
       with tf.name_scope(f'replica_{r}') if len(self.replicas) > 1 else contextlib.nullcontext():
-        run.Emit(schedule(len(share)))
-      runs.append(run)
-    return runs
+        walk.Emit(schedule, self.remat_policy)
+      walks.append(walk)
+    return walks
 
-  def _Sums(self, runs: Sequence[emission.Emission]) -> dict[str, tf.Tensor]:
-    """The metrics' sums over all replicas."""
-    found = [run.Sums() for run in runs]
+  def _Sums(self, walks: Sequence[emission.Emission]) -> dict[str, tf.Tensor]:
+    """Returns the metrics' sums over all replicas."""
+    of_walks = [walk.Sums() for walk in walks]
     with tf.device(self.stages[-1].device):
-      return {name: tf.add_n([sums[name] for sums in found]) for name in found[0]}
+      return {name: tf.add_n([sums[name] for sums in of_walks]) for name in of_walks[0]}
 
-  def _LayerSums(self, runs: Sequence[emission.Emission]) -> dict[str, nested_map.NestedMap]:
-    """{path of a layer: what it reported for its state} over all replicas."""
+  def _LayerSums(self, walks: Sequence[emission.Emission]) -> dict[str, nested_map.NestedMap]:
+    """Returns {path of a layer: the sums that it reported} over all replicas."""
     by_path: dict[str, list[nested_map.NestedMap]] = {}
-    for run in runs:
-      for layer, sums in run.LayerSums():
+    for walk in walks:
+      for layer, sums in walk.LayerSums():
         by_path.setdefault(layer.path, []).append(sums)
     # add_n of one tensor is that tensor, which waits for nothing.
     return {
-      path: tf.nest.map_structure(lambda *values: tf.identity(tf.add_n(values)), *found)
-      for path, found in by_path.items()
+      path: tf.nest.map_structure(lambda *values: tf.identity(tf.add_n(values)), *sums)
+      for path, sums in by_path.items()
     }
 
-  def ChooseAllReduce(self, all_reduce: str) -> None:
-    """Chooses how `SumGradients` adds; see `replicas.GradientSum`."""
-    self.MakeAccumulators()
-    self._sum = replicas.GradientSum(self.replicas, all_reduce)
+  def TrainingSchedule(self, num_micro_batches: int) -> schedules.Schedule:
+    """Returns the schedule of a training step of this many micro-batches.
 
-  def SumGradients(self) -> None:
-    """Adds the gradients over the replicas; after it all replicas' accumulators hold the sums."""
-    if len(self.replicas) > 1:
-      if self._sum is None:
-        self.ChooseAllReduce('auto')
-      assert self._sum is not None
-      self._sum.Add()
-
-  def NextState(
-    self,
-    layer_sums: Mapping[str, nested_map.NestedMap],
-    state: Mapping[str, Mapping[str, tf.Tensor]] | None = None,
-  ) -> dict[str, dict[str, tf.Tensor]]:
-    """The state of layers after a mini-batch; see `BaseLayer.StateFromSums`.
-
-    Args:
-      layer_sums: as `Accumulate` returned them.
-      state: what this returned for the mini-batch before, where that was not assigned yet.
-
-    Returns:
-      {path of a layer: {name: value of its weight}}, on the devices of the weights.
+    Raises:
+      ValueError: the schedule has its stages on other devices than the engine.
     """
-    layers = {
-      layer.path: layer for s in self.stages for top in s.layers for layer in top.Descendants()
-    }
-    state = state or {}
-    return {
-      p: layer_state.NextState(layers[p], sums, state.get(p)) for p, sums in layer_sums.items()
-    }
-
-  def AssignState(
-    self, state: Mapping[str, Mapping[str, tf.Tensor]], is_wanted: tf.Tensor | None = None
-  ) -> None:
-    """Assigns what `NextState` returned; where `is_wanted`, a bool scalar, is false nothing."""
-    for path, values in state.items():
-      for name, value in values.items():
-        variable = self._variables[f'{path}.{name}']
-        with tf.device(variable.device):
-          variable.assign(value if is_wanted is None else tf.where(is_wanted, value, variable))
-    replicas.SyncWeights(
-      self.replicas, [f'{path}.{name}' for path, values in state.items() for name in values]
-    )
-
-  def Evaluate(
-    self,
-    inputs: Sequence[tuple[Any, ...]],
-    sides: Sequence[Any],
-    loss_weights: Sequence[tf.Tensor],
-  ) -> dict[str, tf.Tensor]:
-    """The metrics' sums (as `Train` returns them) in evaluation mode, forward only.
-
-    The loss weights are those of auxiliary losses; metrics come with their own.
-    """
-    return self._Sums(self._EmitAll(inputs, sides, loss_weights, None, self._ForwardOnly))
+    schedule, num_devices = self._schedule, max(self.stage_to_device) + 1
+    chosen = schedules.GetForBatch(schedule, self.num_stages, num_micro_batches, num_devices)
+    if chosen.stage_to_device != self.stage_to_device:
+      raise ValueError(
+        f'schedule {chosen.name!r} has its stages on devices {list(chosen.stage_to_device)} for '
+        f'{num_micro_batches} micro-batches, but they are on {list(self.stage_to_device)}; a '
+        'schedule must place its stages alike for any number of micro-batches'
+      )
+    if isinstance(schedule, str) and chosen.name != schedule and not self._logged_small_batch:
+      self._logged_small_batch = True
+      logging.info(
+        'Schedule %s cannot take a batch of %d micro-batches on %d devices: %s runs it.',
+        schedule,
+        num_micro_batches,
+        num_devices,
+        chosen.name,
+      )
+    return chosen
 
   def _ForwardOnly(self, num_micro_batches: int) -> schedules.Schedule:
     return schedules.ForwardOnlyOn(self.stage_to_device, num_micro_batches)
+
+  # ---- without the loss --------------------------------------------------------------------------
 
   def Forward(
     self,
@@ -342,33 +281,30 @@ class PipelineEngine:
     theta: Sequence[Sequence[Any]] | None = None,
     counter: tf.Tensor | None = None,
     do_eval: bool = True,
-  ) -> tuple[
-    list[Any],
-    list[list[nested_map.NestedMap]],
-    list[tuple[base_layer.BaseLayer, nested_map.NestedMap]],
-  ]:
-    """Forward only, without the loss, in the first replica.
+  ) -> emission.Emission:
+    """Runs forward only, without the loss, in the first replica.
 
     Args:
       inputs: for each micro-batch the arguments of the first layer.
       theta: for each stage and layer its weights as tensors; None takes the variables.
-      counter: int64 scalar, the step counter (see fprop_context) of micro-batch 0; needed where
+      counter: int64 scalar, the step counter (see `fprop_context`) of micro-batch 0; needed if
         do_eval is False.
       do_eval: the layers' mode.
 
     Returns:
-      For each micro-batch what the last layer returned; for each stage and micro-batch what the
-      stage took, NestedMap(args, skips); and the layers that reported sums for their state, with
-      the sums over all micro-batches.
+      The walk, with the outputs, the stages' inputs and the layers' sums.
     """
-    run = emission.Emission(
-      self, self.stages, inputs, None, [], counter, do_eval=do_eval, theta=theta
+    walk = emission.Emission(
+      self.stages,
+      self.functions,
+      [micro_batch.MicroBatch(args) for args in inputs],
+      counter,
+      do_eval=do_eval,
+      with_loss=False,
+      theta=theta,
     )
-    run.Emit(self._ForwardOnly(len(inputs)))
-    micro_batches = range(len(inputs))
-    outputs = [run.args[self.num_stages, m] for m in micro_batches]
-    taken = [[run.x[k, m] for m in micro_batches] for k in range(self.num_stages)]
-    return outputs, taken, run.LayerSums()
+    walk.Emit(self._ForwardOnly(len(inputs)))
+    return walk
 
   def ThetaBackward(
     self,
@@ -378,11 +314,11 @@ class PipelineEngine:
     counter: tf.Tensor,
     do_eval: bool,
   ) -> tuple[list[list[tf.Tensor]], list[tuple[Any, ...]]]:
-    """Backward of `Forward` with the weights as tensors, micro-batches M-1 ... 0.
+    """Runs backward of `Forward` with the weights as tensors, micro-batches M-1 ... 0.
 
     Args:
       theta: as given to `Forward`.
-      stage_inputs: as returned by `Forward`.
+      stage_inputs: `StageInputs` of the walk that `Forward` returned.
       dys: for each micro-batch a nest like the outputs, with gradients at its floating leaves.
       counter: as given to `Forward`.
       do_eval: as given to `Forward`.
@@ -391,61 +327,42 @@ class PipelineEngine:
       For each stage the gradients of its floating weights; for each micro-batch a nest like the
       inputs, with gradients at its floating leaves.
     """
-    run = emission.Emission(self, self.stages, [], None, [], counter, do_eval=do_eval, theta=theta)
-    return run.EmitThetaBackward(stage_inputs, dys)
+    walk = emission.Emission(
+      self.stages, self.functions, [], counter, do_eval=do_eval, with_loss=False, theta=theta
+    )
+    return walk.EmitThetaBackward(stage_inputs, dys)
 
-  def TrainingSchedule(self, num_micro_batches: int) -> schedules.Schedule:
-    """The schedule of a training step of so many micro-batches.
-
-    Raises:
-      ValueError: it has its stages on other devices than the engine.
-    """
-    named, num_devices = self._schedule, max(self.stage_to_device) + 1
-    chosen = schedules.GetForBatch(named, self.num_stages, num_micro_batches, num_devices)
-    if chosen.stage_to_device != self.stage_to_device:
-      raise ValueError(
-        f'schedule {chosen.name!r} has its stages on devices {list(chosen.stage_to_device)} for '
-        f'{num_micro_batches} micro-batches, but they are on {list(self.stage_to_device)}; a '
-        'schedule must place its stages alike for any number of micro-batches'
-      )
-    if isinstance(named, str) and chosen.name != named and not self._told_of_small_batch:
-      self._told_of_small_batch = True
-      logging.info(
-        'Schedule %s cannot take a batch of %d micro-batches on %d devices: %s runs it.',
-        named,
-        num_micro_batches,
-        num_devices,
-        chosen.name,
-      )
-    return chosen
+  # ---- weights and accumulators ------------------------------------------------------------------
 
   def SyncTies(self) -> None:
-    """Copies tied weights to where they are used; to be called when weights were changed.
+    """Copies tied weights to the stages that use them, in each replica.
 
-    Of all replicas, whose weights are taken as they are.
+    To be called when weights were changed.
     """
     for replica in self.replicas:
       replica.SyncTies(self.ties)
 
   def SyncReplicas(self) -> None:
-    """Copies the first replica's weights to the others, and ties; to be called as `SyncTies`."""
+    """Copies the first replica's weights to the others, and tied weights to their users.
+
+    To be called when weights were changed.
+    """
     replicas.SyncWeights(self.replicas)
     self.SyncTies()
 
   def _AllStages(self) -> list[stage_lib.Stage]:
     return [s for replica in self.replicas for s in replica.stages]
 
-  # ---- parts -----------------------------------------------------------------------------------
-
   def MakeAccumulators(
     self, beside: Callable[[tf.Variable, Callable[[], tf.Variable]], tf.Variable] | None = None
   ) -> None:
     """Allocates the gradient accumulators on their stages' devices; once, outside any graph.
 
-    The other calls do so, too; but a tf.function that makes variables is traced twice.
+    `Accumulate` does so too, but TensorFlow traces a tf.function that makes variables twice.
 
     Args:
-      beside: given a variable and what makes its accumulator, returns that or one that there is.
+      beside: called as beside(variable, make): returns make(), or an accumulator that the variable
+        has already.
     """
     for s in self._AllStages():
       if s.accumulators or s.mirror_accumulators:
@@ -457,20 +374,17 @@ class PipelineEngine:
         s.mirror_accumulators = [_Accumulator(v) for v in s.mirrors.values()]
 
   def ClearAccumulators(self, *, mirrors_only: bool = False) -> None:
-    """Sets the accumulators to zero, as `Train` does before it begins.
+    """Sets the accumulators to zero.
 
-    With `mirrors_only` those alone that the gradients of tied weights pass through: what they held
-    was added to the owner's already.
+    Args:
+      mirrors_only: clear only the accumulators of copies of tied weights, whose gradients were
+        added to the owners' already.
     """
     self.MakeAccumulators()
     for s in self._AllStages():
       with tf.device(s.device):
         for accumulator in s.mirror_accumulators if mirrors_only else s.AllAccumulators():
           accumulator.assign(tf.zeros_like(accumulator))
-
-  def SeedHashes(self, s: stage_lib.Stage) -> list[int]:
-    """The first halves of the seed pairs of a stage's layers."""
-    return [weight_params.Hash64(layer.params.random_seed, layer.path) for layer in s.layers]
 
 
 def _Accumulator(variable: tf.Variable) -> tf.Variable:

@@ -28,7 +28,7 @@ from lingvo_gpipe.pipeline import engine, tape_function, weight_ties
 from lingvo_gpipe.pipeline.cutting import cut as cut_lib
 from lingvo_gpipe.pipeline.cutting import layer_costs
 from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules
-from lingvo_gpipe.pipeline.stages import failures, micro_batch, stage_functions
+from lingvo_gpipe.pipeline.stages import failures, micro_batch, stage_math
 from lingvo_gpipe.pipeline.stages import stage as stage_lib
 
 
@@ -118,7 +118,7 @@ class PipeliningLayer(base_layer.BaseLayer):
     self._decoder: decoder_lib.Decoder | None = None
     self._input_specs: tuple[Any, ...] = ()
     self._predict = tf.function(self._Predict, autograph=False)
-    self._outer: dict[bool, tape_function.OuterForm] = {}
+    self._tape_functions: dict[bool, tape_function.TapeFunction] = {}
 
   def WeightSpecs(self) -> dict[str, tuple[weight_params.WeightParams, bool]]:
     """As BaseLayer's, tied weights counted once."""
@@ -212,7 +212,7 @@ class PipeliningLayer(base_layer.BaseLayer):
     self,
     devices: Sequence[str],
     *input_specs: Any,
-    loss_fn: stage_functions.LossFn | None = None,
+    loss_fn: stage_math.LossFn | None = None,
     weights: layer_costs.Weights | None = None,
     splits: Sequence[int] = (),
     num_replicas: int = 1,
@@ -222,7 +222,7 @@ class PipeliningLayer(base_layer.BaseLayer):
     Args:
       devices: at least `num_devices` of them for each replica, replica by replica.
       *input_specs: as for `MakeCut`.
-      loss_fn: the loss, where the engine trains (`stage.LossFn`); FProp does not use it.
+      loss_fn: the loss, where the engine trains (`stage_math.LossFn`); FProp does not use it.
       weights: as for `MakeCut`; the engine trains the same.
       splits: as for `MakeCut`.
       num_replicas: how often the stages are placed. The engine trains and evaluates in all
@@ -260,7 +260,7 @@ class PipeliningLayer(base_layer.BaseLayer):
     self.InstantiateVariables()
     self._decoder = None
     self._predict = tf.function(self._Predict, autograph=False)
-    self._outer = {}
+    self._tape_functions = {}
     return cut
 
   @property
@@ -276,7 +276,7 @@ class PipeliningLayer(base_layer.BaseLayer):
   def Predict(self, *args: Any) -> Any:
     """FProp in evaluation mode straight from the variables: no gradient, no copy of a weight."""
     args = self._Checked(args)
-    with failures.Located(self.engine, lambda: self._Predict(args)):
+    with failures.LocateFailure(self.engine, lambda: self._Predict(args)):
       return self._predict(args)
 
   def _Checked(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -289,7 +289,7 @@ class PipeliningLayer(base_layer.BaseLayer):
   def _Predict(self, args: tuple[Any, ...]) -> Any:
     self.engine.SyncTies()
     inputs = self.SplitBatch(args)
-    outputs, *_ = self.engine.Forward(inputs)
+    outputs = self.engine.Forward(inputs).Outputs()
     return micro_batch.MergeOutputs(outputs, inputs, self.params.batch_dim)
 
   @property
@@ -388,11 +388,11 @@ class PipeliningLayer(base_layer.BaseLayer):
       counter = tf.constant(0, tf.int64)
     else:
       raise ValueError(f'{self.path}: a Scope with do_eval=False needs a step')
-    if context.do_eval not in self._outer:
-      self._outer[context.do_eval] = tape_function.OuterForm(
+    if context.do_eval not in self._tape_functions:
+      self._tape_functions[context.do_eval] = tape_function.TapeFunction(
         self.engine, self.SplitBatch, self.params.batch_dim, context.do_eval
       )
-    return self._outer[context.do_eval].Run(theta.layers, self._Checked(args), counter)
+    return self._tape_functions[context.do_eval].Run(theta.layers, self._Checked(args), counter)
 
 
 def PartitionSequentialLayers(

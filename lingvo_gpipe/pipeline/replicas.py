@@ -108,6 +108,25 @@ def SyncWeights(replicas: Sequence[Replica], paths: Iterable[str] | None = None)
       _Assign(replica.variables[path], first.variables[path])
 
 
+def SumStatistics(replicas: Sequence[Replica], xla: bool) -> None:
+  """Lets the layers that ask for it sum their statistics over the replicas.
+
+  Raises:
+    ValueError: a layer asks for it, and XLA compiles the stages.
+  """
+  for of_stage in zip(*(replica.stages for replica in replicas), strict=True):
+    layers = [layer for top in of_stage[0].layers for layer in top.Descendants()]
+    summing = [layer.path for layer in layers if layer.sums_over_replicas]
+    if summing and xla:
+      raise ValueError(
+        f'{summing[0]} has over_replicas=True: XLA does not compile sums over replicas; set '
+        'xla=False for its PipeliningLayer, or take larger micro-batches instead'
+      )
+    replica_sum = StatisticsSum([s.device for s in of_stage]) if summing else None
+    for s in of_stage:
+      s.replica_sum = replica_sum
+
+
 class GradientSum:
   """Adds the gradients of each weight over all replicas, in every replica to the same bits."""
 
@@ -124,12 +143,14 @@ class GradientSum:
     """
     if all_reduce not in ALL_REDUCE_OPTIONS:
       raise ValueError(f'all_reduce is one of {", ".join(ALL_REDUCE_OPTIONS)}; got {all_reduce!r}')
+    self._buckets: list[_Bucket] = []
+    if len(replicas) == 1:
+      return
     if all_reduce == 'auto':
       on_cpu = tf.DeviceSpec.from_string(replicas[0].stages[0].device).device_type == 'CPU'
       all_reduce = 'send' if on_cpu else 'collective'
     logging.info('Gradients are added over %d replicas by %s.', len(replicas), all_reduce)
     self._is_collective = all_reduce == 'collective'
-    self._buckets: list[_Bucket] = []
     # The last stage's first, as backward goes: one that shares its device must not wait for others.
     for of_stage in reversed(list(zip(*(replica.stages for replica in replicas), strict=True))):
       devices = tuple(s.device for s in of_stage)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The outer form: a whole pipeline as one differentiable function, under anybody's tape.
+"""A whole pipeline as one differentiable function, for a gradient tape of the user.
 
-Forward keeps the stages' inputs; backward, micro-batches M-1 ... 0, recomputes each stage from its
-own. The weights come as tensors, so that their gradients can be handed back.
+Forward keeps the stages' inputs. Backward, micro-batches M-1 ... 0, recomputes each stage from its
+input. The weights are given as tensors, so that the tape gets their gradients.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lingvo_gpipe.pipeline import engine
 from lingvo_gpipe.pipeline.stages import failures, leaves, micro_batch
 
 
-class OuterForm:
+class TapeFunction:
   """Forward and backward of the whole pipeline as two traced functions, weights as tensors."""
 
   def __init__(
@@ -30,9 +30,9 @@ class OuterForm:
     """Traces nothing yet.
 
     Args:
-      pipeline: runs the stages.
-      split: cuts a nest into micro-batches.
-      batch_dim: the dimension along which it does.
+      pipeline: the engine that runs the stages.
+      split: splits a nest into micro-batches.
+      batch_dim: the batch dimension.
       do_eval: the layers' mode.
     """
     self._pipeline = pipeline
@@ -44,33 +44,32 @@ class OuterForm:
     self._backward = tf.function(self._Backward, autograph=False)
 
   def Run(self, theta: Sequence[Any], args: tuple[Any, ...], counter: tf.Tensor) -> Any:
-    """The pipeline's outputs, with gradients for the floating leaves of theta and args."""
+    """Returns the pipeline's outputs, differentiable by the floating leaves of theta and args."""
     per_stage: list[Any] = []
-    rest = list(theta)
+    of_layers = iter(theta)
     for s in self._pipeline.stages:
-      members, rest = rest[: len(s.layers)], rest[len(s.layers) :]
       with tf.device(s.device):
-        per_stage.append(AsTensors(members))
+        per_stage.append(AsTensors([next(of_layers) for _ in s.layers]))
     weights = leaves.Floats(per_stage)
     whole: list[Any] = []
     reported: list[Any] = []
 
     def Nests(floats: Sequence[tf.Tensor]) -> tuple[Any, Any]:
-      """The weights and the arguments with these floating leaves."""
+      """Returns the weights and the arguments with these floating leaves."""
       theta = leaves.WithFloats(per_stage, floats[: len(weights)])
       return theta, leaves.WithFloats(args, floats[len(weights) :])
 
     @tf.custom_gradient
     def Pipeline(*floats: tf.Tensor) -> Any:
       forward_args = *_Unwatched(Nests(floats)), counter
-      with failures.Located(self._pipeline, lambda: self._Forward(*forward_args)):
+      with failures.LocateFailure(self._pipeline, lambda: self._Forward(*forward_args)):
         outputs, saved, sums = self._forward(*forward_args)
       whole.append(outputs)
       reported.extend(sums)
 
       @tf.custom_gradient
       def Saved(*floats: tf.Tensor) -> Any:
-        """No tape has seen how it was made; second derivatives need to know."""
+        """Returns the saved leaves with a gradient, which second derivatives need."""
 
         def Gradient(*dys: tf.Tensor) -> list[tf.Tensor]:
           with tf.GradientTape() as tape:
@@ -82,9 +81,9 @@ class OuterForm:
         return tuple(leaves.Floats(saved)), Gradient
 
       def Grad(*dys: tf.Tensor) -> list[tf.Tensor]:
-        taken = leaves.WithFloats(saved, Saved(*floats))
-        backward_args = Nests(floats)[0], taken, leaves.WithFloats(outputs, dys), counter
-        with failures.Located(self._pipeline, lambda: self._Backward(*backward_args)):
+        stage_inputs = leaves.WithFloats(saved, Saved(*floats))
+        backward_args = Nests(floats)[0], stage_inputs, leaves.WithFloats(outputs, dys), counter
+        with failures.LocateFailure(self._pipeline, lambda: self._Backward(*backward_args)):
           return self._backward(*backward_args)
 
       return tuple(leaves.Floats(outputs)), Grad
@@ -98,13 +97,12 @@ class OuterForm:
     self, theta: Any, args: tuple[Any, ...], counter: tf.Tensor
   ) -> tuple[Any, Any, list[nested_map.NestedMap]]:
     inputs = self._split(args)
-    outputs, saved, layer_sums = self._pipeline.Forward(
-      inputs, theta=theta, counter=counter, do_eval=self._do_eval
-    )
-    # The same layers in every trace, which the shapes of the inputs tell apart.
+    walk = self._pipeline.Forward(inputs, theta=theta, counter=counter, do_eval=self._do_eval)
+    layer_sums = walk.LayerSums()
+    # Every trace has the same layers: traces differ in the shapes of the inputs only.
     self._stateful = [layer for layer, _ in layer_sums]
-    merged = micro_batch.MergeOutputs(outputs, inputs, self._batch_dim)
-    return merged, saved, [sums for _, sums in layer_sums]
+    merged = micro_batch.MergeOutputs(walk.Outputs(), inputs, self._batch_dim)
+    return merged, walk.StageInputs(), [sums for _, sums in layer_sums]
 
   def _Backward(self, theta: Any, saved: Any, dys: Any, counter: tf.Tensor) -> list[tf.Tensor]:
     pieces = self._split(dys)
@@ -114,15 +112,15 @@ class OuterForm:
 
 
 def AsTensors(nest: Any) -> Any:
-  """The nest with its numbers, arrays and variables as tensors."""
+  """Returns the nest with its numbers, arrays and variables as tensors."""
   return tf.nest.map_structure(lambda x: None if x is None else tf.convert_to_tensor(x), nest)
 
 
 def _Unwatched(nest: Any) -> Any:
-  """The nest, hidden from the tapes of eager execution.
+  """Returns the nest, hidden from the tapes of eager execution.
 
-  An eager tape would differentiate every function that it sees a watched tensor enter, although
-  nobody asks for that gradient, and so keep each stage's activations instead of its input.
+  An eager tape would differentiate every function that a watched tensor enters, although nobody
+  asks for that gradient, and so keep each stage's activations instead of its input.
   """
   if not tf.executing_eagerly():
     return nest

@@ -25,10 +25,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from lingvo_gpipe.core import fprop_context, nested_map
+from lingvo_gpipe.core import fprop_context
+from lingvo_gpipe.layers import sequential
 from lingvo_gpipe.pipeline import engine as engine_lib
-from lingvo_gpipe.pipeline import pipelining_layer
-from lingvo_gpipe.pipeline.stages import micro_batch, stage_functions
+from lingvo_gpipe.pipeline import pipelining_layer, replicas
+from lingvo_gpipe.pipeline.stages import micro_batch, stage_math
 
 # By dtype: the greatest error of a gradient and of a loss.
 GRADIENT_BOUNDS = {'float64': 1e-10, 'float32': 1e-5}
@@ -124,7 +125,7 @@ def Verify(
   inputs: tuple[Any, ...],
   side: Any,
   *,
-  loss_fn: stage_functions.LossFn,
+  loss_fn: stage_math.LossFn,
   loss_weight: Callable[[Any], tf.Tensor],
   step: int = 0,
 ) -> Report:
@@ -142,35 +143,30 @@ def Verify(
   Raises:
     ValueError: the layers do not compute in float32 or float64.
   """
-  m, batch_dim = layer.num_micro_batches, layer.params.batch_dim
-  return VerifyEngine(
-    layer.engine,
-    (layer.SplitBatch(inputs), micro_batch.Split(side, m, batch_dim)),
-    (inputs, side),
-    loss_fn=loss_fn,
-    loss_weight=loss_weight,
-    step=step,
-  )
+  sides = micro_batch.Split(side, layer.num_micro_batches, layer.params.batch_dim)
+  micro_batches = [
+    micro_batch.MicroBatch(args, side, loss_weight(side))
+    for args, side in zip(layer.SplitBatch(inputs), sides, strict=True)
+  ]
+  return VerifyEngine(layer.engine, micro_batches, (inputs, side), loss_fn=loss_fn, step=step)
 
 
 def VerifyEngine(
   engine: engine_lib.PipelineEngine,
-  micro_batches: tuple[Sequence[tuple[Any, ...]], Sequence[Any]],
+  micro_batches: Sequence[micro_batch.MicroBatch],
   whole: tuple[tuple[Any, ...], Any],
   *,
-  loss_fn: stage_functions.LossFn,
-  loss_weight: Callable[[Any], tf.Tensor],
+  loss_fn: stage_math.LossFn,
   step: int = 0,
 ) -> Report:
   """`Verify` of an engine whose layers no PipeliningLayer holds.
 
   Args:
     engine: the engine, with `loss_fn` in its last stage.
-    micro_batches: for each micro-batch the arguments of the first layer, and the side of the loss.
-    whole: the same of the whole batch.
-    loss_fn: as for `Verify`.
-    loss_weight: as for `Verify`.
-    step: as for `Verify`.
+    micro_batches: the micro-batches.
+    whole: (arguments of the first layer, side inputs of the loss) of the whole batch.
+    loss_fn: the loss; see `stage_math.LossFn`.
+    step: the training step that random numbers depend on.
 
   Raises:
     ValueError: layers take statistics over replicas, or compute in other dtypes.
@@ -192,11 +188,11 @@ def VerifyEngine(
       for variable, value in zip(fixed, saved, strict=True):
         variable.assign(value)
 
-  loss, announced, grads = Restored(lambda: _Pipelined(engine, *micro_batches, loss_weight, step))
+  loss, announced, grads = Restored(lambda: _Pipelined(engine, micro_batches, step))
   reference = _Reference(engine, loss_fn)
-  loss0, returned, grads0 = Restored(lambda: reference.Train(*micro_batches, step))
-  in_pieces = Restored(lambda: reference.Evaluate(*micro_batches))
-  at_once = Restored(lambda: reference.Evaluate([whole[0]], [whole[1]]))
+  loss0, returned, grads0 = Restored(lambda: reference.Train(micro_batches, step))
+  in_pieces = Restored(lambda: reference.Evaluate(micro_batches))
+  at_once = Restored(lambda: reference.Evaluate([micro_batch.MicroBatch(*whole)]))
   norm = float(np.sqrt(sum(np.sum(np.square(g)) for g in grads0.values())))
   return Report(
     dtype=dtype,
@@ -227,20 +223,20 @@ def _ComputeDtype(engine: engine_lib.PipelineEngine) -> str:
 
 def _Pipelined(
   engine: engine_lib.PipelineEngine,
-  inputs: Sequence[tuple[Any, ...]],
-  sides: Sequence[Any],
-  loss_weight: Callable[[Any], tf.Tensor],
+  micro_batches: Sequence[micro_batch.MicroBatch],
   step: int,
 ) -> tuple[float, float, dict[str, np.ndarray]]:
   """(loss, sum of the announced weights, {path: gradient} divided by that sum)."""
-  engine.MakeAccumulators()  # Made while the step is traced, they would have it traced twice.
+  engine.MakeAccumulators()  # TensorFlow traces a function that makes variables twice.
+  gradient_sum = replicas.GradientSum(engine.replicas)
 
   @tf.function(autograph=False)
-  def Step(inputs: Any, sides: Any, step: tf.Tensor) -> Any:
-    weights = [loss_weight(side) for side in sides]
-    return engine.Train(inputs, sides, weights, step), tf.add_n(weights)
+  def Step(micro_batches: list[micro_batch.MicroBatch], step: tf.Tensor) -> Any:
+    sums, _ = engine.Accumulate(micro_batches, step)
+    gradient_sum.Add()
+    return sums, tf.add_n([b.loss_weight for b in micro_batches])
 
-  sums, announced = Step(list(inputs), list(sides), tf.constant(step, tf.int64))
+  sums, announced = Step(list(micro_batches), tf.constant(step, tf.int64))
   total = float(announced)
   grads: dict[str, np.ndarray] = {}
   for s in engine.stages:
@@ -253,7 +249,7 @@ def _Pipelined(
 class _Reference:
   """The engine's layers without the engine, eagerly on the first stage's device."""
 
-  def __init__(self, engine: engine_lib.PipelineEngine, loss_fn: stage_functions.LossFn) -> None:
+  def __init__(self, engine: engine_lib.PipelineEngine, loss_fn: stage_math.LossFn) -> None:
     self._layers = [layer for s in engine.stages for layer in s.layers]
     self._last_layers = engine.stages[-1].layers
     self._variables = engine.trained
@@ -264,12 +260,12 @@ class _Reference:
     self._loss_fn = loss_fn
 
   def Train(
-    self, inputs: Sequence[tuple[Any, ...]], sides: Sequence[Any], step: int
+    self, micro_batches: Sequence[micro_batch.MicroBatch], step: int
   ) -> tuple[float, float, dict[str, np.ndarray]]:
     """(loss, sum of its weights, {path: gradient} divided by that sum)."""
     total, weight_sum = 0.0, 0.0
     sums = {path: np.zeros(v.shape, np.float64) for path, v in self._variables.items()}
-    for m, (args, side) in enumerate(zip(inputs, sides, strict=True)):
+    for m, (args, side, _) in enumerate(micro_batches):
       with tf.device(self._device), tf.GradientTape() as tape:
         with fprop_context.Scope(step=step, micro_batch=m) as context:
           loss, weight = self._Loss(args, side)
@@ -287,10 +283,10 @@ class _Reference:
     grads = {path: _Divide(g, weight_sum) for path, g in sums.items()}
     return float(_Divide(np.float64(total), weight_sum)), weight_sum, grads
 
-  def Evaluate(self, inputs: Sequence[tuple[Any, ...]], sides: Sequence[Any]) -> float:
+  def Evaluate(self, micro_batches: Sequence[micro_batch.MicroBatch]) -> float:
     """The loss in evaluation mode."""
     total, weight_sum = 0.0, 0.0
-    for args, side in zip(inputs, sides, strict=True):
+    for args, side, _ in micro_batches:
       with tf.device(self._device), fprop_context.Scope(do_eval=True):
         loss, weight = self._Loss(args, side)
       total += float(loss) * float(weight) if float(weight) else 0.0
@@ -298,13 +294,11 @@ class _Reference:
     return float(_Divide(np.float64(total), weight_sum))
 
   def _Loss(self, args: tuple[Any, ...], side: Any) -> tuple[tf.Tensor, tf.Tensor]:
-    skips = nested_map.NestedMap()
-    for layer in self._layers:
-      taken = nested_map.NestedMap({name: skips[name] for name in layer.skips_in})
-      outputs, stashed = layer.FPropSkips(layer.theta, taken, *args)
-      args = stage_functions.AsTuple(outputs)
-      skips.update(stashed)
-    loss, weight = self._loss_fn([layer.theta for layer in self._last_layers], args, side)['loss']
+    thetas = [layer.theta for layer in self._layers]
+    outputs = sequential.AsTuple(sequential.FPropLayers(self._layers, thetas, *args))
+    loss, weight = self._loss_fn([layer.theta for layer in self._last_layers], outputs, side)[
+      'loss'
+    ]
     return loss, tf.cast(weight, loss.dtype)
 
 

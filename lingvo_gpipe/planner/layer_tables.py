@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from lingvo_gpipe.core import base_layer, hyperparams, nested_map
 from lingvo_gpipe.pipeline.cutting import layer_costs, layer_profile
-from lingvo_gpipe.pipeline.stages import stage_functions
+from lingvo_gpipe.pipeline.stages import stage_math
 from lingvo_gpipe.planner import model_costs
 
 
@@ -27,7 +27,7 @@ class Measuring:
   """
 
   devices: Sequence[str]
-  loss_fn: stage_functions.LossFn
+  loss_fn: stage_math.LossFn
   side_specs: Callable[[int], Any]
   update: layer_profile.UpdateMaker
 
@@ -142,7 +142,7 @@ def _Seconds(
   loss = _Loss.Params().Set(name='loss', loss_fn=measuring.loss_fn).Instantiate()
   specs = (list(found.costs[-1].out_specs), measuring.side_specs(size))
   call = layer_costs.LayerCall(
-    loss, nested_map.NestedMap(), specs, (stage_functions.StructureKey(loss), size)
+    loss, nested_map.NestedMap(), specs, (stage_math.StructureKey(loss), size)
   )
   *times, (forward, backward) = layer_profile.Measure(
     [*found.calls, call], weights, device=measuring.devices[0], xla=xla

@@ -151,7 +151,7 @@ class EvalRunner:
         self._CheckBatch(batch)
         heartbeat.Begin(heartbeat.EVALUATE)
         self._Trace(self._eval_step, batch)
-        with failures.Located(self.engine, functools.partial(self._EvalStep, batch)):
+        with failures.LocateFailure(self.engine, functools.partial(self._EvalStep, batch)):
           sums = self._eval_step(batch)
         total.Update(
           {
@@ -199,30 +199,26 @@ class EvalRunner:
       return [batch]
     return [view for _, _, view in self.placement.Views(batch)]
 
-  def MicroBatches(self, batch: batches.AnyBatch) -> tuple[list[Any], list[Any], list[tf.Tensor]]:
-    """For each micro-batch of a batch: the first layer's arguments, the loss's inputs, its weight.
-
-    What is made of a `PlacedBatch` is where that is.
-    """
+  def MicroBatches(self, batch: batches.AnyBatch) -> list[micro_batch.MicroBatch]:
+    """Splits a batch into micro-batches; those of a `PlacedBatch` stay on its devices."""
     if not isinstance(batch, batches.PlacedBatch):
       pipeline = self.task.pipeline
-      return self._Cut(batch, batch, 1 if pipeline is None else pipeline.num_micro_batches)
-    found: tuple[list[Any], list[Any], list[tf.Tensor]] = ([], [], [])
-    for share, first, last in self.placement.Views(batch):
-      cut = self._Cut(first, last, share.num_micro_batches, share.first, share.last)
-      for pieces, more in zip(found, cut, strict=True):
-        pieces.extend(more)
-    return found
+      return self._Split(batch, batch, 1 if pipeline is None else pipeline.num_micro_batches)
+    return [
+      piece
+      for share, first, last in self.placement.Views(batch)
+      for piece in self._Split(first, last, share.num_micro_batches, share.first, share.last)
+    ]
 
-  def _Cut(
+  def _Split(
     self,
     batch: nested_map.NestedMap,
     batch_for_loss: nested_map.NestedMap,
     num_micro_batches: int,
     device: str | None = None,
     device_of_loss: str | None = None,
-  ) -> tuple[list[Any], list[Any], list[tf.Tensor]]:
-    """As `MicroBatches`; where the device is None TensorFlow chooses it."""
+  ) -> list[micro_batch.MicroBatch]:
+    """Splits a batch on these devices; None lets TensorFlow choose the device."""
     with tf.device(device_of_loss):
       side = self.task.LossInputs(batch_for_loss)
     pipeline = self.task.pipeline
@@ -231,18 +227,19 @@ class EvalRunner:
     else:
       batch_dim = pipeline.params.batch_dim
       with tf.device(device):
-        inputs = self.task.PipelineInputs(batch)
-        sizes = micro_batch.BatchSize(inputs, batch_dim), micro_batch.BatchSize(side)
+        args = self.task.PipelineInputs(batch)
+        sizes = micro_batch.BatchSize(args, batch_dim), micro_batch.BatchSize(side)
         if sizes[0] != sizes[1]:
           raise ValueError(
             f'{self.task.path}: PipelineInputs has a batch of {sizes[0]} at dimension {batch_dim} '
             f'(batch_dim of its PipeliningLayer), but LossInputs one of {sizes[1]} at dimension 0'
           )
-        pieces = micro_batch.Split(inputs, num_micro_batches, batch_dim)
+        pieces = micro_batch.Split(args, num_micro_batches, batch_dim)
       with tf.device(device_of_loss):
         sides = micro_batch.Split(side, num_micro_batches)
     with tf.device(device_of_loss):
-      return pieces, sides, [self.task.LossWeight(one) for one in sides]
+      weights = [self.task.LossWeight(side) for side in sides]
+    return [micro_batch.MicroBatch(*piece) for piece in zip(pieces, sides, weights, strict=True)]
 
   def _Metrics(
     self, theta: nested_map.NestedMap, outputs: tuple[Any, ...], side: nested_map.NestedMap
@@ -271,4 +268,4 @@ class EvalRunner:
     return True
 
   def _EvalStep(self, batch: batches.AnyBatch) -> dict[str, tf.Tensor]:
-    return self.engine.Evaluate(*self.MicroBatches(batch))
+    return self.engine.Evaluate(self.MicroBatches(batch))

@@ -12,7 +12,7 @@ from absl import logging
 from lingvo_gpipe.core import hyperparams, text_table
 from lingvo_gpipe.learning import learner, multi_learner, shared_weights
 from lingvo_gpipe.pipeline import engine as engine_lib
-from lingvo_gpipe.pipeline import replicas
+from lingvo_gpipe.pipeline import layer_statistics, replicas
 
 
 class ReplicaUpdate:
@@ -41,13 +41,13 @@ class ReplicaUpdate:
     self._engine = engine
     self._others: list[multi_learner.MultiLearner] = []
     self._shards: replicas.ShardedWeights | None = None
-    # Where the gradients of all micro-batches end.
+    # The accumulators in these stages hold the gradients of all micro-batches.
     self.stages: Sequence[learner.Stage] = engine.stages
     if len(engine.replicas) > 1 and train.shard_optimizer_slots:
       self._shards = replicas.ShardedWeights(engine.replicas)
       self.stages = self._shards.Stages()
-    elif len(engine.replicas) > 1:
-      engine.ChooseAllReduce(train.all_reduce)
+    else:
+      self._gradient_sum = replicas.GradientSum(engine.replicas, train.all_reduce)
       for replica in engine.replicas[1:]:
         self._others.append(multi_learner.MultiLearner(train.learner))
         self._others[-1].Build(replica.stages)
@@ -76,14 +76,26 @@ class ReplicaUpdate:
     for each in [self._first, *self._others]:
       each.BeginAtWeights()
 
-  def Apply(self, step: tf.Tensor, loss_weight: tf.Tensor) -> Mapping[str, Any]:
-    """As `MultiLearner.Apply`, in all replicas; ties are left to the caller."""
+  def Apply(
+    self, step: tf.Tensor, loss_weight: tf.Tensor, state: layer_statistics.State
+  ) -> Mapping[str, Any]:
+    """Updates the weights, slots and layers' state in all replicas, from the full accumulators.
+
+    Args:
+      step: int64 scalar, the training step.
+      loss_weight: scalar, the sum of the loss weights of all micro-batches.
+      state: the layers' new state, as `layer_statistics.Next` returned it. It is assigned together
+        with the weights, or not at all.
+
+    Returns:
+      See `MultiLearner.Apply`.
+    """
     if self._shards is not None:
       self._shards.AddGradients()
     else:
-      self._engine.SumGradients()
-    # Of the first replica for all: whether and how far gradients are clipped must not differ by a
-    # rounding, or the weights would drift apart.
+      self._gradient_sum.Add()
+    # The first replica's squares serve all: if gradients were clipped differently by a rounding,
+    # the weights would drift apart.
     squares = self._first.Prepare(loss_weight)
     values = self._first.Apply(step, loss_weight, squares)
     for other in self._others:
@@ -91,6 +103,8 @@ class ReplicaUpdate:
       other.Apply(step, loss_weight, squares)
     if self._shards is not None:
       self._shards.SyncWeights()
+    layer_statistics.Assign(self._engine, state, values['is_applied'])
+    self._engine.SyncTies()
     return values
 
 

@@ -158,8 +158,5 @@ class Source:
 
 def _Bytes(one: eval_runner.EvalRunner, batch: batches.AnyBatch) -> list[bytes | None]:
   """What the first and the last stage get of a batch."""
-  inputs, sides, _ = one.MicroBatches(batch)
-  return [
-    None if x is None else tf.io.serialize_tensor(x).numpy()
-    for x in tf.nest.flatten([inputs, sides])
-  ]
+  pieces = [(piece.args, piece.side) for piece in one.MicroBatches(batch)]
+  return [None if x is None else tf.io.serialize_tensor(x).numpy() for x in tf.nest.flatten(pieces)]

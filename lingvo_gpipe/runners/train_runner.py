@@ -16,7 +16,7 @@ from lingvo_gpipe.core import fprop_context, heartbeat, nested_map, shapes
 from lingvo_gpipe.experiment import task as task_lib
 from lingvo_gpipe.input import batches
 from lingvo_gpipe.learning import ema, shared_weights
-from lingvo_gpipe.pipeline import check_numerics
+from lingvo_gpipe.pipeline import check_numerics, layer_statistics
 from lingvo_gpipe.pipeline.stages import failures, micro_batch
 from lingvo_gpipe.runners import eval_runner, replica_update
 
@@ -68,7 +68,9 @@ class TrainRunner(eval_runner.EvalRunner):
     self._train_step = tf.function(self._TrainStep, autograph=False)
     self._clear = tf.function(self.engine.ClearAccumulators, autograph=False)
     self._accumulate = tf.function(self._Accumulate, autograph=False)
-    self._next_state = tf.function(self.engine.NextState, autograph=False)
+    self._next_state = tf.function(
+      functools.partial(layer_statistics.Next, self.engine), autograph=False
+    )
     self._update = tf.function(self._Update, autograph=False)
     # How many mini-batches and micro-batches of the update under way were accumulated, what came
     # of them, and what layers' state is to be after it.
@@ -151,7 +153,7 @@ class TrainRunner(eval_runner.EvalRunner):
     self._CheckBatch(batch)
     if self.learner.num_accumulated_mini_batches == 1:
       self._Trace(self._train_step, batch)
-      with failures.Located(self.engine, functools.partial(self._Accumulate, batch)):
+      with failures.LocateFailure(self.engine, functools.partial(self._Accumulate, batch)):
         values, loss_weight = self._train_step(batch)
     elif self._AccumulateNext(batch):
       sums, loss_weight = self._accumulated
@@ -206,10 +208,8 @@ class TrainRunner(eval_runner.EvalRunner):
     Args:
       *data: what `TrainStep` was given for it; it must have left the weights as they were.
     """
-    of_batches = zip(*map(self.MicroBatches, data), strict=True)
-    inputs, sides, weights = (list(itertools.chain(*found)) for found in of_batches)
-    step = int(self.global_step) - 1
-    return check_numerics.Explain(self.engine, inputs, sides, weights, step)
+    micro_batches = list(itertools.chain(*map(self.MicroBatches, data)))
+    return check_numerics.Explain(self.engine, micro_batches, int(self.global_step) - 1)
 
   def _NumMicroBatches(self, batch: batches.AnyBatch) -> int:
     if self.task.pipeline is None:
@@ -222,7 +222,7 @@ class TrainRunner(eval_runner.EvalRunner):
 
   def _TrainStep(self, batch: batches.AnyBatch) -> tuple[dict[str, tf.Tensor], tf.Tensor]:
     sums, loss_weight, layer_sums = self._Accumulate(batch)
-    state = self.engine.NextState(layer_sums)
+    state = layer_statistics.Next(self.engine, layer_sums)
     return self._Update(sums, loss_weight, state), loss_weight
 
   def _AccumulateNext(self, batch: batches.AnyBatch) -> bool:
@@ -234,7 +234,7 @@ class TrainRunner(eval_runner.EvalRunner):
       self._clear()
     position = tf.constant(first, tf.int64)
     self._Trace(self._accumulate, batch, position)
-    with failures.Located(self.engine, functools.partial(self._Accumulate, batch, position)):
+    with failures.LocateFailure(self.engine, functools.partial(self._Accumulate, batch, position)):
       *new, layer_sums = self._accumulate(batch, position)
     self._accumulated = tf.nest.map_structure(tf.add, self._accumulated, new) if index else new
     # State follows every mini-batch, but changes with the weights or not at all.
@@ -255,32 +255,28 @@ class TrainRunner(eval_runner.EvalRunner):
       first_micro_batch: how many micro-batches of this update came before; None where this is its
         only mini-batch. Else the gradients are added to what the accumulators hold.
     """
-    inputs, sides, weights = self.MicroBatches(batch)
+    micro_batches = self.MicroBatches(batch)
     sums, layer_sums = self.engine.Accumulate(
-      inputs,
-      sides,
-      weights,
+      micro_batches,
       self.global_step,
       first_micro_batch=0 if first_micro_batch is None else first_micro_batch,
       clear=first_micro_batch is None,
     )
-    return sums, tf.add_n(weights), layer_sums
+    return sums, tf.add_n([b.loss_weight for b in micro_batches]), layer_sums
 
   def _Update(
-    self, sums: dict[str, tf.Tensor], loss_weight: tf.Tensor, state: dict[str, dict[str, tf.Tensor]]
+    self, sums: dict[str, tf.Tensor], loss_weight: tf.Tensor, state: layer_statistics.State
   ) -> dict[str, tf.Tensor]:
     """Updates the weights from the accumulated gradients, and state; the values of the step."""
     values = {name: _Mean(s) for name, s in sums.items()}
     values['loss_weight'] = sums['loss'][1]
     # The accumulators are read only after the last backward action wrote them: TensorFlow orders
     # accesses to one variable inside a tf.function.
-    applied = dict(self._replicas.Apply(self.global_step, loss_weight))
+    applied = dict(self._replicas.Apply(self.global_step, loss_weight, state))
     is_applied = applied.pop('is_applied')
-    self.engine.AssignState(state, is_applied)
     if self._ema is not None:
       self._ema.Apply(self.global_step, is_applied)
     values.update(applied)
-    self.engine.SyncTies()
     values['is_finite'] = tf.cast(values['is_finite'], tf.float32)
     values['num_skipped_steps'] = self.NumSkippedSteps() + 1
     # A step that fails must change nothing: it can be run again, to find out why.

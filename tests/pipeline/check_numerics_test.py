@@ -46,7 +46,8 @@ def _Explain(sub, x=None, side=None, *, change=None, loss_fn=stacks.SquareLoss, 
   sides = stack.SplitBatch(side)
   weights = [stacks.LossWeight(s) for s in sides]
   inputs = stack.SplitBatch((x,))
-  text = check_numerics.Explain(stack.engine, inputs, sides, weights, 4)
+  pieces = stacks.MicroBatches(inputs, sides, weights)
+  text = check_numerics.Explain(stack.engine, pieces, 4)
   assert '\n' not in text
   for v, value in zip(stack.variables, before, strict=True):
     np.testing.assert_array_equal(v, value)
@@ -211,7 +212,7 @@ def testAnEngineWithoutALoss():
   stack = stacks.MakeStack([_Layer()], dtype=tf.float32)
   stack.Place(stacks.Devices(), tf.TensorSpec([2, _DIM]))
   with pytest.raises(ValueError, match='made without a loss'):
-    check_numerics.Explain(stack.engine, [], [], [], 1)
+    check_numerics.Explain(stack.engine, [], 1)
 
 
 if __name__ == '__main__':

@@ -14,6 +14,7 @@ import tensorflow as tf
 from lingvo_gpipe.core import fprop_context, nested_map, weight_params
 from lingvo_gpipe.layers import dropout, embedding, linear, norm, transformer
 from lingvo_gpipe.pipeline import pipelining_layer
+from lingvo_gpipe.pipeline.schedule import rematerialisation
 from lingvo_gpipe.runners import train_runner
 from tasks.lm import model as lm_model
 from tests.toys import layers, stacks
@@ -146,7 +147,7 @@ def _Train(stack, dtype, step=_STEP):
   def Step(inputs, side, step):
     sides = stack.SplitBatch(side)
     weights = [tf.cast(tf.reduce_sum(s.weights), dtype) for s in sides]
-    return stack.engine.Train(stack.SplitBatch(inputs), sides, weights, step)
+    return stacks.RunStep(stack.engine, stack.SplitBatch(inputs), sides, weights, step)
 
   args = (*_Inputs(dtype), tf.constant(step, tf.int64))
   Step(*args)  # A second run must find clean accumulators.
@@ -235,7 +236,8 @@ def testEvaluateEqualsAPlainForward():
   def Step(inputs, side):
     sides = stack.SplitBatch(side)
     weights = [tf.reduce_sum(s.weights) for s in sides]
-    return stack.engine.Evaluate(stack.SplitBatch(inputs), sides, weights)
+    pieces = stacks.MicroBatches(stack.SplitBatch(inputs), sides, weights)
+    return stack.engine.Evaluate(pieces)
 
   sums = Step(inputs, side)
   args = inputs
@@ -275,7 +277,7 @@ def testEqualStagesShareOneTrace():
     def Step(x, step, stack=stack):
       pieces = stack.SplitBatch((x,))
       ones = [tf.constant(1.0)] * len(pieces)
-      return stack.engine.Train(pieces, [None] * len(pieces), ones, step)
+      return stacks.RunStep(stack.engine, pieces, [None] * len(pieces), ones, step)
 
     x = tf.reshape(tf.range(32.0), [8, 4]) / 32
     Step(x, tf.constant(1, tf.int64))
@@ -318,10 +320,8 @@ def testAtMostTwoCompilationsAStage(schedule, policy, batch_size, num_compilatio
   stacks.Train(stack, (tf.ones([batch_size, 2], tf.float64),), side)
   counts = set()
   for s in stack.engine.stages:
-    for functions in (
-      stack.engine.functions.Of(s, do_eval=False, with_loss=True),
-      stack.engine.functions.Split(s, with_loss=True),
-    ):
+    for recompute in (rematerialisation.Recompute.STAGE, rematerialisation.Recompute.NOTHING):
+      functions = stacks.StageFunctions(stack, s, recompute)
       for name, function in vars(functions).items():
         if not name.startswith('_') and hasattr(function, 'experimental_get_tracing_count'):
           counts.add(function.experimental_get_tracing_count())

@@ -180,7 +180,7 @@ def testInterleavingLeavesABatchTooSmallForItToLoopedBfs(policy, caplog):
   with caplog.at_level('INFO', logger='absl'):
     _Check(stack, 3)
     for size in (1, 3):
-      stack.engine.Train(*_MicroBatches(stack, size), tf.constant(1, tf.int64))
+      stacks.RunStep(stack.engine, *_MicroBatches(stack, size), tf.constant(1, tf.int64))
   told = [r.getMessage() for r in caplog.records if 'looped_bfs' in r.getMessage()]
   assert len(told) == 1
   assert 'interleaved_1f1b cannot take a batch of 3 micro-batches on 2 devices' in told[0]
@@ -343,7 +343,7 @@ def testARegisteredScheduleThatMovesItsStages(monkeypatch):
   stack.Place(stacks.Devices(), *stacks.Specs(_Batch(7)[0]), loss_fn=_Loss)
   words = r"schedule 'moving' has its stages on devices \[1, 0\] for 1 micro-b.* on \[0, 1\]"
   with pytest.raises(ValueError, match=words):
-    stack.engine.Train(*_MicroBatches(stack, 1), tf.constant(1, tf.int64))
+    stacks.RunStep(stack.engine, *_MicroBatches(stack, 1), tf.constant(1, tf.int64))
 
 
 # ---- refused -----------------------------------------------------------------------------

@@ -16,8 +16,9 @@ from lingvo_gpipe.core import fprop_context
 from lingvo_gpipe.layers import dropout, linear
 from lingvo_gpipe.pipeline import pipelining_layer
 from lingvo_gpipe.pipeline.schedule import schedules
-from lingvo_gpipe.pipeline.stages import stage_functions
+from lingvo_gpipe.pipeline.stages import micro_batch, stage_functions
 from tests import graph_reader
+from tests.toys import stacks
 
 _DIM = 4
 _CALLS = ('PartitionedCall', 'StatefulPartitionedCall')
@@ -154,7 +155,7 @@ def _TrainGraphs(stack, logdir):
   @tf.function(autograph=False, input_signature=_Signature(num))
   def Step(*micro_batches):
     ones = [tf.constant(1.0)] * num
-    return stack.engine.Train([(x,) for x in micro_batches], [None] * num, ones, step)
+    return stacks.RunStep(stack.engine, [(x,) for x in micro_batches], [None] * num, ones, step)
 
   return graph_reader.ExecutedGraphs(lambda: Step(*[tf.ones([2, _DIM])] * num), logdir)
 
@@ -180,7 +181,7 @@ def testEvaluationKeepsTheSchedule(tmp_path):
 
   @tf.function(autograph=False, input_signature=_Signature(4))
   def Step(*micro_batches):
-    return stack.engine.Evaluate([(x,) for x in micro_batches], [None] * 4, [tf.constant(1.0)] * 4)
+    return stack.engine.Evaluate([micro_batch.MicroBatch((x,)) for x in micro_batches])
 
   functions = graph_reader.ExecutedGraphs(lambda: Step(*[tf.ones([2, _DIM])] * 4), tmp_path)
   assert _Faults(functions, schedules.Get('forward_only', 3, 4)) == []
@@ -368,7 +369,7 @@ def _StageCallsOfTheEngine(monkeypatch, xla):
 
   @tf.function(autograph=False, input_signature=_Signature(1))
   def Step(x):
-    return stack.engine.Train([(x,)], [None], [tf.constant(1.0)], step)
+    return stacks.RunStep(stack.engine, [(x,)], [None], [tf.constant(1.0)], step)
 
   Step.get_concrete_function()
 

@@ -13,6 +13,7 @@ from lingvo_gpipe.layers import linear
 from lingvo_gpipe.pipeline import pipelining_layer
 from lingvo_gpipe.pipeline.cutting import layer_costs
 from lingvo_gpipe.pipeline.schedule import schedules, step_work
+from tests.toys import stacks
 
 _DIM = 4
 _SCHEDULES = ('gpipe', '1f1b', 'fused_fill_drain', 'zb_h1')
@@ -58,7 +59,7 @@ def _Function(stack):
   def Run(step):
     sides = stack.SplitBatch(y)
     weights = [tf.constant(2.0, tf.float64)] * len(sides)
-    return stack.engine.Train([(x,) for x in stack.SplitBatch(x)], sides, weights, step)
+    return stacks.RunStep(stack.engine, [(x,) for x in stack.SplitBatch(x)], sides, weights, step)
 
   return Run
 

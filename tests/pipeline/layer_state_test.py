@@ -189,7 +189,7 @@ def testEqualStagesKeepTheirStateApart():
     _Step(stack)
   assert [float(v) for v in stacks.State(stack).values()] == [2.0 * _BATCH] * 4
   stages = stack.engine.stages
-  functions = {id(stack.engine.functions.Of(s, do_eval=False, with_loss=True)) for s in stages}
+  functions = {id(stacks.StageFunctions(stack, s)) for s in stages}
   assert len(functions) == 3  # The first needs no gradient of x; the last has the loss.
 
 

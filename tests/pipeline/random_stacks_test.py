@@ -16,9 +16,8 @@ import pytest
 import tensorflow as tf
 
 from lingvo_gpipe.core import fprop_context
-from lingvo_gpipe.pipeline import engine
 from lingvo_gpipe.pipeline.schedule import schedules
-from lingvo_gpipe.pipeline.stages import micro_batch
+from lingvo_gpipe.pipeline.stages import micro_batch, stage
 from tests.toys import random_stacks, stacks
 
 
@@ -170,7 +169,7 @@ def testTheSeedsHaveEverything():
 
 def testAFailureShowsThePipeline(monkeypatch):
   made = _Made(16)
-  monkeypatch.setattr(engine.PipelineEngine, 'SeedHashes', lambda self, s: [1] * len(s.layers))
+  monkeypatch.setattr(stage.Stage, 'seed_hashes', property(lambda s: [1] * len(s.layers)))
   with pytest.raises(AssertionError) as failure:
     _Check(CheckTraining, made)
   (text,) = failure.value.__notes__

@@ -47,16 +47,13 @@ def _Products(stack, tmp_path, monkeypatch, shape=(2 * _M, _DIM), is_trained=Non
   """{action: number of matrix products}, of all actions of a step; the step is run eagerly."""
   numbers = itertools.count()
   known, products = {}, collections.Counter()
-  original_call, original_actions = emission.Emission._Call, dict(emission._ACTIONS)
+  original_for, original_emit = emission.Emission._For, emission.Emission._EmitAction
   xla = stack.params.xla
   current = []
 
-  def Run(kind, method):
-    def RunAction(self, k, m):
-      current[:] = [f'{k}{kind.value}{m}']
-      method(self, k, m)
-
-    return RunAction
+  def Emit(self, s, action):
+    current[:] = [str(action)]
+    original_emit(self, s, action)
 
   def Counting(function):
     def Call(*args):
@@ -80,27 +77,15 @@ def _Products(stack, tmp_path, monkeypatch, shape=(2 * _M, _DIM), is_trained=Non
 
     return Call
 
-  def CountingCall(self, k, m, call):
-    # What a call takes from the engine's functions goes through the counter.
-    originals = []
-    s = self._engine.stages[k]
-    owners = [self._Functions(s), self._Split(s)]
-    if s.HasAction(schedules.Kind.BACKWARD):
-      owners.append(self._engine.functions.ByLayer(s, with_loss=True))
-    for owner in owners:
-      for name, value in vars(owner).items():
-        if hasattr(value, 'get_concrete_function'):
-          originals.append((owner, name, value))
-          setattr(owner, name, Counting(value))
-    try:
-      return original_call(self, k, m, call)
-    finally:
-      for owner, name, value in originals:
-        setattr(owner, name, value)
+  def CountingFor(self, s, recompute):
+    functions = original_for(self, s, recompute)
+    for name, value in vars(functions).items():
+      if hasattr(value, 'get_concrete_function'):
+        setattr(functions, name, Counting(value))
+    return functions
 
-  monkeypatch.setattr(emission.Emission, '_Call', CountingCall)
-  for kind, method in original_actions.items():
-    monkeypatch.setitem(emission._ACTIONS, kind, Run(kind, method))
+  monkeypatch.setattr(emission.Emission, '_For', CountingFor)
+  monkeypatch.setattr(emission.Emission, '_EmitAction', Emit)
   x = tf.ones(shape, tf.float64)
   stack.Place(
     stacks.Devices(),
@@ -110,7 +95,7 @@ def _Products(stack, tmp_path, monkeypatch, shape=(2 * _M, _DIM), is_trained=Non
   )
   inputs = [(piece,) for piece in stack.SplitBatch(x)]
   ones = [tf.ones([], tf.float64)] * _M
-  stack.engine.Train(inputs, [None] * _M, ones, tf.constant(1, tf.int64))
+  stacks.RunStep(stack.engine, inputs, [None] * _M, ones, tf.constant(1, tf.int64))
   return products
 
 

@@ -118,7 +118,8 @@ def testAnEagerStepTakesThoseOfEachReplica():
   sides = stack.SplitBatch(side)
   weights = [stacks.LossWeight(s) for s in sides]
   step = tf.constant(stacks.STEP, tf.int64)
-  sums, _ = stack.engine.Accumulate(stack.SplitBatch(x), sides, weights, step)
+  pieces = stacks.MicroBatches(stack.SplitBatch(x), sides, weights)
+  sums, _ = stack.engine.Accumulate(pieces, step)
   (expected, _), (together, _) = (
     stacks.Reference(_Sub(), 4, x, side),
     _Reference(2, 2, 8)[0],
@@ -136,8 +137,7 @@ def testWhatIsRefused():
     _Step(stack, 3)
   with pytest.raises(ValueError, match='compare in one replica'):
     side = stacks.ExampleWeights(3)
-    loss = {'loss_fn': stacks.SquareLoss, 'loss_weight': stacks.LossWeight}
-    verify.VerifyEngine(stack.engine, ([], []), ((), side), **loss)
+    verify.VerifyEngine(stack.engine, [], ((), side), loss_fn=stacks.SquareLoss)
 
 
 if __name__ == '__main__':

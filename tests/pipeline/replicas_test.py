@@ -114,7 +114,9 @@ def testTheReferenceOfOneReplicaDiffers():
 def testEachWayOfAddingGivesTheSameSums(all_reduce, monkeypatch):
   monkeypatch.setattr(replicas, 'BUCKET_BYTES', 200)  # Two buckets for each stage.
   stack = _Place(2, 8, num_stages=2, num_micro_batches=2)
-  stack.engine.ChooseAllReduce(all_reduce)
+  stack.engine.MakeAccumulators()
+  add = replicas.GradientSum(stack.engine.replicas, all_reduce)
+  monkeypatch.setattr(replicas, 'GradientSum', lambda _: add)
   _CheckStep(stack, 4, 8)
 
 
@@ -124,8 +126,9 @@ def testCollectivesOfADeviceAreInOneOrder(monkeypatch):
   stack = _Place(
     2, 8, num_stages=4, stages_per_device=2, num_micro_batches=2, schedule='looped_bfs'
   )
-  stack.engine.ChooseAllReduce('collective')
-  graph = tf.function(stack.engine.SumGradients, autograph=False).get_concrete_function().graph
+  stack.engine.MakeAccumulators()
+  add = replicas.GradientSum(stack.engine.replicas, 'collective').Add
+  graph = tf.function(add, autograph=False).get_concrete_function().graph
   by_device = {}
   for op in graph.get_operations():
     if op.type == 'CollectiveReduce':
@@ -144,8 +147,8 @@ def testCollectivesOfADeviceAreInOneOrder(monkeypatch):
 
 def testCollectivesLeaveNoThreads():
   stack = _Place(2, 8, num_micro_batches=2)
-  stack.engine.ChooseAllReduce('collective')
-  add = tf.function(stack.engine.SumGradients, autograph=False)
+  stack.engine.MakeAccumulators()
+  add = tf.function(replicas.GradientSum(stack.engine.replicas, 'collective').Add, autograph=False)
   counts = []
   for _ in range(3):
     for _ in range(20):
@@ -168,18 +171,10 @@ def testOwnersOfAllStagesOfADeviceShareItsBytes():
   assert [load[device] for device in first] == [8 * _DIM * _DIM, 8 * 3 * _DIM]
 
 
-def testTrainDoesNotAddToSumsOfReplicas():
-  stack = _Place(2, 8, num_micro_batches=2)
-  x, side = stack.SplitBatch((_X(8),)), stack.SplitBatch(stacks.ExampleWeights(8))
-  weights = [stacks.LossWeight(s) for s in side]
-  with pytest.raises(ValueError, match='call Accumulate for each mini-batch, then SumGradients'):
-    stack.engine.Train(x, side, weights, tf.constant(0, tf.int64), clear=False)
-
-
 def testAnUnknownWayOfAddingIsNamed():
   stack = _Place(2, 8, num_micro_batches=2)
   with pytest.raises(ValueError, match="one of auto, collective, send; got 'ring'"):
-    stack.engine.ChooseAllReduce('ring')
+    replicas.GradientSum(stack.engine.replicas, 'ring')
 
 
 def testReplicasShareTheTraces():

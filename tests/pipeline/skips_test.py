@@ -197,7 +197,7 @@ def testASkipPassesByTheStagesBetween():
   assert [s.imports for s in stages] == [(), (), (), ('x',)]
   assert [s.exports for s in stages] == [('x',), (), (), ()]
   # The two in between take and give what they would without it, and share their functions.
-  first, second = (stack.engine.functions.Of(s, do_eval=False, with_loss=True) for s in stages[1:3])
+  first, second = (stacks.StageFunctions(stack, s) for s in stages[1:3])
   assert first is second
 
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 from lingvo_gpipe.core import base_layer, nested_map, weight_params
 from lingvo_gpipe.layers import dropout, embedding, transformer
 from lingvo_gpipe.pipeline import pipelining_layer, verify
-from lingvo_gpipe.pipeline.stages import stage_functions
+from lingvo_gpipe.pipeline.stages import stage_functions, stage_math
 
 _BATCH, _TIME, _DIM, _VOCAB = 6, 5, 8, 11
 
@@ -155,7 +155,7 @@ def testAWrongLossWeight():
 
 @pytest.mark.parametrize('dtype, factor', [(tf.float64, 1 + 1e-7), (tf.float32, 1 + 1e-3)])
 def testAnEngineThatAccumulatesWrongly(monkeypatch, dtype, factor):
-  right = stage_functions.Accumulate
+  right = stage_math.Accumulate
 
   def Wrong(accumulators, grads):
     right(accumulators, [g * factor if isinstance(g, tf.Tensor) else g for g in grads])

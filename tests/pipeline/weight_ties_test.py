@@ -11,6 +11,7 @@ from lingvo_gpipe.core import base_layer, fprop_context, nested_map, weight_para
 from lingvo_gpipe.layers import dropout, embedding, linear
 from lingvo_gpipe.learning import learner, multi_learner, optimizer
 from lingvo_gpipe.pipeline import pipelining_layer
+from tests.toys import stacks
 
 _VOCAB, _DIM = 7, 4
 _TIES = [['layers[3].emb', 'layers[0].emb']]
@@ -52,7 +53,7 @@ def _Train(stack, step=3):
   def Run(step):
     sides = stack.SplitBatch(labels)
     weights = [tf.cast(tf.size(s), tf.float64) for s in sides]
-    return stack.engine.Train([(x,) for x in stack.SplitBatch(ids)], sides, weights, step)
+    return stacks.RunStep(stack.engine, [(x,) for x in stack.SplitBatch(ids)], sides, weights, step)
 
   return Run(tf.constant(step, tf.int64))['loss']
 

@@ -6,13 +6,16 @@ tf.function, no recomputation. What both return: ({metric: [sum of value * weigh
 {path: gradient of the sum over micro-batches of w_m (loss_m + sum of c_j aux_jm)}).
 """
 
+import itertools
+
 import numpy as np
 import tensorflow as tf
 
 from lingvo_gpipe.core import fprop_context
 from lingvo_gpipe.layers import sequential
-from lingvo_gpipe.pipeline import pipelining_layer
+from lingvo_gpipe.pipeline import layer_statistics, pipelining_layer, replicas
 from lingvo_gpipe.pipeline.cutting import layer_costs
+from lingvo_gpipe.pipeline.schedule import rematerialisation
 from lingvo_gpipe.pipeline.stages import micro_batch
 
 SEED, STEP = 5, 7
@@ -76,15 +79,36 @@ def Gradients(stack):
   return grads
 
 
+def MicroBatches(inputs, sides, weights):
+  """Returns the engine's micro-batches, of lists with one entry for each."""
+  return list(itertools.starmap(micro_batch.MicroBatch, zip(inputs, sides, weights, strict=True)))
+
+
+def RunStep(engine, inputs, sides, weights, step):
+  """Runs a training step without the update of the weights; returns the sums of the metrics.
+
+  The gradients of all replicas end in the accumulators, and layers' state follows the mini-batch.
+  """
+  sums, layer_sums = engine.Accumulate(MicroBatches(inputs, sides, weights), step)
+  replicas.GradientSum(engine.replicas).Add()
+  layer_statistics.Assign(engine, layer_statistics.Next(engine, layer_sums))
+  return sums
+
+
+def StageFunctions(stack, s, recompute=rematerialisation.Recompute.STAGE):
+  """Returns the functions with which a stage of a placed stack trains."""
+  return stack.engine.functions.For(s, recompute, do_eval=False, with_loss=True)
+
+
 def StepFunction(stack):
   """A tf.function (inputs, side, step) -> sums that trains once."""
-  stack.engine.MakeAccumulators()  # Made while it is traced, they would have it traced twice.
+  stack.engine.MakeAccumulators()  # TensorFlow traces a function that makes variables twice.
 
   @tf.function(autograph=False)
   def Step(inputs, side, step):
     sides = stack.SplitBatch(side)
     weights = [LossWeight(s) for s in sides]
-    return stack.engine.Train(stack.SplitBatch(inputs), sides, weights, step)
+    return RunStep(stack.engine, stack.SplitBatch(inputs), sides, weights, step)
 
   return Step
 
@@ -102,7 +126,8 @@ def Train(stack, inputs, side, loss_fn=SquareLoss, *, step=STEP, is_trained=None
 def Evaluate(stack, inputs, side):
   """The sums of the metrics in evaluation mode, of a stack that was placed with a loss."""
   sides = stack.SplitBatch(side)
-  return stack.engine.Evaluate(stack.SplitBatch(inputs), sides, [LossWeight(s) for s in sides])
+  weights = [LossWeight(s) for s in sides]
+  return stack.engine.Evaluate(MicroBatches(stack.SplitBatch(inputs), sides, weights))
 
 
 def State(layer):

@@ -90,6 +90,7 @@ def Measure(setting: Setting) -> float:
   from lingvo_gpipe.core import base_layer, weight_params
   from lingvo_gpipe.distributed import cluster
   from lingvo_gpipe.pipeline import pipelining_layer
+  from lingvo_gpipe.pipeline.stages import micro_batch
 
   dim = setting.dim
 
@@ -162,7 +163,10 @@ def Measure(setting: Setting) -> float:
     pieces = stack.SplitBatch(x)
     # From the data: a constant would make constants of gradients, which TensorFlow keeps.
     weights = [piece[0, 0] for piece in pieces]
-    return stack.engine.Train([(p,) for p in pieces], pieces, weights, tf.constant(0, tf.int64))
+    micro_batches = [
+      micro_batch.MicroBatch((p,), p, weight) for p, weight in zip(pieces, weights, strict=True)
+    ]
+    return stack.engine.Accumulate(micro_batches, tf.constant(0, tf.int64))[0]
 
   step = Step.get_concrete_function(x)
   with open('/proc/self/clear_refs', 'w', encoding='ascii') as f:

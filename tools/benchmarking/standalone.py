@@ -21,11 +21,12 @@ from typing import Any
 import tensorflow as tf
 
 from lingvo_gpipe.core import fprop_context, nested_map
+from lingvo_gpipe.layers import sequential
 from lingvo_gpipe.learning import multi_learner
 from lingvo_gpipe.pipeline import engine as engine_lib
 from lingvo_gpipe.pipeline.cost import simulator
-from lingvo_gpipe.pipeline.schedule import schedules
-from lingvo_gpipe.pipeline.stages import leaves, stage_functions
+from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules
+from lingvo_gpipe.pipeline.stages import leaves, stage_math
 from lingvo_gpipe.pipeline.stages import stage as stage_lib
 
 # One measurement runs an action as often as this takes.
@@ -159,7 +160,7 @@ def _Actions(
     calls.append(_Calls(engine, s, x, side if last else None, loss_weight, 'B' in kinds))
     if not last:
       y = _Once(calls[-1], 'F')[0]
-      x = nested_map.NestedMap(args=stage_functions.AsTuple(y.args), skips=y.skips)
+      x = nested_map.NestedMap(args=sequential.AsTuple(y.args), skips=y.skips)
   times: dict[str, list[tuple[list[float], list[float]]]] = {}
   dy = None
   for c in reversed(calls):
@@ -197,42 +198,40 @@ class _Calls:
   ) -> None:
     self.stage = s
     self.dy: list[tf.Tensor] | None = None
-    self._x, self._side, self._variables = x, side, (s.variables, s.accumulators)
-    self._functions = engine.functions.Of(s, do_eval=False, with_loss=True)
-    self._split = engine.functions.Split(s, with_loss=True)
-    # Where the backward is not whole, the policy `layer` is the same as `stage`.
+    self._accumulators = s.accumulators
+    self._functions = _Functions(engine, s, rematerialisation.Recompute.STAGE)
+    self._split = _Functions(engine, s, rematerialisation.Recompute.NOTHING)
+    # If the backward is split, the policy `layer` is the same as `stage`.
     by_layer = engine.remat_policy == 'layer' and is_whole
-    self._keeper = engine.functions.ByLayer(s, with_loss=True) if by_layer else self._split
+    layer = rematerialisation.Recompute.LAYER
+    self._keeper = _Functions(engine, s, layer) if by_layer else self._split
     self._keeps = by_layer or engine.remat_policy == 'none'
     with tf.device(s.device):
-      seeds = stage_functions.SeedTensor(engine.SeedHashes(s), fprop_context.StepCounter(0))
-      self._context = stage_functions.Context(seeds, loss_weight)
+      seeds = stage_math.SeedTensor(s.seed_hashes, fprop_context.StepCounter(0))
+    context = stage_math.Context(seeds, loss_weight)
+    self._call = stage_math.StageCall(s.variables, x, side, context)
     self._kept: Any = None
     self._for_weights: dict[str, list[tf.Tensor]] = {}
 
   def Run(self, kind: str) -> Any:
-    """One action: F, B, V, I or W; b, i or w without recomputation."""
+    """Runs one action: F, B, V, I or W; b, i or w without recomputation."""
     with tf.device(self.stage.device):
       return self._Run(kind)
 
   def _Run(self, kind: str) -> Any:
-    f, split = self._functions, self._split
-    given = (self._x, self._side, self._context)
-    weights, accumulators = self._variables
+    call, accumulators = self._call, self._accumulators
     if kind == 'F':
-      return (self._keeper.ForwardKeep if self._keeps else f.Forward)(weights, *given)
+      return (self._keeper if self._keeps else self._functions).Forward(call)
     if kind == 'V':
-      return f.ForwardBackward(weights, accumulators, *given)
+      return self._functions.ForwardBackward(call, accumulators)
     kept = self._Kept() if self._keeps or kind.islower() else None
     if kind in 'Bb':
-      if kept is None:
-        return f.Backward(weights, accumulators, *given, self.dy)
-      return self._keeper.BackwardKept(weights, accumulators, *given, kept, self.dy)
+      functions = self._functions if kept is None else self._keeper
+      return functions.Backward(call, accumulators, kept, self.dy)
     if kind in 'Ii':
-      return split.InputGradient(weights, *given, kept, self.dy)
-    return split.WeightGradient(
-      weights, accumulators, *given, kept, self.dy, self._ForWeights('i' if kind == 'w' else 'I')
-    )
+      return self._split.InputGradient(call, kept, self.dy)
+    for_weights = self._ForWeights('i' if kind == 'w' else 'I')
+    return self._split.WeightGradient(call, accumulators, kept, self.dy, for_weights)
 
   def _ForWeights(self, kind: str) -> list[tf.Tensor]:
     """What I, or i, leaves for the weights, computed once and outside of what is timed."""
@@ -244,12 +243,16 @@ class _Calls:
   def _Kept(self) -> Any:
     """The residuals of a forward, computed once and outside of what is timed."""
     if self._kept is None:
-      weights = self._variables[0]
-      given = (self._x, self._side, self._context)
       with tf.init_scope(), tf.device(self.stage.device):
-        keep = tf.function(lambda: self._keeper.ForwardKeep(weights, *given), autograph=False)
+        keep = tf.function(lambda: self._keeper.Forward(self._call), autograph=False)
         self._kept = keep()[2]
     return self._kept
+
+
+def _Functions(
+  engine: engine_lib.PipelineEngine, s: stage_lib.Stage, recompute: rematerialisation.Recompute
+) -> Any:
+  return engine.functions.For(s, recompute, do_eval=False, with_loss=True)
 
 
 def _Once(calls: _Calls, kind: str) -> Any:

@@ -31,8 +31,8 @@ def Measure(config: configuration.Configuration) -> dict[str, Any]:
   import tensorflow as tf
 
   from lingvo_gpipe.distributed import cluster
+  from lingvo_gpipe.pipeline import layer_statistics
   from lingvo_gpipe.pipeline.schedule import schedules
-  from lingvo_gpipe.pipeline.stages import micro_batch
   from lingvo_gpipe.runners import train_runner
   from tools.benchmarking import standalone, workloads
 
@@ -53,11 +53,10 @@ def Measure(config: configuration.Configuration) -> dict[str, Any]:
   trained = train_runner.TrainRunner(task, devices.devices, spec)
 
   def Train(batch: Any) -> tf.Tensor:
-    sides = micro_batch.Split(task.LossInputs(batch), config.num_micro_batches)
-    weights = [task.LossWeight(side) for side in sides]
-    inputs = pipeline.SplitBatch(task.PipelineInputs(batch))
-    sums = trained.engine.Train(inputs, sides, weights, trained.global_step)
-    trained.learner.Apply(trained.global_step, tf.add_n(weights))
+    micro_batches = trained.MicroBatches(batch)
+    sums, layer_sums = trained.engine.Accumulate(micro_batches, trained.global_step)
+    layer_statistics.Assign(trained.engine, layer_statistics.Next(trained.engine, layer_sums))
+    trained.learner.Apply(trained.global_step, tf.add_n([b.loss_weight for b in micro_batches]))
     trained.global_step.assign_add(1)
     return sums['loss']
 
@@ -82,13 +81,12 @@ def Measure(config: configuration.Configuration) -> dict[str, Any]:
   schedule = schedules.Get(
     config.schedule, stack['num_stages'], config.num_micro_batches, config.num_stages
   )
-  inputs = pipeline.SplitBatch(task.PipelineInputs(batch))[0]
-  side = micro_batch.Split(task.LossInputs(batch), config.num_micro_batches)[0]
+  piece = trained.MicroBatches(batch)[0]
   times = standalone.Measure(
     trained.engine,
-    inputs,
-    side,
-    task.LossWeight(side),
+    piece.args,
+    piece.side,
+    piece.loss_weight,
     schedule,
     task.params.train.learner,
     max(3, config.repeats),

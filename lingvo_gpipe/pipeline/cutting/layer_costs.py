@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from lingvo_gpipe.core import base_layer, fprop_trace, nested_map, shapes
 from lingvo_gpipe.pipeline.cost import stage_memory
-from lingvo_gpipe.pipeline.stages import stage_functions
+from lingvo_gpipe.pipeline.stages import stage_math
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,11 +124,11 @@ class LayerCosts:
     for i, layer in enumerate(layers):
       index = bisect.bisect_right(splits, i) if splits else None
       skips_in = nested_map.NestedMap({name: skips[name] for name in layer.skips_in})
-      key = (stage_functions.StructureKey(layer), repr((skips_in, specs)))
+      key = (stage_math.StructureKey(layer), repr((skips_in, specs)))
       if key not in known:
         with LocateErrors(layer, specs, calls[-1].layer if calls else None, index):
           meta, stashed = type(layer).FPropMetaSkips(layer.params, skips_in, *specs)
-          stage_functions.CheckSkips(layer, stashed)
+          stage_math.CheckSkips(layer, stashed)
         known[key] = meta, stashed, layer.NumParams()
       calls.append(LayerCall(layer, skips_in, specs, key, index))
       meta, stashed, num_params = known[key]

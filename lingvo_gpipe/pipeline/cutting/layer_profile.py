@@ -22,7 +22,7 @@ import tensorflow as tf
 from lingvo_gpipe.core import base_layer, fprop_context, nested_map
 from lingvo_gpipe.pipeline.cost import stage_work
 from lingvo_gpipe.pipeline.cutting import layer_costs
-from lingvo_gpipe.pipeline.stages import leaves, stage_functions
+from lingvo_gpipe.pipeline.stages import leaves, stage_math
 
 _MAX_CALLS = 1 << 14
 
@@ -214,7 +214,7 @@ class _Functions:
       tf.Variable(tf.zeros_like(v), trainable=False) for v in self._Trained(self._layer.vars)
     ]
     self._x = tf.nest.map_structure(_MakeExample, (dict(call.skips), call.specs))
-    options = stage_functions.FunctionOptions(xla)
+    options = stage_math.FunctionOptions(xla)
     self._forward = tf.function(self._Forward, **options)
     self._backward = tf.function(self._ForwardBackward, **options)
     # Traced for its output specs. The output gradients are arguments, so that XLA cannot fold them.
@@ -260,7 +260,7 @@ class _Functions:
       y = self._Forward(variables, x, seeds)
     outputs = leaves.Floats(y)
     grads = tape.gradient(outputs, [*weights, *floats], output_gradients=dy)
-    stage_functions.Accumulate(accumulators, grads[: len(weights)])
+    stage_math.Accumulate(accumulators, grads[: len(weights)])
     return y, leaves.DenseGradients(floats, grads[len(weights) :])
 
 

@@ -15,7 +15,20 @@ its layers.
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Iterable
+
+from lingvo_gpipe.pipeline.schedule import actions
+
 POLICIES = ('stage', 'except_last', 'layer', 'none')
+
+
+class Recompute(enum.Enum):
+  """What backward of one micro-batch recomputes in one stage."""
+
+  STAGE = 'the stage, from its input'
+  LAYER = 'one layer at a time, from its kept input'
+  NOTHING = 'nothing: forward keeps all that backward needs'
 
 
 def CheckPolicy(policy: str, prefix: str = '') -> None:
@@ -33,3 +46,30 @@ def RunsAgain(policy: str, is_last: bool) -> bool:
     is_last: whether the micro-batch is the last one of the step.
   """
   return policy != 'none' and not (policy == 'except_last' and is_last)
+
+
+def ByMicroBatch(
+  rows: Iterable[Iterable[actions.Action]], policy: str
+) -> dict[tuple[int, int], Recompute]:
+  """Returns what backward recomputes, {(stage, micro-batch): Recompute}.
+
+  Args:
+    rows: for each device its actions. Pairs without B or I have no entry: forward-only schedules
+      have none, and V, forward and backward in one, has nothing to recompute.
+    policy: one of `POLICIES`.
+  """
+  backwards = {
+    (a.stage, a.micro_batch): a.kind
+    for row in rows
+    for a in row
+    if a.kind in (actions.Kind.BACKWARD, actions.Kind.INPUT_GRADIENT)
+  }
+  last = max((m for _, m in backwards), default=0)
+
+  def Choose(kind: actions.Kind, m: int) -> Recompute:
+    if not RunsAgain(policy, m == last):
+      return Recompute.NOTHING
+    is_whole = kind == actions.Kind.BACKWARD
+    return Recompute.LAYER if policy == 'layer' and is_whole else Recompute.STAGE
+
+  return {(k, m): Choose(kind, m) for (k, m), kind in backwards.items()}

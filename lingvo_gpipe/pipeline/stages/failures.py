@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import tensorflow as tf
 from absl import logging
 
-from lingvo_gpipe.core import heartbeat
+from lingvo_gpipe.core import heartbeat, shapes
 
 # Another try would wait, or fail in another way. CancelledError is none of them: it hides a cause.
 _NOT_AGAIN = (
@@ -49,6 +49,24 @@ def LossScope() -> contextlib.AbstractContextManager[Any]:
   return tf.name_scope('stage.loss')
 
 
+@contextlib.contextmanager
+def NoteLayer(layer: Any, args: Any, giver: Any = None) -> Iterator[None]:
+  """Adds to an exception of the enclosed code the layer that it came from.
+
+  Args:
+    layer: the layer.
+    args: the layer's arguments, whose shapes the note shows.
+    giver: the layer that returned the arguments; None for the first of a stage.
+  """
+  try:
+    yield
+  except Exception as e:
+    by = '' if giver is None else f' by {giver.path}'
+    given = f'{shapes.FormatNest(args)}{by}'
+    e.add_note(f'{_IN_LAYER}{layer.path} ({type(layer).__name__}), given {given}')
+    raise
+
+
 class _Stage(Protocol):
   """What a message needs of a stage."""
 
@@ -69,8 +87,8 @@ class _Engine(Protocol):
 
 
 @contextlib.contextmanager
-def Named(s: _Stage, action: str, micro_batch: int) -> Iterator[None]:
-  """Adds to an exception of the enclosed code in which action of the schedule it came up.
+def NoteAction(s: _Stage, action: str, micro_batch: int) -> Iterator[None]:
+  """Adds to an exception of the enclosed code the action of the schedule that raised it.
 
   Where TensorFlow names the operation that failed, the layer that it belongs to, or that it is of
   the loss, is added too.
@@ -95,7 +113,7 @@ def Named(s: _Stage, action: str, micro_batch: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def Located(engine: _Engine, run_again: Callable[[], Any]) -> Iterator[None]:
+def LocateFailure(engine: _Engine, run_again: Callable[[], Any]) -> Iterator[None]:
   """Replaces an error at run time by one that names stage, layer and micro-batch.
 
   Args:

@@ -9,11 +9,25 @@ as it has examples.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from lingvo_gpipe.core import shapes
+
+
+class MicroBatch(NamedTuple):
+  """A piece of a mini-batch.
+
+  Attributes:
+    args: the arguments of the first layer, nests of tensors `[..., batch, ...]`.
+    side: the inputs of the loss, besides the outputs of the last layer: a nest of tensors.
+    loss_weight: the weight of the micro-batch's loss, a scalar; known before its forward runs.
+  """
+
+  args: tuple[Any, ...]
+  side: Any = None
+  loss_weight: Any = 1.0
 
 
 def Sizes(batch_size: int, num_micro_batches: int) -> list[int]:

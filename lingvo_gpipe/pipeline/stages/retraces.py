@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells when a stage is compiled for yet another shape, and which tensor is to blame."""
+"""Logs when a stage is compiled for another shape, and which tensor caused that."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from absl import logging
@@ -15,9 +15,11 @@ _USUAL = 2
 
 
 class Retraces:
-  """The shapes that the functions of a stage were traced for."""
+  """The input shapes that the functions of a stage were traced for."""
 
-  def __init__(self) -> None:
+  def __init__(self, num_batch_shapes: Callable[[], int] = lambda: 1) -> None:
+    """Starts without shapes; num_batch_shapes() is the number of expected shapes of batches."""
+    self._num_batch_shapes = num_batch_shapes
     self._seen: dict[int, list[dict[str, str]]] = {}
 
   def Add(
@@ -25,23 +27,21 @@ class Retraces:
     layers: Sequence[base_layer.BaseLayer],
     x: Any,
     side: Any,
-    user: int,
-    num_batch_shapes: int = 1,
+    index: int,
   ) -> None:
-    """Notes a trace; logs a line where these shapes are new, a warning where they are too many.
+    """Records a trace; logs a line if its shapes are new, a warning if there are too many shapes.
 
     Args:
-      layers: those of the stage that is traced.
-      x: what the stage takes of a micro-batch.
-      side: what the loss takes beside it.
-      user: its index; those that share a trace may take other shapes.
-      num_batch_shapes: how many shapes of batches are expected.
+      layers: layers of the traced stage.
+      x: input of the stage for a micro-batch.
+      side: inputs of the loss for the micro-batch.
+      index: number of the stage; stages that share a trace may take different shapes.
     """
     leaves = shapes.Leaves({'x': x, 'side': side})
     specs = {path: shapes.FormatNest(leaf) for path, leaf in leaves}
     if any(specs in seen for seen in self._seen.values()):
       return
-    seen = self._seen.setdefault(user, [])
+    seen = self._seen.setdefault(index, [])
     seen.append(specs)
     if len(seen) == 1:
       return
@@ -49,7 +49,7 @@ class Retraces:
     path = next(p for p in [*specs, *before] if specs.get(p) != before.get(p))
     change = f'{path} was {before.get(path, "absent")} and is {specs.get(path, "absent")}'
     span = f'{layers[0].path} to {layers[-1].path}'
-    if len(seen) <= _USUAL * num_batch_shapes:
+    if len(seen) <= _USUAL * self._num_batch_shapes():
       logging.info('the stage of %s is traced for another shape: %s', span, change)
     else:
       logging.warning(

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage functions that recompute nothing, or that split backward into input and weight gradients.
+"""Traced functions of a stage that recompute nothing, or that split backward into I and W.
 
-Their parts are cut from one traced vector-Jacobian product (see `vjp`); the rules of `stage` hold
-for them too: weights come as variables, gradients go into accumulators in place, nothing is
-inlined.
+The parts are taken from one traced vector-Jacobian product (see `vjp`). As in `stage_functions`,
+weights are arguments, gradients are added to accumulators in place, and nothing is inlined.
+
+    F   x ──> y, sums, residuals             B   x, residuals, dy ──> dx
+    I   x, residuals or none, dy ──> dx, what W needs
+    W   x, residuals or none, dy, what W needs ──> adds weight gradients to accumulators
 """
 
 from __future__ import annotations
@@ -13,137 +16,127 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import nested_map
-from lingvo_gpipe.pipeline.stages import leaves, stage_functions, vjp
+from lingvo_gpipe.pipeline.stages import leaves, stage_math, vjp
 
 
 class SplitBackward:
-  """The functions of a stage whose backward is in pieces; arguments as for `stage`'s.
+  """Functions of one structure of stage whose backward comes in parts; see `StageFunctions`.
 
   Attributes:
-    ForwardKeep: (variables, x, side, context) -> (y, sums, residuals).
-    BackwardKept: (variables, accumulators, x, side, context, residuals, dy) -> (dx, token).
-    InputGradient: (variables, x, side, context, residuals, dy) -> (dx, residuals for the weights).
-    WeightGradient: (variables, accumulators, x, side, context, residuals, dy, residuals for the
-      weights) -> token.
+    Forward: tf.function (call) -> (y, sums, residuals).
+    Backward: tf.function (call, accumulators, residuals, dy) -> (dx, token).
+    InputGradient: tf.function (call, residuals, dy) -> (dx, residuals for the weights).
+    WeightGradient: tf.function (call, accumulators, residuals, dy, residuals for the weights) ->
+      token.
 
-  `residuals` are what ForwardKeep returned, or None where the forward is to be recomputed.
+  `residuals` are the third result of Forward, or None to recompute the forward pass in I and W.
   """
 
-  def __init__(self, functions: stage_functions.StageFunctions, xla: bool) -> None:
-    self._functions = functions
+  def __init__(self, math: stage_math.StageMath, xla: bool) -> None:
+    self._math = math
     self._xla = xla
-    self._cuts: dict[Any, vjp.CutVjp] = {}
+    self._products: dict[Any, vjp.SplitVjp] = {}
     self._outputs: dict[Any, tuple[Any, Any]] = {}
-    options = stage_functions.FunctionOptions(xla)
-    self.ForwardKeep = tf.function(self._ForwardKeep, **options)
-    self.BackwardKept = tf.function(self._BackwardKept, **options)
+    options = stage_math.FunctionOptions(xla)
+    self.Forward = tf.function(self._Forward, **options)
+    self.Backward = tf.function(self._Backward, **options)
     self.InputGradient = tf.function(self._InputGradient, **options)
     self.WeightGradient = tf.function(self._WeightGradient, **options)
 
-  def _ForwardKeep(
-    self, variables: Sequence[Any], x: nested_map.NestedMap, side: Any, context: Any
-  ) -> tuple[Any, Any, list[tf.Tensor]]:
-    key, cut, flat = self._Cut(variables, x, side, context)
-    out = list(cut.forward(*flat))
-    y, sums = tf.nest.pack_sequence_as(self._outputs[key], _WithNones(self._outputs[key], out))
-    return y, sums, out[cut.num_y :]
+  def _Forward(self, call: stage_math.StageCall) -> tuple[Any, Any, list[tf.Tensor]]:
+    key, product, flat = self._Product(call)
+    results = list(product.forward(*flat))
+    nest = self._outputs[key]
+    y, sums = tf.nest.pack_sequence_as(nest, _WithNones(nest, results))
+    return y, sums, results[product.num_y :]
 
-  def _BackwardKept(
+  def _Backward(
     self,
-    variables: Sequence[Any],
+    call: stage_math.StageCall,
     accumulators: Sequence[tf.Variable],
-    x: nested_map.NestedMap,
-    side: Any,
-    context: Any,
     residuals: list[tf.Tensor],
     dy: list[tf.Tensor] | None,
   ) -> tuple[list[tf.Tensor], tf.Tensor]:
-    _, cut, flat = self._Cut(variables, x, side, context)
-    out = list(cut.backward(*flat, *residuals, *(dy or [])))
-    _AddWeightGradients(cut, accumulators, out[cut.num_dx :])
-    return out[: cut.num_dx], tf.zeros([], tf.int32)
+    _, product, flat = self._Product(call)
+    results = list(product.backward(*flat, *residuals, *(dy or [])))
+    _AddWeightGradients(product, accumulators, results[product.num_dx :])
+    return results[: product.num_dx], tf.zeros([], tf.int32)
 
   def _InputGradient(
     self,
-    variables: Sequence[Any],
-    x: nested_map.NestedMap,
-    side: Any,
-    context: Any,
+    call: stage_math.StageCall,
     residuals: list[tf.Tensor] | None,
     dy: list[tf.Tensor] | None,
   ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-    _, cut, flat = self._Cut(variables, x, side, context)
+    _, product, flat = self._Product(call)
     if residuals is None:
-      out = list(cut.input_gradient(*flat, *(dy or [])))
+      results = list(product.input_gradient(*flat, *(dy or [])))
     else:
-      out = list(cut.kept_input_gradient(*flat, *residuals, *(dy or [])))
-    return out[: cut.num_dx], out[cut.num_dx :]
+      results = list(product.kept_input_gradient(*flat, *residuals, *(dy or [])))
+    return results[: product.num_dx], results[product.num_dx :]
 
   def _WeightGradient(
     self,
-    variables: Sequence[Any],
+    call: stage_math.StageCall,
     accumulators: Sequence[tf.Variable],
-    x: nested_map.NestedMap,
-    side: Any,
-    context: Any,
     residuals: list[tf.Tensor] | None,
     dy: list[tf.Tensor] | None,
     for_weights: list[tf.Tensor],
   ) -> tf.Tensor:
-    _, cut, flat = self._Cut(variables, x, side, context)
+    _, product, flat = self._Product(call)
     if residuals is None:
-      out = cut.weight_gradient(*flat, *(dy or []), *for_weights)
+      results = product.weight_gradient(*flat, *(dy or []), *for_weights)
     else:
-      out = cut.kept_weight_gradient(*flat, *residuals, *(dy or []), *for_weights)
-    _AddWeightGradients(cut, accumulators, list(out))
+      results = product.kept_weight_gradient(*flat, *residuals, *(dy or []), *for_weights)
+    _AddWeightGradients(product, accumulators, list(results))
     return tf.zeros([], tf.int32)
 
-  def _Cut(
-    self, variables: Sequence[Any], x: nested_map.NestedMap, side: Any, context: Any
-  ) -> tuple[Any, vjp.CutVjp, list[tf.Tensor]]:
-    """The product for inputs of these shapes, and the flat tensors its parts begin with."""
-    nest = (x, side, context)
+  def _Product(self, call: stage_math.StageCall) -> tuple[Any, vjp.SplitVjp, list[tf.Tensor]]:
+    """Returns the product for a call of these shapes, and the flat tensors its parts begin with.
+
+    Traces the product if no call had these shapes before.
+    """
+    variables, nest = call.variables, (call.x, call.side, call.context)
     inputs = leaves.Tensors(nest)
     weights = tf.nest.flatten(variables)
     key = leaves.TraceKey(nest)
-    if key not in self._cuts:
+    if key not in self._products:
 
       def Vjp(values: list[tf.Tensor], flat: list[tf.Tensor]) -> Any:
         x, side, context = tf.nest.pack_sequence_as(nest, _WithNones(nest, flat))
-        functions = self._functions
-        chosen, floats = functions.Trained(values), functions.WantedFloats(x)
-        with functions.EnterContext(context.seeds), tf.GradientTape() as tape:
+        packed = tf.nest.pack_sequence_as(variables, values)
+        math = self._math
+        chosen, floats = math.Trained(values), math.WantedFloats(x)
+        with math.EnterContext(context.seeds), tf.GradientTape() as tape:
           tape.watch([*chosen, *floats])
-          packed = tf.nest.pack_sequence_as(variables, values)
-          y, sums, objective = functions.Outputs(packed, x, side, context)
-          # The loss and auxiliary losses begin their own backward; for y, dy is given.
+          y, sums, objective = math.Outputs(stage_math.StageCall(packed, x, side, context))
+          # The losses of the stage begin their own backward; for y, dy is given.
           dy = [tf.raw_ops.Placeholder(dtype=t.dtype, shape=t.shape) for t in leaves.Floats(y)]
           grads = tape.gradient(
             objective,
             [*chosen, *floats],
-            output_gradients=stage_functions.WithOwnLosses(dy, objective),
+            output_gradients=stage_math.WithOwnLosses(dy, objective),
           )
         dw = grads[: len(chosen)]
         dx = leaves.DenseGradients(floats, grads[len(chosen) :])
         self._outputs[key] = (y, sums)
         return leaves.Tensors((y, sums)), dy, dx, dw
 
-      self._functions.CountTrace(x, side)
-      self._cuts[key] = vjp.CutVjp(Vjp, weights, inputs, xla=self._xla)
-    return key, self._cuts[key], [*(w.handle for w in weights), *inputs]
+      self._math.CountTrace(call.x, call.side)
+      self._products[key] = vjp.SplitVjp(Vjp, weights, inputs, xla=self._xla)
+    return key, self._products[key], [*(w.handle for w in weights), *inputs]
 
 
 def _AddWeightGradients(
-  cut: vjp.CutVjp, accumulators: Sequence[tf.Variable], dw: list[tf.Tensor]
+  product: vjp.SplitVjp, accumulators: Sequence[tf.Variable], dw: list[tf.Tensor]
 ) -> None:
-  rest = iter(cut.WeightGradients(dw))
-  stage_functions.Accumulate(
-    accumulators, [next(rest) if has else None for has in cut.has_weight_gradient]
+  existing = iter(product.WeightGradients(dw))
+  stage_math.Accumulate(
+    accumulators, [next(existing) if has else None for has in product.has_weight_gradient]
   )
 
 
 def _WithNones(nest: Any, flat: Sequence[tf.Tensor]) -> list[Any]:
-  """`flat` with None where the nest has None; what is left over at its end is not used."""
-  rest = list(flat)
-  return [None if leaf is None else rest.pop(0) for leaf in tf.nest.flatten(nest)]
+  """Returns the leaves of a nest: its None, and tensors from the front of `flat`."""
+  tensors = iter(flat)
+  return [None if leaf is None else next(tensors) for leaf in tf.nest.flatten(nest)]

@@ -10,10 +10,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import base_layer
+from lingvo_gpipe.core import base_layer, weight_params
 from lingvo_gpipe.pipeline.cost import partitioner
 from lingvo_gpipe.pipeline.schedule import actions
-from lingvo_gpipe.pipeline.stages import stage_functions
+from lingvo_gpipe.pipeline.stages import stage_math
 
 
 @dataclasses.dataclass
@@ -47,16 +47,21 @@ class Stage:
   needs_dx: bool
   accumulators: list[tf.Variable] = dataclasses.field(default_factory=list)
   mirror_accumulators: list[tf.Variable] = dataclasses.field(default_factory=list)
-  replica_sum: stage_functions.ReplicaSum | None = None
+  replica_sum: stage_math.ReplicaSum | None = None
 
   def __str__(self) -> str:
     first, last = self.layers[0].path, self.layers[-1].path
     return f'stage {self.index} ({first if first == last else f"{first} to {last}"})'
 
   @functools.cached_property
-  def structure(self) -> tuple[stage_functions.StructureKey, ...]:
+  def structure(self) -> tuple[stage_math.StructureKey, ...]:
     """Equal for two stages that can share their traced functions."""
-    return tuple(stage_functions.StructureKey(layer) for layer in self.layers)
+    return tuple(stage_math.StructureKey(layer) for layer in self.layers)
+
+  @functools.cached_property
+  def seed_hashes(self) -> list[int]:
+    """The first number of each layer's seed pair, see `stage_math.SeedTensor`."""
+    return [weight_params.Hash64(layer.params.random_seed, layer.path) for layer in self.layers]
 
   def AbsoluteName(self, name: str) -> str:
     """The name of a sum: `<index>:<rest>` becomes `<layer's path><rest>`, metrics stay."""

@@ -33,7 +33,7 @@ _CHEAP = frozenset(
 _Part = Callable[..., Any]
 
 
-class CutVjp:
+class SplitVjp:
   """A vector-Jacobian product of weights, inputs and dy, and the parts that are cut from it.
 
   Each part is a function of flat tensors: the weights' resource handles, the inputs, then what is

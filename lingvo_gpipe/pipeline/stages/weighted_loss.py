@@ -59,11 +59,11 @@ def WeightedSum(value: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
   return tf.stack([tf.where(weight > 0, value * weight, tf.zeros_like(value)), weight])
 
 
-def WeightedLoss(value: tf.Tensor, context: Any, coefficient: float = 1.0) -> tf.Tensor:
+def WeightedLoss(value: tf.Tensor, loss_weight: tf.Tensor, coefficient: float = 1.0) -> tf.Tensor:
   """What a loss adds to the objective: value * coefficient * weight of the micro-batch."""
   if value.dtype.size < 4:  # Where the weight, a count of tokens, would lose digits.
     value = tf.cast(value, tf.float32)
-  return value * (coefficient * tf.cast(context.loss_weight, value.dtype))
+  return value * (coefficient * tf.cast(loss_weight, value.dtype))
 
 
 def WhereItCounts(x: tf.Tensor, loss_weight: tf.Tensor) -> tf.Tensor:

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from lingvo_gpipe.core import fprop_context
 from lingvo_gpipe.layers.keras import keras_config, keras_cut, keras_layer
-from lingvo_gpipe.pipeline.stages import stage_functions
+from lingvo_gpipe.pipeline.stages import stage_math
 
 KerasInput = keras_config.KerasInput
 LAYERS = keras.layers
@@ -196,9 +196,9 @@ def testEqualLayersShareStructureAndTemplate():
   a, b = _Params(LAYERS.Dense(3, name='a'), 5), _Params(LAYERS.Dense(3, name='b'), 5)
   a, b = a.Instantiate(), b.Set(name='other').Instantiate()
   other = _Params(LAYERS.Dense(3, activation='relu'), 5).Instantiate()
-  assert stage_functions.StructureKey(a) == stage_functions.StructureKey(b)
+  assert stage_math.StructureKey(a) == stage_math.StructureKey(b)
   assert a.template is b.template
-  assert stage_functions.StructureKey(a) != stage_functions.StructureKey(other)
+  assert stage_math.StructureKey(a) != stage_math.StructureKey(other)
   assert a.template is not other.template
 
 

@@ -109,6 +109,7 @@ _MEASURED = """
 import re, sys
 import tensorflow as tf
 from lingvo_gpipe import linear, pipelining_layer
+from lingvo_gpipe.pipeline.stages import micro_batch
 
 def Peak():
   # The peak that getrusage returns includes the parent's.
@@ -124,8 +125,8 @@ batch = 1 << 16
 def Loss(theta, y, side):
   return {'loss': (tf.reduce_mean(y[0]), tf.constant(1.0))}
 def Step(x):
-  return layer.engine.Train(
-    [(part,) for part in tf.split(x, m)], [None] * m, [tf.constant(1.0)] * m, tf.constant(0))
+  pieces = [micro_batch.MicroBatch((part,), None, tf.constant(1.0)) for part in tf.split(x, m)]
+  return layer.engine.Accumulate(pieces, tf.constant(0))[0]
 cut = layer.Place(['/device:CPU:0'], tf.TensorSpec([batch, 64]), loss_fn=Loss)
 layer.engine.MakeAccumulators()
 step = tf.function(Step, autograph=False)

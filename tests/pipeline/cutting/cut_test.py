@@ -18,7 +18,7 @@ from lingvo_gpipe.pipeline.cost import partitioner
 from lingvo_gpipe.pipeline.cutting import cut as cut_lib
 from lingvo_gpipe.pipeline.cutting import layer_costs
 from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules
-from lingvo_gpipe.pipeline.stages import stage_functions
+from lingvo_gpipe.pipeline.stages import stage_math
 
 
 class _Measured(base_layer.BaseLayer):
@@ -176,7 +176,7 @@ def testFunctionsWithEqualNamesAreDifferentStructures():
   first, second = Adder(1), Adder(2)
   p = sequential.SequentialLayer.Params().Set(name='seq')
   p.sub = [_Measured.Params().Set(fn=fn) for fn in (first, second, first)]
-  keys = [stage_functions.StructureKey(layer) for layer in p.Instantiate().layers]
+  keys = [stage_math.StructureKey(layer) for layer in p.Instantiate().layers]
   assert keys[0] != keys[1]
   assert keys[0] == keys[2]
   assert hash(keys[0]) == hash(keys[2])
@@ -186,7 +186,7 @@ def testNamesAreNotPartOfTheStructure():
   p = sequential.SequentialLayer.Params().Set(name='seq')
   p.sub = [_Measured.Params().Set(name=name, flops=3) for name in ('a', 'b')]
   p.sub += [_Measured.Params().Set(name='a', flops=4)]
-  keys = [stage_functions.StructureKey(layer) for layer in p.Instantiate().layers]
+  keys = [stage_math.StructureKey(layer) for layer in p.Instantiate().layers]
   assert keys[0] == keys[1]
   assert keys[0] != keys[2]
 

@@ -286,7 +286,7 @@ def testStagesBeforeTheFailingOneStop():
   stack = _Stack(sub, num_stages=2, splits=[1, 2], num_micro_batches=12)
   stack.Place(stacks.Devices(), tf.TensorSpec([12, _DIM]))
   inputs = [(x,) for x in stack.SplitBatch(tf.fill([12, _DIM], _LIMIT))]
-  run = tf.function(stack.engine.Forward, autograph=False)
+  run = tf.function(lambda inputs: stack.engine.Forward(inputs).Outputs(), autograph=False)
   with pytest.raises(tf.errors.OpError):
     run(inputs)
   # The first one fails the next stage at once; a few more may be under way by then.
@@ -362,7 +362,7 @@ def testWhatIsRunAgainMayTakeLong(monkeypatch):
   monkeypatch.setattr(heartbeat, '_Send', told.append)
   error = tf.errors.InternalError(None, None, 'failed')
   with pytest.raises(tf.errors.InternalError):
-    with failures.Located(_Compiled(), lambda: told.append('again')):
+    with failures.LocateFailure(_Compiled(), lambda: told.append('again')):
       raise error
   assert told == [heartbeat.LONG, 'again']
 
@@ -397,7 +397,7 @@ def testWhatRunsWithoutXlaHasTheMemoryOfWhatFailedBefore(monkeypatch, kind, num_
     runs.append(weakref.ref(held))
     raise kind('mine') if kind is ValueError else kind(None, None, 'mine')
 
-  with pytest.raises(kind, match='mine'), failures.Located(_Compiled(), RunAgain):
+  with pytest.raises(kind, match='mine'), failures.LocateFailure(_Compiled(), RunAgain):
     raise tf.errors.InternalError(None, None, 'first')
   assert len(runs) == num_runs
   assert told == [heartbeat.LONG] * num_runs
@@ -411,7 +411,10 @@ def testWhatFailsWithXlaAlone():
       raise tf.errors.ResourceExhaustedError(None, None, 'OOM')
 
   compiled.WithoutXla = lambda: mock.patch.object(compiled, 'xla', False)
-  with pytest.raises(tf.errors.ResourceExhaustedError) as e, failures.Located(compiled, RunAgain):
+  with (
+    pytest.raises(tf.errors.ResourceExhaustedError) as e,
+    failures.LocateFailure(compiled, RunAgain),
+  ):
     raise tf.errors.InternalError(None, None, 'first')
   assert e.value.__notes__ == ['without XLA, which tells no layers, it does not fail']
 
@@ -610,9 +613,9 @@ def testShapesThatChangeAreLogged(monkeypatch):
 def testActionsAreNamedInTheGraph():
   stack = _Stack(_Sub(0, layers.SilentLayer.Params()))
   stack.Place(stacks.Devices(), *stacks.Specs((_Good(),)))
-  graph = tf.function(stack.engine.Forward, autograph=False).get_concrete_function(
-    [(x,) for x in stack.SplitBatch(_Good())]
-  )
+  inputs = [(x,) for x in stack.SplitBatch(_Good())]
+  run = tf.function(lambda inputs: stack.engine.Forward(inputs).Outputs(), autograph=False)
+  graph = run.get_concrete_function(inputs)
   scopes = {op.name.split('/')[0] for op in graph.graph.get_operations()}
   assert {f'action_{k}F{m}' for k in range(3) for m in range(_M)} <= scopes
   assert str(stack.engine.stages[2]) == 'stage 2 (stack.layers[2] to stack.layers[3])'

@@ -13,7 +13,13 @@ import tensorflow as tf
 
 from lingvo_gpipe.core import base_layer, nested_map, weight_params
 from lingvo_gpipe.layers import dropout, skip
-from lingvo_gpipe.pipeline.stages import layer_backward, leaves, stage_functions
+from lingvo_gpipe.pipeline.stages import (
+  layer_backward,
+  leaves,
+  retraces,
+  stage_functions,
+  stage_math,
+)
 from tests import graph_reader
 from tests.toys import stacks
 
@@ -34,35 +40,35 @@ class _Wide(base_layer.BaseLayer):
     return tf.tanh(tf.matmul(h, theta.b))
 
 
-def _Functions(sub, *, trained=None, needs_dx=True, xla=False):
-  """(functions, variables, trained variables) of one stage that holds all the layers."""
+def _Math(sub, *, trained=None, needs_dx=True, xla=False):
+  """(computations, variables) of one stage that holds all the layers."""
   stack = stacks.MakeStack(sub, xla=xla)
   stack.Place(stacks.Devices(), tf.TensorSpec([4, _DIM], tf.float64))
   (s,) = stack.engine.stages
-  mask = s.trained_mask if trained is None else trained
-  functions = stage_functions.StageFunctions(
+  math = stage_math.StageMath(
     s.layers,
     loss_fn=None,
     exports=(),
-    trained=mask,
+    trained=s.trained_mask if trained is None else trained,
     needs_dx=needs_dx,
     do_eval=False,
-    xla=xla,
+    seen_shapes=retraces.Retraces(),
   )
-  return functions, s.variables
+  return math, s.variables
 
 
-def _Arguments(functions, variables, batch=4):
-  """((x, side, context), accumulators)."""
+def _Call(math, variables, batch=4):
+  """(arguments of a stage function, accumulators)."""
   x = tf.constant(np.random.default_rng(0).normal(size=[batch, _DIM]))
-  seeds = tf.stack([tf.range(len(functions.layers), dtype=tf.int64)] * 2, axis=1)
-  context = stage_functions.Context(seeds, tf.ones([], tf.float64))
-  accumulators = [tf.Variable(tf.zeros_like(v)) for v in functions.Trained(variables)]
-  return (
+  seeds = tf.stack([tf.range(len(math.layers), dtype=tf.int64)] * 2, axis=1)
+  accumulators = [tf.Variable(tf.zeros_like(v)) for v in math.Trained(variables)]
+  call = stage_math.StageCall(
+    variables,
     nested_map.NestedMap(args=(x,), skips=nested_map.NestedMap()),
     None,
-    context,
-  ), accumulators
+    stage_math.Context(seeds, tf.ones([], tf.float64)),
+  )
+  return call, accumulators
 
 
 def _Shapes(kept):
@@ -77,9 +83,9 @@ def testEveryTensorIsKeptOnce(xla):
   """A skip that three layers take, and that is the input of the next one, too."""
   pop = skip.PopLayer.Params().Set(key='s')
   sub = [_Wide.Params(), skip.StashLayer.Params().Set(key='s'), _Wide.Params(), pop, pop, pop]
-  functions, variables = _Functions(sub, xla=xla)
-  arguments, _ = _Arguments(functions, variables)
-  _, _, kept = layer_backward.LayerBackward(functions, xla).ForwardKeep(variables, *arguments)
+  math, variables = _Math(sub, xla=xla)
+  call, _ = _Call(math, variables)
+  _, _, kept = layer_backward.LayerBackward(math, xla).Forward(call)
   # The first layer's output (which is the skip, too), the second one's, and two sums.
   assert _Shapes(kept) == [(tf.float64, 4, _DIM)] * 4
 
@@ -88,9 +94,9 @@ def testNothingIsKeptOfLayersBelowTheFirstTrainedOne():
   sub = [_Wide.Params()] * _N
   for first in (0, 2, _N - 1):
     mask = [i // 2 >= first for i in range(2 * _N)]
-    functions, variables = _Functions(sub, trained=mask, needs_dx=False)
-    arguments, _ = _Arguments(functions, variables)
-    _, _, kept = layer_backward.LayerBackward(functions, False).ForwardKeep(variables, *arguments)
+    math, variables = _Math(sub, trained=mask, needs_dx=False)
+    call, _ = _Call(math, variables)
+    _, _, kept = layer_backward.LayerBackward(math, False).Forward(call)
     assert len(kept) == _N - max(first, 1)
 
 
@@ -99,13 +105,13 @@ def testNothingIsKeptOfLayersBelowTheFirstTrainedOne():
 
 def _Backward(sub, tmp_path, **options):
   """The executed graphs of B."""
-  functions, variables = _Functions(sub, **options)
-  arguments, accumulators = _Arguments(functions, variables)
-  by_layer = layer_backward.LayerBackward(functions, False)
-  y, _, kept = by_layer.ForwardKeep(variables, *arguments)
+  math, variables = _Math(sub, **options)
+  call, accumulators = _Call(math, variables)
+  by_layer = layer_backward.LayerBackward(math, False)
+  y, _, kept = by_layer.Forward(call)
   dy = [tf.ones_like(t) for t in leaves.Floats(y)]
   graphs = graph_reader.ExecutedGraphs(
-    lambda: by_layer.BackwardKept(variables, accumulators, *arguments, kept, dy), tmp_path
+    lambda: by_layer.Backward(call, accumulators, kept, dy), tmp_path
   )
   assert graphs
   return graphs
@@ -134,18 +140,18 @@ def testBackwardOfALayerAtATimeTakesLessMemory():
   inner = batch * 8 * _DIM * 8  # One of the wide tensors of a layer.
   peaks = {}
   for num_layers in (_N // 2, _N):
-    functions, variables = _Functions([_Wide.Params()] * num_layers, xla=True)
-    arguments, sinks = _Arguments(functions, variables, batch)
-    by_layer = layer_backward.LayerBackward(functions, True)
-    y, _, kept = by_layer.ForwardKeep(variables, *arguments)
+    math, variables = _Math([_Wide.Params()] * num_layers, xla=True)
+    call, sinks = _Call(math, variables, batch)
+    by_layer = layer_backward.LayerBackward(math, True)
+    y, _, kept = by_layer.Forward(call)
     dy = leaves.Floats(y)
     peaks[num_layers] = tuple(
       graph_reader.PeakBytesOfXla(
-        function.experimental_get_compiler_ir(variables, sinks, *args)(stage='optimized_hlo')
+        function.experimental_get_compiler_ir(call, sinks, *args)(stage='optimized_hlo')
       )
       for function, args in (
-        (functions.Backward, (*arguments, dy)),
-        (by_layer.BackwardKept, (*arguments, kept, dy)),
+        (stage_functions.StageFunctions(math, True).Backward, (None, dy)),
+        (by_layer.Backward, (kept, dy)),
       )
     )
   by_stage, by_layer = zip(*peaks.values(), strict=True)

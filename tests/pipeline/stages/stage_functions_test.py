@@ -46,9 +46,7 @@ def testEqualStagesMayTakeOtherStructures(policy):
   side = stacks.ExampleWeights(4)
   actual = stacks.Train(stack, x, side)
   stacks.CheckEqual(actual, stacks.Reference(sub, 2, x, side))
-  shared = [
-    stack.engine.functions.Of(s, do_eval=False, with_loss=True) for s in stack.engine.stages
-  ]
+  shared = [stacks.StageFunctions(stack, s) for s in stack.engine.stages]
   assert shared[1] is shared[2]
 
 

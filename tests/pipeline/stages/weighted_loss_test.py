@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from lingvo_gpipe.core import fprop_context
-from lingvo_gpipe.pipeline.stages import stage_functions, weighted_loss
+from lingvo_gpipe.pipeline.stages import stage_math, weighted_loss
 from tests.toys import layers, stacks
 
 _DIM, _BATCH = layers.DIM, 6
@@ -28,7 +28,7 @@ def _Train(loss, loss_weight=tf.reduce_sum, layer=None):
   def Step(x, side, step):
     sides = stack.SplitBatch(side)
     weights = [loss_weight(s) for s in sides]
-    return stack.engine.Train(stack.SplitBatch(x), sides, weights, step)
+    return stacks.RunStep(stack.engine, stack.SplitBatch(x), sides, weights, step)
 
   Step.get_concrete_function(_X(), tf.ones([_BATCH]), tf.constant(1, tf.int64))
 
@@ -97,7 +97,7 @@ def testAnEngineWithoutALoss():
 
 
 def testWeightsKeepTheirDigitsBesideANarrowLoss():
-  context = stage_functions.Context(tf.zeros([0, 2], tf.int64), tf.constant(513.0))
+  context = stage_math.Context(tf.zeros([0, 2], tf.int64), tf.constant(513.0))
   assert float(weighted_loss.WeightedLoss(tf.constant(1.0, tf.bfloat16), context)) == 513.0
 
 

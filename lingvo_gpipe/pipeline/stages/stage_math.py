@@ -1,0 +1,399 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The computations of a stage as plain functions, which the traced stage functions share.
+
+Nothing here is a tf.function. `stage_functions`, `layer_backward` and `split_backward` trace these
+computations, each for another way to get the gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from lingvo_gpipe.core import base_layer, fprop_context, nested_map, shapes, side_effects
+from lingvo_gpipe.layers import sequential
+from lingvo_gpipe.pipeline.stages import failures, leaves, retraces, weighted_loss
+
+# Maps (theta of each layer of the last stage, outputs of the last layer, side inputs) of a
+# micro-batch to metrics: {name: (value, weight)}, scalars, 'loss' among them.
+LossFn = Callable[[list[Any], tuple[Any, ...], Any], dict[str, tuple[tf.Tensor, tf.Tensor]]]
+# (place, tensor) -> its sum over the replicas, each of which is at the same place.
+ReplicaSum = Callable[[str, tf.Tensor], tf.Tensor]
+# {name: (auxiliary loss, its coefficient)}.
+AuxLosses = dict[str, tuple[tf.Tensor, float]]
+
+
+class Context(NamedTuple):
+  """The random seeds and the weight of a micro-batch in one stage.
+
+  Attributes:
+    seeds: int64 [layers, 2], a seed pair for each layer.
+    loss_weight: scalar, the weight of the micro-batch's loss.
+  """
+
+  seeds: tf.Tensor
+  loss_weight: tf.Tensor
+
+
+class StageCall(NamedTuple):
+  """The arguments that every stage function takes first.
+
+  Attributes:
+    variables: a list with one nest a layer, like `layer.vars`. They are arguments, never captured,
+      so that stages of equal structure share one trace.
+    x: NestedMap(args, skips): the arguments of the first layer, a tuple, and the skip connections
+      {name: nest} that end in this stage.
+    side: the loss's inputs of the micro-batch; None except in the last stage.
+    context: the seeds and the weight of the micro-batch.
+  """
+
+  variables: Sequence[Any]
+  x: nested_map.NestedMap
+  side: Any
+  context: Context
+
+
+def SeedTensor(hashes: Sequence[int], counter: tf.Tensor) -> tf.Tensor:
+  """Returns the seed pairs of a stage's layers, int64 [layers, 2].
+
+  Args:
+    hashes: the first number of each pair, see `Stage.seed_hashes`.
+    counter: int64 scalar, the second number of all pairs: the step and micro-batch (see
+      `fprop_context.StepCounter`).
+  """
+  column = tf.constant(list(hashes), tf.int64)
+  return tf.stack([column, tf.fill([len(hashes)], counter)], axis=1)
+
+
+def AsTensors(layer: base_layer.BaseLayer, outputs: Any) -> Any:
+  """Returns a layer's outputs with numbers and arrays converted to tensors.
+
+  Raises:
+    TypeError: an output cannot be converted.
+  """
+
+  def Convert(value: Any) -> Any:
+    try:
+      return value if value is None or isinstance(value, tf.Tensor) else tf.convert_to_tensor(value)
+    except (TypeError, ValueError) as e:
+      raise TypeError(
+        f'{layer.path}: FProp must return tensors, None, or a nest of them, got a '
+        f'{type(value).__name__}'
+      ) from e
+
+  return tf.nest.map_structure(Convert, outputs)
+
+
+def CheckSkips(layer: base_layer.BaseLayer, stashed: Any) -> None:
+  """Raises ValueError unless a layer begins exactly the skip connections that it announced."""
+  if set(stashed) != set(layer.skips_out):
+    raise ValueError(
+      f'{layer.path}: skips_out announces {sorted(layer.skips_out)}, but FPropSkips returned '
+      f'{sorted(stashed)}; return every announced skip from FPropSkips (FPropMetaSkips)'
+    )
+
+
+class StructureKey:
+  """Equal for two layers that compute the same function of (theta, inputs, seeds).
+
+  Comparing the text of the Params is not enough: two functions among them may have the same name.
+  """
+
+  def __init__(self, layer: base_layer.BaseLayer) -> None:
+    self._params = layer.params.Copy()
+    self._params.name = ''
+    self._text = self._params.ToText()
+
+  def __hash__(self) -> int:
+    return hash(self._text)
+
+  def __eq__(self, other: object) -> bool:
+    if not isinstance(other, StructureKey):
+      return NotImplemented
+    return self._text == other._text and bool(self._params == other._params)
+
+
+class _RunningStage(NamedTuple):
+  number: int
+  layers: Sequence[base_layer.BaseLayer]
+
+
+_running: contextvars.ContextVar[_RunningStage | None] = contextvars.ContextVar(
+  'running_stage', default=None
+)
+
+
+@contextlib.contextmanager
+def Running(index: int, layers: Sequence[base_layer.BaseLayer]) -> Iterator[None]:
+  """Names the stage that calls shared functions in the enclosed code.
+
+  Stages of equal structure share functions, and the first caller traces them. Errors raised while
+  tracing must name the layers of the caller.
+
+  Args:
+    index: the stage's number.
+    layers: the stage's layers.
+  """
+  token = _running.set(_RunningStage(index, layers))
+  try:
+    yield
+  finally:
+    _running.reset(token)
+
+
+def RunningLayers() -> Sequence[base_layer.BaseLayer] | None:
+  """Returns the layers of the running stage, see `Running`; None outside of one."""
+  running = _running.get()
+  return None if running is None else running.layers
+
+
+class StageMath:
+  """The forward pass of one structure of stage, its sums and its objective; traces nothing.
+
+  Attributes:
+    exports: names of the skip connections that begin here and end in a later stage.
+    trained: for each leaf of `variables` whether it is trained.
+    needs_dx: whether an earlier stage is trained, and so needs a gradient from this one.
+    num_traces: number of times that a function of this structure was traced.
+  """
+
+  def __init__(
+    self,
+    layers: Sequence[base_layer.BaseLayer],
+    *,
+    loss_fn: LossFn | None,
+    exports: Sequence[str],
+    trained: Sequence[bool],
+    needs_dx: bool,
+    do_eval: bool,
+    seen_shapes: retraces.Retraces,
+    replica_sum: ReplicaSum | None = None,
+  ) -> None:
+    """Traces nothing.
+
+    Args:
+      layers: layers of one of the stages with this structure.
+      loss_fn: the loss, in the last stage of training and evaluation; else None.
+      exports: see the class.
+      trained: see the class.
+      needs_dx: see the class.
+      do_eval: the layers' mode.
+      seen_shapes: records the shapes that functions are traced for.
+      replica_sum: adds statistics over the replicas; None if no layer asks for that.
+    """
+    self._layers = list(layers)
+    self.exports = list(exports)
+    self.trained = list(trained)
+    self.needs_dx = needs_dx
+    self.num_traces = 0
+    self._loss_fn = loss_fn
+    self._do_eval = do_eval
+    self._replica_sum = replica_sum
+    self._seen_shapes = seen_shapes
+
+  @property
+  def layers(self) -> Sequence[base_layer.BaseLayer]:
+    """The layers of the running stage, see `Running`."""
+    return RunningLayers() or self._layers
+
+  def CountTrace(self, x: nested_map.NestedMap, side: Any) -> None:
+    """Records that a function is being traced for inputs of these shapes."""
+    self.num_traces += 1
+    self._seen_shapes.Add(self.layers, x, side, self._index)
+
+  @property
+  def _index(self) -> int:
+    running = _running.get()
+    return 0 if running is None else running.number
+
+  def Trained(self, weights: Any) -> list[Any]:
+    """Returns the trained leaves of a nest like `variables`."""
+    return [
+      w for w, is_trained in zip(tf.nest.flatten(weights), self.trained, strict=True) if is_trained
+    ]
+
+  def WantedFloats(self, x: nested_map.NestedMap) -> list[tf.Tensor]:
+    """Returns the floating leaves of x if an earlier stage needs their gradients, else none."""
+    return leaves.Floats(x) if self.needs_dx else []
+
+  def EnterContext(self, seeds: tf.Tensor) -> Any:
+    """Enters the FProp context of one micro-batch, with a row of seeds for each layer."""
+    rows = {id(layer): seeds[i] for i, layer in enumerate(self.layers)}
+    context = fprop_context.FPropContext(
+      self._do_eval, seed_rows=rows, replica_sum=self._replica_sum
+    )
+    return fprop_context.Enter(context)
+
+  def RunLayer(
+    self, i: int, layer_vars: Any, x: nested_map.NestedMap
+  ) -> tuple[nested_map.NestedMap, AuxLosses]:
+    """Runs layer i of the stage.
+
+    Args:
+      i: the layer's index in the stage.
+      layer_vars: a nest like the layer's `vars`.
+      x: NestedMap(args, skips), the layer's arguments and the skips that it takes.
+
+    Returns:
+      NestedMap(args, skips) as the layer returned them, and its auxiliary losses.
+    """
+    layer = self.layers[i]
+    outer = fprop_context.Current()
+    giver = self.layers[i - 1] if i else None
+    with failures.NoteLayer(layer, x.args, giver):
+      with fprop_context.Enter(dataclasses.replace(outer, aux_losses=[])) as inner:
+        with failures.LayerScope(i), side_effects.Forbid(layer.path):
+          out, stashed = layer.FPropSkips(layer.ThetaFrom(layer_vars), x.skips, *x.args)
+          CheckSkips(layer, stashed)
+          out, stashed = AsTensors(layer, out), AsTensors(layer, stashed)
+      aux_losses: AuxLosses = {}
+      for owner, name, value, coefficient in inner.aux_losses:
+        key = f'{i}:{owner.path[len(layer.path) :]}.{name}'
+        if key in aux_losses:
+          raise ValueError(f'{owner.path} adds two auxiliary losses {name!r}; give each its name')
+        what = f'auxiliary loss {owner.path}.{name}'
+        aux_losses[key] = (weighted_loss.Loss(what, value), coefficient)
+    return nested_map.NestedMap(args=out, skips=stashed), aux_losses
+
+  def RunLayers(
+    self,
+    variables: Sequence[Any],
+    x: nested_map.NestedMap,
+    layer_inputs: list[nested_map.NestedMap] | None = None,
+  ) -> tuple[nested_map.NestedMap, AuxLosses]:
+    """Runs all layers of the stage.
+
+    Args:
+      variables: as in a StageCall.
+      x: as in a StageCall.
+      layer_inputs: if given, each layer's NestedMap(args, skips) is appended to it.
+
+    Returns:
+      y, which is NestedMap(args, skips) with the last layer's outputs and the exported skips, and
+      the auxiliary losses.
+    """
+    aux_losses: AuxLosses = {}
+
+    def Run(i: int, layer: Any, args: tuple[Any, ...], skips: nested_map.NestedMap) -> Any:
+      layer_x = nested_map.NestedMap(args=args, skips=skips)
+      if layer_inputs is not None:
+        layer_inputs.append(layer_x)
+      out, aux = self.RunLayer(i, variables[i], layer_x)
+      aux_losses.update(aux)
+      return out.args, out.skips
+
+    outputs, skips = sequential.RunLayers(self.layers, Run, x.args, x.skips)
+    exported = nested_map.NestedMap({name: skips[name] for name in self.exports})
+    return nested_map.NestedMap(args=outputs, skips=exported), aux_losses
+
+  def Outputs(
+    self, call: StageCall, layer_inputs: list[nested_map.NestedMap] | None = None
+  ) -> tuple[Any, nested_map.NestedMap, list[tf.Tensor]]:
+    """Runs the stage, and the loss if it is the last one.
+
+    Args:
+      call: the stage's arguments.
+      layer_inputs: as for `RunLayers`.
+
+    Returns:
+      y, sums, and the tensors that backward differentiates: the floating outputs, except in the
+      stage with the loss, then the weighted auxiliary losses and the weighted loss. The last two
+      belong to the stage itself, and no gradient comes for them from the next stage.
+    """
+    y, aux_losses = self.RunLayers(call.variables, call.x, layer_inputs)
+    weight = call.context.loss_weight
+    metric_sums = {}
+    objective = [] if self._loss_fn is not None else leaves.Floats(y)
+    for name, (value, coefficient) in aux_losses.items():
+      metric_sums[name] = weighted_loss.WeightedSum(value, weight)
+      objective.append(weighted_loss.WeightedLoss(value, weight, coefficient))
+    if self._loss_fn is None:
+      return y, self._Sums(metric_sums), objective
+    metrics = self.Metrics(call, y.args)
+    metric_sums.update({name: weighted_loss.WeightedSum(*pair) for name, pair in metrics.items()})
+    objective.append(weighted_loss.WeightedLoss(metrics['loss'][0], weight))
+    return (), self._Sums(metric_sums), objective
+
+  def Metrics(self, call: StageCall, outputs: Any) -> dict[str, tuple[tf.Tensor, tf.Tensor]]:
+    """Returns the loss function's metrics for the last layer's outputs."""
+    assert self._loss_fn is not None
+    theta = [layer.ThetaFrom(v) for layer, v in zip(self.layers, call.variables, strict=True)]
+    weight = call.context.loss_weight
+    floats = [weighted_loss.WhereItCounts(x, weight) for x in leaves.Floats(outputs)]
+    outputs = leaves.WithFloats(sequential.AsTuple(outputs), floats)
+    try:
+      with failures.LossScope(), side_effects.Forbid('the loss'):
+        return weighted_loss.Metrics(self._loss_fn(theta, outputs, call.side))
+    except Exception as e:
+      given = f'{shapes.FormatNest(outputs)}, beside them {shapes.FormatNest(call.side)}'
+      e.add_note(f'in the loss, which stage {self._index} runs, given the outputs {given}')
+      raise
+
+  def _Sums(self, metric_sums: dict[str, tf.Tensor]) -> nested_map.NestedMap:
+    """Returns `metric_sums` and the sums that layers reported in this context by AddSums."""
+    index = {id(layer): i for i, layer in enumerate(self.layers)}
+    layer_sums = {}
+    for owner, sums in fprop_context.Current().layer_sums.values():
+      layer = next(a for a in owner.Ancestors() if id(a) in index)
+      layer_sums[f'{index[id(layer)]}:{owner.path[len(layer.path) :]}'] = sums
+    return nested_map.NestedMap(metrics=metric_sums, layers=layer_sums)
+
+  def Recomputed(
+    self, function: Callable[..., list[tf.Tensor]], floats: Sequence[tf.Tensor]
+  ) -> list[tf.Tensor]:
+    """Returns `function(*floats)` so that a tape keeps only the floats, and backward repeats it.
+
+    Stages that take sums over the replicas are not repeated: TensorFlow would not prune the sums
+    from the first run, although nothing needs its results.
+    """
+    # tf.recompute_grad needs an argument; without floats there is no activation to keep from them.
+    if not floats or self._replica_sum is not None:
+      return function(*floats)
+    is_complex: list[bool] = []
+
+    # tf.recompute_grad takes the maximum of its first gradient, and complex numbers have none.
+    def InReals(*floats: tf.Tensor) -> list[tf.Tensor]:
+      outputs = function(*floats)
+      is_complex[:] = [t.dtype.is_complex for t in outputs]
+      return [
+        tf.stack([tf.math.real(t), tf.math.imag(t)]) if c else t
+        for t, c in zip(outputs, is_complex, strict=True)
+      ]
+
+    outputs = tf.recompute_grad(InReals)(*floats)
+    outputs = outputs if isinstance(outputs, (list, tuple)) else [outputs]
+    return [tf.complex(t[0], t[1]) if c else t for t, c in zip(outputs, is_complex, strict=True)]
+
+
+def FunctionOptions(xla: bool) -> dict[str, Any]:
+  """Returns options of tf.function for a stage function: compiled by XLA, or never inlined."""
+  if xla:
+    return {'autograph': False, 'jit_compile': True}
+  return {'autograph': False, 'experimental_attributes': {'_noinline': True}}
+
+
+def WithOwnLosses(
+  dy: Sequence[tf.Tensor] | None, objective: Sequence[tf.Tensor]
+) -> list[tf.Tensor] | None:
+  """Returns the output gradients of a stage's objective: dy, and 1 for the stage's own losses."""
+  if dy is None:
+    return None
+  return [*dy, *(tf.ones_like(loss) for loss in objective[len(dy) :])]
+
+
+def Accumulate(accumulators: Sequence[tf.Variable], grads: Sequence[Any]) -> None:
+  """Adds gradients, None or slices among them, to accumulators in place."""
+  if accumulators and all(grad is None for grad in grads):
+    # TensorFlow would replace a call that changes nothing by a NoOp, but still ask XLA to run it.
+    accumulators[0].read_value()
+  for accumulator, grad in zip(accumulators, grads, strict=True):
+    if isinstance(grad, tf.IndexedSlices):
+      values = tf.cast(grad.values, accumulator.dtype)
+      accumulator.scatter_add(tf.IndexedSlices(values, grad.indices, grad.dense_shape))
+    elif grad is not None:
+      accumulator.assign_add(tf.cast(grad, accumulator.dtype))
