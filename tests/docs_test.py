@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The documents tell the truth: programs in them run, and what they name exists."""
 
+import ast
 import itertools
 import os
 import pathlib
@@ -198,6 +199,36 @@ def testTheTreeOfArchitectureNamesEveryFolder():
   package = ROOT / 'lingvo_gpipe'
   folders = {p.parent.relative_to(package).as_posix() for p in package.rglob('__init__.py')}
   assert named == folders - {'.'}
+
+
+def _NumLines(path, symbols):
+  """The lines of a file, or of the classes, functions and methods in it that symbols name."""
+  text = path.read_text()
+  if not symbols:
+    return text.count('\n')
+  spans = {}
+  for node in ast.parse(text).body:
+    if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+      spans[node.name] = node
+      for method in node.body if isinstance(node, ast.ClassDef) else ():
+        spans[f'{node.name}.{getattr(method, "name", "")}'] = method
+  return sum(spans[name].end_lineno - spans[name].lineno + 1 for name in symbols)
+
+
+def testTheGuidedTourIsTenShortReadings():
+  tour = ARCHITECTURE.read_text().partition('## Guided tour')[2].partition('| Question')[0]
+  rows = re.findall(r'^\| \[[^]]*\]\(\.\./([^)]*)\) \| (.*?) \|', tour, re.MULTILINE)
+  assert len(rows) == 10
+  for path, symbols in rows:
+    assert _NumLines(ROOT / path, re.findall(r'`([\w.]+)`', symbols)) <= 200, path
+
+
+def testTheTableOfPlacesNamesWhatExists():
+  table = ARCHITECTURE.read_text().partition('| Question')[2].partition('## ')[0]
+  for symbol, path in re.findall(r'`([\w.]+)` in `([\w/]+\.py)`', table):
+    assert _NumLines(ROOT / 'lingvo_gpipe' / path, [symbol])
+  for path in re.findall(r'`([a-z_/]+\.py)`', table):
+    assert (ROOT / 'lingvo_gpipe' / path).exists() or (ROOT / path).exists(), path
 
 
 @cases('path', DOCS, ids=_Ids)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds where a step went to NaN or infinity: the first output or gradient that is not finite.
+"""Finds the first output or gradient of a step that is NaN or infinite.
 
 The step runs once more as plain eager code without XLA, micro-batch by micro-batch and layer by
-layer with the same weights and seeds: forward, then backward, where each layer is recomputed from
-its input. Nothing is changed.
+layer, with the same weights and seeds: forward, then backward, which recomputes each layer from its
+input. Nothing is changed.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from lingvo_gpipe.pipeline.stages import stage as stage_lib
 
 
 class _NotFinite(Exception):
-  """Ends the search; its text says what was found."""
+  """Ends the search; its text describes the value."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-  """One layer's run on one micro-batch: where it is, and what it takes."""
+  """One layer's run on one micro-batch: its place and its inputs."""
 
   stage: stage_lib.Stage
   index: int
@@ -67,14 +67,14 @@ def Explain(
     for m, batch in enumerate(micro_batches):
       _MicroBatchRun(engine, m, step, engine.loss_fn, largest).Run(*batch)
   except _NotFinite as e:
-    found = str(e)
+    text = str(e)
   else:
-    found = (
+    text = (
       'run again without XLA, layer by layer, every output and gradient is finite; '
       f'{largest}. Either a sum over micro-batches or of squares overflows (lower the loss or its '
       'scale), or XLA computes something differently (try xla=False)'
     )
-  return found + ('; here no statistics were taken over replicas' if engine.sums_statistics else '')
+  return text + ('; here no statistics were summed over replicas' if engine.sums_statistics else '')
 
 
 class _Largest:
@@ -93,7 +93,7 @@ class _Largest:
 
 
 class _MicroBatchRun:
-  """The layers' run on one micro-batch."""
+  """The run of all layers on one micro-batch."""
 
   def __init__(
     self,
@@ -110,10 +110,10 @@ class _MicroBatchRun:
     self._largest = largest
 
   def Run(self, args: tuple[Any, ...], side: Any, loss_weight: tf.Tensor) -> None:
-    """Forward and backward; raises _NotFinite at the first value that is not."""
+    """Runs forward and backward; raises _NotFinite at the first value that is not finite."""
     for what, nest in (('input', args), ('loss input', side), ('loss weight', loss_weight)):
-      if found := _Describe(nest):
-        raise _NotFinite(f'the batch is at fault: {what} of micro-batch {self._m}: {found}')
+      if values := _Describe(nest):
+        raise _NotFinite(f'the batch is at fault: {what} of micro-batch {self._m}: {values}')
     calls, outputs = self._Forward(args)
     gradient = self._LossGradient(outputs, side, loss_weight)
     self._Backward(calls, gradient, loss_weight)
@@ -136,7 +136,7 @@ class _MicroBatchRun:
     return calls, outputs
 
   def _Outputs(self, call: _Call, variables: Any) -> tuple[Any, Any, list[Any]]:
-    """(outputs, skips that begin here, [(name, value, coefficient)] of auxiliary losses)."""
+    """Returns (outputs, skips that begin here, [(name, auxiliary loss, coefficient)])."""
     layer = call.layer
     with (
       tf.device(call.stage.device),
@@ -148,7 +148,7 @@ class _MicroBatchRun:
     return sequential.AsTuple(out), stashed, aux
 
   def _LossGradient(self, outputs: tuple[Any, ...], side: Any, loss_weight: tf.Tensor) -> Any:
-    """A nest like the outputs with the gradient of the weighted loss."""
+    """Returns a nest like the outputs, with the gradient of the weighted loss."""
     last = self._engine.stages[-1]
     floats, weights = leaves.Floats(outputs), [*last.trained.values(), *last.mirrors.values()]
     with (
@@ -162,25 +162,25 @@ class _MicroBatchRun:
       metrics = self._loss_fn(theta, leaves.WithFloats(outputs, counted), side)
       loss = metrics['loss'][0]
       objective = loss * tf.cast(loss_weight, loss.dtype)
-    where = f'the loss of micro-batch {self._m} in stage {last.index}'
-    if float(loss_weight) and (found := _Describe(loss)):
-      raise _NotFinite(f'{where} is the first value that is not finite: {found}')
+    name = f'the loss of micro-batch {self._m} in stage {last.index}'
+    if float(loss_weight) and (values := _Describe(loss)):
+      raise _NotFinite(f'{name} is the first value that is not finite: {values}')
     gradients = tape.gradient(objective, [*floats, *weights])
-    if found := _Describe(gradients):
+    if values := _Describe(gradients):
       raise _NotFinite(
-        f'the gradient of {where} is the first value that is not finite: {found}; the loss is '
-        f'{float(loss):.6g}, what it was given is finite'
+        f'the gradient of {name} is the first value that is not finite: {values}; the loss is '
+        f'{float(loss):.6g}, its inputs are finite'
       )
     dense = leaves.DenseGradients(floats, gradients[: len(floats)])
     return leaves.WithFloats(outputs, dense)
 
   def _Backward(self, calls: list[_Call], gradient: Any, loss_weight: tf.Tensor) -> None:
-    """Goes down the layers.
+    """Runs backward from the last layer to the first.
 
     Args:
-      calls: the layers' runs.
+      calls: the runs of the layers.
       gradient: a nest like the last layer's outputs, with the gradient at its floating leaves.
-      loss_weight: what the auxiliary losses count.
+      loss_weight: weight of the auxiliary losses.
     """
     skip_gradients: dict[str, list[Any]] = {}
     for call in reversed(calls):
@@ -211,21 +211,21 @@ class _MicroBatchRun:
         skip_gradients.setdefault(name, []).append(value)
 
   def _Check(self, call: _Call, what: str, nest: Any, above: Any = None) -> None:
-    if not (found := _Describe(nest)):
+    if not (values := _Describe(nest)):
       return
     layer, s = call.layer, call.stage
-    given = _Describe([call.args, call.skips]) or 'finite'
+    inputs = _Describe([call.args, call.skips]) or 'finite'
     weights = _Describe(list(layer.VariablesByPath().values())) or 'finite'
     coming = '' if above is None else f', the gradient of its output {_Describe(above) or "finite"}'
     raise _NotFinite(
       f'the first value that is not finite is the {what} of layer {layer.path} '
-      f'({type(layer).__name__}) in stage {s.index}, micro-batch {self._m}: {found}; its inputs '
-      f'are {given}, its weights {weights}{coming}'
+      f'({type(layer).__name__}) in stage {s.index}, micro-batch {self._m}: {values}; its inputs '
+      f'are {inputs}, its weights {weights}{coming}'
     )
 
 
 def _Describe(nest: Any) -> str:
-  """What of a nest is not finite; '' where all is."""
+  """Returns a description of the first leaf that is not finite; '' if all are finite."""
   for path, leaf in shapes.Leaves(nest):
     if leaf is None:
       continue
@@ -237,8 +237,8 @@ def _Describe(nest: Any) -> str:
     finite = np.isfinite(values)
     if finite.all():
       continue
-    rest = values[finite]
-    extent = f'the others are in [{rest.min():.4g}, {rest.max():.4g}]' if rest.size else 'no other'
+    good = values[finite]
+    extent = f'the others are in [{good.min():.4g}, {good.max():.4g}]' if good.size else 'no other'
     name = f' at {path}' if path and path != '[0]' else ''
     return (
       f'{np.isnan(values).sum()} NaN and {np.isinf(values).sum()} Inf in '

@@ -5,8 +5,8 @@
     logits, states = pipeline.ExtendStep(states, token, time_step=prompt.shape[1])
 
 Each call is one traced multi-device function: micro-batches are streamed through the stages as in
-evaluation. The states of a stage and micro-batch are tensors that stay on the stage's device from
-call to call. The loop over positions belongs to the caller, who looks at the logits in between.
+evaluation. The states of a stage and micro-batch are tensors that stay on the stage's device
+between calls. The loop over positions belongs to the caller, who reads the logits in between.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from lingvo_gpipe.pipeline.stages import stage as stage_lib
 
 @dataclasses.dataclass(frozen=True)
 class PipelineStates:
-  """What the layers of a pipeline have to know of the positions so far. Nothing in it changes.
+  """The states of a pipeline's layers after the positions so far; never changed in place.
 
   Attributes:
     stages: for each stage and micro-batch the states of its layers, nests of tensors [batch, ...]
       on the stage's device.
-    batch_size: of all micro-batches together.
-    max_length: how many positions there is room for.
+    batch_size: number of rows in all micro-batches together.
+    max_length: number of positions that the caches have room for.
   """
 
   stages: list[list[Any]]
@@ -48,10 +48,10 @@ class DecodingFunctions:
   Attributes:
     Prefill: tf.function (variables, args, max_length, first_of_tail) -> (outputs, states).
     ExtendStep: tf.function (variables, states, args, time_step) -> (outputs, states).
-    num_traces: how many times one of them was traced.
+    num_traces: number of times that one of them was traced.
 
   `variables` and `states` are lists with one nest a layer; `args` are the arguments of the first
-  layer, a tuple, and `outputs` what the last one returned. From layer `first_of_tail` on, Prefill
+  layer, a tuple, and `outputs` the outputs of the last. From layer `first_of_tail` on, Prefill
   computes the last position only.
   """
 
@@ -120,7 +120,7 @@ class Decoder:
 
     Args:
       pipeline: the engine; its variables are used as they are at each call.
-      path: of the pipelined layer, for messages.
+      path: path of the pipelined layer, for messages.
       num_micro_batches: M.
 
     Raises:
@@ -139,10 +139,10 @@ class Decoder:
 
   @property
   def num_traces(self) -> int:
-    """How many times a function of a stage was traced so far."""
+    """Number of times that a function of a stage was traced."""
     return sum(f.num_traces for f in self._functions.values())
 
-  # ---- what PipeliningLayer calls ----------------------------------------------------------------
+  # ---- called by PipeliningLayer -----------------------------------------------------------------
 
   def Prefill(
     self, args: tuple[Any, ...], max_length: int, last_only: bool
@@ -166,7 +166,7 @@ class Decoder:
     batch_size = micro_batch.BatchSize(args)
     if batch_size != states.batch_size:
       raise ValueError(
-        f'{self._path}: a step of {batch_size} examples, but the states are of {states.batch_size}'
+        f'{self._path}: a step of {batch_size} examples, but the states have {states.batch_size}'
       )
     step = tf.constant(position, tf.int32)
     with failures.LocateFailure(
@@ -188,7 +188,7 @@ class Decoder:
     stages = self._reorder(states.stages, tf.constant(rows, tf.int32))
     return dataclasses.replace(states, stages=stages, batch_size=len(rows))
 
-  # ---- what is traced ----------------------------------------------------------------------------
+  # ---- traced functions --------------------------------------------------------------------------
 
   def _Prefill(
     self, args: tuple[Any, ...], max_length: int, last_only: bool
@@ -225,11 +225,11 @@ class Decoder:
     """Streams micro-batches through the stages.
 
     Args:
-      args: of the first layer, of the whole batch.
-      call: (stage, micro-batch, its args) -> (what the stage returns, its layers' states).
+      args: arguments of the first layer, of the whole batch.
+      call: (stage, micro-batch, its args) -> (outputs of the stage, states of its layers).
 
     Returns:
-      What the last stage returns, of the whole batch; for each stage and micro-batch the states.
+      The outputs of the last stage, of the whole batch; for each stage and micro-batch the states.
     """
     stages = self._pipeline.stages
     pieces = micro_batch.Split(args, self._num_micro_batches)
@@ -254,7 +254,7 @@ class Decoder:
     reordered = []
     for s, of_micro_batches in zip(self._pipeline.stages, states, strict=True):
       with tf.device(s.device):
-        # A stage has its micro-batches on one device, so a row may move from one to another.
+        # All micro-batches of a stage are on one device, so rows may move between them.
         whole = micro_batch.Merge(of_micro_batches)
         reordered.append(
           [tf.nest.map_structure(lambda x, p=p: tf.gather(x, p), whole) for p in pieces]

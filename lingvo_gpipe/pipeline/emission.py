@@ -97,7 +97,7 @@ class Emission:
     self._do_eval = do_eval
     self._with_loss = with_loss
     self._theta = theta
-    # What backward of (stage, micro-batch) recomputes; empty if the schedule has no backward.
+    # The part that backward of (stage, micro-batch) recomputes; empty without a backward.
     self._recompute: dict[tuple[int, int], _Recompute] = {}
     # Between actions: activations and gradients, see the module. Gradients are flat lists of those
     # of the floating leaves; dskips has one list for each stage that took the skip.
@@ -106,8 +106,8 @@ class Emission:
     self._x: dict[tuple[int, int], nested_map.NestedMap] = {}
     self._dargs: dict[tuple[int, int], list[tf.Tensor]] = {}
     self._dskips: dict[tuple[str, int], list[list[tf.Tensor]]] = {}
-    # What F kept for its backward, and what I computed for W.
-    self._kept: dict[tuple[int, int], list[tf.Tensor] | None] = {}
+    # The tensors that F keeps for backward, and those that I passes to W.
+    self._residuals: dict[tuple[int, int], list[tf.Tensor] | None] = {}
     self._for_weights: dict[tuple[int, int], tuple[Any, list[tf.Tensor]]] = {}
     # The sums of metrics of each action, and the sums that each layer reported for its state.
     self._sums: list[dict[str, tf.Tensor]] = []
@@ -211,7 +211,7 @@ class Emission:
   def _Forward(self, s: stage_lib.Stage, m: int) -> None:
     self._TakeInput(s, m)
     functions = self._For(s, self._RecomputeOf(s, m))
-    y, sums, self._kept[s.index, m] = self._Call(s, m, lambda call: functions.Forward(call))
+    y, sums, self._residuals[s.index, m] = self._Call(s, m, lambda call: functions.Forward(call))
     self._Give(s, m, y, sums)
 
   def _ForwardBackward(self, s: stage_lib.Stage, m: int) -> None:
@@ -222,26 +222,26 @@ class Emission:
     self._GiveGradient(s, m, dx)
 
   def _Backward(self, s: stage_lib.Stage, m: int) -> None:
-    dy, kept = self._TakeGradient(s, m), self._kept.pop((s.index, m))
+    dy, residuals = self._TakeGradient(s, m), self._residuals.pop((s.index, m))
     functions, sinks = self._For(s, self._RecomputeOf(s, m)), s.AllAccumulators()
-    dx, _ = self._Call(s, m, lambda call: functions.Backward(call, sinks, kept, dy))
+    dx, _ = self._Call(s, m, lambda call: functions.Backward(call, sinks, residuals, dy))
     self._GiveGradient(s, m, dx)
 
   def _InputGradient(self, s: stage_lib.Stage, m: int) -> None:
-    dy, kept = self._TakeGradient(s, m), self._kept.get((s.index, m))
+    dy, residuals = self._TakeGradient(s, m), self._residuals.get((s.index, m))
     functions = self._For(s, _Recompute.NOTHING)
-    dx, for_weights = self._Call(s, m, lambda call: functions.InputGradient(call, kept, dy))
+    dx, for_weights = self._Call(s, m, lambda call: functions.InputGradient(call, residuals, dy))
     self._for_weights[s.index, m] = (dy, for_weights)
     self._GiveGradient(s, m, dx)
 
   def _WeightGradient(self, s: stage_lib.Stage, m: int) -> None:
-    kept = self._kept.pop((s.index, m), None)
+    residuals = self._residuals.pop((s.index, m), None)
     if (s.index, m) in self._for_weights:
       dy, for_weights = self._for_weights.pop((s.index, m))
     else:  # There was no input gradient to compute.
       dy, for_weights = self._TakeGradient(s, m), []
     functions, sinks = self._For(s, _Recompute.NOTHING), s.AllAccumulators()
-    self._Call(s, m, lambda call: functions.WeightGradient(call, sinks, kept, dy, for_weights))
+    self._Call(s, m, lambda call: functions.WeightGradient(call, sinks, residuals, dy, for_weights))
 
   # ---- parts of an action ------------------------------------------------------------------------
 

@@ -50,7 +50,7 @@ class PipelineEngine:
     ties: {path of a tied weight: path of its owner}.
     functions: the traced functions of the stages.
     loss_fn: the loss, or None.
-    remat_policy: what backward recomputes.
+    remat_policy: the part that backward recomputes.
   """
 
   def __init__(
@@ -78,7 +78,7 @@ class PipelineEngine:
       stage_to_device: for each stage the index of its device, as in the schedule; None: the stage's
         own number.
       schedule: name of the training schedule, or a Schedule.
-      remat_policy: what backward recomputes, one of `rematerialisation.POLICIES`.
+      remat_policy: the part that backward recomputes, one of `rematerialisation.POLICIES`.
       xla: whether XLA compiles the stage functions.
       loss_fn: the loss of a micro-batch, which the last stage runs (see `stage_math.LossFn`).
       is_trained: whether to train the trainable variable of a path; None: train all. Frozen weights

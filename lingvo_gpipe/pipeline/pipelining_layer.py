@@ -2,8 +2,8 @@
 """`PipeliningLayer`: a sequence of layers that runs as stages on several devices.
 
 The cut is not in the model: the layers stay one flat list, whose paths (and so variable names,
-initial values, dropout masks and checkpoints) do not know the number of stages, micro-batches or
-the schedule. A stage is an index range of that list.
+initial values, dropout masks and checkpoints) do not depend on the number of stages, micro-batches
+or the schedule. A stage is an index range of that list.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from lingvo_gpipe.pipeline.stages import stage as stage_lib
 
 
 class PipeliningLayer(base_layer.BaseLayer):
-  """GPipe: stages on devices, micro-batches streamed through, inputs kept and the rest recomputed.
+  """A sequence of layers cut into stages, with micro-batches streamed through them (GPipe).
 
-  Used in two ways. A task hands its loss to `Place` and trains through the engine, where the
-  loss runs inside the last stage. Anybody else calls `FProp` under a tape of their own, after
-  `Place` put the stages on devices:
+  There are two ways to use it. A task gives its loss to `Place` and trains through the engine,
+  which runs the loss inside the last stage. Other code calls `FProp` under a gradient tape, after
+  `Place` has put the stages on devices:
 
       layer = p.Instantiate()
       layer.Place(devices, tf.TensorSpec([batch, dim]))
@@ -50,16 +50,16 @@ class PipeliningLayer(base_layer.BaseLayer):
   def Params(cls) -> hyperparams.InstantiableParams:
     """Params of a pipelined sequence."""
     p = super().Params()
-    p.Define('sub', [], 'Params of the layers, in order; SequentialLayers inside are opened.')
-    p.Define('num_stages', 1, 'The number of stages.')
+    p.Define('sub', [], 'Params of the layers, in order; nested SequentialLayers are flattened.')
+    p.Define('num_stages', 1, 'Number of stages.')
     p.Define(
       'stages_per_device',
       1,
-      'How many stages a device holds: stage k is on device k mod K. A Schedule of your own has a '
-      'map of its stages to devices instead.',
+      'Number of stages on each device: stage k is on device k mod K. A custom Schedule maps its '
+      'stages to devices itself.',
     )
-    p.Define('num_micro_batches', 1, 'M: the number of micro-batches of a mini-batch.')
-    p.Define('splits', [], 'Index after the last layer of each stage; empty: cut by cost.')
+    p.Define('num_micro_batches', 1, 'M, the number of micro-batches in a mini-batch.')
+    p.Define('splits', [], 'For each stage the index after its last layer; empty: cut by cost.')
     p.Define(
       'ties',
       [],
@@ -68,19 +68,21 @@ class PipeliningLayer(base_layer.BaseLayer):
     p.Define(
       'partition_by',
       'flops',
-      'What an automatic cut balances: flops, params, or time, measured on the first device.',
+      'The cost that an automatic cut balances: flops, params, or time, measured on the first '
+      'device.',
     )
     p.Define(
       'memory_limit',
       0,
-      'The most bytes that a device may need by the prediction of `stage_memory`; 0: no limit.',
+      'Most bytes that a device may need, as predicted by `stage_memory`; 0: no limit.',
     )
     p.Define('schedule', 'gpipe', 'Name of the training schedule, or a Schedule.')
     p.Define(
       'remat_policy',
       'stage',
-      'What backward recomputes: stage (all), except_last (all but the last micro-batch), layer '
-      '(one layer at a time, from its kept input) or none. FProp under a tape: always stage.',
+      'The part that backward recomputes: stage (everything), except_last (everything but the last '
+      'micro-batch), layer (one layer at a time, from its kept input) or none. FProp under a tape '
+      'always uses stage.',
     )
     p.Define('xla', True, 'Compile the stages by XLA.')
     p.Define('batch_dim', 0, 'The batch dimension of every input and output.')
@@ -91,7 +93,7 @@ class PipeliningLayer(base_layer.BaseLayer):
     flat = [q for layer in self.params.sub for q in sequential.FlattenSequential(layer)]
     if not flat:
       raise ValueError(f'{self.path}: sub is empty; a pipeline needs at least one layer')
-    # What is wrong is better told now than when the first step is built.
+    # Report mistakes now rather than when the first step is built.
     p = self.params
     shapes.CheckPositive(p, 'num_stages', 'stages_per_device', 'num_micro_batches')
     rematerialisation.CheckPolicy(p.remat_policy, f'{self.path}: ')
@@ -102,10 +104,10 @@ class PipeliningLayer(base_layer.BaseLayer):
       )
     if p.memory_limit < 0:
       raise ValueError(f'{self.path}: memory_limit must not be negative, got {p.memory_limit}')
-    asked = -(-p.num_stages // p.stages_per_device)
+    num_devices = -(-p.num_stages // p.stages_per_device)
     if isinstance(p.schedule, schedules.Schedule) and p.stages_per_device == 1:
-      asked = p.schedule.num_devices
-    chosen = schedules.Get(p.schedule, p.num_stages, p.num_micro_batches, asked)
+      num_devices = p.schedule.num_devices
+    chosen = schedules.Get(p.schedule, p.num_stages, p.num_micro_batches, num_devices)
     if chosen.forward_only:
       raise ValueError(f'{self.path}: schedule {chosen.name!r} has no backward; it cannot train')
     self._num_devices = chosen.num_devices
@@ -113,7 +115,7 @@ class PipeliningLayer(base_layer.BaseLayer):
     self.CreateChildren('layers', flat, seed_roots=True)
     stage_lib.Skips(self.layers, [len(self.layers)])
     specs = {path[len(self.path) + 1 :]: spec for path, spec in super().WeightSpecs().items()}
-    self._ties = weight_ties.Checked(p.ties, specs, f'{self.path}: ')
+    self._ties = weight_ties.CheckTies(p.ties, specs, f'{self.path}: ')
     self._engine: engine.PipelineEngine | None = None
     self._decoder: decoder_lib.Decoder | None = None
     self._input_specs: tuple[Any, ...] = ()
@@ -121,18 +123,18 @@ class PipeliningLayer(base_layer.BaseLayer):
     self._tape_functions: dict[bool, tape_function.TapeFunction] = {}
 
   def WeightSpecs(self) -> dict[str, tuple[weight_params.WeightParams, bool]]:
-    """As BaseLayer's, tied weights counted once."""
+    """Returns the weights by path, as BaseLayer does, but each tied weight once."""
     tied = self.absolute_ties
     return {path: spec for path, spec in super().WeightSpecs().items() if path not in tied}
 
   def VariablesByPath(self) -> dict[str, tf.Variable]:
-    """As BaseLayer's, without the copies of tied weights."""
+    """Returns the variables by path, as BaseLayer does, without the copies of tied weights."""
     tied = self.absolute_ties
     return {path: v for path, v in super().VariablesByPath().items() if path not in tied}
 
   @property
   def vars(self) -> nested_map.NestedMap:
-    """As BaseLayer's, with the owner's variable in place of a tied one."""
+    """The variables, with the owner's variable in place of a tied one."""
     variables = super().vars
     for tied, owner in self._ties.items():
       variables.Set(tied, variables.GetItem(owner))
@@ -140,7 +142,7 @@ class PipeliningLayer(base_layer.BaseLayer):
 
   @property
   def num_devices(self) -> int:
-    """K: how many devices the stages are put on."""
+    """K, the number of devices that hold the stages."""
     return self._num_devices
 
   def MakeCut(
@@ -151,15 +153,16 @@ class PipeliningLayer(base_layer.BaseLayer):
     device: str = '',
     num_replicas: int = 1,
   ) -> cut_lib.Cut:
-    """Where the cuts go for inputs of these specs.
+    """Returns the cut for inputs of these specs; allocates nothing.
 
     Args:
       *input_specs: a (nest of) tf.TensorSpec `[..., batch, ...]` of the whole mini-batch for each
         argument of the first layer.
-      splits: a cut that goes before that of the Params.
-      weights: what is trained, by default all, with two optimizer slots; the ties are the layer's.
-      device: where partition_by='time' measures the layers; '' is TensorFlow's choice.
-      num_replicas: how many replicas share the mini-batch, each in its num_micro_batches.
+      splits: overrides `splits` of the Params.
+      weights: the trained weights and their slots; default: all weights, with two slots each. Ties
+        come from the layer.
+      device: the device on which partition_by='time' measures; '' lets TensorFlow choose.
+      num_replicas: number of replicas that share the mini-batch, with num_micro_batches each.
     """
     p = self.params
     batch_size = micro_batch.BatchSize(input_specs, p.batch_dim)
@@ -197,13 +200,13 @@ class PipeliningLayer(base_layer.BaseLayer):
 
   @property
   def theta(self) -> nested_map.NestedMap:
-    """The weights to compute with; ValueError before `Place`."""
+    """The weights to compute with; raises ValueError before `Place`."""
     _ = self.engine  # Raises before `Place`.
     return super().theta
 
   @property
   def engine(self) -> engine.PipelineEngine:
-    """The engine that runs the stages; ValueError before `Place`."""
+    """The engine that runs the stages; raises ValueError before `Place`."""
     if self._engine is None:
       raise ValueError(f'{self.path} has no devices yet; call Place(devices, *input_specs) first')
     return self._engine
@@ -220,19 +223,20 @@ class PipeliningLayer(base_layer.BaseLayer):
     """Cuts the layers for inputs of these specs and allocates each stage on its device.
 
     Args:
-      devices: at least `num_devices` of them for each replica, replica by replica.
-      *input_specs: as for `MakeCut`.
-      loss_fn: the loss, where the engine trains (`stage_math.LossFn`); FProp does not use it.
-      weights: as for `MakeCut`; the engine trains the same.
-      splits: as for `MakeCut`.
-      num_replicas: how often the stages are placed. The engine trains and evaluates in all
+      devices: at least `num_devices` devices for each replica, replica by replica.
+      *input_specs: a (nest of) tf.TensorSpec `[..., batch, ...]` of the whole mini-batch for each
+        argument of the first layer.
+      loss_fn: the loss with which the engine trains (`stage_math.LossFn`); FProp does not use it.
+      weights: the weights that the engine trains, and their slots; see `MakeCut`.
+      splits: overrides `splits` of the Params.
+      num_replicas: number of copies of the pipeline. The engine trains and evaluates in all
         replicas; everything else runs in the first.
 
     Returns:
       The cut.
 
     Raises:
-      ValueError: the layers cannot be cut as the Params say, there are too few devices, or
+      ValueError: the Params do not allow a cut of these layers, there are too few devices, or
         variables exist already on other devices.
     """
     p = self.params
@@ -265,22 +269,22 @@ class PipeliningLayer(base_layer.BaseLayer):
 
   @property
   def num_micro_batches(self) -> int:
-    """How many micro-batches a mini-batch has over all replicas; before `Place` over one."""
+    """Number of micro-batches in a mini-batch, over all replicas; before `Place` over one."""
     num_replicas = 1 if self._engine is None else len(self._engine.replicas)
     return int(self.params.num_micro_batches) * num_replicas
 
   def SplitBatch(self, nest: Any) -> list[Any]:
-    """Cuts a nest of tensors `[..., batch, ...]` into this pipeline's micro-batches."""
+    """Splits a nest of tensors `[..., batch, ...]` into this pipeline's micro-batches."""
     return micro_batch.Split(nest, self.num_micro_batches, self.params.batch_dim)
 
   def Predict(self, *args: Any) -> Any:
-    """FProp in evaluation mode straight from the variables: no gradient, no copy of a weight."""
-    args = self._Checked(args)
+    """Runs FProp in evaluation mode straight from the variables, without copies or gradients."""
+    args = self._CheckArgs(args)
     with failures.LocateFailure(self.engine, lambda: self._Predict(args)):
       return self._predict(args)
 
-  def _Checked(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments as tensors; an error where they are not what `Place` was told."""
+  def _CheckArgs(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns the arguments as tensors; raises if they do not match the specs of `Place`."""
     if self._engine is not None:
       args = tape_function.AsTensors(args)
       shapes.CheckNest(self.path, 'arguments', args, self._input_specs)
@@ -294,7 +298,7 @@ class PipeliningLayer(base_layer.BaseLayer):
 
   @property
   def decoder(self) -> decoder_lib.Decoder:
-    """What decodes; ValueError before `Place`, NotImplementedError if a layer has skips."""
+    """The decoder; raises ValueError before `Place`, NotImplementedError if a layer has skips."""
     if self._decoder is None:
       p = self.params
       if p.batch_dim:
@@ -310,18 +314,18 @@ class PipeliningLayer(base_layer.BaseLayer):
     """Runs the first positions, a prompt, in evaluation mode, straight from the variables.
 
     Args:
-      *args: as for FProp, nests of tensors [batch, time, ...].
-      max_length: how many positions, those of the prompt included, there will be at most.
-      last_only: whether the outputs are those of the last position only, [batch, 1, ...]: layers
-        after the last one that mixes positions, as a softmax, then compute no others.
+      *args: the arguments of the first layer, nests of tensors [batch, time, ...].
+      max_length: the most positions that will ever be run, including the prompt.
+      last_only: whether to return only the last position, [batch, 1, ...]. Layers after the last
+        one that mixes positions, such as a softmax, then compute only that.
 
     Returns:
-      What the last layer returns, and the states for `ExtendStep`.
+      The last layer's outputs, and the states for `ExtendStep`.
 
     Raises:
       NotImplementedError: a layer cannot decode; the message names it.
     """
-    # Not as `Place` was told: where packed rows are trained on, a prompt has no segments.
+    # Not checked against the specs of `Place`: packed training rows have segments, prompts do not.
     return self.decoder.Prefill(tape_function.AsTensors(args), max_length, last_only)
 
   def ExtendStep(  # type: ignore[override]
@@ -330,27 +334,27 @@ class PipeliningLayer(base_layer.BaseLayer):
     """Runs one more position.
 
     Args:
-      states: from Prefill, the ExtendStep before or ReorderStates. They stay as they are.
-      *args: of this position, nests of tensors [batch, 1, ...].
-      time_step: the index of the position; the first of the prompt is 0.
+      states: from Prefill, an earlier ExtendStep or ReorderStates; not changed.
+      *args: arguments of the first layer at this position, nests of tensors [batch, 1, ...].
+      time_step: index of the position; the first position of the prompt is 0.
 
     Returns:
-      What the last layer returns, [batch, 1, ...], and the new states.
+      The last layer's outputs, [batch, 1, ...], and the new states.
 
     Raises:
-      ValueError: time_step is not below max_length, or the batch is not that of the states.
+      ValueError: time_step is not below max_length, or batch and states differ in size.
     """
     return self.decoder.ExtendStep(states, tape_function.AsTensors(args), time_step)
 
   def ReorderStates(
     self, states: decoder_lib.PipelineStates, indices: Any
   ) -> decoder_lib.PipelineStates:
-    """Takes rows of the states, as of the hypotheses that a beam search goes on with.
+    """Returns rows of the states, for example of the hypotheses that a beam search continues.
 
     Args:
-      states: as for ExtendStep.
-      indices: integers [new batch]: row i becomes what row indices[i] was. The new batch may have
-        another size, as where each example of a prompt begins several hypotheses.
+      states: from Prefill, ExtendStep or an earlier ReorderStates; not changed.
+      indices: integers [new batch]: the new row i is the old row indices[i]. The new batch may have
+        another size: a beam search begins several hypotheses for each row of a prompt.
     """
     return self.decoder.ReorderStates(states, indices)
 
@@ -358,22 +362,22 @@ class PipeliningLayer(base_layer.BaseLayer):
   def FPropMeta(
     cls, params: hyperparams.InstantiableParams, *input_specs: Any
   ) -> nested_map.NestedMap:
-    """The layers' costs added up; see BaseLayer.FPropMeta."""
+    """Returns the sum of the layers' costs; see BaseLayer.FPropMeta."""
     return fprop_meta.Chain(fprop_meta.Declare(params).layers, *input_specs)
 
   def FProp(self, theta: nested_map.NestedMap, *args: Any) -> Any:
     """Runs the pipeline; differentiable from any tape.
 
     Backward recomputes each stage from its input, micro-batch by micro-batch, M-1 ... 0. In a
-    Scope with do_eval=False layers draw their dropout masks from the scope's step and micro-batch,
-    and what they report for their state goes into the scope (see `fprop_context.UpdateLayers`).
+    Scope with do_eval=False, dropout masks depend on the scope's step and micro-batch, and sums
+    that layers report for their state go to the scope (see `fprop_context.UpdateLayers`).
 
     Args:
       theta: the weights.
       *args: a nest of tensors `[..., batch, ...]` for each argument of the first layer.
 
     Returns:
-      What the last layer returns, of the whole mini-batch.
+      The last layer's outputs, of the whole mini-batch.
 
     Raises:
       ValueError: `Place` was not called.
@@ -381,7 +385,7 @@ class PipeliningLayer(base_layer.BaseLayer):
     context = fprop_context.Current()
     counter = context.step_counter
     if counter is not None:
-      # Micro-batch j of the scope, one of the user's own, is cut into M: the first is number j M.
+      # Micro-batch j of the user's scope is split into M here: the first of them is number j M.
       outer = counter % fprop_context.MAX_MICRO_BATCHES
       counter += outer * (self.num_micro_batches - 1)
     elif context.do_eval:
@@ -392,7 +396,7 @@ class PipeliningLayer(base_layer.BaseLayer):
       self._tape_functions[context.do_eval] = tape_function.TapeFunction(
         self.engine, self.SplitBatch, self.params.batch_dim, context.do_eval
       )
-    return self._tape_functions[context.do_eval].Run(theta.layers, self._Checked(args), counter)
+    return self._tape_functions[context.do_eval].Run(theta.layers, self._CheckArgs(args), counter)
 
 
 def PartitionSequentialLayers(
@@ -402,8 +406,8 @@ def PartitionSequentialLayers(
 ) -> list[int]:
   """Cuts a SequentialLayer (or a list of layers) into stages of balanced FLOPs (Lingvo's name).
 
-  Unlike Lingvo's, the cut minimises the costliest stage exactly, leaves none empty and changes
-  no name: it is a list of end indices, to be set as `PipeliningLayer`'s `splits`.
+  Unlike Lingvo's function, this one minimises the cost of the most expensive stage exactly, leaves
+  no stage empty and changes no name: it returns end indices for `splits` of a PipeliningLayer.
 
   Args:
     params: a SequentialLayer's Params, or a list of layers' Params.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas of a pipeline: the same stages on other devices, fed with other micro-batches.
+"""Replicas of a pipeline: copies of its stages on other devices, fed with other micro-batches.
 
-The first replica's variables are the layers' own; the others hold copies. A step gives each replica
+The first replica holds the layers' own variables; the others hold copies. A step gives each replica
 its share of the micro-batches, and the gradients of each weight are added over the replicas.
 """
 
@@ -19,11 +19,11 @@ from absl import logging
 from lingvo_gpipe.pipeline.stages import stage as stage_lib
 
 ALL_REDUCE_OPTIONS = ('auto', 'collective', 'send')
-# A bucket of gradients is one collective; the first are on their way while others are computed.
+# A bucket of gradients is one collective; the first buckets are sent while others are computed.
 BUCKET_BYTES = 4 << 20
 
-# Of this process; workers that outlive it know keys of the one before, with other devices or
-# shapes, so each process begins elsewhere. tf.distribute's own keys begin lower. int32.
+# The first key of this process, int32. Workers that outlive a process remember its keys, with other
+# devices or shapes, so each process begins at a random key. tf.distribute's keys begin lower.
 _first_key = (1 << 20) + secrets.randbelow(1 << 9) * (1 << 21)
 _group_keys: dict[tuple[str, ...], int] = {}
 _instance_keys = itertools.count(_first_key)
@@ -34,7 +34,7 @@ class Replica:
   """The stages of one replica.
 
   Attributes:
-    stages: in order.
+    stages: the stages, in order.
     variables: {path: variable} of all layers, copies of tied weights included.
   """
 
@@ -57,13 +57,13 @@ class Replica:
           owner.assign_add(gradient)
 
   def SyncTies(self, ties: Mapping[str, str]) -> None:
-    """Copies tied weights to where they are used."""
+    """Copies tied weights to the stages that use them."""
     for tied, owner in ties.items():
       _Assign(self.variables[tied], self.variables[owner])
 
 
 def Copy(first: Replica, devices: Sequence[str]) -> Replica:
-  """A replica of the first one whose stage k is on devices[k]."""
+  """Returns a copy of the first replica, with stage k on devices[k]."""
   copies: dict[int, tf.Variable] = {}
   stages = []
   for s, device in zip(first.stages, devices, strict=True):
@@ -90,9 +90,10 @@ def Copy(first: Replica, devices: Sequence[str]) -> Replica:
 
 
 def Shares(num_micro_batches: int, num_replicas: int) -> list[range]:
-  """The micro-batches of each replica: consecutive ones, as many for each, else one more first.
+  """Returns the micro-batches of each replica: consecutive, and shared out evenly.
 
-  Those of a batch that is too small are none for the last replicas.
+  If the number does not divide, the first replicas get one more. If there are fewer micro-batches
+  than replicas, the last replicas get none.
   """
   small, larger = divmod(num_micro_batches, num_replicas)
   sizes = [small + (r < larger) for r in range(num_replicas)]
@@ -101,10 +102,10 @@ def Shares(num_micro_batches: int, num_replicas: int) -> list[range]:
 
 
 def SyncWeights(replicas: Sequence[Replica], paths: Iterable[str] | None = None) -> None:
-  """Copies the first replica's variables (of these paths only) to all others."""
-  first, *others = replicas
+  """Copies the first replica's variables, all or those of these paths, to the other replicas."""
+  first = replicas[0]
   for path in first.variables if paths is None else paths:
-    for replica in others:
+    for replica in replicas[1:]:
       _Assign(replica.variables[path], first.variables[path])
 
 
@@ -131,15 +132,15 @@ class GradientSum:
   """Adds the gradients of each weight over all replicas, in every replica to the same bits."""
 
   def __init__(self, replicas: Sequence[Replica], all_reduce: str = 'auto') -> None:
-    """Chooses the way.
+    """Groups the gradients into buckets.
 
     Args:
-      replicas: all of them; their accumulators are made.
+      replicas: all replicas, with their accumulators; one replica needs no sums.
       all_reduce: 'collective' (TensorFlow's collective operations; NCCL between GPUs), 'send' (each
         replica gets the others' gradients and adds them), or 'auto': collective but on CPUs.
 
     Raises:
-      ValueError: there is no such way.
+      ValueError: all_reduce is none of these.
     """
     if all_reduce not in ALL_REDUCE_OPTIONS:
       raise ValueError(f'all_reduce is one of {", ".join(ALL_REDUCE_OPTIONS)}; got {all_reduce!r}')
@@ -151,7 +152,8 @@ class GradientSum:
       all_reduce = 'send' if on_cpu else 'collective'
     logging.info('Gradients are added over %d replicas by %s.', len(replicas), all_reduce)
     self._is_collective = all_reduce == 'collective'
-    # The last stage's first, as backward goes: one that shares its device must not wait for others.
+    # The last stage's buckets come first, as in backward, so that stages that share a device do not
+    # wait for each other.
     for of_stage in reversed(list(zip(*(replica.stages for replica in replicas), strict=True))):
       devices = tuple(s.device for s in of_stage)
       for indices in _Buckets(of_stage[0].accumulators):
@@ -161,11 +163,11 @@ class GradientSum:
   def Add(self) -> None:
     """Leaves the sums in all replicas' accumulators; to be called in a tf.function.
 
-    Each bucket's waits for the last writer of its own accumulators alone, and so overlaps what is
-    left of the backward pass.
+    The sum of a bucket waits only for the last writers of its own accumulators, so it overlaps the
+    remaining backward pass.
     """
-    # Collectives that share a device must be launched in one order on all of them, or each may wait
-    # for one that the other device has not begun.
+    # All devices must start the collectives that they share in the same order, or each may wait for
+    # one that the other device has not started.
     last: dict[str, tf.Tensor] = {}
     for bucket in self._buckets:
       with tf.name_scope(bucket.name):
@@ -179,7 +181,7 @@ class _Bucket:
   """Accumulators of one stage and dtype: for each replica its device and its variables.
 
   Attributes:
-    name: of its operations, in graphs and in profiles.
+    name: name of its operations, in graphs and in profiles.
   """
 
   def __init__(self, name: str, devices: tuple[str, ...], rows: list[list[tf.Variable]]) -> None:
@@ -190,12 +192,12 @@ class _Bucket:
     self._instance_key = next(_instance_keys)
 
   def AddByCollective(self, last: dict[str, tf.Tensor]) -> None:
-    """After the collectives in `last`, {device: result}, which gets this one's."""
+    """Adds after the collectives in `last`, {device: result}, and sets its results there."""
     for device, row in zip(self._devices, self._rows, strict=True):
       with tf.device(device):
         flat = tf.concat([tf.reshape(a, [-1]) for a in row], axis=0)
         with tf.control_dependencies([last[device]] if device in last else []):
-          # TensorFlow adds by rings where devices are no GPUs or it has no NCCL; "auto" is rings.
+          # Without GPUs or NCCL, TensorFlow uses rings; "auto" always means rings.
           total = _AllReduce(flat, len(self._rows), self._group_key, self._instance_key, 'nccl')
         last[device] = total
         pieces = tf.split(total, [a.shape.num_elements() for a in row])
@@ -211,17 +213,17 @@ class _Bucket:
 
 
 class ShardedWeights:
-  """Each trained weight has one replica that owns it: slots are there alone, and it updates it.
+  """Each trained weight is owned by one replica, which alone has its slots and updates it.
 
-  That is stage 1 of ZeRO (Rajbhandari et al. 2020), with whole weights for shards. What goes over
-  the links is as much as for an all-reduce: gradients to the owner, weights back.
+  This is stage 1 of ZeRO (Rajbhandari et al. 2020), with whole weights as shards. It sends as many
+  bytes as an all-reduce: gradients to the owner, weights back.
   """
 
   def __init__(self, replicas: Sequence[Replica]) -> None:
-    """Shares out the weights of each stage, the largest first, to who has least of them."""
+    """Assigns the weights of each stage, largest first, to the replica with the least bytes."""
     self._replicas = replicas
     self._owner: dict[str, int] = {}
-    # Bytes of each replica, by device: stages of one device must not all begin with one replica.
+    # Bytes of each replica, by device, so that stages of one device do not all favour one replica.
     loads: dict[str, list[int]] = {}
     for s in replicas[0].stages:
       load = loads.setdefault(s.device, [0] * len(replicas))
@@ -230,14 +232,14 @@ class ShardedWeights:
         load[owner] += _NumBytes(v)
 
   def Stages(self) -> list[Shard]:
-    """For each replica and stage what it owns there, for a learner."""
-    found = []
+    """Returns for each replica and stage the weights that it owns there, for a learner."""
+    shards = []
     for r, replica in enumerate(self._replicas):
       for s in replica.stages:
         pairs = zip(s.trained.items(), s.accumulators, strict=True)
-        own = [(path, v, a) for (path, v), a in pairs if self._owner[path] == r]
-        found.append(Shard(s.device, {path: v for path, v, _ in own}, [a for *_, a in own]))
-    return found
+        owned = [(path, v, a) for (path, v), a in pairs if self._owner[path] == r]
+        shards.append(Shard(s.device, {path: v for path, v, _ in owned}, [a for *_, a in owned]))
+    return shards
 
   def AddGradients(self) -> None:
     """Leaves the sums in the owners' accumulators; to be called in a tf.function."""
@@ -245,10 +247,10 @@ class ShardedWeights:
       devices = [s.device for s in of_stage]
       with tf.name_scope(f'gradient_sum_{of_stage[0].index}'):
         for i, path in enumerate(of_stage[0].trained):
-          own = of_stage[self._owner[path]]
+          owner = of_stage[self._owner[path]]
           values = _Values(devices, [s.accumulators[i] for s in of_stage])
-          with tf.device(own.device):
-            own.accumulators[i].assign(tf.add_n(values))
+          with tf.device(owner.device):
+            owner.accumulators[i].assign(tf.add_n(values))
 
   def SyncWeights(self) -> None:
     """Copies the weights from their owners to all other replicas."""
@@ -259,10 +261,10 @@ class ShardedWeights:
 
 
 class StatisticsSum:
-  """Adds tensors of a stage's layers over the replicas, inside the functions that all of them run.
+  """Adds tensors of a stage's layers over the replicas, inside the functions that they all run.
 
-  The replicas come to the same places in the same order, each once for a micro-batch of its own, so
-  they meet there without a word of which.
+  All replicas reach the same calls in the same order, each once for a micro-batch of its own, so
+  calls match up by position and need no tags.
   """
 
   def __init__(self, devices: Sequence[str]) -> None:
@@ -272,11 +274,11 @@ class StatisticsSum:
     self._instance_keys: dict[str, int] = {}
 
   def __call__(self, place: str, value: tf.Tensor) -> tf.Tensor:
-    """The sum over the replicas; to be called where a stage function is traced.
+    """Returns the sum over the replicas; to be called while a stage function is traced.
 
     Args:
-      place: tells calls of one trace apart.
-      value: of the same shape in all replicas and traces.
+      place: distinguishes the calls of one trace.
+      value: a tensor of the same shape in all replicas and traces.
     """
 
     @tf.custom_gradient
@@ -288,7 +290,7 @@ class StatisticsSum:
   def _Sum(self, place: str, value: tf.Tensor) -> tf.Tensor:
     if place not in self._instance_keys:
       self._instance_keys[place] = next(_instance_keys)
-    # Rings, unlike NCCL, may begin in any order, as independent branches do.
+    # Rings, unlike NCCL, may start in any order, as independent branches do.
     return _AllReduce(
       value, self._num_replicas, self._group_key, self._instance_keys[place], 'ring'
     )
@@ -296,7 +298,7 @@ class StatisticsSum:
 
 @dataclasses.dataclass
 class Shard:
-  """What a learner updates on one device (see `learner.Stage`)."""
+  """The weights that a learner updates on one device (see `learner.Stage`)."""
 
   device: str
   trained: dict[str, tf.Variable]
@@ -304,18 +306,21 @@ class Shard:
 
 
 def _Buckets(accumulators: Sequence[tf.Variable]) -> list[list[int]]:
-  """Indices of accumulators of equal dtype, the last layers' first, about BUCKET_BYTES each."""
-  found: list[list[int]] = []
+  """Returns buckets of indices of accumulators, of one dtype and about BUCKET_BYTES each.
+
+  The last layers come first.
+  """
+  buckets: list[list[int]] = []
   open_buckets: dict[tf.DType, tuple[list[int], int]] = {}
-  # Backward ends with the first layers; the gradients of the last ones are ready before.
+  # Backward ends with the first layers; the gradients of the last layers are ready earlier.
   for i, a in reversed(list(enumerate(accumulators))):
     bucket, size = open_buckets.get(a.dtype, ([], BUCKET_BYTES))
     if size + _NumBytes(a) > BUCKET_BYTES:
       bucket, size = [], 0
-      found.append(bucket)
+      buckets.append(bucket)
     bucket.append(i)
     open_buckets[a.dtype] = (bucket, size + _NumBytes(a))
-  return found
+  return buckets
 
 
 def _GroupKey(devices: tuple[str, ...]) -> int:
@@ -334,14 +339,14 @@ def _AllReduce(
     final_op='Id',
     subdiv_offsets=[0],
     communication_hint=hint,
-    # TensorFlow would leave a thread behind at each call, which sleeps until the timeout.
-    # Where a partner can die, on workers, the supervisor ends the step that waits for it.
+    # With a timeout, each call would leave a thread behind that sleeps until the timeout. If a
+    # worker dies, the supervisor ends the step that waits for it.
     timeout_seconds=0,
   )
 
 
 def _Values(devices: Sequence[str], variables: Sequence[tf.Variable]) -> list[tf.Tensor]:
-  """The variables' values, each read on its own device."""
+  """Returns the variables' values, each read on its own device."""
   values = []
   for device, v in zip(devices, variables, strict=True):
     with tf.device(device):

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Same result: one training step of a pipeline against the same layers without one.
+"""Compares one training step of a pipeline with the same layers run without a pipeline.
 
 The reference is plain eager code on one device, micro-batch by micro-batch with the same seeds: no
 engine, no traced function, no recomputation. It uses the pipeline's own variables and changes
-nothing. Beside it the loss is computed in evaluation mode once on the micro-batches and once on
-the whole batch, which differ where a layer looks at other examples of its batch.
+nothing. In addition the loss is computed in evaluation mode, once on the micro-batches and once on
+the whole batch. These two differ if a layer looks at other examples of its batch.
 
     layer.Place(devices, *input_specs, loss_fn=Loss)
     report = verify.Verify(layer, inputs, side, loss_fn=Loss, loss_weight=Weight)
     print(report.Text())
 
-The bounds: float64, every variable max|g - g0| <= 1e-10 of the global gradient
-norm; float32, |g - g0| <= 1e-5 of the larger of |g0| of that variable and 1e-3 of the global norm,
-for some gradients (an attention key bias's) are zero in theory.
+The bounds: in float64, for every variable max|g - g0| <= 1e-10 of the global gradient norm; in
+float32, |g - g0| <= 1e-5 of the larger of the variable's |g0| and 1e-3 of the global norm, because
+some gradients (of an attention key bias, for example) are zero in theory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lingvo_gpipe.pipeline import engine as engine_lib
 from lingvo_gpipe.pipeline import pipelining_layer, replicas
 from lingvo_gpipe.pipeline.stages import micro_batch, stage_math
 
-# By dtype: the greatest error of a gradient and of a loss.
+# By dtype: the largest error of a gradient and of a loss.
 GRADIENT_BOUNDS = {'float64': 1e-10, 'float32': 1e-5}
 LOSS_BOUNDS = {'float64': 1e-10, 'float32': 1e-5}
 # A variable's own norm counts for no less than this share of the global norm.
@@ -41,13 +41,13 @@ _LOSS_WEIGHT_BOUND = 1e-3
 
 @dataclasses.dataclass(frozen=True)
 class VariableError:
-  """How far the gradient of one variable is off.
+  """The error of the gradient of one variable.
 
   Attributes:
     path: the variable's path.
     norm: the norm of its reference gradient.
-    absolute: the largest entry of the error, by the global gradient norm.
-    relative: the error's norm, by the larger of the variable's own norm and 1e-3 of the global one.
+    absolute: the largest entry of the error, divided by the global gradient norm.
+    relative: the norm of the error, divided by the larger of `norm` and 1e-3 of the global norm.
   """
 
   path: str
@@ -58,12 +58,12 @@ class VariableError:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-  """What `Verify` found.
+  """The result of `Verify`.
 
   Attributes:
-    dtype: float32 or float64, the one that the layers compute in.
-    losses: the losses by name of how they came about: `pipelined` and `reference` in training,
-      `micro-batches` and `whole batch` in evaluation.
+    dtype: float32 or float64, the dtype of the layers.
+    losses: the losses `pipelined` and `reference` in training, `micro-batches` and `whole batch` in
+      evaluation.
     loss_weights: sum of the loss weights `announced` before the step and `returned` with the loss.
     global_norm: the norm of all reference gradients.
     variables: the errors of all variables.
@@ -76,30 +76,32 @@ class Report:
   variables: tuple[VariableError, ...]
 
   def Error(self, variable: VariableError) -> float:
-    """The variable's error on the scale that counts for this dtype."""
+    """Returns the variable's error on the scale of this dtype."""
     return variable.absolute if self.dtype == 'float64' else variable.relative
 
   def Failures(self) -> list[str]:
-    """For each thing out of bounds a line that says so; empty if all is well."""
-    found = []
+    """Returns a line for each value out of bounds."""
+    failures = []
     for got, expected in (('pipelined', 'reference'), ('micro-batches', 'whole batch')):
       error = _Relative(self.losses[got], self.losses[expected])
       if not error <= LOSS_BOUNDS[self.dtype]:
-        found.append(f'loss: {got} and {expected} differ by {error:.1e} of it')
+        failures.append(f'loss: {got} and {expected} differ by {error:.1e} of the loss')
     error = _Relative(self.loss_weights['announced'], self.loss_weights['returned'])
     if not error <= _LOSS_WEIGHT_BOUND:
-      found.append(
+      failures.append(
         'loss weight: {announced:g} was announced before the step, {returned:g} came with the '
         'loss'.format(**self.loss_weights)
       )
     bound = GRADIENT_BOUNDS[self.dtype]
     wrong = [v for v in self.variables if not self.Error(v) <= bound]
     if wrong:
-      found.append(f'gradients: {len(wrong)} of {len(self.variables)} variables beyond {bound:g}')
-    return found
+      failures.append(
+        f'gradients: {len(wrong)} of {len(self.variables)} variables exceed {bound:g}'
+      )
+    return failures
 
   def Text(self, num_worst: int = 5) -> str:
-    """Losses, the worst variables on both scales, and the verdict."""
+    """Returns the losses, the worst variables on both scales, and the verdict."""
     lines = [f'{name:14} {value:.15g}' for name, value in self.losses.items()]
     lines += ['', f'gradients of {len(self.variables)} variables, norm {self.global_norm:.6g}']
     width = max((len(v.path) for v in self.variables), default=0)
@@ -134,9 +136,9 @@ def Verify(
   Args:
     layer: a pipeline that was placed with `loss_fn`.
     inputs: the whole batch, a nest for each argument of the first layer.
-    side: what the loss takes beside the outputs, of the whole batch, which is at the layer's
-      batch_dim here too.
-    loss_fn: the loss; see `stage.LossFn`.
+    side: the inputs of the loss besides the outputs, of the whole batch; the batch is at the
+      layer's batch_dim here too.
+    loss_fn: the loss; see `stage_math.LossFn`.
     loss_weight: maps the side of a micro-batch to the weight of its loss.
     step: the training step that random numbers depend on.
 
@@ -159,7 +161,7 @@ def VerifyEngine(
   loss_fn: stage_math.LossFn,
   step: int = 0,
 ) -> Report:
-  """`Verify` of an engine whose layers no PipeliningLayer holds.
+  """Compares one training step of an engine, with or without a PipeliningLayer, like `Verify`.
 
   Args:
     engine: the engine, with `loss_fn` in its last stage.
@@ -169,15 +171,15 @@ def VerifyEngine(
     step: the training step that random numbers depend on.
 
   Raises:
-    ValueError: layers take statistics over replicas, or compute in other dtypes.
+    ValueError: layers sum statistics over replicas, or do not compute in float32 or float64.
   """
   if engine.sums_statistics:
     raise ValueError(
-      'layers take statistics over replicas (over_replicas), but the reference runs micro-batches '
-      'one after the other: compare in one replica'
+      'layers sum statistics over replicas (over_replicas), but the reference runs micro-batches '
+      'one after another: compare in one replica'
     )
   dtype = _ComputeDtype(engine)
-  # Statistics that training moves must not move between the runs, nor stay moved.
+  # Statistics that training moves must be equal in all runs, and in the end.
   fixed = [v for s in engine.stages for v in tf.nest.flatten(s.variables) if not v.trainable]
   saved = [v.numpy() for v in fixed]
 
@@ -209,16 +211,16 @@ def VerifyEngine(
 
 
 def _ComputeDtype(engine: engine_lib.PipelineEngine) -> str:
-  found: set[str] = set()
+  dtypes: set[str] = set()
   for s in engine.stages:
     for layer in s.layers:
-      found.add(tf.as_dtype(layer.params.fprop_dtype or layer.params.dtype or 'float32').name)
-  if not found <= GRADIENT_BOUNDS.keys():
+      dtypes.add(tf.as_dtype(layer.params.fprop_dtype or layer.params.dtype or 'float32').name)
+  if not dtypes <= GRADIENT_BOUNDS.keys():
     raise ValueError(
-      f'the layers compute in {", ".join(sorted(found))}; results are only comparable in float32 '
+      f'the layers compute in {", ".join(sorted(dtypes))}; results are only comparable in float32 '
       'and float64: set dtype and fprop_dtype to one of them'
     )
-  return 'float32' if 'float32' in found else 'float64'
+  return 'float32' if 'float32' in dtypes else 'float64'
 
 
 def _Pipelined(
@@ -226,7 +228,7 @@ def _Pipelined(
   micro_batches: Sequence[micro_batch.MicroBatch],
   step: int,
 ) -> tuple[float, float, dict[str, np.ndarray]]:
-  """(loss, sum of the announced weights, {path: gradient} divided by that sum)."""
+  """Returns (loss, sum of the announced weights, {path: gradient} divided by that sum)."""
   engine.MakeAccumulators()  # TensorFlow traces a function that makes variables twice.
   gradient_sum = replicas.GradientSum(engine.replicas)
 
@@ -247,13 +249,13 @@ def _Pipelined(
 
 
 class _Reference:
-  """The engine's layers without the engine, eagerly on the first stage's device."""
+  """The engine's layers without the engine, run eagerly on the first stage's device."""
 
   def __init__(self, engine: engine_lib.PipelineEngine, loss_fn: stage_math.LossFn) -> None:
     self._layers = [layer for s in engine.stages for layer in s.layers]
     self._last_layers = engine.stages[-1].layers
     self._variables = engine.trained
-    # Copies of tied weights: what they get is their owners'.
+    # Copies of tied weights: their gradients belong to their owners.
     self._mirrors = {p: v for s in engine.stages for p, v in s.mirrors.items()}
     self._ties = engine.ties
     self._device = engine.stages[0].device
@@ -262,14 +264,14 @@ class _Reference:
   def Train(
     self, micro_batches: Sequence[micro_batch.MicroBatch], step: int
   ) -> tuple[float, float, dict[str, np.ndarray]]:
-    """(loss, sum of its weights, {path: gradient} divided by that sum)."""
+    """Returns (loss, sum of its weights, {path: gradient} divided by that sum)."""
     total, weight_sum = 0.0, 0.0
     sums = {path: np.zeros(v.shape, np.float64) for path, v in self._variables.items()}
     for m, (args, side, _) in enumerate(micro_batches):
       with tf.device(self._device), tf.GradientTape() as tape:
         with fprop_context.Scope(step=step, micro_batch=m) as context:
           loss, weight = self._Loss(args, side)
-        if not float(weight):  # A mean over nothing may be NaN.
+        if not float(weight):  # The mean of an empty micro-batch may be NaN.
           continue
         objective = loss * weight
         for _, _, value, coefficient in context.aux_losses:
@@ -284,7 +286,7 @@ class _Reference:
     return float(_Divide(np.float64(total), weight_sum)), weight_sum, grads
 
   def Evaluate(self, micro_batches: Sequence[micro_batch.MicroBatch]) -> float:
-    """The loss in evaluation mode."""
+    """Returns the loss in evaluation mode."""
     total, weight_sum = 0.0, 0.0
     for args, side, _ in micro_batches:
       with tf.device(self._device), fprop_context.Scope(do_eval=True):
@@ -315,12 +317,12 @@ def _Error(path: str, grad: np.ndarray, expected: np.ndarray, global_norm: float
 
 
 def _InfForNan(error: Any) -> float:
-  """The error as a number that can be compared: NaN is the worst there is."""
+  """Returns the error as a comparable number, with infinity for NaN."""
   return float('inf') if np.isnan(error) else float(error)
 
 
 def _Relative(got: float, expected: float) -> float:
-  """The difference by the expected value; NaN where one of them is."""
+  """Returns the difference divided by the expected value; NaN if one of them is NaN."""
   return abs(got - expected) / max(abs(expected), 1e-6)
 
 

@@ -12,7 +12,7 @@ from lingvo_gpipe.core import base_layer, fprop_context, nested_map, weight_para
 from lingvo_gpipe.layers import dropout, linear, sequential, skip
 from lingvo_gpipe.pipeline.schedule import rematerialisation
 from lingvo_gpipe.pipeline.stages import stage as stage_lib
-from tests import graph_reader
+from tests import graph_reader, naming
 from tests.toys import stacks
 
 _BATCH, _DIM, _VOCAB = 4, 3, 6
@@ -458,7 +458,8 @@ class _Announces(_Square):
 @pytest.mark.parametrize('last', [_Pop('a'), _Square3()])
 def testASkipThatIsAnnouncedAndNeverBegins(last):
   announces = _Announces.Params().Set(dims=(_DIM, _DIM))
-  with pytest.raises(ValueError, match=r"\['a'\], but what began is \[\]") as e:
+  names = naming.Naming('stack.layers[0]', 'skips_out', ['a'], [])
+  with pytest.raises(ValueError, match=names) as e:
     _Place([announces, _Square3(), last])
   assert 'stack.layers[0]' in ' '.join([str(e.value), *getattr(e.value, '__notes__', [])])
 

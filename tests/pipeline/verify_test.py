@@ -10,7 +10,7 @@ import tensorflow as tf
 from lingvo_gpipe.core import base_layer, nested_map, weight_params
 from lingvo_gpipe.layers import dropout, embedding, transformer
 from lingvo_gpipe.pipeline import pipelining_layer, verify
-from lingvo_gpipe.pipeline.stages import stage_functions, stage_math
+from lingvo_gpipe.pipeline.stages import stage_math
 
 _BATCH, _TIME, _DIM, _VOCAB = 6, 5, 8, 11
 
@@ -160,7 +160,7 @@ def testAnEngineThatAccumulatesWrongly(monkeypatch, dtype, factor):
   def Wrong(accumulators, grads):
     right(accumulators, [g * factor if isinstance(g, tf.Tensor) else g for g in grads])
 
-  monkeypatch.setattr(stage_functions, 'Accumulate', Wrong)
+  monkeypatch.setattr(stage_math, 'Accumulate', Wrong)
   report = _Verify(*[_Scaled.Params()] * 3, xla=False, dtype=dtype)
   _OnlyFailures(report, 'gradients: ')
   worst = max(report.variables, key=report.Error)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says where a step failed: stage, layer, micro-batch.
+"""Adds to errors the stage, layer and micro-batch that failed.
 
-An error while a stage is traced comes straight through Python. One while the step runs does not:
-TensorFlow then cancels what the other devices wait for, and often reports that, "RecvAsync is
-cancelled", and not the cause. So a failed step is run again, action by action, where the first
-error is the cause and the action under way is known. That is possible because a failed step has
-changed no weight, and the next one clears the accumulators.
+An error raised while a stage is traced comes straight through Python. An error raised while the
+step runs does not: TensorFlow cancels everything that the other devices wait for, and often
+reports the cancellation, "RecvAsync is cancelled", instead of the cause. A failed step therefore
+runs again, action by action, so that the first error is the cause and the current action is known.
+That is possible because a failed step changes no weight, and the next step clears the accumulators.
 
-What XLA has compiled knows no layers. Where that fails, all is run once more without XLA, for the
-operation that fails there, if any does, belongs to a layer.
+Functions compiled by XLA have no layers. If one fails, the step runs once more without XLA: an
+operation that fails then belongs to a layer.
 """
 
 from __future__ import annotations
@@ -24,28 +24,29 @@ from absl import logging
 
 from lingvo_gpipe.core import heartbeat, shapes
 
-# Another try would wait, or fail in another way. CancelledError is none of them: it hides a cause.
+# After these, another run would wait or fail in another way. CancelledError is not among them: it
+# hides the cause.
 _NOT_AGAIN = (
   tf.errors.UnavailableError,
   tf.errors.DeadlineExceededError,
   tf.errors.AbortedError,
 )
-# What others say when the one fails that is looked for.
+# Errors of the other devices, which hide the cause.
 _NO_CAUSE = (*_NOT_AGAIN, tf.errors.CancelledError)
 _LAYER_SCOPE = re.compile(r'\blayer\.(\d+)(?:_\d+)?/')
 _LOSS_SCOPE = re.compile(r'\bstage\.loss(?:_\d+)?/')
 
-# How the notes that tell the place begin.
+# The beginnings of the notes that name the place.
 _IN_LAYER, _IN_LOSS = 'in layer ', 'in the loss'
 
 
 def LayerScope(index: int) -> contextlib.AbstractContextManager[Any]:
-  """The name scope of a stage's layer; relative, for stages of equal structure share a trace."""
+  """Returns a layer's name scope; by index, because stages of equal structure share a trace."""
   return tf.name_scope(f'layer.{index}')
 
 
 def LossScope() -> contextlib.AbstractContextManager[Any]:
-  """The name scope of the loss in the last stage."""
+  """Returns the name scope of the loss in the last stage."""
   return tf.name_scope('stage.loss')
 
 
@@ -62,20 +63,20 @@ def NoteLayer(layer: Any, args: Any, giver: Any = None) -> Iterator[None]:
     yield
   except Exception as e:
     by = '' if giver is None else f' by {giver.path}'
-    given = f'{shapes.FormatNest(args)}{by}'
-    e.add_note(f'{_IN_LAYER}{layer.path} ({type(layer).__name__}), given {given}')
+    inputs = f'{shapes.FormatNest(args)}{by}'
+    e.add_note(f'{_IN_LAYER}{layer.path} ({type(layer).__name__}), given {inputs}')
     raise
 
 
 class _Stage(Protocol):
-  """What a message needs of a stage."""
+  """The part of a stage that messages need."""
 
   @property
   def layers(self) -> Sequence[Any]: ...
 
 
 class _Engine(Protocol):
-  """What runs the stages."""
+  """The part of an engine that running a step again needs."""
 
   @property
   def xla(self) -> bool: ...
@@ -90,20 +91,19 @@ class _Engine(Protocol):
 def NoteAction(s: _Stage, action: str, micro_batch: int) -> Iterator[None]:
   """Adds to an exception of the enclosed code the action of the schedule that raised it.
 
-  Where TensorFlow names the operation that failed, the layer that it belongs to, or that it is of
-  the loss, is added too.
+  If TensorFlow names the failed operation, its layer is added too, or that it belongs to the loss.
 
   Args:
-    s: the stage; its text names it.
-    action: the action's text.
+    s: the stage, named by its text.
+    action: the action's text, such as 1F0.
     micro_batch: the index of the micro-batch.
   """
   try:
     yield
   except Exception as e:
     if isinstance(e, tf.errors.OpError):
-      if found := _LAYER_SCOPE.search(e.message):
-        layer = s.layers[int(found[1])]
+      if match := _LAYER_SCOPE.search(e.message):
+        layer = s.layers[int(match[1])]
         e.add_note(f'{_IN_LAYER}{layer.path} ({type(layer).__name__})')
       elif _LOSS_SCOPE.search(e.message):
         e.add_note(_IN_LOSS)
@@ -117,39 +117,39 @@ def LocateFailure(engine: _Engine, run_again: Callable[[], Any]) -> Iterator[Non
   """Replaces an error at run time by one that names stage, layer and micro-batch.
 
   Args:
-    engine: runs the stages in the enclosed code and in `run_again`.
-    run_again: does eagerly what the enclosed code does in one graph. It is called where that failed
-      at run time, and what it raises takes the place of the first error.
+    engine: the engine that runs the stages in the enclosed code and in `run_again`.
+    run_again: does eagerly what the enclosed code does in one graph. It is called if the enclosed
+      code fails at run time, and its error replaces the first one.
   """
   try:
     yield
   except tf.errors.OpError as e:
     if not tf.executing_eagerly() or isinstance(e, _NOT_AGAIN):
       raise
-    heartbeat.SuspendTimeout()  # It is no step as others are.
+    heartbeat.Long()  # Running again is slower than a normal step: suspend the timeout.
     try:
       run_again()
     except Exception as cause:
       is_in_stage = isinstance(cause, tf.errors.OpError) and not isinstance(cause, _NO_CAUSE)
       if engine.xla and is_in_stage and not _Place(cause):
-        # What its frames hold may be all the memory that there is.
+        # Free the tensors that its frames hold: they may take all the memory.
         traceback.clear_frames(cause.__traceback__)
         cause.add_note(_WithoutXla(engine, run_again, cause))
       raise cause from None
     e.add_note(
-      'run again action by action, no stage failed: it came up outside of them, as in the update '
-      'of the weights, or does not come up each time'
+      'run again action by action, no stage failed: the error came from outside the stages, such '
+      'as the update of the weights, or does not occur each time'
     )
     if engine.sums_statistics:
       e.add_note(
-        'where a step failed before, TensorFlow may take no more sums over replicas in this '
-        'process: start the program again'
+        'after a failed step TensorFlow may take no more sums over replicas in this process: '
+        'restart the program'
       )
     raise
 
 
 def _Place(error: Exception) -> str:
-  """The layer in which the error came up, or the loss, as a note says it; '' where none does."""
+  """Returns the note that names the layer or the loss which failed; '' if there is none."""
   return next((note for note in _Notes(error) if note.startswith((_IN_LAYER, _IN_LOSS))), '')
 
 
@@ -158,21 +158,21 @@ def _Notes(error: Exception) -> Sequence[str]:
 
 
 def _WithoutXla(engine: _Engine, run_again: Callable[[], Any], error: Exception) -> str:
-  """What comes of running again without XLA: a note for the error that came with it."""
-  # Told now: without XLA more memory is needed, and where it ends the system may end the process.
-  found = '; '.join([_Said(error), *_Notes(error)])
-  logging.warning('%s; once more without XLA, to find the layer', found)
-  heartbeat.SuspendTimeout()
+  """Runs again without XLA; returns a note with the outcome for the error under XLA."""
+  # Logged first: more memory is needed without XLA, and the system may kill the process.
+  text = '; '.join([_FirstLine(error), *_Notes(error)])
+  logging.warning('%s; running once more without XLA, to find the layer', text)
+  heartbeat.Long()
   try:
     with engine.WithoutXla():
       run_again()
   except Exception as e:
-    return f'without XLA it fails {_Place(e) or "outside of layers"}: {_Said(e)}'
-  return 'without XLA, which tells no layers, it does not fail'
+    return f'without XLA it fails {_Place(e) or "outside of layers"}: {_FirstLine(e)}'
+  return 'without XLA it does not fail, so the layer is unknown'
 
 
-def _Said(error: Exception) -> str:
-  """The line that tells what failed: of graphs that before the operation's name, else the first."""
+def _FirstLine(error: Exception) -> str:
+  """Returns the line of a message with the cause: in graphs it precedes the operation's name."""
   message = str(getattr(error, 'message', error))
-  found = re.search(r'^(.+)\n\s*\[\[', message, re.MULTILINE)
-  return found[1] if found else message.partition('\n')[0]
+  match = re.search(r'^(.+)\n\s*\[\[', message, re.MULTILINE)
+  return match[1] if match else message.partition('\n')[0]

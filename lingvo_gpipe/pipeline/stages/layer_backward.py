@@ -4,7 +4,7 @@
 Forward keeps each layer's input. Backward goes through the layers from last to first and recomputes
 each from its kept input:
 
-    forward    x ──[0]── x1 ──[1]── x2 ──[2]──> y        kept: x1, x2 (x is the engine's)
+    forward    x ──[0]── x1 ──[1]── x2 ──[2]──> y        residuals: x1, x2
     backward   [2] again from x2, dy ──> dx2;  [1] again from x1, dx2 ──> dx1;  [0] ...
 
 That is one forward pass in total, with the inner activations of one layer at any time. The loss
@@ -49,7 +49,7 @@ class LayerBackward:
   """F and B of one structure of stage that keep every layer's input; see `StageFunctions`.
 
   Attributes:
-    Backward: tf.function (call, accumulators, kept, dy) -> (dx, token).
+    Backward: tf.function (call, accumulators, residuals, dy) -> (dx, token).
   """
 
   def __init__(self, math: stage_math.StageMath, xla: bool) -> None:
@@ -70,7 +70,7 @@ class LayerBackward:
   def Forward(
     self, call: stage_math.StageCall
   ) -> tuple[Any, nested_map.NestedMap, list[tf.Tensor]]:
-    """Returns (y, sums, kept); `kept` has each tensor that backward needs besides x once."""
+    """Returns (y, sums, residuals): each tensor that backward needs besides x, once."""
     y, sums, only_kept = self._forward(call)
     # Tensors of y are not returned twice: XLA would copy them.
     of_y, layout = leaves.Tensors(y), self._layouts[_Key(call)]
@@ -101,13 +101,13 @@ class LayerBackward:
     self,
     call: stage_math.StageCall,
     accumulators: Sequence[tf.Variable],
-    kept: list[tf.Tensor],
+    residuals: list[tf.Tensor],
     dy: list[tf.Tensor] | None,
   ) -> tuple[list[tf.Tensor], tf.Tensor]:
     math, layout = self._math, self._layouts[_Key(call)]
     math.CountTrace(call.x, call.side)
-    tensors = [*leaves.Tensors(call.x), *kept]
-    # The gradients of the outputs of the layer that comes next, and of skips that begin below it.
+    tensors = [*leaves.Tensors(call.x), *residuals]
+    # Gradients of the outputs of the layer below, and of the skips that layers below begin.
     gradients: _Gradients = {}
     if dy is not None:
       gradients.update(_FloatsByRole(leaves.WithFloats(layout.y, dy)))
@@ -153,7 +153,7 @@ class LayerBackward:
       call: the stage's arguments.
       layer_x: the layer's input, NestedMap(args, skips).
       gradients: gradients of the layer's outputs and skips, and maybe of other skips.
-      has_loss: whether to add the loss to the layer; the weight gradients are then those of all
+      has_loss: whether to add the loss to the layer; the result then has gradients of all
         trained weights of the stage.
     """
     math, context = self._math, call.context
@@ -184,8 +184,8 @@ class LayerBackward:
     else:
       mask = zip(tf.nest.flatten(call.variables[i]), self._trained[i], strict=True)
       weights = [w for w, is_trained in mask if is_trained]
-    wanted = {role: values for role, values in floats_by_role.items() if self._IsWanted(i, role)}
-    sources = [t for values in wanted.values() for t in values]
+    by_role = {role: values for role, values in floats_by_role.items() if self._IsWanted(i, role)}
+    sources = [t for values in by_role.values() for t in values]
     roles = (_ARGS, *math.layers[i].skips_out)
     has_gradient = any(g is not None for role in roles for g in gradients.get(role, ()))
     with tf.GradientTape() as tape:
@@ -199,7 +199,7 @@ class LayerBackward:
         output_gradients=stage_math.WithOwnLosses(dy, objective),
       )
     dx = iter(None if g is None else tf.convert_to_tensor(g) for g in grads[len(weights) :])
-    return grads[: len(weights)], {role: [next(dx) for _ in v] for role, v in wanted.items()}
+    return grads[: len(weights)], {role: [next(dx) for _ in v] for role, v in by_role.items()}
 
   def _IsWanted(self, i: int, role: str) -> bool:
     """Whether anything needs the gradient of layer i's arguments, or of a skip that it takes."""

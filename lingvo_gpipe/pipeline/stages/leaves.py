@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The leaves of nests of tensors, and which of them have gradients: the floating ones."""
+"""The leaves of nests of tensors; floating leaves have gradients."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ import tensorflow as tf
 
 
 def Tensors(nest: Any) -> list[tf.Tensor]:
-  """The tensors of a nest, without None, in tf.nest order."""
+  """Returns the tensors of a nest, without None, in tf.nest order."""
   return [x for x in tf.nest.flatten(nest) if x is not None]
 
 
 def HasGradient(x: Any) -> bool:
-  """Whether a leaf of a nest can have a gradient: a floating tensor, complex numbers included."""
+  """Whether a leaf of a nest can have a gradient: a floating tensor, complex ones included."""
   return x is not None and (x.dtype.is_floating or x.dtype.is_complex)
 
 
 def Floats(nest: Any) -> list[tf.Tensor]:
-  """The floating tensors of a nest, those that have gradients, in tf.nest order."""
+  """Returns the floating tensors of a nest, which have gradients, in tf.nest order."""
   return [x for x in tf.nest.flatten(nest) if HasGradient(x)]
 
 
 def WithFloats(nest: Any, floats: Sequence[tf.Tensor]) -> Any:
-  """The nest with its floating tensors replaced."""
-  rest = list(floats)
-  flat = [rest.pop(0) if HasGradient(x) else x for x in tf.nest.flatten(nest)]
+  """Returns the nest with its floating tensors replaced."""
+  values = iter(floats)
+  flat = [next(values) if HasGradient(x) else x for x in tf.nest.flatten(nest)]
   return tf.nest.pack_sequence_as(nest, flat)
 
 
 def TraceKey(nest: Any) -> tuple[Any, ...]:
-  """Structure, dtypes and shapes of a nest: what one trace has in common."""
-  # As tf.function has it: neither the type of a mapping counts nor the order of its keys.
+  """Returns structure, dtypes and shapes of a nest: calls that differ in them need two traces."""
+  # As for tf.function, neither the type of a mapping nor the order of its keys matters.
   if isinstance(nest, Mapping):
     return tuple((name, TraceKey(nest[name])) for name in sorted(nest))
   if isinstance(nest, (list, tuple)):
@@ -42,7 +42,7 @@ def TraceKey(nest: Any) -> tuple[Any, ...]:
 
 
 def DenseGradients(tensors: Sequence[tf.Tensor], grads: Sequence[Any]) -> list[tf.Tensor]:
-  """The gradients as tensors: zeros for None."""
+  """Returns the gradients as tensors, with zeros for None."""
   return [
     tf.zeros_like(t) if g is None else tf.convert_to_tensor(g)
     for t, g in zip(tensors, grads, strict=True)

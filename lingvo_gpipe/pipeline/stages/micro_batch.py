@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Splits any nest of tensors into micro-batches along the batch dimension, and merges them.
 
-Leaves may be of any dtype; None stays None. Sizes differ by at most one, larger ones first
-(7 into 4 is 2, 2, 2, 1); a batch smaller than the number asked for gives as many micro-batches
-as it has examples.
+Leaves may have any dtype; None stays None. Sizes differ by at most one, larger ones first (7 into 4
+is 2, 2, 2, 1). A batch smaller than the requested number gives one micro-batch for each example.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class MicroBatch(NamedTuple):
 
 
 def Sizes(batch_size: int, num_micro_batches: int) -> list[int]:
-  """The sizes of the micro-batches that a batch is cut into."""
+  """Returns the sizes of the micro-batches that a batch is split into."""
   if num_micro_batches < 1:
     raise ValueError(f'num_micro_batches must be at least 1, got {num_micro_batches}')
   if batch_size < 1:
@@ -42,11 +41,10 @@ def Sizes(batch_size: int, num_micro_batches: int) -> list[int]:
 
 
 def BatchSize(nest: Any, batch_dim: int = 0) -> int:
-  """The static size of `batch_dim`, which all tensors of the nest must share.
+  """Returns the static size of `batch_dim`, which all tensors of the nest must share.
 
   Raises:
-    ValueError: no tensor at all, a tensor of too low a rank, an unknown size, or sizes that
-      differ.
+    ValueError: there is no tensor, a rank is too low, a size is unknown, or sizes differ.
   """
   sizes: dict[int, str] = {}
   for path, leaf in shapes.Leaves(nest, 'input'):
@@ -61,17 +59,17 @@ def BatchSize(nest: Any, batch_dim: int = 0) -> int:
   if not sizes:
     raise ValueError('expected at least one tensor to take the batch size from, got none')
   if len(sizes) > 1:
-    found = ', '.join(f'{size} at {path}' for size, path in sizes.items())
-    raise ValueError(f'all tensors must share the size of dimension {batch_dim}, got {found}')
+    text = ', '.join(f'{size} at {path}' for size, path in sizes.items())
+    raise ValueError(f'all tensors must share the size of dimension {batch_dim}, got {text}')
   return next(iter(sizes))
 
 
 def Split(nest: Any, num_micro_batches: int, batch_dim: int = 0) -> list[Any]:
-  """Cuts a nest of tensors `[..., batch, ...]` into nests of the same structure.
+  """Splits a nest of tensors `[..., batch, ...]` into nests of the same structure.
 
   Args:
     nest: tensors with a static, equal size at `batch_dim`; None leaves stay None.
-    num_micro_batches: how many are asked for.
+    num_micro_batches: the requested number of nests.
     batch_dim: the dimension of the batch.
   """
   sizes = Sizes(BatchSize(nest, batch_dim), num_micro_batches)
@@ -93,20 +91,25 @@ def Merge(nests: Sequence[Any], batch_dim: int = 0) -> Any:
 
 
 def MergeOutputs(outputs: Sequence[Any], inputs: Sequence[Any], batch_dim: int = 0) -> Any:
-  """`Merge` of what was made of micro-batches.
+  """Merges the outputs of micro-batches.
+
+  Args:
+    outputs: for each micro-batch a nest of tensors.
+    inputs: for each micro-batch the nest of tensors that it was computed from.
+    batch_dim: the batch dimension of both.
 
   Raises:
     ValueError: an output does not have its micro-batch's examples at `batch_dim`.
   """
-  for m, (nest, given) in enumerate(zip(outputs, inputs, strict=True)):
-    size = BatchSize(given, batch_dim)
+  for m, (nest, args) in enumerate(zip(outputs, inputs, strict=True)):
+    size = BatchSize(args, batch_dim)
     for path, leaf in shapes.Leaves(nest, 'outputs'):
       if leaf is None or leaf.shape.rank is None:
         continue
       if leaf.shape.rank <= batch_dim or leaf.shape[batch_dim] not in (None, size):
         raise ValueError(
           f'{path} of micro-batch {m}: expected {size} examples at dimension {batch_dim}, got '
-          f'{shapes.FormatNest(leaf)}; what is made of all examples together, as a loss, belongs '
-          'behind the pipeline'
+          f'{shapes.FormatNest(leaf)}; compute results of all examples together, such as a loss, '
+          'after the pipeline'
         )
   return Merge(outputs, batch_dim)

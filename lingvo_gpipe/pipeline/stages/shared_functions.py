@@ -61,7 +61,7 @@ class SharedFunctions:
 
     Args:
       s: the stage.
-      recompute: what backward recomputes, which chooses the class of the functions.
+      recompute: the part that backward recomputes, which chooses the class of the functions.
       do_eval: the layers' mode.
       with_loss: whether the last stage runs the loss.
     """
@@ -72,7 +72,13 @@ class SharedFunctions:
     return self._functions[key]
 
   def Math(self, s: stage_lib.Stage, *, do_eval: bool, with_loss: bool) -> stage_math.StageMath:
-    """Returns a stage's computations; the arguments are those of `For`."""
+    """Returns a stage's computations.
+
+    Args:
+      s: the stage.
+      do_eval: the layers' mode.
+      with_loss: whether the last stage runs the loss.
+    """
     # Eager steps run one replica after another, so none may wait for another.
     sums_over_replicas = with_loss and not do_eval and not tf.executing_eagerly()
     replica_sum = s.replica_sum if sums_over_replicas else None

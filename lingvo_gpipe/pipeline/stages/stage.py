@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A flat list of layers as stages: what each holds on its device, and which skips pass its ends."""
+"""Stages: a flat list of layers, cut and placed on devices, with the skips that pass their ends."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lingvo_gpipe.pipeline.stages import stage_math
 
 @dataclasses.dataclass
 class Stage:
-  """Consecutive layers on one device, with what belongs to them there.
+  """Consecutive layers on one device, with their variables and gradient accumulators.
 
   Attributes:
     index: the stage's number, from 0.
@@ -26,14 +26,14 @@ class Stage:
     device: the device that holds their weights and runs them.
     variables: for each layer its nest of variables.
     imports: names of the skip connections that end here and begin in an earlier stage.
-    exports: names of those that begin here and end in a later stage.
-    trained: {path: variable} of the variables that are trained, in tf.nest order.
-    needs_dx: whether a stage before has any, and so needs a gradient from this one.
-    mirrors: likewise {path: variable} of the copies of weights that another layer owns.
+    exports: names of the skip connections that begin here and end in a later stage.
+    trained: {path: variable} of the trained variables, in tf.nest order.
+    mirrors: {path: variable} of the trained copies of tied weights, whose owner is another layer.
+    needs_dx: whether an earlier stage has trained weights, and so needs a gradient from this one.
     accumulators: for each of `trained` a variable that sums its gradient over the micro-batches;
       empty until the first training step is built.
-    mirror_accumulators: the same for `mirrors`.
-    replica_sum: of the layers that take sums over the replicas; None: there are none.
+    mirror_accumulators: for each of `mirrors` such a variable.
+    replica_sum: adds statistics over the replicas; None if no layer asks for that.
   """
 
   index: int
@@ -55,7 +55,7 @@ class Stage:
 
   @functools.cached_property
   def structure(self) -> tuple[stage_math.StructureKey, ...]:
-    """Equal for two stages that can share their traced functions."""
+    """Equal for stages that can share their traced functions."""
     return tuple(stage_math.StructureKey(layer) for layer in self.layers)
 
   @functools.cached_property
@@ -64,20 +64,20 @@ class Stage:
     return [weight_params.Hash64(layer.params.random_seed, layer.path) for layer in self.layers]
 
   def AbsoluteName(self, name: str) -> str:
-    """The name of a sum: `<index>:<rest>` becomes `<layer's path><rest>`, metrics stay."""
-    index, colon, rest = name.partition(':')
+    """Returns the name of a sum: `<index>:<suffix>` becomes `<layer's path><suffix>`."""
+    index, colon, suffix = name.partition(':')
     is_aux_loss = colon and index.isdigit()  # A metric may have a colon in its name.
-    return f'{self.layers[int(index)].path}{rest}' if is_aux_loss else name
+    return f'{self.layers[int(index)].path}{suffix}' if is_aux_loss else name
 
   def LayerOfSums(self, name: str) -> base_layer.BaseLayer:
-    """The layer that reported sums for its state under this name, `<index>:<path below it>`."""
+    """Returns the layer that reported sums for its state as `<index>:<path below it>`."""
     path = self.AbsoluteName(name)
     below = self.layers[int(name.partition(':')[0])].Descendants()
     return next(layer for layer in below if layer.path == path)
 
   @functools.cached_property
   def trained_mask(self) -> tuple[bool, ...]:
-    """For each leaf of `variables` whether it is trained."""
+    """Whether each leaf of `variables` is trained."""
     chosen = {id(v) for v in (*self.trained.values(), *self.mirrors.values())}
     return tuple(id(v) in chosen for v in tf.nest.flatten(self.variables))
 
@@ -87,15 +87,15 @@ class Stage:
     return any(self.trained_mask)
 
   def AllAccumulators(self) -> list[tf.Variable]:
-    """Where backward adds the gradients, in tf.nest order of what is trained."""
+    """Returns the accumulators of all trained leaves of `variables`, in tf.nest order."""
     variables = (*self.trained.values(), *self.mirrors.values())
     sinks = (*self.accumulators, *self.mirror_accumulators)
-    of = {id(v): sink for v, sink in zip(variables, sinks, strict=True)}
-    return [of[id(v)] for v in tf.nest.flatten(self.variables) if id(v) in of]
+    sink_of = {id(v): sink for v, sink in zip(variables, sinks, strict=True)}
+    return [sink_of[id(v)] for v in tf.nest.flatten(self.variables) if id(v) in sink_of]
 
   def HasAction(self, kind: actions.Kind) -> bool:
-    """Whether the stage has anything to do in actions of this kind: frozen stages have less."""
-    # What is empty may not reach XLA: TensorFlow's optimiser breaks a call of it.
+    """Whether the stage has any work in actions of this kind; frozen stages have less."""
+    # An empty function may not reach XLA: TensorFlow's optimiser breaks a call of it.
     return actions.HasWork(kind, needs_dx=self.needs_dx, is_trained=self.has_weight_gradient)
 
 
@@ -106,9 +106,17 @@ def Stages(
   ties: Mapping[str, str],
   is_trained: Callable[[str], bool] | None,
 ) -> list[Stage]:
-  """The stages, with their variables on their devices.
+  """Returns the stages, with their variables on their devices.
 
-  Arguments and errors are those of `PipelineEngine`, but for `devices`: that of each stage.
+  Args:
+    layers: the flat list.
+    ends: for each stage the index after its last layer.
+    devices: for each stage its device.
+    ties: {path of a tied weight: path of its owner}.
+    is_trained: whether to train the trainable variable of a path; None: train all.
+
+  Raises:
+    ValueError: the cut is not valid, skips do not match, or a variable is on another device.
   """
   stages: list[Stage] = []
   skips = Skips(layers, ends)
@@ -136,38 +144,39 @@ def Stages(
 def Skips(
   layers: Sequence[base_layer.BaseLayer], ends: Sequence[int]
 ) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
-  """For each stage the names of the skip connections that enter it and that leave it.
+  """Returns for each stage the names of the skip connections that enter it and that leave it.
 
   Raises:
-    ValueError: two layers begin a skip of one name, or a layer takes one that none before begins.
+    ValueError: two layers begin a skip of one name, or a layer takes a skip that no layer before it
+      begins.
   """
-  made: dict[str, tuple[int, str]] = {}
+  begun: dict[str, tuple[int, str]] = {}
   imports: list[set[str]] = [set() for _ in ends]
   exports: list[set[str]] = [set() for _ in ends]
   for k, (start, end) in enumerate(partitioner.StageRanges(ends)):
     for layer in layers[start:end]:
       for name in layer.skips_in:
-        if name not in made:
-          known = ', '.join(made) or 'none'
+        if name not in begun:
+          known = ', '.join(begun) or 'none'
           raise ValueError(
             f'{layer.path} takes the skip {name!r}, which no layer before it begins; known: {known}'
           )
-        if made[name][0] != k:
+        if begun[name][0] != k:
           imports[k].add(name)
-          exports[made[name][0]].add(name)
+          exports[begun[name][0]].add(name)
       for name in layer.skips_out:
-        if name in made:
-          raise ValueError(f'{layer.path} and {made[name][1]} both begin a skip {name!r}')
-        made[name] = (k, layer.path)
+        if name in begun:
+          raise ValueError(f'{layer.path} and {begun[name][1]} both begin a skip {name!r}')
+        begun[name] = (k, layer.path)
   return [(tuple(sorted(i)), tuple(sorted(e))) for i, e in zip(imports, exports, strict=True)]
 
 
 def _CheckDevice(layer: base_layer.BaseLayer, device: str) -> None:
-  """Raises ValueError where the layer had variables already, and on another device."""
-  wanted = tf.DeviceSpec.from_string(device)
+  """Raises ValueError if the layer has variables on another device."""
+  expected = tf.DeviceSpec.from_string(device)
   for path, variable in layer.VariablesByPath().items():
     actual = tf.DeviceSpec.from_string(variable.device)
-    if actual.make_merged_spec(wanted) != actual:
+    if actual.make_merged_spec(expected) != actual:
       raise ValueError(
         f'{path} was allocated on {variable.device} before, but its stage belongs on {device}; '
         'place the stages once, and before InstantiateVariables is called'

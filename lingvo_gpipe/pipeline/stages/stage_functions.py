@@ -39,8 +39,9 @@ class StageFunctions:
   in the stage>:<path below it>.<name>`. `layers` holds the sums that layers report for their state
   by `AddSums`, {`<index>:<path below it>`: {name: tensor}}. `dy` and `dx` are lists of the
   gradients of the floating leaves of y and x; dx is empty if no earlier stage is trained. The third
-  result of Forward, and the third argument of Backward, are what forward keeps for backward;
-  `layer_backward` and `split_backward` have functions of the same form that keep more.
+  result of Forward, and the third argument of Backward, are the residuals: tensors that forward
+  keeps for backward. `layer_backward` and `split_backward` have functions of this form that keep
+  some.
   """
 
   def __init__(self, math: stage_math.StageMath, xla: bool) -> None:
@@ -61,10 +62,10 @@ class StageFunctions:
     self,
     call: stage_math.StageCall,
     accumulators: Sequence[tf.Variable],
-    kept: None,
+    residuals: None,
     dy: list[tf.Tensor] | None,
   ) -> tuple[list[tf.Tensor], tf.Tensor]:
-    del kept
+    del residuals
     math, x = self._math, call.x
     math.CountTrace(x, call.side)
     floats = leaves.Floats(x)
@@ -77,14 +78,14 @@ class StageFunctions:
     with math.EnterContext(call.context.seeds), tf.GradientTape() as tape:
       tape.watch(floats)
       objective = math.Recomputed(Stage, floats)
-      weights, wanted = math.Trained(call.variables), math.WantedFloats(x)
+      weights, sources = math.Trained(call.variables), math.WantedFloats(x)
       grads = tape.gradient(
         objective,
-        [*weights, *wanted],
+        [*weights, *sources],
         output_gradients=stage_math.WithOwnLosses(dy, objective),
       )
     stage_math.Accumulate(accumulators, grads[: len(weights)])
-    return leaves.DenseGradients(wanted, grads[len(weights) :]), tf.zeros([], tf.int32)
+    return leaves.DenseGradients(sources, grads[len(weights) :]), tf.zeros([], tf.int32)
 
   def _ForwardBackward(
     self, call: stage_math.StageCall, accumulators: Sequence[tf.Variable]

@@ -330,8 +330,10 @@ class StageMath:
       with failures.LossScope(), side_effects.Forbid('the loss'):
         return weighted_loss.Metrics(self._loss_fn(theta, outputs, call.side))
     except Exception as e:
-      given = f'{shapes.FormatNest(outputs)}, beside them {shapes.FormatNest(call.side)}'
-      e.add_note(f'in the loss, which stage {self._index} runs, given the outputs {given}')
+      inputs = (
+        f'the outputs {shapes.FormatNest(outputs)} and the side {shapes.FormatNest(call.side)}'
+      )
+      e.add_note(f'in the loss, which stage {self._index} runs, given {inputs}')
       raise
 
   def _Sums(self, metric_sums: dict[str, tf.Tensor]) -> nested_map.NestedMap:

@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One traced vector-Jacobian product of a stage, cut into forward, input and weight gradients.
+"""One traced vector-Jacobian product of a stage, split into forward, input and weight gradients.
 
-Where a schedule wants the backward in two halves, or no recomputation, the halves must not run
-anything twice that is dear. So the whole product is traced once, and each part is cut out of that
-graph: what a later part needs of an earlier one, its residuals, goes between them as tensors.
-Residuals are results of dear operations (products, convolutions, reductions, random numbers) and
-masks; what is cheap is computed again from them, which XLA fuses. Weights and the stage's inputs
-are never residuals: both parts have them anyway.
+If a schedule splits the backward, or nothing is recomputed, the parts must not run any expensive
+operation twice. The whole product is therefore traced once, and each part is a subgraph. A later
+part gets the results that it needs from an earlier part, its residuals, as tensors:
 
-tf.compat.v1.wrap_function is the only public way to cut a part out of a traced function.
+    weights, inputs ──> [forward] ──> y
+                            └─ residuals ──> [input gradient]  dy ──> dx
+                                                 └─ residuals ──> [weight gradient] ──> dw
+
+Residuals are results of expensive operations (products, convolutions, reductions, random numbers)
+and masks. Cheap results are computed again from them, which XLA fuses. Weights and the stage's
+inputs are never residuals, because all parts have them.
+
+tf.compat.v1.wrap_function is the only public way to take a subgraph out of a traced function.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ from typing import Any
 
 import tensorflow as tf
 
-# Computed again rather than kept: element by element, or moving data only.
+# Cheap, so computed again rather than kept: elementwise operations, and moving data.
 _CHEAP = frozenset(
   'Abs Add AddN AddV2 BroadcastTo Cast Ceil ClipByValue Concat ConcatV2 Cos Div DivNoNan Equal Erf '
   'Erfc Exp ExpandDims Expm1 Fill Floor FloorDiv Greater GreaterEqual Identity IdentityN Inv '
@@ -34,10 +39,10 @@ _Part = Callable[..., Any]
 
 
 class SplitVjp:
-  """A vector-Jacobian product of weights, inputs and dy, and the parts that are cut from it.
+  """A vector-Jacobian product of weights, inputs and dy, and its parts.
 
-  Each part is a function of flat tensors: the weights' resource handles, the inputs, then what is
-  named below. It is cut out when it is first asked for: no schedule needs all of them.
+  Each part is a function of flat tensors: the weights' resource handles, the inputs, then the
+  arguments named below. It is made when it is first asked for, because no schedule needs all parts.
 
   Attributes:
     forward: (handles, inputs) -> y + residuals for `backward`.
@@ -46,10 +51,10 @@ class SplitVjp:
     weight_gradient: (handles, inputs, dy, residuals) -> dw.
     kept_input_gradient: (handles, inputs, residuals of forward, dy) -> dx + residuals.
     kept_weight_gradient: (handles, inputs, residuals of forward, dy, residuals) -> dw.
-    has_weight_gradient: for each gradient in dw whether it exists; the others are left out.
-    is_sparse: for each that exists whether it is of slices, two tensors: values and indices.
-    num_y: how many tensors y is.
-    num_dx: how many tensors dx is.
+    has_weight_gradient: for each weight whether it has a gradient; dw leaves out the others.
+    is_sparse: for each existing gradient whether it consists of slices: values and indices.
+    num_y: number of tensors in y.
+    num_dx: number of tensors in dx.
   """
 
   def __init__(
@@ -64,11 +69,11 @@ class SplitVjp:
 
     Args:
       vjp: (weights as tensors, inputs) -> (y, dy, dx, dw), lists of tensors of one graph; dy are
-        placeholders, and None in dw stands for a weight without a gradient.
-      weights: variables, or what stands for them in a trace.
-      inputs: tensors of the shapes and dtypes to come.
-      xla: whether the parts are compiled by XLA, out of which no list of tensors can be handed:
-        what a loop keeps for its backward is computed again.
+        placeholders, and dw has None for a weight without a gradient.
+      weights: variables, or their stand-ins in a trace.
+      inputs: tensors with the shapes and dtypes of later calls.
+      xla: whether XLA compiles the parts. Lists of tensors cannot leave XLA, so results that a loop
+        keeps for its backward are computed again.
     """
     handles = [tf.TensorSpec([], tf.resource)] * len(weights)
     specs = [*handles, *(tf.TensorSpec(t.shape, t.dtype) for t in inputs)]
@@ -90,18 +95,18 @@ class SplitVjp:
     self._whole = tf.compat.v1.wrap_function(Trace, specs)
     self._xla = xla
     self._y, self._dy, self._dx, self._dw = parts
-    self._given = list(self._whole.inputs)
+    self._inputs = list(self._whole.inputs)
     self.num_y, self.num_dx = len(self._y), len(self._dx)
     self.has_weight_gradient = [g is not None for g in gradients]
     self.is_sparse = [isinstance(g, tf.IndexedSlices) for g in gradients if g is not None]
 
   @functools.cached_property
   def forward(self) -> _Part:
-    return self._whole.prune(self._given, [*self._y, *self._kept])
+    return self._whole.prune(self._inputs, [*self._y, *self._kept])
 
   @functools.cached_property
   def backward(self) -> _Part:
-    return self._whole.prune([*self._given, *self._kept, *self._dy], [*self._dx, *self._dw])
+    return self._whole.prune([*self._inputs, *self._kept, *self._dy], [*self._dx, *self._dw])
 
   @functools.cached_property
   def input_gradient(self) -> _Part:
@@ -120,31 +125,33 @@ class SplitVjp:
     return self._WeightGradient(self._kept)
 
   def WeightGradients(self, components: Sequence[tf.Tensor]) -> list[Any]:
-    """The gradients that exist, tensors or slices, from the tensors in dw."""
-    rest = iter(components)
-    return [tf.IndexedSlices(next(rest), next(rest)) if s else next(rest) for s in self.is_sparse]
+    """Returns the existing gradients, tensors or slices, from the tensors in dw."""
+    parts = iter(components)
+    return [
+      tf.IndexedSlices(next(parts), next(parts)) if s else next(parts) for s in self.is_sparse
+    ]
 
   @functools.cached_property
   def _kept(self) -> list[tf.Tensor]:
-    """The residuals of `forward`."""
-    ran = _Ancestors(self._y, self._given)
-    return _Residuals([*self._dx, *self._dw], self._given, ran, self._xla)
+    """Residuals of `forward`."""
+    ran = _Ancestors(self._y, self._inputs)
+    return _Residuals([*self._dx, *self._dw], self._inputs, ran, self._xla)
 
-  def _InputGradient(self, kept: list[tf.Tensor]) -> _Part:
-    fed = [*self._given, *kept, *self._dy]
+  def _InputGradient(self, residuals: list[tf.Tensor]) -> _Part:
+    fed = [*self._inputs, *residuals, *self._dy]
     return self._whole.prune(fed, [*self._dx, *self._ForWeights(fed)])
 
-  def _WeightGradient(self, kept: list[tf.Tensor]) -> _Part:
-    fed = [*self._given, *kept, *self._dy]
+  def _WeightGradient(self, residuals: list[tf.Tensor]) -> _Part:
+    fed = [*self._inputs, *residuals, *self._dy]
     return self._whole.prune([*fed, *self._ForWeights(fed)], self._dw)
 
   def _ForWeights(self, fed: list[tf.Tensor]) -> list[tf.Tensor]:
-    """The residuals of the input gradient."""
+    """Returns the residuals of the input gradient."""
     return _Residuals(self._dw, fed, _Ancestors(self._dx, fed), self._xla)
 
 
 def _Components(gradients: Sequence[Any]) -> list[tf.Tensor]:
-  """The tensors of gradients, None and slices among them."""
+  """Returns the tensors of gradients, None and slices among them."""
   components = []
   for g in gradients:
     if isinstance(g, tf.IndexedSlices):
@@ -154,9 +161,9 @@ def _Components(gradients: Sequence[Any]) -> list[tf.Tensor]:
   return components
 
 
-def _Ancestors(fetches: Sequence[tf.Tensor], given: Sequence[tf.Tensor]) -> set[str]:
-  """Names of the operations that must run for the fetches, where some tensors are given."""
-  stop = {t.name for t in given}
+def _Ancestors(fetches: Sequence[tf.Tensor], fed: Sequence[tf.Tensor]) -> set[str]:
+  """Returns names of the operations that must run for the fetches if some tensors are fed."""
+  stop = {t.name for t in fed}
   seen: set[str] = set()
   todo = [t for t in fetches if t.name not in stop]
   while todo:
@@ -168,11 +175,11 @@ def _Ancestors(fetches: Sequence[tf.Tensor], given: Sequence[tf.Tensor]) -> set[
 
 
 def _Residuals(
-  fetches: Sequence[tf.Tensor], given: Sequence[tf.Tensor], ran: Collection[str], xla: bool
+  fetches: Sequence[tf.Tensor], fed: Sequence[tf.Tensor], ran: Collection[str], xla: bool
 ) -> list[tf.Tensor]:
-  """The dear results of operations in `ran` that the fetches need; in a fixed order."""
-  stop = {t.name for t in given}
-  found: dict[str, tf.Tensor] = {}
+  """Returns the results of expensive operations in `ran` that the fetches need, sorted by name."""
+  stop = {t.name for t in fed}
+  residuals: dict[str, tf.Tensor] = {}
   seen: set[str] = set()
   todo = list(fetches)
   while todo:
@@ -180,16 +187,16 @@ def _Residuals(
     if t.name in seen or t.name in stop:
       continue
     seen.add(t.name)
-    is_dear = t.op.type not in _CHEAP or t.dtype == tf.bool
-    # A tensor cannot be given to a part that runs the operation for another of its outputs.
+    is_kept = t.op.type not in _CHEAP or t.dtype == tf.bool
+    # A tensor cannot be fed to a part that runs its operation for another output.
     if xla and any(output.dtype == tf.variant for output in t.op.outputs):
-      is_dear = False
-    if t.op.name in ran and is_dear and t.op.inputs:
-      found[t.name] = t
+      is_kept = False
+    if t.op.name in ran and is_kept and t.op.inputs:
+      residuals[t.name] = t
     else:
       todo.extend(t.op.inputs)
-  # With one output of an operation prune must be given all that anything takes: it copies what
-  # comes before given tensors, too, though nothing needs it.
-  for t in list(found.values()):
-    found.update({output.name: output for output in t.op.outputs if output.consumers()})
-  return [found[name] for name in sorted(found)]
+  # If prune is fed one output of an operation, it must be fed all outputs that have consumers: it
+  # also copies operations that precede fed tensors, although nothing needs them.
+  for t in list(residuals.values()):
+    residuals.update({output.name: output for output in t.op.outputs if output.consumers()})
+  return [residuals[name] for name in sorted(residuals)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What losses and metrics of a micro-batch count, by the weight of its loss."""
+"""Losses and metrics of a micro-batch, weighted by the weight of its loss."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ from lingvo_gpipe.core import shapes
 
 
 def Scalar(what: str, value: Any) -> tf.Tensor:
-  """The value, which may be a number, as a tensor; ValueError, of `what`, where it is no scalar."""
+  """Returns a number or tensor as a scalar tensor.
+
+  Args:
+    what: the value's name in messages.
+    value: the number or tensor.
+
+  Raises:
+    ValueError: the value is not a scalar.
+  """
   value = tf.convert_to_tensor(value)
   if value.shape.rank not in (None, 0):
     raise ValueError(
@@ -22,27 +30,26 @@ def Scalar(what: str, value: Any) -> tf.Tensor:
 
 
 def Loss(what: str, value: Any) -> tf.Tensor:
-  """As `Scalar`; TypeError where it can have no gradient."""
+  """Returns the value as a floating scalar, see `Scalar`; raises TypeError for other dtypes."""
   value = Scalar(what, value)
   if not value.dtype.is_floating:
     raise TypeError(f'{what}: expected a floating scalar, got {value.dtype.name}')
   return value
 
 
-def Metrics(found: Any) -> dict[str, tuple[tf.Tensor, tf.Tensor]]:
-  """What a loss function returned, with tensors for numbers.
+def Metrics(returned: Any) -> dict[str, tuple[tf.Tensor, tf.Tensor]]:
+  """Returns the result of a loss function, with numbers converted to tensors.
 
   Raises:
-    TypeError: it is not {name: (value, weight)}, or the loss has no gradient.
-    ValueError: there is no loss, or a value or weight is no scalar.
+    TypeError: the result is not {name: (value, weight)}, or the loss has no gradient.
+    ValueError: there is no loss, or a value or weight is not a scalar.
   """
-  pairs = found.items() if isinstance(found, Mapping) else [('', found)]
+  pairs = returned.items() if isinstance(returned, Mapping) else [('', returned)]
   metrics = {}
   for name, pair in pairs:
     if not (name and isinstance(pair, (tuple, list)) and len(pair) == 2):
-      raise TypeError(
-        f'a loss must return {{name: (value, weight)}}, got {shapes.FormatNest(found)}'
-      )
+      got = shapes.FormatNest(returned)
+      raise TypeError(f'a loss must return {{name: (value, weight)}}, got {got}')
     value, weight = pair
     metrics[name] = (Scalar(f'metric {name!r}', value), Scalar(f'weight of {name!r}', weight))
   if 'loss' not in metrics:
@@ -52,24 +59,24 @@ def Metrics(found: Any) -> dict[str, tuple[tf.Tensor, tf.Tensor]]:
 
 
 def WeightedSum(value: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
-  """[value * weight, weight] in float32, or float64 where the value is."""
+  """Returns [value * weight, weight] in float32, or in float64 if the value is float64."""
   dtype = tf.float64 if value.dtype == tf.float64 else tf.float32
   value, weight = tf.cast(value, dtype), tf.cast(weight, dtype)
-  # A mean over nothing may be NaN.
+  # The mean of an empty micro-batch may be NaN.
   return tf.stack([tf.where(weight > 0, value * weight, tf.zeros_like(value)), weight])
 
 
 def WeightedLoss(value: tf.Tensor, loss_weight: tf.Tensor, coefficient: float = 1.0) -> tf.Tensor:
-  """What a loss adds to the objective: value * coefficient * weight of the micro-batch."""
-  if value.dtype.size < 4:  # Where the weight, a count of tokens, would lose digits.
+  """Returns a loss's part of the objective: value * coefficient * weight of the micro-batch."""
+  if value.dtype.size < 4:  # The weight, a count of tokens, would lose digits.
     value = tf.cast(value, tf.float32)
   return value * (coefficient * tf.cast(loss_weight, value.dtype))
 
 
 def WhereItCounts(x: tf.Tensor, loss_weight: tf.Tensor) -> tf.Tensor:
-  """An output of the last layer, whose gradient is zero where the weight is.
+  """Returns an output of the last layer, with a gradient of zero if the loss weight is zero.
 
-  A mean over nothing, and its gradient, may be NaN, and times the weight still are.
+  The mean of an empty micro-batch and its gradient may be NaN, and NaN * 0 is NaN.
   """
 
   @tf.custom_gradient

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes wrong in a stage ends the step, and is told with stage, layer and micro-batch."""
+"""An error in a stage ends the step, and names the stage, the layer and the micro-batch."""
 
 import contextlib
 import resource
@@ -221,7 +221,7 @@ def testWhereReplicasMeet(forks, tmp_path):
   failed, after = done.stdout.splitlines()
   assert failed.startswith('InvalidArgumentError in layer net.stack.layers[0] (FnLayer) in stage 0')
   # That hangs on whether the other one waited already.
-  assert after == 'none' or after.endswith('in this process: start the program again')
+  assert after == 'none' or after.endswith('restart the program')
 
 
 def testAtRunTimeInTheLoss():
@@ -339,7 +339,7 @@ def testAnErrorThatDoesNotComeAgain():
   stack.Place(stacks.Devices(), *stacks.Specs((_Good(),)))
   with pytest.raises(tf.errors.OpError) as e:
     stack.Predict(_Good())
-  assert 'no stage failed: ' in _Notes(e) and 'does not come up each time' in _Notes(e)
+  assert 'no stage failed: ' in _Notes(e) and 'does not occur each time' in _Notes(e)
   np.testing.assert_array_equal(stack.Predict(_Good()), _Good())
 
 
@@ -354,7 +354,7 @@ def testAnUpdateThatFails(monkeypatch):
   monkeypatch.setattr(run.learner, 'Apply', Fails)
   with pytest.raises(tf.errors.InvalidArgumentError, match='no update') as e:
     run.TrainStep(_Batch(_Good()))
-  assert 'no stage failed: it came up outside of them, as in the update of the weights' in _Notes(e)
+  assert 'no stage failed: the error came from outside the stages' in _Notes(e)
 
 
 def testWhatIsRunAgainMayTakeLong(monkeypatch):
@@ -416,7 +416,7 @@ def testWhatFailsWithXlaAlone():
     failures.LocateFailure(compiled, RunAgain),
   ):
     raise tf.errors.InternalError(None, None, 'first')
-  assert e.value.__notes__ == ['without XLA, which tells no layers, it does not fail']
+  assert e.value.__notes__ == ['without XLA it does not fail, so the layer is unknown']
 
 
 # ---- while the step is planned and built ---------------------------------------------------------
