@@ -266,7 +266,7 @@ def testALayerThatRunsOutOfMemoryInAStageOfXla():
   assert any('micro-batch 0, while running action 2F0' in note for note in notes)
   found = 'without XLA it fails in layer net.stack.layers[3] (SilentLayer): OOM'
   assert layer.startswith(found)
-  assert 'action 2F0; once more without XLA' in done.stderr
+  assert 'action 2F0; running once more without XLA' in done.stderr
   # The stages are compiled as before.
   assert xla == 'True'
 
