@@ -126,7 +126,7 @@ def LocateFailure(engine: _Engine, run_again: Callable[[], Any]) -> Iterator[Non
   except tf.errors.OpError as e:
     if not tf.executing_eagerly() or isinstance(e, _NOT_AGAIN):
       raise
-    heartbeat.Long()  # Running again is slower than a normal step: suspend the timeout.
+    heartbeat.SuspendTimeout()  # Running again is slower than a normal step: suspend the timeout.
     try:
       run_again()
     except Exception as cause:
@@ -162,7 +162,7 @@ def _WithoutXla(engine: _Engine, run_again: Callable[[], Any], error: Exception)
   # Logged first: more memory is needed without XLA, and the system may kill the process.
   text = '; '.join([_FirstLine(error), *_Notes(error)])
   logging.warning('%s; running once more without XLA, to find the layer', text)
-  heartbeat.Long()
+  heartbeat.SuspendTimeout()
   try:
     with engine.WithoutXla():
       run_again()
