@@ -51,7 +51,7 @@ class _Adds(base_layer.BaseLayer):
 
 
 class _Holds(base_layer.BaseLayer):
-  """Two layers that add losses of one name, and one of its own, of its input alone."""
+  """Two layers that add losses of one name, and one that adds a loss of its input alone."""
 
   def __init__(self, params):
     super().__init__(params)

@@ -29,7 +29,7 @@ def _Layer(fn=None):
 
 
 def _Explain(sub, x=None, side=None, *, change=None, loss_fn=stacks.SquareLoss, is_finite=False):
-  """What is said of the engine's step, which must not be finite unless all its parts are."""
+  """Returns the explanation of the engine's step, which is not finite unless `is_finite`."""
   x = tf.ones([_BATCH, _DIM]) if x is None else x
   side = tf.ones([_BATCH]) if side is None else side
   stack = stacks.MakeStack(
@@ -183,8 +183,8 @@ def testGradientsOfSkipsAndAuxiliaryLossesComeDown():
   )
 
 
-def testMasksAreThoseOfTheStep():
-  """What dropout leaves decides whether the value comes up at all."""
+def testMasksDependOnTheStep():
+  """The dropout mask decides whether the value occurs at all."""
   sub = [
     _Layer(),
     dropout.DropoutLayer.Params().Set(keep_prob=0.3),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Complex tensors between layers and stages: their gradients are those of the plain layers."""
+"""Complex tensors between layers and stages have the gradients of the plain layers."""
 
 import sys
 

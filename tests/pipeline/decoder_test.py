@@ -106,7 +106,7 @@ def testABatchSmallerThanTheNumberOfMicroBatches():
 
 
 def testStatesStayAsTheyAre():
-  """A step from old states gives what it gave before: nothing is written in place."""
+  """A step from old states repeats its outputs: nothing is written in place."""
   stack, ids = _Shared(), _Ids()
   _, states = stack.Prefill(ids[:, :_PROMPT], max_length=_MAX)
   first, _ = stack.ExtendStep(states, ids[:, 3:4], time_step=3)
@@ -156,7 +156,7 @@ def testReorderedStatesGoOnAsTheirRows():
 
 
 def testAStepCostsOnePositionOfFProp():
-  """Products of a step times the positions are those of the whole sequence: none is repeated."""
+  """A step per position takes as many products as the whole sequence: none is repeated."""
   stack, batch = _Shared(), 2
   ids = _Ids(batch, _MAX)
 
@@ -287,7 +287,7 @@ class _Doubles(base_layer.BaseLayer):
 
 
 def testALaterOneOfEqualStagesIsNamed():
-  """The stages share their functions; the third one is given what its layer cannot take."""
+  """The stages share their functions; the third gets an input that its layer cannot take."""
   x = tf.ones([2, _TIME, _DIM])
   stack = _Stack(3, 1, [_Doubles.Params()] * 3, tf.TensorSpec(x.shape))
   with pytest.raises(ValueError, match='too wide') as e:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Same result: the engine against the same layers run micro-batch by micro-batch (design 4.15).
+"""Same result: the engine against the same layers run micro-batch by micro-batch (docs/architecture.md).
 
 The reference is plain eager code on one device: no engine, no tf.function, no recomputation.
 """
@@ -345,7 +345,7 @@ def testStagesOfDifferentFunctionsDoNotShareATrace():
 
 @functools.cache
 def _Masks(num_stages, num_micro_batches, xla, step=3, dtype=tf.float32):
-  """What four dropout layers in a row leave of ones: [batch, 32], products of four masks."""
+  """Returns the product of the masks of four dropout layers, [batch, 32]."""
   drop = dropout.DropoutLayer.Params().Set(keep_prob=0.9)
   ends = [4 // num_stages * (k + 1) for k in range(num_stages)]
   stack = _Stack(num_stages, num_micro_batches, sub=[drop] * 4, splits=ends, xla=xla, dtype=dtype)

@@ -302,7 +302,7 @@ _BACK_TO_FRONT = """
   ],
   ids=['v', 'uneven', 'back_to_front'],
 )
-def testAScheduleOfOnesOwnSaysWhereTheStagesAre(text, placement, policy):
+def testACustomSchedulePlacesTheStages(text, placement, policy):
   schedule = schedules.Schedule.FromText(text, name='placed')
   stack = _Stack(schedule, policy, len(placement), 2)
   assert stack.num_devices == 2
@@ -349,7 +349,7 @@ def testARegisteredScheduleThatMovesItsStages(monkeypatch):
 # ---- refused -----------------------------------------------------------------------------
 
 
-def testForwardOnlyIsNoTrainingSchedule():
+def testForwardOnlyCannotTrain():
   for schedule in ('forward_only', schedules.Get('forward_only', 2, 4)):
     with pytest.raises(ValueError, match="stack: schedule 'forward_only' has no backward"):
       _Stack(schedule, 'stage', 2, 4)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What TensorFlow really runs: the schedule's order and every forward are in the executed graphs.
+"""The graphs that TensorFlow executes have the schedule's order and every forward.
 
 The graphs are those after all optimisations, cut by device, as tf.summary.trace_on collects them.
 """
@@ -28,7 +28,7 @@ _STAGE_FUNCTION = re.compile(
 
 
 class _Graph:
-  """The nodes of all partitions of a function, joined where one device sends to another."""
+  """The nodes of all partitions of a function, joined at the transfers between devices."""
 
   def __init__(self, partitions):
     self.nodes = {}
@@ -59,7 +59,7 @@ class _Graph:
     return self._data[key]
 
   def Ancestors(self, key, *, data_only=False):
-    """All nodes that run before `key`, or those whose values enter it."""
+    """Returns all nodes that run before `key`, or only the nodes whose values enter it."""
     edges = self._data if data_only else self._all
     seen, pending = set(), [key]
     while pending:
@@ -71,7 +71,7 @@ class _Graph:
 
 
 def _StageCalls(graph):
-  """{(device, kind, micro-batch): [keys of the calls]}, the micro-batch by what enters the call."""
+  """Returns {(device, kind, micro-batch): [keys of the calls]}; inputs tell the micro-batch."""
   calls = collections.defaultdict(list)
   for key, node in graph.nodes.items():
     match = node.op in _CALLS and _STAGE_FUNCTION.match(node.attr['f'].func.name)
@@ -171,7 +171,7 @@ def testTrainingKeepsTheSchedule(num_stages, num_micro_batches, xla, tmp_path):
 
 
 def testWithoutRandomnessTheOrderIsKeptToo(tmp_path):
-  """Where no layer uses the seeds, an optimiser might drop them and what hangs on them."""
+  """If no layer uses the seeds, an optimiser might drop them and the nodes that depend on them."""
   stack = _Stack(2, 3, keep_prob=1.0)
   assert _Faults(_TrainGraphs(stack, tmp_path), schedules.Get('gpipe', 2, 3)) == []
 
@@ -263,7 +263,7 @@ def testAnotherOrderIsCaught(tmp_path):
   assert '1F1 does not wait for 1B0' in faults
 
 
-def testWhatAFailedRunLeftIsNotTakenForTheNext(tmp_path):
+def testAFailedRunLeavesNothingToTheNext(tmp_path):
   """TensorFlow keeps the graphs of a run that failed, and hands them over with the next one's."""
 
   def Function(name):

@@ -85,7 +85,7 @@ def _Calls(stack):
 
 @functools.cache
 def _Everything():
-  """Loss and gradients where all is trained."""
+  """Returns loss and gradients with all weights trained."""
   return _Step(_Engine('gpipe', 'stage', lambda path: True))
 
 
@@ -120,8 +120,8 @@ def testTheTrainedOnesGetTheSameGradients(schedule, policy):
     *(([0, 1, 2, 3], schedule) for schedule in ('gpipe', 'fused_fill_drain')),
   ],
 )
-def testCallsAreWhatTheSimulatorPrices(schedule, trained):
-  """M forwards alone below the first trained layer, no W where nothing is trained."""
+def testTheSimulatorPricesEveryCall(schedule, trained):
+  """Only M forwards below the first trained layer, and no W in frozen stages."""
   layers = tuple(f'layers[{i}]' for i in trained)
   stack = _Engine(schedule, 'stage', lambda path: any(layer in path for layer in layers))
   calls = _Calls(stack)

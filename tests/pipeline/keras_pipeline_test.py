@@ -116,7 +116,7 @@ def testXlaWithDropoutInMixedPrecision():
 
 
 def testEqualsKerasWithoutDropoutAndNorm():
-  """One mini-batch in three pieces, and what Keras makes of it in one."""
+  """One mini-batch in three pieces equals Keras on the whole mini-batch."""
   net = _Convolutions(dropout=0, norm=False)
   stack = stacks.MakeStack(keras_cut.Cut(net), num_micro_batches=3, num_stages=2, dtype=tf.float32)
   images, side = _Images(batch=7, dtype=tf.float32)

@@ -55,7 +55,7 @@ def _Norm(**params):
 
 
 class _CountsCalls(base_layer.BaseLayer):
-  """Counts its examples: what runs again would count again."""
+  """Counts its examples: a repeated run would count twice."""
 
   def __init__(self, params):
     super().__init__(params)
@@ -220,7 +220,7 @@ def testFrozenLayersFollowTheData():
   _CheckState(stacks.State(stack), _Reference(3)[1])
 
 
-def testWhatIsNotFiniteStaysOut():
+def testSumsThatAreNotFiniteAreDropped():
   """Layers before the bad one have seen good data; from there on all state stays as it was."""
 
   class Spoils(base_layer.BaseLayer):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PipeliningLayer: its weights, where they are, what it predicts, and what it refuses."""
+"""PipeliningLayer: its weights and their devices, predictions, and refusals."""
 
 import sys
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What backward runs again under each policy: matrix products in the graphs that TensorFlow runs.
+"""Matrix products that backward repeats under each policy, in the graphs that TensorFlow runs.
 
 With n layers of one product each, a forward has n, the weights' gradients n, and the inputs'
 gradients n but for the first stage, which needs none for its own input. A frozen layer has no
@@ -106,7 +106,7 @@ def _Loss(theta, outputs, side):
 
 
 def _Expected(schedule, again, num_trained=_N):
-  """{action: products}, where B or what stands for it runs `again(k, m)` products again."""
+  """Returns {action: products}, if backward repeats `again(k, m)` products."""
   expected = collections.Counter()
   for action in itertools.chain.from_iterable(schedule.actions):
     k, kind, m = action.stage, action.kind.value, action.micro_batch
@@ -232,7 +232,7 @@ def testActionsRunInTheScheduleOrder(name, policy, num_stages, stages_per_device
 
 
 class _Identity(base_layer.BaseLayer):
-  """Says itself what its gradient is."""
+  """Defines its own gradient."""
 
   @classmethod
   def Params(cls):

@@ -23,7 +23,7 @@ def _Norm(**params):
 
 
 class _Branches(base_layer.BaseLayer):
-  """Three sums that wait for none of each other, one of a layer that is called twice."""
+  """Three independent sums, one of them of a layer that is called twice."""
 
   def __init__(self, params):
     super().__init__(params)
@@ -51,7 +51,7 @@ def _X(batch_size):
 
 
 def _TogetherFirst(num_replicas, num_micro_batches, batch_size):
-  """The rows of micro-batch 0 of all replicas, then those of their micro-batches 1, ..."""
+  """Returns the rows of micro-batch 0 of all replicas, then the rows of micro-batches 1, ..."""
   sizes = micro_batch.Sizes(batch_size, num_replicas * num_micro_batches)
   pieces = np.split(np.arange(batch_size), np.cumsum(sizes)[:-1])
   return np.concatenate(
@@ -111,7 +111,7 @@ def testIsOneReplicaOfLargerMicroBatches(
     np.testing.assert_allclose(value, state[path], rtol=1e-10, err_msg=path)
 
 
-def testAnEagerStepTakesThoseOfEachReplica():
+def testAnEagerStepTakesTheStatisticsOfEachReplica():
   """As it finds out why a step failed: one replica has run when the next one begins."""
   stack = _Place(2, 8, num_micro_batches=2)
   x, side = (_X(8),), stacks.ExampleWeights(8)
@@ -128,7 +128,7 @@ def testAnEagerStepTakesThoseOfEachReplica():
   assert abs(sums['loss'][0] - together['loss'][0]) > 1e-3
 
 
-def testWhatIsRefused():
+def testImpossibleSettingsAreRefused():
   with pytest.raises(ValueError, match=r'stack.layers\[1\].a has over_replicas=True: XLA does not'):
     _Place(2, 8, num_micro_batches=2, xla=True)
   _Place(1, 8, num_micro_batches=2, xla=True)

@@ -104,7 +104,7 @@ def testReplicasAreOnePipelineOfMoreMicroBatches(
 
 
 def testTheReferenceOfOneReplicaDiffers():
-  """The micro-batches of two replicas are not those of one: other masks, other statistics."""
+  """Two replicas have other micro-batches than one: other masks, other statistics."""
   (_, one), _ = _Reference(3, 12)
   (_, two), _ = _Reference(6, 12)
   stacks.CheckAnyDiffers(one, two)

@@ -209,7 +209,7 @@ class _Rest(base_layer.BaseLayer):
 
 
 def testAnIntegerSideInputOfAMiddleStage():
-  """As docs/own_loop.md says: stashed at the front, it is not in what goes from stage to stage."""
+  """As docs/own_loop.md says: a tensor stashed at the front does not pass every stage."""
   sub = [_Stash('ids'), _Rest.Params(), _Square3()]
   sub += [_Pop('ids', 'append'), _Fold.Params(), _Square3()]
   stack = _CheckTraining(sub, (_Ids(), _X()), num_stages=3, splits=[3, 5, 6], schedule='1f1b')
@@ -269,7 +269,7 @@ def testOneSkipUnderEveryCut(splits, policy):
 
 
 class _Only(base_layer.BaseLayer):
-  """(x, none) <-> (none, x): what a StashLayer takes is the first argument."""
+  """(x, none) <-> (none, x): a StashLayer takes the first argument."""
 
   def FProp(self, theta, a, b):
     return b, a
@@ -299,7 +299,7 @@ def _FarSkip(pops=1, **options):
 
 
 def _TrainGraphs(stack, tmp_path):
-  """What a training step of it executes."""
+  """Returns the graphs that a training step executes."""
   args = (_X(),), tf.ones([_BATCH], tf.float64), tf.constant(1, tf.int64)
   step = stacks.StepFunction(stack)
   return graph_reader.ExecutedGraphs(lambda: step(*args), tmp_path)
@@ -337,7 +337,7 @@ def testASkipIsSentOnceUnderOtherSchedulesAndPolicies(schedule, policy, tmp_path
 
 
 def testASkipIsFreedByTheForwardThatTakesItInEvaluation(tmp_path):
-  """There is no backward that would hold it longer, whatever would be recomputed in training."""
+  """There is no backward that would hold it longer, under any policy of recomputation."""
   stack = _FarSkip(schedule='1f1b', remat_policy='none')
   args = (_X(),), tf.ones([_BATCH], tf.float64)
   step = tf.function(lambda *args: stacks.Evaluate(stack, *args), autograph=False)

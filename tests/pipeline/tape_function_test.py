@@ -168,7 +168,7 @@ def testATapeAroundAUsersFunction():
 
 @pytest.mark.parametrize('in_function', [False, True])
 def testASecondGradient(in_function):
-  """Of a penalty on the first one: what the stages take follows from weights and inputs."""
+  """The gradient of a gradient penalty: the inputs of stages depend on weights and inputs."""
   args = _Inputs([4])
   stack, plain = _Placed(args, 2, 2), _Params(sequential.SequentialLayer).Instantiate()
   plain.InstantiateVariables()
@@ -426,7 +426,7 @@ def testASlowGradientOfOneOfSeveralTensors():
 
 
 def testManyDropouts():
-  """Where the output is zero its input's gradient is zero: the masks of both are the same."""
+  """If an output is zero, so is the gradient of its input: both have the same mask."""
   sub = [dropout.DropoutLayer.Params().Set(keep_prob=0.9)] * 8
   stack = _Stack(sub, tf.TensorSpec([20, 50]), num_stages=2, splits=[4, 8], num_micro_batches=10)
   x = tf.ones([20, 50])
@@ -489,7 +489,7 @@ def testATrainingLoopOfOnesOwn(in_function):
 
 
 def testMiniBatchesOfOneStepDrawTheirOwnMasks():
-  """A user accumulates over mini-batches: their micro-batches go on counting."""
+  """A user accumulates over mini-batches: the count of micro-batches continues."""
   p = pipelining_layer.PipeliningLayer.Params().Set(
     name='stack',
     num_micro_batches=2,

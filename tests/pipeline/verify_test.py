@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`verify` agrees with the real engine, and tells what is wrong where something is."""
+"""`verify` agrees with the real engine, and names the values that are wrong."""
 
 import sys
 
@@ -16,7 +16,7 @@ _BATCH, _TIME, _DIM, _VOCAB = 6, 5, 8, 11
 
 
 class _Scaled(base_layer.BaseLayer):
-  """x w, times a factor that subclasses make out of what no layer may look at."""
+  """x w, times a factor that subclasses derive from values that no layer may use."""
 
   def __init__(self, params):
     super().__init__(params)
@@ -51,7 +51,7 @@ def _Block():
 
 
 def _Loss(theta, outputs, side):
-  """NaN where nothing counts, as the last of four micro-batches."""
+  """NaN if the weights are zero, as in the last of four micro-batches."""
   del theta
   xent = embedding.XentLossFromLogits(outputs[0], side.labels)
   total = tf.reduce_sum(tf.cast(side.weights, xent.dtype))

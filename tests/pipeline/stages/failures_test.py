@@ -125,7 +125,7 @@ def testAtRunTimeUnderAUsersTape(fails, place, stage):
 
 
 class _Task(task.BaseTask):
-  """Four layers and the mean square of what they make."""
+  """Four layers and the mean square of their outputs."""
 
   @classmethod
   def Params(cls):
@@ -209,7 +209,7 @@ def PrintFailuresWhereReplicasMeet():
       print(type(e).__name__, *e.__notes__)
 
 
-def testWhereReplicasMeet(forks, tmp_path):
+def testAFailureWhileReplicasSumStatistics(forks, tmp_path):
   """In a process of its own: in it TensorFlow may take no more sums over replicas."""
   (tmp_path / 'program.py').write_text(
     'from lingvo_gpipe.distributed import cluster\n'
@@ -293,7 +293,7 @@ def testStagesBeforeTheFailingOneStop():
   assert 1 <= len(ran) < 10
 
 
-def testWhatXlaCannotCompile():
+def testLayersThatXlaCannotCompile():
   stack = _Stack(_Sub(1, layers.SilentLayer.Params().Set(fn=_FailsInPython)), xla=True)
   stack.Place(stacks.Devices(), *stacks.Specs((_Good(),)))
   with pytest.raises(tf.errors.InvalidArgumentError, match='EagerPyFunc') as e:
@@ -303,7 +303,7 @@ def testWhatXlaCannotCompile():
 
 
 def testInAUsersFunctionRunEagerly():
-  """What docs/own_loop.md says to do where TensorFlow tells of a cancellation alone."""
+  """The advice of docs/own_loop.md for an error that reports only a cancellation."""
   stack = _Stack(_Sub(1, layers.SilentLayer.Params().Set(fn=_FailsForward)))
   stack.Place(
     stacks.Devices(),
@@ -357,7 +357,7 @@ def testAnUpdateThatFails(monkeypatch):
   assert 'no stage failed: the error came from outside the stages' in _Notes(e)
 
 
-def testWhatIsRunAgainMayTakeLong(monkeypatch):
+def testRunningAgainSuspendsTheTimeout(monkeypatch):
   told = []
   monkeypatch.setattr(heartbeat, '_Send', told.append)
   error = tf.errors.InternalError(None, None, 'failed')
@@ -368,7 +368,7 @@ def testWhatIsRunAgainMayTakeLong(monkeypatch):
 
 
 class _Compiled:
-  """What `Located` needs of an engine."""
+  """The part of an engine that `LocateFailure` needs."""
 
   xla, sums_statistics = True, False
   WithoutXla = contextlib.nullcontext
@@ -387,7 +387,7 @@ class _Held:
     (ValueError, 1),
   ],
 )
-def testWhatRunsWithoutXlaHasTheMemoryOfWhatFailedBefore(monkeypatch, kind, num_runs):
+def testRunningWithoutXlaHasTheMemoryOfTheFailedRun(monkeypatch, kind, num_runs):
   told, runs = [], []
   monkeypatch.setattr(heartbeat, '_Send', told.append)
 
@@ -403,7 +403,7 @@ def testWhatRunsWithoutXlaHasTheMemoryOfWhatFailedBefore(monkeypatch, kind, num_
   assert told == [heartbeat.LONG] * num_runs
 
 
-def testWhatFailsWithXlaAlone():
+def testAStepThatFailsOnlyUnderXla():
   compiled = _Compiled()
 
   def RunAgain():
@@ -441,7 +441,7 @@ def _Raise(w, x):
     (_Raise, _Mine, 1, ['out of cheese', 'given (float32[2, 3])']),
   ],
 )
-def testWhatDoesNotFitIsToldByThePlan(fn, error, place, words):
+def testTheCutNamesALayerThatDoesNotFit(fn, error, place, words):
   sub = [layers.FnLayer.Params() for _ in range(4)]
   sub[1].fn = fn
   with pytest.raises(error) as e:
@@ -453,7 +453,7 @@ def testWhatDoesNotFitIsToldByThePlan(fn, error, place, words):
 
 
 def testAPlanNamesTheStageOfSplits():
-  """The first line names the layer by its path, what was expected and what came."""
+  """The first line names the layer by its path, the expected and the actual input."""
   linears = [linear.LinearLayer.Params().Set(input_dim=_DIM, output_dim=4)] * 3
   message = 'stack.layers[1]: the last dimension of inputs must be 3, got shape [2, 4]'
   for splits, where in (
@@ -549,7 +549,7 @@ def testABatchThatTheTaskWasNotPlacedFor(batch, error, words):
 
 
 def testALaterOneOfEqualStagesIsNamed():
-  """The stages share their functions; the third one is given what the layer cannot take."""
+  """The stages share their functions; the third gets an input that the layer cannot take."""
 
   def Double(w, x):
     if x.shape[-1] > 2 * _DIM:

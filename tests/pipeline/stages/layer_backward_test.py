@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policy `layer`: what it keeps, that layers are computed again one by one, and what it saves.
+"""The policy `layer`: its residuals, one layer recomputed at a time, and the saved memory.
 
 That the gradients are right under it, engine_schedules_test and its neighbours show; how many
 products it takes, recomputation_test.
@@ -135,7 +135,7 @@ def testFrozenLayersHaveNoProductsForTheirWeights(tmp_path):
 
 
 def testBackwardOfALayerAtATimeTakesLessMemory():
-  """By the lives of the buffers in what XLA compiled."""
+  """Measured by the lives of the buffers in the compiled program."""
   batch = 64
   inner = batch * 8 * _DIM * 8  # One of the wide tensors of a layer.
   peaks = {}

@@ -75,7 +75,7 @@ def _IsLeaf(value):
 
 
 def _Map(fn, nest):
-  """Applies fn to the leaves, a way that does not use what is tested."""
+  """Applies fn to the leaves, without the code under test."""
   if _IsLeaf(nest) or isinstance(nest, tf.Tensor):
     return fn(nest)
   if isinstance(nest, dict):
@@ -142,7 +142,7 @@ def testSplitsAlongTheGivenDimensionInsideAFunction():
   np.testing.assert_array_equal(merged, x)
 
 
-def testAFunctionWithoutAStaticBatchSizeSaysWhere():
+def testAFunctionWithoutAStaticBatchSizeNamesTheTensor():
   @tf.function(autograph=False, input_signature=[tf.TensorSpec([None, 3])])
   def Run(x):
     return micro_batch.Split(nested_map.NestedMap(ids=x), 2)

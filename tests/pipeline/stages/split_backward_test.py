@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What layers may hold when a backward is cut into pieces: control flow, functions, any dtype."""
+"""Layers with control flow, functions and any dtype, under a backward in parts."""
 
 import collections
 import re
@@ -227,7 +227,7 @@ def _IntegersBetween():
 
 @_each_way
 def testIntegerStagesBetween(schedule, policy):
-  """What is trained lies before them, but no gradient can pass."""
+  """Trained weights precede them, but no gradient can pass."""
   _Check(_IntegersBetween(), schedule, policy, splits=[1, 2, 3, 5])
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage functions that stages share: for which inputs what was traced holds."""
+"""Stage functions that stages share: the inputs that one trace serves."""
 
 import collections
 import sys

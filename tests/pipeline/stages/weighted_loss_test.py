@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What losses count, and what is told of those that are none."""
+"""The weights of losses, and the errors of results that are not a loss."""
 
 import sys
 
@@ -56,7 +56,7 @@ def _Message(error, run):
     ({'los': (1.0, 1.0)}, ValueError, "a loss must return a metric 'loss', got ['los']"),
   ],
 )
-def testWhatIsNoLoss(metrics, error, message):
+def testResultsThatAreNotALoss(metrics, error, message):
   with pytest.raises(error) as e:
     weighted_loss.Metrics(metrics)
   assert message in str(e.value)
@@ -96,7 +96,7 @@ def testAnEngineWithoutALoss():
     _Train(None)
 
 
-def testWeightsKeepTheirDigitsBesideANarrowLoss():
+def testWeightsKeepTheirDigitsWithANarrowLoss():
   context = stage_math.Context(tf.zeros([0, 2], tf.int64), tf.constant(513.0))
   assert float(weighted_loss.WeightedLoss(tf.constant(1.0, tf.bfloat16), context)) == 513.0
 
