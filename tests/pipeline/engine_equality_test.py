@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Same result: the engine against the same layers run micro-batch by micro-batch (docs/architecture.md).
+"""Same result: the engine against the same layers run micro-batch by micro-batch.
 
 The reference is plain eager code on one device: no engine, no tf.function, no recomputation.
 """
@@ -167,7 +167,7 @@ def _GlobalNorm(grads):
 
 
 def _CheckEqual(sums, grads, num_micro_batches, dtype):
-  """The bounds of design 4.15."""
+  """The bounds of `verify`."""
   total, means, expected = _Reference(num_micro_batches, dtype)
   precise = dtype == tf.float64
   for name, mean in means.items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Same result for random pipelines: everything that the engine offers, together (docs/architecture.md).
+"""Same result for random pipelines: everything that the engine offers, together.
 
     RANDOM_STACKS=1000:1100 make test ARGS=tests/pipeline/random_stacks_test.py
 
