@@ -72,6 +72,7 @@ if TYPE_CHECKING:  # The same names as in _FOLDERS, for type checkers and editor
   from lingvo_gpipe.pipeline import verify as verify
   from lingvo_gpipe.pipeline.cost import simulator as simulator
   from lingvo_gpipe.pipeline.schedule import schedules as schedules
+  from lingvo_gpipe.training import callback as callback
 
 _FOLDERS = {
   'checkpoint': 'checkpointer',
@@ -99,6 +100,7 @@ _FOLDERS = {
   'pipeline': 'pipelining_layer verify',
   'pipeline.cost': 'simulator',
   'pipeline.schedule': 'schedules',
+  'training': 'callback',
 }
 _FOLDER_OF = {name: folder for folder, names in _FOLDERS.items() for name in names.split()}
 

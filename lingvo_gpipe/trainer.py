@@ -210,13 +210,15 @@ def _TrainOn(
         devices,
         InputParams,
         stop,
-        job=FLAGS.job,
-        check_numerics=FLAGS.check_numerics,
-        allow_params_change=FLAGS.allow_params_change,
-        lock=lock,
-        profile_steps=profile_steps,
-        failures=failures,
-        own_params=own_params,
+        train_program.RunOptions(
+          job=FLAGS.job,
+          check_numerics=FLAGS.check_numerics,
+          allow_params_change=FLAGS.allow_params_change,
+          lock=lock,
+          profile_steps=profile_steps,
+          failures=failures or {},
+          experiment_params=own_params,
+        ),
       ).Run()
 
 

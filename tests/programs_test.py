@@ -37,7 +37,7 @@ def _Program(logdir, params, stop=None, input_params=None, **options):
     cluster.Cluster.Create(2, platform='cpu'),
     input_params or (lambda name: _ModelParams(name).input),
     stop or stop_request.StopRequest(),
-    **options,
+    train_program.RunOptions(**options),
   )
 
 

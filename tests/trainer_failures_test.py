@@ -268,7 +268,7 @@ def testAFullDiskStopsTheRunAndLosesNothing(trainer, forks, small_disk, undistur
   assert not re.search('out of memory', message)
   ballast.unlink()
   last = _AssertGoesOn(trainer, logdir, message, undisturbed)
-  assert f'goes on from the checkpoint of step {last}' in message
+  assert f'resumes from the checkpoint of step {last}' in message
 
 
 def testFilesThatMayNotGrowStopTheRunAndLoseNothing(trainer, forks, tmp_path, undisturbed):
@@ -306,14 +306,14 @@ def testAReadOnlyDiskStopsTheRunAndLosesNothing(trainer, forks, tmp_path, undist
     os.chmod(train, 0o755)
   assert re.search(r'Cannot save the checkpoint .*(Read-only|ermission)', message)
   last = _AssertGoesOn(trainer, logdir, message, undisturbed)
-  assert f'goes on from the checkpoint of step {last}' in message
+  assert f'resumes from the checkpoint of step {last}' in message
 
 
 def testALogdirThatIsTakenAwayStopsTheRunAndIsNotMadeAnew(trainer, forks, tmp_path, undisturbed):
   logdir, elsewhere = tmp_path / 'run', tmp_path / 'elsewhere'
   message = _RunUntilItFails(trainer, forks, logdir, lambda pid: logdir.rename(elsewhere))
   assert re.search(rf"'{logdir}/train' is no longer the dir|Cannot save .* in '{logdir}", message)
-  assert 'the next call begins anew' in message
+  assert 'the next call starts over' in message
   assert not logdir.exists()
   _AssertGoesOn(trainer, elsewhere, message, undisturbed)
 
@@ -344,7 +344,7 @@ def testAStepThatNeedsTooMuchMemoryIsTold(trainer, impatient, tmp_path):
   for what in ('num_micro_batches', 'num_stages', 'remat_policy', 'batch_size'):
     assert what in hint
   assert where == (
-    'training ended after step 4; the next call goes on from the checkpoint of step 4'
+    'training ended after step 4; the next call resumes from the checkpoint of step 4'
   )
   assert processes.Tensors(tmp_path, 4)['global_step'] == 4
 
@@ -418,7 +418,7 @@ def testAnErrorInTheDataOfAnEvaluationIsTold(trainer, tmp_path, program):
   assert (
     where
     == {
-      'trainer': 'training ended after step 4; the next call goes on from the checkpoint of step 4',
+      'trainer': 'training ended after step 4; the next call resumes from the checkpoint of step 4',
       'evaluator': 'in eval_failing of the checkpoint of step 4',
     }[program]
   )

@@ -205,7 +205,7 @@ def testStepsInARowThatAreNotFiniteEndTheRun(trainer, tmp_path):
     r'\. In the last one the batch is at fault: input of micro-batch 0: 3 NaN and 0 Inf .*targets',
     why,
   )
-  assert where == 'training ended after step 4; the next call goes on from the checkpoint of step 3'
+  assert where == 'training ended after step 4; the next call resumes from the checkpoint of step 3'
   two, three = (processes.Tensors(tmp_path, step)['toy.w'] for step in (2, 3))
   np.testing.assert_array_equal(two, three)
 
@@ -221,7 +221,7 @@ def testADamagedRecordOfAStreamEndsTheRunWhichGoesOnWithoutIt(trainer, tmp_path)
   assert re.match(
     r'points\.tfrecord is damaged, .*: record 21, at byte 720: .*damaged_records to skip.*'
     r'\(while the input Records made the batch that begins at example 18 of the run\) '
-    r'\(training ended after step 6; the next call goes on from the checkpoint of step',
+    r'\(training ended after step 6; the next call resumes from the checkpoint of step',
     line,
   )
   before = processes.Steps(tmp_path)

@@ -261,7 +261,7 @@ def testALayerThatFailsIsNamed(project, forks, tmp_path, key, status, words):
   assert done.returncode == status, done.stderr
   lines = processes.Messages(done.stderr)
   if key == 'Failing':
-    found = re.fullmatch(r'training ended after step (\d+); the next call begins anew', lines.pop())
+    found = re.fullmatch(r'training ended after step (\d+); the next call starts over', lines.pop())
     assert found and f'step {int(found[1]) + 1}/40' not in done.stdout
   assert re.search(words, lines[-1]), done.stderr
   assert len(lines) == 1 if status == 2 else 'Traceback' in done.stderr
@@ -275,7 +275,7 @@ def testCheckNumericsNamesTheLayer(project, forks, tmp_path):
   done = forks.Run('trainer', *args, cwd=project)
   assert done.returncode == 1
   line, resume = processes.Messages(done.stderr)
-  assert re.fullmatch(r'training ended after step \d+; the next call begins anew', resume)
+  assert re.fullmatch(r'training ended after step \d+; the next call starts over', resume)
   assert re.match(
     r'step \d+ is not finite: the first value that is not finite is the output of layer '
     r'mine\.stack\.layers\[1\] \(Logarithm\) in stage 0, micro-batch [01]: \d+ NaN and \d Inf in '

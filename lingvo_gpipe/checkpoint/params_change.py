@@ -34,7 +34,7 @@ _HARMLESS = re.compile(
       r'name|model',  # The experiment's place in its file, and what it is called.
       # How long to train, what to keep, and what to report.
       r'(task\.)?train\.(max|save|summary|histogram|eval|decode|init_from)_\w+',
-      r'(task\.)?train\.early_stop\..+',
+      r'(task\.)?train\.(early_stop\..+|callbacks\b.*)',
       # Where slots lie, and in which order replicas' gradients are added.
       r'(task\.)?train\.(shard_optimizer_slots|all_reduce)',
       # Evaluation and decoding.

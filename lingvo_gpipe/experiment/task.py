@@ -96,6 +96,7 @@ def TrainParams() -> hyperparams.Params:
     0.0,
     'Number of seconds between decodings by --job=train_and_eval; 0: by steps only.',
   )
+  p.Define('callbacks', [], 'Params of callbacks that run between steps (`callback.Callback`).')
   p.Define('early_stop', early_stopping.EarlyStopping.Params(), 'Params of early stopping.')
   p.Define(
     'init_from_checkpoint_rules',

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint tells of a run beside its weights: how far it is, and what its bits hang on."""
+"""Metadata of a checkpoint: counts of the run, and the settings that its exact results need."""
 
 from __future__ import annotations
 
@@ -18,66 +18,71 @@ from lingvo_gpipe.runners import multi_task_runner, task_cut
 
 @dataclasses.dataclass
 class Counts:
-  """What a checkpoint counts of a run beside its step."""
+  """Numbers of a run that a checkpoint stores alongside the step."""
 
   examples_consumed: int = 0
   train_seconds: float = 0.0
-  # {task: steps in a row that were not finite}.
+  # {task: number of steps in a row that were not finite}.
   nonfinite_in_a_row: dict[str, int] = dataclasses.field(default_factory=dict)
-  # {task: steps and examples}, where a model has several.
+  # {task: numbers of steps and examples} of a model of several tasks.
   tasks: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
 
   @classmethod
-  def Of(cls, metadata: Mapping[str, Any]) -> Self:
-    """Those of a checkpoint; what it does not tell begins anew."""
+  def FromMetadata(cls, metadata: Mapping[str, Any]) -> Self:
+    """Returns the counts of a checkpoint; counts that it does not have start at zero."""
     names = [field.name for field in dataclasses.fields(cls)]
     return cls(**{name: metadata[name] for name in names if name in metadata})
 
-  def Step(self, task_name: str, position: int) -> None:
-    """Counts a step of a task, whose data are at that position after it."""
+  def AddStep(self, task_name: str, position: int) -> None:
+    """Counts a step of a task.
+
+    Args:
+      task_name: name of the task.
+      position: position of the task's data after the step.
+    """
     self.examples_consumed += position - self.Position(task_name)
     if task_name:
-      of_task = self.tasks.setdefault(task_name, {'steps': 0, 'examples': 0})
-      of_task['steps'] += 1
-      of_task['examples'] = position
+      counts = self.tasks.setdefault(task_name, {'steps': 0, 'examples': 0})
+      counts['steps'] += 1
+      counts['examples'] = position
 
   def Position(self, task_name: str) -> int:
-    """How many examples of a task's data were consumed."""
+    """Returns the number of examples of a task's data that were consumed."""
     if not task_name:
       return self.examples_consumed
     return self.tasks.get(task_name, {}).get('examples', 0)
 
   def NumSteps(self, task_name: str) -> int:
-    """How many steps were of a task; 0 where the model has one task alone."""
+    """Returns the number of steps of a task; 0 in a model of one task."""
     return self.tasks.get(task_name, {}).get('steps', 0)
 
 
 def Circumstances(
   model: model_lib.BaseModel, runner: multi_task_runner.TrainingRunner, devices: cluster.Cluster
 ) -> dict[str, Any]:
-  """What a bit-equal continuation depends on beside the weights (design 4.15).
+  """Returns everything except the weights that a bit-for-bit resumption depends on.
 
   Args:
-    model: the model, with the inputs of its tasks.
-    runner: what trains it.
-    devices: on what.
+    model: the model with the inputs of its tasks.
+    runner: runner that trains the model.
+    devices: devices of the run.
   """
-  found: dict[str, Any] = {'model': model.params.model}
-  for task_name, one in runner.task_runners.items():
-    p, pipeline = one.task.params, one.task.pipeline
-    of_task = {
+  circumstances: dict[str, Any] = {'model': model.params.model}
+  for task_name, runner_of_task in runner.task_runners.items():
+    task, cut = runner_of_task.task, runner_of_task.cut
+    settings = {
       'data': model.inputs[task_name].Fingerprint(),
-      'random_seed': p.random_seed,
-      'cut': list(one.cut.ends),
-      'num_micro_batches': one.cut.num_micro_batches,
-      'num_accumulated_mini_batches': multi_learner.NumAccumulated(p.train.learner),
-      # To be read, and compared: what a schedule gives hangs on the step alone.
-      **one.learner.LearningRates(int(runner.global_step)),
-      **({} if pipeline is None else task_cut.PipelineSettings(pipeline.params)),
+      'random_seed': task.params.random_seed,
+      'cut': list(cut.ends),
+      'num_micro_batches': cut.num_micro_batches,
+      'num_accumulated_mini_batches': multi_learner.NumAccumulated(task.params.train.learner),
+      # Stored to be read and compared only: a schedule's value depends on nothing but the step.
+      **runner_of_task.learner.LearningRates(int(runner.global_step)),
+      **({} if task.pipeline is None else task_cut.PipelineSettings(task.pipeline.params)),
     }
-    found.update({model_lib.TaskKey(name, task_name): x for name, x in of_task.items()})
+    circumstances.update({model_lib.TaskKey(key, task_name): x for key, x in settings.items()})
   return {
-    **found,
+    **circumstances,
     'num_replicas': devices.num_replicas,
     'intra_op_threads': devices.intra_op_threads
     or tf.config.threading.get_intra_op_parallelism_threads(),
@@ -86,7 +91,7 @@ def Circumstances(
 
 
 def LogChanges(metadata: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-  """Warns of each circumstance that is not what it was at a checkpoint, which may not tell all."""
+  """Warns of each circumstance that has changed since a checkpoint; it may lack some of them."""
   for key, value in now.items():
     if metadata.get(key, value) != value:
       logging.warning('%s was %s at the checkpoint and is %s now', key, metadata[key], value)

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`StepOutput`: what training shows and writes of its steps.
-
-The progress line, TensorBoard's events in <logdir>/train, and the lines of metrics.jsonl.
-"""
+"""Output of the training steps: the progress line, TensorBoard's events and metrics.jsonl."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 
+from lingvo_gpipe.core import hyperparams
 from lingvo_gpipe.experiment import model as model_lib
 from lingvo_gpipe.reporting import metrics_log, progress, summaries
 from lingvo_gpipe.runners import multi_task_runner
-from lingvo_gpipe.training import inspection
+from lingvo_gpipe.training import callback, inspection
 
-# Statistics of a step that the progress line does not show beside the task's metrics.
+# Values of a step that are not metrics of its task.
 _STATISTICS = (
   'learning_rate',
   'grad_norm',
@@ -24,127 +24,174 @@ _STATISTICS = (
   'loss_weight',
 )
 
-# Those that are of the run, whatever its tasks.
+# Statistics of the run rather than of one task.
 _OF_RUN = ('num_skipped_steps',)
 
 
-class StepOutput:
-  """Shows the steps of a call of the trainer, and writes what they gave.
+def LossUnit(runner: multi_task_runner.TrainingRunner) -> str:
+  """Returns the unit of all tasks' loss weights, such as tokens; '' if their units differ."""
+  units = {r.task.loss_unit for r in runner.task_runners.values()}
+  return units.pop() if len(units) == 1 else ''
 
-  Attributes:
-    progress: the line; others may print above it.
-  """
+
+class ProgressLine(callback.StepHook):
+  """Shows the steps of a call of the trainer in one updating line."""
+
+  def __init__(
+    self,
+    runner: multi_task_runner.TrainingRunner,
+    max_steps: int,
+    seconds_left: Callable[[], float],
+  ) -> None:
+    """Shows nothing yet.
+
+    Args:
+      runner: runner of the steps.
+      max_steps: number of steps after which the run ends.
+      seconds_left: returns the time after which the run ends if `max_steps` does not end it.
+    """
+    self._runner = runner
+    self._max_steps = max_steps
+    self._seconds_left = seconds_left
+    self._unit = LossUnit(runner)
+    self._line: progress.Progress | None = None
+    self._is_first = True
+
+  @property
+  def rate(self) -> float:
+    """Tokens or examples per second in the last steps."""
+    return 0.0 if self._line is None else self._line.rate
+
+  def Begin(self, step: int) -> None:
+    """Starts the clock of the rate."""
+    self._start = time.monotonic()
+    self._line = progress.Progress(
+      step, self._max_steps, self._unit or 'examples', seconds_left=self._seconds_left()
+    )
+
+  def AfterStep(self, step: callback.Step) -> None:
+    """Shows a step."""
+    assert self._line is not None
+    if self._is_first:
+      trace = self._runner.trace_seconds
+      run = time.monotonic() - self._start - trace
+      self.Print(f'traced in {trace:.1f} s; compiled and ran the first step in {run:.1f} s')
+      self._is_first = False
+    notes = []
+    if 'learning_rate' in step.values:  # The rates of several learners would fill the line.
+      notes.append(f'lr {step.values["learning_rate"]:.3g}')
+    cut = self._runner.task_runners[step.task_name].cut
+    if cut.num_devices > 1 and cut.bubble:
+      notes.append(f'bubble {cut.bubble:.0%}')
+    count = step.values['loss_weight'] if self._unit else step.num_rows
+    self._line.Update(
+      step.number, TaskMetrics(step.values), count, label=step.task_name, notes=notes
+    )
+
+  def Print(self, text: str) -> None:
+    """Prints lines above the progress line, if it is shown."""
+    if self._line is None:
+      print(text, flush=True)
+    else:
+      self._line.Print(text)
+
+  def Paused(self, reason: str) -> contextlib.AbstractContextManager[None]:
+    """Shows a reason in place of the rate, which does not count the time in the context."""
+    return contextlib.nullcontext() if self._line is None else self._line.Paused(reason)
+
+  def Close(self) -> None:
+    """Leaves the last state of the line on the terminal."""
+    if self._line is not None:
+      self._line.Close()
+      self._line = None
+
+
+class StepSummaries(callback.StepHook):
+  """Writes the values of the steps to TensorBoard's events in <logdir>/train and metrics.jsonl."""
 
   def __init__(
     self,
     runner: multi_task_runner.TrainingRunner,
     logdir: str,
     log: metrics_log.MetricsLog,
-    max_steps: int,
-    seconds_left: float,
+    line: ProgressLine,
+    train: hyperparams.Params,
   ) -> None:
-    """Starts the clock; writes the stage tables and the pictures of the schedules.
+    """Writes nothing yet.
 
     Args:
-      runner: what trains, at the step from which it goes on.
+      runner: runner of the steps.
       logdir: the log directory.
-      log: gets what the summaries get.
-      max_steps: the step at which the run ends.
-      seconds_left: the run ends after so many seconds from now, if that is before `max_steps`.
-
-    Raises:
-      OSError: the summaries cannot be written.
+      log: metrics.jsonl; receives the same scalars as the events.
+      line: knows the rate.
+      train: `task.train`, which has the intervals.
     """
     self._runner = runner
+    self._logdir = logdir
     self._log = log
-    one, *others = runner.task_runners.values()
-    # What the weights of all tasks' losses count; '' where not all count the same.
-    self._unit = one.task.loss_unit
-    if any(other.task.loss_unit != self._unit for other in others):
-      self._unit = ''
-    step = int(runner.global_step)
-    self.progress = progress.Progress(
-      step,
-      max_steps,
-      self._unit or 'examples',
-      seconds_left=seconds_left,
-    )
-    self._writer = summaries.SummaryWriter(os.path.join(logdir, 'train'))
-    self._DrawPlans(step)
-    self._loss_weight = 0.0  # Of the last step.
-    # Of each task's last step since the last summary.
-    self._unwritten: dict[str, float] = {}
+    self._line = line
+    self._train = train
+    self._rate_name = f'{LossUnit(runner) or "examples"}_per_second'
+    self._unwritten: dict[str, float] = {}  # Values of each task's last step since the last write.
 
-  def Step(
-    self,
-    step: int,
-    values: Mapping[str, float],
-    num_rows: int,
-    task_name: str = '',
-    num_task_steps: int = 0,
-  ) -> None:
-    """Shows a finished step.
+  def Begin(self, step: int) -> None:
+    """Opens the events file; writes the stage tables and pictures of the schedules.
 
-    Args:
-      step: steps done so far.
-      values: what it gave.
-      num_rows: of its batches.
-      task_name: whose step it was, where there are several tasks.
-      num_task_steps: steps of this task done so far.
+    Raises:
+      OSError: the file cannot be written.
     """
-    self._loss_weight = values['loss_weight']
-    self._unwritten.update(_Keyed(values, task_name, num_task_steps))
-    count = self._loss_weight if self._unit else num_rows
-    notes = []
-    if 'learning_rate' in values:  # Those of several learners would fill the line.
-      notes.append(f'lr {values["learning_rate"]:.3g}')
-    cut = self._runner.task_runners[task_name].cut
-    if cut.num_devices > 1 and cut.bubble:
-      notes.append(f'bubble {cut.bubble:.0%}')
-    self.progress.Update(step, Metrics(values), count, label=task_name, notes=notes)
+    self._writer = summaries.SummaryWriter(os.path.join(self._logdir, 'train'))
+    for task_name, runner in self._runner.task_runners.items():
+      picture = inspection.SchedulePicture(runner.cut)
+      for name, text in (('stage_table', runner.cut.Table()), ('schedule', picture)):
+        if text:
+          key = model_lib.TaskKey(name, task_name)
+          self._writer.Text(step, key, summaries.Preformatted(text))
 
-  def WriteScalars(self, step: int) -> None:
-    """Writes what the steps since the last summary gave, if there were any."""
+  def AfterStep(self, step: callback.Step) -> None:
+    """Writes what is due; `AtEnd` writes the scalars of the last step."""
+    self._unwritten.update(_NameValues(step))
+    interval = self._train.histogram_interval_steps
+    if interval and step.number % interval == 0:
+      gradients = self._runner.Gradients(step.values['loss_weight'])
+      self._writer.Histograms(
+        step.number, {f'gradients/{path}': value for path, value in gradients.items()}
+      )
+    if step.end_reason is None and step.number % self._train.summary_interval_steps == 0:
+      self._WriteScalars(step.number)
+
+  def AtEnd(self, step: callback.Step) -> None:
+    """Writes the scalars since the last write."""
+    self._WriteScalars(step.number)
+
+  def Flush(self) -> None:
+    """Writes buffered events to the file, so that they survive a kill."""
+    self._writer.Flush()
+
+  def Close(self) -> None:
+    """Closes the events file."""
+    self._writer.Close()
+
+  def _WriteScalars(self, step: int) -> None:
     if not self._unwritten:
       return
-    scalars = {**self._unwritten, f'{self._unit or "examples"}_per_second': self.progress.rate}
+    scalars = {**self._unwritten, self._rate_name: self._line.rate}
     self._writer.Scalars(step, scalars)
     self._log.Write(step, 'train', scalars)
     self._unwritten = {}
 
-  def WriteHistograms(self, step: int) -> None:
-    """Writes a histogram of each weight's gradient in the last step."""
-    found = self._runner.Gradients(self._loss_weight)
-    self._writer.Histograms(step, {f'gradients/{path}': value for path, value in found.items()})
 
-  def Flush(self) -> None:
-    """What was written outlives a kill from here on."""
-    self._writer.Flush()
-
-  def Close(self) -> None:
-    """Ends the line and closes the file of summaries."""
-    self.progress.Close()
-    self._writer.Close()
-
-  def _DrawPlans(self, step: int) -> None:
-    for task_name, one in self._runner.task_runners.items():
-      texts = {'stage_table': one.cut.Table(), 'schedule': inspection.SchedulePicture(one.cut)}
-      for name, text in texts.items():
-        if text:
-          name = model_lib.TaskKey(name, task_name)
-          self._writer.Text(step, name, summaries.Preformatted(text))
-
-
-def Metrics(values: Mapping[str, float]) -> dict[str, float]:
-  """The task's metrics among what a step gave."""
+def TaskMetrics(values: Mapping[str, float]) -> dict[str, float]:
+  """Returns the task's metrics among the values of a step."""
   return {name: value for name, value in values.items() if name.split('/')[0] not in _STATISTICS}
 
 
-def _Keyed(values: Mapping[str, float], task_name: str, num_task_steps: int) -> dict[str, float]:
-  """The values of a step under names that tell the task, and how often it was trained."""
-  if not task_name:
-    return dict(values)
+def _NameValues(step: callback.Step) -> dict[str, float]:
+  """Returns the values of a step and, with several tasks, adds the task to their names."""
+  if not step.task_name:
+    return dict(step.values)
+  values = {**step.values, 'steps': float(step.num_task_steps)}
   return {
-    name if name in _OF_RUN else model_lib.TaskKey(name, task_name): value
-    for name, value in {**values, 'steps': float(num_task_steps)}.items()
+    name if name in _OF_RUN else model_lib.TaskKey(name, step.task_name): value
+    for name, value in values.items()
   }

@@ -1,22 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`TrainProgram`: trains a model in a log directory; also what every program leaves there.
+"""`TrainProgram`: trains a model in a log directory.
 
-<logdir>/params.txt            the Params of the last call of the trainer; a checkpoint has its own
+Every program keeps its files there:
+
+<logdir>/params.txt            Params of the last call of the trainer; a checkpoint has its own
 <logdir>/model_analysis.txt    every weight, and the stage table
-<logdir>/metrics.jsonl         what training and its evaluations measured, a line each
-<logdir>/report.txt, .json     what came of the last call of the trainer
+<logdir>/metrics.jsonl         metrics of training and of its evaluations, one line each
+<logdir>/report.txt, .json     report of the last call of the trainer
 <logdir>/assets/               files that the input needs, such as its vocabulary
-<logdir>/timeline_<a>_<b>.html  a picture of the schedule in the steps that were profiled
+<logdir>/timeline_<a>_<b>.html  a picture of the schedule in the profiled steps
 <logdir>/train/                checkpoints and TensorBoard events of training, and trainer.lock
 <logdir>/eval_<dataset>/       TensorBoard events and score-<step>.txt of evaluations
-<logdir>/decode_<dataset>/     the same, and decode-<step>.jsonl, of decoding
+<logdir>/decode_<dataset>/     TensorBoard events, score-<step>.txt and decode-<step>.jsonl
 
-Of a model of several tasks the names of evaluations end with that of the task, and so do those of
-pictures, metrics, and what a checkpoint tells beside the weights.
+In a model of several tasks, the names of evaluations, pictures, metrics and a checkpoint's metadata
+end with the name of the task.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -24,36 +27,61 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from absl import logging
 
-from lingvo_gpipe.checkpoint import (
-  assets,
-  background_saver,
-  checkpointer,
-  logdir_lock,
-  params_change,
-  warm_start,
-)
+from lingvo_gpipe.checkpoint import assets, logdir_lock, warm_start
 from lingvo_gpipe.core import hyperparams
 from lingvo_gpipe.distributed import cluster, stop_request
 from lingvo_gpipe.evaluation import pass_schedule
 from lingvo_gpipe.experiment import model as model_lib
 from lingvo_gpipe.input import batches as input_batches
 from lingvo_gpipe.learning import multi_learner, nonfinite_steps
-from lingvo_gpipe.reporting import metrics_log, progress, run_report
+from lingvo_gpipe.reporting import metrics_log, run_report
 from lingvo_gpipe.runners import failure_notes, multi_task_runner, task_batches
-from lingvo_gpipe.training import inspection, run_state, step_output, step_profiler, stream_states
+from lingvo_gpipe.training import (
+  callback,
+  evaluations,
+  finite_check,
+  inspection,
+  run_store,
+  step_output,
+  step_profiler,
+)
 
-# What the trainer can do: train_and_eval evaluates and decodes between steps, too.
+# Jobs of the trainer: train_and_eval also evaluates and decodes between steps.
 JOBS = ('train', 'train_and_eval')
 
 InputParams = Callable[[str], hyperparams.InstantiableParams]
 
 
+@dataclasses.dataclass(frozen=True)
+class RunOptions:
+  """Options of a call of the trainer.
+
+  Attributes:
+    job: one of `JOBS`.
+    check_numerics: stop at the first step with a loss or gradients that are not finite, and name
+      the layer that caused them.
+    allow_params_change: resume from a checkpoint with different Params (see `params_change`).
+    lock: lock of <logdir>/train; it must still be held at each save.
+    profile_steps: the first and the last step to profile (see `step_profiler`).
+    failures: number of earlier failures of this call, by kind (see `supervisor`).
+    experiment_params: the experiment's Params if the model is cut for fewer devices than they say;
+      they are written to the log directory and into checkpoints.
+  """
+
+  job: str = 'train'
+  check_numerics: bool = False
+  allow_params_change: bool = False
+  lock: logdir_lock.Lock | None = None
+  profile_steps: tuple[int, int] | None = None
+  failures: Mapping[str, int] = dataclasses.field(default_factory=dict)
+  experiment_params: hyperparams.InstantiableParams | None = None
+
+
 class TrainProgram:
-  """Trains a model in a log directory, from its last checkpoint on if there is one."""
+  """Trains a model in a log directory; resumes from its last checkpoint if there is one."""
 
   def __init__(
     self,
@@ -62,14 +90,7 @@ class TrainProgram:
     devices: cluster.Cluster,
     input_params: InputParams,
     stop: stop_request.StopRequest,
-    *,
-    job: str = 'train',
-    check_numerics: bool = False,
-    allow_params_change: bool = False,
-    lock: logdir_lock.Lock | None = None,
-    profile_steps: tuple[int, int] | None = None,
-    failures: Mapping[str, int] | None = None,
-    own_params: hyperparams.InstantiableParams | None = None,
+    options: RunOptions | None = None,
   ) -> None:
     """Checks that the log directory can be written; makes the model's weights on their devices.
 
@@ -77,374 +98,282 @@ class TrainProgram:
       params: the model's Params, input included.
       logdir: the log directory.
       devices: the devices to use.
-      input_params: the Params of the input of a data set, by its name.
-      stop: asked after each step.
-      job: one of `JOBS`.
-      check_numerics: stop at the first step whose loss or gradients are not finite, and say which
-        layer is to blame.
-      allow_params_change: go on from a checkpoint whose Params were others (see `params_change`).
-      lock: of <logdir>/train; asked before each checkpoint whether it still holds.
-      profile_steps: the first and the last step to profile (see `step_profiler`).
-      failures: how often training failed before in this call, by kind (see `supervisor`).
-      own_params: the experiment's Params, where `params` has another cut for fewer devices: what
-        the log directory and checkpoints tell.
+      input_params: returns the Params of the input of a data set, by its name.
+      stop: request to stop; checked after each step.
+      options: options of this call; None for the defaults.
 
     Raises:
       OSError: the log directory cannot be written.
-      ValueError: check_numerics with a learner that applies gradients that are not finite; a run
-        with other Params; or a mistake in the Params of evaluations, early stopping or warm start.
-      LookupError: an unknown data set in `task.train.eval_datasets` or `decode_datasets`.
+      ValueError: check_numerics is used with a learner that applies gradients that are not finite;
+        the run has different Params; or Params of evaluations, early stopping, warm start or
+        callbacks are wrong.
+      LookupError: `task.train.eval_datasets` or `decode_datasets` names an unknown data set.
     """
-    train = model_lib.FindTrainParams(params)
+    options = options or RunOptions()
     learner_params = {
       f'{path}.train.learner': task.train.learner
       for path, task in model_lib.FindTaskParams(params).items()
     }
     self._nonfinite = nonfinite_steps.NonFiniteSteps(
-      train.max_nonfinite_steps, learner_params, check_numerics=check_numerics
+      model_lib.FindTrainParams(params).max_nonfinite_steps,
+      learner_params,
+      check_numerics=options.check_numerics,
     )
-    self._checkpointer = checkpointer.Checkpointer(
-      os.path.join(logdir, 'train'),
-      max_to_keep=train.save_max_to_keep,
-      keep_every_n_hours=train.save_keep_checkpoint_every_n_hours or None,
-    )
-    self._checkpointer.CheckWritable()
-    self._checkpointer.LetWorkersWrite(devices.devices)
-    self._params = params if own_params is None else own_params
-    self._allow_params_change = allow_params_change
-    self._checked: checkpointer.CheckpointInfo | None = None  # Its Params were compared.
-    if saved := self._checkpointer.All():
-      self._CheckParams(saved[-1])
-    self._saver = background_saver.BackgroundSaver(
-      self._checkpointer, in_background=train.save_async, lock=lock
-    )
+    self._params = options.experiment_params or params
     self._logdir = logdir
     self._cluster = devices
     self._stop = stop
-    self._failures = dict(failures or {})
+    self._options = options
+    self._store = run_store.RunStore(
+      logdir,
+      self._params,
+      devices,
+      allow_params_change=options.allow_params_change,
+      lock=options.lock,
+    )
     self._model: model_lib.BaseModel = params.Instantiate()
     self._train = model_lib.FindTrainParams(self._model.params)
     self._early_stop = self._train.early_stop.Instantiate()
+    self._callbacks: list[callback.Callback] = [p.Instantiate() for p in self._train.callbacks]
     warm_start.Check(self._train.init_from_checkpoint_rules)
-    # Reads the data, with errors of its own, before there are weights to fill the memory.
+    # Reads the data, which may fail, before weights fill the memory.
     for name in self._model.active_tasks:
       if name in self._model.inputs:
         self._model.inputs[name].Fingerprint()
     self._runner = multi_task_runner.Make(
-      self._model, devices.devices, self._checkpointer, num_replicas=devices.num_replicas
+      self._model, devices.devices, self._store.checkpointer, num_replicas=devices.num_replicas
     )
-    self._profiler = step_profiler.StepProfiler(
-      profile_steps, logdir, self._runner.task_runners, self._model.TaskAtStep, devices.workers
-    )
-    # Of the tasks that are trained.
+    # Inputs of the tasks that are trained.
     self._inputs = {name: self._model.inputs[name] for name in self._runner.task_runners}
-    self._streams = stream_states.StreamStates(self._model.inputs, self._inputs)
-    # Made now, for a mistake in their Params to show before the training and not after it.
     self._passes = pass_schedule.DatasetPasses(
       self._runner,
       input_params,
       logdir,
       stop,
-      during_training=job == 'train_and_eval',
-      clock=self._TrainSeconds,
+      during_training=options.job == 'train_and_eval',
+      clock=self._store.TrainSeconds,
     )
     self._passes.CheckFollowed(self._early_stop)
-    self._saved_passes: dict[str, Any] = {}  # Their state in the last checkpoint.
-    self._counts = run_state.Counts()
-    self._values: dict[str, float] = {}  # Of the last step.
-    self._batches: list[input_batches.AnyBatch] = []  # Of the update under way.
-    self._is_saved = True  # The last checkpoint; not where weights were not finite.
+    self._store.Attach(self._model, self._runner, self._early_stop, self._passes)
 
   def Run(self) -> int:
-    """Trains to the end, or until asked to stop; returns the exit status."""
-    self._Describe()
+    """Trains to the end, or until a request to stop; returns the exit status."""
+    self._PrintDescription()
     for source in self._inputs.values():
       source.CheckRestarts()
-    self._Restore()
-    files = {path: None for source in self._inputs.values() for path in source.Assets()}
-    assets.Keep(self._logdir, list(files), is_resumed=self._counts.examples_consumed > 0)
-    # An evaluator started with this call is not to take the last one's end for its own.
-    run_report.Remove(self._logdir)
-    # Not before: where the checkpoint is another model's, its description stays.
-    plans = {name: one.cut for name, one in self._runner.task_runners.items()}
-    inspection.WriteDescription(self._logdir, self._params, self._model, plans)
+    self._store.Restore()
+    self._WriteDescription()
     self._first_step, self._start = self._step + 1, time.monotonic()
-    self._seconds_before = self._counts.train_seconds
-    self._log = metrics_log.MetricsLog(_MetricsPath(self._logdir), self._step)
+    self._values: Mapping[str, float] = {}  # Values of the last step.
+    log = metrics_log.MetricsLog(_MetricsPath(self._logdir), self._step)
+    self._MakeHooks(log)
     try:
-      ended = self._Loop()
+      end_reason = self._Loop()
       if self._stop.signal is None:
-        self._EndPasses()
+        self._EvaluateAtEnd()
     except nonfinite_steps.NotFiniteError as e:
-      failure_notes.AddNotes(e, self._step, self._checkpointer)
+      failure_notes.AddNotes(e, self._step, self._store.checkpointer)
       print(e, *e.__notes__, sep='\n', file=sys.stderr)
       return 1
     except Exception as e:
-      failure_notes.AddNotes(e, self._step, self._checkpointer)
+      failure_notes.AddNotes(e, self._step, self._store.checkpointer)
       raise
     finally:
-      self._log.Close()
+      log.Close()
       self._passes.Close()
-    self._Report(ended)
-    return self._stop.exit_status or int(not self._is_saved)
+    self._Report(end_reason)
+    return self._stop.exit_status or int(not self._store.is_saved)
 
   @property
   def _step(self) -> int:
     return int(self._runner.global_step)
 
-  def _Describe(self) -> None:
-    """Prints what was found and chosen."""
-    print(f'{self._params.model or self._params.name} on {self._cluster.Describe()}')
-    for name, one in self._runner.task_runners.items():
-      if name:
-        print(f'task {name}:')
-      print(one.cut.Table(self._cluster.devices))
-      print(one.Precision())
-    train = [
-      f'{model_lib.TaskDirectory("Train", name)} {source.Describe()}'
-      for name, source in self._inputs.items()
-    ]
-    print(f'data: {"; ".join([*train, *self._passes.Describe()])}', flush=True)
-    followed = self._early_stop.params
-    if followed.metric and not self._passes.during_training:
-      print(
-        f'early stopping by {followed.jobname} {followed.metric} needs --job=train_and_eval: this '
-        'job does not end by it',
-        flush=True,
-      )
-
-  def _CheckParams(self, info: checkpointer.CheckpointInfo) -> None:
-    params_change.Check(info, self._params, self._allow_params_change)
-    self._checked = info
-
-  def _Restore(self) -> None:
-    """Restores the last checkpoint; a new run may take over weights of other runs."""
-    found = self._checkpointer.RestoreLatest(
-      {**self._runner.Variables(), **self._streams.Variables()}
+  def _MakeHooks(self, log: metrics_log.MetricsLog) -> None:
+    """Makes everything that runs between steps, in this order."""
+    max_seconds = self._train.max_seconds or math.inf
+    self._line = step_output.ProgressLine(
+      self._runner, self._train.max_steps, lambda: max_seconds - self._store.TrainSeconds()
     )
-    if found is None:
-      print(f'starting a new run in {self._logdir}', flush=True)
-      rules = self._train.init_from_checkpoint_rules
-      if rules:
-        paths = {p: v for t in self._model.tasks.values() for p, v in t.VariablesByPath().items()}
-        print('\n'.join(warm_start.Load(rules, self._model.ByCheckpointName(paths))), flush=True)
-        self._runner.BeginAtWeights()
-      return
-    info, saved = found
-    if info != self._checked:  # A newer one is damaged.
-      self._CheckParams(info)
-    self._runner.AfterRestore()
-    self._streams.AfterRestore(info.path)
-    self._counts = run_state.Counts.Of(saved)
-    self._nonfinite.in_a_row = self._counts.nonfinite_in_a_row
-    self._early_stop.Restore(saved.get('early_stop', {}))
-    self._passes.Restore(saved.get('passes', {}))
-    self._saved_passes = self._passes.State()
-    consumed = self._counts.examples_consumed
-    print(f'resuming from step {info.step} ({consumed:,} examples consumed) in {self._logdir}')
-    run_state.LogChanges(saved, self._Circumstances())
+    self._profiler = step_profiler.StepProfiler(
+      self._options.profile_steps,
+      self._logdir,
+      self._runner.task_runners,
+      self._model.TaskAtStep,
+      self._cluster.workers,
+    )
+    self._evaluations = evaluations.Evaluations(
+      self._passes, self._early_stop, self._store, log, self._line, self._stop
+    )
+    summaries = step_output.StepSummaries(self._runner, self._logdir, log, self._line, self._train)
+    self._store.flush = summaries.Flush
+    self._hooks: list[callback.StepHook] = [
+      self._profiler,
+      self._line,
+      finite_check.FiniteCheck(self._nonfinite, self._runner, self._store),
+      self._evaluations,
+      *self._callbacks,
+      summaries,
+      self._store,
+    ]
 
   def _Loop(self) -> str:
-    """The training loop, to its end or until asked to stop; returns why it ended."""
-    step, max_steps = self._step, self._train.max_steps
-    # A stop between the last step and its evaluation left that to this call.
-    if self._RunPasses(step, at_end=False):
-      self._Save(step)
-      self._saver.Wait()
-    ended = self._WhyEnd(step)
+    """Trains to the end, or until a request to stop; returns why training ended."""
+    step, max_steps = callback.Step(self._step, print), self._train.max_steps
+    # A stop between the last step and its evaluation left the evaluation to this call.
+    self._evaluations.Run(step, at_end=False)
+    if step.needs_save:
+      self._store.Save(step.number)
+    end_reason = self._EndReason(step.number)
     if self._stop.signal is not None:
-      print(f'stopped by {ended} before a step was done', flush=True)
-      return ended
-    if ended:
-      print(f'step {step} of {max_steps}: nothing left to train ({ended})')
-      return ended
-    self._profiler.Begin(step, print)
-    shapes = sum(len(source.BatchSpecs()) for source in self._inputs.values())
-    first = 'the first step' if shapes == 1 else f'the first step of each of {shapes} shapes'
+      print(f'stopped by {end_reason} before a step was done', flush=True)
+      return str(end_reason)
+    if end_reason:
+      print(f'step {step.number} of {max_steps}: nothing left to train ({end_reason})')
+      return end_reason
+    num_shapes = sum(len(source.BatchSpecs()) for source in self._inputs.values())
+    first = (
+      'the first step' if num_shapes == 1 else f'the first step of each of {num_shapes} shapes'
+    )
     print(f'training to step {max_steps}; {first} compiles the stages', flush=True)
-    output = step_output.StepOutput(
-      self._runner,
-      self._logdir,
-      self._log,
-      max_steps,
-      seconds_left=(self._train.max_seconds or math.inf) - self._counts.train_seconds,
-    )
-    try:
-      ended = self._TrainSteps(output)
-      self._saver.Wait()
-    finally:
-      self._saver.Close()
-      output.Close()
-      self._profiler.Close(print)
-    step = self._step
-    if report := self._saver.Report():
+    with contextlib.ExitStack() as stack:
+      for hook in self._hooks:
+        hook.Begin(step.number)
+        stack.callback(hook.Close)
+      step = self._TrainSteps(step)
+    if report := self._store.Report():
       print(report)
-    if self._batches:
+    if self._data:
       print(
-        f'the data ended within an update of {self._NumAccumulated(step)} '
-        f'mini-batches: its first {len(self._batches)} changed nothing'
+        f'the data ended within an update of {self._NumAccumulated(step.number)} '
+        f'mini-batches: its first {len(self._data)} changed nothing'
       )
-    ended = self._stop.name or ended  # A signal may have come while the last step was saved.
-    if step < max_steps or self._stop.signal is not None or not self._is_saved:
-      said = 'the checkpoint is saved' if self._is_saved else 'there is no checkpoint of it'
-      print(f'stopped by {ended} after step {step}; {said}', flush=True)
-    return ended
+    # A signal may have come while the last step was saved.
+    end_reason = self._stop.name or str(step.end_reason)
+    is_saved = self._store.is_saved
+    if step.number < max_steps or self._stop.signal is not None or not is_saved:
+      note = 'the checkpoint is saved' if is_saved else 'there is no checkpoint of it'
+      print(f'stopped by {end_reason} after step {step.number}; {note}', flush=True)
+    return end_reason
 
-  def _TrainSteps(self, output: step_output.StepOutput) -> str:
-    """Trains, with what comes between steps, until something ends it; returns what."""
-    step = saved_step = self._step
-    saved_time = time.monotonic()
-    interval = self._train.histogram_interval_steps
+  def _TrainSteps(self, step: callback.Step) -> callback.Step:
+    """Takes steps, with the hooks after each of them, until training ends; returns the last."""
+    self._data: list[input_batches.AnyBatch] = []  # Mini-batches of the update in progress.
     for batch in task_batches.Batches(
-      self._model, step, self._counts.Position, self._runner, self._streams.iterators
+      self._model,
+      step.number,
+      self._store.counts.Position,
+      self._runner,
+      self._store.streams.iterators,
     ):
-      if not self._TrainStep(step + 1, batch, output):
+      values = self._TrainBatch(step.number + 1, batch)
+      if values is None:  # The update waits for more mini-batches.
         continue
-      step += 1
-      if interval and step % interval == 0:
-        output.WriteHistograms(step)
-      ended = self._WhyEnd(step)
-      is_best = self._PassesAfter(step, output.progress, at_end=bool(ended))
-      if not ended and (ended := self._WhyEnd(step)):
-        # Those that were not due.
-        is_best |= self._PassesAfter(step, output.progress, at_end=True)
-      if ended or step % self._train.summary_interval_steps == 0:
-        output.WriteScalars(step)
-      if ended or is_best or self._IsSaveDue(step - saved_step, time.monotonic() - saved_time):
-        self._Save(step)
-        output.Flush()
-        saved_step, saved_time = step, time.monotonic()
-      if ended:
-        return ended
-    ended = self._stop.name or 'the end of the data'
-    output.WriteScalars(step)
-    if self._PassesAfter(step, output.progress, at_end=True) or step > saved_step:
-      self._Save(step)
-    return ended
+      step = self._FinishedStep(step.number + 1, values)
+      for hook in self._hooks:
+        # A signal or the limit of time may come meanwhile, and hooks may end the training.
+        step.end_reason = step.end_reason or self._EndReason(step.number)
+        hook.AfterStep(step)
+      if step.end_reason:
+        break
+    else:
+      step.end_reason = self._stop.name or 'the end of the data'
+    for hook in self._hooks:
+      hook.AtEnd(step)
+    return step
 
-  def _TrainStep(
-    self, step: int, batch: input_batches.AnyBatch, output: step_output.StepOutput
-  ) -> bool:
-    """Trains on one more batch of the step of that number; returns whether it was the last one."""
-    # On workers alone: to ask costs something in each step.
-    if self._checkpointer.workers and not self._runner.IsTraced(batch):
-      self._saver.BeforeNewFunctions()
-    with self._profiler.Step(step):
+  def _TrainBatch(self, step: int, batch: input_batches.AnyBatch) -> Mapping[str, float] | None:
+    """Trains on one mini-batch of a step; returns the step's values if it was the last one."""
+    self._store.BeforeBatch(batch)
+    with self._profiler.Record(step):
       values = self._runner.TrainStep(batch)
-    self._batches.append(batch)
-    if values is None:
-      return False
-    self._saver.Check()
-    say = output.progress.Print
-    self._profiler.After(step, say)
-    if step == self._first_step:
-      trace = self._runner.trace_seconds
-      rest = time.monotonic() - self._start - trace
-      say(f'traced in {trace:.1f} s; compiled and ran the first step in {rest:.1f} s')
-    name = self._model.TaskAtStep(step - 1)
-    num_rows = sum(map(input_batches.NumRows, self._batches))
-    shares = itertools.chain(*map(self._runner.task_runners[name].Shares, self._batches))
-    source = self._inputs[name]
-    num_read = num_rows - sum(map(source.NumPadded, shares))
-    self._counts.Step(name, source.PositionAfter(self._counts.Position(name), num_read))
-    self._values = values
-    output.Step(step, values, num_rows, name, self._counts.NumSteps(name))
-    self._nonfinite.Check(
-      step, values, say, lambda: self._runner.WhyNotFinite(*self._batches), name
-    )
-    self._batches = []
-    return True
+    self._data.append(batch)
+    return values
 
-  def _WhyEnd(self, step: int) -> str:
-    """Why training ends after this step; '' where it goes on."""
+  def _FinishedStep(self, number: int, values: Mapping[str, float]) -> callback.Step:
+    """Counts the step of the mini-batches that were trained."""
+    data, self._data = self._data, []
+    task_name = self._model.TaskAtStep(number - 1)
+    source, counts = self._inputs[task_name], self._store.counts
+    num_rows = sum(map(input_batches.NumRows, data))
+    shares = itertools.chain(*map(self._runner.task_runners[task_name].Shares, data))
+    num_examples = num_rows - sum(map(source.NumPadded, shares))
+    counts.AddStep(task_name, source.PositionAfter(counts.Position(task_name), num_examples))
+    self._values = values
+    num_task_steps = counts.NumSteps(task_name)
+    return callback.Step(
+      number, self._line.Print, task_name, num_task_steps, values, data, num_rows
+    )
+
+  def _EndReason(self, step: int) -> str | None:
+    """Returns why training ends after this step; None if it continues."""
     p = self._train
     if self._stop.signal is not None:
       return self._stop.name
     if step >= p.max_steps:
       return f'max_steps {p.max_steps}'
-    if 0 < p.max_seconds <= self._TrainSeconds():
+    if 0 < p.max_seconds <= self._store.TrainSeconds():
       return f'max_seconds {p.max_seconds:g}'
-    # Without evaluations in between, their lack is none of gains.
-    why = self._early_stop.StopReason(step) if self._passes.during_training else ''
-    return f'early stopping ({why})' if why else ''
+    # If this job runs no evaluations, their absence must not count as "no improvement".
+    reason = self._early_stop.StopReason(step) if self._passes.during_training else None
+    return f'early stopping ({reason})' if reason else None
 
-  def _TrainSeconds(self) -> float:
-    """The time of the run so far, over all its calls."""
-    return self._seconds_before + time.monotonic() - self._start
+  def _EvaluateAtEnd(self) -> None:
+    """Runs the passes that no hook ran; saves results that a later call needs."""
+    step = callback.Step(self._step, print)
+    self._evaluations.Run(step, at_end=True)
+    if step.needs_save or (self._passes.during_training and self._store.HasNewResults()):
+      self._store.Save(step.number)
 
-  def _IsSaveDue(self, steps: int, seconds: float) -> bool:
-    p = self._train
-    by_steps = p.save_interval_steps > 0 and steps >= p.save_interval_steps
-    return by_steps or (p.save_interval_seconds > 0 and seconds >= p.save_interval_seconds)
-
-  def _PassesAfter(self, step: int, shown: progress.Progress, *, at_end: bool) -> bool:
-    """`_RunPasses` between two steps, where this job does that."""
-    wanted = self._passes.during_training and self._passes.IsDue(step, at_end=at_end)
-    if not wanted or self._stop.signal is not None:
-      return False
-    with shown.Paused('evaluating'):
-      return self._RunPasses(step, at_end=at_end)
-
-  def _RunPasses(self, step: int, *, at_end: bool) -> bool:
-    """Evaluates and decodes what is due; returns whether one evaluation was the best so far."""
-    self._saver.BeforeNewFunctions()
-    is_best = False
-    for found in self._passes.Run(step, at_end=at_end):
-      self._log.Write(step, found.jobname, found.values)
-      is_best |= self._early_stop.Update(
-        step, found.jobname, found.values, is_extra=not found.is_due
+  def _PrintDescription(self) -> None:
+    """Prints the experiment, its devices, stages, dtypes and data."""
+    print(f'{self._params.model or self._params.name} on {self._cluster.Describe()}')
+    for task_name, runner in self._runner.task_runners.items():
+      if task_name:
+        print(f'task {task_name}:')
+      print(runner.cut.Table(self._cluster.devices))
+      print(runner.Precision())
+    train = [
+      f'{model_lib.TaskDirectory("Train", task_name)} {source.Describe()}'
+      for task_name, source in self._inputs.items()
+    ]
+    print(f'data: {"; ".join([*train, *self._passes.Describe()])}', flush=True)
+    p = self._early_stop.params
+    if p.metric and not self._passes.during_training:
+      print(
+        f'early stopping by {p.jobname} {p.metric} needs --job=train_and_eval: this job does not '
+        'end by it',
+        flush=True,
       )
-    return is_best
 
-  def _EndPasses(self) -> None:
-    """`_RunPasses` after the loop; saves what a later call is to know of it."""
-    is_best = self._RunPasses(self._step, at_end=True)
-    is_new = self._passes.during_training and self._passes.State() != self._saved_passes
-    if is_best or is_new:
-      self._Save(self._step)
-      self._saver.Wait()
+  def _WriteDescription(self) -> None:
+    """Writes the assets, Params and weights of the run; removes the report of an earlier call."""
+    paths = {path: None for source in self._inputs.values() for path in source.Assets()}
+    is_resumed = self._store.counts.examples_consumed > 0
+    assets.Keep(self._logdir, list(paths), is_resumed=is_resumed)
+    # An evaluator that is started now would take the report for the end of this training.
+    run_report.Remove(self._logdir)
+    # After the checkpoint was restored: if it is another model's, its description stays.
+    cuts = {task_name: runner.cut for task_name, runner in self._runner.task_runners.items()}
+    inspection.WriteDescription(self._logdir, self._params, self._model, cuts)
 
-  def _Save(self, step: int) -> None:
-    """Writes a checkpoint; that of the best evaluation stays."""
-    self._counts.train_seconds = self._TrainSeconds()
-    self._counts.nonfinite_in_a_row = self._nonfinite.in_a_row
-    self._saved_passes = self._passes.State()
-    metadata = {
-      **dataclasses.asdict(self._counts),
-      'early_stop': self._early_stop.State(),
-      'passes': self._saved_passes,
-      params_change.KEY: self._params.ToText(),
-      **self._Circumstances(),
-    }
-    best = self._early_stop.best_step
-    with self._saver.Blocking():
-      streams = self._streams.Now()
-    self._is_saved = self._saver.Save(
-      step,
-      {**self._runner.Variables(), **streams},
-      metadata,
-      trained=self._runner.TrainedNames(),
-      protected=[] if best is None else [best],
-    )
-
-  def _Report(self, ended: str) -> None:
-    """Prints and writes what came of this call."""
-    best = self._early_stop
+  def _Report(self, end_reason: str) -> None:
+    """Prints and writes the results of this call."""
+    best, counts = self._early_stop, self._store.counts
     sizes = [source.NumExamples() for source in self._inputs.values()]
     report = run_report.RunReport(
       model=self._params.model or self._params.name,
       logdir=self._logdir,
-      ended=ended,
-      is_finished=self._stop.signal is None and self._is_saved,
+      ended=end_reason,
+      is_finished=self._stop.signal is None and self._store.is_saved,
       step=self._step,
       num_steps=self._step - self._first_step + 1,
       num_skipped_steps=int(self._runner.NumSkippedSteps()),
-      examples_consumed=self._counts.examples_consumed,
-      num_examples=0 if self._streams.iterators else sum(sizes),
+      examples_consumed=counts.examples_consumed,
+      num_examples=0 if self._store.streams.iterators else sum(sizes),
       num_damaged_records=sum(source.NumDamaged() for source in self._inputs.values()),
-      train_seconds=self._counts.train_seconds,
+      train_seconds=counts.train_seconds,
       seconds=time.monotonic() - self._start,
-      train=step_output.Metrics(self._values),
+      train=step_output.TaskMetrics(self._values),
       passes=self._passes.State(),
       best=None
       if best.best_step is None
@@ -454,18 +383,15 @@ class TrainProgram:
         'jobname': best.followed['jobname'],
         'metric': best.followed['metric'],
       },
-      checkpoints=[info.step for info in self._checkpointer.All()],
+      checkpoints=[info.step for info in self._store.checkpointer.All()],
       tasks={
-        name: {**counts, 'num_examples': self._model.inputs[name].NumExamples()}
-        for name, counts in self._counts.tasks.items()
+        task_name: {**task_counts, 'num_examples': self._model.inputs[task_name].NumExamples()}
+        for task_name, task_counts in counts.tasks.items()
       },
-      failures=self._failures,
+      failures=self._options.failures,
     )
     print(f'--- run report\n{report.Text()}', end='', flush=True)
     report.Write()
-
-  def _Circumstances(self) -> dict[str, Any]:
-    return run_state.Circumstances(self._model, self._runner, self._cluster)
 
   def _NumAccumulated(self, step: int) -> int:
     task = self._model.tasks[self._model.TaskAtStep(step)]
@@ -473,19 +399,19 @@ class TrainProgram:
 
 
 def RecordFailures(logdir: str, step: int, failures: Mapping[str, int]) -> None:
-  """Adds to metrics.jsonl how often training has failed; called where nobody trains.
+  """Adds the failures so far to metrics.jsonl; must be called while no process trains.
 
   Args:
     logdir: the log directory.
-    step: that of the last checkpoint; -1: there is none.
-    failures: as `TrainProgram` takes them.
+    step: step of the last checkpoint; -1 if there is none.
+    failures: number of failures by kind.
   """
   try:
     with logdir_lock.Held(os.path.join(logdir, 'train')):
       log = metrics_log.MetricsLog(_MetricsPath(logdir))
       log.Write(max(step, 0), metrics_log.FAILURES, failures)
       log.Close()
-  except OSError as e:  # Training goes on or ends all the same.
+  except OSError as e:  # The log is not worth a failure of the training.
     logging.warning('%s', e)
 
 

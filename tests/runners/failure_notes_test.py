@@ -83,8 +83,8 @@ def testWhereTheNextCallGoesOn(tmp_path):
     saved.Save(step, {'v': tf.Variable(0.0)}, {})
   failure_notes.AddNotes(error, 5, saved)
   assert error.__notes__ == [
-    'training ended after step 7; the next call begins anew',
-    'training ended after step 5; the next call goes on from the checkpoint of step 4',
+    'training ended after step 7; the next call starts over',
+    'training ended after step 5; the next call resumes from the checkpoint of step 4',
   ]
 
 
@@ -103,7 +103,7 @@ def testALossThatIsNotFiniteEndsTheTrainingAndSaysWhatIsIntact(tmp_path, monkeyp
   assert 'step 2: the loss is not finite; the gradients are, and were applied\n' in found.out
   first, last = found.err.splitlines()
   assert first.startswith('step 3: the loss or gradients of 3 steps in a row were not finite')
-  assert last == 'training ended after step 3; the next call goes on from the checkpoint of step 2'
+  assert last == 'training ended after step 3; the next call resumes from the checkpoint of step 2'
 
 
 def testWeightsThatAreNotFiniteReachNoCheckpoint(tmp_path, caplog, capsys):

@@ -77,7 +77,7 @@ def Program(logdir, params, stop=None, **options):
     cluster.Cluster.Create(1, platform='cpu'),
     Input,
     stop or stop_request.StopRequest(),
-    **options,
+    train_program.RunOptions(**options),
   )
 
 

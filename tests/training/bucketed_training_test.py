@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from lingvo_gpipe.checkpoint import checkpointer
 from lingvo_gpipe.core import base_layer, nested_map
 from lingvo_gpipe.distributed import cluster, stop_request
 from lingvo_gpipe.experiment import model, task
@@ -197,7 +198,7 @@ def testRestartInTheMiddleIsExact(tmp_path, capsys, caplog):
   assert 'the first step of each of 2 shapes compiles the stages' in out
   assert f'resuming from step 2 ({sum(rows[:4])} examples consumed)' in out
   assert [r.getMessage() for r in caplog.records if 'shape number' in r.getMessage()] == []
-  found = train_program.checkpointer.Checkpointer(str(tmp_path / 'parts' / 'train'))
+  found = checkpointer.Checkpointer(str(tmp_path / 'parts' / 'train'))
   assert found.ReadMetadata(found.Latest())['examples_consumed'] == sum(rows)
 
 

@@ -233,7 +233,7 @@ def testAnErrorInTheInputIsToldAndLeavesTheLastCheckpoint(project, forks, tmp_pa
     'what to try: fix the data or the input; the next run retries this batch. To inspect it '
     'without training, Dataset(start=12) of Params.Instantiate() begins with it, with the Params '
     'of this input',
-    'training ended after step 4; the next call goes on from the checkpoint of step 4',
+    'training ended after step 4; the next call resumes from the checkpoint of step 4',
   ]
   assert processes.Steps(tmp_path)[-1] == 4
   assert processes.Tensors(tmp_path, 4)['global_step'] == 4

@@ -55,7 +55,12 @@ def _Train(logdir, steps, max_steps=5, epochs=0, num_replicas=1, workers=(), **l
   devices = cluster.Cluster.Create(2, platform='cpu', num_replicas=num_replicas)
   devices = dataclasses.replace(devices, workers=dict(enumerate(workers)))
   program = train_program.TrainProgram(
-    p, str(logdir), devices, lambda _: p.input, stop_request.StopRequest(), profile_steps=steps
+    p,
+    str(logdir),
+    devices,
+    lambda _: p.input,
+    stop_request.StopRequest(),
+    train_program.RunOptions(profile_steps=steps),
   )
   assert program.Run() == 0
 
@@ -97,7 +102,7 @@ def testProfilingChangesNoBit(run, tmp_path):
 def testARunThatGoesOn(run, capsys):
   """The same flags again; steps of which some are done; the first step of a call."""
   _Train(run, (3, 4), max_steps=6)
-  text = '--profile_steps=3,4: nothing is profiled, for the run goes on from step 5'
+  text = '--profile_steps=3,4: nothing is profiled: the run resumes from step 5'
   assert text in capsys.readouterr().out
   _Train(run, (6, 8), max_steps=8)
   out = capsys.readouterr().out

@@ -16,7 +16,7 @@ from lingvo_gpipe.core import params_text
 from lingvo_gpipe.distributed import stop_request
 from lingvo_gpipe.evaluation import eval_program
 from lingvo_gpipe.reporting import run_report
-from lingvo_gpipe.training import export, train_program
+from lingvo_gpipe.training import export, run_store
 from tests import processes
 from tests.toys import training
 
@@ -97,7 +97,7 @@ def testAnIntervalOfTimeMayBeLongerThanACall(tmp_path, monkeypatch):
   """Each call is stopped after three steps of ten seconds."""
   clock = [0.0]
   monkeypatch.setattr(
-    train_program, 'time', types.SimpleNamespace(monotonic=lambda: clock[0], time=lambda: 0.0)
+    run_store, 'time', types.SimpleNamespace(monotonic=lambda: clock[0], time=lambda: 0.0)
   )
   params = _Params(eval_interval_steps=0, eval_interval_seconds=45.0, decode_datasets=[])
   for last in (3, 6, 9, 12):
@@ -337,7 +337,7 @@ def testWithoutStepsTheInitialWeightsAreEvaluated(straight, tmp_path, job):
 def testALimitOfTimeCountsOverAllCalls(tmp_path, monkeypatch, capsys):
   clock = [0.0]
   monkeypatch.setattr(
-    train_program, 'time', types.SimpleNamespace(monotonic=lambda: clock[0], time=lambda: 0.0)
+    run_store, 'time', types.SimpleNamespace(monotonic=lambda: clock[0], time=lambda: 0.0)
   )
   for max_seconds, steps in ((35.0, 4), (55.0, 6)):
     program = training.Program(tmp_path, _Params(max_seconds=max_seconds))
@@ -369,7 +369,7 @@ def testWarmStartIsForANewRun(straight, tmp_path, capsys):
     return _Params(init_from_checkpoint_rules=rules, max_steps=max_steps)
 
   program = training.Program(tmp_path, Params(1))
-  program._Restore()
+  program._store.Restore()
   out = capsys.readouterr().out
   assert 'warm start: 1 of 2 weights from' in out and 'initial values: toy.b' in out
   values = program._model.task.VariablesByPath()
@@ -378,7 +378,7 @@ def testWarmStartIsForANewRun(straight, tmp_path, capsys):
   assert not np.array_equal(values['toy.b'], saved['toy.b'])
   training.Train(tmp_path, Params(1))
   capsys.readouterr()
-  training.Program(tmp_path, Params(2))._Restore()
+  training.Program(tmp_path, Params(2))._store.Restore()
   out = capsys.readouterr().out
   assert 'resuming from step 1' in out and 'warm start' not in out
 
