@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`EvalRunner`: a task placed on devices, which evaluates and decodes; `runner` has what trains."""
+"""`EvalRunner`: a task placed on devices that evaluates and decodes; `TrainRunner` also trains."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from lingvo_gpipe.runners import batch_placement, task_cut
 
 
 class EvalRunner:
-  """Owns the weights of a task, and needs no memory but theirs: nothing is trained.
+  """Owns the weights of a task. It trains nothing, so the weights are all the memory it needs.
 
   Attributes:
     task: the task.
     batch_spec: the spec of its batches.
-    learner: says what is trained, for the cut depends on it.
-    plan: the cut into stages.
+    learner: knows the trained weights, on which the cut depends.
+    cut: the cut into stages.
     engine: the pipeline engine.
-    global_step: int64 variable, how many training steps were done.
+    global_step: int64 variable, the number of training steps so far.
   """
 
   def __init__(
@@ -46,21 +46,21 @@ class EvalRunner:
 
     Args:
       task: the task, without variables yet.
-      devices: at least one a stage, and that for each replica, replica by replica.
-      batch_spec: NestedMap of tf.TensorSpec of the batches to come, static shapes; the largest one
-        where there are several (see `ExpectBatches`).
+      devices: at least one per stage, for each replica in turn.
+      batch_spec: NestedMap of tf.TensorSpec of the batches, static shapes; the spec of the largest
+        batch if there are several shapes (see `ExpectBatches`).
       splits: the cut, as for `task_cut.CutTask`.
-      num_replicas: how often the stages are there; each replica gets its share of a mini-batch.
-      shared: what this task and others have in common.
+      num_replicas: number of copies of the pipeline; each gets its share of a mini-batch.
+      shared: weights and step that this task shares with other tasks.
 
     Raises:
-      ValueError: the task cannot be cut as its Params say, or has no pipeline and is to have
-        several replicas.
+      ValueError: the task cannot be cut as its Params say, or it has no pipeline but several
+        replicas.
     """
     if task.pipeline is None and num_replicas > 1:
       raise ValueError(
         f'{type(task).__name__} has no pipeline, and {num_replicas} replicas need one: give it a '
-        'PipeliningLayer, of one stage if one is enough'
+        'PipeliningLayer, with one stage if one device is enough'
       )
     self.task = task
     self.batch_spec = batch_spec
@@ -95,48 +95,49 @@ class EvalRunner:
       with tf.device('/device:CPU:0'):
         self.global_step = tf.Variable(0, trainable=False, dtype=tf.int64, name='global_step')
     self._eval_step = tf.function(self._EvalStep, autograph=False)
-    self._shapes = {shapes.FormatNest(batch_spec)}  # Of the batches that are expected.
+    self._shapes = {shapes.FormatNest(batch_spec)}  # Shapes of the expected batches.
     self._traced: set[tuple[Any, str]] = set()
 
   @property
   def task_runners(self) -> Mapping[str, EvalRunner]:
-    """{'': this}: as a `MultiTaskRunner` has one for each task."""
+    """{'': self}, like the runners of a `MultiTaskRunner` by task."""
     return {'': self}
 
   def Precision(self) -> str:
-    """The dtypes and whether XLA compiles, for people."""
+    """Returns a line about the dtypes and whether XLA compiles the stages."""
     p, pipeline = self.task.params, self.task.pipeline
     xla = 'on' if pipeline is not None and pipeline.params.xla else 'off'
     return f'weights {p.dtype.name}, activations {p.fprop_dtype.name}, XLA {xla}'
 
   def Variables(self) -> dict[str, tf.Variable]:
-    """{name: variable}: what is read of a checkpoint, see `ema.Restore`; the names know no cut."""
+    """Returns the variables to read from a checkpoint, by names that do not depend on the cut."""
     return {**self.task.VariablesByPath(), 'global_step': self.global_step}
 
   def AfterRestore(self) -> None:
-    """To be called when `Variables()` were assigned from a checkpoint."""
+    """Must be called after `Variables()` were assigned from a checkpoint."""
     self.engine.SyncReplicas()
 
   @contextlib.contextmanager
   def AveragedWeights(self) -> Iterator[None]:
-    """Within it the weights are their moving averages, if the task has any; here they always are.
+    """Enters a context in which the weights are their moving averages, if the task has any.
 
-    It may be entered within itself. Nothing must be trained or saved in it.
+    A runner that does not train restores the averages as its weights, so nothing changes here.
+    The context may be nested. Do not train or save in it.
     """
     yield
 
   def ExpectBatches(self, batch_specs: Iterable[nested_map.NestedMap]) -> None:
-    """Announces batches of other shapes; the stages are compiled for each of them when it comes.
+    """Announces batches of other shapes. The stages are compiled for each shape at its first batch.
 
-    Batches whose shape was not announced are taken, too, but a warning tells of the compilations.
+    A batch of a shape that was not announced works too, but its compilation logs a warning.
 
     Args:
-      batch_specs: NestedMaps of tf.TensorSpec that differ from the runner's batch spec in sizes
-        alone.
+      batch_specs: NestedMaps of tf.TensorSpec that differ from the runner's batch spec only in
+        their sizes.
 
     Raises:
-      ValueError: another structure or rank.
-      TypeError: another dtype.
+      ValueError: a spec has another structure or rank.
+      TypeError: a spec has another dtype.
     """
     for spec in batch_specs:
       shapes.CheckNest(self.task.path, 'batch', spec, self.batch_spec)
@@ -144,7 +145,7 @@ class EvalRunner:
     self.engine.functions.num_batch_shapes = len(self._shapes)
 
   def Evaluate(self, data: Iterable[batches.AnyBatch]) -> dict[str, tuple[float, float]]:
-    """{name: (mean, total weight)} over batches, in evaluation mode, with `AveragedWeights`."""
+    """Returns {name: (mean, total weight)} over batches, in eval mode, with `AveragedWeights`."""
     total = weighted_means.MetricsAccumulator()
     with self.AveragedWeights():
       for batch in data:
@@ -163,20 +164,20 @@ class EvalRunner:
     return total.Result()
 
   def MetricNames(self, batch_spec: nested_map.NestedMap) -> list[str]:
-    """What `Evaluate` returns for batches of this spec; traces, and computes nothing."""
+    """Returns the names of the metrics for batches of this spec; traces, but computes nothing."""
     self._Trace(self._eval_step, batch_spec)
     return list(self._eval_step.get_concrete_function(batch_spec).structured_outputs)
 
   def Decode(
     self, batch: nested_map.NestedMap, input_generator: Any, first_example: int = 0
   ) -> dict[str, Any]:
-    """What the task decodes of a batch, with `AveragedWeights`: {name: an entry for each row}.
+    """Decodes a batch with `AveragedWeights`; returns {name: one entry per row}.
 
     Args:
       batch: NestedMap that matches the batch spec.
-      input_generator: where it comes from.
-      first_example: the number of its first row in the data set, from which the others follow;
-        unless the batch has an `example_index`.
+      input_generator: the input that the batch was read from.
+      first_example: position of its first row in the data set; the other rows follow. Ignored if
+        the batch has an `example_index`.
     """
     self._CheckBatch(batch)
     if 'example_index' not in batch:
@@ -190,17 +191,17 @@ class EvalRunner:
 
   @functools.cached_property
   def placement(self) -> batch_placement.Placement:
-    """Where the parts of a batch belong."""
+    """The placement of the parts of a batch on the hosts of the stages."""
     return batch_placement.Placement(self.task, self.engine, self.batch_spec)
 
   def Shares(self, batch: batches.AnyBatch) -> list[nested_map.NestedMap]:
-    """The rows of a batch: in one where the trainer read it, else in one for each replica."""
+    """Returns the rows of a batch: in one piece if this process read it, or one per replica."""
     if not isinstance(batch, batches.PlacedBatch):
       return [batch]
     return [view for _, _, view in self.placement.Views(batch)]
 
   def MicroBatches(self, batch: batches.AnyBatch) -> list[micro_batch.MicroBatch]:
-    """Splits a batch into micro-batches; those of a `PlacedBatch` stay on its devices."""
+    """Splits a batch into micro-batches; a `PlacedBatch` stays on the hosts that have its rows."""
     if not isinstance(batch, batches.PlacedBatch):
       pipeline = self.task.pipeline
       return self._Split(batch, batch, 1 if pipeline is None else pipeline.num_micro_batches)
@@ -218,7 +219,15 @@ class EvalRunner:
     device: str | None = None,
     device_of_loss: str | None = None,
   ) -> list[micro_batch.MicroBatch]:
-    """Splits a batch on these devices; None lets TensorFlow choose the device."""
+    """Splits a batch, or the share of one replica, into micro-batches.
+
+    Args:
+      batch: the rows, for the first layer.
+      batch_for_loss: the rows, for the loss.
+      num_micro_batches: number of pieces.
+      device: device of the first layer's arguments; None lets TensorFlow choose.
+      device_of_loss: device of the loss's inputs and weights; None lets TensorFlow choose.
+    """
     with tf.device(device_of_loss):
       side = self.task.LossInputs(batch_for_loss)
     pipeline = self.task.pipeline
@@ -255,9 +264,9 @@ class EvalRunner:
     self.task.CheckBatch(batch)
 
   def _Trace(self, step: Any, batch: batches.AnyBatch, *args: tf.Tensor) -> bool:
-    """Traces a step for a batch that is the first of its shape; returns whether it did.
+    """Traces a step if the batch is the first of its shape; returns whether it did.
 
-    TensorFlow would do it as well, and warn where some new shapes come in a row.
+    TensorFlow would trace it anyway, but warns if several new shapes follow each other.
     """
     key = (step, shapes.FormatNest(batch))
     if key in self._traced:

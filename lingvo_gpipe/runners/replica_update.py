@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ReplicaUpdate`: the update of the weights in all replicas of a pipeline, to the same bits."""
+"""`ReplicaUpdate`: updates the weights of all replicas of a pipeline to bit-equal values."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from lingvo_gpipe.pipeline import layer_statistics, replicas
 class ReplicaUpdate:
   """Adds the gradients over the replicas and lets the learners update the weights of each.
 
-  Each replica has learners of its own, which do all the same; or, with `shard_optimizer_slots`,
-  each weight is updated by one replica, which alone has its slots.
+  Each replica has its own learners, which all compute the same update; or, with
+  `shard_optimizer_slots`, one replica updates each weight and has the only copy of its slots.
   """
 
   def __init__(

@@ -1,5 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`TrainRunner`: a task placed on devices, with its training step as functions."""
+"""`TrainRunner`: a task placed on devices that takes training steps.
+
+The step, in order, with one mini-batch per update:
+
+    TrainStep(batch)                   checks the batch, traces the step at its first call
+      _TrainStep(batch)                tf.function: the whole step is one graph
+        _Accumulate(batch)
+          MicroBatches(batch)          cuts the mini-batch into micro-batches
+          engine.Accumulate(...)       forward and backward by the schedule, into accumulators
+        layer_statistics.Next(...)     new moving statistics of layers such as BatchNorm
+        _Update(sums, ...)
+          ReplicaUpdate.Apply(...)     sums gradients over replicas, clips, updates the weights
+                                       and statistics, copies tied weights to other stages
+          ema.Apply(step)              updates the averages of the weights
+          global_step + 1
+
+If an update accumulates several mini-batches, `TrainStep` runs `_Accumulate` for each of them as a
+function of its own, and `_Update` after the last one.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +40,10 @@ from lingvo_gpipe.runners import eval_runner, replica_update
 
 
 class TrainRunner(eval_runner.EvalRunner):
-  """Owns the state of a run: weights, slots and the step; does one step at a time.
+  """Owns the state of a run (weights, slots and the step number), and takes one step at a time.
 
   Attributes:
-    trace_seconds: how long it took to trace the first training step; 0.0 before it.
+    trace_seconds: time to trace the first training step; 0.0 before it.
   """
 
   def __init__(
@@ -41,16 +59,16 @@ class TrainRunner(eval_runner.EvalRunner):
     """Cuts the task into stages and allocates its variables on their devices.
 
     Args:
-      task: as for `EvalRunner`.
-      devices: the same.
-      batch_spec: the same.
-      splits: the same.
-      num_replicas: the same.
-      shared: the same; where weights are shared there is one replica.
+      task: the task, without variables yet.
+      devices: at least one per stage, for each replica in turn.
+      batch_spec: NestedMap of tf.TensorSpec of the largest batch, static shapes.
+      splits: the cut, as for `task_cut.CutTask`.
+      num_replicas: number of copies of the pipeline; each gets its share of a mini-batch.
+      shared: weights and step that this task shares with other tasks, in one replica.
 
     Raises:
-      ValueError: the task cannot be cut as its Params say, or has weights to be trained that are
-        outside its pipeline.
+      ValueError: the task cannot be cut as its Params say, or it has trained weights outside its
+        pipeline.
     """
     super().__init__(
       task, devices, batch_spec, splits=splits, num_replicas=num_replicas, shared=shared
@@ -72,8 +90,8 @@ class TrainRunner(eval_runner.EvalRunner):
       functools.partial(layer_statistics.Next, self.engine), autograph=False
     )
     self._update = tf.function(self._Update, autograph=False)
-    # How many mini-batches and micro-batches of the update under way were accumulated, what came
-    # of them, and what layers' state is to be after it.
+    # The update in progress: numbers of accumulated mini-batches and micro-batches, sums of metrics
+    # and loss weights, and the state of the layers after the update.
     self._num_accumulated = 0
     self._num_micro_batches = 0
     self._accumulated: Any = None
@@ -82,25 +100,25 @@ class TrainRunner(eval_runner.EvalRunner):
     self.trace_seconds = 0.0
 
   def Variables(self) -> dict[str, tf.Variable]:
-    """{name: variable}: all that a checkpoint keeps; names do not know the cut."""
-    found = {**self.task.VariablesByPath(), **self.learner.Variables()}
+    """Returns the variables of a checkpoint by names that do not depend on the cut."""
+    variables = {**self.task.VariablesByPath(), **self.learner.Variables()}
     if self._ema is not None:
-      found.update(self._ema.Variables())
-    return {**found, 'global_step': self.global_step}
+      variables.update(self._ema.Variables())
+    return {**variables, 'global_step': self.global_step}
 
   def TrainedNames(self) -> set[str]:
-    """Which of `Variables` are the trained weights."""
+    """Returns the names of the trained weights among `Variables`."""
     return set(self.engine.trained)
 
   def AfterRestore(self) -> None:
-    """To be called when `Variables()` were assigned from a checkpoint."""
+    """Must be called after `Variables()` were assigned from a checkpoint."""
     self._num_accumulated = 0
     self._replicas.AfterRestore()
 
   def BeginAtWeights(self) -> None:
-    """To be called when weights alone were assigned, as from another run's checkpoint.
+    """Must be called after weights alone were assigned, for example from another run's checkpoint.
 
-    Averages, and slots that begin as their weight, begin anew.
+    Averages, and slots whose initial value is their weight, start again from these weights.
     """
     self._replicas.BeginAtWeights()
     if self._ema is not None:
@@ -108,9 +126,9 @@ class TrainRunner(eval_runner.EvalRunner):
 
   @contextlib.contextmanager
   def AveragedWeights(self) -> Iterator[None]:
-    """Within it the weights are their moving averages, if the task has any (`train.ema_decay`).
+    """Enters a context in which the weights are their moving averages (`train.ema_decay`), if any.
 
-    It may be entered within itself. Nothing must be trained or saved in it.
+    The context may be nested. Do not train or save in it.
     """
     if self._ema is None:
       yield
@@ -123,36 +141,36 @@ class TrainRunner(eval_runner.EvalRunner):
       self.engine.SyncReplicas()
 
   def _Averaged(self) -> dict[str, tf.Variable]:
-    """What has a moving average: what is trained, and layers' moving statistics if wanted."""
-    found = self.engine.trained
+    """Returns the variables to average: trained weights and, if asked for, moving statistics."""
+    averaged = self.engine.trained
     if self.task.params.train.ema_decay_moving_vars:
       for path, v in self.task.VariablesByPath().items():
         if not v.trainable and v.dtype.is_floating:
-          found[path] = v
-    return found
+          averaged[path] = v
+    return averaged
 
   def TrainStep(self, batch: batches.AnyBatch) -> dict[str, float] | None:
-    """One training step: forward, backward, update.
+    """Takes one training step: forward, backward, update.
 
-    Where the learner accumulates N mini-batches, a step takes N calls: the first N-1 end after
-    backward. What they did is in no checkpoint.
+    If the learner accumulates N mini-batches, a step takes N calls. The first N-1 calls end after
+    backward; checkpoints do not store their gradients.
 
     Args:
-      batch: NestedMap that matches the batch spec, or one of `placement`.
+      batch: NestedMap that matches the batch spec, or a batch of `placement`.
 
     Returns:
-      None where the update waits for more mini-batches. Else the metrics by name, loss_weight, and
-      what the learners tell of the step (see `MultiLearner.Apply`), is_finite as 0 or 1, and
-      num_skipped_steps, as `NumSkippedSteps` after it.
+      None if the update waits for more mini-batches. Otherwise the metrics by name, loss_weight,
+      the learners' statistics (see `MultiLearner.Apply`), is_finite as 0 or 1, and
+      num_skipped_steps, the value of `NumSkippedSteps` after the step.
 
     Raises:
-      ValueError: the task's LossWeight and ComputeLoss do not agree.
+      ValueError: the task's LossWeight and ComputeLoss return different weights.
     """
     if self._checked_weight:  # The first step traces and compiles.
       heartbeat.Begin(heartbeat.TRAIN)
     self._CheckBatch(batch)
     if self.learner.num_accumulated_mini_batches == 1:
-      self._Trace(self._train_step, batch)
+      self._TraceTraining(self._train_step, batch)
       with failures.LocateFailure(self.engine, functools.partial(self._Accumulate, batch)):
         values, loss_weight = self._train_step(batch)
     elif self._AccumulateNext(batch):
@@ -168,13 +186,11 @@ class TrainRunner(eval_runner.EvalRunner):
       self._checked_weight = True
     return result
 
-  def _Trace(self, step: Any, batch: batches.AnyBatch, *args: tf.Tensor) -> bool:
-    """As the parent says; notes how long the first training step took."""
+  def _TraceTraining(self, step: Any, batch: batches.AnyBatch, *args: tf.Tensor) -> None:
+    """Traces a training step if the batch is the first of its shape; times the first one."""
     start = time.perf_counter()
-    traced = super()._Trace(step, batch, *args)
-    if traced and step is not self._eval_step:
+    if self._Trace(step, batch, *args):
       self.trace_seconds = self.trace_seconds or time.perf_counter() - start
-    return traced
 
   def IsTraced(self, batch: batches.AnyBatch) -> bool:
     """Whether a training step of such a batch was traced before."""
@@ -182,31 +198,31 @@ class TrainRunner(eval_runner.EvalRunner):
     return any(shape == text for step, shape in self._traced if step is not self._eval_step)
 
   def NumSkippedSteps(self) -> tf.Tensor:
-    """How many steps of the run changed nothing: gradients not finite, or batches of no weight."""
+    """Returns the number of steps without an update: gradients not finite, or no loss weight."""
     return self.global_step - self.learner.iterations
 
   def Gradients(self, loss_weight: float) -> dict[str, tf.Tensor]:
-    """{path of a trained weight: gradient of the last update's loss}, before clipping.
+    """Returns the gradient of the last update's loss by path of the weight, before clipping.
 
-    To be called between two updates, while the accumulators still hold it.
+    Must be called between two updates, while the accumulators still hold it.
 
     Args:
-      loss_weight: that of the update, as `TrainStep` returned it.
+      loss_weight: loss weight of the update, as `TrainStep` returned it.
     """
-    found = {}
+    gradients = {}
     for s in self._replicas.stages:
       for path, accumulator in zip(s.trained, s.accumulators, strict=True):
         with tf.device(s.device):
-          found[path] = tf.math.divide_no_nan(
+          gradients[path] = tf.math.divide_no_nan(
             tf.convert_to_tensor(accumulator), tf.cast(loss_weight, accumulator.dtype)
           )
-    return found
+    return gradients
 
   def WhyNotFinite(self, *data: batches.AnyBatch) -> str:
-    """Where the last step's first value that is not finite came from; see `check_numerics`.
+    """Returns the origin of the last step's first value that is not finite (`check_numerics`).
 
     Args:
-      *data: what `TrainStep` was given for it; it must have left the weights as they were.
+      *data: mini-batches of the step, which must have left the weights unchanged.
     """
     micro_batches = list(itertools.chain(*map(self.MicroBatches, data)))
     return check_numerics.Explain(self.engine, micro_batches, int(self.global_step) - 1)
@@ -226,18 +242,18 @@ class TrainRunner(eval_runner.EvalRunner):
     return self._Update(sums, loss_weight, state), loss_weight
 
   def _AccumulateNext(self, batch: batches.AnyBatch) -> bool:
-    """Forward and backward of a mini-batch; True where it was the last one of an update."""
-    # After an exception in here the update begins anew.
+    """Runs forward and backward of a mini-batch; returns whether it is the last of its update."""
+    # After an exception the update starts again from its first mini-batch.
     index, self._num_accumulated = self._num_accumulated, 0
     first = self._num_micro_batches if index else 0
     if index == 0:
       self._clear()
     position = tf.constant(first, tf.int64)
-    self._Trace(self._accumulate, batch, position)
+    self._TraceTraining(self._accumulate, batch, position)
     with failures.LocateFailure(self.engine, functools.partial(self._Accumulate, batch, position)):
       *new, layer_sums = self._accumulate(batch, position)
     self._accumulated = tf.nest.map_structure(tf.add, self._accumulated, new) if index else new
-    # State follows every mini-batch, but changes with the weights or not at all.
+    # The state follows every mini-batch, but is assigned together with the weights or not at all.
     self._state = self._next_state(layer_sums, self._state if index else None)
     self._num_micro_batches = first + self._NumMicroBatches(batch)
     self._num_accumulated = (index + 1) % self.learner.num_accumulated_mini_batches
@@ -246,14 +262,16 @@ class TrainRunner(eval_runner.EvalRunner):
   def _Accumulate(
     self, batch: batches.AnyBatch, first_micro_batch: tf.Tensor | None = None
   ) -> tuple[dict[str, tf.Tensor], tf.Tensor, dict[str, nested_map.NestedMap]]:
-    """The metrics' sums, the sum of the loss weights, and what layers report for their state.
-
-    Gradients end in the accumulators; nothing else is changed.
+    """Runs forward and backward of a mini-batch; changes nothing but the gradient accumulators.
 
     Args:
       batch: a mini-batch.
-      first_micro_batch: how many micro-batches of this update came before; None where this is its
-        only mini-batch. Else the gradients are added to what the accumulators hold.
+      first_micro_batch: number of earlier micro-batches of this update, whose gradients stay in the
+        accumulators; None if this is the only mini-batch.
+
+    Returns:
+      The metrics' sums, the sum of the loss weights, and the sums that layers report for their
+      state.
     """
     micro_batches = self.MicroBatches(batch)
     sums, layer_sums = self.engine.Accumulate(
@@ -267,7 +285,7 @@ class TrainRunner(eval_runner.EvalRunner):
   def _Update(
     self, sums: dict[str, tf.Tensor], loss_weight: tf.Tensor, state: layer_statistics.State
   ) -> dict[str, tf.Tensor]:
-    """Updates the weights from the accumulated gradients, and state; the values of the step."""
+    """Updates the weights from the accumulated gradients, and the state; returns the values."""
     values = {name: _Mean(s) for name, s in sums.items()}
     values['loss_weight'] = sums['loss'][1]
     # The accumulators are read only after the last backward action wrote them: TensorFlow orders
@@ -279,13 +297,13 @@ class TrainRunner(eval_runner.EvalRunner):
     values.update(applied)
     values['is_finite'] = tf.cast(values['is_finite'], tf.float32)
     values['num_skipped_steps'] = self.NumSkippedSteps() + 1
-    # A step that fails must change nothing: it can be run again, to find out why.
+    # A step that fails must change nothing, so that it can be repeated to find the cause.
     with tf.control_dependencies(list(values.values())):
       self.global_step.assign_add(1)
     return values
 
   def _CheckOutside(self) -> None:
-    """Raises ValueError for weights that are to be trained, but that no stage holds."""
+    """Raises ValueError if a weight is trained but not part of any stage."""
     inside = self.TrainedNames()
     outside = [
       path
@@ -300,21 +318,22 @@ class TrainRunner(eval_runner.EvalRunner):
       )
 
   def _CheckMicroBatches(self) -> None:
-    """Raises ValueError where the random seeds cannot count the micro-batches of an update."""
-    num = self.learner.num_accumulated_mini_batches
-    of = self.cut.num_micro_batches * len(self.engine.replicas)
-    if num * of > fprop_context.MAX_MICRO_BATCHES:
+    """Raises ValueError if the random seeds cannot number the micro-batches of an update."""
+    num_mini_batches = self.learner.num_accumulated_mini_batches
+    num_micro_batches = self.cut.num_micro_batches * len(self.engine.replicas)
+    if num_mini_batches * num_micro_batches > fprop_context.MAX_MICRO_BATCHES:
       raise ValueError(
-        f'an update of {num} mini-batches of {of} micro-batches is more than the '
-        f'{fprop_context.MAX_MICRO_BATCHES} micro-batches that random seeds tell apart'
+        f'an update of {num_mini_batches} mini-batches of {num_micro_batches} micro-batches '
+        f'exceeds the {fprop_context.MAX_MICRO_BATCHES} micro-batches for which there are distinct '
+        'random seeds; reduce num_accumulated_mini_batches or num_micro_batches'
       )
 
   def _CheckLossWeight(self, announced: float, returned: float) -> None:
     if abs(announced - returned) > 1e-3 * max(abs(announced), abs(returned), 1e-6):
       name = type(self.task).__name__
       raise ValueError(
-        f"{name}.LossWeight said {announced:g} for this batch, but the 'loss' of "
-        f'{name}.ComputeLoss came with a weight of {returned:g}; they must agree'
+        f"{name}.LossWeight returned {announced:g} for this batch, but the weight of the 'loss' of "
+        f'{name}.ComputeLoss is {returned:g}; they must be equal'
       )
 
 

@@ -16,7 +16,7 @@ from lingvo_gpipe.learning import optimizer
 from lingvo_gpipe.pipeline import pipelining_layer
 from lingvo_gpipe.runners import train_runner
 from lingvo_gpipe.training import train_program
-from tests import processes
+from tests import naming, processes
 from tests.toys import stacks
 
 _DIM, _BATCH, _M = 4, 4, 2
@@ -271,7 +271,9 @@ def testBatchNormAndARestart(tmp_path):
 
 
 def testTooManyMicroBatches():
-  with pytest.raises(ValueError, match='600000 mini-batches of 2 micro-batches.*1048576'):
+  with pytest.raises(
+    ValueError, match=naming.Naming('600000 mini-batches', '2 micro-batches', 1048576)
+  ):
     _Runner(600_000)
 
 

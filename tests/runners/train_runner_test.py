@@ -312,7 +312,7 @@ def testLossWeightMustAgree():
   run = _Runner(p)
   with pytest.raises(ValueError) as e:
     run.TrainStep(next(iter(_Input().Dataset())))
-  assert 'Wrong.LossWeight said 10' in str(e.value)
+  assert 'Wrong.LossWeight returned 10 ' in str(e.value)
   assert 'weight of 8' in str(e.value)
 
 
