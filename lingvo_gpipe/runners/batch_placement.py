@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads batches where stages need them: on the workers of each replica's first and last stage.
+"""Reads batches on the workers that need them: with each replica's first and last stage.
 
-Read by the trainer, each batch would go over its link; a stream is read on one of them. A worker
-has nothing but TensorFlow's operations and what lies in its file system: functions of Python stay
-with the trainer.
+If the trainer read the batches, all of them would cross its network link. A worker runs only
+TensorFlow operations and sees only its own file system, so the trainer must read an input that
+calls Python functions. A stream is read on one worker.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from lingvo_gpipe.input import (
 from lingvo_gpipe.pipeline import engine, replicas
 from lingvo_gpipe.pipeline.stages import micro_batch
 
-# What a data set holds in memory is sent for each part that is read; a message is below 2 GiB.
+# The tensors of a data set are sent for each part that is read, in messages below 2 GiB.
 MAX_BYTES_IN_MEMORY = 1 << 30
 
-# What is read by each replica's first and last stage.
+# For each replica with rows, the fields of its first and of its last stage.
 _Parts = list[list[tuple[tf.Tensor, ...]]]
 
 _PYTHON = re.compile(r'(Eager)?PyFunc(Stateless)?')
@@ -43,13 +43,13 @@ _PYTHON = re.compile(r'(Eager)?PyFunc(Stateless)?')
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-  """What one replica takes of a batch.
+  """One replica's share of a batch.
 
   Attributes:
-    rows: of the batch.
-    num_micro_batches: that these rows are cut into.
-    first: the CPU beside its first stage.
-    last: the CPU beside its last stage.
+    rows: rows of the batch.
+    num_micro_batches: number of micro-batches that these rows are cut into.
+    first: CPU of the host of the replica's first stage.
+    last: CPU of the host of the replica's last stage.
   """
 
   rows: range
@@ -59,10 +59,10 @@ class Share:
 
 
 class Placement:
-  """Where the parts of a batch belong.
+  """Maps the parts of a batch to the hosts of the stages that read them.
 
   Attributes:
-    first_host: the CPU beside the first stage of the first replica.
+    first_host: CPU of the host of the first replica's first stage.
   """
 
   def __init__(
@@ -71,7 +71,7 @@ class Placement:
     stages: engine.PipelineEngine,
     batch_spec: nested_map.NestedMap,
   ) -> None:
-    """Finds what a task's first and last stage read of batches of this spec."""
+    """Finds the fields that a task's first and last stage read of batches of this spec."""
     self._task = task
     self._spec = batch_spec
     self._num_micro_batches = 1 if task.pipeline is None else task.pipeline.num_micro_batches
@@ -83,12 +83,12 @@ class Placement:
     self._keys = batch_spec.Keys()
     inputs = task_lib.FindReadFields(task.PipelineInputs, batch_spec)
     sides = task_lib.FindReadFields(task.LossInputs, batch_spec)
-    # What neither reads, `CheckBatch` may: the loss is beside what else it looks at.
+    # Fields that neither stage reads go to the last one, where `CheckBatch` may read them.
     self._keys_first = [key for key in self._keys if key in inputs]
     self._keys_last = [key for key in self._keys if key in sides or key not in inputs]
 
   def ReadBy(self, source: base_input_generator.BaseInputGenerator) -> str:
-    """Which workers read an input, for the log."""
+    """Returns a log text that names the workers that read an input."""
     if isinstance(source, stream_input.BaseStreamInput):
       return f'read by worker {worker_hosts.WorkerOf(self.first_host)}'
     size = micro_batch.BatchSize(source.BatchSpec())
@@ -101,7 +101,7 @@ class Placement:
     return f'read by worker {first}, labels by worker {last}'
 
   def Shares(self, num_rows: int) -> list[Share]:
-    """What the replicas take of a batch of so many rows, without those that get none."""
+    """Returns the replicas' shares of a batch of this many rows; empty shares are left out."""
     sizes = micro_batch.Sizes(num_rows, self._num_micro_batches)
     shares = replicas.Shares(len(sizes), len(self._ends))
     return [
@@ -111,22 +111,22 @@ class Placement:
     ]
 
   def Keys(self, share: Share) -> tuple[list[str], list[str]]:
-    """The fields that are read beside the first stage, and those beside the last one."""
+    """Returns the fields to read on the first stage's host, and on the last stage's host."""
     return (self._keys, []) if share.first == share.last else (self._keys_first, self._keys_last)
 
   def Views(
     self, batch: batches.PlacedBatch
   ) -> Iterator[tuple[Share, nested_map.NestedMap, nested_map.NestedMap]]:
-    """For each share its rows as a batch: for the first stage and for the last one.
+    """Yields each share with its rows as a batch for the first stage and as one for the last.
 
-    They differ in where those fields are that both have.
+    Fields that both stages read are tensors of different hosts in the two batches.
     """
     shares = self.Shares(batches.NumRows(batch))
     for share, first, last in zip(shares, batch.firsts, batch.lasts, strict=True):
       keys_first, keys_last = self.Keys(share)
-      of_first = dict(zip(keys_first, first, strict=True))
-      of_last = dict(zip(keys_last, last, strict=True))
-      for_first, for_last = {**of_last, **of_first}, {**of_first, **of_last}
+      first_fields = dict(zip(keys_first, first, strict=True))
+      last_fields = dict(zip(keys_last, last, strict=True))
+      for_first, for_last = {**last_fields, **first_fields}, {**first_fields, **last_fields}
       yield (
         share,
         self._spec.Pack([for_first[key] for key in self._keys]),
@@ -136,34 +136,36 @@ class Placement:
   def Pass(
     self, source: base_input_generator.BaseInputGenerator, start: int
   ) -> Callable[[], Iterator[batches.PlacedBatch]]:
-    """What goes through an input from a position on, at each call: the workers read and check.
+    """Returns a function that iterates over an input from a position; the workers read and check.
 
-    What they need for that is made and sent once, here. While a batch is in use the next is read.
+    The functions and data that workers need are sent once, here. The next batch is read while a
+    batch is in use.
     """
     if isinstance(source, bucketed_input.BucketedInput):
       parts = self._Planned(source, start)
     else:
       parts = self._Read(source, start)
-    # Not until the end of the data shows: TensorFlow would print an error of the worker's.
+    # Counts the batches: at the end of the data TensorFlow would print an error of the worker.
     return functools.partial(self._Ahead, parts, source.NumBatches(start))
 
   def _Ahead(
     self, parts: Callable[[], Iterator[_Parts]], num_batches: int | None
   ) -> Iterator[batches.PlacedBatch]:
-    found = parts()
+    iterator = parts()
 
     def ReadNext() -> batches.PlacedBatch:
-      return self._Checked(next(found))
+      return self._Checked(next(iterator))
 
-    left = itertools.count() if num_batches is None else iter(range(num_batches))
-    if next(left, None) is None:
+    numbers = itertools.count() if num_batches is None else iter(range(num_batches))
+    if next(numbers, None) is None:
       return
-    # Alone: whether workers read at all hangs on it. It is traced, and goes to where the run is.
+    # The first batch decides whether workers read at all, so nothing is read ahead of it. Reading
+    # it traces the functions and sends them to the workers.
     batch = ReadNext()
     heartbeat.Step(heartbeat.READ)
     yield batch
     with futures.ThreadPoolExecutor(max_workers=1) as thread:
-      coming = (thread.submit(ReadNext) for _ in left)
+      coming = (thread.submit(ReadNext) for _ in numbers)
       reading = next(coming, None)
       while reading is not None:
         heartbeat.Begin(heartbeat.READ)
@@ -173,20 +175,20 @@ class Placement:
         yield batch
 
   def ReadStream(self, stream: stream_iterator.StreamIterator) -> Iterator[batches.PlacedBatch]:
-    """The batches of a stream; their rows go from its host to where stages need them.
+    """Yields the batches of a stream; their rows go from its host to the hosts of the stages.
 
-    None is taken ahead, for checkpoints have the state of the stream.
+    Reads no batch ahead, because checkpoints store the state of the stream.
     """
 
     def Parts(batch: nested_map.NestedMap) -> _Parts:
       parts: _Parts = []
       for share in self.Shares(micro_batch.BatchSize(batch)):
         rows = batch.Transform(operator.itemgetter(slice(share.rows.start, share.rows.stop)))
-        of_share = []
+        fields = []
         for host, keys in zip(_Hosts(share), self.Keys(share), strict=True):
           with tf.device(host):
-            of_share.append(tuple(tf.identity(rows.GetItem(key)) for key in keys))
-        parts.append(of_share)
+            fields.append(tuple(tf.identity(rows.GetItem(key)) for key in keys))
+        parts.append(fields)
       return parts
 
     for parts in stream.Map(Parts):
@@ -206,7 +208,7 @@ class Placement:
   def _Read(
     self, source: base_input_generator.BaseInputGenerator, start: int
   ) -> Callable[[], Iterator[_Parts]]:
-    """What goes through the parts of batches that are read as a data set on each worker."""
+    """Returns a function that iterates over batches, read in parts by data sets on the workers."""
     readers = [
       [
         _Reader(host, functools.partial(source.RowsDataset, start, share.rows, keys))
@@ -218,16 +220,16 @@ class Placement:
     ]
 
     def Parts() -> Iterator[_Parts]:
-      found = [[read() for read in of_share] for of_share in readers]
+      iterators = [[read() for read in readers_of_share] for readers_of_share in readers]
       while True:
-        yield [[next(of_host) for of_host in of_share] for of_share in found]
+        yield [[next(part) for part in parts_of_share] for parts_of_share in iterators]
 
     return Parts
 
   def _Planned(
     self, source: bucketed_input.BucketedInput, start: int
   ) -> Callable[[], Iterator[_Parts]]:
-    """The same of batches in buckets: workers get which rows they consist of, and make them."""
+    """Returns a function that iterates over bucketed batches, which workers make of row numbers."""
     largest = max(micro_batch.BatchSize(spec) for spec in source.BatchSpecs())
     makers = [
       [
@@ -242,21 +244,21 @@ class Placement:
       for indices, weights, length in plans:
         parts = []
         # Smaller batches may have no rows for the last replicas.
-        for share, of_share in zip(self.Shares(len(indices)), makers, strict=False):
+        for share, makers_of_share in zip(self.Shares(len(indices)), makers, strict=False):
           rows = slice(share.rows.start, share.rows.stop)
-          parts.append([make(indices[rows], weights[rows], length) for make in of_share])
+          parts.append([make(indices[rows], weights[rows], length) for make in makers_of_share])
         yield parts
 
     return Parts
 
 
 def AreOnWorkers(stages: engine.PipelineEngine) -> bool:
-  """Whether stages are in other processes."""
-  return bool(worker_hosts.Of(s.device for one in stages.replicas for s in one.stages))
+  """Whether stages run in other processes."""
+  return bool(worker_hosts.Of(s.device for replica in stages.replicas for s in replica.stages))
 
 
-def WhyNot(source: base_input_generator.BaseInputGenerator) -> str:
-  """Why workers cannot read an input, as far as it can be told without trying; '' if they may."""
+def WhyNotOnWorkers(source: base_input_generator.BaseInputGenerator) -> str | None:
+  """Returns why workers cannot read an input; None if nothing is known against it."""
   name, p = type(source).__name__, source.params
   owners = (
     base_input_generator.BaseInputGenerator,
@@ -264,7 +266,7 @@ def WhyNot(source: base_input_generator.BaseInputGenerator) -> str:
     stream_input.BaseStreamInput,
   )
   if type(source).Dataset not in [owner.Dataset for owner in owners]:
-    return f'{name} has a Dataset of its own'  # Which two workers need not read in one order.
+    return f'{name} overrides Dataset'  # Two workers may then read in different orders.
   if p.read_on_workers is False:
     return 'input.read_on_workers is False'
   if isinstance(source, bucketed_input.BucketedInput):
@@ -275,24 +277,24 @@ def WhyNot(source: base_input_generator.BaseInputGenerator) -> str:
   else:
     traced = pipeline_graph.Trace(functools.partial(source.RowsDataset, 0, range(p.batch_size)))
   nodes = itertools.chain(*pipeline_graph.Operations(traced))
-  if found := sorted({node.op for node in nodes if _PYTHON.fullmatch(node.op)}):
-    return f'{name} runs functions of Python ({", ".join(found)})'
+  if operations := sorted({node.op for node in nodes if _PYTHON.fullmatch(node.op)}):
+    return f'{name} calls Python functions ({", ".join(operations)})'
   captured = traced.captured_inputs
   if any(x.dtype in (tf.resource, tf.variant) for x in captured):
     return f'{name} uses a variable or a table of this process'
   size = sum(x.shape.num_elements() * x.dtype.size for x in captured)
   if size > MAX_BYTES_IN_MEMORY:
     return f'{name} holds {size:,} bytes in memory'
-  return ''
+  return None
 
 
 def _Reader(
   host: str, make: Callable[[], tf.data.Dataset]
 ) -> Callable[[], Iterator[tuple[tf.Tensor, ...]]]:
-  """What goes through a data set that lives on another host; its elements stay there."""
+  """Returns a function that iterates over a data set on another host; its elements stay there."""
   with tf.device(host):
     dataset = make()
-  # Where an iterator of another host is called by itself, an error is told of twice.
+  # Without a function, TensorFlow reports an error of another host's iterator twice.
   read = tf.function(lambda iterator: next(iterator), autograph=False)
 
   def Read() -> Iterator[tuple[tf.Tensor, ...]]:
@@ -300,8 +302,8 @@ def _Reader(
       iterator = iter(dataset)
     while True:
       with tf.device(host):
-        found = read(iterator)
-      yield found
+        fields = read(iterator)
+      yield fields
 
   return Read
 
@@ -309,7 +311,10 @@ def _Reader(
 def _RowMaker(
   source: bucketed_input.BucketedInput, host: str, keys: Sequence[str]
 ) -> Callable[..., tuple[tf.Tensor, ...]]:
-  """What makes fields of rows of a plan on another host, of a copy of their tensors there."""
+  """Returns a function that makes fields of planned rows on another host.
+
+  It keeps a copy of the input's tensors there.
+  """
   if not keys:
     return lambda *plan: ()
   tensors = source.Tensors()
@@ -323,11 +328,11 @@ def _RowMaker(
 
   def Make(*plan: tf.Tensor) -> tuple[tf.Tensor, ...]:
     with tf.device(host):
-      made: tuple[tf.Tensor, ...] = make(tensors, *plan)
-      return made
+      fields: tuple[tf.Tensor, ...] = make(tensors, *plan)
+      return fields
 
-  # The first call brings the function to its worker. Beside others that run there that may break
-  # them, see `worker_hosts._Gate`.
+  # The first call sends the function to its worker, which may break calls that run there at the
+  # same time (see `worker_hosts._Gate`).
   Make(*(tf.zeros([0] * spec.shape.rank, spec.dtype) for spec in bucketed_input.PLAN_SPEC))
   return Make
 

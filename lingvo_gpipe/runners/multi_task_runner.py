@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`MultiTaskRunner`: the runners of several tasks, and what they share, as one."""
+"""`MultiTaskRunner`: the runners of several tasks and their shared weights, as one runner."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _Runner = TypeVar('_Runner', bound=eval_runner.EvalRunner)
 
 
 class MultiTaskRunner:
-  """Has a runner for each task; a step is one of the task that the model names.
+  """Has a runner for each task; each step trains the task that the model chooses.
 
-  Where nothing is trained these are `EvalRunner`s, and it has no steps.
+  Without a learner the runners are `EvalRunner`s, and the methods that train must not be called.
 
   Attributes:
-    task_runners: {name: runner} of the tasks that are drawn or evaluated.
-    global_step: int64 variable, the steps of all tasks together.
+    task_runners: {name: runner} of the tasks that are trained or evaluated.
+    global_step: int64 variable, the number of steps of all tasks together.
   """
 
   def __init__(
@@ -40,16 +40,16 @@ class MultiTaskRunner:
     """Places the tasks one after the other, all on the same devices.
 
     Args:
-      model: the model. Where it is trained all tasks are placed, else those that are chosen and
-        have an input.
-      devices: as many as the task with the most stages needs, and that for each replica.
-      saved: the checkpoints of the run, if any, for cuts that hang on a measurement.
-      with_learner: False where nothing is trained.
-      num_replicas: how often the stages are there.
+      model: the model. All tasks are placed if it is trained; otherwise the chosen tasks that have
+        an input.
+      devices: for each replica as many as the task with the most stages needs.
+      saved: checkpoints of the run, if any, for cuts that depend on a measurement.
+      with_learner: whether the model is trained.
+      num_replicas: number of copies of each pipeline.
 
     Raises:
       ValueError: a task has no input, a shared weight would be on two devices or in several
-        replicas, or tasks differ in what they must have alike to share weights.
+        replicas, or tasks that share weights differ in settings that must be equal.
     """
     self._model = model
     names = list(model.tasks)
@@ -61,103 +61,103 @@ class MultiTaskRunner:
       missing = [] if names else model.active_tasks
     if missing:
       raise ValueError(
-        f'the data set has no input for the task {" and ".join(missing)}; it has '
-        f'{", ".join(model.inputs) or "none"}'
+        f'the data set has no input for the task {" and ".join(missing)}; it has inputs for '
+        f'{", ".join(model.inputs) or "no task"}'
       )
-    shared = shared_weights.SharedWeights(_Shared(model))
+    shared = shared_weights.SharedWeights(_SharedWeights(model))
     self._runners: dict[str, eval_runner.EvalRunner] = {}
     self._trained: dict[str, train_runner.TrainRunner] = {}
     kind = train_runner.TrainRunner if with_learner else eval_runner.EvalRunner
     for name in names:
-      cuts = {other: made.cut.ends for other, made in self._runners.items()}
+      cuts = {other: runner.cut.ends for other, runner in self._runners.items()}
       splits = task_cut.SavedCut(saved, model.tasks[name], name) or model.SharedCut(name, cuts)
-      one = _OfTask(
+      runner = _MakeRunner(
         kind, model, name, devices, splits=splits, num_replicas=num_replicas, shared=shared
       )
-      self._runners[name] = one
-      if isinstance(one, train_runner.TrainRunner):
-        self._trained[name] = one
+      self._runners[name] = runner
+      if isinstance(runner, train_runner.TrainRunner):
+        self._trained[name] = runner
     self._shared = shared
     self.global_step = shared.global_step
     self.task_runners = {name: self._runners[name] for name in model.active_tasks if name in names}
-    self._last = next(iter(self.task_runners))  # The task of the last step.
+    self._last_task = next(iter(self.task_runners))  # The task of the last step.
 
   @property
-  def _now(self) -> train_runner.TrainRunner:
-    return self._trained[self._last]
+  def _last_runner(self) -> train_runner.TrainRunner:
+    return self._trained[self._last_task]
 
   @property
   def trace_seconds(self) -> float:
-    """As `TrainRunner` has it, of the last step's task."""
-    return self._now.trace_seconds
+    """Time to trace the first training step of the last step's task."""
+    return self._last_runner.trace_seconds
 
   def Variables(self) -> dict[str, tf.Variable]:
-    """{name: variable}: all that a checkpoint keeps; what tasks share is there once."""
-    found = self._shared.Variables()
-    for name, one in self._runners.items():
-      for key, variable in self._model.ByCheckpointName(one.Variables()).items():
-        first, slash, rest = key.partition('/')
-        key = f'learner/{name}/{rest}' if first == 'learner' and slash else key
-        assert found.setdefault(key, variable) is variable, key
-    return found
+    """Returns the variables of a checkpoint by name; shared variables occur once."""
+    variables = self._shared.Variables()
+    for name, runner in self._runners.items():
+      for key, variable in self._model.ByCheckpointName(runner.Variables()).items():
+        folder, slash, suffix = key.partition('/')
+        key = f'learner/{name}/{suffix}' if folder == 'learner' and slash else key
+        assert variables.setdefault(key, variable) is variable, key
+    return variables
 
   def TrainedNames(self) -> set[str]:
-    """Which of `Variables` are the trained weights."""
-    paths = [path for one in self._trained.values() for path in one.TrainedNames()]
+    """Returns the names of the trained weights among `Variables`."""
+    paths = [path for runner in self._trained.values() for path in runner.TrainedNames()]
     return set(self._model.ByCheckpointName(dict.fromkeys(paths)))
 
   def AfterRestore(self) -> None:
-    """To be called when `Variables()` were assigned from a checkpoint."""
-    for one in self._runners.values():
-      one.AfterRestore()
+    """Must be called after `Variables()` were assigned from a checkpoint."""
+    for runner in self._runners.values():
+      runner.AfterRestore()
     self._shared.AfterRestore()
 
   def BeginAtWeights(self) -> None:
-    """To be called when weights alone were assigned, as from another run's checkpoint."""
-    for one in self._trained.values():
-      one.BeginAtWeights()
+    """Must be called after weights alone were assigned, for example from another checkpoint."""
+    for runner in self._trained.values():
+      runner.BeginAtWeights()
 
   def TrainStep(self, batch: batches.AnyBatch) -> dict[str, float] | None:
-    """As `TrainRunner.TrainStep`, of the task whose step it is.
+    """Takes a step of the task whose turn it is, see `TrainRunner.TrainStep`.
 
     Args:
-      batch: as there, of that task.
+      batch: a batch of this task.
     """
-    self._last = self._model.TaskAtStep(int(self.global_step))
-    values = self._now.TrainStep(batch)
+    self._last_task = self._model.TaskAtStep(int(self.global_step))
+    values = self._last_runner.TrainStep(batch)
     if values is None:
       return None
-    for one in self._runners.values():
-      if one is not self._now:
-        one.engine.SyncTies()  # A tied weight of theirs may have changed.
+    for runner in self._runners.values():
+      if runner is not self._last_runner:
+        runner.engine.SyncTies()  # The step may have changed a shared weight that is tied here.
     return {**values, 'num_skipped_steps': float(self.NumSkippedSteps())}
 
   def IsTraced(self, batch: batches.AnyBatch) -> bool:
-    """As `TrainRunner.IsTraced`, of the task whose step is next."""
+    """Whether a step of the task whose turn is next was traced for the shapes of this batch."""
     return self._trained[self._model.TaskAtStep(int(self.global_step))].IsTraced(batch)
 
   def NumSkippedSteps(self) -> tf.Tensor:
-    """How many steps of the run changed nothing, whatever the task."""
+    """Returns the number of steps of all tasks without an update."""
     return self.global_step - tf.add_n(
-      [tf.convert_to_tensor(one.learner.iterations) for one in self._trained.values()]
+      [tf.convert_to_tensor(runner.learner.iterations) for runner in self._trained.values()]
     )
 
   def Gradients(self, loss_weight: float) -> dict[str, tf.Tensor]:
-    """As `TrainRunner.Gradients`, of the last step's task."""
-    return self._now.Gradients(loss_weight)
+    """Returns the gradients of the last step's task, see `TrainRunner.Gradients`."""
+    return self._last_runner.Gradients(loss_weight)
 
   def WhyNotFinite(self, *data: batches.AnyBatch) -> str:
-    """As `TrainRunner.WhyNotFinite`, of the last step's task."""
-    return self._now.WhyNotFinite(*data)
+    """Explains a last step that is not finite, see `TrainRunner.WhyNotFinite`."""
+    return self._last_runner.WhyNotFinite(*data)
 
 
-# What trains, and what at least evaluates.
+# Runners that train, and runners that at least evaluate.
 TrainingRunner = train_runner.TrainRunner | MultiTaskRunner
 AnyRunner = eval_runner.EvalRunner | MultiTaskRunner
 
 
 def NumDevices(model: model_lib.BaseModel) -> int:
-  """How many devices the model needs: as many as its task with the most stages."""
+  """Returns the number of devices of one replica: the most that any task of the model needs."""
   return max(task_cut.NumDevices(task) for task in model.tasks.values())
 
 
@@ -168,11 +168,18 @@ def Make(
   *,
   num_replicas: int = 1,
 ) -> TrainingRunner:
-  """What trains a model of one task or several; arguments as for `MultiTaskRunner`."""
+  """Returns a runner that trains a model of one or several tasks.
+
+  Args:
+    model: the model, with an input for each task.
+    devices: for each replica as many as the task with the most stages needs.
+    saved: checkpoints of the run, if any, for cuts that depend on a measurement.
+    num_replicas: number of copies of each pipeline.
+  """
   if isinstance(model, multi_task_model.MultiTaskModel):
     return MultiTaskRunner(model, devices, saved, num_replicas=num_replicas)
   splits = task_cut.SavedCut(saved, model.task)
-  return _OfTask(
+  return _MakeRunner(
     train_runner.TrainRunner, model, '', devices, splits=splits, num_replicas=num_replicas
   )
 
@@ -184,47 +191,54 @@ def MakeEvaluated(
   *,
   num_replicas: int = 1,
 ) -> AnyRunner:
-  """What evaluates and decodes with a model; arguments as for `MultiTaskRunner`."""
+  """Returns a runner that evaluates and decodes with a model of one or several tasks.
+
+  Args:
+    model: the model. Of several tasks, the chosen ones with an input are placed.
+    devices: for each replica as many as the task with the most stages needs.
+    saved: checkpoints of the run, if any, for cuts that depend on a measurement.
+    num_replicas: number of copies of each pipeline.
+  """
   if isinstance(model, multi_task_model.MultiTaskModel):
     return MultiTaskRunner(model, devices, saved, with_learner=False, num_replicas=num_replicas)
   splits = task_cut.SavedCut(saved, model.task)
-  return _OfTask(
+  return _MakeRunner(
     eval_runner.EvalRunner, model, '', devices, splits=splits, num_replicas=num_replicas
   )
 
 
-def _OfTask(
+def _MakeRunner(
   kind: type[_Runner],
   model: model_lib.BaseModel,
   name: str,
   devices: Sequence[str],
   **options: Any,
 ) -> _Runner:
-  """The runner of one task, with `options` of its kind; it knows the batches of the input."""
+  """Returns a runner of one task, made with `options`, that expects the batches of its input."""
   source = model.inputs[name]
-  made = kind(model.tasks[name], devices, source.BatchSpec(), **options)
-  made.ExpectBatches(source.BatchSpecs())
-  return made
+  runner = kind(model.tasks[name], devices, source.BatchSpec(), **options)
+  runner.ExpectBatches(source.BatchSpecs())
+  return runner
 
 
-def _Shared(
+def _SharedWeights(
   model: multi_task_model.MultiTaskModel,
 ) -> dict[str, shared_weights.SharedWeight]:
-  """{path: what is known of a weight that several tasks have}.
+  """Returns the weights that several tasks share, by path.
 
   Raises:
-    ValueError: such weights have moving averages in some of their tasks, or of other decays.
+    ValueError: a shared weight is averaged in only some of its tasks, or with different decays.
   """
-  made = {
+  learners = {
     name: multi_learner.MultiLearner(t.params.train.learner) for name, t in model.tasks.items()
   }
   specs = model.WeightSpecs()
-  found = {}
+  weights = {}
   for name, paths in model.shared.items():
     trainers, averaged = [], set()
     is_trainable = specs[name][1]
     for task, path in paths.items():
-      owner = made[task].OwnerOf(path) if is_trainable else None
+      owner = learners[task].OwnerOf(path) if is_trainable else None
       train = model.tasks[task].params.train
       averages = owner is not None or (not is_trainable and train.ema_decay_moving_vars)
       averaged.add(train.ema_decay if averages else 0.0)
@@ -232,10 +246,10 @@ def _Shared(
         trainers.append(f'{task}.{owner}' if owner else task)
     if len(averaged) > 1:
       raise ValueError(
-        f'{name} is a weight of the tasks {" and ".join(paths)}, but has the ema_decay '
-        f'{" and ".join(map(str, sorted(averaged)))} there: set the same in all of them, and train '
-        'it in all or none'
+        f'{name} is a weight of the tasks {" and ".join(paths)}, but their ema_decay is '
+        f'{" and ".join(map(str, sorted(averaged)))}: set the same value in all of them, and train '
+        'the weight in all or none of them'
       )
     for task, path in paths.items():
-      found[path] = shared_weights.SharedWeight(name, task, '+'.join(trainers))
-  return found
+      weights[path] = shared_weights.SharedWeight(name, task, '+'.join(trainers))
+  return weights

@@ -20,7 +20,7 @@ from lingvo_gpipe.pipeline.schedule import schedules
 
 
 def NumDevices(task: task_lib.BaseTask) -> int:
-  """How many devices the task needs."""
+  """Returns the number of devices that one replica of the task needs."""
   return 1 if task.pipeline is None else task.pipeline.num_devices
 
 
@@ -30,16 +30,15 @@ def CutTask(
   splits: Sequence[int] = (),
   num_replicas: int = 1,
 ) -> cut_lib.Cut:
-  """The cut of the task's layers into stages for batches of this spec.
+  """Cuts the task's layers into stages for batches of this spec.
 
-  Allocates nothing, but that with partition_by='time' one layer at a time is run.
+  Allocates no weights; with partition_by='time' it runs one layer at a time.
 
   Args:
     task: the task, with or without variables.
     batch_spec: NestedMap of tf.TensorSpec, static shapes.
-    splits: the cut, where it is neither to be found nor that of the Params: for each stage the
-      index after its last layer.
-    num_replicas: how often the stages are there; each replica gets its share of a mini-batch.
+    splits: for each stage the index after its last layer; overrides the search and the Params.
+    num_replicas: number of copies of the pipeline; each gets its share of a mini-batch.
   """
   weights = Weights(task, multi_learner.MultiLearner(task.params.train.learner), num_replicas)
   if task.pipeline is None:
@@ -56,7 +55,7 @@ def CutTask(
 def Weights(
   task: task_lib.BaseTask, learner: multi_learner.MultiLearner, num_replicas: int
 ) -> layer_costs.Weights:
-  """What the learner trains of the task, and what the first replica keeps beside each weight."""
+  """Returns the trained weights, and the slots and averages of each in the first replica."""
   train = task.params.train
   slots = learner.SlotsPerWeight()
   mean = slots / (num_replicas if train.shard_optimizer_slots else 1)
@@ -68,7 +67,7 @@ def Weights(
 def PipelineInputSpecs(
   task: task_lib.BaseTask, batch_spec: nested_map.NestedMap
 ) -> tuple[Any, ...]:
-  """Specs of the arguments of the pipeline's first layer for batches of this spec."""
+  """Returns specs of the first layer's arguments for batches of this spec."""
   traced = tf.function(task.PipelineInputs, autograph=False).get_concrete_function(batch_spec)
   return tf.nest.map_structure(
     lambda t: None if t is None else tf.TensorSpec(t.shape, t.dtype), traced.structured_outputs
@@ -106,14 +105,14 @@ def SavedCut(
   p = task.pipeline.params
   if p.partition_by != 'time' or p.splits:
     return []
-  found = saved.All()
-  metadata = saved.ReadMetadata(found[-1]) if found else {}
+  infos = saved.All()
+  metadata = saved.ReadMetadata(infos[-1]) if infos else {}
   cut: list[int] = metadata.get(model_lib.TaskKey('cut', task_name), [])
   settings = PipelineSettings(p)
-  same = all(
+  has_settings = all(
     metadata.get(model_lib.TaskKey(name, task_name)) == value for name, value in settings.items()
   )
-  if not (same and len(cut) == p.num_stages and cut[-1] == len(task.pipeline.layers)):
+  if not (has_settings and len(cut) == p.num_stages and cut[-1] == len(task.pipeline.layers)):
     return []
   logging.info('keeping the cut of the last checkpoint: %s', cut)
   return cut

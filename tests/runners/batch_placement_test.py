@@ -379,12 +379,12 @@ def testWhatWorkersCannotReadTheTrainerDoes(found):
   missing = reasons.pop('OwnFile')
   assert missing.startswith('the workers cannot: ') and 'No such file' in missing
   assert reasons == {
-    'OwnDataset': 'OwnDataset has a Dataset of its own',
-    'Python': 'Python runs functions of Python (PyFunc)',
-    'PythonPairs': 'PythonPairs runs functions of Python (PyFunc)',
+    'OwnDataset': 'OwnDataset overrides Dataset',
+    'Python': 'Python calls Python functions (PyFunc)',
+    'PythonPairs': 'PythonPairs calls Python functions (PyFunc)',
     'Variable': 'Variable uses a variable or a table of this process',
-    'OtherFiles': 'what the workers read differs',
-    'WholeBatch': 'what the workers read differs',
+    'OtherFiles': 'the workers read different values',
+    'WholeBatch': 'the workers read different values',
     'Input': 'Input holds 2,112 bytes in memory',
   }
 

@@ -218,7 +218,7 @@ def testAveragesOfSharedWeightsAreOne(tmp_path):
   assert ema.Restore(saved, saved.Latest(), evaluated.Variables()) == len(weights)
   for name in weights:
     np.testing.assert_array_equal(evaluated.Variables()[name], run.Variables()[f'{name}/ema'])
-  with pytest.raises(ValueError, match='has the ema_decay 0.0 and 0.5 there'):
+  with pytest.raises(ValueError, match='ema_decay is 0.0 and 0.5:'):
     _Runner(a=multi_task.Task(2).Set(**averaged))
 
 
