@@ -7,8 +7,11 @@ from collections.abc import Mapping
 
 from absl import flags
 
+from lingvo_gpipe.cli import binary  # First: it keeps TensorFlow quiet.
+
+# isort: split
 from lingvo_gpipe.checkpoint import checkpoint_choice
-from lingvo_gpipe.cli import binary, steady_output, supervised
+from lingvo_gpipe.cli import steady_output, supervised
 from lingvo_gpipe.distributed import cluster, cluster_spec, stop_request, supervisor
 from lingvo_gpipe.evaluation import eval_program, pass_schedule
 from lingvo_gpipe.runners import failure_notes, multi_task_runner

@@ -10,8 +10,11 @@ from typing import Any
 
 from absl import flags
 
+from lingvo_gpipe.cli import binary  # First: it keeps TensorFlow quiet.
+
+# isort: split
 from lingvo_gpipe.checkpoint import checkpoint_choice, checkpoint_table, checkpointer, logdir_lock
-from lingvo_gpipe.cli import binary, steady_output, supervised
+from lingvo_gpipe.cli import steady_output, supervised
 from lingvo_gpipe.distributed import cluster, cluster_spec, stop_request, supervisor
 from lingvo_gpipe.experiment import model as model_lib
 from lingvo_gpipe.experiment import registry

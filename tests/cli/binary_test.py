@@ -2,6 +2,7 @@
 """A user's mistakes end the programs with one line and status 2; the modes print and leave."""
 
 import os
+import pathlib
 import re
 import sys
 
@@ -11,6 +12,7 @@ from lingvo_gpipe.checkpoint import logdir_lock
 from lingvo_gpipe.experiment import registry
 from tests import processes
 
+_ROOT = pathlib.Path(__file__).parents[2]
 _MODEL = f'--model={processes.MODEL}'
 
 
@@ -246,6 +248,15 @@ def testHelpAndAnEmptyPlace(forks, tmp_path):
   (line,) = processes.Messages(done.stderr)
   assert '`params`' in line and '--params_package' in line
   assert os.listdir(tmp_path) == []
+
+
+def testProgramsImportBinaryFirst():
+  """Its import of TensorFlow is the one that drops the messages of native code."""
+  for path in [*_ROOT.glob('lingvo_gpipe/*.py'), *_ROOT.glob('tools/*.py')]:
+    modules = re.findall(r'^from (lingvo_gpipe[\w.]*) import (.*)', path.read_text(), re.MULTILINE)
+    names = [f'{module}.{name}' for module, names in modules for name in re.findall(r'\w+', names)]
+    if 'lingvo_gpipe.cli.binary' in names:
+      assert names[0] == 'lingvo_gpipe.cli.binary', path
 
 
 if __name__ == '__main__':
