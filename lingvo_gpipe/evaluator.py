@@ -11,7 +11,7 @@ from lingvo_gpipe.cli import binary  # First: it keeps TensorFlow quiet.
 
 # isort: split
 from lingvo_gpipe.checkpoint import checkpoint_choice
-from lingvo_gpipe.cli import steady_output, supervised
+from lingvo_gpipe.cli import device_flags, steady_output, supervised
 from lingvo_gpipe.distributed import cluster, cluster_spec, stop_request, supervisor
 from lingvo_gpipe.evaluation import eval_program, pass_schedule
 from lingvo_gpipe.runners import failure_notes, multi_task_runner
@@ -21,7 +21,7 @@ FLAGS = flags.FLAGS
 
 def _Evaluate() -> int:
   has_workers, spec = supervised.Workers()
-  if not FLAGS.once:  # Else what it prints is what it is called for.
+  if not FLAGS.once:  # With --once the printed metrics are the result.
     steady_output.Install()
   stop = stop_request.StopRequest()
   if not has_workers:
@@ -46,7 +46,7 @@ def _Evaluate() -> int:
       ).Run(FLAGS.once)
 
   if not has_workers:
-    return EvaluateOn(binary.OwnDevices(num_devices, FLAGS.num_replicas), stop)
+    return EvaluateOn(device_flags.OwnDevices(num_devices, FLAGS.num_replicas), stop)
 
   def Evaluate(
     workers: cluster_spec.ClusterSpec,
@@ -55,18 +55,20 @@ def _Evaluate() -> int:
     failures: Mapping[str, int],
   ) -> int:
     del failures
-    return EvaluateOn(binary.WorkersDevices(workers, num_devices, seconds), stop)
+    return EvaluateOn(device_flags.WorkersDevices(workers, num_devices, seconds), stop)
 
   return supervised.Run(
     Evaluate,
-    supervisor.Work('evaluation', 'a result', lambda: progress.total, lambda: _Where(progress)),
+    supervisor.Work(
+      'evaluation', 'a result', lambda: progress.total, lambda: _DescribeStart(progress)
+    ),
     spec,
     num_devices,
   )
 
 
-def _Where(progress: eval_program.EvalProgress) -> str:
-  """From where another process goes on: one that follows a run takes no old checkpoint."""
+def _DescribeStart(progress: eval_program.EvalProgress) -> str:
+  """Returns the checkpoint from which the next process continues, for a log line."""
   if FLAGS.once or FLAGS.checkpoint != checkpoint_choice.LAST:
     return supervisor.FromStep(progress.step)
   return 'from the newest checkpoint'
@@ -80,15 +82,17 @@ def Run() -> None:
     'job',
     'eval',
     list(pass_schedule.JOBS),
-    'eval: metrics. decode: write what the model makes of it.',
+    'eval computes metrics; decode writes the decoded examples and their scores.',
   )
-  flags.DEFINE_string('split', 'Test', 'The data set: Train, Dev or Test.')
-  flags.DEFINE_bool('once', False, 'Take the last checkpoint and leave.')
+  flags.DEFINE_string('split', 'Test', 'Data set: Train, Dev or Test.')
+  flags.DEFINE_bool('once', False, 'Evaluate the last checkpoint, then exit.')
   flags.DEFINE_string(
-    'checkpoint', checkpoint_choice.LAST, f'{checkpoint_choice.HELP} But for last: it alone.'
+    'checkpoint',
+    checkpoint_choice.LAST,
+    f'{checkpoint_choice.HELP} With any value but last, only this checkpoint.',
   )
   flags.DEFINE_bool(
-    'allow_params_change', False, 'Take the weights of a run of another model, if they fit.'
+    'allow_params_change', False, 'Use weights of a run with different Params if they fit.'
   )
   binary.Run(_Evaluate, __doc__ or '')
 

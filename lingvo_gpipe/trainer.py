@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer: `trainer --model=KEY --logdir=DIR`; other modes print, or export, and leave."""
+"""The trainer: `trainer --model=KEY --logdir=DIR`; other modes print, or export, and exit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lingvo_gpipe.cli import binary  # First: it keeps TensorFlow quiet.
 
 # isort: split
 from lingvo_gpipe.checkpoint import checkpoint_choice, checkpoint_table, checkpointer, logdir_lock
-from lingvo_gpipe.cli import steady_output, supervised
+from lingvo_gpipe.cli import device_flags, steady_output, supervised
 from lingvo_gpipe.distributed import cluster, cluster_spec, stop_request, supervisor
 from lingvo_gpipe.experiment import model as model_lib
 from lingvo_gpipe.experiment import registry
@@ -30,7 +30,7 @@ def _List() -> int:
     print(key)
   if not keys:
     print(
-      'no experiments here: run in a directory that has a package `params`, or name a package with '
+      'no experiments found: run in a directory with a package `params`, or name a package with '
       '--params_package',
       file=sys.stderr,
     )
@@ -49,14 +49,14 @@ def _InspectModel() -> int:
 
 def _InspectPartition() -> int:
   params = binary.ModelParams('Train')
-  binary.OneDevice()
+  device_flags.OneDevice()
   logdir = binary.LogDir() if FLAGS.logdir else ''
   print(inspection.PartitionText(params, logdir, FLAGS.num_replicas))
   return 0
 
 
 def _InspectCheckpoint() -> int:
-  binary.OneDevice()
+  device_flags.OneDevice()
   text, are_whole = checkpoint_table.Describe(binary.LogDir())
   print(text)
   return 0 if are_whole else 1
@@ -71,14 +71,14 @@ def _DiffParams() -> int:
 
 
 def _ParamsText(argument: str) -> str:
-  """The Params that an argument of diff_params names: a log directory, a file, an experiment."""
-  found = inspection.ReadParams(os.path.expanduser(argument))
-  return binary.ModelParams('Train', argument).ToText() if found is None else found
+  """Returns the Params of a log directory, a file or an experiment as text."""
+  text = inspection.ReadParams(os.path.expanduser(argument))
+  return binary.ModelParams('Train', argument).ToText() if text is None else text
 
 
 def _Export() -> int:
   params = binary.ModelParams('Train')
-  binary.OneDevice()
+  device_flags.OneDevice()
   directory = os.path.expanduser(FLAGS.export_dir or '')
   exported = export.Export(
     params,
@@ -94,8 +94,8 @@ def _Export() -> int:
 def _Train() -> int:
   if FLAGS.checkpoint != checkpoint_choice.LAST:
     raise binary.UsageError(
-      f'--checkpoint={FLAGS.checkpoint} is for --mode=export; training goes on from the last one. '
-      'A new run begins with the weights of any by train.init_from_checkpoint_rules'
+      f'--checkpoint={FLAGS.checkpoint} is for --mode=export; training resumes from the last one. '
+      'To start a new run with the weights of another, set train.init_from_checkpoint_rules'
     )
   has_workers, spec = supervised.Workers()
   _CheckMinWorkers(spec)
@@ -115,7 +115,7 @@ def _Train() -> int:
     return _TrainOn(
       params,
       logdir,
-      lambda: (binary.OwnDevices(num_devices, FLAGS.num_replicas), params),
+      lambda: (device_flags.OwnDevices(num_devices, FLAGS.num_replicas), params),
       stop,
       steps,
     )
@@ -129,13 +129,13 @@ def _Train() -> int:
     def MakeDevices() -> tuple[cluster.Cluster, Any]:
       if FLAGS.min_workers and (failures or LastCheckpoint() >= 0):
         return _RemainingDevices(workers, params, seconds)
-      return binary.WorkersDevices(workers, num_devices, seconds), params
+      return device_flags.WorkersDevices(workers, num_devices, seconds), params
 
     return _TrainOn(params, logdir, MakeDevices, stop, steps, failures)
 
   def LastCheckpoint() -> int:
-    found = checkpointer.Checkpointer(os.path.join(logdir, 'train')).All()
-    return found[-1].step if found else -1
+    infos = checkpointer.Checkpointer(os.path.join(logdir, 'train')).All()
+    return infos[-1].step if infos else -1
 
   return supervised.Run(
     Train,
@@ -148,26 +148,26 @@ def _Train() -> int:
 
 
 def _CheckMinWorkers(spec: cluster_spec.ClusterSpec | None) -> None:
-  """Raises UsageError where --min_workers and --worker_timeout do not fit these workers."""
+  """Raises UsageError if --min_workers and --worker_timeout do not fit these workers."""
   if FLAGS.min_workers and not spec:
     raise binary.UsageError(
-      '--min_workers goes on with those of --cluster that are there; local workers are started anew'
+      '--min_workers is for workers of --cluster that do not return; local workers are restarted'
     )
   if spec and (FLAGS.min_workers or 0) > len(spec.workers):
     raise binary.UsageError(
-      f'--min_workers={FLAGS.min_workers} are more than the {len(spec.workers)} of the cluster'
+      f'--min_workers={FLAGS.min_workers} exceeds the {len(spec.workers)} workers of the cluster'
     )
   if FLAGS['worker_timeout'].present and not FLAGS.min_workers:
     raise binary.UsageError(
-      '--worker_timeout says after how long --min_workers are enough: give both, or none'
+      '--worker_timeout sets after how long --min_workers are enough: give both, or neither'
     )
 
 
 def _RemainingDevices(
   workers: cluster_spec.ClusterSpec, params: Any, seconds: float
 ) -> tuple[cluster.Cluster, Any]:
-  """Devices of the workers that are there in time, and the model's Params for them."""
-  answers, found, num_replicas = elastic.Await(
+  """Returns devices of the workers that answer in time, and the model's Params for them."""
+  answers, new_params, num_replicas = elastic.Await(
     workers,
     params,
     FLAGS.num_replicas,
@@ -176,34 +176,36 @@ def _RemainingDevices(
     timeout_seconds=seconds + FLAGS.worker_timeout,
     platform=FLAGS.platform,
   )
-  num_devices = multi_task_runner.NumDevices(found.Instantiate())
-  devices = binary.WorkersDevices(workers, num_devices, num_replicas=num_replicas, answers=answers)
-  return devices, found
+  num_devices = multi_task_runner.NumDevices(new_params.Instantiate())
+  devices = device_flags.WorkersDevices(
+    workers, num_devices, num_replicas=num_replicas, answers=answers
+  )
+  return devices, new_params
 
 
 def _TrainOn(
-  own_params: Any,
+  experiment_params: Any,
   logdir: str,
   make_devices: Callable[[], tuple[cluster.Cluster, Any]],
   stop: stop_request.StopRequest,
   profile_steps: tuple[int, int] | None = None,
   failures: Mapping[str, int] | None = None,
 ) -> int:
-  """Trains in this process, on devices that are made when the log directory is its own.
+  """Trains in this process, on devices that are made once the log directory is locked.
 
   Args:
-    own_params: the experiment's Params.
+    experiment_params: Params of the experiment.
     logdir: the log directory.
-    make_devices: makes them; returns the Params for them, too.
-    stop: asked after each step.
+    make_devices: returns the devices, and the Params for them.
+    stop: request to stop; checked after each step.
     profile_steps: the first and the last step to profile.
-    failures: how often training failed before, in this call.
+    failures: number of earlier failures of this call, by kind.
   """
 
   def InputParams(dataset: str) -> Any:
     return binary.ModelParams(dataset).input
 
-  # Before the devices: a second trainer would find their memory taken.
+  # Locked before the devices are made: the first trainer already uses their memory.
   with logdir_lock.Held(os.path.join(logdir, 'train')) as lock:
     devices, params = make_devices()
     with failure_notes.Hints(params):
@@ -220,7 +222,7 @@ def _TrainOn(
           lock=lock,
           profile_steps=profile_steps,
           failures=failures or {},
-          experiment_params=own_params,
+          experiment_params=experiment_params,
         ),
       ).Run()
 
@@ -236,8 +238,8 @@ _MODES = {
   'export': _Export,
 }
 
-# The modes for which a flag means something, unless it says what run it is about: a command line
-# with --mode behind it looks at the run that it would train.
+# Modes that use a flag. Flags that choose the run are not listed: with --mode added, a command line
+# inspects the run that it would train.
 _MODES_OF_FLAGS = {
   'job': ('train',),
   'check_numerics': ('train',),
@@ -250,7 +252,7 @@ _MODES_OF_FLAGS = {
   'worker_timeout': ('train',),
 }
 
-# How many arguments a mode takes beside flags.
+# Number of arguments of a mode that are not flags.
 _ARGUMENTS = {'diff_params': 2}
 
 
@@ -259,7 +261,7 @@ def _Main() -> int:
     flag = FLAGS[name]
     if flag.value != flag.default and FLAGS.mode not in modes:
       raise binary.UsageError(
-        f'--{name} is for --mode={" or ".join(modes)}; --mode={FLAGS.mode} does nothing with it'
+        f'--{name} is for --mode={" or ".join(modes)}; --mode={FLAGS.mode} does not use it'
       )
   return _MODES[FLAGS.mode]()
 
@@ -273,18 +275,18 @@ def Run() -> None:
     'job',
     'train',
     list(train_program.JOBS),
-    'train, or train_and_eval: evaluate and decode between steps, as the Params say.',
+    'train, or train_and_eval to evaluate and decode between steps, as the Params specify.',
   )
   flags.DEFINE_bool(
-    'check_numerics', False, 'Stop at the first step that is not finite and name the layer.'
+    'check_numerics', False, 'Stop at the first step that is not finite, and name the layer.'
   )
   flags.DEFINE_bool(
-    'allow_params_change', False, 'Go on with a run whose Params were others, if its weights fit.'
+    'allow_params_change', False, 'Resume a run with different Params if its weights fit.'
   )
   flags.DEFINE_string(
     'profile_steps',
     None,
-    'The first and the last step to profile, such as 5,7: a trace, and a picture of the schedule.',
+    'First and last step to profile, such as 5,7: writes a trace and a picture of the schedule.',
   )
   flags.DEFINE_string(
     'checkpoint', checkpoint_choice.LAST, f'--mode=export: {checkpoint_choice.HELP}'
@@ -292,16 +294,18 @@ def Run() -> None:
   flags.DEFINE_integer(
     'min_workers',
     None,
-    'Go on from a checkpoint with so many workers if no more come, in fewer replicas or stages.',
+    'Resume with at least this many workers, in fewer replicas or stages, if others do not return.',
     lower_bound=1,
   )
   flags.DEFINE_float(
     'worker_timeout',
     60.0,
-    'Seconds for which all workers are waited for, where --min_workers are enough.',
+    'Seconds to wait for all workers before --min_workers are enough.',
     lower_bound=0.0,
   )
-  flags.DEFINE_string('export_dir', None, 'Where --mode=export writes; <logdir>/export/<step>.')
+  flags.DEFINE_string(
+    'export_dir', None, 'Directory of --mode=export; defaults to <logdir>/export/<step>.'
+  )
   binary.Run(_Main, __doc__ or '', lambda: _ARGUMENTS.get(FLAGS.mode, 0))
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker: `worker --cluster=hosts.json --task_index=0 --trusted_network` serves its devices.
 
-A trainer with the same --cluster computes on them. The worker runs until it is ended.
+A trainer with the same --cluster computes on them. The worker runs until it is terminated.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import threading
 
 from absl import flags, logging
 
-from lingvo_gpipe.cli import binary
+from lingvo_gpipe.cli import binary, device_flags
 from lingvo_gpipe.distributed import local_workers, worker_restart, worker_server
 
 FLAGS = flags.FLAGS
@@ -22,12 +22,12 @@ FLAGS = flags.FLAGS
 
 def _Serve() -> int:
   for number in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(number, signal.SIG_DFL)  # Nothing here is to be saved.
+    signal.signal(number, signal.SIG_DFL)  # A worker has nothing to save.
   if FLAGS.local:
     if not stat.S_ISFIFO(os.fstat(0).st_mode):
       raise binary.UsageError(
-        '--local is for programs that start workers and end them by a pipe. By hand a worker takes '
-        '--cluster, --task_index and --trusted_network (docs/distributed.md)'
+        '--local is for programs that start workers and end them through a pipe. To start a worker '
+        'by hand, give --cluster, --task_index and --trusted_network (docs/distributed.md)'
       )
     if FLAGS.starter:
       local_workers.EndWithStarter(FLAGS.starter)
@@ -37,17 +37,17 @@ def _Serve() -> int:
     if not FLAGS.trusted_network:
       raise binary.UsageError(
         "TensorFlow's server listens on all interfaces of this machine, without authentication or "
-        'encryption, and whoever reaches its port can read and write files as this user. Give '
-        '--trusted_network where only trusted hosts reach it (docs/distributed.md)'
+        'encryption, and anyone who reaches its port can read and write files as this user. Give '
+        '--trusted_network if only trusted hosts can reach it (docs/distributed.md)'
       )
-    spec = binary.ClusterSpec()
+    spec = device_flags.ClusterSpec()
     if spec is None:
       raise binary.UsageError('--cluster is needed: a file of addresses (or TF_CONFIG)')
     if FLAGS.task_index is None and spec.task_type != 'worker':
-      raise binary.UsageError('--task_index is needed: which worker of the cluster this one is')
+      raise binary.UsageError('--task_index is needed: the index of this worker in the cluster')
     index = spec.task_index if FLAGS.task_index is None else FLAGS.task_index
     port = int(spec.Address(index).rpartition(':')[2])
-  with binary.StartingTensorFlow():
+  with device_flags.StartingTensorFlow():
     server = worker_server.WorkerServer(
       index,
       port,
@@ -59,14 +59,14 @@ def _Serve() -> int:
   logging.log(
     logging.INFO if FLAGS.local else logging.WARNING,
     'worker %d serves %s at port %d of all interfaces of this machine, without authentication: '
-    'whoever reaches that port has the rights of this process',
+    'anyone who reaches this port has the rights of this process',
     index,
     server.description,
     server.port,
   )
   if FLAGS.local:
     print(server.port, flush=True)
-    os.dup2(2, 1)  # Nobody reads on there.
+    os.dup2(2, 1)  # The starter reads only the port.
   else:
     print(f'worker {index} serves {server.description} at port {port}', flush=True)
   while True:
@@ -74,7 +74,7 @@ def _Serve() -> int:
 
 
 def _EndWithStarter() -> None:
-  """Ends this process when the other end of its standard input is closed: with its starter."""
+  """Ends this process with its starter, when the other end of its standard input is closed."""
   while os.read(sys.stdin.fileno(), 1024):
     pass
   os._exit(0)
@@ -83,21 +83,21 @@ def _EndWithStarter() -> None:
 def Run() -> None:
   """Entry point of the installed program."""
   binary.DefineDeviceFlags()
-  flags.DEFINE_integer('task_index', None, 'Which worker of the cluster this is.', lower_bound=0)
+  flags.DEFINE_integer('task_index', None, 'Index of this worker in the cluster.', lower_bound=0)
   flags.DEFINE_bool(
-    'trusted_network', False, 'Only trusted hosts reach the port of this worker: see --cluster.'
+    'trusted_network', False, 'Confirms that only trusted hosts can reach the port of this worker.'
   )
   flags.DEFINE_integer(
-    'num_devices', None, 'So many logical CPU devices (default 1), or at most so many others.',
+    'num_devices', None, 'Number of logical CPU devices (default 1); most devices of other kinds.',
     lower_bound=1,
   )  # fmt: skip
   flags.DEFINE_integer(
-    'threads_per_device', None, 'Threads of one operation on a CPU device.', lower_bound=1
+    'threads_per_device', None, 'Threads per operation on a CPU device.', lower_bound=1
   )
   flags.DEFINE_bool(
-    'local', False, 'Started by a trainer: serve a free port, end with standard input.'
+    'local', False, 'For workers that a trainer starts: use a free port, end with standard input.'
   )
-  flags.DEFINE_integer('starter', None, 'With --local: the process with which this one ends.')
+  flags.DEFINE_integer('starter', None, 'With --local: ID of the process with which this one ends.')
   binary.Run(_Serve, __doc__ or '')
 
 

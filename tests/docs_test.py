@@ -42,7 +42,12 @@ _TOOL = re.compile(r'-m tools\.([\w.]+)((?:\\\n|[^`\n])*)')
 # An experiment: an area that there is, a file, a class. `X` stands for any.
 _KEY = re.compile(r'(?<![\w.])(?:image|lm|mt)\.[a-z]\w*\.(?!X\b)[A-Z]\w*')
 # Flags of Lingvo's that are mentioned and do not exist here.
-_LINGVO_FLAGS = {'cluster_spec', 'run_locally', 'worker_split_size'}
+_LINGVO_FLAGS = {
+  'add_summary', 'checkpoint_in_trainer_tpu', 'cluster_spec', 'enable_asserts',
+  'enable_check_numerics', 'inspect_model_topn', 'inspect_params_dataset_name', 'pdb_on_exception',
+  'ps_replicas', 'run_locally', 'saver_keep_checkpoint_every_n_hours', 'saver_max_to_keep',
+  'tf_master', 'tpu', 'use_eager', 'worker_gpus', 'worker_split_size', 'xla_device',
+}  # fmt: skip
 
 cases = pytest.mark.parametrize
 

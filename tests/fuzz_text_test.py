@@ -10,7 +10,6 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from lingvo_gpipe.cli import lingvo_flags
 from lingvo_gpipe.core import hyperparams, literals, params_diff, params_text
 from lingvo_gpipe.pipeline.schedule import actions, schedules
 from tests import fuzzing
@@ -192,33 +191,6 @@ def testSchedules(text):
     schedule.Validate()
     assert schedules.Schedule.FromText(schedule.ToText()) == schedule
     schedule.Picture()
-
-  _Check(Read, ValueError)
-
-
-@fuzzing.Settings()
-@hypothesis.given(
-  st.lists(
-    fuzzing.NearlyRight(
-      ['--model=lm.X', '--mode=sync', '--job=controller,trainer_client', '--run_locally', 'cpu',
-       '--worker_gpus=3', '--model_params_override=task.train.max_steps:3'],
-      ['-', '--', '=', 'no', '\n', ' ', '\x00', '\ud800', 'mode', '--mode', '@3'],
-      st.text(max_size=4),
-    ),
-    max_size=4,
-  )
-)  # fmt: skip
-def testFlags(args):
-  def Read():
-    translated = lingvo_flags.Translate(args, {'model', 'mode', 'model_params_override'})
-    assert all(isinstance(arg, str) for arg in translated)
-    # What has nothing to do with Lingvo's stays.
-    assert (
-      [a for a in args if a.startswith('--model=')]
-      == [a for a in translated if a.startswith('--model=')]
-      or '--' in args
-      or any(a.strip('-') in ('mode', 'job', 'run_locally') for a in args)
-    )
 
   _Check(Read, ValueError)
 

@@ -236,9 +236,8 @@ def testModesThatLookAtARun(undisturbed, tmp_path):
   logdir, _ = undisturbed
   forks = processes.Forks(tmp_path)
   args = processes.TrainArgs(logdir, END)
-  # With two flags in Lingvo's words.
   exported = forks.Run(
-    'trainer', *args, '--mode=export', '--run_locally=cpu', '--model_task_name=',
+    'trainer', *args, '--mode=export', '--platform=cpu', '--model_task_name=',
     f'--export_dir={tmp_path}/model',
   )  # fmt: skip
   inspected = forks.Run('trainer', '--mode=inspect_checkpoint', f'--logdir={logdir}')

@@ -354,15 +354,15 @@ def testMistakesInTheChoiceOfWorkersAreOneLine(forks, project, hosts, tmp_path):
     'task': {'type': 'worker', 'index': 1},
   }
   for args, environment, message in (
-    (['--local_workers=2', f'--cluster={hosts}'], {}, '--cluster names workers that run'),
+    (['--local_workers=2', f'--cluster={hosts}'], {}, '--cluster names running workers'),
     (['--local_workers=2', '--platform=gpu'], {}, '--local_workers serve CPU devices'),
-    (['--local_workers=2', '--min_workers=1'], {}, 'local workers are started anew'),
-    ([f'--cluster={hosts}', '--min_workers=3'], {}, '--min_workers=3 are more than the 2 of'),
+    (['--local_workers=2', '--min_workers=1'], {}, 'local workers are restarted'),
+    ([f'--cluster={hosts}', '--min_workers=3'], {}, '--min_workers=3 exceeds the 2 workers of'),
     ([f'--cluster={hosts}', '--worker_timeout=9'], {}, '--min_workers are enough: give both'),
     (['--local_workers=2', '--num_devices=2'], {}, '--num_devices limits the devices of this'),
     ([f'--cluster={hosts}', '--devices=0'], {}, '--devices chooses GPUs of this process'),
     ([f'--cluster={tmp_path}/none'], {}, 'No such file'),
-    ([], {'TF_CONFIG': json.dumps(config)}, 'this process is worker 1: start `worker` here'),
+    ([], {'TF_CONFIG': json.dumps(config)}, 'this process worker 1: start the program `worker`'),
   ):
     args = [*_Args(tmp_path, 1), *args]
     done = forks.Run('trainer', *args, cwd=project, more_environment=environment)

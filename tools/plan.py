@@ -20,7 +20,7 @@ from typing import Any
 
 from absl import flags
 
-from lingvo_gpipe.cli import binary
+from lingvo_gpipe.cli import binary, device_flags
 from lingvo_gpipe.distributed import cluster, worker_connection
 from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules
 from lingvo_gpipe.planner import device_description, plan_choice, planner
@@ -103,17 +103,17 @@ def _Target() -> cluster.Cluster:
 
   Local workers have together as many as --num_stages and --num_replicas ask for, at least one each.
   """
-  spec = binary.LocalWorkers(FLAGS.num_stages or 1).spec if FLAGS.local_workers else None
-  spec = spec or binary.Workers()
+  spec = device_flags.LocalWorkers(FLAGS.num_stages or 1).spec if FLAGS.local_workers else None
+  spec = spec or device_flags.Workers()
   if spec is None:
-    return binary.OwnDevices(FLAGS.num_devices or target.NumCpus(), 1)
+    return device_flags.OwnDevices(FLAGS.num_devices or target.NumCpus(), 1)
   answers = worker_connection.AwaitWorkers(spec.workers, 60.0)
   count = worker_connection.NumDevices(answers, FLAGS.platform)
-  return binary.WorkersDevices(spec, max(count, 1), num_replicas=1, answers=answers)
+  return device_flags.WorkersDevices(spec, max(count, 1), num_replicas=1, answers=answers)
 
 
 def _Plan() -> int:
-  with binary.LeavingWhereAWorkerFails(1):
+  with binary.ExitIfAWorkerFails(1):
     return _PlanOnDevices()
 
 
@@ -132,7 +132,7 @@ def _PlanOnDevices() -> int:
   # Before anything starts TensorFlow, which settles what devices there are.
   local = _Target() if FLAGS.measure else None
   if local is None:
-    binary.OneDevice()
+    device_flags.OneDevice()
   chosen = experiment.Experiment(params, FLAGS.global_batch)
   if local is not None:
     costs = chosen.Costs(program.Numbers('measured_sizes'), local.devices)

@@ -10,7 +10,7 @@ from typing import Any
 
 from absl import flags
 
-from lingvo_gpipe.cli import binary
+from lingvo_gpipe.cli import binary, device_flags
 from lingvo_gpipe.core import nested_map
 from lingvo_gpipe.experiment import model as model_lib
 from lingvo_gpipe.pipeline import verify
@@ -30,7 +30,7 @@ def _Verify() -> int:
     raise binary.UsageError(f'{FLAGS.model} has no pipeline: there is nothing to compare')
   if model.input is None:
     raise binary.UsageError(f'{FLAGS.model} has no input')
-  devices = binary.Devices(task_cut.NumDevices(task))
+  devices = device_flags.Devices(task_cut.NumDevices(task))
 
   def Loss(theta: Any, outputs: tuple[Any, ...], side: Any) -> Any:
     del theta  # A pipelined task's weights belong to its layers.

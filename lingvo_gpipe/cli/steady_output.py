@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets a run go on where nobody reads what it prints: a terminal was closed, a disk is full."""
+"""Lets a run continue if its output cannot be written.
+
+Closing a terminal, or a reader such as `head` that ends, makes each `print` raise an OSError. So
+does a full disk under a log file. Training must not die of this: after a terminal is closed it
+still has to finish the step and save (SIGHUP), and under `nohup` it continues.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,7 @@ from typing import Any, TextIO
 
 
 class _Steady:
-  """A text stream that drops what it cannot write."""
+  """A text stream that drops text that it cannot write."""
 
   def __init__(self, stream: TextIO) -> None:
     self._stream = stream
@@ -28,10 +33,10 @@ class _Steady:
 
 
 def Install() -> None:
-  """Takes over standard output and standard error for the rest of the process.
+  """Replaces standard output and standard error for the rest of the process.
 
-  For programs whose work is elsewhere, in files that are written with care.
+  For programs whose results are files, which report their own errors.
   """
   for name in ('stdout', 'stderr'):
-    if (stream := getattr(sys, name)) is not None:  # It is where the program was started without.
+    if (stream := getattr(sys, name)) is not None:  # None if the program was started without it.
       setattr(sys, name, _Steady(stream))

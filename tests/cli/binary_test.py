@@ -53,7 +53,7 @@ _MISTAKES = {
   'no device': ('trainer', [_MODEL, '--logdir={}', '--num_devices=0'], r'--num_devices=0'),
   'devices that are no list of numbers': (
     'trainer', [_MODEL, '--logdir={}', '--devices=0,one'],
-    r"--devices is a list of indices such as 0,2; got \['0', 'one'\]",
+    r"--devices expects indices such as 0,2; got \['0', 'one'\]",
   ),
   'devices of the CPU': (
     'trainer', [_MODEL, '--logdir={}', '--platform=cpu', '--devices=0,1', _Tiny('')],
@@ -109,14 +109,6 @@ _MISTAKES = {
     'trainer', ['--mode=diff_params', processes.MODEL, 'no.such.Model'], r"No experiment 'no\.such",
   ),
   'argument too many': ('trainer', [_MODEL, 'more'], r"unexpected argument 'more'"),
-  "Lingvo's flag": (
-    'trainer', [_MODEL, '--logdir={}', '--worker_gpus=8'],
-    r"--worker_gpus is Lingvo's: .*task\.stack\.num_stages",
-  ),
-  "a value of Lingvo's": (
-    'trainer', [_MODEL, '--logdir={}', '--mode=async'],
-    r"--mode=async is Lingvo's: .*--mode=train",
-  ),
   'unknown split': (
     'evaluator', [_MODEL, '--logdir={}', '--split=Tst'],
     r"no dataset 'Tst'; it has: Train, Dev, Test",
@@ -135,15 +127,15 @@ _MISTAKES = {
   ),
   'a flag of another mode': (
     'trainer', [_MODEL, '--mode=inspect_model', '--profile_steps=5,7'],
-    r'^--profile_steps is for --mode=train; --mode=inspect_model does nothing with it$',
+    r'^--profile_steps is for --mode=train; --mode=inspect_model does not use it$',
   ),
   'where to export without an export': (
     'trainer', [_MODEL, '--logdir={}', '--export_dir={}/model'],
-    r'^--export_dir is for --mode=export; --mode=train does nothing with it$',
+    r'^--export_dir is for --mode=export; --mode=train does not use it$',
   ),
   'a limit for workers without workers': (
     'trainer', [_MODEL, '--logdir={}', '--step_timeout=60'],
-    r'--step_timeout gives up workers that hang: it needs --local_workers or --cluster',
+    r'--step_timeout detects workers that hang: it needs --local_workers or --cluster',
   ),
 }  # fmt: skip
 

@@ -397,7 +397,7 @@ def testGoesOnWithOneWorkerUntilTheOtherIsBack(forks, project, proxies, tmp_path
   try:
     worker_processes.AwaitCheckpoint(logdir)
     proxies[0].Drop()
-    forks.Await('training goes on with 1 of 2 workers: 1 x 1 devices')
+    forks.Await('training continues with 1 of 2 workers: 1 x 1 devices')
     worker_processes.AwaitCheckpoint(logdir)
     assert 'task.stack.num_stages : 2\n' in (logdir / 'params.txt').read_text()
     children = worker_processes.Children(trainer)
