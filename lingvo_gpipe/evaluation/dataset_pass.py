@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluating one data set with a runner's present weights: metrics, and a sample for people."""
+"""`DatasetPass`: evaluates a data set with a runner's present weights, and decodes a sample."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _Batch = TypeVar('_Batch')
 
 
 class DatasetPass:
-  """Goes through one data set: every example once, in order. What for, a subclass says.
+  """Base class of passes over a data set: every example once, in order.
 
   Attributes:
-    jobname: the name of its directory in the logdir, such as eval_dev.
+    jobname: name of its directory in the log directory, such as eval_dev.
   """
 
   def __init__(
@@ -41,20 +41,20 @@ class DatasetPass:
     """Makes the input.
 
     Args:
-      task_runner: holds the weights.
+      task_runner: runner with the weights.
       input_params: Params of the data set's input.
       name: the data set's name.
       logdir: the run's log directory.
-      stop: asked after each batch.
+      stop: request to stop; checked after each batch.
 
     Raises:
-      ValueError: the name cannot be that of a directory in the logdir, this can not be done, or
-        the input may leave out examples and tell nobody.
+      ValueError: the name is not a valid directory name, the task does not support this pass, or
+        the input may silently leave out examples.
     """
     if not name.isidentifier():
       raise ValueError(f'a data set has a name of letters, digits and underscores; got {name!r}')
-    if why := self.WhyNot(task_runner.task):
-      raise ValueError(why)
+    if reason := self.WhyUnsupported(task_runner.task):
+      raise ValueError(reason)
     self._runner = task_runner
     self._stop = stop
     self._input = input_params.Copy().Set(shuffle=False, num_epochs=1).Instantiate()
@@ -63,74 +63,74 @@ class DatasetPass:
     self._name = name
     self.jobname = f'{self._Prefix()}_{name.lower()}'
     self._dir = os.path.join(logdir, self.jobname)
-    self._writer: summaries.SummaryWriter | None = None  # Made with the first result.
-    self._sample = ''  # The last one, until it is printed.
+    self._writer: summaries.SummaryWriter | None = None  # Opened with the first result.
+    self._sample = ''  # The last decoded sample, until it is printed.
 
   @classmethod
-  def OfTasks(
+  def Arguments(
     cls, task_runners: Mapping[str, eval_runner.EvalRunner], input_params: Any, name: str
   ) -> Iterator[tuple[eval_runner.EvalRunner, Any, str]]:
-    """The arguments of a pass for each task: runner, Params of the input, name of the data set.
+    """Yields the runner, the Params of the input and the name of the data set for each pass.
 
-    Of several tasks those are left out that have no input here, or of which this can not be done.
+    Leaves out tasks that have no input in the data set, or that do not support this pass.
 
     Args:
-      task_runners: {task: runner}; '' is the name of a single one.
-      input_params: of the input; where there are several tasks, of each by its name.
-      name: the data set's.
+      task_runners: {task: runner}; the name of a single task is ''.
+      input_params: Params of the input; for several tasks, Params with one input per task name.
+      name: the data set's name.
     """
     if '' in task_runners:
       yield task_runners[''], input_params, name
       return
     for task, p in input_params.IterParams():
-      if p is not None and task in task_runners and not cls.WhyNot(task_runners[task].task):
+      if p is not None and task in task_runners and not cls.WhyUnsupported(task_runners[task].task):
         yield task_runners[task], p, model_lib.TaskDirectory(name, task)
 
   @classmethod
-  def WhyNot(cls, task: task_lib.BaseTask) -> str:
-    """Why this can not be done with a task, '' where it can."""
+  def WhyUnsupported(cls, task: task_lib.BaseTask) -> str | None:
+    """Returns why a task does not support this pass; None if it does."""
     del task
-    return ''
+    return None
 
   def Describe(self) -> str:
-    """The data set's name and size."""
+    """Returns the data set's name and size."""
     return f'{self._name} {self._input.Describe()}'
 
   def MetricNames(self) -> list[str] | None:
-    """The names of what `Run` returns; None where only `Run` can tell."""
+    """Returns the names of the metrics that `Run` returns; None if they are not known before."""
     return None
 
   def Close(self) -> None:
-    """Closes the file of summaries; another result opens a new one."""
+    """Closes the events file; another result opens a new one."""
     if self._writer is not None:
       self._writer.Close()
       self._writer = None
 
   def Run(self, step: int) -> dict[str, float] | None:
-    """Goes through the data set, prints one line, writes what was found into its directory.
+    """Goes through the data set, prints one line, and writes the results into its directory.
 
     Args:
       step: the step of the weights.
 
     Returns:
-      The metrics; None, and nothing is written, where asked to stop before the end.
+      The metrics; None, with nothing written, after a request to stop.
     """
     raise NotImplementedError(f'{type(self).__name__} has no Run')
 
   def WriteSample(self, step: int) -> None:
-    """Writes what the weights of a step make of one example, where `Run` does not."""
+    """Writes the result of one example, unless `Run` writes the results of all."""
 
   def PrintSample(self) -> None:
-    """Prints what `WriteSample` wrote last, once."""
+    """Prints the last sample of `WriteSample` once."""
     print(self._sample, end='', flush=True)
     self._sample = ''
 
   def _Prefix(self) -> str:
-    """What the directory's name begins with."""
+    """Returns the prefix of the directory's name."""
     raise NotImplementedError(f'{type(self).__name__} has no _Prefix')
 
   def _Batches(self) -> Iterator[nested_map.NestedMap]:
-    """The batches of the data set, in this process, until asked to stop."""
+    """Yields the batches of the data set, read by this process, until a request to stop."""
     return self._UntilStopped(
       batches.Batches(self._input, is_lost_machine=worker_connection.IsFailure)
     )
@@ -139,14 +139,14 @@ class DatasetPass:
     return itertools.takewhile(lambda _: self._stop.signal is None, data)
 
   def _IsStopped(self, step: int) -> bool:
-    """Whether asked to stop; says so."""
+    """Whether there was a request to stop; prints a line if so."""
     if self._stop.signal is None:
       return False
     print(f'{self._name} at step {step}: stopped by {self._stop.name}, no result', flush=True)
     return True
 
   def _Write(self, step: int, values: Mapping[str, float | str]) -> dict[str, float]:
-    """Writes summaries and a score file; returns the numbers among the values."""
+    """Writes summaries and a score file; returns the values that are numbers."""
     numbers = {name: float(v) for name, v in values.items() if not isinstance(v, str)}
     self._Summaries().Scalars(step, numbers)
     self._Summaries().Flush()
@@ -162,19 +162,19 @@ class DatasetPass:
 
 
 class Evaluation(DatasetPass):
-  """The metrics of `ComputeLoss`."""
+  """Computes the metrics of `ComputeLoss`."""
 
   @functools.cached_property
   def _source(self) -> task_batches.Source:
     return task_batches.Source(self._input, self._runner)
 
   def Run(self, step: int) -> dict[str, float] | None:
-    """As the parent says."""
+    """Evaluates the data set, see `DatasetPass.Run`."""
     metrics = self._runner.Evaluate(self._Limited())
     if self._IsStopped(step):
       return None
     if not metrics:
-      raise ValueError(f'{self._name}: the data set is empty: check the params that name the data')
+      raise ValueError(f'{self._name}: the data set is empty: check the params of its input')
     values = {name: value for name, (value, _) in metrics.items()}
     print(f'{self._name} at step {step}: {progress.FormatMetrics(values)}', flush=True)
     report = self._runner.task.Report(values, self._input)
@@ -183,11 +183,11 @@ class Evaluation(DatasetPass):
     return self._Write(step, values)
 
   def MetricNames(self) -> list[str]:
-    """As the parent says."""
+    """Returns the names of the task's metrics."""
     return self._runner.MetricNames(self._input.BatchSpec())
 
   def WriteSample(self, step: int) -> None:
-    """Writes what the task decodes of the first example, if it decodes anything, to TensorBoard."""
+    """Decodes the first example, if the task decodes, and writes the result to TensorBoard."""
     self._sample = ''
     batch = next(self._Batches(), None)
     if batch is None:
@@ -204,25 +204,25 @@ class Evaluation(DatasetPass):
     return 'eval'
 
   def _Limited(self) -> Iterator[batches.AnyBatch]:
-    """The batches of so many examples as the task's Params say; the last one is cut to them."""
-    left = self._runner.task.params.eval.samples_per_summary
-    if not left:
-      found, _ = self._source.Batches()
-      yield from self._UntilStopped(found)
+    """Yields the batches of the first `eval.samples_per_summary` examples; 0 means all examples."""
+    num_examples = self._runner.task.params.eval.samples_per_summary
+    if not num_examples:
+      data, _ = self._source.Batches()
+      yield from self._UntilStopped(data)
       return
     for batch in self._Batches():
       rows = RealRows(batch)
-      if len(rows) > left:
-        batch = _FirstRows(batch, int(rows[left]))
+      if len(rows) > num_examples:
+        batch = _FirstRows(batch, int(rows[num_examples]))
         self._runner.ExpectBatches([batch.Transform(lambda x: tf.TensorSpec(x.shape, x.dtype))])
       yield batch
-      left -= len(rows)
-      if left <= 0:
+      num_examples -= len(rows)
+      if num_examples <= 0:
         return
 
 
 def RealRows(batch: nested_map.NestedMap) -> np.ndarray:
-  """The rows that are no padding."""
+  """Returns the indices of the rows that are not padding."""
   weights = batch.get('example_weights')
   return np.arange(batches.NumRows(batch)) if weights is None else np.flatnonzero(weights)
 
@@ -232,5 +232,5 @@ def _FirstRows(batch: nested_map.NestedMap, num_rows: int) -> nested_map.NestedM
 
 
 def _Printable(text: str) -> str:
-  """The text without control characters: a sample must not steer the terminal."""
+  """Replaces control characters in a text, because a sample must not control the terminal."""
   return ''.join(c if c.isprintable() or c in '\n\t' else '\ufffd' for c in text)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding one data set with a runner's present weights: hypotheses beside references.
+"""`Decoding`: decodes a data set with a runner's present weights, and scores the hypotheses.
 
-<logdir>/decode_<dataset>/decode-<step>.jsonl   one JSON object a line and example, in data order
-<logdir>/decode_<dataset>/score-<step>.txt      what the task makes of all of them, and events
+<logdir>/decode_<dataset>/decode-<step>.jsonl   one JSON object per line and example, in data order
+<logdir>/decode_<dataset>/score-<step>.txt      the scores; TensorBoard events have them too
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from lingvo_gpipe.reporting import progress
 
 
 class Decoding(dataset_pass.DatasetPass):
-  """What `Decode` and `DecodeFinalize` of the task make of the data set."""
+  """Writes the results of the task's `Decode`, and the scores of its `DecodeFinalize`."""
 
   @classmethod
-  def WhyNot(cls, task: task_lib.BaseTask) -> str:
-    """As the parent says."""
+  def WhyUnsupported(cls, task: task_lib.BaseTask) -> str | None:
+    """Returns a reason if the task does not override `Decode`."""
     if type(task).Decode is not task_lib.BaseTask.Decode:
-      return ''
-    return f'{type(task).__name__} has nothing to decode: it does not override Decode'
+      return None
+    return f'{type(task).__name__} cannot decode: it does not override Decode'
 
   def Run(self, step: int) -> dict[str, float] | None:
-    """As the parent says."""
+    """Decodes the data set, see `DatasetPass.Run`."""
     with self._runner.AveragedWeights():
       columns = self._Decoded()
     if self._IsStopped(step):
@@ -42,23 +42,23 @@ class Decoding(dataset_pass.DatasetPass):
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     lines = [json.dumps(_Plain(row), ensure_ascii=False, allow_nan=False) for row in rows]
     path = os.path.join(self._dir, f'decode-{step:08d}.jsonl')
-    # First: a mistake in DecodeFinalize costs the scores only.
+    # Written first, so that an error in DecodeFinalize loses only the scores.
     tf.io.gfile.makedirs(self._dir)
     files.WriteWhole(path, ''.join(f'{line}\n' for line in lines))
-    found = self._runner.task.DecodeFinalize(columns) if rows else {}
-    shown = progress.FormatMetrics({name: v for name, v in found.items() if not isinstance(v, str)})
-    print(f'{self._name} at step {step}: {len(rows)} examples in {path}  {shown}', flush=True)
-    return self._Write(step, {'num_examples': len(rows), **found})
+    scores = self._runner.task.DecodeFinalize(columns) if rows else {}
+    text = progress.FormatMetrics({name: v for name, v in scores.items() if not isinstance(v, str)})
+    print(f'{self._name} at step {step}: {len(rows)} examples in {path}  {text}', flush=True)
+    return self._Write(step, {'num_examples': len(rows), **scores})
 
   def _Prefix(self) -> str:
     return 'decode'
 
   def _Decoded(self) -> dict[str, list[Any]]:
-    """{name: an entry for each example}, rows of weight 0 left out, in data order."""
+    """Returns {name: one entry per example} in data order, without rows of weight 0."""
     limit = self._runner.task.params.eval.decoder_samples_per_summary
     columns: dict[str, list[Any]] = {}
     indices: list[int] = []
-    num_rows = 0  # Of the batches before.
+    num_rows = 0  # Number of rows of the earlier batches.
     for batch in self._Batches():
       decoded = self._runner.Decode(batch, self._input, num_rows)
       decoded = _Examples(self._runner.task, batch, decoded)
@@ -73,7 +73,7 @@ class Decoding(dataset_pass.DatasetPass):
       num_rows += batches.NumRows(batch)
       if limit and len(indices) >= limit:
         break
-    # Inputs that batch by length say which example a row is.
+    # Inputs that batch by length change the order, and number their examples.
     order = sorted(range(len(indices))[: limit or None], key=lambda i: indices[i])
     return {name: [values[i] for i in order] for name, values in columns.items()}
 
@@ -81,10 +81,10 @@ class Decoding(dataset_pass.DatasetPass):
 def _Examples(
   task: task_lib.BaseTask, batch: nested_map.NestedMap, decoded: Mapping[str, Any]
 ) -> dict[str, list[Any]]:
-  """What `Decode` returned of a batch, without padded rows: {name: an entry for each example}.
+  """Removes padded rows from the result of `Decode`; returns {name: one entry per example}.
 
   Raises:
-    ValueError: not one entry for each row of the batch.
+    ValueError: `Decode` did not return one entry for each row of the batch.
   """
   size = batches.NumRows(batch)
   rows = dataset_pass.RealRows(batch)
@@ -102,14 +102,19 @@ def _Examples(
 
 
 def _Indices(batch: nested_map.NestedMap, first: int) -> list[int]:
-  """The numbers of a batch's examples in the data set; `first` is that of its first row."""
+  """Returns the positions of a batch's examples in the data set.
+
+  Args:
+    batch: the batch. Without an `example_index` its rows are numbered in order.
+    first: position of its first row.
+  """
   indices = batch.get('example_index', first + np.arange(batches.NumRows(batch)))
-  found: list[int] = np.asarray(indices)[dataset_pass.RealRows(batch)].tolist()
-  return found
+  positions: list[int] = np.asarray(indices)[dataset_pass.RealRows(batch)].tolist()
+  return positions
 
 
 def _Plain(value: Any) -> Any:
-  """A value as JSON has it: arrays are lists, and what is not finite is None."""
+  """Converts a value to JSON types: arrays to lists, numbers that are not finite to None."""
   if isinstance(value, (np.ndarray, np.generic)) or tf.is_tensor(value):
     value = np.asarray(value).tolist()
   if isinstance(value, Mapping):

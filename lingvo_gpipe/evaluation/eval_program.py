@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`EvalProgram`: evaluates or decodes the checkpoints of a log directory while they come."""
+"""`EvalProgram`: evaluates or decodes the checkpoints of a log directory as they are written."""
 
 from __future__ import annotations
 
@@ -37,37 +37,37 @@ class _Numbers(ctypes.Structure):
 
 
 class EvalProgress:
-  """What is done of each checkpoint's work; this process and all its forks read and write it."""
+  """Progress of the work on checkpoints, in memory that this process shares with all its forks."""
 
   def __init__(self) -> None:
-    """Nothing is done."""
+    """Starts with no work done."""
     self._numbers = _Numbers.from_buffer(mmap.mmap(-1, ctypes.sizeof(_Numbers)))
     self._numbers.step = self._numbers.finished = -1
 
   @property
   def step(self) -> int:
-    """That of the checkpoint that was begun last; -1: none was."""
+    """Step of the checkpoint on which work started last; -1 before the first one."""
     return int(self._numbers.step)
 
   @property
   def finished(self) -> int:
-    """The step of the last checkpoint of which all is done; -1: there is none."""
+    """Step of the last checkpoint on which all work is done; -1 if there is none."""
     return int(self._numbers.finished)
 
   @property
   def total(self) -> int:
-    """How many parts are done, of all checkpoints."""
+    """Number of parts of the work that are done, over all checkpoints."""
     return int(self._numbers.total)
 
   def Undone(self, step: int, parts: Sequence[_Part]) -> Iterator[_Part]:
-    """Begins or goes on with a checkpoint.
+    """Starts or continues the work on a checkpoint.
 
     Args:
-      step: that of the checkpoint.
-      parts: of the work on it, always the same.
+      step: step of the checkpoint.
+      parts: all parts of the work, equal for all checkpoints.
 
     Yields:
-      Those that are not done. One is when the next is asked for.
+      The parts that are not done. A part is done when the next one is requested.
     """
     if step != self._numbers.step:
       self._numbers.num_done, self._numbers.step = 0, step
@@ -101,25 +101,27 @@ class EvalProgram:
       logdir: the log directory.
       devices: the devices to use.
       dataset: the data set's name.
-      stop: asked between checkpoints.
-      job: one of `dataset_passes.JOBS`.
-      checkpoint: which one, as `checkpoint_choice.Find` takes it; but for the last, it alone.
-      allow_params_change: take the weights of a run with Params that do not mean its model.
-      progress: of a process before this one, whose work goes on; what it has done is not repeated.
+      stop: request to stop; checked between checkpoints.
+      job: one of `pass_schedule.JOBS`.
+      checkpoint: the checkpoint, in the form that `checkpoint_choice.Find` takes. Anything other
+        than the last one selects this checkpoint alone.
+      allow_params_change: take the weights of a run with Params that describe another model.
+      progress: progress of an earlier process that this one continues; None to start.
 
     Raises:
-      ValueError: the task cannot do the job, the run has other Params, or no such checkpoint.
+      ValueError: no task supports the job, the run has different Params, or the checkpoint does not
+        exist.
     """
     self._params = params
     self._logdir = logdir
     self._cluster = devices
     self._allow_params_change = allow_params_change
     self._progress = progress or EvalProgress()
-    self._checked: str | None = None  # The run's Params that were compared.
+    self._checked: str | None = None  # Params of the run that were compared.
     self._checkpointer = checkpointer.Checkpointer(os.path.join(logdir, 'train'))
     self._chosen: checkpointer.CheckpointInfo | None = None
     if checkpoint != checkpoint_choice.LAST:
-      self._chosen = self._Begun() or checkpoint_choice.Find(self._checkpointer, checkpoint)
+      self._chosen = self._Unfinished() or checkpoint_choice.Find(self._checkpointer, checkpoint)
     # Before weights are made for another model.
     for info in [self._chosen] if self._chosen else self._checkpointer.All()[-1:]:
       self._CheckParams(info)
@@ -133,128 +135,129 @@ class EvalProgram:
     )
     kind = pass_schedule.JOBS[job]
     self._jobs = [
-      kind(one, p, name, logdir, stop)
-      for one, p, name in kind.OfTasks(self._runner.task_runners, params.input, dataset)
+      kind(runner, p, name, logdir, stop)
+      for runner, p, name in kind.Arguments(self._runner.task_runners, params.input, dataset)
     ]
     if not self._jobs:
       raise ValueError(
-        f'--job={job} can be done with none of the tasks {", ".join(self._runner.task_runners)}'
+        f'--job={job} is supported by none of the tasks {", ".join(self._runner.task_runners)}'
       )
     self._stop = stop
-    self._said = ''  # Which kind of weights was taken.
-    self._prints = False  # Whether to print what comes of an example.
+    self._weights_text = ''  # The last printed line about the kind of weights.
+    self._prints_samples = False
     self._logs: dict[str, metrics_log.MetricsLog] = {}
 
   def Run(self, once: bool = False) -> int:
-    """Does the job for one checkpoint, or for each new one until training ends.
+    """Runs the job on one checkpoint, or on each new checkpoint until training ends.
 
     Args:
-      once: for the last one alone; so it is for one that was chosen.
+      once: run on the last checkpoint only, as on a checkpoint that was selected.
 
     Returns:
-      The exit status: 1 where nobody trains any more and the training has not ended.
+      The exit status; 1 if no process trains any more although the training has not ended.
 
     Raises:
-      ValueError: there is no checkpoint and will be none, or the run has other Params.
-      DamagedError: the chosen checkpoint, or any, cannot be read. One that follows leaves them out,
-        and raises it where training has ended with no other.
+      ValueError: there is no checkpoint and will be none, or the run has different Params.
+      DamagedError: the checkpoint cannot be read. While following a run damaged checkpoints are
+        skipped; the error is raised if training has ended without a readable one.
     """
-    self._prints = self._chosen is not None or once
-    if not self._prints:
+    self._prints_samples = self._chosen is not None or once
+    if not self._prints_samples:
       self._Describe()
       return self._Follow()
-    found = self._chosen or self._Begun() or checkpoint_choice.Find(self._checkpointer)
+    info = self._chosen or self._Unfinished() or checkpoint_choice.Find(self._checkpointer)
     self._Describe()
     if self._chosen is not None:
-      self._Restore(found)
+      self._Restore(info)
     else:
-      while not self._RestoreIfThere(found):
-        found = checkpoint_choice.Find(self._checkpointer)
-    self._RunJobs(found.step)
+      while not self._TryRestore(info):
+        info = checkpoint_choice.Find(self._checkpointer)
+    self._RunJobs(info.step)
     return self._stop.exit_status
 
-  def _Begun(self) -> checkpointer.CheckpointInfo | None:
-    """The checkpoint with which a process before this one began; None where it is gone."""
-    there = self._checkpointer.All()
-    return next((info for info in there if info.step == self._progress.step), None)
+  def _Unfinished(self) -> checkpointer.CheckpointInfo | None:
+    """Returns the checkpoint on which an earlier process worked; None if it does not exist."""
+    infos = self._checkpointer.All()
+    return next((info for info in infos if info.step == self._progress.step), None)
 
   def _Follow(self) -> int:
-    """Each new checkpoint until training ends; returns the exit status."""
-    # Of several tasks the most patient one decides.
+    """Runs the job on each new checkpoint until training ends; returns the exit status."""
+    # The longest limit of several tasks decides; 0 means no limit.
     limits = [task.eval.max_seconds_without_trainer for task in self._tasks]
     patience = max(limits) if all(limits) else 0.0
     watch = logdir_lock.Watch(self._checkpointer.directory)
-    done, saved = self._progress.finished, math.inf  # The last step evaluated; when it was saved.
+    # Step and time of the last evaluated checkpoint.
+    done, saved = self._progress.finished, math.inf
     pause = 1.0
-    # Where training ends the trainer says, whose max_steps may be another one than here.
+    # The trainer reports the end of training; its max_steps may differ from this process's.
     while self._stop.signal is None:
-      # Asked before the checkpoints: when training has ended, all that it saved is there.
+      # Read before the checkpoints: if training has ended, all its checkpoints exist.
       finished = run_report.FinishedStep(self._logdir)
       try:
-        found = self._RestoreNewer(done, saved)
-      except OSError as e:  # The directory may be out of reach for a while.
+        info = self._RestoreNewer(done, saved)
+      except OSError as e:  # The directory may be unreachable for a while.
         logging.warning('%s; trying again', files.OneLine(e))
-        finished = found = None
-      if found is not None:
-        self._RunJobs(found.step)
-        done, saved, pause = found.step, found.time, 1.0
+        finished = info = None
+      if info is not None:
+        self._RunJobs(info.step)
+        done, saved, pause = info.step, info.time, 1.0
         watch = logdir_lock.Watch(self._checkpointer.directory)
         continue
       free = watch.SecondsFree()
-      # While somebody trains, it is the end of an earlier call.
+      # While a process trains, the report is from an earlier call.
       if finished is not None and free > 0.0:
         self._CheckEnd(done, finished)
         break
       if 0 < patience <= free:
-        print(self._WhyGiveUp(done, free), file=sys.stderr)
+        print(self._DescribeTimeout(done, free), file=sys.stderr)
         return 1
       _Wait(min(pause, patience - free) if patience else pause, self._stop)
       pause = min(2 * pause, 30.0)
     return self._stop.exit_status
 
   def _RestoreNewer(self, done: int, saved: float) -> checkpointer.CheckpointInfo | None:
-    """Restores the newest checkpoint, as `_NewerThan` has it, and says what was passed over."""
-    while (found := self._NewerThan(done, saved)) is not None:
-      passed_over = self._PassedOver(done, found.step)  # Asked while they are there.
-      if self._RestoreIfThere(found):
-        if passed_over:
-          logging.info('%s', passed_over)
-        return found
+    """Restores and returns the checkpoint of `_NewerThan`; logs which checkpoints it skips."""
+    while (info := self._NewerThan(done, saved)) is not None:
+      skipped = self._DescribeSkipped(done, info.step)  # Before the trainer removes them.
+      if self._TryRestore(info):
+        if skipped:
+          logging.info('%s', skipped)
+        return info
     return None
 
   def _NewerThan(self, done: int, saved: float) -> checkpointer.CheckpointInfo | None:
-    """The newest checkpoint that can be read, if it is none of up to the step `done`; else None.
+    """Returns the newest readable checkpoint after step `done`, or None.
 
-    Where a run went back, or another one began in its place, it has an earlier step, but was saved
-    after `saved`.
+    If a run went back, or a new run replaced it, the checkpoint has an earlier step but was saved
+    after the time `saved`.
     """
     try:
-      found = self._checkpointer.Latest()
-    except checkpointer.DamagedError:  # Named in the log; the next one may be whole.
+      info = self._checkpointer.Latest()
+    except checkpointer.DamagedError:  # It is named in the log; the next one may be readable.
       return None
-    if found is None or found.step == done:
+    if info is None or info.step == done:
       return None
-    return found if found.step > done or found.time > saved else None
+    return info if info.step > done or info.time > saved else None
 
-  def _PassedOver(self, done: int, taken: int) -> str:
-    """Says which checkpoints came between two that are evaluated; '' where none is there."""
-    there = self._checkpointer.All()
+  def _DescribeSkipped(self, done: int, step: int) -> str:
+    """Returns a text about the checkpoints between two evaluated ones; '' if there are none."""
+    infos = self._checkpointer.All()
     between = [
       f'step {info.step}'
-      for info in there
-      if done < info.step < taken and not self._checkpointer.IsKnownDamaged(info)
+      for info in infos
+      if done < info.step < step and not self._checkpointer.IsKnownDamaged(info)
     ]
     if not between:
       return ''
-    are_removed = done >= 0 and done not in [info.step for info in there]
+    may_lack_some = done >= 0 and done not in [info.step for info in infos]
     return (
-      f'{self._jobnames} passed over the checkpoints of {", ".join(between)}'
-      f'{", and perhaps others that are removed by now" if are_removed else ""}: the newer one of '
-      f'step {taken} was there'
+      f'{self._jobnames} skipped the checkpoints of {", ".join(between)}'
+      f'{" and perhaps others that have been removed" if may_lack_some else ""}: the newer one of '
+      f'step {step} exists'
     )
 
-  def _RestoreIfThere(self, info: checkpointer.CheckpointInfo) -> bool:
-    """`_Restore`; False where it was removed meanwhile, or is damaged: there may be another."""
+  def _TryRestore(self, info: checkpointer.CheckpointInfo) -> bool:
+    """Restores a checkpoint; returns False if it was removed meanwhile or is damaged."""
     try:
       self._Restore(info)
       return True
@@ -263,13 +266,13 @@ class EvalProgram:
 
   def _Restore(self, info: checkpointer.CheckpointInfo) -> None:
     self._CheckParams(info)
-    # Slots and learner state are the trainer's alone.
+    # Evaluation needs neither slots nor learner state.
     num_averages = ema.Restore(self._checkpointer, info, self._runner.Variables())
     self._runner.AfterRestore()
-    self._Say(num_averages)
+    self._PrintWeights(num_averages)
 
   def _RunJobs(self, step: int) -> None:
-    """Does the jobs for the checkpoint that was restored, or what is not done of them."""
+    """Runs the jobs, or their unfinished parts, on the restored checkpoint."""
     parts = [(job, part) for job in self._jobs for part in (self._Result, self._Sample)]
     for job, part in self._progress.Undone(step, parts):
       try:
@@ -281,70 +284,68 @@ class EvalProgram:
         return
 
   def _Describe(self) -> None:
-    """Prints what was found and chosen."""
+    """Prints the experiment, its devices, dtypes and data."""
     print(f'{self._params.model or self._params.name} on {self._cluster.Describe()}')
-    for name, one in self._runner.task_runners.items():
-      print(f'task {name}: {one.Precision()}' if name else one.Precision())
+    for name, runner in self._runner.task_runners.items():
+      print(f'task {name}: {runner.Precision()}' if name else runner.Precision())
     print(f'data: {"; ".join(job.Describe() for job in self._jobs)}', flush=True)
 
   def _CheckParams(self, info: checkpointer.CheckpointInfo) -> None:
-    """Raises ValueError where the checkpoint has other Params; each may have new ones."""
+    """Raises ValueError if the checkpoint has different Params; they may differ between two."""
     self._checked = params_change.CheckEvaluated(
       info, self._params, self._allow_params_change, self._checked
     )
 
-  def _Say(self, num_averages: int) -> None:
-    """Prints which kind of weights is taken, where it is another one than before."""
-    said = f'{self._jobnames} {"takes" if len(self._jobs) == 1 else "take"} the '
-    said += ema.DescribeWeights(num_averages)
+  def _PrintWeights(self, num_averages: int) -> None:
+    """Prints the kind of weights that are evaluated if it differs from the kind before."""
+    text = f'{self._jobnames} {"takes" if len(self._jobs) == 1 else "take"} the '
+    text += ema.DescribeWeights(num_averages)
     if bool(num_averages) != any(task.train.ema_decay for task in self._tasks):
-      said += ', as they were saved: train.ema_decay here is not that of the run'
-    if said != self._said:
-      print(said, flush=True)
-      self._said = said
+      text += ', as they were saved: train.ema_decay differs from the value of the run'
+    if text != self._weights_text:
+      print(text, flush=True)
+      self._weights_text = text
 
   def _CheckEnd(self, done: int, finished: int) -> None:
-    """Says where the last checkpoint of a training that has ended was not to be had."""
+    """Checks that the last checkpoint of a training that has ended was evaluated."""
     if done < 0:
-      self._checkpointer.Latest()  # Raises where there are some, and none can be read.
+      self._checkpointer.Latest()  # Raises DamagedError if none of them can be read.
       raise ValueError(
         f'training ended after step {finished}, but there is no checkpoint in '
         f'{self._checkpointer.directory}'
       )
     if done < finished:
       logging.warning(
-        'training ended after step %d, but its last checkpoint cannot be read or is gone: the one '
-        'before it, of step %d, was the last for %s',
+        'training ended after step %d, but its last checkpoint cannot be read or was removed: the '
+        'checkpoint of step %d was the last one for %s',
         finished, done, self._jobnames,
       )  # fmt: skip
 
-  def _WhyGiveUp(self, done: int, seconds: float) -> str:
-    after = (
-      f'after the checkpoint of step {done}'
-      if done >= 0
-      else 'and there is no checkpoint that can be read'
+  def _DescribeTimeout(self, done: int, seconds: float) -> str:
+    state = (
+      f'the last checkpoint is of step {done}' if done >= 0 else 'there is no readable checkpoint'
     )
     return (
-      f'nobody has trained in {self._logdir!r} for {seconds:.0f} s, {after}, and no report there '
-      'says that training has ended: see what the trainer said, call it again to go on, and then '
-      'this evaluator. eval.max_seconds_without_trainer says how long it waits'
+      f'no process has trained in {self._logdir!r} for {seconds:.0f} s; {state}, and no report '
+      'says that training has ended. See the output of the trainer, start it again to resume, and '
+      'then this evaluator. eval.max_seconds_without_trainer sets how long it waits'
     )
 
   @property
   def _tasks(self) -> list[Any]:
-    """The Params of the tasks that are evaluated."""
-    return [one.task.params for one in self._runner.task_runners.values()]
+    """Params of the evaluated tasks."""
+    return [runner.task.params for runner in self._runner.task_runners.values()]
 
   @property
   def _jobnames(self) -> str:
     return ' and '.join(job.jobname for job in self._jobs)
 
   def _Result(self, step: int, job: dataset_pass.DatasetPass) -> bool:
-    """Has the result, if not asked to stop before, and adds it to the job's own metrics.jsonl."""
+    """Runs a job and logs its metrics; returns False after a request to stop."""
     values = job.Run(step)
     if values is None:
       return False
-    if job.jobname not in self._logs:  # That of the logdir belongs to the trainer.
+    if job.jobname not in self._logs:  # The trainer writes <logdir>/metrics.jsonl.
       path = os.path.join(self._logdir, job.jobname, 'metrics.jsonl')
       self._logs[job.jobname] = metrics_log.MetricsLog(path)
     self._logs[job.jobname].Write(step, job.jobname, values)
@@ -352,7 +353,7 @@ class EvalProgram:
 
   def _Sample(self, step: int, job: dataset_pass.DatasetPass) -> bool:
     job.WriteSample(step)
-    if self._prints:
+    if self._prints_samples:
       job.PrintSample()
     return True
 

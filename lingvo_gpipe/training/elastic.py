@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where some workers do not come back: a run goes on with the others, in fewer replicas or stages.
+"""Resumes a run with fewer replicas or stages if some workers do not return.
 
-The micro-batches of a mini-batch stay as they were, and with them their random seeds and what
-BatchNorm normalises: the result is equal but for rounding.
+The micro-batches of a mini-batch do not change, so their random seeds and the rows that BatchNorm
+normalises together stay the same: the results are equal except for rounding.
 """
 
 from __future__ import annotations
@@ -26,41 +26,41 @@ def Await(
   timeout_seconds: float,
   platform: str = 'auto',
 ) -> tuple[dict[str, bytes], Any, int]:
-  """Waits for all workers, and after a while for as many as are enough.
+  """Waits for all workers; after a while, a minimum number of workers is enough.
 
   Args:
     spec: all workers.
-    params: the Params of the model.
-    num_replicas: R, with all workers.
-    min_workers: so many are enough, if the model can be cut for their devices.
-    patience_seconds: so long all are waited for.
-    timeout_seconds: so long any are waited for.
-    platform: the kind of devices.
+    params: Params of the model.
+    num_replicas: number of replicas with all workers.
+    min_workers: minimum number of workers, if the model can be cut for their devices.
+    patience_seconds: time to wait for all workers.
+    timeout_seconds: time to wait for the minimum number of workers.
+    platform: kind of devices.
 
   Returns:
-    (what the workers answered that are there, the Params for them, R).
+    (answers of the available workers, Params for them, number of replicas).
 
   Raises:
-    TimeoutError, ValueError: as `worker_connection.AwaitWorkers`.
+    TimeoutError, ValueError: raised by `worker_connection.AwaitWorkers`.
   """
-  told = ''
-  found, replicas = params, num_replicas
+  logged = ''
+  new_params, new_replicas = params, num_replicas
 
   def AreEnough(answers: Mapping[str, bytes], seconds: float) -> bool:
-    nonlocal told, found, replicas
+    nonlocal logged, new_params, new_replicas
     if seconds < patience_seconds or len(answers) < min_workers:
       return False
     try:
       num_devices = worker_connection.NumDevices(answers, platform)
-      found, replicas = Shrink(params, num_replicas, num_devices)
+      new_params, new_replicas = Shrink(params, num_replicas, num_devices)
     except ValueError as e:
-      if told != str(e):
-        told = str(e)
+      if logged != str(e):
+        logged = str(e)
         logging.warning(
           '%d of %d workers answer; waiting for the others: %s',
           len(answers),
           len(spec.workers),
-          told,
+          logged,
         )
       return False
     return True
@@ -69,53 +69,53 @@ def Await(
   if len(answers) == len(spec.workers):
     return answers, params, num_replicas
   logging.warning(
-    'training goes on with %d of %d workers: %d x %d devices (replicas x stages), instead of '
+    'training continues with %d of %d workers: %d x %d devices (replicas x stages) instead of '
     '%d x %d',
     len(answers),
     len(spec.workers),
-    replicas,
-    _NumDevices(found),
+    new_replicas,
+    _NumDevices(new_params),
     num_replicas,
     _NumDevices(params),
   )
-  return answers, found, replicas
+  return answers, new_params, new_replicas
 
 
 def Shrink(params: Any, num_replicas: int, num_devices: int) -> tuple[Any, int]:
-  """The Params of a model, and how many replicas, where there are fewer devices.
+  """Returns Params and a number of replicas of a model for fewer devices.
 
-  Fewer replicas keep the cut. Where not even one has room, it gets fewer stages.
+  Fewer replicas keep the cut. If there is no room for one replica, it gets fewer stages.
 
   Args:
-    params: of a model.
-    num_replicas: R, with all devices.
-    num_devices: how many there are.
+    params: Params of the model.
+    num_replicas: number of replicas with all devices.
+    num_devices: number of available devices.
 
   Raises:
-    ValueError: the model cannot be cut for them: one line that says why.
+    ValueError: the model cannot be cut for these devices; the message is one line.
   """
-  each = _NumDevices(params)
-  if num_devices >= each * num_replicas:
+  devices_per_replica = _NumDevices(params)
+  if num_devices >= devices_per_replica * num_replicas:
     return params, num_replicas
   if not num_devices:
-    raise ValueError('they have no device of the kind')
+    raise ValueError('they have no device of this platform')
   if 'task' not in params or 'stack' not in params.task:
-    raise ValueError('a model of several tasks, or without a stack, has no other cut')
+    raise ValueError('a model of several tasks, or without a stack, cannot be cut differently')
   params = params.Copy()
   stack = params.task.stack
   if stack.memory_limit:
-    raise ValueError('memory_limit is set, and fewer devices may need more memory each')
+    raise ValueError('memory_limit is set, and each of fewer devices may need more memory')
   num_micro_batches = stack.num_micro_batches * num_replicas
-  rows = max(1, num_devices // each)
-  replicas = max(r for r in range(1, rows + 1) if num_micro_batches % r == 0)
+  most_replicas = max(1, num_devices // devices_per_replica)
+  replicas = max(r for r in range(1, most_replicas + 1) if num_micro_batches % r == 0)
   stack.num_micro_batches = num_micro_batches // replicas
-  if num_devices < each:
+  if num_devices < devices_per_replica:
     if stack.splits:
-      raise ValueError('splits were set by hand, and there is no device for each stage')
+      raise ValueError('splits are set by hand, and there are more stages than devices')
     stack.num_stages = num_devices * stack.stages_per_device
-  # A schedule of one's own is for other numbers, and then this is refused, too.
+  # A custom schedule is made for other numbers of devices, and fails this check too.
   if _NumDevices(params) * replicas > num_devices:
-    raise ValueError('its stages are not those of task.stack')
+    raise ValueError('its number of devices does not follow from task.stack')
   return params, replicas
 
 

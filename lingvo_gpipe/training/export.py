@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes a trained task as a SavedModel, which plain TensorFlow loads and serves.
 
-The layers are traced one after the other, not as a pipeline: the graph names no device, and holds
-TensorFlow's own operations alone. What is served are the task's `InferenceSignatures`.
+The layers are traced in sequence rather than as a pipeline: the graph names no device and contains
+only TensorFlow's own operations. It serves the task's `InferenceSignatures`.
 
     <directory>/saved_model.pb, variables/    the SavedModel
     <directory>/assets.extra/params.txt       the model's Params as text
     <directory>/assets.extra/export.json      step, weights and signatures
-    <directory>/assets.extra/...              files that the run keeps, such as its vocabulary
+    <directory>/assets.extra/...              assets of the run, such as its vocabulary
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ from lingvo_gpipe.experiment import model as model_lib
 from lingvo_gpipe.experiment import task as task_lib
 from lingvo_gpipe.learning import ema
 
-# Where exports go in a log directory, each under its step.
+# Directory of the exports in a log directory; each has its step as its name.
 FOLDER = 'export'
 
-# Where TensorFlow Serving leaves room for files that are not the graph's.
+# Directory that TensorFlow Serving reserves for files that are not part of the graph.
 _EXTRA = 'assets.extra'
 
 
 @dataclasses.dataclass(frozen=True)
 class Exported:
-  """What was written.
+  """Description of an export.
 
   Attributes:
     directory: the SavedModel.
-    step: of the weights.
-    num_averages: how many weights are moving averages.
-    signatures: {name: its inputs and outputs as text}.
-    fixed_batch: why the batch has a fixed size; '' where it is free.
+    step: step of the weights.
+    num_averages: number of weights that are moving averages.
+    signatures: {name: inputs and outputs as text}.
+    fixed_batch: why the batch has a fixed size; '' if its size is free.
   """
 
   directory: str
@@ -65,7 +65,7 @@ class Exported:
   fixed_batch: str = ''
 
   def Text(self) -> str:
-    """Some lines for people."""
+    """Returns a description in a few lines."""
     weights = ema.DescribeWeights(self.num_averages)
     lines = [f'exported the {weights} of step {self.step} to {self.directory}']
     lines += [f'  {name}: {text}' for name, text in self.signatures.items()]
@@ -84,23 +84,23 @@ def Export(
 ) -> Exported:
   """Exports a checkpoint of a log directory.
 
-  The directory appears when it is whole; where paths have a scheme, such as gs://, it is whole when
-  its saved_model.pb appears. Moving averages of weights are exported in place of the weights where
+  The directory appears when it is complete. If its path has a scheme, such as gs://, it is complete
+  when its saved_model.pb appears. Moving averages of weights are exported instead of the weights if
   the checkpoint has them.
 
   Args:
     params: the model's Params, with an input, for the shapes of a batch.
     logdir: the log directory.
-    directory: where to; '' is <logdir>/export/<step>, or, where the model has several tasks,
-      <logdir>/export/<task>/<step>. It must not exist.
-    checkpoint: which one, as `checkpoint_choice.Find` takes it.
-    allow_params_change: export with Params that do not mean the run's model, if its weights fit.
+    directory: directory to write, which must not exist; '' means <logdir>/export/<step>, or
+      <logdir>/export/<task>/<step> for a model of several tasks.
+    checkpoint: the checkpoint, in the form that `checkpoint_choice.Find` takes.
+    allow_params_change: export with Params that describe another model, if its weights fit.
 
   Raises:
-    ValueError: there is no such checkpoint, or the run has other Params, or they have no input, or
-      name no task where there are several.
+    ValueError: there is no such checkpoint, the run has different Params, the Params have no input,
+      or a model of several tasks has no task selected.
     FileExistsError: the directory exists.
-    OSError: something cannot be read or written; nothing is left behind.
+    OSError: a file cannot be read or written; the partial export is removed.
   """
   model: model_lib.BaseModel = params.Instantiate()
   if model.input is None:
@@ -108,12 +108,12 @@ def Export(
   saved = checkpointer.Checkpointer(os.path.join(logdir, 'train'))
   info = checkpoint_choice.Find(saved, checkpoint)
   params_change.CheckEvaluated(info, params, allow_params_change)
-  # Of several tasks each has a folder.
+  # Each of several tasks has a directory.
   directory = directory.rstrip('/') or os.path.join(
     logdir, FOLDER, *model.active_tasks, str(info.step)
   )
   _CheckNew(directory)
-  with tf.device('/device:CPU:0'):  # An accelerator's memory may be another program's.
+  with tf.device('/device:CPU:0'):  # Another program may use the accelerator's memory.
     model.task.InstantiateVariables()
     variables = model.task.VariablesByPath()
     num_averages = ema.Restore(saved, info, model.ByCheckpointName(variables))
@@ -136,15 +136,15 @@ def Export(
 
 
 def _Trace(task: task_lib.BaseTask, batch_spec: nested_map.NestedMap) -> tuple[dict[str, Any], str]:
-  """The concrete functions of the signatures, and why the batch is fixed if it is."""
+  """Returns the signatures' functions, and why the size of the batch is fixed, or ''."""
   free = tf.nest.map_structure(
     lambda s: None if s is None else tf.TensorSpec([None, *s.shape[1:]], s.dtype), batch_spec
   )
   try:
     return _TraceFor(task, free), ''
   except (ValueError, TypeError, NotImplementedError, tf.errors.OpError) as e:
-    why = files.OneLine(e)
-  return _TraceFor(task, batch_spec), why
+    reason = files.OneLine(e)
+  return _TraceFor(task, batch_spec), reason
 
 
 def _TraceFor(task: task_lib.BaseTask, batch_spec: nested_map.NestedMap) -> dict[str, Any]:
@@ -173,10 +173,11 @@ def _Write(
   extra: Mapping[str, str],
   assets_folder: str,
 ) -> None:
-  """Writes everything under another name, and then gives it the name of the directory.
+  """Writes the export under a temporary name, and then renames it to the directory.
 
-  Object stores rename no folder at once, if at all: there it has its name from the beginning, and
-  TensorFlow writes saved_model.pb, without which nothing loads, after all but a fingerprint.
+  Object stores cannot rename a directory atomically. There the export has its final name from the
+  beginning; TensorFlow writes saved_model.pb, without which nothing loads, after all files except a
+  fingerprint.
   """
   is_local = files.IsLocal(directory)
   temporary = f'{directory}.tmp-{secrets.token_hex(4)}' if is_local else directory
@@ -193,7 +194,7 @@ def _Write(
       with _Quiet():
         tf.saved_model.save(module, temporary, dict(functions), options)
       if is_local:
-        _CheckNew(directory)  # Somebody may have been faster.
+        _CheckNew(directory)  # Another export may have finished first.
         tf.io.gfile.rename(temporary, directory)
     except BaseException:
       if tf.io.gfile.exists(temporary):
@@ -205,7 +206,7 @@ def _Write(
 
 @contextlib.contextmanager
 def _Quiet() -> Iterator[None]:
-  """Drops what TensorFlow logs of the temporary name."""
+  """Suppresses TensorFlow's log lines, which name the temporary directory."""
   logger = tf.get_logger()
   level = logger.level
   logger.setLevel('WARNING')
@@ -218,6 +219,6 @@ def _Quiet() -> Iterator[None]:
 def _CheckNew(directory: str) -> None:
   if tf.io.gfile.exists(directory):
     raise FileExistsError(
-      f'{directory!r} exists, and an export overwrites nothing: remove it, or name another '
-      'directory by --export_dir'
+      f'{directory!r} exists, and an export overwrites nothing: remove it, or give another '
+      'directory with --export_dir'
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Descriptions of a model as text: Params and what differs in them, weights, cut into stages."""
+"""Descriptions of a model as text: its Params and their changes, its weights, its stages."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from lingvo_gpipe.experiment import task as task_lib
 from lingvo_gpipe.pipeline.cutting import cut as cut_lib
 from lingvo_gpipe.runners import task_cut
 
-# The Params of the last call of the trainer, for people.
+# Params of the last call of the trainer, in readable form.
 _PARAMS_FILE = 'params.txt'
-# Wider pictures of schedules are not drawn.
+# Pictures of schedules with more columns are not drawn.
 _PICTURE_COLUMNS = 160
 
 
 def ModelText(model: task_lib.BaseTask | model_lib.BaseModel) -> str:
-  """Every weight with its shape, dtype and size, and the count of parameters; allocates nothing."""
+  """Returns the shape, dtype and size of each weight, and the total; allocates no weights."""
   specs = model.WeightSpecs()
   width = max((len(path) for path in specs), default=0)
   lines = []
@@ -39,13 +39,16 @@ def ModelText(model: task_lib.BaseTask | model_lib.BaseModel) -> str:
 def PartitionText(
   params: hyperparams.InstantiableParams, logdir: str = '', num_replicas: int = 1
 ) -> str:
-  """The stage table of a model's Params, and a picture of its schedule.
+  """Returns the stage table of a model and a picture of its schedule.
 
-  With the log directory of a run, a cut by measured times is that of its last checkpoint. Replicas
-  share a batch, so that micro-batches are smaller.
+  Args:
+    params: Params of the model, with an input.
+    logdir: log directory of a run, whose last checkpoint has the cut if it was chosen by measured
+      times; '' for none.
+    num_replicas: number of replicas, which share the micro-batches of a batch.
 
   Raises:
-    ValueError: the Params have no input, or the layers cannot be cut as they say.
+    ValueError: the Params have no input, or the layers cannot be cut as the Params ask.
   """
   model: model_lib.BaseModel = params.Instantiate()
   names = model.active_tasks
@@ -71,18 +74,19 @@ def PartitionText(
 
 
 def SchedulePicture(cut: cut_lib.Cut) -> str:
-  """The training schedule as text, a row a device and a column a time; '' where it is too wide."""
+  """Returns the schedule as text, a row per device and a column per time; '' if it is too wide."""
   picture = cut.schedule.Picture()
   return picture if max(map(len, picture.splitlines())) <= _PICTURE_COLUMNS else ''
 
 
 def ReadParams(path: str) -> str | None:
-  """The text of the Params in a file, or of a log directory's run; None for another path.
+  """Returns the text of the Params in a file or in a log directory; None for any other path.
 
-  Those of a run are those of its newest checkpoint; before the first one, its params.txt.
+  In a log directory these are the Params of the newest checkpoint or, without a checkpoint, the
+  contents of params.txt.
 
   Raises:
-    ValueError: the directory holds neither.
+    ValueError: the directory has neither a checkpoint nor params.txt.
     OSError: a file cannot be read.
   """
   if not tf.io.gfile.exists(path):
@@ -103,20 +107,20 @@ def ReadParams(path: str) -> str | None:
 
 
 def ParamsDiff(old: str, new: str) -> list[str]:
-  """Lines on the params that differ between two texts; [] where none do.
+  """Returns a line for each param that differs between two texts; [] if they are equal.
 
-  The line of its file on which an experiment stands does not count.
+  Ignores a change of the line number at which an experiment is defined.
 
   Raises:
     ValueError: a text does not consist of `path : value` lines.
   """
 
-  def IsOfTheSamePlace(change: params_diff.Change) -> bool:
+  def IsOnlyMoved(change: params_diff.Change) -> bool:
     keys = [(value or '').partition('@')[0] for value in (change.old, change.new)]
     return change.path == 'model' and keys[0] == keys[1]
 
   return [
-    str(change) for change in params_diff.FindChanges(old, new) if not IsOfTheSamePlace(change)
+    str(change) for change in params_diff.FindChanges(old, new) if not IsOnlyMoved(change)
   ]
 
 
@@ -124,19 +128,19 @@ def WriteDescription(
   logdir: str,
   params: hyperparams.InstantiableParams,
   model: model_lib.BaseModel,
-  plans: Mapping[str, cut_lib.Cut],
+  cuts: Mapping[str, cut_lib.Cut],
 ) -> None:
   """Writes params.txt and model_analysis.txt into the log directory.
 
   Args:
     logdir: the log directory.
-    params: the experiment's; the model may have another cut.
+    params: Params of the experiment; the model may have another cut.
     model: the model.
-    plans: {task: its cut}.
+    cuts: {task: its cut}.
   """
   tf.io.gfile.makedirs(logdir)
   analysis = ''.join(
-    f'{text}\n' for text in [ModelText(model), *(f'\n{cut.Table()}' for cut in plans.values())]
+    f'{text}\n' for text in [ModelText(model), *(f'\n{cut.Table()}' for cut in cuts.values())]
   )
   for name, text in ((_PARAMS_FILE, params.ToText()), ('model_analysis.txt', analysis)):
     files.WriteWhole(os.path.join(logdir, name), text)

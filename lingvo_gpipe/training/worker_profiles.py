@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`WorkerProfiles`: TensorFlow's profiler in the workers, for as long as is wanted.
+"""`WorkerProfiles`: runs TensorFlow's profiler in the workers until it is asked to end.
 
-A worker's server has the profiler among its services, at the same port.
-`tf.profiler.experimental.client.trace` would ask it for a time that is fixed before, and have it
-write into a directory of its own host. Asked without that, it sends the trace when it is told to.
+A worker's server offers the profiler as a service at its port. `tf.profiler.experimental.client`
+requests a trace of a fixed duration, which the worker writes to a directory of its own host. The
+requests here set no directory, and the worker sends the trace when it is asked to end.
 """
 
 from __future__ import annotations
@@ -21,19 +21,21 @@ from lingvo_gpipe.pipeline.profiling import profiler_trace
 
 _SERVICE = '/tensorflow.ProfilerService'
 
-# A worker does not say when its profiler runs. It ends by itself after the longest time, or when
-# the connection does; a trace that does not come in time after it was told to is given up.
-_BEGIN_SECONDS, _LONGEST_SECONDS, _TELL_SECONDS, _END_SECONDS = 1.0, 3600, 5.0, 60.0
+# A worker does not report when its profiler has started, so there is a pause. The profiler ends
+# after the longest time, or when the connection ends.
+_BEGIN_SECONDS, _LONGEST_SECONDS = 1.0, 3600
+# Timeouts of the request to end, and of the traces after it.
+_REQUEST_SECONDS, _END_SECONDS = 5.0, 60.0
 
 
 class WorkerProfiles:
-  """Profiles workers from its construction to `End`; without any it does nothing."""
+  """Profiles workers from its construction to `End`; does nothing without workers."""
 
   def __init__(self, addresses: Mapping[int, str]) -> None:
-    """Returns when the profilers should run.
+    """Starts the profilers and waits until they should be running.
 
     Args:
-      addresses: 'host:port' of the workers, by task index.
+      addresses: {task index: 'host:port'} of the workers.
     """
     self._session = secrets.token_hex(8)
     self._channels = {
@@ -49,19 +51,19 @@ class WorkerProfiles:
       time.sleep(_BEGIN_SECONDS)
 
   def End(self) -> tuple[dict[int, bytes], dict[int, str]]:
-    """Returns the traces by task index, and why others have none."""
+    """Returns the traces by task index, and the reasons why other workers have none."""
     heartbeat.SuspendTimeout()
     for channel in self._channels.values():
-      with contextlib.suppress(grpc.RpcError):  # Then there is no trace, which tells why.
-        tell = channel.unary_unary(f'{_SERVICE}/Terminate')
-        tell(profiler_trace.EndRequest(self._session), timeout=_TELL_SECONDS)
-    found: dict[int, bytes] = {}
+      with contextlib.suppress(grpc.RpcError):  # Then the request for the trace fails as well.
+        terminate = channel.unary_unary(f'{_SERVICE}/Terminate')
+        terminate(profiler_trace.EndRequest(self._session), timeout=_REQUEST_SECONDS)
+    traces: dict[int, bytes] = {}
     reasons: dict[int, str] = {}
     deadline = time.monotonic() + _END_SECONDS
     for index, trace in self._traces.items():
       try:
         answer = trace.result(max(0.0, deadline - time.monotonic()))
-        found[index] = profiler_trace.Answer(answer)
+        traces[index] = profiler_trace.Answer(answer)
       except grpc.FutureTimeoutError:
         reasons[index] = f'it did not come within {_END_SECONDS:g} s'
       except grpc.RpcError as e:
@@ -70,4 +72,4 @@ class WorkerProfiles:
         reasons[index] = str(e)
     for channel in self._channels.values():
       channel.close()
-    return found, reasons
+    return traces, reasons

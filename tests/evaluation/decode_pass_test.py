@@ -201,7 +201,7 @@ def testNotOneEntryForEachRow(tmp_path, decode, message):
 
 def testATaskThatDecodesNothing(tmp_path):
   made = task.BaseTask.Params().Set(name='t').Instantiate()
-  with pytest.raises(ValueError, match='BaseTask has nothing to decode: it does not override'):
+  with pytest.raises(ValueError, match='BaseTask cannot decode: it does not override'):
     decode_pass.Decoding(
       types.SimpleNamespace(task=made, ExpectBatches=lambda batch_specs: None),
       _Numbers.Params().Set(batch_size=2),

@@ -149,7 +149,7 @@ def testTheCheckpointSaysWhetherAveragesAreTaken(tmp_path, capsys, trained, here
   kind = 'moving averages of 2 weights' if trained else 'weights'
   said = capsys.readouterr().out.splitlines()[3]
   assert said.startswith(f'eval_test takes the {kind}')
-  assert (' train.ema_decay here' in said) == (trained != here)
+  assert (' train.ema_decay differs' in said) == (trained != here)
   done = export.Export(params, str(tmp_path))
   assert f'exported the {kind} of step 10' in done.Text()
   # Training cannot go on so.
@@ -233,8 +233,8 @@ def _Hide(logdir, *steps):
   return Show
 
 
-def _PassedOver(caplog):
-  return [r.getMessage() for r in caplog.records if ' passed over ' in r.getMessage()]
+def _Skipped(caplog):
+  return [r.getMessage() for r in caplog.records if ' skipped the checkpoints ' in r.getMessage()]
 
 
 @pytest.mark.parametrize('is_removed', [False, True])
@@ -246,7 +246,7 @@ def testWhatItIsTooSlowForIsToldOnce(run, monkeypatch, caplog, is_removed):
 
   def Run(step):
     if step == 2:
-      assert not _PassedOver(caplog)
+      assert not _Skipped(caplog)
       show(6, 10)
       if is_removed:
         (run / 'train' / 'ckpt-00000002.json').unlink()
@@ -255,19 +255,19 @@ def testWhatItIsTooSlowForIsToldOnce(run, monkeypatch, caplog, is_removed):
   monkeypatch.setattr(evaluator._jobs[0], 'Run', Run)
   assert evaluator.Run() == 0
   assert list(_Lines(run)) == [2, 10]
-  others = ', and perhaps others that are removed by now' if is_removed else ''
-  told = f'eval_test passed over the checkpoints of step 6{others}: the newer one of step 10 was'
-  assert _PassedOver(caplog) == [f'{told} there']
+  removed = ' and perhaps others that have been removed' if is_removed else ''
+  message = f'eval_test skipped the checkpoints of step 6{removed}: the newer one of step 10 exists'
+  assert _Skipped(caplog) == [message]
 
 
 def testWhatWasThereBeforeItIsTold(run, caplog):
   caplog.set_level('INFO', logger='absl')
   assert training.Evaluator(run, _Params()).Run() == 0
-  (told,) = _PassedOver(caplog)
-  assert 'checkpoints of step 2, step 6: the newer one of step 10 was there' in told
+  (told,) = _Skipped(caplog)
+  assert 'checkpoints of step 2, step 6: the newer one of step 10 exists' in told
   caplog.clear()
   assert training.Evaluator(run, _Params()).Run(once=True) == 0
-  assert not _PassedOver(caplog)  # The last one was asked for.
+  assert not _Skipped(caplog)  # The last one was asked for.
 
 
 def testADamagedFirstCheckpointEndsNothing(run, monkeypatch, caplog):
@@ -291,7 +291,7 @@ def testADamagedFirstCheckpointEndsNothing(run, monkeypatch, caplog):
   (told,) = [r.getMessage() for r in caplog.records if 'damaged checkpoint' in r.getMessage()]
   assert 'ckpt-00000002-' in told and 'Skipping' in told
   # It was not for want of time.
-  (told,) = _PassedOver(caplog)
+  (told,) = _Skipped(caplog)
   assert 'checkpoints of step 6:' in told
 
 
@@ -384,8 +384,12 @@ def testGivesUpWhereNobodyTrains(run, monkeypatch, capsys, left):
   assert training.Evaluator(run, params).Run() == 1
   assert 30 * 20 + 300 <= sum(waits) < 30 * 30 + 301 and max(waits) == 30.0
   error = capsys.readouterr().err
-  after = 'after the checkpoint of step 10' if left == 'checkpoints' else 'there is no checkpoint'
-  assert f"nobody has trained in '{run}' for 300 s" in error and after in error
+  state = (
+    'the last checkpoint is of step 10'
+    if left == 'checkpoints'
+    else 'there is no readable checkpoint'
+  )
+  assert f"no process has trained in '{run}' for 300 s; {state}" in error
   assert '. eval.max_seconds_without_trainer' in error and error.count('\n') == 1
   assert (run / 'eval_test').exists() == (left == 'checkpoints')
 

@@ -73,7 +73,7 @@ def testADeviceKeepsItsNumberOfStages():
   'stack, num_devices, message',
   [
     ({}, 0, 'no device'),
-    ({'splits': [2, 4, 6, 8]}, 3, 'splits were set by hand'),
+    ({'splits': [2, 4, 6, 8]}, 3, 'splits are set by hand'),
     ({'memory_limit': 10**9}, 3, 'memory_limit is set'),
     ({'schedule': schedules.Get('gpipe', 4, 3)}, 3, 'has num_stages 4, but num_stages 3 '),
     (
@@ -148,7 +148,7 @@ def testWaitsOnWhereTheModelHasNoOtherCut(monkeypatch, caplog):
   answers, params, _ = _Await(monkeypatch, [[1] * 9, [0, 0, 0, 1]], 1, splits=[4, 8])
   assert len(answers) == params.task.stack.num_stages == 2
   (told,) = [r.getMessage() for r in caplog.records]
-  assert told.startswith('1 of 2 workers answer; waiting for the others: splits were set by hand')
+  assert told.startswith('1 of 2 workers answer; waiting for the others: splits are set by hand')
 
 
 if __name__ == '__main__':

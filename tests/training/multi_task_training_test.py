@@ -227,7 +227,7 @@ def testOneTaskAloneIsTrained(run, tmp_path):
       "task_name names the unknown task 'c'; the tasks are a, b",
     ),
     (['--split=Dev', '--once', '--model_task_name=b'], 'no input for the task b; it has a'),
-    (['--job=decode', '--once', '--model_task_name=b'], 'can be done with none of the tasks b'),
+    (['--job=decode', '--once', '--model_task_name=b'], 'is supported by none of the tasks b'),
   ],
 )
 def testMistakesAreOneLine(run, args, message):

@@ -127,7 +127,7 @@ def testWhatCannotBeWrittenEndsNoTraining(tmp_path, capsys):
 
 def testAWorkerThatGivesNoTraceEndsNoTraining(tmp_path, capsys, monkeypatch):
   """Nobody listens at the first one; the other one takes calls, and never answers."""
-  for name in ('_BEGIN_SECONDS', '_TELL_SECONDS', '_END_SECONDS'):
+  for name in ('_BEGIN_SECONDS', '_REQUEST_SECONDS', '_END_SECONDS'):
     monkeypatch.setattr(worker_profiles, name, 0.5)
   with socket.create_server(('localhost', 0)) as silent, socket.socket() as closed:
     closed.bind(('localhost', 0))

@@ -221,8 +221,8 @@ def testAnotherPipelineIsRefusedInOneLine(straight, tmp_path):
   logdir = _Keep(straight, tmp_path / 'other', 5)
   program = training.Program(logdir, _Params(_Others), allow_params_change=True)
   told = (
-    r"_Others cannot go on from '\S*ckpt-00000005\.json', whose input/iterator does not fit its "
-    r'pipeline: it consists of other operations, or has other sizes\. Were _Stream, batch_size'
+    r"_Others cannot resume from '\S*ckpt-00000005\.json', whose input/iterator does not fit its "
+    r'pipeline: it has other operations or other sizes\. Were _Stream, batch_size'
   )
   with pytest.raises(ValueError, match=told) as e:
     program.Run()

@@ -287,7 +287,7 @@ def testTheEvaluatorFollowsUntilTheTrainerHasEnded(stopped, tmp_path, monkeypatc
   'more, job, message',
   [
     ("task.train.early_stop.jobname:'eval_prod'", 'train_and_eval', 'eval_dev, eval_test, dec'),
-    ('task.train.eval_interval_steps:0', 'train_and_eval', 'does not come back'),
+    ('task.train.eval_interval_steps:0', 'train_and_eval', 'does not run periodically'),
     (
       "task.train.early_stop.metric:'log_pplx'",
       'train_and_eval',

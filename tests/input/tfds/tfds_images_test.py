@@ -166,7 +166,7 @@ def testImagesFromFilesEqualImagesInMemory(data_dir, split):
 
 @pytest.mark.parametrize('in_memory', [False, True])
 def testWorkersCanReadTheImages(data_dir, in_memory):
-  assert batch_placement.WhyNot(_Input(data_dir, in_memory=in_memory)) == ''
+  assert batch_placement.WhyNotOnWorkers(_Input(data_dir, in_memory=in_memory)) is None
 
 
 @pytest.mark.parametrize('augment', [False, True])
