@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A user's mistakes end the programs with one line and status 2; the modes print and leave."""
+"""A user's mistakes end the programs with one line and status 2; the modes print and exit."""
 
 import os
 import pathlib
@@ -20,7 +20,7 @@ def _Tiny(more):
   return f'--model_params_override={processes.TINY};{more}'
 
 
-# What is wrong: program, arguments with {} for a good log directory, what the line says.
+# Mistake: program, arguments with {} for a valid log directory, pattern of the line.
 _MISTAKES = {
   'unknown model': (
     'trainer', ['--model=lm.stdlib.ByteTransformrGPipe2', '--logdir={}'],
@@ -145,7 +145,7 @@ _STARTED = ('too few devices', 'unknown split')
 
 @pytest.fixture(scope='module')
 def mistaken(tmp_path_factory, forks):
-  """{what is wrong: the process}; of a few all is real, the import of TensorFlow included."""
+  """{mistake: finished process}; a few are real processes that import TensorFlow."""
   logdir = str(tmp_path_factory.mktemp('run'))
   found = {}
   with logdir_lock.Held(f'{logdir}/held/train'):
@@ -156,19 +156,19 @@ def mistaken(tmp_path_factory, forks):
 
 
 @pytest.mark.parametrize('what', list(_MISTAKES))
-def testMistakeIsOneLine(mistaken, what):
+def testAMistakeIsReportedInOneLine(mistaken, what):
   done = mistaken[what]
   assert done.returncode == 2, done.stderr
   (line,) = processes.Messages(done.stderr)
   assert re.search(_MISTAKES[what][2], line)
-  # Nothing was begun.
+  # Nothing was started.
   assert done.stdout == ''
 
 
-def testModesPrintAndLeave(forks):
-  """Without --logdir; one is a real process, the module instead of the installed program.
+def testModesPrintAndExit(forks):
+  """Without --logdir; one is a real process, of the module instead of the installed program.
 
-  That one takes flags of training, too, where they say what holds anyway.
+  It also takes flags of training that have their default values.
   """
   listed = forks.Run('trainer', '--mode=list')
   assert processes.Succeeded(listed).stdout.splitlines() == registry.ListKeys()
@@ -192,7 +192,7 @@ def testModesPrintAndLeave(forks):
   assert [line[:5] for line in done.stdout.splitlines()[1:5]] == [f'    {k}' for k in range(4)]
 
 
-# An error in a process that is watched, and what hangs after it.
+# An error in a supervised process, which hangs after it.
 _HANGING = """
 import sys, time
 from lingvo_gpipe.cli import binary
@@ -220,8 +220,8 @@ binary.Run(lambda: supervisor.Supervisor(Train, work, step_timeout=5.0).Run(), '
 
 
 @pytest.mark.parametrize('flag, status', [('--nostack_trace', 2), ('--stack_trace', 1)])
-def testWhatHangsAfterAnErrorIsNoWorkerThatHangs(forks, tmp_path, flag, status):
-  """What the error holds, or whoever reads the output."""
+def testAHangAfterAnErrorIsNotAHungWorker(forks, tmp_path, flag, status):
+  """The objects of the error hang, or the reader of the output."""
   (tmp_path / 'program.py').write_text(_HANGING)
   done = forks.Run(str(tmp_path / 'program.py'), flag, cwd=tmp_path)
   assert done.returncode == status
@@ -229,7 +229,7 @@ def testWhatHangsAfterAnErrorIsNoWorkerThatHangs(forks, tmp_path, flag, status):
   assert 'a mistake' in lines[-1] and (status == 1 or len(lines) == 1)
 
 
-def testHelpAndAnEmptyPlace(forks, tmp_path):
+def testHelpAndAnEmptyDirectory(forks, tmp_path):
   module = [sys.executable, '-m', 'lingvo_gpipe.evaluator']
   for command in (processes.Command('evaluator'), module):
     done = processes.Run('evaluator', '--help', command=command)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compilation cache: a second process compiles nothing that the first one compiled."""
+"""The compilation cache: a second process reuses the code that the first one compiled."""
 
 import os
 import sys
@@ -19,7 +19,7 @@ print(float(tf.reduce_sum(tf.function(lambda x: tf.sin(x) @ x, jit_compile=True)
 
 @pytest.fixture
 def run(forks, tmp_path):
-  """Compiles, or not, with a cache there: the ended process, and when each entry was written."""
+  """Runs a process with the cache; returns it and the time at which each entry was written."""
   program, directory = tmp_path / 'program.py', tmp_path / 'cache'
   program.write_text(_PROGRAM)
 
@@ -30,14 +30,14 @@ def run(forks, tmp_path):
   return Run
 
 
-def testASecondProcessTakesWhatTheFirstCompiled(run):
+def testASecondProcessReusesCompiledCode(run):
   first, made = run()
   assert first.returncode == 0, first.stderr
   assert made
   second, found = run()
   assert second.stdout == first.stdout
   assert found == made
-  # It was read, not only left alone: a damaged entry is noticed.
+  # The entry is read: a damaged one is noticed.
   (path,) = made
   path.write_bytes(path.read_bytes()[:100])
   assert run()[0].returncode != 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each job shows on a terminal and through a pipe, both real; train is in trainer_test."""
+"""Output of each job on a real terminal and through a pipe; trainer_test has the job train."""
 
 import contextlib
 import os
@@ -51,7 +51,7 @@ def project(tmp_path_factory):
 
 @contextlib.contextmanager
 def _Reader(kind, tmp_path):
-  """(the path that a process writes to, what reads all that comes until the process is done)."""
+  """Yields (path to write to, function that reads the output until the process is done)."""
   if kind == 'terminal':
     ours, theirs = pty.openpty()
     path = os.ttyname(theirs)
@@ -61,7 +61,7 @@ def _Reader(kind, tmp_path):
     ours, theirs = os.open(path, os.O_RDONLY | os.O_NONBLOCK), os.open(path, os.O_WRONLY)
 
   def Read(pid):
-    """A text; ours is open at the other end as well, so that no end of the file is seen."""
+    """Returns the output. There is no end of file: the other end is open here as well."""
     output = b''
     deadline = time.monotonic() + processes.TIMEOUT
     while time.monotonic() < deadline:
@@ -91,7 +91,7 @@ def _Environment():
 
 
 def _Run(forks, project, kind, tmp_path, program, *args):
-  """What the process wrote there."""
+  """Returns the output of the process."""
   with _Reader(kind, tmp_path) as (path, Read):
     args = ['--model=toy.Toy', f'--max_steps={STEPS}', *args]
     pid = forks.Start(program, *args, cwd=project, more_environment=_Environment(), stdout=path)
@@ -117,7 +117,7 @@ def testTrainAndEval(forks, project, tmp_path, kind):
   ]  # fmt: skip
   progress = [line for line in lines if line.startswith('step ')]
   if kind == 'terminal':
-    assert 'evaluating  step 2/6' in text  # While it does.
+    assert 'evaluating  step 2/6' in text  # During the evaluation.
     (line,) = progress
   else:
     assert '\x1b' not in text and '\r' not in text
@@ -128,8 +128,8 @@ def testTrainAndEval(forks, project, tmp_path, kind):
 
 
 @pytest.mark.parametrize('kind', ['terminal', 'pipe'])
-def testARunGoesOnWhereNobodyReadsAnyMore(forks, project, tmp_path, kind):
-  """A terminal that is closed, the end of a pipe that has gone; then the signal of the former."""
+def testARunContinuesAfterItsReaderHasGone(forks, project, tmp_path, kind):
+  """After its terminal or the reader of its pipe has gone; then it gets SIGHUP."""
   log = tmp_path / 'run' / 'metrics.jsonl'
 
   def Steps():
@@ -146,7 +146,7 @@ def testARunGoesOnWhereNobodyReadsAnyMore(forks, project, tmp_path, kind):
     pid = forks.Start('trainer', *args, cwd=project, more_environment=_Environment(), stdout=path)
     AwaitMore(2)
   AwaitMore(20)
-  for _ in range(2):  # As a shell does, and the system when the shell has gone.
+  for _ in range(2):  # The shell sends it, and the system again when the shell ends.
     os.kill(pid, signal.SIGHUP)
   done = forks.Wait()
   assert done.returncode == 128 + signal.SIGHUP, done.stderr
@@ -156,7 +156,7 @@ def testARunGoesOnWhereNobodyReadsAnyMore(forks, project, tmp_path, kind):
 @pytest.mark.parametrize('kind', ['terminal', 'pipe'])
 @pytest.mark.parametrize('job', ['eval', 'decode'])
 def testEvaluator(forks, project, trained, tmp_path, kind, job):
-  """Whole lines, the same in both."""
+  """Whole lines, equal in both."""
   args = [f'--job={job}', f'--logdir={trained}', '--split=Dev', '--once']
   text = _Run(forks, project, kind, tmp_path, 'evaluator', *args)
   assert '\x1b' not in text

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding a data set: what is written, in which order, and what a task may return."""
+"""Decoding a data set: written files, their order, and values that a task may return."""
 
 import contextlib
 import functools
@@ -34,7 +34,7 @@ class _Numbers(base_input_generator.BaseInputGenerator):
 
 
 class _Shuffled(_Numbers):
-  """The same, in another order, but each tells its place."""
+  """The numbers in another order, with their positions."""
 
   def _Examples(self, indices):
     numbers = tf.gather(tf.constant([3, 0, 4, 1, 2], tf.int64), indices)
@@ -42,14 +42,14 @@ class _Shuffled(_Numbers):
 
 
 class _Weighted(_Numbers):
-  """The same, of which the second one does not count."""
+  """The numbers, the second with weight 0."""
 
   def _Examples(self, indices):
     return nested_map.NestedMap(number=indices, example_weights=tf.cast(indices != 1, tf.float32))
 
 
 class _Task(task.BaseTask):
-  """Decodes numbers as they are told to."""
+  """Decodes numbers by a given function."""
 
   decode, finalize = None, None
 
@@ -89,7 +89,7 @@ def _Texts(numbers):
 
 
 @pytest.mark.parametrize('limit, count', [(0, 5), (3, 3), (4, 4), (9, 5)])
-def testEveryExampleOnceInOrderAndNoPadding(tmp_path, capsys, limit, count):
+def testEveryExampleIsDecodedOnceInOrderWithoutPadding(tmp_path, capsys, limit, count):
   seen = []
 
   def Finalize(decoded):
@@ -111,7 +111,7 @@ def testEveryExampleOnceInOrderAndNoPadding(tmp_path, capsys, limit, count):
   assert not [name for name in os.listdir(folder) if '.tmp' in name]
 
 
-def testDataOrderWhereBatchesHaveAnother(tmp_path):
+def testResultsAreInDataOrderIfBatchesAreNot(tmp_path):
   _Decoding(tmp_path, _Texts, source=_Shuffled).Run(7)
   assert [line['reference'] for line in _Lines(tmp_path)] == list('01234')
   _Decoding(tmp_path, _Texts, source=_Shuffled, limit=3).Run(7)
@@ -119,7 +119,7 @@ def testDataOrderWhereBatchesHaveAnother(tmp_path):
 
 
 class _NumberedTask(_Task):
-  """Decodes the number in the data set, which is the number itself."""
+  """Decodes the position in the data set, which equals the number."""
 
   def Decode(self, input_batch, input_generator):
     return {'got': input_batch.example_index.numpy(), 'number': input_batch.number.numpy()}
@@ -127,21 +127,21 @@ class _NumberedTask(_Task):
 
 @pytest.mark.parametrize('source', [_Numbers, _Shuffled])
 @pytest.mark.parametrize('batch_size', [1, 2, 8])
-def testATaskIsToldTheNumberOfEachExample(tmp_path, source, batch_size):
-  """So that what it draws does not repeat from batch to batch, nor depend on their size."""
+def testATaskGetsThePositionOfEachExample(tmp_path, source, batch_size):
+  """Random draws then neither repeat from batch to batch nor depend on the batch size."""
   decoder = _Decoding(tmp_path, None, source=source, batch_size=batch_size, cls=_NumberedTask)
   decoder.Run(7)
   assert _Lines(tmp_path) == [{'got': n, 'number': n} for n in range(5)]
 
 
 @pytest.mark.parametrize('batch_size', [2, 3])
-def testAnExampleOfNoWeightIsLeftOutAndMovesNoNumber(tmp_path, batch_size):
+def testAnExampleOfWeightZeroIsLeftOutAndKeepsPositions(tmp_path, batch_size):
   decoder = _Decoding(tmp_path, None, source=_Weighted, batch_size=batch_size, cls=_NumberedTask)
   decoder.Run(7)
   assert _Lines(tmp_path) == [{'got': n, 'number': n} for n in (0, 2, 3, 4)]
 
 
-def testWhatALineMayHold(tmp_path):
+def testValuesOfALine(tmp_path):
   def Decode(numbers):
     size = len(numbers)
     return {
@@ -161,7 +161,7 @@ def testWhatALineMayHold(tmp_path):
   ]
 
 
-def testAgainOverwrites(tmp_path):
+def testDecodingAgainOverwrites(tmp_path):
   for limit in (4, 2):
     _Decoding(tmp_path, _Texts, limit=limit).Run(7)
   assert len(_Lines(tmp_path)) == 2
@@ -179,7 +179,7 @@ def testSignalLeavesNothing(tmp_path, capsys):
   assert os.listdir(tmp_path) == []
 
 
-def testHypothesesOutliveAMistakeInTheScores(tmp_path):
+def testHypothesesSurviveAnErrorInTheScores(tmp_path):
   with pytest.raises(ZeroDivisionError):
     _Decoding(tmp_path, _Texts, lambda decoded: 1 / 0).Run(7)
   assert len(_Lines(tmp_path)) == 5
@@ -194,12 +194,12 @@ def testHypothesesOutliveAMistakeInTheScores(tmp_path):
     (lambda numbers: {f'a{numbers[0]}': numbers}, r"returned \['a0'\] for one batch and \['a2'\]"),
   ],
 )
-def testNotOneEntryForEachRow(tmp_path, decode, message):
+def testAWrongNumberOfEntriesIsAnError(tmp_path, decode, message):
   with pytest.raises(ValueError, match=message):
     _Decoding(tmp_path, decode).Run(7)
 
 
-def testATaskThatDecodesNothing(tmp_path):
+def testATaskThatDoesNotDecode(tmp_path):
   made = task.BaseTask.Params().Set(name='t').Instantiate()
   with pytest.raises(ValueError, match='BaseTask cannot decode: it does not override'):
     decode_pass.Decoding(
@@ -211,7 +211,7 @@ def testATaskThatDecodesNothing(tmp_path):
     )
 
 
-def testWholeFilesOrNone(tmp_path, monkeypatch):
+def testFilesAreWrittenCompletelyOrNotAtAll(tmp_path, monkeypatch):
   path = str(tmp_path / 'x.txt')
   files.WriteWhole(path, 'old')
 

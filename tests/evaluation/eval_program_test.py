@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which checkpoint the evaluator takes, of which run, with which weights, and when it ends."""
+"""Checkpoint, run and weights that the evaluator takes, and its end."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ def _Params(more='', **train):
 
 
 def _Other(more=''):
-  """Those of another model, whose weights would fit."""
+  """Returns Params of another model whose weights would fit."""
   params = _Params(more)
   params.task.Define('activation', 'RELU', '')
   params.task.activation = 'TANH'
@@ -36,7 +36,7 @@ def _Lines(logdir, jobname='eval_test'):
 
 @pytest.fixture(scope='module')
 def followed(tmp_path_factory):
-  """A run that says that more loss is better: of steps 2, 6 and 10, the first is the best."""
+  """A run in which a higher loss is better: of steps 2, 6 and 10 the first is the best."""
   logdir = tmp_path_factory.mktemp('followed')
   params = _Params(eval_datasets=['Dev', 'Test'], eval_interval_steps=2)
   params.task.train.early_stop.Set(metric='loss', minimize=False)
@@ -66,8 +66,8 @@ def _FlipABit(logdir, step):
 
 
 @pytest.mark.parametrize('checkpoint, step', [('last', 10), ('best', 2), ('6', 6)])
-def testTheCheckpointThatIsMeantIsEvaluatedAndExported(followed, run, checkpoint, step):
-  """A chosen one without following, though nothing says that training has ended."""
+def testTheChosenCheckpointIsEvaluatedAndExported(followed, run, checkpoint, step):
+  """It evaluates only this checkpoint, although training has not ended."""
   (run / 'report.json').unlink()
   evaluator = training.Evaluator(run, _Params(), checkpoint=checkpoint)
   assert evaluator.Run(once=checkpoint == 'last') == 0
@@ -79,7 +79,7 @@ def testTheCheckpointThatIsMeantIsEvaluatedAndExported(followed, run, checkpoint
   assert done.step == step and done.directory == str(run / 'export' / str(step))
 
 
-def testOneThatIsNotThereIsToldBeforeWeightsAreMade(run, monkeypatch):
+def testAMissingCheckpointIsReportedBeforeWeightsAreMade(run, monkeypatch):
   params = _Params()
   message = 'no checkpoint of step 7 in .*; there are those of step 2, step 6, step 10'
   with monkeypatch.context() as patched, pytest.raises(ValueError, match=message):
@@ -90,7 +90,7 @@ def testOneThatIsNotThereIsToldBeforeWeightsAreMade(run, monkeypatch):
 
 
 def testARunOfAnotherModelIsRefused(run, caplog):
-  """One whose weights fit; what only training feels is no difference."""
+  """Its weights fit; Params that affect only training may differ."""
   other = _Other('task.train.learner.learning_rate:0.5;input.batch_size:3')
   for make in (training.Evaluator, lambda d, p, **more: export.Export(p, str(d), **more)):
     with pytest.raises(ValueError, match=r"other Params.*: \+ task\.activation : 'TANH'\. Give"):
@@ -101,16 +101,16 @@ def testARunOfAnotherModelIsRefused(run, caplog):
     caplog.clear()
 
 
-def testParamsThatComeWhileItFollowsAreCompared(followed, tmp_path):
-  """It may begin before the trainer."""
+def testParamsOfLaterCheckpointsAreCompared(followed, tmp_path):
+  """The evaluator may start before the trainer."""
   evaluator = training.Evaluator(tmp_path, _Other())
   shutil.copytree(followed, tmp_path, dirs_exist_ok=True)
   with pytest.raises(ValueError, match=r'other Params.*: \+ task\.activation'):
     evaluator.Run()
 
 
-def testADirectoryThatCannotBeReadForAWhileIsReadAgain(run, monkeypatch, caplog):
-  """Though training has ended; first it is not found, then not listed, then not restored."""
+def testATemporarilyUnreadableDirectoryIsReadAgain(run, monkeypatch, caplog):
+  """After the end of training; finding, listing and restoring fail in turn."""
   evaluator = training.Evaluator(run, _Params())
   failing = [
     (checkpointer.Checkpointer, 'Latest'),
@@ -138,7 +138,7 @@ def _FailOnce(monkeypatch, place, name):
 
 
 @pytest.mark.parametrize('trained, here', [(0.9, 0.0), (0.9, 0.9), (0.0, 0.9)])
-def testTheCheckpointSaysWhetherAveragesAreTaken(tmp_path, capsys, trained, here):
+def testTheCheckpointDecidesWhetherAveragesAreUsed(tmp_path, capsys, trained, here):
   train = {'eval_datasets': ['Test'], 'eval_interval_steps': 100}
   training.Train(tmp_path, _Params(ema_decay=trained, **train))
   params = _Params(ema_decay=here)
@@ -152,13 +152,13 @@ def testTheCheckpointSaysWhetherAveragesAreTaken(tmp_path, capsys, trained, here
   assert (' train.ema_decay differs' in said) == (trained != here)
   done = export.Export(params, str(tmp_path))
   assert f'exported the {kind} of step 10' in done.Text()
-  # Training cannot go on so.
+  # Training cannot resume with this change.
   if trained != here:
     with pytest.raises(ValueError, match='neither begin nor end to average'):
       training.Program(tmp_path, params, allow_params_change=True)
 
 
-def testASampleIsWrittenAsTheTrainerWritesIt(followed, run, capsys):
+def testTheEvaluatorsSampleEqualsTheTrainers(followed, run, capsys):
   assert training.Evaluator(run, _Params()).Run(once=True) == 0
   found = processes.Tensorboard(run / 'eval_test')['sample/said']
   trained = processes.Tensorboard(followed / 'eval_test')['sample/said']
@@ -169,8 +169,8 @@ def testASampleIsWrittenAsTheTrainerWritesIt(followed, run, capsys):
   assert 'sample/said' not in processes.Tensorboard(run / 'decode_test')
 
 
-def testAnotherProcessRepeatsNothing(run, monkeypatch, capsys):
-  """What is done of a checkpoint is known to a process that goes on with it; once also of which."""
+def testTheNextProcessRepeatsNoWork(run, monkeypatch, capsys):
+  """The next process knows the finished work; with --once it also knows the checkpoint."""
   progress = eval_program.EvalProgress()
 
   def Evaluator(checkpoint='last'):
@@ -178,7 +178,7 @@ def testAnotherProcessRepeatsNothing(run, monkeypatch, capsys):
 
   with monkeypatch.context() as patched:
     patched.setattr(training.Regression, 'Decode', lambda *_: 1 / 0)
-    for _ in range(2):  # The second one finds the result there.
+    for _ in range(2):  # The second process has the result.
       with pytest.raises(ZeroDivisionError):
         Evaluator('best').Run()
   assert (progress.step, progress.total, progress.finished) == (2, 1, -1)
@@ -186,7 +186,7 @@ def testAnotherProcessRepeatsNothing(run, monkeypatch, capsys):
   assert Evaluator().Run(once=True) == 0
   assert (progress.step, progress.total, progress.finished) == (2, 2, 2)
   assert capsys.readouterr().out.count('Test at step ') == 1
-  # One that follows goes on with the newest checkpoint.
+  # A process that follows continues with the newest checkpoint.
   for _ in range(2):
     assert Evaluator().Run() == 0
   assert [*_Lines(run)] == [2, 10]
@@ -196,7 +196,7 @@ def testAnotherProcessRepeatsNothing(run, monkeypatch, capsys):
   )
 
 
-def testOneThatWaitsForACheckpointGivesASignOfLife(monkeypatch):
+def testWaitingForACheckpointSendsAHeartbeat(monkeypatch):
   signs = []
   monkeypatch.setattr(heartbeat, 'SuspendTimeout', lambda: signs.append('long'))
   eval_program._Wait(0.0, stop_request.StopRequest())
@@ -204,8 +204,8 @@ def testOneThatWaitsForACheckpointGivesASignOfLife(monkeypatch):
 
 
 @pytest.mark.parametrize('limit', [3, 4, 5])
-def testSoManyExamplesAsWanted(run, limit):
-  """As of a data set of so many: not those of whole batches of 4."""
+def testSamplesPerSummaryLimitsTheExamples(run, limit):
+  """The metrics are those of a data set of this size, not of whole batches of 4."""
   cut = _Params(f'task.eval.samples_per_summary:{limit}')
   assert training.Evaluator(run, cut).Run(once=True) == 0
   found = _Lines(run)[10]
@@ -220,7 +220,7 @@ def testSoManyExamplesAsWanted(run, limit):
 
 
 def _Hide(logdir, *steps):
-  """Takes commit files away; returns what puts some of them back."""
+  """Hides commit files; returns a function that restores some of them."""
   hidden = logdir / 'hidden'
   hidden.mkdir()
   for step in steps:
@@ -238,7 +238,7 @@ def _Skipped(caplog):
 
 
 @pytest.mark.parametrize('is_removed', [False, True])
-def testWhatItIsTooSlowForIsToldOnce(run, monkeypatch, caplog, is_removed):
+def testSkippedCheckpointsAreLoggedOnce(run, monkeypatch, caplog, is_removed):
   show = _Hide(run, 6, 10)
   caplog.set_level('INFO', logger='absl')
   evaluator = training.Evaluator(run, _Params())
@@ -260,18 +260,18 @@ def testWhatItIsTooSlowForIsToldOnce(run, monkeypatch, caplog, is_removed):
   assert _Skipped(caplog) == [message]
 
 
-def testWhatWasThereBeforeItIsTold(run, caplog):
+def testEarlierCheckpointsAreLoggedAsSkipped(run, caplog):
   caplog.set_level('INFO', logger='absl')
   assert training.Evaluator(run, _Params()).Run() == 0
   (told,) = _Skipped(caplog)
   assert 'checkpoints of step 2, step 6: the newer one of step 10 exists' in told
   caplog.clear()
   assert training.Evaluator(run, _Params()).Run(once=True) == 0
-  assert not _Skipped(caplog)  # The last one was asked for.
+  assert not _Skipped(caplog)  # Only the last checkpoint was requested.
 
 
-def testADamagedFirstCheckpointEndsNothing(run, monkeypatch, caplog):
-  """The next one is waited for, and taken."""
+def testADamagedFirstCheckpointIsSkipped(run, monkeypatch, caplog):
+  """The evaluator waits for the next checkpoint."""
   _FlipABit(run, 2)
   show = _Hide(run, 6, 10)
   caplog.set_level('INFO', logger='absl')
@@ -290,13 +290,13 @@ def testADamagedFirstCheckpointEndsNothing(run, monkeypatch, caplog):
   assert list(_Lines(run)) == [10]
   (told,) = [r.getMessage() for r in caplog.records if 'damaged checkpoint' in r.getMessage()]
   assert 'ckpt-00000002-' in told and 'Skipping' in told
-  # It was not for want of time.
+  # The damaged one is not among the skipped ones.
   (told,) = _Skipped(caplog)
   assert 'checkpoints of step 6:' in told
 
 
-def testNoCheckpointThatCanBeReadIsAnError(run):
-  """Once, and where it follows a training that has ended."""
+def testNoReadableCheckpointIsAnError(run):
+  """With --once, and when following a training that has ended."""
   for step in (2, 6, 10):
     _FlipABit(run, step)
   for once in (True, False):
@@ -306,7 +306,7 @@ def testNoCheckpointThatCanBeReadIsAnError(run):
       training.Evaluator(run, _Params()).Run(once=once)
 
 
-def testADamagedLastCheckpointIsNotWaitedFor(run, monkeypatch, caplog):
+def testDoesNotWaitForADamagedLastCheckpoint(run, monkeypatch, caplog):
   _Damage(run, 10)
   monkeypatch.setattr(eval_program, '_Wait', lambda *args: pytest.fail('it waits for more'))
   assert training.Evaluator(run, _Params()).Run() == 0
@@ -316,7 +316,7 @@ def testADamagedLastCheckpointIsNotWaitedFor(run, monkeypatch, caplog):
   assert 'of step 6' in said
 
 
-def testTheEndOfAnEarlierCallIsNoneWhileSomebodyTrains(run, monkeypatch):
+def testTheReportOfAnEarlierCallDoesNotCountDuringTraining(run, monkeypatch):
   held = logdir_lock.Held(str(run / 'train'))
   held.__enter__()
   waits = []
@@ -331,8 +331,8 @@ def testTheEndOfAnEarlierCallIsNoneWhileSomebodyTrains(run, monkeypatch):
   assert len(waits) == 3 and list(_Lines(run)) == [10]
 
 
-def testAnotherRunInItsPlaceIsFollowed(run, monkeypatch):
-  """Somebody trains anew, and forgets the evaluator."""
+def testFollowsARunThatReplacesTheFirst(run, monkeypatch):
+  """Another training replaces the run while the evaluator follows it."""
   (run / 'report.json').unlink()
 
   def Wait(*unused_args):
@@ -344,8 +344,8 @@ def testAnotherRunInItsPlaceIsFollowed(run, monkeypatch):
   assert list(_Lines(run)) == [10, 4]
 
 
-def testTheTrainersEndCountsNotTheEvaluatorsMaxSteps(run, monkeypatch):
-  """The trainer was given more steps."""
+def testTheTrainersMaxStepsDecidesTheEnd(run, monkeypatch):
+  """The trainer has more steps."""
   saved = checkpointer.Checkpointer(run / 'train').All()
   coming = iter(saved)
   monkeypatch.setattr(
@@ -355,16 +355,16 @@ def testTheTrainersEndCountsNotTheEvaluatorsMaxSteps(run, monkeypatch):
   assert list(_Lines(run)) == [2, 6, 10]
 
 
-def testATrainingThatEndedWithoutACheckpointIsNotWaitedFor(run):
+def testDoesNotWaitIfTrainingEndedWithoutACheckpoint(run):
   shutil.rmtree(run / 'train')
   with pytest.raises(ValueError, match='training ended after step 10, but there is no checkpoint'):
     training.Evaluator(run, _Params()).Run()
 
 
 @pytest.mark.parametrize('left', ['checkpoints', 'nothing'])
-def testGivesUpWhereNobodyTrains(run, monkeypatch, capsys, left):
-  """After what is there was done; while somebody holds the directory it waits on."""
-  (run / 'report.json').unlink()  # The trainer ended by an error, or never began.
+def testGivesUpIfNoProcessTrains(run, monkeypatch, capsys, left):
+  """It evaluates the existing checkpoints first, and waits while a process holds the directory."""
+  (run / 'report.json').unlink()  # The trainer failed, or never started.
   if left == 'nothing':
     shutil.rmtree(run / 'train')
   clock, waits = [0.0], []
@@ -394,8 +394,8 @@ def testGivesUpWhereNobodyTrains(run, monkeypatch, capsys, left):
   assert (run / 'eval_test').exists() == (left == 'checkpoints')
 
 
-def testANewCheckpointBeginsTheCountAnew(run, monkeypatch):
-  """Also of a trainer that holds no lock; and without a limit it waits for ever."""
+def testANewCheckpointRestartsTheTimeLimit(run, monkeypatch):
+  """Even of a trainer without a lock; without a limit the evaluator waits forever."""
   (run / 'report.json').unlink()
   hidden = run / 'hidden'
   shutil.copytree(run / 'train', hidden)
@@ -420,7 +420,7 @@ def testANewCheckpointBeginsTheCountAnew(run, monkeypatch):
   assert training.Evaluator(run, params).Run() == 128 + signal.SIGTERM
 
 
-def testACheckpointThatIsRemovedMeanwhileIsNoneThatIsNamed(run, monkeypatch):
+def testACheckpointRemovedMeanwhileIsNotNamed(run, monkeypatch):
   evaluator = training.Evaluator(run, _Params(), checkpoint='6')
   _Damage(run, 6)
   with pytest.raises(checkpointer.DamagedError, match='ckpt-00000006-.* cannot be read'):

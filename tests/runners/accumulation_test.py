@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Updates from several mini-batches: the same as one of their joint size, and nothing lost."""
+"""Updates from several mini-batches equal an update from one mini-batch of their joint size."""
 
 import sys
 
@@ -40,7 +40,7 @@ class _AddsLosses(base_layer.BaseLayer):
 
 
 class _Net(task.BaseTask):
-  """Projections around a layer that is chosen, the last weight tied to the first."""
+  """Projections around a given layer; the last weight is tied to the first."""
 
   @classmethod
   def Params(cls):
@@ -100,7 +100,7 @@ def _Runner(num, batch_size=_BATCH, middle='dropout', num_micro_batches=_M, **le
 
 
 def _Batches(num, seed=0):
-  """Mini-batches that count very differently; the weight of the second is 0."""
+  """Returns mini-batches of very different loss weights; the second has weight 0."""
   rng = np.random.default_rng(seed)
   made = []
   for i in range(num):
@@ -126,8 +126,8 @@ def _Arrays(run):
 
 
 @pytest.mark.parametrize('clip', [0.0, 0.01])
-def testSameAsOneMiniBatchOfTheJointSize(clip):
-  """Dropout masks, tied weights, slots and metrics included."""
+def testEqualsOneMiniBatchOfTheJointSize(clip):
+  """With dropout masks, tied weights, slots and metrics."""
   settings = {'optimizer': optimizer.Adam.Params(), 'clip_gradient_norm_to_value': clip}
   parts = _Runner(3, num_micro_batches=_BATCH, **settings)
   whole = _Runner(1, 3 * _BATCH, num_micro_batches=3 * _BATCH, **settings)
@@ -145,19 +145,19 @@ def testSameAsOneMiniBatchOfTheJointSize(clip):
   for name, value in _Arrays(parts).items():
     np.testing.assert_allclose(value, expected[name], rtol=1e-7, atol=1e-9, err_msg=name)
   assert int(parts.global_step) == 2
-  # One trace, however many mini-batches there are; and a single one is a single function.
+  # One trace for any number of mini-batches; a single mini-batch is a single function.
   for run, counts in ((parts, [1, 0]), (whole, [0, 1])):
     traced = [f.experimental_get_tracing_count() for f in (run._accumulate, run._train_step)]
     assert traced == counts
 
 
 def testAuxiliaryLossesOfSeveralMiniBatches():
-  """The update is one of the unpipelined layers' total objective over all of them."""
+  """The update equals one of the total objective of the layers without a pipeline."""
   run, batches = _Runner(3, middle='losses', num_micro_batches=_BATCH, optimizer=_SGD), _Batches(3)
   p, variables = run.task.stack.params, run.Variables()
   plain, _ = stacks.PlainLayers(p.sub, p.ties)
   for path, variable in plain.VariablesByPath().items():
-    if f'net.{path}' in variables:  # All but the tied one.
+    if f'net.{path}' in variables:  # All but the tied weight.
       variables[f'net.{path}'].assign(variable)
   run.AfterRestore()
   before, joined = _Arrays(run), _Joined(batches)
@@ -194,7 +194,7 @@ def testOneBadMiniBatchSkipsTheUpdate():
 
 @pytest.mark.parametrize('num', [1, 3])
 def testASkippedUpdateMovesNoStatistics(num):
-  """Whose sums are finite: only the loss is not, in the last of its mini-batches."""
+  """The sums are finite; only the loss of the last mini-batch is not."""
   run, batches = _Runner(num, middle='norm'), _Batches(3)[-num:]
   for batch in batches:
     run.TrainStep(batch)
@@ -212,7 +212,7 @@ def testASkippedUpdateMovesNoStatistics(num):
 
 
 def testStatisticsMoveWithTheWeights():
-  """Not before: neither does what a checkpoint between two updates would hold."""
+  """They do not move earlier, nor would they in a checkpoint between two updates."""
   run, batches = _Runner(3, middle='norm'), _Batches(3)
   before = _Arrays(run)
   run.TrainStep(batches[0])
@@ -220,7 +220,7 @@ def testStatisticsMoveWithTheWeights():
   _CheckSame(run, before)
 
 
-def testAnErrorBeginsTheUpdateAnew(monkeypatch):
+def testAnErrorRestartsTheUpdate(monkeypatch):
   run, batches = _Runner(2, middle='norm'), _Batches(3)
   before, accumulate = _Arrays(run), run._accumulate
 
@@ -249,7 +249,7 @@ def testAnErrorBeginsTheUpdateAnew(monkeypatch):
 
 
 def testBatchNormAndARestart(tmp_path):
-  """Moving averages follow each mini-batch; going on from a checkpoint is exact."""
+  """Moving averages follow each mini-batch; resuming from a checkpoint is exact."""
   batches = _Batches(6)
   straight, first = _Runner(2, middle='norm'), _Runner(2, middle='norm')
   store = checkpointer.Checkpointer(str(tmp_path))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers read what their stages need: the same bits, and nothing of it comes from the trainer."""
+"""Workers read the data of their stages: equal bits, and none of it comes from the trainer."""
 
 import json
 import sys
@@ -289,7 +289,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope='module')
 def found(forks, hosts, project, tmp_path_factory):
-  """What the program printed, and its lines about where data are read."""
+  """(results that the program printed, its log lines about the place of reading)."""
   path = tmp_path_factory.mktemp('program') / 'program.py'
   path.write_text(_PROGRAM)
   done = processes.Succeeded(forks.Run(str(path), str(hosts), cwd=project))
@@ -306,7 +306,7 @@ def testEachWorkerReadsWhatItsStageNeeds(found):
   assert values['workers']['devices'] == {'firsts': [[_Cpu(0)]], 'lasts': [[_Cpu(1)] * 2]}
   for key in ('losses', 'checked'):
     assert values['workers'][key] == values['trainer'][key]
-  # The first step traces, and has its first batch from the trainer, too.
+  # The first step traces; the trainer also reads its batch.
   assert min(values['trainer']['sent'][1:]) > 256 << 10
   assert max(values['workers']['sent'][1:]) < 64 << 10
 
@@ -320,7 +320,7 @@ def testEachReplicaReadsItsShareToTheEnd(found):
 def testWorkersReadDocumentsAsTokens(found):
   values, lines = found
   assert 'TextFilesInput, read by worker 0, labels by worker 1' in lines
-  # Of six fields the first stage takes `ids`.
+  # The first stage reads `ids` of six fields.
   assert values['tokens'] == [{'firsts': [[_Cpu(0)]], 'lasts': [[_Cpu(1)] * 5]}] * 20
 
 
@@ -328,7 +328,7 @@ def testWorkersReadRecordsByIndex(found):
   assert 'Records, read by worker 0, 1' in found[1]
 
 
-def testTheWorkerOfTheFirstStageReadsAStreamFromWhereItIs(found):
+def testTheWorkerOfTheFirstStageContinuesAStream(found):
   values, lines = found
   assert [line for line in lines if line.startswith('Stream')] == [
     'Stream, read by worker 0',
@@ -365,10 +365,11 @@ def testAnotherPassTracesNothing(found):
     assert 0 < first == second == third
 
 
-_OTHERS = ('Counted', 'TextFilesInput', 'Pairs', 'Records', 'Stream')  # Other tests look at these.
+# Other tests check the steps of these inputs.
+_OTHERS = ('Counted', 'TextFilesInput', 'Pairs', 'Records', 'Stream')
 
 
-def testWhatWorkersCannotReadTheTrainerDoes(found):
+def testTheTrainerReadsInputsThatWorkersCannotRead(found):
   lines = [line for line in found[1] if not line.startswith(_OTHERS)]
   assert lines[:3] == [
     'Input, read by worker 0, labels by worker 1',
@@ -392,10 +393,10 @@ def testWhatWorkersCannotReadTheTrainerDoes(found):
 _READ = 'data: SyntheticRegressionInput, read by worker 0'
 
 
-def testTheLastBatchAndThePositionAreThoseOfTheTrainer(forks, hosts, project, tmp_path):
-  """A step on two stages, then on two replicas to the end, which is in the midst of a batch.
+def testTheLastBatchAndThePositionEqualTheTrainers(forks, hosts, project, tmp_path):
+  """One step on two stages, then on two replicas to the end, which is within a batch.
 
-  So are those of evaluations, after each step and by the evaluator.
+  This holds for evaluations as well, after each step and by the evaluator.
   """
   ended = {}
   for name, more in (('trainer', []), ('workers', [f'--cluster={hosts}'])):
@@ -413,7 +414,7 @@ def testTheLastBatchAndThePositionAreThoseOfTheTrainer(forks, hosts, project, tm
       ]  # fmt: skip
       done = processes.Succeeded(forks.Run('trainer', '--job=train_and_eval', *args, cwd=project))
       assert 'End of sequence' not in done.stderr
-      # Those of training, and of all evaluations.
+      # Lines of training and of all evaluations.
       assert done.stderr.count(_READ) == (2 if more else 0)
     assert 'resuming from step 1 (16 examples consumed)' in done.stdout
     assert 'stopped by the end of the data after step 2' in done.stdout

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An error that ends the training says in which step, and what to try."""
+"""An error that ends the training names the step and a remedy."""
 
 import sys
 
@@ -26,7 +26,7 @@ from tests.toys import training
     MemoryError(),
   ],
 )
-def testWhatToTryWhereMemoryRanOut(error):
+def testRemediesIfMemoryRunsOut(error):
   params = registry.GetParams(processes.MODEL, 'Train')
   with pytest.raises(type(error)), failure_notes.Hints(params):
     raise error
@@ -75,7 +75,7 @@ def testOtherErrorsGetNoHint(error):
   assert not hasattr(error, '__notes__')
 
 
-def testWhereTheNextCallGoesOn(tmp_path):
+def testTheNoteNamesTheCheckpointOfTheNextCall(tmp_path):
   saved = checkpointer.Checkpointer(tmp_path)
   error = ValueError()
   failure_notes.AddNotes(error, 7, saved)
@@ -88,8 +88,8 @@ def testWhereTheNextCallGoesOn(tmp_path):
   ]
 
 
-def testALossThatIsNotFiniteEndsTheTrainingAndSaysWhatIsIntact(tmp_path, monkeypatch, capsys):
-  """Its gradients are finite: the steps are applied, and count."""
+def testALossThatIsNotFiniteEndsTheTrainingAndNamesTheLastCheckpoint(tmp_path, monkeypatch, capsys):
+  """Its gradients are finite, so the steps are applied and counted."""
   compute = training.Regression.ComputeLoss
 
   def Infinite(self, *args):

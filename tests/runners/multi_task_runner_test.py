@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of several tasks: what they share is one weight with one slot, wherever it lies."""
+"""Steps of several tasks: a shared weight is one variable with one slot in any cut."""
 
 import sys
 
@@ -18,7 +18,7 @@ _SHARED = {f'shared.{layer}.{weight}' for layer in (0, 1) for weight in 'wb'}
 
 
 def _Sequence(order):
-  """A schedule of tasks: one letter a step."""
+  """Returns a schedule of tasks with one letter per step."""
   pairs = [[task, 1] for task in order]
   return task_scheduler.SequentialScheduler.Params().Set(task_steps=pairs)
 
@@ -44,7 +44,7 @@ def _Changed(before, after):
 
 @pytest.fixture(scope='module')
 def trained():
-  """A runner; all variables before, after a step of a, and after one of b; b's gradients."""
+  """(runner, all variables before, after a step of a and after one of b, gradients of b)."""
   run = _Runner('ab')
   arrays = [_Arrays(run)]
   for task in 'ab':
@@ -66,7 +66,7 @@ def testSharedWeightsHaveOneSlotAndOneCount(trained):
   counts = {'learner/a/iterations': 1, 'learner/b/iterations': 1, 'learner/a+b/iterations': 2}
   assert after_b.keys() == _HEADS | _SHARED | slots | counts.keys() | {'global_step'}
   assert {name: after_b[name] for name in counts} == counts and after_b['global_step'] == 2
-  # The slot of a's step is what b's step went on from.
+  # The step of b continues from the slot of a's step.
   decayed = 0.9 * after_a['shared.0.w/momentum']
   assert np.abs(decayed).max() > 0
   own = after_b['shared.0.w/momentum'] - decayed
@@ -74,7 +74,7 @@ def testSharedWeightsHaveOneSlotAndOneCount(trained):
 
 
 def testEqualsOneKerasOptimizerForEachGroup():
-  """Adam corrects its moments by how often a weight was updated, not by the steps of the run."""
+  """Adam corrects its moments by the number of updates of a weight, not by the run's steps."""
   order = 'abbaab'
   run = _Runner(order)
   start = _Arrays(run)
@@ -92,7 +92,7 @@ def testEqualsOneKerasOptimizerForEachGroup():
     np.testing.assert_allclose(run.Variables()[name], weight, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-def testTasksMayHaveOtherStagesWhereSharedLayersStayOnTheirDevice():
+def testStagesOfTasksMayDifferIfSharedLayersStayOnTheirDevice():
   two = {'stack.num_stages': 2}
   run = _Runner(
     a=multi_task.Task(2).Set(**two, **{'stack.splits': [2, 3]}),
@@ -120,7 +120,7 @@ def testSharedLayersOnTwoDevicesAreRefused():
     assert part in text, text
 
 
-def testOtherOptimizersForSharedWeightsAreRefused():
+def testDifferentOptimizersForSharedWeightsAreRefused():
   with pytest.raises(ValueError, match=r'set of optimizer slots for the tasks a and b.*beta_1'):
     _Runner(b=multi_task.Task(1, optimizer=optimizer.Adam.Params().Set(beta_1=0.8)))
   with pytest.raises(ValueError, match='weight_decay_exclusion'):
@@ -128,7 +128,7 @@ def testOtherOptimizersForSharedWeightsAreRefused():
 
 
 def testRatesAndFiltersAreEachTasksOwn():
-  """A task that freezes what is shared leaves it alone; the other has its slots for itself."""
+  """A task that freezes the shared weights does not change them, and needs no slots for them."""
   b = multi_task.Task(
     1, optimizer=optimizer.SGD.Params(), bprop_variable_filter=r'layers\[2\]', learning_rate=0.5
   )
@@ -142,7 +142,7 @@ def testRatesAndFiltersAreEachTasksOwn():
   assert _SHARED <= _Changed(before, _Arrays(run))
 
 
-def testAllIsSharedAndATaskCountsItsUpdatesByItself():
+def testTasksThatShareAllWeightsCountTheirOwnUpdates():
   rule = [[r'\w+\.stack\.(.*)', r'shared.\1']]
   run = _Runner('abb', b=multi_task.Task(2), rules=rule, input=multi_task.AsParams(
     {name: multi_task.Input(name) for name in 'ab'}
@@ -171,7 +171,7 @@ def testASkippedStepIsCountedOnceAndChangesNothing(trained):
 
 
 def _Tied(num_targets):
-  """Its second layer is the first one once more."""
+  """A task whose second layer has the weights of the first."""
   p = multi_task.Task(num_targets)
   return p.Set(
     **{
@@ -185,7 +185,7 @@ def _Tied(num_targets):
 def testATiedCopyFollowsTheOtherTasksUpdates():
   rule = [[r'\w+\.stack\.layers\[0\]\.w', 'shared.w']]
   run = _Runner('aab', a=_Tied(2), b=_Tied(1).Set(**{'stack.splits': []}), rules=rule)
-  # What is not cut by hand is cut as the other task.
+  # Without splits a task is cut like the other task.
   assert {one.cut.ends for one in run.task_runners.values()} == {(1, 3)}
   for seed, task in enumerate('aab'):
     _Step(run, task, seed)
@@ -194,7 +194,7 @@ def testATiedCopyFollowsTheOtherTasksUpdates():
       np.testing.assert_array_equal(one.engine._variables[tied], one.engine._variables[owner])
 
 
-def testAveragesOfSharedWeightsAreOne(tmp_path):
+def testSharedWeightsHaveOneAverage(tmp_path):
   averaged = {'train.ema_decay': 0.5}
   run = _Runner('ab', a=multi_task.Task(2).Set(**averaged), b=multi_task.Task(1).Set(**averaged))
   reference = {n: v.copy() for n, v in _Arrays(run).items() if n in _SHARED}
@@ -205,7 +205,7 @@ def testAveragesOfSharedWeightsAreOne(tmp_path):
       reference[name] = value * decay + (1 - decay) * run.Variables()[name].numpy()
   for name, value in reference.items():
     np.testing.assert_allclose(run.Variables()[f'{name}/ema'], value, rtol=1e-5, atol=1e-6)
-  # Evaluation of either reads them from a checkpoint, which has them once.
+  # A checkpoint has them once, and the evaluation of either task reads them.
   saved = checkpointer.Checkpointer(str(tmp_path))
   saved.Save(2, run.Variables(), {})
   p = multi_task.Params(
@@ -222,8 +222,8 @@ def testAveragesOfSharedWeightsAreOne(tmp_path):
     _Runner(a=multi_task.Task(2).Set(**averaged))
 
 
-def testReplicasOfTasksThatShareNothing():
-  """The same steps as in one replica, to rounding; what is shared has one replica."""
+def testReplicasOfTasksWithoutSharedWeights():
+  """The steps equal those in one replica except for rounding; shared weights need one replica."""
   order = 'abba'
   arrays = []
   for num_replicas in (1, 2):
@@ -244,7 +244,7 @@ def testReplicasOfTasksThatShareNothing():
   shared = multi_task.Params()
   with pytest.raises(ValueError, match='2 replicas cannot train tasks that share weights, such as'):
     multi_task_runner.Make(shared.Instantiate(), devices, num_replicas=2)
-  # Nothing is trained: each replica has what was read.
+  # Without training each replica has the restored values.
   evaluated = multi_task_runner.MakeEvaluated(shared.Instantiate(), devices, num_replicas=2)
   evaluated.AfterRestore()
   for task, one in evaluated.task_runners.items():

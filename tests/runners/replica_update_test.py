@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training in replicas: weights as of one pipeline of all micro-batches, and where slots lie."""
+"""Training in replicas: weights equal those of one pipeline; places of the slots."""
 
 import functools
 import sys
@@ -17,7 +17,7 @@ from tests import graph_reader
 from tests.toys import tasks
 
 _BATCH = 8
-# Of adding the gradients: settings of task.train.
+# Settings of task.train for the sum of the gradients.
 _WAYS = [{'all_reduce': 'send'}, {'all_reduce': 'collective'}, {'shard_optimizer_slots': True}]
 
 
@@ -28,7 +28,7 @@ def _Batches(num, seed=0):
 
 
 def _Runner(num_replicas, **train):
-  """With 4 micro-batches over all replicas."""
+  """Makes a runner with 4 micro-batches over all replicas."""
   p = tasks.TiedNet.Params().Set(name='net', random_seed=3, dtype=tf.float64)
   p.Set(keep_prob=0.8, num_micro_batches=4 // num_replicas)
   p.train.Set(ema_decay=0.5)
@@ -74,7 +74,7 @@ def _CheckReplicasAgree(run):
 
 @pytest.fixture(scope='module', params=_WAYS)
 def two_replicas(request, tmp_path_factory):
-  """(what trained as `_OneReplica` did, its losses, the graphs of the first step)."""
+  """(runner after the steps of `_OneReplica`, its losses, the graphs of the first step)."""
   run, losses = _Runner(2, **request.param), []
   first, *others = _Batches(3)
   graphs = graph_reader.ExecutedGraphs(
@@ -92,14 +92,14 @@ def testTrainsAsOnePipeline(two_replicas):
   _CheckReplicasAgree(run)
   found = run.Evaluate(_Batches(2, 1))
   np.testing.assert_allclose(found['loss'], evaluated['loss'], rtol=1e-9)
-  _CheckReplicasAgree(run)  # The averages were in their place for a while.
+  _CheckReplicasAgree(run)  # The averages replaced the weights for a while.
 
 
 def testSumsOverlapTheRemainingBackward(two_replicas):
-  """In the graph that runs a stage's sum waits for no backward of the stages before it."""
+  """In the executed graph a stage's sum does not wait for backwards of earlier stages."""
   _, _, graphs = two_replicas
   before = graph_reader.ActionsBefore(graphs, r'gradient_sum_(\d+)')
-  # All that the last backward of stage 1, on micro-batch 0, needs; and no 0B.
+  # The last backward of stage 1, on micro-batch 0, needs these, and no backward of stage 0.
   of_last = {'0F0', '0F1', '1F0', '1F1', '1B1', '1B0'}
   expected = {'1': of_last, '0': of_last | {'0B1', '0B0'}}
   assert before == {
@@ -115,8 +115,8 @@ def testAnUpdateOfSeveralMiniBatchesAddsOnce():
   _CheckClose(_Values(runs[1]), _Values(runs[0]))
 
 
-def testShardedSlotsAreThereOnce(caplog):
-  """Slots of each weight lie where one replica has it; together the devices hold no more."""
+def testEachShardedSlotExistsOnce(caplog):
+  """The slots of each weight are in one replica; all devices together hold no others."""
   caplog.set_level('INFO', logger='absl')
   bytes_by_device = {}
   for sharded in (False, True):

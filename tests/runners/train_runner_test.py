@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runner: training, evaluation and continuation of tasks with and without a pipeline."""
+"""The runner trains, evaluates and resumes tasks with and without a pipeline."""
 
 import functools
 import itertools
@@ -36,20 +36,20 @@ def _Input(**settings):
 
 
 def _Mse(predictions, batch):
-  """Metrics of a regression, weighted by example; the mean over no example is 0."""
+  """Returns metrics of a regression, weighted by example; the mean over no example is 0."""
   errors = tf.reduce_mean(tf.square(predictions - batch.targets), axis=-1)
   weights = batch.example_weights
   total = tf.reduce_sum(weights)
   loss = tf.math.divide_no_nan(tf.reduce_sum(errors * weights), total)
   close = tf.cast(errors < 0.5, tf.float32)
   share = tf.math.divide_no_nan(tf.reduce_sum(close * weights), total)
-  # A metric with a weight of its own: it counts values, not examples.
+  # A metric with another weight: it counts values, not examples.
   mean = tf.math.divide_no_nan(tf.reduce_sum(predictions * weights[:, tf.newaxis]), 2 * total)
   return {'loss': (loss, total), 'close': (share, total), 'mean': (mean, 2 * total)}, {'e': errors}
 
 
 class _Linear(task.BaseTask):
-  """A task without a pipeline: variables of its own, one of them used by the loss only."""
+  """A task without a pipeline, with two variables, one of which only the loss uses."""
 
   def __init__(self, params):
     super().__init__(params)
@@ -131,7 +131,7 @@ def _Runner(p, cls=train_runner.TrainRunner):
 
 
 def _Train(run, start, num_steps):
-  """The losses of `num_steps` steps from a position of the data on, and the next position."""
+  """Returns the losses of `num_steps` steps from a position of the data, and the next position."""
   losses = []
   for batch in _Input().Dataset(start).take(num_steps):
     losses.append(run.TrainStep(batch)['loss'])
@@ -176,7 +176,7 @@ def testATaskWithoutAPipelineTrains():
 
 
 def testOneStepByHand():
-  """Metrics, gradient norm and new weights of a step are those of the formulas."""
+  """Metrics, gradient norm and new weights of a step follow the formulas."""
   run = _Runner(_LinearParams(rate=0.25))
   batch = next(iter(_Input().Dataset()))
   variables = run.Variables()
@@ -210,7 +210,7 @@ def testOneStepByHand():
   assert int(run.global_step) == 1
 
 
-def testForEvaluationNothingIsMadeForTraining():
+def testAnEvalRunnerMakesNoTrainingState():
   run = _Runner(_PipelinedParams(), eval_runner.EvalRunner)
   assert set(run.Variables()) == {*run.task.VariablesByPath(), 'global_step'}
   assert all(not s.accumulators for s in run.engine.stages)
@@ -293,7 +293,7 @@ def testTheComparisonCouldFail():
   assert not np.allclose(_Losses(1, num_micro_batches=4), _Losses(1), rtol=1e-3)
 
 
-def testPlanTaskAllocatesNothing():
+def testCutTaskAllocatesNothing():
   p = _PipelinedParams(4).Instantiate()
   cut = task_cut.CutTask(p, _Input().BatchSpec())
   assert len(cut.stages) == 4
@@ -349,7 +349,7 @@ def testABatchOfPaddingChangesNothing():
 
 
 def testWeightsOutsideThePipelineAreAnError():
-  """They would be counted and saved, and never trained."""
+  """They would be counted and saved, but never trained."""
 
   class Outside(_Pipelined):
     def __init__(self, params):
@@ -358,7 +358,7 @@ def testWeightsOutsideThePipelineAreAnError():
 
   with pytest.raises(ValueError, match=r'outside the pipeline.*net\.extra\.w'):
     _Runner(Outside.Params().Set(name='net'))
-  # Who does not train them, or trains nothing, may have them.
+  # They are allowed if they are not trained, or if nothing is.
   p = Outside.Params().Set(name='net')
   p.train.learner.bprop_variable_exclusion = r'\.extra\.'
   _Runner(p)
@@ -373,7 +373,7 @@ def testWeightsOutsideThePipelineAreAnError():
   'p', [_LinearParams(), _PipelinedParams(2, 3)], ids=['one stage', 'pipelined']
 )
 def testEvaluateIsTheMeanOverAllExamples(p):
-  """13 examples in batches of 8: the last batch is padded, its last micro-batch throughout."""
+  """13 examples in batches of 8: the last batch is padded, its last micro-batch completely."""
   run = _Runner(p)
   data = {'shuffle': False, 'num_epochs': 1}
   small = _Input(**data).params.Copy().Set(num_examples=13).Instantiate()
@@ -395,7 +395,7 @@ def testEvaluateIsTheMeanOverAllExamples(p):
     assert result[name][1] == float(weight)
 
 
-def testEvaluateTwiceIsTheSameAndChangesNothing():
+def testEvaluatingTwiceGivesEqualMetricsAndChangesNothing():
   run = _Runner(_PipelinedParams())
   before = _Arrays(run.Variables())
   data = _Input(shuffle=False, num_epochs=1).Dataset()
@@ -409,7 +409,7 @@ def testEvaluateTwiceIsTheSameAndChangesNothing():
 
 
 def _Told(monkeypatch, calls):
-  """What each call tells the supervisor."""
+  """Records the heartbeats of each call."""
   read, write = os.pipe()
   monkeypatch.setattr(heartbeat, '_descriptor', write)
   told = []
@@ -423,23 +423,23 @@ def _Told(monkeypatch, calls):
   return told
 
 
-def testAStepTellsThatItBeginsAndIsDone(monkeypatch):
+def testAStepSendsHeartbeatsAtItsStartAndEnd(monkeypatch):
   batch = next(iter(_Input().Dataset()))
   run = _Runner(_LinearParams())
-  # What is traced and compiled takes long: the first step, and the first batch of an evaluation.
+  # Tracing and compiling take long: the first step, and the first batch of an evaluation.
   steps = [lambda: run.TrainStep(batch)] * 3
   assert _Told(monkeypatch, steps) == [b'lt', b'Tt', b'Tt']
   assert _Told(monkeypatch, [lambda: run.Evaluate([batch, batch])] * 2) == [b'VlvVv', b'VvVv']
   assert _Told(monkeypatch, steps[:1]) == [b'Tt']
 
 
-def testABatchThatWorkersReadTellsThatItIsWaitedFor(monkeypatch):
+def testWaitingForABatchOfWorkersSendsHeartbeats(monkeypatch):
   run = _Runner(_PipelinedParams(), eval_runner.EvalRunner)
   read = run.placement.Pass(_Input(), 0)()
   assert _Told(monkeypatch, [lambda: next(read)] * 3) == [b'r', b'Rr', b'Rr']
 
 
-def testABatchIsReadWhileTheOneBeforeIsInUseAndItsErrorWaits(monkeypatch):
+def testABatchIsReadAheadAndItsErrorIsRaisedInItsTurn(monkeypatch):
   third, number = threading.Event(), itertools.count(1)
 
   def Check(self, batch):
@@ -452,7 +452,7 @@ def testABatchIsReadWhileTheOneBeforeIsInUseAndItsErrorWaits(monkeypatch):
   run = _Runner(_PipelinedParams(), eval_runner.EvalRunner)
   read = run.placement.Pass(_Input(), 0)()
   next(read)
-  assert next(number) == 2  # Of the first one it is asked whether workers can read.
+  assert next(number) == 2  # The first batch decides whether workers can read.
   number = itertools.count(2)
   next(read)
   assert third.wait(60)
@@ -460,7 +460,7 @@ def testABatchIsReadWhileTheOneBeforeIsInUseAndItsErrorWaits(monkeypatch):
     next(read)
 
 
-def testAMiniBatchOfAnUpdateTellsThatItIsDone(monkeypatch):
+def testAMiniBatchOfAnUpdateSendsAHeartbeat(monkeypatch):
   p = _LinearParams()
   p.train.learner.num_accumulated_mini_batches = 2
   batch, run = next(iter(_Input().Dataset())), _Runner(p)
@@ -473,14 +473,14 @@ def testAMiniBatchOfAnUpdateTellsThatItIsDone(monkeypatch):
 
 @pytest.mark.parametrize('num_stages', [1, 4])
 def testACheckpointContinuesWithAnotherCut(num_stages, tmp_path):
-  """Weights, slots, step, count of updates, position of the data: all come back."""
+  """Weights, slots, step, number of updates and position of the data are restored."""
   run = _Runner(_PipelinedParams(2))
   first, position = _Train(run, 0, 4)
   checkpoints = checkpointer.Checkpointer(tmp_path)
   checkpoints.Save(4, run.Variables(), {'examples_consumed': position})
 
   other = _Runner(_PipelinedParams(num_stages))
-  _Train(other, 24, 2)  # What is restored must replace all of this.
+  _Train(other, 24, 2)  # The restored values must replace all of these.
   found = checkpoints.RestoreLatest(other.Variables())
   assert found is not None
   other.AfterRestore()

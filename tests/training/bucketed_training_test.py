@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training on batches of several shapes: as on padded ones, exactly restarted, without warnings."""
+"""Training on batches of several shapes: equal to padded batches, exact restarts, no warnings."""
 
 import sys
 
@@ -23,7 +23,7 @@ _VOCAB, _DIM = 12, 4
 
 
 class _MeanSoFar(base_layer.BaseLayer):
-  """The mean over all positions up to each that are no padding."""
+  """Replaces each position by the mean of the positions up to it, without padding."""
 
   def FProp(self, theta, inputs, paddings):
     counted = 1 - tf.cast(paddings[:, :, tf.newaxis], inputs.dtype)
@@ -32,7 +32,7 @@ class _MeanSoFar(base_layer.BaseLayer):
 
 
 class _Net(task.BaseTask):
-  """Predicts each target token from the mean of those before it."""
+  """Predicts each target token from the mean of the tokens before it."""
 
   @classmethod
   def Params(cls):
@@ -97,7 +97,7 @@ def _Arrays(run):
 
 
 def _Padded(batch, rows, length):
-  """The batch in the largest of all shapes; what is added counts nothing."""
+  """Returns the batch padded to the largest shape, with rows and tokens of weight 0."""
 
   def Pad(name, x):
     sizes = [rows, length][: x.shape.rank]
@@ -108,7 +108,7 @@ def _Padded(batch, rows, length):
   return batch.TransformWithKey(Pad)
 
 
-def testBucketsAreAsBatchesPaddedToTheLargestShape(caplog):
+def testBucketedBatchesTrainLikePaddedOnes(caplog):
   p = _Params()
   run, data = _Runner(p, p.input.Instantiate().BatchSpecs())
   padded, _ = _Runner(p, [])
@@ -133,7 +133,7 @@ def testBucketsAreAsBatchesPaddedToTheLargestShape(caplog):
 
 
 def testBucketsUnderXla(caplog):
-  """Each shape is compiled when it first comes, and makes what it makes without XLA."""
+  """Each shape is compiled at its first batch, and gives the same values as without XLA."""
   runs = []
   for xla in (True, False):
     p = _Params(xla=xla, keep_prob=0.8)
@@ -153,7 +153,7 @@ def testBucketsUnderXla(caplog):
 
 
 def testMicroBatchesOfAnUpdateAreCountedInBatchesOfAnySize(monkeypatch):
-  """So that no two of them have the same random seeds."""
+  """No two of them may have the same random seeds."""
   p = _Params(num_accumulated=2)
   run, data = _Runner(p, p.input.Instantiate().BatchSpecs())
   firsts = []
@@ -179,7 +179,7 @@ def _Program(p, logdir):
 
 
 def testRestartInTheMiddleIsExact(tmp_path, capsys, caplog):
-  """Dropout, accumulation and Adam's slots included; 10 batches end within an epoch."""
+  """With dropout, accumulation and Adam's slots; 10 batches end within an epoch."""
   options = {'num_accumulated': 2, 'keep_prob': 0.8}
   whole = _Program(_Params(max_steps=5, **options), tmp_path / 'whole')
   with caplog.at_level('WARNING', logger='absl'):
@@ -202,7 +202,7 @@ def testRestartInTheMiddleIsExact(tmp_path, capsys, caplog):
   assert found.ReadMetadata(found.Latest())['examples_consumed'] == sum(rows)
 
 
-def testPartitionIsOfTheLargestShape():
+def testThePartitionIsForTheLargestShape():
   text = inspection.PartitionText(_Params())
   assert 'for the largest of 2 shapes of batches: {' in text
   assert f'tgt_ids: int32[{_LIMITS[0]}, {_BOUNDS[0]}]' in text

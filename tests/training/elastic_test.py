@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which replicas and stages a model gets on fewer devices; the runs are in worker_faults_test."""
+"""Replicas and stages of a model on fewer devices; worker_faults_test has whole runs."""
 
 import sys
 
@@ -40,16 +40,16 @@ def _Params(**stack):
     (1, 5, (1, 4, 3)),
     (1, 3, (1, 3, 3)),
     (1, 1, (1, 1, 3)),
-    # Four replicas of three micro-batches: the twelve of them stay.
+    # Four replicas of three micro-batches: a mini-batch keeps its twelve micro-batches.
     (4, 15, (3, 4, 4)),
     (4, 11, (2, 4, 6)),
     (4, 7, (1, 4, 12)),
     (4, 2, (1, 2, 12)),
-    # Of fifteen no four replicas have the same number.
+    # Fifteen cannot be shared evenly by four replicas.
     (5, 16, (3, 4, 5)),
   ],
 )
-def testReplicasGoFirstThenStages(num_replicas, num_devices, expected):
+def testReplicasAreReducedBeforeStages(num_replicas, num_devices, expected):
   before = _Params()
   text = before.ToText()
   found, replicas = elastic.Shrink(before, num_replicas, num_devices)
@@ -82,7 +82,7 @@ def testADeviceKeepsItsNumberOfStages():
     ),
   ],
 )  # fmt: skip
-def testWhatCannotBeCutOtherwiseIsRefused(stack, num_devices, message):
+def testAModelWithAFixedCutIsRefused(stack, num_devices, message):
   with pytest.raises(ValueError, match=message):
     elastic.Shrink(_Params(**stack), 1, num_devices)
 
@@ -101,7 +101,7 @@ def testATaskWithoutAStackIsRefused():
 
 
 def _Await(monkeypatch, answers, min_workers, **stack):
-  """What comes where worker i answers the n-th time it is asked if answers[i][n]."""
+  """Returns the result of Await if worker i answers its n-th request only if answers[i][n]."""
   asked = [iter(of_worker) for of_worker in answers]
 
   def Ask(address):
@@ -121,30 +121,30 @@ def _Await(monkeypatch, answers, min_workers, **stack):
   )
 
 
-def testGoesOnWithFewerOnceAllWereWaitedFor(monkeypatch, caplog):
+def testContinuesWithFewerWorkersAfterWaitingForAll(monkeypatch, caplog):
   answers, params, replicas = _Await(monkeypatch, [[1] * 9, [0] * 9, [1] * 9], 2)
   assert (list(answers), params.task.stack.num_stages, replicas) == (['0', '2'], 2, 1)
   assert '1 of 3 workers do not answer: worker 1 at 1 (gone)' in caplog.text
-  assert 'with 2 of 3 workers: 1 x 2 devices (replicas x stages), instead of 1 x 3' in caplog.text
+  assert 'with 2 of 3 workers: 1 x 2 devices (replicas x stages) instead of 1 x 3' in caplog.text
 
 
-def testAllAreTakenWhereTheyAnswerInTime(monkeypatch, caplog):
+def testTakesAllWorkersIfTheyAnswerInTime(monkeypatch, caplog):
   answers, params, _ = _Await(monkeypatch, [[1] * 9, [0, 1]], 1)
   assert len(answers) == params.task.stack.num_stages == 2
   assert not caplog.text
 
 
-def testOneThatIsGoneMeanwhileIsNone(monkeypatch):
+def testAWorkerThatDisappearsDoesNotCount(monkeypatch):
   answers, _, _ = _Await(monkeypatch, [[1, 0, 0, 0], [0, 1, 1, 1], [1] * 9], 2)
   assert sorted(answers) == ['1', '2']
 
 
-def testFewerAreNotEnough(monkeypatch):
+def testFewerWorkersThanTheMinimumAreNotEnough(monkeypatch):
   with pytest.raises(TimeoutError, match='2 of 3 workers did not answer within 1 s'):
     _Await(monkeypatch, [[1] * 9, [0] * 9, [0] * 9], 2)
 
 
-def testWaitsOnWhereTheModelHasNoOtherCut(monkeypatch, caplog):
+def testKeepsWaitingIfTheModelHasAFixedCut(monkeypatch, caplog):
   answers, params, _ = _Await(monkeypatch, [[1] * 9, [0, 0, 0, 1]], 1, splits=[4, 8])
   assert len(answers) == params.task.stack.num_stages == 2
   (told,) = [r.getMessage() for r in caplog.records]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What plain TensorFlow makes of an export is what the pipeline makes of the same inputs."""
+"""Plain TensorFlow computes from an export the same outputs as the pipeline."""
 
 import json
 import os
@@ -43,7 +43,7 @@ _SPECS = {
 
 
 class _Input:
-  """Knows the shapes of a batch and has no data."""
+  """An input that knows the shapes of a batch and has no data."""
 
   @classmethod
   def Params(cls):
@@ -86,7 +86,7 @@ def _ModelParams(kind, task_params=None):
 
 
 def _Batch(kind, size, cut=0):
-  """Random inputs, rows shorter by `cut`."""
+  """Returns random inputs, with rows shorter by `cut`."""
   rng = np.random.default_rng(size)
   batch = nested_map.NestedMap()
   for name, (shape, dtype) in _SPECS[kind].items():
@@ -99,7 +99,7 @@ def _Batch(kind, size, cut=0):
 
 
 def _Expected(placed, batch):
-  """{signature: (its inputs, what the pipeline makes of them)}."""
+  """Returns {signature: (inputs, outputs of the pipeline)}."""
   outputs = placed.pipeline.Predict(*placed.PipelineInputs(batch)).numpy()
   log_probs = tf.nn.log_softmax(outputs).numpy()
   if 'images' in batch:
@@ -125,7 +125,7 @@ def _Expected(placed, batch):
   }
 
 
-# Runs all calls without this project, and tells of each graph its devices and operations.
+# Runs all calls without this project, and prints the devices and operations of each graph.
 _PLAIN = """
 import json, sys
 sys.modules['lingvo_gpipe'] = None
@@ -149,7 +149,7 @@ for directory, calls in json.load(open('calls.json')):
 """
 
 
-def testPlainTensorFlowMakesTheSame(tmp_path):
+def testPlainTensorFlowComputesTheSameOutputs(tmp_path):
   devices = [d.name for d in tf.config.list_logical_devices('CPU')]
   rng = np.random.default_rng(0)
   calls, expected = [], {}
@@ -160,7 +160,7 @@ def testPlainTensorFlowMakesTheSame(tmp_path):
     saved = run.Variables()
     for path, v in made.task.VariablesByPath().items():
       v.assign_add(np.abs(rng.normal(size=v.shape, scale=0.3)).astype(np.float32))
-      if kind == 'image':  # Its weights have averages, which count; what they were does not.
+      if kind == 'image':  # Its weights have averages, which are exported instead of the weights.
         saved[path + '/ema'] = v.numpy()
         saved[path] = np.zeros(v.shape, np.float32)
     run.AfterRestore()
@@ -172,7 +172,7 @@ def testPlainTensorFlowMakesTheSame(tmp_path):
     assert done.directory == str(logdir / 'export' / str(STEP)) and not done.fixed_batch
     assert done.num_averages == (len(made.task.VariablesByPath()) if kind == 'image' else 0)
     files = []
-    # Another number of rows, and of another length, than those trained on.
+    # Another number and length of rows than in training.
     batch = _Batch(kind, 2 * BATCH, cut=0 if kind == 'image' else 1)
     for name, (inputs, outputs) in _Expected(made.task, batch).items():
       file = f'{kind}.{name}'
@@ -212,7 +212,7 @@ def testPlainTensorFlowMakesTheSame(tmp_path):
 
 
 class _NeedsTheSize(base_layer.BaseLayer):
-  """Multiplies by the size of the batch, which it has to know."""
+  """Multiplies by the size of the batch, which must be static."""
 
   def FProp(self, theta, x):
     if x.shape[0] is None:
@@ -221,7 +221,7 @@ class _NeedsTheSize(base_layer.BaseLayer):
 
 
 class _Regression(task.BaseTask):
-  """What the README's first example has, and nothing for an export."""
+  """The task of the README's first example, with nothing for an export."""
 
   @classmethod
   def Params(cls):
@@ -257,7 +257,7 @@ def _Saved(tmp_path, task_params):
   return params, made
 
 
-def testATaskThatSaysNothingServesItsPredictions(tmp_path):
+def testATaskServesItsPredictionsByDefault(tmp_path):
   p = _Regression.Params()
   p.stack.sub = [
     linear.LinearLayer.Params().Set(input_dim=3, output_dim=3),
@@ -266,7 +266,7 @@ def testATaskThatSaysNothingServesItsPredictions(tmp_path):
   params, made = _Saved(tmp_path, p)
   done = export.Export(params, str(tmp_path), str(tmp_path / 'there' / 'model'))
   assert 'no size' in done.fixed_batch and 'no size' in done.Text()
-  # Targets are not read, and so not asked for.
+  # Targets are not read, so the signature does not have them.
   served = '{inputs: float32[4, 3]} -> {outputs: float32[4, 3]}'
   assert done.signatures == {'serving_default': served}
   loaded = tf.saved_model.load(done.directory)
@@ -304,7 +304,7 @@ def testADirectoryMayEndWithASlash(tmp_path):
   assert 'saved_model.pb' in os.listdir(done.directory)
 
 
-def testNothingIsOverwrittenAndNothingLeftBehind(tmp_path, monkeypatch):
+def testNothingIsOverwrittenAndFailuresLeaveNoFiles(tmp_path, monkeypatch):
   params, _ = _Saved(tmp_path, _NoPipeline.Params())
   folder = tmp_path / 'export'
   folder.mkdir()

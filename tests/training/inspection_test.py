@@ -87,7 +87,7 @@ def testPartitionText(num_stages):
     assert picture.count(f'F{m}') == num_stages
 
 
-def testTheLearnerTellsSlotsAndWhatIsTrained():
+def testTheLearnerDeterminesSlotsAndTrainedWeights():
   p = _LmParams()
   p.task.train.learner.optimizer = optimizer.SGD.Params()
   plain = inspection.PartitionText(p)
@@ -120,7 +120,7 @@ def testWriteDescription(tmp_path):
   devices = [d.name for d in tf.config.list_logical_devices('CPU')]
   run = eval_runner.EvalRunner(made.task, devices, made.input.BatchSpec())
   logdir = os.path.join(tmp_path, 'deep', 'run')
-  for _ in range(2):  # Once more, over what is there.
+  for _ in range(2):  # Again, over the existing files.
     inspection.WriteDescription(logdir, p, made, {'': run.cut})
     assert sorted(os.listdir(logdir)) == ['model_analysis.txt', 'params.txt']
   with open(os.path.join(logdir, 'params.txt')) as f:
@@ -139,7 +139,7 @@ def testParamsOfARunAndTheirDifference(tmp_path):
   (tmp_path / 'other').mkdir()
   with pytest.raises(ValueError, match=r'no .*other/params\.txt'):
     inspection.ReadParams(str(tmp_path / 'other'))
-  p.model = 'lm.X@params/lm/x.py:9'  # Its class stands two lines further down.
+  p.model = 'lm.X@params/lm/x.py:9'  # Its class is defined two lines further down.
   assert inspection.ParamsDiff(text, p.ToText()) == []
   p.model = 'lm.Y@params/lm/x.py:9'
   p.task.hidden_dim = 32
@@ -149,8 +149,8 @@ def testParamsOfARunAndTheirDifference(tmp_path):
   ]
 
 
-def testTheBatchSpecIsEnough():
-  """The partition is found without reading data."""
+def testThePartitionNeedsOnlyTheBatchSpec():
+  """The partition needs no data."""
 
   class NoData(synthetic.SyntheticLmInput):
     def _Examples(self, indices):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An experiment of two tasks, by the programs: training, restarts, evaluation, export, mistakes."""
+"""The programs with two tasks: training, restarts, evaluation, export and mistakes."""
 
 import json
 import re
@@ -100,7 +100,7 @@ def project(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def run(project, forks, tmp_path_factory):
-  """What calls a program in the project, and a run of _END steps in one go: its logdir, output."""
+  """(function that runs a program in the project, logdir of an uninterrupted run, its output)."""
   logdir = tmp_path_factory.mktemp('once')
 
   def Run(program, logdir, *args):
@@ -154,8 +154,8 @@ def testEachTaskIsDescribedMeasuredAndEvaluated(run):
   }  # fmt: skip
 
 
-def testARestartGoesOnToTheBit(run, tmp_path):
-  """With another task at the restart than at the start, and an update of two batches."""
+def testARestartIsBitEqual(run, tmp_path):
+  """The restart begins with another task than the start; one task has updates of two batches."""
   call, logdir, _ = run
   for steps in (5, _END):
     processes.Succeeded(call('trainer', tmp_path, f'--max_steps={steps}', _JOB))
@@ -208,13 +208,13 @@ def testOneTaskAloneIsTrained(run, tmp_path):
   call, logdir, _ = run
   done = call('trainer', tmp_path, '--max_steps=2', '--model_task_name=b', _JOB)
   said = processes.Succeeded(done).stdout
-  # Dev has nothing for it.
+  # Dev has no input for it.
   assert 'task a' not in said and 'data: Train_b 10 examples; Test_b 7 examples\n' in said
   weights, start = processes.Tensors(tmp_path, 2), processes.Tensors(logdir, _END)
   assert weights.keys() == start.keys()
   assert weights['learner/b/iterations'] == 2 and weights['learner/a/iterations'] == 0
   assert not weights['a.head/momentum'].any() and weights['shared.w/momentum'].any()
-  # To go on with both is another training.
+  # Resuming with both tasks is a different training.
   done = call('trainer', tmp_path, '--max_steps=3', _JOB)
   assert done.returncode == 2 and "~ task_name : 'b' -> ''" in done.stderr
 
@@ -257,8 +257,8 @@ def testAProfileDrawsEachTask(run, tmp_path):
   assert found == expected and len(set(expected.values())) == 2
 
 
-def testADataSetThatIsOfNoUseToTheTasks(tmp_path, caplog):
-  """Refused before weights are used; told where a task is trained alone and others may be meant."""
+def testADataSetThatNoTaskCanUse(tmp_path, caplog):
+  """It is refused before weights are used, or logged if one task is trained alone."""
   caplog.set_level('INFO', logger='absl')
 
   def Make(data, *names, **train):
@@ -309,7 +309,7 @@ def testAModelOfOneTaskHasNoTaskNames(forks, tmp_path):
 
 
 def testAProgramOfOneTaskEqualsThatOfASingleTaskModel(tmp_path):
-  """Bit by bit, through the whole program, names aside."""
+  """Bit for bit, through the whole program, except for names."""
   single = training.Params(max_steps=5)
   training.Train(tmp_path / 'single', single)
   p = multi_task_model.MultiTaskModel.Params().Set(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trainer that is killed again and again ends where one that nobody disturbs does."""
+"""A trainer that is killed repeatedly ends with the same result as an undisturbed one."""
 
 import os
 import random
@@ -99,7 +99,7 @@ def _Commits(directory):
 
 
 def _HasUncommitted(directory):
-  """Whether there is a checkpoint under way that nobody will finish."""
+  """Whether there is an unfinished checkpoint that no process will complete."""
   steps = {int(checkpoint_info.COMMIT.fullmatch(name)[1]) for name in _Commits(directory)}
   folders = filter(None, map(checkpoint_info.FOLDER.fullmatch, os.listdir(directory)))
   return any(int(found[1]) not in steps for found in folders)
@@ -112,7 +112,7 @@ def _AwaitNewCommit(directory, before):
 
 
 def _RunAndKill(forks, project, model, logdir, rng, *, at_start):
-  """One start of the trainer and its end; whether a save was under way."""
+  """Starts the trainer and kills it; returns whether a save was in progress."""
   directory = logdir / 'train'
   before = _Commits(directory)[-1:]
   pid = forks.Start('trainer', *_Args(model, logdir, 10**6), cwd=project)
@@ -120,7 +120,7 @@ def _RunAndKill(forks, project, model, logdir, rng, *, at_start):
     if at_start:
       time.sleep(rng.uniform(0.0, 1.0))
     else:
-      # Saving never ends: most moments are in the midst of it.
+      # It saves all the time, so most kills hit a save.
       _AwaitNewCommit(directory, before)
       time.sleep(rng.uniform(0.0, 0.05))
       with pytest.raises(logdir_lock.InUseError, match=f'process {pid} '):
@@ -133,14 +133,14 @@ def _RunAndKill(forks, project, model, logdir, rng, *, at_start):
 
 
 @pytest.mark.parametrize('model', KILLS)
-def testKilledAgainAndAgainEqualsOneThatIsNot(project, forks, tmp_path, model):
+def testARunKilledRepeatedlyEqualsAnUndisturbedOne(project, forks, tmp_path, model):
   rng = random.Random(11)
   logdir, directory = tmp_path / 'killed', tmp_path / 'killed' / 'train'
   uncommitted = [
     _RunAndKill(forks, project, model, logdir, rng, at_start=kill % 5 == 4)
     for kill in range(KILLS[model])
   ]
-  assert any(uncommitted) or model == 'Stream'  # A few kills may miss it.
+  assert any(uncommitted) or model == 'Stream'  # A few kills may miss all saves.
   last = int(checkpoint_info.COMMIT.fullmatch(_Commits(directory)[-1])[1])
   assert last > KILLS[model] // 2
   done = forks.Run('trainer', *_Args(model, logdir, last + 5), cwd=project)
@@ -149,16 +149,16 @@ def testKilledAgainAndAgainEqualsOneThatIsNot(project, forks, tmp_path, model):
   once = 'task.train.save_interval_steps:0;task.train.save_async:False'
   done = forks.Run('trainer', *_Args(model, tmp_path / 'once', last + 5, once), cwd=project)
   assert '1 checkpoint saved: ' in processes.Succeeded(done).stdout
-  # All but how far a stream was read ahead, which hangs on the time.
+  # Without the state of the stream: how far it is read ahead depends on timing.
   killed, undisturbed = (
     {name: x for name, x in processes.Tensors(path, last + 5).items() if name != 'input/iterator'}
     for path in (logdir, tmp_path / 'once')
   )
   processes.AssertSameTensors(killed, undisturbed)
-  assert 'toy.w/ema' in killed  # Of averages, too.
+  assert 'toy.w/ema' in killed  # Averages have one as well.
 
 
-# The trainer with a short lease. Where there is a file `stop` it stops between two of its saves and
+# The trainer with a short lease. If a file `stop` exists it stops between two of its saves and
 # beats, and removes the file.
 _WITH_LEASE = """
 import os, signal
@@ -182,7 +182,7 @@ trainer.Run()
 
 
 def testOneLeaseAmongProcesses(project, forks, tmp_path):
-  """A path with a scheme: the second is refused, and one that slept past its lease leaves."""
+  """On a path with a scheme a second trainer is refused, and one whose lease has expired exits."""
   driver, stop, directory = project / 'with_lease.py', project / 'stop', tmp_path / 'train'
   driver.write_text(_WITH_LEASE)
 
@@ -216,7 +216,7 @@ def testOneLeaseAmongProcesses(project, forks, tmp_path):
     assert (
       f'is no longer the directory that this trainer began to work in: process {second} on ' in last
     )
-    # The other one does not notice, and what it saved is whole; nor does its end hold up the next.
+    # The other trainer continues, its checkpoints are complete, and its end blocks no other.
     AwaitNewCommit()
   os.kill(second, signal.SIGKILL)
   step = int(checkpoint_info.COMMIT.fullmatch(_Commits(directory)[-1])[1])
@@ -224,7 +224,7 @@ def testOneLeaseAmongProcesses(project, forks, tmp_path):
   assert f'resuming from step {step} ' in third.stdout and processes.Messages(third.stderr) == []
 
 
-def testAnErrorInTheInputIsToldAndLeavesTheLastCheckpoint(project, forks, tmp_path):
+def testAnErrorInTheInputIsReportedAndKeepsTheLastCheckpoint(project, forks, tmp_path):
   done = forks.Run('trainer', *_Args('Failing', tmp_path, 100), cwd=project)
   assert done.returncode == 1
   assert 'ValueError: example 13 is bad' in done.stderr

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint tells of the learning rate: to be read and compared, not to go on from."""
+"""Checkpoints store the learning rate for reading and comparing, not for resuming."""
 
 import json
 import re
@@ -20,11 +20,11 @@ def _Params(**train):
 
 
 def _Rates(logdir):
-  """{step: learning rate} of the updates, as the summaries have them."""
+  """Returns {step: learning rate} of the updates from the summaries."""
   return {step - 1: rate for step, rate in processes.Scalars(logdir / 'train')['learning_rate']}
 
 
-def testTheRateOfTheNextUpdateIsToldAndDoesNotDecide(tmp_path, caplog, monkeypatch):
+def testTheLearningRateIsStoredButNotRestored(tmp_path, caplog, monkeypatch):
   training.Train(tmp_path, _Params(max_steps=4))
   (info,) = checkpointer.Checkpointer(tmp_path / 'train').All()
   told = info.metadata['learning_rate']
@@ -32,7 +32,7 @@ def testTheRateOfTheNextUpdateIsToldAndDoesNotDecide(tmp_path, caplog, monkeypat
   training.Train(tmp_path, _Params(max_steps=6))
   assert told == _Rates(tmp_path)[4] < _Rates(tmp_path)[3]
   assert not caplog.messages
-  # What comes of a checkpoint without it, and where the schedule is another one.
+  # A checkpoint without it, and another schedule.
   monkeypatch.setattr(multi_learner.MultiLearner, 'LearningRates', lambda self, step: {})
   training.Train(tmp_path, _Params(max_steps=7))
   monkeypatch.undo()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""--profile_steps: a trace, a picture with each action, the same weights, and what is refused."""
+"""--profile_steps: a trace, a picture with each action, equal weights, and refused values."""
 
 import dataclasses
 import re
@@ -71,7 +71,7 @@ def _Pages(logdir):
 
 @pytest.fixture(scope='module')
 def run(tmp_path_factory):
-  """A run of five steps, of which two were profiled, and on to eight."""
+  """A run of five steps, two of them profiled, that later resumes to step eight."""
   logdir = tmp_path_factory.mktemp('run')
   _Train(logdir, (3, 4))
   return logdir
@@ -93,14 +93,14 @@ def testThePictureHasEachActionOfEachStep(run):
   assert re.findall('<h2>(.*?): ', page) == ['step 3', 'step 4'] and 'replica' not in page
 
 
-def testProfilingChangesNoBit(run, tmp_path):
+def testProfilingChangesNoWeights(run, tmp_path):
   _Train(tmp_path, None)
   assert not (tmp_path / 'train' / 'plugins').exists() and _Pages(tmp_path) == []
   processes.AssertSameTensors(processes.Tensors(tmp_path, 5), processes.Tensors(run, 5))
 
 
-def testARunThatGoesOn(run, capsys):
-  """The same flags again; steps of which some are done; the first step of a call."""
+def testAResumedRun(run, capsys):
+  """With equal flags; with steps that are partly done; with the first step of a call."""
   _Train(run, (3, 4), max_steps=6)
   text = '--profile_steps=3,4: nothing is profiled: the run resumes from step 5'
   assert text in capsys.readouterr().out
@@ -117,7 +117,7 @@ def testARunThatGoesOn(run, capsys):
   assert len(list(run.glob('train/plugins/profile/*/*.xplane.pb'))) == 2
 
 
-def testWhatCannotBeWrittenEndsNoTraining(tmp_path, capsys):
+def testAPictureThatCannotBeWrittenDoesNotEndTheTraining(tmp_path, capsys):
   (tmp_path / 'train').mkdir()
   (tmp_path / 'train' / 'plugins').write_text('')
   _Train(tmp_path, (2, 2), max_steps=2)
@@ -125,8 +125,8 @@ def testWhatCannotBeWrittenEndsNoTraining(tmp_path, capsys):
   assert processes.Steps(tmp_path) == [2] and _Pages(tmp_path) == []
 
 
-def testAWorkerThatGivesNoTraceEndsNoTraining(tmp_path, capsys, monkeypatch):
-  """Nobody listens at the first one; the other one takes calls, and never answers."""
+def testAWorkerWithoutATraceDoesNotEndTheTraining(tmp_path, capsys, monkeypatch):
+  """Nothing listens at the first address; at the other one, calls never get an answer."""
   for name in ('_BEGIN_SECONDS', '_REQUEST_SECONDS', '_END_SECONDS'):
     monkeypatch.setattr(worker_profiles, name, 0.5)
   with socket.create_server(('localhost', 0)) as silent, socket.socket() as closed:
@@ -136,12 +136,12 @@ def testAWorkerThatGivesNoTraceEndsNoTraining(tmp_path, capsys, monkeypatch):
   out = capsys.readouterr().out
   assert '--profile_steps=2,2: no trace of worker 0: unavailable: ' in out
   assert '--profile_steps=2,2: no trace of worker 1: it did not come within 0.5 s\n' in out
-  # What was computed in this process is drawn.
+  # The actions of this process are drawn.
   assert processes.Steps(tmp_path) == [2] and _Pages(tmp_path) == ['timeline_2_2.html']
 
 
 def testMiniBatchesOfAnUpdateAreDrawnOneByOne(tmp_path, capsys):
-  """And the run ends before the steps do."""
+  """The run ends before the last step to profile."""
   _Train(tmp_path, (2, 3), 3, epochs=1, num_accumulated_mini_batches=4)
   out = capsys.readouterr().out
   assert 'profiled step 2: ' in out
@@ -150,7 +150,7 @@ def testMiniBatchesOfAnUpdateAreDrawnOneByOne(tmp_path, capsys):
   assert re.findall('<h2>(.*?): ', page) == [f'step 2, mini-batch {i}' for i in range(1, 5)]
 
 
-def testOfSeveralReplicasTheFirstIsDrawn(tmp_path, capsys):
+def testTheFirstReplicaIsDrawn(tmp_path, capsys):
   _Train(tmp_path, (2, 2), 2, num_replicas=2)
   told = 'the schedule and the bubble are those of the first of 2 replicas'
   assert told in capsys.readouterr().out and told in (tmp_path / 'timeline_2_2.html').read_text()
@@ -164,7 +164,7 @@ def testMistakesInTheFlag(text):
     step_profiler.ParseSteps(text, 9)
 
 
-def testStepsAreRead():
+def testStepsAreParsed():
   assert step_profiler.ParseSteps(' 2, 9', 9) == (2, 9)
 
 

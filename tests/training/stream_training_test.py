@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training from streams: a restart goes on to the bit, and what cannot be saved is refused."""
+"""Training from streams: restarts are bit-equal, and streams that cannot be saved are refused."""
 
 import json
 import re
@@ -24,7 +24,7 @@ END = 20
 
 
 class _Points(stream_input.BaseStreamInput):
-  """Points that the stream numbers as they come."""
+  """Points that the stream numbers in their order."""
 
   @classmethod
   def Params(cls):
@@ -47,7 +47,7 @@ class _Points(stream_input.BaseStreamInput):
 
 
 class _Generated(_Points):
-  """Comes out of Python."""
+  """A stream from a Python generator."""
 
   def _Stream(self, epoch):
     def Point(i):
@@ -60,7 +60,7 @@ class _Generated(_Points):
 
 
 class _Others(_Points):
-  """Another pipeline behind the same Params."""
+  """Another pipeline with equal Params."""
 
   def _Stream(self, epoch):
     return super()._Stream(epoch).filter(lambda point: point.inputs[0] > 0.1).skip(2)
@@ -78,7 +78,7 @@ def _Params(cls=_Points, **train):
 
 
 def _Weights(logdir, step=END):
-  """All but the states: how far was read ahead hangs on the time."""
+  """Returns all tensors but the streams' states: how far they read ahead depends on timing."""
   found = processes.Tensors(logdir, step)
   return {name: value for name, value in found.items() if not name.endswith('/iterator')}
 
@@ -89,14 +89,14 @@ def _AssertSame(logdir, other, step=END):
 
 @pytest.fixture(scope='module')
 def straight(tmp_path_factory):
-  """A run in one go, saved at each step beside training."""
+  """An uninterrupted run that saves at each step in the background."""
   logdir = tmp_path_factory.mktemp('straight')
   training.Train(logdir, _Params(save_interval_steps=1, save_max_to_keep=END))
   return logdir
 
 
 def _Keep(straight, logdir, last):
-  """A copy as a kill after a save leaves it: steps were done of which no checkpoint knows."""
+  """Copies a log directory as a kill after a save leaves it, with later steps in its logs."""
   shutil.copytree(straight, logdir)
   for path in (logdir / 'train').glob('ckpt-*'):
     if int(path.name[5:13]) > last:
@@ -105,12 +105,12 @@ def _Keep(straight, logdir, last):
 
 
 @pytest.mark.parametrize('at', [1, 7, 13])  # 7.5 batches are an epoch.
-def testARestartAfterAKillIsTheSameRun(straight, tmp_path, at):
+def testARestartAfterAKillEqualsOneRun(straight, tmp_path, at):
   training.Train(_Keep(straight, tmp_path / 'killed', at), _Params())
   _AssertSame(tmp_path / 'killed', straight)
 
 
-def testTwoCallsAreTheSameRun(straight, tmp_path):
+def testTwoCallsEqualOneRun(straight, tmp_path):
   for max_steps in (8, END):
     training.Train(tmp_path, _Params(max_steps=max_steps, save_async=False))
   _AssertSame(tmp_path, straight)
@@ -124,7 +124,7 @@ def testOnlyStreamsAddToACheckpoint(straight, tmp_path, capsys):
   training.Train(straight, _Params())
   assert 'data: Train a stream of examples\n' in capsys.readouterr().out
   assert re.search(r'examples +80\n', (straight / 'report.txt').read_text())
-  # Who evaluates needs no stream.
+  # The evaluator needs no stream.
   assert training.Evaluator(straight, training.Params()).Run(once=True) == 0
 
 
@@ -135,7 +135,7 @@ def testAnEvaluationThatMayLoseExamplesIsRefusedBeforeTraining(tmp_path, monkeyp
     training.Program(tmp_path, params)
 
 
-def testTheEndOfAStreamEndsTheRunOnceAndForAll(tmp_path, capsys):
+def testTheEndOfAStreamEndsTheRunForGood(tmp_path, capsys):
   params = _Params()
   params.input.num_epochs = 1
   for _ in range(2):
@@ -146,7 +146,7 @@ def testTheEndOfAStreamEndsTheRunOnceAndForAll(tmp_path, capsys):
   assert processes.Steps(tmp_path) == [8]
 
 
-def testADamagedStateIsNamedAndTheCheckpointBeforeIsTaken(straight, tmp_path, caplog):
+def testADamagedStateIsReportedAndTheEarlierCheckpointIsUsed(straight, tmp_path, caplog):
   logdir = _Keep(straight, tmp_path / 'damaged', 9)
   state = processes.Tensors(logdir, 9)['input/iterator'][1]
   (path,) = (logdir / 'train').glob('ckpt-00000009-*/tensors.data-*')
@@ -158,7 +158,7 @@ def testADamagedStateIsNamedAndTheCheckpointBeforeIsTaken(straight, tmp_path, ca
   _AssertSame(logdir, straight)
 
 
-def testWhatCannotBeSavedIsRefusedBeforeTheFirstStep(tmp_path):
+def testAStreamThatCannotBeSavedIsRefusedBeforeTheFirstStep(tmp_path):
   program = training.Program(tmp_path, _Params(_Generated))
   with pytest.raises(
     ValueError, match='_Generated cannot be saved, so a run .*: PyFunc is state'
@@ -169,15 +169,15 @@ def testWhatCannotBeSavedIsRefusedBeforeTheFirstStep(tmp_path):
 
 
 class _Recorded(tf_record_stream.TfRecordStream):
-  """Points that are records."""
+  """Points stored as records."""
 
   def _Example(self, record):
     values = tf.ensure_shape(tf.io.decode_raw(record, tf.float32), [6])
     return nested_map.NestedMap(inputs=values[:4], targets=values[4:])
 
 
-def testADamagedRecordEndsTheRunWhichThenGoesOnWithoutIt(tmp_path, capsys):
-  """No checkpoint has the failure, though batches are read ahead of the steps; all are saved."""
+def testADamagedRecordEndsTheRunWhichThenResumesWithoutIt(tmp_path, capsys):
+  """No checkpoint has the failure, although batches are read ahead and each step is saved."""
   path = tmp_path / 'points.tfrecord'
   points = np.random.default_rng(3).uniform(size=[100, 6]).astype(np.float32)
   with tf.io.TFRecordWriter(str(path)) as writer:
@@ -230,15 +230,15 @@ def testAnotherPipelineIsRefusedInOneLine(straight, tmp_path):
   for size, value in (('num_epochs', 3), ('batch_size', 2), ('shuffle_buffer_size', 2)):
     params = _Params()
     params.input.Set(**{size: value})
-    with pytest.raises(ValueError, match='or has other sizes'):
+    with pytest.raises(ValueError, match='or other sizes'):
       training.Program(logdir, params, allow_params_change=True).Run()
-  # Neither do a stream's checkpoint and an input with an index fit, nor the other way.
+  # A stream's checkpoint does not fit an input with an index, nor the reverse.
   with pytest.raises(ValueError, match='only in the checkpoint: 1: input/iterator'):
     training.Program(logdir, training.Params(), allow_params_change=True).Run()
   assert processes.Steps(logdir)[-1] == 5
 
 
-def testEachTaskHasAStateOfItsOwn(tmp_path):
+def testEachTaskHasItsOwnState(tmp_path):
   def Params(max_steps, task_name='', **inputs):
     inputs = {'a': _Points.Params(), 'b': _Points.Params().Set(seed=5), **inputs}
     p = multi_task_model.MultiTaskModel.Params().Set(
@@ -257,13 +257,13 @@ def testEachTaskHasAStateOfItsOwn(tmp_path):
   made = Params(12).Instantiate()
   turns = [made.TaskAtStep(step) for step in range(12)]
   first = next(step for step in range(12) if turns[step] != turns[0])
-  # The other task, whose turn it is, is trained alone for a step, and the first one's stream waits.
+  # Task b, whose turn it is, is trained alone for a step; the stream of task a keeps its position.
   for max_steps, task_name in ((first, ''), (first + 1, turns[first]), (12, '')):
     training.Train(tmp_path / 'calls', Params(max_steps, task_name), allow_params_change=True)
   _AssertSame(tmp_path / 'calls', tmp_path / 'once', 12)
   states = {n for n in processes.Tensors(tmp_path / 'once', 12) if n.endswith('/iterator')}
   assert states == {'input/a/iterator', 'input/b/iterator'}
-  # Of all examples together nobody knows the number.
+  # The total number of examples is unknown.
   training.Train(tmp_path / 'mixed', Params(1, b=training.Input('Train')))
   report = json.loads((tmp_path / 'mixed' / 'report.json').read_text())
   assert report['num_examples'] == 0
@@ -339,7 +339,7 @@ class Toy(registry.SingleTaskModelParams):
 """
 
 
-def testATrainerThatIsCalledTwiceEqualsOneThatIsCalledOnce(tmp_path, forks):
+def testTwoCallsOfTheTrainerEqualOne(tmp_path, forks):
   project = processes.Project(tmp_path, _EXPERIMENT)
   points = np.random.default_rng(3).uniform(size=[50, 6])
   (project / 'points.txt').write_text(

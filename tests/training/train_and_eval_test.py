@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluations between steps: when they come, that training does not notice, when they end it."""
+"""Evaluations between steps: when they run, that training does not change, when they end it."""
 
 import json
 import shutil
@@ -39,7 +39,7 @@ def _Train(logdir, params, **options):
 
 
 def _Lines(logdir):
-  """[(step, split, values)] of metrics.jsonl without what a clock tells."""
+  """Returns [(step, split, values)] of metrics.jsonl without values that depend on time."""
   found = [json.loads(line) for line in (logdir / 'metrics.jsonl').read_text().splitlines()]
   drop = 'examples_per_second'
   return [
@@ -64,7 +64,7 @@ def straight(tmp_path_factory):
   return logdir
 
 
-def testTrainingDoesNotNotice(straight, tmp_path):
+def testEvaluationsDoNotChangeTraining(straight, tmp_path):
   training.Train(tmp_path, _Params())
   processes.AssertSameTensors(processes.Tensors(tmp_path, 20), processes.Tensors(straight, 20))
   train = [[line for line in _Lines(d) if line[1] == 'train'] for d in (straight, tmp_path)]
@@ -72,7 +72,7 @@ def testTrainingDoesNotNotice(straight, tmp_path):
   assert _Steps(tmp_path, 'eval_dev') == [20] and not _Steps(tmp_path, 'decode_dev')
 
 
-def testEachComesAtItsStepsAndAtTheEnd(straight):
+def testEachPassRunsAtItsStepsAndAtTheEnd(straight):
   assert _Steps(straight, 'eval_dev') == _Steps(straight, 'eval_test') == [5, 10, 15, 20]
   assert _Steps(straight, 'decode_dev') == [8, 16, 20]
   for step in (5, 10, 15, 20):
@@ -81,11 +81,11 @@ def testEachComesAtItsStepsAndAtTheEnd(straight):
   lines = [values['loss'] for _, split, values in _Lines(straight) if split == 'eval_dev']
   assert [np.float32(value) for value in lines] == [value for _, value in scalars['loss']]
   assert [step for step, _ in scalars['loss']] == [5, 10, 15, 20]
-  # All of one file, and a sample with each evaluation.
+  # All of them in one file, with a sample for each evaluation.
   assert len(list((straight / 'eval_dev').glob('events*'))) == 1
 
 
-def testOftenByTheClock(tmp_path):
+def testPassesByTime(tmp_path):
   params = _Params(eval_interval_steps=0, eval_interval_seconds=1e-6, max_steps=4)
   params.task.train.Set(decode_interval_steps=0, decode_interval_seconds=1e6)
   _Train(tmp_path, params)
@@ -93,8 +93,8 @@ def testOftenByTheClock(tmp_path):
   assert _Steps(tmp_path, 'decode_dev') == [4]
 
 
-def testAnIntervalOfTimeMayBeLongerThanACall(tmp_path, monkeypatch):
-  """Each call is stopped after three steps of ten seconds."""
+def testATimeIntervalMayBeLongerThanACall(tmp_path, monkeypatch):
+  """Each call of the trainer is stopped after three steps of ten seconds."""
   clock = [0.0]
   monkeypatch.setattr(
     run_store, 'time', types.SimpleNamespace(monotonic=lambda: clock[0], time=lambda: 0.0)
@@ -113,13 +113,13 @@ def testAnIntervalOfTimeMayBeLongerThanACall(tmp_path, monkeypatch):
 
     monkeypatch.setattr(program._runner, 'TrainStep', TrainStep)
     assert program.Run() == 143
-    clock[0] += 1000.0  # Between two calls nothing counts.
+    clock[0] += 1000.0  # Time between two calls does not count.
   assert _Steps(tmp_path, 'eval_dev') == [5, 10]
 
 
 @pytest.mark.parametrize('at', [5, 16])
-def testAStopAndARestartAreTheSameRun(straight, tmp_path, monkeypatch, at):
-  """The stop comes before an evaluation or a decoding that is due: it is made up for."""
+def testAStopAndARestartEqualOneRun(straight, tmp_path, monkeypatch, at):
+  """The stop comes before a due evaluation or decoding, which the next call runs."""
   stop = stop_request.StopRequest()
   program = training.Program(tmp_path, _Params(), stop, job='train_and_eval')
   step = program._runner.TrainStep
@@ -139,7 +139,7 @@ def testAStopAndARestartAreTheSameRun(straight, tmp_path, monkeypatch, at):
   assert sorted(map(repr, _Lines(tmp_path))) == sorted(map(repr, _Lines(straight)))
 
 
-def testASignalBeforeTheFirstStepIsToldAsSuch(tmp_path, capsys):
+def testASignalBeforeTheFirstStepIsReported(tmp_path, capsys):
   stop = stop_request.StopRequest()
   stop.signal = signal.SIGINT
   assert training.Program(tmp_path, _Params(), stop).Run() == 130
@@ -148,8 +148,8 @@ def testASignalBeforeTheFirstStepIsToldAsSuch(tmp_path, capsys):
   assert processes.Steps(tmp_path) == [] and not _Report(tmp_path)['is_finished']
 
 
-def testARestartFromAnEarlierCheckpointRepeatsNoLine(straight, tmp_path):
-  """As a kill leaves it: steps were done and logged that the last checkpoint does not know."""
+def testARestartFromAnEarlierCheckpointRepeatsNoLogLine(straight, tmp_path):
+  """A kill leaves log lines of steps after the last checkpoint."""
   shutil.copytree(straight, tmp_path, dirs_exist_ok=True)
   for path in (tmp_path / 'train').glob('ckpt-*'):
     if int(path.name[5:13]) > 12:
@@ -160,11 +160,11 @@ def testARestartFromAnEarlierCheckpointRepeatsNoLine(straight, tmp_path):
   assert _Lines(tmp_path) == _Lines(straight)
 
 
-def testALogDirectoryThatIsNoLocalPath(straight, tmp_path, monkeypatch):
-  """TensorFlow's file system in memory, which renames no folder, stands for object stores."""
+def testALogDirectoryThatIsNotALocalPath(straight, tmp_path, monkeypatch):
+  """TensorFlow's in-memory file system cannot rename directories, like an object store."""
   monkeypatch.setattr(logdir_lock, 'SETTLE_SECONDS', 0.02)
   logdir = f'ram://train_and_eval_test{tmp_path}'
-  for max_steps in (8, 20):  # Where a decoding comes in any case.
+  for max_steps in (8, 20):  # Steps with a decoding in any case.
     with logdir_lock.Held(f'{logdir}/train') as lock:
       _Train(logdir, _Params(max_steps=max_steps), lock=lock)
   one, other = (
@@ -195,7 +195,7 @@ def testALogDirectoryThatIsNoLocalPath(straight, tmp_path, monkeypatch):
 
 
 def _Stopping(more='', **train):
-  """Says that more loss is better: the first evaluation is the best, and none gains."""
+  """Returns Params by which a higher loss is better, so that no evaluation beats the first one."""
   p = _Params(eval_interval_steps=2, decode_interval_steps=20, save_max_to_keep=1, **train)
   p.task.train.early_stop.Set(metric='loss', minimize=False, max_evaluations=3)
   p.ApplyOverrides(params_text.ParseOverrides(more))
@@ -218,28 +218,28 @@ def testStopsWithoutGainAndKeepsTheBest(stopped, tmp_path, capsys):
   assert report['best']['step'] == 2 and report['checkpoints'] == [2, 8]
   assert report['is_finished'] and report['ended'] == why
   assert 'best         step 2: eval_dev loss ' in (tmp_path / 'report.txt').read_text()
-  # Called again it knows; with more patience it goes on from there.
+  # Another call ends at once; with more patience it continues.
   assert _Steps(tmp_path, 'decode_dev') == [8]
   _Train(tmp_path, _Stopping())
   out = capsys.readouterr().out
   assert f'step 8 of 20: nothing left to train ({why})' in out
-  assert ' at step ' not in out  # What was evaluated and decoded then, is not again.
+  assert ' at step ' not in out  # Evaluations and decodings are not repeated.
   _Train(tmp_path, _Stopping('task.train.early_stop.max_evaluations:5'))
   assert f'stopped by {why.replace("in 3", "in 5")} after step 12;' in capsys.readouterr().out
   assert processes.Steps(tmp_path) == [2, 12]
 
 
 def testARestartStopsAtTheSameStep(stopped, tmp_path, capsys):
-  """After an odd step, whose evaluation at the end of the call does not count."""
+  """The first call ends at an odd step, whose evaluation does not count."""
   for max_steps in (5, 20):
     _Train(tmp_path, _Stopping(max_steps=max_steps))
-    # At each end a sample of each data set, also where it was evaluated before that was known.
+    # Each call ends with a sample of each data set, even if it was evaluated before the end.
     assert capsys.readouterr().out.count('--- said\n') == 2
   assert processes.Steps(tmp_path) == [2, 8]
   processes.AssertSameTensors(processes.Tensors(tmp_path, 8), processes.Tensors(stopped, 8))
 
 
-def testTheOtherJobKeepsTheBestAndDoesNotStop(stopped, tmp_path, capsys):
+def testTheJobTrainKeepsTheBestAndDoesNotStopEarly(stopped, tmp_path, capsys):
   shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
   training.Train(tmp_path, _Stopping(max_steps=11))
   said = 'early stopping by eval_dev loss needs --job=train_and_eval: this job does not end by it\n'
@@ -248,20 +248,20 @@ def testTheOtherJobKeepsTheBestAndDoesNotStop(stopped, tmp_path, capsys):
   assert _Report(tmp_path)['best']['step'] == 2
 
 
-def testWithoutAMetricTheBestStays(stopped, tmp_path):
+def testTheBestCheckpointStaysWithoutAMetric(stopped, tmp_path):
   shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
   nothing = "task.train.early_stop.metric:'';task.train.early_stop.max_evaluations:0"
   _Train(tmp_path, _Stopping(nothing, max_steps=11))
   assert processes.Steps(tmp_path) == [2, 11]
-  # Followed again, its history goes on.
+  # Once followed again, its history continues.
   _Train(tmp_path, _Stopping('task.train.early_stop.max_evaluations:4'))
   assert processes.Steps(tmp_path) == [2, 12]
   best = _Report(tmp_path)['best']
   assert (best['step'], best['jobname'], best['metric']) == (2, 'eval_dev', 'loss')
 
 
-def testTheBestOfTheLastStepIsSavedAsSuch(tmp_path):
-  """Less loss is better, so each evaluation is the best: an interval of saves is not waited for."""
+def testTheBestCheckpointMayBeTheLastStep(tmp_path):
+  """A lower loss is better, so each evaluation is the best one and is saved at once."""
   params = _Params(save_interval_steps=100, save_max_to_keep=1, max_steps=7)
   params.task.train.early_stop.metric = 'loss'
   _Train(tmp_path, params)
@@ -269,11 +269,12 @@ def testTheBestOfTheLastStepIsSavedAsSuch(tmp_path):
   assert report['best']['step'] == 7 and report['checkpoints'] == [7]
   saved = checkpointer.Checkpointer(tmp_path / 'train').Latest().metadata
   assert saved['early_stop']['best_step'] == 7
-  assert saved['early_stop']['gain_step'] == 5  # The end is no interval of the evaluation.
+  # The evaluation after the last step was not due by its interval.
+  assert saved['early_stop']['gain_step'] == 5
 
 
 def testTheEvaluatorFollowsUntilTheTrainerHasEnded(stopped, tmp_path, monkeypatch):
-  """It ended long before max_steps."""
+  """Training ended long before max_steps."""
   shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
   (tmp_path / 'eval_test' / 'metrics.jsonl').unlink(missing_ok=True)
   monkeypatch.setattr(eval_program, '_Wait', lambda *args: pytest.fail('it waits for more'))
@@ -302,12 +303,12 @@ def testTheEvaluatorFollowsUntilTheTrainerHasEnded(stopped, tmp_path, monkeypatc
     ),
   ],
 )
-def testMistakesShowBeforeTheTraining(tmp_path, more, job, message):
+def testMistakesAreReportedBeforeTheTraining(tmp_path, more, job, message):
   with pytest.raises(ValueError, match=message):
     training.Program(tmp_path, _Stopping(more), job=job)
 
 
-def testAMetricThatADecodingDoesNotFindIsToldAtTheFirstOne(tmp_path):
+def testAMetricMissingFromADecodingIsReportedAtTheFirstOne(tmp_path):
   params = _Params(max_steps=4, decode_interval_steps=2)
   params.task.train.early_stop.Set(metric='meen', jobname='decode_dev')
   with pytest.raises(ValueError, match="'meen', but decode_dev has mean, num_examples") as e:
@@ -319,8 +320,8 @@ def testAMetricThatADecodingDoesNotFindIsToldAtTheFirstOne(tmp_path):
 
 
 @pytest.mark.parametrize('job', ['train', 'train_and_eval'])
-def testWithoutStepsTheInitialWeightsAreEvaluated(straight, tmp_path, job):
-  """Here those of another run: what that found at its end is found at once."""
+def testTheInitialWeightsAreEvaluatedIfThereAreNoSteps(straight, tmp_path, job):
+  """The initial weights come from another run, so the metrics equal that run's last ones."""
   params = _Params(max_steps=0)
   params.task.train.init_from_checkpoint_rules = {str(straight): ([(r'(.*)', r'\1')], [])}
   training.Train(tmp_path, params, job=job)
@@ -329,12 +330,12 @@ def testWithoutStepsTheInitialWeightsAreEvaluated(straight, tmp_path, job):
   assert {line[1]: line[2] for line in _Lines(tmp_path)} == {name: expected[name] for name in jobs}
   reported = _Report(tmp_path)['passes']['eval_dev']
   assert (reported['step'], reported['values']) == (0, expected['eval_dev'])
-  # What is trained from here begins as ever.
+  # Training from here starts as usual.
   _Train(tmp_path, _Params(max_steps=5))
   assert _Steps(tmp_path, 'eval_dev') == [0, 5]
 
 
-def testALimitOfTimeCountsOverAllCalls(tmp_path, monkeypatch, capsys):
+def testATimeLimitCountsOverAllCalls(tmp_path, monkeypatch, capsys):
   clock = [0.0]
   monkeypatch.setattr(
     run_store, 'time', types.SimpleNamespace(monotonic=lambda: clock[0], time=lambda: 0.0)
@@ -349,11 +350,11 @@ def testALimitOfTimeCountsOverAllCalls(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(program._runner, 'TrainStep', TrainStep)
     assert program.Run() == 0
-    clock[0] += 1000.0  # Between two calls nothing counts.
+    clock[0] += 1000.0  # Time between two calls does not count.
     assert processes.Steps(tmp_path)[-1] == steps
     out = capsys.readouterr().out
     assert f'stopped by max_seconds {max_seconds:g} after step {steps};' in out
-    # What was found is said once.
+    # The description is printed once.
     assert out.count('data: Train 40 examples; Dev 6 examples; Test 6 examples\n') == 1
     assert out.count('weights float32, activations float32, XLA off\n') == 1
     assert _Report(tmp_path)['train_seconds'] == 10.0 * steps
@@ -361,8 +362,8 @@ def testALimitOfTimeCountsOverAllCalls(tmp_path, monkeypatch, capsys):
   assert 'nothing left to train (max_seconds 55)' in capsys.readouterr().out
 
 
-def testWarmStartIsForANewRun(straight, tmp_path, capsys):
-  # The README of an experiment may name it; here both are one model.
+def testOnlyANewRunHasAWarmStart(straight, tmp_path, capsys):
+  # Both runs have the same model here.
   rules = {str(straight): ([(r'(toy\.w)', r'\1')], [])}
 
   def Params(max_steps):
@@ -400,13 +401,13 @@ def testTensorBoardHasGradientsPlanAndSamples(tmp_path):
   assert samples[-1][1].item().startswith(b'    ')
 
 
-def testAReportThatCannotBeRemovedIsTold(tmp_path):
+def testAReportThatCannotBeRemovedIsAnError(tmp_path):
   (tmp_path / 'report.json').mkdir()
   with pytest.raises(OSError, match=r"Cannot remove '.*report\.json'.* give another --logdir"):
     run_report.Remove(str(tmp_path))
 
 
-def testTheReportSaysWhatCameOfIt(straight):
+def testTheReportHasTheResults(straight):
   report = _Report(straight)
   assert report['step'] == report['num_steps'] == 20 and report['examples_consumed'] == 80
   assert report['ended'] == 'max_steps 20' and report['is_finished']
