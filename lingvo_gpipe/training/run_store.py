@@ -160,20 +160,20 @@ class RunStore(callback.StepHook):
     """Saves if a checkpoint is due; `AtEnd` saves after the last step."""
     self._saver.Check()
     if step.end_reason is None and (step.needs_save or self._IsSaveDue(step.number)):
-      self._SaveAfter(step)
+      self._SaveAndFlush(step)
 
   def AtEnd(self, step: callback.Step) -> None:
     """Saves the steps since the last checkpoint, and waits until it is written."""
     if step.needs_save or step.number > self._saved_step:
-      self._SaveAfter(step)
+      self._SaveAndFlush(step)
     self._saver.Wait()
 
   def Close(self) -> None:
     """Waits for a save in progress; a failure of it is logged."""
     self._saver.Close()
 
-  def Save(self, step: int) -> None:
-    """Writes a checkpoint of the state after this many steps, and returns when it is committed."""
+  def Save(self, step: callback.Step) -> None:
+    """Writes a checkpoint of the state after a step, and returns when it is committed."""
     self._StartSave(step)
     self._saver.Wait()
 
@@ -185,8 +185,9 @@ class RunStore(callback.StepHook):
     """Returns a line about the cost of all saves; '' if there were none."""
     return self._saver.Report()
 
-  def _StartSave(self, step: int) -> None:
-    """Copies the state after this many steps; a thread writes it. The best checkpoint stays."""
+  def _StartSave(self, step: callback.Step) -> None:
+    """Copies the state after a step; a thread writes it. The best checkpoint so far stays."""
+    step.needs_save = False
     self.counts.train_seconds = self.TrainSeconds()
     self._saved_passes = self._passes.State()
     metadata = {
@@ -200,16 +201,15 @@ class RunStore(callback.StepHook):
       streams = self.streams.Now()
     best_step = self._early_stop.best_step
     self.is_saved = self._saver.Save(
-      step,
+      step.number,
       {**self._runner.Variables(), **streams},
       metadata,
       trained=self._runner.TrainedNames(),
       protected=[] if best_step is None else [best_step],
     )
 
-  def _SaveAfter(self, step: callback.Step) -> None:
-    step.needs_save = False
-    self._StartSave(step.number)
+  def _SaveAndFlush(self, step: callback.Step) -> None:
+    self._StartSave(step)
     self.flush()
     self._saved_step, self._saved_time = step.number, time.monotonic()
 

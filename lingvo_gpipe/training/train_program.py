@@ -222,7 +222,7 @@ class TrainProgram:
     # A stop between the last step and its evaluation left the evaluation to this call.
     self._evaluations.Run(step, at_end=False)
     if step.needs_save:
-      self._store.Save(step.number)
+      self._store.Save(step)
     end_reason = self._EndReason(step.number)
     if self._stop.signal is not None:
       print(f'stopped by {end_reason} before a step was done', flush=True)
@@ -273,6 +273,7 @@ class TrainProgram:
         # A signal or the limit of time may come meanwhile, and hooks may end the training.
         step.end_reason = step.end_reason or self._EndReason(step.number)
         hook.AfterStep(step)
+      step.data = ()  # Frees the memory of the mini-batches.
       if step.end_reason:
         break
     else:
@@ -322,7 +323,7 @@ class TrainProgram:
     step = callback.Step(self._step, print)
     self._evaluations.Run(step, at_end=True)
     if step.needs_save or (self._passes.during_training and self._store.HasNewResults()):
-      self._store.Save(step.number)
+      self._store.Save(step)
 
   def _PrintDescription(self) -> None:
     """Prints the experiment, its devices, stages, dtypes and data."""
