@@ -295,7 +295,7 @@ def testAnEvaluatorSaysWithWhichCheckpointItGoesOn(monkeypatch, once, checkpoint
   monkeypatch.setattr(evaluator, 'FLAGS', flags)
   progress = eval_program.EvalProgress()
   next(progress.Undone(3, ['result']))
-  assert evaluator._Where(progress) == expected
+  assert evaluator._DescribeStart(progress) == expected
 
 
 _PIPELINE = 'task.stack.xla:False;task.train.save_interval_steps:20'

@@ -8,7 +8,7 @@ import types
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe.cli import binary
+from lingvo_gpipe.cli import binary, device_flags
 from lingvo_gpipe.core import nested_map
 from lingvo_gpipe.experiment import model, task
 from lingvo_gpipe.input import base_input_generator
@@ -148,7 +148,7 @@ def testABatchAtAnotherDimension(monkeypatch, capsys):
   monkeypatch.setattr(verify, 'FLAGS', flag_values)
   monkeypatch.setattr(binary, 'ModelParams', lambda dataset: params)
   devices = types.SimpleNamespace(devices=stacks.Devices(), num_replicas=1)
-  monkeypatch.setattr(binary, 'Devices', lambda num: devices)
+  monkeypatch.setattr(device_flags, 'Devices', lambda num: devices)
   assert verify._Verify() == 0
   out = capsys.readouterr().out
   assert 'K=2 stages, M=2 micro-batches' in out and 'gradients of 2 variables' in out
