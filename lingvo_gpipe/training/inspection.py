@@ -119,9 +119,7 @@ def ParamsDiff(old: str, new: str) -> list[str]:
     keys = [(value or '').partition('@')[0] for value in (change.old, change.new)]
     return change.path == 'model' and keys[0] == keys[1]
 
-  return [
-    str(change) for change in params_diff.FindChanges(old, new) if not IsOnlyMoved(change)
-  ]
+  return [str(change) for change in params_diff.FindChanges(old, new) if not IsOnlyMoved(change)]
 
 
 def WriteDescription(
