@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of replicas, stages and schedule for given devices. Used by tools only."""
+"""Chooses replicas, stages and schedule for a model on given devices. Used only by tools."""

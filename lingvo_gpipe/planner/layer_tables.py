@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a planner needs to know of a sequence of layers: counted, traced and perhaps measured."""
+"""Collects the costs of layers for the planner: counted, traced and, on request, measured."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from lingvo_gpipe.planner import model_costs
 
 @dataclasses.dataclass(frozen=True)
 class Measuring:
-  """What is measured, and where.
+  """How to measure layers.
 
   Attributes:
-    devices: layers run on the first one; a host's others make it slower (`slowdown`).
-    loss_fn: what the last stage runs behind the layers; its time is added to the last layer's.
-    side_specs: the specs of what the loss takes beside the outputs, for a micro-batch of that size.
+    devices: layers are measured on the first device. The other devices of the host slow it down
+      (`Slowdown`).
+    loss_fn: the loss, whose time is added to the last layer's.
+    side_specs: micro-batch size -> specs of the loss's arguments other than the outputs.
     update: makes updates of weights.
   """
 
@@ -42,28 +43,29 @@ def Collect(
   xla: bool = True,
   measuring: Measuring | None = None,
 ) -> model_costs.ModelCosts:
-  """The costs of the layers at some sizes of micro-batch; allocates no weight unless it measures.
+  """Returns the costs of the layers for some micro-batch sizes.
 
   Args:
-    layers: the flat list.
-    input_specs: the specs of the first layer's arguments for a micro-batch of that size.
-    sizes: at least one.
-    weights: what is trained, and the optimizer slots.
-    averages_per_weight: how many moving averages a trained weight has.
+    layers: the flat list of layers.
+    input_specs: micro-batch size -> specs of the first layer's arguments.
+    sizes: micro-batch sizes, at least one.
+    weights: the weights that are trained, and their optimizer slots.
+    averages_per_weight: number of moving averages of a trained weight.
     xla: whether XLA compiles the stages.
-    measuring: runs each distinct layer, too, with each size, and its update; None: nothing runs.
+    measuring: how to measure each distinct layer at each size, and its update; None: nothing is
+      measured, run or allocated.
   """
   samples = {}
   updates: Sequence[float | None] = [None] * len(layers)
   for size in sizes:
-    found = layer_costs.LayerCosts(layers, input_specs(size))
-    num_bytes = found.Bytes(weights, xla)
+    counted = layer_costs.LayerCosts(layers, input_specs(size))
+    num_bytes = counted.Bytes(weights, xla)
     seconds: Sequence[tuple[float, float] | None] = [None] * len(layers)
     if measuring is not None:
-      seconds = _Seconds(found, size, weights, xla, measuring)
+      seconds = _Seconds(counted, size, weights, xla, measuring)
       if size == sizes[0]:
         updates = layer_profile.MeasureUpdates(
-          found.calls, weights, measuring.update, device=measuring.devices[0]
+          counted.calls, weights, measuring.update, device=measuring.devices[0]
         )
     samples[size] = [
       model_costs.LayerSample(
@@ -74,7 +76,7 @@ def Collect(
         skips_in=b.skips_in,
         seconds=times,
       )
-      for cost, b, times in zip(found.costs, num_bytes, seconds, strict=True)
+      for cost, b, times in zip(counted.costs, num_bytes, seconds, strict=True)
     ]
   return model_costs.ModelCosts(
     [_Weights(layer, weights, time) for layer, time in zip(layers, updates, strict=True)],
@@ -93,15 +95,15 @@ def Slowdown(
   xla: bool = True,
   devices: Sequence[str],
 ) -> float:
-  """`layer_profile.MeasureSlowdown` of the layers that together take longest.
+  """Returns `layer_profile.MeasureSlowdown` of the kind of layer with the longest total time.
 
   Args:
-    layers: the flat list.
-    input_specs: those of the first layer's arguments.
-    weights: what is trained.
-    seconds: of each layer, forward and backward, on a device alone.
+    layers: the flat list of layers.
+    input_specs: specs of the first layer's arguments.
+    weights: the weights that are trained.
+    seconds: for each layer (forward, backward) on one device while the others are idle.
     xla: whether XLA compiles the stages.
-    devices: all that are to work at one time.
+    devices: the devices that work at the same time.
   """
   if len(devices) == 1:
     return 1.0
@@ -115,37 +117,37 @@ def Slowdown(
 
 
 class _Loss(base_layer.BaseLayer):
-  """The loss as a layer behind all others: (outputs, side) -> the loss, and the other metrics."""
+  """The loss as a layer after the last one: (outputs, side) -> loss and the other metrics."""
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
-    """Params with the function."""
+    """Returns Params with the loss function."""
     p = super().Params()
-    p.Define('loss_fn', None, 'A stage.LossFn.')
+    p.Define('loss_fn', None, 'A stage_functions.LossFn.')
     return p
 
   def FProp(self, theta: nested_map.NestedMap, outputs: Any, side: Any) -> list[tf.Tensor]:
-    """The loss, and what has no gradient."""
-    found = self.params.loss_fn([], tuple(outputs), side)
-    loss = found.pop('loss')[0]
-    return [loss, *map(tf.stop_gradient, tf.nest.flatten(found))]
+    """Returns the loss, and the other metrics without gradients."""
+    metrics = self.params.loss_fn([], tuple(outputs), side)
+    loss = metrics.pop('loss')[0]
+    return [loss, *map(tf.stop_gradient, tf.nest.flatten(metrics))]
 
 
 def _Seconds(
-  found: layer_costs.LayerCosts,
+  counted: layer_costs.LayerCosts,
   size: int,
   weights: layer_costs.Weights,
   xla: bool,
   measuring: Measuring,
 ) -> Sequence[tuple[float, float]]:
-  """(forward, backward) of each layer, the last one's with the loss."""
+  """Returns (forward, backward) of each layer; the last layer's include the loss."""
   loss = _Loss.Params().Set(name='loss', loss_fn=measuring.loss_fn).Instantiate()
-  specs = (list(found.costs[-1].out_specs), measuring.side_specs(size))
+  specs = (list(counted.costs[-1].out_specs), measuring.side_specs(size))
   call = layer_costs.LayerCall(
     loss, nested_map.NestedMap(), specs, (stage_math.StructureKey(loss), size)
   )
   *times, (forward, backward) = layer_profile.Measure(
-    [*found.calls, call], weights, device=measuring.devices[0], xla=xla
+    [*counted.calls, call], weights, device=measuring.devices[0], xla=xla
   )
   times[-1] = times[-1][0] + forward, times[-1][1] + backward
   return times
@@ -159,12 +161,12 @@ def _Weights(
     for path, (weight, _) in layer.WeightSpecs().items()
   }
   trained = weights.Trained(layer)
-  own = [sizes[path] for path in trained if path not in weights.ties]
+  untied = [sizes[path] for path in trained if path not in weights.ties]
   return model_costs.LayerWeights(
     num_bytes=sum(sizes.values()),
     gradient_bytes=sum(sizes[path] for path in trained),
-    trained_bytes=sum(own),
+    trained_bytes=sum(untied),
     skips_out=tuple(layer.skips_out),
-    largest_trained=max(own, default=0),
+    largest_trained=max(untied, default=0),
     update_seconds=update_seconds,
   )

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the layers of a model cost at any size of micro-batch, from a few sizes that were looked at.
+"""The costs of a model's layers for any micro-batch size, interpolated between sampled sizes.
 
-FLOPs and bytes are straight lines in the number of examples, so two sizes tell all others; measured
-seconds are not, and go from point to point. Nothing here knows TensorFlow.
+FLOPs and bytes are linear in the number of examples, so two sizes determine all others. Measured
+seconds are not linear; they are interpolated piecewise. Imports no TensorFlow.
 
-Where seconds were not measured a layer's forward takes as long as its FLOPs, or as the bytes that
-it reads and writes if that is longer (weights, inputs, outputs, and what is inside twice); its I is
-as much, and its W has the accumulators to read and write instead of the weights.
+Without measured seconds, a layer's forward takes the time of its FLOPs, or the time to read and
+write its bytes if that is longer: weights, inputs, outputs, and twice the inner activations. I
+takes as long as the forward. W reads and writes accumulators instead of reading weights.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from lingvo_gpipe.pipeline.cost import stage_memory, stage_work
 from lingvo_gpipe.planner import device_description
 
-# Times are whole numbers of this, in seconds: sums are exact, and cuts quick to find.
+# The unit of times, in seconds. Times are integers, so that sums are exact and cuts fast to find.
 TICK = 1e-12
 
 
@@ -27,12 +27,12 @@ class LayerWeights:
   """The weights of a layer.
 
   Attributes:
-    num_bytes: all of its weights.
-    gradient_bytes: the accumulators of those that are trained.
-    trained_bytes: the trained ones, without those that are tied to another.
-    skips_out: names of the skip connections that it begins.
-    largest_trained: the largest of `trained_bytes`; None: there is one alone.
-    update_seconds: measured, of their update; None: the bytes that it touches tell.
+    num_bytes: bytes of all weights.
+    gradient_bytes: bytes of the accumulators of the trained weights.
+    trained_bytes: bytes of the trained weights, without tied copies.
+    skips_out: names of the skip connections that begin here.
+    largest_trained: bytes of the largest weight in `trained_bytes`; None: there is only one.
+    update_seconds: measured seconds of an update; None: computed from bytes.
   """
 
   num_bytes: int
@@ -45,16 +45,16 @@ class LayerWeights:
 
 @dataclasses.dataclass(frozen=True)
 class LayerSample:
-  """A layer at one size of micro-batch.
+  """The costs of a layer for one micro-batch size.
 
   Attributes:
-    flops: of its forward.
-    inputs: bytes of its arguments.
-    outputs: bytes that it returns.
-    inner: bytes that it makes beside them.
-    skips_in: {name: bytes} of the skip connections that it takes.
-    seconds: measured, of its forward and of its backward, if they are known; the last layer's with
-      those of the loss.
+    flops: FLOPs of the forward.
+    inputs: bytes of the arguments.
+    outputs: bytes of the outputs.
+    inner: bytes of the inner activations.
+    skips_in: {name: bytes} of the skip connections that end here.
+    seconds: measured seconds of (forward, backward); None if not measured. The last layer's include
+      the loss.
   """
 
   flops: float
@@ -66,13 +66,14 @@ class LayerSample:
 
 
 class ModelCosts:
-  """The layers of a model, for planning.
+  """The costs of a model's layers, for planning.
 
   Attributes:
-    weights: a `LayerWeights` for each layer.
-    samples: {size of micro-batch: a `LayerSample` for each layer}, at least one size.
-    slots_per_weight: how many optimizer slots a trained weight has.
-    averages_per_weight: how many moving averages.
+    weights: the `LayerWeights` of each layer.
+    samples: {micro-batch size: the `LayerSample` of each layer}, at least one size.
+    slots_per_weight: number of optimizer slots of a trained weight.
+    averages_per_weight: number of moving averages of a trained weight.
+    trained: for each layer whether it has trained weights.
   """
 
   def __init__(
@@ -97,26 +98,26 @@ class ModelCosts:
     return len(self.weights)
 
   def At(self, size: int) -> tuple[LayerSample, ...]:
-    """The layers with micro-batches of so many examples."""
+    """Returns the layers' costs for micro-batches of `size` examples."""
     if size not in self._known:
       sizes = list(self.samples)
       if len(sizes) > 1:
         i = min(max(bisect.bisect_left(sizes, size), 1), len(sizes) - 1)
         start, end = sizes[i - 1], sizes[i]
         low = self.samples[start]
-      else:  # In proportion.
+      else:  # One sample: in proportion to the size.
         start, end = 0, sizes[0]
-        low = tuple(map(_Nothing, self.samples[end]))
+        low = tuple(map(_Zero, self.samples[end]))
       share = (size - start) / (end - start)
       self._known[size] = tuple(
-        _Between(a, b, share) for a, b in zip(low, self.samples[end], strict=True)
+        _Interpolate(a, b, share) for a, b in zip(low, self.samples[end], strict=True)
       )
     return self._known[size]
 
   def Work(
     self, size: int, devices: device_description.Devices
   ) -> tuple[stage_work.LayerWork, ...]:
-    """For each layer its F, I and W on such a device while others rest, in ticks."""
+    """Returns F, I and W of each layer on one device while the others are idle, in ticks."""
     first = stage_work.FirstTrained(self.trained)
     work = []
     for i, (w, s) in enumerate(zip(self.weights, self.At(size), strict=True)):
@@ -140,7 +141,7 @@ class ModelCosts:
     return tuple(work)
 
   def Bytes(self, size: int, num_shards: int = 1) -> list[stage_memory.LayerBytes]:
-    """For each layer what it needs, with the slots shared out over so many replicas."""
+    """Returns the memory of each layer if `num_shards` replicas shard the optimizer slots."""
     copies = self.slots_per_weight / num_shards + self.averages_per_weight
     owner_slots = self.slots_per_weight * (1 - 1 / num_shards)
     return [
@@ -160,9 +161,10 @@ class ModelCosts:
   def UpdateSeconds(
     self, start: int, end: int, num_shards: int, devices: device_description.Devices
   ) -> float:
-    """How long the update of layers [start, end) takes on one replica.
+    """Returns the seconds of the update of layers [start, end) on one replica.
 
-    Where that was not measured weights, gradients and slots are read and written once.
+    An update that was not measured takes the time to read and write weights, gradients and slots
+    once.
     """
     seconds = 0.0
     for w in self.weights[start:end]:
@@ -174,11 +176,11 @@ class ModelCosts:
     return seconds / num_shards
 
 
-def _Nothing(s: LayerSample) -> LayerSample:
+def _Zero(s: LayerSample) -> LayerSample:
   return LayerSample(0, 0, 0, 0, dict.fromkeys(s.skips_in, 0), s.seconds and (0.0, 0.0))
 
 
-def _Between(a: LayerSample, b: LayerSample, share: float) -> LayerSample:
+def _Interpolate(a: LayerSample, b: LayerSample, share: float) -> LayerSample:
   def Mix(x: float, y: float) -> float:
     return max(x + share * (y - x), 0.0)
 

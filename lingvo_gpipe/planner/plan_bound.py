@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The least time of a step, whatever the cut: a search leaves out what it rules out."""
+"""A lower bound of the time of a step for any cut, with which the search skips choices."""
 
 from __future__ import annotations
 
@@ -10,68 +10,88 @@ from lingvo_gpipe.planner import plan_choice
 
 
 class _Sums:
-  """What the layers cost together: each layer's cost, F + I + W, with or without recomputation."""
+  """Sums over the layers of one micro-batch, with or without recomputation.
+
+  Attributes:
+    total: the cost of all layers, F + I + W.
+    largest: the cost of the most expensive layer.
+    least_share: the least share of a layer's cost that another stage waits for, which is all but W.
+  """
 
   def __init__(self, layers: Sequence[tuple[float, float]]) -> None:
+    """Sums up.
+
+    Args:
+      layers: for each layer its cost, and the part of it that another stage waits for.
+    """
     self.total = sum(cost for cost, _ in layers)
     self.largest = max(cost for cost, _ in layers)
-    # Of what a layer does, the part that a stage before waits for.
     self.least_share = min((part / cost for cost, part in layers if cost), default=1.0)
 
 
 class Totals:
-  """The work of one micro-batch, layer by layer and together.
+  """The work of one micro-batch, of each layer and in total.
 
   Attributes:
-    work: of each layer.
+    work: the work of each layer.
+    plain: sums without recomputation.
+    recomputed: sums with recomputation.
+    recompute: the recomputation of all layers.
+    largest_saving: the greatest ratio of a layer's cost with recomputation to that without.
   """
 
   def __init__(self, work: Sequence[stage_work.LayerWork], first: int) -> None:
-    """Adds up.
+    """Sums up.
 
     Args:
-      work: of each layer.
-      first: the first layer that is trained.
+      work: the work of each layer.
+      first: the first trained layer.
     """
     self.work = work
     plain, recomputed = [], []
     for i, w in enumerate(work):
       cost, part = w.forward + w.input_gradient + w.weight_gradient, w.forward + w.input_gradient
-      again = w.forward if i >= first else 0
+      recompute = w.forward if i >= first else 0
       plain.append((cost, part))
-      recomputed.append((cost + again, part + again))
+      recomputed.append((cost + recompute, part + recompute))
     self.plain, self.recomputed = _Sums(plain), _Sums(recomputed)
-    self.again = self.recomputed.total - self.plain.total
+    self.recompute = self.recomputed.total - self.plain.total
     pairs = zip(recomputed, plain, strict=True)
     self.largest_saving = max((a / b for (a, _), (b, _) in pairs if b), default=1.0)
 
 
-def OfStep(choice: plan_choice.Choice, totals: Totals) -> float:
-  """What a step takes at the least, in the unit of the work; without links, sums and updates.
+def BoundStep(choice: plan_choice.Choice, totals: Totals) -> float:
+  """Returns a lower bound of a step's time, in the unit of the work.
 
-  With T for the step, stage s works M c_s, after what stages before it do for one micro-batch
-  forward, and before what they do for it backward: T >= M c_s + r (c_0 + ... + c_(s-1)), r being
-  the least share of such work in theirs. The least T for which stages can have all of the work W
-  is that with equality everywhere, r W / (1 - (1 - r/M)^K).
+  Ignores transfers, gradient sums and updates. Let c_s be the work of stage s for one micro-batch,
+  and T the time of the step. Stage s works for M c_s. Before that, the earlier stages run the first
+  micro-batch forward, and after that, they run the last micro-batch backward:
+
+      T >= M c_s + r (c_0 + ... + c_(s-1))
+
+  with r the least share of this work in a stage's work. T is least for the total work
+  W = c_0 + ... + c_(K-1) if equality holds for all stages:
+
+      T = r W / (1 - (1 - r/M)^K)
   """
   fused = choice.schedule in plan_choice.FUSED
   m, k = choice.num_micro_batches, choice.num_devices
-  whole = totals.recomputed if choice.recomputes else totals.plain
-  cheapest = totals.plain if fused else whole
-  # One micro-batch passes all stages; W need not be waited for where it is an action of its own.
-  path = whole.least_share * whole.total if choice.schedule == 'zb_h1' else cheapest.total
+  sums = totals.recomputed if choice.recomputes else totals.plain
+  cheapest = totals.plain if fused else sums
+  # One micro-batch passes through all stages. If W is a separate action, nothing waits for it.
+  path = sums.least_share * sums.total if choice.schedule == 'zb_h1' else cheapest.total
   bound = max(m * cheapest.largest, path)
   if choice.stages_per_device > 1:
-    bound = max(bound, m * whole.total / k)
+    bound = max(bound, m * sums.total / k)
   elif choice.schedule == 'zb_h1':
-    r = whole.least_share
+    r = sums.least_share
     if r:
-      bound = max(bound, r * whole.total / (1 - (1 - r / m) ** k))
+      bound = max(bound, r * sums.total / (1 - (1 - r / m) ** k))
   else:
-    # In a fused last stage the work that it saves makes room for more layers.
-    rest = (1 - 1 / m) ** (k - 1)
+    # A fused last stage saves work and so has time for more layers.
+    share = (1 - 1 / m) ** (k - 1)
     last = totals.largest_saving if fused and choice.recomputes else 1.0
-    bound = max(bound, whole.total / (1 - rest + rest * last / m))
+    bound = max(bound, sums.total / (1 - share + share * last / m))
   if choice.remat_policy == 'except_last':
-    bound -= totals.again
+    bound -= totals.recompute
   return max(bound, 0.0)

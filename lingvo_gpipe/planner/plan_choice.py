@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a planner may choose: replicas, devices, micro-batches, schedule, re-materialisation."""
+"""The planner's choices: replicas, devices, micro-batches, schedule, re-materialisation."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Collection, Iterator
 
 from lingvo_gpipe.pipeline.schedule import rematerialisation
 
-# What goes without saying first: of plans that take as long the first one is chosen.
+# In order of complexity: of plans that take equally long the planner chooses the simplest.
 ONE_STAGE_A_DEVICE = ('gpipe', '1f1b', '1f1b_fused', 'zb_h1')
 LOOPED = ('interleaved_1f1b', 'looped_bfs')
-# Where the last stage runs forward and backward in one and recomputes nothing.
+# Schedules whose last stage runs V and so recomputes nothing.
 FUSED = ('1f1b_fused', 'fused_fill_drain')
 POLICIES = ('none', 'stage', 'except_last', 'layer')
 assert set(POLICIES) == set(rematerialisation.POLICIES)
@@ -24,12 +24,12 @@ class Choice:
   Attributes:
     num_replicas: R.
     num_devices: K, the devices of one replica.
-    stages_per_device: how many stages each of them has.
-    num_micro_batches: M, of one replica.
-    micro_batch_size: examples in the largest of them.
-    schedule: its name.
-    remat_policy: what backward recomputes.
-    shard_slots: whether optimizer slots are shared out over the replicas.
+    stages_per_device: number of stages of each device.
+    num_micro_batches: M, the micro-batches of one replica.
+    micro_batch_size: number of examples in the largest micro-batch.
+    schedule: the schedule's name.
+    remat_policy: the re-materialisation policy.
+    shard_slots: whether the replicas shard the optimizer slots.
   """
 
   num_replicas: int
@@ -58,21 +58,21 @@ class Choice:
 
   @property
   def num_shards(self) -> int:
-    """Over how many replicas the slots are shared out."""
+    """The number of replicas that shard the slots; 1 without sharding."""
     return self.num_replicas if self.shard_slots else 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Space:
-  """What is looked at.
+  """The space of choices that the planner searches.
 
   Attributes:
     schedules: names of schedules.
-    remat_policies: policies.
-    stages_per_device: numbers of stages that a device may have.
-    shard_slots: whether slots are shared out, or not, or both.
-    num_replicas: the only numbers of replicas; None: any.
-    num_devices: the only numbers of devices of a replica; None: any.
+    remat_policies: re-materialisation policies.
+    stages_per_device: numbers of stages of a device.
+    shard_slots: False for plans without sharded slots, True for plans with them.
+    num_replicas: numbers of replicas; None: any.
+    num_devices: numbers of devices of a replica; None: any.
   """
 
   schedules: Collection[str] = (*ONE_STAGE_A_DEVICE, 'interleaved_1f1b')
@@ -86,7 +86,11 @@ class Space:
 def Grids(
   space: Space, num_layers: int, num_devices: int, global_batch: int
 ) -> list[tuple[int, int]]:
-  """The pairs (R, K) that are looked at: K as the devices can be divided, R up to all of them."""
+  """Returns the pairs (R, K) to search.
+
+  With at most 8 devices K is any number, otherwise a divisor of the number of devices or a power of
+  two. R is a power of two or the largest possible number. `space` may prescribe both.
+  """
   if space.num_devices is not None:
     ks = [k for k in space.num_devices if k <= num_devices]
   elif num_devices <= 8:
@@ -105,7 +109,7 @@ def Grids(
 
 
 def Choices(space: Space, num_layers: int, grid: tuple[int, int], batch: int) -> Iterator[Choice]:
-  """All choices with R replicas of K devices for mini-batches of `batch` examples."""
+  """Yields all choices with R replicas of K devices for mini-batches of `batch` examples."""
   r, k = grid
   for m, size in MicroBatches(-(-batch // r)):
     for v in space.stages_per_device:
@@ -121,18 +125,21 @@ def Choices(space: Space, num_layers: int, grid: tuple[int, int], batch: int) ->
 
 
 def MicroBatches(batch: int) -> list[tuple[int, int]]:
-  """(M, examples of the largest) for M or the size a power of two, and for M = 1 and M = batch."""
-  found = {}
+  """Returns pairs (M, size of the largest micro-batch): M or the size is a power of two.
+
+  M = 1 and M = batch are always included.
+  """
+  sizes = {}
   power = 1
   while power < 2 * batch:
     for m in (min(power, batch), -(-batch // power)):
-      found[m] = -(-batch // m)
+      sizes[m] = -(-batch // m)
     power *= 2
-  return sorted(found.items())
+  return sorted(sizes.items())
 
 
 def Complexity(choice: Choice) -> tuple[int, ...]:
-  """Orders choices that are as good: the plainer one first."""
+  """Returns a sort key that puts the simpler one of two equally fast choices first."""
   known = (*ONE_STAGE_A_DEVICE, *LOOPED)
   return (
     known.index(choice.schedule) if choice.schedule in known else len(known),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The schedules of choices, of which a part tells the whole.
+"""Schedules for the planner; long ones are extrapolated from a prefix.
 
-Beyond some micro-batches a step grows by the same time with each round of them, and so does what
-stages hold: long schedules are not played to their end.
+After a number of micro-batches, each further round of micro-batches adds the same time to a step
+and the same activations to each stage. So long schedules need not be simulated to their end.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from lingvo_gpipe.planner import plan_choice
 
 Choice = plan_choice.Choice
 
-# Schedules of more actions are played in part.
+# Schedules with more actions are extrapolated.
 _MAX_ACTIONS = 2048
 _FILL_DRAIN = ('gpipe', 'fused_fill_drain')
 
 
 def Get(choice: Choice, num_micro_batches: int) -> schedules.Schedule:
-  """The choice's schedule, for so many micro-batches."""
-  return _Cached(choice.schedule, choice.num_stages, num_micro_batches, choice.num_devices)
+  """Returns the choice's schedule for this number of micro-batches."""
+  return _GetCached(choice.schedule, choice.num_stages, num_micro_batches, choice.num_devices)
 
 
 @functools.lru_cache(maxsize=64)
-def _Cached(name: str, num_stages: int, m: int, num_devices: int) -> schedules.Schedule:
+def _GetCached(name: str, num_stages: int, m: int, num_devices: int) -> schedules.Schedule:
   return schedules.Get(name, num_stages, m, num_devices)
 
 
-def Part(choice: Choice) -> tuple[int, int]:
-  """(micro-batches to play, more micro-batches of a second play); (M, 0) for the whole schedule.
+def Prefix(choice: Choice) -> tuple[int, int]:
+  """Returns the lengths to simulate: (micro-batches, additional ones in a second simulation).
 
-  After three rounds of K micro-batches a pipeline is in its stride. Fill and drain have none to
-  fall into: each micro-batch takes as much from the first on.
+  (M, 0) stands for the whole schedule. A pipeline reaches its steady state after three rounds of K
+  micro-batches. In fill-and-drain schedules each micro-batch adds the same time from the start.
   """
   m, k = choice.num_micro_batches, choice.num_devices
   short, more = (4, 1) if choice.schedule in _FILL_DRAIN else (3 * k, k)
@@ -44,36 +44,37 @@ def Part(choice: Choice) -> tuple[int, int]:
 
 
 def _IsKnown(choice: Choice) -> bool:
-  """Whether the schedule is none of the user's own, of which nothing is known."""
-  ours = (*plan_choice.ONE_STAGE_A_DEVICE, *plan_choice.LOOPED, *_FILL_DRAIN)
-  return choice.schedule in ours
+  """Whether the schedule is not a custom one, which may not be extrapolated."""
+  built_in = (*plan_choice.ONE_STAGE_A_DEVICE, *plan_choice.LOOPED, *_FILL_DRAIN)
+  return choice.schedule in built_in
 
 
-def Held(choice: Choice) -> list[tuple[stage_memory.Held, ...]]:
-  """`stage_memory.HeldAtPeaks`, that of a long schedule from two shorter ones.
+def HeldAtPeaks(choice: Choice) -> list[tuple[stage_memory.Held, ...]]:
+  """Returns `stage_memory.HeldAtPeaks`, extrapolated from two shorter schedules for a long one.
 
-  What a stage holds grows with each micro-batch, or no more after two rounds of K.
+  The number of micro-batches that a stage holds grows with each micro-batch, or stays constant
+  after two rounds of K.
   """
   m, k = choice.num_micro_batches, choice.num_devices
   grows = choice.schedule in (*_FILL_DRAIN, 'looped_bfs')
   short, more = (4, 1) if grows else (2 * k, k)
   if m <= short + more or not _IsKnown(choice):
-    return _HeldBy(choice, m)
-  low = _HeldBy(choice, short)
+    return _CountHeld(choice, m)
+  low = _CountHeld(choice, short)
   rounds = (m - short) // more
   return [
     tuple(a.Plus(b.Plus(a, -1), rounds) for a, b in zip(first, second, strict=True))
-    for first, second in zip(low, _HeldBy(choice, short + more), strict=True)
+    for first, second in zip(low, _CountHeld(choice, short + more), strict=True)
   ]
 
 
-def _HeldBy(choice: Choice, m: int) -> list[tuple[stage_memory.Held, ...]]:
+def _CountHeld(choice: Choice, m: int) -> list[tuple[stage_memory.Held, ...]]:
   sizes = choice.num_stages, m, choice.num_devices
-  return _CachedHeld(choice.schedule, *sizes, choice.remat_policy)
+  return _CountHeldCached(choice.schedule, *sizes, choice.remat_policy)
 
 
 @functools.lru_cache(maxsize=4096)
-def _CachedHeld(
+def _CountHeldCached(
   name: str, num_stages: int, m: int, num_devices: int, policy: str
 ) -> list[tuple[stage_memory.Held, ...]]:
-  return stage_memory.HeldAtPeaks(_Cached(name, num_stages, m, num_devices), policy)
+  return stage_memory.HeldAtPeaks(_GetCached(name, num_stages, m, num_devices), policy)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long everything of a plan takes: what stages do, transfers, sums of gradients, updates."""
+"""The times of a plan: of its stages, transfers, gradient sums and updates."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from lingvo_gpipe.planner import device_description, model_costs, plan_choice
 
 Choice = plan_choice.Choice
 
-# Of `simulator.Costs`, what layers do.
+# The fields of `simulator.Costs` that layers determine.
 _PARTS = ('forward', 'input_gradient', 'weight_gradient', 'recompute')
 
 
 class Times:
-  """How long everything of a cut takes, in ticks.
+  """The times of a choice with its cut, in ticks.
 
   Attributes:
-    stages: all that each stage does for one micro-batch.
-    again: the recomputation in it.
-    update: of each device.
-    after: what comes after the update: weights on their way from who has their slots.
+    stages: the work of each stage for one micro-batch.
+    recompute: the part of `stages` that is recomputation.
+    update: the update of each device.
+    after: the time after the update: with sharded slots, weights are sent from their owners.
   """
 
   def __init__(
@@ -42,42 +42,43 @@ class Times:
     alone = stage_work.SimulatorCosts(work, ends)
     slowed = {name: [slowdown * t for t in getattr(alone, name)] for name in _PARTS}
     self._costs = dataclasses.replace(alone, **slowed)
-    # From stage to stage.
+    # Transfers between stages.
     links = [devices.Boundary(r, k, s % k, (s + 1) % k) for s in range(len(ends) - 1)]
     self._transfer = [
       link.Seconds(memory.Input(*span)) / model_costs.TICK if k > 1 else 0.0
       for link, span in zip(links, ranges[1:], strict=True)
     ]
     self._latency = [link.latency / model_costs.TICK if k > 1 else 0.0 for link in links]
-    # A gradient comes back where a stage before is trained.
-    self._ways = [1 + any(costs.trained[:start]) for start, _ in ranges[1:]]
-    # From replica to replica.
+    # Over each boundary: the activation, and the gradient if an earlier stage is trained.
+    self._num_transfers = [1 + any(costs.trained[:start]) for start, _ in ranges[1:]]
+    # Transfers between replicas.
     self._all_reduce, self.after = [0.0] * len(ends), 0.0
     self._is_first_trained = any(costs.trained[: ends[0]])
     self.update = [0.0] * k
-    weights_back = [0.0] * k
+    send_weights = [0.0] * k
     for s, (start, end) in enumerate(ranges):
       num_bytes = sum(w.trained_bytes for w in costs.weights[start:end])
-      there, back = ReduceSeconds(devices, choice, num_bytes)
-      self._all_reduce[s] = there / model_costs.TICK
-      weights_back[s % k] += back / model_costs.TICK
+      reduce_seconds, send_seconds = ReduceSeconds(devices, choice, num_bytes)
+      self._all_reduce[s] = reduce_seconds / model_costs.TICK
+      send_weights[s % k] += send_seconds / model_costs.TICK
       seconds = costs.UpdateSeconds(start, end, choice.num_shards, devices)
       self.update[s % k] += slowdown * seconds / model_costs.TICK
-    self.after = max(weights_back)
-    # Of one micro-batch.
-    forward, inputs, weights, again = (slowed[name] for name in _PARTS)
+    self.after = max(send_weights)
+    # The work for one micro-batch.
+    forward, inputs, weights, recompute = (slowed[name] for name in _PARTS)
     if not choice.recomputes:
-      again = [0] * len(ends)
+      recompute = [0] * len(ends)
     if choice.schedule in plan_choice.FUSED:
-      again = [*again[:-1], 0]
-    self.again = again
-    self.stages = [sum(x) for x in zip(forward, inputs, weights, again, strict=True)]
-    self._waited_for = self.stages
+      recompute = [*recompute[:-1], 0]
+    self.recompute = recompute
+    self.stages = [sum(x) for x in zip(forward, inputs, weights, recompute, strict=True)]
+    # The part that the next stage waits for: with a split backward, without W.
+    self._critical = self.stages
     if choice.schedule == 'zb_h1':
-      self._waited_for = [sum(x) for x in zip(forward, inputs, again, strict=True)]
+      self._critical = [sum(x) for x in zip(forward, inputs, recompute, strict=True)]
 
   def Costs(self, with_links: bool = True) -> simulator.Costs:
-    """What the simulator takes."""
+    """Returns the costs for the simulator."""
     if not with_links:
       return dataclasses.replace(self._costs, update=self.update)
     return dataclasses.replace(
@@ -89,19 +90,19 @@ class Times:
     )
 
   def Bound(self) -> float:
-    """What a step takes at the least; see `plan_bound.OfStep`."""
+    """Returns a lower bound of the time of a step with this cut; see `plan_bound.BoundStep`."""
     k, m = self._choice.num_devices, self._choice.num_micro_batches
     bound = m * max(self._transfer, default=0.0)
     before = 0.0
     for d in range(k):
       bound = max(bound, before + m * sum(self.stages[d::k]))
-      before += self._waited_for[d]
+      before += self._critical[d]
       if d + 1 < k:
-        before += self._ways[d] * (self._transfer[d] + self._latency[d])
+        before += self._num_transfers[d] * (self._transfer[d] + self._latency[d])
     if self._choice.remat_policy == 'except_last':
-      bound -= sum(self.again)
+      bound -= sum(self.recompute)
     if self._is_first_trained:
-      # Both end with the first stage.
+      # The first stage ends last, and its gradients are added after that.
       bound += self._all_reduce[0]
     return bound + max(self.update) + self.after
 
@@ -109,11 +110,11 @@ class Times:
 def ReduceSeconds(
   devices: device_description.Devices, choice: Choice, num_bytes: float
 ) -> tuple[float, float]:
-  """(seconds of adding gradients over the replicas, of sending weights back) of one stage.
+  """Returns the seconds of adding a stage's gradients over the replicas, and of sending weights.
 
-  A collective sum is optimal in bytes, 2 (R-1)/R of them, and takes 2 log2 R messages one after the
-  other. Where slots are shared out, gradients go to their owners and weights come back, (R-1)/R of
-  the bytes each. On CPUs, each replica gets the gradients of all others.
+  A collective sum sends the least possible bytes, 2 (R-1)/R of the gradients', in 2 log2 R
+  consecutive messages. With sharded slots, gradients are sent to their owners and weights back,
+  (R-1)/R of the bytes each. On CPUs ('send'), each replica receives the gradients of all others.
   """
   r = choice.num_replicas
   if r == 1 or not num_bytes:

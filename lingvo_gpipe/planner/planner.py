@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds how to run a model on given devices: what fits into memory and is predicted the quickest.
+"""Finds the fastest way to run a model on given devices that fits into their memory.
 
-A step takes as long as the simulator says with the transfers between stages, the sum of gradients
-over the replicas (which begins when a stage's backward ends), and the update, which waits for all
-gradients. Memory is what `stage_memory` predicts. The search is best first: a choice is known by a
-lower bound of its time without a cut, then by one with its own best cut, at last by a simulation;
-the plan that is found is the quickest of all choices.
+The time of a step is the simulator's, with transfers between stages, the sum of gradients over the
+replicas (which begins when a stage's backward ends), and the update, which waits for all gradients.
+Memory is the prediction of `stage_memory`.
+
+The search is best-first. A priority queue orders the choices by a lower bound of their time, which
+becomes tighter and more expensive in three stages:
+
+    bound for any cut  ->  bound with the choice's best cut, if that fits  ->  simulation
+
+A choice is simulated only if its bound is below the best simulated time, so the result is the
+fastest of all choices.
 """
 
 from __future__ import annotations
@@ -28,23 +34,23 @@ from lingvo_gpipe.planner import (
 
 Choice = plan_choice.Choice
 
-# Cuts within memory are looked for where a model has at most so many layers times stages.
+# Cuts that fit into memory are searched for up to this number of layers times stages.
 _MAX_ROOMS = 20_000
 
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-  """What is predicted of a choice; times in seconds.
+  """The prediction for a choice; times in seconds.
 
   Attributes:
     choice: the choice.
     ends: its cut: for each stage the index after its last layer.
     memory: bytes of each device of a replica.
-    seconds: of a step.
-    work: the mean time that a device computes, recomputation included.
-    bubble: what a step takes longer than that on devices without links.
-    communication: what links make it longer.
-    update: of the weights.
+    seconds: time of a step, the sum of the next four.
+    work: mean time in which a device computes, including recomputation.
+    bubble: additional time in which devices wait for each other, without transfers.
+    communication: additional time because of transfers.
+    update: time of the update.
   """
 
   choice: Choice
@@ -58,18 +64,18 @@ class Prediction:
 
   @property
   def peak_bytes(self) -> float:
-    """Of the device that needs most."""
+    """The memory of the device that needs the most."""
     return max(self.memory)
 
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-  """What came of the choices with R replicas of K devices.
+  """The best choice with R replicas of K devices, without a simulation.
 
   Attributes:
-    best: the one of the least bound that fits; None where none does.
-    bound: what that takes at the least, in seconds.
-    least_bytes: what the device that needs most needs at the least, among what was looked at.
+    best: the choice with the least bound that fits into memory; None if no choice fits.
+    bound: the lower bound of its time, in seconds.
+    least_bytes: the least `peak_bytes` of the choices that were cut.
   """
 
   best: Choice | None
@@ -79,15 +85,15 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-  """What a search found.
+  """The result of a search.
 
   Attributes:
-    best: the quickest plan that fits; None where none does.
-    rows: the best plan of the best grids, the quickest first.
-    cells: {(R, K): what came of it}.
-    least_bytes: the least memory of the device that needs most, over all choices looked at.
-    num_choices: how many there were.
-    num_simulated: how many were simulated.
+    best: the fastest plan that fits into memory; None if no choice fits.
+    rows: a good plan for each of the best grids, the fastest first.
+    cells: {(R, K): its cell}.
+    least_bytes: the least `peak_bytes` of the choices that were cut.
+    num_choices: number of choices in the space.
+    num_simulated: number of simulated choices.
   """
 
   best: Prediction | None
@@ -99,7 +105,7 @@ class Result:
 
 
 class Planner:
-  """Predicts and compares choices for one model, one kind of devices and one mini-batch."""
+  """Predicts and compares choices for one model, kind of devices and mini-batch size."""
 
   def __init__(
     self,
@@ -108,16 +114,16 @@ class Planner:
     global_batch: int,
     space: plan_choice.Space | None = None,
   ) -> None:
-    """Nothing is searched yet.
+    """Initialises the planner; `Search` and `Predict` do the work.
 
     Args:
-      costs: of the model.
-      devices: what it is to run on.
-      global_batch: examples of a mini-batch, over all replicas.
-      space: what is looked at.
+      costs: the model's costs.
+      devices: the devices to run on.
+      global_batch: number of examples in a mini-batch, over all replicas.
+      space: the choices to search; None: the default space.
 
     Raises:
-      ValueError: no examples, or a space without choices.
+      ValueError: global_batch is less than 1.
     """
     if global_batch < 1:
       raise ValueError(f'global_batch: expected at least 1, got {global_batch}')
@@ -133,25 +139,29 @@ class Planner:
     self._simulated: dict[Choice, float] = {}
 
   def Search(self, num_rows: int = 12) -> Result:
-    """The quickest plan, and for comparison a good one of each of the best grids.
+    """Returns the fastest plan and, for comparison, a good plan for each of the best grids.
 
     Args:
-      num_rows: how many grids are simulated.
+      num_rows: number of grids to simulate.
+
+    Raises:
+      ValueError: the space has no choices.
     """
     num_layers = self.costs.num_layers
     grids = plan_choice.Grids(self.space, num_layers, self.devices.num_devices, self.global_batch)
-    every = {
+    choices_by_grid = {
       grid: list(plan_choice.Choices(self.space, num_layers, grid, self.global_batch))
       for grid in grids
     }
-    num_choices = sum(map(len, every.values()))
+    num_choices = sum(map(len, choices_by_grid.values()))
     if not num_choices:
       raise ValueError(
-        'there is nothing to choose from: no numbers of replicas, devices and stages fit '
-        f'{self.devices.num_devices} devices, {num_layers} layers and {self.global_batch} examples'
+        'there is nothing to choose from: no numbers of replicas, devices and stages are possible '
+        f'with {self.devices.num_devices} devices, {num_layers} layers and {self.global_batch} '
+        'examples'
       )
-    cells = {grid: self._Cell(choices) for grid, choices in every.items()}
-    best = self._Quickest([c for choices in every.values() for c in choices])
+    cells = {grid: self._MakeCell(choices) for grid, choices in choices_by_grid.items()}
+    best = self._FindFastest([c for choices in choices_by_grid.values() for c in choices])
     grids = sorted((g for g in grids if cells[g].best), key=lambda g: cells[g].bound)[:num_rows]
     rows = [] if best is None else [best]
     for grid in grids:
@@ -169,50 +179,51 @@ class Planner:
     )
 
   def Predict(self, choice: Choice) -> Prediction:
-    """The prediction of a choice, whether it fits or not."""
+    """Returns the prediction for a choice, whether it fits into memory or not."""
     fitted = self._Fit(choice)
-    seconds = self._Simulated(choice)
-    alone = self._Seconds(fitted, with_links=False)
+    seconds = self._SimulateOnce(choice)
+    without_links = self._Seconds(fitted, with_links=False)
     update = max(fitted.times.update) * model_costs.TICK
     work = sum(fitted.times.stages) / choice.num_devices * choice.num_micro_batches
     work *= model_costs.TICK
     if choice.remat_policy == 'except_last':
-      again = sum(fitted.times.again) / choice.num_devices * model_costs.TICK
-      work -= again
+      # The last micro-batch is not recomputed.
+      work -= sum(fitted.times.recompute) / choice.num_devices * model_costs.TICK
     return Prediction(
       choice=choice,
       ends=tuple(fitted.ends),
       memory=fitted.memory,
       seconds=seconds,
       work=work,
-      bubble=max(alone - work - update, 0.0),
-      communication=max(seconds - alone, 0.0),
+      bubble=max(without_links - work - update, 0.0),
+      communication=max(seconds - without_links, 0.0),
       update=update,
     )
 
   def Neighbours(self, choice: Choice) -> list[Choice]:
-    """Choices that differ from this one in one thing, in all that the space has."""
-    near = plan_choice.Choices(self.space, self.costs.num_layers, choice.grid, self.global_batch)
+    """Returns the choices of the space that differ from this one in one respect."""
+    num_layers = self.costs.num_layers
+    candidates = plan_choice.Choices(self.space, num_layers, choice.grid, self.global_batch)
     fields = ('schedule', 'remat_policy', 'shard_slots')
 
     def Differences(other: Choice) -> int:
       changed = sum(getattr(other, f) != getattr(choice, f) for f in fields)
-      # Another number of stages a device is another schedule, and the other way round.
+      # Another schedule may require another number of stages per device: one difference.
       if other.schedule == choice.schedule:
         changed += other.stages_per_device != choice.stages_per_device
       ratio = other.num_micro_batches / choice.num_micro_batches
       return changed + (0 if ratio == 1 else 1 if 0.5 <= ratio <= 2 else 2)
 
-    return [other for other in near if Differences(other) == 1]
+    return [other for other in candidates if Differences(other) == 1]
 
   def Fits(self, prediction: Prediction) -> bool:
-    """Whether it needs no more memory than there is."""
+    """Whether the plan fits into the memory of the devices."""
     return prediction.peak_bytes <= self.devices.memory_bytes
 
-  # What is known of a choice, by and by.
+  # The search.
 
-  def _Cell(self, choices: Sequence[Choice]) -> Cell:
-    """The choice of the least bound with a cut; nothing is simulated."""
+  def _MakeCell(self, choices: Sequence[Choice]) -> Cell:
+    """Returns the cell with the choice of the least bound with a cut; simulates nothing."""
     least = math.inf
     queue = self._Queue(choices)
     while queue:
@@ -222,30 +233,30 @@ class Planner:
       fitted = self._Fit(choice)
       least = min(least, max(fitted.memory))
       if fitted.fits:
-        heapq.heappush(queue, (_Rounded(max(bound, fitted.bound)), rank, True, choice))
+        heapq.heappush(queue, (_Round(max(bound, fitted.bound)), rank, True, choice))
     return Cell(None, math.inf, least)
 
-  def _Quickest(self, choices: Iterable[Choice]) -> Prediction | None:
-    """The quickest that fits, by simulation where a bound does not tell."""
+  def _FindFastest(self, choices: Iterable[Choice]) -> Prediction | None:
+    """Returns the fastest choice that fits, or None; simulates it if the bound is not enough."""
     queue = self._Queue(choices)
     best: tuple[float, tuple[int, ...], Choice] | None = None
     while queue:
       bound, rank, is_cut, choice = heapq.heappop(queue)
-      # What is as good to a millionth is no reason for a less plain plan, nor to look at it.
+      # Ignore gains below one part in a million: prefer the simpler plan and skip its simulation.
       if best is not None and bound * model_costs.TICK >= best[0] * (1 - 1e-6):
         break
       if not is_cut:
         fitted = self._Fit(choice)
         if fitted.fits:
-          heapq.heappush(queue, (_Rounded(max(bound, fitted.bound)), rank, True, choice))
+          heapq.heappush(queue, (_Round(max(bound, fitted.bound)), rank, True, choice))
         continue
-      seconds = self._Simulated(choice)
+      seconds = self._SimulateOnce(choice)
       if best is None or seconds < best[0] * (1 - 1e-6):
         best = seconds, rank, choice
     return None if best is None else self.Predict(best[2])
 
   def _Queue(self, choices: Iterable[Choice]) -> list[tuple[float, tuple[int, ...], bool, Choice]]:
-    queue = [(_Rounded(self._Bound(c)), plan_choice.Complexity(c), False, c) for c in choices]
+    queue = [(_Round(self._Bound(c)), plan_choice.Complexity(c), False, c) for c in choices]
     heapq.heapify(queue)
     return queue
 
@@ -255,12 +266,12 @@ class Planner:
     return self._totals[size]
 
   def _Bound(self, choice: Choice) -> float:
-    """What a step takes at the least, whatever the cut; in ticks."""
+    """Returns a lower bound of a step's time with any cut, in ticks."""
     totals = self._Work(choice.micro_batch_size)
-    return plan_bound.OfStep(choice, totals) * self.devices.Slowdown(math.prod(choice.grid))
+    return plan_bound.BoundStep(choice, totals) * self.devices.Slowdown(math.prod(choice.grid))
 
   def _Fit(self, choice: Choice) -> _Fitted:
-    """The choice's best cut, if possible one that fits into memory."""
+    """Returns the choice with its best cut, or with the best cut that fits into memory."""
     if choice not in self._fitted:
       memory = self._Memory(choice)
       ends = self._Cut(choice)
@@ -279,20 +290,20 @@ class Planner:
     return self._fitted[choice]
 
   def _MayFit(self, choice: Choice, needs: Sequence[float]) -> bool:
-    """Whether it is worth while to look for another cut that fits: not for want of all memory.
+    """Whether to search for another cut that fits into memory.
 
-    That is quick where later stages hold no more than earlier ones; else it takes seconds.
+    False if even the memory of all devices together is too small, and if the search is slow: it is
+    fast only if later stages hold no more micro-batches than earlier stages.
     """
-    is_quick = choice.stages_per_device == 1 and choice.schedule != 'zb_h1'
+    is_fast = choice.stages_per_device == 1 and choice.schedule != 'zb_h1'
     is_small = self.costs.num_layers * choice.num_stages <= _MAX_ROOMS
-    if choice.num_stages == 1 or not (is_quick and is_small):
+    if choice.num_stages == 1 or not (is_fast and is_small):
       return False
     return sum(needs) <= self.devices.memory_bytes * choice.num_devices
 
   def _StageCosts(self, choice: Choice) -> list[partitioner.StageCosts]:
-    """What layers cost in each stage for one micro-batch; except_last counts as stage."""
-    again = int(choice.recomputes)
-    counts = [again] * choice.num_stages
+    """Returns layers' costs in each stage for one micro-batch; except_last counts as stage."""
+    counts = [int(choice.recomputes)] * choice.num_stages
     if choice.schedule in plan_choice.FUSED:
       counts[-1] = 0
     return stage_work.CountedCutCosts(self._Work(choice.micro_batch_size).work, 1, counts)
@@ -302,12 +313,12 @@ class Planner:
     key = (choice.micro_batch_size, choice.num_stages, choice.recomputes, fused)
     if key not in self._cuts:
       ends = partitioner.PartitionStages(self._StageCosts(choice))
-      assert ends is not None, 'Without rooms there is a cut.'
+      assert ends is not None, 'Without rooms there is always a cut.'
       self._cuts[key] = ends
     return self._cuts[key]
 
   def _Memory(self, choice: Choice) -> stage_memory.StageMemory:
-    # Only whose stages are on which device matters here.
+    # Any number of micro-batches: only the devices of the stages matter here.
     schedule = plan_schedules.Get(choice, choice.num_devices)
     key = (choice.micro_batch_size, choice.num_shards)
     if key not in self._bytes:
@@ -317,7 +328,7 @@ class Planner:
       schedule,
       choice.remat_policy,
       self._first,
-      held=plan_schedules.Held(choice),
+      held=plan_schedules.HeldAtPeaks(choice),
     )
 
   def _DeviceBytes(
@@ -330,13 +341,13 @@ class Planner:
       )
     return needs
 
-  def _Simulated(self, choice: Choice) -> float:
+  def _SimulateOnce(self, choice: Choice) -> float:
     if choice not in self._simulated:
       self._simulated[choice] = self._Seconds(self._Fit(choice))
     return self._simulated[choice]
 
   def _Seconds(self, fitted: _Fitted, with_links: bool = True) -> float:
-    """A step's seconds by the simulator; that of a long schedule from two shorter ones."""
+    """Returns the simulated seconds of a step, extrapolated for a long schedule."""
     choice, times = fitted.choice, fitted.times
     costs = times.Costs(with_links)
     trained = [any(self.costs.trained[a:b]) for a, b in partitioner.StageRanges(fitted.ends)]
@@ -351,7 +362,7 @@ class Planner:
       ).makespan
 
     m = choice.num_micro_batches
-    short, more = plan_schedules.Part(choice)
+    short, more = plan_schedules.Prefix(choice)
     if short == m:
       ticks = Makespan(m)
     else:
@@ -362,7 +373,7 @@ class Planner:
 
 @dataclasses.dataclass(frozen=True)
 class _Fitted:
-  """A choice with its cut, and what each device needs."""
+  """A choice with its cut, and the memory of each device."""
 
   choice: Choice
   ends: list[int]
@@ -372,15 +383,15 @@ class _Fitted:
 
   @functools.cached_property
   def times(self) -> plan_times.Times:
-    """How long everything takes; of what does not fit nobody asks."""
+    """Times of stages, transfers and updates; computed only for choices that fit into memory."""
     return self.make_times()
 
   @functools.cached_property
   def bound(self) -> float:
-    """The least time of a step in ticks."""
+    """A lower bound of a step's time with this cut, in ticks."""
     return self.times.Bound()
 
 
-def _Rounded(bound: float) -> float:
-  """So that what is equal but for rounding comes in order of complexity."""
+def _Round(bound: float) -> float:
+  """Rounds a bound, so that ties are broken by complexity and not by float noise."""
   return float(f'{bound:.9g}')

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Descriptions of devices: what is read, what is refused by name, and which link lies between."""
+"""Descriptions of devices: parsing, errors, and the links between devices."""
 
 import json
 import pathlib
@@ -25,13 +25,13 @@ def _Read(**changes):
   return device_description.FromMapping({k: v for k, v in values.items() if v is not None})
 
 
-def testReadsWhatItWrites():
+def testMappingsReadBack():
   devices = _Read(name='x', memory_bandwidth=1e12)
   text = json.dumps(device_description.ToMapping(devices))
   assert device_description.FromMapping(json.loads(text)) == devices
 
 
-def testDevicesOfAHostSlowEachOtherDown():
+def testSlowdownOfDevicesOfOneHost():
   devices = _Read(slowdown=1.6)
   assert [devices.Slowdown(n) for n in (1, 2, 4, 16)] == pytest.approx([1, 1.2, 1.6, 1.6])
   assert _Read(slowdown=1.6, devices_per_host=1).Slowdown(4) == 1
@@ -46,7 +46,7 @@ def testOneHostNeedsNoLinkBetweenHosts():
 @pytest.mark.parametrize(
   'changes, words',
   [
-    ({'num_devices': 0}, ['num_devices', 'at least 1']),
+    ({'num_devices': 0}, ['num_devices', 'an integer >= 1']),
     ({'num_devices': 2.5}, ['num_devices', '2.5']),
     ({'num_devices': True}, ['num_devices']),
     ({'memory_bytes': None}, ['memory_bytes is missing']),
@@ -60,27 +60,27 @@ def testOneHostNeedsNoLinkBetweenHosts():
     ({'within_host': {'bandwidth': 1, 'delay': 1}}, ["within_host: unknown key 'delay'"]),
     ({'between_hosts': None}, ['between_hosts is missing', '16 devices']),
     ({'all_reduce': 'ring'}, ['all_reduce', 'collective', 'ring']),
-    ({'slowdown': 0.5}, ['slowdown', 'at least 1', '0.5']),
+    ({'slowdown': 0.5}, ['slowdown', '>= 1', '0.5']),
     ({'slowdown': '2x'}, ['slowdown', '2x']),
     ({'name': 3}, ['name', '3']),
   ],
 )
-def testWhatIsWrongIsNamed(changes, words):
+def testErrorsNameTheKeyAndTheValue(changes, words):
   with pytest.raises(ValueError) as e:
     _Read(**changes)
   for word in ['devices: ', *words]:
     assert word in str(e.value)
 
 
-def testNoMapping():
+def testOtherValuesAreRefused():
   with pytest.raises(ValueError, match='d.json: expected a mapping'):
     device_description.FromMapping([1], 'd.json')
 
 
-def testTheSlowestLinkOfAnyReplicaCounts():
+def testABoundaryIsTheSlowestLinkOfAnyReplica():
   devices = _Read()
   assert devices.LinkBetween(0, 3) == _FAST and devices.LinkBetween(3, 4) == _SLOW
-  # Replicas of two and of four devices lie within hosts, those of three do not.
+  # Replicas of two or four devices are within hosts, replicas of three are not.
   assert devices.Boundary(8, 2, 0, 1) == _FAST
   assert devices.Boundary(1, 3, 1, 2) == _FAST
   assert devices.Boundary(5, 3, 0, 1) == _SLOW
@@ -88,13 +88,13 @@ def testTheSlowestLinkOfAnyReplicaCounts():
   assert devices.Boundary(2, 8, 3, 4) == _SLOW
 
 
-def testReplicasInOneHostMeetThere():
+def testReplicasInOneHostUseItsLinks():
   devices = _Read()
   assert devices.Ring(4, 1) == devices.Ring(2, 2) == _FAST
   assert devices.Ring(5, 1) == devices.Ring(2, 3) == devices.Ring(4, 4) == _SLOW
 
 
-def testTheFilesOfToolsAreDescriptions():
+def testTheFilesInToolsAreValid():
   paths = sorted((pathlib.Path(__file__).parents[2] / 'tools' / 'devices').glob('*.json'))
   assert paths
   for path in paths:

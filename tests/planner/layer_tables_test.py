@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a planner gets to know of a model: the loss is measured with the last layer."""
+"""Costs of layers for the planner; the loss is measured with the last layer."""
 
 import sys
 
@@ -42,13 +42,13 @@ def _Update(device, trained, accumulators):
 
 def _Collect(**measuring):
   values = {'devices': [''], 'loss_fn': _Loss, 'side_specs': _Side, 'update': _Update}
-  found = layer_tables.Measuring(**{**values, **measuring})
+  options = layer_tables.Measuring(**{**values, **measuring})
   return layer_tables.Collect(
-    _Layers(), _Specs, [2, 4], layer_costs.Weights(), xla=False, measuring=found
+    _Layers(), _Specs, [2, 4], layer_costs.Weights(), xla=False, measuring=options
   )
 
 
-def testNothingRunsUnlessItIsToBeMeasured(monkeypatch):
+def testNothingRunsWithoutMeasuring(monkeypatch):
   monkeypatch.setattr(layer_profile, '_MeasureCopy', None)
   costs = layer_tables.Collect(_Layers(), _Specs, [2, 4], layer_costs.Weights())
   assert [s.seconds for row in costs.samples.values() for s in row] == [None] * 6
@@ -68,14 +68,14 @@ def testTheLossIsMeasuredWithTheLastLayer(monkeypatch):
     assert [s.seconds for s in row] == [(1, 2), (1, 2), (1 + 10 * size, 2 + 20 * size)]
 
 
-def testALossRunsAsItDoesInAStage():
+def testTheLossRunsAsInAStage():
   costs = _Collect()
   for row in costs.samples.values():
     assert all(forward > 0 and backward >= 0 for forward, backward in (s.seconds for s in row))
   assert all(w.update_seconds >= 0 for w in costs.weights)
 
 
-def testWhatTakesLongestTellsTheSlowdown(monkeypatch):
+def testTheSlowestKindOfLayerDeterminesTheSlowdown(monkeypatch):
   monkeypatch.setattr(layer_profile, 'MeasureSlowdown', lambda call, *_, **__: call.layer.path)
 
   def Slowdown(seconds, devices):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The planner: it finds the quickest plan that fits, as looking at every one of them does."""
+"""The planner finds the fastest plan that fits, as an exhaustive search does."""
 
 import dataclasses
 import math
@@ -37,13 +37,13 @@ def _Devices(num_devices=4, **changes):
 
 
 def _Even(num_layers=8, **changes):
-  """Equal layers; an example takes 1 ms forward in each."""
+  """Returns equal layers; each takes 1 ms for the forward of an example."""
   sample = dataclasses.replace(_SAMPLE, **changes)
   return model_costs.ModelCosts([_LAYER] * num_layers, {1: [sample] * num_layers})
 
 
 def _RandomCosts(rng, num_layers):
-  """Unequal layers, some of them not trained, one skip connection."""
+  """Returns unequal layers, some of them not trained, with one skip connection."""
   weights, samples = [], []
   for i in range(num_layers):
     num_bytes = rng.randrange(1, 9) * 1000
@@ -83,7 +83,7 @@ _SPACE = plan_choice.Space(
 
 
 @pytest.mark.parametrize('seed', range(8))
-def testFindsWhatLookingAtEveryChoiceFinds(seed):
+def testFindsThePlanOfAnExhaustiveSearch(seed):
   rng = random.Random(seed)
   costs, devices = _RandomCosts(rng, 6), _RandomDevices(rng)
   batch = rng.choice([1, 4, 6])
@@ -104,7 +104,7 @@ def testFindsWhatLookingAtEveryChoiceFinds(seed):
   assert result.best.seconds == pytest.approx(least, rel=2e-6)
   assert result.rows[0] == result.best and result.num_simulated < len(every)
   for p in every:
-    # A bound is not above what is simulated; the parts are those of the whole.
+    # A bound is not above the simulated time, and the parts add up to it.
     assert result.cells[p.choice.grid].bound <= p.seconds * (1 + 1e-9) or p not in fitting
     assert p.work + p.bubble + p.communication + p.update == pytest.approx(p.seconds)
 
@@ -130,7 +130,7 @@ def testMoreOfAnythingIsNeverSlower(seed):
 
 @pytest.mark.parametrize('schedule', [*_SPACE.schedules])
 @pytest.mark.parametrize('policy', plan_choice.POLICIES)
-def testALongScheduleIsPredictedFromAPartOfIt(schedule, policy, monkeypatch):
+def testLongSchedulesAreExtrapolated(schedule, policy, monkeypatch):
   v = 2 if schedule in plan_choice.LOOPED else 1
   costs = _RandomCosts(random.Random(5), 6)
   devices = _Devices(3, memory_bandwidth=1e12)
@@ -139,49 +139,49 @@ def testALongScheduleIsPredictedFromAPartOfIt(schedule, policy, monkeypatch):
   for limit in (0, 10**9):
     monkeypatch.setattr(plan_schedules, '_MAX_ACTIONS', limit)
     predictions.append(planner.Planner(costs, devices, 48).Predict(choice))
-  part, whole = predictions
-  assert part.memory == whole.memory
-  assert part.seconds == pytest.approx(whole.seconds, rel=0.01)
-  assert part.seconds == pytest.approx(whole.seconds, rel=1e-9) or schedule not in (
+  extrapolated, whole = predictions
+  assert extrapolated.memory == whole.memory
+  assert extrapolated.seconds == pytest.approx(whole.seconds, rel=0.01)
+  assert extrapolated.seconds == pytest.approx(whole.seconds, rel=1e-9) or schedule not in (
     'gpipe', 'fused_fill_drain',
   )  # fmt: skip
 
 
-def testMemoryIsThatOfStageMemory():
+def testMemoryIsThePredictionOfStageMemory():
   costs, choice = _Even(), plan_choice.Choice(1, 4, 1, 8, 1, '1f1b', 'stage')
   prediction = planner.Planner(costs, _Devices(), 8).Predict(choice)
   state = 2 * 4 * 4000  # Two layers: weight, gradient, two slots.
-  # K - k stage inputs, and within B the inside of the stage.
+  # K - k stage inputs and, within B, the inner activations of the stage.
   expected = [state + held * 1000 + 1000 + 2 * 5000 for held in (4, 3, 2, 1)]
   assert prediction.ends == (2, 4, 6, 8) and list(prediction.memory) == expected
   by_hand = stage_memory.StageMemory(costs.Bytes(1), schedules.Get('1f1b', 4, 8), 'stage')
   assert prediction.memory[0] == by_hand.State(0, 2) + by_hand.Activations(0, 0, 2)
 
 
-# What one would choose.
+# Choices that are obvious to people.
 
 
-def testAModelThatFitsIsReplicatedWhereLinksAreFree():
+def testAModelThatFitsIsReplicatedIfLinksAreFast():
   best = planner.Planner(_Even(), _Devices(), 4).Search().best
   assert best.choice.grid == (4, 1) and best.choice.remat_policy == 'none'
-  # An example on each device; 8 layers of 3 ms, the first one without the gradient of its input.
+  # One example per device; 8 layers of 3 ms, but the first layer has no gradient of its input.
   assert best.seconds == pytest.approx(23e-3, rel=3e-3)
 
 
 def testAModelThatDoesNotFitIsCut():
-  # Of 128 kB of state there is room for 40.
+  # 40 of 128 kB of state fit into a device.
   best = planner.Planner(_Even(), _Devices(memory_bytes=4e4 + 9e3), 8).Search().best
   assert best.choice.grid == (1, 4)
 
 
-def testSlotsAreSharedWhereThatMakesRoom():
+def testSlotsAreShardedIfThatSavesEnoughMemory():
   devices = _Devices(2, memory_bytes=8 * 3 * 4000 + 8 * 6000)
   best = planner.Planner(_Even(), devices, 8, plan_choice.Space(num_devices=[1])).Search().best
   assert best.choice.grid == (2, 1) and best.choice.shard_slots
 
 
 @pytest.mark.parametrize('seed', range(20))
-def testSharedSlotsOfWholeWeightsAreNotMoreThanPredicted(seed):
+def testShardedSlotsOfWholeWeightsAreAtMostThePrediction(seed):
   rng = random.Random(seed)
   sizes = [rng.choice([40, 400, rng.randrange(9000)]) for _ in range(6)]
   layers = [model_costs.LayerWeights(n, n, n) for n in sizes]
@@ -192,11 +192,11 @@ def testSharedSlotsOfWholeWeightsAreNotMoreThanPredicted(seed):
     for size in sizes:  # Any order, as with several stages on a device.
       owned[owned.index(min(owned))] += size
     state = memory.State(0, 6)
-    # 6: roundings.
+    # 6 for rounding.
     assert 2 * sum(sizes) + 2 * max(owned) <= state + 6 <= 4 * sum(sizes) + 12
 
 
-def testNoGradientGoesBackToFrozenStages():
+def testGradientsAreNotSentToFrozenStages():
   frozen = dataclasses.replace(_LAYER, gradient_bytes=0, trained_bytes=0)
   costs = model_costs.ModelCosts([frozen] * 2 + [_LAYER] * 2, {1: [_SAMPLE] * 4})
   slow = _Devices(2, within_host={'bandwidth': 1e9, 'latency': 0.1})
@@ -206,17 +206,17 @@ def testNoGradientGoesBackToFrozenStages():
   assert result.cells[1, 2].bound <= result.best.seconds * (1 + 1e-9)
 
 
-def testSlowLinksBetweenHostsAreForGradientsAlone():
+def testSlowLinksBetweenHostsOnlyCarryGradients():
   space = plan_choice.Space(schedules=['1f1b'], stages_per_device=[1], num_replicas=[1, 2, 8])
   fast = planner.Planner(_Even(), _Devices(8), 16, space).Search().best
   assert fast.choice.grid == (8, 1)
   slow = _Devices(8, between_hosts={'bandwidth': 5e5})
   best = planner.Planner(_Even(), slow, 16, space).Search().best
-  # Less of them for each device, and no activation goes that way.
+  # Each device has fewer gradients to send, and no activation crosses hosts.
   assert best.choice.grid == (2, 4)
 
 
-def testRecomputationIsChosenForMemoryAlone():
+def testRecomputationIsOnlyChosenToSaveMemory():
   plenty = planner.Planner(_Even(), _Devices(1), 16).Search().best
   assert plenty.choice.remat_policy == 'none'
   little = planner.Planner(_Even(), _Devices(1, memory_bytes=1.3e5 + 4.9e4), 16)
@@ -229,7 +229,7 @@ def testNothingFits():
   assert all(cell.best is None for cell in result.cells.values())
 
 
-def testNeighboursDifferInOneThing():
+def testNeighboursDifferInOneRespect():
   plans = planner.Planner(_Even(), _Devices(), 16)
   choice = plan_choice.Choice(2, 2, 1, 4, 2, '1f1b', 'stage')
   near = plans.Neighbours(choice)
@@ -242,8 +242,8 @@ def testGradientsOverReplicas():
   devices = _Devices(16, within_host={'bandwidth': 1e3}, between_hosts={'bandwidth': 10})
 
   def Seconds(r, k=1, **changes):
-    how = {'shard_slots': False, **changes}
-    choice = plan_choice.Choice(r, k, 1, 1, 1, 'gpipe', 'none', **how)
+    options = {'shard_slots': False, **changes}
+    choice = plan_choice.Choice(r, k, 1, 1, 1, 'gpipe', 'none', **options)
     return plan_times.ReduceSeconds(devices, choice, 1000)
 
   assert Seconds(1) == (0, 0)
@@ -255,32 +255,32 @@ def testGradientsOverReplicas():
 
 
 @pytest.mark.parametrize('batch', [1, 2, 7, 12, 64])
-def testMicroBatchesHoldTheBatch(batch):
+def testMicroBatchesCoverTheBatch(batch):
   pairs = plan_choice.MicroBatches(batch)
   assert (1, batch) in pairs and (batch, 1) in pairs
   for m, size in pairs:
     assert (size - 1) * m < batch <= size * m and m <= batch
 
 
-def testCostsAreStraightLines():
+def testCostsAreLinearInTheSize():
   rows = {b: [dataclasses.replace(_SAMPLE, flops=10 + 2 * b, skips_in={'a': b})] for b in (1, 4)}
   costs = model_costs.ModelCosts([_LAYER], rows)
   for b in (1, 2, 4, 9):
     assert costs.At(b)[0].flops == pytest.approx(10 + 2 * b)
     assert costs.At(b)[0].skips_in == {'a': pytest.approx(b)}
-  one = model_costs.ModelCosts([_LAYER], {2: [_SAMPLE]})
-  assert one.At(6)[0].inner == pytest.approx(3 * _SAMPLE.inner)
+  proportional = model_costs.ModelCosts([_LAYER], {2: [_SAMPLE]})
+  assert proportional.At(6)[0].inner == pytest.approx(3 * _SAMPLE.inner)
 
 
-def testMeasuredSecondsGoBeforeFlops():
+def testMeasuredSecondsReplaceFlops():
   rows = {1: [dataclasses.replace(_SAMPLE, seconds=(1e-6, 3e-6))] * 2}
   first, second = model_costs.ModelCosts([_LAYER] * 2, rows).Work(2, _Devices())
-  # Two examples; the first layer has no gradient of its input to compute.
+  # Two examples; the first layer does not compute the gradient of its input.
   assert (first.forward, first.input_gradient, first.weight_gradient) == (2e6, 0, 6e6)
   assert (second.forward, second.input_gradient, second.weight_gradient) == (2e6, 3e6, 3e6)
 
 
-def testWhereDevicesSlowEachOtherDownFewerAreTaken():
+def testFewerDevicesIfTheySlowEachOtherDown():
   space = plan_choice.Space(num_devices=[1])
   free, shared = (
     planner.Planner(_Even(), _Devices(4, slowdown=s), 4, space).Search().best for s in (1, 4.5)
@@ -291,17 +291,17 @@ def testWhereDevicesSlowEachOtherDownFewerAreTaken():
   assert all_four.work == pytest.approx(4.5 * free.work)
 
 
-def testAMeasuredUpdateGoesBeforeBytes():
+def testAMeasuredUpdateReplacesBytes():
   layers = [dataclasses.replace(_LAYER, update_seconds=s) for s in (None, 0.25, 0.5)]
   costs = model_costs.ModelCosts(layers, {1: [_SAMPLE] * 3})
   devices = _Devices(memory_bandwidth=1e6)
-  # Weight, gradient and two slots of 4000 bytes, of which the gradient is only read.
+  # Weight, gradient and two slots of 4000 bytes are read and written.
   of_bytes = 8 * 4000 / 1e6
   assert costs.UpdateSeconds(0, 3, 1, devices) == pytest.approx(of_bytes + 0.75)
   assert costs.UpdateSeconds(1, 3, 3, devices) == pytest.approx(0.25)
 
 
-def testMemoryMayBeWhatALayerWaitsFor():
+def testALayerMayBeLimitedByMemoryBandwidth():
   devices = _Devices(memory_bandwidth=1e6)
   first, second = _Even(2, flops=1.0).Work(1, devices)
   touched = 1000 + 1000 + 2 * 5000
