@@ -44,7 +44,7 @@ class Costs:
   """Times for one micro-batch, in any unit; a single number applies to all stages.
 
   Times left at None are derived from the others. By default only `forward` counts, and a backward
-  takes two forwards. Measured times should be given one by one.
+  takes two forwards. Set every field if times are measured.
 
   Attributes:
     forward: F of each stage.

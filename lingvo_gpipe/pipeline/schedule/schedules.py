@@ -4,15 +4,20 @@
 K devices, S stages, M micro-batches. A new schedule is one registered function, here or in any
 module that the program imports. This one runs one micro-batch after the other:
 
+    from lingvo_gpipe import schedules
+
+    Action, Kind = schedules.Action, schedules.Kind
+
     @schedules.Register('one_by_one')
     def OneByOne(num_stages, num_micro_batches, num_devices):
-      rows = []  # For each device its actions, in order. Here device k owns stage k.
+      rows = []  # For each device its actions, in order.
       for k in range(num_stages):
         row = []
         for m in range(num_micro_batches):
           row += [Action(k, Kind.FORWARD, m), Action(k, Kind.BACKWARD, m)]
         rows.append(row)
-      return Schedule('one_by_one', num_stages, num_micro_batches, rows, range(num_stages))
+      owners = range(num_stages)  # For each stage its device.
+      return schedules.Schedule('one_by_one', num_stages, num_micro_batches, rows, owners)
 
     print(schedules.Get('one_by_one', 2, 2).Picture())
 

@@ -364,9 +364,9 @@ def testANewScheduleIsOneRegisteredFunction(monkeypatch):
 
 def testTheExampleInTheDocstringRuns(monkeypatch, capsys):
   monkeypatch.setattr(schedules, '_GENERATORS', dict(schedules._GENERATORS))
-  example = schedules.__doc__[schedules.__doc__.index('    @') :]
+  example = schedules.__doc__[schedules.__doc__.index('    from ') :]
   example = textwrap.dedent(example[: example.index('\n\n`Get`')])
-  exec(example, {**vars(schedules), 'schedules': schedules})
+  exec(example, {})
   assert schedules.Get('one_by_one', 2, 2).ToText() == '0F0,0B0,0F1,0B1\n1F0,1B0,1F1,1B1\n'
   assert 'device 1  .  F0 B0' in capsys.readouterr().out
 
