@@ -237,12 +237,13 @@ class Planner:
     return Cell(None, math.inf, least)
 
   def _FindFastest(self, choices: Iterable[Choice]) -> Prediction | None:
-    """Returns the fastest choice that fits, or None; simulates it if the bound is not enough."""
+    """Returns the fastest choice that fits, or None if no choice fits."""
     queue = self._Queue(choices)
     best: tuple[float, tuple[int, ...], Choice] | None = None
     while queue:
       bound, rank, is_cut, choice = heapq.heappop(queue)
-      # Ignore gains below one part in a million: prefer the simpler plan and skip its simulation.
+      # All other bounds are greater. Ignore gains below one part in a million: prefer the simpler
+      # plan and skip its simulation.
       if best is not None and bound * model_costs.TICK >= best[0] * (1 - 1e-6):
         break
       if not is_cut:
@@ -256,6 +257,7 @@ class Planner:
     return None if best is None else self.Predict(best[2])
 
   def _Queue(self, choices: Iterable[Choice]) -> list[tuple[float, tuple[int, ...], bool, Choice]]:
+    """Returns a heap of (bound in ticks, complexity, whether it is the bound of a cut, choice)."""
     queue = [(_Round(self._Bound(c)), plan_choice.Complexity(c), False, c) for c in choices]
     heapq.heapify(queue)
     return queue
