@@ -270,7 +270,7 @@ def Run() -> None:
   """Entry point of the installed program."""
   binary.DefineFlags()
   supervised.DefineFlags()
-  flags.DEFINE_enum('mode', 'train', list(_MODES), 'What to do.')
+  flags.DEFINE_enum('mode', 'train', list(_MODES), 'The action of the program.')
   flags.DEFINE_enum(
     'job',
     'train',

@@ -32,10 +32,10 @@ class ReplicaUpdate:
     """Makes the slots.
 
     Args:
-      first: the learners whose state a checkpoint keeps; not built yet.
-      engine: with its accumulators.
+      first: the learners whose state checkpoints store; not built yet.
+      engine: the engine, with its accumulators.
       train: `task.train`.
-      shared: has the slots of weights that other tasks have, too; those have no other replicas.
+      shared: slots of weights that several tasks share; such tasks have one replica.
     """
     self._first = first
     self._engine = engine
@@ -60,21 +60,21 @@ class ReplicaUpdate:
       )
 
   def AfterRestore(self) -> None:
-    """To be called when the first replica's weights and the learners' variables were assigned."""
+    """Must be called after the weights of the first replica and learners were assigned."""
     self._engine.SyncReplicas()
     self._first.AfterRestore()
-    found = self._first.Variables()
+    restored = self._first.Variables()
     for other in self._others:
       for name, variable in other.Variables().items():
         with tf.device(variable.device):
-          variable.assign(tf.identity(found[name]))
+          variable.assign(tf.identity(restored[name]))
       other.AfterRestore()
 
   def BeginAtWeights(self) -> None:
-    """To be called when the first replica's weights were assigned, but no slots."""
+    """Must be called after the first replica's weights were assigned, but no slots."""
     self._engine.SyncReplicas()
-    for each in [self._first, *self._others]:
-      each.BeginAtWeights()
+    for learners in [self._first, *self._others]:
+      learners.BeginAtWeights()
 
   def Apply(
     self, step: tf.Tensor, loss_weight: tf.Tensor, state: layer_statistics.State
@@ -111,10 +111,10 @@ class ReplicaUpdate:
 def _SlotBytes(
   all_replicas: Sequence[replicas.Replica], built: multi_learner.MultiLearner
 ) -> list[int]:
-  """The bytes of the learners' variables on each replica's devices."""
-  found = []
+  """Returns the bytes of the learners' variables on each replica's devices."""
+  sizes = []
   for replica in all_replicas:
     devices = {v.device for v in replica.variables.values()}
-    own = [v for v in built.Variables().values() if v.device in devices]
-    found.append(sum(v.shape.num_elements() * v.dtype.size for v in own))
-  return found
+    variables = [v for v in built.Variables().values() if v.device in devices]
+    sizes.append(sum(v.shape.num_elements() * v.dtype.size for v in variables))
+  return sizes

@@ -149,7 +149,7 @@ class StepSummaries(callback.StepHook):
           self._writer.Text(step, key, summaries.Preformatted(text))
 
   def AfterStep(self, step: callback.Step) -> None:
-    """Writes what is due; `AtEnd` writes the scalars of the last step."""
+    """Writes due histograms and scalars; `AtEnd` writes the scalars of the last step."""
     self._unwritten.update(_NameValues(step))
     interval = self._train.histogram_interval_steps
     if interval and step.number % interval == 0:
