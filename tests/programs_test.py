@@ -71,7 +71,7 @@ def testTooManyBadStepsInARowEndTheTraining(tmp_path, capsys):
     f'step {last}: the loss or gradients of 2 steps in a row were not finite ({first} to {last};'
   )
   assert out.err.startswith(told)
-  assert re.search(r'In the last one the first value that is not .* of layer \S+\.stack', out.err)
+  assert re.search(r'In the last step the first value that is not .* of layer \S+\.stack', out.err)
   store = checkpointer.Checkpointer(str(tmp_path / 'train'))
   info = store.Latest()
   assert info.step == first == last - 1

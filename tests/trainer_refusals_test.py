@@ -200,9 +200,9 @@ def testStepsInARowThatAreNotFiniteEndTheRun(trainer, tmp_path):
   assert done.returncode == 1
   why, where = processes.Messages(done.stderr)
   assert re.match(
-    r'step 4: the loss or gradients of 2 steps in a row were not finite \(3 to 4; .*training stops'
-    r'; steps whose gradients .* left the weights as they were\. --check_numerics names the layer.*'
-    r'\. In the last one the batch is at fault: input of micro-batch 0: 3 NaN and 0 Inf .*targets',
+    r'step 4: the loss or gradients of 2 steps in a row were not finite \(3 to 4; .*training '
+    r'stops; updates with non-finite gradients were skipped\. .*--check_numerics to .*layer.*'
+    r'\. In the last step the batch is at fault: input of micro-batch 0: 3 NaN and 0 Inf .*targets',
     why,
   )
   assert where == 'training ended after step 4; the next call resumes from the checkpoint of step 3'

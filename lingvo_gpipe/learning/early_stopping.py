@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`EarlyStopping`: follows one metric of the evaluations; knows the best step and when to stop."""
+"""`EarlyStopping`: tracks an evaluation metric, its best step, and when training should stop."""
 
 from __future__ import annotations
 
@@ -11,49 +11,57 @@ from absl import logging
 
 from lingvo_gpipe.core import hyperparams
 
-# What a checkpoint keeps. Of another metric's history nothing can be said.
+# Fields saved in a checkpoint: the identity of the metric, and its history.
 _METRIC = ('jobname', 'metric', 'minimize')
 _HISTORY = ('best_step', 'best_value', 'gain_step', 'gain_value', 'num_without_gain')
 
 
 class EarlyStopping:
-  """The history of one metric, in a few numbers.
+  """Summarises the history of one metric and decides when training should stop.
 
-  The best evaluation is the one whose checkpoint is kept. A gain is an evaluation that is better
-  than the last gain by more than the tolerance: where gains stay away for too long, training ends.
+  The checkpoint of the best evaluation is kept. A gain is an evaluation that is better than the
+  last gain by more than the tolerance. Training stops when there has been no gain for too long.
 
-  Where no metric is followed, what a checkpoint tells of one is kept as it is.
+  If no metric is followed, a history restored from a checkpoint is saved again unchanged.
 
   Attributes:
     followed: jobname, metric and minimize of this history.
-    best_step: the step of the best evaluation; None before the first one that is finite.
-    best_value: its value.
+    best_step: the step of the best evaluation; None before the first finite value.
+    best_value: the value of the best evaluation, or None.
   """
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
     """Params of early stopping: `task.train.early_stop`."""
     p = hyperparams.InstantiableParams(cls)
-    p.Define('metric', '', "The metric to follow, such as loss; '': none.")
-    p.Define('jobname', 'eval_dev', 'Whose metric: the name of its directory in the logdir.')
-    p.Define('minimize', True, 'Whether less is better.')
-    p.Define('window', 0, 'Stop where the last gain is more than so many steps ago; 0: never.')
+    p.Define('metric', '', "Name of the metric to follow, for example loss; '': none.")
     p.Define(
-      'max_evaluations', 0, 'Stop after so many evaluations in a row without a gain; 0: never.'
+      'jobname',
+      'eval_dev',
+      'Job that reports the metric: the name of its directory in the log directory.',
     )
-    p.Define('tolerance', 0.0, 'A gain is better than the last one by more than this.')
-    p.Define('min_steps', 0, 'Never stop before this step.')
+    p.Define('minimize', True, 'Whether a smaller value is better.')
+    p.Define('window', 0, 'Number of steps without a gain after which training stops; 0: never.')
+    p.Define(
+      'max_evaluations',
+      0,
+      'Number of consecutive evaluations without a gain after which training stops; 0: never.',
+    )
+    p.Define(
+      'tolerance', 0.0, 'Minimum improvement over the last gain that counts as a gain, exclusive.'
+    )
+    p.Define('min_steps', 0, 'Step before which training never stops.')
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
-    """Nothing was evaluated yet.
+    """Starts with an empty history.
 
     Raises:
       ValueError: a number is out of range.
     """
     p = self.params = params.Copy()
     for name in ('window', 'max_evaluations', 'tolerance', 'min_steps'):
-      # Not `< 0`: a NaN is refused too.
+      # `not >=` instead of `<` also rejects NaN.
       if not p.Get(name) >= 0:
         raise ValueError(f'train.early_stop.{name} must be at least 0, got {p.Get(name)}')
     if (p.window or p.max_evaluations) and not p.metric:
@@ -70,20 +78,21 @@ class EarlyStopping:
   def Update(
     self, step: int, jobname: str, values: Mapping[str, float], *, is_extra: bool = False
   ) -> bool:
-    """Takes in an evaluation; of another job than the one that is followed it takes nothing.
+    """Records an evaluation; ignores evaluations of jobs that are not followed.
 
     Args:
-      step: the step of the weights.
-      jobname: whose values these are.
-      values: the metrics by name.
-      is_extra: it may be the best one, but does not count as one without a gain, nor as a gain. So
-        an evaluation where a run paused does not move its end.
+      step: the step of the evaluated weights.
+      jobname: the job that evaluated them.
+      values: {metric: value}.
+      is_extra: whether the evaluation is outside the regular schedule, for example at a pause. An
+        extra evaluation may be the best, but is not counted as a gain or as a lack of one, so it
+        does not change when training stops.
 
     Returns:
-      Whether it is the best so far.
+      Whether this is the best evaluation so far.
 
     Raises:
-      ValueError: the metric is not among them.
+      ValueError: the followed metric is missing from `values`.
     """
     p = self.params
     if not p.metric or jobname != p.jobname:
@@ -96,7 +105,7 @@ class EarlyStopping:
     if is_extra:
       return is_best
     if self._gain_step is None:
-      self._gain_step = step  # The window begins here, also where this value is not finite.
+      self._gain_step = step  # The window starts here, even if this value is not finite.
     if self._Gain(value, self._gain_value) > p.tolerance:
       self._gain_step, self._gain_value, self._num_without_gain = step, value, 0
     else:
@@ -104,7 +113,7 @@ class EarlyStopping:
     return is_best
 
   def CheckMetric(self, names: Collection[str]) -> None:
-    """Raises ValueError where the metric is not among those of the job that is followed."""
+    """Raises ValueError if `names` does not include the followed metric."""
     p = self.params
     if p.metric not in names:
       raise ValueError(
@@ -127,20 +136,21 @@ class EarlyStopping:
     )
 
   def State(self) -> dict[str, Any]:
-    """What a checkpoint keeps, as JSON has it."""
+    """Returns the JSON-compatible state to save in a checkpoint."""
     state = dict(self.followed)
     for name in _HISTORY:
       state[name] = getattr(self, name if name.startswith('best') else f'_{name}')
     return state
 
   def Restore(self, state: Mapping[str, Any]) -> None:
-    """Takes over what `State` returned, unless another metric is followed: that is said."""
+    """Restores the result of `State`; starts over with a warning if the followed metric changed."""
     if not state.get('metric'):
       return
     changed = [name for name in _METRIC if state.get(name) != self.params.Get(name)]
     if changed and self.params.metric:
       logging.warning(
-        'early_stop began anew: %s is not as at the checkpoint, where best was step %s.',
+        'early stopping starts over: %s of train.early_stop changed since the checkpoint, whose '
+        'best step was %s',
         ', '.join(changed),
         state.get('best_step'),
       )
@@ -150,7 +160,7 @@ class EarlyStopping:
       setattr(self, name if name.startswith('best') else f'_{name}', state[name])
 
   def _Gain(self, value: float, before: float | None) -> float:
-    """By how much the value is better; what is not finite never is."""
+    """Returns the improvement over `before`; -inf if the value is not finite."""
     if not math.isfinite(value):
       return -math.inf
     if before is None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exponential moving averages of the weights, for evaluation: `task.train.ema_decay`.
 
-Each average lies beside its variable, on the device of its stage. A tied weight is one variable and
-has one average.
+Each average is stored on the device of its variable. A tied weight is one variable and has one
+average.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ import tensorflow as tf
 from lingvo_gpipe.checkpoint import checkpoint_info, checkpointer
 from lingvo_gpipe.learning import shared_weights
 
-# An average under way moves by less than these can tell from 1.
+# Dtypes too narrow for the small changes of an average.
 _NARROW = (tf.bfloat16, tf.float16)
-# The average of a weight lies beside it in a checkpoint.
+# Suffix of a weight's name that names its average in a checkpoint.
 _SUFFIX = '/ema'
 
 
 class ExponentialMovingAverage:
-  """average += (1 - d) * (variable - average) after each update, d = min(decay, (1+n) / (10+n)).
+  """Moving averages of a set of variables.
 
-  n is the training step, so that the first averages forget the initial weights soon (as
-  tf.train.ExponentialMovingAverage with num_updates, and so Lingvo). Where the step is skipped the
-  averages stay. Variables of 16 bits have averages of 32.
+  After each update average += (1 - d) * (variable - average), with d = min(decay, (1+n) / (10+n))
+  and n the training step. The varying rate makes the first averages forget the initial weights
+  quickly, as in tf.train.ExponentialMovingAverage with num_updates, and in Lingvo. A skipped step
+  leaves the averages unchanged. 16-bit variables have float32 averages.
   """
 
   def __init__(
@@ -36,12 +37,12 @@ class ExponentialMovingAverage:
     variables: Mapping[str, tf.Variable],
     shared: shared_weights.SharedWeights | None = None,
   ) -> None:
-    """Averages begin at the present values.
+    """Creates the averages with the present values of the variables.
 
     Args:
-      decay: in (0, 1).
+      decay: decay of the averages, in (0, 1).
       variables: {path: variable}, each on its device.
-      shared: has the averages of weights that other tasks have, too.
+      shared: registry of the weights that several tasks share; None if no weights are shared.
     """
     self._decay = decay
     self._variables = dict(variables)
@@ -51,28 +52,28 @@ class ExponentialMovingAverage:
       self._averages[path] = _Average(v, shared)
 
   def Variables(self) -> dict[str, tf.Variable]:
-    """{'<path>/ema': variable}: what a checkpoint keeps."""
+    """Returns the averages to save in a checkpoint: {'<path>/ema': variable}."""
     return {path + _SUFFIX: average for path, average in self._averages.items()}
 
   def BeginAtWeights(self) -> None:
-    """Gives the averages the present values of the variables."""
+    """Sets the averages to the present values of the variables."""
     for path, average in self._averages.items():
       with tf.device(average.device):
         average.assign(tf.cast(self._variables[path], average.dtype))
 
   def Apply(self, step: tf.Tensor, is_applied: tf.Tensor) -> None:
-    """Moves the averages; to be called in a tf.function, after the update.
+    """Updates the averages; call it in a tf.function, after the update of the weights.
 
     Args:
       step: int64 scalar, the training step.
-      is_applied: bool scalar; where it is false nothing is changed.
+      is_applied: bool scalar, whether the weights were updated; if False, no average changes.
     """
     count = tf.cast(step, tf.float64)
     rate = 1.0 - tf.minimum(tf.constant(self._decay, tf.float64), (1.0 + count) / (10.0 + count))
-    of_device: dict[str, list[str]] = {}
+    paths_by_device: dict[str, list[str]] = {}
     for path, average in self._averages.items():
-      of_device.setdefault(average.device, []).append(path)
-    for device, paths in of_device.items():
+      paths_by_device.setdefault(average.device, []).append(path)
+    for device, paths in paths_by_device.items():
       self._Move(device, paths, rate, is_applied)
 
   def _Move(self, device: str, paths: list[str], rate: tf.Tensor, is_applied: tf.Tensor) -> None:
@@ -89,20 +90,20 @@ class ExponentialMovingAverage:
 
   @contextlib.contextmanager
   def InPlaceOfWeights(self) -> Iterator[None]:
-    """Within it the variables have the values of their averages; after it, exactly their own."""
+    """Context in which the variables hold their averages; restores their exact values on exit."""
     if self._is_swapped:
       yield
       return
-    own = {}
+    weights = {}
     self._is_swapped = True
     try:
       for path, v in self._variables.items():
         with tf.device(v.device):
-          own[path] = tf.identity(v)
+          weights[path] = tf.identity(v)
           v.assign(tf.cast(self._averages[path], v.dtype))
       yield
     finally:
-      for path, value in own.items():
+      for path, value in weights.items():
         with tf.device(self._variables[path].device):
           self._variables[path].assign(value)
       self._is_swapped = False
@@ -113,37 +114,38 @@ def Restore(
   info: checkpoint_info.CheckpointInfo,
   variables: Mapping[str, tf.Variable],
 ) -> int:
-  """Reads a checkpoint to evaluate it: averages in place of weights, where it has any.
+  """Restores weights for evaluation from a checkpoint, using averages if the checkpoint has them.
 
-  The checkpoint alone decides, whatever `task.train.ema_decay` is, so that all who evaluate a run
-  evaluate the same. No copy of the weights is made but, in host memory, of narrow ones.
+  The choice depends on the checkpoint only, not on `task.train.ema_decay`, so that every evaluation
+  of a run uses the same values. Only 16-bit weights are copied, in host memory.
 
   Args:
-    saved: the checkpoints.
-    info: one of them.
+    saved: the checkpoints of the run.
+    info: the checkpoint to restore.
     variables: {path: variable}, on any devices.
 
   Returns:
-    How many averages were read.
+    Number of averages restored.
 
   Raises:
-    ValueError, DamagedError: as `Checkpointer.Restore`.
+    ValueError: the checkpoint lacks a variable, or a shape or dtype differs.
+    DamagedError: the checkpoint cannot be read.
   """
   averages = {path: path + _SUFFIX for path in variables if path + _SUFFIX in info.tensors}
-  wanted = {averages.get(path, path): v for path, v in variables.items()}
+  targets = {averages.get(path, path): v for path, v in variables.items()}
   wide: dict[str, tf.Variable] = {}
   with tf.device('/device:CPU:0'):
     for path, name in averages.items():
       if variables[path].dtype in _NARROW:
-        wide[path] = wanted[name] = tf.Variable(tf.zeros(variables[path].shape), trainable=False)
-  saved.Restore(info, wanted, allow_extra=True)
+        wide[path] = targets[name] = tf.Variable(tf.zeros(variables[path].shape), trainable=False)
+  saved.Restore(info, targets, allow_extra=True)
   for path, average in wide.items():
     variables[path].assign(tf.cast(average, variables[path].dtype))
   return len(averages)
 
 
 def DescribeWeights(num_averages: int) -> str:
-  """What `Restore` read, for people."""
+  """Describes the values that `Restore` read, for log lines."""
   return f'moving averages of {num_averages} weights' if num_averages else 'weights'
 
 

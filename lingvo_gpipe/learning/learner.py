@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Learner`: from summed gradients to updated weights, stage by stage, for one group of weights.
+"""`Learner`: updates one group of weights from their summed gradients, stage by stage.
 
-Only scalars cross stages: the squared norms of the stages' gradients. Every weight, gradient and
-slot stays on its stage's device. `learners` runs the learners of a task together.
+Every weight, gradient and optimizer slot stays on the device of its stage. Only scalars cross
+stages: the squared norms of the gradients. `multi_learner` combines the learners of a task.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NOT_NEGATIVE = (*_CLIPPING, 'l1_regularizer_weight', 'l2_regularizer_weight')
 
 
 class Stage(Protocol):
-  """What a learner needs of a stage."""
+  """The attributes of a pipeline stage that a learner uses."""
 
   device: str
   trained: dict[str, tf.Variable]
@@ -42,7 +42,7 @@ class Stage(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-  """What a learner has on one stage: variables by path, their gradients, and what updates them."""
+  """The variables of a learner on one stage, their gradient sums, and their optimizer."""
 
   device: str
   trained: dict[str, tf.Variable]
@@ -51,47 +51,61 @@ class _Part:
 
 
 class Learner:
-  """Regularises, clips, and lets the optimizers update the weights that its filters choose."""
+  """Regularises and clips gradients, and updates the weights that its filters select."""
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
     """Params of a learner."""
     p = hyperparams.InstantiableParams(cls)
-    p.Define('name', '', 'Name of this learner; needed where a task has several.')
-    p.Define('learning_rate', 1e-3, 'The learning rate that the schedule multiplies.')
-    p.Define('lr_schedule', lr_schedules.Constant.Params(), 'Schedule of the learning rate.')
+    p.Define('name', '', 'Name of this learner; required if the task has several learners.')
+    p.Define('learning_rate', 1e-3, 'Learning rate before it is multiplied by the schedule.')
+    p.Define(
+      'lr_schedule',
+      lr_schedules.Constant.Params(),
+      'Params of the schedule that multiplies the learning rate.',
+    )
     p.Define('optimizer', optimizer.Adam.Params(), 'Params of the optimizer.')
     p.Define(
       'clip_gradient_norm_to_value',
       0.0,
-      "Scale gradients down to this norm of all of this learner's together; 0: do not.",
+      'Maximum global norm of the gradients of this learner, which are scaled down to it; 0: none.',
     )
     p.Define(
       'clip_gradient_single_norm_to_value',
       0.0,
-      "Scale each variable's gradient down to this norm; 0: do not.",
+      "Maximum norm of each variable's gradient, which is scaled down to it; 0: none.",
     )
-    p.Define('clip_gradient_value_to', 0.0, 'Cut each entry c of a gradient to [-c, c]; 0: do not.')
-    p.Define('l2_regularizer_weight', 0.0, 'c in the loss c / 2 * sum of squares of the weights.')
-    p.Define('l1_regularizer_weight', 0.0, 'c in the loss c * sum of magnitudes of the weights.')
+    p.Define('clip_gradient_value_to', 0.0, 'Value c that clips gradients to [-c, c]; 0: none.')
+    p.Define('l2_regularizer_weight', 0.0, 'Weight c of the loss term c / 2 * sum of w^2.')
+    p.Define('l1_regularizer_weight', 0.0, 'Weight c of the loss term c * sum of |w|.')
     p.Define(
-      'lp_regularizer_exclusion', '', 'No L1 and L2 for variables whose path this regex finds.'
+      'lp_regularizer_exclusion',
+      '',
+      'Regex; variables whose path contains a match get no L1 and L2 regularisation.',
     )
     p.Define(
       'weight_decay_exclusion',
       '',
-      "The optimizer's weight_decay leaves variables alone whose path this regex finds.",
+      "Regex; variables whose path contains a match are exempt from the optimizer's weight_decay.",
     )
     p.Define(
-      'skip_nonfinite', True, 'Leave weights and slots as they are where a gradient is not finite.'
+      'skip_nonfinite',
+      True,
+      'Whether to skip the update if a gradient is not finite; weights and slots are unchanged.',
     )
     p.Define(
       'num_accumulated_mini_batches',
       1,
-      'An update takes the gradients of so many mini-batches of the input, by their loss weights.',
+      'Number of mini-batches whose gradients, averaged by loss weight, make one update.',
     )
-    p.Define('bprop_variable_filter', '', 'Train only variables whose path this regex finds.')
-    p.Define('bprop_variable_exclusion', '', 'Do not train variables whose path this regex finds.')
+    p.Define(
+      'bprop_variable_filter', '', 'Regex; only variables whose path contains a match are trained.'
+    )
+    p.Define(
+      'bprop_variable_exclusion',
+      '',
+      'Regex; variables whose path contains a match are not trained.',
+    )
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
@@ -103,7 +117,7 @@ class Learner:
         raise ValueError(f'learner.{name} must not be negative, got {p.Get(name)}')
     clipping = [name for name in _CLIPPING if p.Get(name)]
     if len(clipping) > 1:
-      raise ValueError(f'a learner clips in one way: set only one of {", ".join(clipping)}')
+      raise ValueError(f'a learner clips in only one way: set only one of {", ".join(clipping)}')
     num = p.num_accumulated_mini_batches
     if not isinstance(num, int) or isinstance(num, bool) or num < 1:
       raise ValueError(
@@ -118,18 +132,19 @@ class Learner:
         ) from e
     self._schedule = p.lr_schedule.Instantiate()
     self._parts: list[_Part] = []
-    # How many of the first are this learner's alone, and its count of updates where none is.
-    self._num_own = 0
+    # The first `_num_private` parts belong to this learner only. If all parts are shared with other
+    # tasks, `_count` counts the updates of this learner.
+    self._num_private = 0
     self._count: tf.Variable | None = None
 
   def IsTrained(self, path: str) -> bool:
-    """Whether the filters let the variable of this path be trained."""
+    """Whether the filters select the variable with this path for training."""
     p = self.params
-    wanted = not p.bprop_variable_filter or re.search(p.bprop_variable_filter, path)
-    return bool(wanted) and not self._Excludes('bprop_variable_exclusion', path)
+    is_selected = not p.bprop_variable_filter or re.search(p.bprop_variable_filter, path)
+    return bool(is_selected) and not self._Excludes('bprop_variable_exclusion', path)
 
   def _Excludes(self, name: str, path: str) -> bool:
-    """Whether the pattern of this name finds the path; an empty one finds nothing."""
+    """Whether the pattern param `name` matches in the path; an empty pattern matches nothing."""
     pattern = self.params.Get(name)
     return bool(pattern) and re.search(pattern, path) is not None
 
@@ -137,48 +152,49 @@ class Learner:
     return not self._Excludes('weight_decay_exclusion', path)
 
   def SlotsPerWeight(self) -> int:
-    """How many optimizer slots of its own size each trained weight has."""
+    """Returns the number of optimizer slots, each as large as its weight, per trained weight."""
     return self.params.optimizer.Instantiate().SlotsPerWeight()
 
   def Build(
     self, stages: Sequence[Stage], shared: shared_weights.SharedWeights | None = None
   ) -> None:
-    """Makes each stage's optimizer and slots on its device.
+    """Creates the optimizer and slots of each stage on its device.
 
     Args:
-      stages: each with its device, {path: variable to be trained} and accumulators in that order;
-        what the filters do not choose is left to other learners.
-      shared: knows the weights that other tasks train, too, and the optimizers of those.
+      stages: the stages, each with its device, its trainable variables {path: variable}, and their
+        accumulators in the same order. Variables that the filters do not select are ignored.
+      shared: registry of the weights that several tasks share, with their optimizers; None if no
+        weights are shared.
 
     Raises:
-      ValueError: the variable filters leave nothing to train, or another task has another
-        optimizer for what both train.
+      ValueError: the filters select no variable, or another task uses a different optimizer for a
+        shared weight.
     """
     p = self.params
     built = p.optimizer.Instantiate()
-    in_common: dict[tuple[str, str], list[tuple[str, tf.Variable, tf.Variable]]] = {}
+    shared_members: dict[tuple[str, str], list[tuple[str, tf.Variable, tf.Variable]]] = {}
     for s in stages:
-      own: list[tuple[str, tf.Variable, tf.Variable]] = []
+      members: list[tuple[str, tf.Variable, tf.Variable]] = []
       for (path, v), a in zip(s.trained.items(), s.accumulators, strict=True):
         if self.IsTrained(path):
           trainers = shared.Trainers(path) if shared else ''
-          part = in_common.setdefault((trainers, s.device), []) if trainers else own
-          part.append((path, v, a))
-      if own:
-        trained = {path: v for path, v, _ in own}
-        made = built.Build(s.device, trained, self._IsDecayed)
-        self._parts.append(_Part(s.device, trained, [a for _, _, a in own], made))
-    self._num_own = len(self._parts)
-    for (_, device), found in in_common.items():
+          group = shared_members.setdefault((trainers, s.device), []) if trainers else members
+          group.append((path, v, a))
+      if members:
+        trained = {path: v for path, v, _ in members}
+        stage_optimizer = built.Build(s.device, trained, self._IsDecayed)
+        self._parts.append(_Part(s.device, trained, [a for _, _, a in members], stage_optimizer))
+    self._num_private = len(self._parts)
+    for (_, device), members in shared_members.items():
       assert shared is not None
-      trained = {path: v for path, v, _ in found}
-      made = shared.Optimizer(p.optimizer, device, trained, self._IsDecayed)
-      # In the order of the task that made it.
-      rank = {id(v): i for i, v in enumerate(made.variables)}
-      found.sort(key=lambda member: rank[id(member[1])])
-      trained = {path: v for path, v, _ in found}
-      self._parts.append(_Part(device, trained, [a for _, _, a in found], made))
-    if self._parts and not self._num_own:
+      trained = {path: v for path, v, _ in members}
+      stage_optimizer = shared.Optimizer(p.optimizer, device, trained, self._IsDecayed)
+      # The optimizer expects gradients in the order of the task that created it.
+      rank = {id(v): i for i, v in enumerate(stage_optimizer.variables)}
+      members.sort(key=lambda member: rank[id(member[1])])
+      trained = {path: v for path, v, _ in members}
+      self._parts.append(_Part(device, trained, [a for _, _, a in members], stage_optimizer))
+    if self._parts and not self._num_private:
       with tf.init_scope(), tf.device('/device:CPU:0'):
         self._count = tf.Variable(0, trainable=False, dtype=tf.int64, name='iterations')
     if not self._parts:
@@ -190,45 +206,45 @@ class Learner:
     paths = [path for part in self._parts for path in part.trained]
     for name in ('weight_decay_exclusion', 'lp_regularizer_exclusion'):
       if p.Get(name) and not any(self._Excludes(name, path) for path in paths):
-        logging.warning('learner.%s %r finds no variable that is trained', name, p.Get(name))
+        logging.warning('learner.%s %r matches no trained variable', name, p.Get(name))
 
   def LearningRate(self, step: Any) -> tf.Tensor:
-    """The rate of the update that follows a step, a float32 scalar; `step` as schedules take it."""
+    """Returns the learning rate of the update after `step` steps, a float32 scalar."""
     return tf.cast(self.params.learning_rate * self._schedule.Value(step), tf.float32)
 
   @property
   def iterations(self) -> tf.Variable:
-    """The count of updates applied."""
+    """Number of updates applied, an int64 variable."""
     return self._parts[0].optimizer.iterations if self._count is None else self._count
 
   def Variables(self, prefix: str) -> dict[str, tf.Variable]:
-    """{name: variable} of all slots: what a checkpoint keeps beside the count of updates."""
-    found: dict[str, tf.Variable] = {}
+    """Returns {name: variable} for the optimizer state to save, except the number of updates."""
+    variables: dict[str, tf.Variable] = {}
     for part in self._parts:
-      found.update(part.optimizer.slots)
-    if self._num_own:
+      variables.update(part.optimizer.slots)
+    if self._num_private:
       for name, variable in self._parts[0].optimizer.shared.items():
-        found[f'{prefix}/{name}'] = variable
-    return found
+        variables[f'{prefix}/{name}'] = variable
+    return variables
 
   def AfterRestore(self, iterations: tf.Variable) -> None:
-    """Hands what was restored, the count of updates too, to the optimizers of all stages."""
+    """Copies the restored state that stages have in common, and `iterations`, to all stages."""
     self.iterations.assign(iterations)
-    for part in self._parts[1 : self._num_own]:
+    for part in self._parts[1 : self._num_private]:
       part.optimizer.Follow(self._parts[0].optimizer)
 
   def BeginAtWeights(self) -> None:
-    """To be called when weights, but not their slots, were assigned from elsewhere."""
+    """Resets slots that start at their weight; call it after assigning weights without slots."""
     for part in self._parts:
       part.optimizer.BeginAtWeights()
 
-  # ---- one update, in the order of these methods -----------------------------------------------
+  # ---- The methods of one update, in the order in which they are called ------------------------
 
   def Regularize(self, loss_weight: tf.Tensor) -> None:
     """Adds the gradients of the L1 and L2 losses to the accumulators.
 
     Args:
-      loss_weight: scalar, by which the accumulated gradients will be divided.
+      loss_weight: scalar by which the accumulated gradients will be divided.
     """
     p = self.params
     if not (p.l1_regularizer_weight or p.l2_regularizer_weight):
@@ -241,7 +257,7 @@ class Learner:
             a.assign_add(tf.cast(loss_weight, a.dtype) * slope)
 
   def SumOfSquares(self) -> tf.Tensor:
-    """The square of the accumulators' norm over all stages, a float64 scalar."""
+    """Returns the squared norm of the accumulators of all stages, a float64 scalar."""
     squares = []
     for part in self._parts:
       with tf.device(part.device):
@@ -257,20 +273,20 @@ class Learner:
 
     Args:
       step: int64 scalar, the training step.
-      norm: float64 scalar, the norm of the gradients; it waits for those of all stages.
-      divisor: float64 scalar, what the accumulated gradients are divided by.
-      is_applied: bool scalar; where it is false nothing is changed.
+      norm: float64 scalar, the norm of the gradients of all stages.
+      divisor: float64 scalar by which the accumulated gradients are divided.
+      is_applied: bool scalar; if False, nothing changes.
 
     Returns:
-      Scalars by name: learning_rate, grad_norm (before clipping), grad_scale (what clipping the
-      global norm multiplied by; 0 where nothing was changed).
+      {name: scalar}: learning_rate, grad_norm (before clipping), and grad_scale (the factor by
+      which clipping the global norm scaled the gradients; 0 if nothing changed).
     """
     p = self.params
     clip = tf.constant(1.0, tf.float64)
     if p.clip_gradient_norm_to_value:
       clip = tf.minimum(clip, p.clip_gradient_norm_to_value / tf.maximum(norm, 1e-30))
     rate = self.LearningRate(step)
-    # The norm needs all stages' gradients: where one fails, no other has been updated.
+    # The norm needs the gradients of all stages: if one stage fails, no stage has been updated.
     with tf.control_dependencies([norm]):
       factor = clip / divisor
     for part in self._parts:
@@ -289,14 +305,14 @@ class Learner:
     with tf.device(part.device):
 
       def Apply() -> tf.Tensor:
-        grads = [self._Clipped(a * tf.cast(factor, a.dtype)) for a in part.accumulators]
+        grads = [self._Clip(a * tf.cast(factor, a.dtype)) for a in part.accumulators]
         part.optimizer.Apply(grads, rate)
         return tf.constant(True)
 
       tf.cond(is_applied, Apply, lambda: tf.constant(False))
 
-  def _Clipped(self, gradient: tf.Tensor) -> tf.Tensor:
-    """One variable's gradient, clipped by itself."""
+  def _Clip(self, gradient: tf.Tensor) -> tf.Tensor:
+    """Clips the gradient of one variable by its own norm or by value."""
     p = self.params
     if limit := p.clip_gradient_single_norm_to_value:
       norm = tf.norm(tf.cast(gradient, _NormDtype(gradient)))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Learning rate schedules: the factor that multiplies the learning rate at a step.
 
-A schedule is a pure function of the step without variables. Names and Params are Lingvo's; steps
-count from 0. Values are computed in float64, where every step below 2^53 is exact, and returned as
-float32: at step 10^7 neighbouring steps still differ where the formula says so.
+A schedule is a pure function of the step and has no variables. Steps count from 0. Names and Params
+are Lingvo's. Values are computed in float64, which represents every step below 2^53 exactly, and
+returned as float32, so consecutive values are distinct even at step 10^7.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lingvo_gpipe.core import hyperparams
 
 
 class BaseSchedule:
-  """Base of the schedules; a subclass defines its Params and `_Value`."""
+  """Base class of schedules; a subclass defines Params and `_Value`."""
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
@@ -28,10 +28,10 @@ class BaseSchedule:
     self.params = params.Copy()
 
   def Value(self, step: Any) -> tf.Tensor:
-    """The factor at a step.
+    """Computes the factor at a step.
 
     Args:
-      step: integer scalar: a number, a tensor or a variable; negative steps are taken as 0.
+      step: integer scalar (number, tensor or variable); a negative step counts as 0.
 
     Returns:
       float32 scalar.
@@ -48,7 +48,7 @@ class BaseSchedule:
     return tf.cast(self._Value(step), tf.float32)
 
   def _Value(self, step: tf.Tensor) -> tf.Tensor:
-    """The factor (float64 scalar) at a step (float64 scalar, a whole number >= 0)."""
+    """Computes the factor, a float64 scalar, at a step, a float64 whole number >= 0."""
     raise NotImplementedError(f'{type(self).__name__} defines no _Value.')
 
   def _Check(self, ok: bool, name: str, expected: str) -> None:
@@ -59,7 +59,7 @@ class BaseSchedule:
 
 
 class Constant(BaseSchedule):
-  """The same value at every step."""
+  """A constant factor."""
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
@@ -96,13 +96,13 @@ class PiecewiseConstantSchedule(BaseSchedule):
 
 
 class _PointToPoint(BaseSchedule):
-  """Holds y0 up to step x0 and y1 from step x1 on; a subclass says how it gets there."""
+  """Base class of schedules that move from y0 at step x0 to y1 at step x1, constant elsewhere."""
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
     p = super().Params()
-    p.Define('start', (0, 1.0), '(x0, y0): the step where the change begins, the value up to it.')
-    p.Define('limit', (1, 1.0), '(x1, y1): the step where the change ends, the value from it on.')
+    p.Define('start', (0, 1.0), '(x0, y0): the first step of the change, and the value before it.')
+    p.Define('limit', (1, 1.0), '(x1, y1): the last step of the change, and the value after it.')
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
@@ -125,7 +125,7 @@ class LinearSchedule(_PointToPoint):
 
 
 class ExponentialSchedule(_PointToPoint):
-  """Exponential from (x0, y0) to (x1, y1): a constant factor per step; both values are positive."""
+  """Exponential from (x0, y0) to (x1, y1), a constant factor per step; values are positive."""
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
@@ -194,10 +194,11 @@ class LinearRampupCosineSchedule(CosineSchedule):
 
 
 class PiecewiseSchedule(BaseSchedule):
-  """schedules[i] from step boundaries[i - 1] on, up to and without boundaries[i].
+  """A sequence of schedules, separated by boundaries.
 
-  Each of them counts its steps from the boundary where it begins, so a linear warm-up of 100 steps
-  and what follows it are
+  schedules[i] applies to the steps boundaries[i - 1] <= step < boundaries[i]. Each schedule counts
+  steps from the boundary at which it starts. For example, a linear warm-up of 100 steps followed by
+  a linear decay of 900 steps is
 
       PiecewiseSchedule.Params().Set(
         boundaries=[100],
@@ -211,8 +212,8 @@ class PiecewiseSchedule(BaseSchedule):
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
     p = super().Params()
-    p.Define('boundaries', [], 'Steps at which the next schedule begins, increasing.')
-    p.Define('schedules', [Constant.Params()], 'Params of one schedule more than of boundaries.')
+    p.Define('boundaries', [], 'Increasing steps at which the next schedule starts.')
+    p.Define('schedules', [Constant.Params()], 'Params of the schedules, one more than boundaries.')
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
@@ -240,7 +241,7 @@ class TransformerSchedule(BaseSchedule):
   """model_dim^-0.5 * min((step + 1) * warmup_steps^-1.5, (step + 1)^-0.5).
 
   The schedule of "Attention is all you need" (Vaswani et al. 2017, section 5.3): linear up to
-  warmup_steps, then with the inverse square root of the step.
+  warmup_steps, then proportional to the inverse square root of the step.
   """
 
   @classmethod
@@ -248,7 +249,7 @@ class TransformerSchedule(BaseSchedule):
     p = super().Params()
     p.Define('warmup_steps', 4000, 'Number of steps of the linear warm-up.')
     p.Define('model_dim', 512, 'Width of the model.')
-    p.Define('decay_end', None, 'Step from which the value stays as it is; None: never.')
+    p.Define('decay_end', None, 'Step after which the value stays constant; None: never.')
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
@@ -267,7 +268,7 @@ class TransformerSchedule(BaseSchedule):
 
 
 def _Linear(step: tf.Tensor, x0: float, y0: float, x1: float, y1: float) -> tf.Tensor:
-  """Linear between (x0, y0) and (x1, y1), y0 before and y1 after; float64."""
-  done = tf.clip_by_value((step - x0) / (x1 - x0), 0.0, 1.0)
-  # Exactly y0 and y1 at the ends.
-  return y0 * (1.0 - done) + y1 * done
+  """Interpolates linearly between (x0, y0) and (x1, y1), constant before and after; float64."""
+  fraction = tf.clip_by_value((step - x0) / (x1 - x0), 0.0, 1.0)
+  # This form gives exactly y0 and y1 at the ends.
+  return y0 * (1.0 - fraction) + y1 * fraction

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`MultiLearner`: what `task.train.learner` says, one learner or several over groups of variables.
+"""`MultiLearner`: the learners of a task, each for one group of variables.
 
-All of them update at once or not at all: where one gradient is not finite, the step is skipped.
+Either all learners update their weights in a step or none does: if a gradient of any learner is not
+finite, the whole step is skipped.
 """
 
 from __future__ import annotations
@@ -15,55 +16,55 @@ import tensorflow as tf
 from lingvo_gpipe.core import hyperparams
 from lingvo_gpipe.learning import learner, shared_weights
 
-# What holds for a step as a whole.
+# Params that apply to the step as a whole.
 _COMMON = ('skip_nonfinite', 'num_accumulated_mini_batches')
 _NAME = re.compile(r'[a-z][a-z0-9_]*')
 
 
 def AsList(
   params: hyperparams.InstantiableParams | Sequence[hyperparams.InstantiableParams],
-  where: str = 'train.learner',
+  param_path: str = 'train.learner',
 ) -> list[hyperparams.InstantiableParams]:
-  """The Params of each learner.
+  """Returns the Params of each learner as a list.
 
   Args:
-    params: one learner's, or a list of them.
-    where: their path, for messages.
+    params: the Params of one learner, or a list of Params.
+    param_path: the path of the param, for error messages.
 
   Raises:
-    ValueError: the list is empty, its names do not tell learners apart, or they differ in what
-      holds for a whole step.
-    TypeError: there is something else in it.
+    ValueError: the list is empty, the names of learners are not unique, or learners differ in a
+      param that applies to a whole step.
+    TypeError: the list contains something other than Params.
   """
-  found = [params] if isinstance(params, hyperparams.Params) else list(params)
-  for p in found:
+  learners = [params] if isinstance(params, hyperparams.Params) else list(params)
+  for p in learners:
     if not isinstance(p, hyperparams.InstantiableParams):
       raise TypeError(
-        f'{where} must be the Params of a learner or a list of them, got {type(p).__name__}'
+        f'{param_path} must be the Params of a learner or a list of them, got {type(p).__name__}'
       )
-  if not found:
-    raise ValueError(f'{where} is an empty list; it needs the Params of a learner')
-  names = [p.name for p in found]
+  if not learners:
+    raise ValueError(f'{param_path} is an empty list; it needs the Params of a learner')
+  names = [p.name for p in learners]
   bad = [name for name in names if not _NAME.fullmatch(name)]
-  if len(found) > 1 and (bad or len(set(names)) < len(names)):
+  if len(learners) > 1 and (bad or len(set(names)) < len(names)):
     raise ValueError(
-      'several learners need names of their own, of lower-case letters, digits and underscores; '
-      f'{where} has {", ".join(map(repr, names))}'
+      'several learners need different names of lower-case letters, digits and underscores; '
+      f'{param_path} has {", ".join(map(repr, names))}'
     )
   for key in _COMMON:
-    values = [p.Get(key) for p in found]
+    values = [p.Get(key) for p in learners]
     if any(value != values[0] for value in values):
       raise ValueError(
-        f'{key} holds for a whole step, so all learners need the same; {where} has '
+        f'{key} applies to a whole step, so all learners need the same value; {param_path} has '
         f'{", ".join(map(repr, values))}'
       )
-  return found
+  return learners
 
 
 def NumAccumulated(
   params: hyperparams.InstantiableParams | Sequence[hyperparams.InstantiableParams],
 ) -> int:
-  """Of how many mini-batches an update is made; `params` as for `AsList`."""
+  """Returns the number of mini-batches per update, from the Params of one or several learners."""
   num: int = AsList(params)[0].num_accumulated_mini_batches
   return num
 
@@ -72,50 +73,58 @@ class MultiLearner:
   """The learners of a task.
 
   Attributes:
-    learners: each of them; a variable belongs to one at most, and to none if it is not trained.
-    num_accumulated_mini_batches: of how many mini-batches an update is made.
+    learners: the learners; each trained variable belongs to exactly one.
+    num_accumulated_mini_batches: number of mini-batches per update.
   """
 
   def __init__(
     self, params: hyperparams.InstantiableParams | Sequence[hyperparams.InstantiableParams]
   ) -> None:
-    """Makes the learners; raises as `AsList` does, or what a learner says of its Params."""
-    found = AsList(params)
-    self.learners: list[learner.Learner] = [p.Instantiate() for p in found]
-    self.num_accumulated_mini_batches: int = found[0].num_accumulated_mini_batches
-    self._skip_nonfinite: bool = found[0].skip_nonfinite
+    """Creates the learners.
+
+    Args:
+      params: the Params of one learner, or a list of Params.
+
+    Raises:
+      ValueError: Params are invalid, or do not fit together; see `AsList`.
+      TypeError: the list contains something other than Params.
+    """
+    params_list = AsList(params)
+    self.learners: list[learner.Learner] = [p.Instantiate() for p in params_list]
+    self.num_accumulated_mini_batches: int = params_list[0].num_accumulated_mini_batches
+    self._skip_nonfinite: bool = params_list[0].skip_nonfinite
 
   def IsTrained(self, path: str) -> bool:
-    """Whether a learner trains the variable of this path; ValueError where two do."""
+    """Whether a learner trains the variable with this path; raises ValueError if several do."""
     return self.OwnerOf(path) is not None
 
   def OwnerOf(self, path: str) -> str | None:
-    """The name of the learner that trains the variable of this path; None where none does.
+    """Returns the name of the learner that trains the variable with this path, or None.
 
     Raises:
-      ValueError: two do.
+      ValueError: several learners train it.
     """
     owners = [each.params.name for each in self.learners if each.IsTrained(path)]
     if len(owners) > 1:
       raise ValueError(
-        f'{path} belongs to the learners {" and ".join(owners)}, and can belong to one: change '
-        'their bprop_variable_filter or bprop_variable_exclusion'
+        f'{path} belongs to the learners {" and ".join(owners)}, but can belong to only one: '
+        'change their bprop_variable_filter or bprop_variable_exclusion'
       )
     return owners[0] if owners else None
 
   def SlotsPerWeight(self) -> int:
-    """How many optimizer slots of its own size a trained weight has, at most."""
+    """Returns the maximum number of optimizer slots, each as large as its weight, per weight."""
     return max(each.SlotsPerWeight() for each in self.learners)
 
   def Build(
     self, stages: Sequence[learner.Stage], shared: shared_weights.SharedWeights | None = None
   ) -> None:
-    """Makes the slots; see `Learner.Build`."""
+    """Creates the optimizers and slots of all learners; see `Learner.Build`."""
     for each in self.learners:
       each.Build(stages, shared)
 
   def LearningRates(self, step: int) -> dict[str, float]:
-    """{name: each learner's rate of the update that follows a step}, named as `Apply` does."""
+    """Returns {name: learning rate of the update after `step` steps}, with the names of `Apply`."""
     with tf.device('/device:CPU:0'):
       return {
         f'learning_rate{self._Suffix(each)}': float(each.LearningRate(step))
@@ -124,28 +133,28 @@ class MultiLearner:
 
   @property
   def iterations(self) -> tf.Variable:
-    """The count of updates applied, the same for all."""
+    """Number of updates applied, equal for all learners."""
     return self.learners[0].iterations
 
   def Variables(self) -> dict[str, tf.Variable]:
-    """{name: variable}: what a checkpoint keeps of the learners."""
-    found = {'learner/iterations': self.iterations}
+    """Returns {name: variable} for the state of all learners to save in a checkpoint."""
+    variables = {'learner/iterations': self.iterations}
     for each in self.learners:
-      found.update(each.Variables(f'learner{self._Suffix(each)}'))
-    return found
+      variables.update(each.Variables(f'learner{self._Suffix(each)}'))
+    return variables
 
   def AfterRestore(self) -> None:
-    """To be called when `Variables()` were assigned from a checkpoint."""
+    """Synchronises the learners after `Variables()` were assigned from a checkpoint."""
     for each in self.learners:
       each.AfterRestore(self.iterations)
 
   def BeginAtWeights(self) -> None:
-    """To be called when weights, but not their slots, were assigned from elsewhere."""
+    """Resets slots that start at their weight; call it after assigning weights without slots."""
     for each in self.learners:
       each.BeginAtWeights()
 
   def Prepare(self, loss_weight: tf.Tensor) -> list[tf.Tensor]:
-    """Adds the regularisers' gradients; returns each learner's sum of squares, for `Apply`."""
+    """Adds the gradients of the regularisers; returns the squared norm of each learner."""
     for each in self.learners:
       each.Regularize(tf.cast(loss_weight, tf.float64))
     return [each.SumOfSquares() for each in self.learners]
@@ -153,42 +162,42 @@ class MultiLearner:
   def Apply(
     self, step: tf.Tensor, loss_weight: tf.Tensor, squares: Sequence[tf.Tensor] | None = None
   ) -> Mapping[str, Any]:
-    """Updates all weights from the accumulators; to be called in a tf.function.
+    """Updates all weights from the accumulators; call it in a tf.function.
 
     Args:
       step: int64 scalar, the training step.
-      loss_weight: scalar, the sum of the micro-batches' loss weights, by which the accumulated
-        gradients are divided. Where it is 0 there was nothing to learn, and nothing is changed.
-      squares: what `Prepare` returned, here or in another replica; None: it is called here.
+      loss_weight: scalar, the sum of the loss weights of the micro-batches, by which the
+        accumulated gradients are divided. If it is 0, nothing changes.
+      squares: the result of `Prepare`, here or in another replica; None calls `Prepare`.
 
     Returns:
-      Scalars by name: grad_norm (before clipping), learning_rate, grad_scale (what clipping the
-      global norm multiplied by; 0 where the step was skipped), is_finite, and is_applied: whether
-      it was not. Where there are several learners each has its own, as in `learning_rate/encoder`,
-      and grad_norm is of all of them.
+      {name: scalar}: grad_norm (before clipping, over all learners), learning_rate, grad_scale (the
+      factor by which clipping the global norm scaled the gradients; 0 if the step was skipped),
+      is_finite, and is_applied (whether the step was not skipped). Several learners add their name
+      to their scalars, for example `learning_rate/encoder` and `grad_norm/encoder`.
     """
     divisor = tf.cast(loss_weight, tf.float64)
     if squares is None:
       squares = self.Prepare(loss_weight)
     total = tf.add_n(squares)
     norm = _Norm(total, divisor)
-    # divide_no_nan hides a total that is not finite where the divisor is 0.
+    # Check the total too: divide_no_nan hides a non-finite total if the divisor is 0.
     is_finite = tf.math.is_finite(total) & tf.math.is_finite(norm)
     is_applied = tf.not_equal(divisor, 0.0)
     if self._skip_nonfinite:
       is_applied &= is_finite
     values: dict[str, tf.Tensor] = {'grad_norm': tf.cast(norm, tf.float32)}
-    # Nobody updates before the norm is known, and so the gradients of all.
+    # No learner updates before the norm, and so the gradients of all stages, are known.
     with tf.control_dependencies([norm]):
       norms = [_Norm(square, divisor) for square in squares]
-    for each, own_norm in zip(self.learners, norms, strict=True):
-      own = each.Update(step, own_norm, divisor, is_applied)
-      values.update({f'{name}{self._Suffix(each)}': value for name, value in own.items()})
+    for each, learner_norm in zip(self.learners, norms, strict=True):
+      scalars = each.Update(step, learner_norm, divisor, is_applied)
+      values.update({f'{name}{self._Suffix(each)}': value for name, value in scalars.items()})
     return {**values, 'is_finite': is_finite, 'is_applied': is_applied}
 
-  def _Suffix(self, one: learner.Learner) -> str:
-    """What the names of a learner's scalars end with."""
-    return f'/{one.params.name}' if len(self.learners) > 1 else ''
+  def _Suffix(self, each: learner.Learner) -> str:
+    """Returns the suffix of the names of a learner's scalars: '' if there is only one learner."""
+    return f'/{each.params.name}' if len(self.learners) > 1 else ''
 
 
 def _Norm(total: tf.Tensor, divisor: tf.Tensor) -> tf.Tensor:

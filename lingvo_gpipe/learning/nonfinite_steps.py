@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks at each step's loss and gradients, and ends the training where they are not finite.
+"""Checks that the loss and gradients of each step are finite, and stops training if they are not.
 
-Of several tasks each is looked at by itself.
+With several tasks, each task is checked on its own.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ from lingvo_gpipe.learning import multi_learner
 
 
 class NotFiniteError(Exception):
-  """Steps were not finite, and training ends; its text tells which, and what is known of why."""
+  """Training stops because of non-finite steps; the message names the steps and the cause."""
 
 
 class NonFiniteSteps:
-  """Training goes on after a bad step, but not after `limit` of them in a row.
+  """Counts consecutive non-finite steps, and stops training after `limit` of them.
 
   Attributes:
-    in_a_row: {task: how many there were until now}; a checkpoint keeps it.
+    in_a_row: {task: number of consecutive non-finite steps}, saved in checkpoints.
   """
 
   def __init__(
     self, limit: int, learner_params: Mapping[str, Any], *, check_numerics: bool = False
   ) -> None:
-    """Counts from 0.
+    """Starts the counts at 0.
 
     Args:
-      limit: how many in a row are too many; 0: never.
-      learner_params: {path: the Params of a task's learner, or a list of them}.
-      check_numerics: whether the first is too many.
+      limit: number of consecutive non-finite steps at which training stops; 0: never.
+      learner_params: {path: Params of a task's learner, or a list of Params}.
+      check_numerics: whether training stops at the first non-finite step and reports its cause.
 
     Raises:
-      ValueError: check_numerics, with a learner that applies gradients that are not finite.
+      ValueError: check_numerics is set, but a learner applies gradients that are not finite.
     """
     applied = [
       path
-      for path, one in learner_params.items()
-      if not multi_learner.AsList(one, path)[0].skip_nonfinite
+      for path, params in learner_params.items()
+      if not multi_learner.AsList(params, path)[0].skip_nonfinite
     ]
     if check_numerics and applied:
       raise ValueError(
-        'check_numerics repeats a bad step, for which its weights must be as before it: set '
+        'check_numerics repeats a non-finite step, so the step must not change the weights: set '
         f'skip_nonfinite of {" and ".join(applied)} to True'
       )
     self._limit = limit
@@ -59,21 +59,21 @@ class NonFiniteSteps:
     self,
     step: int,
     values: Mapping[str, float],
-    say: Callable[[str], None],
-    why: Callable[[], str],
+    log: Callable[[str], None],
+    locate: Callable[[], str],
     task: str = '',
   ) -> None:
-    """Counts a step, and tells where it is not finite.
+    """Counts a step and logs a line if it is not finite.
 
     Args:
-      step: its number, from 1.
-      values: what it gave: `loss`, `is_finite` (whether its gradients were) and others.
-      say: shows a line.
-      why: repeats the step and says where its first value that is not finite came from.
-      task: whose step it was, where there are several.
+      step: number of the step, from 1.
+      values: scalars of the step: `loss`, `is_finite` (whether the gradients are finite) and more.
+      log: logs a line.
+      locate: repeats the step and describes the origin of its first non-finite value.
+      task: name of the task that the step trained, or '' if there is only one.
 
     Raises:
-      NotFiniteError: it is one too many.
+      NotFiniteError: the limit of consecutive non-finite steps is reached.
     """
     gradients, loss = bool(values['is_finite']), math.isfinite(values['loss'])
     if gradients and loss:
@@ -81,38 +81,39 @@ class NonFiniteSteps:
       return
     num = self.in_a_row[task] = self.in_a_row.get(task, 0) + 1
     if self._check_numerics:
-      raise NotFiniteError(f'step {step} is not finite: {why()}')
+      raise NotFiniteError(f'step {step} is not finite: {locate()}')
     if gradients:
-      say(f'step {step}: the loss is not finite; the gradients are, and were applied')
+      log(f'step {step}: the loss is not finite; the gradients are, and were applied')
     else:
-      did = 'the update was skipped' if self._is_skipped else 'it was applied'
-      say(f'step {step}: a gradient is not finite; {did}')
+      result = 'the update was skipped' if self._is_skipped else 'the update was applied'
+      log(f'step {step}: a gradient is not finite; {result}')
     if self._limit and num >= self._limit:
-      # A step whose update was applied cannot be repeated: its weights are others now.
+      # A step whose update was applied cannot be repeated, because the weights have changed.
       can_repeat = self._is_skipped and not gradients
-      raise NotFiniteError(self._TooMany(step, num, task) + (_Where(why) if can_repeat else ''))
+      origin = _DescribeOrigin(locate) if can_repeat else ''
+      raise NotFiniteError(self._LimitMessage(step, num, task) + origin)
 
-  def _TooMany(self, step: int, num: int, task: str) -> str:
-    of = f' of the task {task}' if task else ''
-    # Of several tasks, steps of others are between.
+  def _LimitMessage(self, step: int, num: int, task: str) -> str:
+    of_task = f' of the task {task}' if task else ''
+    # Steps of other tasks may come between the steps of a task.
     which = f'up to {step}' if task else f'{step - num + 1} to {step}'
     weights = (
-      'steps whose gradients are not finite left the weights as they were'
+      'updates with non-finite gradients were skipped'
       if self._is_skipped
-      else 'they went into the weights, for train.learner.skip_nonfinite is False'
+      else 'the updates were applied because train.learner.skip_nonfinite is False'
     )
     return (
-      f'step {step}: the loss or gradients of {num} steps in a row{of} were not finite '
+      f'step {step}: the loss or gradients of {num} steps in a row{of_task} were not finite '
       f'({which}; train.max_nonfinite_steps is {self._limit}), and training stops; '
-      f'{weights}. --check_numerics names the layer where it begins; a lower learning rate, a '
-      'warm-up, clip_gradient_norm_to_value or a look at the data may help'
+      f'{weights}. Run with --check_numerics to find the first non-finite layer; try a lower '
+      'learning rate, a warm-up or clip_gradient_norm_to_value, and check the data'
     )
 
 
-def _Where(why: Callable[[], str]) -> str:
-  """The end of a message: where the last step's first bad value came from, if that can be told."""
+def _DescribeOrigin(locate: Callable[[], str]) -> str:
+  """Describes the origin of the last step's first non-finite value; '' if the repetition fails."""
   try:
-    return f'. In the last one {why()}'
-  except Exception as e:  # The message is not to be lost for it.
+    return f'. In the last step {locate()}'
+  except Exception as e:  # A failed repetition must not hide the error message.
     logging.warning('the step cannot be repeated: %s', files.OneLine(e))
     return ''

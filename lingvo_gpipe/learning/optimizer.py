@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keras 3 optimizers as Params, one Keras object a stage, built on the stage's device.
+"""Keras 3 optimizers with Params; each stage has its own Keras object on its device.
 
-There is a class for every optimizer of the installed Keras, of the same name: `optimizer.SGD`,
-`Adam`, `AdamW`, `Nadam`, `Lion`, `Muon` ... `optimizer.Adam.Params()` has Keras's hyperparameters
-of the same names and defaults, except what the learner decides: learning rate, clipping, EMA,
-accumulation and loss scaling. All of them update a weight from that weight alone, so stages update
-by themselves.
+Every optimizer of the installed Keras has a class of the same name here: `optimizer.SGD`, `Adam`,
+`AdamW`, `Nadam`, `Lion`, `Muon` and so on. `optimizer.Adam.Params()` has the names and defaults of
+Keras's hyperparameters, except for the arguments that the learner controls: learning rate,
+clipping, EMA, accumulation and loss scaling. Each of these optimizers updates a weight from that
+weight and its gradient only, so the stages update independently.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import keras  # noqa: E402
 
 from lingvo_gpipe.core import hyperparams  # noqa: E402
 
-# Arguments of Keras's optimizers that are no Params here: {name: what to do instead}.
-_LEARNERS_PART = {
+# Arguments of Keras's optimizers that are not Params here: {name: alternative}.
+_LEARNER_ARGUMENTS = {
   'learning_rate': 'set learning_rate and lr_schedule of the learner',
   'clipnorm': 'set clip_gradient_single_norm_to_value of the learner',
   'clipvalue': 'set clip_gradient_value_to of the learner',
@@ -36,28 +36,28 @@ _LEARNERS_PART = {
   'loss_scale_factor': 'gradients are float32 or bfloat16, whose range needs no loss scaling',
   'gradient_accumulation_steps': 'set num_accumulated_mini_batches of the learner',
 }
-_NO_PARAMS = frozenset({*_LEARNERS_PART, 'name', 'self', 'kwargs'})
+_NO_PARAMS = frozenset({*_LEARNER_ARGUMENTS, 'name', 'self', 'kwargs'})
 
-# Names in keras.optimizers that stand for no way to update a weight: {name: what to do instead}.
+# Names in keras.optimizers that do not define an update rule: {name: alternative}.
 _CONTAINERS = {
-  'LossScaleOptimizer': _LEARNERS_PART['loss_scale_factor'],
+  'LossScaleOptimizer': _LEARNER_ARGUMENTS['loss_scale_factor'],
   'MultiOptimizer': 'make train.learner a list of learners, each with its own optimizer',
   'OptimizerMap': 'make train.learner a list of learners, each with its own optimizer',
 }
 
 
 class _Params(hyperparams.InstantiableParams):
-  """Params that know where the learner's part is set."""
+  """Params whose errors say which param of the learner to set instead."""
 
   def _Hint(self, name: str) -> str:
-    return f'that is for the learner: {_LEARNERS_PART[name]}' if name in _LEARNERS_PART else ''
+    return _LEARNER_ARGUMENTS.get(name, '')
 
 
 class KerasOptimizer:
-  """Base of the optimizers: Params from the Keras class's signature."""
+  """Base class of optimizers; derives Params from the signature of a Keras class."""
 
   keras_class: type[keras.optimizers.Optimizer] = keras.optimizers.Optimizer
-  # Slots that begin as their weight.
+  # Names of slots that start at the value of their weight.
   slots_of_weights: tuple[str, ...] = ()
 
   @classmethod
@@ -65,10 +65,12 @@ class KerasOptimizer:
     """Params with the hyperparameters of the Keras class and their defaults.
 
     Raises:
-      ValueError: the installed Keras has no such class, or it is a container of other optimizers.
+      ValueError: the installed Keras lacks the class, or the class wraps other optimizers.
     """
     if cls.keras_class is keras.optimizers.Optimizer:
-      raise ValueError(f'Keras {keras.__version__} has no optimizer {cls.__name__}; take another')
+      raise ValueError(
+        f'Keras {keras.__version__} has no optimizer {cls.__name__}: use another one'
+      )
     name = cls.keras_class.__name__
     if name in _CONTAINERS:
       raise ValueError(f'keras.optimizers.{name} cannot be used: {_CONTAINERS[name]}')
@@ -87,38 +89,42 @@ class KerasOptimizer:
     variables: Mapping[str, tf.Variable],
     is_decayed: Callable[[str], bool] | None = None,
   ) -> StageOptimizer:
-    """An optimizer of these {path: variable}, its slots on `device`.
+    """Builds an optimizer of the variables of one stage.
 
     Args:
-      device: where the slots live.
+      device: the device for the slots.
       variables: {path: variable}.
-      is_decayed: tells by its path whether the optimizer's weight decay touches a variable; None:
-        all are decayed.
+      is_decayed: returns whether weight decay applies to the variable with a path; None: it applies
+        to all variables.
 
     Raises:
-      ValueError: the optimizer cannot take these variables, or keeps state that is not known here.
+      ValueError: the optimizer does not support these variables, or keeps state that checkpoints
+        would not save.
     """
     self._CheckVariables(variables)
     config = {name: value for name, value in self.params.IterParams() if name != 'cls'}
-    spared = [v for path, v in variables.items() if is_decayed and not is_decayed(path)]
-    return StageOptimizer(self, config, device, variables, spared)
+    undecayed = [v for path, v in variables.items() if is_decayed and not is_decayed(path)]
+    return StageOptimizer(self, config, device, variables, undecayed)
 
   def SlotsPerWeight(self) -> int:
-    """How many slots of its own size a weight has; found by building them for a tiny one."""
+    """Returns the number of slots, each as large as its weight, per weight.
+
+    The slots are counted by building an optimizer for a tiny weight.
+    """
     with tf.init_scope():
       weight = tf.Variable(tf.zeros([2, 3]), name='weight')
       slots = self.Build('/device:CPU:0', {'weight': weight}).slots
     return sum(slot.shape == weight.shape for slot in slots.values())
 
-  # ---- what some of Keras's optimizers have of their own ----------------------------------------
+  # ---- Overridden for Keras optimizers with special state --------------------------------------
 
   def OtherSlots(self, built: Any) -> dict[str, list[Any]]:
-    """{slot name: a slot for each variable} of those not made by `add_variable_from_reference`."""
+    """Returns {slot name: slots} for slots not created by `add_variable_from_reference`."""
     del built
     return {}
 
   def SharedState(self, built: Any) -> dict[str, Any]:
-    """{name: variable} of what belongs to no weight and follows from the count of updates."""
+    """Returns {name: variable} for state that depends only on the number of updates."""
     del built
     return {}
 
@@ -127,26 +133,26 @@ class KerasOptimizer:
 
 
 class Adafactor(KerasOptimizer):
-  """keras.optimizers.Adafactor. The second moment of a matrix is kept as `row` and `column`."""
+  """keras.optimizers.Adafactor, which keeps the second moment of a matrix as `row` and `column`."""
 
   def OtherSlots(self, built: Any) -> dict[str, list[Any]]:
-    """See the parent."""
+    """Returns the factors of the second moments."""
     return {'row': built._r, 'column': built._c}
 
 
 class Muon(KerasOptimizer):
-  """keras.optimizers.Muon: matrices by Newton-Schulz, all other weights as AdamW.
+  """keras.optimizers.Muon: updates matrices by Newton-Schulz, and all other weights as AdamW.
 
-  What Keras calls a layer's path is here the variable's: `exclude_layers` are regular expressions
-  that find it, and `exclude_embeddings` goes by 'embedding' in it.
+  The path of a layer in Keras corresponds to the path of a variable here: the regular expressions
+  of `exclude_layers` are searched in it, and `exclude_embeddings` looks for 'embedding' in it.
   """
 
   def _CheckVariables(self, variables: Mapping[str, tf.Variable]) -> None:
     for path, v in variables.items():
       if v.dtype != tf.float32 and len(v.shape) == 2:
         raise ValueError(
-          f'Muon as Keras has it updates matrices of float32 only, and {path} is of '
-          f'{v.dtype.name}; exclude it by bprop_variable_exclusion, or take another optimizer'
+          f'Muon in Keras updates only float32 matrices, but {path} is {v.dtype.name}: exclude it '
+          'with bprop_variable_exclusion, or use another optimizer'
         )
 
 
@@ -154,24 +160,24 @@ class Nadam(KerasOptimizer):
   """keras.optimizers.Nadam."""
 
   def SharedState(self, built: Any) -> dict[str, Any]:
-    """See the parent."""
+    """Returns the product of the momentum schedule."""
     return {'u_product': built._u_product}
 
 
 class ScheduleFreeAdamW(KerasOptimizer):
   """keras.optimizers.ScheduleFreeAdamW.
 
-  As in Keras, weights are the points y at which gradients are taken, in evaluation too.
+  As in Keras, the weights are the points y at which gradients are computed, also in evaluation.
   """
 
   slots_of_weights = ('momentum',)
 
 
 def _BindToKeras() -> None:
-  """Gives the classes above their Keras class, and makes one for each of Keras's others."""
+  """Sets the Keras class of the classes above, and creates classes for all other optimizers."""
   for name, keras_class in inspect.getmembers(keras.optimizers, inspect.isclass):
-    is_one = issubclass(keras_class, keras.optimizers.Optimizer) and name not in _CONTAINERS
-    if not is_one or keras_class is keras.optimizers.Optimizer:
+    is_optimizer = issubclass(keras_class, keras.optimizers.Optimizer) and name not in _CONTAINERS
+    if not is_optimizer or keras_class is keras.optimizers.Optimizer:
       continue
     if name not in globals():
       members = {'__doc__': f'keras.optimizers.{name}.', '__module__': __name__}
@@ -183,7 +189,7 @@ _BindToKeras()
 
 
 def __getattr__(name: str) -> type[KerasOptimizer]:
-  """Says what there is; also tells type checkers that there are more names than they can see."""
+  """Raises AttributeError with similar names; lets type checkers accept the generated classes."""
   if name in _CONTAINERS:
     raise AttributeError(f'optimizer.{name} does not exist: {_CONTAINERS[name]}')
   known = sorted(
@@ -198,10 +204,10 @@ class StageOptimizer:
   """The Keras optimizer of one stage, with its slots named by variable path and slot name.
 
   Attributes:
-    slots: {'<variable path>/<slot name>': variable}, what a checkpoint keeps of it.
-    iterations: the count of updates applied, equal in all stages.
-    variables: what it updates, in the order in which `Apply` takes gradients.
-    shared: {name: variable} of other state that is equal in all stages.
+    slots: {'<variable path>/<slot name>': variable}, saved in checkpoints.
+    iterations: int64 variable, the number of updates applied, equal in all stages.
+    variables: the variables to update, in the order of the gradients passed to `Apply`.
+    shared: {name: variable} for other state that is equal in all stages.
   """
 
   def __init__(
@@ -210,30 +216,30 @@ class StageOptimizer:
     config: Mapping[str, Any],
     device: str,
     variables: Mapping[str, tf.Variable],
-    spared: Sequence[tf.Variable],
+    undecayed: Sequence[tf.Variable],
   ) -> None:
-    """Makes the slots.
+    """Creates the Keras optimizer and its slots.
 
     Args:
-      kind: knows the Keras optimizer.
-      config: arguments of its constructor, the learning rate aside.
-      device: where the slots live, as the variables do.
+      kind: the optimizer, with its Keras class.
+      config: arguments of the Keras constructor, without the learning rate.
+      device: the device of the variables and slots.
       variables: {path: variable}.
-      spared: those among them that weight decay leaves alone.
+      undecayed: variables to which weight decay does not apply.
 
     Raises:
-      ValueError: the Keras optimizer keeps state beside its slots and its count of updates, which
-        no checkpoint would hold.
+      ValueError: the Keras optimizer keeps state other than slots and the number of updates, which
+        checkpoints would not save.
     """
     self._kind = kind
     self._device = device
     self._paths = dict(variables)
     self.variables = list(variables.values())
     self.slots: dict[str, tf.Variable] = {}
-    # By identity: nothing says that names of variables are unique.
+    # Keyed by identity, because names of variables need not be unique.
     paths = {id(v): path for path, v in variables.items()}
 
-    # Keras makes slot names out of variable names, not uniquely; what it makes is recorded here.
+    # Keras derives slot names from variable names, which is not unique. Record the slots instead.
     class Recording(kind.keras_class):  # type: ignore[name-defined]
       def add_variable_from_reference(
         recording, reference_variable: Any, name: str | None = None, initializer: Any = 'zeros'
@@ -243,13 +249,13 @@ class StageOptimizer:
         return slot
 
       def _should_use_adamw(recording, variable: Any) -> bool:
-        # Muon's. It asks for a path, which Keras's variables have and TensorFlow's do not.
+        # Used by Muon. It needs a path, which Keras variables have and TensorFlow variables lack.
         shape, path = variable.shape, paths[id(variable)]
         return bool(super()._should_use_adamw(types.SimpleNamespace(shape=shape, path=path)))
 
     with tf.init_scope(), tf.device(device):
       self._keras = Recording(learning_rate=0.0, **config)
-      self._keras.exclude_from_weight_decay(var_list=list(spared))
+      self._keras.exclude_from_weight_decay(var_list=list(undecayed))
       self._keras.build(self.variables)
     for name, slots in kind.OtherSlots(self._keras).items():
       for path, slot in zip(variables, slots, strict=True):
@@ -261,31 +267,35 @@ class StageOptimizer:
     hidden = [v.path for v in self._keras.variables if id(v.value) not in known]
     if hidden:
       raise ValueError(
-        f'keras.optimizers.{kind.keras_class.__name__} cannot be used: it keeps state that is no '
-        f'slot of a variable and that no checkpoint would hold: {", ".join(hidden)}. '
-        'Take another optimizer'
+        f'keras.optimizers.{kind.keras_class.__name__} cannot be used: it keeps state other than '
+        f'slots, which checkpoints would not save: {", ".join(hidden)}. Use another optimizer'
       )
 
   def _AddSlot(self, path: str, name: str, slot: tf.Variable) -> None:
     key = f'{path}/{name}'
-    assert key not in self.slots, f'two slots are called {key}'
+    assert key not in self.slots, f'two slots have the name {key}'
     self.slots[key] = slot
 
   def Follow(self, first: StageOptimizer) -> None:
-    """Takes the count of updates, and what follows from it, from another stage's optimizer."""
+    """Copies the number of updates, and the state that depends on it, from another stage."""
     self.iterations.assign(first.iterations)
     for name, variable in self.shared.items():
       variable.assign(tf.cast(first.shared[name], variable.dtype))
 
   def BeginAtWeights(self) -> None:
-    """Gives slots that begin as their weight its present value: weights came from elsewhere."""
+    """Resets the slots that start at the value of their weight, after weights were assigned."""
     for path, variable in self._paths.items():
       for name in self._kind.slots_of_weights:
         with tf.device(self._device):
           self.slots[f'{path}/{name}'].assign(variable)
 
   def Apply(self, grads: Sequence[tf.Tensor], learning_rate: tf.Tensor) -> None:
-    """One update of the stage's variables, in their order; to be called in a tf.function."""
+    """Updates the variables of the stage once; call it in a tf.function.
+
+    Args:
+      grads: the gradients, in the order of `variables`.
+      learning_rate: scalar.
+    """
     if not self.variables:
       return
     with tf.device(self._device):

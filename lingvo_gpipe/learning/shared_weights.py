@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tasks with common weights have once: the variables, and what training keeps beside them."""
+"""Weights that several tasks share, with their optimizers, gradient sums and averages."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from lingvo_gpipe.learning import optimizer
 
 @dataclasses.dataclass(frozen=True)
 class SharedWeight:
-  """A weight of several tasks.
+  """A weight that several tasks share, as one of these tasks sees it.
 
   Attributes:
-    name: what checkpoints call it.
-    task: the task of this path.
-    trainers: the tasks, maybe with the names of their learners, that train it, as in 'a+b'. Weights
-      of equal trainers are updated by one optimizer.
+    name: the name of the weight in checkpoints.
+    task: the name of the task.
+    trainers: the tasks that train the weight, with the names of their learners if they have any,
+      for example 'a+b'. One optimizer updates all weights with equal trainers.
   """
 
   name: str
@@ -30,7 +30,7 @@ class SharedWeight:
 
 @dataclasses.dataclass
 class _Optimizer:
-  """What updates the weights of equal trainers on one device, and what it was made from."""
+  """The optimizer of the weights with equal trainers on one device, and its Params."""
 
   params: hyperparams.InstantiableParams
   task: str
@@ -39,14 +39,20 @@ class _Optimizer:
 
 
 class SharedWeights:
-  """Hands the first task's variables to the others, with gradient sums, averages and optimizers.
+  """Registry of shared weights: their variables, gradient sums, averages and optimizers.
+
+  The first task that asks for a variable creates it; the other tasks get the same variable.
 
   Attributes:
-    global_step: int64 variable, the steps of all tasks together.
+    global_step: int64 variable, the number of steps of all tasks together.
   """
 
   def __init__(self, weights: Mapping[str, SharedWeight]) -> None:
-    """`weights` are {path in a task: what is known of it}; others belong to their task alone."""
+    """Creates an empty registry.
+
+    Args:
+      weights: {path in a task: shared weight}; all other weights belong to one task only.
+    """
     self._weights = dict(weights)
     self._variables: dict[str, tuple[str, tf.Variable]] = {}
     self._auxiliary: dict[tuple[str, int], tf.Variable] = {}
@@ -57,10 +63,12 @@ class SharedWeights:
   def Variable(
     self, path: str, device: str | None, create: Callable[[], tf.Variable]
   ) -> tf.Variable:
-    """The variable of a path: another task's, or a new one (see `BaseLayer.SetVariableMaker`).
+    """Returns the variable of a path, creating it if no other task has done so.
+
+    See `BaseLayer.SetVariableMaker`.
 
     Raises:
-      ValueError: the other task has it on another device.
+      ValueError: another task placed the variable on a different device.
     """
     weight = self._weights.get(path)
     if weight is None:
@@ -69,27 +77,35 @@ class SharedWeights:
       self._variables[weight.name] = path, create()
     owner, variable = self._variables[weight.name]
     actual = tf.DeviceSpec.from_string(variable.device)
-    wanted = tf.DeviceSpec.from_string(device or '')
-    if actual.make_merged_spec(wanted) != actual:
+    requested = tf.DeviceSpec.from_string(device or '')
+    if actual.make_merged_spec(requested) != actual:
       raise ValueError(
-        f'{owner} and {path} are one weight, {weight.name}, but the stage of the task '
-        f'{self._weights[owner].task!r} that has it is on {variable.device}, and that of the task '
-        f'{weight.task!r} on {device}: give both tasks the same stages for the layers they share, '
-        'by num_stages and splits of their stack'
+        f'{owner} and {path} share the weight {weight.name}, but the task '
+        f'{self._weights[owner].task!r} has it on {variable.device}, and the task {weight.task!r} '
+        f'on {device}: give both tasks the same stages for the layers they share, with num_stages '
+        'and splits of their stack'
       )
     return variable
 
   def Auxiliary(
     self, kind: str, variable: tf.Variable, create: Callable[[], tf.Variable]
   ) -> tf.Variable:
-    """What lies beside a variable, such as its gradient's sum: once, however many tasks have it."""
+    """Returns the variable of this kind, such as 'ema', that belongs to another variable.
+
+    It is created once, however many tasks share the other variable.
+
+    Args:
+      kind: name of the kind of auxiliary variable.
+      variable: the variable that it belongs to.
+      create: creates the auxiliary variable.
+    """
     key = (kind, id(variable))
     if key not in self._auxiliary:
       self._auxiliary[key] = create()
     return self._auxiliary[key]
 
   def Trainers(self, path: str) -> str:
-    """Who trains the weight of a path; '' where only its own task does."""
+    """Returns the trainers of the weight with this path; '' if only one task trains it."""
     weight = self._weights.get(path)
     return weight.trainers if weight and '+' in weight.trainers else ''
 
@@ -100,51 +116,51 @@ class SharedWeights:
     variables: Mapping[str, tf.Variable],
     is_decayed: Callable[[str], bool],
   ) -> optimizer.StageOptimizer:
-    """What updates weights of equal trainers, all of those on a device, whichever task trains.
+    """Returns the optimizer of the weights with equal trainers on a device, for any of the tasks.
 
     Args:
-      params: of the optimizer.
-      device: where they are.
+      params: the Params of the optimizer.
+      device: the device of the weights.
       variables: {path: variable}; all have the same `Trainers`.
-      is_decayed: as for `KerasOptimizer.Build`.
+      is_decayed: returns whether weight decay applies to the variable with a path.
 
     Raises:
-      ValueError: another task has another optimizer for them, or other exclusions.
+      ValueError: another task uses a different optimizer or weight_decay_exclusion for the weights.
     """
     path = next(iter(variables))
     key = (self.Trainers(path), device)
     decayed = {id(v): is_decayed(path) for path, v in variables.items()}
-    found = self._optimizers.get(key)
-    if found is None:
+    entry = self._optimizers.get(key)
+    if entry is None:
       built = params.Instantiate().Build(device, variables, is_decayed)
-      found = _Optimizer(params, self._weights[path].task, decayed, built)
-      self._optimizers[key] = found
-    if found.params != params or found.decayed != decayed:
-      what = found.params.TextDiff(params).replace('\n', ' ') or 'other weight_decay_exclusion '
+      entry = _Optimizer(params, self._weights[path].task, decayed, built)
+      self._optimizers[key] = entry
+    if entry.params != params or entry.decayed != decayed:
+      diff = entry.params.TextDiff(params).replace('\n', ' ') or 'weight_decay_exclusion differs '
       raise ValueError(
         f'{path} and other weights have one set of optimizer slots for the tasks '
-        f'{self._weights[path].trainers.replace("+", " and ")}, so those need the same optimizer; '
-        f'that of {found.task} (>) and that of {self._weights[path].task} (<): {what}'
+        f'{self._weights[path].trainers.replace("+", " and ")}, which therefore need the same '
+        f'optimizer; {entry.task} (>) and {self._weights[path].task} (<) differ: {diff}'
       )
-    return found.built
+    return entry.built
 
   def Variables(self) -> dict[str, tf.Variable]:
-    """{name: variable} of what checkpoints keep beside weights and slots."""
-    found = {}
+    """Returns {name: variable} for the optimizer state to save in addition to the slots."""
+    variables = {}
     for trainers, (first, *_) in self._Groups().items():
-      found[f'learner/{trainers}/iterations'] = first.iterations
-      found.update({f'learner/{trainers}/{name}': v for name, v in first.shared.items()})
-    return found
+      variables[f'learner/{trainers}/iterations'] = first.iterations
+      variables.update({f'learner/{trainers}/{name}': v for name, v in first.shared.items()})
+    return variables
 
   def AfterRestore(self) -> None:
-    """To be called when `Variables()` were assigned from a checkpoint."""
-    for first, *rest in self._Groups().values():
-      for other in rest:
+    """Synchronises the optimizers after `Variables()` were assigned from a checkpoint."""
+    for first, *followers in self._Groups().values():
+      for other in followers:
         other.Follow(first)
 
   def _Groups(self) -> dict[str, Sequence[optimizer.StageOptimizer]]:
-    """{trainers: their optimizers}, one a device, which count the same updates."""
+    """Returns {trainers: their optimizers, one for each device, with equal update counts}."""
     groups: dict[str, list[optimizer.StageOptimizer]] = {}
-    for (trainers, _), found in self._optimizers.items():
-      groups.setdefault(trainers, []).append(found.built)
+    for (trainers, _), entry in self._optimizers.items():
+      groups.setdefault(trainers, []).append(entry.built)
     return dict(groups)

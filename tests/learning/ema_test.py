@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moving averages of weights: their formula, their place, and that evaluation takes them."""
+"""Moving averages of weights: their formula, their devices, and their use in evaluation."""
 
 import sys
 
@@ -10,6 +10,7 @@ import tensorflow as tf
 from lingvo_gpipe.checkpoint import checkpointer
 from lingvo_gpipe.learning import ema, optimizer
 from lingvo_gpipe.runners import eval_runner, train_runner
+from tests import naming
 from tests.toys import tasks
 
 _BATCH = 4
@@ -48,13 +49,13 @@ def _AssertSame(got, expected):
     np.testing.assert_array_equal(got[name], value, err_msg=name)
 
 
-def testTheFormula():
-  """That of TensorFlow's own averages with a count of updates."""
+def testAveragesFollowTheFormula():
+  """Equals tf.train.ExponentialMovingAverage with num_updates."""
   variables = {'a': tf.Variable([1.0, -2.0]), 'b': tf.Variable(3.0)}
   ours = ema.ExponentialMovingAverage(0.25, variables)
   count = tf.Variable(0, dtype=tf.int64)
   theirs = tf.train.ExponentialMovingAverage(0.25, num_updates=count)
-  theirs.apply(list(variables.values()))  # They begin at the values of now, too.
+  theirs.apply(list(variables.values()))  # These also start at the present values.
   move = tf.function(ours.Apply, autograph=False)
   for step in range(5):
     for v in variables.values():
@@ -84,7 +85,7 @@ def testNarrowWeightsHaveWideAverages():
   np.testing.assert_array_equal(average.numpy(), before)
 
 
-def testSwappedBackExactlyAfterAnErrorToo():
+def testWeightsAreRestoredExactlyAfterAnError():
   v = tf.Variable([0.1, 1e-30, 1e30])
   averages = ema.ExponentialMovingAverage(0.5, {'v': v})
   v.assign([np.nan, -0.0, 7.0])
@@ -97,21 +98,21 @@ def testSwappedBackExactlyAfterAnErrorToo():
 
 
 @pytest.mark.parametrize('moving', [False, True])
-def testWhatIsAveraged(moving):
-  """A tied weight once, where it is owned; statistics if asked for; each on its own device."""
+def testAveragedVariables(moving):
+  """Tied weights have one average; moving statistics have averages if requested."""
   run = _Runner(ema_decay_moving_vars=moving)
   variables = run.task.VariablesByPath()
   expected = {path for path, v in variables.items() if v.trainable}
   if moving:
     expected |= {_MEAN, _MEAN.replace('mean', 'variance')}
-  found = {name: v for name, v in run.Variables().items() if name.endswith('/ema')}
-  assert set(found) == {f'{path}/ema' for path in expected}
+  averages = {name: v for name, v in run.Variables().items() if name.endswith('/ema')}
+  assert set(averages) == {f'{path}/ema' for path in expected}
   for path in expected:
-    assert found[f'{path}/ema'].device == variables[path].device
+    assert averages[f'{path}/ema'].device == variables[path].device
 
 
 def testAveragesOfARun():
-  """In one stage or two, with tied weights, BatchNorm and a step that is skipped."""
+  """With one and two stages, tied weights, BatchNorm and a skipped step."""
   results = []
   for splits in ((5,), (3, 5)):
     run = _Runner(splits, ema_decay_moving_vars=True)
@@ -135,8 +136,8 @@ def testAveragesOfARun():
     np.testing.assert_allclose(results[1][name], value, rtol=1e-9, atol=1e-12, err_msg=name)
 
 
-def testEvaluationTakesTheAverages(tmp_path):
-  """The trainer in between its steps, and an evaluator that reads a checkpoint without slots."""
+def testEvaluationUsesTheAverages(tmp_path):
+  """In the trainer between steps, and in an evaluator that restores a checkpoint without slots."""
   run = _Runner()
   for seed in range(3):
     run.TrainStep(_Batch(seed))
@@ -161,7 +162,7 @@ def testEvaluationTakesTheAverages(tmp_path):
   with evaluator.AveragedWeights():
     assert not any('/' in path for path in _Weights(evaluator))
 
-  # The copy of the tied weight, on the other stage, has come back as well: training goes on.
+  # Training resumes exactly: the copy of the tied weight on the other stage was restored as well.
   again = _Runner()
   store.RestoreLatest(again.Variables())
   again.AfterRestore()
@@ -170,7 +171,7 @@ def testEvaluationTakesTheAverages(tmp_path):
   _AssertSame(_Arrays(again), _Arrays(run))
 
 
-def testDecodingTakesTheAverages():
+def testDecodingUsesTheAverages():
   run = _Runner()
   run.TrainStep(_Batch(0))
   seen = []
@@ -186,8 +187,8 @@ def testDecodingTakesTheAverages():
 
 
 @pytest.mark.parametrize('decay', [0.0, 0.5])
-def testAnEvaluatorOfNarrowWeights(tmp_path, decay):
-  """The checkpoint says whether there are averages, not the evaluator's own Params."""
+def testAnEvaluatorOfNarrowWeightsUsesTheAverages(tmp_path, decay):
+  """The checkpoint decides whether there are averages, not the Params of the evaluator."""
   run = _Runner(dtype=tf.bfloat16)
   for name, v in run.Variables().items():
     if name.endswith('/ema'):
@@ -205,15 +206,15 @@ def testAnEvaluatorOfNarrowWeights(tmp_path, decay):
   _AssertSame(_Weights(evaluator), averaged)
 
 
-def testWeightsFromElsewhereBeginTheirAverages():
+def testAveragesStartAtAssignedWeights():
   run = _Runner()
   run.TrainStep(_Batch(0))
   for v in run.task.VariablesByPath().values():
     v.assign(v * 2)
   run.BeginAtWeights()
-  found = _Arrays(run)
+  averages = _Arrays(run)
   for path, v in _Weights(run).items():
-    np.testing.assert_array_equal(found.get(f'{path}/ema', v), v)
+    np.testing.assert_array_equal(averages.get(f'{path}/ema', v), v)
 
 
 def testAveragesCountAsMemory():
@@ -228,7 +229,9 @@ def testDecayOutOfRange(decay):
 
 
 def testMovingVarsNeedADecay():
-  with pytest.raises(ValueError, match='ema_decay_moving_vars needs an ema_decay'):
+  with pytest.raises(
+    ValueError, match=naming.Naming('net.train.ema_decay_moving_vars', 'ema_decay')
+  ):
     _Runner(decay=0.0, ema_decay_moving_vars=True)
 
 

@@ -34,7 +34,7 @@ def testClipsByTheNormOfAllStages(cuts, clip):
     np.testing.assert_allclose(weight, before[path] - scale * grads[path], atol=1e-6)
 
 
-def testSameAsTensorFlowsClipping():
+def testClippingEqualsTensorFlow():
   stages = learner_stages.Stages()
   before = learner_stages.Weights(stages)
   _, update = learner_stages.Build(_SGD(clip_gradient_norm_to_value=0.7), stages)
@@ -46,7 +46,7 @@ def testSameAsTensorFlowsClipping():
 
 
 def testDividesByTheLossWeight():
-  """Accumulators hold the sum over tokens: norm, clipping and update are those of the mean."""
+  """Accumulators hold sums over tokens; norm, clipping and update use the mean."""
   stages = learner_stages.Stages()
   before = learner_stages.Weights(stages)
   _, update = learner_stages.Build(_SGD(clip_gradient_norm_to_value=0.5), stages)
@@ -65,7 +65,7 @@ def testClipsEachGradientByItsOwnNorm(cuts):
   before = learner_stages.Weights(stages)
   _, update = learner_stages.Build(_SGD(clip_gradient_single_norm_to_value=0.5), stages)
   grads = learner_stages.SetGrads(stages)
-  grads['m.a.b'] *= 0.01  # Is left as it is.
+  grads['m.a.b'] *= 0.01  # Below the limit, so not scaled.
   for s in stages:
     for path, accumulator in zip(s.trained, s.accumulators, strict=True):
       accumulator.assign(8.0 * grads[path])
@@ -88,7 +88,7 @@ def testClipsEachEntry():
     np.testing.assert_allclose(weight, before[path] - clipped, atol=1e-6)
 
 
-def testClipsInOneWay():
+def testOnlyOneClippingCanBeSet():
   p = _SGD(clip_gradient_norm_to_value=1.0, clip_gradient_value_to=1.0)
   with pytest.raises(ValueError, match='only one of clip_gradient_norm_to_value, clip_gradient_va'):
     p.Instantiate()
@@ -96,8 +96,8 @@ def testClipsInOneWay():
 
 @pytest.mark.parametrize('cuts', [(4,), (1, 3, 4)])
 @pytest.mark.parametrize('clip', [0.0, 0.5])
-def testRegularisesByRule(cuts, clip):
-  """As if c / 2 |w|^2 + d |w| were part of the loss; biases are spared."""
+def testRegularisationExcludesPaths(cuts, clip):
+  """Equals the loss terms c / 2 |w|^2 + d |w|; biases are excluded."""
   stages = learner_stages.Stages(cuts)
   before = learner_stages.Weights(stages)
   rule = {'l2_regularizer_weight': 0.3, 'l1_regularizer_weight': 0.2}
@@ -115,7 +115,7 @@ def testRegularisesByRule(cuts, clip):
     np.testing.assert_allclose(weight, before[path] - scale * grads[path], atol=1e-6)
 
 
-def testWeightDecayByRule():
+def testWeightDecayExcludesPaths():
   stages = learner_stages.Stages()
   before = learner_stages.Weights(stages)
   p = _SGD(weight_decay_exclusion=r'\.b$').Set(learning_rate=0.5)
@@ -140,7 +140,7 @@ def testZeroGradientIsFinite():
 
 @pytest.mark.parametrize('skip', [True, False])
 def testABatchWithoutWeightChangesNothing(skip):
-  """All padding: there is nothing to learn, and 0/0 must not reach the weights."""
+  """In a batch of padding only, 0/0 must not reach the weights."""
   stages = learner_stages.Stages()
   built, update = learner_stages.Build(learner.Learner.Params().Set(skip_nonfinite=skip), stages)
   learner_stages.SetGrads(stages)
@@ -159,9 +159,9 @@ def testABatchWithoutWeightChangesNothing(skip):
 
 
 @pytest.mark.parametrize('bad', [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize('where', [0, -1])
+@pytest.mark.parametrize('index', [0, -1])
 @pytest.mark.parametrize('clip', [0.0, 1.0])
-def testANonFiniteStepLeavesEverythingAsItWas(bad, where, clip):
+def testANonFiniteStepChangesNothing(bad, index, clip):
   stages = learner_stages.Stages()
   p = learner.Learner.Params().Set(clip_gradient_norm_to_value=clip)
   p.optimizer = optimizer.Adam.Params().Set(weight_decay=0.1)
@@ -173,7 +173,7 @@ def testANonFiniteStepLeavesEverythingAsItWas(bad, where, clip):
   before = {name: v.numpy() for name, v in state.items()}
 
   learner_stages.SetGrads(stages, seed=2)
-  accumulator = stages[where].accumulators[where]
+  accumulator = stages[index].accumulators[index]
   values = accumulator.numpy()
   values.flat[0] = bad
   accumulator.assign(values)
@@ -190,7 +190,7 @@ def testANonFiniteStepLeavesEverythingAsItWas(bad, where, clip):
     assert not np.array_equal(v.numpy(), before[name]), name
 
 
-def testANonFiniteLossWeightIsSkippedToo():
+def testANonFiniteLossWeightIsSkipped():
   stages = learner_stages.Stages()
   _, update = learner_stages.Build(_SGD(), stages)
   before = learner_stages.Weights(stages)
@@ -200,7 +200,7 @@ def testANonFiniteLossWeightIsSkippedToo():
     np.testing.assert_array_equal(weight, before[path])
 
 
-def testWithoutSkippingNanGoesThrough():
+def testWithoutSkippingNanReachesTheWeights():
   stages = learner_stages.Stages()
   _, update = learner_stages.Build(_SGD(skip_nonfinite=False), stages)
   learner_stages.SetGrads(stages)
@@ -226,7 +226,7 @@ def testLearningRateFollowsTheSchedule():
 
 
 @pytest.mark.parametrize(
-  'wanted, unwanted, trained',
+  'filter_pattern, exclusion, trained',
   [
     ('', '', list(learner_stages.SHAPES)),
     (r'\.w$', '', ['m.a.w', 'm.c.w']),
@@ -235,15 +235,15 @@ def testLearningRateFollowsTheSchedule():
     ('a', '', ['m.a.w', 'm.a.b']),
   ],
 )
-def testFilters(wanted, unwanted, trained):
+def testFiltersSelectTheTrainedVariables(filter_pattern, exclusion, trained):
   stages = learner_stages.Stages()
   before = learner_stages.Weights(stages)
-  p = _SGD(bprop_variable_filter=wanted, bprop_variable_exclusion=unwanted)
+  p = _SGD(bprop_variable_filter=filter_pattern, bprop_variable_exclusion=exclusion)
   p.optimizer.momentum = 0.9
   built, update = learner_stages.Build(p, stages)
   grads = learner_stages.SetGrads(stages)
   values = update()
-  # What is not trained does not count in the norm either.
+  # Variables that are not trained do not count in the norm.
   norm = learner_stages.Norm({path: grads[path] for path in trained})
   assert values['grad_norm'] == pytest.approx(norm, rel=1e-6)
   for path, weight in learner_stages.Weights(stages).items():
@@ -252,7 +252,7 @@ def testFilters(wanted, unwanted, trained):
   assert set(built.Variables()) == {f'{path}/momentum' for path in trained} | {'learner/iterations'}
 
 
-def testNothingLeftToTrain():
+def testFiltersMustSelectAVariable():
   for settings in (
     {'bprop_variable_filter': 'decoder'},
     {'bprop_variable_exclusion': '^m'},
@@ -279,14 +279,14 @@ def testLearningRateMustBePositive(rate):
     'l2_regularizer_weight',
   ],
 )
-def testWhatMustNotBeNegative(name):
+def testLimitsMustNotBeNegative(name):
   for value in (-1.0, float('nan')):
     with pytest.raises(ValueError, match=f'{name} must not be negative'):
       learner.Learner.Params().Set(**{name: value}).Instantiate()
 
 
 @pytest.mark.parametrize('num', [0, -1, 1.5, True])
-def testCountOfAccumulatedMiniBatches(num):
+def testNumberOfAccumulatedMiniBatchesMustBePositive(num):
   with pytest.raises(ValueError, match='num_accumulated_mini_batches must be a positive integer'):
     learner.Learner.Params().Set(num_accumulated_mini_batches=num).Instantiate()
 
@@ -295,7 +295,7 @@ def testCountOfAccumulatedMiniBatches(num):
   'pattern',
   ['bprop_variable_filter', 'weight_decay_exclusion', 'lp_regularizer_exclusion'],
 )
-def testABrokenPatternIsToldAtOnce(pattern):
+def testAnInvalidPatternIsReportedAtConstruction(pattern):
   with pytest.raises(ValueError, match=f'learner.{pattern}.*regular expression'):
     learner.Learner.Params().Set(**{pattern: '(w'}).Instantiate()
 
@@ -322,7 +322,7 @@ def testNamesAndUpdatesDoNotDependOnTheCut(cls):
       np.testing.assert_allclose(other[name], value, rtol=1e-12, err_msg=name)
 
 
-def testSlotsLieWithTheirStage():
+def testSlotsAreOnTheDeviceOfTheirStage():
   stages = learner_stages.Stages()
   built, _ = learner_stages.Build(learner.Learner.Params(), stages)
   for name, slot in built.Variables().items():
@@ -332,8 +332,8 @@ def testSlotsLieWithTheirStage():
         assert slot.device == s.trained[path].device
 
 
-def testAfterRestoreAllStagesKnowTheCount():
-  """The count of updates is saved once; Adam's bias correction needs it in every stage."""
+def testAfterRestoreAllStagesHaveTheNumberOfUpdates():
+  """The number of updates is saved once; Adam's bias correction needs it in every stage."""
   straight = learner_stages.Stages()
   _, update = learner_stages.Build(learner.Learner.Params(), straight)
   for step in range(4):

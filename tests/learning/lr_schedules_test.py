@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of the learning rate schedules."""
+"""Learning rate schedules against plain Python formulas."""
 
 import math
 import sys
@@ -25,7 +25,7 @@ def _Cosine(step, total, first, last):
   return last + (first - last) * (1 + math.cos(math.pi * min(step / total, 1.0))) / 2
 
 
-# Schedule, and the same as a Python function.
+# (schedule, its formula as a Python function).
 _CASES = {
   'constant': (_Make(lr_schedules.Constant, value=0.25), lambda s: 0.25),
   'piecewise': (
@@ -92,7 +92,7 @@ def _Case(request):
 
 
 @pytest.mark.parametrize('jit_compile', [False, True])
-def testFollowsItsFormula(case, jit_compile):
+def testValuesFollowTheFormula(case, jit_compile):
   schedule, formula = case
   traced = tf.function(
     schedule.Value,
@@ -107,7 +107,7 @@ def testFollowsItsFormula(case, jit_compile):
     np.testing.assert_allclose(value, formula(step), rtol=2e-7, atol=1e-12, err_msg=str(step))
 
 
-def testIsAPureFunctionOfTheStep(case):
+def testValuesDependOnTheStepOnly(case):
   schedule, _ = case
   step = tf.Variable(11, dtype=tf.int32)
   values = [schedule.Value(x) for x in (11, np.int64(11), tf.constant(11), step)]
@@ -122,8 +122,8 @@ def testNegativeStepsAreZero(case):
   assert schedule.Value(-1).numpy() == schedule.Value(0).numpy()
 
 
-def testNeighbouringLargeStepsAreTold():
-  """In float32 the steps 2^24 and 2^24 + 1 are the same number."""
+def testConsecutiveLargeStepsDiffer():
+  """In float32 the steps 2^24 and 2^24 + 1 would be equal."""
   schedule = _Make(lr_schedules.LinearSchedule, start=(2**24, 0.0), limit=(2**24 + 4, 1.0))
   assert [schedule.Value(2**24 + i).numpy() for i in range(5)] == [0.0, 0.25, 0.5, 0.75, 1.0]
 
@@ -155,18 +155,18 @@ def testEndsAreExact():
     ('TransformerSchedule', {'decay_end': -1}, 'decay_end'),
   ],
 )
-def testBadParams(cls, kwargs, message):
+def testInvalidParamsAreRejected(cls, kwargs, message):
   with pytest.raises(ValueError, match=f'{cls}: .*{message}'):
     _Make(getattr(lr_schedules, cls), **kwargs)
 
 
-def testStepIsAnInteger(case):
+def testAStepMustBeAnInteger(case):
   schedule, _ = case
   with pytest.raises(TypeError, match='integer step, got float32'):
     schedule.Value(tf.constant(1.0))
 
 
-def testParamsAreKeptApart():
+def testParamsAreCopied():
   p = lr_schedules.CosineSchedule.Params().Set(total_steps=10)
   schedule = p.Instantiate()
   p.total_steps = 20

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several learners over groups of variables: each its own, and all of them or none."""
+"""Several learners over groups of variables, which update together or not at all."""
 
 import sys
 
@@ -10,11 +10,12 @@ import tensorflow as tf
 
 from lingvo_gpipe.core import hyperparams
 from lingvo_gpipe.learning import learner, lr_schedules, multi_learner, optimizer
+from tests import naming
 from tests.toys import learner_stages
 
 
 def _Two(**settings):
-  """One learner for `m.a`, one for `m.c`, which differ in everything that they may differ in."""
+  """Returns a learner for `m.a` and one for `m.c`, with different settings."""
   first = learner.Learner.Params().Set(
     name='lower',
     learning_rate=0.5,
@@ -35,7 +36,7 @@ def _Two(**settings):
 
 
 def _KerasReference(num_steps):
-  """{path: weight} of plain Keras optimizers, one a group, without stages."""
+  """Returns {path: weight} after updates by plain Keras optimizers, one for each group."""
   variables = {
     path: keras.Variable(v, name=path)
     for s in learner_stages.Stages((4,))
@@ -46,16 +47,16 @@ def _KerasReference(num_steps):
   for step in range(num_steps):
     grads = learner_stages.SetGrads([], seed=step)
     upper.learning_rate = 0.02 * (1 - step / 10)
-    for of_group, prefix in ((lower, 'm.a'), (upper, 'm.c')):
+    for group_optimizer, prefix in ((lower, 'm.a'), (upper, 'm.c')):
       paths = [path for path in variables if path.startswith(prefix)]
-      of_group.apply(
+      group_optimizer.apply(
         [tf.constant(grads[path] / 2, tf.float32) for path in paths],
         [variables[path] for path in paths],
       )
   return {path: v.numpy() for path, v in variables.items()}
 
 
-# The second stage of the second cut holds variables of both.
+# The second stage of the second cut has variables of both groups.
 @pytest.mark.parametrize('cuts', [(4,), (1, 4), (1, 2, 3, 4)])
 def testSameAsKerasOptimizersOfTheGroups(cuts):
   stages = learner_stages.Stages(cuts)
@@ -94,7 +95,7 @@ def testSameAsKerasOptimizersOfTheGroups(cuts):
 
 
 @pytest.mark.parametrize('bad', ['m.a.b', 'm.c.w'])
-def testOneBadGradientSkipsTheStepOfAll(bad):
+def testOneNonFiniteGradientSkipsTheStepOfAllLearners(bad):
   stages = learner_stages.Stages()
   built, update = learner_stages.Build(_Two(), stages)
   learner_stages.SetGrads(stages)
@@ -112,8 +113,8 @@ def testOneBadGradientSkipsTheStepOfAll(bad):
     np.testing.assert_array_equal(v.numpy(), before[name], err_msg=name)
 
 
-def testARestartInAnotherCutGoesOn():
-  """Nadam's product and the count of updates are saved once, and reach every stage."""
+def testARunResumesInAnotherCut():
+  """Nadam's product and the number of updates are saved once and restored on every stage."""
   straight = learner_stages.Stages()
   _, update = learner_stages.Build(_Two(), straight)
   saved_stages = learner_stages.Stages()
@@ -140,7 +141,7 @@ def testARestartInAnotherCutGoesOn():
     np.testing.assert_allclose(weight, learner_stages.Weights(straight)[path], rtol=1e-6)
 
 
-def testTheRatesAreThoseOfTheNextUpdate():
+def testLearningRatesAreThoseOfTheNextUpdate():
   stages = learner_stages.Stages()
   built, update = learner_stages.Build(_Two(), stages)
   for step in range(3):
@@ -151,21 +152,21 @@ def testTheRatesAreThoseOfTheNextUpdate():
     assert rates == {name: float(values[name]) for name in rates}
 
 
-def testAVariableOfTwoLearnersIsNamedWithBoth():
+def testAVariableOfTwoLearnersIsReportedWithBoth():
   both = _Two()
   both[1].bprop_variable_filter = r'\.w$'
-  with pytest.raises(ValueError, match=r'm\.a\.w belongs to the learners lower and upper'):
+  with pytest.raises(ValueError, match=naming.Naming('m.a.w', 'lower and upper')):
     multi_learner.MultiLearner(both).IsTrained('m.a.w')
 
 
-def testALearnerWithoutVariablesIsNamed():
+def testALearnerWithoutVariablesIsReported():
   both = _Two()
   both[1].bprop_variable_filter = 'decoder'
   with pytest.raises(ValueError, match=r"left to train for learner upper: .*'decoder'"):
     learner_stages.Build(both, learner_stages.Stages())
 
 
-def testWhatNobodyTrainsIsFrozen():
+def testVariablesWithoutALearnerAreFrozen():
   both = _Two()
   both[1].bprop_variable_filter = r'^m\.c\.w'
   built = multi_learner.MultiLearner(both)
@@ -173,11 +174,11 @@ def testWhatNobodyTrainsIsFrozen():
 
 
 @pytest.mark.parametrize('names', [('', 'b'), ('a', 'a'), ('a', 'B'), ('a', 'b/c')])
-def testNamesTellLearnersApart(names):
+def testNamesOfLearnersMustBeUnique(names):
   both = _Two()
   for p, name in zip(both, names, strict=True):
     p.name = name
-  with pytest.raises(ValueError, match='names of their own') as e:
+  with pytest.raises(ValueError, match=naming.Naming('train.learner', 'names')) as e:
     multi_learner.MultiLearner(both)
   assert all(repr(name) in str(e.value) for name in names)
 
@@ -185,22 +186,22 @@ def testNamesTellLearnersApart(names):
 @pytest.mark.parametrize(
   'key, value', [('skip_nonfinite', False), ('num_accumulated_mini_batches', 2)]
 )
-def testWhatHoldsForAStepIsTheSameForAll(key, value):
+def testParamsOfAStepMustBeEqualForAllLearners(key, value):
   both = _Two()
   both[1].Set(**{key: value})
-  with pytest.raises(ValueError, match=f'{key} holds for a whole step'):
+  with pytest.raises(ValueError, match=naming.Naming(key, 'train.learner', f'{value!r}')):
     multi_learner.MultiLearner(both)
   assert multi_learner.MultiLearner(_Two(**{key: value})).num_accumulated_mini_batches in (1, 2)
 
 
-def testOtherThingsInTheList():
+def testOtherValuesInTheListAreRejected():
   with pytest.raises(ValueError, match='an empty list'):
     multi_learner.MultiLearner([])
   with pytest.raises(TypeError, match='or a list of them, got str'):
     multi_learner.MultiLearner(['adam'])
 
 
-def testOneLearnerInAListIsTheSameAsAlone():
+def testAListOfOneLearnerEqualsTheLearner():
   for p in (_Two()[0], _Two()[:1]):
     stages = learner_stages.Stages()
     built, update = learner_stages.Build(p, stages)
@@ -209,11 +210,11 @@ def testOneLearnerInAListIsTheSameAsAlone():
     assert 'learner/iterations' in built.Variables()
 
 
-def testSlotsPerWeightIsTheMost():
+def testSlotsPerWeightIsTheMaximum():
   assert multi_learner.MultiLearner(_Two()).SlotsPerWeight() == 2
 
 
-def testTheListAsText():
+def testAListOfLearnersRoundTripsThroughText():
   p = hyperparams.Params()
   p.Define('learner', _Two(), 'A list.')
   p.FromText('learner[1].learning_rate:0.25;learner[0].optimizer.momentum:0.5')

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers: Params as text, slots by path on their device, state that is complete."""
+"""Optimizers: Params as text, slots by path on their device, and complete state."""
 
 import inspect
 import sys
@@ -11,8 +11,9 @@ import tensorflow as tf
 
 from lingvo_gpipe.core import hyperparams
 from lingvo_gpipe.learning import optimizer
+from tests import naming
 
-# Every optimizer, and settings that give it more slots.
+# Every optimizer, with settings that give it more slots.
 _CASES = {
   'SGD': (optimizer.SGD, {}),
   'Momentum': (optimizer.SGD, {'momentum': 0.9}),
@@ -53,7 +54,7 @@ _SLOTS = {
   'Muon': {'momentum', 'velocity'},
   'ScheduleFreeAdamW': {'momentum', 'velocity'},
 }
-# What is not a slot of a weight.
+# State other than slots.
 _SHARED = {'Nadam': {'u_product'}}
 _ALL = pytest.mark.parametrize('case', _CASES)
 _SHAPES = {'m.w': [3, 4], 'm.b': [4], 'm.k': [2, 3, 2], 'm.w2': [3, 4], 'm.s': []}
@@ -69,7 +70,7 @@ def _Params(case):
 
 
 def _Variables(device=None, name=None):
-  """A matrix, a vector, a cube, a scalar, and a second matrix; all of one name if that is given."""
+  """Returns weights of several ranks; all variables have the same name if `name` is given."""
   rng = np.random.default_rng(0)
   with tf.device(device or _Device()):
     return {
@@ -108,13 +109,13 @@ def testEveryOptimizerIsTestedHere():
 
 
 def testEveryOptimizerOfKerasIsHere():
-  of_keras = {
+  keras_names = {
     name
     for name, cls in inspect.getmembers(keras.optimizers, inspect.isclass)
     if issubclass(cls, keras.optimizers.Optimizer) and cls is not keras.optimizers.Optimizer
   }
   containers = {'LossScaleOptimizer', 'MultiOptimizer', 'OptimizerMap'}
-  assert {cls.__name__ for cls, _ in _CASES.values()} == of_keras - containers
+  assert {cls.__name__ for cls, _ in _CASES.values()} == keras_names - containers
 
 
 @pytest.mark.parametrize(
@@ -125,12 +126,12 @@ def testEveryOptimizerOfKerasIsHere():
     ('AdamX', "has no attribute 'AdamX'; did you mean Adam"),
   ],
 )
-def testWhatIsNoOptimizerIsRefusedWithAHint(name, hint):
+def testOtherNamesAreRejectedWithAHint(name, hint):
   with pytest.raises(AttributeError, match=hint):
     getattr(optimizer, name)
 
 
-def testAContainerIsRefusedUnderAnotherNameToo():
+def testAContainerIsRejectedUnderAnotherName():
   class Mine(optimizer.KerasOptimizer):
     keras_class = keras.optimizers.LossScaleOptimizer
 
@@ -150,7 +151,7 @@ def testAContainerIsRefusedUnderAnotherNameToo():
     ('learning_rate', 'learning_rate and lr_schedule of the learner'),
   ],
 )
-def testTheLearnersPartIsRefusedWithAHint(name, hint):
+def testArgumentsOfTheLearnerAreRejectedWithAHint(name, hint):
   p = optimizer.Adam.Params()
   with pytest.raises(AttributeError, match=f'{name} is not defined: .*{hint}'):
     setattr(p, name, 1)
@@ -161,7 +162,7 @@ def testTheLearnersPartIsRefusedWithAHint(name, hint):
 
 
 @_ALL
-def testParamsAreKerassHyperparameters(case):
+def testParamsAreTheHyperparametersOfKeras(case):
   cls, _ = _CASES[case]
   p = cls.Params()
   assert p.cls is cls
@@ -206,7 +207,7 @@ def testSlotsAreNamedByPathAndLieOnTheDevice(case):
   variables = _Variables()
   built = _Params(case).Instantiate().Build(_Device(), variables)
   expected = {f'{path}/{name}' for path in variables for name in _SLOTS[case]}
-  # The matrix that is not excluded has no Adam.
+  # Adam does not update the matrix that is not excluded.
   assert set(built.slots) == expected - ({'m.w/velocity'} if case == 'Muon' else set())
   assert set(built.shared) == _SHARED.get(case, set())
   assert len({id(v) for v in built.slots.values()}) == len(built.slots)
@@ -222,7 +223,7 @@ def testSlotsAreNamedByPathAndLieOnTheDevice(case):
 
 @_ALL
 def testNamesOfVariablesDoNotMatter(case):
-  """Two variables of one name and shape: each slot belongs to its own path, and moves with it."""
+  """Slots belong to the path of a variable, even if variables have the same name and shape."""
   results = []
   for name in (None, 'kernel'):
     variables = _Variables(name=name)
@@ -233,11 +234,11 @@ def testNamesOfVariablesDoNotMatter(case):
 
 
 @_ALL
-def testSameAsKeras(case):
+def testUpdatesEqualKeras(case):
   cls, settings = _CASES[case]
   variables = _Variables()
   built = _Params(case).Instantiate().Build(_Device(), variables)
-  # Muon needs the paths of Keras's variables.
+  # Muon needs the paths of Keras variables.
   reference = {path: keras.Variable(v, name=path) for path, v in _Variables().items()}
   plain = cls.keras_class(learning_rate=0.5, **settings)
   plain.build(list(reference.values()))
@@ -255,7 +256,7 @@ def testSameAsKeras(case):
 
 @_ALL
 def testSavedStateIsComplete(case):
-  """n steps, everything copied into a newly built optimizer, n steps: bit-equal to 2n steps."""
+  """Copying the state into a new optimizer after n steps does not change the next n steps."""
   straight = _Variables()
   whole = _Params(case).Instantiate().Build(_Device(), straight)
   _Step(whole, range(6))
@@ -302,7 +303,7 @@ def testSlotsHaveTheDtypeOfTheirVariable(dtype):
     variables = {'m.w': tf.Variable(tf.ones([2, 2], dtype))}
   for case in _CASES:
     if case == 'Muon':
-      with pytest.raises(ValueError, match=rf'float32 only, and m\.w is of {dtype.name}'):
+      with pytest.raises(ValueError, match=naming.Naming('Muon', 'float32', 'm.w', dtype.name)):
         _Params(case).Instantiate().Build(_Device(), variables)
       continue
     built = _Params(case).Instantiate().Build(_Device(), variables)
@@ -311,7 +312,7 @@ def testSlotsHaveTheDtypeOfTheirVariable(dtype):
 
 
 def _Decayed(cls, **settings):
-  """{path: whether a zero gradient moves the weight}, with the rule that spares `.b` and `.s`."""
+  """Returns {path: whether a zero gradient moves the weight} if `.b` and `.s` are exempt."""
   variables = _Variables()
   p = cls.Params().Set(weight_decay=0.1, **settings)
   built = p.Instantiate().Build(_Device(), variables, lambda path: path[-2:] not in ('.b', '.s'))
@@ -332,7 +333,7 @@ def testWeightDecayByRule(cls, settings):
   assert _Decayed(cls, **settings) == moved
 
 
-def testSlotsThatBeginAsTheirWeight():
+def testSlotsThatStartAtTheirWeight():
   variables = _Variables()
   built = optimizer.ScheduleFreeAdamW.Params().Instantiate().Build(_Device(), variables)
   variables['m.w'].assign_add(tf.ones([3, 4]))
@@ -343,8 +344,8 @@ def testSlotsThatBeginAsTheirWeight():
     assert not built.slots[f'{path}/velocity'].numpy().any()
 
 
-def testTheStateOfOneStageServesTheOthers():
-  """As after a restart: Nadam's product is that of the stage that was saved."""
+def testStagesCopyTheStateOfTheFirst():
+  """After a restart all stages use Nadam's product of the saved stage."""
   first = optimizer.Nadam.Params().Instantiate().Build(_Device(), _Variables())
   _Step(first, range(2))
   other = optimizer.Nadam.Params().Instantiate().Build(_Device(), _Variables())
@@ -353,14 +354,14 @@ def testTheStateOfOneStageServesTheOthers():
   assert float(other.shared['u_product']) == float(first.shared['u_product']) != 1.0
 
 
-def testNoVariablesIsNoUpdate():
+def testWithoutVariablesApplyDoesNothing():
   built = optimizer.Adam.Params().Instantiate().Build(_Device(), {})
   built.Apply([], tf.constant(0.1))
   assert built.slots == {}
 
 
-def testHiddenStateIsRefused():
-  """Nadam keeps a product of momenta beside its slots: continuing without it would differ."""
+def testHiddenStateIsRejected():
+  """Nadam also keeps a product of momenta, without which a resumed run would differ."""
 
   class Nadam(optimizer.KerasOptimizer):
     keras_class = keras.optimizers.Nadam
