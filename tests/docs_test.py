@@ -131,6 +131,14 @@ def testSchedulesOfOnesOwnTrain(environment, tmp_path):
   assert _RunProgram(program, environment, tmp_path) == shown
 
 
+def testTheFirstExampleOfTheReadmeRuns(environment, tmp_path):
+  program = _Blocks(README, 'python')[0]
+  assert README.read_text().index(program) < README.read_text().index('\n## ')
+  more = 'print(len(gradients), len({v.device for v in net.trainable_variables}))\n'
+  output = _RunProgram(program + more, environment, tmp_path)
+  assert output == '8 2\n'
+
+
 def testReadmeExperimentTrainsInADirectoryOfItsOwn(environment, forks, tmp_path):
   files = _ProjectFiles()
   assert sorted(files) == ['params/toy.py', 'tasks/toy.py']
