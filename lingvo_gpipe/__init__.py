@@ -54,7 +54,6 @@ if TYPE_CHECKING:  # The same names as in _FOLDERS, for type checkers and editor
   from lingvo_gpipe.layers import embedding as embedding
   from lingvo_gpipe.layers import factorized_reduction as factorized_reduction
   from lingvo_gpipe.layers import flatten as flatten
-  from lingvo_gpipe.layers import fprop_meta as fprop_meta
   from lingvo_gpipe.layers import linear as linear
   from lingvo_gpipe.layers import norm as norm
   from lingvo_gpipe.layers import pooling as pooling
@@ -92,7 +91,7 @@ _FOLDERS = {
   'input.tfds': 'tfds_images tfds_pairs tfds_text',
   'layers': (
     'activation_layer attention batch_norm conv conv_batch_norm drop_path dropout embedding '
-    'factorized_reduction flatten fprop_meta linear norm pooling sequential skip transformer '
+    'factorized_reduction flatten linear norm pooling sequential skip transformer '
     'transformer_decoder'
   ),
   'layers.keras': 'keras_cut keras_layer',

@@ -353,8 +353,8 @@ class BaseLayer(layer_tree.LayerTree):
   ) -> nested_map.NestedMap:
     """Returns the output shapes and the cost of one FProp, without allocating or running anything.
 
-    This default traces the layer once and counts the operations of its graph. A subclass overrides
-    it if exact figures are simple to give.
+    This default traces the layer once and counts the operations of its graph. Override it only if
+    the layer cannot be traced, or if counting is slow or wrong.
 
     Args:
       params: the layer's Params.
@@ -364,9 +364,7 @@ class BaseLayer(layer_tree.LayerTree):
       NestedMap(flops, out_specs): floating-point operations of one forward call (a multiply-add
       counts as two) and a tuple with the (nest of) tf.TensorSpec of each output.
     """
-    p = params.Copy()
-    p.name = p.name or 'layer'
-    return fprop_trace.TraceMeta(p.Instantiate(), *input_specs)
+    return cls._Trace(params, nested_map.NestedMap(), *input_specs).meta
 
   @classmethod
   def FPropMetaSkips(
@@ -376,8 +374,29 @@ class BaseLayer(layer_tree.LayerTree):
     *input_specs: Any,
   ) -> tuple[nested_map.NestedMap, nested_map.NestedMap]:
     """Returns FPropMeta of an element of a sequence, and the specs of its `skips_out`."""
-    del skip_specs
-    return cls.FPropMeta(params, *input_specs), nested_map.NestedMap()
+    if cls.HasOwnMeta():
+      return cls.FPropMeta(params, *input_specs), nested_map.NestedMap()
+    trace = cls._Trace(params, skip_specs, *input_specs)
+    return trace.meta, trace.skip_specs
+
+  @classmethod
+  def HasOwnMeta(cls) -> bool:
+    """Whether the class overrides `FPropMeta` or `FPropMetaSkips`."""
+    return any(
+      getattr(cls, name).__func__ is not getattr(BaseLayer, name).__func__
+      for name in ('FPropMeta', 'FPropMetaSkips')
+    )
+
+  @classmethod
+  def _Trace(
+    cls,
+    params: hyperparams.InstantiableParams,
+    skip_specs: nested_map.NestedMap,
+    *input_specs: Any,
+  ) -> fprop_trace.LayerTrace:
+    p = params.Copy()
+    p.name = p.name or 'layer'
+    return fprop_trace.TraceLayer(p.Instantiate(), skip_specs, *input_specs)
 
   def __repr__(self) -> str:
     return f'<{type(self).__name__} {self.path}>'

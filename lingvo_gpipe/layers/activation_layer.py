@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import base_layer, hyperparams, nested_map, shapes
-from lingvo_gpipe.layers import activations, fprop_meta
+from lingvo_gpipe.core import base_layer, hyperparams, nested_map
+from lingvo_gpipe.layers import activations
 
 
 class ActivationLayer(base_layer.BaseLayer):
@@ -29,11 +29,3 @@ class ActivationLayer(base_layer.BaseLayer):
     """Maps inputs of any shape to the same shape."""
     del theta
     return self._activation(self._CastToFPropDtype(inputs))
-
-  @classmethod
-  def FPropMeta(
-    cls, params: hyperparams.InstantiableParams, inputs: tf.TensorSpec
-  ) -> nested_map.NestedMap:
-    """See BaseLayer.FPropMeta."""
-    flops = shapes.NumElements(inputs) * activations.FlopsPerElement(params.activation)
-    return fprop_meta.Meta(flops, fprop_meta.WithDtype(inputs, params))

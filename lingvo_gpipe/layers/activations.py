@@ -22,21 +22,20 @@ def _Swish(x: tf.Tensor) -> tf.Tensor:
   return x * tf.sigmoid(x)
 
 
-# Name -> (function, elementwise operations).
-_ACTIVATIONS: dict[str, tuple[Callable[[tf.Tensor], tf.Tensor], int]] = {
-  'NONE': (lambda x: x, 0),
-  'RELU': (tf.nn.relu, 1),
-  'RELU6': (tf.nn.relu6, 1),
-  'LEAKY_RELU': (tf.nn.leaky_relu, 1),
-  'SQUARED_RELU': (lambda x: tf.square(tf.nn.relu(x)), 2),
-  'SIGMOID': (tf.sigmoid, 1),
-  'TANH': (tf.tanh, 1),
-  'GELU': (_Gelu, 5),
-  'GELU_APPROXIMATE': (_GeluApproximate, 8),
-  'SWISH': (_Swish, 2),
-  'SILU': (_Swish, 2),
-  'SOFTPLUS': (tf.nn.softplus, 1),
-  'EXP': (tf.exp, 1),
+_ACTIVATIONS: dict[str, Callable[[tf.Tensor], tf.Tensor]] = {
+  'NONE': lambda x: x,
+  'RELU': tf.nn.relu,
+  'RELU6': tf.nn.relu6,
+  'LEAKY_RELU': tf.nn.leaky_relu,
+  'SQUARED_RELU': lambda x: tf.square(tf.nn.relu(x)),
+  'SIGMOID': tf.sigmoid,
+  'TANH': tf.tanh,
+  'GELU': _Gelu,
+  'GELU_APPROXIMATE': _GeluApproximate,
+  'SWISH': _Swish,
+  'SILU': _Swish,
+  'SOFTPLUS': tf.nn.softplus,
+  'EXP': tf.exp,
 }
 
 
@@ -51,15 +50,6 @@ def GetFn(name: str) -> Callable[[tf.Tensor], tf.Tensor]:
   Raises:
     ValueError: there is none of that name.
   """
-  return _Find(name)[0]
-
-
-def FlopsPerElement(name: str) -> int:
-  """Elementwise operations of the activation `name`."""
-  return _Find(name)[1]
-
-
-def _Find(name: str) -> tuple[Callable[[tf.Tensor], tf.Tensor], int]:
   if name not in _ACTIVATIONS:
     close = difflib.get_close_matches(str(name).upper(), _ACTIVATIONS, n=1)
     hint = f'did you mean {close[0]!r}? ' if close else ''

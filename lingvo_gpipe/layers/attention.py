@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from lingvo_gpipe.core import base_layer, hyperparams, nested_map, shapes
-from lingvo_gpipe.layers import dropout, fprop_meta, linear
+from lingvo_gpipe.layers import dropout, linear
 
 
 def AttentionMask(
@@ -312,36 +312,3 @@ class MultiHeadedAttention(base_layer.BaseLayer):
         raise ValueError(
           f'{path}: causal attention needs as many queries as keys, got {times[0]} and {times[1]}'
         )
-
-  @classmethod
-  def FPropMeta(
-    cls,
-    params: hyperparams.InstantiableParams,
-    query_vec: tf.TensorSpec,
-    key_vec: tf.TensorSpec,
-    value_vec: tf.TensorSpec,
-    paddings: tf.TensorSpec | None = None,
-    mask: tf.TensorSpec | None = None,
-  ) -> nested_map.NestedMap:
-    """Two products quadratic in time and four projections; see BaseLayer.FPropMeta."""
-    path = params.name or cls.__name__
-    cls._CheckInputs(path, params, query_vec, key_vec, value_vec, paddings)
-    layer = fprop_meta.Declare(params)
-    projections = ((layer.query, query_vec), (layer.key, key_vec), (layer.value, value_vec))
-    projected = [fprop_meta.Of(child, spec) for child, spec in projections]
-    flops = sum(meta.flops for meta in projected)
-    query_spec = projected[0].out_specs[0]
-    batch, query_time, width = query_spec.shape
-    key_time = key_vec.shape[1]
-    probs = tf.TensorSpec([batch, params.num_heads, query_time, key_time], query_spec.dtype)
-    masked = paddings is not None or mask is not None or params.is_causal
-    flops += shapes.NumElements(query_spec)  # Scaling.
-    flops += 2 * 2 * batch * query_time * key_time * width  # Logits and weighted values.
-    flops += (5 + masked) * shapes.NumElements(probs)  # Softmax and mask.
-    if params.is_causal and paddings is not None:
-      flops += batch * query_time * key_time
-    if mask is not None and (params.is_causal or paddings is not None):
-      flops += shapes.NumElements(mask)
-    flops += fprop_meta.Of(layer.atten_dropout, probs).flops
-    post = fprop_meta.Of(layer.post, query_spec)
-    return fprop_meta.Meta(flops + post.flops, *post.out_specs)

@@ -17,7 +17,6 @@ from lingvo_gpipe.core import (
   shapes,
   weight_params,
 )
-from lingvo_gpipe.layers import fprop_meta
 
 
 class BatchNormLayer(base_layer.BaseLayer):
@@ -160,20 +159,6 @@ class BatchNormLayer(base_layer.BaseLayer):
       old = tf.cast(state[name], tf.float64)
       new[name] = tf.cast(old + (value - old) * rate, state[name].dtype)
     return {name: tf.where(sums.count > 0, value, state[name]) for name, value in new.items()}
-
-  @classmethod
-  def FPropMeta(
-    cls, params: hyperparams.InstantiableParams, inputs: tf.TensorSpec, *others: Any
-  ) -> nested_map.NestedMap:
-    """The operations of training; see BaseLayer.FPropMeta."""
-    p = params
-    shapes.CheckLastDim(p.name or cls.__name__, inputs, p.dim)
-    size = shapes.NumElements(inputs)
-    # Mean, deviations, squares and their mean; then normalising, gamma and beta.
-    flops = (6 + bool(p.scale) + bool(p.center)) * size
-    if others and others[0] is not None:
-      flops += (2 + bool(p.set_padded_output_to_zero)) * size + 2 * shapes.NumElements(others[0])
-    return fprop_meta.Meta(flops, fprop_meta.WithDtype(inputs, params), *others)
 
 
 def _Moments(

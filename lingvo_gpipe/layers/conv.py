@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from lingvo_gpipe.core import base_layer, hyperparams, nested_map, shapes, weight_params
-from lingvo_gpipe.layers import activations, fprop_meta, windows
+from lingvo_gpipe.layers import activations, windows
 
 
 class _ConvLayer(base_layer.BaseLayer):
@@ -52,6 +52,7 @@ class _ConvLayer(base_layer.BaseLayer):
     p = self.params
     shapes.CheckRank(self.path, inputs, 4)
     shapes.CheckLastDim(self.path, inputs, p.filter_shape[2])
+    windows.CheckFits(self.path, inputs, p.filter_shape[:2], p.padding)
     y = self._Convolve(theta, self._CastToFPropDtype(inputs))
     if p.bias:
       y = tf.nn.bias_add(y, theta.b)
@@ -59,27 +60,6 @@ class _ConvLayer(base_layer.BaseLayer):
 
   def _Convolve(self, theta: nested_map.NestedMap, inputs: tf.Tensor) -> tf.Tensor:
     raise NotImplementedError(f'{type(self).__name__} must define _Convolve')
-
-  @classmethod
-  def FPropMeta(
-    cls, params: hyperparams.InstantiableParams, inputs: tf.TensorSpec
-  ) -> nested_map.NestedMap:
-    """Twice the output elements times the taps of each; see BaseLayer.FPropMeta."""
-    p = params
-    name = p.name or cls.__name__
-    shapes.CheckRank(name, inputs, 4)
-    shapes.CheckLastDim(name, inputs, p.filter_shape[2])
-    height, width = windows.OutputSize(name, inputs, p.filter_shape[:2], p.filter_stride, p.padding)
-    flops = inputs.shape[0] * height * width * cls._FlopsPerPosition(p)
-    out = tf.TensorSpec(
-      [inputs.shape[0], height, width, cls._OutputDim(p)], fprop_meta.FPropDtype(p)
-    )
-    flops += shapes.NumElements(out) * (bool(p.bias) + activations.FlopsPerElement(p.activation))
-    return fprop_meta.Meta(flops, out)
-
-  @classmethod
-  def _FlopsPerPosition(cls, params: Any) -> int:
-    raise NotImplementedError(f'{cls.__name__} must define _FlopsPerPosition')
 
 
 class Conv2DLayerNoPadding(_ConvLayer):
@@ -92,11 +72,6 @@ class Conv2DLayerNoPadding(_ConvLayer):
   def _Convolve(self, theta: nested_map.NestedMap, inputs: tf.Tensor) -> tf.Tensor:
     p = self.params
     return tf.nn.conv2d(inputs, theta.w, list(p.filter_stride), p.padding)
-
-  @classmethod
-  def _FlopsPerPosition(cls, params: Any) -> int:
-    height, width, dim_in, dim_out = params.filter_shape
-    return 2 * height * width * dim_in * dim_out
 
 
 class DepthwiseConv2DLayerNoPadding(_ConvLayer):
@@ -115,11 +90,6 @@ class DepthwiseConv2DLayerNoPadding(_ConvLayer):
 
   def _Convolve(self, theta: nested_map.NestedMap, inputs: tf.Tensor) -> tf.Tensor:
     return _Depthwise(self.params, inputs, theta.w)
-
-  @classmethod
-  def _FlopsPerPosition(cls, params: Any) -> int:
-    height, width, dim_in, multiplier = params.filter_shape
-    return 2 * height * width * dim_in * multiplier
 
 
 class SeparableConv2DLayerNoPadding(_ConvLayer):
@@ -149,11 +119,6 @@ class SeparableConv2DLayerNoPadding(_ConvLayer):
   def _Convolve(self, theta: nested_map.NestedMap, inputs: tf.Tensor) -> tf.Tensor:
     y = _Depthwise(self.params, inputs, theta.w_depthwise)
     return tf.nn.conv2d(y, theta.w_pointwise, 1, 'SAME')
-
-  @classmethod
-  def _FlopsPerPosition(cls, params: Any) -> int:
-    height, width, dim_in, dim_out = params.filter_shape
-    return 2 * dim_in * params.depth_multiplier * (height * width + dim_out)
 
 
 def _Depthwise(params: Any, inputs: tf.Tensor, w: tf.Tensor) -> tf.Tensor:

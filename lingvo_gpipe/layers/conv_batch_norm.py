@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import base_layer, hyperparams, nested_map, shapes
-from lingvo_gpipe.layers import activations, batch_norm, conv, fprop_meta
+from lingvo_gpipe.core import base_layer, hyperparams, nested_map
+from lingvo_gpipe.layers import activations, batch_norm, conv
 
 
 class ConvBatchNormLayer(base_layer.BaseLayer):
@@ -38,13 +38,3 @@ class ConvBatchNormLayer(base_layer.BaseLayer):
     """Maps inputs [batch, height, width, channels in] to [batch, height', width', channels out]."""
     x = self._activation(self._CastToFPropDtype(inputs))
     return self.batch_norm.FProp(theta.batch_norm, self.conv.FProp(theta.conv, x))
-
-  @classmethod
-  def FPropMeta(
-    cls, params: hyperparams.InstantiableParams, inputs: tf.TensorSpec
-  ) -> nested_map.NestedMap:
-    """See BaseLayer.FPropMeta."""
-    layer = fprop_meta.Declare(params)
-    meta = fprop_meta.Chain([layer.conv, layer.batch_norm], inputs)
-    flops = shapes.NumElements(inputs) * activations.FlopsPerElement(params.activation)
-    return fprop_meta.Meta(meta.flops + flops, *meta.out_specs)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import tensorflow as tf
 
 from lingvo_gpipe.core import base_layer, fprop_context, hyperparams, nested_map, shapes
-from lingvo_gpipe.layers import fprop_meta
 
 _ONE = 1 << 32
 
@@ -66,11 +65,3 @@ class DropPathLayer(base_layer.BaseLayer):
     scale = _ONE / tf.cast(_ONE - dropped, tf.float64)
     kept = tf.cast(bits, tf.int64) >= dropped
     return tf.where(kept, x * tf.cast(tf.cast(scale, compute), x.dtype), tf.zeros([], x.dtype))
-
-  @classmethod
-  def FPropMeta(
-    cls, params: hyperparams.InstantiableParams, inputs: tf.TensorSpec
-  ) -> nested_map.NestedMap:
-    """Two operations an element in training; see BaseLayer.FPropMeta."""
-    flops = 2 * shapes.NumElements(inputs) if params.keep_prob < 1 else 0
-    return fprop_meta.Meta(flops, fprop_meta.WithDtype(inputs, params))

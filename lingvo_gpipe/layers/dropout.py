@@ -8,7 +8,6 @@ from typing import Any
 import tensorflow as tf
 
 from lingvo_gpipe.core import base_layer, fprop_context, hyperparams, nested_map, shapes
-from lingvo_gpipe.layers import fprop_meta
 
 
 def Dropped(x: tf.Tensor, keep_prob: float, noise_shape: Any, seed: tf.Tensor) -> tf.Tensor:
@@ -87,17 +86,3 @@ class DropoutLayer(base_layer.BaseLayer):
         )
       noise_shape[dim] = 1
     return Dropped(x, p.keep_prob, noise_shape, fprop_context.Current().OpSeed(self))
-
-  @classmethod
-  def FPropMeta(
-    cls, params: hyperparams.InstantiableParams, inputs: tf.TensorSpec, *others: Any
-  ) -> nested_map.NestedMap:
-    """Three operations an element in training; see BaseLayer.FPropMeta."""
-    size = shapes.NumElements(inputs)
-    flops = 0
-    if params.keep_prob < 1:
-      noise_shape = inputs.shape.as_list()
-      for dim in params.noise_shape_broadcast_dims or ():
-        noise_shape[dim] = 1
-      flops = 2 * size + shapes.NumElements(tf.TensorSpec(noise_shape))
-    return fprop_meta.Meta(flops, inputs, *others)

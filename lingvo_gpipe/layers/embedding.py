@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from lingvo_gpipe.core import base_layer, hyperparams, nested_map, shapes, weight_params
-from lingvo_gpipe.layers import fprop_meta, linear
+from lingvo_gpipe.layers import linear
 
 
 class EmbeddingLayer(base_layer.BaseLayer):
@@ -64,20 +64,6 @@ class EmbeddingLayer(base_layer.BaseLayer):
     if self.params.scale_sqrt_depth:
       vectors *= math.sqrt(self.params.embedding_dim)
     return vectors
-
-  @classmethod
-  def FPropMeta(
-    cls,
-    params: hyperparams.InstantiableParams,
-    ids: tf.TensorSpec,
-    paddings: tf.TensorSpec | None = None,
-    *others: Any,
-  ) -> nested_map.NestedMap:
-    """A look-up moves data only; see BaseLayer.FPropMeta."""
-    _CheckIds(params.name or cls.__name__, ids, paddings)
-    spec = tf.TensorSpec([*ids.shape, params.embedding_dim], fprop_meta.FPropDtype(params))
-    flops = shapes.NumElements(spec) if params.scale_sqrt_depth else 0
-    return fprop_meta.Meta(flops, spec, paddings, *others)
 
 
 class _AddsPositions(base_layer.BaseLayer):
@@ -162,20 +148,6 @@ class PositionalEmbeddingLayer(_AddsPositions):
       signal = tf.pad(signal, [[0, 0]] * (signal.shape.rank - 1) + [[0, 1]])
     return tf.cast(signal, p.fprop_dtype)
 
-  @classmethod
-  def FPropMeta(
-    cls, params: hyperparams.InstantiableParams, inputs: tf.TensorSpec, *others: Any
-  ) -> nested_map.NestedMap:
-    """One operation an element where the sinusoids are constants. See BaseLayer.FPropMeta."""
-    path = params.name or cls.__name__
-    _CheckVectors(path, inputs, params.embedding_dim)
-    others, positions = _SegmentPositions(path, inputs, others)
-    flops = shapes.NumElements(inputs)
-    if positions is not None:
-      # An angle, its sine and its cosine for each pair of channels.
-      flops += 3 * shapes.NumElements(positions) * (params.embedding_dim // 2)
-    return fprop_meta.Meta(flops, fprop_meta.WithDtype(inputs, params), *others)
-
 
 class LearnablePositionalEmbeddingLayer(_AddsPositions):
   """Adds a learned vector for each position below max_pos to the inputs."""
@@ -236,17 +208,6 @@ class LearnablePositionalEmbeddingLayer(_AddsPositions):
     if (inputs.shape[1] or 0) > params.max_pos:
       raise ValueError(f'{path}: inputs of time {inputs.shape[1]}, but max_pos is {params.max_pos}')
 
-  @classmethod
-  def FPropMeta(
-    cls, params: hyperparams.InstantiableParams, inputs: tf.TensorSpec, *others: Any
-  ) -> nested_map.NestedMap:
-    """One operation an element; see BaseLayer.FPropMeta."""
-    path = params.name or cls.__name__
-    cls._CheckInputs(path, params, inputs)
-    others, _ = _SegmentPositions(path, inputs, others)
-    spec = fprop_meta.WithDtype(inputs, params)
-    return fprop_meta.Meta(shapes.NumElements(inputs), spec, *others)
-
 
 class SimpleFullSoftmax(base_layer.BaseLayer):
   """The logits of a softmax over num_classes; `XentLossFromLogits` makes the loss of them."""
@@ -299,18 +260,6 @@ class SimpleFullSoftmax(base_layer.BaseLayer):
       logits = tf.clip_by_value(logits, -p.logits_abs_max, p.logits_abs_max)
     return logits
 
-  @classmethod
-  def FPropMeta(
-    cls, params: hyperparams.InstantiableParams, inputs: tf.TensorSpec, *others: Any
-  ) -> nested_map.NestedMap:
-    """See BaseLayer.FPropMeta."""
-    del others
-    shapes.CheckLastDim(params.name or cls.__name__, inputs, params.input_dim)
-    meta = fprop_meta.Of(fprop_meta.Declare(params).linear, inputs)
-    per_logit = 3 * bool(params.logits_soft_max) + 2 * (params.logits_abs_max is not None)
-    meta.flops += per_logit * shapes.NumElements(meta.out_specs[0])
-    return meta
-
 
 class SharedSoftmaxLayer(base_layer.BaseLayer):
   """A softmax head whose weight has an EmbeddingLayer's shape, to be tied to it.
@@ -352,18 +301,6 @@ class SharedSoftmaxLayer(base_layer.BaseLayer):
     shapes.CheckLastDim(self.path, inputs, self.params.input_dim)
     inputs = self._CastToFPropDtype(inputs)
     return tf.einsum('...d,vd->...v', inputs, tf.convert_to_tensor(theta.emb)) + theta.b
-
-  @classmethod
-  def FPropMeta(
-    cls, params: hyperparams.InstantiableParams, inputs: tf.TensorSpec, *others: Any
-  ) -> nested_map.NestedMap:
-    """See BaseLayer.FPropMeta."""
-    del others
-    shapes.CheckLastDim(params.name or cls.__name__, inputs, params.input_dim)
-    spec = fprop_meta.WithDtype(
-      tf.TensorSpec([*inputs.shape[:-1], params.num_classes], inputs.dtype), params
-    )
-    return fprop_meta.Meta((2 * params.input_dim + 1) * shapes.NumElements(spec), spec)
 
 
 def XentLossFromLogits(

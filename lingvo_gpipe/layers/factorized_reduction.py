@@ -6,7 +6,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from lingvo_gpipe.core import base_layer, hyperparams, nested_map, shapes
-from lingvo_gpipe.layers import activations, batch_norm, conv, fprop_meta
+from lingvo_gpipe.layers import activations, batch_norm, conv
 
 
 class FactorizedReductionLayer(base_layer.BaseLayer):
@@ -54,19 +54,3 @@ class FactorizedReductionLayer(base_layer.BaseLayer):
       for i, (layer, pixels) in enumerate(zip(self.conv, (x, shifted), strict=True))
     ]
     return self.batch_norm.FProp(theta.batch_norm, tf.concat(halves, axis=-1))
-
-  @classmethod
-  def FPropMeta(
-    cls, params: hyperparams.InstantiableParams, inputs: tf.TensorSpec
-  ) -> nested_map.NestedMap:
-    """See BaseLayer.FPropMeta."""
-    shapes.CheckRank(params.name or cls.__name__, inputs, 4)
-    batch, height, width, channels = inputs.shape
-    layer = fprop_meta.Declare(params)
-    half = tf.TensorSpec([batch, -(-height // 2), -(-width // 2), channels], inputs.dtype)
-    paths = fprop_meta.Of(layer.conv[0], half)
-    (out,) = paths.out_specs
-    joined = tf.TensorSpec([*out.shape[:-1], params.output_dim], out.dtype)
-    normed = fprop_meta.Of(layer.batch_norm, joined)
-    flops = shapes.NumElements(inputs) * activations.FlopsPerElement(params.activation)
-    return fprop_meta.Meta(flops + 2 * paths.flops + normed.flops, *normed.out_specs)

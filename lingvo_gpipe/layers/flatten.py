@@ -7,8 +7,7 @@ import math
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import base_layer, hyperparams, nested_map, shapes
-from lingvo_gpipe.layers import fprop_meta
+from lingvo_gpipe.core import base_layer, nested_map, shapes
 
 
 class FlattenLayer(base_layer.BaseLayer):
@@ -19,13 +18,3 @@ class FlattenLayer(base_layer.BaseLayer):
     del theta
     batch, *rest = shapes.GetShape(inputs)
     return tf.reshape(inputs, [batch, math.prod(rest)])
-
-  @classmethod
-  def FPropMeta(
-    cls, params: hyperparams.InstantiableParams, inputs: tf.TensorSpec
-  ) -> nested_map.NestedMap:
-    """Costs nothing; see BaseLayer.FPropMeta."""
-    del params
-    batch = inputs.shape[0]
-    elements = shapes.NumElements(inputs) // batch
-    return fprop_meta.Meta(0, tf.TensorSpec([batch, elements], inputs.dtype))

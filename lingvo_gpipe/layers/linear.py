@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from lingvo_gpipe.core import base_layer, hyperparams, nested_map, shapes, weight_params
-from lingvo_gpipe.layers import activations, dropout, fprop_meta
+from lingvo_gpipe.layers import activations, dropout
 
 
 def MatMulLastDim(x: tf.Tensor, w: Any) -> tf.Tensor:
@@ -53,13 +53,6 @@ class LinearLayer(base_layer.BaseLayer):
     """Maps inputs [..., input_dim] to [..., output_dim]."""
     shapes.CheckLastDim(self.path, inputs, self.params.input_dim)
     return MatMulLastDim(self._CastToFPropDtype(inputs), theta.w)
-
-  @classmethod
-  def FPropMeta(
-    cls, params: hyperparams.InstantiableParams, inputs: tf.TensorSpec
-  ) -> nested_map.NestedMap:
-    """See BaseLayer.FPropMeta."""
-    return _MatMulMeta(params, inputs)
 
 
 class ProjectionLayer(base_layer.BaseLayer):
@@ -108,21 +101,6 @@ class ProjectionLayer(base_layer.BaseLayer):
       y = tf.nn.bias_add(y, theta.b)
     y = self._activation(y)
     return y if paddings is None else ApplyPadding(paddings, y)
-
-  @classmethod
-  def FPropMeta(
-    cls,
-    params: hyperparams.InstantiableParams,
-    inputs: tf.TensorSpec,
-    paddings: tf.TensorSpec | None = None,
-  ) -> nested_map.NestedMap:
-    """See BaseLayer.FPropMeta."""
-    meta = _MatMulMeta(params, inputs)
-    shapes.CheckPaddings(params.name or cls.__name__, paddings, inputs)
-    size = shapes.NumElements(meta.out_specs[0])
-    meta.flops += size * activations.FlopsPerElement(params.activation)
-    meta.flops += size * (bool(params.has_bias) + (paddings is not None))
-    return meta
 
 
 class FeedForwardNet(base_layer.BaseLayer):
@@ -186,27 +164,3 @@ class FeedForwardNet(base_layer.BaseLayer):
       x = fc.FProp(theta.fc[i], x, paddings)
       x = drop.FProp(theta.dropout[i], x)
     return x
-
-  @classmethod
-  def FPropMeta(
-    cls,
-    params: hyperparams.InstantiableParams,
-    inputs: tf.TensorSpec,
-    paddings: tf.TensorSpec | None = None,
-  ) -> nested_map.NestedMap:
-    """See BaseLayer.FPropMeta."""
-    layer = fprop_meta.Declare(params)
-    flops, spec = 0, inputs
-    for fc, drop in zip(layer.fc, layer.dropout, strict=True):
-      projected = fprop_meta.Of(fc, spec, paddings)
-      dropped = fprop_meta.Of(drop, *projected.out_specs)
-      flops += projected.flops + dropped.flops
-      spec = dropped.out_specs[0]
-    return fprop_meta.Meta(flops, spec)
-
-
-def _MatMulMeta(params: Any, inputs: tf.TensorSpec) -> nested_map.NestedMap:
-  shapes.CheckLastDim(params.name or params.cls.__name__, inputs, params.input_dim)
-  flops = 2 * shapes.NumElements(inputs) * params.output_dim
-  spec = tf.TensorSpec([*inputs.shape[:-1], params.output_dim], fprop_meta.FPropDtype(params))
-  return fprop_meta.Meta(flops, spec)

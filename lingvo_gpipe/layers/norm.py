@@ -8,7 +8,6 @@ from typing import Any
 import tensorflow as tf
 
 from lingvo_gpipe.core import base_layer, hyperparams, nested_map, shapes, weight_params
-from lingvo_gpipe.layers import fprop_meta
 
 
 class LayerNorm(base_layer.BaseLayer):
@@ -60,13 +59,3 @@ class LayerNorm(base_layer.BaseLayer):
     x *= tf.math.rsqrt(variance + self.params.epsilon)
     y = tf.cast(x * tf.cast(theta.scale, compute) + tf.cast(theta.bias, compute), dtype)
     return (y, *others) if others else y
-
-  @classmethod
-  def FPropMeta(
-    cls, params: hyperparams.InstantiableParams, inputs: tf.TensorSpec, *others: Any
-  ) -> nested_map.NestedMap:
-    """Seven operations an element and two a row; see BaseLayer.FPropMeta."""
-    shapes.CheckLastDim(params.name or cls.__name__, inputs, params.input_dim)
-    size = shapes.NumElements(inputs)
-    flops = 7 * size + 2 * (size // params.input_dim)
-    return fprop_meta.Meta(flops, fprop_meta.WithDtype(inputs, params), *others)

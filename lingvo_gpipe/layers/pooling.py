@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from lingvo_gpipe.core import base_layer, hyperparams, nested_map, shapes
-from lingvo_gpipe.layers import fprop_meta, windows
+from lingvo_gpipe.layers import windows
 
 TYPES = ('MAX', 'AVG')
 
@@ -45,21 +45,10 @@ class PoolingLayer(base_layer.BaseLayer):
     del theta
     p = self.params
     shapes.CheckRank(self.path, inputs, 4)
+    windows.CheckFits(self.path, inputs, p.window_shape, p.padding)
     pool = tf.nn.max_pool2d if p.pooling_type == 'MAX' else tf.nn.avg_pool2d
     x = self._CastToFPropDtype(inputs)
     return pool(x, list(p.window_shape), list(p.window_stride), p.padding)
-
-  @classmethod
-  def FPropMeta(
-    cls, params: hyperparams.InstantiableParams, inputs: tf.TensorSpec
-  ) -> nested_map.NestedMap:
-    """The window for each output element; see BaseLayer.FPropMeta."""
-    p = params
-    name = p.name or cls.__name__
-    shapes.CheckRank(name, inputs, 4)
-    size = windows.OutputSize(name, inputs, p.window_shape, p.window_stride, p.padding)
-    out = tf.TensorSpec([inputs.shape[0], *size, inputs.shape[3]], fprop_meta.FPropDtype(p))
-    return fprop_meta.Meta(shapes.NumElements(out) * p.window_shape[0] * p.window_shape[1], out)
 
 
 class GlobalPoolingLayer(base_layer.BaseLayer):
@@ -82,12 +71,3 @@ class GlobalPoolingLayer(base_layer.BaseLayer):
     shapes.CheckRank(self.path, inputs, 4)
     reduce = tf.reduce_max if self.params.pooling_type == 'MAX' else tf.reduce_mean
     return reduce(self._CastToFPropDtype(inputs), axis=[1, 2])
-
-  @classmethod
-  def FPropMeta(
-    cls, params: hyperparams.InstantiableParams, inputs: tf.TensorSpec
-  ) -> nested_map.NestedMap:
-    """One operation an element; see BaseLayer.FPropMeta."""
-    shapes.CheckRank(params.name or cls.__name__, inputs, 4)
-    out = tf.TensorSpec([inputs.shape[0], inputs.shape[3]], fprop_meta.FPropDtype(params))
-    return fprop_meta.Meta(shapes.NumElements(inputs), out)

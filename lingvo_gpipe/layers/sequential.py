@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lingvo_gpipe.core import base_layer, hyperparams, nested_map
-from lingvo_gpipe.layers import fprop_meta
 
 
 def FlattenSequential(params: hyperparams.InstantiableParams) -> list[Any]:
@@ -96,6 +95,26 @@ def FPropLayers(
   return RunLayers(layers, Run, args)[0]
 
 
+def FPropMetaLayers(
+  params: hyperparams.InstantiableParams, *input_specs: Any
+) -> nested_map.NestedMap:
+  """Returns the sum of `FPropMeta` of all layers of a sequence, and the last layer's output specs.
+
+  Args:
+    params: Params of a SequentialLayer or of a pipeline.
+    *input_specs: a (nest of) tf.TensorSpec with static shapes for each argument of the first layer.
+  """
+  p = params.Copy()
+  p.name = p.name or 'layer'
+  flops, specs, skips = 0, input_specs, nested_map.NestedMap()
+  for layer in p.Instantiate().layers:
+    meta, stashed = type(layer).FPropMetaSkips(layer.params, skips, *specs)
+    skips.update(stashed)
+    flops += meta.flops
+    specs = tuple(meta.out_specs)
+  return nested_map.NestedMap(flops=flops, out_specs=specs)
+
+
 def PrefillLayers(
   layers: Sequence[base_layer.BaseLayer],
   thetas: Sequence[nested_map.NestedMap],
@@ -179,5 +198,5 @@ class SequentialLayer(base_layer.BaseLayer):
   def FPropMeta(
     cls, params: hyperparams.InstantiableParams, *input_specs: Any
   ) -> nested_map.NestedMap:
-    """The layers' costs added up; see BaseLayer.FPropMeta."""
-    return fprop_meta.Chain(fprop_meta.Declare(params).layers, *input_specs)
+    """Adds up `FPropMeta` of the layers, some of which may override it."""
+    return FPropMetaLayers(params, *input_specs)

@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import base_layer, hyperparams, nested_map, shapes
+from lingvo_gpipe.core import base_layer, hyperparams, nested_map
 
 COMBINE = ('add', 'concat', 'append')
 
@@ -47,24 +47,6 @@ class StashLayer(base_layer.BaseLayer):
   ) -> tuple[Any, nested_map.NestedMap]:
     """The arguments as they are, and the first one, a nest of tensors, under the key."""
     return self.FProp(theta, *args), nested_map.NestedMap({self.params.key: args[0]})
-
-  @classmethod
-  def FPropMeta(
-    cls, params: hyperparams.InstantiableParams, *input_specs: Any
-  ) -> nested_map.NestedMap:
-    """Costs nothing; see BaseLayer.FPropMeta."""
-    return nested_map.NestedMap(flops=0, out_specs=tuple(input_specs))
-
-  @classmethod
-  def FPropMetaSkips(
-    cls,
-    params: hyperparams.InstantiableParams,
-    skip_specs: nested_map.NestedMap,
-    *input_specs: Any,
-  ) -> tuple[nested_map.NestedMap, nested_map.NestedMap]:
-    """See BaseLayer.FPropMetaSkips."""
-    stashed = nested_map.NestedMap({params.key: input_specs[0]})
-    return cls.FPropMeta(params, *input_specs), stashed
 
 
 class PopLayer(base_layer.BaseLayer):
@@ -105,26 +87,6 @@ class PopLayer(base_layer.BaseLayer):
     del theta
     joined = _Join(self.path, self.params.combine, skips[self.params.key], args)
     return joined[0] if len(joined) == 1 else joined, nested_map.NestedMap()
-
-  @classmethod
-  def FPropMetaSkips(
-    cls,
-    params: hyperparams.InstantiableParams,
-    skip_specs: nested_map.NestedMap,
-    *input_specs: Any,
-  ) -> tuple[nested_map.NestedMap, nested_map.NestedMap]:
-    """See BaseLayer.FPropMetaSkips."""
-    stashed = skip_specs[params.key]
-    if params.combine == 'append':
-      out = (*input_specs, stashed)
-    else:
-      first = input_specs[0]
-      last = first.shape[-1] + (stashed.shape[-1] if params.combine == 'concat' else 0)
-      if params.combine == 'concat':
-        first = tf.TensorSpec([*first.shape[:-1], last], first.dtype)
-      out = (first, *input_specs[1:])
-    flops = shapes.NumElements(input_specs[0]) if params.combine == 'add' else 0
-    return nested_map.NestedMap(flops=flops, out_specs=out), nested_map.NestedMap()
 
 
 def _Join(path: str, combine: str, stashed: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from lingvo_gpipe.core import base_layer, hyperparams, nested_map, shapes
-from lingvo_gpipe.layers import attention, dropout, fprop_meta, linear, norm
+from lingvo_gpipe.layers import attention, dropout, linear, norm
 
 Outputs = tuple[tf.Tensor, tf.Tensor | None] | tuple[tf.Tensor, tf.Tensor | None, tf.Tensor]
 
@@ -120,29 +120,6 @@ class TransformerAttentionLayer(base_layer.BaseLayer):
         'position; give each document a row of its own'
       )
 
-  @classmethod
-  def FPropMeta(
-    cls,
-    params: hyperparams.InstantiableParams,
-    inputs: tf.TensorSpec,
-    paddings: tf.TensorSpec | None = None,
-    segment_ids: tf.TensorSpec | None = None,
-  ) -> nested_map.NestedMap:
-    """See BaseLayer.FPropMeta."""
-    shapes.CheckIntegers(params.name or cls.__name__, segment_ids, inputs, 'segment_ids')
-    layer = fprop_meta.Declare(params)
-    normed = fprop_meta.Of(layer.layer_norm, inputs)
-    (x,) = normed.out_specs
-    flops, mask = normed.flops + shapes.NumElements(inputs), None
-    if segment_ids is not None:
-      batch, time = segment_ids.shape
-      mask = tf.TensorSpec([batch, 1, time, time], tf.bool)
-      flops += shapes.NumElements(mask)
-    attended = fprop_meta.Of(layer.atten, x, x, x, paddings, mask)
-    dropped = fprop_meta.Of(layer.residual_dropout, *attended.out_specs)
-    flops += attended.flops + dropped.flops
-    return fprop_meta.Meta(flops, *_Outputs(dropped.out_specs[0], paddings, segment_ids))
-
 
 class TransformerFeedForwardLayer(base_layer.BaseLayer):
   """x + dropout(feed_forward(layer_norm(x))) with one hidden layer."""
@@ -199,21 +176,6 @@ class TransformerFeedForwardLayer(base_layer.BaseLayer):
     x = self.fflayer.FProp(theta.fflayer, x)
     x = inputs + self.residual_dropout.FProp(theta.residual_dropout, x)
     return _Outputs(x, paddings, segment_ids)
-
-  @classmethod
-  def FPropMeta(
-    cls,
-    params: hyperparams.InstantiableParams,
-    inputs: tf.TensorSpec,
-    paddings: tf.TensorSpec | None = None,
-    segment_ids: tf.TensorSpec | None = None,
-  ) -> nested_map.NestedMap:
-    """See BaseLayer.FPropMeta."""
-    shapes.CheckPaddings(params.name or cls.__name__, paddings, inputs)
-    layer = fprop_meta.Declare(params)
-    meta = fprop_meta.Chain([layer.layer_norm, layer.fflayer, layer.residual_dropout], inputs)
-    flops = meta.flops + shapes.NumElements(inputs)
-    return fprop_meta.Meta(flops, *_Outputs(meta.out_specs[0], paddings, segment_ids))
 
 
 class TransformerLayer(base_layer.BaseLayer):
@@ -319,16 +281,3 @@ class TransformerLayer(base_layer.BaseLayer):
       theta.fflayer, states.fflayer, x, paddings, time_step=time_step
     )
     return outputs, nested_map.NestedMap(self_atten=new, fflayer=made)
-
-  @classmethod
-  def FPropMeta(
-    cls,
-    params: hyperparams.InstantiableParams,
-    inputs: tf.TensorSpec,
-    paddings: tf.TensorSpec | None = None,
-    segment_ids: tf.TensorSpec | None = None,
-  ) -> nested_map.NestedMap:
-    """See BaseLayer.FPropMeta."""
-    layer = fprop_meta.Declare(params)
-    given = _Outputs(inputs, paddings, segment_ids)
-    return fprop_meta.Chain([layer.self_atten, layer.fflayer], *given)

@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from lingvo_gpipe.core import base_layer, hyperparams, nested_map, shapes
-from lingvo_gpipe.layers import attention, dropout, fprop_meta, norm, transformer
+from lingvo_gpipe.layers import attention, dropout, norm, transformer
 
 Outputs = tuple[tf.Tensor | None, tf.Tensor | None, tf.Tensor, tf.Tensor | None]
 
@@ -111,23 +111,6 @@ class TransformerCrossAttentionLayer(base_layer.BaseLayer):
     inputs = self._CastToFPropDtype(inputs)
     x = self.layer_norm.FProp(theta.layer_norm, inputs)
     return inputs + self.atten.AttendTo(theta.atten, x, states, states.get('paddings'))
-
-  @classmethod
-  def FPropMeta(
-    cls,
-    params: hyperparams.InstantiableParams,
-    inputs: tf.TensorSpec,
-    source_vecs: tf.TensorSpec,
-    source_paddings: tf.TensorSpec | None = None,
-  ) -> nested_map.NestedMap:
-    """See BaseLayer.FPropMeta."""
-    layer = fprop_meta.Declare(params)
-    normed = fprop_meta.Of(layer.layer_norm, inputs)
-    (x,) = normed.out_specs
-    attended = fprop_meta.Of(layer.atten, x, source_vecs, source_vecs, source_paddings)
-    dropped = fprop_meta.Of(layer.residual_dropout, *attended.out_specs)
-    flops = normed.flops + attended.flops + dropped.flops + shapes.NumElements(inputs)
-    return fprop_meta.Meta(flops, *dropped.out_specs)
 
 
 class TransformerDecoderLayer(base_layer.BaseLayer):
@@ -255,20 +238,3 @@ class TransformerDecoderLayer(base_layer.BaseLayer):
     x, _ = self.fflayer.FProp(theta.fflayer, x, target_paddings)
     states = nested_map.NestedMap(self_atten=self_states, cross_atten=cross_states)
     return (source_vecs, source_paddings, x, target_paddings), states
-
-  @classmethod
-  def FPropMeta(
-    cls,
-    params: hyperparams.InstantiableParams,
-    source_vecs: Any,
-    source_paddings: Any,
-    target_vecs: tf.TensorSpec,
-    target_paddings: tf.TensorSpec | None = None,
-  ) -> nested_map.NestedMap:
-    """See BaseLayer.FPropMeta."""
-    layer = fprop_meta.Declare(params)
-    attended = fprop_meta.Of(layer.self_atten, target_vecs, target_paddings)
-    crossed = fprop_meta.Of(layer.cross_atten, attended.out_specs[0], source_vecs, source_paddings)
-    fed = fprop_meta.Of(layer.fflayer, crossed.out_specs[0], target_paddings)
-    flops = attended.flops + crossed.flops + fed.flops
-    return fprop_meta.Meta(flops, source_vecs, source_paddings, *fed.out_specs)

@@ -33,24 +33,13 @@ def Check(params: Any, stride: str) -> None:
     )
 
 
-def OutputSize(
-  path: str, inputs: Any, window: Sequence[int], stride: Sequence[int], padding: str
-) -> tuple[int, int]:
-  """Height and width of what a window makes of `inputs` [batch, height, width, channels].
+def CheckFits(path: str, inputs: Any, window: Sequence[int], padding: str) -> None:
+  """Raises ValueError if a VALID window is larger than images [batch, height, width, channels].
 
-  Raises:
-    ValueError: a size is not known, or a VALID window is larger than the image.
+  A height or width that is not static passes.
   """
-  sizes = []
-  for axis in (0, 1):
-    size = inputs.shape[1 + axis]
-    if size is None:
-      raise ValueError(f'{path}: expected static height and width, got shape {inputs.shape}')
-    if padding == 'VALID':
-      size -= window[axis] - 1
-      if size <= 0:
-        raise ValueError(
-          f'{path}: a VALID window of {tuple(window)} does not fit into shape {inputs.shape}'
-        )
-    sizes.append(-(-size // stride[axis]))
-  return sizes[0], sizes[1]
+  sizes = zip(inputs.shape[1:3], window, strict=True)
+  if padding == 'VALID' and any(size is not None and size < w for size, w in sizes):
+    raise ValueError(
+      f'{path}: a VALID window of {tuple(window)} does not fit into shape {inputs.shape}'
+    )

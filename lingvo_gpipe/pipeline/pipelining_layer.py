@@ -22,7 +22,7 @@ from lingvo_gpipe.core import (
   shapes,
   weight_params,
 )
-from lingvo_gpipe.layers import fprop_meta, sequential
+from lingvo_gpipe.layers import sequential
 from lingvo_gpipe.pipeline import decoder as decoder_lib
 from lingvo_gpipe.pipeline import engine, tape_function, weight_ties
 from lingvo_gpipe.pipeline.cutting import cut as cut_lib
@@ -362,8 +362,8 @@ class PipeliningLayer(base_layer.BaseLayer):
   def FPropMeta(
     cls, params: hyperparams.InstantiableParams, *input_specs: Any
   ) -> nested_map.NestedMap:
-    """Returns the sum of the layers' costs; see BaseLayer.FPropMeta."""
-    return fprop_meta.Chain(fprop_meta.Declare(params).layers, *input_specs)
+    """Returns the sum of the layers' costs; the pipeline need not be placed on devices."""
+    return sequential.FPropMetaLayers(params, *input_specs)
 
   def FProp(self, theta: nested_map.NestedMap, *args: Any) -> Any:
     """Runs the pipeline; differentiable from any tape.

@@ -12,7 +12,6 @@ from lingvo_gpipe import (
   batch_norm,
   drop_path,
   factorized_reduction,
-  fprop_meta,
   hyperparams,
   nested_map,
   shapes,
@@ -168,37 +167,6 @@ class AmoebaNetCell(base_layer.BaseLayer):
         terms.append(self.ops[name].FProp(theta.ops[name], x) if name in self.ops else x)
       states.append(terms[0] + terms[1])
     return tf.concat([states[i] for i in spec.outputs], axis=-1), inputs
-
-  @classmethod
-  def FPropMeta(
-    cls,
-    params: hyperparams.InstantiableParams,
-    inputs: tf.TensorSpec,
-    previous: tf.TensorSpec | None = None,
-  ) -> nested_map.NestedMap:
-    """See BaseLayer.FPropMeta."""
-    layer = fprop_meta.Declare(params)
-    spec = CELLS[params.kind]
-    projected = fprop_meta.Of(layer.project_inputs, inputs)
-    flops = projected.flops
-    older = inputs if previous is None else previous
-    if 'project_previous' in layer.children:
-      meta = fprop_meta.Of(layer.project_previous, older)
-      flops += meta.flops
-      (older,) = meta.out_specs
-    states = [*projected.out_specs, fprop_meta.WithDtype(older, params)]
-    for i, pair in enumerate(spec.pairs):
-      for side, (_, state) in zip(_SIDES, pair, strict=True):
-        name, x = f'{side}{i}', states[state]
-        if name in layer.ops:
-          meta = fprop_meta.Of(layer.ops[name], x)
-          flops += meta.flops
-          (x,) = meta.out_specs
-      flops += shapes.NumElements(x)
-      states.append(x)
-    outputs = [states[i] for i in spec.outputs]
-    out_shape = [*outputs[0].shape[:-1], sum(s.shape[-1] for s in outputs)]
-    return fprop_meta.Meta(flops, tf.TensorSpec(out_shape, outputs[0].dtype), inputs)
 
 
 _SIDES = ('left', 'right')

@@ -13,7 +13,6 @@ from lingvo_gpipe import (
   conv_batch_norm,
   dropout,
   flatten,
-  fprop_meta,
   hyperparams,
   linear,
   nested_map,
@@ -67,22 +66,6 @@ class ClassifierHead(base_layer.BaseLayer):
     x = self.dropout.FProp(theta.dropout, x)
     logits = self.projection.FProp(theta.projection, x)
     return logits if aux_logits is None else (logits, aux_logits)
-
-  @classmethod
-  def FPropMeta(
-    cls,
-    params: hyperparams.InstantiableParams,
-    inputs: tf.TensorSpec,
-    previous: tf.TensorSpec | None = None,
-    aux_logits: tf.TensorSpec | None = None,
-  ) -> nested_map.NestedMap:
-    """See BaseLayer.FPropMeta."""
-    layer = fprop_meta.Declare(params)
-    meta = fprop_meta.Chain([layer.pool, layer.dropout, layer.projection], inputs)
-    meta.flops += shapes.NumElements(inputs)
-    if aux_logits is not None:
-      meta.out_specs = (*meta.out_specs, aux_logits)
-    return meta
 
 
 class AuxiliaryHead(base_layer.BaseLayer):
@@ -157,24 +140,6 @@ class AuxiliaryHead(base_layer.BaseLayer):
       x = tf.nn.relu(self.features.FProp(theta.features, x))
       args = (*args, self.projection.FProp(theta.projection, x))
     return args, nested_map.NestedMap()
-
-  @classmethod
-  def FPropMetaSkips(
-    cls,
-    params: hyperparams.InstantiableParams,
-    skip_specs: nested_map.NestedMap,
-    *input_specs: Any,
-  ) -> tuple[nested_map.NestedMap, nested_map.NestedMap]:
-    """As in training; see BaseLayer.FPropMetaSkips."""
-    layer = fprop_meta.Declare(params)
-    features = skip_specs[params.key]
-    meta = fprop_meta.Chain([layer.features, layer.projection], features)
-    flops = (
-      meta.flops
-      + shapes.NumElements(features)
-      + features.shape[0] * layer.projection.params.input_dim
-    )
-    return fprop_meta.Meta(flops, *input_specs, *meta.out_specs), nested_map.NestedMap()
 
 
 _WINDOW, _STRIDE = 5, 3

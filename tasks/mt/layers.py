@@ -20,7 +20,6 @@ from lingvo_gpipe import (
   base_layer,
   dropout,
   embedding,
-  fprop_meta,
   hyperparams,
   nested_map,
   norm,
@@ -118,30 +117,6 @@ class TranslationEmbeddingLayer(base_layer.BaseLayer):
     x += self.position.FPropWithPosition(theta.position, tf.reshape(time_step, [1, 1]))
     return (None, None, x, None), states
 
-  @classmethod
-  def FPropMeta(
-    cls,
-    params: hyperparams.InstantiableParams,
-    source_ids: tf.TensorSpec,
-    source_paddings: tf.TensorSpec | None,
-    target_ids: tf.TensorSpec,
-    target_paddings: tf.TensorSpec | None = None,
-  ) -> nested_map.NestedMap:
-    """See BaseLayer.FPropMeta."""
-    layer = fprop_meta.Declare(params)
-    # The target's table has the same shape.
-    parts = [layer.source_emb, layer.position, layer.source_dropout]
-    source = fprop_meta.Chain(parts, source_ids, None)
-    target = fprop_meta.Chain(parts, target_ids, None)
-    paddings = [_FloatSpec(spec) for spec in (source_paddings, target_paddings)]
-    return fprop_meta.Meta(
-      source.flops + target.flops,
-      source.out_specs[0],
-      paddings[0],
-      target.out_specs[0],
-      paddings[1],
-    )
-
 
 class EncoderLayer(base_layer.BaseLayer):
   """Runs a layer of (vectors, paddings) on the source; the target passes."""
@@ -185,18 +160,6 @@ class EncoderLayer(base_layer.BaseLayer):
     del theta, time_step
     return args, states
 
-  @classmethod
-  def FPropMeta(
-    cls,
-    params: hyperparams.InstantiableParams,
-    source_vecs: tf.TensorSpec,
-    source_paddings: tf.TensorSpec | None,
-    *target: Any,
-  ) -> nested_map.NestedMap:
-    """What the body costs; see BaseLayer.FPropMeta."""
-    body = fprop_meta.Of(fprop_meta.Declare(params).body, source_vecs, source_paddings)
-    return fprop_meta.Meta(body.flops, *body.out_specs, *target)
-
 
 class DecoderOutputLayer(base_layer.BaseLayer):
   """Normalises the decoder's output and drops the source: what a softmax takes."""
@@ -227,23 +190,6 @@ class DecoderOutputLayer(base_layer.BaseLayer):
     del source_vecs, source_paddings, target_paddings
     return self.layer_norm.FProp(theta.layer_norm, target_vecs)
 
-  @classmethod
-  def FPropMeta(
-    cls,
-    params: hyperparams.InstantiableParams,
-    source_vecs: Any,
-    source_paddings: Any,
-    target_vecs: tf.TensorSpec,
-    target_paddings: Any = None,
-  ) -> nested_map.NestedMap:
-    """See BaseLayer.FPropMeta."""
-    del source_vecs, source_paddings, target_paddings
-    return fprop_meta.Of(fprop_meta.Declare(params).layer_norm, target_vecs)
-
 
 def _AsFloat(paddings: tf.Tensor | None) -> tf.Tensor | None:
   return None if paddings is None else tf.cast(paddings, tf.float32)
-
-
-def _FloatSpec(spec: tf.TensorSpec | None) -> tf.TensorSpec | None:
-  return None if spec is None else tf.TensorSpec(spec.shape, tf.float32)

@@ -34,7 +34,7 @@ class _Masked(base_layer.BaseLayer):
 
 def _Cost(cls, *specs):
   layer = cls.Params().Set(name='l').Instantiate()
-  return fprop_trace.TraceCost(layer, nested_map.NestedMap(), *specs)
+  return fprop_trace.TraceLayer(layer, nested_map.NestedMap(), *specs).cost
 
 
 def testProductsAndTheirOperandsCountButOutputsDoNot():
@@ -51,7 +51,9 @@ def testMasksCountUnderXlaButElementwiseResultsDoNot():
 
 def testALinearLayerKeepsNoInnerResults():
   p = linear.LinearLayer.Params().Set(name='l', input_dim=8, output_dim=8)
-  cost = fprop_trace.TraceCost(p.Instantiate(), nested_map.NestedMap(), tf.TensorSpec([32, 8]))
+  cost = fprop_trace.TraceLayer(
+    p.Instantiate(), nested_map.NestedMap(), tf.TensorSpec([32, 8])
+  ).cost
   assert (cost.result_bytes, cost.fused_bytes) == (0, 0)
   assert cost.flops == 2 * 32 * 8 * 8
 
@@ -59,7 +61,7 @@ def testALinearLayerKeepsNoInnerResults():
 def testSkipConnectionsAreTraced():
   p = skip.PopLayer.Params().Set(name='l', key='s')
   skips = nested_map.NestedMap(s=tf.TensorSpec([32, 8]))
-  cost = fprop_trace.TraceCost(p.Instantiate(), skips, tf.TensorSpec([32, 8]))
+  cost = fprop_trace.TraceLayer(p.Instantiate(), skips, tf.TensorSpec([32, 8])).cost
   assert cost.flops == 32 * 8
   assert cost.result_bytes == 0
 

@@ -53,6 +53,8 @@ def testErrors():
     p.Copy().Set(window_shape=(5, 0)).Instantiate()
   with pytest.raises(ValueError, match='does not fit'):
     pooling.PoolingLayer.FPropMeta(p, tf.TensorSpec([1, 4, 8, 3]))
+  with pytest.raises(ValueError, match='does not fit'):
+    p.Instantiate().FProp(None, tf.zeros([1, 4, 8, 3]))
 
 
 if __name__ == '__main__':

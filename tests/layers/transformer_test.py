@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe.core import fprop_context, fprop_trace
+from lingvo_gpipe.core import fprop_context
 from lingvo_gpipe.layers import attention, embedding, norm, sequential, transformer
 
 BATCH, TIME, DIM, HIDDEN = 2, 6, 8, 12
@@ -148,8 +148,6 @@ def testFlopsOfALargeBlockAreTheProducts():
   meta = params.cls.FPropMeta(params, spec)
   products = 2 * b * t * (4 * d * d + 2 * d * h) + 4 * b * t * t * d
   assert products < meta.flops < 1.03 * products
-  traced = fprop_trace.TraceMeta(params.Instantiate(), spec)
-  assert abs(meta.flops / traced.flops - 1) < 0.001
 
 
 def testErrorsNameThePathDownToThePart():

@@ -16,7 +16,7 @@ this is O(N + L/K * N/M) of GPipe section 2.3 for a mini-batch of N. If the sche
 backward, `layer` is equal to `stage`. Skip connections count as input of the stage that takes them.
 
 Inner activations are the tensors that a layer makes in addition to its inputs and outputs
-(`fprop_trace.TraceCost`), an upper estimate. The prediction does not include gradients of
+(`fprop_trace.TraceLayer`), an upper estimate. The prediction does not include gradients of
 activations and weights while they are computed, boundary tensors in transfer, the loss, workspaces
 of kernels, and TensorFlow itself.
 """

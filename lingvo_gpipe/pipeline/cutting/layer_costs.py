@@ -116,6 +116,7 @@ class LayerCosts:
         layer.
       splits: for each stage the index after its last layer, for error messages; empty if unknown.
     """
+    self._traces: dict[Any, fprop_trace.LayerTrace] = {}
     known: dict[Any, Any] = {}
     costs: list[LayerCost] = []
     calls: list[LayerCall] = []
@@ -125,12 +126,13 @@ class LayerCosts:
       index = bisect.bisect_right(splits, i) if splits else None
       skips_in = nested_map.NestedMap({name: skips[name] for name in layer.skips_in})
       key = (stage_math.StructureKey(layer), repr((skips_in, specs)))
+      call = LayerCall(layer, skips_in, specs, key, index)
       if key not in known:
         with LocateErrors(layer, specs, calls[-1].layer if calls else None, index):
-          meta, stashed = type(layer).FPropMetaSkips(layer.params, skips_in, *specs)
+          meta, stashed = self._Meta(call)
           stage_math.CheckSkips(layer, stashed)
         known[key] = meta, stashed, layer.NumParams()
-      calls.append(LayerCall(layer, skips_in, specs, key, index))
+      calls.append(call)
       meta, stashed, num_params = known[key]
       skips.update(stashed)
       specs = tuple(meta.out_specs)
@@ -139,31 +141,42 @@ class LayerCosts:
     self.calls = tuple(calls)
 
   def Bytes(self, weights: Weights, xla: bool) -> list[stage_memory.LayerBytes]:
-    """Returns the bytes of each layer for one micro-batch; traces each distinct layer once.
+    """Returns the bytes of each layer for one micro-batch.
 
     Args:
       weights: the weights that are trained.
       xla: whether XLA compiles the stages, and so fuses operations and keeps fewer results.
     """
-    inner: dict[Any, int] = {}
     layer_bytes = []
     for call in self.calls:
       layer = call.layer
-      if call.key not in inner:
-        with LocateErrors(layer, call.specs, stage_index=call.stage):
-          cost = fprop_trace.TraceCost(layer, call.skips, *call.specs)
-        inner[call.key] = cost.fused_bytes if xla else cost.result_bytes
+      with LocateErrors(layer, call.specs, stage_index=call.stage):
+        cost = self._Trace(call).cost
       layer_bytes.append(
         stage_memory.LayerBytes(
           state=weights.StateBytes(layer),
           inputs=SpecBytes(call.specs),
-          inner=inner[call.key],
+          inner=cost.fused_bytes if xla else cost.result_bytes,
           skips_in={name: SpecBytes(spec) for name, spec in call.skips.items()},
           skips_out=layer.skips_out,
           of_owner=weights.OwnerBytes(layer),
         )
       )
     return layer_bytes
+
+  def _Meta(self, call: LayerCall) -> tuple[nested_map.NestedMap, nested_map.NestedMap]:
+    """Returns `FPropMetaSkips` of the layer. A trace made for it also serves `Bytes`."""
+    cls = type(call.layer)
+    if cls.HasOwnMeta():
+      return cls.FPropMetaSkips(call.layer.params, call.skips, *call.specs)
+    trace = self._Trace(call)
+    return trace.meta, trace.skip_specs
+
+  def _Trace(self, call: LayerCall) -> fprop_trace.LayerTrace:
+    """Traces each distinct layer once."""
+    if call.key not in self._traces:
+      self._traces[call.key] = fprop_trace.TraceLayer(call.layer, call.skips, *call.specs)
+    return self._traces[call.key]
 
 
 def SpecBytes(specs: Any) -> int:

