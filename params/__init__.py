@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registered experiments; a key is the path below this package and the class name."""
+"""Registered experiments. A key is the path below this package and the class name."""

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Task classes and the inputs and layers that only they need, one package a field."""
+"""Tasks with their own inputs and layers, one package for each field."""

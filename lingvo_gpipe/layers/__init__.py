@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers, one file a family."""
+"""Layers, one file for each family."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An activation as a layer of its own."""
+"""A layer that applies an activation function."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class ActivationLayer(base_layer.BaseLayer):
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
-    """The Params of an ActivationLayer."""
+    """Returns the Params of an ActivationLayer."""
     p = super().Params()
     p.Define('activation', 'RELU', 'Name of the activation; see layers/activations.py.')
     return p
@@ -26,6 +26,6 @@ class ActivationLayer(base_layer.BaseLayer):
     self._activation = activations.GetFn(self.params.activation)
 
   def FProp(self, theta: nested_map.NestedMap, inputs: tf.Tensor) -> tf.Tensor:
-    """Maps inputs of any shape to the same shape."""
+    """Applies the activation to inputs of any shape."""
     del theta
     return self._activation(self._CastToFPropDtype(inputs))

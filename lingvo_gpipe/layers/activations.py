@@ -40,15 +40,15 @@ _ACTIVATIONS: dict[str, Callable[[tf.Tensor], tf.Tensor]] = {
 
 
 def Names() -> list[str]:
-  """The known names, in alphabetical order."""
+  """Returns the known names, in alphabetical order."""
   return sorted(_ACTIVATIONS)
 
 
 def GetFn(name: str) -> Callable[[tf.Tensor], tf.Tensor]:
-  """The function called `name`: one of NONE, RELU, GELU (exact), TANH, SIGMOID, SWISH ...
+  """Returns the activation function `name`, such as RELU, GELU (exact), TANH, SIGMOID or NONE.
 
   Raises:
-    ValueError: there is none of that name.
+    ValueError: the name is unknown; the message suggests a similar one.
   """
   if name not in _ACTIVATIONS:
     close = difflib.get_close_matches(str(name).upper(), _ACTIVATIONS, n=1)

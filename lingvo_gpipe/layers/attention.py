@@ -15,16 +15,17 @@ from lingvo_gpipe.layers import dropout, linear
 def AttentionMask(
   query_time: Any, key_time: Any, paddings: tf.Tensor | None, is_causal: bool
 ) -> tf.Tensor | None:
-  """A bool mask that broadcasts to [batch, heads, query_time, key_time]; True: may attend.
+  """Returns a bool mask, True where a query may attend to a key.
 
   Args:
     query_time: number of queries, an integer or a scalar tensor.
-    key_time: number of keys; if causal, the same.
-    paddings: None, or [batch, key_time] with 1.0 at keys that nobody attends to.
-    is_causal: whether query i sees the keys 0 ... i only.
+    key_time: number of keys; equal to query_time if is_causal.
+    paddings: None, or [batch, key_time] with 1.0 at padded keys, which are masked out.
+    is_causal: whether query i attends to the keys 0 ... i only.
 
   Returns:
-    None if every query sees every key.
+    A mask that broadcasts to [batch, heads, query_time, key_time]; None if every query attends to
+    every key.
   """
   mask = None
   if is_causal:
@@ -37,11 +38,11 @@ def AttentionMask(
 
 
 def SegmentMask(segment_ids: tf.Tensor) -> tf.Tensor:
-  """A bool mask [batch, 1, time, time] under which positions see their own segment only.
+  """Returns a bool mask [batch, 1, time, time] that limits attention to a position's own segment.
 
   Args:
-    segment_ids: integers [batch, time], equal where positions belong together, as of one document
-      of a packed row.
+    segment_ids: integers [batch, time], equal for all positions of a segment, for example of one
+      document in a packed row.
   """
   row = segment_ids[:, tf.newaxis, :]
   return tf.equal(row[..., tf.newaxis], row[..., tf.newaxis, :])
@@ -50,26 +51,26 @@ def SegmentMask(segment_ids: tf.Tensor) -> tf.Tensor:
 class MultiHeadedAttention(base_layer.BaseLayer):
   """Scaled dot-product attention with several heads (Vaswani et al. 2017, section 3.2).
 
-  The mask is built here from paddings and `is_causal`, so nothing quadratic in time travels between
-  layers. Logits of types narrower than float32 are normalised in float32. A query that may attend
-  to no key gets the mean of all values: finite, and itself padding.
+  The layer builds the mask from paddings and `is_causal`, so no tensor quadratic in time is passed
+  between layers. The softmax runs in float32 if the logits have a narrower type. A query that may
+  not attend to any key gets the mean of all values, which is finite; such a query is padding.
 
-  Decoding: causal self-attention caches keys and values (`Prefill`, `ExtendStep`); to attend to
-  vectors that stay the same, such as an encoder's, project them once (`ProjectKeyValue`) and call
-  `AttendTo` at each step.
+  Decoding: causal self-attention caches keys and values (`Prefill`, `ExtendStep`). To attend to
+  fixed vectors, such as an encoder's outputs, project them once (`ProjectKeyValue`) and call
+  `AttendTo` in each step.
   """
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
-    """The Params of a MultiHeadedAttention."""
+    """Returns the Params of a MultiHeadedAttention."""
     p = super().Params()
     p.Define('input_dim', 0, 'Size of the last axis of queries, keys, values and outputs.')
-    p.Define('hidden_dim', 0, 'Width of all heads together. 0: input_dim.')
+    p.Define('hidden_dim', 0, 'Total width of all heads. 0: input_dim.')
     p.Define('num_heads', 1, 'Number of heads; divides hidden_dim.')
     p.Define('use_bias', True, 'Whether the four projections have a bias.')
-    p.Define('is_causal', False, 'Whether a query sees only its own and earlier keys.')
-    p.Define('proj_tpl', linear.ProjectionLayer.Params(), 'What the projections are made from.')
-    p.Define('dropout_tpl', dropout.DropoutLayer.Params(), 'What the dropout is made from.')
+    p.Define('is_causal', False, 'Whether a query attends only to its own and earlier keys.')
+    p.Define('proj_tpl', linear.ProjectionLayer.Params(), 'Template of the projections.')
+    p.Define('dropout_tpl', dropout.DropoutLayer.Params(), 'Template of the dropout.')
     p.Define('atten_dropout_prob', 0.0, 'Probability to drop an attention weight.')
     return p
 
@@ -102,16 +103,17 @@ class MultiHeadedAttention(base_layer.BaseLayer):
     paddings: tf.Tensor | None = None,
     mask: tf.Tensor | None = None,
   ) -> tf.Tensor:
-    """Attends.
+    """Attends to the keys and projects the weighted mean of the values.
 
     Args:
       theta: the weights.
       query_vec: [batch, query time, input_dim].
-      key_vec: [batch, key time, input_dim]; query_vec again for self-attention.
+      key_vec: [batch, key time, input_dim]; for self-attention, query_vec.
       value_vec: [batch, key time, input_dim].
-      paddings: None, or [batch, key time], 1.0 at keys that nobody attends to.
-      mask: None, or a bool tensor that broadcasts to [batch, heads, query time, key time], False
-        where a query must not attend to a key, beside paddings and is_causal.
+      paddings: None, or [batch, key time] with 1.0 at padded keys, which are masked out.
+      mask: None, or a bool tensor that broadcasts to [batch, heads, query time, key time]. A query
+        must not attend to a key at which the mask is False. Applies in addition to paddings and
+        is_causal.
 
     Returns:
       The encoded queries, [batch, query time, input_dim] in fprop_dtype.
@@ -123,7 +125,7 @@ class MultiHeadedAttention(base_layer.BaseLayer):
   def ProjectKeyValue(
     self, theta: nested_map.NestedMap, key_vec: tf.Tensor, value_vec: tf.Tensor
   ) -> nested_map.NestedMap:
-    """Keys and values as `AttendTo` takes them, so that they are projected once.
+    """Projects keys and values once, for any number of calls of `AttendTo`.
 
     Args:
       theta: the weights.
@@ -145,14 +147,16 @@ class MultiHeadedAttention(base_layer.BaseLayer):
     paddings: tf.Tensor | None = None,
     mask: tf.Tensor | None = None,
   ) -> tf.Tensor:
-    """FProp with keys and values from `ProjectKeyValue`; every query may attend to all of them.
+    """Attends to keys and values from `ProjectKeyValue`, without a causal mask.
 
     Args:
       theta: the weights.
       query_vec: [batch, query time, input_dim].
-      projected: NestedMap(key, value), as of an encoder's outputs; it may hold more.
-      paddings: None, or [batch, key time], 1.0 at keys that nobody attends to.
-      mask: as for FProp.
+      projected: NestedMap(key, value), for example of an encoder's outputs; further entries are
+        ignored.
+      paddings: None, or [batch, key time] with 1.0 at padded keys, which are masked out.
+      mask: None, or a bool tensor that broadcasts to [batch, heads, query time, key time]. A query
+        must not attend to a key at which the mask is False.
 
     Returns:
       The encoded queries, [batch, query time, input_dim] in fprop_dtype.
@@ -170,13 +174,13 @@ class MultiHeadedAttention(base_layer.BaseLayer):
     mask: tf.Tensor | None,
     is_causal: bool,
   ) -> tf.Tensor:
-    """As `AttendTo`, of checked vectors; if causal, the keys are those of the queries."""
+    """Implements `FProp` and `AttendTo` on vectors that have been checked."""
     query_time, key_time = shapes.GetShape(query_vec)[1], shapes.GetShape(projected.key)[2]
-    own = AttentionMask(query_time, key_time, paddings, is_causal)
+    full_mask = AttentionMask(query_time, key_time, paddings, is_causal)
     if mask is not None:
-      own = mask if own is None else tf.logical_and(own, mask)
+      full_mask = mask if full_mask is None else tf.logical_and(full_mask, mask)
     query = self._ToHeads(self.query.FProp(theta.query, query_vec))
-    return self._Attend(theta, query, projected.key, projected.value, own)
+    return self._Attend(theta, query, projected.key, projected.value, full_mask)
 
   def Prefill(
     self,
@@ -188,11 +192,11 @@ class MultiHeadedAttention(base_layer.BaseLayer):
     *,
     max_length: int,
   ) -> tuple[tf.Tensor, nested_map.NestedMap]:
-    """See BaseLayer.Prefill; for causal self-attention.
+    """Attends within the prompt and caches its keys and values; see BaseLayer.Prefill.
 
     Returns:
-      The encoded queries, and NestedMap(key, value), each [batch, heads, max_length, dim per head]
-      and zero beyond the prompt, with paddings [batch, max_length] if such are given.
+      The encoded queries, and the states: NestedMap(key, value), each [batch, heads, max_length,
+      dim per head] and zero after the prompt, and paddings [batch, max_length] if there are any.
 
     Raises:
       NotImplementedError: the attention is not causal.
@@ -226,10 +230,10 @@ class MultiHeadedAttention(base_layer.BaseLayer):
     *,
     time_step: Any,
   ) -> tuple[tf.Tensor, nested_map.NestedMap]:
-    """See BaseLayer.ExtendStep; the position attends to itself and to those before.
+    """Attends from one position to itself and all earlier ones; see BaseLayer.ExtendStep.
 
-    A `time_step` beyond the caches is refused where it is known when this is traced; otherwise the
-    caller has to see to it.
+    A `time_step` that lies outside the caches raises an error if its value is known while tracing.
+    If it is a tensor, the caller must make sure that it fits.
 
     Raises:
       NotImplementedError: the attention is not causal.
@@ -246,8 +250,8 @@ class MultiHeadedAttention(base_layer.BaseLayer):
       new.paddings = tf.zeros_like(states.paddings[:, :1]) if paddings is None else paddings
     elif paddings is not None:
       raise ValueError(f'{self.path}: a step has paddings, but Prefill had none')
-    here = tf.equal(tf.range(max_length), time_step)
-    axes = {'key': here[:, tf.newaxis], 'value': here[:, tf.newaxis], 'paddings': here}
+    is_new = tf.equal(tf.range(max_length), time_step)
+    axes = {'key': is_new[:, tf.newaxis], 'value': is_new[:, tf.newaxis], 'paddings': is_new}
     states = nested_map.NestedMap({k: tf.where(axes[k], new[k], x) for k, x in states.items()})
     seen = tf.range(max_length) <= time_step
     return self.AttendTo(theta, query_vec, states, states.get('paddings'), seen), states
@@ -255,12 +259,12 @@ class MultiHeadedAttention(base_layer.BaseLayer):
   def _CheckCausal(self) -> None:
     if not self.params.is_causal:
       raise NotImplementedError(
-        f'{self.path}: attention that is not causal cannot decode position by position, for '
-        'earlier outputs would change; set is_causal, or use AttendTo for keys that are fixed'
+        f'{self.path}: attention that is not causal cannot decode position by position, because '
+        'earlier outputs would change; set is_causal, or use AttendTo for fixed keys'
       )
 
   def _ToHeads(self, x: tf.Tensor) -> tf.Tensor:
-    """[batch, time, width] -> [batch, heads, time, dim per head]."""
+    """Splits [batch, time, width] into [batch, heads, time, dim per head]."""
     batch, time, _ = shapes.GetShape(x)
     x = tf.reshape(x, [batch, time, self.params.num_heads, self._dim_per_head])
     return tf.transpose(x, [0, 2, 1, 3])
@@ -273,14 +277,14 @@ class MultiHeadedAttention(base_layer.BaseLayer):
     value: tf.Tensor,
     mask: tf.Tensor | None,
   ) -> tf.Tensor:
-    """Attention over projected heads, and the last projection.
+    """Computes attention over projected heads, and the output projection.
 
     Args:
       theta: the weights.
       query: [batch, heads, query time, dim per head].
       key: [batch, heads, key time, dim per head].
-      value: as `key`.
-      mask: None or bool, broadcast to [batch, heads, query time, key time].
+      value: [batch, heads, key time, dim per head].
+      mask: None, or a bool tensor that broadcasts to [batch, heads, query time, key time].
 
     Returns:
       [batch, query time, input_dim].
@@ -289,7 +293,7 @@ class MultiHeadedAttention(base_layer.BaseLayer):
     if logits.dtype.size < 4:
       logits = tf.cast(logits, tf.float32)
     if mask is not None:
-      # Far below any logit, yet finite: a row without any True must not give NaN.
+      # Far below any logit but finite, so that a row without any True does not give NaN.
       logits = tf.where(mask, logits, tf.constant(0.5 * logits.dtype.min, logits.dtype))
     probs = tf.cast(tf.nn.softmax(logits), value.dtype)
     probs = self.atten_dropout.FProp(theta.atten_dropout, probs)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batch normalisation as GPipe has it: micro-batches normalise, mini-batches make the averages."""
+"""Batch normalisation as in GPipe: by micro-batch, with moving averages over mini-batches."""
 
 from __future__ import annotations
 
@@ -22,43 +22,45 @@ from lingvo_gpipe.core import (
 class BatchNormLayer(base_layer.BaseLayer):
   """Normalises every channel: (x - mean) / sqrt(variance + epsilon) * gamma + beta.
 
-  In training mean and variance are those of the micro-batch over all axes but the last (Huang et
-  al. 2019, section 2.2; Ioffe & Szegedy 2015); with `over_replicas`, those of one micro-batch of
-  each replica of the pipeline together. So results depend on the number of micro-batches,
-  but not on the cut, the schedule or what is recomputed. Once a mini-batch the moving averages
-  follow the mean and the (biased) variance of the whole mini-batch, whatever the sizes of its
-  micro-batches; evaluation normalises by them. They follow wherever the layer runs in training
-  mode, also where gamma and beta are not trained.
+  In training, mean and variance are computed over all axes of the micro-batch but the last (Huang
+  et al. 2019, section 2.2; Ioffe & Szegedy 2015); with `over_replicas`, over one micro-batch of
+  each replica of the pipeline. Results therefore depend on the number of micro-batches, but not on
+  the cut, the schedule or the recomputation.
 
-  Statistics are computed in float32, or float64 for float64 activations, the variance from
-  deviations from the mean; sums over micro-batches are float64. `gamma` starts at 1 and is applied
-  as it is (Lingvo's is 1 + gamma).
+  After each mini-batch the moving averages are updated with the mean and the (biased) variance of
+  the whole mini-batch, for micro-batches of any sizes. Evaluation normalises by the moving
+  averages. They are updated whenever the layer runs in training mode, even if gamma and beta are
+  not trained.
+
+  Statistics are computed in float32, or in float64 for float64 activations, and the variance from
+  deviations from the mean; sums over micro-batches are float64. `gamma` starts at 1 and multiplies
+  the output directly (Lingvo multiplies by 1 + gamma).
   """
 
   is_position_wise = True
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
-    """The Params of a BatchNormLayer; names as Lingvo's."""
+    """Returns the Params of a BatchNormLayer, with Lingvo's names."""
     p = super().Params()
     p.Define('dim', 0, 'Size of the last axis.')
     p.Define(
       'decay',
       0.999,
-      'How much of a moving average stays in an update. None: the averages of all mini-batches so '
-      'far, each counting the same.',
+      'Share of a moving average that an update keeps. None: the plain mean over all mini-batches '
+      'so far.',
     )
     p.Define('epsilon', 1e-3, 'Added to the variance.')
-    p.Define('center', True, 'Adds a trained beta.')
-    p.Define('scale', True, 'Multiplies by a trained gamma.')
+    p.Define('center', True, 'Whether to add a trained beta.')
+    p.Define('scale', True, 'Whether to multiply by a trained gamma.')
     p.Define(
-      'use_moving_avg_in_training', False, 'Normalise by the moving averages in training too.'
+      'use_moving_avg_in_training', False, 'Whether to use the moving averages in training too.'
     )
-    p.Define('set_padded_output_to_zero', True, 'Outputs at padded positions are 0.')
+    p.Define('set_padded_output_to_zero', True, 'Whether to set outputs at padded positions to 0.')
     p.Define(
       'over_replicas',
       False,
-      'Normalise by the micro-batches of all replicas together. Needs stages without XLA.',
+      'Whether to normalise over the micro-batches of all replicas. Needs stages without XLA.',
     )
     return p
 
@@ -76,46 +78,47 @@ class BatchNormLayer(base_layer.BaseLayer):
         f'got {p.decay!r}'
       )
     self.sums_over_replicas = bool(p.over_replicas)
-    one, zero = weight_params.WeightInit.Constant(1.0), weight_params.WeightInit.Constant(0.0)
+    ones, zeros = weight_params.WeightInit.Constant(1.0), weight_params.WeightInit.Constant(0.0)
     if p.scale:
-      self.CreateVariable('gamma', weight_params.WeightParams([p.dim], one))
+      self.CreateVariable('gamma', weight_params.WeightParams([p.dim], ones))
     if p.center:
-      self.CreateVariable('beta', weight_params.WeightParams([p.dim], zero))
-    self.CreateVariable('moving_mean', weight_params.WeightParams([p.dim], zero), trainable=False)
+      self.CreateVariable('beta', weight_params.WeightParams([p.dim], zeros))
+    self.CreateVariable('moving_mean', weight_params.WeightParams([p.dim], zeros), trainable=False)
     self.CreateVariable(
-      'moving_variance', weight_params.WeightParams([p.dim], one), trainable=False
+      'moving_variance', weight_params.WeightParams([p.dim], ones), trainable=False
     )
     if p.decay is None:
-      count = weight_params.WeightParams([], zero, tf.int64)
+      count = weight_params.WeightParams([], zeros, tf.int64)
       self.CreateVariable('num_updates', count, trainable=False)
 
   def ThetaFrom(self, variables: nested_map.NestedMap) -> nested_map.NestedMap:
-    """The weights in their own dtype: a bfloat16 moving average would lose what it averaged."""
+    """Returns the weights in their own dtype: moving averages would lose precision in bfloat16."""
     return nested_map.NestedMap(variables)
 
-  def FProp(self, theta: nested_map.NestedMap, inputs: tf.Tensor, *others: Any) -> Any:
-    """Normalises; in training reports the micro-batch's sums.
+  def FProp(self, theta: nested_map.NestedMap, inputs: tf.Tensor, *extras: Any) -> Any:
+    """Normalises the inputs, and in training reports the sums of the micro-batch.
 
     Args:
       theta: gamma, beta, moving_mean and moving_variance, [dim].
       inputs: [batch, ..., dim].
-      *others: further outputs of the layer before, handed on as they are. The first of them, if
-        there are any, is the paddings: None, or 1.0 where padded, of the shape of `inputs` without
-        its last axes, as [batch, time]. What is padded counts for nothing.
+      *extras: further outputs of the previous layer, returned unchanged. The first is the paddings:
+        None, or a tensor with the leading axes of `inputs`, such as [batch, time], that is 1.0 at
+        padded positions. Padded positions are left out of the statistics.
 
     Returns:
-      A tensor of the shape of `inputs` in fprop_dtype; with `others` a tuple of it and them.
+      A tensor of the shape of `inputs` in fprop_dtype; if there are `extras`, the tuple (tensor,
+      *extras).
     """
     p = self.params
     shapes.CheckLastDim(self.path, inputs, p.dim)
     dtype = p.fprop_dtype
     compute = tf.float32 if dtype.size < 4 else dtype
     x = tf.cast(inputs, compute)
-    keep = self._Keep(inputs, others[0]) if others and others[0] is not None else None
+    keep = self._Keep(inputs, extras[0]) if extras and extras[0] is not None else None
     mean, variance = tf.cast(theta.moving_mean, compute), tf.cast(theta.moving_variance, compute)
     if not self.do_eval:
       context = fprop_context.Current()
-      # Over replicas each of them reports what all have: that changes no mean.
+      # With over_replicas each replica reports the sums of all, which does not change a mean.
       count, *moments = _Moments(x, keep, functools.partial(context.SumOverReplicas, self))
       context.AddSums(self, _Sums(count, *moments))
       if not p.use_moving_avg_in_training:
@@ -128,10 +131,10 @@ class BatchNormLayer(base_layer.BaseLayer):
     if keep is not None and p.set_padded_output_to_zero:
       y = tf.where(keep, y, tf.zeros([], compute))
     y = tf.cast(y, dtype)
-    return (y, *others) if others else y
+    return (y, *extras) if extras else y
 
   def _Keep(self, inputs: tf.Tensor, paddings: tf.Tensor) -> tf.Tensor:
-    """A bool mask that broadcasts over `inputs`, False where padded."""
+    """Returns a bool mask that broadcasts over `inputs`, False at padded positions."""
     rank = paddings.shape.rank
     if not 0 < rank < inputs.shape.rank:
       raise ValueError(
@@ -145,9 +148,9 @@ class BatchNormLayer(base_layer.BaseLayer):
   def StateFromSums(
     self, state: nested_map.NestedMap, sums: nested_map.NestedMap
   ) -> Mapping[str, tf.Tensor]:
-    """The moving averages after a mini-batch; as they were where all of it was padding."""
+    """Returns the moving averages after a mini-batch; unchanged if all of it was padding."""
     mean = tf.math.divide_no_nan(sums.sum, sums.count)
-    # Of all, less that of the mean: in float64 from sums of float32, so nothing is cancelled out.
+    # E[x^2] - E[x]^2 in float64, from float32 moments, so that cancellation does no harm.
     variance = tf.math.divide_no_nan(sums.sum_squares, sums.count) - tf.square(mean)
     new: dict[str, tf.Tensor] = {}
     if self.params.decay is None:
@@ -164,35 +167,35 @@ class BatchNormLayer(base_layer.BaseLayer):
 def _Moments(
   x: tf.Tensor, keep: tf.Tensor | None, total: Callable[[tf.Tensor], tf.Tensor]
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-  """(count of values a channel, their mean [dim], their variance [dim]), in the dtype of x.
+  """Returns (number of values per channel, mean [dim], variance [dim]) in the dtype of x.
 
   Args:
     x: [..., dim].
-    keep: as `BatchNormLayer._Keep` returns it; None: all.
-    total: makes of a sum over x, [] or [dim], one over all that counts.
+    keep: a bool mask that broadcasts over x, False at padded positions; None: there is no padding.
+    total: maps a sum over x, [] or [dim], to the sum over all replicas.
   """
   axes = list(range(x.shape.rank - 1))
 
-  def Kept(values: tf.Tensor) -> tf.Tensor:
+  def MaskPadding(values: tf.Tensor) -> tf.Tensor:
     return values if keep is None else tf.where(keep, values, tf.zeros([], x.dtype))
 
   if keep is None:
     count = tf.size(x) // x.shape[-1]
   else:
-    # Each kept position stands for the product of the axes that the paddings do not have.
+    # Each position has as many values as the axes that the paddings lack.
     wide = tf.size(x) // (tf.size(keep) * x.shape[-1])
     count = tf.math.count_nonzero(keep, dtype=tf.int32) * wide
   count = total(tf.cast(count, x.dtype))
-  mean = tf.math.divide_no_nan(total(tf.reduce_sum(Kept(x), axes)), count)
-  squares = tf.reduce_sum(tf.square(Kept(x - mean)), axes)
+  mean = tf.math.divide_no_nan(total(tf.reduce_sum(MaskPadding(x), axes)), count)
+  squares = tf.reduce_sum(tf.square(MaskPadding(x - mean)), axes)
   return count, mean, tf.math.divide_no_nan(total(squares), count)
 
 
 def _Sums(count: tf.Tensor, mean: tf.Tensor, variance: tf.Tensor) -> dict[str, tf.Tensor]:
-  """Count, sum and sum of squares, in float64 from accurate moments.
+  """Returns count, sum and sum of squares in float64, from accurate moments.
 
-  So the pooled variance keeps its digits where the mean is large: the squares of float32 values,
-  summed up in float32, would lose them.
+  This keeps the pooled variance accurate if the mean is large: sums of squares in float32 would
+  lose its digits.
   """
   count, mean, variance = (tf.cast(value, tf.float64) for value in (count, mean, variance))
   return {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convolutions of images [batch, height, width, channels]; there are no paddings tensors."""
+"""Convolutions of images [batch, height, width, channels], without paddings tensors."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from lingvo_gpipe.layers import activations, windows
 
 
 class _ConvLayer(base_layer.BaseLayer):
-  """What the convolutions share: Params, checks, bias and activation."""
+  """Base class of the convolutions: Params, checks, bias and activation."""
 
-  _FILTER_SHAPE = 'Height, width, channels in and channels out of the filter.'
+  _FILTER_SHAPE = 'Height, width, input channels and output channels of the filter.'
   _NEEDS_EQUAL_STRIDES = False
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
-    """The Params of a convolution; names as Lingvo's."""
+    """Returns the Params of a convolution, with Lingvo's names."""
     p = super().Params()
     p.Define('filter_shape', (0, 0, 0, 0), cls._FILTER_SHAPE)
-    p.Define('filter_stride', (1, 1), 'Steps of the filter along height and width.')
-    p.Define('padding', 'SAME', 'SAME or VALID, what happens at the borders.')
-    p.Define('bias', False, 'Whether a bias is added.')
+    p.Define('filter_stride', (1, 1), 'Strides of the filter along height and width.')
+    p.Define('padding', 'SAME', 'How borders are treated: SAME or VALID.')
+    p.Define('bias', False, 'Whether to add a bias.')
     p.Define('activation', 'NONE', 'Name of the activation; see layers/activations.py.')
     return p
 
@@ -36,8 +36,8 @@ class _ConvLayer(base_layer.BaseLayer):
     self._activation = activations.GetFn(p.activation)
     if self._NEEDS_EQUAL_STRIDES and len(set(p.filter_stride)) > 1:
       raise ValueError(
-        f'{type(self).__name__} {p.name!r}: TensorFlow has depthwise convolutions of equal strides '
-        f'only, got filter_stride {p.filter_stride!r}'
+        f'{type(self).__name__} {p.name!r}: depthwise convolutions need equal strides in '
+        f'TensorFlow, got filter_stride {p.filter_stride!r}'
       )
     if p.bias:
       zero = weight_params.WeightInit.Constant(0.0)
@@ -48,7 +48,7 @@ class _ConvLayer(base_layer.BaseLayer):
     return params.filter_shape[3]
 
   def FProp(self, theta: nested_map.NestedMap, inputs: tf.Tensor) -> tf.Tensor:
-    """Maps inputs [batch, height, width, channels in] to [batch, height', width', channels out]."""
+    """Maps [batch, height, width, input channels] to [batch, height', width', output channels]."""
     p = self.params
     shapes.CheckRank(self.path, inputs, 4)
     shapes.CheckLastDim(self.path, inputs, p.filter_shape[2])
@@ -63,7 +63,7 @@ class _ConvLayer(base_layer.BaseLayer):
 
 
 class Conv2DLayerNoPadding(_ConvLayer):
-  """activation(convolution(x) + b) (Lingvo's name: "no padding" is no paddings tensor)."""
+  """activation(convolution(x) + b). Lingvo's name: "NoPadding" means without a paddings tensor."""
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
     super().__init__(params)
@@ -75,9 +75,9 @@ class Conv2DLayerNoPadding(_ConvLayer):
 
 
 class DepthwiseConv2DLayerNoPadding(_ConvLayer):
-  """Convolves each channel by filters of its own."""
+  """Convolves each channel with its own filters."""
 
-  _FILTER_SHAPE = 'Height, width, channels in and filters a channel.'
+  _FILTER_SHAPE = 'Height, width, input channels and number of filters for each channel.'
   _NEEDS_EQUAL_STRIDES = True
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
@@ -93,15 +93,15 @@ class DepthwiseConv2DLayerNoPadding(_ConvLayer):
 
 
 class SeparableConv2DLayerNoPadding(_ConvLayer):
-  """A depthwise convolution and a 1x1 convolution of what comes out, with nothing in between."""
+  """A depthwise convolution followed directly by a 1x1 convolution."""
 
   _NEEDS_EQUAL_STRIDES = True
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
-    """The Params of a SeparableConv2DLayerNoPadding."""
+    """Returns the Params of a SeparableConv2DLayerNoPadding."""
     p = super().Params()
-    p.Define('depth_multiplier', 1, 'Filters a channel of the depthwise convolution.')
+    p.Define('depth_multiplier', 1, 'Number of depthwise filters for each channel.')
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:

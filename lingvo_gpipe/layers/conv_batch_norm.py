@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activation, convolution and batch norm: what image networks with pre-activation are made of."""
+"""Activation, convolution and batch norm: the block of image networks with pre-activation."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ class ConvBatchNormLayer(base_layer.BaseLayer):
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
-    """The Params of a ConvBatchNormLayer; they override those in the templates."""
+    """Returns the Params of a ConvBatchNormLayer; they override the templates' Params."""
     p = super().Params()
-    p.Define('filter_shape', (0, 0, 0, 0), 'Height, width, channels in and channels out.')
-    p.Define('filter_stride', (1, 1), 'Steps of the filter along height and width.')
-    p.Define('padding', 'SAME', 'SAME or VALID, what happens at the borders.')
+    p.Define('filter_shape', (0, 0, 0, 0), 'Height, width, input channels and output channels.')
+    p.Define('filter_stride', (1, 1), 'Strides of the filter along height and width.')
+    p.Define('padding', 'SAME', 'How borders are treated: SAME or VALID.')
     p.Define('activation', 'RELU', 'Name of the activation of the inputs.')
-    p.Define('conv_tpl', conv.Conv2DLayerNoPadding.Params(), 'What the convolution is made from.')
-    p.Define('batch_norm_tpl', batch_norm.BatchNormLayer.Params(), 'The same for the batch norm.')
+    p.Define('conv_tpl', conv.Conv2DLayerNoPadding.Params(), 'Template of the convolution.')
+    p.Define('batch_norm_tpl', batch_norm.BatchNormLayer.Params(), 'Template of the batch norm.')
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
@@ -35,6 +35,6 @@ class ConvBatchNormLayer(base_layer.BaseLayer):
     self.CreateChild('batch_norm', p.batch_norm_tpl.Copy().Set(dim=p.filter_shape[3]))
 
   def FProp(self, theta: nested_map.NestedMap, inputs: tf.Tensor) -> tf.Tensor:
-    """Maps inputs [batch, height, width, channels in] to [batch, height', width', channels out]."""
+    """Maps [batch, height, width, input channels] to [batch, height', width', output channels]."""
     x = self._activation(self._CastToFPropDtype(inputs))
     return self.batch_norm.FProp(theta.batch_norm, self.conv.FProp(theta.conv, x))

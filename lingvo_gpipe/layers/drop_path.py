@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drop-path: whole branches of a network are left out for some examples."""
+"""Drop-path: drops whole branches of a network at random, for each example on its own."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ _ONE = 1 << 32
 
 
 class DropPathLayer(base_layer.BaseLayer):
-  """Zeroes all of an example with probability 1 - keep, and divides the others by keep.
+  """Zeroes a whole example with probability 1 - keep, and divides the other examples by keep.
 
-  keep falls from 1 to `keep_prob` linearly over `total_steps` steps of training and stays there
-  (ScheduledDropPath, Zoph et al. 2018); nothing happens in evaluation or with keep_prob 1. One
-  decision holds for all of an example. Decisions compare integer random bits, as DropoutLayer's do,
-  and the schedule is integer arithmetic: the same with and without XLA and in every recomputation.
+  keep falls linearly from 1 to `keep_prob` over `total_steps` steps of training and then stays
+  constant (ScheduledDropPath, Zoph et al. 2018). In evaluation, or if keep_prob is 1, the layer is
+  the identity. Like DropoutLayer it compares integer random bits, and the schedule uses integer
+  arithmetic, so decisions are equal with and without XLA and in every recomputation.
   """
 
   is_position_wise = True
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
-    """The Params of a DropPathLayer."""
+    """Returns the Params of a DropPathLayer."""
     p = super().Params()
-    p.Define('keep_prob', 1.0, 'Probability of keeping an example, in the end.')
-    p.Define('total_steps', 0, 'Steps until keep_prob is reached; 0: from the start.')
+    p.Define('keep_prob', 1.0, 'Final probability of keeping an example.')
+    p.Define('total_steps', 0, 'Steps until keep_prob is reached; 0: it applies from the start.')
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
@@ -37,7 +37,7 @@ class DropPathLayer(base_layer.BaseLayer):
         f'{type(self).__name__} {p.name!r}: keep_prob must be above 0 and at most 1, '
         f'got {p.keep_prob!r}'
       )
-    # What is multiplied by the probability in units of 2^-32 must fit an int64.
+    # The product with a probability in units of 2^-32 must fit an int64.
     if not 0 <= p.total_steps < 1 << 31:
       raise ValueError(
         f'{type(self).__name__} {p.name!r}: total_steps must be 0 ... 2^31 - 1, '
@@ -45,7 +45,7 @@ class DropPathLayer(base_layer.BaseLayer):
       )
 
   def FProp(self, theta: nested_map.NestedMap, inputs: tf.Tensor) -> tf.Tensor:
-    """Maps inputs [batch, ...] to the same shape."""
+    """Drops examples of inputs [batch, ...]; keeps the shape."""
     del theta
     p = self.params
     x = self._CastToFPropDtype(inputs)
@@ -53,15 +53,15 @@ class DropPathLayer(base_layer.BaseLayer):
       return x
     seed = fprop_context.Current().OpSeed(self)
     # Probability to drop, in units of 2^-32.
-    dropped = tf.constant(round((1.0 - p.keep_prob) * _ONE), tf.int64)
+    drop = tf.constant(round((1.0 - p.keep_prob) * _ONE), tf.int64)
     if p.total_steps:
       step = tf.minimum(seed[1] // fprop_context.MAX_MICRO_BATCHES, p.total_steps)
-      dropped = dropped * step // p.total_steps
+      drop = drop * step // p.total_steps
     shape = [shapes.GetShape(x)[0], *[1] * (x.shape.rank - 1)]
     bits = tf.random.stateless_uniform(
       shape, seed, minval=None, maxval=None, dtype=tf.uint32, alg='philox'
     )
     compute = tf.float32 if x.dtype.size < 4 else x.dtype
-    scale = _ONE / tf.cast(_ONE - dropped, tf.float64)
-    kept = tf.cast(bits, tf.int64) >= dropped
-    return tf.where(kept, x * tf.cast(tf.cast(scale, compute), x.dtype), tf.zeros([], x.dtype))
+    scale = _ONE / tf.cast(_ONE - drop, tf.float64)
+    is_kept = tf.cast(bits, tf.int64) >= drop
+    return tf.where(is_kept, x * tf.cast(tf.cast(scale, compute), x.dtype), tf.zeros([], x.dtype))

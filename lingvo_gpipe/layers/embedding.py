@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Between ids and vectors: embeddings, positions, and the softmax head with its cross entropy."""
+"""Embeddings of tokens and positions, and softmax heads with their cross entropy."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from lingvo_gpipe.layers import linear
 
 
 class EmbeddingLayer(base_layer.BaseLayer):
-  """A row of a table for each id; rows start as N(0, 1 / sqrt(embedding_dim)).
+  """Maps ids to rows of a table, which start as N(0, 1 / sqrt(embedding_dim)).
 
-  Ids must lie in [0, vocab_size). That is checked before a step (design 4.16), not here: compiled
-  by XLA, a gather takes the nearest row and says nothing.
+  Ids must lie in [0, vocab_size). A task checks this before each step (`BaseTask.CheckBatch`),
+  because this layer cannot: a gather compiled by XLA silently takes the nearest row.
   """
 
   is_position_wise = True
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
-    """The Params of an EmbeddingLayer."""
+    """Returns the Params of an EmbeddingLayer."""
     p = super().Params()
     p.Define('vocab_size', 0, 'Number of ids.')
-    p.Define('embedding_dim', 0, 'Size of a vector.')
-    p.Define('scale_sqrt_depth', False, 'Whether vectors are multiplied by sqrt(embedding_dim).')
+    p.Define('embedding_dim', 0, 'Size of the vectors.')
+    p.Define('scale_sqrt_depth', False, 'Whether to multiply the vectors by sqrt(embedding_dim).')
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
@@ -42,64 +42,64 @@ class EmbeddingLayer(base_layer.BaseLayer):
     theta: nested_map.NestedMap,
     ids: tf.Tensor,
     paddings: tf.Tensor | None = None,
-    *others: Any,
+    *extras: Any,
   ) -> tuple[Any, ...]:
-    """Looks ids up.
+    """Looks up the vectors of ids.
 
     Args:
       theta: emb [vocab_size, embedding_dim].
       ids: integers [batch, time].
-      paddings: None or [batch, time]; handed on.
-      *others: what later layers take, as segment_ids and segment_pos; handed on.
+      paddings: None or [batch, time]; returned unchanged.
+      *extras: arguments of later layers, such as segment_ids and segment_pos; returned unchanged.
 
     Returns:
-      Vectors [batch, time, embedding_dim] in fprop_dtype, `paddings` and `others`.
+      (vectors [batch, time, embedding_dim] in fprop_dtype, paddings, *extras).
     """
     _CheckIds(self.path, ids, paddings)
-    return (self.EmbLookup(theta, ids), paddings, *others)
+    return (self.EmbLookup(theta, ids), paddings, *extras)
 
   def EmbLookup(self, theta: nested_map.NestedMap, ids: tf.Tensor) -> tf.Tensor:
-    """The vectors [..., embedding_dim] of ids [...]."""
+    """Returns the vectors [..., embedding_dim] of ids [...]."""
     vectors = tf.gather(theta.emb, ids)
     if self.params.scale_sqrt_depth:
       vectors *= math.sqrt(self.params.embedding_dim)
     return vectors
 
 
-class _AddsPositions(base_layer.BaseLayer):
-  """Decoding of the layers that add a vector of the position to the inputs."""
+class _PositionLayer(base_layer.BaseLayer):
+  """Base class of layers that add the vector of a position to the inputs; decodes step by step."""
 
   def ExtendStep(
     self,
     theta: nested_map.NestedMap,
     states: nested_map.NestedMap,
     inputs: tf.Tensor,
-    *others: Any,
+    *extras: Any,
     time_step: Any,
   ) -> tuple[Any, nested_map.NestedMap]:
     """Adds the vector of position `time_step`; see BaseLayer.ExtendStep."""
     shapes.CheckShape(self.path, inputs, [None, 1, self.params.embedding_dim])
     y = self._CastToFPropDtype(inputs) + self.FPropWithPosition(theta, time_step)
-    return ((y, *others) if others else y), states
+    return ((y, *extras) if extras else y), states
 
   def FPropWithPosition(self, theta: nested_map.NestedMap, position: tf.Tensor) -> tf.Tensor:
-    """The vectors [..., embedding_dim] of integer positions [...]."""
+    """Returns the vectors [..., embedding_dim] of integer positions [...]."""
     raise NotImplementedError(f'{type(self).__name__} has no FPropWithPosition')
 
 
-class PositionalEmbeddingLayer(_AddsPositions):
+class PositionalEmbeddingLayer(_PositionLayer):
   """Adds sinusoids of the position to the inputs; has no weights.
 
-  Half of the channels are sin(position / timescale), half cos; the timescales grow geometrically
-  from min_timescale to max_timescale; an odd last channel is zero (Vaswani et al. 2017, section
-  3.5).
+  Half of the channels are sin(position / timescale), the other half cos(position / timescale). The
+  timescales grow geometrically from min_timescale to max_timescale. If the number of channels is
+  odd, the last channel is zero (Vaswani et al. 2017, section 3.5).
   """
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
-    """The Params of a PositionalEmbeddingLayer."""
+    """Returns the Params of a PositionalEmbeddingLayer."""
     p = super().Params()
-    p.Define('embedding_dim', 0, 'Size of a vector.')
+    p.Define('embedding_dim', 0, 'Size of the vectors.')
     p.Define('min_timescale', 1, 'Shortest wavelength / (2 pi).')
     p.Define('max_timescale', 10000, 'Longest wavelength / (2 pi).')
     return p
@@ -114,28 +114,30 @@ class PositionalEmbeddingLayer(_AddsPositions):
         f'got {p.min_timescale!r} and {p.max_timescale!r}'
       )
 
-  def FProp(self, theta: nested_map.NestedMap, inputs: tf.Tensor, *others: Any) -> Any:
-    """Adds the embedding of 0, 1, ... time - 1, or of `segment_pos`.
+  def FProp(self, theta: nested_map.NestedMap, inputs: tf.Tensor, *extras: Any) -> Any:
+    """Adds the vectors of positions 0, 1, ... time - 1, or of `segment_pos`.
 
     Args:
       theta: empty.
       inputs: [batch, time, embedding_dim].
-      *others: further outputs of the layer before: paddings, segment_ids and segment_pos, as far
-        as there are any. The first two are handed on as they are. segment_pos, None or integers
-        [batch, time], are the positions where rows are packed with several documents; it ends here.
+      *extras: further outputs of the previous layer: up to three of paddings, segment_ids and
+        segment_pos. paddings and segment_ids are returned unchanged. segment_pos, None or integers
+        [batch, time], has the positions within documents if a row is packed with several; it is not
+        returned.
 
     Returns:
-      A tensor of the shape of `inputs` in fprop_dtype; with `others` a tuple of it and them.
+      A tensor of the shape of `inputs` in fprop_dtype; if there are `extras`, the tuple (tensor,
+      paddings, segment_ids), as far as they were passed.
     """
     _CheckVectors(self.path, inputs, self.params.embedding_dim)
-    others, positions = _SegmentPositions(self.path, inputs, others)
+    extras, positions = _SegmentPositions(self.path, inputs, extras)
     if positions is None:
       positions = tf.range(shapes.GetShape(inputs)[1])
     y = self._CastToFPropDtype(inputs) + self.FPropWithPosition(theta, positions)
-    return (y, *others) if others else y
+    return (y, *extras) if extras else y
 
   def FPropWithPosition(self, theta: nested_map.NestedMap, position: tf.Tensor) -> tf.Tensor:
-    """The embedding [..., embedding_dim] of integer positions [...]."""
+    """Returns the vectors [..., embedding_dim] of integer positions [...]."""
     del theta
     p = self.params
     compute = tf.float64 if p.fprop_dtype == tf.float64 else tf.float32
@@ -149,14 +151,14 @@ class PositionalEmbeddingLayer(_AddsPositions):
     return tf.cast(signal, p.fprop_dtype)
 
 
-class LearnablePositionalEmbeddingLayer(_AddsPositions):
+class LearnablePositionalEmbeddingLayer(_PositionLayer):
   """Adds a learned vector for each position below max_pos to the inputs."""
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
-    """The Params of a LearnablePositionalEmbeddingLayer."""
+    """Returns the Params of a LearnablePositionalEmbeddingLayer."""
     p = super().Params()
-    p.Define('embedding_dim', 0, 'Size of a vector.')
+    p.Define('embedding_dim', 0, 'Size of the vectors.')
     p.Define('max_pos', 0, 'Number of positions.')
     return p
 
@@ -167,39 +169,41 @@ class LearnablePositionalEmbeddingLayer(_AddsPositions):
     init = weight_params.WeightInit.Gaussian(1.0 / math.sqrt(p.embedding_dim))
     self.CreateVariable('emb', weight_params.WeightParams([p.max_pos, p.embedding_dim], init))
 
-  def FProp(self, theta: nested_map.NestedMap, inputs: tf.Tensor, *others: Any) -> Any:
+  def FProp(self, theta: nested_map.NestedMap, inputs: tf.Tensor, *extras: Any) -> Any:
     """Adds the vectors of positions 0, 1, ... time - 1, or of `segment_pos`.
 
     Args:
       theta: emb [max_pos, embedding_dim].
       inputs: [batch, time, embedding_dim], time at most max_pos.
-      *others: as for PositionalEmbeddingLayer.
+      *extras: further outputs of the previous layer: up to three of paddings, segment_ids and
+        segment_pos; see PositionalEmbeddingLayer.
 
     Returns:
-      A tensor of the shape of `inputs` in fprop_dtype; with `others` a tuple of it and them.
+      A tensor of the shape of `inputs` in fprop_dtype; if there are `extras`, the tuple (tensor,
+      paddings, segment_ids), as far as they were passed.
     """
     self._CheckInputs(self.path, self.params, inputs)
-    others, positions = _SegmentPositions(self.path, inputs, others)
+    extras, positions = _SegmentPositions(self.path, inputs, extras)
     if positions is None:
       vectors = tf.convert_to_tensor(theta.emb)[: shapes.GetShape(inputs)[1]]
     else:
       vectors = self.FPropWithPosition(theta, positions)
     y = self._CastToFPropDtype(inputs) + vectors
-    return (y, *others) if others else y
+    return (y, *extras) if extras else y
 
   def Prefill(
-    self, theta: nested_map.NestedMap, inputs: tf.Tensor, *others: Any, max_length: int
+    self, theta: nested_map.NestedMap, inputs: tf.Tensor, *extras: Any, max_length: int
   ) -> tuple[Any, nested_map.NestedMap]:
-    """See BaseLayer.Prefill; ValueError if max_length is more than max_pos."""
+    """See BaseLayer.Prefill. Raises ValueError if max_length is more than max_pos."""
     if max_length > self.params.max_pos:
       raise ValueError(
-        f'{self.path}: max_length {max_length} is more than max_pos {self.params.max_pos}; later '
-        'positions have no vectors'
+        f'{self.path}: max_length {max_length} is more than max_pos {self.params.max_pos}; '
+        'positions from max_pos on have no vectors'
       )
-    return super().Prefill(theta, inputs, *others, max_length=max_length)
+    return super().Prefill(theta, inputs, *extras, max_length=max_length)
 
   def FPropWithPosition(self, theta: nested_map.NestedMap, position: tf.Tensor) -> tf.Tensor:
-    """The vectors [..., embedding_dim] of integer positions [...]."""
+    """Returns the vectors [..., embedding_dim] of integer positions [...]."""
     return tf.gather(theta.emb, position)
 
   @staticmethod
@@ -210,19 +214,19 @@ class LearnablePositionalEmbeddingLayer(_AddsPositions):
 
 
 class SimpleFullSoftmax(base_layer.BaseLayer):
-  """The logits of a softmax over num_classes; `XentLossFromLogits` makes the loss of them."""
+  """Computes the logits of a softmax; `XentLossFromLogits` computes the loss from them."""
 
   is_position_wise = True
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
-    """The Params of a SimpleFullSoftmax."""
+    """Returns the Params of a SimpleFullSoftmax."""
     p = super().Params()
     p.Define('input_dim', 0, 'Size of the last axis of the inputs.')
     p.Define('num_classes', 0, 'Number of classes.')
     p.Define('use_bias', True, 'Whether there is a bias.')
-    p.Define('logits_abs_max', None, 'Logits are clipped to [-logits_abs_max, logits_abs_max].')
-    p.Define('logits_soft_max', 0.0, 'Above 0: logits become c tanh(logits / c) of this c.')
+    p.Define('logits_abs_max', None, 'If set, clip logits to [-logits_abs_max, logits_abs_max].')
+    p.Define('logits_soft_max', 0.0, 'If above 0, c: logits become c tanh(logits / c).')
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
@@ -239,18 +243,18 @@ class SimpleFullSoftmax(base_layer.BaseLayer):
     )
     self.CreateChild('linear', projection)
 
-  def FProp(self, theta: nested_map.NestedMap, inputs: tf.Tensor, *others: Any) -> tf.Tensor:
+  def FProp(self, theta: nested_map.NestedMap, inputs: tf.Tensor, *extras: Any) -> tf.Tensor:
     """Computes logits.
 
     Args:
       theta: the weights.
       inputs: [..., input_dim].
-      *others: further outputs of the layer before, as paddings; not used.
+      *extras: further outputs of the previous layer, such as paddings; not used.
 
     Returns:
       [..., num_classes] in fprop_dtype.
     """
-    del others
+    del extras
     p = self.params
     shapes.CheckLastDim(self.path, inputs, p.input_dim)
     logits = self.linear.FProp(theta.linear, inputs)
@@ -262,7 +266,7 @@ class SimpleFullSoftmax(base_layer.BaseLayer):
 
 
 class SharedSoftmaxLayer(base_layer.BaseLayer):
-  """A softmax head whose weight has an EmbeddingLayer's shape, to be tied to it.
+  """A softmax head whose weight has the shape of an EmbeddingLayer's, so that both can be tied.
 
   logits = inputs emb^T + b. In a pipeline: `stack.ties=[['layers[9].emb', 'layers[0].emb']]`.
   """
@@ -271,7 +275,7 @@ class SharedSoftmaxLayer(base_layer.BaseLayer):
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
-    """The Params of a SharedSoftmaxLayer."""
+    """Returns the Params of a SharedSoftmaxLayer."""
     p = super().Params()
     p.Define('input_dim', 0, 'Size of the last axis of the inputs: the embedding_dim.')
     p.Define('num_classes', 0, 'Number of classes: the vocab_size.')
@@ -286,18 +290,18 @@ class SharedSoftmaxLayer(base_layer.BaseLayer):
     zero = weight_params.WeightInit.Constant(0.0)
     self.CreateVariable('b', weight_params.WeightParams([p.num_classes], zero))
 
-  def FProp(self, theta: nested_map.NestedMap, inputs: tf.Tensor, *others: Any) -> tf.Tensor:
+  def FProp(self, theta: nested_map.NestedMap, inputs: tf.Tensor, *extras: Any) -> tf.Tensor:
     """Computes logits.
 
     Args:
       theta: emb [num_classes, input_dim], b [num_classes].
       inputs: [..., input_dim].
-      *others: further outputs of the layer before, as paddings; not used.
+      *extras: further outputs of the previous layer, such as paddings; not used.
 
     Returns:
       [..., num_classes] in fprop_dtype.
     """
-    del others
+    del extras
     shapes.CheckLastDim(self.path, inputs, self.params.input_dim)
     inputs = self._CastToFPropDtype(inputs)
     return tf.einsum('...d,vd->...v', inputs, tf.convert_to_tensor(theta.emb)) + theta.b
@@ -306,15 +310,16 @@ class SharedSoftmaxLayer(base_layer.BaseLayer):
 def XentLossFromLogits(
   logits: tf.Tensor, class_ids: tf.Tensor, label_smoothing: float = 0.0
 ) -> tf.Tensor:
-  """Cross entropy of each position, in nats.
+  """Returns the cross entropy of each position, in nats.
 
-  With label smoothing u the target gives 1 - u to the right class and u / (num_classes - 1) to each
-  other one (Szegedy et al. 2016, section 7, with the right class left out of the uniform part).
+  With label smoothing u the target probability is 1 - u for the right class and u / (num_classes -
+  1) for each other class (Szegedy et al. 2016, section 7, but without the right class in the
+  uniform part).
 
   Args:
     logits: [..., num_classes], floating.
-    class_ids: integers [...] in [0, num_classes). A wrong id raises on a CPU without XLA and gives
-      NaN elsewhere, so a padded position needs a legal id too.
+    class_ids: integers [...] in [0, num_classes). An id out of range raises an error on a CPU
+      without XLA and otherwise gives NaN, so padded positions need a valid id too.
     label_smoothing: u, at least 0 and below 1.
 
   Returns:
@@ -329,11 +334,13 @@ def XentLossFromLogits(
     return xent
   num_classes = logits.shape[-1]
   if num_classes is None or num_classes < 2:
-    raise ValueError(f'label smoothing needs 2 known classes at least, got logits {logits.shape}')
-  other = label_smoothing / (num_classes - 1)
-  # Sum over all classes of -log(probability), without a table of targets.
+    raise ValueError(
+      f'label smoothing needs at least 2 classes, got logits of shape {logits.shape}'
+    )
+  wrong = label_smoothing / (num_classes - 1)
+  # The sum of -log(probability) over all classes, without a tensor of targets.
   total = num_classes * tf.reduce_logsumexp(logits, axis=-1) - tf.reduce_sum(logits, axis=-1)
-  return (1.0 - label_smoothing - other) * xent + other * total
+  return (1.0 - label_smoothing - wrong) * xent + wrong * total
 
 
 def _CheckIds(path: str, ids: Any, paddings: Any) -> None:
@@ -345,12 +352,12 @@ def _CheckIds(path: str, ids: Any, paddings: Any) -> None:
 
 
 def _SegmentPositions(
-  path: str, inputs: Any, others: tuple[Any, ...]
+  path: str, inputs: Any, extras: tuple[Any, ...]
 ) -> tuple[tuple[Any, ...], Any]:
-  """What goes on to the next layer, and segment_pos or None."""
-  *handed_on, segment_pos = others if len(others) > 2 else (*others, None)
+  """Splits `extras` into the outputs for the next layer, and segment_pos or None."""
+  *passed, segment_pos = extras if len(extras) > 2 else (*extras, None)
   shapes.CheckIntegers(path, segment_pos, inputs, 'segment_pos')
-  return tuple(handed_on), segment_pos
+  return tuple(passed), segment_pos
 
 
 def _CheckVectors(path: str, inputs: Any, dim: int) -> None:

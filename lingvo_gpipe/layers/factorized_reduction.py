@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Halving an image's height and width without losing the pixels in between."""
+"""Halves the height and width of an image without skipping pixels."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from lingvo_gpipe.layers import activations, batch_norm, conv
 
 
 class FactorizedReductionLayer(base_layer.BaseLayer):
-  """batch_norm(concat(conv(even pixels), conv(odd pixels))) of activated inputs.
+  """batch_norm(concat(conv(even pixels), conv(odd pixels))) of the activated inputs.
 
-  Two paths take every second pixel, the second one shifted by one along height and width (zeros
-  come in at the bottom and right), and map them by 1x1 convolutions to half of the channels each
-  (Real et al. 2019; Zoph et al. 2018).
+  Two paths take every second pixel and map it by a 1x1 convolution to half of the channels. The
+  second path is shifted by one along height and width, with zeros at the bottom and right (Real et
+  al. 2019; Zoph et al. 2018).
   """
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
-    """The Params of a FactorizedReductionLayer."""
+    """Returns the Params of a FactorizedReductionLayer."""
     p = super().Params()
-    p.Define('input_dim', 0, 'Channels in.')
-    p.Define('output_dim', 0, 'Channels out; an even number.')
+    p.Define('input_dim', 0, 'Number of input channels.')
+    p.Define('output_dim', 0, 'Number of output channels; must be even.')
     p.Define('activation', 'RELU', 'Name of the activation of the inputs.')
-    p.Define('conv_tpl', conv.Conv2DLayerNoPadding.Params(), 'What the convolutions are made from.')
-    p.Define('batch_norm_tpl', batch_norm.BatchNormLayer.Params(), 'The same for the batch norm.')
+    p.Define('conv_tpl', conv.Conv2DLayerNoPadding.Params(), 'Template of the convolutions.')
+    p.Define('batch_norm_tpl', batch_norm.BatchNormLayer.Params(), 'Template of the batch norm.')
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
@@ -44,7 +44,7 @@ class FactorizedReductionLayer(base_layer.BaseLayer):
   def FProp(self, theta: nested_map.NestedMap, inputs: tf.Tensor) -> tf.Tensor:
     """Maps [batch, height, width, input_dim] to [batch, height / 2, width / 2, output_dim].
 
-    Odd sizes are rounded up.
+    Halves of odd sizes are rounded up.
     """
     shapes.CheckRank(self.path, inputs, 4)
     x = self._activation(self._CastToFPropDtype(inputs))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From images to vectors."""
+"""Flattens images to vectors."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from lingvo_gpipe.core import base_layer, nested_map, shapes
 
 
 class FlattenLayer(base_layer.BaseLayer):
-  """Makes one axis of all axes but the first."""
+  """Merges all axes but the first."""
 
   def FProp(self, theta: nested_map.NestedMap, inputs: tf.Tensor) -> tf.Tensor:
-    """Maps inputs [batch, ...], all but the batch static, to [batch, elements]."""
+    """Maps inputs [batch, ...], static but for the batch, to [batch, elements]."""
     del theta
-    batch, *rest = shapes.GetShape(inputs)
-    return tf.reshape(inputs, [batch, math.prod(rest)])
+    batch, *sizes = shapes.GetShape(inputs)
+    return tf.reshape(inputs, [batch, math.prod(sizes)])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers that multiply the last axis by a matrix."""
+"""Linear layers: matrix products over the last axis."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from lingvo_gpipe.layers import activations, dropout
 
 
 def MatMulLastDim(x: tf.Tensor, w: Any) -> tf.Tensor:
-  """`x` [..., i] times `w` [i, o], a [..., o].
+  """Multiplies the last axis of `x` [..., dim_in] by `w` [dim_in, dim_out]; returns [..., dim_out].
 
-  One plain matrix product: a batched one would make a weight gradient per row of the batch and
-  add them up afterwards.
+  Uses one plain matrix product: the gradient of a batched product would compute a weight gradient
+  for each row of the batch and then sum them.
   """
   if x.shape.rank == 2:
     return tf.matmul(x, w)
-  lead = shapes.GetShape(x)[:-1]
+  leading = shapes.GetShape(x)[:-1]
   dim_in, dim_out = w.shape
-  return tf.reshape(tf.matmul(tf.reshape(x, [-1, dim_in]), w), [*lead, dim_out])
+  return tf.reshape(tf.matmul(tf.reshape(x, [-1, dim_in]), w), [*leading, dim_out])
 
 
 def ApplyPadding(paddings: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
-  """Zeroes `x` [..., dim] where `paddings` [...] is 1."""
+  """Returns `x` [..., dim] with zeros at the positions for which `paddings` [...] is 1."""
   return x * tf.cast(1.0 - paddings, x.dtype)[..., tf.newaxis]
 
 
@@ -37,7 +37,7 @@ class LinearLayer(base_layer.BaseLayer):
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
-    """The Params of a LinearLayer."""
+    """Returns the Params of a LinearLayer."""
     p = super().Params()
     p.Define('input_dim', 0, 'Size of the last axis of the inputs.')
     p.Define('output_dim', 0, 'Size of the last axis of the outputs.')
@@ -62,12 +62,12 @@ class ProjectionLayer(base_layer.BaseLayer):
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
-    """The Params of a ProjectionLayer."""
+    """Returns the Params of a ProjectionLayer."""
     p = super().Params()
     p.Define('input_dim', 0, 'Size of the last axis of the inputs.')
     p.Define('output_dim', 0, 'Size of the last axis of the outputs.')
-    p.Define('has_bias', False, 'Whether there is a bias b.')
-    p.Define('bias_init', 0.0, 'Initial value of every entry of b.')
+    p.Define('has_bias', False, 'Whether to add a bias b.')
+    p.Define('bias_init', 0.0, 'Initial value of all entries of b.')
     p.Define('activation', 'RELU', 'Name of the activation; see layers/activations.py.')
     return p
 
@@ -84,12 +84,12 @@ class ProjectionLayer(base_layer.BaseLayer):
   def FProp(
     self, theta: nested_map.NestedMap, inputs: tf.Tensor, paddings: tf.Tensor | None = None
   ) -> tf.Tensor:
-    """Projects the last axis.
+    """Projects the last axis of the inputs.
 
     Args:
-      theta: w [input_dim, output_dim] and, with has_bias, b [output_dim].
+      theta: w [input_dim, output_dim] and, if has_bias, b [output_dim].
       inputs: [..., input_dim].
-      paddings: None, or [...] with 1.0 where the output shall be 0.
+      paddings: None, or [...] with 1.0 at positions whose outputs are to be 0.
 
     Returns:
       [..., output_dim] in fprop_dtype.
@@ -104,26 +104,26 @@ class ProjectionLayer(base_layer.BaseLayer):
 
 
 class FeedForwardNet(base_layer.BaseLayer):
-  """ProjectionLayers one after the other, each followed by dropout."""
+  """A sequence of ProjectionLayers, each followed by dropout."""
 
   is_position_wise = True
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
-    """The Params of a FeedForwardNet."""
+    """Returns the Params of a FeedForwardNet."""
     p = super().Params()
     p.Define('input_dim', 0, 'Size of the last axis of the inputs.')
-    p.Define('hidden_layer_dims', [], 'Size of the output of each projection.')
-    p.Define('projection_tpl', ProjectionLayer.Params(), 'What each projection is made from.')
+    p.Define('hidden_layer_dims', [], 'Output sizes of the projections.')
+    p.Define('projection_tpl', ProjectionLayer.Params(), 'Template of each projection.')
     p.Define(
       'dropout',
       dropout.DropoutLayer.Params(),
-      'Params of the dropout after each projection, or a list with one for each.',
+      'Params of the dropout after each projection, or a list with one entry for each.',
     )
     p.Define(
-      'activation', 'RELU', 'Name of the activation, or a list with one for each projection.'
+      'activation', 'RELU', 'Name of the activation, or a list with one entry for each projection.'
     )
-    p.Define('has_bias', True, 'Whether the projections have a bias.')
+    p.Define('has_bias', True, 'Whether the projections add a bias.')
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
@@ -145,20 +145,21 @@ class FeedForwardNet(base_layer.BaseLayer):
     self.CreateChildren('dropout', self._ForEach('dropout', num_layers))
 
   def _ForEach(self, name: str, num_layers: int) -> list[Any]:
+    """Returns a list with the value of a param for each projection."""
     value = self.params.Get(name)
     if isinstance(value, str) or not isinstance(value, Sequence):
       return [value] * num_layers
     if len(value) != num_layers:
       raise ValueError(
         f'{type(self).__name__} {self.params.name!r}: {name} must be one value or a list of '
-        f'{num_layers}, one for each of hidden_layer_dims; got {len(value)}'
+        f'{num_layers}, one for each of hidden_layer_dims, got {len(value)}'
       )
     return list(value)
 
   def FProp(
     self, theta: nested_map.NestedMap, inputs: tf.Tensor, paddings: tf.Tensor | None = None
   ) -> tf.Tensor:
-    """Maps inputs [..., input_dim] to [..., hidden_layer_dims[-1]]; 0 where paddings is 1."""
+    """Maps inputs [..., input_dim] to [..., hidden_layer_dims[-1]]; 0 at padded positions."""
     x = inputs
     for i, (fc, drop) in enumerate(zip(self.fc, self.dropout, strict=True)):
       x = fc.FProp(theta.fc[i], x, paddings)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Normalisation."""
+"""Layer normalisation."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from lingvo_gpipe.core import base_layer, hyperparams, nested_map, shapes, weigh
 class LayerNorm(base_layer.BaseLayer):
   """Normalises the last axis: (x - mean) / sqrt(variance + epsilon) * scale + bias.
 
-  `scale` starts at 1 and `bias` at 0. Activations narrower than float32 are normalised in float32
-  (Ba et al. 2016, "Layer Normalization").
+  See Ba et al. 2016, "Layer Normalization". `scale` starts at 1 and `bias` at 0. Activations
+  narrower than float32 are normalised in float32.
   """
 
   is_position_wise = True
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
-    """The Params of a LayerNorm."""
+    """Returns the Params of a LayerNorm."""
     p = super().Params()
     p.Define('input_dim', 0, 'Size of the last axis.')
     p.Define('epsilon', 1e-6, 'Added to the variance.')
@@ -35,20 +35,21 @@ class LayerNorm(base_layer.BaseLayer):
       raise ValueError(
         f'{type(self).__name__} {p.name!r}: epsilon must be positive, got {p.epsilon!r}'
       )
-    one, zero = weight_params.WeightInit.Constant(1.0), weight_params.WeightInit.Constant(0.0)
-    self.CreateVariable('scale', weight_params.WeightParams([p.input_dim], one))
-    self.CreateVariable('bias', weight_params.WeightParams([p.input_dim], zero))
+    ones, zeros = weight_params.WeightInit.Constant(1.0), weight_params.WeightInit.Constant(0.0)
+    self.CreateVariable('scale', weight_params.WeightParams([p.input_dim], ones))
+    self.CreateVariable('bias', weight_params.WeightParams([p.input_dim], zeros))
 
-  def FProp(self, theta: nested_map.NestedMap, inputs: tf.Tensor, *others: Any) -> Any:
+  def FProp(self, theta: nested_map.NestedMap, inputs: tf.Tensor, *extras: Any) -> Any:
     """Normalises the last axis.
 
     Args:
       theta: scale and bias, [input_dim].
       inputs: [..., input_dim].
-      *others: further outputs of the layer before, as paddings; handed on as they are.
+      *extras: further outputs of the previous layer, such as paddings; returned unchanged.
 
     Returns:
-      A tensor of the shape of `inputs` in fprop_dtype; with `others` a tuple of it and them.
+      A tensor of the shape of `inputs` in fprop_dtype; if there are `extras`, the tuple (tensor,
+      *extras).
     """
     shapes.CheckLastDim(self.path, inputs, self.params.input_dim)
     dtype = self.params.fprop_dtype
@@ -58,4 +59,4 @@ class LayerNorm(base_layer.BaseLayer):
     variance = tf.reduce_mean(tf.square(x), axis=-1, keepdims=True)
     x *= tf.math.rsqrt(variance + self.params.epsilon)
     y = tf.cast(x * tf.cast(theta.scale, compute) + tf.cast(theta.bias, compute), dtype)
-    return (y, *others) if others else y
+    return (y, *extras) if extras else y

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pools of images [batch, height, width, channels]."""
+"""Pooling of images [batch, height, width, channels]."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def _CheckType(params: Any) -> None:
 
 
 class PoolingLayer(base_layer.BaseLayer):
-  """The maximum or the mean of each window. What a SAME window has outside does not count."""
+  """Takes the maximum or mean of each window; positions outside the image do not count."""
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
-    """The Params of a PoolingLayer; names as Lingvo's."""
+    """Returns the Params of a PoolingLayer, with Lingvo's names."""
     p = super().Params()
     p.Define('window_shape', (0, 0), 'Height and width of the window.')
-    p.Define('window_stride', (1, 1), 'Steps of the window along height and width.')
+    p.Define('window_stride', (1, 1), 'Strides of the window along height and width.')
     p.Define('pooling_type', 'MAX', 'MAX or AVG.')
-    p.Define('padding', 'SAME', 'SAME or VALID, what happens at the borders.')
+    p.Define('padding', 'SAME', 'How borders are treated: SAME or VALID.')
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
@@ -52,11 +52,11 @@ class PoolingLayer(base_layer.BaseLayer):
 
 
 class GlobalPoolingLayer(base_layer.BaseLayer):
-  """The maximum or the mean of all positions."""
+  """Takes the maximum or mean of all positions."""
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
-    """The Params of a GlobalPoolingLayer."""
+    """Returns the Params of a GlobalPoolingLayer."""
     p = super().Params()
     p.Define('pooling_type', 'AVG', 'MAX or AVG.')
     return p

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers one after the other, as one flat list."""
+"""Sequences of layers, flattened into one list."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from lingvo_gpipe.core import base_layer, hyperparams, nested_map
 
 
 def FlattenSequential(params: hyperparams.InstantiableParams) -> list[Any]:
-  """The Params of the layers of a sequence: nested SequentialLayers and `repeat` opened.
+  """Returns the Params of all layers of a sequence, with nested sequences and `repeat` expanded.
 
-  A layer takes dtype, fprop_dtype, random_seed and params_init from the sequence that it stood in
-  where its own are None. Each element is a copy, the same one at each repetition: to make layers
-  of, not to change. Params of another layer are a list of one.
+  A layer inherits dtype, fprop_dtype, random_seed and params_init from its sequence if its own are
+  None. Repetitions share one copy of the Params: instantiate it, but do not change it. The Params
+  of any other layer give a list of one element.
 
   Raises:
     TypeError: an element is not the Params of a layer.
-    ValueError: a sequence is empty, or its repeat is below 1.
+    ValueError: a sequence is empty, or its `repeat` is below 1.
   """
   if not isinstance(params, hyperparams.InstantiableParams):
     raise TypeError(f'expected the Params of a layer in a sequence, got {params!r}')
@@ -38,11 +38,11 @@ def FlattenSequential(params: hyperparams.InstantiableParams) -> list[Any]:
 
 
 def CheckNoSkips(layer: base_layer.BaseLayer) -> None:
-  """NotImplementedError for a layer with skip connections: decoding cannot carry them."""
+  """Raises NotImplementedError if a layer has skip connections, which decoding cannot carry."""
   if names := (*layer.skips_in, *layer.skips_out):
     raise NotImplementedError(
       f'{layer.path} ({type(layer).__name__}) begins or takes the skip {names[0]!r}; decoding '
-      'position by position has no skip connections: pass the tensor on as an argument'
+      'position by position has no skip connections: pass the tensor as an argument of the layers'
     )
 
 
@@ -57,7 +57,7 @@ def RunLayers(
   args: tuple[Any, ...],
   skips: nested_map.NestedMap | None = None,
 ) -> tuple[Any, nested_map.NestedMap]:
-  """Runs layers one after another, each on the outputs of the layer before it.
+  """Runs layers in sequence, each on the outputs of the previous layer.
 
   Args:
     layers: a flat list.
@@ -81,10 +81,10 @@ def RunLayers(
 def FPropLayers(
   layers: Sequence[base_layer.BaseLayer], thetas: Sequence[nested_map.NestedMap], *args: Any
 ) -> Any:
-  """Runs FProp of layers one after another; returns the last layer's outputs.
+  """Runs `FProp` of layers in sequence; returns the outputs of the last layer.
 
   Args:
-    layers: a flat list, of a sequence or of a pipeline, as if that were not cut.
+    layers: a flat list, of a sequence or of a pipeline that runs as if it were not cut.
     thetas: the weights of each layer.
     *args: the arguments of the first layer.
   """
@@ -106,13 +106,15 @@ def FPropMetaLayers(
   """
   p = params.Copy()
   p.name = p.name or 'layer'
-  flops, specs, skips = 0, input_specs, nested_map.NestedMap()
-  for layer in p.Instantiate().layers:
+  flops = []
+
+  def Run(i: int, layer: Any, specs: tuple[Any, ...], skips: nested_map.NestedMap) -> Any:
     meta, stashed = type(layer).FPropMetaSkips(layer.params, skips, *specs)
-    skips.update(stashed)
-    flops += meta.flops
-    specs = tuple(meta.out_specs)
-  return nested_map.NestedMap(flops=flops, out_specs=specs)
+    flops.append(meta.flops)
+    return tuple(meta.out_specs), stashed
+
+  specs, _ = RunLayers(p.Instantiate().layers, Run, input_specs)
+  return nested_map.NestedMap(flops=sum(flops), out_specs=specs)
 
 
 def PrefillLayers(
@@ -121,7 +123,7 @@ def PrefillLayers(
   *args: Any,
   max_length: int,
 ) -> tuple[Any, list[nested_map.NestedMap]]:
-  """`Prefill` of layers one after the other: the last one's outputs, and the states of each."""
+  """Runs `Prefill` of layers in sequence; returns the last outputs and the states of each layer."""
   states = []
 
   def Run(i: int, layer: Any, args: tuple[Any, ...], _: nested_map.NestedMap) -> Any:
@@ -140,7 +142,7 @@ def ExtendStepLayers(
   *args: Any,
   time_step: Any,
 ) -> tuple[Any, list[nested_map.NestedMap]]:
-  """`ExtendStep` of layers one after the other, with the states that `PrefillLayers` made."""
+  """Runs `ExtendStep` of layers in sequence, with the states from `PrefillLayers`."""
   new_states = []
 
   def Run(i: int, layer: Any, args: tuple[Any, ...], _: nested_map.NestedMap) -> Any:
@@ -153,21 +155,21 @@ def ExtendStepLayers(
 
 
 class SequentialLayer(base_layer.BaseLayer):
-  """Runs layers one after the other: the outputs of one are the arguments of the next.
+  """Runs layers in sequence: the outputs of each layer are the arguments of the next.
 
-  A tuple of outputs is spread over the next layer's arguments. Sequences within are opened: the
-  children are one flat list `layers`, so weights have the paths and random operations the seeds
-  that they have in a pipeline of the same layers, however it is cut.
+  A tuple of outputs becomes several arguments. Nested sequences are flattened into one list of
+  children, `layers`. Weights therefore have the same paths, and random operations the same seeds,
+  as in a pipeline of these layers with any cut.
   """
 
   is_position_wise = True
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
-    """The Params of a SequentialLayer."""
+    """Returns the Params of a SequentialLayer."""
     p = super().Params()
     p.Define('sub', [], 'Params of the layers.')
-    p.Define('repeat', 1, 'How often the layers follow each other, each time with own weights.')
+    p.Define('repeat', 1, 'Number of repetitions of the layers, each with its own weights.')
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
@@ -175,7 +177,7 @@ class SequentialLayer(base_layer.BaseLayer):
     self.CreateChildren('layers', FlattenSequential(self.params), seed_roots=True)
 
   def FProp(self, theta: nested_map.NestedMap, *args: Any) -> Any:
-    """Feeds `args` to the first layer; returns what the last one returns."""
+    """Passes `args` to the first layer; returns the outputs of the last."""
     return FPropLayers(self.layers, theta.layers, *args)
 
   def Prefill(

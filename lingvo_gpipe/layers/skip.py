@@ -3,8 +3,8 @@
 
     sub = [a, StashLayer(key='x'), b, c, PopLayer(key='x', combine='add'), d]
 
-In a pipeline a skip tensor goes straight from the stage that makes it to each stage that takes it,
-whatever lies between, and is freed after its last use.
+In a pipeline a skip tensor is sent directly from the stage that produces it to each stage that
+takes it, past all stages in between, and is freed after its last use.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ COMBINE = ('add', 'concat', 'append')
 
 
 class StashLayer(base_layer.BaseLayer):
-  """Hands its arguments on, and the first of them to each PopLayer of the same key as well."""
+  """Returns its arguments, and sends the first to each PopLayer with the same key."""
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
-    """The Params of a StashLayer."""
+    """Returns the Params of a StashLayer."""
     p = super().Params()
-    p.Define('key', '', 'Name of the skip connection; one of its kind in the sequence.')
+    p.Define('key', '', 'Name of the skip connection; unique in the sequence.')
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
@@ -34,30 +34,34 @@ class StashLayer(base_layer.BaseLayer):
 
   @property
   def skips_out(self) -> tuple[str, ...]:
-    """The key."""
+    """Names of the skip connections: the key."""
     return (self.params.key,)
 
   def FProp(self, theta: nested_map.NestedMap, *args: Any) -> Any:
-    """The arguments as they are."""
+    """Returns the arguments unchanged."""
     del theta
     return args[0] if len(args) == 1 else args
 
   def FPropSkips(
     self, theta: nested_map.NestedMap, skips: nested_map.NestedMap, *args: Any
   ) -> tuple[Any, nested_map.NestedMap]:
-    """The arguments as they are, and the first one, a nest of tensors, under the key."""
+    """Returns the arguments unchanged, and {key: first argument}, a nest of tensors."""
     return self.FProp(theta, *args), nested_map.NestedMap({self.params.key: args[0]})
 
 
 class PopLayer(base_layer.BaseLayer):
-  """Joins what a StashLayer of the same key was given to its own first argument."""
+  """Joins the tensor from the StashLayer with the same key to its first argument."""
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
-    """The Params of a PopLayer."""
+    """Returns the Params of a PopLayer."""
     p = super().Params()
     p.Define('key', '', 'Name of the skip connection.')
-    p.Define('combine', 'add', 'add, concat (on the last axis) or append (as a last argument).')
+    p.Define(
+      'combine',
+      'add',
+      'add, concat (on the last axis) or append (as the last argument).',
+    )
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
@@ -70,19 +74,19 @@ class PopLayer(base_layer.BaseLayer):
 
   @property
   def skips_in(self) -> tuple[str, ...]:
-    """The key."""
+    """Names of the skip connections: the key."""
     return (self.params.key,)
 
   def FPropSkips(
     self, theta: nested_map.NestedMap, skips: nested_map.NestedMap, *args: Any
   ) -> tuple[Any, nested_map.NestedMap]:
-    """The arguments with the stashed tensor joined to them.
+    """Returns the arguments with the stashed tensor joined to them.
 
     Args:
       theta: empty.
-      skips: {key: tensor}, of the shape of the first argument for `add`, of its shape but for the
-        last axis for `concat`, any nest for `append`.
-      *args: of which the first is changed.
+      skips: {key: tensor}. For `add` it has the shape of the first argument, for `concat` this
+        shape except for the last axis. For `append` it may be any nest.
+      *args: the outputs of the previous layer. `add` and `concat` change the first.
     """
     del theta
     joined = _Join(self.path, self.params.combine, skips[self.params.key], args)

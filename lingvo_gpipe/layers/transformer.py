@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transformer blocks: pre-LayerNorm, with residual connections and dropout.
 
-Every layer here maps (x, paddings) to (x, paddings), x [batch, time, dim], so that blocks follow
-each other in a sequence and a pipeline may be cut between any two. Where rows are packed with
-several documents, (x, paddings, segment_ids) becomes (x, paddings, segment_ids): the integers
-travel, and every attention makes its mask of them.
+Every layer in this module maps (x, paddings) to (x, paddings), with x [batch, time, dim], so that
+layers can be stacked and a pipeline can be cut between any two of them. If rows are packed with
+several documents, the arguments and outputs are (x, paddings, segment_ids), and each attention
+makes its own mask from the segment ids.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Outputs = tuple[tf.Tensor, tf.Tensor | None] | tuple[tf.Tensor, tf.Tensor | None
 
 
 def _Outputs(x: Any, paddings: Any, segment_ids: Any) -> tuple[Any, ...]:
-  """What the next block takes: segment ids only where there are any."""
+  """Returns the arguments of the next block, with segment ids only if there are any."""
   return (x, paddings) if segment_ids is None else (x, paddings, segment_ids)
 
 
@@ -29,15 +29,15 @@ class TransformerAttentionLayer(base_layer.BaseLayer):
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
-    """The Params of a TransformerAttentionLayer."""
+    """Returns the Params of a TransformerAttentionLayer."""
     p = super().Params()
     p.Define('input_dim', 0, 'Size of the last axis.')
-    p.Define('hidden_dim', 0, 'Width of all attention heads together. 0: input_dim.')
+    p.Define('hidden_dim', 0, 'Total width of the attention heads. 0: input_dim.')
     p.Define('num_heads', 8, 'Number of attention heads.')
-    p.Define('is_causal', False, 'Whether a position sees only itself and earlier ones.')
-    p.Define('ln_tpl', norm.LayerNorm.Params(), 'What the layer norm is made from.')
-    p.Define('atten_tpl', attention.MultiHeadedAttention.Params(), 'The same for the attention.')
-    p.Define('dropout_tpl', dropout.DropoutLayer.Params(), 'The same for the residual dropout.')
+    p.Define('is_causal', False, 'Whether a position attends only to itself and earlier positions.')
+    p.Define('ln_tpl', norm.LayerNorm.Params(), 'Template of the layer norm.')
+    p.Define('atten_tpl', attention.MultiHeadedAttention.Params(), 'Template of the attention.')
+    p.Define('dropout_tpl', dropout.DropoutLayer.Params(), 'Template of the residual dropout.')
     p.Define('atten_dropout_prob', 0.0, 'Probability to drop an attention weight.')
     p.Define('residual_dropout_prob', 0.0, 'Probability to drop an entry before the residual add.')
     return p
@@ -67,7 +67,7 @@ class TransformerAttentionLayer(base_layer.BaseLayer):
     paddings: tf.Tensor | None = None,
     segment_ids: tf.Tensor | None = None,
   ) -> Outputs:
-    """Maps inputs [batch, time, input_dim] to the same shape; see TransformerLayer."""
+    """Attends within inputs [batch, time, input_dim]; see TransformerLayer.FProp."""
     shapes.CheckIntegers(self.path, segment_ids, inputs, 'segment_ids')
     inputs = self._CastToFPropDtype(inputs)
     x = self.layer_norm.FProp(theta.layer_norm, inputs)
@@ -85,7 +85,7 @@ class TransformerAttentionLayer(base_layer.BaseLayer):
     *,
     max_length: int,
   ) -> tuple[Outputs, nested_map.NestedMap]:
-    """See BaseLayer.Prefill; NotImplementedError unless causal, or with segment_ids."""
+    """See BaseLayer.Prefill. Raises NotImplementedError unless causal, and for segment_ids."""
     self._CheckOneDocument(segment_ids)
     inputs = self._CastToFPropDtype(inputs)
     x = self.layer_norm.FProp(theta.layer_norm, inputs)
@@ -103,7 +103,7 @@ class TransformerAttentionLayer(base_layer.BaseLayer):
     *,
     time_step: Any,
   ) -> tuple[Outputs, nested_map.NestedMap]:
-    """See BaseLayer.ExtendStep; NotImplementedError unless causal, or with segment_ids."""
+    """See BaseLayer.ExtendStep. Raises NotImplementedError unless causal, and for segment_ids."""
     self._CheckOneDocument(segment_ids)
     inputs = self._CastToFPropDtype(inputs)
     x = self.layer_norm.FProp(theta.layer_norm, inputs)
@@ -117,7 +117,7 @@ class TransformerAttentionLayer(base_layer.BaseLayer):
     if segment_ids is not None:
       raise NotImplementedError(
         f'{self.path}: a row of several documents (segment_ids) cannot decode position by '
-        'position; give each document a row of its own'
+        'position; put each document into its own row'
       )
 
 
@@ -128,15 +128,15 @@ class TransformerFeedForwardLayer(base_layer.BaseLayer):
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
-    """The Params of a TransformerFeedForwardLayer."""
+    """Returns the Params of a TransformerFeedForwardLayer."""
     p = super().Params()
     p.Define('input_dim', 0, 'Size of the last axis.')
     p.Define('hidden_dim', 0, 'Size of the hidden layer.')
     p.Define('activation', 'RELU', 'Name of the activation of the hidden layer.')
     p.Define('has_bias', True, 'Whether the two projections have a bias.')
-    p.Define('ln_tpl', norm.LayerNorm.Params(), 'What the layer norm is made from.')
-    p.Define('fflayer_tpl', linear.FeedForwardNet.Params(), 'The same for the feed-forward net.')
-    p.Define('dropout_tpl', dropout.DropoutLayer.Params(), 'The same for every dropout.')
+    p.Define('ln_tpl', norm.LayerNorm.Params(), 'Template of the layer norm.')
+    p.Define('fflayer_tpl', linear.FeedForwardNet.Params(), 'Template of the feed-forward net.')
+    p.Define('dropout_tpl', dropout.DropoutLayer.Params(), 'Template of every dropout.')
     p.Define('relu_dropout_prob', 0.0, 'Probability to drop an entry of the hidden layer.')
     p.Define('residual_dropout_prob', 0.0, 'Probability to drop an entry before the residual add.')
     return p
@@ -169,7 +169,7 @@ class TransformerFeedForwardLayer(base_layer.BaseLayer):
     paddings: tf.Tensor | None = None,
     segment_ids: tf.Tensor | None = None,
   ) -> Outputs:
-    """Maps inputs [batch, time, input_dim] to the same shape; the others are handed on."""
+    """Maps inputs [batch, time, input_dim] to the same shape; returns the other arguments too."""
     shapes.CheckPaddings(self.path, paddings, inputs)
     inputs = self._CastToFPropDtype(inputs)
     x = self.layer_norm.FProp(theta.layer_norm, inputs)
@@ -179,27 +179,29 @@ class TransformerFeedForwardLayer(base_layer.BaseLayer):
 
 
 class TransformerLayer(base_layer.BaseLayer):
-  """Self-attention and feed-forward (Vaswani et al. 2017), each behind its layer norm.
+  """Self-attention and feed-forward (Vaswani et al. 2017), each after its own layer norm.
 
-  With biases and d = input_dim = the attention width, h = hidden_dim it has
-  4 d^2 + 4 d (attention) + 2 d h + h + d (feed-forward) + 4 d (layer norms) parameters.
+  With biases, d = input_dim = attention width and h = hidden_dim, the number of parameters is
+  4 d^2 + 4 d (attention) + 2 d h + h + d (feed-forward) + 4 d (layer norms).
   """
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
-    """The Params of a TransformerLayer; they override those in the templates."""
+    """Returns the Params of a TransformerLayer; they override the templates' Params."""
     p = super().Params()
     p.Define('input_dim', 0, 'Size of the last axis.')
     p.Define('hidden_dim', 0, 'Size of the hidden layer of the feed-forward part.')
     p.Define('num_heads', 8, 'Number of attention heads.')
-    p.Define('atten_hidden_dim', 0, 'Width of all attention heads together. 0: input_dim.')
-    p.Define('is_causal', False, 'Whether a position sees only itself and earlier ones.')
+    p.Define('atten_hidden_dim', 0, 'Total width of the attention heads. 0: input_dim.')
+    p.Define('is_causal', False, 'Whether a position attends only to itself and earlier positions.')
     p.Define('activation', 'RELU', 'Name of the activation of the feed-forward part.')
     p.Define('residual_dropout_prob', 0.0, 'Probability to drop an entry before a residual add.')
     p.Define('atten_dropout_prob', 0.0, 'Probability to drop an attention weight.')
     p.Define('relu_dropout_prob', 0.0, 'Probability to drop an entry of the hidden layer.')
-    p.Define('tr_atten_tpl', TransformerAttentionLayer.Params(), 'The self-attention part.')
-    p.Define('tr_fflayer_tpl', TransformerFeedForwardLayer.Params(), 'The feed-forward part.')
+    p.Define('tr_atten_tpl', TransformerAttentionLayer.Params(), 'Template of the self-attention.')
+    p.Define(
+      'tr_fflayer_tpl', TransformerFeedForwardLayer.Params(), 'Template of the feed-forward.'
+    )
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
@@ -231,18 +233,18 @@ class TransformerLayer(base_layer.BaseLayer):
     paddings: tf.Tensor | None = None,
     segment_ids: tf.Tensor | None = None,
   ) -> Outputs:
-    """One Transformer block.
+    """Applies the block to the inputs.
 
     Args:
       theta: the weights.
       inputs: [batch, time, input_dim].
-      paddings: None, or [batch, time] with 1.0 at positions that nobody attends to. The outputs at
-        such positions are finite and mean nothing.
-      segment_ids: None, or integers [batch, time]: positions attend to those of the same number
-        only. A number for padding, as 0, makes paddings needless.
+      paddings: None, or [batch, time] with 1.0 at padded positions, which are masked out. The
+        outputs at padded positions are finite but meaningless.
+      segment_ids: None, or integers [batch, time]: a position attends only to positions with the
+        same id. Paddings are not needed if padding has an id of its own, such as 0.
 
     Returns:
-      A tensor of the shape of `inputs` in fprop_dtype, `paddings`, and `segment_ids` if given.
+      (tensor of the shape of `inputs` in fprop_dtype, paddings), and segment_ids unless None.
     """
     outputs = self.self_atten.FProp(theta.self_atten, inputs, paddings, segment_ids)
     return self.fflayer.FProp(theta.fflayer, *outputs)
@@ -256,12 +258,14 @@ class TransformerLayer(base_layer.BaseLayer):
     *,
     max_length: int,
   ) -> tuple[Outputs, nested_map.NestedMap]:
-    """See BaseLayer.Prefill; NotImplementedError unless causal, or with segment_ids."""
+    """See BaseLayer.Prefill. Raises NotImplementedError unless causal, and for segment_ids."""
     (x, paddings), states = self.self_atten.Prefill(
       theta.self_atten, inputs, paddings, segment_ids, max_length=max_length
     )
-    outputs, made = self.fflayer.Prefill(theta.fflayer, x, paddings, max_length=max_length)
-    return outputs, nested_map.NestedMap(self_atten=states, fflayer=made)
+    outputs, fflayer_states = self.fflayer.Prefill(
+      theta.fflayer, x, paddings, max_length=max_length
+    )
+    return outputs, nested_map.NestedMap(self_atten=states, fflayer=fflayer_states)
 
   def ExtendStep(
     self,
@@ -273,11 +277,11 @@ class TransformerLayer(base_layer.BaseLayer):
     *,
     time_step: Any,
   ) -> tuple[Outputs, nested_map.NestedMap]:
-    """See BaseLayer.ExtendStep; NotImplementedError unless causal, or with segment_ids."""
-    (x, paddings), new = self.self_atten.ExtendStep(
+    """See BaseLayer.ExtendStep. Raises NotImplementedError unless causal, and for segment_ids."""
+    (x, paddings), atten_states = self.self_atten.ExtendStep(
       theta.self_atten, states.self_atten, inputs, paddings, segment_ids, time_step=time_step
     )
-    outputs, made = self.fflayer.ExtendStep(
+    outputs, fflayer_states = self.fflayer.ExtendStep(
       theta.fflayer, states.fflayer, x, paddings, time_step=time_step
     )
-    return outputs, nested_map.NestedMap(self_atten=new, fflayer=made)
+    return outputs, nested_map.NestedMap(self_atten=atten_states, fflayer=fflayer_states)

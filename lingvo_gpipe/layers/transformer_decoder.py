@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transformer blocks of a decoder: self-attention, attention to a source, feed-forward.
+"""Transformer decoder blocks: self-attention, attention to a source, feed-forward.
 
-A decoder block maps (source, source paddings, target, target paddings) to the same four, so that
-blocks follow each other in a sequence: the source goes through as it is, the target is changed.
+A decoder block takes and returns (source, source paddings, target, target paddings), so that blocks
+can be stacked: it returns the source unchanged and transforms the target.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class TransformerCrossAttentionLayer(base_layer.BaseLayer):
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
-    """The Params of a TransformerCrossAttentionLayer."""
+    """Returns the Params of a TransformerCrossAttentionLayer."""
     p = super().Params()
-    p.Define('input_dim', 0, 'Size of the last axis, of the source too.')
-    p.Define('hidden_dim', 0, 'Width of all attention heads together. 0: input_dim.')
+    p.Define('input_dim', 0, 'Size of the last axis, also of the source.')
+    p.Define('hidden_dim', 0, 'Total width of the attention heads. 0: input_dim.')
     p.Define('num_heads', 8, 'Number of attention heads.')
-    p.Define('ln_tpl', norm.LayerNorm.Params(), 'What the layer norm is made from.')
-    p.Define('atten_tpl', attention.MultiHeadedAttention.Params(), 'The same for the attention.')
-    p.Define('dropout_tpl', dropout.DropoutLayer.Params(), 'The same for the residual dropout.')
+    p.Define('ln_tpl', norm.LayerNorm.Params(), 'Template of the layer norm.')
+    p.Define('atten_tpl', attention.MultiHeadedAttention.Params(), 'Template of the attention.')
+    p.Define('dropout_tpl', dropout.DropoutLayer.Params(), 'Template of the residual dropout.')
     p.Define('atten_dropout_prob', 0.0, 'Probability to drop an attention weight.')
     p.Define('residual_dropout_prob', 0.0, 'Probability to drop an entry before the residual add.')
     return p
@@ -59,13 +59,14 @@ class TransformerCrossAttentionLayer(base_layer.BaseLayer):
     source_vecs: tf.Tensor,
     source_paddings: tf.Tensor | None = None,
   ) -> tf.Tensor:
-    """Attends to the source.
+    """Attends from the inputs to the source.
 
     Args:
       theta: the weights.
       inputs: [batch, time, input_dim].
       source_vecs: [batch, source time, input_dim].
-      source_paddings: None, or [batch, source time], 1.0 at positions that nobody attends to.
+      source_paddings: None, or [batch, source time] with 1.0 at padded positions, which are masked
+        out.
 
     Returns:
       A tensor of the shape of `inputs` in fprop_dtype.
@@ -84,7 +85,7 @@ class TransformerCrossAttentionLayer(base_layer.BaseLayer):
     *,
     max_length: int,
   ) -> tuple[tf.Tensor, nested_map.NestedMap]:
-    """FProp over the prompt; the states are the projected source and its paddings."""
+    """Runs FProp over the prompt; the states are the projected source and its paddings."""
     del max_length
     states = self.atten.ProjectKeyValue(theta.atten, source_vecs, source_vecs)
     if source_paddings is not None:
@@ -101,7 +102,7 @@ class TransformerCrossAttentionLayer(base_layer.BaseLayer):
     *,
     time_step: Any,
   ) -> tuple[tf.Tensor, nested_map.NestedMap]:
-    """FProp of one position [batch, 1, input_dim]; the source is that of the states."""
+    """Runs FProp of one position [batch, 1, input_dim], with the source in the states."""
     del source_vecs, source_paddings, time_step
     return self._AttendToStates(theta, states, inputs), states
 
@@ -116,17 +117,17 @@ class TransformerCrossAttentionLayer(base_layer.BaseLayer):
 class TransformerDecoderLayer(base_layer.BaseLayer):
   """One decoder block: causal self-attention, cross-attention, feed-forward; pre-LayerNorm.
 
-  The source is taken as it is: an encoder normalises its own output.
+  It does not normalise the source: an encoder normalises its own outputs.
   """
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
-    """The Params of a TransformerDecoderLayer; they override those in the templates."""
+    """Returns the Params of a TransformerDecoderLayer; they override the templates' Params."""
     p = super().Params()
-    p.Define('input_dim', 0, 'Size of the last axis, of the source too.')
+    p.Define('input_dim', 0, 'Size of the last axis, also of the source.')
     p.Define('hidden_dim', 0, 'Size of the hidden layer of the feed-forward part.')
     p.Define('num_heads', 8, 'Number of attention heads.')
-    p.Define('atten_hidden_dim', 0, 'Width of all attention heads together. 0: input_dim.')
+    p.Define('atten_hidden_dim', 0, 'Total width of the attention heads. 0: input_dim.')
     p.Define('activation', 'RELU', 'Name of the activation of the feed-forward part.')
     p.Define('residual_dropout_prob', 0.0, 'Probability to drop an entry before a residual add.')
     p.Define('atten_dropout_prob', 0.0, 'Probability to drop an attention weight.')
@@ -134,17 +135,17 @@ class TransformerDecoderLayer(base_layer.BaseLayer):
     p.Define(
       'tr_self_atten_tpl',
       transformer.TransformerAttentionLayer.Params(),
-      'The self-attention part.',
+      'Template of the self-attention.',
     )
     p.Define(
       'tr_cross_atten_tpl',
       TransformerCrossAttentionLayer.Params(),
-      'The part that sees the source.',
+      'Template of the attention to the source.',
     )
     p.Define(
       'tr_fflayer_tpl',
       transformer.TransformerFeedForwardLayer.Params(),
-      'The feed-forward part.',
+      'Template of the feed-forward.',
     )
     return p
 
@@ -178,18 +179,20 @@ class TransformerDecoderLayer(base_layer.BaseLayer):
     target_vecs: tf.Tensor,
     target_paddings: tf.Tensor | None = None,
   ) -> Outputs:
-    """One decoder block.
+    """Applies the block to the target.
 
     Args:
       theta: the weights.
       source_vecs: [batch, source time, input_dim].
-      source_paddings: None, or [batch, source time] with 1.0 at positions that nobody attends to.
+      source_paddings: None, or [batch, source time] with 1.0 at padded positions, which are masked
+        out.
       target_vecs: [batch, target time, input_dim].
-      target_paddings: None, or [batch, target time], as for the source.
+      target_paddings: None, or [batch, target time] with 1.0 at padded positions, which are masked
+        out.
 
     Returns:
-      The arguments, with the target changed, in fprop_dtype. What it is at padded positions is
-      finite and means nothing.
+      (source_vecs, source_paddings, outputs, target_paddings), with outputs of the shape of
+      target_vecs in fprop_dtype. Outputs at padded positions are finite but meaningless.
     """
     x, _ = self.self_atten.FProp(theta.self_atten, target_vecs, target_paddings)
     x = self.cross_atten.FProp(theta.cross_atten, x, source_vecs, source_paddings)
@@ -206,7 +209,7 @@ class TransformerDecoderLayer(base_layer.BaseLayer):
     *,
     max_length: int,
   ) -> tuple[Outputs, nested_map.NestedMap]:
-    """FProp over the prompt; the states are those of both attentions."""
+    """Runs FProp over the prompt; returns the states of both attention layers."""
     (x, _), self_states = self.self_atten.Prefill(
       theta.self_atten, target_vecs, target_paddings, max_length=max_length
     )
@@ -228,7 +231,7 @@ class TransformerDecoderLayer(base_layer.BaseLayer):
     *,
     time_step: Any,
   ) -> tuple[Outputs, nested_map.NestedMap]:
-    """FProp of one position of the target [batch, 1, input_dim]; the source may be None."""
+    """Runs FProp of one position of the target [batch, 1, input_dim]; the source may be None."""
     (x, _), self_states = self.self_atten.ExtendStep(
       theta.self_atten, states.self_atten, target_vecs, target_paddings, time_step=time_step
     )

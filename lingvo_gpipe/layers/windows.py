@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Windows that move over an image, of convolutions and pools: checks and the size of the output."""
+"""Checks of the windows of convolutions and pooling layers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PADDINGS = ('SAME', 'VALID')
 
 
 def CheckSizes(params: Any, name: str, length: int) -> None:
-  """ValueError unless this param is a sequence of `length` positive integers."""
+  """Raises ValueError unless the param `name` is a sequence of `length` positive integers."""
   value = params.Get(name)
   if (
     not isinstance(value, (list, tuple))
@@ -24,7 +24,7 @@ def CheckSizes(params: Any, name: str, length: int) -> None:
 
 
 def Check(params: Any, stride: str) -> None:
-  """ValueError unless the param called `stride` and `padding` are legal."""
+  """Raises ValueError unless `padding` and the param named by `stride` are valid."""
   CheckSizes(params, stride, 2)
   if params.padding not in PADDINGS:
     raise ValueError(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CIFAR-10: 32x32 images of ten classes; docs/training.md tells how to get the data.
+"""CIFAR-10: 32x32 images of ten classes. docs/training.md describes how to get the data.
 
-`trainer --model=image.cifar10.AmoebaNetDGPipe2 --logdir=runs/cifar10`. Without network there is
+`trainer --model=image.cifar10.AmoebaNetDGPipe2 --logdir=runs/cifar10`. Without a network, use
 `image.digits.AmoebaNetDGPipe2`.
 """
 
@@ -50,7 +50,7 @@ class AmoebaNet(tfds_experiment.TfdsExperiment):
     return p
 
   def Smoke(self) -> dict[str, object]:
-    """Few narrow cells, and noise in place of the data."""
+    """Few narrow cells, on noise instead of the data."""
     return {
       **super().Smoke(),
       'task.num_cells': 2,
@@ -68,6 +68,6 @@ class AmoebaNetDGPipe1(AmoebaNet):
 
 @registry.RegisterSingleTaskModel
 class AmoebaNetDGPipe2(AmoebaNet):
-  """In two stages, on any machine with two cores or accelerators. Not measured yet."""
+  """AmoebaNet-D (6, 32) in two stages, for two CPU cores or accelerators. Not measured yet."""
 
   NUM_STAGES = 2

@@ -1,23 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """ImageNet 2012 with AmoebaNet: the image models of the GPipe paper (arXiv:1811.06965v5).
 
-Data: imagenet2012 of TFDS (docs/training.md tells how to prepare it; 150 GB), from the archives of
-image-net.org, which one has to fetch by hand. Without them
-`--model_params_override='input.num_fake_examples:1024'` trains on noise, for measuring time and
+Data: imagenet2012 of TFDS (150 GB; docs/training.md describes how to prepare it), from archives
+that must be downloaded by hand from image-net.org. Without the data,
+`--model_params_override='input.num_fake_examples:1024'` trains on noise, to measure time and
 memory, and `image.digits.AmoebaNetDGPipe2` runs anywhere.
 
-`trainer --model=image.imagenet.AmoebaNetD18x256 --logdir=runs/imagenet` trains; with
-`--mode=inspect_model` it counts the parameters on any machine, with `--mode=inspect_partition` it
-shows the cut. None of these experiments has been trained yet.
-The paper's figures are given as such; it does not tell the number of micro-batches behind Table 1,
-nor the batch of Table 3 and of AmoebaNet-B: those here are ours.
+`trainer --model=image.imagenet.AmoebaNetD18x256 --logdir=runs/imagenet` trains. On any machine,
+`--mode=inspect_model` counts the parameters and `--mode=inspect_partition` shows the cut. None of
+these experiments has been trained yet. The paper does not report the number of micro-batches for
+Table 1, nor the batch size for Table 3 and AmoebaNet-B; the numbers in this file are our choice.
 
-Training is that of Real et al. 2019, which the paper refers to: RMSProp with decay 0.9 and epsilon
-0.1, a learning rate of 0.001 that falls by 3 % in two epochs, label smoothing 0.1, an auxiliary
-head of weight 0.4, dropout 0.5, drop-path down to 0.7, weight decay of 4e-5 as an L2 loss on what
-is no bias and no part of BatchNorm. BatchNorm's decay of 0.9997 and epsilon of 0.001 and the
-initialisation are those of the TPU code of these models. AmoebaNet-B is evaluated with averaged
-weights, as there; the others are not: an average takes 4 bytes more a parameter.
+Training follows Real et al. 2019, to which the paper refers: RMSProp with decay 0.9 and epsilon
+0.1, a learning rate of 0.001 that falls by 3 % every two epochs, label smoothing 0.1, an auxiliary
+head of weight 0.4, dropout 0.5, drop-path down to 0.7, and a weight decay of 4e-5 as an L2 loss on
+all weights except biases and BatchNorm. The initialisation and BatchNorm's decay of 0.9997 and
+epsilon of 0.001 follow the TPU code of these models. As in that code, AmoebaNet-B is evaluated with
+averaged weights. The other models are not, because averages take another 4 bytes per parameter.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from lingvo_gpipe import hyperparams, lr_schedules, optimizer, registry, weight_
 from params.image import tfds_experiment
 from tasks.image import amoebanet
 
-# The last images of train are kept out of it, as development set.
+# Number of training images that are held out as the development set.
 _NUM_DEV = 10_000
 _NUM_TRAIN = 1_281_167 - _NUM_DEV
 
@@ -41,7 +40,7 @@ class AmoebaNet(tfds_experiment.TfdsExperiment):
   DEV_SPLIT = f'train[-{_NUM_DEV}:]'
   TEST_SPLIT = 'validation'
   IMAGE_SIZE = 224
-  # Class 0 is the background, which no image has.
+  # Class 0 is the background, and no image has this label.
   NUM_CLASSES = 1001
   BATCH_SIZE = 128
   NUM_EPOCHS = 100
@@ -68,7 +67,7 @@ class AmoebaNet(tfds_experiment.TfdsExperiment):
       dropout_prob=0.5,
       drop_path_keep_prob=0.7,
       drop_path_total_steps=max_steps,
-      # A variance of 2 / fan_out is left of it by the truncation.
+      # The truncation reduces the variance to 2 / fan_out.
       params_init=weight_params.WeightInit.TruncatedGaussianSqrtFanOut(math.sqrt(2.6)),
     )
     p.batch_norm_tpl.Set(decay=0.9997, epsilon=1e-3)
@@ -78,7 +77,8 @@ class AmoebaNet(tfds_experiment.TfdsExperiment):
       learning_rate=1e-3,
       l2_regularizer_weight=4e-5,
       lp_regularizer_exclusion=r'\.(b|beta|gamma)$',
-      # One slot a weight: with the weight and its gradient the 12 bytes of the paper's Table 1.
+      # One slot per weight; with weight and gradient, these are the 12 bytes of the paper's Table
+      # 1.
       optimizer=optimizer.RMSprop.Params().Set(rho=0.9, epsilon=0.1),
       lr_schedule=lr_schedules.ExponentialSchedule.Params().Set(
         start=(0, 1.0), limit=(max_steps, 0.97 ** (self.NUM_EPOCHS / 2))
@@ -87,7 +87,7 @@ class AmoebaNet(tfds_experiment.TfdsExperiment):
     return p
 
   def Smoke(self) -> dict[str, object]:
-    """Two narrow cells on small images of noise, in one stage."""
+    """A narrow network on small images of noise, in one stage."""
     return {
       **super().Smoke(),
       'input.image_size': 16,
@@ -107,7 +107,7 @@ class AmoebaNet(tfds_experiment.TfdsExperiment):
 
 @registry.RegisterSingleTaskModel
 class AmoebaNetD18x208(AmoebaNet):
-  """Table 1, Naive-1: what one accelerator of 8 GB trains without GPipe.
+  """Table 1, Naive-1: the largest model for one accelerator of 8 GB without GPipe.
 
   81,140,766 parameters without the auxiliary head. The paper reports 82M, 1.05 GB of parameter
   memory (12 bytes each) and 6.26 GB of activations at a batch of 128, on an 8 GB Cloud TPUv2.
@@ -117,7 +117,7 @@ class AmoebaNetD18x208(AmoebaNet):
   NUM_MICRO_BATCHES = 1
 
   def Task(self) -> hyperparams.InstantiableParams:
-    """As the others', without re-materialisation."""
+    """The network and its training, without re-materialisation."""
     p = super().Task()
     p.stack.remat_policy = 'none'
     return p
@@ -199,10 +199,10 @@ class AmoebaNetD18x128(AmoebaNet):
 
 @registry.RegisterSingleTaskModel
 class AmoebaNetB18x512(AmoebaNet):
-  """The paper's Table 4: 557M parameters, images of 480x480, four stages.
+  """Table 4: 557M parameters, images of 480x480 pixels, four stages.
 
   557,299,209 parameters without the auxiliary head. The paper reports 84.4 % top-1 and 97 % top-5
-  accuracy of a single crop of the validation images.
+  accuracy on single crops of the validation images.
   """
 
   VARIANT = 'B'
@@ -211,7 +211,7 @@ class AmoebaNetB18x512(AmoebaNet):
   NUM_STAGES = 4
 
   def Task(self) -> hyperparams.InstantiableParams:
-    """As the others', and averages of the weights."""
+    """The network and its training, with averages of the weights."""
     p = super().Task()
     p.train.ema_decay = 0.9999
     return p

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MNIST: handwritten digits, 28x28; docs/training.md tells how to get the data.
+"""MNIST: images of handwritten digits, 28x28. docs/training.md describes how to get the data.
 
-`trainer --model=image.mnist.LeNet5 --logdir=runs/mnist`. Without network there is
+`trainer --model=image.mnist.LeNet5 --logdir=runs/mnist`. Without a network, use
 `image.digits.LeNet5`.
 """
 
@@ -14,7 +14,7 @@ from tasks.image import lenet
 
 @registry.RegisterSingleTaskModel
 class LeNet5(tfds_experiment.TfdsExperiment):
-  """LeNet-5 on one device, a CPU for instance: 20 epochs. Not measured yet."""
+  """LeNet-5 on one device, such as a CPU, for 20 epochs. Not measured yet."""
 
   DATASET = 'mnist'
   TRAIN_SPLIT, DEV_SPLIT, TEST_SPLIT = 'train[:55000]', 'train[55000:]', 'test'
@@ -24,7 +24,7 @@ class LeNet5(tfds_experiment.TfdsExperiment):
   MAX_STEPS = 20 * 55_000 // 128
 
   def Train(self) -> hyperparams.InstantiableParams:
-    """55,000 images, moved by up to two pixels and not flipped."""
+    """55,000 images, shifted by up to two pixels and not flipped."""
     return super().Train().Set(max_shift=2, flip=False)
 
   def Task(self) -> hyperparams.InstantiableParams:

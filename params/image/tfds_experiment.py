@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the experiments on TFDS data sets share."""
+"""Base class of image experiments on TFDS data sets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lingvo_gpipe import hyperparams, registry, tfds_images
 
 
 class TfdsExperiment(registry.SingleTaskModelParams):
-  """Data of an experiment on a data set of TFDS; a subclass says which, and on what model."""
+  """Train, Dev and Test inputs from a TFDS data set; subclasses set the data set and the task."""
 
   DATASET = ''
   TRAIN_SPLIT, DEV_SPLIT, TEST_SPLIT = 'train', '', 'test'
@@ -31,11 +31,11 @@ class TfdsExperiment(registry.SingleTaskModelParams):
     )
 
   def Train(self) -> hyperparams.InstantiableParams:
-    """Images changed at random."""
+    """The training images, randomly augmented."""
     return self._Input(self.TRAIN_SPLIT, augment=True)
 
   def Dev(self) -> hyperparams.InstantiableParams:
-    """Images kept out of training."""
+    """Images held out from training."""
     return self._Input(self.DEV_SPLIT)
 
   def Test(self) -> hyperparams.InstantiableParams:
@@ -48,5 +48,5 @@ class TfdsExperiment(registry.SingleTaskModelParams):
     )
 
   def Smoke(self) -> dict[str, object]:
-    """Noise in place of the data, in small batches."""
+    """Small batches of noise instead of the data."""
     return {'input.num_fake_examples': 16, 'input.batch_size': 4}

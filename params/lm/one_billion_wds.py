@@ -1,36 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transformer-L on the One Billion Word benchmark: the GPipe paper's (arXiv:1811.06965v5).
+"""Transformer-L of the GPipe paper (arXiv:1811.06965v5) on the One Billion Word benchmark.
 
-`trainer --model=lm.one_billion_wds.Transformer3 --logdir=runs/lm1b` trains; with
-`--mode=inspect_model` it counts the parameters on any machine, with `--mode=inspect_partition` it
-shows the cut and the memory that the stages need: neither takes data. None of these experiments has
-been trained yet.
+`trainer --model=lm.one_billion_wds.Transformer3 --logdir=runs/lm1b` trains. Without data and on any
+machine, `--mode=inspect_model` counts the parameters, and `--mode=inspect_partition` shows the cut
+and the memory of the stages. None of these experiments has been trained yet.
 
-Data, for training: lm1b of TFDS (docs/training.md tells how to prepare it; 1.8 GB to download and
-over 4 GB prepared), then a vocabulary of 32,000 pieces, by
+Training needs lm1b of TFDS (1.8 GB to download, over 4 GB prepared; docs/training.md describes how
+to prepare it) and a vocabulary of 32,000 pieces, made by
 
     python -m tools.train_sentencepiece --model=lm.one_billion_wds.Transformer3
 
-Without them `--model_params_override='input.num_fake_examples:1024'` trains on random tokens, for
-measuring time and memory, and `lm.stdlib.ByteTransformerGPipe2` runs anywhere.
+Without the data, `--model_params_override='input.num_fake_examples:1024'` trains on random tokens,
+to measure time and memory, and `lm.stdlib.ByteTransformerGPipe2` runs anywhere.
 
-An evaluation reports the log-perplexity of a token and that of a word, which is what the literature
-on this data set gives: all log-probabilities, divided by the number of words, ends of sentences
-included. Test are all 50 held-out files; published figures are of the first of them.
+Evaluation reports the log-perplexity per token and per word. The literature on this data set uses
+the latter: the sum of all log-probabilities divided by the number of words, including ends of
+sentences. Test has all 50 held-out files; published figures use the first of them.
 
-What is known (Table 1): width 2048, feed-forward 8192, 32 heads, vocabulary 32,000, 1024 tokens a
-row, 32 rows a batch; only the number L of layers differs.
-Its sizes are those of a stack of self-attention layers, all with biases, with an embedding and a
-softmax that are not tied and no LayerNorm before the softmax: 50,358,272 L + 131,104,000
-parameters. It counts 12 bytes each: weight, gradient and one slot of RMSProp.
+Known from the paper (Table 1): width 2048, feed-forward 8192, 32 heads, a vocabulary of 32,000,
+1024 tokens per row and 32 rows per batch; only the number of layers L differs. The parameter counts
+fit self-attention layers with biases, an embedding and a softmax that are not tied, and no
+LayerNorm before the softmax: 50,358,272 L + 131,104,000 parameters. The paper counts 12 bytes per
+parameter: weight, gradient and one slot of RMSProp.
 
-What is not: the data (these, and how they are packed into rows, are Lingvo's choice or ours), the
-number of micro-batches behind Table 1, the sizes of Transformer-48 and -24, which are those of
-Table 1 here, and how they were trained. That is Lingvo's OneBWdsGPipeTransformer here: Adam with
-two slots (16 bytes a parameter), learning rate 0.5 under the Transformer schedule with 40,000 steps
-of warm-up, no clipping, dropout 0.1 of attention weights and of what is added to the residual
-stream, 32 micro-batches of one row. Lingvo has 16 heads, and a LayerNorm before the softmax. The
-number of steps is ours.
+Not in the paper: the data and their packing into rows (Lingvo's choice or ours), the number of
+micro-batches for Table 1, the sizes of Transformer-48 and -24 (we use the sizes of Table 1), and
+the training. Training follows Lingvo's OneBWdsGPipeTransformer: Adam with two slots (16 bytes per
+parameter), a learning rate of 0.5 under the Transformer schedule with 40,000 steps of warm-up, no
+clipping, dropout 0.1 of attention weights and sub-layer outputs, and 32 micro-batches of one row.
+Lingvo's model has 16 heads and a LayerNorm before the softmax. The number of steps is our choice.
 """
 
 from __future__ import annotations
@@ -67,7 +65,7 @@ class Transformer(registry.SingleTaskModelParams):
     )
 
   def Train(self) -> hyperparams.InstantiableParams:
-    """30 million sentences, whole ones in a row."""
+    """30 million sentences; a row holds whole sentences."""
     return self._Input('train')
 
   def Test(self) -> hyperparams.InstantiableParams:
@@ -85,7 +83,7 @@ class Transformer(registry.SingleTaskModelParams):
       num_layers=self.NUM_LAYERS,
       residual_dropout_prob=0.1,
       atten_dropout_prob=0.1,
-      # Else there would be 4,096 parameters more than the paper counts.
+      # A LayerNorm would add 4,096 parameters to the paper's count.
       final_layer_norm=False,
     )
     p.stack.Set(num_stages=self.NUM_STAGES, num_micro_batches=self.NUM_MICRO_BATCHES)
@@ -119,16 +117,16 @@ class Transformer(registry.SingleTaskModelParams):
 
 @registry.RegisterSingleTaskModel
 class Transformer3(Transformer):
-  """Table 1, Naive-1: what one accelerator of 16 GB trains without GPipe.
+  """Table 1, Naive-1: the largest model for one accelerator of 16 GB without GPipe.
 
-  282,178,816 parameters. The paper reports 282.2M, and 3.15 GiB of parameter memory and 11.7 GiB of
-  activations in swapped cells: 12 bytes a parameter are 3.15 GiB.
+  282,178,816 parameters. The paper reports 282.2M, 3.15 GiB of parameter memory (12 bytes per
+  parameter) and 11.7 GiB of activations; the table has the two memory figures swapped.
   """
 
   NUM_MICRO_BATCHES = 1
 
   def Task(self) -> hyperparams.InstantiableParams:
-    """As the others', without re-materialisation."""
+    """The model and its training, without re-materialisation."""
     p = super().Task()
     p.stack.remat_policy = 'none'
     return p
@@ -185,9 +183,9 @@ class Transformer1663(Transformer):
 class Transformer48(Transformer):
   """Table 2: throughput on TPUs; `task.stack.num_stages` 2, 4 and 8, `num_micro_batches` 1, 4, 32.
 
-  2,548,301,056 parameters, with the layers of Table 1, which the paper does not tell. It reports,
-  relative to K=2, M=1 and with batches "adjusted to fit memory": 1.7, 3.2, 4.8 at M=4 (beyond the
-  bound of equal batches) and 1.8, 3.4, 6.3 at M=32 for K=2, 4, 8.
+  2,548,301,056 parameters, if the layers are as in Table 1, which the paper does not say. It
+  reports, relative to K=2, M=1 and with batches "adjusted to fit memory": 1.7, 3.2, 4.8 at M=4
+  (more than the bound for equal batches) and 1.8, 3.4, 6.3 at M=32 for K=2, 4, 8.
   """
 
   NUM_LAYERS = 48
@@ -198,8 +196,8 @@ class Transformer48(Transformer):
 class Transformer24(Transformer):
   """Table 3: throughput on P100 GPUs without fast links; `task.stack.num_stages` 2, 4 and 8.
 
-  1,339,702,528 parameters, with the layers of Table 1, which the paper does not tell. It reports 1,
-  1.8 and 3.3 for K=2, 4, 8 at M=32.
+  1,339,702,528 parameters, if the layers are as in Table 1, which the paper does not say. It
+  reports 1, 1.8 and 3.3 for K=2, 4, 8 at M=32.
   """
 
   NUM_LAYERS = 24

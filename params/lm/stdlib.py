@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transformers on the source files of the running Python's standard library: bytes, or tokens.
+"""Transformers over bytes or tokens of the source files of Python's standard library.
 
-No download: `trainer --model=lm.stdlib.ByteTransformerGPipe2 --logdir=runs/stdlib`.
+Needs no download: `trainer --model=lm.stdlib.ByteTransformerGPipe2 --logdir=runs/stdlib`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from tasks.lm import model, stdlib_input
 
 
 class ByteTransformer(registry.SingleTaskModelParams):
-  """Sizes and data shared by the experiments of this file."""
+  """Sizes and data shared by the experiments in this file."""
 
   BATCH_SIZE = 32
   SEQ_LEN = 128
@@ -49,7 +49,7 @@ class ByteTransformer(registry.SingleTaskModelParams):
       num_layers=self.NUM_LAYERS,
       residual_dropout_prob=0.05,
     )
-    # Without XLA: measured on two CPU cores, 1.5 times the tokens a second of with it.
+    # Measured on two CPU cores, training without XLA is 1.5 times as fast as with XLA.
     p.stack.Set(num_stages=self.NUM_STAGES, num_micro_batches=self.NUM_MICRO_BATCHES, xla=False)
     p.train.Set(
       max_steps=self.MAX_STEPS,
@@ -83,14 +83,14 @@ class ByteTransformer(registry.SingleTaskModelParams):
 
 @registry.RegisterSingleTaskModel
 class ByteTransformerGPipe1(ByteTransformer):
-  """ByteTransformerGPipe2 on one device: the same losses, for comparison. Not measured."""
+  """ByteTransformerGPipe2 on one device, with the same losses, for comparison. Not measured."""
 
 
 @registry.RegisterSingleTaskModel
 class ByteTransformerGPipe2(ByteTransformer):
-  """What `make train` runs: K=2 stages, M=4 micro-batches, re-materialisation, on two CPU cores.
+  """The model of `make train`: K=2 stages, M=4 micro-batches and re-materialisation.
 
-  Measured there: 4 min 41 s, 13,423 bytes a second, 2.329 bits per byte of Test.
+  Measured on two CPU cores: 4 min 41 s, 13,423 bytes per second, 2.329 bits per byte of Test.
   """
 
   NUM_STAGES = 2
@@ -105,11 +105,11 @@ class ByteTransformerGPipe4(ByteTransformer):
 
 @registry.RegisterSingleTaskModel
 class ByteTransformerTiny(ByteTransformer):
-  """For tests: two narrow layers in K=2 stages on 64 KiB.
+  """A model for tests: two narrow layers in K=2 stages, trained on 64 KiB.
 
   `trainer --model=lm.stdlib.ByteTransformerTiny --logdir=runs/tiny`
 
-  Measured on two CPU cores: 8 s with the start of the program, 4.44 bits per byte of Test.
+  Measured on two CPU cores: 8 s including the start of the program, 4.44 bits per byte of Test.
   """
 
   BATCH_SIZE = 8
@@ -135,8 +135,8 @@ class ByteTransformerHalfHour(ByteTransformer):
 
   `trainer --model=lm.stdlib.ByteTransformerHalfHour --logdir=runs/half_hour`
 
-  Measured on two CPU cores with max_steps 900: 13 min 12 s, 5,000 bytes a second, 2.035 bits per
-  byte of Test. All 2,000 were not run.
+  Measured on two CPU cores with max_steps 900: 13 min 12 s, 5,000 bytes per second, 2.035 bits per
+  byte of Test. The full 2,000 steps have not been measured.
   """
 
   BATCH_SIZE = 16
@@ -150,15 +150,15 @@ class ByteTransformerHalfHour(ByteTransformer):
 
 @registry.RegisterSingleTaskModel
 class PackedTransformerGPipe2(ByteTransformer):
-  """Packed rows of SentencePiece tokens in place of bytes, K=2 stages: no file sees another one.
+  """SentencePiece tokens instead of bytes, in packed rows; attention stays within a file.
 
-  The vocabulary first, trained on the same files:
+  Train the vocabulary first, on the same files:
 
       python -m tools.train_sentencepiece --model=lm.stdlib.PackedTransformerGPipe2 --lossless
       trainer --model=lm.stdlib.PackedTransformerGPipe2 --logdir=runs/packed
 
-  Measured on two CPU cores: 86 s for the vocabulary, then 4 min 31 s, 15,500 tokens a second; 4.14
-  bits per token of Test, perplexity 17.7.
+  Measured on two CPU cores: 86 s for the vocabulary, then 4 min 31 s at 15,500 tokens per second;
+  4.14 bits per token of Test, perplexity 17.7.
   """
 
   VOCAB_SIZE = 2000
@@ -183,6 +183,6 @@ class PackedTransformerGPipe2(ByteTransformer):
     return super().Task().Set(cls=model.TransformerLm, vocab_size=self.VOCAB_SIZE)
 
   def Smoke(self) -> dict[str, object]:
-    """As the others', on random tokens."""
+    """A narrow model and small batches of random tokens."""
     smoke = {name: value for name, value in super().Smoke().items() if name != 'input.max_bytes'}
     return {**smoke, 'input.num_fake_examples': 16}

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of 129 languages into English: the GPipe paper's multilingual experiment in small.
+"""Translates names from 129 languages into English: a small version of GPipe's translation study.
 
-The data are the names of territories, languages, currencies and scripts in Babel's CLDR data, 1,000
-or so a language: `pip install 'lingvo_gpipe[mt]'`, no download. `trainer
---model=mt.cldr.Multilingual --logdir=runs/multilingual` trains the model of all languages.
+The data are about 1,000 names of territories, languages, currencies and scripts for each language,
+from Babel's CLDR data (`pip install 'lingvo_gpipe[mt]'`; needs no download). `trainer
+--model=mt.cldr.Multilingual --logdir=runs/multilingual` trains one model for all languages.
 
-A dozen languages are studied, that is compared with bilingual models (`cldr_names.STUDIED`). Only
-some of their names are used in training, so that the resources differ by two orders of magnitude;
-all other languages have all of theirs. `python -m tools.multilingual_study` trains one model after
-another and draws the paper's figure 3: see docs/translation.md, which has what was measured.
+The study compares it with bilingual models for a dozen languages (`cldr_names.STUDIED`). Training
+uses only some of the names of these languages, so that their resources differ by two orders of
+magnitude, and all names of all other languages. `python -m tools.multilingual_study` trains the
+models one after another and draws the paper's figure 3; docs/translation.md has the results.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tasks.mt import cldr_input, cldr_names, model
 
 
 class Names(registry.SingleTaskModelParams):
-  """T(NUM_LAYERS, HIDDEN_DIM, NUM_HEADS) of model dimension 64 on names of LANGUAGES."""
+  """T(NUM_LAYERS, HIDDEN_DIM, NUM_HEADS) with model dimension MODEL_DIM, on names of LANGUAGES."""
 
   LANGUAGES: list[str] = []
   DIRECTION = 'given'
@@ -48,20 +48,20 @@ class Names(registry.SingleTaskModelParams):
       sampling_temperature=5.0,
     )
 
-  def _Studied(self, split: str) -> hyperparams.InstantiableParams:
+  def _StudiedInput(self, split: str) -> hyperparams.InstantiableParams:
     return self._Input(split).Set(languages=list(self.LANGUAGES or cldr_names.STUDIED))
 
   def Train(self) -> hyperparams.InstantiableParams:
-    """80 % of the names of each language; of those that are studied, some of them."""
+    """80 % of the names of each language; fewer of the studied languages."""
     return self._Input('train').Set(max_names=dict(cldr_names.STUDIED))
 
   def Dev(self) -> hyperparams.InstantiableParams:
-    """5 % of the names of the languages that are studied."""
-    return self._Studied('dev')
+    """5 % of the names of the studied languages."""
+    return self._StudiedInput('dev')
 
   def Test(self) -> hyperparams.InstantiableParams:
-    """15 % of the names of the languages that are studied."""
-    return self._Studied('test')
+    """15 % of the names of the studied languages."""
+    return self._StudiedInput('test')
 
   def Task(self) -> hyperparams.InstantiableParams:
     """The model and its training."""
@@ -80,7 +80,7 @@ class Names(registry.SingleTaskModelParams):
     p.stack.Set(
       num_stages=self.NUM_STAGES,
       num_micro_batches=self.NUM_MICRO_BATCHES,
-      remat_policy='none',  # What these keep is small, and an hour is short.
+      remat_policy='none',  # The activations are small, and recomputing them takes time.
       xla=False,
     )
     p.train.Set(
@@ -117,12 +117,12 @@ class Names(registry.SingleTaskModelParams):
 
 @registry.RegisterSingleTaskModel
 class Multilingual(Names):
-  """T(2, 256, 1), half a million parameters, on all languages: as large as Bilingual."""
+  """T(2, 256, 1) on all languages: half a million parameters, as many as Bilingual."""
 
 
 @registry.RegisterSingleTaskModel
 class MultilingualDeep(Names):
-  """T(8, 256, 1) on all languages; its layers have as many weights as MultilingualWide's."""
+  """T(8, 256, 1) on all languages, with as many weights in its layers as MultilingualWide."""
 
   NUM_LAYERS = 8
   NUM_STAGES = 2
@@ -140,9 +140,9 @@ class MultilingualWide(Names):
 
 @registry.RegisterSingleTaskModel
 class ManyToMany(Names):
-  """T(4, 512, 2) from all languages into English and back, by a symbol of the target language.
+  """T(4, 512, 2) from all languages into English and back; a token selects the target language.
 
-  Not measured: no run of it was made to its end.
+  Not measured yet.
   """
 
   DIRECTION = 'both'
@@ -154,7 +154,7 @@ class ManyToMany(Names):
 
 @registry.RegisterSingleTaskModel
 class Bilingual(Names):
-  """T(2, 256, 1) on German, a baseline of the study; `input.languages:['ru']` is Russian's."""
+  """T(2, 256, 1) on German, a baseline of the study; for Russian set `input.languages:['ru']`."""
 
   LANGUAGES = ['de']
   BATCH_LIMIT = [64, 16]

@@ -1,28 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Translation into English with T(L, H, A): the multilingual models of the GPipe paper.
+"""Translation into English: the multilingual models T(L, H, A) of the GPipe paper.
 
-(arXiv:1811.06965v5, section 5.) `trainer --model=mt.multilingual.T6x8192x16 --logdir=runs/t6`
-trains; with `--mode=inspect_model` it counts the parameters on any machine, with
-`--mode=inspect_partition` it shows the cut and the memory that the stages need: neither takes data.
-None of these experiments has been trained.
+See arXiv:1811.06965v5, section 5. `trainer --model=mt.multilingual.T6x8192x16 --logdir=runs/t6`
+trains. Without data and on any machine, `--mode=inspect_model` counts the parameters, and
+`--mode=inspect_partition` shows the cut and the memory of the stages. None of these experiments has
+been trained yet.
 
-The paper's corpus is not public (25 billion sentence pairs of 102 languages with English). These
-experiments take 14 languages of WMT from TFDS in its place, as later work of the same authors does
-(Kudugunta et al. 2021). docs/training.md tells how to prepare each, named below (some 40 GB; for
-Czech, Hindi and Russian one has to fetch files by hand), and `python -m
-tools.train_sentencepiece --model=mt.multilingual.T6x8192x16` makes the vocabulary. Without them
-`--model_params_override='input.num_fake_examples:4096'` trains on random tokens, for measuring time
-and memory, and `mt.cldr.Multilingual` runs anywhere.
+The paper's corpus, 25 billion sentence pairs of 102 languages with English, is not public. These
+experiments use 14 languages of WMT from TFDS instead, as later work of the same authors (Kudugunta
+et al. 2021). docs/training.md describes how to prepare the data sets named below (about 40 GB; some
+files for Czech, Hindi and Russian must be downloaded by hand). `python -m
+tools.train_sentencepiece --model=mt.multilingual.T6x8192x16` makes the vocabulary. Without data and
+vocabulary, `--model_params_override='input.num_fake_examples:4096'` trains on random tokens, to
+measure time and memory, and `mt.cldr.Multilingual` runs anywhere.
 
-From the paper: the sizes; 64k pieces; one model of all languages, sampled by temperature; the
-numbers of stages; deep models get a smaller initialisation of their feed-forward layers and clipped
-logits. The sizes of its Figure 1b fit two tables of 64,000 x 1024: here one of the tokens of both
-sides and one of the softmax, not tied.
+From the paper: the sizes; 64k pieces; one model for all languages, which are sampled by
+temperature; the numbers of stages; a smaller initialisation of the feed-forward layers and clipped
+logits for deep models. The sizes in Figure 1b fit two tables of 64,000 x 1024: one for the tokens
+of both sides, and one for the softmax, which is not tied.
 
-Not in the paper, so from the same group's later work (GShard, Kudugunta et al.): temperature 5,
+Not in the paper, but in the same group's later work (GShard, Kudugunta et al.): temperature 5,
 Adafactor with a learning rate of 3.0 under the Transformer schedule with 40,000 steps of warm-up,
-dropout 0.1. Ours: label smoothing 0.1, the exponent of the initialisation (Fixup by Lingvo's rule,
-depth^-1/2), the bound of the logits, batches and buckets, the number of micro-batches and of steps.
+and dropout 0.1. Our choice: label smoothing 0.1, the exponent of the initialisation (Fixup by
+Lingvo's rule, depth^-1/2), the bound of the logits, batches and buckets, and the numbers of
+micro-batches and steps.
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ _WMT = [
   'wmt19_translate/kk-en',
   'wmt19_translate/lt-en',
 ]
-# Those of wmt19 have no test split.
+# The data sets of wmt19 have no test split.
 _WMT_WITH_TEST = [name for name in _WMT if 'wmt19' not in name]
 
 
 class Translation(registry.SingleTaskModelParams):
-  """T(NUM_LAYERS, HIDDEN_DIM, NUM_HEADS) in NUM_STAGES stages, on WMT of TFDS."""
+  """T(NUM_LAYERS, HIDDEN_DIM, NUM_HEADS) in NUM_STAGES stages, on WMT data from TFDS."""
 
   PAIRS = _WMT
   PAIRS_WITH_TEST = _WMT_WITH_TEST
@@ -139,11 +140,11 @@ class Translation(registry.SingleTaskModelParams):
 
 @registry.RegisterSingleTaskModel
 class T6x8192x16(Translation):
-  """T(6, 8192, 16) on one accelerator: as large as the paper's bilingual Transformer Big.
+  """T(6, 8192, 16) on one accelerator, as large as the paper's bilingual Transformer Big.
 
   Matrices of the layers: 276,824,064; with two tables of 64,000 x 1024: 407,896,064; biases and
-  norms: 313,856. The paper reports 400M parameters and, read off its figure 1b, 30.35 BLEU in the
-  mean over 102 languages.
+  norms: 313,856. The paper reports 400M parameters and, as read from Figure 1b, a mean of 30.35
+  BLEU over 102 languages.
   """
 
 
@@ -152,7 +153,7 @@ class T24x8192x16(Translation):
   """T(24, 8192, 16), deep, on four accelerators.
 
   Matrices of the layers: 1,107,296,256; with two tables: 1,238,368,256. The paper reports 1.3B
-  parameters and about 34.55 BLEU: on languages of little data far better than the wide model.
+  parameters and about 34.55 BLEU, far better than the wide model on low-resource languages.
   """
 
   NUM_LAYERS = 24
@@ -189,7 +190,7 @@ class T32x16384x32(Translation):
 
 @registry.RegisterSingleTaskModel
 class T64x16384x32(Translation):
-  """T(64, 16384, 32), the paper's largest: 128 layers, on sixteen accelerators.
+  """T(64, 16384, 32), the paper's largest model: 128 layers on sixteen accelerators.
 
   Matrices of the layers: 5,905,580,032; with two tables: 6,036,652,032. The paper reports 6B
   parameters and about 36.2 BLEU.

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""German to English on WMT 2014 by one bilingual model: the GPipe paper's baseline in public.
+"""German to English on WMT 2014: the bilingual baseline of the GPipe paper on public data.
 
-The data are wmt14_translate/de-en of TFDS (docs/training.md tells how to prepare it; 2 GB). `python
--m tools.train_sentencepiece --model=mt.wmt14.TransformerBigDeEn` makes the vocabulary, and `trainer
---model=mt.wmt14.TransformerBigDeEn --logdir=runs/wmt14` trains, on one accelerator. Without the two
-`--model_params_override='input.num_fake_examples:4096'` trains on random tokens, for measuring time
-and memory, and `mt.cldr.Bilingual` runs anywhere. The experiment has not been trained.
+The data are wmt14_translate/de-en of TFDS (2 GB; docs/training.md describes how to prepare them).
+`python -m tools.train_sentencepiece --model=mt.wmt14.TransformerBigDeEn` makes the vocabulary, and
+`trainer --model=mt.wmt14.TransformerBigDeEn --logdir=runs/wmt14` trains on one accelerator. Without
+data and vocabulary, `--model_params_override='input.num_fake_examples:4096'` trains on random
+tokens, to measure time and memory, and `mt.cldr.Bilingual` runs anywhere. The experiment has not
+been trained yet.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from params.mt import multilingual
 class TransformerBigDeEn(multilingual.Translation):
   """T(6, 8192, 16) with 32,000 pieces: 343 million parameters (the paper's baselines: about 350).
 
-  The paper's Table 5 has a Transformer Big from German to English on data of its own, by the tokens
-  in a batch: 260K, 1M, 4M give a loss of 2.58, 2.51, 2.46 and 30.92, 31.86, 32.71 BLEU. A
-  mini-batch here has 32,768 tokens; `task.train.learner.num_accumulated_mini_batches` 8, 32 and 128
-  make those batches.
+  The paper's Table 5 reports a Transformer Big from German to English on non-public data: batches
+  of 260K, 1M and 4M tokens give a loss of 2.58, 2.51 and 2.46, and 30.92, 31.86 and 32.71 BLEU. A
+  mini-batch of this experiment has 32,768 tokens; set
+  `task.train.learner.num_accumulated_mini_batches` to 8, 32 or 128 for the paper's batches.
   """
 
   PAIRS = ['wmt14_translate/de-en']

@@ -10,30 +10,32 @@ _AUX_KEY = 'aux_head'
 
 
 class AmoebaNet(classifier.ImageClassifier):
-  """AmoebaNet (L, D): `num_cells` L normal cells with `reduction_size` D channels at first.
+  """AmoebaNet (L, D): L = `num_cells` normal cells, with D = `reduction_size` channels at first.
 
-  A stem convolution, stem cells that halve the image, and L normal cells in three stacks, with a
-  reduction cell before the second and third stack that halves the image and doubles the channels.
-  Every cell is one layer of the pipeline.
+  The network has a stem convolution, stem cells that halve the image, and three stacks of together
+  L normal cells. A reduction cell before the second and the third stack halves the image and
+  doubles the channels. Every cell is one layer of the pipeline.
   """
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
-    """Params of the network."""
+    """Returns the Params of the network."""
     p = super().Params()
-    p.Define('variant', 'D', 'B or D: whose cells.')
-    p.Define('num_cells', 18, 'L: the normal cells of all three stacks together.')
-    p.Define('reduction_size', 256, 'D: channels of the states of the first stack.')
+    p.Define('variant', 'D', 'Which cells: B or D.')
+    p.Define('num_cells', 18, 'L: number of normal cells in all three stacks.')
+    p.Define('reduction_size', 256, 'D: channels of the states in the first stack.')
     p.Define('stem_filters', 32, 'Channels of the stem convolution.')
-    p.Define('stem_stride', 2, 'Its stride; 1 for small images, whose borders are then padded.')
+    p.Define('stem_stride', 2, 'Stride of the stem convolution; 1 (padded) for small images.')
     p.Define('num_stem_cells', 2, 'Reduction cells before the first stack; 0 for small images.')
     p.Define('aux_head_scale', 0.4, 'Scale of the widths of the auxiliary head.')
-    p.Define('dropout_prob', 0.0, 'Dropout before the last projection.')
-    p.Define('drop_path_keep_prob', 1.0, 'Probability, in the end, of keeping an operation.')
-    p.Define('drop_path_total_steps', 0, 'Steps until then; 0: from the start.')
+    p.Define('dropout_prob', 0.0, 'Dropout probability before the last projection.')
+    p.Define('drop_path_keep_prob', 1.0, 'Final probability of keeping an operation.')
     p.Define(
-      'batch_norm_tpl', batch_norm.BatchNormLayer.Params(), 'What the batch norms are made from.'
+      'drop_path_total_steps',
+      0,
+      'Steps until that probability is reached; 0: at once.',
     )
+    p.Define('batch_norm_tpl', batch_norm.BatchNormLayer.Params(), 'Template of the batch norms.')
     return p
 
   def _Layers(self) -> list[hyperparams.InstantiableParams]:
@@ -108,9 +110,9 @@ class AmoebaNet(classifier.ImageClassifier):
       raise ValueError(
         f'{self.path}: an auxiliary head (aux_loss_weight) needs num_cells of at least 2, got 1'
       )
-    smallest = 4 << p.num_stem_cells
-    if p.reduction_size < smallest or p.reduction_size % smallest:
+    factor = 4 << p.num_stem_cells
+    if p.reduction_size < factor or p.reduction_size % factor:
       raise ValueError(
         f'{self.path}: with {p.num_stem_cells} stem cells reduction_size must be a multiple of '
-        f'{smallest}, got {p.reduction_size}'
+        f'{factor}, got {p.reduction_size}'
       )

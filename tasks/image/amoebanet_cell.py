@@ -21,10 +21,11 @@ from tasks.image import amoebanet_ops
 
 @dataclasses.dataclass(frozen=True)
 class CellSpec:
-  """A cell's graph.
+  """The graph of a cell.
 
-  States 0 and 1 are the two inputs. `pairs` holds ((operation, state), (operation, state)): the sum
-  of each pair is the next state. The output is the concatenation of the states `outputs`.
+  States 0 and 1 are the two inputs. Each pair ((operation, state), (operation, state)) applies two
+  operations to earlier states; their sum is the next state. The output is the concatenation of the
+  states in `outputs`.
   """
 
   pairs: tuple[tuple[tuple[str, int], tuple[str, int]], ...]
@@ -32,7 +33,7 @@ class CellSpec:
   is_reduction: bool = False
 
 
-# As GPipe's parameter counts ask for (the drawings of Real et al. join other states).
+# The states that give GPipe's numbers of parameters; the figures of Real et al. join other states.
 CELLS = {
   'd_normal': CellSpec(
     (
@@ -80,28 +81,26 @@ CELLS = {
 
 
 class AmoebaNetCell(base_layer.BaseLayer):
-  """Maps the outputs of the last cell and of the one before it to its own and the last one's.
+  """Maps the outputs of the two previous cells to its own output and the output of the last cell.
 
-  In a reduction cell what reads states 0 and 1 has stride 2. The first cell of a network has one
-  input, which stands for both and is not projected as the older one.
+  In a reduction cell the operations on states 0 and 1 have stride 2. The first cell of a network
+  has a single input, which stands for both; as the older input it is not projected.
   """
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
-    """The Params of an AmoebaNetCell."""
+    """Returns the Params of an AmoebaNetCell."""
     p = super().Params()
     p.Define('kind', 'd_normal', 'Name of the graph; see CELLS.')
     p.Define('filters', 0, 'Channels of every state of the cell.')
     p.Define('input_dim', 0, 'Channels of the last cell.')
-    p.Define('previous_dim', 0, 'Channels of the cell before the last one; 0: there is none.')
-    p.Define('is_previous_wider', False, 'Whether that has twice the height and width.')
-    p.Define(
-      'batch_norm_tpl', batch_norm.BatchNormLayer.Params(), 'What the batch norms are made from.'
-    )
+    p.Define('previous_dim', 0, 'Channels of the cell before the last; 0: there is no such cell.')
+    p.Define('is_previous_wider', False, 'Whether that cell has twice the height and width.')
+    p.Define('batch_norm_tpl', batch_norm.BatchNormLayer.Params(), 'Template of the batch norms.')
     p.Define(
       'drop_path_tpl',
       drop_path.DropPathLayer.Params(),
-      'The same for the drop-path at the end of each operation.',
+      'Template of the drop-path at the end of each operation.',
     )
     return p
 
@@ -136,7 +135,7 @@ class AmoebaNetCell(base_layer.BaseLayer):
 
   @classmethod
   def OutputDim(cls, kind: str, filters: int) -> int:
-    """Channels of the outputs of such a cell."""
+    """Returns the number of output channels of a cell."""
     return filters * len(CELLS[kind].outputs)
 
   def FProp(
@@ -146,12 +145,13 @@ class AmoebaNetCell(base_layer.BaseLayer):
 
     Args:
       theta: the weights.
-      inputs: [batch, height, width, input_dim], what the last cell gave.
-      previous: [batch, height or twice that, width or twice that, previous_dim], what the one
-        before it gave; None where there is none.
+      inputs: [batch, height, width, input_dim], output of the last cell.
+      previous: output of the cell before the last, [batch, height, width, previous_dim] with height
+        and width doubled if is_previous_wider; None if there is no such cell.
 
     Returns:
-      [batch, height', width', OutputDim], the halves of the sizes in a reduction cell; and inputs.
+      The output [batch, height', width', OutputDim], with half the height and width in a reduction
+      cell, and `inputs`.
     """
     p = self.params
     spec = CELLS[p.kind]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operations that AmoebaNet's cells are made of, as Params of layers.
+"""The operations of AmoebaNet's cells, as Params of layers.
 
-Every convolution has a ReLU before it and a batch norm after it, and no bias; windows are SAME.
+Every convolution follows a ReLU, precedes a batch norm and has no bias. All windows are SAME.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from lingvo_gpipe import (
 )
 
 IDENTITY = 'identity'
-# A bottleneck's inner convolutions have a fourth of the channels.
+# The inner convolutions of a bottleneck have a quarter of the channels.
 _BOTTLENECK = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class OpBuilder:
-  """Makes operations of one cell.
+  """Builds the operations of one cell.
 
   Attributes:
-    filters: channels that every operation gives.
-    batch_norm_tpl: what the batch norms are made from.
-    drop_path_tpl: the same for the drop-path at the end of each operation.
+    filters: number of output channels of every operation.
+    batch_norm_tpl: template of the batch norms.
+    drop_path_tpl: template of the drop-path at the end of each operation.
   """
 
   filters: int
@@ -42,7 +42,7 @@ class OpBuilder:
   )
 
   def Op(self, name: str, input_dim: int, stride: int) -> hyperparams.InstantiableParams | None:
-    """The operation `name` of inputs with `input_dim` channels; None: the inputs as they are."""
+    """Returns the operation `name` for inputs of `input_dim` channels; None for the identity."""
     is_identity = name == IDENTITY
     layers = self._Layers(name, input_dim, stride)
     if not is_identity and self.drop_path_tpl.keep_prob < 1:
@@ -58,10 +58,10 @@ class OpBuilder:
     activation: str = 'RELU',
     separable: bool = False,
   ) -> hyperparams.InstantiableParams:
-    """ReLU, convolution, batch norm.
+    """Returns ReLU, convolution and batch norm.
 
-    A separable convolution has as many depthwise filters as channels in the cell, also of inputs
-    that have fewer: the stem's, in the first cell.
+    A separable convolution has as many depthwise filters as the cell has channels, even if its
+    inputs have fewer, as the inputs of the first cell do.
     """
     p = conv_batch_norm.ConvBatchNormLayer.Params().Set(
       filter_shape=(*size, input_dim, output_dim),
@@ -103,10 +103,10 @@ class OpBuilder:
         along = (stride if height > 1 else 1, stride if width > 1 else 1)
         layers.append(self.Conv((height, width), inner, inner, along))
       return [*layers, self.Conv((1, 1), inner, self.filters)]
-    raise ValueError(f'unknown operation {name!r}; known: {", ".join(NAMES)}')
+    raise ValueError(f'unknown operation {name!r}; expected one of {", ".join(NAMES)}')
 
 
-# Name -> (kind, window); -> window; -> windows one after the other.
+# {name: (kind, window size)}, {name: filter size} and {name: filter sizes in sequence}.
 _POOLS = {'max_pool_2x2': ('MAX', 2), 'max_pool_3x3': ('MAX', 3), 'avg_pool_3x3': ('AVG', 3)}
 _SEPARABLE = {'separable_3x3_2': 3, 'separable_5x5_2': 5}
 _BOTTLENECKS = {'conv_3x3': [(3, 3)], 'conv_1x7_7x1': [(1, 7), (7, 1)]}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Image classification: what all models share, that is the loss, the metrics and the checks."""
+"""Base class of image classification tasks: loss, metrics and checks."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _TOP_K = 5
 
 
 class ImageClassifier(task.BaseTask):
-  """Predicts the class of an image; a subclass says by which layers.
+  """Predicts the class of an image; subclasses define the layers.
 
   Batches have `images`, float32 [batch, image_size, image_size, num_channels], and `labels`, int32
-  [batch]. The layers return logits [batch, num_classes], or a tuple of those and the logits of an
-  auxiliary head, in training.
+  [batch]. The layers return logits [batch, num_classes]; with an auxiliary head they return in
+  training the tuple (logits, logits of the auxiliary head).
   """
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
-    """Params of the data's sizes and of the loss; `stack` says how the model is pipelined."""
+    """Returns the Params: sizes of the data, the loss, and `stack`, the pipeline."""
     p = super().Params()
     p.Define('image_size', 0, 'Height and width of the images.')
     p.Define('num_channels', 3, 'Channels of the images.')
@@ -30,13 +30,11 @@ class ImageClassifier(task.BaseTask):
     p.Define(
       'label_smoothing',
       0.0,
-      'In training, the probability that the targets spread over the other classes.',
+      'In training, total target probability of the wrong classes.',
     )
+    p.Define('aux_loss_weight', 0.0, "Weight of the auxiliary head's loss; 0: no auxiliary head.")
     p.Define(
-      'aux_loss_weight', 0.0, "Weight of the auxiliary head's loss; 0: there is no such head."
-    )
-    p.Define(
-      'stack', pipelining_layer.PipeliningLayer.Params(), 'The pipeline; its sub is set here.'
+      'stack', pipelining_layer.PipeliningLayer.Params(), 'The pipeline; the task sets `sub`.'
     )
     return p
 
@@ -52,11 +50,11 @@ class ImageClassifier(task.BaseTask):
     self.CreateChild('stack', p.stack.Copy().Set(sub=self._Layers()))
 
   def _Layers(self) -> list[hyperparams.InstantiableParams]:
-    """The Params of the layers, from images to logits."""
+    """Returns the Params of the layers, from images to logits."""
     raise NotImplementedError(f'_Layers of {type(self).__name__}')
 
   def CheckBatch(self, input_batch: nested_map.NestedMap) -> None:
-    """Labels must lie in [0, num_classes): XLA would take any other as it comes."""
+    """Raises ValueError for labels outside [0, num_classes), which XLA would accept silently."""
     p = self.params
     labels = input_batch.labels
     low, high = batches.Range(labels)
@@ -69,11 +67,11 @@ class ImageClassifier(task.BaseTask):
     shapes.CheckShape(self.path, input_batch.images, expected, 'images')
 
   def PipelineInputs(self, input_batch: nested_map.NestedMap) -> tuple[Any, ...]:
-    """The images."""
+    """Returns the images."""
     return (input_batch.images,)
 
   def LossInputs(self, input_batch: nested_map.NestedMap) -> nested_map.NestedMap:
-    """Labels and weights of the examples, each [batch]."""
+    """Returns labels and weights of the examples, each [batch]."""
     return nested_map.NestedMap(
       labels=input_batch.labels, example_weights=input_batch.example_weights
     )
@@ -81,10 +79,11 @@ class ImageClassifier(task.BaseTask):
   def ComputeLoss(
     self, theta: nested_map.NestedMap, predictions: Any, input_batch: nested_map.NestedMap
   ) -> tuple[task.Metrics, dict[str, tf.Tensor]]:
-    """Cross entropy in nats, and the shares of examples whose class comes first or among five.
+    """Computes the cross entropy in nats and the top-1 and top-5 accuracy.
 
-    In training targets are smoothed, and the loss of the auxiliary head is added with its weight;
-    `aux_loss` reports it without. The loss of an evaluation is the plain cross entropy.
+    In training, targets are smoothed, and `loss` includes the weighted loss of the auxiliary head;
+    `aux_loss` reports that loss without the weight. In evaluation, `loss` is the plain cross
+    entropy.
     """
     del theta
     p = self.params
@@ -110,16 +109,16 @@ class ImageClassifier(task.BaseTask):
     return metrics, {'xent': xent}
 
   def InferenceOutputs(self, predictions: Any) -> dict[str, tf.Tensor]:
-    """{'logits', 'probabilities'}, both [batch, num_classes], the latter in float32."""
+    """Returns logits and probabilities (float32), each [batch, num_classes]."""
     logits = predictions[0] if isinstance(predictions, tuple) else predictions
     return {'logits': logits, 'probabilities': tf.nn.softmax(tf.cast(logits, tf.float32))}
 
 
 def Ranks(logits: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
-  """How many classes come before the right one; 0: the prediction is right.
+  """Returns the number of classes ranked before the right class; 0 for a correct prediction.
 
-  Of equal logits the class of the lower index comes first, and NaN comes before everything: a
-  constant or broken model gets no better than chance.
+  Among equal logits the class with the lower index ranks first, and NaN ranks before everything, so
+  that a constant or broken model does not score better than chance.
 
   Args:
     logits: [batch, num_classes].

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""scikit-learn's handwritten digits: 1,797 images of 8x8 without a download."""
+"""scikit-learn's handwritten digits: 1,797 images of 8x8 pixels; needs no download."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from lingvo_gpipe import hyperparams, image_augmentation, image_input, nested_ma
 
 IMAGE_SIZE, NUM_CHANNELS, NUM_CLASSES = 8, 1, 10
 
-# What labels may tell, and how many there are: labels are digits modulo that.
+# {target: number of classes}. Labels are the digits modulo the number of classes.
 _TARGETS = {'digit': NUM_CLASSES, 'parity': 2}
 
-# Upper ends of the splits' ranges of hash values modulo 100.
+# Upper bounds of the hash values, modulo 100, of each split.
 _SPLIT_ENDS = {'train': 70, 'dev': 80, 'test': 100}
 
 
 class DigitsInput(image_input.ImageInput):
   """The digits 0 ... 9 (UCI's Optical Recognition of Handwritten Digits, its test part).
 
-  An image belongs to a split by a hash of its index: about 70 % of them are in train, 10 % in dev
-  and 20 % in test. Pixels 0 ... 16 become numbers of mean 0 and deviation 1, about. With p.augment
-  images are moved, turned and zoomed a little.
+  A hash of its index assigns an image to a split: about 70 % of the images are in train, 10 % in
+  dev and 20 % in test. Pixels 0 ... 16 are scaled to a mean of about 0 and a deviation of about 1.
+  With p.augment, images are shifted, rotated and zoomed a little.
   """
 
   @classmethod
@@ -34,10 +34,10 @@ class DigitsInput(image_input.ImageInput):
     """Params of the digits."""
     p = super().Params().Set(image_size=IMAGE_SIZE, num_channels=NUM_CHANNELS)
     p.Define('split', 'train', 'Which images: train, dev or test.')
-    p.Define('target', 'digit', 'What labels tell: digit, 0 ... 9, or parity, 1 of an odd one.')
-    p.Define('max_shift', 1, 'With augment: pixels by which images move, at most.')
-    p.Define('max_degrees', 15.0, 'With augment: degrees by which images are turned, at most.')
-    p.Define('max_zoom', 0.1, 'With augment: how much larger or smaller they get, at most.')
+    p.Define('target', 'digit', 'Meaning of labels: digit, 0 ... 9, or parity, 1 for odd digits.')
+    p.Define('max_shift', 1, 'With augment: largest shift in pixels.')
+    p.Define('max_degrees', 15.0, 'With augment: largest rotation in degrees.')
+    p.Define('max_zoom', 0.1, 'With augment: largest relative change of size.')
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
@@ -71,10 +71,10 @@ class DigitsInput(image_input.ImageInput):
 
   @functools.cached_property
   def _arrays(self) -> tuple[np.ndarray, np.ndarray]:
-    """Images uint8 [n, 8, 8, 1] and labels int32 [n] of the split."""
+    """Returns images uint8 [n, 8, 8, 1] and labels int32 [n] of the split."""
     images, labels = _LoadDigits()
-    chosen = [i for i in range(len(labels)) if SplitOf(i) == self.params.split]
-    return images[chosen], labels[chosen] % self._NumClasses()
+    indices = [i for i in range(len(labels)) if SplitOf(i) == self.params.split]
+    return images[indices], labels[indices] % self._NumClasses()
 
   @functools.cached_property
   def _tensors(self) -> tuple[tf.Tensor, tf.Tensor]:
@@ -96,7 +96,7 @@ class DigitsInput(image_input.ImageInput):
 
 
 def SplitOf(index: int) -> str:
-  """The split of an image: 'train', 'dev' or 'test', by SHA-256 of its index."""
+  """Returns the split of an image, 'train', 'dev' or 'test', by SHA-256 of its index."""
   digest = hashlib.sha256(str(index).encode()).digest()
   value = int.from_bytes(digest[:8], 'big') % 100
   return next(split for split, end in _SPLIT_ENDS.items() if value < end)
@@ -108,8 +108,8 @@ def _LoadDigits() -> tuple[np.ndarray, np.ndarray]:
     from sklearn import datasets
   except ImportError as e:
     raise ValueError(
-      "the digits are part of scikit-learn, which is not installed: pip install 'scikit-learn', or "
-      "this project with its extra, pip install 'lingvo_gpipe[image]'"
+      'the digits are part of scikit-learn, which is not installed: run pip install '
+      "'lingvo_gpipe[image]' or pip install 'scikit-learn'"
     ) from e
   digits = datasets.load_digits()
   images = digits.images.astype(np.uint8)[..., np.newaxis]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layers that end a network for images: from a map of features to logits."""
+"""Heads of image networks: layers that map features to logits."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from lingvo_gpipe import (
 
 
 class ClassifierHead(base_layer.BaseLayer):
-  """ReLU, mean of all positions, dropout, and a projection to logits."""
+  """Applies ReLU, the mean over all positions, dropout, and a projection to logits."""
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
-    """The Params of a ClassifierHead."""
+    """Returns the Params of a ClassifierHead."""
     p = super().Params()
-    p.Define('input_dim', 0, 'Channels of the inputs.')
+    p.Define('input_dim', 0, 'Number of channels of the inputs.')
     p.Define('num_classes', 0, 'Number of classes.')
     p.Define('dropout_prob', 0.0, 'Probability to drop a channel before the projection.')
     return p
@@ -50,16 +50,16 @@ class ClassifierHead(base_layer.BaseLayer):
     previous: tf.Tensor | None = None,
     aux_logits: tf.Tensor | None = None,
   ) -> Any:
-    """Classifies.
+    """Classifies images by their features.
 
     Args:
       theta: the weights.
       inputs: [batch, height, width, input_dim].
-      previous: what the cell before the last one gave; not used.
+      previous: output of the cell before the last; not used.
       aux_logits: None, or the logits of an auxiliary head.
 
     Returns:
-      Logits [batch, num_classes]; with `aux_logits` a tuple of both.
+      Logits [batch, num_classes]; with `aux_logits` the tuple (logits, aux_logits).
     """
     del previous
     x = self.pool.FProp(theta.pool, tf.nn.relu(self._CastToFPropDtype(inputs)))
@@ -71,23 +71,22 @@ class ClassifierHead(base_layer.BaseLayer):
 class AuxiliaryHead(base_layer.BaseLayer):
   """A second classifier on the features of an earlier layer, in training only.
 
-  The features come by a skip connection (see layers/skip.py). ReLU, mean of 5x5 windows at stride
-  3, 1x1 convolution, a convolution over all that is left, and a projection to logits, which are
-  handed to the next layer as one more argument (Szegedy et al. 2015; widths as in AmoebaNet).
+  A skip connection brings the features (see layers/skip.py). The head applies ReLU, the mean of 5x5
+  windows at stride 3, a 1x1 convolution, a convolution over the whole remaining map, and a
+  projection to logits, which are one more argument of the next layer (Szegedy et al. 2015; widths
+  of AmoebaNet).
   """
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
-    """The Params of an AuxiliaryHead."""
+    """Returns the Params of an AuxiliaryHead."""
     p = super().Params()
     p.Define('key', 'aux_head', 'Name of the skip connection.')
-    p.Define('input_dim', 0, 'Channels of the features.')
+    p.Define('input_dim', 0, 'Number of channels of the features.')
     p.Define('input_size', 0, 'Height and width of the features, at least 5.')
     p.Define('num_classes', 0, 'Number of classes.')
-    p.Define('scale', 0.4, 'Multiplies the widths 128 and 768 of the two convolutions.')
-    p.Define(
-      'batch_norm_tpl', batch_norm.BatchNormLayer.Params(), 'What the batch norms are made from.'
-    )
+    p.Define('scale', 0.4, 'Factor of the widths, 128 and 768, of the two convolutions.')
+    p.Define('batch_norm_tpl', batch_norm.BatchNormLayer.Params(), 'Template of the batch norms.')
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
@@ -98,14 +97,14 @@ class AuxiliaryHead(base_layer.BaseLayer):
     if p.input_size < _WINDOW:
       raise ValueError(
         f'{self.path}: features of {p.input_size}x{p.input_size} are too small for an auxiliary '
-        f'head, whose first window is {_WINDOW}x{_WINDOW}; do without it or take larger images'
+        f'head, whose first window is {_WINDOW}x{_WINDOW}; use larger images or no auxiliary head'
       )
-    rest = -(-(p.input_size - _WINDOW + 1) // _STRIDE)
+    size = -(-(p.input_size - _WINDOW + 1) // _STRIDE)
     small, large = int(128 * p.scale), int(768 * p.scale)
     block = conv_batch_norm.ConvBatchNormLayer.Params().Set(
       padding='VALID', batch_norm_tpl=p.batch_norm_tpl
     )
-    # The blocks begin with their ReLU. The first one comes before the pool.
+    # Each block begins with a ReLU, except the first: its ReLU comes before the pool.
     layers = [
       pooling.PoolingLayer.Params().Set(
         window_shape=(_WINDOW, _WINDOW),
@@ -114,7 +113,7 @@ class AuxiliaryHead(base_layer.BaseLayer):
         padding='VALID',
       ),
       block.Copy().Set(filter_shape=(1, 1, p.input_dim, small), activation='NONE'),
-      block.Copy().Set(filter_shape=(rest, rest, small, large)),
+      block.Copy().Set(filter_shape=(size, size, small, large)),
       flatten.FlattenLayer.Params(),
     ]
     self.CreateChild('features', sequential.SequentialLayer.Params().Set(sub=layers))
@@ -122,18 +121,18 @@ class AuxiliaryHead(base_layer.BaseLayer):
 
   @property
   def skips_in(self) -> tuple[str, ...]:
-    """The key."""
+    """Names of the skip connections: the key."""
     return (self.params.key,)
 
   def FPropSkips(
     self, theta: nested_map.NestedMap, skips: nested_map.NestedMap, *args: Any
   ) -> tuple[Any, nested_map.NestedMap]:
-    """The arguments, and in training logits [batch, num_classes] as one more.
+    """Returns the arguments, followed in training by logits [batch, num_classes].
 
     Args:
       theta: the weights.
       skips: {key: features [batch, input_size, input_size, input_dim]}.
-      *args: handed on.
+      *args: outputs of the previous layer, returned unchanged.
     """
     if not self.do_eval:
       x = tf.nn.relu(self._CastToFPropDtype(skips[self.params.key]))

@@ -18,19 +18,17 @@ from tasks.image import classifier
 
 
 class LeNet5(classifier.ImageClassifier):
-  """Two convolutions, each with a 2x2 max pool behind it, and two projections."""
+  """Two convolutions, each followed by a 2x2 max pool, and two projections."""
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
-    """Params of the network."""
+    """Returns the Params of the network."""
     p = super().Params()
     p.Define('filter_size', 5, 'Height and width of the filters.')
     p.Define('filters', [20, 50], 'Channels of the two convolutions.')
     p.Define('hidden_dim', 500, 'Width of the first projection.')
-    p.Define('dropout_prob', 0.0, 'Dropout before the last projection.')
-    p.Define(
-      'batch_norm_tpl', batch_norm.BatchNormLayer.Params(), 'What the batch norms are made from.'
-    )
+    p.Define('dropout_prob', 0.0, 'Dropout probability before the last projection.')
+    p.Define('batch_norm_tpl', batch_norm.BatchNormLayer.Params(), 'Template of the batch norms.')
     return p
 
   def _Layers(self) -> list[hyperparams.InstantiableParams]:
@@ -48,7 +46,7 @@ class LeNet5(classifier.ImageClassifier):
     )
     first, second = p.filters
     features = (p.image_size // 4) ** 2 * second
-    # A pool before the ReLU that the next block begins with is the same as one after it.
+    # Each block begins with a ReLU, which commutes with the max pool before it.
     block = conv_batch_norm.ConvBatchNormLayer.Params().Set(batch_norm_tpl=p.batch_norm_tpl)
     return [
       block.Copy().Set(filter_shape=(*window, p.num_channels, first), activation='NONE'),

@@ -29,45 +29,45 @@ from lingvo_gpipe import (
 class TransformerLm(task.BaseTask):
   """Predicts the next token: pre-LayerNorm Transformer layers under a causal mask.
 
-  Batches have `ids`, `labels` (int32) and `weights` (float32), each [batch, time]. Rows that are
-  packed with several documents have `segment_ids` and `segment_pos` (int32) too: the number of the
-  document, 0 for padding, and the position within it. No document sees another one then. Where
-  batches have `words` (float32 [batch, time]), how many words begin with each label, metrics and
-  report are by word too.
+  Batches have `ids` and `labels` (int32) and `weights` (float32), each [batch, time]. Rows packed
+  with several documents also have `segment_ids`, the number of the document or 0 for padding, and
+  `segment_pos`, the position within the document (int32); attention stays within a document. If
+  batches have `words` (float32 [batch, time]), the number of words that begin with each label, the
+  metrics and the report include the loss per word.
 
-  Two settings are the paper's against the divergence of deep models (GPipe section 5, which tells
-  neither the exponent nor the bound): `ff_init_depth_exponent` and `softmax_tpl.logits_abs_max`.
+  `ff_init_depth_exponent` and `softmax_tpl.logits_abs_max` prevent the divergence of deep models
+  (GPipe section 5, which gives neither the exponent nor the bound).
   """
 
   loss_unit = 'tokens'
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
-    """Params of the model's sizes; `stack` says how it is pipelined."""
+    """Returns the Params: sizes of the model, and `stack`, the pipeline."""
     p = super().Params()
     p.Define('vocab_size', 256, 'Number of token ids.')
     p.Define('model_dim', 128, 'Size of the vectors between layers.')
     p.Define('hidden_dim', 512, 'Size of the feed-forward hidden layer.')
-    p.Define('num_heads', 4, 'Attention heads.')
-    p.Define('num_layers', 4, 'Transformer layers.')
-    p.Define('input_dropout_prob', 0.0, 'Dropout of the embeddings.')
-    p.Define('residual_dropout_prob', 0.0, 'Dropout of what each sub-layer adds.')
-    p.Define('atten_dropout_prob', 0.0, 'Dropout of attention weights.')
-    p.Define('relu_dropout_prob', 0.0, 'Dropout of the feed-forward hidden layer.')
+    p.Define('num_heads', 4, 'Number of attention heads.')
+    p.Define('num_layers', 4, 'Number of Transformer layers.')
+    p.Define('input_dropout_prob', 0.0, 'Dropout probability of the embeddings.')
+    p.Define('residual_dropout_prob', 0.0, 'Dropout probability of the output of each sub-layer.')
+    p.Define('atten_dropout_prob', 0.0, 'Dropout probability of attention weights.')
+    p.Define('relu_dropout_prob', 0.0, 'Dropout probability of the feed-forward hidden layer.')
     p.Define(
       'ff_init_depth_exponent',
       0.0,
-      'Feed-forward weights start as num_layers^-x times Xavier; 0.5 is XavierWithFixupParams.',
+      'x: scales the initial feed-forward weights by num_layers^-x; 0.5: XavierWithFixupParams.',
     )
     p.Define('final_layer_norm', True, 'Whether there is a LayerNorm before the softmax.')
-    p.Define('softmax_tpl', embedding.SimpleFullSoftmax.Params(), 'What the softmax is made from.')
+    p.Define('softmax_tpl', embedding.SimpleFullSoftmax.Params(), 'Template of the softmax.')
     p.Define(
       'sampling',
       sampling.SamplingParams().Set(temperature=0.8),
-      'How the tokens of continuations are chosen.',
+      'How to choose the tokens of continuations.',
     )
     p.Define(
-      'stack', pipelining_layer.PipeliningLayer.Params(), 'The pipeline; its sub is set here.'
+      'stack', pipelining_layer.PipeliningLayer.Params(), 'The pipeline; the task sets `sub`.'
     )
     return p
 
@@ -102,7 +102,10 @@ class TransformerLm(task.BaseTask):
     self.CreateChild('stack', p.stack.Copy().Set(sub=layers))
 
   def CheckBatch(self, input_batch: nested_map.NestedMap) -> None:
-    """Ids and labels must lie in [0, vocab_size): XLA would take the nearest row of the table."""
+    """Raises ValueError for ids or labels outside [0, vocab_size).
+
+    Without this check a gather compiled by XLA would silently take the nearest row of the table.
+    """
     for name in ('ids', 'labels'):
       self._CheckIds(name, input_batch[name])
 
@@ -115,27 +118,28 @@ class TransformerLm(task.BaseTask):
       )
 
   def PipelineInputs(self, input_batch: nested_map.NestedMap) -> tuple[Any, ...]:
-    """The ids; where rows are packed None (paddings), segment ids and positions too."""
+    """Returns the ids; for packed rows also None (paddings), segment ids and positions."""
     if 'segment_ids' not in input_batch:
       return (input_batch.ids,)
     return input_batch.ids, None, input_batch.segment_ids, input_batch.segment_pos
 
   def LossInputs(self, input_batch: nested_map.NestedMap) -> nested_map.NestedMap:
-    """Labels and weights, and words where the batch has them, each [batch, time]."""
+    """Returns labels, weights and, if the batch has them, words, each [batch, time]."""
     names = ('labels', 'weights', 'words')
     return nested_map.NestedMap({k: input_batch[k] for k in names if k in input_batch})
 
   def LossWeight(self, input_batch: nested_map.NestedMap) -> tf.Tensor:
-    """The number of predicted tokens."""
+    """Returns the number of predicted tokens."""
     return tf.reduce_sum(input_batch.weights)
 
   def ComputeLoss(
     self, theta: nested_map.NestedMap, predictions: tf.Tensor, input_batch: nested_map.NestedMap
   ) -> tuple[task.Metrics, dict[str, tf.Tensor]]:
-    """Cross entropy of logits `predictions` [batch, time, vocab], in nats and in bits a token.
+    """Computes the cross entropy of logits `predictions` [batch, time, vocab] and the accuracy.
 
-    With `words` in the batch `log_pplx_per_word` is that of all tokens in nats, divided by the
-    number of words (ends of documents included): it does not depend on the vocabulary.
+    `loss` is in nats per token. If the batch has `words`, `log_pplx_per_word` is the total loss in
+    nats divided by the number of words (including ends of documents), which does not depend on the
+    vocabulary.
     """
     del theta
     xent = embedding.XentLossFromLogits(predictions, input_batch.labels)
@@ -150,18 +154,19 @@ class TransformerLm(task.BaseTask):
       'accuracy': (tf.math.divide_no_nan(correct, total), total),
     }
     if 'words' in input_batch:
-      # Where no word begins the tokens count all the same: words begun elsewhere go on in them.
-      begun = tf.reduce_sum(tf.cast(input_batch.words, xent.dtype) * weights)
-      words = tf.maximum(begun, 1e-6 * total)
+      # A batch may continue words without beginning one. Its tokens count anyway, so its weight
+      # must not be 0.
+      num_words = tf.reduce_sum(tf.cast(input_batch.words, xent.dtype) * weights)
+      words = tf.maximum(num_words, 1e-6 * total)
       metrics['log_pplx_per_word'] = (tf.math.divide_no_nan(loss * total, words), words)
     return metrics, {'xent': tf.reduce_sum(xent * weights, axis=-1)}
 
   def InferenceSignatures(self, batch_spec: nested_map.NestedMap) -> dict[str, task.Signature]:
-    """What an export serves, for rows of any length without segments.
+    """Returns the signatures of an export, for rows of any length without segments.
 
-    `serving_default`: ids [batch, time] to logits [batch, time, vocab] of the token after each.
-    `next_token`: ids and lengths [batch] to log_probs [batch, vocab] of the token after so many,
-    float32; what ids hold behind does not matter.
+    `serving_default` maps ids [batch, time] to logits [batch, time, vocab] of the token after each
+    id. `next_token` maps ids [batch, time] and lengths [batch] to log_probs [batch, vocab]
+    (float32) of the token after the first `lengths` ids; later ids are ignored.
     """
     batch = batch_spec.ids.shape[0]
     ids = tf.TensorSpec([batch, None], batch_spec.ids.dtype)
@@ -179,13 +184,13 @@ class TransformerLm(task.BaseTask):
     return signatures
 
   def InferenceOutputs(self, predictions: tf.Tensor) -> dict[str, tf.Tensor]:
-    """{'logits': [batch, time, vocab]}."""
+    """Returns the logits [batch, time, vocab]."""
     return {'logits': predictions}
 
   def Report(self, metrics: dict[str, float], input_generator: Any) -> str:
-    """The perplexity, exp of the mean loss of a token; that of a word where words are counted."""
+    """Returns the perplexity per token, and per word if words are counted, as text."""
     del input_generator
-    # A mean over batches of their perplexities would be another number.
+    # exp of the mean loss, which differs from the mean of the batches' perplexities.
     names = {'loss': 'token', 'log_pplx_per_word': 'word'}
     texts = [
       f'{math.exp(min(metrics[name], 700.0)):.2f} a {unit}'
@@ -207,11 +212,11 @@ class TransformerLm(task.BaseTask):
 
     Args:
       prompts: integers [batch, time] in [0, vocab_size).
-      num_tokens: how many tokens to add. Positions that training never had are legal, but what the
-        model makes of them is anybody's guess.
-      lengths: int [batch], how many tokens of each prompt count; None: all.
-      examples: int [batch], a number for each example, of which its draws depend; None: its row.
-      **settings: values that take the place of those in `p.sampling`, as `temperature=0`.
+      num_tokens: number of tokens to add. Positions beyond the length of training examples are
+        valid, but the model has not learned them.
+      lengths: int [batch], number of tokens used of each prompt; None: all.
+      examples: int [batch], a number for each example that seeds its draws; None: its row.
+      **settings: values that override `p.sampling`, for example `temperature=0`.
 
     Returns:
       int32 [batch, num_tokens]; see `sampling.Generate`.
@@ -236,39 +241,41 @@ class TransformerLm(task.BaseTask):
 
 
 class ByteTransformerLm(TransformerLm):
-  """A TransformerLm over bytes, which reports bits per byte and continues text."""
+  """A TransformerLm over bytes that reports bits per byte and continues text."""
 
   def ComputeLoss(
     self, theta: nested_map.NestedMap, predictions: tf.Tensor, input_batch: nested_map.NestedMap
   ) -> tuple[task.Metrics, dict[str, tf.Tensor]]:
-    """As the parent's, where a token is a byte."""
+    """Computes the loss with bits per byte instead of bits per token."""
     metrics, per_example = super().ComputeLoss(theta, predictions, input_batch)
     metrics['bits_per_byte'] = metrics.pop('bits_per_token')
     return metrics, per_example
 
   def Report(self, metrics: dict[str, float], input_generator: Any) -> str:
-    """Bits per byte beside the order-0 entropy of the same bytes."""
+    """Returns bits per byte and the order-0 entropy of the same bytes, as text."""
     return (
       f'{metrics["bits_per_byte"]:.3f} bits per byte; order-0 entropy of the same bytes: '
       f'{input_generator.ByteEntropy():.3f}'
     )
 
   def Decode(self, input_batch: nested_map.NestedMap, input_generator: Any) -> dict[str, Any]:
-    """Continues the first half of each window: {'prompt', 'continuation', 'reference'}, texts."""
+    """Continues the first half of each window; returns prompt, continuation and reference texts."""
     del input_generator
     ids, labels = np.asarray(input_batch.ids), np.asarray(input_batch.labels)
     half = -(-ids.shape[1] // 2)
-    # What follows the prompt: the label of its last id, and all later ones.
-    rest, is_text = labels[:, half - 1 :], np.asarray(input_batch.weights)[:, half - 1 :] > 0
-    made = self.Generate(ids[:, :half], rest.shape[1], examples=input_batch.get('example_index'))
+    # The label of the prompt's last id is the first id after the prompt.
+    targets, is_text = labels[:, half - 1 :], np.asarray(input_batch.weights)[:, half - 1 :] > 0
+    continuations = self.Generate(
+      ids[:, :half], targets.shape[1], examples=input_batch.get('example_index')
+    )
     return {
       'prompt': [_Text(row) for row in ids[:, :half]],
-      'continuation': [_Text(row) for row in made],
-      'reference': [_Text(row[here]) for row, here in zip(rest, is_text, strict=True)],
+      'continuation': [_Text(row) for row in continuations],
+      'reference': [_Text(row[mask]) for row, mask in zip(targets, is_text, strict=True)],
     }
 
   def DecodeFinalize(self, decoded: dict[str, list[Any]]) -> dict[str, float | str]:
-    """How many characters a continuation and its reference have in common until they part."""
+    """Returns the mean length of the common prefix of continuation and reference, in characters."""
     pairs = zip(decoded['continuation'], decoded['reference'], strict=True)
     matched = [len(os.path.commonprefix(pair)) for pair in pairs]
     return {'matched_prefix_length': float(np.mean(matched))}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The source files of the running Python's standard library: 30 MB of text without a download."""
+"""The source files of Python's standard library: 30 MB of text; needs no download."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sysconfig
 
 from lingvo_gpipe import base_input_generator, hyperparams, text_bytes, text_files
 
-# Upper ends of the splits' ranges of hash values modulo 100.
+# Upper bounds of the hash values, modulo 100, of each split.
 _SPLIT_ENDS = {'train': 90, 'dev': 95, 'test': 100}
 
 _SKIPPED_DIRS = frozenset(['site-packages', 'dist-packages', '__pycache__'])
@@ -19,16 +19,16 @@ _SKIPPED_DIRS = frozenset(['site-packages', 'dist-packages', '__pycache__'])
 class _StdlibFiles(base_input_generator.BaseInputGenerator):
   """The .py files of the standard library, without installed packages.
 
-  A file belongs to a split by a hash of its name below the library's root: about 90 % of the files
-  are in train, 5 % in dev and 5 % in test. The files differ between versions of Python; the
-  fingerprint tells.
+  A hash of its name below the library's root assigns a file to a split: about 90 % of the files are
+  in train, 5 % in dev and 5 % in test. The files, and with them the fingerprint, differ between
+  versions of Python.
   """
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
     p = super().Params()
     p.Define('split', 'train', 'Which files: train, dev or test.')
-    p.Define('root', '', 'The directory of the library; empty: that of the running Python.')
+    p.Define('root', '', 'Directory of the library; empty: the library of the running Python.')
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams):
@@ -41,15 +41,15 @@ class _StdlibFiles(base_input_generator.BaseInputGenerator):
     if p.file_pattern:
       raise ValueError(
         f'{self._Where("file_pattern")} has no effect here, got {p.file_pattern!r}: use split, or '
-        'TextBytesInput or TextFilesInput for files of your own'
+        'TextBytesInput or TextFilesInput for your own files'
       )
 
   def Files(self) -> list[str]:
-    """The split's files, sorted by their names below the root.
+    """Returns the files of the split, sorted by their names below the root.
 
     Raises:
-      ValueError: there is no source file (as where the library is a zip archive), or none of them
-        is in this split.
+      ValueError: the library has no source file, for example because it is a zip archive, or the
+        split has no file.
     """
     root = self._Root()
     names = _SourceNames(root)
@@ -57,15 +57,15 @@ class _StdlibFiles(base_input_generator.BaseInputGenerator):
       raise ValueError(
         f'{type(self).__name__}: no .py file below the standard library {root!r} of this Python: '
         'it may be a zip archive or compiled only. Use a Python that has its source files, or '
-        'TextBytesInput with a file_pattern of your own'
+        'TextBytesInput with your own file_pattern'
       )
     split = self.params.split
-    chosen = [name for name in names if SplitOf(name) == split]
-    if not chosen:
+    files = [name for name in names if SplitOf(name) == split]
+    if not files:
       raise ValueError(
         f'{self._Where("split")}: none of the {len(names)} files below {root!r} is in {split!r}'
       )
-    return [os.path.join(root, *name.split('/')) for name in chosen]
+    return [os.path.join(root, *name.split('/')) for name in files]
 
   def DocumentName(self, path: str) -> str:
     return pathlib.Path(os.path.relpath(path, self._Root())).as_posix()
@@ -75,13 +75,13 @@ class _StdlibFiles(base_input_generator.BaseInputGenerator):
 
 
 class StdlibInput(_StdlibFiles, text_bytes.TextBytesInput):
-  """Their bytes, one file after another."""
+  """The bytes of the files, one file after another."""
 
 
 class StdlibTokensInput(_StdlibFiles, text_files.TextFilesInput):
-  """Their tokens under a SentencePiece vocabulary; a document is a file.
+  """The tokens of the files in a SentencePiece vocabulary; each file is a document.
 
-  A few files are not in UTF-8, to test just that: what does not fit is read as U+FFFD.
+  A few test files of Python are not in UTF-8; their invalid bytes are read as U+FFFD.
   """
 
   @classmethod
@@ -96,14 +96,14 @@ class StdlibTokensInput(_StdlibFiles, text_files.TextFilesInput):
 
 
 def SplitOf(name: str) -> str:
-  """The split of a file: 'train', 'dev' or 'test', by SHA-256 of its posix name below the root."""
+  """Returns the split of a file, 'train', 'dev' or 'test', by SHA-256 of its POSIX name."""
   digest = hashlib.sha256(name.encode()).digest()
   value = int.from_bytes(digest[:8], 'big') % 100
   return next(split for split, end in _SPLIT_ENDS.items() if value < end)
 
 
 def _SourceNames(root: str) -> list[str]:
-  """Sorted posix names, below `root`, of the .py files that are not of installed packages."""
+  """Returns sorted POSIX names below `root` of all .py files except installed packages."""
   names = []
   for directory, subdirectories, files in os.walk(root):
     subdirectories[:] = [name for name in subdirectories if name not in _SKIPPED_DIRS]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names from CLDR as sentence pairs: 100 languages and more into English. No download."""
+"""Names from CLDR as sentence pairs of over 100 languages and English; needs no download."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from lingvo_gpipe import (
 )
 from tasks.mt import cldr_names
 
-# Characters that are rarer get no piece of their own: bytes spell them. Chinese has many.
+# The rarest characters, of which Chinese has many, are spelled by bytes.
 _CHARACTER_COVERAGE = 0.995
 
 
 class CldrInput(parallel_text.ParallelText):
-  """Pairs of a name in some language and the same in English; see `cldr_names`.
+  """Pairs of names in another language and in English; see `cldr_names`.
 
-  The vocabulary is one for all languages, whichever of them `p.languages` takes. Where there is no
-  `p.vocab_filepath` yet, it is trained at the first use, on all names of train.
+  All languages share one vocabulary, which does not depend on `p.languages`. If `p.vocab_filepath`
+  does not exist, the vocabulary is trained on first use, on all names of the train split.
   """
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
-    """Params of a CldrInput."""
+    """Returns the Params of a CldrInput."""
     p = super().Params()
     p.Define('split', 'train', f'Which names: {", ".join(cldr_names.SPLITS)}.')
-    p.Define('languages', [], 'Codes of languages beside English; empty: all there are.')
-    p.Define('min_names', 800, 'Languages with fewer names are not used, nor for the vocabulary.')
+    p.Define('languages', [], 'Codes of the languages other than English; empty: all.')
+    p.Define('min_names', 800, 'Minimum number of names of a language, also for the vocabulary.')
     p.Define(
-      'max_names', {}, "{'fr': 100}: of this language's names in the split a choice of so many."
+      'max_names', {}, "{'fr': 100}: use a random choice of 100 of the names of fr in the split."
     )
     return p
 
@@ -53,7 +53,7 @@ class CldrInput(parallel_text.ParallelText):
 
   @functools.cached_property
   def tokenizer(self) -> sentencepiece_tokenizer.SentencePieceTokenizer:
-    """The vocabulary, trained and written where there is none yet."""
+    """The vocabulary; trained and written first if its file does not exist."""
     p = self.params
     if p.vocab_filepath and not tf.io.gfile.exists(p.vocab_filepath):
       logging.info('training the vocabulary %s', p.vocab_filepath)
@@ -67,7 +67,7 @@ class CldrInput(parallel_text.ParallelText):
     return super().tokenizer
 
   def VocabularyTexts(self) -> Iterator[str]:
-    """The names of train in all languages, and for each of them its English one."""
+    """Yields the train names of all languages, each followed by its English name."""
     english = cldr_names.Names(cldr_names.ENGLISH)
     for language in cldr_names.Languages(self.params.min_names):
       names = cldr_names.Names(language)
@@ -76,7 +76,7 @@ class CldrInput(parallel_text.ParallelText):
         yield english[entry]
 
   def ControlSymbols(self) -> list[str]:
-    """The symbols of all languages."""
+    """Returns the symbols of all languages."""
     languages = (cldr_names.ENGLISH, *cldr_names.Languages(self.params.min_names))
     return [parallel_text.LanguageSymbol(language) for language in languages]
 
@@ -98,11 +98,11 @@ class CldrInput(parallel_text.ParallelText):
   def _Languages(self) -> list[str]:
     p = self.params
     known = cldr_names.Languages(p.min_names)
-    chosen = list(p.languages or known)
-    for name, codes in (('languages', chosen), ('max_names', p.max_names)):
+    languages = list(p.languages or known)
+    for name, codes in (('languages', languages), ('max_names', p.max_names)):
       if unknown := sorted(set(codes) - set(known)):
         raise ValueError(
           f'{self._Where(name)}: {", ".join(unknown)} are not among the {len(known)} languages '
           f'with min_names {p.min_names}: {" ".join(known)}'
         )
-    return chosen
+    return languages

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of territories, languages, currencies and scripts in 200 languages: CLDR by way of Babel.
+"""Names of territories, languages, currencies and scripts in 200 languages, from CLDR.
 
-The data are part of the package Babel (`pip install babel`); nothing is downloaded. They change a
-little with its versions.
+The data are part of the package Babel (`pip install babel`); nothing is downloaded. They differ
+slightly between versions of Babel.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ ENGLISH = 'en'
 
 SPLITS = ('train', 'dev', 'test')
 
-# Upper ends of the splits' ranges of hash values modulo 100.
+# Upper bounds of the hash values, modulo 100, of each split.
 _SPLIT_ENDS = {'train': 80, 'dev': 85, 'test': 100}
 
 _KINDS = ('territories', 'languages', 'currencies', 'scripts')
 
-# The languages that the study of params/mt/cldr.py compares with bilingual models, and how many of
-# their names are used in training: less by a factor of about 1.5 from one to the next, so that
-# resources differ by two orders of magnitude.
+# {language: number of its names in training}, for the languages that the study of params/mt/cldr.py
+# compares with bilingual models. Each has about 1.5 times fewer names than the previous, so that
+# resources span two orders of magnitude.
 STUDIED = types.MappingProxyType(
   {
     'de': 1000,
@@ -45,9 +45,9 @@ STUDIED = types.MappingProxyType(
 
 @functools.cache
 def Languages(min_names: int) -> tuple[str, ...]:
-  """The languages other than English with at least so many names that English has too, sorted.
+  """Returns the languages that share at least `min_names` names with English, sorted.
 
-  Variants of a language by country or script, such as pt_PT or zh_Hant, are left out.
+  English itself and variants by country or script, such as pt_PT or zh_Hant, are left out.
   """
   babel = _Babel()
   codes = sorted(code for code in babel.localedata.locale_identifiers() if '_' not in code)
@@ -59,40 +59,41 @@ def Languages(min_names: int) -> tuple[str, ...]:
 
 @functools.cache
 def Names(language: str) -> types.MappingProxyType[str, str]:
-  """{entry: name} in a language, sorted by entry, such as {'territories/DE': 'Germany'}.
+  """Returns {entry: name} of a language, sorted by entry, such as {'territories/DE': 'Germany'}.
 
-  Names are in Unicode's form NFKC, as SentencePiece makes them. What has no name but its code is
-  left out.
+  Names are in Unicode's normal form NFKC, as in SentencePiece. Entries whose name is only their
+  code are left out.
 
   Raises:
-    ValueError: Babel does not know the language, or is not installed.
+    ValueError: Babel does not know the language, or Babel is not installed.
   """
   babel = _Babel()
   if '_' in language or language not in babel.localedata.locale_identifiers():
     raise ValueError(
       f'the CLDR data of Babel {babel.__version__} have no language {language!r}; '
-      'babel.localedata.locale_identifiers() are all it has'
+      'babel.localedata.locale_identifiers() lists all languages'
     )
   locale = babel.Locale(language)
-  found = {}
+  names = {}
   for kind in _KINDS:
     for code, name in getattr(locale, kind).items():
       text = unicodedata.normalize('NFKC', ' '.join(str(name).split()))
       if text and text != code:
-        found[f'{kind}/{code}'] = text
-  return types.MappingProxyType(dict(sorted(found.items())))
+        names[f'{kind}/{code}'] = text
+  return types.MappingProxyType(dict(sorted(names.items())))
 
 
 def Entries(language: str, split: str, max_names: int | None = None) -> list[str]:
-  """The entries of one split that both the language and English have a name for.
+  """Returns the entries of one split that have a name in both the language and English.
 
   Args:
-    language: not English.
+    language: a language other than English.
     split: one of SPLITS.
-    max_names: keep this many only: a random choice, and part of that for any larger number.
+    max_names: maximum number of entries, chosen at random; a larger number adds entries to the
+      choice.
 
   Returns:
-    Sorted entries.
+    The entries, sorted.
   """
   english = Names(ENGLISH).keys()
   entries = [e for e in Names(language) if e in english and SplitOf(language, e) == split]
@@ -102,17 +103,18 @@ def Entries(language: str, split: str, max_names: int | None = None) -> list[str
 
 
 def SplitOf(language: str, entry: str) -> str:
-  """The split of a pair (language, entry): 'train', 'dev' or 'test', by a hash of the two.
+  """Returns the split of a pair (language, entry), 'train', 'dev' or 'test', by its hash.
 
-  An entry held out in one language may be in another language's train, as a sentence of English
-  may be the translation of many: a model of all languages may have met the English name.
+  An entry held out in one language may be in the train split of another, so a model of all
+  languages may have seen its English name, just as an English sentence may translate many
+  sentences.
   """
   value = _Hash('split', language, entry) % 100
   return next(split for split, end in _SPLIT_ENDS.items() if value < end)
 
 
 def Fingerprint(languages: Sequence[str]) -> str:
-  """16 hexadecimal digits that change with any name of these languages or of English."""
+  """Returns 16 hexadecimal digits that depend on all names of these languages and of English."""
   names = [(code, list(Names(code).items())) for code in (ENGLISH, *languages)]
   return hashlib.sha256(repr(names).encode()).hexdigest()[:16]
 
@@ -127,7 +129,7 @@ def _Babel() -> types.ModuleType:
     import babel.localedata
   except ImportError as e:
     raise ValueError(
-      "the names come from the package babel, which is not installed: pip install 'babel', or this "
-      "project with its extra, pip install 'lingvo_gpipe[mt]'"
+      'the names come from the package babel, which is not installed: run pip install '
+      "'lingvo_gpipe[mt]' or pip install 'babel'"
     ) from e
   return babel

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of the translation pipeline: each takes and gives source and target together.
+"""Layers of the translation pipeline, which take and return source and target together.
 
-The arguments between layers are always (source, source paddings, target, target paddings): an
-encoder layer changes the source and lets the embedded target pass, a decoder layer (see
-`lingvo_gpipe.layers.transformer_decoder`) changes the target and lets the encoded source pass. So
-the whole model is one flat list of layers, to be cut anywhere.
+Every layer takes and returns (source, source paddings, target, target paddings). An encoder layer
+transforms the source and returns the embedded target unchanged. A decoder layer (see
+`lingvo_gpipe.layers.transformer_decoder`) transforms the target and returns the encoded source
+unchanged. The whole model is therefore one flat list of layers that can be cut anywhere.
 
-While a target is extended token by token, source and paddings are None: the decoder layers keep
-what they need of them.
+While a target is extended token by token, source and paddings are passed as None: the states of the
+decoder layers hold the projected source.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from lingvo_gpipe import (
 
 
 class TranslationEmbeddingLayer(base_layer.BaseLayer):
-  """Token and position embeddings of source and target, from one table or from two."""
+  """Embeds the tokens and positions of source and target, with one table or two."""
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
-    """The Params of a TranslationEmbeddingLayer."""
+    """Returns the Params of a TranslationEmbeddingLayer."""
     p = super().Params()
     p.Define('vocab_size', 0, 'Number of ids.')
-    p.Define('embedding_dim', 0, 'Size of a vector.')
-    p.Define('share_embedding', True, 'Whether source and target have one table of tokens.')
+    p.Define('embedding_dim', 0, 'Size of the vectors.')
+    p.Define('share_embedding', True, 'Whether source and target share one table of tokens.')
     p.Define('input_dropout_prob', 0.0, 'Probability to drop an entry of a vector.')
     p.Define(
       'emb_tpl',
       embedding.EmbeddingLayer.Params().Set(scale_sqrt_depth=True),
-      'What the tables are made from.',
+      'Template of the tables.',
     )
-    p.Define('position_tpl', embedding.PositionalEmbeddingLayer.Params(), 'The same for positions.')
-    p.Define('dropout_tpl', dropout.DropoutLayer.Params(), 'The same for the dropout.')
+    p.Define('position_tpl', embedding.PositionalEmbeddingLayer.Params(), 'Template of positions.')
+    p.Define('dropout_tpl', dropout.DropoutLayer.Params(), 'Template of the dropout.')
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
@@ -75,20 +75,20 @@ class TranslationEmbeddingLayer(base_layer.BaseLayer):
     target_ids: tf.Tensor,
     target_paddings: tf.Tensor | None = None,
   ) -> transformer_decoder.Outputs:
-    """Embeds both sides.
+    """Embeds source and target.
 
     Args:
       theta: the weights.
       source_ids: integers [batch, source time] in [0, vocab_size).
-      source_paddings: None, or [batch, source time] of any dtype, 1 (True) at padding. As booleans
-        or integers nothing floating enters the layer, and the gradients of the tables stay slices
-        where the pipeline recomputes it.
-      target_ids: integers [batch, target time].
-      target_paddings: None, or [batch, target time].
+      source_paddings: None, or [batch, source time] of any dtype, 1 (True) at padding. With
+        booleans or integers the layer has no floating inputs, and the gradients of the tables stay
+        tf.IndexedSlices if the pipeline recomputes the layer.
+      target_ids: integers [batch, target time] in [0, vocab_size).
+      target_paddings: None, or [batch, target time] of any dtype, 1 (True) at padding.
 
     Returns:
-      (source vectors [batch, source time, embedding_dim], source paddings in float32, target
-      vectors, target paddings), the vectors in fprop_dtype.
+      (source vectors [batch, source time, embedding_dim], source paddings, target vectors, target
+      paddings), vectors in fprop_dtype and paddings in float32.
     """
     source = self._Embed(theta, 'source_emb', 'source_dropout', source_ids)
     target = self._Embed(theta, self._target_table, 'target_dropout', target_ids)
@@ -110,7 +110,7 @@ class TranslationEmbeddingLayer(base_layer.BaseLayer):
     *,
     time_step: Any,
   ) -> tuple[tuple[Any, ...], nested_map.NestedMap]:
-    """Embeds the target's ids [batch, 1] at position `time_step`; the rest becomes None."""
+    """Embeds target ids [batch, 1] at position `time_step`; returns None for all other outputs."""
     del source_ids, source_paddings, target_paddings
     table = self._target_table
     x, _ = self.children[table].FProp(theta[table], target_ids)
@@ -119,17 +119,16 @@ class TranslationEmbeddingLayer(base_layer.BaseLayer):
 
 
 class EncoderLayer(base_layer.BaseLayer):
-  """Runs a layer of (vectors, paddings) on the source; the target passes."""
+  """Applies a layer of (vectors, paddings) to the source; returns the target unchanged."""
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
-    """The Params of an EncoderLayer."""
+    """Returns the Params of an EncoderLayer."""
     p = super().Params()
     p.Define(
       'body',
       transformer.TransformerLayer.Params(),
-      'What is done to the source: a layer without '
-      'state that takes and returns (vectors, paddings).',
+      'The layer for the source; it must be stateless and take and return (vectors, paddings).',
     )
     return p
 
@@ -145,7 +144,7 @@ class EncoderLayer(base_layer.BaseLayer):
     target_vecs: tf.Tensor,
     target_paddings: tf.Tensor | None = None,
   ) -> transformer_decoder.Outputs:
-    """The source [batch, source time, dim] through the body; all else as it is."""
+    """Applies the body to the source [batch, source time, dim]."""
     source, paddings = self.body.FProp(theta.body, source_vecs, source_paddings)
     return source, paddings, target_vecs, target_paddings
 
@@ -156,22 +155,22 @@ class EncoderLayer(base_layer.BaseLayer):
     *args: Any,
     time_step: Any,
   ) -> tuple[tuple[Any, ...], nested_map.NestedMap]:
-    """The arguments as they are: Prefill encoded the source, and the decoder layers keep it."""
+    """Returns the arguments unchanged: Prefill has encoded the source."""
     del theta, time_step
     return args, states
 
 
 class DecoderOutputLayer(base_layer.BaseLayer):
-  """Normalises the decoder's output and drops the source: what a softmax takes."""
+  """Normalises the target and drops the source, which a softmax does not take."""
 
   is_position_wise = True
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
-    """The Params of a DecoderOutputLayer."""
+    """Returns the Params of a DecoderOutputLayer."""
     p = super().Params()
     p.Define('input_dim', 0, 'Size of the last axis.')
-    p.Define('ln_tpl', norm.LayerNorm.Params(), 'What the layer norm is made from.')
+    p.Define('ln_tpl', norm.LayerNorm.Params(), 'Template of the layer norm.')
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
@@ -186,7 +185,7 @@ class DecoderOutputLayer(base_layer.BaseLayer):
     target_vecs: tf.Tensor,
     target_paddings: Any = None,
   ) -> tf.Tensor:
-    """Maps target_vecs [batch, target time, input_dim] to the same shape."""
+    """Returns the normalised target_vecs [batch, target time, input_dim]."""
     del source_vecs, source_paddings, target_paddings
     return self.layer_norm.FProp(theta.layer_norm, target_vecs)
 

@@ -32,58 +32,57 @@ _IDS = ('src_ids', 'tgt_ids', 'tgt_labels')
 class TransformerMt(task.BaseTask):
   """T(num_layers, hidden_dim, num_heads): predicts the target's next token from source and target.
 
-  The layers, one flat list: embedding of source and target, num_layers encoder layers, a norm, as
-  many decoder layers, a norm, softmax. All are pre-LayerNorm.
+  The model is one flat list of layers: the embedding of source and target, num_layers encoder
+  layers, a norm, num_layers decoder layers, a norm and the softmax. All are pre-LayerNorm.
 
-  Batches have, each [batch, time] of its side, `src_ids`, `tgt_ids` (begins with a start or
-  language token), `tgt_labels` (ends with the end token), int32; `src_paddings`, `tgt_paddings`
-  (1 at padding) and `tgt_weights`, float32.
+  Batches have, each [batch, source time] or [batch, target time], the int32 tensors `src_ids`,
+  `tgt_ids` (begins with a start or language token) and `tgt_labels` (ends with the end token), and
+  the float32 tensors `src_paddings` and `tgt_paddings` (1 at padding) and `tgt_weights`.
 
-  The matrices of the layers have num_layers (12 d w + 4 d H) entries, with d = model_dim, H =
-  hidden_dim and w = num_heads * dim_per_head: 4 d w + 2 d H an encoder layer, 8 d w + 2 d H a
-  decoder layer. Biases add 9 w + 2 H + 5 d a pair of layers, norms 10 d a pair and 4 d at the ends.
+  The weight matrices have num_layers (12 d w + 4 d H) entries, with d = model_dim, H = hidden_dim
+  and w = num_heads * dim_per_head: 4 d w + 2 d H in an encoder layer and 8 d w + 2 d H in a decoder
+  layer. For each pair of encoder and decoder layer, biases have 9 w + 2 H + 5 d and norms 10 d
+  entries; the two final norms have 4 d.
   """
 
   loss_unit = 'tokens'
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
-    """Params of the model's sizes; `stack` says how it is pipelined."""
+    """Returns the Params: sizes of the model, and `stack`, the pipeline."""
     p = super().Params()
-    p.Define('vocab_size', 64_000, 'Number of token ids, of source and target together.')
+    p.Define('vocab_size', 64_000, 'Number of token ids, shared by source and target.')
     p.Define('model_dim', 1024, 'Size of the vectors between layers.')
     p.Define('hidden_dim', 8192, 'Size of the feed-forward hidden layers: H.')
-    p.Define('num_heads', 16, 'Attention heads: A.')
-    p.Define('dim_per_head', 64, 'Size of a head; the attention is num_heads times as wide.')
-    p.Define('num_layers', 6, 'Encoder layers, and as many decoder layers: L.')
+    p.Define('num_heads', 16, 'A: number of attention heads.')
+    p.Define('dim_per_head', 64, 'Size of a head; the attention width is num_heads * dim_per_head.')
+    p.Define('num_layers', 6, 'L: number of encoder layers, and of decoder layers.')
     p.Define(
       'share_embedding', True, 'Whether source and target share one table; the softmax has its own.'
     )
     p.Define(
       'label_smoothing',
       0.0,
-      'In training, the probability that the targets spread over the other tokens.',
+      'In training, total target probability of the wrong tokens.',
     )
-    p.Define('input_dropout_prob', 0.0, 'Dropout of the embeddings.')
-    p.Define('residual_dropout_prob', 0.0, 'Dropout of what each sub-layer adds.')
-    p.Define('atten_dropout_prob', 0.0, 'Dropout of attention weights.')
-    p.Define('relu_dropout_prob', 0.0, 'Dropout of the feed-forward hidden layers.')
-    p.Define(
-      'encoder_tpl', transformer.TransformerLayer.Params(), 'What encoder layers are made from.'
-    )
+    p.Define('input_dropout_prob', 0.0, 'Dropout probability of the embeddings.')
+    p.Define('residual_dropout_prob', 0.0, 'Dropout probability of the output of each sub-layer.')
+    p.Define('atten_dropout_prob', 0.0, 'Dropout probability of attention weights.')
+    p.Define('relu_dropout_prob', 0.0, 'Dropout probability of the feed-forward hidden layers.')
+    p.Define('encoder_tpl', transformer.TransformerLayer.Params(), 'Template of encoder layers.')
     p.Define(
       'decoder_tpl',
       transformer_decoder.TransformerDecoderLayer.Params(),
-      'The same for decoder layers.',
+      'Template of the decoder layers.',
     )
-    p.Define('softmax_tpl', embedding.SimpleFullSoftmax.Params(), 'The same for the softmax.')
+    p.Define('softmax_tpl', embedding.SimpleFullSoftmax.Params(), 'Template of the softmax.')
     p.Define(
       'beam_search',
       beam_search.BeamSearch.Params(),
-      'How hypotheses are found; target_seq_len 0: at most twice as long as the padded source.',
+      'The beam search; target_seq_len 0: at most twice the length of the padded source.',
     )
     p.Define(
-      'stack', pipelining_layer.PipeliningLayer.Params(), 'The pipeline; its sub is set here.'
+      'stack', pipelining_layer.PipeliningLayer.Params(), 'The pipeline; the task sets `sub`.'
     )
     return p
 
@@ -128,7 +127,10 @@ class TransformerMt(task.BaseTask):
     ]
 
   def CheckBatch(self, input_batch: nested_map.NestedMap) -> None:
-    """Ids must lie in [0, vocab_size): XLA would take the nearest row of the table."""
+    """Raises ValueError for ids outside [0, vocab_size).
+
+    Without this check a gather compiled by XLA would silently take the nearest row of the table.
+    """
     for name in _IDS:
       values = input_batch[name]
       low, high = batches.Range(values)
@@ -139,7 +141,7 @@ class TransformerMt(task.BaseTask):
         )
 
   def PipelineInputs(self, input_batch: nested_map.NestedMap) -> tuple[Any, ...]:
-    """(source ids, source paddings, target ids, target paddings), paddings as booleans."""
+    """Returns (source ids, source paddings, target ids, target paddings), paddings as booleans."""
     return (
       input_batch.src_ids,
       input_batch.src_paddings > 0.5,
@@ -148,22 +150,21 @@ class TransformerMt(task.BaseTask):
     )
 
   def LossInputs(self, input_batch: nested_map.NestedMap) -> nested_map.NestedMap:
-    """Labels and weights of the target, each [batch, target time]."""
+    """Returns labels and weights of the target, each [batch, target time]."""
     return nested_map.NestedMap(
       tgt_labels=input_batch.tgt_labels, tgt_weights=input_batch.tgt_weights
     )
 
   def LossWeight(self, input_batch: nested_map.NestedMap) -> tf.Tensor:
-    """The number of predicted tokens."""
+    """Returns the number of predicted tokens."""
     return tf.reduce_sum(input_batch.tgt_weights)
 
   def ComputeLoss(
     self, theta: nested_map.NestedMap, predictions: tf.Tensor, input_batch: nested_map.NestedMap
   ) -> tuple[task.Metrics, dict[str, tf.Tensor]]:
-    """Cross entropy of logits `predictions` [batch, target time, vocab], in nats a token.
+    """Computes the cross entropy of logits [batch, target time, vocab], in nats per token.
 
-    In training the targets of `loss` are smoothed; `log_pplx` is without, as is the loss of an
-    evaluation.
+    In training, `loss` has smoothed targets. `log_pplx`, and `loss` in evaluation, have not.
     """
     del theta
     labels = input_batch.tgt_labels
@@ -187,13 +188,14 @@ class TransformerMt(task.BaseTask):
   # ---- inference -------------------------------------------------------------------------------
 
   def InferenceSignatures(self, batch_spec: nested_map.NestedMap) -> dict[str, task.Signature]:
-    """What an export serves, for sentences of any length.
+    """Returns the signatures of an export, for sentences of any length.
 
-    `serving_default`: src_ids, src_paddings, tgt_ids and tgt_paddings, each [batch, time] of its
-    side, to log_probs [batch, target time, vocab] of the token after each of tgt_ids.
-    `greedy`: src_ids, src_paddings and first_ids [batch], with which the target is to begin, to ids
-    [batch, length], int32: always the likeliest token, and pads from the end of the sentence on.
-    The length is `beam_search.target_seq_len`, or twice that of the longest source trained on.
+    `serving_default` maps src_ids, src_paddings, tgt_ids and tgt_paddings, each [batch, source
+    time] or [batch, target time], to log_probs [batch, target time, vocab] of the token after each
+    of tgt_ids. `greedy` maps src_ids, src_paddings and first_ids [batch], the first tokens of the
+    targets, to ids [batch, length], int32: the most likely token at each position, padded after the
+    end of the sentence. The length is `beam_search.target_seq_len`, or twice the longest source in
+    training.
     """
 
     def AnyLength(spec: tf.TensorSpec) -> tf.TensorSpec:
@@ -213,13 +215,13 @@ class TransformerMt(task.BaseTask):
     return signatures
 
   def InferenceOutputs(self, predictions: tf.Tensor) -> dict[str, tf.Tensor]:
-    """{'log_probs': [batch, target time, vocab]}, float32."""
+    """Returns the float32 log_probs [batch, target time, vocab]."""
     return {'log_probs': tf.nn.log_softmax(tf.cast(predictions, tf.float32))}
 
   def _Greedy(
     self, theta: nested_map.NestedMap, inputs: nested_map.NestedMap, length: int
   ) -> tf.Tensor:
-    """The likeliest continuation, [batch, length], layer after layer without a pipeline."""
+    """Decodes greedily without a pipeline; returns ids [batch, length]."""
     layers, thetas, eos = (
       self.stack.layers,
       theta.stack.layers,
@@ -229,35 +231,37 @@ class TransformerMt(task.BaseTask):
     args = inputs.src_ids, inputs.src_paddings > 0.5, first, tf.zeros_like(first, tf.bool)
     logits, states = sequential.PrefillLayers(layers, thetas, *args, max_length=length)
 
-    def Likeliest(logits: tf.Tensor, done: tf.Tensor) -> tf.Tensor:
+    def BestIds(logits: tf.Tensor, done: tf.Tensor) -> tf.Tensor:
       ids = tf.argmax(logits[:, 0], axis=-1, output_type=tf.int32)
       return tf.where(done, tf.zeros_like(ids), ids)
 
     none_done = tf.zeros_like(inputs.first_ids, tf.bool)
-    ids = Likeliest(logits, none_done)
+    ids = BestIds(logits, none_done)
 
-    def Step(time_step: tf.Tensor, ids: tf.Tensor, done: tf.Tensor, states: Any, made: Any) -> Any:
-      made = made.write(time_step - 1, ids)
+    def Step(
+      time_step: tf.Tensor, ids: tf.Tensor, done: tf.Tensor, states: Any, outputs: Any
+    ) -> Any:
+      outputs = outputs.write(time_step - 1, ids)
       done |= ids == eos
       args = None, None, ids[:, tf.newaxis], None
       logits, states = sequential.ExtendStepLayers(
         layers, thetas, states, *args, time_step=time_step
       )
-      return time_step + 1, Likeliest(logits, done), done, states, made
+      return time_step + 1, BestIds(logits, done), done, states, outputs
 
-    made = tf.TensorArray(tf.int32, length, element_shape=ids.shape)
-    start = tf.constant(1), ids, none_done, states, made
-    *_, ids, _, _, made = tf.while_loop(lambda t, *_: t < length, Step, start)
-    return tf.transpose(made.write(length - 1, ids).stack())
+    outputs = tf.TensorArray(tf.int32, length, element_shape=ids.shape)
+    start = tf.constant(1), ids, none_done, states, outputs
+    *_, ids, _, _, outputs = tf.while_loop(lambda t, *_: t < length, Step, start)
+    return tf.transpose(outputs.write(length - 1, ids).stack())
 
   # ---- decoding --------------------------------------------------------------------------------
 
   def Translate(self, input_batch: nested_map.NestedMap) -> beam_search.Hypotheses:
-    """The best translations by beam search, through the pipeline with cached keys and values.
+    """Translates a batch by beam search, through the pipeline with cached keys and values.
 
     Args:
-      input_batch: a batch, of which the target's first ids are used and nothing else of it: the
-        start of a sentence, or the wanted language.
+      input_batch: a batch. Of the target only the first ids are used: the start of a sentence, or
+        the target language.
     """
     pipeline = self.pipeline
     assert pipeline is not None
@@ -267,7 +271,7 @@ class TransformerMt(task.BaseTask):
       return pipeline.ExtendStep(states, None, None, ids, None, time_step=time_step)
 
     first_ids = input_batch.tgt_ids[:, :1]
-    # The source is encoded here, once for all hypotheses.
+    # Encode the source once for all hypotheses.
     logits, states = pipeline.Prefill(
       input_batch.src_ids,
       input_batch.src_paddings > 0.5,
@@ -286,8 +290,8 @@ class TransformerMt(task.BaseTask):
     )
 
   def Decode(self, input_batch: nested_map.NestedMap, input_generator: Any) -> dict[str, Any]:
-    """Translates each example: texts, their languages, and the score of the hypothesis."""
-    found = self.Translate(input_batch)
+    """Translates each example; returns texts, languages and the score of the hypothesis."""
+    hypotheses = self.Translate(input_batch)
     is_example = np.asarray(input_batch.example_weights) > 0
     pairs = iter(input_generator.SentencePairs(input_batch))
     rows = []
@@ -296,31 +300,31 @@ class TransformerMt(task.BaseTask):
       rows.append(
         {
           'source': pair.source if pair else '',
-          'hypothesis': input_generator.Text(found.Best(i)) if pair else '',
+          'hypothesis': input_generator.Text(hypotheses.Best(i)) if pair else '',
           'reference': pair.target if pair else '',
           'source_language': pair.source_language if pair else '',
           'target_language': pair.target_language if pair else '',
-          'score': float(found.scores[i, 0]),
+          'score': float(hypotheses.scores[i, 0]),
         }
       )
     return {name: [row[name] for row in rows] for name in rows[0]}
 
   def DecodeFinalize(self, decoded: dict[str, list[Any]]) -> dict[str, float | str]:
-    """BLEU, chrF and the share of hypotheses that are the reference, in the mean over languages.
+    """Returns BLEU, chrF and the share of exact matches, as means over the pairs of languages.
 
-    Where there are several pairs of languages, `bleu/de-en` and the like are one pair's.
+    For several pairs of languages there are also metrics of each pair, such as `bleu/de-en`.
     """
     languages = decoded['source_language'], decoded['target_language']
     hypotheses, references = decoded['hypothesis'], decoded['reference']
     by_pair = translation_metrics.ScoresByPair(hypotheses, references, *languages)
-    found = translation_metrics.Metrics(by_pair)
+    metrics = translation_metrics.Metrics(by_pair)
     exact: dict[tuple[str, str], list[bool]] = {}
     for source, target, hypothesis, reference in zip(
       *languages, hypotheses, references, strict=True
     ):
       exact.setdefault((source, target), []).append(hypothesis == reference)
     shares = {f'{a}-{b}': statistics.fmean(hits) for (a, b), hits in sorted(exact.items())}
-    found['exact'] = statistics.fmean(shares.values())
+    metrics['exact'] = statistics.fmean(shares.values())
     if len(shares) > 1:
-      found |= {f'exact/{pair}': share for pair, share in shares.items()}
-    return found
+      metrics |= {f'exact/{pair}': share for pair, share in shares.items()}
+    return metrics

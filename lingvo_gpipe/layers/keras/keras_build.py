@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes Keras layers from their configuration: once without any weight, or with initial values.
+"""Builds Keras layers from their configurations, without weights or with initial values.
 
-A layer that is made in a keras.StatelessScope has variables of known shape and dtype, which
-`stateless_call` replaces, and not a byte of weights.
+The variables of a layer that is built in a keras.StatelessScope have a shape and dtype but allocate
+no memory; `stateless_call` replaces them by tensors.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _MIXED = {
 
 
 class _Cell(keras.layers.Layer):
-  """Calls another layer, as a user of it does: `stateless_call` alone skips what `__call__` does.
+  """Calls another layer through `__call__`, which `stateless_call` of that layer would skip.
 
-  That is casts to the compute dtype, activity regularizers, masks, and `training` for layers
-  within layers.
+  `__call__` casts to the compute dtype, applies activity regularizers and masks, and passes
+  `training` to nested layers.
   """
 
   def __init__(self, inner: Any) -> None:
@@ -44,7 +44,7 @@ class _Cell(keras.layers.Layer):
 
 
 def CallKeras(layer: Any, args: Sequence[Any], training: bool | None = None) -> Any:
-  """Calls a Keras layer; a model of several inputs takes them as a list."""
+  """Calls a Keras layer. A model with several inputs takes them as a list."""
   if isinstance(layer, keras.Model) and len(args) > 1:
     args = [list(args)]
   return layer(*args, training=training)
@@ -52,12 +52,12 @@ def CallKeras(layer: Any, args: Sequence[Any], training: bool | None = None) -> 
 
 @dataclasses.dataclass(frozen=True)
 class KerasNorm:
-  """One BatchNormalization: keys of its moving averages, and indices of its sums.
+  """The moving averages and sums of one BatchNormalization.
 
   Attributes:
     mean: key of the moving mean.
     variance: key of the moving variance.
-    momentum: how much of a moving average stays.
+    momentum: share of a moving average that an update keeps.
     sums: {name: index in the layer's non_trainable_variables}.
   """
 
@@ -71,13 +71,14 @@ class KerasTemplate:
   """A Keras layer without weights.
 
   Attributes:
-    cell: `cell.stateless_call` computes; `cell.inner` is the layer.
-    keys: {key: Keras variable} of what are weights of ours.
+    cell: calls the layer, `cell.inner`, by `cell.stateless_call`.
+    keys: {key: Keras variable} of all weights.
     trainable: the key of each of `cell.trainable_variables`.
-    state: the key of each of `cell.non_trainable_variables`; None for what is no weight of ours.
+    state: the key of each of `cell.non_trainable_variables`; None for a variable that is not a
+      weight.
     seeds: {index in `state`: number of the seed generator}.
-    norms: the BatchNormalizations that are trained.
-    outputs: what the layer returned for its symbolic inputs.
+    norms: the trainable BatchNormalizations.
+    outputs: the symbolic outputs of the layer.
   """
 
   def __init__(self, cell: _Cell, norms: Sequence[Any], outputs: Any, path: str) -> None:
@@ -119,7 +120,7 @@ class KerasTemplate:
 
 
 def _Keys(variables: Sequence[Any], name: str) -> dict[str, Any]:
-  """{key: variable}: legal, unique, and free of numbers that Keras counted up in this process."""
+  """Returns {key: variable}, with valid, unique keys without the numbers that Keras counts up."""
   numbers: dict[tuple[str, str], dict[str, int]] = {}
   keys: dict[str, Any] = {}
   for v in variables:
@@ -145,28 +146,28 @@ def _Keys(variables: Sequence[Any], name: str) -> dict[str, Any]:
 
 
 def PolicyName(dtype: tf.DType, fprop_dtype: tf.DType) -> str:
-  """Keras's name for weights of one dtype and activations of another; ValueError if it has none."""
+  """Returns the Keras policy for dtypes of weights and activations; ValueError if there is none."""
   if dtype == fprop_dtype:
     return dtype.name
   if (dtype.name, fprop_dtype.name) not in _MIXED:
     known = ', '.join(f'{a} and {b}' for a, b in _MIXED)
     raise ValueError(
       f'Keras has no dtype policy for weights in {dtype.name} and activations in '
-      f'{fprop_dtype.name}; known: {known}, or both the same'
+      f'{fprop_dtype.name}; expected {known}, or equal dtypes'
     )
   return _MIXED[dtype.name, fprop_dtype.name]
 
 
 @dataclasses.dataclass(frozen=True)
 class KerasSource:
-  """All that a Keras layer is made from; hashable.
+  """Everything that determines a Keras layer; hashable.
 
   Attributes:
-    config: JSON of what `keras.saving.serialize_keras_object` returns. A layer's dtype of null is
-      the policy's, an InputLayer's the compute dtype.
+    config: JSON of the result of `keras.saving.serialize_keras_object`. A dtype of null stands for
+      the policy, or in an InputLayer for the compute dtype.
     inputs: the inputs of its call.
     policy: name of a Keras dtype policy.
-    custom_objects: (name, class) of what Keras does not know.
+    custom_objects: (name, class) of each class that Keras does not know.
   """
 
   config: str
@@ -175,14 +176,14 @@ class KerasSource:
   custom_objects: tuple[tuple[str, Any], ...] = ()
 
   @classmethod
-  def Of(
+  def FromParams(
     cls,
     config: Mapping[str, Any],
     inputs: Sequence[Any],
     policy: str,
     custom_objects: Mapping[str, Any],
   ) -> KerasSource:
-    """From the plain values that Params hold."""
+    """Makes a source from the plain values in Params."""
     frozen = tuple(tuple(i) if isinstance(i, (list, tuple)) else i for i in inputs)
     return cls(json.dumps(config), frozen, policy, tuple(sorted(custom_objects.items())))
 
@@ -191,20 +192,20 @@ _templates: weakref.WeakValueDictionary[KerasSource, KerasTemplate] = weakref.We
 
 
 def Template(source: KerasSource, path: str) -> KerasTemplate:
-  """The Keras layer of a source, without weights; equal sources share one while it is in use.
+  """Returns the Keras layer of a source, without weights; equal sources share a layer in use.
 
   Raises:
-    ValueError: it holds what a pipeline cannot do; the message says what.
+    ValueError: a pipeline does not support the layer; the message names the reason.
   """
   template = _templates.get(source)
   if template is None:
     try:
-      # Constants are made, variables are not ...
+      # Constants are allocated, variables are not.
       with tf.init_scope(), keras.StatelessScope(initialize_variables=False):
         cell, norms, outputs = _Make(source, 0, path)
     finally:
-      # ... and Keras, which would make them at the next chance, makes them in a graph that never
-      # runs. In a name scope they may have any name.
+      # Keras would initialise these variables on the next occasion. Have it do so in a graph that
+      # never runs, in a name scope, in which any variable name is valid.
       with tf.Graph().as_default(), tf.name_scope('keras'), keras.StatelessScope():
         pass
     template = KerasTemplate(cell, norms, outputs, path)
@@ -213,14 +214,14 @@ def Template(source: KerasSource, path: str) -> KerasTemplate:
 
 
 def InitialValues(source: KerasSource, seed: int, path: str) -> dict[str, tf.Tensor]:
-  """{key: initial value}, drawn by Keras's initializers; a function of the source and the seed."""
+  """Returns {key: initial value} from Keras's initializers, determined by source and seed."""
   with tf.init_scope(), tf.device('/CPU:0'):
     template = KerasTemplate(*_Make(source, seed, path), path)
     return {key: tf.convert_to_tensor(v.value) for key, v in template.keys.items()}
 
 
 def _Make(source: KerasSource, seed: int, path: str) -> tuple[_Cell, list[Any], Any]:
-  """The layer, built, in a cell; its BatchNormalizations; its symbolic outputs."""
+  """Returns the built layer in a cell, its BatchNormalizations, and its symbolic outputs."""
   policy = keras.DTypePolicy(source.policy)
   config = json.loads(source.config)
   for part in keras_config.Objects(config):
@@ -239,7 +240,7 @@ def _Make(source: KerasSource, seed: int, path: str) -> tuple[_Cell, list[Any], 
     dtype = tf.as_dtype(spec.dtype)
     return keras.KerasTensor(spec.shape, policy.compute_dtype if dtype.is_floating else dtype.name)
 
-  # Initializers that have no seed of their own take one from Python's generator.
+  # Initializers without a seed take one from Python's random generator.
   state = random.getstate()
   random.seed(seed)
   try:
@@ -248,7 +249,7 @@ def _Make(source: KerasSource, seed: int, path: str) -> tuple[_Cell, list[Any], 
       args = [_MapInputs(Symbol, i) for i in source.inputs]
       outputs = CallKeras(layer, args)
   except Exception as e:
-    e.add_note(f'while {path} made the Keras {config.get("class_name")} for {source.inputs}')
+    e.add_note(f'while {path} built the Keras {config.get("class_name")} for {source.inputs}')
     raise
   finally:
     random.setstate(state)
@@ -256,9 +257,10 @@ def _Make(source: KerasSource, seed: int, path: str) -> tuple[_Cell, list[Any], 
 
 
 def _CheckModules(config: Any, custom_objects: Mapping[str, Any], path: str) -> None:
-  """Raises ValueError where Keras would import a module, or look into one, for a class by name.
+  """Raises ValueError if Keras would import a module to find a class by its name.
 
-  A config is data, which may come from a text. Releases of Keras 3 differ in what they refuse.
+  A config is data that may come from an untrusted text, and the releases of Keras 3 differ in the
+  modules that they refuse.
   """
   if isinstance(config, (list, tuple)):
     for part in config:
@@ -270,8 +272,8 @@ def _CheckModules(config: Any, custom_objects: Mapping[str, Any], path: str) -> 
   is_known = is_keras or 'class_name' not in config
   if not is_known and keras.saving.get_registered_object(name, custom_objects) is None:
     raise ValueError(
-      f'{path}: its Keras config names {name!r} of the module {module!r}, which is not imported '
-      'for a config: give the class in custom_objects, or register it with '
+      f'{path}: its Keras config names {name!r} of the module {module!r}, but a config does not '
+      'import modules: pass the class in custom_objects, or register it with '
       'keras.saving.register_keras_serializable'
     )
   for part in config.values():

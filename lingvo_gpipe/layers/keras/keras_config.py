@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serialised Keras layers and models, brought into a form in which equal ones are equal.
+"""Canonical configurations of Keras layers and models: equal layers have equal configurations.
 
-Works on what `keras.saving.serialize_keras_object` returns: plain dicts, lists and values. Nothing
-is built here.
+Works on the results of `keras.saving.serialize_keras_object`, which are plain dicts, lists and
+values; does not build any layer.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Reference = tuple[str, int, int]
 
 @dataclasses.dataclass(frozen=True)
 class KerasInput:
-  """Shape and dtype of one input; the batch dimension is None.
+  """Shape, with a batch dimension of None, and dtype of one input.
 
-  A floating dtype stands for the layer's fprop_dtype.
+  Any floating dtype stands for the layer's fprop_dtype.
   """
 
   shape: tuple[int | None, ...]
@@ -32,16 +32,16 @@ class KerasInput:
 
 
 def IsFunctional(config: Mapping[str, Any]) -> bool:
-  """Whether it is a model that is written as a graph of layers."""
+  """Whether a configuration is of a Functional model, a graph of layers."""
   return isinstance(config.get('config'), dict) and 'input_layers' in config['config']
 
 
 def Canonical(config: Mapping[str, Any], policy: str) -> dict[str, Any]:
-  """A copy without what depends on the process, the place or the names of layers.
+  """Returns a copy that does not depend on the process, or on the names of layers.
 
-  So equal blocks of a network are equal here. Layers are named after their class and counted anew
-  in each model; a dtype policy is None where it is `policy`, and so is an input's floating dtype;
-  the shapes and compilation options that Keras adds are left out.
+  Equal blocks of a network get equal configurations: layers are named after their class and
+  numbered within each model, `policy` and the floating dtypes of inputs are replaced by None, and
+  the shapes and compilation options that Keras adds are removed.
   """
   result = _Stripped(config, policy)
   _Rename(result, _ClassName(result))
@@ -49,7 +49,7 @@ def Canonical(config: Mapping[str, Any], policy: str) -> dict[str, Any]:
 
 
 def WithPolicy(config: Any, policy: Any) -> Any:
-  """A copy with the dtypes of a keras.DTypePolicy where `Canonical` left None."""
+  """Returns a copy with the dtypes of a keras.DTypePolicy in place of the Nones of `Canonical`."""
   if isinstance(config, (list, tuple)):
     return [WithPolicy(part, policy) for part in config]
   if not isinstance(config, dict):
@@ -64,7 +64,7 @@ def WithPolicy(config: Any, policy: Any) -> Any:
 
 
 def Objects(config: Any) -> Iterator[dict[str, Any]]:
-  """All serialised objects with a configuration, outer ones first; they may be changed in place."""
+  """Yields all serialised objects with a configuration, outer objects first, to change in place."""
   if isinstance(config, (list, tuple)):
     for part in config:
       yield from Objects(part)
@@ -94,13 +94,13 @@ def _Stripped(config: Any, policy: str) -> Any:
 
 
 def _ClassName(config: Mapping[str, Any]) -> str:
-  """`Conv2D` as `conv2d`, `LayerNormalization` as `layer_normalization`."""
+  """Returns the class name in snake case, such as `layer_normalization`."""
   name = re.sub(r'\W', '_', config['class_name'])
   return re.sub(r'(?<=[a-z])(?=[A-Z])', '_', name).lower()
 
 
 def _Rename(config: dict[str, Any], name: str) -> None:
-  """Names a layer, and the layers of a Functional or Sequential model, in place."""
+  """Renames a layer, and the layers of a Functional or Sequential model, in place."""
   inner = config['config']
   for part in (config, inner):
     if 'name' in part:
@@ -119,7 +119,7 @@ def _Rename(config: dict[str, Any], name: str) -> None:
 
 
 def MapReferences(config: Any, fn: Callable[[Reference], Reference]) -> None:
-  """Replaces, in place, each tensor that the graph of one Functional config refers to."""
+  """Replaces, in place, each tensor reference in the graph of one Functional configuration."""
   for key in ('input_layers', 'output_layers'):
     if key in config:
       config[key] = _MapNested(config[key], fn)
@@ -130,7 +130,7 @@ def MapReferences(config: Any, fn: Callable[[Reference], Reference]) -> None:
 
 
 def References(value: Any) -> list[Reference]:
-  """The references in `input_layers` or `output_layers`."""
+  """Returns the references in `input_layers` or `output_layers`."""
   if _IsReference(value):
     return [tuple(value)]
   parts = value.values() if isinstance(value, dict) else value
@@ -150,7 +150,7 @@ def _MapNested(value: Any, fn: Callable[[Reference], Reference]) -> Any:
 
 
 def Tensors(call: Any) -> Iterator[dict[str, Any]]:
-  """The tensors among the arguments of a call: dicts of shape, dtype and keras_history."""
+  """Yields the tensors among the arguments of a call: dicts of shape, dtype and keras_history."""
   if isinstance(call, dict):
     if call.get('class_name') == '__keras_tensor__':
       yield call['config']

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keras models as lists of `KerasLayer`s, and their weights to and fro.
+"""Cuts Keras models into lists of `KerasLayer`s, and copies weights in both directions.
 
 model = keras.applications.MobileNetV2(weights=None)
 p = pipelining_layer.PipeliningLayer.Params().Set(name='net', sub=keras_cut.Cut(model))
@@ -24,7 +24,7 @@ from lingvo_gpipe.layers.keras import keras_config, keras_graph, keras_layer
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-  """A piece of a Keras model, and the Keras layers that its `names` are those of."""
+  """A piece of a Keras model, and the Keras layers for its `names`."""
 
   piece: keras_graph.Piece
   layers: tuple[Any, ...]
@@ -33,24 +33,23 @@ class _Part:
 def Cut(
   model: Any, inputs: Sequence[keras_config.KerasInput] = (), *, after: Collection[str] = ()
 ) -> list[hyperparams.InstantiableParams]:
-  """The Params of a list of KerasLayers that together compute what a Keras model computes.
+  """Returns the Params of a list of KerasLayers that together compute a Keras model.
 
-  A keras.Sequential, or a list of layers, becomes one KerasLayer a layer. A Functional model is cut
-  wherever a single tensor leads from what is before to what is after: parallel branches stay
-  together, and so do all calls of a layer that is called several times. Models within are cut
-  likewise. The first KerasLayer takes all inputs of a Functional model as arguments, and the last
-  one makes all its outputs as a tuple.
+  A keras.Sequential, or a list of layers, becomes one KerasLayer for each layer. A Functional model
+  is cut wherever a single tensor connects the part before with the part after: parallel branches
+  stay together, and so do all calls of a shared layer. Nested models are cut in the same way. The
+  first KerasLayer takes all inputs of a Functional model as arguments, and the last KerasLayer
+  returns all outputs as a tuple.
 
   Args:
     model: a keras.Sequential, a Functional keras.Model or a list of Keras layers. Its weights are
-      not looked at.
-    inputs: the inputs of the first layer, where a Sequential or a list does not know them.
-    after: names of Keras layers. If there are any, cuts are made behind these only.
+      ignored.
+    inputs: the inputs of the first layer, if the Sequential or the list has not been built.
+    after: names of Keras layers. If not empty, the model is cut only after these layers.
 
   Raises:
-    TypeError: the model is none of these.
-    ValueError: its inputs are not known, or a name in `after` is not that of the last layer before
-      a possible cut.
+    TypeError: the model has another type.
+    ValueError: the inputs are unknown, or the model cannot be cut after a layer in `after`.
   """
   return [params for params, _ in _Cells(model, inputs, after)]
 
@@ -65,15 +64,15 @@ def LoadWeights(
   """Sets the variables of KerasLayers to the weights of the model that they were cut from.
 
   Args:
-    layers: a list with the KerasLayers of which `Cut` made the Params, in order, as `stack.layers`;
-      other layers among them are passed over. Or a list with one KerasLayer for the whole model.
-      They must have variables.
-    model: the model, or one that was made in the same way.
-    inputs: as given to `Cut`.
-    after: as given to `Cut`.
+    layers: a list, such as `stack.layers`, with the KerasLayers made from the result of `Cut`, in
+      order; other layers in the list are skipped. Or a list with one KerasLayer for the whole
+      model. The layers must have variables.
+    model: the model, or another model that was built in the same way.
+    inputs: the `inputs` passed to `Cut`.
+    after: the `after` passed to `Cut`.
 
   Raises:
-    ValueError: the layers are not those of the model; nothing was set.
+    ValueError: the layers do not match the model; no variable has been changed.
   """
   for ours, theirs in _Pairs(layers, model, inputs, after):
     ours.assign(tf.cast(tf.convert_to_tensor(theirs.value), ours.dtype))
@@ -86,7 +85,7 @@ def SaveWeights(
   *,
   after: Collection[str] = (),
 ) -> None:
-  """The opposite of `LoadWeights`: sets the weights of the model."""
+  """Sets the weights of the model to the variables of KerasLayers; the inverse of `LoadWeights`."""
   for ours, theirs in _Pairs(layers, model, inputs, after):
     theirs.assign(ours.numpy())
 
@@ -121,7 +120,7 @@ def _Grouped(parts: list[_Part], after: Collection[str]) -> list[list[_Part]]:
     if name not in ends[:-1]:
       close = difflib.get_close_matches(name, ends[:-1], n=3) or ends[:-1]
       raise ValueError(
-        f'the model cannot be cut behind a layer {name!r}; possible are {", ".join(close)}'
+        f'the model cannot be cut after a layer {name!r}; it can be cut after {", ".join(close)}'
       )
   groups: list[list[_Part]] = [[]]
   for part in parts:
@@ -135,7 +134,7 @@ def _MakeCell(parts: list[_Part], policy: str) -> _Cell:
   pieces = [part.piece for part in parts]
   config = pieces[0].config
   if len(pieces) > 1:
-    config = keras_graph.Joined(pieces)
+    config = keras_graph.Join(pieces)
   params = keras_layer.KerasLayer.FromConfig(config, pieces[0].inputs, policy)
   params.custom_objects = keras_layer.CustomObjects([x for part in parts for x in part.layers])
   name = re.sub(r'\W', '_', pieces[-1].last).strip('_').lower()
@@ -147,7 +146,7 @@ def _MakeCell(parts: list[_Part], policy: str) -> _Cell:
   return params, parts
 
 
-# ---- finding the parts ---------------------------------------------------------------------------
+# ---- parts of a model ---------------------------------------------------------------------------
 
 
 def _Spec(tensor: Any) -> keras_config.KerasInput:
@@ -155,10 +154,12 @@ def _Spec(tensor: Any) -> keras_config.KerasInput:
 
 
 def _IsGraph(layer: Any) -> bool:
-  """Whether a Keras model was made from inputs and outputs and computes nothing else."""
-  # Only what Keras itself calls so: a subclass may have a `call` of its own.
-  own = type(layer).__module__.startswith('keras.') and not isinstance(layer, keras.Sequential)
-  return own and isinstance(layer, keras.Model) and bool(getattr(layer, 'inputs', None))
+  """Whether a Keras model is exactly the graph between its inputs and outputs."""
+  # Only Keras's own classes: a subclass may define its own `call`.
+  is_keras = type(layer).__module__.startswith('keras.')
+  if not is_keras or isinstance(layer, keras.Sequential):
+    return False
+  return isinstance(layer, keras.Model) and bool(getattr(layer, 'inputs', None))
 
 
 def _Graph(model: Any) -> list[_Part]:
@@ -169,19 +170,19 @@ def _Graph(model: Any) -> list[_Part]:
     if piece.is_graph:
       parts.append(_Part(piece, layers))
     else:
-      parts += _Opened(layers[0], piece.inputs)
+      parts += _Expand(layers[0], piece.inputs)
   return parts
 
 
 def _Chain(layers: Sequence[Any], inputs: Sequence[keras_config.KerasInput]) -> list[_Part]:
   if not layers or not inputs:
-    what = 'layers' if not layers else 'inputs'
+    missing = 'layers' if not layers else 'inputs'
     raise ValueError(
-      f'the {what} of the Keras model are not known; build it, or give `inputs`, a KerasInput each'
+      f'the {missing} of the Keras model are unknown; build it, or pass `inputs`, a KerasInput each'
     )
   parts: list[_Part] = []
   for layer in layers:
-    parts += _Opened(layer, tuple(inputs))
+    parts += _Expand(layer, tuple(inputs))
     piece = parts[-1].piece
     params = keras_layer.KerasLayer.FromConfig(
       piece.config, piece.inputs, layer.dtype_policy.name
@@ -190,8 +191,8 @@ def _Chain(layers: Sequence[Any], inputs: Sequence[keras_config.KerasInput]) -> 
   return parts
 
 
-def _Opened(layer: Any, inputs: tuple[keras_config.KerasInput, ...]) -> list[_Part]:
-  """The parts of a layer of one input: several where it is a model."""
+def _Expand(layer: Any, inputs: tuple[keras_config.KerasInput, ...]) -> list[_Part]:
+  """Returns the parts of a layer with one input; a model has several parts."""
   if isinstance(layer, keras.Sequential) and layer.layers:
     return _Chain(layer.layers, inputs)
   if _IsGraph(layer) and len(layer.inputs) == len(layer.outputs) == 1:
@@ -209,22 +210,22 @@ def _Pairs(
   inputs: Sequence[keras_config.KerasInput],
   after: Collection[str],
 ) -> list[tuple[tf.Variable, Any]]:
-  """(variable of ours, variable of Keras's) for each weight."""
-  own = [layer for layer in layers if isinstance(layer, keras_layer.KerasLayer)]
-  if len(own) == 1 and isinstance(model, keras.layers.Layer):
-    (layer,) = own
+  """Returns (our variable, Keras variable) for each weight."""
+  cells = [layer for layer in layers if isinstance(layer, keras_layer.KerasLayer)]
+  if len(cells) == 1 and isinstance(model, keras.layers.Layer):
+    (layer,) = cells
     if layer.params.config == keras_layer.KerasLayer.FromKeras(model, inputs).config:
       return _InOrder(layer, layer.template.cell.inner, model)
-  cells = _Cells(model, inputs, after)
-  if len(own) != len(cells):
+  expected = _Cells(model, inputs, after)
+  if len(cells) != len(expected):
     raise ValueError(
-      f'the model is cut into {len(cells)} KerasLayers, but {len(own)} are given; '
-      'give `after` as it was given to Cut'
+      f'expected {len(expected)} KerasLayers, the number of cells of the model, got {len(cells)}; '
+      'pass the same `after` as to Cut'
     )
   pairs = []
-  for layer, (params, parts) in zip(own, cells, strict=True):
+  for layer, (params, parts) in zip(cells, expected, strict=True):
     if layer.params.config != params.config:
-      raise ValueError(f'{layer.path} is not {parts[-1].piece.last}, which the model has there')
+      raise ValueError(f'{layer.path} does not match the layer {parts[-1].piece.last} of the model')
     inner = layer.template.cell.inner
     for part, target in zip(parts, inner.layers if len(parts) > 1 else [inner], strict=True):
       targets = [target]
@@ -233,20 +234,20 @@ def _Pairs(
         names = [c['name'] for c in children if 'batch_shape' not in c['config']]
         by_name = {child.name: child for child in target.layers}
         targets = [by_name.get(name) for name in names]
-      for made, source in zip(targets, part.layers, strict=True):
+      for copy, source in zip(targets, part.layers, strict=True):
         if source is not None:  # None is an operation, without weights.
-          pairs += _InOrder(layer, made, source)
+          pairs += _InOrder(layer, copy, source)
   return pairs
 
 
-def _InOrder(layer: keras_layer.KerasLayer, made: Any, source: Any) -> list[tuple[Any, Any]]:
-  """The pairs of one Keras layer: `made` from the same configuration as `source`."""
+def _InOrder(layer: keras_layer.KerasLayer, copy: Any, source: Any) -> list[tuple[Any, Any]]:
+  """Returns the pairs of one Keras layer; `copy` was built from the configuration of `source`."""
   key_of = {id(v): key for key, v in layer.template.keys.items()}
-  ours = [layer.VariableOf(key_of[id(w)]) for w in made.weights if id(w) in key_of]
+  ours = [layer.VariableOf(key_of[id(w)]) for w in copy.weights if id(w) in key_of]
   if [v.shape for v in ours] != [w.shape for w in source.weights]:
     raise ValueError(
-      f'{layer.path}: the weights of the Keras layer {source.name} are of shapes '
+      f'{layer.path}: the weights of the Keras layer {source.name} have shapes '
       f'{[tuple(w.shape) for w in source.weights]}, expected {[tuple(v.shape) for v in ours]}; '
-      'is it built?'
+      'build the Keras layer first'
     )
   return list(zip(ours, source.weights, strict=True))

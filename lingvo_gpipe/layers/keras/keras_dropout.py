@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keras's Dropout and SpatialDropout with masks of integer random bits, as `DropoutLayer` has.
+"""Keras's Dropout and SpatialDropout with masks from integer random bits, as in `DropoutLayer`.
 
-Keras compares random floats, which are others with XLA than without.
+Keras compares random floats, which differ with and without XLA.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class IntegerDropout(keras.layers.Dropout):
   """A Dropout whose masks are equal with and without XLA."""
 
   def call(self, inputs: tf.Tensor, training: bool = False) -> tf.Tensor:
-    """In training drops entries of `inputs`, any shape, and scales the others up."""
+    """In training drops entries of `inputs`, of any shape, and scales up the remaining entries."""
     if not training or self.rate == 0:
       return inputs
     if self.rate == 1:
@@ -26,7 +26,7 @@ class IntegerDropout(keras.layers.Dropout):
     shape = tf.unstack(tf.shape(inputs))
     if self.noise_shape is not None:
       shape = [a if b is None else b for a, b in zip(shape, self.noise_shape, strict=True)]
-    return dropout.Dropped(inputs, 1 - self.rate, tf.stack(shape), self.seed_generator.next())
+    return dropout.ApplyDropout(inputs, 1 - self.rate, tf.stack(shape), self.seed_generator.next())
 
 
 _SPATIAL = {f'SpatialDropout{n}D': n for n in (1, 2, 3)}
@@ -35,10 +35,11 @@ CUSTOM_OBJECTS = {_NAME: IntegerDropout}
 
 
 def Convert(part: dict[str, Any]) -> None:
-  """Makes a serialised Dropout or SpatialDropout an IntegerDropout, in place; others stay.
+  """Turns a serialised Dropout or SpatialDropout into an IntegerDropout, in place.
 
   Args:
-    part: a layer as `keras.saving.serialize_keras_object` writes it.
+    part: a layer serialised by `keras.saving.serialize_keras_object`; any other layer stays
+      unchanged.
   """
   name, config = part['class_name'], part['config']
   if part.get('registered_name') or name not in ('Dropout', *_SPATIAL):
@@ -48,6 +49,6 @@ def Convert(part: dict[str, Any]) -> None:
     ones = [1] * _SPATIAL[name]
     is_last = name == 'SpatialDropout1D' or order == 'channels_last'
     config['noise_shape'] = [None, *ones, None] if is_last else [None, None, *ones]
-    # Keras writes no more of its policy than the dtype of weights, of which there are none.
+    # Keras serialises only the weights' dtype of the policy, and there are no weights.
     config.update(dtype=None, trainable=True)
   part.update(module=__name__, class_name=IntegerDropout.__name__, registered_name=_NAME)

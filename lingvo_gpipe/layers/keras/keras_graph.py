@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cuts the serialised graph of a Functional Keras model wherever one tensor alone leads on."""
+"""Cuts the serialised graph of a Functional Keras model wherever a single tensor crosses."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from lingvo_gpipe.layers.keras import keras_config
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-  """A part of a model that one tensor connects to what is before, and one to what is after.
+  """A part of a model that a single tensor connects to each neighbouring part.
 
   Attributes:
-    config: a serialised layer, or a Functional model of several.
-    inputs: its inputs.
-    names: names that its layers have in the model, in the order of config's layers without inputs;
-      one name where it is a layer.
-    last: name of the layer that makes its output.
+    config: a serialised layer, or a Functional model of several layers.
+    inputs: the inputs of the piece.
+    names: names of its layers in the model, in the order of config's layers without inputs; one
+      name if the piece is a layer.
+    last: name of the layer that makes the piece's output.
   """
 
   config: dict[str, Any]
@@ -30,13 +30,13 @@ class Piece:
 
   @property
   def is_graph(self) -> bool:
-    """Whether config is a Functional model that was made of layers."""
+    """Whether config is a Functional model of several layers."""
     return self.config['class_name'] == _MODEL
 
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-  """One call of a layer: the layer's name, which of its calls it is, and what it takes."""
+  """One call of a layer: the name of the layer, the index of the call, and its arguments."""
 
   name: str
   index: int
@@ -51,68 +51,68 @@ _MODEL = 'Model'
 
 
 def Cut(model: Mapping[str, Any]) -> list[Piece]:
-  """The pieces of a serialised Functional model.
+  """Returns the pieces of a serialised Functional model.
 
-  All calls of a layer that is called several times are in one piece. The first piece takes all
-  inputs of the model, the last one makes all its outputs.
+  All calls of a shared layer are in one piece. The first piece takes all inputs of the model, and
+  the last piece returns all its outputs.
   """
   config = model['config']
   layers = {layer['name']: layer for layer in config['layers']}
   inputs = keras_config.References(config['input_layers'])
   outputs = [
-    (name, index - _Made(layers[name]), i)
+    (name, index - _CallOffset(layers[name]), i)
     for name, index, i in keras_config.References(config['output_layers'])
   ]
   calls = _InOrder(layers, inputs)
   pieces = []
   begin, entering = 0, inputs
   for end in range(1, len(calls) + 1):
-    rest = calls[end:]
-    leaving = _Alive(rest, outputs) if rest else outputs
-    shared = {c.name for c in calls[begin:end]} & {c.name for c in rest}
-    if rest and (len(leaving) != 1 or shared or leaving[0] in inputs):
+    later = calls[end:]
+    leaving = _Alive(later, outputs) if later else outputs
+    shared = {c.name for c in calls[begin:end]} & {c.name for c in later}
+    if later and (len(leaving) != 1 or shared or leaving[0] in inputs):
       continue
     pieces.append(_MakePiece(layers, calls[begin:end], entering, leaving))
     begin, entering = end, leaving
   return pieces
 
 
-def _Made(layer: Mapping[str, Any]) -> int:
-  """What Keras adds to the index of a call where it names a model's outputs.
+def _CallOffset(layer: Mapping[str, Any]) -> int:
+  """Returns the number that Keras adds to the index of a call in a model's outputs.
 
-  A Functional model was called once before, when it was made; the arguments of calls do not count
-  that one.
+  A Functional model has been called once before, to build it. Keras counts that call in
+  `output_layers`, but not in `inbound_nodes`.
   """
   return int(keras_config.IsFunctional(layer))
 
 
 def _InOrder(layers: Mapping[str, Any], inputs: Sequence[keras_config.Reference]) -> list[_Call]:
-  """All calls, each after those that make what it takes."""
+  """Returns all calls in topological order."""
   waiting = [
     _Call(name, i, arguments)
     for name, layer in layers.items()
     for i, arguments in enumerate(layer['inbound_nodes'])
   ]
-  made = {r[:2] for r in inputs}
+  available = {r[:2] for r in inputs}
   ordered: list[_Call] = []
   while waiting:
-    ready = [c for c in waiting if all(r[:2] in made for r in c.uses)]
+    ready = [c for c in waiting if all(r[:2] in available for r in c.uses)]
     if not ready:
-      raise ValueError(f'the Keras model takes a tensor that nobody makes: {waiting[0].uses}')
-    # One at a time, so that a chain is followed to its end before the next one is begun.
+      raise ValueError(f'no layer of the Keras model makes one of the tensors {waiting[0].uses}')
+    # One call at a time, which follows each chain to its end before starting the next.
     waiting.remove(ready[0])
-    made.add((ready[0].name, ready[0].index))
+    available.add((ready[0].name, ready[0].index))
     ordered.append(ready[0])
   return ordered
 
 
 def _Alive(
-  rest: Sequence[_Call], outputs: Sequence[keras_config.Reference]
+  later: Sequence[_Call], outputs: Sequence[keras_config.Reference]
 ) -> list[keras_config.Reference]:
-  """The tensors made before `rest` and used there, or handed out."""
-  made = {(c.name, c.index) for c in rest}
-  used = dict.fromkeys(r for c in rest for r in c.uses) | dict.fromkeys(outputs)
-  return [r for r in used if r[:2] not in made]
+  """Returns the tensors made before the `later` calls that these use, or that are outputs."""
+  made_later = {(c.name, c.index) for c in later}
+  used = dict.fromkeys(r for c in later for r in c.uses) | dict.fromkeys(outputs)
+  return [r for r in used if r[:2] not in made_later]
 
 
 def _MakePiece(
@@ -142,21 +142,21 @@ def _MakePiece(
   }
   new = {r: (f'input_{i}', 0, 0) for i, r in enumerate(entering)}
   keras_config.MapReferences(graph, lambda r: new.get(r, r))
-  outputs = [[name, index + _Made(layers[name]), i] for name, index, i in leaving]
+  outputs = [[name, index + _CallOffset(layers[name]), i] for name, index, i in leaving]
   graph['output_layers'] = _OneOrMore(outputs)
   config = {'module': 'keras', 'class_name': _MODEL, 'config': graph, 'registered_name': None}
   return Piece(config, inputs, names, last.name)
 
 
-def Joined(pieces: Sequence[Piece]) -> dict[str, Any]:
-  """Consecutive pieces as one serialised Sequential model.
+def Join(pieces: Sequence[Piece]) -> dict[str, Any]:
+  """Joins consecutive pieces into one serialised Sequential model.
 
   Raises:
-    ValueError: the first takes several inputs, which a Sequential model cannot.
+    ValueError: the first piece takes several inputs, which a Sequential model cannot do.
   """
   if len(pieces[0].inputs) != 1:
     raise ValueError(
-      f'the Keras model takes {len(pieces[0].inputs)} inputs up to {pieces[0].last}; cut behind it'
+      f'the Keras model takes {len(pieces[0].inputs)} inputs up to {pieces[0].last}; cut after it'
     )
   layers = [InputLayer(pieces[0].inputs[0], 'input'), *(p.config for p in pieces)]
   config = {'name': 'sequential', 'trainable': True, 'layers': layers}
@@ -164,7 +164,7 @@ def Joined(pieces: Sequence[Piece]) -> dict[str, Any]:
 
 
 def InputLayer(spec: keras_config.KerasInput, name: str) -> dict[str, Any]:
-  """The serialised layer that stands for an input in a Keras model."""
+  """Returns the serialised layer that stands for an input in a Keras model."""
   return {
     'module': 'keras.layers',
     'class_name': 'InputLayer',
@@ -176,12 +176,12 @@ def InputLayer(spec: keras_config.KerasInput, name: str) -> dict[str, Any]:
 
 
 def _OneOrMore(values: list[Any]) -> Any:
-  # Keras's symbolic call would return a list for a list of one.
+  # For a list with one element, Keras's symbolic call would return a list.
   return values[0] if len(values) == 1 else values
 
 
 def _IsPlain(layer: Mapping[str, Any], call: _Call) -> bool:
-  """Whether a call takes one tensor and nothing else, so that the layer needs no graph."""
+  """Whether a call takes a single tensor only, so that the layer needs no graph."""
   arguments = call.arguments['args']
   return (
     'trainable' in layer['config']

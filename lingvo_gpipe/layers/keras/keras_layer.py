@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`KerasLayer`: any Keras layer as a layer of ours, and so as a cell of a pipeline.
+"""`KerasLayer`: any Keras layer as a layer of a pipeline.
 
-`keras_cut` makes the Params of a list of them from a Keras model.
+`keras_cut` turns a Keras model into the Params of a list of KerasLayers.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from lingvo_gpipe.layers.keras import keras_build, keras_config, keras_norm
 
 
 class KerasLayer(base_layer.BaseLayer):
-  """Runs a keras.layers.Layer through `stateless_call`; its variables are weights of this layer.
+  """Runs a keras.layers.Layer by `stateless_call`, with its variables as weights of this layer.
 
-  * Weights have the keys of `template.keys`, initial values come from Keras's initializers, seeded
-    by p.random_seed and this layer's path. Weights that are frozen in Keras are not trainable.
-  * `training` is what the context says: True in training.
-  * The state of a seed generator is no weight: each call gets one drawn from the context's seeds.
+  * Weights have the keys of `template.keys`. Keras's initializers, seeded by p.random_seed and the
+    path of this layer, give their initial values. Weights frozen in Keras are not trainable.
+  * `training` is True in training and False in evaluation.
+  * The state of a seed generator is not a weight: each call draws it from the context's seeds.
   * A Dropout has masks of integer random bits, equal with and without XLA (`keras_dropout`).
   * Losses that Keras collects (regularizers, add_loss) become an auxiliary loss `keras_losses`.
-  * A BatchNormalization normalises by the micro-batch (`keras_norm`).
-  * Other state that a call changes would be lost, so it is refused.
+  * A BatchNormalization normalises by micro-batch (`keras_norm`).
+  * A call that changes any other state raises an error, because the change would be lost.
   """
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
-    """The Params of a KerasLayer; `FromKeras` fills them in."""
+    """Returns the Params of a KerasLayer; `FromKeras` fills them in."""
     p = super().Params()
     p.Define(
       'config',
       {},
-      'The layer, as keras.saving.serialize_keras_object writes it. Where a dtype is None, it '
-      'follows from dtype and fprop_dtype.',
+      'The layer, serialised by keras.saving.serialize_keras_object. A dtype of None follows from '
+      'dtype and fprop_dtype.',
     )
     p.Define('inputs', [], 'A KerasInput, or a list of them, for each argument of the call.')
-    p.Define('custom_objects', {}, '{name: class} of what Keras does not know by itself.')
+    p.Define('custom_objects', {}, '{name: class} of each class that Keras does not know.')
     p.Define(
-      'drop_mask', False, 'True to lose the Keras mask of an output; else a mask is an error.'
+      'drop_mask', False, 'Whether to drop the Keras mask of an output; if False, it is an error.'
     )
     return p
 
@@ -51,13 +51,13 @@ class KerasLayer(base_layer.BaseLayer):
   def FromKeras(
     cls, layer: keras.layers.Layer, inputs: Sequence[Any], policy: str | None = None
   ) -> hyperparams.InstantiableParams:
-    """The Params of a layer like a Keras layer, built or not; takes nothing of its weights.
+    """Returns the Params of a layer like a Keras layer, built or not, without its weights.
 
     Args:
       layer: any Keras layer or model that can be serialised.
       inputs: a KerasInput, or a list of them, for each argument of its call.
-      policy: name of the Keras dtype policy that is to follow this layer's dtype and fprop_dtype;
-        None: the layer's own.
+      policy: name of the Keras dtype policy that stands for this layer's dtype and fprop_dtype;
+        None: the policy of `layer`.
     """
     config = keras.saving.serialize_keras_object(layer)
     p = cls.FromConfig(config, inputs, policy or layer.dtype_policy.name)
@@ -68,9 +68,9 @@ class KerasLayer(base_layer.BaseLayer):
   def FromConfig(
     cls, config: dict[str, Any], inputs: Sequence[Any], policy: str = 'float32'
   ) -> hyperparams.InstantiableParams:
-    """As `FromKeras`, from what `keras.saving.serialize_keras_object` returned."""
+    """Returns the Params for the result of `keras.saving.serialize_keras_object`."""
     p = cls.Params()
-    policy = policy.rpartition('_from_')[2]  # A quantised layer keeps its own.
+    policy = policy.rpartition('_from_')[2]  # A quantised layer keeps its own policy.
     p.config = keras_config.Canonical(config, policy)
     p.inputs = list(inputs)
     if policy != 'float32':
@@ -82,8 +82,8 @@ class KerasLayer(base_layer.BaseLayer):
     super().__init__(params)
     p = self.params
     if not p.config:
-      raise ValueError(f'{self.path}: config is empty; make the Params by KerasLayer.FromKeras')
-    self._source = keras_build.KerasSource.Of(
+      raise ValueError(f'{self.path}: config is empty; make the Params with KerasLayer.FromKeras')
+    self._source = keras_build.KerasSource.FromParams(
       p.config, p.inputs, keras_build.PolicyName(p.dtype, p.fprop_dtype), p.custom_objects
     )
     self._template = keras_build.Template(self._source, self.path)
@@ -103,11 +103,11 @@ class KerasLayer(base_layer.BaseLayer):
     return self._template
 
   def VariableOf(self, key: str) -> tf.Variable:
-    """The variable of one of `template.keys`."""
+    """Returns the variable for one of `template.keys`."""
     return self.vars[self._name_of[key]]
 
   def InstantiateVariables(self, device: str | None = None) -> None:
-    """As BaseLayer's. While it runs, the layer's initial values exist a second time."""
+    """Makes the variables; meanwhile the layer's initial values take memory twice."""
     super().InstantiateVariables(device)
     self._initial = {}
 
@@ -118,22 +118,22 @@ class KerasLayer(base_layer.BaseLayer):
     return self._initial[key]
 
   def ThetaFrom(self, variables: nested_map.NestedMap) -> nested_map.NestedMap:
-    """The weights as they are: Keras casts each where it uses it."""
+    """Returns the weights unchanged: Keras casts each weight when it uses it."""
     return nested_map.NestedMap(variables)
 
   def FProp(self, theta: nested_map.NestedMap, *args: Any) -> Any:
     """Calls the Keras layer.
 
     Args:
-      theta: its weights.
-      *args: the arguments of its call, tensors `[batch, ...]`; a model of several inputs takes
-        them one by one.
+      theta: the weights.
+      *args: the arguments of the call, tensors `[batch, ...]`. A model with several inputs takes
+        one argument for each.
 
     Returns:
-      What it returns; a list as a tuple.
+      The outputs of the Keras layer, with a list as a tuple.
 
     Raises:
-      ValueError: the call changes state that would not be kept, or its output has a mask.
+      ValueError: the call changes state that would be lost, or an output has a mask.
     """
     template, context = self._template, fprop_context.Current()
     variables = template.cell.non_trainable_variables
@@ -149,8 +149,8 @@ class KerasLayer(base_layer.BaseLayer):
       if key is not None and new is not old:
         raise ValueError(
           f'{self.path}: the call of the Keras {self.params.config["class_name"]} changes its '
-          f'variable {key!r}, which a pipeline would not update; only the BatchNormalizations '
-          'that its configuration names are converted'
+          f'variable {key!r}, which a pipeline does not update; only BatchNormalizations that its '
+          'configuration names are converted'
         )
     sums = {
       f'{name}_{i}': new_state[index]
@@ -168,14 +168,14 @@ class KerasLayer(base_layer.BaseLayer):
     return tf.convert_to_tensor(theta[self._name_of[key]])
 
   def _State(self, theta: nested_map.NestedMap, index: int, variable: Any) -> tf.Tensor:
-    """The value that one of Keras's non-trainable variables has in this call."""
+    """Returns the value of a non-trainable Keras variable in this call."""
     key = self._template.state[index]
     if key is not None:
       return self._Tensor(theta, key)
     context = fprop_context.Current()
     if index not in self._template.seeds or context.do_eval:
       return tf.zeros(variable.shape, variable.dtype)
-    # Keras takes the pair modulo 2^31, under which neighbouring steps would meet again.
+    # Keras takes the seeds modulo 2^31, which would repeat the seeds of other steps.
     bits = tf.random.stateless_uniform(
       variable.shape,
       context.OpSeed(self, f'seed_{self._template.seeds[index]}'),
@@ -189,7 +189,7 @@ class KerasLayer(base_layer.BaseLayer):
   def StateFromSums(
     self, state: nested_map.NestedMap, sums: nested_map.NestedMap
   ) -> Mapping[str, tf.Tensor]:
-    """The moving averages of the BatchNormalizations after a mini-batch."""
+    """Returns the moving averages of the BatchNormalizations after a mini-batch."""
     new = {}
     for i, norm in enumerate(self._template.norms):
       mean, variance = self._name_of[norm.mean], self._name_of[norm.variance]
@@ -208,20 +208,20 @@ class KerasLayer(base_layer.BaseLayer):
       if getattr(output, '_keras_mask', None) is not None:
         raise ValueError(
           f'{self.path}: the output of the Keras {self.params.config["class_name"]} has a mask, '
-          'which would be lost on the way to the next cell; put the layers that use it into one '
-          'cell, or set drop_mask=True'
+          'which would be lost between cells; put the layers that use the mask into one cell, or '
+          'set drop_mask=True'
         )
 
 
 def CustomObjects(layers: Sequence[Any]) -> dict[str, Any]:
-  """{name: class} of those of some Keras layers that are not Keras's own."""
+  """Returns {name: class} of the custom classes among some Keras layers."""
   classes = {type(layer) for layer in _WithInner(layers) if layer is not None}
   classes = {c for c in classes if not c.__module__.startswith('keras.')}
   return {keras.saving.get_registered_name(c): c for c in classes}
 
 
 def _WithInner(layers: Sequence[Any]) -> Iterator[Any]:
-  """Keras layers and, of models and wrappers, those within."""
+  """Yields Keras layers, and the inner layers of models and wrappers."""
   for layer in layers:
     yield layer
     inner = [*getattr(layer, 'layers', ()), getattr(layer, 'layer', None)]

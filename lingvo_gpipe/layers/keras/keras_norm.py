@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keras's BatchNormalization as a pipeline needs it: micro-batch statistics, no update of its own.
+"""Keras's BatchNormalization for a pipeline: statistics by micro-batch, without updates in FProp.
 
-A pipelined training step sees a mini-batch in pieces, forward and again in the recomputation.
-`MicroBatchNormalization` normalises by the micro-batch, leaves the moving averages alone, and
-hands (count, sum, sum of squares) out as values of three more variables, which is how a Keras
-layer hands state out of `stateless_call`. `KerasLayer` reports them, and the moving averages follow
-once a mini-batch.
+A pipelined training step runs a layer on each micro-batch of a mini-batch, and again to recompute.
+`MicroBatchNormalization` normalises by micro-batch, does not change the moving averages, and
+returns (count, sum, sum of squares) as the values of three further variables, because
+`stateless_call` returns the values of variables. `KerasLayer` reports the sums, and the moving
+averages are updated once in each mini-batch.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class MicroBatchNormalization(keras.layers.BatchNormalization):
   """BatchNormalization that reports its sums instead of updating its moving averages.
 
   Attributes:
-    batch_sums: {'count', 'sum', 'sum_squares': Keras variable of float64}. A training call adds to
-      them: how many values of a channel it was normalised by (a scalar), their sum and the sum of
-      their squares, [channels] each. They are to be given as zeros.
+    batch_sums: {'count', 'sum', 'sum_squares': float64 Keras variable}. A training call adds to
+      them the number of values per channel (a scalar), their sum and the sum of their squares
+      (each [channels]). The caller must pass zeros for them.
   """
 
   def build(self, input_shape: Any) -> None:
-    """Adds the variables of `batch_sums` to those of a BatchNormalization."""
+    """Builds the BatchNormalization and the variables of `batch_sums`."""
     super().build(input_shape)
     channels = self.moving_mean.shape
     self.batch_sums = {
@@ -65,8 +65,8 @@ class MicroBatchNormalization(keras.layers.BatchNormalization):
   def call(self, inputs: tf.Tensor, training: bool | None = None, mask: Any = None) -> tf.Tensor:
     """Normalises [..., channels, ...] along `axis`.
 
-    In training by the moments of `inputs`, where `mask` [batch, ...], if given, says which
-    positions count; else by the moving averages.
+    In training it uses the moments of `inputs`, only at positions for which `mask` [batch, ...] is
+    True if there is a mask. In evaluation it uses the moving averages.
     """
     if not (training and self.trainable):
       return super().call(inputs, training=False, mask=mask)
@@ -81,16 +81,16 @@ class MicroBatchNormalization(keras.layers.BatchNormalization):
       ones = tf.reshape(mask, [*tf.unstack(tf.shape(mask)), *[1] * (rank - len(mask.shape))])
       ones = tf.broadcast_to(tf.cast(ones, x.dtype), tf.shape(x))
       count = tf.reduce_sum(ones) / x.shape[axis]
-      # A micro-batch may be masked altogether.
+      # All of a micro-batch may be masked.
       divisor = tf.maximum(count, 1)
       mean = tf.reduce_sum(x * ones, axes) / divisor
       shape = [x.shape[axis] if i == axis else 1 for i in range(rank)]
       variance = tf.reduce_sum(tf.square(x - tf.reshape(mean, shape)) * ones, axes) / divisor
     n, m, v = (tf.cast(tf.stop_gradient(value), tf.float64) for value in (count, mean, variance))
-    # From accurate moments: squares of float32 values, summed up as such, would lose digits.
+    # Sums of squares in float32 would lose digits; these come from accurate moments.
     sums = {'count': n, 'sum': n * m, 'sum_squares': n * (v + tf.square(m))}
     for name, variable in self.batch_sums.items():
-      # The layer may be called several times.
+      # Add, because the layer may be called several times.
       variable.assign_add(sums[name])
     outputs = keras.ops.batch_normalization(
       x=x,
@@ -107,51 +107,52 @@ class MicroBatchNormalization(keras.layers.BatchNormalization):
 def MovingAverages(
   mean: tf.Tensor, variance: tf.Tensor, momentum: float, sums: Mapping[str, tf.Tensor]
 ) -> tuple[tf.Tensor, tf.Tensor]:
-  """The moving mean and variance, [channels], after a mini-batch.
+  """Returns the moving mean and variance, each [channels], after a mini-batch.
 
   Args:
     mean: the moving mean before.
     variance: the moving variance before.
-    momentum: how much of them stays.
-    sums: the `batch_sums` of all micro-batches together. Where the count is 0 nothing changes.
+    momentum: share of a moving average that an update keeps.
+    sums: the `batch_sums`, added up over all micro-batches. If the count is 0, nothing changes.
   """
   batch_mean = tf.math.divide_no_nan(sums['sum'], sums['count'])
   batch_variance = tf.math.divide_no_nan(sums['sum_squares'], sums['count'])
   batch_variance = tf.maximum(batch_variance - tf.square(batch_mean), 0)
   rate = tf.where(sums['count'] > 0, tf.constant(1 - momentum, tf.float64), 0)
 
-  def Moved(old: tf.Tensor, new: tf.Tensor) -> tf.Tensor:
+  def Update(old: tf.Tensor, new: tf.Tensor) -> tf.Tensor:
     wide = tf.cast(old, tf.float64)
     return tf.cast(wide + (new - wide) * rate, old.dtype)
 
-  return Moved(mean, batch_mean), Moved(variance, batch_variance)
+  return Update(mean, batch_mean), Update(variance, batch_variance)
 
 
 def Convert(part: dict[str, Any], path: str) -> None:
-  """Makes a serialised BatchNormalization a MicroBatchNormalization, in place; others stay.
+  """Turns a serialised BatchNormalization into a MicroBatchNormalization, in place.
 
   Args:
-    part: a layer as `keras.saving.serialize_keras_object` writes it.
+    part: a layer serialised by `keras.saving.serialize_keras_object`; any other layer stays
+      unchanged.
     path: the layer's name in messages.
 
   Raises:
-    ValueError: it cannot be converted.
+    ValueError: the layer has an option that micro-batches do not support.
   """
   if part['class_name'] != 'BatchNormalization':
     return
   config = part['config']
-  for option, reason, instead in (
+  for option, reason, advice in (
     (
       'synchronized',
-      'its moments would have to be taken over all replicas',
-      ', and num_micro_batches to that over the number of replicas for moments of as many rows',
+      'it computes moments over all replicas',
+      ', and divide num_micro_batches by the number of replicas to have moments of as many rows',
     ),
-    ('renorm', 'it corrects by averages that change within a mini-batch', ''),
+    ('renorm', 'it uses averages that change within a mini-batch', ''),
   ):
     if config.get(option):
       raise ValueError(
         f'{path}: the BatchNormalization {config.get("name")!r} has {option}=True; {reason}, '
-        f'which a pipeline of micro-batches does not do; set {option}=False{instead}'
+        f'which a pipeline of micro-batches cannot do; set {option}=False{advice}'
       )
   part.update(module=__name__, class_name=MicroBatchNormalization.__name__, registered_name=_NAME)
 

@@ -110,9 +110,9 @@ def testAfterNamesTheCuts():
   options = {'after': ['block0_add']}
   sub = _Check(_Network(), [_X(3, 5)], **options)
   assert _Names(sub) == ['block0_add', 'head']
-  with pytest.raises(ValueError, match="behind a layer 'block1_out'; possible are block1_add, bl"):
+  with pytest.raises(ValueError, match="'block1_out'; it can be cut after block1_add, bl"):
     keras_cut.Cut(_Network(), after=['block1_out'])
-  with pytest.raises(ValueError, match="behind a layer 'head'"):
+  with pytest.raises(ValueError, match="after a layer 'head'"):
     keras_cut.Cut(_Network(), after=['head'])
   layer = _Sequence(sub)
   with pytest.raises(ValueError, match='cut into 4 KerasLayers, but 2 are given'):
