@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multi-head attention against NumPy; who sees whom."""
+"""Multi-head attention against NumPy: values, masks and decoding."""
 
 import sys
 
@@ -25,7 +25,7 @@ def _Vectors(seed=0, time=TIME, dtype=tf.float64):
 
 
 def _Reference(layer, query, key, value, allowed):
-  """One head and one example after the other; `allowed` [batch, query time, key time]."""
+  """Computes one head of one example at a time; `allowed` [batch, query time, key time]."""
   weights = {n: (w.w.numpy(), w.b.numpy() if 'b' in w else 0) for n, w in layer.vars.items() if w}
   q, k, v = (
     x.numpy() @ weights[n][0] + weights[n][1]
@@ -79,7 +79,7 @@ def testNumParams():
 
 
 @pytest.mark.parametrize('dtypes', [(tf.float64, None), (tf.float32, tf.bfloat16)], ids=str)
-def testTheFutureChangesNothingBefore(dtypes):
+def testOutputsDoNotDependOnTheFuture(dtypes):
   layer = _Make(is_causal=True, dtype=dtypes[0], fprop_dtype=dtypes[1])
   x = _Vectors(dtype=dtypes[1] or dtypes[0])
   for t in range(1, TIME):
@@ -87,7 +87,7 @@ def testTheFutureChangesNothingBefore(dtypes):
     np.testing.assert_array_equal(*(tf.cast(layer(z, z, z)[:, :t], tf.float64) for z in (x, other)))
 
 
-def testPaddedKeysChangeNothing():
+def testPaddedKeysAreMaskedOut():
   layer, x = _Make(), _Vectors()
   paddings = tf.constant([[0, 0, 0, 1, 1]] * BATCH, tf.float32)
   other = tf.concat([x[:, :3], 1e3 * _Vectors(7, 2)], 1)
@@ -117,7 +117,7 @@ def testBfloat16IsNearFloat32():
   layer = _Make(is_causal=True, dtype=tf.float32)
   narrow = _Make(is_causal=True, dtype=tf.float32, fprop_dtype=tf.bfloat16)
   x = _Vectors(dtype=tf.float32)
-  y = narrow(x, x, x)  # Inputs are cast.
+  y = narrow(x, x, x)  # The layer casts its inputs.
   assert y.dtype == tf.bfloat16
   np.testing.assert_allclose(tf.cast(y, tf.float32), layer(x, x, x), atol=0.05)
 
@@ -134,14 +134,14 @@ def testDropsAttentionWeights():
     np.testing.assert_array_equal(layer(x, x, x), _Make()(x, x, x))
 
 
-def testTakesUnknownBatchAndTime():
+def testAcceptsUnknownBatchAndTime():
   layer, x = _Make(is_causal=True), _Vectors()
   spec = tf.TensorSpec([None, None, DIM], tf.float64)
   run = tf.function(lambda z: layer(z, z, z), input_signature=[spec], autograph=False)
   np.testing.assert_allclose(run(x), layer(x, x, x), atol=1e-12)
 
 
-def testAttendsToProjectedKeysAsFPropDoes():
+def testAttendToEqualsFProp():
   layer, query, key, value = _Make(), _Vectors(0, 3), _Vectors(1), _Vectors(2)
   paddings = tf.constant([[0.0, 0, 0, 1, 1], [0, 0, 0, 0, 0]])
   mask = tf.constant(np.random.default_rng(3).random([BATCH, 1, 3, TIME]) < 0.7)
@@ -153,7 +153,7 @@ def testAttendsToProjectedKeysAsFPropDoes():
 
 
 @pytest.mark.parametrize('dtypes', [(tf.float64, None), (tf.float32, tf.bfloat16)], ids=str)
-def testCachesHoldThePositionsSoFarAndZeros(dtypes):
+def testCachesHoldThePastAndZeros(dtypes):
   layer = _Make(is_causal=True, dtype=dtypes[0], fprop_dtype=dtypes[1])
   x = _Vectors(dtype=layer.params.fprop_dtype)
   _, states = layer.Prefill(layer.theta, *[x[:, :3]] * 3, max_length=7)
@@ -168,8 +168,8 @@ def testCachesHoldThePositionsSoFarAndZeros(dtypes):
       np.testing.assert_array_equal(cache[:, :, time:], 0)
 
 
-def testDecodesWithoutKnownShapes():
-  """As an exported model has it: batch and prompt of any size, caches as tensors."""
+def testDecodesWithUnknownShapes():
+  """As in an exported model: batch and prompt of any size, caches as tensors."""
   layer, x = _Make(is_causal=True), _Vectors()
   vectors = tf.TensorSpec([None, None, DIM], tf.float64)
 
@@ -190,7 +190,7 @@ def testDecodesWithoutKnownShapes():
     np.testing.assert_allclose(y[:, 0], layer(x, x, x)[:, t], rtol=0, atol=1e-12)
 
 
-def testWhatCannotDecodeIsNamed():
+def testDecodingErrorsNameTheLayer():
   x, paddings = _Vectors(), tf.zeros([BATCH, TIME])
   one = [x[:, :1]] * 3
   layer = _Make()
@@ -231,7 +231,7 @@ def testMask():
     ([(2, 5, 8), (2, 5, 8), (2, 5, 8), (2, 4)], r'paddings must have shape \[2, 5\], got'),
   ],
 )
-def testWrongInputsAreNamed(args, message):
+def testWrongInputsRaise(args, message):
   layer = _Make(is_causal=True)
   with pytest.raises(ValueError, match=message):
     layer(*(tf.zeros(shape, tf.float64) for shape in args))
@@ -240,7 +240,7 @@ def testWrongInputsAreNamed(args, message):
     layer.FPropMeta(layer.params, *specs)
 
 
-def testWrongParamsAreNamed():
+def testWrongParamsRaise():
   with pytest.raises(ValueError, match='width 8 .* multiple of num_heads 3'):
     _Make(num_heads=3)
   with pytest.raises(ValueError, match='atten_dropout_prob must be at least 0 and below 1'):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BatchNormLayer: the formulas, paddings, moving averages, digits; in a loop of one's own."""
+"""BatchNormLayer: formulas, paddings, moving averages, precision, and use in a custom loop."""
 
 import sys
 
@@ -22,7 +22,7 @@ def _Layer(**params):
 
 
 def _X(shape=(7, 5, _DIM), seed=1):
-  """Channels of different mean and scale, examples that are tilted against each other."""
+  """Returns channels with different means and scales, and examples that differ in slope."""
   x = np.random.default_rng(seed).normal(size=shape)
   x *= [1.0, 10.0, 100.0]
   x += 2.0 ** np.arange(shape[0]).reshape([-1, *[1] * (len(shape) - 1)])
@@ -30,7 +30,7 @@ def _X(shape=(7, 5, _DIM), seed=1):
 
 
 def _Train(layer, x, num_micro_batches, *others):
-  """Outputs of the micro-batches of one mini-batch, and the update after it."""
+  """Returns the outputs of the micro-batches of one mini-batch, and updates the averages."""
   contexts, outputs = [], []
   for m, args in enumerate(micro_batch.Split((tf.constant(x), *others), num_micro_batches)):
     with fprop_context.Scope(step=0, micro_batch=m) as context:
@@ -62,7 +62,7 @@ def testNormalisesEachMicroBatch(shape):
 
 
 @pytest.mark.parametrize('num_micro_batches', [1, 2, 3, 4, 7])
-def testMovingAveragesAreThoseOfTheWholeMiniBatch(num_micro_batches):
+def testMovingAveragesCoverTheWholeMiniBatch(num_micro_batches):
   """7 examples in 3 micro-batches are 3, 2, 2: a mean of means would be wrong."""
   layer = _Layer(decay=0.9)
   mean, variance = np.zeros(_DIM), np.ones(_DIM)
@@ -87,7 +87,7 @@ def testCumulativeAverage():
   )
 
 
-def testEvaluationTakesTheAveragesAndLeavesThem():
+def testEvaluationUsesButDoesNotChangeTheAverages():
   layer, x = _Layer(decay=0.5), _X()
   _Train(layer, x, 2)
   before = _State(layer)
@@ -97,12 +97,12 @@ def testEvaluationTakesTheAveragesAndLeavesThem():
   fprop_context.UpdateLayers(context)
   expected = (x - before['moving_mean']) / np.sqrt(before['moving_variance'] + 1e-3)
   np.testing.assert_allclose(y, expected, rtol=1e-12)
-  np.testing.assert_allclose(layer(tf.constant(x)), expected, rtol=1e-12)  # Outside of any scope.
+  np.testing.assert_allclose(layer(tf.constant(x)), expected, rtol=1e-12)  # Outside any scope.
   for name, value in _State(layer).items():
     np.testing.assert_array_equal(value, before[name])
 
 
-def testWhatIsPaddedCountsNothing():
+def testPaddedPositionsDoNotCount():
   x, lengths = _X(), [5, 1, 3, 0, 2, 4, 5]
   paddings = (np.arange(5) >= np.array(lengths)[:, None]).astype(np.float32)
   poisoned = np.where(paddings[..., None] > 0, np.nan, x)
@@ -118,14 +118,14 @@ def testWhatIsPaddedCountsNothing():
   assert not np.any(y.numpy()[paddings > 0.5])
 
 
-def testPaddingsOfTheBatchAxisAloneCountWholeImages():
+def testPaddingsOfTheBatchAxisMaskWholeImages():
   x, paddings = _X((4, 2, 3, _DIM)), np.array([0.0, 1.0, 0.0, 0.0], np.float32)
   layer = _Layer(decay=0.0)
   _Train(layer, x, 2, tf.constant(paddings))
   np.testing.assert_allclose(layer.vars.moving_variance, x[[0, 2, 3]].var((0, 1, 2)), rtol=1e-12)
 
 
-def testNothingButPaddingLeavesTheAverages():
+def testAllPaddingKeepsTheAverages():
   layer, x = _Layer(decay=None), _X()
   y, _ = _Train(layer, x, 1, tf.ones([7, 5]))[0]
   assert not np.any(y)
@@ -134,7 +134,7 @@ def testNothingButPaddingLeavesTheAverages():
   assert state['num_updates'] == 0
 
 
-def testWhatIsNotFiniteLeavesTheAverages():
+def testNonfiniteValuesKeepTheAverages():
   layer = _Layer(decay=None)
   _Train(layer, _X(), 2)
   before, x = _State(layer), _X(seed=2)
@@ -145,8 +145,8 @@ def testWhatIsNotFiniteLeavesTheAverages():
 
 
 @pytest.mark.parametrize('num_micro_batches', [1, 4])
-def testALargeMeanCostsNoDigits(num_micro_batches):
-  """mean / deviation is 2000: squares summed up in float32 leave nothing of the variance."""
+def testVarianceIsAccurateForALargeMean(num_micro_batches):
+  """mean / deviation is 2000, so sums of squares in float32 would lose the variance."""
   rng = np.random.default_rng(3)
   x = (2000.0 + rng.normal(size=[64, 8, _DIM])).astype(np.float32)
   layer = _Layer(dtype=tf.float32, decay=0.0)
@@ -190,29 +190,29 @@ def testWithoutGammaAndBeta():
     ({'decay': 1.0}, 'decay must be None, or at least 0 and below 1, got 1.0'),
   ],
 )
-def testWrongParams(params, words):
+def testWrongParamsRaise(params, words):
   with pytest.raises(ValueError, match=words):
     batch_norm.BatchNormLayer.Params().Set(name='bn', **{'dim': 3, **params}).Instantiate()
 
 
-def testPaddingsOfAnotherShape():
+def testPaddingsOfAnotherShapeRaise():
   with pytest.raises(ValueError, match='paddings must have shape'):
     _Layer()(tf.zeros([2, 5, _DIM]), tf.zeros([2, 4]))
   with pytest.raises(ValueError, match='paddings must have the leading dimensions'):
     _Layer()(tf.zeros([2, 5, _DIM]), tf.zeros([2, 5, _DIM]))
 
 
-# ---- the channel of sums -----------------------------------------------------------------
+# ---- sums over a mini-batch -----------------------------------------------------------------
 
 
 class _Counts(base_layer.BaseLayer):
-  """Counts the examples that it saw in training; each call doubles what it is asked to."""
+  """Counts training examples, and reports the sums in `sums`."""
 
   @classmethod
   def Params(cls):
     p = super().Params()
-    p.Define('sums', {}, 'What to report beside the count.')
-    p.Define('wrong', '', 'A weight to assign that is not there.')
+    p.Define('sums', {}, 'Further sums to report.')
+    p.Define('wrong', '', 'Name of an unknown weight to assign.')
     return p
 
   def __init__(self, params):
@@ -269,7 +269,7 @@ def testSumsHoldNoGradient():
   assert tape.gradient(total, x) is None
 
 
-def testSumsOfOtherNames():
+def testSumsWithOtherNamesRaise():
   layer = _Counter()
   with fprop_context.Scope(step=0) as context:
     layer(tf.zeros([3, 1]))
@@ -278,14 +278,14 @@ def testSumsOfOtherNames():
 
 
 @pytest.mark.parametrize('dtype', [tf.bfloat16, tf.int32])
-def testSumsOfAnotherDtype(dtype):
+def testSumsOfAnotherDtypeRaise(dtype):
   layer = _Counter(sums={'a': tf.zeros([], dtype)})
   words = f"counts: expected sum 'a' in float32 or float64, got {dtype.name}"
   with fprop_context.Scope(step=0), pytest.raises(TypeError, match=words):
     layer(tf.zeros([3, 1]))
 
 
-def testAWrongWeightIsNamed():
+def testUpdateOfAnUnknownWeightRaises():
   words = 'counts: StateFromSums returned other; the non-trainable weights .* are total, untouched'
   with pytest.raises(ValueError, match=words):
     layer_state.UpdateFromSums(
@@ -293,7 +293,7 @@ def testAWrongWeightIsNamed():
     )
 
 
-def testALayerWithoutStateFromSums():
+def testLayerWithoutStateFromSumsRaises():
   layer = base_layer.BaseLayer.Params().Set(name='plain').Instantiate()
   layer.InstantiateVariables()
   with pytest.raises(NotImplementedError, match='BaseLayer reports sums'):

@@ -389,7 +389,7 @@ def testMetaHasTheSpecsOfTheOutputs(Row, dtypes):
 
 
 @pytest.mark.parametrize('row', CATALOGUE, ids=_Id)
-def testCountedFlopsAreThoseOfTheFormula(row):
+def testCountedFlopsEqualTheFormula(row):
   cls, values, specs, flops = row
   layer = cls.Params().Set(name='layer', **values).Instantiate()
   meta = cls.FPropMeta(layer.params, *specs)

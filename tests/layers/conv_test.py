@@ -45,7 +45,7 @@ def _CheckAsKeras(layer, keras_layer, x=X):
   'size, stride',
   [((1, 1), (1, 1)), ((3, 3), (2, 2)), ((1, 5), (1, 2)), ((5, 1), (2, 1)), ((3, 2), (1, 1))],
 )
-def testConvIsKerass(size, stride, padding):
+def testConvEqualsKeras(size, stride, padding):
   layer = _Layer(
     conv.Conv2DLayerNoPadding,
     filter_shape=(*size, 3, 4),
@@ -59,7 +59,7 @@ def testConvIsKerass(size, stride, padding):
 
 
 @pytest.mark.parametrize('stride', [1, 2])
-def testDepthwiseIsKerass(stride):
+def testDepthwiseEqualsKeras(stride):
   layer = _Layer(
     conv.DepthwiseConv2DLayerNoPadding, filter_shape=(3, 3, 3, 2), filter_stride=(stride, stride)
   )
@@ -70,7 +70,7 @@ def testDepthwiseIsKerass(stride):
 
 
 @pytest.mark.parametrize('stride, multiplier', [(1, 1), (2, 3)])
-def testSeparableIsKerass(stride, multiplier):
+def testSeparableEqualsKeras(stride, multiplier):
   layer = _Layer(
     conv.SeparableConv2DLayerNoPadding,
     filter_shape=(5, 5, 3, 4),
@@ -99,18 +99,18 @@ def testBiasAndActivation():
     ({'filter_shape': (3, 3, 3, 4), 'filter_stride': (2,)}, 'filter_stride to 2'),
   ],
 )
-def testWrongParams(values, message):
+def testWrongParamsRaise(values, message):
   with pytest.raises(ValueError, match=message):
     conv.Conv2DLayerNoPadding.Params().Set(name='conv', **values).Instantiate()
 
 
-def testDepthwiseStridesAreEqual():
+def testUnequalDepthwiseStridesRaise():
   p = conv.SeparableConv2DLayerNoPadding.Params()
   with pytest.raises(ValueError, match='equal strides'):
     p.Set(name='conv', filter_shape=(3, 3, 3, 4), filter_stride=(1, 2)).Instantiate()
 
 
-def testWrongInputs():
+def testWrongInputsRaise():
   layer = _Layer(conv.Conv2DLayerNoPadding, filter_shape=(3, 3, 3, 4))
   with pytest.raises(ValueError, match='conv: the last dimension of inputs must be 3'):
     layer(tf.zeros([2, 7, 6, 4], tf.float64))

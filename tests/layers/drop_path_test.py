@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drop-path: whole examples, the schedule, and the same draws however it is run."""
+"""Drop-path: drops whole examples, follows the schedule, and draws equal masks with XLA."""
 
 import sys
 
@@ -26,9 +26,9 @@ def _Run(layer, step, x=None, micro_batch=0):
 @pytest.mark.parametrize(
   'step, total_steps, keep', [(0, 0, 0.7), (0, 100, 1.0), (50, 100, 0.85), (999, 100, 0.7)]
 )
-def testSchedule(step, total_steps, keep):
+def testKeepProbFollowsTheSchedule(step, total_steps, keep):
   y = _Run(_Layer(keep_prob=0.7, total_steps=total_steps), step)
-  # One decision an example.
+  # One decision for each example.
   assert np.all(y == y[:, :1, :1])
   is_kept = y[:, 0, 0] != 0
   np.testing.assert_allclose(y[is_kept], 1 / keep, rtol=1e-6)
@@ -48,13 +48,13 @@ def testDrawsDifferBetweenStepsMicroBatchesAndLayers():
       assert 0.4 < np.mean(a != b) < 0.6
 
 
-def testNothingHappensInEvaluation():
+def testEvaluationIsTheIdentity():
   x = tf.ones([8, 2])
   assert _Layer(keep_prob=0.5).FProp(None, x) is x
 
 
 @pytest.mark.parametrize('dtype', [tf.float32, tf.float64, tf.bfloat16], ids=lambda d: d.name)
-def testXlaDrawsTheSame(dtype):
+def testXlaDrawsEqualMasks(dtype):
   layer = _Layer(keep_prob=0.6, total_steps=10, dtype=dtype)
 
   def Run(x, step):
@@ -71,7 +71,7 @@ def testXlaDrawsTheSame(dtype):
 @pytest.mark.parametrize(
   'values, name', [({'keep_prob': 0.0}, 'keep_prob'), ({'total_steps': -1}, 'total_steps')]
 )
-def testWrongParams(values, name):
+def testWrongParamsRaise(values, name):
   with pytest.raises(ValueError, match=name):
     _Layer(**values)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dropout: how often, when, and that its masks are exactly reproducible."""
+"""Dropout: rate, mode, and exactly reproducible masks."""
 
 import sys
 
@@ -21,20 +21,20 @@ def _Drop(layer, x, **where):
 
 
 @pytest.mark.parametrize('keep_prob', [0.1, 0.5, 0.9, 0.999])
-def testShareAndMean(keep_prob):
+def testShareOfKeptEntriesAndMean(keep_prob):
   x = tf.ones([1000, 200])
   y = _Drop(_Make(keep_prob=keep_prob), x).numpy()
   sigma = np.sqrt(keep_prob * (1 - keep_prob) / y.size)
   assert abs(np.mean(y != 0) - keep_prob) < 5 * sigma
   np.testing.assert_allclose(y[y != 0], 1 / keep_prob, rtol=1e-6)
-  # No row and no column is special.
+  # All rows and columns have the same rate.
   for axis in (0, 1):
     share = np.mean(y != 0, axis=axis)
     n = y.shape[axis]
     assert np.all(np.abs(share - keep_prob) < 6 * np.sqrt(keep_prob * (1 - keep_prob) / n) + 1 / n)
 
 
-def testSameSeedSameMaskAndOtherwiseAnother():
+def testMaskDependsOnTheSeedOnly():
   layer, x = _Make(keep_prob=0.5), tf.ones([64, 64])
   base = _Drop(layer, x).numpy()
   np.testing.assert_array_equal(base, _Drop(layer, x))
@@ -66,19 +66,19 @@ def testMaskDoesNotDependOnTheDtype():
   np.testing.assert_array_equal(masks[0], masks[2])
 
 
-def testNothingHappensInEvaluationOrAtKeepProbOne():
+def testEvaluationAndKeepProbOneAreTheIdentity():
   x = tf.ones([4, 4])
   assert _Drop(_Make(keep_prob=0.5), x, do_eval=True) is x
-  assert _Make(keep_prob=0.5).FProp({}, x) is x  # Outside of any scope.
+  assert _Make(keep_prob=0.5).FProp({}, x) is x  # Outside any scope.
   assert _Drop(_Make(), x) is x
 
 
-def testTrainingWithoutAStepIsAnError():
+def testTrainingWithoutAStepRaises():
   with pytest.raises(ValueError, match='no step is known'):
     _Drop(_Make(keep_prob=0.5), tf.ones([2]), step=None)
 
 
-def testGradientGoesThroughWhatIsKept():
+def testGradientPassesThroughKeptEntries():
   layer, x = _Make(keep_prob=0.5), tf.ones([20, 20])
   with tf.GradientTape() as tape:
     tape.watch(x)
@@ -94,7 +94,7 @@ def testBroadcastDimsShareADecision(dims):
   assert 0 < np.mean(y == 0) < 1
 
 
-def testHandsOtherOutputsOn():
+def testOtherOutputsPassThrough():
   layer = _Make(keep_prob=0.5)
   with fprop_context.Scope(step=1):
     x, paddings, nothing = layer.FProp({}, tf.ones([2, 3]), tf.zeros([2]), None)
@@ -102,12 +102,12 @@ def testHandsOtherOutputsOn():
 
 
 @pytest.mark.parametrize('keep_prob', [0.0, -0.5, 1.5])
-def testWrongProbabilityIsNamed(keep_prob):
+def testWrongProbabilityRaises(keep_prob):
   with pytest.raises(ValueError, match='keep_prob must be above 0 and at most 1'):
     _Make(keep_prob=keep_prob)
 
 
-def testWrongBroadcastDimIsNamed():
+def testWrongBroadcastDimRaises():
   layer = _Make(keep_prob=0.5, noise_shape_broadcast_dims=[2])
   with pytest.raises(ValueError, match=r'drop: noise_shape_broadcast_dims \[2\].*rank 2'):
     _Drop(layer, tf.ones([2, 2]))

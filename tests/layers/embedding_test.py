@@ -16,7 +16,7 @@ def _Make(cls, **values):
   return layer
 
 
-def testLooksUp():
+def testEmbeddingLooksUpRows():
   layer = _Make(embedding.EmbeddingLayer, vocab_size=10, embedding_dim=4)
   ids = tf.constant([[1, 2], [9, 1]])
   vectors, paddings = layer(ids)
@@ -26,7 +26,7 @@ def testLooksUp():
   assert paddings.shape == (2, 2)
 
 
-def testStartsAtUnitLengthOrUnitVariance():
+def testVectorsStartWithUnitLengthOrUnitVariance():
   layer = _Make(embedding.EmbeddingLayer, vocab_size=2000, embedding_dim=64)
   assert abs(layer.vars.emb.numpy().std() - 1 / 8) < 0.01
   scaled = _Make(embedding.EmbeddingLayer, vocab_size=2000, embedding_dim=64, scale_sqrt_depth=True)
@@ -42,7 +42,7 @@ def testGradientIsSparse():
   assert isinstance(grad, tf.IndexedSlices)
 
 
-def testWrongIdsAreNamed():
+def testWrongIdsRaise():
   layer = _Make(embedding.EmbeddingLayer, vocab_size=10, embedding_dim=4)
   with pytest.raises(ValueError, match='layer: ids must be integers, got float32'):
     layer(tf.zeros([2, 2]))
@@ -68,9 +68,9 @@ def testSinusoids(dim):
   np.testing.assert_allclose(at[:, 0], expected[[4, 2]], atol=1e-12)
 
 
-def testSinusoidsAreExactFarOut():
+def testSinusoidsAreExactAtLargePositions():
   layer = _Make(embedding.PositionalEmbeddingLayer, embedding_dim=4, fprop_dtype=tf.bfloat16)
-  # 4001 is no bfloat16; the angle must not be rounded before the sine.
+  # bfloat16 cannot represent 4001; the angle must not be rounded before the sine.
   at = layer.FPropWithPosition(layer.theta, tf.constant([4001]))
   assert at.dtype == tf.bfloat16
   np.testing.assert_allclose(tf.cast(at, tf.float64)[0, 0], np.sin(4001.0), atol=0.01)
@@ -106,7 +106,7 @@ def testPositionsWithinSegments():
       layer(x, None, None, tf.zeros([2, 5]))
 
 
-def testPositionsTakeAnUnknownTime():
+def testPositionsAcceptAnUnknownTime():
   for cls, values in (
     (embedding.PositionalEmbeddingLayer, {}),
     (embedding.LearnablePositionalEmbeddingLayer, {'max_pos': 6}),
@@ -135,7 +135,7 @@ def testLogits():
     np.testing.assert_allclose(logits, formula(expected), atol=1e-12)
 
 
-def testLogitsNameWrongInputs():
+def testLogitsOfWrongInputsRaise():
   layer = _Make(embedding.SimpleFullSoftmax, input_dim=4, num_classes=7)
   with pytest.raises(ValueError, match=r'layer: the last dimension.* 4, got shape \[2, 3\]'):
     layer(tf.zeros([2, 3]))
@@ -176,7 +176,7 @@ def testCrossEntropyStaysFiniteAtHugeLogits():
     assert np.isfinite(tape.gradient(loss, logits)).all()
 
 
-def testWrongSmoothingIsNamed():
+def testWrongLabelSmoothingRaises():
   with pytest.raises(ValueError, match='label_smoothing must be at least 0 and below 1, got 1'):
     embedding.XentLossFromLogits(tf.zeros([2, 3]), tf.constant([1, 2]), 1.0)
 

@@ -11,7 +11,7 @@ from lingvo_gpipe.layers import factorized_reduction
 
 
 @pytest.mark.parametrize('height, width', [(6, 4), (5, 7)])
-def testEveryPixelOfTwoCountsOnce(height, width):
+def testEachPixelCountsOnce(height, width):
   p = factorized_reduction.FactorizedReductionLayer.Params().Set(
     name='reduction', dtype=tf.float64, input_dim=3, output_dim=4
   )
@@ -30,7 +30,7 @@ def testEveryPixelOfTwoCountsOnce(height, width):
       np.testing.assert_allclose(y[:, i, j, 2:], odd @ w[1], atol=1e-12)
 
 
-def testOutputDimIsEven():
+def testOddOutputDimRaises():
   p = factorized_reduction.FactorizedReductionLayer.Params()
   with pytest.raises(ValueError, match='must be even, got 3'):
     p.Set(name='reduction', input_dim=3, output_dim=3).Instantiate()

@@ -28,7 +28,7 @@ def testLinearMapsTheLastAxis(lead):
   np.testing.assert_allclose(layer(tf.constant(x)), x @ layer.vars.w.numpy(), atol=1e-12)
 
 
-def testLinearTakesAnUnknownBatch():
+def testLinearAcceptsAnUnknownBatch():
   layer = _Make(linear.LinearLayer.Params(), input_dim=4, output_dim=6)
   run = tf.function(layer, input_signature=[tf.TensorSpec([None, None, 4], tf.float64)])
   assert run.get_concrete_function().structured_outputs.shape.as_list() == [None, None, 6]
@@ -48,12 +48,12 @@ def testProjectionHasBiasAndActivationAndZeroesPaddings():
   np.testing.assert_allclose(padded, expected, atol=1e-12)
 
 
-def testDefaultsAreLingvos():
+def testDefaultsEqualLingvos():
   p = linear.ProjectionLayer.Params()
   assert (p.activation, p.has_bias) == ('RELU', False)
 
 
-def testFeedForwardNetIsItsProjections():
+def testFeedForwardNetAppliesItsProjections():
   layer = _Make(
     linear.FeedForwardNet.Params(),
     input_dim=4,
@@ -66,7 +66,7 @@ def testFeedForwardNetIsItsProjections():
   np.testing.assert_allclose(layer(tf.constant(x)), np.tanh(x @ w0) @ w1, atol=1e-12)
 
 
-def testFeedForwardNetDropsBehindEveryProjection():
+def testFeedForwardNetDropsAfterEachProjection():
   half = dropout.DropoutLayer.Params().Set(keep_prob=0.5)
   layer = _Make(
     linear.FeedForwardNet.Params(),
@@ -88,12 +88,12 @@ def testFeedForwardNetDropsBehindEveryProjection():
     ({'input_dim': 4, 'output_dim': 2, 'activation': 'RELUU'}, "did you mean 'RELU'"),
   ],
 )
-def testWrongParamsAreNamed(values, message):
+def testWrongParamsRaise(values, message):
   with pytest.raises(ValueError, match=message):
     _Make(linear.ProjectionLayer.Params(), **values)
 
 
-def testFeedForwardNetNamesTheListOfWrongLength():
+def testFeedForwardNetWithAListOfWrongLengthRaises():
   with pytest.raises(ValueError, match='activation.*list of 2.*got 1'):
     _Make(
       linear.FeedForwardNet.Params(), input_dim=2, hidden_layer_dims=[2, 2], activation=['RELU']
@@ -102,7 +102,7 @@ def testFeedForwardNetNamesTheListOfWrongLength():
     _Make(linear.FeedForwardNet.Params(), input_dim=2)
 
 
-def testWrongInputsAreNamedWithThePath():
+def testWrongInputsRaiseWithThePath():
   layer = _Make(linear.FeedForwardNet.Params(), input_dim=4, hidden_layer_dims=[5])
   with pytest.raises(ValueError, match=r'layer\.fc\[0\]: .* must be 4, got shape \[2, 3\]'):
     layer(tf.zeros([2, 3], tf.float64))

@@ -35,7 +35,7 @@ def testStartsAsPlainNormalisation():
   np.testing.assert_allclose(y.std(-1), 1, atol=1e-5)
 
 
-def testHandsPaddingsOn():
+def testPaddingsPassThrough():
   layer = _Make(input_dim=3)
   x, paddings = tf.ones([2, 4, 3]), tf.zeros([2, 4])
   y, same = layer(x, paddings)
@@ -44,9 +44,9 @@ def testHandsPaddingsOn():
   assert layer(x, None)[1] is None
 
 
-def testStatisticsOfBfloat16AreTakenInFloat32():
+def testStatisticsOfBfloat16AreComputedInFloat32():
   layer = _Make(input_dim=4096, fprop_dtype=tf.bfloat16)
-  # 64 and a small part: a mean in bfloat16 would lose the part, and a sum would stick at 64 * 256.
+  # 64 plus a small part, which a mean in bfloat16 would lose; a sum would stick at 64 * 256.
   x = tf.cast(64 + tf.random.stateless_normal([2, 4096], [1, 2]), tf.bfloat16)
   y = layer(x)
   assert y.dtype == tf.bfloat16

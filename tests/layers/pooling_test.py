@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pools against Keras and numpy."""
+"""Pooling against Keras and NumPy."""
 
 import sys
 
@@ -16,7 +16,7 @@ X = np.random.default_rng(0).standard_normal([2, 7, 6, 3])
 @pytest.mark.parametrize('padding', ['SAME', 'VALID'])
 @pytest.mark.parametrize('window, stride', [((2, 2), (2, 2)), ((3, 3), (1, 1)), ((3, 2), (2, 1))])
 @pytest.mark.parametrize('pooling_type', ['MAX', 'AVG'])
-def testPoolIsKerass(pooling_type, window, stride, padding):
+def testPoolEqualsKeras(pooling_type, window, stride, padding):
   p = pooling.PoolingLayer.Params().Set(
     name='pool',
     dtype=tf.float64,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SequentialLayer: spreading, flattening, and that nesting changes neither weights nor masks."""
+"""SequentialLayer: spreads tuples, flattens, and keeps weights and masks under nesting."""
 
 import sys
 
@@ -31,21 +31,21 @@ def _Make(params):
 
 
 class _SumAndDifference(base_layer.BaseLayer):
-  """(a, b) -> (a + b, a - b)."""
+  """Maps (a, b) to (a + b, a - b)."""
 
   def FProp(self, theta, a, b):
     return a + b, a - b
 
 
 class _Pack(base_layer.BaseLayer):
-  """Two tensors into one nest, which is a single argument for the next layer."""
+  """Packs two tensors into a nest, a single argument of the next layer."""
 
   def FProp(self, theta, a, b):
     return nested_map.NestedMap(a=a, rest=[b, None])
 
 
 class _Unpack(base_layer.BaseLayer):
-  """The first of a nest."""
+  """Returns the first tensor of a nest."""
 
   def FProp(self, theta, nest):
     assert nest.rest[1] is None
@@ -63,19 +63,19 @@ def testOutputsAreTheNextArguments():
   assert layer.FPropMeta(layer.params, spec, spec).out_specs == (spec,)
 
 
-def testFlattenOpensSequencesAndRepeats():
+def testFlattenExpandsSequencesAndRepeats():
   inner = Sequential().Set(sub=[_Projection(), _Drop()], repeat=2)
   outer = Sequential().Set(sub=[_Drop(), inner, Sequential().Set(sub=[inner])], repeat=2)
   flat = sequential.FlattenSequential(outer)
   one = [dropout.DropoutLayer] + 4 * [linear.ProjectionLayer, dropout.DropoutLayer]
   assert [p.cls for p in flat] == 2 * one
-  # Copies, one for each place but not for each repetition.
+  # Each element is a copy, shared by its repetitions.
   assert len({id(p) for p in flat}) == 5
   assert not {id(p) for p in flat} & {id(p) for p in [*inner.sub, *outer.sub]}
   assert [p.cls for p in sequential.FlattenSequential(_Drop())] == [dropout.DropoutLayer]
 
 
-def testFlattenKeepsWhatTheSequenceSays():
+def testFlattenInheritsParamsOfTheSequence():
   inner = Sequential().Set(sub=[_Projection(), _Projection(dtype=tf.float32)], dtype=tf.float64)
   outer = Sequential().Set(sub=[inner, _Projection()], fprop_dtype=tf.bfloat16, random_seed=7)
   flat = sequential.FlattenSequential(outer)
@@ -85,7 +85,7 @@ def testFlattenKeepsWhatTheSequenceSays():
   assert inner.sub[0].dtype is None
 
 
-def testFlattenLeavesSubclassesClosed():
+def testFlattenDoesNotExpandSubclasses():
   class Closed(sequential.SequentialLayer):
     """Something else."""
 
@@ -115,7 +115,7 @@ def testRepeatedLayersHaveTheirOwnWeights():
   np.testing.assert_allclose(y, x, rtol=1e-5)
 
 
-def testMetaAddsUp():
+def testFPropMetaAddsUpTheLayers():
   layer = _Make(Sequential().Set(sub=[_Projection(), _Projection(3)], repeat=1))
   x = tf.TensorSpec([5, DIM], tf.float32)
   parts = [child.FPropMeta(child.params, x).flops for child in layer.layers]
@@ -125,14 +125,14 @@ def testMetaAddsUp():
 
 
 @pytest.mark.parametrize('values', [{'sub': []}, {'sub': [_Drop()], 'repeat': 0}], ids=str)
-def testEmptySequencesAreErrors(values):
+def testEmptySequencesRaise(values):
   with pytest.raises(ValueError, match='needs layers in .sub. and a .repeat. of at least 1'):
     _Make(Sequential().Set(**values))
   with pytest.raises(ValueError, match='needs layers'):
     sequential.FlattenSequential(Sequential().Set(sub=[Sequential().Set(**values)]))
 
 
-def testParamsThatAreNoLayersAreNamed():
+def testSubOfAnotherTypeRaises():
   with pytest.raises(TypeError, match="expected the Params of a layer in a sequence, got 'layer'"):
     _Make(Sequential().Set(sub=['layer']))
 

@@ -71,7 +71,7 @@ def testAppendTakesAnyNest():
     np.testing.assert_array_equal(a, b)
 
 
-def testOtherArgumentsPass():
+def testOtherArgumentsPassThrough():
   paddings = tf.zeros([2])
   sub = [
     _Stash('a'),
@@ -86,7 +86,7 @@ def testOtherArgumentsPass():
   np.testing.assert_array_equal(appended, _X())
 
 
-def testSeveralTakersAndNestedSequences():
+def testSeveralPopsAndNestedSequences():
   double = _With(lambda x: 2.0 * x)
   inner = sequential.SequentialLayer.Params().Set(sub=[double, _Pop('a'), _Stash('b')])
   sub = [_Stash('a'), inner, double, _Pop('a'), _Pop('b')]
@@ -94,7 +94,7 @@ def testSeveralTakersAndNestedSequences():
   np.testing.assert_array_equal(_Run(sub, _X()), 10.0 * _X())
 
 
-def testTheGradientOfEveryTakerCounts():
+def testGradientsOfAllPopsAddUp():
   square = linear.LinearLayer.Params().Set(input_dim=_DIM, output_dim=_DIM)
   sub = [square, _Stash('a'), _With(tf.sin), _Pop('a'), _With(tf.cos), _Pop('a')]
   layer = sequential.SequentialLayer.Params().Set(name='seq', sub=sub).Instantiate()
@@ -113,7 +113,7 @@ def _Layer(params):
   return layer
 
 
-def testDecodingRefusesSkipsByName():
+def testDecodingWithSkipsRaises():
   p = sequential.SequentialLayer.Params().Set(name='seq', sub=[_Stash('a'), _Pop('a')])
   layer = p.Instantiate()
   layer.InstantiateVariables()
@@ -121,12 +121,12 @@ def testDecodingRefusesSkipsByName():
     layer.Prefill(layer.theta, _X(), max_length=9)
 
 
-def testNeitherHasWeights():
+def testSkipLayersHaveNoWeights():
   for p in (_Stash('a'), _Pop('a')):
     assert _Layer(p).VariablesByPath() == {}
 
 
-def testNamesOfEnds():
+def testSkipsInAndOutAreTheKey():
   stash, pop = _Layer(_Stash('a')), _Layer(_Pop('a'))
   assert (stash.skips_in, stash.skips_out) == ((), ('a',))
   assert (pop.skips_in, pop.skips_out) == (('a',), ())
@@ -138,7 +138,7 @@ def testAStashAloneIsTheIdentity():
   assert layer(1, None) == (1, None)
 
 
-def testMeta():
+def testFPropMetaOfSkips():
   x, ids = tf.TensorSpec([2, 5, _DIM]), tf.TensorSpec([2, 5], tf.int32)
   meta, stashed = skip.StashLayer.FPropMetaSkips(_Stash('a'), nested_map.NestedMap(), x, ids)
   assert (meta.flops, meta.out_specs, dict(stashed)) == (0, (x, ids), {'a': x})
@@ -154,24 +154,24 @@ def testMeta():
 # ---- errors ------------------------------------------------------------------------------
 
 
-def testAnotherShape():
-  with pytest.raises(ValueError, match=r'cannot add a skip of shape \(2, 4\) to \(2, 1\)'):
+def testAddOfAnotherShapeRaises():
+  with pytest.raises(ValueError, match=r'skip of shape \(2, 4\) to \(2, 1\)'):
     _Run([_Stash('a'), _With(lambda x: x[:, :1]), _Pop('a')], _X())
 
 
-def testAnUnknownCombination():
+def testUnknownCombinationRaises():
   with pytest.raises(ValueError, match="combine must be one of add, concat, append, got 'mul'"):
     _Layer(_Pop('a', 'mul'))
 
 
 @pytest.mark.parametrize('key', ['', 'a b', '1a'])
-def testAKeyThatIsNoName(key):
+def testKeyThatIsNotANameRaises(key):
   for p in (_Stash(key), _Pop(key)):
     with pytest.raises((KeyError, ValueError, TypeError), match=key or 'key'):
       _Layer(p)
 
 
-def testAKeyThatNobodyBegins():
+def testKeyWithoutStashRaises():
   with pytest.raises((KeyError, ValueError), match='wrong'):
     _Run([_Stash('a'), _Pop('wrong')], _X())
 

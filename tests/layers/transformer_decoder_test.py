@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoder blocks: what they add up to, their size, who sees whom, one position at a time."""
+"""Decoder blocks: outputs, size, attention masks, and decoding one position at a time."""
 
 import sys
 
@@ -45,7 +45,7 @@ def testNumParams(width):
   assert layer.NumParams() == matrices + 2 * (3 * w + d) + h + d + 6 * d
 
 
-def testBlockIsItsParts():
+def testBlockAppliesItsParts():
   stack = _Make(1)
   block, theta = stack.layers[0], stack.theta.layers[0]
   x, source = _X(), _Source()
@@ -67,7 +67,7 @@ def testBlockIsItsParts():
   np.testing.assert_allclose(y, expected, atol=1e-12)
 
 
-def testTheFutureChangesNothingBeforeAndTheSourceChangesAll():
+def testOutputsDependOnThePastAndTheWholeSource():
   stack, x, source = _Make(), _X(), _Source()
   before = stack(source, None, x)[2].numpy()
   for t in range(1, TIME):
@@ -81,7 +81,7 @@ def testTheFutureChangesNothingBeforeAndTheSourceChangesAll():
 
 
 @pytest.mark.parametrize('left', [False, True])
-def testPaddingChangesNothingElsewhere(left):
+def testPaddingDoesNotChangeOtherPositions(left):
   stack, x, source = _Make(), _X(), _Source()
   keep = np.s_[:, 2:] if left else np.s_[:, :-2]
 
@@ -96,11 +96,11 @@ def testPaddingChangesNothingElsewhere(left):
     stack(*Padded(source, seed), *Padded(x, seed + 1))[2].numpy()[keep] for seed in (11, 13)
   ]
   np.testing.assert_array_equal(*outputs)
-  # And a padded batch gives what the short one gives.
+  # A padded batch has the outputs of the unpadded batch.
   np.testing.assert_allclose(outputs[0], stack(source[keep], None, x[keep])[2], atol=1e-12)
 
 
-def testEveryDropoutTakesPart():
+def testEachDropoutIsApplied():
   x, source = _X(), _Source()
   plain = _Make()(source, None, x)[2].numpy()
   for name in ('residual_dropout_prob', 'atten_dropout_prob', 'relu_dropout_prob'):
@@ -113,8 +113,8 @@ def testEveryDropoutTakesPart():
 
 
 @pytest.mark.parametrize('name', ['residual_dropout_prob', 'atten_dropout_prob'])
-def testTheCrossAttentionHasDropoutOfItsOwn(name):
-  """In a block other parts would hide that it has none."""
+def testCrossAttentionHasItsOwnDropout(name):
+  """Tests the attention alone, because a block has other dropouts."""
   assert _Params(**{name: 0.5}).Instantiate().cross_atten.params.Get(name) == 0.5
   p = transformer_decoder.TransformerCrossAttentionLayer.Params().Set(
     name='cross', input_dim=DIM, num_heads=2, dtype=tf.float64, random_seed=1
@@ -134,7 +134,7 @@ def testTheCrossAttentionHasDropoutOfItsOwn(name):
 
 @pytest.mark.parametrize('prompt', [1, 4])
 @pytest.mark.parametrize('padded', [False, True])
-def testStepByStepIsFProp(prompt, padded):
+def testStepByStepEqualsFProp(prompt, padded):
   stack, x, source = _Make(1), _X(), _Source()
   block, theta = stack.layers[0], stack.theta.layers[0]
   paddings = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transformer blocks: what they add up to, their size, who sees whom."""
+"""Transformer blocks: outputs, size and attention masks."""
 
 import sys
 
@@ -47,7 +47,7 @@ def testNumParams(d, h):
   assert layer.NumParams() == 4 * d * 4 + 3 * 4 + d + 2 * d * h + h + d + 4 * d
 
 
-def testTransformerOfThePaperHasItsSizeWithoutMemory():
+def testTransformerOfThePaperIsCountedWithoutAllocation():
   # Table 1: d 2048, hidden 8192, 32 heads, vocabulary 32,000; 3 layers have 282.2M parameters.
   d, h, vocab = 2048, 8192, 32000
   block = transformer.TransformerLayer.Params().Set(input_dim=d, hidden_dim=h, num_heads=32)
@@ -64,7 +64,7 @@ def testTransformerOfThePaperHasItsSizeWithoutMemory():
   assert round(stack.Instantiate().NumParams() / 1e6, 1) == 282.2
 
 
-def testBlockIsItsParts():
+def testBlockAppliesItsParts():
   layer, x = _Make(activation='TANH', is_causal=True), _X()
   theta, atten, ff = layer.theta, layer.self_atten, layer.fflayer
   n = norm.LayerNorm.FProp(atten.layer_norm, theta.self_atten.layer_norm, x)
@@ -77,7 +77,7 @@ def testBlockIsItsParts():
 
 
 @pytest.mark.parametrize('dtypes', [(tf.float64, None), (tf.float32, tf.bfloat16)], ids=str)
-def testTheFutureChangesNothingBefore(dtypes):
+def testOutputsDoNotDependOnTheFuture(dtypes):
   stack = _Stack(*dtypes, is_causal=True)
   x = _X(dtype=dtypes[1] or dtypes[0])
   for t in range(1, TIME):
@@ -87,7 +87,7 @@ def testTheFutureChangesNothingBefore(dtypes):
 
 @pytest.mark.parametrize('is_causal', [False, True])
 @pytest.mark.parametrize('left', [False, True])
-def testPaddedPositionsChangeNothingElsewhere(is_causal, left):
+def testPaddedPositionsDoNotChangeOtherPositions(is_causal, left):
   stack = _Stack(tf.float64, None, is_causal=is_causal)
   x = _X()
   keep = np.s_[:, 2:] if left else np.s_[:, :-2]
@@ -97,12 +97,12 @@ def testPaddedPositionsChangeNothingElsewhere(is_causal, left):
   other[keep] = x.numpy()[keep]
   outputs = [stack(z, tf.constant(paddings))[0].numpy() for z in (x, tf.constant(other))]
   np.testing.assert_array_equal(outputs[0][keep], outputs[1][keep])
-  # And a padded batch gives what the short one gives.
+  # A padded batch has the outputs of the unpadded batch.
   np.testing.assert_allclose(outputs[0][keep], stack(x[keep])[0], atol=1e-12)
 
 
 @pytest.mark.parametrize('is_causal', [False, True])
-def testSegmentsDoNotSeeEachOther(is_causal):
+def testAttentionStaysWithinSegments(is_causal):
   stack = _Stack(tf.float64, None, is_causal=is_causal)
   x = _X()
   segment_ids = tf.constant([[1, 1, 2, 2, 2, 0], [3, 1, 1, 1, 1, 1]])
@@ -114,7 +114,7 @@ def testSegmentsDoNotSeeEachOther(is_causal):
       np.testing.assert_allclose(y[row, begin:end], alone, atol=1e-12)
 
 
-def testWrongSegmentsAreNamed():
+def testWrongSegmentsRaise():
   layer, x = _Make(), _X()
   with pytest.raises(ValueError, match=r'block\.self_atten: segment_ids must be integers, got fl'):
     layer(x, None, tf.zeros([BATCH, TIME]))
@@ -122,7 +122,7 @@ def testWrongSegmentsAreNamed():
     layer(x, None, tf.zeros([BATCH, 5], tf.int32))
 
 
-def testEveryDropoutTakesPart():
+def testEachDropoutIsApplied():
   x = _X()
   plain = _Make()(x)[0].numpy()
   for name in ('residual_dropout_prob', 'atten_dropout_prob', 'relu_dropout_prob'):
@@ -160,7 +160,7 @@ def testErrorsNameThePathDownToThePart():
     transformer.TransformerLayer.Params().Set(name='b', input_dim=4).Instantiate()
 
 
-def testRowsOfSeveralDocumentsAreNotDecoded():
+def testDecodingRowsOfSeveralDocumentsRaises():
   layer = _Make(is_causal=True)
   x, ids = tf.zeros([2, 3, DIM], tf.float64), tf.ones([2, 3], tf.int32)
   with pytest.raises(NotImplementedError, match='^block.self_atten: a row of several documents'):

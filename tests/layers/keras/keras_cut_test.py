@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cutting Keras models into cells that compute the same, and moving their weights to and fro."""
+"""Cuts Keras models into cells that compute the same, and copies weights in both directions."""
 
 import sys
 
@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from lingvo_gpipe.layers import sequential
 from lingvo_gpipe.layers.keras import keras_config, keras_cut
+from tests import naming
 
 KerasInput = keras_config.KerasInput
 LAYERS = keras.layers
@@ -28,7 +29,7 @@ def _Randomise(variables, seed):
 
 
 def _Check(model, args, inputs=(), call=None, **options):
-  """The cells of the model, after both ways of the weights were seen to work."""
+  """Returns the cells of the model after checking that weights copy in both directions."""
   sub = keras_cut.Cut(model, inputs, **options)
   layer = _Sequence(sub)
   call = call or model
@@ -71,7 +72,7 @@ def _Network(blocks=2):
   return keras.Model(inputs, LAYERS.Dense(2, name='head')(x))
 
 
-def testSequentialIsOneCellALayer():
+def testSequentialIsCutIntoOneCellPerLayer():
   net = keras.Sequential(
     [keras.Input([6, 6, 1]), LAYERS.Conv2D(2, 3), LAYERS.BatchNormalization(), LAYERS.Flatten()]
   )
@@ -82,7 +83,7 @@ def testSequentialIsOneCellALayer():
   assert _Names(sub)[3] == 'inner'
 
 
-def testListOfLayersThatAreNotBuilt():
+def testListOfUnbuiltLayers():
   layers = [LAYERS.Dense(4), LAYERS.Dense(3, activation='relu')]
   inputs = [KerasInput((None, 5))]
   sub = keras_cut.Cut(layers, inputs)
@@ -93,7 +94,7 @@ def testListOfLayersThatAreNotBuilt():
   _Check(layers, [_X(2, 5)], inputs, call=net)
 
 
-def testFunctionalModelIsCutWhereOneTensorLeadsOn():
+def testFunctionalModelIsCutAtSingleTensors():
   sub = _Check(_Network(), [_X(3, 5)])
   assert _Names(sub) == ['stem', 'block0_add', 'block1_add', 'head']
   assert sub[1].config == sub[2].config  # Equal blocks share their traces.
@@ -106,25 +107,25 @@ def testFunctionalModelIsCutWhereOneTensorLeadsOn():
   assert keys[-1] == 'net.layers[2].dense_1_bias'
 
 
-def testAfterNamesTheCuts():
+def testAfterSelectsTheCuts():
   options = {'after': ['block0_add']}
   sub = _Check(_Network(), [_X(3, 5)], **options)
   assert _Names(sub) == ['block0_add', 'head']
-  with pytest.raises(ValueError, match="'block1_out'; it can be cut after block1_add, bl"):
+  with pytest.raises(ValueError, match=naming.Naming('block1_out', 'block1_add')):
     keras_cut.Cut(_Network(), after=['block1_out'])
-  with pytest.raises(ValueError, match="after a layer 'head'"):
+  with pytest.raises(ValueError, match=naming.Naming('head')):
     keras_cut.Cut(_Network(), after=['head'])
   layer = _Sequence(sub)
-  with pytest.raises(ValueError, match='cut into 4 KerasLayers, but 2 are given'):
+  with pytest.raises(ValueError, match=naming.Naming('KerasLayers', 4, 2)):
     keras_cut.LoadWeights(layer.layers, _Network())
   before = [v.numpy() for v in layer.variables]
-  with pytest.raises(ValueError, match=r'net.layers\[1\] is not head'):
+  with pytest.raises(ValueError, match=naming.Naming('net.layers[1]', 'head')):
     keras_cut.LoadWeights(layer.layers, _Network(3), **options)
   for v, value in zip(layer.variables, before, strict=True):
     np.testing.assert_array_equal(v, value)
 
 
-def testModelsWithinAreOpenedUnlessSomethingPassesThem():
+def testNestedModelsAreCutUnlessATensorBypassesThem():
   inputs = keras.Input([5])
   inner = _Network()
   alone = keras.Model(inputs, LAYERS.Dense(3, name='last')(inner(inputs)))
@@ -143,7 +144,7 @@ def testCallsOfASharedLayerStayTogether():
   assert _Names(sub) == ['first', 'shared', 'b', 'last']
 
 
-def testOperationsAndArgumentsOfACall():
+def testOperationsAndCallArguments():
   inputs = keras.Input([3, 4])
   x = LAYERS.Dense(4, name='first')(inputs)
   x = keras.ops.tanh(x) * 2.0 + 1.0
@@ -165,7 +166,7 @@ def testSeveralInputsAndOutputs():
   assert isinstance(_Sequence(sub)(_X(3, 4), _X(3, 3)), tuple)
 
 
-def testAQuantisedModel():
+def testQuantisedModel():
   net = keras.Sequential([keras.Input([5]), LAYERS.Dense(4), LAYERS.Dense(2)])
   net.quantize('int8')
   net.layers[0].enable_lora(2)
@@ -185,14 +186,14 @@ def testAQuantisedModel():
   assert Gradients(_X(3, 5)).keys() == trained.keys()
 
 
-def testMistakes():
+def testWrongArgumentsRaise():
   class Own(keras.Model):
     def call(self, inputs):
       return inputs
 
-  with pytest.raises(TypeError, match='got Own; a subclassed model is one cell'):
+  with pytest.raises(TypeError, match=naming.Naming('Own', 'KerasLayer.FromKeras')):
     keras_cut.Cut(Own())
-  with pytest.raises(ValueError, match='inputs of the Keras model are not known'):
+  with pytest.raises(ValueError, match='^the inputs of the Keras model'):
     keras_cut.Cut(keras.Sequential([LAYERS.Dense(2)]))
 
 

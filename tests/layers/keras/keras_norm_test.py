@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keras's BatchNormalization in pieces: what it computes, and moving averages of the whole."""
+"""Keras's BatchNormalization by micro-batch, with moving averages over the mini-batch."""
 
 import sys
 
@@ -41,7 +41,7 @@ def _X(batch, offset=0.0):
 
 
 def _Train(layer, pieces):
-  """One mini-batch: the outputs of its micro-batches; the layer's state is updated."""
+  """Runs one mini-batch; returns the outputs of its micro-batches and updates the state."""
   contexts, outputs = [], []
   for m, x in enumerate(pieces):
     with fprop_context.Scope(step=0, micro_batch=m) as context:
@@ -83,11 +83,11 @@ def testOneMicroBatchEqualsKeras(options):
     np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-def testPiecesNormaliseAndTheWholeIsAveraged():
+def testMicroBatchesNormaliseAndMiniBatchesAverage():
   net = _Net()
   layer = _Make(net, 3, 4, 5)
   keras_cut.LoadWeights([layer], net)
-  x = _X(7, offset=1000.0)  # The squares of which float32 would not hold.
+  x = _X(7, offset=1000.0)  # float32 cannot represent the squares of these values.
   pieces = micro_batch.Split(x, 3)
   outputs = _Train(layer, pieces)
   for piece, output in zip(pieces, outputs, strict=True):
@@ -124,20 +124,20 @@ def testMaskedPositionsDoNotCount():
   np.testing.assert_allclose(ours[np.array(ids) > 0].mean(0), 0, atol=1e-6)
 
 
-def testALayerThatIsCalledTwiceAveragesBoth():
+def testLayerCalledTwiceAveragesBothCalls():
   inputs = keras.Input([4])
   norm = LAYERS.BatchNormalization(momentum=0.5)
   net = keras.Model(inputs, norm(norm(inputs) + 2.0))
   layer = _Make(net, 4)
   x = tf.constant(np.random.default_rng(0).standard_normal([50, 4]) + 6.0, tf.float32)
   _Train(layer, [x])
-  # Of values around 6 and 2.
+  # The values are around 6 and 2.
   np.testing.assert_allclose(
     layer.VariableOf('batch_normalization_moving_mean'), [2.0] * 4, atol=0.2
   )
 
 
-def testConvertedWithinWrappersAndBlocks():
+def testLayersInWrappersAndBlocksAreConverted():
   inputs = keras.Input([3, 4])
   inner = keras.Sequential([LAYERS.Dense(4), LAYERS.BatchNormalization()])
   x = LAYERS.Add()([inner(inputs), inputs])

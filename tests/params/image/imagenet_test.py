@@ -29,15 +29,15 @@ def testSizesStagesAndParameters(name):
   p = train.task
   sizes = (p.variant, p.num_cells, p.reduction_size, p.image_size, p.stack.num_stages)
   assert (*sizes, p.Copy().Set(aux_loss_weight=0.0).Instantiate().NumParams()) == _MODELS[name]
-  told = re.search(r'([\d,]+) parameters without', inspect.getdoc(registry.GetClass(key)))[1]
-  assert told == f'{_MODELS[name][-1]:,}'
-  # Each image's labels begin at 1.
+  count = re.search(r'([\d,]+) parameters without', inspect.getdoc(registry.GetClass(key)))[1]
+  assert count == f'{_MODELS[name][-1]:,}'
+  # Labels begin at 1.
   for data in (train.input, test.input):
     assert (data.image_size, data.num_classes, data.label_offset) == (p.image_size, 1001, 1)
 
 
 @pytest.mark.parametrize('name', _MODELS)
-def testTrainingIsThatOfRealEtAl(name):
+def testTrainingFollowsRealEtAl(name):
   key = f'image.imagenet.{name}'
   p = registry.GetParams(key, 'Train').task
   assert (p.label_smoothing, p.aux_loss_weight, p.dropout_prob) == (0.1, 0.4, 0.5)
@@ -45,7 +45,7 @@ def testTrainingIsThatOfRealEtAl(name):
   learner = p.train.learner
   rmsprop = learner.optimizer
   assert (learner.learning_rate, rmsprop.rho, rmsprop.epsilon) == (1e-3, 0.9, 0.1)
-  # One slot a weight: with weight and gradient the 12 bytes of Table 1.
+  # One slot per weight: with weight and gradient, the 12 bytes of Table 1.
   assert learner.Instantiate().SlotsPerWeight() == 1
   epoch = (1_281_167 - 10_000) / 128
   schedule = learner.lr_schedule.Instantiate()
@@ -56,7 +56,7 @@ def testTrainingIsThatOfRealEtAl(name):
   assert p.train.ema_decay == (0.9999 if 'NetB' in name else 0.0)
 
 
-def testWeightDecayIsOfTheConvolutionsAndTheProjections():
+def testWeightDecayAppliesToConvolutionsAndProjections():
   p = registry.GetParams('image.imagenet.AmoebaNetB18x512', 'Train').task
   assert p.train.learner.l2_regularizer_weight == 4e-5
   excluded = re.compile(p.train.learner.lp_regularizer_exclusion)
@@ -76,7 +76,7 @@ def testDataSets():
     'Dev': ('train[-10000:]', False),
     'Test': ('validation', False),
   }
-  # Images of any size: a random window in training, else the central square.
+  # Images have any size: training takes a random window, evaluation the central square.
   assert not any(p.in_memory for p in inputs.values()) and inputs['Train'].flip
 
 

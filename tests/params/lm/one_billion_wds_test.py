@@ -32,16 +32,16 @@ def testLayersStagesAndParameters(name):
   assert data.packed and data.count_words
   assert (p.num_layers, p.stack.num_stages) == (num_layers, num_stages)
   expected = 50_358_272 * num_layers + 131_104_000
-  told = re.search(r'([\d,]+) parameters', inspect.getdoc(registry.GetClass(key)))[1]
-  assert told == f'{expected:,}'
-  # Layers are alike: a few tell what many have.
+  count = re.search(r'([\d,]+) parameters', inspect.getdoc(registry.GetClass(key)))[1]
+  assert count == f'{expected:,}'
+  # All layers are alike, so two of them determine the count.
   one, two = (p.Copy().Set(num_layers=n, **{'stack.num_stages': 1}).Instantiate() for n in (1, 2))
   per_layer = two.NumParams() - one.NumParams()
   assert one.NumParams() + (num_layers - 1) * per_layer == expected
 
 
-def testInspectModelPrintsTheTotalOfALargeOne(forks):
-  """It allocates nothing; tests/experiments_test.py makes the largest."""
+def testInspectModelPrintsTheTotalOfALargeModel(forks):
+  """Allocates nothing; tests/experiments_test.py tests the largest model."""
   model = 'lm.one_billion_wds.Transformer103'
   done = processes.Succeeded(forks.Run('trainer', '--mode=inspect_model', f'--model={model}'))
   assert done.stdout.splitlines()[-1] == f'{50_358_272 * 103 + 131_104_000:,} parameters'

@@ -21,7 +21,7 @@ _MODELS = {
 
 
 def _Counts(p):
-  """(entries of matrices, all parameters) of a task; layers are alike: a few tell of many."""
+  """Returns (entries of matrices, all parameters) of a task, extrapolated from few layers."""
   counts = []
   for num_layers in (1, 2):
     one = p.Copy().Set(num_layers=num_layers)
@@ -58,14 +58,14 @@ def testSizesStagesAndParameters(name):
 
 
 def testDeepModelsStartSmaller():
-  """Encoder and decoder layers by depth^-1/2, by Lingvo's rule."""
+  """Encoder and decoder layers are scaled by depth^-1/2, by Lingvo's rule."""
   p = registry.GetParams('mt.multilingual.T24x8192x16', 'Train').task
   for tpl in (p.encoder_tpl, p.decoder_tpl):
     init = tpl.tr_fflayer_tpl.fflayer_tpl.params_init
     assert init.scale == pytest.approx(1 / math.sqrt(24))
 
 
-def testTheBaselineIsAsLargeAsThePapers():
+def testBaselineHasThePapersSize():
   _, total = _Counts(registry.GetParams('mt.wmt14.TransformerBigDeEn', 'Train').task)
   assert round(total / 1e6) == 343
 
@@ -77,7 +77,7 @@ def testDataSets():
   }
   assert [p.split for p in inputs.values()] == ['train', 'validation', 'test']
   assert inputs['Train'].sampling_temperature == 5.0 and len(inputs['Train'].datasets) == 14
-  # What TFDS lacks is not asked for.
+  # The experiment does not use splits that TFDS lacks.
   assert set(inputs['Train'].datasets) - set(inputs['Test'].datasets) == {
     'wmt19_translate/gu-en',
     'wmt19_translate/kk-en',
@@ -85,7 +85,7 @@ def testDataSets():
   }
 
 
-def testTheStudyComparesLikeWithLike():
+def testStudyComparesModelsOfEqualSize():
   def Task(name):
     return registry.GetParams(f'mt.cldr.{name}', 'Train').task
 

@@ -66,7 +66,7 @@ def testShapesAndCost(kind, input_dim, previous_dim, is_wider):
 
 
 def testNormalCellDIsTheGraphOfThePaper():
-  """In evaluation, by the cell's own operations and plain TensorFlow."""
+  """Compares evaluation with the cell's own operations, joined by plain TensorFlow."""
   layer = _Make(_Params('d_normal', input_dim=8, previous_dim=4))
   x, previous = _Random(BATCH, SIZE, SIZE, 8), _Random(BATCH, SIZE, SIZE, 4, seed=1)
   ops = {name: lambda s, n=name: layer.ops[n](s) for name in layer.ops}
@@ -80,7 +80,7 @@ def testNormalCellDIsTheGraphOfThePaper():
   y, same = layer(x, previous)
   np.testing.assert_allclose(y, expected, rtol=1e-10, atol=1e-12)
   assert same is x
-  # Which weights each operation has: 1x1, and the bottleneck 1x1, 1x7, 7x1, 1x1.
+  # The filters of each operation: 1x1, and the bottleneck 1x1, 1x7, 7x1, 1x1.
   shapes = {name: [b.conv.w.shape[:2] for b in _Blocks(layer.vars.ops[name])] for name in ops}
   bottleneck = [(1, 1), (1, 7), (7, 1), (1, 1)]
   assert shapes == {
@@ -139,11 +139,11 @@ def testReductionCellBIsTheGraphOfThePaper():
   expected = tf.concat([s5, s6], -1)
   np.testing.assert_allclose(layer(x, previous)[0], expected, rtol=1e-10, atol=1e-12)
   assert [p.filter_shape[0] for p in _ConvParams(layer.ops.left2)] == [5, 5]
-  # Of two separable convolutions the first one has the stride.
+  # The first of two separable convolutions has the stride.
   assert [p.filter_stride for p in _ConvParams(layer.ops.right3)] == [(2, 2), (1, 1)]
 
 
-def testAPoolOfOtherChannelsIsProjectedWithoutReLU():
+def testPoolOfOtherChannelsIsProjectedWithoutReLU():
   layer = amoebanet_ops.OpBuilder(FILTERS).Op('max_pool_2x2', 8, 2).Set(name='pool').Instantiate()
   assert [p.activation for p in _ConvParams(layer)] == ['NONE']
 
@@ -152,7 +152,7 @@ def _ConvParams(op):
   return [layer.params for layer in op.layers if 'conv' in layer.children]
 
 
-def testTheFirstCellTakesOneInputForBoth():
+def testFirstCellUsesOneInputForBoth():
   layer = _Make(_Params('d_reduction', input_dim=4, previous_dim=0))
   x = _Random(BATCH, SIZE, SIZE, 4)
   with fprop_context.Scope(step=0):
@@ -162,7 +162,7 @@ def testTheFirstCellTakesOneInputForBoth():
     np.testing.assert_array_equal(one, same(x, x)[0])
 
 
-def testDropPathIsOnAllButIdentities():
+def testAllOperationsButIdentitiesHaveDropPath():
   p = _Params('d_normal', input_dim=8, previous_dim=4)
   p.drop_path_tpl.keep_prob = 0.5
   layer = p.Instantiate()

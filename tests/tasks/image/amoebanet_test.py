@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AmoebaNet: parameter counts, and the same training however it is cut."""
+"""AmoebaNet: parameter counts, and equal training with any cut."""
 
 import sys
 
@@ -36,7 +36,7 @@ def _Params(**values):
   ],
 )
 def testParameterCountsOfThePaper(variant, num_cells, reduction_size, expected):
-  """The experiments' own are in tests/params/image/imagenet_test.py."""
+  """Counts the paper's models; tests/params/image/imagenet_test.py has the experiments."""
 
   def Refuse(next_creator, **kwargs):
     raise AssertionError('a variable was made')
@@ -47,7 +47,7 @@ def testParameterCountsOfThePaper(variant, num_cells, reduction_size, expected):
 
 
 def testSizesOfTheLayers():
-  """Table 2's network at 224: what goes from cell to cell, and 14.19 G multiply-adds an image."""
+  """Table 2's network at 224x224: shapes between cells, and 14.19 G multiply-adds per image."""
   net = _Params(num_cells=18, reduction_size=256, aux_loss_weight=0.4).Instantiate()
   layers = net.stack.layers
   # Stem, two stem cells, 18 normal and two reduction cells, the ends of the skip, the head.
@@ -60,14 +60,14 @@ def testSizesOfTheLayers():
   assert shapes[3:9] == [[28, 28, 4 * 256]] * 6
   assert shapes[9:16] == [[14, 14, 3 * 512]] + [[14, 14, 4 * 512]] * 6
   assert shapes[16] == shapes[15]
-  assert isinstance(layers[16], skip.StashLayer)  # Behind the last cell of the second stack.
+  assert isinstance(layers[16], skip.StashLayer)  # After the last cell of the second stack.
   assert shapes[17:24] == [[7, 7, 3 * 1024]] + [[7, 7, 4 * 1024]] * 6
   assert [spec.shape.as_list() for spec in cut.layers[-1].out_specs] == [[1, 1001]] * 2
   flops = sum(stage.flops for stage in cut.stages)
   np.testing.assert_allclose(flops / 2, 14.19e9, rtol=0.03)
 
 
-def testAuxiliaryHeadAddsWhatThePaperCounts():
+def testAuxiliaryHeadHasThePapersParameters():
   sizes = {'num_cells': 18, 'reduction_size': 208}
   plain = _Params(**sizes).Instantiate().NumParams()
   with_head = _Params(**sizes, aux_loss_weight=0.4).Instantiate().NumParams()
@@ -105,12 +105,12 @@ def testParamsReachTheLayers():
     ({'image_size': 32, 'aux_loss_weight': 0.4}, 'too small for an auxiliary head'),
   ],
 )
-def testWrongParams(values, message):
+def testWrongParamsRaise(values, message):
   with pytest.raises(ValueError, match=message):
     _Params(**{'num_cells': 3, 'reduction_size': 16, **values}).Instantiate()
 
 
-def testWrongCell():
+def testWrongCellRaises():
   p = amoebanet_cell.AmoebaNetCell.Params().Set(name='cell', filters=4, input_dim=4)
   with pytest.raises(ValueError, match='kind must be one of d_normal'):
     p.Copy().Set(kind='normal').Instantiate()
@@ -122,7 +122,7 @@ def testWrongCell():
 
 
 def _TwoCells(variant):
-  """Params of layers: a normal and a reduction cell, with all that depends on the micro-batch."""
+  """Returns a normal and a reduction cell, with everything that depends on the micro-batch."""
   net = _SmallNet(variant)
   stem, normal, reduction = net.stack.params.sub[:3]
   (aux_head,) = [p for p in net.stack.params.sub if p.cls is heads.AuxiliaryHead]
@@ -157,18 +157,18 @@ def _SmallNet(variant):
 @pytest.mark.parametrize(
   'variant, splits, options',
   [
-    # The auxiliary head's input skips a stage; it goes to the next one.
+    # The input of the auxiliary head skips a stage.
     ('D', [3, 4, 6], {'num_micro_batches': 3}),
     ('B', [4, 6], {'num_micro_batches': 2, 'schedule': '1f1b', 'remat_policy': 'layer'}),
   ],
 )
-def testPipelinedIsUnpipelined(variant, splits, options):
+def testPipelinedEqualsUnpipelined(variant, splits, options):
   net, sub = _TwoCells(variant)
 
   def Loss(theta, outputs, side):
     del theta
     batch = nested_map.NestedMap(labels=side.labels, example_weights=side.weights)
-    # The reference computes the loss outside of its context.
+    # The reference computes the loss outside its context.
     with fprop_context.Scope(step=0):
       metrics, _ = net.ComputeLoss(None, outputs, batch)
     return metrics

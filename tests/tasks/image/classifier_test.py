@@ -34,7 +34,7 @@ def _Softmax(logits):
   return e / np.sum(e, axis=-1, keepdims=True)
 
 
-def testEvaluationIsThePlainCrossEntropy():
+def testEvaluationLossIsThePlainCrossEntropy():
   logits, batch = _Logits(), _Batch()
   metrics, per_example = _Task(label_smoothing=0.2).ComputeLoss(None, logits, batch)
   xent = -np.log(_Softmax(logits.numpy())[np.arange(6), batch.labels])
@@ -59,7 +59,7 @@ def testTrainingSmoothsTheTargets():
   np.testing.assert_allclose(metrics['loss'][0], expected)
 
 
-def testTheAuxiliaryHeadAddsItsLoss():
+def testAuxiliaryHeadAddsItsLoss():
   logits, aux, batch = _Logits(), _Logits(seed=1), _Batch()
   task = _Task(aux_loss_weight=0.4, label_smoothing=0.2)
   with fprop_context.Scope(step=0):
@@ -70,7 +70,7 @@ def testTheAuxiliaryHeadAddsItsLoss():
   assert both['accuracy'] == alone[0]['accuracy']
 
 
-def testABatchOfPaddingIsFinite():
+def testLossOfAPaddedBatchIsFinite():
   metrics, _ = _Task().ComputeLoss(None, _Logits(), _Batch([0.0] * 6))
   assert all(float(value) == 0 and float(weight) == 0 for value, weight in metrics.values())
 
@@ -80,7 +80,7 @@ def testBfloat16LogitsGiveAFloatLoss():
   assert metrics['loss'][0].dtype == tf.float32
 
 
-def testFewClassesHaveNoTopFive():
+def testFewClassesHaveNoTopFiveAccuracy():
   batch = _Batch()
   batch.labels = tf.minimum(batch.labels, 4)
   metrics, _ = _Task(num_classes=5).ComputeLoss(None, _Logits()[:, :5], batch)
@@ -122,7 +122,7 @@ def testCheckBatch(labels, images, message):
     ({'image_size': 3}, 'at least 4x4'),
   ],
 )
-def testWrongParams(values, message):
+def testWrongParamsRaise(values, message):
   with pytest.raises(ValueError, match=message):
     _Task(**values)
 

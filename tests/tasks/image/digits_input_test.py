@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""scikit-learn's digits: splits, values, and the error where they are missing."""
+"""scikit-learn's digits: splits, values, and the error if scikit-learn is missing."""
 
 import sys
 
@@ -20,13 +20,13 @@ def _Epoch(**values):
   return images, np.concatenate([b.labels for b in batches])[kept]
 
 
-def testSplitsPartTheImages():
+def testSplitsPartitionTheImages():
   from sklearn import datasets
 
   digits = datasets.load_digits()
   splits = {split: _Epoch(split=split) for split in ('train', 'dev', 'test')}
   sizes = {split: len(labels) for split, (_, labels) in splits.items()}
-  # They are part of what experiments report.
+  # Experiments report results on these splits.
   assert sizes == {'train': 1239, 'dev': 189, 'test': 369}
   images = np.concatenate([images for images, _ in splits.values()])
   assert sorted(map(bytes, np.round(images * 6 + 5).astype(np.uint8))) == sorted(
@@ -36,7 +36,7 @@ def testSplitsPartTheImages():
     assert set(labels) == set(range(10))
 
 
-def testPixelsAreAboutNormal():
+def testPixelsAreNearlyNormalised():
   images, _ = _Epoch(split='train')
   assert images.shape[1:] == (8, 8, 1)
   assert abs(images.mean()) < 0.1 and abs(images.std() - 1) < 0.1
@@ -48,14 +48,14 @@ def testAugmentedImagesChangeFromEpochToEpoch():
   images = np.concatenate([b.images for b in generator.Dataset()])[: 2 * len(plain)]
   first, second = images[: len(plain)], images[len(plain) :]
   assert not np.array_equal(first, second)
-  # Still the same digits.
+  # The images still show the same digits.
   for changed in (first, second):
     correlation = np.corrcoef(changed.ravel(), plain.ravel())[0, 1]
     assert 0.5 < correlation < 0.95
 
 
 @pytest.mark.parametrize('name, value', [('max_shift', 1), ('max_degrees', 9.0), ('max_zoom', 0.2)])
-def testEachWayToChangeImages(name, value):
+def testEachAugmentation(name, value):
   none = {'split': 'dev', 'augment': True, 'max_shift': 0, 'max_degrees': 0.0, 'max_zoom': 0.0}
   plain, _ = _Epoch(split='dev')
   np.testing.assert_allclose(_Epoch(**none)[0], plain, atol=1e-5)
@@ -69,7 +69,7 @@ def testFingerprints():
   assert _Input(split='dev', augment=True).Fingerprint() == prints['dev']
 
 
-def testWithoutScikitLearn(monkeypatch):
+def testMissingScikitLearnRaises(monkeypatch):
   monkeypatch.setitem(sys.modules, 'sklearn', None)
   digits_input._LoadDigits.cache_clear()
   generator = _Input()
@@ -79,7 +79,7 @@ def testWithoutScikitLearn(monkeypatch):
   digits_input._LoadDigits.cache_clear()
 
 
-def testLabelsMayBeParities():
+def testParityLabels():
   images, digits = _Epoch(split='dev')
   same, parities = _Epoch(split='dev', target='parity')
   np.testing.assert_array_equal(same, images)
@@ -97,7 +97,7 @@ def testLabelsMayBeParities():
     ({'target': 'parities'}, "target: expected digit or parity, got 'parities'"),
   ],
 )
-def testWrongParams(values, name):
+def testWrongParamsRaise(values, name):
   with pytest.raises(ValueError, match=name):
     _Input(**values)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ends of image networks."""
+"""The heads of image networks."""
 
 import sys
 
@@ -61,7 +61,7 @@ def testAuxiliaryHead(size, rest):
   assert out[0] is x and out[1] is y and not stashed
   assert out[2].shape == [2, 4] and np.any(out[2] != 0)
   np.testing.assert_allclose(out[2], _AuxiliaryLogits(layer, skips.aux), rtol=1e-6, atol=1e-9)
-  # In evaluation nobody asks for its logits.
+  # In evaluation there are no auxiliary logits.
   assert layer.FPropSkips(layer.theta, skips, x, y)[0] == (x, y)
   specs = nested_map.NestedMap(aux=tf.TensorSpec([2, size, size, 3]))
   meta, _ = heads.AuxiliaryHead.FPropMetaSkips(
@@ -72,7 +72,7 @@ def testAuxiliaryHead(size, rest):
 
 
 def _AuxiliaryLogits(layer, x):
-  """In training: ReLU, pool, 1x1 convolution, ReLU, a convolution over all that is left, ReLU."""
+  """Computes the logits in training with plain TensorFlow: two convolutions and a projection."""
   first, second = (b.conv.w for b in layer.vars.features.layers if 'conv' in b)
 
   def Norm(y):
@@ -85,7 +85,7 @@ def _AuxiliaryLogits(layer, x):
   return y[:, 0, 0] @ layer.vars.projection.w + layer.vars.projection.b
 
 
-def testTooSmallFeatures():
+def testTooSmallFeaturesRaise():
   with pytest.raises(ValueError, match='4x4 are too small for an auxiliary head'):
     _Make(heads.AuxiliaryHead, input_dim=3, input_size=4, num_classes=4)
 

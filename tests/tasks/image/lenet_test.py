@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LeNet-5 learns, in one stage and in two alike."""
+"""LeNet-5 learns equally in one stage and in two."""
 
 import sys
 
@@ -37,7 +37,7 @@ def _Runner(num_stages):
 
 
 def _Batch(rng):
-  """A bright square at one of three places, in noise."""
+  """Returns noise with a bright square at one of three places."""
   labels = rng.integers(0, 3, [BATCH_SIZE])
   images = rng.standard_normal([BATCH_SIZE, 8, 8, 1]) * 0.3
   for image, label in zip(images, labels, strict=True):
@@ -49,13 +49,13 @@ def _Batch(rng):
   )
 
 
-def testItLearnsAndStagesDoNotMatter():
+def testLeNetLearnsEquallyWithAnyStages():
   losses = []
   for num_stages in (1, 2):
     rng = np.random.default_rng(0)
     run = _Runner(num_stages)
     losses.append([run.TrainStep(_Batch(rng))['loss'] for _ in range(40)])
-    # The moving averages need more steps than that to be of use; what counts is that they follow.
+    # So few steps do not make useful moving averages; test only that they change.
     variables = run.task.VariablesByPath()
     mean = variables['lenet.stack.layers[0].batch_norm.moving_mean']
     assert not mean.trainable and np.any(mean.numpy())
@@ -71,7 +71,7 @@ def testLayers():
     *['ConvBatchNormLayer', 'PoolingLayer'] * 2,
     *['ActivationLayer', 'FlattenLayer', 'ProjectionLayer', 'DropoutLayer', 'ProjectionLayer'],
   ]
-  # The block's ReLU is its first part: the images are taken as they are, the logits are free.
+  # The blocks begin with a ReLU, which must not apply to the images or the logits.
   activations = [layer.params.Get('activation') for layer in layers[:3:2] + layers[6::2]]
   assert activations == ['NONE', 'RELU', 'RELU', 'NONE']
   assert layers[7].params.keep_prob == 0.75

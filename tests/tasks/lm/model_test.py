@@ -49,7 +49,7 @@ def _Spec(batch):
 
 @functools.cache
 def _Run(cls=model.TransformerLm):
-  """A runner with a trained-looking model: weights are not those of the start."""
+  """Returns a runner whose model has random weights instead of the initial weights."""
   devices = [d.name for d in tf.config.list_logical_devices('CPU')]
   vocab_size = 256 if cls is model.ByteTransformerLm else _VOCAB
   p = _Params(cls, vocab_size=vocab_size)
@@ -65,7 +65,7 @@ def _Logits(ids):
 
 
 def _CrossEntropy(logits, labels):
-  """Of each position, in float64."""
+  """Returns the loss of each position, in float64."""
   logits = logits.astype(np.float64)
   logits = logits - logits.max(axis=-1, keepdims=True)
   log_probs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
@@ -97,8 +97,8 @@ def testLossIsTheCrossEntropyOfTheWeightedPositions():
   assert 0 < expected['accuracy'] < 1
 
 
-def testLossOfNothingIsZeroAndSoIsItsGradient():
-  """A micro-batch of padding alone must not poison the mean."""
+def testEmptyLossAndItsGradientAreZero():
+  """A micro-batch of padding only must not make the mean NaN."""
   batch = _Batch()
   batch.weights = tf.zeros_like(batch.weights)
   logits = tf.zeros([_BATCH, _TIME, _VOCAB])
@@ -111,7 +111,7 @@ def testLossOfNothingIsZeroAndSoIsItsGradient():
 
 
 def testLossInHalfPrecisionAgreesWithTheLossWeight():
-  """bfloat16 counts exactly up to 256 only: the weights are summed in float32."""
+  """bfloat16 counts exactly only up to 256, so the weights are summed in float32."""
   task = _Params(fprop_dtype=tf.bfloat16).Instantiate()
   batch = nested_map.NestedMap(
     labels=tf.zeros([16, 67], tf.int32), weights=tf.ones([16, 67], tf.float32)
@@ -122,8 +122,8 @@ def testLossInHalfPrecisionAgreesWithTheLossWeight():
   assert float(metrics['loss'][0]) == pytest.approx(math.log(_VOCAB), rel=1e-3)
 
 
-def testEvaluationIsTheFormulaOfTheWholeModel():
-  """Through stages, micro-batches and weights: the mean over all weighted tokens."""
+def testEvaluationEqualsTheFormulaOfTheModel():
+  """Stages and micro-batches give the mean over all weighted tokens."""
   batches = [_Batch(seed) for seed in range(3)]
   result = _Run().Evaluate(batches)
   xent, weights = [], []
@@ -136,8 +136,8 @@ def testEvaluationIsTheFormulaOfTheWholeModel():
   assert result['bits_per_token'][0] == pytest.approx(expected / math.log(2), rel=1e-5)
 
 
-def testLogPerplexityOfAWordIsThatOfAllTokensByTheNumberOfWords():
-  """Of a whole evaluation, and also where no word begins in a micro-batch."""
+def testLogPerplexityPerWordIsTheTotalLossByTheNumberOfWords():
+  """Holds for a whole evaluation, even if no word begins in a micro-batch."""
   p = _Params()
   batches = [_Batch(seed) for seed in range(3)]
   for seed, batch in enumerate(batches):
@@ -154,8 +154,8 @@ def testLogPerplexityOfAWordIsThatOfAllTokensByTheNumberOfWords():
   assert result['loss'][1] > 1.5 * words
 
 
-def testTheFutureIsNotSeen():
-  """Changing token t changes the logits from t on, and none before."""
+def testPredictionsDoNotDependOnTheFuture():
+  """Changing token t changes only the logits from t on."""
   ids = _Batch().ids.numpy()
   before = _Logits(ids)
   for t in range(_TIME):
@@ -164,11 +164,11 @@ def testTheFutureIsNotSeen():
     after = _Logits(changed)
     np.testing.assert_array_equal(after[:, :t], before[:, :t])
     assert np.all(np.any(after[:, t] != before[:, t], axis=-1))
-    # And it matters for all that follows.
+    # It changes all later logits.
     assert np.all(np.any(after[:, t:] != before[:, t:], axis=(0, 2)))
 
 
-def testExamplesDoNotSeeEachOther():
+def testExamplesAreIndependent():
   ids = _Batch().ids.numpy()
   changed = ids.copy()
   changed[1] = (changed[1] + 1) % _VOCAB
@@ -198,7 +198,7 @@ def testBitsPerByte():
 
 
 def testGreedyGenerationIsTheStepByStepArgmax():
-  """By full recomputation, past the length of the training batches; what follows is not seen."""
+  """Compares with full recomputation, beyond the length of training batches."""
   prompt = _Batch().ids.numpy()[:3, :4]
   made = _Run().task.Generate(prompt, 5, temperature=0.0)
   text = np.concatenate([prompt, np.zeros([3, 5], np.int32)], axis=1)
@@ -208,8 +208,8 @@ def testGreedyGenerationIsTheStepByStepArgmax():
   assert made.dtype == np.int32
 
 
-def testPromptsOfUnequalLengthAndTheCut():
-  """Rows do not know each other, nor the number of stages and micro-batches."""
+def testGenerationDoesNotDependOnPromptLengthsOrTheCut():
+  """Rows do not depend on each other, nor on the numbers of stages and micro-batches."""
   prompts, lengths = _Batch().ids.numpy(), np.array([3, 7, 1, 5])
   made = _Run().task.Generate(prompts, 4, lengths=lengths, top_k=4, seed=2)
   greedy = _Run().task.Generate(prompts, 4, lengths=lengths, temperature=0)
@@ -229,7 +229,7 @@ def testPromptsOfUnequalLengthAndTheCut():
 
 
 def testSamplingFollowsTheSoftmax():
-  """Relative frequencies of the first token against the probabilities, and the seed."""
+  """Compares frequencies of the first token with its probabilities; checks the seed."""
   task = _Run().task
   prompt = np.repeat(_Batch().ids.numpy()[:1], 4000, axis=0)
   made = task.Generate(prompt, 1, temperature=1.5, seed=7)
@@ -243,18 +243,18 @@ def testSamplingFollowsTheSoftmax():
   assert np.all(np.abs(counts - probabilities) < limit)
 
 
-def testGenerateNothing():
+def testGenerateZeroTokens():
   made = _Run().task.Generate(_Batch().ids.numpy(), 0)
   assert (made.shape, made.dtype) == ((_BATCH, 0), np.int32)
 
 
-def testPromptsOutsideTheVocabularyAreRefused():
+def testPromptsOutsideTheVocabularyRaise():
   with pytest.raises(ValueError, match=r'lm: prompts must lie in \[0, 13\), got 0 \.\.\. 13'):
     _Run().task.Generate(np.array([[0, _VOCAB]]), 1)
 
 
-def testBeamSearchOverCachesIsThatOverWholeSequences():
-  """States that follow their hypotheses, over two stages and micro-batches of several rows."""
+def testBeamSearchWithCachesEqualsItWithoutCaches():
+  """States follow their hypotheses over two stages and micro-batches of several rows."""
   search = beam_search.BeamSearch.Params().Set(num_hyps_per_beam=3, target_seq_len=6).Instantiate()
   stack = _Run().task.stack
   prompts = np.random.default_rng(5).integers(0, _VOCAB, [3, 4]).astype(np.int32)
@@ -266,7 +266,7 @@ def testBeamSearchOverCachesIsThatOverWholeSequences():
   )
 
   def Logits(ids, time):
-    # What stands behind a position does not reach it; one length, one trace.
+    # Later positions do not affect a position; a fixed length needs a single trace.
     padded = np.pad(ids, [[0, 0], [0, 10 - ids.shape[1]]])
     return stack.Predict(tf.constant(padded))[:, : time + 1]
 
@@ -280,10 +280,10 @@ def testBeamSearchOverCachesIsThatOverWholeSequences():
   np.testing.assert_array_equal(found.ids, expected.ids)
   np.testing.assert_array_equal(found.lengths, expected.lengths)
   np.testing.assert_allclose(found.scores, expected.scores, rtol=1e-4)
-  assert len(np.unique(expected.lengths)) > 1  # Some ended, and the others went on.
+  assert len(np.unique(expected.lengths)) > 1  # Some hypotheses have ended and others continue.
 
 
-def testDecodeIsText():
+def testDecodeReturnsTexts():
   task = _Run(model.ByteTransformerLm).task
   text = b'.def f(): pass;\0'  # The first character is the context, the last one no text.
   batch = nested_map.NestedMap(
@@ -295,7 +295,7 @@ def testDecodeIsText():
   assert decoded['prompt'] == ['.def f()'] * 2
   assert decoded['reference'] == [': pass;'] * 2
   assert [type(made) for made in decoded['continuation']] == [str] * 2
-  # Two examples of one text get draws of their own, which depend on their numbers alone.
+  # Two examples with equal text have different draws, which depend on their numbers only.
   batch.example_index = tf.constant([6, 1], tf.int64)
   other = task.Decode(batch, None)['continuation']
   assert other[1] == decoded['continuation'][1] and other[0] != decoded['continuation'][0]
@@ -305,7 +305,7 @@ def testDecodeIsText():
 
 
 def testNumberOfParameters():
-  """By hand: embedding, two layers (attention, feed-forward, two norms), norm, softmax."""
+  """Counts by hand: embedding, two layers (attention, feed-forward, two norms), norm, softmax."""
   attention = 4 * (_DIM * _DIM + _DIM)
   feed_forward = _DIM * _HIDDEN + _HIDDEN + _HIDDEN * _DIM + _DIM
   norm = 2 * _DIM
@@ -315,7 +315,7 @@ def testNumberOfParameters():
   assert task.NumParams() == expected
   with pytest.raises(ValueError, match='no variables yet'):
     _ = task.vars
-  # The input's dropout is a layer, without weights.
+  # The input dropout is a layer without weights.
   assert _Params(input_dropout_prob=0.1).Instantiate().NumParams() == expected
 
 
@@ -350,7 +350,7 @@ def testParamsReachTheLayers():
 
 
 def testDepthTricks():
-  """The feed-forward weights start smaller by depth^-x, nothing else does; logits are clipped."""
+  """Only the initial feed-forward weights are scaled by depth^-x; logits are clipped."""
   p = _Params(num_layers=4)
   plain, shrunk = p.Instantiate(), p.Copy().Set(ff_init_depth_exponent=0.25).Instantiate()
   for task in (plain, shrunk):
@@ -377,7 +377,7 @@ def testReportsThePerplexity():
 
 
 @pytest.mark.parametrize('name, value', [('ids', -1), ('ids', _VOCAB), ('labels', _VOCAB)])
-def testIdsOutOfRangeAreRefused(name, value):
+def testIdsOutOfRangeRaise(name, value):
   batch = _Batch()
   task = _Run().task
   task.CheckBatch(batch)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A packed row is its documents in rows of their own: losses, gradients, weights, pipelined too."""
+"""A packed row equals its documents in separate rows: losses, gradients and weights."""
 
 import functools
 import sys
@@ -25,7 +25,7 @@ def _Documents():
 def _Batch(rows):
   """A packed batch; each row holds some documents, of which every token but the first is a label.
 
-  Ids, labels and positions of padding are not zero, for nobody may read them.
+  Ids, labels and positions of padding are not zero, to test that the model ignores them.
   """
   shape = [len(rows), _TIME]
   batch = nested_map.NestedMap(
@@ -52,7 +52,7 @@ def _Batch(rows):
 
 
 def _Unpacked():
-  """Each document in a row of its own, as a batch without segments."""
+  """Returns a batch without segments, with each document in a separate row."""
   batch = _Batch([[document] for row in _Documents() for document in row])
   return nested_map.NestedMap(ids=batch.ids, labels=batch.labels, weights=batch.weights)
 
@@ -72,7 +72,7 @@ def _Task(num_stages, num_micro_batches):
 
 
 def _Train(batch, num_stages, num_micro_batches):
-  """(sums of the metrics, gradients) of a step in float64."""
+  """Returns (sums of the metrics, gradients) of a step in float64."""
   task = _Task(num_stages, num_micro_batches)
   return stacks.Train(
     task.stack,
@@ -88,21 +88,21 @@ def _Reference():
 
 
 @pytest.mark.parametrize('num_stages', [1, 2])
-def testAPackedRowIsItsDocumentsInRowsOfTheirOwn(num_stages):
+def testPackedRowEqualsItsDocumentsInSeparateRows(num_stages):
   packed = _Train(_Batch(_Documents()), num_stages, 2)
   stacks.CheckEqual(packed, _Reference())
   assert packed[0]['loss'][1] == sum(map(sum, _ROWS))
 
 
 @pytest.mark.parametrize('field', ['segment_ids', 'segment_pos'])
-def testBothFieldsMatter(field):
-  """The test before can fail: where all positions of a row are of one segment, or stand first."""
+def testSegmentIdsAndPositionsMatter(field):
+  """Shows that the previous test can fail: without segments or positions, losses differ."""
   batch = _Batch(_Documents())
   batch[field] = tf.ones_like(batch[field])
   stacks.CheckAnyDiffers(_Train(batch, 1, 2)[1], _Reference()[1])
 
 
-def testWhatIsTrainedOnPackedRowsGoesOnWithAPrompt():
+def testModelTrainedOnPackedRowsContinuesAPrompt():
   made = []
   for batch in (_Batch(_Documents()), _Unpacked()):
     task = _Task(1, 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The standard library as a corpus: the real one of this Python, and small fakes."""
+"""The standard library as a corpus: the real library, and small fakes."""
 
 import pathlib
 import sys
@@ -75,7 +75,7 @@ def testFingerprintsDiffer(real):
   assert _Input(split='dev').Fingerprint() == real['dev'].Fingerprint()
 
 
-def testSplitDependsOnTheNameAlone():
+def testSplitDependsOnTheNameOnly():
   # Pinned: a file that changed its split would leak held-out text into a later training run.
   names = ('abc.py', 'json/decoder.py', 'ast.py')
   assert [stdlib_input.SplitOf(name) for name in names] == ['train', 'dev', 'test']
@@ -100,7 +100,7 @@ def testPackagesAndCachesAreSkipped(fake_root):
   assert Names() == before
 
 
-def testFingerprintDoesNotFollowTheRoot(fake_root, tmp_path_factory):
+def testFingerprintDoesNotDependOnTheRoot(fake_root, tmp_path_factory):
   copy = tmp_path_factory.mktemp('copy') / 'lib'
   fingerprint = _Input(root=str(fake_root)).Fingerprint()
   fake_root.rename(copy)
@@ -111,7 +111,7 @@ def testFingerprintDoesNotFollowTheRoot(fake_root, tmp_path_factory):
 
 
 def testTokensOfFilesThatAreNotInUtf8(fake_root):
-  """The real library has a few: they are documents all the same."""
+  """The real library has a few such files, which are documents too."""
   generator = stdlib_input.StdlibTokensInput.Params().Set(root=str(fake_root), batch_size=1)
   generator = generator.Instantiate()
   texts = list(generator.VocabularyTexts())

@@ -43,14 +43,14 @@ def testVocabularyIsTrainedOnceForAllLanguages(vocabulary):
   assert second.tokenizer.fingerprint == first.tokenizer.fingerprint
   with open(vocabulary, 'rb') as f:
     assert f.read() == before
-  # It has pieces of a language that the first input did not take.
+  # The vocabulary has pieces of a language that the first input does not use.
   name = cldr_names.Names('el')['territories/GR']
   ids = second.tokenizer.Encode([name])[0]
   assert sentencepiece_tokenizer.UNK_ID not in ids and len(ids) < len(name.encode())
   assert second.Assets() == [vocabulary]
 
 
-def testBatchesAreTheNames(vocabulary):
+def testBatchesHoldTheNames(vocabulary):
   names = _Make(vocabulary, split='dev', shuffle=False, num_epochs=1)
   expected = {
     (language, cldr_names.Names(language)[entry], cldr_names.Names('en')[entry])
@@ -70,7 +70,7 @@ def testBatchesAreTheNames(vocabulary):
   assert found == expected
 
 
-def testBothWaysWithTheSymbolOfTheTarget(vocabulary):
+def testBothDirectionsWithTheTargetsSymbol(vocabulary):
   names = _Make(vocabulary, direction='both', target_language_token='source', max_names={'de': 20})
   one_way = _Make(vocabulary, max_names={'de': 20})
   assert names.NumExamples() == 2 * one_way.NumExamples()
@@ -90,7 +90,7 @@ def testBothWaysWithTheSymbolOfTheTarget(vocabulary):
     ({'min_names': 0}, 'min_names'),
   ],
 )
-def testMistakes(vocabulary, values, message):
+def testWrongArgumentsRaise(vocabulary, values, message):
   with pytest.raises(ValueError, match=message):
     _Make(vocabulary, **values).NumExamples()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of CLDR: what there is, and how it is divided."""
+"""Names of CLDR: languages, names and splits."""
 
 import sys
 
@@ -8,17 +8,17 @@ import pytest
 from tasks.mt import cldr_names
 
 
-def testWhatThereIs():
+def testLanguagesAndNames():
   assert cldr_names.Names('de')['territories/DE'] == 'Deutschland'
   assert cldr_names.Names('fr')['languages/ja'] == 'japonais'
   assert cldr_names.Names('en')['currencies/CHF'] == 'Swiss Franc'
-  assert 'scripts/Moon' not in cldr_names.Names('de')  # CLDR has its code for a name.
+  assert 'scripts/Moon' not in cldr_names.Names('de')  # In CLDR its name is its code.
   languages = cldr_names.Languages(800)
   assert len(languages) > 100 and 'en' not in languages
   assert set(cldr_names.STUDIED) <= set(languages) < set(cldr_names.Languages(300))
 
 
-def testSplitsShareNothingAndHoldAll():
+def testSplitsPartitionTheNames():
   english = cldr_names.Names('en')
   sizes = dict.fromkeys(cldr_names.SPLITS, 0)
   for language in cldr_names.STUDIED:
@@ -33,26 +33,26 @@ def testSplitsShareNothingAndHoldAll():
   )
 
 
-def testFewerNamesAreAPartOfMore():
+def testFewerNamesAreASubset():
   parts = [set(cldr_names.Entries('fr', 'train', n)) for n in (10, 187, None)]
   assert [len(part) for part in parts[:2]] == [10, 187]
   assert parts[0] < parts[1] < parts[2]
 
 
-def testWhatIsStudiedDiffersByTwoOrdersOfMagnitude():
+def testStudiedLanguagesDifferByTwoOrdersOfMagnitude():
   sizes = list(cldr_names.STUDIED.values())
   assert sizes == sorted(sizes, reverse=True) and sizes[0] == 100 * sizes[-1]
   for language, size in cldr_names.STUDIED.items():
     assert len(cldr_names.Entries(language, 'train', size)) == size
 
 
-def testFingerprintKnowsTheNames():
+def testFingerprintDependsOnTheNames():
   assert cldr_names.Fingerprint(['de']) == cldr_names.Fingerprint(('de',))
   assert cldr_names.Fingerprint(['de']) != cldr_names.Fingerprint(['fr'])
 
 
 @pytest.mark.parametrize('language', ['xx', 'pt_PT', '../en'])
-def testAnUnknownLanguageIsRefused(language):
+def testUnknownLanguageRaises(language):
   with pytest.raises(ValueError, match='have no language'):
     cldr_names.Names(language)
 

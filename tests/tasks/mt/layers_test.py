@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The translation pipeline's own layers: what they change, what passes, what it costs."""
+"""Layers of the translation pipeline: outputs, unchanged arguments and cost."""
 
 import sys
 
@@ -59,7 +59,7 @@ def testEmbeddingOfBothSides(share_embedding):
   np.testing.assert_array_equal(outputs[1], paddings)
 
 
-def testEachSideHasAMaskOfItsOwn():
+def testSourceAndTargetHaveDifferentMasks():
   layer, ids = _Embedding(input_dropout_prob=0.5), _Ids(SOURCE_TIME)
   plain = layer(ids, None, ids, None)[0]
   with fprop_context.Scope(step=1):
@@ -71,7 +71,7 @@ def testEachSideHasAMaskOfItsOwn():
   assert not np.array_equal(*kept)
 
 
-def testEmbeddingStepByStepIsFProp():
+def testEmbeddingStepByStepEqualsFProp():
   layer = _Embedding(share_embedding=False)
   source, target = _Ids(SOURCE_TIME), _Ids(TIME, 1)
   expected = layer(source, None, target, None)
@@ -88,7 +88,7 @@ def testEmbeddingStepByStepIsFProp():
   np.testing.assert_allclose(tf.concat(steps, 1), expected[2], atol=1e-12)
 
 
-def testEncoderChangesTheSourceAndLetsTheTargetPass():
+def testEncoderTransformsOnlyTheSource():
   layer = _Encoder()
   source, target = _Vecs(SOURCE_TIME), _Vecs(TIME, 1)
   paddings, target_paddings = (tf.cast(_Paddings(t), tf.float32) for t in (SOURCE_TIME, TIME))
@@ -106,7 +106,7 @@ def testEncoderChangesTheSourceAndLetsTheTargetPass():
   assert extended == args and not states
 
 
-def testDecoderOutputIsNormalisedAndAlone():
+def testDecoderOutputIsTheNormalisedTarget():
   layer = _Make(layers.DecoderOutputLayer.Params(), input_dim=DIM)
   target = _Vecs(TIME)
   y = layer(_Vecs(SOURCE_TIME, 1), None, target, None)
@@ -151,7 +151,7 @@ _SOURCE_SIZE = _SOURCE * DIM
     ),
   ],
 )
-def testFPropMetaHasTheFormulasFlopsAndTheOutputsSpecs(layer, specs, flops):
+def testFPropMetaHasTheFlopsOfTheFormulaAndTheOutputSpecs(layer, specs, flops):
   layer = layer()
   args = []
   for time in (SOURCE_TIME, TIME):

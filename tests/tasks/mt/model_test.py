@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Translation models: sizes, loss, who sees whom, and the same training however they are cut."""
+"""Translation models: sizes, loss, masks, and equal training with any cut."""
 
 import functools
 import sys
@@ -57,7 +57,7 @@ def _Batch(seed=0):
 @pytest.mark.parametrize(
   'num_layers, hidden_dim, num_heads, matrices, published',
   [
-    # gpipe_paper.md 5.3: of the stack, and with two tables of 64,000 x 1024.
+    # GPipe (arXiv:1811.06965), section 5: the stack, and with two tables of 64,000 x 1024.
     (6, 8192, 16, 276_824_064, '276.8M'),
     (24, 8192, 16, 1_107_296_256, '1107.3M'),
     (12, 16384, 32, 1_107_296_256, '1107.3M'),
@@ -69,7 +69,7 @@ def testSizesOfThePaper(num_layers, hidden_dim, num_heads, matrices, published):
   def Refuse(next_creator, **kwargs):
     raise AssertionError('a variable was made')
 
-  # Two layers are enough to count: the others are like them.
+  # Two layers are enough to count, because all layers are alike.
   p = model.TransformerMt.Params().Set(
     name='mt', num_layers=2, hidden_dim=hidden_dim, num_heads=num_heads
   )
@@ -93,7 +93,7 @@ def testSizesOfThePaper(num_layers, hidden_dim, num_heads, matrices, published):
   assert task.NumParams() == of_layers + of_tables + rest
 
 
-def testASecondTable():
+def testSeparateEmbeddingTables():
   one, two = (_Params(share_embedding=share).Instantiate().NumParams() for share in (True, False))
   assert two - one == VOCAB * DIM
 
@@ -157,7 +157,7 @@ def testLossIsTheSmoothedCrossEntropyOfTheWeightedTokens():
   assert float(evaluated['loss'][0]) == float(evaluated['log_pplx'][0]) < expected['loss']
 
 
-def testLossOfNothingIsZero():
+def testEmptyLossIsZero():
   task, batch = _Params().Instantiate(), _Batch()
   batch.tgt_weights = tf.zeros_like(batch.tgt_weights)
   metrics, _ = task.ComputeLoss(None, tf.zeros([BATCH, TIME, VOCAB]), task.LossInputs(batch))
@@ -166,7 +166,7 @@ def testLossOfNothingIsZero():
 
 @pytest.mark.parametrize('name', ['src_ids', 'tgt_ids', 'tgt_labels'])
 @pytest.mark.parametrize('value', [-1, VOCAB])
-def testIdsOutOfRangeAreRefused(name, value):
+def testIdsOutOfRangeRaise(name, value):
   task, batch = _Params().Instantiate(), _Batch()
   task.CheckBatch(batch)
   values = batch[name].numpy()
@@ -176,12 +176,12 @@ def testIdsOutOfRangeAreRefused(name, value):
     task.CheckBatch(batch)
 
 
-# ---- who sees whom -------------------------------------------------------------------------------
+# ---- masks -------------------------------------------------------------------------------
 
 
 @functools.cache
 def _Plain():
-  """(the layers as one sequence, theta) with weights that are not those of the start."""
+  """Returns (the layers as one sequence, theta), with random weights."""
   layer, theta = stacks.PlainLayers(_Params().Instantiate().stack.params.sub)
   rng = np.random.default_rng(3)
   for v in layer.variables:
@@ -200,7 +200,7 @@ def _Changed(batch, name, place):
   return nested_map.NestedMap(batch, **{name: tf.constant(values)})
 
 
-def testTheTargetsFutureIsNotSeenAndEverySourceTokenIs():
+def testPredictionsDependOnThePastTargetAndTheWholeSource():
   batch = _Batch()
   batch.src_paddings = tf.zeros_like(batch.src_paddings)
   batch.tgt_paddings = tf.zeros_like(batch.tgt_paddings)
@@ -214,7 +214,7 @@ def testTheTargetsFutureIsNotSeenAndEverySourceTokenIs():
     assert np.all(np.any(after != before, axis=-1))
 
 
-def testPaddingChangesNothing():
+def testPaddingDoesNotChangePredictions():
   batch = _Batch()
   before = _Logits(batch)
   real = batch.tgt_paddings.numpy() < 0.5
@@ -223,7 +223,7 @@ def testPaddingChangesNothing():
     assert padded.any()
     after = _Logits(_Changed(batch, f'{side}_ids', padded))
     np.testing.assert_array_equal(after[real], before[real])
-  # Padding of its own length gives what the longer one gives.
+  # A longer padding gives the same outputs.
   short = {k: v[:1] for k, v in batch.items()}
   length = int(np.sum(short['src_paddings'].numpy() < 0.5))
   for name in ('src_ids', 'src_paddings'):
@@ -232,7 +232,7 @@ def testPaddingChangesNothing():
   np.testing.assert_allclose(after[0][real[0]], before[0][real[0]], atol=1e-12)
 
 
-def testExamplesDoNotSeeEachOther():
+def testExamplesAreIndependent():
   batch = _Batch()
   same = [0, 1, 2, 4]
   for name in ('src_ids', 'tgt_ids'):
@@ -245,7 +245,7 @@ def testExamplesDoNotSeeEachOther():
 
 @functools.cache
 def _Case():
-  """(layers, inputs, side, loss, the unpipelined reference); with dropout and smoothing."""
+  """Returns (layers, inputs, side, loss, unpipelined reference), with dropout and smoothing."""
   task = _Params(label_smoothing=0.1, residual_dropout_prob=0.2).Instantiate()
   batch = _Batch(7).Transform(lambda x: x[:4])  # Micro-batches of one size are traced once.
   inputs, side = task.PipelineInputs(batch), task.LossInputs(batch)
@@ -253,7 +253,7 @@ def _Case():
 
   def Loss(theta, outputs, side):
     del theta
-    # The reference computes the loss outside of its context.
+    # The reference computes the loss outside its context.
     with fprop_context.Scope(step=0):
       return task.ComputeLoss(None, outputs[0], side)[0]
 
@@ -265,13 +265,13 @@ def _Case():
   'splits, options',
   [
     ([6], {}),
-    # The embedded target passes the border.
+    # The embedded target crosses the boundary.
     ([2, 6], {'schedule': '1f1b', 'remat_policy': 'layer'}),
-    # Around the encoder, and where the encoded source passes.
+    # Cuts around the encoder, and a boundary that the encoded source crosses.
     ([1, 2, 4, 6], {}),
   ],
 )
-def testPipelinedIsUnpipelined(splits, options):
+def testPipelinedEqualsUnpipelined(splits, options):
   sub, inputs, side, loss_fn, expected = _Case()
   assert len(sub) == 6
   stack = stacks.MakeStack(
@@ -285,7 +285,7 @@ def testPipelinedIsUnpipelined(splits, options):
 
 @functools.cache
 def _Placed():
-  """A task in two stages, with weights that are not those of the start."""
+  """Returns a task in two stages, with random weights."""
   p = _Params(random_seed=3)
   p.stack.Set(num_stages=2, num_micro_batches=2, splits=[3, 6], xla=False)
   p.beam_search.Set(num_hyps_per_beam=3, target_seq_len=5)
@@ -298,7 +298,7 @@ def _Placed():
 
 
 def _TargetLogProbs(task, batch, ids):
-  """Log-probabilities [batch, time, vocab] at each position of ids [batch, time], by FProp."""
+  """Returns log-probabilities [batch, time, vocab] of ids [batch, time], by FProp."""
   args = task.PipelineInputs(batch)[:2] + (tf.constant(ids, tf.int32), None)
   for layer in task.stack.layers:
     outputs = layer.FProp(layer.theta, *args)
@@ -306,8 +306,8 @@ def _TargetLogProbs(task, batch, ids):
   return _LogProbs(args[0].numpy().astype(np.float64))
 
 
-def testScoreOfTheBeamIsThatOfTheHypothesis():
-  """Cached keys and values, step by step and reordered, give what FProp gives of the whole."""
+def testBeamScoreIsTheScoreOfTheHypothesis():
+  """Steps with cached and reordered keys and values equal FProp of the whole sequence."""
   task, batch = _Placed(), _Batch(5)
   found = task.Translate(batch)
   for k in range(3):
@@ -322,7 +322,7 @@ def testScoreOfTheBeamIsThatOfTheHypothesis():
   assert np.all(found.lengths[:, 0] > 0)
 
 
-def testAHypothesisMayBeTwiceAsLongAsTheSourceByDefault(monkeypatch):
+def testHypothesesMayBeTwiceAsLongAsTheSourceByDefault(monkeypatch):
   task, batch, seen = _Params().Instantiate(), _Batch(), {}
 
   def Prefill(*args, **options):
@@ -335,8 +335,8 @@ def testAHypothesisMayBeTwiceAsLongAsTheSourceByDefault(monkeypatch):
   assert seen['prefill'] == seen['target_seq_len'] == 2 * SOURCE_TIME
 
 
-def testDecodeIsTextAndItsScores():
-  """Through a made-up input: texts of all rows, in their order, padded rows empty."""
+def testDecodeReturnsTextsAndScores():
+  """Decodes a fake input: texts of all rows in order, empty for padded rows."""
   task, batch = _Placed(), _Batch(5)
   batch.example_weights = tf.constant([1.0, 1.0, 0.0, 1.0, 0.0])
   found = task.Translate(batch)
