@@ -53,7 +53,7 @@ _MISTAKES = {
   'no device': ('trainer', [_MODEL, '--logdir={}', '--num_devices=0'], r'--num_devices=0'),
   'devices that are no list of numbers': (
     'trainer', [_MODEL, '--logdir={}', '--devices=0,one'],
-    r"--devices expects indices such as 0,2; got \['0', 'one'\]",
+    r"--devices expects a list of indices such as 0,2; got \['0', 'one'\]",
   ),
   'devices of the CPU': (
     'trainer', [_MODEL, '--logdir={}', '--platform=cpu', '--devices=0,1', _Tiny('')],
@@ -75,11 +75,11 @@ _MISTAKES = {
   ),
   'more stages than layers': (
     'trainer', [_MODEL, '--logdir={}', _Tiny('task.stack.num_stages:7')],
-    r'7 stages for 6 layers.*take at most 6',
+    r'7 stages for 6 layers.*at most 6 stages',
   ),
   'unknown data set at the end': (
     'trainer', [_MODEL, '--logdir={}', _Tiny("task.train.eval_datasets:['Tset']")],
-    r"no dataset 'Tset'; it has: Train, Dev, Test",
+    r"no data set 'Tset'; it has: Train, Dev, Test",
   ),
   'unknown flag': (
     'trainer', [_MODEL, '--logdir={}', '--max_stps=3'],
@@ -111,7 +111,7 @@ _MISTAKES = {
   'argument too many': ('trainer', [_MODEL, 'more'], r"unexpected argument 'more'"),
   'unknown split': (
     'evaluator', [_MODEL, '--logdir={}', '--split=Tst'],
-    r"no dataset 'Tst'; it has: Train, Dev, Test",
+    r"no data set 'Tst'; it has: Train, Dev, Test",
   ),
   'no checkpoint': (
     'evaluator', [_MODEL, '--logdir={}', '--once', _Tiny('')],

@@ -191,7 +191,9 @@ def testATiedCopyFollowsTheOtherTasksUpdates():
     _Step(run, task, seed)
     for one in run.task_runners.values():
       (tied, owner), = one.engine.ties.items()  # fmt: skip
-      np.testing.assert_array_equal(one.engine._variables[tied], one.engine._variables[owner])
+      np.testing.assert_array_equal(
+        one.engine.replicas[0].variables[tied], one.engine.replicas[0].variables[owner]
+      )
 
 
 def testSharedWeightsHaveOneAverage(tmp_path):
@@ -253,7 +255,7 @@ def testReplicasOfTasksWithoutSharedWeights():
 
 
 def testEachTrainedTaskNeedsAnInput():
-  with pytest.raises(ValueError, match='no input for the task b; it has a'):
+  with pytest.raises(ValueError, match='no input for the task b; it has inputs for a'):
     _Runner(input=multi_task.AsParams({'a': multi_task.Input('a')}))
 
 

@@ -194,7 +194,7 @@ def testTheEvaluatorTakesAllTasksOrOne(run):
 def testAnExportIsOfOneTask(run):
   call, logdir, _ = run
   done = call('trainer', logdir, '--mode=export')
-  assert done.returncode == 2 and 'name it by --model_task_name' in done.stderr
+  assert done.returncode == 2 and 'choose one with --model_task_name' in done.stderr
   done = call('trainer', logdir, '--mode=export', '--model_task_name=b')
   assert f'{logdir}/export/b/{_END}\n' in processes.Succeeded(done).stdout
   loaded = tf.saved_model.load(str(logdir / 'export' / 'b' / str(_END)))
@@ -226,7 +226,10 @@ def testOneTaskAloneIsTrained(run, tmp_path):
       ['--model_task_name=c'],
       "task_name names the unknown task 'c'; the tasks are a, b",
     ),
-    (['--split=Dev', '--once', '--model_task_name=b'], 'no input for the task b; it has a'),
+    (
+      ['--split=Dev', '--once', '--model_task_name=b'],
+      'no input for the task b; it has inputs for a',
+    ),
     (['--job=decode', '--once', '--model_task_name=b'], 'is supported by none of the tasks b'),
   ],
 )
