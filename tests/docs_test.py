@@ -239,9 +239,9 @@ def testTheGuidedTourIsTenShortReadings():
 def testTheTableOfPlacesNamesWhatExists():
   table = ARCHITECTURE.read_text().partition('| Question')[2].partition('## ')[0]
   for symbol, path in re.findall(r'`([\w.]+)` in `([\w/]+\.py)`', table):
-    assert _NumLines(ROOT / 'lingvo_gpipe' / path, [symbol])
+    assert _NumLines(ROOT / path, [symbol])
   for path in re.findall(r'`([a-z_/]+\.py)`', table):
-    assert (ROOT / 'lingvo_gpipe' / path).exists() or (ROOT / path).exists(), path
+    assert (ROOT / path).exists(), path
 
 
 @cases('path', DOCS, ids=_Ids)

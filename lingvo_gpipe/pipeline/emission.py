@@ -59,7 +59,7 @@ class Walk:
     return result
 
   def LastResults(self) -> list[tf.Tensor]:
-    """Returns the last result on each device: what waits for them comes after the whole walk."""
+    """Returns the last result on each device; after them, the whole walk is done."""
     return [t for tensors in self._last.values() for t in tensors]
 
 
@@ -99,14 +99,14 @@ class Emission:
     self._theta = theta
     # The part that backward of (stage, micro-batch) recomputes; empty without a backward.
     self._recompute: dict[tuple[int, int], _Recompute] = {}
-    # Between actions: activations and gradients, see the module. Gradients are flat lists of those
-    # of the floating leaves; dskips has one list for each stage that took the skip.
+    # Between actions: activations and gradients, see the module. Gradients are flat lists, one
+    # tensor for each floating leaf; dskips has one list for each stage that took the skip.
     self._args: dict[tuple[int, int], Any] = {(0, m): b.args for m, b in enumerate(micro_batches)}
     self._skips: dict[tuple[str, int], Any] = {}
     self._x: dict[tuple[int, int], nested_map.NestedMap] = {}
     self._dargs: dict[tuple[int, int], list[tf.Tensor]] = {}
     self._dskips: dict[tuple[str, int], list[list[tf.Tensor]]] = {}
-    # The tensors that F keeps for backward, and those that I passes to W.
+    # Tensors that F keeps for backward, and tensors that I passes to W.
     self._residuals: dict[tuple[int, int], list[tf.Tensor] | None] = {}
     self._for_weights: dict[tuple[int, int], tuple[Any, list[tf.Tensor]]] = {}
     # The sums of metrics of each action, and the sums that each layer reported for its state.
@@ -246,7 +246,7 @@ class Emission:
   # ---- parts of an action ------------------------------------------------------------------------
 
   def _RecomputeOf(self, s: stage_lib.Stage, m: int) -> _Recompute:
-    """Returns what backward of the micro-batch recomputes; the default if there is no backward."""
+    """Returns the part that backward recomputes; the default if there is no backward."""
     has_backward = s.HasAction(_Kind.BACKWARD)
     return self._recompute.get((s.index, m), _Recompute.STAGE) if has_backward else _Recompute.STAGE
 

@@ -42,7 +42,7 @@ class Replica:
   variables: Mapping[str, tf.Variable]
 
   def AddTiedGradients(self, ties: Mapping[str, str]) -> None:
-    """Adds the gradients of tied weights to those of their owners."""
+    """Adds the gradients of tied weights to their owners' gradients."""
     owners = {
       path: (s.device, accumulator)
       for s in self.stages
@@ -140,7 +140,7 @@ class GradientSum:
         replica gets the others' gradients and adds them), or 'auto': collective but on CPUs.
 
     Raises:
-      ValueError: all_reduce is none of these.
+      ValueError: all_reduce is not an option.
     """
     if all_reduce not in ALL_REDUCE_OPTIONS:
       raise ValueError(f'all_reduce is one of {", ".join(ALL_REDUCE_OPTIONS)}; got {all_reduce!r}')

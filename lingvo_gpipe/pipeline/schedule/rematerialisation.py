@@ -24,7 +24,7 @@ POLICIES = ('stage', 'except_last', 'layer', 'none')
 
 
 class Recompute(enum.Enum):
-  """What backward of one micro-batch recomputes in one stage."""
+  """The part of a stage that backward of one micro-batch recomputes."""
 
   STAGE = 'the stage, from its input'
   LAYER = 'one layer at a time, from its kept input'
@@ -51,7 +51,7 @@ def RunsAgain(policy: str, is_last: bool) -> bool:
 def ByMicroBatch(
   rows: Iterable[Iterable[actions.Action]], policy: str
 ) -> dict[tuple[int, int], Recompute]:
-  """Returns what backward recomputes, {(stage, micro-batch): Recompute}.
+  """Returns {(stage, micro-batch): the part that backward recomputes}.
 
   Args:
     rows: for each device its actions. Pairs without B or I have no entry: forward-only schedules
