@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shape of the source tree: who imports whom, names, and what every file must have."""
+"""The structure of the source tree: import directions, names, and the contents of every file."""
 
 import ast
 import graphlib
@@ -32,7 +32,7 @@ _ROWS = (
 _ROW_OF = {folder: row for row, folders in enumerate(_ROWS) for folder in folders}
 _MOST_MODULES = 22
 
-# Modules that load no TensorFlow: two folders, and these.
+# Modules that do not load TensorFlow: two whole folders, and these.
 _NO_TENSORFLOW_FOLDERS = ('pipeline.schedule', 'pipeline.cost')
 _NO_TENSORFLOW_MODULES = (
   'lingvo_gpipe',
@@ -63,7 +63,7 @@ _NO_TENSORFLOW_MODULES = (
   'lingvo_gpipe.planner.planner',
 )
 
-# The registry makes the default models; it imports them when an experiment asks for one.
+# The registry creates the default models, and imports them when an experiment needs one.
 _LAZY_IMPORTS = {
   ('lingvo_gpipe.experiment.registry', 'lingvo_gpipe.experiment.model'),
   ('lingvo_gpipe.experiment.registry', 'lingvo_gpipe.experiment.multi_task_model'),
@@ -85,7 +85,7 @@ _OLD_TENSORFLOW = {
   'lingvo_gpipe/pipeline/stages/vjp.py': {'tf.compat.v1.wrap_function'},  # For its prune.
 }
 
-# {file: names that somebody else's interface asks for}.
+# {file: names that the interface of another package requires}.
 _FOREIGN_NAMES = {
   'lingvo_gpipe/layers/keras/keras_build.py': {'call'},  # Keras.
   'lingvo_gpipe/layers/keras/keras_dropout.py': {'call'},
@@ -111,9 +111,9 @@ _FOREIGN_NAMES = {
 
 
 def _Files(*packages):
-  found = [p for name in packages for p in sorted((_ROOT / name).rglob('*.py'))]
-  assert found
-  return found
+  paths = [p for name in packages for p in sorted((_ROOT / name).rglob('*.py'))]
+  assert paths
+  return paths
 
 
 def _Relative(path):
@@ -130,30 +130,30 @@ def _Tree(path):
 
 
 def _Imports(path):
-  """[(name, line, whether at the top of the module)]; `from a import b` is a.b."""
+  """Returns [(name, line, whether at the top of the module)]; `from a import b` is a.b."""
   tree = _Tree(path)
-  found = []
+  imports = []
 
   def Walk(node, at_top):
     for child in ast.iter_child_nodes(node):
       if isinstance(child, ast.Import):
-        found.extend((alias.name, child.lineno, at_top) for alias in child.names)
+        imports.extend((alias.name, child.lineno, at_top) for alias in child.names)
       elif isinstance(child, ast.ImportFrom):
         assert not child.level, f'{_Relative(path)}:{child.lineno}: a relative import'
         names = [f'{child.module}.{alias.name}' for alias in child.names]
-        found.extend((name, child.lineno, at_top) for name in names)
+        imports.extend((name, child.lineno, at_top) for name in names)
       inside = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
       Walk(child, at_top and not inside)
 
   Walk(tree, True)
-  return found
+  return imports
 
 
 _MODULES = {_Module(path): path for path in _Files(*_PACKAGES)}
 
 
 def _Target(name):
-  """The module of ours that an imported name is or is in; None for others' modules."""
+  """Returns the module of this repository that contains a name; None if another package does."""
   parts = name.split('.')
   if parts[0] not in _PACKAGES:
     return None
@@ -161,12 +161,12 @@ def _Target(name):
     return f'lingvo_gpipe.{lingvo_gpipe._FOLDER_OF[parts[-1]]}.{parts[-1]}'
   while parts and '.'.join(parts) not in _MODULES:
     parts.pop()
-  assert parts, f'{name} is no module'
+  assert parts, f'{name} is not a module'
   return '.'.join(parts)
 
 
 def _OwnImports():
-  """[(importer, imported, where, whether at the top)] among our modules."""
+  """Returns [(importer, imported, file and line, whether at the top)] within this repository."""
   return [
     (module, target, f'{_Relative(path)}:{line}', at_top)
     for module, path in _MODULES.items()
@@ -176,7 +176,7 @@ def _OwnImports():
 
 
 def _Folder(module):
-  """The folder of a module, as `pipeline.cost`; for a program, the program's name."""
+  """Returns the folder of a module, such as `pipeline.cost`; for a program, its name."""
   parts = module.split('.')[1:]
   is_package = _MODULES[module].name == '__init__.py'
   return '.'.join(parts if is_package or len(parts) == 1 else parts[:-1])
@@ -197,13 +197,13 @@ def testFoldersImportOneWay():
   assert not wrong, '\n'.join(wrong)
 
 
-def testNoFolderIsCrowded():
+def testNoFolderHasTooManyModules():
   for folder in _ROW_OF:
     modules = [m for m in _MODULES if m.startswith('lingvo_gpipe.') and _Folder(m) == folder]
     assert len(modules) <= _MOST_MODULES, folder
 
 
-def testEveryModuleHasANameOfItsOwn():
+def testModuleNamesAreUnique():
   """Modules are imported by name, so `stage.X` must mean one thing in every file."""
   names = {}
   for module, path in _MODULES.items():
@@ -212,8 +212,22 @@ def testEveryModuleHasANameOfItsOwn():
 
 
 def testTheLazyImportsAreLazy():
-  found = {(m, t): at_top for m, t, _, at_top in _OwnImports() if (m, t) in _LAZY_IMPORTS}
-  assert found == dict.fromkeys(_LAZY_IMPORTS, False)
+  at_top = {(m, t): at_top for m, t, _, at_top in _OwnImports() if (m, t) in _LAZY_IMPORTS}
+  assert at_top == dict.fromkeys(_LAZY_IMPORTS, False)
+
+
+def testTheSampleCoversEachFolder():
+  """`make test-quick` runs tests of each folder of lingvo_gpipe, and of tasks and tools."""
+  build = (_ROOT / 'tests' / 'BUILD').read_text(encoding='utf-8')
+  text = re.search(r'^SAMPLE = (\[.*?^\])', build, re.M | re.S)[1]
+  sample = [pathlib.PurePosixPath(name) for name in ast.literal_eval(text)]
+  assert all((_ROOT / 'tests' / name).exists() for name in sample)
+  covered = {'.'.join(name.parent.parts) for name in sample}
+  folders = {
+    folder for folder in _ROW_OF if (_ROOT / 'lingvo_gpipe' / folder.replace('.', '/')).is_dir()
+  }
+  assert folders | {'tools'} <= covered
+  assert any(name.startswith('tasks.') for name in covered)
 
 
 def testNoCycles():
@@ -227,20 +241,20 @@ def testNoCycles():
     pytest.fail(f'modules import each other: {" <- ".join(e.args[1])}')
 
 
-def testLayersDoNotKnowThePipeline():
+def testLayersDoNotImportThePipeline():
   for module, target, where, _ in _OwnImports():
     if module.startswith('lingvo_gpipe.layers'):
       assert not target.startswith('lingvo_gpipe.pipeline'), where
 
 
-def testNobodyImportsParamsToolsOrAProgram():
+def testNothingImportsParamsToolsOrPrograms():
   for module, target, where, _ in _OwnImports():
     package = target.split('.')[0]
     assert package not in ('params', 'tools') or package == module.split('.')[0], where
     assert target not in _PROGRAMS, where
 
 
-def testTheFrameworkDoesNotKnowItsUsers():
+def testTheLibraryDoesNotImportTasksOrParams():
   for module, target, where, _ in _OwnImports():
     if module.startswith('lingvo_gpipe'):
       assert target.startswith('lingvo_gpipe'), where
@@ -257,15 +271,15 @@ def testExperimentsAndTasksUseThePublicNames():
           assert public, f'{_Relative(path)}:{line}: {name} is not in lingvo_gpipe.__all__'
 
 
-def testTheLibraryKnowsItsFoldersAndNotItsPublicNames():
+def testTheLibraryImportsFromFoldersNotFromItsPublicFace():
   for path in _Files('lingvo_gpipe'):
     for name, line, _ in _Imports(path):
       is_public = name.removeprefix('lingvo_gpipe.') in lingvo_gpipe.__all__
       assert not is_public, f'{_Relative(path)}:{line}: name the folder of {name}'
 
 
-def testTypeCheckersSeeThePublicNames():
-  """The imports under TYPE_CHECKING are those that happen at run time."""
+def testTypeCheckersSeeTheSamePublicNames():
+  """The imports under TYPE_CHECKING equal the imports at run time."""
   folders = lingvo_gpipe._FOLDER_OF
   at_run_time = {f'lingvo_gpipe.{folder}.{name}' for name, folder in folders.items()}
   seen = {name for name, _, _ in _Imports(_MODULES['lingvo_gpipe'])}
@@ -275,7 +289,7 @@ def testTypeCheckersSeeThePublicNames():
     assert getattr(lingvo_gpipe, name).__name__ == f'lingvo_gpipe.{folders[name]}.{name}'
 
 
-def testFlagsLiveInThePrograms():
+def testOnlyProgramsDefineFlags():
   for path in _Files('lingvo_gpipe', 'params', 'tasks'):
     module = _Module(path)
     if module in _PROGRAMS or module.startswith('lingvo_gpipe.cli.'):
@@ -297,16 +311,22 @@ def _NoTensorFlow():
   return [*_NO_TENSORFLOW_MODULES, *in_folders]
 
 
-@pytest.mark.parametrize('module', _NoTensorFlow())
-def testLoadsNoTensorFlow(module):
-  for name, line, at_top in _Imports(_MODULES[module]):
-    assert not (at_top and name.split('.')[0] in _TENSORFLOW), f'{module}:{line}'
-  program = (
-    f'import sys; sys.path.insert(0, {str(_ROOT)!r}); import {module}; '
-    f'loaded = sorted(sys.modules.keys() & {set(_TENSORFLOW)!r}); sys.exit(" ".join(loaded) or 0)'
-  )
+def testModulesThatLoadNoTensorFlow():
+  """One process imports them all: if none of them loads TensorFlow, none does alone."""
+  modules = _NoTensorFlow()
+  for module in modules:
+    for name, line, at_top in _Imports(_MODULES[module]):
+      assert not (at_top and name.split('.')[0] in _TENSORFLOW), f'{module}:{line}'
+  program = f"""
+import importlib, sys
+sys.path.insert(0, {str(_ROOT)!r})
+for module in {modules!r}:
+  importlib.import_module(module)
+  if loaded := sorted(sys.modules.keys() & {set(_TENSORFLOW)!r}):
+    sys.exit(f'importing {{module}} loads {{loaded}}')
+"""
   run = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, check=False)
-  assert run.returncode == 0, f'importing {module} loads {run.stderr}'
+  assert run.returncode == 0, run.stderr
 
 
 def testNoPrivateOrOldTensorFlow():
@@ -320,7 +340,7 @@ def testNoPrivateOrOldTensorFlow():
       if isinstance(node, ast.Attribute):
         text = ast.unparse(node)
         if text == 'tf.compat.v1' or text in _OLD_TENSORFLOW.get(_Relative(path), ()):
-          continue  # The first is a part of the names that are looked at.
+          continue  # tf.compat.v1 is a prefix of the allowed names.
         assert not re.match(r'tf\.(python\b|compat\.v1\b|(\w+\.)*_[a-z])', text), (
           f'{_Relative(path)}:{node.lineno}: {text}'
         )
@@ -329,14 +349,14 @@ def testNoPrivateOrOldTensorFlow():
 # ---- files -------------------------------------------------------------------------------
 
 
-def testEveryFileHasItsLicenceAndSaysWhatItIsFor():
+def testEveryFileHasALicenceAndADocstring():
   for path in _Files(*_PACKAGES, 'tests'):
     lines = path.read_text(encoding='utf-8').splitlines()
     assert lines and lines[0] == '# SPDX-License-Identifier: Apache-2.0', _Relative(path)
     assert ast.get_docstring(_Tree(path)), f'{_Relative(path)} has no docstring'
 
 
-def testNoFileIsACatchAll():
+def testNoFileHasACatchAllName():
   for path in _Files(*_PACKAGES, 'tests'):
     for word in ('utils', 'util', 'common', 'helpers', 'helper', 'misc'):
       assert word not in path.stem.split('_'), _Relative(path)
@@ -360,7 +380,7 @@ def testEveryTestFileRunsByItself():
 
 
 def testTestsMirrorTheTree():
-  """A test file is named after what it tests, or looks at more than one module."""
+  """Each folder of tests has the path of a folder with sources."""
   sources = {path for path in _Files('lingvo_gpipe', 'params', 'tasks', 'tools')}
   for path in _Files('tests'):
     if not path.name.endswith('_test.py') or path.parent == _ROOT / 'tests':
@@ -392,7 +412,7 @@ def testFunctionsAreCamelCaseAndAttributesSnakeCase(package):
         continue
       name, decorators = node.name, _Decorators(node)
       if decorators & {'property', 'cached_property', 'setter', 'deleter', 'fixture'}:
-        # A fixture's function may have another name than the fixture, a test's stand-in any.
+        # A fixture function may have another name than its fixture, a stand-in any name.
         good = _SNAKE.fullmatch(name) or package == 'tests'
       else:
         good = _CAMEL.fullmatch(name) or _DUNDER.fullmatch(name) or name == 'main'

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of every test: a quiet TensorFlow on the CPU with four logical devices.
+"""Settings of all tests: a quiet TensorFlow on the CPU with four logical devices.
 
-Tests that never import TensorFlow never pay for it: the devices are made by a hook that fires when
-something imports TensorFlow for the first time, be it a test file or a function that runs later.
+Tests that never import TensorFlow do not wait for it: a hook creates the devices right after the
+first import of TensorFlow, whether a test file imports it or a function that runs later.
 """
 
 import ast
@@ -21,44 +21,67 @@ import pytest
 
 NUM_DEVICES = 4
 
-# TensorFlow makes many objects that last: to look for garbage so often takes more than it gives.
+_FOLDER = pathlib.Path(__file__).parent
+
+# TensorFlow creates many long-lived objects: collecting as often as by default costs time and finds
+# little.
 gc.set_threshold(20_000, 20, 20)
 
-# Inherited by the processes that tests start. Set only where the user has said nothing.
+# The processes that tests start inherit these. A value that the user has set stays.
 os.environ.setdefault('CUDA_VISIBLE_DEVICES', '')
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
+# XLA compiles a third faster without LLVM's optimisations, which no test is about; with
+# `XLA_FLAGS= make test` the tests run with them.
+os.environ.setdefault('XLA_FLAGS', '--xla_backend_optimization_level=0')
 
-# The same examples in every run, however slow the machine; --hypothesis-profile=default: others.
+# The same examples in each run, on slow machines too; --hypothesis-profile=default draws new ones.
 hypothesis.settings.register_profile('repeatable', deadline=None, derandomize=True)
 hypothesis.settings.load_profile('repeatable')
 
 
-def pytest_collection_modifyitems(items):
-  """Slow files first: `--dist=loadfile` hands out whole files, and the last one is waited for.
+def FilesInBuild(name):
+  """Returns the test files in the list `name` of tests/BUILD; none if Bazel runs a single file."""
+  build = _FOLDER / 'BUILD'
+  if not build.exists():
+    return set()
+  text = re.search(rf'^{name} = (\[.*?^\])', build.read_text(), re.M | re.S)[1]
+  return {_FOLDER / file for file in ast.literal_eval(text)}
 
-  Slow are those that tests/BUILD calls so. It is not there when Bazel runs a single file.
-  """
-  tests = pathlib.Path(__file__).parent
-  if (build := tests / 'BUILD').exists():
-    names = ast.literal_eval(re.search(r'^SLOW = (\[.*?^\])', build.read_text(), re.M | re.S)[1])
-    slow = {tests / name for name in names}
-    items.sort(key=lambda item: item.path not in slow)
+
+def pytest_addoption(parser):
+  parser.addoption(
+    '--sample', action='store_true', help='run only the files in SAMPLE of tests/BUILD'
+  )
+
+
+def pytest_ignore_collect(collection_path, config):
+  """With --sample, leaves the other test files unread: importing all of them takes 15 seconds."""
+  is_test = collection_path.name.endswith('_test.py')
+  if config.getoption('--sample') and is_test and collection_path not in FilesInBuild('SAMPLE'):
+    return True
+  return None
+
+
+def pytest_collection_modifyitems(items):
+  """Runs the files in SLOW of tests/BUILD first, so that no worker is left with one at the end."""
+  slow = FilesInBuild('SLOW')
+  items.sort(key=lambda item: item.path not in slow)
 
 
 @pytest.fixture(scope='session', autouse=True)
 def temporary_files(tmp_path_factory):
-  """Removes at the end what TensorFlow, TFDS and programs that end at once leave behind."""
+  """Removes what TensorFlow, TFDS and killed programs leave in the temporary directory."""
   folder = tmp_path_factory.mktemp('temporary')
   with pytest.MonkeyPatch.context() as patched:
     patched.setattr(tempfile, 'tempdir', str(folder))
-    patched.setenv('TMPDIR', str(folder))  # Of the processes that tests start.
+    patched.setenv('TMPDIR', str(folder))  # For the processes that tests start.
     yield
   shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope='module', autouse=True)
 def garbage():
-  """Collects it after each file, and what is left no more: TensorFlow keeps millions of objects."""
+  """Collects garbage after each file, and exempts the survivors, millions of objects, for good."""
   yield
   gc.collect()
   gc.freeze()
@@ -69,13 +92,13 @@ def forks(tmp_path_factory):
   """Runs programs that share one import of TensorFlow: `processes.Forks`."""
   from tests import processes
 
-  made = processes.Forks(tmp_path_factory.mktemp('forks'))
-  yield made
-  made.Close()
+  runner = processes.Forks(tmp_path_factory.mktemp('forks'))
+  yield runner
+  runner.Close()
 
 
 def _ConfigureTensorFlow():
-  """Makes the devices; nothing may have used one yet."""
+  """Creates the devices, before TensorFlow initialises the default one."""
   tf = sys.modules['tensorflow']
   tf.config.threading.set_intra_op_parallelism_threads(1)
   cpu = tf.config.list_physical_devices('CPU')[0]
@@ -85,7 +108,7 @@ def _ConfigureTensorFlow():
 
 
 class _AfterTensorFlowImport(importlib.abc.MetaPathFinder):
-  """Finds `tensorflow` the usual way and calls _ConfigureTensorFlow right after it is loaded."""
+  """Finds `tensorflow` as usual, and calls _ConfigureTensorFlow once it is loaded."""
 
   def find_spec(self, fullname, path=None, target=None):
     if fullname != 'tensorflow':

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The documents tell the truth: programs in them run, and what they name exists."""
+"""The documents are true: their programs run, and everything they name exists."""
 
 import ast
 import itertools
@@ -26,22 +26,22 @@ DOCS = [README, *sorted((ROOT / 'docs').glob('*.md'))]
 MAX_LINES = {README: 160, ARCHITECTURE: 300}
 
 TIMEOUT = 150
-# Of a loss, between two cuts; float32 (the design's bound for the first 20 losses is 1e-4).
+# Tolerance of a float32 loss between two cuts; the bound for the first 20 losses is 1e-4.
 MAX_DIFFERENCE = 1e-5
 
 _BLOCK = re.compile(r'^```(\w*)\n(.*?)^```$', re.DOTALL | re.MULTILINE)
 _FILE_NAME = re.compile(r'# ((?:params|tasks)/\w+\.py)\n')
 _LINK = re.compile(r'\[[^\]]*\]\(([^)\s]+)\)')
-# Whatever looks like a file of the repository: it has a folder, and an ending of ours.
+# Text that looks like a file of the repository: it has a folder and a known extension.
 _FILE = re.compile(r'`((?:[\w.-]+/)+[\w.-]+\.(?:py|md|toml))`')
 _FLAG = re.compile(r'(?<![\w-])--([a-z][a-z_]+)')
 _CODE = re.compile(r'`([^`\n]+)`|^    (.*)$', re.MULTILINE)
 _DEFINED_FLAG = re.compile(r"flags\.DEFINE_\w+\(\s*'(\w+)'")
-# A program of tools/ with what follows it, to the end of the code or of the line.
+# A program of tools/ with its arguments, up to the end of the code or of the line.
 _TOOL = re.compile(r'-m tools\.([\w.]+)((?:\\\n|[^`\n])*)')
-# An experiment: an area that there is, a file, a class. `X` stands for any.
+# An experiment: an existing area, a file, a class. `X` stands for any of them.
 _KEY = re.compile(r'(?<![\w.])(?:image|lm|mt)\.[a-z]\w*\.(?!X\b)[A-Z]\w*')
-# Flags of Lingvo's that are mentioned and do not exist here.
+# Flags of Lingvo that the documents mention and that do not exist here.
 _LINGVO_FLAGS = {
   'add_summary', 'checkpoint_in_trainer_tpu', 'cluster_spec', 'enable_asserts',
   'enable_check_numerics', 'inspect_model_topn', 'inspect_params_dataset_name', 'pdb_on_exception',
@@ -61,7 +61,7 @@ def _Blocks(path, language):
 
 
 def _ProjectFiles():
-  """{path: text} of the README's experiment: blocks whose first line names their file."""
+  """Returns {path: text} of the README's experiment: blocks whose first line names their file."""
   blocks = _Blocks(README, 'python')
   return {match[1]: text for text in blocks if (match := _FILE_NAME.match(text))}
 
@@ -97,26 +97,26 @@ def _RunProgram(text, environment, directory):
 # --- programs ---
 
 
-def testOwnLoopTrainsAndStagesDoNotMatter(environment, tmp_path):
+def testTheCustomLoopTrainsEquallyWithAnyNumberOfStages(environment, tmp_path):
   (program,) = _Blocks(OWN_LOOP, 'python')
   assert program.count('\n') <= 45
   output = _RunProgram(program, environment, tmp_path)
   first, last = map(float, re.findall(r'[\d.]+', output.splitlines()[-2]))
   assert last < first / 2
   assert float(output.split()[-1]) <= MAX_DIFFERENCE
-  # What the page shows as the output is what comes out, numbers aside.
+  # The output equals the output on the page, except for numbers.
   (shown,) = _Blocks(OWN_LOOP, 'text')
   numbers = re.compile(r'\d[\d.e+-]*')
   assert numbers.sub('#', shown) == numbers.sub('#', '\n'.join(output.splitlines()[-2:]) + '\n')
 
 
-def testLingvoUsersLayerRuns(environment, tmp_path):
+def testTheLayerForLingvoUsersRuns(environment, tmp_path):
   (program,) = _Blocks(LINGVO_USERS, 'python')
   lines = _RunProgram(program, environment, tmp_path).splitlines()
   assert lines[-2:] == ['(2, 3)', "['tanh.w', 'tanh.gain']"]
 
 
-def testKerasModelTrainsAndGetsItsWeightsBack(environment, tmp_path):
+def testTheKerasModelTrainsAndReceivesItsWeights(environment, tmp_path):
   (program,) = _Blocks(KERAS, 'python')
   output = _RunProgram(program, environment, tmp_path)
   losses = [float(x) for x in re.findall(r'loss (\S+)', output)]
@@ -125,7 +125,7 @@ def testKerasModelTrainsAndGetsItsWeightsBack(environment, tmp_path):
   assert float(output.split()[-1]) <= MAX_DIFFERENCE
 
 
-def testSchedulesOfOnesOwnTrain(environment, tmp_path):
+def testCustomSchedulesTrain(environment, tmp_path):
   (program,), (shown,) = _Blocks(SCHEDULES, 'python'), _Blocks(SCHEDULES, 'text')
   assert program.count('\n') <= 50
   assert _RunProgram(program, environment, tmp_path) == shown
@@ -139,7 +139,7 @@ def testTheFirstExampleOfTheReadmeRuns(environment, tmp_path):
   assert output == '8 2\n'
 
 
-def testReadmeExperimentTrainsInADirectoryOfItsOwn(environment, forks, tmp_path):
+def testTheReadmeExperimentTrainsInAnEmptyDirectory(environment, forks, tmp_path):
   files = _ProjectFiles()
   assert sorted(files) == ['params/toy.py', 'tasks/toy.py']
   for path, text in files.items():
@@ -153,7 +153,7 @@ def testReadmeExperimentTrainsInADirectoryOfItsOwn(environment, forks, tmp_path)
   losses = [float(x) for x in re.findall(r'loss (\S+)', output)]
   assert 'Test at step 300' in output
   assert losses[-1] < losses[0] / 4, output
-  # On from there in four stages, with the command as the README has it.
+  # Resumes in four stages, with the command in the README.
   more = re.search(r"`--model_params_override='(\S+)' (--max_steps=400)`", README.read_text())
   args = [*trainer[2:], f'--model_params_override={more[1]}', more[2]]
   output = processes.Succeeded(forks.Run('trainer', *args, cwd=tmp_path)).stdout
@@ -162,23 +162,23 @@ def testReadmeExperimentTrainsInADirectoryOfItsOwn(environment, forks, tmp_path)
   assert 'Test at step 400' in output
 
 
-def testReadmePictureIsWhatInspectPartitionPrints(forks):
+def testTheReadmePictureEqualsTheOutputOfInspectPartition(forks):
   command = re.search(r'`trainer (--mode=inspect_partition \S+)` prints', README.read_text())
   output = processes.Succeeded(forks.Run('trainer', *command[1].split())).stdout
   assert output.strip() in [block.strip() for block in _Blocks(README, 'text')]
 
 
-# --- what is named ---
+# --- names ---
 
 
 def _Anchors(path):
-  """The anchors of a page's headings, as GitHub makes them."""
+  """Returns the anchors of the headings of a page, as GitHub generates them."""
   headings = re.findall(r'^#+ (.*)$', _BLOCK.sub('', path.read_text()), re.MULTILINE)
   return {re.sub(r'[^\w -]', '', h.lower()).replace(' ', '-') for h in headings}
 
 
 @cases('path', [*DOCS, ROOT / 'CONTRIBUTING.md'], ids=_Ids)
-def testLinksLeadSomewhere(path):
+def testLinkTargetsExist(path):
   for link in _LINK.findall(path.read_text()):
     if link.startswith('https://'):
       continue
@@ -195,14 +195,14 @@ def testNamedFilesExist(path):
     assert name in made or (ROOT / name).exists(), f'{path.name} names {name}'
 
 
-def testTheTableOfSchedulesHasThemAll():
+def testTheTableOfSchedulesIsComplete():
   assert sorted(re.findall(r'^\| `(\w+)` \|', SCHEDULES.read_text(), re.MULTILINE)) == (
     schedules.Names()
   )
 
 
 def testTheTreeOfArchitectureNamesEveryFolder():
-  """A line `  schedule/   text` of the tree names a folder, below the one that is less indented."""
+  """A line `  schedule/   text` of the tree names a folder inside the less indented one above."""
   tree = re.search(r'```text\nlingvo_gpipe/\n(.*?)```', ARCHITECTURE.read_text(), re.S)[1]
   named, parents = set(), []
   for line in tree.splitlines():
@@ -246,13 +246,13 @@ def testTheTableOfPlacesNamesWhatExists():
 
 @cases('path', DOCS, ids=_Ids)
 def testDocsUseThePublicNames(path):
-  """Modules of folders are private: examples import from lingvo_gpipe itself."""
+  """Modules in folders are private: examples import from lingvo_gpipe itself."""
   assert not re.findall(r'^\s*(?:from|import) lingvo_gpipe\..*', path.read_text(), re.MULTILINE)
 
 
 @pytest.fixture(scope='module')
 def program_help(forks):
-  """What `--help` of the programs prints."""
+  """Returns the output of `--help` of the programs."""
   runs = [forks.Run(name, '--help') for name in ('trainer', 'evaluator', 'worker')]
   return ''.join(processes.Succeeded(done).stdout for done in runs)
 
@@ -273,7 +273,7 @@ def testNamedFlagsExist(path, program_help):
 
 
 def _DefinedFlags(file):
-  """The flags of a program of tools/, those of `binary` included where it takes an experiment."""
+  """Returns the flags of a program of tools/, with those of `binary` if it has them."""
   text = file.read_text()
   flags = _DEFINED_FLAG.findall(text)
   if 'binary.' in text:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The evaluator as a process: one checkpoint, or each new one until training has ended."""
+"""The evaluator as a process: one checkpoint, or each new checkpoint until training ends."""
 
 import json
 import os
@@ -25,11 +25,11 @@ def _Args(logdir, *more):
 def followed(tmp_path_factory):
   """An evaluator that follows a trainer: (log directory, its output, the trainer's output).
 
-  The trainer's standard output takes ASCII only, and its sample is not.
+  The trainer's standard output accepts ASCII only, but its sample has other characters.
   """
   logdir = tmp_path_factory.mktemp('followed')
   more = 'task.train.save_interval_steps:10'
-  # It starts first, and waits for a checkpoint.
+  # The evaluator starts first, and waits for a checkpoint.
   with processes.Started('evaluator', *_Args(logdir, f'--max_steps={END}')) as evaluator:
     trained = processes.Run(
       'trainer',
@@ -42,24 +42,24 @@ def followed(tmp_path_factory):
   return logdir, output, trained.stdout
 
 
-def testFollowsNewCheckpointsToTheEnd(followed):
+def testEvaluatesNewCheckpointsUntilTrainingEnds(followed):
   logdir, output, trained = followed
   steps = [int(step) for step in re.findall(r'^Test at step (\d+): loss', output, re.MULTILINE)]
-  # It may be slower than the trainer, but never goes back and always sees the last one.
+  # It may skip checkpoints, but never goes back, and always evaluates the last one.
   assert '?' in trained.partition('--- continuation')[2]
   assert steps[-1] == END and steps == sorted(set(steps)) and set(steps) <= {10, END}
-  # The trainer's own evaluation found the same.
+  # The trainer's own evaluation has equal results.
   line = re.search(rf'^Test at step {END}: [\d.]+ bits per byte;.*$', trained, re.MULTILINE)[0]
   assert line in output.splitlines()
   assert [step for step, _ in processes.Scalars(logdir / 'eval_test')['loss']].count(END) == 2
-  # So did what it made of an example.
+  # Its decoded example is equal too.
   samples = processes.Tensorboard(logdir / 'eval_test')['sample/continuation']
   assert [step for step, _ in samples].count(END) == 2
   assert len({str(text) for step, text in samples if step == END}) == 1
 
 
 def testOnceEvaluatesTheLastCheckpointOnASplit(followed, forks):
-  """On one device, though the checkpoint was made on two; the split's case does not matter."""
+  """On one device, from a checkpoint of two devices; the case of the split does not matter."""
   logdir, _, _ = followed
   before = processes.Tensors(logdir, END)
   args = _Args(logdir, '--once', '--split=dev', '--num_devices=1')
@@ -77,11 +77,11 @@ def testOnceEvaluatesTheLastCheckpointOnASplit(followed, forks):
   ((step, loss),) = processes.Scalars(logdir / 'eval_dev')['loss']
   assert step == END and abs(loss - float(scores['loss'])) < 1e-5
   assert '\n--- continuation\n' in done.stdout
-  # It only reads what the trainer wrote.
+  # The evaluator does not write to the directory of the trainer.
   processes.AssertSameTensors(processes.Tensors(logdir, END), before)
 
 
-def testDecodeWritesHypothesesBesideReferences(followed, forks):
+def testDecodeWritesHypothesesAndReferences(followed, forks):
   logdir, _, _ = followed
   more = '--model_params_override=task.eval.decoder_samples_per_summary:6'
   args = _Args(logdir, '--job=decode', f'--checkpoint={END}', '--split=Dev', more)
@@ -90,7 +90,7 @@ def testDecodeWritesHypothesesBesideReferences(followed, forks):
   assert f'Dev at step {END}: 6 examples in {path}  matched_prefix_length ' in done.stdout
   lines = [json.loads(line) for line in path.read_text(encoding='utf-8').splitlines()]
   assert [sorted(line) for line in lines] == [['continuation', 'prompt', 'reference']] * 6
-  # Windows of 16 bytes in the order of the text, half prompt; the first byte is context.
+  # Windows of 16 bytes in text order, half of each a prompt; the first byte is context.
   params = registry.GetParams(processes.MODEL, 'Dev').input.Set(max_bytes=20000)
   text = params.Instantiate().Text()[: 6 * 16].tobytes().decode('ascii')
   assert ''.join(line['prompt'][1:] + line['reference'] for line in lines) == text
@@ -105,8 +105,8 @@ def testDecodeWritesHypothesesBesideReferences(followed, forks):
   assert step == END and value == pytest.approx(mean)
 
 
-def testADecoderFollowsToTheEnd(followed):
-  """Without --once it goes on to the trainer's end marker, which is there already."""
+def testADecoderRunsUntilTrainingEnds(followed):
+  """Without --once it runs until it finds the end marker of the trainer, which exists already."""
   logdir, _, _ = followed
   more = '--model_params_override=task.eval.decoder_samples_per_summary:2'
   with processes.Started('evaluator', *_Args(logdir, '--job=decode', more)) as decoder:
@@ -117,9 +117,9 @@ def testADecoderFollowsToTheEnd(followed):
   assert len(path.read_text(encoding='utf-8').splitlines()) == 2
 
 
-def testSignalEndsTheWaiting(followed):
+def testASignalEndsTheWait(followed):
   logdir, _, _ = followed
-  (logdir / 'report.json').unlink()  # Without it the training may go on.
+  (logdir / 'report.json').unlink()  # Without the marker, training may still be running.
   with processes.Started('evaluator', *_Args(logdir, '--max_steps=1000')) as evaluator:
     for line in evaluator.stdout:
       if 'order-0' in line:
@@ -128,7 +128,7 @@ def testSignalEndsTheWaiting(followed):
     assert evaluator.wait(processes.TIMEOUT) == 128 + signal.SIGTERM
 
 
-def testAnotherModelsCheckpointIsOneLine(followed, forks):
+def testACheckpointOfAnotherModelIsAOneLineError(followed, forks):
   logdir, _, _ = followed
   args = _Args(logdir, '--once', '--model_params_override=task.model_dim:32')
   done = forks.Run('evaluator', *args)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The examples of docs/examples say what exists, in a form that their readers take."""
+"""The examples in docs/examples are valid, and name flags and files that exist."""
 
 import json
 import pathlib
@@ -22,7 +22,7 @@ def _DefinedFlags(*programs):
 
 
 def _CheckCommands(text):
-  """What is said to `worker` and `trainer`, up to the end of the line or of the command."""
+  """Checks the flags of calls of `worker` and `trainer`, up to the end of the line or command."""
   for program in ('worker', 'trainer'):
     (arguments,) = re.findall(rf'\b{program} (--[^\n&]*)', text)
     assert set(_FLAG.findall(arguments)) <= _DefinedFlags('cli/binary', 'cli/supervised', program)
@@ -39,7 +39,7 @@ def testSlurmScript(tmp_path):
   assert (done.returncode, done.stderr) == (0, '')
   text = path.read_text()
   _CheckCommands(text)
-  # The lines that write the addresses, of two nodes.
+  # The lines that write the addresses, run for two nodes.
   (pipe,) = re.findall(r'^scontrol show hostnames [^|]*\|\n(.*) > ', text, re.M)
   done = subprocess.run(
     ['bash', '-c', pipe], input='node1\nnode2\n', env={'port': '20017', 'PATH': '/usr/bin:/bin'},
@@ -66,14 +66,14 @@ def testKubernetesObjects(tmp_path):
   )
   trainer = by_kind['Job']['spec']['template']['spec']
   assert hosts.chief == f'{trainer["hostname"]}.{trainer["subdomain"]}:2222'
-  # The same pods have names, and are let in.
+  # The service names the pods that the network policy admits.
   labels = service['spec']['selector']
   policy = by_kind['NetworkPolicy']['spec']
   assert policy['podSelector']['matchLabels'] == labels
   assert policy['ingress'][0]['from'] == [{'podSelector': {'matchLabels': labels}}]
   commands = []
-  for found in (workers, by_kind['Job']):
-    template = found['spec']['template']
+  for kind in (workers, by_kind['Job']):
+    template = kind['spec']['template']
     assert labels.items() <= template['metadata']['labels'].items()
     spec = template['spec']
     (container,) = spec['containers']
@@ -81,7 +81,7 @@ def testKubernetesObjects(tmp_path):
     mounted = {mount['name'] for mount in container['volumeMounts']}
     assert mounted == {volume['name'] for volume in spec['volumes']}
   _CheckCommands('\n'.join(commands))
-  assert json.dumps(objects)  # What kubectl makes of it.
+  assert json.dumps(objects)  # kubectl turns the objects into JSON.
 
 
 if __name__ == '__main__':

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every registered experiment builds, keeps its Params as text, and takes a training step.
 
-An experiment that is large must have a `Smoke()`: the overrides with which it runs in seconds. The
-checks themselves are tried on a small project of experiments that are wrong on purpose.
+A large experiment must have a `Smoke()`: overrides with which it runs in seconds. The checks are
+tested on a small project with faulty experiments.
 """
 
 import functools
@@ -20,7 +20,7 @@ from lingvo_gpipe.experiment import model as model_lib
 from lingvo_gpipe.experiment import registry
 from lingvo_gpipe.runners import multi_task_runner, task_batches
 
-# Beyond these an experiment is large.
+# An experiment above these limits is large.
 _MAX_PARAMS = 10_000_000
 _MAX_STAGES = 4
 
@@ -32,7 +32,7 @@ def _Smoke(key, packages):
 
 
 def _SmokeParams(key, dataset, packages=('params',)):
-  """The model's Params for a data set, as Smoke() makes them."""
+  """Returns the Params of the model for a data set, with the overrides of Smoke()."""
   p = registry.GetParams(key, dataset, packages)
   smoke = _Smoke(key, packages)
   if isinstance(smoke, str):
@@ -43,10 +43,10 @@ def _SmokeParams(key, dataset, packages=('params',)):
 
 
 def _Instantiate(p):
-  """The model, made without a variable."""
+  """Returns (model, parameters, stages); fails if the model creates a variable."""
 
   def Refuse(next_creator, **kwargs):
-    raise AssertionError(f'a variable was made: {kwargs.get("name")}')
+    raise AssertionError(f'a variable was created: {kwargs.get("name")}')
 
   with tf.variable_creator_scope(Refuse):
     model = p.Instantiate()
@@ -56,7 +56,7 @@ def _Instantiate(p):
 
 
 def _CheckParams(key, packages=('params',)):
-  """Params of every data set can be built, changed by Smoke(), and told as text."""
+  """Checks that Params of each data set can be built, overridden by Smoke(), and read as text."""
   names = registry.GetClass(key, packages).DatasetNames()
   assert 'Train' in names, f'{key} has no Train()'
   for name in names:
@@ -73,7 +73,7 @@ def _CheckParams(key, packages=('params',)):
 
 
 def _CheckSize(key, packages=('params',)):
-  """It instantiates without allocating; if it is large, Smoke() makes it small."""
+  """Checks that it instantiates without allocating, and that Smoke() makes a large one small."""
   _, num_params, num_stages = _Instantiate(registry.GetParams(key, 'Train', packages))
   is_large = num_params > _MAX_PARAMS or num_stages > _MAX_STAGES
   size = f'{num_params:,} parameters in {num_stages} stages'
@@ -88,7 +88,7 @@ def _CheckSize(key, packages=('params',)):
 
 
 def _CheckTraining(key, packages=('params',)):
-  """Two training steps: the learning rate of the first may be 0."""
+  """Takes two training steps: the learning rate of the first may be 0."""
   model, _, _ = _Instantiate(_SmokeParams(key, 'Train', packages))
   devices = [d.name for d in tf.config.list_logical_devices('CPU')]
   run = multi_task_runner.Make(model, devices)
@@ -117,8 +117,8 @@ def testSize(key):
   _CheckSize(key)
 
 
-# What two experiments may differ in and yet take equal steps. That neither the cut nor M changes a
-# result is what the tests of the engine, of layers with a state and of the tasks hold.
+# Differences that do not change the code of a step. Tests of the engine, of stateful layers and of
+# the tasks prove that neither the cut nor M changes a result.
 _ONLY_IN_NUMBERS = re.compile(
   r'^task\.(stack\.(num_stages|num_micro_batches)|.*(max_steps|total_steps|params_init)) : .*\n'
   r'|(?<=dropout_prob : )0\.\d*[1-9]\d*',
@@ -128,19 +128,19 @@ _ONLY_IN_NUMBERS = re.compile(
 
 @functools.cache
 def _KeysThatTakeSteps():
-  """One of all experiments that take equal steps: that with the most stages."""
-  chosen = {}
+  """Returns, of each group of experiments with equal steps, the one with the most stages."""
+  largest = {}
   for key in _KEYS:
     p = _SmokeParams(key, 'Train')
     candidate = (max(task.stack.num_stages for task in model_lib.FindTaskParams(p).values()), key)
     step = _ONLY_IN_NUMBERS.sub('', p.Set(model='').ToText())
-    chosen[step] = max(chosen.get(step, candidate), candidate)
-  return {key for _, key in chosen.values()}
+    largest[step] = max(largest.get(step, candidate), candidate)
+  return {key for _, key in largest.values()}
 
 
 @pytest.mark.parametrize('key', _KEYS)
-def testDocstringsTellTheCommandAndWhatCameOut(key):
-  """Those of the class, of what it derives from, and of the file, together."""
+def testDocstringsHaveTheCommandAndTheMeasuredResult(key):
+  """Looks at the docstrings of the class, of its bases, and of the file together."""
   cls = registry.GetClass(key)
   assert cls.__dict__.get('__doc__'), f'{key} has no docstring'
   classes = [base for base in cls.__mro__ if base.__module__.startswith('params.')]
@@ -302,7 +302,7 @@ _PROJECT = """
 
 @pytest.fixture(scope='module')
 def project(tmp_path_factory):
-  """The name of a package of experiments."""
+  """Yields the name of a package of experiments."""
   root = tmp_path_factory.mktemp('project')
   folder = root / 'experiments_test_params'
   folder.mkdir()
@@ -314,7 +314,7 @@ def project(tmp_path_factory):
 
 
 @pytest.mark.parametrize('name', ['Good', 'WideWithSmoke', 'DeepWithSmoke'])
-def testWhatIsRightPasses(project, name):
+def testCorrectExperimentsPass(project, name):
   key = f'net.{name}'
   assert key in registry.ListKeys(project)
   _CheckParams(key, project)
@@ -328,7 +328,7 @@ def testWhatIsRightPasses(project, name):
     (_CheckSize, 'Wide', AssertionError, r'large \(32,000,000 parameters in 1 .*no Smoke'),
     (_CheckSize, 'Deep', AssertionError, r'large \(128 parameters in 8 stages\).*no Smoke'),
     (_CheckSize, 'SmokeDoesNotHelp', AssertionError, r'leaves 16,000,000 parameters'),
-    (_CheckSize, 'Eager', AssertionError, 'a variable was made'),
+    (_CheckSize, 'Eager', AssertionError, 'a variable was created'),
     (_CheckParams, 'SmokeNamesNothing', AttributeError, 'task.width'),
     (_CheckParams, 'NoData', AssertionError, r'has no Train\(\)'),
     (_CheckParams, 'NoSuchEvaluation', AssertionError, 'eval_datasets names Test'),
@@ -338,7 +338,7 @@ def testWhatIsRightPasses(project, name):
   ],
   ids=lambda value: value if isinstance(value, str) and value.isidentifier() else '',
 )
-def testWhatIsWrongFails(project, check, name, error, message):
+def testFaultyExperimentsFail(project, check, name, error, message):
   with pytest.raises(error, match=message):
     check(f'net.{name}', project)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that are damaged in any way, on purpose too, give the documented error and nothing else."""
+"""Damaged or forged files raise the documented errors, and no others."""
 
 import hashlib
 import inspect
@@ -36,7 +36,7 @@ _json = st.recursive(
 
 @st.composite
 def _Changed(draw, record):
-  """A copy of nested JSON of which one part, whichever, is another or is left out."""
+  """Returns a copy of nested JSON with one part changed or left out."""
   if not isinstance(record, dict | list) or not record or draw(st.integers(0, 3)) == 0:
     return draw(_json)
   new = dict(record) if isinstance(record, dict) else dict(enumerate(record))
@@ -53,7 +53,7 @@ def _Changed(draw, record):
 
 @pytest.fixture(scope='module')
 def models(tmp_path_factory):
-  """Bytes of two vocabularies."""
+  """Returns the bytes of two vocabularies."""
   folder = tmp_path_factory.mktemp('vocabularies')
   for name, options in (('unigram', {}), ('bpe', {'model_type': 'bpe', 'lossless': True})):
     texts = [inspect.getsource(json), _TEXT]
@@ -73,7 +73,7 @@ def testVocabularies(models, data):
   except ValueError as e:
     assert 'here' in str(e)
     return
-  # What can be loaded can be used: it may be a good one that says something else.
+  # A vocabulary that loads can be used: it may be a valid one with other content.
   for ids in found.Encode([_TEXT, '', '\0\ud7ff<unk> ']):
     assert ids.dtype == np.int32
     found.Decode(ids)
@@ -86,7 +86,7 @@ def testVocabularies(models, data):
 
 @pytest.fixture(scope='module')
 def stored(tmp_path_factory):
-  """A folder with a store, and its files' contents."""
+  """Returns a folder with a token store, and the contents of its files."""
   folder = tmp_path_factory.mktemp('stores') / 'store'
   token_store.TokenStore.Write(str(folder), [[1, 2, 3], [], [4]])
   return folder, {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -115,7 +115,7 @@ def testTokenStores(stored, data):
 
 @pytest.fixture(scope='module')
 def saved(tmp_path_factory):
-  """A directory with one checkpoint: (it, its commit file)."""
+  """Returns (a directory with one checkpoint, the commit file)."""
   directory = tmp_path_factory.mktemp('run')
   values = {'net.w': tf.ones([2, 3]), 'step': tf.constant(5, tf.int64)}
   commit = checkpointer.Checkpointer(directory).Save(5, values, {'cut': [1, 2], 'model': 'x'})
@@ -130,7 +130,7 @@ def testCommitFiles(saved, data):
     text = f.read()
   record = json.loads(text)['checkpoint']
   if data.draw(st.booleans()):
-    # Somebody who means harm can make the digest fit.
+    # An attacker can compute a matching digest.
     record = data.draw(_Changed(record))
     digest = hashlib.sha256(json.dumps(record).encode()).hexdigest()
     changed = json.dumps({'sha256': digest, 'checkpoint': record})
@@ -143,7 +143,7 @@ def testCommitFiles(saved, data):
   except ValueError as e:
     assert 'has format' in str(e)
     return
-  # Whatever it says, what is read lies in the directory.
+  # All files that it refers to are inside the directory.
   assert os.path.dirname(os.path.dirname(info.prefix)) == str(directory)
   assert all(os.path.basename(name) == name for name in info.written['files'])
   try:

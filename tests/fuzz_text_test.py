@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text that is wrong in any way gives the documented error, changes nothing and runs nothing."""
+"""Invalid text raises the documented errors, changes nothing and runs nothing."""
 
 import dataclasses
 import enum
@@ -38,14 +38,14 @@ def _Boom(*args, **kwargs):
 
 
 class _Called:
-  """A class that must not be made by text: it is no record."""
+  """A class that text must not instantiate: it is not a record."""
 
   def __init__(self, *args, **kwargs):
     _Boom(*args, **kwargs)
 
 
 class _Lazy(types.ModuleType):
-  """A module that imports what it is asked for."""
+  """A module that imports on attribute access."""
 
   def __getattr__(self, name):
     if not name.startswith('__'):
@@ -60,7 +60,7 @@ for _value in _CANARIES:
 
 @pytest.fixture(scope='module', autouse=True)
 def _Canaries():
-  """A module of things that no text may call."""
+  """A module of functions that no text may call."""
   canary = _Lazy('canary')
   for value in _CANARIES:
     setattr(canary, value.__qualname__, value)
@@ -71,7 +71,7 @@ def _Canaries():
 
 
 def _Params():
-  """Params with a value of every kind."""
+  """Returns Params with a value of every kind."""
   p = hyperparams.Params()
   inner = hyperparams.InstantiableParams(_Record)
   inner.Define('x', 1, '')
@@ -122,7 +122,7 @@ _text = st.one_of(
 
 
 def _Check(read, *documented):
-  """Calls `read`; nothing but a documented error may come of it, and nothing may be imported."""
+  """Calls `read`, which may raise a documented error only, and must not import anything."""
   _calls.clear()
   modules = set(sys.modules)
   try:
@@ -135,7 +135,7 @@ def _Check(read, *documented):
 
 @fuzzing.Settings(2)
 @hypothesis.given(_text)
-@hypothesis.example('[1,\r2')  # Python ends a line there, too.
+@hypothesis.example('[1,\r2')  # Python also ends lines at these characters.
 @hypothesis.example('\r0')
 def testLiterals(text):
   _Check(lambda: literals.ParseLiteral(text), ValueError)
@@ -146,7 +146,7 @@ def testLiterals(text):
 @fuzzing.Settings()
 @hypothesis.given(_text)
 def testParams(text):
-  """FromText takes all or nothing."""
+  """FromText applies all of a text or nothing."""
   p, before = _Params(), _Params()
 
   def Read():
@@ -164,7 +164,7 @@ def testParams(text):
 @fuzzing.Settings()
 @hypothesis.given(st.sampled_from(sorted(_Params().GetKeys())), _text)
 def testValues(name, text):
-  """The value of one param, which knows what type it wants."""
+  """The value of one param, whose type is known."""
   p = _Params()
   _Check(lambda: p.ApplyOverrides([(name, text)]), ValueError)
   _Check(lambda: p.ApplyOverrides([(text, '1')]), ValueError, AttributeError)
@@ -195,8 +195,8 @@ def testSchedules(text):
   _Check(Read, ValueError)
 
 
-def testSamplesAreRight():
-  """The fuzz begins at text that is read, or it would show little."""
+def testTheSamplesAreValid():
+  """Fuzzing starts from valid text; otherwise it would show little."""
   for text in _TEXTS:
     _Params().FromText(text)
 

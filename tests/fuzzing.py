@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For fuzz tests: how long they try, and what is nearly right.
+"""Settings and strategies of the fuzz tests.
 
     FUZZ_EXAMPLES=20000 make test ARGS='tests/fuzz_text_test.py tests/fuzz_files_test.py'
 
-tries more, and others at each call; without it some hundreds of examples of each kind are the same
-ones in every run.
+tries more examples, and different ones in each run. By default each run tries the same few hundred
+examples of each kind.
 """
 
 import os
@@ -16,7 +16,7 @@ _LONG = os.environ.get('FUZZ_EXAMPLES')
 
 
 def Settings(share=1.0):
-  """The settings of a test whose examples cost 1 / share of a cheap one's."""
+  """Returns the settings of a test that runs only this share of the examples."""
   number = int(_LONG) if _LONG else 400
   return hypothesis.settings(
     max_examples=max(10, int(number * share)),
@@ -29,12 +29,12 @@ def Settings(share=1.0):
 
 @st.composite
 def NearlyRight(draw, samples, fragments, any_part):
-  """One of the samples with some parts cut out, repeated, moved or replaced.
+  """Draws one of the samples with parts removed, repeated, moved or replaced.
 
   Args:
-    draw: Hypothesis's.
-    samples: texts, or bytes, that are right.
-    fragments: parts that matter to whoever reads them.
+    draw: Hypothesis's draw function.
+    samples: valid texts or bytes.
+    fragments: parts with a meaning to the reader under test.
     any_part: a strategy for other parts.
   """
   text = draw(st.sampled_from(samples))

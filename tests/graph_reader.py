@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads what TensorFlow really runs: graphs after all optimisations, cut by device."""
+"""Reads the graphs that TensorFlow executes: optimised, and partitioned by device."""
 
 import collections
 import math
@@ -27,8 +27,8 @@ _PRODUCTS = frozenset(
 
 
 def ExecutedGraphs(run, logdir):
-  """For each function that `run` makes TensorFlow execute for the first time: its partitions."""
-  # TensorFlow hands over what it collected at any time before, too: that goes to a file of its own.
+  """Returns the partitions of each function that `run` executes for the first time."""
+  # TensorFlow also returns graphs collected earlier: they go to a separate file.
   _Collect(lambda: None, pathlib.Path(logdir, 'before'))
   after = pathlib.Path(logdir, 'after')
   _Collect(run, after)
@@ -51,17 +51,17 @@ def _Collect(run, logdir):
 
 
 def NumProducts(functions):
-  """How many matrix products all graphs hold."""
+  """Returns the number of matrix products in all graphs."""
   return sum(n.op in _PRODUCTS for graphs in functions for g in graphs for n in g.node)
 
 
 def NumProductsOfXla(hlo):
-  """How many matrix products optimised HLO holds."""
+  """Returns the number of matrix products in optimised HLO."""
   return len(re.findall(r' dot\(', hlo))
 
 
 def NumProductsBefore(functions):
-  """For each product, and for each draw of random bits, how many products must run before it."""
+  """Returns, for each product and each draw of random bits, how many products must run before."""
   before_products, before_draws = [], []
   for partitions in functions:
     _, nodes, inputs = _Read(partitions)
@@ -78,7 +78,7 @@ _NUM_BYTES = {'f64': 8, 's64': 8, 'u64': 8, 'f32': 4, 's32': 4, 'u32': 4, 'pred'
 
 
 def PeakBytesOfXla(hlo):
-  """The most bytes that live at one time between a function's inputs and outputs.
+  """Returns the peak bytes of temporaries between the inputs and outputs of a function.
 
   Args:
     hlo: optimised HLO, in the order in which it runs.
@@ -110,7 +110,7 @@ def PeakBytesOfXla(hlo):
 
 
 def StageCalls(functions):
-  """For each device the letters of its stage calls, in the order in which they must run.
+  """Returns, for each device, the letters of its stage calls in execution order.
 
   Raises:
     ValueError: two calls of a device are unordered.
@@ -131,7 +131,7 @@ def StageCalls(functions):
 
 
 def Sends(functions):
-  """What stage calls return that goes to other devices: a sorted list of (action, from, to)."""
+  """Returns a sorted list of (action, from, to) of stage outputs that go to other devices."""
   found = []
   for partitions in functions:
     for node in (node for partition in partitions for node in partition.node):
@@ -144,9 +144,9 @@ def Sends(functions):
 
 
 def Takers(functions):
-  """Who takes what stage calls send: {(action, from, to): names of the nodes that read it}.
+  """Returns {(action, from, to): names of the nodes that read it} of the tensors sent.
 
-  TensorFlow frees a tensor when the last of them has run.
+  TensorFlow frees a tensor when the last of these nodes has run.
   """
   found = collections.defaultdict(list)
   for partitions in functions:
@@ -174,14 +174,14 @@ def Takers(functions):
 
 
 def ActionsBefore(functions, name):
-  """Which actions must run before some nodes do.
+  """Returns the actions that must run before some nodes.
 
   Args:
     functions: as `ExecutedGraphs` returned them.
-    name: a regular expression with one group, which the names of the nodes begin with.
+    name: a regular expression with one group that matches the start of the node names.
 
   Returns:
-    {what the group matched: {(replica, action)} of all nodes where it did}.
+    {text of the group: {(replica, action)} of all nodes with this text}.
   """
   found = collections.defaultdict(set)
   for partitions in functions:
@@ -203,7 +203,7 @@ def _Letter(node):
 
 
 def _Read(partitions):
-  """({device: keys of stage calls}, {key: node}, {key: keys of inputs}) of joined partitions."""
+  """Returns ({device: keys of stage calls}, {key: node}, {key: keys of inputs}) of partitions."""
   calls, nodes, inputs = collections.defaultdict(set), {}, collections.defaultdict(set)
   senders, receivers = {}, []
   for i, partition in enumerate(partitions):

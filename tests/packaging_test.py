@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a wheel of the project contains, and how its tests may be run."""
+"""The contents of a wheel, and ways to run the tests."""
 
 import importlib.util
 import os
@@ -15,7 +15,7 @@ from tests import processes
 
 
 def testWheelContainsThePackageOnly(tmp_path):
-  # A copy: a build writes beside the sources, and Bazel's tree has links that lead elsewhere.
+  # A copy: a build writes next to the sources, and Bazel's tree has links to other places.
   source = tmp_path / 'source'
   source.mkdir()
   for name in ('pyproject.toml', 'README.md', 'LICENSE'):
@@ -26,7 +26,7 @@ def testWheelContainsThePackageOnly(tmp_path):
       shutil.copytree(processes.ROOT / name, source / name, ignore=ignored)
   (source / 'dist').mkdir()
   build = [sys.executable, '-m', 'pip', 'wheel', '--quiet', '--no-deps', '-w', 'dist', '.']
-  if importlib.util.find_spec('hatchling'):  # Else pip fetches it, as pyproject.toml asks.
+  if importlib.util.find_spec('hatchling'):  # Without this pip would download the build system.
     build = [sys.executable, '-c', 'import hatchling.build as b; b.build_wheel("dist")']
   done = subprocess.run(
     build, cwd=source, capture_output=True, text=True, timeout=processes.TIMEOUT, check=False
@@ -52,8 +52,8 @@ def testWheelContainsThePackageOnly(tmp_path):
   assert any(name.endswith('licenses/LICENSE') for name in names)
 
 
-def testOldFoldersThatOthersRemoveTooAreNoError():
-  # Pytest warns so after its last test when another run was quicker; warnings are errors here.
+def testConcurrentRemovalOfOldTemporaryFoldersIsNotAnError():
+  # Pytest warns after its last test if another run was faster; warnings are errors here.
   warnings.warn(pytest.PytestWarning('(rm_rf) error removing garbage-1\nOSError'), stacklevel=1)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For tests of the installed programs: runs them as processes and reads what they leave behind."""
+"""Runs the installed programs as processes, and reads their log directories."""
 
 import contextlib
 import functools
@@ -21,11 +21,11 @@ from tensorboard.backend.event_processing import event_accumulator
 import lingvo_gpipe
 from lingvo_gpipe.checkpoint import checkpointer
 
-# Where `params` and `tasks` of this repository lie: the checkout, or Bazel's copy of it.
+# The folder of `params` and `tasks` of this repository: the checkout, or Bazel's copy of it.
 ROOT = pathlib.Path(lingvo_gpipe.__file__).parents[1]
 
 MODEL = 'lm.stdlib.ByteTransformerGPipe2'
-# A model and data so small that the start of the process is what takes time.
+# A model and data so small that starting the process takes most of the time.
 TINY = (
   'task.num_layers:2;task.model_dim:16;task.hidden_dim:32;task.num_heads:2;task.stack.xla:False;'
   'input.max_bytes:20000;input.batch_size:4;input.seq_len:16'
@@ -35,14 +35,14 @@ TIMEOUT = 120
 
 @functools.cache
 def _PackageAlone():
-  """A folder for PYTHONPATH that has lingvo_gpipe and nothing else of this repository."""
+  """Returns a folder for PYTHONPATH that has lingvo_gpipe and nothing else of this repository."""
   folder = tempfile.TemporaryDirectory(prefix='lingvo_gpipe_')
   os.symlink(pathlib.Path(lingvo_gpipe.__file__).parent, os.path.join(folder.name, 'lingvo_gpipe'))
   return folder  # Removed when this process ends.
 
 
 def Command(program):
-  """The installed program beside this Python if it runs the code under test, else the module."""
+  """Returns the installed program if it runs the code under test, or a command for the module."""
   installed = pathlib.Path(sys.executable).with_name(program)
   if installed.exists() and 'TEST_SRCDIR' not in os.environ and _IsInstalledFrom(ROOT):
     return [str(installed)]
@@ -51,7 +51,7 @@ def Command(program):
 
 @functools.cache
 def _IsInstalledFrom(root):
-  """Whether this Python imports lingvo_gpipe of `root` by itself: Bazel and clones have copies."""
+  """Whether this Python imports lingvo_gpipe of `root` by default: Bazel and clones have copies."""
   code = 'import lingvo_gpipe; print(lingvo_gpipe.__file__)'
   done = subprocess.run(
     [sys.executable, '-P', '-c', code], capture_output=True, text=True, timeout=TIMEOUT,
@@ -61,7 +61,7 @@ def _IsInstalledFrom(root):
 
 
 def _CleanEnvironment():
-  """Without what hides messages from a user."""
+  """Returns the environment without variables that hide messages from users."""
   drop = {'PYTHONPATH', 'TF_CPP_MIN_LOG_LEVEL', 'PYTHONSAFEPATH', 'PYTHONWARNINGS'}
   return {name: value for name, value in os.environ.items() if name not in drop}
 
@@ -82,7 +82,7 @@ def Run(program, *args, cwd=ROOT, timeout=TIMEOUT, command=None, more_environmen
   )  # fmt: skip
 
 
-# Imports the programs once; then each line that comes is a call of one or of a file, run by a fork.
+# Imports the programs once; then forks for each input line, a call of a program or of a file.
 _FORKS = """
 import json, os, runpy, signal, sys
 from lingvo_gpipe import evaluator, trainer, worker
@@ -113,18 +113,18 @@ for pid in beside:
 
 
 class Forks:
-  """Runs programs one after the other as `Run` does, but TensorFlow is imported for all at once.
+  """Runs programs one after the other, like `Run`, but imports TensorFlow once for all of them.
 
-  For programs that run to their end, a file of Python among them, where another test of the same
-  file starts a real process: what importing TensorFlow prints is not in their output, and what the
-  parent has imported they do not import. Tests share one as the fixture `forks`.
+  For programs, or Python files, that run to their end. The output lacks messages from importing
+  TensorFlow, and the children do not import modules that the parent has imported: another test of
+  the file should start a real process. Tests share one object as the fixture `forks`.
   """
 
   def __init__(self, directory):
     self._directory = directory
     self._count = 0
-    self._pid = 0  # Of the process that `Wait` waits for.
-    self._last = 0  # Of the one that was started last.
+    self._pid = 0  # The id of the process for which `Wait` waits.
+    self._last = 0  # The id of the last process started.
     self._outputs = {}
     self._parent = subprocess.Popen(
       [sys.executable, '-c', _FORKS], env=Environment(), cwd=directory, text=True,
@@ -136,11 +136,10 @@ class Forks:
     return self.Wait()
 
   def Start(self, program, *args, cwd=ROOT, more_environment=None, stdout=None, is_waited_for=True):
-    """Returns the id of the process; `Wait` is to come before the next one is started.
+    """Returns the id of the process; call `Wait` before starting the next one.
 
-    Its standard output is kept for `Wait`, unless it is to go to a file `stdout` of the caller's,
-    which may be a terminal or a pipe. With `is_waited_for` False it runs beside others, until
-    `Close`.
+    `Wait` returns its standard output, unless the caller passes a file `stdout`, which may be a
+    terminal or a pipe. With `is_waited_for` False it runs alongside others until `Close`.
     """
     self._End()
     self._count += 1
@@ -162,7 +161,7 @@ class Forks:
     return self._last
 
   def Await(self, text):
-    """Returns once the last process printed a text, be it to stderr; fails where it never does."""
+    """Waits until the last process prints a text to stdout or stderr; fails if it never does."""
     deadline = time.monotonic() + TIMEOUT
     is_running = True
     while is_running and time.monotonic() < deadline:
@@ -174,7 +173,7 @@ class Forks:
     raise AssertionError(f'{text!r} did not come in {printed}')
 
   def Wait(self):
-    """The ended process; it is killed at the timeout."""
+    """Waits for the process, which is killed at the timeout; returns it."""
     killer = threading.Timer(TIMEOUT, os.kill, (self._pid, signal.SIGKILL))
     killer.start()
     status = int(self._parent.stdout.readline())
@@ -184,7 +183,7 @@ class Forks:
     return subprocess.CompletedProcess([], status, **texts)
 
   def _End(self):
-    """Kills what a test that failed has left running."""
+    """Kills a process that a failed test has left running."""
     if self._pid:
       with contextlib.suppress(ProcessLookupError):
         os.kill(self._pid, signal.SIGKILL)
@@ -199,7 +198,7 @@ class Forks:
 def Started(
   program, *args, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, command=None
 ):
-  """A running program, which is killed at the end if it still runs."""
+  """Yields a running program; kills it at the end if it still runs."""
   process = subprocess.Popen(
     [*(command or Command(program)), *args], cwd=cwd, env=Environment(), text=True,
     stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
@@ -214,15 +213,8 @@ def Started(
       process.stdout.close()
 
 
-def Project(root, experiments):
-  """Makes a user's project of a directory: `experiments` is the text of its params/toy.py."""
-  (root / 'params').mkdir()
-  (root / 'params' / 'toy.py').write_text(experiments)
-  return root
-
-
 def ToyArgs(logdir, max_steps, more=''):
-  """Arguments of the trainer for the experiment Toy of a `Project`; `more` overrides its Params."""
+  """Returns trainer arguments for the experiment Toy of a project; `more` overrides its Params."""
   return [
     '--model=toy.Toy', f'--logdir={logdir}', f'--max_steps={max_steps}',
     f'--model_params_override={more}',
@@ -230,7 +222,7 @@ def ToyArgs(logdir, max_steps, more=''):
 
 
 def TrainArgs(logdir, max_steps, *, model=MODEL, more='', evaluate=()):
-  """Arguments of the trainer: every step has its summary."""
+  """Returns trainer arguments; each step writes summaries."""
   overrides = f'{TINY};task.train.summary_interval_steps:1;task.train.eval_datasets:{[*evaluate]}'
   return [
     f'--model={model}',
@@ -241,23 +233,23 @@ def TrainArgs(logdir, max_steps, *, model=MODEL, more='', evaluate=()):
 
 
 def Succeeded(done):
-  """Gives a finished process back if it did not fail."""
+  """Checks that a finished process succeeded; returns it."""
   assert done.returncode == 0, f'{done.returncode}\n{done.stdout}\n{done.stderr}'
   return done
 
 
 def Messages(stderr):
-  """The lines for people: not those that absl logs for information."""
+  """Returns the lines for users: all but absl's INFO log."""
   return [line for line in stderr.splitlines() if not re.match(r'I\d{4} ', line)]
 
 
 def Steps(logdir):
-  """The steps of the committed checkpoints."""
+  """Returns the steps of the committed checkpoints."""
   return [info.step for info in checkpointer.Checkpointer(os.path.join(logdir, 'train')).All()]
 
 
 def Tensors(logdir, step):
-  """{name: array} of all that the checkpoint of a step holds."""
+  """Returns {name: array} of all tensors in the checkpoint of a step."""
   infos = checkpointer.Checkpointer(os.path.join(logdir, 'train')).All()
   (info,) = [info for info in infos if info.step == step]
   reader = tf.train.load_checkpoint(info.prefix)
@@ -265,7 +257,7 @@ def Tensors(logdir, step):
 
 
 def AssertSameTensors(got, expected):
-  """Bit by bit."""
+  """Checks that the tensors are bit-for-bit equal."""
   assert got.keys() == expected.keys()
   different = [
     name for name in got
@@ -275,17 +267,17 @@ def AssertSameTensors(got, expected):
 
 
 def Scalars(directory):
-  """{tag: [(step, value), ...]} as TensorBoard reads the directory, nothing left out."""
-  found = Tensorboard(directory)
+  """Returns {tag: [(step, value), ...]} as TensorBoard reads the directory, unsampled."""
+  tensors = Tensorboard(directory)
   return {
     tag: [(step, np.float32(value)) for step, value in pairs]
-    for tag, pairs in found.items()
+    for tag, pairs in tensors.items()
     if pairs[0][1].shape == () and pairs[0][1].dtype == np.float32
   }
 
 
 def Tensorboard(directory):
-  """{tag: [(step, array), ...]} of scalars, histograms and texts."""
+  """Returns {tag: [(step, array), ...]} of scalars, histograms and texts."""
   events = event_accumulator.EventAccumulator(
     str(directory), size_guidance={event_accumulator.TENSORS: 0}, purge_orphaned_data=False
   )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the programs do in cases that are hard to reach from outside the process."""
+"""The programs in cases that are hard to reach from outside the process."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def _Program(logdir, params, stop=None, input_params=None, **options):
   )
 
 
-def testMistakeInAnEvaluationShowsBeforeTraining(tmp_path):
+def testAMistakeInAnEvaluationIsReportedBeforeTraining(tmp_path):
   params = _ModelParams()
   params.task.train.eval_datasets = ['Test', 'Tset']
 
@@ -52,14 +52,14 @@ def testMistakeInAnEvaluationShowsBeforeTraining(tmp_path):
     _Program(tmp_path, params, input_params=InputParams)
 
 
-def testCheckNumericsNeedsTheWeightsOfBeforeTheStep(tmp_path):
+def testCheckNumericsNeedsTheWeightsBeforeTheStep(tmp_path):
   params = _ModelParams(more='task.train.learner.skip_nonfinite:False')
   with pytest.raises(ValueError, match=r'set skip_nonfinite of task\.train\.learner to True'):
     _Program(tmp_path, params, check_numerics=True)
 
 
-def testTooManyBadStepsInARowEndTheTraining(tmp_path, capsys):
-  """Updates throw the weights so far that soon no step is finite."""
+def testTooManyNonfiniteStepsInARowEndTheTraining(tmp_path, capsys):
+  """Updates are so large that soon no step is finite."""
   more = 'task.train.max_steps:9;task.train.max_nonfinite_steps:2;task.train.save_interval_steps:1;'
   params = _ModelParams(more=f'{more}task.train.ema_decay:0.5')
   params.task.train.learner.Set(learning_rate=1e30, optimizer=optimizer.SGD.Params())
@@ -76,12 +76,12 @@ def testTooManyBadStepsInARowEndTheTraining(tmp_path, capsys):
   info = store.Latest()
   assert info.step == first == last - 1
   assert 'lm.stack.layers[0].emb/ema' in info.tensors
-  # A restart goes on counting.
+  # A resumed run continues the count.
   assert _Program(tmp_path, params).Run() == 1
   assert capsys.readouterr().err.startswith(told)
 
 
-def testUnwritableLogDirectoryShowsBeforeWeightsAreMade(tmp_path, monkeypatch):
+def testAnUnwritableLogDirectoryIsReportedBeforeWeightsAreCreated(tmp_path, monkeypatch):
   (tmp_path / 'file').write_text('')
   monkeypatch.setattr(train_program.multi_task_runner, 'Make', None)
   with pytest.raises(OSError, match='Cannot write'):
@@ -89,13 +89,13 @@ def testUnwritableLogDirectoryShowsBeforeWeightsAreMade(tmp_path, monkeypatch):
 
 
 def _Partition(params, *logdir):
-  """The lines of the stages that `--mode=inspect_partition` prints."""
+  """Returns the stage lines that `--mode=inspect_partition` prints."""
   lines = inspection.PartitionText(params, *logdir).splitlines()
   return lines[1 : 1 + params.task.stack.num_stages]
 
 
-def testAMeasuredCutStaysWithItsRun(tmp_path, monkeypatch):
-  """A restart measures other times, and would go on in other stages."""
+def testARunKeepsItsMeasuredCut(tmp_path, monkeypatch):
+  """A resumed run would measure other times, and so choose other stages."""
   costly = [0]
 
   def Measure(calls, *_, **__):
@@ -122,28 +122,28 @@ def testAMeasuredCutStaysWithItsRun(tmp_path, monkeypatch):
   picked = [line.split()[1] for line in _Partition(params, str(tmp_path))]
   assert picked == [str(b - a) for a, b in zip([0, *first.ends[:-1]], first.ends, strict=True)]
   assert _Partition(params) != _Partition(params, str(tmp_path))
-  # Another pipeline than the checkpoint's is measured anew.
+  # A pipeline that differs from the checkpoint's is measured again.
   changed = _ModelParams(more=f'{by_time};task.stack.remat_policy:none')
   assert _Program(tmp_path, changed)._runner.cut.ends == other.ends
   by_flops = _ModelParams(more='task.train.max_steps:1')
   assert _Program(tmp_path, by_flops)._runner.cut.by == 'flops'
 
 
-def testDescriptionOfAnotherModelsRunStays(tmp_path):
+def testTheDescriptionOfAnotherModelsRunStays(tmp_path):
   params = _ModelParams(more='task.train.max_steps:1')
   assert _Program(tmp_path, params).Run() == 0
   described = {name: (tmp_path / name).read_text() for name in ('params.txt', 'model_analysis.txt')}
   other = _ModelParams(more='task.hidden_dim:64;task.train.max_steps:2')
   with pytest.raises(ValueError, match=r'other Params.*: ~ task\.hidden_dim : 32 -> 64\. Give'):
     _Program(tmp_path, other)
-  # What is allowed must fit yet.
+  # Params that are allowed must still fit the checkpoint.
   with pytest.raises(ValueError, match='does not fit.*another shape'):
     _Program(tmp_path, other, allow_params_change=True).Run()
   assert {name: (tmp_path / name).read_text() for name in described} == described
 
 
 def testTheEndOfTheDataEndsTheRunAndSaves(tmp_path, capsys):
-  # 500 bytes are 32 examples of 16, the last one partly: 8 batches of 4.
+  # 500 bytes are 32 examples of 16 bytes, the last one partial: 8 batches of 4.
   params = _ModelParams(more='input.num_epochs:1;input.max_bytes:500;task.train.max_steps:100')
   assert _Program(tmp_path, params).Run() == 0
   said = 'stopped by the end of the data after step 8; the checkpoint is saved\n'
@@ -156,7 +156,7 @@ def testTheEndOfTheDataEndsTheRunAndSaves(tmp_path, capsys):
   assert processes.Steps(tmp_path) == [8]
 
 
-def testSignalInTheLastStepLeavesWithoutEvaluation(tmp_path, capsys, monkeypatch):
+def testASignalInTheLastStepSkipsTheEvaluation(tmp_path, capsys, monkeypatch):
   params = _ModelParams(more='task.train.max_steps:1')
   params.task.train.eval_datasets = ['Test']
   stop = stop_request.StopRequest()
@@ -200,7 +200,7 @@ class _Numbers:
 
 
 class _Runner:
-  """Counts batches; sends the signal at one of them, if told to."""
+  """Counts batches; sends a signal at batch `at`."""
 
   def __init__(self, stop=None, at=-1, limit=0, decoded=None):
     self.seen = []
@@ -210,7 +210,7 @@ class _Runner:
       Report=lambda values, input_generator: '',
     )
     self.Decode = lambda batch, input_generator: decoded or {}
-    self.engine = types.SimpleNamespace(replicas=[])  # None of them on workers.
+    self.engine = types.SimpleNamespace(replicas=[])  # No batches are read on workers.
 
   def ExpectBatches(self, batch_specs):
     assert not batch_specs
@@ -234,7 +234,7 @@ def testEvaluatesTheWholeDataSetOrItsBeginning(tmp_path, limit, count):
   assert (tmp_path / 'eval_dev' / 'score-00000007.txt').read_text() == 'loss: 1.5\n'
 
 
-def testSignalEndsAnEvaluationBetweenBatches(tmp_path, capsys):
+def testASignalEndsAnEvaluationBetweenBatches(tmp_path, capsys):
   stop = stop_request.StopRequest()
   runner = _Runner(stop, at=3)
   done = dataset_pass.Evaluation(runner, _Numbers.Params(), 'Test', str(tmp_path), stop)
@@ -244,7 +244,7 @@ def testSignalEndsAnEvaluationBetweenBatches(tmp_path, capsys):
   assert os.listdir(tmp_path) == []
 
 
-def testSampleDoesNotSteerTheTerminal(tmp_path, capsys):
+def testASampleCannotControlTheTerminal(tmp_path, capsys):
   runner = _Runner(decoded={'continuation': ['a\x1b[2Jb\x07\n\tc\x00é\r\ufffd']})
   done = dataset_pass.Evaluation(
     runner, _Numbers.Params(), 'Test', str(tmp_path), stop_request.StopRequest()
@@ -257,7 +257,7 @@ def testSampleDoesNotSteerTheTerminal(tmp_path, capsys):
   assert shown == '--- continuation\na\ufffd[2Jb\ufffd\n\tc\ufffdé\ufffd\ufffd\n'
 
 
-def testEvaluatorTakesTheNewerCheckpointWhereItsOneIsRemoved(tmp_path, monkeypatch):
+def testTheEvaluatorTakesANewerCheckpointIfItsCheckpointIsRemoved(tmp_path, monkeypatch):
   params = _ModelParams(more='task.train.max_steps:1;task.train.save_max_to_keep:1')
   assert _Program(tmp_path, params).Run() == 0
   params.task.train.max_steps = 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No code runs text, and no name leaves the log directory."""
+"""No text is run as code, and no name leads out of the log directory."""
 
 import ast
 import hashlib
@@ -33,7 +33,7 @@ _RUNS_DATA = {
   'yaml',
   'code',
 }
-# Who may import by name, and start a shell's like.
+# Files that may import by name, or start processes.
 _IMPORTERS = {'lingvo_gpipe/__init__.py', 'lingvo_gpipe/experiment/registry.py'}
 
 _PARTS = [
@@ -104,7 +104,7 @@ def testKeysAndDataSetsAreNames(text):
 @hypothesis.given(_hostile)
 @hypothesis.example('x')
 def testPathsOfLayersAreNames(text):
-  """So are those of their weights: what is made of them has no folder in it."""
+  """Paths of weights too: no file name derived from them has a folder in it."""
   params = base_layer.BaseLayer.Params().Set(name=text)
   try:
     layer = params.Instantiate()
@@ -118,10 +118,10 @@ def testPathsOfLayersAreNames(text):
 
 @fuzzing.Settings(0.3)
 @hypothesis.given(_hostile)
-def testNamesOfDataSetsAreNoPaths(text):
-  """A directory of the logdir is named after them."""
+def testNamesOfDataSetsAreNotPaths(text):
+  """Directories in the log directory are named after data sets."""
   try:
-    # What is behind the check of the name.
+    # The code behind the check of the name.
     dataset_pass.DatasetPass(None, None, text, 'run', None)
   except ValueError as e:
     assert 'a data set has a name of letters' in str(e)
@@ -130,7 +130,7 @@ def testNamesOfDataSetsAreNoPaths(text):
 
 
 def testLinksAreNotFollowed(tmp_path):
-  """What lies in a log directory may lead out of it; nothing there is removed or emptied."""
+  """A link may lead out of the log directory; its target is neither removed nor emptied."""
   outside = tmp_path / 'outside'
   outside.mkdir()
   (outside / 'mine').write_text('kept')
@@ -147,7 +147,7 @@ def testLinksAreNotFollowed(tmp_path):
     *sorted(name for name in os.listdir(directory) if name.startswith('ckpt-00000002')),
     logdir_lock.FILE_NAME,
   ]
-  # Nor does a commit file lead out: its digest is right, and its folder is not.
+  # A commit file with a correct digest cannot lead out either.
   path = directory / 'ckpt-00000002.json'
   record = json.loads(path.read_text())['checkpoint']
   for folder in ('../../outside', str(outside), '..', 'ckpt-00000002-0123abcd/../../..'):
@@ -158,8 +158,8 @@ def testLinksAreNotFollowed(tmp_path):
       checkpointer.Checkpointer(directory).Latest()
 
 
-def testAFileThatARunKeepsStaysInItsFolder(tmp_path):
-  """Whatever its path, and whatever stands in its place."""
+def testAssetsStayInTheFolderOfTheRun(tmp_path):
+  """Whatever the path of the file, and whatever exists in its place."""
   source, outside = tmp_path / 'v.model', tmp_path / 'outside'
   source.write_text('vocabulary')
   outside.write_text('kept')

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A network that can fail: passes bytes on from a port of its own to another of this machine."""
+"""A network that can fail: forwards bytes from its own port to another local port."""
 
 import contextlib
 import socket
@@ -7,20 +7,20 @@ import threading
 
 
 class TcpProxy:
-  """Threads of this process; a context manager.
+  """A proxy that runs in threads of this process; a context manager.
 
   Attributes:
-    port: where it listens, on the loopback interface.
+    port: the port on the loopback interface on which it listens.
   """
 
   def __init__(self, target):
-    """Passes what comes on to a port."""
+    """Forwards connections to a port."""
     self._target = target
     self._listener = socket.create_server(('127.0.0.1', 0))
     self.port = self._listener.getsockname()[1]
     self._lock = threading.Lock()
     self._pairs = []
-    self._black = []  # Those whose bytes are lost, for good.
+    self._black = []  # Connections whose bytes are lost for good.
     self._is_black = self._is_shut = False
     threading.Thread(target=self._Accept, daemon=True).start()
 
@@ -28,13 +28,13 @@ class TcpProxy:
     return self
 
   def __exit__(self, *_):
-    # What waits in `accept` is woken by this alone.
+    # Only this wakes a thread in `accept`.
     self._listener.shutdown(socket.SHUT_RDWR)
     self._listener.close()
     self.Drop()
 
   def Drop(self):
-    """Closes all connections, and from now on new ones at once."""
+    """Closes all connections, and from now on closes new connections at once."""
     with self._lock:
       self._is_shut = True
       pairs, self._pairs, self._black = self._pairs, [], []
@@ -42,13 +42,13 @@ class TcpProxy:
       _Close(pair)
 
   def Swallow(self):
-    """From now on all bytes are lost, and nobody is told."""
+    """Loses all bytes from now on, without an error on either side."""
     with self._lock:
       self._is_black = True
       self._black = list(self._pairs)
 
   def Forward(self):
-    """Passes new connections on; those whose bytes were lost stay as they are."""
+    """Forwards new connections; connections that lost bytes stay as they are."""
     with self._lock:
       self._is_black = self._is_shut = False
 
@@ -79,7 +79,7 @@ class TcpProxy:
       while data := source.recv(1 << 16):
         if pair not in self._black:
           sink.sendall(data)
-    if pair not in self._black:  # Nor does the other side see the end of one that is lost.
+    if pair not in self._black:  # The other side does not see the end of a lost connection either.
       _Close(pair)
 
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a terminal shows."""
+"""The screen of a terminal."""
 
 import re
 
 
 def Screen(text):
-  """The lines that a terminal shows after it was sent the text."""
+  """Returns the lines that a terminal shows after receiving the text."""
   lines, row, column = [''], 0, 0
   for part in re.findall(r'\x1b\[[?\d;]*[A-Za-z]|.|\n', text):
     if part == '\n':
@@ -19,7 +19,7 @@ def Screen(text):
     elif re.fullmatch(r'\x1b\[\d*A', part):
       row = max(0, row - int(part[2:-1] or 1))
     elif part.startswith('\x1b'):
-      pass  # Colours, the cursor's visibility.
+      pass  # Colours and the visibility of the cursor.
     else:
       line = lines[row].ljust(column)
       lines[row] = line[:column] + part + line[column + 1 :]

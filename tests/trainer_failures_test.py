@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes wrong around a real trainer: disk, memory, data, signals. Nothing is lost or silent."""
+"""Failures around a real trainer (disk, memory, data, signals) are reported, and lose nothing."""
 
 import contextlib
 import os
@@ -16,8 +16,9 @@ import tensorflow as tf
 
 from lingvo_gpipe.input.text import sentencepiece_training
 from tests import processes
+from tests.toys import projects
 
-# Runs that were disturbed go on to this step.
+# Disturbed runs resume and train up to this step.
 END = 300
 
 _EXPERIMENT = """
@@ -28,6 +29,7 @@ import tensorflow as tf
 from lingvo_gpipe.checkpoint import tensor_bundle
 from lingvo_gpipe import nested_map, registry, synthetic, task, weight_params
 from lingvo_gpipe.input.text import parallel_files
+from tasks import regression
 
 
 def Wait(value):
@@ -36,27 +38,20 @@ def Wait(value):
   return value
 
 
-class Regression(task.BaseTask):
-  def __init__(self, params):
-    super().__init__(params)
-    self.CreateVariable('w', weight_params.WeightParams([32, 500]))
-
-  def ComputePredictions(self, theta, batch):
-    return batch.inputs @ theta.w
-
-  def ComputeLoss(self, theta, predictions, batch):
-    loss = tf.reduce_mean(tf.square(predictions - batch.targets))
-    return {'loss': (loss, self.LossWeight(batch))}, {}
+class Wide(regression.Regression):
+  @classmethod
+  def Params(cls):
+    return super().Params().Set(num_targets=500)
 
 
-class Hungry(Regression):
+class Hungry(Wide):
   def ComputeLoss(self, theta, predictions, batch):
     size = tf.reduce_max(batch.size)
     loss = tf.reduce_mean(tf.square(predictions - batch.targets))
     return {'loss': (loss + tf.reduce_sum(tf.zeros([size, size])), self.LossWeight(batch))}, {}
 
 
-class SlowToTrace(Regression):
+class SlowToTrace(Wide):
   @classmethod
   def Params(cls):
     p = super().Params()
@@ -81,7 +76,7 @@ class Words(task.BaseTask):
     return {'loss': (tf.reduce_mean(tf.square(predictions - 1.0)), self.LossWeight(batch))}, {}
 
 
-class TooLarge(Regression):
+class TooLarge(Wide):
   def __init__(self, params):
     super().__init__(params)
     self.CreateVariable('large', weight_params.WeightParams([1 << 25, 1 << 25]))
@@ -124,7 +119,7 @@ def Input(cls):
 
 @registry.RegisterSingleTaskModel
 class Toy(registry.SingleTaskModelParams):
-  TASK = Regression
+  TASK = Wide
   DATASETS = ('Slow', 'Failing')
 
   def Train(self):
@@ -182,7 +177,7 @@ class Pairs(Toy):
 
 @pytest.fixture(scope='module')
 def project(tmp_path_factory):
-  return processes.Project(tmp_path_factory.mktemp('project'), _EXPERIMENT)
+  return projects.Write(tmp_path_factory.mktemp('project'), _EXPERIMENT)
 
 
 @pytest.fixture
@@ -198,7 +193,7 @@ def trainer(project, forks):
 
 @pytest.fixture(scope='module')
 def undisturbed(project, forks, tmp_path_factory):
-  """What a run to END that nobody disturbs holds at its end."""
+  """Returns the tensors at the end of an undisturbed run to END."""
   logdir = tmp_path_factory.mktemp('undisturbed')
   more = '--model_params_override=task.train.save_interval_steps:0'
   args = ['--model=toy.Toy', f'--logdir={logdir}', f'--max_steps={END}', more]
@@ -210,7 +205,7 @@ def undisturbed(project, forks, tmp_path_factory):
 
 
 def _RunUntilItFails(trainer, forks, logdir, disturb):
-  """A run that is disturbed once it has saved: the lines it prints to stderr at its end."""
+  """Disturbs a run after its first checkpoint; returns its last lines on stderr."""
   pid = trainer('Toy', logdir, 10**6, run=forks.Start)
   forks.Await('checkpoint of step 3')
   disturb(pid)
@@ -221,8 +216,8 @@ def _RunUntilItFails(trainer, forks, logdir, disturb):
   return lines[0]
 
 
-def _AssertGoesOn(trainer, logdir, message, undisturbed):
-  """The last good checkpoint is the one that the message names; from there it is the same run."""
+def _AssertResumes(trainer, logdir, message, undisturbed):
+  """Checks that the message names the last good checkpoint, and that the resumed run is exact."""
   last = processes.Steps(logdir)[-1]
   assert re.search(r'training ended after step \d+; the next call ', message)
   assert processes.Tensors(logdir, last)['global_step'] == last
@@ -233,7 +228,7 @@ def _AssertGoesOn(trainer, logdir, message, undisturbed):
 
 
 def _Mounted(*args):
-  """Mounts, or skips the test where this process may not."""
+  """Mounts, or skips the test if this process lacks the permission."""
   if not shutil.which('mount'):
     pytest.skip('there is no program mount here')
   done = subprocess.run(['mount', *args], capture_output=True, text=True, check=False)
@@ -243,7 +238,7 @@ def _Mounted(*args):
 
 @pytest.fixture
 def small_disk(tmp_path):
-  """A file system of two megabytes."""
+  """Returns a file system of two megabytes."""
   path = tmp_path / 'disk'
   path.mkdir()
   _Mounted('-t', 'tmpfs', '-o', 'size=2m', 'none', str(path))
@@ -256,7 +251,7 @@ def testAFullDiskStopsTheRunAndLosesNothing(trainer, forks, small_disk, undistur
 
   def Fill(pid):
     with open(ballast, 'wb', buffering=0) as f:
-      # Older checkpoints are removed meanwhile.
+      # The run keeps removing older checkpoints.
       while os.path.exists(f'/proc/{pid}'):
         with contextlib.suppress(OSError):
           f.write(bytes(4096))
@@ -267,19 +262,19 @@ def testAFullDiskStopsTheRunAndLosesNothing(trainer, forks, small_disk, undistur
   assert 'free space' in message and 'Earlier checkpoints are untouched' in message
   assert not re.search('out of memory', message)
   ballast.unlink()
-  last = _AssertGoesOn(trainer, logdir, message, undisturbed)
+  last = _AssertResumes(trainer, logdir, message, undisturbed)
   assert f'resumes from the checkpoint of step {last}' in message
 
 
-def testFilesThatMayNotGrowStopTheRunAndLoseNothing(trainer, forks, tmp_path, undisturbed):
-  """Where nothing can be mounted, this is the nearest to a full disk."""
+def testALimitOnFileSizeStopsTheRunAndLosesNothing(trainer, forks, tmp_path, undisturbed):
+  """The closest case to a full disk if nothing can be mounted."""
 
   def Limit(pid):
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
 
   message = _RunUntilItFails(trainer, forks, tmp_path, Limit)
   assert re.search(r'Cannot save the checkpoint of step \d+ .*File too large', message)
-  _AssertGoesOn(trainer, tmp_path, message, undisturbed)
+  _AssertResumes(trainer, tmp_path, message, undisturbed)
 
 
 def testAReadOnlyDiskStopsTheRunAndLosesNothing(trainer, forks, tmp_path, undisturbed):
@@ -290,10 +285,10 @@ def testAReadOnlyDiskStopsTheRunAndLosesNothing(trainer, forks, tmp_path, undist
     if os.geteuid():
       os.chmod(train, 0o555)
       return
-    # Nothing but a mount stops root.
+    # Only a read-only mount stops root.
     _Mounted('--bind', str(train), str(train))
     command, deadline = ['mount', '-o', 'remount,bind,ro', str(train)], time.monotonic() + 60
-    # It is refused while the trainer has a file open there.
+    # Remounting fails while the trainer has a file open there.
     while subprocess.run(command, check=False, capture_output=True).returncode:
       assert time.monotonic() < deadline
       time.sleep(0.01)
@@ -305,17 +300,17 @@ def testAReadOnlyDiskStopsTheRunAndLosesNothing(trainer, forks, tmp_path, undist
       subprocess.run(['umount', '--lazy', str(train)], check=False, capture_output=True)
     os.chmod(train, 0o755)
   assert re.search(r'Cannot save the checkpoint .*(Read-only|ermission)', message)
-  last = _AssertGoesOn(trainer, logdir, message, undisturbed)
+  last = _AssertResumes(trainer, logdir, message, undisturbed)
   assert f'resumes from the checkpoint of step {last}' in message
 
 
-def testALogdirThatIsTakenAwayStopsTheRunAndIsNotMadeAnew(trainer, forks, tmp_path, undisturbed):
+def testARemovedLogDirectoryStopsTheRunAndIsNotCreatedAgain(trainer, forks, tmp_path, undisturbed):
   logdir, elsewhere = tmp_path / 'run', tmp_path / 'elsewhere'
   message = _RunUntilItFails(trainer, forks, logdir, lambda pid: logdir.rename(elsewhere))
   assert re.search(rf"'{logdir}/train' is no longer the dir|Cannot save .* in '{logdir}", message)
   assert 'the next call starts over' in message
   assert not logdir.exists()
-  _AssertGoesOn(trainer, elsewhere, message, undisturbed)
+  _AssertResumes(trainer, elsewhere, message, undisturbed)
 
 
 # ---- memory --------------------------------------------------------------------------------------
@@ -323,17 +318,17 @@ def testALogdirThatIsTakenAwayStopsTheRunAndIsNotMadeAnew(trainer, forks, tmp_pa
 
 @pytest.fixture(scope='module')
 def impatient(tmp_path_factory):
-  """Forks in which memory that is not there is not waited for: oneDNN's allocator does, 10 s."""
+  """Returns forks without oneDNN, whose allocator waits 10 s for missing memory."""
   with pytest.MonkeyPatch.context() as patched:
     patched.setenv('TF_ENABLE_ONEDNN_OPTS', '0')
-    made = processes.Forks(tmp_path_factory.mktemp('impatient'))
-  yield made
-  made.Close()
+    runner = processes.Forks(tmp_path_factory.mktemp('impatient'))
+  yield runner
+  runner.Close()
 
 
-def testAStepThatNeedsTooMuchMemoryIsTold(trainer, impatient, tmp_path):
+def testAStepThatNeedsTooMuchMemoryIsReported(trainer, impatient, tmp_path):
   pid = trainer('Memory', tmp_path, 100, run=impatient.Start)
-  # Four terabytes are asked for; some systems would give them.
+  # The step asks for four terabytes; some systems would grant them.
   resource.prlimit(pid, resource.RLIMIT_AS, (1 << 40, resource.RLIM_INFINITY))
   done = impatient.Wait()
   assert done.returncode == 1
@@ -349,7 +344,7 @@ def testAStepThatNeedsTooMuchMemoryIsTold(trainer, impatient, tmp_path):
   assert processes.Tensors(tmp_path, 4)['global_step'] == 4
 
 
-def testAWeightThatNeedsTooMuchMemoryIsTold(trainer, impatient, tmp_path):
+def testAWeightThatNeedsTooMuchMemoryIsReported(trainer, impatient, tmp_path):
   done = trainer('Large', tmp_path, 4, run=impatient.Run)
   assert done.returncode == 1
   which, hint = processes.Messages(done.stderr)[-2:]
@@ -370,8 +365,8 @@ def _Pair(i):
   return tf.train.Example(features=tf.train.Features(feature=features)).SerializeToString()
 
 
-def testARecordThatIsDamagedInMidRun(trainer, project, tmp_path):
-  """Policy stop, then skip."""
+def testARecordThatIsDamagedDuringTheRun(trainer, project, tmp_path):
+  """First with the policy stop, then skip."""
   pairs = [_Pair(i) for i in range(20)]
   with tf.io.TFRecordWriter(str(project / 'pairs.tfrecord')) as writer:
     for pair in pairs:
@@ -391,7 +386,7 @@ def testARecordThatIsDamagedInMidRun(trainer, project, tmp_path):
     line,
   )
   assert processes.Steps(tmp_path)[-1] == 4
-  # With and without a cache of the tokens, which does not read the file again.
+  # With and without a cache of the tokens; with it the file is not read again.
   for steps, more in ((8, ''), (10, 'input.cache_dir:cache'), (12, 'input.cache_dir:cache')):
     done = trainer('Pairs', tmp_path, steps, f'input.damaged_records:skip;{more}')
     assert 'resuming from step' in processes.Succeeded(done).stdout
@@ -402,7 +397,7 @@ def testARecordThatIsDamagedInMidRun(trainer, project, tmp_path):
 
 
 @pytest.mark.parametrize('program', ['trainer', 'evaluator'])
-def testAnErrorInTheDataOfAnEvaluationIsTold(trainer, tmp_path, program):
+def testAnErrorInTheDataOfAnEvaluationIsReported(trainer, tmp_path, program):
   more = "task.train.eval_datasets:['Failing']" if program == 'trainer' else ''
   done = trainer('Toy', tmp_path, 4, more)
   if program == 'evaluator':
@@ -440,7 +435,7 @@ def testASignalWhileTheFirstStepIsTracedSavesThatStep(trainer, forks, tmp_path):
   assert said in processes.Messages(done.stderr)
 
 
-# When it comes, and the steps that are saved then.
+# The moment of the signal, and the steps saved after it.
 _BUSY = {
   'tracing': (('Tracing', 'task.seconds:60'), 'tracing', []),
   'saving': (('SlowDisk',), 'waiting', [1, 2]),
@@ -453,7 +448,7 @@ _BUSY = {
 
 
 @pytest.mark.parametrize('when', _BUSY)
-def testASecondSignalLeavesAtOnce(trainer, forks, tmp_path, when):
+def testASecondSignalEndsTheTrainerAtOnce(trainer, forks, tmp_path, when):
   (key, *flags), printed, steps = _BUSY[when]
   pid = trainer(key, tmp_path, 10**6, *flags, run=forks.Start)
   forks.Await(printed)

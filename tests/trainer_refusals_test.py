@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a real trainer refuses, passes over or gives up: it is told, and checkpoints stay."""
+"""A real trainer reports what it refuses or skips, and keeps the checkpoints."""
 
 import os
 import re
@@ -13,31 +13,13 @@ import pytest
 import tensorflow as tf
 
 from tests import processes
+from tests.toys import projects
 
 _EXPERIMENT = """
 import tensorflow as tf
 
-from lingvo_gpipe import nested_map, registry, stream_input, synthetic, task, tf_record_stream
-from lingvo_gpipe import weight_params
-
-
-class Regression(task.BaseTask):
-  @classmethod
-  def Params(cls):
-    p = super().Params()
-    p.Define('width', 1, 'Columns of the weight.')
-    return p
-
-  def __init__(self, params):
-    super().__init__(params)
-    self.CreateVariable('w', weight_params.WeightParams([4, self.params.width]))
-
-  def ComputePredictions(self, theta, batch):
-    return batch.inputs @ theta.w
-
-  def ComputeLoss(self, theta, predictions, batch):
-    loss = tf.reduce_mean(tf.square(predictions - batch.targets))
-    return {'loss': (loss, self.LossWeight(batch))}, {}
+from lingvo_gpipe import nested_map, registry, stream_input, synthetic, tf_record_stream
+from tasks import regression
 
 
 class BadFrom6(synthetic.SyntheticRegressionInput):
@@ -71,7 +53,7 @@ class Toy(registry.SingleTaskModelParams):
     return self.INPUT.Params().Set(batch_size=3, num_examples=50, input_shape=[4])
 
   def Task(self):
-    p = Regression.Params().Set(name='toy')
+    p = regression.Regression.Params().Set(name='toy', input_dim=4)
     p.train.Set(save_interval_steps=1, summary_interval_steps=10**6, max_nonfinite_steps=2)
     return p
 
@@ -100,7 +82,7 @@ class Stream(Toy):
 @pytest.fixture(scope='module')
 def trainer(forks, tmp_path_factory):
   """Runs the trainer on an experiment of the project."""
-  project = processes.Project(tmp_path_factory.mktemp('project'), _EXPERIMENT)
+  project = projects.Write(tmp_path_factory.mktemp('project'), _EXPERIMENT)
   points = np.random.default_rng(3).uniform(size=[40, 5]).astype(np.float32)
   with tf.io.TFRecordWriter(str(project / 'points.tfrecord')) as writer:
     for point in points:
@@ -119,7 +101,7 @@ def trainer(forks, tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def trained(trainer, tmp_path_factory):
-  """The log directory of a run of 3 steps."""
+  """Returns the log directory of a run of 3 steps."""
   logdir = tmp_path_factory.mktemp('trained') / 'run'
   processes.Succeeded(trainer('Toy', logdir, 3))
   return logdir
@@ -131,7 +113,7 @@ def copied(trained, tmp_path):
 
 
 def _RefusedIn(done):
-  """The one line with which it was refused, but for warnings."""
+  """Returns the one error line of a refused run, without warnings."""
   assert done.returncode == 2, done.stderr
   (line,) = (s for s in processes.Messages(done.stderr) if not re.match(r'W\d{4} ', s))
   return line
@@ -157,7 +139,7 @@ def testASecondTrainerIsRefusedWhileTheFirstRuns(trainer, forks, tmp_path):
     os.kill(pid, signal.SIGKILL)
 
 
-def testDamagedCheckpointsAreNamedAndTheOneBeforeIsUsed(trainer, trained, copied):
+def testDamagedCheckpointsAreNamedAndThePreviousOneIsUsed(trainer, trained, copied):
   (path,) = (copied / 'train').glob('ckpt-00000003-*/*data-*')
   os.truncate(path, path.stat().st_size // 2)
   (path,) = (copied / 'train').glob('ckpt-00000002-*/*data-*')
@@ -168,19 +150,19 @@ def testDamagedCheckpointsAreNamedAndTheOneBeforeIsUsed(trainer, trained, copied
   assert 'resuming from step 1 ' in done.stdout
   told = re.findall(r'Skipping damaged checkpoint \S*ckpt-0*(\d)-', done.stderr)
   assert told == ['3', '2']
-  # What took its place is what it was.
+  # The new checkpoint of this step equals the old one.
   assert processes.Steps(copied)[-1] == 3
   processes.AssertSameTensors(processes.Tensors(copied, 3), processes.Tensors(trained, 3))
 
 
-def testOtherParamsAreRefusedUnlessTheyAreAllowed(trainer, trained, copied):
+def testChangedParamsAreRefusedUnlessAllowed(trainer, trained, copied):
   other = 'task.train.learner.learning_rate:0.5'
   told = r'~ task\.train\.learner\.learning_rate : [\d.e-]+ -> 0\.5'
   line = _RefusedIn(trainer('Toy', copied, 4, other))
   assert re.search(rf'was trained with other Params .*: {told}\. .*--allow_params_change', line)
   assert 'was trained with other Params' in _RefusedIn(trainer('Stream', copied, 4))
-  # Weights of another shape fit in no case.
-  line = _RefusedIn(trainer('Toy', copied, 4, 'task.width:2', '--allow_params_change'))
+  # Weights of another shape never fit.
+  line = _RefusedIn(trainer('Toy', copied, 4, 'task.num_targets:2', '--allow_params_change'))
   assert re.search(r'does not fit.*of another shape.* toy\.w ', line)
   assert processes.Steps(copied) == processes.Steps(trained)
   done = processes.Succeeded(trainer('Toy', copied, 4, other, '--allow_params_change'))
@@ -189,13 +171,13 @@ def testOtherParamsAreRefusedUnlessTheyAreAllowed(trainer, trained, copied):
   assert re.search(r'learning_rate was [\d.e-]+ at the checkpoint and is 0\.5 now', rate)
 
 
-def testWhatIsHarmlessIsLetThroughAndLogged(trainer, copied):
+def testHarmlessChangesOfParamsPassAndAreLogged(trainer, copied):
   done = processes.Succeeded(trainer('Toy', copied, 4, 'task.train.save_max_to_keep:2'))
   assert 'resuming from step 3 ' in done.stdout and processes.Messages(done.stderr) == []
   assert re.search('other Params: ~ task.train.save_max_to_keep : .* -> 2', done.stderr)
 
 
-def testStepsInARowThatAreNotFiniteEndTheRun(trainer, tmp_path):
+def testNonfiniteStepsInARowEndTheRun(trainer, tmp_path):
   done = trainer('NotFinite', tmp_path, 9)
   assert done.returncode == 1
   why, where = processes.Messages(done.stderr)
@@ -210,13 +192,13 @@ def testStepsInARowThatAreNotFiniteEndTheRun(trainer, tmp_path):
   np.testing.assert_array_equal(two, three)
 
 
-def testAPipelineThatCannotBeSavedIsRefusedAtTheStart(trainer, tmp_path):
+def testAnInputThatCannotBeSavedIsRefusedAtTheStart(trainer, tmp_path):
   line = _RefusedIn(trainer('Unsaveable', tmp_path, 9))
   assert re.match('Generated cannot be saved, so a run could not be resumed.*from_generator', line)
   assert processes.Steps(tmp_path) == []
 
 
-def testADamagedRecordOfAStreamEndsTheRunWhichGoesOnWithoutIt(trainer, tmp_path):
+def testADamagedRecordOfAStreamEndsTheRunWhichCanResumeWithoutIt(trainer, tmp_path):
   line = _RefusedIn(trainer('Stream', tmp_path, 9))
   assert re.match(
     r'points\.tfrecord is damaged, .*: record 21, at byte 720: .*damaged_records to skip.*'

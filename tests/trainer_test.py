@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer as a process: to its end, going on, kills, signals, another number of stages."""
+"""The trainer as a process: full runs, resumed runs, kills, signals, other numbers of stages."""
 
 import json
 import os
@@ -18,18 +18,18 @@ import pytest
 from lingvo_gpipe.experiment import registry
 from tests import processes
 
-# Steps of the undisturbed run, and between its checkpoints.
+# Steps of the undisturbed run, and steps between its checkpoints.
 END = 240
 PART = 15
-# Runs that are compared average their weights, too.
+# The compared runs also keep averages of their weights.
 AVERAGES = 'task.train.ema_decay:0.9'
 
 
 @pytest.fixture(scope='module')
 def undisturbed(tmp_path_factory):
-  """A run of END steps: (its log directory, what the process printed).
+  """Returns (log directory, printed output) of a run of END steps.
 
-  It evaluates and decodes in between; runs that do not are compared with it.
+  It evaluates and decodes in between; the runs compared with it do not.
   """
   logdir = tmp_path_factory.mktemp('undisturbed') / 'run'
   more = f'{AVERAGES};task.train.save_interval_steps:{PART};task.train.save_max_to_keep:100'
@@ -45,7 +45,7 @@ def _TrainedScalars(logdir):
 
 
 def _AssertScalarsEqual(got, expected, steps, rtol=0.0):
-  """Loss and norm of the gradient at those steps, each of which comes exactly once."""
+  """Checks loss and gradient norm at these steps, each of which occurs exactly once."""
   for tag in ('loss', 'bits_per_byte', 'grad_norm', 'learning_rate'):
     assert [step for step, _ in got[tag]] == list(steps)
     wanted = dict(expected[tag])
@@ -72,7 +72,7 @@ def testPrintsPlanProgressAndEvaluation(undisturbed):
   assert lines[4].startswith('K=2 stages, M=4 micro-batches, gpipe, remat_policy stage; balance ')
   assert f'{num_params:,} parameters' in lines[4]
   assert re.match(r'predicted: bubble \d+\.\d% of a step \(20\.0% if stages were equal\)', lines[5])
-  # Through a pipe: plain lines, the first and the last step among them.
+  # Through a pipe: plain lines, with the first and the last step.
   progress = [line for line in lines if line.startswith('step ')]
   assert re.match(
     rf'step 1/{END}  loss [\d.]+  accuracy [\d.]+  bits_per_byte [\d.]+$', progress[0]
@@ -92,7 +92,7 @@ def testPrintsPlanProgressAndEvaluation(undisturbed):
   names = ['prompt', 'continuation', 'reference']
   places = [done.stdout.index(f'--- {name}\n') for name in names]
   assert places == sorted(places)
-  # Eight bytes, of which a character may take four, and the line's end.
+  # Eight bytes, up to four for a character, and the end of the line.
   made = done.stdout[places[1] : places[2]].removeprefix('--- continuation\n')
   assert len(made) >= 3
   assert processes.Messages(done.stderr) == []
@@ -126,14 +126,14 @@ def testLeavesDescriptionsCheckpointsAndSummaries(undisturbed, monkeypatch):
   assert re.search(r'^bits_per_byte: [\d.]+$', score, re.MULTILINE)
 
 
-def testSecondCallGoesOnAndEqualsOneRun(undisturbed, forks, tmp_path):
+def testASecondCallResumesAndEqualsOneRun(undisturbed, forks, tmp_path):
   logdir, _ = undisturbed
   first = forks.Run('trainer', *processes.TrainArgs(tmp_path, PART, more=AVERAGES))
   assert 'starting a new run' in processes.Succeeded(first).stdout
   assert re.search(
     r'traced in \d+\.\d s; compiled and ran the first step in \d+\.\d s', first.stdout
   )
-  # A step that is no multiple of any interval, and that only the end of the first call saved.
+  # A step that is not a multiple of any interval: only the end of the first call saved it.
   second = forks.Run('trainer', *processes.TrainArgs(tmp_path, 2 * PART, more=AVERAGES))
   assert f'resuming from step {PART} ({4 * PART} examples' in processes.Succeeded(second).stdout
   assert f'step {PART + 1}/{2 * PART}  loss' in second.stdout
@@ -145,7 +145,7 @@ def testSecondCallGoesOnAndEqualsOneRun(undisturbed, forks, tmp_path):
 
 
 @pytest.mark.parametrize('num_stages', [1, 4])
-def testCheckpointGoesOnWithOtherNumberOfStages(undisturbed, forks, tmp_path, num_stages):
+def testACheckpointResumesWithAnotherNumberOfStages(undisturbed, forks, tmp_path, num_stages):
   logdir, _ = undisturbed
   os.makedirs(tmp_path / 'train')
   for path in (logdir / 'train').glob(f'ckpt-{PART:08d}*'):
@@ -155,7 +155,7 @@ def testCheckpointGoesOnWithOtherNumberOfStages(undisturbed, forks, tmp_path, nu
   done = forks.Run('trainer', *processes.TrainArgs(tmp_path, 2 * PART, model=model, more=AVERAGES))
   assert f'resuming from step {PART}' in processes.Succeeded(done).stdout
   assert f'K={num_stages} stages' in done.stdout
-  # What changed is said, and nothing else.
+  # Only the changed params are logged.
   changed = {line.split('] ')[1].split()[0] for line in processes.Messages(done.stderr)}
   assert {'model', 'cut'} <= changed <= {'model', 'cut', 'intra_op_threads'}
   _AssertScalarsEqual(
@@ -164,7 +164,7 @@ def testCheckpointGoesOnWithOtherNumberOfStages(undisturbed, forks, tmp_path, nu
 
 
 def _AwaitStep(logdir, step):
-  """Returns once a checkpoint of at least that step is there."""
+  """Waits for a checkpoint of at least this step."""
   deadline = time.monotonic() + processes.TIMEOUT
   while time.monotonic() < deadline:
     names = os.listdir(logdir / 'train') if (logdir / 'train').exists() else []
@@ -174,13 +174,13 @@ def _AwaitStep(logdir, step):
     time.sleep(0.002)
 
 
-def testKilledAtRandomMomentsEqualsUndisturbedRun(undisturbed, forks, tmp_path):
+def testARunKilledAtRandomMomentsEqualsAnUndisturbedRun(undisturbed, forks, tmp_path):
   """In two stages; restarts_test kills more often."""
   logdir, _ = undisturbed
   rng = random.Random(7)
   more = f'{AVERAGES};task.train.save_interval_steps:2'
   args = processes.TrainArgs(tmp_path, END, more=more)
-  # Once while it starts, then at random moments of the training and of its saves.
+  # Once during start-up, then at random moments of training and saving.
   for step in [0, *sorted(rng.sample(range(2, END - 80), 2))]:
     pid = forks.Start('trainer', *args)
     if step:
@@ -194,12 +194,12 @@ def testKilledAtRandomMomentsEqualsUndisturbedRun(undisturbed, forks, tmp_path):
   done = processes.Succeeded(forks.Run('trainer', *args))
   assert 'resuming from step ' in done.stdout
   processes.AssertSameTensors(processes.Tensors(tmp_path, END), processes.Tensors(logdir, END))
-  # Steps that were repeated gave the same losses.
+  # Repeated steps have equal losses.
   expected = dict(_TrainedScalars(logdir)['loss'])
   got = _TrainedScalars(tmp_path)['loss']
   assert {step for step, _ in got} >= set(range(END - 60, END + 1))
   assert all(expected[step] == value for step, value in got)
-  # In metrics.jsonl each step is there once, and it has the same.
+  # metrics.jsonl has each step once, with equal values.
   lines = [json.loads(line) for line in (tmp_path / 'metrics.jsonl').read_text().splitlines()]
   assert [line['step'] for line in lines] == list(range(1, END + 1))
   assert all(np.float32(line['values']['loss']) == expected[line['step']] for line in lines)
@@ -232,7 +232,7 @@ def testSignalsSaveAndLeave(tmp_path):
   assert [step for step, _ in _TrainedScalars(tmp_path)['loss']] == list(range(1, step + 1))
 
 
-def testModesThatLookAtARun(undisturbed, tmp_path):
+def testModesThatInspectARun(undisturbed, tmp_path):
   logdir, _ = undisturbed
   forks = processes.Forks(tmp_path)
   args = processes.TrainArgs(logdir, END)
@@ -265,7 +265,7 @@ def testModesThatLookAtARun(undisturbed, tmp_path):
 
 
 def testOnTerminalOneLineIsUpdated(tmp_path):
-  """With a device too many, by the way: --num_devices=3 for two stages."""
+  """Also with one device too many: --num_devices=3 for two stages."""
   ours, theirs = pty.openpty()
   args = [*processes.TrainArgs(tmp_path, PART), '--num_devices=3']
   output = b''
@@ -277,7 +277,7 @@ def testOnTerminalOneLineIsUpdated(tmp_path):
         continue
       try:
         read = os.read(ours, 1 << 16)
-      except OSError:  # Linux: the other side was closed.
+      except OSError:  # On Linux this means that the other side was closed.
         break
       if not read:
         break
@@ -286,11 +286,11 @@ def testOnTerminalOneLineIsUpdated(tmp_path):
   os.close(ours)
   text = output.decode()
   assert '3 logical CPU devices' in text and 'device:CPU:1' in text and 'device:CPU:2' not in text
-  # Each step rewrites the line: back to its start, erased. No step has a line of its own.
+  # Each step rewrites the line: return to its start, erase. No step has a separate line.
   shown = [int(found) for found in re.findall(rf'\x1b\[2Kstep (\d+)/{PART} ', text)]
   assert shown and shown[-1] == PART and len(set(shown)) >= PART - 1
   assert len(re.findall(r'step \d+/\d+ [^\x1b]*\n', text)) <= 2
-  # The cursor is visible whatever happens next.
+  # The cursor is visible at the end.
   assert text.rfind('\x1b[?25h') > text.rfind('\x1b[?25l')
   assert text.index('\x1b[?25h') < text.index('step 1/')
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A user's own project outside the checkout, run with the installed programs."""
+"""A user's project outside the checkout, run with the installed programs."""
 
 import re
 import signal
@@ -197,7 +197,7 @@ def project(tmp_path_factory):
 
 
 @pytest.mark.parametrize('with_init', [True, False])
-def testTrainsInItsOwnDirectory(tmp_path, forks, with_init):
+def testAProjectTrainsInItsDirectory(tmp_path, forks, with_init):
   project = _Write(tmp_path, with_init)
   run = processes.Run if with_init else forks.Run
   done = run('trainer', '--model=mine.Doubling2', '--logdir=run', cwd=project)
@@ -211,15 +211,15 @@ def testTrainsInItsOwnDirectory(tmp_path, forks, with_init):
   assert 'mine.stack.layers[0].w' in processes.Tensors(project / 'run', 40)
 
 
-def testCheckoutsExperimentsAreNotThere(project, forks):
-  """Neither by the installation nor, where a user says so, by PYTHONPATH."""
+def testTheExperimentsOfTheCheckoutAreNotAvailable(project, forks):
+  """Neither through the installation nor through a PYTHONPATH that the user sets."""
   done = forks.Run('trainer', '--mode=list', cwd=project)
   keys = 'Broken Diverging Doubling2 Failing Ill Misspelt Slow Unequal'
   mine = [f'mine.{key}' for key in keys.split()]
   assert processes.Succeeded(done).stdout.splitlines() == mine
 
 
-def testWorkingDirectoryComesBeforePythonPath(project, tmp_path):
+def testTheWorkingDirectoryComesBeforePythonPath(project, tmp_path):
   (tmp_path / 'params').mkdir()
   (tmp_path / 'params' / '__init__.py').write_text('')
   path = f'{processes.Environment().get("PYTHONPATH", "")}:{tmp_path}:{project}'
@@ -231,11 +231,11 @@ def testWorkingDirectoryComesBeforePythonPath(project, tmp_path):
   'key, last_line',
   [
     ('Broken', 'ValueError: out of my own file'),
-    # The mistake is found by the framework, but made in the file: where, is what one needs.
+    # The library reports a mistake in this file: the message needs its line.
     ('Misspelt', 'AttributeError: .*nmae.*did you mean name'),
   ],
 )
-def testExceptionInAnExperimentShowsItsStackTrace(project, forks, key, last_line):
+def testAnExceptionInAnExperimentShowsItsStackTrace(project, forks, key, last_line):
   done = forks.Run('trainer', f'--model=mine.{key}', '--logdir=other', cwd=project)
   assert done.returncode == 1
   assert 'Traceback' in done.stderr and f'{project}/params/mine.py", line ' in done.stderr
@@ -246,10 +246,10 @@ def testExceptionInAnExperimentShowsItsStackTrace(project, forks, key, last_line
 @pytest.mark.parametrize(
   'key, status, words',
   [
-    # A check of the project's own: a line.
+    # A check by the project itself: one line.
     ('Ill', 2, r'only 3 columns \(while measuring layer mine\.stack\.layers\[1\] \(Strict\) for '
      r'one micro-batch, given \(float32\[4, 6\]\) by mine\.stack\.layers\[0\] \(Widens\)\)'),
-    # A mistake in the project's code: where, is what one needs.
+    # A mistake in the code of the project: the message needs its line.
     ('Unequal', 1, r'while measuring layer mine\.stack\.layers\[1\] \(Scale\) for one micro-batch, '
      r'given \(float32\[4, 6\]\) by mine\.stack\.layers\[0\] \(Widens\)'),
     ('Failing', 1, r'in stage 0 \(mine\.stack\.layers\[0\] to mine\.stack\.layers\[2\]\), '
@@ -285,7 +285,7 @@ def testCheckNumericsNamesTheLayer(project, forks, tmp_path):
   assert 'step 1/40' in done.stdout
 
 
-def testSecondSignalLeavesAtOnceWhateverTheStepDoes(project):
+def testASecondSignalEndsTheTrainerAtOnceWhateverTheStepDoes(project):
   args = ['--model=mine.Slow', '--logdir=slow']
   with processes.Started('trainer', *args, cwd=project) as process:
     for line in process.stdout:

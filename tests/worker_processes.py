@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For tests of runs on workers: an experiment, two workers that several tests share, and waits."""
+"""Support for tests of runs on workers: an experiment, two shared workers, and waits."""
 
 import contextlib
 import json
@@ -14,6 +14,7 @@ import pytest
 
 from lingvo_gpipe.distributed import worker_connection
 from tests import processes
+from tests.toys import projects
 
 SECONDS = 100
 
@@ -57,7 +58,7 @@ class Toy(registry.SingleTaskModelParams):
     return p
 """
 
-# A worker whose files have modes of their own: they tell that it wrote them.
+# A worker with its own umask: the mode of a file shows which worker wrote it.
 _WORKER = """
 import os
 from lingvo_gpipe import worker
@@ -69,11 +70,11 @@ UMASKS = {'041': 0o626, '014': 0o662}  # {umask of a worker: mode of its files}
 
 @pytest.fixture(scope='module')
 def project(tmp_path_factory):
-  return processes.Project(tmp_path_factory.mktemp('project'), EXPERIMENT)
+  return projects.Write(tmp_path_factory.mktemp('project'), EXPERIMENT)
 
 
 def FreePorts(count):
-  """Ports that the system gives to nobody else: a worker that was killed gets its own again."""
+  """Returns ports outside the system's range, so that a killed worker gets its port again."""
   low = int(pathlib.Path('/proc/sys/net/ipv4/ip_local_port_range').read_text().split()[0])
   found = []
   for port in random.sample(range(10_000, low), 1000):
@@ -87,7 +88,7 @@ def FreePorts(count):
 
 @pytest.fixture(scope='module')
 def hosts(forks, tmp_path_factory):
-  """A file of the addresses of two workers, which run."""
+  """Returns a file with the addresses of two running workers."""
   addresses = [f'localhost:{port}' for port in FreePorts(2)]
   path = tmp_path_factory.mktemp('cluster') / 'hosts.json'
   path.write_text(json.dumps({'worker': addresses}))
@@ -109,7 +110,7 @@ def hosts(forks, tmp_path_factory):
 
 
 def AwaitFree(port):
-  """A process whose first thread has ended may have its port yet."""
+  """Waits until a port is free: a process may keep it after its first thread has ended."""
 
   def IsFree():
     with socket.socket() as s:
@@ -123,7 +124,7 @@ def Addresses(hosts):
 
 
 def _State(pid):
-  """(letter of its state, id of its parent), as /proc tells; none where there is no process."""
+  """Returns (letter of the state, id of the parent) of a process; None if there is none."""
   try:
     text = pathlib.Path(f'/proc/{pid}/stat').read_text()
   except (FileNotFoundError, ProcessLookupError):
@@ -154,6 +155,6 @@ def AwaitEnd(pids):
 
 
 def AwaitCheckpoint(logdir):
-  """Returns when there is another one."""
+  """Waits for another checkpoint."""
   before = processes.Steps(logdir)[-1:]
   Await('checkpoint', lambda: processes.Steps(logdir)[-1:] > before)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stages in other processes: the same results, the same checkpoints, and no worker left behind."""
+"""Stages in other processes: equal results, equal checkpoints, and no orphaned workers."""
 
 import contextlib
 import json
@@ -18,11 +18,12 @@ from lingvo_gpipe.checkpoint import checkpointer
 from lingvo_gpipe.core import heartbeat
 from lingvo_gpipe.distributed import worker_connection
 from tests import processes, worker_processes
+from tests.toys import projects
 
 _Args = processes.ToyArgs
 hosts = worker_processes.hosts
 
-# Beside the experiment Toy: replicas wait for each other within their stages.
+# An experiment next to Toy: replicas wait for each other within their stages.
 _NORMALISED = """
 from lingvo_gpipe import batch_norm
 
@@ -39,12 +40,12 @@ class Normalised(Toy):
 
 @pytest.fixture(scope='module')
 def project(tmp_path_factory):
-  return processes.Project(
+  return projects.Write(
     tmp_path_factory.mktemp('project'), worker_processes.EXPERIMENT + _NORMALISED
   )
 
 
-def testOnWorkersEqualsInOneProcessAndEachGoesOnFromTheOther(
+def testRunsOnWorkersAndInOneProcessAreEqualAndResumeEachOther(
   forks, project, hosts, tmp_path, caplog
 ):
   one, other = tmp_path / 'one', tmp_path / 'other'
@@ -53,7 +54,7 @@ def testOnWorkersEqualsInOneProcessAndEachGoesOnFromTheOther(
     done = forks.Run(
       'trainer', *_Args(logdir, max_steps, 'task.stack.xla:False'), *more, cwd=project
     )
-    # Nor is there a line of circumstances that differ: where the stages are is none.
+    # The placement of stages does not count as a changed circumstance.
     assert not processes.Messages(processes.Succeeded(done).stderr)
     return done
 
@@ -77,7 +78,7 @@ def testOnWorkersEqualsInOneProcessAndEachGoesOnFromTheOther(
   assert 'resuming from step 2' in done.stdout
   _AssertProfiled(other, done.stdout)
   processes.AssertSameTensors(processes.Tensors(one, 4), processes.Tensors(other, 4))
-  # A part that is damaged is named, and the one before is used, whoever wrote it.
+  # A damaged part is named, and the previous checkpoint is used, whichever process wrote it.
   part = _Parts(other, 4)[worker_processes.UMASKS['014']]
   os.truncate(part, part.stat().st_size - 1)
   assert checkpointer.Checkpointer(other / 'train').Latest().step == 2
@@ -90,7 +91,7 @@ def testOnWorkersEqualsInOneProcessAndEachGoesOnFromTheOther(
 
 
 def _AssertProfiled(logdir, said):
-  """Step 4, with each action of the two workers, whose traces are there, too."""
+  """Checks the profile of step 4: each action of the two workers, and their traces."""
   assert re.search(r'^profiled step 4: [^;]*; [^;]*$', said, re.MULTILINE), said
   page = (logdir / 'timeline_4_4.html').read_text()
   rows = page.split('<text x="0"')[1:]
@@ -106,7 +107,7 @@ def _AssertProfiled(logdir, said):
 
 
 def _Parts(logdir, step):
-  """{mode: data file} of a checkpoint."""
+  """Returns {mode: data file} of a checkpoint."""
   infos = checkpointer.Checkpointer(logdir / 'train').All()
   (info,) = [info for info in infos if info.step == step]
   files = pathlib.Path(info.prefix).parent.glob('*.data-*')
@@ -159,14 +160,14 @@ print(NumBytes() - before)
 """
 
 
-def testWhatWorkersSaveAndRestoreStaysThere(forks, hosts, tmp_path):
+def testWorkersSaveAndRestoreTheirVariablesLocally(forks, hosts, tmp_path):
   (tmp_path / 'program.py').write_text(_SAVES)
 
   def NumBytes(directory, more):
     done = forks.Run(str(tmp_path / 'program.py'), str(hosts), str(directory), more)
     return int(processes.Succeeded(done).stdout)
 
-  size = sent = 8 * 2**20  # Of the variables, and of the ones that are added to them.
+  size = sent = 8 * 2**20  # The bytes of the variables, and of the ones added to them.
   assert NumBytes(tmp_path / 'workers', 'workers') < 2 * sent + 2**20
   assert NumBytes(tmp_path / 'alone', '') > 2 * (sent + 2 * size) - 2**20
   saved = [
@@ -181,8 +182,8 @@ def testWhatWorkersSaveAndRestoreStaysThere(forks, hosts, tmp_path):
       assert reader.get_tensor(name).tobytes() == expected.tobytes()
 
 
-def testWhereAWorkerDoesNotSeeTheDirectoryTheTrainerWritesAll(forks, project, hosts):
-  # Of each process another directory.
+def testTheTrainerWritesEverythingIfAWorkerDoesNotSeeTheDirectory(forks, project, hosts):
+  # A different directory for each process.
   args = [*_Args('/proc/self/cwd/unseen', 1, 'task.stack.xla:False'), f'--cluster={hosts}']
   done = processes.Succeeded(forks.Run('trainer', *args, cwd=project))
   (mode,) = _Parts(project / 'unseen', 1)
@@ -195,7 +196,10 @@ def testWhereAWorkerDoesNotSeeTheDirectoryTheTrainerWritesAll(forks, project, ho
 
 
 def _TrainReplicas(forks, project, tmp_path, model, overrides, workers, environment=None):
-  """Two replicas on workers and in one process end with the same bits; the former as it ended."""
+  """Checks that two replicas on workers and in one process end bit-for-bit equal.
+
+  Returns the finished process of the run on workers.
+  """
   for logdir, more, variables in (('process', [], None), ('workers', workers, environment)):
     args = [*_Args(tmp_path / logdir, 3, overrides), f'--model=toy.{model}', '--num_replicas=2']
     done = forks.Run('trainer', *args, *more, cwd=project, more_environment=variables)
@@ -208,12 +212,12 @@ def _TrainReplicas(forks, project, tmp_path, model, overrides, workers, environm
 @pytest.mark.parametrize(
   'model, all_reduce, more, way',
   [
-    ('Toy', 'auto', '', 'send'),  # By XLA.
+    ('Toy', 'auto', '', 'send'),  # Compiled by XLA.
     # Collective operations between stages, and within them.
     ('Normalised', 'collective', ';task.stack.xla:False', 'collective'),
   ],
 )
-def testReplicasOnWorkersEqualThoseInOneProcess(
+def testReplicasOnWorkersEqualReplicasInOneProcess(
   forks, project, hosts, tmp_path, model, all_reduce, more, way
 ):
   one_stage = f'task.stack.num_stages:1;task.stack.splits:[];task.train.all_reduce:{all_reduce}'
@@ -221,8 +225,8 @@ def testReplicasOnWorkersEqualThoseInOneProcess(
   assert done.stderr.count(f' Gradients are added over 2 replicas by {way}.\n') == 1
 
 
-def testReplicasOfStagesOnWorkersOfTfConfigEqualThoseInOneProcess(forks, project, hosts, tmp_path):
-  """By XLA, with slots shared out: a replica on two workers, and one on both devices of a third."""
+def testReplicasOnWorkersOfTfConfigEqualReplicasInOneProcess(forks, project, hosts, tmp_path):
+  """With XLA and sharded slots: one replica on two workers, one on both devices of a third."""
   port, chief = worker_processes.FreePorts(2)
   workers = [*worker_processes.Addresses(hosts), f'localhost:{port}']
 
@@ -247,9 +251,9 @@ def testReplicasOfStagesOnWorkersOfTfConfigEqualThoseInOneProcess(forks, project
   finally:
     os.kill(pid, signal.SIGKILL)
   assert f' Devices: 4 CPU devices of 3 workers at {", ".join(workers)}.\n' in done.stderr
-  # By the process that has the workers begin anew, and by the one that trains.
+  # By the process that restarts the workers, and by the process that trains.
   assert done.stderr.count(f' Workers reach this process at localhost:{chief}.\n') == 2
-  assert 'cuInit' not in done.stderr  # Nobody asked for a GPU.
+  assert 'cuInit' not in done.stderr  # The run does not ask for a GPU.
 
 
 def testTooFewDevicesAreCounted(forks, project, hosts, tmp_path):
@@ -287,7 +291,7 @@ def testWorkersThatDoNotAnswerAreNamed(hosts):
   first, second = worker_processes.Addresses(hosts)
   with pytest.raises(ValueError, match=rf'worker 0 is to be at {second}, .* calls itself worker 1'):
     worker_connection.AwaitWorkers([second, first], 10)
-  with socket.socket() as silent:  # Accepts, and says nothing, as a process that is stopped.
+  with socket.socket() as silent:  # Accepts and never answers, like a stopped process.
     silent.bind(('localhost', 0))
     silent.listen()
     addresses = [
@@ -304,7 +308,7 @@ def testWorkersThatDoNotAnswerAreNamed(hosts):
   assert first not in message
 
 
-def testTheWaitForWorkersIsToldToTheSupervisor(monkeypatch):
+def testTheSupervisorKnowsOfTheWaitForWorkers(monkeypatch):
   read, write = os.pipe()
   monkeypatch.setattr(heartbeat, '_descriptor', write)
   with pytest.raises(TimeoutError):
@@ -324,7 +328,7 @@ def testTheWaitForWorkersIsToldToTheSupervisor(monkeypatch):
     (['--trusted_network', '--task_index=0'], 'worker 0 cannot listen at port'),
   ],
 )
-def testMistakesOfAWorkerAreOneLine(forks, hosts, args, message):
+def testMistakesOfAWorkerAreOneLineErrorsErrors(forks, hosts, args, message):
   done = forks.Run('worker', f'--cluster={hosts}', *args)
   assert done.returncode == 2, done.stderr
   (line,) = processes.Messages(done.stderr)
@@ -339,8 +343,8 @@ worker.Run()
 """
 
 
-def testALocalWorkerIsNotStartedByHand(forks, tmp_path):
-  """It listens without --trusted_network."""
+def testALocalWorkerCannotBeStartedByHand(forks, tmp_path):
+  """A local worker listens without --trusted_network."""
   (tmp_path / 'program.py').write_text(_LOCAL)
   done = forks.Run(str(tmp_path / 'program.py'), '--local')
   assert done.returncode == 2, done.stderr
@@ -348,7 +352,7 @@ def testALocalWorkerIsNotStartedByHand(forks, tmp_path):
   assert '--local is for programs that start workers' in line and '--trusted_network' in line
 
 
-def testMistakesInTheChoiceOfWorkersAreOneLine(forks, project, hosts, tmp_path):
+def testMistakesInTheChoiceOfWorkersAreOneLineErrorsErrors(forks, project, hosts, tmp_path):
   config = {
     'cluster': {'worker': worker_processes.Addresses(hosts)},
     'task': {'type': 'worker', 'index': 1},
@@ -381,7 +385,7 @@ def testLocalWorkersTrainUntilTheTrainerIsStopped(forks, project, tmp_path):
     'starter', lambda: f'--starter={pid}\0' in worker_processes.CommandLine(worker)
   )
   worker_processes.Await('step', (tmp_path / 'metrics.jsonl').exists)
-  # Ctrl-C in a terminal reaches neither; the supervisor hands it on.
+  # Ctrl-C in a terminal reaches neither process; the supervisor forwards it.
   (child,) = {*worker_processes.Children(pid)} - {worker}
   assert len({os.getpgid(i) for i in (pid, child, worker)}) == 3
   os.kill(pid, signal.SIGTERM)
@@ -390,7 +394,7 @@ def testLocalWorkersTrainUntilTheTrainerIsStopped(forks, project, tmp_path):
   assert ' on 2 CPU devices of 1 worker\n' in done.stdout
   assert 'task:0/device:CPU:1' in done.stdout
   assert 'stopped by SIGTERM after step ' in done.stdout
-  # TensorFlow may tell that a step's transfers were given up as the connection ended.
+  # TensorFlow may log that it cancelled transfers when the connection ended.
   told = [line for line in processes.Messages(done.stderr) if 'local_rendezvous' not in line]
   assert told == ['SIGTERM: stopping when this step or batch is done; a second one leaves at once']
   assert processes.Steps(tmp_path)
@@ -407,7 +411,7 @@ def testLocalWorkersEndWithATrainerKilledWhileTheyStart(forks, project, tmp_path
   worker_processes.AwaitEnd(workers)
 
 
-# A worker whose standard input never ends: it has the other end, too.
+# A worker whose standard input never ends, because it also holds the other end.
 _STARTER = """
 import os, signal, sys
 from lingvo_gpipe import worker
@@ -420,7 +424,7 @@ worker.Run()
 """
 
 
-def testALocalWorkerEndsWithItsStarterWhereThePipeStaysOpen(forks, tmp_path):
+def testALocalWorkerEndsWithItsStarterIfThePipeStaysOpen(forks, tmp_path):
   (tmp_path / 'program.py').write_text(_STARTER)
   pid = forks.Start(str(tmp_path / 'program.py'))
   workers = []

@@ -21,6 +21,7 @@ from lingvo_gpipe import evaluator
 from lingvo_gpipe.distributed import worker_connection
 from lingvo_gpipe.evaluation import eval_program
 from tests import processes, tcp_proxy, worker_processes
+from tests.toys import projects
 
 KILLS = 10
 
@@ -120,9 +121,7 @@ class KilledInEvaluation(Toy):
 
 @pytest.fixture(scope='module')
 def project(tmp_path_factory):
-  return processes.Project(
-    tmp_path_factory.mktemp('project'), worker_processes.EXPERIMENT + _KILLED
-  )
+  return projects.Write(tmp_path_factory.mktemp('project'), worker_processes.EXPERIMENT + _KILLED)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def _Devices():
   return [d.name for d in tf.config.list_logical_devices('CPU')]
 
 
-def _Sub():
+def _Sub(num_blocks=1):
   """Everything there is between ids and logits, with dropout wherever there can be dropout."""
   block = transformer.TransformerLayer.Params().Set(
     input_dim=_DIM,
@@ -42,14 +42,15 @@ def _Sub():
     embedding.EmbeddingLayer.Params().Set(vocab_size=_VOCAB, embedding_dim=_DIM),
     embedding.LearnablePositionalEmbeddingLayer.Params().Set(embedding_dim=_DIM, max_pos=_TIME),
     dropout.DropoutLayer.Params().Set(keep_prob=0.9),
-    block,
-    block,
+    *[block] * num_blocks,
     norm.LayerNorm.Params().Set(input_dim=_DIM),
     embedding.SimpleFullSoftmax.Params().Set(input_dim=_DIM, num_classes=_VOCAB),
   ]
 
 
-def _Stack(num_stages, num_micro_batches, *, xla=False, dtype=tf.float64, sub=None, **options):
+def _Stack(
+  num_stages, num_micro_batches, *, xla=False, dtype=tf.float64, sub=None, num_blocks=1, **options
+):
   if dtype == tf.float32:
     # Weights of the size that real widths have (Xavier at 512: 0.04). The large ones of a tiny
     # width make the rounding of a key bias's gradient, which is zero in theory, as large as the
@@ -62,7 +63,7 @@ def _Stack(num_stages, num_micro_batches, *, xla=False, dtype=tf.float64, sub=No
     xla=xla,
     dtype=dtype,
     random_seed=_SEED,
-    sub=sub or _Sub(),
+    sub=sub or _Sub(num_blocks),
     **options,
   )
   return p.Instantiate()
@@ -102,9 +103,9 @@ def _Inputs(dtype):
 
 
 @functools.cache
-def _Reference(num_micro_batches, dtype):
+def _Reference(num_micro_batches, dtype, num_blocks=1):
   """(sum of w_m, mean of each metric, {path: gradient of sum of w_m loss_m})."""
-  stack = _Stack(1, num_micro_batches, dtype=dtype)
+  stack = _Stack(1, num_micro_batches, dtype=dtype, num_blocks=num_blocks)
   stack.InstantiateVariables()
   inputs, side = _Inputs(dtype)
   sums = {'loss': [], 'max_xent': []}
@@ -166,9 +167,9 @@ def _GlobalNorm(grads):
   return np.sqrt(sum(np.sum(np.square(g, dtype=np.float64)) for g in grads.values()))
 
 
-def _CheckEqual(sums, grads, num_micro_batches, dtype):
+def _CheckEqual(sums, grads, num_micro_batches, dtype, num_blocks=1):
   """The bounds of `verify`."""
-  total, means, expected = _Reference(num_micro_batches, dtype)
+  total, means, expected = _Reference(num_micro_batches, dtype, num_blocks)
   precise = dtype == tf.float64
   for name, mean in means.items():
     assert sums[name][0] / sums[name][1] == pytest.approx(mean, rel=1e-12 if precise else 1e-5)
@@ -188,13 +189,14 @@ def _CheckEqual(sums, grads, num_micro_batches, dtype):
 
 
 @pytest.mark.parametrize(
-  'num_stages, num_micro_batches',
-  # Each K and each M, and the two extremes of both; engine_schedules_test has more of the grid.
-  [(1, 8), (2, 1), (2, 2), (3, 2), (4, 8)],
+  'num_stages, num_micro_batches, num_blocks',
+  # Each K and each M, and both extremes, once with equal blocks in different stages;
+  # engine_schedules_test covers more of the grid.
+  [(1, 8, 1), (2, 1, 1), (2, 2, 1), (3, 2, 1), (4, 8, 2)],
 )
-def testGradientsEqual(num_stages, num_micro_batches):
-  stack = _Stack(num_stages, num_micro_batches)
-  _CheckEqual(*_Train(stack, tf.float64), num_micro_batches, tf.float64)
+def testGradientsEqual(num_stages, num_micro_batches, num_blocks):
+  stack = _Stack(num_stages, num_micro_batches, num_blocks=num_blocks)
+  _CheckEqual(*_Train(stack, tf.float64), num_micro_batches, tf.float64, num_blocks)
 
 
 # With two stages in float32 below, with four in engine_schedules_test.
@@ -256,10 +258,10 @@ def testEvaluateEqualsAPlainForward():
 def _EqualLayers(num_stages, **options):
   layer = linear.ProjectionLayer.Params().Set(input_dim=4, output_dim=4, activation='TANH')
   drop = dropout.DropoutLayer.Params().Set(keep_prob=0.5)
-  sub = [layer, drop] * 12
-  stack = _Stack(num_stages, 4, sub=sub, dtype=tf.float32, splits=[], **options)
+  sub = [layer, drop] * 6
+  stack = _Stack(num_stages, 2, sub=sub, dtype=tf.float32, splits=[], **options)
   cut = stack.params.Copy()
-  cut.splits = [24 // num_stages * (k + 1) for k in range(num_stages)]
+  cut.splits = [12 // num_stages * (k + 1) for k in range(num_stages)]
   return cut.Instantiate()
 
 
@@ -269,9 +271,9 @@ def testEqualStagesShareOneTrace():
     return {'loss': (tf.reduce_sum(outputs[0] ** 2), tf.constant(1.0))}
 
   train, forward, grads = {}, {}, {}
-  for num_stages in (1, 2, 3, 4):
+  for num_stages in (1, 2, 3, 6):
     stack = _EqualLayers(num_stages)
-    stack.Place(_Devices(), tf.TensorSpec([8, 4]), loss_fn=SquareLoss)
+    stack.Place(_Devices() * 2, tf.TensorSpec([8, 4]), loss_fn=SquareLoss)
 
     @tf.function(autograph=False)
     def Step(x, step, stack=stack):
@@ -287,9 +289,9 @@ def testEqualStagesShareOneTrace():
     grads[num_stages] = [a.numpy() for s in stack.engine.stages for a in s.accumulators]
   # The first stage, whose input needs no gradient, the last, which has the loss, and all others: F
   # and B of each.
-  assert train == {1: 2, 2: 4, 3: 6, 4: 6}
-  assert forward == {1: 1, 2: 1, 3: 1, 4: 1}
-  for num_stages in (2, 3, 4):
+  assert train == {1: 2, 2: 4, 3: 6, 6: 6}
+  assert forward == {1: 1, 2: 1, 3: 1, 6: 1}
+  for num_stages in (2, 3, 6):
     for a, b in zip(grads[1], grads[num_stages], strict=True):
       np.testing.assert_allclose(a, b, rtol=1e-5)
 
@@ -382,7 +384,7 @@ def testMasksDifferByLayerMicroBatchAndStep(step, dtype):
 
 def _LossesOfTraining(num_stages):
   stack = pipelining_layer.PipeliningLayer.Params().Set(
-    num_stages=num_stages, num_micro_batches=4, xla=False
+    num_stages=num_stages, num_micro_batches=2, xla=False
   )
   p = lm_model.TransformerLm.Params().Set(
     name='lm',
@@ -390,7 +392,7 @@ def _LossesOfTraining(num_stages):
     model_dim=_DIM,
     hidden_dim=16,
     num_heads=2,
-    num_layers=2,
+    num_layers=1,
     input_dropout_prob=0.1,
     residual_dropout_prob=0.1,
     atten_dropout_prob=0.1,

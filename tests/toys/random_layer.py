@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer of any structure, for random pipelines: it mixes whatever it is given.
+"""A layer for random pipelines: it mixes arguments of any structure into outputs of any structure.
 
-What it returns is told by a `spec`, text of a Python literal, so that it shows in the Params: a
-tuple for several outputs, with lists, dicts (NestedMaps) and letters in it. The letters: `f` the
-layer's own floating dtype, `h` float32, `i` int32, `l` int64, `b` bool, `s` a floating scalar,
-`c` an integer scalar, `n` None, `p3` leaf 3 of the arguments as it is.
+The outputs are described by a `spec`, the text of a Python literal, so that Params show it: a tuple
+for several outputs, which holds lists, dicts (NestedMaps) and letters. The letters: `f` the
+floating dtype of the layer, `h` float32, `i` int32, `l` int64, `b` bool, `s` a floating scalar,
+`c` an integer scalar, `n` None, `p3` leaf 3 of the arguments, unchanged.
 """
 
 import ast
@@ -20,7 +20,7 @@ _DTYPES = {'h': tf.float32, 'i': tf.int32, 'l': tf.int64, 'b': tf.bool, 'c': tf.
 
 
 def MapSpec(nest, fn):
-  """`fn` of each letter of a nest, dicts as NestedMaps."""
+  """Returns the nest with `fn` applied to each letter, and NestedMaps for dicts."""
   if isinstance(nest, dict):
     return nested_map.NestedMap({k: MapSpec(v, fn) for k, v in nest.items()})
   if isinstance(nest, (list, tuple)):
@@ -33,7 +33,7 @@ def _Pack(text, fn):
 
 
 class RandomLayer(base_layer.BaseLayer):
-  """(nests of any leaves) -> nests as `outputs` says; everything not ignored is mixed in."""
+  """Maps nests of any leaves to nests described by `outputs`; mixes all leaves not ignored."""
 
   @classmethod
   def Params(cls):
@@ -113,7 +113,7 @@ class RandomLayer(base_layer.BaseLayer):
     return outputs, made
 
   def _Signal(self, theta, leaf):
-    """[batch or 1, DIM] of what the leaf says."""
+    """Returns a leaf as floats [batch or 1, DIM]."""
     dtype = self.params.fprop_dtype
     if leaf.shape.rank == 0:
       return 0.3 * tf.sin(tf.cast(leaf, dtype))[None, None]

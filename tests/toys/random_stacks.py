@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random pipelines from a seed: layers, nests between them, skips, ties, cut, schedule, policy.
 
-`Make(seed)` gives one, with all that a test needs to run it; `features` says what is in it, `Text`
-shows it.
+`Make(seed)` returns a pipeline and all that a test needs to run it; `features` names its special
+features, and `Text` shows it.
 """
 
 import dataclasses
@@ -29,14 +29,14 @@ class RandomPipeline:
   """A pipeline and a batch for it.
 
   Attributes:
-    seed: what it was made from.
+    seed: the seed of the pipeline.
     sub: the layers' Params.
     options: Params of the PipeliningLayer.
     inputs: a nest of tensors for each argument of the first layer.
-    side: NestedMap(weights, labels, none), what the loss takes.
+    side: NestedMap(weights, labels, none), the side inputs of the loss.
     step: the training step.
     frozen: paths of the weights that are not trained.
-    features: names of what is special about it.
+    features: names of its special features.
   """
 
   seed: int
@@ -50,11 +50,11 @@ class RandomPipeline:
 
   @property
   def is_trained(self) -> Callable[[str], bool] | None:
-    """For `Place`."""
+    """Returns the predicate of trained paths for `Place`; None if all weights are trained."""
     return (lambda path: path not in self.frozen) if self.frozen else None
 
   def Loss(self, theta, outputs, side):
-    """All floating outputs, weights of the last layer and labels, weighted by example."""
+    """Returns a loss of all floating outputs, weights of the last layer and labels."""
     axis = 1 - self.options['batch_dim']
     weights = tf.reshape(side.weights, [-1])
     dtype = weights.dtype
@@ -69,7 +69,7 @@ class RandomPipeline:
     return {'loss': (loss, total), 'greatest': (tf.reduce_max(y), tf.ones([], dtype))}
 
   def Text(self) -> str:
-    """The pipeline, readable."""
+    """Returns a human-readable description."""
     specs = tf.nest.map_structure(
       lambda t: None if t is None else f'{t.dtype.name}{t.shape.as_list()}', self.inputs
     )
@@ -90,16 +90,16 @@ class RandomPipeline:
 
 
 def Make(seed: int, **options: Any) -> RandomPipeline:
-  """The pipeline of a seed; `options` are Params of the PipeliningLayer."""
+  """Returns the pipeline of a seed; `options` are Params of the PipeliningLayer."""
   return _Maker(seed).Make(options)
 
 
 def RandomSchedule(
   choose: random.Random, num_stages: int, num_micro_batches: int, num_devices: int
 ) -> schedules.Schedule:
-  """Any order of actions that respects what they need, in any of the ways to do backward.
+  """Returns actions in any valid order, with any way of doing backward.
 
-  The stages may be on any devices, none of which is left out.
+  Stages may be on any devices, and each device has a stage.
   """
   kind = actions.Kind
   needs: dict[actions.Action, list[actions.Action]] = {}
@@ -110,7 +110,7 @@ def RandomSchedule(
       forward[-1] = actions.Action(num_stages - 1, kind.FORWARD_BACKWARD, m)
     for k, action in enumerate(forward):
       needs[action] = forward[k - 1 : k] if k else []
-    gradient = forward[-1]  # What stage k + 1 makes for stage k.
+    gradient = forward[-1]  # The action of stage k + 1 that computes the gradient for stage k.
     for k in reversed(range(num_stages)):
       if forward[k].kind is kind.FORWARD_BACKWARD:
         continue
@@ -119,7 +119,7 @@ def RandomSchedule(
       if way[k] != 'B':
         needs[actions.Action(k, kind.WEIGHT_GRADIENT, m)] = [back]
       gradient = back
-  place = random.Random(len(needs))  # What else is drawn does not hang on it.
+  place = random.Random(len(needs))  # Other random choices do not depend on it.
   owners = [*range(num_devices), *place.choices(range(num_devices), k=num_stages - num_devices)]
   place.shuffle(owners)
   rows: list[list[actions.Action]] = [[] for _ in range(num_devices)]
@@ -137,10 +137,10 @@ def _Letters(nest: Any) -> list[str]:
 
 
 class _Maker:
-  """Holds what is known while layers are added one by one.
+  """The state while layers are added one by one.
 
-  `args` is the nest of letters (see random_layer) between the last layer and the next, `skips` what
-  every skip connection holds.
+  `args` is the nest of letters (see random_layer) between the last layer and the next; `skips` has
+  the nest of each skip connection.
   """
 
   def __init__(self, seed: int) -> None:
@@ -165,7 +165,7 @@ class _Maker:
   # ---- layers ----------------------------------------------------------------------------------
 
   def _Nest(self, letters: str, num: int, depth: int = 2) -> Any:
-    """A tuple of `num` nests of letters."""
+    """Returns a tuple of `num` nests of letters."""
 
     def One(depth: int) -> Any:
       kind = self._choose.choice(('leaf', 'leaf', 'leaf', 'list', 'dict', 'tuple'))
@@ -190,7 +190,7 @@ class _Maker:
     return letter
 
   def _Resolve(self, nest: Any) -> Any:
-    """The nest with the letters of what is handed on in place of `p3`."""
+    """Returns the nest with the letter of the argument in place of `p3`."""
     given = _Letters(self._args)
 
     def Leaf(letter: str) -> str:
@@ -339,7 +339,7 @@ class _Maker:
         self._features.add('skip over stages')
 
   def _Weights(self) -> dict[str, Any]:
-    """{path below the pipeline: shape} of the trainable weights."""
+    """Returns {path below the pipeline: shape} of the trainable weights."""
     p = sequential.SequentialLayer.Params().Set(name='stack', sub=self._sub, dtype=tf.float64)
     specs = p.Instantiate().WeightSpecs()
     return {
@@ -359,7 +359,7 @@ class _Maker:
     return [list(pair) for pair in ties.items()]
 
   def _Frozen(self, weights: dict[str, Any], ties: list[list[str]]) -> frozenset[str]:
-    """Paths of weights that are not trained; those of some layers, or some, or all but one."""
+    """Returns paths of frozen weights: of some layers, of the first or last, or all but one."""
     choose = self._choose
     owned = [path for path in weights if path not in {tied for tied, _ in ties}]
     layers = sorted({int(path[len('layers[') : path.index(']')]) for path in owned})
@@ -441,7 +441,7 @@ class _Maker:
     policy = choose.choice(POLICIES)
     schedule = self._Schedule(cut, micro_batches)
     if isinstance(schedule, schedules.Schedule) or schedule == 'interleaved_1f1b':
-      m = micro_batches  # A number of their own is asked for.
+      m = micro_batches  # These schedules need a different number.
     ties = self._Ties(weights)
     if cut['num_stages'] > 1 and micro_batches > 1:
       self._features.add(policy)

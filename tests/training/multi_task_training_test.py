@@ -15,7 +15,7 @@ from lingvo_gpipe.distributed import stop_request
 from lingvo_gpipe.evaluation import pass_schedule
 from lingvo_gpipe.experiment import multi_task_model, registry
 from tests import processes
-from tests.toys import multi_task, training
+from tests.toys import multi_task, projects, training
 
 _EXPERIMENT = """
 import tensorflow as tf
@@ -95,7 +95,7 @@ _JOB = '--job=train_and_eval'
 
 @pytest.fixture(scope='module')
 def project(tmp_path_factory):
-  return processes.Project(tmp_path_factory.mktemp('project'), _EXPERIMENT)
+  return projects.Write(tmp_path_factory.mktemp('project'), _EXPERIMENT)
 
 
 @pytest.fixture(scope='module')

@@ -12,26 +12,15 @@ import pytest
 
 from lingvo_gpipe.checkpoint import checkpoint_info, logdir_lock
 from tests import processes
+from tests.toys import projects
 
 KILLS = {'Toy': 20, 'Stream': 5}
 
 _EXPERIMENT = """
 import tensorflow as tf
 
-from lingvo_gpipe import nested_map, registry, stream_input, synthetic, task, weight_params
-
-
-class Regression(task.BaseTask):
-  def __init__(self, params):
-    super().__init__(params)
-    self.CreateVariable('w', weight_params.WeightParams([32, 1]))
-
-  def ComputePredictions(self, theta, batch):
-    return batch.inputs @ theta.w
-
-  def ComputeLoss(self, theta, predictions, batch):
-    loss = tf.reduce_mean(tf.square(predictions - batch.targets))
-    return {'loss': (loss, self.LossWeight(batch))}, {}
+from lingvo_gpipe import nested_map, registry, stream_input, synthetic
+from tasks import regression
 
 
 class FailingInput(synthetic.SyntheticRegressionInput):
@@ -65,7 +54,7 @@ class Toy(registry.SingleTaskModelParams):
     return synthetic.SyntheticRegressionInput.Params().Set(batch_size=3, num_examples=50)
 
   def Task(self):
-    p = Regression.Params().Set(name='toy')
+    p = regression.Regression.Params().Set(name='toy')
     p.train.Set(save_interval_steps=1, save_max_to_keep=2, summary_interval_steps=10**6)
     p.train.ema_decay = 0.9
     return p
@@ -90,7 +79,7 @@ def _Args(model, logdir, max_steps, more=''):
 
 @pytest.fixture(scope='module')
 def project(tmp_path_factory):
-  return processes.Project(tmp_path_factory.mktemp('project'), _EXPERIMENT)
+  return projects.Write(tmp_path_factory.mktemp('project'), _EXPERIMENT)
 
 
 def _Commits(directory):

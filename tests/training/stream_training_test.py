@@ -18,7 +18,7 @@ from lingvo_gpipe.input.records import tf_record_stream
 from lingvo_gpipe.learning import optimizer
 from lingvo_gpipe.training import stream_states, train_program
 from tests import processes
-from tests.toys import multi_task, training
+from tests.toys import multi_task, projects, training
 
 END = 20
 
@@ -297,20 +297,8 @@ def testReplicasShareTheStreamSoTheirNumberMayChange(straight, tmp_path, monkeyp
 _EXPERIMENT = """
 import tensorflow as tf
 
-from lingvo_gpipe import nested_map, registry, stream_input, task, weight_params
-
-
-class Regression(task.BaseTask):
-  def __init__(self, params):
-    super().__init__(params)
-    self.CreateVariable('w', weight_params.WeightParams([4, 2]))
-
-  def ComputePredictions(self, theta, batch):
-    return batch.inputs @ theta.w
-
-  def ComputeLoss(self, theta, predictions, batch):
-    loss = tf.reduce_mean(tf.square(predictions - batch.targets))
-    return {'loss': (loss, self.LossWeight(batch))}, {}
+from lingvo_gpipe import nested_map, registry, stream_input
+from tasks import regression
 
 
 class Points(stream_input.BaseStreamInput):
@@ -333,14 +321,14 @@ class Toy(registry.SingleTaskModelParams):
   Dev = Train
 
   def Task(self):
-    p = Regression.Params().Set(name='toy')
+    p = regression.Regression.Params().Set(name='toy', input_dim=4, num_targets=2)
     p.train.Set(save_interval_steps=1, eval_datasets=['Dev'], summary_interval_steps=100)
     return p
 """
 
 
 def testTwoCallsOfTheTrainerEqualOne(tmp_path, forks):
-  project = processes.Project(tmp_path, _EXPERIMENT)
+  project = projects.Write(tmp_path, _EXPERIMENT)
   points = np.random.default_rng(3).uniform(size=[50, 6])
   (project / 'points.txt').write_text(
     ''.join(' '.join(f'{x:.6f}' for x in row) + '\n' for row in points)
