@@ -68,7 +68,7 @@ def _ProjectFiles():
 
 @pytest.fixture(scope='module')
 def environment(tmp_path_factory):
-  """That of a user who has installed lingvo_gpipe and nothing else of this repository."""
+  """Returns the environment of a user who has installed lingvo_gpipe only."""
   packages = tmp_path_factory.mktemp('packages')
   (packages / 'lingvo_gpipe').symlink_to(ROOT / 'lingvo_gpipe', target_is_directory=True)
   return {**os.environ, 'PYTHONPATH': str(packages)}
@@ -105,9 +105,11 @@ def testTheCustomLoopTrainsEquallyWithAnyNumberOfStages(environment, tmp_path):
   assert last < first / 2
   assert float(output.split()[-1]) <= MAX_DIFFERENCE
   # The output equals the output on the page, except for numbers.
-  (shown,) = _Blocks(OWN_LOOP, 'text')
+  (output_on_page,) = _Blocks(OWN_LOOP, 'text')
   numbers = re.compile(r'\d[\d.e+-]*')
-  assert numbers.sub('#', shown) == numbers.sub('#', '\n'.join(output.splitlines()[-2:]) + '\n')
+  assert numbers.sub('#', output_on_page) == numbers.sub(
+    '#', '\n'.join(output.splitlines()[-2:]) + '\n'
+  )
 
 
 def testTheLayerForLingvoUsersRuns(environment, tmp_path):
@@ -126,9 +128,9 @@ def testTheKerasModelTrainsAndReceivesItsWeights(environment, tmp_path):
 
 
 def testCustomSchedulesTrain(environment, tmp_path):
-  (program,), (shown,) = _Blocks(SCHEDULES, 'python'), _Blocks(SCHEDULES, 'text')
+  (program,), (output_on_page,) = _Blocks(SCHEDULES, 'python'), _Blocks(SCHEDULES, 'text')
   assert program.count('\n') <= 50
-  assert _RunProgram(program, environment, tmp_path) == shown
+  assert _RunProgram(program, environment, tmp_path) == output_on_page
 
 
 def testTheFirstExampleOfTheReadmeRuns(environment, tmp_path):
@@ -190,9 +192,9 @@ def testLinkTargetsExist(path):
 
 @cases('path', DOCS, ids=_Ids)
 def testNamedFilesExist(path):
-  made = _ProjectFiles()
+  project_files = _ProjectFiles()
   for name in _FILE.findall(path.read_text()):
-    assert name in made or (ROOT / name).exists(), f'{path.name} names {name}'
+    assert name in project_files or (ROOT / name).exists(), f'{path.name} names {name}'
 
 
 def testTheTableOfSchedulesIsComplete():
@@ -273,7 +275,7 @@ def testNamedFlagsExist(path, program_help):
 
 
 def _DefinedFlags(file):
-  """Returns the flags of a program of tools/, with those of `binary` if it has them."""
+  """Returns the flags of a program of tools/, with the flags of `binary` if it uses it."""
   text = file.read_text()
   flags = _DEFINED_FLAG.findall(text)
   if 'binary.' in text:

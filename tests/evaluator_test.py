@@ -65,15 +65,15 @@ def testOnceEvaluatesTheLastCheckpointOnASplit(followed, forks):
   args = _Args(logdir, '--once', '--split=dev', '--num_devices=1')
   args[0] = '--model=lm.stdlib.ByteTransformerGPipe1'
   done = processes.Succeeded(forks.Run('evaluator', *args))
-  found = re.search(
+  match = re.search(
     rf'^[dD]ev at step {END}: loss [\d.]+  .*bits_per_byte ([\d.]+)$', done.stdout, re.MULTILINE
   )
-  assert found
+  assert match
   assert re.search(rf'^[dD]ev at step {END}: .*order-0 entropy', done.stdout, re.MULTILINE)
   assert processes.Messages(done.stderr) == []
   score = (logdir / 'eval_dev' / f'score-{END:08d}.txt').read_text()
   scores = dict(line.split(': ') for line in score.splitlines())
-  assert abs(float(scores['bits_per_byte']) - float(found[1])) < 1e-3
+  assert abs(float(scores['bits_per_byte']) - float(match[1])) < 1e-3
   ((step, loss),) = processes.Scalars(logdir / 'eval_dev')['loss']
   assert step == END and abs(loss - float(scores['loss'])) < 1e-5
   assert '\n--- continuation\n' in done.stdout

@@ -46,14 +46,14 @@ def testSlurmScript(tmp_path):
     capture_output=True, text=True, check=True,
   )  # fmt: skip
   (tmp_path / 'hosts.json').write_text(done.stdout)
-  found = cluster_spec.FromFile(str(tmp_path / 'hosts.json'))
-  assert found.workers == ('node1:20017', 'node2:20017')
+  cluster = cluster_spec.FromFile(str(tmp_path / 'hosts.json'))
+  assert cluster.workers == ('node1:20017', 'node2:20017')
 
 
 def testKubernetesObjects(tmp_path):
   yaml = pytest.importorskip('yaml')
   objects = list(yaml.safe_load_all((_EXAMPLES / 'kubernetes.yaml').read_text()))
-  by_kind = {found['kind']: found for found in objects}
+  by_kind = {item['kind']: item for item in objects}
   assert len(by_kind) == len(objects)
   (tmp_path / 'hosts.json').write_text(by_kind['ConfigMap']['data']['hosts.json'])
   hosts = cluster_spec.FromFile(str(tmp_path / 'hosts.json'))

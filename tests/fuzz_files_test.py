@@ -69,16 +69,16 @@ def testVocabularies(models, data):
   path = folder / 'damaged.model'
   path.write_bytes(data.draw(damaged | st.binary(max_size=99)))
   try:
-    found = sentencepiece_tokenizer.Load(str(path), 400, 'here')
+    loaded = sentencepiece_tokenizer.Load(str(path), 400, 'here')
   except ValueError as e:
     assert 'here' in str(e)
     return
   # A vocabulary that loads can be used: it may be a valid one with other content.
-  for ids in found.Encode([_TEXT, '', '\0\ud7ff<unk> ']):
+  for ids in loaded.Encode([_TEXT, '', '\0\ud7ff<unk> ']):
     assert ids.dtype == np.int32
-    found.Decode(ids)
-  found.Decode(range(-5, found.vocab_size + 5))
-  assert found.Text().count('\n') == found.vocab_size
+    loaded.Decode(ids)
+  loaded.Decode(range(-5, loaded.vocab_size + 5))
+  assert loaded.Text().count('\n') == loaded.vocab_size
 
 
 # ---- token stores --------------------------------------------------------------------------------
@@ -102,8 +102,8 @@ def testTokenStores(stored, data):
     damaged = json.dumps(data.draw(_Changed(json.loads(files[name])))).encode()
   (folder / name).write_bytes(damaged)
   try:
-    found = token_store.TokenStore.Load(str(folder))
-    assert [list(found[i]) for i in range(len(found))] == [[1, 2, 3], [], [4]]
+    loaded = token_store.TokenStore.Load(str(folder))
+    assert [list(loaded[i]) for i in range(len(loaded))] == [[1, 2, 3], [], [4]]
   except token_store.DamagedStoreError as e:
     assert str(folder) in str(e)
   finally:
@@ -162,11 +162,11 @@ def testClusters(data):
   near = fuzzing.NearlyRight([json.dumps(record)], [':', '"', '[]', '1'], st.text(max_size=4))
   text = data.draw(near | _Changed(record).map(json.dumps))
   try:
-    found = cluster_spec.FromEnvironment({'TF_CONFIG': text})
+    loaded = cluster_spec.FromEnvironment({'TF_CONFIG': text})
   except ValueError as e:
     assert 'TF_CONFIG' in str(e)
     return
-  assert found is None or all(0 < int(a.rpartition(':')[2]) < 2**16 for a in found.workers)
+  assert loaded is None or all(0 < int(a.rpartition(':')[2]) < 2**16 for a in loaded.workers)
 
 
 if __name__ == '__main__':

@@ -115,7 +115,7 @@ def StageCalls(functions):
   Raises:
     ValueError: two calls of a device are unordered.
   """
-  found = {}
+  result = {}
   for partitions in functions:
     calls, nodes, inputs = _Read(partitions)
     for device, keys in calls.items():
@@ -125,22 +125,22 @@ def StageCalls(functions):
         names = [nodes[key].attr['f'].func.name for key in ordered]
         raise ValueError(f'calls of {device} are unordered: {names}, {sorted(before.values())}')
       letters = [_Letter(nodes[key]) for key in ordered]
-      if len(letters) > len(found.get(device, ())):
-        found[device] = letters
-  return {int(device.rsplit(':', 1)[1]): letters for device, letters in found.items()}
+      if len(letters) > len(result.get(device, ())):
+        result[device] = letters
+  return {int(device.rsplit(':', 1)[1]): letters for device, letters in result.items()}
 
 
 def Sends(functions):
   """Returns a sorted list of (action, from, to) of stage outputs that go to other devices."""
-  found = []
+  result = []
   for partitions in functions:
     for node in (node for partition in partitions for node in partition.node):
       action = _ACTION.match(node.input[0]) if node.op == '_Send' else None
       if action:
         ends = (node.attr[a].s.decode() for a in ('send_device', 'recv_device'))
         source, target = (int(name.rsplit(':', 1)[1]) for name in ends)
-        found += [(action[1], source, target)] if source != target else []
-  return sorted(found)
+        result += [(action[1], source, target)] if source != target else []
+  return sorted(result)
 
 
 def Takers(functions):
@@ -148,7 +148,7 @@ def Takers(functions):
 
   TensorFlow frees a tensor when the last of these nodes has run.
   """
-  found = collections.defaultdict(list)
+  result = collections.defaultdict(list)
   for partitions in functions:
     nodes = [node for partition in partitions for node in partition.node]
     channels = {}
@@ -167,10 +167,10 @@ def Takers(functions):
           source, target = (int(name.rsplit(':', 1)[1]) for name in ends)
           if source != target:
             key = (channels[node.attr['tensor_name'].s], source, target)
-            found[key].append(
+            result[key].append(
               sorted(m[1] if (m := _ACTION.match(r)) else r for r in readers[node.name])
             )
-  return dict(found)
+  return dict(result)
 
 
 def ActionsBefore(functions, name):
@@ -183,7 +183,7 @@ def ActionsBefore(functions, name):
   Returns:
     {text of the group: {(replica, action)} of all nodes with this text}.
   """
-  found = collections.defaultdict(set)
+  result = collections.defaultdict(set)
   for partitions in functions:
     _, nodes, inputs = _Read(partitions)
     calls = {
@@ -193,8 +193,8 @@ def ActionsBefore(functions, name):
     }
     for key, node in nodes.items():
       if match := re.match(name, node.name):
-        found[match[1]] |= {calls[k] for k in _Ancestors(key, inputs) & calls.keys()}
-  return dict(found)
+        result[match[1]] |= {calls[k] for k in _Ancestors(key, inputs) & calls.keys()}
+  return dict(result)
 
 
 def _Letter(node):

@@ -67,10 +67,10 @@ def testTooManyNonfiniteStepsInARowEndTheTraining(tmp_path, capsys):
   out = capsys.readouterr()
   bad = re.findall(r'step (\d+): a gradient is not finite; the update was skipped', out.out)
   first, last = map(int, bad)
-  told = (
+  message = (
     f'step {last}: the loss or gradients of 2 steps in a row were not finite ({first} to {last};'
   )
-  assert out.err.startswith(told)
+  assert out.err.startswith(message)
   assert re.search(r'In the last step the first value that is not .* of layer \S+\.stack', out.err)
   store = checkpointer.Checkpointer(str(tmp_path / 'train'))
   info = store.Latest()
@@ -78,7 +78,7 @@ def testTooManyNonfiniteStepsInARowEndTheTraining(tmp_path, capsys):
   assert 'lm.stack.layers[0].emb/ema' in info.tensors
   # A resumed run continues the count.
   assert _Program(tmp_path, params).Run() == 1
-  assert capsys.readouterr().err.startswith(told)
+  assert capsys.readouterr().err.startswith(message)
 
 
 def testAnUnwritableLogDirectoryIsReportedBeforeWeightsAreCreated(tmp_path, monkeypatch):
@@ -146,13 +146,13 @@ def testTheEndOfTheDataEndsTheRunAndSaves(tmp_path, capsys):
   # 500 bytes are 32 examples of 16 bytes, the last one partial: 8 batches of 4.
   params = _ModelParams(more='input.num_epochs:1;input.max_bytes:500;task.train.max_steps:100')
   assert _Program(tmp_path, params).Run() == 0
-  said = 'stopped by the end of the data after step 8; the checkpoint is saved\n'
-  assert said in capsys.readouterr().out
+  message = 'stopped by the end of the data after step 8; the checkpoint is saved\n'
+  assert message in capsys.readouterr().out
   assert processes.Steps(tmp_path) == [8]
   lines = [json.loads(line) for line in (tmp_path / 'metrics.jsonl').read_text().splitlines()]
   assert [line['step'] for line in lines if line['split'] == 'train'][-1] == 8
   assert _Program(tmp_path, params).Run() == 0
-  assert said in capsys.readouterr().out
+  assert message in capsys.readouterr().out
   assert processes.Steps(tmp_path) == [8]
 
 
@@ -253,8 +253,8 @@ def testASampleCannotControlTheTerminal(tmp_path, capsys):
   assert capsys.readouterr().out == ''
   done.PrintSample()
   done.PrintSample()
-  shown = capsys.readouterr().out
-  assert shown == '--- continuation\na\ufffd[2Jb\ufffd\n\tc\ufffdé\ufffd\ufffd\n'
+  printed = capsys.readouterr().out
+  assert printed == '--- continuation\na\ufffd[2Jb\ufffd\n\tc\ufffdé\ufffd\ufffd\n'
 
 
 def testTheEvaluatorTakesANewerCheckpointIfItsCheckpointIsRemoved(tmp_path, monkeypatch):
@@ -268,9 +268,9 @@ def testTheEvaluatorTakesANewerCheckpointIfItsCheckpointIsRemoved(tmp_path, monk
   latest = checkpointer.Checkpointer.Latest
 
   def ThenTrainOn(self):
-    found = latest(self)
+    latest_checkpoint = latest(self)
     assert _Program(tmp_path, params).Run() == 0
-    return found
+    return latest_checkpoint
 
   monkeypatch.setattr(checkpointer.Checkpointer, 'Latest', ThenTrainOn)
   assert program.Run(once=True) == 0

@@ -85,8 +85,8 @@ def testKeysAndDataSetsAreNames(text):
   registry.GetParams(processes.MODEL, 'Train')
   modules = set(sys.modules)
   try:
-    found = registry.GetParams(processes.MODEL, text)
-    assert text.lower() in ('train', 'dev', 'test') and found
+    params = registry.GetParams(processes.MODEL, text)
+    assert text.lower() in ('train', 'dev', 'test') and params
   except LookupError:
     pass
   for key in (text, f'lm.stdlib.{text}', f'{text}.ByteTransformerGPipe2'):

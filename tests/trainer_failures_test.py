@@ -390,8 +390,8 @@ def testARecordThatIsDamagedDuringTheRun(trainer, project, tmp_path):
   for steps, more in ((8, ''), (10, 'input.cache_dir:cache'), (12, 'input.cache_dir:cache')):
     done = trainer('Pairs', tmp_path, steps, f'input.damaged_records:skip;{more}')
     assert 'resuming from step' in processes.Succeeded(done).stdout
-    said = '(1 damaged records were left out)'
-    assert f'data: Train 19 examples {said}\n' in done.stdout
+    message = '(1 damaged records were left out)'
+    assert f'data: Train 19 examples {message}\n' in done.stdout
     assert '1 damaged records were left out\n' in (tmp_path / 'report.txt').read_text()
     assert '"num_damaged_records": 1' in (tmp_path / 'report.json').read_text()
 
@@ -406,9 +406,9 @@ def testAnErrorInTheDataOfAnEvaluationIsReported(trainer, tmp_path, program):
   assert done.returncode == 1
   assert 'ValueError: example 7 is bad' in done.stderr
   assert re.search(r'/params/toy\.py", line \d+, in _Check', done.stderr)
-  told, hint, where = processes.Messages(done.stderr)[-3:]
-  made = 'while the input FailingData made the batch that begins at example 6 of the data set'
-  assert told == made
+  message, hint, where = processes.Messages(done.stderr)[-3:]
+  note = 'while the input FailingData made the batch that begins at example 6 of the data set'
+  assert message == note
   assert hint.startswith('what to try: ') and 'Dataset(start=6)' in hint
   assert (
     where
@@ -431,8 +431,8 @@ def testASignalWhileTheFirstStepIsTracedSavesThatStep(trainer, forks, tmp_path):
   assert done.returncode == 128 + signal.SIGTERM
   assert 'stopped by SIGTERM after step 1; the checkpoint is saved\n' in done.stdout
   assert processes.Steps(tmp_path) == [1]
-  said = 'SIGTERM: stopping when this step or batch is done; a second one leaves at once'
-  assert said in processes.Messages(done.stderr)
+  message = 'SIGTERM: stopping when this step or batch is done; a second one leaves at once'
+  assert message in processes.Messages(done.stderr)
 
 
 # The moment of the signal, and the steps saved after it.

@@ -148,8 +148,8 @@ def testDamagedCheckpointsAreNamedAndThePreviousOneIsUsed(trainer, trained, copi
   path.write_bytes(data)
   done = processes.Succeeded(trainer('Toy', copied, 3))
   assert 'resuming from step 1 ' in done.stdout
-  told = re.findall(r'Skipping damaged checkpoint \S*ckpt-0*(\d)-', done.stderr)
-  assert told == ['3', '2']
+  steps = re.findall(r'Skipping damaged checkpoint \S*ckpt-0*(\d)-', done.stderr)
+  assert steps == ['3', '2']
   # The new checkpoint of this step equals the old one.
   assert processes.Steps(copied)[-1] == 3
   processes.AssertSameTensors(processes.Tensors(copied, 3), processes.Tensors(trained, 3))
@@ -157,9 +157,9 @@ def testDamagedCheckpointsAreNamedAndThePreviousOneIsUsed(trainer, trained, copi
 
 def testChangedParamsAreRefusedUnlessAllowed(trainer, trained, copied):
   other = 'task.train.learner.learning_rate:0.5'
-  told = r'~ task\.train\.learner\.learning_rate : [\d.e-]+ -> 0\.5'
+  message = r'~ task\.train\.learner\.learning_rate : [\d.e-]+ -> 0\.5'
   line = _RefusedIn(trainer('Toy', copied, 4, other))
-  assert re.search(rf'was trained with other Params .*: {told}\. .*--allow_params_change', line)
+  assert re.search(rf'was trained with other Params .*: {message}\. .*--allow_params_change', line)
   assert 'was trained with other Params' in _RefusedIn(trainer('Stream', copied, 4))
   # Weights of another shape never fit.
   line = _RefusedIn(trainer('Toy', copied, 4, 'task.num_targets:2', '--allow_params_change'))
@@ -167,7 +167,7 @@ def testChangedParamsAreRefusedUnlessAllowed(trainer, trained, copied):
   assert processes.Steps(copied) == processes.Steps(trained)
   done = processes.Succeeded(trainer('Toy', copied, 4, other, '--allow_params_change'))
   change, rate = processes.Messages(done.stderr)
-  assert re.search(told, change) and 'resuming from step 3 ' in done.stdout
+  assert re.search(message, change) and 'resuming from step 3 ' in done.stdout
   assert re.search(r'learning_rate was [\d.e-]+ at the checkpoint and is 0\.5 now', rate)
 
 

@@ -48,9 +48,12 @@ def _AssertScalarsEqual(got, expected, steps, rtol=0.0):
   """Checks loss and gradient norm at these steps, each of which occurs exactly once."""
   for tag in ('loss', 'bits_per_byte', 'grad_norm', 'learning_rate'):
     assert [step for step, _ in got[tag]] == list(steps)
-    wanted = dict(expected[tag])
+    expected_values = dict(expected[tag])
     np.testing.assert_allclose(
-      [value for _, value in got[tag]], [wanted[step] for step in steps], rtol=rtol, err_msg=tag
+      [value for _, value in got[tag]],
+      [expected_values[step] for step in steps],
+      rtol=rtol,
+      err_msg=tag,
     )
 
 
@@ -83,18 +86,18 @@ def testPrintsPlanProgressAndEvaluation(undisturbed):
     progress[-1],
   )
   assert '\x1b' not in done.stdout and '\r' not in done.stdout
-  found = re.search(
+  match = re.search(
     rf'^Test at step {END}: ([\d.]+) bits per byte; order-0 entropy of the same bytes: ([\d.]+)$',
     done.stdout,
     re.MULTILINE,
   )
-  assert found and 3.0 < float(found[2]) < float(found[1]) < 8.0
+  assert match and 3.0 < float(match[2]) < float(match[1]) < 8.0
   names = ['prompt', 'continuation', 'reference']
   places = [done.stdout.index(f'--- {name}\n') for name in names]
   assert places == sorted(places)
   # Eight bytes, up to four for a character, and the end of the line.
-  made = done.stdout[places[1] : places[2]].removeprefix('--- continuation\n')
-  assert len(made) >= 3
+  text = done.stdout[places[1] : places[2]].removeprefix('--- continuation\n')
+  assert len(text) >= 3
   assert processes.Messages(done.stderr) == []
 
 
@@ -220,14 +223,14 @@ def testSignalsSaveAndLeave(tmp_path):
       assert process.wait(processes.TIMEOUT) == 128 + number, lines
     start = f'resuming from step {step} ' if step else 'starting a new run'
     assert any(line.startswith(start) for line in lines)
-    found = re.search(
+    match = re.search(
       rf'^stopped by {number.name} after step (\d+); the checkpoint is saved$',
       ''.join(lines),
       re.MULTILINE,
     )
-    assert found, lines
-    assert int(found[1]) > step
-    step = int(found[1])
+    assert match, lines
+    assert int(match[1]) > step
+    step = int(match[1])
     assert processes.Steps(tmp_path)[-1] == step
   assert [step for step, _ in _TrainedScalars(tmp_path)['loss']] == list(range(1, step + 1))
 
@@ -287,8 +290,8 @@ def testOnTerminalOneLineIsUpdated(tmp_path):
   text = output.decode()
   assert '3 logical CPU devices' in text and 'device:CPU:1' in text and 'device:CPU:2' not in text
   # Each step rewrites the line: return to its start, erase. No step has a separate line.
-  shown = [int(found) for found in re.findall(rf'\x1b\[2Kstep (\d+)/{PART} ', text)]
-  assert shown and shown[-1] == PART and len(set(shown)) >= PART - 1
+  steps = [int(match) for match in re.findall(rf'\x1b\[2Kstep (\d+)/{PART} ', text)]
+  assert steps and steps[-1] == PART and len(set(steps)) >= PART - 1
   assert len(re.findall(r'step \d+/\d+ [^\x1b]*\n', text)) <= 2
   # The cursor is visible at the end.
   assert text.rfind('\x1b[?25h') > text.rfind('\x1b[?25l')

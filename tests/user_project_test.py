@@ -261,8 +261,8 @@ def testALayerThatFailsIsNamed(project, forks, tmp_path, key, status, words):
   assert done.returncode == status, done.stderr
   lines = processes.Messages(done.stderr)
   if key == 'Failing':
-    found = re.fullmatch(r'training ended after step (\d+); the next call starts over', lines.pop())
-    assert found and f'step {int(found[1]) + 1}/40' not in done.stdout
+    match = re.fullmatch(r'training ended after step (\d+); the next call starts over', lines.pop())
+    assert match and f'step {int(match[1]) + 1}/40' not in done.stdout
   assert re.search(words, lines[-1]), done.stderr
   assert len(lines) == 1 if status == 2 else 'Traceback' in done.stderr
   if key == 'Failing':

@@ -76,13 +76,13 @@ def project(tmp_path_factory):
 def FreePorts(count):
   """Returns ports outside the system's range, so that a killed worker gets its port again."""
   low = int(pathlib.Path('/proc/sys/net/ipv4/ip_local_port_range').read_text().split()[0])
-  found = []
+  result = []
   for port in random.sample(range(10_000, low), 1000):
     with contextlib.suppress(OSError), socket.socket() as s:
       s.bind(('localhost', port))
-      found.append(port)
-    if len(found) == count:
-      return found
+      result.append(port)
+    if len(result) == count:
+      return result
   raise AssertionError(f'no {count} free ports from 10000 to {low}')
 
 
@@ -144,10 +144,10 @@ def CommandLine(pid):
 
 def Await(what, predicate):
   deadline = time.monotonic() + SECONDS
-  while not (found := predicate()):
+  while not (result := predicate()):
     assert time.monotonic() < deadline, f'no {what} in {SECONDS} s'
     time.sleep(0.02)
-  return found
+  return result
 
 
 def AwaitEnd(pids):

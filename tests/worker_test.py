@@ -48,7 +48,7 @@ def project(tmp_path_factory):
 def testRunsOnWorkersAndInOneProcessAreEqualAndResumeEachOther(
   forks, project, hosts, tmp_path, caplog
 ):
-  one, other = tmp_path / 'one', tmp_path / 'other'
+  first, other = tmp_path / 'one', tmp_path / 'other'
 
   def Train(logdir, max_steps, *more):
     done = forks.Run(
@@ -58,26 +58,26 @@ def testRunsOnWorkersAndInOneProcessAreEqualAndResumeEachOther(
     assert not processes.Messages(processes.Succeeded(done).stderr)
     return done
 
-  done = Train(one, 2, f'--cluster={hosts}')
+  done = Train(first, 2, f'--cluster={hosts}')
   assert ' on 2 CPU devices of 2 workers\n' in done.stdout
   assert 'task:1/device:CPU:0' in done.stdout
   assert ' Checkpoints are written by each of 2 workers for its own stages: ' in done.stderr
-  tensors = processes.Tensors(one, 2)
+  tensors = processes.Tensors(first, 2)
   assert 'toy.stack.layers[0].w/momentum' in tensors
-  parts = _Parts(one, 2)
+  parts = _Parts(first, 2)
   stages = (r'layers\[0\]|learner/iterations', r'layers\[[23]\]')
   for mode, stage in zip(worker_processes.UMASKS.values(), stages, strict=True):
-    own = [value.nbytes for name, value in tensors.items() if re.search(stage, name)]
-    assert len(own) > 2 * 3 and parts[mode].stat().st_size == sum(own)
+    sizes = [value.nbytes for name, value in tensors.items() if re.search(stage, name)]
+    assert len(sizes) > 2 * 3 and parts[mode].stat().st_size == sum(sizes)
   assert len(parts) == 3
   Train(other, 2)
   assert len(_Parts(other, 2)) == 1
   processes.AssertSameTensors(tensors, processes.Tensors(other, 2))
-  assert 'resuming from step 2' in Train(one, 4).stdout
+  assert 'resuming from step 2' in Train(first, 4).stdout
   done = Train(other, 4, f'--cluster={hosts}', '--profile_steps=4,4')
   assert 'resuming from step 2' in done.stdout
   _AssertProfiled(other, done.stdout)
-  processes.AssertSameTensors(processes.Tensors(one, 4), processes.Tensors(other, 4))
+  processes.AssertSameTensors(processes.Tensors(first, 4), processes.Tensors(other, 4))
   # A damaged part is named, and the previous checkpoint is used, whichever process wrote it.
   part = _Parts(other, 4)[worker_processes.UMASKS['014']]
   os.truncate(part, part.stat().st_size - 1)
@@ -90,20 +90,20 @@ def testRunsOnWorkersAndInOneProcessAreEqualAndResumeEachOther(
   assert f'damaged checkpoint {part.parent}/tensors: {part.name} has ' in done.stderr
 
 
-def _AssertProfiled(logdir, said):
+def _AssertProfiled(logdir, message):
   """Checks the profile of step 4: each action of the two workers, and their traces."""
-  assert re.search(r'^profiled step 4: [^;]*; [^;]*$', said, re.MULTILINE), said
+  assert re.search(r'^profiled step 4: [^;]*; [^;]*$', message, re.MULTILINE), message
   page = (logdir / 'timeline_4_4.html').read_text()
   rows = page.split('<text x="0"')[1:]
   for k in range(2):
-    found = re.findall(r'class="measured" data-action="(\w+)"', rows[2 * k + 1])
+    actions = re.findall(r'class="measured" data-action="(\w+)"', rows[2 * k + 1])
     assert rows[2 * k].partition('>')[2].startswith(f'worker {k} CPU:0<')
-    assert sorted(found) == sorted(f'{k}{kind}{m}' for kind in 'FB' for m in range(2))
+    assert sorted(actions) == sorted(f'{k}{kind}{m}' for kind in 'FB' for m in range(2))
   (folder,) = logdir.glob('train/plugins/profile/*')
   names = {path.name.removesuffix('.xplane.pb'): path for path in folder.iterdir()}
   assert names.keys() > {'worker_0', 'worker_1'} and len(names) == 3
-  (own,) = names.keys() - {'worker_0', 'worker_1'}
-  assert b'pipeline worker 1 CPU:0' in names[own].read_bytes()
+  (trainer,) = names.keys() - {'worker_0', 'worker_1'}
+  assert b'pipeline worker 1 CPU:0' in names[trainer].read_bytes()
 
 
 def _Parts(logdir, step):
@@ -204,8 +204,8 @@ def _TrainReplicas(forks, project, tmp_path, model, overrides, workers, environm
     args = [*_Args(tmp_path / logdir, 3, overrides), f'--model=toy.{model}', '--num_replicas=2']
     done = forks.Run('trainer', *args, *more, cwd=project, more_environment=variables)
     processes.Succeeded(done)
-  expected, found = (processes.Tensors(tmp_path / name, 3) for name in ('process', 'workers'))
-  processes.AssertSameTensors(found, expected)
+  expected, on_workers = (processes.Tensors(tmp_path / name, 3) for name in ('process', 'workers'))
+  processes.AssertSameTensors(on_workers, expected)
   return done
 
 
@@ -315,8 +315,8 @@ def testTheSupervisorKnowsOfTheWaitForWorkers(monkeypatch):
     worker_connection.AwaitWorkers([f'localhost:{worker_processes.FreePorts(1)[0]}'], 0.3)
   os.close(write)
   with open(read, 'rb') as signs:
-    told = signs.read()
-  assert len(told) >= 2 and told == heartbeat.LONG * len(told)
+    messages = signs.read()
+  assert len(messages) >= 2 and messages == heartbeat.LONG * len(messages)
 
 
 @pytest.mark.parametrize(
@@ -395,8 +395,10 @@ def testLocalWorkersTrainUntilTheTrainerIsStopped(forks, project, tmp_path):
   assert 'task:0/device:CPU:1' in done.stdout
   assert 'stopped by SIGTERM after step ' in done.stdout
   # TensorFlow may log that it cancelled transfers when the connection ended.
-  told = [line for line in processes.Messages(done.stderr) if 'local_rendezvous' not in line]
-  assert told == ['SIGTERM: stopping when this step or batch is done; a second one leaves at once']
+  messages = [line for line in processes.Messages(done.stderr) if 'local_rendezvous' not in line]
+  assert messages == [
+    'SIGTERM: stopping when this step or batch is done; a second one leaves at once'
+  ]
   assert processes.Steps(tmp_path)
   worker_processes.AwaitEnd([worker, child])
 

@@ -17,8 +17,8 @@ class FnLayer(base_layer.BaseLayer):
 
   def __init__(self, params):
     super().__init__(params)
-    one = weight_params.WeightInit.Constant(1.0)
-    self.CreateVariable('w', weight_params.WeightParams([DIM], one))
+    ones = weight_params.WeightInit.Constant(1.0)
+    self.CreateVariable('w', weight_params.WeightParams([DIM], ones))
 
   def FProp(self, theta, *args):
     return self.params.fn(theta.w, *args)

@@ -32,7 +32,7 @@ def Leaf(**kwargs):
 
 
 def Model():
-  """Returns a tree of Params like that of a model."""
+  """Returns a tree of Params like the Params of a model."""
   return Leaf(
     task=Leaf(
       name='lm',

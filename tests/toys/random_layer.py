@@ -80,8 +80,8 @@ class RandomLayer(base_layer.BaseLayer):
 
   def FPropSkips(self, theta, skips, *args):
     p = self.params
-    given = [x for x in tf.nest.flatten(args) if x is not None]
-    leaves = given + [x for x in tf.nest.flatten([skips[n] for n in p.takes]) if x is not None]
+    arguments = [x for x in tf.nest.flatten(args) if x is not None]
+    leaves = arguments + [x for x in tf.nest.flatten([skips[n] for n in p.takes]) if x is not None]
     size = next(x.shape[p.batch_dim] for x in leaves if x.shape.rank == 2)
     h = tf.fill([size, DIM], tf.constant(0.1, p.fprop_dtype))
     for i, leaf in enumerate(leaves):
@@ -106,11 +106,11 @@ class RandomLayer(base_layer.BaseLayer):
 
     def Leaf(letter):
       count[0] += 1
-      return self._Leaf(letter, h, count[0], given)
+      return self._Leaf(letter, h, count[0], arguments)
 
     outputs = _Pack(p.outputs, Leaf)
-    made = nested_map.NestedMap({name: _Pack(text, Leaf)[0] for name, text in p.makes.items()})
-    return outputs, made
+    new_skips = nested_map.NestedMap({name: _Pack(text, Leaf)[0] for name, text in p.makes.items()})
+    return outputs, new_skips
 
   def _Signal(self, theta, leaf):
     """Returns a leaf as floats [batch or 1, DIM]."""
@@ -127,11 +127,11 @@ class RandomLayer(base_layer.BaseLayer):
       return tf.cos(tf.cast(leaf, dtype))
     return tf.cast(leaf, dtype)
 
-  def _Leaf(self, letter, h, number, given):
+  def _Leaf(self, letter, h, number, arguments):
     if letter == 'n':
       return None
     if letter.startswith('p'):
-      return given[int(letter[1:])]
+      return arguments[int(letter[1:])]
     if letter == 's':
       return tf.reduce_mean(h * number)
     if letter == 'c':
@@ -147,25 +147,25 @@ class RandomLayer(base_layer.BaseLayer):
 
   @classmethod
   def FPropMetaSkips(cls, params, skip_specs, *input_specs):
-    given = [x for x in tf.nest.flatten(input_specs) if x is not None]
-    every = given + [x for x in tf.nest.flatten(dict(skip_specs)) if x is not None]
+    arguments = [x for x in tf.nest.flatten(input_specs) if x is not None]
+    every = arguments + [x for x in tf.nest.flatten(dict(skip_specs)) if x is not None]
     size = next(x.shape[params.batch_dim] for x in every if x.shape.rank == 2)
-    own = tf.as_dtype(params.fprop_dtype or params.dtype)
+    floating = tf.as_dtype(params.fprop_dtype or params.dtype)
 
     def Leaf(letter):
       if letter == 'n':
         return None
       if letter.startswith('p'):
-        return given[int(letter[1:])]
-      dtype = _DTYPES.get(letter, own)
+        return arguments[int(letter[1:])]
+      dtype = _DTYPES.get(letter, floating)
       if letter in 'sc':
         return tf.TensorSpec([], dtype)
       shape = [size, DIM if letter in 'fh' else 1]
       return tf.TensorSpec(shape[::-1] if params.batch_dim else shape, dtype)
 
     meta = nested_map.NestedMap(flops=size * 100, out_specs=_Pack(params.outputs, Leaf))
-    made = {name: _Pack(text, Leaf)[0] for name, text in params.makes.items()}
-    return meta, nested_map.NestedMap(made)
+    new_skips = {name: _Pack(text, Leaf)[0] for name, text in params.makes.items()}
+    return meta, nested_map.NestedMap(new_skips)
 
   @classmethod
   def FPropMeta(cls, params, *input_specs):

@@ -185,16 +185,16 @@ class _Maker:
       letter = 'h' if self._mixed else 'f'
       self._features.update({'float32'} if self._mixed else ())
     if letter == 'p':
-      given = _Letters(self._args)
-      letter = f'p{self._choose.randrange(len(given))}' if given else 'f'
+      arguments = _Letters(self._args)
+      letter = f'p{self._choose.randrange(len(arguments))}' if arguments else 'f'
     return letter
 
   def _Resolve(self, nest: Any) -> Any:
     """Returns the nest with the letter of the argument in place of `p3`."""
-    given = _Letters(self._args)
+    arguments = _Letters(self._args)
 
     def Leaf(letter: str) -> str:
-      return given[int(letter[1:])] if letter.startswith('p') else letter
+      return arguments[int(letter[1:])] if letter.startswith('p') else letter
 
     return random_layer.MapSpec(nest, Leaf)
 
@@ -244,8 +244,8 @@ class _Maker:
       makes[name] = self._Nest('fffffilbpppsn', 1)
     p.makes = {name: repr(nest) for name, nest in makes.items()}
     outputs = self._Outputs(is_last)
-    made = {name: self._Resolve(nest)[0] for name, nest in makes.items()}
-    reach = {**self._skips, **made}
+    new_skips = {name: self._Resolve(nest)[0] for name, nest in makes.items()}
+    reach = {**self._skips, **new_skips}
     if (
       not is_last
       and any(set(_Letters(s)) & set(random_layer.BATCHED) for s in reach.values())
@@ -328,14 +328,14 @@ class _Maker:
     for name, users in self._uses.items():
       maker = stage_of[int(name[1:].partition('_')[0])]
       self._features.add('skip')
-      taken = {stage_of[i] for i in users}
+      stages = {stage_of[i] for i in users}
       if len(users) > 1:
         self._features.add('skip used twice')
-      if len(taken - {maker}) > 1:
+      if len(stages - {maker}) > 1:
         self._features.add('skip to several stages')
-      if maker in taken:
+      if maker in stages:
         self._features.add('skip within a stage')
-      if any(k > maker + 1 for k in taken):
+      if any(k > maker + 1 for k in stages):
         self._features.add('skip over stages')
 
   def _Weights(self) -> dict[str, Any]:

@@ -210,9 +210,9 @@ def Reference(
   return result
 
 
-def _AreEqual(tensors, others):
+def _AreEqual(tensors, other_tensors):
   """Whether two lists of tensors, or None, are equal in dtype, shape and value."""
-  return len(tensors) == len(others) and all(
+  return len(tensors) == len(other_tensors) and all(
     (a is None and b is None)
     or (
       a is not None
@@ -220,7 +220,7 @@ def _AreEqual(tensors, others):
       and a.dtype == b.dtype
       and np.array_equal(a.numpy(), b.numpy())
     )
-    for a, b in zip(tensors, others, strict=True)
+    for a, b in zip(tensors, other_tensors, strict=True)
   )
 
 
@@ -286,7 +286,7 @@ def CheckEqual(actual, expected, bound=1e-10, may_be_zero=False):
     assert error <= bound * norm, f'{path}: {error} of {norm}'
 
 
-def CheckAnyDiffers(grads, others):
+def CheckAnyDiffers(grads, other_grads):
   """Checks that some gradient differs clearly: the opposite, for tests of the tests."""
-  error = max(np.abs(grads[path] - g).max() for path, g in others.items())
-  assert error > 1e-3 * GlobalNorm(others)
+  error = max(np.abs(grads[path] - g).max() for path, g in other_grads.items())
+  assert error > 1e-3 * GlobalNorm(other_grads)
