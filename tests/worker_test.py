@@ -328,7 +328,7 @@ def testTheSupervisorKnowsOfTheWaitForWorkers(monkeypatch):
     (['--trusted_network', '--task_index=0'], 'worker 0 cannot listen at port'),
   ],
 )
-def testMistakesOfAWorkerAreOneLineErrorsErrors(forks, hosts, args, message):
+def testMistakesOfAWorkerAreOneLineErrors(forks, hosts, args, message):
   done = forks.Run('worker', f'--cluster={hosts}', *args)
   assert done.returncode == 2, done.stderr
   (line,) = processes.Messages(done.stderr)
@@ -352,7 +352,7 @@ def testALocalWorkerCannotBeStartedByHand(forks, tmp_path):
   assert '--local is for programs that start workers' in line and '--trusted_network' in line
 
 
-def testMistakesInTheChoiceOfWorkersAreOneLineErrorsErrors(forks, project, hosts, tmp_path):
+def testMistakesInTheChoiceOfWorkersAreOneLineErrors(forks, project, hosts, tmp_path):
   config = {
     'cluster': {'worker': worker_processes.Addresses(hosts)},
     'task': {'type': 'worker', 'index': 1},
