@@ -26,7 +26,7 @@ import time
 
 import tensorflow as tf
 
-from lingvo_gpipe.checkpoint import tensor_bundle
+from lingvo_gpipe.core import files
 from lingvo_gpipe import nested_map, registry, synthetic, task, weight_params
 from lingvo_gpipe.input.text import parallel_files
 from tasks import regression
