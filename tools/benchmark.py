@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures the pipeline's speed on this machine and prints a table of ratios.
 
-`python -m tools.benchmark` in the checkout; docs/performance.md says what is measured. Each line of
-the table is a process of its own, with one thread of operations a device.
+Run `python -m tools.benchmark` in the checkout; docs/performance.md describes the measurements. A
+separate process with one thread of operations per device measures each line of the table.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _XLA = {'on': [True], 'off': [False], 'both': [True, False]}
 
 
 class _WorkerError(Exception):
-  """A process that measured a configuration failed; the message is the end of what it said."""
+  """A process that measured a configuration failed; the message is the end of its output."""
 
 
 def DefineFlags() -> None:
@@ -63,10 +63,10 @@ def DefineFlags() -> None:
 
 
 def Grid() -> list[configuration.Configuration]:
-  """The configurations that the flags ask for.
+  """Returns the configurations that the flags select.
 
   Raises:
-    ValueError: a flag's value is impossible.
+    ValueError: the value of a flag is invalid.
   """
   grid = configuration.Grid(
     workloads=program.Names('workloads', configuration.WORKLOADS),
@@ -90,10 +90,10 @@ def Grid() -> list[configuration.Configuration]:
 
 
 def Measure(config: configuration.Configuration) -> dict[str, Any]:
-  """Starts a fresh process for one configuration and waits for its result.
+  """Measures one configuration in a new process and returns its result.
 
   Raises:
-    _WorkerError: it failed, or took too long.
+    _WorkerError: the process failed or took too long.
   """
   try:
     if config.system == configuration.TORCH:
@@ -114,7 +114,7 @@ def Measure(config: configuration.Configuration) -> dict[str, Any]:
 
 
 def PeerIsThere() -> bool:
-  """Whether torch can be imported by the peer's Python; a line says so if not."""
+  """Whether the peer's Python can import torch; prints a line if it cannot."""
   code = 'import torch, torch.distributed.pipelining, numpy; print(torch.__version__)'
   try:
     done = subprocess.run(
@@ -136,10 +136,10 @@ def PeerIsThere() -> bool:
 
 
 def Read(path: str) -> list[report.Measured]:
-  """What one run or several wrote into their --output.
+  """Returns the results that earlier runs wrote into their --output.
 
   Raises:
-    ValueError: no such file, or something else in it.
+    ValueError: a file does not exist or holds something else.
   """
   try:
     with open(path, encoding='utf-8') as f:
@@ -152,7 +152,7 @@ def Read(path: str) -> list[report.Measured]:
 
 
 def Show(measured: Sequence[report.Measured]) -> None:
-  """Prints the table, and draws the plot; several rounds of a configuration are one line."""
+  """Prints the table and draws the plot; merges the rounds of a configuration into one line."""
   rounds: dict[str, list[Any]] = {}
   for config, result in measured:
     same = dataclasses.replace(config, repeats=0, seconds=0.0)
@@ -170,7 +170,7 @@ def Show(measured: Sequence[report.Measured]) -> None:
 
 
 def Run() -> int:
-  """Measures everything and prints the table; 1 if some configuration could not be measured."""
+  """Measures all configurations and prints the table; returns 1 if a measurement failed."""
   if FLAGS.table_of:
     Show(Read(FLAGS.table_of))
     return 0
@@ -178,10 +178,10 @@ def Run() -> int:
   if FLAGS.peer and not PeerIsThere():
     grid = [config for config in grid if config.system == configuration.OURS]
   cores = len(os.sched_getaffinity(0))
-  wanted = max(config.num_cores for config in grid)
+  num_needed = max(config.num_cores for config in grid)
   print(f'{len(grid)} configurations on {cores} cores, load {os.getloadavg()[0]:.1f}', flush=True)
-  if cores < wanted:
-    print(f'{wanted} cores are wanted: no speed-up can be expected', flush=True)
+  if cores < num_needed:
+    print(f'{num_needed} cores are needed: expect no speed-up', flush=True)
   measured: list[report.Measured] = []
   failed, total = 0, len(grid) * FLAGS.rounds
   start = time.monotonic()

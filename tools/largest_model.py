@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The largest Transformer that trains within a limit of memory a device: Table 1 in small.
+"""Finds the largest Transformer that trains within a memory limit per device: a small Table 1.
 
-`python -m tools.largest_model` in the checkout, on Linux. For each number of stages, with and
-without re-materialisation, models of more and more layers train one step, each in a fresh process
-whose data (RLIMIT_DATA) may grow by the limit times the number of stages: a model fits if that
-process ends well. The largest number of layers is found by doubling and bisection.
+Run `python -m tools.largest_model` in the checkout, on Linux. For each number of stages, with and
+without re-materialisation, models of increasing depth train for one step, each in a new process
+whose data (RLIMIT_DATA) may grow by the limit times the number of stages. A model fits if its
+process succeeds. Doubling and bisection find the largest number of layers.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def DefineFlags() -> None:
 
 
 def Largest(fits: Callable[[int], bool], least: int, most: int) -> int:
-  """The largest number in [least, most] that fits; 0 if none does.
+  """Returns the largest number in [least, most] that fits, or 0 if none does.
 
   Args:
-    fits: whether a number does; if it does, so does each smaller one.
-    least: the smallest to be tried.
-    most: the largest to be tried.
+    fits: returns whether a number fits; if a number fits, so does every smaller number.
+    least: the smallest number to try.
+    most: the largest number to try.
   """
   good, tried = 0, least
   while tried <= most and fits(tried):
@@ -66,22 +66,22 @@ def Largest(fits: Callable[[int], bool], least: int, most: int) -> int:
 
 
 def NumParams(trial: memory_trial.Trial, timeout_seconds: float = 600.0) -> int | None:
-  """The parameters of the trial's model if it fits, else None.
+  """Returns the number of parameters of the trial's model if it fits, or None.
 
   Raises:
-    RuntimeError: it failed for another reason than memory.
+    RuntimeError: the process failed for a reason other than memory.
   """
   done = program.RunModule('tools.benchmarking.memory_trial', trial.ToJson(), timeout_seconds)
   if done.returncode == 0:
     return int(done.stdout)
-  # Without memory TensorFlow, numpy or C++ may be the first to say so, or the process just ends.
+  # Out of memory, TensorFlow, NumPy or C++ may report an error first, or the process just ends.
   if done.returncode > 0 and not any(text in done.stderr for text in _NO_MEMORY):
     raise RuntimeError(f'{trial} failed:\n{done.stderr[-2000:]}')
   return None
 
 
 def Run() -> int:
-  """Searches for each setting, a line each."""
+  """Searches for each setting and prints a line for each."""
   print(
     f'width {FLAGS.dim}, batch {FLAGS.batch}, sequences of {FLAGS.time}, '
     f'M={FLAGS.num_micro_batches}, {FLAGS.limit_mib} MiB a stage'
@@ -90,7 +90,7 @@ def Run() -> int:
   first = 0
   for num_stages in program.Numbers('num_stages', 1, 64):
     for policy in program.Names('remat_policies', list(rematerialisation.POLICIES)):
-      found: dict[int, int] = {}
+      params_by_layers: dict[int, int] = {}
 
       def Fits(num_layers: int) -> bool:
         trial = memory_trial.Trial(
@@ -104,11 +104,11 @@ def Run() -> int:
           time=FLAGS.time,
         )
         num_params = NumParams(trial, FLAGS.timeout)
-        found[num_layers] = num_params or 0  # noqa: B023
+        params_by_layers[num_layers] = num_params or 0  # noqa: B023
         return num_params is not None
 
       layers = Largest(Fits, num_stages, FLAGS.most_layers)
-      params = found.get(layers, 0)
+      params = params_by_layers.get(layers, 0)
       first = first or params
       ratio = f'{params / first:.1f}' if first else '-'
       print(_COLUMNS.format(num_stages, policy, layers, f'{params:,}', ratio), flush=True)

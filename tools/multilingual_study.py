@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPipe paper's multilingual experiment in small: many languages against one, deep and wide.
+"""Repeats the GPipe paper's multilingual experiment on a small scale: depth, width and languages.
 
     python -m tools.multilingual_study --output=runs/study --minutes=60
 
@@ -8,13 +8,13 @@ models of all languages (one as large as the baselines, a deep one, a wide one),
 them again with larger batches, by accumulated gradients. It translates the held-out names and
 writes into --output:
 
-    results.jsonl   one line a model, written when it is done: an interrupted study goes on there
+    results.jsonl   one line for each finished model; an interrupted study resumes after them
     report.md       the tables: the paper's figure 3 by language, and its table 5 by batch size
     gains.png       figure 3: gain over the baselines against the languages' data (matplotlib)
-    MODEL/          hypotheses beside references, as the evaluator's decode job writes them
+    MODEL/          hypotheses and references, as the evaluator's decode job writes them
 
-A model of all languages gets four times the time of a bilingual one. Each gives back to those after
-it what it does not need, when its loss on Dev has stopped falling.
+A model of all languages gets four times the time of a bilingual model. A model whose loss on Dev
+has stopped falling ends early, and its remaining time goes to the models after it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _MODELS = {
   'deep': 'mt.cldr.MultilingualDeep',
   'wide': 'mt.cldr.MultilingualWide',
 }
-# Time of a model of all languages, in that of a bilingual one.
+# Time of a model of all languages, relative to a bilingual model.
 _SHARE = 4.0
 _ACCUMULATED = 'task.train.learner.num_accumulated_mini_batches'
 _WARMUP = 'task.train.learner.lr_schedule.warmup_steps'
@@ -62,7 +62,7 @@ def DefineFlags() -> None:
 
 
 def Settings() -> list[timed_training.Setting]:
-  """The models, in the order of training; ValueError where a flag's value is impossible."""
+  """Returns the models in training order; raises ValueError if the value of a flag is invalid."""
   studies = program.Names('studies', _STUDIES)
   Setting = timed_training.Setting
   settings = []
@@ -85,17 +85,17 @@ def Settings() -> list[timed_training.Setting]:
 
 
 def _LargerBatch(key: str, factor: int) -> list[str]:
-  """Overrides for batches so many times as large, with a warm-up over as many examples.
+  """Returns overrides for larger batches, with a warm-up over equally many examples.
 
-  The schedule's peak goes with the inverse square root of the warm-up's updates, so the learning
-  rate at an example grows with the square root of the batch.
+  The peak of the schedule is proportional to the inverse square root of the warm-up steps, so the
+  learning rate at an example grows with the square root of the batch size.
   """
   updates = timed_training.Setting('', key).Params('Train').Get(_WARMUP)
   return [f'{_ACCUMULATED}:{factor};{_WARMUP}:{max(1, updates // factor)}']
 
 
 def ReadResults(path: pathlib.Path) -> dict[str, dict[str, Any]]:
-  """{name: the line of a model that is done}; a line that was not finished is left out."""
+  """Returns {name: line of a finished model}; ignores incomplete lines."""
   results = {}
   if path.exists():
     for line in path.read_text(encoding='utf-8').splitlines():
@@ -110,7 +110,7 @@ def ReadResults(path: pathlib.Path) -> dict[str, dict[str, Any]]:
 def CheckResults(
   settings: Iterable[timed_training.Setting], results: dict[str, dict[str, Any]]
 ) -> None:
-  """Raises ValueError where a model was trained with other overrides than it would be now."""
+  """Raises ValueError if a finished model was trained with different overrides."""
   for setting in settings:
     done = results.get(setting.name, {}).get('overrides', list(setting.overrides))
     if done != list(setting.overrides):
@@ -121,7 +121,7 @@ def CheckResults(
 
 
 def Report(results: dict[str, dict[str, Any]]) -> str:
-  """The tables, in Markdown."""
+  """Returns the tables in Markdown."""
   baselines, models = _Split(results)
   parts = []
   if baselines and models:
@@ -146,7 +146,7 @@ def Report(results: dict[str, dict[str, Any]]) -> str:
 
 
 def _Split(results: dict[str, dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
-  """Metrics of the baselines by language, and of the models of all languages by name."""
+  """Returns metrics of the baselines by language, and of the models of all languages by name."""
   metrics = {name: result['metrics'] for name, result in results.items()}
   baselines = {
     language: metrics[f'bilingual-{language}']
@@ -157,7 +157,7 @@ def _Split(results: dict[str, dict[str, Any]]) -> tuple[dict[str, Any], dict[str
 
 
 def Run() -> int:
-  """Trains what is not done yet and reports."""
+  """Trains the models that are not finished and writes the report."""
   settings = Settings()
   if not FLAGS.output:
     raise ValueError('--output is needed: the folder of the results')
@@ -168,21 +168,21 @@ def Run() -> int:
   path = folder / 'results.jsonl'
   results = ReadResults(path)
   CheckResults(settings, results)
-  left = [s for s in settings if s.name not in results]
+  remaining = [s for s in settings if s.name not in results]
   used = sum(result['total_seconds'] for result in results.values())
-  devices = _Devices(left)
-  for i, setting in enumerate(left):
-    share = setting.share / sum(s.share for s in left[i:])
+  devices = _Devices(remaining)
+  for i, setting in enumerate(remaining):
+    share = setting.share / sum(s.share for s in remaining[i:])
     seconds = max(0.0, 60 * FLAGS.minutes - used) * share
     print(f'{setting.name}: at most {seconds:.0f} s', flush=True)
     start = time.monotonic()
-    made = timed_training.Train(setting, devices, seconds, str(folder / setting.name))
+    outcome = timed_training.Train(setting, devices, seconds, str(folder / setting.name))
     total = time.monotonic() - start
     used += total
-    results[setting.name] = {**dataclasses.asdict(made), 'total_seconds': round(total, 1)}
+    results[setting.name] = {**dataclasses.asdict(outcome), 'total_seconds': round(total, 1)}
     with path.open('a', encoding='utf-8') as f:
       f.write(json.dumps(results[setting.name]) + '\n')
-    print(f'{setting.name}: {made.steps} steps in {made.seconds} s', flush=True)
+    print(f'{setting.name}: {outcome.steps} steps in {outcome.seconds} s', flush=True)
   in_order = {s.name: results[s.name] for s in settings}
   report = Report(in_order)
   (folder / 'report.md').write_text(report, encoding='utf-8')

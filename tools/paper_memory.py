@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The paper's Table 1 again: parameters, their memory, and predicted activations, beside its own.
+"""Compares Table 1 of the paper with counted parameters and predicted activation memory.
 
-`python -m tools.paper_memory` in the checkout. Everything here is computed, nothing measured: the
-parameters are counted, 12 bytes each are the weight, its gradient and RMSProp's slot, and the
-activations are what `lingvo_gpipe.pipeline.cost.stage_memory` predicts, all stages together. No
-weight is allocated.
+Run `python -m tools.paper_memory` in the checkout. All figures are computed, not measured. Each
+parameter takes 12 bytes: the weight, its gradient and RMSProp's slot. The activations are the
+prediction of `lingvo_gpipe.pipeline.cost.stage_memory`, summed over stages. No weight is allocated.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _GIB = 2.0**30
 
 
 class _Paper(NamedTuple):
-  """A column of Table 1 (arXiv:1811.06965v5): what the paper prints, in `unit` of bytes."""
+  """A column of Table 1 (arXiv:1811.06965v5) as printed in the paper, in units of `unit` bytes."""
 
   column: str
   parameters: str
@@ -35,8 +34,8 @@ class _Paper(NamedTuple):
   unit: float
 
 
-# The paper's two figures of memory for Transformer Naive-1 are exchanged in print: 12 bytes of each
-# of 282.2M parameters are 3.15 GiB. Its "G" are GiB for the Transformer and GB for AmoebaNet.
+# The paper swaps the two memory figures for Transformer Naive-1: 12 bytes for each of 282.2M
+# parameters are 3.15 GiB. Its "G" are GiB for the Transformer and GB for AmoebaNet.
 TABLE = {
   'image.imagenet.AmoebaNetD18x208': _Paper('Naive-1', '82M', 1.05, 6.26, _GB),
   'image.imagenet.AmoebaNetD18x416': _Paper('Pipeline-1', '318M', 3.8, 3.46, _GB),
@@ -55,14 +54,14 @@ _COLUMNS = '{:34} {:12} {:>4} {:>4}  {:>15} {:>7}  {:>8} {:>7}  {:>11} {:>7}  {:
 
 @dataclasses.dataclass(frozen=True)
 class Computed:
-  """What is computed of one experiment.
+  """The computed figures of one experiment.
 
   Attributes:
-    num_stages: how many stages, one a device.
+    num_stages: number of stages, one per device.
     num_micro_batches: M.
-    num_params: trained and other weights, without an auxiliary head, as the paper counts.
-    activations: bytes of the stages' activations at their peaks, all stages together.
-    largest_device: bytes of weights and activations of the stage that needs most.
+    num_params: number of trained and other weights, without an auxiliary head, as in the paper.
+    activations: peak bytes of activations, summed over stages.
+    largest_device: bytes of weights and activations of the largest stage.
   """
 
   num_stages: int
@@ -73,8 +72,8 @@ class Computed:
 
 
 def Compute(key: str) -> Computed:
-  """The figures of the experiment `key`."""
-  # TensorFlow comes with these; a mistake in a flag need not wait for it.
+  """Computes the figures of the experiment `key`."""
+  # Imported late because they load TensorFlow, and errors in flags should be reported quickly.
   from lingvo_gpipe.experiment import model as model_lib
   from lingvo_gpipe.runners import task_cut
 
@@ -113,21 +112,21 @@ def Run() -> int:
   )  # fmt: skip
   start = time.monotonic()
   for key in FLAGS.models:
-    paper, found = TABLE[key], Compute(key)
+    paper, figures = TABLE[key], Compute(key)
     unit = 'GB' if paper.unit == _GB else 'GiB'
     print(
       _COLUMNS.format(
         key,
         paper.column,
-        found.num_stages,
-        found.num_micro_batches,
-        f'{found.num_params:,}',
+        figures.num_stages,
+        figures.num_micro_batches,
+        f'{figures.num_params:,}',
         paper.parameters,
-        f'{_BYTES_PER_PARAMETER * found.num_params / paper.unit:.2f}',
+        f'{_BYTES_PER_PARAMETER * figures.num_params / paper.unit:.2f}',
         f'{paper.weights:g}',
-        f'{found.activations / paper.unit:.2f}',
+        f'{figures.activations / paper.unit:.2f}',
         f'{paper.activations:g}',
-        f'{found.largest_device / paper.unit:.2f} {unit}',
+        f'{figures.largest_device / paper.unit:.2f} {unit}',
       ),
       flush=True,
     )

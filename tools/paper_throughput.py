@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shape of the paper's Tables 2 and 3: speed against the number of devices and micro-batches.
+"""Reproduces the shape of the paper's Tables 2 and 3: speed over devices and micro-batches.
 
-`python -m tools.paper_throughput` in the checkout. A small Transformer and a small AmoebaNet-D take
-the place of the paper's; the schedule is GPipe's, with re-materialisation. With one stage and two
-the step is measured, one core a stage. With four and eight it is simulated from actions that were
-measured alone, one after the other: so it has no transfers and no overhead. With one and two both
-stand side by side. The batch is the same everywhere; the paper's was "adjusted to fit memory".
+Run `python -m tools.paper_throughput` in the checkout. It uses a small Transformer and a small
+AmoebaNet-D in place of the paper's models, and GPipe's schedule with re-materialisation. With one
+and two stages the step is measured, with one core per stage. With four and eight stages it is
+simulated from actions that were measured in isolation, so it has no transfers and no overhead; one
+and two stages are also simulated, for comparison. The batch size is constant, while the paper's was
+"adjusted to fit memory".
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def DefineFlags() -> None:
 
 
 def Configuration(workload: str, num_stages: int, m: int) -> configuration.Configuration:
-  """What one process measures: with more stages than cores the actions alone count."""
+  """Returns the configuration of one process; with more stages than cores only actions are used."""
   return configuration.Configuration(
     system=configuration.OURS,
     workload=workload,
@@ -63,7 +64,7 @@ def Configuration(workload: str, num_stages: int, m: int) -> configuration.Confi
 
 
 def Table(workload: str, steps: Mapping[tuple[int, int], tuple[float, float]]) -> str:
-  """The throughput of every (K, M), relative to two stages and the least M, and the paper's.
+  """Returns the throughput of every (K, M) relative to K=2 and the least M, and the paper's.
 
   Args:
     workload: 'b' or 'c'.
@@ -89,18 +90,18 @@ def Table(workload: str, steps: Mapping[tuple[int, int], tuple[float, float]]) -
       )
     )
   most = max(m for _, m in steps)
-  shown = ', '.join(
+  throughputs = ', '.join(
     f'K={k} {steps[_BASE, most][1] / seconds:.2f}'
     for (k, m), (_, seconds) in sorted(steps.items())
     if m == most
   )
   paper_3 = ', '.join(f'K={k} {x:g}' for k, x in _TABLE_3[workload].items())
-  lines.append(f'relative to K=2, M={most}, simulated: {shown}; Table 3 (M=32): {paper_3}')
+  lines.append(f'relative to K=2, M={most}, simulated: {throughputs}; Table 3 (M=32): {paper_3}')
   return '\n'.join(lines)
 
 
 def Run() -> int:
-  """Measures and prints one workload after the other."""
+  """Measures and prints one workload after another."""
   workloads = program.Names('workloads', list(_NAMES))
   micro_batches = program.Numbers('num_micro_batches', 1, 1024)
   stages = program.Numbers('num_stages', 1, 8)

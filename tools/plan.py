@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses how to run an experiment on given devices, explains it, and prints the flags that do it.
+"""Chooses a plan to run an experiment on given devices, explains it, and prints its flags.
 
     python -m tools.plan --model=KEY --device_file=tools/devices/tpu_v3.json --global_batch=512
 
-Replicas, stages, micro-batches, the cut, the schedule, what backward recomputes and where optimizer
-slots are: what fits into the devices' memory and is predicted the quickest. No weight is allocated.
---device_file is a JSON file, see lingvo_gpipe/planner/device_description.py. On the devices
-themselves, of this process or of the workers that --local_workers or --cluster names, --measure
-runs each kind of layer and transfers instead of trusting figures, and --check trains some steps
-with the best plans and sets them against what was predicted.
+The plan consists of the number of replicas, stages and micro-batches, the cut, the schedule, the
+re-materialisation policy and the placement of optimizer slots. It has the fastest predicted step
+that fits into the memory of the devices. No weight is allocated. --device_file is a JSON file (see
+lingvo_gpipe/planner/device_description.py). Without it, the devices of this process are used, or
+the workers that --local_workers or --cluster names. With these devices, --measure times each kind
+of layer and transfers, and --check trains some steps with the best plans and compares their times
+with the predictions.
 """
 
 from __future__ import annotations
@@ -36,14 +37,17 @@ def _DefineFlags() -> None:
   space = plan_choice.Space()
   flags.DEFINE_string('device_file', None, 'A JSON file that describes the devices.')
   flags.DEFINE_integer(
-    'global_batch', None, "Examples of a mini-batch; the experiment's, if not given.", lower_bound=1
+    'global_batch',
+    None,
+    "Examples of a mini-batch; the experiment's, if not set.",
+    lower_bound=1,
   )
   flags.DEFINE_list('schedules', list(space.schedules), 'Schedules to choose from.')
   flags.DEFINE_list('remat_policies', list(space.remat_policies), 'Policies to choose from.')
   flags.DEFINE_list(
     'stages_per_device', list(map(str, space.stages_per_device)), 'How many stages a device has.'
   )
-  flags.DEFINE_integer('num_stages', None, 'Devices of a replica; any, if not given.', 1)
+  flags.DEFINE_integer('num_stages', None, 'Devices of a replica; any, if not set.', 1)
   flags.DEFINE_integer('num_rows', 12, 'Plans to show.', lower_bound=1)
   flags.DEFINE_string('plot', None, 'Draw the grid of R and K into this PNG; needs matplotlib.')
   flags.DEFINE_bool('measure', False, 'Measure the layers and the links on these devices.')
@@ -58,7 +62,7 @@ def _DefineFlags() -> None:
 
 
 def _Given() -> dict[str, Any] | None:
-  """The description that --device_file names, with --num_devices in it; None without."""
+  """Returns the contents of --device_file with --num_devices applied, or None without the flag."""
   if not FLAGS.device_file:
     return None
   try:
@@ -76,13 +80,13 @@ def _Given() -> dict[str, Any] | None:
 
 
 def _FlagsOfRun() -> list[str]:
-  """The flags given that a run takes, too: what the Params are, beside --model, and the workers."""
+  """Returns the flags for Params and workers that a training run needs in addition to --model."""
   names = ('params_package', 'model_params_file_override', 'model_params_override', 'max_steps')
   values = {name: FLAGS[name].value for name in (*names, *_OF_WORKERS)}
   return [
     f'--{name}={value}'
-    for name, found in values.items()
-    for value in (found if isinstance(found, list) else [found])
+    for name, value_or_list in values.items()
+    for value in (value_or_list if isinstance(value_or_list, list) else [value_or_list])
     if value is not None
   ]
 
@@ -99,9 +103,10 @@ def _Space() -> plan_choice.Space:
 
 
 def _Target() -> cluster.Cluster:
-  """The devices to measure, all that there are: of the workers that flags name, or of this process.
+  """Returns all devices of the workers that flags name, or of this process.
 
-  Local workers have together as many as --num_stages and --num_replicas ask for, at least one each.
+  Local workers together have as many devices as --num_stages and --num_replicas require, and at
+  least one each.
   """
   spec = device_flags.LocalWorkers(FLAGS.num_stages or 1).spec if FLAGS.local_workers else None
   spec = spec or device_flags.Workers()
@@ -123,13 +128,13 @@ def _PlanOnDevices() -> int:
     if FLAGS[name].present and not FLAGS.measure:
       raise binary.UsageError(f'--{name} does nothing without --measure, which measures workers')
   params = binary.ModelParams('Train')
-  given = _Given()
-  if given is None and not FLAGS.measure:
+  description = _Given()
+  if description is None and not FLAGS.measure:
     raise binary.UsageError('--device_file=FILE is needed, or --measure on the devices themselves')
-  if given is not None and not FLAGS.measure:
-    devices = device_description.FromMapping(given, FLAGS.device_file)
+  if description is not None and not FLAGS.measure:
+    devices = device_description.FromMapping(description, FLAGS.device_file)
   space = _Space()
-  # Before anything starts TensorFlow, which settles what devices there are.
+  # Before TensorFlow starts, because its devices cannot change afterwards.
   local = _Target() if FLAGS.measure else None
   if local is None:
     device_flags.OneDevice()
@@ -138,7 +143,7 @@ def _PlanOnDevices() -> int:
     costs = chosen.Costs(program.Numbers('measured_sizes'), local.devices)
     hosts = target.Hosts(local.devices)
     slowdown = chosen.Slowdown(costs, hosts[0])
-    devices = target.Describe(local, hosts, costs, slowdown, given)
+    devices = target.Describe(local, hosts, costs, slowdown, description)
     print(json.dumps(device_description.ToMapping(devices)))
   else:
     costs = chosen.Costs([])
@@ -182,7 +187,7 @@ def _Explain(plans: planner.Planner, result: planner.Result) -> None:
 
 
 def _Check(chosen: experiment.Experiment, rows: Any, local: cluster.Cluster | None) -> None:
-  """Prints predicted beside measured times."""
+  """Prints predicted and measured times."""
   print(f'{"R":>4} {"K":>4} {"predicted":>10} {"best":>10} {"median":>10} {"predicted/best":>15}')
   for row in rows:
     plan = trial.Trial(
@@ -194,7 +199,7 @@ def _Check(chosen: experiment.Experiment, rows: Any, local: cluster.Cluster | No
       platform=FLAGS.platform,
       repeats=FLAGS.repeats,
     )
-    # This process alone is connected to its workers.
+    # Only this process is connected to its workers.
     steps = plan.Steps(local.devices) if local and local.workers else plan.Run(FLAGS.timeout)
     print(
       f'{row.choice.num_replicas:4} {row.choice.num_devices:4} '

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the programs in tools/ share: how they start, lists in flags, processes of their own.
+"""Shared parts of the programs in tools/: their start, flags with lists, and new processes.
 
 A program is `python -m tools.<name>` in the checkout and ends with
 
     if __name__ == '__main__':
       program.Main(DefineFlags, Run, __doc__)
 
-One that takes an experiment by --model is like tools/verify.py instead: `lingvo_gpipe.cli.binary`
-has the flags for that.
+A program that takes an experiment by --model follows tools/verify.py instead and uses the flags of
+`lingvo_gpipe.cli.binary`.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def Main(define_flags: Callable[[], None], run: Callable[[], int], description: 
 
   Args:
     define_flags: defines the flags of this program.
-    run: the program; a ValueError out of it is a user's mistake: one line and status 2.
-    description: the module's docstring, which --help prints.
+    run: the program; a ValueError is an error of the user, reported in one line with status 2.
+    description: the docstring of the module, which --help prints.
   """
-  others = set(FLAGS)
+  other_flags = set(FLAGS)
   define_flags()
-  command_line.Parse(description, others)
+  command_line.Parse(description, other_flags)
   try:
     status = run()
   except (flags.Error, ValueError) as e:
@@ -49,7 +49,7 @@ def Main(define_flags: Callable[[], None], run: Callable[[], int], description: 
 
 
 def Numbers(name: str, low: int = 1, high: int | None = None) -> list[int]:
-  """The whole numbers that the list flag `name` holds; ValueError unless all are in [low, high]."""
+  """Returns the integers of a list flag; raises ValueError unless all are in [low, high]."""
   texts: list[str] = FLAGS[name].value or []
   numbers = [int(text) if text.isdecimal() else low - 1 for text in texts]
   if not numbers or min(numbers) < low or (high is not None and max(numbers) > high):
@@ -59,7 +59,7 @@ def Numbers(name: str, low: int = 1, high: int | None = None) -> list[int]:
 
 
 def Names(name: str, known: Collection[str]) -> list[str]:
-  """The names that the list flag `name` holds; ValueError unless all are among `known`."""
+  """Returns the names of a list flag; raises ValueError unless all are in `known`."""
   names: list[str] = FLAGS[name].value or []
   for value in names or ['']:
     if value not in known:
@@ -70,10 +70,10 @@ def Names(name: str, known: Collection[str]) -> list[str]:
 def RunModule(
   module: str, argument: str, timeout_seconds: float
 ) -> subprocess.CompletedProcess[str]:
-  """Runs `python -m module argument` of this checkout in a fresh process, to its end.
+  """Runs `python -m module argument` of this checkout in a new process until it ends.
 
   Raises:
-    subprocess.TimeoutExpired: it took longer, and was killed.
+    subprocess.TimeoutExpired: the process took too long and was killed.
   """
   path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get('PYTHONPATH')]))
   return subprocess.run(
@@ -87,11 +87,11 @@ def RunModule(
 
 
 def ResultOf(module: str, argument: str, timeout_seconds: float) -> Any:
-  """What a module that `RunModule` runs prints as its last line, read as JSON.
+  """Runs a module with `RunModule` and returns its last line of output, parsed as JSON.
 
   Raises:
     RuntimeError: the module failed.
-    subprocess.TimeoutExpired: as RunModule.
+    subprocess.TimeoutExpired: the process took too long and was killed.
   """
   done = RunModule(module, argument, timeout_seconds)
   if done.returncode:

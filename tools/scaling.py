@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is predicted of pipelines and replicas up to 128 stages and 1024 hosts: docs/scaling.md.
+"""Predicts the speed of pipelines and replicas up to 128 stages and 1024 hosts: docs/scaling.md.
 
-`python -m tools.scaling` in the checkout prints three tables and takes some minutes. Nothing is
-measured: layers are counted and traced as `tools.plan` does it, devices are those of the JSON files
-in tools/devices, and no weight is allocated.
+Run `python -m tools.scaling` in the checkout; it prints three tables and takes some minutes. All
+figures are predictions: layers are counted and traced as in `tools.plan`, devices come from the
+JSON files in tools/devices, and no weight is allocated.
 
-* depth: the paper's Transformer-L with 13 layers a device, one replica, on TPU v3 cores.
-* replicas: pipelines of 8 devices, one a host, from one host to 1024, on H100s.
-* choices: what the planner takes for some numbers of hosts, on H100s.
+* depth: the paper's Transformer-L with 13 layers per device, one replica, on TPU v3 cores.
+* replicas: pipelines of 8 devices, one per host, from one host to 1024, on H100s.
+* choices: the choices of the planner for some numbers of hosts, on H100s.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ FLAGS = flags.FLAGS
 
 _TABLES = ('depth', 'replicas', 'choices')
 _TRANSFORMER, _AMOEBANET = 'lm.one_billion_wds.Transformer3', 'image.imagenet.AmoebaNetD18x256'
-# Of the flat list of a Transformer-L: a layer like all others.
+# Index of a typical layer in the flat list of a Transformer-L.
 _LAYER = 2
 _HOSTS = (1, 4, 16, 64, 256, 1024)
 _CHOSEN_HOSTS = (1, 16, 256, 1024)
 
 
 def Devices(name: str, num_devices: int) -> device_description.Devices:
-  """So many of the devices of a file in tools/devices."""
+  """Returns a description of this many devices of a file in tools/devices."""
   path = program.ROOT / 'tools' / 'devices' / f'{name}.json'
   values = {**json.loads(path.read_text(encoding='utf-8')), 'num_devices': num_devices}
   return device_description.FromMapping(values, str(path))
 
 
 def Costs(key: str) -> model_costs.ModelCosts:
-  """What the layers of an experiment cost."""
+  """Returns the costs of the layers of an experiment."""
   from lingvo_gpipe.experiment import registry
 
   params: Any = registry.GetParams(key, 'Train')
@@ -49,7 +49,7 @@ def Costs(key: str) -> model_costs.ModelCosts:
 
 
 def Deeper(costs: model_costs.ModelCosts, layer: int, more: int) -> model_costs.ModelCosts:
-  """The costs with one layer standing there `more` times more."""
+  """Returns the costs with `more` additional copies of one layer."""
 
   def Repeat(row: tuple) -> tuple:
     return (*row[:layer], *[row[layer]] * more, *row[layer:])
@@ -80,7 +80,7 @@ def _Head(first: str) -> str:
 
 
 def Depth(transformer: model_costs.ModelCosts) -> Iterator[str]:
-  """Transformer-L with 13 layers a device, 1f1b, recomputed layer by layer, one row each time."""
+  """Returns the rows for Transformer-L with 13 layers per device, 1f1b, recomputed by layer."""
   yield 'Transformer-L, 13 layers a device, 1f1b, remat_policy layer, TPU v3 cores'
   yield _Head('L')
   for k, batch in ((1, 32), (8, 32), (32, 32), (128, 32), (32, 128), (128, 512)):
@@ -92,7 +92,7 @@ def Depth(transformer: model_costs.ModelCosts) -> Iterator[str]:
 
 
 def Replicas(name: str, costs: model_costs.ModelCosts, size: int, most: int) -> Iterator[str]:
-  """Pipelines of eight devices: as many examples for each, or as many for all together."""
+  """Yields rows for pipelines of eight devices, with a constant batch per pipeline or in total."""
   for total in (0, most):
     fixed = f'a batch of {total} for all' if total else f'a batch of {32 * size} for each replica'
     yield f'{name}, a replica a host, {fixed}, 1f1b, remat_policy stage, H100'
@@ -108,7 +108,7 @@ def Replicas(name: str, costs: model_costs.ModelCosts, size: int, most: int) -> 
 
 
 def Chosen(name: str, costs: model_costs.ModelCosts, batch: int) -> Iterator[str]:
-  """What the planner chooses."""
+  """Returns the rows with the choices of the planner."""
   yield f'{name}, a batch of {batch}, H100: chosen'
   yield f'{_Head("hosts")}  schedule'
   for hosts in _CHOSEN_HOSTS:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures what a stage holds in activations, and prints it beside what the formula says.
+"""Measures the activation memory of a stage and compares it with the formula.
 
-`python -m tools.stage_memory` in the checkout; docs/performance.md says what is measured. Every
-figure comes from two fresh processes: one with wide layers, and one with narrow ones, which tells
-what TensorFlow itself takes.
+Run `python -m tools.stage_memory` in the checkout; docs/performance.md describes the measurement.
+Every figure comes from two new processes: one with wide layers, and one with narrow layers, which
+shows the memory of TensorFlow itself.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def DefineFlags() -> None:
 
 
 def Grid() -> list[stage_memory.Setting]:
-  """The settings that the flags ask for.
+  """Returns the settings that the flags select.
 
   Raises:
-    ValueError: a flag's value is impossible.
+    ValueError: the value of a flag is invalid.
   """
   grid = [
     stage_memory.Setting(FLAGS.num_stages, m, name, k, policy, layers, FLAGS.rows, xla=xla == 'on')
@@ -56,12 +56,12 @@ def Grid() -> list[stage_memory.Setting]:
 
 
 def Measure(setting: stage_memory.Setting) -> float:
-  """MiB by which a step raises the resident memory of a fresh process."""
+  """Returns the MiB by which a step raises the resident memory of a new process."""
   return float(program.ResultOf('tools.benchmarking.stage_memory', setting.ToJson(), 600))
 
 
 def Run() -> int:
-  """Measures everything, a line each."""
+  """Measures all settings and prints a line for each."""
   grid = Grid()
   print(
     _COLUMNS.format(
@@ -70,7 +70,7 @@ def Run() -> int:
     )
   )  # fmt: skip
   for setting in grid:
-    # So few that activations do not count.
+    # So few that activations are negligible.
     besides = Measure(dataclasses.replace(setting, rows=8))
     measured = Measure(setting) - besides
     print(

@@ -5,8 +5,8 @@
     python -m tools.train_sentencepiece --files='data/*.tsv' --columns=0,1 --vocab_size=8000 \\
         --prefix=data/vocab
 
-The first writes the vocabulary that the experiment's input reads, of the size that it has there.
-The same texts and flags give the same vocabulary.
+The first command writes the vocabulary that the experiment's input reads, with the size from its
+Params. The same texts and flags give the same vocabulary.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _Train() -> int:
 
 
 def _Input() -> Any:
-  """The experiment's training input, which must have texts."""
+  """Returns the experiment's training input; raises an error if it has no texts."""
   params = binary.ModelParams('Train').input
   if params is not None and 'cls' not in params:
     if FLAGS.model_task_name not in params:
@@ -105,7 +105,7 @@ def _Input() -> Any:
 
 
 def _ControlSymbols(generator: Any) -> list[str]:
-  """What the input wants in its vocabulary beside text: symbols of languages, for instance."""
+  """Returns the symbols that the input needs in its vocabulary, for example of languages."""
   return list(generator.ControlSymbols()) if hasattr(generator, 'ControlSymbols') else []
 
 
@@ -116,7 +116,7 @@ def _Columns() -> list[int]:
 
 
 def _FileTexts(paths: list[str], columns: list[int]) -> Iterator[str]:
-  """The lines of files, or columns of them."""
+  """Yields the lines of files, or columns of lines."""
   for path in paths:
     for number, line in enumerate(file_pattern.Lines(path, '--files'), 1):
       if not columns:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks an experiment: pipelined against unpipelined losses and gradients of one training step.
+"""Compares pipelined and unpipelined losses and gradients of one training step of an experiment.
 
-`python -m tools.verify --model=KEY` exits with 0 if they agree, and with 1 if they do not.
+`python -m tools.verify --model=KEY` exits with 0 if they are equal, and with 1 if they differ.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def _Verify() -> int:
   devices = device_flags.Devices(task_cut.NumDevices(task))
 
   def Loss(theta: Any, outputs: tuple[Any, ...], side: Any) -> Any:
-    del theta  # A pipelined task's weights belong to its layers.
+    del theta  # The weights of a pipelined task belong to its layers.
     predictions = outputs[0] if len(outputs) == 1 else outputs
     return task.ComputeLoss(nested_map.NestedMap(), predictions, side)[0]
 
-  # Makes the variables, puts them on the stages' devices, and tells which are trained.
+  # Creates the variables on the devices of their stages, and returns which are trained.
   built = train_runner.TrainRunner(
     task, devices.devices, model.input.BatchSpec(), num_replicas=devices.num_replicas
   )

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures what workers and replicas cost on this machine, and prints tables in Markdown.
+"""Measures the cost of workers and replicas on this machine, and prints tables in Markdown.
 
     python -m tools.workers_benchmark
 
-in the checkout, with nothing else running; docs/distributed.md says what is measured. Each line of
-a table is a fresh process that trains some steps with one thread of operations a device; where the
-devices are workers, these are processes of its own. All lines train alike: as many micro-batches in
-all, of the same mini-batches.
+Run it in the checkout on an idle machine; docs/distributed.md describes the measurement. A new
+process with one thread of operations per device trains some steps for each line of a table. If the
+devices are workers, each worker is another process. All lines train with the same mini-batches and
+the same total number of micro-batches.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _HEAD = (
   'R', 'K', 'devices in', 'sums', 'cores', 'best', 'median', 'speed-up', 'between workers',
   'with the trainer', 'peak MiB',
 )  # fmt: skip
-# Flags of `binary` that say what the grid and the places say here.
+# Flags of `binary` that the grid and the places replace here.
 _NOT_HERE = (
   'cluster', 'devices', 'local_workers', 'logdir', 'max_steps', 'num_devices', 'num_replicas',
   'platform', 'xla_cache',
@@ -65,31 +65,31 @@ def _DefineFlags() -> None:
 
 
 def _Grid() -> list[tuple[int, int]]:
-  """(R, K) of each entry of --grid; UsageError where one is malformed or does not fit M."""
-  found = []
+  """Returns (R, K) for each entry of --grid; raises UsageError if an entry is invalid."""
+  grid = []
   for text in FLAGS.grid:
     match = re.fullmatch(r'([1-9]\d*)x([1-9]\d*)', text)
     if not match:
       raise binary.UsageError(
         f'--grid: expected entries such as 2x1, replicas and stages; got {text!r}'
       )
-    found.append((int(match[1]), int(match[2])))
-    if FLAGS.num_micro_batches % found[-1][0]:
+    grid.append((int(match[1]), int(match[2])))
+    if FLAGS.num_micro_batches % grid[-1][0]:
       raise binary.UsageError(
         f'--grid: {text} cannot share --num_micro_batches={FLAGS.num_micro_batches} out evenly'
       )
-  return found
+  return grid
 
 
 def _Trials(key: str, overrides: Sequence[str]) -> list[workers_trial.Trial]:
-  """The lines of one table."""
+  """Returns the trials of one table."""
   grid = _Grid()
   most = min(max(r * k for r, k in grid), len(os.sched_getaffinity(0)))
   trials = []
   for (r, k), place in itertools.product(grid, program.Names('devices_in', _PLACES)):
     on_workers = place == 'workers'
     for all_reduce in program.Names('sums', _SUMS) if r > 1 else ['']:
-      # One device in one process also with all the cores: TensorFlow has other threads, too.
+      # Also measure one device with all cores, because TensorFlow has other threads.
       for cores in sorted({1, most}) if r * k == 1 and not on_workers else [r * k]:
         values = {
           'num_stages': k,
@@ -116,21 +116,21 @@ def _Trials(key: str, overrides: Sequence[str]) -> list[workers_trial.Trial]:
 
 
 def Row(trial: workers_trial.Trial, results: Sequence[dict[str, Any]], first: float) -> list[str]:
-  """The cells of a line.
+  """Returns the cells of a line.
 
   Args:
-    trial: what was measured.
-    results: of each round.
-    first: seconds of the best step of the first line.
+    trial: the trial.
+    results: the result of each round.
+    first: seconds of the fastest step of the first line.
   """
   steps = [seconds for result in results for seconds in result['steps']]
 
   def Bytes(name: str) -> str:
-    found = [result[name] for result in results]
-    if not trial.on_workers or None in found:
+    counts = [result[name] for result in results]
+    if not trial.on_workers or None in counts:
       return '-'
     theory = results[0][f'{name}_theory']
-    return f'{text_table.FormatBytes(statistics.median(found))} ({text_table.FormatBytes(theory)})'
+    return f'{text_table.FormatBytes(statistics.median(counts))} ({text_table.FormatBytes(theory)})'
 
   peaks = zip(*(result['peak_mib'] for result in results), strict=True)
   starts = zip(*(result['start_mib'] for result in results), strict=True)
@@ -152,10 +152,10 @@ def Row(trial: workers_trial.Trial, results: Sequence[dict[str, Any]], first: fl
 
 
 def Table(measured: Sequence[tuple[workers_trial.Trial, Sequence[dict[str, Any]]]]) -> str:
-  """A table in Markdown, and how far the losses are apart."""
+  """Returns a table in Markdown and the maximum difference of the losses."""
   first = min(seconds for result in measured[0][1] for seconds in result['steps'])
-  rows = [_HEAD, ['---'] * len(_HEAD), *(Row(trial, found, first) for trial, found in measured)]
-  losses = [result['loss'] for _, found in measured for result in found]
+  rows = [_HEAD, ['---'] * len(_HEAD), *(Row(trial, results, first) for trial, results in measured)]
+  losses = [result['loss'] for _, results in measured for result in results]
   apart = (max(losses) - min(losses)) / max(abs(losses[0]), 1e-30)
   lines = [f'| {" | ".join(row)} |' for row in rows]
   return '\n'.join([*lines, '', f'The losses of all second steps agree to {apart:.1e}.'])
@@ -176,15 +176,15 @@ def _Measure() -> int:
     for trial in tables[variant]:
       for text in trial.overrides[len(overrides) - 1 :]:
         params.ApplyOverrides(params_text.ParseOverrides(text))
-  trials = [trial for found in tables.values() for trial in found]
+  trials = [trial for table in tables.values() for trial in table]
   cores, total = len(os.sched_getaffinity(0)), FLAGS.rounds * len(trials)
   print(f'{total} processes on {cores} cores, load {os.getloadavg()[0]:.1f}', flush=True)
-  wanted = max(trial.num_cores for trial in trials)
-  if cores < wanted:
-    print(f'{wanted} cores are wanted: no speed-up can be expected', flush=True)
+  num_needed = max(trial.num_cores for trial in trials)
+  if cores < num_needed:
+    print(f'{num_needed} cores are needed: expect no speed-up', flush=True)
   if not socket_bytes.IsThere():
     print('bytes are not counted: there is no `ss` here (iproute2)', flush=True)
-  found: dict[str, list[dict[str, Any]]] = {}
+  results: dict[str, list[dict[str, Any]]] = {}
   failed, begin = 0, time.monotonic()
   for i, trial in enumerate(trials * FLAGS.rounds, 1):
     try:
@@ -195,14 +195,14 @@ def _Measure() -> int:
       why = e if isinstance(e, RuntimeError) else late
       print(f'[{i}/{total}] {trial.name}: FAILED\n{why}', flush=True)
       continue
-    found.setdefault(trial.ToJson(), []).append(result)
+    results.setdefault(trial.ToJson(), []).append(result)
     best = report.SecondsText(min(result['steps']))
     print(f'[{i}/{total}] {trial.name}: {best} ({time.monotonic() - begin:.0f} s)', flush=True)
   for variant, mine in tables.items():
-    measured = [(trial, found[trial.ToJson()]) for trial in mine if trial.ToJson() in found]
+    measured = [(trial, results[trial.ToJson()]) for trial in mine if trial.ToJson() in results]
     if measured:
       print(f'\n{" with ".join(filter(None, [key, variant]))}:\n\n{Table(measured)}')
-  if found:
+  if results:
     print(f'\n{_LEGEND}')
   return 1 if failed else 0
 

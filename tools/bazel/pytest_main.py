@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the test file named on the command line with pytest: what every Bazel test target starts.
+"""Runs the test file named on the command line with pytest: the main program of Bazel test targets.
 
-The file is not started itself, because pytest has to come first: tests/conftest.py sets TensorFlow
-up before the file imports it.
+The test file cannot be the main program, because pytest has to load first: tests/conftest.py sets
+up TensorFlow before the test file imports it.
 """
 
 import os
@@ -12,8 +12,8 @@ import pytest
 
 
 def Main() -> int:
-  """Returns pytest's exit status; Bazel's wishes come as environment variables."""
-  # Bazel's tree of links is no place for a cache.
+  """Returns pytest's exit status; reads Bazel's options from environment variables."""
+  # Do not write a cache into Bazel's tree of links.
   args = ['-p', 'no:cacheprovider', *sys.argv[1:]]
   if 'XML_OUTPUT_FILE' in os.environ:
     args.append('--junitxml=' + os.environ['XML_OUTPUT_FILE'])

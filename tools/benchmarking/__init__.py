@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of tools/benchmark.py: what is measured, by whom, and how it is shown."""
+"""The parts of tools/benchmark.py: configurations, workers, and the report."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one process of the benchmark measures, and the list of them; no TensorFlow here."""
+"""The configurations of the benchmark, one for each process; does not import TensorFlow."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from lingvo_gpipe.planner import plan_choice
 
-# What each workload's sizes are, unless flags say otherwise (design, section 4).
+# Default sizes of each workload, which flags can change.
 WORKLOADS: dict[str, dict[str, int]] = {
   'a': {'layers': 16, 'dim': 1024, 'batch': 256},
   'b': {'layers': 8, 'dim': 512, 'batch': 32, 'time': 128, 'vocab': 4096, 'heads': 8},
@@ -28,21 +28,21 @@ TORCH_WORKLOADS = ('a', 'b')
 
 @dataclasses.dataclass(frozen=True)
 class Configuration:
-  """One line of the table: what runs in one process (torch: in K processes).
+  """One line of the table, measured in one process (torch: in K processes).
 
   Attributes:
-    system: who does the work, `lingvo_gpipe` or `torch`.
+    system: the library that runs the work, `lingvo_gpipe` or `torch`.
     workload: a key of `WORKLOADS`.
     sizes: the workload's sizes by name.
-    num_stages: K, a device each.
+    num_stages: K, one stage per device.
     num_micro_batches: M.
     schedule: name of the schedule.
-    remat_policy: what backward recomputes; for torch `stage` (checkpointing) or `none`.
+    remat_policy: the re-materialisation policy; for torch `stage` (checkpointing) or `none`.
     xla: whether stages are compiled by XLA.
-    num_cores: how many cores the process may use.
-    repeats: at least so many steps are timed,
-    seconds: and more, up to `MAX_STEPS`, until they took so long.
-    stages_per_device: v: the layers are cut into K v stages; K are what is else called stages.
+    num_cores: number of cores that the process may use.
+    repeats: minimum number of timed steps.
+    seconds: minimum duration of the timed steps, of which there are at most `MAX_STEPS`.
+    stages_per_device: v; the layers are cut into K v stages on K devices.
   """
 
   system: str
@@ -59,33 +59,33 @@ class Configuration:
   stages_per_device: int = 1
 
   def ToJson(self) -> str:
-    """The configuration as one line."""
+    """Returns the configuration as one line of JSON."""
     return json.dumps(dataclasses.asdict(self))
 
   @classmethod
   def FromJson(cls, text: str) -> Configuration:
-    """Undoes `ToJson`."""
+    """Returns the configuration from the result of `ToJson`."""
     return cls(**json.loads(text))
 
   @property
   def name(self) -> str:
-    """A short name for messages."""
+    """Returns a short name for messages."""
     what = f'({self.workload}) {self.system} K={self.num_stages} M={self.num_micro_batches}'
     xla = ' xla' if self.xla else ''
     return f'{what} {self.schedule_text} {self.remat_policy}{xla} on {self.num_cores} cores'
 
   @property
   def schedule_text(self) -> str:
-    """The schedule with its stages a device, where these are several."""
+    """Returns the schedule, with the number of stages per device if there are several."""
     several = f' v={self.stages_per_device}' if self.stages_per_device > 1 else ''
     return f'{self.schedule}{several}'
 
 
 def Sizes(workload: str, texts: Iterable[str]) -> dict[str, int]:
-  """The sizes of a workload, changed by texts such as `b.batch=8`.
+  """Returns the sizes of a workload after overrides such as `b.batch=8`.
 
   Raises:
-    ValueError: a text that is no size of any workload.
+    ValueError: an override does not name a size of a workload.
   """
   sizes = dict(WORKLOADS[workload])
   for text in texts:
@@ -112,13 +112,13 @@ def Grid(
   peer: str | None,
   stages_per_device: int = 1,
 ) -> list[Configuration]:
-  """The configurations to be measured, those to be compared close to each other.
+  """Returns the configurations to measure; configurations to compare follow each other.
 
-  With one stage all schedules are the same work but for the fused ones: it is measured under
-  `gpipe` alone, pinned to one core, and free on as many cores as the most stages have. Schedules
-  that do not loop have one stage a device, whatever `stages_per_device` is.
+  With one stage all schedules except the fused ones do the same work. So one stage is measured only
+  under `gpipe`: pinned to one core, and on as many cores as the largest number of stages.
+  Schedules that do not loop have one stage per device, whatever `stages_per_device` is.
   """
-  found = []
+  configurations = []
   for workload in workloads:
     for m in num_micro_batches:
       for policy in remat_policies:
@@ -135,7 +135,7 @@ def Grid(
           cores = [k] if k > 1 else sorted({1, max(num_stages)})
           for name in schedules if k > 1 else ['gpipe']:
             for use_xla in xla:
-              found += [
+              configurations += [
                 Configuration(
                   system=OURS,
                   schedule=name,
@@ -149,8 +149,8 @@ def Grid(
           if (
             peer == TORCH and workload in TORCH_WORKLOADS and k > 1 and policy in ('stage', 'none')
           ):
-            found += [
+            configurations += [
               Configuration(system=TORCH, schedule=name, xla=False, num_cores=k, **common)
               for name in TORCH_SCHEDULES
             ]
-  return found
+  return configurations

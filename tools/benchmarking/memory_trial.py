@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process of `tools.largest_model`: trains one step of a Transformer within a limit of memory.
+"""A process of `tools.largest_model`: trains a Transformer for one step within a memory limit.
 
-All stages share the process. So its limit is as many times that of one device as there are stages,
-on top of what a pipeline of the same stages with next to nothing in them takes.
+All stages share the process. Its limit is therefore the limit of one device times the number of
+stages, plus the memory of a pipeline with equally many almost empty stages.
 
 python -m tools.benchmarking.memory_trial '<Trial as JSON>'
 """
@@ -21,17 +21,17 @@ os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-  """What is to fit.
+  """A model and its memory limit.
 
   Attributes:
     num_layers: Transformer layers.
     num_stages: K.
-    remat_policy: what backward recomputes.
-    limit_mib: MiB a stage.
+    remat_policy: the re-materialisation policy.
+    limit_mib: limit in MiB per stage.
     num_micro_batches: M.
-    dim: width of the layers; four times that in the feed-forward parts, heads of 64.
-    batch: sequences of a mini-batch.
-    time: tokens of a sequence.
+    dim: width of the layers; the feed-forward width is 4 * dim, and attention heads have size 64.
+    batch: number of sequences per mini-batch.
+    time: number of tokens per sequence.
     vocab: number of tokens.
   """
 
@@ -46,12 +46,12 @@ class Trial:
   vocab: int = 512
 
   def ToJson(self) -> str:
-    """The trial as one line, for a process of its own."""
+    """Returns the trial as one line of JSON, for a separate process."""
     return json.dumps(dataclasses.asdict(self))
 
 
 def Run(trial: Trial) -> int:
-  """Trains one step; returns the number of parameters. Ends in some error if it does not fit."""
+  """Trains one step and returns the number of parameters; fails if the model does not fit."""
   import tensorflow as tf
 
   from lingvo_gpipe.core import nested_map
@@ -77,7 +77,7 @@ def Run(trial: Trial) -> int:
       remat_policy=trial.remat_policy,
       xla=False,
     )
-    # One slot a weight: 12 bytes a parameter, as in the paper's Table 1.
+    # One slot per weight: 12 bytes per parameter, as in Table 1 of the paper.
     p.train.learner.Set(learning_rate=1e-3, optimizer=optimizer.RMSprop.Params())
     task = p.Instantiate()
     ids = tf.zeros([trial.batch, trial.time], tf.int32)
@@ -93,7 +93,7 @@ def Run(trial: Trial) -> int:
 
 
 def _DataBytes() -> int:
-  """What counts against RLIMIT_DATA."""
+  """Returns the memory that counts against RLIMIT_DATA."""
   with open('/proc/self/status', encoding='ascii') as f:
     match = re.search(r'^VmData:\s*(\d+) kB', f.read(), re.MULTILINE)
   assert match is not None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmark's results as a table of ratios, and as a plot."""
+"""Formats the results of the benchmark as a table of ratios and as a plot."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ COLUMNS = (
 )
 _LEFT = {0, 3, 4, 5}
 
-# One measured line: the configuration and what its worker returned.
+# One line: the configuration and the result of its worker.
 Measured = tuple[configuration.Configuration, Mapping[str, Any]]
 
 
 def Best(result: Mapping[str, Any]) -> float:
-  """Seconds of the fastest step."""
+  """Returns the seconds of the fastest step."""
   return min(result['steps'])
 
 
 def Median(result: Mapping[str, Any]) -> float:
-  """Seconds of the step in the middle."""
+  """Returns the median seconds of a step."""
   return statistics.median(result['steps'])
 
 
 def Merge(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-  """One result from several rounds: all their steps; of other figures the best or the middle."""
+  """Merges the results of several rounds: all steps, and the best or median of other figures."""
   merged = dict(rounds[0])
   merged['steps'] = [seconds for result in rounds for seconds in result['steps']]
   for key, choose in (
@@ -61,14 +61,14 @@ def Merge(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     ('compile_seconds', min),
     ('memory_mib', max),
   ):
-    # Those of an older tool may lack some.
+    # Results of an older version may lack some figures.
     if values := [result[key] for result in rounds if key in result]:
       merged[key] = choose(values)
   return merged
 
 
 def Baseline(config: configuration.Configuration, results: Sequence[Measured]) -> float | None:
-  """Seconds of the fastest step with K=1 pinned to one core, same work, M, policy and XLA."""
+  """Returns the seconds of the fastest step with K=1 on one core, all else being equal."""
   for other, result in results:
     same = all(
       getattr(other, name) == getattr(config, name)
@@ -84,7 +84,7 @@ def BestPeer(
   results: Sequence[Measured],
   seconds: Callable[[Mapping[str, Any]], float],
 ) -> float | None:
-  """Seconds of the peer's fastest schedule, same work, K, M and with or without recomputation."""
+  """Returns the seconds of the peer's fastest schedule with equal work, K, M and recomputation."""
   remat = config.remat_policy != 'none'
   peers = [
     seconds(result)
@@ -98,7 +98,7 @@ def BestPeer(
 
 
 def Row(config: configuration.Configuration, results: Sequence[Measured]) -> tuple[str, ...]:
-  """The cells of one line, as `COLUMNS` names them; '-' for what does not apply."""
+  """Returns the cells of one line, in the order of `COLUMNS`; '-' if a column does not apply."""
   result = next(r for c, r in results if c == config)
   k, m = config.num_stages, config.num_micro_batches
   best, median = Best(result), Median(result)
@@ -132,7 +132,7 @@ def Row(config: configuration.Configuration, results: Sequence[Measured]) -> tup
 
 
 def _Works(results: Sequence[Measured]) -> dict[str, list[Measured]]:
-  """{workload and sizes: its lines}."""
+  """Returns {workload and sizes: lines}."""
   works: dict[str, list[Measured]] = {}
   for config, result in results:
     sizes = ', '.join(f'{name} {value}' for name, value in config.sizes.items())
@@ -141,7 +141,7 @@ def _Works(results: Sequence[Measured]) -> dict[str, list[Measured]]:
 
 
 def Table(results: Sequence[Measured]) -> str:
-  """A table for each workload of each size."""
+  """Returns a table for each workload and size."""
   parts = []
   for title, mine in _Works(results).items():
     rows = [COLUMNS, *(Row(config, mine) for config, _ in mine)]
@@ -150,7 +150,7 @@ def Table(results: Sequence[Measured]) -> str:
 
 
 def Plot(results: Sequence[Measured], path: str) -> None:
-  """Speed-up over M for each workload of each size, with the bound, as a picture.
+  """Draws the speed-up over M, with its bound, for each workload and size.
 
   Raises:
     ImportError: matplotlib is not installed.

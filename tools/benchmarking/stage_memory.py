@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one stage holds in activations, measured in a fresh process, beside what the formula says.
+"""Measures the activation memory of one stage in a new process, and compares it with the formula.
 
-All devices of a process share its memory. So the pipeline that is measured is wide within one stage
-alone: what the others take and keep is a column of numbers.
+All devices of a process share its memory. So only one stage of the measured pipeline is wide; all
+other activations are a single column.
 
 python -m tools.benchmarking.stage_memory '<Setting as JSON>'
 """
@@ -27,14 +27,14 @@ class Setting:
   """One measurement.
 
   Attributes:
-    num_stages: K, one device each.
+    num_stages: K, one stage per device.
     num_micro_batches: M.
     schedule: name of the schedule.
-    remat_policy: what backward recomputes.
-    stage: the wide stage, from 1 on: all micro-batches of stage 0's input are there anyway.
-    num_layers: how many layers the wide stage has.
-    rows: examples of a micro-batch.
-    dim: width of the wide stage's layers.
+    remat_policy: the re-materialisation policy.
+    stage: index of the wide stage, at least 1, because stage 0 has all of its input in any case.
+    num_layers: number of layers of the wide stage.
+    rows: number of examples per micro-batch.
+    dim: width of the layers of the wide stage.
     xla: whether the stages are compiled by XLA.
   """
 
@@ -49,20 +49,20 @@ class Setting:
   xla: bool = False
 
   def ToJson(self) -> str:
-    """The setting as one line, for a process of its own."""
+    """Returns the setting as one line of JSON, for a separate process."""
     return json.dumps(dataclasses.asdict(self))
 
   @property
   def mib(self) -> float:
-    """Size of one wide tensor, MiB."""
+    """Returns the size of one wide tensor in MiB."""
     return self.rows * self.dim * 4 / 2**20
 
 
 def Predict(setting: Setting) -> float:
-  """MiB of activations of the wide stage at their peak (GPipe section 2.3), by the simulator.
+  """Returns the simulated peak of the wide stage's activations in MiB (GPipe, section 2.3).
 
-  A layer relu(x w) keeps its output, which is the next one's input; the last one's goes no further
-  than a mean.
+  A layer relu(x w) keeps its output, which is the input of the next layer. The output of the last
+  layer is only averaged.
   """
   wide = [setting.mib * (k == setting.stage) for k in range(setting.num_stages)]
   inner = [setting.num_layers * size for size in wide]
@@ -81,9 +81,10 @@ def Predict(setting: Setting) -> float:
 
 
 def Measure(setting: Setting) -> float:
-  """MiB by which the first step raises this process's greatest resident memory.
+  """Returns the MiB by which the first step raises the peak resident memory of this process.
 
-  Part of it is what TensorFlow needs to begin with the step's functions; with few rows that is all.
+  The increase includes the memory that TensorFlow needs to set up the step; with few rows it
+  consists of nothing else.
   """
   import tensorflow as tf
 
@@ -95,7 +96,7 @@ def Measure(setting: Setting) -> float:
   dim = setting.dim
 
   class Wide(base_layer.BaseLayer):
-    """relu(x w), [rows, dim] to the same."""
+    """Maps [rows, dim] to relu(x w), [rows, dim]."""
 
     def __init__(self, params: Any) -> None:
       super().__init__(params)
@@ -105,21 +106,21 @@ def Measure(setting: Setting) -> float:
       return tf.nn.relu(tf.matmul(x, theta.w))
 
   class Widen(base_layer.BaseLayer):
-    """[rows, 1] to [rows, dim]."""
+    """Maps [rows, 1] to [rows, dim]."""
 
     def FProp(self, theta: Any, x: tf.Tensor) -> tf.Tensor:
       del theta
       return tf.tile(x, [1, dim])
 
   class Narrow(base_layer.BaseLayer):
-    """[rows, dim] to [rows, 1]."""
+    """Maps [rows, dim] to [rows, 1]."""
 
     def FProp(self, theta: Any, x: tf.Tensor) -> tf.Tensor:
       del theta
       return tf.reduce_mean(x, axis=1, keepdims=True)
 
   class Scale(base_layer.BaseLayer):
-    """x times one weight."""
+    """Multiplies x by one weight."""
 
     def __init__(self, params: Any) -> None:
       super().__init__(params)
@@ -161,7 +162,7 @@ def Measure(setting: Setting) -> float:
   @tf.function(autograph=False)
   def Step(x: tf.Tensor) -> Any:
     pieces = stack.SplitBatch(x)
-    # From the data: a constant would make constants of gradients, which TensorFlow keeps.
+    # Depends on the data: a constant would give constant gradients, which TensorFlow keeps.
     weights = [piece[0, 0] for piece in pieces]
     micro_batches = [
       micro_batch.MicroBatch((p,), p, weight) for p, weight in zip(pieces, weights, strict=True)
@@ -170,14 +171,14 @@ def Measure(setting: Setting) -> float:
 
   step = Step.get_concrete_function(x)
   with open('/proc/self/clear_refs', 'w', encoding='ascii') as f:
-    f.write('5')  # Forgets the greatest resident memory so far.
+    f.write('5')  # Reset the peak resident memory.
   before = _Status('VmRSS')
   step(x)
   return _Status('VmHWM') - before
 
 
 def _Status(name: str) -> float:
-  """A line of /proc/self/status, MiB."""
+  """Returns an entry of /proc/self/status in MiB."""
   with open('/proc/self/status', encoding='ascii') as f:
     match = re.search(rf'^{name}:\s*(\d+) kB', f.read(), re.MULTILINE)
   assert match is not None

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times each action of a step alone, and what a step of such actions would take without overhead.
+"""Times each action of a step in isolation, and predicts the time of a step without overhead.
 
-Each action runs on its own device with the inputs that it has in a step, one after the other, while
-nothing else runs: on one core, and on all that the process has, as in a step while the other
-devices idle. The simulator then puts these times into the schedule.
+Each action runs by itself on its device with the inputs of a step. It is timed on one core, and on
+all cores of the process, as in a step while the other devices are idle. The simulator then applies
+these times to the schedule.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules
 from lingvo_gpipe.pipeline.stages import leaves, stage_math
 from lingvo_gpipe.pipeline.stages import stage as stage_lib
 
-# One measurement runs an action as often as this takes.
+# Minimum duration of one measurement, which repeats short actions.
 _SECONDS = 0.1
 _MAX_CALLS = 16
 
-# No more measurements of an action, on one core or on all, when they have taken so long.
+# Stop measuring an action, on one core or on all, after this many seconds.
 _MAX_SECONDS = 2.0
 
-# {letter: for each stage the times of its repeated measurements}.
+# {letter: for each stage, the times of its repeated measurements}.
 _ActionTimes = dict[str, list[list[float]]]
 
 
 @dataclasses.dataclass
 class Times:
-  """Seconds of everything that a step is made of.
+  """Seconds of all parts of a step.
 
   Attributes:
-    actions: {letter: for each stage the times of its repeated measurements} on one core, 0 where
-      it has no such action; as the policy has them, but `b`, `i` and `w` are B, I and W that
-      recompute nothing, where the policy mixes both.
-    alone: the same on all cores.
-    update: for each device the times of its update and of clearing its accumulators, on one core.
+    actions: {letter: for each stage, the times of its repeated measurements} on one core; 0 if the
+      stage has no such action. Actions recompute as the policy says. If the policy mixes both
+      kinds, `b`, `i` and `w` are the actions B, I and W without recomputation.
+    alone: like `actions`, on all cores.
+    update: for each device, the times to update and to clear its accumulators, on one core.
   """
 
   actions: _ActionTimes
@@ -63,12 +63,13 @@ class Times:
     *,
     share_cores: bool = False,
   ) -> float:
-    """The time of a step without any overhead.
+    """Returns the seconds of a step without overhead.
 
     Args:
       schedule: the schedule.
-      choose: which of repeated measurements counts, such as `min`.
-      share_cores: True: devices that idle leave their cores to the others; False: each has one.
+      choose: reduces repeated measurements to one, for example `min`.
+      share_cores: whether idle devices leave their cores to the other devices; otherwise each
+        device has one core.
     """
     result = simulator.Simulate(
       schedule,
@@ -84,14 +85,14 @@ class Times:
     self, actions: _ActionTimes, choose: Callable[[Sequence[float]], float], num_stages: int
   ) -> simulator.Costs:
     picked = {kind: [choose(t) for t in stages] for kind, stages in actions.items()}
-    # What is not measured does not occur in the schedule; B, I and W are measured with what they
-    # recompute, unless the last micro-batch differs. Without an I, it is W that recomputes.
+    # Letters without a measurement do not occur in the schedule. B, I and W are measured with their
+    # recomputation unless the last micro-batch differs. Without an I, W recomputes.
     recompute = nothing = [0.0] * num_stages
     for kind in 'BIW':
-      if kept := picked.get(kind.lower()):
-        times = zip(recompute, picked[kind], kept, strict=True)
+      if pure := picked.get(kind.lower()):
+        times = zip(recompute, picked[kind], pure, strict=True)
         recompute = [more + max(whole - least, 0.0) for more, whole, least in times]
-        picked[kind] = kept
+        picked[kind] = pure
     return simulator.Costs(
       forward=picked.get('F', nothing),
       recompute=recompute,
@@ -103,7 +104,7 @@ class Times:
     )
 
   def Summary(self) -> dict[str, Any]:
-    """{letter: for each stage the median time} on one core, and under `alone` on all."""
+    """Returns {letter: for each stage, the median time} on one core, and on all under `alone`."""
     on_one, on_all = (
       {kind: [statistics.median(t) for t in each] for kind, each in times.items()}
       for times in (self.actions, self.alone)
@@ -124,12 +125,12 @@ def Measure(
 
   Args:
     engine: an engine whose layers have no skip connections; its accumulators exist.
-    inputs: the first layer's arguments of one micro-batch.
-    side: what the loss takes of it.
-    loss_weight: the weight of its loss.
-    schedule: tells what occurs.
-    learner: Params of the learner, which updates.
-    repeats: how many measurements of each; fewer of what takes long.
+    inputs: the arguments of the first layer for one micro-batch.
+    side: the inputs of the loss for the micro-batch.
+    loss_weight: the loss weight of the micro-batch.
+    schedule: the schedule whose actions are timed.
+    learner: Params of the learner that updates the weights.
+    repeats: number of measurements of each action; fewer if they take long.
   """
   kinds = {action.kind.value for row in schedule.actions for action in row}
   actions = _Actions(engine, inputs, side, loss_weight, kinds, repeats)
@@ -152,7 +153,7 @@ def _Actions(
   kinds: Collection[str],
   repeats: int,
 ) -> dict[str, list[tuple[list[float], list[float]]]]:
-  """{letter: for each stage what `_Time` returns}."""
+  """Returns {letter: for each stage, the result of `_Time`}."""
   x = nested_map.NestedMap(args=inputs, skips=nested_map.NestedMap())
   calls: list[_Calls] = []
   for s in engine.stages:
@@ -167,10 +168,10 @@ def _Actions(
     c.dy = dy
     is_fused = 'V' in kinds and c is calls[-1]
     for kind in _Measured(engine.remat_policy, kinds):
-      found = ([0.0], [0.0])
+      samples = ([0.0], [0.0])
       if (kind == 'V') == is_fused and c.stage.HasAction(schedules.Kind(kind.upper())):
-        found = _Time(functools.partial(c.Run, kind), c.stage.device, repeats)
-      times.setdefault(kind, []).insert(0, found)
+        samples = _Time(functools.partial(c.Run, kind), c.stage.device, repeats)
+      times.setdefault(kind, []).insert(0, samples)
     if c.stage.needs_dx:
       backward = next(kind for kind in 'VBI' if kind in kinds and (kind != 'V' or is_fused))
       dy = _Once(c, backward)[0]
@@ -178,14 +179,14 @@ def _Actions(
 
 
 def _Measured(policy: str, kinds: Collection[str]) -> list[str]:
-  found = sorted(kinds)
+  letters = sorted(kinds)
   if policy == 'except_last':
-    found += [kind.lower() for kind in 'BIW' if kind in kinds]
-  return found
+    letters += [kind.lower() for kind in 'BIW' if kind in kinds]
+  return letters
 
 
 class _Calls:
-  """The calls of one stage for one micro-batch; `dy` is None where the stage has the loss."""
+  """The calls of one stage for one micro-batch; `dy` has the value None if the stage has the loss."""
 
   def __init__(
     self,
@@ -201,7 +202,7 @@ class _Calls:
     self._accumulators = s.accumulators
     self._functions = _Functions(engine, s, rematerialisation.Recompute.STAGE)
     self._split = _Functions(engine, s, rematerialisation.Recompute.NOTHING)
-    # If the backward is split, the policy `layer` is the same as `stage`.
+    # If the backward is split, the policy `layer` equals `stage`.
     by_layer = engine.remat_policy == 'layer' and is_whole
     layer = rematerialisation.Recompute.LAYER
     self._keeper = _Functions(engine, s, layer) if by_layer else self._split
@@ -224,24 +225,24 @@ class _Calls:
       return (self._keeper if self._keeps else self._functions).Forward(call)
     if kind == 'V':
       return self._functions.ForwardBackward(call, accumulators)
-    kept = self._Kept() if self._keeps or kind.islower() else None
+    residuals = self._Kept() if self._keeps or kind.islower() else None
     if kind in 'Bb':
-      functions = self._functions if kept is None else self._keeper
-      return functions.Backward(call, accumulators, kept, self.dy)
+      functions = self._functions if residuals is None else self._keeper
+      return functions.Backward(call, accumulators, residuals, self.dy)
     if kind in 'Ii':
-      return self._split.InputGradient(call, kept, self.dy)
+      return self._split.InputGradient(call, residuals, self.dy)
     for_weights = self._ForWeights('i' if kind == 'w' else 'I')
-    return self._split.WeightGradient(call, accumulators, kept, self.dy, for_weights)
+    return self._split.WeightGradient(call, accumulators, residuals, self.dy, for_weights)
 
   def _ForWeights(self, kind: str) -> list[tf.Tensor]:
-    """What I, or i, leaves for the weights, computed once and outside of what is timed."""
+    """Returns the result of I or i that W needs, computed once and not timed."""
     if kind not in self._for_weights:
       with tf.init_scope():
         self._for_weights[kind] = _Once(self, kind)[1] if self.stage.needs_dx else []
     return self._for_weights[kind]
 
   def _Kept(self) -> Any:
-    """The residuals of a forward, computed once and outside of what is timed."""
+    """Returns the residuals of a forward, computed once and not timed."""
     if self._kept is None:
       with tf.init_scope(), tf.device(self.stage.device):
         keep = tf.function(lambda: self._keeper.Forward(self._call), autograph=False)
@@ -256,7 +257,7 @@ def _Functions(
 
 
 def _Once(calls: _Calls, kind: str) -> Any:
-  """The results of one action; in a graph, as in a step: eagerly XLA would compile it again."""
+  """Returns the results of one action, run in a graph so that XLA does not compile it again."""
   return tf.function(lambda: calls.Run(kind), autograph=False)()
 
 
@@ -277,9 +278,9 @@ def _Update(stages: list[stage_lib.Stage], params: Any) -> Callable[[], Any]:
 def _Time(
   call: Callable[[], Any], device: str, repeats: int, max_calls: int = _MAX_CALLS
 ) -> tuple[list[float], list[float]]:
-  """Seconds of one call on one core, and on all, up to `repeats` times each.
+  """Returns the seconds of one call on one core, and on all, up to `repeats` times each.
 
-  Calls that are short are run several in a row.
+  One measurement runs short calls several times.
   """
   number, run = 1, _Repeated(call, device, 1)
   run()
@@ -289,10 +290,10 @@ def _Time(
     run()
 
   def Measured() -> list[float]:
-    found: list[float] = []
-    while len(found) < repeats and number * sum(found) < _MAX_SECONDS:
-      found.append(_Seconds(run) / number)
-    return found
+    samples: list[float] = []
+    while len(samples) < repeats and number * sum(samples) < _MAX_SECONDS:
+      samples.append(_Seconds(run) / number)
+    return samples
 
   with _OneCore():
     on_one = Measured()
@@ -300,11 +301,11 @@ def _Time(
 
 
 def _Repeated(call: Callable[[], Any], device: str, number: int) -> Callable[[], Any]:
-  """A function that makes the call `number` times, one after the other."""
+  """Returns a function that makes the call `number` times, one after another."""
 
   @tf.function(autograph=False)
   def Run() -> Any:
-    # All results are returned: TensorFlow cuts out of a call what makes an output that nobody uses.
+    # Return all results, because TensorFlow prunes operations whose outputs are unused.
     results: list[tf.Tensor] = []
     for _ in range(number):
       with tf.device(device), tf.control_dependencies(results[-1:]):
@@ -322,7 +323,7 @@ def _Seconds(run: Callable[[], Any]) -> float:
 
 @contextlib.contextmanager
 def _OneCore() -> Iterator[None]:
-  """Within it all threads of this process are on one of its cores."""
+  """Context in which all threads of this process run on one of its cores."""
   cores = os.sched_getaffinity(0)
   _PinAllThreads({min(cores)})
   try:
@@ -336,4 +337,4 @@ def _PinAllThreads(cores: Collection[int]) -> None:
     try:
       os.sched_setaffinity(int(thread), cores)
     except ProcessLookupError:
-      pass  # It has ended.
+      pass  # The thread has ended.

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same work in torch.distributed.pipelining: K processes over gloo, one thread each.
+"""Runs the same work with torch.distributed.pipelining: K processes over gloo, one thread each.
 
     <python with torch> torch_peer.py '<configuration as JSON>'
 
-prints the result as a JSON line. Imports nothing of ours: it runs in an environment that has torch
-and NumPy, which torch's pipelining needs; neither is a dependency of the project for it.
+prints the result as a JSON line. It imports nothing of this project, because it runs in an
+environment with torch and with NumPy, which torch's pipelining needs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import time
 from typing import Any
 
 _PROCESS_SECONDS = 900
-_MAX_STEPS = 50  # As our own worker.
+_MAX_STEPS = 50  # As in tools/benchmarking/worker.py.
 
 
 def _PeakMemory() -> float:
@@ -30,7 +30,7 @@ def _PeakMemory() -> float:
 
 
 def _Stages(workload: str, sizes: dict[str, int], num_stages: int, checkpointing: bool) -> Any:
-  """[num_stages] modules: the workload's layers, cut into stages of equally many."""
+  """Returns num_stages modules, with equally many of the workload's layers each."""
   import torch
   from torch import nn
   from torch.nn import functional
@@ -152,7 +152,7 @@ def _Measure(config: dict[str, Any], rank: int) -> dict[str, Any]:
 
   first = Step()
   steps = [Step()]
-  # All processes make the same number of steps.
+  # All processes run the same number of steps.
   number = max(config['repeats'], min(_MAX_STEPS, round(config['seconds'] / steps[0])))
   agreed = torch.tensor([number])
   distributed.broadcast(agreed, src=0)
@@ -170,7 +170,7 @@ def _Measure(config: dict[str, Any], rank: int) -> dict[str, Any]:
 
 
 def _Spawn(text: str, config: dict[str, Any]) -> dict[str, Any]:
-  """Starts a process a rank; the slowest rank's steps, and the memory of all together."""
+  """Starts a process per rank; returns the steps of the slowest rank and the total memory."""
   with socket.socket() as s:
     s.bind(('127.0.0.1', 0))
     port = str(s.getsockname()[1])
@@ -200,7 +200,7 @@ def _Spawn(text: str, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-  """Measures what the first argument says; a second one is the rank of a process of its own."""
+  """Measures the configuration in the first argument, as the rank in the second argument if any."""
   text = sys.argv[1]
   config = json.loads(text)
   if len(sys.argv) > 2:

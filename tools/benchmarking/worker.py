@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process of the benchmark: measures one configuration and prints the result as a JSON line.
+"""A process of the benchmark: measures one configuration and prints the result as a JSON line.
 
 python -m tools.benchmarking.worker '<configuration as JSON>'
 """
@@ -20,14 +20,14 @@ from tools.benchmarking import configuration  # noqa: E402
 
 
 def PeakMemory(process: int | str = 'self') -> float:
-  """The greatest resident memory of a process so far, MiB."""
+  """Returns the peak resident memory of a process so far in MiB."""
   with open(f'/proc/{process}/status', encoding='ascii') as f:
     match = re.search(r'^VmHWM:\s*(\d+) kB', f.read(), re.MULTILINE)
   return int(match[1]) / 1024 if match else 0.0
 
 
 def Measure(config: configuration.Configuration) -> dict[str, Any]:
-  """What was measured: seconds of steps, tracing and compiling, memory and the simulated step."""
+  """Returns the seconds of steps, tracing and compiling, the memory, and the simulated step."""
   import tensorflow as tf
 
   from lingvo_gpipe.distributed import cluster
@@ -77,7 +77,7 @@ def Measure(config: configuration.Configuration) -> dict[str, Any]:
     steps.append(Step())
   memory = PeakMemory()
 
-  # From here on the process may take what memory it likes.
+  # Memory is not measured from here on.
   schedule = schedules.Get(
     config.schedule, stack['num_stages'], config.num_micro_batches, config.num_stages
   )
@@ -108,9 +108,9 @@ def Measure(config: configuration.Configuration) -> dict[str, Any]:
 
 
 def main() -> None:
-  """Measures what the first argument says."""
+  """Measures the configuration in the first argument."""
   config = configuration.Configuration.FromJson(sys.argv[1])
-  # Before TensorFlow makes its threads: they inherit it.
+  # Before TensorFlow creates its threads, which inherit it.
   os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: config.num_cores])
   print(json.dumps(Measure(config)))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process of `tools.workers_benchmark`: trains some steps, here or on workers of its own.
+"""A process of `tools.workers_benchmark`: trains some steps, in this process or on new workers.
 
 python -m tools.benchmarking.workers_trial '<Trial as JSON>'
 """
@@ -19,26 +19,26 @@ os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
 from tools import program  # noqa: E402
 from tools.benchmarking import socket_bytes, worker  # noqa: E402
 
-# The first one compiles; the second one is the first whose loss comes from an update.
+# The first step compiles; the loss of the second step is the first after an update.
 _WARM_UP_STEPS = 2
 _MAX_STEPS = 200
 
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-  """What is measured.
+  """A run to measure.
 
   Attributes:
-    key: the experiment.
-    packages: where to look it up.
-    overrides: texts of overrides, of the stages and of what is below among them.
+    key: key of the experiment.
+    packages: packages of experiments to search.
+    overrides: overrides of Params, including those for the attributes below.
     num_replicas: R.
-    num_stages: K, a device each.
-    all_reduce: how gradients are added; '' where there is one replica.
-    on_workers: whether each device is a worker, or all of them are in one process.
-    num_cores: how many cores all processes may use together.
-    repeats: at least so many steps are timed,
-    seconds: and more, up to `_MAX_STEPS`, until they took so long.
+    num_stages: K, one stage per device.
+    all_reduce: method to sum gradients over replicas; '' if there is one replica.
+    on_workers: whether each device is a worker; otherwise all devices are in one process.
+    num_cores: number of cores that all processes together may use.
+    repeats: minimum number of timed steps.
+    seconds: minimum duration of the timed steps, of which there are at most `_MAX_STEPS`.
   """
 
   key: str
@@ -53,22 +53,22 @@ class Trial:
   seconds: float
 
   def ToJson(self) -> str:
-    """The trial as one line, for a process of its own."""
+    """Returns the trial as one line of JSON, for a separate process."""
     return json.dumps(dataclasses.asdict(self))
 
   @property
   def name(self) -> str:
-    """A short name for messages."""
+    """Returns a short name for messages."""
     where = 'workers' if self.on_workers else 'one process'
     sums = f' {self.all_reduce}' if self.all_reduce else ''
     return f'R={self.num_replicas} K={self.num_stages}{sums} in {where}, {self.num_cores} cores'
 
   def Run(self, timeout_seconds: float) -> dict[str, Any]:
-    """What `Measure` returns, from a fresh process.
+    """Calls `Measure` in a new process and returns its result.
 
     Raises:
       RuntimeError: the process failed.
-      subprocess.TimeoutExpired: it took longer.
+      subprocess.TimeoutExpired: the process took too long.
     """
     result: dict[str, Any] = program.ResultOf(
       'tools.benchmarking.workers_trial', self.ToJson(), timeout_seconds
@@ -77,16 +77,16 @@ class Trial:
 
 
 def Measure(trial: Trial) -> dict[str, Any]:
-  """Trains, and returns what came of it.
+  """Trains and returns the measurements.
 
   Returns:
     steps: seconds of each timed step.
-    loss: of the second step, the first one after an update.
-    start_mib, peak_mib: [this process, worker, ...]: the greatest resident memory before the model
-      is made and at the end.
-    between, with_trainer: bytes a step that workers sent each other, and that went between them and
-      this process; None where nothing was counted.
-    between_theory, with_trainer_theory: what has to be sent (see `_Theory`).
+    loss: loss of the second step, the first after an update.
+    start_mib, peak_mib: [this process, worker, ...]: peak resident memory before the model is
+      created and at the end.
+    between, with_trainer: bytes per step between workers, and between workers and this process;
+      None if they were not counted.
+    between_theory, with_trainer_theory: bytes that have to be sent (see `_Theory`).
   """
   from lingvo_gpipe.core import params_text
   from lingvo_gpipe.distributed import cluster, local_workers
@@ -151,11 +151,11 @@ def Measure(trial: Trial) -> dict[str, Any]:
 
 
 def _Theory(run: Any, trial: Trial, batch: Any) -> tuple[int, int]:
-  """What a step has to send if each device is a process: bytes (between them, with the trainer).
+  """Returns the bytes that a step has to send if each device is a process: (between, with trainer).
 
-  Between them what passes the boundaries of the stages, and the gradients of it. Replicas send the
-  gradients of G bytes of weights: by collectives each of R sends 2 (R-1)/R G, by sends (R-1) G. The
-  trainer sends what the first stages and the loss take of a batch.
+  Devices send the tensors that cross the boundaries of stages, and their gradients. Replicas also
+  send the gradients of G bytes of weights: with collectives each of R sends 2 (R-1)/R G, with sends
+  (R-1) G. The trainer sends the inputs of the first stages and of the loss.
   """
   import tensorflow as tf
 
@@ -165,30 +165,30 @@ def _Theory(run: Any, trial: Trial, batch: Any) -> tuple[int, int]:
 
   task, stages = run.task, run.engine.stages
   specs = task_cut.PipelineInputSpecs(task, run.batch_spec)
-  # A micro-batch each would add up to the same as the whole batch at once.
+  # The sizes of all micro-batches add up to the size of the whole batch.
   calls = layer_costs.LayerCosts(task.pipeline.layers, specs).calls
   between = 0
   ends = run.cut.ends
   for s, start, end in zip(stages[1:], ends[:-1], ends[1:], strict=True):
     skips = {name: spec for call in calls[start:end] for name, spec in call.skips.items()}
-    taken = calls[start].specs, [skips[name] for name in s.imports]
-    between += layer_costs.SpecBytes(taken)
+    inputs = calls[start].specs, [skips[name] for name in s.imports]
+    between += layer_costs.SpecBytes(inputs)
     if s.needs_dx:
-      between += layer_costs.SpecBytes(leaves.Floats(taken))
+      between += layer_costs.SpecBytes(leaves.Floats(inputs))
   gradients = layer_costs.SpecBytes([a for s in stages for a in s.accumulators])
-  others = trial.num_replicas - 1
-  between += others * gradients * (2 if trial.all_reduce == 'collective' else others + 1)
+  num_others = trial.num_replicas - 1
+  between += num_others * gradients * (2 if trial.all_reduce == 'collective' else num_others + 1)
   needed = tf.nest.flatten((task.PipelineInputs(batch), task.LossInputs(batch)))
   return between, layer_costs.SpecBytes(needed)
 
 
 def main() -> None:
-  """Measures what the first argument says."""
+  """Measures the trial in the first argument."""
   trial = Trial(**json.loads(sys.argv[1]))
-  # Before TensorFlow makes its threads and workers start: they inherit it.
+  # Before TensorFlow creates its threads and workers start, which inherit it.
   os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: trial.num_cores])
   print(json.dumps(Measure(trial)), flush=True)
-  # TensorFlow's own end would ask for the workers, which are gone.
+  # TensorFlow's shutdown would wait for the workers, which have ended.
   os._exit(0)
 
 

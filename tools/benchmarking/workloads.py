@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The workloads as tasks, with a batch for each: (a) and (b) of the design, (c) an AmoebaNet-D."""
+"""The workloads as tasks: (a) residual layers, (b) a Transformer, (c) an AmoebaNet-D."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tasks.lm import model
 
 
 class ResidualLayer(base_layer.BaseLayer):
-  """x + relu(x w)."""
+  """A layer that computes x + relu(x w)."""
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
-    """The Params of a ResidualLayer."""
+    """Params of a ResidualLayer."""
     p = super().Params()
     p.Define('dim', 0, 'Size of the last axis.')
     return p
@@ -38,11 +38,11 @@ class ResidualLayer(base_layer.BaseLayer):
 
 
 class ResidualTask(task.BaseTask):
-  """Workload (a): residual layers, and the mean square of their outputs as the loss."""
+  """Workload (a): residual layers with the mean square of their outputs as the loss."""
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
-    """Params of the sizes and of the pipeline `stack`."""
+    """Params of the sizes and the pipeline `stack`."""
     p = super().Params()
     p.Define('num_layers', 16, 'Residual layers.')
     p.Define('dim', 1024, 'Their width.')
@@ -56,13 +56,13 @@ class ResidualTask(task.BaseTask):
     self.CreateChild('stack', p.stack.Copy().Set(sub=layers))
 
   def PipelineInputs(self, input_batch: nested_map.NestedMap) -> tuple[Any, ...]:
-    """The inputs [batch, dim]."""
+    """Returns the inputs [batch, dim]."""
     return (input_batch.x,)
 
   def ComputeLoss(
     self, theta: nested_map.NestedMap, predictions: tf.Tensor, input_batch: nested_map.NestedMap
   ) -> tuple[task.Metrics, dict[str, tf.Tensor]]:
-    """The mean square."""
+    """Returns the mean square of the outputs."""
     del theta
     weight = tf.constant(float(predictions.shape[0]))
     return {'loss': (tf.reduce_mean(tf.square(predictions)), weight)}, {}
@@ -71,7 +71,7 @@ class ResidualTask(task.BaseTask):
 def Make(
   workload: str, sizes: Mapping[str, int], stack: Mapping[str, Any]
 ) -> tuple[task.BaseTask, nested_map.NestedMap]:
-  """The task of a workload, whose pipeline is as `stack` says, and a batch for it."""
+  """Returns the task of a workload with a pipeline as in `stack`, and a batch."""
   if workload == 'a':
     p = ResidualTask.Params().Set(num_layers=sizes['layers'], dim=sizes['dim'])
     batch = nested_map.NestedMap(x=_Normal([sizes['batch'], sizes['dim']]))

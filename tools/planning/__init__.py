@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of tools/plan.py: the experiment, the machine, what is shown, and what is measured."""
+"""The parts of tools/plan.py: the experiment, the devices, the report, and measured steps."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An experiment for the planner: what its layers cost, and the overrides that apply a choice."""
+"""Adapts an experiment to the planner: costs of its layers, and overrides that apply a plan."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from lingvo_gpipe.pipeline.stages import micro_batch
 from lingvo_gpipe.planner import layer_tables, model_costs, planner
 from lingvo_gpipe.runners import task_cut
 
-# Straight lines go through what is seen at these sizes of micro-batch.
+# Costs at these micro-batch sizes are interpolated linearly.
 _SIZES = (1, 16)
 
 
 class Experiment:
-  """The model of an experiment; no weight is allocated.
+  """The model of an experiment, without allocated weights.
 
   Attributes:
     model: the model.
-    global_batch: examples of a mini-batch, over all replicas.
+    global_batch: number of examples per mini-batch over all replicas.
   """
 
   def __init__(self, params: hyperparams.InstantiableParams, global_batch: int | None) -> None:
-    """Makes the model.
+    """Creates the model.
 
     Args:
-      params: of the experiment.
-      global_batch: None for what the experiment has.
+      params: Params of the experiment's model.
+      global_batch: number of examples per mini-batch; None uses the experiment's batch size.
 
     Raises:
-      ValueError: it has no pipeline or no input, or its batch cannot be chosen.
+      ValueError: the model has no pipeline or no input, or its batch size cannot be set.
     """
     self.model = model_lib.SingleTaskModel(params)
     task = self.model.task
@@ -66,53 +66,55 @@ class Experiment:
       self.global_batch = global_batch
 
   def _SpecsOf(self, size: int) -> tuple[Any, ...]:
-    """The specs of the pipeline's inputs for so many examples."""
+    """Returns the specs of the pipeline's inputs for `size` examples."""
     return _OfSize(tuple(self._specs), size, self._batch_dim)
 
   def _SideSpecsOf(self, size: int) -> Any:
-    """The specs of what the loss takes beside the outputs."""
+    """Returns the specs of the loss's inputs other than the outputs."""
     assert self.model.input is not None
     traced = tf.function(self.model.task.LossInputs, autograph=False)
-    found = traced.get_concrete_function(self.model.input.BatchSpec()).structured_outputs
-    return _OfSize(found, size, 0)
+    specs = traced.get_concrete_function(self.model.input.BatchSpec()).structured_outputs
+    return _OfSize(specs, size, 0)
 
   def _Metrics(self, theta: Any, outputs: tuple[Any, ...], side: Any) -> dict[str, Any]:
-    """The loss as a last stage runs it."""
+    """Computes the loss as in the last stage."""
     del theta
     predictions = outputs[0] if len(outputs) == 1 else outputs
-    found, _ = self.model.task.ComputeLoss(nested_map.NestedMap(), predictions, side)
-    return dict(found)
+    metrics, _ = self.model.task.ComputeLoss(nested_map.NestedMap(), predictions, side)
+    return dict(metrics)
 
   def _Update(
     self, device: str, trained: Mapping[str, tf.Variable], accumulators: Sequence[tf.Variable]
   ) -> Callable[[], Any]:
-    """See `layer_profile.UpdateMaker`."""
-    # A learner that has nothing to train would refuse.
-    found = multi_learner.AsList(self.model.task.params.train.learner)
-    own = multi_learner.MultiLearner(
-      [p for p in found if any(map(p.Instantiate().IsTrained, trained))]
+    """Returns an update of the weights; see `layer_profile.UpdateMaker`."""
+    # A learner without weights to train would raise an error.
+    params = multi_learner.AsList(self.model.task.params.train.learner)
+    learner = multi_learner.MultiLearner(
+      [p for p in params if any(map(p.Instantiate().IsTrained, trained))]
     )
-    own.Build([replicas.Shard(device, dict(trained), list(accumulators))])
+    learner.Build([replicas.Shard(device, dict(trained), list(accumulators))])
 
     def Update() -> tf.Tensor:
-      norm = own.Apply(tf.constant(0, tf.int64), tf.constant(1.0))['grad_norm']
-      for accumulator in accumulators:  # As the next step does it, before it begins.
+      norm = learner.Apply(tf.constant(0, tf.int64), tf.constant(1.0))['grad_norm']
+      for (
+        accumulator
+      ) in accumulators:  # Clear the accumulators, as the next step does before it starts.
         accumulator.assign(tf.zeros_like(accumulator))
       return norm
 
     return Update
 
   def Costs(self, measured_sizes: list[int], devices: Sequence[str] = ()) -> model_costs.ModelCosts:
-    """What the layers cost.
+    """Returns the costs of the layers.
 
     Args:
-      measured_sizes: sizes of micro-batch with which layers run on the first of `devices`; none:
-        FLOPs and bytes alone tell the time.
-      devices: where.
+      measured_sizes: micro-batch sizes at which layers are timed on the first device; if empty,
+        times follow from FLOPs and bytes.
+      devices: the devices.
     """
     task = self.model.task
-    wanted = measured_sizes or _SIZES
-    sizes = sorted({min(size, self.global_batch) for size in wanted})
+    unclipped = measured_sizes or _SIZES
+    sizes = sorted({min(size, self.global_batch) for size in unclipped})
     measuring = layer_tables.Measuring(devices, self._Metrics, self._SideSpecsOf, self._Update)
     return layer_tables.Collect(
       self._pipeline.layers,
@@ -125,7 +127,7 @@ class Experiment:
     )
 
   def Slowdown(self, costs: model_costs.ModelCosts, devices: Sequence[str]) -> float:
-    """How many times as long layers take where all devices work; see `layer_tables.Slowdown`."""
+    """Returns the slowdown of layers if all devices work; see `layer_tables.Slowdown`."""
     size = max(costs.samples)
     seconds = [s.seconds or (0.0, 0.0) for s in costs.samples[size]]
     return layer_tables.Slowdown(
@@ -138,7 +140,7 @@ class Experiment:
     )
 
   def Overrides(self, prediction: planner.Prediction) -> str:
-    """What `--model_params_override` takes to run a plan; the number of replicas is a flag."""
+    """Returns the `--model_params_override` that runs a plan, except for the number of replicas."""
     choice = prediction.choice
     values = {
       'task.stack.num_stages': choice.num_stages,
@@ -153,18 +155,18 @@ class Experiment:
       values = {'input.batch_size': self.global_batch, **values}
     return ';'.join(f'{path}:{value}' for path, value in values.items())
 
-  def Command(self, key: str, prediction: planner.Prediction, given: Sequence[str] = ()) -> str:
-    """The command line that trains with a plan; `given` are flags that the Params came from."""
-    parts = ['trainer', f'--model={key}', '--logdir=LOGDIR', *given]
+  def Command(self, key: str, prediction: planner.Prediction, flags: Sequence[str] = ()) -> str:
+    """Returns the command line that trains with a plan; `flags` are the flags of the Params."""
+    parts = ['trainer', f'--model={key}', '--logdir=LOGDIR', *flags]
     if prediction.choice.num_replicas > 1:
       parts.append(f'--num_replicas={prediction.choice.num_replicas}')
-    # After those of the user's: what comes later holds.
+    # After the user's overrides, because later overrides win.
     parts.append(f'--model_params_override={self.Overrides(prediction)}')
     return shlex.join(parts)
 
 
 def _OfSize(specs: Any, size: int, dim: int) -> Any:
-  """The specs for so many examples, which are in dimension `dim`."""
+  """Returns the specs with `size` examples in dimension `dim`."""
 
   def Changed(spec: Any) -> Any:
     if spec is None:

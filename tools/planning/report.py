@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan as text and picture: the table of the best, why others lost, the grid of (R, K)."""
+"""Formats plans: the table of the best plans, reasons against the rest, and the grid of (R, K)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ LEGEND = (
   'with free links, links what these add, update that of the weights; memory is of the device\n'
   'that needs most. All of it is predicted.'
 )
-# What is less of a step is not told.
+# Smaller parts of a step are not reported.
 _NOTABLE = 0.005
 
 
 def DevicesText(devices: device_description.Devices) -> str:
-  """What the devices are and how they are connected; below, where that is known to be from."""
+  """Describes the devices and their links, and the source of the description."""
   name = f' {devices.name}' if devices.name else ''
   links = {}
   if devices.devices_per_host > 1:
@@ -44,7 +44,7 @@ def DevicesText(devices: device_description.Devices) -> str:
 
 
 def SecondsText(seconds: float) -> str:
-  """Three digits and a unit: `1.23s`, `45.6ms`, `789us`."""
+  """Formats seconds with three digits and a unit: `1.23s`, `45.6ms`, `789us`."""
   for factor, unit in ((1, 's'), (1e3, 'ms')):
     if seconds * factor >= 0.9995:
       return f'{seconds * factor:.3g}{unit}' if seconds * factor < 999.5 else f'{seconds:,.0f}s'
@@ -52,7 +52,7 @@ def SecondsText(seconds: float) -> str:
 
 
 def Why(other: planner.Prediction, best: planner.Prediction, memory_bytes: float) -> str:
-  """Why a plan is not the chosen one, in a few words."""
+  """Returns a short reason why a plan was not chosen."""
   if other.choice == best.choice:
     return 'chosen'
   if other.peak_bytes > memory_bytes:
@@ -73,7 +73,7 @@ def Why(other: planner.Prediction, best: planner.Prediction, memory_bytes: float
 
 
 def Table(rows: Sequence[planner.Prediction], best: planner.Prediction, memory_bytes: float) -> str:
-  """A line for each plan."""
+  """Returns a line for each plan."""
   cells: list[tuple[str, ...]] = [_HEAD]
   for row in rows:
     c = row.choice
@@ -93,9 +93,9 @@ def Table(rows: Sequence[planner.Prediction], best: planner.Prediction, memory_b
 
 
 def Grid(result: planner.Result) -> str:
-  """Seconds of a step for all R and K that were looked at.
+  """Returns a table of the seconds of a step for all R and K that were considered.
 
-  What was simulated stands as it is, else after a > what it takes at the least.
+  Simulated times stand as they are; a `>` marks a lower bound.
   """
   simulated = {row.choice.grid: SecondsText(row.seconds) for row in result.rows}
   rs, ks = (sorted({grid[i] for grid in result.cells}) for i in range(2))
@@ -115,7 +115,7 @@ def Grid(result: planner.Result) -> str:
 
 
 def NothingFits(result: planner.Result, devices: device_description.Devices) -> str:
-  """What to say where no choice fits the memory."""
+  """Returns the message for the case that no choice fits into memory."""
   least, limit = result.least_bytes, devices.memory_bytes
   return (
     f'nothing fits: of {result.num_choices} choices the one that needs least still needs '
@@ -126,7 +126,7 @@ def NothingFits(result: planner.Result, devices: device_description.Devices) -> 
 
 
 def Plot(result: planner.Result, title: str, path: str) -> None:
-  """Draws a step's time against K, a line for each R, into a PNG file.
+  """Draws the time of a step over K, with a line for each R, into a PNG file.
 
   Raises:
     ImportError: matplotlib is not installed.

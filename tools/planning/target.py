@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the devices themselves: what hosts they are on, their links and their memory."""
+"""Measures devices: their hosts, links and memory."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from lingvo_gpipe.distributed import cluster, worker_hosts
 from lingvo_gpipe.planner import device_description, model_costs
 
 _SMALL, _LARGE = 1 << 10, 1 << 22
-_CACHES = 1 << 24  # Bytes that do not fit into them.
+_CACHES = 1 << 24  # Number of bytes that exceeds the caches.
 _TURNS, _REPEATS = 4, 10
 
 
 def NumCpus() -> int | None:
-  """How many logical CPU devices to measure with: one a core; None where there are GPUs."""
+  """Returns the number of logical CPU devices to measure with, one per core; None with GPUs."""
   return None if glob.glob('/dev/nvidia[0-9]*') else cluster.Cores()
 
 
 def Hosts(devices: Sequence[str]) -> list[list[str]]:
-  """The devices of each machine: workers of one machine are one host, and share what it has.
+  """Returns the devices of each machine; workers on the same machine are one host.
 
   Raises:
-    ValueError: devices of another machine are between those of one.
+    ValueError: the devices of a machine are not consecutive.
   """
-  found: dict[str, list[str]] = {}
-  for machine, own in itertools.groupby(
+  devices_of: dict[str, list[str]] = {}
+  for machine, group in itertools.groupby(
     devices, lambda d: _FileAt(d, '/proc/sys/kernel/random/boot_id')
   ):
-    if machine in found:
+    if machine in devices_of:
       raise ValueError(
-        f'a plan counts devices host by host, and between those of the host of '
-        f'{_Name(found[machine][0])} there are others: list the workers of a host one after another'
+        'the devices of a host must be consecutive, but the host of '
+        f'{_Name(devices_of[machine][0])} has others in between: list its workers one after another'
       )
-    found[machine] = list(own)
-  return list(found.values())
+    devices_of[machine] = list(group)
+  return list(devices_of.values())
 
 
 def Describe(
@@ -50,29 +50,29 @@ def Describe(
   hosts: Sequence[Sequence[str]],
   costs: model_costs.ModelCosts,
   slowdown: float,
-  given: dict[str, Any] | None,
+  known: dict[str, Any] | None,
 ) -> device_description.Devices:
-  """The devices of this process or of workers, as measured.
+  """Returns a description of the devices of this process or of workers, from measurements.
 
   Args:
-    devices: those to use.
-    hosts: what `Hosts` says of them.
-    costs: with measured seconds, from which FLOP/s follow.
-    slowdown: measured, of all devices of a host together.
-    given: a description, whose numbers and memory are kept, and links for which there are no
-      devices here; None: all is measured, with an equal share of the host's memory for each CPU
-      device.
+    devices: the devices to use.
+    hosts: the result of `Hosts` for the devices.
+    costs: costs of layers with measured seconds, from which FLOP/s follow.
+    slowdown: measured slowdown if all devices of a host work.
+    known: a description that supplies numbers of devices, memory, and the links that cannot be
+      measured here. With None everything is measured, and each CPU device has an equal share of
+      its host's memory.
 
   Raises:
-    ValueError: the memory of an accelerator was not given, hosts have different numbers of devices,
+    ValueError: the memory of an accelerator is unknown, hosts have different numbers of devices,
       or the description is malformed.
   """
   first = hosts[0][0]
   on_cpu = tf.DeviceSpec.from_string(first).device_type == 'CPU'
-  values: dict[str, Any] = dict(given or {})
+  values: dict[str, Any] = dict(known or {})
   values.setdefault('num_devices', len(devices.devices))
   if 'devices_per_host' not in values:
-    counts = [len(own) for own in hosts]
+    counts = [len(host) for host in hosts]
     if len(set(counts)) > 1:
       raise ValueError(
         f'a plan is for hosts of equally many devices, and these have {", ".join(map(str, counts))}'
@@ -84,11 +84,11 @@ def Describe(
       raise ValueError(
         '--measure needs memory_bytes in --device_file: of an accelerator it is unknown'
       )
-    values['memory_bytes'] = min(_HostMemory(own[0]) / len(own) for own in hosts)
+    values['memory_bytes'] = min(_HostMemory(host[0]) / len(host) for host in hosts)
   values['flops_per_second'] = FlopsPerSecond(costs)
   values['memory_bandwidth'] = MemoryBandwidth(first)
   source = f'measured: layers on {_Name(first)}'
-  # Of workers on one machine the outermost ones: their link is slower than that in a worker.
+  # Measure the outermost workers of a machine: their link is slower than a link within a worker.
   links = {'within_host': (first, hosts[0][-1])}
   if len(hosts) > 1:
     links['between_hosts'] = (hosts[0][-1], hosts[1][0])
@@ -105,7 +105,7 @@ def Describe(
 
 
 def _Name(device: str) -> str:
-  """Such as `worker 1 CPU:0`."""
+  """Returns a name such as `worker 1 CPU:0`."""
   spec = tf.DeviceSpec.from_string(device)
   worker = worker_hosts.WorkerOf(device)
   where = '' if worker is None else f'worker {worker} '
@@ -113,7 +113,7 @@ def _Name(device: str) -> str:
 
 
 def _FileAt(device: str, path: str) -> str:
-  """A file's text, as the process that has the device reads it."""
+  """Reads a file in the process that has the device."""
   with tf.device(worker_hosts.Host(device)):
     text: str = tf.io.read_file(path).numpy().decode()
   return text
@@ -126,24 +126,24 @@ def _HostMemory(device: str) -> float:
 
 
 def FlopsPerSecond(costs: model_costs.ModelCosts) -> float:
-  """What all layers together reach forward with the largest micro-batch that was measured."""
+  """Returns the forward FLOP/s of all layers at the largest measured micro-batch."""
   layers = [s for s in costs.samples[max(costs.samples)] if s.seconds is not None]
   seconds = sum(s.seconds[0] for s in layers if s.seconds)
   return max(sum(s.flops for s in layers), 1.0) / max(seconds, 1e-9)
 
 
 def Transfer(source: str, target: str) -> device_description.Link:
-  """The link between two devices, from a small and a large tensor that go to and fro.
+  """Measures the link between two devices by sending a small and a large tensor back and forth.
 
-  They go from worker to worker as activations do, and not by this process. Two logical CPU devices
-  of a process share their memory: what they send takes hardly any time.
+  The tensors go directly from worker to worker, as activations do. Two logical CPU devices of a
+  process share their memory, so transfers between them take almost no time.
   """
   small, large = (_TransferSeconds(source, target, n) for n in (_SMALL, _LARGE))
   return device_description.Link((_LARGE - _SMALL) / max(large - small, 1e-9), max(small, 0.0))
 
 
 def _TransferSeconds(source: str, target: str, num_bytes: int) -> float:
-  """The seconds of one way: by these, turns to `target` and back are longer than on `source`."""
+  """Returns the seconds of one way, from the extra time of turns to `target` and back."""
   variables = {}
   for device in {source, target}:
     with tf.device(device):
@@ -152,11 +152,13 @@ def _TransferSeconds(source: str, target: str, num_bytes: int) -> float:
   def Turns(other: str) -> Callable[[], tf.Tensor]:
     @tf.function(autograph=False)
     def Step() -> tf.Tensor:
-      with tf.device(source):  # Else it is read here.
+      with tf.device(source):  # Otherwise it would be read on this host.
         value = variables[source].read_value()
       for device in (other, source) * _TURNS:
         with tf.device(device):
-          value = tf.maximum(value, variables[device])  # Unlike sums these stay as they are.
+          value = tf.maximum(
+            value, variables[device]
+          )  # Unlike sums, identities do not change the values.
       with tf.device(source):
         return value[-1]
 
@@ -166,15 +168,15 @@ def _TransferSeconds(source: str, target: str, num_bytes: int) -> float:
 
 
 def MemoryBandwidth(device: str) -> float:
-  """Bytes a second of adding to a variable, which is read and written."""
+  """Returns the bytes per second of adding to a variable, which is read and written."""
   with tf.device(device):
-    x, one = tf.Variable(tf.zeros([_CACHES // 4])), tf.ones([_CACHES // 4])
+    x, ones = tf.Variable(tf.zeros([_CACHES // 4])), tf.ones([_CACHES // 4])
 
     @tf.function(autograph=False)
     def Step() -> tf.Tensor:
       with tf.device(device):
         for _ in range(_TURNS):
-          x.assign_add(one)
+          x.assign_add(ones)
         return x[0]
 
     return 3 * _TURNS * _CACHES / _Best(Step)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains an experiment for some steps, here or in a fresh process, and says how long each took.
+"""Trains an experiment for some steps, in this or a new process, and reports their times.
 
 python -m tools.planning.trial '<Trial as JSON>'
 """
@@ -18,17 +18,17 @@ from tools import program
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-  """Steps of one plan.
+  """A run of some steps with one plan.
 
   Attributes:
-    key: the experiment.
-    packages: where to look it up.
-    overrides: texts of overrides.
+    key: key of the experiment.
+    packages: packages of experiments to search.
+    overrides: overrides of Params.
     num_replicas: R.
-    num_devices: how many devices a fresh process makes, beyond those of the plan, as where layers
-      were measured: threads are shared out among all. None: the plan's.
+    num_devices: number of devices that a new process creates, as for the measurement of layers,
+      because devices share the threads; None: as many as the plan uses.
     platform: kind of device.
-    repeats: how many steps are timed, after the first.
+    repeats: number of timed steps after the first.
   """
 
   key: str
@@ -40,18 +40,18 @@ class Trial:
   repeats: int
 
   def Run(self, timeout_seconds: float) -> list[float]:
-    """What `Steps` returns, from a fresh process.
+    """Calls `Steps` in a new process and returns its result.
 
     Raises:
       RuntimeError: the process failed.
-      subprocess.TimeoutExpired: it took longer.
+      subprocess.TimeoutExpired: the process took too long.
     """
     argument = json.dumps(dataclasses.asdict(self))
     seconds: list[float] = program.ResultOf('tools.planning.trial', argument, timeout_seconds)
     return seconds
 
   def Steps(self, devices: Sequence[str] = ()) -> list[float]:
-    """The seconds of each timed step, on the first of these devices or on devices made now."""
+    """Returns the seconds of each timed step, on the first of these devices or on new devices."""
     from lingvo_gpipe.core import params_text
     from lingvo_gpipe.distributed import cluster
     from lingvo_gpipe.experiment import model as model_lib
@@ -88,7 +88,7 @@ class Trial:
 
 
 def main() -> None:
-  """Measures what the first argument says."""
+  """Measures the trial in the first argument."""
   print(json.dumps(Trial(**json.loads(sys.argv[1])).Steps()))
 
 

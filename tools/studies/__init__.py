@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the programs that redo experiments of the GPipe paper in small are made of."""
+"""Parts of the programs that repeat experiments of the GPipe paper on a small scale."""

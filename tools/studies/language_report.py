@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables and a picture of translation models against bilingual baselines, language by language."""
+"""Compares translation models with bilingual baselines by language, in tables and a picture."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ Metrics = Mapping[str, float | str]
 
 
 def Score(metrics: Metrics, metric: str, language: str) -> float:
-  """A model's score from a language into English; its only one where it has a single pair."""
+  """Returns a model's score from a language into English, or its only score."""
   return float(metrics.get(f'{metric}/{language}-en', metrics[metric]))
 
 
 def Text(metric: str, value: float | str) -> str:
-  """A score as the tables show it."""
+  """Formats a score for the tables."""
   return _FORMATS[metric].format(float(value))
 
 
@@ -27,12 +27,12 @@ def LanguageTable(
   baselines: Mapping[str, Metrics],
   models: Mapping[str, Metrics],
 ) -> str:
-  """Markdown: a row for each language, the baseline's score and each model's.
+  """Returns a Markdown table with a row for each language: scores of the baseline and each model.
 
   Args:
     metric: one of METRICS.
-    sizes: {language: examples in training}, in the order of the rows.
-    baselines: {language: metrics of the model of this language alone}.
+    sizes: {language: number of training examples}, in the order of the rows.
+    baselines: {language: metrics of the bilingual model}.
     models: {name: metrics of a model of all languages}.
   """
   rows = []
@@ -48,7 +48,7 @@ def LanguageTable(
 
 
 def MarkdownTable(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-  """A table in Markdown."""
+  """Returns a table in Markdown."""
   lines = [header, ['---'] * len(header), *rows]
   return ''.join(f'| {" | ".join(line)} |\n' for line in lines)
 
@@ -59,7 +59,7 @@ def Gains(
   baselines: Mapping[str, Metrics],
   metrics: Metrics,
 ) -> list[tuple[int, float]]:
-  """[(examples in training, score above the baseline's)] of the languages with a baseline."""
+  """Returns [(training examples, gain over the baseline)] for languages with a baseline."""
   return [
     (size, Score(metrics, metric, language) - Score(baselines[language], metric, language))
     for language, size in sizes.items()
@@ -73,7 +73,7 @@ def PlotGains(
   models: Mapping[str, Metrics],
   path: str,
 ) -> None:
-  """The GPipe paper's figure 3: gain over the baselines, from the most data to the least.
+  """Draws the GPipe paper's figure 3: gain over the baselines, from the most data to the least.
 
   Raises:
     ImportError: matplotlib is not installed.

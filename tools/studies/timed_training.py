@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains an experiment for a given time, keeps the weights that were best on Dev, decodes Test."""
+"""Trains an experiment for a given time, keeps the best weights on Dev, and decodes Test."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from lingvo_gpipe.experiment import model as model_lib
 from lingvo_gpipe.experiment import registry
 from lingvo_gpipe.runners import train_runner
 
-# Evaluations on Dev in the time that a model has, if it takes all of it.
+# Number of evaluations on Dev if a model uses all of its time.
 _NUM_EVALUATIONS = 24
-# A model is done when its loss on Dev has not fallen by this share for so many evaluations.
+# A model is done if its loss on Dev has not fallen by this share in this many evaluations.
 _LEAST_GAIN = 0.002
 _PATIENCE = 6
 
@@ -30,10 +30,10 @@ class Setting:
   """One model of a study.
 
   Attributes:
-    name: of the model, in results and as a folder.
-    key: the experiment.
-    overrides: of the model's Params, texts as the trainer's --model_params_override.
-    share: how much of the study's time it may take, beside the other models' shares.
+    name: name of the model in results, and of its folder.
+    key: key of the experiment.
+    overrides: overrides of the model's Params, as for the trainer's --model_params_override.
+    share: the model's share of the time of the study, relative to the shares of other models.
   """
 
   name: str
@@ -42,7 +42,7 @@ class Setting:
   share: float = 1.0
 
   def Params(self, dataset: str) -> Any:
-    """The model's Params for a data set."""
+    """Returns the model's Params for a data set."""
     p = registry.GetParams(self.key, dataset)
     for text in self.overrides:
       p.ApplyOverrides(params_text.ParseOverrides(text))
@@ -51,19 +51,19 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-  """What came of a model.
+  """The results of a model.
 
   Attributes:
-    name: of the setting.
-    key: the experiment.
-    overrides: of the setting.
-    num_params: trainable weights.
-    steps: optimizer updates until the end.
-    best_step: of the weights that were kept.
-    seconds: from the second step on, evaluations on Dev included, without decoding.
-    is_done: whether it ended because Dev got no better, before its time was over.
-    dev_loss: cross entropy a token on Dev, in nats, of the weights that were kept.
-    metrics: what the task made of the decoded Test.
+    name: name of the setting.
+    key: key of the experiment.
+    overrides: overrides of the setting.
+    num_params: number of trainable weights.
+    steps: number of optimizer updates.
+    best_step: step of the weights that were kept.
+    seconds: seconds from the second step on, including evaluations on Dev but not decoding.
+    is_done: whether training ended early because the loss on Dev stopped improving.
+    dev_loss: cross entropy per token on Dev, in nats, of the weights that were kept.
+    metrics: metrics of the task for the decoded Test set.
   """
 
   name: str
@@ -79,13 +79,13 @@ class Result:
 
 
 def Train(setting: Setting, devices: Sequence[str], seconds: float, logdir: str) -> Result:
-  """Trains and decodes.
+  """Trains a model and decodes the Test set.
 
   Args:
     setting: the model.
-    devices: for its stages.
-    seconds: after so many it stops training; at least one step is done.
-    logdir: gets what was decoded, in `decode_test/`.
+    devices: devices for its stages.
+    seconds: number of seconds after which training stops, after at least one step.
+    logdir: directory for the decoded examples, in `decode_test/`.
   """
   params = setting.Params('Train')
   model = model_lib.SingleTaskModel(params)
@@ -104,7 +104,7 @@ def Train(setting: Setting, devices: Sequence[str], seconds: float, logdir: str)
       pass
     step += 1
     if step == 1:
-      start = time.monotonic()  # The first step traces: that is no training.
+      start = time.monotonic()  # The first step traces, which does not count as training.
     used = time.monotonic() - start
     if used < min(next_evaluation, seconds):
       continue
