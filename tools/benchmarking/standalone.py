@@ -186,7 +186,7 @@ def _Measured(policy: str, kinds: Collection[str]) -> list[str]:
 
 
 class _Calls:
-  """The calls of one stage for one micro-batch; `dy` has the value None if the stage has the loss."""
+  """The calls of one stage for one micro-batch, without `dy` if the stage has the loss."""
 
   def __init__(
     self,
