@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmark runs, and its table and lines are complete; how fast anything was is not tested."""
+"""The benchmark runs, and its table and lines are complete; speeds are not tested."""
 
 import json
 import re
@@ -39,7 +39,7 @@ def _Config(**changes):
   return configuration.Configuration(**{**common, **changes})
 
 
-def testATinyRunForReal(tmp_path):
+def testATinyBenchmarkRuns(tmp_path):
   output = tmp_path / 'results.jsonl'
   done = _Run(
     *_TINY, '--workloads=a', '--schedules=1f1b_fused', '--xla=off', f'--output={output}',
@@ -52,7 +52,7 @@ def testATinyRunForReal(tmp_path):
   for column in report.COLUMNS:
     assert column in lines[start + 1]
   rows = [line.split() for line in lines[start + 2 :]]
-  # Without the count of cores, which differs on a machine of one.
+  # Without the number of cores, which differs on a machine with one core.
   assert [row[1:6] for row in rows] == [
     ['1', '2', 'gpipe', 'stage', 'off'],
     ['1', '2', 'gpipe', 'stage', 'off'],
@@ -99,7 +99,7 @@ _SIZES_B = {'layers': 1, 'dim': 8, 'batch': 4, 'time': 4, 'vocab': 11, 'heads': 
     ),
   ],
 )
-def testWorkloadBAndEveryKindOfAction(forks, changes, letters):
+def testWorkloadBTimesEveryKindOfAction(forks, changes, letters):
   config = _Config(workload='b', sizes=_SIZES_B, num_micro_batches=2, repeats=1, xla=False)
   config = type(config)(**{**vars(config), **changes})
   worker = str(processes.ROOT / 'tools' / 'benchmarking' / 'worker.py')
@@ -111,14 +111,14 @@ def testWorkloadBAndEveryKindOfAction(forks, changes, letters):
   for kind, times in actions.items():
     assert len(times) == (2 if kind == 'update' else 2 * config.stages_per_device)
     if kind in 'Ii':
-      assert times.pop(0) == 0  # Nobody wants the gradient of the first stage's input.
+      assert times.pop(0) == 0  # The gradient of the first stage's input is not needed.
     assert min(times) > 0
 
 
-# ---- what the figures mean -----------------------------------------------------------------------
+# ---- meaning of the figures ----------------------------------------------------------------------
 
 
-def testSimulatedTimes():
+def testSimulatedTimesFollowTheFormula():
   def Times(actions, update, alone=None):
     return standalone.Times(actions, alone or actions, update)
 
@@ -127,10 +127,10 @@ def testSimulatedTimes():
   # (M + K - 1)(F + B) + update.
   assert times.Simulate(schedule, min) == pytest.approx(5 * 4.0 + 0.5)
   assert times.Simulate(schedule, max) == pytest.approx(5 * 6.0 + 0.7)
-  # All micro-batches but the last one recompute; one stage, so that nothing overlaps.
+  # All micro-batches except the last recompute; with one stage nothing overlaps.
   times = Times({'F': [[1.0]], 'B': [[3.0]], 'b': [[2.0]]}, [[0.0]])
   assert times.Simulate(schedules.Get('gpipe', 1, 4), min) == pytest.approx(4 * 1 + 3 * 3 + 2)
-  # The same in halves; where there is no I, it is W that recomputes.
+  # With a split backward; without an I, W recomputes.
   for split in ({'I': 2, 'i': 1, 'W': 1, 'w': 1}, {'I': 0, 'i': 0, 'W': 3, 'w': 2}):
     times = Times({kind: [[t]] for kind, t in {'F': 1, **split}.items()}, [[0.0]])
     assert times.Simulate(schedules.Get('zb_h1', 1, 4), min) == 4 * 1 + 3 * 3 + 2
@@ -138,7 +138,7 @@ def testSimulatedTimes():
   times = Times(fused, [[0.0], [0.0]])
   schedule = schedules.Get('fused_fill_drain', 2, 1)
   assert times.Simulate(schedule, min) == pytest.approx(7.0)
-  # One device works at a time, and has both cores.
+  # Only one device works at a time, on both cores.
   halves = {kind: [[t / 2 for t in times] for times in stages] for kind, stages in fused.items()}
   times = Times(fused, [[0.0], [0.0]], alone=halves)
   assert times.Simulate(schedule, min) == pytest.approx(7.0)
@@ -156,7 +156,7 @@ def _Cells(config, results):
   return dict(zip(report.COLUMNS, report.Row(config, results), strict=True))
 
 
-def testRatios():
+def testRatiosOfTheTable():
   pinned, free = _Config(num_stages=1, num_cores=1), _Config(num_stages=1)
   piped, torch = _Config(), _Config(system='torch', xla=False)
   simulated = {
@@ -176,14 +176,14 @@ def testRatios():
   assert cells['speed-up'] == '1.60' and cells['KM/(M+K-1)'] == '1.60'
   assert cells['eff. best'] == '90.0%' and cells['eff. median'] == '90.9%'
   assert cells['pred. best'] == cells['pred. median'] == '0.80'
-  # Torch's best schedule, of best steps and of medians.
+  # The best schedule of torch, by best steps and by medians.
   assert cells['peer best'] == '1.10' and cells['peer median'] == '1.00'
   assert _Cells(free, results)['speed-up'] == '1.33'
   assert _Cells(free, results)['peer best'] == '-'
   cells = _Cells(torch, results)
   assert {cells[c] for c in ('speed-up', 'eff. best', 'peer best', 'xla')} == {'-'}
   assert report.Table(results).count('\n') == len(results) + 1
-  # Another size is another table, and nothing to compare with.
+  # Another size has its own table, without a line to compare with.
   other = _Config(sizes={'layers': 5})
   cells = _Cells(other, [*results, (other, _Result(5.0))])
   assert {cells[c] for c in ('speed-up', 'peer best')} == {'-'}
@@ -193,7 +193,7 @@ def testRatios():
   ]
 
 
-def testRoundsAreOneResult():
+def testRoundsAreMerged():
   def Round(*steps, best, median, predicted, mib):
     simulated = {'simulated_best': best, 'simulated_median': median, 'predicted_best': predicted}
     simulated['predicted_median'] = 2 * predicted
@@ -209,7 +209,7 @@ def testRoundsAreOneResult():
   assert (merged['simulated_best'], merged['simulated_median']) == (1.5, 3.0)
   assert (merged['predicted_best'], merged['predicted_median']) == (1.4, 3.4)
   assert merged['memory_mib'] == 12.0
-  # Of an older tool, whose rounds lack some.
+  # Results of an older version lack some figures.
   for older in (0, 1):
     del rounds[older]['predicted_best']
   assert report.Merge(rounds)['predicted_best'] == 1.7
@@ -217,7 +217,7 @@ def testRoundsAreOneResult():
   assert 'predicted_best' not in report.Merge(rounds)
 
 
-def testGrid():
+def testGridOfConfigurations():
   grid = configuration.Grid(
     workloads=['a', 'b'],
     sizes=['b.batch=8'],
@@ -238,7 +238,7 @@ def testGrid():
   assert all(configuration.Configuration.FromJson(c.ToJson()) == c for c in grid)
 
 
-def testSeveralStagesADeviceAreForWhoLoops():
+def testOnlyLoopingSchedulesHaveSeveralStagesPerDevice():
   grid = configuration.Grid(
     workloads=['a'], sizes=[], num_stages=[1, 2], num_micro_batches=[4],
     schedules=['gpipe', 'interleaved_1f1b'], remat_policies=['stage'], xla=[True], repeats=3,
@@ -249,7 +249,7 @@ def testSeveralStagesADeviceAreForWhoLoops():
   ]  # fmt: skip
 
 
-def testThePlot(tmp_path):
+def testThePlotIsWritten(tmp_path):
   pytest.importorskip('matplotlib')
   pinned, piped = _Config(num_stages=1, num_cores=1), _Config()
   path = tmp_path / 'plot.png'
@@ -269,14 +269,14 @@ def testThePlot(tmp_path):
     ('--num_micro_batches=300', r'a batch of 256 has no such M'),
   ],
 )
-def testMistakes(flag, message):
+def testInvalidFlagsAreRejected(flag, message):
   done = _Run(flag)
   assert done.returncode == 2
   (line,) = done.stderr.splitlines()
   assert message in line
 
 
-def testHelpNamesTheFlagsOfTheGuide():
+def testHelpListsTheFlagsOfTheGuide():
   text = processes.Succeeded(_Run('--help')).stdout
   guide = (processes.ROOT / 'docs' / 'performance.md').read_text()
   named = set(re.findall(r'(?<![\w-])--([a-z_]+)', guide)) - {'help', 'model', 'dtype', 'xla_cache'}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The multilingual study: which models, what a restart does, the report of what is done."""
+"""The multilingual study: its models, restarts, and the report of finished models."""
 
 import json
 import sys
@@ -45,7 +45,7 @@ def _Result(setting, score):
   }
 
 
-def testModels(output):
+def testModelsOfTheStudy(output):
   names = [s.name for s in study.Settings()]
   assert names == [
     'bilingual-de',
@@ -60,14 +60,14 @@ def testModels(output):
   assert by_name['bilingual-fr'].Params('Test').input.languages == ['fr']
   learner = by_name['multilingual-batch-x4'].Params('Train').task.train.learner
   assert learner.num_accumulated_mini_batches == 4
-  # The same examples of warm-up, and a learning rate that grows with the root of the batch.
+  # Equally many examples of warm-up; the learning rate grows with the root of the batch size.
   first = by_name['multilingual'].Params('Train').task.train.learner.lr_schedule
   assert learner.lr_schedule.warmup_steps == first.warmup_steps // 4
   rates = [p.Instantiate().Value(p.warmup_steps) for p in (first, learner.lr_schedule)]
   assert float(rates[1]) == pytest.approx(2 * float(rates[0]), rel=0.02)  # Steps count from 0.
   with flagsaver.flagsaver(model_params_override='task.num_layers:1'):
     assert all(s.Params('Dev').task.num_layers == 1 for s in study.Settings())
-  # Equal parameters of the deep and the wide model's layers, as in the paper.
+  # The layers of the deep and the wide model have equally many parameters, as in the paper.
   deep, wide = (by_name[name].Params('Train').task for name in ('deep', 'wide'))
   sizes = [
     p.num_layers * (12 * p.num_heads * p.dim_per_head + 4 * p.hidden_dim) for p in (deep, wide)
@@ -75,13 +75,13 @@ def testModels(output):
   assert sizes[0] == sizes[1]
 
 
-def testWhatIsDoneIsReportedAndNotTrainedAgain(output):
+def testFinishedModelsAreReportedAndNotTrainedAgain(output):
   results = [_Result(s, 10.0 + i) for i, s in enumerate(study.Settings())]
   lines = ''.join(json.dumps(result) + '\n' for result in results)
-  (output / 'results.jsonl').write_text(lines + '{"name": "bro')  # It was killed while writing.
+  (output / 'results.jsonl').write_text(lines + '{"name": "bro')  # Killed while writing.
   assert study.Run() == 0
   report = (output / 'report.md').read_text()
-  # The deep model's, 14: two above Swedish's baseline, 12, counted from German on.
+  # The deep model's score 14 is two above the Swedish baseline, 12; German comes first.
   assert '| sv | 10 | 12.0 | 15.0 | 16.0 | 17.0 |' in report
   assert '| multilingual-batch-x4 | 2.00M | 10 | 1 s | 1.500 | 16.0 | 32.0 | 0.16 |' in report
   assert (output / 'gains.png').read_bytes().startswith(b'\x89PNG')
@@ -91,7 +91,7 @@ def testWhatIsDoneIsReportedAndNotTrainedAgain(output):
       study.Run()
 
 
-def testGains():
+def testGainsOverTheBaselines():
   sizes = {'de': 100, 'fr': 10}
   baselines = {language: {'bleu': 20.0} for language in sizes}
   gains = language_report.Gains(
@@ -110,7 +110,7 @@ def testGains():
     ({'output': None}, '--output is needed'),
   ],
 )
-def testMistakes(output, values, message):
+def testInvalidFlagsAreRejected(output, values, message):
   with flagsaver.flagsaver(**values), pytest.raises(ValueError, match=message):
     study.Run()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The programs that redo the paper's tables: their counts, their search and their ratios."""
+"""The programs that reproduce the paper's tables: counts, search and ratios."""
 
 import json
 import re
@@ -39,14 +39,14 @@ def testTheSearchFindsTheLargest(least, most, largest):
   assert len(tried) <= 2 * most.bit_length() + 1
 
 
-def testAModelFitsOrNotForReal(monkeypatch):
+def testAModelFitsOrNot(monkeypatch):
   assert largest_model.NumParams(_TRIAL) == 16 * 64 * 2 + 16 + 12 * 64**2 + 13 * 64 + 2 * 64
   wide = memory_trial.Trial(**{**json.loads(_TRIAL.ToJson()), 'dim': 1024, 'limit_mib': 32})
   monkeypatch.setenv('TF_ENABLE_ONEDNN_OPTS', '0')  # Its allocator waits 10 s for memory.
-  assert largest_model.NumParams(wide) is None  # Its weights alone are 48 MiB.
+  assert largest_model.NumParams(wide) is None  # The weights alone take 48 MiB.
 
 
-def testAnotherFailureIsNoAnswer():
+def testAnotherFailureIsReported():
   wrong = memory_trial.Trial(**{**json.loads(_TRIAL.ToJson()), 'remat_policy': 'x'})
   with pytest.raises(RuntimeError, match='remat_policy'):
     largest_model.NumParams(wrong)
@@ -60,10 +60,10 @@ def testTable1CountsAndPredicts():
   ).stdout.splitlines()
   rows = [re.split(r'\s{1,}', line) for line in lines if line.startswith('lm.')]
   assert [row[4] for row in rows] == ['282,178,816', '785,761,536']
-  # 12 bytes a parameter, in GiB, as the paper has them (its two figures of Naive-1 exchanged).
+  # 12 bytes per parameter in GiB, as in the paper (with the two figures for Naive-1 swapped).
   assert [row[6:8] for row in rows] == [['3.15', '3.15'], ['8.78', '8.8']]
   naive, pipelined = (float(row[8]) for row in rows)
-  # Four times the layers, and yet less memory.
+  # Four times as many layers, but less memory.
   assert 0 < pipelined < naive
 
 
@@ -92,7 +92,7 @@ def testThroughputIsRelative():
     ('paper_throughput', '--num_stages=1,4', '2 is to be among them'),
   ],
 )
-def testMistakesAreOneLine(name, flag, message):
+def testErrorsAreOneLine(name, flag, message):
   done = _Tool(name, flag)
   assert done.returncode == 2
   assert message in done.stderr and len(done.stderr.splitlines()) == 1
@@ -105,7 +105,7 @@ def testAnAmoebaNetIsAWorkload():
   task.CheckBatch(batch)
   spec = batch.Transform(lambda x: tf.TensorSpec(x.shape, x.dtype))
   cut = task_cut.CutTask(task, spec)
-  # The actions of a stage are timed alone, for which there must be no skip connection.
+  # The actions of a stage are timed in isolation, so there must not be skip connections.
   assert len(cut.stages) == 4 and not any(layer.skips_out for layer in task.pipeline.layers)
 
 

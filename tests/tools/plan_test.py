@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program `tools.plan`: what it prints can be run, and is what the trainer predicts, too."""
+"""The program `tools.plan`: its command runs, and the trainer makes the same predictions."""
 
 import json
 import os
@@ -55,7 +55,7 @@ def testTheCommandRunsAndTheTrainerPredictsTheSameMemory(forks, tmp_path):
   (command,) = [line for line in out.splitlines() if line.startswith('trainer ')]
   args = shlex.split(command)[1:]
   assert '--num_replicas=2' in args and args.pop(1) == '--logdir=LOGDIR'
-  # With what the plan was made with, and the plan's overrides after that.
+  # The overrides of the plan follow the overrides that the plan was made with.
   assert '--max_steps=7' in args
   assert [a for a in args if a.startswith('--model_params_override=')][0] == _MODEL[1]
   shown = processes.Succeeded(forks.Run('trainer', '--mode=inspect_partition', *args)).stdout
@@ -66,7 +66,7 @@ def testTheCommandRunsAndTheTrainerPredictsTheSameMemory(forks, tmp_path):
   assert needs == pytest.approx(_Bytes(chosen[-2]), rel=2e-3)
 
 
-def testMeasuresThisMachineAndChecksItself():
+def testThisMachineIsMeasuredAndPlansAreChecked():
   done = processes.Run(
     'plan', *_MODEL, '--measure', '--measured_sizes=2', '--num_devices=2', '--platform=cpu',
     '--check=1', '--repeats=2', '--remat_policies=none', '--schedules=gpipe',
@@ -85,7 +85,7 @@ def testMeasuresThisMachineAndChecksItself():
 _MEASURE = ('--measure', '--measured_sizes=2', '--remat_policies=none', '--schedules=gpipe')
 
 
-def testMeasuresWorkersAndChecksItself(forks):
+def testWorkersAreMeasuredAndPlansAreChecked(forks):
   done = forks.Run(
     _PROGRAM, *_MODEL, *_MEASURE, '--local_workers=2', '--num_stages=2', '--check=1', '--repeats=1'
   )
@@ -103,7 +103,7 @@ def testMeasuresWorkersAndChecksItself(forks):
   assert lines[-1].split()[:2] == ['1', '2'] and lines[-1][-1] == '%'
 
 
-def testAWorkerThatFailsIsOneLine(forks):
+def testAFailedWorkerIsReportedInOneLine(forks):
   pid = forks.Start(_PROGRAM, *_MODEL, *_MEASURE, '--local_workers=2', '--num_stages=2')
   forks.Await(' Devices: 2 CPU devices of 2 workers')
   workers = worker_processes.Children(pid)
@@ -111,12 +111,12 @@ def testAWorkerThatFailsIsOneLine(forks):
   os.kill(first, signal.SIGKILL)
   done = forks.Wait()
   assert done.returncode == 1
-  line = done.stderr.splitlines()[-1]  # Behind what TensorFlow says of it.
+  line = done.stderr.splitlines()[-1]  # After TensorFlow's messages.
   assert line.startswith('a worker failed: ')
   worker_processes.AwaitEnd(workers)
 
 
-def testOnlyLearnersWithSomethingToTrainUpdateALayer():
+def testOnlyLearnersThatTrainALayerUpdateIt():
   params = registry.GetParams(processes.MODEL, 'Train')
   params.ApplyOverrides(params_text.ParseOverrides(processes.TINY))
   one = params.task.train.learner.Copy().Set(lr_schedule=lr_schedules.Constant.Params())
@@ -146,7 +146,7 @@ def testOnlyLearnersWithSomethingToTrainUpdateALayer():
     ({}, ['--model=image.digits_tasks.DigitAndParity'], 'expected a model with one task'),
   ],
 )
-def testMistakesAreOneLine(forks, tmp_path, changes, flags, words):
+def testErrorsAreOneLine(forks, tmp_path, changes, flags, words):
   where = [] if changes is None else [_File(tmp_path, **changes)]
   model = _MODEL[:1] if any('--model=' in flag for flag in flags) else _MODEL
   done = forks.Run(_PROGRAM, *model, *where, *flags)
@@ -159,7 +159,7 @@ def testMistakesAreOneLine(forks, tmp_path, changes, flags, words):
   'seconds, text',
   [(1.234, '1.23s'), (12.0, '12s'), (0.0456, '45.6ms'), (7.89e-5, '78.9us'), (12345, '12,345s')],
 )
-def testSeconds(seconds, text):
+def testSecondsAreFormatted(seconds, text):
   assert report.SecondsText(seconds) == text
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program `tools.scaling`: its tables say of a simple model what theory says."""
+"""The program `tools.scaling`: the tables of a simple model agree with theory."""
 
 import itertools
 import sys
@@ -14,12 +14,12 @@ _SAMPLE = model_costs.LayerSample(flops=1e12, inputs=1e6, outputs=1e6, inner=1e7
 
 
 def _Costs(num_layers):
-  """Equal layers that compute far longer than their activations take over a link."""
+  """Returns costs of equal layers that compute much longer than their transfers take."""
   return model_costs.ModelCosts([_LAYER] * num_layers, {1: [_SAMPLE] * num_layers})
 
 
 def _Rows(table, num_rows):
-  """The first rows below the two lines of the head, as numbers by the names of their columns."""
+  """Returns the first rows below the two header lines, as numbers by column name."""
   _, head, *rows = itertools.islice(table, 2 + num_rows)
   return [dict(zip(head.split(), _Numbers(row), strict=True)) for row in rows]
 
@@ -28,11 +28,11 @@ def _Numbers(row):
   return [float(cell.strip('%')) if cell[-1] in '%0123456789' else cell for cell in row.split()]
 
 
-def testBubblesGrowWithStagesOfAsManyLayersEach():
+def testBubblesGrowWithTheNumberOfEqualStages():
   one, eight = _Rows(scaling.Depth(_Costs(3)), 2)
   assert (one['K'], one['M'], eight['K'], eight['M']) == (1, 32, 8, 32)
   assert (one['L'], eight['L']) == (13, 8 * 13 - 1)
-  # (K - 1) / (M + K - 1) of the step, save its update; one device has a layer less.
+  # (K - 1) / (M + K - 1) of the step without its update; one device has one layer less.
   assert one['bubble'] == 0 and eight['bubble'] == pytest.approx(100 * 7 / 39, rel=0.1)
 
 
@@ -44,7 +44,7 @@ def testLinksTakeMoreOfAStepWithMoreReplicas():
   assert links == sorted(links) and links[0] < links[-1]
 
 
-def testADeeperModelHasOneLayerMoreOften():
+def testADeeperModelRepeatsOneLayer():
   costs = _Costs(4)
   deep = scaling.Deeper(costs, 2, 5)
   assert deep.num_layers == 9 and deep.weights == (_LAYER,) * 9

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peak activations of a stage, in fresh processes, follow the formula (GPipe section 2.3)."""
+"""The peak activations of a stage, in new processes, follow the formula (GPipe, section 2.3)."""
 
 import dataclasses
 import sys
@@ -10,7 +10,7 @@ from tests import processes
 from tools import stage_memory as program
 from tools.benchmarking import stage_memory
 
-# Narrow layers of many rows: as much memory in an eighth of the time.
+# Narrow layers with many rows take as much memory in an eighth of the time.
 _SETTING = stage_memory.Setting(3, 4, 'gpipe', 1, rows=32768, dim=128)
 
 
@@ -28,24 +28,24 @@ _SETTING = stage_memory.Setting(3, 4, 'gpipe', 1, rows=32768, dim=128)
     ({'schedule': '1f1b', 'stage': 2, 'num_micro_batches': 12}, 1 + 2),
   ],
 )
-def testTheFormula(changes, predicted):
+def testThePredictionFollowsTheFormula(changes, predicted):
   setting = dataclasses.replace(_SETTING, **changes)
   assert setting.mib == 16
   assert stage_memory.Predict(setting) == predicted * 16
 
 
-def testMemoryGrowsAsTheFormulaSays():
+def testMeasuredMemoryFollowsTheFormula():
   small = program.Measure(_SETTING)
   gpipe = program.Measure(dataclasses.replace(_SETTING, num_micro_batches=12))
   one_f_one_b = program.Measure(
     dataclasses.replace(_SETTING, schedule='1f1b', num_micro_batches=12)
   )
   more_layers = program.Measure(dataclasses.replace(_SETTING, num_layers=6))
-  # Eight more inputs are held: 128 MiB; TensorFlow takes a few MiB a micro-batch besides.
+  # Eight more inputs take 128 MiB; TensorFlow takes a few more MiB per micro-batch.
   assert 112 <= gpipe - small <= 208
-  # None more.
+  # No more inputs are held.
   assert one_f_one_b - small <= 64
-  # The inner activations of four more layers, of one micro-batch: 64 MiB; not of all four.
+  # The inner activations of four more layers take 64 MiB, for one micro-batch and not for four.
   assert 32 <= more_layers - small <= 112
 
 
@@ -57,7 +57,7 @@ def _Run(*args):
 @pytest.mark.parametrize(
   'flag, message', [('--stages=3', '--stages'), ('--schedules=x', 'unknown'), ('--xla=1', '--xla')]
 )
-def testMistakes(flag, message):
+def testInvalidFlagsAreRejected(flag, message):
   done = _Run(flag)
   assert done.returncode == 2
   assert message in done.stderr
@@ -68,7 +68,7 @@ def testHelpListsTheFlags():
   text = processes.Succeeded(_Run('--help')).stdout
   assert text.startswith('Measures what a stage holds')
   assert '  --num_stages: K. (default: ' in text
-  # Those of libraries are left out.
+  # Flags of libraries are omitted.
   assert 'verbosity' not in text
 
 

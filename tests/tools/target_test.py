@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Devices as `tools.planning.target` describes them: hosts, memory, links; how tensors go."""
+"""`tools.planning.target`: hosts, memory, links, and the route of tensors."""
 
 import re
 import sys
@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from lingvo_gpipe.distributed import cluster
 from lingvo_gpipe.planner import device_description
+from tests import naming
 from tools.planning import target
 
 _MIB = 1 << 20
@@ -16,7 +17,7 @@ _MIB = 1 << 20
 
 @pytest.fixture
 def machines(monkeypatch):
-  """[of each worker the machine it is on]; a machine has so many MiB as its letter's code."""
+  """Places worker i on machines[i], whose memory in MiB is the code of its letter."""
   found = []
 
   def FileAt(device, path):
@@ -33,7 +34,7 @@ def machines(monkeypatch):
 
 
 def _Describe(num_devices, given=None):
-  """Of workers with so many devices."""
+  """Describes workers with these numbers of devices."""
   devices = [
     f'/job:worker/replica:0/task:{task}/device:CPU:{i}'
     for task, count in enumerate(num_devices)
@@ -68,7 +69,7 @@ def testWorkersOfOneMachineAreAHost(machines, where, num_devices, per_host, memo
     assert link == device_description.Link(a + 1, b + 1)
 
 
-def testWhatIsGivenAndNotThereIsKept(machines):
+def testDescribedValuesThatCannotBeMeasuredAreKept(machines):
   machines[:] = 'a'
   given = {
     'num_devices': 64,
@@ -84,20 +85,20 @@ def testWhatIsGivenAndNotThereIsKept(machines):
   assert devices.flops_per_second == 1e9 and devices.within_host.latency == 2
 
 
-def testHostsOfDifferentNumbersAreRefused(machines):
+def testHostsWithDifferentNumbersOfDevicesAreRejected(machines):
   machines[:] = 'ab'
   with pytest.raises(ValueError, match='equally many devices, and these have 2, 1: leave some out'):
     _Describe([2, 1])
 
 
-def testWorkersOfAMachineAreToFollowOneAnother(machines):
+def testWorkersOfAMachineMustBeConsecutive(machines):
   machines[:] = 'abab'
-  with pytest.raises(ValueError, match='between those of the host of worker 0 CPU:0 there are oth'):
+  with pytest.raises(ValueError, match=naming.Naming('consecutive', 'worker 0 CPU:0')):
     _Describe([1, 1, 1, 1])
 
 
 def testTensorsOfATransferPassNoOtherDevice(monkeypatch):
-  """What has no device would be where the program is, and all bytes would go there."""
+  """Operations without a device would run in this process and receive all bytes."""
   graphs = []
 
   def Trace(step):
@@ -112,7 +113,7 @@ def testTensorsOfATransferPassNoOtherDevice(monkeypatch):
     large = [
       op
       for op in graph.get_operations()
-      if op.type != 'ReadVariableOp'  # Is where its variable is.
+      if op.type != 'ReadVariableOp'  # Runs on the device of its variable.
       and any(x.dtype == tf.float32 and x.shape.rank == 1 for x in op.outputs)
     ]
     assert {op.device for op in large} == expected

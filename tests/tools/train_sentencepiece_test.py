@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program that trains vocabularies: from an experiment's texts, and from files."""
+"""The program that trains vocabularies on the texts of an experiment or on files."""
 
 import sys
 import textwrap
@@ -17,7 +17,7 @@ from lingvo_gpipe import registry, task, text_files
 
 @registry.RegisterSingleTaskModel
 class Lines(registry.SingleTaskModelParams):
-  """Lines."""
+  """Lines of text."""
 
   def Train(self):
     return text_files.TextFilesInput.Params().Set(
@@ -54,7 +54,7 @@ def testVocabularyOfAnExperiment(folder, forks):
   assert done.stdout == line
   assert processes.Messages(done.stderr) == []
   assert vocabulary.vocab_size == 400 and vocabulary.PieceId('<2de>') > 3
-  # Not a second time.
+  # It does not overwrite a vocabulary.
   done = forks.Run(_PROGRAM, '--model=text.Lines', cwd=folder)
   assert done.returncode == 2
   (line,) = processes.Messages(done.stderr)
@@ -92,7 +92,7 @@ def testFlagsReachTheTraining(folder, forks):
   assert other.fingerprint != made.fingerprint
 
 
-def testMistakesAreOneLine(folder, forks):
+def testErrorsAreOneLine(folder, forks):
   args = ['--files=*.tsv', '--prefix=v', '--vocab_size=400', '--columns=3']
   done = forks.Run(_PROGRAM, *args, cwd=folder)
   assert done.returncode == 2

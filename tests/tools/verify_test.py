@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program `tools.verify`: its exit status says whether an experiment's pipeline is right."""
+"""The program `tools.verify`: its exit status tells a correct pipeline from a wrong one."""
 
 import re
 import sys
@@ -25,7 +25,7 @@ def _Run(*args, **options):
   return processes.Run('verify', *args, command=[sys.executable, _PROGRAM], **options)
 
 
-def testAnExperimentAgrees():
+def testACorrectExperimentPasses():
   done = _Run(
     f'--model={processes.MODEL}', '--dtype=float64', '--step=3', '--num_worst=2',
     f'--model_params_override={processes.TINY};task.atten_dropout_prob:0.1',
@@ -33,12 +33,12 @@ def testAnExperimentAgrees():
   out = processes.Succeeded(done).stdout
   assert 'K=2 stages, M=4 micro-batches' in out
   assert re.search(r'^EQUAL: float64', out, re.MULTILINE)
-  assert out.count('relative ') == 5  # Two lines on each scale, and one heading.
+  assert out.count('relative ') == 5  # Two lines for each scale, and one heading.
   assert processes.Messages(done.stderr) == []
 
 
 _PROJECT_TASK = '''
-"""A language model whose loss weight is wrong."""
+"""A language model with a wrong loss weight."""
 import tensorflow as tf
 
 from lingvo_gpipe import linear, pipelining_layer, task
@@ -92,7 +92,7 @@ class Wrong(registry.SingleTaskModelParams):
 '''
 
 
-def testAWrongLossWeightIsFound(forks, tmp_path):
+def testAWrongLossWeightIsReported(forks, tmp_path):
   for name, text in (('tasks', _PROJECT_TASK), ('params', _PROJECT_PARAMS)):
     (tmp_path / name).mkdir()
     (tmp_path / name / '__init__.py').touch()
@@ -104,7 +104,7 @@ def testAWrongLossWeightIsFound(forks, tmp_path):
 
 
 class _TimeMajor(task.BaseTask):
-  """Its pipeline takes [time, batch, dim], its loss the batch as it is."""
+  """A task whose pipeline takes [time, batch, dim], and whose loss takes the batch unchanged."""
 
   def __init__(self, params):
     super().__init__(params)
@@ -140,7 +140,7 @@ class _Sequences(base_input_generator.BaseInputGenerator):
 
 
 def testABatchAtAnotherDimension(monkeypatch, capsys):
-  """5 examples of 3 time steps: the micro-batches are 3 and 2, those of the loss too."""
+  """5 examples of 3 time steps are cut into micro-batches of 3 and 2, also for the loss."""
   params = model.SingleTaskModel.Params().Set(
     task=_TimeMajor.Params(), input=_Sequences.Params().Set(batch_size=5)
   )
@@ -155,7 +155,7 @@ def testABatchAtAnotherDimension(monkeypatch, capsys):
   assert re.search(r'^EQUAL: float64', out, re.MULTILINE)
 
 
-def testMistakesAreOneLine(forks):
+def testErrorsAreOneLine(forks):
   done = forks.Run(
     _PROGRAM,
     f'--model={processes.MODEL}',

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What workers and replicas cost is measured: bytes are those of theory; times are not tested."""
+"""The benchmark of workers and replicas: bytes agree with theory; times are not tested."""
 
 import re
 import sys
@@ -19,8 +19,8 @@ def _Bytes(text):
 
 
 @pytest.mark.skipif(not socket_bytes.IsThere(), reason='no `ss` here, which counts bytes')
-def testStagesAndReplicasOnWorkersSendWhatTheyHaveTo(forks):
-  # Large enough that what calls cost beside the tensors does not count.
+def testStagesAndReplicasOnWorkersSendTheNecessaryBytes(forks):
+  # Large enough that the overhead of calls is negligible.
   sizes = 'task.model_dim:64;task.hidden_dim:512;input.batch_size:16;input.seq_len:128'
   done = forks.Run(
     _PROGRAM, f'--model={processes.MODEL}',
@@ -39,7 +39,7 @@ def testStagesAndReplicasOnWorkersSendWhatTheyHaveTo(forks):
     for name, most in (('between workers', 1.25), ('with the trainer', 4)):
       found, theory = map(_Bytes, cells[name].strip(')').split(' ('))
       assert theory <= found <= most * theory, cells
-  # Activations of 16 rows of 128 vectors of 64 floats, and as many gradients.
+  # Activations of 16 rows of 128 vectors of 64 floats, and equally many gradients.
   assert stages[8].endswith('(1.0MiB)')
   # ids, labels and weights.
   assert stages[9].endswith('(24.0KiB)')
@@ -62,7 +62,7 @@ def _Trial(**changes):
   return workers_trial.Trial(**{**common, **changes})
 
 
-def testTheTable():
+def testTheTableIsComplete():
   alone = {'steps': [0.4, 0.3], 'loss': 2.0, 'start_mib': [300.0], 'peak_mib': [500.0]}
   of_bytes = {'between_theory': 4096, 'with_trainer': 3000.0, 'with_trainer_theory': 2048}
   both = {
@@ -101,7 +101,7 @@ _SS = """\
 """  # noqa: E501
 
 
-def testWhatTheKernelCounts():
+def testCountsOfTheKernelAreParsed():
   assert socket_bytes.Parse(_SS) == {(11, 12): 123, (12, 11): 9000}
   later = {(11, 12): 200, (12, 11): 9000, (11, 13): 5}
   assert socket_bytes.Difference(later, socket_bytes.Parse(_SS)) == {
@@ -120,7 +120,7 @@ def testWhatTheKernelCounts():
     (['--model=lm.stdlib.ByteTransformer'], 'lm.stdlib.ByteTransformer'),
   ],
 )
-def testMistakesAreOneLine(forks, flags, words):
+def testErrorsAreOneLine(forks, flags, words):
   done = forks.Run(_PROGRAM, *flags)
   assert done.returncode == 2, done.stdout + done.stderr
   (line,) = processes.Messages(done.stderr)
