@@ -114,7 +114,7 @@ class BatchNormLayer(base_layer.BaseLayer):
     dtype = p.fprop_dtype
     compute = tf.float32 if dtype.size < 4 else dtype
     x = tf.cast(inputs, compute)
-    keep = self._Keep(inputs, extras[0]) if extras and extras[0] is not None else None
+    keep = self._NonPaddingMask(inputs, extras[0]) if extras and extras[0] is not None else None
     mean, variance = tf.cast(theta.moving_mean, compute), tf.cast(theta.moving_variance, compute)
     if not self.do_eval:
       context = fprop_context.Current()
@@ -133,7 +133,7 @@ class BatchNormLayer(base_layer.BaseLayer):
     y = tf.cast(y, dtype)
     return (y, *extras) if extras else y
 
-  def _Keep(self, inputs: tf.Tensor, paddings: tf.Tensor) -> tf.Tensor:
+  def _NonPaddingMask(self, inputs: tf.Tensor, paddings: tf.Tensor) -> tf.Tensor:
     """Returns a bool mask that broadcasts over `inputs`, False at padded positions."""
     rank = paddings.shape.rank
     if not 0 < rank < inputs.shape.rank:

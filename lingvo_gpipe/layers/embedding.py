@@ -130,7 +130,7 @@ class PositionalEmbeddingLayer(_PositionLayer):
       paddings, segment_ids), as far as they were passed.
     """
     _CheckVectors(self.path, inputs, self.params.embedding_dim)
-    extras, positions = _SegmentPositions(self.path, inputs, extras)
+    extras, positions = _SplitSegmentPositions(self.path, inputs, extras)
     if positions is None:
       positions = tf.range(shapes.GetShape(inputs)[1])
     y = self._CastToFPropDtype(inputs) + self.FPropWithPosition(theta, positions)
@@ -183,7 +183,7 @@ class LearnablePositionalEmbeddingLayer(_PositionLayer):
       paddings, segment_ids), as far as they were passed.
     """
     self._CheckInputs(self.path, self.params, inputs)
-    extras, positions = _SegmentPositions(self.path, inputs, extras)
+    extras, positions = _SplitSegmentPositions(self.path, inputs, extras)
     if positions is None:
       vectors = tf.convert_to_tensor(theta.emb)[: shapes.GetShape(inputs)[1]]
     else:
@@ -351,7 +351,7 @@ def _CheckIds(path: str, ids: Any, paddings: Any) -> None:
     shapes.CheckShape(path, paddings, ids.shape, 'paddings')
 
 
-def _SegmentPositions(
+def _SplitSegmentPositions(
   path: str, inputs: Any, extras: tuple[Any, ...]
 ) -> tuple[tuple[Any, ...], Any]:
   """Splits `extras` into the outputs for the next layer, and segment_pos or None."""

@@ -73,7 +73,7 @@ class DigitsInput(image_input.ImageInput):
   def _arrays(self) -> tuple[np.ndarray, np.ndarray]:
     """Returns images uint8 [n, 8, 8, 1] and labels int32 [n] of the split."""
     images, labels = _LoadDigits()
-    indices = [i for i in range(len(labels)) if SplitOf(i) == self.params.split]
+    indices = [i for i in range(len(labels)) if GetSplit(i) == self.params.split]
     return images[indices], labels[indices] % self._NumClasses()
 
   @functools.cached_property
@@ -95,7 +95,7 @@ class DigitsInput(image_input.ImageInput):
     return ['digits', self.params.split, *digests]
 
 
-def SplitOf(index: int) -> str:
+def GetSplit(index: int) -> str:
   """Returns the split of an image, 'train', 'dev' or 'test', by SHA-256 of its index."""
   digest = hashlib.sha256(str(index).encode()).digest()
   value = int.from_bytes(digest[:8], 'big') % 100

@@ -60,7 +60,7 @@ class _StdlibFiles(base_input_generator.BaseInputGenerator):
         'TextBytesInput with your own file_pattern'
       )
     split = self.params.split
-    files = [name for name in names if SplitOf(name) == split]
+    files = [name for name in names if GetSplit(name) == split]
     if not files:
       raise ValueError(
         f'{self._Where("split")}: none of the {len(names)} files below {root!r} is in {split!r}'
@@ -95,7 +95,7 @@ class StdlibTokensInput(_StdlibFiles, text_files.TextFilesInput):
     return content.decode(errors='replace')
 
 
-def SplitOf(name: str) -> str:
+def GetSplit(name: str) -> str:
   """Returns the split of a file, 'train', 'dev' or 'test', by SHA-256 of its POSIX name."""
   digest = hashlib.sha256(name.encode()).digest()
   value = int.from_bytes(digest[:8], 'big') % 100

@@ -96,13 +96,13 @@ def Entries(language: str, split: str, max_names: int | None = None) -> list[str
     The entries, sorted.
   """
   english = Names(ENGLISH).keys()
-  entries = [e for e in Names(language) if e in english and SplitOf(language, e) == split]
+  entries = [e for e in Names(language) if e in english and GetSplit(language, e) == split]
   if max_names is not None:
     entries = sorted(entries, key=lambda entry: _Hash('choice', language, entry))[:max_names]
   return sorted(entries)
 
 
-def SplitOf(language: str, entry: str) -> str:
+def GetSplit(language: str, entry: str) -> str:
   """Returns the split of a pair (language, entry), 'train', 'dev' or 'test', by its hash.
 
   An entry held out in one language may be in the train split of another, so a model of all

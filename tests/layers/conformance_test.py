@@ -54,7 +54,7 @@ ATTENTION = {'input_dim': DIM, 'num_heads': 2, 'atten_dropout_prob': 0.1}
 ATTENTION_BLOCK = {'input_dim': DIM, 'num_heads': 2, 'residual_dropout_prob': 0.1}
 FEED_FORWARD = {'input_dim': DIM, 'hidden_dim': 12, 'residual_dropout_prob': 0.1}
 BLOCK = {**ATTENTION_BLOCK, **FEED_FORWARD}
-KERAS_BLOCK = keras_config.Canonical(
+KERAS_BLOCK = keras_config.Canonicalise(
   keras.saving.serialize_keras_object(
     keras.Sequential(
       [

@@ -36,20 +36,20 @@ def IsFunctional(config: Mapping[str, Any]) -> bool:
   return isinstance(config.get('config'), dict) and 'input_layers' in config['config']
 
 
-def Canonical(config: Mapping[str, Any], policy: str) -> dict[str, Any]:
+def Canonicalise(config: Mapping[str, Any], policy: str) -> dict[str, Any]:
   """Returns a copy that does not depend on the process, or on the names of layers.
 
   Equal blocks of a network get equal configurations: layers are named after their class and
   numbered within each model, `policy` and the floating dtypes of inputs are replaced by None, and
   the shapes and compilation options that Keras adds are removed.
   """
-  result = _Stripped(config, policy)
+  result = _Strip(config, policy)
   _Rename(result, _ClassName(result))
   return result
 
 
 def WithPolicy(config: Any, policy: Any) -> Any:
-  """Returns a copy with the dtypes of a keras.DTypePolicy in place of the Nones of `Canonical`."""
+  """Returns a copy with the dtypes of a keras.DTypePolicy for the Nones of `Canonicalise`."""
   if isinstance(config, (list, tuple)):
     return [WithPolicy(part, policy) for part in config]
   if not isinstance(config, dict):
@@ -75,13 +75,13 @@ def Objects(config: Any) -> Iterator[dict[str, Any]]:
       yield from Objects(part)
 
 
-def _Stripped(config: Any, policy: str) -> Any:
+def _Strip(config: Any, policy: str) -> Any:
   if isinstance(config, (list, tuple)):
-    return [_Stripped(part, policy) for part in config]
+    return [_Strip(part, policy) for part in config]
   if not isinstance(config, dict):
     return copy.deepcopy(config)
   dropped = ('build_config', 'compile_config') if 'class_name' in config else ()
-  config = {k: _Stripped(part, policy) for k, part in config.items() if k not in dropped}
+  config = {k: _Strip(part, policy) for k, part in config.items() if k not in dropped}
   if 'name' in config:
     dtype = config.get('dtype')
     if isinstance(dtype, dict) and dtype.get('config') == {'name': policy}:

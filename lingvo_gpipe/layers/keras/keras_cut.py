@@ -109,10 +109,10 @@ def _Cells(
       'expected a keras.Sequential, a Functional keras.Model or a list of Keras layers, got '
       f'{type(model).__name__}; a subclassed model is one cell: KerasLayer.FromKeras(model, ...)'
     )
-  return [_MakeCell(group, policy) for group in _Grouped(parts, after)]
+  return [_MakeCell(group, policy) for group in _Group(parts, after)]
 
 
-def _Grouped(parts: list[_Part], after: Collection[str]) -> list[list[_Part]]:
+def _Group(parts: list[_Part], after: Collection[str]) -> list[list[_Part]]:
   if not after:
     return [[part] for part in parts]
   ends = [part.piece.last for part in parts]
@@ -215,7 +215,7 @@ def _Pairs(
   if len(cells) == 1 and isinstance(model, keras.layers.Layer):
     (layer,) = cells
     if layer.params.config == keras_layer.KerasLayer.FromKeras(model, inputs).config:
-      return _InOrder(layer, layer.template.cell.inner, model)
+      return _PairWeights(layer, layer.template.cell.inner, model)
   expected = _Cells(model, inputs, after)
   if len(cells) != len(expected):
     raise ValueError(
@@ -230,17 +230,17 @@ def _Pairs(
     for part, target in zip(parts, inner.layers if len(parts) > 1 else [inner], strict=True):
       targets = [target]
       if part.piece.is_graph:
-        children = keras_config.Canonical(part.piece.config, '')['config']['layers']
+        children = keras_config.Canonicalise(part.piece.config, '')['config']['layers']
         names = [c['name'] for c in children if 'batch_shape' not in c['config']]
         by_name = {child.name: child for child in target.layers}
         targets = [by_name.get(name) for name in names]
       for copy, source in zip(targets, part.layers, strict=True):
         if source is not None:  # None is an operation, without weights.
-          pairs += _InOrder(layer, copy, source)
+          pairs += _PairWeights(layer, copy, source)
   return pairs
 
 
-def _InOrder(layer: keras_layer.KerasLayer, copy: Any, source: Any) -> list[tuple[Any, Any]]:
+def _PairWeights(layer: keras_layer.KerasLayer, copy: Any, source: Any) -> list[tuple[Any, Any]]:
   """Returns the pairs of one Keras layer; `copy` was built from the configuration of `source`."""
   key_of = {id(v): key for key, v in layer.template.keys.items()}
   ours = [layer.VariableOf(key_of[id(w)]) for w in copy.weights if id(w) in key_of]

@@ -63,12 +63,12 @@ def Cut(model: Mapping[str, Any]) -> list[Piece]:
     (name, index - _CallOffset(layers[name]), i)
     for name, index, i in keras_config.References(config['output_layers'])
   ]
-  calls = _InOrder(layers, inputs)
+  calls = _SortCalls(layers, inputs)
   pieces = []
   begin, entering = 0, inputs
   for end in range(1, len(calls) + 1):
     later = calls[end:]
-    leaving = _Alive(later, outputs) if later else outputs
+    leaving = _LiveTensors(later, outputs) if later else outputs
     shared = {c.name for c in calls[begin:end]} & {c.name for c in later}
     if later and (len(leaving) != 1 or shared or leaving[0] in inputs):
       continue
@@ -86,7 +86,7 @@ def _CallOffset(layer: Mapping[str, Any]) -> int:
   return int(keras_config.IsFunctional(layer))
 
 
-def _InOrder(layers: Mapping[str, Any], inputs: Sequence[keras_config.Reference]) -> list[_Call]:
+def _SortCalls(layers: Mapping[str, Any], inputs: Sequence[keras_config.Reference]) -> list[_Call]:
   """Returns all calls in topological order."""
   waiting = [
     _Call(name, i, arguments)
@@ -106,7 +106,7 @@ def _InOrder(layers: Mapping[str, Any], inputs: Sequence[keras_config.Reference]
   return ordered
 
 
-def _Alive(
+def _LiveTensors(
   later: Sequence[_Call], outputs: Sequence[keras_config.Reference]
 ) -> list[keras_config.Reference]:
   """Returns the tensors made before the `later` calls that these use, or that are outputs."""

@@ -71,7 +71,7 @@ class KerasLayer(base_layer.BaseLayer):
     """Returns the Params for the result of `keras.saving.serialize_keras_object`."""
     p = cls.Params()
     policy = policy.rpartition('_from_')[2]  # A quantised layer keeps its own policy.
-    p.config = keras_config.Canonical(config, policy)
+    p.config = keras_config.Canonicalise(config, policy)
     p.inputs = list(inputs)
     if policy != 'float32':
       p.dtype = tf.as_dtype(keras.DTypePolicy(policy).variable_dtype)

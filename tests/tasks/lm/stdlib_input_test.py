@@ -46,7 +46,7 @@ def testSplitsAreDisjointAndCoverTheSources(real):
   for split in _SPLITS:
     names = [real[split].DocumentName(path) for path in files[split]]
     assert names == sorted(names) and len(names) > 5
-    assert all(stdlib_input.SplitOf(name) == split for name in names)
+    assert all(stdlib_input.GetSplit(name) == split for name in names)
   share = len(files['train']) / len(together)
   assert 0.85 < share < 0.95
 
@@ -78,10 +78,10 @@ def testFingerprintsDiffer(real):
 def testSplitDependsOnTheNameOnly():
   # Pinned: a file that changed its split would leak held-out text into a later training run.
   names = ('abc.py', 'json/decoder.py', 'ast.py')
-  assert [stdlib_input.SplitOf(name) for name in names] == ['train', 'dev', 'test']
+  assert [stdlib_input.GetSplit(name) for name in names] == ['train', 'dev', 'test']
   counts = {split: 0 for split in _SPLITS}
   for i in range(4000):
-    counts[stdlib_input.SplitOf(f'package/module{i}.py')] += 1
+    counts[stdlib_input.GetSplit(f'package/module{i}.py')] += 1
   assert counts == {'train': 3604, 'dev': 196, 'test': 200}
 
 
@@ -125,7 +125,7 @@ def testErrors(tmp_path, fake_root):
     _Input(root=str(empty)).Dataset()
   (tmp_path / 'one').mkdir()
   (tmp_path / 'one' / 'only.py').write_text('x')
-  other = 'dev' if stdlib_input.SplitOf('only.py') == 'train' else 'train'
+  other = 'dev' if stdlib_input.GetSplit('only.py') == 'train' else 'train'
   with pytest.raises(ValueError, match=f"none of the 1 files below .* is in '{other}'"):
     _Input(root=str(tmp_path / 'one'), split=other).Dataset()
   with pytest.raises(ValueError, match="split: expected train or dev or test, got 'Test'"):
