@@ -313,7 +313,7 @@ def testLossWeightMustAgree():
   with pytest.raises(ValueError) as e:
     run.TrainStep(next(iter(_Input().Dataset())))
   assert 'Wrong.LossWeight returned 10 ' in str(e.value)
-  assert 'weight of 8' in str(e.value)
+  assert 'Wrong.ComputeLoss is 8;' in str(e.value)
 
 
 def testGlobalStepCountsSkippedStepsToo():
