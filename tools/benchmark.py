@@ -40,26 +40,31 @@ def DefineFlags() -> None:
   flags.DEFINE_list('num_micro_batches', ['8'], 'The numbers of micro-batches M.')
   flags.DEFINE_list('schedules', ['gpipe', '1f1b', '1f1b_fused'], 'Schedules for K > 1.')
   flags.DEFINE_integer(
-    'stages_per_device', 1, 'Of interleaved_1f1b and looped_bfs; others have one.', lower_bound=1
+    'stages_per_device',
+    1,
+    'Stages per device of interleaved_1f1b and looped_bfs; other schedules have one.',
+    lower_bound=1,
   )
-  flags.DEFINE_list('remat_policies', ['stage'], 'Policies of re-materialisation.')
+  flags.DEFINE_list('remat_policies', ['stage'], 'Re-materialisation policies.')
   flags.DEFINE_enum('xla', 'on', list(_XLA), 'Compile the stages by XLA.')
-  flags.DEFINE_integer('repeats', 3, 'At least so many timed steps a process.', lower_bound=1)
-  flags.DEFINE_float('seconds', 12.0, 'And more until they took so long.', lower_bound=0.0)
+  flags.DEFINE_integer('repeats', 3, 'Minimum number of timed steps per process.', lower_bound=1)
+  flags.DEFINE_float(
+    'seconds', 12.0, 'Minimum duration of the timed steps, in seconds.', lower_bound=0.0
+  )
   flags.DEFINE_integer(
     'rounds',
     1,
-    'Go through all configurations so often: a machine is not equally fast all the time.',
+    'Number of rounds over all configurations, because the speed of a machine varies.',
     lower_bound=1,
   )
-  flags.DEFINE_enum('peer', None, [configuration.TORCH], 'Measure this peer on the same work too.')
-  flags.DEFINE_string('peer_python', sys.executable, 'The Python that has the peer installed.')
+  flags.DEFINE_enum('peer', None, [configuration.TORCH], 'Also measure this peer on the same work.')
+  flags.DEFINE_string('peer_python', sys.executable, 'Python interpreter with the peer installed.')
   flags.DEFINE_string('output', None, 'Write each result as a JSON line into this file.')
   flags.DEFINE_string(
-    'table_of', None, 'Measure nothing: print the table of all that --output wrote into this file.'
+    'table_of', None, 'Only print the table of the results that --output wrote into this file.'
   )
   flags.DEFINE_string('plot', None, 'Draw speed-ups into this PNG file; needs matplotlib.')
-  flags.DEFINE_integer('timeout', 600, 'Seconds that one process may take.', lower_bound=1)
+  flags.DEFINE_integer('timeout', 600, 'Time limit in seconds for one process.', lower_bound=1)
 
 
 def Grid() -> list[configuration.Configuration]:

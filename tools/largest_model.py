@@ -34,14 +34,14 @@ _COLUMNS = '{:>2}  {:8}  {:>6}  {:>12}  {:>14}'
 def DefineFlags() -> None:
   """Defines the flags; the defaults take about twenty minutes."""
   flags.DEFINE_list('num_stages', ['1', '2', '4'], 'The numbers of stages K.')
-  flags.DEFINE_list('remat_policies', ['none', 'stage'], 'Policies of re-materialisation.')
+  flags.DEFINE_list('remat_policies', ['none', 'stage'], 'Re-materialisation policies.')
   flags.DEFINE_integer('limit_mib', 256, 'MiB a stage.', lower_bound=1)
   flags.DEFINE_integer('num_micro_batches', 8, 'M.', lower_bound=1)
   flags.DEFINE_integer('dim', 128, 'Width of the layers, a multiple of 64.', lower_bound=64)
-  flags.DEFINE_integer('batch', 16, 'Sequences of a mini-batch.', lower_bound=1)
-  flags.DEFINE_integer('time', 256, 'Tokens of a sequence.', lower_bound=1)
-  flags.DEFINE_integer('timeout', 600, 'Seconds that one process may take.', lower_bound=1)
-  flags.DEFINE_integer('most_layers', 512, 'No more layers are tried.', lower_bound=1)
+  flags.DEFINE_integer('batch', 16, 'Number of sequences per mini-batch.', lower_bound=1)
+  flags.DEFINE_integer('time', 256, 'Number of tokens per sequence.', lower_bound=1)
+  flags.DEFINE_integer('timeout', 600, 'Time limit in seconds for one process.', lower_bound=1)
+  flags.DEFINE_integer('most_layers', 512, 'Maximum number of layers to try.', lower_bound=1)
 
 
 def Largest(fits: Callable[[int], bool], least: int, most: int) -> int:

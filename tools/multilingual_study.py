@@ -53,12 +53,12 @@ _WARMUP = 'task.train.learner.lr_schedule.warmup_steps'
 
 def DefineFlags() -> None:
   """Defines the flags; all but --output have defaults."""
-  flags.DEFINE_string('output', None, 'The folder of the results.')
-  flags.DEFINE_float('minutes', 60.0, 'Time of all models together, decoding included.')
+  flags.DEFINE_string('output', None, 'Folder for the results.')
+  flags.DEFINE_float('minutes', 60.0, 'Total minutes for all models, including decoding.')
   flags.DEFINE_list('studies', ['languages', 'batch_sizes'], f'Some of {", ".join(_STUDIES)}.')
   flags.DEFINE_list('languages', list(cldr_names.STUDIED), 'The languages to study.')
-  flags.DEFINE_list('batch_factors', ['4', '16'], 'Batches so many times as large.')
-  flags.DEFINE_string('model_params_override', '', 'For every model, as the trainer takes it.')
+  flags.DEFINE_list('batch_factors', ['4', '16'], 'Factors by which to enlarge batches.')
+  flags.DEFINE_string('model_params_override', '', 'Overrides for every model, as for the trainer.')
 
 
 def Settings() -> list[timed_training.Setting]:

@@ -42,8 +42,8 @@ def DefineFlags() -> None:
   flags.DEFINE_list('num_stages', ['1', '2', '4', '8'], 'The numbers of stages K, 2 among them.')
   flags.DEFINE_list('num_micro_batches', ['1', '4', '32'], 'The numbers of micro-batches M.')
   flags.DEFINE_multi_string('size', [], 'Changes a size, such as b.layers=16 or c.batch=64.')
-  flags.DEFINE_integer('repeats', 3, 'Timed steps, where they are measured.', lower_bound=1)
-  flags.DEFINE_integer('timeout', 600, 'Seconds that one process may take.', lower_bound=1)
+  flags.DEFINE_integer('repeats', 3, 'Number of timed steps, if steps are measured.', lower_bound=1)
+  flags.DEFINE_integer('timeout', 600, 'Time limit in seconds for one process.', lower_bound=1)
 
 
 def Configuration(workload: str, num_stages: int, m: int) -> configuration.Configuration:

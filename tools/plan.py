@@ -39,25 +39,27 @@ def _DefineFlags() -> None:
   flags.DEFINE_integer(
     'global_batch',
     None,
-    "Examples of a mini-batch; the experiment's, if not set.",
+    'Number of examples per mini-batch; default: the batch size of the experiment.',
     lower_bound=1,
   )
   flags.DEFINE_list('schedules', list(space.schedules), 'Schedules to choose from.')
-  flags.DEFINE_list('remat_policies', list(space.remat_policies), 'Policies to choose from.')
   flags.DEFINE_list(
-    'stages_per_device', list(map(str, space.stages_per_device)), 'How many stages a device has.'
+    'remat_policies', list(space.remat_policies), 'Re-materialisation policies to choose from.'
   )
-  flags.DEFINE_integer('num_stages', None, 'Devices of a replica; any, if not set.', 1)
+  flags.DEFINE_list(
+    'stages_per_device', list(map(str, space.stages_per_device)), 'Numbers of stages per device.'
+  )
+  flags.DEFINE_integer('num_stages', None, 'Number of devices per replica; any if not set.', 1)
   flags.DEFINE_integer('num_rows', 12, 'Plans to show.', lower_bound=1)
   flags.DEFINE_string('plot', None, 'Draw the grid of R and K into this PNG; needs matplotlib.')
   flags.DEFINE_bool('measure', False, 'Measure the layers and the links on these devices.')
   flags.DEFINE_list(
-    'measured_sizes', ['1', '4', '16'], 'Sizes of micro-batches with which layers are measured.'
+    'measured_sizes', ['1', '4', '16'], 'Micro-batch sizes at which layers are measured.'
   )
-  flags.DEFINE_integer('check', 0, 'Train some steps with so many of the best plans.', 0)
-  flags.DEFINE_integer('repeats', 5, 'Timed steps of a plan that is checked.', lower_bound=1)
+  flags.DEFINE_integer('check', 0, 'Number of best plans to train for some steps.', 0)
+  flags.DEFINE_integer('repeats', 5, 'Number of timed steps to check a plan.', lower_bound=1)
   flags.DEFINE_integer(
-    'timeout', 600, 'Seconds that a plan that is checked may take, but on workers.', 1
+    'timeout', 600, 'Time limit in seconds to check a plan, except on workers.', 1
   )
 
 

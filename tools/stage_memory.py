@@ -24,11 +24,11 @@ _COLUMNS = '{:>2}  {:>5}  {:>2}  {:18}  {:11}  {:>6}  {:>3}  {:>13}  {:>12}  {:>
 def DefineFlags() -> None:
   """Defines the flags; all have defaults."""
   flags.DEFINE_integer('num_stages', 3, 'K.', lower_bound=2)
-  flags.DEFINE_list('stages', ['1', '2'], 'Which stages to measure, from 1 on.')
+  flags.DEFINE_list('stages', ['1', '2'], 'Stages to measure, from 1.')
   flags.DEFINE_list('num_micro_batches', ['4', '12'], 'The numbers of micro-batches M.')
-  flags.DEFINE_list('schedules', ['gpipe', '1f1b'], 'Schedules with one stage a device.')
-  flags.DEFINE_list('remat_policies', ['stage'], 'Policies of re-materialisation.')
-  flags.DEFINE_list('num_layers', ['2'], 'Layers of the measured stage: L/K.')
+  flags.DEFINE_list('schedules', ['gpipe', '1f1b'], 'Schedules with one stage per device.')
+  flags.DEFINE_list('remat_policies', ['stage'], 'Re-materialisation policies.')
+  flags.DEFINE_list('num_layers', ['2'], 'Number of layers of the measured stage: L/K.')
   flags.DEFINE_list('xla', ['off'], 'on, off or both.')
   flags.DEFINE_integer('rows', 2048, 'Examples of a micro-batch, of 1024 floats.', lower_bound=16)
 

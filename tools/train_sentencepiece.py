@@ -26,29 +26,29 @@ FLAGS = flags.FLAGS
 def _DefineFlags() -> None:
   binary.DefineFlags()
   flags.DEFINE_string('files', '', 'In place of --model: a glob of text files in UTF-8.')
-  flags.DEFINE_list(
-    'columns', [], 'With --files: only these columns, from 0 on, tabs between them.'
-  )
+  flags.DEFINE_list('columns', [], 'With --files: columns to read, from 0, separated by tabs.')
   flags.DEFINE_string('prefix', '', "<prefix>.model and .vocab; empty: as the experiment's input.")
   flags.DEFINE_integer(
     'vocab_size', 0, "Number of pieces; 0: as the experiment's input.", lower_bound=0
   )
   flags.DEFINE_enum('type', 'unigram', sentencepiece_training.MODEL_TYPES, 'Kind of model.')
   flags.DEFINE_integer(
-    'max_sentences', 1_000_000, 'Train on a random choice of so many lines.', lower_bound=1
+    'max_sentences', 1_000_000, 'Train on this many randomly chosen lines.', lower_bound=1
   )
   flags.DEFINE_integer('seed', 0, 'Of that choice.')
   flags.DEFINE_float(
     'character_coverage',
     0.9995,
-    'Share of all characters that get pieces of their own; bytes spell the rest.',
+    'Share of all characters that get their own pieces; bytes spell the rest.',
     lower_bound=sentencepiece_training.LEAST_COVERAGE,
     upper_bound=1.0,
   )
-  flags.DEFINE_bool('lossless', False, 'Keep spaces and line ends as they are, for source code.')
-  flags.DEFINE_list('control_symbols', [], 'Ids that no text contains, such as <2de>,<2fr>.')
-  flags.DEFINE_list('user_defined_symbols', [], 'Strings that are always one piece.')
-  flags.DEFINE_bool('overwrite', False, 'Replace a vocabulary that is there already.')
+  flags.DEFINE_bool('lossless', False, 'Keep spaces and line ends unchanged, for source code.')
+  flags.DEFINE_list(
+    'control_symbols', [], 'Symbols that do not occur in texts, for example <2de>,<2fr>.'
+  )
+  flags.DEFINE_list('user_defined_symbols', [], 'Strings that are always a single piece.')
+  flags.DEFINE_bool('overwrite', False, 'Replace an existing vocabulary.')
 
 
 def _Train() -> int:

@@ -64,10 +64,10 @@ def Run() -> None:
     'dtype',
     'as_is',
     ['as_is', 'float32', 'float64'],
-    'Compute in this dtype; float64 tells a mistake from rounding.',
+    'Dtype to compute in; float64 separates errors from rounding.',
   )
   flags.DEFINE_integer('step', 0, 'The training step: its batch and random numbers.', lower_bound=0)
-  flags.DEFINE_integer('num_worst', 5, 'How many of the worst variables to show.', lower_bound=1)
+  flags.DEFINE_integer('num_worst', 5, 'Number of worst variables to print.', lower_bound=1)
   binary.Run(_Verify, __doc__ or '')
 
 

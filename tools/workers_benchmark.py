@@ -57,11 +57,18 @@ def _DefineFlags() -> None:
   flags.DEFINE_list('grid', ['1x1', '1x2', '2x1'], 'Numbers of replicas and stages, RxK.')
   flags.DEFINE_list('devices_in', list(_PLACES), f'Of {", ".join(_PLACES)}.')
   flags.DEFINE_list('sums', list(_SUMS), f'How replicas add gradients: of {", ".join(_SUMS)}.')
-  flags.DEFINE_integer('num_micro_batches', 4, 'Micro-batches of all replicas together.', 1)
-  flags.DEFINE_integer('repeats', 3, 'At least so many timed steps a process.', lower_bound=1)
-  flags.DEFINE_float('seconds', 6.0, 'And more until they took so long.', lower_bound=0.0)
-  flags.DEFINE_integer('rounds', 3, 'Go through all lines so often: machines vary.', lower_bound=1)
-  flags.DEFINE_integer('timeout', 600, 'Seconds that one process may take.', lower_bound=1)
+  flags.DEFINE_integer('num_micro_batches', 4, 'Total number of micro-batches of all replicas.', 1)
+  flags.DEFINE_integer('repeats', 3, 'Minimum number of timed steps per process.', lower_bound=1)
+  flags.DEFINE_float(
+    'seconds', 6.0, 'Minimum duration of the timed steps, in seconds.', lower_bound=0.0
+  )
+  flags.DEFINE_integer(
+    'rounds',
+    3,
+    'Number of rounds over all lines, because the speed of a machine varies.',
+    lower_bound=1,
+  )
+  flags.DEFINE_integer('timeout', 600, 'Time limit in seconds for one process.', lower_bound=1)
 
 
 def _Grid() -> list[tuple[int, int]]:
