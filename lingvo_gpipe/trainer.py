@@ -206,7 +206,7 @@ def _TrainOn(
     return binary.ModelParams(dataset).input
 
   # Locked before the devices are made: the first trainer already uses their memory.
-  with logdir_lock.Held(os.path.join(logdir, 'train')) as lock:
+  with logdir_lock.HoldLock(os.path.join(logdir, 'train')) as lock:
     devices, params = make_devices()
     with failure_notes.Hints(params):
       return train_program.TrainProgram(

@@ -140,7 +140,7 @@ def testLinksAreNotFollowed(tmp_path):
   (directory / 'ckpt-00000001.json.tmp-0123abcd').symlink_to(outside / 'mine')
   (directory / logdir_lock.FILE_NAME).symlink_to(outside / 'mine')
   with pytest.raises(OSError, match=f'Cannot write {logdir_lock.FILE_NAME} in .*symbolic links'):
-    logdir_lock.Held(str(directory)).__enter__()
+    logdir_lock.HoldLock(str(directory)).__enter__()
   checkpointer.Checkpointer(directory).Save(2, {'v': tf.Variable(1.0)}, {})
   assert (outside / 'mine').read_text() == 'kept'
   assert sorted(os.listdir(directory)) == [

@@ -131,7 +131,7 @@ def testASecondTrainerIsRefusedWhileTheFirstRuns(trainer, forks, tmp_path):
     AwaitStepAfter(0)
     line = _RefusedIn(trainer('Toy', tmp_path, 10**6))
     assert re.match(
-      rf"'{tmp_path}/train' is in use: another trainer works there \(process {pid} on .*--logdir",
+      rf"'{tmp_path}/train' is in use by another trainer \(process {pid} on .*--logdir",
       line,
     )
     AwaitStepAfter(processes.Steps(tmp_path)[-1])

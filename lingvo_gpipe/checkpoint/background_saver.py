@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves checkpoints beside training: what training waits for is a copy in memory of the hosts."""
+"""Saves checkpoints while training continues; training only waits for a copy in host memory."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from lingvo_gpipe.distributed import worker_hosts
 
 
 class BackgroundSaver:
-  """Copies the values when asked to save; a thread writes, reads back and commits them.
+  """Copies the values in `Save`; a thread then writes, reads back and commits them.
 
-  There is one copy at a time: a save waits for the one before it. Host memory beside the variables:
-  their size once, and what `Checkpointer.Save` needs. What a worker writes is copied there. What
-  fails in the thread is raised by the next call of `Check`, `Save` or `Wait`. Methods are called
-  from one thread.
+  Keeps one copy at a time: a save waits for the save before it. Needs host memory for one copy of
+  the variables, in addition to the needs of `Checkpointer.Save`. Values that a worker writes are
+  copied on that worker. The next call of `Check`, `Save` or `Wait` raises an error of the thread.
+  Call the methods from one thread.
 
   Attributes:
-    num_saves: how many checkpoints were committed.
-    blocked_seconds: how long the calls took: the copies, and waiting for the thread.
-    write_seconds: how long the thread (or, without one, the calls) wrote.
+    num_saves: number of committed checkpoints.
+    blocked_seconds: time that training waited, for copies and for the thread.
+    write_seconds: time of writing, in the thread or, without a thread, in the calls.
   """
 
   def __init__(
@@ -44,15 +44,16 @@ class BackgroundSaver:
 
     Args:
       saver: writes the checkpoints.
-      in_background: False: there is no copy and no thread, and a save returns when it is done.
-      lock: of the directory; asked before each save, and before its commit, whether it still holds.
+      in_background: whether to copy the values and write them in a thread. If False, a save returns
+        after the commit and makes no copy.
+      lock: lock of the directory, checked before each save and before its commit.
     """
     self._saver = saver
     self._in_background = in_background
     self._lock = lock
     self._thread: threading.Thread | None = None
     self._error: BaseException | None = None
-    self._copy_seconds = 0.0  # Of the save under way.
+    self._copy_seconds = 0.0  # Of the current save.
     self.num_saves = 0
     self.blocked_seconds = 0.0
     self.write_seconds = 0.0
@@ -69,25 +70,27 @@ class BackgroundSaver:
     """Saves the values that the variables have now, unless a trained weight is not finite.
 
     Args:
-      step: as for `Checkpointer.Save`.
-      variables: the same; they may be changed when this returns.
-      metadata: the same, and the same holds.
-      trained: the paths of the trained weights.
-      **options: what else `Checkpointer.Save` takes.
+      step: training step, at least 0.
+      variables: {path: tf.Variable, tf.Tensor or np.ndarray}, on any devices. They may be changed
+        after this returns.
+      metadata: dict of JSON values, which may be changed after this returns.
+      trained: paths of the trained weights.
+      **options: further arguments of `Checkpointer.Save`.
 
     Returns:
-      Whether all these are finite; where not nothing is saved, and a warning says so.
+      Whether all trained weights are finite. If not, nothing is saved and a warning is logged.
 
     Raises:
-      OSError: this checkpoint or the one before cannot be saved, the directory was lost, or there
-        is no memory for the copy.
+      OSError: this checkpoint or the previous one cannot be saved, the lock was lost, or there is
+        no memory for the copy.
       ValueError, TypeError: an argument cannot be saved.
     """
     with self.Blocking():
       self._Join()
       if self._lock is not None:
         self._lock.Check()
-      if bad := _NotFinite({path: variables[path] for path in trained}):
+      bad = _FindNonFinite({path: variables[path] for path in trained})
+      if bad is not None:
         logging.warning('no checkpoint of step %d: %s is not finite', step, bad)
         return False
       if not self._in_background:
@@ -96,7 +99,7 @@ class BackgroundSaver:
         return True
       self._copy_seconds = -time.perf_counter()
       heartbeat.Begin(heartbeat.COPY)
-      values = _Copies(step, variables, self._saver.workers)
+      values = _CopyValues(step, variables, self._saver.workers)
       heartbeat.Step(heartbeat.COPY)
       self._copy_seconds += time.perf_counter()
       self._thread = threading.Thread(
@@ -106,29 +109,30 @@ class BackgroundSaver:
       )
       self._thread.start()
       if self._saver.workers and not self.num_saves:
-        # New functions are brought to workers, which is not to be done beside others: see `_Gate`.
+        # The first save sends new functions to workers, which must not run concurrently with other
+        # functions: see `worker_hosts._Gate`.
         self._Join()
         self.write_seconds = 0.0
       return True
 
   def Check(self) -> None:
-    """Raises what failed in the thread, if it has failed; does not wait."""
+    """Raises the error of the thread, if it has failed. Does not wait."""
     if self._thread is not None and not self._thread.is_alive():
       self._Join()
 
   def Wait(self) -> None:
-    """Waits until what was saved is committed; raises what failed."""
+    """Waits until the last save is committed, and raises its error if it failed."""
     with self.Blocking():
       self._Join()
 
   def BeforeNewFunctions(self) -> None:
-    """Waits as `Wait` does where workers write: new functions are brought to them alone."""
+    """Waits like `Wait` if workers write, because sending new functions to them must run alone."""
     if self._saver.workers:
       self.Wait()
 
   @contextlib.contextmanager
   def Blocking(self) -> Iterator[None]:
-    """Counts what is done in it, for which training waits, as a cost of saving."""
+    """Counts the time of the enclosed code, for which training waits, as a cost of saving."""
     start = time.perf_counter()
     heartbeat.SuspendTimeout()
     try:
@@ -138,20 +142,20 @@ class BackgroundSaver:
       self.blocked_seconds += time.perf_counter() - start
 
   def Close(self) -> None:
-    """`Wait` where an exception may be under way: what failed is logged."""
+    """Waits like `Wait` but logs an error; for use while an exception may be propagating."""
     try:
       self.Wait()
     except Exception as e:
       logging.error('%s', e)
 
-  def Report(self) -> str:
-    """The cost of all saves, in a line for people; '' where there were none."""
+  def Report(self) -> str | None:
+    """Returns the cost of all saves as a line of text, or None if there were no saves."""
     if not self.num_saves:
-      return ''
-    beside = self.write_seconds if self._in_background else 0.0
+      return None
+    overlapped = self.write_seconds if self._in_background else 0.0
     return (
-      f'{self.num_saves} checkpoint{"s" * (self.num_saves > 1)} saved: training stood still for '
-      f'{self.blocked_seconds:.2f} s, and {beside:.2f} s of writing went on beside it'
+      f'{self.num_saves} checkpoint{"s" * (self.num_saves > 1)}: training paused '
+      f'{self.blocked_seconds:.2f} s; {overlapped:.2f} s of writing overlapped with it'
     )
 
   def _Join(self) -> None:
@@ -173,7 +177,7 @@ class BackgroundSaver:
     options: Mapping[str, Any],
   ) -> None:
     start = time.perf_counter()
-    # Where this process writes alone, no worker can hang in it, and a slow store may take its time.
+    # If this process writes alone, no worker can hang, so a slow store may take any time.
     if self._saver.workers:
       heartbeat.Begin(heartbeat.WRITE)
     try:
@@ -194,36 +198,36 @@ class BackgroundSaver:
       )
 
 
-def _NotFinite(weights: Mapping[str, tf.Variable]) -> str:
-  """The path of a weight with an entry that is not finite; '' where none has."""
-  found = {}
+def _FindNonFinite(weights: Mapping[str, tf.Variable]) -> str | None:
+  """Returns the path of a weight with a non-finite entry, or None if all are finite."""
+  checks = {}
   for path, v in weights.items():
     with tf.device(v.device):
-      found[path] = tf.reduce_all(tf.math.is_finite(v))
-  # All are under way before the first is waited for.
-  return next((path for path, is_finite in found.items() if not is_finite), '')
+      checks[path] = tf.reduce_all(tf.math.is_finite(v))
+  # All checks were started above, before the first result is waited for here.
+  return next((path for path, is_finite in checks.items() if not is_finite), None)
 
 
-def _Copies(step: int, variables: Mapping[str, Any], workers: Sequence[str]) -> dict[str, Any]:
-  """The values in memory of their own, on the hosts that write them."""
+def _CopyValues(step: int, variables: Mapping[str, Any], workers: Sequence[str]) -> dict[str, Any]:
+  """Copies the values to the memory of the hosts that write them."""
   placed = worker_hosts.Split(variables, workers)
   copies: dict[str, Any] = {}
 
   def CopyOn(host: str) -> None:
     values = [variables[path] for path in placed[host]]
     if host == worker_hosts.HERE:
-      found = [_Copy(value) for value in values]
+      host_copies = [_Copy(value) for value in values]
     else:
-      found = worker_hosts.Copies(host, values)
-    copies.update(zip(placed[host], found, strict=True))
+      host_copies = worker_hosts.CopyToHost(host, values)
+    copies.update(zip(placed[host], host_copies, strict=True))
 
   try:
-    worker_hosts.Each(CopyOn, placed)
+    worker_hosts.ForEach(CopyOn, placed)
   except (MemoryError, tf.errors.ResourceExhaustedError) as e:
     raise OSError(
-      f'Cannot save the checkpoint of step {step}: there is no host memory for a copy of '
+      f'Cannot save the checkpoint of step {step}: not enough host memory for a copy of '
       f'{len(variables)} variables. Set train.save_async to False: training then waits for '
-      'each save, and nothing is copied. Earlier checkpoints are untouched.'
+      'each save, but makes no copy. Earlier checkpoints are untouched.'
     ) from e
   return copies
 
@@ -231,6 +235,6 @@ def _Copies(step: int, variables: Mapping[str, Any], workers: Sequence[str]) -> 
 def _Copy(value: Any) -> Any:
   if isinstance(value, tf.Variable | tf.Tensor):
     array = value.numpy()  # TensorFlow promises a copy.
-    # NumPy's own arrays of bytes would lose zeros at their end.
+    # NumPy's fixed-size bytes would lose trailing zeros.
     return np.array(array, dtype=object) if value.dtype == tf.string else array
   return np.array(value) if isinstance(value, np.ndarray) else value

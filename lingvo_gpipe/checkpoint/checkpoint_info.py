@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of one checkpoint: its commit file, and whether a map of variables fits it."""
+"""The commit file of a checkpoint, and the check that a map of variables fits the checkpoint."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lingvo_gpipe.core import files
 
 FORMAT_VERSION = 1
 
-# Names in a checkpoint directory: commit file, folder of the data, and the bundle in it.
+# Names in a checkpoint directory: the commit file, the folder of the tensors, the bundle in it.
 COMMIT = re.compile(r'ckpt-(\d{8,20})\.json')
 FOLDER = re.compile(r'ckpt-(\d{8,20})-[0-9a-f]{8}')
 BUNDLE = 'tensors'
@@ -29,16 +29,16 @@ BUNDLE = 'tensors'
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointInfo:
-  """One committed checkpoint, as its commit file tells it.
+  """A committed checkpoint, as described by its commit file.
 
   Attributes:
     step: training step.
-    path: the commit file.
-    prefix: the tensors; `tf.train.load_checkpoint(prefix)` reads them too.
-    time: when it was saved, seconds since 1970.
+    path: path of the commit file.
+    prefix: path prefix of the tensors; `tf.train.load_checkpoint(prefix)` reads them, too.
+    time: time of saving, in seconds since 1970.
     tensors: {path: shape and dtype}.
-    metadata: what was given to `Save`; `ReadMetadata` returns a copy.
-    written: files, sizes and digest that the data must have.
+    metadata: the metadata passed to `Save`; `ReadMetadata` returns a copy.
+    written: names, sizes and digest that the data files must have.
   """
 
   step: int
@@ -51,7 +51,7 @@ class CheckpointInfo:
 
 
 class _NewerFormatError(ValueError):
-  """The file is whole but of another format."""
+  """The file is intact but has another format."""
 
 
 def CommitName(step: int) -> str:
@@ -59,20 +59,25 @@ def CommitName(step: int) -> str:
   return f'ckpt-{step:08d}.json'
 
 
-def CheckJson(where: str, value: Any) -> None:
-  """Raises a TypeError that names the first thing JSON would lose or refuse."""
+def CheckJson(path: str, value: Any) -> None:
+  """Raises a TypeError that names the first item that JSON would change or refuse.
+
+  Args:
+    path: name of the value in the message, such as "metadata['x'][1]".
+    value: the value to check.
+  """
   if isinstance(value, dict):
     for key, item in value.items():
       if not isinstance(key, str):
-        raise TypeError(f'{where} has the key {key!r}; the keys of metadata are text.')
-      CheckJson(f'{where}[{key!r}]', item)
+        raise TypeError(f'{path} has the key {key!r}, but keys of metadata must be strings.')
+      CheckJson(f'{path}[{key!r}]', item)
   elif isinstance(value, list | tuple):
     for i, item in enumerate(value):
-      CheckJson(f'{where}[{i}]', item)
+      CheckJson(f'{path}[{i}]', item)
   elif value is not None and type(value) not in (bool, int, float, str):
     raise TypeError(
-      f'{where} is a {type(value).__name__}; metadata are JSON: dict, list, str, int, float, bool '
-      'or None. Convert it, with int(x) or str(x), or save it as a variable.'
+      f'{path} is a {type(value).__name__}, but metadata must be JSON: dict, list, str, int, '
+      'float, bool or None. Convert it with int(x) or str(x), or save it as a variable.'
     )
 
 
@@ -85,7 +90,8 @@ def CommitText(
 ) -> str:
   """Returns the text of the commit file.
 
-  Another format may change what is in 'checkpoint', but not the two keys outside nor the digest.
+  A later format may change the contents of 'checkpoint', but neither the two outer keys nor the
+  digest.
   """
   tensors = {k: {'dtype': s.dtype.name, 'shape': s.shape.as_list()} for k, s in specs.items()}
   record = {
@@ -105,13 +111,23 @@ def _Digest(record: Mapping[str, Any]) -> str:
 
 
 def ParseCommit(directory: str, path: str, text: str) -> CheckpointInfo:
-  """Reads a commit file's text; DamagedError where it is not what was written."""
+  """Parses the text of a commit file.
+
+  Args:
+    directory: directory of the checkpoint.
+    path: path of the commit file.
+    text: text of the commit file.
+
+  Raises:
+    DamagedError: the text differs from the text that was written.
+    ValueError: the text has another format version.
+  """
   try:
     outer = json.loads(text)
     record = outer['checkpoint']
     if outer['sha256'] != _Digest(record):
       raise tensor_bundle.DamagedError(
-        'the commit file is not the one that was written (its SHA-256 differs)'
+        'the commit file differs from the file that was written (SHA-256 mismatch)'
       )
     if record['format'] != FORMAT_VERSION:
       raise _NewerFormatError(
@@ -120,12 +136,12 @@ def ParseCommit(directory: str, path: str, text: str) -> CheckpointInfo:
       )
     step, folder = record['step'], record['folder']
     match = FOLDER.fullmatch(folder)
-    # The folder is beside the commit file and of its step, whatever the text says.
+    # Only a folder of this step next to the commit file is accepted, whatever the text says.
     if not match or int(match[1]) != step or os.path.basename(path) != CommitName(step):
       raise tensor_bundle.DamagedError(f'the commit file names step {step!r} and folder {folder!r}')
     written = record['written']
     sizes = dict(written['files'])
-    for name, size in sizes.items():  # Nor are files looked for elsewhere.
+    for name, size in sizes.items():  # Only files in this folder are accepted.
       if os.path.basename(name) != name or not isinstance(size, int):
         raise tensor_bundle.DamagedError(
           f'the commit file names the file {name!r} of {size!r} bytes'
@@ -142,20 +158,24 @@ def ParseCommit(directory: str, path: str, text: str) -> CheckpointInfo:
   except _NewerFormatError:
     raise
   except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as e:
-    raise tensor_bundle.DamagedError(f'the commit file is not readable: {files.OneLine(e)}') from e
+    raise tensor_bundle.DamagedError(f'the commit file cannot be parsed: {files.OneLine(e)}') from e
 
 
 def CheckMatch(
   info: CheckpointInfo, variables: Mapping[str, Any], allow_missing: bool, allow_extra: bool
 ) -> None:
-  """Raises a ValueError that tells every kind of mismatch between map and checkpoint."""
+  """Checks that a map of variables fits a checkpoint.
+
+  Raises:
+    ValueError: it does not fit; the message lists every kind of mismatch.
+  """
   problems = []
   missing = [path for path in variables if path not in info.tensors]
   extra = [path for path in info.tensors if path not in variables]
   if missing and not allow_missing:
-    problems.append('not in the checkpoint: ' + _Names(missing, extra or list(info.tensors)))
+    problems.append('not in the checkpoint: ' + _ListNames(missing, extra or list(info.tensors)))
   if extra and not allow_extra:
-    problems.append('only in the checkpoint: ' + _Names(extra, missing or list(variables)))
+    problems.append('only in the checkpoint: ' + _ListNames(extra, missing or list(variables)))
   different = []
   for path, variable in variables.items():
     saved = info.tensors.get(path)
@@ -165,7 +185,7 @@ def CheckMatch(
     if spec.dtype != saved.dtype or not spec.shape.is_compatible_with(saved.shape):
       different.append(f'{path} (variable {_Type(spec)}, checkpoint {_Type(saved)})')
   if different:
-    problems.append('of another shape or dtype: ' + _Names(different, []))
+    problems.append('of another shape or dtype: ' + _ListNames(different, []))
   if problems:
     raise ValueError(
       f'Checkpoint {info.path} does not fit these {len(variables)} variables; '
@@ -174,11 +194,11 @@ def CheckMatch(
     )
   if missing or extra:
     logging.info(
-      'Checkpoint %s: %d variables are restored%s%s.',
+      'Checkpoint %s: restoring %d variables%s%s.',
       info.path,
       len(variables) - len(missing),
-      f', {len(missing)} are not in it and keep their values' if missing else '',
-      f', {len(extra)} that it holds are not wanted here' if extra else '',
+      f'; {len(missing)} are not in it and keep their values' if missing else '',
+      f'; ignoring its {len(extra)} other tensors' if extra else '',
     )
 
 
@@ -186,11 +206,11 @@ def _Type(spec: tf.TensorSpec) -> str:
   return f'{spec.dtype.name}{spec.shape.as_list()}'
 
 
-def _Names(names: Sequence[str], others: Sequence[str], limit: int = 8) -> str:
-  """Returns the count and the first names, each with the closest of the others."""
-  shown = []
+def _ListNames(names: Sequence[str], candidates: Sequence[str], limit: int = 8) -> str:
+  """Returns the count and the first names, each with the closest of the candidates."""
+  items = []
   for name in names[:limit]:
-    close = difflib.get_close_matches(name, others, 1)
-    shown.append(f'{name} (closest: {close[0]})' if close else name)
+    close = difflib.get_close_matches(name, candidates, 1)
+    items.append(f'{name} (closest: {close[0]})' if close else name)
   more = f', and {len(names) - limit} more' if len(names) > limit else ''
-  return f'{len(names)}: ' + ', '.join(shown) + more
+  return f'{len(names)}: ' + ', '.join(items) + more

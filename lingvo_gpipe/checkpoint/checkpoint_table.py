@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checkpoints of a log directory as text: a table of all, and what the newest one holds."""
+"""Describes the checkpoints of a log directory: a table, and the contents of the newest one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe.checkpoint import checkpoint_info, checkpointer
+from lingvo_gpipe.checkpoint import catalogue, checkpoint_info
 from lingvo_gpipe.core import files, text_table
 
 
@@ -21,49 +21,49 @@ def Describe(logdir: str) -> tuple[str, bool]:
     logdir: the log directory.
 
   Returns:
-    (the text, whether all checkpoints read back).
+    (text, whether all checkpoints read back).
 
   Raises:
-    ValueError: there is no checkpoint.
+    ValueError: the directory has no checkpoints.
     OSError: the directory cannot be read.
   """
-  checkpoints = checkpointer.Checkpointer(os.path.join(logdir, 'train'))
+  checkpoints = catalogue.Catalogue(os.path.join(logdir, 'train'))
   rows = [['checkpoint', 'step', 'saved (UTC)', 'bytes', 'reads back']]
   are_whole, newest = True, None
-  # Before and after: a trainer may be at work, which saves and removes checkpoints meanwhile.
-  names = _Commits(checkpoints.directory)
+  # Listed before and after, because a running trainer may save and remove checkpoints meanwhile.
+  names = _ListCommits(checkpoints.directory)
   infos = checkpoints.All()
   for info in infos:
     state = 'yes'
     try:
       checkpoints.Verify(info)
       newest = info
-    except checkpointer.DamagedError as e:
+    except catalogue.DamagedError as e:
       if not checkpoints.IsKnownDamaged(info):
-        continue  # It was removed.
+        continue  # It was removed meanwhile.
       state, are_whole = f'no: {files.OneLine(e)}', False
     size = sum(info.written['files'].values())
     rows.append(
       [os.path.basename(info.path), f'{info.step:,}', _Utc(info.time), f'{size:,}', state]
     )
   known = {os.path.basename(info.path) for info in infos}
-  for name in sorted((names - known) & _Commits(checkpoints.directory)):
+  for name in sorted((names - known) & _ListCommits(checkpoints.directory)):
     are_whole = False
     rows.append([name, '-', '-', '-', 'no: its commit file is damaged'])
   if len(rows) == 1 and infos:
-    return Describe(logdir)  # All were removed meanwhile, so there are others.
+    return Describe(logdir)  # All were removed meanwhile, so there are newer ones.
   if len(rows) == 1:
     raise ValueError(f'there is no checkpoint in {checkpoints.directory}: train first')
   lines = text_table.FormatTable(rows, text_columns={0, 2, 4})
   if newest is not None:
     lines += ['', f'{os.path.basename(newest.path)}:']
-    lines += [f'  {key}: {_Shown(value)}' for key, value in newest.metadata.items()]
+    lines += [f'  {key}: {_Format(value)}' for key, value in newest.metadata.items()]
     lines += [f'  {len(newest.tensors)} variables:', *_Variables(newest)]
   return '\n'.join(lines), are_whole
 
 
-def _Shown(value: Any) -> str:
-  """A value of the metadata in a line; of a text of several lines their number."""
+def _Format(value: Any) -> str:
+  """Returns a value of the metadata in one line; a text of several lines becomes their number."""
   num_lines = value.count('\n') if isinstance(value, str) else 0
   return f'{num_lines} lines' if num_lines else json.dumps(value)
 
@@ -71,12 +71,12 @@ def _Shown(value: Any) -> str:
 def _Utc(seconds: float) -> str:
   try:
     return time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(seconds))
-  except (ValueError, OverflowError, OSError):  # A file may say anything.
+  except (ValueError, OverflowError, OSError):  # A damaged file may hold any number.
     return str(seconds)
 
 
-def _Commits(directory: str) -> set[str]:
-  """The names of the commit files that are there."""
+def _ListCommits(directory: str) -> set[str]:
+  """Returns the names of the commit files in a directory."""
   names = tf.io.gfile.listdir(directory) if tf.io.gfile.isdir(directory) else []
   return {name for name in names if checkpoint_info.COMMIT.fullmatch(name)}
 

@@ -110,7 +110,7 @@ class Checkpointer(catalogue.Catalogue):
     Args:
       devices: full names of the run's devices.
     """
-    workers = worker_hosts.Of(devices)
+    workers = worker_hosts.ListHosts(devices)
     if not workers:
       return
     if files.IsLocal(self.directory):
@@ -204,7 +204,7 @@ class Checkpointer(catalogue.Catalogue):
       tf.io.gfile.mkdir(folder)
       placed = worker_hosts.Split(variables, self.workers)
       written = tensor_bundle.Write(prefix, variables, placed)
-      tensor_bundle.Verify(prefix, specs, written, worker_hosts.ByOthers(placed))
+      tensor_bundle.Verify(prefix, specs, written, worker_hosts.Rotate(placed))
       text = checkpoint_info.CommitText(step, os.path.basename(folder), specs, metadata, written)
       _WriteText(temporary, text)
       checkpoint_info.ParseCommit(self.directory, commit, catalogue.ReadText(temporary))
@@ -288,8 +288,8 @@ class Checkpointer(catalogue.Catalogue):
       The metadata.
 
     Raises:
-      ValueError: the maps do not match; names the missing and extra paths, and those of another
-        shape or dtype.
+      ValueError: the maps do not match; the message names the paths that are missing, extra, or of
+        another shape or dtype.
       DamagedError: the data cannot be read; some variables may have been assigned. `Latest` then
         returns the checkpoint before it.
     """

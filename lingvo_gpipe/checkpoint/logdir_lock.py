@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One trainer a directory: a second one is refused, and none is held up by one that was killed.
+"""Lets one trainer at a time use a directory; the lock of a killed trainer does not block the next.
 
-On a local path the lock is the operating system's (flock), which ends with its process however that
-ends. Elsewhere (gs://...), and where a file system has no locks, it is a lease: a small file that
-its holder writes anew every `BEAT_SECONDS`. A lease that has not changed for `LIFETIME_SECONDS`, or
-whose process is known to be gone, is taken over. No clocks of two machines are compared.
+On a local path the lock is an flock, which the operating system releases however the process ends.
+On other paths (gs://...), and on file systems without locks, it is a lease: a small file that its
+holder rewrites every `BEAT_SECONDS`. Another trainer may take over a lease that has not changed for
+`LIFETIME_SECONDS`, or whose process is known to have ended. Clocks of different machines are never
+compared.
 """
 
 from __future__ import annotations
@@ -27,43 +28,43 @@ from lingvo_gpipe.core import files
 
 FILE_NAME = 'trainer.lock'
 
-# How often a lease is written, and how long one counts that nobody writes.
+# Interval at which a lease is rewritten, and how long a lease is valid that nobody rewrites.
 BEAT_SECONDS = 10.0
 LIFETIME_SECONDS = 60.0
-# Of two that take a free lease at the same time, the one that wrote last has it after this long.
+# If two trainers take a free lease at the same time, the last writer holds it after this time.
 SETTLE_SECONDS = 2.0
-# Much longer than one who only looks has a lock.
+# Much longer than `Watch` holds the lock to test it.
 _LOOK_SECONDS = 0.1
 
 
 class InUseError(OSError):
-  """Another trainer works in the directory."""
+  """Another trainer uses the directory."""
 
 
 class LostError(OSError):
-  """The directory is no longer this trainer's."""
+  """This trainer no longer holds the directory."""
 
 
 class Lock(Protocol):
-  """What holds a directory."""
+  """Exclusive use of a directory."""
 
   def Check(self) -> None:
-    """Raises LostError where the directory went to another trainer, or is not there any more."""
+    """Raises LostError if another trainer took the directory, or it no longer exists."""
 
   def Release(self) -> None:
-    """Lets the next trainer in."""
+    """Lets the next trainer use the directory."""
 
 
 @contextlib.contextmanager
-def Held(directory: str) -> Iterator[Lock]:
-  """Holds a directory while the enclosed code runs; makes it where it is missing.
+def HoldLock(directory: str) -> Iterator[Lock]:
+  """Holds the lock of a directory while the enclosed code runs; creates a missing directory.
 
   Args:
-    directory: any path that tf.io.gfile takes. Where the lock is a lease that somebody may still
-      hold, it is watched for up to LIFETIME_SECONDS first.
+    directory: any path that tf.io.gfile accepts. If the lock is a lease that may still be held,
+      watches it for up to LIFETIME_SECONDS first.
 
   Raises:
-    InUseError: another trainer has it; one line that names it.
+    InUseError: another trainer holds the lock; one line that names its process.
     OSError: the directory cannot be written.
   """
   lock: Lock
@@ -78,44 +79,45 @@ def Held(directory: str) -> Iterator[Lock]:
 
 
 class Watch:
-  """Sees for how long nobody has held a directory; takes and writes nothing."""
+  """Measures for how long nobody has held a directory, without taking or writing anything."""
 
   def __init__(self, directory: str) -> None:
-    """Begins to count; touches no file."""
+    """Starts to measure; touches no file."""
     self._directory = directory
-    self._held: dict[str, Any] = {}  # The lease that was seen last.
-    self._since = time.monotonic()  # When somebody was seen to hold it, or this began.
+    self._last_lease: dict[str, Any] = {}
+    self._last_held = time.monotonic()  # Last time that the directory was held; first, the start.
 
   def SecondsFree(self) -> float:
-    """How long nobody was seen to hold the directory; to be called again and again.
+    """Returns for how many seconds nobody was seen to hold the directory. Call it repeatedly.
 
-    0.0 while somebody may hold a lease: one that is not written counts for LIFETIME_SECONDS.
+    Returns 0.0 while a lease may be held: a lease that nobody rewrites is valid for
+    LIFETIME_SECONDS.
     """
     is_held = _IsLocked(self._directory) if files.IsLocal(self._directory) else None
     may_be_held = False
     if is_held is None:
-      held = {}
-      # Where it cannot be reached, nobody was seen.
+      lease = {}
+      # If the lock file is unreachable, report the directory as not held.
       with contextlib.suppress(*files.FILE_ERRORS):
-        held = _ReadRecord(os.path.join(self._directory, FILE_NAME))
-      may_be_held = bool(held) and not _IsGone(held)
-      is_held = may_be_held and held != self._held
-      self._held = held
+        lease = _ReadRecord(os.path.join(self._directory, FILE_NAME))
+      may_be_held = bool(lease) and not _HasEnded(lease)
+      is_held = may_be_held and lease != self._last_lease
+      self._last_lease = lease
     now = time.monotonic()
     if is_held:
-      self._since = now
-    free = now - self._since
+      self._last_held = now
+    free = now - self._last_held
     return 0.0 if may_be_held and free < LIFETIME_SECONDS else free
 
 
 def _IsLocked(directory: str) -> bool | None:
-  """Whether somebody holds the operating system's lock; None where there are no such locks."""
+  """Whether some process holds the flock; None if the file system has no flock."""
   try:
     file = os.open(os.path.join(directory, FILE_NAME), os.O_RDONLY)
   except OSError:
     return False
   try:
-    # For a moment, and beside others who look.
+    # A shared lock, held for a moment: several processes may test at once.
     fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     return False
   except BlockingIOError:
@@ -127,49 +129,49 @@ def _IsLocked(directory: str) -> bool | None:
 
 
 class _NoLocksError(Exception):
-  """The file system does not know flock."""
+  """The file system does not support flock."""
 
 
 class _FileLock:
-  """An flock on a file, which stays there: were it removed, two could hold two of its name."""
+  """An flock on a file. Never removes it, or two processes could lock two files of its name."""
 
   def __init__(self, directory: str) -> None:
     self._directory = directory
     self._path = os.path.join(directory, FILE_NAME)
     try:
       os.makedirs(directory, exist_ok=True)
-      # What a link leads to is not to be emptied below.
+      # NOFOLLOW: the file is truncated below, which must not happen to the target of a link.
       self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     except OSError as e:
       raise files.CannotWrite(FILE_NAME, directory, e) from e
     try:
       self._Lock()
     except OSError as e:
-      held = _Parsed(os.pread(self._file, 4096, 0))
+      holder = _ParseRecord(os.pread(self._file, 4096, 0))
       os.close(self._file)
       if not isinstance(e, BlockingIOError):
         raise _NoLocksError() from e
-      raise _InUse(directory, held) from None
-    # A forked process has the file open too, and may outlive this one.
+      raise _InUseError(directory, holder) from None
+    # A forked process inherits the open file, and with it the lock, and may outlive this process.
     os.register_at_fork(after_in_child=self._Close)
-    with contextlib.suppress(OSError):  # It is only for people; the disk may be full.
+    with contextlib.suppress(OSError):  # The record only serves messages, and the disk may be full.
       os.ftruncate(self._file, 0)
-      os.pwrite(self._file, json.dumps(_Myself()).encode(), 0)
+      os.pwrite(self._file, json.dumps(_OwnRecord()).encode(), 0)
 
   def _Lock(self) -> None:
     try:
       fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-      time.sleep(_LOOK_SECONDS)  # Perhaps it was one who looked, see `Watch`.
+      time.sleep(_LOOK_SECONDS)  # A `Watch` may have held it for a moment.
       fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
   def Check(self) -> None:
     try:
-      there = os.stat(self._path)
+      stat = os.stat(self._path)
     except OSError as e:
-      raise _Lost(self._directory, files.OneLine(e)) from e
-    if not os.path.samestat(there, os.fstat(self._file)):
-      raise _Lost(self._directory, 'another directory or lock file has taken its place')
+      raise _LostError(self._directory, files.OneLine(e)) from e
+    if not os.path.samestat(stat, os.fstat(self._file)):
+      raise _LostError(self._directory, 'another directory or lock file has replaced it')
 
   def Release(self) -> None:
     self._Close()
@@ -181,20 +183,20 @@ class _FileLock:
 
 
 class _Lease:
-  """A file whose holder keeps changing it."""
+  """A file that its holder keeps rewriting."""
 
   def __init__(self, directory: str) -> None:
     self._directory = directory
     self._path = os.path.join(directory, FILE_NAME)
-    self._record = {**_Myself(), 'token': secrets.token_hex(8), 'beat': 0}
+    self._record = {**_OwnRecord(), 'token': secrets.token_hex(8), 'beat': 0}
     self._released = threading.Event()
     self._mutex = threading.Lock()
     try:
       tf.io.gfile.makedirs(directory)
       self._AwaitFree()
       self._Write()
-      if not self._released.wait(SETTLE_SECONDS) and not self._IsMine(held := self._Read()):
-        raise _InUse(directory, held)
+      if not self._released.wait(SETTLE_SECONDS) and not self._IsMine(record := self._Read()):
+        raise _InUseError(directory, record)
     except InUseError:
       raise
     except files.FILE_ERRORS as e:
@@ -203,20 +205,20 @@ class _Lease:
     self._thread.start()
 
   def _AwaitFree(self) -> None:
-    """Returns where nobody has the lease, or nobody uses it; raises InUseError else."""
+    """Returns once the lease is free or expired; raises InUseError if its holder rewrites it."""
     first = self._Read()
     start = time.monotonic()
-    if first and not _IsGone(first):
+    if first and not _HasEnded(first):
       logging.info(
         '%s was held by %s: watching for up to %g s whether it still is',
         self._path, _Describe(first), LIFETIME_SECONDS,
       )  # fmt: skip
-    held = first
-    while held and not _IsGone(held) and time.monotonic() - start < LIFETIME_SECONDS:
+    record = first
+    while record and not _HasEnded(record) and time.monotonic() - start < LIFETIME_SECONDS:
       time.sleep(BEAT_SECONDS / 4)
-      held = self._Read()
-      if held and held != first:
-        raise _InUse(self._directory, held)
+      record = self._Read()
+      if record and record != first:
+        raise _InUseError(self._directory, record)
 
   def _Read(self) -> dict[str, Any]:
     return _ReadRecord(self._path)
@@ -225,12 +227,12 @@ class _Lease:
     self._record['beat'] += 1
     files.WriteWhole(self._path, json.dumps(self._record))
 
-  def _IsMine(self, held: dict[str, Any]) -> bool:
-    return held.get('token') == self._record['token']
+  def _IsMine(self, record: dict[str, Any]) -> bool:
+    return record.get('token') == self._record['token']
 
   def _Beat(self) -> None:
     while not self._released.wait(BEAT_SECONDS):
-      # What cannot be reached now may be at the next beat; Check tells in any case.
+      # An unreachable file may be reachable at the next beat; `Check` reports it in any case.
       with self._mutex, contextlib.suppress(*files.FILE_ERRORS):
         if not self._IsMine(self._Read()):
           return
@@ -240,42 +242,43 @@ class _Lease:
     end = time.monotonic() + LIFETIME_SECONDS
     while True:
       try:
-        with self._mutex:  # Some file systems have no file for a moment while one replaces it.
-          held = self._Read()
+        # On some file systems the file is missing for a moment while `_Beat` replaces it.
+        with self._mutex:
+          record = self._Read()
         break
       except files.FILE_ERRORS as e:
         if time.monotonic() >= end:
-          raise _Lost(self._directory, files.OneLine(e)) from e
+          raise _LostError(self._directory, files.OneLine(e)) from e
       time.sleep(BEAT_SECONDS / 4)
-    if not self._IsMine(held):
-      why = f'{_Describe(held)} has it' if held else 'its lock file was removed'
-      raise _Lost(self._directory, why)
+    if not self._IsMine(record):
+      reason = f'{_Describe(record)} holds it' if record else 'its lock file was removed'
+      raise _LostError(self._directory, reason)
 
   def Release(self) -> None:
     self._released.set()
     self._thread.join()
-    with contextlib.suppress(*files.FILE_ERRORS):  # It expires by itself.
+    with contextlib.suppress(*files.FILE_ERRORS):  # A lease that is not removed expires.
       if self._IsMine(self._Read()):
         tf.io.gfile.remove(self._path)
 
 
-# --- who ------------------------------------------------------------------------------------------
+# --- records of holders ---------------------------------------------------------------------------
 
 
-def _Myself() -> dict[str, Any]:
-  """What is written of a holder."""
+def _OwnRecord() -> dict[str, Any]:
+  """Returns the record of this process as a holder."""
   pid = os.getpid()
   return {
     'host': socket.gethostname(),
     'pid': pid,
     'since': time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime()),
     'machine': _Machine(),
-    'started': _Started(pid),
+    'started': _StartTime(pid),
   }
 
 
 def _Machine() -> str:
-  """Where process ids mean the same: this boot of this machine, this container. '' if unknown."""
+  """Returns an id of the scope of process ids: this boot and this container; '' if unknown."""
   try:
     with open('/proc/sys/kernel/random/boot_id', encoding='ascii') as f:
       return f'{f.read().strip()} {os.readlink("/proc/self/ns/pid")}'
@@ -283,37 +286,37 @@ def _Machine() -> str:
     return ''
 
 
-def _Started(pid: int) -> str:
-  """When a process started, in the kernel's ticks; '' where it is none, or one that has ended."""
+def _StartTime(pid: int) -> str:
+  """Returns the start time of a process in kernel ticks; '' if it does not exist or has ended."""
   try:
     with open(f'/proc/{pid}/stat', encoding='utf-8', errors='replace') as f:
-      # Behind the name, which may hold anything, the state is the third field.
+      # The second field, the name, may contain spaces and parentheses; the state comes after it.
       fields = f.read().rpartition(')')[2].split()
-      return '' if fields[0] in 'ZX' else fields[19]  # A zombie only waits to be counted.
+      return '' if fields[0] in 'ZX' else fields[19]  # A zombie has ended.
   except (OSError, IndexError):
     return ''
 
 
-def _IsGone(held: dict[str, Any]) -> bool:
-  """Whether the holder's process surely is no more."""
-  pid = held.get('pid')
-  if not isinstance(pid, int) or held.get('machine') != _Machine() or not held['machine']:
+def _HasEnded(record: dict[str, Any]) -> bool:
+  """Whether the holder's process has surely ended."""
+  pid = record.get('pid')
+  if not isinstance(pid, int) or record.get('machine') != _Machine() or not record['machine']:
     return False
-  return bool(held.get('started') != _Started(pid))
+  return bool(record.get('started') != _StartTime(pid))
 
 
 def _ReadRecord(path: str) -> dict[str, Any]:
-  """What the file of a lock holds; {} where there is none, or an empty one: no lease is empty."""
+  """Returns the record in a lock file; {} if the file is missing or empty, as no lease is."""
   try:
     with tf.io.gfile.GFile(path, 'rb') as f:
       data = f.read()
-      return _Parsed(data) if data else {}
+      return _ParseRecord(data) if data else {}
   except tf.errors.NotFoundError:
     return {}
 
 
-def _Parsed(data: bytes) -> dict[str, Any]:
-  """A holder's record; one that cannot be read is kept as text, to see it change."""
+def _ParseRecord(data: bytes) -> dict[str, Any]:
+  """Parses a holder's record; an unreadable record is kept as text, so that changes show."""
   try:
     record = json.loads(data)
   except (ValueError, RecursionError):
@@ -321,21 +324,21 @@ def _Parsed(data: bytes) -> dict[str, Any]:
   return record if isinstance(record, dict) else {'text': repr(data[:200])}
 
 
-def _Describe(held: dict[str, Any]) -> str:
-  if not {'pid', 'host', 'since'} <= held.keys():
+def _Describe(record: dict[str, Any]) -> str:
+  if not {'pid', 'host', 'since'} <= record.keys():
     return 'another process'
-  return f'process {held["pid"]} on {held["host"]}, since {held["since"]}'
+  return f'process {record["pid"]} on {record["host"]}, since {record["since"]}'
 
 
-def _InUse(directory: str, held: dict[str, Any]) -> InUseError:
+def _InUseError(directory: str, record: dict[str, Any]) -> InUseError:
   return InUseError(
-    f'{directory!r} is in use: another trainer works there ({_Describe(held)}). Wait for its end '
-    'or stop it, or give another --logdir.'
+    f'{directory!r} is in use by another trainer ({_Describe(record)}). Wait for its end, stop it, '
+    'or use another --logdir.'
   )
 
 
-def _Lost(directory: str, why: str) -> LostError:
+def _LostError(directory: str, reason: str) -> LostError:
   return LostError(
-    f'{directory!r} is no longer the directory that this trainer began to work in: {why}. Nothing '
-    'more is saved there. See where it went, and start again.'
+    f'this trainer lost its directory {directory!r}: {reason}. It saves nothing more there. Find '
+    'out why, then restart it.'
   )

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a run may go on, or be evaluated, with other Params than those of its checkpoint.
+"""Checks that a run may resume, or be evaluated, with Params that differ from its checkpoint's.
 
-Three kinds of differences:
+There are three kinds of differences:
 
-* Harmless: how long, how often, where. They change no step, but for rounding and random masks. To
-  an evaluation all that only training feels is harmless, too, and its data set is another anyway.
-* What changes the training itself, such as the learning rate, the batch size, the data, dropout,
-  or, of an evaluation, the model: refused, unless the caller allows it.
-* What changes the names or shapes of weights: the checkpoint refuses it in any case. Whether
-  weights are averaged is such a change, and refused here.
+* Harmless: duration, intervals and placement. They change no step except for rounding and random
+  masks. For an evaluation, settings that affect only training are harmless, too, and its data set
+  differs anyway.
+* Differences that change training, such as the learning rate, the batch size, the data or dropout,
+  or the model of an evaluation. They are an error unless the caller allows them.
+* Differences in the names or shapes of weights, which the checkpoint rejects in any case. Switching
+  moving averages of weights on or off is such a difference and is rejected here.
 """
 
 from __future__ import annotations
@@ -21,31 +22,31 @@ from absl import logging
 from lingvo_gpipe.checkpoint import checkpoint_info
 from lingvo_gpipe.core import hyperparams, params_diff, params_text, params_tree
 
-# Under what a checkpoint's metadata have the text of the Params with which it was trained. A file
-# beside the checkpoints would belong to another one for a moment, and after a kill for longer.
+# Key of a checkpoint's metadata that holds the text of its Params. A separate file would not match
+# the newest checkpoint for a moment, and after a kill for longer.
 KEY = 'params'
 
-# A task, alone or one of several.
+# A single task, or one of several.
 _TASK = r'(task|task_params\.\w+)'
 
 _HARMLESS = re.compile(
   '|'.join(
     (
-      r'name|model',  # The experiment's place in its file, and what it is called.
-      # How long to train, what to keep, and what to report.
+      r'name|model',  # The experiment's name and location.
+      # Duration of training, checkpoints to keep, and reports.
       r'(task\.)?train\.(max|save|summary|histogram|eval|decode|init_from)_\w+',
       r'(task\.)?train\.(early_stop\..+|callbacks\b.*)',
-      # Where slots lie, and in which order replicas' gradients are added.
+      # Placement of optimizer slots, and the order in which replicas' gradients are added.
       r'(task\.)?train\.(shard_optimizer_slots|all_reduce)',
       # Evaluation and decoding.
       rf'{_TASK}\.(eval|sampling|beam_search)\..+',
-      # The cut of the pipeline, its order and its compilation.
+      # The cut of the pipeline, its schedule and its compilation.
       rf'{_TASK}\.stack\.(num_stages|stages_per_device|splits|partition_by|memory_limit)',
       rf'{_TASK}\.stack\.(num_micro_batches|schedule|remat_policy|xla)',
-      # When the data end, what to do with damaged ones, and what batches tell for metrics alone; of
-      # several tasks, each has its input.
+      # The end of the data, damaged records, and statistics of batches that only metrics use. Each
+      # of several tasks has its own input.
       r'input\.(\w+\.)?(num_epochs|damaged_records|count_words)',
-      # How batches are prepared, and where prepared data lie.
+      # Preparation of batches, and the location of prepared data.
       r'input\.(\w+\.)?(name|num_prefetch|num_parallel_calls|cache_dir|data_dir)',
       r'input\.(\w+\.)?read_on_workers',
     )
@@ -54,32 +55,32 @@ _HARMLESS = re.compile(
 _HARMLESS_TO_EVALUATION = re.compile(
   '|'.join(
     (
-      # How the weights came about. Averages are read where a checkpoint has them.
+      # How weights are trained. Averages are read if the checkpoint has them.
       rf'({_TASK}\.)?train\..+',
       rf'{_TASK}\.(.+\.)?(\w+_)?(dropout_prob|keep_prob|random_seed|params_init)',
-      # Which of several tasks a step trains, and which of them is looked at.
+      # The choice of a step's task, and of the task whose metric is followed.
       r'task_(name|probs|schedule)\b.*|random_seed',
     )
   )
 )
-# Whether checkpoints have averages, and of what; and the texts of values that say no.
+# Params that decide which averages a checkpoint holds, and the texts of values that mean none.
 _AVERAGES = re.compile(rf'{_TASK}\.train\.ema_decay(_moving_vars)?')
-_NO = (None, '0', '0.0', 'False')
-_MAX_SHOWN = 8
+_OFF = (None, '0', '0.0', 'False')
+_MAX_LISTED = 8
 
 
 def IsHarmless(
   change: params_diff.Change, old: str, params: hyperparams.InstantiableParams
 ) -> bool:
-  """Whether a run may go on with a change of its Params without being asked.
+  """Whether a run may resume with a change of its Params without explicit permission.
 
-  A param that is new and has its default is harmless: the program that began the run did not know
-  it.
+  A new param with its default value is harmless: an older version of the program, which did not
+  have it, started the run.
 
   Args:
-    change: from `params_diff.FindChanges(old, params)`.
-    old: the text of the Params that the run has.
-    params: those it is to go on with.
+    change: a change from `params_diff.FindChanges(old, params)`.
+    old: the text of the run's Params.
+    params: the Params to resume with.
   """
   if _HARMLESS.fullmatch(change.path):
     return True
@@ -89,7 +90,7 @@ def IsHarmless(
   for step in params_text.ParsePath(change.path):
     prefix += step.text
     if not re.search(rf'^{re.escape(prefix)}(?![\w])', old, re.MULTILINE):
-      # The first step into what the run does not have.
+      # The first part of the path that the run's Params do not have.
       return step.kind == 'param' and params_tree.Equal(
         params.Get(prefix), params.GetDefault(prefix)
       )
@@ -99,33 +100,35 @@ def IsHarmless(
 def Check(
   info: checkpoint_info.CheckpointInfo, params: hyperparams.InstantiableParams, allow: bool
 ) -> None:
-  """Checks that a run may go on from a checkpoint with these Params; logs what differs.
+  """Checks that a run may resume from a checkpoint with these Params, and logs the differences.
 
   Args:
-    info: the checkpoint. Where it does not tell its Params, anything may.
+    info: the checkpoint. If it does not record its Params, all Params are accepted.
     params: the model's Params.
-    allow: let through what is not harmless.
+    allow: whether to accept differences that are not harmless.
 
   Raises:
-    ValueError: the differences, on one line; or the checkpoint's Params cannot be read.
+    ValueError: the Params differ (the message lists the differences on one line), or the
+      checkpoint's Params cannot be read.
   """
   changes = _Changes(info, params, allow)
   for path, was, now in changes:
-    if _AVERAGES.fullmatch(path) and (was in _NO) != (now in _NO):
+    if _AVERAGES.fullmatch(path) and (was in _OFF) != (now in _OFF):
+      averages = 'no averages' if was in _OFF else 'averages'
       raise ValueError(
-        f'the run of {info.path!r} can neither begin nor end to average: {path} was '
-        f'{was or "not set"} and is {now or "not set"}, and its checkpoints are to have the '
-        'averages that they had. Set it as it was; or give another --logdir, to begin a run that '
-        'takes over the weights of this one by train.init_from_checkpoint_rules'
+        f'{path} cannot be switched on or off within a run: it was {was or "unset"} and is now '
+        f'{now or "unset"}, but the checkpoint {info.path!r} holds {averages} for it. Restore the '
+        'old value, or use another --logdir and start a new run with the weights of this one by '
+        'train.init_from_checkpoint_rules'
       )
   grave = [c for c in changes if not IsHarmless(c, info.metadata[KEY], params)]
   if grave and not allow:
     hint = (
-      'Give another --logdir to begin a run; to go on with this one from its last checkpoint all '
-      'the same, give --allow_params_change'
+      'Use another --logdir to start a new run. To resume this run from its last checkpoint '
+      'anyway, pass --allow_params_change'
     )
-    raise _Refused(info, grave, hint)
-  _Log('this run goes on with other Params', changes, grave)
+    raise _OtherParamsError(info, grave, hint)
+  _Log('resuming with other Params', changes, grave)
 
 
 def CheckEvaluated(
@@ -134,19 +137,20 @@ def CheckEvaluated(
   allow: bool,
   checked: str | None = None,
 ) -> str | None:
-  """Checks that these Params mean the model of a checkpoint; logs what differs.
+  """Checks that these Params describe the model of a checkpoint, and logs the differences.
 
   Args:
-    info: the checkpoint. Where it does not tell its Params, anything may.
+    info: the checkpoint. If it does not record its Params, all Params are accepted.
     params: the model's Params, with the input of any data set.
-    allow: let through what is not harmless.
-    checked: what the last call returned; nothing is done where the Params are those yet.
+    allow: whether to accept differences that are not harmless.
+    checked: result of the last call. If the checkpoint has the same Params, nothing is compared.
 
   Returns:
-    The text of the checkpoint's Params; None where there is none.
+    The text of the checkpoint's Params, or None if it does not record them.
 
   Raises:
-    ValueError: as `Check`.
+    ValueError: the Params differ (the message lists the differences on one line), or the
+      checkpoint's Params cannot be read.
   """
   old = info.metadata.get(KEY)
   if old is None or old == checked:
@@ -159,10 +163,10 @@ def CheckEvaluated(
   ]
   if grave and not allow:
     hint = (
-      'Give the --model and the overrides with which it was trained; to take its weights with '
-      'these all the same, give --allow_params_change'
+      'Use the --model and the overrides that it was trained with. To use its weights with these '
+      'Params anyway, pass --allow_params_change'
     )
-    raise _Refused(info, grave, hint)
+    raise _OtherParamsError(info, grave, hint)
   _Log('the run was trained with other Params', changes, grave)
   return str(old)
 
@@ -170,7 +174,7 @@ def CheckEvaluated(
 def _Changes(
   info: checkpoint_info.CheckpointInfo, params: hyperparams.InstantiableParams, allow: bool
 ) -> list[params_diff.Change]:
-  """What differs; [] where the checkpoint does not tell its Params."""
+  """Returns the differences; [] if the checkpoint does not record its Params."""
   old = info.metadata.get(KEY)
   if not isinstance(old, str):
     return []
@@ -179,26 +183,26 @@ def _Changes(
   except ValueError as e:
     if not allow:
       raise ValueError(
-        f'the Params of {info.path!r} cannot be read, nor compared with these: {e}. To go on all '
-        'the same, give --allow_params_change'
+        f'the Params of {info.path!r} cannot be read to compare them: {e}. To continue anyway, '
+        'pass --allow_params_change'
       ) from e
     logging.warning('the Params of %s cannot be read: %s', info.path, e)
     return []
 
 
-def _Refused(
+def _OtherParamsError(
   info: checkpoint_info.CheckpointInfo, changes: Sequence[params_diff.Change], hint: str
 ) -> ValueError:
-  more = f', and {len(changes) - _MAX_SHOWN} more' if len(changes) > _MAX_SHOWN else ''
+  more = f', and {len(changes) - _MAX_LISTED} more' if len(changes) > _MAX_LISTED else ''
   return ValueError(
-    f'{info.path!r} was trained with other Params (- its own, + these, ~ both): '
-    f'{"; ".join(map(str, changes[:_MAX_SHOWN]))}{more}. {hint}'
+    f'{info.path!r} was trained with other Params (- only its, + only these, ~ changed): '
+    f'{"; ".join(map(str, changes[:_MAX_LISTED]))}{more}. {hint}'
   )
 
 
 def _Log(
-  what: str, changes: Sequence[params_diff.Change], grave: Collection[params_diff.Change]
+  message: str, changes: Sequence[params_diff.Change], grave: Collection[params_diff.Change]
 ) -> None:
   for change in changes:
-    report = logging.warning if change in grave else logging.info
-    report('%s: %s', what, change)
+    log = logging.warning if change in grave else logging.info
+    log('%s: %s', message, change)

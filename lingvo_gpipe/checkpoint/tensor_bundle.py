@@ -3,11 +3,11 @@
 
 A bundle is `PREFIX.index` and `PREFIX.data-*`, the files of every TensorFlow checkpoint
 (`tf.train.load_checkpoint(PREFIX)` reads them). The names in it are any strings. TensorFlow keeps a
-checksum of every tensor, but not one that is checked of the whole index: flipped bits there can
-pass, so `Write` hands out the index's SHA-256 for the caller to keep.
+checksum of every tensor, but does not check one of the whole index, so flipped bits in the index
+can go unnoticed. `Write` therefore returns the SHA-256 of the index for the caller to keep.
 
-Of tensors that lie on workers each worker may write and read its own, all at once: then `placed`
-says who has what, and the files, of one bundle all the same, are in a directory that all share.
+Workers that share the directory may each write and read the tensors on their devices, concurrently.
+`placed` then maps hosts to tensors. The files still form one bundle.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from absl import logging
 from lingvo_gpipe.core import files
 from lingvo_gpipe.distributed import worker_hosts
 
-# Tensors are written and read in groups of about this many bytes, each one data file. Up to two
-# groups lie in a host's memory at a time; a larger tensor is a group of its own.
+# Tensors are written and read in groups of about this many bytes, one data file per group. A host
+# holds up to two groups in memory at a time. A larger tensor forms its own group.
 GROUP_BYTES = 128 * 2**20
 
 
@@ -33,14 +33,14 @@ Placed = Mapping[str, Sequence[str]]
 
 
 class DamagedError(OSError):
-  """What was read is not what was written: missing, truncated or changed."""
+  """A file is missing, truncated or changed."""
 
 
 def Spec(path: str, value: Any) -> tf.TensorSpec:
   """Returns the shape and dtype of a variable, tensor or array.
 
   Raises:
-    TypeError: it is none of these; the message names the path.
+    TypeError: the value has another type; the message names the path.
   """
   if not hasattr(value, 'shape') or not hasattr(value, 'dtype'):
     raise TypeError(
@@ -76,32 +76,33 @@ def _IndexDigest(prefix: str) -> str:
 
 
 def Write(prefix: str, values: Mapping[str, Any], placed: Placed | None = None) -> dict[str, Any]:
-  """Writes a bundle into an existing folder of its own.
+  """Writes a bundle into an existing empty folder.
 
-  Memory of each host: up to twice GROUP_BYTES, or twice the largest tensor, beside the variables.
+  Each host needs memory for twice GROUP_BYTES, or twice the largest tensor, in addition to the
+  variables.
 
   Args:
-    prefix: FOLDER/NAME; nothing else is in the folder.
-    values: {name: tf.Variable, tf.Tensor or array}, not empty; they may be on any device.
-    placed: who writes what; None: this process writes all.
+    prefix: FOLDER/NAME of the bundle; the folder is empty.
+    values: {name: tf.Variable, tf.Tensor or array}, not empty, on any devices.
+    placed: {host: names of the tensors that it writes}. If None, this process writes all tensors.
 
   Returns:
-    {'index_sha256': text, 'files': {file name: bytes}}, which `Verify` takes.
+    {'index_sha256': text, 'files': {file name: bytes}}, the argument `written` of `Verify`.
 
   Raises:
-    OSError, tf.errors.OpError: a file could not be written.
+    OSError, tf.errors.OpError: a file cannot be written.
   """
   folder = os.path.dirname(prefix)
   specs = {name: Spec(name, value) for name, value in values.items()}
   parts: list[str] = []
-  of_host: dict[str, list[tuple[str, list[str]]]] = {}
+  parts_of_host: dict[str, list[tuple[str, list[str]]]] = {}
   for host, names in (placed or {worker_hosts.HERE: list(values)}).items():
     for group in _Groups({name: specs[name] for name in names}):
       parts.append(f'{prefix}.part-{len(parts):05d}')
-      of_host.setdefault(host, []).append((parts[-1], group))
+      parts_of_host.setdefault(host, []).append((parts[-1], group))
 
   def WriteParts(host: str) -> None:
-    for part, group in of_host[host]:
+    for part, group in parts_of_host[host]:
       worker_hosts.Call(
         host,
         _Save,
@@ -111,9 +112,9 @@ def Write(prefix: str, values: Mapping[str, Any], placed: Placed | None = None) 
         [specs[name].dtype for name in group],
       )
 
-  worker_hosts.Each(WriteParts, of_host)
+  worker_hosts.ForEach(WriteParts, parts_of_host)
   with tf.device(worker_hosts.HERE):
-    # Renames the data files and writes one index of all.
+    # Renames the data files and writes one index for all of them.
     tf.raw_ops.MergeV2Checkpoints(
       checkpoint_prefixes=parts, destination_prefix=prefix, delete_old_dirs=False
     )
@@ -135,33 +136,33 @@ def _Save(
     shape_and_slices=[''] * len(values),
     tensors=[tf.convert_to_tensor(v, dtype) for v, dtype in zip(values, dtypes, strict=True)],
   )
-  return worker_hosts.After(saved, prefix)
+  return worker_hosts.ReturnAfter(saved, prefix)
 
 
 def CheckFiles(prefix: str, written: Mapping[str, Any]) -> None:
-  """Checks that every file is there with its size, and the index's digest. Cheap.
+  """Checks the existence and size of every file, and the digest of the index. Reads no tensors.
 
   Args:
-    prefix: as it was given to `Write`.
-    written: what `Write` returned.
+    prefix: FOLDER/NAME of the bundle.
+    written: the result of `Write`.
 
   Raises:
-    DamagedError: naming the file.
+    DamagedError: a file is missing or differs; the message names it.
   """
   folder = os.path.dirname(prefix)
   for name, size in written['files'].items():
     try:
-      found = tf.io.gfile.stat(os.path.join(folder, name)).length
+      actual_size = tf.io.gfile.stat(os.path.join(folder, name)).length
     except (tf.errors.OpError, OSError) as e:
       raise DamagedError(f'{name}: {files.OneLine(e)}') from e
-    if found != size:
-      raise DamagedError(f'{name} has {found} bytes, {size} were written')
+    if actual_size != size:
+      raise DamagedError(f'{name} has {actual_size} bytes, but {size} were written')
   try:
     digest = _IndexDigest(prefix)
   except (tf.errors.OpError, OSError) as e:
     raise DamagedError(f'the index cannot be read: {files.OneLine(e)}') from e
   if digest != written['index_sha256']:
-    raise DamagedError('the index is not the one that was written (its SHA-256 differs)')
+    raise DamagedError('the index differs from the index that was written (SHA-256 mismatch)')
 
 
 def Read(
@@ -170,34 +171,38 @@ def Read(
   take: Callable[[str, tf.Tensor], Any],
   placed: Placed | None = None,
 ) -> None:
-  """Calls take(name, tensor) for each tensor, with TensorFlow's checksum of it checked.
+  """Calls take(name, tensor) for each tensor, after TensorFlow has verified its checksum.
 
-  Memory of each host: as for `Write`.
+  Each host needs memory for twice GROUP_BYTES, or twice the largest tensor, in addition to the
+  variables.
 
   Args:
-    prefix: the bundle.
-    specs: {name: shape and dtype} of the tensors that are wanted; each must be in the bundle so.
-    take: gets each tensor on its host; is called from several threads where there are several.
-    placed: who reads what; None: this process reads all.
+    prefix: FOLDER/NAME of the bundle.
+    specs: {name: shape and dtype} of the tensors to read; the bundle must contain each of them.
+    take: called with each tensor on its host; with several hosts, from several threads.
+    placed: {host: names of the tensors that it reads}. If None, this process reads all tensors.
 
   Raises:
     DamagedError: a file is missing, truncated or changed.
-    OSError: there was not enough memory to read.
+    OSError: not enough memory to read.
   """
   placed = placed or {worker_hosts.HERE: list(specs)}
 
-  def TakeGroup(host: str, group: list[str]) -> None:  # Its tensors go with its return.
+  # A function of its own, so that its return frees the tensors of the group.
+  def TakeGroup(host: str, group: list[str]) -> None:
     dtypes = [specs[name].dtype for name in group]
     for name, tensor in zip(group, _ReadGroup(host, prefix, group, dtypes), strict=True):
       if tensor.shape != specs[name].shape:
-        raise DamagedError(f'{name!r} has shape {tensor.shape}, {specs[name].shape} was written')
+        raise DamagedError(
+          f'{name!r} has shape {tensor.shape}, but {specs[name].shape} was written'
+        )
       take(name, tensor)
 
   def TakeGroups(host: str) -> None:
     for group in _Groups({name: specs[name] for name in placed[host]}):
       TakeGroup(host, group)
 
-  worker_hosts.Each(TakeGroups, placed)
+  worker_hosts.ForEach(TakeGroups, placed)
 
 
 def _ReadGroup(
@@ -208,12 +213,12 @@ def _ReadGroup(
     try:
       return worker_hosts.Call(host, *args)
     except tf.errors.OpError as e:
-      # Whether that is the file's fault or the worker's shows when this process reads.
+      # Either the file or the worker is at fault. Reading in this process shows which.
       logging.warning('%s cannot read %s: %s', host, prefix, files.OneLine(e))
   try:
     return worker_hosts.Call(worker_hosts.HERE, *args)
   except tf.errors.ResourceExhaustedError as e:
-    # Not the file's fault: an older checkpoint would not fit either.
+    # The file is intact: an older checkpoint would not fit into memory either.
     raise OSError(f'Not enough memory to read {prefix}: {files.OneLine(e)}') from e
   except tf.errors.OpError as e:
     raise DamagedError(files.OneLine(e)) from e
@@ -222,10 +227,10 @@ def _ReadGroup(
 def _Restore(
   prefix: tf.Tensor, names: tf.Tensor, dtypes: Sequence[tf.DType]
 ) -> Sequence[tf.Tensor]:
-  found: Sequence[tf.Tensor] = tf.raw_ops.RestoreV2(
+  tensors: Sequence[tf.Tensor] = tf.raw_ops.RestoreV2(
     prefix=prefix, tensor_names=names, shape_and_slices=[''] * len(dtypes), dtypes=dtypes
   )
-  return found
+  return tensors
 
 
 def Verify(
@@ -237,13 +242,13 @@ def Verify(
   """Reads the whole bundle and checks every size and checksum.
 
   Args:
-    prefix: the bundle.
-    specs: all its tensors.
-    written: what `Write` returned.
-    placed: who reads what; None: this process reads all.
+    prefix: FOLDER/NAME of the bundle.
+    specs: {name: shape and dtype} of all tensors of the bundle.
+    written: the result of `Write`.
+    placed: {host: names of the tensors that it reads}. If None, this process reads all tensors.
 
   Raises:
-    DamagedError: naming what is wrong.
+    DamagedError: a file is missing, truncated or changed; the message says which.
   """
   CheckFiles(prefix, written)
   Read(prefix, specs, lambda name, tensor: None, placed)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hosts of values: what is done to a value on the CPU of the worker that has it stays there."""
+"""Runs operations on the host that holds a value, so that the value does not cross the network."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ import tensorflow as tf
 
 from lingvo_gpipe.core import files
 
-# The CPU of this process: where values are gathered, and what no worker is to do is done.
+# The CPU of this process. It gathers values and does everything that is not left to workers.
 HERE = '/device:CPU:0'
 
 
 class _Gate:
-  """Lets calls of functions in at once, but the first call of each alone.
+  """Runs calls of functions concurrently, but the first call of each function alone.
 
-  With it the function is brought to the workers, and TensorFlow then moves what it knows of others
-  while these may read it (EagerClusterFunctionLibraryRuntime holds them in a vector): seen once, as
-  "invalid UTF-8" in the name of a device.
+  The first call sends the function to the workers. TensorFlow then reallocates its table of
+  functions while concurrent calls may read it (EagerClusterFunctionLibraryRuntime keeps a vector).
+  This was seen once, as "invalid UTF-8" in the name of a device.
   """
 
   def __init__(self) -> None:
@@ -34,7 +34,8 @@ class _Gate:
     self._known: set[Any] = set()
 
   @contextlib.contextmanager
-  def Entered(self, function: Any) -> Iterator[None]:
+  def Enter(self, function: Any) -> Iterator[None]:
+    """Holds the gate for one call of a function."""
     with self._changed:
       if function not in self._known:
         self._changed.wait_for(lambda: not self._num_inside)
@@ -53,57 +54,59 @@ class _Gate:
 _GATE = _Gate()
 
 
-def Of(devices: Iterable[str]) -> list[str]:
-  """Returns the CPU device of each worker that has some of these devices."""
+def ListHosts(devices: Iterable[str]) -> list[str]:
+  """Returns the CPU device of each worker that has any of these devices."""
   hosts = [Host(device) for device in devices if WorkerOf(device) is not None]
   return list(dict.fromkeys(hosts))
 
 
 def WorkerOf(device: str) -> int | None:
-  """Returns the number of the worker that has a device; None for one of this process."""
+  """Returns the index of the worker that has a device, or None for a device of this process."""
   spec = tf.DeviceSpec.from_string(device)
   return spec.task if spec.job == 'worker' else None
 
 
 def Host(device: str) -> str:
-  """Returns the CPU of the process that has a device."""
+  """Returns the CPU device of the process that has a device."""
   spec = tf.DeviceSpec.from_string(device)
   return str(spec.replace(device_type='CPU', device_index=0).to_string())
 
 
 def Split(values: Mapping[str, Any], workers: Collection[str]) -> dict[str, list[str]]:
-  """Returns {host: names of the values that lie there}, without hosts that have none.
+  """Groups values by host: returns {host: names of its values}, without hosts that have no values.
 
   Args:
     values: {name: tf.Variable, tf.Tensor or array}.
-    workers: the hosts that count, from `Of`; what lies elsewhere is named under `HERE`, the first.
+    workers: worker hosts, from `ListHosts`. Values on other devices are listed under `HERE`, which
+      comes first.
   """
-  found: dict[str, list[str]] = {host: [] for host in (HERE, *workers)}
+  names_of: dict[str, list[str]] = {host: [] for host in (HERE, *workers)}
   for name, value in values.items():
     host = HERE
     if workers and isinstance(value, tf.Variable | tf.Tensor):
       host = Host(value.device)
-    found[host if host in found else HERE].append(name)
-  return {host: names for host, names in found.items() if names}
+    names_of[host if host in names_of else HERE].append(name)
+  return {host: names for host, names in names_of.items() if names}
 
 
-def ByOthers(placed: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:
-  """Hands what each worker has to another one, where there are several.
+def Rotate(placed: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:
+  """Assigns the names of each worker to the next worker, if there are several.
 
-  What a worker wrote it would read from its own memory, or a directory that nobody else sees.
+  A worker that reads back its own files may read them from its cache, or from a directory that no
+  other process sees.
 
   Args:
-    placed: from `Split`.
+    placed: {host: names}, from `Split`.
   """
   workers = [host for host in placed if host != HERE]
-  others = dict(zip(workers, [*workers[1:], *workers[:1]], strict=True))
-  return {others.get(host, host): names for host, names in placed.items()}
+  successors = dict(zip(workers, [*workers[1:], *workers[:1]], strict=True))
+  return {successors.get(host, host): names for host, names in placed.items()}
 
 
-def Each(function: Callable[[str], Any], hosts: Collection[str]) -> None:
-  """Calls a function with each host, all at once; returns, or raises, when all calls have ended.
+def ForEach(function: Callable[[str], Any], hosts: Collection[str]) -> None:
+  """Calls a function with each host, concurrently; returns or raises after all calls have ended.
 
-  With one host it is called in this thread.
+  Runs in this thread if there is one host.
   """
   if len(hosts) <= 1:
     for host in hosts:
@@ -116,23 +119,24 @@ def Each(function: Callable[[str], Any], hosts: Collection[str]) -> None:
 
 
 def Call(host: str, function: Callable[..., Any], *args: Any) -> Any:
-  """Calls a function of TensorFlow operations on a host; returns when they are done.
+  """Calls a function of TensorFlow operations on a host; returns when the operations are done.
 
-  May be called from any thread, while other operations run.
+  May be called from any thread while other operations run.
 
   Args:
-    host: `HERE` or a worker's.
-    function: of a module. For a worker it is traced, once for all arguments of the same types,
-      and what its results do not depend on is not done.
-    *args: tensors, variables, lists of them, on any devices; or what is part of the type.
+    host: `HERE` or a worker's host.
+    function: a function at module level. For a worker it is traced once per types of arguments,
+      and operations that its results do not depend on are not executed.
+    *args: tensors, variables and lists of them, on any devices; or Python values, which are part of
+      the types of the trace.
 
   Returns:
-    What the function returns: tensors, which stay on the host.
+    The results of the function: tensors, which stay on the host.
   """
   if host != HERE:
-    # Its own call would warn of tracing often: a bundle has groups of many kinds.
+    # A direct call would warn of frequent retracing, because a bundle has groups of many types.
     traced = _Traced(host, function).get_concrete_function(*args)
-    with _GATE.Entered(traced):
+    with _GATE.Enter(traced):
       return traced(*args)
   with tf.device(HERE):
     return function(*args)
@@ -140,10 +144,10 @@ def Call(host: str, function: Callable[..., Any], *args: Any) -> Any:
 
 @functools.cache
 def _Traced(host: str, function: Callable[..., Any]) -> Any:
-  """The function within one of this process: then its end is waited for, and tells its errors.
+  """Returns a tf.function of this process that runs the function on the host.
 
-  Operations that are sent to a worker one by one stand in a row there, those of training included,
-  and the sender does not wait for one that has no result.
+  A call waits for the function's end and raises its errors. Single operations would queue on the
+  worker behind the operations of training, and nobody waits for an operation without a result.
   """
 
   def Traced(*args: Any) -> Any:
@@ -153,12 +157,14 @@ def _Traced(host: str, function: Callable[..., Any]) -> Any:
   return tf.function(Traced, autograph=False)
 
 
-def Copies(worker: str, variables: Sequence[Any]) -> list[tf.Tensor]:
-  """Copies what variables of a worker hold to its host, where the copies stay.
+def CopyToHost(worker: str, variables: Sequence[Any]) -> list[tf.Tensor]:
+  """Copies the values of a worker's variables to the memory of its host; returns the copies.
 
-  Returns when they are made. Other operations of the worker may wait for that.
+  Returns when all copies are made. Other operations of the worker may have to wait meanwhile.
   """
-  with tf.device(worker):  # As a whole: part of one of this process it would send the results here.
+  # Runs the whole function on the worker. A function of this process that calls it there would send
+  # the results to this process.
+  with tf.device(worker):
     traced = _Traced(worker, _DeepCopies).get_concrete_function(variables)
     copies, done = traced(variables)
   done.numpy()
@@ -166,24 +172,24 @@ def Copies(worker: str, variables: Sequence[Any]) -> list[tf.Tensor]:
 
 
 def _DeepCopies(variables: Sequence[Any]) -> tuple[list[tf.Tensor], tf.Tensor]:
-  found = [tf.raw_ops.DeepCopy(x=tf.convert_to_tensor(variable)) for variable in variables]
-  return found, tf.constant(True)
+  copies = [tf.raw_ops.DeepCopy(x=tf.convert_to_tensor(variable)) for variable in variables]
+  return copies, tf.constant(True)
 
 
-def After(operation: tf.Operation | None, result: tf.Tensor) -> tf.Tensor:
-  """Returns `result` when an operation that has none of its own is done, for `Call`."""
+def ReturnAfter(operation: tf.Operation | None, result: tf.Tensor) -> tf.Tensor:
+  """Returns `result` after an operation without a result is done. For functions of `Call`."""
   with tf.control_dependencies([operation] if operation is not None else []):
     return tf.identity(result)
 
 
-def WhyNotShared(directory: str, workers: Sequence[str]) -> str:
-  """Says why a directory is not one that this process and all workers read and write; '' if it is.
+def WhyNotShared(directory: str, workers: Sequence[str]) -> str | None:
+  """Returns the reason why not all workers can read and write a directory, or None if they can.
 
   Args:
-    directory: an absolute path, or a URL; is there, and can be written here.
-    workers: hosts, from `Of`.
+    directory: an absolute path or a URL of an existing directory that this process can write.
+    workers: worker hosts, from `ListHosts`.
   """
-  # The name of a checkpoint's folder: where a kill leaves it the next save removes it.
+  # Named like a checkpoint's folder: if a kill leaves it behind, the next save removes it.
   folder = os.path.join(directory, f'ckpt-00000000-{secrets.token_hex(4)}')
   question, token = os.path.join(folder, 'question'), secrets.token_hex(16)
   reasons = {}
@@ -193,8 +199,8 @@ def WhyNotShared(directory: str, workers: Sequence[str]) -> str:
     answer = os.path.join(folder, f'answer-{task}')
     try:
       Call(host, _Copy, tf.constant(question), tf.constant(answer))
-      if (found := _ReadText(answer)) != token:
-        reasons[host] = f'worker {task} wrote {found!r} for {token!r} into {answer}'
+      if (text := _ReadText(answer)) != token:
+        reasons[host] = f'worker {task} wrote {text!r} for {token!r} into {answer}'
     except files.FILE_ERRORS as e:
       reasons[host] = f'worker {task} does not share {directory}: {files.OneLine(e)}'
 
@@ -202,16 +208,16 @@ def WhyNotShared(directory: str, workers: Sequence[str]) -> str:
     tf.io.gfile.mkdir(folder)
     with tf.io.gfile.GFile(question, 'w') as f:
       f.write(token)
-    Each(Ask, workers)
+    ForEach(Ask, workers)
     tf.io.gfile.rmtree(folder)
   except files.FILE_ERRORS as e:
-    return f'{directory} cannot be tried: {files.OneLine(e)}'
-  return next((reasons[host] for host in workers if host in reasons), '')
+    return f'{directory} cannot be tested: {files.OneLine(e)}'
+  return next((reasons[host] for host in workers if host in reasons), None)
 
 
 def _Copy(source: tf.Tensor, target: tf.Tensor) -> tf.Tensor:
-  """Copies a file. Where there is none to read, none is written, nor a directory for it made."""
-  return After(tf.io.write_file(target, tf.io.read_file(source)), target)
+  """Copies a file. If the source is missing, creates neither the target nor its directory."""
+  return ReturnAfter(tf.io.write_file(target, tf.io.read_file(source)), target)
 
 
 def _ReadText(path: str) -> str:

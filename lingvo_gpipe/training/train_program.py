@@ -408,7 +408,7 @@ def RecordFailures(logdir: str, step: int, failures: Mapping[str, int]) -> None:
     failures: number of failures by kind.
   """
   try:
-    with logdir_lock.Held(os.path.join(logdir, 'train')):
+    with logdir_lock.HoldLock(os.path.join(logdir, 'train')):
       log = metrics_log.MetricsLog(_MetricsPath(logdir))
       log.Write(max(step, 0), metrics_log.FAILURES, failures)
       log.Close()

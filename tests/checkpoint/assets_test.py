@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run depends on is kept with it, and a change of it is told."""
+"""Files that a run depends on are copied into its log directory, and changes are an error."""
 
 import sys
 
@@ -12,7 +12,7 @@ from lingvo_gpipe.experiment import registry
 from lingvo_gpipe.input import synthetic
 from lingvo_gpipe.training import train_program
 from tasks.lm import stdlib_input
-from tests import processes
+from tests import naming, processes
 from tests.toys import training
 
 
@@ -25,41 +25,41 @@ def testFilesAreCopied(tmp_path):
   assert not run.exists()
   for is_resumed in (False, True, True):
     assets.Keep(str(run), paths, is_resumed=is_resumed)
-    kept = {path.name: path.read_bytes() for path in (run / 'assets').iterdir()}
-    assert kept == {'v.model': b'\0one', 'words.txt': b'two'}
-  # What is kept may be what is read.
+    copies = {path.name: path.read_bytes() for path in (run / 'assets').iterdir()}
+    assert copies == {'v.model': b'\0one', 'words.txt': b'two'}
+  # The input may read the copy itself.
   assets.Keep(str(run), [str(run / 'assets' / 'v.model')], is_resumed=True)
 
 
-def testFilesOfOneName(tmp_path):
+def testTwoFilesOfTheSameNameAreAnError(tmp_path):
   paths = []
   for folder in ('a', 'b'):
     (tmp_path / folder).mkdir()
     paths.append(str(tmp_path / folder / 'v.model'))
-  with pytest.raises(ValueError, match="several files of the name 'v.model'.*rename"):
+  with pytest.raises(ValueError, match=naming.Naming("'v.model'", *paths)):
     assets.Keep(str(tmp_path / 'run'), paths, is_resumed=False)
 
 
-def testARunIsEvaluatedWithItsOwnFile(tmp_path, monkeypatch):
+def testARunIsEvaluatedWithTheFileItWasTrainedWith(tmp_path, monkeypatch):
   vocabulary = tmp_path / 'v.model'
   monkeypatch.setattr(synthetic.SyntheticRegressionInput, 'Assets', lambda self: [str(vocabulary)])
   run = tmp_path / 'run'
   params = training.Params()
   vocabulary.write_text('first')
-  training.Evaluator(run, params)  # The run may begin later.
+  training.Evaluator(run, params)  # The run may start later.
   assets.Keep(str(run), [str(vocabulary)], is_resumed=False)
   training.Evaluator(run, params)
   vocabulary.write_text('second')
-  with pytest.raises(ValueError, match=r"another 'v.model' than .*keeps it as .*assets/v\.model"):
+  with pytest.raises(ValueError, match=r"another 'v.model' than .*copy is .*assets/v\.model"):
     training.Evaluator(run, params)
   training.Evaluator(run, params, allow_params_change=True)
 
 
-def testARunGoesOnWithItsOwnFile(tmp_path, monkeypatch):
+def testARunResumesOnlyWithTheFileItWasTrainedWith(tmp_path, monkeypatch):
   vocabulary = tmp_path / 'v.model'
   monkeypatch.setattr(stdlib_input.StdlibInput, 'Assets', lambda self: [str(vocabulary)])
   run = tmp_path / 'run'
-  kept = run / 'assets' / 'v.model'
+  copied = run / 'assets' / 'v.model'
 
   def Train(max_steps):
     params = registry.GetParams(processes.MODEL, 'Train')
@@ -68,7 +68,7 @@ def testARunGoesOnWithItsOwnFile(tmp_path, monkeypatch):
     train_program.TrainProgram(
       params, str(run), cluster.Cluster.Create(2, platform='cpu'), None, stop_request.StopRequest()
     ).Run()
-    return kept.read_text()
+    return copied.read_text()
 
   vocabulary.write_text('never trained with')
   run.mkdir()
@@ -76,9 +76,9 @@ def testARunGoesOnWithItsOwnFile(tmp_path, monkeypatch):
   vocabulary.write_text('first')
   assert Train(1) == 'first'
   vocabulary.write_text('second')
-  with pytest.raises(ValueError, match=r"another 'v.model' than .*keeps it as .*assets/v\.model"):
+  with pytest.raises(ValueError, match=r"another 'v.model' than .*copy is .*assets/v\.model"):
     Train(2)
-  assert kept.read_text() == 'first'
+  assert copied.read_text() == 'first'
 
 
 if __name__ == '__main__':

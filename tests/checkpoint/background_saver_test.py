@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is saved beside training is what was there at the step, and no failure stays unsaid."""
+"""Saves in the background hold the values of their step, and every failure is reported."""
 
 import sys
 import threading
@@ -13,7 +13,7 @@ from lingvo_gpipe.core import heartbeat
 
 
 class _Gate:
-  """Holds each write until it is let through."""
+  """Blocks each write until `go` is set."""
 
   def __init__(self, monkeypatch):
     self.began, self.go = threading.Event(), threading.Event()
@@ -32,13 +32,13 @@ def _Saver(directory, **kwargs):
 
 
 def _Saved(directory):
-  """(step, value of v) of the last checkpoint."""
+  """Returns (step, value of v) of the last checkpoint."""
   v = tf.Variable(0.0)
-  found = checkpointer.Checkpointer(directory).RestoreLatest({'v': v})
-  return found and (found[0].step, float(v))
+  restored = checkpointer.Checkpointer(directory).RestoreLatest({'v': v})
+  return restored and (restored[0].step, float(v))
 
 
-def testTheValuesOfTheStepAreSavedWhateverComesAfter(tmp_path, monkeypatch):
+def testASaveHoldsTheValuesOfItsStep(tmp_path, monkeypatch):
   gate = _Gate(monkeypatch)
   values = {
     'f32': tf.random.stateless_normal([50, 40], [1, 2]),
@@ -55,7 +55,7 @@ def testTheValuesOfTheStepAreSavedWhateverComesAfter(tmp_path, monkeypatch):
   saver = _Saver(tmp_path)
   saver.Save(7, {**variables, 'array': array}, metadata)
   assert gate.began.wait(60)
-  # In place, as a step does.
+  # Changes the variable in place, as a training step does.
   tf.function(lambda: variables['f32'].assign_add(tf.ones([50, 40])))()
   for name in ('half', 'step', 'flags', 'text'):
     variables[name].assign(tf.zeros_like(values[name]))
@@ -72,10 +72,10 @@ def testTheValuesOfTheStepAreSavedWhateverComesAfter(tmp_path, monkeypatch):
     got, expected = saved.get_tensor(name), np.asarray(value)
     assert got.dtype == expected.dtype and got.tolist() == expected.tolist(), name
   assert saver.num_saves == 1 and 0 < saver.blocked_seconds and 0 < saver.write_seconds
-  assert saver.Report().startswith('1 checkpoint saved: training stood still for ')
+  assert saver.Report().startswith('1 checkpoint: training paused ')
 
 
-def testASaveWaitsForTheOneBefore(tmp_path, monkeypatch):
+def testASaveWaitsForThePreviousSave(tmp_path, monkeypatch):
   gate = _Gate(monkeypatch)
   saver, v = _Saver(tmp_path), tf.Variable(1.0)
   saver.Save(1, {'v': v}, {})
@@ -85,11 +85,11 @@ def testASaveWaitsForTheOneBefore(tmp_path, monkeypatch):
   assert [info.step for info in checkpointer.Checkpointer(tmp_path).All()][:1] == [1]
   saver.Close()
   assert _Saved(tmp_path) == (2, 2.0) and saver.num_saves == 2
-  assert saver.Report().startswith('2 checkpoints saved')
+  assert saver.Report().startswith('2 checkpoints: ')
 
 
 @pytest.mark.parametrize('call', ['Check', 'Save', 'Wait', 'Close'])
-def testWhatFailsBesideTrainingIsRaisedAtTheNextCall(tmp_path, monkeypatch, caplog, call):
+def testAnErrorInTheBackgroundIsRaisedAtTheNextCall(tmp_path, monkeypatch, caplog, call):
   saver, v = _Saver(tmp_path), tf.Variable(1.0)
   saver.Save(1, {'v': v}, {})
   saver.Wait()
@@ -110,7 +110,7 @@ def testWhatFailsBesideTrainingIsRaisedAtTheNextCall(tmp_path, monkeypatch, capl
     with pytest.raises(OSError, match=message):
       {'Check': saver.Check, 'Wait': saver.Wait}.get(call, lambda: saver.Save(3, {'v': v}, {}))()
   assert _Saved(tmp_path) == (1, 1.0) and saver.num_saves == 1
-  # Once; what is saved now is saved.
+  # The error is raised once; the next save succeeds.
   v.assign(4.0)
   saver.Save(4, {'v': v}, {})
   saver.Wait()
@@ -118,21 +118,21 @@ def testWhatFailsBesideTrainingIsRaisedAtTheNextCall(tmp_path, monkeypatch, capl
 
 
 @pytest.mark.parametrize('in_background', [True, False])
-def testADirectoryThatWasLostIsNotWrittenTo(tmp_path, in_background):
+def testALostDirectoryIsNotWritten(tmp_path, in_background):
   directory = tmp_path / 'train'
-  with logdir_lock.Held(str(directory)) as lock:
+  with logdir_lock.HoldLock(str(directory)) as lock:
     saver = _Saver(directory, in_background=in_background, lock=lock)
     saver.Save(1, {'v': tf.Variable(1.0)}, {})
     saver.Wait()
     directory.rename(tmp_path / 'moved')
-    with pytest.raises(logdir_lock.LostError, match='no longer the directory'):
+    with pytest.raises(logdir_lock.LostError, match='lost its directory'):
       saver.Save(2, {'v': tf.Variable(2.0)}, {})
     assert not directory.exists()
   assert _Saved(tmp_path / 'moved') == (1, 1.0)
 
 
 @pytest.mark.parametrize('in_background', [True, False])
-def testADirectoryThatIsLostWhileItIsWrittenToGetsNoCommit(tmp_path, in_background):
+def testADirectoryLostDuringWritingGetsNoCommit(tmp_path, in_background):
   class Lock:
     num_checks = 0
 
@@ -148,35 +148,35 @@ def testADirectoryThatIsLostWhileItIsWrittenToGetsNoCommit(tmp_path, in_backgrou
   with pytest.raises(logdir_lock.LostError, match='^it is lost$'):
     saver.Save(2, {'v': tf.Variable(2.0)}, {})
     saver.Wait()
-  left = [path for path in sorted(tmp_path.rglob('*')) if '.json.tmp-' not in path.name]
-  assert left == before and _Saved(tmp_path) == (1, 1.0)
+  after = [path for path in sorted(tmp_path.rglob('*')) if '.json.tmp-' not in path.name]
+  assert after == before and _Saved(tmp_path) == (1, 1.0)
 
 
-def testWithoutAThreadItIsSavedAtTheReturn(tmp_path, monkeypatch):
-  monkeypatch.setattr(background_saver, '_Copies', None)
+def testWithoutAThreadSaveReturnsAfterTheCommit(tmp_path, monkeypatch):
+  monkeypatch.setattr(background_saver, '_CopyValues', None)
   saver = _Saver(tmp_path, in_background=False)
   saver.Save(1, {'v': tf.Variable(1.0)}, {})
   assert _Saved(tmp_path) == (1, 1.0)
-  assert saver.Report().endswith('and 0.00 s of writing went on beside it')
+  assert saver.Report().endswith('; 0.00 s of writing overlapped with it')
   monkeypatch.setattr(tensor_bundle, 'Write', lambda *args: 1 / 0)
   with pytest.raises(ZeroDivisionError):
     saver.Save(2, {'v': tf.Variable(1.0)}, {})
 
 
 @pytest.mark.parametrize('in_background', [True, False])
-def testTheWritingTellsThatItBeginsAndHasEnded(tmp_path, monkeypatch, in_background):
-  told = []
-  monkeypatch.setattr(heartbeat, '_Send', told.append)
+def testWritingSendsHeartbeatsAtItsBeginAndEnd(tmp_path, monkeypatch, in_background):
+  sent = []
+  monkeypatch.setattr(heartbeat, '_Send', sent.append)
   saver = _Saver(tmp_path, in_background=in_background)
 
   def Signs():
-    found = [sign for sign in told if sign.lower() == heartbeat.WRITE]
-    told.clear()
-    return found
+    signs = [sign for sign in sent if sign.lower() == heartbeat.WRITE]
+    sent.clear()
+    return signs
 
   saver.Save(1, {'v': tf.Variable(1.0)}, {})
   saver.Wait()
-  assert not Signs()  # No worker is waited for.
+  assert not Signs()  # No sign: no worker can hang.
   saver._saver.workers = ['/job:worker/replica:0/task:0/device:CPU:0']
   saver.Save(2, {'v': tf.Variable(1.0)}, {})
   saver.Wait()
@@ -188,19 +188,19 @@ def testTheWritingTellsThatItBeginsAndHasEnded(tmp_path, monkeypatch, in_backgro
   assert Signs() == [b'W', b'w']
 
 
-def testNoMemoryForTheCopyIsSaid(tmp_path, monkeypatch):
+def testTooLittleMemoryForTheCopyIsAnError(tmp_path, monkeypatch):
   def Fail(value):
     raise MemoryError()
 
   monkeypatch.setattr(background_saver, '_Copy', Fail)
   saver = _Saver(tmp_path)
-  with pytest.raises(OSError, match=r'step 3: .*no host memory.*Set train\.save_async to False'):
+  with pytest.raises(OSError, match=r'step 3: .*host memory.*Set train\.save_async to False'):
     saver.Save(3, {'v': tf.Variable(1.0)}, {})
-  assert saver.Report() == ''
+  assert saver.Report() is None
 
 
 @pytest.mark.parametrize('in_background', [False, True])
-def testNoTrainedWeightThatIsNotFiniteIsSaved(tmp_path, caplog, in_background):
+def testNonFiniteTrainedWeightsAreNotSaved(tmp_path, caplog, in_background):
   saver = _Saver(tmp_path, in_background=in_background)
   weight = tf.Variable([1.0, 2.0], dtype=tf.bfloat16)
   others = {'mask': tf.Variable(-np.inf), 'array': np.array(np.nan)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The last, the best or a named checkpoint is found, or what there is instead is told."""
+"""Find returns the last, the best or a named checkpoint, or lists the existing ones."""
 
 import sys
 
@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from lingvo_gpipe.checkpoint import checkpoint_choice, checkpointer
+from tests import naming
 
 
 @pytest.fixture
 def saved(tmp_path):
-  """Checkpoints of steps 2, 4 and 6, the first of which is the best."""
+  """Returns checkpoints of steps 2, 4 and 6; step 2 is the best."""
   store = checkpointer.Checkpointer(tmp_path)
   for step in (2, 4, 6):
     store.Save(step, {'v': np.float32([step])}, {'early_stop': {'best_step': 2}})
@@ -19,19 +20,19 @@ def saved(tmp_path):
 
 
 @pytest.mark.parametrize('which, step', [('last', 6), ('best', 2), ('4', 4), ('00000006', 6)])
-def testFindsTheOneThatIsMeant(saved, which, step):
+def testFindsTheLastTheBestAndANumberedCheckpoint(saved, which, step):
   assert checkpoint_choice.Find(saved, which).step == step
 
 
 @pytest.mark.parametrize('which', ['newest', '', '-4', '4.0', 'ckpt-00000004.json', '٤', '9' * 19])
-def testWhatNamesNoneIsRefused(saved, which):
-  with pytest.raises(ValueError, match='--checkpoint is last, best or the number of a step, got'):
+def testOtherChoicesAreAnError(saved, which):
+  with pytest.raises(ValueError, match=naming.Naming('--checkpoint', 'last', 'best', repr(which))):
     checkpoint_choice.Find(saved, which)
 
 
-def testOneThatIsNotThereIsToldWithThoseThatAre(saved, tmp_path):
-  there = r'there are those of step 2, step 4, step 6$'
-  with pytest.raises(ValueError, match=rf'no checkpoint of step 5 in {tmp_path}; {there}'):
+def testAMissingCheckpointIsAnErrorThatListsTheExistingSteps(saved, tmp_path):
+  existing = r'there are checkpoints of step 2, step 4, step 6$'
+  with pytest.raises(ValueError, match=rf'no checkpoint of step 5 in {tmp_path}; {existing}'):
     checkpoint_choice.Find(saved, '5')
   saved.Save(7, {'v': np.float32([7])}, {'early_stop': {'best_step': 3}}, protected=[2, 4])
   with pytest.raises(ValueError, match='best evaluation was at step 3, but there is no checkpoint'):
@@ -43,12 +44,12 @@ def testOneThatIsNotThereIsToldWithThoseThatAre(saved, tmp_path):
 
 
 @pytest.mark.parametrize('which', ['last', 'best', '4'])
-def testNoneAtAll(tmp_path, which):
+def testNoCheckpointsIsAnError(tmp_path, which):
   with pytest.raises(ValueError, match='there is no checkpoint in .*: train first'):
     checkpoint_choice.Find(checkpointer.Checkpointer(tmp_path), which)
 
 
-def testADamagedOneIsNotPassedOverWhereItIsNamed(saved, tmp_path):
+def testADamagedCheckpointIsAnErrorIfItIsChosenByStep(saved, tmp_path):
   for path in tmp_path.glob('ckpt-00000004-*/*data*'):
     path.write_bytes(b'')
   with pytest.raises(checkpointer.DamagedError, match='ckpt-00000004-.* cannot be read'):

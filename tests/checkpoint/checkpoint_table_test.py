@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is told of the checkpoints of a log directory, damaged ones among them."""
+"""The table of a log directory's checkpoints, including damaged ones."""
 
 import sys
 
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe.checkpoint import checkpoint_table, checkpointer
+from lingvo_gpipe.checkpoint import catalogue, checkpoint_table, checkpointer
 
 
-def testWholeAndDamagedCheckpoints(tmp_path):
+def testTheTableListsGoodAndDamagedCheckpoints(tmp_path):
   saver = checkpointer.Checkpointer(tmp_path / 'train', max_to_keep=None)
   values = {'net.w': tf.ones([30, 4]), 'step': tf.constant(7, tf.int64)}
   infos = []
@@ -38,19 +38,19 @@ def testWholeAndDamagedCheckpoints(tmp_path):
   lines = text.splitlines()
   assert lines[1].endswith('yes') and ' no: ' in lines[2]
   assert lines[3].startswith('ckpt-00000009.json') and 'commit file' in lines[3]
-  # The newest one that can be read.
+  # The contents are those of the newest readable checkpoint.
   assert 'ckpt-00000007.json:' in lines
   assert [info.step for info in infos] == [7, 1234]
 
 
-@pytest.mark.parametrize('max_to_keep, told', [(3, ['2']), (2, ['3', '4'])])
-def testATrainerAtWorkDamagesNothing(tmp_path, monkeypatch, max_to_keep, told):
-  """It saves and removes checkpoints while they are read: some of them, or all."""
+@pytest.mark.parametrize('max_to_keep, steps', [(3, ['2']), (2, ['3', '4'])])
+def testCheckpointsMayBeSavedAndRemovedMeanwhile(tmp_path, monkeypatch, max_to_keep, steps):
+  """A running trainer removes some checkpoints, or all, while they are read."""
   saver = checkpointer.Checkpointer(tmp_path / 'train', max_to_keep)
   values = {'net.w': tf.ones([3])}
   for step in (1, 2):
     saver.Save(step, values, {})
-  verify = checkpointer.Checkpointer.Verify
+  verify = catalogue.Catalogue.Verify
 
   def Verify(self, info):
     if info.step == 1:
@@ -58,13 +58,13 @@ def testATrainerAtWorkDamagesNothing(tmp_path, monkeypatch, max_to_keep, told):
         saver.Save(step, values, {})
     verify(self, info)
 
-  monkeypatch.setattr(checkpointer.Checkpointer, 'Verify', Verify)
+  monkeypatch.setattr(catalogue.Catalogue, 'Verify', Verify)
   text, are_whole = checkpoint_table.Describe(str(tmp_path))
   rows = [line.split() for line in text.splitlines()]
-  assert are_whole and [row[1] for row in rows[1 : rows.index([])]] == told
+  assert are_whole and [row[1] for row in rows[1 : rows.index([])]] == steps
 
 
-def testNoCheckpoint(tmp_path):
+def testNoCheckpointsIsAnError(tmp_path):
   with pytest.raises(ValueError, match='no checkpoint in .*train'):
     checkpoint_table.Describe(str(tmp_path))
 

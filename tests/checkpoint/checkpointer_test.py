@@ -207,7 +207,7 @@ def testSaveChecksItsArguments(tmp_path):
     (ValueError, 'No variables', (1, {}, {})),
     (ValueError, "non-empty string, got ''", (1, {'': tf.Variable(0)}, {})),
     (TypeError, "'a' is a float", (1, {'a': 1.5}, {})),
-    (TypeError, r"metadata\['x'\]\[1\] is a int64; .*int\(x\)", (1, good, {'x': [1, np.int64(2)]})),
+    (TypeError, r"metadata\['x'\]\[1\] is a int64, .*int\(x\)", (1, good, {'x': [1, np.int64(2)]})),
     (TypeError, 'key 3', (1, good, {'d': {3: 4}})),
     (TypeError, r"metadata\['t'\] is a .*Tensor", (1, good, {'t': tf.constant(1)})),
   ):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two do not hold one directory, and what a killed process held is free."""
+"""Two trainers never hold one directory; the lock of a killed trainer is free."""
 
 import json
 import os
@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from lingvo_gpipe.checkpoint import logdir_lock
 from lingvo_gpipe.core import files
+from tests import naming
 
 
 @pytest.fixture
@@ -23,25 +24,25 @@ def quick_lease(monkeypatch):
   monkeypatch.setattr(logdir_lock, 'SETTLE_SECONDS', 0.02)
 
 
-def testTheSecondIsRefusedUntilTheFirstIsGone(tmp_path):
+def testASecondTrainerIsRefusedUntilTheFirstEnds(tmp_path):
   directory = str(tmp_path / 'run' / 'train')
-  with logdir_lock.Held(directory):
+  with logdir_lock.HoldLock(directory):
     for _ in range(2):
-      with pytest.raises(logdir_lock.InUseError) as e, logdir_lock.Held(directory):
+      with pytest.raises(logdir_lock.InUseError) as e, logdir_lock.HoldLock(directory):
         pass
     assert re.fullmatch(
-      rf"'{directory}' is in use: another trainer works there \(process {os.getpid()} on \S+, "
-      r'since [\d-]+ [\d:]+ UTC\)\. Wait for its end or stop it, or give another --logdir\.',
+      rf"'{directory}' is in use by another trainer \(process {os.getpid()} on \S+, "
+      r'since [\d-]+ [\d:]+ UTC\)\. Wait for its end, stop it, or use another --logdir\.',
       str(e.value),
     )
-  with logdir_lock.Held(directory) as lock:
+  with logdir_lock.HoldLock(directory) as lock:
     lock.Check()
 
 
 @pytest.mark.filterwarnings('ignore:This process .* is multi-threaded')
 def testAForkedProcessDoesNotKeepTheLock(tmp_path):
   to_child, to_parent = os.pipe(), os.pipe()
-  with logdir_lock.Held(str(tmp_path)):
+  with logdir_lock.HoldLock(str(tmp_path)):
     child = os.fork()
     if not child:
       os.write(to_parent[1], b'.')
@@ -49,7 +50,7 @@ def testAForkedProcessDoesNotKeepTheLock(tmp_path):
       os._exit(0)
     os.read(to_parent[0], 1)
   try:
-    with logdir_lock.Held(str(tmp_path)):
+    with logdir_lock.HoldLock(str(tmp_path)):
       pass
   finally:
     os.write(to_child[1], b'.')
@@ -58,17 +59,17 @@ def testAForkedProcessDoesNotKeepTheLock(tmp_path):
       os.close(file)
 
 
-@pytest.mark.parametrize('what', ['removed', 'replaced', 'a file'])
-def testADirectoryThatIsLostIsNoticed(tmp_path, what):
+@pytest.mark.parametrize('change', ['removed', 'replaced', 'a file'])
+def testCheckNoticesALostDirectory(tmp_path, change):
   directory = tmp_path / 'train'
-  with logdir_lock.Held(str(directory)) as lock:
+  with logdir_lock.HoldLock(str(directory)) as lock:
     lock.Check()
     shutil.move(directory, tmp_path / 'moved')
-    if what == 'replaced':
+    if change == 'replaced':
       shutil.copytree(tmp_path / 'moved', directory)
-    elif what == 'a file':
+    elif change == 'a file':
       directory.write_text('')
-    with pytest.raises(logdir_lock.LostError, match=r'train. is no longer the directory.*Nothing'):
+    with pytest.raises(logdir_lock.LostError, match=naming.Naming(repr(str(directory)), 'nothing')):
       lock.Check()
 
 
@@ -80,25 +81,25 @@ def _WithoutLocks(monkeypatch):
 
 
 @pytest.mark.parametrize('place', ['ram://', 'no locks'])
-def testALeaseIsHeldByOne(tmp_path, monkeypatch, quick_lease, place):
+def testALeaseIsHeldByOneTrainer(tmp_path, monkeypatch, quick_lease, place):
   _WithoutLocks(monkeypatch)
-  monkeypatch.setattr(logdir_lock, 'LIFETIME_SECONDS', 1000.0)  # Nothing waits for it.
+  monkeypatch.setattr(logdir_lock, 'LIFETIME_SECONDS', 1000.0)  # The test must not wait for it.
   directory = str(tmp_path) if place == 'no locks' else f'ram://lease_test{tmp_path}'
-  with logdir_lock.Held(directory) as lock:
+  with logdir_lock.HoldLock(directory) as lock:
     for _ in range(2):
       with (
         pytest.raises(logdir_lock.InUseError, match=f'process {os.getpid()} on '),
-        logdir_lock.Held(directory),
+        logdir_lock.HoldLock(directory),
       ):
         pass
     lock.Check()
   assert not tf.io.gfile.exists(f'{directory}/{logdir_lock.FILE_NAME}')
-  with logdir_lock.Held(directory):
+  with logdir_lock.HoldLock(directory):
     pass
 
 
 @pytest.mark.parametrize('place', ['file', 'ram://', 'no locks'])
-def testFromOutsideOneSeesForHowLongNobodyHoldsIt(tmp_path, monkeypatch, quick_lease, place):
+def testAWatchMeasuresHowLongADirectoryIsFree(tmp_path, monkeypatch, quick_lease, place):
   if place == 'no locks':
     _WithoutLocks(monkeypatch)
   clock = [100.0]
@@ -107,24 +108,23 @@ def testFromOutsideOneSeesForHowLongNobodyHoldsIt(tmp_path, monkeypatch, quick_l
     patched.setattr(logdir_lock.time, 'monotonic', lambda: clock[0])
     watch = logdir_lock.Watch(directory)
     clock[0] += 7.0
-    assert watch.SecondsFree() == 7.0  # Nobody was ever there.
-  with logdir_lock.Held(directory) as lock:
+    assert watch.SecondsFree() == 7.0  # Nobody ever held it.
+  with logdir_lock.HoldLock(directory) as lock:
     monkeypatch.setattr(logdir_lock, 'LIFETIME_SECONDS', 1e9)
     for _ in range(3):
       assert watch.SecondsFree() == 0.0
     lock.Check()
   with monkeypatch.context() as patched:
     patched.setattr(logdir_lock.time, 'monotonic', lambda: clock[0])
-    clock[0] = watch._since + 1000.0
+    clock[0] = watch._last_held + 1000.0
     assert watch.SecondsFree() == pytest.approx(1000.0)
 
 
-def testALeaseThatIsNotWrittenCountsForItsLifetime(tmp_path, monkeypatch):
-  """Its holder is on another machine."""
+def testALeaseOfAnotherMachineIsValidForItsLifetime(tmp_path, monkeypatch):
   _WithoutLocks(monkeypatch)
   clock = [100.0]
   monkeypatch.setattr(logdir_lock.time, 'monotonic', lambda: clock[0])
-  record = {**logdir_lock._Myself(), 'machine': 'another', 'beat': 3}
+  record = {**logdir_lock._OwnRecord(), 'machine': 'another', 'beat': 3}
   (tmp_path / logdir_lock.FILE_NAME).write_text(json.dumps(record))
   watch = logdir_lock.Watch(str(tmp_path))
   for seconds, free in ((50.0, 0.0), (59.0, 0.0), (2.0, 61.0)):
@@ -134,13 +134,12 @@ def testALeaseThatIsNotWrittenCountsForItsLifetime(tmp_path, monkeypatch):
   assert watch.SecondsFree() == 0.0
 
 
-def testOneWhoLooksHoldsNobodyUp(tmp_path, monkeypatch):
-  """It looks at the moment at which a trainer begins."""
+def testAWatchDoesNotBlockATrainerThatStarts(tmp_path, monkeypatch):
   (tmp_path / logdir_lock.FILE_NAME).touch()
   file = os.open(tmp_path / logdir_lock.FILE_NAME, os.O_RDONLY)
   logdir_lock.fcntl.flock(file, logdir_lock.fcntl.LOCK_SH)
   monkeypatch.setattr(logdir_lock.time, 'sleep', lambda seconds: os.close(file))
-  with logdir_lock.Held(str(tmp_path)) as lock:
+  with logdir_lock.HoldLock(str(tmp_path)) as lock:
     lock.Check()
 
 
@@ -150,20 +149,20 @@ def testAStaleLeaseIsTakenOver(tmp_path, quick_lease, monkeypatch):
   gone = subprocess.Popen(
     [sys.executable, '-c', 'import sys; sys.stdin.read()'], stdin=subprocess.PIPE
   )
-  started = logdir_lock._Started(gone.pid)
+  started = logdir_lock._StartTime(gone.pid)
   gone.stdin.close()
   os.waitid(os.P_PID, gone.pid, os.WEXITED | os.WNOWAIT)
-  here = {**logdir_lock._Myself(), 'token': 'x', 'beat': 3}
-  # On another machine it may be alive: it is watched.
+  here = {**logdir_lock._OwnRecord(), 'token': 'x', 'beat': 3}
+  # A process on another machine may be alive, so the lease is watched.
   for record in ({**here, 'machine': 'another'}, {'unknown': 1}):
     path.write_text(json.dumps(record))
-    with logdir_lock.Held(str(tmp_path)) as lock:
+    with logdir_lock.HoldLock(str(tmp_path)) as lock:
       lock.Check()
   path.write_text('half a reco')
-  with logdir_lock.Held(str(tmp_path)):
+  with logdir_lock.HoldLock(str(tmp_path)):
     pass
-  # Here it is known to be gone, at once; also where nobody has taken note of its end yet, and where
-  # another process has its number now.
+  # A process of this machine is known to have ended at once, even if it is a zombie or another
+  # process has its id now.
   monkeypatch.setattr(logdir_lock, 'LIFETIME_SECONDS', 1e9)
   for record in (
     {**here, 'pid': gone.pid, 'started': started},
@@ -171,13 +170,13 @@ def testAStaleLeaseIsTakenOver(tmp_path, quick_lease, monkeypatch):
     {**here, 'started': '1'},
   ):
     path.write_text(json.dumps(record))
-    with logdir_lock.Held(str(tmp_path)):
+    with logdir_lock.HoldLock(str(tmp_path)):
       pass
   gone.wait()
 
 
-def testOfTwoThatTakeAFreeLeaseOneHasIt(quick_lease, monkeypatch):
-  # Threads may stand still between what they read and what they write.
+def testOneOfSeveralTrainersGetsAFreeLease(quick_lease, monkeypatch):
+  # Threads may pause between reading and writing.
   monkeypatch.setattr(logdir_lock, 'SETTLE_SECONDS', 1.0)
   monkeypatch.setattr(logdir_lock, 'LIFETIME_SECONDS', 60.0)
   directory = 'ram://lease_race'
@@ -187,9 +186,9 @@ def testOfTwoThatTakeAFreeLeaseOneHasIt(quick_lease, monkeypatch):
   def Take():
     barrier.wait()
     try:
-      with logdir_lock.Held(directory):
+      with logdir_lock.HoldLock(directory):
         outcomes.append('held')
-        barrier.wait()  # Until all others were refused.
+        barrier.wait()  # Until all other threads were refused.
     except logdir_lock.InUseError:
       outcomes.append('refused')
       barrier.wait()
@@ -202,9 +201,9 @@ def testOfTwoThatTakeAFreeLeaseOneHasIt(quick_lease, monkeypatch):
   assert sorted(outcomes) == ['held'] + ['refused'] * 3
 
 
-def testAReadThatFailsIsTriedAgainWithinTheLifetimeOfALease(quick_lease, monkeypatch):
+def testCheckRetriesAFailedReadForTheLifetimeOfALease(quick_lease, monkeypatch):
   failed = tf.errors.UnavailableError(None, None, 'the network is down')
-  monkeypatch.setattr(logdir_lock._Lease, '_Beat', lambda self: None)  # It reads, too.
+  monkeypatch.setattr(logdir_lock._Lease, '_Beat', lambda self: None)  # Beats read the file, too.
   read = logdir_lock._ReadRecord
   outcomes = [failed, failed, None]
 
@@ -213,7 +212,7 @@ def testAReadThatFailsIsTriedAgainWithinTheLifetimeOfALease(quick_lease, monkeyp
       raise outcome
     return read(path)
 
-  with logdir_lock.Held('ram://lease_read') as lock, monkeypatch.context() as patched:
+  with logdir_lock.HoldLock('ram://lease_read') as lock, monkeypatch.context() as patched:
     patched.setattr(logdir_lock, '_ReadRecord', Read)
     patched.setattr(logdir_lock, 'LIFETIME_SECONDS', 60.0)
     lock.Check()
@@ -224,17 +223,17 @@ def testAReadThatFailsIsTriedAgainWithinTheLifetimeOfALease(quick_lease, monkeyp
       lock.Check()
 
 
-def testALeaseThatWasTakenIsNoticed(quick_lease, monkeypatch):
-  monkeypatch.setattr(logdir_lock, 'BEAT_SECONDS', 600.0)  # Not between the lines of this test.
+def testCheckNoticesATakenLease(quick_lease, monkeypatch):
+  monkeypatch.setattr(logdir_lock, 'BEAT_SECONDS', 600.0)  # No beat during this test.
   directory = 'ram://lease_taken'
   path = f'{directory}/{logdir_lock.FILE_NAME}'
-  with logdir_lock.Held(directory) as lock:
+  with logdir_lock.HoldLock(directory) as lock:
     files.WriteWhole(path, json.dumps({'host': 'other', 'pid': 7, 'since': 'then', 'token': 'y'}))
-    with pytest.raises(logdir_lock.LostError, match='process 7 on other, since then has it'):
+    with pytest.raises(logdir_lock.LostError, match='process 7 on other, since then'):
       lock.Check()
-  assert tf.io.gfile.exists(path)  # The other's.
+  assert tf.io.gfile.exists(path)  # The other trainer keeps its lease.
   tf.io.gfile.remove(path)
-  with logdir_lock.Held(directory) as lock:
+  with logdir_lock.HoldLock(directory) as lock:
     tf.io.gfile.remove(path)
     with pytest.raises(logdir_lock.LostError, match='its lock file was removed'):
       lock.Check()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run goes on with what changes no step, and with what does only where that is allowed."""
+"""A run resumes with harmless changes of Params, and with others only if they are allowed."""
 
 import sys
 import types
@@ -10,7 +10,7 @@ from lingvo_gpipe.checkpoint import params_change
 from lingvo_gpipe.core import params_text
 from lingvo_gpipe.experiment import registry
 from lingvo_gpipe.training import inspection
-from tests import processes
+from tests import naming, processes
 from tests.toys import training
 
 
@@ -20,14 +20,14 @@ def _Params(overrides=''):
 
 
 def _Checkpoint(text):
-  """What is looked at of a checkpoint."""
+  """Returns a stand-in for a checkpoint with these Params."""
   return types.SimpleNamespace(path='run/train/ckpt-7.json', metadata={params_change.KEY: text})
 
 
 def _CheckLogged(caplog, overrides):
-  """Each change once, for information."""
-  said = [r.getMessage() for r in caplog.records if 'other Params' in r.getMessage()]
-  assert len(said) == overrides.count(':') - overrides.count('py:')
+  """Asserts that each change was logged once, at level INFO."""
+  messages = [r.getMessage() for r in caplog.records if 'other Params' in r.getMessage()]
+  assert len(messages) == overrides.count(':') - overrides.count('py:')
   assert all(r.levelname == 'INFO' for r in caplog.records)
 
 
@@ -49,7 +49,7 @@ def saved():
     'task.train.shard_optimizer_slots:True;task.train.all_reduce:send',
   ],
 )
-def testHarmlessChangesAreLetThroughAndLogged(saved, caplog, overrides):
+def testHarmlessChangesAreAcceptedAndLogged(saved, caplog, overrides):
   caplog.set_level('INFO', logger='absl')
   params_change.Check(saved, _Params(overrides), allow=False)
   _CheckLogged(caplog, overrides)
@@ -72,48 +72,48 @@ _OF_ANOTHER_MODEL = [
 
 
 @pytest.mark.parametrize(
-  'check, override, told',
+  'check, override, diff',
   [
     *((params_change.Check, *case) for case in (*_OF_ANOTHER_RUN, *_OF_ANOTHER_MODEL)),
     *((params_change.CheckEvaluated, *case) for case in _OF_ANOTHER_MODEL),
   ],
 )
-def testOthersAreRefusedWithTheDiffUnlessAllowed(saved, caplog, check, override, told):
+def testOtherChangesAreAnErrorUnlessAllowed(saved, caplog, check, override, diff):
   params = _Params(f'{override};task.train.max_steps:7')
   with pytest.raises(ValueError) as e:
     check(saved, params, allow=False)
   message = str(e.value)
-  assert told in message and '--allow_params_change' in message and 'ckpt-7.json' in message
+  assert diff in message and '--allow_params_change' in message and 'ckpt-7.json' in message
   assert 'max_steps' not in message and '\n' not in message
   check(saved, params, allow=True)
   (warning,) = [r.getMessage() for r in caplog.records if r.levelname == 'WARNING']
-  assert told in warning
+  assert diff in warning
 
 
 @pytest.mark.parametrize(
-  'before, now, told',
+  'before, now, change',
   [
-    ('', 'ema_decay:0.9', r'task\.train\.ema_decay was 0\.0 and is 0\.9'),
-    ('ema_decay:0.9', '', r'task\.train\.ema_decay was 0\.9 and is 0\.0'),
+    ('', 'ema_decay:0.9', ['task.train.ema_decay', '0.0', '0.9', 'no averages']),
+    ('ema_decay:0.9', '', ['task.train.ema_decay', '0.9', '0.0', 'holds averages']),
     (
       'ema_decay:0.9',
       'ema_decay:0.9;task.train.ema_decay_moving_vars:True',
-      r'ema_decay_moving_vars was False and is True',
+      ['task.train.ema_decay_moving_vars', 'False', 'True', 'no averages'],
     ),
   ],
 )
 @pytest.mark.parametrize('allow', [False, True])
-def testARunNeitherBeginsNorEndsToAverage(before, now, told, allow):
+def testAveragesCannotBeSwitchedOnOrOffWithinARun(before, now, change, allow):
   before, now = (_Params(f'task.train.{text}' if text else '') for text in (before, now))
   info = _Checkpoint(before.ToText())
-  with pytest.raises(ValueError, match=f'{told}, .*Set it as it was; or .*--logdir') as e:
+  with pytest.raises(ValueError, match=naming.Naming(*change, '--logdir')) as e:
     params_change.Check(info, now, allow)
   assert '--allow_params_change' not in str(e.value)
-  # To an evaluation the checkpoint says it.
+  # An evaluation uses averages if the checkpoint has them.
   params_change.CheckEvaluated(info, now, allow=False)
 
 
-def testAnotherDecayOfTheAverageIsOneThatCanBeAllowed():
+def testAnotherDecayOfTheAveragesCanBeAllowed():
   info = _Checkpoint(_Params('task.train.ema_decay:0.9').ToText())
   params_change.Check(info, _Params('task.train.ema_decay:0.99'), allow=True)
 
@@ -126,17 +126,17 @@ def testAnotherDecayOfTheAverageIsOneThatCanBeAllowed():
     'task.eval.samples_per_summary:3;model:other.Model@other.py:7',
   ],
 )
-def testWhatOnlyTrainingFeelsIsLoggedOfAnEvaluation(saved, caplog, overrides):
+def testChangesThatAffectOnlyTrainingAreHarmlessToAnEvaluation(saved, caplog, overrides):
   caplog.set_level('INFO', logger='absl')
   params = _Params(overrides)
   text = params_change.CheckEvaluated(saved, params, allow=False)
   assert text == saved.metadata[params_change.KEY]
-  # What was compared is not told again.
+  # Params that were compared before are not logged again.
   params_change.CheckEvaluated(saved, params, allow=False, checked=text)
   _CheckLogged(caplog, overrides)
 
 
-def testSeveralTasksHaveTheSameRules():
+def testTheRulesApplyToEachOfSeveralTasks():
   def Params(overrides=''):
     params = registry.GetParams('image.digits_tasks.DigitAndParity', 'Train')
     return params.ApplyOverrides(params_text.ParseOverrides(overrides))
@@ -158,7 +158,7 @@ def testSeveralTasksHaveTheSameRules():
       params_change.Check(info, Params(grave), allow=False)
     params_change.CheckEvaluated(info, Params(grave), allow=False)
   averaged = Params('task_params.parity.train.ema_decay:0.9')
-  with pytest.raises(ValueError, match='can neither begin nor end to average'):
+  with pytest.raises(ValueError, match=naming.Naming('task_params.parity.train.ema_decay', '0.9')):
     params_change.Check(info, averaged, allow=True)
   params_change.CheckEvaluated(info, averaged, allow=False)
   for other_model in ('task_params.digit.hidden_dim:64', 'variable_renaming_rules:[]'):
@@ -166,7 +166,7 @@ def testSeveralTasksHaveTheSameRules():
       params_change.CheckEvaluated(info, Params(other_model), allow=False)
 
 
-def testTheDataOfAnEvaluationAreItsOwn(saved, caplog):
+def testAnEvaluationMayReadOtherData(saved, caplog):
   caplog.set_level('INFO', logger='absl')
   params = registry.GetParams(processes.MODEL, 'Test')
   params.input.batch_size = 2
@@ -177,11 +177,11 @@ def testTheDataOfAnEvaluationAreItsOwn(saved, caplog):
 def testManyDifferencesAreCounted(saved):
   params = _Params()
   params.task.Delete('softmax_tpl')
-  with pytest.raises(ValueError, match=r'; - task\.softmax_tpl\.\w+ : .*, and \d+ more\. Give'):
+  with pytest.raises(ValueError, match=r'; - task\.softmax_tpl\.\w+ : .*, and \d+ more\. Use'):
     params_change.Check(saved, params, allow=False)
 
 
-def testAParamThatTheRunDidNotKnowIsHarmlessAtItsDefault(saved):
+def testANewParamIsHarmlessAtItsDefault(saved):
   params = _Params()
   params.task.Define('new', 3, '')
   params.task.train.Define('also_new', _Params().task.eval, '')
@@ -195,7 +195,7 @@ def testAParamThatTheRunDidNotKnowIsHarmlessAtItsDefault(saved):
     params_change.Check(saved, params, allow=False)
 
 
-def testEntriesThatTheRunDidNotHaveAreNoDefaults(tmp_path):
+def testNewEntriesOfAListAreNotHarmless(tmp_path):
   old, new = _Params(), _Params()
   for params, number in ((old, 1), (new, 2)):
     params.task.Define('layers', [old.task.eval.Copy() for _ in range(number)], '')
@@ -203,7 +203,7 @@ def testEntriesThatTheRunDidNotHaveAreNoDefaults(tmp_path):
     params_change.Check(_Checkpoint(old.ToText()), new, allow=False)
 
 
-def testWhatIsHarmlessOfOtherInputs():
+def testChangesOfDamagedRecordsAndWordCountsAreHarmless():
   old, new = _Params(), _Params()
   for params, policy, counts in ((old, 'stop', False), (new, 'skip', True)):
     params.input.Define('damaged_records', policy, '')
@@ -211,22 +211,22 @@ def testWhatIsHarmlessOfOtherInputs():
   params_change.Check(_Checkpoint(old.ToText()), new, allow=False)
 
 
-def testWhatCannotBeReadIsNotPassedOver(caplog):
+def testUnreadableParamsAreAnErrorUnlessAllowed(caplog):
   silent = types.SimpleNamespace(metadata={})
   params_change.Check(silent, _Params(), allow=False)
   assert params_change.CheckEvaluated(silent, _Params(), allow=False) is None
   for check in (params_change.Check, params_change.CheckEvaluated):
     caplog.clear()
-    told = r'ckpt-7.*cannot be read.*key:value.*--allow_params_change'
-    with pytest.raises(ValueError, match=told):
+    pattern = r'ckpt-7.*cannot be read.*key:value.*--allow_params_change'
+    with pytest.raises(ValueError, match=pattern):
       check(_Checkpoint('nonsense'), _Params(), allow=False)
     check(_Checkpoint('nonsense'), _Params(), allow=True)
     (warning,) = [r.getMessage() for r in caplog.records if r.levelname == 'WARNING']
     assert 'ckpt-7.json cannot be read' in warning
 
 
-def testParamsAreThoseOfTheCheckpoint(tmp_path, monkeypatch):
-  """A run with others that dies before its first checkpoint, and one whose newest is damaged."""
+def testParamsAreComparedWithTheNewestReadableCheckpoint(tmp_path, monkeypatch):
+  """Also after a run with other Params died before it saved, and if the newest is damaged."""
   faster = 'task.train.learner.learning_rate:0.02'
 
   def Run(more, max_steps, allow=False):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warm start: rules from names to names, and what is refused before a weight is changed."""
+"""Warm start: rules on names, and errors that leave all weights unchanged."""
 
 import re
 import sys
@@ -21,7 +21,7 @@ _SAVED = {
 
 @pytest.fixture(scope='module')
 def logdir(tmp_path_factory):
-  """A log directory with checkpoints of steps 3 and 7."""
+  """Returns a log directory with checkpoints of steps 3 and 7."""
   logdir = tmp_path_factory.mktemp('other')
   saved = checkpointer.Checkpointer(logdir / 'train')
   saved.Save(3, {name: value * 0 for name, value in _SAVED.items()}, {})
@@ -37,7 +37,7 @@ def _Weights():
 _RULES = [(r'new\.emb\.(.*)', r'old.emb.\1'), (r'new\.body(\[\d\])\.w', r'old.layers\1.w')]
 
 
-def testWeightsAreTakenOverAndTheRestIsListed(logdir):
+def testWeightsAreCopiedAndTheOtherWeightsAreListed(logdir):
   weights = _Weights()
   lines = warm_start.Load({logdir: (_RULES, [])}, weights)
   np.testing.assert_array_equal(weights['new.emb.w'], _SAVED['old.emb.w'])
@@ -48,19 +48,19 @@ def testWeightsAreTakenOverAndTheRestIsListed(logdir):
 
 
 @pytest.mark.parametrize('tail', ['', '/train', '/train/', '/train/ckpt-00000007.json'])
-def testPlacesOfACheckpoint(logdir, tail):
+def testASourceIsALogdirACheckpointDirectoryOrACommitFile(logdir, tail):
   weights = _Weights()
   warm_start.Load({logdir + tail: (_RULES, [])}, weights)
   np.testing.assert_array_equal(weights['new.body[0].w'], _SAVED['old.layers[0].w'])
 
 
-def testACheckpointThatIsNotTheLast(logdir):
+def testACommitFileNamesAnOlderCheckpoint(logdir):
   weights = _Weights()
   warm_start.Load({f'{logdir}/train/ckpt-00000003.json': (_RULES, [])}, weights)
   np.testing.assert_array_equal(weights['new.body[1].w'], np.zeros([3, 3]))
 
 
-def testTheFirstRuleThatFitsWinsAndIgnoredOnesAreLeft(logdir):
+def testTheFirstMatchingRuleWinsAndIgnoredWeightsAreUnchanged(logdir):
   weights = _Weights()
   rules = [(r'new\.body.*', 'old.layers[1].w'), (r'(?!head)new\.(.*)', r'old.\1')]
   warm_start.Load({logdir: (rules, [r'new\.body\[1\].*'])}, weights)
@@ -69,15 +69,15 @@ def testTheFirstRuleThatFitsWinsAndIgnoredOnesAreLeft(logdir):
   np.testing.assert_array_equal(weights['new.emb.w'], _SAVED['old.emb.w'])
 
 
-def testSeveralWeightsMayBeOfOneName(logdir):
+def testSeveralWeightsMayHaveTheSameNameInTheCheckpoint(logdir):
   weights = _Weights()
   warm_start.Load({logdir: ([(r'new\.body.*', 'old.layers[1].w')], [])}, weights)
   for i in range(2):
     np.testing.assert_array_equal(weights[f'new.body[{i}].w'], _SAVED['old.layers[1].w'])
 
 
-def testARuleFitsTheWholeName(logdir):
-  with pytest.raises(ValueError, match=r"rule 'new\\\\.emb' fits none of the 4 weights"):
+def testARuleMustMatchTheWholeName(logdir):
+  with pytest.raises(ValueError, match=r"rule 'new\\\\.emb' matches none of the 4 weights"):
     warm_start.Load({logdir: ([(r'new\.emb', 'old.emb.w')], [])}, _Weights())
 
 
@@ -89,11 +89,11 @@ def testARuleFitsTheWholeName(logdir):
     ([(r'head\.b', 'global_step')], r'global_step int64\[\]'),
     ([(r'new\.emb\.w', 'old.emb.v')], r'old\.emb\.v for new\.emb\.w \(closest: old\.emb\.w\)'),
     ([(r'new\.emb\.(', 'x')], 'not a regular expression'),
-    ([(r'new\.emb\.w', r'old\2')], r'cannot be filled in'),
+    ([(r'new\.emb\.w', r'old\2')], r'old\\\\2.* does not fit the groups of .*new\\\\\.emb'),
     ([(r'new\.emb\.(.*)', 'old.emb.%s')], r"write \\1, \\2 \.\.\. for Lingvo's %s"),
   ],
 )
-def testWhatDoesNotFitChangesNothing(logdir, rules, message):
+def testRulesThatDoNotFitChangeNothing(logdir, rules, message):
   weights = _Weights()
   with pytest.raises(ValueError, match=message):
     warm_start.Load({logdir: (rules, [])}, weights)
@@ -104,18 +104,18 @@ def testWhatDoesNotFitChangesNothing(logdir, rules, message):
 @pytest.mark.parametrize(
   'value', ['x', ([], 'head.*'), ([('a', 'b', 'c')], []), ([(1, 'b')], []), []]
 )
-def testRulesOfAnotherForm(value):
+def testRulesOfTheWrongFormAreAnError(value):
   with pytest.raises(ValueError, match=r'must be a pair of lists.*for example \{'):
     warm_start.Check({'runs/other': value})
 
 
-def testTwoCheckpointsForOneWeight(logdir):
+def testTwoCheckpointsForOneWeightAreAnError(logdir):
   rules = {logdir: (_RULES, []), f'{logdir}/train': ([(r'new\.emb\.w', 'old.emb.w')], [])}
   with pytest.raises(ValueError, match=r'both .* set new\.emb\.w: let one of them ignore it'):
     warm_start.Load(rules, _Weights())
 
 
-def testNoCheckpoint(tmp_path):
+def testAMissingCheckpointIsAnError(tmp_path):
   with pytest.raises(ValueError, match='there is no checkpoint at .*name a logdir'):
     warm_start.Load({str(tmp_path): (_RULES, [])}, _Weights())
 

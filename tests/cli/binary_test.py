@@ -44,7 +44,7 @@ _MISTAKES = {
   ),
   'log directory in use': (
     'trainer', [_MODEL, '--logdir={}/held', _Tiny('')],
-    rf"/held/train' is in use: another trainer works there \(process {os.getpid()} on ",
+    rf"/held/train' is in use by another trainer \(process {os.getpid()} on ",
   ),
   'too few devices': (
     'trainer', [_MODEL, '--logdir={}', '--num_devices=1'],
@@ -148,7 +148,7 @@ def mistaken(tmp_path_factory, forks):
   """{mistake: finished process}; a few are real processes that import TensorFlow."""
   logdir = str(tmp_path_factory.mktemp('run'))
   found = {}
-  with logdir_lock.Held(f'{logdir}/held/train'):
+  with logdir_lock.HoldLock(f'{logdir}/held/train'):
     for what, (program, args, _) in _MISTAKES.items():
       run = processes.Run if what in _STARTED else forks.Run
       found[what] = run(program, *(arg.replace('{}', logdir) for arg in args))

@@ -28,8 +28,8 @@ def _Worker(task, device='CPU:0'):
 
 def testTheHostsOfDevicesAreInTheirOrder():
   devices = [_Worker(10, 'GPU:1'), _Worker(10, 'GPU:0'), _Worker(9), _Worker(10), _OWN]
-  assert worker_hosts.Of(devices) == [_Worker(10), _Worker(9)]
-  assert worker_hosts.Of([_OWN]) == []
+  assert worker_hosts.ListHosts(devices) == [_Worker(10), _Worker(9)]
+  assert worker_hosts.ListHosts([_OWN]) == []
 
 
 def testValuesAreSplitByWhereTheyLie():
@@ -44,14 +44,14 @@ def testValuesAreSplitByWhereTheyLie():
 
 def testEachWorkerGetsWhatAnotherHas():
   here, a, b, c = worker_hosts.HERE, *map(_Worker, range(3))
-  assert worker_hosts.ByOthers({here: ['s']}) == {here: ['s']}
-  assert worker_hosts.ByOthers({here: ['s'], a: ['x']}) == {here: ['s'], a: ['x']}
-  found = worker_hosts.ByOthers({here: ['s'], a: ['x'], b: ['y', 'z'], c: ['w']})
+  assert worker_hosts.Rotate({here: ['s']}) == {here: ['s']}
+  assert worker_hosts.Rotate({here: ['s'], a: ['x']}) == {here: ['s'], a: ['x']}
+  found = worker_hosts.Rotate({here: ['s'], a: ['x'], b: ['y', 'z'], c: ['w']})
   assert found == {here: ['s'], b: ['x'], c: ['y', 'z'], a: ['w']}
 
 
 def testHostsAreCalledAtOnceAndTheFirstErrorIsRaised():
-  worker_hosts.Each(None, [])
+  worker_hosts.ForEach(None, [])
   both, ended = threading.Barrier(2), []
 
   def Function(host):
@@ -61,17 +61,17 @@ def testHostsAreCalledAtOnceAndTheFirstErrorIsRaised():
     ended.append(host)
 
   with pytest.raises(ValueError, match='of a'):
-    worker_hosts.Each(Function, ['a', 'b'])
+    worker_hosts.ForEach(Function, ['a', 'b'])
   assert ended == ['b']
 
 
 def _Elsewhere(source, target):
   path = tf.strings.join([target, '.elsewhere'])
-  return worker_hosts.After(tf.io.write_file(path, tf.io.read_file(source)), target)
+  return worker_hosts.ReturnAfter(tf.io.write_file(path, tf.io.read_file(source)), target)
 
 
 def _Other(source, target):
-  return worker_hosts.After(tf.io.write_file(target, 'other'), target)
+  return worker_hosts.ReturnAfter(tf.io.write_file(target, 'other'), target)
 
 
 @pytest.mark.parametrize(
@@ -82,16 +82,16 @@ def _Other(source, target):
   ],
 )
 def testADirectoryIsSharedIfEachSeesWhatTheOtherWrites(tmp_path, monkeypatch, function, message):
-  assert worker_hosts.WhyNotShared(str(tmp_path), [_OWN]) == ''
+  assert worker_hosts.WhyNotShared(str(tmp_path), [_OWN]) is None
   monkeypatch.setattr(worker_hosts, '_Copy', function)
   assert re.search(message, worker_hosts.WhyNotShared(str(tmp_path), [_OWN]))
   assert os.listdir(tmp_path) == []
-  assert ' cannot be tried: ' in worker_hosts.WhyNotShared(str(tmp_path / 'none'), [_OWN])
+  assert ' cannot be tested: ' in worker_hosts.WhyNotShared(str(tmp_path / 'none'), [_OWN])
 
 
 def testAKillWhileItIsTriedLeavesWhatTheNextSaveRemoves(tmp_path, monkeypatch):
   monkeypatch.setattr(tf.io.gfile, 'rmtree', lambda path: None)
-  assert worker_hosts.WhyNotShared(str(tmp_path), [_OWN]) == ''
+  assert worker_hosts.WhyNotShared(str(tmp_path), [_OWN]) is None
   monkeypatch.undo()
   assert len(os.listdir(tmp_path)) == 1
   checkpointer.Checkpointer(tmp_path).Save(3, {'v': tf.Variable(1.0)}, {})
@@ -154,7 +154,7 @@ def testTheFirstCallOfAFunctionIsAlone():
   gate, inside, most = worker_hosts._Gate(), [], {}
 
   def Enter(name):
-    with gate.Entered(name):
+    with gate.Enter(name):
       inside.append(name)
       most[name] = max(most.get(name, 0), len(inside))
       time.sleep(0.05)
@@ -169,7 +169,7 @@ def testTheFirstCallOfAFunctionIsAlone():
   EnterAtOnce(['a', 'a', 'b', 'd'])
   assert most['a'] > 1
   assert most['d'] == 1
-  with pytest.raises(ValueError), gate.Entered('e'):
+  with pytest.raises(ValueError), gate.Enter('e'):
     raise ValueError
   EnterAtOnce(['a', 'e'])  # Nobody stands in it.
 

@@ -154,7 +154,7 @@ def testTheCheckpointDecidesWhetherAveragesAreUsed(tmp_path, capsys, trained, he
   assert f'exported the {kind} of step 10' in done.Text()
   # Training cannot resume with this change.
   if trained != here:
-    with pytest.raises(ValueError, match='neither begin nor end to average'):
+    with pytest.raises(ValueError, match='cannot be switched on or off'):
       training.Program(tmp_path, params, allow_params_change=True)
 
 
@@ -317,7 +317,7 @@ def testDoesNotWaitForADamagedLastCheckpoint(run, monkeypatch, caplog):
 
 
 def testTheReportOfAnEarlierCallDoesNotCountDuringTraining(run, monkeypatch):
-  held = logdir_lock.Held(str(run / 'train'))
+  held = logdir_lock.HoldLock(str(run / 'train'))
   held.__enter__()
   waits = []
 
@@ -368,7 +368,7 @@ def testGivesUpIfNoProcessTrains(run, monkeypatch, capsys, left):
   if left == 'nothing':
     shutil.rmtree(run / 'train')
   clock, waits = [0.0], []
-  held = logdir_lock.Held(str(run / 'train'))
+  held = logdir_lock.HoldLock(str(run / 'train'))
 
   def Wait(seconds, stop):
     waits.append(seconds)

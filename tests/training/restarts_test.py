@@ -113,7 +113,7 @@ def _RunAndKill(forks, project, model, logdir, rng, *, at_start):
       _AwaitNewCommit(directory, before)
       time.sleep(rng.uniform(0.0, 0.05))
       with pytest.raises(logdir_lock.InUseError, match=f'process {pid} '):
-        logdir_lock.Held(str(directory)).__enter__()
+        logdir_lock.HoldLock(str(directory)).__enter__()
   finally:
     os.kill(pid, signal.SIGKILL)
     done = forks.Wait()
@@ -188,10 +188,7 @@ def testOneLeaseAmongProcesses(project, forks, tmp_path):
     refused = forks.Run(str(driver), *Args(10**6), cwd=project)
     assert refused.returncode == 2
     (line,) = processes.Messages(refused.stderr)
-    assert (
-      f"'file://{directory}' is in use: another trainer works there (process {first.pid} on "
-      in line
-    )
+    assert f"'file://{directory}' is in use by another trainer (process {first.pid} on " in line
     AwaitNewCommit()
 
     stop.touch()

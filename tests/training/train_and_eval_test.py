@@ -165,7 +165,7 @@ def testALogDirectoryThatIsNotALocalPath(straight, tmp_path, monkeypatch):
   monkeypatch.setattr(logdir_lock, 'SETTLE_SECONDS', 0.02)
   logdir = f'ram://train_and_eval_test{tmp_path}'
   for max_steps in (8, 20):  # Steps with a decoding in any case.
-    with logdir_lock.Held(f'{logdir}/train') as lock:
+    with logdir_lock.HoldLock(f'{logdir}/train') as lock:
       _Train(logdir, _Params(max_steps=max_steps), lock=lock)
   one, other = (
     [tf.io.read_file(path) for path in tf.io.gfile.glob(f'{where}/train/ckpt-*20-*/*.data-*')]
