@@ -30,7 +30,7 @@ def _Serve() -> int:
         'by hand, give --cluster, --task_index and --trusted_network (docs/distributed.md)'
       )
     if FLAGS.starter:
-      local_workers.EndWithStarter(FLAGS.starter)
+      local_workers.EndWithParent(FLAGS.starter)
     threading.Thread(target=_EndWithStarter, name='starter', daemon=True).start()
     index, port = FLAGS.task_index or 0, 0
   else:
@@ -54,7 +54,7 @@ def _Serve() -> int:
       platform=FLAGS.platform,
       num_devices=FLAGS.num_devices,
       threads_per_device=FLAGS.threads_per_device,
-      more_facts={} if FLAGS.local else {worker_restart.FACT: worker_restart.BeginAnewWhenTold()},
+      more_facts={} if FLAGS.local else {worker_restart.FACT: worker_restart.RestartOnRequest()},
     )
   logging.log(
     logging.INFO if FLAGS.local else logging.WARNING,

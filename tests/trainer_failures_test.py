@@ -431,7 +431,7 @@ def testASignalWhileTheFirstStepIsTracedSavesThatStep(trainer, forks, tmp_path):
   assert done.returncode == 128 + signal.SIGTERM
   assert 'stopped by SIGTERM after step 1; the checkpoint is saved\n' in done.stdout
   assert processes.Steps(tmp_path) == [1]
-  message = 'SIGTERM: stopping when this step or batch is done; a second one leaves at once'
+  message = 'SIGTERM: finishing this step or batch, then stopping; send SIGTERM again to quit now'
   assert message in processes.Messages(done.stderr)
 
 

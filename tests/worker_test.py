@@ -262,7 +262,7 @@ def testTooFewDevicesAreCounted(forks, project, hosts, tmp_path):
   first, second = worker_processes.Addresses(hosts)
   assert done.returncode == 2
   (line,) = processes.Messages(done.stderr)
-  assert line.startswith('3 devices needed, 3 stages of each of 1 replica, and the workers have 2')
+  assert line.startswith('3 devices needed, 3 stages of each of 1 replica, but the workers have 2')
   assert f'1 of worker 0 at {first}, 1 of worker 1 at {second}' in line
 
 
@@ -284,12 +284,12 @@ def testAnotherVersionOfTensorFlowIsNamed(forks, hosts, tmp_path):
   assert f'worker 0 at {worker_processes.Addresses(hosts)[0]} runs TensorFlow 2.' in done.stdout, (
     done.stderr
   )
-  assert 'and this process 2.0.0: install one version' in done.stdout
+  assert 'this process runs 2.0.0: install the same version' in done.stdout
 
 
 def testWorkersThatDoNotAnswerAreNamed(hosts):
   first, second = worker_processes.Addresses(hosts)
-  with pytest.raises(ValueError, match=rf'worker 0 is to be at {second}, .* calls itself worker 1'):
+  with pytest.raises(ValueError, match=rf'expected worker 0 at {second}, .* worker 1'):
     worker_connection.AwaitWorkers([second, first], 10)
   with socket.socket() as silent:  # Accepts and never answers, like a stopped process.
     silent.bind(('localhost', 0))
@@ -397,7 +397,7 @@ def testLocalWorkersTrainUntilTheTrainerIsStopped(forks, project, tmp_path):
   # TensorFlow may log that it cancelled transfers when the connection ended.
   messages = [line for line in processes.Messages(done.stderr) if 'local_rendezvous' not in line]
   assert messages == [
-    'SIGTERM: stopping when this step or batch is done; a second one leaves at once'
+    'SIGTERM: finishing this step or batch, then stopping; send SIGTERM again to quit now'
   ]
   assert processes.Steps(tmp_path)
   worker_processes.AwaitEnd([worker, child])

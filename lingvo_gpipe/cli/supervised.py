@@ -70,7 +70,7 @@ def Run(
     assert workers is not None
     if not local and (renews_at_start or failures):
       with device_flags.StartingTensorFlow():
-        worker_restart.Renew(workers, FLAGS.num_replicas)
+        worker_restart.RestartWorkers(workers, FLAGS.num_replicas)
     stop = stop_request.StopRequest()
     stop.Install()
     seconds = _WAIT_AGAIN_SECONDS if failures else _WAIT_SECONDS

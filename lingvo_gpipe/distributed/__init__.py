@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Devices and processes: the cluster, workers, their supervision."""
+"""Devices and processes: the cluster, workers and their supervision."""

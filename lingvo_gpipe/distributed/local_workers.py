@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers on this machine, as processes that live as long as the one that started them."""
+"""Starts workers on this machine as processes that end with the process that started them."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ _SET_PARENT_DEATH_SIGNAL = 1
 class LocalWorkers:
   """Starts workers that serve free ports of this machine.
 
-  They end when this process does, even by SIGKILL: their standard input is a pipe whose other end
-  this process alone holds and never closes, and they leave when it is closed. So they are there for
-  whatever TensorFlow still wants of them while this process ends, and it does not matter how far a
-  worker has come. They have sessions of their own: Ctrl-C in a terminal reaches this process alone,
-  which needs them for its last step.
+  The workers end when this process ends, even by SIGKILL: their standard input is a pipe whose
+  other end only this process holds and never closes, and they exit when it is closed. So they serve
+  TensorFlow until this process has ended, and a worker that is still starting ends, too. Each has
+  its own session: Ctrl-C in a terminal reaches only this process, which needs the workers for its
+  last step.
 
   Attributes:
-    spec: their addresses.
-    processes: by task index.
+    spec: addresses of the workers.
+    processes: processes of the workers, by task index.
   """
 
   def __init__(self, num_workers: int, options: Sequence[str] = ()) -> None:
-    """Returns when all serve.
+    """Starts the workers; returns when all of them serve.
 
     Args:
-      num_workers: how many.
-      options: further arguments of `worker`.
+      num_workers: number of workers.
+      options: further arguments of the program `worker`.
 
     Raises:
-      OSError: one ended, or does not serve in time.
+      OSError: a worker ended, or does not serve in time.
     """
-    program, environment = Program(['--local', *options])
-    # Linux takes the end of the thread that started a process for that of its starter.
+    program, environment = WorkerCommand(['--local', *options])
+    # Linux sends the parent death signal when the thread that started a process ends.
     if threading.current_thread() is threading.main_thread():
       program.append(f'--starter={os.getpid()}')
     read, self._lifeline = os.pipe()
@@ -67,26 +67,26 @@ class LocalWorkers:
           )
         )
       deadline = time.monotonic() + _START_SECONDS
-      addresses = [_Address(i, p, deadline) for i, p in enumerate(self.processes)]
+      addresses = [_ReadAddress(i, p, deadline) for i, p in enumerate(self.processes)]
     except BaseException:
       for process in self.processes:
-        process.kill()  # One that does not serve yet would not notice that it is to end.
+        process.kill()  # A worker that does not serve yet would not notice the closed pipe.
       self.Close()
       raise
     finally:
       os.close(read)
     self.spec = cluster_spec.ClusterSpec(tuple(addresses))
 
-  def LeaveToStarter(self) -> None:
-    """To be called in a fork of the process that started them: they do not wait for its end."""
+  def DetachInFork(self) -> None:
+    """Closes a fork's end of the pipe, so that the workers do not wait for the fork to end."""
     os.close(self._lifeline)
 
-  def HaveEnded(self) -> bool:
-    """Whether one of them has, be it by itself or killed."""
+  def AnyHasEnded(self) -> bool:
+    """Whether a worker has exited or was killed."""
     return any(process.poll() is not None for process in self.processes)
 
   def Close(self) -> None:
-    """Ends the workers now and waits for it; what does not end by itself is killed."""
+    """Ends the workers and waits for their end; kills workers that do not exit in time."""
     os.close(self._lifeline)
     deadline = time.monotonic() + _END_SECONDS
     for process in self.processes:
@@ -99,33 +99,34 @@ class LocalWorkers:
       process.stdout.close()
 
 
-def Program(args: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-  """The command line that starts a worker of this Python with these arguments; its environment."""
+def WorkerCommand(args: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+  """Returns (command line, environment) that start a worker with this Python and arguments."""
   home = str(pathlib.Path(__file__).resolve().parents[2])
   path = os.pathsep.join(filter(None, [home, os.environ.get('PYTHONPATH')]))
-  # -P: the working directory is for experiments, and a worker runs none of their code.
+  # -P keeps the working directory out of sys.path: it holds experiments, whose code must not run
+  # in a worker.
   command = [sys.executable, '-P', '-m', 'lingvo_gpipe.worker', *args]
   return command, {**os.environ, 'PYTHONPATH': path}
 
 
-def EndWithStarter(starter: int) -> None:
-  """Has Linux kill this process when the thread that started it ends; elsewhere nothing is done.
+def EndWithParent(parent: int) -> None:
+  """Lets Linux kill this process when the thread that started it ends. No-op on other systems.
 
-  Unlike the end of a pipe it does not depend on who else holds that open.
+  Unlike the end of a pipe, this does not depend on other processes that hold the pipe open.
 
   Args:
-    starter: the id of the process that started this one, which ends now if that is gone.
+    parent: id of the process that started this one. If it has ended already, this process exits.
   """
   if not sys.platform.startswith('linux'):
     return
   with contextlib.suppress(OSError, AttributeError):
     ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
-  if os.getppid() != starter:
+  if os.getppid() != parent:
     os._exit(1)
 
 
-def _Address(index: int, process: subprocess.Popen[str], deadline: float) -> str:
-  """What a worker writes when it serves."""
+def _ReadAddress(index: int, process: subprocess.Popen[str], deadline: float) -> str:
+  """Waits until a worker serves and returns its address."""
   assert process.stdout is not None
   with selectors.DefaultSelector() as selector:
     selector.register(process.stdout, selectors.EVENT_READ)

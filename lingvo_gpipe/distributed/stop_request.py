@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`StopRequest`: how a signal such as SIGTERM or Ctrl-C ends a program between two steps."""
+"""`StopRequest`: ends a program between two steps after a signal such as SIGTERM or Ctrl-C."""
 
 from __future__ import annotations
 
@@ -9,24 +9,35 @@ import signal
 import threading
 from collections.abc import Collection
 
+# How to quit without waiting for the step. A second SIGHUP is ignored, see `_Watch`.
+_QUIT_NOW = {
+  signal.SIGINT: 'press Ctrl-C again',
+  signal.SIGTERM: 'send SIGTERM again',
+  signal.SIGHUP: 'send SIGTERM',
+}
+
 
 def Signals() -> tuple[signal.Signals, ...]:
-  """Those that ask a program to end: SIGHUP, too, unless it is ignored, as nohup wants it."""
+  """Returns the signals that ask a program to end; SIGHUP only if it is not ignored (nohup)."""
   is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
   return (signal.SIGTERM, signal.SIGINT, *(() if is_ignored else (signal.SIGHUP,)))
 
 
 class StopRequest:
-  """Set by one of `Signals`: the loop finishes its step, saves and leaves. Twice: at once."""
+  """Set by one of `Signals`: the loop finishes its step, saves and ends. A second signal quits.
+
+  Attributes:
+    signal: number of the signal, or None before a signal arrived.
+  """
 
   def __init__(self) -> None:
     self.signal: int | None = None
 
   def Install(self) -> None:
-    """Takes over `Signals` for the rest of the process."""
-    # Python runs its handlers only between two steps of the main thread, and a step (or the
-    # compilation in the first one) may take minutes. The wake-up file is written at once, and a
-    # thread of our own reads it meanwhile.
+    """Handles `Signals` for the rest of the process."""
+    # Python runs signal handlers only between two bytecodes of the main thread, and a step (or the
+    # compilation in the first step) may take minutes. The wake-up descriptor is written at once,
+    # and a thread reads it meanwhile.
     wake_up, written = os.pipe()
     os.set_blocking(written, False)
     signal.set_wakeup_fd(written, warn_on_full_buffer=False)
@@ -46,25 +57,27 @@ class StopRequest:
       if self.signal is None:
         self.signal = number
       elif number == signal.SIGHUP:
-        continue  # A shell sends it, and at its end the system once more.
+        continue  # A closing terminal may send it twice: by the shell and by the kernel.
       else:
         os._exit(128 + number)
-      # In a thread of its own: a terminal that was halted must not hold back the second signal.
-      threading.Thread(target=self._Say, name='says stop', daemon=True).start()
+      # In a separate thread: writing to a halted terminal must not delay the second signal.
+      threading.Thread(target=self._Announce, name='announce stop', daemon=True).start()
 
-  def _Say(self) -> None:
-    """Tells on stderr, past Python's buffers: the main thread may be within a long step."""
-    begin = '\n' if os.isatty(2) else ''  # A progress line may stand there.
-    text = f'{self.name}: stopping when this step or batch is done; a second one leaves at once'
+  def _Announce(self) -> None:
+    """Writes to stderr directly, because the main thread may be busy with a long step."""
+    assert self.signal is not None
+    begin = '\n' if os.isatty(2) else ''  # The cursor may be at the end of a progress line.
+    quit_now = _QUIT_NOW[signal.Signals(self.signal)]
+    text = f'{self.name}: finishing this step or batch, then stopping; {quit_now} to quit now'
     with contextlib.suppress(OSError):
       os.write(2, f'{begin}{text}\n'.encode())
 
   @property
   def name(self) -> str:
-    """The signal's, such as SIGTERM; '' before one came."""
+    """Name of the signal, such as SIGTERM, or '' before a signal arrived."""
     return '' if self.signal is None else signal.Signals(self.signal).name
 
   @property
   def exit_status(self) -> int:
-    """0, or what a shell reports of a process that the signal ended."""
+    """0, or the status that a shell reports for a process ended by the signal."""
     return 0 if self.signal is None else 128 + self.signal

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains or evaluates in a child process, and where a worker fails goes on in another one.
+"""Trains or evaluates in a child process, and continues in another one after a worker failed.
 
-TensorFlow's context cannot be mended once a worker it was connected to has died, and a worker that
-stands still makes a step wait for ever. So the process that holds the context is one that can be
-replaced: a fork of this one, which has imported TensorFlow but uses nothing of it.
+TensorFlow's context cannot be repaired once a worker that it was connected to has died, and a
+worker that hangs makes a step wait forever. Therefore the context lives in a process that can be
+replaced: a fork of this process, which has imported TensorFlow but not used it.
 """
 
 from __future__ import annotations
@@ -27,68 +27,69 @@ from absl import logging
 from lingvo_gpipe.core import heartbeat
 from lingvo_gpipe.distributed import cluster_spec, local_workers, stop_request
 
-# The status of a child that a worker failed (EX_TEMPFAIL of sysexits.h).
+# Exit status of a child after a worker failed (EX_TEMPFAIL of sysexits.h).
 WORKER_FAILED = 75
 
-# So often in a row the work begins again and gets no further.
+# Maximum number of restarts in a row without progress.
 MAX_RESTARTS = 5
 
-# The first pause before another try, which doubles with each, and the longest, in seconds.
+# Pause before the first restart, which doubles with each restart, and the longest pause.
 _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 60.0
 
-# Seconds without a sign of life: where something is compiled or read; the least within a step.
+# Time limits without a sign of life: while something is compiled or read, and the minimum for a
+# step.
 _LONG_SECONDS = 1800.0
-_LEAST_SECONDS = 60.0
-# A store that is slow for minutes is no worker that hangs, nor is a shuffle's buffer that fills.
-_LEAST_STORE_SECONDS = 600.0
+_MIN_SECONDS = 60.0
+# A storage that is slow for minutes is not a hanging worker, nor is filling a shuffle buffer.
+_MIN_STORE_SECONDS = 600.0
 _END_SECONDS = 60.0
-# So often local workers are looked after.
+# Interval at which local workers are checked.
 _POLL_SECONDS = 1.0
 
-# Steps of a kind the median of whose times counts, and how many there must be.
-_NUM_TIMES, _LEAST_TIMES = 50, 5
+# Number of recent steps of a kind whose median time sets the limit, and the minimum number.
+_NUM_TIMES, _MIN_TIMES = 50, 5
 
-# What was not done where it takes too long.
+# The event that is missing when a limit is exceeded, by kind of step.
 _STEP = 'step was done'
-_WHAT = {
+_EVENTS = {
   heartbeat.READ[0]: 'batch was read',
   heartbeat.WRITE[0]: 'checkpoint was written',
 }
 
-# All that a pipe may hold on Linux.
+# Capacity of a pipe on Linux.
 _PIPE_BYTES = 1 << 16
 
 
 class Work(NamedTuple):
-  """What the children do.
+  """The work of the children.
 
   Attributes:
-    name: such as training, for people.
-    gain: what shows that it gets further, such as a new checkpoint, for people.
-    Reached: how far it has come: a number that grows.
-    Where: from where another child goes on, for people; None: from the checkpoint of the step that
-      `Reached` tells.
+    name: name of the work for messages, such as 'training'.
+    milestone: event that shows progress, for messages, such as 'a new checkpoint'.
+    GetProgress: returns a number that grows with progress.
+    DescribeStart: returns the point from which another child resumes, for messages. If None, it is
+      the checkpoint of the step that `GetProgress` returns.
   """
 
   name: str
-  gain: str
-  Reached: Callable[[], int]
-  Where: Callable[[], str] | None = None
+  milestone: str
+  GetProgress: Callable[[], int]
+  DescribeStart: Callable[[], str] | None = None
 
 
 class _Failure(NamedTuple):
-  """Why a child's end is no good one: the name under which it is counted, and a text for people."""
+  """Why a child process failed: a kind, for counting, and a message."""
 
   kind: str
-  why: str
+  message: str
 
 
 class _Stopped(BaseException):
-  """A signal came where there is nothing to save; no Exception: nobody takes it for an error."""
+  """A signal came before there is anything to save. Not an Exception, so that nobody handles it."""
 
 
 class Supervisor:
-  """Starts workers of this machine if there are any, and children, until one has done the work."""
+  """Starts children, and local workers if there are any, until a child has done the work."""
 
   def __init__(
     self,
@@ -101,16 +102,17 @@ class Supervisor:
     """Starts nothing.
 
     Args:
-      run: does the work in the child; takes the local workers, None without any, and how often it
-        failed so far, by kind; returns the exit status, `WORKER_FAILED` where another try may help.
-        The process tells its status by `heartbeat.End` where its end may hang.
-      work: what it is.
-      start_workers: starts the local workers; they are started anew with each child.
-      step_timeout: a child is ended where a step, or to read for it, takes so many seconds; None:
-        ten times the median of the last of that kind, at least a minute, for a batch that is read
-        ten. Writing of checkpoints has that limit in any case, of at least ten minutes.
-      record: told of each failure while there is no child: what is reached, and the failures so
-        far, by kind; 'gave_up' is one of them.
+      run: does the work in the child. Takes the local workers (or None) and {kind: number of
+        failures so far}. Returns the exit status, or `WORKER_FAILED` if another try may help. The
+        child reports its status by `heartbeat.End` if its exit may hang.
+      work: description of the work, and its progress.
+      start_workers: starts the local workers; called for each child.
+      step_timeout: time limit in seconds of a step, or of reading its batch, after which the child
+        is killed. If None, ten times the median of recent steps of the same kind, but at least a
+        minute for a step and ten minutes for reading a batch. Writing a checkpoint always has the
+        limit of ten times the median, and at least ten minutes.
+      record: called after each failure, while there is no child, with the progress and {kind:
+        number of failures so far}; one of the kinds is 'gave_up'.
     """
     self._run = run
     self._work = work
@@ -124,10 +126,10 @@ class Supervisor:
     self._signals = stop_request.Signals()
 
   def Run(self) -> int:
-    """Returns the exit status: of this process, and, in each child, of the child."""
+    """Returns the exit status of this process and, in each child, the exit status of the child."""
     for number in self._signals:
       signal.signal(number, self._Forward)
-    in_a_row, reached = 0, self._work.Reached()
+    num_in_a_row, progress = 0, self._work.GetProgress()
     supervisor = os.getpid()
     failure: _Failure | None
     while True:
@@ -138,7 +140,7 @@ class Supervisor:
         return 128 + self._received[0]
       except OSError as e:
         self._is_starting = False
-        if not self._failures:  # A mistake, and nothing was done yet.
+        if not self._failures:  # A mistake of the user: nothing has run yet.
           raise
         status, failure = 1, _Failure('worker_failed', str(e))
       else:
@@ -161,42 +163,42 @@ class Supervisor:
         return 128 + self._received[0] if failure else status
       if not failure:
         return status
-      now = self._Reached(reached)
-      in_a_row, reached = (1, now) if now > reached else (in_a_row + 1, reached)
-      gives_up = in_a_row > MAX_RESTARTS
+      now = self._ReadProgress(progress)
+      num_in_a_row, progress = (1, now) if now > progress else (num_in_a_row + 1, progress)
+      gives_up = num_in_a_row > MAX_RESTARTS
       self._failures.update([failure.kind, *(['gave_up'] if gives_up else [])])
       if gives_up:
-        found = f'{in_a_row} times in a row without {self._work.gain}: giving up'
-        logging.error('%s; %s', failure.why, found)
+        text = f'{num_in_a_row} times in a row without {self._work.milestone}: giving up'
+        logging.error('%s; %s', failure.message, text)
       else:
-        where = self._work.Where() if self._work.Where else FromStep(now)
-        logging.warning('%s; %s goes on %s', failure.why, self._work.name, where)
+        start = self._work.DescribeStart() if self._work.DescribeStart else FromStep(now)
+        logging.warning('%s; resuming %s %s', failure.message, self._work.name, start)
       if self._record:
         self._record(now, self._failures)
       if gives_up:
         return status or 1
-      self._Pause(_PauseSeconds(in_a_row))
+      self._Pause(_PauseSeconds(num_in_a_row))
 
-  def _Reached(self, reached: int) -> int:
-    """How far the work has come; where that cannot be read now, what was reached before."""
+  def _ReadProgress(self, progress: int) -> int:
+    """Returns the progress of the work, or the previous progress if it cannot be read now."""
     try:
-      return self._work.Reached()
-    except OSError as e:  # What made the child fail may have made this fail, too, and be over soon.
+      return self._work.GetProgress()
+    except OSError as e:  # The cause of the child's failure may affect this, too, and pass soon.
       logging.warning('%s', e)
-      return reached
+      return progress
 
   def _Start(self) -> local_workers.LocalWorkers | None:
-    """Starts the workers; raises _Stopped where a signal comes before there is a child to have it.
+    """Starts the workers; raises _Stopped if a signal comes, because no child can receive it yet.
 
-    From its return on a signal waits until it is clear whose it is.
+    Returns with the signals blocked. They stay pending until parent and child have forked.
     """
     self._is_starting = True
     if self._received:
       raise _Stopped
     workers = self._start_workers() if self._start_workers else None
     for stream in (sys.stdout, sys.stderr):
-      with suppress(OSError):  # Nobody reads it any more.
-        stream.flush()  # Else the child writes what waits here, too.
+      with suppress(OSError):  # The reader may be gone.
+        stream.flush()  # Otherwise the child writes the buffered text again.
     signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
     self._is_starting = False
     return workers
@@ -210,11 +212,11 @@ class Supervisor:
         os.kill(self._child, number)
 
   def _Pause(self, seconds: float) -> None:
-    """Waits, but not longer than for a signal."""
+    """Waits for this time or until a signal comes."""
     signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
-    found = None if self._received else signal.sigtimedwait(self._signals, seconds)
-    if found:
-      self._received.append(found.si_signo)
+    info = None if self._received else signal.sigtimedwait(self._signals, seconds)
+    if info:
+      self._received.append(info.si_signo)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, self._signals)
 
   def _InChild(
@@ -224,30 +226,34 @@ class Supervisor:
     lifeline: tuple[int, int],
     signs: tuple[int, int],
   ) -> int:
-    local_workers.EndWithStarter(supervisor)
+    local_workers.EndWithParent(supervisor)
     for number in self._signals:
       signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, self._signals)
-    # Ctrl-C in a terminal goes to the whole group; the supervisor forwards it, once.
+    # Ctrl-C in a terminal goes to the whole process group. In its own group, the child receives it
+    # once, from the supervisor.
     os.setpgid(0, 0)
     os.close(lifeline[1])
     os.close(signs[0])
     if workers is not None:
-      workers.LeaveToStarter()
-    threading.Thread(target=_EndWith, args=(lifeline[0],), name='supervisor', daemon=True).start()
+      workers.DetachInFork()
+    threading.Thread(
+      target=_EndWithSupervisor, args=(lifeline[0],), name='supervisor', daemon=True
+    ).start()
     heartbeat.SendTo(signs[1])
     return self._run(workers.spec if workers else None, self._failures)
 
   def _Watch(
     self, descriptor: int, workers: local_workers.LocalWorkers | None
   ) -> tuple[int, _Failure | None]:
-    """Waits for the child's end; returns its status, and why it is no good end."""
+    """Waits for the child's end; returns (exit status, failure or None)."""
     signs = _Signs(self._step_timeout, time.monotonic())
-    gone = math.inf  # By when the child is to tell itself that a local worker has ended.
+    # Deadline for the child to notice by itself that a local worker has ended.
+    noticed_by = math.inf
     while True:
-      if workers is not None and gone == math.inf and workers.HaveEnded():
-        gone = time.monotonic() + _END_SECONDS
-      seconds = max(0.0, min(signs.limit.deadline, gone) - time.monotonic())
+      if workers is not None and noticed_by == math.inf and workers.AnyHasEnded():
+        noticed_by = time.monotonic() + _END_SECONDS
+      seconds = max(0.0, min(signs.limit.deadline, noticed_by) - time.monotonic())
       if workers is not None:
         seconds = min(seconds, _POLL_SECONDS)
       ready, _, _ = select.select([descriptor], [], [], seconds)
@@ -255,67 +261,75 @@ class Supervisor:
         message = os.read(descriptor, _PIPE_BYTES)
         if not message:
           status = self._Reap()
-          # What it has told counts where it then crashed.
-          return self._Judged(status if status >= 0 or signs.status is None else signs.status)
+          # If the child crashed after it reported its status, the reported status counts.
+          return self._Judge(status if status >= 0 or signs.status is None else signs.status)
         signs.Take(message, time.monotonic())
       limit, now = signs.limit, time.monotonic()
-      if now >= min(limit.deadline, gone):  # Of a write that hangs others' signs tell nothing.
+      # Checked after each message: signs of other steps must not extend the limit of a write.
+      if now >= min(limit.deadline, noticed_by):
         os.kill(self._child, signal.SIGKILL)
         self._Reap()
         if signs.status is not None:
-          return self._Judged(signs.status)
-        if now >= gone:  # It may have connected to one that was no longer there.
+          return self._Judge(signs.status)
+        if now >= noticed_by:  # The child may be waiting to connect to the ended worker.
           return 1, _Failure('worker_failed', 'a local worker ended')
-        why = f'no {limit.what} within {limit.seconds:.1f} s: a worker may hang'
-        return 1, _Failure('no_step', why)
+        message = f'no {limit.event} within {limit.seconds:.1f} s: a worker may hang'
+        return 1, _Failure('no_step', message)
 
-  def _Judged(self, status: int) -> tuple[int, _Failure | None]:
-    """(exit status, why it is no good end)."""
+  def _Judge(self, status: int) -> tuple[int, _Failure | None]:
+    """Returns (exit status, failure or None) for the status of a child."""
     if status == WORKER_FAILED:
       return 1, _Failure('worker_failed', 'a worker failed')
     if status < 0:
-      why = f'the {self._work.name} process ended by signal {-status}'
-      return 1, _Failure('process_died', why)
+      message = f'the {self._work.name} process was ended by signal {-status}'
+      return 1, _Failure('process_died', message)
     return status, None
 
   def _Reap(self) -> int:
-    """Waits for the child's end; its status. No signal goes to a process that has its number."""
+    """Waits for the child's end; returns its status. Never signals a later process of this id."""
     os.waitid(os.P_PID, self._child, os.WEXITED | os.WNOWAIT)
     child, self._child = self._child, 0
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 class _Limit(NamedTuple):
-  """By when another sign is to come, after how many seconds, and what was not done if none does."""
+  """A time limit for the next sign of life.
+
+  Attributes:
+    deadline: time, in seconds of the monotonic clock, at which the limit is exceeded.
+    seconds: length of the limit.
+    event: event that is missing if the limit is exceeded.
+  """
 
   deadline: float
   seconds: float
-  what: str
+  event: str
 
 
 class _Signs:
-  """What a child has told.
+  """The signs of life that a child has sent (see `heartbeat`), and the limit for the next one.
 
   Attributes:
-    status: the exit status with which it ends, once it has said so.
+    status: exit status of the child, once the child has reported it.
   """
 
   def __init__(self, step_timeout: float | None, now: float) -> None:
     self.status: int | None = None
     self._step_timeout = step_timeout
     self._times: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_NUM_TIMES))
-    # Of a write, and of all that goes on beside it: the kind that has begun, and when.
-    self._begun: dict[bool, tuple[int, float]] = {}
+    # {whether it is a write: (kind, time)} of the steps in progress. A write runs concurrently with
+    # the other kinds.
+    self._started: dict[bool, tuple[int, float]] = {}
     self._limits = {False: _Limit(now + _LONG_SECONDS, _LONG_SECONDS, _STEP)}
     self._is_end = False
 
   @property
   def limit(self) -> _Limit:
-    """What must come first."""
+    """The limit with the earliest deadline."""
     return min(self._limits.values())
 
   def Take(self, message: bytes, now: float) -> None:
-    """Takes what was read at this time: some signs, of which the last may be incomplete."""
+    """Processes signs read at this time; the last one may be incomplete."""
     for byte in message:
       if self._is_end:
         self.status = byte if self.status is None else self.status
@@ -328,39 +342,40 @@ class _Signs:
   def _TakeSign(self, sign: int, now: float) -> None:
     kind = bytes([sign]).lower()[0]
     is_write = kind == heartbeat.WRITE[0]
-    begun = self._begun.pop(is_write, None)
-    seconds, what = math.inf if is_write else _LONG_SECONDS, _STEP
+    started = self._started.pop(is_write, None)
+    seconds, event = math.inf if is_write else _LONG_SECONDS, _STEP
     if kind in heartbeat.KINDS:
       if sign != kind:
-        self._begun[is_write] = kind, now
-        seconds, what = self._StepLimit(kind), _WHAT.get(kind, _STEP)
-      # Where both signs were read at once this process was late, and knows no time.
-      elif begun is not None and begun[0] == kind and begun[1] < now:
-        self._times[kind].append(now - begun[1])
-    self._limits[is_write] = _Limit(now + seconds, seconds, what)
+        self._started[is_write] = kind, now
+        seconds, event = self._StepLimit(kind), _EVENTS.get(kind, _STEP)
+      # If both signs were read at once, this process was late and does not know the time.
+      elif started is not None and started[0] == kind and started[1] < now:
+        self._times[kind].append(now - started[1])
+    self._limits[is_write] = _Limit(now + seconds, seconds, event)
 
   def _StepLimit(self, kind: int) -> float:
+    """Returns the time limit in seconds of a step of this kind."""
     if self._step_timeout is not None and kind != heartbeat.WRITE[0]:
       return self._step_timeout
     times = self._times[kind]
-    if len(times) < _LEAST_TIMES:
+    if len(times) < _MIN_TIMES:
       return _LONG_SECONDS
     is_stored = kind in heartbeat.READ + heartbeat.WRITE
-    least = _LEAST_STORE_SECONDS if is_stored else _LEAST_SECONDS
-    return max(least, 10 * statistics.median(times))
+    minimum = _MIN_STORE_SECONDS if is_stored else _MIN_SECONDS
+    return max(minimum, 10 * statistics.median(times))
 
 
 def FromStep(step: int) -> str:
-  """Says that work goes on from the checkpoint of a step; of -1: that there is none."""
-  return f'from the checkpoint of step {step}' if step >= 0 else 'from its beginning'
+  """Describes a resume from the checkpoint of a step, or from the beginning if the step is -1."""
+  return f'from the checkpoint of step {step}' if step >= 0 else 'from the beginning'
 
 
 def _PauseSeconds(failures: int) -> float:
-  """The pause after so many failures in a row: a worker may need time to come back."""
+  """Returns the pause after a number of failures in a row: a worker may need time to come back."""
   return min(_LONGEST_PAUSE_SECONDS, _PAUSE_SECONDS * 2.0 ** (failures - 1))
 
 
-def _EndWith(lifeline: int) -> None:
-  """Ends this process when the supervisor has ended."""
+def _EndWithSupervisor(lifeline: int) -> None:
+  """Ends this process when the supervisor ends and closes the pipe."""
   os.read(lifeline, 1)
   os._exit(1)

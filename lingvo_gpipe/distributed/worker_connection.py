@@ -1,8 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connects this process to workers: asks whether they are there, then takes over their devices.
+"""Connects this process to workers: waits until they answer, then takes over their devices.
 
-What is asked is `GetStatus` of TensorFlow's own gRPC service, which names the devices of a server.
-TensorFlow itself would wait for an absent worker, with no end that one can choose.
+This is the one module that knows internals of TensorFlow's transport, which no public API covers:
+
+* `Ask` calls `GetStatus` of TensorFlow's gRPC service, because TensorFlow itself waits for an
+  absent worker without a time limit.
+* `_DEVICE` finds the names of devices in the serialized answer.
+* `IsFailure` classifies errors by their type and by parts of their messages.
+* `FACTS_DESCRIPTOR` is a file that TensorFlow's operations read in the worker's process.
+
+If a new version of TensorFlow changes one of them, only this module changes.
 """
 
 from __future__ import annotations
@@ -23,36 +30,39 @@ from absl import logging
 from lingvo_gpipe.core import heartbeat
 from lingvo_gpipe.distributed import cluster_spec
 
-# The file descriptor at which a `worker` keeps what it tells of itself, as JSON in a file that lies
-# in memory: TensorFlow's own operation that reads a file reads it there, in the worker's process.
+# The file descriptor at which a `worker` publishes facts about itself, as JSON in a file in memory.
+# TensorFlow's operation that reads a file, executed by the worker, reads it through /proc/self/fd.
 FACTS_DESCRIPTOR = 200
 
-# The job of this process: the name that devices have without workers, too.
+# The job name of this process; its devices have this name without workers, too.
 _OWN_JOB = 'localhost'
 _ASK_SECONDS = 5.0
 
-# What a worker that is gone is told by, and what one that computes answers.
-_GONE = (
+# Errors that only a lost worker causes.
+_LOST = (
   tf.errors.UnavailableError,
   tf.errors.AbortedError,
   tf.errors.CancelledError,
   tf.errors.DeadlineExceededError,
 )
+# Errors of computations, which a worker that is alive returns.
 _COMPUTED = (
   tf.errors.ResourceExhaustedError,
   tf.errors.UnimplementedError,
   tf.errors.OutOfRangeError,
   tf.errors.InvalidArgumentError,
-  # Of files.
+  # Errors of the worker's file system.
   tf.errors.NotFoundError,
   tf.errors.PermissionDeniedError,
   tf.errors.FailedPreconditionError,
   tf.errors.DataLossError,
 )
+# Messages of a restarted worker, which does not know the state of its predecessor.
 _UNKNOWN = re.compile('context_id|remote[_ ]handle|Remote address')
+# The name of a device in a serialized answer of `GetStatus`.
 _DEVICE = re.compile(rb'/job:(\w+)/replica:0/task:(\d+)/device:(\w+):(\d+)')
 
-# What each worker answered, by its address, before this process was connected to it.
+# {address: answer of the worker before this process connected to it}.
 _answers: dict[str, bytes] = {}
 
 
@@ -61,98 +71,98 @@ def AwaitWorkers(
   timeout_seconds: float,
   are_enough: Callable[[Mapping[str, bytes], float], bool] | None = None,
 ) -> dict[str, bytes]:
-  """Returns when each worker answers: what it answers, by its address.
+  """Waits until all workers answer; returns {address: answer}.
 
-  A worker that is started again answers otherwise: its devices have other numbers.
+  A restarted worker gives another answer, because its devices have new numbers.
 
   Args:
-    addresses: 'host:port' of each, by task index.
-    timeout_seconds: so long it is tried.
-    are_enough: where it says so of the answers that came, after so many seconds, the other workers
-      are left out.
+    addresses: 'host:port' of each worker, by task index.
+    timeout_seconds: time limit of the wait.
+    are_enough: called with the answers so far and the seconds that have passed. If it returns True,
+      the wait ends without the other workers.
 
   Raises:
-    TimeoutError: some do not answer in time: one line that says which, and why.
-    ValueError: what answers is not the worker of that index.
+    TimeoutError: workers do not answer in time; one line that names them and the reasons.
+    ValueError: the process that answers is not the worker of this index.
   """
   start = time.monotonic()
   waiting: dict[int, str] = dict.fromkeys(range(len(addresses)), '')
   answers: dict[str, bytes] = {}
   while True:
-    heartbeat.SuspendTimeout()  # It is this wait that ends, and names who is absent.
-    # Of those that may be left with the work none is to be gone meanwhile.
-    wanted = range(len(addresses)) if are_enough else list(waiting)
-    told = AskAll([addresses[index] for index in wanted])
-    for index, (found, why) in zip(wanted, told, strict=True):
-      if not why:
-        _CheckName(index, addresses[index], found)
-        answers[addresses[index]] = found
+    heartbeat.SuspendTimeout()  # This wait has its own time limit, and its error names the absent workers.
+    # If some workers may be left out, ask all of them again: one that answered may be lost by now.
+    asked = range(len(addresses)) if are_enough else list(waiting)
+    replies = AskAll([addresses[index] for index in asked])
+    for index, (answer, reason) in zip(asked, replies, strict=True):
+      if reason is None:
+        _CheckName(index, addresses[index], answer)
+        answers[addresses[index]] = answer
         waiting.pop(index, None)
       else:
         answers.pop(addresses[index], None)
-        waiting[index] = why
+        waiting[index] = reason
     if not waiting:
       return answers
     seconds = time.monotonic() - start
-    absent = '; '.join(f'worker {i} at {addresses[i]} ({why})' for i, why in waiting.items())
+    absent = '; '.join(f'worker {i} at {addresses[i]} ({reason})' for i, reason in waiting.items())
     if are_enough and are_enough(answers, seconds):
       logging.warning('%d of %d workers do not answer: %s', len(waiting), len(addresses), absent)
       return answers
     if seconds >= timeout_seconds:
       raise TimeoutError(
         f'{len(waiting)} of {len(addresses)} workers did not answer within '
-        f'{timeout_seconds:g} s: {absent}. Is `worker` started there, and is its port open from '
-        'here?'
+        f'{timeout_seconds:g} s: {absent}. Check that `worker` runs there and that this host can '
+        'reach its port.'
       )
     time.sleep(0.2)
 
 
-def Ask(address: str) -> tuple[bytes, str]:
-  """Asks a server: (its devices as they are sent, ''), or (nothing, why there is no answer)."""
+def Ask(address: str) -> tuple[bytes, str | None]:
+  """Asks a server for its devices: returns (serialized answer, None) or (b'', reason)."""
   try:
     with grpc.insecure_channel(address) as channel:
       ask = channel.unary_unary('/tensorflow.WorkerService/GetStatus')
       answer: bytes = ask(b'', timeout=_ASK_SECONDS)
   except grpc.RpcError as e:
-    return b'', WhyNot(e)
-  return answer, ''
+    return b'', DescribeRpcError(e)
+  return answer, None
 
 
-def AskAll(addresses: Collection[str]) -> list[tuple[bytes, str]]:
-  """What `Ask` returns for each server; they are asked at once."""
+def AskAll(addresses: Collection[str]) -> list[tuple[bytes, str | None]]:
+  """Returns the results of `Ask` for several servers, asked concurrently."""
   with futures.ThreadPoolExecutor(max_workers=min(32, len(addresses))) as pool:
     return list(pool.map(Ask, addresses))
 
 
 def _CheckName(index: int, address: str, answer: bytes) -> None:
-  names = {(found[1].decode(), int(found[2])) for found in _DEVICE.finditer(answer)}
+  names = {(match[1].decode(), int(match[2])) for match in _DEVICE.finditer(answer)}
   if names != {('worker', index)}:
-    told = ', '.join(f'{job} {task}' for job, task in sorted(names)) or 'nothing'
+    actual = ', '.join(f'{job} {task}' for job, task in sorted(names)) or 'another program'
     raise ValueError(
-      f'worker {index} is to be at {address}, but what answers there calls itself {told}: start '
-      f'`worker --task_index={index}` there, or change the order of the addresses'
+      f'expected worker {index} at {address}, but the process there is {actual}: start '
+      f'`worker --task_index={index}` there, or correct the order of the addresses'
     )
 
 
 def Host(index: int) -> str:
-  """Returns the CPU of a worker."""
+  """Returns the CPU device of a worker."""
   return f'/job:worker/replica:0/task:{index}/device:CPU:0'
 
 
-def WhyNot(error: grpc.RpcError) -> str:
-  """Why a server did not answer a call."""
+def DescribeRpcError(error: grpc.RpcError) -> str:
+  """Returns the reason why a server did not answer a call, in one line."""
   text = ' '.join(str(error.details()).split())
   return f'{error.code().name.lower()}: {text[:160]}'
 
 
 def NumDevices(answers: Mapping[str, bytes], platform: str = 'auto') -> int:
-  """How many devices of a kind the workers have that gave these answers.
+  """Returns the number of devices of a kind that the workers have.
 
   Args:
-    answers: what `AwaitWorkers` returned.
-    platform: 'cpu', 'gpu', 'tpu', or 'auto': accelerators if there are any.
+    answers: answers of the workers, from `AwaitWorkers`.
+    platform: 'cpu', 'gpu', 'tpu', or 'auto' for accelerators if there are any, otherwise CPUs.
   """
-  devices = {found.groups() for answer in answers.values() for found in _DEVICE.finditer(answer)}
+  devices = {match.groups() for answer in answers.values() for match in _DEVICE.finditer(answer)}
   kinds = [kind.decode() for _, _, kind, _ in devices]
   if platform == 'auto':
     platform = next((kind for kind in ('TPU', 'GPU') if kind in kinds), 'CPU')
@@ -162,80 +172,79 @@ def NumDevices(answers: Mapping[str, bytes], platform: str = 'auto') -> int:
 def Connect(
   spec: cluster_spec.ClusterSpec, answers: Mapping[str, bytes]
 ) -> dict[int, dict[str, Any]]:
-  """Connects TensorFlow to workers that answer, and to no others; once in a process.
+  """Connects TensorFlow to the workers that answered. Call it once per process.
 
-  From then on the devices of the workers are among the logical devices of this process.
+  The logical devices of this process then include the devices of the workers.
 
   Args:
-    spec: the cluster.
-    answers: what `AwaitWorkers` returned.
+    spec: addresses of the cluster.
+    answers: answers of the workers, from `AwaitWorkers`; other workers are left out.
 
   Returns:
-    {task index: what the worker tells of itself}; nothing: it was not started by `worker`.
+    {task index: facts of the worker}. A server that was not started by `worker` has no facts.
 
   Raises:
     ValueError: a worker runs another version of TensorFlow.
   """
   _answers.update(answers)
-  # Else what is asked of a worker that is gone, outside of a step, is waited for without an end.
+  # Otherwise an operation outside of a step would wait for a lost worker forever.
   os.environ.setdefault('TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE', 'False')
   workers = {index: a for index, a in enumerate(spec.workers) if a in answers}
-  own = spec.chief or _OwnAddress(list(workers.values()))
+  own_address = spec.chief or _OwnAddress(list(workers.values()))
   verbosity = logging.get_verbosity()
   logging.set_verbosity(logging.WARNING)  # TensorFlow would log its whole configuration.
   try:
     tf.config.experimental_connect_to_cluster(
-      tf.train.ClusterSpec({'worker': workers, _OWN_JOB: [own]}),
+      tf.train.ClusterSpec({'worker': workers, _OWN_JOB: [own_address]}),
       job_name=_OWN_JOB,
       protocol='grpc',
     )
   finally:
     logging.set_verbosity(verbosity)
-  logging.info('Workers reach this process at %s.', own)
+  logging.info('Workers reach this process at %s.', own_address)
   facts = {index: _Facts(index) for index in workers}
-  for index, found in facts.items():
-    version = found.get('tensorflow', tf.__version__)
+  for index, worker_facts in facts.items():
+    version = worker_facts.get('tensorflow', tf.__version__)
     if version != tf.__version__:
       raise ValueError(
-        f'worker {index} at {spec.workers[index]} runs TensorFlow {version}, and this process '
-        f'{tf.__version__}: install one version everywhere'
+        f'worker {index} at {spec.workers[index]} runs TensorFlow {version}, but this process runs '
+        f'{tf.__version__}: install the same version everywhere'
       )
   return facts
 
 
 def IsFailure(error: BaseException) -> bool:
-  """Whether an error came from a worker that is gone, and not from what it was to compute.
+  """Whether an error was caused by the loss of a worker, not by the worker's computation.
 
-  TensorFlow's error tells so most times. Where it does not, or is of files, which may be on a
-  server that is gone as well, the workers are asked whether they are those that this process was
-  connected to. Without workers there is no such error.
+  Usually the type and message of TensorFlow's error decide. Otherwise, and for errors of files,
+  which may be on a lost file server, asks the workers whether they are still the processes that
+  this process connected to. Returns False without workers.
   """
   if not _answers:
     return False
-  found: BaseException | None = error
+  cause: BaseException | None = error
   is_of_tensorflow = is_of_files = False
-  while found is not None:
-    is_of_files |= isinstance(found, OSError)
-    if isinstance(found, tf.errors.OpError):
+  while cause is not None:
+    is_of_files |= isinstance(cause, OSError)
+    if isinstance(cause, tf.errors.OpError):
       is_of_tensorflow = True
-      if _IsOfGoneWorker(found, is_of_files):
+      if _IsOfLostWorker(cause, is_of_files):
         return True
-    found = found.__cause__
+    cause = cause.__cause__
   return is_of_tensorflow and [answer for answer, _ in AskAll(_answers)] != [*_answers.values()]
 
 
-def _IsOfGoneWorker(error: tf.errors.OpError, is_of_files: bool) -> bool:
-  if isinstance(error, _GONE) and not is_of_files:
+def _IsOfLostWorker(error: tf.errors.OpError, is_of_files: bool) -> bool:
+  if isinstance(error, _LOST) and not is_of_files:
     return True
-  # A worker that was started again does not know what the one before it had.
   if _UNKNOWN.search(error.message):
     return True
-  # Of all that a worker answers TensorFlow says that it came from a remote target.
+  # TensorFlow marks each error that a worker returned as coming from a remote target.
   return 'remote target' in error.message and not isinstance(error, _COMPUTED)
 
 
 def _OwnAddress(workers: Sequence[str]) -> str:
-  """A free port at the address from which this process reaches the workers."""
+  """Returns 'host:port': the address from which this process reaches workers, and a free port."""
   host = 'localhost'
   for worker in workers:
     name, _, port = worker.rpartition(':')
@@ -243,10 +252,10 @@ def _OwnAddress(workers: Sequence[str]) -> str:
       name.strip('[]'), int(port), type=socket.SOCK_DGRAM
     )[0]
     with socket.socket(family, kind) as s:
-      s.connect(target)  # Sends nothing: it asks for the way.
-      found = s.getsockname()[0]
-    if not (found.startswith('127.') or found == '::1'):
-      host = f'[{found}]' if ':' in found else found
+      s.connect(target)  # Connecting a UDP socket sends nothing; it only selects the route.
+      address = s.getsockname()[0]
+    if not (address.startswith('127.') or address == '::1'):
+      host = f'[{address}]' if ':' in address else address
       break
   with socket.socket() as s:
     s.bind(('', 0))
@@ -254,11 +263,11 @@ def _OwnAddress(workers: Sequence[str]) -> str:
 
 
 def _Facts(index: int) -> dict[str, Any]:
-  """What a worker tells of itself."""
+  """Reads the facts that a worker publishes; {} if it publishes none."""
   try:
     with tf.device(Host(index)):
       text = tf.io.read_file(f'/proc/self/fd/{FACTS_DESCRIPTOR}').numpy()
-    found = json.loads(text)
+    facts = json.loads(text)
   except (tf.errors.OpError, ValueError):
     return {}
-  return found if isinstance(found, dict) else {}
+  return facts if isinstance(facts, dict) else {}

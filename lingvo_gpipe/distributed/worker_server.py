@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TensorFlow's server of one worker, with the devices of its host."""
+"""Runs TensorFlow's server in a worker, with the devices of its host."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from absl import logging
 
 from lingvo_gpipe.distributed import cluster, worker_connection
 
-# TPU cores are a runtime of their own, which such a server does not start.
+# No TPU: TensorFlow's server does not start the TPU runtime.
 PLATFORMS = ('auto', 'cpu', 'gpu')
 
-# Else gRPC shares connections between all trainers that come: where a network has swallowed one
-# between two workers, and so nobody has closed it, the next trainer would wait on it for ever.
+# Without this option gRPC shares connections between workers across trainers. If the network drops
+# a connection without closing it, the next trainer would wait on it forever.
 _CHANNEL_OPTIONS = 'grpc.use_local_subchannel_pool=1'
 
 
 class WorkerServer:
-  """Serves devices of this host from its construction on, to whoever reaches the port.
+  """Serves devices of this host, from its construction on, to everybody who reaches the port.
 
-  TensorFlow's context of this process stays untouched: the server has devices of its own. It needs
-  to know no other process; a trainer that connects tells it of the others.
+  Leaves TensorFlow's context of this process untouched, because the server has its own devices. The
+  server learns about the other processes from the trainer that connects to it.
 
   Attributes:
-    port: where it listens, on all interfaces.
-    description: its devices, such as 'CPU:0, CPU:1'.
+    port: port at which the server listens on all interfaces.
+    description: the served devices, such as 'CPU:0, CPU:1'.
   """
 
   def __init__(
@@ -44,17 +44,17 @@ class WorkerServer:
     """Starts the server.
 
     Args:
-      task_index: the number of this worker.
-      port: 0: a free one.
-      platform: 'auto' (GPUs, else CPU), 'cpu' or 'gpu'.
-      num_devices: how many logical CPU devices (default 1); or at most so many GPUs.
+      task_index: index of this worker in the cluster.
+      port: port to listen at, or 0 for a free one.
+      platform: 'auto' (GPUs if there are any, otherwise CPU), 'cpu' or 'gpu'.
+      num_devices: number of logical CPU devices (default 1), or the maximum number of GPUs.
       threads_per_device: threads of one operation on a CPU device; default cores // devices, at
         least 1.
-      more_facts: what a trainer can ask for beside what is known here.
+      more_facts: further facts about this worker that trainers can read.
 
     Raises:
-      OSError: the port is taken.
-      ValueError: platform gpu, and there are none.
+      OSError: the port is in use.
+      ValueError: platform is 'gpu', but the host has no GPU.
     """
     gpus = [] if platform == 'cpu' else tf.config.list_physical_devices('GPU')[:num_devices]
     if platform == 'gpu' and not gpus:
@@ -80,18 +80,18 @@ class WorkerServer:
     self.port = int(self._server.target.rpartition(':')[2])
     kind, count = ('GPU', len(gpus)) if gpus else ('CPU', num_cpus)
     self.description = ', '.join(f'{kind}:{i}' for i in range(count))
-    _Tell({'tensorflow': tf.__version__, 'intra_op_threads': pool, **(more_facts or {})})
+    _Publish({'tensorflow': tf.__version__, 'intra_op_threads': pool, **(more_facts or {})})
 
 
-def _Tell(facts: dict[str, str | int]) -> None:
-  """Lets a trainer read what this process is; see `worker_connection.FACTS_DESCRIPTOR`."""
-  wanted = worker_connection.FACTS_DESCRIPTOR
+def _Publish(facts: dict[str, str | int]) -> None:
+  """Lets trainers read facts about this process; see `worker_connection.FACTS_DESCRIPTOR`."""
+  published = worker_connection.FACTS_DESCRIPTOR
   try:
-    if os.path.exists(f'/proc/self/fd/{wanted}'):
-      raise OSError(f'file descriptor {wanted} is in use')
-    made = os.memfd_create('lingvo_gpipe_worker')
-    os.write(made, json.dumps(facts).encode())
-    os.dup2(made, wanted)
-    os.close(made)
+    if os.path.exists(f'/proc/self/fd/{published}'):
+      raise OSError(f'file descriptor {published} is in use')
+    descriptor = os.memfd_create('lingvo_gpipe_worker')
+    os.write(descriptor, json.dumps(facts).encode())
+    os.dup2(descriptor, published)
+    os.close(descriptor)
   except (OSError, AttributeError) as e:
-    logging.info('A trainer cannot ask for the version of this worker: %s.', e)
+    logging.info('Trainers cannot read the version of this worker: %s.', e)

@@ -67,7 +67,7 @@ class WorkerProfiles:
       except grpc.FutureTimeoutError:
         reasons[index] = f'it did not come within {_END_SECONDS:g} s'
       except grpc.RpcError as e:
-        reasons[index] = worker_connection.WhyNot(e)
+        reasons[index] = worker_connection.DescribeRpcError(e)
       except ValueError as e:
         reasons[index] = str(e)
     for channel in self._channels.values():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The addresses of a run's processes: what is taken, and what each mistake is told as."""
+"""Reading the addresses of a run's processes, and the errors for each mistake."""
 
 import json
 import sys
@@ -16,10 +16,10 @@ def _Read(tmp_path, text):
 
 
 def testReadsAFile(tmp_path):
-  found = _Read(tmp_path, '{"worker": ["a-1.b_c:2222", "[::1]:1"], "chief": ["127.0.0.1:65535"]}')
-  assert found.workers == ('a-1.b_c:2222', '[::1]:1')
-  assert found.chief == '127.0.0.1:65535'
-  assert found.Address(1) == '[::1]:1'
+  spec = _Read(tmp_path, '{"worker": ["a-1.b_c:2222", "[::1]:1"], "chief": ["127.0.0.1:65535"]}')
+  assert spec.workers == ('a-1.b_c:2222', '[::1]:1')
+  assert spec.chief == '127.0.0.1:65535'
+  assert spec.Address(1) == '[::1]:1'
   assert _Read(tmp_path, '{"worker": ["a:1"]}').chief == ''
 
 
@@ -29,10 +29,10 @@ def testReadsAFile(tmp_path):
     ('', r'hosts\.json cannot be read as JSON: .*line 1.*expected \{"worker"'),
     ('{"worker": ["a:1"', 'column 18'),
     ('["a:1"]', 'is not a JSON object'),
-    ('{"workers": ["a:1"]}', r"has the unknown 'workers'; expected"),
-    ('{"worker": ["a:1"], "ps": []}', r"has the unknown 'ps'"),
-    ('{"worker": "a:1"}', "'worker' is a list of addresses, got 'a:1'"),
-    ('{"worker": [1]}', "'worker' is a list of addresses"),
+    ('{"workers": ["a:1"]}', r"has unknown keys: 'workers'; expected"),
+    ('{"worker": ["a:1"], "ps": []}', r"has unknown keys: 'ps'"),
+    ('{"worker": "a:1"}', "'worker' must be a list of addresses, got 'a:1'"),
+    ('{"worker": [1]}', "'worker' must be a list of addresses"),
     ('{"worker": []}', 'names no worker'),
     ('{"chief": ["a:1"]}', 'names no worker'),
     ('{"worker": ["a"]}', "'worker' has 'a', which is not host:port"),
@@ -42,7 +42,7 @@ def testReadsAFile(tmp_path):
     ('{"worker": ["a b:1"]}', "has 'a b:1'"),
     ('{"worker": ["a:1", "b:1", "a:1"]}', 'has a:1 twice'),
     ('{"worker": ["a:1"], "chief": ["a:1"]}', 'has a:1 twice'),
-    ('{"worker": ["a:1"], "worker": ["b:1"]}', "'worker' is there twice"),
+    ('{"worker": ["a:1"], "worker": ["b:1"]}', "'worker' occurs twice"),
     ('{"worker": ["a:1"], "chief": ["b:1", "c:1"]}', '2 addresses of the chief'),
     ('[' * 100000, 'cannot be read as JSON: .*recursion'),
   ],
@@ -52,17 +52,15 @@ def testMistakesInAFileAreNamed(tmp_path, text, message):
     _Read(tmp_path, text)
 
 
-def testUnknownWorker(tmp_path):
-  with pytest.raises(
-    ValueError, match=r'no worker 2: the cluster has the workers 0 to 1: a:1, b:1'
-  ):
+def testAnUnknownWorkerIsAnError(tmp_path):
+  with pytest.raises(ValueError, match=r'no worker 2: the cluster has workers 0 to 1: a:1, b:1'):
     _Read(tmp_path, '{"worker": ["a:1", "b:1"]}').Address(2)
 
 
 def testReadsTheEnvironment():
   config = {'cluster': {'worker': ['a:1', 'b:1']}, 'task': {'type': 'worker', 'index': 1}}
-  found = cluster_spec.FromEnvironment({'TF_CONFIG': json.dumps(config)})
-  assert (found.workers, found.task_type, found.task_index) == (('a:1', 'b:1'), 'worker', 1)
+  spec = cluster_spec.FromEnvironment({'TF_CONFIG': json.dumps(config)})
+  assert (spec.workers, spec.task_type, spec.task_index) == (('a:1', 'b:1'), 'worker', 1)
   for nothing in ({}, {'TF_CONFIG': ''}, {'TF_CONFIG': '{}'}):
     assert cluster_spec.FromEnvironment(nothing) is None
 
@@ -73,8 +71,8 @@ def testReadsTheEnvironment():
     ('no', 'TF_CONFIG cannot be read as JSON'),
     ('[]', 'TF_CONFIG is not a JSON object'),
     ('{"cluster": {"worker": ["a"]}}', "TF_CONFIG: 'worker' has 'a'"),
-    ('{"cluster": {"worker": ["a:1"]}, "task": 1}', '"task" is an object'),
-    ('{"cluster": {"worker": ["a:1"]}, "task": {"index": "1"}}', 'an index that is an integer'),
+    ('{"cluster": {"worker": ["a:1"]}, "task": 1}', '"task" must be an object'),
+    ('{"cluster": {"worker": ["a:1"]}, "task": {"index": "1"}}', '"index" an integer'),
   ],
 )
 def testMistakesInTheEnvironmentAreNamed(text, message):

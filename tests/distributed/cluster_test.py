@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The devices of a process: found, made, refused. A fresh TensorFlow is had in a subprocess."""
+"""Choosing devices of a process; a subprocess provides a fresh TensorFlow."""
 
 import os
 import subprocess
@@ -39,19 +39,19 @@ def _Local(kind, n):
   return [f'/job:localhost/replica:0/task:0/device:{kind}:{i}' for i in range(n)]
 
 
-def testMakesLogicalDevicesInAFreshProcess():
+def testCreatesLogicalDevicesInAFreshProcess():
   done = subprocess.run(
     [sys.executable, '-c', _FRESH], capture_output=True, text=True, timeout=150, check=False,
     env={**os.environ, 'PYTHONPATH': os.pathsep.join(sys.path)},
   )  # fmt: skip
   assert done.returncode == 0, done.stderr
-  error, described = done.stdout.splitlines()
+  error, is_described = done.stdout.splitlines()
   assert error.startswith('4 devices needed') and '3 logical CPU devices' in error
   assert 'Cluster.Create(4) before' in error
-  assert described == 'True'
+  assert is_described == 'True'
 
 
-def testUsesDevicesThatAreThere():
+def testUsesTheDevicesOfAStartedTensorFlow():
   tf.constant(1)  # TensorFlow has started, with the four devices of conftest.
   assert cluster.Cluster.Create(2, platform='cpu').devices == _Local('CPU', 2)
   assert cluster.Cluster.Create(2, 3, platform='cpu').devices == _Local('CPU', 3)
@@ -61,8 +61,8 @@ def testUsesDevicesThatAreThere():
     cluster.Cluster.Create(5, platform='cpu')
 
 
-def testArgumentsAreChecked():
-  with pytest.raises(ValueError, match='num_devices is at least 1, got 0'):
+def testCreateChecksItsArguments():
+  with pytest.raises(ValueError, match='num_devices must be at least 1, got 0'):
     cluster.Cluster.Create(0)
   with pytest.raises(ValueError, match='4 devices needed.*at most 2 may be used'):
     cluster.Cluster.Create(4, max_devices=2)
@@ -70,7 +70,7 @@ def testArgumentsAreChecked():
     cluster.Cluster.Create(1, platform='cuda')
 
 
-def testGridOfReplicas():
+def testAGridNeedsTheSameNumberOfDevicesForEachReplica():
   devices = [f'/job:worker/task:{r}/device:CPU:{k}' for r in range(2) for k in range(3)]
   for wrong in (([], 1), (devices, 4), (devices, 0)):
     with pytest.raises(ValueError, match='same number of devices'):
@@ -79,7 +79,7 @@ def testGridOfReplicas():
 
 @pytest.fixture
 def eight_gpus(monkeypatch):
-  """Stands in for a machine with 8 GPUs; records what is set."""
+  """Imitates a machine with 8 GPUs; records the settings."""
   physical = [types.SimpleNamespace(name=f'/physical_device:GPU:{i}') for i in range(8)]
   state = types.SimpleNamespace(grown=[], visible=physical)
 
@@ -110,7 +110,7 @@ def eight_gpus(monkeypatch):
   return state
 
 
-def testGpusAreTakenFirstAndOnlyThoseAllowed(eight_gpus):
+def testGpusArePreferredUpToTheMaximum(eight_gpus):
   c = cluster.Cluster.Create(2, max_devices=4)
   assert c.devices == _Local('GPU', 4)
   assert c.Describe() == '4 GPUs (NVIDIA X)'
@@ -118,26 +118,26 @@ def testGpusAreTakenFirstAndOnlyThoseAllowed(eight_gpus):
   assert eight_gpus.visible == eight_gpus.physical[:4]
 
 
-def testAllGpusUnlessNumbersAreGiven(eight_gpus):
+def testAllGpusAreUsedUnlessNumbersAreSet(eight_gpus):
   assert len(cluster.Cluster.Create().devices) == 8
   assert len(cluster.Cluster.Create(2).devices) == 2
 
 
-def testTooFewGpus(eight_gpus):
+def testTooFewGpusAreAnError(eight_gpus):
   with pytest.raises(ValueError, match='9 devices needed.* 8 GPUs were found: .*--platform=cpu'):
     cluster.Cluster.Create(9)
 
 
-def testGpusThatAreChosenAreTakenInThatOrder(eight_gpus):
+def testChosenGpusKeepTheirOrder(eight_gpus):
   c = cluster.Cluster.Create(2, indices=[5, 2])
   assert eight_gpus.visible == [eight_gpus.physical[i] for i in (2, 5)]
   assert eight_gpus.grown == [(g, True) for g in eight_gpus.visible]
-  # TensorFlow counts the visible ones anew, in their own order.
+  # TensorFlow renumbers the visible GPUs in the machine's order.
   assert c.devices == _Local('GPU', 2)[::-1]
   assert c.Describe() == '2 GPUs (NVIDIA X; 5, 2 of 8)'
 
 
-def testOfThoseThatAreChosenTheFirstAreTaken(eight_gpus):
+def testTheMaximumLimitsTheChosenGpus(eight_gpus):
   c = cluster.Cluster.Create(1, max_devices=1, platform='gpu', indices=[7, 3])
   assert eight_gpus.visible == eight_gpus.physical[7:] and c.devices == _Local('GPU', 1)
 
@@ -145,27 +145,27 @@ def testOfThoseThatAreChosenTheFirstAreTaken(eight_gpus):
 @pytest.mark.parametrize(
   'indices, platform, message',
   [
-    ([0, 8], 'auto', 'devices 0, 8: there is no GPU 8; 8 GPUs found, they are 0 to 7.*CUDA_VISIB'),
+    ([0, 8], 'auto', 'devices 0, 8: there is no GPU 8; 8 GPUs found: 0 to 7.*CUDA_VISIB'),
     ([-1, 1], 'gpu', 'there is no GPU -1'),
-    ([3, 1, 3], 'auto', 'GPU 3 is named twice'),
+    ([3, 1, 3], 'auto', 'GPU 3 is listed twice'),
     ([4], 'auto', '2 devices needed.*at most 1 may be used'),
     ([], 'auto', '2 devices needed.*at most 0 may be used'),
     ([0, 1], 'cpu', r'indices of GPUs .*platform is cpu \(8 GPUs found\).*--num_devices'),
     ([0, 1], 'tpu', 'there is no TPU core 0; 0 TPU cores found'),
   ],
 )
-def testWrongChoices(eight_gpus, indices, platform, message):
+def testWrongIndicesAreAnError(eight_gpus, indices, platform, message):
   with pytest.raises(ValueError, match=message):
     cluster.Cluster.Create(2, platform=platform, indices=indices)
   assert eight_gpus.visible == eight_gpus.physical and not eight_gpus.grown
 
 
 def testCpuPlatformHidesGpus(eight_gpus):
-  assert 'GPUs left)' in cluster.Cluster.Create(1, platform='cpu').Describe()
+  assert 'GPUs unused)' in cluster.Cluster.Create(1, platform='cpu').Describe()
   assert eight_gpus.visible == [] and not eight_gpus.grown
 
 
-def testNoGpu():
+def testNoGpuIsAnError():
   with pytest.raises(ValueError, match='1 device needed.*0 GPUs were found'):
     cluster.Cluster.Create(1, platform='gpu')
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which signals ask a program to end; what they do is in trainer_test and job_output_test."""
+"""Signals that ask a program to end; trainer_test and job_output_test cover their effect."""
 
 import signal
 import sys
@@ -10,13 +10,29 @@ from lingvo_gpipe.distributed import stop_request
 
 
 @pytest.mark.parametrize('handler, is_taken', [(signal.SIG_DFL, True), (signal.SIG_IGN, False)])
-def testAHangUpThatIsIgnoredStaysIgnored(handler, is_taken):
-  """So nohup starts its program."""
+def testAnIgnoredHangUpStaysIgnored(handler, is_taken):
+  """nohup starts its program with SIGHUP ignored."""
   before = signal.signal(signal.SIGHUP, handler)
   try:
     assert (signal.SIGHUP in stop_request.Signals()) == is_taken
   finally:
     signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize(
+  'number, hint',
+  [
+    (signal.SIGINT, 'press Ctrl-C again'),
+    (signal.SIGTERM, 'send SIGTERM again'),
+    (signal.SIGHUP, 'send SIGTERM'),  # A second SIGHUP is ignored.
+  ],
+)
+def testTheMessageSaysHowToQuitAfterEachSignal(capfd, number, hint):
+  stop = stop_request.StopRequest()
+  stop.signal = number
+  stop._Announce()
+  text = f'{number.name}: finishing this step or batch, then stopping; {hint} to quit now'
+  assert capfd.readouterr().err.strip() == text
 
 
 if __name__ == '__main__':

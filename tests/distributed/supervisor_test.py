@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a child that trains is replaced, and when not; the children here train nothing."""
+"""The supervisor replaces a failed child; the children here do no real training."""
 
 import json
 import os
@@ -17,15 +17,15 @@ from lingvo_gpipe.distributed import supervisor
 _ROOT = pathlib.Path(__file__).parents[2]
 _SECONDS = 60
 
-# `Train` is called in a child, whose number stands in a file.
+# `Train` runs in a child; the file `children` holds the index of the child.
 _PROGRAM = """
 import json, os, pathlib, signal, sys, time
 from lingvo_gpipe.core import heartbeat
 from lingvo_gpipe.distributed import supervisor
 here = pathlib.Path(sys.argv[1])
 supervisor._END_SECONDS, supervisor._PAUSE_SECONDS = 0.2, 0.01
-supervisor._LEAST_SECONDS, supervisor._LEAST_TIMES = 0.5, 1
-supervisor._LEAST_STORE_SECONDS = 0.5
+supervisor._MIN_SECONDS, supervisor._MIN_TIMES = 0.5, 1
+supervisor._MIN_STORE_SECONDS = 0.5
 def Next(name):
   number = int((here / name).read_text()) + 1 if (here / name).exists() else 0
   (here / name).write_text(str(number))
@@ -42,9 +42,9 @@ class Workers:
   spec = 'their addresses'
   def __init__(self):
     {workers}
-  def LeaveToStarter(self):
+  def DetachInFork(self):
     pass
-  def HaveEnded(self):
+  def AnyHasEnded(self):
     return (here / 'gone').exists() and not (here / 'closed').exists()
   def Close(self):
     Next('closed')
@@ -63,13 +63,13 @@ def _Start(directory, train, last='-1', workers='pass'):
 
 
 def _Run(directory, train, last='-1'):
-  """(exit status, stderr, number of children)."""
+  """Returns (exit status, stderr, number of children)."""
   process = _Start(directory, train, last)
   try:
     _, stderr = process.communicate(timeout=_SECONDS)
   finally:
     process.kill()
-  # The workers are new with each child.
+  # Each child gets new workers.
   assert (directory / 'closed').read_text() == (directory / 'children').read_text()
   return process.returncode, stderr, int((directory / 'children').read_text()) + 1
 
@@ -82,11 +82,11 @@ _FAIL = 'os._exit(supervisor.WORKER_FAILED)'
   [
     ('return 3', '-1', (3, 1), ''),
     ('raise ValueError("a mistake")', '-1', (1, 1), 'ValueError: a mistake'),
-    (f'return 0 if child == 2 else {_FAIL}', '-1', (0, 3), 'goes on from its beginning'),
+    (f'return 0 if child == 2 else {_FAIL}', '-1', (0, 3), 'resuming training from the beginning'),
     (f'return 0 if child == 1 else {_FAIL}', '7', (0, 2), 'the checkpoint of step 7'),
     (_FAIL, '7', (1, 6), 'a worker failed; 6 times in a row without a new checkpoint: giving up'),
     (f'return 0 if child == 8 else {_FAIL}', 'Next("step")', (0, 9), 'of step 8'),
-    ('os.kill(os.getpid(), 11)', '-1', (1, 6), 'the training process ended by signal 11'),
+    ('os.kill(os.getpid(), 11)', '-1', (1, 6), 'the training process was ended by signal 11'),
     (
       'return 0 if child == 1 else (heartbeat.Begin(b"t"), time.sleep(100))',
       '-1',
@@ -109,28 +109,23 @@ _FAIL = 'os._exit(supervisor.WORKER_FAILED)'
       (0, 2),
       'no checkpoint was written within 0.5 s: a worker may hang',
     ),
-    # A local worker was killed as the child connected to it, and TensorFlow waits.
+    # A local worker was killed while the child connected to it, so TensorFlow waits.
     (
       'return 0 if child == 1 else ((here / "gone").touch(), time.sleep(100))',
       '-1',
       (0, 2),
-      'a local worker ended; training goes on from its beginning',
+      'a local worker ended; resuming training from the beginning',
     ),
-    (
-      'heartbeat.Begin(b"t"); heartbeat.SuspendTimeout(); time.sleep(1.4); return 0',
-      '-1',
-      (0, 1),
-      '',
-    ),
-    # Between two steps data is read.
+    ('heartbeat.Begin(b"t"); heartbeat.SuspendTimeout(); time.sleep(1.4); return 0', '-1', (0, 1), ''),
+    # Data may be read between two steps.
     ('heartbeat.Begin(b"t"); heartbeat.Step(b"t"); time.sleep(1.4); return 0', '-1', (0, 1), ''),
-    # Which status it has is known; its end hangs.
+    # The child has reported its status, but its exit hangs.
     ('heartbeat.End(4); time.sleep(100)', '-1', (4, 1), ''),
-    # Its output could not be written.
+    # The child crashes after it reported its status.
     ('heartbeat.End(0); os._exit(1)', '-1', (1, 1), ''),
   ],
 )
-def testAChildIsReplacedWhereAWorkerFailed(tmp_path, train, last, expected, message):
+def testAChildIsReplacedIfAWorkerFailed(tmp_path, train, last, expected, message):
   status, stderr, children = _Run(tmp_path, train, last)
   assert (status, children) == expected, stderr
   assert message in stderr
@@ -169,7 +164,7 @@ def _AwaitFile(path):
   return path.read_text()
 
 
-def testSignalsReachTheChildWhichSaysHowItEnds(tmp_path):
+def testSignalsReachTheChildWhichDecidesTheExitStatus(tmp_path):
   train = """
   signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
   (here / 'ready').write_text('yes')
@@ -181,7 +176,7 @@ def testSignalsReachTheChildWhichSaysHowItEnds(tmp_path):
   assert (process.returncode, stderr) == (143, '')
 
 
-def testASignalWhileWorkersStartEndsAll(tmp_path):
+def testASignalDuringTheStartOfWorkersEndsEverything(tmp_path):
   workers = "os.kill(os.getpid(), signal.SIGTERM); Next('late')"
   process = _Start(tmp_path, 'return 0', workers=workers)
   _, stderr = process.communicate(timeout=_SECONDS)
@@ -189,14 +184,14 @@ def testASignalWhileWorkersStartEndsAll(tmp_path):
   assert not [*tmp_path.iterdir()]
 
 
-def testWorkersThatDoNotServeYetEndWithTheirStart(tmp_path):
+def testWorkersThatDoNotServeYetEndWithTheSupervisor(tmp_path):
   sleeper = tmp_path / 'sleeper'
   sleeper.write_text(f'#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 1000\n')
   sleeper.chmod(0o755)
   workers = """
     from lingvo_gpipe.distributed import local_workers
     local_workers._END_SECONDS = 1000.0
-    local_workers._Address = lambda *_: ((here / 'waits').write_text('yes'), time.sleep(1000))
+    local_workers._ReadAddress = lambda *_: ((here / 'waits').write_text('yes'), time.sleep(1000))
     sys.executable = str(here / 'sleeper')
     local_workers.LocalWorkers(1)"""
   process = _Start(tmp_path, 'return 0', workers=workers)
@@ -206,14 +201,14 @@ def testWorkersThatDoNotServeYetEndWithTheirStart(tmp_path):
   try:
     _, stderr = process.communicate(timeout=_SECONDS)
   finally:
-    is_there = os.path.exists(f'/proc/{worker}')
+    is_alive = os.path.exists(f'/proc/{worker}')
     process.kill()
-    if is_there:
+    if is_alive:
       os.kill(worker, signal.SIGKILL)
-  assert (process.returncode, stderr, is_there) == (143, '', False)
+  assert (process.returncode, stderr, is_alive) == (143, '', False)
 
 
-def testAStoppedChildThatHangsIsNotReplaced(tmp_path):
+def testAHangingChildIsNotReplacedAfterASignal(tmp_path):
   train = """
   signal.signal(signal.SIGTERM, signal.SIG_IGN)
   (here / 'ready').write_text('yes')
@@ -227,7 +222,7 @@ def testAStoppedChildThatHangsIsNotReplaced(tmp_path):
   assert (tmp_path / 'children').read_text() == '0'
 
 
-def testWorkersThatDoNotStartAgainAreTriedOnceMore(tmp_path):
+def testAFailedRestartOfWorkersIsRetried(tmp_path):
   workers = """
     if Next('starts') == 1:
       Next('children')
@@ -235,16 +230,16 @@ def testWorkersThatDoNotStartAgainAreTriedOnceMore(tmp_path):
   process = _Start(tmp_path, f'return 0 if child == 2 else {_FAIL}', workers=workers)
   _, stderr = process.communicate(timeout=_SECONDS)
   assert process.returncode == 0, stderr
-  assert 'worker 0 ended at its start; training goes on from its beginning' in stderr
+  assert 'worker 0 ended at its start; resuming training from the beginning' in stderr
 
 
-def testWorkersThatDoNotStartAtFirstEndAll(tmp_path):
+def testAFailedFirstStartOfWorkersIsAnError(tmp_path):
   process = _Start(tmp_path, 'return 0', workers="raise OSError('worker 0 ended at its start')")
   _, stderr = process.communicate(timeout=_SECONDS)
   assert process.returncode == 1 and 'OSError: worker 0 ended at its start' in stderr
 
 
-def testASignalAroundTheForkIsHandedOnOnce(tmp_path):
+def testASignalDuringTheForkIsForwardedOnce(tmp_path):
   workers = """
     kill, fork = os.kill, os.fork
     os.kill = lambda *args: (Next('kills'), kill(*args))
@@ -255,12 +250,12 @@ def testASignalAroundTheForkIsHandedOnOnce(tmp_path):
   assert (tmp_path / 'kills').read_text() == '0'
 
 
-def testWhatWasWrittenBeforeTheForkIsWrittenOnce(tmp_path):
+def testOutputBeforeTheForkIsWrittenOnce(tmp_path):
   process = _Start(tmp_path, 'return 0', workers='print("workers start")')
   assert process.communicate(timeout=_SECONDS) == ('workers start\n', '')
 
 
-def testASignalEndsThePauseBeforeAnotherTry(tmp_path):
+def testASignalEndsThePauseBeforeARestart(tmp_path):
   process = _Start(tmp_path, _FAIL, workers='supervisor._PAUSE_SECONDS = 100.0')
   _AwaitFile(tmp_path / 'closed')
   process.send_signal(signal.SIGTERM)
@@ -269,16 +264,16 @@ def testASignalEndsThePauseBeforeAnotherTry(tmp_path):
   assert (tmp_path / 'children').read_text() == (tmp_path / 'closed').read_text() == '0'
 
 
-def testACheckpointThatCannotBeReadNowEndsNoSupervisor():
+def testAnUnreadableCheckpointDoesNotEndTheSupervisor():
   def Fail():
     raise OSError('the file server is away')
 
-  for Reached, expected in ((Fail, 7), (lambda: 9, 9)):
-    work = supervisor.Work('training', 'a new checkpoint', Reached)
-    assert supervisor.Supervisor(lambda *_: 0, work)._Reached(7) == expected
+  for GetProgress, expected in ((Fail, 7), (lambda: 9, 9)):
+    work = supervisor.Work('training', 'a new checkpoint', GetProgress)
+    assert supervisor.Supervisor(lambda *_: 0, work)._ReadProgress(7) == expected
 
 
-def testPausesGrow():
+def testPausesDoubleUpToAMinute():
   pauses = [supervisor._PauseSeconds(failures) for failures in range(1, 9)]
   assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
 
@@ -290,7 +285,7 @@ def _Signs(step_timeout, *read):
   return signs
 
 
-def testTheLimitIsThatOfTheKindOfStepThatBegan():
+def testTheLimitDependsOnTheKindOfTheStepInProgress():
   batches = [(float(i), b'V' if i % 2 else b'v') for i in range(100)]
   steps = [(100.0 + 20 * i, b'T' if i % 2 else b't') for i in range(100)]
   long = supervisor._LONG_SECONDS
@@ -299,7 +294,7 @@ def testTheLimitIsThatOfTheKindOfStepThatBegan():
   assert _Signs(None, *batches, (100.0, b'v'), (101.0, b'T')).limit.seconds == long
   assert _Signs(None, *batches, *steps).limit.seconds == 200
   assert _Signs(None, *batches, *steps, (9e3, b'V')).limit.seconds == 60
-  # What took long counts for none; nor does what was read late.
+  # Steps with a long operation do not count, nor do signs that were read late.
   traced = [(20.0 * i, sign) for i, sign in enumerate([b'T', b'l', b't'] * 9)]
   assert _Signs(None, *traced, (9e3, b'T')).limit.seconds == long
   assert _Signs(None, *batches, *steps, (9e3, b'TtTt' * 50 + b'T')).limit.seconds == 200
@@ -307,7 +302,7 @@ def testTheLimitIsThatOfTheKindOfStepThatBegan():
   assert _Signs(5.0, (0.0, b'TtTl')).limit.seconds == long
 
 
-def testAWriteGoesOnBesideSteps():
+def testAWriteHasALimitOfItsOwn():
   writes = [(90.0 * i, b'w' if i % 2 else b'W') for i in range(10)]
   signs = _Signs(5.0, *writes, (900.0, b'W'), (1000.0, b'T'))
   assert signs.limit == (1005.0, 5.0, 'step was done')
@@ -319,13 +314,13 @@ def testAWriteGoesOnBesideSteps():
   assert signs.limit == (1007.0, 5.0, 'batch was read')
   signs.Take(b'Wl', 1004.0)
   assert signs.limit == (1904.0, 900.0, 'checkpoint was written')
-  # Quick writes leave time for a store that is slow once.
+  # After fast writes, a slow one still has ten minutes.
   quick = [(float(i), b'w' if i % 2 else b'W') for i in range(10)]
   assert _Signs(None, *quick, (10.0, b'W')).limit.seconds == 600
 
 
-def testAReadThatWaitsForAFileHasTenMinutes():
-  """So has one for which the buffer of a shuffle fills, after many that it had ready."""
+def testAReadHasAtLeastTenMinutes():
+  """It may wait for a file, or fill a shuffle buffer after many reads from a full one."""
   ready = [(i / 100, b'r' if i % 2 else b'R') for i in range(100)]
   assert _Signs(None, *ready, (2.0, b'R')).limit == (602.0, 600.0, 'batch was read')
   assert _Signs(5.0, *ready, (2.0, b'R')).limit.seconds == 5
@@ -333,7 +328,7 @@ def testAReadThatWaitsForAFileHasTenMinutes():
   assert _Signs(None, *slow, (900.0, b'R')).limit.seconds == 900
 
 
-def testASignMayBeReadInPieces():
+def testAnEndSignMayBeReadInPieces():
   end = heartbeat.END + bytes([heartbeat.END[0]])  # A status that looks like a sign.
   for read in ([(0.0, b'Tt' + end)], [(0.0, b'Tt' + end[:1]), (1.0, end[1:])]):
     signs = _Signs(5.0, *read)
@@ -341,8 +336,10 @@ def testASignMayBeReadInPieces():
   assert _Signs(5.0, (0.0, b'Tt' + end[:1])).status is None
 
 
-@pytest.mark.parametrize('workers', ['pass', 'supervisor._EndWith = lambda _: time.sleep(100)'])
-def testTheChildEndsWithItsSupervisor(tmp_path, workers):
+@pytest.mark.parametrize(
+  'workers', ['pass', 'supervisor._EndWithSupervisor = lambda _: time.sleep(100)']
+)
+def testTheChildEndsWithTheSupervisor(tmp_path, workers):
   train = "(here / 'pid').write_text(str(os.getpid())); time.sleep(100)"
   process = _Start(tmp_path, train, workers=workers)
   pid = int(_AwaitFile(tmp_path / 'pid'))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers that fail, and networks: training goes on, and ends as if nothing had happened."""
+"""After failures of workers and networks, training continues and gives the same result."""
 
 import contextlib
 import json
@@ -28,7 +28,7 @@ KILLS = 10
 _Args = processes.ToyArgs
 hosts = worker_processes.hosts
 
-# Beside the experiment Toy.
+# In addition to the experiment Toy.
 _KILLED = """
 import os
 import pathlib
@@ -70,10 +70,10 @@ class Streamed(Toy):
 @registry.RegisterSingleTaskModel
 class KilledInSaves(Toy):
   def Task(self):
-    # The file `kill` names a function of `tensor_bundle`, a step, a process and its port, and the
-    # signal that it gets before the second call of the function on worker 1 for the checkpoint of
-    # that step.
-    supervisor._LEAST_SECONDS = supervisor._LEAST_STORE_SECONDS = 5.0
+    # The file `kill` names a function of `tensor_bundle`, a step, a process id, its port, and a
+    # signal. The process gets the signal before the second call of the function on worker 1 for
+    # the checkpoint of this step.
+    supervisor._MIN_SECONDS = supervisor._MIN_STORE_SECONDS = 5.0
     call, num_calls = worker_hosts.Call, 0
     tensor_bundle.GROUP_BYTES = 1000
 
@@ -99,7 +99,8 @@ class KilledInSaves(Toy):
 @registry.RegisterSingleTaskModel
 class KilledInEvaluation(Toy):
   def Task(self):
-    # The file `signals` has those that the local worker gets in the third batch, one a process.
+    # The file `signals` lists signals. In the third batch of each process, the local worker gets
+    # the next one.
     begin, num_batches = heartbeat.Begin, 0
 
     def Begin(kind):
@@ -143,20 +144,20 @@ def project(tmp_path_factory):
     ('InternalError', 'of its own', False),
   ],
 )
-def testAFailureOfAWorkerIsToldFromOneOfItsWork(monkeypatch, kind, message, expected):
+def testIsFailureTellsLostWorkersFromErrorsOfComputations(monkeypatch, kind, message, expected):
   error = getattr(tf.errors, kind)(None, None, message)
   assert not worker_connection.IsFailure(error)  # There are no workers.
   monkeypatch.setattr(worker_connection, '_answers', {'alpha:2222': b''})
-  monkeypatch.setattr(worker_connection, 'Ask', lambda address: (b'', ''))
+  monkeypatch.setattr(worker_connection, 'Ask', lambda address: (b'', None))
   assert worker_connection.IsFailure(error) == expected
   saving = OSError('cannot write checkpoints')
   saving.__cause__ = error
-  # Of what this process writes itself a file server may be gone.
+  # A failing file operation of this process may mean a lost file server instead.
   assert worker_connection.IsFailure(saving) == (expected and message != 'socket closed')
   assert not worker_connection.IsFailure(OSError('cannot write'))
 
 
-def testWorkersAreAskedAtOnce(monkeypatch):
+def testWorkersAreAskedConcurrently(monkeypatch):
   both = threading.Barrier(2)
 
   def Ask(address):
@@ -178,13 +179,13 @@ print(worker_connection.IsFailure(tf.errors.InternalError(None, None, 'of its ow
 """
 
 
-def testAWorkerThatComputesIsNoFailure(forks, hosts, tmp_path):
+def testAWorkerThatComputesIsNotAFailure(forks, hosts, tmp_path):
   (tmp_path / 'program.py').write_text(_CONNECTED)
   done = forks.Run(str(tmp_path / 'program.py'), str(hosts))
   assert done.stdout == 'False\n', done.stderr
 
 
-def testAnErrorThatDoesNotTellHasTheWorkersAsked(forks, monkeypatch, tmp_path):
+def testWorkersAreAskedIfTheErrorDoesNotDecide(forks, monkeypatch, tmp_path):
   port = worker_processes.FreePorts(1)[0]
   address = f'localhost:{port}'
   (tmp_path / 'hosts.json').write_text(json.dumps({'worker': [address]}))
@@ -214,25 +215,25 @@ def testAnErrorThatDoesNotTellHasTheWorkersAsked(forks, monkeypatch, tmp_path):
 
 
 def _Failures(logdir):
-  """[(step, how often by kind)] of metrics.jsonl."""
+  """Returns [(step, {kind: number of failures})] from metrics.jsonl."""
   lines = map(json.loads, (logdir / 'metrics.jsonl').read_text().splitlines())
   return [(line['step'], line['values']) for line in lines if line['split'] == 'failures']
 
 
 def _AssertAsUndisturbed(forks, project, tmp_path, logdir, more, *args):
-  """Compares the last checkpoint with that of a run in one process that nobody disturbed."""
+  """Compares the last checkpoint with the result of an undisturbed run in one process."""
   last = processes.Steps(logdir)[-1]
   done = forks.Run('trainer', *_Args(tmp_path / 'once', last, more), *args, cwd=project)
   processes.Succeeded(done)
-  found, expected = (processes.Tensors(path, last) for path in (logdir, tmp_path / 'once'))
-  for tensors in (found, expected):
-    tensors.pop('input/iterator', None)  # How far was read ahead hangs on the time.
-  processes.AssertSameTensors(found, expected)
+  actual, expected = (processes.Tensors(path, last) for path in (logdir, tmp_path / 'once'))
+  for tensors in (actual, expected):
+    tensors.pop('input/iterator', None)  # The number of prefetched batches depends on timing.
+  processes.AssertSameTensors(actual, expected)
 
 
-def testGoesOnWhereAWorkerIsKilledOrStandsStill(forks, project, tmp_path):
-  # Once a checkpoint is there many steps come, and not at once the next one: what stands still in
-  # the copy for that is waited for longer.
+def testTrainingResumesAfterAWorkerIsKilledOrHangs(forks, project, tmp_path):
+  # Many steps follow each checkpoint, so that the signal comes during a step: a worker that hangs
+  # in the copy for a checkpoint has a longer limit.
   more = 'task.stack.xla:False;task.train.save_interval_steps:100'
   args = [*_Args(tmp_path, 10**6, more), '--local_workers=1', '--step_timeout=5']
   pid = forks.Start('trainer', *args, cwd=project)
@@ -249,10 +250,10 @@ def testGoesOnWhereAWorkerIsKilledOrStandsStill(forks, project, tmp_path):
     os.kill(pid, signal.SIGKILL)
     done = forks.Wait()
   worker_processes.AwaitEnd(children)
-  told = [line for line in processes.Messages(done.stderr) if 'training goes on from' in line]
-  assert len(told) == 2, done.stderr
-  assert 'a worker failed; training goes on from the checkpoint of step ' in told[0]
-  assert 'no step was done within 5.0 s: a worker may hang; training goes on' in told[1]
+  lines = [line for line in processes.Messages(done.stderr) if 'resuming training from' in line]
+  assert len(lines) == 2, done.stderr
+  assert 'a worker failed; resuming training from the checkpoint of step ' in lines[0]
+  assert 'no step was done within 5.0 s: a worker may hang; resuming training' in lines[1]
   assert [failures for _, failures in _Failures(tmp_path)] == [
     {'worker_failed': 1},
     {'worker_failed': 1, 'no_step': 1},
@@ -260,7 +261,7 @@ def testGoesOnWhereAWorkerIsKilledOrStandsStill(forks, project, tmp_path):
   _AssertAsUndisturbed(forks, project, tmp_path, tmp_path, more)
 
 
-def testAnEvaluatorGoesOnWhereItsWorkerIsKilledOrStandsStill(forks, project, tmp_path):
+def testAnEvaluatorResumesAfterItsWorkerIsKilledOrHangs(forks, project, tmp_path):
   more = 'task.stack.xla:False'
   processes.Succeeded(forks.Run('trainer', *_Args(tmp_path / 'run', 1, more), cwd=project))
   shutil.copytree(tmp_path / 'run', tmp_path / 'once')
@@ -272,13 +273,13 @@ def testAnEvaluatorGoesOnWhereItsWorkerIsKilledOrStandsStill(forks, project, tmp
   Evaluate('once')
   (project / 'signals').write_text(f'{int(signal.SIGKILL)} {int(signal.SIGSTOP)}')
   done = Evaluate('run', '--model=toy.KilledInEvaluation', '--local_workers=1', '--step_timeout=5')
-  told = [line for line in processes.Messages(done.stderr) if 'evaluation goes on from' in line]
-  assert len(told) == 2, done.stderr
-  assert 'a worker failed; evaluation goes on from the checkpoint of step 1' in told[0]
-  assert 'no step was done within 5.0 s: a worker may hang; evaluation goes on' in told[1]
+  lines = [line for line in processes.Messages(done.stderr) if 'resuming evaluation from' in line]
+  assert len(lines) == 2, done.stderr
+  assert 'a worker failed; resuming evaluation from the checkpoint of step 1' in lines[0]
+  assert 'no step was done within 5.0 s: a worker may hang; resuming evaluation' in lines[1]
   assert done.stdout.count('Train at step 1: loss ') == 1
-  found, expected = (processes.Scalars(tmp_path / name / 'eval_train') for name in ('run', 'once'))
-  assert found == expected and len(found['loss']) == 1  # To the bit.
+  actual, expected = (processes.Scalars(tmp_path / name / 'eval_train') for name in ('run', 'once'))
+  assert actual == expected and len(actual['loss']) == 1  # Bit for bit.
 
 
 @pytest.mark.parametrize(
@@ -289,7 +290,7 @@ def testAnEvaluatorGoesOnWhereItsWorkerIsKilledOrStandsStill(forks, project, tmp
     (False, 'best', 'from the checkpoint of step 3'),
   ],
 )
-def testAnEvaluatorSaysWithWhichCheckpointItGoesOn(monkeypatch, once, checkpoint, expected):
+def testAnEvaluatorLogsTheCheckpointFromWhichItResumes(monkeypatch, once, checkpoint, expected):
   flags = types.SimpleNamespace(once=once, checkpoint=checkpoint)
   monkeypatch.setattr(evaluator, 'FLAGS', flags)
   progress = eval_program.EvalProgress()
@@ -305,15 +306,15 @@ _REPLICAS = f'{_PIPELINE};task.stack.num_stages:1;task.stack.splits:[]'
   'more, victims, args',
   [
     (_PIPELINE, random.Random(5).choices(range(3), k=KILLS), []),
-    # The worker that reads the stream, and who trains.
+    # The worker that reads the stream, and the training process.
     (_PIPELINE, [0, 2], ['--model=toy.Streamed']),
-    # A worker that outlives others knows collectives of the training process before.
+    # A surviving worker still has collectives of the previous training process.
     (f'{_REPLICAS};task.train.all_reduce:collective', [2, 0], ['--num_replicas=2']),
     (f'{_REPLICAS};task.train.all_reduce:send', [1], ['--num_replicas=2']),
   ],
 )
-def testRandomKillsEndAsNone(forks, project, tmp_path, more, victims, args):
-  """Of either worker, which is started again at once, or of the training process."""
+def testRandomKillsDoNotChangeTheResult(forks, project, tmp_path, more, victims, args):
+  """Kills either worker, which is restarted at once, or the training process."""
   rng = random.Random(5)
   hosts, logdir = tmp_path / 'hosts.json', tmp_path / 'killed'
   ports = worker_processes.FreePorts(2)
@@ -331,7 +332,7 @@ def testRandomKillsEndAsNone(forks, project, tmp_path, more, victims, args):
     for victim in victims:
       worker_processes.AwaitCheckpoint(logdir)
       time.sleep(rng.uniform(0.0, 0.2))
-      # There is none for a moment where the checkpoint was written as the last failure showed.
+      # There is no child for a moment if the checkpoint was written just before the last failure.
       (child,) = worker_processes.Await('child', lambda: worker_processes.Children(trainer))
       os.kill([*workers, child][victim], signal.SIGKILL)
       if victim < 2:
@@ -349,17 +350,17 @@ def testRandomKillsEndAsNone(forks, project, tmp_path, more, victims, args):
 
 @pytest.fixture
 def proxies(hosts, tmp_path):
-  """What all reach the two workers through; its addresses are in proxies.json."""
+  """Yields proxies to the two workers; proxies.json lists their addresses."""
   ports = [int(address.rpartition(':')[2]) for address in worker_processes.Addresses(hosts)]
   with contextlib.ExitStack() as stack:
-    made = [stack.enter_context(tcp_proxy.TcpProxy(port)) for port in ports]
-    addresses = [f'localhost:{proxy.port}' for proxy in made]
+    proxies = [stack.enter_context(tcp_proxy.TcpProxy(port)) for port in ports]
+    addresses = [f'localhost:{proxy.port}' for proxy in proxies]
     (tmp_path / 'proxies.json').write_text(json.dumps({'worker': addresses}))
-    yield made
+    yield proxies
 
 
-def testGoesOnAfterTheNetworkWasGone(forks, project, proxies, tmp_path):
-  """Between the trainer and the workers, and between the workers."""
+def testTrainingResumesAfterTheNetworkFailed(forks, project, proxies, tmp_path):
+  """The network fails between the trainer and the workers, and between the workers."""
   logdir = tmp_path / 'cut'
   args = [*_Args(logdir, 10**6, _PIPELINE), f'--cluster={tmp_path}/proxies.json']
   trainer = forks.Start('trainer', *args, '--step_timeout=5', cwd=project)
@@ -380,15 +381,15 @@ def testGoesOnAfterTheNetworkWasGone(forks, project, proxies, tmp_path):
     os.kill(trainer, signal.SIGKILL)
     done = forks.Wait()
   worker_processes.AwaitEnd([child])
-  told = [line for line in processes.Messages(done.stderr) if 'training goes on from' in line]
-  assert 'a worker failed; training goes on from the checkpoint of step ' in told[0], done.stderr
-  found = r'no (step was done|batch was read) within 5\.0 s: a worker may hang; training goes on'
-  assert re.search(found, told[1])
-  assert len(told) == 2, done.stderr
+  lines = [line for line in processes.Messages(done.stderr) if 'resuming training from' in line]
+  assert 'a worker failed; resuming training from the checkpoint of step ' in lines[0], done.stderr
+  pattern = r'no (step was done|batch was read) within 5\.0 s: a worker may hang; resuming training'
+  assert re.search(pattern, lines[1])
+  assert len(lines) == 2, done.stderr
   _AssertAsUndisturbed(forks, project, tmp_path, logdir, _PIPELINE)
 
 
-def testGoesOnWithOneWorkerUntilTheOtherIsBack(forks, project, proxies, tmp_path):
+def testTrainingContinuesWithOneWorkerUntilTheOtherIsBack(forks, project, proxies, tmp_path):
   logdir, more = tmp_path / 'fewer', f'{_PIPELINE};task.stack.splits:[]'
   args = [*_Args(logdir, 10**6, more), f'--cluster={tmp_path}/proxies.json']
   args += ['--min_workers=1', '--worker_timeout=1']
@@ -403,7 +404,7 @@ def testGoesOnWithOneWorkerUntilTheOtherIsBack(forks, project, proxies, tmp_path
     os.kill(trainer, signal.SIGKILL)
     worker_processes.AwaitEnd(children)
     before = processes.Messages(forks.Wait().stderr)
-    # As where a whole job is started again, and a host is not there.
+    # Like a restart of the whole job while one host is missing.
     trainer = forks.Start('trainer', *args, cwd=project)
     worker_processes.AwaitCheckpoint(logdir)
     proxies[0].Forward()
@@ -422,13 +423,13 @@ def testGoesOnWithOneWorkerUntilTheOtherIsBack(forks, project, proxies, tmp_path
   ]
   last = processes.Steps(logdir)[-1]
   processes.Succeeded(forks.Run('trainer', *_Args(tmp_path / 'once', last, more), cwd=project))
-  found, expected = processes.Tensors(logdir, last), processes.Tensors(tmp_path / 'once', last)
-  assert found.keys() == expected.keys()
+  actual, expected = processes.Tensors(logdir, last), processes.Tensors(tmp_path / 'once', last)
+  assert actual.keys() == expected.keys()
   for name, value in expected.items():
-    np.testing.assert_allclose(found[name], value, rtol=1e-3, atol=1e-4, err_msg=name)
+    np.testing.assert_allclose(actual[name], value, rtol=1e-3, atol=1e-4, err_msg=name)
 
 
-def testAWorkerKilledOrStoppedWithinASaveLosesNoCheckpoint(forks, project, tmp_path):
+def testAWorkerKilledOrStoppedDuringASaveLosesNoCheckpoint(forks, project, tmp_path):
   hosts, ports = tmp_path / 'hosts.json', worker_processes.FreePorts(2)
   hosts.write_text(json.dumps({'worker': [f'localhost:{port}' for port in ports]}))
   workers = {}
@@ -448,7 +449,7 @@ def testAWorkerKilledOrStoppedWithinASaveLosesNoCheckpoint(forks, project, tmp_p
   KillIn('_Save', 3, signal.SIGKILL)
   more = 'task.stack.xla:False;task.train.save_interval_steps:1'
   args = [f'--cluster={hosts}', *_Args(tmp_path / 'killed', 15, more), '--model=toy.KilledInSaves']
-  args += ['--step_timeout=100']  # The writing has its own limit.
+  args += ['--step_timeout=100']  # Writing has its own limit.
   trainer = forks.Start('trainer', *args, cwd=project, is_waited_for=False)
   stderr = forks._outputs['stderr']
   try:
@@ -467,17 +468,19 @@ def testAWorkerKilledOrStoppedWithinASaveLosesNoCheckpoint(forks, project, tmp_p
   finally:
     for pid in (*workers.values(), trainer):
       os.kill(pid, signal.SIGKILL)
-  told = [
-    line.partition('training goes on from the checkpoint of ')[2]
+  starts = [
+    line.partition('resuming training from the checkpoint of ')[2]
     for line in stderr.read_text().splitlines()
-    if ' training goes on from ' in line
+    if ' resuming training from ' in line
   ]
-  # What was written in full was read back by the trainer then.
-  assert told == ['step 2', 'step 6', 'step 12']
+  # A checkpoint that was written in full was then read back by the trainer.
+  assert starts == ['step 2', 'step 6', 'step 12']
   assert 'no checkpoint was written within ' in stderr.read_text()
   steps = processes.Steps(tmp_path / 'killed')
   assert steps[-1] == 15
-  assert len(list(tmp_path.glob('killed/train/ckpt-*'))) == 2 * len(steps)  # Nothing half written.
+  assert len(list(tmp_path.glob('killed/train/ckpt-*'))) == 2 * len(
+    steps
+  )  # No partial checkpoints.
   processes.Succeeded(forks.Run('trainer', *_Args(tmp_path / 'once', 15, more), cwd=project))
   processes.AssertSameTensors(
     processes.Tensors(tmp_path / 'killed', 15), processes.Tensors(tmp_path / 'once', 15)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which host has which value; and what is done there, tried on this process as if it were a worker.
+"""Hosts of values and calls on hosts, tested on this process as if it were a worker.
 
-Real workers are in worker_test.py.
+worker_test.py tests real workers.
 """
 
 import os
@@ -26,31 +26,31 @@ def _Worker(task, device='CPU:0'):
   return f'/job:worker/replica:0/task:{task}/device:{device}'
 
 
-def testTheHostsOfDevicesAreInTheirOrder():
+def testListHostsKeepsTheOrderOfDevices():
   devices = [_Worker(10, 'GPU:1'), _Worker(10, 'GPU:0'), _Worker(9), _Worker(10), _OWN]
   assert worker_hosts.ListHosts(devices) == [_Worker(10), _Worker(9)]
   assert worker_hosts.ListHosts([_OWN]) == []
 
 
-def testValuesAreSplitByWhereTheyLie():
+def testSplitGroupsValuesByHost():
   with tf.device('/device:CPU:2'):
     values = {'b': tf.Variable(1.0), 'a': tf.constant(2.0), 'array': np.ones(3)}
   assert worker_hosts.Split(values, []) == {worker_hosts.HERE: ['b', 'a', 'array']}
   assert worker_hosts.Split(values, [_Worker(0)]) == {worker_hosts.HERE: ['b', 'a', 'array']}
-  found = worker_hosts.Split(values, [_Worker(0), _OWN])
-  assert found == {worker_hosts.HERE: ['array'], _OWN: ['b', 'a']}
+  placed = worker_hosts.Split(values, [_Worker(0), _OWN])
+  assert placed == {worker_hosts.HERE: ['array'], _OWN: ['b', 'a']}
   assert worker_hosts.Split({}, [_OWN]) == {}
 
 
-def testEachWorkerGetsWhatAnotherHas():
+def testRotateGivesEachWorkerTheNamesOfAnother():
   here, a, b, c = worker_hosts.HERE, *map(_Worker, range(3))
   assert worker_hosts.Rotate({here: ['s']}) == {here: ['s']}
   assert worker_hosts.Rotate({here: ['s'], a: ['x']}) == {here: ['s'], a: ['x']}
-  found = worker_hosts.Rotate({here: ['s'], a: ['x'], b: ['y', 'z'], c: ['w']})
-  assert found == {here: ['s'], b: ['x'], c: ['y', 'z'], a: ['w']}
+  placed = worker_hosts.Rotate({here: ['s'], a: ['x'], b: ['y', 'z'], c: ['w']})
+  assert placed == {here: ['s'], b: ['x'], c: ['y', 'z'], a: ['w']}
 
 
-def testHostsAreCalledAtOnceAndTheFirstErrorIsRaised():
+def testForEachRunsConcurrentlyAndRaisesTheFirstError():
   worker_hosts.ForEach(None, [])
   both, ended = threading.Barrier(2), []
 
@@ -81,7 +81,7 @@ def _Other(source, target):
     (_Other, r"^worker 0 wrote 'other' for '[0-9a-f]{32}' into .*/answer-0$"),
   ],
 )
-def testADirectoryIsSharedIfEachSeesWhatTheOtherWrites(tmp_path, monkeypatch, function, message):
+def testADirectoryIsSharedIfBothSidesSeeTheOthersFiles(tmp_path, monkeypatch, function, message):
   assert worker_hosts.WhyNotShared(str(tmp_path), [_OWN]) is None
   monkeypatch.setattr(worker_hosts, '_Copy', function)
   assert re.search(message, worker_hosts.WhyNotShared(str(tmp_path), [_OWN]))
@@ -89,7 +89,7 @@ def testADirectoryIsSharedIfEachSeesWhatTheOtherWrites(tmp_path, monkeypatch, fu
   assert ' cannot be tested: ' in worker_hosts.WhyNotShared(str(tmp_path / 'none'), [_OWN])
 
 
-def testAKillWhileItIsTriedLeavesWhatTheNextSaveRemoves(tmp_path, monkeypatch):
+def testTheNextSaveRemovesLeftoversOfAKilledTestOfSharing(tmp_path, monkeypatch):
   monkeypatch.setattr(tf.io.gfile, 'rmtree', lambda path: None)
   assert worker_hosts.WhyNotShared(str(tmp_path), [_OWN]) is None
   monkeypatch.undo()
@@ -103,8 +103,8 @@ def _Variables(value):
     return {name: tf.Variable(tf.fill([4, 5], value)) for name in ('a', 'b', 'c')}
 
 
-def testAWorkerWritesAndReadsItsOwn(tmp_path, monkeypatch, caplog):
-  monkeypatch.setattr(tensor_bundle, 'GROUP_BYTES', 160)  # Of two variables.
+def testAWorkerWritesAndReadsItsOwnTensors(tmp_path, monkeypatch, caplog):
+  monkeypatch.setattr(tensor_bundle, 'GROUP_BYTES', 160)  # The size of two variables.
   calls = []
   call = worker_hosts.Call
   monkeypatch.setattr(
@@ -130,7 +130,7 @@ def testAWorkerWritesAndReadsItsOwn(tmp_path, monkeypatch, caplog):
 
   assert Restored() == (2, 2.0)
   assert not caplog.records
-  # What it cannot read this process reads.
+  # This process reads the tensors that the worker cannot read.
   restore = tensor_bundle._Restore
 
   def Fail(prefix, names, dtypes):
@@ -141,7 +141,7 @@ def testAWorkerWritesAndReadsItsOwn(tmp_path, monkeypatch, caplog):
     assert Restored() == (2, 2.0)
     assert f'{_OWN} cannot read {saver.Latest().prefix}: ' in caplog.text
     assert '/none' in caplog.text and 'Graph execution error' not in caplog.text
-  # And what neither can is damaged.
+  # A checkpoint that neither can read is damaged.
   path = pathlib.Path(f'{saver.Latest().prefix}.data-00001-of-00003')
   data = bytearray(path.read_bytes())
   data[7] ^= 4
@@ -150,7 +150,7 @@ def testAWorkerWritesAndReadsItsOwn(tmp_path, monkeypatch, caplog):
   assert re.search(r'Skipping damaged checkpoint \S*ckpt-00000002', caplog.text)
 
 
-def testTheFirstCallOfAFunctionIsAlone():
+def testTheFirstCallOfAFunctionRunsAlone():
   gate, inside, most = worker_hosts._Gate(), [], {}
 
   def Enter(name):
@@ -171,7 +171,7 @@ def testTheFirstCallOfAFunctionIsAlone():
   assert most['d'] == 1
   with pytest.raises(ValueError), gate.Enter('e'):
     raise ValueError
-  EnterAtOnce(['a', 'e'])  # Nobody stands in it.
+  EnterAtOnce(['a', 'e'])  # The failed call has left the gate.
 
 
 if __name__ == '__main__':
