@@ -273,8 +273,8 @@ class Supervisor:
           return self._Judge(signs.status)
         if now >= noticed_by:  # The child may be waiting to connect to the ended worker.
           return 1, _Failure('worker_failed', 'a local worker ended')
-        message = f'no {limit.event} within {limit.seconds:.1f} s: a worker may hang'
-        return 1, _Failure('no_step', message)
+        text = f'no {limit.event} within {limit.seconds:.1f} s: a worker may hang'
+        return 1, _Failure('no_step', text)
 
   def _Judge(self, status: int) -> tuple[int, _Failure | None]:
     """Returns (exit status, failure or None) for the status of a child."""

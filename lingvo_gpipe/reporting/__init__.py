@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything people and scripts read of a run: progress, metrics, summaries, reports."""
+"""Output of a run: progress, metrics, summaries and the final report."""

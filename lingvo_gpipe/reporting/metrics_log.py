@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`MetricsLog`: what a run measured, one JSON object a line, for scripts.
+"""`MetricsLog`: the measurements of a run for scripts, one JSON object per line.
 
     {"step": 100, "time": 1732200000.0, "split": "train", "values": {"loss": 2.5}}
 
-`split` is train, the directory of an evaluation or decoding, such as eval_dev, or failures: how
-often training had failed, by kind, when it began again after that step. For each step and split
-there is one line, in the order of time, but of failures there are all; what is not finite is null.
+`split` is 'train', the directory of an evaluation or decoding, such as 'eval_dev', or 'failures':
+{kind: number of failures} when training was resumed after that step. Lines are in order of time.
+Each step and split has one line, except that all lines of failures are kept. Non-finite values are
+null.
 """
 
 from __future__ import annotations
@@ -21,22 +22,22 @@ from absl import logging
 
 from lingvo_gpipe.core import files
 
-# The split of lines that tell what happened, not what came of a step: no step makes them again.
+# The split of lines about events, which no repeated step writes again.
 FAILURES = 'failures'
 
 
 class MetricsLog:
-  """Appends to a file, each line in one go, so that a kill leaves whole lines.
+  """Appends lines to a file, each in one write, so that a kill leaves whole lines.
 
-  A run that goes on from a checkpoint repeats the steps after it: their lines are removed first.
+  A run that resumes from a checkpoint repeats the later steps, so their lines are removed first.
   """
 
   def __init__(self, path: str, last_step: int | None = None) -> None:
-    """Reads what is there, and removes what does not belong to the run.
+    """Reads the existing file and removes lines that do not belong to the run.
 
     Args:
-      path: the file; its directory exists.
-      last_step: lines of later steps are removed, but failures; None keeps them.
+      path: path of the file; its directory exists.
+      last_step: lines of later steps are removed, except for failures. None keeps all lines.
 
     Raises:
       OSError: the file cannot be read or written.
@@ -47,19 +48,19 @@ class MetricsLog:
     self._Rewrite(lambda key: last_step is None or key[0] <= last_step)
 
   def Write(self, step: int, split: str, values: Mapping[str, float]) -> None:
-    """Adds a line; one of the same step and split goes, unless it tells of failures.
+    """Adds a line; replaces the line of the same step and split, except for failures.
 
     Raises:
-      OSError: it cannot be written.
+      OSError: the file cannot be written.
     """
     key = (step, split)
-    found = {name: float(value) for name, value in values.items()}
+    floats = {name: float(value) for name, value in values.items()}
     line = json.dumps(
       {
         'step': step,
         'time': round(time.time(), 3),
         'split': split,
-        'values': {name: v if math.isfinite(v) else None for name, v in found.items()},
+        'values': {name: v if math.isfinite(v) else None for name, v in floats.items()},
       }
     )
     if key in self._keys:
@@ -74,32 +75,32 @@ class MetricsLog:
       raise OSError(f'Cannot write {self._path!r}: {e.message}') from e
 
   def Close(self) -> None:
-    """Closes the file; another `Write` opens it again."""
+    """Closes the file; the next `Write` reopens it."""
     file, self._file = self._file, None
     if file is not None:
-      # Each line was flushed: what cannot be written now was an error before.
+      # Each line was flushed, so an error here was raised before.
       with contextlib.suppress(tf.errors.OpError):
         file.close()
 
   def _Rewrite(self, is_kept: Callable[[tuple[int, str]], bool]) -> None:
-    """Removes lines, among them what a kill left of one; writes nothing where none is to go."""
+    """Removes lines that are not kept and a partial last line. Writes only if something changed."""
     self.Close()
     text = _Read(self._path)
     lines: dict[tuple[int, str, int], str] = {}
     for number, line in enumerate(text.split('\n')[:-1]):
       key = _Key(line)
       if key is None:
-        logging.warning('%s: a line that is none of this log is removed: %.80s', self._path, line)
+        logging.warning('%s: removing an invalid line: %.80s', self._path, line)
       elif key[1] == FAILURES:
         lines[(*key, number)] = f'{line}\n'
       elif is_kept(key):
         place = (*key, -1)
-        lines.pop(place, None)  # The last one counts, and in its place.
+        lines.pop(place, None)  # Of several lines the last one counts, at its position.
         lines[place] = f'{line}\n'
     self._keys = {place[:2] for place in lines}
-    kept = ''.join(lines.values())
-    if kept != text:
-      files.WriteWhole(self._path, kept)
+    new_text = ''.join(lines.values())
+    if new_text != text:
+      files.WriteWhole(self._path, new_text)
 
 
 def _Read(path: str) -> str:
@@ -114,10 +115,10 @@ def _Read(path: str) -> str:
 
 
 def _Key(line: str) -> tuple[int, str] | None:
-  """(step, split) of a line; None where it is not one of ours."""
+  """Returns (step, split) of a line, or None if the line is invalid."""
   try:
-    found = json.loads(line)
-    step, split = found['step'], found['split']
+    record = json.loads(line)
+    step, split = record['step'], record['split']
   except (ValueError, KeyError, TypeError, RecursionError):
     return None
   return (step, split) if isinstance(step, int) and isinstance(split, str) else None

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`RunReport`: what came of a call of the trainer, for people and for programs.
+"""`RunReport`: the result of a call of the trainer, as text and as JSON.
 
 <logdir>/report.txt    the text that is printed at the end
-<logdir>/report.json   the same as one object; with "is_finished" it marks the end of the training,
-                       unless somebody trains there again
+<logdir>/report.json   the report as one object; "is_finished" marks the end of training, until
+                       training is resumed in this directory
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ _TEXT, _JSON = 'report.txt', 'report.json'
 
 @dataclasses.dataclass(frozen=True)
 class RunReport:
-  """What came of it.
+  """The result of a call of the trainer. A run may take several calls.
 
   Attributes:
-    model: the experiment.
+    model: name of the experiment.
     logdir: the log directory.
-    ended: why training ended.
+    ended: reason why training ended.
     is_finished: whether another call would find nothing left to train.
-    step: steps of the run so far.
-    num_steps: those of this call.
-    num_skipped_steps: of the run, whose gradients were not finite.
-    examples_consumed: of the run.
-    num_examples: of an epoch; 0 where nobody knows, as with a stream among the inputs.
-    num_damaged_records: left out of the training data.
-    train_seconds: the time of the run's training to its last checkpoint, over all calls, with what
-      came between steps.
-    seconds: the time of this call, with what came after.
-    train: the last step's metrics.
+    step: number of steps of the run so far.
+    num_steps: number of steps of this call.
+    num_skipped_steps: number of steps of the run that were skipped for non-finite gradients.
+    examples_consumed: number of examples that the run has consumed.
+    num_examples: number of examples of an epoch, or 0 if unknown, as for streams.
+    num_damaged_records: number of damaged records left out of the training data.
+    train_seconds: training time of the run up to its last checkpoint, over all calls, including the
+      work between steps.
+    seconds: time of this call, including the work after training.
+    train: metrics of the last step.
     passes: {jobname: step, seconds and values} of the last evaluations and decodings.
-    best: jobname, metric, value and step of the best evaluation; None where none is followed.
-    checkpoints: the steps of those that are there.
-    tasks: {name: steps, examples, num_examples} where a model has several.
-    failures: how often this call began training again, by why; see `supervisor`.
+    best: jobname, metric, value and step of the best evaluation, or None if no metric is followed.
+    checkpoints: steps of the existing checkpoints.
+    tasks: {name: steps, examples, num_examples} if the model has several tasks.
+    failures: {kind: number of failures} after which this call resumed training; see `supervisor`.
   """
 
   model: str
@@ -69,7 +69,7 @@ class RunReport:
   failures: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
   def Text(self) -> str:
-    """Lines for people."""
+    """Returns the report as human-readable lines."""
     damaged = self.num_damaged_records
     rows = [
       ('model', self.model),
@@ -96,17 +96,18 @@ class RunReport:
       ),
     ]
     if self.failures:
-      told = ', '.join(f'{kind.replace("_", " ")} {n}' for kind, n in self.failures.items())
-      rows.append(('failures', f'{told}; training began again each time'))
+      counts = ', '.join(f'{kind.replace("_", " ")} {n}' for kind, n in self.failures.items())
+      rows.append(('failures', f'{counts}; training was resumed each time'))
     if self.train:
       rows.append(('train', progress.FormatMetrics(self.train)))
-    for jobname, found in self.passes.items():
-      rows.append((jobname, f'step {found["step"]:,}: {progress.FormatMetrics(found["values"])}'))
+    for jobname, result in self.passes.items():
+      metrics = progress.FormatMetrics(result['values'])
+      rows.append((jobname, f'step {result["step"]:,}: {metrics}'))
     if self.best:
       b = self.best
-      there = '' if b['step'] in self.checkpoints else ', whose checkpoint is not there'
+      note = '' if b['step'] in self.checkpoints else ', whose checkpoint no longer exists'
       rows.append(
-        ('best', f'step {b["step"]:,}: {b["jobname"]} {b["metric"]} {b["value"]:.4f}{there}')
+        ('best', f'step {b["step"]:,}: {b["jobname"]} {b["metric"]} {b["value"]:.4f}{note}')
       )
     steps = ', '.join(map(str, self.checkpoints)) or 'none'
     rows.append(('checkpoints', f'{steps} in {os.path.join(self.logdir, "train")}'))
@@ -119,32 +120,32 @@ class RunReport:
     """Writes both files.
 
     Raises:
-      OSError: one cannot be written.
+      OSError: a file cannot be written.
     """
-    text = json.dumps(_Finite(dataclasses.asdict(self)), indent=1)
+    text = json.dumps(_ReplaceNonFinite(dataclasses.asdict(self)), indent=1)
     files.WriteWhole(os.path.join(self.logdir, _TEXT), self.Text())
     files.WriteWhole(os.path.join(self.logdir, _JSON), text + '\n')
 
 
-def _Epochs(examples: int, of: int) -> str:
-  return f', {examples / of:.2f} epochs' if of else ''
+def _Epochs(examples: int, num_examples: int) -> str:
+  return f', {examples / num_examples:.2f} epochs' if num_examples else ''
 
 
 def FinishedStep(logdir: str) -> int | None:
-  """The step after which the training of a log directory ended; None where it may go on."""
+  """Returns the step after which training in a log directory ended, or None if it may continue."""
   try:
     with tf.io.gfile.GFile(os.path.join(logdir, _JSON)) as f:
-      found = json.loads(f.read())
-    return int(found['step']) if found['is_finished'] else None
+      report = json.loads(f.read())
+    return int(report['step']) if report['is_finished'] else None
   except (tf.errors.OpError, ValueError, KeyError, TypeError):
     return None
 
 
 def Remove(logdir: str) -> None:
-  """Removes the report of an earlier call: the training goes on.
+  """Removes the report of an earlier call, because training resumes.
 
   Raises:
-    OSError: it cannot be removed.
+    OSError: a file cannot be removed.
   """
   for name in (_JSON, _TEXT):
     path = os.path.join(logdir, name)
@@ -155,12 +156,12 @@ def Remove(logdir: str) -> None:
     except tf.errors.OpError as e:
       raise OSError(
         f'Cannot remove {path!r}, the report of an earlier call: {files.OneLine(e)}. Remove '
-        'it, or give another --logdir.'
+        'it, or use another --logdir.'
       ) from e
 
 
-def _Finite(value: Any) -> Any:
-  """As JSON has it: what is not finite is null."""
+def _ReplaceNonFinite(value: Any) -> Any:
+  """Replaces non-finite numbers by None, because JSON has none."""
   if isinstance(value, Mapping):
-    return {name: _Finite(item) for name, item in value.items()}
+    return {name: _ReplaceNonFinite(item) for name, item in value.items()}
   return None if isinstance(value, float) and not math.isfinite(value) else value

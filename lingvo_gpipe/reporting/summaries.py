@@ -16,15 +16,15 @@ from lingvo_gpipe.core import files
 class SummaryWriter:
   """Writes scalars, histograms and text to an event file in a directory.
 
-  A program that starts again adds a new file to the directory; where it repeats steps, TensorBoard
-  shows what was written last. Without a directory nothing is written.
+  A restarted program adds a new file to the directory; for repeated steps, TensorBoard shows the
+  last values. Writes nothing without a directory.
   """
 
   def __init__(self, logdir: str | os.PathLike[str] | None):
-    """Creates the directory, if it is missing, and a new event file.
+    """Creates a missing directory and a new event file.
 
     Args:
-      logdir: directory, or None: every method then does nothing.
+      logdir: the directory, or None to make every method do nothing.
 
     Raises:
       OSError: the directory cannot be written; the message names it.
@@ -34,7 +34,7 @@ class SummaryWriter:
     self._writer = tf.summary.create_noop_writer()
     if self._logdir is not None:
       try:
-        # The caller may be tracing a function; the file is made now all the same.
+        # Creates the file now even if the caller is tracing a function.
         with tf.init_scope():
           self._writer = tf.summary.create_file_writer(self._logdir)
       except tf.errors.OpError as e:
@@ -45,27 +45,27 @@ class SummaryWriter:
 
     Raises:
       ValueError: the writer is closed, or a value is not a scalar (the message names it).
-      OSError: the file cannot be written; often `Flush` or `Close` are the first to find out.
+      OSError: the file cannot be written; often only `Flush` or `Close` notice it.
     """
     tensors = {name: tf.convert_to_tensor(value) for name, value in values.items()}
     for name, tensor in tensors.items():
       if tensor.shape.rank != 0:
-        raise ValueError(f'Summary {name!r} is a scalar, got the shape {tensor.shape}.')
+        raise ValueError(f'Summary {name!r} must be a scalar, got the shape {tensor.shape}.')
     with self._Writing(step):
       for name, tensor in tensors.items():
         tf.summary.scalar(name, tf.cast(tensor, tf.float32))
 
   def Histograms(self, step: Any, values: Mapping[str, Any]) -> None:
-    """Writes {name: tensor of any shape} at a step; what is not finite is left out.
+    """Writes {name: tensor of any shape} at a step, without non-finite entries.
 
     Raises:
       ValueError: the writer is closed.
-      OSError: as for `Scalars`.
+      OSError: the file cannot be written; often only `Flush` or `Close` notice it.
     """
     with self._Writing(step):
       for name, value in values.items():
         flat = tf.cast(tf.reshape(value, [-1]), tf.float64)
-        # A NaN has no bucket, and leaves none for the others.
+        # A NaN belongs to no bucket and would make the range of all buckets NaN.
         tf.summary.histogram(name, tf.boolean_mask(flat, tf.math.is_finite(flat)))
 
   def Text(self, step: Any, name: str, text: str) -> None:
@@ -73,39 +73,41 @@ class SummaryWriter:
 
     Raises:
       ValueError: the writer is closed.
-      OSError: as for `Scalars`.
+      OSError: the file cannot be written; often only `Flush` or `Close` notice it.
     """
     with self._Writing(step):
       tf.summary.text(name, text)
 
   def Flush(self) -> None:
-    """Sends what was written to the file: it outlives a kill from here on."""
+    """Flushes all summaries to the file, so that they survive a kill."""
     self._CheckOpen()
-    with self._Guarded():
+    with self._ConvertErrors():
       self._writer.flush()
 
   def Close(self) -> None:
     """Flushes and closes the file. A second call does nothing."""
     was_closed, self._closed = self._closed, True
     if not was_closed:
-      with self._Guarded():
+      with self._ConvertErrors():
         self._writer.close()
 
   @contextlib.contextmanager
   def _Writing(self, step: Any) -> Iterator[None]:
-    """Within it tf.summary writes into the file, at a step."""
+    """Directs tf.summary to the file, at a step."""
     self._CheckOpen()
-    with self._Guarded(), self._writer.as_default(step=int(step)):
+    with self._ConvertErrors(), self._writer.as_default(step=int(step)):
       yield
 
   @contextlib.contextmanager
-  def _Guarded(self) -> Iterator[None]:
-    """Makes an OSError that names the directory of what goes wrong with the file."""
+  def _ConvertErrors(self) -> Iterator[None]:
+    """Converts TensorFlow's file errors into an OSError that names the directory."""
     try:
       yield
     except tf.errors.OpError as e:
-      why = files.OneLine(e)
-      raise OSError(f'Cannot write summaries in {self._logdir!r}: {why}. Is there space?') from e
+      reason = files.OneLine(e)
+      raise OSError(
+        f'Cannot write summaries in {self._logdir!r}: {reason}. Check free space and permissions.'
+      ) from e
 
   def _CheckOpen(self) -> None:
     if self._closed:
@@ -121,5 +123,5 @@ class SummaryWriter:
 
 
 def Preformatted(text: str) -> str:
-  """A text as Markdown that shows it as it is, letter by letter in columns."""
+  """Returns Markdown that shows a text verbatim in a fixed-width font."""
   return ''.join(f'    {line}\n' for line in text.split('\n'))

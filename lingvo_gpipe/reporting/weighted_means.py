@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metrics averaged by weight over batches, on the host.
 
-A step reports `{name: (value, weight)}`: the value is a mean over what the weight counts (tokens,
-examples). `MetricsAccumulator` turns the reports of many steps into one of the same form. Sums are
-kept in float64, whatever the dtype of what comes in. This module needs no TensorFlow; values
-may be numbers, numpy scalars or eager tensors.
+A step reports `{name: (value, weight)}`. The value is a mean, and the weight is the number of
+tokens or examples that it averages. `MetricsAccumulator` combines the reports of many steps into
+one report. Sums are kept in float64 for values of any dtype. This module needs no TensorFlow;
+values may be numbers, numpy scalars or eager tensors.
 """
 
 from __future__ import annotations
@@ -27,18 +27,17 @@ class AverageMetric:
     """Adds one value.
 
     Args:
-      value: a scalar. Where the weight is 0 it is not looked at: it may be NaN, as the mean over
-        nothing is.
-      weight: a finite scalar, not negative.
+      value: a scalar. It is ignored if the weight is 0, so the mean over no examples may be NaN.
+      weight: a finite, non-negative scalar.
 
     Raises:
-      ValueError: the weight is negative or not finite, or either is not a scalar.
+      ValueError: the weight is negative or not finite, or an argument is not a scalar.
     """
     weight = _Scalar(weight, 'weight')
     if not (math.isfinite(weight) and weight >= 0.0):
       raise ValueError(
-        f'The weight of a metric is finite and not negative, got {weight}. A weight counts what '
-        'the value was averaged over (tokens, examples).'
+        f'The weight of a metric must be finite and not negative, got {weight}. It is the number '
+        'of tokens or examples that the value averages.'
       )
     value = _Scalar(value, 'value')
     if weight > 0.0:
@@ -47,7 +46,7 @@ class AverageMetric:
 
   @property
   def value(self) -> float:
-    """The mean; 0.0 while the total weight is 0."""
+    """The mean, or 0.0 if the total weight is 0."""
     return self._weighted_sum / self._total_weight if self._total_weight > 0.0 else 0.0
 
   @property
@@ -57,9 +56,9 @@ class AverageMetric:
 
 
 class MetricsAccumulator:
-  """Averages the metrics of many steps, each by name and by its own weights.
+  """Averages the metrics of many steps, each metric by its own weights.
 
-  A name may be missing from some of the steps: it is then averaged over the others.
+  A metric that is missing from some steps is averaged over the steps that report it.
   """
 
   def __init__(self) -> None:
@@ -73,7 +72,7 @@ class MetricsAccumulator:
 
     Raises:
       ValueError: an entry is not a pair of scalars, or its weight is negative; the message names
-        the metric. Nothing of this step is added then.
+        the metric. No metric of this step is added then.
     """
     updates = []
     for name, pair in metrics.items():
@@ -82,8 +81,7 @@ class MetricsAccumulator:
       except (TypeError, ValueError) as e:
         raise ValueError(f'Metric {name!r}: expected (value, weight), got {pair!r}.') from e
       try:
-        one = AverageMetric()
-        one.Update(value, weight)
+        AverageMetric().Update(value, weight)  # Checks the pair.
       except ValueError as e:
         raise ValueError(f'Metric {name!r}: {e}') from e
       updates.append((name, value, weight))
@@ -91,12 +89,12 @@ class MetricsAccumulator:
       self._metrics.setdefault(name, AverageMetric()).Update(value, weight)
 
   def Result(self) -> dict[str, tuple[float, float]]:
-    """{name: (mean, total weight)} of all steps, in order of appearance."""
+    """Returns {name: (mean, total weight)} over all steps, in order of appearance."""
     return {name: (x.value, x.total_weight) for name, x in self._metrics.items()}
 
 
-def _Scalar(x: Any, what: str) -> float:
+def _Scalar(x: Any, role: str) -> float:
   shape = tuple(np.shape(x))
   if shape:
-    raise ValueError(f'The {what} of a metric is a scalar, got the shape {list(shape)}.')
+    raise ValueError(f'The {role} of a metric must be a scalar, got the shape {list(shape)}.')
   return float(x)

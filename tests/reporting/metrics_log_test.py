@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""metrics.jsonl: whole lines, one for each step and split, also after kills and restarts."""
+"""metrics.jsonl has whole lines, one per step and split, also after kills and restarts."""
 
 import json
 import math
@@ -11,12 +11,12 @@ from lingvo_gpipe.reporting import metrics_log
 
 
 def _Lines(path):
-  """[(step, split, values)]; every line is JSON."""
+  """Returns [(step, split, values)]; every line is JSON."""
   text = path.read_text()
   assert not text or text.endswith('\n')
-  found = [json.loads(line) for line in text.splitlines()]
-  assert all(sorted(line) == ['split', 'step', 'time', 'values'] for line in found)
-  return [(line['step'], line['split'], line['values']) for line in found]
+  lines = [json.loads(line) for line in text.splitlines()]
+  assert all(sorted(line) == ['split', 'step', 'time', 'values'] for line in lines)
+  return [(line['step'], line['split'], line['values']) for line in lines]
 
 
 def _Write(path, steps, last_step=None, value=1.0):
@@ -26,7 +26,7 @@ def _Write(path, steps, last_step=None, value=1.0):
   return log
 
 
-def testEachLineIsThereAtOnce(tmp_path):
+def testEachLineIsWrittenAtOnce(tmp_path):
   path = tmp_path / 'metrics.jsonl'
   log = metrics_log.MetricsLog(str(path))
   assert not path.exists()
@@ -37,25 +37,25 @@ def testEachLineIsThereAtOnce(tmp_path):
   assert _Lines(path)[-2:] == [(3, 'train', {'loss': 1 / 3}), (3, 'eval_dev', {'loss': 2.0})]
 
 
-def testWhatIsNotFiniteIsNull(tmp_path):
+def testNonFiniteValuesAreNull(tmp_path):
   path = tmp_path / 'metrics.jsonl'
   log = metrics_log.MetricsLog(str(path))
   log.Write(1, 'train', {'a': math.nan, 'b': -math.inf, 'c': 1.0})
   assert _Lines(path) == [(1, 'train', {'a': None, 'b': None, 'c': 1.0})]
 
 
-def testARestartRemovesWhatItRepeats(tmp_path):
+def testARestartRemovesTheStepsThatItRepeats(tmp_path):
   path = tmp_path / 'metrics.jsonl'
   _Write(path, range(1, 10))
   _Write(path, range(6, 8), last_step=5, value=2.0)
   assert _Lines(path) == [(s, 'train', {'loss': 1.0 if s < 6 else 2.0}) for s in range(1, 8)]
-  # A new run in the directory of one that was killed before its first checkpoint.
+  # A new run in the directory of a run that was killed before its first checkpoint.
   _Write(path, [1], last_step=0, value=3.0)
   assert _Lines(path) == [(1, 'train', {'loss': 3.0})]
 
 
 @pytest.mark.parametrize('cut', [1, 20, 60])
-def testAKillWithinALineCostsThatLine(tmp_path, cut):
+def testAKillWithinALineLosesOnlyThatLine(tmp_path, cut):
   path = tmp_path / 'metrics.jsonl'
   _Write(path, range(1, 4))
   path.write_bytes(path.read_bytes()[:-cut])
@@ -63,18 +63,18 @@ def testAKillWithinALineCostsThatLine(tmp_path, cut):
   assert [step for step, _, _ in _Lines(path)] == [1, 2, 3]
 
 
-def testTheSameStepAgainReplacesItsLine(tmp_path):
-  """As where a finished run is evaluated once more."""
+def testARepeatedStepReplacesItsLine(tmp_path):
+  """As when a finished run is evaluated again."""
   path = tmp_path / 'metrics.jsonl'
   log = _Write(path, range(1, 4))
   log.Write(2, 'train', {'loss': 5.0})
   log.Write(4, 'train', {'loss': 6.0})
-  found = {step: values['loss'] for step, _, values in _Lines(path)}
-  assert found == {1: 1.0, 2: 5.0, 3: 1.0, 4: 6.0} and len(_Lines(path)) == 4
+  losses = {step: values['loss'] for step, _, values in _Lines(path)}
+  assert losses == {1: 1.0, 2: 5.0, 3: 1.0, 4: 6.0} and len(_Lines(path)) == 4
 
 
-def testFailuresOfEarlierCallsStay(tmp_path):
-  """Calls that failed at one checkpoint, and one that begins from an earlier one, or anew."""
+def testFailuresOfEarlierCallsAreKept(tmp_path):
+  """After failures at one checkpoint, a call resumes from an earlier one or from scratch."""
   path = tmp_path / 'metrics.jsonl'
   for call in range(3):
     for failures in range(1, 3):
@@ -82,21 +82,21 @@ def testFailuresOfEarlierCallsStay(tmp_path):
       log.Write(4, 'train', {'loss': call})
       log.Write(4, 'failures', {'worker_failed': failures})
       log.Close()
-  told = [(4, 'failures', {'worker_failed': 1 + i % 2}) for i in range(6)]
-  assert _Lines(path) == [*told[:5], (4, 'train', {'loss': 2.0}), told[5]]
+  failures = [(4, 'failures', {'worker_failed': 1 + i % 2}) for i in range(6)]
+  assert _Lines(path) == [*failures[:5], (4, 'train', {'loss': 2.0}), failures[5]]
   for last_step in (2, 0):
     _Write(path, [1], last_step)
-    assert _Lines(path) == [*told, (1, 'train', {'loss': 1.0})]
+    assert _Lines(path) == [*failures, (1, 'train', {'loss': 1.0})]
 
 
-def testForeignLinesAreRemovedAndTold(tmp_path, caplog):
+def testInvalidLinesAreRemovedAndLogged(tmp_path, caplog):
   path = tmp_path / 'metrics.jsonl'
   _Write(path, [1])
   with path.open('ab') as f:
     f.write(b'\xff\x00 no JSON\n[1, 2]\n{"step": "1", "split": "train"}\n')
   _Write(path, [2])
   assert [step for step, _, _ in _Lines(path)] == [1, 2]
-  assert caplog.text.count('none of this log') == 3
+  assert caplog.text.count('removing an invalid line') == 3
 
 
 def testAFileThatCannotBeWrittenIsNamed(tmp_path):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The progress line on terminals of several kinds: the cursor, and what cannot rewrite a line."""
+"""The progress line on several kinds of terminals: the cursor, and terminals without rewriting."""
 
 import io
 import re
@@ -17,7 +17,7 @@ class _Terminal(io.StringIO):
 
 @pytest.fixture
 def clock(monkeypatch):
-  """A clock that tests move by hand: clock[0], in seconds."""
+  """Replaces the clock by clock[0], in seconds, which tests advance."""
   now = [100.0]
   monkeypatch.setattr(progress.time, 'monotonic', lambda: now[0])
   return now
@@ -32,7 +32,7 @@ def _Run(stream, clock, steps, start=0, seconds=1.0):
   return shown
 
 
-def testTerminalUpdatesOneLineAndPrintsAboveIt(clock, monkeypatch):
+def testATerminalUpdatesOneLineAndPrintsAboveIt(clock, monkeypatch):
   monkeypatch.setenv('TERM', 'xterm')
   monkeypatch.setenv('COLUMNS', '60')
   stream = _Terminal()
@@ -44,16 +44,16 @@ def testTerminalUpdatesOneLineAndPrintsAboveIt(clock, monkeypatch):
   shown.Close()
   text = stream.getvalue()
   assert 'a note\nof two lines [not markup]\n' in text
-  # A line that wraps could not be rewritten.
+  # A wrapped line could not be rewritten.
   plain = re.sub(r'\x1b\[[?\d;]*[A-Za-z]', '', text)
   assert max(len(line) for line in re.split(r'[\r\n]', plain)) <= 60
   assert text.count('step 3/3') >= 1 and text.endswith('\x1b[?25h')
-  # A process that is killed in between leaves the cursor visible.
+  # A process that is killed between updates leaves the cursor visible.
   assert text.index('\x1b[?25l') < text.index('\x1b[?25h') < text.index('step 1/3')
 
 
 @pytest.mark.parametrize('name, value', [('TERM', 'dumb'), ('TTY_COMPATIBLE', '0')])
-def testTerminalThatCannotRewriteGetsPlainLines(clock, monkeypatch, name, value):
+def testATerminalThatCannotRewriteGetsPlainLines(clock, monkeypatch, name, value):
   monkeypatch.setenv(name, value)
   stream = _Terminal()
   _Run(stream, clock, 12)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Progress: one updating line on a terminal, plain lines elsewhere; rate and time left."""
+"""Progress: one updating line on a terminal, plain lines on other outputs; rate, remaining time."""
 
 import io
 import sys
@@ -19,7 +19,7 @@ def _Terminal():
 
 @pytest.fixture
 def clock(monkeypatch):
-  """The clock of the module, which stands still unless it is moved."""
+  """Replaces the clock of the module by one that only the test advances."""
   made = types.SimpleNamespace(now=1000.0)
   made.monotonic = lambda: made.now
   monkeypatch.setattr(progress, 'time', made)
@@ -43,13 +43,13 @@ def _Run(stream, clock, steps, *, seconds=1.0, count=100.0, start=0, end=100):
   return shown
 
 
-def testATerminalHasOneLineThatIsKeptUpToDate(clock):
+def testATerminalHasOneUpdatingLine(clock):
   stream = _Terminal()
   shown = _Run(stream, clock, range(1, 6))
   lines = [line for line in terminal.Screen(stream.getvalue()) if line]
   assert len(lines) == 1
   assert lines[0].startswith('step 5/100  loss 0.4  100 tokens/s')
-  # What is printed stands above the line, which goes on below.
+  # Printed text appears above the line, which continues below.
   shown.Print('something [bold]happened[/bold]')
   clock.now += 1
   shown.Update(6, {'loss': 0.3}, 100.0)
@@ -61,10 +61,10 @@ def testATerminalHasOneLineThatIsKeptUpToDate(clock):
   assert [line for line in terminal.Screen(stream.getvalue()) if line] == lines
   # The cursor is visible.
   assert stream.getvalue().rfind('\x1b[?25h') >= stream.getvalue().rfind('\x1b[?25l')
-  shown.Close()  # Once more does no harm.
+  shown.Close()  # A second call does nothing.
 
 
-def testALongLineIsCutNotWrapped(clock):
+def testALongLineIsTruncatedNotWrapped(clock):
   stream = _Terminal()
   shown = progress.Progress(0, 10, 'tokens', stream)
   for step in (1, 2):
@@ -83,8 +83,8 @@ def testADumbTerminalGetsPlainLines(clock, monkeypatch):
   assert stream.getvalue().startswith('step 1/100  loss 2\n')
 
 
-def testALogHasPlainLinesNowAndThen(clock):
-  """The first step, the last one, and one whenever ten seconds have passed."""
+def testALogHasALineEveryTenSeconds(clock):
+  """In addition, it has lines for the first and the last step."""
   stream = io.StringIO()
   shown = _Run(stream, clock, range(1, 31), seconds=1.0, end=30)
   shown.Print('a line that stays')
@@ -95,7 +95,7 @@ def testALogHasPlainLinesNowAndThen(clock):
   assert lines[-1] == 'a line that stays'
 
 
-def testAContinuedRunPrintsItsOwnFirstStep(clock):
+def testAResumedRunPrintsItsOwnFirstStep(clock):
   stream = io.StringIO()
   _Run(stream, clock, range(41, 44), start=40)
   assert [line.split()[1] for line in stream.getvalue().splitlines()] == ['41/100']
@@ -108,8 +108,8 @@ def testARunOfOneStep(clock):
   assert shown.rate == 0.0
 
 
-def testTheRateSkipsTheFirstStep(clock):
-  """The first step compiles: neither its time nor its tokens count."""
+def testTheRateExcludesTheFirstStep(clock):
+  """The first step compiles, so neither its time nor its tokens count."""
   shown = progress.Progress(0, 100, 'tokens', io.StringIO())
   clock.now += 500
   shown.Update(1, {}, 1e9)
@@ -120,7 +120,7 @@ def testTheRateSkipsTheFirstStep(clock):
   assert shown.rate == pytest.approx(150.0)
 
 
-def testTheRateIsThatOfTheLastSteps(clock):
+def testTheRateAveragesTheLastSteps(clock):
   shown = progress.Progress(0, 1000, 'tokens', io.StringIO())
   for step in range(1, 101):
     clock.now += 1
@@ -132,7 +132,7 @@ def testTheRateIsThatOfTheLastSteps(clock):
   assert shown.rate == pytest.approx(20.0)
 
 
-def testTimeLeft(clock):
+def testTheRemainingTimeFollowsFromTheLastSteps(clock):
   stream = io.StringIO()
   _Run(stream, clock, range(1, 12), seconds=10.0, end=100)
   lines = stream.getvalue().splitlines()
@@ -142,7 +142,7 @@ def testTimeLeft(clock):
   assert lines[-1].startswith('step 11/100')
 
 
-def testNotesStandBehindTheRate(clock):
+def testNotesFollowTheRate(clock):
   for notes, shown in ((['lr 0.01', 'bubble 21%'], '  lr 0.01  bubble 21%  '), ([], '  ')):
     stream = io.StringIO()
     line = progress.Progress(0, 2, 'tokens', stream)
@@ -152,7 +152,7 @@ def testNotesStandBehindTheRate(clock):
     assert stream.getvalue().endswith(f'100 tokens/s{shown}0:00 left\n')
 
 
-def testALimitOfTimeMayBeNearerThanTheLastStep(clock):
+def testALimitOfTimeShortensTheRemainingTime(clock):
   stream = io.StringIO()
   line = progress.Progress(0, 1000, 'tokens', stream, seconds_left=60.0)
   for step in range(1, 9):
@@ -162,10 +162,10 @@ def testALimitOfTimeMayBeNearerThanTheLastStep(clock):
   assert lefts == ['0:40', '0:30', '0:20', '0:10', '0:00', '0:00', '0:00']
 
 
-def testAPauseIsNoPartOfTheRate(clock):
+def testAPauseDoesNotCountInTheRate(clock):
   stream = _Terminal()
   shown = _Run(stream, clock, range(1, 6))
-  with shown.Paused('evaluating Dev'):
+  with shown.Pause('evaluating Dev'):
     assert terminal.Screen(stream.getvalue())[-1].startswith('evaluating Dev  step 5/100')
     clock.now += 500
   clock.now += 1
@@ -176,7 +176,7 @@ def testAPauseIsNoPartOfTheRate(clock):
   assert line.startswith('step 6/100') and line.endswith('1:34 left')
 
 
-def testNothingIsLeftAtTheEnd(clock):
+def testTheRemainingTimeEndsAtZero(clock):
   stream = io.StringIO()
   _Run(stream, clock, range(1, 4), end=3)
   assert stream.getvalue().splitlines()[-1].endswith('0:00 left')

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of the summary writer: what it wrote is read back from the event files."""
+"""Tests of the summary writer, which read its event files."""
 
 import contextlib
 import math
@@ -16,21 +16,21 @@ from lingvo_gpipe.reporting import summaries
 
 
 def _Read(logdir):
-  """[(step, name, value)] of all event files in a directory, in the order they were written."""
-  found = []
+  """Returns [(step, name, value)] of all event files in a directory, in the order of writing."""
+  summaries_read = []
   for path in sorted(logdir.glob('events.out.tfevents.*')):
     for record in tf.data.TFRecordDataset(str(path)):
       event = event_pb2.Event.FromString(record.numpy())
       for value in event.summary.value:
         array = tensor_util.make_ndarray(value.tensor)
         plugin = value.metadata.plugin_data.plugin_name
-        found.append(
+        summaries_read.append(
           (event.step, value.tag, array.item().decode() if plugin == 'text' else array.item())
         )
-  return found
+  return summaries_read
 
 
-def testScalarsAndTextAreReadBack(tmp_path):
+def testScalarsAndTextAreWritten(tmp_path):
   logdir = tmp_path / 'made' / 'train'
   writer = summaries.SummaryWriter(logdir)
   writer.Scalars(3, {'loss': 2.5, 'metrics/accuracy': np.float64(0.25)})
@@ -46,21 +46,25 @@ def testScalarsAndTextAreReadBack(tmp_path):
   ]
 
 
-def testHistogramsCountWhatIsFinite(tmp_path):
+def testHistogramsCountFiniteEntries(tmp_path):
   with summaries.SummaryWriter(tmp_path) as writer:
     values = {'w': tf.constant([[1.0, 2.0], [math.nan, 4.0]], tf.bfloat16), 'b': [math.inf]}
     writer.Histograms(3, values)
-  found = {}
+  histograms = {}
   for path in tmp_path.glob('events.out.tfevents.*'):
     for record in tf.data.TFRecordDataset(str(path)):
       for value in event_pb2.Event.FromString(record.numpy()).summary.value:
-        found[value.tag] = tensor_util.make_ndarray(value.tensor)
+        histograms[value.tag] = tensor_util.make_ndarray(value.tensor)
   # Rows of (left, right, count).
-  assert found['w'][:, 2].sum() == 3 and found['w'][0, 0] == 1.0 and found['w'][-1, 1] == 4.0
-  assert found['b'][:, 2].sum() == 0
+  assert (
+    histograms['w'][:, 2].sum() == 3
+    and histograms['w'][0, 0] == 1.0
+    and histograms['w'][-1, 1] == 4.0
+  )
+  assert histograms['b'][:, 2].sum() == 0
 
 
-def testNonFiniteValuesAreKept(tmp_path):
+def testNonFiniteScalarsAreWritten(tmp_path):
   with summaries.SummaryWriter(str(tmp_path)) as writer:
     writer.Scalars(1, {'a': math.inf, 'b': math.nan})
   (_, _, a), (_, _, b) = _Read(tmp_path)
@@ -68,7 +72,7 @@ def testNonFiniteValuesAreKept(tmp_path):
   assert math.isnan(b)
 
 
-def testAnotherStartAddsAFile(tmp_path):
+def testARestartAddsAFile(tmp_path):
   for value in (1.0, 2.0):
     writer = summaries.SummaryWriter(tmp_path)
     writer.Scalars(5, {'loss': value})
@@ -78,7 +82,7 @@ def testAnotherStartAddsAFile(tmp_path):
   assert sorted(_Read(tmp_path)) == [(5, 'loss', 1.0), (5, 'loss', 2.0)]
 
 
-def testFlushMakesThemReadable(tmp_path):
+def testFlushMakesSummariesReadable(tmp_path):
   writer = summaries.SummaryWriter(tmp_path)
   writer.Scalars(1, {'loss': 1.0})
   writer.Flush()
@@ -95,25 +99,25 @@ def testWithoutADirectoryNothingIsWritten(tmp_path, monkeypatch):
   assert list(tmp_path.iterdir()) == []
 
 
-def testErrors(tmp_path):
+def testMistakesAndUnwritableDirectoriesAreErrors(tmp_path):
   (tmp_path / 'file').write_text('not a directory')
   with pytest.raises(OSError, match='Cannot write summaries in .*file.*Give a directory'):
     summaries.SummaryWriter(tmp_path / 'file' / 'train')
   writer = summaries.SummaryWriter(tmp_path)
-  with pytest.raises(ValueError, match="'vector' is a scalar"):
+  with pytest.raises(ValueError, match="'vector' must be a scalar"):
     writer.Scalars(1, {'vector': [1.0, 2.0]})
   writer.Close()
   with pytest.raises(ValueError, match='closed'):
     writer.Scalars(1, {'loss': 1.0})
 
 
-def testAFullDiskIsSaid(tmp_path):
+def testAFullDiskIsAnError(tmp_path):
   writer = summaries.SummaryWriter(tmp_path)
   before = resource.getrlimit(resource.RLIMIT_FSIZE)
   try:
-    # As if the disk were full: files may not grow beyond this.
+    # Imitates a full disk: files may not grow beyond this size.
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
-    with pytest.raises(OSError, match='Cannot write summaries in .*Is there space'):
+    with pytest.raises(OSError, match='Cannot write summaries in .*free space'):
       for step in range(100):
         writer.Scalars(step, {f'a long name {i}': 1.0 for i in range(20)})
         writer.Flush()

@@ -18,7 +18,7 @@ _PAIRS = st.lists(st.tuples(st.floats(-1e6, 1e6), st.integers(0, 1000)), max_siz
 
 
 @given(_PAIRS)
-def testIsTheMeanByWeight(pairs):
+def testTheValueIsTheMeanByWeight(pairs):
   metric = weighted_means.AverageMetric()
   for value, weight in pairs:
     metric.Update(value, weight)
@@ -30,7 +30,7 @@ def testIsTheMeanByWeight(pairs):
 
 @given(_PAIRS, st.integers(0, 30))
 def testPartsAverageToTheWhole(pairs, cut):
-  """The result of a part is a report like any other: averages of averages come out right."""
+  """The result of a part has the form of a report, so averages of averages are exact."""
   whole = weighted_means.MetricsAccumulator()
   joined = weighted_means.MetricsAccumulator()
   for part in (pairs[:cut], pairs[cut:]):
@@ -43,7 +43,7 @@ def testPartsAverageToTheWhole(pairs, cut):
     assert joined.Result()[name] == (pytest.approx(value, rel=1e-12, abs=1e-6), weight)
 
 
-def testNoWeightIsZeroAndHidesNan():
+def testWithoutWeightTheValueIsZeroAndNanIsIgnored():
   metric = weighted_means.AverageMetric()
   assert (metric.value, metric.total_weight) == (0.0, 0.0)
   metric.Update(math.nan, 0.0)
@@ -55,12 +55,12 @@ def testNoWeightIsZeroAndHidesNan():
 
 
 @pytest.mark.parametrize('weight', [-1, -1e-9, math.nan, math.inf])
-def testBadWeights(weight):
+def testInvalidWeightsAreAnError(weight):
   with pytest.raises(ValueError, match='not negative'):
     weighted_means.AverageMetric().Update(1.0, weight)
 
 
-def testSumsInFloat64():
+def testSumsAreFloat64():
   metric = weighted_means.AverageMetric()
   metric.Update(np.float32(1.0), np.float32(2**24))
   for _ in range(1000):
@@ -70,14 +70,14 @@ def testSumsInFloat64():
 
 
 @pytest.mark.parametrize('dtype', [tf.float32, tf.bfloat16, tf.float64, tf.int32])
-def testTakesTensors(dtype):
+def testAcceptsTensors(dtype):
   metric = weighted_means.AverageMetric()
   metric.Update(tf.constant(3, dtype), tf.constant(2, dtype))
   metric.Update(tf.constant(6, dtype), 4)
   assert (metric.value, metric.total_weight) == (5.0, 6.0)
 
 
-def testAccumulatorKeepsNamesApart():
+def testTheAccumulatorAveragesEachName():
   accumulator = weighted_means.MetricsAccumulator()
   accumulator.Update({'loss': (2.0, 1), 'accuracy': (0.5, 8)})
   accumulator.Update({'loss': (4.0, 3)})
@@ -88,14 +88,14 @@ def testAccumulatorKeepsNamesApart():
 @pytest.mark.parametrize(
   'entry', [1.0, (1.0,), (1.0, 2.0, 3.0), (1.0, -2.0), ([1.0, 2.0], 1.0), (1.0, [1.0])]
 )
-def testAccumulatorNamesTheBadMetric(entry):
+def testTheAccumulatorNamesTheInvalidMetric(entry):
   accumulator = weighted_means.MetricsAccumulator()
   with pytest.raises(ValueError, match="Metric 'bad'"):
     accumulator.Update({'loss': (1.0, 1.0), 'bad': entry})
   assert accumulator.Result() == {}
 
 
-def testNeedsNoTensorFlow():
+def testDoesNotImportTensorFlow():
   code = 'import sys, lingvo_gpipe.reporting.weighted_means; sys.exit("tensorflow" in sys.modules)'
   env = {**os.environ, 'PYTHONPATH': os.pathsep.join(sys.path)}
   assert subprocess.run([sys.executable, '-c', code], check=False, env=env).returncode == 0
