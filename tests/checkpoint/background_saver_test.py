@@ -203,14 +203,14 @@ def testTooLittleMemoryForTheCopyIsAnError(tmp_path, monkeypatch):
 def testNonFiniteTrainedWeightsAreNotSaved(tmp_path, caplog, in_background):
   saver = _Saver(tmp_path, in_background=in_background)
   weight = tf.Variable([1.0, 2.0], dtype=tf.bfloat16)
-  others = {'mask': tf.Variable(-np.inf), 'array': np.array(np.nan)}
-  assert saver.Save(1, {'w': weight, **others}, {}, trained=['w'])
+  extra = {'mask': tf.Variable(-np.inf), 'array': np.array(np.nan)}
+  assert saver.Save(1, {'w': weight, **extra}, {}, trained=['w'])
   for step, bad in ((2, np.nan), (3, np.inf)):
     weight.assign([1.0, bad])
-    assert not saver.Save(step, {'w': weight, **others}, {}, trained=['w'])
+    assert not saver.Save(step, {'w': weight, **extra}, {}, trained=['w'])
     assert f'no checkpoint of step {step}: w is not finite' in caplog.text
   weight.assign([1.0, 2.0])
-  assert saver.Save(4, {'w': weight, **others}, {}, trained=['w'])
+  assert saver.Save(4, {'w': weight, **extra}, {}, trained=['w'])
   saver.Wait()
   assert [info.step for info in checkpointer.Checkpointer(tmp_path).All()] == [1, 4]
 

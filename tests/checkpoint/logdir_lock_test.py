@@ -152,9 +152,9 @@ def testAStaleLeaseIsTakenOver(tmp_path, quick_lease, monkeypatch):
   started = logdir_lock._StartTime(gone.pid)
   gone.stdin.close()
   os.waitid(os.P_PID, gone.pid, os.WEXITED | os.WNOWAIT)
-  here = {**logdir_lock._OwnRecord(), 'token': 'x', 'beat': 3}
+  own_record = {**logdir_lock._OwnRecord(), 'token': 'x', 'beat': 3}
   # A process on another machine may be alive, so the lease is watched.
-  for record in ({**here, 'machine': 'another'}, {'unknown': 1}):
+  for record in ({**own_record, 'machine': 'another'}, {'unknown': 1}):
     path.write_text(json.dumps(record))
     with logdir_lock.HoldLock(str(tmp_path)) as lock:
       lock.Check()
@@ -165,9 +165,9 @@ def testAStaleLeaseIsTakenOver(tmp_path, quick_lease, monkeypatch):
   # process has its id now.
   monkeypatch.setattr(logdir_lock, 'LIFETIME_SECONDS', 1e9)
   for record in (
-    {**here, 'pid': gone.pid, 'started': started},
-    {**here, 'pid': gone.pid},
-    {**here, 'started': '1'},
+    {**own_record, 'pid': gone.pid, 'started': started},
+    {**own_record, 'pid': gone.pid},
+    {**own_record, 'started': '1'},
   ):
     path.write_text(json.dumps(record))
     with logdir_lock.HoldLock(str(tmp_path)):

@@ -57,7 +57,7 @@ _MISTAKES = {
   ),
   'devices of the CPU': (
     'trainer', [_MODEL, '--logdir={}', '--platform=cpu', '--devices=0,1', _Tiny('')],
-    r'devices 0, 1: .*the platform is cpu \(no accelerator found\): leave them out; num_devices ',
+    r'devices 0, 1: .*the platform is cpu \(no accelerator found\)\. Omit them; num_devices ',
   ),
   'no model': ('trainer', ['--logdir={}'], r'--model is needed.*--mode=list'),
   'no log directory': ('trainer', [_MODEL], r'--logdir is needed'),

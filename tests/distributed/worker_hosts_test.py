@@ -43,11 +43,11 @@ def testSplitGroupsValuesByHost():
 
 
 def testRotateGivesEachWorkerTheNamesOfAnother():
-  here, a, b, c = worker_hosts.HERE, *map(_Worker, range(3))
-  assert worker_hosts.Rotate({here: ['s']}) == {here: ['s']}
-  assert worker_hosts.Rotate({here: ['s'], a: ['x']}) == {here: ['s'], a: ['x']}
-  placed = worker_hosts.Rotate({here: ['s'], a: ['x'], b: ['y', 'z'], c: ['w']})
-  assert placed == {here: ['s'], b: ['x'], c: ['y', 'z'], a: ['w']}
+  local, a, b, c = worker_hosts.HERE, *map(_Worker, range(3))
+  assert worker_hosts.Rotate({local: ['s']}) == {local: ['s']}
+  assert worker_hosts.Rotate({local: ['s'], a: ['x']}) == {local: ['s'], a: ['x']}
+  placed = worker_hosts.Rotate({local: ['s'], a: ['x'], b: ['y', 'z'], c: ['w']})
+  assert placed == {local: ['s'], b: ['x'], c: ['y', 'z'], a: ['w']}
 
 
 def testForEachRunsConcurrentlyAndRaisesTheFirstError():
@@ -115,9 +115,14 @@ def testAWorkerWritesAndReadsItsOwnTensors(tmp_path, monkeypatch, caplog):
   for step in (1, 2):
     array = np.array(['x', 'yz'])
     saver.Save(step, {'here': array, **_Variables(float(step))}, {})
-  here = worker_hosts.HERE
-  of_save = [*[(_OWN, '_Save')] * 2, (here, '_Save'), *[(_OWN, '_Restore')] * 2, (here, '_Restore')]
-  assert sorted(calls) == sorted(of_save * 2)
+  local = worker_hosts.HERE
+  of_save = [
+    *[(_OWN, '_Save')] * 2,
+    (local, '_Save'),
+    *[(_OWN, '_Restore')] * 2,
+    (local, '_Restore'),
+  ]
+  assert sorted(calls) == sorted(calls_of_save * 2)
   assert len(list(pathlib.Path(saver.Latest().prefix).parent.glob('*.data-*'))) == 3
 
   def Restored():

@@ -24,24 +24,24 @@ def clock(monkeypatch):
 
 
 def _Run(stream, clock, steps, start=0, seconds=1.0):
-  shown = progress.Progress(start, start + steps, 'tokens', stream)
+  display = progress.Progress(start, start + steps, 'tokens', stream)
   for i in range(steps):
     clock[0] += seconds if i else 30.0  # The first step compiles.
-    shown.Update(start + i + 1, {'loss': 2.0 / (i + 1)}, 50.0)
-  shown.Close()
-  return shown
+    display.Update(start + i + 1, {'loss': 2.0 / (i + 1)}, 50.0)
+  display.Close()
+  return display
 
 
 def testATerminalUpdatesOneLineAndPrintsAboveIt(clock, monkeypatch):
   monkeypatch.setenv('TERM', 'xterm')
   monkeypatch.setenv('COLUMNS', '60')
   stream = _Terminal()
-  shown = progress.Progress(0, 3, 'tokens', stream)
+  display = progress.Progress(0, 3, 'tokens', stream)
   for step in range(1, 4):
-    shown.Update(step, {'loss': 1.0, 'a_metric_with_a_long_name_that_does_not_fit': 1.0}, 1.0)
+    display.Update(step, {'loss': 1.0, 'a_metric_with_a_long_name_that_does_not_fit': 1.0}, 1.0)
     if step == 2:
-      shown.Print('a note\nof two lines [not markup]')
-  shown.Close()
+      display.Print('a note\nof two lines [not markup]')
+  display.Close()
   text = stream.getvalue()
   assert 'a note\nof two lines [not markup]\n' in text
   # A wrapped line could not be rewritten.

@@ -20,10 +20,10 @@ def _Terminal():
 @pytest.fixture
 def clock(monkeypatch):
   """Replaces the clock of the module by one that only the test advances."""
-  made = types.SimpleNamespace(now=1000.0)
-  made.monotonic = lambda: made.now
-  monkeypatch.setattr(progress, 'time', made)
-  return made
+  fake_time = types.SimpleNamespace(now=1000.0)
+  fake_time.monotonic = lambda: fake_time.now
+  monkeypatch.setattr(progress, 'time', fake_time)
+  return fake_time
 
 
 @pytest.fixture(autouse=True)
@@ -36,40 +36,40 @@ def _environment(monkeypatch):
 
 
 def _Run(stream, clock, steps, *, seconds=1.0, count=100.0, start=0, end=100):
-  shown = progress.Progress(start, end, 'tokens', stream)
+  display = progress.Progress(start, end, 'tokens', stream)
   for step in steps:
     clock.now += seconds
-    shown.Update(step, {'loss': 2.0 / step}, count)
-  return shown
+    display.Update(step, {'loss': 2.0 / step}, count)
+  return display
 
 
 def testATerminalHasOneUpdatingLine(clock):
   stream = _Terminal()
-  shown = _Run(stream, clock, range(1, 6))
+  display = _Run(stream, clock, range(1, 6))
   lines = [line for line in terminal.Screen(stream.getvalue()) if line]
   assert len(lines) == 1
   assert lines[0].startswith('step 5/100  loss 0.4  100 tokens/s')
   # Printed text appears above the line, which continues below.
-  shown.Print('something [bold]happened[/bold]')
+  display.Print('something [bold]happened[/bold]')
   clock.now += 1
-  shown.Update(6, {'loss': 0.3}, 100.0)
+  display.Update(6, {'loss': 0.3}, 100.0)
   lines = [line for line in terminal.Screen(stream.getvalue()) if line]
   assert len(lines) == 2
   assert lines[0] == 'something [bold]happened[/bold]'
   assert lines[1].startswith('step 6/100  loss 0.3')
-  shown.Close()
+  display.Close()
   assert [line for line in terminal.Screen(stream.getvalue()) if line] == lines
   # The cursor is visible.
   assert stream.getvalue().rfind('\x1b[?25h') >= stream.getvalue().rfind('\x1b[?25l')
-  shown.Close()  # A second call does nothing.
+  display.Close()  # A second call does nothing.
 
 
 def testALongLineIsTruncatedNotWrapped(clock):
   stream = _Terminal()
-  shown = progress.Progress(0, 10, 'tokens', stream)
+  display = progress.Progress(0, 10, 'tokens', stream)
   for step in (1, 2):
-    shown.Update(step, {f'metric_{i}': i for i in range(40)}, 1.0)
-  shown.Close()
+    display.Update(step, {f'metric_{i}': i for i in range(40)}, 1.0)
+  display.Close()
   lines = [line for line in terminal.Screen(stream.getvalue()) if line]
   assert len(lines) == 1
   assert len(lines[0]) <= 100
@@ -86,9 +86,9 @@ def testADumbTerminalGetsPlainLines(clock, monkeypatch):
 def testALogHasALineEveryTenSeconds(clock):
   """In addition, it has lines for the first and the last step."""
   stream = io.StringIO()
-  shown = _Run(stream, clock, range(1, 31), seconds=1.0, end=30)
-  shown.Print('a line that stays')
-  shown.Close()
+  display = _Run(stream, clock, range(1, 31), seconds=1.0, end=30)
+  display.Print('a line that stays')
+  display.Close()
   lines = stream.getvalue().splitlines()
   assert '\x1b' not in stream.getvalue() and '\r' not in stream.getvalue()
   assert [line.split()[1] for line in lines[:-1]] == ['1/30', '11/30', '21/30', '30/30']
@@ -103,33 +103,33 @@ def testAResumedRunPrintsItsOwnFirstStep(clock):
 
 def testARunOfOneStep(clock):
   stream = io.StringIO()
-  shown = _Run(stream, clock, [1], end=1)
+  display = _Run(stream, clock, [1], end=1)
   assert stream.getvalue() == 'step 1/1  loss 2\n'
-  assert shown.rate == 0.0
+  assert display.rate == 0.0
 
 
 def testTheRateExcludesTheFirstStep(clock):
   """The first step compiles, so neither its time nor its tokens count."""
-  shown = progress.Progress(0, 100, 'tokens', io.StringIO())
+  display = progress.Progress(0, 100, 'tokens', io.StringIO())
   clock.now += 500
-  shown.Update(1, {}, 1e9)
-  assert shown.rate == 0.0
+  display.Update(1, {}, 1e9)
+  assert display.rate == 0.0
   for step in range(2, 5):
     clock.now += 2
-    shown.Update(step, {}, 300.0)
-  assert shown.rate == pytest.approx(150.0)
+    display.Update(step, {}, 300.0)
+  assert display.rate == pytest.approx(150.0)
 
 
 def testTheRateAveragesTheLastSteps(clock):
-  shown = progress.Progress(0, 1000, 'tokens', io.StringIO())
+  display = progress.Progress(0, 1000, 'tokens', io.StringIO())
   for step in range(1, 101):
     clock.now += 1
-    shown.Update(step, {}, 10.0)
-  assert shown.rate == pytest.approx(10.0)
+    display.Update(step, {}, 10.0)
+  assert display.rate == pytest.approx(10.0)
   for step in range(101, 152):
     clock.now += 0.5
-    shown.Update(step, {}, 10.0)
-  assert shown.rate == pytest.approx(20.0)
+    display.Update(step, {}, 10.0)
+  assert display.rate == pytest.approx(20.0)
 
 
 def testTheRemainingTimeFollowsFromTheLastSteps(clock):
@@ -143,13 +143,13 @@ def testTheRemainingTimeFollowsFromTheLastSteps(clock):
 
 
 def testNotesFollowTheRate(clock):
-  for notes, shown in ((['lr 0.01', 'bubble 21%'], '  lr 0.01  bubble 21%  '), ([], '  ')):
+  for notes, text in ((['lr 0.01', 'bubble 21%'], '  lr 0.01  bubble 21%  '), ([], '  ')):
     stream = io.StringIO()
     line = progress.Progress(0, 2, 'tokens', stream)
     for step in (1, 2):
       clock.now += 1
       line.Update(step, {}, 100.0, notes=notes)
-    assert stream.getvalue().endswith(f'100 tokens/s{shown}0:00 left\n')
+    assert stream.getvalue().endswith(f'100 tokens/s{text}0:00 left\n')
 
 
 def testALimitOfTimeShortensTheRemainingTime(clock):
@@ -164,14 +164,14 @@ def testALimitOfTimeShortensTheRemainingTime(clock):
 
 def testAPauseDoesNotCountInTheRate(clock):
   stream = _Terminal()
-  shown = _Run(stream, clock, range(1, 6))
-  with shown.Pause('evaluating Dev'):
+  display = _Run(stream, clock, range(1, 6))
+  with display.Pause('evaluating Dev'):
     assert terminal.Screen(stream.getvalue())[-1].startswith('evaluating Dev  step 5/100')
     clock.now += 500
   clock.now += 1
-  shown.Update(6, {'loss': 0.3}, 100.0)
-  shown.Close()
-  assert shown.rate == pytest.approx(100.0)
+  display.Update(6, {'loss': 0.3}, 100.0)
+  display.Close()
+  assert display.rate == pytest.approx(100.0)
   (line,) = [line for line in terminal.Screen(stream.getvalue()) if line]
   assert line.startswith('step 6/100') and line.endswith('1:34 left')
 
@@ -184,15 +184,15 @@ def testTheRemainingTimeEndsAtZero(clock):
 
 def testNumbersAreReadable(clock):
   stream = io.StringIO()
-  shown = progress.Progress(0, 2, 'tokens', stream)
-  shown.Update(1, {'loss': 3.14159265, 'nats': float('nan'), 'small': 1.5e-7}, 1.0)
+  display = progress.Progress(0, 2, 'tokens', stream)
+  display.Update(1, {'loss': 3.14159265, 'nats': float('nan'), 'small': 1.5e-7}, 1.0)
   assert stream.getvalue() == 'step 1/2  loss 3.142  nats nan  small 1.5e-07\n'
 
 
 def testStandardOutputIsTheDefault(capsys):
-  shown = progress.Progress(0, 2, 'tokens')
-  shown.Update(1, {'loss': 1.0}, 1.0)
-  shown.Close()
+  display = progress.Progress(0, 2, 'tokens')
+  display.Update(1, {'loss': 1.0}, 1.0)
+  display.Close()
   assert capsys.readouterr().out == 'step 1/2  loss 1\n'
 
 
