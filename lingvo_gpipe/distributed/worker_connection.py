@@ -89,7 +89,8 @@ def AwaitWorkers(
   waiting: dict[int, str] = dict.fromkeys(range(len(addresses)), '')
   answers: dict[str, bytes] = {}
   while True:
-    heartbeat.SuspendTimeout()  # This wait has its own time limit, and its error names the absent workers.
+    # This wait has its own time limit, and its error names the absent workers.
+    heartbeat.SuspendTimeout()
     # If some workers may be left out, ask all of them again: one that answered may be lost by now.
     asked = range(len(addresses)) if are_enough else list(waiting)
     replies = AskAll([addresses[index] for index in asked])

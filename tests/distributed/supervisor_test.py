@@ -116,7 +116,12 @@ _FAIL = 'os._exit(supervisor.WORKER_FAILED)'
       (0, 2),
       'a local worker ended; resuming training from the beginning',
     ),
-    ('heartbeat.Begin(b"t"); heartbeat.SuspendTimeout(); time.sleep(1.4); return 0', '-1', (0, 1), ''),
+    (
+      'heartbeat.Begin(b"t"); heartbeat.SuspendTimeout(); time.sleep(1.4); return 0',
+      '-1',
+      (0, 1),
+      '',
+    ),
     # Data may be read between two steps.
     ('heartbeat.Begin(b"t"); heartbeat.Step(b"t"); time.sleep(1.4); return 0', '-1', (0, 1), ''),
     # The child has reported its status, but its exit hangs.

@@ -122,7 +122,7 @@ def testAWorkerWritesAndReadsItsOwnTensors(tmp_path, monkeypatch, caplog):
     *[(_OWN, '_Restore')] * 2,
     (local, '_Restore'),
   ]
-  assert sorted(calls) == sorted(calls_of_save * 2)
+  assert sorted(calls) == sorted(of_save * 2)
   assert len(list(pathlib.Path(saver.Latest().prefix).parent.glob('*.data-*'))) == 3
 
   def Restored():
