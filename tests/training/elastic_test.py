@@ -108,7 +108,7 @@ def _Await(monkeypatch, answers, min_workers, **stack):
     index = int(address)
     there = next(asked[index])
     device = f'/job:worker/replica:0/task:{index}/device:CPU:0'.encode()
-    return (device, '') if there else (b'', 'gone')
+    return (device, None) if there else (b'', 'gone')
 
   monkeypatch.setattr(worker_connection, 'Ask', Ask)
   return elastic.Await(
