@@ -254,7 +254,9 @@ class Placement:
 
 def AreOnWorkers(stages: engine.PipelineEngine) -> bool:
   """Whether stages run in other processes."""
-  return bool(worker_hosts.ListHosts(s.device for replica in stages.replicas for s in replica.stages))
+  return bool(
+    worker_hosts.ListHosts(s.device for replica in stages.replicas for s in replica.stages)
+  )
 
 
 def WhyNotOnWorkers(source: base_input_generator.BaseInputGenerator) -> str | None:

@@ -181,8 +181,8 @@ class RunStore(callback.StepHook):
     """Whether data sets were evaluated or decoded since the last save."""
     return self._passes.State() != self._saved_passes
 
-  def Report(self) -> str:
-    """Returns a line about the cost of all saves; '' if there were none."""
+  def Report(self) -> str | None:
+    """Returns a line about the cost of all saves, or None if there were none."""
     return self._saver.Report()
 
   def _StartSave(self, step: callback.Step) -> None:

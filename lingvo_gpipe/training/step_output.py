@@ -97,7 +97,7 @@ class ProgressLine(callback.StepHook):
 
   def Paused(self, reason: str) -> contextlib.AbstractContextManager[None]:
     """Shows a reason in place of the rate, which does not count the time in the context."""
-    return contextlib.nullcontext() if self._line is None else self._line.Paused(reason)
+    return contextlib.nullcontext() if self._line is None else self._line.Pause(reason)
 
   def Close(self) -> None:
     """Leaves the last state of the line on the terminal."""

@@ -199,9 +199,7 @@ def testOneLeaseAmongProcesses(project, forks, tmp_path):
     _, told = first.communicate(timeout=processes.TIMEOUT)
     assert first.returncode == 2
     last = processes.Messages(told)[-1]
-    assert (
-      f'is no longer the directory that this trainer began to work in: process {second} on ' in last
-    )
+    assert f"this trainer lost its directory 'file://{directory}': process {second} on " in last
     # The other trainer continues, its checkpoints are complete, and its end blocks no other.
     AwaitNewCommit()
   os.kill(second, signal.SIGKILL)
