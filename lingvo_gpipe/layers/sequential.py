@@ -71,8 +71,8 @@ def RunLayers(
   outputs: Any = args
   skips = nested_map.NestedMap(skips or {})
   for i, layer in enumerate(layers):
-    taken = nested_map.NestedMap({name: skips[name] for name in layer.skips_in if name in skips})
-    outputs, begun = run(i, layer, args, taken)
+    skips_in = nested_map.NestedMap({name: skips[name] for name in layer.skips_in if name in skips})
+    outputs, begun = run(i, layer, args, skips_in)
     skips.update(begun)
     args = AsTuple(outputs)
   return outputs, skips

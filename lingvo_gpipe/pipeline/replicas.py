@@ -102,7 +102,7 @@ def Shares(num_micro_batches: int, num_replicas: int) -> list[range]:
 
 
 def SyncWeights(replicas: Sequence[Replica], paths: Iterable[str] | None = None) -> None:
-  """Copies the first replica's variables, all or those of these paths, to the other replicas."""
+  """Copies the first replica's variables, all or only these paths, to the other replicas."""
   first = replicas[0]
   for path in first.variables if paths is None else paths:
     for replica in replicas[1:]:

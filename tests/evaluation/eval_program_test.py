@@ -205,7 +205,7 @@ def testWaitingForACheckpointSendsAHeartbeat(monkeypatch):
 
 @pytest.mark.parametrize('limit', [3, 4, 5])
 def testSamplesPerSummaryLimitsTheExamples(run, limit):
-  """The metrics are those of a data set of this size, not of whole batches of 4."""
+  """The metrics equal the metrics of a data set of this size, not of whole batches of 4."""
   cut = _Params(f'task.eval.samples_per_summary:{limit}')
   assert training.Evaluator(run, cut).Run(once=True) == 0
   found = _Lines(run)[10]

@@ -130,7 +130,7 @@ def testAGradientOfAWeight():
 
 
 def testALoss():
-  """That of micro-batch 1 is NaN, too, but counts for nothing."""
+  """The loss of micro-batch 1 is NaN too, but has a weight of zero."""
 
   def Loss(theta, outputs, side):
     total = tf.reduce_sum(side)

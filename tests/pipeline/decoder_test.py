@@ -346,7 +346,7 @@ def testAFailureAtRunTimeNamesStageLayerAndMicroBatch():
   notes = '\n'.join(e.value.__notes__)
   assert 'in layer stack.layers[0] (EmbeddingLayer)' in notes
   assert 'micro-batch 1, while running action 0F1' in notes
-  # And it can go on.
+  # And decoding can continue.
   stack.ExtendStep(states, tf.constant(ids[:, :1]), time_step=_PROMPT)
 
 

@@ -221,7 +221,7 @@ def testRematPolicyLayerGivesTheSame(xla):
 
 
 def testTheTestCanFail():
-  """Another step, so other dropout masks: the bounds above are no matter of course."""
+  """Another step has other dropout masks, so the gradients exceed the bounds above."""
   stack = _Stack(2, 2)
   _, grads = _Train(stack, tf.float64, step=_STEP + 1)
   _, _, expected = _Reference(2, tf.float64)
@@ -370,7 +370,7 @@ def testMasksDoNotDependOnTheCut(num_stages, xla, step, dtype):
 def testMasksDifferByLayerMicroBatchAndStep(step, dtype):
   masks = _Masks(1, 4, False, step, dtype)
   micro_batches = [masks[i : i + 2] for i in range(0, 8, 2)]
-  # Neither is a micro-batch's mask that of another one at another step.
+  # Nor do micro-batches of different steps share a mask.
   micro_batches += [_Masks(1, 4, False, step + 1, dtype)[i : i + 2] for i in range(0, 8, 2)]
   for i, a in enumerate(micro_batches):
     for b in micro_batches[i + 1 :]:

@@ -253,7 +253,7 @@ def testUnchainedActionsAreCaught(tmp_path, monkeypatch):
   faults = _Faults(_TrainGraphs(_Stack(2, 4), tmp_path), schedules.Get('gpipe', 2, 4))
   assert '0F1 does not wait for 0F0' in faults
   assert '1F3 does not wait for 1F2' in faults
-  # The accumulators order the backward actions by themselves; that is no order of the schedule's.
+  # The accumulators order the backward actions too, but not as the schedule does.
   assert not any('is there' in fault for fault in faults)
 
 

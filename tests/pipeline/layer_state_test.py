@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """State of layers that follows sums over the mini-batch: BatchNorm in a pipeline.
 
-Every gradient and every moving average equals that of the same layers run one by one, whatever the
-cut, the schedule and the re-materialisation; recomputation counts nothing.
+Gradients and moving averages equal the results of the same layers run one by one, for every cut,
+schedule and policy of re-materialisation; recomputation does not count twice.
 """
 
 import functools
@@ -154,7 +154,7 @@ def testSeveralStagesADevice():
 
 
 def testStateOfTheWholeMiniBatch():
-  """The first layer's averages equal those of one BatchNorm over the batch (peers: deferred)."""
+  """The first layer's averages equal one BatchNorm over the batch, as in torchgpipe."""
   stack = _Check(num_micro_batches=4, num_stages=2, splits=_SPLITS[2])
   x = _X().numpy()
   np.testing.assert_allclose(stack.layers[0].a.vars.moving_mean, 0.1 * x.mean((0, 1)), rtol=1e-12)
@@ -294,7 +294,7 @@ def testAfterSomeStepsEvaluationIsCloseToThatOfOneMicroBatch():
 
 
 def testStatisticsAfterAConvolutionPartWithItsWeights():
-  """Those of the first step are the whole batch's; then micro-batches have moved the weights."""
+  """The first step has the statistics of the whole batch; then the weights differ."""
   (whole, _), (parts, _) = (_FiveStepsOfSgd(*n) for n in ((1, 1), (2, 4)))
   _CheckState(parts[0], whole[0])
   for path, value in whole[1].items():

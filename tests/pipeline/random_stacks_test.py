@@ -3,7 +3,7 @@
 
     RANDOM_STACKS=1000:1100 make test ARGS=tests/pipeline/random_stacks_test.py
 
-tries those of these seeds, too, every tenth of them also compiled by XLA.
+also tries the pipelines of these seeds, every tenth of them compiled by XLA.
 """
 
 import functools

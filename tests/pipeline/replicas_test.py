@@ -121,7 +121,7 @@ def testEachWayOfAddingGivesTheSameSums(all_reduce, monkeypatch):
 
 
 def testCollectivesOfADeviceAreInOneOrder(monkeypatch):
-  """Each waits for the one before on its device; the order is that of the buckets."""
+  """Each collective waits for the one before it on its device, in the order of the buckets."""
   monkeypatch.setattr(replicas, 'BUCKET_BYTES', 100)
   stack = _Place(
     2, 8, num_stages=4, stages_per_device=2, num_micro_batches=2, schedule='looped_bfs'
@@ -141,7 +141,7 @@ def testCollectivesOfADeviceAreInOneOrder(monkeypatch):
     # Else TensorFlow would take no NCCL on GPUs.
     assert {op.get_attr('communication_hint') for op in ops} == {b'nccl'}
     keys.append([op.get_attr('instance_key') for op in ops])
-  assert len({tuple(k) for k in keys}) == 2  # Those of both replicas.
+  assert len({tuple(k) for k in keys}) == 2  # The keys of both replicas.
   assert all(k == sorted(k) for k in keys)
 
 

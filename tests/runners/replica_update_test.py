@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training in replicas: weights equal those of one pipeline; places of the slots."""
+"""Training in replicas: weights equal the weights of one pipeline; the replicas of the slots."""
 
 import functools
 import sys

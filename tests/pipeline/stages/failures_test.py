@@ -86,7 +86,8 @@ def _Notes(e):
 # ---- while the step runs -------------------------------------------------------------------------
 
 
-# With those of training below, every kind of failure meets every stage (but Python's the first).
+# Together with the cases of training below, every kind of failure meets every stage, except a
+# Python error in the first.
 @pytest.mark.parametrize(
   'fails, place, stage',
   [
@@ -186,7 +187,7 @@ def testAFailedStepOfTrainingChangesNothing(place, fails, schedule, policy, acti
     with pytest.raises(tf.errors.InvalidArgumentError, match='too large') as e:
       run.Evaluate([_Batch(_Bad())])
     assert 'micro-batch 1' in _Notes(e)
-  # As if nothing had been: the next step is that of the same weights without a failure before it.
+  # The next step equals a step from the same weights without a failure before it.
   for name, v in run.Variables().items():
     np.testing.assert_array_equal(v, before[name], err_msg=name)
   values = run.TrainStep(_Batch(_Good()))
@@ -220,7 +221,7 @@ def testAFailureWhileReplicasSumStatistics(forks, tmp_path):
   done = processes.Succeeded(forks.Run(str(tmp_path / 'program.py')))
   failed, after = done.stdout.splitlines()
   assert failed.startswith('InvalidArgumentError in layer net.stack.layers[0] (FnLayer) in stage 0')
-  # That hangs on whether the other one waited already.
+  # That depends on whether the other replica was waiting already.
   assert after == 'none' or after.endswith('restart the program')
 
 
