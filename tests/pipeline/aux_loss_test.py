@@ -10,6 +10,7 @@ import tensorflow as tf
 from lingvo_gpipe.core import base_layer, fprop_context, weight_params
 from lingvo_gpipe.layers import dropout
 from lingvo_gpipe.pipeline.schedule import rematerialisation
+from tests import naming
 from tests.toys import stacks
 
 _BATCH, _DIM = 6, 3
@@ -213,8 +214,8 @@ class _AddsTwice(base_layer.BaseLayer):
 
 @pytest.mark.parametrize('policy', rematerialisation.POLICIES)
 def testTwoOfOneName(policy):
-  words = r"stack\.layers\[1\] adds two auxiliary losses 'same'; name them apart"
-  with pytest.raises(ValueError, match=words):
+  names = naming.Naming('stack.layers[1]', 'two auxiliary losses', "'same'")
+  with pytest.raises(ValueError, match=names):
     _Check([_Add(), _AddsTwice.Params()], num_stages=2, splits=[1, 2], remat_policy=policy)
 
 

@@ -10,6 +10,7 @@ import tensorflow as tf
 from lingvo_gpipe.core import base_layer, nested_map
 from lingvo_gpipe.layers import linear, sequential, skip
 from lingvo_gpipe.pipeline import pipelining_layer
+from tests import naming
 from tests.toys import layers, stacks
 
 _DIM = layers.DIM
@@ -117,7 +118,7 @@ def testNothingWorksBeforePlace():
 
 
 def testTooFewDevices():
-  with pytest.raises(ValueError, match='4 stages need 4 devices, got 3'):
+  with pytest.raises(ValueError, match=naming.Naming('4 stages', '4 devices', 'got 3')):
     _Stack(*_Linears(), num_stages=4).Place(stacks.Devices()[:3], _SPEC)
 
 
