@@ -86,9 +86,7 @@ class StepWork:
 
   def RunsAgain(self, stage: int, micro_batch: int) -> bool:
     """Whether the backward of a micro-batch repeats the forward pass."""
-    is_last = micro_batch == self.schedule.num_micro_batches - 1
-    fused = Action(stage, Kind.FORWARD_BACKWARD, micro_batch) in self._actions
-    return not fused and rematerialisation.RunsAgain(self.remat_policy, is_last)
+    return self._Recompute(stage, micro_batch) is not rematerialisation.Recompute.NOTHING
 
   def Repeats(self, action: Action) -> bool:
     """Whether the action begins with a repeated forward pass."""
@@ -98,10 +96,11 @@ class StepWork:
 
   def GoesByLayer(self, stage: int, micro_batch: int) -> bool:
     """Whether backward recomputes layer by layer: policy `layer`, and the backward is not split."""
-    return (
-      self.remat_policy == 'layer' and Action(stage, Kind.BACKWARD, micro_batch) in self._actions
-    )
+    return self._Recompute(stage, micro_batch) is rematerialisation.Recompute.LAYER
+
+  def _Recompute(self, stage: int, micro_batch: int) -> rematerialisation.Recompute:
+    return self._recompute.get((stage, micro_batch), rematerialisation.Recompute.NOTHING)
 
   @functools.cached_property
-  def _actions(self) -> frozenset[Action]:
-    return frozenset(action for row in self.schedule.actions for action in row)
+  def _recompute(self) -> dict[tuple[int, int], rematerialisation.Recompute]:
+    return rematerialisation.ByMicroBatch(self.schedule.actions, self.remat_policy)
