@@ -239,9 +239,9 @@ class Decoder:
 
     def Emit(s: stage_lib.Stage, action: actions.Action) -> None:
       k, m = s.index, action.micro_batch
-      stage_args[k + 1, m], states[k][m] = walk.Call(
-        s, lambda: call(s, m, sequential.AsTuple(stage_args[k, m]))
-      )
+      with walk.On(s):
+        stage_args[k + 1, m], states[k][m] = call(s, m, sequential.AsTuple(stage_args[k, m]))
+      walk.Done(s, (stage_args[k + 1, m], states[k][m]))
 
     schedule = schedules.ForwardOnlyOn(self._pipeline.stage_to_device, len(pieces))
     walk.Run(schedule.EmissionOrder(), Emit)

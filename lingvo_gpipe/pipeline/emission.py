@@ -13,8 +13,9 @@ args[0, m] are the inputs of micro-batch m; args[S, m] are the outputs of the la
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -40,7 +41,7 @@ class Walk:
   def Run(
     self, order: Iterable[actions.Action], emit: Callable[[stage_lib.Stage, actions.Action], None]
   ) -> None:
-    """Calls emit(stage, action) for each action, which calls `Call` for the stage's function."""
+    """Calls emit(stage, action) for each action, which enters `On` and then calls `Done`."""
     for action in order:
       s = self._stages[action.stage]
       # The scopes name the action in TensorFlow's errors and in profiles.
@@ -48,15 +49,18 @@ class Walk:
         with tf.name_scope(f'action_{action}'):
           emit(s, action)
 
-  def Call(self, s: stage_lib.Stage, function: Callable[[], Any]) -> Any:
-    """Returns function(), run on the stage's device after all earlier calls there."""
+  @contextlib.contextmanager
+  def On(self, s: stage_lib.Stage) -> Iterator[None]:
+    """Runs the enclosed call of a stage's function on its device, after all earlier calls there."""
     with tf.device(s.device), tf.control_dependencies(self._last.get(s.device, [])):
       with stage_math.Running(s.index, s.layers):
-        result = function()
+        yield
+
+  def Done(self, s: stage_lib.Stage, result: Any) -> None:
+    """Makes the next call on the stage's device wait for the result of this one."""
     # A call may return nothing: the input gradient of a stage without floating inputs.
     if results := leaves.Tensors(result):
       self._last[s.device] = results[-1:]
-    return result
 
   def LastResults(self) -> list[tf.Tensor]:
     """Returns the last result on each device; after them, the whole walk is done."""
@@ -141,7 +145,7 @@ class Emission:
     def Backward(s: stage_lib.Stage, action: actions.Action) -> None:
       k, m = s.index, action.micro_batch
       dy, functions = self._TakeGradient(s, m), self._For(s, _Recompute.STAGE)
-      grads, dx = self._Call(s, m, lambda call: functions.ThetaBackward(call, dy))
+      grads, dx = self._Call(s, m, functions.ThetaBackward, dy)
       self._GiveGradient(s, m, dx)
       with tf.device(s.device):
         dtheta[k] = [a + g for a, g in zip(dtheta[k], grads, strict=True)] if dtheta[k] else grads
@@ -211,26 +215,26 @@ class Emission:
   def _Forward(self, s: stage_lib.Stage, m: int) -> None:
     self._TakeInput(s, m)
     functions = self._For(s, self._RecomputeOf(s, m))
-    y, sums, self._residuals[s.index, m] = self._Call(s, m, lambda call: functions.Forward(call))
+    y, sums, self._residuals[s.index, m] = self._Call(s, m, functions.Forward)
     self._Give(s, m, y, sums)
 
   def _ForwardBackward(self, s: stage_lib.Stage, m: int) -> None:
     self._TakeInput(s, m)
     functions, sinks = self._For(s, _Recompute.STAGE), s.AllAccumulators()
-    dx, sums = self._Call(s, m, lambda call: functions.ForwardBackward(call, sinks))
+    dx, sums = self._Call(s, m, functions.ForwardBackward, sinks)
     self._Give(s, m, (), sums)
     self._GiveGradient(s, m, dx)
 
   def _Backward(self, s: stage_lib.Stage, m: int) -> None:
     dy, residuals = self._TakeGradient(s, m), self._residuals.pop((s.index, m))
     functions, sinks = self._For(s, self._RecomputeOf(s, m)), s.AllAccumulators()
-    dx, _ = self._Call(s, m, lambda call: functions.Backward(call, sinks, residuals, dy))
+    dx, _ = self._Call(s, m, functions.Backward, sinks, residuals, dy)
     self._GiveGradient(s, m, dx)
 
   def _InputGradient(self, s: stage_lib.Stage, m: int) -> None:
     dy, residuals = self._TakeGradient(s, m), self._residuals.get((s.index, m))
     functions = self._For(s, _Recompute.NOTHING)
-    dx, for_weights = self._Call(s, m, lambda call: functions.InputGradient(call, residuals, dy))
+    dx, for_weights = self._Call(s, m, functions.InputGradient, residuals, dy)
     self._for_weights[s.index, m] = (dy, for_weights)
     self._GiveGradient(s, m, dx)
 
@@ -241,7 +245,7 @@ class Emission:
     else:  # There was no input gradient to compute.
       dy, for_weights = self._TakeGradient(s, m), []
     functions, sinks = self._For(s, _Recompute.NOTHING), s.AllAccumulators()
-    self._Call(s, m, lambda call: functions.WeightGradient(call, sinks, residuals, dy, for_weights))
+    self._Call(s, m, functions.WeightGradient, sinks, residuals, dy, for_weights)
 
   # ---- parts of an action ------------------------------------------------------------------------
 
@@ -253,26 +257,21 @@ class Emission:
   def _For(self, s: stage_lib.Stage, recompute: _Recompute) -> Any:
     return self._functions.For(s, recompute, do_eval=self._do_eval, with_loss=self._with_loss)
 
-  def _Call(
-    self, s: stage_lib.Stage, m: int, function: Callable[[stage_math.StageCall], Any]
-  ) -> Any:
-    """Calls a stage function for micro-batch m, as the next call of the walk."""
-
-    def Call() -> Any:
+  def _Call(self, s: stage_lib.Stage, m: int, function: Callable[..., Any], *args: Any) -> Any:
+    """Returns function(StageCall of micro-batch m, *args), as the next call of the walk."""
+    has_loss = self._with_loss and s.index == len(self._stages) - 1
+    with self._walk.On(s):
       counter = self._counter + m
       weight = self._micro_batches[m].loss_weight if self._with_loss else tf.constant(1.0)
-      context = stage_math.Context(stage_math.SeedTensor(s.seed_hashes, counter), weight)
-      has_loss = self._with_loss and s.index == len(self._stages) - 1
-      return function(
-        stage_math.StageCall(
-          variables=s.variables if self._theta is None else self._theta[s.index],
-          x=self._x[s.index, m],
-          side=self._micro_batches[m].side if has_loss else None,
-          context=context,
-        )
+      call = stage_math.StageCall(
+        variables=s.variables if self._theta is None else self._theta[s.index],
+        x=self._x[s.index, m],
+        side=self._micro_batches[m].side if has_loss else None,
+        context=stage_math.Context(stage_math.SeedTensor(s.seed_hashes, counter), weight),
       )
-
-    return self._walk.Call(s, Call)
+      result = function(call, *args)
+    self._walk.Done(s, result)
+    return result
 
   def _TakeInput(self, s: stage_lib.Stage, m: int) -> None:
     """Sets x of the stage: the outputs of the stage before, and the skips that end here."""
