@@ -119,7 +119,7 @@ _MISTAKES = {
   ),
   'checkpoint of no kind': (
     'evaluator', [_MODEL, '--logdir={}', '--checkpoint=newest', _Tiny('')],
-    r"--checkpoint is last, best or the number of a step, got 'newest'",
+    r"--checkpoint .*last, best .*got 'newest'",
   ),
   'training from a checkpoint': (
     'trainer', [_MODEL, '--logdir={}', '--checkpoint=best'],
