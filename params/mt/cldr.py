@@ -8,7 +8,8 @@ from Babel's CLDR data (`pip install 'lingvo_gpipe[mt]'`; needs no download). `t
 The study compares it with bilingual models for a dozen languages (`cldr_names.STUDIED`). Training
 uses only some of the names of these languages, so that their resources differ by two orders of
 magnitude, and all names of all other languages. `python -m tools.multilingual_study` trains the
-models one after another and draws the paper's figure 3; docs/translation.md has the measured results.
+models one after another and draws the paper's figure 3; docs/translation.md has the measured
+results.
 """
 
 from __future__ import annotations

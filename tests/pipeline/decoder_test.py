@@ -11,6 +11,7 @@ import tensorflow as tf
 from lingvo_gpipe.core import base_layer, graph_cost, nested_map
 from lingvo_gpipe.layers import embedding, linear, norm, skip, transformer
 from lingvo_gpipe.pipeline.stages import micro_batch
+from tests import naming
 from tests.toys import stacks
 
 _VOCAB, _DIM, _BATCH, _PROMPT, _TIME, _MAX = 11, 8, 7, 3, 6, 9
@@ -254,14 +255,14 @@ def testAOneElementTupleStaysATuple():
   assert (prompt.shape, one.shape) == ((2, _TIME - 1, _DIM), (2, 1, _DIM))
 
 
-def testWhatDoesNotFitIsNamed():
+def testArgumentsThatDoNotFitAreNamed():
   stack, ids = _Shared(), _Ids()
   _, states = stack.Prefill(ids[:, :_PROMPT], max_length=4)
   one = ids[:, :1]
   for t in (4, 5, -1):
     with pytest.raises(ValueError, match=rf'^stack: time_step {t} lies outside the 4 positions'):
       stack.ExtendStep(states, one, time_step=tf.constant(t))
-  with pytest.raises(ValueError, match='^stack: a step of 2 examples, but the states are of 7'):
+  with pytest.raises(ValueError, match=naming.Naming('stack', 'step of 2', 7)):
     stack.ExtendStep(states, one[:2], time_step=3)
   with pytest.raises(ValueError, match='a prompt of 6 positions does not fit max_length 4') as e:
     stack.Prefill(ids, max_length=4)
