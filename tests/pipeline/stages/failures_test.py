@@ -476,7 +476,8 @@ def testAnExceptionInTheLoss():
       call(_Batch(_Good()))
     loss, stage = e.value.__notes__
     assert loss == (
-      'in the loss, which stage 2 runs, given the outputs (float32[2, 3]), side {x: float32[2, 3]}'
+      'in the loss, which stage 2 runs, given the outputs (float32[2, 3]) and the side '
+      '{x: float32[2, 3]}'
     )
     assert stage.startswith(
       'in stage 2 (net.stack.layers[2] to net.stack.layers[3]), micro-batch 0'
