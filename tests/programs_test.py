@@ -134,7 +134,7 @@ def testTheDescriptionOfAnotherModelsRunStays(tmp_path):
   assert _Program(tmp_path, params).Run() == 0
   described = {name: (tmp_path / name).read_text() for name in ('params.txt', 'model_analysis.txt')}
   other = _ModelParams(more='task.hidden_dim:64;task.train.max_steps:2')
-  with pytest.raises(ValueError, match=r'other Params.*: ~ task\.hidden_dim : 32 -> 64\. Give'):
+  with pytest.raises(ValueError, match=r'other Params.*: ~ task\.hidden_dim : 32 -> 64\.'):
     _Program(tmp_path, other)
   # Params that are allowed must still fit the checkpoint.
   with pytest.raises(ValueError, match='does not fit.*another shape'):

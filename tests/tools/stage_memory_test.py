@@ -66,7 +66,7 @@ def testInvalidFlagsAreRejected(flag, message):
 
 def testHelpListsTheFlags():
   text = processes.Succeeded(_Run('--help')).stdout
-  assert text.startswith('Measures what a stage holds')
+  assert text.startswith('Measures the activation memory of a stage')
   assert '  --num_stages: K. (default: ' in text
   # Flags of libraries are omitted.
   assert 'verbosity' not in text
