@@ -455,7 +455,7 @@ def testASecondSignalEndsTheTrainerAtOnce(trainer, forks, tmp_path, when):
   for step in steps:
     forks.Await(f'checkpoint of step {step}')
   os.kill(pid, signal.SIGTERM)
-  forks.Await('SIGTERM: stopping')
+  forks.Await('SIGTERM: finishing')
   os.kill(pid, signal.SIGINT)
   assert forks.Wait().returncode == 128 + signal.SIGINT
   assert processes.Steps(tmp_path) == steps
@@ -466,7 +466,7 @@ def testASecondSignalEndsTheEvaluatorAtOnce(trainer, forks, tmp_path):
   pid = trainer('Toy', tmp_path, 1, '', '--split=Slow', program='evaluator', run=forks.Start)
   forks.Await('waiting')
   os.kill(pid, signal.SIGINT)
-  forks.Await('SIGINT: stopping')
+  forks.Await('SIGINT: finishing')
   os.kill(pid, signal.SIGTERM)
   assert forks.Wait().returncode == 128 + signal.SIGTERM
 
