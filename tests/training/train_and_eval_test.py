@@ -403,7 +403,7 @@ def testTensorBoardHasGradientsPlanAndSamples(tmp_path):
 
 def testAReportThatCannotBeRemovedIsAnError(tmp_path):
   (tmp_path / 'report.json').mkdir()
-  with pytest.raises(OSError, match=r"Cannot remove '.*report\.json'.* give another --logdir"):
+  with pytest.raises(OSError, match=r"Cannot remove '.*report\.json'.* --logdir"):
     run_report.Remove(str(tmp_path))
 
 
