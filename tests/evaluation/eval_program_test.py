@@ -81,7 +81,7 @@ def testTheChosenCheckpointIsEvaluatedAndExported(followed, run, checkpoint, ste
 
 def testAMissingCheckpointIsReportedBeforeWeightsAreMade(run, monkeypatch):
   params = _Params()
-  message = 'no checkpoint of step 7 in .*; there are those of step 2, step 6, step 10'
+  message = 'no checkpoint of step 7 in .*; there are checkpoints of step 2, step 6, step 10'
   with monkeypatch.context() as patched, pytest.raises(ValueError, match=message):
     patched.setattr(eval_program.multi_task_runner, 'MakeEvaluated', None)
     training.Evaluator(run, params, checkpoint='7')
