@@ -160,7 +160,10 @@ def testUnderAUsersTape():
 @pytest.mark.parametrize(
   'ties, message',
   [
-    ([['layers[3].em', 'layers[0].emb']], r"'layers\[3\]\.em', which is no weight; did you mean"),
+    (
+      [['layers[3].em', 'layers[0].emb']],
+      r"'layers\[3\]\.em', which is not a weight; did you mean",
+    ),
     (
       [['layers[1].w', 'layers[0].emb']],
       r'shape \(4, 4\), float64 cannot be tied .* shape \(7, 4\)',
@@ -168,7 +171,7 @@ def testUnderAUsersTape():
     ([['layers[3].emb']], r"pairs of paths of weights, got \['layers\[3\]\.emb'\]"),
     (
       [['layers[3].emb', 'layers[0].emb'], ['layers[0].emb', 'layers[3].emb']],
-      'is tied and has others tied to it',
+      'is tied and is the owner of another weight',
     ),
   ],
 )
