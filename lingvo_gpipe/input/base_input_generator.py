@@ -231,6 +231,19 @@ class BaseInputGenerator:
       dataset = dataset.prefetch(p.num_prefetch)
     options = tf.data.Options()
     options.deterministic = True
+    return self._Untuned(dataset.with_options(options))
+
+  def _Untuned(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns a data set whose iterators run without tf.data's tuner if there is nothing to tune.
+
+    An iterator with a tuner may take up to a minute to end: TensorFlow wakes the tuner before it
+    can see that it should stop, so that it often sleeps again, each time longer.
+    """
+    p = self.params
+    if p.num_prefetch == -1 or ('num_parallel_calls' in p and p.num_parallel_calls == -1):
+      return dataset
+    options = tf.data.Options()
+    options.autotune.enabled = False
     return dataset.with_options(options)
 
   def BatchSpec(self) -> nested_map.NestedMap:

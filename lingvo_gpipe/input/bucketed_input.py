@@ -200,7 +200,7 @@ class BucketedInput(base_input_generator.BaseInputGenerator):
       numbers = tf.data.Dataset.range(first, max(first, p.num_epochs * plan.num_batches))
     else:
       numbers = tf.data.Dataset.counter(first, dtype=tf.int64)
-    return numbers.map(Plan)
+    return self._Untuned(numbers.map(Plan))
 
   def Tensors(self) -> nested_map.NestedMap:
     """Returns the tensors that `Rows` takes, on this host."""

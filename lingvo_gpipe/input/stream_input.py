@@ -74,7 +74,8 @@ class BaseStreamInput(base_input_generator.BaseInputGenerator):
 
     Runs inside the graph of a tf.data pipeline. It must be a function of the epoch alone: random
     draws must be stateless and seeded by it, and a shuffle within it, for example of files, needs a
-    seed and reshuffle_each_iteration=False. The result is shuffled as the Params say.
+    seed and reshuffle_each_iteration=False. The result is shuffled as the Params say. With
+    tf.data.AUTOTUNE, TensorFlow tunes a number only for num_prefetch=-1, and otherwise chooses it.
 
     Args:
       epoch: int64 scalar, from 0 on.
@@ -253,7 +254,7 @@ class BaseStreamInput(base_input_generator.BaseInputGenerator):
     options.deterministic = True
     # A state fits the operations that really run, so these must be the operations of the code.
     options.experimental_optimization.apply_default_optimizations = False
-    return rows.map(MakeBatch).with_options(options)
+    return self._Untuned(rows.map(MakeBatch).with_options(options))
 
   def _CheckOperations(self) -> None:
     """Raises ValueError if tf.data saves an operation without its complete state."""

@@ -71,6 +71,12 @@ def testBatchesAreNestedMapsOfTheSpec():
   np.testing.assert_array_equal(batch.inner.pair[:, 1], -batch.index)
 
 
+def testOnlyWhatIsTunedHasATunerForWhoseSleepItsEndWaits():
+  assert _Input().Dataset().options().autotune.enabled is False
+  for name in ('num_prefetch', 'num_parallel_calls'):
+    assert _Input(**{name: -1}).Dataset().options().autotune.enabled is not False
+
+
 @pytest.mark.parametrize('size', [1, 3, 10, 64, 101])
 @pytest.mark.parametrize('shuffle', [True, False])
 def testEachEpochVisitsEveryExampleAcrossFullBatches(size, shuffle):
