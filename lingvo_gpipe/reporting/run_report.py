@@ -122,7 +122,8 @@ class RunReport:
     Raises:
       OSError: a file cannot be written.
     """
-    text = json.dumps(_ReplaceNonFinite(dataclasses.asdict(self)), indent=1)
+    # Not dataclasses.asdict: it would count the items of a Counter, such as `failures`.
+    text = json.dumps(_ReplaceNonFinite(vars(self)), indent=1)
     files.WriteWhole(os.path.join(self.logdir, _TEXT), self.Text())
     files.WriteWhole(os.path.join(self.logdir, _JSON), text + '\n')
 
