@@ -38,10 +38,12 @@ import time
 
 from lingvo_gpipe.checkpoint import tensor_bundle
 from lingvo_gpipe.core import heartbeat, nested_map
-from lingvo_gpipe.distributed import supervisor, worker_hosts
+from lingvo_gpipe.distributed import local_workers, supervisor, worker_hosts, worker_restart
 from lingvo_gpipe import stream_input
 
+# Waits for workers that hang or are gone, which here never come back by themselves.
 supervisor._PAUSE_SECONDS = 0.1
+local_workers._END_SECONDS = worker_restart._ASK_SECONDS = 0.5
 
 
 def _IsServed(port):
@@ -342,6 +344,8 @@ def testRandomKillsDoNotChangeTheResult(forks, project, tmp_path, more, victims,
     os.kill(trainer, signal.SIGTERM)
     worker_processes.AwaitEnd([trainer])
     assert re.search('data: .*, read by worker 0', stderr.read_text())
+    report = json.loads((logdir / 'report.json').read_text())
+    assert sum(report['failures'].values()) >= len(victims)
   finally:
     for pid in [*workers, trainer]:
       os.kill(pid, signal.SIGKILL)
