@@ -105,27 +105,24 @@ def testDecodeWritesHypothesesAndReferences(followed, forks):
   assert step == END and value == pytest.approx(mean)
 
 
-def testADecoderRunsUntilTrainingEnds(followed):
+def testADecoderRunsUntilTrainingEnds(followed, forks):
   """Without --once it runs until it finds the end marker of the trainer, which exists already."""
   logdir, _, _ = followed
   more = '--model_params_override=task.eval.decoder_samples_per_summary:2'
-  with processes.Started('evaluator', *_Args(logdir, '--job=decode', more)) as decoder:
-    output = decoder.communicate(timeout=processes.TIMEOUT)[0]
-    assert decoder.returncode == 0
+  output = processes.Succeeded(forks.Run('evaluator', *_Args(logdir, '--job=decode', more))).stdout
   path = logdir / 'decode_test' / f'decode-{END:08d}.jsonl'
   assert f'Test at step {END}: 2 examples in {path}' in output
   assert len(path.read_text(encoding='utf-8').splitlines()) == 2
 
 
-def testASignalEndsTheWait(followed):
+def testASignalEndsTheWait(followed, forks):
   logdir, _, _ = followed
   (logdir / 'report.json').unlink()  # Without the marker, training may still be running.
-  with processes.Started('evaluator', *_Args(logdir, '--max_steps=1000')) as evaluator:
-    for line in evaluator.stdout:
-      if 'order-0' in line:
-        break
-    evaluator.send_signal(signal.SIGTERM)
-    assert evaluator.wait(processes.TIMEOUT) == 128 + signal.SIGTERM
+  pid = forks.Start('evaluator', *_Args(logdir, '--max_steps=1000'))
+  forks.Await('order-0')
+  os.kill(pid, signal.SIGTERM)
+  done = forks.Wait()
+  assert done.returncode == 128 + signal.SIGTERM, done.stderr
 
 
 def testACheckpointOfAnotherModelIsAOneLineError(followed, forks):

@@ -208,36 +208,30 @@ def testARunKilledAtRandomMomentsEqualsAnUndisturbedRun(undisturbed, forks, tmp_
   assert all(np.float32(line['values']['loss']) == expected[line['step']] for line in lines)
 
 
-def testSignalsSaveAndLeave(tmp_path):
+def testSignalsSaveAndLeave(forks, tmp_path):
   step = 0
   for number in (signal.SIGTERM, signal.SIGINT):
-    args = processes.TrainArgs(tmp_path, 10**6, evaluate=['Test'])
-    with processes.Started('trainer', *args) as process:
-      lines = []
-      for line in process.stdout:
-        lines.append(line)
-        if line.startswith('step '):
-          break
-      process.send_signal(number)
-      lines += process.stdout.readlines()
-      assert process.wait(processes.TIMEOUT) == 128 + number, lines
+    pid = forks.Start('trainer', *processes.TrainArgs(tmp_path, 10**6, evaluate=['Test']))
+    forks.Await('\nstep ')
+    os.kill(pid, number)
+    done = forks.Wait()
+    assert done.returncode == 128 + number, done.stderr
     start = f'resuming from step {step} ' if step else 'starting a new run'
-    assert any(line.startswith(start) for line in lines)
+    assert re.search(f'^{start}', done.stdout, re.MULTILINE), done.stdout
     match = re.search(
       rf'^stopped by {number.name} after step (\d+); the checkpoint is saved$',
-      ''.join(lines),
+      done.stdout,
       re.MULTILINE,
     )
-    assert match, lines
+    assert match, done.stdout
     assert int(match[1]) > step
     step = int(match[1])
     assert processes.Steps(tmp_path)[-1] == step
   assert [step for step, _ in _TrainedScalars(tmp_path)['loss']] == list(range(1, step + 1))
 
 
-def testModesThatInspectARun(undisturbed, tmp_path):
+def testModesThatInspectARun(undisturbed, forks, tmp_path):
   logdir, _ = undisturbed
-  forks = processes.Forks(tmp_path)
   args = processes.TrainArgs(logdir, END)
   exported = forks.Run(
     'trainer', *args, '--mode=export', '--platform=cpu', '--model_task_name=',
@@ -252,7 +246,6 @@ def testModesThatInspectARun(undisturbed, tmp_path):
   text = (logdir / 'params.txt').read_text()
   (copy / 'params.txt').write_text(text.replace('task.model_dim : 16', 'task.model_dim : 32'))
   compared = forks.Run('trainer', '--mode=diff_params', str(logdir), str(copy))
-  forks.Close()
   assert f'weights of step {END} to {tmp_path}/model\n' in processes.Succeeded(exported).stdout
   assert (tmp_path / 'model' / 'saved_model.pb').exists()
   assert (same.returncode, same.stdout) == (0, ''), same.stderr
@@ -267,25 +260,28 @@ def testModesThatInspectARun(undisturbed, tmp_path):
   assert processes.Messages(exported.stderr + inspected.stderr + other.stderr) == []
 
 
-def testOnTerminalOneLineIsUpdated(tmp_path):
+def testOnTerminalOneLineIsUpdated(forks, tmp_path):
   """Also with one device too many: --num_devices=3 for two stages."""
   ours, theirs = pty.openpty()
   args = [*processes.TrainArgs(tmp_path, PART), '--num_devices=3']
   output = b''
-  with processes.Started('trainer', *args, stdout=theirs) as process:
-    os.close(theirs)
-    deadline = time.monotonic() + processes.TIMEOUT
-    while time.monotonic() < deadline:
-      if not select.select([ours], [], [], 1.0)[0]:
-        continue
-      try:
-        read = os.read(ours, 1 << 16)
-      except OSError:  # On Linux this means that the other side was closed.
-        break
-      if not read:
-        break
-      output += read
-    assert process.wait(processes.TIMEOUT) == 0
+  forks.Start('trainer', *args, stdout=os.ttyname(theirs))
+  deadline = time.monotonic() + processes.TIMEOUT
+  while time.monotonic() < deadline:
+    if not select.select([ours], [], [], 1.0)[0]:
+      continue
+    if theirs:  # The trainer has opened it.
+      os.close(theirs)
+      theirs = 0
+    try:
+      read = os.read(ours, 1 << 16)
+    except OSError:  # On Linux this means that the other side was closed.
+      break
+    if not read:
+      break
+    output += read
+  done = forks.Wait()
+  assert done.returncode == 0, done.stderr
   os.close(ours)
   text = output.decode()
   assert '3 logical CPU devices' in text and 'device:CPU:1' in text and 'device:CPU:2' not in text

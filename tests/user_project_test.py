@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A user's project outside the checkout, run with the installed programs."""
 
+import os
 import re
 import signal
 import sys
@@ -285,17 +286,14 @@ def testCheckNumericsNamesTheLayer(project, forks, tmp_path):
   assert 'step 1/40' in done.stdout
 
 
-def testASecondSignalEndsTheTrainerAtOnceWhateverTheStepDoes(project):
-  args = ['--model=mine.Slow', '--logdir=slow']
-  with processes.Started('trainer', *args, cwd=project) as process:
-    for line in process.stdout:
-      if line == 'waiting\n':
-        break
-    for number in (signal.SIGTERM, signal.SIGINT):
-      assert process.poll() is None
-      time.sleep(0.5)
-      process.send_signal(number)
-    assert process.wait(processes.TIMEOUT) == 128 + signal.SIGINT
+def testASecondSignalEndsTheTrainerAtOnceWhateverTheStepDoes(project, forks):
+  pid = forks.Start('trainer', '--model=mine.Slow', '--logdir=slow', cwd=project)
+  forks.Await('waiting\n')
+  for number in (signal.SIGTERM, signal.SIGINT):
+    time.sleep(0.5)
+    os.kill(pid, number)  # It has not ended before.
+  done = forks.Wait()
+  assert done.returncode == 128 + signal.SIGINT, done.stderr
   assert processes.Steps(project / 'slow') == []
 
 

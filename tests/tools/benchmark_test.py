@@ -11,15 +11,11 @@ from lingvo_gpipe.pipeline.schedule import schedules
 from tests import processes
 from tools.benchmarking import configuration, report, standalone
 
-_PROGRAM = [sys.executable, '-m', 'tools.benchmark']
+_PROGRAM = str(processes.ROOT / 'tools' / 'benchmark.py')
 _TINY = [
   '--size=a.dim=16', '--size=a.layers=4', '--size=a.batch=8', '--repeats=2',
   '--seconds=0', '--num_micro_batches=2',
 ]  # fmt: skip
-
-
-def _Run(*args, **options):
-  return processes.Run('benchmark', *args, command=_PROGRAM, **options)
 
 
 def _Config(**changes):
@@ -39,11 +35,12 @@ def _Config(**changes):
   return configuration.Configuration(**{**common, **changes})
 
 
-def testATinyBenchmarkRuns(tmp_path):
+def testATinyBenchmarkRuns(forks, tmp_path):
   output = tmp_path / 'results.jsonl'
-  done = _Run(
-    *_TINY, '--workloads=a', '--schedules=1f1b_fused', '--xla=off', f'--output={output}',
-    '--peer=torch', '--peer_python=/no/such/python',
+  done = processes.Run(
+    'benchmark', *_TINY, '--workloads=a', '--schedules=1f1b_fused', '--xla=off',
+    f'--output={output}', '--peer=torch', '--peer_python=/no/such/python',
+    command=[sys.executable, '-m', 'tools.benchmark'],
   )  # fmt: skip
   lines = processes.Succeeded(done).stdout.splitlines()
   assert lines[0].startswith('--peer=torch: /no/such/python has no torch')
@@ -71,7 +68,7 @@ def testATinyBenchmarkRuns(tmp_path):
     assert result['memory_mib'] > result['memory_before_mib'] > 0
     assert 0 < result['simulated_best'] <= result['simulated_median']
     assert 0 < result['predicted_best'] <= result['simulated_best'] * (1 + 1e-9)
-  table = processes.Succeeded(_Run(f'--table_of={output}')).stdout.splitlines()
+  table = processes.Succeeded(forks.Run(_PROGRAM, f'--table_of={output}')).stdout.splitlines()
   assert table[1:] == lines[start:]
   fused = results[2]['result']['actions']
   assert fused['F'][0] > 0 and fused['B'][0] > 0 and fused['V'][0] == 0
@@ -269,15 +266,15 @@ def testThePlotIsWritten(tmp_path):
     ('--num_micro_batches=300', r'a batch of 256 has no such M'),
   ],
 )
-def testInvalidFlagsAreRejected(flag, message):
-  done = _Run(flag)
+def testInvalidFlagsAreRejected(forks, flag, message):
+  done = forks.Run(_PROGRAM, flag)
   assert done.returncode == 2
   (line,) = done.stderr.splitlines()
   assert message in line
 
 
-def testHelpListsTheFlagsOfTheGuide():
-  text = processes.Succeeded(_Run('--help')).stdout
+def testHelpListsTheFlagsOfTheGuide(forks):
+  text = processes.Succeeded(forks.Run(_PROGRAM, '--help')).stdout
   guide = (processes.ROOT / 'docs' / 'performance.md').read_text()
   named = set(re.findall(r'(?<![\w-])--([a-z_]+)', guide)) - {'help', 'model', 'dtype', 'xla_cache'}
   assert named

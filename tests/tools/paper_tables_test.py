@@ -20,11 +20,6 @@ _TRIAL = memory_trial.Trial(
 )  # fmt: skip
 
 
-def _Tool(name, *flags):
-  command = [sys.executable, '-m', f'tools.{name}']
-  return processes.Run(name, *flags, command=command)
-
-
 @pytest.mark.parametrize('least, most, largest', [(1, 64, 37), (2, 64, 2), (3, 20, 0), (1, 9, 99)])
 def testTheSearchFindsTheLargest(least, most, largest):
   tried = []
@@ -54,8 +49,10 @@ def testAnotherFailureIsReported():
 
 def testTable1CountsAndPredicts():
   lines = processes.Succeeded(
-    _Tool(
-      'paper_memory', '--models=lm.one_billion_wds.Transformer3,lm.one_billion_wds.Transformer13'
+    processes.Run(
+      'paper_memory',
+      '--models=lm.one_billion_wds.Transformer3,lm.one_billion_wds.Transformer13',
+      command=[sys.executable, '-m', 'tools.paper_memory'],
     )
   ).stdout.splitlines()
   rows = [re.split(r'\s{1,}', line) for line in lines if line.startswith('lm.')]
@@ -92,8 +89,8 @@ def testThroughputIsRelative():
     ('paper_throughput', '--num_stages=1,4', '2 is to be among them'),
   ],
 )
-def testErrorsAreOneLine(name, flag, message):
-  done = _Tool(name, flag)
+def testErrorsAreOneLine(forks, name, flag, message):
+  done = forks.Run(str(processes.ROOT / 'tools' / f'{name}.py'), flag)
   assert done.returncode == 2
   assert message in done.stderr and len(done.stderr.splitlines()) == 1
 

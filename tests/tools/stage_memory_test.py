@@ -49,23 +49,21 @@ def testMeasuredMemoryFollowsTheFormula():
   assert 32 <= more_layers - small <= 112
 
 
-def _Run(*args):
-  command = [sys.executable, '-m', 'tools.stage_memory']
-  return processes.Run('stage_memory', *args, command=command)
+_PROGRAM = str(processes.ROOT / 'tools' / 'stage_memory.py')
 
 
 @pytest.mark.parametrize(
   'flag, message', [('--stages=3', '--stages'), ('--schedules=x', 'unknown'), ('--xla=1', '--xla')]
 )
-def testInvalidFlagsAreRejected(flag, message):
-  done = _Run(flag)
+def testInvalidFlagsAreRejected(forks, flag, message):
+  done = forks.Run(_PROGRAM, flag)
   assert done.returncode == 2
   assert message in done.stderr
   assert len(done.stderr.splitlines()) == 1
 
 
-def testHelpListsTheFlags():
-  text = processes.Succeeded(_Run('--help')).stdout
+def testHelpListsTheFlags(forks):
+  text = processes.Succeeded(forks.Run(_PROGRAM, '--help')).stdout
   assert text.startswith('Measures the activation memory of a stage')
   assert '  --num_stages: K. (default: ' in text
   # Flags of libraries are omitted.

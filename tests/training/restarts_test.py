@@ -14,7 +14,7 @@ from lingvo_gpipe.checkpoint import checkpoint_info, logdir_lock
 from tests import processes
 from tests.toys import projects
 
-KILLS = {'Toy': 20, 'Stream': 5}
+KILLS = {'Toy': 12, 'Stream': 5}
 
 _EXPERIMENT = """
 import tensorflow as tf
