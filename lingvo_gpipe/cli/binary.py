@@ -42,9 +42,23 @@ def QuietStderr() -> Iterator[None]:
       os.dup2(saved, 2)
 
 
+@contextlib.contextmanager
+def _Hidden(*names: str) -> Iterator[None]:
+  """Makes the imports of these modules fail unless they are imported already."""
+  hidden = [name for name in names if name not in sys.modules]
+  sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
+  try:
+    yield
+  finally:
+    for name in hidden:
+      del sys.modules[name]
+
+
 # Programs import this module before any other module of the package.
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '1')
-with QuietStderr():
+# Keras imports them, if they are installed, for wrappers and plots that no program makes: it would
+# take a third of the time in which a program starts.
+with QuietStderr(), _Hidden('matplotlib', 'sklearn'):
   import tensorflow as tf
 
   # Importing Keras searches for GPUs; `Cluster` reports the devices.
