@@ -107,6 +107,14 @@ class BaseLayer(layer_tree.LayerTree):
     """The layer's frozen copy of its Params."""
     return self._params
 
+  @property
+  def structure(self) -> Any:
+    """A hashable value, equal for layers that compute the same function of theta and inputs.
+
+    Stages of equal layers share their traced functions. None: layers with equal Params are equal.
+    """
+    return None
+
   # ---- children and weights --------------------------------------------------------------------
 
   @property

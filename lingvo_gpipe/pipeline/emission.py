@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -115,6 +115,7 @@ class Emission:
     self._for_weights: dict[tuple[int, int], tuple[Any, list[tf.Tensor]]] = {}
     # The sums of metrics of each action, and the sums that each layer reported for its state.
     self._sums: list[dict[str, tf.Tensor]] = []
+    self._rows: dict[int, dict[str, tf.Tensor]] = {}
     self._layer_sums: dict[tuple[int, str], list[dict[str, tf.Tensor]]] = {}
 
   def Emit(self, schedule: schedules.Schedule, remat_policy: str = 'stage') -> None:
@@ -169,12 +170,14 @@ class Emission:
 
   def Sums(self) -> dict[str, tf.Tensor]:
     """Returns the sums of the metrics and auxiliary losses over all micro-batches."""
-    by_name: dict[str, list[tf.Tensor]] = {}
-    for sums in self._sums:
-      for name, value in sums.items():
-        by_name.setdefault(name, []).append(value)
     with tf.device(self._stages[-1].device):
-      return {name: tf.add_n(values) for name, values in by_name.items()}
+      return {name: tf.add_n(values) for name, values in _ByName(self._sums).items()}
+
+  def Rows(self) -> dict[str, tf.Tensor]:
+    """Returns the metrics with a row for each example, of all micro-batches in order."""
+    rows = [self._rows[m] for m in sorted(self._rows)]
+    with tf.device(self._stages[-1].device):
+      return {name: tf.concat(values, axis=0) for name, values in _ByName(rows).items()}
 
   def LayerSums(self) -> list[tuple[base_layer.BaseLayer, nested_map.NestedMap]]:
     """Returns the layers that reported sums for their state, and the sums over all micro-batches.
@@ -285,6 +288,8 @@ class Emission:
       self._args[s.index + 1, m] = y.args
       self._skips.update({(name, m): y.skips[name] for name in s.exports})
     self._sums.append({s.AbsoluteName(name): value for name, value in sums.metrics.items()})
+    if sums.rows:
+      self._rows[m] = sums.rows
     for name, value in sums.layers.items():
       self._layer_sums.setdefault((s.index, name), []).append(value)
 
@@ -311,3 +316,11 @@ class Emission:
 def _AddUp(gradients: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
   """Returns the sums of lists of gradients."""
   return [tf.add_n(g) if len(g) > 1 else g[0] for g in zip(*gradients, strict=True)]
+
+
+def _ByName(mappings: Iterable[Mapping[str, tf.Tensor]]) -> dict[str, list[tf.Tensor]]:
+  by_name: dict[str, list[tf.Tensor]] = {}
+  for mapping in mappings:
+    for name, value in mapping.items():
+      by_name.setdefault(name, []).append(value)
+  return by_name

@@ -170,8 +170,9 @@ class PipelineEngine:
       clear: whether to set the accumulators to zero first; False adds to them.
 
     Returns:
-      {metric: [sum of value * weight, sum of weight]}, tensors [2] on the last device; and {path of
-      a layer: the sums that it reported for its state}, for `layer_statistics.Next`.
+      {metric: [sum of value * weight, sum of weight]}, tensors [2] on the last device, or the total
+      of a `weighted_loss.Sum` or `Rows`; and {path of a layer: the sums that it reported for its
+      state}, for `layer_statistics.Next`.
     """
     counter = fprop_context.StepCounter(step, first_micro_batch)
     self.ClearAccumulators(mirrors_only=not clear)
@@ -227,10 +228,12 @@ class PipelineEngine:
     return walks
 
   def _Sums(self, walks: Sequence[emission.Emission]) -> dict[str, tf.Tensor]:
-    """Returns the metrics' sums over all replicas."""
+    """Returns the metrics' sums over all replicas, and the rows of those that have rows."""
     of_walks = [walk.Sums() for walk in walks]
+    rows = [walk.Rows() for walk in walks]
     with tf.device(self.stages[-1].device):
-      return {name: tf.add_n([sums[name] for sums in of_walks]) for name in of_walks[0]}
+      sums = {name: tf.add_n([sums[name] for sums in of_walks]) for name in of_walks[0]}
+      return sums | {name: tf.concat([r[name] for r in rows], axis=0) for name in rows[0]}
 
   def _LayerSums(self, walks: Sequence[emission.Emission]) -> dict[str, nested_map.NestedMap]:
     """Returns {path of a layer: the sums that it reported} over all replicas."""

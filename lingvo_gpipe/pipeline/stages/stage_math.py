@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -20,8 +20,9 @@ from lingvo_gpipe.layers import sequential
 from lingvo_gpipe.pipeline.stages import failures, leaves, retraces, weighted_loss
 
 # Maps (theta of each layer of the last stage, outputs of the last layer, side inputs) of a
-# micro-batch to metrics: {name: (value, weight)}, scalars, 'loss' among them.
-LossFn = Callable[[list[Any], tuple[Any, ...], Any], dict[str, tuple[tf.Tensor, tf.Tensor]]]
+# micro-batch to metrics: {name: (value, weight)}, scalars, 'loss' among them. Other metrics may be
+# a `weighted_loss.Sum` or `weighted_loss.Rows`.
+LossFn = Callable[[list[Any], tuple[Any, ...], Any], Mapping[str, weighted_loss.Metric]]
 # (place, tensor) -> its sum over the replicas, each of which is at the same place.
 ReplicaSum = Callable[[str, tf.Tensor], tf.Tensor]
 # {name: (auxiliary loss, its coefficient)}.
@@ -101,21 +102,25 @@ def CheckSkips(layer: base_layer.BaseLayer, stashed: Any) -> None:
 class StructureKey:
   """Equal for two layers that compute the same function of (theta, inputs, seeds).
 
-  Comparing the text of the Params is not enough: two functions among them may have the same name.
+  The Params decide, or the `structure` of the layer if it has one. Comparing the text of the Params
+  is not enough: two functions among them may have the same name.
   """
 
   def __init__(self, layer: base_layer.BaseLayer) -> None:
-    self._params = layer.params.Copy()
-    self._params.name = ''
-    self._text = self._params.ToText()
+    self._key: Any = layer.structure
+    self._hash = hash((type(layer), self._key))
+    if self._key is None:
+      self._key = layer.params.Copy()
+      self._key.name = ''
+      self._hash = hash(self._key.ToText())
 
   def __hash__(self) -> int:
-    return hash(self._text)
+    return self._hash
 
   def __eq__(self, other: object) -> bool:
     if not isinstance(other, StructureKey):
       return NotImplemented
-    return self._text == other._text and bool(self._params == other._params)
+    return self._hash == other._hash and bool(self._key == other._key)
 
 
 class _RunningStage(NamedTuple):
@@ -313,13 +318,19 @@ class StageMath:
       metric_sums[name] = weighted_loss.WeightedSum(value, weight)
       objective.append(weighted_loss.WeightedLoss(value, weight, coefficient))
     if self._loss_fn is None:
-      return y, self._Sums(metric_sums), objective
-    metrics = self.Metrics(call, y.args)
-    metric_sums.update({name: weighted_loss.WeightedSum(*pair) for name, pair in metrics.items()})
+      return y, self._Sums(metric_sums, {}), objective
+    metrics, rows = self.Metrics(call, y.args), {}
+    for name, metric in metrics.items():
+      if isinstance(metric, weighted_loss.Rows):
+        rows[name] = metric.value
+      elif isinstance(metric, weighted_loss.Sum):
+        metric_sums[name] = metric.value
+      else:
+        metric_sums[name] = weighted_loss.WeightedSum(*metric)
     objective.append(weighted_loss.WeightedLoss(metrics['loss'][0], weight))
-    return (), self._Sums(metric_sums), objective
+    return (), self._Sums(metric_sums, rows), objective
 
-  def Metrics(self, call: StageCall, outputs: Any) -> dict[str, tuple[tf.Tensor, tf.Tensor]]:
+  def Metrics(self, call: StageCall, outputs: Any) -> dict[str, weighted_loss.Metric]:
     """Returns the loss function's metrics for the last layer's outputs."""
     assert self._loss_fn is not None
     theta = [layer.ThetaFrom(v) for layer, v in zip(self.layers, call.variables, strict=True)]
@@ -336,14 +347,16 @@ class StageMath:
       e.add_note(f'in the loss, which stage {self._index} runs, given {inputs}')
       raise
 
-  def _Sums(self, metric_sums: dict[str, tf.Tensor]) -> nested_map.NestedMap:
-    """Returns `metric_sums` and the sums that layers reported in this context by AddSums."""
+  def _Sums(
+    self, metric_sums: dict[str, tf.Tensor], rows: dict[str, tf.Tensor]
+  ) -> nested_map.NestedMap:
+    """Returns both, and the sums that layers reported in this context by AddSums."""
     index = {id(layer): i for i, layer in enumerate(self.layers)}
     layer_sums = {}
     for owner, sums in fprop_context.Current().layer_sums.values():
       layer = next(a for a in owner.Ancestors() if id(a) in index)
       layer_sums[f'{index[id(layer)]}:{owner.path[len(layer.path) :]}'] = sums
-    return nested_map.NestedMap(metrics=metric_sums, layers=layer_sums)
+    return nested_map.NestedMap(metrics=metric_sums, rows=rows, layers=layer_sums)
 
   def Recomputed(
     self, function: Callable[..., list[tf.Tensor]], floats: Sequence[tf.Tensor]

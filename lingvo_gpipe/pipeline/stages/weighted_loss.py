@@ -4,11 +4,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from lingvo_gpipe.core import shapes
+
+
+class Sum(NamedTuple):
+  """A metric that adds up over the micro-batches, such as the state of a Keras metric."""
+
+  value: tf.Tensor
+
+
+class Rows(NamedTuple):
+  """A metric `[batch, ...]` with a row for each example; the rows of all micro-batches are joined."""
+
+  value: tf.Tensor
+
+
+# A mean and its weight, both scalars, or one of the above.
+Metric = tuple[tf.Tensor, tf.Tensor] | Sum | Rows
 
 
 def Scalar(what: str, value: Any) -> tf.Tensor:
@@ -37,7 +53,7 @@ def Loss(what: str, value: Any) -> tf.Tensor:
   return value
 
 
-def Metrics(returned: Any) -> dict[str, tuple[tf.Tensor, tf.Tensor]]:
+def Metrics(returned: Any) -> dict[str, Metric]:
   """Returns the result of a loss function, with numbers converted to tensors.
 
   Raises:
@@ -45,8 +61,11 @@ def Metrics(returned: Any) -> dict[str, tuple[tf.Tensor, tf.Tensor]]:
     ValueError: there is no loss, or a value or weight is not a scalar.
   """
   pairs = returned.items() if isinstance(returned, Mapping) else [('', returned)]
-  metrics = {}
+  metrics: dict[str, Metric] = {}
   for name, pair in pairs:
+    if isinstance(pair, (Sum, Rows)):
+      metrics[name] = pair
+      continue
     if not (name and isinstance(pair, (tuple, list)) and len(pair) == 2):
       got = shapes.FormatNest(returned)
       raise TypeError(f'a loss must return {{name: (value, weight)}}, got {got}')

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loss and metrics of a compiled Keras model, by micro-batch in the last stage.
+
+Keras's loss of a batch is a sum divided by a number that depends on the reduction:
+
+    sum_over_batch_size    number of values, or of values that a mask keeps
+    mean_with_sample_weight   sum of the sample weights
+    sum                    1
+
+A micro-batch m computes that loss for its own rows, with the divisor D_m. Weighted by D_m / D, with
+the D of the batch, the losses add up to the loss of the batch. The engine weights by rows; `scale`
+corrects that. D and D_m depend on shapes, sample weights and masks only, so they are known before
+the first forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from lingvo_gpipe.core import nested_map
+from lingvo_gpipe.layers.keras import keras_cell_layer, keras_nodes
+from lingvo_gpipe.pipeline.stages import micro_batch, weighted_loss
+
+_MEANS = ('sum_over_batch_size', 'mean')
+# Names of metrics in the results of the loss.
+STATE, PREDICTION = 'keras_state_', 'prediction_'
+
+
+class KerasLoss:
+  """The loss of a micro-batch; see `stage_math.LossFn`.
+
+  Attributes:
+    needs_predictions: whether a metric needs the predictions of the whole batch at once.
+  """
+
+  def __init__(self, trainer: Any, graph: keras_nodes.Graph) -> None:
+    """Reads how the trainer was compiled.
+
+    Args:
+      trainer: a compiled keras.Model, with Keras's `compute_loss` and `compute_metrics`.
+      graph: the model whose outputs the loss takes.
+
+    Raises:
+      ValueError: a reduction cannot be computed by micro-batch.
+    """
+    self._trainer = trainer
+    self._graph = graph
+    losses = [x for x in keras.tree.flatten(trainer.loss) if x is not None]
+    self._reductions = {getattr(x, 'reduction', 'sum_over_batch_size') for x in losses}
+    self._num_losses = max(len(losses), len(graph.outputs) if losses else 0)
+    if self._reductions & {None, 'none'}:
+      raise ValueError(
+        "a loss has the reduction None, so it is no scalar; use 'sum_over_batch_size' or 'sum'"
+      )
+    self._needs_predictions: bool | None = None
+
+  @property
+  def needs_predictions(self) -> bool:
+    if self._needs_predictions is None:
+      metrics = getattr(self._trainer._compile_metrics, 'metrics', ())
+      self._needs_predictions = not all(map(IsSum, metrics))
+    return self._needs_predictions
+
+  def Build(self, side: nested_map.NestedMap, batch_size: int) -> None:
+    """Makes the variables of the metrics, which Keras does at their first use.
+
+    Args:
+      side: tensors or specs as `__call__` takes them.
+      batch_size: the number of rows.
+    """
+    specs = tf.nest.map_structure(
+      lambda t: None if t is None else tf.TensorSpec(t.shape, t.dtype), (side.y, side.sample_weight)
+    )
+    outputs = [
+      tf.TensorSpec([batch_size, *v.shape[1:]], tf.as_dtype(v.dtype)) for v in self._graph.outputs
+    ]
+    none_at = [i for i, s in enumerate(tf.nest.flatten(specs)) if s is None]
+
+    def Run(*flat: tf.Tensor) -> tf.Tensor:
+      predictions, rest = list(flat[: len(outputs)]), list(flat[len(outputs) :])
+      for i in none_at:
+        rest.insert(i, None)
+      y, sample_weight = tf.nest.pack_sequence_as(specs, rest)
+      with keras.StatelessScope():
+        self._Compute(y, self._graph.PackOutputs(predictions), sample_weight, with_metrics=True)
+      return tf.zeros([])
+
+    flat_specs = [s for s in tf.nest.flatten(specs) if s is not None]
+    tf.function(Run, autograph=False).get_concrete_function(*outputs, *flat_specs)
+
+  def __call__(
+    self, theta: Any, outputs: tuple[Any, ...], side: nested_map.NestedMap
+  ) -> dict[str, weighted_loss.Metric]:
+    """Returns the loss, and what it adds to the states of the metrics."""
+    del theta
+    tensors = [keras_cell_layer.WithMask(x) for x in outputs]
+    y_pred = self._graph.PackOutputs(tensors)
+    states = self.States()
+    zeros = [(v, tf.zeros(v.shape, v.dtype)) for v in states]
+    with keras.StatelessScope(zeros) as scope:
+      loss = self._Compute(
+        side.y, y_pred, side.sample_weight, with_metrics=not self.needs_predictions
+      )
+      new = [scope.get_current_value(v) for v in states]
+    loss = tf.cast(loss, tf.float32) if loss.dtype.size < 4 else loss
+    rows = tf.cast(tf.shape(tensors[0])[0], tf.float32)
+    metrics: dict[str, weighted_loss.Metric] = {'loss': (loss * side.scale[0], rows)}
+    for i, value in enumerate(new):
+      metrics[f'{STATE}{i}'] = weighted_loss.Sum(value)
+    if self.needs_predictions:
+      metrics.update(
+        {f'{PREDICTION}{i}': weighted_loss.Rows(t) for i, t in enumerate(tensors)}
+      )
+    return metrics
+
+  def States(self) -> list[Any]:
+    """Returns the variables of the metrics that the last stage updates."""
+    trainer = self._trainer
+    metrics = [*getattr(trainer._compile_loss, 'metrics', ())]
+    if not self.needs_predictions and trainer._compile_metrics is not None:
+      metrics.append(trainer._compile_metrics)
+    return [v for m in metrics for v in m.variables]
+
+  def _Compute(self, y: Any, y_pred: Any, sample_weight: Any, *, with_metrics: bool) -> tf.Tensor:
+    trainer = self._trainer
+    loss = tf.zeros([])
+    if trainer.loss is not None:
+      loss = tf.convert_to_tensor(trainer.compute_loss(None, y, y_pred, sample_weight))
+    if with_metrics and trainer._compile_metrics is not None:
+      trainer._compile_metrics.update_state(y, y_pred, sample_weight)
+    if loss.shape.rank != 0:
+      raise ValueError(f'the loss must be a scalar, got the shape {loss.shape}')
+    return loss
+
+  def Scales(
+    self,
+    micro_batches: Sequence[tuple[tuple[Any, ...], nested_map.NestedMap]],
+    masks: Callable[[tuple[Any, ...]], list[tf.Tensor | None]] | None,
+  ) -> list[tf.Tensor]:
+    """Returns for each micro-batch D_m / D over its share of the rows, a tensor [1].
+
+    Args:
+      micro_batches: the arguments of the first layer and the side of each.
+      masks: computes the masks of the outputs from the arguments; None if outputs have no masks.
+
+    Raises:
+      ValueError: several losses have different divisors.
+    """
+    ones = [tf.ones([1]) for _ in micro_batches]
+    if len(micro_batches) == 1 or not self._reductions:
+      return ones
+    rows = [float(micro_batch.BatchSize(args)) for args, _ in micro_batches]
+    weights = [side.sample_weight for _, side in micro_batches]
+    of_weights = 'mean_with_sample_weight' in self._reductions and any(
+      w is not None for w in tf.nest.flatten(weights)
+    )
+    is_sum = 'sum' in self._reductions
+    if masks is None and not of_weights and not is_sum:
+      return ones
+    if is_sum:
+      if len(self._reductions) > 1:
+        raise self._Mixed()
+      return [tf.fill([1], sum(rows) / r) for r in rows]
+    if self._num_losses > 1 or (of_weights and masks is not None):
+      raise self._Mixed()
+    if of_weights:
+      divisors = [tf.reduce_sum(tf.cast(w, tf.float32)) for w in weights]
+    else:
+      assert masks is not None
+      divisors = []
+      for args, _ in micro_batches:
+        (mask,) = masks(args)
+        divisors.append(tf.reduce_sum(tf.cast(mask, tf.float32)))
+    total = tf.add_n(divisors)
+    return [
+      tf.reshape(tf.math.divide_no_nan(d, total) * (sum(rows) / r), [1])
+      for d, r in zip(divisors, rows, strict=True)
+    ]
+
+  def _Mixed(self) -> ValueError:
+    return ValueError(
+      'several losses divide by different numbers (reductions '
+      f'{", ".join(sorted(map(str, self._reductions)))}, masks or weights), which micro-batches '
+      'cannot compute; give all losses one reduction, or set num_micro_batches=1'
+    )
+
+
+def IsSum(metric: Any) -> bool:
+  """Whether the state of a Keras metric adds up over the rows, as that of Keras's own metrics."""
+  function = getattr(metric, '_fn', None)
+  parts = [type(metric)] if function is None else [type(metric), function]
+  return all(str(getattr(p, '__module__', '')).split('.')[0] == 'keras' for p in parts)

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`KerasStep`: training steps of a placed pipeline by one Keras optimizer, without a task.
+
+    stack.Place(devices, tf.TensorSpec([batch, dim]), loss_fn=Loss)
+    step = keras_step.KerasStep(stack, keras.optimizers.Adam(1e-3))
+    for x, labels in data:
+      metrics = step((x,), labels)
+
+`Loss(theta, outputs, labels)` runs in the last stage on each micro-batch and returns
+{'loss': (mean, weight)}. Any schedule and re-materialisation policy will do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from lingvo_gpipe.pipeline import layer_statistics, pipelining_layer, replicas
+from lingvo_gpipe.pipeline.stages import failures, micro_batch
+
+# Maps the side inputs of a micro-batch to the weight of its loss, a scalar.
+LossWeight = Callable[[Any], tf.Tensor]
+
+
+class KerasStep:
+  """Takes training steps; the count of steps, which seeds dropout, is `optimizer.iterations`."""
+
+  def __init__(
+    self,
+    stack: pipelining_layer.PipeliningLayer,
+    optimizer: keras.optimizers.Optimizer,
+    *,
+    loss_weight: LossWeight | None = None,
+    variables: Mapping[str, Any] | None = None,
+    all_variables: Sequence[Any] = (),
+  ) -> None:
+    """Makes the accumulators and, unless the optimizer has been built, its slots.
+
+    Args:
+      stack: the pipeline, after `Place` with a loss.
+      optimizer: a Keras optimizer. Each slot is made on the device of its weight.
+      loss_weight: the weight of a micro-batch's loss, for example its number of tokens; None: its
+        number of examples.
+      variables: {path of a trained weight: the variable to give to the optimizer}; default: the
+        weight itself.
+      all_variables: everything that the optimizer is built for; default: the trained weights.
+    """
+    self.stack = stack
+    self.optimizer = optimizer
+    self._loss_weight = loss_weight
+    self._variables = variables or stack.engine.trained
+    stack.engine.MakeAccumulators()
+    self._sum = replicas.GradientSum(stack.engine.replicas)
+    if not optimizer.built:
+      optimizer.build(list(all_variables or self._variables.values()))
+    self._step = tf.function(self._Step, autograph=False)
+
+  def __call__(self, args: Sequence[Any], side: Any = None) -> dict[str, tf.Tensor]:
+    """Takes one step: forward, backward and update.
+
+    Args:
+      args: the arguments of the first layer, nests of tensors `[batch, ...]`.
+      side: the inputs of the loss, a nest of tensors `[batch, ...]`.
+
+    Returns:
+      The metrics by name, means over the mini-batch.
+
+    Raises:
+      ValueError: the arguments do not match each other or the pipeline.
+    """
+    args = tuple(args)
+    with failures.LocateFailure(self.stack.engine, lambda: self._Step(args, side)):
+      return dict(self._step(args, side))
+
+  def _Step(self, args: tuple[Any, ...], side: Any) -> dict[str, tf.Tensor]:
+    sums = self.Update(self.MicroBatches(args, side))
+    return Means(sums)
+
+  def MicroBatches(self, args: tuple[Any, ...], side: Any) -> list[micro_batch.MicroBatch]:
+    """Returns the micro-batches of a mini-batch; their loss weights add up to 1."""
+    pairs = self.stack.SplitBatch((args, side))
+    weights = [tf.cast(self._Weight(args, side), tf.float32) for args, side in pairs]
+    total = tf.add_n(weights)
+    return [
+      micro_batch.MicroBatch(args, side, tf.math.divide_no_nan(weight, total))
+      for (args, side), weight in zip(pairs, weights, strict=True)
+    ]
+
+  def _Weight(self, args: tuple[Any, ...], side: Any) -> Any:
+    if self._loss_weight is not None:
+      return self._loss_weight(side)
+    return micro_batch.BatchSize(args, self.stack.params.batch_dim)
+
+  def Update(self, micro_batches: Sequence[micro_batch.MicroBatch]) -> dict[str, tf.Tensor]:
+    """Takes one step; to be called in a tf.function.
+
+    Args:
+      micro_batches: the micro-batches, whose loss weights add up to 1.
+
+    Returns:
+      The sums of the metrics, as `PipelineEngine.Accumulate` returns them.
+    """
+    engine, optimizer = self.stack.engine, self.optimizer
+    # Weights may have been set by others since the last step.
+    engine.SyncTies()
+    scale = optimizer.scale_loss(tf.constant(1.0))
+    scaled = [b._replace(loss_weight=b.loss_weight * scale) for b in micro_batches]
+    sums, layer_sums = engine.Accumulate(scaled, tf.cast(optimizer.iterations, tf.int64))
+    state = layer_statistics.Next(engine, layer_sums)
+    self._sum.Add()
+    with _ClippedByStage(optimizer) as clip_norm:
+      gradients = self._Gradients(clip_norm)
+      optimizer.apply(list(gradients.values()), [self._variables[path] for path in gradients])
+    layer_statistics.Assign(engine, state)
+    if len(engine.replicas) > 1:
+      engine.SyncReplicas()
+    return sums
+
+  def _Gradients(self, clip_norm: float | None) -> dict[str, tf.Tensor]:
+    """Returns {path: gradient}, each on its stage's device, clipped to a global norm."""
+    squares = []
+    gradients = {}
+    for s in self.stack.engine.stages:
+      with tf.device(s.device):
+        for path, accumulator in zip(s.trained, s.accumulators, strict=True):
+          gradients[path] = tf.convert_to_tensor(accumulator)
+        if clip_norm is not None and s.trained:
+          squares.append(
+            tf.add_n([tf.reduce_sum(tf.square(gradients[path])) for path in s.trained])
+          )
+    if clip_norm is None:
+      return gradients
+    norm = tf.sqrt(tf.add_n(squares))
+    # A norm that is not finite makes every gradient not finite, as in Keras.
+    factor = clip_norm * tf.minimum(1 / norm, 1 / clip_norm) + (norm - norm)
+    for s in self.stack.engine.stages:
+      with tf.device(s.device):
+        for path in s.trained:
+          gradients[path] *= tf.cast(factor, gradients[path].dtype)
+    return gradients
+
+
+def Means(sums: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+  """Returns the means of metrics from the sums that the engine returns."""
+  return {name: tf.math.divide_no_nan(s[0], s[1]) for name, s in sums.items()}
+
+
+@contextlib.contextmanager
+def _ClippedByStage(optimizer: Any) -> Iterator[float | None]:
+  """Yields the global norm to clip to, and keeps the optimizer from clipping meanwhile.
+
+  Keras would gather all gradients on one device. An optimizer that scales the loss or accumulates
+  gradients clips later than here, and so clips itself.
+  """
+  clip_norm = getattr(optimizer, 'global_clipnorm', None)
+  is_plain = not optimizer.gradient_accumulation_steps and optimizer.loss_scale_factor is None
+  is_plain = is_plain and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+  if clip_norm is None or not is_plain:
+    yield None
+    return
+  optimizer.global_clipnorm = None
+  try:
+    yield clip_norm
+  finally:
+    optimizer.global_clipnorm = clip_norm

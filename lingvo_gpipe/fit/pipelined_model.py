@@ -1,0 +1,376 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`PipelinedModel`: a Keras model that `fit` trains as a pipeline.
+
+    model = keras_hub.models.CausalLM.from_preset(...)
+    pipe = PipelinedModel(model, num_stages=4, num_micro_batches=8, schedule='1f1b')
+    pipe.compile(optimizer='adam', loss=...)
+    pipe.fit(dataset)
+    pipe.save('model.keras')
+
+The class has Keras's names, for it takes the place of a keras.Model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from absl import logging
+
+from lingvo_gpipe.core import nested_map
+from lingvo_gpipe.distributed import cluster
+from lingvo_gpipe.fit import keras_loss, keras_step
+from lingvo_gpipe.layers.keras import keras_cell_layer, keras_cells, keras_nodes
+from lingvo_gpipe.pipeline import pipelining_layer
+from lingvo_gpipe.pipeline.cutting import cut as cut_lib
+from lingvo_gpipe.pipeline.schedule import schedules
+from lingvo_gpipe.pipeline.stages import micro_batch
+
+# Methods of a keras.Model that the pipeline replaces, so an override would be ignored.
+_REPLACED = ('train_step', 'test_step', 'predict_step', 'compute_loss', 'compute_metrics')
+
+
+class PipelinedModel(keras.Model):
+  """Trains, evaluates and predicts with a Keras model that is cut into stages on several devices.
+
+  The weights stay those of the model: the pipeline moves each to the device of its stage, when it
+  sees the first batch. Whoever reads, sets or saves the model reads, sets or saves them.
+
+  Attributes:
+    model: the Keras model.
+    cut: the cut into stages; None before the first batch.
+    stack: the pipeline; None before the first batch.
+  """
+
+  def __init__(
+    self,
+    model: Any,
+    num_stages: int,
+    *,
+    num_micro_batches: int = 1,
+    schedule: str | schedules.Schedule = 'gpipe',
+    remat_policy: str = 'stage',
+    splits: Sequence[int] = (),
+    partition_by: str = 'flops',
+    stages_per_device: int = 1,
+    memory_limit: int = 0,
+    xla: bool = True,
+    num_replicas: int = 1,
+    devices: Sequence[str] | None = None,
+    random_seed: int = 0,
+  ) -> None:
+    """Finds the devices; moves and allocates nothing yet.
+
+    Args:
+      model: any keras.Model: Sequential, Functional, a subclass of them, or a subclassed model
+        whose `call` uses layers and keras.ops only.
+      num_stages: number of stages.
+      num_micro_batches: M, the number of micro-batches that a batch is split into.
+      schedule: name of the training schedule, or a Schedule.
+      remat_policy: the part that backward recomputes: stage, except_last, layer or none.
+      splits: for each stage the index after its last cell; empty: the cut is computed.
+      partition_by: the cost that the cut balances: flops, params or time.
+      stages_per_device: number of stages on each device.
+      memory_limit: most bytes that a device may need, as predicted; 0: no limit.
+      xla: whether XLA compiles the stages.
+      num_replicas: number of copies of the pipeline, each of which takes its share of a batch.
+      devices: names of the devices, replica by replica; None: those of `cluster.Cluster.Create`.
+      random_seed: seed of dropout.
+
+    Raises:
+      TypeError: `model` is no keras.Model.
+      ValueError: there are too few devices, or the model overrides a method that the pipeline
+        replaces.
+    """
+    if not isinstance(model, keras.Model):
+      raise TypeError(f'expected a keras.Model, got {type(model).__name__}')
+    for name in _REPLACED:
+      if getattr(type(model), name) is not getattr(keras.Model, name):
+        raise ValueError(
+          f'{type(model).__name__} overrides {name}, which a pipeline would not call: move what it '
+          'does into layers, the loss or metrics'
+        )
+    super().__init__(name=f'{model.name}_pipeline', dtype=model.dtype_policy)
+    p = pipelining_layer.PipeliningLayer.Params().Set(
+      name='model',
+      num_stages=num_stages,
+      stages_per_device=stages_per_device,
+      num_micro_batches=num_micro_batches,
+      schedule=schedule,
+      remat_policy=remat_policy,
+      splits=list(splits),
+      partition_by=partition_by,
+      memory_limit=memory_limit,
+      random_seed=random_seed,
+      xla=xla,
+    )
+    if devices is None:
+      num_devices = -(-num_stages // stages_per_device)
+      if isinstance(schedule, schedules.Schedule):
+        num_devices = schedule.num_devices
+      devices = cluster.Cluster.Create(num_devices, num_replicas=num_replicas).devices
+    self.model = model
+    # Keras would track these objects, and copy lists of them.
+    self.__dict__.update(
+      _pipeline_params=p, _pipeline_devices=tuple(devices), _num_replicas=num_replicas
+    )
+    self.__dict__.update(stack=None, cut=None, _mask_function=None)
+    self.__dict__.update(_graph=None, _cells=(), _keras_loss=None, _keras_step=None, _masks=None)
+
+  # ---- a keras.Model -----------------------------------------------------------------------------
+
+  def call(self, inputs: Any, training: bool | None = None) -> Any:
+    """Runs the model as Keras does, without micro-batches and stages."""
+    return self.model(inputs, training=training)
+
+  @property
+  def losses(self) -> list[Any]:
+    """Empty: the stages add the losses of the model's layers to the loss."""
+    return []
+
+  @property
+  def output_names(self) -> Any:
+    """Names of the model's outputs; AttributeError if it has none."""
+    return self.model.output_names
+
+  def compile(self, *args: Any, **kwargs: Any) -> None:
+    """Configures training; see keras.Model.compile. The stages have `xla` for `jit_compile`."""
+    kwargs['jit_compile'] = False
+    super().compile(*args, **kwargs)
+    # The plain model is saved with the same optimizer, loss and metrics.
+    kwargs.pop('optimizer', None)
+    self.model.compile(self.optimizer, *args[1:], **kwargs)
+    self.__dict__.update(_keras_loss=None, _keras_step=None)
+
+  def save(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
+    """Saves the plain Keras model, with its optimizer; see keras.Model.save."""
+    self.model.save(filepath, *args, **kwargs)
+
+  def save_weights(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
+    """Saves the weights of the plain Keras model; see keras.Model.save_weights."""
+    self.model.save_weights(filepath, *args, **kwargs)
+
+  def load_weights(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
+    """Loads weights of the plain Keras model; see keras.Model.load_weights."""
+    self.model.load_weights(filepath, *args, **kwargs)
+
+  def get_config(self) -> dict[str, Any]:
+    """Returns the configuration of the plain Keras model."""
+    return self.model.get_config()
+
+  def summary(self, *args: Any, **kwargs: Any) -> None:
+    """Prints the summary of the model, and the stages once there was a batch."""
+    self.model.summary(*args, **kwargs)
+    if self.cut is not None:
+      (kwargs.get('print_fn') or print)(self.cut.Table(self._pipeline_devices))
+
+  # ---- steps -------------------------------------------------------------------------------------
+
+  def make_train_function(self, force: bool = False) -> Any:
+    """Makes the function that `fit` calls with an iterator over batches."""
+    if self.train_function is None or force:
+      self.train_function = self._EachBatch(self._TrainBatch)
+    return self.train_function
+
+  def make_test_function(self, force: bool = False) -> Any:
+    """Makes the function that `evaluate` calls with an iterator over batches."""
+    if self.test_function is None or force:
+      self.test_function = self._EachBatch(self._TestBatch)
+    return self.test_function
+
+  def make_predict_function(self, force: bool = False) -> Any:
+    """Makes the function that `predict` calls with a list of batches."""
+
+    def Predict(batches: Sequence[Any]) -> Any:
+      outputs = [self._PredictBatch(data) for data in batches]
+      if len(outputs) == 1:
+        return outputs[0]
+      return keras.tree.map_structure(lambda *x: tf.concat(x, axis=0), *outputs)
+
+    if self.predict_function is None or force:
+      self.predict_function = Predict
+    return self.predict_function
+
+  def _EachBatch(self, run: Callable[[Any], Any]) -> Callable[[Iterator[Any]], Any]:
+    """Returns a function that runs `steps_per_execution` batches of an iterator."""
+
+    def Run(iterator: Iterator[Any]) -> Any:
+      # Eager batches have static shapes, also the last one of an epoch, which is smaller.
+      logs = run(next(iterator))
+      for _ in range(int(self.steps_per_execution) - 1):
+        data = next(iterator, None)
+        if data is None:
+          break
+        logs = run(data)
+      return logs
+
+    return Run
+
+  def _TrainBatch(self, data: Any) -> Any:
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    args, side = self._Prepare(x, y, sample_weight)
+    if self._keras_step is None:
+      self._MakeStep()
+    return self._train(args, side)
+
+  def _TestBatch(self, data: Any) -> Any:
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    args, side = self._Prepare(x, y, sample_weight)
+    return self._test(args, side)
+
+  def _PredictBatch(self, data: Any) -> Any:
+    x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+    args = self._Place(x)
+    return self._predict(args)
+
+  def _Prepare(self, x: Any, y: Any, sample_weight: Any) -> tuple[Any, nested_map.NestedMap]:
+    """Returns the arguments of the first cell and the inputs of the loss; places the stages."""
+    tensors = _AsTensors((y, sample_weight))
+    args = self._Place(x)
+    side = nested_map.NestedMap(y=tensors[0], sample_weight=tensors[1])
+    if not self._is_built:
+      self._keras_loss.Build(side, micro_batch.BatchSize(args))
+      self.__dict__['_is_built'] = True
+    return args, side
+
+  def _Place(self, x: Any) -> tuple[Any, ...]:
+    """Returns the flat inputs of the model; cuts the model at the first batch."""
+    x = _AsTensors(x)
+    if self._graph is None:
+      if not self.model.built:
+        self.model(keras.tree.map_structure(lambda t: t[:1], x))
+      graph = keras_nodes.FromModel(self.model, x)
+      self.__dict__.update(_graph=graph, _cells=tuple(keras_cells.Cut(graph)))
+    args = tuple(self._graph.FlatInputs(x))
+    if self._keras_loss is None:
+      self._MakeStack(args)
+    return args
+
+  def _MakeStack(self, args: tuple[Any, ...]) -> None:
+    """Cuts the model for a first batch, and moves its variables to their stages."""
+    cells = self._cells
+    p = self._pipeline_params.Copy()
+    p.Set(sub=keras_cell_layer.CellParams(cells), ties=keras_cell_layer.TiePaths(cells))
+    if p.num_stages > len(cells):
+      raise ValueError(
+        f'{self.model.name} has {len(cells)} cells, too few for {p.num_stages} stages; a cell is a '
+        f'layer with a matrix: {", ".join(c.name for c in cells)}'
+      )
+    without_xla = sorted({x.name for c in cells for x in c.Layers() if not x.supports_jit})
+    if p.xla and without_xla:
+      logging.warning('XLA is off: %s cannot be compiled by it.', ', '.join(without_xla))
+      p.xla = False
+    if self.cut is not None:  # The variables are on their devices.
+      p.splits = list(self.cut.ends)
+    loss = keras_loss.KerasLoss(self, self._graph)
+    stack = p.Instantiate()
+    cut = stack.Place(
+      self._pipeline_devices,
+      *[None if t is None else tf.TensorSpec(t.shape, t.dtype) for t in args],
+      loss_fn=loss,
+      num_replicas=self._num_replicas,
+    )
+    self.__dict__.update(
+      stack=stack, cut=cut, _keras_loss=loss, _keras_step=None, _is_built=not self.compiled,
+      _mask_function=None,
+    )
+    has_masks = any(isinstance(s, dict) for s in cut.layers[-1].out_specs)
+    self.__dict__['_masks'] = self._OutputMasks if has_masks else None
+    # By shape of the batch; relaxed shapes would not be static.
+    for name in ('train', 'test', 'predict'):
+      run = getattr(self, f'_{name.title()}')
+      function = run if self.run_eagerly else tf.function(run, autograph=False)
+      self.__dict__[f'_{name}'] = function
+
+  def _MakeStep(self) -> None:
+    variables = {}
+    for k, cell in enumerate(self._cells):
+      for name, v in cell.Weights().items():
+        variables[f'{self.stack.layers[k].path}.{name}'] = v
+    trained = {path: variables[path] for path in self.stack.engine.trained}
+    if not trained:
+      raise ValueError(f'{self.model.name} has no weights to train')
+    keras_nodes.MoveSlots(self.optimizer, self.model.trainable_variables)
+    self.__dict__['_keras_step'] = keras_step.KerasStep(
+      self.stack,
+      self.optimizer,
+      variables=trained,
+      all_variables=self.model.trainable_variables,
+    )
+
+  # ---- functions to trace ------------------------------------------------------------------------
+
+  def _Train(self, args: tuple[Any, ...], side: nested_map.NestedMap) -> Any:
+    return self._UpdateMetrics(self._keras_step.Update(self._MicroBatches(args, side)), args, side)
+
+  def _Test(self, args: tuple[Any, ...], side: nested_map.NestedMap) -> Any:
+    self.stack.engine.SyncReplicas()
+    sums = self.stack.engine.Evaluate(self._MicroBatches(args, side))
+    return self._UpdateMetrics(sums, args, side)
+
+  def _Predict(self, args: tuple[Any, ...]) -> Any:
+    self.stack.engine.SyncTies()
+    inputs = self.stack.SplitBatch(args)
+    outputs = [_Values(y) for y in self.stack.engine.Forward(inputs).Outputs()]
+    return self._graph.PackOutputs(micro_batch.MergeOutputs(outputs, inputs))
+
+  def _MicroBatches(
+    self, args: tuple[Any, ...], side: nested_map.NestedMap
+  ) -> list[micro_batch.MicroBatch]:
+    pieces = self.stack.SplitBatch((args, side))
+    scales = self._keras_loss.Scales(pieces, self._masks)
+    total = micro_batch.BatchSize(args)
+    return [
+      micro_batch.MicroBatch(
+        args,
+        nested_map.NestedMap(side, scale=scale),
+        tf.constant(micro_batch.BatchSize(args) / total),
+      )
+      for (args, side), scale in zip(pieces, scales, strict=True)
+    ]
+
+  def _UpdateMetrics(
+    self, sums: dict[str, tf.Tensor], args: tuple[Any, ...], side: nested_map.NestedMap
+  ) -> Any:
+    """Adds a batch to the metrics; returns their results."""
+    loss, sums = self._keras_loss, dict(sums)
+    for i, v in enumerate(loss.States()):
+      v.assign_add(sums.pop(f'{keras_loss.STATE}{i}'))
+    predictions = [name for name in sums if name.startswith(keras_loss.PREDICTION)]
+    flat = [sums.pop(f'{keras_loss.PREDICTION}{i}') for i in range(len(predictions))]
+    if flat:
+      y_pred = self._graph.PackOutputs(flat)
+      self._compile_metrics.update_state(side.y, y_pred, side.sample_weight)
+    total = tf.add_n(list(keras_step.Means(sums).values()))
+    self._loss_tracker.update_state(total, sample_weight=micro_batch.BatchSize(args))
+    return self.get_metrics_result()
+
+  def _OutputMasks(self, args: tuple[Any, ...]) -> list[tf.Tensor | None]:
+    """Returns the masks of the outputs, computed by a graph that has nothing else in it."""
+    if self._mask_function is None:
+      self.__dict__['_mask_function'] = keras_cell_layer.MaskFunction(self.stack.layers)
+    return self._mask_function(args)
+
+
+def _AsTensors(nest: Any) -> Any:
+  """Returns a nest with arrays as tensors; None stays.
+
+  Raises:
+    ValueError: a tensor is sparse or ragged.
+  """
+
+  def Convert(x: Any) -> Any:
+    if isinstance(x, tf.experimental.Optional):
+      return None
+    if isinstance(x, (tf.SparseTensor, tf.RaggedTensor)):
+      raise ValueError(f'a pipeline takes dense tensors, got a {type(x).__name__}')
+    return x if x is None else tf.convert_to_tensor(x)
+
+  return keras.tree.map_structure(Convert, nest)
+
+
+def _Values(outputs: Any) -> list[Any]:
+  """Returns the output tensors of the last cell without their masks."""
+  return [x['value'] if isinstance(x, dict) else x for x in outputs]

@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`KerasCellLayer`: a cell of a live Keras model as a layer of this library."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from lingvo_gpipe.core import base_layer, fprop_context, hyperparams, nested_map, weight_params
+from lingvo_gpipe.layers import sequential
+from lingvo_gpipe.layers.keras import keras_cells, keras_nodes
+
+
+class _Scope(keras.layers.Layer):
+  """Runs calls as inside the `__call__` of a model: in its dtype policy and training mode."""
+
+  def __init__(self, policy: Any) -> None:
+    super().__init__(dtype=policy, name='cell')
+    self.built = True
+    self.run: Any = None
+
+  def call(self, training: bool | None = None) -> None:
+    self.run()
+
+
+class KerasCellLayer(base_layer.BaseLayer):
+  """Runs a cell of a Keras model; its weights are the variables of the model itself.
+
+  FProp runs the live Keras layers with the weights in place of their variables:
+
+  * Seed generators take their seeds from the context's seeds.
+  * Losses that Keras collects (regularizers, add_loss) become an auxiliary loss `keras_losses`.
+  * State that a call changes (moving averages of a BatchNormalization, vectors of a
+    SpectralNormalization) becomes the mean over the micro-batches, weighted by their rows, of what
+    each of them would have made it. So one micro-batch changes it as Keras does. The moving
+    variance counts the differences between the micro-batches' means, too.
+  """
+
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    """Returns the Params of a cell; `CellParams` fills them in."""
+    p = super().Params()
+    p.Define('cell', None, 'A `keras_cells.Cell` of a live model.')
+    p.Define('reused', (), 'Names of the weights that an earlier cell owns.')
+    return p
+
+  def __init__(self, params: hyperparams.InstantiableParams) -> None:
+    super().__init__(params)
+    self._cell: keras_cells.Cell = self.params.cell
+    self._keras_variables = self._cell.Weights()
+    self._seeds = self._cell.Seeds()
+    self._norms = [
+      x for x in self._cell.Layers() if isinstance(x, keras.layers.BatchNormalization) and x.built
+    ]
+    for name, v in self._keras_variables.items():
+      init = weight_params.WeightInit.Constant(0)  # Never used: the variable has its value.
+      spec = weight_params.WeightParams(list(v.shape), init, tf.as_dtype(v.dtype))
+      self.CreateVariable(name, spec, trainable=v.trainable)
+
+  @property
+  def structure(self) -> Any:
+    """Equal for cells that compute the same function."""
+    return keras_cells.Structure(self._cell)
+
+  @property
+  def skips_in(self) -> tuple[str, ...]:
+    """Names of the tensors of earlier cells."""
+    return tuple(map(_SkipName, self._cell.skips_in))
+
+  @property
+  def skips_out(self) -> tuple[str, ...]:
+    """Names of the tensors for later cells."""
+    return tuple(map(_SkipName, self._cell.skips_out))
+
+  def _NewVariable(self, name: str, device: str | None) -> tf.Variable:
+    """Moves the Keras variable to the device, or copies it if an earlier cell owns it."""
+    variable = self._keras_variables[name]
+    if device is None:
+      device = variable.value.device
+    if name not in self.params.reused:
+      return keras_nodes.Move(variable, device)
+    with tf.init_scope(), tf.device(device):
+      return tf.Variable(variable.value, trainable=variable.trainable, name='reused')
+
+  def ThetaFrom(self, variables: nested_map.NestedMap) -> nested_map.NestedMap:
+    """Returns the weights unchanged: Keras casts each weight when it uses it."""
+    return nested_map.NestedMap(variables)
+
+  def FProp(self, theta: nested_map.NestedMap, *args: Any) -> Any:
+    """Runs a cell that has no skip connections; see `FPropSkips`."""
+    return self.FPropSkips(theta, nested_map.NestedMap(), *args)[0]
+
+  def FPropSkips(
+    self, theta: nested_map.NestedMap, skips: nested_map.NestedMap, *args: Any
+  ) -> tuple[Any, nested_map.NestedMap]:
+    """Runs the cell.
+
+    Args:
+      theta: the weights.
+      skips: {name: tensor `[batch, ...]`} of earlier cells. A tensor to which Keras attached a mask
+        is NestedMap(value, mask).
+      *args: the tensors that the cell before hands over; for the first cell the model's inputs.
+
+    Returns:
+      A tuple of the tensors for the next cell, and {name: tensor} for later cells.
+
+    Raises:
+      ValueError: the call changes a trained weight, or state that another cell owns.
+    """
+    cell, context = self._cell, fprop_context.Current()
+    values: dict[keras_nodes.Value, Any] = {}
+    for v, x in zip(cell.args, args, strict=True):
+      values[v] = WithMask(x)
+    for v in cell.skips_in:
+      values[v] = WithMask(skips[_SkipName(v)])
+    given = {name: tf.convert_to_tensor(theta[name]) for name in self._keras_variables}
+    mapping = [(v, given[name]) for name, v in self._keras_variables.items()]
+    mapping += [(v, self._Seed(i, v)) for i, v in enumerate(self._seeds)]
+    with keras.StatelessScope(mapping, collect_losses=True) as scope:
+      self._RunNodes(values, training=not context.do_eval)
+      losses = [*scope.losses, *self._RegularizerLosses()]
+      if losses:
+        total = tf.add_n([tf.cast(tf.reduce_sum(x), tf.float32) for x in losses])
+        context.AddAuxLoss(self, total, name='keras_losses')
+    changed = {
+      name: new
+      for name, v in self._keras_variables.items()
+      if (new := scope.get_current_value(v)) is not given[name]
+    }
+    self._ReportState(given, changed, _Rows(args, skips))
+    outputs = tuple(_Payload(values[v]) for v in cell.outputs)
+    return outputs, nested_map.NestedMap(
+      {_SkipName(v): _Payload(values[v]) for v in cell.skips_out}
+    )
+
+  def _RunNodes(self, values: dict[keras_nodes.Value, Any], training: bool) -> None:
+    """Runs the calls of the cell; adds their results to `values`."""
+
+    def Fill(nest: Any) -> Any:
+      return keras.tree.map_structure(
+        lambda x: values[x] if isinstance(x, keras_nodes.Value) else x, nest
+      )
+
+    for node in self._cell.nodes:
+      mode = training if node.training is None else node.training
+
+      def Run(node: keras_nodes.Node = node, mode: bool = mode) -> None:
+        kwargs = Fill(node.kwargs)
+        if 'training' in getattr(node.operation, '_call_context_args', ()):
+          kwargs['training'] = mode
+        outputs = keras.tree.flatten(node.operation(*Fill(node.args), **kwargs))
+        values.update(zip(node.outputs, outputs, strict=True))
+
+      scope = _Scope(node.policy)
+      scope.run = Run
+      scope(training=mode)
+
+  def _Seed(self, index: int, variable: Any) -> tf.Tensor:
+    """Returns the state of a seed generator for this call."""
+    context = fprop_context.Current()
+    if context.do_eval:
+      return tf.zeros(variable.shape, variable.dtype)
+    # Keras takes the seeds modulo 2^31, which would repeat the seeds of other steps.
+    bits = tf.random.stateless_uniform(
+      variable.shape,
+      context.OpSeed(self, f'seed_{index}'),
+      minval=None,
+      maxval=None,
+      dtype=tf.uint32,
+      alg='philox',
+    )
+    return tf.cast(bits, variable.dtype)
+
+  def _RegularizerLosses(self) -> list[Any]:
+    """Returns the losses of the weights' regularizers; a reused weight counts in its own cell."""
+    return [
+      v.regularizer(v)
+      for name, v in self._keras_variables.items()
+      if v.regularizer is not None and v.trainable and name not in self.params.reused
+    ]
+
+  def _ReportState(
+    self, given: Mapping[str, tf.Tensor], changed: Mapping[str, Any], rows: tf.Tensor
+  ) -> None:
+    """Reports the state that the call changed, for `StateFromSums`."""
+    context = fprop_context.Current()
+    if not changed or context.do_eval:
+      return
+    for name in changed:
+      if self._keras_variables[name].trainable or name in self.params.reused:
+        owner = 'trained' if name not in self.params.reused else "another cell's"
+        raise ValueError(
+          f'{self.path}: the call of {self._cell.name} changes the {owner} variable '
+          f'{self._keras_variables[name].path}, which a pipeline cannot do'
+        )
+    sums = {'rows': rows}
+    for name, new in changed.items():
+      sums[name] = rows * tf.cast(new, tf.float64)
+    for i, momentum, mean, _ in self._MovingNames(changed):
+      old, new = tf.cast(given[mean], tf.float64), tf.cast(changed[mean], tf.float64)
+      batch_mean = (new - momentum * old) / (1 - momentum)
+      sums[f'mean_{i}'] = rows * batch_mean
+      sums[f'square_{i}'] = rows * tf.square(batch_mean)
+    context.AddSums(self, sums)
+
+  def _MovingNames(self, names: Any) -> list[tuple[int, float, str, str]]:
+    """Returns (index, momentum, name of mean, name of variance) of BatchNormalizations."""
+    name_of = {id(v): name for name, v in self._keras_variables.items()}
+    found = []
+    for i, norm in enumerate(self._norms):
+      mean, variance = name_of.get(id(norm.moving_mean)), name_of.get(id(norm.moving_variance))
+      if mean in names and variance in names and norm.momentum < 1:
+        found.append((i, norm.momentum, mean, variance))
+    return found
+
+  def StateFromSums(
+    self, state: nested_map.NestedMap, sums: nested_map.NestedMap
+  ) -> Mapping[str, tf.Tensor]:
+    """Returns the state after a mini-batch: means over its micro-batches, weighted by rows."""
+    names = [name for name in self._keras_variables if name in sums]
+    new = {name: sums[name] / sums.rows for name in names}
+    for i, momentum, _, variance in self._MovingNames(names):
+      between = sums[f'square_{i}'] / sums.rows - tf.square(sums[f'mean_{i}'] / sums.rows)
+      new[variance] += (1 - momentum) * tf.maximum(between, 0)
+    return {
+      name: value if state[name].dtype.is_floating else tf.round(value)
+      for name, value in new.items()
+    }
+
+
+def CellParams(cells: Sequence[keras_cells.Cell]) -> list[hyperparams.InstantiableParams]:
+  """Returns the Params of a KerasCellLayer for each cell, for `sub` of a PipeliningLayer."""
+  reused: list[list[str]] = [[] for _ in cells]
+  for k, name in keras_cells.Ties(cells):
+    reused[k].append(name)
+  return [
+    KerasCellLayer.Params().Set(name=f'cell_{k}', cell=cell, reused=tuple(reused[k]))
+    for k, cell in enumerate(cells)
+  ]
+
+
+def TiePaths(cells: Sequence[keras_cells.Cell]) -> list[list[str]]:
+  """Returns `ties` of a PipeliningLayer of these cells."""
+  return [
+    [f'layers[{k}].{name}', f'layers[{owner}].{owner_name}']
+    for (k, name), (owner, owner_name) in keras_cells.Ties(cells).items()
+  ]
+
+
+def MaskFunction(layers: Sequence[KerasCellLayer]) -> Any:
+  """Returns a function that computes the masks of the last cell's outputs from the model's inputs.
+
+  It runs without the weights: the masks follow from the inputs alone.
+
+  Raises:
+    ValueError: (the function) a mask depends on a weight.
+  """
+
+  def Masks(variables: Sequence[Any], args: tuple[Any, ...]) -> list[Any]:
+    def Run(i: int, layer: Any, args: tuple[Any, ...], skips: nested_map.NestedMap) -> Any:
+      return layer.FPropSkips(variables[i], skips, *args)
+
+    outputs, _ = sequential.RunLayers(layers, Run, args)
+    return [x['mask'] if isinstance(x, Mapping) else None for x in outputs]
+
+  traced = tf.function(Masks, autograph=False)
+  specs = [layer.WeightTensorSpecs() for layer in layers]
+
+  def Function(args: tuple[Any, ...]) -> list[Any]:
+    arg_specs = tf.nest.map_structure(
+      lambda t: None if t is None else tf.TensorSpec(t.shape, t.dtype), args
+    )
+    graph = traced.get_concrete_function(specs, arg_specs).graph
+    read = _Reached(graph.outputs)
+    num_weights = len(tf.nest.flatten(specs))
+    if any(t.op.name in read for t in graph.inputs[:num_weights]):
+      raise ValueError(
+        'the mask of an output depends on weights, so its size is not known before the forward; '
+        'set num_micro_batches=1'
+      )
+    # What the masks do not need is pruned, the zeros among it.
+    zeros = tf.nest.map_structure(lambda s: tf.zeros(s.shape, s.dtype), specs)
+    return list(traced(zeros, args))
+
+  return Function
+
+
+def _Reached(outputs: Sequence[tf.Tensor]) -> set[str]:
+  """Returns the names of the operations that lead to some tensors."""
+  waiting, names = [t.op for t in outputs], set()
+  while waiting:
+    op = waiting.pop()
+    if op.name not in names:
+      names.add(op.name)
+      waiting += [t.op for t in op.inputs]
+  return names
+
+
+def _SkipName(value: keras_nodes.Value) -> str:
+  return f'v{value.index}'
+
+
+def _Rows(args: Sequence[Any], skips: Mapping[str, Any]) -> tf.Tensor:
+  """Returns the number of examples in the micro-batch, a float64 scalar."""
+  first = next(x for x in tf.nest.flatten([*args, *skips.values()]) if x is not None)
+  return tf.cast(tf.shape(first)[0], tf.float64)
+
+
+def _Payload(x: Any) -> Any:
+  """Returns a tensor for another cell, with the mask that Keras attached to it."""
+  mask = getattr(x, '_keras_mask', None)
+  return x if mask is None else nested_map.NestedMap(value=x, mask=mask)
+
+
+def WithMask(x: Any) -> Any:
+  """Returns a tensor of another cell, with its mask attached as Keras does."""
+  if not isinstance(x, Mapping):
+    return x
+  value = tf.identity(x['value'])  # The mask belongs to this tensor alone.
+  with contextlib.suppress(AttributeError):
+    value._keras_mask = x['mask']
+  return value

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups the calls of a Keras model into cells, the smallest pieces that a pipeline may cut.
+
+A cell has one layer with a matrix (a block of a Transformer, a convolution, an embedding) and the
+small calls around it. Between two such layers the cut is where the fewest bytes cross:
+
+    Conv  BatchNorm  ReLU | Conv  BatchNorm  Add(skip)  ReLU | Conv ...
+
+Any number of tensors may cross. What only the next cell needs are the arguments of that cell; all
+other tensors (a padding mask, a long skip, the output of an encoder) are skip connections, which
+pass straight from the cell that makes them to the cells that take them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import keras
+
+from lingvo_gpipe.layers.keras import keras_equality, keras_nodes
+
+_Value = keras_nodes.Value
+
+
+class Cell:
+  """Consecutive calls of a Keras model.
+
+  Attributes:
+    nodes: the calls; empty if the model has no calls at all.
+    args: the tensors that the cell before hands over.
+    skips_in: tensors of earlier cells.
+    outputs: the tensors for the next cell; in the last cell the outputs of the model.
+    skips_out: tensors for later cells.
+  """
+
+  # No dataclass: copies of Params would copy its fields, and share any other object.
+  def __init__(
+    self,
+    nodes: Sequence[keras_nodes.Node],
+    *,
+    args: Sequence[_Value],
+    skips_in: Sequence[_Value],
+    outputs: Sequence[_Value],
+    skips_out: Sequence[_Value],
+  ) -> None:
+    self.nodes = tuple(nodes)
+    self.args = tuple(args)
+    self.skips_in = tuple(skips_in)
+    self.outputs = tuple(outputs)
+    self.skips_out = tuple(skips_out)
+
+  def __deepcopy__(self, memo: Any) -> Cell:
+    return self
+
+  @property
+  def name(self) -> str:
+    """The name of the last layer with weights, or of the last call."""
+    names = [n.operation.name for n in self.nodes if n.variables]
+    return (names or [n.operation.name for n in self.nodes] or ['identity'])[-1]
+
+  def Weights(self) -> dict[str, Any]:
+    """Returns {name: Keras variable}; blocks of equal structure have equal names."""
+    return {
+      name: v for name, v in _Named(self._Variables()) if not keras_nodes.IsSeed(v)
+    }
+
+  def Seeds(self) -> list[Any]:
+    """Returns the states of the seed generators, in order."""
+    return [v for v in self._Variables() if keras_nodes.IsSeed(v)]
+
+  def Layers(self) -> list[Any]:
+    """Returns the Keras layers that the cell calls, and the layers inside them, each once."""
+    layers = [x for n in self.nodes for x in keras_nodes.Sublayers(n.operation)]
+    return list({id(x): x for x in layers}.values())
+
+  def _Variables(self) -> list[Any]:
+    return list({id(v): v for node in self.nodes for v in node.variables}.values())
+
+
+class Structure:
+  """Equal for two cells that compute the same function of their weights, seeds and inputs."""
+
+  def __init__(self, cell: Cell) -> None:
+    self._cell = cell
+    self._key = (
+      tuple(type(n.operation) for n in cell.nodes),
+      tuple((name, tuple(v.shape), v.dtype) for name, v in cell.Weights().items()),
+      tuple(v.index for v in (*cell.skips_in, *cell.skips_out)),
+    )
+
+  def __hash__(self) -> int:
+    return hash(self._key)
+
+  def __eq__(self, other: object) -> bool:
+    if not isinstance(other, Structure):
+      return NotImplemented
+    if self._cell is other._cell:
+      return True
+    return self._key == other._key and keras_equality.AreEqual(
+      _Wiring(self._cell), _Wiring(other._cell)
+    )
+
+
+def Cut(graph: keras_nodes.Graph) -> list[Cell]:
+  """Returns the cells of a model, in order."""
+  starts = [0, *_Boundaries(graph)]
+  ranges = list(itertools.pairwise([*starts, len(graph.nodes)]))
+  last = len(ranges) - 1
+  # For each tensor the cell that makes it, and the cells that use it.
+  maker = dict.fromkeys(graph.inputs, 0)
+  users: dict[_Value, set[int]] = {v: {last} for v in graph.outputs}
+  for k, (start, end) in enumerate(ranges):
+    for node in graph.nodes[start:end]:
+      maker.update(dict.fromkeys(node.outputs, k))
+      for v in node.inputs:
+        users.setdefault(v, set()).add(k)
+  later = {v: {k for k in users.get(v, ()) if k > maker[v]} for v in maker}
+  cells: list[Cell] = []
+  for k, (start, end) in enumerate(ranges):
+    leaving = [v for v in maker if maker[v] == k and later[v]]
+    outputs = [v for v in leaving if later[v] == {k + 1}]
+    entering = [v for v in maker if maker[v] < k and k in users.get(v, ())]
+    args = cells[-1].outputs if k else graph.inputs
+    cells.append(
+      Cell(
+        graph.nodes[start:end],
+        args=args,
+        skips_in=[v for v in entering if v not in args],
+        outputs=graph.outputs if k == last else outputs,
+        skips_out=[v for v in leaving if v not in outputs],
+      )
+    )
+  return cells
+
+
+def Ties(cells: Sequence[Cell]) -> dict[tuple[int, str], tuple[int, str]]:
+  """Returns {(index of a cell, name): (index of a cell, name)} of weights that are used again.
+
+  The second weight of each pair is the first use of the variable.
+  """
+  first: dict[int, tuple[int, str]] = {}
+  ties = {}
+  for k, cell in enumerate(cells):
+    for name, v in cell.Weights().items():
+      if id(v) in first:
+        ties[k, name] = first[id(v)]
+      else:
+        first[id(v)] = (k, name)
+  return ties
+
+
+def _Boundaries(graph: keras_nodes.Graph) -> list[int]:
+  """Returns the indices of the nodes that begin a new cell, but the first."""
+  crossing = _CrossingBytes(graph)
+  together = _Together(graph.nodes)
+  heavy = [i for i, node in enumerate(graph.nodes) if any(len(v.shape) > 1 for v in _Weights(node))]
+  boundaries = []
+  for before, after in itertools.pairwise(heavy):
+    places = [p for p in range(before + 1, after + 1) if not any(a < p <= b for a, b in together)]
+    if places:
+      boundaries.append(min(reversed(places), key=lambda p: crossing[p]))
+  return boundaries
+
+
+def _CrossingBytes(graph: keras_nodes.Graph) -> list[int]:
+  """Returns for each node the bytes of an example that pass from the nodes before it."""
+  end = len(graph.nodes)
+  made = {v: i for i, node in enumerate(graph.nodes) for v in node.outputs}
+  last_use = {v: i for i, node in enumerate(graph.nodes) for v in node.inputs}
+  last_use.update(dict.fromkeys(graph.outputs, end))
+  changes = [0] * (end + 2)
+  for v, i in made.items():
+    if v in last_use:
+      changes[i + 1] += v.bytes_per_example
+      changes[last_use[v] + 1] -= v.bytes_per_example
+  return list(itertools.accumulate(changes))
+
+
+def _Together(nodes: Sequence[keras_nodes.Node]) -> list[tuple[int, int]]:
+  """Returns (first, last) node of each layer whose state changes, for one cell must update it."""
+  calls: dict[int, list[int]] = {}
+  for i, node in enumerate(nodes):
+    for layer in keras_nodes.Sublayers(node.operation):
+      if isinstance(layer, keras_nodes.STATEFUL):
+        calls.setdefault(id(layer), []).append(i)
+  return [(c[0], c[-1]) for c in calls.values()]
+
+
+def _Weights(node: keras_nodes.Node) -> list[Any]:
+  return [v for v in node.variables if not keras_nodes.IsSeed(v)]
+
+
+def _Named(variables: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+  """Yields (name, variable): the last part of the Keras path, numbered if it repeats."""
+  counts: dict[str, int] = {}
+  for v in variables:
+    base = re.sub(r'\W', '_', v.name).strip('_').lower()
+    number = counts.get(base, 0)
+    counts[base] = number + 1
+    yield f'w_{base}_{number}' if number else f'w_{base}', v
+
+
+def _Wiring(cell: Cell) -> list[Any]:
+  """Returns the calls of a cell, with the tensors numbered from its own first one."""
+  tensors = [*cell.args, *cell.skips_in, *(v for node in cell.nodes for v in node.outputs)]
+  number = {v: i for i, v in enumerate(tensors)}
+
+  def Number(nest: Any) -> Any:
+    return keras.tree.map_structure(
+      lambda x: ('tensor', number[x]) if isinstance(x, _Value) else x, nest
+    )
+
+  calls = [(n.operation, Number(n.args), Number(n.kwargs), n.training, n.policy) for n in cell.nodes]
+  ends = [number[v] for v in (*cell.outputs, *cell.skips_out)]
+  return [calls, ends, [(v.shape, v.dtype) for v in tensors]]

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether two live Keras objects compute the same function of their variables and inputs."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+# Attributes that name a layer, or record how it was made and called; no computation reads them.
+_IGNORED = frozenset(
+  {
+    '_auto_config',
+    '_auto_name',
+    '_build_shapes_dict',
+    '_called',
+    '_inbound_nodes',
+    '_initializer',
+    '_loss_ids',
+    '_losses',
+    '_name',
+    '_name_scope',
+    '_obj_reference_counts_dict',
+    '_outbound_nodes',
+    '_parent_path',
+    '_path',
+    '_post_build_modules',
+    '_saved_model_arg_spec',
+    '_saved_model_inputs_spec',
+    '_self_setattr_tracking',
+    '_self_unconditional_checkpoint_dependencies',
+    '_self_unconditional_deferred_dependencies',
+    '_self_unconditional_dependency_names',
+    '_self_name_based_restores',
+    '_self_saveable_object_factories',
+    '_self_update_uid',
+    '_tracker',
+    '_unconditional_checkpoint_dependencies',
+    '_unconditional_dependency_names',
+    'build',
+    'name',
+    'quantize',
+  }
+)
+_PLAIN = (str, bytes, int, float, complex, type(None), tf.DType, tf.TensorShape, type)
+_PLAIN += (inspect.Signature, slice, types.EllipsisType)
+
+
+def AreEqual(a: Any, b: Any) -> bool:
+  """Whether two objects are equal in all that a computation may depend on.
+
+  Names do not count. Variables are equal if they have the same shape, dtype and trainability, and
+  stand in the same places. Objects of unknown kind, and functions, are equal only if they are the
+  same object: unequal is always a safe answer.
+  """
+  return _Comparison().AreEqual(a, b)
+
+
+class _Comparison:
+  """One comparison, which pairs the objects that it met: object i here is object i there."""
+
+  def __init__(self) -> None:
+    self._partner: dict[int, int] = {}
+    self._partner_back: dict[int, int] = {}
+    self._alive: list[Any] = []
+
+  def AreEqual(self, a: Any, b: Any) -> bool:
+    if isinstance(a, _PLAIN) or isinstance(b, _PLAIN):
+      return type(a) is type(b) and (a == b or (a != a and b != b))
+    if type(a) is not type(b):
+      return False
+    if id(a) in self._partner or id(b) in self._partner_back:
+      return self._partner.get(id(a)) == id(b) and self._partner_back.get(id(b)) == id(a)
+    self._partner[id(a)], self._partner_back[id(b)] = id(b), id(a)
+    self._alive += [a, b]  # An id stands for one object as long as that lives.
+    return self._AreAlike(a, b)
+
+  def _AreAlike(self, a: Any, b: Any) -> bool:
+    if isinstance(a, keras.Variable):
+      return _Spec(a) == _Spec(b) and self.AreEqual(a.regularizer, b.regularizer)
+    if isinstance(a, (list, tuple)):
+      return len(a) == len(b) and all(map(self.AreEqual, a, b))
+    if isinstance(a, dict):
+      return list(a) == list(b) and all(self.AreEqual(a[key], b[key]) for key in a)
+    if isinstance(a, (set, frozenset)):
+      return bool(a == b)
+    if isinstance(a, np.ndarray):
+      return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if isinstance(a, types.MethodType):
+      return a.__func__ is b.__func__ and self.AreEqual(a.__self__, b.__self__)
+    is_known = isinstance(a, (keras.Operation, keras.DTypePolicy, keras.initializers.Initializer))
+    is_known = is_known or isinstance(a, (keras.regularizers.Regularizer, keras.InputSpec))
+    is_known = is_known or isinstance(a, (keras.random.SeedGenerator, keras.constraints.Constraint))
+    if not (is_known and hasattr(a, '__dict__')):
+      return a is b
+    mine, other = _State(a), _State(b)
+    return list(mine) == list(other) and all(self.AreEqual(mine[k], other[k]) for k in mine)
+
+
+def _Spec(v: Any) -> tuple[Any, ...]:
+  return tuple(v.shape), v.dtype, v.trainable
+
+
+def _State(value: Any) -> dict[str, Any]:
+  """Returns the attributes that a computation may read, sorted by name."""
+  attributes = {k: v for k, v in vars(value).items() if k not in _IGNORED}
+  if isinstance(value, keras.random.SeedGenerator):
+    attributes.pop('_initial_seed', None)
+    attributes.pop('seed', None)
+  if isinstance(value, keras.initializers.Initializer):
+    return {}  # Read when variables are made, not when they are used.
+  return dict(sorted(attributes.items()))
