@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """GPipe for TensorFlow 2, with the framework of Lingvo around it.
 
-The names in `__all__` are the public interface. Each is a module:
+The names in `__all__` are the public interface. Each is a module, or the class `PipelinedModel`:
 
-    from lingvo_gpipe import hyperparams, linear, registry
+    from lingvo_gpipe import PipelinedModel, hyperparams, linear, registry
 
 A module is loaded when its name is first used, so importing lingvo_gpipe loads no TensorFlow. All
 other modules are private and may change; docs/architecture.md says how they fit together.
@@ -26,6 +26,8 @@ if TYPE_CHECKING:  # The same names as in _FOLDERS, for type checkers and editor
   from lingvo_gpipe.distributed import cluster as cluster
   from lingvo_gpipe.experiment import registry as registry
   from lingvo_gpipe.experiment import task as task
+  from lingvo_gpipe.fit import keras_step as keras_step
+  from lingvo_gpipe.fit.pipelined_model import PipelinedModel as PipelinedModel
   from lingvo_gpipe.input import base_input_generator as base_input_generator
   from lingvo_gpipe.input import batches as batches
   from lingvo_gpipe.input import bucketed_input as bucketed_input
@@ -62,7 +64,6 @@ if TYPE_CHECKING:  # The same names as in _FOLDERS, for type checkers and editor
   from lingvo_gpipe.layers import transformer as transformer
   from lingvo_gpipe.layers import transformer_decoder as transformer_decoder
   from lingvo_gpipe.layers.keras import keras_cut as keras_cut
-  from lingvo_gpipe.layers.keras import keras_layer as keras_layer
   from lingvo_gpipe.learning import early_stopping as early_stopping
   from lingvo_gpipe.learning import learner as learner
   from lingvo_gpipe.learning import lr_schedules as lr_schedules
@@ -79,6 +80,7 @@ _FOLDERS = {
   'decoding': 'beam_search sampling translation_metrics',
   'distributed': 'cluster',
   'experiment': 'registry task',
+  'fit': 'keras_step',
   'input': (
     'base_input_generator batches bucketed_input image_augmentation image_input stream_input '
     'synthetic'
@@ -94,7 +96,7 @@ _FOLDERS = {
     'factorized_reduction flatten linear norm pooling sequential skip transformer '
     'transformer_decoder'
   ),
-  'layers.keras': 'keras_cut keras_layer',
+  'layers.keras': 'keras_cut',
   'learning': 'early_stopping learner lr_schedules optimizer',
   'pipeline': 'pipelining_layer verify',
   'pipeline.cost': 'simulator',
@@ -103,17 +105,22 @@ _FOLDERS = {
 }
 _FOLDER_OF = {name: folder for folder, names in _FOLDERS.items() for name in names.split()}
 
-__all__ = sorted(_FOLDER_OF)
+# Names in a module: {name: module}.
+_MODULE_OF = {'PipelinedModel': 'fit.pipelined_model'}
+
+__all__ = sorted({*_FOLDER_OF, *_MODULE_OF})
 
 
 if not TYPE_CHECKING:  # Type checkers would take any name to exist.
 
   def __getattr__(name: str) -> Any:
     """Imports a public module when its name is first used."""
+    if name in _MODULE_OF:
+      return getattr(importlib.import_module(f'{__name__}.{_MODULE_OF[name]}'), name)
     if name not in _FOLDER_OF:
       raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
     return importlib.import_module(f'{__name__}.{_FOLDER_OF[name]}.{name}')
 
 
 def __dir__() -> list[str]:
-  return sorted({*globals(), *_FOLDER_OF})
+  return sorted({*globals(), *__all__})

@@ -25,7 +25,7 @@ _ROWS = (
   ('input.records', 'learning', 'pipeline.cutting'),
   ('input.text', 'pipeline', 'planner'),
   ('input.tfds', 'experiment'),
-  ('cli', 'runners'),
+  ('cli', 'fit', 'runners'),
   ('evaluation',),
   ('training',),
   ('trainer', 'evaluator', 'worker'),

@@ -112,9 +112,7 @@ class KerasLoss:
     for i, value in enumerate(new):
       metrics[f'{STATE}{i}'] = weighted_loss.Sum(value)
     if self.needs_predictions:
-      metrics.update(
-        {f'{PREDICTION}{i}': weighted_loss.Rows(t) for i, t in enumerate(tensors)}
-      )
+      metrics.update({f'{PREDICTION}{i}': weighted_loss.Rows(t) for i, t in enumerate(tensors)})
     return metrics
 
   def States(self) -> list[Any]:

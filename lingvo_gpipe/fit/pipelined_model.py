@@ -22,9 +22,8 @@ from absl import logging
 from lingvo_gpipe.core import nested_map
 from lingvo_gpipe.distributed import cluster
 from lingvo_gpipe.fit import keras_loss, keras_step
-from lingvo_gpipe.layers.keras import keras_cell_layer, keras_cells, keras_nodes
+from lingvo_gpipe.layers.keras import keras_cell_layer, keras_cells, keras_cut, keras_nodes
 from lingvo_gpipe.pipeline import pipelining_layer
-from lingvo_gpipe.pipeline.cutting import cut as cut_lib
 from lingvo_gpipe.pipeline.schedule import schedules
 from lingvo_gpipe.pipeline.stages import micro_batch
 
@@ -252,7 +251,7 @@ class PipelinedModel(keras.Model):
     """Cuts the model for a first batch, and moves its variables to their stages."""
     cells = self._cells
     p = self._pipeline_params.Copy()
-    p.Set(sub=keras_cell_layer.CellParams(cells), ties=keras_cell_layer.TiePaths(cells))
+    p.Set(**keras_cut.Params(cells))
     if p.num_stages > len(cells):
       raise ValueError(
         f'{self.model.name} has {len(cells)} cells, too few for {p.num_stages} stages; a cell is a '
@@ -273,7 +272,11 @@ class PipelinedModel(keras.Model):
       num_replicas=self._num_replicas,
     )
     self.__dict__.update(
-      stack=stack, cut=cut, _keras_loss=loss, _keras_step=None, _is_built=not self.compiled,
+      stack=stack,
+      cut=cut,
+      _keras_loss=loss,
+      _keras_step=None,
+      _is_built=not self.compiled,
       _mask_function=None,
     )
     has_masks = any(isinstance(s, dict) for s in cut.layers[-1].out_specs)

@@ -42,7 +42,7 @@ class KerasCellLayer(base_layer.BaseLayer):
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
-    """Returns the Params of a cell; `CellParams` fills them in."""
+    """Returns the Params of a cell; `keras_cut.Cut` fills them in."""
     p = super().Params()
     p.Define('cell', None, 'A `keras_cells.Cell` of a live model.')
     p.Define('reused', (), 'Names of the weights that an earlier cell owns.')
@@ -230,25 +230,6 @@ class KerasCellLayer(base_layer.BaseLayer):
       name: value if state[name].dtype.is_floating else tf.round(value)
       for name, value in new.items()
     }
-
-
-def CellParams(cells: Sequence[keras_cells.Cell]) -> list[hyperparams.InstantiableParams]:
-  """Returns the Params of a KerasCellLayer for each cell, for `sub` of a PipeliningLayer."""
-  reused: list[list[str]] = [[] for _ in cells]
-  for k, name in keras_cells.Ties(cells):
-    reused[k].append(name)
-  return [
-    KerasCellLayer.Params().Set(name=f'cell_{k}', cell=cell, reused=tuple(reused[k]))
-    for k, cell in enumerate(cells)
-  ]
-
-
-def TiePaths(cells: Sequence[keras_cells.Cell]) -> list[list[str]]:
-  """Returns `ties` of a PipeliningLayer of these cells."""
-  return [
-    [f'layers[{k}].{name}', f'layers[{owner}].{owner_name}']
-    for (k, name), (owner, owner_name) in keras_cells.Ties(cells).items()
-  ]
 
 
 def MaskFunction(layers: Sequence[KerasCellLayer]) -> Any:

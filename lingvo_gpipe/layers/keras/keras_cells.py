@@ -63,9 +63,7 @@ class Cell:
 
   def Weights(self) -> dict[str, Any]:
     """Returns {name: Keras variable}; blocks of equal structure have equal names."""
-    return {
-      name: v for name, v in _Named(self._Variables()) if not keras_nodes.IsSeed(v)
-    }
+    return {name: v for name, v in _Named(self._Variables()) if not keras_nodes.IsSeed(v)}
 
   def Seeds(self) -> list[Any]:
     """Returns the states of the seed generators, in order."""
@@ -213,6 +211,8 @@ def _Wiring(cell: Cell) -> list[Any]:
       lambda x: ('tensor', number[x]) if isinstance(x, _Value) else x, nest
     )
 
-  calls = [(n.operation, Number(n.args), Number(n.kwargs), n.training, n.policy) for n in cell.nodes]
+  calls = [
+    (n.operation, Number(n.args), Number(n.kwargs), n.training, n.policy) for n in cell.nodes
+  ]
   ends = [number[v] for v in (*cell.outputs, *cell.skips_out)]
   return [calls, ends, [(v.shape, v.dtype) for v in tensors]]

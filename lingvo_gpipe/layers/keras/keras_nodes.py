@@ -25,7 +25,6 @@ from keras.src.models import functional as keras_functional
 
 from lingvo_gpipe.layers.keras import keras_equality
 
-
 # Layers whose call in training changes variables that no gradient reaches.
 STATEFUL = (keras.layers.BatchNormalization, keras.layers.SpectralNormalization)
 
@@ -255,8 +254,8 @@ class _Builder:
         continue
       args, kwargs = call.arguments.fill_in(environment)
       kwargs = dict(kwargs)
-      mode = kwargs.pop('training', None) if is_traced else kwargs.pop('training', None) and None
-      mode = training if mode is None else mode
+      asked = kwargs.pop('training', None)
+      mode = asked if is_traced and asked is not None else training
       values = self._Call(history.operation, args, kwargs, call.outputs, policy, mode)
       environment.update({id(t): v for t, v in zip(call.outputs, values, strict=True)})
     return [environment[id(t)] for t in outputs]

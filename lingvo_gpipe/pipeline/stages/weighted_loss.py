@@ -18,7 +18,7 @@ class Sum(NamedTuple):
 
 
 class Rows(NamedTuple):
-  """A metric `[batch, ...]` with a row for each example; the rows of all micro-batches are joined."""
+  """A metric `[batch, ...]` with a row for each example; rows of all micro-batches are joined."""
 
   value: tf.Tensor
 

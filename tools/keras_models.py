@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trains many Keras models as pipelines, and compares each with plain Keras.
+
+    python -m tools.keras_models            # all of them, several minutes
+    python -m tools.keras_models gpt2 t5    # the rows whose names contain one of these words
+
+For each model the table has the numbers of its calls and of its cells, the share of the ideal speed
+that the best cut reaches with two and four stages (by FLOPs), and the largest differences to plain
+Keras: of the loss of a batch, of its gradient (relative to its norm), of the history of one epoch of
+`fit` with two stages and two micro-batches, and of the weights after it. `-` stands for a comparison
+that makes no sense, with the reason in the last column. Models of KerasHub need the extra
+`lingvo_gpipe[keras_hub]`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import gc
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
+
+os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from lingvo_gpipe import PipelinedModel, cluster
+from tools.keras_zoo import zoo
+from tools.keras_zoo.case import Case
+
+# Bounds of a green row, relative.
+LOSS, GRADIENT, HISTORY = 1e-5, 1e-4, 1e-4
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+  """The comparison of one model; None for what was not compared.
+
+  Attributes:
+    name: the model's.
+    calls: number of calls of layers and operations, nested models opened.
+    cells: number of cells.
+    balance: {number of stages: mean over largest cost of a stage}.
+    loss: relative difference of the loss of one batch, one stage and one micro-batch.
+    gradient: norm of the gradient's difference over its norm, there.
+    history: largest relative difference of a figure of one epoch, two stages and micro-batches.
+    weights: largest difference of a weight after that epoch.
+    saved: whether the model read back from its file has the weights bit by bit.
+    is_refused: whether the model is one that a pipeline refuses, and says why.
+    note: why a comparison is missing, or the error.
+  """
+
+  name: str
+  calls: int = 0
+  cells: int = 0
+  balance: dict[int, float] = dataclasses.field(default_factory=dict)
+  loss: float | None = None
+  gradient: float | None = None
+  history: float | None = None
+  weights: float | None = None
+  saved: bool | None = None
+  is_refused: bool = False
+  note: str = ''
+
+  @property
+  def is_green(self) -> bool:
+    """Whether every comparison that was made is within its bound."""
+    bounds = ((self.loss, LOSS), (self.gradient, GRADIENT), (self.history, HISTORY))
+    is_equal = all(value is not None and value <= bound for value, bound in bounds)
+    return self.is_refused or (is_equal and self.saved is True)
+
+
+def Compare(case: Case, devices: Sequence[str], xla: bool) -> Row:
+  """Returns the row of a case; an exception becomes its note."""
+  row = Row(case.name, note=case.note)
+  try:
+    plain = _Model(case)
+    x = case.Inputs(plain, 8, seed=1)
+    outputs = plain.predict(x, batch_size=8, verbose=0)
+    y = case.Targets(plain, outputs, seed=2)
+
+    def Pipe(num_stages: int, num_micro_batches: int) -> Any:
+      return PipelinedModel(
+        _Model(case),
+        num_stages,
+        num_micro_batches=num_micro_batches,
+        devices=devices[:num_stages],
+        xla=xla,
+      )
+
+    _Compile(plain, 'sgd')
+    before = plain.get_weights()
+    expected = plain.train_on_batch(x, y, return_dict=True)['loss']
+    pipe = Pipe(1, 1)
+    _Compile(pipe, 'sgd')
+    loss = pipe.train_on_batch(x, y, return_dict=True)['loss']
+    row = dataclasses.replace(
+      row,
+      calls=len(pipe._graph.nodes),
+      cells=len(pipe._cells),
+      loss=abs(loss - expected) / max(abs(expected), 1e-6),
+      gradient=_Difference(before, plain.get_weights(), pipe.model.get_weights()),
+    )
+    balance = {k: _Balance(pipe.stack, k, x, pipe._graph) for k in (2, 4) if k <= row.cells}
+    row = dataclasses.replace(row, balance=balance)
+    plain = _Model(case)
+    _Compile(plain, 'adam')
+    expected = plain.fit(x, y, batch_size=4, epochs=1, shuffle=False, verbose=0).history
+    pipe = Pipe(min(2, row.cells), case.num_micro_batches)
+    _Compile(pipe, 'adam')
+    history = pipe.fit(x, y, batch_size=4, epochs=1, shuffle=False, verbose=0).history
+    row = dataclasses.replace(
+      row,
+      history=max(_Relative(history[name][0], v[0]) for name, v in expected.items()),
+      weights=_Largest(plain.get_weights(), pipe.model.get_weights()),
+      saved=_Saved(pipe),
+    )
+  except Exception as e:
+    if os.environ.get('RAISE'):
+      raise
+    note = f'{type(e).__name__}: {e}'.replace('\n', ' ')[:300]
+    is_expected = isinstance(e, ValueError) and bool(case.refused) and case.refused in note
+    row = dataclasses.replace(row, is_refused=is_expected, note=note)
+  return row
+
+
+def _Model(case: Case) -> Any:
+  keras.utils.set_random_seed(7)
+  model = case.make()
+  for layer in model._flatten_layers():  # Dropout draws other masks in a pipeline.
+    for name in ('rate', 'dropout', '_dropout'):
+      if isinstance(getattr(layer, name, None), float):
+        with contextlib.suppress(AttributeError):  # An LSTM reads the dropout of its cell.
+          setattr(layer, name, 0.0)
+  return model
+
+
+class _DenseAdam(keras.optimizers.Adam):
+  """Adam that adds up the gradients of a row of an embedding before it squares them.
+
+  Keras squares each occurrence of the row alone, so its second moment is not that of the gradient.
+  """
+
+  def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+    dense = [None if g is None else tf.convert_to_tensor(g) for g in grads]
+    super().apply(dense, trainable_variables)
+
+
+def _Compile(model: Any, optimizer: str) -> None:
+  # Adam's division would magnify the rounding of a small gradient.
+  made = keras.optimizers.SGD(1.0) if optimizer == 'sgd' else _DenseAdam(1e-3, epsilon=1e-3)
+  model.compile(optimizer=made, loss='mse', jit_compile=False)
+
+
+def _Balance(stack: Any, num_stages: int, x: Any, graph: Any) -> float:
+  p = stack.params.Copy().Set(num_stages=num_stages, splits=[])
+  specs = [None if t is None else tf.TensorSpec(t.shape, t.dtype) for t in graph.FlatInputs(x)]
+  cut = p.Instantiate().MakeCut(*specs)
+  costs = [s.flops for s in cut.stages]
+  return sum(costs) / len(costs) / max(costs)
+
+
+def _Difference(before: Any, expected: Any, actual: Any) -> float:
+  """Returns the norm of the difference of two steps over the norm of the expected step."""
+  steps = [(b - a, c - a) for a, b, c in zip(before, expected, actual, strict=True)]
+  squares = sum(float(np.sum(np.square(e, dtype='float64'))) for e, _ in steps)
+  errors = sum(float(np.sum(np.square(e - a, dtype='float64'))) for e, a in steps)
+  return (errors / max(squares, 1e-30)) ** 0.5
+
+
+def _Relative(a: float, b: float) -> float:
+  return abs(a - b) / max(abs(b), 1e-6)
+
+
+def _Largest(a: Any, b: Any) -> float:
+  return max((float(np.max(np.abs(x - y))) for x, y in zip(a, b, strict=True) if x.size), default=0)
+
+
+def _Saved(pipe: Any) -> bool:
+  """Whether weights that were saved and loaded are the same, bit by bit."""
+  before = pipe.model.get_weights()
+  with tempfile.TemporaryDirectory() as folder:
+    path = os.path.join(folder, 'm.weights.h5')
+    pipe.save_weights(path)
+    pipe.set_weights([np.zeros_like(w) for w in before])
+    pipe.load_weights(path)
+  return all(np.array_equal(a, b) for a, b in zip(before, pipe.get_weights(), strict=True))
+
+
+def main(args: Sequence[str] | None = None) -> int:
+  """Prints the table; returns 1 if a row is not green."""
+  parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
+  parser.add_argument('names', nargs='*', help='parts of the names of the rows to print')
+  parser.add_argument('--xla', action='store_true', help='compile the stages by XLA (slow)')
+  options = parser.parse_args(args)
+  devices = cluster.Cluster.Create(2, platform='cpu').devices
+  print(
+    f'{"model":28} calls cells   K=2   K=4     loss gradient  history  weights saved  seconds',
+    flush=True,
+  )
+  failed = []
+  for case in zoo.Cases():
+    if options.names and not any(n in case.name for n in options.names):
+      continue
+    start = time.monotonic()
+    row = Compare(case, devices, options.xla)
+    print(_Line(row, time.monotonic() - start), flush=True)
+    if not row.is_green:
+      failed.append(row.name)
+    keras.backend.clear_session()
+    gc.collect()
+  print(
+    f'{len(failed)} rows are not green: {", ".join(failed)}' if failed else 'all rows are green'
+  )
+  return int(bool(failed))
+
+
+def _Line(row: Row, seconds: float) -> str:
+  def Number(value: float | None) -> str:
+    return '       -' if value is None else f'{value:8.1e}'
+
+  balance = ' '.join(f'{row.balance[k]:5.0%}' if k in row.balance else '    -' for k in (2, 4))
+  saved = {None: '-', True: 'yes', False: 'NO'}[row.saved]
+  mark = ' ' if row.is_green else '!'
+  return (
+    f'{row.name:28}{mark}{row.calls:5} {row.cells:5} {balance} {Number(row.loss)} '
+    f'{Number(row.gradient)} {Number(row.history)} {Number(row.weights)} {saved:5} {seconds:8.0f}'
+    f'  {row.note}'
+  )
+
+
+if __name__ == '__main__':
+  sys.exit(main())
