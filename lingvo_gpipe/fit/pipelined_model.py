@@ -118,6 +118,10 @@ class PipelinedModel(keras.Model):
     self.__dict__.update(stack=None, cut=None, _mask_function=None)
     self.__dict__.update(_graph=None, _cells=(), _keras_loss=None, _keras_step=None, _masks=None)
 
+  train_function: Any
+  test_function: Any
+  predict_function: Any
+
   # ---- a keras.Model -----------------------------------------------------------------------------
 
   def call(self, inputs: Any, training: bool | None = None) -> Any:

@@ -210,12 +210,12 @@ class KerasCellLayer(base_layer.BaseLayer):
   def _MovingNames(self, names: Any) -> list[tuple[int, float, str, str]]:
     """Returns (index, momentum, name of mean, name of variance) of BatchNormalizations."""
     name_of = {id(v): name for name, v in self._keras_variables.items()}
-    found = []
+    moving = []
     for i, norm in enumerate(self._norms):
-      mean, variance = name_of.get(id(norm.moving_mean)), name_of.get(id(norm.moving_variance))
+      mean, variance = name_of[id(norm.moving_mean)], name_of[id(norm.moving_variance)]
       if mean in names and variance in names and norm.momentum < 1:
-        found.append((i, norm.momentum, mean, variance))
-    return found
+        moving.append((i, float(norm.momentum), mean, variance))
+    return moving
 
   def StateFromSums(
     self, state: nested_map.NestedMap, sums: nested_map.NestedMap

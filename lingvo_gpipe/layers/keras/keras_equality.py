@@ -46,8 +46,10 @@ _IGNORED = frozenset(
     'quantize',
   }
 )
-_PLAIN = (str, bytes, int, float, complex, type(None), tf.DType, tf.TensorShape, type)
-_PLAIN += (inspect.Signature, slice, types.EllipsisType)
+_PLAIN: tuple[type, ...] = (
+  *(str, bytes, int, float, complex, type(None), type, slice, types.EllipsisType),
+  *(inspect.Signature, tf.DType, tf.TensorShape),
+)
 
 
 def AreEqual(a: Any, b: Any) -> bool:

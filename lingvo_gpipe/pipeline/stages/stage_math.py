@@ -22,7 +22,7 @@ from lingvo_gpipe.pipeline.stages import failures, leaves, retraces, weighted_lo
 # Maps (theta of each layer of the last stage, outputs of the last layer, side inputs) of a
 # micro-batch to metrics: {name: (value, weight)}, scalars, 'loss' among them. Other metrics may be
 # a `weighted_loss.Sum` or `weighted_loss.Rows`.
-LossFn = Callable[[list[Any], tuple[Any, ...], Any], Mapping[str, weighted_loss.Metric]]
+LossFn = Callable[[list[Any], tuple[Any, ...], Any], Mapping[str, Any]]
 # (place, tensor) -> its sum over the replicas, each of which is at the same place.
 ReplicaSum = Callable[[str, tf.Tensor], tf.Tensor]
 # {name: (auxiliary loss, its coefficient)}.
