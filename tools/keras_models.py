@@ -142,7 +142,7 @@ def _Model(case: Case) -> Any:
   return model
 
 
-class _DenseAdam(keras.optimizers.Adam):
+class DenseAdam(keras.optimizers.Adam):
   """Adam that adds up the gradients of a row of an embedding before it squares them.
 
   Keras squares each occurrence of the row alone, so its second moment is not that of the gradient.
@@ -155,7 +155,7 @@ class _DenseAdam(keras.optimizers.Adam):
 
 def _Compile(model: Any, optimizer: str) -> None:
   # Adam's division would magnify the rounding of a small gradient.
-  made = keras.optimizers.SGD(1.0) if optimizer == 'sgd' else _DenseAdam(1e-3, epsilon=1e-3)
+  made = keras.optimizers.SGD(1.0) if optimizer == 'sgd' else DenseAdam(1e-3, epsilon=1e-3)
   model.compile(optimizer=made, loss='mse', jit_compile=False)
 
 

@@ -55,7 +55,7 @@ class PipelinedModel(keras.Model):
     partition_by: str = 'flops',
     stages_per_device: int = 1,
     memory_limit: int = 0,
-    xla: bool = True,
+    xla: bool | None = None,
     num_replicas: int = 1,
     devices: Sequence[str] | None = None,
     random_seed: int = 0,
@@ -73,7 +73,7 @@ class PipelinedModel(keras.Model):
       partition_by: the cost that the cut balances: flops, params or time.
       stages_per_device: number of stages on each device.
       memory_limit: most bytes that a device may need, as predicted; 0: no limit.
-      xla: whether XLA compiles the stages.
+      xla: whether XLA compiles the stages; None: on accelerators, as Keras does.
       num_replicas: number of copies of the pipeline, each of which takes its share of a batch.
       devices: names of the devices, replica by replica; None: those of `cluster.Cluster.Create`.
       random_seed: seed of dropout.
@@ -103,13 +103,13 @@ class PipelinedModel(keras.Model):
       partition_by=partition_by,
       memory_limit=memory_limit,
       random_seed=random_seed,
-      xla=xla,
     )
     if devices is None:
       num_devices = -(-num_stages // stages_per_device)
       if isinstance(schedule, schedules.Schedule):
         num_devices = schedule.num_devices
       devices = cluster.Cluster.Create(num_devices, num_replicas=num_replicas).devices
+    p.xla = any(':CPU:' not in d.upper() for d in devices) if xla is None else xla
     self.model = model
     # Keras would track these objects, and copy lists of them.
     self.__dict__.update(
@@ -139,12 +139,11 @@ class PipelinedModel(keras.Model):
     return self.model.output_names
 
   def compile(self, *args: Any, **kwargs: Any) -> None:
-    """Configures training; see keras.Model.compile. The stages have `xla` for `jit_compile`."""
+    """Configures training; see `compile` of the model. The stages have `xla` for `jit_compile`."""
     kwargs['jit_compile'] = False
-    super().compile(*args, **kwargs)
-    # The plain model is saved with the same optimizer, loss and metrics.
-    kwargs.pop('optimizer', None)
-    self.model.compile(self.optimizer, *args[1:], **kwargs)
+    # The plain model is saved with its optimizer, and may have defaults, as KerasHub's tasks do.
+    self.model.compile(*args, **kwargs)
+    super().compile(**keras_nodes.CompileArguments(self.model))
     self.__dict__.update(_keras_loss=None, _keras_step=None)
 
   def save(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
@@ -167,7 +166,11 @@ class PipelinedModel(keras.Model):
     """Prints the summary of the model, and the stages once there was a batch."""
     self.model.summary(*args, **kwargs)
     if self.cut is not None:
-      (kwargs.get('print_fn') or print)(self.cut.Table(self._pipeline_devices))
+      show = kwargs.get('print_fn') or print
+      for s in self.stack.engine.stages:
+        names = [self._cells[self.stack.layers.index(layer)].name for layer in s.layers]
+        show(f'stage {s.index}: {", ".join(names)}')
+      show(self.cut.Table(self._pipeline_devices))
 
   # ---- steps -------------------------------------------------------------------------------------
 

@@ -56,6 +56,12 @@ class KerasCellLayer(base_layer.BaseLayer):
     self._norms = [
       x for x in self._cell.Layers() if isinstance(x, keras.layers.BatchNormalization) and x.built
     ]
+    for layer in self._cell.Layers():
+      if layer._metrics:
+        raise ValueError(
+          f'{self.path}: the Keras layer {layer.name} has metrics of its own, which a pipeline does '
+          'not update; give them to compile()'
+        )
     for name, v in self._keras_variables.items():
       init = weight_params.WeightInit.Constant(0)  # Never used: the variable has its value.
       spec = weight_params.WeightParams(list(v.shape), init, tf.as_dtype(v.dtype))

@@ -7,8 +7,8 @@ configuration lacks (frozen sublayers, LoRA, quantisation, adapted statistics) s
 Keras has no public way to walk over the calls of a model, to move a variable to another device, or
 to list the layers inside a layer. This file alone uses private attributes of Keras for that:
 `KerasTensor._keras_history`, `Operation._inbound_nodes`, `Functional._standardize_inputs`,
-`Sequential._functional`, `Layer._flatten_layers`, `Variable._value` and
-`Optimizer._trainable_variables_indices`.
+`Sequential._functional`, `Layer._flatten_layers`, `Variable._value`,
+`Optimizer._trainable_variables_indices` and `Model._compile_config`.
 """
 
 from __future__ import annotations
@@ -198,6 +198,13 @@ def MoveSlots(optimizer: Any, variables: Sequence[Any]) -> None:
   # Keras finds a variable's slots by the variable's place.
   indices = {optimizer._var_key(v): i for i, v in enumerate(optimizer._trainable_variables)}
   optimizer._trainable_variables_indices = indices
+
+
+def CompileArguments(model: Any) -> dict[str, Any]:
+  """Returns the arguments that a model was compiled with, defaults of its class included."""
+  arguments = dict(model._compile_config.config)
+  arguments['optimizer'] = model.optimizer
+  return arguments
 
 
 class _Environment(dict[int, Value]):
