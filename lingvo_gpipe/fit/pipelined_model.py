@@ -215,21 +215,25 @@ class PipelinedModel(keras.Model):
     return Run
 
   def _TrainBatch(self, data: Any) -> Any:
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    args, side = self._Prepare(x, y, sample_weight)
+    args, side = self._Prepare(*self._Unpack(data))
     if self._keras_step is None:
       self._MakeStep()
     return self._train(args, side)
 
   def _TestBatch(self, data: Any) -> Any:
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    args, side = self._Prepare(x, y, sample_weight)
+    args, side = self._Prepare(*self._Unpack(data))
     return self._test(args, side)
 
   def _PredictBatch(self, data: Any) -> Any:
-    x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
-    args = self._Place(x)
-    return self._predict(args)
+    x, _, _ = self._Unpack(data)
+    return self._predict(self._Place(x))
+
+  def _Unpack(self, data: Any) -> tuple[Any, Any, Any]:
+    """Returns (x, y, sample_weight) of a batch, after the preprocessor of a task of KerasHub."""
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    if getattr(self.model, 'preprocessor', None) is None:
+      return x, y, sample_weight
+    return keras.utils.unpack_x_y_sample_weight(self.model.preprocess_samples(x, y, sample_weight))
 
   def _Prepare(self, x: Any, y: Any, sample_weight: Any) -> tuple[Any, nested_map.NestedMap]:
     """Returns the arguments of the first cell and the inputs of the loss; places the stages."""

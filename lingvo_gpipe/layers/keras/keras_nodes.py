@@ -298,6 +298,9 @@ def _AsFunctional(model: Any) -> Any:
 
 def _NestedInputs(graph: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Value] | None:
   """Returns the Values for a nested model's inputs; None if Keras would convert them."""
+  kwargs = dict(kwargs)
+  if not args and 'inputs' in kwargs:
+    args = (kwargs.pop('inputs'),)
   if len(args) != 1 or any(v is not None for v in keras.tree.flatten(kwargs)):
     return None
   names = [t.name for t in graph.inputs]
