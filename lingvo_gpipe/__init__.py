@@ -64,6 +64,7 @@ if TYPE_CHECKING:  # The same names as in _FOLDERS, for type checkers and editor
   from lingvo_gpipe.layers import transformer as transformer
   from lingvo_gpipe.layers import transformer_decoder as transformer_decoder
   from lingvo_gpipe.layers.keras import keras_cut as keras_cut
+  from lingvo_gpipe.layers.keras import keras_preset as keras_preset
   from lingvo_gpipe.learning import early_stopping as early_stopping
   from lingvo_gpipe.learning import learner as learner
   from lingvo_gpipe.learning import lr_schedules as lr_schedules
@@ -96,7 +97,7 @@ _FOLDERS = {
     'factorized_reduction flatten linear norm pooling sequential skip transformer '
     'transformer_decoder'
   ),
-  'layers.keras': 'keras_cut',
+  'layers.keras': 'keras_cut keras_preset',
   'learning': 'early_stopping learner lr_schedules optimizer',
   'pipeline': 'pipelining_layer verify',
   'pipeline.cost': 'simulator',

@@ -4,12 +4,11 @@
     python -m tools.keras_models            # all of them, several minutes
     python -m tools.keras_models gpt2 t5    # the rows whose names contain one of these words
 
-For each model the table has the numbers of its calls and of its cells, the share of the ideal speed
-that the best cut reaches with two and four stages (by FLOPs), and the largest differences to plain
-Keras: of the loss of a batch, of its gradient (relative to its norm), of the history of one epoch of
-`fit` with two stages and two micro-batches, and of the weights after it. `-` stands for a comparison
-that makes no sense, with the reason in the last column. Models of KerasHub need the extra
-`lingvo_gpipe[keras_hub]`.
+For each model the table has the numbers of its calls and of its cells, the share of the ideal
+speed that the best cut reaches with two and four stages (by FLOPs), and the largest differences to
+plain Keras: of the loss of a batch, of its gradient (relative to its norm), of the history of one
+epoch of `fit` with two stages and two micro-batches, and of the weights after it. The last column
+says what is special. Models of KerasHub need the extra `lingvo_gpipe[keras_hub]`.
 """
 
 from __future__ import annotations

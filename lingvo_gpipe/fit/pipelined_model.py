@@ -12,7 +12,7 @@ The class has Keras's names, for it takes the place of a keras.Model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -22,7 +22,13 @@ from absl import logging
 from lingvo_gpipe.core import nested_map
 from lingvo_gpipe.distributed import cluster
 from lingvo_gpipe.fit import keras_loss, keras_step
-from lingvo_gpipe.layers.keras import keras_cell_layer, keras_cells, keras_cut, keras_nodes
+from lingvo_gpipe.layers.keras import (
+  keras_cell_layer,
+  keras_cells,
+  keras_cut,
+  keras_nodes,
+  keras_preset,
+)
 from lingvo_gpipe.pipeline import pipelining_layer
 from lingvo_gpipe.pipeline.schedule import schedules
 from lingvo_gpipe.pipeline.stages import micro_batch
@@ -117,6 +123,44 @@ class PipelinedModel(keras.Model):
     )
     self.__dict__.update(stack=None, cut=None, _mask_function=None)
     self.__dict__.update(_graph=None, _cells=(), _keras_loss=None, _keras_step=None, _masks=None)
+
+  @classmethod
+  def from_preset(
+    cls,
+    preset: str,
+    num_stages: int,
+    *,
+    example: Any,
+    keras_class: Any = None,
+    lora_rank: int = 0,
+    preset_arguments: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+  ) -> PipelinedModel:
+    """Makes the stages of a model of KerasHub, and then fills them one weight after another.
+
+    The host never holds more than one weight that is not on a device, so the model need not fit it.
+
+    Args:
+      preset: a preset of KerasHub, or a directory of Hugging Face with safetensors.
+      num_stages: number of stages.
+      example: a batch of the model's inputs, which the cut is computed for.
+      keras_class: a class of keras_hub.models; None: CausalLM.
+      lora_rank: rank of LoRA's weights, which alone are trained then; 0: no LoRA.
+      preset_arguments: arguments of the `from_preset` of KerasHub.
+      **kwargs: arguments of PipelinedModel.
+    """
+    if keras_class is None:
+      import keras_hub  # An extra, and slow to import.
+
+      keras_class = keras_hub.models.CausalLM
+    with keras_cut.InitialValues(kwargs.get('random_seed', 0)):
+      model = keras_preset.Model(keras_class, preset, **(preset_arguments or {}))
+      if lora_rank:
+        keras_preset.EnableLora(model, lora_rank)
+    pipe = cls(model, num_stages, **kwargs)
+    pipe._Place(pipe._Unpack(example)[0])
+    keras_preset.LoadWeights(model, preset)
+    return pipe
 
   train_function: Any
   test_function: Any
@@ -282,6 +326,7 @@ class PipelinedModel(keras.Model):
       loss_fn=loss,
       num_replicas=self._num_replicas,
     )
+    keras_nodes.GiveValues(self.model)
     self.__dict__.update(
       stack=stack,
       cut=cut,

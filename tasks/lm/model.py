@@ -26,80 +26,25 @@ from lingvo_gpipe import (
 )
 
 
-class TransformerLm(task.BaseTask):
-  """Predicts the next token: pre-LayerNorm Transformer layers under a causal mask.
+class LanguageModel(task.BaseTask):
+  """The data, loss and metrics of models that predict the next token.
 
-  Batches have `ids` and `labels` (int32) and `weights` (float32), each [batch, time]. Rows packed
-  with several documents also have `segment_ids`, the number of the document or 0 for padding, and
-  `segment_pos`, the position within the document (int32); attention stays within a document. If
-  batches have `words` (float32 [batch, time]), the number of words that begin with each label, the
-  metrics and the report include the loss per word.
-
-  `ff_init_depth_exponent` and `softmax_tpl.logits_abs_max` prevent the divergence of deep models
-  (GPipe section 5, which gives neither the exponent nor the bound).
+  Batches have `ids` and `labels` (int32) and `weights` (float32), each [batch, time]. If batches
+  have `words` (float32 [batch, time]), the number of words that begin with each label, the metrics
+  and the report include the loss per word.
   """
 
   loss_unit = 'tokens'
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
-    """Returns the Params: sizes of the model, and `stack`, the pipeline."""
+    """Returns the Params: the number of token ids, and `stack`, the pipeline."""
     p = super().Params()
     p.Define('vocab_size', 256, 'Number of token ids.')
-    p.Define('model_dim', 128, 'Size of the vectors between layers.')
-    p.Define('hidden_dim', 512, 'Size of the feed-forward hidden layer.')
-    p.Define('num_heads', 4, 'Number of attention heads.')
-    p.Define('num_layers', 4, 'Number of Transformer layers.')
-    p.Define('input_dropout_prob', 0.0, 'Dropout probability of the embeddings.')
-    p.Define('residual_dropout_prob', 0.0, 'Dropout probability of the output of each sub-layer.')
-    p.Define('atten_dropout_prob', 0.0, 'Dropout probability of attention weights.')
-    p.Define('relu_dropout_prob', 0.0, 'Dropout probability of the feed-forward hidden layer.')
-    p.Define(
-      'ff_init_depth_exponent',
-      0.0,
-      'x: scales the initial feed-forward weights by num_layers^-x; 0.5: XavierWithFixupParams.',
-    )
-    p.Define('final_layer_norm', True, 'Whether there is a LayerNorm before the softmax.')
-    p.Define('softmax_tpl', embedding.SimpleFullSoftmax.Params(), 'Template of the softmax.')
-    p.Define(
-      'sampling',
-      sampling.SamplingParams().Set(temperature=0.8),
-      'How to choose the tokens of continuations.',
-    )
     p.Define(
       'stack', pipelining_layer.PipeliningLayer.Params(), 'The pipeline; the task sets `sub`.'
     )
     return p
-
-  def __init__(self, params: hyperparams.InstantiableParams) -> None:
-    super().__init__(params)
-    p = self.params
-    sampling.CheckParams(p.sampling)
-    layers = [
-      embedding.EmbeddingLayer.Params().Set(
-        vocab_size=p.vocab_size, embedding_dim=p.model_dim, scale_sqrt_depth=True
-      ),
-      embedding.PositionalEmbeddingLayer.Params().Set(embedding_dim=p.model_dim),
-    ]
-    if p.input_dropout_prob:
-      layers.append(dropout.DropoutLayer.Params().Set(keep_prob=1.0 - p.input_dropout_prob))
-    block = transformer.TransformerLayer.Params().Set(
-      input_dim=p.model_dim,
-      hidden_dim=p.hidden_dim,
-      num_heads=p.num_heads,
-      is_causal=True,
-      residual_dropout_prob=p.residual_dropout_prob,
-      atten_dropout_prob=p.atten_dropout_prob,
-      relu_dropout_prob=p.relu_dropout_prob,
-    )
-    if p.ff_init_depth_exponent:
-      scale = p.num_layers**-p.ff_init_depth_exponent
-      block.tr_fflayer_tpl.fflayer_tpl.params_init = weight_params.WeightInit.Xavier(scale)
-    layers.append(sequential.SequentialLayer.Params().Set(sub=[block], repeat=p.num_layers))
-    if p.final_layer_norm:
-      layers.append(norm.LayerNorm.Params().Set(input_dim=p.model_dim))
-    layers.append(p.softmax_tpl.Copy().Set(input_dim=p.model_dim, num_classes=p.vocab_size))
-    self.CreateChild('stack', p.stack.Copy().Set(sub=layers))
 
   def CheckBatch(self, input_batch: nested_map.NestedMap) -> None:
     """Raises ValueError for ids or labels outside [0, vocab_size).
@@ -116,12 +61,6 @@ class TransformerLm(task.BaseTask):
         f'{self.path}: {name} must lie in [0, {self.params.vocab_size}), got {low} ... {high}; '
         'check the input generator, or set vocab_size'
       )
-
-  def PipelineInputs(self, input_batch: nested_map.NestedMap) -> tuple[Any, ...]:
-    """Returns the ids; for packed rows also None (paddings), segment ids and positions."""
-    if 'segment_ids' not in input_batch:
-      return (input_batch.ids,)
-    return input_batch.ids, None, input_batch.segment_ids, input_batch.segment_pos
 
   def LossInputs(self, input_batch: nested_map.NestedMap) -> nested_map.NestedMap:
     """Returns labels, weights and, if the batch has them, words, each [batch, time]."""
@@ -161,6 +100,92 @@ class TransformerLm(task.BaseTask):
       metrics['log_pplx_per_word'] = (tf.math.divide_no_nan(loss * total, words), words)
     return metrics, {'xent': tf.reduce_sum(xent * weights, axis=-1)}
 
+  def Report(self, metrics: dict[str, float], input_generator: Any) -> str:
+    """Returns the perplexity per token, and per word if words are counted, as text."""
+    del input_generator
+    # exp of the mean loss, which differs from the mean of the batches' perplexities.
+    names = {'loss': 'token', 'log_pplx_per_word': 'word'}
+    texts = [
+      f'{math.exp(min(metrics[name], 700.0)):.2f} a {unit}'
+      for name, unit in names.items()
+      if name in metrics
+    ]
+    return f'perplexity {", ".join(texts)}'
+
+
+class TransformerLm(LanguageModel):
+  """Pre-LayerNorm Transformer layers under a causal mask.
+
+  Rows packed with several documents also have `segment_ids`, the number of the document or 0 for
+  padding, and `segment_pos`, the position within the document (int32); attention stays within a
+  document.
+
+  `ff_init_depth_exponent` and `softmax_tpl.logits_abs_max` prevent the divergence of deep models
+  (GPipe section 5, which gives neither the exponent nor the bound).
+  """
+
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    """Returns the Params: sizes of the model."""
+    p = super().Params()
+    p.Define('model_dim', 128, 'Size of the vectors between layers.')
+    p.Define('hidden_dim', 512, 'Size of the feed-forward hidden layer.')
+    p.Define('num_heads', 4, 'Number of attention heads.')
+    p.Define('num_layers', 4, 'Number of Transformer layers.')
+    p.Define('input_dropout_prob', 0.0, 'Dropout probability of the embeddings.')
+    p.Define('residual_dropout_prob', 0.0, 'Dropout probability of the output of each sub-layer.')
+    p.Define('atten_dropout_prob', 0.0, 'Dropout probability of attention weights.')
+    p.Define('relu_dropout_prob', 0.0, 'Dropout probability of the feed-forward hidden layer.')
+    p.Define(
+      'ff_init_depth_exponent',
+      0.0,
+      'x: scales the initial feed-forward weights by num_layers^-x; 0.5: XavierWithFixupParams.',
+    )
+    p.Define('final_layer_norm', True, 'Whether there is a LayerNorm before the softmax.')
+    p.Define('softmax_tpl', embedding.SimpleFullSoftmax.Params(), 'Template of the softmax.')
+    p.Define(
+      'sampling',
+      sampling.SamplingParams().Set(temperature=0.8),
+      'How to choose the tokens of continuations.',
+    )
+    return p
+
+  def __init__(self, params: hyperparams.InstantiableParams) -> None:
+    super().__init__(params)
+    p = self.params
+    sampling.CheckParams(p.sampling)
+    layers = [
+      embedding.EmbeddingLayer.Params().Set(
+        vocab_size=p.vocab_size, embedding_dim=p.model_dim, scale_sqrt_depth=True
+      ),
+      embedding.PositionalEmbeddingLayer.Params().Set(embedding_dim=p.model_dim),
+    ]
+    if p.input_dropout_prob:
+      layers.append(dropout.DropoutLayer.Params().Set(keep_prob=1.0 - p.input_dropout_prob))
+    block = transformer.TransformerLayer.Params().Set(
+      input_dim=p.model_dim,
+      hidden_dim=p.hidden_dim,
+      num_heads=p.num_heads,
+      is_causal=True,
+      residual_dropout_prob=p.residual_dropout_prob,
+      atten_dropout_prob=p.atten_dropout_prob,
+      relu_dropout_prob=p.relu_dropout_prob,
+    )
+    if p.ff_init_depth_exponent:
+      scale = p.num_layers**-p.ff_init_depth_exponent
+      block.tr_fflayer_tpl.fflayer_tpl.params_init = weight_params.WeightInit.Xavier(scale)
+    layers.append(sequential.SequentialLayer.Params().Set(sub=[block], repeat=p.num_layers))
+    if p.final_layer_norm:
+      layers.append(norm.LayerNorm.Params().Set(input_dim=p.model_dim))
+    layers.append(p.softmax_tpl.Copy().Set(input_dim=p.model_dim, num_classes=p.vocab_size))
+    self.CreateChild('stack', p.stack.Copy().Set(sub=layers))
+
+  def PipelineInputs(self, input_batch: nested_map.NestedMap) -> tuple[Any, ...]:
+    """Returns the ids; for packed rows also None (paddings), segment ids and positions."""
+    if 'segment_ids' not in input_batch:
+      return (input_batch.ids,)
+    return input_batch.ids, None, input_batch.segment_ids, input_batch.segment_pos
+
   def InferenceSignatures(self, batch_spec: nested_map.NestedMap) -> dict[str, task.Signature]:
     """Returns the signatures of an export, for rows of any length without segments.
 
@@ -186,18 +211,6 @@ class TransformerLm(task.BaseTask):
   def InferenceOutputs(self, predictions: tf.Tensor) -> dict[str, tf.Tensor]:
     """Returns the logits [batch, time, vocab]."""
     return {'logits': predictions}
-
-  def Report(self, metrics: dict[str, float], input_generator: Any) -> str:
-    """Returns the perplexity per token, and per word if words are counted, as text."""
-    del input_generator
-    # exp of the mean loss, which differs from the mean of the batches' perplexities.
-    names = {'loss': 'token', 'log_pplx_per_word': 'word'}
-    texts = [
-      f'{math.exp(min(metrics[name], 700.0)):.2f} a {unit}'
-      for name, unit in names.items()
-      if name in metrics
-    ]
-    return f'perplexity {", ".join(texts)}'
 
   def Generate(
     self,

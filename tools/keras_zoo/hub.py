@@ -46,35 +46,30 @@ _SMOLLM = {
 }
 
 
-def _Backbone(name: str, config: Mapping[str, Any]) -> Any:
+def Backbone(name: str, config: Mapping[str, Any]) -> Any:
+  """Returns the backbone of that name."""
   return getattr(keras_hub.models, f'{name}Backbone')(**config)
 
 
-def _Task(name: str, task: str, config: Mapping[str, Any], **arguments: Any) -> Any:
+def Task(name: str, task: str, config: Mapping[str, Any], **arguments: Any) -> Any:
   """Returns a task with the backbone of that name, without a preprocessor."""
   made = getattr(keras_hub.models, f'{name}{task}')
-  return _WithoutMetrics(made(backbone=_Backbone(name, config), preprocessor=None, **arguments))
-
-
-def _WithoutMetrics(task: Any) -> Any:
-  """Returns the task; by default it would compile an accuracy of ids, not of floats."""
-  task.compile = functools.partial(task.compile, metrics=[], weighted_metrics=[])
-  return task
+  return made(backbone=Backbone(name, config), preprocessor=None, **arguments)
 
 
 def _Lm(row: str, name: str, config: Mapping[str, Any], **fields: Any) -> Case:
   """Returns the row of a CausalLM."""
-  return Case(row, functools.partial(_Task, name, 'CausalLM', config), **fields)
+  return Case(row, functools.partial(Task, name, 'CausalLM', config), **fields)
 
 
 def _Lora() -> Any:
-  model = _Task('GPT2', 'CausalLM', _GPT2)
+  model = Task('GPT2', 'CausalLM', _GPT2)
   model.backbone.enable_lora(4)
   return model
 
 
 def _FrozenEmbedding() -> Any:
-  model = _Task('GPT2', 'CausalLM', _GPT2)
+  model = Task('GPT2', 'CausalLM', _GPT2)
   model.backbone.token_embedding.trainable = False
   return model
 

@@ -15,6 +15,7 @@ def Cases() -> Iterator[Case]:
   yield from shapes.CASES
   yield from applications.CASES
   if importlib.util.find_spec('keras_hub'):
-    from tools.keras_zoo import hub
+    from tools.keras_zoo import hub, hub_encoders
 
     yield from hub.CASES
+    yield from hub_encoders.CASES

@@ -59,8 +59,8 @@ class KerasCellLayer(base_layer.BaseLayer):
     for layer in self._cell.Layers():
       if layer._metrics:
         raise ValueError(
-          f'{self.path}: the Keras layer {layer.name} has metrics of its own, which a pipeline does '
-          'not update; give them to compile()'
+          f'{self.path}: the Keras layer {layer.name} has metrics of its own, which a pipeline '
+          'does not update; give them to compile()'
         )
     for name, v in self._keras_variables.items():
       init = weight_params.WeightInit.Constant(0)  # Never used: the variable has its value.
@@ -85,8 +85,7 @@ class KerasCellLayer(base_layer.BaseLayer):
   def _NewVariable(self, name: str, device: str | None) -> tf.Variable:
     """Moves the Keras variable to the device, or copies it if an earlier cell owns it."""
     variable = self._keras_variables[name]
-    if device is None:
-      device = variable.value.device
+    device = device or '/device:CPU:0'
     if name not in self.params.reused:
       return keras_nodes.Move(variable, device)
     with tf.init_scope(), tf.device(device):

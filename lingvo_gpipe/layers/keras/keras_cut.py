@@ -11,10 +11,34 @@ reads, sets or saves the model reads, sets or saves them. `PipelinedModel` does 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import random
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lingvo_gpipe.layers.keras import keras_cell_layer, keras_cells, keras_nodes
+
+
+@contextlib.contextmanager
+def InitialValues(seed: int) -> Iterator[None]:
+  """Makes the enclosed Keras code draw initial values that follow from a seed.
+
+  Keras's initializers without a seed take one from Python's random generator.
+  """
+  state = random.getstate()
+  random.seed(seed)
+  try:
+    yield
+  finally:
+    random.setstate(state)
+
+
+def WithoutValues() -> contextlib.AbstractContextManager[None]:
+  """Makes the variables of the enclosed Keras code without values, so that they need no memory.
+
+  A pipeline of the model gives each its initial value, on the device of its stage.
+  """
+  return keras_nodes.WithoutValues()
 
 
 def Cut(model: Any, x: Any = None) -> dict[str, Any]:

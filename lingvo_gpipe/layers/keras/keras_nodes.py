@@ -5,14 +5,15 @@ The layers are the model's own objects, never copies made from their configurati
 configuration lacks (frozen sublayers, LoRA, quantisation, adapted statistics) stays what it is.
 
 Keras has no public way to walk over the calls of a model, to move a variable to another device, or
-to list the layers inside a layer. This file alone uses private attributes of Keras for that:
+to list the layers inside a layer. So this file uses private attributes of Keras:
 `KerasTensor._keras_history`, `Operation._inbound_nodes`, `Functional._standardize_inputs`,
-`Sequential._functional`, `Layer._flatten_layers`, `Variable._value`,
-`Optimizer._trainable_variables_indices` and `Model._compile_config`.
+`Sequential._functional`, `Layer._flatten_layers`, `Variable._value`, `Model._compile_config`,
+`Optimizer._trainable_variables_indices` and the list of variables that have no value yet.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import traceback
@@ -21,6 +22,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend.common import global_state
 from keras.src.models import functional as keras_functional
 
 from lingvo_gpipe.layers.keras import keras_equality
@@ -166,13 +168,29 @@ def IsSeed(variable: Any) -> bool:
   return bool(variable.name == 'seed_generator_state')
 
 
+@contextlib.contextmanager
+def WithoutValues() -> Iterator[None]:
+  """Makes the variables of the enclosed Keras code without values, so that they need no memory.
+
+  `Move` gives each its initial value, on the device where it stays.
+  """
+  with keras.StatelessScope(initialize_variables=False):
+    yield
+  # Keras would give all of them their values at the next occasion.
+  global_state.set_global_attribute('uninitialized_variables', [])
+
+
 def Move(variable: Any, device: str) -> tf.Variable:
   """Returns the tf.Variable behind a Keras variable, after moving it to a device.
 
   The Keras variable then reads and writes the new place, so the model, its callbacks and its files
-  go on with the same object; the memory at the old place is freed. A variable that is on the device
-  already stays as it is.
+  continue with the same object; the memory at the old place is freed. A variable that is on the
+  device already stays as it is.
   """
+  if variable._value is None:
+    with tf.init_scope(), tf.device(device):
+      variable._deferred_initialize()
+    return variable._value
   old = variable.value
   place = tf.DeviceSpec.from_string(old.device)
   stays = place.make_merged_spec(tf.DeviceSpec.from_string(device)) == place
@@ -181,6 +199,13 @@ def Move(variable: Any, device: str) -> tf.Variable:
   with tf.init_scope(), tf.device(device):
     variable._value = tf.Variable(old, trainable=variable.trainable, name=variable.name)
   return variable._value
+
+
+def GiveValues(model: Any) -> None:
+  """Gives the variables of a model that have no values yet their initial ones, on the host."""
+  for v in model.variables:
+    if v._value is None:
+      Move(v, '/device:CPU:0')
 
 
 def MoveSlots(optimizer: Any, variables: Sequence[Any]) -> None:

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models of KerasHub that are made without values and filled when they are in place.
+
+    model = keras_preset.Model(keras_hub.models.CausalLM, preset)    # No memory for weights.
+    ...                                                              # Place its stages.
+    keras_preset.LoadWeights(model, preset)                          # One weight after another.
+
+A preset is a name or a directory of KerasHub, or a directory of Hugging Face with safetensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lingvo_gpipe.layers.keras import keras_nodes
+
+
+def Model(keras_class: Any, preset: str, **kwargs: Any) -> Any:
+  """Returns a task of KerasHub from a preset, whose variables have no values yet.
+
+  Args:
+    keras_class: a class of keras_hub.models with `from_preset`, such as CausalLM.
+    preset: the preset.
+    **kwargs: arguments of `from_preset`, such as `preprocessor=None` or `dtype`.
+  """
+  with keras_nodes.WithoutValues():  # An optimizer would have values.
+    return keras_class.from_preset(preset, load_weights=False, compile=False, **kwargs)
+
+
+def New(keras_class: Any, backbone: dict[str, Any], **kwargs: Any) -> Any:
+  """Returns a new task of KerasHub, whose variables have no values yet.
+
+  Args:
+    keras_class: a class of keras_hub.models, such as GPT2CausalLM.
+    backbone: arguments of the class of its backbone.
+    **kwargs: arguments of the class, such as `preprocessor=None`.
+  """
+  with keras_nodes.WithoutValues():
+    return keras_class(backbone=keras_class.backbone_cls(**backbone), compile=False, **kwargs)
+
+
+def EnableLora(model: Any, rank: int) -> None:
+  """Adds LoRA's weights without values to the backbone of a task, and freezes the others."""
+  with keras_nodes.WithoutValues():
+    model.backbone.enable_lora(rank)
+
+
+def GiveValues(model: Any) -> None:
+  """Gives the variables that are in no stage their initial values."""
+  keras_nodes.GiveValues(model)
+
+
+def LoadWeights(model: Any, preset: str) -> None:
+  """Fills the variables of a task's backbone, wherever they are, one after another.
+
+  LoRA's weights, which a preset lacks, keep their values.
+  """
+  from keras_hub.src.utils import preset_utils  # KerasHub loads no weights into a given model.
+
+  kept = {id(v): v.numpy() for v in model.variables if '/lora_' in v.path}
+  loader = preset_utils.get_preset_loader(preset)
+  if isinstance(loader, preset_utils.KerasPresetLoader):
+    loader._load_backbone_weights(model.backbone)
+  else:
+    loader.load_backbone(lambda **_: model.backbone, True)
+  for v in model.variables:
+    if id(v) in kept:
+      v.assign(kept[id(v)])
