@@ -117,6 +117,7 @@ class PipelinedModel(keras.Model):
       devices = cluster.Cluster.Create(num_devices, num_replicas=num_replicas).devices
     p.xla = any(':CPU:' not in d.upper() for d in devices) if xla is None else xla
     self.model = model
+    self.built = model.built
     # Keras would track these objects, and copy lists of them.
     self.__dict__.update(
       _pipeline_params=p, _pipeline_devices=tuple(devices), _num_replicas=num_replicas
@@ -295,6 +296,7 @@ class PipelinedModel(keras.Model):
     if self._graph is None:
       if not self.model.built:
         self.model(keras.tree.map_structure(lambda t: t[:1], x))
+      self.built = True
       graph = keras_nodes.FromModel(self.model, x)
       self.__dict__.update(_graph=graph, _cells=tuple(keras_cells.Cut(graph)))
     args = tuple(self._graph.FlatInputs(x))
