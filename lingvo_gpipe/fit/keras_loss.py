@@ -81,10 +81,10 @@ class KerasLoss:
     none_at = [i for i, s in enumerate(tf.nest.flatten(specs)) if s is None]
 
     def Run(*flat: tf.Tensor) -> tf.Tensor:
-      predictions, rest = list(flat[: len(outputs)]), list(flat[len(outputs) :])
+      predictions, labels = list(flat[: len(outputs)]), list(flat[len(outputs) :])
       for i in none_at:
-        rest.insert(i, None)
-      y, sample_weight = tf.nest.pack_sequence_as(specs, rest)
+        labels.insert(i, None)
+      y, sample_weight = tf.nest.pack_sequence_as(specs, labels)
       with keras.StatelessScope():
         self._Compute(y, self._graph.PackOutputs(predictions), sample_weight, with_metrics=True)
       return tf.zeros([])
@@ -188,7 +188,7 @@ class KerasLoss:
 
 
 def IsSum(metric: Any) -> bool:
-  """Whether the state of a Keras metric adds up over the rows, as that of Keras's own metrics."""
+  """Whether the state of a Keras metric adds up over the rows, as in all metrics of Keras."""
   function = getattr(metric, '_fn', None)
   parts = [type(metric)] if function is None else [type(metric), function]
   return all(str(getattr(p, '__module__', '')).split('.')[0] == 'keras' for p in parts)

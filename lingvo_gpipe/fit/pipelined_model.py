@@ -40,8 +40,8 @@ _REPLACED = ('train_step', 'test_step', 'predict_step', 'compute_loss', 'compute
 class PipelinedModel(keras.Model):
   """Trains, evaluates and predicts with a Keras model that is cut into stages on several devices.
 
-  The weights stay those of the model: the pipeline moves each to the device of its stage, when it
-  sees the first batch. Whoever reads, sets or saves the model reads, sets or saves them.
+  The pipeline trains the variables of the model itself. At the first batch it moves each to the
+  device of its stage, so to read, set or save the model is to read, set or save them.
 
   Attributes:
     model: the Keras model.
@@ -81,11 +81,11 @@ class PipelinedModel(keras.Model):
       memory_limit: most bytes that a device may need, as predicted; 0: no limit.
       xla: whether XLA compiles the stages; None: on accelerators, as Keras does.
       num_replicas: number of copies of the pipeline, each of which takes its share of a batch.
-      devices: names of the devices, replica by replica; None: those of `cluster.Cluster.Create`.
+      devices: names of the devices, replica by replica; None: from `cluster.Cluster.Create`.
       random_seed: seed of dropout.
 
     Raises:
-      TypeError: `model` is no keras.Model.
+      TypeError: `model` is not a keras.Model.
       ValueError: there are too few devices, or the model overrides a method that the pipeline
         replaces.
     """

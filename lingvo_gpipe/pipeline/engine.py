@@ -228,7 +228,7 @@ class PipelineEngine:
     return walks
 
   def _Sums(self, walks: Sequence[emission.Emission]) -> dict[str, tf.Tensor]:
-    """Returns the metrics' sums over all replicas, and the rows of those that have rows."""
+    """Returns the metrics' sums, or joined rows, over all replicas."""
     of_walks = [walk.Sums() for walk in walks]
     rows = [walk.Rows() for walk in walks]
     with tf.device(self.stages[-1].device):

@@ -37,7 +37,7 @@ _WHISPER = {
 }
 _MOONSHINE = {
   'vocabulary_size': 20,
-  'filter_dim': 8,
+  'filter_dim': 16,
   'encoder_num_layers': 2,
   'decoder_num_layers': 2,
   'hidden_dim': 16,
@@ -199,9 +199,9 @@ _SWIN = {
   'drop_path': 0.0,
 }
 _MIT = {
-  'image_shape': (32, 32, 3),
+  'image_shape': (64, 64, 3),
   'num_layers': 4,
-  'hidden_dims': [4, 8, 8, 16],
+  'hidden_dims': [4, 8, 12, 16],
   'layerwise_depths': [1, 1, 1, 1],
   'layerwise_num_heads': [1, 1, 2, 2],
   'layerwise_sr_ratios': [8, 4, 2, 1],
@@ -210,9 +210,9 @@ _MIT = {
   'max_drop_path_rate': 0.0,
 }
 _RESNET = {
-  'input_conv_filters': [8],
+  'input_conv_filters': [64],
   'input_conv_kernel_sizes': [7],
-  'stackwise_num_filters': [8, 8, 8],
+  'stackwise_num_filters': [64, 8, 8],
   'stackwise_num_blocks': [2, 2, 2],
   'stackwise_num_strides': [1, 2, 2],
   'block_type': 'basic_block',
@@ -222,7 +222,7 @@ _RESNET = {
 # Stages of four levels, as the models on top of a ResNet want them.
 _PYRAMID = {
   **_RESNET,
-  'stackwise_num_filters': [8, 8, 8, 8],
+  'stackwise_num_filters': [64, 8, 8, 8],
   'stackwise_num_blocks': [1, 1, 1, 1],
   'stackwise_num_strides': [1, 2, 2, 2],
   'image_shape': (64, 64, 3),
@@ -237,7 +237,7 @@ _MOBILENET = {
   'stackwise_activation': [['relu', 'relu'], ['hard_swish']],
   'stackwise_padding': [[1, 1], [2]],
   'output_num_filters': 32,
-  'depthwise_filters': 8,
+  'depthwise_filters': 16,
   'depthwise_stride': 1,
   'depthwise_residual': True,
   'last_layer_filter': 32,
@@ -273,12 +273,14 @@ _CSPNET = {
   'stackwise_num_filters': [8, 16, 16],
   'block_type': 'dark_block',
   'stage_type': 'csp',
+  'bottle_ratio': [0.5],
+  'expand_ratio': [2.0],
   'image_shape': (32, 32, 3),
 }
 _VGG = {
   'stackwise_num_repeats': [1, 1, 2],
   'stackwise_num_filters': [8, 8, 16],
-  'image_shape': (32, 32, 3),
+  'image_shape': (56, 56, 3),
 }
 _HGNET_V2 = {
   'depths': [1, 1, 1],
@@ -440,6 +442,10 @@ def _Sam() -> Any:
   return keras_hub.models.SAMImageSegmenter(backbone)
 
 
+def _Vgg() -> Any:
+  return Task('VGG', 'ImageClassifier', _VGG, num_classes=3, pooling_hidden_dim=16)
+
+
 def _Images(row: str, name: str, config: Mapping[str, Any], **fields: Any) -> Case:
   """Returns the row of a classifier of images."""
   make = functools.partial(Task, name, 'ImageClassifier', config, num_classes=3)
@@ -486,7 +492,7 @@ _CONVOLUTIONS = [
   _Images('EfficientNet (hub)', 'EfficientNet', _EFFICIENTNET, **_STATISTICS),
   _Images('DenseNet (hub)', 'DenseNet', _DENSENET, **_STATISTICS),
   _Images('CSPNet', 'CSPNet', _CSPNET, **_STATISTICS),
-  _Images('VGG (hub)', 'VGG', _VGG),
+  Case('VGG (hub)', _Vgg),
   _Images('HGNetV2', 'HGNetV2', _HGNET_V2, **_STATISTICS),
   Case('DeepLab v3', _DeepLab, **_STATISTICS),
   Case('RetinaNet', _RetinaNet, **_STATISTICS),

@@ -122,8 +122,8 @@ class KerasCellLayer(base_layer.BaseLayer):
       values[v] = WithMask(x)
     for v in cell.skips_in:
       values[v] = WithMask(skips[_SkipName(v)])
-    given = {name: tf.convert_to_tensor(theta[name]) for name in self._keras_variables}
-    mapping = [(v, given[name]) for name, v in self._keras_variables.items()]
+    before = {name: tf.convert_to_tensor(theta[name]) for name in self._keras_variables}
+    mapping = [(v, before[name]) for name, v in self._keras_variables.items()]
     mapping += [(v, self._Seed(i, v)) for i, v in enumerate(self._seeds)]
     with keras.StatelessScope(mapping, collect_losses=True) as scope:
       self._RunNodes(values, training=not context.do_eval)
@@ -134,9 +134,9 @@ class KerasCellLayer(base_layer.BaseLayer):
     changed = {
       name: new
       for name, v in self._keras_variables.items()
-      if (new := scope.get_current_value(v)) is not given[name]
+      if (new := scope.get_current_value(v)) is not before[name]
     }
-    self._ReportState(given, changed, _Rows(args, skips))
+    self._ReportState(before, changed, _Rows(args, skips))
     outputs = tuple(_Payload(values[v]) for v in cell.outputs)
     return outputs, nested_map.NestedMap(
       {_SkipName(v): _Payload(values[v]) for v in cell.skips_out}
@@ -189,7 +189,7 @@ class KerasCellLayer(base_layer.BaseLayer):
     ]
 
   def _ReportState(
-    self, given: Mapping[str, tf.Tensor], changed: Mapping[str, Any], rows: tf.Tensor
+    self, before: Mapping[str, tf.Tensor], changed: Mapping[str, Any], rows: tf.Tensor
   ) -> None:
     """Reports the state that the call changed, for `StateFromSums`."""
     context = fprop_context.Current()
@@ -206,7 +206,7 @@ class KerasCellLayer(base_layer.BaseLayer):
     for name, new in changed.items():
       sums[name] = rows * tf.cast(new, tf.float64)
     for i, momentum, mean, _ in self._MovingNames(changed):
-      old, new = tf.cast(given[mean], tf.float64), tf.cast(changed[mean], tf.float64)
+      old, new = tf.cast(before[mean], tf.float64), tf.cast(changed[mean], tf.float64)
       batch_mean = (new - momentum * old) / (1 - momentum)
       sums[f'mean_{i}'] = rows * batch_mean
       sums[f'square_{i}'] = rows * tf.square(batch_mean)

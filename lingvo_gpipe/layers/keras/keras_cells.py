@@ -166,11 +166,11 @@ def _Boundaries(graph: keras_nodes.Graph) -> list[int]:
 def _CrossingBytes(graph: keras_nodes.Graph) -> list[int]:
   """Returns for each node the bytes of an example that pass from the nodes before it."""
   end = len(graph.nodes)
-  made = {v: i for i, node in enumerate(graph.nodes) for v in node.outputs}
+  maker = {v: i for i, node in enumerate(graph.nodes) for v in node.outputs}
   last_use = {v: i for i, node in enumerate(graph.nodes) for v in node.inputs}
   last_use.update(dict.fromkeys(graph.outputs, end))
   changes = [0] * (end + 2)
-  for v, i in made.items():
+  for v, i in maker.items():
     if v in last_use:
       changes[i + 1] += v.bytes_per_example
       changes[last_use[v] + 1] -= v.bytes_per_example

@@ -5,8 +5,8 @@
     stack = p.Set(**keras_cut.Cut(model)).Instantiate()
     stack.Place(devices, tf.TensorSpec([batch, dim]))
 
-The weights stay those of the model: `Place` moves each to the device of its stage, and whoever
-reads, sets or saves the model reads, sets or saves them. `PipelinedModel` does all this for `fit`.
+The weights are the variables of the model itself, which `Place` moves to the devices of the stages.
+`PipelinedModel` does all this for `fit`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def Cut(model: Any, x: Any = None) -> dict[str, Any]:
     x: an example of the inputs `[batch, ...]`, needed for a subclassed model only.
 
   Raises:
-    TypeError: it is no keras.Model.
+    TypeError: it is not a keras.Model.
     ValueError: it has no graph of layers; the message says why.
   """
   return Params(keras_cells.Cut(keras_nodes.FromModel(model, x)))

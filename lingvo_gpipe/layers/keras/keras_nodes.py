@@ -268,7 +268,7 @@ class _Builder:
       policy: the dtype policy of the model.
       training: the mode that the model was called with by an outer one; None: any.
       is_traced: whether the calls record the arguments of a `call`, whose `training` counts. In a
-        Functional model the mode of the model overrides that of its layers' calls.
+        Functional model the mode of the model overrides the mode of a layer's call.
     """
     # Depth first, so that a chain is followed to its end before the next begins.
     stack = [(t, False) for t in reversed(outputs)]

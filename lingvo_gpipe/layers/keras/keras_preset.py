@@ -57,12 +57,12 @@ def LoadWeights(model: Any, preset: str) -> None:
   """
   from keras_hub.src.utils import preset_utils  # KerasHub loads no weights into a given model.
 
-  kept = {id(v): v.numpy() for v in model.variables if '/lora_' in v.path}
+  lora = {id(v): v.numpy() for v in model.variables if '/lora_' in v.path}
   loader = preset_utils.get_preset_loader(preset)
   if isinstance(loader, preset_utils.KerasPresetLoader):
     loader._load_backbone_weights(model.backbone)
   else:
     loader.load_backbone(lambda **_: model.backbone, True)
   for v in model.variables:
-    if id(v) in kept:
-      v.assign(kept[id(v)])
+    if id(v) in lora:
+      v.assign(lora[id(v)])
