@@ -55,7 +55,7 @@ class PipelinedModel(keras.Model):
     num_stages: int,
     *,
     num_micro_batches: int = 1,
-    schedule: str | schedules.Schedule = 'gpipe',
+    schedule: str | schedules.Schedule = '1f1b_fused',
     remat_policy: str = 'stage',
     splits: Sequence[int] = (),
     partition_by: str = 'flops',
@@ -73,7 +73,8 @@ class PipelinedModel(keras.Model):
         whose `call` uses layers and keras.ops only.
       num_stages: number of stages.
       num_micro_batches: M, the number of micro-batches that a batch is split into.
-      schedule: name of the training schedule, or a Schedule.
+      schedule: name of the training schedule, or a Schedule. With 1f1b_fused the last stage, and so
+        a single one, recomputes nothing.
       remat_policy: the part that backward recomputes: stage, except_last, layer or none.
       splits: for each stage the index after its last cell; empty: the cut is computed.
       partition_by: the cost that the cut balances: flops, params or time.

@@ -135,7 +135,7 @@ def FromModel(model: Any, x: Any = None) -> Graph:
     x: specs or tensors `[batch, ...]` like the model's inputs, for a model without a graph.
 
   Raises:
-    TypeError: it is no Keras model.
+    TypeError: it is not a keras.Model.
     ValueError: the model has no graph; the message names the line of `call` and the reason.
   """
   if not isinstance(model, keras.Model):
