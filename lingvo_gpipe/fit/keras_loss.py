@@ -3,7 +3,7 @@
 
 Keras's loss of a batch is a sum divided by a number that depends on the reduction:
 
-    sum_over_batch_size    number of values, or of values that a mask keeps
+    sum_over_batch_size    number of values, or of values that a mask or `ignore_class` keeps
     mean_with_sample_weight   sum of the sample weights
     sum                    1
 
@@ -15,6 +15,7 @@ the first forward.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,9 +26,8 @@ from lingvo_gpipe.core import nested_map
 from lingvo_gpipe.layers.keras import keras_cell_layer, keras_nodes
 from lingvo_gpipe.pipeline.stages import micro_batch, weighted_loss
 
-_MEANS = ('sum_over_batch_size', 'mean')
 # Names of metrics in the results of the loss.
-STATE, PREDICTION = 'keras_state_', 'prediction_'
+STATE, PREDICTION, MASK = 'keras_state_', 'prediction_', 'mask_of_prediction_'
 
 
 class KerasLoss:
@@ -51,6 +51,7 @@ class KerasLoss:
     self._graph = graph
     losses = [x for x in keras.tree.flatten(trainer.loss) if x is not None]
     self._reductions = {getattr(x, 'reduction', 'sum_over_batch_size') for x in losses}
+    self._ignored = [x.ignore_class for x in losses if getattr(x, 'ignore_class', None) is not None]
     self._num_losses = max(len(losses), len(graph.outputs) if losses else 0)
     if self._reductions & {None, 'none'}:
       raise ValueError(
@@ -109,10 +110,17 @@ class KerasLoss:
     loss = tf.cast(loss, tf.float32) if loss.dtype.size < 4 else loss
     rows = tf.cast(tf.shape(tensors[0])[0], tf.float32)
     metrics: dict[str, weighted_loss.Metric] = {'loss': (loss * side.scale[0], rows)}
-    for i, value in enumerate(new):
+    trackers = {id(m.total) for m in getattr(self._trainer._compile_loss, 'metrics', ())}
+    for i, (v, value) in enumerate(zip(states, new, strict=True)):
+      if id(v) in trackers:  # The mean of one output's loss.
+        value *= tf.cast(side.scale[0], value.dtype)
       metrics[f'{STATE}{i}'] = weighted_loss.Sum(value)
     if self.needs_predictions:
-      metrics.update({f'{PREDICTION}{i}': weighted_loss.Rows(t) for i, t in enumerate(tensors)})
+      for i, t in enumerate(outputs):
+        is_masked = isinstance(t, dict)
+        metrics[f'{PREDICTION}{i}'] = weighted_loss.Rows(t['value'] if is_masked else t)
+        if is_masked:
+          metrics[f'{MASK}{i}'] = weighted_loss.Rows(t['mask'])
     return metrics
 
   def States(self) -> list[Any]:
@@ -157,22 +165,27 @@ class KerasLoss:
       w is not None for w in tf.nest.flatten(weights)
     )
     is_sum = 'sum' in self._reductions
-    if masks is None and not of_weights and not is_sum:
+    if masks is None and not of_weights and not is_sum and not self._ignored:
       return ones
     if is_sum:
       if len(self._reductions) > 1:
         raise self._Mixed()
       return [tf.fill([1], sum(rows) / r) for r in rows]
-    if self._num_losses > 1 or (of_weights and masks is not None):
+    if self._num_losses > 1 or (of_weights and (masks is not None or self._ignored)):
       raise self._Mixed()
     if of_weights:
       divisors = [tf.reduce_sum(tf.cast(w, tf.float32)) for w in weights]
     else:
-      assert masks is not None
       divisors = []
-      for args, _ in micro_batches:
-        (mask,) = masks(args)
-        divisors.append(tf.reduce_sum(tf.cast(mask, tf.float32)))
+      for args, side in micro_batches:
+        counts = [] if masks is None else [tf.cast(m, tf.float32) for m in masks(args)]
+        for ignored in self._ignored:
+          (y,) = tf.nest.flatten(side.y)
+          is_counted = tf.cast(tf.not_equal(y, tf.cast(ignored, y.dtype)), tf.float32)
+          if counts:
+            is_counted = tf.reshape(is_counted, tf.shape(counts[0]))
+          counts.append(is_counted)
+        divisors.append(tf.reduce_sum(math.prod(counts)))
     total = tf.add_n(divisors)
     return [
       tf.reshape(tf.math.divide_no_nan(d, total) * (sum(rows) / r), [1])

@@ -106,7 +106,7 @@ class KerasStep:
     """
     engine, optimizer = self.stack.engine, self.optimizer
     # Weights may have been set by others since the last step.
-    engine.SyncTies()
+    engine.SyncReplicas()
     scale = optimizer.scale_loss(tf.constant(1.0))
     scaled = [b._replace(loss_weight=b.loss_weight * scale) for b in micro_batches]
     sums, layer_sums = engine.Accumulate(scaled, tf.cast(optimizer.iterations, tf.int64))
@@ -116,8 +116,6 @@ class KerasStep:
       gradients = self._Gradients(clip_norm)
       optimizer.apply(list(gradients.values()), [self._variables[path] for path in gradients])
     layer_statistics.Assign(engine, state)
-    if len(engine.replicas) > 1:
-      engine.SyncReplicas()
     return sums
 
   def _Gradients(self, clip_norm: float | None) -> dict[str, tf.Tensor]:

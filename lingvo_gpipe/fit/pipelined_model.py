@@ -401,7 +401,11 @@ class PipelinedModel(keras.Model):
     for i, v in enumerate(loss.States()):
       v.assign_add(sums.pop(f'{keras_loss.STATE}{i}'))
     predictions = [name for name in sums if name.startswith(keras_loss.PREDICTION)]
-    flat = [sums.pop(f'{keras_loss.PREDICTION}{i}') for i in range(len(predictions))]
+    flat = []
+    for i in range(len(predictions)):
+      value, mask = (sums.pop(f'{n}{i}', None) for n in (keras_loss.PREDICTION, keras_loss.MASK))
+      payload = value if mask is None else {'value': value, 'mask': mask}
+      flat.append(keras_cell_layer.WithMask(payload))
     if flat:
       y_pred = self._graph.PackOutputs(flat)
       self._compile_metrics.update_state(side.y, y_pred, side.sample_weight)

@@ -110,19 +110,6 @@ def _Frozen() -> Any:
   return keras.Model(inputs, x)
 
 
-class _Subclassed(keras.Model):
-  def __init__(self) -> None:
-    super().__init__()
-    self.blocks = [layers.Dense(8, activation='relu') for _ in range(4)]
-    self.drop = layers.Dropout(0.0)
-    self.head = layers.Dense(2)
-
-  def call(self, x: Any, training: bool = False) -> Any:
-    for block in self.blocks:
-      x = x + self.drop(block(x), training=training)
-    return self.head(ops.tanh(x))
-
-
 class _AuxiliaryLoss(layers.Layer):
   def call(self, x: Any) -> Any:
     self.add_loss(0.1 * ops.mean(ops.square(x)))

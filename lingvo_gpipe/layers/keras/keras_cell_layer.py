@@ -70,7 +70,8 @@ class KerasCellLayer(base_layer.BaseLayer):
   @property
   def structure(self) -> Any:
     """Equal for cells that compute the same function."""
-    return keras_cells.Structure(self._cell)
+    # The regularizer of a reused weight counts in its first cell only.
+    return keras_cells.Structure(self._cell), tuple(self.params.reused)
 
   @property
   def skips_in(self) -> tuple[str, ...]:
