@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keras layers are equal only if they compute the same function of their variables."""
+
+import sys
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+from lingvo_gpipe.layers.keras import keras_equality
+
+
+class _Scaled(layers.Layer):
+  """Multiplies by a number, which no configuration has."""
+
+  def __init__(self, factor, **options):
+    super().__init__(**options)
+    self.factor = factor
+
+  def call(self, x):
+    return x * self.factor
+
+
+class _Unknown:
+  """An object of which nothing is known."""
+
+
+def _Twice(x):
+  return 2 * x
+
+
+def _Half(x):
+  return x / 2
+
+
+def _Frozen(layer):
+  layer.trainable = False
+  return layer
+
+
+def _Adapted(values):
+  layer = layers.Normalization()
+  layer.adapt(np.array(values))
+  return layer
+
+
+def _Lora(rank):
+  layer = layers.Dense(4)
+  layer.build([None, 4])
+  layer.enable_lora(rank)
+  return layer
+
+
+def _Quantised():
+  layer = layers.Dense(4)
+  layer.build([None, 4])
+  layer.quantize('int8')
+  return layer
+
+
+EQUAL = {
+  'Dense': lambda: layers.Dense(4, activation='relu'),
+  'initializer': lambda: layers.Dense(4, kernel_initializer=keras.initializers.RandomNormal()),
+  'regularizer': lambda: layers.Dense(4, kernel_regularizer=keras.regularizers.L2(0.1)),
+  'Dropout': lambda: layers.Dropout(0.5),
+  'attention': lambda: layers.MultiHeadAttention(2, 4, dropout=0.1),
+  'wrapped': lambda: layers.TimeDistributed(layers.Dense(4)),
+  'function': lambda: layers.Lambda(_Twice),
+  'attribute': lambda: _Scaled(2.0),
+  'array': lambda: _Scaled(np.arange(3.0)),
+  'LoRA': lambda: _Lora(2),
+}
+
+UNEQUAL = {
+  'activation': (lambda: layers.Dense(4, activation='relu'), lambda: layers.Dense(4)),
+  'units': (lambda: layers.Dense(4), lambda: layers.Dense(5)),
+  'bias': (lambda: layers.Dense(4), lambda: layers.Dense(4, use_bias=False)),
+  'rate': (lambda: layers.Dropout(0.5), lambda: layers.Dropout(0.4)),
+  'epsilon': (lambda: layers.LayerNormalization(), lambda: layers.LayerNormalization(epsilon=0.1)),
+  'dtype': (lambda: layers.Dense(4), lambda: layers.Dense(4, dtype='mixed_bfloat16')),
+  'trainable': (lambda: layers.Dense(4), lambda: _Frozen(layers.Dense(4))),
+  'frozen statistics': (
+    lambda: layers.BatchNormalization(),
+    lambda: _Frozen(layers.BatchNormalization()),
+  ),
+  'function': (lambda: layers.Lambda(_Twice), lambda: layers.Lambda(_Half)),
+  'lambda': (lambda: layers.Lambda(lambda x: x), lambda: layers.Lambda(lambda x: x)),
+  'regularizer': (
+    lambda: layers.Dense(4, kernel_regularizer=keras.regularizers.L2(0.1)),
+    lambda: layers.Dense(4, kernel_regularizer=keras.regularizers.L2(0.2)),
+  ),
+  'constraint': (lambda: layers.Dense(4), lambda: layers.Dense(4, kernel_constraint='max_norm')),
+  'class': (lambda: layers.ReLU(), lambda: layers.ELU()),
+  'nested': (
+    lambda: keras.Sequential([layers.Dense(4), layers.Dense(4, activation='relu')]),
+    lambda: keras.Sequential([layers.Dense(4), layers.Dense(4, activation='elu')]),
+  ),
+  'wrapped': (
+    lambda: layers.TimeDistributed(layers.Dense(4)),
+    lambda: layers.TimeDistributed(layers.Dense(4, activation='elu')),
+  ),
+  'adapted': (lambda: _Adapted([1.0, 2.0, 5.0]), lambda: _Adapted([1.0, 2.0, 6.0])),
+  'attribute': (lambda: _Scaled(2.0), lambda: _Scaled(3.0)),
+  'kind of number': (lambda: _Scaled(2.0), lambda: _Scaled(2)),
+  'unknown object': (lambda: _Scaled(_Unknown()), lambda: _Scaled(_Unknown())),
+  'LoRA': (lambda: _Lora(2), lambda: _Lora(3)),
+  'quantised': (lambda: _Quantised(), lambda: _Lora(2)),
+}
+
+
+def _Built(make):
+  layer = make()
+  shape = (None, 3, 4)
+  if isinstance(layer, layers.MultiHeadAttention):
+    layer.build(shape, shape)
+  elif not layer.built:
+    layer.build(shape)
+  return layer
+
+
+@pytest.mark.parametrize('make', EQUAL.values(), ids=EQUAL)
+def testEqualLayers(make):
+  """They have other names, variables and seeds."""
+  a, b = _Built(make), _Built(make)
+  assert a is not b
+  assert keras_equality.AreEqual(a, b)
+
+
+@pytest.mark.parametrize('pair', UNEQUAL.values(), ids=UNEQUAL)
+def testUnequalLayers(pair):
+  a, b = map(_Built, pair)
+  assert keras_equality.AreEqual(a, a)
+  assert not keras_equality.AreEqual(a, b)
+  assert not keras_equality.AreEqual(b, a)
+
+
+def testALayerThatWasCalledEqualsOneThatWasNot():
+  a, b = layers.Dense(4), layers.Dense(4)
+  a(np.zeros([2, 3], 'float32'))
+  b(keras.Input([3]))
+  assert keras_equality.AreEqual(a, b)
+
+
+def testSharingCounts():
+  """A layer that stands at two places differs from two equal layers."""
+  a, b, c = (_Built(EQUAL['Dense']) for _ in range(3))
+  assert keras_equality.AreEqual([a, a], [b, b])
+  assert keras_equality.AreEqual([a, b], [b, c])
+  assert not keras_equality.AreEqual([a, a], [b, c])
+  assert not keras_equality.AreEqual([a, b], [c, c])
+
+
+def testPlainValues():
+  assert keras_equality.AreEqual((1, 'a', None, [2.0], {'k': 3}), (1, 'a', None, [2.0], {'k': 3}))
+  assert keras_equality.AreEqual(float('nan'), float('nan'))
+  pairs = [(1, 1.0), (1, True), ([1], (1,)), ({'k': 1}, {'k': 2}), ({1}, {2}), ('a', 'b')]
+  pairs += [(np.zeros(2), np.zeros(3)), (np.zeros(2), np.zeros(2, 'float32'))]
+  for a, b in pairs:
+    assert not keras_equality.AreEqual(a, b)
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))
