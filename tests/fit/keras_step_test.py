@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`KerasStep` trains as plain Keras does, with every schedule and every kind of optimizer."""
+
+import sys
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_gpipe.fit import keras_step
+from lingvo_gpipe.layers import linear
+from lingvo_gpipe.layers.keras import keras_cut
+from lingvo_gpipe.pipeline import pipelining_layer
+from tests.toys import keras_fits, stacks
+
+OPTIMIZERS = keras.optimizers
+X, Y = keras_fits.Floats(6, 5), keras_fits.Floats(6, 3, seed=1)
+NUM_STEPS = 3
+
+
+def _Squares(theta, outputs, labels):
+  del theta
+  rows = tf.cast(tf.shape(labels)[0], tf.float32)
+  return {'loss': (tf.reduce_mean(tf.square(outputs[0] - labels)), rows)}
+
+
+def _Adam(**options):
+  return OPTIMIZERS.Adam(0.01, epsilon=1e-3, **options)
+
+
+def _Mlp():
+  return keras_fits.Mlp(depth=3)
+
+
+def _Plain(optimizer):
+  """Returns the losses of some steps of plain Keras, and the weights after them."""
+  model = keras_fits.Seeded(_Mlp)
+  model.compile(optimizer=optimizer, loss='mse', jit_compile=False)
+  return [model.train_on_batch(X, Y) for _ in range(NUM_STEPS)], model.get_weights()
+
+
+def _Stack(model, num_replicas=1, **options):
+  """Returns a placed pipeline of a Keras model."""
+  options = {'num_stages': 2, 'num_micro_batches': 4, 'xla': False, **options}
+  p = pipelining_layer.PipeliningLayer.Params().Set(name='net', **options)
+  stack = p.Set(**keras_cut.Cut(model)).Instantiate()
+  num_devices = num_replicas * stack.num_devices
+  spec = tf.TensorSpec(X.shape)
+  stack.Place(stacks.Devices()[:num_devices], spec, loss_fn=_Squares, num_replicas=num_replicas)
+  return stack
+
+
+def _Check(optimizer, **options):
+  """Checks losses and weights against plain Keras."""
+  losses, weights = _Plain(optimizer())
+  model = keras_fits.Seeded(_Mlp)
+  stack = _Stack(model, **options)
+  step = keras_step.KerasStep(stack, optimizer())
+  actual = [step((tf.constant(X),), tf.constant(Y))['loss'] for _ in range(NUM_STEPS)]
+  np.testing.assert_allclose(actual, losses, rtol=1e-5)
+  for a, b in zip(model.get_weights(), weights, strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+  return step
+
+
+@pytest.mark.parametrize(
+  'options',
+  [
+    {'schedule': '1f1b', 'remat_policy': 'layer'},
+    {'schedule': '1f1b_fused', 'num_stages': 3},
+    {'schedule': 'interleaved_1f1b', 'num_stages': 4, 'stages_per_device': 2},
+    {'schedule': 'zb_h1', 'num_stages': 3, 'remat_policy': 'none'},
+    {'schedule': 'gpipe', 'num_replicas': 2},
+    {'schedule': 'gpipe', 'remat_policy': 'except_last', 'xla': True},
+  ],
+  ids=lambda options: '-'.join(map(str, options.values())),
+)
+def testSchedules(options):
+  _Check(_Adam, **options)
+
+
+@pytest.mark.parametrize(
+  'optimizer',
+  [
+    lambda: _Adam(global_clipnorm=0.05),
+    lambda: OPTIMIZERS.SGD(0.1, clipnorm=0.02),
+    lambda: OPTIMIZERS.SGD(0.1, clipvalue=0.01),
+    lambda: _Adam(use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2),
+    lambda: _Adam(gradient_accumulation_steps=2, global_clipnorm=0.05),
+    lambda: OPTIMIZERS.LossScaleOptimizer(_Adam(global_clipnorm=0.05), dynamic_growth_steps=2),
+    lambda: OPTIMIZERS.SGD(OPTIMIZERS.schedules.ExponentialDecay(0.3, 1, 0.5), momentum=0.9),
+    lambda: OPTIMIZERS.AdamW(0.01, weight_decay=0.1, loss_scale_factor=8.0),
+  ],
+  ids=['global_clipnorm', 'clipnorm', 'clipvalue', 'ema', 'accumulation', 'loss_scale', 'schedule',
+       'decay'],
+)  # fmt: skip
+def testOptimizers(optimizer):
+  _Check(optimizer, num_stages=3)
+
+
+def testClippingIsASettingOfTheOptimizerAfterTheStep():
+  step = _Check(lambda: _Adam(global_clipnorm=0.05))
+  assert step.optimizer.global_clipnorm == 0.05
+
+
+def testSlotsAreOnTheDevicesOfTheirWeights():
+  step = _Check(_Adam, num_stages=3)
+  devices = [v.value.device for v in step.optimizer.variables if v.path.endswith('_momentum')]
+  assert devices == [v.device for v in step.stack.engine.trained.values()]
+  assert len(set(devices)) == 3
+
+
+def testOwnLayersAreTrained():
+  """The weight of a micro-batch's loss is its number of tokens, known before the forward."""
+  sub = [
+    linear.ProjectionLayer.Params().Set(name=f'l{i}', input_dim=4, output_dim=4) for i in range(3)
+  ]
+  x = tf.constant(keras_fits.Floats(6, 4), tf.float64)
+  weights = stacks.ExampleWeights(6)
+  stack = stacks.MakeStack(sub, num_stages=2, num_micro_batches=3)
+  stack.Place(stacks.Devices(), *stacks.Specs((x,)), loss_fn=stacks.SquareLoss)
+  before = {path: v.numpy() for path, v in stack.engine.trained.items()}
+  step = keras_step.KerasStep(stack, OPTIMIZERS.SGD(0.5), loss_weight=stacks.LossWeight)
+  loss = step((x,), weights)['loss']
+  sums, gradients = stacks.Reference(sub, 3, (x,), weights)
+  total, weight = sums['loss']
+  np.testing.assert_allclose(loss, total / weight, rtol=1e-6)
+  for path, v in stack.engine.trained.items():
+    expected = before[path] - 0.5 * gradients[path] / weight
+    np.testing.assert_allclose(v, expected, rtol=1e-6, atol=1e-9)
+  assert step.optimizer.iterations == 1
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

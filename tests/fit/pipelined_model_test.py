@@ -1,0 +1,356 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`PipelinedModel` is used as a keras.Model, and gives the results of the plain model."""
+
+import sys
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, ops
+
+from lingvo_gpipe import PipelinedModel
+from lingvo_gpipe.layers.keras import keras_nodes
+from tests import naming
+from tests.toys import keras_fits
+
+METRICS = keras.metrics
+X, Y = keras_fits.Floats(22, 5), keras_fits.Floats(22, 3, seed=1)
+CLASSES, ONE_HOT = keras_fits.Classes(22, 3)
+
+
+def _Squares():
+  return {'loss': 'mse', 'metrics': ['mae']}
+
+
+def _Softmax():
+  return keras_fits.Mlp(activation='softmax')
+
+
+def _Adam():
+  return keras.optimizers.Adam(0.01, epsilon=1e-3)
+
+
+def _Made(make=keras_fits.Mlp, num_stages=2, num_micro_batches=2, optimizer=_Adam, **options):
+  """Returns a compiled PipelinedModel."""
+  pipe = keras_fits.Pipe(keras_fits.Seeded(make), num_stages, num_micro_batches, **options)
+  pipe.compile(optimizer=optimizer(), **_Squares())
+  return pipe
+
+
+class _Largest(METRICS.Metric):
+  """The largest prediction of the last batch, which no sum over micro-batches gives."""
+
+  def __init__(self, name='largest'):
+    super().__init__(name=name)
+    self.largest = self.add_variable(shape=(), initializer='zeros', name='largest')
+
+  def update_state(self, y_true, y_pred, sample_weight=None):
+    self.largest.assign(ops.max(y_pred))
+
+  def result(self):
+    return self.largest
+
+
+def _ErrorOfMeans(y_true, y_pred):
+  return ops.abs(ops.mean(y_true) - ops.mean(y_pred))
+
+
+# ---- fit -----------------------------------------------------------------------------------------
+
+
+def testHistoryAndWeightsEqualKeras():
+  """The last batch of an epoch has four rows instead of six."""
+  keras_fits.CheckFit(
+    _Softmax,
+    X,
+    ONE_HOT,
+    lambda: {
+      'loss': 'categorical_crossentropy',
+      'metrics': [
+        'accuracy',
+        METRICS.AUC(name='auc'),
+        METRICS.Precision(name='precision'),
+        METRICS.OneHotMeanIoU(num_classes=3, name='iou'),
+      ],
+    },
+    [(1, 4), (2, 1), (2, 4), (3, 3)],
+    optimizer=_Adam,
+    epochs=3,
+    batch_size=6,
+  )
+
+
+def testMetricsOfUsersSeeAllPredictions():
+  keras_fits.CheckFit(
+    keras_fits.Mlp,
+    X,
+    Y,
+    lambda: {'loss': 'mse', 'metrics': [_Largest(), _ErrorOfMeans, 'mae']},
+    [(2, 3)],
+    batch_size=6,
+  )
+
+
+class _Batches(keras.utils.PyDataset):
+  """Batches of inputs, targets and weights."""
+
+  def __len__(self):
+    return 3
+
+  def __getitem__(self, index):
+    rows = slice(6 * index, 6 * index + 6)
+    return X[rows], Y[rows], np.abs(X[rows, 0])
+
+
+def _Generator():
+  while True:
+    yield from (_Batches()[i] for i in range(3))
+
+
+def _Dataset():
+  return tf.data.Dataset.from_generator(
+    lambda: (_Batches()[i] for i in range(3)),
+    output_signature=tuple(tf.TensorSpec([None, *shape], tf.float32) for shape in ([5], [3], [])),
+  )
+
+
+@pytest.mark.parametrize('source', ['numpy', 'dataset', 'generator', 'PyDataset'])
+def testSourcesOfData(source):
+  data = {
+    'numpy': lambda: X[:18],
+    'dataset': _Dataset,
+    'generator': _Generator,
+    'PyDataset': _Batches,
+  }[source]
+  options = {'numpy': {'sample_weight': np.abs(X[:18, 0]), 'batch_size': 6}}.get(source, {})
+  if source == 'generator':
+    options['steps_per_epoch'] = 3
+  y = Y[:18] if source == 'numpy' else None
+  expected = keras_fits.Fit(keras_fits.Seeded(keras_fits.Mlp), data(), y, _Squares, **options)
+  pipe = keras_fits.Pipe(keras_fits.Seeded(keras_fits.Mlp), 2, 4)
+  actual = keras_fits.Fit(pipe, data(), y, _Squares, **options)
+  keras_fits.CheckEqual(actual, expected)
+
+
+@pytest.mark.parametrize(
+  'options',
+  [
+    {'validation_split': 0.3, 'batch_size': 5},
+    {'validation_data': (X[:7], Y[:7], np.abs(X[:7, 0])), 'validation_batch_size': 4},
+    {'class_weight': {0: 0.3, 1: 2.0, 2: 1.0}, 'initial_epoch': 1},
+  ],
+  ids=lambda options: next(iter(options)),
+)
+def testOptionsOfFit(options):
+  def Compiled():
+    return {
+      'loss': 'sparse_categorical_crossentropy',
+      'metrics': ['accuracy'],
+      'weighted_metrics': ['accuracy'],
+    }
+
+  if 'validation_data' in options:
+    x, _, weights = options['validation_data']
+    options = {**options, 'validation_data': (x, CLASSES[:7], weights)}
+  keras_fits.CheckFit(_Softmax, X, CLASSES, Compiled, **options)
+
+
+def testSeveralStepsPerExecution():
+  def Compiled():
+    return {**_Squares(), 'steps_per_execution': 3}
+
+  keras_fits.CheckFit(keras_fits.Mlp, X, Y, Compiled, batch_size=5)
+
+
+# ---- single batches, evaluate, predict -----------------------------------------------------------
+
+
+def testSingleBatches():
+  model = keras_fits.Seeded(keras_fits.Mlp)
+  model.compile(optimizer=_Adam(), jit_compile=False, **_Squares())
+  pipe = _Made()
+  weights = np.abs(X[:6, 0])
+  for method in ('train_on_batch', 'test_on_batch'):
+    actual, expected = (
+      getattr(m, method)(X[:6], Y[:6], sample_weight=weights, return_dict=True)
+      for m in (pipe, model)
+    )
+    assert actual == pytest.approx(expected, rel=1e-5)
+  np.testing.assert_allclose(pipe.predict_on_batch(X), model.predict_on_batch(X), rtol=1e-4)
+
+
+def testEvaluateAndPredict():
+  """Without training, and with a last batch of one row for four micro-batches."""
+  model = keras_fits.Seeded(keras_fits.TwoOutputs)
+  pipe = keras_fits.Pipe(keras_fits.Seeded(keras_fits.TwoOutputs), 2, 4)
+  actual = pipe.predict(X[:9], batch_size=4, verbose=0)  # It has not been compiled.
+  expected = model.predict(X[:9], batch_size=4, verbose=0)
+  assert actual.keys() == expected.keys()
+  for name, value in expected.items():
+    np.testing.assert_allclose(actual[name], value, rtol=1e-5, atol=1e-6)
+  for m in (model, pipe):
+    m.compile(loss='mse', weighted_metrics={'a': ['mae']})
+  y = {'a': Y[:8], 'b': X[:8, :2]}
+  results = [m.evaluate(X[:8], y, batch_size=4, verbose=0, return_dict=True) for m in (model, pipe)]
+  assert results[1] == pytest.approx(results[0], rel=1e-5)
+
+
+# ---- weights and files ---------------------------------------------------------------------------
+
+
+def testVariablesStayWhereTheyAreUntilTheFirstBatch():
+  model = keras_fits.Seeded(keras_fits.Mlp)
+  before = [v.value for v in model.weights]
+  pipe = keras_fits.Pipe(model, 3)
+  pipe.compile(optimizer=_Adam(), **_Squares())
+  assert pipe.stack is None
+  assert all(v.value is b for v, b in zip(model.weights, before, strict=True))
+  pipe.train_on_batch(X, Y)
+  names = [tf.DeviceSpec.from_string(v.value.device).device_index for v in model.weights]
+  assert names == [0, 0, 1, 1, 2, 2]
+  slots = [v for v in pipe.optimizer.variables if 'momentum' in v.path]
+  assert [v.value.device for v in slots] == [v.value.device for v in model.weights]
+
+
+def testSavedModelsAreThePlainCompiledModel(tmp_path):
+  pipe = _Made()
+  pipe.fit(X, Y, batch_size=6, epochs=2, shuffle=False, verbose=0)
+  path = str(tmp_path / 'model.keras')
+  pipe.save(path)
+  model = keras.models.load_model(path)
+  assert type(model) is type(pipe.model)
+  assert model.optimizer.iterations == pipe.optimizer.iterations == 8
+  for a, b in zip(model.optimizer.variables, pipe.optimizer.variables, strict=True):
+    np.testing.assert_array_equal(a, b)
+  expected = pipe.evaluate(X, Y, verbose=0)
+  assert model.evaluate(X, Y, verbose=0) == pytest.approx(expected, rel=1e-5)
+  # It continues on other stages as if it had not been interrupted.
+  pipe.fit(X, Y, batch_size=6, shuffle=False, verbose=0)
+  again = keras_fits.Pipe(model, 3, 3)
+  again.compile(optimizer=model.optimizer, **_Squares())
+  again.fit(X, Y, batch_size=6, shuffle=False, verbose=0)
+  for a, b in zip(again.get_weights(), pipe.get_weights(), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def _Tied():
+  """Returns a model whose embedding is also its output matrix."""
+  inputs = keras.Input([6], dtype='int32')
+  embedding = layers.ReversibleEmbedding(9, 4, tie_weights=True)
+  x = layers.Dense(4, activation='tanh')(embedding(inputs))
+  return keras.Model(inputs, embedding(layers.Dense(4)(x), reverse=True))
+
+
+def testSetWeightsReachesTiedWeights():
+  ids, y = keras_fits.PaddedIds(6), keras_fits.Floats(6, 6, 9)
+  model = keras_fits.Seeded(_Tied)
+  pipe = _Made(_Tied, num_stages=3, optimizer=keras_fits.Sgd)
+  model.compile(optimizer=keras_fits.Sgd(), **_Squares())
+  for seed in (1, 2):
+    weights = [keras_fits.Floats(*w.shape, seed=seed) for w in model.get_weights()]
+    model.set_weights(weights)
+    pipe.set_weights(weights)
+    assert pipe.test_on_batch(ids, y) == pytest.approx(model.test_on_batch(ids, y), rel=1e-5)
+    np.testing.assert_allclose(pipe.predict(ids, verbose=0), model(ids), rtol=1e-4, atol=1e-5)
+    assert pipe.train_on_batch(ids, y) == pytest.approx(model.train_on_batch(ids, y), rel=1e-5)
+    for a, b in zip(pipe.get_weights(), model.get_weights(), strict=True):
+      np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def testTrainableMayChange():
+  pipe = _Made(num_stages=3)
+  first, second, third = (x for x in pipe.model.layers if x.weights)
+  for frozen in ([first], [second, third], []):
+    for layer in (first, second, third):
+      layer.trainable = layer not in frozen
+    pipe.compile(optimizer=_Adam(), **_Squares())
+    before = {x: x.kernel.numpy() for x in (first, second, third)}
+    pipe.train_on_batch(X, Y)
+    same = [x for x, kernel in before.items() if np.array_equal(kernel, x.kernel.numpy())]
+    assert same == frozen
+
+
+def testAnOptimizerThatWasBuiltBefore():
+  """Plain steps, then steps of a pipeline, with one optimizer."""
+  model, mixed = (keras_fits.Seeded(keras_fits.Mlp) for _ in range(2))
+  for m in (model, mixed):
+    m.compile(optimizer=_Adam(), jit_compile=False, **_Squares())
+    m.train_on_batch(X, Y)
+  pipe = keras_fits.Pipe(mixed, 3, 2)
+  pipe.compile(optimizer=mixed.optimizer, **_Squares())
+  for _ in range(2):
+    pipe.train_on_batch(X, Y)
+    model.train_on_batch(X, Y)
+  for a, b in zip(mixed.get_weights(), model.get_weights(), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+  assert {v.value.device for v in mixed.optimizer.variables if 'momentum' in v.path} == {
+    v.value.device for v in mixed.weights
+  }
+
+
+# ---- the rest of the interface -------------------------------------------------------------------
+
+
+def testSummaryShowsTheStages():
+  pipe = _Made()
+  lines = []
+  pipe.train_on_batch(X, Y)
+  pipe.summary(print_fn=lines.append)
+  text = '\n'.join(lines)
+  assert 'dense_2' in text
+  for device in pipe.cut.ends:
+    assert str(device) in text
+
+
+def testXlaAndEagerStepsEqualKeras():
+  model = keras_fits.Seeded(keras_fits.Mlp)
+  model.compile(optimizer=_Adam(), **_Squares())
+  expected = model.train_on_batch(X, Y)
+  assert _Made(xla=True).train_on_batch(X, Y) == pytest.approx(expected, rel=1e-5)
+  pipe = _Made()
+  pipe.compile(optimizer=_Adam(), run_eagerly=True, **_Squares())
+  assert pipe.train_on_batch(X, Y) == pytest.approx(expected, rel=1e-5)
+
+
+def testWrongModelsAreRefused():
+  class Stepping(keras.Model):
+    def train_step(self, data):
+      return {}
+
+  with pytest.raises(ValueError, match=naming.Naming('Stepping', 'train_step')):
+    PipelinedModel(Stepping(), 1, devices=['/cpu:0'])
+  with pytest.raises(TypeError, match=naming.Naming('keras.Model', 'Dense')):
+    PipelinedModel(layers.Dense(3), 1, devices=['/cpu:0'])
+  with pytest.raises(ValueError, match=naming.Naming(3, 4, 'dense', 'dense_1', 'dense_2')):
+    _Made(num_stages=4).train_on_batch(X, Y)
+
+
+def testModelsWithoutWeightsAreRefused():
+  pipe = _Made()
+  pipe.model.trainable = False
+  pipe.compile(optimizer=_Adam(), **_Squares())
+  with pytest.raises(ValueError, match=naming.Naming(pipe.model.name, 'weights')):
+    pipe.train_on_batch(X, Y)
+
+
+def testSparseInputsAreRefused():
+  sparse = tf.sparse.from_dense(X)
+  with pytest.raises(ValueError, match=naming.Naming('SparseTensor')):
+    _Made().train_on_batch(sparse, Y)
+
+
+def testSeedsOfKerasAreNotConsumed():
+  """Dropout depends on the step, so a step can be repeated."""
+  pipe = _Made(lambda: keras.Sequential([keras.Input([5]), layers.Dense(4), layers.Dropout(0.5),
+                                         layers.Dense(3)]))  # fmt: skip
+  states = [v for v in keras_nodes.FromModel(pipe.model).model.variables if keras_nodes.IsSeed(v)]
+  before = [v.numpy() for v in states]
+  assert states
+  pipe.train_on_batch(X, Y)
+  for v, value in zip(states, before, strict=True):
+    np.testing.assert_array_equal(v, value)
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))
