@@ -5,7 +5,7 @@
     python -m tools.fit_benchmark --xla
 
 All rows run in one process, an epoch of each in turn, and the table has the medians over the
-rounds. The figures of plain Keras and of one stage are for one core, those of two stages for two.
+rounds. Plain Keras and one stage run on one core, two stages on two.
 Needs the extra `lingvo_gpipe[keras_hub]` and a quiet machine.
 """
 

@@ -144,7 +144,7 @@ def _Model(case: Case) -> Any:
 class DenseAdam(keras.optimizers.Adam):
   """Adam that adds up the gradients of a row of an embedding before it squares them.
 
-  Keras squares each occurrence of the row alone, so its second moment is not that of the gradient.
+  Keras squares each occurrence of the row alone, which gives other second moments.
   """
 
   def apply(self, grads: Any, trainable_variables: Any = None) -> None:
@@ -154,9 +154,9 @@ class DenseAdam(keras.optimizers.Adam):
 
 def _Compile(model: Any, optimizer: str) -> None:
   # Adam's division would magnify the rounding of a small gradient.
-  made = keras.optimizers.SGD(1.0) if optimizer == 'sgd' else DenseAdam(1e-3, epsilon=1e-3)
+  rule = keras.optimizers.SGD(1.0) if optimizer == 'sgd' else DenseAdam(1e-3, epsilon=1e-3)
   # The empty lists replace the metrics that KerasHub's tasks begin with.
-  model.compile(made, 'mse', metrics=[], weighted_metrics=[], jit_compile=False)
+  model.compile(rule, 'mse', metrics=[], weighted_metrics=[], jit_compile=False)
 
 
 def _Balance(stack: Any, num_stages: int, x: Any, graph: Any) -> float:
@@ -184,7 +184,7 @@ def _Largest(a: Any, b: Any) -> float:
 
 
 def _Saved(pipe: Any, plain: Any) -> bool:
-  """Whether weights that were saved and loaded are those of plain Keras, bit by bit.
+  """Whether saved and loaded weights equal plain Keras's, bit by bit.
 
   Keras saves LoRA's weights merged into the others, so they need not be the ones before.
   """

@@ -3,7 +3,7 @@
 
     python -m tools.write_preset --model=KEY --logdir=LOGDIR --preset=DIRECTORY
 
-The experiment's task must have a `keras_model`, as those of tasks/keras have. The preset has the
+The experiment's task must have a `keras_model`, as the tasks in tasks/keras have. The preset has the
 weights of the newest checkpoint, and loads without lingvo_gpipe: `keras_hub.models.CausalLM.
 from_preset(DIRECTORY, preprocessor=None)`.
 """

@@ -272,7 +272,8 @@ class PipelinedModel(keras.Model):
 
   def _PredictBatch(self, data: Any) -> Any:
     x, _, _ = self._Unpack(data)
-    return self._predict(self._Place(x))
+    args = self._Place(x)
+    return self._predict(args)
 
   def _Unpack(self, data: Any) -> tuple[Any, Any, Any]:
     """Returns (x, y, sample_weight) of a batch, after the preprocessor of a task of KerasHub."""
@@ -315,6 +316,14 @@ class PipelinedModel(keras.Model):
         f'{self.model.name} has {len(cells)} cells, too few for {p.num_stages} stages; a cell is a '
         f'layer with a matrix: {", ".join(c.name for c in cells)}'
       )
+    is_fixed = all(None not in v.shape[1:] for v in self._graph.inputs)
+    if p.num_micro_batches * self._num_replicas > 1 and is_fixed:
+      for v in self._graph.outputs:
+        if None in v.shape[1:]:
+          raise ValueError(
+            f'{self.model.name} has an output of shape {v.shape}, which depends on the number of '
+            'examples, so it compares examples of a batch; set num_micro_batches=1'
+          )
     without_xla = sorted({x.name for c in cells for x in c.Layers() if not x.supports_jit})
     if p.xla and without_xla:
       logging.warning('XLA is off: %s cannot be compiled by it.', ', '.join(without_xla))

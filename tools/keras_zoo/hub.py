@@ -53,8 +53,8 @@ def Backbone(name: str, config: Mapping[str, Any]) -> Any:
 
 def Task(name: str, task: str, config: Mapping[str, Any], **arguments: Any) -> Any:
   """Returns a task with the backbone of that name, without a preprocessor."""
-  made = getattr(keras_hub.models, f'{name}{task}')
-  return made(backbone=Backbone(name, config), preprocessor=None, **arguments)
+  keras_class = getattr(keras_hub.models, f'{name}{task}')
+  return keras_class(backbone=Backbone(name, config), preprocessor=None, **arguments)
 
 
 def _Lm(row: str, name: str, config: Mapping[str, Any], **fields: Any) -> Case:

@@ -514,13 +514,13 @@ _CONVOLUTIONS = [
   Case(
     'RetinaNet, detector',
     functools.partial(_Refused, _RetinaNetDetector),
-    refused='overrides compute_loss',
+    refused='overrides predict_step',
   ),
   Case('D-FINE', _DFine, **_STATISTICS),
   Case(
     'D-FINE, detector',
     functools.partial(_Refused, _DFineDetector),
-    refused='overrides compute_loss',
+    refused='overrides predict_step',
   ),
 ]
 
