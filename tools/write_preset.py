@@ -3,9 +3,9 @@
 
     python -m tools.write_preset --model=KEY --logdir=LOGDIR --preset=DIRECTORY
 
-The experiment's task must have a `keras_model`, as the tasks in tasks/keras have. The preset has the
-weights of the newest checkpoint, and loads without lingvo_gpipe: `keras_hub.models.CausalLM.
-from_preset(DIRECTORY, preprocessor=None)`.
+The experiment's task must have a `keras_model`, as the tasks in tasks/keras have. The preset has
+the weights of the newest checkpoint. `keras_hub.models.CausalLM.from_preset(DIRECTORY,
+preprocessor=None)` loads it without lingvo_gpipe.
 """
 
 from __future__ import annotations
