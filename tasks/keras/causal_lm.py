@@ -19,7 +19,7 @@ class KerasCausalLm(model.LanguageModel):
     """Returns the Params: a class and its arguments, or a preset."""
     p = super().Params()
     p.Define('keras_class', '', 'Class of keras_hub.models, for example GPT2CausalLM.')
-    p.Define('backbone', {}, "Arguments of the backbone's class, if there is no preset.")
+    p.Define('backbone', {}, "Arguments of the backbone's class; empty: as in the preset.")
     p.Define('preset', '', 'Name or directory of a preset with the weights to begin at.')
     p.Define('lora_rank', 0, "Rank of LoRA's weights, which alone are trained then; 0: no LoRA.")
     return p
@@ -33,7 +33,7 @@ class KerasCausalLm(model.LanguageModel):
     if keras_class is None:
       raise ValueError(f'{self.path}.keras_class: keras_hub.models has no {p.keras_class!r}')
     with keras_cut.InitialValues(p.random_seed):
-      if p.preset:
+      if p.preset and not p.backbone:
         self.keras_model = keras_preset.Model(keras_class, p.preset, preprocessor=None)
       else:
         backbone = {'vocabulary_size': p.vocab_size, **p.backbone}

@@ -23,6 +23,7 @@ def Model(keras_class: Any, preset: str, **kwargs: Any) -> Any:
     preset: the preset.
     **kwargs: arguments of `from_preset`, such as `preprocessor=None` or `dtype`.
   """
+  _Loader(preset)
   with keras_nodes.WithoutValues():  # An optimizer would have values.
     return keras_class.from_preset(preset, load_weights=False, compile=False, **kwargs)
 
@@ -55,14 +56,23 @@ def LoadWeights(model: Any, preset: str) -> None:
 
   LoRA's weights, which a preset lacks, keep their values.
   """
-  from keras_hub.src.utils import preset_utils  # KerasHub loads no weights into a given model.
-
   lora = {id(v): v.numpy() for v in model.variables if '/lora_' in v.path}
-  loader = preset_utils.get_preset_loader(preset)
-  if isinstance(loader, preset_utils.KerasPresetLoader):
+  loader = _Loader(preset)
+  if hasattr(loader, '_load_backbone_weights'):  # A preset of KerasHub.
     loader._load_backbone_weights(model.backbone)
   else:
     loader.load_backbone(lambda **_: model.backbone, True)
   for v in model.variables:
     if id(v) in lora:
       v.assign(lora[id(v)])
+
+
+def _Loader(preset: str) -> Any:
+  """Returns KerasHub's loader of a preset; raises ValueError in one line if there is none."""
+  from keras_hub.src.utils import preset_utils  # The public way makes a model of its own.
+
+  try:
+    return preset_utils.get_preset_loader(preset)
+  except ValueError as e:
+    reason = str(e).partition('.')[0]
+    raise ValueError(f'cannot read the preset {preset!r}: {reason}') from None
