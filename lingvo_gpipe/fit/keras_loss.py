@@ -21,6 +21,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from absl import logging
 
 from lingvo_gpipe.core import nested_map
 from lingvo_gpipe.layers.keras import keras_cell_layer, keras_nodes
@@ -37,25 +38,27 @@ class KerasLoss:
     needs_predictions: whether a metric needs the predictions of the whole batch at once.
   """
 
-  def __init__(self, trainer: Any, graph: keras_nodes.Graph) -> None:
+  def __init__(self, trainer: Any, graph: keras_nodes.Graph, num_micro_batches: int) -> None:
     """Reads how the trainer was compiled.
 
     Args:
       trainer: a compiled keras.Model, with Keras's `compute_loss` and `compute_metrics`.
       graph: the model whose outputs the loss takes.
+      num_micro_batches: number of micro-batches of a batch.
 
     Raises:
       ValueError: a reduction cannot be computed by micro-batch.
     """
     self._trainer = trainer
     self._graph = graph
+    self._num_micro_batches = num_micro_batches
     losses = [x for x in keras.tree.flatten(trainer.loss) if x is not None]
     self._reductions = {getattr(x, 'reduction', 'sum_over_batch_size') for x in losses}
     self._ignored = [x.ignore_class for x in losses if getattr(x, 'ignore_class', None) is not None]
     self._num_losses = max(len(losses), len(graph.outputs) if losses else 0)
     if self._reductions & {None, 'none'}:
       raise ValueError(
-        "a loss has the reduction None, so it is no scalar; use 'sum_over_batch_size' or 'sum'"
+        "a loss has the reduction None, so it is not a scalar; use 'sum_over_batch_size' or 'sum'"
       )
     self._needs_predictions: bool | None = None
 
@@ -63,7 +66,14 @@ class KerasLoss:
   def needs_predictions(self) -> bool:
     if self._needs_predictions is None:
       metrics = getattr(self._trainer._compile_metrics, 'metrics', ())
-      self._needs_predictions = not all(map(IsSum, metrics))
+      others = [m.name for m in metrics if not IsSum(m)]
+      self._needs_predictions = bool(others)
+      if others:
+        logging.warning(
+          'The metrics %s are not known to add up, so all metrics get the predictions of a whole '
+          'batch at once, which takes memory.',
+          ', '.join(others),
+        )
     return self._needs_predictions
 
   def Build(self, side: nested_map.NestedMap, batch_size: int) -> None:
@@ -87,11 +97,43 @@ class KerasLoss:
         labels.insert(i, None)
       y, sample_weight = tf.nest.pack_sequence_as(specs, labels)
       with keras.StatelessScope():
-        self._Compute(y, self._graph.PackOutputs(predictions), sample_weight, with_metrics=True)
+        y_pred = self._graph.PackOutputs(predictions)
+        self._Compute(y, y_pred, sample_weight, with_metrics=True)
+        if self._num_micro_batches > 1:
+          self._CheckLosses(y, y_pred)
       return tf.zeros([])
 
     flat_specs = [s for s in tf.nest.flatten(specs) if s is not None]
     tf.function(Run, autograph=False).get_concrete_function(*outputs, *flat_specs)
+
+  def Outputs(self) -> list[keras_nodes.Value]:
+    """Returns the outputs of the model that a loss takes; call `Build` before."""
+    outputs = []
+    for path, *_ in getattr(self._trainer._compile_loss, '_flat_losses', None) or ():
+      output = self._graph.output_structure
+      try:
+        for key in path:
+          output = output[key]
+      except (KeyError, IndexError, TypeError):  # Keras has packed the outputs otherwise.
+        output = self._graph.output_structure
+      outputs += keras.tree.flatten(output)
+    return outputs
+
+  def _CheckLosses(self, y: Any, y_pred: Any) -> None:
+    """Raises ValueError if a loss is not a mean over the examples."""
+    for path, loss, *_ in getattr(self._trainer._compile_loss, '_flat_losses', ()):
+      y_true, predicted = y, y_pred
+      try:
+        for key in path:
+          y_true, predicted = y_true[key], predicted[key]
+      except (KeyError, IndexError, TypeError):  # Keras has packed the labels otherwise.
+        y_true = keras.tree.flatten(y)[0]
+      values = loss.call(y_true, predicted)
+      if len(values.shape) == 0 or isinstance(loss, keras.losses.Circle):
+        raise ValueError(
+          f'the loss {loss.name} is one number for all examples of a batch, which micro-batches '
+          'cannot add up; return a loss for each example, or set num_micro_batches=1'
+        )
 
   def __call__(
     self, theta: Any, outputs: tuple[Any, ...], side: nested_map.NestedMap
@@ -201,7 +243,13 @@ class KerasLoss:
 
 
 def IsSum(metric: Any) -> bool:
-  """Whether the state of a Keras metric adds up over the rows, as in all metrics of Keras."""
+  """Whether the state of a metric is known to add up over the examples.
+
+  So it does in all metrics of Keras, except means of a function of all examples.
+  """
   function = getattr(metric, '_fn', None)
+  arguments = getattr(metric, '_fn_kwargs', {})
+  if isinstance(function, keras.losses.Loss) or arguments.get('axis', -1) not in (-1, [-1], (-1,)):
+    return False
   parts = [type(metric)] if function is None else [type(metric), function]
   return all(str(getattr(p, '__module__', '')).split('.')[0] == 'keras' for p in parts)

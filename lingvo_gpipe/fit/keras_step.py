@@ -13,12 +13,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from lingvo_gpipe.layers.keras import keras_nodes
 from lingvo_gpipe.pipeline import layer_statistics, pipelining_layer, replicas
 from lingvo_gpipe.pipeline.stages import failures, micro_batch
 
@@ -27,7 +28,7 @@ LossWeight = Callable[[Any], tf.Tensor]
 
 
 class KerasStep:
-  """Takes training steps; the count of steps, which seeds dropout, is `optimizer.iterations`."""
+  """Takes training steps; the optimizer's count of them seeds dropout."""
 
   def __init__(
     self,
@@ -37,6 +38,7 @@ class KerasStep:
     loss_weight: LossWeight | None = None,
     variables: Mapping[str, Any] | None = None,
     all_variables: Sequence[Any] = (),
+    connected: Collection[str] | None = None,
   ) -> None:
     """Makes the accumulators and, unless the optimizer has been built, its slots.
 
@@ -48,11 +50,14 @@ class KerasStep:
       variables: {path of a trained weight: the variable to give to the optimizer}; default: the
         weight itself.
       all_variables: everything that the optimizer is built for; default: the trained weights.
+      connected: paths of the weights that the loss may depend on; None: all. The optimizer leaves
+        the others alone, without decay or momentum, as Keras does.
     """
     self.stack = stack
     self.optimizer = optimizer
     self._loss_weight = loss_weight
     self._variables = variables or stack.engine.trained
+    self._connected = set(self._variables if connected is None else connected)
     stack.engine.MakeAccumulators()
     self._sum = replicas.GradientSum(stack.engine.replicas)
     if not optimizer.built:
@@ -109,12 +114,19 @@ class KerasStep:
     engine.SyncReplicas()
     scale = optimizer.scale_loss(tf.constant(1.0))
     scaled = [b._replace(loss_weight=b.loss_weight * scale) for b in micro_batches]
-    sums, layer_sums = engine.Accumulate(scaled, tf.cast(optimizer.iterations, tf.int64))
+    sums, layer_sums = engine.Accumulate(
+      scaled, tf.cast(keras_nodes.NumUpdates(optimizer), tf.int64)
+    )
     state = layer_statistics.Next(engine, layer_sums)
     self._sum.Add()
     with _ClippedByStage(optimizer) as clip_norm:
       gradients = self._Gradients(clip_norm)
-      optimizer.apply(list(gradients.values()), [self._variables[path] for path in gradients])
+      # Recomputation gives zeros in place of None, so the traces alone do not tell all.
+      connected = engine.ConnectedPaths() & self._connected
+      optimizer.apply(
+        [gradient if path in connected else None for path, gradient in gradients.items()],
+        [self._variables[path] for path in gradients],
+      )
     layer_statistics.Assign(engine, state)
     return sums
 

@@ -34,7 +34,10 @@ from lingvo_gpipe.pipeline.schedule import schedules
 from lingvo_gpipe.pipeline.stages import micro_batch
 
 # Methods of a keras.Model that the pipeline replaces, so an override would be ignored.
-_REPLACED = ('train_step', 'test_step', 'predict_step', 'compute_loss', 'compute_metrics')
+_REPLACED = (
+  *('train_step', 'test_step', 'predict_step', 'compute_loss', 'compute_metrics'),
+  *('get_metrics_result', 'make_train_function', 'make_test_function', 'make_predict_function'),
+)
 
 
 class PipelinedModel(keras.Model):
@@ -111,7 +114,12 @@ class PipelinedModel(keras.Model):
       memory_limit=memory_limit,
       random_seed=random_seed,
     )
-    if devices is None:
+    if devices is not None:
+      known = {d.name for d in tf.config.list_logical_devices()}
+      for device in devices:
+        if not any(_Names(device, name) for name in known):
+          raise ValueError(f'there is no device {device!r}; known are {", ".join(sorted(known))}')
+    else:
       num_devices = -(-num_stages // stages_per_device)
       if isinstance(schedule, schedules.Schedule):
         num_devices = schedule.num_devices
@@ -123,8 +131,8 @@ class PipelinedModel(keras.Model):
     self.__dict__.update(
       _pipeline_params=p, _pipeline_devices=tuple(devices), _num_replicas=num_replicas
     )
-    self.__dict__.update(stack=None, cut=None, _mask_function=None)
-    self.__dict__.update(_graph=None, _cells=(), _keras_loss=None, _keras_step=None, _masks=None)
+    self.__dict__.update(stack=None, cut=None, _cells=(), _is_built=False)
+    self._Forget()
 
   @classmethod
   def from_preset(
@@ -186,11 +194,21 @@ class PipelinedModel(keras.Model):
 
   def compile(self, *args: Any, **kwargs: Any) -> None:
     """Configures training; see `compile` of the model. The stages have `xla` for `jit_compile`."""
-    kwargs['jit_compile'] = False
     # The plain model is saved with its optimizer, and may have defaults, as KerasHub's tasks do.
     self.model.compile(*args, **kwargs)
-    super().compile(**keras_nodes.CompileArguments(self.model))
-    self.__dict__.update(_keras_loss=None, _keras_step=None)
+    super().compile(**{**keras_nodes.CompileArguments(self.model), 'jit_compile': False})
+    self._Forget()
+
+  def _Forget(self) -> None:
+    """Drops the stages, which the next batch makes again; the variables stay where they are."""
+    if self.stack is not None:
+      for s in self.stack.engine.stages:  # Traces may live longer than the stages.
+        s.accumulators.clear()
+        s.mirror_accumulators.clear()
+    self.__dict__.update(
+      stack=None, _graph=None, _keras_loss=None, _keras_step=None, _masks=None, _mask_function=None
+    )
+    self.__dict__.update(_train=None, _test=None, _predict=None, _places=[])
 
   def save(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
     """Saves the plain Keras model, with its optimizer; see keras.Model.save."""
@@ -203,6 +221,10 @@ class PipelinedModel(keras.Model):
   def load_weights(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
     """Loads weights of the plain Keras model; see keras.Model.load_weights."""
     self.model.load_weights(filepath, *args, **kwargs)
+
+  def export(self, *args: Any, **kwargs: Any) -> Any:
+    """Exports the plain Keras model; see keras.Model.export."""
+    return self.model.export(*args, **kwargs)
 
   def get_config(self) -> dict[str, Any]:
     """Returns the configuration of the plain Keras model."""
@@ -295,6 +317,14 @@ class PipelinedModel(keras.Model):
   def _Place(self, x: Any) -> tuple[Any, ...]:
     """Returns the flat inputs of the model; cuts the model at the first batch."""
     x = _AsTensors(x)
+    places = keras_nodes.Places(self.model) if self._places else []
+    if [id(v) for v, _ in places] != [id(v) for v, _ in self._places]:
+      raise ValueError(
+        f'the variables of {self.model.name} have changed (by quantize or enable_lora?): compile '
+        'again'
+      )
+    if any(a is not b for (_, a), (_, b) in zip(places, self._places, strict=True)):
+      self._Forget()  # Another pipeline of the model has moved its variables.
     if self._graph is None:
       if not self.model.built:
         self.model(keras.tree.map_structure(lambda t: t[:1], x))
@@ -328,9 +358,10 @@ class PipelinedModel(keras.Model):
     if p.xla and without_xla:
       logging.warning('XLA is off: %s cannot be compiled by it.', ', '.join(without_xla))
       p.xla = False
-    if self.cut is not None:  # The variables are on their devices.
+    if self.cut is not None and self.cut.ends[-1] == len(cells):  # The variables are in place.
       p.splits = list(self.cut.ends)
-    loss = keras_loss.KerasLoss(self, self._graph)
+    num_micro_batches = p.num_micro_batches * self._num_replicas
+    loss = keras_loss.KerasLoss(self, self._graph, num_micro_batches)
     stack = p.Instantiate()
     cut = stack.Place(
       self._pipeline_devices,
@@ -339,7 +370,9 @@ class PipelinedModel(keras.Model):
       num_replicas=self._num_replicas,
     )
     keras_nodes.GiveValues(self.model)
+    keras_nodes.ForgetFunctions(self.model)
     self.__dict__.update(
+      _places=keras_nodes.Places(self.model),
       stack=stack,
       cut=cut,
       _keras_loss=loss,
@@ -363,11 +396,15 @@ class PipelinedModel(keras.Model):
     trained = {path: variables[path] for path in self.stack.engine.trained}
     if not trained:
       raise ValueError(f'{self.model.name} has no weights to train')
+    if self.loss is None and not any(c.has_loss for c in self._cells):
+      raise ValueError('there is no loss to minimise: give `loss` to compile()')
+    connected = keras_nodes.VariablesBefore(self._graph, self._keras_loss.Outputs())
     keras_nodes.MoveSlots(self.optimizer, self.model.trainable_variables)
     self.__dict__['_keras_step'] = keras_step.KerasStep(
       self.stack,
       self.optimizer,
       variables=trained,
+      connected={path for path, v in trained.items() if id(v) in connected},
       all_variables=self.model.trainable_variables,
     )
 
@@ -449,3 +486,11 @@ def _AsTensors(nest: Any) -> Any:
 def _Values(outputs: Any) -> list[Any]:
   """Returns the output tensors of the last cell without their masks."""
   return [x['value'] if isinstance(x, dict) else x for x in outputs]
+
+
+def _Names(device: str, full_name: str) -> bool:
+  """Whether a name, such as '/device:GPU:0', stands for a device with this full name."""
+  a, b = tf.DeviceSpec.from_string(device), tf.DeviceSpec.from_string(full_name)
+  parts = ('job', 'task', 'device_type', 'device_index')
+  pairs = [(getattr(a, part), getattr(b, part)) for part in parts]
+  return all(None in pair or pair[0] == pair[1] for pair in pairs)

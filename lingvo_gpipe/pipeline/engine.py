@@ -335,6 +335,16 @@ class PipelineEngine:
     )
     return walk.EmitThetaBackward(stage_inputs, dys)
 
+  def ConnectedPaths(self) -> set[str]:
+    """Returns the paths of the weights that the loss depends on, once a step was traced."""
+    connected = set()
+    for s in self.stages:
+      path_of = {id(v): path for path, v in (*s.trained.items(), *s.mirrors.items())}
+      paths = [path_of[id(v)] for v in tf.nest.flatten(s.variables) if id(v) in path_of]
+      math = self.functions.Math(s, do_eval=False, with_loss=True)
+      connected |= {self.ties.get(paths[i], paths[i]) for i in math.connected}
+    return connected
+
   # ---- weights and accumulators ------------------------------------------------------------------
 
   def SyncTies(self) -> None:

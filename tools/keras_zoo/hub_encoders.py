@@ -66,7 +66,7 @@ def _Few(limit: int) -> Any:
 
 _INPUTS = {'segment_ids': _Ids(2), 'mask_positions': _Positions}
 
-_AUDIO = {
+_AUDIO: dict[str, Any] = {
   'length': 3000,
   'inputs': {
     'decoder_token_ids': _Few(20),
@@ -80,7 +80,7 @@ def _Points(random: Any, shape: Any) -> Any:
   return random.uniform(0, 64, (shape[0], 2, *shape[2:])).astype('float32')
 
 
-_PROMPTS = {
+_PROMPTS: dict[str, Any] = {
   'points': _Points,
   'boxes': _Points,
   'labels': lambda random, shape: random.randint(-1, 2, (shape[0], 2)).astype('float32'),
@@ -467,8 +467,8 @@ def _Images(row: str, name: str, config: Mapping[str, Any], **fields: Any) -> Ca
   return Case(row, make, **fields)
 
 
-_STATISTICS = {'num_micro_batches': 1, 'note': 'M=1: statistics of the batch'}
-_PAIRS = {'num_micro_batches': 1, 'note': 'M=1: compares all pairs of the batch'}
+_STATISTICS: dict[str, Any] = {'num_micro_batches': 1, 'note': 'M=1: statistics of the batch'}
+_PAIRS: dict[str, Any] = {'num_micro_batches': 1, 'note': 'M=1: compares all pairs of the batch'}
 
 _TRANSFORMERS = [
   _Case('ViT', 'ViT', _VIT),

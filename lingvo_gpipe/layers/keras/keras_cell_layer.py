@@ -62,6 +62,11 @@ class KerasCellLayer(base_layer.BaseLayer):
           f'{self.path}: the Keras layer {layer.name} has metrics of its own, which a pipeline '
           'does not update; give them to compile()'
         )
+      if getattr(layer, 'stateful', False):
+        raise ValueError(
+          f'{self.path}: the Keras layer {layer.name} is stateful: it carries the state of a batch '
+          'to the next, which micro-batches cannot do'
+        )
     for name, v in self._keras_variables.items():
       init = weight_params.WeightInit.Constant(0)  # Never used: the variable has its value.
       spec = weight_params.WeightParams(list(v.shape), init, tf.as_dtype(v.dtype))

@@ -65,6 +65,12 @@ class Cell:
     """Returns {name: Keras variable}; blocks of equal structure have equal names."""
     return {name: v for name, v in _Named(self._Variables()) if not keras_nodes.IsSeed(v)}
 
+  @property
+  def has_loss(self) -> bool:
+    """Whether a layer may add losses of its own."""
+    regularised = any(v.regularizer is not None for v in self.Weights().values())
+    return regularised or any(keras_nodes.MayAddLoss(x) for x in self.Layers())
+
   def Seeds(self) -> list[Any]:
     """Returns the states of the seed generators, in order."""
     return [v for v in self._Variables() if keras_nodes.IsSeed(v)]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import types
 from typing import Any
 
@@ -55,9 +56,10 @@ _PLAIN: tuple[type, ...] = (
 def AreEqual(a: Any, b: Any) -> bool:
   """Whether two objects are equal in all that a computation may depend on.
 
-  Names do not count. Variables are equal if they have the same shape, dtype and trainability, and
-  stand in the same places. Objects of unknown kind, and functions, are equal only if they are the
-  same object: unequal is always a safe answer.
+  Names of layers do not count, unless somebody chose the name of a layer of a class of their own;
+  nor do the initializers of weights. Variables are equal if they have the same shape, dtype and
+  trainability, and stand in the same places. Objects of unknown kind, and functions, are equal only
+  if they are the same object: unequal is always a safe answer.
   """
   return _Comparison().AreEqual(a, b)
 
@@ -104,7 +106,7 @@ class _Comparison:
 
 
 def _Spec(v: Any) -> tuple[Any, ...]:
-  return tuple(v.shape), v.dtype, v.trainable
+  return tuple(v.shape), v.dtype, v.trainable, v._autocast
 
 
 def _State(value: Any) -> dict[str, Any]:
@@ -113,6 +115,20 @@ def _State(value: Any) -> dict[str, Any]:
   if isinstance(value, keras.random.SeedGenerator):
     attributes.pop('_initial_seed', None)
     attributes.pop('seed', None)
-  if isinstance(value, keras.initializers.Initializer):
-    return {}  # Read when variables are made, not when they are used.
+  if isinstance(value, keras.Layer):
+    is_known = type(value).__module__.split('.')[0] in ('keras', 'keras_hub')
+    attributes = {
+      k: v
+      for k, v in attributes.items()
+      if not (is_known or k.endswith('_initializer'))
+      or not isinstance(v, keras.initializers.Initializer)
+    }
+    if not is_known:
+      attributes['name'] = '' if _HasAutomaticName(value) else value.name
   return dict(sorted(attributes.items()))
+
+
+def _HasAutomaticName(layer: Any) -> bool:
+  """Whether Keras named a layer after its class."""
+  words = re.sub(r'(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])', '_', type(layer).__name__)
+  return re.fullmatch(rf'{re.escape(words.lower().strip("_"))}(_\d+)?', layer.name) is not None

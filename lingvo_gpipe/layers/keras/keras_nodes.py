@@ -8,7 +8,7 @@ Keras has no public way to walk over the calls of a model, to move a variable to
 to list the layers inside a layer. So this file uses private attributes of Keras:
 `KerasTensor._keras_history`, `Operation._inbound_nodes`, `Functional._standardize_inputs`,
 `Sequential._functional`, `Layer._flatten_layers`, `Variable._value`, `Model._compile_config`,
-`Optimizer._trainable_variables_indices` and the list of variables that have no value yet.
+`Optimizer._iterations`, the ids of variables and the list of variables that have no value yet.
 """
 
 from __future__ import annotations
@@ -97,6 +97,7 @@ class Graph:
     inputs: the inputs of the model, flat.
     outputs: the outputs of the model, flat.
     output_structure: the outputs as the model returns them, with a Value for each tensor.
+    input_structure: the inputs as the model takes them, with a Value for each tensor.
   """
 
   model: Any
@@ -104,16 +105,30 @@ class Graph:
   inputs: tuple[Value, ...]
   outputs: tuple[Value, ...]
   output_structure: Any
+  input_structure: Any
 
   def FlatInputs(self, x: Any) -> list[Any]:
     """Returns the input tensors in the order of `inputs`, cast and reshaped as Keras does.
 
     Args:
       x: tensors `[batch, ...]` as Keras's `fit` takes them: one, a list or a dict by name.
+
+    Raises:
+      ValueError: the inputs have another structure.
     """
     graph = _AsFunctional(self.model)
+    names = {t.name for t in self.model.inputs} if graph is not None else set()
+    if isinstance(x, dict) and (missing := sorted(names - x.keys())):
+      raise ValueError(f'{self.model.name} needs the inputs {sorted(names)}, missing: {missing}')
     if graph is not None:
       return list(graph._standardize_inputs(x))
+    try:
+      keras.tree.assert_same_structure(x, self.input_structure)
+    except (ValueError, TypeError):
+      shapes = keras.tree.map_structure(lambda v: tuple(v.shape), (self.input_structure, x))
+      raise ValueError(
+        f'{self.model.name} takes inputs {shapes[0]}, as in its first batch, got {shapes[1]}'
+      ) from None
     return [
       keras.ops.convert_to_tensor(t, dtype=v.dtype)
       for t, v in zip(keras.tree.flatten(x), self.inputs, strict=True)
@@ -122,6 +137,19 @@ class Graph:
   def PackOutputs(self, flat: Sequence[Any]) -> Any:
     """Returns flat output tensors in the structure of the model's outputs."""
     return keras.tree.pack_sequence_as(self.output_structure, list(flat))
+
+
+def VariablesBefore(graph: Graph, outputs: Sequence[Value]) -> set[int]:
+  """Returns the ids of the variables that some outputs, or losses of layers, may depend on."""
+  needed = set(outputs)
+  variables = set()
+  for node in reversed(graph.nodes):
+    adds_loss = any(map(MayAddLoss, Sublayers(node.operation)))
+    if adds_loss or not needed.isdisjoint(node.outputs):
+      needed.update(node.inputs)
+      variables |= {id(v) for v in node.variables}
+    variables |= {id(v) for v in node.variables if v.regularizer is not None}
+  return variables
 
 
 def FromModel(model: Any, x: Any = None) -> Graph:
@@ -149,7 +177,7 @@ def FromModel(model: Any, x: Any = None) -> Graph:
     structure = keras.tree.pack_sequence_as(graph.output, list(outputs))
     if isinstance(structure, (list, tuple)) and len(structure) == 1:
       structure = structure[0]
-    return Graph(model, tuple(builder.nodes), inputs, tuple(outputs), structure)
+    return Graph(model, tuple(builder.nodes), inputs, tuple(outputs), structure, graph.input)
   if x is None:
     raise ValueError(
       f'{model.name} ({type(model).__name__}) has no graph of layers yet: call it on a batch, or '
@@ -161,6 +189,12 @@ def FromModel(model: Any, x: Any = None) -> Graph:
 def Sublayers(layer: Any) -> list[Any]:
   """Returns a Keras layer and all layers inside it."""
   return list(layer._flatten_layers()) if isinstance(layer, keras.Layer) else []
+
+
+def MayAddLoss(layer: Any) -> bool:
+  """Whether a call of a layer may add to the loss."""
+  is_foreign = type(layer).__module__.split('.')[0] != 'keras'
+  return is_foreign or layer.activity_regularizer is not None
 
 
 def IsSeed(variable: Any) -> bool:
@@ -198,7 +232,26 @@ def Move(variable: Any, device: str) -> tf.Variable:
     return old
   with tf.init_scope(), tf.device(device):
     variable._value = tf.Variable(old, trainable=variable.trainable, name=variable.name)
+  variable._value._unique_id = old._unique_id  # By which optimizers know the variable.
   return variable._value
+
+
+def Places(model: Any) -> list[tuple[Any, Any]]:
+  """Returns each variable of a model and the tf.Variable behind it; changes if one was replaced."""
+  return [(v, v._value) for v in model.variables]
+
+
+def ForgetFunctions(model: Any) -> None:
+  """Drops the functions that a model has traced with its variables at other places."""
+  for layer in model._flatten_layers():
+    for name in ('train_function', 'test_function', 'predict_function', 'generate_function'):
+      if getattr(layer, name, None) is not None:
+        setattr(layer, name, None)
+
+
+def NumUpdates(optimizer: Any) -> Any:
+  """Returns the count of an optimizer's steps, those that only accumulate gradients included."""
+  return getattr(optimizer, 'inner_optimizer', optimizer)._iterations
 
 
 def GiveValues(model: Any) -> None:
@@ -220,9 +273,6 @@ def MoveSlots(optimizer: Any, variables: Sequence[Any]) -> None:
     owner = [path for path in places if slot.name.startswith(f'{path}_')]
     if owner:
       Move(slot, places[max(owner, key=len)])
-  # Keras finds a variable's slots by the variable's place.
-  indices = {optimizer._var_key(v): i for i, v in enumerate(optimizer._trainable_variables)}
-  optimizer._trainable_variables_indices = indices
 
 
 def CompileArguments(model: Any) -> dict[str, Any]:
@@ -388,11 +438,12 @@ def _TraceMode(model: Any, x: Any, mode: bool | None) -> Graph:
     values = builder.Run(tensors, _Environment(flat, inputs), model.dtype_policy, is_traced=True)
   except Exception as e:
     raise ValueError(
-      f'{type(model).__name__}.call cannot be traced{_Line(model, e)}: {e}. Only layers and '
-      'keras.ops may be called on its tensors; put other code into a keras.layers.Layer of its own'
+      f'{type(model).__name__}.call cannot be traced{_Line(model, e)}: {e}. Its tensors may '
+      'be passed to layers and keras.ops only; put other code into a keras.layers.Layer of its own'
     ) from e
   structure = keras.tree.pack_sequence_as(outputs, values)
-  return Graph(model, tuple(builder.nodes), inputs, tuple(values), structure)
+  taken = keras.tree.pack_sequence_as(x, list(inputs))
+  return Graph(model, tuple(builder.nodes), inputs, tuple(values), structure, taken)
 
 
 def _Line(model: Any, error: Exception) -> str:

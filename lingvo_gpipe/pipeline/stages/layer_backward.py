@@ -129,7 +129,10 @@ class LayerBackward:
         )
         dw, dx = self._LayerGradient(i, call, layer_x, gradients, has_loss)
       # The loss may use the weights of any layer.
-      stage_math.Accumulate(accumulators if has_loss else sinks[i], dw)
+      if has_loss:
+        math.Accumulate(accumulators, dw)
+      else:
+        math.Accumulate(sinks[i], dw, first=sum(map(len, sinks[:i])))
       gradients.pop(_ARGS, None)
       for role, grads in dx.items():
         gradients[role] = _Sums(gradients.get(role), grads)

@@ -59,7 +59,7 @@ class SplitBackward:
   ) -> tuple[list[tf.Tensor], tf.Tensor]:
     _, product, flat = self._Product(call)
     results = list(product.backward(*flat, *residuals, *(dy or [])))
-    _AddWeightGradients(product, accumulators, results[product.num_dx :])
+    self._AddWeightGradients(product, accumulators, results[product.num_dx :])
     return results[: product.num_dx], tf.zeros([], tf.int32)
 
   def _InputGradient(
@@ -88,7 +88,7 @@ class SplitBackward:
       results = product.weight_gradient(*flat, *(dy or []), *for_weights)
     else:
       results = product.kept_weight_gradient(*flat, *residuals, *(dy or []), *for_weights)
-    _AddWeightGradients(product, accumulators, list(results))
+    self._AddWeightGradients(product, accumulators, list(results))
     return tf.zeros([], tf.int32)
 
   def _Product(self, call: stage_math.StageCall) -> tuple[Any, vjp.SplitVjp, list[tf.Tensor]]:
@@ -126,14 +126,13 @@ class SplitBackward:
       self._products[key] = vjp.SplitVjp(Vjp, weights, inputs, xla=self._xla)
     return key, self._products[key], [*(w.handle for w in weights), *inputs]
 
-
-def _AddWeightGradients(
-  product: vjp.SplitVjp, accumulators: Sequence[tf.Variable], dw: list[tf.Tensor]
-) -> None:
-  existing = iter(product.WeightGradients(dw))
-  stage_math.Accumulate(
-    accumulators, [next(existing) if has else None for has in product.has_weight_gradient]
-  )
+  def _AddWeightGradients(
+    self, product: vjp.SplitVjp, accumulators: Sequence[tf.Variable], dw: list[tf.Tensor]
+  ) -> None:
+    existing = iter(product.WeightGradients(dw))
+    self._math.Accumulate(
+      accumulators, [next(existing) if has else None for has in product.has_weight_gradient]
+    )
 
 
 def _WithNones(nest: Any, flat: Sequence[tf.Tensor]) -> list[Any]:

@@ -84,7 +84,7 @@ class StageFunctions:
         [*weights, *sources],
         output_gradients=stage_math.WithOwnLosses(dy, objective),
       )
-    stage_math.Accumulate(accumulators, grads[: len(weights)])
+    math.Accumulate(accumulators, grads[: len(weights)])
     return leaves.DenseGradients(sources, grads[len(weights) :]), tf.zeros([], tf.int32)
 
   def _ForwardBackward(
@@ -97,7 +97,7 @@ class StageFunctions:
       tape.watch(floats)
       _, sums, objective = math.Outputs(call)
     grads = tape.gradient(objective, [*weights, *floats])
-    stage_math.Accumulate(accumulators, grads[: len(weights)])
+    math.Accumulate(accumulators, grads[: len(weights)])
     return leaves.DenseGradients(floats, grads[len(weights) :]), sums
 
   def _ThetaBackward(

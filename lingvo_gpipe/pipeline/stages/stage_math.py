@@ -165,6 +165,7 @@ class StageMath:
     trained: for each leaf of `variables` whether it is trained.
     needs_dx: whether an earlier stage is trained, and so needs a gradient from this one.
     num_traces: number of times that a function of this structure was traced.
+    connected: indices of the trained leaves that got a gradient in a trace.
   """
 
   def __init__(
@@ -196,6 +197,7 @@ class StageMath:
     self.trained = list(trained)
     self.needs_dx = needs_dx
     self.num_traces = 0
+    self.connected: set[int] = set()
     self._loss_fn = loss_fn
     self._do_eval = do_eval
     self._replica_sum = replica_sum
@@ -221,6 +223,19 @@ class StageMath:
     return [
       w for w, is_trained in zip(tf.nest.flatten(weights), self.trained, strict=True) if is_trained
     ]
+
+  def Accumulate(
+    self, accumulators: Sequence[tf.Variable], grads: Sequence[Any], first: int = 0
+  ) -> None:
+    """Adds gradients of trained leaves, None among them, to their accumulators.
+
+    Args:
+      accumulators: the accumulators of some consecutive trained leaves.
+      grads: a gradient for each.
+      first: the index of the first of these leaves.
+    """
+    self.connected |= {first + i for i, grad in enumerate(grads) if grad is not None}
+    Accumulate(accumulators, grads)
 
   def WantedFloats(self, x: nested_map.NestedMap) -> list[tf.Tensor]:
     """Returns the floating leaves of x if an earlier stage needs their gradients, else none."""
