@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The graph of a live Keras model has the calls of the model and of all models nested in it."""
+
+import gc
+import re
+import sys
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, ops
+
+from lingvo_gpipe.layers.keras import keras_nodes
+from tests import naming
+from tests.toys import keras_fits, stacks
+
+X = keras_fits.Floats(4, 5)
+
+
+def _Run(graph, x, training=False):
+  """Computes the calls of a graph one after another; returns the model's outputs."""
+  values = dict(zip(graph.inputs, graph.FlatInputs(x), strict=True))
+
+  def Fill(nest):
+    return keras.tree.map_structure(
+      lambda v: values[v] if isinstance(v, keras_nodes.Value) else v, nest
+    )
+
+  for node in graph.nodes:
+    kwargs = Fill(node.kwargs)
+    if 'training' in getattr(node.operation, '_call_context_args', ()):
+      kwargs['training'] = training if node.training is None else node.training
+    outputs = keras.tree.flatten(node.operation(*Fill(node.args), **kwargs))
+    values.update(zip(node.outputs, outputs, strict=True))
+  return graph.PackOutputs([values[v] for v in graph.outputs])
+
+
+def _Names(graph):
+  """Returns the names of the calls, without the numbers that Keras adds."""
+  return [re.sub(r'_\d+$', '', node.operation.name) for node in graph.nodes]
+
+
+def _Check(model, x, names):
+  """Checks the names of the calls, that their layers are the model's, and what they compute."""
+  graph = keras_nodes.FromModel(model, x)
+  assert _Names(graph) == names
+  live = {id(layer) for layer in keras_nodes.Sublayers(model)}
+  assert all(id(n.operation) in live for n in graph.nodes if isinstance(n.operation, keras.Layer))
+  actual, expected = _Run(graph, x), model(x)
+  keras.tree.assert_same_structure(actual, expected)
+  for a, e in zip(keras.tree.flatten(actual), keras.tree.flatten(expected), strict=True):
+    np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-6)
+  return graph
+
+
+def _Dense(name, size=5):
+  return layers.Dense(size, activation='tanh', name=name)
+
+
+def _Sequential(*names):
+  return keras.Sequential([keras.Input([5]), *map(_Dense, names)])
+
+
+class _Functional(keras.Model):
+  """A subclass that makes itself a Functional model."""
+
+  def __init__(self):
+    inputs = keras.Input([5])
+    super().__init__(inputs, _Dense('b')(_Dense('a')(inputs)))
+
+
+class _Subclassed(keras.Model):
+  """A model without a graph; `call` is a function of its layers and the tensor."""
+
+  def __init__(self, function, *parts):
+    super().__init__()
+    self.parts = parts
+    self.function = function
+
+  def call(self, x):
+    return self.function(*self.parts, x)
+
+
+def testModelsThatHaveAGraph():
+  _Check(_Sequential('a', 'b'), X, ['a', 'b'])
+  _Check(_Functional(), X, ['a', 'b'])
+  _Check(keras_fits.Mlp(), X, ['dense', 'dense', 'dense'])
+
+
+def testModelsNestedThreeDeep():
+  inputs = keras.Input([5])
+  inner = _Sequential('a', 'b')
+  middle = keras.Model(inputs, _Dense('c')(inner(inputs)))
+  outer = keras.Sequential([keras.Input([5]), _Dense('d'), middle, _Functional()])
+  x = keras.Input([5])
+  _Check(keras.Model(x, _Dense('e')(outer(x))), X, ['d', 'a', 'b', 'c', 'a', 'b', 'e'])
+  subclassed = _Subclassed(lambda outer, last, x: last(outer(x) + x), outer, _Dense('e'))
+  _Check(subclassed, X, ['d', 'a', 'b', 'c', 'a', 'b', 'add', 'e'])
+
+
+@pytest.mark.parametrize('keyword', [False, True])
+def testANestedModelCalledTwice(keyword):
+  inputs = keras.Input([5])
+  inner = _Sequential('a', 'b')
+  x = inputs
+  for _ in range(2):
+    x = inner(inputs=x) if keyword else inner(x)
+  graph = _Check(keras.Model(inputs, x), X, ['a', 'b', 'a', 'b'])
+  assert graph.nodes[0].operation is graph.nodes[2].operation
+
+
+def testDictsOfInputsAreTakenByName():
+  """The dict has another order than the model, and a tensor that the model ignores."""
+  inputs = {name: keras.Input([size], name=name) for name, size in (('b', 5), ('a', 2), ('c', 3))}
+  model = keras.Model(inputs, layers.Concatenate(name='all')(list(inputs.values())))
+  x = {name: X[:, : inputs[name].shape[1]] for name in 'cab'}
+  graph = _Check(model, x, ['all'])
+  assert sorted(v.shape[1] for v in graph.inputs) == [2, 3, 5]
+  outer = {name: keras.Input([t.shape[1]], name=name) for name, t in inputs.items()}
+  nested = keras.Model(outer, {'y': model(dict(reversed(outer.items())))})
+  _Check(nested, x, ['all'])
+
+
+def testOutputsKeepTheirStructure():
+  inputs = keras.Input([5])
+  a, b = _Dense('a')(inputs), _Dense('b', 3)(inputs)
+  _Check(keras.Model(inputs, {'b': b, 'a': [a, b]}), X, ['a', 'b'])
+  _Check(keras.Model(inputs, [a]), X, ['a'])
+  pair = _Subclassed(lambda a, b, x: (b(a(x)), {'a': a(x)}), _Dense('a'), _Dense('b'))
+  _Check(pair, X, ['a', 'b', 'a'])
+
+
+def testASubclassedModelIsTracedByItsCall():
+  def Call(a, b, x):
+    y = ops.concatenate([a(x), x[:, :2]], axis=-1)
+    return b(y) * 2 + ops.mean(y, axis=-1, keepdims=True)
+
+  model = _Subclassed(Call, _Dense('a'), _Dense('b', 1))
+  _Check(model, X, ['a', 'get_item', 'concatenate', 'b', 'multiply', 'mean', 'add'])
+
+
+def testASubclassedModelNeedsAnExample():
+  with pytest.raises(ValueError, match=naming.Naming('_Subclassed', 'example')):
+    keras_nodes.FromModel(_Subclassed(lambda x: x))
+  with pytest.raises(TypeError, match=naming.Naming('keras.Model', 'Dense')):
+    keras_nodes.FromModel(_Dense('a'))
+
+
+# ---- training ------------------------------------------------------------------------------------
+
+
+class _Modes(keras.Model):
+  """Calls a nested model twice, as in evaluation and in its own mode."""
+
+  def __init__(self):
+    super().__init__()
+    self.inner = keras.Sequential([keras.Input([5]), layers.Dropout(0.5, name='drop'), _Dense('a')])
+    self.drop = layers.Dropout(0.5, name='last')
+
+  def call(self, x, training=False):
+    x = self.inner(x, training=False)
+    return self.drop(self.inner(x), training=training)
+
+
+def testAnExplicitModeOfANestedModelIsKept():
+  graph = _Check(_Modes(), X, ['drop', 'a', 'drop', 'a', 'last'])
+  assert [n.training for n in graph.nodes] == [False, False, None, None, None]
+
+
+class _Branching(keras.Model):
+  """Calls its layer in training only."""
+
+  def __init__(self):
+    super().__init__()
+    self.dense = _Dense('a')
+
+  def call(self, x, training=False):
+    return self.dense(x) if training else self.dense(self.dense(x))
+
+
+def testACallThatBranchesOnTrainingIsRefused():
+  with pytest.raises(ValueError, match=naming.Naming('_Branching.call', 'training')):
+    keras_nodes.FromModel(_Branching(), X)
+
+
+class _Untraceable(keras.Model):
+  """Needs values."""
+
+  def __init__(self):
+    super().__init__()
+    self.built = True
+
+  def call(self, x):
+    y = ops.relu(x)
+    return y if float(ops.sum(y)) > 0 else x
+
+
+def testACallThatCannotBeTracedNamesItsLine():
+  line = _Untraceable.call.__code__.co_firstlineno + 2
+  with pytest.raises(ValueError, match=naming.Naming('_Untraceable.call', line, __file__)):
+    keras_nodes.FromModel(_Untraceable(), X)
+
+
+# ---- variables -----------------------------------------------------------------------------------
+
+
+def testMoveKeepsTheVariableAndItsValue():
+  dense = _Dense('a')
+  dense.build([None, 5])
+  kernel, value = dense.kernel, dense.kernel.numpy()
+  device = stacks.Devices()[1]
+  placed = keras_nodes.Move(kernel, device)
+  assert dense.kernel is kernel
+  assert kernel.value is placed
+  assert tf.DeviceSpec.from_string(placed.device).device_index == 1
+  np.testing.assert_array_equal(kernel, value)
+  assert keras_nodes.Move(kernel, device) is placed
+  kernel.assign(2 * value)
+  np.testing.assert_array_equal(placed, 2 * value)
+  kernel.trainable = False
+  assert not keras_nodes.Move(kernel, device).trainable
+  np.testing.assert_array_equal(kernel, 2 * value)
+
+
+def testVariablesWithoutValues():
+  """They get their initial values where they are moved to, and not earlier."""
+  gc.collect()
+  before = sum(isinstance(x, tf.Variable) for x in gc.get_objects())
+  with keras_nodes.WithoutValues():
+    dense = layers.Dense(3, kernel_initializer='glorot_uniform', bias_initializer='ones')
+    dense.build([None, 5])
+  _Dense('other').build([None, 5])
+  gc.collect()
+  after = sum(isinstance(x, tf.Variable) for x in gc.get_objects())
+  assert after <= before + 2
+  assert dense.kernel._value is None
+  device = stacks.Devices()[2]
+  placed = keras_nodes.Move(dense.kernel, device)
+  assert tf.DeviceSpec.from_string(placed.device).device_index == 2
+  assert np.ptp(dense.kernel.numpy()) > 0
+  assert dense.bias._value is None
+  keras_nodes.Move(dense.bias, device)
+  np.testing.assert_array_equal(dense.bias, np.ones(3))
+  np.testing.assert_allclose(dense(X), X @ dense.kernel.numpy() + 1, rtol=1e-5, atol=1e-6)
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))
