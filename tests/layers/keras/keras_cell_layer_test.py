@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cells of a live Keras model: state, dropout, masks, precision, refusals and shared traces."""
+
+import sys
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+from tests import naming
+from tests.toys import keras_fits
+
+X, Y = keras_fits.Floats(7, 5), keras_fits.Floats(7, 3, seed=1)
+
+
+def _Squares():
+  return {'loss': 'mse'}
+
+
+def _Compiled(make, num_stages=2, num_micro_batches=1, **options):
+  """Returns a PipelinedModel that is compiled for steps by the gradient."""
+  pipe = keras_fits.Pipe(keras_fits.Seeded(make), num_stages, num_micro_batches, **options)
+  pipe.compile(optimizer=keras_fits.Sgd(), **_Squares())
+  return pipe
+
+
+# ---- BatchNormalization --------------------------------------------------------------------------
+
+
+def _Normalised():
+  x = inputs = keras.Input([5])
+  x = layers.BatchNormalization(momentum=0.8)(x)
+  for _ in range(2):
+    x = layers.BatchNormalization()(layers.Dense(5, activation='tanh')(x))
+  return keras.Model(inputs, layers.Dense(3)(x))
+
+
+def testBatchNormalizationOfOneMicroBatchEqualsKeras():
+  """The weights that are compared include the moving averages."""
+  keras_fits.CheckFit(_Normalised, X, Y, _Squares, ((3, 1),), batch_size=4)
+
+
+@pytest.mark.parametrize('num_micro_batches', [2, 3])
+def testMovingAveragesAreThoseOfAllRows(num_micro_batches):
+  """Seven rows make micro-batches of unequal sizes; the first layer sees the same rows anyway."""
+  pipe = _Compiled(_Normalised, 2, num_micro_batches)
+  norm = next(x for x in pipe.model.layers if isinstance(x, layers.BatchNormalization))
+  mean, variance = np.zeros(5), np.ones(5)
+  for i in (1, 2):
+    pipe.train_on_batch(i * X + i, Y)
+    rows = (i * X + i).astype('float64')
+    mean = 0.8 * mean + 0.2 * rows.mean(0)
+    variance = 0.8 * variance + 0.2 * rows.var(0)
+    np.testing.assert_allclose(norm.moving_mean, mean, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(norm.moving_variance, variance, rtol=1e-5)
+
+
+def testEachMicroBatchIsNormalisedByItself():
+  model = keras_fits.Seeded(_Normalised)
+  halves = [
+    np.mean(np.square(model(X[rows], training=True) - Y[rows]))
+    for rows in (slice(0, 2), slice(2, 4))
+  ]
+  loss = _Compiled(_Normalised, 3, 2).train_on_batch(X[:4], Y[:4])
+  assert loss == pytest.approx(np.mean(halves), rel=1e-5)
+
+
+class Frozen(keras.Model):
+  """Calls its BatchNormalization as in evaluation."""
+
+  def __init__(self):
+    super().__init__()
+    self.norm = keras.Sequential([layers.BatchNormalization()])
+    self.dense = [layers.Dense(5), layers.Dense(3)]
+
+  def call(self, x, training=False):
+    return self.dense[1](self.norm(self.dense[0](x), training=False))
+
+
+def testANormCalledAsInEvaluationKeepsItsAverages():
+  def Make():
+    model = Frozen()
+    model(X)
+    return model
+
+  keras_fits.CheckFit(Make, X, Y, _Squares, ((2, 3),), batch_size=7)
+
+
+# ---- dropout -------------------------------------------------------------------------------------
+
+
+class _Predictions(keras.metrics.Metric):
+  """Keeps the predictions of the last batch."""
+
+  def __init__(self, shape):
+    super().__init__(name='predictions')
+    self.last = self.add_variable(shape=shape, initializer='zeros', name='last')
+
+  def update_state(self, y_true, y_pred, sample_weight=None):
+    self.last.assign(y_pred)
+
+  def result(self):
+    return 0.0
+
+
+WIDTH, RATE = 20, 0.1
+
+
+def _Dropouts():
+  """Returns a model of ones: its outputs in training are the masks of six dropouts, times two."""
+  x = inputs = keras.Input([5])
+  masked = []
+  for _ in range(3):
+    x = layers.Dense(WIDTH, kernel_initializer='zeros', bias_initializer='ones')(x)
+    masked += [layers.Dropout(0.5)(x), layers.Dropout(0.5)(x)]
+  return keras.Model(inputs, layers.Concatenate()(masked))
+
+
+def _Masks(num_stages, num_micro_batches=2, num_steps=2, **options):
+  """Returns the masks [step, row, dropout, channel], and the biases after the last step."""
+  pipe = keras_fits.Pipe(keras_fits.Seeded(_Dropouts), num_stages, num_micro_batches, **options)
+  x, y = keras_fits.Floats(8, 5), np.zeros([8, 6 * WIDTH], 'float32')
+  predictions = _Predictions(y.shape)
+
+  def Mean(y_true, y_pred):
+    del y_true
+    return ops.mean(y_pred)
+
+  pipe.compile(optimizer=keras.optimizers.SGD(RATE), loss=Mean, metrics=[predictions])
+  masks = []
+  for _ in range(num_steps):
+    pipe.train_on_batch(x, y)
+    masks.append(predictions.last.numpy().reshape([8, 6, WIDTH]) != 0)
+  np.testing.assert_array_equal(pipe.predict(x, verbose=0) > 0.5, True)
+  return np.array(masks), [w for w in pipe.get_weights() if w.ndim == 1]
+
+
+def testDropoutDependsOnStepAndMicroBatchAlone():
+  masks, _ = _Masks(1)
+  pieces = [masks[step, rows] for step in (0, 1) for rows in (slice(0, 4), slice(4, 8))]
+  parts = [piece[:, i].ravel() for piece in pieces for i in range(6)]
+  assert len({part.tobytes() for part in parts}) == 24
+  # Independent masks agree in half of the places.
+  agreement = [np.mean(a == b) for i, a in enumerate(parts) for b in parts[:i]]
+  assert 0.2 < min(agreement) and max(agreement) < 0.8
+  for options in (
+    {'num_stages': 3, 'schedule': 'gpipe', 'remat_policy': 'layer'},
+    {'num_stages': 2, 'schedule': 'zb_h1', 'splits': [2, 3], 'remat_policy': 'none'},
+  ):
+    np.testing.assert_array_equal(_Masks(**options)[0], masks)
+
+
+def testBackwardUsesTheMasksOfForward():
+  """The gradient of a bias is the number of its outputs that are not masked."""
+  masks, biases = _Masks(3, num_steps=1, schedule='1f1b')
+  for i, bias in enumerate(biases):
+    gradient = 2 * masks[0][:, 2 * i : 2 * i + 2].sum((0, 1)) / (8 * 6 * WIDTH)
+    np.testing.assert_allclose((1 - bias) / RATE, gradient, rtol=1e-3, atol=1e-5)
+
+
+class _Block(layers.Layer):
+  """Layers in a layer, which does not hand the mode on."""
+
+  def __init__(self):
+    super().__init__()
+    self.dense = layers.Dense(5)
+    self.parts = keras.Sequential([layers.Dropout(0.5), layers.BatchNormalization()])
+
+  def call(self, x):
+    return self.parts(self.dense(x))
+
+
+def _Blocks():
+  x = inputs = keras.Input([5])
+  return keras.Model(inputs, layers.Dense(3)(_Block()(_Block()(x))))
+
+
+def testTrainingReachesNestedLayers():
+  pipe = _Compiled(_Blocks, 2, 2)
+  norm = pipe.model.layers[2].parts.layers[1]
+  losses = [pipe.train_on_batch(X, Y)]
+  mean = norm.moving_mean.numpy()
+  assert np.all(mean != 0)
+  pipe.optimizer.learning_rate.assign(0.0)
+  losses += [pipe.train_on_batch(X, Y) for _ in range(2)]
+  assert losses[1] != losses[2]
+  mean = norm.moving_mean.numpy()
+  evaluated = [pipe.test_on_batch(X, Y) for _ in range(2)]
+  assert evaluated[0] == evaluated[1]
+  np.testing.assert_array_equal(norm.moving_mean, mean)
+  np.testing.assert_allclose(pipe.predict(X, verbose=0), pipe.model(X), rtol=1e-4, atol=1e-5)
+
+
+# ---- masks and precision -------------------------------------------------------------------------
+
+
+def testMasksTravelBetweenCells():
+  """The mask of the first cell counts in the third and in the last."""
+
+  def Make(mask_zero=True):
+    inputs = keras.Input([6], dtype='int32')
+    x = layers.Embedding(9, 4, mask_zero=mask_zero)(inputs)
+    x = layers.Dense(4, activation='tanh')(x)
+    x = layers.LSTM(4, return_sequences=True)(x)
+    return keras.Model(inputs, layers.Dense(3)(layers.GlobalAveragePooling1D()(x)))
+
+  ids = keras_fits.PaddedIds(7)
+  ids[:, 0] = 1
+  options = {'splits': [1, 2, 3, 4], 'num_micro_batches': 2}
+  model, pipe = keras_fits.Seeded(Make), keras_fits.Pipe(keras_fits.Seeded(Make), 4, **options)
+  actual = keras_fits.Fit(pipe, ids, Y, _Squares)
+  keras_fits.CheckEqual(actual, keras_fits.Fit(model, ids, Y, _Squares))
+  without = Make(mask_zero=False)
+  without.set_weights(pipe.get_weights())
+  assert np.max(np.abs(pipe.predict(ids, verbose=0) - without(ids))) > 1e-3
+
+
+@pytest.fixture(params=['bfloat16', 'float16'])
+def dtype(request):
+  yield request.param
+  keras.config.set_dtype_policy('float32')
+
+
+def testMixedPrecision(dtype):
+  def Make():
+    keras.config.set_dtype_policy(f'mixed_{dtype}')
+    return keras_fits.Mlp()
+
+  keras_fits.CheckFit(Make, X, Y, _Squares, bound=2e-2, batch_size=7)
+  pipe = _Compiled(Make)
+  assert {v.dtype for v in pipe.weights} == {'float32'}
+  assert pipe.predict(X, verbose=0).dtype == dtype
+  is_scaled = isinstance(pipe.optimizer, keras.optimizers.LossScaleOptimizer)
+  assert is_scaled == (dtype == 'float16')
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+
+class _Doubling(layers.Layer):
+  """Assigns its trained weight."""
+
+  def build(self, input_shape):
+    self.scale = self.add_weight(shape=(), initializer='ones', name='scale')
+
+  def call(self, x):
+    self.scale.assign(2 * self.scale)
+    return x * self.scale
+
+
+class _Tracked(layers.Layer):
+  """Has a metric."""
+
+  def __init__(self):
+    super().__init__(name='tracked')
+    self.size = keras.metrics.Mean(name='size')
+
+  def call(self, x):
+    self.size.update_state(ops.mean(ops.square(x)))
+    return x
+
+
+def _With(layer):
+  return keras.Sequential([keras.Input([5]), layers.Dense(5), layer, layers.Dense(3)])
+
+
+def testCallsThatChangeTrainedWeightsAreRefused():
+  for make in (_Doubling, lambda: layers.SpectralNormalization(layers.Dense(5))):
+    pipe = _Compiled(lambda make=make: _With(make()))
+    weight = pipe.model.layers[1].trainable_variables[0]
+    with pytest.raises(ValueError, match=naming.Naming('trained', weight.path)):
+      pipe.train_on_batch(X, Y)
+
+
+def testLayersWithMetricsAreRefused():
+  with pytest.raises(ValueError, match=naming.Naming('tracked', 'metrics', 'compile')):
+    _Compiled(lambda: _With(_Tracked())).train_on_batch(X, Y)
+
+
+# ---- traces --------------------------------------------------------------------------------------
+
+
+def _NumTraces(activations):
+  """Returns the number of traces of a step with four stages, a block for each activation."""
+
+  def Make():
+    x = inputs = keras.Input([5])
+    for activation in activations:
+      x = layers.Add()([x, layers.Dense(5, activation=activation)(x)])
+    return keras.Model(inputs, x)
+
+  num_blocks = len(activations)
+  pipe = _Compiled(Make, 4, splits=[num_blocks * (k + 1) // 4 for k in range(4)])
+  pipe.train_on_batch(X, X)
+  return pipe.stack.engine.functions.num_traces
+
+
+def testStagesOfEqualBlocksShareTheirTraces():
+  """Only the first stage, which needs no gradient of its inputs, and the last have others."""
+  equal = _NumTraces(['tanh'] * 12)
+  assert equal == _NumTraces(['tanh'] * 4)
+  assert equal < _NumTraces(['tanh', 'relu', 'elu', 'gelu'])
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))
