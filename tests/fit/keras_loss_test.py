@@ -69,6 +69,34 @@ def testMaskedOutputsWithWeightsOfPositions():
   )
 
 
+def testFunctionsAsMetricsOfMaskedOutputs():
+  """They see all predictions of the batch, with the mask."""
+
+  def Error(y, y_pred):
+    return ops.mean(ops.abs(y - y_pred), -1)
+
+  def Compiled():
+    return {'loss': 'mse', 'metrics': [Error]}
+
+  keras_fits.CheckFit(keras_fits.MaskedSequence, IDS, TARGETS, Compiled, batch_size=6)
+
+
+def _Tokens():
+  inputs = keras.Input([6, 3])
+  return keras.Model(inputs, layers.Dense(4)(layers.Dense(8)(inputs)))
+
+
+def testIgnoredClasses():
+  """Micro-batches have different numbers of labels that count."""
+  labels = keras_fits.Integers(4, 12, 6)
+  labels[:4, 1:] = -1
+
+  def Compiled():
+    return {'loss': LOSSES.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1)}
+
+  keras_fits.CheckFit(_Tokens, TARGETS, labels, Compiled, SIZES, batch_size=6)
+
+
 def testSeveralOutputs():
   def Compiled():
     return {
@@ -86,6 +114,13 @@ def testSeveralOutputs():
 def _ListOfOutputs():
   model = keras_fits.TwoOutputs()
   return keras.Model(model.inputs, [model.output['b'], model.output['a'], model.output['b']])
+
+
+def testSumsOfSeveralOutputs():
+  """The loss of each output, which the history has too, is scaled as the sum of them is."""
+  compiled = {'loss': {name: _Squares('sum') for name in 'ab'}}.copy
+  options = {'optimizer': _SmallSteps, 'batch_size': 6}
+  keras_fits.CheckFit(keras_fits.TwoOutputs, X, BOTH, compiled, SIZES, **options)
 
 
 def testListsOfOutputs():
@@ -140,6 +175,18 @@ def _SharedAndRegularised():
 def testASharedLayerIsRegularisedOnce():
   compiled = {'loss': 'mse'}.copy
   keras_fits.CheckFit(_SharedAndRegularised, X, Y, compiled, ((1, 1), (2, 2)), batch_size=6)
+
+
+def _TwoSharedAndRegularised():
+  x = inputs = keras.Input([5])
+  shared, other = (layers.Dense(5, kernel_regularizer='l2') for _ in range(2))
+  return keras.Model(inputs, layers.Dense(3)(shared(other(shared(x)))))
+
+
+def testASharedLayerIsRegularisedOnceInStagesOfOneStructure():
+  """The second and the third stage make the same calls, but one of them reuses its weight."""
+  compiled = {'loss': 'mse'}.copy
+  keras_fits.CheckFit(_TwoSharedAndRegularised, X, Y, compiled, ((4, 2),), batch_size=6)
 
 
 def testAFunctionAsLoss():

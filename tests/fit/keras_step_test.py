@@ -111,6 +111,18 @@ def testSlotsAreOnTheDevicesOfTheirWeights():
   assert len(set(devices)) == 3
 
 
+def testWeightsThatWereSetReachReplicas():
+  plain, model = (keras_fits.Seeded(_Mlp) for _ in range(2))
+  plain.compile(optimizer=OPTIMIZERS.SGD(0.01), loss='mse', jit_compile=False)
+  step = keras_step.KerasStep(_Stack(model, num_replicas=2), OPTIMIZERS.SGD(0.01))
+  for seed in (1, 2):
+    weights = [keras_fits.Floats(*w.shape, seed=seed) for w in plain.get_weights()]
+    plain.set_weights(weights)
+    model.set_weights(weights)
+    loss = step((tf.constant(X),), tf.constant(Y))['loss']
+    assert float(loss) == pytest.approx(plain.train_on_batch(X, Y), rel=1e-4)
+
+
 def testOwnLayersAreTrained():
   """The weight of a micro-batch's loss is its number of tokens, known before the forward."""
   sub = [
