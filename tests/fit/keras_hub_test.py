@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models of KerasHub: pipelines equal plain Keras, presets, LoRA and preprocessors."""
+
+import sys
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_gpipe import PipelinedModel
+from tests.toys import keras_fits, stacks
+from tools import keras_models
+from tools.keras_zoo import zoo
+
+keras_hub = pytest.importorskip('keras_hub')
+MODELS = keras_hub.models
+CONFIG = {
+  'vocabulary_size': 20,
+  'num_layers': 2,
+  'num_heads': 2,
+  'hidden_dim': 16,
+  'intermediate_dim': 32,
+  'max_sequence_length': 6,
+  'dropout': 0.0,
+}
+IDS, LABELS = keras_fits.Integers(20, 6, 6), keras_fits.Integers(20, 6, 6, seed=1)
+BATCH = {'token_ids': IDS, 'padding_mask': np.ones_like(IDS)}
+
+
+def _Case(name):
+  (case,) = (c for c in zoo.Cases() if c.name == name)
+  return case
+
+
+@pytest.mark.parametrize('name', ['GPT-2, LoRA', 'Qwen 3 MoE', 'BERT'])
+def testPipelinesEqualKeras(name):
+  row = keras_models.Compare(_Case(name), stacks.Devices()[:2], xla=False)
+  assert row.is_green, row
+  assert not row.is_refused
+
+
+@pytest.mark.parametrize('name', ['Llama 2, tied', 'Qwen 3'])
+def testFitEqualsKeras(name):
+  case = _Case(name)
+  model = keras_fits.Seeded(case.make)
+  x = case.Inputs(model, 4, seed=1)
+  y = case.Targets(model, model.predict(x, verbose=0), seed=2)
+
+  def Compiled():
+    return {'loss': 'mse', 'metrics': [], 'weighted_metrics': []}
+
+  keras_fits.CheckFit(case.make, x, y, Compiled, ((3, 2),), bound=1e-4, epochs=1)
+
+
+# ---- presets -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope='module')
+def preset(tmp_path_factory):
+  """Returns the directory of a preset, and its plain model."""
+  model = keras_fits.Seeded(
+    lambda: MODELS.GPT2CausalLM(backbone=MODELS.GPT2Backbone(**CONFIG), preprocessor=None)
+  )
+  path = str(tmp_path_factory.mktemp('preset') / 'gpt2')
+  model.save_to_preset(path)
+  return path, model
+
+
+def _Pipe(path, **options):
+  return PipelinedModel.from_preset(
+    path,
+    2,
+    example=BATCH,
+    keras_class=MODELS.GPT2CausalLM,
+    preset_arguments={'preprocessor': None},
+    num_micro_batches=2,
+    devices=stacks.Devices()[:2],
+    xla=False,
+    **options,
+  )
+
+
+def _Compile(model, optimizer=keras_fits.Sgd):
+  loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+  model.compile(optimizer=optimizer(), loss=loss, weighted_metrics=[], jit_compile=False)
+  return model
+
+
+def testAPresetIsLoadedIntoTheStages(preset):
+  path, model = preset
+  pipe = _Pipe(path)
+  devices = {v.value.device for v in pipe.model.weights}
+  assert len(devices) == 2
+  for a, e in zip(pipe.get_weights(), model.get_weights(), strict=True):
+    np.testing.assert_array_equal(a, e)
+  np.testing.assert_allclose(pipe.predict(BATCH, verbose=0), model(BATCH), rtol=1e-4, atol=1e-5)
+  plain = _Compile(MODELS.GPT2CausalLM.from_preset(path, preprocessor=None))
+  _Compile(pipe)
+  for _ in range(2):
+    expected = plain.train_on_batch(BATCH, LABELS)
+    assert pipe.train_on_batch(BATCH, LABELS) == pytest.approx(expected, rel=1e-5)
+
+
+def testLoraBeginsAtThePresetAndTrainsItsOwnWeights(preset):
+  """And the biases of its layers, as in KerasHub."""
+  path, model = preset
+  pipe = _Pipe(path, lora_rank=2)
+  np.testing.assert_allclose(pipe.predict(BATCH, verbose=0), model(BATCH), rtol=1e-4, atol=1e-5)
+  before = {v.path: v.numpy() for v in pipe.model.weights}
+  _Compile(pipe, keras.optimizers.Adam)
+  losses = [pipe.train_on_batch(BATCH, LABELS) for _ in range(3)]
+  assert losses[-1] < losses[0]
+  changed = {v.path for v in pipe.model.weights if not np.array_equal(v, before[v.path])}
+  assert changed == {v.path for v in pipe.model.trainable_weights}
+  assert {name.split('/')[-1] for name in changed} == {'lora_kernel_a', 'lora_kernel_b', 'bias'}
+
+
+# ---- preprocessors -------------------------------------------------------------------------------
+
+
+def _Classifier():
+  """Returns an image classifier whose preprocessor scales and resizes."""
+  backbone = MODELS.ResNetBackbone(
+    input_conv_filters=[64],
+    input_conv_kernel_sizes=[3],
+    stackwise_num_filters=[64],
+    stackwise_num_blocks=[1],
+    stackwise_num_strides=[1],
+    block_type='basic_block',
+    use_pre_activation=True,
+    image_shape=(8, 8, 3),
+  )
+  converter = keras_hub.layers.ResNetImageConverter(image_size=(8, 8), scale=1 / 255.0, offset=-0.5)
+  return MODELS.ResNetImageClassifier(
+    backbone=backbone,
+    num_classes=3,
+    preprocessor=MODELS.ResNetImageClassifierPreprocessor(image_converter=converter),
+  )
+
+
+def testThePreprocessorOfATaskRunsInFit():
+  """One micro-batch, for the batch normalization of ResNet."""
+  images = keras_fits.Integers(256, 6, 12, 10, 3).astype('float32')
+  classes, _ = keras_fits.Classes(6, 3)
+
+  def Compiled():
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    return {'loss': loss, 'metrics': ['accuracy']}
+
+  keras_fits.CheckFit(_Classifier, images, classes, Compiled, ((2, 1),), bound=1e-4, batch_size=3)
+  pipe = keras_fits.Pipe(keras_fits.Seeded(_Classifier), 2, 2)
+  data = tf.data.Dataset.from_tensor_slices(images).batch(4)
+  expected = pipe.model.predict(images, verbose=0)
+  np.testing.assert_allclose(pipe.predict(data, verbose=0), expected, rtol=1e-4, atol=1e-5)
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of Keras models: its rows are green for equal results and for nothing else."""
+
+import re
+import sys
+
+import keras
+import pytest
+from keras import layers
+
+from tests import naming
+from tests.toys import keras_fits, stacks
+from tools import keras_models
+from tools.keras_zoo import case, shapes, zoo
+
+
+def _Compare(example):
+  return keras_models.Compare(example, stacks.Devices()[:2], xla=False)
+
+
+def testAWrongModelIsNotGreen():
+  """Each call makes other weights, as if the pipeline had not trained those of the model."""
+  seeds = iter(range(100))
+
+  def Make():
+    keras.utils.set_random_seed(next(seeds))
+    return keras_fits.Mlp()
+
+  row = _Compare(case.Case('wrong', Make))
+  assert row.note == ''
+  assert row.loss > keras_models.LOSS
+  assert row.gradient > keras_models.GRADIENT
+  assert row.history > keras_models.HISTORY
+  assert not row.is_green
+
+
+def _Stepping():
+  class Stepping(keras.Model):
+    def __init__(self):
+      inputs = keras.Input([5])
+      super().__init__(inputs, layers.Dense(3)(inputs))
+
+    def train_step(self, data):
+      return super().train_step(data)
+
+  return Stepping()
+
+
+@pytest.mark.parametrize('reason', ['train_step', '', 'another reason'])
+def testOnlyTheExpectedRefusalIsGreen(reason):
+  row = _Compare(case.Case('refused', _Stepping, refused=reason))
+  assert re.match(naming.Naming('ValueError', 'Stepping', 'train_step'), row.note)
+  assert row.is_green == row.is_refused == (reason == 'train_step')
+
+
+def testTheTableOfSomeRows(capsys):
+  assert keras_models.main(['shared layer', 'Spectral']) == 0
+  header, shared, spectral, last = capsys.readouterr().out.splitlines()
+  assert re.match(r'model +calls cells .* history +weights saved', header)
+  assert re.match(r'shared layer +\d+ +\d+ +\d+%.* yes +\d+', shared)
+  assert re.match(naming.Naming('SpectralNormalization', 'ValueError', 'trained'), spectral)
+  assert last == 'all rows are green'
+
+
+def testARowThatIsNotGreenFails(capsys, monkeypatch):
+  wrong = case.Case('not refused', _Stepping)
+  monkeypatch.setattr(zoo, 'Cases', lambda: iter([*shapes.CASES, wrong]))
+  assert keras_models.main(['not refused']) == 1
+  *_, row, last = capsys.readouterr().out.splitlines()
+  assert re.match(r'not refused +! +0 +0', row)
+  assert re.match(naming.Naming(1, 'not refused'), last)
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))
