@@ -190,10 +190,10 @@ def testASharedLayerIsRegularisedOnceInStagesOfOneStructure():
 
 
 def testAFunctionAsLoss():
-  def MeanOfAll(y, y_pred):
-    return ops.mean(ops.square(y - y_pred))
+  def Squares(y, y_pred):
+    return ops.mean(ops.square(y - y_pred), axis=-1)
 
-  keras_fits.CheckFit(keras_fits.Mlp, X, Y, lambda: {'loss': MeanOfAll}, SIZES, batch_size=6)
+  keras_fits.CheckFit(keras_fits.Mlp, X, Y, lambda: {'loss': Squares}, SIZES, batch_size=6)
 
 
 def _Fit(make, x, y, num_micro_batches=2, **compiled):
@@ -209,6 +209,15 @@ def testRefusals():
   with pytest.raises(ValueError, match=refusal):
     _Fit(keras_fits.TwoOutputs, X, BOTH, loss=mixed)
   _Fit(keras_fits.TwoOutputs, X, BOTH, 1, loss=mixed)
+
+
+def testALossOfTheWholeBatchIsRefused():
+  def NumberForAll(y, y_pred):
+    return ops.sqrt(ops.mean(ops.square(y - y_pred)))
+
+  with pytest.raises(ValueError, match=naming.Naming('number_for_all', 'num_micro_batches=1')):
+    _Fit(keras_fits.Mlp, X, Y, loss=NumberForAll)
+  _Fit(keras_fits.Mlp, X, Y, 1, loss=NumberForAll)
 
 
 def testAMaskThatDependsOnWeightsIsRefused():

@@ -354,3 +354,9 @@ def testSeedsOfKerasAreNotConsumed():
 
 if __name__ == '__main__':
   raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))
+
+
+def testOnlyThePlainModelHasAConfiguration():
+  pipe = keras_fits.Pipe(keras_fits.Seeded(keras_fits.Mlp), 2, 2)
+  with pytest.raises(ValueError, match='plain Keras model'):
+    pipe.get_config()

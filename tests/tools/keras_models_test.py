@@ -19,7 +19,7 @@ def _Compare(example):
 
 
 def testAWrongModelIsNotGreen():
-  """Each call makes other weights, as if the pipeline had not trained those of the model."""
+  """Each call makes other weights, so the pipeline and the plain model differ."""
   seeds = iter(range(100))
 
   def Make():

@@ -125,7 +125,7 @@ def _Masks(num_stages, num_micro_batches=2, num_steps=2, **options):
 
   def Mean(y_true, y_pred):
     del y_true
-    return ops.mean(y_pred)
+    return ops.mean(y_pred, axis=-1)
 
   pipe.compile(optimizer=keras.optimizers.SGD(RATE), loss=Mean, metrics=[predictions])
   masks = []
