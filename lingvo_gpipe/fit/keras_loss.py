@@ -66,13 +66,13 @@ class KerasLoss:
   def needs_predictions(self) -> bool:
     if self._needs_predictions is None:
       metrics = getattr(self._trainer._compile_metrics, 'metrics', ())
-      others = [m.name for m in metrics if not IsSum(m)]
-      self._needs_predictions = bool(others)
-      if others:
+      names = [m.name for m in metrics if not IsSum(m)]
+      self._needs_predictions = bool(names)
+      if names:
         logging.warning(
           'The metrics %s are not known to add up, so all metrics get the predictions of a whole '
           'batch at once, which takes memory.',
-          ', '.join(others),
+          ', '.join(names),
         )
     return self._needs_predictions
 
@@ -121,7 +121,7 @@ class KerasLoss:
 
   def _CheckLosses(self, y: Any, y_pred: Any) -> None:
     """Raises ValueError if a loss is not a mean over the examples."""
-    for path, loss, *_ in getattr(self._trainer._compile_loss, '_flat_losses', ()):
+    for path, loss, *_ in getattr(self._trainer._compile_loss, '_flat_losses', None) or ():
       y_true, predicted = y, y_pred
       try:
         for key in path:

@@ -148,14 +148,15 @@ class PipelinedModel(keras.Model):
   ) -> PipelinedModel:
     """Makes the stages of a model of KerasHub, and then fills them one weight after another.
 
-    The host never holds more than one weight that is not on a device, so the model need not fit it.
+    The host holds one weight at a time beyond those of its own devices, so the model may be larger.
 
     Args:
       preset: a preset of KerasHub, or a directory of Hugging Face with safetensors.
       num_stages: number of stages.
       example: a batch of the model's inputs, which the cut is computed for.
       keras_class: a class of keras_hub.models; None: CausalLM.
-      lora_rank: rank of LoRA's weights, which alone are trained then; 0: no LoRA.
+      lora_rank: rank of LoRA; then only LoRA's weights, and the biases of their layers, are trained;
+        0: no LoRA.
       preset_arguments: arguments of the `from_preset` of KerasHub.
       **kwargs: arguments of PipelinedModel.
     """
@@ -227,8 +228,11 @@ class PipelinedModel(keras.Model):
     return self.model.export(*args, **kwargs)
 
   def get_config(self) -> dict[str, Any]:
-    """Returns the configuration of the plain Keras model."""
-    return self.model.get_config()
+    """Raises ValueError: files hold the plain Keras model."""
+    raise ValueError(
+      'a PipelinedModel has no configuration: save the plain Keras model by its `save`, load that, '
+      'and wrap it again'
+    )
 
   def summary(self, *args: Any, **kwargs: Any) -> None:
     """Prints the summary of the model, and the stages once there was a batch."""

@@ -21,7 +21,11 @@ class KerasCausalLm(model.LanguageModel):
     p.Define('keras_class', '', 'Class of keras_hub.models, for example GPT2CausalLM.')
     p.Define('backbone', {}, "Arguments of the backbone's class; empty: as in the preset.")
     p.Define('preset', '', 'Name or directory of a preset with the weights to begin at.')
-    p.Define('lora_rank', 0, "Rank of LoRA's weights, which alone are trained then; 0: no LoRA.")
+    p.Define(
+      'lora_rank',
+      0,
+      'Rank of LoRA; then only its weights, and the biases of their layers, are trained; 0: no LoRA.',
+    )
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:

@@ -250,7 +250,7 @@ def ForgetFunctions(model: Any) -> None:
 
 
 def NumUpdates(optimizer: Any) -> Any:
-  """Returns the count of an optimizer's steps, those that only accumulate gradients included."""
+  """Returns the count of an optimizer's steps, including steps that only accumulate gradients."""
   return getattr(optimizer, 'inner_optimizer', optimizer)._iterations
 
 
@@ -442,8 +442,8 @@ def _TraceMode(model: Any, x: Any, mode: bool | None) -> Graph:
       'be passed to layers and keras.ops only; put other code into a keras.layers.Layer of its own'
     ) from e
   structure = keras.tree.pack_sequence_as(outputs, values)
-  taken = keras.tree.pack_sequence_as(x, list(inputs))
-  return Graph(model, tuple(builder.nodes), inputs, tuple(values), structure, taken)
+  input_structure = keras.tree.pack_sequence_as(x, list(inputs))
+  return Graph(model, tuple(builder.nodes), inputs, tuple(values), structure, input_structure)
 
 
 def _Line(model: Any, error: Exception) -> str:
