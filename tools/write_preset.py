@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import os
 
-import tensorflow as tf
 from absl import flags
 
+from lingvo_gpipe.cli import binary  # First, for it drops the messages of native code.
+
+# isort: split
+import tensorflow as tf
+
 from lingvo_gpipe.checkpoint import checkpoint_choice, checkpointer
-from lingvo_gpipe.cli import binary
 from lingvo_gpipe.learning import ema
 
 FLAGS = flags.FLAGS

@@ -148,15 +148,15 @@ class PipelinedModel(keras.Model):
   ) -> PipelinedModel:
     """Makes the stages of a model of KerasHub, and then fills them one weight after another.
 
-    The host holds one weight at a time beyond those of its own devices, so the model may be larger.
+    Besides the weights on its own devices, the host holds one weight at a time.
 
     Args:
       preset: a preset of KerasHub, or a directory of Hugging Face with safetensors.
       num_stages: number of stages.
       example: a batch of the model's inputs, which the cut is computed for.
       keras_class: a class of keras_hub.models; None: CausalLM.
-      lora_rank: rank of LoRA; then only LoRA's weights, and the biases of their layers, are trained;
-        0: no LoRA.
+      lora_rank: rank of LoRA; then only LoRA's weights and the biases beside them are trained. 0: no
+        LoRA.
       preset_arguments: arguments of the `from_preset` of KerasHub.
       **kwargs: arguments of PipelinedModel.
     """

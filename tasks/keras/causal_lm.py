@@ -24,7 +24,7 @@ class KerasCausalLm(model.LanguageModel):
     p.Define(
       'lora_rank',
       0,
-      'Rank of LoRA; then only its weights, and the biases of their layers, are trained; 0: no LoRA.',
+      'Rank of LoRA; then only its weights and the biases beside them are trained. 0: no LoRA.',
     )
     return p
 
