@@ -155,7 +155,7 @@ class PipelinedModel(keras.Model):
       num_stages: number of stages.
       example: a batch of the model's inputs, which the cut is computed for.
       keras_class: a class of keras_hub.models; None: CausalLM.
-      lora_rank: rank of LoRA; then only LoRA's weights and the biases beside them are trained. 0: no
+      lora_rank: rank of LoRA, whose weights and the biases beside them are then trained alone; 0: no
         LoRA.
       preset_arguments: arguments of the `from_preset` of KerasHub.
       **kwargs: arguments of PipelinedModel.
