@@ -124,7 +124,7 @@ class PipelinedModel(keras.Model):
       if isinstance(schedule, schedules.Schedule):
         num_devices = schedule.num_devices
       devices = cluster.Cluster.Create(num_devices, num_replicas=num_replicas).devices
-    p.xla = any(':CPU:' not in d.upper() for d in devices) if xla is None else xla
+    p.xla = any('CPU' not in d.upper() for d in devices) if xla is None else xla
     self.model = model
     self.built = model.built
     # Keras would track these objects, and copy lists of them.
@@ -155,8 +155,8 @@ class PipelinedModel(keras.Model):
       num_stages: number of stages.
       example: a batch of the model's inputs, which the cut is computed for.
       keras_class: a class of keras_hub.models; None: CausalLM.
-      lora_rank: rank of LoRA, whose weights and the biases beside them are then trained alone; 0: no
-        LoRA.
+      lora_rank: rank of LoRA; its weights and the biases beside them are then all that is trained.
+        0: no LoRA.
       preset_arguments: arguments of the `from_preset` of KerasHub.
       **kwargs: arguments of PipelinedModel.
     """
