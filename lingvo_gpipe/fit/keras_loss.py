@@ -128,6 +128,8 @@ class KerasLoss:
           y_true, predicted = y_true[key], predicted[key]
       except (KeyError, IndexError, TypeError):  # Keras has packed the labels otherwise.
         y_true = keras.tree.flatten(y)[0]
+      if keras.tree.is_nested(y_true) and not keras.tree.is_nested(predicted):
+        y_true = keras.tree.flatten(y_true)[0]
       values = loss.call(y_true, predicted)
       if len(values.shape) == 0 or isinstance(loss, keras.losses.Circle):
         raise ValueError(

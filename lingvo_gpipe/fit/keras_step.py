@@ -78,8 +78,18 @@ class KerasStep:
       ValueError: the arguments do not match each other or the pipeline.
     """
     args = tuple(args)
-    with failures.LocateFailure(self.stack.engine, lambda: self._Step(args, side)):
+    with self.LocateFailure(lambda: self.MicroBatches(args, side)):
       return dict(self._step(args, side))
+
+  def LocateFailure(
+    self, make_micro_batches: Callable[[], Sequence[micro_batch.MicroBatch]]
+  ) -> contextlib.AbstractContextManager[None]:
+    """Names layer, stage and micro-batch in the errors of an enclosed step.
+
+    Args:
+      make_micro_batches: returns the micro-batches of the step, which runs again up to the update.
+    """
+    return failures.LocateFailure(self.stack.engine, lambda: self._Accumulate(make_micro_batches()))
 
   def _Step(self, args: tuple[Any, ...], side: Any) -> dict[str, tf.Tensor]:
     sums = self.Update(self.MicroBatches(args, side))
@@ -112,11 +122,7 @@ class KerasStep:
     engine, optimizer = self.stack.engine, self.optimizer
     # Weights may have been set by others since the last step.
     engine.SyncReplicas()
-    scale = optimizer.scale_loss(tf.constant(1.0))
-    scaled = [b._replace(loss_weight=b.loss_weight * scale) for b in micro_batches]
-    sums, layer_sums = engine.Accumulate(
-      scaled, tf.cast(keras_nodes.NumUpdates(optimizer), tf.int64)
-    )
+    sums, layer_sums = self._Accumulate(micro_batches)
     state = layer_statistics.Next(engine, layer_sums)
     self._sum.Add()
     with _ClippedByStage(optimizer) as clip_norm:
@@ -129,6 +135,13 @@ class KerasStep:
       )
     layer_statistics.Assign(engine, state)
     return sums
+
+  def _Accumulate(self, micro_batches: Sequence[micro_batch.MicroBatch]) -> Any:
+    """Runs forward and backward; see `PipelineEngine.Accumulate`."""
+    scale = self.optimizer.scale_loss(tf.constant(1.0))
+    scaled = [b._replace(loss_weight=b.loss_weight * scale) for b in micro_batches]
+    step = tf.cast(keras_nodes.NumUpdates(self.optimizer), tf.int64)
+    return self.stack.engine.Accumulate(scaled, step)
 
   def _Gradients(self, clip_norm: float | None) -> dict[str, tf.Tensor]:
     """Returns {path: gradient}, each on its stage's device, clipped to a global norm."""

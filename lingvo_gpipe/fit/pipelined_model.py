@@ -290,7 +290,8 @@ class PipelinedModel(keras.Model):
     args, side = self._Prepare(*self._Unpack(data))
     if self._keras_step is None:
       self._MakeStep()
-    return self._train(args, side)
+    with self._keras_step.LocateFailure(lambda: self._MicroBatches(args, side)):
+      return self._train(args, side)
 
   def _TestBatch(self, data: Any) -> Any:
     args, side = self._Prepare(*self._Unpack(data))

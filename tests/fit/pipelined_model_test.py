@@ -360,3 +360,27 @@ def testOnlyThePlainModelHasAConfiguration():
   pipe = keras_fits.Pipe(keras_fits.Seeded(keras_fits.Mlp), 2, 2)
   with pytest.raises(ValueError, match='plain Keras model'):
     pipe.get_config()
+
+
+class _Guard(layers.Layer):
+  """Fails for large values, when the step runs."""
+
+  def call(self, x):
+    with tf.control_dependencies([tf.debugging.assert_less(tf.reduce_max(tf.abs(x)), 100.0)]):
+      return tf.identity(x)
+
+
+def testAFailedStepNamesItsLayerAndChangesNothing():
+  model = keras.Sequential([keras.Input([5]), layers.Dense(4), layers.Dense(4), _Guard()])
+  pipe = keras_fits.Pipe(model, 2, 2)
+  pipe.compile(optimizer='sgd', loss='mse')
+  x, y = keras_fits.Floats(4, 5), keras_fits.Floats(4, 4, seed=1)
+  pipe.train_on_batch(x, y)
+  weights = model.get_weights()
+  x[3] = 1e6
+  with pytest.raises(tf.errors.InvalidArgumentError) as e:
+    pipe.train_on_batch(x, y)
+  notes = '\n'.join(e.value.__notes__)
+  assert 'model.layers[1]' in notes and 'stage 1' in notes and 'micro-batch 1' in notes
+  for before, after in zip(weights, model.get_weights(), strict=True):
+    np.testing.assert_array_equal(before, after)

@@ -33,14 +33,6 @@ def InitialValues(seed: int) -> Iterator[None]:
     random.setstate(state)
 
 
-def WithoutValues() -> contextlib.AbstractContextManager[None]:
-  """Makes the variables of the enclosed Keras code without values, so that they need no memory.
-
-  A pipeline of the model gives each its initial value, on the device of its stage.
-  """
-  return keras_nodes.WithoutValues()
-
-
 def Cut(model: Any, x: Any = None) -> dict[str, Any]:
   """Returns {'sub': Params of the cells, 'ties': pairs of weights} for a PipeliningLayer.
 
