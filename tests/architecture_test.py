@@ -91,6 +91,7 @@ _FOREIGN_NAMES = {
   'lingvo_gpipe/fit/pipelined_model.py': {
     'call',
     'compile',
+    'export',
     'from_preset',
     'get_config',
     'load_weights',

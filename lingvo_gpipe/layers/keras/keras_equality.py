@@ -130,5 +130,6 @@ def _State(value: Any) -> dict[str, Any]:
 
 def _HasAutomaticName(layer: Any) -> bool:
   """Whether Keras named a layer after its class."""
-  words = re.sub(r'(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])', '_', type(layer).__name__)
-  return re.fullmatch(rf'{re.escape(words.lower().strip("_"))}(_\d+)?', layer.name) is not None
+  words = re.sub(r'(.)([A-Z][a-z]+)', r'\1_\2', type(layer).__name__)
+  base = re.sub(r'([a-z])([A-Z])', r'\1_\2', words).lower()
+  return re.fullmatch(rf'{re.escape(base)}(_\d+)?', layer.name) is not None

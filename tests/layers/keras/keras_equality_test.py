@@ -59,6 +59,14 @@ def _Quantised():
   return layer
 
 
+class _Cast(layers.Layer):
+  """Has a weight that a mixed policy casts, or not."""
+
+  def __init__(self, autocast):
+    super().__init__()
+    self.add_weight(shape=(4,), name='w', autocast=autocast)
+
+
 EQUAL = {
   'Dense': lambda: layers.Dense(4, activation='relu'),
   'initializer': lambda: layers.Dense(4, kernel_initializer=keras.initializers.RandomNormal()),
@@ -104,6 +112,12 @@ UNEQUAL = {
   'attribute': (lambda: _Scaled(2.0), lambda: _Scaled(3.0)),
   'kind of number': (lambda: _Scaled(2.0), lambda: _Scaled(2)),
   'unknown object': (lambda: _Scaled(_Unknown()), lambda: _Scaled(_Unknown())),
+  'initializer in a call': (
+    lambda: _Scaled(keras.initializers.Constant(1.0)),
+    lambda: _Scaled(keras.initializers.Constant(5.0)),
+  ),
+  'chosen name': (lambda: _Scaled(2.0, name='left'), lambda: _Scaled(2.0, name='right')),
+  'autocast': (lambda: _Cast(True), lambda: _Cast(False)),
   'LoRA': (lambda: _Lora(2), lambda: _Lora(3)),
   'quantised': (lambda: _Quantised(), lambda: _Lora(2)),
 }
