@@ -237,7 +237,7 @@ class PipelinedModel(keras.Model):
   def summary(self, *args: Any, **kwargs: Any) -> None:
     """Prints the summary of the model, and the stages once there was a batch."""
     self.model.summary(*args, **kwargs)
-    if self.cut is not None:
+    if self.stack is not None:
       show = kwargs.get('print_fn') or print
       for s in self.stack.engine.stages:
         names = [self._cells[self.stack.layers.index(layer)].name for layer in s.layers]
@@ -351,8 +351,9 @@ class PipelinedModel(keras.Model):
         f'{self.model.name} has {len(cells)} cells, too few for {p.num_stages} stages; a cell is a '
         f'layer with a matrix: {", ".join(c.name for c in cells)}'
       )
+    num_micro_batches = p.num_micro_batches * self._num_replicas
     is_fixed = all(None not in v.shape[1:] for v in self._graph.inputs)
-    if p.num_micro_batches * self._num_replicas > 1 and is_fixed:
+    if num_micro_batches > 1 and is_fixed:
       for v in self._graph.outputs:
         if None in v.shape[1:]:
           raise ValueError(
@@ -365,7 +366,6 @@ class PipelinedModel(keras.Model):
       p.xla = False
     if self.cut is not None and self.cut.ends[-1] == len(cells):  # The variables are in place.
       p.splits = list(self.cut.ends)
-    num_micro_batches = p.num_micro_batches * self._num_replicas
     loss = keras_loss.KerasLoss(self, self._graph, num_micro_batches)
     stack = p.Instantiate()
     cut = stack.Place(

@@ -356,6 +356,19 @@ if __name__ == '__main__':
   raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))
 
 
+def testSummaryAfterCompilingAgain():
+  """The stages are gone until the next batch."""
+  pipe = keras_fits.Pipe(keras_fits.Seeded(keras_fits.Mlp), 2, 2)
+  pipe.predict(keras_fits.Floats(4, 5), verbose=0)
+  lines = []
+  pipe.summary(print_fn=lambda text, **_: lines.append(text))
+  assert any(text.startswith('stage 1: ') for text in lines)
+  pipe.compile(optimizer='sgd', loss='mse')
+  lines.clear()
+  pipe.summary(print_fn=lambda text, **_: lines.append(text))
+  assert lines and not any(text.startswith('stage') for text in lines)
+
+
 def testOnlyThePlainModelHasAConfiguration():
   pipe = keras_fits.Pipe(keras_fits.Seeded(keras_fits.Mlp), 2, 2)
   with pytest.raises(ValueError, match='plain Keras model'):
