@@ -21,7 +21,7 @@ from absl import logging
 
 from lingvo_gpipe.core import nested_map
 from lingvo_gpipe.distributed import cluster
-from lingvo_gpipe.fit import keras_loss, keras_step
+from lingvo_gpipe.fit import keras_data, keras_generation, keras_loss, keras_step
 from lingvo_gpipe.layers.keras import (
   keras_cell_layer,
   keras_cells,
@@ -169,7 +169,9 @@ class PipelinedModel(keras.Model):
       if lora_rank:
         keras_preset.EnableLora(model, lora_rank)
     pipe = cls(model, num_stages, **kwargs)
-    pipe._Place(pipe._Unpack(example)[0])
+    if hasattr(model, 'preprocess_samples'):
+      example = model.preprocess_samples(example)
+    pipe._Place(keras.utils.unpack_x_y_sample_weight(example)[0])
     keras_preset.LoadWeights(model, preset)
     return pipe
 
@@ -209,7 +211,7 @@ class PipelinedModel(keras.Model):
     self.__dict__.update(
       stack=None, _graph=None, _keras_loss=None, _keras_step=None, _masks=None, _mask_function=None
     )
-    self.__dict__.update(_train=None, _test=None, _predict=None, _places=[])
+    self.__dict__.update(_train=None, _test=None, _predict=None, _places=[], _generation=None)
 
   def save(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
     """Saves the plain Keras model, with its optimizer; see keras.Model.save."""
@@ -233,6 +235,35 @@ class PipelinedModel(keras.Model):
       'a PipelinedModel has no configuration: save the plain Keras model by its `save`, load that, '
       'and wrap it again'
     )
+
+  def generate(self, *args: Any, **kwargs: Any) -> Any:
+    """Generates with a CausalLM of KerasHub; see its `generate`.
+
+    Each layer computes, and has its cache, on the device of its stage. The plain model generates
+    the same greedy tokens.
+
+    Raises:
+      ValueError: the model is not a CausalLM of KerasHub.
+    """
+    return keras_generation.Generate(self.model, self._GenerationSteps, *args, **kwargs)
+
+  def _GenerationSteps(self, inputs: Any) -> keras_generation.GenerationSteps:
+    """Returns the functions that generate; places the stages."""
+    if self.stack is None:  # One prompt cannot be split into micro-batches.
+      num_rows = self._num_replicas * self._pipeline_params.num_micro_batches
+      inputs = keras.tree.map_structure(lambda t: tf.repeat(t[:1], num_rows, axis=0), inputs)
+    self._Place(inputs)
+    if self._generation is None:
+      devices = [s.device for s in self.stack.engine.stages]
+      self.__dict__['_generation'] = keras_generation.GenerationSteps(self.model, devices)
+    return self._generation
+
+  fit = keras_data.Preprocessed('fit')
+  evaluate = keras_data.Preprocessed('evaluate')
+  predict = keras_data.Preprocessed('predict')
+  train_on_batch = keras_data.Preprocessed('train_on_batch')
+  test_on_batch = keras_data.Preprocessed('test_on_batch')
+  predict_on_batch = keras_data.Preprocessed('predict_on_batch')
 
   def summary(self, *args: Any, **kwargs: Any) -> None:
     """Prints the summary of the model, and the stages once there was a batch."""
@@ -287,27 +318,20 @@ class PipelinedModel(keras.Model):
     return Run
 
   def _TrainBatch(self, data: Any) -> Any:
-    args, side = self._Prepare(*self._Unpack(data))
+    args, side = self._Prepare(*keras.utils.unpack_x_y_sample_weight(data))
     if self._keras_step is None:
       self._MakeStep()
     with self._keras_step.LocateFailure(lambda: self._MicroBatches(args, side)):
       return self._train(args, side)
 
   def _TestBatch(self, data: Any) -> Any:
-    args, side = self._Prepare(*self._Unpack(data))
+    args, side = self._Prepare(*keras.utils.unpack_x_y_sample_weight(data))
     return self._test(args, side)
 
   def _PredictBatch(self, data: Any) -> Any:
-    x, _, _ = self._Unpack(data)
+    x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
     args = self._Place(x)
     return self._predict(args)
-
-  def _Unpack(self, data: Any) -> tuple[Any, Any, Any]:
-    """Returns (x, y, sample_weight) of a batch, after the preprocessor of a task of KerasHub."""
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    if getattr(self.model, 'preprocessor', None) is None:
-      return x, y, sample_weight
-    return keras.utils.unpack_x_y_sample_weight(self.model.preprocess_samples(x, y, sample_weight))
 
   def _Prepare(self, x: Any, y: Any, sample_weight: Any) -> tuple[Any, nested_map.NestedMap]:
     """Returns the arguments of the first cell and the inputs of the loss; places the stages."""
