@@ -57,7 +57,7 @@ def testTheTableOfSomeRows(capsys):
   assert keras_models.main(['shared layer', 'Spectral']) == 0
   header, shared, spectral, last = capsys.readouterr().out.splitlines()
   assert re.match(r'model +calls cells .* history +weights saved', header)
-  assert re.match(r'shared layer +\d+ +\d+ +\d+%.* yes +\d+', shared)
+  assert re.match(r'shared layer +\d+ +\d+ +\d+%.* yes +- +\d+', shared)
   assert re.match(naming.Naming('SpectralNormalization', 'ValueError', 'trained'), spectral)
   assert last == 'all rows are green'
 
