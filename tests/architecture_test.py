@@ -103,7 +103,7 @@ _FOREIGN_NAMES = {
     'save_weights',
     'summary',
   },  # Keras.
-  'lingvo_gpipe/layers/keras/keras_cell_layer.py': {'call'},
+  'lingvo_gpipe/layers/keras/keras_cell_layer.py': {'call', 'get_current_value'},
   'tools/keras_models.py': {'apply'},
   'tools/keras_zoo/shapes.py': {'call'},
   'tests/fit/keras_generation_test.py': {'call_with_cache'},

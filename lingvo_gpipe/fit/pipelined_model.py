@@ -19,7 +19,7 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from lingvo_gpipe.core import nested_map
+from lingvo_gpipe.core import fprop_context, nested_map
 from lingvo_gpipe.distributed import cluster
 from lingvo_gpipe.fit import keras_data, keras_generation, keras_loss, keras_step
 from lingvo_gpipe.layers.keras import (
@@ -131,7 +131,7 @@ class PipelinedModel(keras.Model):
     self.__dict__.update(
       _pipeline_params=p, _pipeline_devices=tuple(devices), _num_replicas=num_replicas
     )
-    self.__dict__.update(stack=None, cut=None, _cells=(), _is_built=False)
+    self.__dict__.update(stack=None, cut=None, _cells=(), _is_built=False, _num_evaluations=0)
     self._Forget()
 
   @classmethod
@@ -326,12 +326,17 @@ class PipelinedModel(keras.Model):
 
   def _TestBatch(self, data: Any) -> Any:
     args, side = self._Prepare(*keras.utils.unpack_x_y_sample_weight(data))
-    return self._test(args, side)
+    return self._test(args, side, self._Counter())
 
   def _PredictBatch(self, data: Any) -> Any:
     x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
     args = self._Place(x)
-    return self._predict(args)
+    return self._predict(args, self._Counter())
+
+  def _Counter(self) -> tf.Tensor:
+    """Returns a step counter for another evaluation, in which layers may draw random numbers."""
+    self.__dict__['_num_evaluations'] += 1
+    return fprop_context.StepCounter(tf.constant(self._num_evaluations, tf.int64))
 
   def _Prepare(self, x: Any, y: Any, sample_weight: Any) -> tuple[Any, nested_map.NestedMap]:
     """Returns the arguments of the first cell and the inputs of the loss; places the stages."""
@@ -442,15 +447,15 @@ class PipelinedModel(keras.Model):
   def _Train(self, args: tuple[Any, ...], side: nested_map.NestedMap) -> Any:
     return self._UpdateMetrics(self._keras_step.Update(self._MicroBatches(args, side)), args, side)
 
-  def _Test(self, args: tuple[Any, ...], side: nested_map.NestedMap) -> Any:
+  def _Test(self, args: tuple[Any, ...], side: nested_map.NestedMap, counter: tf.Tensor) -> Any:
     self.stack.engine.SyncReplicas()
-    sums = self.stack.engine.Evaluate(self._MicroBatches(args, side))
+    sums = self.stack.engine.Evaluate(self._MicroBatches(args, side), counter)
     return self._UpdateMetrics(sums, args, side)
 
-  def _Predict(self, args: tuple[Any, ...]) -> Any:
+  def _Predict(self, args: tuple[Any, ...], counter: tf.Tensor) -> Any:
     self.stack.engine.SyncTies()
     inputs = self.stack.SplitBatch(args)
-    outputs = [_Values(y) for y in self.stack.engine.Forward(inputs).Outputs()]
+    outputs = [_Values(y) for y in self.stack.engine.Forward(inputs, counter=counter).Outputs()]
     return self._graph.PackOutputs(micro_batch.MergeOutputs(outputs, inputs))
 
   def _MicroBatches(

@@ -176,7 +176,7 @@ class PipelineEngine:
     """
     counter = fprop_context.StepCounter(step, first_micro_batch)
     self.ClearAccumulators(mirrors_only=not clear)
-    walks = self._EmitAll(micro_batches, counter)
+    walks = self._EmitAll(micro_batches, counter, do_eval=False)
     for replica in self.replicas:
       replica.AddTiedGradients(self.ties)
     # A step that fails must leave all state as it was: it is run again to find out why.
@@ -184,24 +184,30 @@ class PipelineEngine:
       layer_sums = self._LayerSums(walks)
     return self._Sums(walks), layer_sums
 
-  def Evaluate(self, micro_batches: _MicroBatches) -> dict[str, tf.Tensor]:
+  def Evaluate(
+    self, micro_batches: _MicroBatches, counter: tf.Tensor | None = None
+  ) -> dict[str, tf.Tensor]:
     """Runs forward in evaluation mode; returns the metrics' sums, as `Accumulate` does.
 
-    The loss weights are the weights of auxiliary losses only; metrics have their own.
+    Args:
+      micro_batches: the micro-batches. Their loss weights are the weights of auxiliary losses only;
+        metrics have their own.
+      counter: int64 scalar, the step counter (see `fprop_context`) of micro-batch 0, for layers
+        that draw random numbers in evaluation, too; None: 0.
     """
-    return self._Sums(self._EmitAll(micro_batches, None))
+    counter = tf.constant(0, tf.int64) if counter is None else counter
+    return self._Sums(self._EmitAll(micro_batches, counter, do_eval=True))
 
   def _EmitAll(
-    self, micro_batches: _MicroBatches, counter: tf.Tensor | None
+    self, micro_batches: _MicroBatches, counter: tf.Tensor, *, do_eval: bool
   ) -> list[emission.Emission]:
-    """Emits a walk for each replica that has micro-batches; without a counter in evaluation."""
+    """Emits a walk for each replica that has micro-batches."""
     if self.loss_fn is None:
       raise ValueError('the engine was made without a loss: give loss_fn, to Place if that made it')
     what = "the weight of a micro-batch's loss"
     micro_batches = [
       b._replace(loss_weight=weighted_loss.Scalar(what, b.loss_weight)) for b in micro_batches
     ]
-    do_eval = counter is None
     shares = replicas.Shares(len(micro_batches), len(self.replicas))
     if not do_eval and self.sums_statistics and len(shares[0]) != len(shares[-1]):
       raise ValueError(
@@ -217,7 +223,7 @@ class PipelineEngine:
         replica.stages,
         self.functions,
         micro_batches[share.start : share.stop],
-        None if counter is None else counter + share.start,
+        counter + share.start,
         do_eval=do_eval,
         with_loss=True,
       )

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -25,6 +26,38 @@ class _Scope(keras.layers.Layer):
 
   def call(self, training: bool | None = None) -> None:
     self.run()
+
+
+class _CellScope(keras.StatelessScope):
+  """Gives the variables of a cell their values, and seeds to generators that no layer tracks."""
+
+  def __init__(
+    self,
+    values: Sequence[tuple[Any, tf.Tensor]],
+    where: str,
+    new_seed: Callable[[Any], tf.Tensor],
+  ) -> None:
+    super().__init__(values, collect_losses=True)
+    self._where = where
+    self._new_seed = new_seed
+
+  def get_current_value(self, variable: Any) -> Any:
+    """Returns the value of a variable; None for a constant one outside the cell.
+
+    Raises:
+      ValueError: the variable is trained and not of the cell, so its gradient would be lost.
+    """
+    value = super().get_current_value(variable)
+    if value is None and keras_nodes.IsSeed(variable):  # Of keras.random without a seed.
+      value = self._new_seed(variable)
+      self.add_update((variable, value))
+    if value is None and variable.trainable:
+      raise ValueError(
+        f'{self._where} reads the variable {variable.path}, which is not its own, so a pipeline '
+        'would lose its gradient: call the layer that owns the variable, or use the variable in '
+        'keras.ops outside layers'
+      )
+    return value
 
 
 class KerasCellLayer(base_layer.BaseLayer):
@@ -130,8 +163,10 @@ class KerasCellLayer(base_layer.BaseLayer):
       values[v] = WithMask(skips[_SkipName(v)])
     before = {name: tf.convert_to_tensor(theta[name]) for name in self._keras_variables}
     mapping = [(v, before[name]) for name, v in self._keras_variables.items()]
-    mapping += [(v, self._Seed(i, v)) for i, v in enumerate(self._seeds)]
-    with keras.StatelessScope(mapping, collect_losses=True) as scope:
+    numbers = itertools.count()
+    mapping += [(v, self._Seed(next(numbers), v)) for v in self._seeds]
+    where = f'{self.path}: the call of {cell.name}'
+    with _CellScope(mapping, where, lambda v: self._Seed(next(numbers), v)) as scope:
       self._RunNodes(values, training=not context.do_eval)
       losses = [*scope.losses, *self._RegularizerLosses()]
       if losses:
@@ -173,8 +208,8 @@ class KerasCellLayer(base_layer.BaseLayer):
   def _Seed(self, index: int, variable: Any) -> tf.Tensor:
     """Returns the state of a seed generator for this call."""
     context = fprop_context.Current()
-    if context.do_eval:
-      return tf.zeros(variable.shape, variable.dtype)
+    if context.step_counter is None and id(self) not in context.seed_rows:
+      return tf.zeros(variable.shape, variable.dtype)  # Evaluation outside a stage.
     # Keras takes the seeds modulo 2^31, which would repeat the seeds of other steps.
     bits = tf.random.stateless_uniform(
       variable.shape,

@@ -408,14 +408,15 @@ def _TraceCall(model: Any, x: Any) -> Graph:
 
   if not model.built:
     model(keras.tree.map_structure(Symbol, x))  # Makes the variables, under the model's name.
-  modes = [True, False] if 'training' in inspect.signature(model.call).parameters else [None]
+  modes = [True, False] if 'training' in inspect.signature(model.call).parameters else [None, None]
   graphs = [_TraceMode(model, keras.tree.map_structure(Symbol, x), mode) for mode in modes]
   first, last = graphs[0], graphs[-1]
   is_equal = len(first.nodes) == len(last.nodes) and all(map(_IsSameCall, first.nodes, last.nodes))
   if not is_equal or [v.index for v in first.outputs] != [v.index for v in last.outputs]:
     raise ValueError(
-      f'{type(model).__name__}.call does something else in training than in evaluation, so its '
-      'layers are no fixed graph: move the choice into a layer that takes `training`'
+      f'{type(model).__name__}.call differs from one call to the next, in training and evaluation '
+      'or by random numbers, so its layers are no fixed graph: move the choice, or the random '
+      'numbers, into a layer'
     )
   # A mode that follows the argument is the mode of the whole model.
   nodes = tuple(

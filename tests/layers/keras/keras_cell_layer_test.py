@@ -192,6 +192,32 @@ def testTrainingReachesNestedLayers():
   np.testing.assert_allclose(pipe.predict(X, verbose=0), pipe.model(X), rtol=1e-4, atol=1e-5)
 
 
+class _Noise(layers.Layer):
+  """Returns noise in place of its inputs, in evaluation, too, as a variational autoencoder does."""
+
+  def __init__(self, generator):
+    super().__init__()
+    self.generator = generator
+
+  def call(self, x):
+    return keras.random.normal(ops.shape(x), seed=self.generator)
+
+
+@pytest.mark.parametrize('has_seed', [True, False])
+def testRandomNumbersDifferInEachCallAndMicroBatch(has_seed):
+  def Make():
+    noise = _Noise(keras.random.SeedGenerator(1) if has_seed else None)
+    inputs = keras.Input([5])
+    return keras.Model(inputs, layers.Dense(3)(noise(layers.Dense(5)(inputs))))
+
+  pipe = _Compiled(Make, 2, 2)
+  outputs = np.concatenate([pipe.predict(X, verbose=0) for _ in range(2)])
+  assert len(np.unique(outputs)) == outputs.size
+  pipe.optimizer.learning_rate.assign(0.0)
+  for run in (pipe.train_on_batch, pipe.test_on_batch):
+    assert len({run(X, Y) for _ in range(3)}) == 3
+
+
 # ---- masks and precision -------------------------------------------------------------------------
 
 
@@ -276,6 +302,36 @@ def testCallsThatChangeTrainedWeightsAreRefused():
 def testLayersWithMetricsAreRefused():
   with pytest.raises(ValueError, match=naming.Naming('tracked', 'metrics', 'compile')):
     _Compiled(lambda: _With(_Tracked())).train_on_batch(X, Y)
+
+
+class _Reading(layers.Layer):
+  """Multiplies by a weight of another layer, which it does not track."""
+
+  def __init__(self, variable):
+    super().__init__(name='reading')
+    self.variable = lambda: variable
+
+  def call(self, x):
+    return ops.matmul(x, ops.transpose(self.variable()))
+
+
+def testACallThatReadsAWeightOfAnotherLayerIsRefused():
+  """It lost the gradient."""
+
+  def Make(make_head):
+    inputs = keras.Input([5])
+    first = layers.Dense(4, name='first')
+    x = layers.Dense(4)(first(inputs))
+    return keras.Model(inputs, make_head(first, x))
+
+  pipe = _Compiled(lambda: Make(lambda first, x: _Reading(first.kernel)(x)))
+  with pytest.raises(ValueError, match=naming.Naming('first/kernel', 'keras.ops')):
+    pipe.train_on_batch(X, X)
+
+  def Head(first, x):
+    return ops.matmul(x, ops.transpose(first.kernel))
+
+  keras_fits.CheckFit(lambda: Make(Head), X, X, _Squares, ((2, 1),))
 
 
 # ---- traces --------------------------------------------------------------------------------------

@@ -184,6 +184,22 @@ def testACallThatBranchesOnTrainingIsRefused():
     keras_nodes.FromModel(_Branching(), X)
 
 
+class _Noisy(keras.Model):
+  """Draws random numbers outside layers, which one trace would make constant."""
+
+  def __init__(self):
+    super().__init__()
+    self.dense = layers.Dense(3)
+
+  def call(self, x):
+    return self.dense(x) + keras.random.normal([3])
+
+
+def testACallThatDrawsRandomNumbersOutsideLayersIsRefused():
+  with pytest.raises(ValueError, match=naming.Naming('_Noisy.call', 'random')):
+    keras_nodes.FromModel(_Noisy(), X)
+
+
 class _Untraceable(keras.Model):
   """Needs values."""
 
