@@ -46,7 +46,7 @@ def testSlurmScript(tmp_path):
     capture_output=True, text=True, check=True,
   )  # fmt: skip
   (tmp_path / 'hosts.json').write_text(done.stdout)
-  cluster = cluster_spec.FromFile(str(tmp_path / 'hosts.json'))
+  cluster = cluster_spec.FromText((tmp_path / 'hosts.json').read_text(), '')
   assert cluster.workers == ('node1:20017', 'node2:20017')
 
 
@@ -56,7 +56,7 @@ def testKubernetesObjects(tmp_path):
   by_kind = {item['kind']: item for item in objects}
   assert len(by_kind) == len(objects)
   (tmp_path / 'hosts.json').write_text(by_kind['ConfigMap']['data']['hosts.json'])
-  hosts = cluster_spec.FromFile(str(tmp_path / 'hosts.json'))
+  hosts = cluster_spec.FromText((tmp_path / 'hosts.json').read_text(), '')
   service, workers = by_kind['Service'], by_kind['StatefulSet']
   name = service['metadata']['name']
   worker = workers['metadata']['name']

@@ -124,7 +124,7 @@ import tensorflow as tf
 from lingvo_gpipe.checkpoint import background_saver, checkpointer
 from lingvo_gpipe.distributed import cluster, cluster_spec
 
-devices = cluster.Cluster.Connect(cluster_spec.FromFile(sys.argv[1]), 2).devices
+devices = cluster.Cluster.Connect(cluster_spec.FromText(open(sys.argv[1]).read(), ''), 2).devices
 variables = {}
 for i in range(8):
   with tf.device(devices[i % 2]):
@@ -272,7 +272,7 @@ import tensorflow as tf
 from lingvo_gpipe.distributed import cluster, cluster_spec
 tf.__version__ = '2.0.0'
 try:
-  cluster.Cluster.Connect(cluster_spec.FromFile(sys.argv[1]))
+  cluster.Cluster.Connect(cluster_spec.FromText(open(sys.argv[1]).read(), ''))
 except ValueError as e:
   print(e)
 """

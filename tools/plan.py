@@ -22,6 +22,7 @@ from typing import Any
 from absl import flags
 
 from lingvo_gpipe.cli import binary, device_flags
+from lingvo_gpipe.core import files
 from lingvo_gpipe.distributed import cluster, worker_connection
 from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules
 from lingvo_gpipe.planner import device_description, plan_choice, planner
@@ -67,14 +68,10 @@ def _Given() -> dict[str, Any] | None:
   """Returns the contents of --device_file with --num_devices applied, or None without the flag."""
   if not FLAGS.device_file:
     return None
+  text = files.ReadText(FLAGS.device_file, '--device_file')
   try:
-    with open(FLAGS.device_file, encoding='utf-8') as f:
-      values = json.load(f)
-  except OSError as e:
-    raise binary.UsageError(
-      f'--device_file={FLAGS.device_file} cannot be read: {e.strerror}'
-    ) from e
-  except ValueError as e:
+    values = json.loads(text)
+  except (ValueError, RecursionError) as e:
     raise binary.UsageError(f'--device_file={FLAGS.device_file} is no JSON: {e}') from e
   if FLAGS.num_devices and isinstance(values, dict):
     values['num_devices'] = FLAGS.num_devices

@@ -65,7 +65,7 @@ with QuietStderr(), _Hidden('matplotlib', 'sklearn'):
   from lingvo_gpipe.learning import optimizer as _  # noqa: F401
 
 from lingvo_gpipe.cli import command_line  # noqa: E402
-from lingvo_gpipe.core import heartbeat, params_text  # noqa: E402
+from lingvo_gpipe.core import files, heartbeat, params_text  # noqa: E402
 from lingvo_gpipe.distributed import cluster, worker_connection  # noqa: E402
 from lingvo_gpipe.experiment import model as model_lib  # noqa: E402
 from lingvo_gpipe.experiment import registry  # noqa: E402
@@ -152,8 +152,8 @@ def ModelParams(dataset: str, key: str = '') -> Any:
     key: the experiment; '' for --model.
 
   Raises:
-    UsageError: --model is missing, a file of overrides cannot be read, or --model_task_name is set
-      for a model of one task.
+    UsageError: --model is missing, or --model_task_name is set for a model of one task.
+    OSError: the file of overrides cannot be read.
     LookupError: the model or the data set is unknown.
     ValueError, AttributeError: an override does not fit.
   """
@@ -181,11 +181,7 @@ def Overrides() -> list[str]:
   """Returns the texts of the overrides; the text of the file comes first."""
   texts = []
   if path := FLAGS.model_params_file_override:
-    try:
-      with tf.io.gfile.GFile(path) as f:
-        texts.append(f.read())
-    except tf.errors.OpError as e:
-      raise UsageError(f'--model_params_file_override={path} cannot be read: {e.message}') from e
+    texts.append(files.ReadText(path, '--model_params_file_override'))
   return texts + list(FLAGS.model_params_override)
 
 

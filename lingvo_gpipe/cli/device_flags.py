@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from absl import flags
 
 from lingvo_gpipe.cli import binary, compilation_cache
+from lingvo_gpipe.core import files
 from lingvo_gpipe.distributed import cluster, cluster_spec, local_workers
 
 FLAGS = flags.FLAGS
@@ -141,7 +142,8 @@ def WorkersDevices(
 def ClusterSpec() -> cluster_spec.ClusterSpec | None:
   """Returns the workers of --cluster or TF_CONFIG; None if neither is set."""
   if FLAGS.cluster:
-    return cluster_spec.FromFile(FLAGS.cluster)
+    text = files.ReadText(os.path.expanduser(FLAGS.cluster), '--cluster')
+    return cluster_spec.FromText(text, FLAGS.cluster)
   return cluster_spec.FromEnvironment(os.environ)
 
 

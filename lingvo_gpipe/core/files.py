@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files written whole or not at all, and one-line messages of file errors."""
+"""Text that users hand in, files written whole or not at all, one-line messages of file errors."""
 
 from __future__ import annotations
 
+import codecs
 import errno
 import os
 import re
@@ -43,6 +44,39 @@ def CannotWrite(content: str, directory: str, error: BaseException) -> OSError:
     f'Cannot write {content} in {directory!r}: {OneLine(error)}. '
     'Give a directory that can be created and written.'
   )
+
+
+def ReadText(path: str, context: str) -> str:
+  """Returns the text of a file that a user names.
+
+  Args:
+    path: any path that tf.io.gfile takes.
+    context: start of messages: the flag or param that names the file.
+
+  Raises:
+    OSError: the file cannot be read.
+    ValueError: the text is not in UTF-8.
+  """
+  try:
+    with tf.io.gfile.GFile(path, 'rb') as f:
+      content = f.read()
+  except FILE_ERRORS as e:
+    raise OSError(f'{context}: {path!r} cannot be read: {OneLine(e)}') from e
+  return DecodeText(content, path, context)
+
+
+def DecodeText(content: bytes, path: str, context: str, first_line: int = 1) -> str:
+  """Decodes a part of a text file that begins at some line; ValueError if it is not in UTF-8.
+
+  Drops the byte order mark that some editors write at the beginning of a file.
+  """
+  if first_line == 1:
+    content = content.removeprefix(codecs.BOM_UTF8)
+  try:
+    return content.decode()
+  except UnicodeDecodeError as e:
+    line = first_line + content[: e.start].count(b'\n')
+    raise ValueError(f'{context}: {path!r} is not in UTF-8: line {line}: {e.reason}') from e
 
 
 def IsLocal(path: str) -> bool:

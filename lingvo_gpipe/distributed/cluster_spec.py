@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -51,15 +50,12 @@ class ClusterSpec:
     return self.workers[task_index]
 
 
-def FromFile(path: str) -> ClusterSpec:
-  """Reads a file of addresses.
+def FromText(text: str, path: str) -> ClusterSpec:
+  """Reads the text of a file of addresses.
 
   Raises:
     ValueError: the content is invalid; the message is one line that names the file and the entry.
-    OSError: the file cannot be read.
   """
-  with open(os.path.expanduser(path), encoding='utf-8', errors='replace') as f:
-    text = f.read()
   return _FromJobs(_Parse(path, text), path)
 
 

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-import codecs
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
+
+from lingvo_gpipe.core import files
 
 _HASHED_AT_ONCE = 1 << 24
 
@@ -27,13 +28,13 @@ def Files(pattern: str | Sequence[str], context: str) -> list[str]:
     raise ValueError(f'{context} is not set: set it to a glob of text files')
   patterns = [pattern] if isinstance(pattern, str) else list(pattern)
   matches = {path for glob in patterns for path in tf.io.gfile.glob(glob)}
-  files = sorted(path for path in matches if not tf.io.gfile.isdir(path))
-  if not files:
+  paths = sorted(path for path in matches if not tf.io.gfile.isdir(path))
+  if not paths:
     raise ValueError(
       f'{context}: no file matches {pattern!r}: check the path (relative paths start at '
       f'{os.getcwd()!r})'
     )
-  return files
+  return paths
 
 
 def Lines(path: str, context: str) -> Iterator[str]:
@@ -48,21 +49,7 @@ def Lines(path: str, context: str) -> Iterator[str]:
   """
   with tf.io.gfile.GFile(path, 'rb') as f:
     for number, line in enumerate(f, 1):
-      yield DecodeText(line.removesuffix(b'\n').removesuffix(b'\r'), path, context, number)
-
-
-def DecodeText(content: bytes, path: str, context: str, first_line: int = 1) -> str:
-  """Decodes a part of a text file that begins at some line; ValueError if it is not in UTF-8.
-
-  Drops the byte order mark that some editors write at the beginning of a file.
-  """
-  if first_line == 1:
-    content = content.removeprefix(codecs.BOM_UTF8)
-  try:
-    return content.decode()
-  except UnicodeDecodeError as e:
-    line = first_line + content[: e.start].count(b'\n')
-    raise ValueError(f'{context}: {path!r} is not in UTF-8: line {line}: {e.reason}') from e
+      yield files.DecodeText(line.removesuffix(b'\n').removesuffix(b'\r'), path, context, number)
 
 
 def Digest(path: str) -> str:

@@ -99,11 +99,7 @@ def ReadParams(path: str) -> str | None:
     path = os.path.join(path, _PARAMS_FILE)
     if not tf.io.gfile.exists(path):
       raise ValueError(f'there is no {path}: name a log directory, a file of Params or a key')
-  try:
-    with tf.io.gfile.GFile(path, 'rb') as f:
-      return f.read().decode('utf-8', errors='replace')
-  except tf.errors.OpError as e:
-    raise OSError(f'{path} cannot be read: {e.message}') from e
+  return files.ReadText(path, '--mode=diff_params')
 
 
 def ParamsDiff(old: str, new: str) -> list[str]:

@@ -63,7 +63,19 @@ _MISTAKES = {
   'no log directory': ('trainer', [_MODEL], r'--logdir is needed'),
   'missing file of overrides': (
     'trainer', [_MODEL, '--logdir={}', '--model_params_file_override=/no/such/file'],
-    r'--model_params_file_override=/no/such/file cannot be read',
+    r"--model_params_file_override: '/no/such/file' cannot be read",
+  ),
+  'file of overrides that is not UTF-8': (
+    'trainer', [_MODEL, '--logdir={}', '--model_params_file_override={}/latin'],
+    r"--model_params_file_override: '/\S+/latin' is not in UTF-8: line 2: invalid",
+  ),
+  'file of Params that is not UTF-8': (
+    'trainer', ['--mode=diff_params', processes.MODEL, '{}/latin'],
+    r"--mode=diff_params: '/\S+/latin' is not in UTF-8: line 2: invalid",
+  ),
+  'file of workers that is not UTF-8': (
+    'trainer', [_MODEL, '--logdir={}', '--cluster={}/latin', _Tiny('')],
+    r"--cluster: '/\S+/latin' is not in UTF-8: line 2: invalid",
   ),
   'what an input of the project refuses': (
     'trainer', [_MODEL, '--logdir={}', _Tiny('input.split:tset')],
@@ -147,6 +159,7 @@ _STARTED = ('too few devices', 'unknown split')
 def mistaken(tmp_path_factory, forks):
   """{mistake: finished process}; a few are real processes that import TensorFlow."""
   logdir = str(tmp_path_factory.mktemp('run'))
+  pathlib.Path(logdir, 'latin').write_bytes(b'task.num_layers:2\ntask.name:caf\xe9\n')
   found = {}
   with logdir_lock.HoldLock(f'{logdir}/held/train'):
     for what, (program, args, _) in _MISTAKES.items():

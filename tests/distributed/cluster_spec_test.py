@@ -9,18 +9,16 @@ import pytest
 from lingvo_gpipe.distributed import cluster_spec
 
 
-def _Read(tmp_path, text):
-  path = tmp_path / 'hosts.json'
-  path.write_text(text)
-  return cluster_spec.FromFile(str(path))
+def _Read(text):
+  return cluster_spec.FromText(text, 'hosts.json')
 
 
-def testReadsAFile(tmp_path):
-  spec = _Read(tmp_path, '{"worker": ["a-1.b_c:2222", "[::1]:1"], "chief": ["127.0.0.1:65535"]}')
+def testReadsAFile():
+  spec = _Read('{"worker": ["a-1.b_c:2222", "[::1]:1"], "chief": ["127.0.0.1:65535"]}')
   assert spec.workers == ('a-1.b_c:2222', '[::1]:1')
   assert spec.chief == '127.0.0.1:65535'
   assert spec.Address(1) == '[::1]:1'
-  assert _Read(tmp_path, '{"worker": ["a:1"]}').chief == ''
+  assert _Read('{"worker": ["a:1"]}').chief == ''
 
 
 @pytest.mark.parametrize(
@@ -47,14 +45,14 @@ def testReadsAFile(tmp_path):
     ('[' * 100000, 'cannot be read as JSON: .*recursion'),
   ],
 )
-def testMistakesInAFileAreNamed(tmp_path, text, message):
+def testMistakesInAFileAreNamed(text, message):
   with pytest.raises(ValueError, match=message):
-    _Read(tmp_path, text)
+    _Read(text)
 
 
-def testAnUnknownWorkerIsAnError(tmp_path):
+def testAnUnknownWorkerIsAnError():
   with pytest.raises(ValueError, match=r'no worker 2: the cluster has workers 0 to 1: a:1, b:1'):
-    _Read(tmp_path, '{"worker": ["a:1", "b:1"]}').Address(2)
+    _Read('{"worker": ["a:1", "b:1"]}').Address(2)
 
 
 def testReadsTheEnvironment():

@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import hyperparams
+from lingvo_gpipe.core import files, hyperparams
 from lingvo_gpipe.input import file_pattern
 from lingvo_gpipe.input.text import text_tokens
 
@@ -60,7 +60,7 @@ class TextFilesInput(text_tokens.TextTokensInput):
 
   def _FileText(self, content: bytes, path: str) -> str:
     """Decodes a file that is a document; override it for files that are not in UTF-8."""
-    return file_pattern.DecodeText(content, path, self._Where('file_pattern'))
+    return files.DecodeText(content, path, self._Where('file_pattern'))
 
   def _SourceParts(self) -> list[Any]:
     return ['text_files', self.params.documents, *self._digests]
