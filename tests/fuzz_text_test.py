@@ -56,6 +56,7 @@ class _Lazy(types.ModuleType):
 _CANARIES = (_Boom, _Called, _Record, _Pair, _Colour)
 for _value in _CANARIES:
   _value.__module__ = 'canary'
+literals.AllowPackageOf(_Record)
 
 
 @pytest.fixture(scope='module', autouse=True)

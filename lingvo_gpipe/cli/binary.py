@@ -59,7 +59,7 @@ os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '1')
 # Keras imports them, if they are installed, for wrappers and plots that no program makes: it would
 # take a third of the time in which a program starts.
 with QuietStderr(), _Hidden('matplotlib', 'sklearn'):
-  import tensorflow as tf
+  import tensorflow as tf  # noqa: F401
 
   # Importing Keras searches for GPUs; `Cluster` reports the devices.
   from lingvo_gpipe.learning import optimizer as _  # noqa: F401

@@ -5,7 +5,8 @@ Text is parsed, never evaluated, and parsing imports nothing. A value is written
 literal, with these additions:
 
 * `type/<module>/<name>` is a class or a function. Reading looks only in modules that are already
-  imported.
+  imported, and takes only classes and functions of this project and of the packages that hold
+  experiments (`AllowPackageOf`), and activations of TensorFlow and Keras.
 * `type/<module>/<name>(x=1, y=2)` is a dataclass.
 * `tf.float32` is a TensorFlow dtype; `inf` and `nan` are floats.
 * `<module.class>` stands for an object without a text form, such as a set, an enum member or a
@@ -35,6 +36,12 @@ _NAMED = re.compile(r'type/([^/()]+)/([^/()]+)')
 _BOOLS = {'true': True, 'false': False}
 _NAMES = {'inf': math.inf, 'nan': math.nan, 'NoneType': None}
 _MAX_QUOTED = 80
+# Packages whose classes and functions text may name.
+_packages = {'lingvo_gpipe', 'params', 'tasks'}
+_ACTIVATION = re.compile(
+  r'keras\.src\.activations\.activations\.\w+|tensorflow\.python\.ops\.\w+\.(relu6?|s?elu|gelu|'
+  r'leaky_relu|crelu_v2|swish|softplus|softsign|tanh|sigmoid|(log_)?softmax_v2)'
+)
 
 
 class _NotLiteral(ValueError):
@@ -156,8 +163,24 @@ def Shorten(text: str) -> str:
 # --- Reading --------------------------------------------------------------------------------------
 
 
+def AllowPackageOf(cls: type) -> None:
+  """Lets text name the classes and functions of the top-level package of a class."""
+  _packages.add(cls.__module__.partition('.')[0])
+
+
+def _CheckAllowed(module_name: str, qualname: str) -> None:
+  """Raises ValueError if text may not name this class or function."""
+  path = f'{module_name}.{qualname}'
+  if path.partition('.')[0] not in _packages and not _ACTIVATION.fullmatch(path):
+    raise ValueError(
+      f'text cannot name {path}, only classes and functions of {", ".join(sorted(_packages))} and '
+      'activations of TensorFlow and Keras'
+    )
+
+
 def _Resolve(module_name: str, qualname: str) -> Any:
   """Returns the class or function of that name in an imported module."""
+  _CheckAllowed(module_name, qualname)
   module = sys.modules.get(module_name)
   if module is None:
     raise ValueError(f'module {module_name} is not imported; import it before reading the text')
@@ -176,6 +199,8 @@ def _Resolve(module_name: str, qualname: str) -> Any:
     value = vars(value)[name] if value is module else getattr(value, name)
   if not (IsNamed(value) or callable(value)):
     raise ValueError(f'{qualname} of module {module_name} is not a class or a function')
+  # The module may have imported it.
+  _CheckAllowed(str(value.__module__), getattr(value, '__qualname__', qualname))
   return value
 
 

@@ -73,6 +73,10 @@ def _ParseNamed(text: str, like: Any) -> Any:
   # A function must not replace a class: it would be called instead of instantiated.
   if not literals.IsNamed(value) or (isinstance(like, type) and not isinstance(value, type)):
     raise ValueError()
+  # A layer must not replace an input, nor a class without Params a layer.
+  bases = [c for c in getattr(like, '__mro__', ()) if hasattr(c, 'Params')]
+  if bases and not issubclass(value, bases[-1]):
+    raise ValueError(f'it is not a {bases[-1].__name__}')
   return value
 
 

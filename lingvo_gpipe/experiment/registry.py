@@ -42,7 +42,7 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from lingvo_gpipe.core import hyperparams
+from lingvo_gpipe.core import hyperparams, literals
 from lingvo_gpipe.experiment import experiment_sources
 
 ENTRY_POINT_GROUP = 'lingvo_gpipe.params'
@@ -225,6 +225,7 @@ def _Register(cls: _Class, base: type[BaseModelParams]) -> _Class:
       f'Two experiments have the key {".".join(index)}: {old} and {entry}. Rename one of them.'
     )
   _ENTRIES[index] = entry
+  literals.AllowPackageOf(cls)
   return cls
 
 

@@ -5,12 +5,17 @@ import dataclasses
 import enum
 import math
 import sys
+from importlib import import_module  # noqa: F401  (A function that text must not name.)
 
 import hypothesis
+import keras
 import pytest
+import tensorflow as tf
 from hypothesis import strategies as st
 
 from lingvo_gpipe.core import literals, nested_map, params_text
+from lingvo_gpipe.input import synthetic
+from lingvo_gpipe.layers import linear, norm
 
 
 class Color(enum.Enum):
@@ -33,6 +38,12 @@ def _Function(x):
 
 
 MODULE = __name__
+literals.AllowPackageOf(Options)
+_REFUSED = [
+  'type/os/system', 'type/builtins/eval', 'type/dataclasses/Field', 'type/subprocess/Popen',
+  f'type/{MODULE}/import_module', 'type/lingvo_gpipe.core.hyperparams/Any',
+  'type/tensorflow.python.ops.gen_io_ops/write_file', 'type/keras.src.saving.saving_api/load_model',
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -70,7 +81,10 @@ MODULE = __name__
     (Options(), f"type/{MODULE}/Options(name='y')", Options(0.5, 'y')),
     (Options, f'type/{MODULE}/Color', Color),
     (_Function, f'type/{MODULE}/_Function', _Function),
-    (_Function, 'type/builtins/len', len),
+    (_Function, f'type/{MODULE}/Options', Options),
+    (_Function, literals.TypePath(tf.nn.relu), tf.nn.relu),
+    (_Function, literals.TypePath(keras.activations.gelu), keras.activations.gelu),
+    (linear.LinearLayer, literals.TypePath(norm.LayerNorm), norm.LayerNorm),
     (None, '5', 5),
     (None, '5.0', 5.0),
     (None, '-1e-3', -0.001),
@@ -123,15 +137,20 @@ def testNoneIsAcceptedForEveryType(like):
       for text in ('5', 'Options', f'type/{MODULE}/Color.RED', 'type/os/system')
     ),
     (_Function, f'type/{MODULE}/Color.RED', 'class or function'),
-    (Options, 'type/no.such.module/Options', 'no.such.module is not imported'),
+    (Options, 'type/tests.no.such/Options', 'tests.no.such is not imported'),
     (Options, f'type/{MODULE}/Optoins', 'did you mean Options?'),
     (Options, f'type/{MODULE}/MODULE', 'not a class'),
     (None, f'type/{MODULE}/Color.RED', 'not a class'),
     (object(), 'x', 'no text form'),
     *((None, text, 'cannot take') for text in ('[1', "'open", '{', '(1, abc)', '<a.b>', '[<a.b>]')),
-    (None, 'type/no.such.module/X', 'not imported'),
+    (None, 'type/tests.no.such/X', 'not imported'),
+    *((None, text, 'cannot name') for text in _REFUSED),
+    *((_Function, text, 'cannot name') for text in _REFUSED),
+    (None, '{1: [type/os/system]}', 'cannot name os.system'),
+    (linear.LinearLayer, literals.TypePath(Options), 'not a BaseLayer'),
+    (linear.LinearLayer, literals.TypePath(synthetic.SyntheticRegressionInput), 'not a BaseLayer'),
     (None, f"type/{MODULE}/_Function(x='rm')", 'not a dataclass'),
-    (None, "[type/os/system(command='true')]", 'not a dataclass'),
+    (None, "[type/os/system(command='true')]", 'cannot name os.system'),
     *((None, text, 'cannot take') for text in ('[range(3)]', '{1}', '[1j]', '[set([1])]')),
     (None, '[' * 5000, 'cannot take'),
     (None, '[f"{1}"]', 'not a literal'),

@@ -28,7 +28,7 @@ from lingvo_gpipe.runners import batch_placement, task_batches, train_runner
 from params import toy
 
 logging.set_verbosity(logging.INFO)
-devices = cluster.Cluster.Connect(cluster_spec.FromText(open(sys.argv[1]).read(), ''), num_devices=2).devices
+devices = cluster.Cluster.Connect(cluster_spec.FromText(open(sys.argv[1]).read(), ''), 2).devices
 
 
 class Input(synthetic.SyntheticRegressionInput):

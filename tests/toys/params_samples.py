@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 
-from lingvo_gpipe.core import hyperparams
+from lingvo_gpipe.core import hyperparams, literals
 
 
 @dataclasses.dataclass
@@ -22,6 +22,9 @@ class Layer:
 
 def Activation(x):
   return x
+
+
+literals.AllowPackageOf(Layer)
 
 
 def Leaf(**kwargs):
