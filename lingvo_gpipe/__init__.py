@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # The same names as in _FOLDERS, for type checkers and editors.
   from lingvo_gpipe.checkpoint import checkpointer as checkpointer
   from lingvo_gpipe.core import base_layer as base_layer
+  from lingvo_gpipe.core import domain as domain
   from lingvo_gpipe.core import fprop_context as fprop_context
   from lingvo_gpipe.core import hyperparams as hyperparams
   from lingvo_gpipe.core import nested_map as nested_map
@@ -77,7 +78,7 @@ if TYPE_CHECKING:  # The same names as in _FOLDERS, for type checkers and editor
 
 _FOLDERS = {
   'checkpoint': 'checkpointer',
-  'core': 'base_layer fprop_context hyperparams nested_map shapes weight_params',
+  'core': 'base_layer domain fprop_context hyperparams nested_map shapes weight_params',
   'decoding': 'beam_search sampling translation_metrics',
   'distributed': 'cluster',
   'experiment': 'registry task',

@@ -38,7 +38,7 @@ def _List() -> int:
 
 
 def _InspectParams() -> int:
-  print(binary.ModelParams('Train').ToText(), end='')
+  print(inspection.ParamsText(binary.ModelParams('Train')), end='')
   return 0
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from lingvo_gpipe.core import (
+  domain,
   fprop_context,
   fprop_trace,
   hyperparams,
@@ -73,10 +74,30 @@ class BaseLayer(layer_tree.LayerTree):
     """Returns the Params of this class; the parent's value replaces None in the inherited ones."""
     p = hyperparams.InstantiableParams(cls)
     p.Define('name', '', 'Name of this layer: lower case, digits and underscores.')
-    p.Define('dtype', None, "Dtype of the weights. None: the parent's; float32 at the root.")
-    p.Define('fprop_dtype', None, "Dtype of activations. None: the parent's, or dtype.")
-    p.Define('random_seed', None, "Seed of initial values and dropout. None: the parent's, or 0.")
-    p.Define('params_init', None, "WeightInit of weights without one. None: the parent's, Xavier.")
+    p.Define(
+      'dtype',
+      None,
+      "Dtype of the weights. None: the parent's; float32 at the root.",
+      domain.FLOAT_DTYPE | domain.NONE,
+    )
+    p.Define(
+      'fprop_dtype',
+      None,
+      "Dtype of activations. None: the parent's, or dtype.",
+      domain.FLOAT_DTYPE | domain.NONE,
+    )
+    p.Define(
+      'random_seed',
+      None,
+      "Seed of initial values and dropout. None: the parent's, or 0.",
+      domain.Int() | domain.NONE,
+    )
+    p.Define(
+      'params_init',
+      None,
+      "WeightInit of weights without one. None: the parent's, Xavier.",
+      domain.InstanceOf(weight_params.WeightInit) | domain.NONE,
+    )
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:

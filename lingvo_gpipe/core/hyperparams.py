@@ -8,16 +8,18 @@
 
 The rules:
 
-* Only a defined name can be read or written. Any value is allowed, and code may change its type.
+* Only a defined name can be read or written. Code may assign any value; a param that declares its
+  `domain` is checked when its Params are instantiated.
 * Assigning, `Set` and `Define` keep a reference to the value: two Params that are set to the same
   nested Params share it. `Copy`, `copy.deepcopy`, `MergeCommonKeysFrom`, `CopyFieldsTo` and
   `Instantiate`d layers copy deeply: they copy nested Params and containers, and preserve sharing
   inside the copied tree. They share classes, functions, tensors and objects that cannot be copied.
 * `Freeze` is deep and final for the object and the Params in it. A copy of frozen Params can be
   changed.
-* Text (`FromText`) must have the type of the present value, or the type of the default if the
-  present value is None. If both are None, any type is accepted. `None` is always accepted. Text is
-  parsed, never evaluated; see `literals` for the form of values.
+* Text (`FromText`) must be in the declared domain, or equal the default. Without a domain it must
+  have the type of the present value, or the type of the default if the present value is None; if
+  either is None, so may be the text, and if both are, any type is accepted. Text is parsed, never
+  evaluated; see `literals` for the form of values.
 * A path is `a.b`, `layers[1].x`, `layers[-1]`, `groups['k'].x`; `r[x]` is a field of a dataclass.
 
 Errors: AttributeError for an undefined name (with the closest names), TypeError for a change of
@@ -33,9 +35,12 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Self
 
+from lingvo_gpipe.core import domain as domain_lib
 from lingvo_gpipe.core import literals, params_text, params_tree
 
 _NAME = re.compile(r'[a-z_][a-z0-9_]*')
+# Returns the new value of a param, or of an entry of a container, from (present value, param).
+_Make = Callable[[Any, params_tree.Param | None], Any]
 
 ParseOverrides = params_text.ParseOverrides
 
@@ -53,13 +58,16 @@ class Params(params_tree.Node):
 
   # --- One param ----------------------------------------------------------------------------------
 
-  def Define(self, name: str, default_value: Any, description: str) -> None:
+  def Define(
+    self, name: str, default_value: Any, description: str, domain: domain_lib.Domain | None = None
+  ) -> None:
     """Adds a param.
 
     Args:
       name: lower-case letters, digits and underscores, not beginning with a digit.
       default_value: the value until it is set.
       description: the purpose of the param.
+      domain: the values that the param may have; None: see the module's docstring.
 
     Raises:
       AttributeError: the name is already defined.
@@ -74,7 +82,7 @@ class Params(params_tree.Node):
     if name in self.__params:
       raise AttributeError(f'{name} is already defined')
     default = params_tree.DeepCopy(default_value, {})
-    self.__params[name] = params_tree.Param(default_value, default, description)
+    self.__params[name] = params_tree.Param(default_value, default, description, domain)
 
   def __getattr__(self, name: str) -> Any:
     # Python itself looks up names such as __setstate__, even before __init__ has run.
@@ -99,6 +107,14 @@ class Params(params_tree.Node):
       raise AttributeError(params_tree.UndefinedMessage(self, name))
     return record
 
+  def _CheckDomains(self, prefix: str) -> None:
+    """Checks the values here and in nested Params that are not instantiated themselves."""
+    for name, param in self.__params.items():
+      if param.domain:
+        param.domain.Check(prefix + name, param.value)
+      if isinstance(param.value, Params) and not isinstance(param.value, InstantiableParams):
+        param.value._CheckDomains(f'{prefix}{name}.')
+
   def _CheckMutable(self, path: str) -> None:
     if self.__frozen:
       raise TypeError(f'{path} cannot be changed: its Params are frozen (change a Copy() of them)')
@@ -121,24 +137,28 @@ class Params(params_tree.Node):
   def Set(self, **kwargs: Any) -> Self:
     """Sets values at paths, all or none: `Set(x=1, **{'a.b[0].c': 2})`. Returns self."""
 
-    def _Constant(value: Any) -> Callable[[Any, Any], Any]:
-      return lambda current, default: value
+    def _Constant(value: Any) -> _Make:
+      return lambda current, param: value
 
     return self._SetAll((path, _Constant(value)) for path, value in kwargs.items())
 
-  def _SetAll(self, changes: Iterable[tuple[str, Callable[[Any, Any], Any]]]) -> Self:
-    """Sets each path to its function's result for (present value, default), all or none."""
+  def _SetAll(
+    self, changes: Iterable[tuple[str, _Make]], check: Callable[[str], None] | None = None
+  ) -> Self:
+    """Sets each path to its function's result for (present value, param), all or none."""
     undo: list[Callable[[], None]] = []
     try:
       for path, make in changes:
         if path in self.__params:  # The common case needs no parsing.
           self._CheckMutable(path)
           record = self.__params[path]
-          new = make(record.value, record.default)
+          new = make(record.value, record)
           undo.append(functools.partial(setattr, record, 'value', record.value))
           record.value = new
-          continue
-        params_tree.SetPath(self, params_text.ParsePath(path), make, '', path, undo)
+        else:
+          params_tree.SetPath(self, params_text.ParsePath(path), make, '', path, undo)
+        if check:
+          check(path)
     except BaseException:
       for restore in reversed(undo):
         restore()
@@ -161,6 +181,13 @@ class Params(params_tree.Node):
     """Returns the description of the param at a path."""
     parent, param = self._Find(name)
     return parent.__params[param].description
+
+  def GetDomain(self, name: str) -> domain_lib.Domain | None:
+    """Returns the declared domain of the param at a path; None for an entry of a container."""
+    if params_text.ParsePath(name)[-1].kind != 'param':
+      return None
+    parent, param = self._Find(name)
+    return parent.__params[param].domain
 
   def GetDefault(self, name: str) -> Any:
     """Returns a copy of the default value of the param at a path."""
@@ -253,7 +280,7 @@ class Params(params_tree.Node):
     new.__dict__['_Params__frozen'] = False
     new.__dict__['_Params__params'] = {
       name: params_tree.Param(
-        params_tree.DeepCopy(param.value, memo), param.default, param.description
+        params_tree.DeepCopy(param.value, memo), param.default, param.description, param.domain
       )
       for name, param in self.__params.items()
     }
@@ -322,7 +349,8 @@ class Params(params_tree.Node):
     """Does the same as FromText for (path, text of the value) pairs. Returns self."""
     types = type_overrides or {}
 
-    def _Parse(path: str, text: str, current: Any, default: Any) -> Any:
+    def _Parse(path: str, text: str, current: Any, param: params_tree.Param | None) -> Any:
+      default = param.default if param else None
       like = params_tree.DeepCopy(default, {}) if current is None else current
       if isinstance(like, Params) and text.strip() not in ('None', 'NoneType'):
         names = [name for name in like.GetKeys() if name != 'cls']
@@ -331,9 +359,36 @@ class Params(params_tree.Node):
         raise ValueError(
           f'{path} {state} Params; set one of the params in it{hint}, got {literals.Shorten(text)}'
         )
-      return params_text.ParseValue(text, like, path, types.get(path))
+      type_name = types.get(path)
+      if param and param.domain:
+        if current is not None and text.strip() == literals.WriteValue(current):
+          return current
+        like = like if param.domain.like is None else param.domain.like
+        return params_text.ParseValue(text, like, path, type_name)
+      value = params_text.ParseValue(text, like, path, type_name)
+      if type_name is None and (value is not None or None not in (current, default)):
+        domain_lib.Infer(like).Check(path, value)
+      return value
 
-    return self._SetAll((path, functools.partial(_Parse, path, text)) for path, text in overrides)
+    def _Check(path: str) -> None:
+      """Checks the last param on a path, of which the text may have set an entry."""
+      value: Any = self
+      name, where, owner, param = '', '', self, None
+      for step in params_text.ParsePath(path):
+        prefix, name = name, params_tree.Join(name, step.text)
+        if step.kind == 'param':
+          where, owner, param = name, value, value._Records()[step.value]
+        value = params_tree.GetStep(value, step, prefix, path)
+      if param and param.domain and not params_tree.Equal(param.value, param.default):
+        param.domain.Check(where, param.value)
+      if path.rpartition('.')[2] == 'cls' and hasattr(value, 'Params'):
+        if missing := [key for key in value.Params().GetKeys() if key not in owner]:
+          raise ValueError(
+            f'{path} cannot become {value.__name__}, which has the params {", ".join(missing)}, too'
+          )
+
+    changes = ((path, functools.partial(_Parse, path, text)) for path, text in overrides)
+    return self._SetAll(changes, _Check)
 
   def FromTextWithTypes(self, text: str) -> Self:
     """Reads the text of ToTextWithTypes, which may change the types of params. Returns self."""
@@ -371,9 +426,15 @@ class InstantiableParams(Params):
     self.Define('cls', cls, 'The class that these params configure.')
 
   def Instantiate(self, **kwargs: Any) -> Any:
-    """Returns `cls(self, **kwargs)`. Raises ValueError if `cls` is None."""
+    """Returns `cls(self, **kwargs)`.
+
+    Raises:
+      ValueError: `cls` is None, or a param is outside of its domain.
+    """
     if self.cls is None:
       raise ValueError(f'cannot instantiate Params whose cls is None: {self!r}')
+    name = f' {self.name!r}' if 'name' in self and self.name else ''
+    self._CheckDomains(f'{getattr(self.cls, "__name__", self.cls)}{name}: ')
     return self.cls(self, **kwargs)
 
 

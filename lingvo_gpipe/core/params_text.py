@@ -69,7 +69,7 @@ def _ParseDType(text: str, like: Any) -> Any:
 
 
 def _ParseNamed(text: str, like: Any) -> Any:
-  value = literals.ParseStrict(text) if text.startswith('type/') else None
+  value: Any = literals.ParseStrict(text) if text.startswith('type/') else None
   # A function must not replace a class: it would be called instead of instantiated.
   if not literals.IsNamed(value) or (isinstance(like, type) and not isinstance(value, type)):
     raise ValueError()

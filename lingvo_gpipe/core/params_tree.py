@@ -16,6 +16,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from lingvo_gpipe.core import domain as domain_lib
 from lingvo_gpipe.core import literals
 from lingvo_gpipe.core.params_text import Step
 
@@ -28,12 +29,15 @@ _SHARED = ('tensorflow', 'keras', 'jax', 'jaxlib')
 class Param:
   """One param. All copies of the param share the default, which is never changed."""
 
-  __slots__ = ('value', 'default', 'description')
+  __slots__ = ('value', 'default', 'description', 'domain')
 
-  def __init__(self, value: Any, default: Any, description: str):
+  def __init__(
+    self, value: Any, default: Any, description: str, domain: domain_lib.Domain | None = None
+  ):
     self.value = value
     self.default = default
     self.description = description
+    self.domain = domain
 
 
 class Node:
@@ -166,12 +170,12 @@ class _Place:
     child: Any,
     put: Callable[[Any], Any],
     restore: Callable[[], Any] | None = None,
-    default: Any = None,
+    param: Param | None = None,
   ):
     self.child = child
     self.put = put  # Returns the container, or a new container if it cannot be changed.
     self.restore = restore
-    self.default = default
+    self.param = param
 
 
 def _Locate(container: Any, step: Step, prefix: str, path: str) -> _Place:
@@ -224,9 +228,7 @@ def _LocateParam(node: Node, param: Param, path: str) -> _Place:
     param.value = new
     return node
 
-  return _Place(
-    param.value, _Put, functools.partial(setattr, param, 'value', param.value), param.default
-  )
+  return _Place(param.value, _Put, functools.partial(setattr, param, 'value', param.value), param)
 
 
 def _LocateKey(container: Any, key: Any) -> _Place:
@@ -261,17 +263,17 @@ def GetStep(container: Any, step: Step, prefix: str, path: str) -> Any:
 def SetPath(
   container: Any,
   steps: list[Step],
-  make: Callable[[Any, Any], Any],
+  make: Callable[[Any, Param | None], Any],
   prefix: str,
   path: str,
   undo: list[Callable[[], Any]],
 ) -> Any:
-  """Sets the value at `steps` from `container` to `make(present value, default)`.
+  """Sets the value at `steps` from `container` to `make(present value, its param)`.
 
   Args:
     container: Params or a container.
     steps: the steps from `container` to the value.
-    make: returns the new value.
+    make: returns the new value; an entry of a container has no param.
     prefix: the path of `container`.
     path: the whole path, for messages.
     undo: receives functions that restore the changed values.
@@ -283,7 +285,7 @@ def SetPath(
   if isinstance(container, Node) and not isinstance(place.child, Node):
     container._CheckMutable(path)  # The containers inside frozen Params are not read-only.
   if len(steps) == 1:
-    new = make(place.child, place.default)
+    new = make(place.child, place.param)
   else:
     new = SetPath(place.child, steps[1:], make, Join(prefix, steps[0].text), path, undo)
     if new is place.child:

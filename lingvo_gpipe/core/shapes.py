@@ -8,7 +8,6 @@ with a `.shape`: a tensor, a variable or a tf.TensorSpec. Unknown dimensions pas
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -69,27 +68,6 @@ def CheckIntegers(path: str, values: Any, x: Any, name: str) -> None:
     raise ValueError(f'{path}: {name} must be integers, got {values.dtype.name}')
   if x.shape.rank is not None:
     CheckShape(path, values, x.shape.as_list()[:-1], name)
-
-
-def CheckPositive(params: Any, *names: str) -> None:
-  """Raises ValueError unless these integer params are positive; most default to 0, for unset."""
-  for name in names:
-    value = params.Get(name)
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value <= 0:
-      raise ValueError(
-        f'{params.cls.__name__} {params.name!r}: set {name} to a positive integer, got {value!r}'
-      )
-
-
-def CheckProbability(params: Any, *names: str) -> None:
-  """Raises ValueError unless each of these params is a probability in [0, 1)."""
-  for name in names:
-    value = params.Get(name)
-    if not 0 <= value < 1:
-      raise ValueError(
-        f'{params.cls.__name__} {params.name!r}: {name} must be at least 0 and below 1, '
-        f'got {value!r}'
-      )
 
 
 def FormatNest(nest: Any) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from lingvo_gpipe.core import hyperparams, nested_map
+from lingvo_gpipe.core import domain, hyperparams, nested_map
 
 # (states, ids int32 [rows, 1], position of these ids) -> (logits [rows, 1, vocab], states).
 ExtendStepFn = Callable[[Any, np.ndarray, int], tuple[Any, Any]]
@@ -72,28 +72,25 @@ class BeamSearch:
   def Params(cls) -> hyperparams.InstantiableParams:
     """Params of the search; the defaults are from Vaswani et al. 2017, section 6.1."""
     p = hyperparams.InstantiableParams(cls)
-    p.Define('num_hyps_per_beam', 4, 'Hypotheses per example; 1: greedy search.')
-    p.Define('length_normalization', 0.6, 'The exponent alpha of `LengthNorm`; 0: none.')
+    p.Define('num_hyps_per_beam', 4, 'Hypotheses per example; 1: greedy search.', domain.SIZE)
     p.Define(
-      'target_seq_len', 0, 'Maximum number of ids of a hypothesis, with its end. Must be set.'
+      'length_normalization',
+      0.6,
+      'The exponent alpha of `LengthNorm`; 0: none.',
+      domain.NOT_NEGATIVE,
     )
-    p.Define('target_eos_id', 2, 'The id that ends a sequence.')
+    p.Define(
+      'target_seq_len',
+      0,
+      'Maximum number of ids of a hypothesis, with its end. Must be set.',
+      domain.INDEX,
+    )
+    p.Define('target_eos_id', 2, 'The id that ends a sequence.', domain.INDEX)
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
-    """Checks and copies `params`.
-
-    Raises:
-      ValueError: a param is out of range.
-    """
-    p = self.params = params.Copy()
-    for name, minimum in (
-      ('num_hyps_per_beam', 1),
-      ('length_normalization', 0),
-      ('target_eos_id', 0),
-    ):
-      if p.Get(name) < minimum:
-        raise ValueError(f'BeamSearch: {name} must be at least {minimum}, got {p.Get(name)}')
+    """Copies `params`."""
+    self.params = params.Copy()
     self._advance = tf.function(self._Advance, autograph=False)
 
   def Search(

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from lingvo_gpipe.core import hyperparams
+from lingvo_gpipe.core import domain, hyperparams
 
 # ids int32 [batch, time] -> (logits [batch, 1 or time, vocab], states).
 PrefillFn = Callable[[np.ndarray], tuple[Any, Any]]
@@ -25,10 +25,17 @@ ExtendStepFn = Callable[[Any, np.ndarray, int], tuple[Any, Any]]
 def SamplingParams() -> hyperparams.Params:
   """Returns the Params that say how tokens are chosen."""
   p = hyperparams.Params()
-  p.Define('temperature', 1.0, 'Divisor of the logits; 0 takes the most likely token.')
-  p.Define('top_k', 0, 'Number of most likely tokens to draw from; 0: all.')
-  p.Define('seed', 0, 'Seed of the draws, at least 0.')
-  p.Define('eos_id', None, 'The token that ends a continuation; None: no token does.')
+  p.Define(
+    'temperature', 1.0, 'Divisor of the logits; 0 takes the most likely token.', domain.NOT_NEGATIVE
+  )
+  p.Define('top_k', 0, 'Number of most likely tokens to draw from; 0: all.', domain.INDEX)
+  p.Define('seed', 0, 'Seed of the draws, at least 0.', domain.Int(0, (1 << 64) - 1))
+  p.Define(
+    'eos_id',
+    None,
+    'The token that ends a continuation; None: no token does.',
+    domain.INDEX | domain.NONE,
+  )
   return p
 
 

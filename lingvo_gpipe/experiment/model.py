@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from lingvo_gpipe.core import hyperparams, weight_params
+from lingvo_gpipe.core import domain, hyperparams, weight_params
 from lingvo_gpipe.experiment import task as task_lib
 
 _T = TypeVar('_T')
@@ -35,7 +35,12 @@ class BaseModel:
     p = hyperparams.InstantiableParams(cls)
     p.Define('name', 'model', 'Name of the model.')
     p.Define('model', '', 'The experiment, as key@file:line. Set by the registry.')
-    p.Define('input', None, 'Params of the input generator. Set by the registry.')
+    p.Define(
+      'input',
+      None,
+      'Params of the input generator. Set by the registry.',
+      domain.PARAMS | domain.NONE,
+    )
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
@@ -95,7 +100,7 @@ class SingleTaskModel(BaseModel):
   def Params(cls) -> hyperparams.InstantiableParams:
     """Params of a model with one task."""
     p = super().Params()
-    p.Define('task', None, 'Params of the task.')
+    p.Define('task', None, 'Params of the task.', domain.PARAMS | domain.NONE)
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from lingvo_gpipe.core import hyperparams, weight_params
+from lingvo_gpipe.core import domain, hyperparams, weight_params
 from lingvo_gpipe.experiment import model, task_scheduler
 from lingvo_gpipe.experiment import task as task_lib
 
@@ -54,8 +54,11 @@ class MultiTaskModel(model.BaseModel):
       'variable_renaming_rules',
       [],
       "Pairs [regex, name]: a weight whose whole path matches gets this name; '\\1' is a group.",
+      domain.ListOf(domain.ListOf(domain.STR, 2)),
     )
-    p.Define('random_seed', 0, 'Seed for drawing tasks, and the default seed of each task.')
+    p.Define(
+      'random_seed', 0, 'Seed for drawing tasks, and default seed of each task.', domain.Int()
+    )
     p.Define(
       'train', task_lib.TrainParams().Delete(*_PER_TASK_PARAMS), 'How to train, for all tasks.'
     )
@@ -82,10 +85,6 @@ class MultiTaskModel(model.BaseModel):
     self.inputs = self._Inputs()
     self._scheduler = self._Scheduler()
     self._CheckNames('task_schedule', self._scheduler.Weights(0))
-    if not isinstance(p.random_seed, int):
-      raise ValueError(
-        f'random_seed of a multi-task model must be an integer, got {p.random_seed!r}'
-      )
     self.TaskAtStep(0)
     self._rules = self._Rules()
     self._names = {

@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import base_layer, hyperparams, nested_map, shapes
+from lingvo_gpipe.core import base_layer, domain, hyperparams, nested_map, shapes
 from lingvo_gpipe.layers import sequential
 from lingvo_gpipe.learning import early_stopping, learner
 from lingvo_gpipe.pipeline import pipelining_layer
@@ -31,78 +31,92 @@ class Signature:
   function: Callable[[nested_map.NestedMap, nested_map.NestedMap], Mapping[str, tf.Tensor]]
 
 
-# Minimum values of numeric Params of a task.
-_MINIMUMS = {
-  'train.max_steps': 0,
-  'train.save_interval_steps': 0,
-  'train.save_interval_seconds': 0,
-  'train.save_max_to_keep': 1,
-  'train.save_keep_checkpoint_every_n_hours': 0,
-  'train.summary_interval_steps': 1,
-  'train.max_seconds': 0,
-  'train.histogram_interval_steps': 0,
-  'train.eval_interval_steps': 0,
-  'train.eval_interval_seconds': 0,
-  'train.decode_interval_steps': 0,
-  'train.decode_interval_seconds': 0,
-  'train.max_nonfinite_steps': 0,
-  'eval.samples_per_summary': 0,
-  'eval.decoder_samples_per_summary': 0,
-  'eval.max_seconds_without_trainer': 0,
-}
-
-
 def TrainParams() -> hyperparams.Params:
   """Defines the Params of training a task: `task.train`."""
   p = hyperparams.Params()
-  p.Define('max_steps', 4_000_000, 'Number of steps after which training ends.')
+  p.Define('max_steps', 4_000_000, 'Number of steps after which training ends.', domain.STEPS)
   p.Define(
-    'max_seconds', 0.0, 'Seconds, summed over restarts, after which training ends; 0: no limit.'
+    'max_seconds',
+    0.0,
+    'Seconds, summed over restarts, after which training ends; 0: no limit.',
+    domain.NOT_NEGATIVE,
   )
-  p.Define('save_interval_steps', 1000, 'Number of steps between checkpoints; 0: by time only.')
-  p.Define('save_interval_seconds', 600.0, 'Seconds between checkpoints; 0: by steps only.')
+  p.Define(
+    'save_interval_steps',
+    1000,
+    'Number of steps between checkpoints; 0: by time only.',
+    domain.STEPS,
+  )
+  p.Define(
+    'save_interval_seconds',
+    600.0,
+    'Seconds between checkpoints; 0: by steps only.',
+    domain.NOT_NEGATIVE,
+  )
   p.Define('save_async', True, 'Write checkpoints during training, from a copy in host memory.')
-  p.Define('save_max_to_keep', 5, 'Number of recent checkpoints to keep.')
+  p.Define('save_max_to_keep', 5, 'Number of recent checkpoints to keep.', domain.SIZE)
   p.Define(
     'save_keep_checkpoint_every_n_hours',
     0.0,
     'Interval in hours at which one checkpoint is kept permanently; 0: none is.',
+    domain.NOT_NEGATIVE,
   )
-  p.Define('summary_interval_steps', 100, 'Number of steps between summaries and printed lines.')
+  p.Define(
+    'summary_interval_steps',
+    100,
+    'Number of steps between summaries and printed lines.',
+    domain.Int(1),
+  )
   p.Define(
     'histogram_interval_steps',
     0,
     "Number of steps between histograms of each weight's gradient; 0: no histograms.",
+    domain.STEPS,
   )
-  p.Define('eval_datasets', [], 'Data sets to evaluate when training ends, for example Test.')
+  p.Define(
+    'eval_datasets',
+    [],
+    'Data sets to evaluate when training ends, for example Test.',
+    domain.STRINGS,
+  )
   p.Define(
     'eval_interval_steps',
     1000,
     'Number of steps between evaluations by --job=train_and_eval; 0: by time only.',
+    domain.STEPS,
   )
   p.Define(
     'eval_interval_seconds',
     0.0,
     'Number of seconds between evaluations by --job=train_and_eval; 0: by steps only.',
+    domain.NOT_NEGATIVE,
   )
-  p.Define('decode_datasets', [], 'Data sets that --job=train_and_eval decodes.')
+  p.Define('decode_datasets', [], 'Data sets that --job=train_and_eval decodes.', domain.STRINGS)
   p.Define(
     'decode_interval_steps',
     0,
     'Number of steps between decodings by --job=train_and_eval; 0: by time only.',
+    domain.STEPS,
   )
   p.Define(
     'decode_interval_seconds',
     0.0,
     'Number of seconds between decodings by --job=train_and_eval; 0: by steps only.',
+    domain.NOT_NEGATIVE,
   )
-  p.Define('callbacks', [], 'Params of callbacks that run between steps (`callback.Callback`).')
+  p.Define(
+    'callbacks',
+    [],
+    'Params of callbacks that run between steps (`callback.Callback`).',
+    domain.ListOf(domain.PARAMS),
+  )
   p.Define('early_stop', early_stopping.EarlyStopping.Params(), 'Params of early stopping.')
   p.Define(
     'init_from_checkpoint_rules',
     {},
     'Checkpoints that initialise the weights of a new run: '
     '{logdir: ([(regex of weight names, name in the checkpoint)], [regex of names to ignore])}.',
+    domain.DictOf(domain.STR, domain.ListOf(domain.ANY, 2)),
   )
   p.Define(
     'learner',
@@ -113,12 +127,14 @@ def TrainParams() -> hyperparams.Params:
     'max_nonfinite_steps',
     10,
     'Number of consecutive non-finite steps after which training fails; 0: it never does.',
+    domain.COUNT,
   )
   p.Define(
     'ema_decay',
     0.0,
     'Decay of the moving averages of the weights, which are evaluated in their place, for example '
     '0.999; 0: no averages.',
+    domain.PROBABILITY,
   )
   p.Define(
     'shard_optimizer_slots',
@@ -138,12 +154,17 @@ def TrainParams() -> hyperparams.Params:
 def EvalParams() -> hyperparams.Params:
   """Defines the Params of evaluating a task: `task.eval`."""
   p = hyperparams.Params()
-  p.Define('samples_per_summary', 0, 'Number of examples to evaluate; 0: the whole data set.')
-  p.Define('decoder_samples_per_summary', 0, 'Number of examples to decode; 0: all of them.')
+  p.Define(
+    'samples_per_summary', 0, 'Number of examples to evaluate; 0: the whole data set.', domain.COUNT
+  )
+  p.Define(
+    'decoder_samples_per_summary', 0, 'Number of examples to decode; 0: all of them.', domain.COUNT
+  )
   p.Define(
     'max_seconds_without_trainer',
     1800.0,
     'Number of seconds without a trainer after which an evaluator of the run ends; 0: never.',
+    domain.NOT_NEGATIVE,
   )
   return p
 
@@ -181,17 +202,7 @@ class BaseTask(base_layer.BaseLayer):
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
     super().__init__(params)
-    for name, minimum in _MINIMUMS.items():
-      if self.params.Get(name) < minimum:
-        raise ValueError(
-          f'{self.path}.{name} must be at least {minimum}, got {self.params.Get(name)}'
-        )
     train = self.params.train
-    if not 0 <= train.ema_decay < 1:
-      raise ValueError(
-        f'{self.path}.train.ema_decay must be in [0, 1), with 0 for no averages, got '
-        f'{train.ema_decay}'
-      )
     if train.ema_decay_moving_vars and not train.ema_decay:
       raise ValueError(f'{self.path}.train.ema_decay_moving_vars needs a positive ema_decay')
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from lingvo_gpipe.core import hyperparams, weight_params
+from lingvo_gpipe.core import domain, hyperparams, weight_params
 
 _WEIGHTS = 'finite numbers, none negative and at least one positive'
 
@@ -75,14 +75,18 @@ class ExponentialScheduler(TaskScheduler):
   def Params(cls) -> hyperparams.InstantiableParams:
     """Params of the exponential curve."""
     p = super().Params()
-    p.Define('alpha', 0.0, 'Rate of the change: 63 % of it is done after 1 / alpha steps.')
+    p.Define(
+      'alpha',
+      0.0,
+      'Rate of the change: 63 % of it is done after 1 / alpha steps.',
+      domain.NOT_NEGATIVE,
+    )
     p.Define('task_probs', {}, 'First and last weight of each task: {task: [first, last]}.')
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
     super().__init__(params)
     p = self.params
-    self._Check(_IsWeight(p.alpha), 'alpha', 'a finite number, not negative')
     pairs = list(p.task_probs.values()) if isinstance(p.task_probs, Mapping) else []
     self._Check(
       bool(pairs) and all(map(_IsPair, pairs)) and all(map(_AreWeights, zip(*pairs, strict=True))),

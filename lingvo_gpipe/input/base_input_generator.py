@@ -19,7 +19,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import hyperparams, nested_map
+from lingvo_gpipe.core import domain, hyperparams, nested_map
 from lingvo_gpipe.input import index_order
 
 # Fields with the weight of each row; it becomes 0 in padded rows.
@@ -59,24 +59,38 @@ class BaseInputGenerator:
   def Params(cls) -> hyperparams.InstantiableParams:
     p = hyperparams.InstantiableParams(cls)
     p.Define('name', '', 'Name of this input, for messages.')
-    p.Define('batch_size', 0, 'Examples in a batch, over all replicas. Must be set.')
+    p.Define(
+      'batch_size',
+      0,
+      'Examples in a batch, over all replicas. Must be set.',
+      domain.Int(0, 1 << 24),
+    )
     p.Define('random_seed', 0, 'Seed of the order of the examples.')
     p.Define(
       'shuffle',
       True,
       'Whether each epoch has its own random order; False: the order of indices.',
     )
-    p.Define('num_epochs', 0, 'Number of epochs; 0 or None: endless.')
-    p.Define('num_prefetch', 2, 'Batches to prepare ahead; -1 lets tf.data choose, 0: none.')
+    p.Define(
+      'num_epochs', 0, 'Number of epochs; 0 or None: endless.', domain.Int(0, 1 << 20) | domain.NONE
+    )
+    p.Define(
+      'num_prefetch',
+      2,
+      'Batches to prepare ahead; -1 lets tf.data choose, 0: none.',
+      domain.Int(-1, 1 << 20),
+    )
     p.Define(
       'num_parallel_calls',
       1,
       'Batches to prepare in parallel (never changes their order); -1 lets tf.data choose.',
+      domain.Int(-1, 1024),
     )
     p.Define(
       'read_on_workers',
       True,
       'If stages run on workers: whether each worker reads the data it needs, if it can.',
+      domain.BOOL | domain.NONE,
     )
     return p
 
@@ -89,18 +103,9 @@ class BaseInputGenerator:
     self.params = params.Copy()
     p = self.params
     self._CheckBatchSize()
-    self._CheckInteger('random_seed', minimum=None)
-    self._CheckInteger('num_epochs', minimum=0, none_is_legal=True)
-    self._CheckInteger('num_prefetch', minimum=-1)
     if 'num_parallel_calls' in p:  # Streams do not have it.
-      self._CheckInteger('num_parallel_calls', minimum=-1)
       if p.num_parallel_calls == 0:
         raise ValueError(f'{self._Where("num_parallel_calls")}: expected -1 or at least 1, got 0')
-    # None was the default once and may be in the text of old Params.
-    if not isinstance(p.read_on_workers, bool | None):
-      raise ValueError(
-        f'{self._Where("read_on_workers")}: expected True or False, got {p.read_on_workers!r}'
-      )
 
   # Implemented by subclasses.
 
@@ -341,18 +346,6 @@ class BaseInputGenerator:
       raise ValueError(
         f'{self._Where("batch_size")} is not set: set it to the number of examples in a batch'
       )
-    self._CheckInteger('batch_size', minimum=1)
-
-  def _CheckInteger(
-    self, param_name: str, minimum: int | None, none_is_legal: bool = False
-  ) -> None:
-    value = self.params.Get(param_name)
-    if value is None and none_is_legal:
-      return
-    too_small = minimum is not None and isinstance(value, int) and value < minimum
-    if not isinstance(value, int) or isinstance(value, bool) or too_small:
-      at_least = '' if minimum is None else f' of at least {minimum}'
-      raise ValueError(f'{self._Where(param_name)}: expected an integer{at_least}, got {value!r}')
 
   def _CheckStart(self, start: int) -> int:
     """Returns `start` as an int; ValueError if it is negative."""

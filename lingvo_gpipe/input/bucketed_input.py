@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from lingvo_gpipe.core import hyperparams, nested_map
+from lingvo_gpipe.core import domain, hyperparams, nested_map
 from lingvo_gpipe.input import base_input_generator, bucket_plan
 
 # Specs of the arguments of `Rows` for a batch: indices of examples, example weights, length of
@@ -45,17 +45,19 @@ class BucketedInput(base_input_generator.BaseInputGenerator):
   def Params(cls) -> hyperparams.InstantiableParams:
     """Params of an input in buckets."""
     p = super().Params()
-    p.Define('bucket_upper_bound', [], 'Maximum length in each bucket, ascending.')
+    p.Define('bucket_upper_bound', [], 'Maximum length in each bucket, ascending.', domain.SIZES)
     p.Define(
       'bucket_batch_limit',
       [],
       'Examples in a batch of each bucket: a list, or one number for all. Replaces batch_size.',
+      domain.SIZES | domain.SIZE,
     )
     p.Define(
       'sampling_temperature',
       1.0,
       'With shuffle: a language of n examples is drawn in proportion to n^(1/temperature). 1: by '
       'size; 5 is usual for many languages.',
+      domain.POSITIVE,
     )
     return p
 
@@ -72,11 +74,6 @@ class BucketedInput(base_input_generator.BaseInputGenerator):
       raise ValueError(
         f'{self._Where("bucket_batch_limit")}: expected a positive integer, or one for each of the '
         f'{len(bounds)} buckets of bucket_upper_bound, got {self.params.bucket_batch_limit!r}'
-      )
-    temperature = self.params.sampling_temperature
-    if not 0 < temperature < float('inf'):
-      raise ValueError(
-        f'{self._Where("sampling_temperature")}: expected a number above 0, got {temperature!r}'
       )
 
   def _CheckBatchSize(self) -> None:

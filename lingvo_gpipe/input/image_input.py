@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import hyperparams, nested_map
+from lingvo_gpipe.core import domain, hyperparams, nested_map
 from lingvo_gpipe.input import base_input_generator, index_order
 
 # Added to the seed, so that the changes are independent of the order of examples.
@@ -25,21 +25,16 @@ class ImageInput(base_input_generator.BaseInputGenerator):
   def Params(cls) -> hyperparams.InstantiableParams:
     """Params of an input of images."""
     p = super().Params()
-    p.Define('image_size', 0, 'Height and width of the images.')
-    p.Define('num_channels', 3, 'Channels of the images.')
+    p.Define('image_size', 0, 'Height and width of the images.', domain.SIZE)
+    p.Define('num_channels', 3, 'Channels of the images.', domain.SIZE)
     p.Define('augment', False, 'Whether to change the images at random, as in training.')
     p.Define(
       'num_fake_examples',
       0,
       'Above 0: number of noise images that replace the data set, for measuring time.',
+      domain.EXAMPLES,
     )
     return p
-
-  def __init__(self, params: hyperparams.InstantiableParams) -> None:
-    super().__init__(params)
-    self._CheckInteger('image_size', minimum=1)
-    self._CheckInteger('num_channels', minimum=1)
-    self._CheckInteger('num_fake_examples', minimum=0)
 
   # Implemented by subclasses.
 

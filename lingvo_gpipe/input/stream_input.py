@@ -16,7 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import files, hyperparams, nested_map
+from lingvo_gpipe.core import domain, files, hyperparams, nested_map
 from lingvo_gpipe.input import base_input_generator, index_order, pipeline_graph, stream_iterator
 
 # Number of batches of two passes to compare, to detect differences between passes.
@@ -58,13 +58,10 @@ class BaseStreamInput(base_input_generator.BaseInputGenerator):
       'shuffle_buffer_size',
       1000,
       'With shuffle: number of examples to draw the next one from. Checkpoints hold them all.',
+      domain.Int(1, domain.MAX_EXAMPLES),
     )
     p.Delete('num_parallel_calls')  # `_Stream` chooses its parallel operations itself.
     return p
-
-  def __init__(self, params: hyperparams.InstantiableParams) -> None:
-    super().__init__(params)
-    self._CheckInteger('shuffle_buffer_size', minimum=1)
 
   # Implemented by subclasses.
 

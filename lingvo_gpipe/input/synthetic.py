@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from lingvo_gpipe.core import hyperparams, nested_map
+from lingvo_gpipe.core import domain, hyperparams, nested_map
 from lingvo_gpipe.input import base_input_generator, index_order
 
 
@@ -25,16 +25,15 @@ class _SyntheticInput(base_input_generator.BaseInputGenerator):
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
     p = super().Params()
-    p.Define('num_examples', 1024, 'Size of the data set.')
-    p.Define('first_example', 0, 'Index of the first example: other data with the same rule.')
+    p.Define('num_examples', 1024, 'Size of the data set.', domain.EXAMPLES)
+    p.Define(
+      'first_example',
+      0,
+      'Index of the first example: other data with the same rule.',
+      domain.EXAMPLES,
+    )
     p.Define('data_seed', 0, 'Seed of the rule and of the examples (random_seed: of the order).')
     return p
-
-  def __init__(self, params: hyperparams.InstantiableParams):
-    super().__init__(params)
-    self._CheckInteger('num_examples', minimum=0)
-    self._CheckInteger('first_example', minimum=0)
-    self._CheckInteger('data_seed', minimum=None)
 
   def NumExamples(self) -> int:
     return self.params.num_examples
@@ -69,16 +68,10 @@ class SyntheticLmInput(_SyntheticInput):
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
     p = super().Params()
-    p.Define('seq_len', 32, 'Number of ids that an example predicts.')
-    p.Define('vocab_size', 64, 'Ids are 0 ... vocab_size - 1.')
-    p.Define('order', 1, 'Distance to the earlier id that determines an id.')
+    p.Define('seq_len', 32, 'Number of ids that an example predicts.', domain.SIZE)
+    p.Define('vocab_size', 64, 'Ids are 0 ... vocab_size - 1.', domain.Int(2, (1 << 31) - 1))
+    p.Define('order', 1, 'Distance to the earlier id that determines an id.', domain.SIZE)
     return p
-
-  def __init__(self, params: hyperparams.InstantiableParams):
-    super().__init__(params)
-    self._CheckInteger('seq_len', minimum=1)
-    self._CheckInteger('vocab_size', minimum=2)
-    self._CheckInteger('order', minimum=1)
 
   def LossFloor(self) -> float:
     """Returns the minimum mean cross-entropy in nats per id; random labels cost log(vocab_size)."""
@@ -135,20 +128,15 @@ class SyntheticRegressionInput(_SyntheticInput):
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
     p = super().Params()
-    p.Define('input_shape', [32], 'Shape of one example, such as [32] or [8, 8, 3].')
-    p.Define('num_targets', 1, 'Number of values to predict.')
-    p.Define('num_hidden', 8, 'Hidden units of the rule.')
+    p.Define('input_shape', [32], 'Shape of one example, such as [32] or [8, 8, 3].', domain.SIZES)
+    p.Define('num_targets', 1, 'Number of values to predict.', domain.SIZE)
+    p.Define('num_hidden', 8, 'Hidden units of the rule.', domain.SIZE)
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams):
     super().__init__(params)
-    self._CheckInteger('num_targets', minimum=1)
-    self._CheckInteger('num_hidden', minimum=1)
-    shape = self.params.input_shape
-    if not shape or any(not isinstance(size, int) or size < 1 for size in shape):
-      raise ValueError(
-        f'{self._Where("input_shape")}: expected a list of positive integers, got {shape!r}'
-      )
+    if not self.params.input_shape:
+      raise ValueError(f'{self._Where("input_shape")}: expected at least one size, got []')
 
   @functools.cached_property
   def _rule(self) -> tuple[tf.Tensor, tf.Tensor]:

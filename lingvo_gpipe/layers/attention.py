@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import base_layer, hyperparams, nested_map, shapes
+from lingvo_gpipe.core import base_layer, domain, hyperparams, nested_map, shapes
 from lingvo_gpipe.layers import dropout, linear
 
 
@@ -64,21 +64,23 @@ class MultiHeadedAttention(base_layer.BaseLayer):
   def Params(cls) -> hyperparams.InstantiableParams:
     """Returns the Params of a MultiHeadedAttention."""
     p = super().Params()
-    p.Define('input_dim', 0, 'Size of the last axis of queries, keys, values and outputs.')
-    p.Define('hidden_dim', 0, 'Total width of all heads. 0: input_dim.')
-    p.Define('num_heads', 1, 'Number of heads; divides hidden_dim.')
+    p.Define(
+      'input_dim', 0, 'Size of the last axis of queries, keys, values and outputs.', domain.SIZE
+    )
+    p.Define('hidden_dim', 0, 'Total width of all heads. 0: input_dim.', domain.INDEX)
+    p.Define('num_heads', 1, 'Number of heads; divides hidden_dim.', domain.SIZE)
     p.Define('use_bias', True, 'Whether the four projections have a bias.')
     p.Define('is_causal', False, 'Whether a query attends only to its own and earlier keys.')
     p.Define('proj_tpl', linear.ProjectionLayer.Params(), 'Template of the projections.')
     p.Define('dropout_tpl', dropout.DropoutLayer.Params(), 'Template of the dropout.')
-    p.Define('atten_dropout_prob', 0.0, 'Probability to drop an attention weight.')
+    p.Define(
+      'atten_dropout_prob', 0.0, 'Probability to drop an attention weight.', domain.PROBABILITY
+    )
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
     super().__init__(params)
     p = self.params
-    shapes.CheckPositive(p, 'input_dim', 'num_heads')
-    shapes.CheckProbability(p, 'atten_dropout_prob')
     width = p.hidden_dim or p.input_dim
     if width % p.num_heads:
       raise ValueError(

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from lingvo_gpipe.core import (
   base_layer,
+  domain,
   fprop_context,
   hyperparams,
   nested_map,
@@ -43,14 +44,15 @@ class BatchNormLayer(base_layer.BaseLayer):
   def Params(cls) -> hyperparams.InstantiableParams:
     """Returns the Params of a BatchNormLayer, with Lingvo's names."""
     p = super().Params()
-    p.Define('dim', 0, 'Size of the last axis.')
+    p.Define('dim', 0, 'Size of the last axis.', domain.SIZE)
     p.Define(
       'decay',
       0.999,
       'Share of a moving average that an update keeps. None: the plain mean over all mini-batches '
       'so far.',
+      domain.Number(0, below=1) | domain.NONE,
     )
-    p.Define('epsilon', 1e-3, 'Added to the variance.')
+    p.Define('epsilon', 1e-3, 'Added to the variance.', domain.POSITIVE)
     p.Define('center', True, 'Whether to add a trained beta.')
     p.Define('scale', True, 'Whether to multiply by a trained gamma.')
     p.Define(
@@ -67,16 +69,6 @@ class BatchNormLayer(base_layer.BaseLayer):
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
     super().__init__(params)
     p = self.params
-    shapes.CheckPositive(p, 'dim')
-    if not p.epsilon > 0:
-      raise ValueError(
-        f'{type(self).__name__} {p.name!r}: epsilon must be positive, got {p.epsilon!r}'
-      )
-    if p.decay is not None and not 0 <= p.decay < 1:
-      raise ValueError(
-        f'{type(self).__name__} {p.name!r}: decay must be None, or at least 0 and below 1, '
-        f'got {p.decay!r}'
-      )
     self.sums_over_replicas = bool(p.over_replicas)
     ones, zeros = weight_params.WeightInit.Constant(1.0), weight_params.WeightInit.Constant(0.0)
     if p.scale:

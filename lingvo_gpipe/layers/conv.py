@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import base_layer, hyperparams, nested_map, shapes, weight_params
+from lingvo_gpipe.core import base_layer, domain, hyperparams, nested_map, shapes, weight_params
 from lingvo_gpipe.layers import activations, windows
 
 
@@ -21,9 +21,16 @@ class _ConvLayer(base_layer.BaseLayer):
   def Params(cls) -> hyperparams.InstantiableParams:
     """Returns the Params of a convolution, with Lingvo's names."""
     p = super().Params()
-    p.Define('filter_shape', (0, 0, 0, 0), cls._FILTER_SHAPE)
-    p.Define('filter_stride', (1, 1), 'Strides of the filter along height and width.')
-    p.Define('padding', 'SAME', 'How borders are treated: SAME or VALID.')
+    p.Define('filter_shape', (0, 0, 0, 0), cls._FILTER_SHAPE, domain.ListOf(domain.SIZE, 4))
+    p.Define(
+      'filter_stride',
+      (1, 1),
+      'Strides of the filter along height and width.',
+      domain.ListOf(domain.SIZE, 2),
+    )
+    p.Define(
+      'padding', 'SAME', 'How borders are treated: SAME or VALID.', domain.OneOf(*windows.PADDINGS)
+    )
     p.Define('bias', False, 'Whether to add a bias.')
     p.Define('activation', 'NONE', 'Name of the activation; see layers/activations.py.')
     return p
@@ -31,8 +38,6 @@ class _ConvLayer(base_layer.BaseLayer):
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
     super().__init__(params)
     p = self.params
-    windows.CheckSizes(p, 'filter_shape', 4)
-    windows.Check(p, 'filter_stride')
     self._activation = activations.GetFn(p.activation)
     if self._NEEDS_EQUAL_STRIDES and len(set(p.filter_stride)) > 1:
       raise ValueError(
@@ -101,13 +106,12 @@ class SeparableConv2DLayerNoPadding(_ConvLayer):
   def Params(cls) -> hyperparams.InstantiableParams:
     """Returns the Params of a SeparableConv2DLayerNoPadding."""
     p = super().Params()
-    p.Define('depth_multiplier', 1, 'Number of depthwise filters for each channel.')
+    p.Define('depth_multiplier', 1, 'Number of depthwise filters for each channel.', domain.SIZE)
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
     super().__init__(params)
     p = self.params
-    shapes.CheckPositive(p, 'depth_multiplier')
     height, width, dim_in, dim_out = p.filter_shape
     self.CreateVariable(
       'w_depthwise', weight_params.WeightParams([height, width, dim_in, p.depth_multiplier])

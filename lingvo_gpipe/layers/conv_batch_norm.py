@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import base_layer, hyperparams, nested_map
-from lingvo_gpipe.layers import activations, batch_norm, conv
+from lingvo_gpipe.core import base_layer, domain, hyperparams, nested_map
+from lingvo_gpipe.layers import activations, batch_norm, conv, windows
 
 
 class ConvBatchNormLayer(base_layer.BaseLayer):
@@ -16,9 +16,21 @@ class ConvBatchNormLayer(base_layer.BaseLayer):
   def Params(cls) -> hyperparams.InstantiableParams:
     """Returns the Params of a ConvBatchNormLayer; they override the templates' Params."""
     p = super().Params()
-    p.Define('filter_shape', (0, 0, 0, 0), 'Height, width, input channels and output channels.')
-    p.Define('filter_stride', (1, 1), 'Strides of the filter along height and width.')
-    p.Define('padding', 'SAME', 'How borders are treated: SAME or VALID.')
+    p.Define(
+      'filter_shape',
+      (0, 0, 0, 0),
+      'Height, width, input channels and output channels.',
+      domain.ListOf(domain.SIZE, 4),
+    )
+    p.Define(
+      'filter_stride',
+      (1, 1),
+      'Strides of the filter along height and width.',
+      domain.ListOf(domain.SIZE, 2),
+    )
+    p.Define(
+      'padding', 'SAME', 'How borders are treated: SAME or VALID.', domain.OneOf(*windows.PADDINGS)
+    )
     p.Define('activation', 'RELU', 'Name of the activation of the inputs.')
     p.Define('conv_tpl', conv.Conv2DLayerNoPadding.Params(), 'Template of the convolution.')
     p.Define('batch_norm_tpl', batch_norm.BatchNormLayer.Params(), 'Template of the batch norm.')

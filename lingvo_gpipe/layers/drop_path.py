@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import base_layer, fprop_context, hyperparams, nested_map, shapes
+from lingvo_gpipe.core import base_layer, domain, fprop_context, hyperparams, nested_map, shapes
 
 _ONE = 1 << 32
 
@@ -25,24 +25,17 @@ class DropPathLayer(base_layer.BaseLayer):
   def Params(cls) -> hyperparams.InstantiableParams:
     """Returns the Params of a DropPathLayer."""
     p = super().Params()
-    p.Define('keep_prob', 1.0, 'Final probability of keeping an example.')
-    p.Define('total_steps', 0, 'Steps until keep_prob is reached; 0: it applies from the start.')
-    return p
-
-  def __init__(self, params: hyperparams.InstantiableParams) -> None:
-    super().__init__(params)
-    p = self.params
-    if not 0 < p.keep_prob <= 1:
-      raise ValueError(
-        f'{type(self).__name__} {p.name!r}: keep_prob must be above 0 and at most 1, '
-        f'got {p.keep_prob!r}'
-      )
+    p.Define(
+      'keep_prob', 1.0, 'Final probability of keeping an example.', domain.Number(above=0, high=1)
+    )
     # The product with a probability in units of 2^-32 must fit an int64.
-    if not 0 <= p.total_steps < 1 << 31:
-      raise ValueError(
-        f'{type(self).__name__} {p.name!r}: total_steps must be 0 ... 2^31 - 1, '
-        f'got {p.total_steps!r}'
-      )
+    p.Define(
+      'total_steps',
+      0,
+      'Steps until keep_prob is reached; 0: it applies from the start.',
+      domain.INDEX,
+    )
+    return p
 
   def FProp(self, theta: nested_map.NestedMap, inputs: tf.Tensor) -> tf.Tensor:
     """Drops examples of inputs [batch, ...]; keeps the shape."""

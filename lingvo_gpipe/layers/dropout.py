@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import base_layer, fprop_context, hyperparams, nested_map, shapes
+from lingvo_gpipe.core import base_layer, domain, fprop_context, hyperparams, nested_map, shapes
 
 
 def ApplyDropout(x: tf.Tensor, keep_prob: float, noise_shape: Any, seed: tf.Tensor) -> tf.Tensor:
@@ -41,23 +41,20 @@ class DropoutLayer(base_layer.BaseLayer):
   def Params(cls) -> hyperparams.InstantiableParams:
     """Returns the Params of a DropoutLayer."""
     p = super().Params()
-    p.Define('keep_prob', 1.0, 'Probability of keeping an entry, above 0 and at most 1.')
+    p.Define(
+      'keep_prob',
+      1.0,
+      'Probability of keeping an entry, above 0 and at most 1.',
+      domain.Number(above=0, high=1),
+    )
     p.Define(
       'noise_shape_broadcast_dims',
       None,
       'Dimensions along which the mask is constant, such as [1] for time; negative values count '
       'from the end.',
+      domain.ListOf(domain.Int(-8, 7)) | domain.NONE,
     )
     return p
-
-  def __init__(self, params: hyperparams.InstantiableParams) -> None:
-    super().__init__(params)
-    p = self.params
-    if not 0 < p.keep_prob <= 1:
-      raise ValueError(
-        f'{type(self).__name__} {p.name!r}: keep_prob must be above 0 and at most 1, '
-        f'got {p.keep_prob!r}'
-      )
 
   def FProp(self, theta: nested_map.NestedMap, inputs: tf.Tensor, *extras: Any) -> Any:
     """Applies dropout to the inputs.

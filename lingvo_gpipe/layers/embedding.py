@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import base_layer, hyperparams, nested_map, shapes, weight_params
+from lingvo_gpipe.core import base_layer, domain, hyperparams, nested_map, shapes, weight_params
 from lingvo_gpipe.layers import linear
 
 
@@ -25,15 +25,14 @@ class EmbeddingLayer(base_layer.BaseLayer):
   def Params(cls) -> hyperparams.InstantiableParams:
     """Returns the Params of an EmbeddingLayer."""
     p = super().Params()
-    p.Define('vocab_size', 0, 'Number of ids.')
-    p.Define('embedding_dim', 0, 'Size of the vectors.')
+    p.Define('vocab_size', 0, 'Number of ids.', domain.SIZE)
+    p.Define('embedding_dim', 0, 'Size of the vectors.', domain.SIZE)
     p.Define('scale_sqrt_depth', False, 'Whether to multiply the vectors by sqrt(embedding_dim).')
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
     super().__init__(params)
     p = self.params
-    shapes.CheckPositive(p, 'vocab_size', 'embedding_dim')
     init = weight_params.WeightInit.Gaussian(1.0 / math.sqrt(p.embedding_dim))
     self.CreateVariable('emb', weight_params.WeightParams([p.vocab_size, p.embedding_dim], init))
 
@@ -99,18 +98,17 @@ class PositionalEmbeddingLayer(_PositionLayer):
   def Params(cls) -> hyperparams.InstantiableParams:
     """Returns the Params of a PositionalEmbeddingLayer."""
     p = super().Params()
-    p.Define('embedding_dim', 0, 'Size of the vectors.')
-    p.Define('min_timescale', 1, 'Shortest wavelength / (2 pi).')
-    p.Define('max_timescale', 10000, 'Longest wavelength / (2 pi).')
+    p.Define('embedding_dim', 0, 'Size of the vectors.', domain.SIZE)
+    p.Define('min_timescale', 1, 'Shortest wavelength / (2 pi).', domain.POSITIVE)
+    p.Define('max_timescale', 10000, 'Longest wavelength / (2 pi).', domain.POSITIVE)
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
     super().__init__(params)
     p = self.params
-    shapes.CheckPositive(p, 'embedding_dim')
-    if not 0 < p.min_timescale <= p.max_timescale:
+    if p.min_timescale > p.max_timescale:
       raise ValueError(
-        f'{type(self).__name__} {p.name!r}: expected 0 < min_timescale <= max_timescale, '
+        f'{type(self).__name__} {p.name!r}: expected min_timescale <= max_timescale, '
         f'got {p.min_timescale!r} and {p.max_timescale!r}'
       )
 
@@ -158,14 +156,13 @@ class LearnablePositionalEmbeddingLayer(_PositionLayer):
   def Params(cls) -> hyperparams.InstantiableParams:
     """Returns the Params of a LearnablePositionalEmbeddingLayer."""
     p = super().Params()
-    p.Define('embedding_dim', 0, 'Size of the vectors.')
-    p.Define('max_pos', 0, 'Number of positions.')
+    p.Define('embedding_dim', 0, 'Size of the vectors.', domain.SIZE)
+    p.Define('max_pos', 0, 'Number of positions.', domain.SIZE)
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
     super().__init__(params)
     p = self.params
-    shapes.CheckPositive(p, 'embedding_dim', 'max_pos')
     init = weight_params.WeightInit.Gaussian(1.0 / math.sqrt(p.embedding_dim))
     self.CreateVariable('emb', weight_params.WeightParams([p.max_pos, p.embedding_dim], init))
 
@@ -222,22 +219,26 @@ class SimpleFullSoftmax(base_layer.BaseLayer):
   def Params(cls) -> hyperparams.InstantiableParams:
     """Returns the Params of a SimpleFullSoftmax."""
     p = super().Params()
-    p.Define('input_dim', 0, 'Size of the last axis of the inputs.')
-    p.Define('num_classes', 0, 'Number of classes.')
+    p.Define('input_dim', 0, 'Size of the last axis of the inputs.', domain.SIZE)
+    p.Define('num_classes', 0, 'Number of classes.', domain.SIZE)
     p.Define('use_bias', True, 'Whether there is a bias.')
-    p.Define('logits_abs_max', None, 'If set, clip logits to [-logits_abs_max, logits_abs_max].')
-    p.Define('logits_soft_max', 0.0, 'If above 0, c: logits become c tanh(logits / c).')
+    p.Define(
+      'logits_abs_max',
+      None,
+      'If set, clip logits to [-logits_abs_max, logits_abs_max].',
+      domain.POSITIVE | domain.NONE,
+    )
+    p.Define(
+      'logits_soft_max',
+      0.0,
+      'If above 0, c: logits become c tanh(logits / c).',
+      domain.NOT_NEGATIVE,
+    )
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
     super().__init__(params)
     p = self.params
-    shapes.CheckPositive(p, 'input_dim', 'num_classes')
-    if (p.logits_abs_max is not None and p.logits_abs_max <= 0) or p.logits_soft_max < 0:
-      raise ValueError(
-        f'{type(self).__name__} {p.name!r}: logits_abs_max must be None or positive and '
-        f'logits_soft_max not negative, got {p.logits_abs_max!r} and {p.logits_soft_max!r}'
-      )
     projection = linear.ProjectionLayer.Params().Set(
       input_dim=p.input_dim, output_dim=p.num_classes, has_bias=p.use_bias, activation='NONE'
     )
@@ -277,14 +278,13 @@ class SharedSoftmaxLayer(base_layer.BaseLayer):
   def Params(cls) -> hyperparams.InstantiableParams:
     """Returns the Params of a SharedSoftmaxLayer."""
     p = super().Params()
-    p.Define('input_dim', 0, 'Size of the last axis of the inputs: the embedding_dim.')
-    p.Define('num_classes', 0, 'Number of classes: the vocab_size.')
+    p.Define('input_dim', 0, 'Size of the last axis of the inputs: the embedding_dim.', domain.SIZE)
+    p.Define('num_classes', 0, 'Number of classes: the vocab_size.', domain.SIZE)
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
     super().__init__(params)
     p = self.params
-    shapes.CheckPositive(p, 'input_dim', 'num_classes')
     init = weight_params.WeightInit.Gaussian(1.0 / math.sqrt(p.input_dim))
     self.CreateVariable('emb', weight_params.WeightParams([p.num_classes, p.input_dim], init))
     zero = weight_params.WeightInit.Constant(0.0)

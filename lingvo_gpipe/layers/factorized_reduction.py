@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import base_layer, hyperparams, nested_map, shapes
+from lingvo_gpipe.core import base_layer, domain, hyperparams, nested_map, shapes
 from lingvo_gpipe.layers import activations, batch_norm, conv
 
 
@@ -21,8 +21,8 @@ class FactorizedReductionLayer(base_layer.BaseLayer):
   def Params(cls) -> hyperparams.InstantiableParams:
     """Returns the Params of a FactorizedReductionLayer."""
     p = super().Params()
-    p.Define('input_dim', 0, 'Number of input channels.')
-    p.Define('output_dim', 0, 'Number of output channels; must be even.')
+    p.Define('input_dim', 0, 'Number of input channels.', domain.SIZE)
+    p.Define('output_dim', 0, 'Number of output channels; must be even.', domain.SIZE)
     p.Define('activation', 'RELU', 'Name of the activation of the inputs.')
     p.Define('conv_tpl', conv.Conv2DLayerNoPadding.Params(), 'Template of the convolutions.')
     p.Define('batch_norm_tpl', batch_norm.BatchNormLayer.Params(), 'Template of the batch norm.')
@@ -31,7 +31,6 @@ class FactorizedReductionLayer(base_layer.BaseLayer):
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
     super().__init__(params)
     p = self.params
-    shapes.CheckPositive(p, 'input_dim', 'output_dim')
     if p.output_dim % 2:
       raise ValueError(
         f'{type(self).__name__} {p.name!r}: output_dim must be even, got {p.output_dim}'

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import base_layer, hyperparams, nested_map, shapes, weight_params
+from lingvo_gpipe.core import base_layer, domain, hyperparams, nested_map, shapes, weight_params
 from lingvo_gpipe.layers import activations, dropout
 
 
@@ -39,14 +39,13 @@ class LinearLayer(base_layer.BaseLayer):
   def Params(cls) -> hyperparams.InstantiableParams:
     """Returns the Params of a LinearLayer."""
     p = super().Params()
-    p.Define('input_dim', 0, 'Size of the last axis of the inputs.')
-    p.Define('output_dim', 0, 'Size of the last axis of the outputs.')
+    p.Define('input_dim', 0, 'Size of the last axis of the inputs.', domain.SIZE)
+    p.Define('output_dim', 0, 'Size of the last axis of the outputs.', domain.SIZE)
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
     super().__init__(params)
     p = self.params
-    shapes.CheckPositive(p, 'input_dim', 'output_dim')
     self.CreateVariable('w', weight_params.WeightParams([p.input_dim, p.output_dim]))
 
   def FProp(self, theta: nested_map.NestedMap, inputs: tf.Tensor) -> tf.Tensor:
@@ -64,8 +63,8 @@ class ProjectionLayer(base_layer.BaseLayer):
   def Params(cls) -> hyperparams.InstantiableParams:
     """Returns the Params of a ProjectionLayer."""
     p = super().Params()
-    p.Define('input_dim', 0, 'Size of the last axis of the inputs.')
-    p.Define('output_dim', 0, 'Size of the last axis of the outputs.')
+    p.Define('input_dim', 0, 'Size of the last axis of the inputs.', domain.SIZE)
+    p.Define('output_dim', 0, 'Size of the last axis of the outputs.', domain.SIZE)
     p.Define('has_bias', False, 'Whether to add a bias b.')
     p.Define('bias_init', 0.0, 'Initial value of all entries of b.')
     p.Define('activation', 'RELU', 'Name of the activation; see layers/activations.py.')
@@ -74,7 +73,6 @@ class ProjectionLayer(base_layer.BaseLayer):
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
     super().__init__(params)
     p = self.params
-    shapes.CheckPositive(p, 'input_dim', 'output_dim')
     self._activation = activations.GetFn(p.activation)
     self.CreateVariable('w', weight_params.WeightParams([p.input_dim, p.output_dim]))
     if p.has_bias:
@@ -112,8 +110,8 @@ class FeedForwardNet(base_layer.BaseLayer):
   def Params(cls) -> hyperparams.InstantiableParams:
     """Returns the Params of a FeedForwardNet."""
     p = super().Params()
-    p.Define('input_dim', 0, 'Size of the last axis of the inputs.')
-    p.Define('hidden_layer_dims', [], 'Output sizes of the projections.')
+    p.Define('input_dim', 0, 'Size of the last axis of the inputs.', domain.SIZE)
+    p.Define('hidden_layer_dims', [], 'Output sizes of the projections.', domain.SIZES)
     p.Define('projection_tpl', ProjectionLayer.Params(), 'Template of each projection.')
     p.Define(
       'dropout',
@@ -129,7 +127,6 @@ class FeedForwardNet(base_layer.BaseLayer):
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
     super().__init__(params)
     p = self.params
-    shapes.CheckPositive(p, 'input_dim')
     num_layers = len(p.hidden_layer_dims)
     if not num_layers:
       raise ValueError(f'{type(self).__name__} {p.name!r}: hidden_layer_dims is empty')

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import base_layer, hyperparams, nested_map, shapes, weight_params
+from lingvo_gpipe.core import base_layer, domain, hyperparams, nested_map, shapes, weight_params
 
 
 class LayerNorm(base_layer.BaseLayer):
@@ -23,18 +23,13 @@ class LayerNorm(base_layer.BaseLayer):
   def Params(cls) -> hyperparams.InstantiableParams:
     """Returns the Params of a LayerNorm."""
     p = super().Params()
-    p.Define('input_dim', 0, 'Size of the last axis.')
-    p.Define('epsilon', 1e-6, 'Added to the variance.')
+    p.Define('input_dim', 0, 'Size of the last axis.', domain.SIZE)
+    p.Define('epsilon', 1e-6, 'Added to the variance.', domain.POSITIVE)
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
     super().__init__(params)
     p = self.params
-    shapes.CheckPositive(p, 'input_dim')
-    if not p.epsilon > 0:
-      raise ValueError(
-        f'{type(self).__name__} {p.name!r}: epsilon must be positive, got {p.epsilon!r}'
-      )
     ones, zeros = weight_params.WeightInit.Constant(1.0), weight_params.WeightInit.Constant(0.0)
     self.CreateVariable('scale', weight_params.WeightParams([p.input_dim], ones))
     self.CreateVariable('bias', weight_params.WeightParams([p.input_dim], zeros))

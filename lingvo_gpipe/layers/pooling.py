@@ -3,22 +3,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import tensorflow as tf
 
-from lingvo_gpipe.core import base_layer, hyperparams, nested_map, shapes
+from lingvo_gpipe.core import base_layer, domain, hyperparams, nested_map, shapes
 from lingvo_gpipe.layers import windows
 
 TYPES = ('MAX', 'AVG')
-
-
-def _CheckType(params: Any) -> None:
-  if params.pooling_type not in TYPES:
-    raise ValueError(
-      f'{params.cls.__name__} {params.name!r}: pooling_type must be {" or ".join(TYPES)}, '
-      f'got {params.pooling_type!r}'
-    )
 
 
 class PoolingLayer(base_layer.BaseLayer):
@@ -28,17 +18,20 @@ class PoolingLayer(base_layer.BaseLayer):
   def Params(cls) -> hyperparams.InstantiableParams:
     """Returns the Params of a PoolingLayer, with Lingvo's names."""
     p = super().Params()
-    p.Define('window_shape', (0, 0), 'Height and width of the window.')
-    p.Define('window_stride', (1, 1), 'Strides of the window along height and width.')
-    p.Define('pooling_type', 'MAX', 'MAX or AVG.')
-    p.Define('padding', 'SAME', 'How borders are treated: SAME or VALID.')
+    p.Define(
+      'window_shape', (0, 0), 'Height and width of the window.', domain.ListOf(domain.SIZE, 2)
+    )
+    p.Define(
+      'window_stride',
+      (1, 1),
+      'Strides of the window along height and width.',
+      domain.ListOf(domain.SIZE, 2),
+    )
+    p.Define('pooling_type', 'MAX', 'MAX or AVG.', domain.OneOf(*TYPES))
+    p.Define(
+      'padding', 'SAME', 'How borders are treated: SAME or VALID.', domain.OneOf(*windows.PADDINGS)
+    )
     return p
-
-  def __init__(self, params: hyperparams.InstantiableParams) -> None:
-    super().__init__(params)
-    windows.CheckSizes(self.params, 'window_shape', 2)
-    windows.Check(self.params, 'window_stride')
-    _CheckType(self.params)
 
   def FProp(self, theta: nested_map.NestedMap, inputs: tf.Tensor) -> tf.Tensor:
     """Maps inputs [batch, height, width, channels] to [batch, height', width', channels]."""
@@ -58,12 +51,8 @@ class GlobalPoolingLayer(base_layer.BaseLayer):
   def Params(cls) -> hyperparams.InstantiableParams:
     """Returns the Params of a GlobalPoolingLayer."""
     p = super().Params()
-    p.Define('pooling_type', 'AVG', 'MAX or AVG.')
+    p.Define('pooling_type', 'AVG', 'MAX or AVG.', domain.OneOf(*TYPES))
     return p
-
-  def __init__(self, params: hyperparams.InstantiableParams) -> None:
-    super().__init__(params)
-    _CheckType(self.params)
 
   def FProp(self, theta: nested_map.NestedMap, inputs: tf.Tensor) -> tf.Tensor:
     """Maps inputs [batch, height, width, channels] to [batch, channels]."""

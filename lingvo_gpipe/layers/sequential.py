@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lingvo_gpipe.core import base_layer, hyperparams, nested_map
+from lingvo_gpipe.core import base_layer, domain, hyperparams, nested_map
 
 
 def FlattenSequential(params: hyperparams.InstantiableParams) -> list[Any]:
@@ -168,8 +168,10 @@ class SequentialLayer(base_layer.BaseLayer):
   def Params(cls) -> hyperparams.InstantiableParams:
     """Returns the Params of a SequentialLayer."""
     p = super().Params()
-    p.Define('sub', [], 'Params of the layers.')
-    p.Define('repeat', 1, 'Number of repetitions of the layers, each with its own weights.')
+    p.Define('sub', [], 'Params of the layers.', domain.ListOf(domain.PARAMS))
+    p.Define(
+      'repeat', 1, 'Number of repetitions of the layers, each with its own weights.', domain.SIZE
+    )
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:

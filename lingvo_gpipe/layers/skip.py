@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import base_layer, hyperparams, nested_map
+from lingvo_gpipe.core import base_layer, domain, hyperparams, nested_map
 
 COMBINE = ('add', 'concat', 'append')
 
@@ -61,16 +61,13 @@ class PopLayer(base_layer.BaseLayer):
       'combine',
       'add',
       'add, concat (on the last axis) or append (as the last argument).',
+      domain.OneOf(*COMBINE),
     )
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
     super().__init__(params)
     nested_map.NestedMap.CheckKey(self.params.key)
-    if self.params.combine not in COMBINE:
-      raise ValueError(
-        f'{self.path}: combine must be one of {", ".join(COMBINE)}, got {self.params.combine!r}'
-      )
 
   @property
   def skips_in(self) -> tuple[str, ...]:

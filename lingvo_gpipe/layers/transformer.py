@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import base_layer, hyperparams, nested_map, shapes
+from lingvo_gpipe.core import base_layer, domain, hyperparams, nested_map, shapes
 from lingvo_gpipe.layers import attention, dropout, linear, norm
 
 Outputs = tuple[tf.Tensor, tf.Tensor | None] | tuple[tf.Tensor, tf.Tensor | None, tf.Tensor]
@@ -31,22 +31,27 @@ class TransformerAttentionLayer(base_layer.BaseLayer):
   def Params(cls) -> hyperparams.InstantiableParams:
     """Returns the Params of a TransformerAttentionLayer."""
     p = super().Params()
-    p.Define('input_dim', 0, 'Size of the last axis.')
-    p.Define('hidden_dim', 0, 'Total width of the attention heads. 0: input_dim.')
-    p.Define('num_heads', 8, 'Number of attention heads.')
+    p.Define('input_dim', 0, 'Size of the last axis.', domain.SIZE)
+    p.Define('hidden_dim', 0, 'Total width of the attention heads. 0: input_dim.', domain.INDEX)
+    p.Define('num_heads', 8, 'Number of attention heads.', domain.SIZE)
     p.Define('is_causal', False, 'Whether a position attends only to itself and earlier positions.')
     p.Define('ln_tpl', norm.LayerNorm.Params(), 'Template of the layer norm.')
     p.Define('atten_tpl', attention.MultiHeadedAttention.Params(), 'Template of the attention.')
     p.Define('dropout_tpl', dropout.DropoutLayer.Params(), 'Template of the residual dropout.')
-    p.Define('atten_dropout_prob', 0.0, 'Probability to drop an attention weight.')
-    p.Define('residual_dropout_prob', 0.0, 'Probability to drop an entry before the residual add.')
+    p.Define(
+      'atten_dropout_prob', 0.0, 'Probability to drop an attention weight.', domain.PROBABILITY
+    )
+    p.Define(
+      'residual_dropout_prob',
+      0.0,
+      'Probability to drop an entry before the residual add.',
+      domain.PROBABILITY,
+    )
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
     super().__init__(params)
     p = self.params
-    shapes.CheckPositive(p, 'input_dim')
-    shapes.CheckProbability(p, 'atten_dropout_prob', 'residual_dropout_prob')
     self.CreateChild('layer_norm', p.ln_tpl.Copy().Set(input_dim=p.input_dim))
     atten = p.atten_tpl.Copy().Set(
       input_dim=p.input_dim,
@@ -130,22 +135,30 @@ class TransformerFeedForwardLayer(base_layer.BaseLayer):
   def Params(cls) -> hyperparams.InstantiableParams:
     """Returns the Params of a TransformerFeedForwardLayer."""
     p = super().Params()
-    p.Define('input_dim', 0, 'Size of the last axis.')
-    p.Define('hidden_dim', 0, 'Size of the hidden layer.')
+    p.Define('input_dim', 0, 'Size of the last axis.', domain.SIZE)
+    p.Define('hidden_dim', 0, 'Size of the hidden layer.', domain.SIZE)
     p.Define('activation', 'RELU', 'Name of the activation of the hidden layer.')
     p.Define('has_bias', True, 'Whether the two projections have a bias.')
     p.Define('ln_tpl', norm.LayerNorm.Params(), 'Template of the layer norm.')
     p.Define('fflayer_tpl', linear.FeedForwardNet.Params(), 'Template of the feed-forward net.')
     p.Define('dropout_tpl', dropout.DropoutLayer.Params(), 'Template of every dropout.')
-    p.Define('relu_dropout_prob', 0.0, 'Probability to drop an entry of the hidden layer.')
-    p.Define('residual_dropout_prob', 0.0, 'Probability to drop an entry before the residual add.')
+    p.Define(
+      'relu_dropout_prob',
+      0.0,
+      'Probability to drop an entry of the hidden layer.',
+      domain.PROBABILITY,
+    )
+    p.Define(
+      'residual_dropout_prob',
+      0.0,
+      'Probability to drop an entry before the residual add.',
+      domain.PROBABILITY,
+    )
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
     super().__init__(params)
     p = self.params
-    shapes.CheckPositive(p, 'input_dim', 'hidden_dim')
-    shapes.CheckProbability(p, 'relu_dropout_prob', 'residual_dropout_prob')
     self.CreateChild('layer_norm', p.ln_tpl.Copy().Set(input_dim=p.input_dim))
     fflayer = p.fflayer_tpl.Copy().Set(
       input_dim=p.input_dim,
@@ -189,15 +202,29 @@ class TransformerLayer(base_layer.BaseLayer):
   def Params(cls) -> hyperparams.InstantiableParams:
     """Returns the Params of a TransformerLayer; they override the templates' Params."""
     p = super().Params()
-    p.Define('input_dim', 0, 'Size of the last axis.')
-    p.Define('hidden_dim', 0, 'Size of the hidden layer of the feed-forward part.')
-    p.Define('num_heads', 8, 'Number of attention heads.')
-    p.Define('atten_hidden_dim', 0, 'Total width of the attention heads. 0: input_dim.')
+    p.Define('input_dim', 0, 'Size of the last axis.', domain.SIZE)
+    p.Define('hidden_dim', 0, 'Size of the hidden layer of the feed-forward part.', domain.SIZE)
+    p.Define('num_heads', 8, 'Number of attention heads.', domain.SIZE)
+    p.Define(
+      'atten_hidden_dim', 0, 'Total width of the attention heads. 0: input_dim.', domain.INDEX
+    )
     p.Define('is_causal', False, 'Whether a position attends only to itself and earlier positions.')
     p.Define('activation', 'RELU', 'Name of the activation of the feed-forward part.')
-    p.Define('residual_dropout_prob', 0.0, 'Probability to drop an entry before a residual add.')
-    p.Define('atten_dropout_prob', 0.0, 'Probability to drop an attention weight.')
-    p.Define('relu_dropout_prob', 0.0, 'Probability to drop an entry of the hidden layer.')
+    p.Define(
+      'residual_dropout_prob',
+      0.0,
+      'Probability to drop an entry before a residual add.',
+      domain.PROBABILITY,
+    )
+    p.Define(
+      'atten_dropout_prob', 0.0, 'Probability to drop an attention weight.', domain.PROBABILITY
+    )
+    p.Define(
+      'relu_dropout_prob',
+      0.0,
+      'Probability to drop an entry of the hidden layer.',
+      domain.PROBABILITY,
+    )
     p.Define('tr_atten_tpl', TransformerAttentionLayer.Params(), 'Template of the self-attention.')
     p.Define(
       'tr_fflayer_tpl', TransformerFeedForwardLayer.Params(), 'Template of the feed-forward.'
@@ -207,7 +234,6 @@ class TransformerLayer(base_layer.BaseLayer):
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
     super().__init__(params)
     p = self.params
-    shapes.CheckPositive(p, 'input_dim', 'hidden_dim')
     self_atten = p.tr_atten_tpl.Copy().Set(
       input_dim=p.input_dim,
       hidden_dim=p.atten_hidden_dim,

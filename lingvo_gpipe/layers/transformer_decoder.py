@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import base_layer, hyperparams, nested_map, shapes
+from lingvo_gpipe.core import base_layer, domain, hyperparams, nested_map
 from lingvo_gpipe.layers import attention, dropout, norm, transformer
 
 Outputs = tuple[tf.Tensor | None, tf.Tensor | None, tf.Tensor, tf.Tensor | None]
@@ -24,21 +24,26 @@ class TransformerCrossAttentionLayer(base_layer.BaseLayer):
   def Params(cls) -> hyperparams.InstantiableParams:
     """Returns the Params of a TransformerCrossAttentionLayer."""
     p = super().Params()
-    p.Define('input_dim', 0, 'Size of the last axis, also of the source.')
-    p.Define('hidden_dim', 0, 'Total width of the attention heads. 0: input_dim.')
-    p.Define('num_heads', 8, 'Number of attention heads.')
+    p.Define('input_dim', 0, 'Size of the last axis, also of the source.', domain.SIZE)
+    p.Define('hidden_dim', 0, 'Total width of the attention heads. 0: input_dim.', domain.INDEX)
+    p.Define('num_heads', 8, 'Number of attention heads.', domain.SIZE)
     p.Define('ln_tpl', norm.LayerNorm.Params(), 'Template of the layer norm.')
     p.Define('atten_tpl', attention.MultiHeadedAttention.Params(), 'Template of the attention.')
     p.Define('dropout_tpl', dropout.DropoutLayer.Params(), 'Template of the residual dropout.')
-    p.Define('atten_dropout_prob', 0.0, 'Probability to drop an attention weight.')
-    p.Define('residual_dropout_prob', 0.0, 'Probability to drop an entry before the residual add.')
+    p.Define(
+      'atten_dropout_prob', 0.0, 'Probability to drop an attention weight.', domain.PROBABILITY
+    )
+    p.Define(
+      'residual_dropout_prob',
+      0.0,
+      'Probability to drop an entry before the residual add.',
+      domain.PROBABILITY,
+    )
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
     super().__init__(params)
     p = self.params
-    shapes.CheckPositive(p, 'input_dim')
-    shapes.CheckProbability(p, 'atten_dropout_prob', 'residual_dropout_prob')
     self.CreateChild('layer_norm', p.ln_tpl.Copy().Set(input_dim=p.input_dim))
     atten = p.atten_tpl.Copy().Set(
       input_dim=p.input_dim,
@@ -124,14 +129,28 @@ class TransformerDecoderLayer(base_layer.BaseLayer):
   def Params(cls) -> hyperparams.InstantiableParams:
     """Returns the Params of a TransformerDecoderLayer; they override the templates' Params."""
     p = super().Params()
-    p.Define('input_dim', 0, 'Size of the last axis, also of the source.')
-    p.Define('hidden_dim', 0, 'Size of the hidden layer of the feed-forward part.')
-    p.Define('num_heads', 8, 'Number of attention heads.')
-    p.Define('atten_hidden_dim', 0, 'Total width of the attention heads. 0: input_dim.')
+    p.Define('input_dim', 0, 'Size of the last axis, also of the source.', domain.SIZE)
+    p.Define('hidden_dim', 0, 'Size of the hidden layer of the feed-forward part.', domain.SIZE)
+    p.Define('num_heads', 8, 'Number of attention heads.', domain.SIZE)
+    p.Define(
+      'atten_hidden_dim', 0, 'Total width of the attention heads. 0: input_dim.', domain.INDEX
+    )
     p.Define('activation', 'RELU', 'Name of the activation of the feed-forward part.')
-    p.Define('residual_dropout_prob', 0.0, 'Probability to drop an entry before a residual add.')
-    p.Define('atten_dropout_prob', 0.0, 'Probability to drop an attention weight.')
-    p.Define('relu_dropout_prob', 0.0, 'Probability to drop an entry of the hidden layer.')
+    p.Define(
+      'residual_dropout_prob',
+      0.0,
+      'Probability to drop an entry before a residual add.',
+      domain.PROBABILITY,
+    )
+    p.Define(
+      'atten_dropout_prob', 0.0, 'Probability to drop an attention weight.', domain.PROBABILITY
+    )
+    p.Define(
+      'relu_dropout_prob',
+      0.0,
+      'Probability to drop an entry of the hidden layer.',
+      domain.PROBABILITY,
+    )
     p.Define(
       'tr_self_atten_tpl',
       transformer.TransformerAttentionLayer.Params(),
@@ -152,7 +171,6 @@ class TransformerDecoderLayer(base_layer.BaseLayer):
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
     super().__init__(params)
     p = self.params
-    shapes.CheckPositive(p, 'input_dim', 'hidden_dim')
     atten = {
       'input_dim': p.input_dim,
       'hidden_dim': p.atten_hidden_dim,

@@ -9,7 +9,7 @@ from typing import Any
 
 from absl import logging
 
-from lingvo_gpipe.core import hyperparams
+from lingvo_gpipe.core import domain, hyperparams
 
 # Fields saved in a checkpoint: the identity of the metric, and its history.
 _METRIC = ('jobname', 'metric', 'minimize')
@@ -41,29 +41,34 @@ class EarlyStopping:
       'Job that reports the metric: the name of its directory in the log directory.',
     )
     p.Define('minimize', True, 'Whether a smaller value is better.')
-    p.Define('window', 0, 'Number of steps without a gain after which training stops; 0: never.')
+    p.Define(
+      'window',
+      0,
+      'Number of steps without a gain after which training stops; 0: never.',
+      domain.COUNT,
+    )
     p.Define(
       'max_evaluations',
       0,
       'Number of consecutive evaluations without a gain after which training stops; 0: never.',
+      domain.COUNT,
     )
     p.Define(
-      'tolerance', 0.0, 'Minimum improvement over the last gain that counts as a gain, exclusive.'
+      'tolerance',
+      0.0,
+      'Minimum improvement over the last gain that counts as a gain, exclusive.',
+      domain.NOT_NEGATIVE,
     )
-    p.Define('min_steps', 0, 'Step before which training never stops.')
+    p.Define('min_steps', 0, 'Step before which training never stops.', domain.COUNT)
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
     """Starts with an empty history.
 
     Raises:
-      ValueError: a number is out of range.
+      ValueError: a limit has no metric.
     """
     p = self.params = params.Copy()
-    for name in ('window', 'max_evaluations', 'tolerance', 'min_steps'):
-      # `not >=` instead of `<` also rejects NaN.
-      if not p.Get(name) >= 0:
-        raise ValueError(f'train.early_stop.{name} must be at least 0, got {p.Get(name)}')
     if (p.window or p.max_evaluations) and not p.metric:
       raise ValueError(
         'train.early_stop has a window or max_evaluations but no metric: name one, such as loss'

@@ -15,21 +15,14 @@ from typing import Any, Protocol
 import tensorflow as tf
 from absl import logging
 
-from lingvo_gpipe.core import hyperparams
+from lingvo_gpipe.core import domain, hyperparams
 from lingvo_gpipe.learning import lr_schedules, optimizer, shared_weights
 
-_PATTERNS = (
-  'bprop_variable_filter',
-  'bprop_variable_exclusion',
-  'weight_decay_exclusion',
-  'lp_regularizer_exclusion',
-)
 _CLIPPING = (
   'clip_gradient_norm_to_value',
   'clip_gradient_single_norm_to_value',
   'clip_gradient_value_to',
 )
-_NOT_NEGATIVE = (*_CLIPPING, 'l1_regularizer_weight', 'l2_regularizer_weight')
 
 
 class Stage(Protocol):
@@ -58,7 +51,12 @@ class Learner:
     """Params of a learner."""
     p = hyperparams.InstantiableParams(cls)
     p.Define('name', '', 'Name of this learner; required if the task has several learners.')
-    p.Define('learning_rate', 1e-3, 'Learning rate before it is multiplied by the schedule.')
+    p.Define(
+      'learning_rate',
+      1e-3,
+      'Learning rate before it is multiplied by the schedule.',
+      domain.POSITIVE,
+    )
     p.Define(
       'lr_schedule',
       lr_schedules.Constant.Params(),
@@ -69,24 +67,40 @@ class Learner:
       'clip_gradient_norm_to_value',
       0.0,
       'Maximum global norm of the gradients of this learner, which are scaled down to it; 0: none.',
+      domain.NOT_NEGATIVE,
     )
     p.Define(
       'clip_gradient_single_norm_to_value',
       0.0,
       "Maximum norm of each variable's gradient, which is scaled down to it; 0: none.",
+      domain.NOT_NEGATIVE,
     )
-    p.Define('clip_gradient_value_to', 0.0, 'Value c that clips gradients to [-c, c]; 0: none.')
-    p.Define('l2_regularizer_weight', 0.0, 'Weight c of the loss term c / 2 * sum of w^2.')
-    p.Define('l1_regularizer_weight', 0.0, 'Weight c of the loss term c * sum of |w|.')
+    p.Define(
+      'clip_gradient_value_to',
+      0.0,
+      'Value c that clips gradients to [-c, c]; 0: none.',
+      domain.NOT_NEGATIVE,
+    )
+    p.Define(
+      'l2_regularizer_weight',
+      0.0,
+      'Weight c of the loss term c / 2 * sum of w^2.',
+      domain.NOT_NEGATIVE,
+    )
+    p.Define(
+      'l1_regularizer_weight', 0.0, 'Weight c of the loss term c * sum of |w|.', domain.NOT_NEGATIVE
+    )
     p.Define(
       'lp_regularizer_exclusion',
       '',
       'Regex; variables whose path contains a match get no L1 and L2 regularisation.',
+      domain.REGEX,
     )
     p.Define(
       'weight_decay_exclusion',
       '',
       "Regex; variables whose path contains a match are exempt from the optimizer's weight_decay.",
+      domain.REGEX,
     )
     p.Define(
       'skip_nonfinite',
@@ -97,39 +111,27 @@ class Learner:
       'num_accumulated_mini_batches',
       1,
       'Number of mini-batches whose gradients, averaged by loss weight, make one update.',
+      domain.Int(1, 1 << 20),
     )
     p.Define(
-      'bprop_variable_filter', '', 'Regex; only variables whose path contains a match are trained.'
+      'bprop_variable_filter',
+      '',
+      'Regex; only variables whose path contains a match are trained.',
+      domain.REGEX,
     )
     p.Define(
       'bprop_variable_exclusion',
       '',
       'Regex; variables whose path contains a match are not trained.',
+      domain.REGEX,
     )
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
     p = self.params = params.Copy()
-    if not p.learning_rate > 0:
-      raise ValueError(f'learner.learning_rate must be positive, got {p.learning_rate}')
-    for name in _NOT_NEGATIVE:
-      if not p.Get(name) >= 0:
-        raise ValueError(f'learner.{name} must not be negative, got {p.Get(name)}')
     clipping = [name for name in _CLIPPING if p.Get(name)]
     if len(clipping) > 1:
       raise ValueError(f'a learner clips in only one way: set only one of {", ".join(clipping)}')
-    num = p.num_accumulated_mini_batches
-    if not isinstance(num, int) or isinstance(num, bool) or num < 1:
-      raise ValueError(
-        f'learner.num_accumulated_mini_batches must be a positive integer, got {num!r}'
-      )
-    for name in _PATTERNS:
-      try:
-        re.compile(p.Get(name))
-      except re.error as e:
-        raise ValueError(
-          f'learner.{name} must be a regular expression, got {p.Get(name)!r}: {e}'
-        ) from e
     self._schedule = p.lr_schedule.Instantiate()
     self._parts: list[_Part] = []
     # The first `_num_private` parts belong to this learner only. If all parts are shared with other

@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import hyperparams
+from lingvo_gpipe.core import domain, hyperparams
 
 
 class BaseSchedule:
@@ -77,8 +77,18 @@ class PiecewiseConstantSchedule(BaseSchedule):
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
     p = super().Params()
-    p.Define('boundaries', [], 'Steps at which the value changes, increasing.')
-    p.Define('values', [1.0], 'Values between the boundaries: one more than there are boundaries.')
+    p.Define(
+      'boundaries',
+      [],
+      'Steps at which the value changes, increasing.',
+      domain.ListOf(domain.Number()),
+    )
+    p.Define(
+      'values',
+      [1.0],
+      'Values between the boundaries: one more than there are boundaries.',
+      domain.ListOf(domain.Number()),
+    )
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
@@ -101,16 +111,25 @@ class _PointToPoint(BaseSchedule):
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
     p = super().Params()
-    p.Define('start', (0, 1.0), '(x0, y0): the first step of the change, and the value before it.')
-    p.Define('limit', (1, 1.0), '(x1, y1): the last step of the change, and the value after it.')
+    p.Define(
+      'start',
+      (0, 1.0),
+      '(x0, y0): the first step of the change, and the value before it.',
+      domain.ListOf(domain.Number(), 2),
+    )
+    p.Define(
+      'limit',
+      (1, 1.0),
+      '(x1, y1): the last step of the change, and the value after it.',
+      domain.ListOf(domain.Number(), 2),
+    )
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
     super().__init__(params)
     p = self.params
-    self._Check(len(p.start) == 2, 'start', 'a pair (step, value)')
     self._Check(
-      len(p.limit) == 2 and p.limit[0] > p.start[0],
+      p.limit[0] > p.start[0],
       'limit',
       f'a pair (step, value) with a step after {p.start[0]}',
     )
@@ -150,12 +169,8 @@ class CosineSchedule(BaseSchedule):
     p = super().Params()
     p.Define('initial_value', 1.0, 'Value at step 0.')
     p.Define('final_value', 0.0, 'Value at total_steps and after.')
-    p.Define('total_steps', 0, 'Number of steps of the decay; required.')
+    p.Define('total_steps', 0, 'Number of steps of the decay; required.', domain.POSITIVE)
     return p
-
-  def __init__(self, params: hyperparams.InstantiableParams) -> None:
-    super().__init__(params)
-    self._Check(self.params.total_steps > 0, 'total_steps', 'positive')
 
   def _Value(self, step: tf.Tensor) -> tf.Tensor:
     p = self.params
@@ -174,14 +189,14 @@ class LinearRampupCosineSchedule(CosineSchedule):
   def Params(cls) -> hyperparams.InstantiableParams:
     p = super().Params()
     p.Define('warmup_init', 0.0, 'Value at step 0.')
-    p.Define('warmup_steps', 0, 'Number of warm-up steps; 0: none.')
+    p.Define('warmup_steps', 0, 'Number of warm-up steps; 0: none.', domain.NOT_NEGATIVE)
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
     super().__init__(params)
     p = self.params
     self._Check(
-      0 <= p.warmup_steps < p.total_steps, 'warmup_steps', f'in [0, total_steps = {p.total_steps})'
+      p.warmup_steps < p.total_steps, 'warmup_steps', f'below total_steps = {p.total_steps}'
     )
     self._Check(p.warmup_init <= p.initial_value, 'warmup_init', 'at most initial_value')
 
@@ -212,8 +227,18 @@ class PiecewiseSchedule(BaseSchedule):
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
     p = super().Params()
-    p.Define('boundaries', [], 'Increasing steps at which the next schedule starts.')
-    p.Define('schedules', [Constant.Params()], 'Params of the schedules, one more than boundaries.')
+    p.Define(
+      'boundaries',
+      [],
+      'Increasing steps at which the next schedule starts.',
+      domain.ListOf(domain.Number()),
+    )
+    p.Define(
+      'schedules',
+      [Constant.Params()],
+      'Params of the schedules, one more than boundaries.',
+      domain.ListOf(domain.PARAMS),
+    )
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
@@ -247,17 +272,15 @@ class TransformerSchedule(BaseSchedule):
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
     p = super().Params()
-    p.Define('warmup_steps', 4000, 'Number of steps of the linear warm-up.')
-    p.Define('model_dim', 512, 'Width of the model.')
-    p.Define('decay_end', None, 'Step after which the value stays constant; None: never.')
+    p.Define('warmup_steps', 4000, 'Number of steps of the linear warm-up.', domain.POSITIVE)
+    p.Define('model_dim', 512, 'Width of the model.', domain.POSITIVE)
+    p.Define(
+      'decay_end',
+      None,
+      'Step after which the value stays constant; None: never.',
+      domain.NOT_NEGATIVE | domain.NONE,
+    )
     return p
-
-  def __init__(self, params: hyperparams.InstantiableParams) -> None:
-    super().__init__(params)
-    p = self.params
-    self._Check(p.warmup_steps > 0, 'warmup_steps', 'positive')
-    self._Check(p.model_dim > 0, 'model_dim', 'positive')
-    self._Check(p.decay_end is None or p.decay_end >= 0, 'decay_end', 'None or a step')
 
   def _Value(self, step: tf.Tensor) -> tf.Tensor:
     p = self.params

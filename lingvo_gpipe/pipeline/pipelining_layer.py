@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from lingvo_gpipe.core import (
   base_layer,
+  domain,
   fprop_context,
   hyperparams,
   nested_map,
@@ -50,31 +51,50 @@ class PipeliningLayer(base_layer.BaseLayer):
   def Params(cls) -> hyperparams.InstantiableParams:
     """Params of a pipelined sequence."""
     p = super().Params()
-    p.Define('sub', [], 'Params of the layers, in order; nested SequentialLayers are flattened.')
-    p.Define('num_stages', 1, 'Number of stages.')
+    p.Define(
+      'sub',
+      [],
+      'Params of the layers, in order; nested SequentialLayers are flattened.',
+      domain.ListOf(domain.PARAMS),
+    )
+    p.Define('num_stages', 1, 'Number of stages.', domain.Int(1, schedules.MAX_STAGES))
     p.Define(
       'stages_per_device',
       1,
       'Number of stages on each device: stage k is on device k mod K. A custom Schedule maps its '
       'stages to devices itself.',
+      domain.Int(1, schedules.MAX_STAGES),
     )
-    p.Define('num_micro_batches', 1, 'M, the number of micro-batches in a mini-batch.')
-    p.Define('splits', [], 'For each stage the index after its last layer; empty: cut by cost.')
+    p.Define(
+      'num_micro_batches',
+      1,
+      'M, the number of micro-batches in a mini-batch.',
+      domain.Int(1, schedules.MAX_MICRO_BATCHES),
+    )
+    p.Define(
+      'splits',
+      [],
+      'For each stage the index after its last layer; empty: cut by cost.',
+      domain.ListOf(domain.Int(0)),
+    )
     p.Define(
       'ties',
       [],
       "Pairs ['layers[9].emb', 'layers[0].emb']: the first weight is the second one, used again.",
+      domain.ListOf(domain.ListOf(domain.STR, 2)),
     )
     p.Define(
       'partition_by',
       'flops',
       'The cost that an automatic cut balances: flops, params, or time, measured on the first '
       'device.',
+      domain.OneOf(*cut_lib.COSTS),
     )
     p.Define(
       'memory_limit',
       0,
       'Most bytes that a device may need, as predicted by `stage_memory`; 0: no limit.',
+      domain.NOT_NEGATIVE,
     )
     p.Define('schedule', 'gpipe', 'Name of the training schedule, or a Schedule.')
     p.Define(
@@ -83,9 +103,10 @@ class PipeliningLayer(base_layer.BaseLayer):
       'The part that backward recomputes: stage (everything), except_last (everything but the last '
       'micro-batch), layer (one layer at a time, from its kept input) or none. FProp under a tape '
       'always uses stage.',
+      domain.OneOf(*rematerialisation.POLICIES),
     )
     p.Define('xla', True, 'Compile the stages by XLA.')
-    p.Define('batch_dim', 0, 'The batch dimension of every input and output.')
+    p.Define('batch_dim', 0, 'The batch dimension of every input and output.', domain.Int(0, 7))
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
@@ -95,15 +116,6 @@ class PipeliningLayer(base_layer.BaseLayer):
       raise ValueError(f'{self.path}: sub is empty; a pipeline needs at least one layer')
     # Report mistakes now rather than when the first step is built.
     p = self.params
-    shapes.CheckPositive(p, 'num_stages', 'stages_per_device', 'num_micro_batches')
-    rematerialisation.CheckPolicy(p.remat_policy, f'{self.path}: ')
-    if p.partition_by not in cut_lib.COSTS:
-      raise ValueError(
-        f'{self.path}: unknown partition_by {p.partition_by!r}; expected one of '
-        f'{", ".join(cut_lib.COSTS)}'
-      )
-    if p.memory_limit < 0:
-      raise ValueError(f'{self.path}: memory_limit must not be negative, got {p.memory_limit}')
     num_devices = -(-p.num_stages // p.stages_per_device)
     if isinstance(p.schedule, schedules.Schedule) and p.stages_per_device == 1:
       num_devices = p.schedule.num_devices

@@ -102,6 +102,17 @@ def ReadParams(path: str) -> str | None:
   return files.ReadText(path, '--mode=diff_params')
 
 
+def ParamsText(params: hyperparams.Params) -> str:
+  """Returns `Params.ToText`, with a comment above each param that declares its domain."""
+  text, types = params.ToText(include_types=True)
+  lines = []
+  for path, line in zip(types, text.splitlines(), strict=True):
+    domain = params.GetDomain(path)
+    lines += [f'# {path} expects {domain.text}'] if domain else []
+    lines.append(line)
+  return ''.join(f'{line}\n' for line in lines)
+
+
 def ParamsDiff(old: str, new: str) -> list[str]:
   """Returns a line for each param that differs between two texts; [] if they are equal.
 

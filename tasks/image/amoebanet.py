@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from lingvo_gpipe import batch_norm, conv_batch_norm, drop_path, hyperparams, shapes, skip
+from lingvo_gpipe import batch_norm, conv_batch_norm, domain, drop_path, hyperparams, skip
 from tasks.image import amoebanet_cell, classifier, heads
 
 _AUX_KEY = 'aux_head'
@@ -21,19 +21,36 @@ class AmoebaNet(classifier.ImageClassifier):
   def Params(cls) -> hyperparams.InstantiableParams:
     """Returns the Params of the network."""
     p = super().Params()
-    p.Define('variant', 'D', 'Which cells: B or D.')
-    p.Define('num_cells', 18, 'L: number of normal cells in all three stacks.')
-    p.Define('reduction_size', 256, 'D: channels of the states in the first stack.')
-    p.Define('stem_filters', 32, 'Channels of the stem convolution.')
-    p.Define('stem_stride', 2, 'Stride of the stem convolution; 1 (padded) for small images.')
-    p.Define('num_stem_cells', 2, 'Reduction cells before the first stack; 0 for small images.')
-    p.Define('aux_head_scale', 0.4, 'Scale of the widths of the auxiliary head.')
-    p.Define('dropout_prob', 0.0, 'Dropout probability before the last projection.')
-    p.Define('drop_path_keep_prob', 1.0, 'Final probability of keeping an operation.')
+    p.Define('variant', 'D', 'Which cells: B or D.', domain.OneOf('B', 'D'))
+    p.Define(
+      'num_cells', 18, 'L: number of normal cells in all three stacks.', domain.Int(1, 10_000)
+    )
+    p.Define('reduction_size', 256, 'D: channels of the states in the first stack.', domain.SIZE)
+    p.Define('stem_filters', 32, 'Channels of the stem convolution.', domain.SIZE)
+    p.Define(
+      'stem_stride', 2, 'Stride of the stem convolution; 1 (padded) for small images.', domain.SIZE
+    )
+    p.Define(
+      'num_stem_cells',
+      2,
+      'Reduction cells before the first stack; 0 for small images.',
+      domain.Int(0, 16),
+    )
+    p.Define('aux_head_scale', 0.4, 'Scale of the widths of the auxiliary head.', domain.POSITIVE)
+    p.Define(
+      'dropout_prob', 0.0, 'Dropout probability before the last projection.', domain.PROBABILITY
+    )
+    p.Define(
+      'drop_path_keep_prob',
+      1.0,
+      'Final probability of keeping an operation.',
+      domain.Number(above=0, high=1),
+    )
     p.Define(
       'drop_path_total_steps',
       0,
       'Steps until that probability is reached; 0: at once.',
+      domain.INDEX,
     )
     p.Define('batch_norm_tpl', batch_norm.BatchNormLayer.Params(), 'Template of the batch norms.')
     return p
@@ -103,9 +120,6 @@ class AmoebaNet(classifier.ImageClassifier):
 
   def _CheckParams(self) -> None:
     p = self.params
-    if p.variant not in ('B', 'D'):
-      raise ValueError(f'{self.path}: variant must be B or D, got {p.variant!r}')
-    shapes.CheckPositive(p, 'num_cells')
     if p.aux_loss_weight and p.num_cells < 2:
       raise ValueError(
         f'{self.path}: an auxiliary head (aux_loss_weight) needs num_cells of at least 2, got 1'

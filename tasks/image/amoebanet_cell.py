@@ -10,11 +10,11 @@ import tensorflow as tf
 from lingvo_gpipe import (
   base_layer,
   batch_norm,
+  domain,
   drop_path,
   factorized_reduction,
   hyperparams,
   nested_map,
-  shapes,
 )
 from tasks.image import amoebanet_ops
 
@@ -91,10 +91,15 @@ class AmoebaNetCell(base_layer.BaseLayer):
   def Params(cls) -> hyperparams.InstantiableParams:
     """Returns the Params of an AmoebaNetCell."""
     p = super().Params()
-    p.Define('kind', 'd_normal', 'Name of the graph; see CELLS.')
-    p.Define('filters', 0, 'Channels of every state of the cell.')
-    p.Define('input_dim', 0, 'Channels of the last cell.')
-    p.Define('previous_dim', 0, 'Channels of the cell before the last; 0: there is no such cell.')
+    p.Define('kind', 'd_normal', 'Name of the graph; see CELLS.', domain.OneOf(*CELLS))
+    p.Define('filters', 0, 'Channels of every state of the cell.', domain.SIZE)
+    p.Define('input_dim', 0, 'Channels of the last cell.', domain.SIZE)
+    p.Define(
+      'previous_dim',
+      0,
+      'Channels of the cell before the last; 0: there is no such cell.',
+      domain.INDEX,
+    )
     p.Define('is_previous_wider', False, 'Whether that cell has twice the height and width.')
     p.Define('batch_norm_tpl', batch_norm.BatchNormLayer.Params(), 'Template of the batch norms.')
     p.Define(
@@ -107,9 +112,6 @@ class AmoebaNetCell(base_layer.BaseLayer):
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
     super().__init__(params)
     p = self.params
-    shapes.CheckPositive(p, 'filters', 'input_dim')
-    if p.kind not in CELLS:
-      raise ValueError(f'{self.path}: kind must be one of {", ".join(CELLS)}, got {p.kind!r}')
     if p.filters % 4:
       raise ValueError(f'{self.path}: filters must be a multiple of 4, got {p.filters}')
     spec = CELLS[p.kind]

@@ -7,7 +7,16 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe import batches, embedding, hyperparams, nested_map, pipelining_layer, shapes, task
+from lingvo_gpipe import (
+  batches,
+  domain,
+  embedding,
+  hyperparams,
+  nested_map,
+  pipelining_layer,
+  shapes,
+  task,
+)
 
 _TOP_K = 5
 
@@ -24,15 +33,21 @@ class ImageClassifier(task.BaseTask):
   def Params(cls) -> hyperparams.InstantiableParams:
     """Returns the Params: sizes of the data, the loss, and `stack`, the pipeline."""
     p = super().Params()
-    p.Define('image_size', 0, 'Height and width of the images.')
-    p.Define('num_channels', 3, 'Channels of the images.')
-    p.Define('num_classes', 0, 'Number of classes.')
+    p.Define('image_size', 0, 'Height and width of the images.', domain.SIZE)
+    p.Define('num_channels', 3, 'Channels of the images.', domain.SIZE)
+    p.Define('num_classes', 0, 'Number of classes.', domain.SIZE)
     p.Define(
       'label_smoothing',
       0.0,
       'In training, total target probability of the wrong classes.',
+      domain.PROBABILITY,
     )
-    p.Define('aux_loss_weight', 0.0, "Weight of the auxiliary head's loss; 0: no auxiliary head.")
+    p.Define(
+      'aux_loss_weight',
+      0.0,
+      "Weight of the auxiliary head's loss; 0: no auxiliary head.",
+      domain.NOT_NEGATIVE,
+    )
     p.Define(
       'stack', pipelining_layer.PipeliningLayer.Params(), 'The pipeline; the task sets `sub`.'
     )
@@ -41,12 +56,6 @@ class ImageClassifier(task.BaseTask):
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
     super().__init__(params)
     p = self.params
-    shapes.CheckPositive(p, 'image_size', 'num_channels', 'num_classes')
-    shapes.CheckProbability(p, 'label_smoothing')
-    if p.aux_loss_weight < 0:
-      raise ValueError(
-        f'{self.path}: aux_loss_weight must not be negative, got {p.aux_loss_weight}'
-      )
     self.CreateChild('stack', p.stack.Copy().Set(sub=self._Layers()))
 
   def _Layers(self) -> list[hyperparams.InstantiableParams]:

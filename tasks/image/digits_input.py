@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from lingvo_gpipe import hyperparams, image_augmentation, image_input, nested_map
+from lingvo_gpipe import domain, hyperparams, image_augmentation, image_input, nested_map
 
 IMAGE_SIZE, NUM_CHANNELS, NUM_CLASSES = 8, 1, 10
 
@@ -33,35 +33,28 @@ class DigitsInput(image_input.ImageInput):
   def Params(cls) -> hyperparams.InstantiableParams:
     """Params of the digits."""
     p = super().Params().Set(image_size=IMAGE_SIZE, num_channels=NUM_CHANNELS)
-    p.Define('split', 'train', 'Which images: train, dev or test.')
-    p.Define('target', 'digit', 'Meaning of labels: digit, 0 ... 9, or parity, 1 for odd digits.')
-    p.Define('max_shift', 1, 'With augment: largest shift in pixels.')
-    p.Define('max_degrees', 15.0, 'With augment: largest rotation in degrees.')
-    p.Define('max_zoom', 0.1, 'With augment: largest relative change of size.')
+    p.Define('split', 'train', 'Which images: train, dev or test.', domain.OneOf(*_SPLIT_ENDS))
+    p.Define(
+      'target',
+      'digit',
+      'Meaning of labels: digit, 0 ... 9, or parity, 1 for odd digits.',
+      domain.OneOf(*_TARGETS),
+    )
+    p.Define('max_shift', 1, 'With augment: largest shift in pixels.', domain.COUNT)
+    p.Define(
+      'max_degrees', 15.0, 'With augment: largest rotation in degrees.', domain.Number(0, below=360)
+    )
+    p.Define('max_zoom', 0.1, 'With augment: largest relative change of size.', domain.PROBABILITY)
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
     super().__init__(params)
     p = self.params
-    if p.split not in _SPLIT_ENDS:
-      raise ValueError(
-        f'{self._Where("split")}: expected {" or ".join(_SPLIT_ENDS)}, got {p.split!r}'
-      )
-    if p.target not in _TARGETS:
-      raise ValueError(
-        f'{self._Where("target")}: expected {" or ".join(_TARGETS)}, got {p.target!r}'
-      )
     if (p.image_size, p.num_channels) != (IMAGE_SIZE, NUM_CHANNELS):
       raise ValueError(
         f'{self._Where("image_size")}: the digits have {IMAGE_SIZE}x{IMAGE_SIZE} pixels of '
         f'{NUM_CHANNELS} channel, got {p.image_size} and {p.num_channels}'
       )
-    self._CheckInteger('max_shift', minimum=0)
-    for name, limit in (('max_degrees', 360), ('max_zoom', 1)):
-      if not 0 <= p.Get(name) < limit:
-        raise ValueError(
-          f'{self._Where(name)}: expected 0 or more and less than {limit}, got {p.Get(name)!r}'
-        )
 
   def _NumImages(self) -> int:
     return len(self._arrays[1])

@@ -11,6 +11,7 @@ from lingvo_gpipe import (
   base_layer,
   batch_norm,
   conv_batch_norm,
+  domain,
   dropout,
   flatten,
   hyperparams,
@@ -18,7 +19,6 @@ from lingvo_gpipe import (
   nested_map,
   pooling,
   sequential,
-  shapes,
 )
 
 
@@ -29,16 +29,19 @@ class ClassifierHead(base_layer.BaseLayer):
   def Params(cls) -> hyperparams.InstantiableParams:
     """Returns the Params of a ClassifierHead."""
     p = super().Params()
-    p.Define('input_dim', 0, 'Number of channels of the inputs.')
-    p.Define('num_classes', 0, 'Number of classes.')
-    p.Define('dropout_prob', 0.0, 'Probability to drop a channel before the projection.')
+    p.Define('input_dim', 0, 'Number of channels of the inputs.', domain.SIZE)
+    p.Define('num_classes', 0, 'Number of classes.', domain.SIZE)
+    p.Define(
+      'dropout_prob',
+      0.0,
+      'Probability to drop a channel before the projection.',
+      domain.PROBABILITY,
+    )
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
     super().__init__(params)
     p = self.params
-    shapes.CheckPositive(p, 'input_dim', 'num_classes')
-    shapes.CheckProbability(p, 'dropout_prob')
     self.CreateChild('pool', pooling.GlobalPoolingLayer.Params())
     self.CreateChild('dropout', dropout.DropoutLayer.Params().Set(keep_prob=1.0 - p.dropout_prob))
     self.CreateChild('projection', _Logits(p.input_dim, p.num_classes))
@@ -82,10 +85,12 @@ class AuxiliaryHead(base_layer.BaseLayer):
     """Returns the Params of an AuxiliaryHead."""
     p = super().Params()
     p.Define('key', 'aux_head', 'Name of the skip connection.')
-    p.Define('input_dim', 0, 'Number of channels of the features.')
-    p.Define('input_size', 0, 'Height and width of the features, at least 5.')
-    p.Define('num_classes', 0, 'Number of classes.')
-    p.Define('scale', 0.4, 'Factor of the widths, 128 and 768, of the two convolutions.')
+    p.Define('input_dim', 0, 'Number of channels of the features.', domain.SIZE)
+    p.Define('input_size', 0, 'Height and width of the features, at least 5.', domain.SIZE)
+    p.Define('num_classes', 0, 'Number of classes.', domain.SIZE)
+    p.Define(
+      'scale', 0.4, 'Factor of the widths, 128 and 768, of the two convolutions.', domain.POSITIVE
+    )
     p.Define('batch_norm_tpl', batch_norm.BatchNormLayer.Params(), 'Template of the batch norms.')
     return p
 
@@ -93,7 +98,6 @@ class AuxiliaryHead(base_layer.BaseLayer):
     super().__init__(params)
     p = self.params
     nested_map.NestedMap.CheckKey(p.key)
-    shapes.CheckPositive(p, 'input_dim', 'input_size', 'num_classes')
     if p.input_size < _WINDOW:
       raise ValueError(
         f'{self.path}: features of {p.input_size}x{p.input_size} are too small for an auxiliary '

@@ -7,12 +7,12 @@ from lingvo_gpipe import (
   activation_layer,
   batch_norm,
   conv_batch_norm,
+  domain,
   dropout,
   flatten,
   hyperparams,
   linear,
   pooling,
-  shapes,
 )
 from tasks.image import classifier
 
@@ -24,22 +24,21 @@ class LeNet5(classifier.ImageClassifier):
   def Params(cls) -> hyperparams.InstantiableParams:
     """Returns the Params of the network."""
     p = super().Params()
-    p.Define('filter_size', 5, 'Height and width of the filters.')
-    p.Define('filters', [20, 50], 'Channels of the two convolutions.')
-    p.Define('hidden_dim', 500, 'Width of the first projection.')
-    p.Define('dropout_prob', 0.0, 'Dropout probability before the last projection.')
+    p.Define('filter_size', 5, 'Height and width of the filters.', domain.SIZE)
+    p.Define(
+      'filters', [20, 50], 'Channels of the two convolutions.', domain.ListOf(domain.SIZE, 2)
+    )
+    p.Define('hidden_dim', 500, 'Width of the first projection.', domain.SIZE)
+    p.Define(
+      'dropout_prob', 0.0, 'Dropout probability before the last projection.', domain.PROBABILITY
+    )
     p.Define('batch_norm_tpl', batch_norm.BatchNormLayer.Params(), 'Template of the batch norms.')
     return p
 
   def _Layers(self) -> list[hyperparams.InstantiableParams]:
     p = self.params
-    shapes.CheckPositive(p, 'filter_size', 'hidden_dim')
-    shapes.CheckProbability(p, 'dropout_prob')
-    if len(p.filters) != 2 or p.image_size < 4:
-      raise ValueError(
-        f'{self.path}: expected two filters and images of at least 4x4, got {list(p.filters)} and '
-        f'image_size {p.image_size}'
-      )
+    if p.image_size < 4:
+      raise ValueError(f'{self.path}: expected images of at least 4x4, got {p.image_size}')
     window = (p.filter_size, p.filter_size)
     pool = pooling.PoolingLayer.Params().Set(
       window_shape=(2, 2), window_stride=(2, 2), padding='VALID'

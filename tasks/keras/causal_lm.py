@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe import hyperparams, keras_cut, keras_preset, nested_map
+from lingvo_gpipe import domain, hyperparams, keras_cut, keras_preset, nested_map
 from tasks.lm import model
 
 
@@ -25,6 +25,7 @@ class KerasCausalLm(model.LanguageModel):
       'lora_rank',
       0,
       'Rank of LoRA; then only its weights and the biases beside them are trained. 0: no LoRA.',
+      domain.INDEX,
     )
     return p
 

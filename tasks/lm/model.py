@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from lingvo_gpipe import (
   batches,
+  domain,
   dropout,
   embedding,
   hyperparams,
@@ -40,7 +41,7 @@ class LanguageModel(task.BaseTask):
   def Params(cls) -> hyperparams.InstantiableParams:
     """Returns the Params: the number of token ids, and `stack`, the pipeline."""
     p = super().Params()
-    p.Define('vocab_size', 256, 'Number of token ids.')
+    p.Define('vocab_size', 256, 'Number of token ids.', domain.SIZE)
     p.Define(
       'stack', pipelining_layer.PipeliningLayer.Params(), 'The pipeline; the task sets `sub`.'
     )
@@ -128,14 +129,28 @@ class TransformerLm(LanguageModel):
   def Params(cls) -> hyperparams.InstantiableParams:
     """Returns the Params: sizes of the model."""
     p = super().Params()
-    p.Define('model_dim', 128, 'Size of the vectors between layers.')
-    p.Define('hidden_dim', 512, 'Size of the feed-forward hidden layer.')
-    p.Define('num_heads', 4, 'Number of attention heads.')
-    p.Define('num_layers', 4, 'Number of Transformer layers.')
-    p.Define('input_dropout_prob', 0.0, 'Dropout probability of the embeddings.')
-    p.Define('residual_dropout_prob', 0.0, 'Dropout probability of the output of each sub-layer.')
-    p.Define('atten_dropout_prob', 0.0, 'Dropout probability of attention weights.')
-    p.Define('relu_dropout_prob', 0.0, 'Dropout probability of the feed-forward hidden layer.')
+    p.Define('model_dim', 128, 'Size of the vectors between layers.', domain.SIZE)
+    p.Define('hidden_dim', 512, 'Size of the feed-forward hidden layer.', domain.SIZE)
+    p.Define('num_heads', 4, 'Number of attention heads.', domain.SIZE)
+    p.Define('num_layers', 4, 'Number of Transformer layers.', domain.Int(1, 10_000))
+    p.Define(
+      'input_dropout_prob', 0.0, 'Dropout probability of the embeddings.', domain.PROBABILITY
+    )
+    p.Define(
+      'residual_dropout_prob',
+      0.0,
+      'Dropout probability of the output of each sub-layer.',
+      domain.PROBABILITY,
+    )
+    p.Define(
+      'atten_dropout_prob', 0.0, 'Dropout probability of attention weights.', domain.PROBABILITY
+    )
+    p.Define(
+      'relu_dropout_prob',
+      0.0,
+      'Dropout probability of the feed-forward hidden layer.',
+      domain.PROBABILITY,
+    )
     p.Define(
       'ff_init_depth_exponent',
       0.0,

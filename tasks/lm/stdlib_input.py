@@ -8,7 +8,7 @@ import os
 import pathlib
 import sysconfig
 
-from lingvo_gpipe import base_input_generator, hyperparams, text_bytes, text_files
+from lingvo_gpipe import base_input_generator, domain, hyperparams, text_bytes, text_files
 
 # Upper bounds of the hash values, modulo 100, of each split.
 _SPLIT_ENDS = {'train': 90, 'dev': 95, 'test': 100}
@@ -27,17 +27,13 @@ class _StdlibFiles(base_input_generator.BaseInputGenerator):
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
     p = super().Params()
-    p.Define('split', 'train', 'Which files: train, dev or test.')
+    p.Define('split', 'train', 'Which files: train, dev or test.', domain.OneOf(*_SPLIT_ENDS))
     p.Define('root', '', 'Directory of the library; empty: the library of the running Python.')
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams):
     super().__init__(params)
     p = self.params
-    if p.split not in _SPLIT_ENDS:
-      raise ValueError(
-        f'{self._Where("split")}: expected {" or ".join(_SPLIT_ENDS)}, got {p.split!r}'
-      )
     if p.file_pattern:
       raise ValueError(
         f'{self._Where("file_pattern")} has no effect here, got {p.file_pattern!r}: use split, or '

@@ -11,6 +11,7 @@ import tensorflow as tf
 from absl import logging
 
 from lingvo_gpipe import (
+  domain,
   hyperparams,
   parallel_text,
   sentence_pairs,
@@ -34,22 +35,28 @@ class CldrInput(parallel_text.ParallelText):
   def Params(cls) -> hyperparams.InstantiableParams:
     """Returns the Params of a CldrInput."""
     p = super().Params()
-    p.Define('split', 'train', f'Which names: {", ".join(cldr_names.SPLITS)}.')
-    p.Define('languages', [], 'Codes of the languages other than English; empty: all.')
-    p.Define('min_names', 800, 'Minimum number of names of a language, also for the vocabulary.')
     p.Define(
-      'max_names', {}, "{'fr': 100}: use a random choice of 100 of the names of fr in the split."
+      'split',
+      'train',
+      f'Which names: {", ".join(cldr_names.SPLITS)}.',
+      domain.OneOf(*cldr_names.SPLITS),
+    )
+    p.Define(
+      'languages', [], 'Codes of the languages other than English; empty: all.', domain.STRINGS
+    )
+    p.Define(
+      'min_names',
+      800,
+      'Minimum number of names of a language, also for the vocabulary.',
+      domain.Int(1),
+    )
+    p.Define(
+      'max_names',
+      {},
+      "{'fr': 100}: use a random choice of 100 of the names of fr in the split.",
+      domain.DictOf(domain.STR, domain.COUNT),
     )
     return p
-
-  def __init__(self, params: hyperparams.InstantiableParams) -> None:
-    super().__init__(params)
-    self._CheckInteger('min_names', minimum=1)
-    p = self.params
-    if p.split not in cldr_names.SPLITS:
-      raise ValueError(
-        f'{self._Where("split")}: expected {" or ".join(cldr_names.SPLITS)}, got {p.split!r}'
-      )
 
   @functools.cached_property
   def tokenizer(self) -> sentencepiece_tokenizer.SentencePieceTokenizer:

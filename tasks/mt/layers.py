@@ -18,12 +18,12 @@ import tensorflow as tf
 
 from lingvo_gpipe import (
   base_layer,
+  domain,
   dropout,
   embedding,
   hyperparams,
   nested_map,
   norm,
-  shapes,
   transformer,
   transformer_decoder,
 )
@@ -36,10 +36,12 @@ class TranslationEmbeddingLayer(base_layer.BaseLayer):
   def Params(cls) -> hyperparams.InstantiableParams:
     """Returns the Params of a TranslationEmbeddingLayer."""
     p = super().Params()
-    p.Define('vocab_size', 0, 'Number of ids.')
-    p.Define('embedding_dim', 0, 'Size of the vectors.')
+    p.Define('vocab_size', 0, 'Number of ids.', domain.SIZE)
+    p.Define('embedding_dim', 0, 'Size of the vectors.', domain.SIZE)
     p.Define('share_embedding', True, 'Whether source and target share one table of tokens.')
-    p.Define('input_dropout_prob', 0.0, 'Probability to drop an entry of a vector.')
+    p.Define(
+      'input_dropout_prob', 0.0, 'Probability to drop an entry of a vector.', domain.PROBABILITY
+    )
     p.Define(
       'emb_tpl',
       embedding.EmbeddingLayer.Params().Set(scale_sqrt_depth=True),
@@ -52,8 +54,6 @@ class TranslationEmbeddingLayer(base_layer.BaseLayer):
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
     super().__init__(params)
     p = self.params
-    shapes.CheckPositive(p, 'vocab_size', 'embedding_dim')
-    shapes.CheckProbability(p, 'input_dropout_prob')
     table = p.emb_tpl.Copy().Set(vocab_size=p.vocab_size, embedding_dim=p.embedding_dim)
     self.CreateChild('source_emb', table)
     if not p.share_embedding:
@@ -169,7 +169,7 @@ class DecoderOutputLayer(base_layer.BaseLayer):
   def Params(cls) -> hyperparams.InstantiableParams:
     """Returns the Params of a DecoderOutputLayer."""
     p = super().Params()
-    p.Define('input_dim', 0, 'Size of the last axis.')
+    p.Define('input_dim', 0, 'Size of the last axis.', domain.SIZE)
     p.Define('ln_tpl', norm.LayerNorm.Params(), 'Template of the layer norm.')
     return p
 

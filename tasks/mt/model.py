@@ -12,13 +12,13 @@ import tensorflow as tf
 from lingvo_gpipe import (
   batches,
   beam_search,
+  domain,
   embedding,
   hyperparams,
   nested_map,
   norm,
   pipelining_layer,
   sequential,
-  shapes,
   task,
   transformer,
   transformer_decoder,
@@ -51,12 +51,19 @@ class TransformerMt(task.BaseTask):
   def Params(cls) -> hyperparams.InstantiableParams:
     """Returns the Params: sizes of the model, and `stack`, the pipeline."""
     p = super().Params()
-    p.Define('vocab_size', 64_000, 'Number of token ids, shared by source and target.')
-    p.Define('model_dim', 1024, 'Size of the vectors between layers.')
-    p.Define('hidden_dim', 8192, 'Size of the feed-forward hidden layers: H.')
-    p.Define('num_heads', 16, 'A: number of attention heads.')
-    p.Define('dim_per_head', 64, 'Size of a head; the attention width is num_heads * dim_per_head.')
-    p.Define('num_layers', 6, 'L: number of encoder layers, and of decoder layers.')
+    p.Define('vocab_size', 64_000, 'Number of token ids, shared by source and target.', domain.SIZE)
+    p.Define('model_dim', 1024, 'Size of the vectors between layers.', domain.SIZE)
+    p.Define('hidden_dim', 8192, 'Size of the feed-forward hidden layers: H.', domain.SIZE)
+    p.Define('num_heads', 16, 'A: number of attention heads.', domain.SIZE)
+    p.Define(
+      'dim_per_head',
+      64,
+      'Size of a head; the attention width is num_heads * dim_per_head.',
+      domain.SIZE,
+    )
+    p.Define(
+      'num_layers', 6, 'L: number of encoder layers, and of decoder layers.', domain.Int(1, 10_000)
+    )
     p.Define(
       'share_embedding', True, 'Whether source and target share one table; the softmax has its own.'
     )
@@ -64,11 +71,26 @@ class TransformerMt(task.BaseTask):
       'label_smoothing',
       0.0,
       'In training, total target probability of the wrong tokens.',
+      domain.PROBABILITY,
     )
-    p.Define('input_dropout_prob', 0.0, 'Dropout probability of the embeddings.')
-    p.Define('residual_dropout_prob', 0.0, 'Dropout probability of the output of each sub-layer.')
-    p.Define('atten_dropout_prob', 0.0, 'Dropout probability of attention weights.')
-    p.Define('relu_dropout_prob', 0.0, 'Dropout probability of the feed-forward hidden layers.')
+    p.Define(
+      'input_dropout_prob', 0.0, 'Dropout probability of the embeddings.', domain.PROBABILITY
+    )
+    p.Define(
+      'residual_dropout_prob',
+      0.0,
+      'Dropout probability of the output of each sub-layer.',
+      domain.PROBABILITY,
+    )
+    p.Define(
+      'atten_dropout_prob', 0.0, 'Dropout probability of attention weights.', domain.PROBABILITY
+    )
+    p.Define(
+      'relu_dropout_prob',
+      0.0,
+      'Dropout probability of the feed-forward hidden layers.',
+      domain.PROBABILITY,
+    )
     p.Define('encoder_tpl', transformer.TransformerLayer.Params(), 'Template of encoder layers.')
     p.Define(
       'decoder_tpl',
@@ -89,10 +111,6 @@ class TransformerMt(task.BaseTask):
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
     super().__init__(params)
     p = self.params
-    shapes.CheckPositive(
-      p, 'vocab_size', 'model_dim', 'hidden_dim', 'num_heads', 'dim_per_head', 'num_layers'
-    )
-    shapes.CheckProbability(p, 'label_smoothing')
     self._search = p.beam_search.Instantiate()
     self.CreateChild('stack', p.stack.Copy().Set(sub=self._Layers()))
 

@@ -79,7 +79,7 @@ _MISTAKES = {
   ),
   'what an input of the project refuses': (
     'trainer', [_MODEL, '--logdir={}', _Tiny('input.split:tset')],
-    r"param split: expected train or dev or test, got 'tset'",
+    r"split expects 'train' or 'dev' or 'test', got 'tset'",
   ),
   'unknown schedule': (
     'trainer', [_MODEL, '--logdir={}', _Tiny('task.stack.schedule:gpip')],
@@ -194,7 +194,10 @@ def testModesPrintAndExit(forks):
   params = registry.GetParams(processes.MODEL, 'Train')
   params.task.Set(model_dim=64)
   params.task.train.max_steps = 7
-  assert processes.Succeeded(done).stdout == params.ToText()
+  text = processes.Succeeded(done).stdout
+  assert params.Copy().FromText(text) == params
+  assert re.sub('#.*\n', '', text) == params.ToText()
+  assert '# task.num_heads expects an integer of at least 1 ' in text
   done = forks.Run('trainer', '--mode=inspect_model', _MODEL)
   lines = processes.Succeeded(done).stdout.splitlines()
   assert re.fullmatch(r'lm\.stack\.layers\[0\]\.\S+ +\[256, 128\] +float32 +32,768', lines[0])

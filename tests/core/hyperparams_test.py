@@ -272,7 +272,7 @@ c # no comment"
 def testFromTextIsAtomic(text):
   p = _Model()
   references = p.task.train, p.task.layers, p.task.stages
-  start = 'task.train.max_steps:7;task.layers[0].sizes[0]:7;task.stages[1][0]:7;task.name:None\n'
+  start = 'task.train.max_steps:7;task.layers[0].sizes[0]:7;task.stages[1][0]:7;task.name:x\n'
   with pytest.raises((ValueError, AttributeError)):
     p.FromText(start + text)
   assert p == _Model()
@@ -285,8 +285,8 @@ def testTextForNestedParamsRaises():
   assert _Message(ValueError, p.FromText, 'task.train:0.1') == (
     "task.train is Params; set one of the params in it such as task.train.learning_rate, got '0.1'"
   )
-  p.FromText('task.train:None')
-  assert p.task.train is None
+  assert 'task.train expects Params' in _Message(ValueError, p.FromText, 'task.train:None')
+  p.task.train = None
   assert 'is None, in place of Params' in _Message(ValueError, p.FromText, 'task.train:5')
 
 

@@ -327,8 +327,8 @@ def testFinishedExamplesMayHaveAnyLogits():
 @pytest.mark.parametrize(
   'settings, message',
   [
-    ({'num_hyps_per_beam': 0}, 'num_hyps_per_beam must be at least 1, got 0'),
-    ({'length_normalization': -0.1}, 'length_normalization must be at least 0'),
+    ({'num_hyps_per_beam': 0}, naming.Naming('num_hyps_per_beam', 1, 0)),
+    ({'length_normalization': -0.1}, naming.Naming('length_normalization', '-0.1')),
     ({}, naming.Naming('target_seq_len', 1, 0)),
     ({'target_seq_len': 3, 'eos': 5}, naming.Naming('target_eos_id 5', 'vocabulary of 5')),
     ({'target_seq_len': 3, 'shape': [2, 5]}, r'floating logits \[batch, time, vocab\], got'),

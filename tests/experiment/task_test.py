@@ -107,7 +107,7 @@ def testTrainParamsRoundTrip():
 )
 def testNumbersOutOfRange(name, value):
   p = task.BaseTask.Params().Set(name='mine', **{name: value})
-  with pytest.raises(ValueError, match=rf'mine\.{name} must be at least [01], got {value}'):
+  with pytest.raises(ValueError, match=rf"'mine': {name} expects .* at least [01].*, got {value}"):
     p.Instantiate()
 
 

@@ -218,7 +218,7 @@ def testParamsAreCopied():
   'params, match',
   [
     ({'batch_size': 0}, 'batch_size is not set'),
-    ({'batch_size': -1}, "'squares'.*batch_size: expected an integer of at least 1, got -1"),
+    ({'batch_size': -1}, "'squares'.*batch_size expects an integer of at least 0 .*got -1"),
     ({'num_epochs': -1}, 'num_epochs'),
     ({'num_prefetch': -2}, 'num_prefetch'),
     ({'read_on_workers': 1}, 'read_on_workers'),

@@ -231,7 +231,7 @@ def testStreamHasNoPositions():
     source.Dataset(start=4)
   with pytest.raises(AttributeError, match='num_parallel_calls'):  # Has no effect here.
     _Input(num_parallel_calls=None)
-  with pytest.raises(ValueError, match='shuffle_buffer_size: expected an integer of at least 1'):
+  with pytest.raises(ValueError, match='shuffle_buffer_size expects an integer of at least 1'):
     _Input(shuffle_buffer_size=0)
 
 

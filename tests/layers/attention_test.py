@@ -243,7 +243,7 @@ def testWrongInputsRaise(args, message):
 def testWrongParamsRaise():
   with pytest.raises(ValueError, match='width 8 .* multiple of num_heads 3'):
     _Make(num_heads=3)
-  with pytest.raises(ValueError, match='atten_dropout_prob must be at least 0 and below 1'):
+  with pytest.raises(ValueError, match='atten_dropout_prob expects .* below 1, got 1.0'):
     _Make(atten_dropout_prob=1.0)
 
 

@@ -185,9 +185,9 @@ def testWithoutGammaAndBeta():
 @pytest.mark.parametrize(
   'params, words',
   [
-    ({'dim': 0}, 'set dim'),
-    ({'epsilon': 0.0}, 'epsilon must be positive'),
-    ({'decay': 1.0}, 'decay must be None, or at least 0 and below 1, got 1.0'),
+    ({'dim': 0}, 'dim expects an integer of at least 1'),
+    ({'epsilon': 0.0}, 'epsilon expects a number above 0'),
+    ({'decay': 1.0}, 'decay expects a number of at least 0 and below 1 or None, got 1.0'),
   ],
 )
 def testWrongParamsRaise(params, words):

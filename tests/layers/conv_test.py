@@ -93,10 +93,10 @@ def testBiasAndActivation():
 @pytest.mark.parametrize(
   'values, message',
   [
-    ({'filter_shape': (3, 3, 3)}, 'filter_shape to 4 positive'),
-    ({'filter_shape': (3, 3, 0, 4)}, 'filter_shape to 4 positive'),
-    ({'filter_shape': (3, 3, 3, 4), 'padding': 'FULL'}, 'SAME or VALID'),
-    ({'filter_shape': (3, 3, 3, 4), 'filter_stride': (2,)}, 'filter_stride to 2'),
+    ({'filter_shape': (3, 3, 3)}, 'filter_shape expects a list of 4'),
+    ({'filter_shape': (3, 3, 0, 4)}, 'filter_shape expects a list of 4'),
+    ({'filter_shape': (3, 3, 3, 4), 'padding': 'FULL'}, "'SAME' or 'VALID'"),
+    ({'filter_shape': (3, 3, 3, 4), 'filter_stride': (2,)}, 'filter_stride expects a list of 2'),
   ],
 )
 def testWrongParamsRaise(values, message):

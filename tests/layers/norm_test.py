@@ -69,7 +69,7 @@ def testErrorsNameTheLayer():
   layer = _Make(input_dim=8)
   with pytest.raises(ValueError, match=r'ln: .* must be 8, got shape \[2, 7\]'):
     layer(tf.zeros([2, 7]))
-  with pytest.raises(ValueError, match='epsilon must be positive'):
+  with pytest.raises(ValueError, match='epsilon expects a number above 0'):
     _Make(input_dim=8, epsilon=0.0)
 
 

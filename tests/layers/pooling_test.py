@@ -47,9 +47,9 @@ def testGlobalPool(pooling_type, fn):
 
 def testErrors():
   p = pooling.PoolingLayer.Params().Set(name='pool', window_shape=(5, 5), padding='VALID')
-  with pytest.raises(ValueError, match='MAX or AVG'):
+  with pytest.raises(ValueError, match="'MAX' or 'AVG'"):
     p.Copy().Set(pooling_type='MIN').Instantiate()
-  with pytest.raises(ValueError, match='window_shape to 2 positive'):
+  with pytest.raises(ValueError, match='window_shape expects a list of 2'):
     p.Copy().Set(window_shape=(5, 0)).Instantiate()
   with pytest.raises(ValueError, match='does not fit'):
     pooling.PoolingLayer.FPropMeta(p, tf.TensorSpec([1, 4, 8, 3]))

@@ -160,7 +160,7 @@ def testAddOfAnotherShapeRaises():
 
 
 def testUnknownCombinationRaises():
-  with pytest.raises(ValueError, match="combine must be one of add, concat, append, got 'mul'"):
+  with pytest.raises(ValueError, match="'add' or 'concat' or 'append', got 'mul'"):
     _Layer(_Pop('a', 'mul'))
 
 

@@ -98,7 +98,7 @@ def testAMissingMetricIsReported():
 
 @pytest.mark.parametrize('name', ['window', 'max_evaluations', 'tolerance', 'min_steps'])
 def testNumbersOutOfRange(name):
-  with pytest.raises(ValueError, match=rf'train\.early_stop\.{name} must be at least 0'):
+  with pytest.raises(ValueError, match=f'{name} expects .* at least 0'):
     _Make(**{name: -1})
 
 

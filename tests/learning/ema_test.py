@@ -232,7 +232,9 @@ def testAveragesCountAsMemory():
 
 @pytest.mark.parametrize('decay', [-0.1, 1.0, float('nan')])
 def testDecayOutOfRange(decay):
-  with pytest.raises(ValueError, match=r'net\.train\.ema_decay must be in \[0, 1\)'):
+  with pytest.raises(
+    ValueError, match="'net': train.ema_decay expects a number of at least 0 and below 1"
+  ):
     _Runner(decay=decay)
 
 

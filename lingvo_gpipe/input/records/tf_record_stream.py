@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import files, heartbeat, hyperparams, nested_map
+from lingvo_gpipe.core import domain, files, heartbeat, hyperparams, nested_map
 from lingvo_gpipe.input import file_pattern, index_order, stream_input
 from lingvo_gpipe.input.records import tf_records
 
@@ -32,13 +32,14 @@ class TfRecordStream(stream_input.BaseStreamInput):
   def Params(cls) -> hyperparams.InstantiableParams:
     """Params of a stream of records."""
     p = super().Params()
-    p.Define('file_pattern', '', 'Glob of the files, or a list of globs; any tf.io.gfile path.')
+    p.Define(
+      'file_pattern',
+      '',
+      'Glob of the files, or a list of globs; any tf.io.gfile path.',
+      domain.STR | domain.STRINGS,
+    )
     tf_records.DefinePolicy(p)
     return p
-
-  def __init__(self, params: hyperparams.InstantiableParams) -> None:
-    super().__init__(params)
-    tf_records.CheckPolicy(self.params.damaged_records, self._Where('damaged_records'))
 
   def _Example(self, record: tf.Tensor) -> nested_map.NestedMap:
     """Returns the example of a record, a scalar string: NestedMap of tensors [...].

@@ -7,13 +7,12 @@ import functools
 import os
 import struct
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from lingvo_gpipe.core import files, heartbeat, hyperparams
+from lingvo_gpipe.core import domain, files, heartbeat, hyperparams
 
 # Policies for a record with a wrong checksum.
 POLICIES = ('stop', 'skip')
@@ -30,13 +29,7 @@ _BUFFER_BYTES = 2**18
 
 def DefinePolicy(p: hyperparams.Params) -> None:
   """Defines the param `damaged_records`, one of `POLICIES`."""
-  p.Define('damaged_records', 'stop', _POLICY)
-
-
-def CheckPolicy(policy: Any, context: str) -> None:
-  """Raises ValueError, which names the param, if a policy is not one of `POLICIES`."""
-  if policy not in POLICIES:
-    raise ValueError(f'{context}: expected {" or ".join(POLICIES)}, got {policy!r}')
+  p.Define('damaged_records', 'stop', _POLICY, domain.OneOf(*POLICIES))
 
 
 def Dataset(path: str | tf.Tensor, first_byte: int | tf.Tensor = 0) -> tf.data.Dataset:

@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 from google.protobuf import message
 
-from lingvo_gpipe.core import hyperparams
+from lingvo_gpipe.core import domain, hyperparams
 from lingvo_gpipe.input import file_pattern
 from lingvo_gpipe.input.records import tf_records
 from lingvo_gpipe.input.text import parallel_text, sentence_pairs
@@ -26,7 +26,12 @@ class _ParallelFiles(parallel_text.ParallelText):
   def Params(cls) -> hyperparams.InstantiableParams:
     """Params of an input that reads files."""
     p = super().Params()
-    p.Define('file_pattern', '', 'Glob of the files, or a list of globs; any tf.io.gfile path.')
+    p.Define(
+      'file_pattern',
+      '',
+      'Glob of the files, or a list of globs; any tf.io.gfile path.',
+      domain.STR | domain.STRINGS,
+    )
     return p
 
   def _Files(self) -> list[tuple[list[str], str]]:
@@ -56,18 +61,9 @@ class TsvPairs(_ParallelFiles):
       'pair_files',
       [],
       "Lists of source language, target language and glob, such as [['de', 'en', 'de-en.*.tsv']].",
+      domain.ListOf(domain.ListOf(domain.STR, 3)),
     )
     return p
-
-  def __init__(self, params: hyperparams.InstantiableParams) -> None:
-    super().__init__(params)
-    for entry in self.params.pair_files:
-      is_list = isinstance(entry, list | tuple) and len(entry) == 3
-      if not is_list or not all(isinstance(x, str) and x for x in entry):
-        raise ValueError(
-          f'{self._Where("pair_files")}: expected lists such as '
-          f"['de', 'en', 'de-en.*.tsv'], got {entry!r}"
-        )
 
   def _Files(self) -> list[tuple[list[str], str]]:
     p = self.params
@@ -106,10 +102,6 @@ class TfRecordPairs(_ParallelFiles):
     p = super().Params()
     tf_records.DefinePolicy(p)
     return p
-
-  def __init__(self, params: hyperparams.InstantiableParams) -> None:
-    super().__init__(params)
-    tf_records.CheckPolicy(self.params.damaged_records, self._Where('damaged_records'))
 
   def _SourceParts(self) -> list[Any]:
     # A cache made with skip must not hide damage from a run that should stop.

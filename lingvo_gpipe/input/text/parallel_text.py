@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from lingvo_gpipe.core import hyperparams, nested_map
+from lingvo_gpipe.core import domain, hyperparams, nested_map
 from lingvo_gpipe.input import bucketed_input
 from lingvo_gpipe.input.text import sentence_pairs, sentencepiece_tokenizer, token_store
 
@@ -61,23 +61,27 @@ class ParallelText(bucketed_input.BucketedInput):
       'vocab_size',
       0,
       'Vocabulary size of the model: ids are below it; 0: not checked.',
+      domain.INDEX,
     )
     p.Define(
       'direction',
       'given',
       "Direction of translation: 'given', 'reversed', or 'both', each pair as two examples.",
+      domain.OneOf(*_DIRECTIONS),
     )
     p.Define(
       'target_language_token',
       '',
       "Place of the target language's symbol: before the 'source', or instead of sos in the "
       "'target'; empty: no symbol.",
+      domain.OneOf(*_SYMBOL_PLACES),
     )
     p.Define('cache_dir', '', 'Local folder that keeps the tokens between runs; empty: none.')
     p.Define(
       'num_fake_examples',
       0,
       'Above 0: number of pairs of random tokens that replace the text, for measuring time.',
+      domain.EXAMPLES,
     )
     return p
 
@@ -85,12 +89,6 @@ class ParallelText(bucketed_input.BucketedInput):
     super().__init__(params)
     self._num_damaged_read = 0  # `_Pairs` sets it at its end if it leaves any out.
     p = self.params
-    self._CheckInteger('vocab_size', minimum=0)
-    self._CheckInteger('num_fake_examples', minimum=0)
-    for name, legal in (('direction', _DIRECTIONS), ('target_language_token', _SYMBOL_PLACES)):
-      if p.Get(name) not in legal:
-        choices = ', '.join(map(repr, legal))
-        raise ValueError(f'{self._Where(name)}: expected one of {choices}, got {p.Get(name)!r}')
     if p.num_fake_examples and p.vocab_size <= _FIRST_TEXT_ID:
       raise ValueError(
         f'{self._Where("num_fake_examples")} needs a vocab_size above {_FIRST_TEXT_ID}, '

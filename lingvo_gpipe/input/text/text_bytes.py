@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from lingvo_gpipe.core import hyperparams, nested_map
+from lingvo_gpipe.core import domain, hyperparams, nested_map
 from lingvo_gpipe.input import base_input_generator, file_pattern
 
 VOCAB_SIZE = 256
@@ -47,15 +47,17 @@ class TextBytesInput(base_input_generator.BaseInputGenerator):
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
     p = super().Params()
-    p.Define('file_pattern', '', 'Glob of the files, or a list of globs; any tf.io.gfile path.')
-    p.Define('seq_len', 512, 'Number of bytes that an example predicts.')
-    p.Define('max_bytes', 0, 'Maximum number of bytes to use, from the first on; 0: all.')
+    p.Define(
+      'file_pattern',
+      '',
+      'Glob of the files, or a list of globs; any tf.io.gfile path.',
+      domain.STR | domain.STRINGS,
+    )
+    p.Define('seq_len', 512, 'Number of bytes that an example predicts.', domain.SIZE)
+    p.Define(
+      'max_bytes', 0, 'Maximum number of bytes to use, from the first on; 0: all.', domain.COUNT
+    )
     return p
-
-  def __init__(self, params: hyperparams.InstantiableParams):
-    super().__init__(params)
-    self._CheckInteger('seq_len', minimum=1)
-    self._CheckInteger('max_bytes', minimum=0)
 
   def Files(self) -> list[str]:
     """Returns the paths of the files, in the order of their concatenation.

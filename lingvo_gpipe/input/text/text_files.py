@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import files, hyperparams
+from lingvo_gpipe.core import domain, files, hyperparams
 from lingvo_gpipe.input import file_pattern
 from lingvo_gpipe.input.text import text_tokens
 
@@ -23,17 +23,14 @@ class TextFilesInput(text_tokens.TextTokensInput):
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
     p = super().Params()
-    p.Define('file_pattern', '', 'Glob of the files, or a list of globs; any tf.io.gfile path.')
-    p.Define('documents', 'lines', 'Unit of a document: lines or files.')
+    p.Define(
+      'file_pattern',
+      '',
+      'Glob of the files, or a list of globs; any tf.io.gfile path.',
+      domain.STR | domain.STRINGS,
+    )
+    p.Define('documents', 'lines', 'Unit of a document: lines or files.', domain.OneOf(*_DOCUMENTS))
     return p
-
-  def __init__(self, params: hyperparams.InstantiableParams) -> None:
-    super().__init__(params)
-    if self.params.documents not in _DOCUMENTS:
-      raise ValueError(
-        f'{self._Where("documents")}: expected {" or ".join(_DOCUMENTS)}, got '
-        f'{self.params.documents!r}'
-      )
 
   def Files(self) -> list[str]:
     """Returns the paths of the files, in the order in which they are read.

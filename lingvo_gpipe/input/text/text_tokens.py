@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from lingvo_gpipe.core import hyperparams, nested_map
+from lingvo_gpipe.core import domain, hyperparams, nested_map
 from lingvo_gpipe.input import base_input_generator, index_order
 from lingvo_gpipe.input.text import packing, sentencepiece_tokenizer, token_store
 
@@ -59,25 +59,28 @@ class TextTokensInput(base_input_generator.BaseInputGenerator):
       'vocab_size',
       0,
       'Vocabulary size of the model: ids are below it; 0: not checked.',
+      domain.INDEX,
     )
-    p.Define('seq_len', 512, 'Number of tokens that a row predicts.')
+    p.Define('seq_len', 512, 'Number of tokens that a row predicts.', domain.SIZE)
     p.Define('packed', True, 'Whether a row holds several documents.')
     p.Define('count_words', False, 'Whether batches count the words that begin at each token.')
-    p.Define('max_documents', 0, 'Maximum number of documents to use, from the first on; 0: all.')
+    p.Define(
+      'max_documents',
+      0,
+      'Maximum number of documents to use, from the first on; 0: all.',
+      domain.COUNT,
+    )
     p.Define('cache_dir', '', 'Local folder that keeps the tokens between runs; empty: none.')
     p.Define(
       'num_fake_examples',
       0,
       'Above 0: number of rows of random tokens that replace the documents, for measuring time.',
+      domain.EXAMPLES,
     )
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
     super().__init__(params)
-    self._CheckInteger('vocab_size', minimum=0)
-    self._CheckInteger('seq_len', minimum=1)
-    self._CheckInteger('max_documents', minimum=0)
-    self._CheckInteger('num_fake_examples', minimum=0)
     if self.params.num_fake_examples and self.params.vocab_size <= _FIRST_TEXT_ID:
       raise ValueError(
         f'{self._Where("num_fake_examples")} needs a vocab_size above {_FIRST_TEXT_ID}, '

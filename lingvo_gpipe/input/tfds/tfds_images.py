@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
-from lingvo_gpipe.core import hyperparams, nested_map
+from lingvo_gpipe.core import domain, hyperparams, nested_map
 from lingvo_gpipe.input import image_augmentation, image_input
 from lingvo_gpipe.input.records import tf_record_index, tf_records
 from lingvo_gpipe.input.tfds import tfds_builder
@@ -44,15 +44,28 @@ class TfdsImageInput(image_input.ImageInput):
     p.Define('split', 'train', 'Split of the data set, such as train[:90%].')
     p.Define('data_dir', '', 'Directory of the prepared data set; empty: the default of TFDS.')
     tf_records.DefinePolicy(p)
-    p.Define('num_classes', 0, 'Number of classes, including the ones that label_offset adds.')
-    p.Define('label_offset', 0, 'Added to the labels: 1 keeps class 0 free for the background.')
+    p.Define(
+      'num_classes', 0, 'Number of classes, including the ones that label_offset adds.', domain.SIZE
+    )
+    p.Define(
+      'label_offset',
+      0,
+      'Added to the labels: 1 keeps class 0 free for the background.',
+      domain.COUNT,
+    )
     p.Define('in_memory', True, 'Keep all images in memory; all must have image_size then.')
-    p.Define('max_shift', 4, 'With augment and in_memory: maximum shift of images, in pixels.')
+    p.Define(
+      'max_shift',
+      4,
+      'With augment and in_memory: maximum shift of images, in pixels.',
+      domain.COUNT,
+    )
     p.Define('flip', True, 'With augment: whether to mirror images left to right at random.')
     p.Define(
       'central_share',
       0.875,
       'Without augment and in_memory: side of the central square / shorter side of the image.',
+      domain.Number(above=0, high=1),
     )
     return p
 
@@ -61,14 +74,6 @@ class TfdsImageInput(image_input.ImageInput):
     p = self.params
     if not p.dataset:
       raise ValueError(f'{self._Where("dataset")} is not set: name a data set, such as cifar10')
-    tf_records.CheckPolicy(p.damaged_records, self._Where('damaged_records'))
-    self._CheckInteger('num_classes', minimum=1)
-    self._CheckInteger('label_offset', minimum=0)
-    self._CheckInteger('max_shift', minimum=0)
-    if not 0 < p.central_share <= 1:
-      raise ValueError(
-        f'{self._Where("central_share")}: expected above 0 and at most 1, got {p.central_share!r}'
-      )
 
   # ---- the data set ----------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import tensorflow_datasets as tfds
 
-from lingvo_gpipe.core import hyperparams
+from lingvo_gpipe.core import domain, hyperparams
 from lingvo_gpipe.input.records import tf_records
 from lingvo_gpipe.input.text import parallel_text, sentence_pairs
 from lingvo_gpipe.input.tfds import tfds_builder
@@ -41,7 +41,12 @@ class TfdsPairs(parallel_text.ParallelText):
   def Params(cls) -> hyperparams.InstantiableParams:
     """Params of a TfdsPairs."""
     p = super().Params()
-    p.Define('datasets', [], "Names of data sets in TFDS, such as ['wmt14_translate/de-en'].")
+    p.Define(
+      'datasets',
+      [],
+      "Names of data sets in TFDS, such as ['wmt14_translate/de-en'].",
+      domain.STRINGS,
+    )
     p.Define('split', 'train', 'Split of the data sets, such as train[:90%].')
     p.Define('data_dir', '', 'Directory of the prepared data sets; empty: the default of TFDS.')
     tf_records.DefinePolicy(p)
@@ -55,7 +60,6 @@ class TfdsPairs(parallel_text.ParallelText):
         f'{self._Where("datasets")}: expected a list of names of data sets, such as '
         f"['wmt14_translate/de-en'], got {datasets!r}"
       )
-    tf_records.CheckPolicy(self.params.damaged_records, self._Where('damaged_records'))
 
   @functools.cached_property
   def _sources(self) -> list[_Source]:

@@ -38,7 +38,6 @@ class TfdsTextInput(text_tokens.TextTokensInput):
     super().__init__(params)
     if not self.params.dataset:
       raise ValueError(f'{self._Where("dataset")} is not set: name a data set, such as lm1b')
-    tf_records.CheckPolicy(self.params.damaged_records, self._Where('damaged_records'))
 
   @functools.cached_property
   def _builder(self) -> Any:

@@ -31,11 +31,11 @@ class Recompute(enum.Enum):
   NOTHING = 'nothing: forward keeps all that backward needs'
 
 
-def CheckPolicy(policy: str, prefix: str = '') -> None:
-  """Raises ValueError if the policy is not in `POLICIES`; its message begins with `prefix`."""
+def CheckPolicy(policy: str) -> None:
+  """Raises ValueError if the policy is not in `POLICIES`."""
   if policy not in POLICIES:
     known = ', '.join(POLICIES)
-    raise ValueError(f'{prefix}unknown remat_policy {policy!r}; expected one of {known}')
+    raise ValueError(f'unknown remat_policy {policy!r}; expected one of {known}')
 
 
 def RunsAgain(policy: str, is_last: bool) -> bool:

@@ -57,6 +57,11 @@ Schedule = schedule_lib.Schedule
 Generator = Callable[[int, int, int], Schedule]
 _GENERATORS: dict[str, Generator] = {}
 
+MAX_STAGES = 1024
+MAX_MICRO_BATCHES = 1 << 16
+# A step's graph has a function call for each stage and micro-batch, twice.
+_MAX_CALLS = 1 << 18
+
 
 def Register(name: str) -> Callable[[Generator], Generator]:
   """Returns a decorator that registers a function as the schedule `name`.
@@ -167,6 +172,11 @@ def _CheckSizes(sizes: dict[str, int]) -> None:
   for name, value in sizes.items():
     if not schedule_lib.IsPositiveInteger(value):
       raise ValueError(f'{name}: expected a positive integer, got {value!r}')
+  if sizes['num_stages'] * sizes['num_micro_batches'] > _MAX_CALLS:
+    raise ValueError(
+      f'num_stages * num_micro_batches must be at most {_MAX_CALLS}, got {sizes["num_stages"]} * '
+      f'{sizes["num_micro_batches"]}: use fewer micro-batches'
+    )
 
 
 # One stage per device.

@@ -105,7 +105,7 @@ def testDamagedRecordsAreLeftOutAndCounted(folder):
   assert sorted(seen) == sorted(remaining)
   assert source.NumDamaged() == 6
   assert source.Describe() == 'a stream of examples (6 damaged records were left out)'
-  with pytest.raises(ValueError, match="param damaged_records: expected stop or skip, got 'skp'"):
+  with pytest.raises(ValueError, match="damaged_records expects 'stop' or 'skip', got 'skp'"):
     _Input(folder, damaged_records='skp')
 
 

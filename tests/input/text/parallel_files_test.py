@@ -154,13 +154,15 @@ def testDamagedAndMissingFilesAreNamed(tmp_path):
   assert list(skipping._Pairs()) == _PAIRS[:3]
   stopping = _Input(parallel_files.TfRecordPairs, file_pattern=str(path))
   assert skipping._SourceParts() != stopping._SourceParts()
-  with pytest.raises(ValueError, match="param damaged_records: expected stop or skip, got 'skp'"):
+  with pytest.raises(ValueError, match="damaged_records expects 'stop' or 'skip', got 'skp'"):
     _Input(parallel_files.TfRecordPairs, file_pattern=str(path), damaged_records='skp')
   with pytest.raises(ValueError, match=r"'Train': param file_pattern: no file matches '.*gone"):
     _Read(parallel_files.TsvPairs, file_pattern=str(tmp_path / 'gone*'))
   with pytest.raises(ValueError, match='param pair_files: no file matches'):
     _Read(parallel_files.TsvPairs, pair_files=[['de', 'en', str(tmp_path / 'gone*')]])
-  with pytest.raises(ValueError, match=r"pair_files: expected lists such as .*got \['de', 'en'\]"):
+  with pytest.raises(
+    ValueError, match=r"pair_files expects a list, .* 3, .*got \[\['de', 'en'\]\]"
+  ):
     _Input(parallel_files.TsvPairs, pair_files=[['de', 'en']])
 
 

@@ -228,7 +228,7 @@ def testSpecNeedsNoData():
     ({'vocab_size': 399}, 'has 400 pieces, but vocab_size is 399'),
     ({'file_pattern': ''}, 'file_pattern is not set'),
     ({'file_pattern': '/missing/*'}, 'no file matches'),
-    ({'documents': 'words'}, "expected lines or files, got 'words'"),
+    ({'documents': 'words'}, "documents expects 'lines' or 'files', got 'words'"),
     ({'seq_len': 0}, 'seq_len'),
     ({'max_documents': -1}, 'max_documents'),
     ({'num_fake_examples': 3}, 'needs a vocab_size above 4, got 0'),

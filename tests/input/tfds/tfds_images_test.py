@@ -262,7 +262,7 @@ def testManualDownloadIsMentioned(tmp_path):
     ({'image_size': 8}, r'shape \(6, 6, 3\), but in_memory needs \(8, 8, 3\)'),
     ({'central_share': 0.0}, 'central_share'),
     ({'num_classes': 0}, 'num_classes'),
-    ({'damaged_records': 'skp'}, 'damaged_records: expected stop or skip'),
+    ({'damaged_records': 'skp'}, "damaged_records expects 'stop' or 'skip'"),
   ],
 )
 def testInvalidParamsAreNamed(data_dir, values, message):

@@ -184,7 +184,7 @@ def testOnlyTfRecordsCanBeSkipped(data_dirs, vocab):
       ValueError, match='damaged_records: .* was prepared as array_record: set it'
     ):
       read()
-  with pytest.raises(ValueError, match="param damaged_records: expected stop or skip, got 'skp'"):
+  with pytest.raises(ValueError, match="damaged_records expects 'stop' or 'skip', got 'skp'"):
     _Input(data_dirs['tfrecord'], vocab, damaged_records='skp')
 
 

@@ -98,7 +98,7 @@ def testParamsReachTheLayers():
 @pytest.mark.parametrize(
   'values, message',
   [
-    ({'variant': 'A'}, 'variant must be B or D'),
+    ({'variant': 'A'}, "variant expects 'B' or 'D'"),
     ({'num_cells': 0}, 'num_cells'),
     ({'num_cells': 1, 'aux_loss_weight': 0.4}, 'num_cells of at least 2'),
     ({'reduction_size': 40}, 'multiple of 16'),
@@ -112,7 +112,7 @@ def testWrongParamsRaise(values, message):
 
 def testWrongCellRaises():
   p = amoebanet_cell.AmoebaNetCell.Params().Set(name='cell', filters=4, input_dim=4)
-  with pytest.raises(ValueError, match='kind must be one of d_normal'):
+  with pytest.raises(ValueError, match="kind expects 'd_normal' or "):
     p.Copy().Set(kind='normal').Instantiate()
   with pytest.raises(ValueError, match='multiple of 4'):
     p.Copy().Set(filters=6).Instantiate()

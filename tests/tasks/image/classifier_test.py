@@ -118,7 +118,7 @@ def testCheckBatch(labels, images, message):
     ({'num_classes': 0}, 'num_classes'),
     ({'label_smoothing': 1.0}, 'label_smoothing'),
     ({'aux_loss_weight': -1.0}, 'aux_loss_weight'),
-    ({'filters': [3]}, 'two filters'),
+    ({'filters': [3]}, 'filters expects a list of 2'),
     ({'image_size': 3}, 'at least 4x4'),
   ],
 )

@@ -92,9 +92,9 @@ def testParityLabels():
   [
     ({'split': 'valid'}, 'split'),
     ({'image_size': 9}, '8x8'),
-    ({'max_zoom': 1.0}, 'max_zoom: expected 0 or more and less than 1, got 1.0'),
+    ({'max_zoom': 1.0}, 'max_zoom expects a number of at least 0 and below 1, got 1.0'),
     ({'max_degrees': float('nan')}, 'max_degrees'),
-    ({'target': 'parities'}, "target: expected digit or parity, got 'parities'"),
+    ({'target': 'parities'}, "target expects 'digit' or 'parity', got 'parities'"),
   ],
 )
 def testWrongParamsRaise(values, name):

@@ -128,7 +128,7 @@ def testErrors(tmp_path, fake_root):
   other = 'dev' if stdlib_input.GetSplit('only.py') == 'train' else 'train'
   with pytest.raises(ValueError, match=f"none of the 1 files below .* is in '{other}'"):
     _Input(root=str(tmp_path / 'one'), split=other).Dataset()
-  with pytest.raises(ValueError, match="split: expected train or dev or test, got 'Test'"):
+  with pytest.raises(ValueError, match="split expects 'train' or 'dev' or 'test', got 'Test'"):
     _Input(split='Test')
   with pytest.raises(ValueError, match='file_pattern has no effect'):
     _Input(file_pattern='*.txt')

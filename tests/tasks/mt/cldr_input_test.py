@@ -84,7 +84,7 @@ def testBothDirectionsWithTheTargetsSymbol(vocabulary):
 @pytest.mark.parametrize(
   'values, message',
   [
-    ({'split': 'training'}, 'expected train or dev or test'),
+    ({'split': 'training'}, "expects 'train' or 'dev' or 'test'"),
     ({'languages': ['de', 'sv']}, 'param languages: sv are not among the 3 languages'),
     ({'max_names': {'sv': 3}}, 'param max_names: sv are not'),
     ({'min_names': 0}, 'min_names'),

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Domains: the values that a param may have, declared where the param is defined.
+
+    p.Define('num_layers', 1, 'Number of layers.', domain.Int(1, 10_000))
+    p.Define('decay', 0.999, 'Decay; None: no decay.', domain.Number(0, below=1) | domain.NONE)
+
+Text must be in the domain when it is set, and every value when its Params are instantiated. The
+default may lie outside of the domain: the param must be set then. Without a declared domain, text
+has the type of the present value, and code may assign any value.
+
+This module imports no TensorFlow.
+"""
+
+from __future__ import annotations
+
+import numbers
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lingvo_gpipe.core import literals
+
+_INT64_MAX = (1 << 63) - 1
+
+
+@dataclass(frozen=True)
+class Domain:
+  """A set of values.
+
+  Attributes:
+    text: a description such as `an integer of at least 1`.
+    contains: returns whether a value is in the domain.
+    like: a value of the type that text is parsed as if the present value does not decide it.
+  """
+
+  text: str
+  contains: Callable[[Any], bool]
+  like: Any = None
+
+  def __or__(self, other: Domain) -> Domain:
+    like = self.like if other is NONE else None
+    return Domain(
+      f'{self.text} or {other.text}', lambda x: self.contains(x) or other.contains(x), like
+    )
+
+  def Check(self, path: str, value: Any) -> None:
+    """Raises ValueError, naming the path, unless the domain contains the value."""
+    if not self.contains(value):
+      text = literals.WriteValue(value)
+      text = text if len(text) <= 80 else text[:76] + ' ...'
+      raise ValueError(f'{path} expects {self.text}, got {text}')
+
+
+def _IsInt(value: Any) -> bool:
+  return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _Limits(*limits: tuple[str, Any]) -> str:
+  texts = [f'{word} {limit}' for word, limit in limits if limit is not None]
+  return ' ' + ' and '.join(texts) if texts else ''
+
+
+def Int(low: int | None = None, high: int | None = None) -> Domain:
+  """Returns the integers from `low` to `high`; None: as far as int64 reaches."""
+  least = -_INT64_MAX - 1 if low is None else low
+  most = _INT64_MAX if high is None else high
+  return Domain(
+    'an integer' + (_Limits(('of at least', low), ('at most', high)) or ' of 64 bits'),
+    lambda x: bool(_IsInt(x) and least <= x <= most),
+    0,
+  )
+
+
+def Number(
+  low: float | None = None,
+  high: float | None = None,
+  *,
+  above: float | None = None,
+  below: float | None = None,
+) -> Domain:
+  """Returns the finite numbers from `low` to `high`, or above and below a limit."""
+
+  def _Contains(x: Any) -> bool:
+    if isinstance(x, bool) or not isinstance(x, numbers.Real) or abs(x) == float('inf') or x != x:
+      return False
+    value: Any = x
+    return (
+      (low is None or value >= low)
+      and (high is None or value <= high)
+      and (above is None or value > above)
+      and (below is None or value < below)
+    )
+
+  limits = _Limits(('of at least', low), ('above', above), ('at most', high), ('below', below))
+  return Domain('a number' + limits, _Contains, 0.0)
+
+
+def OneOf(*values: str) -> Domain:
+  """Returns the domain of these strings."""
+  return Domain(' or '.join(map(repr, values)), lambda x: isinstance(x, str) and x in values, '')
+
+
+def ListOf(item: Domain, size: int | None = None) -> Domain:
+  """Returns lists and tuples, of `size` items if it is set, whose items are all in a domain."""
+
+  def _Contains(x: Any) -> bool:
+    return (
+      isinstance(x, list | tuple) and size in (None, len(x)) and all(item.contains(y) for y in x)
+    )
+
+  length = '' if size is None else f' of {size}'
+  return Domain(f'a list{length}, each item {item.text}', _Contains)
+
+
+def DictOf(key: Domain, value: Domain) -> Domain:
+  """Returns dicts whose keys are in one domain and whose values in another."""
+
+  def _Contains(x: Any) -> bool:
+    return isinstance(x, Mapping) and all(
+      key.contains(k) and value.contains(v) for k, v in x.items()
+    )
+
+  return Domain(f'a dict from {key.text} to {value.text}', _Contains)
+
+
+def InstanceOf(*classes: type) -> Domain:
+  """Returns the instances of some classes."""
+  names = ' or '.join(cls.__name__ for cls in classes)
+  return Domain(f'an object of type {names}', lambda x: isinstance(x, classes))
+
+
+def _IsRegex(value: Any) -> bool:
+  try:
+    with warnings.catch_warnings():
+      warnings.simplefilter('ignore')  # For example, about a set in a set.
+      return isinstance(value, str) and bool(re.compile(value))
+  except (re.error, RecursionError, OverflowError):
+    return False
+
+
+def _IsFloatDType(value: Any) -> bool:
+  name = getattr(value, 'name', None) or getattr(value, '__name__', value)
+  return name in ('bfloat16', 'float16', 'half', 'float32', 'float', 'float64', 'double')
+
+
+NONE = Domain('None', lambda x: x is None)
+ANY = Domain('any value', lambda x: True)
+BOOL = Domain('a bool', lambda x: isinstance(x, bool) or literals.IsNumpyBool(x), False)
+STR = Domain('a string', lambda x: isinstance(x, str), '')
+STRINGS = ListOf(STR)
+REGEX = Domain('a regular expression', _IsRegex, '')
+FLOAT_DTYPE = Domain('a floating dtype such as float32', _IsFloatDType)
+PARAMS = Domain('Params', lambda x: hasattr(x, 'FromText'))
+
+_INT32_MAX = (1 << 31) - 1
+SIZE = Int(1, _INT32_MAX)  # Of a dimension of a tensor.
+SIZES = ListOf(SIZE)
+INDEX = Int(0, _INT32_MAX)  # A size that may be 0, or an index of a dimension.
+COUNT = Int(0)
+# Seeds number the micro-batches of all steps in 63 bits.
+STEPS = Int(0, (1 << 43) - 1)
+MAX_EXAMPLES = 1 << 40
+EXAMPLES = Int(0, MAX_EXAMPLES)
+NOT_NEGATIVE = Number(0)
+POSITIVE = Number(above=0)
+PROBABILITY = Number(0, below=1)  # Of dropping: 1 would drop everything.
+
+
+def Infer(value: Any) -> Domain:
+  """Returns the domain of the text that may replace a value of an undeclared domain."""
+  for domain in (BOOL, Int(), STR):
+    if domain.contains(value):
+      return domain
+  return Domain(literals.TypeName(value), lambda x: x is not None)

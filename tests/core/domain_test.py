@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Domains of params: their values, their checks from text and at Instantiate."""
+
+import math
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_gpipe.core import domain, hyperparams
+
+
+@pytest.mark.parametrize(
+  ('tested', 'inside', 'outside'),
+  [
+    (domain.Int(1, 3), [1, 3, np.int64(2)], [0, 4, True, 2.0, None, '2', [2], math.nan]),
+    (domain.Int(), [-(2**63), 2**63 - 1], [2**63, -(2**63) - 1, 1e3]),
+    (domain.Number(0, below=1), [0, 0.5, np.float32(0.5)], [1, -0.1, math.nan, None, False, 'x']),
+    (domain.Number(above=0, high=1), [1e-9, 1], [0, 1.1, 10**400]),
+    (domain.Number(), [-1e300, 10**400], [math.inf, -math.inf, math.nan, 1j]),
+    (domain.Int(1) | domain.NONE, [None, 1], [0, '']),
+    (domain.STR | domain.STRINGS, ['a', ['a', 'b'], ()], [1, [1], None]),
+    (domain.OneOf('a', 'b'), ['a'], ['c', '', None, ['a']]),
+    (domain.ListOf(domain.SIZE, 2), [[1, 2], (3, 4)], [[1], [1, 0], 'ab', None, {1: 1, 2: 2}]),
+    (domain.DictOf(domain.STR, domain.COUNT), [{}, {'a': 0}], [{1: 1}, {'a': -1}, [], None]),
+    (domain.REGEX, ['', 'a(b)', '[[a]'], ['(', '*', '(' * 9999, 1, None]),
+    (domain.FLOAT_DTYPE, [tf.float32, 'bfloat16', np.float64, 'float32'],
+     [tf.string, tf.int32, 'x', 1, None, []]),
+    (domain.BOOL, [True, np.bool_(False)], [0, 'true', None]),
+    (domain.PARAMS, [hyperparams.Params()], [None, {}, 1]),
+  ],
+)  # fmt: skip
+def testValues(tested, inside, outside):
+  for value in inside:
+    tested.Check('a.x', value)
+  for value in outside:
+    with pytest.raises(ValueError) as e:
+      tested.Check('a.x', value)
+    message = str(e.value)
+    assert message.startswith(f'a.x expects {tested.text}, got ')
+    assert '\n' not in message and len(message) < 250
+
+
+class _Layer:
+  def __init__(self, params):
+    self.params = params
+
+
+def _Params():
+  inner = hyperparams.Params()
+  inner.Define('rate', 1, '', domain.POSITIVE)
+  p = hyperparams.InstantiableParams(_Layer)
+  p.Define('name', 'l', '')
+  p.Define('size', 0, 'Must be set.', domain.SIZE)
+  p.Define('seed', None, '', domain.Int() | domain.NONE)
+  p.Define('pairs', [], '', domain.ListOf(domain.ListOf(domain.STR, 2)))
+  p.Define('choice', 'a', '', domain.OneOf('a', 'b') | domain.STRINGS)
+  p.Define('inner', inner, '')
+  p.Define('plain', 3, 'Without a domain.')
+  p.Define('some', None, 'Without a domain.')
+  return p
+
+
+@pytest.mark.parametrize(
+  ('path', 'good', 'bad'),
+  [
+    ('size', '7', '-1'),
+    ('size', '1e3', '1e30'),
+    ('size', '0', 'None'),  # The default may be written; it is refused at Instantiate.
+    ('seed', '1e6', '1e40'),
+    ('seed', 'None', 'x'),
+    ('pairs', "[['a', 'b']]", '[1]'),
+    ('pairs[0][1]', 'b', 'None'),
+    ('choice', 'b', 'c'),
+    ('inner.rate', '0.5', '0'),
+    ('plain', '-5', 'None'),
+    ('plain', '1e3', '1e30'),
+    ('some', '[1]', '[1'),
+  ],
+)
+def testTextIsCheckedWhenItIsSet(path, good, bad):
+  p = _Params().Set(pairs=[['x', 'y']])
+  before = p.Copy()
+  with pytest.raises(ValueError, match=r'^(pairs|' + path.replace('[', r'\[') + ') '):
+    p.FromText(f'name:other;{path}:{bad}')
+  assert p == before
+  p.FromText(f'{path}:{good}')
+  assert before.FromText(p.ToText()) == p
+
+
+def testValuesFromCodeAreCheckedAtInstantiate():
+  with pytest.raises(ValueError, match="_Layer 'l': size expects an integer of at least 1 .*got 0"):
+    _Params().Instantiate()
+  p = _Params().Set(size=2, seed='x')
+  with pytest.raises(ValueError, match="seed expects .* or None, got 'x'"):
+    p.Instantiate()
+  p.Set(seed=None, plain='any', **{'inner.rate': -1})
+  with pytest.raises(ValueError, match="'l': inner.rate expects a number above 0, got -1"):
+    p.Copy().Instantiate()
+  p.inner.rate = 0.5
+  assert p.Instantiate().params.plain == 'any'
+
+
+def testTheDomainIsKeptByCopies():
+  p = _Params().Copy()
+  assert p.GetDomain('inner.rate') is domain.POSITIVE and p.GetDomain('plain') is None
+  assert p.GetDomain('pairs[0]') is None
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))
