@@ -129,10 +129,11 @@ class KerasStep:
       gradients = self._Gradients(clip_norm)
       # Recomputation gives zeros in place of None, so the traces alone do not tell all.
       connected = engine.ConnectedPaths() & self._connected
-      optimizer.apply(
-        [gradient if path in connected else None for path, gradient in gradients.items()],
-        [self._variables[path] for path in gradients],
-      )
+      with _BesideInputs(), _OneByOne(optimizer):
+        optimizer.apply(
+          [gradient if path in connected else None for path, gradient in gradients.items()],
+          [self._variables[path] for path in gradients],
+        )
     layer_statistics.Assign(engine, state)
     return sums
 
@@ -170,6 +171,63 @@ class KerasStep:
 def Means(sums: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
   """Returns the means of metrics from the sums that the engine returns."""
   return {name: tf.math.divide_no_nan(s[0], s[1]) for name, s in sums.items()}
+
+
+def _BesideInputs() -> contextlib.AbstractContextManager[Any]:
+  """Places each operation without a device beside its largest input, while traced.
+
+  TensorFlow would run them all on one device, to which every weight, slot and gradient travelled.
+  """
+  captured: dict[int, str] = {}  # {id of a captured tensor: its device}.
+
+  def DeviceOf(tensor: Any) -> str:
+    if isinstance(tensor, tf.__internal__.EagerTensor):  # The handle of a variable.
+      return str(tensor.device)
+    if tensor.op.type == 'ReadVariableOp':
+      return DeviceOf(tensor.op.inputs[0])
+    if tensor.op.device or tensor.op.type != 'Placeholder':
+      return str(tensor.op.device)
+    if id(tensor) not in captured:
+      # The newest first: a variable is read as soon as it is captured.
+      outer = (x for x, inner in reversed(tensor.graph.captures) if inner is tensor)
+      captured[id(tensor)] = next(map(DeviceOf, outer), '')
+    return captured[id(tensor)]
+
+  def Device(op: tf.Operation) -> str:
+    if op.device or op.type in ('If', 'StatelessIf'):  # The inputs of a branch are on many devices.
+      return str(op.device)
+    placed = [(t.shape.num_elements() or 0, name) for t in op.inputs if (name := DeviceOf(t))]
+    return max(placed, default=(0, ''), key=lambda pair: pair[0])[1]
+
+  if tf.executing_eagerly():
+    return contextlib.nullcontext()
+  return tf.zeros([]).graph.device(Device)  # The graph that is traced; tf.device takes names only.
+
+
+@contextlib.contextmanager
+def _OneByOne(optimizer: Any) -> Iterator[None]:
+  """Lets each device update one weight after another, while traced.
+
+  Else it would hold the intermediate values of all updates at once, several times its weights.
+  """
+  if tf.executing_eagerly():
+    yield
+    return
+  inner = getattr(optimizer, 'inner_optimizer', optimizer)
+  update_step = inner.update_step
+  last: dict[tuple[int, str], tf.Operation] = {}  # {graph and device: the end of the last update}.
+
+  def UpdateStep(gradient: Any, variable: Any, learning_rate: Any) -> None:
+    place = (id(tf.zeros([]).graph), variable.device)  # A branch has a graph of its own.
+    with tf.control_dependencies([last[place]] if place in last else []):
+      update_step(gradient, variable, learning_rate)
+      last[place] = variable.value().op
+
+  inner.update_step = UpdateStep
+  try:
+    yield
+  finally:
+    del inner.update_step
 
 
 @contextlib.contextmanager

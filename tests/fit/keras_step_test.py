@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`KerasStep` trains as plain Keras does, with every schedule and every kind of optimizer."""
 
+import itertools
 import sys
 
 import keras
@@ -109,6 +110,53 @@ def testSlotsAreOnTheDevicesOfTheirWeights():
   devices = [v.value.device for v in step.optimizer.variables if v.path.endswith('_momentum')]
   assert devices == [v.device for v in step.stack.engine.trained.values()]
   assert len(set(devices)) == 3
+
+
+@pytest.mark.parametrize(
+  'optimizer',
+  [
+    lambda: _Adam(use_ema=True, clipnorm=0.02),
+    lambda: _Adam(gradient_accumulation_steps=2, global_clipnorm=0.05),
+    lambda: OPTIMIZERS.LossScaleOptimizer(_Adam(global_clipnorm=0.05)),
+  ],
+  ids=['ema', 'accumulation', 'loss_scale'],
+)
+def testUpdatesAreComputedBesideTheirWeights(optimizer):
+  """What has no device would be computed on one, to which all slots travelled."""
+  step = keras_step.KerasStep(_Stack(keras_fits.Seeded(_Mlp), num_stages=3), optimizer())
+  traced = step._step.get_concrete_function((tf.constant(X),), tf.constant(Y))
+  definition = traced.graph.as_graph_def()
+  branches = [node for f in definition.library.function for node in f.node_def]
+  # Adam has one root for each weight, and roots of scalars.
+  roots = [x.device for x in (*definition.node, *branches) if x.op == 'Sqrt' and x.device]
+  assert len(roots) >= len(step.stack.engine.trained)
+  assert {tf.DeviceSpec.from_string(device).device_index for device in roots} == {0, 1, 2}
+
+
+def testADeviceUpdatesOneWeightAfterAnother():
+  step = keras_step.KerasStep(_Stack(keras_fits.Seeded(_Mlp), num_stages=2), _Adam())
+  traced = step._step.get_concrete_function((tf.constant(X),), tf.constant(Y))
+  roots = [op for op in traced.graph.get_operations() if op.type == 'Sqrt' and _Size(op) > 1]
+  for index in range(2):
+    of_device = [op for op in roots if tf.DeviceSpec.from_string(op.device).device_index == index]
+    assert len(of_device) > 1
+    for before, after in itertools.pairwise(of_device):
+      assert before in _Before(after)
+
+
+def _Size(op):
+  return op.outputs[0].shape.num_elements()
+
+
+def _Before(op):
+  """Returns the operations that an operation waits for."""
+  waiting, seen = [op], set()
+  while waiting:
+    op = waiting.pop()
+    new = {t.op for t in op.inputs}.union(op.control_inputs) - seen
+    seen |= new
+    waiting += new
+  return seen
 
 
 def testWeightsThatWereSetReachReplicas():
