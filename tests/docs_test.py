@@ -12,6 +12,7 @@ import sys
 import pytest
 
 import lingvo_gpipe
+from lingvo_gpipe.distributed import local_workers
 from lingvo_gpipe.pipeline.schedule import schedules
 from tests import processes
 
@@ -128,8 +129,22 @@ def testTheKerasModelTrains(environment, tmp_path):
   assert (tmp_path / 'lm.keras').exists()
 
 
-def testTheKerasModelTrainsInALoopOfItsOwn(environment, tmp_path):
+def testTheKerasModelTrainsOnOtherHosts(environment, tmp_path):
+  workers = local_workers.LocalWorkers(2, ['--platform=cpu', '--threads_per_device=1'])
   program = _Blocks(KERAS, 'python')[1]
+  for host, address in zip(('alpha:2222', 'beta:2222'), workers.spec.workers, strict=True):
+    program = program.replace(host, address)
+  output = _RunProgram(program, environment, tmp_path)
+  workers.Close()
+  losses = [float(x) for x in re.findall(r' loss: (\S+)', output)]
+  assert len(losses) == 3
+  assert losses[-1] < losses[0]
+  assert '/job:worker/replica:0/task:0' in output
+  assert '/job:worker/replica:0/task:1' in output
+
+
+def testTheKerasModelTrainsInALoopOfItsOwn(environment, tmp_path):
+  program = _Blocks(KERAS, 'python')[2]
   output = _RunProgram(program, environment, tmp_path)
   losses = [float(x) for x in re.findall(r'step \d+ loss (\S+)', output)]
   assert len(losses) == 20

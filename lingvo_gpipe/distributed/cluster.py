@@ -131,7 +131,7 @@ class Cluster:
   @classmethod
   def Connect(
     cls,
-    spec: cluster_spec.ClusterSpec,
+    spec: cluster_spec.ClusterSpec | Sequence[str],
     num_devices: int = 1,
     num_replicas: int = 1,
     platform: str = 'auto',
@@ -144,7 +144,7 @@ class Cluster:
     in this process: reading data, summaries, checkpoints.
 
     Args:
-      spec: addresses of the workers.
+      spec: addresses of the workers, such as ['alpha:2222', 'beta:2222'].
       num_devices: number of devices for each replica, which is the number of stages.
       num_replicas: number of copies of the pipeline.
       platform: 'auto' (the workers' accelerators if they have any, otherwise their CPU devices),
@@ -158,6 +158,8 @@ class Cluster:
       ValueError: the workers have fewer devices than needed, or an address belongs to another
         process.
     """
+    if not isinstance(spec, cluster_spec.ClusterSpec):
+      spec = cluster_spec.ClusterSpec(tuple(spec))
     if answers is None:
       answers = worker_connection.AwaitWorkers(spec.workers, timeout_seconds)
     tf.config.set_visible_devices([], 'GPU')  # The GPUs of this host belong to its worker.

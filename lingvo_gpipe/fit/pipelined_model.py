@@ -215,7 +215,8 @@ class PipelinedModel(keras.Model):
 
   def save(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
     """Saves the plain Keras model, with its optimizer; see keras.Model.save."""
-    self.model.save(filepath, *args, **kwargs)
+    with keras_nodes.SavingThroughFiles():
+      self.model.save(filepath, *args, **kwargs)
 
   def save_weights(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
     """Saves the weights of the plain Keras model; see keras.Model.save_weights."""
@@ -223,7 +224,8 @@ class PipelinedModel(keras.Model):
 
   def load_weights(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
     """Loads weights of the plain Keras model; see keras.Model.load_weights."""
-    self.model.load_weights(filepath, *args, **kwargs)
+    with keras_nodes.WaitingForAssignments():
+      self.model.load_weights(filepath, *args, **kwargs)
 
   def export(self, *args: Any, **kwargs: Any) -> Any:
     """Exports the plain Keras model; see keras.Model.export."""

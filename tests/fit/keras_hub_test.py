@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models of KerasHub: pipelines equal plain Keras, presets, LoRA and preprocessors."""
 
+import json
 import sys
 
 import keras
@@ -92,8 +93,7 @@ def testAPresetIsLoadedIntoTheStages(preset):
   pipe = _Pipe(path)
   devices = {v.value.device for v in pipe.model.weights}
   assert len(devices) == 2
-  for a, e in zip(pipe.get_weights(), model.get_weights(), strict=True):
-    np.testing.assert_array_equal(a, e)
+  _CheckWeights(pipe, model)
   np.testing.assert_allclose(pipe.predict(BATCH, verbose=0), model(BATCH), rtol=1e-4, atol=1e-5)
   plain = _Compile(MODELS.GPT2CausalLM.from_preset(path, preprocessor=None))
   _Compile(pipe)
@@ -114,6 +114,139 @@ def testLoraBeginsAtThePresetAndTrainsItsOwnWeights(preset):
   changed = {v.path for v in pipe.model.weights if not np.array_equal(v, before[v.path])}
   assert changed == {v.path for v in pipe.model.trainable_weights}
   assert {name.split('/')[-1] for name in changed} == {'lora_kernel_a', 'lora_kernel_b', 'bias'}
+
+
+def _CheckWeights(pipe, model):
+  for a, e in zip(pipe.get_weights(), model.get_weights(), strict=True):
+    np.testing.assert_array_equal(a, e)
+
+
+@pytest.mark.parametrize(
+  ('name', 'options'),
+  [('a.weights.h5', {}), ('a.weights.json', {'max_shard_size': 1e-5})],
+  ids=['one file', 'shards'],
+)
+def testWeightsReturnFromTheirFiles(preset, tmp_path, name, options):
+  path, model = preset
+  pipe = _Pipe(path)
+  pipe.save_weights(tmp_path / name, **options)
+  assert (len(list(tmp_path.iterdir())) > 2) == bool(options)
+  pipe.set_weights([w + 1 for w in model.get_weights()])
+  pipe.load_weights(tmp_path / name)
+  _CheckWeights(pipe, model)
+  plain = MODELS.GPT2CausalLM(backbone=MODELS.GPT2Backbone(**CONFIG), preprocessor=None)
+  plain.load_weights(tmp_path / name)
+  _CheckWeights(plain, model)
+
+
+def testThePlainModelReturnsFromItsFiles(preset, tmp_path):
+  path, _ = preset
+  pipe = _Compile(_Pipe(path), keras.optimizers.Adam)
+  pipe.train_on_batch(BATCH, LABELS)
+  pipe.model.save_to_preset(str(tmp_path / 'preset'))
+  _CheckWeights(_Pipe(str(tmp_path / 'preset')), pipe.model)
+  _CheckWeights(MODELS.GPT2CausalLM.from_preset(str(tmp_path / 'preset'), preprocessor=None), pipe)
+  pipe.save(tmp_path / 'a.keras')
+  # KerasHub's tasks do not load the state of an optimizer.
+  _CheckWeights(keras.models.load_model(tmp_path / 'a.keras', compile=False), pipe)
+
+
+def testTheHeadOfATaskIsLoadedWithIt(tmp_path):
+  model = keras_fits.Seeded(_Classifier)
+  model.save_to_preset(str(tmp_path / 'resnet'))
+  images = keras_fits.Integers(256, 2, 8, 8, 3).astype('float32')
+  keras.utils.set_random_seed(9)
+  pipe = PipelinedModel.from_preset(
+    str(tmp_path / 'resnet'),
+    2,
+    example=images,
+    keras_class=MODELS.ImageClassifier,
+    devices=stacks.Devices()[:2],
+    xla=False,
+  )
+  _CheckWeights(pipe, model)
+
+
+# ---- directories of Hugging Face -----------------------------------------------------------------
+
+
+def _WriteSafetensors(path, tensors):
+  """Writes a file of safetensors: the length of a header, the header, and the data."""
+  header, data = {}, b''
+  for name, x in tensors.items():
+    header[name] = {
+      'dtype': 'F32',
+      'shape': x.shape,
+      'data_offsets': [len(data), len(data) + x.nbytes],
+    }
+    data += x.tobytes()
+  text = json.dumps(header).encode()
+  path.write_bytes(len(text).to_bytes(8, 'little') + text + data)
+
+
+def _HuggingFace(directory, num_files):
+  """Writes a random GPT-2 as Hugging Face does, in one file or in shards."""
+  d, sizes = 16, [('attn.c_attn', 16, 48), ('attn.c_proj', 16, 16)]
+  sizes += [('mlp.c_fc', 16, 64), ('mlp.c_proj', 64, 16)]
+  shapes = {'wte.weight': [20, d], 'wpe.weight': [6, d], 'ln_f.weight': [d], 'ln_f.bias': [d]}
+  for i in range(2):
+    for name in ('ln_1', 'ln_2'):
+      shapes |= {f'h.{i}.{name}.weight': [d], f'h.{i}.{name}.bias': [d]}
+    for name, n, m in sizes:
+      shapes |= {f'h.{i}.{name}.weight': [n, m], f'h.{i}.{name}.bias': [m]}
+  tensors = {
+    f'transformer.{name}': keras_fits.Floats(*shape, seed=k)
+    for k, (name, shape) in enumerate(shapes.items())
+  }
+  config = {'vocab_size': 20, 'n_layer': 2, 'n_head': 2, 'n_embd': d, 'n_positions': 6}
+  config |= {'model_type': 'gpt2', 'architectures': ['GPT2LMHeadModel'], 'resid_pdrop': 0.0}
+  (directory / 'config.json').write_text(json.dumps(config))
+  if num_files == 1:
+    _WriteSafetensors(directory / 'model.safetensors', tensors)
+    return
+  names = list(tensors)
+  files = {f'model-{k}.safetensors': names[k::num_files] for k in range(num_files)}
+  for file, of_file in files.items():
+    _WriteSafetensors(directory / file, {name: tensors[name] for name in of_file})
+  weight_map = {name: file for file, of_file in files.items() for name in of_file}
+  index = {'metadata': {}, 'weight_map': weight_map}
+  (directory / 'model.safetensors.index.json').write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize('num_files', [1, 3])
+def testADirectoryOfHuggingFaceIsLoadedIntoTheStages(tmp_path, num_files):
+  pytest.importorskip('safetensors')
+  _HuggingFace(tmp_path, num_files)
+  model = MODELS.GPT2CausalLM.from_preset(str(tmp_path), preprocessor=None)
+  pipe = _Pipe(str(tmp_path))
+  assert len({v.value.device for v in pipe.model.weights}) == 2
+  _CheckWeights(pipe, model)
+  np.testing.assert_allclose(pipe.predict(BATCH, verbose=0), model(BATCH), rtol=1e-4, atol=1e-5)
+
+
+def testFilesOfSafetensorsAreNotKeptOpen(tmp_path, monkeypatch):
+  """An open one stays in memory as far as it was read."""
+  safetensors = pytest.importorskip('safetensors')
+  _HuggingFace(tmp_path, 3)
+  is_open = []
+
+  class File:
+    def __init__(self, *args, **kwargs):
+      self._file = safe_open(*args, **kwargs)
+      assert not is_open
+
+    def __enter__(self):
+      is_open.append(True)
+      return self._file.__enter__()
+
+    def __exit__(self, *args):
+      is_open.pop()
+      return self._file.__exit__(*args)
+
+  safe_open = safetensors.safe_open
+  monkeypatch.setattr(safetensors, 'safe_open', File)
+  _Pipe(str(tmp_path))
+  assert not is_open
 
 
 # ---- preprocessors -------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ Keras has no public way to walk over the calls of a model, to move a variable to
 to list the layers inside a layer. So this file uses private attributes of Keras:
 `KerasTensor._keras_history`, `Operation._inbound_nodes`, `Functional._standardize_inputs`,
 `Sequential._functional`, `Layer._flatten_layers`, `Variable._value`, `Model._compile_config`,
-`Optimizer._iterations`, the ids of variables and the list of variables that have no value yet.
+`Optimizer._iterations`, `Variable._direct_assign`, `saving_lib.is_memory_sufficient`, the ids of
+variables and the list of variables that have no value yet.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src import backend as keras_backend
 from keras.src.backend.common import global_state
 from keras.src.models import functional as keras_functional
+from keras.src.saving import saving_lib
 
 from lingvo_gpipe.layers.keras import keras_equality
 
@@ -212,6 +215,38 @@ def WithoutValues() -> Iterator[None]:
     yield
   # Keras would give all of them their values at the next occasion.
   global_state.set_global_attribute('uninitialized_variables', [])
+
+
+@contextlib.contextmanager
+def Replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+  """Gives a class or module another attribute while the enclosed code runs."""
+  old = getattr(owner, name)
+  setattr(owner, name, value)
+  try:
+    yield
+  finally:
+    setattr(owner, name, old)
+
+
+@contextlib.contextmanager
+def WaitingForAssignments() -> Iterator[None]:
+  """Lets the enclosed code wait until each value that it gives to a variable is there.
+
+  Values on their way to workers would gather in this process.
+  """
+  assign = keras_backend.Variable._direct_assign
+
+  def Assign(variable: Any, value: Any) -> None:
+    assign(variable, value)
+    variable.value.is_initialized().numpy()
+
+  with Replaced(keras_backend.Variable, '_direct_assign', Assign):
+    yield
+
+
+def SavingThroughFiles() -> contextlib.AbstractContextManager[None]:
+  """Lets Keras write an archive from a file beside it, which it else puts together in memory."""
+  return Replaced(saving_lib, 'is_memory_sufficient', lambda model: False)
 
 
 def Move(variable: Any, device: str) -> tf.Variable:

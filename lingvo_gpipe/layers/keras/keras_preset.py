@@ -10,6 +10,8 @@ A preset is a name or a directory of KerasHub, or a directory of Hugging Face wi
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from lingvo_gpipe.layers.keras import keras_nodes
@@ -52,19 +54,49 @@ def GiveValues(model: Any) -> None:
 
 
 def LoadWeights(model: Any, preset: str) -> None:
-  """Fills the variables of a task's backbone, wherever they are, one after another.
+  """Fills the variables of a task, wherever they are, one after another.
 
-  LoRA's weights, which a preset lacks, keep their values.
+  Variables that the preset lacks, as LoRA's or the head of another task, keep their values.
   """
-  lora = {id(v): v.numpy() for v in model.variables if '/lora_' in v.path}
   loader = _Loader(preset)
-  if hasattr(loader, '_load_backbone_weights'):  # A preset of KerasHub.
-    loader._load_backbone_weights(model.backbone)
-  else:
-    loader.load_backbone(lambda **_: model.backbone, True)
-  for v in model.variables:
-    if id(v) in lora:
-      v.assign(lora[id(v)])
+  with keras_nodes.WaitingForAssignments(), _OneTensorAtATime():
+    lora = {id(v): v.numpy() for v in model.variables if '/lora_' in v.path}
+    if hasattr(loader, '_load_backbone_weights'):  # A preset of KerasHub.
+      _LoadTaskWeights(model, preset)
+      loader._load_backbone_weights(model.backbone)
+    else:
+      loader.load_backbone(lambda **_: model.backbone, True)
+    for v in model.variables:
+      if id(v) in lora:
+        v.assign(lora[id(v)])
+
+
+def _LoadTaskWeights(model: Any, preset: str) -> None:
+  """Fills what a task has beside its backbone, if the preset is of that class."""
+  from keras_hub.src.utils import preset_utils
+
+  files = preset_utils.TASK_CONFIG_FILE, preset_utils.TASK_WEIGHTS_FILE
+  if not all(preset_utils.check_file_exists(preset, name) for name in files):
+    return
+  task_class = preset_utils.check_config_class(preset_utils.load_json(preset, files[0]))
+  if isinstance(model, task_class):
+    model.load_task_weights(preset_utils.get_file(preset, files[1]))
+
+
+@contextlib.contextmanager
+def _OneTensorAtATime() -> Iterator[None]:
+  """Closes a file of safetensors after each tensor, so that it stays in memory no longer."""
+  from keras_hub.src.utils.transformers import safetensor_utils
+
+  get_tensor = safetensor_utils.SafetensorLoader.get_tensor
+
+  def GetTensor(files: Any, name: str) -> Any:
+    files.close()
+    files.safetensor_files.clear()
+    return get_tensor(files, name)
+
+  with keras_nodes.Replaced(safetensor_utils.SafetensorLoader, 'get_tensor', GetTensor):
+    yield
 
 
 def _Loader(preset: str) -> Any:
