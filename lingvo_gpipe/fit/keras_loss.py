@@ -153,7 +153,8 @@ class KerasLoss:
       new = [scope.get_current_value(v) for v in states]
     loss = tf.cast(loss, tf.float32) if loss.dtype.size < 4 else loss
     rows = tf.cast(tf.shape(tensors[0])[0], tf.float32)
-    metrics: dict[str, weighted_loss.Metric] = {'loss': (loss * side.scale[0], rows)}
+    scale = tf.cast(side.scale[0], loss.dtype)
+    metrics: dict[str, weighted_loss.Metric] = {'loss': (loss * scale, rows)}
     trackers = {id(m.total) for m in getattr(self._trainer._compile_loss, 'metrics', ())}
     for i, (v, value) in enumerate(zip(states, new, strict=True)):
       if id(v) in trackers:  # The mean of one output's loss.
@@ -200,7 +201,7 @@ class KerasLoss:
     Raises:
       ValueError: several losses have different divisors.
     """
-    ones = [tf.ones([1]) for _ in micro_batches]
+    ones = [tf.ones([1], tf.float64) for _ in micro_batches]
     if len(micro_batches) == 1 or not self._reductions:
       return ones
     rows = [float(micro_batch.BatchSize(args)) for args, _ in micro_batches]
@@ -214,18 +215,18 @@ class KerasLoss:
     if is_sum:
       if len(self._reductions) > 1:
         raise self._Mixed()
-      return [tf.fill([1], sum(rows) / r) for r in rows]
+      return [tf.constant([sum(rows) / r], tf.float64) for r in rows]
     if self._num_losses > 1 or (of_weights and (masks is not None or self._ignored)):
       raise self._Mixed()
     if of_weights:
-      divisors = [tf.reduce_sum(tf.cast(w, tf.float32)) for w in weights]
+      divisors = [tf.reduce_sum(tf.cast(w, tf.float64)) for w in weights]
     else:
       divisors = []
       for args, side in micro_batches:
-        counts = [] if masks is None else [tf.cast(m, tf.float32) for m in masks(args)]
+        counts = [] if masks is None else [tf.cast(m, tf.float64) for m in masks(args)]
         for ignored in self._ignored:
           (y,) = tf.nest.flatten(side.y)
-          is_counted = tf.cast(tf.not_equal(y, tf.cast(ignored, y.dtype)), tf.float32)
+          is_counted = tf.cast(tf.not_equal(y, tf.cast(ignored, y.dtype)), tf.float64)
           if counts:
             is_counted = tf.reshape(is_counted, tf.shape(counts[0]))
           counts.append(is_counted)

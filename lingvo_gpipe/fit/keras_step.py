@@ -140,7 +140,10 @@ class KerasStep:
   def _Accumulate(self, micro_batches: Sequence[micro_batch.MicroBatch]) -> Any:
     """Runs forward and backward; see `PipelineEngine.Accumulate`."""
     scale = self.optimizer.scale_loss(tf.constant(1.0))
-    scaled = [b._replace(loss_weight=b.loss_weight * scale) for b in micro_batches]
+    scaled = [
+      b._replace(loss_weight=b.loss_weight * tf.cast(scale, b.loss_weight.dtype))
+      for b in micro_batches
+    ]
     step = tf.cast(keras_nodes.NumUpdates(self.optimizer), tf.int64)
     return self.stack.engine.Accumulate(scaled, step)
 

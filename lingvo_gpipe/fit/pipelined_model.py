@@ -470,7 +470,7 @@ class PipelinedModel(keras.Model):
       micro_batch.MicroBatch(
         args,
         nested_map.NestedMap(side, scale=scale),
-        tf.constant(micro_batch.BatchSize(args) / total),
+        tf.constant(micro_batch.BatchSize(args) / total, tf.float64),
       )
       for (args, side), scale in zip(pieces, scales, strict=True)
     ]
@@ -491,7 +491,8 @@ class PipelinedModel(keras.Model):
     if flat:
       y_pred = self._graph.PackOutputs(flat)
       self._compile_metrics.update_state(side.y, y_pred, side.sample_weight)
-    total = tf.add_n(list(keras_step.Means(sums).values()))
+    # Losses of layers may have another dtype than the loss.
+    total = tf.add_n([tf.cast(x, tf.float64) for x in keras_step.Means(sums).values()])
     self._loss_tracker.update_state(total, sample_weight=micro_batch.BatchSize(args))
     return self.get_metrics_result()
 

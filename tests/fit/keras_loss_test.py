@@ -177,6 +177,29 @@ def testASharedLayerIsRegularisedOnce():
   keras_fits.CheckFit(_SharedAndRegularised, X, Y, compiled, ((1, 1), (2, 2)), batch_size=6)
 
 
+@pytest.fixture
+def float64():
+  keras.config.set_floatx('float64')
+  yield
+  keras.config.set_floatx('float32')
+
+
+@pytest.mark.usefixtures('float64')
+@pytest.mark.parametrize('reduction', ['sum_over_batch_size', 'mean_with_sample_weight'])
+def testFloat64(reduction):
+  """The shares of three micro-batches are exact in no dtype."""
+  keras_fits.CheckFit(
+    _SharedAndRegularised,
+    X.astype('float64'),
+    Y.astype('float64'),
+    lambda: {'loss': _Squares(reduction), 'metrics': ['mae']},
+    ((2, 3),),
+    bound=1e-13,
+    batch_size=6,
+    sample_weight=WEIGHTS,
+  )
+
+
 def _TwoSharedAndRegularised():
   x = inputs = keras.Input([5])
   shared, other = (layers.Dense(5, kernel_regularizer='l2') for _ in range(2))

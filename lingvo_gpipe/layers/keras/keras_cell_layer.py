@@ -170,7 +170,8 @@ class KerasCellLayer(base_layer.BaseLayer):
       self._RunNodes(values, training=not context.do_eval)
       losses = [*scope.losses, *self._RegularizerLosses()]
       if losses:
-        total = tf.add_n([tf.cast(tf.reduce_sum(x), tf.float32) for x in losses])
+        dtype = tf.float64 if tf.float64 in [x.dtype for x in losses] else tf.float32
+        total = tf.add_n([tf.cast(tf.reduce_sum(x), dtype) for x in losses])
         context.AddAuxLoss(self, total, name='keras_losses')
     changed = {
       name: new
