@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains many Keras models as pipelines, and compares each with plain Keras.
 
-    python -m tools.keras_models            # all of them, several minutes
-    python -m tools.keras_models gpt2 t5    # the rows whose names contain one of these words
+    python -m tools.keras_models            # all of them, about half an hour
+    python -m tools.keras_models gpt-2 t5   # the rows whose names contain one of these words
 
 For each model the table has the numbers of its calls and of its cells, the share of the ideal
 speed that the best cut reaches with two and four stages (by FLOPs), and the largest differences to
 plain Keras: of the loss of a batch, of its gradient (relative to its norm), of the history of one
 epoch of `fit` with two stages and two micro-batches, and of the weights after it. `saved` says
 whether the model read back from its file is the same, `tokens` whether a causal language model
-generates the same greedy tokens in two stages. The last column says what is special. Models of
-KerasHub need the extra `lingvo_gpipe[keras_hub]`.
+generates the same greedy tokens in two stages. The last column says what is special. Where
+BatchNormalization would magnify the rounding of float32, all is in float64. Models of KerasHub need
+the extra `lingvo_gpipe[keras_hub]`.
 """
 
 from __future__ import annotations
@@ -83,6 +84,8 @@ class Row:
 def Compare(case: Case, devices: Sequence[str], xla: bool) -> Row:
   """Returns the row of a case; an exception becomes its note."""
   row = Row(case.name, note=case.note)
+  floatx = keras.config.floatx()
+  keras.config.set_floatx(case.dtype)
   try:
     plain = _Model(case)
     x = case.Inputs(plain, 8, seed=1)
@@ -115,6 +118,7 @@ def Compare(case: Case, devices: Sequence[str], xla: bool) -> Row:
     row = dataclasses.replace(row, balance=balance)
     plain = _Model(case)
     _Compile(plain, 'adam')
+    plain.optimizer.build(plain.trainable_variables)  # Otherwise Keras traces the step twice.
     expected = plain.fit(x, y, batch_size=4, epochs=1, shuffle=False, verbose=0).history
     pipe = Pipe(min(2, row.cells), case.num_micro_batches)
     _Compile(pipe, 'adam')
@@ -132,6 +136,8 @@ def Compare(case: Case, devices: Sequence[str], xla: bool) -> Row:
     note = f'{type(e).__name__}: {e}'.replace('\n', ' ')[:300]
     is_expected = isinstance(e, ValueError) and bool(case.refused) and case.refused in note
     row = dataclasses.replace(row, is_refused=is_expected, note=note)
+  finally:
+    keras.config.set_floatx(floatx)
   return row
 
 
@@ -229,6 +235,12 @@ def main(args: Sequence[str] | None = None) -> int:
   parser.add_argument('names', nargs='*', help='parts of the names of the rows to print')
   parser.add_argument('--xla', action='store_true', help='compile the stages by XLA (slow)')
   options = parser.parse_args(args)
+  cases = list(zoo.Cases())
+  words = [name.lower() for name in options.names]
+  for word in words:
+    if not any(word in case.name.lower() for case in cases):
+      names = ', '.join(case.name for case in cases)
+      parser.error(f'no row has {word!r} in its name; the rows are {names}')
   devices = cluster.Cluster.Create(2, platform='cpu').devices
   print(
     f'{"model":28} calls cells   K=2   K=4     loss gradient  history  weights saved tokens '
@@ -236,8 +248,8 @@ def main(args: Sequence[str] | None = None) -> int:
     flush=True,
   )
   failed = []
-  for case in zoo.Cases():
-    if options.names and not any(n in case.name for n in options.names):
+  for case in cases:
+    if words and not any(word in case.name.lower() for word in words):
       continue
     start = time.monotonic()
     row = Compare(case, devices, options.xla)

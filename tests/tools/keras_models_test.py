@@ -3,6 +3,7 @@
 
 import re
 import sys
+import types
 
 import keras
 import pytest
@@ -11,7 +12,7 @@ from keras import layers
 from tests import naming
 from tests.toys import keras_fits, stacks
 from tools import keras_models
-from tools.keras_zoo import case, shapes, zoo
+from tools.keras_zoo import applications, case, shapes, zoo
 
 
 def _Compare(example):
@@ -53,6 +54,13 @@ def testOnlyTheExpectedRefusalIsGreen(reason):
   assert row.is_green == row.is_refused == (reason == 'train_step')
 
 
+def testEveryFamilyOfKerasApplicationsHasARow():
+  functions = [f for f in vars(keras.applications).values() if isinstance(f, types.FunctionType)]
+  families = {f.__module__.replace('vgg19', 'vgg16') for f in functions}
+  assert len(families) > 10
+  assert families == applications.Modules()
+
+
 def testTheTableOfSomeRows(capsys):
   assert keras_models.main(['shared layer', 'Spectral']) == 0
   header, shared, spectral, last = capsys.readouterr().out.splitlines()
@@ -60,6 +68,13 @@ def testTheTableOfSomeRows(capsys):
   assert re.match(r'shared layer +\d+ +\d+ +\d+%.* yes +- +\d+', shared)
   assert re.match(naming.Naming('SpectralNormalization', 'ValueError', 'trained'), spectral)
   assert last == 'all rows are green'
+
+
+def testAnUnknownNameIsAnError(capsys):
+  with pytest.raises(SystemExit, match='2'):
+    keras_models.main(['u-net', 'no such model'])
+  *_, line = capsys.readouterr().err.splitlines()
+  assert "'no such model'" in line and 'U-Net' in line
 
 
 def testARowThatIsNotGreenFails(capsys, monkeypatch):

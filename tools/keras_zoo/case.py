@@ -26,6 +26,7 @@ class Case:
       statistics of the batch.
     note: why `num_micro_batches` is 1, or what else one should know of the row.
     refused: a part of the error, if a pipeline refuses the model.
+    dtype: of the comparison, `float32` or `float64`.
   """
 
   name: str
@@ -36,6 +37,7 @@ class Case:
   num_micro_batches: int = 2
   note: str = ''
   refused: str = ''
+  dtype: str = 'float32'
 
   def Inputs(self, model: Any, batch_size: int, seed: int) -> Any:
     """Returns random inputs in the structure of the model's inputs."""
@@ -52,7 +54,7 @@ class Case:
         return mask.astype(dtype)
       if dtype.startswith(('int', 'uint')):
         return random.randint(0, self.vocabulary, shape).astype(dtype)
-      return random.standard_normal(shape).astype('float32')
+      return random.standard_normal(shape).astype(keras.config.floatx())
 
     return keras.tree.map_structure(Input, model.input)
 
@@ -60,5 +62,5 @@ class Case:
     """Returns random targets in the structure of the model's outputs, for a squared error."""
     random = np.random.RandomState(seed)
     return keras.tree.map_structure(
-      lambda t: random.standard_normal(t.shape).astype('float32'), outputs
+      lambda t: random.standard_normal(t.shape).astype(keras.config.floatx()), outputs
     )

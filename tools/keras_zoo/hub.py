@@ -95,8 +95,8 @@ _LMS = [
     num_micro_batches=1,
     note=_EXPERTS,
   ),
-  _Lm('Qwen 2.5', 'Qwen', _LLAMA),
-  _Lm('Qwen 2.5, untied', 'Qwen', {**_LLAMA, 'tie_word_embeddings': False}),
+  _Lm('Qwen 2, 2.5', 'Qwen', _LLAMA),
+  _Lm('Qwen 2, 2.5, untied', 'Qwen', {**_LLAMA, 'tie_word_embeddings': False}),
   _Lm('Qwen 3', 'Qwen3', _GEMMA),
   _Lm('Qwen 3, untied', 'Qwen3', {**_GEMMA, 'tie_word_embeddings': False}),
   _Lm(
