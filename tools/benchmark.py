@@ -34,7 +34,7 @@ class _WorkerError(Exception):
 
 def DefineFlags() -> None:
   """Defines the flags; all have defaults that together take less than 8 minutes."""
-  flags.DEFINE_list('workloads', ['a', 'b'], 'Of a and b.')
+  flags.DEFINE_list('workloads', ['a', 'b'], 'Of a, b, c and d.')
   flags.DEFINE_multi_string('size', [], 'Changes a size, such as a.dim=64 or b.layers=2.')
   flags.DEFINE_list('num_stages', ['1', '2'], 'The numbers of stages K.')
   flags.DEFINE_list('num_micro_batches', ['8'], 'The numbers of micro-batches M.')
@@ -90,7 +90,8 @@ def Grid() -> list[configuration.Configuration]:
     if config.num_micro_batches > config.sizes['batch']:
       raise ValueError(f'{config.name}: a batch of {config.sizes["batch"]} has no such M')
     k, v = config.num_stages, config.stages_per_device
-    schedules.Get(config.schedule, k * v, config.num_micro_batches, k)
+    if config.system != configuration.KERAS:
+      schedules.Get(config.schedule, k * v, config.num_micro_batches, k)
   return grid
 
 
@@ -181,7 +182,7 @@ def Run() -> int:
     return 0
   grid = Grid()
   if FLAGS.peer and not PeerIsThere():
-    grid = [config for config in grid if config.system == configuration.OURS]
+    grid = [config for config in grid if config.system != configuration.TORCH]
   cores = len(os.sched_getaffinity(0))
   num_needed = max(config.num_cores for config in grid)
   print(f'{len(grid)} configurations on {cores} cores, load {os.getloadavg()[0]:.1f}', flush=True)

@@ -20,17 +20,17 @@ from tools.benchmarking import configuration, report
 
 FLAGS = flags.FLAGS
 
-_NAMES = {'b': 'Transformer', 'c': 'AmoebaNet-D'}
+_NAMES = {'b': 'Transformer', 'd': 'AmoebaNet-D'}
 # Tables 2 and 3 of arXiv:1811.06965v5, relative to K=2: {M: {K: throughput}} by workload.
 _TABLE_2 = {
   'b': {1: {2: 1, 4: 1.07, 8: 1.3}, 4: {2: 1.7, 4: 3.2, 8: 4.8}, 32: {2: 1.8, 4: 3.4, 8: 6.3}},
-  'c': {
+  'd': {
     1: {2: 1, 4: 1.13, 8: 1.38},
     4: {2: 1.07, 4: 1.26, 8: 1.72},
     32: {2: 1.21, 4: 1.84, 8: 3.48},
   },
 }
-_TABLE_3 = {'b': {2: 1, 4: 1.8, 8: 3.3}, 'c': {2: 1, 4: 1.7, 8: 2.7}}
+_TABLE_3 = {'b': {2: 1, 4: 1.8, 8: 3.3}, 'd': {2: 1, 4: 1.7, 8: 2.7}}
 _BASE = 2
 _MOST_MEASURED = 2
 _COLUMNS = '{:>4} {:>4} {:>10} {:>10} {:>12} {:>8}'
@@ -38,10 +38,10 @@ _COLUMNS = '{:>4} {:>4} {:>10} {:>10} {:>12} {:>8}'
 
 def DefineFlags() -> None:
   """Defines the flags; the defaults take about half an hour on two cores."""
-  flags.DEFINE_list('workloads', list(_NAMES), 'b: a Transformer; c: an AmoebaNet-D.')
+  flags.DEFINE_list('workloads', list(_NAMES), 'b: a Transformer; d: an AmoebaNet-D.')
   flags.DEFINE_list('num_stages', ['1', '2', '4', '8'], 'The numbers of stages K, 2 among them.')
   flags.DEFINE_list('num_micro_batches', ['1', '4', '32'], 'The numbers of micro-batches M.')
-  flags.DEFINE_multi_string('size', [], 'Changes a size, such as b.layers=16 or c.batch=64.')
+  flags.DEFINE_multi_string('size', [], 'Changes a size, such as b.layers=16 or d.batch=64.')
   flags.DEFINE_integer('repeats', 3, 'Number of timed steps, if steps are measured.', lower_bound=1)
   flags.DEFINE_integer('timeout', 600, 'Time limit in seconds for one process.', lower_bound=1)
 
@@ -67,7 +67,7 @@ def Table(workload: str, steps: Mapping[tuple[int, int], tuple[float, float]]) -
   """Returns the throughput of every (K, M) relative to K=2 and the least M, and the paper's.
 
   Args:
-    workload: 'b' or 'c'.
+    workload: 'b' or 'd'.
     steps: {(K, M): (seconds of a measured step, of a simulated one)}.
   """
   least = min(m for _, m in steps)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmark runs, and its table and lines are complete; speeds are not tested."""
 
+import importlib.util
 import json
 import re
 import sys
@@ -74,6 +75,27 @@ def testATinyBenchmarkRuns(forks, tmp_path):
   assert fused['F'][0] > 0 and fused['B'][0] > 0 and fused['V'][0] == 0
   assert fused['F'][1] == 0 and fused['B'][1] == 0 and fused['V'][1] > 0
   assert len(fused['update']) == 2
+
+
+def testKerasAndItsPipelinesAreAWorkload(forks, tmp_path):
+  pytest.importorskip('keras_hub')
+  output = tmp_path / 'results.jsonl'
+  sizes = {'layers': 2, 'dim': 8, 'batch': 4, 'time': 4, 'vocab': 11, 'heads': 2}
+  done = processes.Run(
+    'benchmark', *(f'--size=c.{name}={value}' for name, value in sizes.items()), '--workloads=c',
+    '--num_micro_batches=2', '--schedules=1f1b_fused', '--xla=off', '--repeats=1', '--seconds=0',
+    f'--output={output}', command=[sys.executable, '-m', 'tools.benchmark'],
+  )  # fmt: skip
+  *_, plain, single, piped = processes.Succeeded(done).stdout.splitlines()
+  assert plain.split()[:6] == ['keras', '1', '1', '-', 'none', 'off']
+  assert single.split()[:6] == ['lingvo_gpipe', '1', '1', '1f1b_fused', 'none', 'off']
+  assert piped.split()[:6] == ['lingvo_gpipe', '2', '2', '1f1b_fused', 'stage', 'off']
+  results = [json.loads(line)['result'] for line in output.read_text().splitlines()]
+  losses = [result['loss'] for result in results]
+  assert losses == pytest.approx(losses[:1] * 3, rel=1e-5)
+  ratios = [float(line.split()[9]) for line in (plain, single, piped)]
+  best = [min(result['steps']) for result in results]
+  assert ratios == pytest.approx([best[0] / seconds for seconds in best], abs=0.01)
 
 
 _SIZES_B = {'layers': 1, 'dim': 8, 'batch': 4, 'time': 4, 'vocab': 11, 'heads': 2}
@@ -235,6 +257,16 @@ def testGridOfConfigurations():
   assert all(configuration.Configuration.FromJson(c.ToJson()) == c for c in grid)
 
 
+def testWorkloadCWithoutKerasHubSaysWhatToInstall(monkeypatch):
+  monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
+  with pytest.raises(ValueError, match='pip install .*keras_hub'):
+    configuration.Grid(
+      workloads=['c'], sizes=[], num_stages=[1, 2], num_micro_batches=[8],
+      schedules=['1f1b_fused'], remat_policies=['stage'], xla=[True], repeats=3, seconds=1.0,
+      peer=None,
+    )  # fmt: skip
+
+
 def testOnlyLoopingSchedulesHaveSeveralStagesPerDevice():
   grid = configuration.Grid(
     workloads=['a'], sizes=[], num_stages=[1, 2], num_micro_batches=[4],
@@ -258,7 +290,7 @@ def testThePlotIsWritten(tmp_path):
   'flag, message',
   [
     ('--schedules=gpip', r"--schedules: unknown 'gpip'; expected some of 1f1b, "),
-    ('--workloads=d', r"--workloads: unknown 'd'"),
+    ('--workloads=e', r"--workloads: unknown 'e'"),
     ('--num_micro_batches=0', r'--num_micro_batches: expected numbers of at least 1, got 0'),
     ('--size=a.depth=3', r"size 'a.depth=3': expected <name>=<number>, name one of a.layers"),
     ('--table_of=/no/such', r'--table_of: expected a file that --output wrote: /no/such: '),

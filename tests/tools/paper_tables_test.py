@@ -96,9 +96,9 @@ def testErrorsAreOneLine(forks, name, flag, message):
 
 
 def testAnAmoebaNetIsAWorkload():
-  sizes = configuration.Sizes('c', ['c.cells=3', 'c.filters=16', 'c.image=32', 'c.batch=2'])
+  sizes = configuration.Sizes('d', ['d.cells=3', 'd.filters=16', 'd.image=32', 'd.batch=2'])
   stack = {'num_stages': 4, 'num_micro_batches': 2}
-  task, batch = workloads.Make('c', sizes, stack)
+  task, batch = workloads.Make('d', sizes, stack)
   task.CheckBatch(batch)
   spec = batch.Transform(lambda x: tf.TensorSpec(x.shape, x.dtype))
   cut = task_cut.CutTask(task, spec)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -15,13 +16,15 @@ from lingvo_gpipe.planner import plan_choice
 WORKLOADS: dict[str, dict[str, int]] = {
   'a': {'layers': 16, 'dim': 1024, 'batch': 256},
   'b': {'layers': 8, 'dim': 512, 'batch': 32, 'time': 128, 'vocab': 4096, 'heads': 8},
-  'c': {'cells': 6, 'filters': 32, 'image': 64, 'batch': 32},
+  'c': {'layers': 8, 'dim': 256, 'batch': 16, 'time': 128, 'vocab': 1024, 'heads': 4},
+  'd': {'cells': 6, 'filters': 32, 'image': 64, 'batch': 32},
 }
 
 MAX_STEPS = 50
 
 OURS = 'lingvo_gpipe'
 TORCH = 'torch'
+KERAS = 'keras'
 TORCH_SCHEDULES = ('gpipe', '1f1b')
 TORCH_WORKLOADS = ('a', 'b')
 
@@ -31,12 +34,12 @@ class Configuration:
   """One line of the table, measured in one process (torch: in K processes).
 
   Attributes:
-    system: the library that runs the work, `lingvo_gpipe` or `torch`.
+    system: the library that runs the work, `lingvo_gpipe`, `torch` or `keras`.
     workload: a key of `WORKLOADS`.
     sizes: the workload's sizes by name.
     num_stages: K, one stage per device.
     num_micro_batches: M.
-    schedule: name of the schedule.
+    schedule: name of the schedule; '-' for keras.
     remat_policy: the re-materialisation policy; for torch `stage` (checkpointing) or `none`.
     xla: whether stages are compiled by XLA.
     num_cores: number of cores that the process may use.
@@ -98,6 +101,25 @@ def Sizes(workload: str, texts: Iterable[str]) -> dict[str, int]:
   return sizes
 
 
+def _OnOneCore(xla: Sequence[bool], **common: Any) -> list[Configuration]:
+  """Returns workload (c) in plain Keras, and in one stage without micro-batches."""
+  return [
+    Configuration(
+      system=system,
+      workload='c',
+      num_stages=1,
+      num_micro_batches=1,
+      schedule=name,
+      remat_policy='none',
+      xla=use_xla,
+      num_cores=1,
+      **common,
+    )
+    for use_xla in xla
+    for system, name in ((KERAS, '-'), (OURS, '1f1b_fused'))
+  ]
+
+
 def Grid(
   *,
   workloads: Sequence[str],
@@ -117,12 +139,22 @@ def Grid(
   With one stage all schedules except the fused ones do the same work. So one stage is measured only
   under `gpipe`: pinned to one core, and on as many cores as the largest number of stages.
   Schedules that do not loop have one stage per device, whatever `stages_per_device` is.
+  Workload (c) is always measured in plain Keras too, and has no micro-batches in one stage.
+
+  Raises:
+    ValueError: a size is unknown, or workload (c) lacks KerasHub.
   """
   configurations = []
   for workload in workloads:
+    stages = num_stages
+    if workload == 'c':
+      if not importlib.util.find_spec('keras_hub'):
+        raise ValueError("workload (c) needs KerasHub: pip install 'lingvo_gpipe[keras_hub]'")
+      configurations += _OnOneCore(xla, sizes=Sizes('c', sizes), repeats=repeats, seconds=seconds)
+      stages = [k for k in num_stages if k > 1]
     for m in num_micro_batches:
       for policy in remat_policies:
-        for k in num_stages:
+        for k in stages:
           common: dict[str, Any] = {
             'workload': workload,
             'sizes': Sizes(workload, sizes),

@@ -12,11 +12,15 @@ import re
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
 
 from tools.benchmarking import configuration  # noqa: E402
+
+# Steps of an epoch of `fit`, which is timed as a whole.
+_EPOCH = 4
 
 
 def PeakMemory(process: int | str = 'self') -> float:
@@ -24,6 +28,65 @@ def PeakMemory(process: int | str = 'self') -> float:
   with open(f'/proc/{process}/status', encoding='ascii') as f:
     match = re.search(r'^VmHWM:\s*(\d+) kB', f.read(), re.MULTILINE)
   return int(match[1]) / 1024 if match else 0.0
+
+
+def _Times(step: Callable[[], float], config: configuration.Configuration) -> list[float]:
+  """Returns the seconds of each timed step."""
+  steps: list[float] = []
+  while len(steps) < config.repeats or (
+    sum(steps) < config.seconds and len(steps) < configuration.MAX_STEPS
+  ):
+    steps.append(step())
+  return steps
+
+
+def MeasureFit(config: configuration.Configuration) -> dict[str, Any]:
+  """Returns the seconds of the steps of `fit` by epoch, the memory, and the first loss."""
+  import keras
+
+  from lingvo_gpipe import PipelinedModel, cluster
+  from tools.benchmarking import workloads
+
+  devices = cluster.Cluster.Create(config.num_stages, platform='cpu', threads_per_device=1).devices
+  before = PeakMemory()
+  model = workloads.KerasModel(config.sizes)
+  if config.system == configuration.OURS:
+    model = PipelinedModel(
+      model,
+      config.num_stages * config.stages_per_device,
+      stages_per_device=config.stages_per_device,
+      num_micro_batches=config.num_micro_batches,
+      schedule=config.schedule,
+      remat_policy=config.remat_policy,
+      xla=config.xla,
+      devices=devices,
+    )
+  model.compile(
+    optimizer=keras.optimizers.Adam(1e-4),
+    loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    weighted_metrics=[],
+    jit_compile=config.xla,
+  )
+  x, y = workloads.KerasData(config.sizes, _EPOCH)
+  losses: list[float] = []
+
+  def Epoch() -> float:
+    start = time.perf_counter()
+    history = model.fit(x, y, batch_size=config.sizes['batch'], shuffle=False, verbose=0).history
+    losses.append(history['loss'][0])
+    return time.perf_counter() - start
+
+  first = Epoch()
+  epochs = _Times(Epoch, config)
+  return {
+    'steps': [seconds / _EPOCH for seconds in epochs],
+    'trace_seconds': 0.0,
+    'compile_seconds': max(0.0, first - min(epochs)),
+    'memory_mib': PeakMemory(),
+    'memory_before_mib': before,
+    'cores': len(os.sched_getaffinity(0)),
+    'loss': losses[0],
+  }
 
 
 def Measure(config: configuration.Configuration) -> dict[str, Any]:
@@ -70,11 +133,7 @@ def Measure(config: configuration.Configuration) -> dict[str, Any]:
     return time.perf_counter() - start
 
   first = Step()
-  steps: list[float] = []
-  while len(steps) < config.repeats or (
-    sum(steps) < config.seconds and len(steps) < configuration.MAX_STEPS
-  ):
-    steps.append(Step())
+  steps = _Times(Step, config)
   memory = PeakMemory()
 
   # Memory is not measured from here on.
@@ -112,7 +171,8 @@ def main() -> None:
   config = configuration.Configuration.FromJson(sys.argv[1])
   # Before TensorFlow creates its threads, which inherit it.
   os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: config.num_cores])
-  print(json.dumps(Measure(config)))
+  measure = MeasureFit if config.workload == 'c' else Measure
+  print(json.dumps(measure(config)))
 
 
 if __name__ == '__main__':

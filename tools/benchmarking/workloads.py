@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The workloads as tasks: (a) residual layers, (b) a Transformer, (c) an AmoebaNet-D."""
+"""The workloads: (a) residual layers, (b) a Transformer, (c) GPT-2 of KerasHub, (d) AmoebaNet-D."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+import keras
+import numpy as np
 import tensorflow as tf
 
 from lingvo_gpipe.core import base_layer, hyperparams, nested_map, weight_params
@@ -71,11 +73,11 @@ class ResidualTask(task.BaseTask):
 def Make(
   workload: str, sizes: Mapping[str, int], stack: Mapping[str, Any]
 ) -> tuple[task.BaseTask, nested_map.NestedMap]:
-  """Returns the task of a workload with a pipeline as in `stack`, and a batch."""
+  """Returns the task of (a), (b) or (d) with a pipeline as in `stack`, and a batch."""
   if workload == 'a':
     p = ResidualTask.Params().Set(num_layers=sizes['layers'], dim=sizes['dim'])
     batch = nested_map.NestedMap(x=_Normal([sizes['batch'], sizes['dim']]))
-  elif workload == 'c':
+  elif workload == 'd':
     p = amoebanet.AmoebaNet.Params().Set(
       num_cells=sizes['cells'],
       reduction_size=sizes['filters'],
@@ -103,6 +105,31 @@ def Make(
   p.stack.Set(**stack)
   p.train.learner.Set(learning_rate=1e-3, optimizer=optimizer.SGD.Params())
   return p.Instantiate(), batch
+
+
+def KerasModel(sizes: Mapping[str, int]) -> Any:
+  """Returns the model of workload (c), not compiled."""
+  import keras_hub  # An extra.
+
+  keras.utils.set_random_seed(1)
+  backbone = keras_hub.models.GPT2Backbone(
+    vocabulary_size=sizes['vocab'],
+    num_layers=sizes['layers'],
+    num_heads=sizes['heads'],
+    hidden_dim=sizes['dim'],
+    intermediate_dim=4 * sizes['dim'],
+    max_sequence_length=sizes['time'],
+    dropout=0.0,
+  )
+  return keras_hub.models.GPT2CausalLM(backbone, preprocessor=None)
+
+
+def KerasData(sizes: Mapping[str, int], num_steps: int) -> tuple[Any, Any]:
+  """Returns inputs and labels of workload (c), enough for some steps."""
+  shape = [num_steps * sizes['batch'], sizes['time'] + 1]
+  ids = np.random.RandomState(0).randint(0, sizes['vocab'], shape)
+  x = ids[:, :-1]
+  return {'token_ids': x, 'padding_mask': np.ones_like(x)}, ids[:, 1:]
 
 
 def _Normal(shape: list[int]) -> tf.Tensor:
