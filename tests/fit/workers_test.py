@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`PipelinedModel` on workers: a model that is too large for one process is loaded, fitted, saved.
+"""`PipelinedModel` on workers: models that are too large for one process are loaded, fitted, saved.
 
-With LoRA all processes have the same limit of memory (RLIMIT_DATA), the client too.
+All processes, the client among them, have the same limit of memory (RLIMIT_DATA). The first model
+has large weights and is trained by LoRA. The second has large activations and is trained in full.
 """
 
 import json
 import shutil
 import sys
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -15,13 +17,28 @@ from tests import processes
 
 pytest.importorskip('keras_hub')
 
-LAYERS, WIDTH = 4, 1280
-LAYER = 12 * WIDTH**2 * 4 / 2**20  # MiB of a block; the embeddings are small.
-WEIGHTS = LAYERS * LAYER
 # MiB beyond the weights: TensorFlow's code that is loaded, its graphs and buffers.
 ALLOWANCE = 64
-# MiB of each process, for LoRA.
-LIMIT, RANK = 880, 4
+
+
+class Case(NamedTuple):
+  """A model of four blocks, and its training; `limit` is in MiB."""
+
+  width: int
+  rows: int
+  length: int
+  num_micro_batches: int
+  rank: int
+  limit: int
+
+  @property
+  def block(self):
+    """MiB of the weights of a block; the embeddings are small."""
+    return 12 * self.width**2 * 4 / 2**20
+
+
+LORA = Case(width=1280, rows=4, length=8, num_micro_batches=2, rank=4, limit=880)
+FULL = Case(width=256, rows=128, length=64, num_micro_batches=16, rank=0, limit=1100)
 
 PROGRAM = """
 import json, re, sys
@@ -32,7 +49,8 @@ from lingvo_gpipe import PipelinedModel, cluster
 from lingvo_gpipe.distributed import local_workers
 
 kind, directory = sys.argv[1:3]
-ids = np.random.default_rng(0).integers(0, 64, [4, 8]).astype('int32')
+width, rows, length, num_micro_batches, rank, _ = map(int, sys.argv[3:])
+ids = np.random.default_rng(0).integers(0, 64, [rows, length]).astype('int32')
 batch = {'token_ids': ids, 'padding_mask': np.ones_like(ids)}
 GPT = keras_hub.models.GPT2CausalLM
 processes, result = ['self'], {'peaks': {}}
@@ -64,11 +82,11 @@ def Compile(model):
 
 
 def Train(model):
-  history = model.fit(batch, (ids + 1) % 64, batch_size=4, epochs=2, shuffle=False, verbose=0)
+  history = model.fit(batch, (ids + 1) % 64, batch_size=rows, epochs=2, shuffle=False, verbose=0)
   return history.history['loss']
 
 
-def Plain(rank):
+def Plain():
   model = GPT.from_preset(directory, preprocessor=None)
   if rank:
     model.backbone.enable_lora(rank)
@@ -77,11 +95,19 @@ def Plain(rank):
 
 if kind == 'write':
   keras.utils.set_random_seed(1)
-  backbone = keras_hub.models.GPT2Backbone(**json.loads(sys.argv[3]))
+  backbone = keras_hub.models.GPT2Backbone(
+    vocabulary_size=64,
+    num_layers=4,
+    num_heads=4,
+    hidden_dim=width,
+    intermediate_dim=4 * width,
+    max_sequence_length=length,
+    dropout=0.0,
+  )
   GPT(backbone, preprocessor=None).save_to_preset(directory)
-  result['losses'] = {rank: Plain(rank) for rank in map(int, sys.argv[4:])}
+  result['losses'] = Plain()
 elif kind == 'plain':
-  Plain(int(sys.argv[3]))
+  Plain()
 else:
   workers = local_workers.LocalWorkers(2, ['--platform=cpu', '--threads_per_device=1'])
   processes += [p.pid for p in workers.processes]
@@ -93,38 +119,28 @@ else:
       2,
       example=batch,
       keras_class=GPT,
-      lora_rank=int(sys.argv[3]),
+      lora_rank=rank,
       preset_arguments={'preprocessor': None},
-      num_micro_batches=2,
+      num_micro_batches=num_micro_batches,
       devices=devices,
       xla=False,
     ),
   )
   Compile(pipe)
   result['losses'] = Peaks('fit', lambda: Train(pipe))
-  path = f'{directory}_{sys.argv[3]}'
+  path = f'{directory}_trained'
   Peaks('weights', lambda: pipe.save_weights(path + '.weights.json', max_shard_size=0.1))
   Peaks('preset', lambda: pipe.model.save_to_preset(path))
   Peaks('archive', lambda: pipe.save(path + '.keras'))
 print(json.dumps(result))
 """
 
-CONFIG = {
-  'vocabulary_size': 64,
-  'num_layers': LAYERS,
-  'num_heads': 4,
-  'hidden_dim': WIDTH,
-  'intermediate_dim': 4 * WIDTH,
-  'max_sequence_length': 8,
-  'dropout': 0.0,
-}
 
-
-def _Run(directory, *args, limit='unlimited'):
-  """Runs the program under a limit in MiB, which its workers inherit."""
-  program = directory / 'program.py'
+def _Run(kind, path, case, *, is_limited=True):
+  """Runs the program; its workers inherit the limit."""
+  program = path.parent / 'program.py'
   program.write_text(PROGRAM)
-  data = limit if isinstance(limit, str) else limit * 1024
+  data = case.limit * 1024 if is_limited else 'unlimited'
   # Each of TensorFlow's many threads reserves its stack.
   shell = f'ulimit -s 1024; ulimit -d {data}; exec "$@"'
   environment = {
@@ -132,41 +148,28 @@ def _Run(directory, *args, limit='unlimited'):
     'MALLOC_MMAP_THRESHOLD_': str(2**20),
   }
   return processes.Run(
-    '', str(program), *args, command=['bash', '-c', shell, 'bash', sys.executable],
+    '', str(program), kind, str(path), *map(str, case),
+    command=['bash', '-c', shell, 'bash', sys.executable],
     more_environment=environment, timeout=170,
   )  # fmt: skip
 
 
-@pytest.fixture(scope='module')
-def preset(tmp_path_factory):
-  """Returns the directory of a preset, and the losses of plain Keras by rank of LoRA."""
-  path = tmp_path_factory.mktemp('large') / 'preset'
-  done = processes.Succeeded(
-    _Run(path.parent, 'write', str(path), json.dumps(CONFIG), '0', str(RANK))
-  )
+@pytest.mark.parametrize('case', [LORA, FULL], ids=['lora', 'full'])
+def testTwoWorkersTrainWhatPlainKerasCannot(case, tmp_path):
+  """While it loads and saves, a process holds the weights of its stages, and at most a block."""
+  path = tmp_path / 'preset'
+  done = processes.Succeeded(_Run('write', path, case, is_limited=False))
   losses = json.loads(done.stdout.splitlines()[-1])['losses']
-  yield path, {int(rank): values for rank, values in losses.items()}
-  shutil.rmtree(path.parent)
-
-
-def testPlainKerasDiesUnderTheLimit(preset):
-  path, _ = preset
-  assert _Run(path.parent, 'plain', str(path), str(RANK), limit=LIMIT).returncode
-
-
-@pytest.mark.parametrize(('rank', 'limit'), [(RANK, LIMIT), (0, 'unlimited')])
-def testTwoWorkersTrain(preset, rank, limit):
-  """While it loads and saves, a process holds the weights of its stages, and at most a layer."""
-  path, losses = preset
-  done = processes.Succeeded(_Run(path.parent, 'workers', str(path), str(rank), limit=limit))
+  assert _Run('plain', path, case).returncode
+  done = processes.Succeeded(_Run('workers', path, case))
+  shutil.rmtree(tmp_path)
   result = json.loads(done.stdout.splitlines()[-1])
-  np.testing.assert_allclose(result['losses'], losses[rank], rtol=1e-4)
+  np.testing.assert_allclose(result['losses'], losses, rtol=1e-4)
   peaks = result['peaks']
   for name in ('load', 'weights', 'preset', 'archive'):
-    assert peaks[name][0] < LAYER + ALLOWANCE, peaks
+    assert peaks[name][0] < case.block + ALLOWANCE, peaks
   for of_worker in peaks['load'][1:]:
-    assert of_worker < WEIGHTS / 2 + LAYER + ALLOWANCE, peaks
-  assert peaks['fit'][0] < WEIGHTS, peaks  # The updates are computed by the workers.
+    assert of_worker < 3 * case.block + ALLOWANCE, peaks
 
 
 if __name__ == '__main__':
