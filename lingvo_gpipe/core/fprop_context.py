@@ -167,7 +167,9 @@ def SeedPair(random_seed: int, path: str, step_counter: tf.Tensor) -> tf.Tensor:
 
 def StepCounter(step: tf.Tensor | int, micro_batch: tf.Tensor | int = 0) -> tf.Tensor:
   """Returns the int64 scalar `step * 2^20 + micro_batch`."""
-  return tf.cast(step, tf.int64) * MAX_MICRO_BATCHES + tf.cast(micro_batch, tf.int64)
+  # Numbers stay numbers, which need no operation of their own.
+  a, b = (x if isinstance(x, int) else tf.cast(x, tf.int64) for x in (step, micro_batch))
+  return tf.convert_to_tensor(a * MAX_MICRO_BATCHES + b, tf.int64)
 
 
 _stack = threading.local()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from lingvo_gpipe.core import base_layer, domain, fprop_context, hyperparams, nested_map, shapes
+from lingvo_gpipe.layers import dropout
 
 _ONE = 1 << 32
 
@@ -51,9 +52,7 @@ class DropPathLayer(base_layer.BaseLayer):
       step = tf.minimum(seed[1] // fprop_context.MAX_MICRO_BATCHES, p.total_steps)
       drop = drop * step // p.total_steps
     shape = [shapes.GetShape(x)[0], *[1] * (x.shape.rank - 1)]
-    bits = tf.random.stateless_uniform(
-      shape, seed, minval=None, maxval=None, dtype=tf.uint32, alg='philox'
-    )
+    bits = dropout.RandomBits(shape, seed)
     compute = tf.float32 if x.dtype.size < 4 else x.dtype
     scale = _ONE / tf.cast(_ONE - drop, tf.float64)
     is_kept = tf.cast(bits, tf.int64) >= drop

@@ -10,6 +10,32 @@ import tensorflow as tf
 from lingvo_gpipe.core import base_layer, domain, fprop_context, hyperparams, nested_map, shapes
 
 
+def RandomBits(shape: Any, seed: tf.Tensor) -> tf.Tensor:
+  """Returns random uint32 of this shape, equal on CPUs and GPUs, with and without XLA.
+
+  `tf.random.stateless_uniform(..., alg='philox')` draws the same numbers, but traces three times as
+  many operations.
+
+  Args:
+    shape: shape of the result.
+    seed: an integer tensor [2].
+  """
+
+  def Draw(shape: Any, key: tf.Tensor, counter: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    return tf.raw_ops.StatelessRandomUniformFullIntV2(
+      shape=tf.convert_to_tensor(shape, tf.int32),
+      key=key,
+      counter=counter,
+      alg=tf.random.Algorithm.PHILOX.value,
+      dtype=dtype,
+    )
+
+  # Neighbouring seeds are scrambled into unrelated keys and counters.
+  key = tf.constant([0x02461E293EC8F720], tf.uint64)
+  mix = Draw([2], key, tf.cast(seed, tf.uint64), tf.uint64)
+  return Draw(shape, mix[:1], mix * tf.constant([0, 1], tf.uint64), tf.uint32)
+
+
 def ApplyDropout(x: tf.Tensor, keep_prob: float, noise_shape: Any, seed: tf.Tensor) -> tf.Tensor:
   """Returns `x` with each entry kept with probability `keep_prob`, and divided by it, or zeroed.
 
@@ -19,9 +45,7 @@ def ApplyDropout(x: tf.Tensor, keep_prob: float, noise_shape: Any, seed: tf.Tens
     noise_shape: shape of the mask; broadcasts to the shape of `x`.
     seed: an integer tensor [2].
   """
-  bits = tf.random.stateless_uniform(
-    noise_shape, seed, minval=None, maxval=None, dtype=tf.uint32, alg='philox'
-  )
+  bits = RandomBits(noise_shape, seed)
   threshold = min(round(keep_prob * 2**32), 2**32 - 1)
   is_kept = bits < tf.constant(threshold, tf.uint32)
   return tf.where(is_kept, x * tf.constant(1.0 / keep_prob, x.dtype), tf.zeros([], x.dtype))

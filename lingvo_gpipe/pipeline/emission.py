@@ -97,7 +97,8 @@ class Emission:
     self._stages = stages
     self._functions = functions
     self._micro_batches = micro_batches
-    self._counter = tf.constant(0, tf.int64) if counter is None else counter
+    # As `SeedTensor` takes it: micro-batches add their number to the constant part.
+    self._counter = tf.stack([tf.zeros([], tf.int64), 0 if counter is None else counter])
     self._do_eval = do_eval
     self._with_loss = with_loss
     self._theta = theta
@@ -264,13 +265,12 @@ class Emission:
     """Returns function(StageCall of micro-batch m, *args), as the next call of the walk."""
     has_loss = self._with_loss and s.index == len(self._stages) - 1
     with self._walk.On(s):
-      counter = self._counter + m
       weight = self._micro_batches[m].loss_weight if self._with_loss else tf.constant(1.0)
       call = stage_math.StageCall(
         variables=s.variables if self._theta is None else self._theta[s.index],
         x=self._x[s.index, m],
         side=self._micro_batches[m].side if has_loss else None,
-        context=stage_math.Context(stage_math.SeedTensor(s.seed_hashes, counter), weight),
+        context=stage_math.Context(stage_math.SeedTensor(s.seed_hashes, self._counter, m), weight),
       )
       result = function(call, *args)
     self._walk.Done(s, result)

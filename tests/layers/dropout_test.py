@@ -59,6 +59,16 @@ def testXlaAndEagerAndGraphAreBitEqual(dtype):
     np.testing.assert_array_equal(tf.cast(y, tf.float64).numpy(), eager)
 
 
+@pytest.mark.parametrize('xla', [False, True])
+@pytest.mark.parametrize('seed', [(0, 0), (-(2**63), 2**63 - 1), (10**18, 7 * 2**20 + 3)])
+def testRandomBitsAreThoseOfPhilox(seed, xla):
+  """Numbers of another generator would change every run that is resumed, and differ on a GPU."""
+  seed = tf.constant(seed, tf.int64)
+  expected = tf.random.stateless_uniform([3, 5], seed, None, None, tf.uint32, alg='philox')
+  draw = tf.function(lambda seed: dropout.RandomBits([3, 5], seed), jit_compile=xla)
+  np.testing.assert_array_equal(draw(seed), expected)
+
+
 def testMaskDoesNotDependOnTheDtype():
   layer = _Make(keep_prob=0.5)
   masks = [_Drop(layer, tf.ones([50, 50], d)) == 0 for d in (tf.float32, tf.bfloat16, tf.float64)]

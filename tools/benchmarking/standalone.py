@@ -20,7 +20,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import fprop_context, nested_map
+from lingvo_gpipe.core import nested_map
 from lingvo_gpipe.layers import sequential
 from lingvo_gpipe.learning import multi_learner
 from lingvo_gpipe.pipeline import engine as engine_lib
@@ -208,7 +208,7 @@ class _Calls:
     self._keeper = _Functions(engine, s, layer) if by_layer else self._split
     self._keeps = by_layer or engine.remat_policy == 'none'
     with tf.device(s.device):
-      seeds = stage_math.SeedTensor(s.seed_hashes, fprop_context.StepCounter(0))
+      seeds = stage_math.SeedTensor(s.seed_hashes, tf.zeros([2], tf.int64))
     context = stage_math.Context(seeds, loss_weight)
     self._call = stage_math.StageCall(s.variables, x, side, context)
     self._kept: Any = None

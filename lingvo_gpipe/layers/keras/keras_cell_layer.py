@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from lingvo_gpipe.core import base_layer, fprop_context, hyperparams, nested_map, weight_params
-from lingvo_gpipe.layers import sequential
+from lingvo_gpipe.layers import dropout, sequential
 from lingvo_gpipe.layers.keras import keras_cells, keras_nodes
 
 
@@ -212,14 +212,7 @@ class KerasCellLayer(base_layer.BaseLayer):
     if context.step_counter is None and id(self) not in context.seed_rows:
       return tf.zeros(variable.shape, variable.dtype)  # Evaluation outside a stage.
     # Keras takes the seeds modulo 2^31, which would repeat the seeds of other steps.
-    bits = tf.random.stateless_uniform(
-      variable.shape,
-      context.OpSeed(self, f'seed_{index}'),
-      minval=None,
-      maxval=None,
-      dtype=tf.uint32,
-      alg='philox',
-    )
+    bits = dropout.RandomBits(variable.shape, context.OpSeed(self, f'seed_{index}'))
     return tf.cast(bits, variable.dtype)
 
   def _RegularizerLosses(self) -> list[Any]:

@@ -59,16 +59,16 @@ class StageCall(NamedTuple):
   context: Context
 
 
-def SeedTensor(hashes: Sequence[int], counter: tf.Tensor) -> tf.Tensor:
+def SeedTensor(hashes: Sequence[int], counter: tf.Tensor, micro_batch: int = 0) -> tf.Tensor:
   """Returns the seed pairs of a stage's layers, int64 [layers, 2].
 
   Args:
     hashes: the first number of each pair, see `Stage.seed_hashes`.
-    counter: int64 scalar, the second number of all pairs: the step and micro-batch (see
+    counter: int64 [2], zero and the second number of all pairs: the step and micro-batch (see
       `fprop_context.StepCounter`).
+    micro_batch: added to the counter.
   """
-  column = tf.constant(list(hashes), tf.int64)
-  return tf.stack([column, tf.fill([len(hashes)], counter)], axis=1)
+  return tf.constant([(x, micro_batch) for x in hashes], tf.int64) + counter
 
 
 def AsTensors(layer: base_layer.BaseLayer, outputs: Any) -> Any:
@@ -243,7 +243,7 @@ class StageMath:
 
   def EnterContext(self, seeds: tf.Tensor) -> Any:
     """Enters the FProp context of one micro-batch, with a row of seeds for each layer."""
-    rows = {id(layer): seeds[i] for i, layer in enumerate(self.layers)}
+    rows = {id(layer): row for layer, row in zip(self.layers, tf.unstack(seeds), strict=True)}
     context = fprop_context.FPropContext(
       self._do_eval, seed_rows=rows, replica_sum=self._replica_sum
     )
