@@ -167,7 +167,15 @@ def _Compile(model: Any, optimizer: str) -> None:
   # Adam's division would magnify the rounding of a small gradient.
   rule = keras.optimizers.SGD(1.0) if optimizer == 'sgd' else DenseAdam(1e-3, epsilon=1e-3)
   # The empty lists replace the metrics that KerasHub's tasks begin with.
-  model.compile(rule, 'mse', metrics=[], weighted_metrics=[], jit_compile=False)
+  model.compile(
+    rule,
+    'mse',
+    metrics=[],
+    weighted_metrics=[],
+    jit_compile=False,
+    # Plain Keras would be traced twice, which takes longer than these few steps.
+    run_eagerly=not isinstance(model, PipelinedModel),
+  )
 
 
 def _Balance(stack: Any, num_stages: int, x: Any, graph: Any) -> float:

@@ -84,7 +84,8 @@ def _Pipe(path, **options):
 
 def _Compile(model, optimizer=keras_fits.Sgd):
   loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-  model.compile(optimizer=optimizer(), loss=loss, weighted_metrics=[], jit_compile=False)
+  options = {'jit_compile': False, 'run_eagerly': not isinstance(model, PipelinedModel)}
+  model.compile(optimizer=optimizer(), loss=loss, weighted_metrics=[], **options)
   return model
 
 

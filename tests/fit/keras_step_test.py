@@ -37,7 +37,8 @@ def _Mlp():
 def _Plain(optimizer):
   """Returns the losses of some steps of plain Keras, and the weights after them."""
   model = keras_fits.Seeded(_Mlp)
-  model.compile(optimizer=optimizer, loss='mse', jit_compile=False)
+  # A few steps take less time than to trace them.
+  model.compile(optimizer=optimizer, loss='mse', jit_compile=False, run_eagerly=True)
   return [model.train_on_batch(X, Y) for _ in range(NUM_STEPS)], model.get_weights()
 
 

@@ -58,7 +58,9 @@ def Fit(model, x, y, compiled, *, optimizer=Sgd, **options):
     optimizer: returns the optimizer.
     **options: arguments of `fit`.
   """
-  model.compile(optimizer=optimizer(), jit_compile=False, **compiled())
+  # Plain Keras would be traced twice, which takes longer than these few steps.
+  is_plain = not isinstance(model, PipelinedModel)
+  model.compile(optimizer=optimizer(), jit_compile=False, run_eagerly=is_plain, **compiled())
   options = {'epochs': 2, 'shuffle': False, 'verbose': 0, **options}
   history = model.fit(x, y, **options).history
   return Result(history, model.get_weights())
