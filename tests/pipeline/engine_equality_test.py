@@ -189,35 +189,29 @@ def _CheckEqual(sums, grads, num_micro_batches, dtype, num_blocks=1):
 
 
 @pytest.mark.parametrize(
-  'num_stages, num_micro_batches, num_blocks',
+  'num_stages, num_micro_batches, num_blocks, policy',
   # Each K and each M, and both extremes, once with equal blocks in different stages;
   # engine_schedules_test covers more of the grid.
-  [(1, 8, 1), (2, 1, 1), (2, 2, 1), (3, 2, 1), (4, 8, 2)],
+  [(1, 8, 1, 'stage'), (2, 1, 1, 'stage'), (3, 2, 1, 'layer'), (4, 8, 2, 'stage')],
 )
-def testGradientsEqual(num_stages, num_micro_batches, num_blocks):
-  stack = _Stack(num_stages, num_micro_batches, num_blocks=num_blocks)
+def testGradientsEqual(num_stages, num_micro_batches, num_blocks, policy):
+  stack = _Stack(num_stages, num_micro_batches, num_blocks=num_blocks, remat_policy=policy)
   _CheckEqual(*_Train(stack, tf.float64), num_micro_batches, tf.float64, num_blocks)
 
 
 # With two stages in float32 below, with four in engine_schedules_test.
-@pytest.mark.parametrize('num_stages, num_micro_batches', [(1, 8), (3, 2)])
-def testGradientsEqualCompiledByXla(num_stages, num_micro_batches):
-  stack = _Stack(num_stages, num_micro_batches, xla=True)
+@pytest.mark.parametrize(
+  'num_stages, num_micro_batches, policy', [(1, 8, 'stage'), (3, 2, 'layer')]
+)
+def testGradientsEqualCompiledByXla(num_stages, num_micro_batches, policy):
+  stack = _Stack(num_stages, num_micro_batches, xla=True, remat_policy=policy)
   _CheckEqual(*_Train(stack, tf.float64), num_micro_batches, tf.float64)
 
 
-@pytest.mark.parametrize(
-  'num_stages, num_micro_batches, xla', [(1, 8, False), (4, 2, False), (2, 8, True)]
-)
+@pytest.mark.parametrize('num_stages, num_micro_batches, xla', [(4, 2, False), (2, 8, True)])
 def testGradientsEqualInFloat32(num_stages, num_micro_batches, xla):
   stack = _Stack(num_stages, num_micro_batches, xla=xla, dtype=tf.float32)
   _CheckEqual(*_Train(stack, tf.float32), num_micro_batches, tf.float32)
-
-
-@pytest.mark.parametrize('xla', [False, True])
-def testRematPolicyLayerGivesTheSame(xla):
-  stack = _Stack(2, 2, xla=xla, remat_policy='layer')
-  _CheckEqual(*_Train(stack, tf.float64), 2, tf.float64)
 
 
 def testTheTestCanFail():
@@ -258,10 +252,10 @@ def testEvaluateEqualsAPlainForward():
 def _EqualLayers(num_stages, **options):
   layer = linear.ProjectionLayer.Params().Set(input_dim=4, output_dim=4, activation='TANH')
   drop = dropout.DropoutLayer.Params().Set(keep_prob=0.5)
-  sub = [layer, drop] * 6
+  sub = [layer, drop] * 4
   stack = _Stack(num_stages, 2, sub=sub, dtype=tf.float32, splits=[], **options)
   cut = stack.params.Copy()
-  cut.splits = [12 // num_stages * (k + 1) for k in range(num_stages)]
+  cut.splits = [8 // num_stages * (k + 1) for k in range(num_stages)]
   return cut.Instantiate()
 
 
@@ -271,9 +265,9 @@ def testEqualStagesShareOneTrace():
     return {'loss': (tf.reduce_sum(outputs[0] ** 2), tf.constant(1.0))}
 
   train, forward, grads = {}, {}, {}
-  for num_stages in (1, 2, 3, 6):
+  for num_stages in (1, 2, 4):
     stack = _EqualLayers(num_stages)
-    stack.Place(_Devices() * 2, tf.TensorSpec([8, 4]), loss_fn=SquareLoss)
+    stack.Place(_Devices(), tf.TensorSpec([8, 4]), loss_fn=SquareLoss)
 
     @tf.function(autograph=False)
     def Step(x, step, stack=stack):
@@ -289,9 +283,9 @@ def testEqualStagesShareOneTrace():
     grads[num_stages] = [a.numpy() for s in stack.engine.stages for a in s.accumulators]
   # The first stage, whose input needs no gradient, the last, which has the loss, and all others: F
   # and B of each.
-  assert train == {1: 2, 2: 4, 3: 6, 6: 6}
-  assert forward == {1: 1, 2: 1, 3: 1, 6: 1}
-  for num_stages in (2, 3, 6):
+  assert train == {1: 2, 2: 4, 4: 6}
+  assert forward == {1: 1, 2: 1, 4: 1}
+  for num_stages in (2, 4):
     for a, b in zip(grads[1], grads[num_stages], strict=True):
       np.testing.assert_allclose(a, b, rtol=1e-5)
 
@@ -414,8 +408,7 @@ def _LossesOfTraining(num_stages):
 def testTheFirstTwentyLossesAgree():
   reference = _LossesOfTraining(1)
   assert reference[-1] < 0.9 * reference[0]
-  for num_stages in (2, 4):
-    np.testing.assert_allclose(_LossesOfTraining(num_stages), reference, rtol=1e-4)
+  np.testing.assert_allclose(_LossesOfTraining(4), reference, rtol=1e-4)
 
 
 if __name__ == '__main__':

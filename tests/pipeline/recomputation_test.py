@@ -145,8 +145,8 @@ def testProductsOfEveryAction(name, policy, tmp_path, monkeypatch):
   [('1f1b', 'except_last'), ('gpipe', 'layer'), ('zb_h1', 'none')],
 )
 def testProductsOfEveryActionCompiledByXla(name, policy, tmp_path, monkeypatch):
-  products = _Products(_Stack(name, policy, xla=True), tmp_path, monkeypatch)
-  schedule = schedules.Get(name, _STAGES, _M)
+  products = _Products(_Stack(name, policy, num_stages=2, xla=True), tmp_path, monkeypatch)
+  schedule = schedules.Get(name, 2, _M)
   assert products == _Expected(schedule, _AGAIN[policy])
 
 
