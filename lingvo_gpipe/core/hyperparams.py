@@ -363,7 +363,9 @@ class Params(params_tree.Node):
       if param and param.domain:
         if current is not None and text.strip() == literals.WriteValue(current):
           return current
-        like = like if param.domain.like is None else param.domain.like
+        # An integer stays one where other numbers would do, too.
+        is_int = type(like) is int and text.strip().lstrip('+-').isdecimal()
+        like = like if is_int or param.domain.like is None else param.domain.like
         return params_text.ParseValue(text, like, path, type_name)
       value = params_text.ParseValue(text, like, path, type_name)
       if type_name is None and (value is not None or None not in (current, default)):

@@ -27,8 +27,6 @@ def CheckTies(
   """
   ties = {}
   for pair in pairs:
-    if not (isinstance(pair, (list, tuple)) and len(pair) == 2):
-      raise ValueError(f'{prefix}ties are pairs of paths of weights, got {pair!r}')
     tied, owner = pair
     for path in (tied, owner):
       if path not in specs:

@@ -102,6 +102,17 @@ def testValuesFromCodeAreCheckedAtInstantiate():
   assert p.Instantiate().params.plain == 'any'
 
 
+@pytest.mark.parametrize(
+  ('default', 'text', 'value'), [(0, '7', 7), (0, '7.5', 7.5), (0.0, '7', 7.0)]
+)
+def testAnIntegerStaysOneWhereOtherNumbersWouldDo(default, text, value):
+  p = hyperparams.Params()
+  p.Define('warmup_steps', default, '', domain.NOT_NEGATIVE)
+  p.FromText(f'warmup_steps:{text}')
+  assert p.warmup_steps == value
+  assert type(p.warmup_steps) is type(value)
+
+
 def testTheDomainIsKeptByCopies():
   p = _Params().Copy()
   assert p.GetDomain('inner.rate') is domain.POSITIVE and p.GetDomain('plain') is None

@@ -294,8 +294,12 @@ def testTheEvaluatorFollowsUntilTheTrainerHasEnded(stopped, tmp_path, monkeypatc
       'train_and_eval',
       "'log_pplx', but eval_dev has loss",
     ),
-    ('task.train.eval_interval_steps:-1', 'train_and_eval', 'eval_interval_steps must be at'),
-    ("task.train.init_from_checkpoint_rules:{'x': 1}", 'train_and_eval', 'pair of lists'),
+    ('task.train.eval_interval_steps:-1', 'train_and_eval', 'eval_interval_steps'),
+    (
+      "task.train.init_from_checkpoint_rules:{'x': 1}",
+      'train_and_eval',
+      'init_from_checkpoint_rules',
+    ),
     (
       'task.train.eval_datasets:[];task.train.decode_datasets:[]',
       'train_and_eval',
