@@ -13,14 +13,15 @@ The loop over tokens runs in Python; each of its steps is one tf.function over a
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
+
+from lingvo_gpipe.layers.keras import keras_nodes
 
 _METHODS = ('generate_step', 'call_with_cache', '_build_cache')
 
@@ -50,7 +51,7 @@ def Generate(
     inputs = keras.tree.map_structure(lambda x: x if x is None else tf.convert_to_tensor(x), inputs)
     return make_steps(inputs).Run(inputs, stop_token_ids)
 
-  with _Replaced(model, generate_function=Run):
+  with keras_nodes.Replaced(model, generate_function=Run):
     return model.generate(*args, **kwargs)
 
 
@@ -77,7 +78,7 @@ class GenerationSteps:
 
   def Run(self, inputs: Any, stop_token_ids: Any) -> Any:
     """Returns the result of the model's `generate_step` for a batch."""
-    with _Replaced(self._model, call_with_cache=self._Dispatch, _build_cache=self._fill):
+    with keras_nodes.Replaced(self._model, call_with_cache=self._Dispatch, _build_cache=self._fill):
       return self._model.generate_step(inputs, stop_token_ids)
 
   def _Dispatch(self, *args: Any, **kwargs: Any) -> Any:
@@ -232,18 +233,3 @@ def _Pieces(tensor: tf.Tensor) -> Any:
   """Returns the pieces of a tensor that was stacked from layers; else the tensor."""
   is_stack = tensor.op.type == 'Pack' and tensor.op.get_attr('axis') == 1
   return tuple(tensor.op.inputs) if is_stack else tensor
-
-
-@contextlib.contextmanager
-def _Replaced(model: Any, **attributes: Any) -> Iterator[None]:
-  """Gives a model other attributes inside a block."""
-  before = {name: vars(model)[name] for name in attributes if name in vars(model)}
-  for name, value in attributes.items():
-    setattr(model, name, value)
-  try:
-    yield
-  finally:
-    for name in attributes:
-      delattr(model, name)
-    for name, value in before.items():
-      setattr(model, name, value)

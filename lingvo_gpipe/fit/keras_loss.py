@@ -142,7 +142,8 @@ class KerasLoss:
   ) -> dict[str, weighted_loss.Metric]:
     """Returns the loss, and what it adds to the states of the metrics."""
     del theta
-    tensors = [keras_cell_layer.WithMask(x) for x in outputs]
+    parts = [keras_cell_layer.Parts(x) for x in outputs]
+    tensors = [keras_cell_layer.WithMask(value, mask) for value, mask in parts]
     y_pred = self._graph.PackOutputs(tensors)
     states = self.States()
     zeros = [(v, tf.zeros(v.shape, v.dtype)) for v in states]
@@ -161,11 +162,10 @@ class KerasLoss:
         value *= tf.cast(side.scale[0], value.dtype)
       metrics[f'{STATE}{i}'] = weighted_loss.Sum(value)
     if self.needs_predictions:
-      for i, t in enumerate(outputs):
-        is_masked = isinstance(t, dict)
-        metrics[f'{PREDICTION}{i}'] = weighted_loss.Rows(t['value'] if is_masked else t)
-        if is_masked:
-          metrics[f'{MASK}{i}'] = weighted_loss.Rows(t['mask'])
+      for i, (value, mask) in enumerate(parts):
+        metrics[f'{PREDICTION}{i}'] = weighted_loss.Rows(value)
+        if mask is not None:
+          metrics[f'{MASK}{i}'] = weighted_loss.Rows(mask)
     return metrics
 
   def States(self) -> list[Any]:

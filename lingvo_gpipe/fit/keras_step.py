@@ -184,7 +184,7 @@ def _BesideInputs() -> contextlib.AbstractContextManager[Any]:
   captured: dict[int, str] = {}  # {id of a captured tensor: its device}.
 
   def DeviceOf(tensor: Any) -> str:
-    if isinstance(tensor, tf.__internal__.EagerTensor):  # The handle of a variable.
+    if hasattr(tensor, 'numpy'):  # Eager: the handle of a variable.
       return str(tensor.device)
     if tensor.op.type == 'ReadVariableOp':
       return DeviceOf(tensor.op.inputs[0])
@@ -226,11 +226,8 @@ def _OneByOne(optimizer: Any) -> Iterator[None]:
       update_step(gradient, variable, learning_rate)
       last[place] = variable.value().op
 
-  inner.update_step = UpdateStep
-  try:
+  with keras_nodes.Replaced(inner, update_step=UpdateStep):
     yield
-  finally:
-    del inner.update_step
 
 
 @contextlib.contextmanager

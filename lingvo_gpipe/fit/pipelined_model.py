@@ -457,7 +457,10 @@ class PipelinedModel(keras.Model):
   def _Predict(self, args: tuple[Any, ...], counter: tf.Tensor) -> Any:
     self.stack.engine.SyncTies()
     inputs = self.stack.SplitBatch(args)
-    outputs = [_Values(y) for y in self.stack.engine.Forward(inputs, counter=counter).Outputs()]
+    outputs = [
+      [keras_cell_layer.Parts(x)[0] for x in y]
+      for y in self.stack.engine.Forward(inputs, counter=counter).Outputs()
+    ]
     return self._graph.PackOutputs(micro_batch.MergeOutputs(outputs, inputs))
 
   def _MicroBatches(
@@ -486,8 +489,7 @@ class PipelinedModel(keras.Model):
     flat = []
     for i in range(len(predictions)):
       value, mask = (sums.pop(f'{n}{i}', None) for n in (keras_loss.PREDICTION, keras_loss.MASK))
-      payload = value if mask is None else {'value': value, 'mask': mask}
-      flat.append(keras_cell_layer.WithMask(payload))
+      flat.append(keras_cell_layer.WithMask(value, mask))
     if flat:
       y_pred = self._graph.PackOutputs(flat)
       self._compile_metrics.update_state(side.y, y_pred, side.sample_weight)
@@ -518,11 +520,6 @@ def _AsTensors(nest: Any) -> Any:
     return x if x is None else tf.convert_to_tensor(x)
 
   return keras.tree.map_structure(Convert, nest)
-
-
-def _Values(outputs: Any) -> list[Any]:
-  """Returns the output tensors of the last cell without their masks."""
-  return [x['value'] if isinstance(x, dict) else x for x in outputs]
 
 
 def _Names(device: str, full_name: str) -> bool:

@@ -158,9 +158,9 @@ class KerasCellLayer(base_layer.BaseLayer):
     cell, context = self._cell, fprop_context.Current()
     values: dict[keras_nodes.Value, Any] = {}
     for v, x in zip(cell.args, args, strict=True):
-      values[v] = WithMask(x)
+      values[v] = WithMask(*Parts(x))
     for v in cell.skips_in:
-      values[v] = WithMask(skips[_SkipName(v)])
+      values[v] = WithMask(*Parts(skips[_SkipName(v)]))
     before = {name: tf.convert_to_tensor(theta[name]) for name in self._keras_variables}
     mapping = [(v, before[name]) for name, v in self._keras_variables.items()]
     numbers = itertools.count()
@@ -286,7 +286,7 @@ def MaskFunction(layers: Sequence[KerasCellLayer]) -> Any:
       return layer.FPropSkips(variables[i], skips, *args)
 
     outputs, _ = sequential.RunLayers(layers, Run, args)
-    return [x['mask'] if isinstance(x, Mapping) else None for x in outputs]
+    return [Parts(x)[1] for x in outputs]
 
   traced = tf.function(Masks, autograph=False)
   specs = [layer.WeightTensorSpecs() for layer in layers]
@@ -337,11 +337,16 @@ def _Payload(x: Any) -> Any:
   return x if mask is None else nested_map.NestedMap(value=x, mask=mask)
 
 
-def WithMask(x: Any) -> Any:
-  """Returns a tensor of another cell, with its mask attached as Keras does."""
-  if not isinstance(x, Mapping):
-    return x
-  value = tf.identity(x['value'])  # The mask belongs to this tensor alone.
+def Parts(x: Any) -> tuple[Any, Any]:
+  """Returns a tensor of another cell, and the mask that Keras attached to it or None."""
+  return (x['value'], x['mask']) if isinstance(x, Mapping) else (x, None)
+
+
+def WithMask(value: Any, mask: Any) -> Any:
+  """Returns a tensor with a mask attached as Keras does; None: without one."""
+  if mask is None:
+    return value
+  value = tf.identity(value)  # The mask belongs to this tensor alone.
   with contextlib.suppress(AttributeError):
-    value._keras_mask = x['mask']
+    value._keras_mask = mask
   return value

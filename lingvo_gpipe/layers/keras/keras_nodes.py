@@ -218,14 +218,19 @@ def WithoutValues() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def Replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-  """Gives a class or module another attribute while the enclosed code runs."""
-  old = getattr(owner, name)
-  setattr(owner, name, value)
+def Replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+  """Gives an object, class or module other attributes while the enclosed code runs."""
+  before = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
+  for name, value in attributes.items():
+    setattr(owner, name, value)
   try:
     yield
   finally:
-    setattr(owner, name, old)
+    for name in attributes:
+      if name in before:
+        setattr(owner, name, before[name])
+      else:
+        delattr(owner, name)
 
 
 @contextlib.contextmanager
@@ -240,13 +245,13 @@ def WaitingForAssignments() -> Iterator[None]:
     assign(variable, value)
     variable.value.is_initialized().numpy()
 
-  with Replaced(keras_backend.Variable, '_direct_assign', Assign):
+  with Replaced(keras_backend.Variable, _direct_assign=Assign):
     yield
 
 
 def SavingThroughFiles() -> contextlib.AbstractContextManager[None]:
   """Lets Keras write an archive from a file beside it, which it else puts together in memory."""
-  return Replaced(saving_lib, 'is_memory_sufficient', lambda model: False)
+  return Replaced(saving_lib, is_memory_sufficient=lambda model: False)
 
 
 def Move(variable: Any, device: str) -> tf.Variable:

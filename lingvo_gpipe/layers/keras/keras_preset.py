@@ -95,7 +95,7 @@ def _OneTensorAtATime() -> Iterator[None]:
     files.safetensor_files.clear()
     return get_tensor(files, name)
 
-  with keras_nodes.Replaced(safetensor_utils.SafetensorLoader, 'get_tensor', GetTensor):
+  with keras_nodes.Replaced(safetensor_utils.SafetensorLoader, get_tensor=GetTensor):
     yield
 
 
