@@ -103,7 +103,9 @@ _FOREIGN_NAMES = {
     'save_weights',
     'summary',
   },  # Keras.
+  'lingvo_gpipe/fit/keras_loss.py': {'add_update', 'get_current_value'},
   'lingvo_gpipe/layers/keras/keras_cell_layer.py': {'call', 'get_current_value'},
+  'lingvo_gpipe/layers/keras/keras_nodes.py': {'get_current_value'},
   'tools/keras_models.py': {'apply'},
   'tools/keras_zoo/shapes.py': {'call'},
   'tests/fit/keras_generation_test.py': {'call_with_cache'},

@@ -138,6 +138,7 @@ def Compare(case: Case, devices: Sequence[str], xla: bool) -> Row:
     row = dataclasses.replace(row, is_refused=is_expected, note=note)
   finally:
     keras.config.set_floatx(floatx)
+    keras.config.set_dtype_policy(floatx)  # Keras has made it from floatx.
   return row
 
 

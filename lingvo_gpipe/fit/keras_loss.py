@@ -31,6 +31,33 @@ from lingvo_gpipe.pipeline.stages import micro_batch, weighted_loss
 STATE, PREDICTION, MASK = 'keras_state_', 'prediction_', 'mask_of_prediction_'
 
 
+class _LossScope(keras.StatelessScope):
+  """Gives the variables of the metrics their values; the loss may have no others."""
+
+  def __init__(self, values: Sequence[tuple[Any, tf.Tensor]], trained: frozenset[int]) -> None:
+    super().__init__(values)
+    self._states = {id(v) for v, _ in values}
+    self._trained = trained
+
+  def get_current_value(self, variable: Any) -> Any:
+    """Returns the value of a variable; raises ValueError if the model trains it."""
+    if id(variable) in self._trained:
+      raise ValueError(
+        f'the loss reads the variable {variable.path} of the model, whose gradient a pipeline '
+        'would lose: use a regularizer, or add_loss in a layer'
+      )
+    return super().get_current_value(variable)
+
+  def add_update(self, update: Any) -> None:
+    """Changes a variable; raises ValueError if it is not of a metric."""
+    if id(update[0]) not in self._states:
+      raise ValueError(
+        f'the loss changes the variable {update[0].path}, which a pipeline cannot do: make it a '
+        'metric'
+      )
+    super().add_update(update)
+
+
 class KerasLoss:
   """The loss of a micro-batch; see `stage_math.LossFn`.
 
@@ -52,6 +79,7 @@ class KerasLoss:
     self._trainer = trainer
     self._graph = graph
     self._num_micro_batches = num_micro_batches
+    self._trained = frozenset(map(id, graph.model.trainable_variables))
     losses = [x for x in keras.tree.flatten(trainer.loss) if x is not None]
     self._reductions = {getattr(x, 'reduction', 'sum_over_batch_size') for x in losses}
     self._ignored = [x.ignore_class for x in losses if getattr(x, 'ignore_class', None) is not None]
@@ -131,7 +159,9 @@ class KerasLoss:
       if keras.tree.is_nested(y_true) and not keras.tree.is_nested(predicted):
         y_true = keras.tree.flatten(y_true)[0]
       values = loss.call(y_true, predicted)
-      if len(values.shape) == 0 or isinstance(loss, keras.losses.Circle):
+      axis = getattr(loss, '_fn_kwargs', {}).get('axis', -1)
+      is_joint = 0 in keras.tree.flatten(axis) or isinstance(loss, keras.losses.Circle)
+      if len(values.shape) == 0 or is_joint:
         raise ValueError(
           f'the loss {loss.name} is one number for all examples of a batch, which micro-batches '
           'cannot add up; return a loss for each example, or set num_micro_batches=1'
@@ -147,7 +177,7 @@ class KerasLoss:
     y_pred = self._graph.PackOutputs(tensors)
     states = self.States()
     zeros = [(v, tf.zeros(v.shape, v.dtype)) for v in states]
-    with keras.StatelessScope(zeros) as scope:
+    with _LossScope(zeros, self._trained) as scope:
       loss = self._Compute(
         side.y, y_pred, side.sample_weight, with_metrics=not self.needs_predictions
       )

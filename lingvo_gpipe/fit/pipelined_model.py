@@ -185,6 +185,18 @@ class PipelinedModel(keras.Model):
     """Runs the model as Keras does, without micro-batches and stages."""
     return self.model(inputs, training=training)
 
+  def __getattr__(self, name: str) -> Any:
+    """Returns an attribute of the model, such as `input_shape` or `preprocessor`."""
+    model = self.__dict__.get('model')
+    if model is None or name.startswith('_'):
+      raise AttributeError(f'{type(self).__name__} has no attribute {name!r}')
+    return getattr(model, name)
+
+  @property
+  def layers(self) -> list[Any]:
+    """The layers of the model."""
+    return list(self.model.layers)
+
   @property
   def losses(self) -> list[Any]:
     """Empty: the stages add the losses of the model's layers to the loss."""
@@ -354,23 +366,35 @@ class PipelinedModel(keras.Model):
     """Returns the flat inputs of the model; cuts the model at the first batch."""
     x = _AsTensors(x)
     places = keras_nodes.Places(self.model) if self._places else []
-    if [id(v) for v, _ in places] != [id(v) for v, _ in self._places]:
+    if [id(v) for v, *_ in places] != [id(v) for v, *_ in self._places]:
       raise ValueError(
         f'the variables of {self.model.name} have changed (by quantize or enable_lora?): compile '
         'again'
       )
-    if any(a is not b for (_, a), (_, b) in zip(places, self._places, strict=True)):
-      self._Forget()  # Another pipeline of the model has moved its variables.
+    pairs = list(zip(places, self._places, strict=True))
+    # Another pipeline of the model may move its variables; and as in Keras, `trainable` counts at
+    # the first step after compile().
+    is_moved = any(a is not b for (_, a, _), (_, b, _) in pairs)
+    is_other = self._keras_step is None and any(a != b for (*_, a), (*_, b) in pairs)
+    if is_moved or is_other:
+      self._Forget()
+    if self._graph is not None and (specs := self._graph.OtherSizes(x)) is not None:
+      self._Forget()
+      self._Trace(specs)
     if self._graph is None:
       if not self.model.built:
         self.model(keras.tree.map_structure(lambda t: t[:1], x))
       self.built = True
-      graph = keras_nodes.FromModel(self.model, x)
-      self.__dict__.update(_graph=graph, _cells=tuple(keras_cells.Cut(graph)))
+      self._Trace(x)
     args = tuple(self._graph.FlatInputs(x))
     if self._keras_loss is None:
       self._MakeStack(args)
     return args
+
+  def _Trace(self, x: Any) -> None:
+    """Finds the cells of the model for inputs like `x`."""
+    graph = keras_nodes.FromModel(self.model, x)
+    self.__dict__.update(_graph=graph, _cells=tuple(keras_cells.Cut(graph)))
 
   def _MakeStack(self, args: tuple[Any, ...]) -> None:
     """Cuts the model for a first batch, and moves its variables to their stages."""

@@ -182,6 +182,7 @@ def float64():
   keras.config.set_floatx('float64')
   yield
   keras.config.set_floatx('float32')
+  keras.config.set_dtype_policy('float32')  # Keras has made it from floatx.
 
 
 @pytest.mark.usefixtures('float64')
@@ -261,6 +262,38 @@ def testAMaskThatDependsOnWeightsIsRefused():
 
   with pytest.raises(ValueError, match=naming.Naming('mask', 'weights', 'num_micro_batches=1')):
     _Fit(Make, keras_fits.Floats(12, 6, 4), TARGETS, loss='mse')
+
+
+class _Moving(keras.losses.Loss):
+  """Divides by a moving mean of its own."""
+
+  def __init__(self):
+    super().__init__()
+    self.mean = keras.Variable(1.0, trainable=False, name='moving')
+
+  def call(self, y_true, y_pred):
+    self.mean.assign(0.5 * self.mean + 0.5 * ops.mean(ops.square(y_true)))
+    return ops.mean(ops.square(y_true - y_pred), axis=-1) / self.mean
+
+
+@pytest.mark.parametrize('num_micro_batches', [1, 2])
+def testLossesWithVariablesAreRefused(num_micro_batches):
+  """The gradient of a weight of another stage, and the new value, were lost."""
+
+  def Pipe():
+    return keras_fits.Pipe(keras_fits.Seeded(keras_fits.Mlp), 2, num_micro_batches)
+
+  def Penalised(y_true, y_pred):
+    error = ops.mean(ops.square(y_true - y_pred), axis=-1)
+    return error + ops.sum(ops.square(reading.model.layers[1].kernel))
+
+  reading, changing = Pipe(), Pipe()
+  reading.compile(optimizer='sgd', loss=Penalised)
+  with pytest.raises(ValueError, match=naming.Naming('kernel', 'regularizer')):
+    reading.train_on_batch(X, Y)
+  changing.compile(optimizer='sgd', loss=_Moving())
+  with pytest.raises(ValueError, match=naming.Naming('moving', 'metric')):
+    changing.train_on_batch(X, Y)
 
 
 if __name__ == '__main__':

@@ -352,6 +352,97 @@ def testSeedsOfKerasAreNotConsumed():
     np.testing.assert_array_equal(v, value)
 
 
+class _Recurrent(keras.Model):
+  """Takes sequences; with `last`, computes with their length."""
+
+  def __init__(self, is_last=False):
+    super().__init__()
+    self.gru = layers.GRU(4, return_sequences=True)
+    self.dense = layers.Dense(3)
+    self.is_last = is_last
+
+  def call(self, x):
+    x = self.gru(x)
+    x = ops.take(x, ops.shape(x)[1] - 1, axis=1) if self.is_last else ops.max(x, axis=1)
+    return self.dense(x)
+
+
+def testASubclassedModelTakesSequencesOfEachLength():
+  pipe = keras_fits.Pipe(_Recurrent(), 2, 2)
+  for length in (5, 9, 3, 5):
+    x = keras_fits.Floats(4, length, 2)
+    np.testing.assert_allclose(pipe.predict(x, verbose=0), pipe.model(x), rtol=1e-4, atol=1e-5)
+
+
+def testALengthThatACallComputesWithIsRefusedIfItChanges():
+  """The step of the first length was taken from all sequences."""
+  pipe = keras_fits.Pipe(_Recurrent(is_last=True), 2)
+  x = keras_fits.Floats(4, 5, 2)
+  np.testing.assert_allclose(pipe.predict(x, verbose=0), pipe.model(x), rtol=1e-4, atol=1e-5)
+  with pytest.raises(ValueError, match=naming.Naming('_Recurrent.call', __file__)):
+    pipe.predict(keras_fits.Floats(4, 9, 2), verbose=0)
+
+
+def testASubclassedModelKeepsTheKindOfItsInputs():
+  """Floats were truncated to the integers of the first batch."""
+  pipe = keras_fits.Pipe(_Recurrent(), 2)
+  pipe.predict(np.ones([4, 5, 2], 'int32'), verbose=0)
+  with pytest.raises(ValueError, match=naming.Naming('int32', 'float32')):
+    pipe.predict(keras_fits.Floats(4, 5, 2), verbose=0)
+
+
+def testTrainableCountsAtTheFirstStep():
+  def Fit(model):
+    model.compile(optimizer=keras_fits.Sgd(), loss='mse', jit_compile=False)
+    model.evaluate(X, Y, verbose=0)
+    model.get_layer('frozen').trainable = False
+    model.fit(X, Y, shuffle=False, verbose=0)
+    return model.get_weights()
+
+  def Make():
+    x = inputs = keras.Input([5])
+    x = layers.Dense(4, name='frozen')(x)
+    return keras.Model(inputs, layers.Dense(3)(x))
+
+  expected = Fit(keras_fits.Seeded(Make))
+  pipe = keras_fits.Pipe(keras_fits.Seeded(Make), 2)
+  for a, e in zip(Fit(pipe), expected, strict=True):
+    np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-6)
+  assert [x.name for x in pipe.layers] == [x.name for x in pipe.model.layers]
+  assert pipe.input_shape == pipe.model.input_shape
+
+
+@pytest.mark.parametrize('trainable', [False, True])
+def testAVariableThatNoLayerTracks(trainable):
+  """Keras leaves it constant; one that says it is trained is refused."""
+  variable = keras.Variable(np.full([8], 2, 'float32'), trainable=trainable, name='lonely')
+
+  def Make():
+    x = inputs = keras.Input([5])
+    x = layers.Dense(8)(x) * variable
+    return keras.Model(inputs, layers.Dense(3)(x))
+
+  if not trainable:
+    keras_fits.CheckFit(Make, X, Y, lambda: {'loss': 'mse'}, ((2, 1),))
+    return
+  with pytest.raises(ValueError, match=naming.Naming('lonely', 'trainable=False')):
+    keras_fits.Pipe(Make(), 2).predict(X, verbose=0)
+
+
+def testTextVectorizationIsRefused():
+  model = keras.Sequential(
+    [
+      keras.Input([1], dtype='string'),
+      layers.TextVectorization(vocabulary=['a', 'b'], output_sequence_length=4),
+      layers.Embedding(4, 3),
+      layers.Flatten(),
+      layers.Dense(2),
+    ]
+  )
+  with pytest.raises(ValueError, match=naming.Naming('text_vectorization', 'dataset.map')):
+    keras_fits.Pipe(model, 2).predict(tf.constant([['a b'], ['b']]), verbose=0)
+
+
 if __name__ == '__main__':
   raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))
 

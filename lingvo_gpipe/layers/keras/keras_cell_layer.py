@@ -29,16 +29,21 @@ class _Scope(keras.layers.Layer):
 
 
 class _CellScope(keras.StatelessScope):
-  """Gives the variables of a cell their values, and seeds to generators that no layer tracks."""
+  """Gives the variables of a cell their values, and seeds to generators that no layer tracks.
+
+  `where` begins error messages; `trained` has the ids of the variables that the model trains.
+  """
 
   def __init__(
     self,
     values: Sequence[tuple[Any, tf.Tensor]],
     where: str,
+    trained: frozenset[int],
     new_seed: Callable[[Any], tf.Tensor],
   ) -> None:
     super().__init__(values, collect_losses=True)
     self._where = where
+    self._trained = trained
     self._new_seed = new_seed
 
   def get_current_value(self, variable: Any) -> Any:
@@ -51,7 +56,7 @@ class _CellScope(keras.StatelessScope):
     if value is None and keras_nodes.IsSeed(variable):  # Of keras.random without a seed.
       value = self._new_seed(variable)
       self.add_update((variable, value))
-    if value is None and variable.trainable:
+    if value is None and id(variable) in self._trained:
       raise ValueError(
         f'{self._where} reads the variable {variable.path}, which is not its own, so a pipeline '
         'would lose its gradient: call the layer that owns the variable, or use the variable in '
@@ -95,12 +100,22 @@ class KerasCellLayer(base_layer.BaseLayer):
           f'{self.path}: the Keras layer {layer.name} has metrics of its own, which a pipeline '
           'does not update; give them to compile()'
         )
+      if isinstance(layer, keras.layers.TextVectorization):
+        raise ValueError(
+          f'{self.path}: the Keras layer {layer.name} makes tensors of unknown shapes from text; '
+          'apply it in the input pipeline: dataset.map'
+        )
       if getattr(layer, 'stateful', False):
         raise ValueError(
           f'{self.path}: the Keras layer {layer.name} is stateful: it carries the state of a batch '
           'to the next, which micro-batches cannot do'
         )
     for name, v in self._keras_variables.items():
+      if v.trainable and id(v) not in self._cell.trained:
+        raise ValueError(
+          f'{self.path}: the variable {v.path} belongs to no layer of the model, so Keras does not '
+          'train it; make it with trainable=False, or in a layer'
+        )
       init = weight_params.WeightInit.Constant(0)  # Never used: the variable has its value.
       spec = weight_params.WeightParams(list(v.shape), init, tf.as_dtype(v.dtype))
       self.CreateVariable(name, spec, trainable=v.trainable)
@@ -166,7 +181,7 @@ class KerasCellLayer(base_layer.BaseLayer):
     numbers = itertools.count()
     mapping += [(v, self._Seed(next(numbers), v)) for v in self._seeds]
     where = f'{self.path}: the call of {cell.name}'
-    with _CellScope(mapping, where, lambda v: self._Seed(next(numbers), v)) as scope:
+    with _CellScope(mapping, where, cell.trained, lambda v: self._Seed(next(numbers), v)) as scope:
       self._RunNodes(values, training=not context.do_eval)
       losses = [*scope.losses, *self._RegularizerLosses()]
       if losses:

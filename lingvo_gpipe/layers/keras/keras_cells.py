@@ -34,6 +34,7 @@ class Cell:
     skips_in: tensors of earlier cells.
     outputs: the tensors for the next cell; in the last cell the outputs of the model.
     skips_out: tensors for later cells.
+    trained: ids of the variables that the whole model trains.
   """
 
   # No dataclass: copies of Params would copy its fields, and share any other object.
@@ -45,12 +46,14 @@ class Cell:
     skips_in: Sequence[_Value],
     outputs: Sequence[_Value],
     skips_out: Sequence[_Value],
+    trained: frozenset[int],
   ) -> None:
     self.nodes = tuple(nodes)
     self.args = tuple(args)
     self.skips_in = tuple(skips_in)
     self.outputs = tuple(outputs)
     self.skips_out = tuple(skips_out)
+    self.trained = trained
 
   def __deepcopy__(self, memo: Any) -> Cell:
     return self
@@ -122,6 +125,7 @@ def Cut(graph: keras_nodes.Graph) -> list[Cell]:
       for v in node.inputs:
         users.setdefault(v, set()).add(k)
   later = {v: {k for k in users.get(v, ()) if k > maker[v]} for v in maker}
+  trained = frozenset(map(id, graph.model.trainable_variables))
   cells: list[Cell] = []
   for k, (start, end) in enumerate(ranges):
     leaving = [v for v in maker if maker[v] == k and later[v]]
@@ -135,6 +139,7 @@ def Cut(graph: keras_nodes.Graph) -> list[Cell]:
         skips_in=[v for v in entering if v not in args],
         outputs=graph.outputs if k == last else outputs,
         skips_out=[v for v in leaving if v not in outputs],
+        trained=trained,
       )
     )
   return cells

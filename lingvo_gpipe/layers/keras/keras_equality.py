@@ -42,11 +42,11 @@ _IGNORED = frozenset(
     '_tracker',
     '_unconditional_checkpoint_dependencies',
     '_unconditional_dependency_names',
-    'build',
     'name',
-    'quantize',
   }
 )
+# Keras wraps these methods for each layer; a class may have data of that name.
+_WRAPPED = ('build', 'quantize')
 _PLAIN: tuple[type, ...] = (
   *(str, bytes, int, float, complex, type(None), type, slice, types.EllipsisType),
   *(inspect.Signature, tf.DType, tf.TensorShape),
@@ -111,7 +111,11 @@ def _Spec(v: Any) -> tuple[Any, ...]:
 
 def _State(value: Any) -> dict[str, Any]:
   """Returns the attributes that a computation may read, sorted by name."""
-  attributes = {k: v for k, v in vars(value).items() if k not in _IGNORED}
+  attributes = {
+    k: v
+    for k, v in vars(value).items()
+    if k not in _IGNORED and not (k in _WRAPPED and callable(v))
+  }
   if isinstance(value, keras.random.SeedGenerator):
     attributes.pop('_initial_seed', None)
     attributes.pop('seed', None)

@@ -132,10 +132,34 @@ class Graph:
       raise ValueError(
         f'{self.model.name} takes inputs {shapes[0]}, as in its first batch, got {shapes[1]}'
       ) from None
-    return [
-      keras.ops.convert_to_tensor(t, dtype=v.dtype)
-      for t, v in zip(keras.tree.flatten(x), self.inputs, strict=True)
-    ]
+    flat = []
+    for t, v in zip(keras.tree.flatten(x), self.inputs, strict=True):
+      actual, expected = (tf.as_dtype(x.dtype) for x in (t, v))
+      if actual.is_floating != expected.is_floating:
+        raise ValueError(
+          f'{self.model.name} takes inputs of dtype {v.dtype}, as in its first batch, got '
+          f'{actual.name}'
+        )
+      flat.append(keras.ops.convert_to_tensor(t, dtype=v.dtype))
+    return flat
+
+  def OtherSizes(self, x: Any) -> Any:
+    """Returns specs like the inputs with None for each size that differs; None if none does.
+
+    Args:
+      x: the inputs. Only a traced graph knows one size; a Functional model knows all its sizes.
+    """
+    flat = keras.tree.flatten(x)
+    if _AsFunctional(self.model) is not None or len(flat) != len(self.inputs):
+      return None
+    specs = []
+    for t, v in zip(flat, self.inputs, strict=True):
+      if len(t.shape) != len(v.shape):
+        return None
+      sizes = [a if a == b else None for a, b in zip(t.shape[1:], v.shape[1:], strict=True)]
+      specs.append(tf.TensorSpec([None, *sizes], t.dtype))
+    is_equal = all(s.shape[1:] == v.shape[1:] for s, v in zip(specs, self.inputs, strict=True))
+    return None if is_equal else keras.tree.pack_sequence_as(x, specs)
 
   def PackOutputs(self, flat: Sequence[Any]) -> Any:
     """Returns flat output tensors in the structure of the model's outputs."""
@@ -276,9 +300,9 @@ def Move(variable: Any, device: str) -> tf.Variable:
   return variable._value
 
 
-def Places(model: Any) -> list[tuple[Any, Any]]:
-  """Returns each variable of a model and the tf.Variable behind it; changes if one was replaced."""
-  return [(v, v._value) for v in model.variables]
+def Places(model: Any) -> list[tuple[Any, Any, bool]]:
+  """Returns each variable of a model, the tf.Variable behind it, and whether it is trained."""
+  return [(v, v._value, v.trainable) for v in model.variables]
 
 
 def ForgetFunctions(model: Any) -> None:
@@ -397,6 +421,10 @@ class _Builder:
     if graph is not None and inputs is not None:
       environment = _Environment(graph.inputs, inputs)
       return self.Run(graph.outputs, environment, operation.dtype_policy, training)
+    if None in keras.tree.flatten(getattr(operation, 'newshape', ())):
+      raise ValueError(f'{operation.name} reshapes to a size that is not known: use -1')
+    if any(isinstance(x, tf.Variable) for x in keras.tree.flatten((args, kwargs))):
+      raise ValueError(f'{operation.name} takes the value of a weight: pass the weight itself')
     values = tuple(self.NewValue(t) for t in outputs)
     self.nodes.append(Node(operation, args, kwargs, values, policy, training))
     return values
@@ -444,19 +472,30 @@ def _TraceCall(model: Any, x: Any) -> Graph:
 
   def Symbol(t: Any) -> Any:
     dtype = keras.backend.standardize_dtype(t.dtype)
+    if model.autocast and tf.as_dtype(dtype).is_floating:
+      dtype = model.compute_dtype  # As Keras casts the arguments of a model.
     return keras.KerasTensor((None, *t.shape[1:]), dtype)
+
+  def Trace(mode: bool | None) -> Graph:
+    return _TraceMode(model, keras.tree.map_structure(Symbol, x), mode)
 
   if not model.built:
     model(keras.tree.map_structure(Symbol, x))  # Makes the variables, under the model's name.
-  modes = [True, False] if 'training' in inspect.signature(model.call).parameters else [None, None]
-  graphs = [_TraceMode(model, keras.tree.map_structure(Symbol, x), mode) for mode in modes]
-  first, last = graphs[0], graphs[-1]
-  is_equal = len(first.nodes) == len(last.nodes) and all(map(_IsSameCall, first.nodes, last.nodes))
-  if not is_equal or [v.index for v in first.outputs] != [v.index for v in last.outputs]:
+  modes = [True, False] if 'training' in inspect.signature(model.call).parameters else [None]
+  first = Trace(modes[0])
+  with _OtherWeights():
+    other = Trace(modes[0])
+  if not _IsSameGraph(first, other):
     raise ValueError(
-      f'{type(model).__name__}.call differs from one call to the next, in training and evaluation '
-      'or by random numbers, so its layers are no fixed graph: move the choice, or the random '
-      'numbers, into a layer'
+      f'{type(model).__name__}.call computes with the value of a weight, or draws random numbers, '
+      'outside layers or in a layer that takes constants only, so that both would stay constant: '
+      'pass the weight itself to keras.ops, or move the computation into a layer'
+    )
+  last = Trace(modes[-1])
+  if not _IsSameGraph(first, last):
+    raise ValueError(
+      f'{type(model).__name__}.call does something else in training than in evaluation, so its '
+      'layers are no fixed graph: move the choice into a layer that takes `training`'
     )
   # A mode that follows the argument is the mode of the whole model.
   nodes = tuple(
@@ -494,12 +533,32 @@ def _Line(model: Any, error: Exception) -> str:
   return f' at line {frames[-1].lineno} of {path} ({frames[-1].line})' if frames else ''
 
 
+class _OtherWeights(keras.StatelessScope):
+  """Changes the values of all weights that code reads, so that a trace shows their use."""
+
+  def get_current_value(self, variable: Any) -> Any:
+    """Returns a value other than the present one; integers keep theirs."""
+    value = super().get_current_value(variable)
+    if value is None and variable._value is not None and variable._value.dtype.is_floating:
+      value = variable._value + tf.ones([], variable._value.dtype)
+    return value
+
+
+def _IsSameGraph(a: Graph, b: Graph) -> bool:
+  """Whether two traces of one model have the same calls and outputs."""
+  is_equal = len(a.nodes) == len(b.nodes) and all(map(_IsSameCall, a.nodes, b.nodes))
+  return is_equal and [v.index for v in a.outputs] == [v.index for v in b.outputs]
+
+
 def _IsSameCall(a: Node, b: Node) -> bool:
   """Whether two traces of one model made the same call."""
 
   def Leaves(node: Node) -> Iterator[Any]:
     for leaf in keras.tree.flatten((node.args, node.kwargs)):
-      yield leaf.index if isinstance(leaf, Value) else leaf
+      if isinstance(leaf, Value):
+        yield leaf.index
+      else:
+        yield leaf.numpy() if isinstance(leaf, tf.Tensor) else leaf
 
   is_layer = isinstance(a.operation, keras.Layer)
   if is_layer and a.operation is not b.operation:

@@ -174,5 +174,18 @@ def testPlainValues():
     assert not keras_equality.AreEqual(a, b)
 
 
+class _Choice(layers.Layer):
+  """Has data under the name of a method that Keras wraps."""
+
+  def __init__(self, quantize):
+    super().__init__()
+    self.quantize = quantize
+
+
+def testDataWithTheNameOfAMethodCounts():
+  assert keras_equality.AreEqual(_Choice(True), _Choice(True))
+  assert not keras_equality.AreEqual(_Choice(True), _Choice(False))
+
+
 if __name__ == '__main__':
   raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

@@ -184,20 +184,45 @@ def testACallThatBranchesOnTrainingIsRefused():
     keras_nodes.FromModel(_Branching(), X)
 
 
-class _Noisy(keras.Model):
-  """Draws random numbers outside layers, which one trace would make constant."""
+class _Outside(keras.Model):
+  """Computes something outside layers, which one trace makes constant."""
 
-  def __init__(self):
+  def __init__(self, compute):
     super().__init__()
     self.dense = layers.Dense(3)
+    self.positions = layers.Embedding(3, 3)
+    self.w = self.add_weight(shape=[3], initializer='ones', name='w')
+    self.compute = compute
 
   def call(self, x):
-    return self.dense(x) + keras.random.normal([3])
+    return self.compute(self, self.dense(x))
 
 
-def testACallThatDrawsRandomNumbersOutsideLayersIsRefused():
-  with pytest.raises(ValueError, match=naming.Naming('_Noisy.call', 'random')):
-    keras_nodes.FromModel(_Noisy(), X)
+@pytest.mark.parametrize(
+  'compute',
+  [
+    lambda model, x: x + keras.random.normal([3]),
+    lambda model, x: x * ops.exp(model.w),
+    lambda model, x: x * model.w.value,
+    lambda model, x: x + model.positions(ops.arange(3)),
+  ],
+  ids=['random', 'function of a weight', 'value of a weight', 'layer of a constant'],
+)
+def testWeightsAndRandomNumbersOutsideLayersAreRefused(compute):
+  model = _Outside(compute)
+  with pytest.raises(ValueError, match=naming.Naming('_Outside.call', 'weight')):
+    keras_nodes.FromModel(model, X)
+
+
+def testConstantsOutsideLayersAreEqualInEachTrace():
+  model = _Outside(lambda model, x: x * model.w + ops.arange(3, dtype='float32'))
+  _Check(model, X, ['dense', 'multiply', 'add'])
+
+
+def testAShapeThatIsNotKnownIsRefused():
+  model = _Outside(lambda model, x: ops.reshape(x, [ops.shape(x)[0], 3, 1]))
+  with pytest.raises(ValueError, match=naming.Naming('reshape', '-1')):
+    keras_nodes.FromModel(model, X)
 
 
 class _Untraceable(keras.Model):
