@@ -57,6 +57,7 @@ class Row:
     saved: whether the model read back from its file has the weights bit by bit.
     tokens: whether a causal model of KerasHub generates the same tokens; None for another model.
     is_refused: whether the model is one that a pipeline refuses, and says why.
+    tolerance: factor of the bounds.
     note: why a comparison is missing, or the error.
   """
 
@@ -71,19 +72,20 @@ class Row:
   saved: bool | None = None
   tokens: bool | None = None
   is_refused: bool = False
+  tolerance: float = 1.0
   note: str = ''
 
   @property
   def is_green(self) -> bool:
     """Whether every comparison that was made is within its bound."""
     bounds = ((self.loss, LOSS), (self.gradient, GRADIENT), (self.history, HISTORY))
-    is_equal = all(value is not None and value <= bound for value, bound in bounds)
+    is_equal = all(value is not None and value <= bound * self.tolerance for value, bound in bounds)
     return self.is_refused or (is_equal and self.saved is True and self.tokens is not False)
 
 
 def Compare(case: Case, devices: Sequence[str], xla: bool) -> Row:
   """Returns the row of a case; an exception becomes its note."""
-  row = Row(case.name, note=case.note)
+  row = Row(case.name, note=case.note, tolerance=case.tolerance)
   floatx = keras.config.floatx()
   keras.config.set_floatx(case.dtype)
   try:
@@ -221,21 +223,26 @@ def _Saved(pipe: Any, plain: Any) -> bool:
   return all(np.array_equal(a, b) for a, b in zip(*loaded, strict=True))
 
 
-def _Tokens(pipe: Any, plain: Any, x: Any) -> bool:
-  """Whether both generate the same greedy tokens after prompts of different lengths."""
+def _Tokens(pipe: Any, plain: Any, x: Any) -> bool | None:
+  """Whether both generate the same greedy tokens; None if the plain model cannot generate."""
   random = np.random.RandomState(1)
   weights = [
     w + 0.3 * random.standard_normal(w.shape) if w.dtype.kind != 'u' else w
     for w in plain.get_weights()  # The first ones are so small that tokens repeat.
   ]
-  outputs = []
-  for model in (pipe, plain):
+  mask = np.zeros_like(x['padding_mask'])
+  mask[:, :2], mask[0, 2] = 1, 1  # Prompts of different lengths.
+
+  def Generate(model: Any) -> Any:
     model.set_weights(weights)
     model.compile(sampler='greedy', jit_compile=False)
-    mask = np.zeros_like(x['padding_mask'])
-    mask[:, :2], mask[0, 2] = 1, 1
-    outputs.append(model.generate({**x, 'padding_mask': mask}, stop_token_ids=None)['token_ids'])
-  return np.array_equal(*outputs)
+    return model.generate({**x, 'padding_mask': mask}, stop_token_ids=None)['token_ids']
+
+  try:
+    expected = Generate(plain)
+  except ValueError:  # Gemma 3 of KerasHub 0.32 without a preprocessor.
+    return None
+  return np.array_equal(Generate(pipe), expected)
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -27,6 +27,7 @@ class Case:
     note: why `num_micro_batches` is 1, or what else one should know of the row.
     refused: a part of the error, if a pipeline refuses the model.
     dtype: of the comparison, `float32` or `float64`.
+    tolerance: factor of the bounds, for models that compute in bfloat16.
   """
 
   name: str
@@ -38,6 +39,7 @@ class Case:
   note: str = ''
   refused: str = ''
   dtype: str = 'float32'
+  tolerance: float = 1.0
 
   def Inputs(self, model: Any, batch_size: int, seed: int) -> Any:
     """Returns random inputs in the structure of the model's inputs."""

@@ -11,7 +11,7 @@ import keras_hub
 
 from tools.keras_zoo.case import Case
 
-_BFLOAT16 = 'the bounds are those of float32'
+_BFLOAT16: dict[str, Any] = {'tolerance': 100.0, 'note': 'bounds for bfloat16'}
 _EXPERTS = 'M=1: balancing loss of a micro-batch'
 
 # Arguments that most decoders have.
@@ -78,8 +78,8 @@ _LMS = [
   _Lm('GPT-2', 'GPT2', _GPT2),
   Case('GPT-2, LoRA', _Lora, note='a file of plain Keras has LoRA added to the kernels, too'),
   Case('GPT-2, frozen embedding', _FrozenEmbedding),
-  _Lm('GPT-2, mixed_bfloat16', 'GPT2', {**_GPT2, 'dtype': 'mixed_bfloat16'}, note=_BFLOAT16),
-  _Lm('GPT-2, bfloat16', 'GPT2', {**_GPT2, 'dtype': 'bfloat16'}, note=_BFLOAT16),
+  _Lm('GPT-2, mixed_bfloat16', 'GPT2', {**_GPT2, 'dtype': 'mixed_bfloat16'}, **_BFLOAT16),
+  _Lm('GPT-2, bfloat16', 'GPT2', {**_GPT2, 'dtype': 'bfloat16'}, **_BFLOAT16),
   _Lm('Llama 2', 'Llama', _LLAMA),
   _Lm('Llama 2, tied', 'Llama', {**_LLAMA, 'tie_word_embeddings': True}),
   _Lm('Llama 3', 'Llama3', _LLAMA),
