@@ -21,7 +21,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from lingvo_gpipe.layers.keras import keras_nodes
+from lingvo_gpipe.layers.keras import keras_variables
 
 _METHODS = ('generate_step', 'call_with_cache', '_build_cache')
 
@@ -51,7 +51,7 @@ def Generate(
     inputs = keras.tree.map_structure(lambda x: x if x is None else tf.convert_to_tensor(x), inputs)
     return make_steps(inputs).Run(inputs, stop_token_ids)
 
-  with keras_nodes.Replaced(model, generate_function=Run):
+  with keras_variables.Replaced(model, generate_function=Run):
     return model.generate(*args, **kwargs)
 
 
@@ -78,7 +78,9 @@ class GenerationSteps:
 
   def Run(self, inputs: Any, stop_token_ids: Any) -> Any:
     """Returns the result of the model's `generate_step` for a batch."""
-    with keras_nodes.Replaced(self._model, call_with_cache=self._Dispatch, _build_cache=self._fill):
+    with keras_variables.Replaced(
+      self._model, call_with_cache=self._Dispatch, _build_cache=self._fill
+    ):
       return self._model.generate_step(inputs, stop_token_ids)
 
   def _Dispatch(self, *args: Any, **kwargs: Any) -> Any:

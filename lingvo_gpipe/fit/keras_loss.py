@@ -15,20 +15,23 @@ the first forward.
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 from absl import logging
 
-from lingvo_gpipe.core import nested_map
+from lingvo_gpipe.core import fprop_context, nested_map
 from lingvo_gpipe.layers.keras import keras_cell_layer, keras_nodes
 from lingvo_gpipe.pipeline.stages import micro_batch, weighted_loss
 
 # Names of metrics in the results of the loss.
-STATE, PREDICTION, MASK = 'keras_state_', 'prediction_', 'mask_of_prediction_'
+STATE, PREDICTION = 'keras_state_', 'prediction_'
 
 
 class _LossScope(keras.StatelessScope):
@@ -56,6 +59,43 @@ class _LossScope(keras.StatelessScope):
         'metric'
       )
     super().add_update(update)
+
+
+@dataclasses.dataclass
+class _SeedContext(fprop_context.FPropContext):
+  """Gives layers seeds of zeros, and lists them."""
+
+  seeds: list[tf.Tensor] = dataclasses.field(default_factory=list)
+
+  def OpSeed(self, layer: Any, name: str = '') -> tf.Tensor:
+    """Returns a new tensor."""
+    del layer, name
+    self.seeds.append(tf.zeros([2], tf.int64))
+    return self.seeds[-1]
+
+
+def WithoutSeeds(masks: Callable[[], list[Any]], *, do_eval: bool) -> list[Any]:
+  """Returns the masks that a traced function computes.
+
+  Args:
+    masks: runs the function, for which it may trace it.
+    do_eval: whether layers compute as in evaluation.
+
+  Raises:
+    ValueError: a mask depends on random numbers.
+  """
+  # Any step will do: its seeds are not used.
+  context = _SeedContext(do_eval, tf.zeros([], tf.int64))
+  with fprop_context.Enter(context):
+    values = masks()
+  for graph in {id(s.graph): s.graph for s in context.seeds}.values():
+    reached = keras_cell_layer.Reached(graph.outputs)
+    if any(s.graph is graph and s.op.name in reached for s in context.seeds):
+      raise ValueError(
+        'the mask of an output depends on random numbers, so its size is not known before the '
+        'forward; set num_micro_batches=1'
+      )
+  return values
 
 
 class KerasLoss:
@@ -110,13 +150,39 @@ class KerasLoss:
     Args:
       side: tensors or specs as `__call__` takes them.
       batch_size: the number of rows.
+
+    Raises:
+      ValueError: the losses cannot be computed by micro-batch.
     """
-    specs = tf.nest.map_structure(
-      lambda t: None if t is None else tf.TensorSpec(t.shape, t.dtype), (side.y, side.sample_weight)
-    )
-    outputs = [
-      tf.TensorSpec([batch_size, *v.shape[1:]], tf.as_dtype(v.dtype)) for v in self._graph.outputs
-    ]
+    if self._num_micro_batches > 1 and 'sum' in self._reductions and len(self._reductions) > 1:
+      raise self._Mixed()
+
+    def Compute(y: Any, y_pred: Any, sample_weight: Any) -> None:
+      self._Compute(y, y_pred, sample_weight, with_metrics=True)
+
+    self._Trace(Compute, side, batch_size)
+    if self._num_micro_batches > 1:
+      # A number that shows which dimension of a loss is the batch.
+      tensors = [t for t in tf.nest.flatten((side.y, side.sample_weight)) if t is not None]
+      sizes = [d or 0 for t in (*tensors, *self._graph.outputs) for d in t.shape[1:]]
+      prime = _PrimeAbove(max([batch_size, *sizes]))
+
+      def Check(y: Any, y_pred: Any, sample_weight: Any) -> None:
+        self._CheckLosses(y, y_pred, prime)
+
+      self._Trace(Check, side, prime)
+
+  def _Trace(
+    self, run: Callable[[Any, Any, Any], None], side: nested_map.NestedMap, batch_size: int
+  ) -> None:
+    """Traces `run(y, y_pred, sample_weight)` for a number of rows."""
+
+    def Spec(t: Any) -> tf.TensorSpec:
+      return tf.TensorSpec([batch_size, *t.shape[1:]], tf.as_dtype(t.dtype))
+
+    labels = (side.y, side.sample_weight)
+    specs = tf.nest.map_structure(lambda t: None if t is None else Spec(t), labels)
+    outputs = [Spec(v) for v in self._graph.outputs]
     none_at = [i for i, s in enumerate(tf.nest.flatten(specs)) if s is None]
 
     def Run(*flat: tf.Tensor) -> tf.Tensor:
@@ -125,10 +191,7 @@ class KerasLoss:
         labels.insert(i, None)
       y, sample_weight = tf.nest.pack_sequence_as(specs, labels)
       with keras.StatelessScope():
-        y_pred = self._graph.PackOutputs(predictions)
-        self._Compute(y, y_pred, sample_weight, with_metrics=True)
-        if self._num_micro_batches > 1:
-          self._CheckLosses(y, y_pred)
+        run(y, self._graph.PackOutputs(predictions), sample_weight)
       return tf.zeros([])
 
     flat_specs = [s for s in tf.nest.flatten(specs) if s is not None]
@@ -147,8 +210,14 @@ class KerasLoss:
       outputs += keras.tree.flatten(output)
     return outputs
 
-  def _CheckLosses(self, y: Any, y_pred: Any) -> None:
-    """Raises ValueError if a loss is not a mean over the examples."""
+  def _CheckLosses(self, y: Any, y_pred: Any, batch_size: int) -> None:
+    """Raises ValueError if a loss is not a mean over the examples.
+
+    Args:
+      y: the labels.
+      y_pred: the predictions.
+      batch_size: the number of examples, a prime number that no other dimension has as a factor.
+    """
     for path, loss, *_ in getattr(self._trainer._compile_loss, '_flat_losses', None) or ():
       y_true, predicted = y, y_pred
       try:
@@ -158,13 +227,24 @@ class KerasLoss:
         y_true = keras.tree.flatten(y)[0]
       if keras.tree.is_nested(y_true) and not keras.tree.is_nested(predicted):
         y_true = keras.tree.flatten(y_true)[0]
-      values = loss.call(y_true, predicted)
-      axis = getattr(loss, '_fn_kwargs', {}).get('axis', -1)
-      is_joint = 0 in keras.tree.flatten(axis) or isinstance(loss, keras.losses.Circle)
-      if len(values.shape) == 0 or is_joint:
+      # Neither of these shows in the shape of the values.
+      is_joint = type(loss).__call__ is not keras.losses.Loss.__call__ or (
+        getattr(loss, 'fn', None) is keras.losses.circle
+      )
+      if not is_joint:
+        pair = keras.tree.map_structure(
+          lambda t, dtype=loss.dtype: keras.ops.convert_to_tensor(t, dtype), (y_true, predicted)
+        )
+        shape = loss.call(*pair).shape
+        multiples = [d for d in shape if d is not None and d % batch_size == 0]
+        # Outputs of unknown length may have values of unknown length.
+        is_unknown = None in shape and any(None in v.shape[1:] for v in self._graph.outputs)
+        is_joint = len(multiples) != 1 and not is_unknown
+      if is_joint:
         raise ValueError(
-          f'the loss {loss.name} is one number for all examples of a batch, which micro-batches '
-          'cannot add up; return a loss for each example, or set num_micro_batches=1'
+          f'the loss {loss.name} compares examples of a batch, or is not a number for each, '
+          'which micro-batches cannot add up; return a number for each example from its `call`, or '
+          'set num_micro_batches=1'
         )
 
   def __call__(
@@ -172,8 +252,7 @@ class KerasLoss:
   ) -> dict[str, weighted_loss.Metric]:
     """Returns the loss, and what it adds to the states of the metrics."""
     del theta
-    parts = [keras_cell_layer.Parts(x) for x in outputs]
-    tensors = [keras_cell_layer.WithMask(value, mask) for value, mask in parts]
+    tensors = [keras_cell_layer.Attached(x) for x in outputs]
     y_pred = self._graph.PackOutputs(tensors)
     states = self.States()
     zeros = [(v, tf.zeros(v.shape, v.dtype)) for v in states]
@@ -192,10 +271,9 @@ class KerasLoss:
         value *= tf.cast(side.scale[0], value.dtype)
       metrics[f'{STATE}{i}'] = weighted_loss.Sum(value)
     if self.needs_predictions:
-      for i, (value, mask) in enumerate(parts):
-        metrics[f'{PREDICTION}{i}'] = weighted_loss.Rows(value)
-        if mask is not None:
-          metrics[f'{MASK}{i}'] = weighted_loss.Rows(mask)
+      for i, x in enumerate(outputs):
+        for name, part in (x if isinstance(x, Mapping) else {'value': x}).items():
+          metrics[f'{PREDICTION}{i}_{name}'] = weighted_loss.Rows(part)
     return metrics
 
   def States(self) -> list[Any]:
@@ -243,8 +321,6 @@ class KerasLoss:
     if masks is None and not of_weights and not is_sum and not self._ignored:
       return ones
     if is_sum:
-      if len(self._reductions) > 1:
-        raise self._Mixed()
       return [tf.constant([sum(rows) / r], tf.float64) for r in rows]
     if self._num_losses > 1 or (of_weights and (masks is not None or self._ignored)):
       raise self._Mixed()
@@ -281,8 +357,20 @@ def IsSum(metric: Any) -> bool:
   So it does in all metrics of Keras, except means of a function of all examples.
   """
   function = getattr(metric, '_fn', None)
-  arguments = getattr(metric, '_fn_kwargs', {})
-  if isinstance(function, keras.losses.Loss) or arguments.get('axis', -1) not in (-1, [-1], (-1,)):
-    return False
   parts = [type(metric)] if function is None else [type(metric), function]
-  return all(str(getattr(p, '__module__', '')).split('.')[0] == 'keras' for p in parts)
+  if any(str(getattr(p, '__module__', '')).split('.')[0] != 'keras' for p in parts):
+    return False
+  if function is None:
+    return True
+  if isinstance(function, keras.losses.Loss) or function is keras.losses.circle:
+    return False
+  defaults = inspect.signature(function).parameters
+  axis = defaults['axis'].default if 'axis' in defaults else -1
+  return metric._fn_kwargs.get('axis', axis) in (-1, [-1], (-1,))
+
+
+def _PrimeAbove(number: int) -> int:
+  """Returns the next prime number."""
+  return next(
+    n for n in itertools.count(number + 1) if all(n % d for d in range(2, math.isqrt(n) + 1))
+  )

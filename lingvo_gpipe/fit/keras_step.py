@@ -19,7 +19,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from lingvo_gpipe.layers.keras import keras_nodes
+from lingvo_gpipe.layers.keras import keras_variables
 from lingvo_gpipe.pipeline import layer_statistics, pipelining_layer, replicas
 from lingvo_gpipe.pipeline.stages import failures, micro_batch
 
@@ -144,7 +144,7 @@ class KerasStep:
       b._replace(loss_weight=b.loss_weight * tf.cast(scale, b.loss_weight.dtype))
       for b in micro_batches
     ]
-    step = tf.cast(keras_nodes.NumUpdates(self.optimizer), tf.int64)
+    step = tf.cast(keras_variables.NumUpdates(self.optimizer), tf.int64)
     return self.stack.engine.Accumulate(scaled, step)
 
   def _Gradients(self, clip_norm: float | None) -> dict[str, tf.Tensor]:
@@ -226,7 +226,7 @@ def _OneByOne(optimizer: Any) -> Iterator[None]:
       update_step(gradient, variable, learning_rate)
       last[place] = variable.value().op
 
-  with keras_nodes.Replaced(inner, update_step=UpdateStep):
+  with keras_variables.Replaced(inner, update_step=UpdateStep):
     yield
 
 

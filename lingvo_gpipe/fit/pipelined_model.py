@@ -12,6 +12,7 @@ The class has Keras's names, for it takes the place of a keras.Model.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ import tensorflow as tf
 from absl import logging
 
 from lingvo_gpipe.core import fprop_context, nested_map
-from lingvo_gpipe.distributed import cluster
+from lingvo_gpipe.distributed import accelerators, cluster
 from lingvo_gpipe.fit import keras_data, keras_generation, keras_loss, keras_step
 from lingvo_gpipe.layers.keras import (
   keras_cell_layer,
@@ -28,6 +29,7 @@ from lingvo_gpipe.layers.keras import (
   keras_cut,
   keras_nodes,
   keras_preset,
+  keras_variables,
 )
 from lingvo_gpipe.pipeline import pipelining_layer
 from lingvo_gpipe.pipeline.schedule import schedules
@@ -83,15 +85,16 @@ class PipelinedModel(keras.Model):
       partition_by: the cost that the cut balances: flops, params or time.
       stages_per_device: number of stages on each device.
       memory_limit: most bytes that a device may need, as predicted; 0: no limit.
-      xla: whether XLA compiles the stages; None: on accelerators, as Keras does.
+      xla: whether XLA compiles the stages; None: on accelerators, as Keras does, unless a GPU is
+        too new for it.
       num_replicas: number of copies of the pipeline, each of which takes its share of a batch.
       devices: names of the devices, replica by replica; None: from `cluster.Cluster.Create`.
       random_seed: seed of dropout.
 
     Raises:
       TypeError: `model` is not a keras.Model.
-      ValueError: there are too few devices, or the model overrides a method that the pipeline
-        replaces.
+      ValueError: there are too few devices, they cannot run XLA as `xla` asks, or the model
+        overrides a method that the pipeline replaces.
     """
     if not isinstance(model, keras.Model):
       raise TypeError(f'expected a keras.Model, got {type(model).__name__}')
@@ -124,7 +127,9 @@ class PipelinedModel(keras.Model):
       if isinstance(schedule, schedules.Schedule):
         num_devices = schedule.num_devices
       devices = cluster.Cluster.Create(num_devices, num_replicas=num_replicas).devices
-    p.xla = any('CPU' not in d.upper() for d in devices) if xla is None else xla
+    if xla is None and all('CPU' in device.upper() for device in devices):
+      xla = False
+    p.xla = accelerators.UsesXla(xla, devices)
     self.model = model
     self.built = model.built
     # Keras would track these objects, and copy lists of them.
@@ -132,7 +137,11 @@ class PipelinedModel(keras.Model):
       _pipeline_params=p, _pipeline_devices=tuple(devices), _num_replicas=num_replicas
     )
     self.__dict__.update(stack=None, cut=None, _cells=(), _is_built=False, _num_evaluations=0)
+    # Keras sets no attribute that has the value already, and `__getattr__` has the model's.
+    self.__dict__.update(optimizer=None, stop_training=False)
     self._Forget()
+    if model.compiled:  # Read from a file, for example.
+      self._CompileAsTheModel()
 
   @classmethod
   def from_preset(
@@ -211,7 +220,10 @@ class PipelinedModel(keras.Model):
     """Configures training; see `compile` of the model. The stages have `xla` for `jit_compile`."""
     # The plain model is saved with its optimizer, and may have defaults, as KerasHub's tasks do.
     self.model.compile(*args, **kwargs)
-    super().compile(**{**keras_nodes.CompileArguments(self.model), 'jit_compile': False})
+    self._CompileAsTheModel()
+
+  def _CompileAsTheModel(self) -> None:
+    super().compile(**{**keras_variables.CompileArguments(self.model), 'jit_compile': False})
     self._Forget()
 
   def _Forget(self) -> None:
@@ -221,22 +233,28 @@ class PipelinedModel(keras.Model):
         s.accumulators.clear()
         s.mirror_accumulators.clear()
     self.__dict__.update(
-      stack=None, _graph=None, _keras_loss=None, _keras_step=None, _masks=None, _mask_function=None
+      stack=None, _graph=None, _keras_loss=None, _keras_step=None, _mask_functions={}
     )
     self.__dict__.update(_train=None, _test=None, _predict=None, _places=[], _generation=None)
 
   def save(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
     """Saves the plain Keras model, with its optimizer; see keras.Model.save."""
-    with keras_nodes.SavingThroughFiles():
+    with keras_variables.Streaming():
       self.model.save(filepath, *args, **kwargs)
 
   def save_weights(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
     """Saves the weights of the plain Keras model; see keras.Model.save_weights."""
-    self.model.save_weights(filepath, *args, **kwargs)
+    with keras_variables.Streaming():
+      self.model.save_weights(filepath, *args, **kwargs)
+
+  def save_to_preset(self, preset_dir: Any, *args: Any, **kwargs: Any) -> None:
+    """Saves the plain model of KerasHub as a preset; see its `save_to_preset`."""
+    with keras_variables.Streaming():
+      self.model.save_to_preset(preset_dir, *args, **kwargs)
 
   def load_weights(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
     """Loads weights of the plain Keras model; see keras.Model.load_weights."""
-    with keras_nodes.WaitingForAssignments():
+    with keras_variables.Streaming():
       self.model.load_weights(filepath, *args, **kwargs)
 
   def export(self, *args: Any, **kwargs: Any) -> Any:
@@ -355,17 +373,22 @@ class PipelinedModel(keras.Model):
   def _Prepare(self, x: Any, y: Any, sample_weight: Any) -> tuple[Any, nested_map.NestedMap]:
     """Returns the arguments of the first cell and the inputs of the loss; places the stages."""
     tensors = _AsTensors((y, sample_weight))
-    args = self._Place(x)
     side = nested_map.NestedMap(y=tensors[0], sample_weight=tensors[1])
+    args = self._Place(x, side)
     if not self._is_built:
       self._keras_loss.Build(side, micro_batch.BatchSize(args))
       self.__dict__['_is_built'] = True
     return args, side
 
-  def _Place(self, x: Any) -> tuple[Any, ...]:
-    """Returns the flat inputs of the model; cuts the model at the first batch."""
+  def _Place(self, x: Any, side: nested_map.NestedMap | None = None) -> tuple[Any, ...]:
+    """Returns the flat inputs of the model; cuts the model at the first batch.
+
+    Args:
+      x: the inputs as the model takes them.
+      side: the inputs of the loss, which is then checked before anything moves.
+    """
     x = _AsTensors(x)
-    places = keras_nodes.Places(self.model) if self._places else []
+    places = keras_variables.Places(self.model) if self._places else []
     if [id(v) for v, *_ in places] != [id(v) for v, *_ in self._places]:
       raise ValueError(
         f'the variables of {self.model.name} have changed (by quantize or enable_lora?): compile '
@@ -382,13 +405,11 @@ class PipelinedModel(keras.Model):
       self._Forget()
       self._Trace(specs)
     if self._graph is None:
-      if not self.model.built:
-        self.model(keras.tree.map_structure(lambda t: t[:1], x))
-      self.built = True
       self._Trace(x)
+      self.built = True
     args = tuple(self._graph.FlatInputs(x))
     if self._keras_loss is None:
-      self._MakeStack(args)
+      self._MakeStack(args, side)
     return args
 
   def _Trace(self, x: Any) -> None:
@@ -396,7 +417,7 @@ class PipelinedModel(keras.Model):
     graph = keras_nodes.FromModel(self.model, x)
     self.__dict__.update(_graph=graph, _cells=tuple(keras_cells.Cut(graph)))
 
-  def _MakeStack(self, args: tuple[Any, ...]) -> None:
+  def _MakeStack(self, args: tuple[Any, ...], side: nested_map.NestedMap | None) -> None:
     """Cuts the model for a first batch, and moves its variables to their stages."""
     cells = self._cells
     p = self._pipeline_params.Copy()
@@ -406,6 +427,13 @@ class PipelinedModel(keras.Model):
         f'{self.model.name} has {len(cells)} cells, too few for {p.num_stages} stages; a cell is a '
         f'layer with a matrix: {", ".join(c.name for c in cells)}'
       )
+    used = {id(v) for cell in cells for v in cell.Weights().values()}
+    for v in self.model.trainable_variables:
+      if v.regularizer is not None and id(v) not in used:
+        raise ValueError(
+          f'{v.path} has a regularizer, but no call of {self.model.name} uses it: set its '
+          '`trainable` to False, or remove the regularizer'
+        )
     num_micro_batches = p.num_micro_batches * self._num_replicas
     is_fixed = all(None not in v.shape[1:] for v in self._graph.inputs)
     if num_micro_batches > 1 and is_fixed:
@@ -422,6 +450,8 @@ class PipelinedModel(keras.Model):
     if self.cut is not None and self.cut.ends[-1] == len(cells):  # The variables are in place.
       p.splits = list(self.cut.ends)
     loss = keras_loss.KerasLoss(self, self._graph, num_micro_batches)
+    if side is not None:
+      loss.Build(side, micro_batch.BatchSize(args))
     stack = p.Instantiate()
     cut = stack.Place(
       self._pipeline_devices,
@@ -429,19 +459,19 @@ class PipelinedModel(keras.Model):
       loss_fn=loss,
       num_replicas=self._num_replicas,
     )
-    keras_nodes.GiveValues(self.model)
-    keras_nodes.ForgetFunctions(self.model)
+    keras_variables.GiveValues(self.model)
+    keras_variables.ForgetFunctions(self.model)
     self.__dict__.update(
-      _places=keras_nodes.Places(self.model),
+      _places=keras_variables.Places(self.model),
       stack=stack,
       cut=cut,
       _keras_loss=loss,
       _keras_step=None,
-      _is_built=not self.compiled,
-      _mask_function=None,
+      _is_built=side is not None or not self.compiled,
+      _mask_functions={},
     )
-    has_masks = any(isinstance(s, dict) for s in cut.layers[-1].out_specs)
-    self.__dict__['_masks'] = self._OutputMasks if has_masks else None
+    has_masks = any(isinstance(s, dict) and 'mask' in s for s in cut.layers[-1].out_specs)
+    self.__dict__['_has_masks'] = has_masks
     # By shape of the batch; relaxed shapes would not be static.
     for name in ('train', 'test', 'predict'):
       run = getattr(self, f'_{name.title()}')
@@ -458,8 +488,11 @@ class PipelinedModel(keras.Model):
       raise ValueError(f'{self.model.name} has no weights to train')
     if self.loss is None and not any(c.has_loss for c in self._cells):
       raise ValueError('there is no loss to minimise: give `loss` to compile()')
-    connected = keras_nodes.VariablesBefore(self._graph, self._keras_loss.Outputs())
-    keras_nodes.MoveSlots(self.optimizer, self.model.trainable_variables)
+    outputs = self._keras_loss.Outputs()
+    connected = keras_nodes.VariablesBefore(self._graph, outputs)
+    if keras_nodes.MayCutGradients(self._graph):
+      connected &= keras_nodes.ConnectedVariables(self._graph, outputs)
+    keras_variables.MoveSlots(self.optimizer, self.model.trainable_variables)
     self.__dict__['_keras_step'] = keras_step.KerasStep(
       self.stack,
       self.optimizer,
@@ -475,7 +508,7 @@ class PipelinedModel(keras.Model):
 
   def _Test(self, args: tuple[Any, ...], side: nested_map.NestedMap, counter: tf.Tensor) -> Any:
     self.stack.engine.SyncReplicas()
-    sums = self.stack.engine.Evaluate(self._MicroBatches(args, side), counter)
+    sums = self.stack.engine.Evaluate(self._MicroBatches(args, side, do_eval=True), counter)
     return self._UpdateMetrics(sums, args, side)
 
   def _Predict(self, args: tuple[Any, ...], counter: tf.Tensor) -> Any:
@@ -488,10 +521,11 @@ class PipelinedModel(keras.Model):
     return self._graph.PackOutputs(micro_batch.MergeOutputs(outputs, inputs))
 
   def _MicroBatches(
-    self, args: tuple[Any, ...], side: nested_map.NestedMap
+    self, args: tuple[Any, ...], side: nested_map.NestedMap, *, do_eval: bool = False
   ) -> list[micro_batch.MicroBatch]:
     pieces = self.stack.SplitBatch((args, side))
-    scales = self._keras_loss.Scales(pieces, self._masks)
+    masks = functools.partial(self._OutputMasks, do_eval=do_eval) if self._has_masks else None
+    scales = self._keras_loss.Scales(pieces, masks)
     total = micro_batch.BatchSize(args)
     return [
       micro_batch.MicroBatch(
@@ -509,24 +543,25 @@ class PipelinedModel(keras.Model):
     loss, sums = self._keras_loss, dict(sums)
     for i, v in enumerate(loss.States()):
       v.assign_add(sums.pop(f'{keras_loss.STATE}{i}'))
-    predictions = [name for name in sums if name.startswith(keras_loss.PREDICTION)]
-    flat = []
-    for i in range(len(predictions)):
-      value, mask = (sums.pop(f'{n}{i}', None) for n in (keras_loss.PREDICTION, keras_loss.MASK))
-      flat.append(keras_cell_layer.WithMask(value, mask))
-    if flat:
-      y_pred = self._graph.PackOutputs(flat)
+    predictions: dict[str, dict[str, tf.Tensor]] = {}
+    for name in [name for name in sums if name.startswith(keras_loss.PREDICTION)]:
+      prediction, part = name.rsplit('_', 1)
+      predictions.setdefault(prediction, {})[part] = sums.pop(name)
+    if predictions:
+      outputs = [predictions[f'{keras_loss.PREDICTION}{i}'] for i in range(len(predictions))]
+      y_pred = self._graph.PackOutputs([keras_cell_layer.Attached(x) for x in outputs])
       self._compile_metrics.update_state(side.y, y_pred, side.sample_weight)
     # Losses of layers may have another dtype than the loss.
     total = tf.add_n([tf.cast(x, tf.float64) for x in keras_step.Means(sums).values()])
     self._loss_tracker.update_state(total, sample_weight=micro_batch.BatchSize(args))
     return self.get_metrics_result()
 
-  def _OutputMasks(self, args: tuple[Any, ...]) -> list[tf.Tensor | None]:
+  def _OutputMasks(self, args: tuple[Any, ...], *, do_eval: bool) -> list[tf.Tensor | None]:
     """Returns the masks of the outputs, computed by a graph that has nothing else in it."""
-    if self._mask_function is None:
-      self.__dict__['_mask_function'] = keras_cell_layer.MaskFunction(self.stack.layers)
-    return self._mask_function(args)
+    function = self._mask_functions.get(do_eval) or keras_cell_layer.MaskFunction(self.stack.layers)
+    masks = keras_loss.WithoutSeeds(lambda: function(args), do_eval=do_eval)
+    self._mask_functions[do_eval] = function
+    return masks
 
 
 def _AsTensors(nest: Any) -> Any:

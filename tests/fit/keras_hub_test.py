@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models of KerasHub: pipelines equal plain Keras, presets, LoRA and preprocessors."""
 
-import json
 import sys
 
 import keras
@@ -10,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from lingvo_gpipe import PipelinedModel
-from tests.toys import keras_fits, stacks
+from tests.toys import hugging_face, keras_fits, stacks
 from tools import keras_models
 from tools.keras_zoo import zoo
 
@@ -52,6 +51,18 @@ def testFitEqualsKeras(name):
     return {'loss': 'mse', 'metrics': [], 'weighted_metrics': []}
 
   keras_fits.CheckFit(case.make, x, y, Compiled, ((3, 2),), bound=1e-4, epochs=1)
+
+
+def testAMetricOfKerasHubEqualsPlainKeras():
+  def Compiled():
+    metric = keras_hub.metrics.Perplexity(from_logits=True, mask_token_id=0, name='perplexity')
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    return {'loss': loss, 'metrics': [metric]}
+
+  def Make():
+    return MODELS.GPT2CausalLM(backbone=MODELS.GPT2Backbone(**CONFIG), preprocessor=None)
+
+  keras_fits.CheckFit(Make, BATCH, LABELS, Compiled, ((2, 3),), bound=1e-4, epochs=1)
 
 
 def testADeepModelHasThreeKindsOfStages():
@@ -183,83 +194,15 @@ def testTheHeadOfATaskIsLoadedWithIt(tmp_path):
 # ---- directories of Hugging Face -----------------------------------------------------------------
 
 
-def _WriteSafetensors(path, tensors):
-  """Writes a file of safetensors: the length of a header, the header, and the data."""
-  header, data = {}, b''
-  for name, x in tensors.items():
-    header[name] = {
-      'dtype': 'F32',
-      'shape': x.shape,
-      'data_offsets': [len(data), len(data) + x.nbytes],
-    }
-    data += x.tobytes()
-  text = json.dumps(header).encode()
-  path.write_bytes(len(text).to_bytes(8, 'little') + text + data)
-
-
-def _HuggingFace(directory, num_files):
-  """Writes a random GPT-2 as Hugging Face does, in one file or in shards."""
-  d, sizes = 16, [('attn.c_attn', 16, 48), ('attn.c_proj', 16, 16)]
-  sizes += [('mlp.c_fc', 16, 64), ('mlp.c_proj', 64, 16)]
-  shapes = {'wte.weight': [20, d], 'wpe.weight': [6, d], 'ln_f.weight': [d], 'ln_f.bias': [d]}
-  for i in range(2):
-    for name in ('ln_1', 'ln_2'):
-      shapes |= {f'h.{i}.{name}.weight': [d], f'h.{i}.{name}.bias': [d]}
-    for name, n, m in sizes:
-      shapes |= {f'h.{i}.{name}.weight': [n, m], f'h.{i}.{name}.bias': [m]}
-  tensors = {
-    f'transformer.{name}': keras_fits.Floats(*shape, seed=k)
-    for k, (name, shape) in enumerate(shapes.items())
-  }
-  config = {'vocab_size': 20, 'n_layer': 2, 'n_head': 2, 'n_embd': d, 'n_positions': 6}
-  config |= {'model_type': 'gpt2', 'architectures': ['GPT2LMHeadModel'], 'resid_pdrop': 0.0}
-  (directory / 'config.json').write_text(json.dumps(config))
-  if num_files == 1:
-    _WriteSafetensors(directory / 'model.safetensors', tensors)
-    return
-  names = list(tensors)
-  files = {f'model-{k}.safetensors': names[k::num_files] for k in range(num_files)}
-  for file, of_file in files.items():
-    _WriteSafetensors(directory / file, {name: tensors[name] for name in of_file})
-  weight_map = {name: file for file, of_file in files.items() for name in of_file}
-  index = {'metadata': {}, 'weight_map': weight_map}
-  (directory / 'model.safetensors.index.json').write_text(json.dumps(index))
-
-
-@pytest.mark.parametrize('num_files', [1, 3])
-def testADirectoryOfHuggingFaceIsLoadedIntoTheStages(tmp_path, num_files):
+@pytest.mark.parametrize(('num_files', 'dtype'), [(1, 'F32'), (3, 'BF16')])
+def testADirectoryOfHuggingFaceIsLoadedIntoTheStages(tmp_path, num_files, dtype):
   pytest.importorskip('safetensors')
-  _HuggingFace(tmp_path, num_files)
+  hugging_face.Write(tmp_path, num_files=num_files, dtype=dtype)
   model = MODELS.GPT2CausalLM.from_preset(str(tmp_path), preprocessor=None)
   pipe = _Pipe(str(tmp_path))
   assert len({v.value.device for v in pipe.model.weights}) == 2
   _CheckWeights(pipe, model)
   np.testing.assert_allclose(pipe.predict(BATCH, verbose=0), model(BATCH), rtol=1e-4, atol=1e-5)
-
-
-def testFilesOfSafetensorsAreNotKeptOpen(tmp_path, monkeypatch):
-  """An open one stays in memory as far as it was read."""
-  safetensors = pytest.importorskip('safetensors')
-  _HuggingFace(tmp_path, 3)
-  is_open = []
-
-  class File:
-    def __init__(self, *args, **kwargs):
-      self._file = safe_open(*args, **kwargs)
-      assert not is_open
-
-    def __enter__(self):
-      is_open.append(True)
-      return self._file.__enter__()
-
-    def __exit__(self, *args):
-      is_open.pop()
-      return self._file.__exit__(*args)
-
-  safe_open = safetensors.safe_open
-  monkeypatch.setattr(safetensors, 'safe_open', File)
-  _Pipe(str(tmp_path))
-  assert not is_open
 
 
 # ---- preprocessors -------------------------------------------------------------------------------

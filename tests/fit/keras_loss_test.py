@@ -5,6 +5,7 @@ import sys
 
 import keras
 import pytest
+import tensorflow as tf
 from keras import layers, ops
 
 from tests import naming
@@ -220,6 +221,16 @@ def testAFunctionAsLoss():
   keras_fits.CheckFit(keras_fits.Mlp, X, Y, lambda: {'loss': Squares}, SIZES, batch_size=6)
 
 
+def testAFunctionOfTensorFlowAsLoss():
+  """Keras casts integer labels, which TensorFlow's operators do not."""
+
+  def Squares(y, y_pred):
+    return tf.reduce_mean(tf.square(y - y_pred), axis=-1)
+
+  labels = keras_fits.Integers(3, 12, 3)
+  keras_fits.CheckFit(keras_fits.Mlp, X, labels, lambda: {'loss': Squares}, batch_size=6)
+
+
 def _Fit(make, x, y, num_micro_batches=2, **compiled):
   pipe = keras_fits.Pipe(keras_fits.Seeded(make), 2, num_micro_batches)
   return keras_fits.Fit(pipe, x, y, lambda: compiled, batch_size=6, epochs=1)
@@ -230,8 +241,11 @@ def testRefusals():
     _Fit(keras_fits.Mlp, X, Y, loss=_Squares(None))
   mixed = {'a': _Squares('sum'), 'b': _Squares('sum_over_batch_size')}
   refusal = naming.Naming('sum', 'sum_over_batch_size', 'num_micro_batches=1')
+  pipe = keras_fits.Pipe(keras_fits.Seeded(keras_fits.TwoOutputs), 2, 2)
+  pipe.compile(loss=mixed)
   with pytest.raises(ValueError, match=refusal):
-    _Fit(keras_fits.TwoOutputs, X, BOTH, loss=mixed)
+    pipe.train_on_batch(X, BOTH)
+  assert pipe.stack is None  # Nothing has moved.
   _Fit(keras_fits.TwoOutputs, X, BOTH, 1, loss=mixed)
 
 
@@ -242,6 +256,75 @@ def testALossOfTheWholeBatchIsRefused():
   with pytest.raises(ValueError, match=naming.Naming('number_for_all', 'num_micro_batches=1')):
     _Fit(keras_fits.Mlp, X, Y, loss=NumberForAll)
   _Fit(keras_fits.Mlp, X, Y, 1, loss=NumberForAll)
+
+
+def PerFeature(y, y_pred):
+  return ops.sqrt(ops.mean(ops.square(y - y_pred), axis=0))
+
+
+def Pairs(y, y_pred):
+  return ops.matmul(y_pred, ops.transpose(y_pred))
+
+
+def Positive(y, y_pred):
+  return tf.boolean_mask(tf.square(y - y_pred), y > 0)
+
+
+class _RootOfAll(keras.losses.Loss):
+  def call(self, y_true, y_pred):
+    return ops.mean(ops.square(y_true - y_pred), axis=-1)
+
+  def __call__(self, y_true, y_pred, sample_weight=None):
+    return ops.sqrt(super().__call__(y_true, y_pred, sample_weight))
+
+
+@pytest.mark.parametrize(
+  ('loss', 'name'),
+  [
+    ('circle', 'circle'),
+    (keras.losses.circle, 'circle'),
+    (keras.losses.Circle(name='rings'), 'rings'),
+    (keras.losses.CosineSimilarity(axis=0, name='columns'), 'columns'),
+    (PerFeature, 'per_feature'),
+    (Pairs, 'pairs'),
+    (Positive, 'positive'),
+    (_RootOfAll(name='root'), 'root'),
+  ],
+)
+def testLossesThatCompareExamplesAreRefused(loss, name):
+  """The batch has as many rows as the outputs have features."""
+  y = keras_fits.Integers(3, 12) if name in ('circle', 'rings') else Y
+  pipe = keras_fits.Pipe(keras_fits.Seeded(lambda: keras_fits.Mlp(3)), 2, 3)
+  pipe.compile(loss=loss)
+  with pytest.raises(ValueError, match=naming.Naming(name, 'num_micro_batches=1')):
+    pipe.train_on_batch(X[:3], y[:3])
+  assert pipe.stack is None  # Nothing has moved.
+
+
+@pytest.mark.parametrize('flat', [True, False])
+def testLossesWhoseValuesHaveAnotherShapeThanTheBatch(flat):
+  """The values of all positions are in one dimension, or the examples in the last."""
+
+  def Loss(y, y_pred):
+    values = ops.mean(ops.square(y - y_pred), axis=-1)
+    return ops.reshape(values, [-1]) if flat else ops.transpose(values)
+
+  keras_fits.CheckFit(_Tokens, TARGETS, keras_fits.Floats(12, 6, 4), lambda: {'loss': Loss})
+
+
+@pytest.mark.parametrize('metric', ['dice', 'tversky', 'circle'])
+def testFunctionsOfAllExamplesAsMetrics(metric):
+  """They are Keras's own, but do not add up."""
+  y = keras_fits.Integers(3, 12) if metric == 'circle' else abs(Y)
+
+  def Make():
+    return keras_fits.Mlp(3, activation='softmax')
+
+  def Compiled():
+    loss = 'sparse_categorical_crossentropy' if metric == 'circle' else 'mse'
+    return {'loss': loss, 'metrics': [getattr(keras.losses, metric)]}
+
+  keras_fits.CheckFit(Make, X, y, Compiled, SIZES, batch_size=6)
 
 
 def testAMaskThatDependsOnWeightsIsRefused():
@@ -262,6 +345,46 @@ def testAMaskThatDependsOnWeightsIsRefused():
 
   with pytest.raises(ValueError, match=naming.Naming('mask', 'weights', 'num_micro_batches=1')):
     _Fit(Make, keras_fits.Floats(12, 6, 4), TARGETS, loss='mse')
+
+
+class _Masking(layers.Layer):
+  """Attaches a mask that depends on the mode or on random numbers, or noise that has none of it."""
+
+  def __init__(self, of):
+    super().__init__()
+    self.supports_masking = True
+    self.of = of
+    self.generator = keras.random.SeedGenerator(1)
+
+  def call(self, x, training=False):
+    shape = ops.shape(x)
+    y = x + 0.0 * keras.random.normal(shape, seed=self.generator)
+    if self.of == 'random':
+      y._keras_mask = keras.random.uniform(shape[:2], seed=self.generator) > 0.5
+    else:
+      y._keras_mask = x[:, :, 0] > (0 if training else -99)
+    return y
+
+
+def _MaskedBy(of):
+  inputs = keras.Input([6, 5])
+  return keras.Model(inputs, layers.Dense(3)(layers.Dense(8)(_Masking(of)(inputs))))
+
+
+def testMasksThatDependOnTheMode():
+  """Evaluation keeps other positions; random numbers beside the mask do not matter."""
+  x = keras_fits.Floats(12, 6, 5)
+  options = {'batch_size': 6, 'validation_data': (x[:6], TARGETS[:6])}
+  keras_fits.CheckFit(lambda: _MaskedBy('mode'), x, TARGETS, {'loss': 'mse'}.copy, SIZES, **options)
+
+
+def testRandomMasksAreRefused():
+  refusal = naming.Naming('mask', 'random', 'num_micro_batches=1')
+  pipe = keras_fits.Pipe(keras_fits.Seeded(lambda: _MaskedBy('random')), 2, 2)
+  pipe.compile(loss='mse')
+  for _ in range(2):  # The first failure leaves no trace that would pass.
+    with pytest.raises(ValueError, match=refusal):
+      pipe.train_on_batch(keras_fits.Floats(12, 6, 5), TARGETS)
 
 
 class _Moving(keras.losses.Loss):
@@ -294,6 +417,43 @@ def testLossesWithVariablesAreRefused(num_micro_batches):
   changing.compile(optimizer='sgd', loss=_Moving())
   with pytest.raises(ValueError, match=naming.Naming('moving', 'metric')):
     changing.train_on_batch(X, Y)
+
+
+@pytest.mark.parametrize(
+  ('activation', 'loss', 'options'),
+  [
+    ('softmax', 'sparse_categorical_crossentropy', {}),
+    ('softmax', 'sparse_categorical_crossentropy', {'schedule': '1f1b', 'remat_policy': 'layer'}),
+    ('sigmoid', 'binary_crossentropy', {}),
+  ],
+)
+def testLossesOfSaturatedOutputsUseTheLogits(activation, loss, options):
+  """Keras computes these losses from the logits that it has attached to the outputs.
+
+  The output belongs to the first stage. The metric on all predictions takes their logits, too.
+  """
+
+  def Make():
+    inputs = keras.Input([5])
+    y = keras.layers.Dense(3, activation=activation, name='y')(inputs)
+    return keras.Model(inputs, {'y': y, 'z': keras.layers.Dense(3, name='z')(y)})
+
+  def Mean(y_true, y_pred):
+    return keras.losses.get(loss)(y_true, y_pred)
+
+  x = 100 * keras_fits.Floats(12, 5)
+  classes = keras_fits.Integers(3, 12)
+  y = {'y': classes, 'z': keras_fits.Floats(12, 3)}
+  if activation == 'sigmoid':
+    y['y'] = keras_fits.Classes(12, 3)[1]
+
+  def Compiled():
+    return {'loss': {'y': loss, 'z': 'mse'}, 'metrics': {'y': [Mean]}}
+
+  expected = keras_fits.Fit(keras_fits.Seeded(Make), x, y, Compiled)
+  assert expected.history['y_loss'][0] > 17  # Probabilities are at least 1e-7.
+  pipe = keras_fits.Pipe(keras_fits.Seeded(Make), 2, 2, **options)
+  keras_fits.CheckEqual(keras_fits.Fit(pipe, x, y, Compiled), expected, bound=1e-4)
 
 
 if __name__ == '__main__':

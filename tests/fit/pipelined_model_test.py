@@ -228,7 +228,6 @@ def testSavedModelsAreThePlainCompiledModel(tmp_path):
   # It continues on other stages as if it had not been interrupted.
   pipe.fit(X, Y, batch_size=6, shuffle=False, verbose=0)
   again = keras_fits.Pipe(model, 3, 3)
-  again.compile(optimizer=model.optimizer, **_Squares())
   again.fit(X, Y, batch_size=6, shuffle=False, verbose=0)
   for a, b in zip(again.get_weights(), pipe.get_weights(), strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
@@ -441,6 +440,91 @@ def testTextVectorizationIsRefused():
   )
   with pytest.raises(ValueError, match=naming.Naming('text_vectorization', 'dataset.map')):
     keras_fits.Pipe(model, 2).predict(tf.constant([['a b'], ['b']]), verbose=0)
+
+
+# ---- weights that the loss does not depend on ----------------------------------------------------
+
+
+class _StopsInside(layers.Layer):
+  """Passes no gradient on, which only its own code says."""
+
+  def call(self, x):
+    return ops.stop_gradient(x)
+
+
+def _Branches(stop):
+  x = keras.Input([5])
+  joined = stop(layers.Dense(8, name='stopped')(x)) + layers.Dense(8)(x)
+  return keras.Model(x, layers.Dense(3)(joined))
+
+
+@pytest.mark.parametrize('stop', [ops.stop_gradient, _StopsInside(), ops.floor])
+def testWeightsWithoutGradientsAreNotDecayed(stop):
+  keras_fits.CheckFit(
+    lambda: _Branches(stop),
+    X,
+    Y,
+    _Squares,
+    ((2, 1), (2, 2)),
+    optimizer=lambda: keras.optimizers.SGD(0.1, weight_decay=0.1),
+  )
+
+
+# ---- subclassed models ---------------------------------------------------------------------------
+
+
+class _Unbuilt(keras.Model):
+  """Is built by its first batch; `training` defaults to True, and a layer is not called."""
+
+  def __init__(self, **options):
+    super().__init__(**options)
+    self.normalise = layers.BatchNormalization(momentum=0.5)
+    self.dense = layers.Dense(8)
+    self.last = layers.Dense(3)
+
+  def call(self, x, training=True):
+    return self.last(self.dense(self.normalise(x, training=training)))
+
+
+def testTheFirstBatchIsSeenOnce():
+  """Building a model calls it on symbols, which changes no moving averages."""
+  expected = keras_fits.Fit(keras_fits.Seeded(_Unbuilt), X, Y, _Squares)
+  pipe = keras_fits.Pipe(keras_fits.Seeded(_Unbuilt), 2)
+  keras_fits.CheckEqual(keras_fits.Fit(pipe, X, Y, _Squares), expected, bound=1e-4)
+
+
+def testAnActivityRegularizerOfTheModelIsRefused():
+  pipe = _Made(lambda: _Unbuilt(activity_regularizer='l2', name='net'))
+  with pytest.raises(ValueError, match=naming.Naming('net', 'activity')):
+    pipe.train_on_batch(X, Y)
+
+
+def testARegularizerOfAnUnusedWeightIsRefused():
+  class Unused(_Unbuilt):
+    def __init__(self):
+      super().__init__()
+      self.unused = layers.Dense(2, kernel_regularizer='l2', name='unused')
+      self.unused.build([None, 5])
+
+  with pytest.raises(ValueError, match=naming.Naming('unused/kernel', 'regularizer')):
+    _Made(Unused).train_on_batch(X, Y)
+
+
+# ---- several pipelines of a model ----------------------------------------------------------------
+
+
+def testEachPipelineHasItsOwnOptimizer():
+  model = keras_fits.Seeded(keras_fits.Mlp)
+  first, second = (keras_fits.Pipe(model, k) for k in (2, 3))
+  optimizers = [keras.optimizers.SGD(0.1), keras.optimizers.Adam(0.01)]
+  for pipe, optimizer in zip((first, second), optimizers, strict=True):
+    pipe.compile(optimizer=optimizer, **_Squares())
+  assert [first.optimizer, second.optimizer] == optimizers
+  first.fit(X, Y, verbose=0)
+  assert [int(o.iterations) for o in optimizers] == [1, 0]
+  expected = keras_fits.Fit(keras_fits.Seeded(keras_fits.Mlp), X, Y, _Squares, epochs=1)
+  for w, e in zip(model.get_weights(), expected.weights, strict=True):
+    np.testing.assert_allclose(w, e, rtol=1e-5, atol=1e-6)
 
 
 if __name__ == '__main__':

@@ -130,7 +130,7 @@ else:
   result['losses'] = Peaks('fit', lambda: Train(pipe))
   path = f'{directory}_trained'
   Peaks('weights', lambda: pipe.save_weights(path + '.weights.json', max_shard_size=0.1))
-  Peaks('preset', lambda: pipe.model.save_to_preset(path))
+  Peaks('preset', lambda: pipe.save_to_preset(path))
   Peaks('archive', lambda: pipe.save(path + '.keras'))
 print(json.dumps(result))
 """

@@ -30,7 +30,7 @@ def Integers(top, *shape, seed=0):
 
 def Seeded(make):
   """Returns the model that `make` makes, with the same names and weights each time."""
-  keras.backend.clear_session()
+  keras.utils.clear_session(free_memory=False)  # Collecting garbage takes longer than a fit.
   keras.utils.set_random_seed(SEED)
   return make()
 

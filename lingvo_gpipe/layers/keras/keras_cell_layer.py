@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from lingvo_gpipe.core import base_layer, fprop_context, hyperparams, nested_map, weight_params
 from lingvo_gpipe.layers import dropout, sequential
-from lingvo_gpipe.layers.keras import keras_cells, keras_nodes
+from lingvo_gpipe.layers.keras import keras_cells, keras_nodes, keras_variables
 
 
 class _Scope(keras.layers.Layer):
@@ -63,6 +63,17 @@ class _CellScope(keras.StatelessScope):
         'keras.ops outside layers'
       )
     return value
+
+  def add_update(self, update: Any) -> None:
+    """Changes a variable for this call; raises ValueError if it is not of the cell."""
+    variable, value = update
+    if id(variable) not in self.state_mapping and not keras_nodes.IsSeed(variable):
+      raise ValueError(
+        f'{self._where} changes the variable {variable.path}, which none of its layers tracks, so '
+        'a pipeline would lose the change: make it by add_weight(trainable=False) in the layer'
+      )
+    # A variable that is read after an assignment lets no gradient through.
+    super().add_update((variable, tf.stop_gradient(value)))
 
 
 class KerasCellLayer(base_layer.BaseLayer):
@@ -121,6 +132,11 @@ class KerasCellLayer(base_layer.BaseLayer):
       self.CreateVariable(name, spec, trainable=v.trainable)
 
   @property
+  def compute_dtypes(self) -> frozenset[tf.DType]:
+    """The dtypes of the policies of the cell's Keras layers."""
+    return frozenset(tf.as_dtype(x.compute_dtype) for x in self._cell.Layers())
+
+  @property
   def structure(self) -> Any:
     """Equal for cells that compute the same function."""
     # The regularizer of a reused weight counts in its first cell only.
@@ -141,7 +157,7 @@ class KerasCellLayer(base_layer.BaseLayer):
     variable = self._keras_variables[name]
     device = device or '/device:CPU:0'
     if name not in self.params.reused:
-      return keras_nodes.Move(variable, device)
+      return keras_variables.Move(variable, device)
     with tf.init_scope(), tf.device(device):
       return tf.Variable(variable.value, trainable=variable.trainable, name='reused')
 
@@ -161,7 +177,7 @@ class KerasCellLayer(base_layer.BaseLayer):
     Args:
       theta: the weights.
       skips: {name: tensor `[batch, ...]`} of earlier cells. A tensor to which Keras attached a mask
-        is NestedMap(value, mask).
+        is NestedMap(value, mask). An output of the model made by a softmax or sigmoid has logits.
       *args: the tensors that the cell before hands over; for the first cell the model's inputs.
 
     Returns:
@@ -173,9 +189,9 @@ class KerasCellLayer(base_layer.BaseLayer):
     cell, context = self._cell, fprop_context.Current()
     values: dict[keras_nodes.Value, Any] = {}
     for v, x in zip(cell.args, args, strict=True):
-      values[v] = WithMask(*Parts(x))
+      values[v] = Attached(x)
     for v in cell.skips_in:
-      values[v] = WithMask(*Parts(skips[_SkipName(v)]))
+      values[v] = Attached(skips[_SkipName(v)])
     before = {name: tf.convert_to_tensor(theta[name]) for name in self._keras_variables}
     mapping = [(v, before[name]) for name, v in self._keras_variables.items()]
     numbers = itertools.count()
@@ -194,9 +210,12 @@ class KerasCellLayer(base_layer.BaseLayer):
       if (new := scope.get_current_value(v)) is not before[name]
     }
     self._ReportState(before, changed, _Rows(args, skips))
-    outputs = tuple(_Payload(values[v]) for v in cell.outputs)
-    return outputs, nested_map.NestedMap(
-      {_SkipName(v): _Payload(values[v]) for v in cell.skips_out}
+
+    def Payload(v: keras_nodes.Value) -> Any:
+      return _Payload(values[v], _ATTRIBUTES if v in cell.results else ('mask',))
+
+    return tuple(map(Payload, cell.outputs)), nested_map.NestedMap(
+      {_SkipName(v): Payload(v) for v in cell.skips_out}
     )
 
   def _RunNodes(self, values: dict[keras_nodes.Value, Any], training: bool) -> None:
@@ -311,7 +330,7 @@ def MaskFunction(layers: Sequence[KerasCellLayer]) -> Any:
       lambda t: None if t is None else tf.TensorSpec(t.shape, t.dtype), args
     )
     graph = traced.get_concrete_function(specs, arg_specs).graph
-    read = _Reached(graph.outputs)
+    read = Reached(graph.outputs)
     num_weights = len(tf.nest.flatten(specs))
     if any(t.op.name in read for t in graph.inputs[:num_weights]):
       raise ValueError(
@@ -325,7 +344,7 @@ def MaskFunction(layers: Sequence[KerasCellLayer]) -> Any:
   return Function
 
 
-def _Reached(outputs: Sequence[tf.Tensor]) -> set[str]:
+def Reached(outputs: Sequence[tf.Tensor]) -> set[str]:
   """Returns the names of the operations that lead to some tensors."""
   waiting, names = [t.op for t in outputs], set()
   while waiting:
@@ -346,22 +365,30 @@ def _Rows(args: Sequence[Any], skips: Mapping[str, Any]) -> tf.Tensor:
   return tf.cast(tf.shape(first)[0], tf.float64)
 
 
-def _Payload(x: Any) -> Any:
-  """Returns a tensor for another cell, with the mask that Keras attached to it."""
-  mask = getattr(x, '_keras_mask', None)
-  return x if mask is None else nested_map.NestedMap(value=x, mask=mask)
+# What Keras attaches to tensors: masks; and to a softmax or sigmoid its logits, from which losses
+# compute.
+_ATTRIBUTES = ('mask', 'logits')
+
+
+def _Payload(x: Any, attributes: Sequence[str]) -> Any:
+  """Returns a tensor for another cell, with what Keras attached to it."""
+  parts = {name: getattr(x, f'_keras_{name}', None) for name in attributes}
+  parts = {name: part for name, part in parts.items() if part is not None}
+  return nested_map.NestedMap(value=x, **parts) if parts else x
 
 
 def Parts(x: Any) -> tuple[Any, Any]:
   """Returns a tensor of another cell, and the mask that Keras attached to it or None."""
-  return (x['value'], x['mask']) if isinstance(x, Mapping) else (x, None)
+  return (x['value'], x.get('mask')) if isinstance(x, Mapping) else (x, None)
 
 
-def WithMask(value: Any, mask: Any) -> Any:
-  """Returns a tensor with a mask attached as Keras does; None: without one."""
-  if mask is None:
-    return value
-  value = tf.identity(value)  # The mask belongs to this tensor alone.
-  with contextlib.suppress(AttributeError):
-    value._keras_mask = mask
+def Attached(x: Any) -> Any:
+  """Returns a tensor of another cell, with what Keras attached to it."""
+  if not isinstance(x, Mapping):
+    return x
+  value = tf.identity(x['value'])  # The attributes belong to this tensor alone.
+  for name in _ATTRIBUTES:
+    if name in x:
+      with contextlib.suppress(AttributeError):
+        setattr(value, f'_keras_{name}', x[name])
   return value

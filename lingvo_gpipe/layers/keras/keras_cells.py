@@ -34,6 +34,7 @@ class Cell:
     skips_in: tensors of earlier cells.
     outputs: the tensors for the next cell; in the last cell the outputs of the model.
     skips_out: tensors for later cells.
+    results: outputs of the model.
     trained: ids of the variables that the whole model trains.
   """
 
@@ -46,6 +47,7 @@ class Cell:
     skips_in: Sequence[_Value],
     outputs: Sequence[_Value],
     skips_out: Sequence[_Value],
+    results: frozenset[_Value],
     trained: frozenset[int],
   ) -> None:
     self.nodes = tuple(nodes)
@@ -53,6 +55,7 @@ class Cell:
     self.skips_in = tuple(skips_in)
     self.outputs = tuple(outputs)
     self.skips_out = tuple(skips_out)
+    self.results = results
     self.trained = trained
 
   def __deepcopy__(self, memo: Any) -> Cell:
@@ -96,6 +99,7 @@ class Structure:
       tuple(type(n.operation) for n in cell.nodes),
       tuple((name, tuple(v.shape), v.dtype) for name, v in cell.Weights().items()),
       tuple(v.index for v in (*cell.skips_in, *cell.skips_out)),
+      tuple(v in cell.results for v in (*cell.outputs, *cell.skips_out)),
     )
 
   def __hash__(self) -> int:
@@ -139,6 +143,7 @@ def Cut(graph: keras_nodes.Graph) -> list[Cell]:
         skips_in=[v for v in entering if v not in args],
         outputs=graph.outputs if k == last else outputs,
         skips_out=[v for v in leaving if v not in outputs],
+        results=frozenset(graph.outputs),
         trained=trained,
       )
     )

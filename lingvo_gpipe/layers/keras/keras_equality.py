@@ -47,6 +47,8 @@ _IGNORED = frozenset(
 )
 # Keras wraps these methods for each layer; a class may have data of that name.
 _WRAPPED = ('build', 'quantize')
+# What these methods compute from a name is in the attributes, which are compared.
+_MAKING = ('__init__', 'build', 'get_config')
 _PLAIN: tuple[type, ...] = (
   *(str, bytes, int, float, complex, type(None), type, slice, types.EllipsisType),
   *(inspect.Signature, tf.DType, tf.TensorShape),
@@ -56,10 +58,11 @@ _PLAIN: tuple[type, ...] = (
 def AreEqual(a: Any, b: Any) -> bool:
   """Whether two objects are equal in all that a computation may depend on.
 
-  Names of layers do not count, unless somebody chose the name of a layer of a class of their own;
-  nor do the initializers of weights. Variables are equal if they have the same shape, dtype and
-  trainability, and stand in the same places. Objects of unknown kind, and functions, are equal only
-  if they are the same object: unequal is always a safe answer.
+  Names of layers do not count, unless they are of a class outside Keras and somebody chose them or
+  methods of the class read names; nor do the initializers of weights. Variables are equal if they
+  have the same shape, dtype and trainability, and stand in the same places. Variables that their
+  layer does not track, objects of unknown kind, and functions are equal only if they are the same
+  object: unequal is always a safe answer.
   """
   return _Comparison().AreEqual(a, b)
 
@@ -71,6 +74,7 @@ class _Comparison:
     self._partner: dict[int, int] = {}
     self._partner_back: dict[int, int] = {}
     self._alive: list[Any] = []
+    self._tracked: frozenset[int] | None = None  # Inside an operation: ids of its variables.
 
   def AreEqual(self, a: Any, b: Any) -> bool:
     if isinstance(a, _PLAIN) or isinstance(b, _PLAIN):
@@ -85,6 +89,8 @@ class _Comparison:
 
   def _AreAlike(self, a: Any, b: Any) -> bool:
     if isinstance(a, keras.Variable):
+      if self._tracked is not None and not self._tracked >= {id(a), id(b)}:
+        return a is b  # A trace keeps the variable itself.
       return _Spec(a) == _Spec(b) and self.AreEqual(a.regularizer, b.regularizer)
     if isinstance(a, (list, tuple)):
       return len(a) == len(b) and all(map(self.AreEqual, a, b))
@@ -102,7 +108,13 @@ class _Comparison:
     if not (is_known and hasattr(a, '__dict__')):
       return a is b
     mine, other = _State(a), _State(b)
-    return list(mine) == list(other) and all(self.AreEqual(mine[k], other[k]) for k in mine)
+    outer = self._tracked
+    if outer is None and isinstance(a, keras.Operation):
+      self._tracked = frozenset(id(v) for x in (a, b) for v in getattr(x, 'variables', ()))
+    try:
+      return list(mine) == list(other) and all(self.AreEqual(mine[k], other[k]) for k in mine)
+    finally:
+      self._tracked = outer
 
 
 def _Spec(v: Any) -> tuple[Any, ...]:
@@ -120,7 +132,7 @@ def _State(value: Any) -> dict[str, Any]:
     attributes.pop('_initial_seed', None)
     attributes.pop('seed', None)
   if isinstance(value, keras.Layer):
-    is_known = type(value).__module__.split('.')[0] in ('keras', 'keras_hub')
+    is_known = _IsOfKeras(type(value))
     attributes = {
       k: v
       for k, v in attributes.items()
@@ -128,8 +140,37 @@ def _State(value: Any) -> dict[str, Any]:
       or not isinstance(v, keras.initializers.Initializer)
     }
     if not is_known:
-      attributes['name'] = '' if _HasAutomaticName(value) else value.name
+      attributes['name'] = _CountedNames(value)
   return dict(sorted(attributes.items()))
+
+
+def _IsOfKeras(cls: type) -> bool:
+  return cls.__module__.split('.')[0] in ('keras', 'keras_hub')
+
+
+def _CountedNames(layer: Any) -> list[str]:
+  """Returns the names on which the computation of a layer of a class outside Keras may depend."""
+  if _ReadsNames(type(layer)):
+    return [x.name for x in layer._flatten_layers()]
+  return [] if _HasAutomaticName(layer) else [layer.name]
+
+
+def _ReadsNames(cls: type) -> bool:
+  """Whether a method that a class does not have from Keras reads an attribute `name` or `path`."""
+  codes = []
+  for base in cls.__mro__:
+    if not _IsOfKeras(base) and base.__module__.split('.')[0] != 'tensorflow':
+      for key, value in vars(base).items():
+        if key not in _MAKING:
+          function = getattr(value, 'fget', None) or getattr(value, '__func__', value)
+          codes.append(getattr(inspect.unwrap(function), '__code__', None))
+  while codes:
+    code = codes.pop()
+    if isinstance(code, types.CodeType):
+      if not {'name', 'path'}.isdisjoint(code.co_names):
+        return True
+      codes += code.co_consts  # Functions inside the function.
+  return False
 
 
 def _HasAutomaticName(layer: Any) -> bool:

@@ -4,32 +4,34 @@
 The layers are the model's own objects, never copies made from their configurations: state that a
 configuration lacks (frozen sublayers, LoRA, quantisation, adapted statistics) stays what it is.
 
-Keras has no public way to walk over the calls of a model, to move a variable to another device, or
-to list the layers inside a layer. So this file uses private attributes of Keras:
-`KerasTensor._keras_history`, `Operation._inbound_nodes`, `Functional._standardize_inputs`,
-`Sequential._functional`, `Layer._flatten_layers`, `Variable._value`, `Model._compile_config`,
-`Optimizer._iterations`, `Variable._direct_assign`, `saving_lib.is_memory_sufficient`, the ids of
-variables and the list of variables that have no value yet.
+Keras has no public way to walk over the calls of a model, or to list the layers inside a layer. So
+this file uses private attributes of Keras: `KerasTensor._keras_history`, `Node.__init__`,
+`Operation._inbound_nodes`, `Functional._standardize_inputs`, `Sequential._functional` and
+`Layer._flatten_layers`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
+import itertools
+import linecache
+import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src import backend as keras_backend
-from keras.src.backend.common import global_state
 from keras.src.models import functional as keras_functional
-from keras.src.saving import saving_lib
+from keras.src.ops import node as keras_node
 
-from lingvo_gpipe.layers.keras import keras_equality
+from lingvo_gpipe.layers.keras import keras_equality, keras_variables
 
+# Operations that TensorFlow has no gradient for, although their outputs are floating.
+_CUTTING = ('Ceil', 'Floor', 'Rint', 'Round', 'Sign', 'StopGradient', 'Trunc')
 # Layers whose call in training changes variables that no gradient reaches.
 STATEFUL = (keras.layers.BatchNormalization, keras.layers.SpectralNormalization)
 
@@ -68,6 +70,7 @@ class Node:
     outputs: the tensors that the call makes, flat.
     policy: the dtype policy of the model whose graph has the call.
     training: the mode that the call asks for; None: the mode of the whole model.
+    line: where the `call` of a subclassed model makes it, for errors; else empty.
   """
 
   operation: Any
@@ -76,6 +79,7 @@ class Node:
   outputs: tuple[Value, ...]
   policy: Any
   training: bool | None = None
+  line: str = ''
 
   @property
   def inputs(self) -> list[Value]:
@@ -179,6 +183,51 @@ def VariablesBefore(graph: Graph, outputs: Sequence[Value]) -> set[int]:
   return variables
 
 
+def MayCutGradients(graph: Graph) -> bool:
+  """Whether a gradient may end at a call: at an operation, or in a layer of the user."""
+
+  def MayCut(node: Node) -> bool:
+    if isinstance(node.operation, keras.Layer):
+      return any(_MayStopGradients(type(layer).__module__) for layer in Sublayers(node.operation))
+    is_float = all(tf.as_dtype(v.dtype).is_floating for v in node.outputs)
+    return not is_float or type(node.operation).__name__ in _CUTTING
+
+  return any(map(MayCut, graph.nodes))
+
+
+@functools.cache
+def _MayStopGradients(module: str) -> bool:
+  """Whether a layer of a module may stop gradients to its weights; Keras's own do not."""
+  package = module.split('.')[0]
+  if package == 'keras_hub':
+    return 'stop_gradient' in inspect.getsource(sys.modules[module])
+  return package != 'keras'
+
+
+def ConnectedVariables(graph: Graph, outputs: Sequence[Value]) -> set[int]:
+  """Returns the ids of the trained variables that some outputs, or losses of layers, depend on.
+
+  Traces the gradient of the whole model.
+  """
+  variables = graph.model.trainable_variables
+  connected: set[int] = set()
+
+  def Trace(x: Any) -> None:
+    with tf.GradientTape() as tape:
+      flat = keras.tree.flatten(graph.model(x, training=True))
+      pairs = zip(graph.outputs, flat, strict=True)
+      objective = [t for v, t in pairs if v in outputs and t.dtype.is_floating]
+      objective += graph.model.losses
+    gradients = tape.gradient(objective, [v.value for v in variables])
+    connected.update(
+      id(v) for v, gradient in zip(variables, gradients, strict=True) if gradient is not None
+    )
+
+  spec = keras.tree.map_structure(lambda v: tf.TensorSpec(v.shape, v.dtype), graph.input_structure)
+  tf.function(Trace, autograph=False).get_concrete_function(spec)
+  return connected
+
+
 def FromModel(model: Any, x: Any = None) -> Graph:
   """Returns the graph of a model.
 
@@ -186,15 +235,23 @@ def FromModel(model: Any, x: Any = None) -> Graph:
   symbolic tensors: its layers and operations of keras.ops record themselves.
 
   Args:
-    model: a keras.Model.
+    model: a keras.Model. Unless it is built, its variables are made, as Keras does before `fit`.
     x: specs or tensors `[batch, ...]` like the model's inputs, for a model without a graph.
 
   Raises:
     TypeError: it is not a keras.Model.
-    ValueError: the model has no graph; the message names the line of `call` and the reason.
+    ValueError: the model has no graph; the message names the line of `call` and the reason. Or it
+      has an activity regularizer, which is for layers inside it.
   """
   if not isinstance(model, keras.Model):
     raise TypeError(f'expected a keras.Model, got {type(model).__name__}')
+  if model.activity_regularizer is not None:
+    raise ValueError(
+      f'{model.name} has an activity regularizer: give it to the layer that makes the output'
+    )
+  if not model.built and x is not None:
+    with _NamingTheLine(model):
+      model(_Symbols(model, x))  # Makes the variables, under the model's name.
   graph = _AsFunctional(model)
   if graph is not None:
     builder = _Builder()
@@ -227,123 +284,6 @@ def MayAddLoss(layer: Any) -> bool:
 def IsSeed(variable: Any) -> bool:
   """Whether a Keras variable is the state of a seed generator."""
   return bool(variable.name == 'seed_generator_state')
-
-
-@contextlib.contextmanager
-def WithoutValues() -> Iterator[None]:
-  """Makes the variables of the enclosed Keras code without values, so that they need no memory.
-
-  `Move` gives each its initial value, on the device where it stays.
-  """
-  with keras.StatelessScope(initialize_variables=False):
-    yield
-  # Keras would give all of them their values at the next occasion.
-  global_state.set_global_attribute('uninitialized_variables', [])
-
-
-@contextlib.contextmanager
-def Replaced(owner: Any, **attributes: Any) -> Iterator[None]:
-  """Gives an object, class or module other attributes while the enclosed code runs."""
-  before = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
-  for name, value in attributes.items():
-    setattr(owner, name, value)
-  try:
-    yield
-  finally:
-    for name in attributes:
-      if name in before:
-        setattr(owner, name, before[name])
-      else:
-        delattr(owner, name)
-
-
-@contextlib.contextmanager
-def WaitingForAssignments() -> Iterator[None]:
-  """Lets the enclosed code wait until each value that it gives to a variable is there.
-
-  Values on their way to workers would gather in this process.
-  """
-  assign = keras_backend.Variable._direct_assign
-
-  def Assign(variable: Any, value: Any) -> None:
-    assign(variable, value)
-    variable.value.is_initialized().numpy()
-
-  with Replaced(keras_backend.Variable, _direct_assign=Assign):
-    yield
-
-
-def SavingThroughFiles() -> contextlib.AbstractContextManager[None]:
-  """Lets Keras write an archive from a file beside it, which it else puts together in memory."""
-  return Replaced(saving_lib, is_memory_sufficient=lambda model: False)
-
-
-def Move(variable: Any, device: str) -> tf.Variable:
-  """Returns the tf.Variable behind a Keras variable, after moving it to a device.
-
-  The Keras variable then reads and writes the new place, so the model, its callbacks and its files
-  continue with the same object; the memory at the old place is freed. A variable that is on the
-  device already stays as it is.
-  """
-  if variable._value is None:
-    with tf.init_scope(), tf.device(device):
-      variable._deferred_initialize()
-    return variable._value
-  old = variable.value
-  place = tf.DeviceSpec.from_string(old.device)
-  stays = place.make_merged_spec(tf.DeviceSpec.from_string(device)) == place
-  if stays and old.trainable == variable.trainable:
-    return old
-  with tf.init_scope(), tf.device(device):
-    variable._value = tf.Variable(old, trainable=variable.trainable, name=variable.name)
-  variable._value._unique_id = old._unique_id  # By which optimizers know the variable.
-  return variable._value
-
-
-def Places(model: Any) -> list[tuple[Any, Any, bool]]:
-  """Returns each variable of a model, the tf.Variable behind it, and whether it is trained."""
-  return [(v, v._value, v.trainable) for v in model.variables]
-
-
-def ForgetFunctions(model: Any) -> None:
-  """Drops the functions that a model has traced with its variables at other places."""
-  for layer in model._flatten_layers():
-    for name in ('train_function', 'test_function', 'predict_function', 'generate_function'):
-      if getattr(layer, name, None) is not None:
-        setattr(layer, name, None)
-
-
-def NumUpdates(optimizer: Any) -> Any:
-  """Returns the count of an optimizer's steps, including steps that only accumulate gradients."""
-  return getattr(optimizer, 'inner_optimizer', optimizer)._iterations
-
-
-def GiveValues(model: Any) -> None:
-  """Gives the variables of a model that have no values yet their initial ones, on the host."""
-  for v in model.variables:
-    if v._value is None:
-      Move(v, '/device:CPU:0')
-
-
-def MoveSlots(optimizer: Any, variables: Sequence[Any]) -> None:
-  """Moves the slots of an optimizer that was built before to the devices of its variables."""
-  inner = getattr(optimizer, 'inner_optimizer', None)
-  if inner is not None:
-    MoveSlots(inner, variables)
-  if not optimizer.built:
-    return
-  places = {v.path.replace('/', '_'): v.value.device for v in variables}
-  for slot in optimizer.variables:
-    owner = [path for path in places if slot.name.startswith(f'{path}_')]
-    if owner:
-      Move(slot, places[max(owner, key=len)])
-
-
-def CompileArguments(model: Any) -> dict[str, Any]:
-  """Returns the arguments that a model was compiled with, defaults of its class included."""
-  arguments = dict(model._compile_config.config)
-  arguments['optimizer'] = model.optimizer
-  return arguments
 
 
 class _Environment(dict[int, Value]):
@@ -402,31 +342,34 @@ class _Builder:
       kwargs = dict(kwargs)
       asked = kwargs.pop('training', None)
       mode = asked if is_traced and asked is not None else training
-      values = self._Call(history.operation, args, kwargs, call.outputs, policy, mode)
+      values = self._Call(call, args, kwargs, policy, mode)
       environment.update({id(t): v for t, v in zip(call.outputs, values, strict=True)})
     return [environment[id(t)] for t in outputs]
 
   def _Call(
     self,
-    operation: Any,
+    call: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    outputs: Sequence[Any],
     policy: Any,
     training: bool | None,
   ) -> Sequence[Value]:
-    """Adds one call: the node, or the nodes of a nested model."""
+    """Adds one call, a Node of Keras: our node, or the nodes of a nested model."""
+    operation, line = call.operation, getattr(call, 'line', '')
     graph = _AsFunctional(operation)
-    inputs = None if graph is None else _NestedInputs(graph, args, kwargs)
+    is_opened = graph is not None and operation.activity_regularizer is None
+    inputs = _NestedInputs(graph, args, kwargs) if is_opened else None
     if graph is not None and inputs is not None:
       environment = _Environment(graph.inputs, inputs)
       return self.Run(graph.outputs, environment, operation.dtype_policy, training)
     if None in keras.tree.flatten(getattr(operation, 'newshape', ())):
-      raise ValueError(f'{operation.name} reshapes to a size that is not known: use -1')
+      raise ValueError(f'{operation.name}{line} reshapes to a size that is not known: use -1')
     if any(isinstance(x, tf.Variable) for x in keras.tree.flatten((args, kwargs))):
-      raise ValueError(f'{operation.name} takes the value of a weight: pass the weight itself')
-    values = tuple(self.NewValue(t) for t in outputs)
-    self.nodes.append(Node(operation, args, kwargs, values, policy, training))
+      raise ValueError(
+        f'{operation.name}{line} takes the value of a weight: pass the weight itself'
+      )
+    values = tuple(self.NewValue(t) for t in call.outputs)
+    self.nodes.append(Node(operation, args, kwargs, values, policy, training, line))
     return values
 
 
@@ -470,32 +413,24 @@ def _NestedInputs(graph: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _TraceCall(model: Any, x: Any) -> Graph:
   """Returns the graph of a subclassed model, from its `call` on symbolic tensors."""
 
-  def Symbol(t: Any) -> Any:
-    dtype = keras.backend.standardize_dtype(t.dtype)
-    if model.autocast and tf.as_dtype(dtype).is_floating:
-      dtype = model.compute_dtype  # As Keras casts the arguments of a model.
-    return keras.KerasTensor((None, *t.shape[1:]), dtype)
-
   def Trace(mode: bool | None) -> Graph:
-    return _TraceMode(model, keras.tree.map_structure(Symbol, x), mode)
+    return _TraceMode(model, _Symbols(model, x), mode)
 
-  if not model.built:
-    model(keras.tree.map_structure(Symbol, x))  # Makes the variables, under the model's name.
   modes = [True, False] if 'training' in inspect.signature(model.call).parameters else [None]
   first = Trace(modes[0])
   with _OtherWeights():
     other = Trace(modes[0])
-  if not _IsSameGraph(first, other):
+  if (line := _Difference(first, other)) is not None:
     raise ValueError(
       f'{type(model).__name__}.call computes with the value of a weight, or draws random numbers, '
-      'outside layers or in a layer that takes constants only, so that both would stay constant: '
-      'pass the weight itself to keras.ops, or move the computation into a layer'
+      f'outside layers or in a layer that takes constants only; the result, used{line}, would stay '
+      'constant: pass the weight itself to keras.ops, or move the computation into a layer'
     )
   last = Trace(modes[-1])
-  if not _IsSameGraph(first, last):
+  if (line := _Difference(first, last)) is not None:
     raise ValueError(
-      f'{type(model).__name__}.call does something else in training than in evaluation, so its '
-      'layers are no fixed graph: move the choice into a layer that takes `training`'
+      f'{type(model).__name__}.call does something else in training than in evaluation{line}, so '
+      'its layers are no fixed graph: move the choice into a layer that takes `training`'
     )
   # A mode that follows the argument is the mode of the whole model.
   nodes = tuple(
@@ -509,28 +444,70 @@ def _TraceMode(model: Any, x: Any, mode: bool | None) -> Graph:
   flat = keras.tree.flatten(x)
   builder = _Builder()
   inputs = tuple(builder.NewValue(t) for t in flat)
-  try:
-    outputs = model.call(x) if mode is None else model.call(x, training=mode)
+  with _NamingTheLine(model):
+    with _KnowingLines(_Path(model)):
+      outputs = model.call(x) if mode is None else model.call(x, training=mode)
     tensors = keras.tree.flatten(outputs)
     for t in tensors:
       if not isinstance(t, keras.KerasTensor):
         raise TypeError(f'it returns a {type(t).__name__}')
     values = builder.Run(tensors, _Environment(flat, inputs), model.dtype_policy, is_traced=True)
-  except Exception as e:
-    raise ValueError(
-      f'{type(model).__name__}.call cannot be traced{_Line(model, e)}: {e}. Its tensors may '
-      'be passed to layers and keras.ops only; put other code into a keras.layers.Layer of its own'
-    ) from e
   structure = keras.tree.pack_sequence_as(outputs, values)
   input_structure = keras.tree.pack_sequence_as(x, list(inputs))
   return Graph(model, tuple(builder.nodes), inputs, tuple(values), structure, input_structure)
 
 
-def _Line(model: Any, error: Exception) -> str:
-  """Returns the last line of the model's `call` that an error passed."""
-  path = inspect.getsourcefile(type(model))
-  frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == path]
-  return f' at line {frames[-1].lineno} of {path} ({frames[-1].line})' if frames else ''
+def _Symbols(model: Any, x: Any) -> Any:
+  """Returns symbolic inputs of a model like the specs or tensors `x`."""
+
+  def Symbol(t: Any) -> Any:
+    dtype = keras.backend.standardize_dtype(t.dtype)
+    if model.autocast and tf.as_dtype(dtype).is_floating:
+      dtype = model.compute_dtype  # As Keras casts the arguments of a model.
+    return keras.KerasTensor((None, *t.shape[1:]), dtype)
+
+  return keras.tree.map_structure(Symbol, x)
+
+
+@contextlib.contextmanager
+def _NamingTheLine(model: Any) -> Iterator[None]:
+  """Names the line of a model's code in errors of the enclosed code, which calls it."""
+  try:
+    yield
+  except Exception as e:
+    frames = reversed([*traceback.walk_tb(e.__traceback__)])
+    line = _Line(_Path(model), frames)
+    raise ValueError(
+      f'{type(model).__name__}.call cannot be traced{line}: {e}. Its tensors may be passed to '
+      'layers and keras.ops only; put other code into a keras.layers.Layer of its own'
+    ) from e
+
+
+@contextlib.contextmanager
+def _KnowingLines(path: str | None) -> Iterator[None]:
+  """Lets each call of a layer or operation remember the line of a file that made it."""
+  make = keras_node.Node.__init__
+
+  def Make(call: Any, *args: Any, **kwargs: Any) -> None:
+    make(call, *args, **kwargs)
+    call.line = _Line(path, traceback.walk_stack(None))
+
+  with keras_variables.Replaced(keras_node.Node, __init__=Make):
+    yield
+
+
+def _Path(model: Any) -> str | None:
+  """Returns the file of a model's `call`, also in a notebook; None if it is unknown."""
+  code = getattr(type(model).call, '__code__', None)
+  return code.co_filename if code is not None else None
+
+
+def _Line(path: str | None, frames: Iterable[tuple[Any, int]]) -> str:
+  """Returns the first line of a file among some frames, as a part of a sentence."""
+  for frame, line in frames:
+    if path is not None and frame.f_code.co_filename == path:
+      return f' at line {line} of {path} ({linecache.getline(path, line).strip()})'
+  return ''
 
 
 class _OtherWeights(keras.StatelessScope):
@@ -544,10 +521,12 @@ class _OtherWeights(keras.StatelessScope):
     return value
 
 
-def _IsSameGraph(a: Graph, b: Graph) -> bool:
-  """Whether two traces of one model have the same calls and outputs."""
-  is_equal = len(a.nodes) == len(b.nodes) and all(map(_IsSameCall, a.nodes, b.nodes))
-  return is_equal and [v.index for v in a.outputs] == [v.index for v in b.outputs]
+def _Difference(a: Graph, b: Graph) -> str | None:
+  """Returns the line of the first call that differs in two traces of a model; None if none does."""
+  for x, y in itertools.zip_longest(a.nodes, b.nodes):
+    if x is None or y is None or not _IsSameCall(x, y):
+      return (x or y).line
+  return None if [v.index for v in a.outputs] == [v.index for v in b.outputs] else ''
 
 
 def _IsSameCall(a: Node, b: Node) -> bool:

@@ -11,10 +11,14 @@ A preset is a name or a directory of KerasHub, or a directory of Hugging Face wi
 from __future__ import annotations
 
 import contextlib
+import functools
+import types
 from collections.abc import Iterator
 from typing import Any
 
-from lingvo_gpipe.layers.keras import keras_nodes
+import numpy as np
+
+from lingvo_gpipe.layers.keras import keras_variables
 
 
 def Model(keras_class: Any, preset: str, **kwargs: Any) -> Any:
@@ -26,7 +30,7 @@ def Model(keras_class: Any, preset: str, **kwargs: Any) -> Any:
     **kwargs: arguments of `from_preset`, such as `preprocessor=None` or `dtype`.
   """
   _Loader(preset)
-  with keras_nodes.WithoutValues():  # An optimizer would have values.
+  with keras_variables.WithoutValues():  # An optimizer would have values.
     return keras_class.from_preset(preset, load_weights=False, compile=False, **kwargs)
 
 
@@ -38,19 +42,19 @@ def New(keras_class: Any, backbone: dict[str, Any], **kwargs: Any) -> Any:
     backbone: arguments of the class of its backbone.
     **kwargs: arguments of the class, such as `preprocessor=None`.
   """
-  with keras_nodes.WithoutValues():
+  with keras_variables.WithoutValues():
     return keras_class(backbone=keras_class.backbone_cls(**backbone), compile=False, **kwargs)
 
 
 def EnableLora(model: Any, rank: int) -> None:
   """Adds LoRA's weights without values to the backbone of a task, and freezes the others."""
-  with keras_nodes.WithoutValues():
+  with keras_variables.WithoutValues():
     model.backbone.enable_lora(rank)
 
 
 def GiveValues(model: Any) -> None:
   """Gives the variables that are in no stage their initial values."""
-  keras_nodes.GiveValues(model)
+  keras_variables.GiveValues(model)
 
 
 def LoadWeights(model: Any, preset: str) -> None:
@@ -59,7 +63,7 @@ def LoadWeights(model: Any, preset: str) -> None:
   Variables that the preset lacks, as LoRA's or the head of another task, keep their values.
   """
   loader = _Loader(preset)
-  with keras_nodes.WaitingForAssignments(), _OneTensorAtATime():
+  with keras_variables.Streaming(), _ReadingInSlices():
     lora = {id(v): v.numpy() for v in model.variables if '/lora_' in v.path}
     if hasattr(loader, '_load_backbone_weights'):  # A preset of KerasHub.
       _LoadTaskWeights(model, preset)
@@ -84,19 +88,48 @@ def _LoadTaskWeights(model: Any, preset: str) -> None:
 
 
 @contextlib.contextmanager
-def _OneTensorAtATime() -> Iterator[None]:
-  """Closes a file of safetensors after each tensor, so that it stays in memory no longer."""
+def _ReadingInSlices() -> Iterator[None]:
+  """Lets KerasHub hold a tensor of safetensors only once."""
   from keras_hub.src.utils.transformers import safetensor_utils
 
-  get_tensor = safetensor_utils.SafetensorLoader.get_tensor
-
-  def GetTensor(files: Any, name: str) -> Any:
-    files.close()
-    files.safetensor_files.clear()
-    return get_tensor(files, name)
-
-  with keras_nodes.Replaced(safetensor_utils.SafetensorLoader, get_tensor=GetTensor):
+  library = safetensor_utils.safetensors
+  with keras_variables.Replaced(
+    safetensor_utils, safetensors=types.SimpleNamespace(safe_open=functools.partial(_File, library))
+  ):
     yield
+
+
+class _File:
+  """A file of safetensors that is open for one slice of a tensor at a time.
+
+  An open file is mapped, so what was read of it stays in memory.
+  """
+
+  def __init__(self, library: Any, path: str, framework: str) -> None:
+    self._open = functools.partial(library.safe_open, path, framework=framework)
+
+  def __enter__(self) -> _File:
+    with self._open() as f:
+      self._names = list(f.keys())
+    return self
+
+  def __exit__(self, *args: object) -> None:
+    pass
+
+  def keys(self) -> list[str]:
+    return self._names
+
+  def get_tensor(self, name: str) -> Any:
+    with self._open() as f:
+      shape = f.get_slice(name).get_shape()
+      if not shape:
+        return f.get_tensor(name)
+      dtype = f.get_slice(name)[:1].dtype
+    result = np.empty(shape, dtype)
+    for rows in keras_variables.Slices(result.shape, dtype.itemsize):
+      with self._open() as f:
+        result[rows] = f.get_slice(name)[rows]
+    return result
 
 
 def _Loader(preset: str) -> Any:

@@ -87,6 +87,22 @@ def testANormCalledAsInEvaluationKeepsItsAverages():
   keras_fits.CheckFit(Make, X, Y, _Squares, ((2, 3),), batch_size=7)
 
 
+class _Average(layers.Layer):
+  """Adds a moving average, which it has just changed."""
+
+  def build(self, input_shape):
+    self.average = self.add_weight(shape=(5,), initializer='zeros', trainable=False)
+
+  def call(self, x, training=False):
+    if training:
+      self.average.assign(0.9 * self.average + 0.1 * ops.mean(x, 0))
+    return x + self.average
+
+
+def testStateThatIsReadAfterAChangeLetsNoGradientThrough():
+  keras_fits.CheckFit(lambda: _With(_Average()), X, Y, _Squares, ((2, 1),), batch_size=7)
+
+
 # ---- dropout -------------------------------------------------------------------------------------
 
 
@@ -302,6 +318,26 @@ def testCallsThatChangeTrainedWeightsAreRefused():
 def testLayersWithMetricsAreRefused():
   with pytest.raises(ValueError, match=naming.Naming('tracked', 'metrics', 'compile')):
     _Compiled(lambda: _With(_Tracked())).train_on_batch(X, Y)
+
+
+class _Counting(layers.Layer):
+  """Changes a variable that it does not track."""
+
+  def __init__(self, variable):
+    super().__init__()
+    self.variable = lambda: variable
+
+  def call(self, x):
+    self.variable().assign_add(1.0)
+    return x * self.variable()
+
+
+def testACallThatChangesAVariableOutsideItsLayersIsRefused():
+  """It lost the change."""
+  variable = keras.Variable(0.0, trainable=False, name='outside')
+  pipe = _Compiled(lambda: _With(_Counting(variable)))
+  with pytest.raises(ValueError, match=naming.Naming(variable.path, '_Counting', 'add_weight')):
+    pipe.train_on_batch(X, Y)
 
 
 class _Reading(layers.Layer):

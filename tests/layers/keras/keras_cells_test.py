@@ -180,7 +180,7 @@ def testOtherWiringIsAnotherStructure(is_swapped):
   for swap in (False, is_swapped):
     y = layers.Dense(4)(x)
     x = layers.Subtract()([y, x] if swap else [x, y])
-  first, second = map(keras_cells.Structure, _Cells(keras.Model(inputs, x)))
+  first, second, _ = map(keras_cells.Structure, _Cells(keras.Model(inputs, layers.Dense(1)(x))))
   assert (first == second) != is_swapped
 
 

@@ -9,6 +9,7 @@ import pytest
 from keras import layers
 
 from lingvo_gpipe.layers.keras import keras_equality
+from tests.toys import keras_fits
 
 
 class _Scaled(layers.Layer):
@@ -20,6 +21,44 @@ class _Scaled(layers.Layer):
 
   def call(self, x):
     return x * self.factor
+
+
+class _Hiding(layers.Layer):
+  """Multiplies by a variable, which it tracks or not."""
+
+  def __init__(self, value, is_tracked=False):
+    super().__init__()
+    if is_tracked:
+      self.factor = keras.Variable(value, trainable=False)
+    else:
+      self.__dict__['factor'] = keras.Variable(value, trainable=False)
+
+  def call(self, x):
+    return x * self.factor
+
+
+class Numbered(layers.Layer):
+  """Multiplies by the number in its name, or in the name of the layer inside."""
+
+  def __init__(self, inside=None, **options):
+    super().__init__(**options)
+    self.inside = inside
+
+  def call(self, x):
+    layer = self.inside or self
+    return x * int(layer.name[-1])
+
+
+class _Naming(layers.Layer):
+  """Uses its name while it makes its layers only."""
+
+  def __init__(self):
+    super().__init__()
+    self.dense = layers.Dense(4, name=f'{self.name}_dense')
+    self.dense.build([None, 4])
+
+  def call(self, x):
+    return self.dense(x)
 
 
 class _Unknown:
@@ -78,6 +117,8 @@ EQUAL = {
   'attribute': lambda: _Scaled(2.0),
   'array': lambda: _Scaled(np.arange(3.0)),
   'LoRA': lambda: _Lora(2),
+  'tracked variable': lambda: _Hiding(2.0, is_tracked=True),
+  'name of a part': _Naming,
 }
 
 UNEQUAL = {
@@ -117,6 +158,16 @@ UNEQUAL = {
     lambda: _Scaled(keras.initializers.Constant(5.0)),
   ),
   'chosen name': (lambda: _Scaled(2.0, name='left'), lambda: _Scaled(2.0, name='right')),
+  'name that is read': (lambda: Numbered(name='numbered_1'), lambda: Numbered(name='numbered_2')),
+  'name of a part that is read': (
+    lambda: Numbered(layers.Dense(4, name='dense_1'), name='numbered'),
+    lambda: Numbered(layers.Dense(4, name='dense_2'), name='numbered'),
+  ),
+  'untracked variable': (lambda: _Hiding(2.0), lambda: _Hiding(3.0)),
+  'untracked variable in a part': (
+    lambda: layers.TimeDistributed(_Hiding(2.0)),
+    lambda: layers.TimeDistributed(_Hiding(3.0)),
+  ),
   'autocast': (lambda: _Cast(True), lambda: _Cast(False)),
   'LoRA': (lambda: _Lora(2), lambda: _Lora(3)),
   'quantised': (lambda: _Quantised(), lambda: _Lora(2)),
@@ -185,6 +236,29 @@ class _Choice(layers.Layer):
 def testDataWithTheNameOfAMethodCounts():
   assert keras_equality.AreEqual(_Choice(True), _Choice(True))
   assert not keras_equality.AreEqual(_Choice(True), _Choice(False))
+
+
+@pytest.mark.parametrize(
+  'make', [lambda i: _Hiding(i + 1.0), lambda i: Numbered(name=f'numbered_{i}')]
+)
+def testStagesThatDifferByAnUntrackedVariableOrANameEqualKeras(make):
+  """The inner stages would share the trace of one of them."""
+
+  def Make():
+    x = inputs = keras.Input([5])
+    for i in range(1, 5):
+      x = make(i)(layers.Dense(5)(x))
+    return keras.Model(inputs, x)
+
+  x, y = keras_fits.Floats(4, 5), keras_fits.Floats(4, 5, seed=1)
+
+  def Slow():
+    return keras.optimizers.SGD(1e-4)
+
+  def Compiled():
+    return {'loss': 'mse'}
+
+  keras_fits.CheckFit(Make, x, y, Compiled, ((4, 1),), optimizer=Slow, batch_size=4)
 
 
 if __name__ == '__main__':

@@ -60,6 +60,13 @@ def _Logits(run):
   return logits.numpy()
 
 
+def testAFloat16PolicyIsNotTrained():
+  p = _Params()
+  p.backbone['dtype'] = 'mixed_float16'
+  with pytest.raises(ValueError, match=naming.Naming('float16', 'lm.stack.layers[0]')):
+    _Run(p, train_runner.TrainRunner)
+
+
 def testLossAndGradientsEqualKeras():
   run, batch = _Run(_Params(), train_runner.TrainRunner), _Batch()
   model = run.task.keras_model
