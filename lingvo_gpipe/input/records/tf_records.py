@@ -7,6 +7,7 @@ import functools
 import os
 import struct
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -79,16 +80,36 @@ def RecordOffsets(path: str, context: str = '') -> np.ndarray:
   Raises:
     ValueError: a length is damaged, or the file is not a TFRecord file.
   """
+  offsets = _Offsets(path)
+  if offsets[-1] != tf.io.gfile.stat(path).length:
+    RaiseDamage([path], context)
+  return np.array(offsets, np.int64)
+
+
+def LengthsFit(path: str) -> bool:
+  """Whether the lengths of a file's records add up to the size of the file.
+
+  TensorFlow allocates the length of a record before it reads the record, and crashes if there is
+  too little memory. So no operation may read a file whose lengths do not fit.
+  """
+  return _Offsets(path)[-1] == tf.io.gfile.stat(path).length
+
+
+def _Offsets(path: str) -> list[int]:
+  """Returns the byte offsets of records, up to the first one at or behind the end of the file."""
   size = tf.io.gfile.stat(path).length
   offsets = [0]
-  # `GFile` would read half a MiB after each seek.
-  with open(path, 'rb', 0) if os.path.exists(path) else tf.io.gfile.GFile(path, 'rb') as f:
+  with _Open(path) as f:
     while offsets[-1] < size:
       f.seek(offsets[-1])
       offsets.append(offsets[-1] + _OVERHEAD + int.from_bytes(f.read(8), 'little'))
-  if offsets[-1] != size:
-    RaiseDamage([path], context)
-  return np.array(offsets, np.int64)
+  return offsets
+
+
+def _Open(path: str) -> Any:
+  """Opens a file for reading a few bytes here and there."""
+  # `GFile` would read half a MiB after each seek.
+  return open(path, 'rb', 0) if os.path.exists(path) else tf.io.gfile.GFile(path, 'rb')
 
 
 def Records(
@@ -126,16 +147,17 @@ def CheckCount(path: str, num_records: int, expected: int) -> None:
 def IsIntact(path: str) -> bool:
   """Whether all records of a file are intact; faster than `Records`."""
 
-  def Add(size: tf.Tensor, record: tf.Tensor) -> tf.Tensor:
-    return size + _OVERHEAD + tf.cast(tf.strings.length(record), tf.int64)
-
   heartbeat.SuspendTimeout()  # Reading many files is slow, not hung: suspend the timeout.
+  if not LengthsFit(path):
+    return False
+  options = tf.data.Options()
+  options.autotune.enabled = False  # A tuner may wait for a minute, see `_Records`.
   try:
-    # tf.data takes fewer bytes than a record's length has for the end of the file.
-    size = tf.data.TFRecordDataset(path).reduce(tf.constant(0, tf.int64), Add)
-    return int(size) == tf.io.gfile.stat(path).length
+    records = tf.data.TFRecordDataset(path).with_options(options)
+    records.reduce(0, lambda number, record: number + 1)
   except tf.errors.DataLossError:
     return False
+  return True
 
 
 def RecordLocations(path: str, context: str = '', damaged: str = 'stop') -> np.ndarray:
@@ -193,48 +215,51 @@ def _Records(path: str, context: str, damaged: str) -> Iterator[tuple[int, bytes
   # With a tuner the end of the iterator may wait, see BaseInputGenerator._Untuned.
   options.autotune.enabled = False
   records = parts.with_options(options).as_numpy_iterator()
-  while offset < size:
-    heartbeat.SuspendTimeout()
-    error = None
-    try:
-      # tf.data takes fewer bytes than a header for the end of the file.
-      while size - offset >= _HEADER.size:
-        record = next(records)
-        yield offset, record
-        number += 1
-        offset += _OVERHEAD + len(record)
-    except tf.errors.DataLossError as e:
-      error = e
-    if offset >= size:
-      break
-    if damaged == 'stop':
-      reason = 'truncated record' if error is None else files.OneLine(error)
-      hint = f'; to leave out such records, set {context} to skip' if context else ''
-      raise ValueError(
-        f'{path} is damaged, or not a TFRecord file: record {number + 1}, at byte {offset:,}: '
-        f'{reason}. Restore the file{hint}'
-      ) from error
-    yield offset, None
-    number += 1
-    num_damaged += 1
-    offset = _NextRecordOffset(path, offset, size)
-    first_byte.assign(offset)
+  heartbeat.SuspendTimeout()
+  with _Open(path) as f:
+    while offset < size:
+      end, damage = _RecordEnd(f, offset, size)
+      record = error = None
+      if not damage:
+        try:
+          record = next(records)
+        except tf.errors.DataLossError as e:
+          error, damage = e, files.OneLine(e)
+      if damage and damaged == 'stop':
+        hint = f'; to leave out such records, set {context} to skip' if context else ''
+        raise ValueError(
+          f'{path} is damaged, or not a TFRecord file: record {number + 1}, at byte {offset:,}: '
+          f'{damage}. Restore the file{hint}'
+        ) from error
+      yield offset, record
+      number += 1
+      if damage:
+        heartbeat.SuspendTimeout()
+        num_damaged += 1
+        if error is None:
+          logging.warning('%s: no record can be found in the last %d bytes', path, size - offset)
+        first_byte.assign(end)
+      offset = end
   if num_damaged:
     logging.warning('%s: %d of %d records are damaged and were skipped', path, num_damaged, number)
 
 
-def _NextRecordOffset(path: str, offset: int, size: int) -> int:
-  """Returns the byte offset after a damaged record, or the file's size if its length is damaged."""
-  with tf.io.gfile.GFile(path, 'rb') as f:
-    f.seek(offset)
-    header = f.read(_HEADER.size)
-  if len(header) == _HEADER.size:
-    length, checksum = _HEADER.unpack(header)
-    end: int = offset + _OVERHEAD + length
-    if checksum == MaskedChecksum(header[:8]) and end <= size:
-      return end
-  logging.warning('%s: no record can be found in the last %d bytes', path, size - offset)
-  return size
+def _RecordEnd(f: Any, offset: int, size: int) -> tuple[int, str]:
+  """Returns the byte offset after a record, and the damage of its length: '' if there is none.
+
+  After a damaged length, the offset is the size of the file.
+  """
+  f.seek(offset)
+  header = f.read(_HEADER.size)
+  if len(header) < _HEADER.size:
+    return size, 'truncated record'
+  length, checksum = _HEADER.unpack(header)
+  if checksum != MaskedChecksum(header[:8]):
+    return size, 'corrupted length'
+  end = offset + _OVERHEAD + length
+  if end > size:
+    return size, f'truncated record: {end - offset:,} bytes expected, {size - offset:,} are left'
+  return end, ''
 
 
 def _Table() -> list[int]:

@@ -156,18 +156,26 @@ def Examples(
     read_config=tfds.ReadConfig(interleave_cycle_length=1),
   )
   num_read = 0
-  try:
-    for examples in dataset.batch(_READ_AT_ONCE).as_numpy_iterator():
-      yield from zip(*(examples[name] for name in names), strict=True)
-      num_read += len(examples[names[0]])
-  except (tf.errors.DataLossError, tf.errors.FailedPreconditionError):  # Too few: the latter.
-    if damaged == 'stop':
-      _RaiseDamage(builder, split, context)
-      raise
-    # tf.data cannot continue after damage, so read the rest one by one, which is slower.
-    for record in itertools.islice(_IntactRecords(builder, split), num_read, None):
-      example = builder.info.features.deserialize_example_np(record, decoders=decoders)
-      yield tuple(example[name] for name in names)
+  error: Exception | None = None
+  if all(map(tf_records.LengthsFit, _Files(builder, split))):
+    try:
+      for examples in dataset.batch(_READ_AT_ONCE).as_numpy_iterator():
+        yield from zip(*(examples[name] for name in names), strict=True)
+        num_read += len(examples[names[0]])
+      return
+    except (
+      tf.errors.DataLossError,
+      tf.errors.FailedPreconditionError,
+    ) as e:  # Too few: the latter.
+      error = e
+  if damaged == 'stop':
+    _RaiseDamage(builder, split, context)
+    if error is not None:
+      raise error
+  # tf.data cannot continue after damage, so read the rest one by one, which is slower.
+  for record in itertools.islice(_IntactRecords(builder, split), num_read, None):
+    example = builder.info.features.deserialize_example_np(record, decoders=decoders)
+    yield tuple(example[name] for name in names)
 
 
 def NumDamaged(builder: tfds.core.DatasetBuilder, split: str, context: str) -> int:

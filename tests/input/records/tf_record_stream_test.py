@@ -12,6 +12,7 @@ import tensorflow as tf
 from lingvo_gpipe.core import nested_map
 from lingvo_gpipe.input import batches
 from lingvo_gpipe.input.records import tf_record_stream
+from tests import naming, tf_record_files
 
 FILES, RECORDS = 6, 5
 SIZE = 16 + 4  # Bytes of a record in its file.
@@ -92,6 +93,17 @@ def testFileTruncatedWithinALengthIsNamedAtTheStart(folder):
   with pytest.raises(ValueError, match=rf'{path} is damaged, .*record 5, at byte {4 * SIZE}: tr'):
     _Input(folder).Describe()
   assert _Input(folder, damaged_records='skip').NumDamaged() == 1
+
+
+def testALengthBeyondTheFileIsNamedOrLeftOut(folder):
+  """TensorFlow would crash on it."""
+  path = folder / '3.tfrecord'
+  tf_record_files.SetLength(path, 4 * SIZE, 2**36)
+  with pytest.raises(ValueError, match=naming.Naming(path, 'record 5', 'damaged_records')):
+    _Input(folder).CheckRestarts()
+  skipping = _Input(folder, damaged_records='skip')
+  assert len(_Seen(skipping.Dataset())) == FILES * RECORDS - 1
+  assert skipping.NumDamaged() == 1
 
 
 def testDamagedRecordsAreLeftOutAndCounted(folder):

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from lingvo_gpipe.input.records import tf_records
-from tests import naming
+from tests import naming, tf_record_files
 
 _RNG = random.Random(1)
 _RECORDS = [_RNG.randbytes(size) for size in (5, 0, 300, 17, 1, 40)]
@@ -70,6 +70,35 @@ def testDamagedRecordsAreSkippedAndCountedOrRaise(tmp_path, caplog, changes, cut
   assert warning.startswith(f'{path}: {num_skipped} of ') and 'were skipped' in warning
   with pytest.raises(ValueError, match=r'damaged, .*record \d, at byte .*set the param to skip'):
     _Numbers(path, 'stop')
+
+
+# Lengths that TensorFlow takes for its own memory: it crashes, or fails with another error.
+_HUGE = (2**36, 2**62, 2**63, 2**64 - 1)
+
+
+@pytest.mark.parametrize('length', [500, *_HUGE])
+@pytest.mark.parametrize('number, first_byte', [(1, 0), (6, 5 * 16 + 323)])
+def testALengthBeyondTheFileIsDamage(tmp_path, length, number, first_byte):
+  path = _File(tmp_path)
+  tf_record_files.SetLength(path, first_byte, length)
+  intact = [*range(1, number)]
+  assert _Numbers(path, 'skip') == intact
+  with pytest.raises(ValueError, match=naming.Naming(path, f'record {number}', 'truncated')):
+    _Numbers(path, 'stop')
+  assert not tf_records.IsIntact(path) and not tf_records.LengthsFit(path)
+  assert tf_records.RecordLocations(path, '', 'skip')[:, 0].tolist() == [i - 1 for i in intact]
+  with pytest.raises(ValueError, match=naming.Naming(path, f'record {number}')):
+    tf_records.RecordLocations(path)
+  ranges, num_damaged = tf_records.IntactRanges(path)
+  assert sum(count for _, count in ranges) == len(intact) and num_damaged == 1
+
+
+def testNoTunerMayDelayTheCheckOfAFile(tmp_path, monkeypatch):
+  """See BaseInputGenerator._Untuned."""
+  options = []
+  monkeypatch.setattr(tf.data.Dataset, 'reduce', lambda self, *args: options.append(self.options()))
+  assert tf_records.IsIntact(_File(tmp_path))
+  assert [x.autotune.enabled for x in options] == [False]
 
 
 def testTextFileHasNoRecords(tmp_path):

@@ -13,6 +13,7 @@ import tensorflow_datasets as tfds
 from lingvo_gpipe.input.records import tf_records
 from lingvo_gpipe.input.text import sentencepiece_training
 from lingvo_gpipe.input.tfds import tfds_builder, tfds_text
+from tests import tf_record_files
 
 _WORDS = 'the quick brown fox jumps over lazy dogs and naïve cats'.split()
 
@@ -149,14 +150,23 @@ def testDamagedRecordIsNamedOrLeftOut(data_dirs, vocab, tmp_path):
   assert skipping.Describe().endswith('(1 damaged records were left out)')
 
 
-@pytest.mark.parametrize('num_bytes', [15, 0])
+@pytest.mark.parametrize('num_bytes', [15, 0, None])
 def testTruncatedFileIsNamed(data_dirs, vocab, tmp_path, num_bytes):
-  """To tf.data a file ends within the header of a record as it does between two records."""
+  """To tf.data a file ends within the header of a record as it does between two records.
+
+  A length that exceeds the file would crash TensorFlow.
+  """
   data_dir = shutil.copytree(data_dirs['tfrecord'], tmp_path / 'data')
   path = sorted(data_dir.rglob('*train.tfrecord*'))[1]
-  os.truncate(path, tf_records.RecordOffsets(str(path))[-2] + num_bytes)
+  begin = tf_records.RecordOffsets(str(path))[-2]
+  if num_bytes is None:
+    tf_record_files.SetLength(path, begin, 2**36)
+  else:
+    os.truncate(path, begin + num_bytes)
   message = (
-    'is damaged, .*record 20, .*truncated' if num_bytes else 'has 19 records, expected 20: restore'
+    'has 19 records, expected 20: restore'
+    if num_bytes == 0
+    else 'is damaged, .*record 20, .*truncated'
   )
   with pytest.raises(ValueError, match=f'{path.name} {message}'):
     _Input(str(data_dir), vocab).NumExamples()
