@@ -43,9 +43,9 @@ def _Verify() -> int:
   )
   batch = next(iter(model.input.Dataset().skip(FLAGS.step)))
   task.CheckBatch(batch)
-  p = task.pipeline.params
+  p, xla = task.pipeline.params, built.engine.xla
   print(built.cut.Table(devices.devices))
-  print(f'schedule {p.schedule}, remat_policy {p.remat_policy}, xla {p.xla}, step {FLAGS.step}\n')
+  print(f'schedule {p.schedule}, remat_policy {p.remat_policy}, xla {xla}, step {FLAGS.step}\n')
   report = verify.VerifyEngine(
     built.engine,
     built.MicroBatches(batch),

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import glob
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -13,7 +12,7 @@ from absl import flags
 
 from lingvo_gpipe.cli import binary, compilation_cache
 from lingvo_gpipe.core import files
-from lingvo_gpipe.distributed import cluster, cluster_spec, local_workers
+from lingvo_gpipe.distributed import cluster, cluster_spec, local_workers, native_output
 
 FLAGS = flags.FLAGS
 
@@ -39,13 +38,15 @@ def OwnDevices(num_devices: int | None, num_replicas: int = 1) -> cluster.Cluste
       FLAGS.platform,
       num_replicas=num_replicas,
       indices=indices,
+      logical_devices_per_gpu=FLAGS.logical_devices_per_gpu,
+      gpu_memory=FLAGS.gpu_memory,
     )
 
 
 def OneDevice() -> cluster.Cluster:
   """Returns one device, for programs that inspect a model without running its stages."""
   with StartingTensorFlow():
-    return cluster.Cluster.Create(1, 1, FLAGS.platform)
+    return cluster.Cluster.Create(1, 1, FLAGS.platform, gpu_memory=FLAGS.gpu_memory)
 
 
 def Devices(num_devices: int) -> cluster.Cluster:
@@ -109,6 +110,11 @@ def _CheckDevicesOfWorkers() -> None:
       '--num_devices limits the devices of this process, but workers compute: leave it out. '
       '`worker --num_devices` sets the number of a worker; local workers have as many as needed'
     )
+  for name in ('logical_devices_per_gpu', 'gpu_memory'):
+    if FLAGS[name].value != FLAGS[name].default:
+      raise binary.UsageError(
+        f'--{name} is for GPUs of this process, but workers compute: give it to each `worker`'
+      )
 
 
 def WorkersDevices(
@@ -152,6 +158,5 @@ def StartingTensorFlow() -> Iterator[None]:
   """Enters a context in which TensorFlow searches for devices for the first time."""
   if FLAGS.xla_cache:
     compilation_cache.Use(FLAGS.xla_cache)
-  # Without an NVIDIA device, TensorFlow reports an error of the driver.
-  with contextlib.nullcontext() if glob.glob('/dev/nvidia*') else binary.QuietStderr():
+  with native_output.DroppedWithoutGpu():
     yield

@@ -129,6 +129,11 @@ class BaseLayer(layer_tree.LayerTree):
     return self._params
 
   @property
+  def compute_dtypes(self) -> frozenset[tf.DType]:
+    """The dtypes in which this layer computes, without its children."""
+    return frozenset([self._params.fprop_dtype])
+
+  @property
   def structure(self) -> Any:
     """A hashable value, equal for layers that compute the same function of theta and inputs.
 

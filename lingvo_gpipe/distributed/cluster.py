@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the devices for stages: GPUs or TPU cores, logical CPU devices, or devices of workers."""
+"""Finds the devices for stages: GPUs, TPU cores, logical CPU devices, or devices of workers."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +12,12 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from lingvo_gpipe.distributed import cluster_spec, worker_connection
+from lingvo_gpipe.distributed import (
+  accelerators,
+  cluster_spec,
+  native_output,
+  worker_connection,
+)
 
 PLATFORMS = ('auto', 'cpu', 'gpu', 'tpu')
 
@@ -61,27 +67,32 @@ class Cluster:
     threads_per_device: int | None = None,
     num_replicas: int = 1,
     indices: Sequence[int] | None = None,
+    logical_devices_per_gpu: int | None = None,
+    gpu_memory: str = 'growth',
   ) -> Cluster:
     """Chooses devices of this process and configures TensorFlow for them.
 
     Call it before other uses of TensorFlow; if TensorFlow has already started, its devices and
     thread counts are used unchanged. With accelerators, uses up to `max_devices` (default:
-    `num_devices`, otherwise all), hides the others from this process, and lets memory
-    grow on demand. On the CPU, creates this many logical devices (default 1), each with an equal
-    share of the cores.
+    `num_devices`, otherwise all) and hides other GPUs from this process. A GPU that the caller has
+    split counts as its logical devices. On the CPU, creates this many logical devices (default 1),
+    each with an equal share of the cores.
 
     Args:
       num_devices: number of devices for each replica, which is the number of stages, or None for at
         least 1.
       max_devices: maximum number of devices to use.
-      platform: 'auto' (TPU cores if there are any, otherwise GPUs, otherwise CPU), 'cpu', 'gpu' or
-        'tpu'.
+      platform: 'auto' (GPUs if there are any, otherwise CPU), 'cpu', 'gpu' or 'tpu'. A TPU is only
+        looked for if asked for; see `accelerators.StartTpu`.
       threads_per_device: threads of one operation on a CPU device; default cores // devices, at
         least 1. Two runs are only equal bit for bit with equal thread counts.
       num_replicas: number of copies of the pipeline.
       indices: indices of the accelerators to use, among the accelerators that TensorFlow sees
         (CUDA_VISIBLE_DEVICES hides others). The first index is the device of stage 0. None uses the
         first accelerators.
+      logical_devices_per_gpu: splits each GPU into this many devices, with equal shares of its free
+        memory; None leaves GPUs as they are. One GPU can so try a pipeline.
+      gpu_memory: allocation of memory of GPUs, one of `accelerators.MEMORY`.
 
     Raises:
       ValueError: there are fewer devices than needed, or an argument is out of range; one line with
@@ -92,14 +103,24 @@ class Cluster:
       ('max_devices', max_devices),
       ('threads_per_device', threads_per_device),
       ('num_replicas', num_replicas),
+      ('logical_devices_per_gpu', logical_devices_per_gpu),
     ):
       if value is not None and value < 1:
         raise ValueError(f'{name} must be at least 1, got {value}.')
     if platform not in PLATFORMS:
       raise ValueError(f'The platform must be one of {", ".join(PLATFORMS)}; got {platform!r}.')
+    # Listing GPUs does not start TensorFlow's context.
+    with native_output.DroppedWithoutGpu():
+      gpus = tf.config.get_visible_devices('GPU')
+    if platform == 'auto':
+      platform = 'gpu' if gpus else 'cpu'
+    cores = accelerators.StartTpu() if platform == 'tpu' else ()
     if indices is not None:
-      indices = list(indices)[:max_devices]
-      max_devices = len(indices)
+      _CheckIndices(platform, {'tpu': len(cores), 'gpu': len(gpus)}, indices)
+      size = len(indices)
+      if platform == 'gpu':
+        size = sum(logical_devices_per_gpu or accelerators.NumLogical(gpus[i]) for i in indices)
+      max_devices = min(size, size if max_devices is None else max_devices)
     needed = (num_devices or 1) * num_replicas
     need = f'{_Count(needed, "device")} needed, one for each stage'
     if num_replicas > 1:
@@ -109,19 +130,25 @@ class Cluster:
         f'{need}, but at most {max_devices} may be used: allow {needed} devices or use a model '
         f'with fewer stages{" or fewer replicas" if num_replicas > 1 else ""}.'
       )
-    # This does not start TensorFlow's context.
-    accelerators = {k: tf.config.get_visible_devices(k.upper()) for k in ('tpu', 'gpu')}
-    if platform == 'auto':
-      platform = next((k for k in ('tpu', 'gpu') if accelerators[k]), 'cpu')
-    if indices is not None:
-      _CheckIndices(platform, accelerators, indices)
+    count = max_devices or (needed if num_devices else None)
     if platform == 'cpu':
-      count = max_devices or needed
-      devices, description = _MakeCpuDevices(count, needed, threads_per_device, accelerators)
+      devices, description = _MakeCpuDevices(count or needed, needed, threads_per_device, gpus)
     else:
-      physical = accelerators[platform]
-      count = max_devices or (needed if num_devices else len(physical))
-      devices, description = _ChooseAccelerators(platform, physical, count, needed, indices)
+      if platform == 'gpu':
+        accelerators.SetMemory(gpu_memory)
+        devices, notes = _ChooseGpus(gpus, count, indices, logical_devices_per_gpu)
+      else:
+        chosen = range(len(cores)) if indices is None else indices
+        devices, notes = _FullNames([cores[i] for i in chosen][:count]), []
+      if len(devices) < needed:
+        raise ValueError(
+          f'{need}, but {_Count(len(devices), _Noun(platform))} '
+          f'{"was" if len(devices) == 1 else "were"} found: use a model with fewer stages, '
+          'logical_devices_per_gpu to split GPUs, or platform cpu (--platform=cpu), which creates '
+          'logical CPU devices.'
+        )
+      description = _Count(len(devices), _Noun(platform))
+      description += f' ({"; ".join(notes)})' if notes else ''
     devices = devices[: len(devices) // num_replicas * num_replicas]  # All rows have equal length.
     if num_replicas > 1:
       description += f', {num_replicas} replicas'
@@ -147,8 +174,8 @@ class Cluster:
       spec: addresses of the workers, such as ['alpha:2222', 'beta:2222'].
       num_devices: number of devices for each replica, which is the number of stages.
       num_replicas: number of copies of the pipeline.
-      platform: 'auto' (the workers' accelerators if they have any, otherwise their CPU devices),
-        'cpu', 'gpu' or 'tpu'.
+      platform: 'auto' (the workers' GPUs if they have any, otherwise their CPU devices), 'cpu' or
+        'gpu'.
       timeout_seconds: time limit of the wait for workers that do not answer.
       answers: {address: answer} of workers that have answered already (see
         `worker_connection.AwaitWorkers`). Other workers are left out.
@@ -164,6 +191,10 @@ class Cluster:
       answers = worker_connection.AwaitWorkers(spec.workers, timeout_seconds)
     tf.config.set_visible_devices([], 'GPU')  # The GPUs of this host belong to its worker.
     facts = worker_connection.Connect(spec, answers)
+    accelerators.worker_problems.clear()
+    for index, worker_facts in facts.items():
+      if accelerators.XLA_FACT in worker_facts:
+        accelerators.worker_problems[index] = worker_facts[accelerators.XLA_FACT]
     devices, kind = _ListWorkerDevices(spec, platform, num_devices, num_replicas)
     pools = {worker_facts.get('intra_op_threads') for worker_facts in facts.values()}
     description = f'{kind} of {_Count(len(facts), "worker")}'
@@ -197,19 +228,23 @@ def PoolSize(threads_per_device: int, num_devices: int) -> int:
   return 1 if threads_per_device == 1 else threads_per_device * num_devices
 
 
-def _CheckIndices(
-  platform: str, accelerators: dict[str, list[Any]], indices: Sequence[int]
-) -> None:
-  """Raises a ValueError unless the indices are distinct accelerators of this machine."""
+def _CheckIndices(platform: str, sizes: Mapping[str, int], indices: Sequence[int]) -> None:
+  """Raises a ValueError unless the indices are distinct accelerators of this machine.
+
+  Args:
+    platform: 'cpu', 'gpu' or 'tpu'.
+    sizes: {platform: number of its accelerators}.
+    indices: the indices.
+  """
   prefix = f'devices {", ".join(map(str, indices))}'
   if platform == 'cpu':
-    counts = [_Count(len(v), k.upper()) for k, v in accelerators.items() if v]
+    counts = [_Count(size, _Noun(kind)) for kind, size in sizes.items() if size]
     raise ValueError(
       f'{prefix}: these are indices of GPUs or TPU cores, but the platform is cpu '
       f'({", ".join(counts) or "no accelerator"} found). Omit them; num_devices '
       '(--num_devices) limits the logical CPU devices.'
     )
-  noun, size = _Noun(platform), len(accelerators[platform])
+  noun, size = _Noun(platform), sizes[platform]
   unknown = [i for i in indices if not 0 <= i < size]
   if unknown:
     known = f'0 to {size - 1}' if size > 1 else '0' if size else 'none'
@@ -222,7 +257,7 @@ def _CheckIndices(
     twice = next(i for i in indices if list(indices).count(i) > 1)
     raise ValueError(
       f'{prefix}: {noun} {twice} is listed twice; each device holds one stage, or more with '
-      "stages_per_device of the task's PipeliningLayer."
+      "stages_per_device of the task's PipeliningLayer. logical_devices_per_gpu splits a GPU."
     )
 
 
@@ -230,16 +265,19 @@ def _Noun(platform: str) -> str:
   return 'GPU' if platform == 'gpu' else 'TPU core'
 
 
-def _FullNames(kind: str, limit: int | None = None) -> list[str]:
-  """Returns names of the first logical devices of a kind. Starts TensorFlow's context."""
-  names = [device.name for device in tf.config.list_logical_devices(kind)][:limit]
-  # Without workers these names lack the job, but the device names of variables include it.
+def _FullNames(names: Sequence[str]) -> list[str]:
+  """Returns names of logical devices with their job, which the devices of variables include."""
   local = '/job:localhost/replica:0/task:0'
   return [name if name.startswith('/job:') else local + name for name in names]
 
 
+def _ListNames(kind: str) -> list[str]:
+  """Returns the names of the logical devices of a kind. Starts TensorFlow's context."""
+  return _FullNames([device.name for device in tf.config.list_logical_devices(kind)])
+
+
 def _MakeCpuDevices(
-  count: int, needed: int, threads: int | None, accelerators: dict[str, list[Any]]
+  count: int, needed: int, threads: int | None, gpus: list[Any]
 ) -> tuple[list[str], str]:
   """Creates logical CPU devices unless they exist; returns (names, description)."""
   cores = Cores()
@@ -247,7 +285,7 @@ def _MakeCpuDevices(
   physical = tf.config.list_physical_devices('CPU')[0]
   is_started = False
   try:
-    if accelerators['gpu']:
+    if gpus:
       tf.config.set_visible_devices([], 'GPU')  # Does not allocate memory of unused GPUs.
     if len(tf.config.get_logical_device_configuration(physical) or ()) < count:
       tf.config.set_logical_device_configuration(
@@ -256,7 +294,7 @@ def _MakeCpuDevices(
     tf.config.threading.set_intra_op_parallelism_threads(PoolSize(threads, count))
   except RuntimeError:
     is_started = True
-  names = _FullNames('CPU', count)
+  names = _ListNames('CPU')[:count]
   if len(names) < needed:
     raise ValueError(
       f'{_Count(needed, "device")} needed, one for each stage, but TensorFlow has already started '
@@ -265,49 +303,45 @@ def _MakeCpuDevices(
     )
   if is_started:
     logging.info('TensorFlow has already started: using its devices and thread counts unchanged.')
-  unused = [_Count(len(v), k.upper()) + ' unused' for k, v in accelerators.items() if v]
-  return names, (
-    f'{_Count(len(names), "logical CPU device")} on {_Count(cores, "core")} '
-    f'({", ".join(unused) or "no GPU found"})'
-  )
+  unused = f'{_Count(len(gpus), "GPU")} unused' if gpus else 'no GPU found'
+  return names, f'{_Count(len(names), "logical CPU device")} on {_Count(cores, "core")} ({unused})'
 
 
-def _ChooseAccelerators(
-  platform: str,
-  physical: list[Any],
-  count: int,
-  needed: int,
-  indices: Sequence[int] | None,
-) -> tuple[list[str], str]:
-  """Makes up to `count` GPUs or TPU cores visible; returns (names, description)."""
-  kind, noun = platform.upper(), _Noun(platform)
-  # TensorFlow numbers visible devices in the machine's order, not in the order of this list.
-  chosen = physical[:count] if indices is None else [physical[i] for i in sorted(indices)]
-  names: list[str] = []
-  if physical:
-    try:
-      if platform == 'gpu':
-        for gpu in chosen:
-          tf.config.experimental.set_memory_growth(gpu, True)
-        # The caller may have split a physical GPU into several logical GPUs before.
-        tf.config.set_visible_devices(chosen, 'GPU')
-    except RuntimeError:
-      logging.info('TensorFlow has already started: GPU memory and visibility stay unchanged.')
-    if indices is None:
-      names = _FullNames(kind, count)
-    else:
-      names, visible = _FullNames(kind), tf.config.get_visible_devices(kind)
-      names = [names[visible.index(physical[i])] for i in indices]
-  if len(names) < needed:
-    raise ValueError(
-      f'{_Count(needed, "device")} needed, one for each stage, but {_Count(len(names), noun)} '
-      f'{"was" if len(names) == 1 else "were"} found: use a model with fewer stages, or platform '
-      'cpu (--platform=cpu), which creates logical CPU devices.'
-    )
-  notes = sorted({_Model(device) for device in chosen} - {''})
+def _ChooseGpus(
+  gpus: list[Any], count: int | None, indices: Sequence[int] | None, num_logical: int | None
+) -> tuple[list[str], list[str]]:
+  """Makes GPUs visible, as many as have `count` logical devices; returns (names, notes).
+
+  Args:
+    gpus: the GPUs that TensorFlow sees.
+    count: number of devices; None for all.
+    indices: the GPUs to choose from, in the order of stages; None for all.
+    num_logical: number of devices that each GPU is split into; None leaves GPUs as they are.
+  """
+  chosen = gpus if indices is None else [gpus[i] for i in indices]
+  if count is not None:
+    sizes = [num_logical or accelerators.NumLogical(gpu) for gpu in chosen]
+    chosen = [gpu for i, gpu in enumerate(chosen) if sum(sizes[:i]) < count]
+  notes = accelerators.Notes(chosen)
+  try:
+    if num_logical:
+      accelerators.Split(chosen, num_logical)
+    if chosen:
+      # TensorFlow numbers visible devices in the machine's order, not in the order of this list.
+      tf.config.set_visible_devices([gpu for gpu in gpus if gpu in chosen], 'GPU')
+  except RuntimeError:
+    logging.info('TensorFlow has already started: its GPUs stay unchanged.')
+  names = iter(_ListNames('GPU'))
+  names_of_gpu = {
+    gpu.name: list(itertools.islice(names, accelerators.NumLogical(gpu)))
+    for gpu in tf.config.get_visible_devices('GPU')
+  }
   if indices is not None:
-    notes.append(f'{", ".join(map(str, indices))} of {len(physical)}')
-  return names, _Count(len(names), noun) + (f' ({"; ".join(notes)})' if notes else '')
+    notes.append(f'{", ".join(map(str, indices))} of {len(gpus)}')
+  devices = [name for gpu in chosen for name in names_of_gpu[gpu.name]]
+  if len(devices) > len(chosen):
+    notes.append(f'logical devices of {_Count(len(chosen), "card")}')
+  return devices[:count], notes
 
 
 def _ListWorkerDevices(
@@ -320,7 +354,7 @@ def _ListWorkerDevices(
     if parsed.job == 'worker':
       by_kind.setdefault(device.device_type, {}).setdefault(parsed.task, []).append(device.name)
   if platform == 'auto':
-    platform = next((kind for kind in ('tpu', 'gpu') if kind.upper() in by_kind), 'cpu')
+    platform = 'gpu' if 'GPU' in by_kind else 'cpu'
   kind = platform.upper()
   of_worker = by_kind.get(kind, {})
   names = [name for task in sorted(of_worker) for name in of_worker[task]]
@@ -336,11 +370,3 @@ def _ListWorkerDevices(
       f'{counts}. Use more workers, fewer stages or replicas, or on CPUs `worker --num_devices`.'
     )
   return names[:needed], f'{_Count(needed, f"{kind} device")}'
-
-
-def _Model(device: Any) -> str:
-  """Returns the name of a GPU's model, or '' if it is unknown."""
-  try:
-    return str(tf.config.experimental.get_device_details(device).get('device_name', ''))
-  except (tf.errors.OpError, ValueError, RuntimeError):
-    return ''

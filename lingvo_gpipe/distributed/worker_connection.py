@@ -161,12 +161,12 @@ def NumDevices(answers: Mapping[str, bytes], platform: str = 'auto') -> int:
 
   Args:
     answers: answers of the workers, from `AwaitWorkers`.
-    platform: 'cpu', 'gpu', 'tpu', or 'auto' for accelerators if there are any, otherwise CPUs.
+    platform: 'cpu', 'gpu', or 'auto' for GPUs if there are any, otherwise CPUs.
   """
   devices = {match.groups() for answer in answers.values() for match in _DEVICE.finditer(answer)}
   kinds = [kind.decode() for _, _, kind, _ in devices]
   if platform == 'auto':
-    platform = next((kind for kind in ('TPU', 'GPU') if kind in kinds), 'CPU')
+    platform = 'GPU' if 'GPU' in kinds else 'CPU'
   return kinds.count(platform.upper())
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import tensorflow as tf
 from absl import logging
 
-from lingvo_gpipe.distributed import cluster, worker_connection
+from lingvo_gpipe.distributed import accelerators, cluster, worker_connection
 
 # No TPU: TensorFlow's server does not start the TPU runtime.
 PLATFORMS = ('auto', 'cpu', 'gpu')
@@ -39,6 +39,8 @@ class WorkerServer:
     platform: str = 'auto',
     num_devices: int | None = None,
     threads_per_device: int | None = None,
+    logical_devices_per_gpu: int | None = None,
+    gpu_memory: str = 'growth',
     more_facts: Mapping[str, str | int] | None = None,
   ) -> None:
     """Starts the server.
@@ -50,12 +52,18 @@ class WorkerServer:
       num_devices: number of logical CPU devices (default 1), or the maximum number of GPUs.
       threads_per_device: threads of one operation on a CPU device; default cores // devices, at
         least 1.
+      logical_devices_per_gpu: splits each GPU into this many devices, with equal shares of its free
+        memory; None leaves GPUs as they are.
+      gpu_memory: allocation of memory of GPUs, one of `accelerators.MEMORY`.
       more_facts: further facts about this worker that trainers can read.
 
     Raises:
       OSError: the port is in use.
-      ValueError: platform is 'gpu', but the host has no GPU.
+      ValueError: platform is 'tpu', or 'gpu' on a host without GPUs, or the memory of a GPU that is
+        to be split is unknown.
     """
+    if platform not in PLATFORMS:
+      raise ValueError(f'a worker serves one of {", ".join(PLATFORMS)}; got --platform={platform}')
     gpus = [] if platform == 'cpu' else tf.config.list_physical_devices('GPU')[:num_devices]
     if platform == 'gpu' and not gpus:
       raise ValueError('no GPU was found on this host; --platform=cpu serves logical CPU devices')
@@ -69,7 +77,13 @@ class WorkerServer:
     config = definition.default_session_config
     config.device_count['CPU'] = num_cpus
     config.device_count['GPU'] = len(gpus)
-    config.gpu_options.allow_growth = True
+    if logical_devices_per_gpu:
+      for gpu in gpus:
+        limit = accelerators.LogicalMemory(gpu, logical_devices_per_gpu)
+        config.gpu_options.experimental.virtual_devices.add(
+          memory_limit_mb=[limit] * logical_devices_per_gpu
+        )
+    accelerators.SetMemory(gpu_memory)
     pool = cluster.PoolSize(threads_per_device or max(1, cluster.Cores() // num_cpus), num_cpus)
     config.intra_op_parallelism_threads = pool
     os.environ.setdefault('TF_GRPC_DEFAULT_OPTIONS', _CHANNEL_OPTIONS)
@@ -78,9 +92,13 @@ class WorkerServer:
     except tf.errors.OpError as e:
       raise OSError(f'worker {task_index} cannot listen at port {port}: {e.message}') from e
     self.port = int(self._server.target.rpartition(':')[2])
-    kind, count = ('GPU', len(gpus)) if gpus else ('CPU', num_cpus)
+    num_gpus = len(gpus) * (logical_devices_per_gpu or 1)
+    kind, count = ('GPU', num_gpus) if gpus else ('CPU', num_cpus)
     self.description = ', '.join(f'{kind}:{i}' for i in range(count))
-    _Publish({'tensorflow': tf.__version__, 'intra_op_threads': pool, **(more_facts or {})})
+    facts = {'tensorflow': tf.__version__, 'intra_op_threads': pool, **(more_facts or {})}
+    if problem := accelerators.XlaProblem(gpus):
+      facts[accelerators.XLA_FACT] = problem
+    _Publish(facts)
 
 
 def _Publish(facts: dict[str, str | int]) -> None:

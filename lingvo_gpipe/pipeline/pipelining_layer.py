@@ -23,6 +23,7 @@ from lingvo_gpipe.core import (
   shapes,
   weight_params,
 )
+from lingvo_gpipe.distributed import accelerators
 from lingvo_gpipe.layers import sequential
 from lingvo_gpipe.pipeline import decoder as decoder_lib
 from lingvo_gpipe.pipeline import engine, tape_function, weight_ties
@@ -105,7 +106,12 @@ class PipeliningLayer(base_layer.BaseLayer):
       'always uses stage.',
       domain.OneOf(*rematerialisation.POLICIES),
     )
-    p.Define('xla', True, 'Compile the stages by XLA.')
+    p.Define(
+      'xla',
+      None,
+      'Whether XLA compiles the stages. None: unless a GPU is too new for it.',
+      domain.BOOL | domain.NONE,
+    )
     p.Define('batch_dim', 0, 'The batch dimension of every input and output.', domain.Int(0, 7))
     return p
 
@@ -198,12 +204,16 @@ class PipeliningLayer(base_layer.BaseLayer):
       by=p.partition_by,
       num_params=self.NumParams(),
       remat_policy=p.remat_policy,
-      xla=p.xla,
+      xla=self.UsesXla([device]),
       weights=dataclasses.replace(weights or layer_costs.Weights(), ties=self.absolute_ties),
       memory_limit=p.memory_limit,
       device=device,
       prefix=f'{self.path}: ',
     )
+
+  def UsesXla(self, devices: Sequence[str]) -> bool:
+    """Returns whether XLA compiles stages on these devices; see `accelerators.UsesXla`."""
+    return accelerators.UsesXla(self.params.xla, devices)
 
   @property
   def absolute_ties(self) -> dict[str, str]:
@@ -266,7 +276,7 @@ class PipeliningLayer(base_layer.BaseLayer):
       devices,
       schedule=p.schedule,
       remat_policy=p.remat_policy,
-      xla=p.xla,
+      xla=self.UsesXla(devices),
       stage_to_device=cut.schedule.stage_to_device,
       loss_fn=loss_fn,
       is_trained=cut.weights.is_trained,

@@ -11,8 +11,9 @@ A description is a mapping, as in JSON:
 Units are bytes and seconds. `flops_per_second` is the rate that layers reach, not the peak rate in
 the data sheet. `memory_bandwidth` is optional, and so is `between_hosts` if there is one host. The
 bandwidth of a link applies to one device and one direction, while all other links are in use.
-`all_reduce` is `collective`, or `send` as on CPUs (see `replicas.GradientSum`). `slowdown` is 1 by
-default and should be measured. `name` and `source` are human-readable texts.
+`all_reduce` is `collective`, or `send` as on CPUs (see `replicas.GradientSum`). `transfers` between
+stages `overlap` with work, or `occupy` both devices as on GPUs (see `simulator.Costs`). `slowdown`
+is 1 by default and should be measured. `name` and `source` are human-readable texts.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from collections.abc import Mapping
 from typing import Any
 
 ALL_REDUCES = ('collective', 'send')
+TRANSFERS = ('overlap', 'occupy')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Devices:
     devices_per_host: number of devices of a host.
     memory_bandwidth: bytes per second between a device and its memory.
     all_reduce: the way to add gradients over replicas, one of `ALL_REDUCES`.
+    transfers: whether transfers between stages take the devices' time, one of `TRANSFERS`.
     slowdown: the time of a layer while all devices of its host are busy, relative to its time
       alone; devices share memory, caches and threads.
     name: the devices' name.
@@ -66,6 +69,7 @@ class Devices:
   devices_per_host: int
   memory_bandwidth: float = math.inf
   all_reduce: str = 'collective'
+  transfers: str = 'overlap'
   slowdown: float = 1.0
   name: str = ''
   source: str = ''
@@ -115,7 +119,7 @@ def FromMapping(values: Any, name: str = 'devices') -> Devices:
   fields = {f.name for f in dataclasses.fields(Devices)}
   required = ('num_devices', 'memory_bytes', 'flops_per_second', 'within_host')
   _CheckKeys(values, fields, required, name)
-  read: dict[str, Any] = {'all_reduce': 'collective', **values}
+  read: dict[str, Any] = {'all_reduce': 'collective', 'transfers': 'overlap', **values}
   for key in ('num_devices', 'devices_per_host'):
     read[key] = _Count(read.get(key, read.get('num_devices')), f'{name}: {key}')
   for key in ('memory_bytes', 'flops_per_second', 'memory_bandwidth'):
@@ -134,10 +138,9 @@ def FromMapping(values: Any, name: str = 'devices') -> Devices:
     )
   else:
     read['between_hosts'] = read['within_host']
-  if read['all_reduce'] not in ALL_REDUCES:
-    raise ValueError(
-      f'{name}: all_reduce: expected one of {", ".join(ALL_REDUCES)}, got {read["all_reduce"]!r}'
-    )
+  for key, choices in (('all_reduce', ALL_REDUCES), ('transfers', TRANSFERS)):
+    if read[key] not in choices:
+      raise ValueError(f'{name}: {key}: expected one of {", ".join(choices)}, got {read[key]!r}')
   for key in ('name', 'source'):
     if not isinstance(read.get(key, ''), str):
       raise ValueError(f'{name}: {key}: expected a text, got {read[key]!r}')

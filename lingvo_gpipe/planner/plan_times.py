@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from lingvo_gpipe.pipeline.cost import partitioner, simulator, stage_memory, stage_work
 from lingvo_gpipe.planner import device_description, model_costs, plan_choice
@@ -36,11 +37,12 @@ class Times:
     memory: stage_memory.StageMemory,
   ) -> None:
     self._choice = choice
+    self._occupies_devices = devices.transfers == 'occupy'
     ranges = partitioner.StageRanges(ends)
     r, k = choice.grid
     slowdown = devices.Slowdown(r * k)
     alone = stage_work.SimulatorCosts(work, ends)
-    slowed = {name: [slowdown * t for t in getattr(alone, name)] for name in _PARTS}
+    slowed: dict[str, Any] = {name: [slowdown * t for t in getattr(alone, name)] for name in _PARTS}
     self._costs = dataclasses.replace(alone, **slowed)
     # Transfers between stages.
     links = [devices.Boundary(r, k, s % k, (s + 1) % k) for s in range(len(ends) - 1)]
@@ -86,6 +88,7 @@ class Times:
       update=self.update,
       transfer=self._transfer,
       latency=self._latency,
+      transfer_occupies_devices=self._occupies_devices,
       all_reduce=self._all_reduce,
     )
 

@@ -105,8 +105,7 @@ class EvalRunner:
 
   def Precision(self) -> str:
     """Returns a line about the dtypes and whether XLA compiles the stages."""
-    p, pipeline = self.task.params, self.task.pipeline
-    xla = 'on' if pipeline is not None and pipeline.params.xla else 'off'
+    p, xla = self.task.params, 'on' if self.engine.xla else 'off'
     return f'weights {p.dtype.name}, activations {p.fprop_dtype.name}, XLA {xla}'
 
   def Variables(self) -> dict[str, tf.Variable]:

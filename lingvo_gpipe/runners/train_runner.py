@@ -67,9 +67,10 @@ class TrainRunner(eval_runner.EvalRunner):
       shared: weights and step that this task shares with other tasks, in one replica.
 
     Raises:
-      ValueError: the task cannot be cut as its Params say, or it has trained weights outside its
-        pipeline.
+      ValueError: the task cannot be cut as its Params say, computes in float16, or has trained
+        weights outside its pipeline.
     """
+    _CheckDtypes(task)
     super().__init__(
       task, devices, batch_spec, splits=splits, num_replicas=num_replicas, shared=shared
     )
@@ -334,6 +335,17 @@ class TrainRunner(eval_runner.EvalRunner):
       raise ValueError(
         f"{name}.LossWeight returned {announced:g} for this batch, but the weight of the 'loss' of "
         f'{name}.ComputeLoss is {returned:g}; they must be equal'
+      )
+
+
+def _CheckDtypes(task: task_lib.BaseTask) -> None:
+  """Raises ValueError if a layer computes in float16."""
+  for layer in task.Descendants():
+    if tf.float16 in layer.compute_dtypes:
+      raise ValueError(
+        f'{layer.path} computes in float16, in which small gradients become zero unless the loss '
+        'is scaled, and the trainer does not scale it: set fprop_dtype to bfloat16 or float32. '
+        'PipelinedModel trains in float16, with the LossScaleOptimizer of Keras'
       )
 
 

@@ -79,6 +79,7 @@ def Circumstances(
       # Stored to be read and compared only: a schedule's value depends on nothing but the step.
       **runner_of_task.learner.LearningRates(int(runner.global_step)),
       **({} if task.pipeline is None else task_cut.PipelineSettings(task.pipeline.params)),
+      'xla': runner_of_task.engine.xla,
     }
     circumstances.update({model_lib.TaskKey(key, task_name): x for key, x in settings.items()})
   return {

@@ -4,12 +4,12 @@
 import os
 import subprocess
 import sys
-import types
 
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe.distributed import cluster
+from lingvo_gpipe.distributed import accelerators, cluster
+from tests.toys import fake_gpus
 
 _FRESH = """
 import os
@@ -80,41 +80,14 @@ def testAGridNeedsTheSameNumberOfDevicesForEachReplica():
 @pytest.fixture
 def eight_gpus(monkeypatch):
   """Imitates a machine with 8 GPUs; records the settings."""
-  physical = [types.SimpleNamespace(name=f'/physical_device:GPU:{i}') for i in range(8)]
-  state = types.SimpleNamespace(grown=[], visible=physical)
-
-  def SetVisible(devices, kind):
-    assert kind == 'GPU'
-    state.visible = list(devices)
-
-  config = tf.config
-  monkeypatch.setattr(config, 'get_visible_devices', lambda k: state.visible if k == 'GPU' else [])
-  monkeypatch.setattr(config, 'set_visible_devices', SetVisible)
-  list_logical = config.list_logical_devices
-  monkeypatch.setattr(
-    config,
-    'list_logical_devices',
-    lambda k: (
-      [types.SimpleNamespace(name=f'/device:GPU:{i}') for i in range(len(state.visible))]
-      if k == 'GPU'
-      else list_logical(k)
-    ),
-  )
-  monkeypatch.setattr(
-    config.experimental, 'set_memory_growth', lambda g, on: state.grown.append((g, on))
-  )
-  monkeypatch.setattr(
-    config.experimental, 'get_device_details', lambda g: {'device_name': 'NVIDIA X'}
-  )
-  state.physical = physical
-  return state
+  return fake_gpus.Install(monkeypatch, 8)
 
 
 def testGpusArePreferredUpToTheMaximum(eight_gpus):
   c = cluster.Cluster.Create(2, max_devices=4)
   assert c.devices == _Local('GPU', 4)
   assert c.Describe() == '4 GPUs (NVIDIA X)'
-  assert eight_gpus.grown == [(g, True) for g in eight_gpus.physical[:4]]
+  assert os.environ['TF_FORCE_GPU_ALLOW_GROWTH'] == 'true'
   assert eight_gpus.visible == eight_gpus.physical[:4]
 
 
@@ -131,7 +104,6 @@ def testTooFewGpusAreAnError(eight_gpus):
 def testChosenGpusKeepTheirOrder(eight_gpus):
   c = cluster.Cluster.Create(2, indices=[5, 2])
   assert eight_gpus.visible == [eight_gpus.physical[i] for i in (2, 5)]
-  assert eight_gpus.grown == [(g, True) for g in eight_gpus.visible]
   # TensorFlow renumbers the visible GPUs in the machine's order.
   assert c.devices == _Local('GPU', 2)[::-1]
   assert c.Describe() == '2 GPUs (NVIDIA X; 5, 2 of 8)'
@@ -151,18 +123,78 @@ def testTheMaximumLimitsTheChosenGpus(eight_gpus):
     ([4], 'auto', '2 devices needed.*at most 1 may be used'),
     ([], 'auto', '2 devices needed.*at most 0 may be used'),
     ([0, 1], 'cpu', r'indices of GPUs .*platform is cpu \(8 GPUs found\).*--num_devices'),
-    ([0, 1], 'tpu', 'there is no TPU core 0; 0 TPU cores found'),
   ],
 )
 def testWrongIndicesAreAnError(eight_gpus, indices, platform, message):
   with pytest.raises(ValueError, match=message):
     cluster.Cluster.Create(2, platform=platform, indices=indices)
-  assert eight_gpus.visible == eight_gpus.physical and not eight_gpus.grown
+  assert eight_gpus.visible == eight_gpus.physical
 
 
 def testCpuPlatformHidesGpus(eight_gpus):
   assert 'GPUs unused)' in cluster.Cluster.Create(1, platform='cpu').Describe()
-  assert eight_gpus.visible == [] and not eight_gpus.grown
+  assert eight_gpus.visible == []
+
+
+def testASplitGpuCountsAsItsLogicalDevices(eight_gpus):
+  for i, n in ((0, 2), (1, 1), (2, 3)):
+    logical = [tf.config.LogicalDeviceConfiguration(memory_limit=100)] * n
+    tf.config.set_logical_device_configuration(eight_gpus.physical[i], logical)
+  with pytest.raises(ValueError, match='virtual'):  # It would have ended Cluster.Create.
+    tf.config.experimental.set_memory_growth(eight_gpus.physical[0], True)
+  c = cluster.Cluster.Create(2)
+  assert c.devices == _Local('GPU', 2) and eight_gpus.visible == eight_gpus.physical[:1]
+  eight_gpus.visible = eight_gpus.physical
+  c = cluster.Cluster.Create(4, indices=[2, 0])
+  assert eight_gpus.visible == [eight_gpus.physical[i] for i in (0, 2)]
+  assert c.devices == [_Local('GPU', 5)[i] for i in (2, 3, 4, 0, 1)]
+  assert 'logical devices of 2 cards' in c.Describe()
+  assert cluster.Cluster.Create().devices == _Local('GPU', 5)
+
+
+def testEachGpuIsSplit(eight_gpus):
+  eight_gpus.Smi('GPU-a, NVIDIA X, 16384, 9216\n' * 8)
+  c = cluster.Cluster.Create(4, logical_devices_per_gpu=2)
+  assert c.devices == _Local('GPU', 4) and eight_gpus.visible == eight_gpus.physical[:2]
+  limits = [[x.memory_limit for x in eight_gpus.logical[g]] for g in eight_gpus.visible]
+  assert limits == [[4096, 4096]] * 2  # Of what is free, after 1 GiB for CUDA.
+  assert 'GPU 1 is used by others: 9.0 of 16.0 GiB free' in c.Describe()
+  assert cluster.Cluster.Create(4, logical_devices_per_gpu=2).devices == c.devices
+  with pytest.raises(ValueError, match='logical_devices_per_gpu must be at least 1'):
+    cluster.Cluster.Create(4, logical_devices_per_gpu=0)
+
+
+def testTheTpuIsStartedBeforeItsCoresAreListed(monkeypatch):
+  calls = []
+  monkeypatch.setenv('TPU_NAME', 'grpc://10.0.0.2:8470')
+  monkeypatch.setattr(
+    tf.distribute.cluster_resolver, 'TPUClusterResolver', lambda tpu: calls.append(tpu) or 'tpu'
+  )
+  monkeypatch.setattr(tf.config, 'experimental_connect_to_cluster', calls.append)
+  monkeypatch.setattr(tf.tpu.experimental, 'initialize_tpu_system', calls.append)
+  names = [f'/job:worker/replica:0/task:0/device:TPU:{i}' for i in range(8)]
+  cores = [tf.config.LogicalDevice(name, 'TPU') for name in names]
+  monkeypatch.setattr(tf.config, 'list_logical_devices', lambda kind: cores if calls[2:] else [])
+  accelerators.StartTpu.cache_clear()
+  assert cluster.Cluster.Create(2, platform='tpu').devices == names[:2]
+  assert calls == ['grpc://10.0.0.2:8470', 'tpu', 'tpu']
+  c = cluster.Cluster.Create(2, platform='tpu', indices=[5, 1])
+  assert c.devices == [names[5], names[1]] and c.Describe() == '2 TPU cores'
+  assert len(calls) == 3  # A second start would clear the memory of the cores.
+  with pytest.raises(ValueError, match='there is no TPU core 8'):
+    cluster.Cluster.Create(1, platform='tpu', indices=[8])
+  accelerators.StartTpu.cache_clear()
+
+
+def testNoTpuIsAnError(monkeypatch):
+  monkeypatch.setenv('TPU_NAME', 'nowhere')
+
+  def Refuse(tpu):
+    raise ValueError(f'no {tpu}')
+
+  monkeypatch.setattr(tf.distribute.cluster_resolver, 'TPUClusterResolver', Refuse)
+  with pytest.raises(ValueError, match="the TPU 'nowhere' did not start: no nowhere.*TPU_NAME"):
+    cluster.Cluster.Create(1, platform='tpu')
 
 
 def testNoGpuIsAnError():

@@ -60,6 +60,7 @@ def testOneHostNeedsNoLinkBetweenHosts():
     ({'within_host': {'bandwidth': 1, 'delay': 1}}, ["within_host: unknown key 'delay'"]),
     ({'between_hosts': None}, ['between_hosts is missing', '16 devices']),
     ({'all_reduce': 'ring'}, ['all_reduce', 'collective', 'ring']),
+    ({'transfers': 'block'}, ['transfers', 'overlap', 'occupy', 'block']),
     ({'slowdown': 0.5}, ['slowdown', '>= 1', '0.5']),
     ({'slowdown': '2x'}, ['slowdown', '2x']),
     ({'name': 3}, ['name', '3']),

@@ -20,6 +20,7 @@ from lingvo_gpipe.layers import dropout, linear
 from lingvo_gpipe.learning import learner, lr_schedules, optimizer
 from lingvo_gpipe.pipeline import pipelining_layer
 from lingvo_gpipe.runners import eval_runner, task_cut, train_runner
+from tests.naming import Naming
 
 _DIM, _BATCH = 6, 8
 
@@ -286,6 +287,14 @@ def testSeveralLearnersDoNotDependOnTheCut():
     }
   np.testing.assert_allclose(losses[1], losses[0], rtol=1e-4)
   assert not np.allclose(losses[0], _Losses(1)[:4], rtol=1e-3)
+
+
+@pytest.mark.parametrize('name', ['fprop_dtype', 'dtype'])
+def testFloat16IsEvaluatedButNotTrained(name):
+  p = _PipelinedParams().Set(**{name: 'float16'})
+  with pytest.raises(ValueError, match=Naming('float16', 'bfloat16', 'PipelinedModel')):
+    _Runner(p)
+  _Runner(p, eval_runner.EvalRunner)
 
 
 def testTheComparisonCouldFail():

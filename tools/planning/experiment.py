@@ -122,7 +122,7 @@ class Experiment:
       sizes,
       self._weights,
       averages_per_weight=float(task.params.train.ema_decay > 0),
-      xla=self._pipeline.params.xla,
+      xla=self._pipeline.UsesXla(devices[:1]),
       measuring=measuring if measured_sizes else None,
     )
 
@@ -135,7 +135,7 @@ class Experiment:
       self._SpecsOf(size),
       self._weights,
       seconds,
-      xla=self._pipeline.params.xla,
+      xla=self._pipeline.UsesXla(devices),
       devices=devices,
     )
 

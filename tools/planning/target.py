@@ -100,6 +100,8 @@ def Describe(
   values['slowdown'] = slowdown
   values['source'] = source
   values.setdefault('all_reduce', 'send' if on_cpu else 'collective')
+  is_gpu = tf.DeviceSpec.from_string(first).device_type == 'GPU'
+  values.setdefault('transfers', 'occupy' if is_gpu else 'overlap')
   values.setdefault('name', f'({devices.Describe()})')
   return device_description.FromMapping(values)
 

@@ -15,6 +15,8 @@ The model:
   free and the input or gradient has arrived. A recomputation (R) runs before its B or I.
 - A result is sent to the neighbouring stage when its action ends, which takes no device time.
   Results between the same two devices in the same direction are sent one after the other.
+- If transfers occupy devices (`Costs.transfer_occupies_devices`), the sender is busy for the time
+  of the transfer after its action, and the receiver before the action that needs the result.
 - With replicas, a stage's gradients are added over the replicas (all-reduce) after its last
   backward action, which takes no device time either. The update waits for the sums.
 
@@ -60,6 +62,8 @@ class Costs:
       `transfer`.
     latency: the time from the end of a transfer until its result arrives; one number, or one for
       each boundary.
+    transfer_occupies_devices: whether a transfer takes the time of both devices, as TensorFlow's
+      copies between GPUs do, which wait for the compute streams of sender and receiver.
     all_reduce: how long it takes to add the gradients of each stage over the replicas; the stages
       of one device follow one after the other.
     micro_batch_sizes: relative size of each micro-batch, if they differ; times and transfers are
@@ -76,6 +80,7 @@ class Costs:
   transfer: float | Sequence[float] = 0
   gradient_transfer: float | Sequence[float] | None = None
   latency: float | Sequence[float] = 0
+  transfer_occupies_devices: bool = False
   all_reduce: PerStage = 0
   micro_batch_sizes: Sequence[float] | None = None
 
@@ -83,8 +88,9 @@ class Costs:
 class Span(NamedTuple):
   """One piece of work of a device, from `start` to `end`.
 
-  `part` is `compute`, `recompute` (the repeated forward pass of the B or I in `action`), or
-  `update` (without an action).
+  `part` is `compute`, `recompute` (the repeated forward pass of the B or I in `action`),
+  `transfer` (to or from another device, if transfers occupy devices), or `update` (without an
+  action).
   """
 
   device: int
@@ -102,7 +108,8 @@ class Result:
     schedule: the simulated schedule.
     makespan: the time when the last device is done.
     reduced: for each device the time when its gradients have been added over the replicas.
-    busy: for each device its working time, including recomputation and update.
+    busy: for each device its working time, including recomputation, transfers that occupy it, and
+      the update.
     peak_activations: for each stage the most micro-batches that it holds at one time.
     peak_bytes: for each stage the peak bytes of activations; None without sizes.
     device_peak_bytes: for each device the peak bytes of activations of all its stages; None without
@@ -148,7 +155,7 @@ class Result:
   def Picture(self, num_columns: int = 100) -> str:
     """Draws the timeline with widths in proportion to time: `|F0--|R0--|B0------`, `.` is idle.
 
-    R is a recomputation and U the update. Each row ends with the device's idle share.
+    R is a recomputation, = a transfer and U the update. Each row ends with the device's idle share.
     """
     rows = [[(s.start, s.end, self._Label(s)) for s in row] for row in self.timeline]
     notes = [f'{bubble:.1%} idle' for bubble in self.bubble]
@@ -158,7 +165,8 @@ class Result:
     if span.action is None:
       return 'U'
     label = self.schedule.Label(span.action)
-    return label.replace(span.action.kind.value, 'R') if span.part == 'recompute' else label
+    letter = {'recompute': 'R', 'transfer': '='}.get(span.part, span.action.kind.value)
+    return label.replace(span.action.kind.value, letter)
 
 
 def TransferTimes(num_bytes: PerStage, bandwidth: float) -> float | tuple[float, ...]:
@@ -215,7 +223,7 @@ def Simulate(
 
   Raises:
     ValueError: an invalid schedule, an unknown policy, or costs, sizes or flags that do not match
-      the schedule.
+      the schedule; or devices that share cores, with transfers that occupy devices.
   """
   schedule.Validate()
   work = step_work.StepWork(schedule, remat_policy, trained)
@@ -224,6 +232,8 @@ def Simulate(
       "recompute_early: policy 'layer' recomputes each layer between two gradients, not earlier; "
       "use 'stage' or 'except_last'"
     )
+  if alone and costs.transfer_occupies_devices:
+    raise ValueError('transfer_occupies_devices: not possible for devices that share cores (alone)')
   scale = _Scale(costs.micro_batch_sizes, schedule.num_micro_batches)
   durations = _Durations(work, costs, scale)
   timeline = _Play(work, durations, _Links(work, costs, scale), recompute_early)
@@ -259,15 +269,19 @@ def _Play(
   for device, action in schedule.Walk():
     if not work.Exists(action):
       continue
-    arrival = links.Arrival(action)
-    start = max(clock[device], arrival)
-    if work.Repeats(action) and (again := durations.Get(action, 'recompute')):
-      start = clock[device] if recompute_early else start
-      timeline[device].append(Span(device, start, start + again, action, 'recompute'))
-      start = max(start + again, arrival)
-    clock[device] = start + durations.Get(action)
-    timeline[device].append(Span(device, start, clock[device], action))
-    links.Send(action, clock[device])
+    arrival, receive = links.Arrival(action), links.Receive(action)
+    again = durations.Get(action, 'recompute') if work.Repeats(action) else 0
+    parts = [(0.0, again, 'recompute'), (arrival, receive, 'transfer')]
+    if not recompute_early:
+      parts = [(arrival, receive, 'transfer'), (arrival, again, 'recompute')]
+    for earliest, duration, part in (*parts, (arrival, durations.Get(action), 'compute')):
+      if duration or part == 'compute':
+        start = max(clock[device], earliest)
+        clock[device] = start + duration
+        timeline[device].append(Span(device, start, clock[device], action, part))
+    if send := links.Send(action, clock[device]):
+      start, clock[device] = clock[device], clock[device] + send
+      timeline[device].append(Span(device, start, clock[device], action, 'transfer'))
   return timeline
 
 
@@ -317,34 +331,44 @@ class _Links:
     self._work = work
     self._owners = work.schedule.stage_to_device
     self._scale = scale
+    self._occupies_devices = costs.transfer_occupies_devices
+    self._received: dict[Action, float] = {}  # {action: time that its result takes the receiver}.
     self._free: dict[tuple[int, int], float] = {}  # {(sender, receiver): time when it is free}.
     self._arrivals: dict[Action, float] = {}  # {action: when the neighbour has its result}.
 
   def Arrival(self, action: Action) -> float:
     """Returns when an action's inputs from other stages arrive; infinite if some are not sent."""
+    return max((self._arrivals.get(n, math.inf) for n in self._Needed(action)), default=0)
+
+  def Receive(self, action: Action) -> float:
+    """Returns how long an action's device is busy with the transfers of its inputs."""
+    return sum(self._received.get(n, 0) for n in self._Needed(action))
+
+  def _Needed(self, action: Action) -> list[Action]:
     # Inputs from its own stage were made by its own device, earlier in its order.
-    needed = (n for n in self._work.Dependencies(action) if n.stage != action.stage)
-    return max((self._arrivals.get(n, math.inf) for n in needed), default=0)
+    return [n for n in self._work.Dependencies(action) if n.stage != action.stage]
 
-  def Send(self, action: Action, time: float) -> None:
-    """Sends the result of an action that ends at `time`."""
-    self._arrivals[action] = self._Transfer(action, time)
-
-  def _Transfer(self, action: Action, time: float) -> float:
-    """Occupies the link for an action's result, from `time` on; returns when the result arrives."""
+  def Send(self, action: Action, time: float) -> float:
+    """Sends the result of an action that ends at `time`; returns how long its device is busy."""
+    self._arrivals[action] = time
     stage = action.stage
     forward = action.kind is Kind.FORWARD
     if action.kind is Kind.WEIGHT_GRADIENT or not (forward or self._work.NeedsDx(stage)):
-      return time  # Only this stage needs the result.
+      return 0  # Only this stage needs the result.
     receiver = stage + 1 if forward else stage - 1
     if receiver not in range(len(self._owners)) or self._owners[receiver] == self._owners[stage]:
-      return time
+      return 0
     boundary = min(stage, receiver)
     seconds = (self._forward if forward else self._backward)[boundary]
+    seconds *= self._scale[action.micro_batch]
+    if self._occupies_devices:
+      self._arrivals[action] = time + self._latency[boundary]
+      self._received[action] = seconds
+      return seconds
     link = self._owners[stage], self._owners[receiver]
-    start = max(time, self._free.get(link, 0))
-    self._free[link] = start + seconds * self._scale[action.micro_batch]
-    return self._free[link] + self._latency[boundary]
+    self._free[link] = max(time, self._free.get(link, 0)) + seconds
+    self._arrivals[action] = self._free[link] + self._latency[boundary]
+    return 0
 
 
 def _Reduced(

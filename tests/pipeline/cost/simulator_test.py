@@ -250,6 +250,50 @@ def testLinkSendsOneResultAfterTheOther():
   assert result.idle == (0,)
 
 
+def testTransfersThatOccupyDevices():
+  """The sender is busy after each forward, and the receiver before it."""
+  costs = Costs(1, transfer=2, latency=0.5, transfer_occupies_devices=True)
+  result = Simulate(schedules.Get('forward_only', 2, 2), costs, remat_policy='none')
+  spans = [[(s.start, s.end, s.part) for s in row] for row in result.timeline]
+  assert spans[0] == [(0, 1, 'compute'), (1, 3, 'transfer'), (3, 4, 'compute'), (4, 6, 'transfer')]
+  assert spans[1] == [
+    (1.5, 3.5, 'transfer'),
+    (3.5, 4.5, 'compute'),
+    (4.5, 6.5, 'transfer'),
+    (6.5, 7.5, 'compute'),
+  ]
+  assert result.busy == (6, 6)
+  # A recomputation does not wait for the gradient if it may be early.
+  for early, parts in ((True, ['recompute', 'transfer']), (False, ['transfer', 'recompute'])):
+    costs = Costs(1, transfer=2, transfer_occupies_devices=True)
+    result = Simulate(schedules.Get('gpipe', 2, 1), costs, recompute_early=early)
+    assert [s.part for s in result.timeline[0]] == ['compute', 'transfer', *parts, 'compute']
+
+
+@pytest.mark.parametrize('k, m', [(2, 4), (4, 8)])
+def testInterleavingLosesMoreByTransfersThatOccupyDevices(k, m):
+  def Loss(name, v):
+    costs = {'transfer': 0.25, 'transfer_occupies_devices': True}
+    schedule = schedules.Get(name, k * v, m, k)
+    alone = Simulate(schedule, Costs(1 / v)).makespan
+    return Simulate(schedule, Costs(1 / v, **costs)).makespan - alone
+
+  assert Loss('interleaved_1f1b', 4) > Loss('interleaved_1f1b', 2) > Loss('1f1b', 1) > 0
+
+
+@_SETTINGS
+@hypothesis.given(st.sampled_from(schedules.Names()), st.integers(1, 4), st.integers(1, 6))
+def testOccupiedDevicesAreBusyForEachTransfer(name, k, m):
+  schedule = _Get(name, k, m)
+  free = Simulate(schedule, Costs(1, transfer=0.25))
+  occupied = Simulate(schedule, Costs(1, transfer=0.25, transfer_occupies_devices=True))
+  assert occupied.makespan >= free.makespan
+  spans = [s for row in occupied.timeline for s in row if s.part == 'transfer']
+  sent = sum(s.end - s.start for s in spans)
+  assert sum(occupied.busy) == pytest.approx(sum(free.busy) + sent)
+  assert len(spans) % 2 == 0  # Each has a sender and a receiver.
+
+
 def testTransferTimes():
   assert simulator.TransferTimes(6, 2) == 3
   assert simulator.TransferTimes([6, 8], 2) == (3, 4)
@@ -567,6 +611,7 @@ def testPeakBytesOfUnequalMicroBatches():
     (Costs(1, weight_gradient=[1]), {}, ['weight_gradient', 'got 1']),
     (Costs(1, transfer=[1, 2]), {}, ['transfer', '1 numbers, one per boundary']),
     (Costs(1, gradient_transfer=[1, 2]), {}, ['gradient_transfer']),
+    (Costs(1, transfer_occupies_devices=True), {'alone': Costs(1)}, ['transfer_occupies_devices']),
     (Costs(1, latency=-1), {}, ['latency']),
     (Costs(1, update=[1]), {}, ['update', '2 numbers, one per device']),
     (Costs(1, micro_batch_sizes=[1]), {}, ['micro_batch_sizes', '3 numbers, one per micro-batch']),
