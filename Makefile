@@ -28,7 +28,7 @@ test: $(STAMP) ## run all tests (ARGS='tests/core/nested_map_test.py -k Flatten'
 test-quick: $(STAMP) ## run a sample of the tests, some of each folder: under two minutes on two cores
 	$(PYTEST) --sample $(ARGS)
 
-bazel-test: $(STAMP) ## run the tests as Bazel targets (TAG=quick: no slow ones, TAG=sample: the sample of test-quick)
+bazel-test: $(STAMP) ## run the tests as Bazel targets (TAG=quick: no slow ones, TAG=kinds: one of each kind)
 	@command -v $(BAZEL) >/dev/null || { \
 	  echo "No '$(BAZEL)' here: 'apt-get install bazel-bootstrap' on Debian, or set BAZEL=/path/to/bazel." >&2; exit 1; }
 	$(BAZEL) test --config=offline $(if $(TAG),--test_tag_filters=$(TAG)) //...

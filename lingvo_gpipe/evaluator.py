@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
+from lingvo_gpipe.cli import binary  # First: it keeps TensorFlow quiet, and sees Ctrl-C.
+
+# isort: split
 from collections.abc import Mapping
 
 from absl import flags
 
-from lingvo_gpipe.cli import binary  # First: it keeps TensorFlow quiet.
-
-# isort: split
 from lingvo_gpipe.checkpoint import checkpoint_choice
 from lingvo_gpipe.cli import device_flags, steady_output, supervised
 from lingvo_gpipe.distributed import cluster, cluster_spec, stop_request, supervisor

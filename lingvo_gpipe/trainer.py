@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from lingvo_gpipe.cli import binary  # First: it keeps TensorFlow quiet, and sees Ctrl-C.
+
+# isort: split
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -10,9 +13,6 @@ from typing import Any
 
 from absl import flags
 
-from lingvo_gpipe.cli import binary  # First: it keeps TensorFlow quiet.
-
-# isort: split
 from lingvo_gpipe.checkpoint import checkpoint_choice, checkpoint_table, checkpointer, logdir_lock
 from lingvo_gpipe.cli import device_flags, steady_output, supervised
 from lingvo_gpipe.distributed import cluster, cluster_spec, stop_request, supervisor

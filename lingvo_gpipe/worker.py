@@ -6,6 +6,9 @@ A trainer with the same --cluster computes on them. The worker runs until it is 
 
 from __future__ import annotations
 
+from lingvo_gpipe.cli import binary  # First: it keeps TensorFlow quiet, and sees Ctrl-C.
+
+# isort: split
 import os
 import signal
 import stat
@@ -14,7 +17,7 @@ import threading
 
 from absl import flags, logging
 
-from lingvo_gpipe.cli import binary, device_flags
+from lingvo_gpipe.cli import device_flags
 from lingvo_gpipe.distributed import local_workers, worker_restart, worker_server
 
 FLAGS = flags.FLAGS
@@ -54,6 +57,8 @@ def _Serve() -> int:
       platform=FLAGS.platform,
       num_devices=FLAGS.num_devices,
       threads_per_device=FLAGS.threads_per_device,
+      logical_devices_per_gpu=FLAGS.logical_devices_per_gpu,
+      gpu_memory=FLAGS.gpu_memory,
       more_facts={} if FLAGS.local else {worker_restart.FACT: worker_restart.RestartOnRequest()},
     )
   logging.log(
@@ -88,7 +93,7 @@ def Run() -> None:
     'trusted_network', False, 'Confirms that only trusted hosts can reach the port of this worker.'
   )
   flags.DEFINE_integer(
-    'num_devices', None, 'Number of logical CPU devices (default 1); most devices of other kinds.',
+    'num_devices', None, 'Number of logical CPU devices (default 1), or the most GPUs.',
     lower_bound=1,
   )  # fmt: skip
   flags.DEFINE_integer(

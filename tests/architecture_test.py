@@ -37,6 +37,7 @@ _MOST_MODULES = 23
 _NO_TENSORFLOW_FOLDERS = ('pipeline.schedule', 'pipeline.cost')
 _NO_TENSORFLOW_MODULES = (
   'lingvo_gpipe',
+  'lingvo_gpipe.cli.interrupts',
   'lingvo_gpipe.cli.steady_output',
   'lingvo_gpipe.core.heartbeat',
   'lingvo_gpipe.core.hyperparams',
@@ -49,6 +50,7 @@ _NO_TENSORFLOW_MODULES = (
   'lingvo_gpipe.core.text_table',
   'lingvo_gpipe.distributed.cluster_spec',
   'lingvo_gpipe.distributed.local_workers',
+  'lingvo_gpipe.distributed.native_output',
   'lingvo_gpipe.distributed.stop_request',
   'lingvo_gpipe.distributed.supervisor',
   'lingvo_gpipe.experiment.experiment_sources',
@@ -100,12 +102,14 @@ _FOREIGN_NAMES = {
     'make_test_function',
     'make_train_function',
     'save',
+    'save_to_preset',
     'save_weights',
     'summary',
   },  # Keras.
   'lingvo_gpipe/fit/keras_loss.py': {'add_update', 'get_current_value'},
-  'lingvo_gpipe/layers/keras/keras_cell_layer.py': {'call', 'get_current_value'},
+  'lingvo_gpipe/layers/keras/keras_cell_layer.py': {'add_update', 'call', 'get_current_value'},
   'lingvo_gpipe/layers/keras/keras_nodes.py': {'get_current_value'},
+  'lingvo_gpipe/layers/keras/keras_preset.py': {'get_tensor', 'keys'},  # safetensors.
   'tools/keras_models.py': {'apply'},
   'tools/keras_zoo/shapes.py': {'call'},
   'tests/fit/keras_generation_test.py': {'call_with_cache'},

@@ -6,10 +6,12 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 import warnings
 import zipfile
 
 import pytest
+from packaging import requirements
 
 from tests import processes
 
@@ -50,6 +52,25 @@ def testWheelContainsThePackageOnly(tmp_path):
   assert b'evaluator = lingvo_gpipe.evaluator:Run' in entries
   assert b'worker = lingvo_gpipe.worker:Run' in entries
   assert any(name.endswith('licenses/LICENSE') for name in names)
+
+
+def testEachDependencyHasAVersionWithWhichTheTestsPassed():
+  project = tomllib.loads((processes.ROOT / 'pyproject.toml').read_text())['project']
+  lines = [*project['dependencies'], *sum(project['optional-dependencies'].values(), [])]
+  pinned = {}
+  for line in (processes.ROOT / 'constraints.txt').read_text().splitlines():
+    if line and not line.startswith('#'):
+      requirement = requirements.Requirement(line)
+      pinned.setdefault(_Name(requirement), []).append(requirement)
+  for line in lines:
+    requirement = requirements.Requirement(line)
+    for pin in pinned[_Name(requirement)]:
+      (version,) = pin.specifier
+      assert requirement.specifier.contains(version.version), (line, str(pin))
+
+
+def _Name(requirement):
+  return requirement.name.lower().replace('_', '-')
 
 
 def testConcurrentRemovalOfOldTemporaryFoldersIsNotAnError():

@@ -332,10 +332,10 @@ def testAStepThatNeedsTooMuchMemoryIsReported(trainer, impatient, tmp_path):
   resource.prlimit(pid, resource.RLIMIT_AS, (1 << 40, resource.RLIM_INFINITY))
   done = impatient.Wait()
   assert done.returncode == 1
-  assert 'OOM when allocating tensor with shape[1048576,1048576]' in done.stderr
-  in_loss, in_stage, where, hint = processes.Messages(done.stderr)[-4:]
-  assert in_loss == 'in the loss'
-  assert in_stage.startswith('in stage 0 (toy'), done.stderr
+  cause, code, where, hint, _ = processes.Messages(done.stderr)[-5:]
+  assert cause.startswith('ResourceExhaustedError in the loss, in stage 0 (toy')
+  assert 'OOM when allocating tensor with shape[1048576,1048576]' in cause
+  assert code.endswith(', in ComputeLoss')
   for what in ('num_micro_batches', 'num_stages', 'remat_policy', 'batch_size'):
     assert what in hint
   assert where == (
@@ -347,8 +347,8 @@ def testAStepThatNeedsTooMuchMemoryIsReported(trainer, impatient, tmp_path):
 def testAWeightThatNeedsTooMuchMemoryIsReported(trainer, impatient, tmp_path):
   done = trainer('Large', tmp_path, 4, run=impatient.Run)
   assert done.returncode == 1
-  which, hint = processes.Messages(done.stderr)[-2:]
-  assert which == 'while creating the weight toy.large of shape [33554432, 33554432]'
+  which, hint, _ = processes.Messages(done.stderr)[-3:]
+  assert ' while creating the weight toy.large of shape [33554432, 33554432]: ' in which
   assert hint.startswith('out of memory: try more micro-batches')
 
 
@@ -404,19 +404,18 @@ def testAnErrorInTheDataOfAnEvaluationIsReported(trainer, tmp_path, program):
     processes.Succeeded(done)
     done = trainer('Toy', tmp_path, 4, '', '--split=Failing', '--once', program='evaluator')
   assert done.returncode == 1
-  assert 'ValueError: example 7 is bad' in done.stderr
-  assert re.search(r'/params/toy\.py", line \d+, in _Check', done.stderr)
-  message, hint, where = processes.Messages(done.stderr)[-3:]
+  cause, code, hint, *where, trace = processes.Messages(done.stderr)[1:]
   note = 'while the input FailingData made the batch that begins at example 6 of the data set'
-  assert message == note
+  assert note in cause and cause.endswith(': ValueError: example 7 is bad')
+  assert re.search(r'/params/toy\.py", line \d+, in _Check$', code)
   assert hint.startswith('what to try: ') and 'Dataset(start=6)' in hint
-  assert (
-    where
-    == {
-      'trainer': 'training ended after step 4; the next call resumes from the checkpoint of step 4',
-      'evaluator': 'in eval_failing of the checkpoint of step 4',
-    }[program]
-  )
+  assert trace == f'stack trace: {tmp_path}/error-{program}.txt'
+  if program == 'trainer':
+    assert where == [
+      'training ended after step 4; the next call resumes from the checkpoint of step 4'
+    ]
+  else:
+    assert ', in eval_failing of the checkpoint of step 4: ' in cause
   assert processes.Tensors(tmp_path, 4)['global_step'] == 4
 
 

@@ -19,9 +19,11 @@ has stopped falling ends early, and its remaining time goes to the models after 
 
 from __future__ import annotations
 
+from lingvo_gpipe.cli import binary  # noqa: F401  First: it keeps TensorFlow quiet.
+
+# isort: split
 import dataclasses
 import json
-import os
 import pathlib
 import time
 from collections.abc import Iterable
@@ -29,14 +31,12 @@ from typing import Any
 
 from absl import flags
 
-os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
-
-from lingvo_gpipe.distributed import cluster  # noqa: E402
-from lingvo_gpipe.experiment import model as model_lib  # noqa: E402
-from lingvo_gpipe.runners import task_cut  # noqa: E402
-from tasks.mt import cldr_names  # noqa: E402
-from tools import program  # noqa: E402
-from tools.studies import language_report, timed_training  # noqa: E402
+from lingvo_gpipe.distributed import cluster
+from lingvo_gpipe.experiment import model as model_lib
+from lingvo_gpipe.runners import task_cut
+from tasks.mt import cldr_names
+from tools import program
+from tools.studies import language_report, timed_training
 
 FLAGS = flags.FLAGS
 _STUDIES = ('languages', 'batch_sizes', 'many_to_many')

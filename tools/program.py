@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from absl import flags
 
-from lingvo_gpipe.cli import command_line
+from lingvo_gpipe.cli import command_line, interrupts
 
 FLAGS = flags.FLAGS
 
@@ -40,8 +40,11 @@ def Main(define_flags: Callable[[], None], run: Callable[[], int], description: 
   other_flags = set(FLAGS)
   define_flags()
   command_line.Parse(description, other_flags)
+  interrupts.Raise()
   try:
     status = run()
+  except KeyboardInterrupt:
+    interrupts.End()
   except (flags.Error, ValueError) as e:
     print(f'{e} (--help lists the flags)', file=sys.stderr)
     status = 2
@@ -75,6 +78,7 @@ def RunModule(
   Raises:
     subprocess.TimeoutExpired: the process took too long and was killed.
   """
+  interrupts.Raise()  # `run` then kills the process.
   path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get('PYTHONPATH')]))
   return subprocess.run(
     [sys.executable, '-m', module, argument],

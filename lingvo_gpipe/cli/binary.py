@@ -3,43 +3,21 @@
 
 from __future__ import annotations
 
+from lingvo_gpipe.cli import interrupts  # First: from here on Ctrl-C ends a program in one line.
+
+# isort: split
 import contextlib
 import io
 import itertools
 import os
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from absl import flags, logging
 
-
-@contextlib.contextmanager
-def QuietStderr() -> Iterator[None]:
-  """Drops output of native code on stderr unless the enclosed code fails; the log is kept.
-
-  TensorFlow's libraries write to stderr at import, before any log level has an effect, but a user's
-  mistake must be reported in one line.
-  """
-  sys.stderr.flush()
-  saved = os.dup(2)
-  log = logging.get_absl_handler().python_handler
-  with tempfile.TemporaryFile() as dropped, open(saved, 'w', errors='backslashreplace') as stderr:
-    os.dup2(dropped.fileno(), 2)
-    log_stream = log.setStream(stderr)
-    try:
-      yield
-    except (ValueError, OSError):  # Errors of this package explain themselves.
-      raise
-    except BaseException:
-      dropped.seek(0)
-      os.write(saved, dropped.read())
-      raise
-    finally:
-      log.setStream(log_stream)
-      os.dup2(saved, 2)
+from lingvo_gpipe.distributed import native_output
 
 
 @contextlib.contextmanager
@@ -55,18 +33,19 @@ def _Hidden(*names: str) -> Iterator[None]:
 
 
 # Programs import this module before any other module of the package.
-os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '1')
+# Errors only: a failed step has dozens of warnings, which say less than the exception.
+os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
 # Keras imports them, if they are installed, for wrappers and plots that no program makes: it would
 # take a third of the time in which a program starts.
-with QuietStderr(), _Hidden('matplotlib', 'sklearn'):
+with native_output.Dropped(), _Hidden('matplotlib', 'sklearn'):
   import tensorflow as tf  # noqa: F401
 
   # Importing Keras searches for GPUs; `Cluster` reports the devices.
   from lingvo_gpipe.learning import optimizer as _  # noqa: F401
 
-from lingvo_gpipe.cli import command_line  # noqa: E402
+from lingvo_gpipe.cli import command_line, error_report  # noqa: E402
 from lingvo_gpipe.core import files, heartbeat, params_text  # noqa: E402
-from lingvo_gpipe.distributed import cluster, worker_connection  # noqa: E402
+from lingvo_gpipe.distributed import accelerators, cluster, worker_connection  # noqa: E402
 from lingvo_gpipe.experiment import model as model_lib  # noqa: E402
 from lingvo_gpipe.experiment import registry  # noqa: E402
 
@@ -90,7 +69,13 @@ def DefineDeviceFlags() -> None:
     'platform',
     'auto',
     list(cluster.PLATFORMS),
-    'Kind of device; auto: TPU cores, else GPUs, else CPU.',
+    'Kind of device; auto: GPUs, else CPU. tpu takes the TPU of TPU_NAME or of this machine.',
+  )
+  flags.DEFINE_integer(
+    'logical_devices_per_gpu', None, 'Split each GPU into this many devices.', lower_bound=1
+  )
+  flags.DEFINE_enum(
+    'gpu_memory', 'growth', list(accelerators.MEMORY), 'Allocation of memory of GPUs.'
   )
   flags.DEFINE_string(
     'cluster', None, 'JSON file with the addresses of workers; defaults to TF_CONFIG if it is set.'
@@ -212,13 +197,14 @@ def _PrintError(error: Exception) -> int:
   """Prints an error and returns the exit status: one line on stderr and 2 for a user's mistake.
 
   A mistake is an error that this package raises itself, or a ValueError with which a task, layer or
-  input of the working directory rejects its Params. All other errors are printed with their stack
-  trace, and so are all errors raised while the registry runs an experiment's file.
+  input of the working directory rejects its Params. All other errors, and all errors raised while
+  the registry runs an experiment's file, have a stack trace, see `error_report`.
   """
   kinds = (ValueError, LookupError, AttributeError, TypeError, OSError)
   is_mistake = isinstance(error, kinds) and _IsUsersMistake(error)
   if FLAGS.stack_trace or not (is_mistake or isinstance(error, UsageError)):
-    traceback.print_exception(error)
+    logdir = FLAGS.logdir if 'logdir' in FLAGS and not FLAGS.stack_trace else None
+    error_report.Print(error, os.path.expanduser(logdir or ''))
     return 1
   notes = ''.join(f' ({note})' for note in getattr(error, '__notes__', []))
   text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
@@ -254,11 +240,14 @@ def Run(
   # A sample of text may contain characters that the encoding of the terminal lacks.
   if isinstance(sys.stdout, io.TextIOWrapper):
     sys.stdout.reconfigure(errors='replace')
+  interrupts.Install()
   logging.use_absl_handler()
   logging.set_verbosity(logging.INFO)
   arguments[:] = command_line.Parse(description, _library_flags, num_arguments)
   try:
     status = main()
+  except KeyboardInterrupt:
+    interrupts.End()
   except Exception as e:
     # Inside the handler: destroying the objects that the error refers to may hang, for example if
     # a worker is gone.

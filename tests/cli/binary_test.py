@@ -4,11 +4,15 @@
 import os
 import pathlib
 import re
+import signal
+import subprocess
 import sys
+import time
 
 import pytest
 
 from lingvo_gpipe.checkpoint import logdir_lock
+from lingvo_gpipe.cli import interrupts
 from lingvo_gpipe.experiment import registry
 from tests import processes
 
@@ -58,6 +62,15 @@ _MISTAKES = {
   'devices of the CPU': (
     'trainer', [_MODEL, '--logdir={}', '--platform=cpu', '--devices=0,1', _Tiny('')],
     r'devices 0, 1: .*the platform is cpu \(no accelerator found\)\. Omit them; num_devices ',
+  ),
+  'GPUs to split while workers compute': (
+    'trainer',
+    [_MODEL, '--logdir={}', '--local_workers=2', '--logical_devices_per_gpu=2', _Tiny('')],
+    r'--logical_devices_per_gpu is for GPUs of this process.*`worker`',
+  ),
+  'training in float16': (
+    'trainer', [_MODEL, '--logdir={}', '--platform=cpu', _Tiny('task.fprop_dtype:float16')],
+    r'float16.*bfloat16.*PipelinedModel',
   ),
   'no model': ('trainer', ['--logdir={}'], r'--model is needed.*--mode=list'),
   'no log directory': ('trainer', [_MODEL], r'--logdir is needed'),
@@ -258,13 +271,37 @@ def testHelpAndAnEmptyDirectory(forks, tmp_path):
   assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize('module', ['lingvo_gpipe.trainer', 'tools.verify'])
+def testCtrlCDuringTheImportsEndsInOneLine(module):
+  """Sent as soon as the libraries of TensorFlow are being loaded."""
+  with processes.Started(
+    '', command=[sys.executable, '-m', module], stderr=subprocess.PIPE
+  ) as process:
+    while 'libtensorflow' not in pathlib.Path(f'/proc/{process.pid}/maps').read_text():
+      assert process.poll() is None
+      time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=processes.TIMEOUT)
+  assert (process.returncode, stderr) == (128 + signal.SIGINT, 'ended by Ctrl-C\n')
+
+
+def testCtrlCDoesNotEndAProcessThatImportsAProgram():
+  assert signal.getsignal(signal.SIGINT) is not interrupts._Handle
+  assert interrupts._stderr == 2
+
+
 def testProgramsImportBinaryFirst():
-  """Its import of TensorFlow is the one that drops the messages of native code."""
+  """Its import of TensorFlow is the one that drops the messages of native code.
+
+  It precedes even the standard library in the programs, so that Ctrl-C always ends in one line.
+  """
   for path in [*_ROOT.glob('lingvo_gpipe/*.py'), *_ROOT.glob('tools/*.py')]:
     modules = re.findall(r'^from (lingvo_gpipe[\w.]*) import (.*)', path.read_text(), re.MULTILINE)
     names = [f'{module}.{name}' for module, names in modules for name in re.findall(r'\w+', names)]
     if 'lingvo_gpipe.cli.binary' in names:
       assert names[0] == 'lingvo_gpipe.cli.binary', path
+      first = re.findall(r'^(?:from|import) (?!__future__)(\S+)', path.read_text(), re.MULTILINE)[0]
+      assert path.parent.name == 'tools' or first == 'lingvo_gpipe.cli', path
 
 
 if __name__ == '__main__':

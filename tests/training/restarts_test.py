@@ -211,14 +211,16 @@ def testOneLeaseAmongProcesses(project, forks, tmp_path):
 def testAnErrorInTheInputIsReportedAndKeepsTheLastCheckpoint(project, forks, tmp_path):
   done = forks.Run('trainer', *_Args('Failing', tmp_path, 100), cwd=project)
   assert done.returncode == 1
-  assert 'ValueError: example 13 is bad' in done.stderr
-  assert processes.Messages(done.stderr)[-3:] == [
-    'while the input FailingInput made the batch that begins at example 12 of the run',
+  cause, _, *more, trace = processes.Messages(done.stderr)[1:]
+  assert 'while the input FailingInput made the batch that begins at example 12 of the run' in cause
+  assert cause.endswith(': ValueError: example 13 is bad')
+  assert more == [
     'what to try: fix the data or the input; the next run retries this batch. To inspect it '
     'without training, Dataset(start=12) of Params.Instantiate() begins with it, with the Params '
     'of this input',
     'training ended after step 4; the next call resumes from the checkpoint of step 4',
   ]
+  assert trace == f'stack trace: {tmp_path}/error-trainer.txt'
   assert processes.Steps(tmp_path)[-1] == 4
   assert processes.Tensors(tmp_path, 4)['global_step'] == 4
 

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs functions and the programs in forks of this process, which imports TensorFlow once.
+
+This process must not use TensorFlow before it forks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import re
+import runpy
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+# The programs need them: imported here, they are not imported by each fork.
+from lingvo_gpipe.training import elastic, export, inspection, train_program  # noqa: F401
+from tools import program
+
+_POLL_SECONDS = 0.02
+# Exit status of a child whose function raised an exception.
+_RAISED = 70
+
+
+class FindingError(Exception):
+  """Something that should not have happened."""
+
+
+class Ended(NamedTuple):
+  """An ended process.
+
+  Attributes:
+    status: exit status, or minus the number of a signal; None after the time limit.
+    stdout: text of the standard output.
+    stderr: text of the standard error.
+  """
+
+  status: int | None
+  stdout: str
+  stderr: str
+
+  @property
+  def messages(self) -> list[str]:
+    """The lines for users: without absl's log."""
+    return [line for line in self.stderr.splitlines() if not re.match(r'[IWE]\d{4} ', line)]
+
+
+class Child:
+  """A running fork.
+
+  Attributes:
+    pid: the id of the process, which leads a group of its own.
+  """
+
+  def __init__(self, run: Callable[[], None], folder: pathlib.Path) -> None:
+    """Forks; the output goes to files in the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    self._outputs = folder / 'stdout', folder / 'stderr'
+    self._status: int | None = None
+    self.pid = os.fork()
+    if not self.pid:
+      self._Run(run)
+    with contextlib.suppress(OSError):  # Both do it: neither may come too late.
+      os.setpgid(self.pid, self.pid)
+
+  def _Run(self, run: Callable[[], None]) -> None:
+    status = _RAISED
+    try:
+      os.setpgid(0, 0)
+      for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(
+          number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        )
+      for descriptor, path in enumerate(self._outputs, 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
+      run()
+      status = 0
+    except SystemExit as e:
+      status = e.code if isinstance(e.code, int) else 1
+    except BaseException:
+      traceback.print_exc()
+    finally:
+      with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+      os._exit(status)
+
+  def HasEnded(self) -> bool:
+    """Whether the process has ended."""
+    if self._status is None:
+      pid, status = os.waitpid(self.pid, os.WNOHANG)
+      if pid:
+        self._status = os.waitstatus_to_exitcode(status)
+    return self._status is not None
+
+  def Signal(self, number: int) -> None:
+    """Sends a signal to the process, unless it has ended."""
+    if not self.HasEnded():
+      os.kill(self.pid, number)
+
+  def Text(self) -> str:
+    """Returns the output so far."""
+    return ''.join(path.read_text(errors='replace') for path in self._outputs if path.exists())
+
+  def Wait(self, seconds: float) -> Ended:
+    """Waits for the end; kills the process and its group after a time limit."""
+    deadline = time.monotonic() + seconds
+    while not self.HasEnded() and time.monotonic() < deadline:
+      time.sleep(_POLL_SECONDS)
+    is_late = not self.HasEnded()
+    if is_late:
+      with contextlib.suppress(ProcessLookupError):
+        os.killpg(self.pid, signal.SIGKILL)
+      while not self.HasEnded():
+        time.sleep(_POLL_SECONDS)
+    texts = [path.read_text(errors='replace') if path.exists() else '' for path in self._outputs]
+    return Ended(None if is_late else self._status, *texts)
+
+
+class Runner:
+  """Runs the programs for one case.
+
+  Attributes:
+    folder: an empty folder for the case.
+  """
+
+  def __init__(self, folder: pathlib.Path, seconds: float) -> None:
+    """Creates a runner.
+
+    Args:
+      folder: an empty folder.
+      seconds: time limit of a program.
+    """
+    self.folder = folder
+    self._seconds = seconds
+    self._count = 0
+
+  def Start(
+    self, name: str, args: Sequence[str], prepare: Callable[[], None] | None = None
+  ) -> Child:
+    """Starts a program in a fork, after a function that may limit its resources."""
+
+    def Run() -> None:
+      if prepare:
+        prepare()
+      os.chdir(program.ROOT)
+      sys.argv = [name, *args]
+      sys.modules.pop(f'lingvo_gpipe.{name}', None)  # It may be imported already.
+      runpy.run_module(f'lingvo_gpipe.{name}', run_name='__main__')
+
+    self._count += 1
+    return Child(Run, self.folder / f'process_{self._count}')
+
+  def Wait(self, child: Child) -> Ended:
+    """Waits for a program; raises FindingError if it does not end in time."""
+    ended = child.Wait(self._seconds)
+    if ended.status is None:
+      raise FindingError(f'no end within {self._seconds:g} s: {ended.stderr[-500:]}')
+    return ended
+
+  def Run(self, name: str, args: Sequence[str]) -> Ended:
+    """Runs a program to its end."""
+    return self.Wait(self.Start(name, args))
+
+  def Call(self, run: Callable[[], None]) -> None:
+    """Calls a function that uses TensorFlow in a fork; an exception there is a finding."""
+    self._count += 1
+    ended = self.Wait(Child(run, self.folder / f'process_{self._count}'))
+    if ended.status:
+      raise FindingError(f'status {ended.status}: {ended.stderr[-1500:]}')
+
+
+def CheckEnd(ended: Ended, statuses: Sequence[int] = (0,)) -> None:
+  """Checks that a program succeeded, or that it refused in one line with status 2.
+
+  Args:
+    ended: the ended program.
+    statuses: statuses of success.
+  """
+  if ended.status in statuses:
+    return
+  if ended.status != 2 or len(ended.messages) != 1 or not ended.messages[0].strip():
+    raise FindingError(f'status {ended.status}: {ended.stderr[-1500:]}')
+
+
+@contextlib.contextmanager
+def Refusals(*kinds: type[Exception]) -> Iterator[None]:
+  """Accepts exceptions of these kinds with one line; any other one is a finding."""
+  try:
+    yield
+  except kinds as e:
+    if '\n' in str(e) or not str(e):
+      raise FindingError(f'not one line: {e!r}') from e

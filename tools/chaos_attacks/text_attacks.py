@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attacks on readers: mutated texts and files end in a result, or in one line that refuses them."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import random
+
+import tensorflow as tf
+
+from lingvo_gpipe.core import files, params_tree
+from lingvo_gpipe.distributed import cluster_spec
+from lingvo_gpipe.experiment import registry
+from lingvo_gpipe.input.records import tf_records
+from lingvo_gpipe.input.text import token_store
+from lingvo_gpipe.pipeline.schedule import schedules
+from tools.chaos_attacks import children, mutation
+
+_KEYS = ('lm.stdlib.ByteTransformerGPipe2', 'image.digits.LeNet5', 'image.digits.AmoebaNetDGPipe2')
+_VALUES = [
+  'None', '-1', '0', '1.5', '1e30', '9223372036854775807', '-2147483649', '1000003', 'nan', 'inf',
+  'true', 'x', "''", '[]', '()', '{}', '[1]', '[None]', "{'a': 1}", '{1: ([], [])}', 'tf.string',
+  'tf.float64', 'type/lingvo_gpipe.layers.norm/LayerNorm', 'type/os/system', '3', '[[1, 2], [3]]',
+]  # fmt: skip
+# Lengths of records that exceed their file.
+_LENGTHS = (2**20, 2**31, 2**36, 2**62, 2**63, 2**64 - 1)
+
+
+def Overrides(draw: random.Random, runner: children.Runner) -> None:
+  """Overrides of Params, on the command line or in a file."""
+  key = draw.choice(_KEYS)
+  params = registry.GetParams(key, 'Train')
+  paths = [path for path, _ in params_tree.Leaves('', params)]
+  lines = [f'{draw.choice(paths)}:{draw.choice(_VALUES)}' for _ in range(draw.choice([1, 1, 2]))]
+  text = draw.choice([';', '\n']).join(lines)
+  if draw.random() < 0.4:
+    text = mutation.Text(draw, text)
+  args = [f'--mode={draw.choice(["inspect_params", "inspect_model"])}', f'--model={key}']
+  if draw.random() < 0.5 or '\0' in text:
+    path = runner.folder / 'overrides'
+    data = text.encode()
+    path.write_bytes(mutation.Bytes(draw, data) if draw.random() < 0.3 else data)
+    args.append(f'--model_params_file_override={path}')
+  else:
+    args.append(f'--model_params_override={text}')
+  children.CheckEnd(runner.Run('trainer', args))
+
+
+def ParamsFile(draw: random.Random, runner: children.Runner) -> None:
+  """A file of Params, as runs leave it."""
+  key = draw.choice(_KEYS)
+  text = registry.GetParams(key, 'Train').ToText()
+  path = runner.folder / 'params.txt'
+  if draw.random() < 0.5:
+    path.write_text(mutation.Text(draw, text), encoding='utf-8')
+  else:
+    path.write_bytes(mutation.Bytes(draw, text.encode()))
+  ended = runner.Run('trainer', ['--mode=diff_params', key, str(path)])
+  children.CheckEnd(ended, (0, 1))
+  if ended.status == 1 and ended.stderr:
+    raise children.FindingError(f'status 1: {ended.stderr[-1500:]}')
+
+
+def ClusterFile(draw: random.Random, runner: children.Runner) -> None:
+  """A file of workers, or TF_CONFIG."""
+  record = {'cluster': {'worker': ['a:1', 'b:2'], 'chief': ['c:3']}, 'task': {'index': 0}}
+  path = runner.folder / 'cluster.json'
+  data = json.dumps(draw.choice([record, record['cluster']])).encode()
+  path.write_bytes(mutation.Bytes(draw, data))
+  text = mutation.Text(draw, data.decode())
+
+  def Read() -> None:
+    with children.Refusals(ValueError):
+      cluster_spec.FromText(files.ReadText(str(path), '--cluster'), str(path))
+    with children.Refusals(ValueError):
+      cluster_spec.FromEnvironment({'TF_CONFIG': text})
+
+  runner.Call(Read)
+
+
+def Schedule(draw: random.Random, runner: children.Runner) -> None:
+  """The text of a schedule."""
+  name = draw.choice(['gpipe', '1f1b', 'zb_h1'])
+  text = mutation.Text(draw, schedules.Get(name, 4, 4).ToText())
+
+  def Read() -> None:
+    with children.Refusals(ValueError):
+      schedule = schedules.Schedule.FromText(text)
+      schedule.Validate()
+      schedule.Picture()
+
+  runner.Call(Read)
+
+
+def TokenStore(draw: random.Random, runner: children.Runner) -> None:
+  """The cache of tokens."""
+  folder = runner.folder / 'store'
+  sequences = [[draw.randrange(500) for _ in range(draw.randrange(5))] for _ in range(9)]
+
+  def Read() -> None:
+    token_store.TokenStore.Write(str(folder), sequences)
+    path = draw.choice(sorted(folder.iterdir()))
+    mutation.File(draw, path)
+    with children.Refusals(token_store.DamagedStoreError):
+      store = token_store.TokenStore.Load(str(folder))
+      if [list(store[i]) for i in range(len(store))] != sequences:
+        raise children.FindingError(f'other tokens after a damage to {path.name}')
+
+  runner.Call(Read)
+
+
+def Records(draw: random.Random, runner: children.Runner) -> None:
+  """TFRecord files, some with lengths that are wrong and have the right checksum."""
+  path = runner.folder / 'some.tfrecord'
+  records = [draw.randbytes(draw.choice([0, 1, 5, 300])) for _ in range(draw.randint(1, 6))]
+  _WriteRecords(draw, path, records)
+
+  def Read() -> None:
+    for policy in tf_records.POLICIES:
+      with children.Refusals(ValueError):
+        intact = [x for _, x in tf_records.Records(str(path), '', policy) if x is not None]
+        places = tf_records.RecordLocations(str(path), '', policy)
+        ranges, _ = tf_records.IntactRanges(str(path))
+        parts = [
+          record
+          for first_byte, count in ranges
+          for record in tf_records.Dataset(str(path), first_byte).take(count).as_numpy_iterator()
+        ]
+        if parts != intact or (policy == 'skip' and len(places) != len(intact)):
+          raise children.FindingError(f'{policy}: {intact}, {places}, {parts}')
+        for _, first_byte, num_bytes in places if policy == 'skip' else ():
+          tf_records.ReadRecord(str(path), tf.constant(first_byte), tf.constant(num_bytes))
+
+  runner.Call(Read)
+
+
+def _WriteRecords(draw: random.Random, path: pathlib.Path, records: list[bytes]) -> None:
+  data = b''
+  for record in records:
+    length = draw.choice(_LENGTHS) if draw.random() < 0.2 else len(record)
+    header = length.to_bytes(8, 'little')
+    data += header + tf_records.MaskedChecksum(header).to_bytes(4, 'little')
+    data += record + tf_records.MaskedChecksum(record).to_bytes(4, 'little')
+  path.write_bytes(mutation.Bytes(draw, data) if draw.random() < 0.7 else data)
