@@ -23,8 +23,9 @@ ALLOWANCE = 64
 
 
 class Case(NamedTuple):
-  """A model of four blocks, and its training; a process may take `budget` MiB."""
+  """A model and its training; a process may take `budget` MiB."""
 
+  num_layers: int
   width: int
   rows: int
   length: int
@@ -38,8 +39,8 @@ class Case(NamedTuple):
     return 12 * self.width**2 * 4 / 2**20
 
 
-LORA = Case(width=1536, rows=4, length=8, num_micro_batches=2, rank=4, budget=550)
-FULL = Case(width=256, rows=128, length=64, num_micro_batches=16, rank=0, budget=500)
+LORA = Case(num_layers=6, width=1280, rows=4, length=8, num_micro_batches=2, rank=4, budget=440)
+FULL = Case(num_layers=4, width=256, rows=128, length=64, num_micro_batches=16, rank=0, budget=500)
 
 PROGRAM = """
 import json, os, re, resource, sys
@@ -50,7 +51,7 @@ from lingvo_gpipe import PipelinedModel, cluster
 from lingvo_gpipe.distributed import local_workers
 
 kind, directory = sys.argv[1:3]
-width, rows, length, num_micro_batches, rank, budget = map(int, sys.argv[3:])
+num_layers, width, rows, length, num_micro_batches, rank, budget = map(int, sys.argv[3:])
 ids = np.random.default_rng(0).integers(0, 64, [rows, length]).astype('int32')
 batch = {'token_ids': ids, 'padding_mask': np.ones_like(ids)}
 GPT = keras_hub.models.GPT2CausalLM
@@ -105,7 +106,7 @@ if kind == 'write':
   keras.utils.set_random_seed(1)
   backbone = keras_hub.models.GPT2Backbone(
     vocabulary_size=64,
-    num_layers=4,
+    num_layers=num_layers,
     num_heads=4,
     hidden_dim=width,
     intermediate_dim=4 * width,
@@ -154,13 +155,15 @@ def _Run(kind, path, case):
   """Runs the program."""
   program = path.parent / 'program.py'
   program.write_text(PROGRAM)
+  shell = 'ulimit -s 1024; exec "$@"'  # Each of TensorFlow's many threads reserves its stack.
   environment = {
     'TF_ENABLE_ONEDNN_OPTS': '0',  # No pool of memory, so that its size is its use.
     'MALLOC_MMAP_THRESHOLD_': str(2**20),
   }
   return processes.Run(
     '', str(program), kind, str(path), *map(str, case),
-    command=[sys.executable], more_environment=environment, timeout=170,
+    command=['bash', '-c', shell, 'bash', sys.executable],
+    more_environment=environment, timeout=170,
   )  # fmt: skip
 
 
