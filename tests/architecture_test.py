@@ -106,7 +106,7 @@ _FOREIGN_NAMES = {
     'save_weights',
     'summary',
   },  # Keras.
-  'lingvo_gpipe/fit/keras_loss.py': {'add_update', 'get_current_value'},
+  'lingvo_gpipe/fit/keras_loss.py': {'add_update', 'call', 'get_current_value'},
   'lingvo_gpipe/layers/keras/keras_cell_layer.py': {'add_update', 'call', 'get_current_value'},
   'lingvo_gpipe/layers/keras/keras_nodes.py': {'get_current_value'},
   'lingvo_gpipe/layers/keras/keras_preset.py': {'get_tensor', 'keys'},  # safetensors.

@@ -3,19 +3,19 @@
 
 Keras's loss of a batch is a sum divided by a number that depends on the reduction:
 
-    sum_over_batch_size    number of values, or of values that a mask or `ignore_class` keeps
-    mean_with_sample_weight   sum of the sample weights
+    sum_over_batch_size    number of values, or of values that a mask keeps
+    mean_with_sample_weight   sum of the sample weights, without the values that a mask drops
     sum                    1
 
 A micro-batch m computes that loss for its own rows, with the divisor D_m. Weighted by D_m / D, with
 the D of the batch, the losses add up to the loss of the batch. The engine weights by rows; `scale`
-corrects that. D and D_m depend on shapes, sample weights and masks only, so they are known before
-the first forward.
+corrects that, for the loss of each output by itself. D and D_m depend on shapes, labels, sample
+weights and masks only, so they are known before the first forward.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import inspect
 import itertools
 import math
@@ -26,9 +26,18 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from lingvo_gpipe.core import fprop_context, nested_map
-from lingvo_gpipe.layers.keras import keras_cell_layer, keras_nodes
+from lingvo_gpipe.core import nested_map
+from lingvo_gpipe.layers.keras import keras_cell_layer, keras_masks, keras_nodes, keras_variables
 from lingvo_gpipe.pipeline.stages import micro_batch, weighted_loss
+
+# Outputs with so many values are too large to try a loss on them.
+_MOST_TRIED = 2**24
+
+# Computes a loss from y, y_pred and sample_weight of its output.
+_RunLoss = Callable[[Any, Any, Any, Any], tf.Tensor]
+
+# Begins the names of the predictions in traced functions.
+_OUTPUT = 'model_output'
 
 # Names of metrics in the results of the loss.
 STATE, PREDICTION = 'keras_state_', 'prediction_'
@@ -61,47 +70,11 @@ class _LossScope(keras.StatelessScope):
     super().add_update(update)
 
 
-@dataclasses.dataclass
-class _SeedContext(fprop_context.FPropContext):
-  """Gives layers seeds of zeros, and lists them."""
-
-  seeds: list[tf.Tensor] = dataclasses.field(default_factory=list)
-
-  def OpSeed(self, layer: Any, name: str = '') -> tf.Tensor:
-    """Returns a new tensor."""
-    del layer, name
-    self.seeds.append(tf.zeros([2], tf.int64))
-    return self.seeds[-1]
-
-
-def WithoutSeeds(masks: Callable[[], list[Any]], *, do_eval: bool) -> list[Any]:
-  """Returns the masks that a traced function computes.
-
-  Args:
-    masks: runs the function, for which it may trace it.
-    do_eval: whether layers compute as in evaluation.
-
-  Raises:
-    ValueError: a mask depends on random numbers.
-  """
-  # Any step will do: its seeds are not used.
-  context = _SeedContext(do_eval, tf.zeros([], tf.int64))
-  with fprop_context.Enter(context):
-    values = masks()
-  for graph in {id(s.graph): s.graph for s in context.seeds}.values():
-    reached = keras_cell_layer.Reached(graph.outputs)
-    if any(s.graph is graph and s.op.name in reached for s in context.seeds):
-      raise ValueError(
-        'the mask of an output depends on random numbers, so its size is not known before the '
-        'forward; set num_micro_batches=1'
-      )
-  return values
-
-
 class KerasLoss:
   """The loss of a micro-batch; see `stage_math.LossFn`.
 
   Attributes:
+    outputs: the outputs of the model that a loss takes; known after `Build`.
     needs_predictions: whether a metric needs the predictions of the whole batch at once.
   """
 
@@ -112,23 +85,15 @@ class KerasLoss:
       trainer: a compiled keras.Model, with Keras's `compute_loss` and `compute_metrics`.
       graph: the model whose outputs the loss takes.
       num_micro_batches: number of micro-batches of a batch.
-
-    Raises:
-      ValueError: a reduction cannot be computed by micro-batch.
     """
     self._trainer = trainer
     self._graph = graph
     self._num_micro_batches = num_micro_batches
     self._trained = frozenset(map(id, graph.model.trainable_variables))
-    losses = [x for x in keras.tree.flatten(trainer.loss) if x is not None]
-    self._reductions = {getattr(x, 'reduction', 'sum_over_batch_size') for x in losses}
-    self._ignored = [x.ignore_class for x in losses if getattr(x, 'ignore_class', None) is not None]
-    self._num_losses = max(len(losses), len(graph.outputs) if losses else 0)
-    if self._reductions & {None, 'none'}:
-      raise ValueError(
-        "a loss has the reduction None, so it is not a scalar; use 'sum_over_batch_size' or 'sum'"
-      )
     self._needs_predictions: bool | None = None
+    self._divisors = self._Function(self._Divisors)
+    self._is_sum: list[bool] = []  # For each loss.
+    self.outputs: list[keras_nodes.Value] = []
 
   @property
   def needs_predictions(self) -> bool:
@@ -148,19 +113,38 @@ class KerasLoss:
     """Makes the variables of the metrics, which Keras does at their first use.
 
     Args:
-      side: tensors or specs as `__call__` takes them.
+      side: tensors as `__call__` takes them.
       batch_size: the number of rows.
 
     Raises:
       ValueError: the losses cannot be computed by micro-batch.
     """
-    if self._num_micro_batches > 1 and 'sum' in self._reductions and len(self._reductions) > 1:
-      raise self._Mixed()
 
     def Compute(y: Any, y_pred: Any, sample_weight: Any) -> None:
-      self._Compute(y, y_pred, sample_weight, with_metrics=True)
+      self._is_sum, self.outputs = [], []  # What makes variables is traced twice.
+      predictions = dict(zip(map(id, keras.tree.flatten(y_pred)), self._graph.outputs, strict=True))
 
-    self._Trace(Compute, side, batch_size)
+      def Run(loss: Any, y: Any, y_pred: Any, sample_weight: Any) -> tf.Tensor:
+        if loss.reduction in (None, 'none'):
+          raise ValueError(
+            f'the loss {loss.name} has the reduction None, so it is not a scalar; use '
+            "'sum_over_batch_size' or 'sum'"
+          )
+        self._is_sum.append(loss.reduction == 'sum')
+        self.outputs += [predictions[id(t)] for t in keras.tree.flatten(y_pred)]
+        return loss(y, y_pred, sample_weight)
+
+      self._Compute(y, y_pred, sample_weight, Run)
+      self._UpdateMetrics(y, y_pred, sample_weight)
+
+    self._Trace(self._Function(Compute), side, batch_size)
+
+    def Call(loss: Any, y: Any, y_pred: Any, sample_weight: Any) -> tf.Tensor:
+      return loss(y, y_pred, sample_weight)
+
+    # The loss may read no weights and change no variables.
+    run = functools.partial(self._LossAndStates, run=Call)
+    self._Trace(self._Function(run), side, batch_size)
     if self._num_micro_batches > 1:
       # A number that shows which dimension of a loss is the batch.
       tensors = [t for t in tf.nest.flatten((side.y, side.sample_weight)) if t is not None]
@@ -168,84 +152,114 @@ class KerasLoss:
       prime = _PrimeAbove(max([batch_size, *sizes]))
 
       def Check(y: Any, y_pred: Any, sample_weight: Any) -> None:
-        self._CheckLosses(y, y_pred, prime)
+        run = functools.partial(self._CheckLoss, batch_size=prime)
+        self._Compute(y, y_pred, sample_weight, run)
 
-      self._Trace(Check, side, prime)
+      self._Trace(self._Function(Check), side, prime)
+      self._CheckSums(side, batch_size)
+      graph = self._Trace(self._divisors, side, prime)
+      if any(name.startswith(_OUTPUT) for name in keras_masks.Needed(graph.outputs)):
+        raise ValueError(
+          'the mask of a loss depends on the predictions, so its size is not known before the '
+          'forward; set num_micro_batches=1'
+        )
 
-  def _Trace(
-    self, run: Callable[[Any, Any, Any], None], side: nested_map.NestedMap, batch_size: int
-  ) -> None:
-    """Traces `run(y, y_pred, sample_weight)` for a number of rows."""
+  def _Function(self, run: Callable[[Any, Any, Any], Any]) -> Any:
+    """Returns a tf.function that calls `run(y, y_pred, sample_weight)`.
 
-    def Spec(t: Any) -> tf.TensorSpec:
-      return tf.TensorSpec([batch_size, *t.shape[1:]], tf.as_dtype(t.dtype))
+    It takes the number of rows, the masks of the flat outputs, the labels and the sample weights.
+    The predictions have no values.
+    """
 
-    labels = (side.y, side.sample_weight)
-    specs = tf.nest.map_structure(lambda t: None if t is None else Spec(t), labels)
-    outputs = [Spec(v) for v in self._graph.outputs]
-    none_at = [i for i, s in enumerate(tf.nest.flatten(specs)) if s is None]
-
-    def Run(*flat: tf.Tensor) -> tf.Tensor:
-      predictions, labels = list(flat[: len(outputs)]), list(flat[len(outputs) :])
-      for i in none_at:
-        labels.insert(i, None)
-      y, sample_weight = tf.nest.pack_sequence_as(specs, labels)
+    def Function(rows: int, masks: Sequence[Any], y: Any, sample_weight: Any) -> Any:
+      outputs = []
+      for v, mask in zip(self._graph.outputs, masks, strict=True):
+        dtype, shape = tf.as_dtype(v.dtype), [rows, *v.shape[1:]]
+        outputs.append(tf.raw_ops.Placeholder(dtype=dtype, shape=shape, name=_OUTPUT))
+        if mask is not None:
+          outputs[-1]._keras_mask = mask
       with keras.StatelessScope():
-        run(y, self._graph.PackOutputs(predictions), sample_weight)
-      return tf.zeros([])
+        return run(y, self._graph.PackOutputs(outputs), sample_weight)
 
-    flat_specs = [s for s in tf.nest.flatten(specs) if s is not None]
-    tf.function(Run, autograph=False).get_concrete_function(*outputs, *flat_specs)
+    return tf.function(Function, autograph=False)
 
-  def Outputs(self) -> list[keras_nodes.Value]:
-    """Returns the outputs of the model that a loss takes; call `Build` before."""
-    outputs = []
-    for path, *_ in getattr(self._trainer._compile_loss, '_flat_losses', None) or ():
-      output = self._graph.output_structure
-      try:
-        for key in path:
-          output = output[key]
-      except (KeyError, IndexError, TypeError):  # Keras has packed the outputs otherwise.
-        output = self._graph.output_structure
-      outputs += keras.tree.flatten(output)
-    return outputs
+  def _Trace(self, function: Any, side: nested_map.NestedMap, rows: int) -> Any:
+    """Returns the graph of a `_Function` for a number of rows."""
+    y, sample_weight = tf.nest.map_structure(
+      lambda t: None if t is None else tf.TensorSpec([rows, *t.shape[1:]], t.dtype),
+      (side.y, side.sample_weight),
+    )
+    masks = [None] * len(self._graph.outputs)
+    return function.get_concrete_function(rows, masks, y, sample_weight).graph
 
-  def _CheckLosses(self, y: Any, y_pred: Any, batch_size: int) -> None:
+  def _CheckLoss(
+    self, loss: Any, y: Any, y_pred: Any, sample_weight: Any, *, batch_size: int
+  ) -> tf.Tensor:
     """Raises ValueError if a loss is not a mean over the examples.
 
     Args:
-      y: the labels.
+      loss: the loss of an output, or of several.
+      y: its labels.
       y_pred: the predictions.
+      sample_weight: the weights of the examples.
       batch_size: the number of examples, a prime number that no other dimension has as a factor.
     """
-    for path, loss, *_ in getattr(self._trainer._compile_loss, '_flat_losses', None) or ():
-      y_true, predicted = y, y_pred
-      try:
-        for key in path:
-          y_true, predicted = y_true[key], predicted[key]
-      except (KeyError, IndexError, TypeError):  # Keras has packed the labels otherwise.
-        y_true = keras.tree.flatten(y)[0]
-      if keras.tree.is_nested(y_true) and not keras.tree.is_nested(predicted):
-        y_true = keras.tree.flatten(y_true)[0]
-      # Neither of these shows in the shape of the values.
-      is_joint = type(loss).__call__ is not keras.losses.Loss.__call__ or (
-        getattr(loss, 'fn', None) is keras.losses.circle
-      )
-      if not is_joint:
-        pair = keras.tree.map_structure(
-          lambda t, dtype=loss.dtype: keras.ops.convert_to_tensor(t, dtype), (y_true, predicted)
+    del sample_weight
+    is_joint = type(loss).__call__ is not keras.losses.Loss.__call__
+    if not is_joint:
+      values = _Values(loss, y, y_pred)
+      multiples = [d for d in values.shape if d is not None and d % batch_size == 0]
+      # Outputs of unknown length may have values of unknown length.
+      is_unknown = None in values.shape and any(None in v.shape[1:] for v in self._graph.outputs)
+      is_joint = len(multiples) != 1 and not is_unknown
+    if is_joint:
+      raise _Joint(loss)
+    return tf.zeros([])
+
+  def _CheckSums(self, side: nested_map.NestedMap, batch_size: int) -> None:
+    """Raises ValueError if the loss of some examples is not the sum over each half of them.
+
+    This does not show in shapes: a contrastive loss, for example, is a number for each example.
+    """
+    num_rows = min(batch_size, 8)
+    shapes = [tf.TensorShape([num_rows, *v.shape[1:]]) for v in self._graph.outputs]
+    if any((s.num_elements() or _MOST_TRIED) >= _MOST_TRIED for s in shapes):
+      return
+    # From the whole batch, which may be ordered by class.
+    rows = [i * batch_size // num_rows for i in range(num_rows)]
+    y, sample_weight = tf.nest.map_structure(
+      lambda t: None if t is None else tf.gather(t, rows), (side.y, side.sample_weight)
+    )
+    # Both logits and probabilities may be between 0 and 1.
+    outputs = [
+      tf.cast(tf.random.stateless_uniform(shape, [i, 0], 0.1, 0.9), v.dtype)
+      for i, (shape, v) in enumerate(zip(shapes, self._graph.outputs, strict=True))
+    ]
+
+    def Sums(rows: slice) -> list[tuple[Any, tf.Tensor]]:
+      sums = []
+
+      def Run(loss: Any, y: Any, y_pred: Any, sample_weight: Any) -> tf.Tensor:
+        del sample_weight
+        sums.append((loss, tf.reduce_sum(tf.cast(_Values(loss, y, y_pred), tf.float64))))
+        return tf.zeros([])
+
+      def Rows(t: Any) -> Any:
+        return None if t is None else t[rows]
+
+      y_pred = self._graph.PackOutputs(list(map(Rows, outputs)))
+      with keras.StatelessScope():
+        self._Compute(
+          tf.nest.map_structure(Rows, y), y_pred, tf.nest.map_structure(Rows, sample_weight), Run
         )
-        shape = loss.call(*pair).shape
-        multiples = [d for d in shape if d is not None and d % batch_size == 0]
-        # Outputs of unknown length may have values of unknown length.
-        is_unknown = None in shape and any(None in v.shape[1:] for v in self._graph.outputs)
-        is_joint = len(multiples) != 1 and not is_unknown
-      if is_joint:
-        raise ValueError(
-          f'the loss {loss.name} compares examples of a batch, or is not a number for each, '
-          'which micro-batches cannot add up; return a number for each example from its `call`, or '
-          'set num_micro_batches=1'
-        )
+      return sums
+
+    whole, half = slice(None), num_rows // 2
+    slices = (whole, whole, slice(half), slice(half, None))
+    for (loss, both), (_, again), (_, first), (_, second) in zip(*map(Sums, slices), strict=True):
+      error, size = abs(both - first - second), abs(both) + abs(first) + abs(second)
+      if both == again and error > 1e-3 * size:  # Neither random nor NaN.
+        raise _Joint(loss)
 
   def __call__(
     self, theta: Any, outputs: tuple[Any, ...], side: nested_map.NestedMap
@@ -254,21 +268,17 @@ class KerasLoss:
     del theta
     tensors = [keras_cell_layer.Attached(x) for x in outputs]
     y_pred = self._graph.PackOutputs(tensors)
-    states = self.States()
-    zeros = [(v, tf.zeros(v.shape, v.dtype)) for v in states]
-    with _LossScope(zeros, self._trained) as scope:
-      loss = self._Compute(
-        side.y, y_pred, side.sample_weight, with_metrics=not self.needs_predictions
-      )
-      new = [scope.get_current_value(v) for v in states]
-    loss = tf.cast(loss, tf.float32) if loss.dtype.size < 4 else loss
+    scales = iter(tf.unstack(side.scale))
+
+    def Run(loss: Any, y: Any, y_pred: Any, sample_weight: Any) -> tf.Tensor:
+      value = loss(y, y_pred, sample_weight)
+      value = tf.cast(value, tf.float32) if value.dtype.size < 4 else value
+      return value * tf.cast(next(scales), value.dtype)
+
+    loss, states = self._LossAndStates(side.y, y_pred, side.sample_weight, Run)
     rows = tf.cast(tf.shape(tensors[0])[0], tf.float32)
-    scale = tf.cast(side.scale[0], loss.dtype)
-    metrics: dict[str, weighted_loss.Metric] = {'loss': (loss * scale, rows)}
-    trackers = {id(m.total) for m in getattr(self._trainer._compile_loss, 'metrics', ())}
-    for i, (v, value) in enumerate(zip(states, new, strict=True)):
-      if id(v) in trackers:  # The mean of one output's loss.
-        value *= tf.cast(side.scale[0], value.dtype)
+    metrics: dict[str, weighted_loss.Metric] = {'loss': (loss, rows)}
+    for i, value in enumerate(states):
       metrics[f'{STATE}{i}'] = weighted_loss.Sum(value)
     if self.needs_predictions:
       for i, x in enumerate(outputs):
@@ -284,71 +294,107 @@ class KerasLoss:
       metrics.append(trainer._compile_metrics)
     return [v for m in metrics for v in m.variables]
 
-  def _Compute(self, y: Any, y_pred: Any, sample_weight: Any, *, with_metrics: bool) -> tf.Tensor:
+  def _Compute(self, y: Any, y_pred: Any, sample_weight: Any, run: _RunLoss) -> tf.Tensor:
+    """Returns the loss of all outputs, with `run` in the place of the call of each loss."""
     trainer = self._trainer
-    loss = tf.zeros([])
-    if trainer.loss is not None:
+    if trainer.loss is None:
+      return tf.zeros([])
+    compiled = trainer._compile_loss
+    if not compiled.built:
+      compiled(y, y_pred, sample_weight)
+    losses = [x._replace(loss=functools.partial(run, x.loss)) for x in compiled._flat_losses]
+    with keras_variables.Replaced(compiled, _flat_losses=losses):
       loss = tf.convert_to_tensor(trainer.compute_loss(None, y, y_pred, sample_weight))
-    if with_metrics and trainer._compile_metrics is not None:
-      trainer._compile_metrics.update_state(y, y_pred, sample_weight)
     if loss.shape.rank != 0:
       raise ValueError(f'the loss must be a scalar, got the shape {loss.shape}')
-    return loss
+    return tf.cast(loss, tf.float32) if loss.dtype.size < 4 else loss
+
+  def _LossAndStates(
+    self, y: Any, y_pred: Any, sample_weight: Any, run: _RunLoss
+  ) -> tuple[tf.Tensor, list[tf.Tensor]]:
+    """Returns the loss as `_Compute` does, and what it adds to the `States`."""
+    zeros = [(v, tf.zeros(v.shape, v.dtype)) for v in self.States()]
+    with _LossScope(zeros, self._trained) as scope:
+      loss = self._Compute(y, y_pred, sample_weight, run)
+      if not self.needs_predictions:
+        self._UpdateMetrics(y, y_pred, sample_weight)
+      return loss, [scope.get_current_value(v) for v, _ in zeros]
+
+  def _UpdateMetrics(self, y: Any, y_pred: Any, sample_weight: Any) -> None:
+    if self._trainer._compile_metrics is not None:
+      self._trainer._compile_metrics.update_state(y, y_pred, sample_weight)
+
+  def _Divisors(self, y: Any, y_pred: Any, sample_weight: Any) -> tf.Tensor:
+    """Returns the divisor of each loss but a sum, float64 `[losses]`, up to a constant factor."""
+    divisors = []
+
+    def Run(loss: Any, y: Any, y_pred: Any, sample_weight: Any) -> tf.Tensor:
+      masks = [m for m in (_Mask(y_pred), _Mask(_Values(loss, y, y_pred))) if m is not None]
+      weights = sample_weight if loss.reduction == 'mean_with_sample_weight' else None
+      if masks:
+        counted = functools.reduce(tf.logical_and, [tf.cast(m, tf.bool) for m in masks])
+      else:
+        like = keras.tree.flatten(y_pred)[0].shape[:1] if weights is None else weights.shape
+        counted = tf.ones(like)
+      divisors.append(_Sum(reduction='sum', dtype='float64')(counted, counted, weights))
+      return tf.zeros([])
+
+    self._Compute(y, y_pred, sample_weight, Run)
+    return tf.stack(divisors) if divisors else tf.zeros([0], tf.float64)
 
   def Scales(
     self,
     micro_batches: Sequence[tuple[tuple[Any, ...], nested_map.NestedMap]],
-    masks: Callable[[tuple[Any, ...]], list[tf.Tensor | None]] | None,
+    masks: keras_masks.Masks | None,
   ) -> list[tf.Tensor]:
-    """Returns for each micro-batch D_m / D over its share of the rows, a tensor [1].
+    """Returns for each micro-batch D_m / D of each loss over its share of the rows, `[losses]`.
 
     Args:
       micro_batches: the arguments of the first layer and the side of each.
       masks: computes the masks of the outputs from the arguments; None if outputs have no masks.
-
-    Raises:
-      ValueError: several losses have different divisors.
     """
-    ones = [tf.ones([1], tf.float64) for _ in micro_batches]
-    if len(micro_batches) == 1 or not self._reductions:
-      return ones
-    rows = [float(micro_batch.BatchSize(args)) for args, _ in micro_batches]
-    weights = [side.sample_weight for _, side in micro_batches]
-    of_weights = 'mean_with_sample_weight' in self._reductions and any(
-      w is not None for w in tf.nest.flatten(weights)
-    )
-    is_sum = 'sum' in self._reductions
-    if masks is None and not of_weights and not is_sum and not self._ignored:
-      return ones
-    if is_sum:
-      return [tf.constant([sum(rows) / r], tf.float64) for r in rows]
-    if self._num_losses > 1 or (of_weights and (masks is not None or self._ignored)):
-      raise self._Mixed()
-    if of_weights:
-      divisors = [tf.reduce_sum(tf.cast(w, tf.float64)) for w in weights]
-    else:
-      divisors = []
-      for args, side in micro_batches:
-        counts = [] if masks is None else [tf.cast(m, tf.float64) for m in masks(args)]
-        for ignored in self._ignored:
-          (y,) = tf.nest.flatten(side.y)
-          is_counted = tf.cast(tf.not_equal(y, tf.cast(ignored, y.dtype)), tf.float64)
-          if counts:
-            is_counted = tf.reshape(is_counted, tf.shape(counts[0]))
-          counts.append(is_counted)
-        divisors.append(tf.reduce_sum(math.prod(counts)))
+    if len(micro_batches) == 1:
+      return [tf.ones([len(self._is_sum)], tf.float64)]
+    rows = [micro_batch.BatchSize(args) for args, _ in micro_batches]
+    divisors = []
+    for (args, side), r in zip(micro_batches, rows, strict=True):
+      of_outputs = [None] * len(self._graph.outputs) if masks is None else masks(args)
+      divisors.append(
+        keras_masks.RunNeeded(self._divisors, r, of_outputs, side.y, side.sample_weight)
+      )
     total = tf.add_n(divisors)
-    return [
-      tf.reshape(tf.math.divide_no_nan(d, total) * (sum(rows) / r), [1])
-      for d, r in zip(divisors, rows, strict=True)
-    ]
+    is_sum, ones = tf.constant(self._is_sum, tf.bool), tf.ones_like(total)
+    shares = [tf.where(is_sum, ones, tf.math.divide_no_nan(d, total)) for d in divisors]
+    return [share * (sum(rows) / r) for share, r in zip(shares, rows, strict=True)]
 
-  def _Mixed(self) -> ValueError:
-    return ValueError(
-      'several losses divide by different numbers (reductions '
-      f'{", ".join(sorted(map(str, self._reductions)))}, masks or weights), which micro-batches '
-      'cannot compute; give all losses one reduction, or set num_micro_batches=1'
-    )
+
+def _Joint(loss: Any) -> ValueError:
+  return ValueError(
+    f'the loss {loss.name} compares examples of a batch, or is not a number for each, which '
+    'micro-batches cannot add up; return a number for each example from its `call`, or set '
+    'num_micro_batches=1'
+  )
+
+
+class _Sum(keras.losses.Loss):
+  """Adds up values, each times its weight, with Keras's rules for their shapes."""
+
+  def call(self, y_true: Any, y_pred: Any) -> Any:
+    """Returns the values."""
+    del y_pred
+    return y_true
+
+
+def _Values(loss: Any, y: Any, y_pred: Any) -> Any:
+  """Returns the values of a loss before their reduction, with the mask that it attaches."""
+  return loss.call(
+    *keras.tree.map_structure(lambda t: keras.ops.convert_to_tensor(t, loss.dtype), (y, y_pred))
+  )
+
+
+def _Mask(x: Any) -> tf.Tensor | None:
+  """Returns the mask that Keras attached to a tensor, if any."""
+  return getattr(x, '_keras_mask', None)
 
 
 def IsSum(metric: Any) -> bool:

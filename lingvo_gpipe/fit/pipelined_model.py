@@ -12,7 +12,6 @@ The class has Keras's names, for it takes the place of a keras.Model.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +26,7 @@ from lingvo_gpipe.layers.keras import (
   keras_cell_layer,
   keras_cells,
   keras_cut,
+  keras_masks,
   keras_nodes,
   keras_preset,
   keras_variables,
@@ -232,9 +232,7 @@ class PipelinedModel(keras.Model):
       for s in self.stack.engine.stages:  # Traces may live longer than the stages.
         s.accumulators.clear()
         s.mirror_accumulators.clear()
-    self.__dict__.update(
-      stack=None, _graph=None, _keras_loss=None, _keras_step=None, _mask_functions={}
-    )
+    self.__dict__.update(stack=None, _graph=None, _keras_loss=None, _keras_step=None, _masks={})
     self.__dict__.update(_train=None, _test=None, _predict=None, _places=[], _generation=None)
 
   def save(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
@@ -453,12 +451,16 @@ class PipelinedModel(keras.Model):
     if side is not None:
       loss.Build(side, micro_batch.BatchSize(args))
     stack = p.Instantiate()
-    cut = stack.Place(
-      self._pipeline_devices,
-      *[None if t is None else tf.TensorSpec(t.shape, t.dtype) for t in args],
-      loss_fn=loss,
-      num_replicas=self._num_replicas,
-    )
+    specs = [None if t is None else tf.TensorSpec(t.shape, t.dtype) for t in args]
+    devices, num_replicas = self._pipeline_devices, self._num_replicas
+    cut = stack.MakeCut(*specs, device=devices[0], num_replicas=num_replicas)
+    has_masks = any(isinstance(s, dict) and 'mask' in s for s in cut.layers[-1].out_specs)
+    masks: dict[bool, keras_masks.Masks] = {}
+    if has_masks and num_micro_batches > 1:
+      masks = {e: keras_masks.OutputMasks(stack.layers, do_eval=e) for e in (False, True)}
+      for compute in masks.values():
+        tf.function(compute, autograph=False).get_concrete_function(tuple(specs))
+    stack.Place(devices, *specs, loss_fn=loss, num_replicas=num_replicas, cut=cut)
     keras_variables.GiveValues(self.model)
     keras_variables.ForgetFunctions(self.model)
     self.__dict__.update(
@@ -468,10 +470,8 @@ class PipelinedModel(keras.Model):
       _keras_loss=loss,
       _keras_step=None,
       _is_built=side is not None or not self.compiled,
-      _mask_functions={},
+      _masks=masks,
     )
-    has_masks = any(isinstance(s, dict) and 'mask' in s for s in cut.layers[-1].out_specs)
-    self.__dict__['_has_masks'] = has_masks
     # By shape of the batch; relaxed shapes would not be static.
     for name in ('train', 'test', 'predict'):
       run = getattr(self, f'_{name.title()}')
@@ -488,7 +488,7 @@ class PipelinedModel(keras.Model):
       raise ValueError(f'{self.model.name} has no weights to train')
     if self.loss is None and not any(c.has_loss for c in self._cells):
       raise ValueError('there is no loss to minimise: give `loss` to compile()')
-    outputs = self._keras_loss.Outputs()
+    outputs = self._keras_loss.outputs
     connected = keras_nodes.VariablesBefore(self._graph, outputs)
     if keras_nodes.MayCutGradients(self._graph):
       connected &= keras_nodes.ConnectedVariables(self._graph, outputs)
@@ -524,8 +524,7 @@ class PipelinedModel(keras.Model):
     self, args: tuple[Any, ...], side: nested_map.NestedMap, *, do_eval: bool = False
   ) -> list[micro_batch.MicroBatch]:
     pieces = self.stack.SplitBatch((args, side))
-    masks = functools.partial(self._OutputMasks, do_eval=do_eval) if self._has_masks else None
-    scales = self._keras_loss.Scales(pieces, masks)
+    scales = self._keras_loss.Scales(pieces, self._masks.get(do_eval))
     total = micro_batch.BatchSize(args)
     return [
       micro_batch.MicroBatch(
@@ -555,13 +554,6 @@ class PipelinedModel(keras.Model):
     total = tf.add_n([tf.cast(x, tf.float64) for x in keras_step.Means(sums).values()])
     self._loss_tracker.update_state(total, sample_weight=micro_batch.BatchSize(args))
     return self.get_metrics_result()
-
-  def _OutputMasks(self, args: tuple[Any, ...], *, do_eval: bool) -> list[tf.Tensor | None]:
-    """Returns the masks of the outputs, computed by a graph that has nothing else in it."""
-    function = self._mask_functions.get(do_eval) or keras_cell_layer.MaskFunction(self.stack.layers)
-    masks = keras_loss.WithoutSeeds(lambda: function(args), do_eval=do_eval)
-    self._mask_functions[do_eval] = function
-    return masks
 
 
 def _AsTensors(nest: Any) -> Any:

@@ -241,6 +241,7 @@ class PipeliningLayer(base_layer.BaseLayer):
     weights: layer_costs.Weights | None = None,
     splits: Sequence[int] = (),
     num_replicas: int = 1,
+    cut: cut_lib.Cut | None = None,
   ) -> cut_lib.Cut:
     """Cuts the layers for inputs of these specs and allocates each stage on its device.
 
@@ -253,6 +254,7 @@ class PipeliningLayer(base_layer.BaseLayer):
       splits: overrides `splits` of the Params.
       num_replicas: number of copies of the pipeline. The engine trains and evaluates in all
         replicas; everything else runs in the first.
+      cut: the result of `MakeCut` for the same arguments; None: it is called.
 
     Returns:
       The cut.
@@ -262,13 +264,14 @@ class PipeliningLayer(base_layer.BaseLayer):
         variables exist already on other devices.
     """
     p = self.params
-    cut = self.MakeCut(
-      *input_specs,
-      splits=splits,
-      weights=weights,
-      device=devices[0] if devices else '',
-      num_replicas=num_replicas,
-    )
+    if cut is None:
+      cut = self.MakeCut(
+        *input_specs,
+        splits=splits,
+        weights=weights,
+        device=devices[0] if devices else '',
+        num_replicas=num_replicas,
+      )
     self._input_specs = input_specs
     self._engine = engine.PipelineEngine(
       self.layers,

@@ -87,15 +87,85 @@ def _Tokens():
   return keras.Model(inputs, layers.Dense(4)(layers.Dense(8)(inputs)))
 
 
-def testIgnoredClasses():
-  """Micro-batches have different numbers of labels that count."""
+@pytest.mark.parametrize(
+  'reduction', ['sum', 'sum_over_batch_size', 'mean_with_sample_weight', 'weighted']
+)
+def testIgnoredClasses(reduction):
+  """Micro-batches have different numbers of labels that count, and different weights of them."""
   labels = keras_fits.Integers(4, 12, 6)
   labels[:4, 1:] = -1
+  options = {'optimizer': _SmallSteps, 'batch_size': 6}
+  if reduction == 'weighted':
+    options['sample_weight'] = abs(keras_fits.Floats(12, 6, seed=8))
+    reduction = 'mean_with_sample_weight'
 
   def Compiled():
-    return {'loss': LOSSES.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1)}
+    loss = LOSSES.SparseCategoricalCrossentropy(
+      from_logits=True, ignore_class=-1, reduction=reduction
+    )
+    return {'loss': loss}
 
-  keras_fits.CheckFit(_Tokens, TARGETS, labels, Compiled, SIZES, batch_size=6)
+  keras_fits.CheckFit(_Tokens, TARGETS, labels, Compiled, SIZES, **options)
+
+
+class _Marked(keras.losses.Loss):
+  """Leaves out the positions that `keep` marks, by a mask of its own."""
+
+  def __init__(self, keep):
+    super().__init__(name='marked')
+    self.keep = keep
+
+  def call(self, y_true, y_pred):
+    values = ops.mean(ops.square(y_true - y_pred), axis=-1)
+    values._keras_mask = self.keep(y_true, y_pred)
+    return values
+
+
+def testLossesThatAttachMasks():
+  def Compiled():
+    return {'loss': _Marked(lambda y, y_pred: y[:, :, 0] > 0)}
+
+  keras_fits.CheckFit(_Tokens, TARGETS, keras_fits.Floats(12, 6, 4), Compiled, SIZES, batch_size=6)
+
+
+def testLossesWithMasksOfThePredictionsAreRefused():
+  pipe = keras_fits.Pipe(keras_fits.Seeded(_Tokens), 2, 2)
+  pipe.compile(loss=_Marked(lambda y, y_pred: y_pred[:, :, 0] > 0))
+  with pytest.raises(ValueError, match=naming.Naming('mask', 'predictions', 'num_micro_batches=1')):
+    pipe.train_on_batch(TARGETS, keras_fits.Floats(12, 6, 4))
+  assert pipe.stack is None  # Nothing has moved.
+
+
+def _MaskedAndPooled():
+  """Ids [6] -> masked outputs 'a' [6, 3] and outputs 'b' [2] without a mask."""
+  model = keras_fits.MaskedSequence()
+  pooled = layers.Flatten()(model.output)
+  b = layers.Dense(2)(layers.Dense(5, activation='tanh')(pooled))
+  return keras.Model(model.inputs, {'a': model.output, 'b': b})
+
+
+@pytest.mark.parametrize(
+  ('a', 'b'),
+  [
+    ('sum_over_batch_size', 'sum_over_batch_size'),
+    ('mean_with_sample_weight', 'sum'),
+    ('sum', 'mean_with_sample_weight'),
+  ],
+)
+def testEachOutputHasItsOwnDivisor(a, b):
+  """One output has a mask, and the reductions differ; so do the weights of the examples."""
+  y = {'a': TARGETS, 'b': keras_fits.Floats(12, 2, seed=6)}
+  weights = {'a': abs(keras_fits.Floats(12, 6, seed=8)), 'b': WEIGHTS**2}
+
+  def Compiled():
+    return {
+      'loss': {'a': _Squares(a), 'b': _Squares(b)},
+      'loss_weights': {'a': 0.3, 'b': 2.0},
+      'weighted_metrics': {'a': ['mae']},
+    }
+
+  options = {'optimizer': _SmallSteps, 'batch_size': 6, 'sample_weight': weights}
+  keras_fits.CheckFit(_MaskedAndPooled, IDS, y, Compiled, ((2, 4), (1, 6)), **options)
 
 
 def testSeveralOutputs():
@@ -118,7 +188,7 @@ def _ListOfOutputs():
 
 
 def testSumsOfSeveralOutputs():
-  """The loss of each output, which the history has too, is scaled as the sum of them is."""
+  """The history has the loss of each output, too."""
   compiled = {'loss': {name: _Squares('sum') for name in 'ab'}}.copy
   options = {'optimizer': _SmallSteps, 'batch_size': 6}
   keras_fits.CheckFit(keras_fits.TwoOutputs, X, BOTH, compiled, SIZES, **options)
@@ -236,17 +306,9 @@ def _Fit(make, x, y, num_micro_batches=2, **compiled):
   return keras_fits.Fit(pipe, x, y, lambda: compiled, batch_size=6, epochs=1)
 
 
-def testRefusals():
+def testALossThatIsNoScalarIsRefused():
   with pytest.raises(ValueError, match=naming.Naming('reduction', 'None', 'sum')):
     _Fit(keras_fits.Mlp, X, Y, loss=_Squares(None))
-  mixed = {'a': _Squares('sum'), 'b': _Squares('sum_over_batch_size')}
-  refusal = naming.Naming('sum', 'sum_over_batch_size', 'num_micro_batches=1')
-  pipe = keras_fits.Pipe(keras_fits.Seeded(keras_fits.TwoOutputs), 2, 2)
-  pipe.compile(loss=mixed)
-  with pytest.raises(ValueError, match=refusal):
-    pipe.train_on_batch(X, BOTH)
-  assert pipe.stack is None  # Nothing has moved.
-  _Fit(keras_fits.TwoOutputs, X, BOTH, 1, loss=mixed)
 
 
 def testALossOfTheWholeBatchIsRefused():
@@ -270,6 +332,16 @@ def Positive(y, y_pred):
   return tf.boolean_mask(tf.square(y - y_pred), y > 0)
 
 
+def CircleInside(y, y_pred):
+  return keras.losses.circle(y, y_pred)
+
+
+def InBatchNegatives(y, y_pred):
+  """A number for each example, which the other examples of the batch change."""
+  similarities = ops.matmul(y_pred, ops.transpose(y))
+  return ops.logsumexp(similarities, axis=-1) - ops.sum(y * y_pred, axis=-1)
+
+
 class _RootOfAll(keras.losses.Loss):
   def call(self, y_true, y_pred):
     return ops.mean(ops.square(y_true - y_pred), axis=-1)
@@ -283,6 +355,8 @@ class _RootOfAll(keras.losses.Loss):
   [
     ('circle', 'circle'),
     (keras.losses.circle, 'circle'),
+    (CircleInside, 'circle_inside'),
+    (InBatchNegatives, 'in_batch_negatives'),
     (keras.losses.Circle(name='rings'), 'rings'),
     (keras.losses.CosineSimilarity(axis=0, name='columns'), 'columns'),
     (PerFeature, 'per_feature'),
@@ -293,7 +367,7 @@ class _RootOfAll(keras.losses.Loss):
 )
 def testLossesThatCompareExamplesAreRefused(loss, name):
   """The batch has as many rows as the outputs have features."""
-  y = keras_fits.Integers(3, 12) if name in ('circle', 'rings') else Y
+  y = keras_fits.Integers(3, 12) if name in ('circle', 'circle_inside', 'rings') else Y
   pipe = keras_fits.Pipe(keras_fits.Seeded(lambda: keras_fits.Mlp(3)), 2, 3)
   pipe.compile(loss=loss)
   with pytest.raises(ValueError, match=naming.Naming(name, 'num_micro_batches=1')):
@@ -343,8 +417,11 @@ def testAMaskThatDependsOnWeightsIsRefused():
     x = layers.Dense(3)(layers.Dense(4)(inputs))
     return keras.Model(inputs, Thresholded()(x))
 
+  pipe = keras_fits.Pipe(keras_fits.Seeded(Make), 2, 2)
+  pipe.compile(loss='mse')
   with pytest.raises(ValueError, match=naming.Naming('mask', 'weights', 'num_micro_batches=1')):
-    _Fit(Make, keras_fits.Floats(12, 6, 4), TARGETS, loss='mse')
+    pipe.train_on_batch(keras_fits.Floats(12, 6, 4), TARGETS)
+  assert pipe.stack is None  # Nothing has moved.
 
 
 class _Masking(layers.Layer):
@@ -385,6 +462,7 @@ def testRandomMasksAreRefused():
   for _ in range(2):  # The first failure leaves no trace that would pass.
     with pytest.raises(ValueError, match=refusal):
       pipe.train_on_batch(keras_fits.Floats(12, 6, 5), TARGETS)
+    assert pipe.stack is None  # Nothing has moved.
 
 
 class _Moving(keras.losses.Loss):
@@ -414,9 +492,11 @@ def testLossesWithVariablesAreRefused(num_micro_batches):
   reading.compile(optimizer='sgd', loss=Penalised)
   with pytest.raises(ValueError, match=naming.Naming('kernel', 'regularizer')):
     reading.train_on_batch(X, Y)
+  assert reading.stack is None  # Nothing has moved.
   changing.compile(optimizer='sgd', loss=_Moving())
   with pytest.raises(ValueError, match=naming.Naming('moving', 'metric')):
     changing.train_on_batch(X, Y)
+  assert changing.stack is None
 
 
 @pytest.mark.parametrize(

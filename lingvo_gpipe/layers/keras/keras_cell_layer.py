@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from lingvo_gpipe.core import base_layer, fprop_context, hyperparams, nested_map, weight_params
-from lingvo_gpipe.layers import dropout, sequential
+from lingvo_gpipe.layers import dropout
 from lingvo_gpipe.layers.keras import keras_cells, keras_nodes, keras_variables
 
 
@@ -304,55 +304,6 @@ class KerasCellLayer(base_layer.BaseLayer):
       name: value if state[name].dtype.is_floating else tf.round(value)
       for name, value in new.items()
     }
-
-
-def MaskFunction(layers: Sequence[KerasCellLayer]) -> Any:
-  """Returns a function that computes the masks of the last cell's outputs from the model's inputs.
-
-  It runs without the weights: the masks follow from the inputs alone.
-
-  Raises:
-    ValueError: (the function) a mask depends on a weight.
-  """
-
-  def Masks(variables: Sequence[Any], args: tuple[Any, ...]) -> list[Any]:
-    def Run(i: int, layer: Any, args: tuple[Any, ...], skips: nested_map.NestedMap) -> Any:
-      return layer.FPropSkips(variables[i], skips, *args)
-
-    outputs, _ = sequential.RunLayers(layers, Run, args)
-    return [Parts(x)[1] for x in outputs]
-
-  traced = tf.function(Masks, autograph=False)
-  specs = [layer.WeightTensorSpecs() for layer in layers]
-
-  def Function(args: tuple[Any, ...]) -> list[Any]:
-    arg_specs = tf.nest.map_structure(
-      lambda t: None if t is None else tf.TensorSpec(t.shape, t.dtype), args
-    )
-    graph = traced.get_concrete_function(specs, arg_specs).graph
-    read = Reached(graph.outputs)
-    num_weights = len(tf.nest.flatten(specs))
-    if any(t.op.name in read for t in graph.inputs[:num_weights]):
-      raise ValueError(
-        'the mask of an output depends on weights, so its size is not known before the forward; '
-        'set num_micro_batches=1'
-      )
-    # What the masks do not need is pruned, the zeros among it.
-    zeros = tf.nest.map_structure(lambda s: tf.zeros(s.shape, s.dtype), specs)
-    return list(traced(zeros, args))
-
-  return Function
-
-
-def Reached(outputs: Sequence[tf.Tensor]) -> set[str]:
-  """Returns the names of the operations that lead to some tensors."""
-  waiting, names = [t.op for t in outputs], set()
-  while waiting:
-    op = waiting.pop()
-    if op.name not in names:
-      names.add(op.name)
-      waiting += [t.op for t in op.inputs]
-  return names
 
 
 def _SkipName(value: keras_nodes.Value) -> str:
