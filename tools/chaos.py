@@ -3,14 +3,14 @@
 
     python -m tools.chaos --minutes=60 --seed=1
 
-kills and stops training runs and their workers, damages checkpoints, fills a small disk and limits
-memory: each run must end bit-for-bit like an undisturbed run. It also mutates the texts and files
-that are read: each must be read, or refused in one line, within a time limit. It prints the number
-of cases of each kind and a command that repeats each failure; the exit status is 1 if there are
-any. The effect of a signal depends on timing, so a repeated case may pass.
+kills and stops training runs and their workers, cuts links between hosts, damages checkpoints,
+fills a small disk and limits memory: each run must end bit-for-bit like an undisturbed run. It also
+mutates the texts and files that are read: each must be read, or refused in one line, within a time
+limit. It prints the number of cases of each kind and a command that repeats each failure; the exit
+status is 1 if there are any. The effect of a signal depends on timing, so a repeated case may pass.
 
-It ends only processes that it started. A small disk needs root; otherwise the size of files is
-limited instead.
+It ends only processes that it started. Hosts are network namespaces of this machine, which need
+root; so does a small disk, in whose place the size of files may be limited.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ _ATTACKS: dict[str, run_attacks.Attack] = {
   'records': text_attacks.Records,
   'kill': run_attacks.Kill,
   'workers': run_attacks.Workers,
+  'links': run_attacks.Links,
   'checkpoints': run_attacks.Checkpoints,
   'disk': run_attacks.Disk,
   'memory': run_attacks.Memory,

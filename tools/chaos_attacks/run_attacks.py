@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pathlib
 import random
@@ -17,7 +18,7 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from lingvo_gpipe.checkpoint import checkpointer
-from tools.chaos_attacks import children, mutation
+from tools.chaos_attacks import children, mutation, network
 
 # The last step of a run, and the step up to which the run is trained whose checkpoints are damaged.
 _LAST_STEP, _HALF_STEP = 30, 6
@@ -79,6 +80,47 @@ def Workers(draw: random.Random, runner: children.Runner) -> None:
       raise children.FindingError(f'{len(orphans)} processes outlive the trainer')
     time.sleep(0.1)
   _Finish(runner, logdir, flag)
+
+
+def Links(draw: random.Random, runner: children.Runner) -> None:
+  """Cuts links between the hosts of a run, or ends a worker's host; without root it does nothing.
+
+  A link is cut for a moment, which connections survive, or until a step takes too long.
+  """
+  try:
+    hosts = network.Network(3)
+  except OSError:  # There is no `ip`, or it needs root.
+    return
+  logdir, spec = runner.folder / 'run', runner.folder / 'hosts.json'
+  runner.folder.mkdir(parents=True, exist_ok=True)
+  spec.write_text(json.dumps({'worker': [f'{a}:2222' for a in hosts.addresses[1:]]}))
+
+  def StartWorker(i: int) -> children.Child:
+    args = [f'--cluster={spec}', f'--task_index={i}', '--trusted_network', '--platform=cpu']
+    return runner.Start('worker', args, lambda: hosts.Enter(1 + i))
+
+  flags = [f'--cluster={spec}', '--step_timeout=20']
+  with hosts:
+    workers = [StartWorker(i) for i in range(2)]
+    trainer = runner.Start('trainer', [*_Args(logdir), *flags], lambda: hosts.Enter(0))
+    try:
+      # Before the first step, a call that got lost is waited for half an hour.
+      _WaitForStep(trainer, logdir, draw.randint(1, _LAST_STEP - 1), _SECONDS * 5)
+      host = draw.randrange(3)
+      hosts.SetLink(host, is_up=False)
+      time.sleep(draw.choice([0.3, 3.0, 30.0]) * draw.random())
+      if host and draw.random() < 0.3:
+        workers[host - 1].Signal(signal.SIGKILL)
+        workers[host - 1].Wait(_SECONDS)
+        workers[host - 1] = StartWorker(host - 1)
+      hosts.SetLink(host, is_up=True)
+      ended = runner.Wait(trainer)
+    finally:
+      for child in (trainer, *workers):
+        child.Signal(signal.SIGKILL)
+        child.Wait(_SECONDS)
+  _CheckDone(ended)
+  _CheckEqual(runner, logdir, '--local_workers=2')
 
 
 def Checkpoints(draw: random.Random, runner: children.Runner) -> None:
@@ -170,13 +212,18 @@ def _WaitAWhile(draw: random.Random, child: children.Child, logdir: pathlib.Path
     seconds, step = draw.uniform(0.0, 3.0), _LAST_STEP
   else:
     seconds, step = 60.0, draw.randrange(_LAST_STEP)
+  _WaitForStep(child, logdir, step, seconds)
+  time.sleep(draw.uniform(0.0, 0.05))
+
+
+def _WaitForStep(child: children.Child, logdir: pathlib.Path, step: int, seconds: float) -> None:
+  """Waits for a checkpoint of a step, but not after a time limit or the end of the process."""
   deadline = time.monotonic() + seconds
   while time.monotonic() < deadline and not child.HasEnded():
     commits = [path.stem for path in (logdir / 'train').glob('ckpt-*.json')]
     if commits and int(max(commits).removeprefix('ckpt-')) >= step:
       break
     time.sleep(0.01)
-  time.sleep(draw.uniform(0.0, 0.05))
 
 
 def _CheckDone(ended: children.Ended) -> None:
