@@ -145,7 +145,7 @@ class KerasLoss:
     # The loss may read no weights and change no variables.
     run = functools.partial(self._LossAndStates, run=Call)
     self._Trace(self._Function(run), side, batch_size)
-    if self._num_micro_batches > 1:
+    if self._num_micro_batches > 1 and self.outputs:
       # A number that shows which dimension of a loss is the batch.
       tensors = [t for t in tf.nest.flatten((side.y, side.sample_weight)) if t is not None]
       sizes = [d or 0 for t in (*tensors, *self._graph.outputs) for d in t.shape[1:]]
@@ -340,7 +340,7 @@ class KerasLoss:
       return tf.zeros([])
 
     self._Compute(y, y_pred, sample_weight, Run)
-    return tf.stack(divisors) if divisors else tf.zeros([0], tf.float64)
+    return tf.stack(divisors)
 
   def Scales(
     self,
@@ -353,8 +353,8 @@ class KerasLoss:
       micro_batches: the arguments of the first layer and the side of each.
       masks: computes the masks of the outputs from the arguments; None if outputs have no masks.
     """
-    if len(micro_batches) == 1:
-      return [tf.ones([len(self._is_sum)], tf.float64)]
+    if len(micro_batches) == 1 or not self._is_sum:
+      return [tf.ones([len(self._is_sum)], tf.float64) for _ in micro_batches]
     rows = [micro_batch.BatchSize(args) for args, _ in micro_batches]
     divisors = []
     for (args, side), r in zip(micro_batches, rows, strict=True):

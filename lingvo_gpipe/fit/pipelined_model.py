@@ -458,7 +458,7 @@ class PipelinedModel(keras.Model):
     masks: dict[bool, keras_masks.Masks] = {}
     if has_masks and num_micro_batches > 1:
       masks = {e: keras_masks.OutputMasks(stack.layers, do_eval=e) for e in (False, True)}
-      for compute in masks.values():
+      for compute in masks.values() if loss.outputs else ():  # A loss needs the masks.
         tf.function(compute, autograph=False).get_concrete_function(tuple(specs))
     stack.Place(devices, *specs, loss_fn=loss, num_replicas=num_replicas, cut=cut)
     keras_variables.GiveValues(self.model)

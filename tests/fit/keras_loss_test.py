@@ -455,6 +455,11 @@ def testMasksThatDependOnTheMode():
   keras_fits.CheckFit(lambda: _MaskedBy('mode'), x, TARGETS, {'loss': 'mse'}.copy, SIZES, **options)
 
 
+def testOnlyALossNeedsMasks():
+  pipe = keras_fits.Pipe(keras_fits.Seeded(lambda: _MaskedBy('random')), 2, 2)
+  assert pipe.predict(keras_fits.Floats(4, 6, 5), verbose=0).shape == (4, 6, 3)
+
+
 def testRandomMasksAreRefused():
   refusal = naming.Naming('mask', 'random', 'num_micro_batches=1')
   pipe = keras_fits.Pipe(keras_fits.Seeded(lambda: _MaskedBy('random')), 2, 2)
