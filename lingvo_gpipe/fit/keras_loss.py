@@ -30,7 +30,7 @@ from lingvo_gpipe.core import nested_map
 from lingvo_gpipe.layers.keras import keras_cell_layer, keras_masks, keras_nodes, keras_variables
 from lingvo_gpipe.pipeline.stages import micro_batch, weighted_loss
 
-# Outputs with so many values are too large to try a loss on them.
+# Largest number of values of an output with which a loss is tried.
 _MOST_TRIED = 2**24
 
 # Computes a loss from y, y_pred and sample_weight of its output.
@@ -173,15 +173,28 @@ class KerasLoss:
 
     def Function(rows: int, masks: Sequence[Any], y: Any, sample_weight: Any) -> Any:
       outputs = []
-      for v, mask in zip(self._graph.outputs, masks, strict=True):
-        dtype, shape = tf.as_dtype(v.dtype), [rows, *v.shape[1:]]
-        outputs.append(tf.raw_ops.Placeholder(dtype=dtype, shape=shape, name=_OUTPUT))
+      for spec, mask in zip(self._OutputSpecs(rows, y), masks, strict=True):
+        output = tf.raw_ops.Placeholder(dtype=spec.dtype, shape=spec.shape, name=_OUTPUT)
         if mask is not None:
-          outputs[-1]._keras_mask = mask
+          output._keras_mask = mask
+        outputs.append(output)
       with keras.StatelessScope():
         return run(y, self._graph.PackOutputs(outputs), sample_weight)
 
     return tf.function(Function, autograph=False)
+
+  def _OutputSpecs(self, rows: int, y: Any) -> list[tf.TensorSpec]:
+    """Returns specs of the outputs; an unknown length is taken from the labels, if they agree."""
+    shapes = [t.shape for t in tf.nest.flatten(y) if t is not None]
+
+    def Size(axis: int, size: int | None) -> int | None:
+      sizes = {shape[axis] for shape in shapes if len(shape) > axis}
+      return sizes.pop() if size is None and len(sizes) == 1 else size
+
+    return [
+      tf.TensorSpec([rows, *itertools.starmap(Size, enumerate(v.shape[1:], 1))], v.dtype)
+      for v in self._graph.outputs
+    ]
 
   def _Trace(self, function: Any, side: nested_map.NestedMap, rows: int) -> Any:
     """Returns the graph of a `_Function` for a number of rows."""
@@ -207,59 +220,67 @@ class KerasLoss:
     del sample_weight
     is_joint = type(loss).__call__ is not keras.losses.Loss.__call__
     if not is_joint:
-      values = _Values(loss, y, y_pred)
-      multiples = [d for d in values.shape if d is not None and d % batch_size == 0]
+      shape = _Values(loss, y, y_pred).shape
       # Outputs of unknown length may have values of unknown length.
-      is_unknown = None in values.shape and any(None in v.shape[1:] for v in self._graph.outputs)
-      is_joint = len(multiples) != 1 and not is_unknown
+      is_unknown = shape.rank is None or (
+        None in shape and any(None in t.shape for t in keras.tree.flatten(y_pred))
+      )
+      is_joint = not is_unknown and sum(d is not None and d % batch_size == 0 for d in shape) != 1
     if is_joint:
       raise _Joint(loss)
     return tf.zeros([])
 
   def _CheckSums(self, side: nested_map.NestedMap, batch_size: int) -> None:
-    """Raises ValueError if the loss of some examples is not the sum over each half of them.
+    """Raises ValueError if the loss of the batch is not the sum over its micro-batches.
 
     This does not show in shapes: a contrastive loss, for example, is a number for each example.
     """
-    num_rows = min(batch_size, 8)
-    shapes = [tf.TensorShape([num_rows, *v.shape[1:]]) for v in self._graph.outputs]
-    if any((s.num_elements() or _MOST_TRIED) >= _MOST_TRIED for s in shapes):
+    rows, num_pieces = list(range(batch_size)), self._num_micro_batches
+    if batch_size < 2 or self._AreLarge(batch_size, side.y):
+      # From the whole batch, which may be ordered by class.
+      rows, num_pieces = [i * batch_size // 8 for i in range(8)], 2
+    if self._AreLarge(len(rows), side.y):
       return
-    # From the whole batch, which may be ordered by class.
-    rows = [i * batch_size // num_rows for i in range(num_rows)]
     y, sample_weight = tf.nest.map_structure(
       lambda t: None if t is None else tf.gather(t, rows), (side.y, side.sample_weight)
     )
-    # Both logits and probabilities may be between 0 and 1.
-    outputs = [
-      tf.cast(tf.random.stateless_uniform(shape, [i, 0], 0.1, 0.9), v.dtype)
-      for i, (shape, v) in enumerate(zip(shapes, self._graph.outputs, strict=True))
-    ]
+    for power in (1, 8):  # Even and uneven; both logits and probabilities may be between 0 and 1.
+      outputs = [
+        tf.cast(tf.random.stateless_uniform(spec.shape, [i, power], 0.1, 0.9) ** power, spec.dtype)
+        for i, spec in enumerate(self._OutputSpecs(len(rows), y))
+      ]
+      batch = (outputs, y, sample_weight)
+      whole, again = self._Sums(batch), self._Sums(batch)
+      parts = [self._Sums(piece) for piece in micro_batch.Split(batch, num_pieces)]
+      for (loss, total, size), (_, other, _), *pieces in zip(whole, again, *parts, strict=True):
+        error = abs(total - sum(piece for _, piece, _ in pieces))
+        if total == other and error > size:  # Neither random nor NaN.
+          raise _Joint(loss)
 
-    def Sums(rows: slice) -> list[tuple[Any, tf.Tensor]]:
-      sums = []
+  def _AreLarge(self, rows: int, y: Any) -> bool:
+    sizes = [spec.shape.num_elements() for spec in self._OutputSpecs(rows, y)]
+    return None in sizes or max(sizes) > _MOST_TRIED
 
-      def Run(loss: Any, y: Any, y_pred: Any, sample_weight: Any) -> tf.Tensor:
-        del sample_weight
-        sums.append((loss, tf.reduce_sum(tf.cast(_Values(loss, y, y_pred), tf.float64))))
-        return tf.zeros([])
+  def _Sums(self, batch: tuple[Any, Any, Any]) -> list[tuple[Any, tf.Tensor, tf.Tensor]]:
+    """Returns each loss, its sum over a batch of outputs, labels and weights, and its rounding."""
+    outputs, y, sample_weight = batch
+    sums: list[Any] = []
 
-      def Rows(t: Any) -> Any:
-        return None if t is None else t[rows]
+    def Run(loss: Any, y: Any, y_pred: Any, sample_weight: Any) -> tf.Tensor:
+      try:
+        values = _Values(loss, y, y_pred)
+        if (mask := _Mask(values)) is not None:
+          values *= tf.cast(mask, values.dtype)
+        total = _Sum(reduction='sum', dtype='float64')(values, values, sample_weight)
+        size = tf.reduce_sum(abs(tf.cast(values, tf.float64)))
+        sums.append((loss, total, size * (1e-4 if values.dtype.size >= 4 else 0.05)))
+      except tf.errors.OpError:  # For all examples: an assertion that chance does not fulfil.
+        sums.append((loss, tf.constant(math.inf, tf.float64), tf.zeros([], tf.float64)))
+      return tf.zeros([])
 
-      y_pred = self._graph.PackOutputs(list(map(Rows, outputs)))
-      with keras.StatelessScope():
-        self._Compute(
-          tf.nest.map_structure(Rows, y), y_pred, tf.nest.map_structure(Rows, sample_weight), Run
-        )
-      return sums
-
-    whole, half = slice(None), num_rows // 2
-    slices = (whole, whole, slice(half), slice(half, None))
-    for (loss, both), (_, again), (_, first), (_, second) in zip(*map(Sums, slices), strict=True):
-      error, size = abs(both - first - second), abs(both) + abs(first) + abs(second)
-      if both == again and error > 1e-3 * size:  # Neither random nor NaN.
-        raise _Joint(loss)
+    with keras.StatelessScope():
+      self._Compute(y, self._graph.PackOutputs(outputs), sample_weight, Run)
+    return sums
 
   def __call__(
     self, theta: Any, outputs: tuple[Any, ...], side: nested_map.NestedMap

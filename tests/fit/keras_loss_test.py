@@ -4,6 +4,7 @@
 import sys
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers, ops
@@ -342,6 +343,24 @@ def InBatchNegatives(y, y_pred):
   return ops.logsumexp(similarities, axis=-1) - ops.sum(y * y_pred, axis=-1)
 
 
+def WithinGroups(y, y_pred):
+  """Compares the rows of a group, which may lie in several micro-batches."""
+  same = ops.cast(ops.equal(y[:, :1], ops.transpose(y[:, :1])), y_pred.dtype)
+  return ops.logsumexp(ops.matmul(same, y_pred), axis=-1)
+
+
+def Thresholded(y, y_pred):
+  """Drops what is small beside the mean of the batch."""
+  values = ops.mean(ops.square(y_pred), axis=-1)
+  return ops.where(values > 0.05 * ops.mean(values), values, 0.0)
+
+
+def MeanForEach(y, y_pred):
+  """The sum is right, but not with weights."""
+  values = ops.mean(ops.square(y - y_pred), axis=-1)
+  return ops.mean(values) * ops.ones_like(values)
+
+
 class _RootOfAll(keras.losses.Loss):
   def call(self, y_true, y_pred):
     return ops.mean(ops.square(y_true - y_pred), axis=-1)
@@ -373,6 +392,65 @@ def testLossesThatCompareExamplesAreRefused(loss, name):
   with pytest.raises(ValueError, match=naming.Naming(name, 'num_micro_batches=1')):
     pipe.train_on_batch(X[:3], y[:3])
   assert pipe.stack is None  # Nothing has moved.
+
+
+@pytest.mark.parametrize(
+  ('loss', 'name'),
+  [(WithinGroups, 'within_groups'), (Thresholded, 'thresholded'), (MeanForEach, 'mean_for_each')],
+)
+def testLossesThatCompareExamplesOfTheBatchAreRefused(loss, name):
+  """The rows of a group are neighbours; each has a weight."""
+  y = np.repeat(np.arange(4), 3)[:, None] * np.ones([1, 3])
+  pipe = keras_fits.Pipe(keras_fits.Seeded(lambda: keras_fits.Mlp(3)), 2, 3)
+  pipe.compile(loss=loss)
+  with pytest.raises(ValueError, match=naming.Naming(name, 'num_micro_batches=1')):
+    pipe.train_on_batch(X[[0] * 12], y[[*range(12)]], sample_weight=WEIGHTS)
+  assert pipe.stack is None
+
+
+def testALossIsTriedOnMoreThanAFirstBatchOfOneRow():
+  pipe = keras_fits.Pipe(keras_fits.Seeded(lambda: keras_fits.Mlp(3)), 2, 2)
+  pipe.compile(loss=InBatchNegatives)
+  with pytest.raises(ValueError, match=naming.Naming('in_batch_negatives', 'num_micro_batches=1')):
+    pipe.test_on_batch(X[:1], Y[:1])
+
+
+def PooledNegatives(y, y_pred):
+  return InBatchNegatives(ops.mean(y, axis=1), ops.mean(y_pred, axis=1))
+
+
+def _AnyLength():
+  inputs = keras.Input([None, 3])
+  return keras.Model(inputs, layers.Dense(4)(layers.Dense(8)(inputs)))
+
+
+def testOutputsOfUnknownLength():
+  """They have the length of the labels, so losses with masks work and others are refused."""
+  labels = keras_fits.Integers(4, 12, 6)
+  labels[:4, 1:] = -1
+
+  def Compiled():
+    return {'loss': LOSSES.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1)}
+
+  keras_fits.CheckFit(_AnyLength, TARGETS, labels, Compiled, SIZES, batch_size=6)
+  for loss in (Positive, PooledNegatives):
+    pipe = keras_fits.Pipe(keras_fits.Seeded(_AnyLength), 2, 2)
+    pipe.compile(loss=loss)
+    with pytest.raises(ValueError, match=naming.Naming('num_micro_batches=1')):
+      pipe.train_on_batch(TARGETS, keras_fits.Floats(12, 6, 4))
+
+
+def testLossesThatAssertSomethingOfThePredictions():
+  """Random predictions do not fulfil it, but the predictions of the model do."""
+
+  def Checked(y, y_pred):
+    tf.debugging.assert_near(tf.reduce_sum(y_pred, axis=-1), tf.ones(tf.shape(y_pred)[:1]))
+    return ops.categorical_crossentropy(y, y_pred)
+
+  def Make():
+    return keras_fits.Mlp(3, activation='softmax')
+
+  keras_fits.CheckFit(Make, X, keras_fits.Classes(12, 3)[1], lambda: {'loss': Checked}, SIZES)
 
 
 @pytest.mark.parametrize('flat', [True, False])
