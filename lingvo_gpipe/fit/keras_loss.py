@@ -26,7 +26,7 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from lingvo_gpipe.core import nested_map
+from lingvo_gpipe.core import nested_map, side_effects
 from lingvo_gpipe.layers.keras import keras_cell_layer, keras_masks, keras_nodes, keras_variables
 from lingvo_gpipe.pipeline.stages import micro_batch, weighted_loss
 
@@ -142,9 +142,12 @@ class KerasLoss:
     def Call(loss: Any, y: Any, y_pred: Any, sample_weight: Any) -> tf.Tensor:
       return loss(y, y_pred, sample_weight)
 
-    # The loss may read no weights and change no variables.
-    run = functools.partial(self._LossAndStates, run=Call)
-    self._Trace(self._Function(run), side, batch_size)
+    def Refuse(y: Any, y_pred: Any, sample_weight: Any) -> None:
+      """Raises ValueError if the loss reads a weight, changes a variable or draws numbers."""
+      with side_effects.Forbid('the loss'):
+        self._LossAndStates(y, y_pred, sample_weight, Call)
+
+    self._Trace(self._Function(Refuse), side, batch_size)
     if self._num_micro_batches > 1 and self.outputs:
       # A number that shows which dimension of a loss is the batch.
       tensors = [t for t in tf.nest.flatten((side.y, side.sample_weight)) if t is not None]

@@ -580,6 +580,11 @@ def testLossesWithVariablesAreRefused(num_micro_batches):
   with pytest.raises(ValueError, match=naming.Naming('moving', 'metric')):
     changing.train_on_batch(X, Y)
   assert changing.stack is None
+  drawing = Pipe()
+  drawing.compile(loss=lambda y, y_pred: ops.mean(tf.nn.dropout(y - y_pred, 0.5), axis=-1))
+  with pytest.raises(ValueError, match=naming.Naming('loss', 'RandomUniform')):
+    drawing.train_on_batch(X, Y)
+  assert drawing.stack is None
 
 
 @pytest.mark.parametrize(
