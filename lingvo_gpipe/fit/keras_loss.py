@@ -274,8 +274,9 @@ class KerasLoss:
         values = _Values(loss, y, y_pred)
         if (mask := _Mask(values)) is not None:
           values *= tf.cast(mask, values.dtype)
-        total = _Sum(reduction='sum', dtype='float64')(values, values, sample_weight)
-        size = tf.reduce_sum(abs(tf.cast(values, tf.float64)))
+        total = _SUM(values, values, sample_weight)
+        sizes = [None if x is None else tf.abs(x) for x in (values, sample_weight)]
+        size = _SUM(sizes[0], *sizes)
         sums.append((loss, total, size * (1e-4 if values.dtype.size >= 4 else 0.05)))
       except tf.errors.OpError:  # For all examples: an assertion that chance does not fulfil.
         sums.append((loss, tf.constant(math.inf, tf.float64), tf.zeros([], tf.float64)))
@@ -360,7 +361,7 @@ class KerasLoss:
       else:
         like = keras.tree.flatten(y_pred)[0].shape[:1] if weights is None else weights.shape
         counted = tf.ones(like)
-      divisors.append(_Sum(reduction='sum', dtype='float64')(counted, counted, weights))
+      divisors.append(_SUM(counted, counted, weights))
       return tf.zeros([])
 
     self._Compute(y, y_pred, sample_weight, Run)
@@ -407,6 +408,9 @@ class _Sum(keras.losses.Loss):
     """Returns the values."""
     del y_pred
     return y_true
+
+
+_SUM = _Sum(name='sum', reduction='sum', dtype='float64')
 
 
 def _Values(loss: Any, y: Any, y_pred: Any) -> Any:
