@@ -67,12 +67,12 @@ def MeasureFit(config: configuration.Configuration) -> dict[str, Any]:
     weighted_metrics=[],
     jit_compile=config.xla,
   )
-  x, y = workloads.KerasData(config.sizes, _EPOCH)
+  dataset = workloads.KerasData(config.sizes, _EPOCH)
   losses: list[float] = []
 
   def Epoch() -> float:
     start = time.perf_counter()
-    history = model.fit(x, y, batch_size=config.sizes['batch'], shuffle=False, verbose=0).history
+    history = model.fit(dataset, verbose=0).history
     losses.append(history['loss'][0])
     return time.perf_counter() - start
 

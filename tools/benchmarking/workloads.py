@@ -124,12 +124,20 @@ def KerasModel(sizes: Mapping[str, int]) -> Any:
   return keras_hub.models.GPT2CausalLM(backbone, preprocessor=None)
 
 
-def KerasData(sizes: Mapping[str, int], num_steps: int) -> tuple[Any, Any]:
-  """Returns inputs and labels of workload (c), enough for some steps."""
+def KerasData(sizes: Mapping[str, int], num_steps: int) -> tf.data.Dataset:
+  """Returns the batches of workload (c), enough for some steps.
+
+  tf.data's tuner is off. With it, the end of an epoch waits until the tuner wakes up, after 2.5, 5
+  or 10 seconds, which hides any difference between models: arrays given to `fit` have a tuner, too.
+  """
   shape = [num_steps * sizes['batch'], sizes['time'] + 1]
   ids = np.random.RandomState(0).randint(0, sizes['vocab'], shape)
   x = ids[:, :-1]
-  return {'token_ids': x, 'padding_mask': np.ones_like(x)}, ids[:, 1:]
+  inputs = {'token_ids': x, 'padding_mask': np.ones_like(x)}
+  options = tf.data.Options()
+  options.autotune.enabled = False
+  dataset = tf.data.Dataset.from_tensor_slices((inputs, ids[:, 1:]))
+  return dataset.batch(sizes['batch'], drop_remainder=True).with_options(options)
 
 
 def _Normal(shape: list[int]) -> tf.Tensor:

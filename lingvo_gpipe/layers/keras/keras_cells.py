@@ -14,6 +14,7 @@ pass straight from the cell that makes them to the cells that take them.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -63,9 +64,12 @@ class Cell:
 
   @property
   def name(self) -> str:
-    """The name of the last layer with weights, or of the last call."""
-    names = [n.operation.name for n in self.nodes if n.variables]
-    return (names or [n.operation.name for n in self.nodes] or ['identity'])[-1]
+    """The name of the layer with the most weights, the last one of equals."""
+    if not self.nodes:
+      return 'identity'
+    sizes = [sum(math.prod(v.shape) for v in node.variables) for node in self.nodes]
+    last = max(range(len(sizes)), key=lambda i: (sizes[i], i))
+    return self.nodes[last].operation.name
 
   def Weights(self) -> dict[str, Any]:
     """Returns {name: Keras variable}; blocks of equal structure have equal names."""

@@ -125,14 +125,14 @@ def testEveryPairOfCellsMayBeCut(end):
 
 def testACellHasOneMatrixAndTheSmallCallsAroundIt():
   x = inputs = keras.Input([8, 8, 3])
-  for _ in range(2):
-    y = layers.Conv2D(3, 3, padding='same')(x)
+  for i in range(2):
+    y = layers.Conv2D(3, 3, padding='same', name=f'conv_{i}')(x)
     x = layers.ReLU()(layers.Add()([layers.BatchNormalization()(y), x]))
   x = layers.GlobalAveragePooling2D()(x)
   cells = _Cells(keras.Model(inputs, layers.Dense(2, name='head')(x)))
   block = ['Conv2D', 'BatchNormalization', 'Add', 'ReLU']
   assert _Kinds(cells) == [block, [*block, 'GlobalAveragePooling2D'], ['Dense']]
-  assert cells[-1].name == 'head'
+  assert [cell.name for cell in cells] == ['conv_0', 'conv_1', 'head']
 
 
 def testTheCutIsWhereTheFewestBytesCross():
