@@ -63,6 +63,9 @@ class BaseLayer(layer_tree.LayerTree):
   # Whether FProp calls `FPropContext.SumOverReplicas` in training.
   sums_over_replicas = False
 
+  # Whether, if this is the last layer, a loss gets `ForLoss` in the place of the outputs of FProp.
+  loss_takes_inputs = False
+
   def __init_subclass__(cls, **kwargs: Any) -> None:
     """Makes a class that overrides FProp declare again that it is position-wise."""
     super().__init_subclass__(**kwargs)
@@ -378,6 +381,14 @@ class BaseLayer(layer_tree.LayerTree):
           'Prefill and ExtendStep, or set is_position_wise = True in the class if each position of '
           'its outputs depends on the same position of its inputs alone'
         )
+
+  def ForLoss(self, theta: nested_map.NestedMap, *args: Any) -> tuple[Any, ...]:
+    """Returns objects that stand for the outputs of FProp, which the loss computes from them.
+
+    A layer with `loss_takes_inputs` overrides it. The objects convert into the outputs of FProp if
+    TensorFlow needs tensors.
+    """
+    raise NotImplementedError(f'{self.path}: a {type(self).__name__} has no ForLoss')
 
   # ---- cost ------------------------------------------------------------------------------------
 

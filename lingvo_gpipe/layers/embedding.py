@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from lingvo_gpipe.core import base_layer, domain, hyperparams, nested_map, shapes, weight_params
-from lingvo_gpipe.layers import linear
+from lingvo_gpipe.layers import chunked_logits, linear
 
 
 class EmbeddingLayer(base_layer.BaseLayer):
@@ -210,7 +210,43 @@ class LearnablePositionalEmbeddingLayer(_PositionLayer):
       raise ValueError(f'{path}: inputs of time {inputs.shape[1]}, but max_pos is {params.max_pos}')
 
 
-class SimpleFullSoftmax(base_layer.BaseLayer):
+class _SoftmaxLayer(base_layer.BaseLayer):
+  """Base class of softmax heads, whose logits the loss may compute in chunks."""
+
+  @classmethod
+  def Params(cls) -> hyperparams.InstantiableParams:
+    """Returns the Params: the sizes of all heads."""
+    p = super().Params()
+    p.Define('input_dim', 0, 'Size of the last axis of the inputs.', domain.SIZE)
+    p.Define('num_classes', 0, 'Number of classes.', domain.SIZE)
+    p.Define(
+      'chunk_size',
+      0,
+      'If above 0, the loss computes the logits of this many positions at a time, and backward '
+      'does so again: they are never whole.',
+      domain.Int(0, 2**31 - 1),
+    )
+    return p
+
+  @property
+  def loss_takes_inputs(self) -> bool:
+    """Whether a loss takes `ForLoss` of the inputs; see BaseLayer."""
+    return self.params.chunk_size > 0
+
+  def ForLoss(
+    self, theta: nested_map.NestedMap, inputs: tf.Tensor, *extras: Any
+  ) -> tuple[chunked_logits.ChunkedLogits]:
+    """Returns logits [..., num_classes] of inputs [..., input_dim], not computed yet."""
+    del extras
+    p = self.params
+    shapes.CheckLastDim(self.path, inputs, p.input_dim)
+    logits = chunked_logits.ChunkedLogits(
+      self.FProp, theta, inputs, num_classes=p.num_classes, chunk_size=p.chunk_size
+    )
+    return (logits,)
+
+
+class SimpleFullSoftmax(_SoftmaxLayer):
   """Computes the logits of a softmax; `XentLossFromLogits` computes the loss from them."""
 
   is_position_wise = True
@@ -219,8 +255,6 @@ class SimpleFullSoftmax(base_layer.BaseLayer):
   def Params(cls) -> hyperparams.InstantiableParams:
     """Returns the Params of a SimpleFullSoftmax."""
     p = super().Params()
-    p.Define('input_dim', 0, 'Size of the last axis of the inputs.', domain.SIZE)
-    p.Define('num_classes', 0, 'Number of classes.', domain.SIZE)
     p.Define('use_bias', True, 'Whether there is a bias.')
     p.Define(
       'logits_abs_max',
@@ -266,21 +300,13 @@ class SimpleFullSoftmax(base_layer.BaseLayer):
     return logits
 
 
-class SharedSoftmaxLayer(base_layer.BaseLayer):
+class SharedSoftmaxLayer(_SoftmaxLayer):
   """A softmax head whose weight has the shape of an EmbeddingLayer's, so that both can be tied.
 
   logits = inputs emb^T + b. In a pipeline: `stack.ties=[['layers[9].emb', 'layers[0].emb']]`.
   """
 
   is_position_wise = True
-
-  @classmethod
-  def Params(cls) -> hyperparams.InstantiableParams:
-    """Returns the Params of a SharedSoftmaxLayer."""
-    p = super().Params()
-    p.Define('input_dim', 0, 'Size of the last axis of the inputs: the embedding_dim.', domain.SIZE)
-    p.Define('num_classes', 0, 'Number of classes: the vocab_size.', domain.SIZE)
-    return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
     super().__init__(params)
@@ -308,7 +334,9 @@ class SharedSoftmaxLayer(base_layer.BaseLayer):
 
 
 def XentLossFromLogits(
-  logits: tf.Tensor, class_ids: tf.Tensor, label_smoothing: float = 0.0
+  logits: tf.Tensor | chunked_logits.ChunkedLogits,
+  class_ids: tf.Tensor,
+  label_smoothing: float = 0.0,
 ) -> tf.Tensor:
   """Returns the cross entropy of each position, in nats.
 
@@ -327,9 +355,7 @@ def XentLossFromLogits(
   """
   if not 0 <= label_smoothing < 1:
     raise ValueError(f'label_smoothing must be at least 0 and below 1, got {label_smoothing!r}')
-  if logits.dtype.size < 4:
-    logits = tf.cast(logits, tf.float32)
-  xent = tf.nn.sparse_softmax_cross_entropy_with_logits(class_ids, logits)
+  xent, total, _ = _Statistics(logits, class_ids)
   if not label_smoothing:
     return xent
   num_classes = logits.shape[-1]
@@ -338,9 +364,20 @@ def XentLossFromLogits(
       f'label smoothing needs at least 2 classes, got logits of shape {logits.shape}'
     )
   wrong = label_smoothing / (num_classes - 1)
-  # The sum of -log(probability) over all classes, without a tensor of targets.
-  total = num_classes * tf.reduce_logsumexp(logits, axis=-1) - tf.reduce_sum(logits, axis=-1)
   return (1.0 - label_smoothing - wrong) * xent + wrong * total
+
+
+def Hits(logits: tf.Tensor | chunked_logits.ChunkedLogits, class_ids: tf.Tensor) -> tf.Tensor:
+  """Returns for each position 1 if the right class has the largest logit, else 0."""
+  return _Statistics(logits, class_ids).hits
+
+
+def _Statistics(
+  logits: tf.Tensor | chunked_logits.ChunkedLogits, class_ids: tf.Tensor
+) -> chunked_logits.Statistics:
+  if isinstance(logits, chunked_logits.ChunkedLogits):
+    return logits.StatisticsOf(class_ids)
+  return chunked_logits.FromLogits(logits, class_ids)
 
 
 def _CheckIds(path: str, ids: Any, paddings: Any) -> None:

@@ -86,8 +86,7 @@ class LanguageModel(task.BaseTask):
     weights = tf.cast(input_batch.weights, xent.dtype)
     total = tf.reduce_sum(weights)
     loss = tf.math.divide_no_nan(tf.reduce_sum(xent * weights), total)
-    hits = tf.equal(tf.argmax(predictions, axis=-1, output_type=tf.int32), input_batch.labels)
-    correct = tf.reduce_sum(tf.cast(hits, xent.dtype) * weights)
+    correct = tf.reduce_sum(embedding.Hits(predictions, input_batch.labels) * weights)
     metrics = {
       'loss': (loss, total),
       'bits_per_token': (loss / math.log(2.0), total),

@@ -195,7 +195,7 @@ class TransformerMt(task.BaseTask):
 
     smoothing = 0.0 if self.do_eval else self.params.label_smoothing
     smoothed = embedding.XentLossFromLogits(predictions, labels, smoothing) if smoothing else xent
-    hits = tf.equal(tf.argmax(predictions, axis=-1, output_type=labels.dtype), labels)
+    hits = embedding.Hits(predictions, labels)
     metrics = {
       'loss': (Mean(smoothed), total),
       'log_pplx': (Mean(xent), total),

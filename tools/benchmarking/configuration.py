@@ -15,7 +15,15 @@ from lingvo_gpipe.planner import plan_choice
 # Default sizes of each workload, which flags can change.
 WORKLOADS: dict[str, dict[str, int]] = {
   'a': {'layers': 16, 'dim': 1024, 'batch': 256},
-  'b': {'layers': 8, 'dim': 512, 'batch': 32, 'time': 128, 'vocab': 4096, 'heads': 8},
+  'b': {
+    'layers': 8,
+    'dim': 512,
+    'batch': 32,
+    'time': 128,
+    'vocab': 4096,
+    'heads': 8,
+    'chunk': 0,  # Positions whose logits the loss computes at a time; 0: all.
+  },
   'c': {'layers': 8, 'dim': 256, 'batch': 16, 'time': 128, 'vocab': 1024, 'heads': 4},
   'd': {'cells': 6, 'filters': 32, 'image': 64, 'batch': 32},
 }

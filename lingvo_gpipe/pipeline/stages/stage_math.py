@@ -263,6 +263,8 @@ class StageMath:
       NestedMap(args, skips) as the layer returned them, and its auxiliary losses.
     """
     layer = self.layers[i]
+    if self._LossTakesInputs(i):
+      return nested_map.NestedMap(args=x.args, skips=nested_map.NestedMap()), {}
     outer = fprop_context.Current()
     giver = self.layers[i - 1] if i else None
     with failures.NoteLayer(layer, x.args, giver):
@@ -279,6 +281,10 @@ class StageMath:
         what = f'auxiliary loss {owner.path}.{name}'
         aux_losses[key] = (weighted_loss.Loss(what, value), coefficient)
     return nested_map.NestedMap(args=out, skips=stashed), aux_losses
+
+  def _LossTakesInputs(self, i: int) -> bool:
+    is_last = self._loss_fn is not None and i == len(self.layers) - 1
+    return is_last and self.layers[i].loss_takes_inputs
 
   def RunLayers(
     self,
@@ -350,10 +356,17 @@ class StageMath:
     assert self._loss_fn is not None
     theta = [layer.ThetaFrom(v) for layer, v in zip(self.layers, call.variables, strict=True)]
     weight = call.context.loss_weight
-    floats = [weighted_loss.WhereItCounts(x, weight) for x in leaves.Floats(outputs)]
-    outputs = leaves.WithFloats(sequential.AsTuple(outputs), floats)
+
+    def Counted(nest: Any) -> Any:
+      floats = [weighted_loss.WhereItCounts(x, weight) for x in leaves.Floats(nest)]
+      return leaves.WithFloats(nest, floats)
+
+    outputs = Counted(sequential.AsTuple(outputs))
     try:
       with failures.LossScope(), side_effects.Forbid('the loss'):
+        if self._LossTakesInputs(len(self.layers) - 1):
+          tensors = tf.nest.map_structure(tf.convert_to_tensor, theta[-1])
+          outputs = self.layers[-1].ForLoss(Counted(tensors), *outputs)
         return weighted_loss.Metrics(self._loss_fn(theta, outputs, call.side))
     except Exception as e:
       inputs = (

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ChunkedLogits`: logits that a loss computes for some positions at a time, and then drops.
+
+With a large vocabulary the logits of a micro-batch take more memory than all else in the last
+stage, and their gradient as much again. A loss needs only a few numbers for each position:
+
+    inputs [n, dim] ──chunk of positions──> logits [chunk, vocab] ──> xent, total, hits [chunk]
+
+Backward computes the logits of each chunk again. It adds the gradients of the weights up over the
+chunks, so a softmax costs one more product of matrices, and memory for one chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+# Maps weights and inputs [..., dim] to logits [..., num_classes].
+LogitsFn = Callable[[Any, tf.Tensor], tf.Tensor]
+
+
+class Statistics(NamedTuple):
+  """What a loss needs of the logits of each position, [...], in float32 or float64.
+
+  Attributes:
+    xent: the cross entropy with the right class, in nats.
+    total: the sum of the cross entropies with all classes.
+    hits: 1 if the right class has the largest logit, else 0; without a gradient.
+  """
+
+  xent: tf.Tensor
+  total: tf.Tensor
+  hits: tf.Tensor
+
+
+def FromLogits(logits: tf.Tensor, class_ids: tf.Tensor) -> Statistics:
+  """Returns the statistics of logits [..., num_classes] for class ids [...]."""
+  if logits.dtype.size < 4:
+    logits = tf.cast(logits, tf.float32)
+  xent = tf.nn.sparse_softmax_cross_entropy_with_logits(class_ids, logits)
+  num_classes = tf.cast(tf.shape(logits)[-1], logits.dtype)
+  total = num_classes * tf.reduce_logsumexp(logits, axis=-1) - tf.reduce_sum(logits, axis=-1)
+  hits = tf.equal(tf.argmax(logits, axis=-1, output_type=class_ids.dtype), class_ids)
+  return Statistics(xent, total, tf.cast(hits, logits.dtype))
+
+
+class ChunkedLogits:
+  """The logits of a softmax that were not computed yet.
+
+  TensorFlow converts it into a tensor, the whole logits, if an operation needs one.
+
+  Attributes:
+    inputs: [..., dim].
+    shape: the shape of the logits, [..., num_classes].
+  """
+
+  def __init__(
+    self,
+    logits_fn: LogitsFn,
+    weights: Any,
+    inputs: tf.Tensor,
+    *,
+    num_classes: int,
+    chunk_size: int,
+  ) -> None:
+    """Computes nothing.
+
+    Args:
+      logits_fn: computes logits; changes nothing, and draws no random numbers.
+      weights: the nest of variables or tensors that `logits_fn` takes.
+      inputs: [..., dim].
+      num_classes: size of the last axis of the logits.
+      chunk_size: the number of positions whose logits exist at a time.
+    """
+    self._logits_fn = logits_fn
+    self._weights = weights
+    self.inputs = inputs
+    self._chunk_size = chunk_size
+    self.shape = inputs.shape[:-1] + [num_classes]
+    self._statistics: tuple[tf.Tensor, Statistics] | None = None
+
+  def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
+    """Returns the whole logits, [..., num_classes]."""
+    return tf.convert_to_tensor(self._logits_fn(self._weights, self.inputs), dtype, name=name)
+
+  def StatisticsOf(self, class_ids: tf.Tensor) -> Statistics:
+    """Returns the statistics for class ids [...] or [..., 1], once for each tensor of ids."""
+    if self._statistics is None or self._statistics[0] is not class_ids:
+      self._statistics = class_ids, self._Compute(class_ids)
+    return self._statistics[1]
+
+  def _Compute(self, class_ids: tf.Tensor) -> Statistics:
+    ids = tf.reshape(tf.cast(class_ids, tf.int64), [-1])
+    rows = tf.reshape(self.inputs, [-1, self.inputs.shape[-1]])
+    weights = [tf.convert_to_tensor(w) for w in tf.nest.flatten(self._weights)]
+    statistics = _InChunks(self._ChunkStatistics, weights, rows, ids, self._chunk_size)
+    return Statistics(*(tf.reshape(x, tf.shape(self.inputs)[:-1]) for x in statistics))
+
+  def _ChunkStatistics(
+    self, weights: Sequence[tf.Tensor], rows: tf.Tensor, ids: tf.Tensor
+  ) -> Statistics:
+    packed = tf.nest.pack_sequence_as(self._weights, weights)
+    return FromLogits(self._logits_fn(packed, rows), ids)
+
+
+def _InChunks(
+  function: Callable[[Sequence[tf.Tensor], tf.Tensor, tf.Tensor], Statistics],
+  weights: Sequence[tf.Tensor],
+  rows: tf.Tensor,
+  ids: tf.Tensor,
+  chunk_size: int,
+) -> list[tf.Tensor]:
+  """Returns `function(weights, rows, ids)`, chunk by chunk, also when it is differentiated.
+
+  Args:
+    function: computes numbers for each row; the last one has no gradient.
+    weights: the weights, floating tensors.
+    rows: [n, dim].
+    ids: [n].
+    chunk_size: number of rows of a chunk.
+  """
+  num_rows = tf.shape(rows)[0]
+  num_chunks = -(-num_rows // chunk_size)
+
+  def Split(x: tf.Tensor) -> tf.Tensor:
+    """Returns [chunks, chunk_size, ...], with zeros after the last row."""
+    padding = [[0, num_chunks * chunk_size - num_rows]] + [[0, 0]] * (x.shape.rank - 1)
+    shape = tf.concat([[num_chunks, chunk_size], tf.shape(x)[1:]], axis=0)
+    return tf.reshape(tf.pad(x, padding), shape)
+
+  def Join(x: tf.Tensor) -> tf.Tensor:
+    """Undoes `Split`."""
+    return tf.reshape(x, tf.concat([[-1], tf.shape(x)[2:]], axis=0))[:num_rows]
+
+  ids = Split(ids)
+
+  @tf.custom_gradient
+  def Run(rows: tf.Tensor, *weights: tf.Tensor) -> Any:
+    chunks = Split(rows)
+
+    def Forward(x: tuple[tf.Tensor, tf.Tensor]) -> tuple[tf.Tensor, ...]:
+      return tuple(function(weights, *x))
+
+    def Gradient(*upstream: tf.Tensor) -> tuple[tf.Tensor, ...]:
+      sums = [tf.zeros_like(w) for w in weights]
+      grads = tf.TensorArray(chunks.dtype, num_chunks, element_shape=chunks.shape[1:])
+      dy = [Split(g) for g in upstream[:-1]]
+
+      def Body(i: tf.Tensor, grads: Any, *sums: tf.Tensor) -> Any:
+        chunk = chunks[i]
+        with tf.GradientTape() as tape:
+          tape.watch([chunk, *weights])
+          y = function(weights, chunk, ids[i])[:-1]
+        dx, *dw = tape.gradient(
+          y,
+          [chunk, *weights],
+          output_gradients=[g[i] for g in dy],
+          unconnected_gradients=tf.UnconnectedGradients.ZERO,
+        )
+        return [i + 1, grads.write(i, dx), *map(tf.add, sums, map(tf.convert_to_tensor, dw))]
+
+      _, grads, *sums = tf.while_loop(
+        lambda i, *_: i < num_chunks, Body, [0, grads, *sums], parallel_iterations=1
+      )
+      return Join(grads.stack()), *sums
+
+    dtype = chunks.dtype if chunks.dtype.size >= 4 else tf.float32
+    outputs = tf.map_fn(
+      Forward, (chunks, ids), parallel_iterations=1, fn_output_signature=(dtype,) * 3
+    )
+    return tuple(Join(x) for x in outputs), Gradient
+
+  return list(Run(rows, *weights))

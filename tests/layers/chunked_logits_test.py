@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chunked logits against whole ones."""
+
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_gpipe.layers import chunked_logits
+
+_DIM, _VOCAB = 4, 9
+
+
+def _LogitsFn(weights, inputs):
+  """A softmax with a bound, so that its gradient is not linear."""
+  return 3.0 * tf.tanh(inputs @ weights['w'] + weights['b'])
+
+
+def _Values(shape):
+  h, w, b, g = (
+    tf.random.stateless_normal(s, [i, 2], dtype=tf.float64)
+    for i, s in enumerate([(*shape, _DIM), (_DIM, _VOCAB), (_VOCAB,), (2, *shape)])
+  )
+  ids = tf.random.stateless_uniform(shape, [1, 2], 0, _VOCAB, tf.int32)
+  return h, {'w': w, 'b': b}, ids, g
+
+
+def _Chunked(h, weights, chunk_size, logits_fn=_LogitsFn):
+  return chunked_logits.ChunkedLogits(
+    logits_fn, weights, h, num_classes=_VOCAB, chunk_size=chunk_size
+  )
+
+
+def _WithGradients(statistics, h, weights, g):
+  """Returns statistics and the gradients of weighted sums of the cross entropies."""
+  with tf.GradientTape() as tape:
+    tape.watch((h, weights))
+    xent, total, hits = statistics(h, weights)
+    objective = tf.reduce_sum(xent * g[0] + total * g[1])
+  return xent, total, hits, *tf.nest.flatten(tape.gradient(objective, (h, weights)))
+
+
+@pytest.mark.parametrize('xla', [False, True])
+@pytest.mark.parametrize('shape, chunk_size', [((1,), 3), ((2, 3), 2), ((7,), 3), ((5, 2), 10)])
+def testEqualWholeLogits(shape, chunk_size, xla):
+  h, weights, ids, g = _Values(shape)
+
+  def Whole(h, weights):
+    return chunked_logits.FromLogits(_LogitsFn(weights, h), ids)
+
+  @tf.function(autograph=False, jit_compile=xla)
+  def Chunks(h, weights):
+    return _WithGradients(
+      lambda h, weights: _Chunked(h, weights, chunk_size).StatisticsOf(ids), h, weights, g
+    )
+
+  actual = Chunks(h, weights)
+  for a, e in zip(actual, _WithGradients(Whole, h, weights, g), strict=True):
+    assert a.shape == e.shape
+    np.testing.assert_allclose(a, e, rtol=1e-12, atol=1e-12)
+  assert 0 < sum(actual[2].numpy().flat) < len(actual[2].numpy().flat) or shape == (1,)
+
+
+def testStatisticsEqualTheirDefinitions():
+  h, weights, ids, _ = _Values([6])
+  p = tf.nn.log_softmax(_LogitsFn(weights, h)).numpy()
+  xent, total, hits = _Chunked(h, weights, 4).StatisticsOf(ids)
+  np.testing.assert_allclose(xent, -p[np.arange(6), ids], rtol=1e-12)
+  np.testing.assert_allclose(total, -p.sum(axis=1), rtol=1e-12)
+  np.testing.assert_array_equal(hits, p.argmax(axis=1) == ids.numpy())
+
+
+def testNoMoreLogitsThanThoseOfAChunkExist():
+  sizes = []
+
+  def Recorded(weights, inputs):
+    sizes.append(inputs.shape[0])
+    return _LogitsFn(weights, inputs)
+
+  h, weights, ids, g = _Values([12])
+
+  @tf.function(autograph=False)
+  def Run(h, weights):
+    return _WithGradients(
+      lambda h, weights: _Chunked(h, weights, 4, Recorded).StatisticsOf(ids), h, weights, g
+    )
+
+  Run(h, weights)
+  assert len(sizes) >= 2
+  assert set(sizes) == {4}
+
+
+def testConvertsIntoWholeLogits():
+  h, weights, ids, _ = _Values([2, 3])
+  logits = _Chunked(h, weights, 4)
+  assert logits.shape == [2, 3, _VOCAB]
+  np.testing.assert_array_equal(tf.nn.softmax(logits), tf.nn.softmax(_LogitsFn(weights, h)))
+
+
+def testStatisticsOfTheSameLabelsAreComputedOnce():
+  h, weights, ids, _ = _Values([6])
+  logits = _Chunked(h, weights, 4)
+  assert logits.StatisticsOf(ids) is logits.StatisticsOf(ids)
+  assert logits.StatisticsOf(ids) is not logits.StatisticsOf((ids + 1) % _VOCAB)
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))
