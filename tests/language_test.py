@@ -108,7 +108,7 @@ def testDocstringsAndCommentsUsePlainPhrases(package):
   assert not places, '\n'.join(places)
 
 
-@pytest.mark.parametrize('package', ['lingvo_gpipe', 'params', 'tasks', 'tools'])
+@pytest.mark.parametrize('package', ['lingvo_gpipe', 'params', 'tasks', 'tests', 'tools'])
 def testLocalsNameTheirValue(package):
   places = list(_Names(_Files(package)))
   assert not places, '\n'.join(places)

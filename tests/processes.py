@@ -256,12 +256,12 @@ def Tensors(logdir, step):
   return {name: reader.get_tensor(name) for name in info.tensors}
 
 
-def AssertSameTensors(got, expected):
+def AssertSameTensors(actual, expected):
   """Checks that the tensors are bit-for-bit equal."""
-  assert got.keys() == expected.keys()
+  assert actual.keys() == expected.keys()
   different = [
-    name for name in got
-    if got[name].dtype != expected[name].dtype or got[name].tobytes() != expected[name].tobytes()
+    name for name, value in expected.items()
+    if actual[name].dtype != value.dtype or actual[name].tobytes() != value.tobytes()
   ]  # fmt: skip
   assert not different
 

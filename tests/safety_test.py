@@ -124,7 +124,7 @@ def testNamesOfDataSetsAreNotPaths(text):
     # The code behind the check of the name.
     dataset_pass.DatasetPass(None, None, text, 'run', None)
   except ValueError as e:
-    assert 'a data set has a name of letters' in str(e)
+    assert 'a name of letters' in str(e)
   except AttributeError:
     assert text == os.path.basename(text) and text.isidentifier()
 

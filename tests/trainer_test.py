@@ -44,13 +44,13 @@ def _TrainedScalars(logdir):
   return processes.Scalars(logdir / 'train')
 
 
-def _AssertScalarsEqual(got, expected, steps, rtol=0.0):
+def _AssertScalarsEqual(actual, expected, steps, rtol=0.0):
   """Checks loss and gradient norm at these steps, each of which occurs exactly once."""
   for tag in ('loss', 'bits_per_byte', 'grad_norm', 'learning_rate'):
-    assert [step for step, _ in got[tag]] == list(steps)
+    assert [step for step, _ in actual[tag]] == list(steps)
     expected_values = dict(expected[tag])
     np.testing.assert_allclose(
-      [value for _, value in got[tag]],
+      [value for _, value in actual[tag]],
       [expected_values[step] for step in steps],
       rtol=rtol,
       err_msg=tag,
@@ -199,9 +199,9 @@ def testARunKilledAtRandomMomentsEqualsAnUndisturbedRun(undisturbed, forks, tmp_
   processes.AssertSameTensors(processes.Tensors(tmp_path, END), processes.Tensors(logdir, END))
   # Repeated steps have equal losses.
   expected = dict(_TrainedScalars(logdir)['loss'])
-  got = _TrainedScalars(tmp_path)['loss']
-  assert {step for step, _ in got} >= set(range(END - 60, END + 1))
-  assert all(expected[step] == value for step, value in got)
+  losses = _TrainedScalars(tmp_path)['loss']
+  assert {step for step, _ in losses} >= set(range(END - 60, END + 1))
+  assert all(expected[step] == value for step, value in losses)
   # metrics.jsonl has each step once, with equal values.
   lines = [json.loads(line) for line in (tmp_path / 'metrics.jsonl').read_text().splitlines()]
   assert [line['step'] for line in lines] == list(range(1, END + 1))

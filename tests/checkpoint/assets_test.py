@@ -50,7 +50,7 @@ def testARunIsEvaluatedWithTheFileItWasTrainedWith(tmp_path, monkeypatch):
   assets.Keep(str(run), [str(vocabulary)], is_resumed=False)
   training.Evaluator(run, params)
   vocabulary.write_text('second')
-  with pytest.raises(ValueError, match=r"another 'v.model' than .*copy is .*assets/v\.model"):
+  with pytest.raises(ValueError, match=r"another 'v.model'.*assets/v\.model"):
     training.Evaluator(run, params)
   training.Evaluator(run, params, allow_params_change=True)
 
@@ -76,7 +76,7 @@ def testARunResumesOnlyWithTheFileItWasTrainedWith(tmp_path, monkeypatch):
   vocabulary.write_text('first')
   assert Train(1) == 'first'
   vocabulary.write_text('second')
-  with pytest.raises(ValueError, match=r"another 'v.model' than .*copy is .*assets/v\.model"):
+  with pytest.raises(ValueError, match=r"another 'v.model'.*assets/v\.model"):
     Train(2)
   assert copied.read_text() == 'first'
 

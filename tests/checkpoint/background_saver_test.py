@@ -69,8 +69,8 @@ def testASaveHoldsTheValuesOfItsStep(tmp_path, monkeypatch):
   assert info.step == 7 and info.metadata == {'n': [1]}
   saved = tf.train.load_checkpoint(info.prefix)
   for name, value in {**values, 'array': np.arange(3.0)}.items():
-    got, expected = saved.get_tensor(name), np.asarray(value)
-    assert got.dtype == expected.dtype and got.tolist() == expected.tolist(), name
+    actual, expected = saved.get_tensor(name), np.asarray(value)
+    assert actual.dtype == expected.dtype and actual.tolist() == expected.tolist(), name
   assert saver.num_saves == 1 and 0 < saver.blocked_seconds and 0 < saver.write_seconds
   assert saver.Report().startswith('1 checkpoint: training paused ')
 
@@ -102,7 +102,7 @@ def testAnErrorInTheBackgroundIsRaisedAtTheNextCall(tmp_path, monkeypatch, caplo
   saver.Save(2, {'v': v}, {})
   saver._thread.join()
   monkeypatch.setattr(tensor_bundle, 'Write', write)
-  message = 'Cannot save the checkpoint of step 2 .*No space left.*Earlier checkpoints are untou'
+  message = 'Cannot save .*step 2 .*No space left.*untouched'
   if call == 'Close':
     saver.Close()
     assert 'Cannot save the checkpoint of step 2' in caplog.text
@@ -194,7 +194,7 @@ def testTooLittleMemoryForTheCopyIsAnError(tmp_path, monkeypatch):
 
   monkeypatch.setattr(background_saver, '_Copy', Fail)
   saver = _Saver(tmp_path)
-  with pytest.raises(OSError, match=r'step 3: .*host memory.*Set train\.save_async to False'):
+  with pytest.raises(OSError, match=r'step 3: .*host memory.*train\.save_async'):
     saver.Save(3, {'v': tf.Variable(1.0)}, {})
   assert saver.Report() is None
 
@@ -208,7 +208,7 @@ def testNonFiniteTrainedWeightsAreNotSaved(tmp_path, caplog, in_background):
   for step, bad in ((2, np.nan), (3, np.inf)):
     weight.assign([1.0, bad])
     assert not saver.Save(step, {'w': weight, **extra}, {}, trained=['w'])
-    assert f'no checkpoint of step {step}: w is not finite' in caplog.text
+    assert f'step {step}: w is not finite' in caplog.text
   weight.assign([1.0, 2.0])
   assert saver.Save(4, {'w': weight, **extra}, {}, trained=['w'])
   saver.Wait()

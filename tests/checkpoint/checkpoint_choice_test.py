@@ -35,17 +35,17 @@ def testAMissingCheckpointIsAnErrorThatListsTheExistingSteps(saved, tmp_path):
   with pytest.raises(ValueError, match=rf'no checkpoint of step 5 in {tmp_path}; {existing}'):
     checkpoint_choice.Find(saved, '5')
   saved.Save(7, {'v': np.float32([7])}, {'early_stop': {'best_step': 3}}, protected=[2, 4])
-  with pytest.raises(ValueError, match='best evaluation was at step 3, but there is no checkpoint'):
+  with pytest.raises(ValueError, match='step 3, .*no checkpoint'):
     checkpoint_choice.Find(saved, 'best')
   for metadata in ({}, {'early_stop': {'best_step': None}}):
     saved.Save(8, {'v': np.float32([8])}, metadata)
-    with pytest.raises(ValueError, match=r'followed no metric, .*early_stop\.metric; there are '):
+    with pytest.raises(ValueError, match=r'no metric, .*early_stop\.metric'):
       checkpoint_choice.Find(saved, 'best')
 
 
 @pytest.mark.parametrize('which', ['last', 'best', '4'])
 def testNoCheckpointsIsAnError(tmp_path, which):
-  with pytest.raises(ValueError, match='there is no checkpoint in .*: train first'):
+  with pytest.raises(ValueError, match='no checkpoint in .*: train first'):
     checkpoint_choice.Find(checkpointer.Checkpointer(tmp_path), which)
 
 

@@ -316,7 +316,7 @@ def testAKillOrErrorAtAnyFileOperationLosesNothing(tmp_path, monkeypatch, step, 
     except Killed:
       outcome = 'killed'
     except OSError as e:
-      assert f'Cannot save the checkpoint of step {step}' in str(e) and 'on fire' in str(e)
+      assert f'checkpoint of step {step}' in str(e) and 'on fire' in str(e)
       assert '\n' not in str(e)
       outcome = 'refused'
     finished = faults.count < n
@@ -490,9 +490,7 @@ def testAllCheckpointsDamagedIsAnError(tmp_path):
   _Save(tmp_path, 1)
   os.truncate(f'{info.Latest().prefix}.data-00000-of-00001', 10)
   for call in (lambda c: c.Latest(), lambda c: c.RestoreLatest(_Variables(0))):
-    with pytest.raises(
-      checkpointer.DamagedError, match='None of the 1 checkpoints in .* can be read.*has 10'
-    ):
+    with pytest.raises(checkpointer.DamagedError, match='None of the 1 .*has 10'):
       call(checkpointer.Checkpointer(tmp_path))
 
 
@@ -534,9 +532,7 @@ def testAFullDiskLeavesEarlierCheckpoints(tmp_path):
   try:
     # Imitates a full disk without root rights: files may not grow beyond this size.
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
-    with pytest.raises(
-      OSError, match='Cannot save the checkpoint of step 2 .*too large.*untouched'
-    ):
+    with pytest.raises(OSError, match='Cannot save .*step 2 .*too large.*untouched'):
       checkpointer.Checkpointer(tmp_path).Save(2, big, {})
   finally:
     resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -177,7 +177,7 @@ def testAnEvaluationMayReadOtherData(saved, caplog):
 def testManyDifferencesAreCounted(saved):
   params = _Params()
   params.task.Delete('softmax_tpl')
-  with pytest.raises(ValueError, match=r'; - task\.softmax_tpl\.\w+ : .*, and \d+ more\. Use'):
+  with pytest.raises(ValueError, match=r'; - task\.softmax_tpl\.\w+ : .*, and \d+ more'):
     params_change.Check(saved, params, allow=False)
 
 

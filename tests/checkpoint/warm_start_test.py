@@ -77,19 +77,19 @@ def testSeveralWeightsMayHaveTheSameNameInTheCheckpoint(logdir):
 
 
 def testARuleMustMatchTheWholeName(logdir):
-  with pytest.raises(ValueError, match=r"rule 'new\\\\.emb' matches none of the 4 weights"):
+  with pytest.raises(ValueError, match=r"'new\\\\.emb' matches none of the 4"):
     warm_start.Load({logdir: ([(r'new\.emb', 'old.emb.w')], [])}, _Weights())
 
 
 @pytest.mark.parametrize(
   'rules, message',
   [
-    ([(r'(.*)', r'\1')], r'does not have new\.emb\.w for new\.emb\.w .*, head\.b for head\.b'),
+    ([(r'(.*)', r'\1')], r'new\.emb\.w for new\.emb\.w .*, head\.b for head\.b'),
     ([(r'head\.b', 'old.emb.w'), *_RULES], r'head\.b is float32\[4\], old\.emb\.w float32\[2, 3\]'),
     ([(r'head\.b', 'global_step')], r'global_step int64\[\]'),
     ([(r'new\.emb\.w', 'old.emb.v')], r'old\.emb\.v for new\.emb\.w \(closest: old\.emb\.w\)'),
     ([(r'new\.emb\.(', 'x')], 'not a regular expression'),
-    ([(r'new\.emb\.w', r'old\2')], r'old\\\\2.* does not fit the groups of .*new\\\\\.emb'),
+    ([(r'new\.emb\.w', r'old\2')], r'old\\\\2.* groups of .*new\\\\\.emb'),
     ([(r'new\.emb\.(.*)', 'old.emb.%s')], r"write \\1, \\2 \.\.\. for Lingvo's %s"),
   ],
 )
@@ -105,18 +105,18 @@ def testRulesThatDoNotFitChangeNothing(logdir, rules, message):
   'value', ['x', ([], 'head.*'), ([('a', 'b', 'c')], []), ([(1, 'b')], []), []]
 )
 def testRulesOfTheWrongFormAreAnError(value):
-  with pytest.raises(ValueError, match=r'must be a pair of lists.*for example \{'):
+  with pytest.raises(ValueError, match='pair of lists'):
     warm_start.Check({'runs/other': value})
 
 
 def testTwoCheckpointsForOneWeightAreAnError(logdir):
   rules = {logdir: (_RULES, []), f'{logdir}/train': ([(r'new\.emb\.w', 'old.emb.w')], [])}
-  with pytest.raises(ValueError, match=r'both .* set new\.emb\.w: let one of them ignore it'):
+  with pytest.raises(ValueError, match=r'both .* set new\.emb\.w: .*ignore'):
     warm_start.Load(rules, _Weights())
 
 
 def testAMissingCheckpointIsAnError(tmp_path):
-  with pytest.raises(ValueError, match='there is no checkpoint at .*name a logdir'):
+  with pytest.raises(ValueError, match='no checkpoint at .*logdir'):
     warm_start.Load({str(tmp_path): (_RULES, [])}, _Weights())
 
 

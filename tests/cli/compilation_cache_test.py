@@ -31,14 +31,14 @@ def run(forks, tmp_path):
 
 
 def testASecondProcessReusesCompiledCode(run):
-  first, made = run()
+  first, times = run()
   assert first.returncode == 0, first.stderr
-  assert made
-  second, found = run()
+  assert times
+  second, times_after = run()
   assert second.stdout == first.stdout
-  assert found == made
+  assert times_after == times
   # The entry is read: a damaged one is noticed.
-  (path,) = made
+  (path,) = times
   path.write_bytes(path.read_bytes()[:100])
   assert run()[0].returncode != 0
 

@@ -112,7 +112,7 @@ def testTrainAndEval(forks, project, tmp_path, kind):
   lines = terminal.Screen(text) if kind == 'terminal' else text.splitlines()
   evaluated = [line for line in lines if line.startswith('Dev at step ')]
   steps = [re.match(r'Dev at step (\d+): (loss|6 examples in)', line) for line in evaluated]
-  assert [(int(found[1]), found[2] == 'loss') for found in steps] == [
+  assert [(int(match[1]), match[2] == 'loss') for match in steps] == [
     (2, True), (3, False), (4, True), (6, True), (6, False)
   ]  # fmt: skip
   progress = [line for line in lines if line.startswith('step ')]
@@ -136,10 +136,10 @@ def testARunContinuesAfterItsReaderHasGone(forks, project, tmp_path, kind):
     return log.read_text().count('\n') if log.exists() else 0
 
   def AwaitMore(num):
-    wanted, deadline = Steps() + num, time.monotonic() + processes.TIMEOUT
-    while Steps() < wanted and time.monotonic() < deadline:
+    target, deadline = Steps() + num, time.monotonic() + processes.TIMEOUT
+    while Steps() < target and time.monotonic() < deadline:
       time.sleep(0.01)
-    assert Steps() >= wanted
+    assert Steps() >= target
 
   with _Reader(kind, tmp_path) as (path, _):
     args = ['--model=toy.Toy', f'--logdir={tmp_path}/run', f'--max_steps={10**6}']
@@ -166,8 +166,8 @@ def testEvaluator(forks, project, trained, tmp_path, kind, job):
   assert data.startswith('data: Dev 6 examples')
   assert weights == f'{job}_dev takes the weights'
   assert bool(sample) == (job == 'eval') and all(line.isprintable() for line in sample)
-  said = {'eval': r'loss [\d.]+', 'decode': r'6 examples in \S+\.jsonl  mean -?[\d.]+'}[job]
-  assert re.fullmatch(rf'Dev at step {STEPS}: {said}', line)
+  pattern = {'eval': r'loss [\d.]+', 'decode': r'6 examples in \S+\.jsonl  mean -?[\d.]+'}[job]
+  assert re.fullmatch(rf'Dev at step {STEPS}: {pattern}', line)
 
 
 if __name__ == '__main__':

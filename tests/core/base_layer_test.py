@@ -86,7 +86,7 @@ def testPathUsesTheNameInTheParentNotInTheParams():
 
 def testUnknownAttributeNamesTheChildren():
   tree = _Make(variables=False)
-  with pytest.raises(AttributeError, match="_Tree has no attribute and no child 'two'.*one, some"):
+  with pytest.raises(AttributeError, match="_Tree .*no child 'two'.*one, some"):
     _ = tree.two
   assert not hasattr(tree, 'two')
 
@@ -123,7 +123,7 @@ def _Weight(name):
   ],
 )
 def testUsedNamesRaise(calls):
-  with pytest.raises(ValueError, match=r"top: the name '\w+' is already taken"):
+  with pytest.raises(ValueError, match=r"top: .*'\w+' is already taken"):
     _Creating(*calls)()
 
 
@@ -138,12 +138,12 @@ def testInvalidNamesRaise(name):
 def testCreatingAfterInstantiateVariablesRaises():
   tree = _Make()
   for call in (_Child('late'), _Weight('late')):
-    with pytest.raises(ValueError, match="top: .*'late'.*variables already exist.*in __init__"):
+    with pytest.raises(ValueError, match="top: .*'late'.*already exist.*__init__"):
       call(tree)
 
 
 def testAChildMustBeParams():
-  with pytest.raises(TypeError, match='top.a: expected the Params of a layer, got _Scale'):
+  with pytest.raises(TypeError, match='top.a: .*Params.*got _Scale'):
     _Creating(lambda layer: layer.CreateChild('a', _Make(_Scale)))()
 
 
@@ -275,7 +275,7 @@ def testALayerDoesNotListItsParentsVariables():
 def testMissingVariablesRaiseWithAdvice():
   tree = _Make(variables=False)
   for ask in (lambda: tree.vars, lambda: tree.theta, tree.VariablesByPath, lambda: tree.one(1)):
-    with pytest.raises(ValueError, match=r'top.* has no variables yet; call InstantiateVar'):
+    with pytest.raises(ValueError, match=r'top.* no variables.*InstantiateVar'):
       ask()
 
 
@@ -371,7 +371,7 @@ def testPositionWiseLayersDecodeByFProp():
       np.testing.assert_array_equal(a, b)
   # A parent is position-wise only if its children are.
   layer = _Make(Tree)
-  with pytest.raises(NotImplementedError, match='^top.one: a _Scale cannot decode .* write its'):
+  with pytest.raises(NotImplementedError, match='^top.one: a _Scale cannot decode'):
     layer.Prefill(layer.theta, x, max_length=9)
 
 
@@ -439,7 +439,7 @@ def testAChildDoesNotReachItsParentsVariables():
 
 
 def testParamsOfAnotherClassRaise():
-  with pytest.raises(ValueError, match=r'_Tree was given the Params of _Scale'):
+  with pytest.raises(ValueError, match='_Tree .*Params of _Scale'):
     _Tree(_Scale.Params().Set(name='x'))
 
 

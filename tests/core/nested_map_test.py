@@ -184,7 +184,7 @@ def testGetItemGetHas():
   assert NestedMap(a={'x y': [1]}).GetItem("a['x y'][0]") == 1
   with pytest.raises(IndexError, match=r"'enc\.layers' has 2 elements, index 2"):
     m.GetItem('enc.layers[2].b')
-  with pytest.raises(TypeError, match="'w' is a int, which has no element 'x'"):
+  with pytest.raises(TypeError, match="'w' is a int, .*'x'"):
     m.GetItem('w.x')
   with pytest.raises(TypeError, match="'enc.layers' is a list"):
     m.GetItem('enc.layers.b')
@@ -350,7 +350,7 @@ def testFilter():
   gone = MyMap(a=NestedMap(b=1)).Filter(lambda _: False)
   assert gone == {} and type(gone) is MyMap
   assert NestedMap(p=Point(1, 2)).Filter(lambda _: False) == {}
-  with pytest.raises(ValueError, match='Point cannot lose some of its 2 fields'):
+  with pytest.raises(ValueError, match='Point cannot lose .*2 fields'):
     NestedMap(p=Point(1, 2)).Filter(lambda leaf: leaf == 1)
 
 

@@ -57,7 +57,7 @@ def testEveryDifferenceIsFoundForAnyValues(a, b):
 
 
 def testInvalidTextRaises():
-  with pytest.raises(ValueError, match='not of the form key:value'):
+  with pytest.raises(ValueError, match='form key:value'):
     params_diff.FindChanges('a : 1\n', 'nonsense')
 
 

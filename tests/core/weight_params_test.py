@@ -149,8 +149,8 @@ def testWeightParamsAllocateNothing():
 @pytest.mark.parametrize(
   ('make', 'message'),
   [
-    (lambda: WeightInit('normal'), "unknown initialisation method 'normal'; known: .*gaussian"),
-    (lambda: WeightInit.Gaussian(-1.0), 'scale of gaussian must not be negative, got -1.0'),
+    (lambda: WeightInit('normal'), "'normal'; known: .*gaussian"),
+    (lambda: WeightInit.Gaussian(-1.0), 'scale of gaussian .*got -1.0'),
     (lambda: WeightInit.Xavier(math.nan), 'scale of xavier'),
     (lambda: WeightInit.XavierWithFixupParams(depth=0), 'depth .* must be positive'),
     (lambda: WeightParams([3, 0]), r'must be positive, got shape \[3, 0\]'),
@@ -199,7 +199,7 @@ def testCustomInitsTakeAFunctionOrValuesAndCheckTheirShape():
     weight = weight_params.WeightParams([2, 3], init, tf.float32)
     value = weight_params.InitialValue(weight, 1, 'lm.w').numpy()
     np.testing.assert_array_equal(value, [[0, 1, 2], [3, 4, 5]])
-  with pytest.raises(ValueError, match=r'lm\.w: expected an initial value of \(3, 2\)'):
+  with pytest.raises(ValueError, match=r'lm\.w: .*initial value of \(3, 2\)'):
     weight_params.InitialValue(weight_params.WeightParams([3, 2], by_values, tf.float32), 1, 'lm.w')
 
 

@@ -92,9 +92,9 @@ def _Texts(hyps, example):
   return [(tuple(ids[:n].tolist()), score) for ids, n, score in rows if score > -np.inf]
 
 
-def _AssertSame(got, expected):
-  assert [ids for ids, _ in got] == [ids for ids, _ in expected]
-  np.testing.assert_allclose([s for _, s in got], [s for _, s in expected], rtol=1e-5, atol=1e-5)
+def _AssertSame(actual, expected):
+  assert [ids for ids, _ in actual] == [ids for ids, _ in expected]
+  np.testing.assert_allclose([s for _, s in actual], [s for _, s in expected], rtol=1e-5, atol=1e-5)
 
 
 def _Plain(table, first, k, limit, alpha, *, stops=True):
@@ -186,8 +186,8 @@ def testABeamOfOneIsGreedy(alpha):
       ids = ()
       while len(ids) < 8 and _EOS not in ids:
         ids += (int(np.argmax(_LogProbs(table, ([1, 1, 3, 3][i], *ids)))),)
-      ((got, score),) = _Texts(hyps, i)
-      assert got == ids
+      ((hypothesis, score),) = _Texts(hyps, i)
+      assert hypothesis == ids
       assert score == pytest.approx(_Score(table, [1, 1, 3, 3][i], ids, alpha), rel=1e-5)
       assert hyps.ended[i] == (_EOS in ids)
       assert tuple(hyps.Best(i)) == tuple(token for token in ids if token != _EOS)
@@ -310,7 +310,7 @@ def testLogitsThatAreNotFiniteAreAnError(value):
   tables[1, _NextState(_NextState(0, 1), 4), 0] = value
   tables[1, _NextState(0, 1), 4] = 9.0
   search = _Search(num_hyps_per_beam=3, length_normalization=0.6, target_seq_len=7)
-  with pytest.raises(ValueError, match=r'position 8 are NaN or \+inf in the examples \[1\]'):
+  with pytest.raises(ValueError, match=r'position 8 .*NaN or \+inf.* \[1\]'):
     _Run(search, tables, [1] * 4, first_time_step=7)
 
 

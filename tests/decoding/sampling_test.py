@@ -90,7 +90,7 @@ def testDrawDependsOnSeedExampleAndPositionOnly():
 def testLogitsThatAreNotFiniteAreAnError(value):
   logits = np.zeros((3, 2))
   logits[1] = value
-  with pytest.raises(ValueError, match=r'position 6: the largest logit of row 1 is -?(nan|inf)'):
+  with pytest.raises(ValueError, match=r'position 6: .*row 1 is -?(nan|inf)'):
     sampling.Sample(logits, _Params(), np.arange(3), 6)
 
 
@@ -174,17 +174,17 @@ def testZeroTokensComputeNothing():
 @pytest.mark.parametrize(
   ('prompts', 'options', 'settings', 'message'),
   [
-    (np.zeros((2, 3)), {}, {}, r'expected prompts of integers .* got float64 \[2, 3\]'),
+    (np.zeros((2, 3)), {}, {}, r'integers .* got float64 \[2, 3\]'),
     (np.zeros((2, 0), int), {}, {}, r'prompts of integers .* got int64 \[2, 0\]'),
     (np.zeros(3, int), {}, {}, r'got int64 \[3\]'),
-    (None, {'lengths': [1, 2]}, {}, r'a length from 1 to 4 for each of 5 prompts, got \[1, 2\]'),
+    (None, {'lengths': [1, 2]}, {}, r'from 1 to 4 .*5 prompts, got \[1, 2\]'),
     (None, {'lengths': [1, 2, 3, 4, 5]}, {}, 'a length from 1 to 4'),
     (None, {'lengths': [0, 2, 3, 4, 4]}, {}, 'a length from 1 to 4'),
-    (None, {'examples': [0, 1, 2, 3, -1]}, {}, 'a number from 0 for each of 5 examples'),
-    (None, {}, {'temperature': -0.1}, 'temperature must be 0 or a positive number, got -0.1'),
-    (None, {}, {'temperature': float('nan')}, 'must be 0 or a positive number, got nan'),
-    (None, {}, {'top_k': -1}, 'top_k must be an integer from 0 to .*, got -1'),
-    (None, {}, {'seed': 2**64}, 'seed must be an integer from 0 to'),
+    (None, {'examples': [0, 1, 2, 3, -1]}, {}, 'from 0 .*5 examples'),
+    (None, {}, {'temperature': -0.1}, 'temperature .*got -0.1'),
+    (None, {}, {'temperature': float('nan')}, 'positive number, got nan'),
+    (None, {}, {'top_k': -1}, 'top_k .*, got -1'),
+    (None, {}, {'seed': 2**64}, 'seed .*from 0 to'),
   ],
 )
 def testInvalidArgumentsAreNamed(prompts, options, settings, message):

@@ -24,16 +24,16 @@ def testReadsAFile():
 @pytest.mark.parametrize(
   'text, message',
   [
-    ('', r'hosts\.json cannot be read as JSON: .*line 1.*expected \{"worker"'),
+    ('', r'hosts\.json .*JSON: .*line 1.*expected \{"worker"'),
     ('{"worker": ["a:1"', 'column 18'),
     ('["a:1"]', 'is not a JSON object'),
     ('{"workers": ["a:1"]}', r"has unknown keys: 'workers'; expected"),
     ('{"worker": ["a:1"], "ps": []}', r"has unknown keys: 'ps'"),
-    ('{"worker": "a:1"}', "'worker' must be a list of addresses, got 'a:1'"),
-    ('{"worker": [1]}', "'worker' must be a list of addresses"),
+    ('{"worker": "a:1"}', "'worker' .*list of addresses, got 'a:1'"),
+    ('{"worker": [1]}', "'worker' .*list of addresses"),
     ('{"worker": []}', 'names no worker'),
     ('{"chief": ["a:1"]}', 'names no worker'),
-    ('{"worker": ["a"]}', "'worker' has 'a', which is not host:port"),
+    ('{"worker": ["a"]}', "'worker' has 'a', .*host:port"),
     ('{"worker": ["a:0"]}', "has 'a:0'"),
     ('{"worker": ["a:65536"]}', "has 'a:65536'"),
     ('{"worker": ["grpc://a:1"]}', "has 'grpc://a:1'"),
@@ -51,7 +51,7 @@ def testMistakesInAFileAreNamed(text, message):
 
 
 def testAnUnknownWorkerIsAnError():
-  with pytest.raises(ValueError, match=r'no worker 2: the cluster has workers 0 to 1: a:1, b:1'):
+  with pytest.raises(ValueError, match=r'no worker 2: .*workers 0 to 1: a:1, b:1'):
     _Read('{"worker": ["a:1", "b:1"]}').Address(2)
 
 

@@ -57,14 +57,14 @@ def testUsesTheDevicesOfAStartedTensorFlow():
   assert cluster.Cluster.Create(2, 3, platform='cpu').devices == _Local('CPU', 3)
   assert cluster.Cluster.Create(2, 9, platform='cpu').devices == _Local('CPU', 4)
   assert cluster.Cluster.Create(platform='cpu').Describe().startswith('1 logical CPU device on ')
-  with pytest.raises(ValueError, match='5 devices needed, .*4 logical CPU devices.*new process'):
+  with pytest.raises(ValueError, match='5 devices needed, .*4 logical CPU.*new process'):
     cluster.Cluster.Create(5, platform='cpu')
 
 
 def testCreateChecksItsArguments():
-  with pytest.raises(ValueError, match='num_devices must be at least 1, got 0'):
+  with pytest.raises(ValueError, match='num_devices .*at least 1, got 0'):
     cluster.Cluster.Create(0)
-  with pytest.raises(ValueError, match='4 devices needed.*at most 2 may be used'):
+  with pytest.raises(ValueError, match='4 devices needed.*at most 2'):
     cluster.Cluster.Create(4, max_devices=2)
   with pytest.raises(ValueError, match="auto, cpu, gpu, tpu; got 'cuda'"):
     cluster.Cluster.Create(1, platform='cuda')
@@ -97,7 +97,7 @@ def testAllGpusAreUsedUnlessNumbersAreSet(eight_gpus):
 
 
 def testTooFewGpusAreAnError(eight_gpus):
-  with pytest.raises(ValueError, match='9 devices needed.* 8 GPUs were found: .*--platform=cpu'):
+  with pytest.raises(ValueError, match='9 devices needed.* 8 GPUs .*--platform=cpu'):
     cluster.Cluster.Create(9)
 
 
@@ -120,8 +120,8 @@ def testTheMaximumLimitsTheChosenGpus(eight_gpus):
     ([0, 8], 'auto', 'devices 0, 8: there is no GPU 8; 8 GPUs found: 0 to 7.*CUDA_VISIB'),
     ([-1, 1], 'gpu', 'there is no GPU -1'),
     ([3, 1, 3], 'auto', 'GPU 3 is listed twice'),
-    ([4], 'auto', '2 devices needed.*at most 1 may be used'),
-    ([], 'auto', '2 devices needed.*at most 0 may be used'),
+    ([4], 'auto', '2 devices needed.*at most 1'),
+    ([], 'auto', '2 devices needed.*at most 0'),
     ([0, 1], 'cpu', r'indices of GPUs .*platform is cpu \(8 GPUs found\).*--num_devices'),
   ],
 )
@@ -158,9 +158,9 @@ def testEachGpuIsSplit(eight_gpus):
   assert c.devices == _Local('GPU', 4) and eight_gpus.visible == eight_gpus.physical[:2]
   limits = [[x.memory_limit for x in eight_gpus.logical[g]] for g in eight_gpus.visible]
   assert limits == [[4096, 4096]] * 2  # Of what is free, after 1 GiB for CUDA.
-  assert 'GPU 1 is used by others: 9.0 of 16.0 GiB free' in c.Describe()
+  assert 'GPU 1 is used by others: 9.0 of 16.0 GiB' in c.Describe()
   assert cluster.Cluster.Create(4, logical_devices_per_gpu=2).devices == c.devices
-  with pytest.raises(ValueError, match='logical_devices_per_gpu must be at least 1'):
+  with pytest.raises(ValueError, match='logical_devices_per_gpu .*at least 1'):
     cluster.Cluster.Create(4, logical_devices_per_gpu=0)
 
 
@@ -193,7 +193,7 @@ def testNoTpuIsAnError(monkeypatch):
     raise ValueError(f'no {tpu}')
 
   monkeypatch.setattr(tf.distribute.cluster_resolver, 'TPUClusterResolver', Refuse)
-  with pytest.raises(ValueError, match="the TPU 'nowhere' did not start: no nowhere.*TPU_NAME"):
+  with pytest.raises(ValueError, match="the TPU 'nowhere' .*no nowhere.*TPU_NAME"):
     cluster.Cluster.Create(1, platform='tpu')
 
 

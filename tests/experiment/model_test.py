@@ -53,7 +53,7 @@ def testATaskIsRequired():
 
 def testTaskParamsMustDescribeATask():
   layer = linear.LinearLayer.Params().Set(input_dim=2, output_dim=2)
-  with pytest.raises(TypeError, match='expected the Params of a BaseTask, got LinearLayer'):
+  with pytest.raises(TypeError, match='Params of a BaseTask, got LinearLayer'):
     model.SingleTaskModel.Params().Set(task=layer).Instantiate()
 
 

@@ -168,7 +168,7 @@ def testAnUndecoratedClassIsReported(project):
   project.Write('params/lm/stdlib.py', _Experiment('X') + '\nclass Forgotten(_Base): pass\n')
   with pytest.raises(LookupError) as error:
     registry.GetClass('lm.stdlib.Forgotten')
-  assert 'has the class, but without @RegisterSingleTaskModel' in _OneLine(error)
+  assert 'without @RegisterSingleTaskModel' in _OneLine(error)
 
 
 def testAKeyNamesTheModuleThatDefinesTheClass(project):
@@ -405,7 +405,7 @@ def testDatasetsAreTheDefinedAndTheListedMethods():
   assert registry.SingleTaskModelParams.DatasetNames() == []
   assert _E.DatasetNames() == _E().DatasetNames() == ['Train', 'Test', 'DevClean']
   assert _Sub.DatasetNames() == ['Train', 'Dev']
-  with pytest.raises(NotImplementedError, match=r'_E defines no Dev.*Train, Test, DevClean\.'):
+  with pytest.raises(NotImplementedError, match=r'_E .*no Dev.*Train, Test, DevClean\.'):
     _E().Dev()
   with pytest.raises(NotImplementedError, match=r'_E defines no Task\(\)'):
     _E().Task()

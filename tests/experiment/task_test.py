@@ -63,8 +63,8 @@ def testPredictionsAreTheOutputsOfThePipeline():
   expected = batch.inputs.numpy()
   for layer in instance.stack.layers:
     expected = np.tanh(expected @ layer.vars.w.numpy())
-  for got in (instance.ComputePredictions(instance.theta, batch), instance(batch)):
-    np.testing.assert_allclose(got.numpy(), expected, rtol=1e-5, atol=1e-6)
+  for actual in (instance.ComputePredictions(instance.theta, batch), instance(batch)):
+    np.testing.assert_allclose(actual.numpy(), expected, rtol=1e-5, atol=1e-6)
 
 
 def testLossWeightCountsExamples():

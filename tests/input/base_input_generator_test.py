@@ -49,9 +49,9 @@ def _Indices(batches):
   return np.concatenate([b.index for b in batches])
 
 
-def _AssertSameBatches(got, expected):
-  assert len(got) == len(expected)
-  for batch, expected_batch in zip(got, expected, strict=True):
+def _AssertSameBatches(actual, expected):
+  assert len(actual) == len(expected)
+  for batch, expected_batch in zip(actual, expected, strict=True):
     tf.nest.map_structure(np.testing.assert_array_equal, batch, expected_batch)
 
 
@@ -107,11 +107,11 @@ def testRestartIsExactAtAnyPosition(num_parallel_calls, num_prefetch):
 def testPositionDoesNotDependOnTheBatchSize():
   expected = _Indices(_Batches(_Input(batch_size=1), count=60))
   for batch_size in (3, 4, 12, 20):
-    got = _Indices(_Batches(_Input(batch_size=batch_size), count=60 // batch_size))
-    np.testing.assert_array_equal(got, expected)
+    actual = _Indices(_Batches(_Input(batch_size=batch_size), count=60 // batch_size))
+    np.testing.assert_array_equal(actual, expected)
   # Continue in batches of 2 from a position that is not a multiple of 2.
-  got = _Indices(_Batches(_Input(batch_size=2), start=15, count=10))
-  np.testing.assert_array_equal(got, expected[15:35])
+  actual = _Indices(_Batches(_Input(batch_size=2), start=15, count=10))
+  np.testing.assert_array_equal(actual, expected[15:35])
 
 
 def testRestartAtAFarPositionIsFast():
@@ -218,7 +218,7 @@ def testParamsAreCopied():
   'params, match',
   [
     ({'batch_size': 0}, 'batch_size is not set'),
-    ({'batch_size': -1}, "'squares'.*batch_size expects an integer of at least 0 .*got -1"),
+    ({'batch_size': -1}, "'squares'.*batch_size .*at least 0 .*got -1"),
     ({'num_epochs': -1}, 'num_epochs'),
     ({'num_prefetch': -2}, 'num_prefetch'),
     ({'read_on_workers': 1}, 'read_on_workers'),
@@ -389,11 +389,11 @@ def testResumableInputsPassTheCheck(cls):
 @pytest.mark.parametrize(
   'cls, message',
   [
-    (_NoPosition, r'_NoPosition\.Dataset takes no position `start`'),
+    (_NoPosition, r'_NoPosition\.Dataset .*`start`'),
     (_AlwaysFromTheStart, r'_AlwaysFromTheStart\.Dataset: .* position 4 .* override _Examples'),
-    (_OtherOrder, r'_OtherOrder\.Dataset: the batches from position 4'),
-    (_OtherOrderLater, r'_OtherOrderLater\.Dataset: the batches from position 4'),
-    (_Jittered, r'_Jittered\._Examples draws random numbers by RandomUniform.*stateless_uniform'),
+    (_OtherOrder, r'_OtherOrder\.Dataset: .*position 4'),
+    (_OtherOrderLater, r'_OtherOrderLater\.Dataset: .*position 4'),
+    (_Jittered, r'_Jittered\._Examples .*RandomUniform.*stateless_uniform'),
   ],
 )
 def testInputsThatCannotBeResumedAreRejected(cls, message):
@@ -412,7 +412,7 @@ def testRunIsRejectedBeforeItsFirstStep(tmp_path):
   params = training.Params()
   params.input = _Stream.Params().MergeCommonKeysFrom(params.input)
   program = training.Program(tmp_path, params)
-  with pytest.raises(ValueError, match=r'_Stream\.Dataset: the batches from position 4'):
+  with pytest.raises(ValueError, match=r'_Stream\.Dataset: .*position 4'):
     program.Run()
   assert program._step == 0 and not list((tmp_path / 'train').glob('ckpt*'))
 

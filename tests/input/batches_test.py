@@ -54,7 +54,7 @@ def testHintForAStreamReadsItFromTheStart():
   with pytest.raises(tf.errors.InvalidArgumentError) as e:
     list(batches.Batches(source))
   note, hint = e.value.__notes__
-  assert 'at example 8 of' in note and ' Dataset() of Params.Instantiate() comes to it' in hint
+  assert 'at example 8 of' in note and ' Dataset() of Params.Instantiate() ' in hint
 
 
 def testLostWorkerGetsNoHintAboutTheData(monkeypatch):
@@ -73,8 +73,8 @@ def testLostWorkerGetsNoHintAboutTheData(monkeypatch):
 def testBatchesEqualTheDataSets():
   source = _Input(synthetic.SyntheticRegressionInput, batch_size=3, shuffle=True)
   expected = [b.inputs.numpy() for b in source.Dataset(start=4)]
-  got = [b.inputs.numpy() for b in batches.Batches(source, 4)]
-  np.testing.assert_array_equal(got, expected)
+  actual = [b.inputs.numpy() for b in batches.Batches(source, 4)]
+  np.testing.assert_array_equal(actual, expected)
 
 
 def testRangeTakesIntegersOfAnyShape():

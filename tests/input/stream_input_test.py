@@ -42,8 +42,8 @@ def testEachExampleComesOnceInFiniteData():
   np.testing.assert_array_equal(batches[-1].example_weights, [1.0, 1.0, 0.0, 0.0])
   np.testing.assert_array_equal(batches[-1].weights[:, 0], [1.0, 1.0, 0.0, 0.0])
   for batch in batches:
-    got = batch.Transform(lambda x: tf.TensorSpec(x.shape, x.dtype))
-    assert got == source.BatchSpec()
+    spec = batch.Transform(lambda x: tf.TensorSpec(x.shape, x.dtype))
+    assert spec == source.BatchSpec()
   assert _Seen(_Input(shuffle=False).Dataset(), 3)[2] == [8, 9, 0, 1]
 
 
@@ -192,19 +192,19 @@ class _AnyLength(_Numbers):
     ),
     (_ByPython, r"_ByPython 'Train' cannot be saved, .*stateful.*numpy_function"),
     (_Drawing, r"_Drawing 'Train' cannot be saved, .*RandomUniform.*stateless_uniform"),
-    (_OtherEachTime, r'_OtherEachTime .*_Stream\(epoch\) returns different data.*the epoch alone'),
-    (_Unseeded, r'_Unseeded .*_Stream\(epoch\) returns different data.*a seed'),
-    (_Reshuffled, r"_Reshuffled 'Train' shuffles in an order .*reshuffle_each_iteration=False"),
-    (_Mixed, r"_Mixed 'Train' mixes streams .*stop_on_empty_dataset=True"),
+    (_OtherEachTime, r'_OtherEachTime .*_Stream\(epoch\) .*epoch alone'),
+    (_Unseeded, r'_Unseeded .*_Stream\(epoch\) .*a seed'),
+    (_Reshuffled, r"_Reshuffled 'Train' .*reshuffle_each_iteration=False"),
+    (_Mixed, r"_Mixed 'Train' .*stop_on_empty_dataset=True"),
     (_Ignoring, r"_Ignoring 'Train' drops .*ignore_errors.*TfRecordStream"),
-    (_Empty, r"_Empty 'Train': the stream is empty"),
-    (_Missing, r"_Missing 'Train' cannot be read: nowhere/points; No such file.* Check the params"),
-    (_NoneMatches, r"_NoneMatches 'Train' cannot be read: .* matched pattern: nowhere/\*.* Check"),
-    (_Opening, r"_Opening 'Train' cannot be read: .* 'nowhere/points'\. Check the params"),
-    (_Bare, r'_Bare\._Stream: expected a data set of NestedMaps, got elements TensorSpec'),
+    (_Empty, r"_Empty 'Train': .*empty"),
+    (_Missing, r"_Missing 'Train' .*nowhere/points; No such file"),
+    (_NoneMatches, r"_NoneMatches 'Train' .* pattern: nowhere/\*"),
+    (_Opening, r"_Opening 'Train' .* 'nowhere/points'\. Check"),
+    (_Bare, r'_Bare\._Stream: .*NestedMaps, .*TensorSpec'),
     (
       _AnyLength,
-      r"_AnyLength: field 'i' of a batch has the shape .* every dimension must be static",
+      r"_AnyLength: field 'i' .* static",
     ),
   ],
 )
@@ -225,13 +225,11 @@ def testStreamHasNoPositions():
   assert (source.NumExamples(), source.NumBatches(), source.PositionAfter(8, 4)) == (0, None, 12)
   assert source.Describe() == 'a stream of examples'
   assert source.Fingerprint() == _Input(shuffle=False).Fingerprint()
-  with pytest.raises(
-    ValueError, match="_Numbers 'Train' has no positions: expected start=0, got 4"
-  ):
+  with pytest.raises(ValueError, match="_Numbers 'Train' .*start=0, got 4"):
     source.Dataset(start=4)
   with pytest.raises(AttributeError, match='num_parallel_calls'):  # Has no effect here.
     _Input(num_parallel_calls=None)
-  with pytest.raises(ValueError, match='shuffle_buffer_size expects an integer of at least 1'):
+  with pytest.raises(ValueError, match='shuffle_buffer_size .*at least 1'):
     _Input(shuffle_buffer_size=0)
 
 

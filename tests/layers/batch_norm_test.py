@@ -29,10 +29,10 @@ def _X(shape=(7, 5, _DIM), seed=1):
   return x
 
 
-def _Train(layer, x, num_micro_batches, *others):
+def _Train(layer, x, num_micro_batches, *more_inputs):
   """Returns the outputs of the micro-batches of one mini-batch, and updates the averages."""
   contexts, outputs = [], []
-  for m, args in enumerate(micro_batch.Split((tf.constant(x), *others), num_micro_batches)):
+  for m, args in enumerate(micro_batch.Split((tf.constant(x), *more_inputs), num_micro_batches)):
     with fprop_context.Scope(step=0, micro_batch=m) as context:
       outputs.append(layer(*args))
     contexts.append(context)
@@ -108,12 +108,12 @@ def testPaddedPositionsDoNotCount():
   poisoned = np.where(paddings[..., None] > 0, np.nan, x)
   layer = _Layer(decay=0.0)
   outputs = _Train(layer, poisoned, 1, tf.constant(paddings))
-  kept = x[paddings < 0.5]
-  np.testing.assert_allclose(layer.vars.moving_mean, kept.mean(0), rtol=1e-12)
-  np.testing.assert_allclose(layer.vars.moving_variance, kept.var(0), rtol=1e-12)
+  unpadded = x[paddings < 0.5]
+  np.testing.assert_allclose(layer.vars.moving_mean, unpadded.mean(0), rtol=1e-12)
+  np.testing.assert_allclose(layer.vars.moving_variance, unpadded.var(0), rtol=1e-12)
   y, same = outputs[0]
   np.testing.assert_array_equal(same, paddings)
-  expected = (kept - kept.mean(0)) / np.sqrt(kept.var(0) + 1e-3)
+  expected = (unpadded - unpadded.mean(0)) / np.sqrt(unpadded.var(0) + 1e-3)
   np.testing.assert_allclose(y.numpy()[paddings < 0.5], expected, rtol=1e-9, atol=1e-9)
   assert not np.any(y.numpy()[paddings > 0.5])
 
@@ -185,9 +185,9 @@ def testWithoutGammaAndBeta():
 @pytest.mark.parametrize(
   'params, words',
   [
-    ({'dim': 0}, 'dim expects an integer of at least 1'),
+    ({'dim': 0}, 'dim .*at least 1'),
     ({'epsilon': 0.0}, 'epsilon expects a number above 0'),
-    ({'decay': 1.0}, 'decay expects a number of at least 0 and below 1 or None, got 1.0'),
+    ({'decay': 1.0}, 'decay .*below 1 or None, got 1.0'),
   ],
 )
 def testWrongParamsRaise(params, words):
@@ -198,7 +198,7 @@ def testWrongParamsRaise(params, words):
 def testPaddingsOfAnotherShapeRaise():
   with pytest.raises(ValueError, match='paddings must have shape'):
     _Layer()(tf.zeros([2, 5, _DIM]), tf.zeros([2, 4]))
-  with pytest.raises(ValueError, match='paddings must have the leading dimensions'):
+  with pytest.raises(ValueError, match='paddings .*leading dimensions'):
     _Layer()(tf.zeros([2, 5, _DIM]), tf.zeros([2, 5, _DIM]))
 
 
@@ -273,20 +273,20 @@ def testSumsWithOtherNamesRaise():
   layer = _Counter()
   with fprop_context.Scope(step=0) as context:
     layer(tf.zeros([3, 1]))
-    with pytest.raises(ValueError, match='counts reports the sums a, but reported count before'):
+    with pytest.raises(ValueError, match='counts .*sums a, .*count before'):
       context.AddSums(layer, {'a': tf.zeros([])})
 
 
 @pytest.mark.parametrize('dtype', [tf.bfloat16, tf.int32])
 def testSumsOfAnotherDtypeRaise(dtype):
   layer = _Counter(sums={'a': tf.zeros([], dtype)})
-  words = f"counts: expected sum 'a' in float32 or float64, got {dtype.name}"
+  words = f"counts: .*'a' in float32 or float64, got {dtype.name}"
   with fprop_context.Scope(step=0), pytest.raises(TypeError, match=words):
     layer(tf.zeros([3, 1]))
 
 
 def testUpdateOfAnUnknownWeightRaises():
-  words = 'counts: StateFromSums returned other; the non-trainable weights .* are total, untouched'
+  words = 'counts: .*returned other; .* are total, untouched'
   with pytest.raises(ValueError, match=words):
     layer_state.UpdateFromSums(
       _Counter(wrong='other'), nested_map.NestedMap(count=tf.constant(1.0))

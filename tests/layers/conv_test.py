@@ -112,7 +112,7 @@ def testUnequalDepthwiseStridesRaise():
 
 def testWrongInputsRaise():
   layer = _Layer(conv.Conv2DLayerNoPadding, filter_shape=(3, 3, 3, 4))
-  with pytest.raises(ValueError, match='conv: the last dimension of inputs must be 3'):
+  with pytest.raises(ValueError, match='conv: .*last dimension .*must be 3'):
     layer(tf.zeros([2, 7, 6, 4], tf.float64))
   with pytest.raises(ValueError, match='rank 4'):
     layer(tf.zeros([7, 6, 3], tf.float64))

@@ -104,7 +104,7 @@ def testFeedForwardNetWithAListOfWrongLengthRaises():
 
 def testWrongInputsRaiseWithThePath():
   layer = _Make(linear.FeedForwardNet.Params(), input_dim=4, hidden_layer_dims=[5])
-  with pytest.raises(ValueError, match=r'layer\.fc\[0\]: .* must be 4, got shape \[2, 3\]'):
+  with pytest.raises(ValueError, match=r'layer\.fc\[0\]: .* 4, got shape \[2, 3\]'):
     layer(tf.zeros([2, 3], tf.float64))
   with pytest.raises(ValueError, match=r'layer\.fc\[0\]: paddings .*\[2\], got shape \[3\]'):
     layer(tf.zeros([2, 4], tf.float64), tf.zeros([3]))

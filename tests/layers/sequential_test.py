@@ -67,8 +67,8 @@ def testFlattenExpandsSequencesAndRepeats():
   inner = Sequential().Set(sub=[_Projection(), _Drop()], repeat=2)
   outer = Sequential().Set(sub=[_Drop(), inner, Sequential().Set(sub=[inner])], repeat=2)
   flat = sequential.FlattenSequential(outer)
-  one = [dropout.DropoutLayer] + 4 * [linear.ProjectionLayer, dropout.DropoutLayer]
-  assert [p.cls for p in flat] == 2 * one
+  repetition = [dropout.DropoutLayer] + 4 * [linear.ProjectionLayer, dropout.DropoutLayer]
+  assert [p.cls for p in flat] == 2 * repetition
   # Each element is a copy, shared by its repetitions.
   assert len({id(p) for p in flat}) == 5
   assert not {id(p) for p in flat} & {id(p) for p in [*inner.sub, *outer.sub]}
@@ -133,7 +133,7 @@ def testEmptySequencesRaise(values):
 
 
 def testSubOfAnotherTypeRaises():
-  with pytest.raises(ValueError, match=r"sub expects a list, each item Params, got \['layer'\]"):
+  with pytest.raises(ValueError, match=r"sub .*each item Params, got \['layer'\]"):
     _Make(Sequential().Set(sub=['layer']))
 
 

@@ -80,10 +80,10 @@ def testOutputsDependOnThePastAndTheWholeSource():
     assert np.all(np.any(after != before, axis=-1))
 
 
-@pytest.mark.parametrize('left', [False, True])
-def testPaddingDoesNotChangeOtherPositions(left):
+@pytest.mark.parametrize('pad_left', [False, True])
+def testPaddingDoesNotChangeOtherPositions(pad_left):
   stack, x, source = _Make(), _X(), _Source()
-  keep = np.s_[:, 2:] if left else np.s_[:, :-2]
+  keep = np.s_[:, 2:] if pad_left else np.s_[:, :-2]
 
   def Padded(x, seed):
     paddings = np.ones(x.shape[:2], np.float32)
@@ -145,17 +145,17 @@ def testStepByStepEqualsFProp(prompt, padded):
   outputs = [y]
   for t in range(prompt, TIME):
     step = tf.constant(t, tf.int32)
-    (*rest, y, _), states = block.ExtendStep(
+    (*source_side, y, _), states = block.ExtendStep(
       theta, states, None, None, x[:, t : t + 1], time_step=step
     )
-    assert rest == [None, None]
+    assert source_side == [None, None]
     outputs.append(y)
   np.testing.assert_allclose(tf.concat(outputs, 1), expected, atol=1e-12)
 
 
 def testErrorsNameThePathDownToThePart():
   stack = _Make()
-  with pytest.raises(ValueError, match=r'layers\[0\]\.cross_atten\.atten: .* must be 8, got shape'):
+  with pytest.raises(ValueError, match=r'layers\[0\]\.cross_atten\.atten: .* must be 8'):
     stack(tf.zeros([BATCH, 3, 4], tf.float64), None, _X())
 
 

@@ -86,11 +86,11 @@ def testOutputsDoNotDependOnTheFuture(dtypes):
 
 
 @pytest.mark.parametrize('is_causal', [False, True])
-@pytest.mark.parametrize('left', [False, True])
-def testPaddedPositionsDoNotChangeOtherPositions(is_causal, left):
+@pytest.mark.parametrize('pad_left', [False, True])
+def testPaddedPositionsDoNotChangeOtherPositions(is_causal, pad_left):
   stack = _Stack(tf.float64, None, is_causal=is_causal)
   x = _X()
-  keep = np.s_[:, 2:] if left else np.s_[:, :-2]
+  keep = np.s_[:, 2:] if pad_left else np.s_[:, :-2]
   paddings = np.ones([BATCH, TIME], np.float32)
   paddings[keep] = 0
   other = 100 * _X(7).numpy()
@@ -116,9 +116,9 @@ def testAttentionStaysWithinSegments(is_causal):
 
 def testWrongSegmentsRaise():
   layer, x = _Make(), _X()
-  with pytest.raises(ValueError, match=r'block\.self_atten: segment_ids must be integers, got fl'):
+  with pytest.raises(ValueError, match=r'block\.self_atten: segment_ids .*float'):
     layer(x, None, tf.zeros([BATCH, TIME]))
-  with pytest.raises(ValueError, match=r'segment_ids must have shape \[2, 6\], got shape \[2, 5\]'):
+  with pytest.raises(ValueError, match=r'segment_ids .*\[2, 6\], got shape \[2, 5\]'):
     layer(x, None, tf.zeros([BATCH, 5], tf.int32))
 
 
@@ -152,9 +152,9 @@ def testFlopsOfALargeBlockAreTheProducts():
 
 def testErrorsNameThePathDownToThePart():
   layer = _Make()
-  with pytest.raises(ValueError, match=r'block\.self_atten\.layer_norm: .* must be 8, got shape'):
+  with pytest.raises(ValueError, match=r'block\.self_atten\.layer_norm: .* must be 8'):
     layer(tf.zeros([2, 3, 4], tf.float64))
-  with pytest.raises(ValueError, match=r'block\.self_atten\.atten: paddings must have shape'):
+  with pytest.raises(ValueError, match=r'block\.self_atten\.atten: paddings .*shape'):
     layer(tf.zeros([2, 3, 8], tf.float64), tf.zeros([2, 4]))
   with pytest.raises(ValueError, match='hidden_dim'):
     transformer.TransformerLayer.Params().Set(name='b', input_dim=4).Instantiate()
@@ -163,10 +163,10 @@ def testErrorsNameThePathDownToThePart():
 def testDecodingRowsOfSeveralDocumentsRaises():
   layer = _Make(is_causal=True)
   x, ids = tf.zeros([2, 3, DIM], tf.float64), tf.ones([2, 3], tf.int32)
-  with pytest.raises(NotImplementedError, match='^block.self_atten: a row of several documents'):
+  with pytest.raises(NotImplementedError, match='^block.self_atten: .*several documents'):
     layer.Prefill(layer.theta, x, None, ids, max_length=5)
   _, states = layer.Prefill(layer.theta, x, max_length=5)
-  with pytest.raises(NotImplementedError, match='^block.self_atten: a row of several documents'):
+  with pytest.raises(NotImplementedError, match='^block.self_atten: .*several documents'):
     layer.ExtendStep(layer.theta, states, x[:, :1], None, ids[:, :1], time_step=3)
 
 

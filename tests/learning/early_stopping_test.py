@@ -92,13 +92,13 @@ def testOtherJobsAreNotFollowed():
 
 
 def testAMissingMetricIsReported():
-  with pytest.raises(ValueError, match="metric is 'loss', but eval_dev has accuracy, log_pplx"):
+  with pytest.raises(ValueError, match="'loss', .*eval_dev .*accuracy, log_pplx"):
     _Make().Update(1, 'eval_dev', {'log_pplx': 1.0, 'accuracy': 0.5})
 
 
 @pytest.mark.parametrize('name', ['window', 'max_evaluations', 'tolerance', 'min_steps'])
 def testNumbersOutOfRange(name):
-  with pytest.raises(ValueError, match=f'{name} expects .* at least 0'):
+  with pytest.raises(ValueError, match=f'{name} .* at least 0'):
     _Make(**{name: -1})
 
 
@@ -134,7 +134,7 @@ def testAChangedMetricStartsOver(caplog):
   after = _Make(metric='accuracy', minimize=False)
   after.Restore(before.State())
   assert after.best_step is None
-  assert 'early stopping starts over: metric, minimize of train.early_stop' in caplog.text
+  assert ': metric, minimize of train.early_stop' in caplog.text
   assert 'step was 10' in caplog.text
 
 

@@ -93,10 +93,10 @@ def _Arrays(variables):
   return {path: v.numpy() for path, v in variables.items()}
 
 
-def _AssertBitEqual(got, expected):
-  assert got.keys() == expected.keys()
+def _AssertBitEqual(actual, expected):
+  assert actual.keys() == expected.keys()
   for path, value in expected.items():
-    np.testing.assert_array_equal(got[path], value, err_msg=path)
+    np.testing.assert_array_equal(actual[path], value, err_msg=path)
 
 
 def testEveryOptimizerIsTestedHere():
@@ -121,9 +121,9 @@ def testEveryOptimizerOfKerasIsHere():
 @pytest.mark.parametrize(
   'name, hint',
   [
-    ('LossScaleOptimizer', 'LossScaleOptimizer does not exist: .* no loss scaling'),
+    ('LossScaleOptimizer', 'LossScaleOptimizer .* no loss scaling'),
     ('MultiOptimizer', 'a list of learners'),
-    ('AdamX', "has no attribute 'AdamX'; did you mean Adam"),
+    ('AdamX', "'AdamX'; did you mean Adam"),
   ],
 )
 def testOtherNamesAreRejectedWithAHint(name, hint):
@@ -135,7 +135,7 @@ def testAContainerIsRejectedUnderAnotherName():
   class Mine(optimizer.KerasOptimizer):
     keras_class = keras.optimizers.LossScaleOptimizer
 
-  with pytest.raises(ValueError, match='LossScaleOptimizer cannot be used: .* no loss scaling'):
+  with pytest.raises(ValueError, match='LossScaleOptimizer .* no loss scaling'):
     Mine.Params()
 
 
@@ -366,7 +366,7 @@ def testHiddenStateIsRejected():
   class Nadam(optimizer.KerasOptimizer):
     keras_class = keras.optimizers.Nadam
 
-  with pytest.raises(ValueError, match='Nadam cannot be used: it keeps state') as e:
+  with pytest.raises(ValueError, match='Nadam .*keeps state') as e:
     Nadam.Params().Instantiate().Build(_Device(), _Variables())
   assert '\n' not in str(e.value)
 

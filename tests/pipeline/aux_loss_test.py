@@ -134,8 +134,8 @@ def testTheyChangeTheGradients():
   options = {'num_stages': 3, 'splits': _SPLITS[3]}
   _, grads = _Check(_Sub(), **options)
   plain = [_Add(), *_Sub()[1:]]
-  _, others = _Check(plain, **options)
-  stacks.CheckAnyDiffers(grads, others)
+  _, plain_grads = _Check(plain, **options)
+  stacks.CheckAnyDiffers(grads, plain_grads)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def testAUsersTapeCannotSeeThem():
   stack.Place(stacks.Devices(), *stacks.Specs((_X(),)))
   with tf.GradientTape() as tape, fprop_context.Scope(step=1):
     loss = tf.reduce_sum(stack(_X()) ** 2)
-  words = r'auxiliary losses \(stack\.layers\[1\]\.z\) need the loss inside the last stage'
+  words = r'auxiliary losses \(stack\.layers\[1\]\.z\) .*last stage'
   with pytest.raises(ValueError, match=words):
     tape.gradient(loss, stack.trainable_variables)
   # Nobody asks for gradients in evaluation.

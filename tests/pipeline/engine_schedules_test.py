@@ -147,10 +147,10 @@ def _Grid():
     _Case('interleaved_1f1b', 'layer', 4, 4, 'even', True),
     _Case('looped_bfs', 'except_last', 3, 2, 'even', True),
   ]
-  left = _Pairs(possible) - _Pairs(cases)
-  while left:
-    cases.append(max(possible, key=lambda case: len(case.pairs & left)))
-    left -= cases[-1].pairs
+  uncovered = _Pairs(possible) - _Pairs(cases)
+  while uncovered:
+    cases.append(max(possible, key=lambda case: len(case.pairs & uncovered)))
+    uncovered -= cases[-1].pairs
   return cases
 
 
@@ -181,9 +181,9 @@ def testInterleavingLeavesABatchTooSmallForItToLoopedBfs(policy, caplog):
     _Check(stack, 3)
     for size in (1, 3):
       stacks.RunStep(stack.engine, *_MicroBatches(stack, size), tf.constant(1, tf.int64))
-  told = [r.getMessage() for r in caplog.records if 'looped_bfs' in r.getMessage()]
-  assert len(told) == 1
-  assert 'interleaved_1f1b cannot take a batch of 3 micro-batches on 2 devices' in told[0]
+  messages = [r.getMessage() for r in caplog.records if 'looped_bfs' in r.getMessage()]
+  assert len(messages) == 1
+  assert 'a batch of 3 micro-batches on 2 devices' in messages[0]
 
 
 def _MicroBatches(stack, size):
@@ -271,10 +271,10 @@ def testAScheduleOfOnesOwnWithSeveralStagesADevice():
 
 def testAScheduleOfOnesOwnOfAnotherSize():
   schedule = schedules.Get('1f1b', 2, 4)
-  with pytest.raises(ValueError, match="'1f1b' has num_micro_batches 4, but num_micro_batches 2 "):
+  with pytest.raises(ValueError, match="'1f1b' .*num_micro_batches 4, .*num_micro_batches 2 "):
     _Stack(schedule, 'stage', 2, 2)
   stack = _Stack(schedule, 'stage', 2, 4)
-  with pytest.raises(ValueError, match="'1f1b' has num_micro_batches 4, but num_micro_batches 3 "):
+  with pytest.raises(ValueError, match="'1f1b' .*num_micro_batches 4, .*num_micro_batches 3 "):
     stacks.Train(stack, *_Batch(3), _Loss)
 
 
@@ -321,7 +321,7 @@ def testACustomSchedulePlacesTheStages(text, placement, policy):
 def testAScheduleOfOnesOwnAndStagesPerDeviceThatContradictIt():
   schedule = schedules.Schedule.FromText(_V, name='v')
   assert _Stack(schedule, 'stage', 4, 2, 2).num_devices == 2
-  with pytest.raises(ValueError, match="'v' has num_devices 2, but num_devices 1 "):
+  with pytest.raises(ValueError, match="'v' .*num_devices 2, .*num_devices 1 "):
     _Stack(schedule, 'stage', 4, 2, 4)
 
 
@@ -329,19 +329,19 @@ def testARegisteredScheduleThatMovesItsStages(monkeypatch):
   """Whose placement depends on the number of micro-batches."""
 
   def Moving(num_stages, num_micro_batches, num_devices):
-    made = schedules.Get('gpipe', num_stages, num_micro_batches, num_devices)
+    schedule = schedules.Get('gpipe', num_stages, num_micro_batches, num_devices)
     step = 1 if num_micro_batches > 1 else -1
     return dataclasses.replace(
-      made,
+      schedule,
       name='moving',
-      actions=made.actions[::step],
-      stage_to_device=made.stage_to_device[::step],
+      actions=schedule.actions[::step],
+      stage_to_device=schedule.stage_to_device[::step],
     )
 
   monkeypatch.setitem(schedules._GENERATORS, 'moving', Moving)
   stack = _Stack('moving', 'stage', 2, 2)
   stack.Place(stacks.Devices(), *stacks.Specs(_Batch(7)[0]), loss_fn=_Loss)
-  words = r"schedule 'moving' has its stages on devices \[1, 0\] for 1 micro-b.* on \[0, 1\]"
+  words = r"'moving' .*devices \[1, 0\] for 1 micro-b.* on \[0, 1\]"
   with pytest.raises(ValueError, match=words):
     stacks.RunStep(stack.engine, *_MicroBatches(stack, 1), tf.constant(1, tf.int64))
 
@@ -351,22 +351,20 @@ def testARegisteredScheduleThatMovesItsStages(monkeypatch):
 
 def testForwardOnlyCannotTrain():
   for schedule in ('forward_only', schedules.Get('forward_only', 2, 4)):
-    with pytest.raises(ValueError, match="stack: schedule 'forward_only' has no backward"):
+    with pytest.raises(ValueError, match="stack: .*'forward_only' has no backward"):
       _Stack(schedule, 'stage', 2, 4)
 
 
 def testInterleavingNamesTheNearestNumberOfMicroBatches():
-  with pytest.raises(
-    ValueError, match='multiple of 2 micro-batches.* got 3; the nearest is 2 or 4'
-  ):
+  with pytest.raises(ValueError, match='multiple of 2 .* got 3; .*2 or 4'):
     _Stack('interleaved_1f1b', 'stage', 4, 3, 2)
 
 
 @pytest.mark.parametrize(
   'schedule, num_stages, stages_per_device, words',
   [
-    ('gpipe', 4, 2, 'one stage on each device, got 4 stages for 2 devices'),
-    ('1f1b', 2, 2, 'one stage on each device, got 2 stages for 1 devices'),
+    ('gpipe', 4, 2, 'one stage on each device, got 4 stages for 2'),
+    ('1f1b', 2, 2, 'one stage on each device, got 2 stages for 1'),
     ('looped_bfs', 3, 2, 'got 3 stages for 2 devices'),
     ('interleaved_1f1b', 2, 1, 'at least 2, got 2 stages for 2 devices'),
   ],

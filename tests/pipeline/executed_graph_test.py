@@ -99,13 +99,13 @@ def _FaultsOf(graph, schedule):
   calls = _StageCalls(graph)
   faults = []
   for device, row in enumerate(schedule.actions):
-    found = []
+    ordered = []
     for action in row:
       keys = calls.pop((device, action.kind, action.micro_batch), [])
       if len(keys) != 1:
         faults.append(f'{action} is there {len(keys)} times')
-      found += [(action, key) for key in keys]
-    for (first, first_key), (second, second_key) in zip(found, found[1:], strict=False):
+      ordered += [(action, key) for key in keys]
+    for (first, first_key), (second, second_key) in zip(ordered, ordered[1:], strict=False):
       if first_key not in graph.Ancestors(second_key):
         faults.append(f'{second} does not wait for {first}')
   return faults + [f'unexpected {key}' for key in calls]
@@ -203,11 +203,11 @@ def _PeakHeld(graph, schedule):
     for position, (action, key) in enumerate(zip(row, keys, strict=True)):
       if action.kind is schedules.Kind.FORWARD:
         name = f'micro_{action.micro_batch}'
-        made = {key}
+        held = {key}
         for source in graph.Inputs(key):
           if name in {n[1] for n in (source, *graph.Ancestors(source, data_only=True))}:
-            made.add(source)
-        users = [i for i, user in enumerate(keys) if user == key or made & graph.Inputs(user)]
+            held.add(source)
+        users = [i for i, user in enumerate(keys) if user == key or held & graph.Inputs(user)]
         spans.append((position, max(users)))
     peaks.append(max(sum(a <= i <= b for a, b in spans) for i in range(len(row))))
   return peaks
@@ -341,7 +341,7 @@ _EXPECTED_PRODUCTS = {'Forward': _NUM_LAYERS, 'Backward': 3 * _NUM_LAYERS - 1}
 
 def _StageCallsOfTheEngine(monkeypatch, xla):
   """{'Forward' or 'Backward': (function, arguments)}, as the engine calls them for stage 0."""
-  calls, made = {}, []
+  calls, instances = {}, []
   original = stage_functions.StageFunctions.__init__
 
   def Spec(x):
@@ -358,10 +358,10 @@ def _StageCallsOfTheEngine(monkeypatch, xla):
 
   def Init(self, *args, **options):
     original(self, *args, **options)
-    if not made:  # Stage 0 runs first, and the last stage has functions of its own.
+    if not instances:  # Stage 0 runs first, and the last stage has functions of its own.
       for name in _EXPECTED_PRODUCTS:
         setattr(self, name, Recording(name, getattr(self, name)))
-    made.append(self)
+    instances.append(self)
 
   monkeypatch.setattr(stage_functions.StageFunctions, '__init__', Init)
   stack = _Stack(2, 1, layers_per_stage=_NUM_LAYERS, xla=xla)

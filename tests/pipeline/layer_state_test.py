@@ -174,8 +174,8 @@ def testOneMicroBatchIsPlainBatchNorm():
       y = norm(y, training=True)
     total = tf.reduce_sum(tf.reduce_mean(y**2, axis=[1, 2]) * weights)
   np.testing.assert_allclose(sums['loss'][0], total, rtol=1e-6)
-  wanted = {f'stack.layers[{i}].{n}': getattr(k, n) for i, k in enumerate(norms) for n in _TRAINED}
-  expected = tape.gradient(total, {path: v.value for path, v in wanted.items()})
+  trained = {f'stack.layers[{i}].{n}': getattr(k, n) for i, k in enumerate(norms) for n in _TRAINED}
+  expected = tape.gradient(total, {path: v.value for path, v in trained.items()})
   stacks.CheckEqual((sums, grads), (sums, expected), bound=1e-6)
   for layer, norm in zip(stack.layers, norms, strict=True):
     np.testing.assert_allclose(layer.vars.moving_mean, norm.moving_mean, rtol=1e-6, atol=1e-12)

@@ -113,7 +113,7 @@ def testNothingWorksBeforePlace():
   layer = _Stack(*_Linears(), num_stages=2)
   layer.InstantiateVariables()
   for call in (layer, layer.Predict):
-    with pytest.raises(ValueError, match=r'stack has no devices yet; call Place'):
+    with pytest.raises(ValueError, match='stack .*no devices.*Place'):
       call(tf.ones(_SPEC.shape))
 
 
@@ -123,18 +123,18 @@ def testTooFewDevices():
 
 
 @pytest.mark.parametrize(
-  'last, got',
+  'last, spec',
   [
     (lambda w, x: tf.reduce_sum(x), 'float32\\[\\]'),
     (lambda w, x: tf.transpose(x), 'float32\\[4, 2\\]'),
     (lambda w, x: (x, tf.reshape(x, [-1])), 'float32\\[8\\]'),
   ],
 )
-def testOutputsWithoutTheBatch(last, got):
+def testOutputsWithoutTheBatch(last, spec):
   stack = _Stack(*_Fns(lambda w, x: x, last), num_micro_batches=3)
   stack.Place(stacks.Devices(), tf.TensorSpec([6, 4]))
   for call in (stack, stack.Predict):
-    with pytest.raises(ValueError, match=f'of micro-batch 0: expected 2 examples at .* got {got}'):
+    with pytest.raises(ValueError, match=f'micro-batch 0: .*2 examples at .* got {spec}'):
       call(tf.ones([6, 4]))
 
 
@@ -142,7 +142,7 @@ def testVariablesOnAnotherDeviceAreNotOverlooked():
   devices = stacks.Devices()
   layer = _Stack(*_Linears(), num_stages=2)
   layer.InstantiateVariables()
-  with pytest.raises(ValueError, match=r'stack\.layers\[2\]\.\w+ was allocated on .*CPU:0 before'):
+  with pytest.raises(ValueError, match=r'stack\.layers\[2\]\.\w+ .*CPU:0 before'):
     layer.Place(devices, _SPEC)
   layer = _Stack(*_Linears(), num_stages=2)
   layer.Place(devices, _SPEC)
@@ -176,9 +176,9 @@ def testParamsThatMakeNoSenseAreRefusedBeforeAnythingRuns(options, words):
   [
     ({'stages_per_device': 0}, 'stages_per_device'),
     ({'num_stages': 0}, 'num_stages'),
-    ({'remat_policy': 'foo'}, "'s': remat_policy expects 'stage' or .*, got 'foo'"),
+    ({'remat_policy': 'foo'}, "'s': remat_policy .*'stage' or .*, got 'foo'"),
     ({'schedule': 'forward_only'}, 'has no backward'),
-    ({'sub': [skip.PopLayer.Params().Set(key='x')]}, "takes the skip 'x', which no layer before"),
+    ({'sub': [skip.PopLayer.Params().Set(key='x')]}, "takes the skip 'x', .*no layer before"),
   ],
 )
 def testIllParamsAreRefusedAtOnce(values, message):

@@ -21,37 +21,37 @@ from lingvo_gpipe.pipeline.stages import micro_batch, stage
 from tests.toys import random_stacks, stacks
 
 
-def _Stack(made):
-  return stacks.MakeStack(made.sub, **made.options)
+def _Stack(case):
+  return stacks.MakeStack(case.sub, **case.options)
 
 
-def CheckTraining(made):
+def CheckTraining(case):
   """Losses, metrics, auxiliary losses and every gradient."""
-  options = made.options
+  options = case.options
   actual = stacks.Train(
-    _Stack(made), made.inputs, made.side, made.Loss, step=made.step, is_trained=made.is_trained
+    _Stack(case), case.inputs, case.side, case.Loss, step=case.step, is_trained=case.is_trained
   )
   expected = stacks.Reference(
-    made.sub,
+    case.sub,
     options['num_micro_batches'],
-    made.inputs,
-    made.side,
-    made.Loss,
-    step=made.step,
+    case.inputs,
+    case.side,
+    case.Loss,
+    step=case.step,
     batch_dim=options['batch_dim'],
     ties=options['ties'],
-    is_trained=made.is_trained,
+    is_trained=case.is_trained,
   )
-  stacks.CheckEqual(actual, expected, bound=_Bound(made), may_be_zero=True)
+  stacks.CheckEqual(actual, expected, bound=_Bound(case), may_be_zero=True)
 
 
-def _Bound(made):
-  return 1e-6 if 'float32' in made.features else 1e-10
+def _Bound(case):
+  return 1e-6 if 'float32' in case.features else 1e-10
 
 
-def _PlainOutputs(made, layer, theta, inputs, **scope):
+def _PlainOutputs(case, layer, theta, inputs, **scope):
   """The whole batch's outputs of the plain layers, micro-batch by micro-batch."""
-  m, batch_dim = made.options['num_micro_batches'], made.options['batch_dim']
+  m, batch_dim = case.options['num_micro_batches'], case.options['batch_dim']
   pieces = []
   for i, args in enumerate(micro_batch.Split(inputs, m, batch_dim)):
     with fprop_context.Scope(micro_batch=i, **scope):
@@ -67,42 +67,42 @@ def _CheckClose(actual, expected, bound):
       np.testing.assert_allclose(a, b, rtol=10 * bound, atol=bound)
 
 
-def CheckTape(made):
+def CheckTape(case):
   """FProp under a user's tape, whose gradients come from the loss of the whole batch."""
-  stack = _Stack(made)
-  stack.Place(stacks.Devices(), *stacks.Specs(made.inputs))
-  layer, theta_fn = stacks.PlainLayers(made.sub, made.options['ties'])
+  stack = _Stack(case)
+  stack.Place(stacks.Devices(), *stacks.Specs(case.inputs))
+  layer, theta_fn = stacks.PlainLayers(case.sub, case.options['ties'])
   results = []
   for variables, run in (
-    (stack.VariablesByPath(), lambda: stack(*made.inputs)),
+    (stack.VariablesByPath(), lambda: stack(*case.inputs)),
     (
       layer.VariablesByPath(),
-      lambda: _PlainOutputs(made, layer, theta_fn(), made.inputs, step=made.step),
+      lambda: _PlainOutputs(case, layer, theta_fn(), case.inputs, step=case.step),
     ),
   ):
-    floats = [x for x in tf.nest.flatten(made.inputs) if x is not None and x.dtype.is_floating]
-    trained = {p: variables[p] for p in stacks.TrainedVariables(layer, made.options['ties'])}
-    with tf.GradientTape() as tape, fprop_context.Scope(step=made.step):
+    floats = [x for x in tf.nest.flatten(case.inputs) if x is not None and x.dtype.is_floating]
+    trained = {p: variables[p] for p in stacks.TrainedVariables(layer, case.options['ties'])}
+    with tf.GradientTape() as tape, fprop_context.Scope(step=case.step):
       tape.watch(floats)
       outputs = run()
-      loss = made.Loss([{}], outputs, made.side)['loss'][0]
+      loss = case.Loss([{}], outputs, case.side)['loss'][0]
     grads = tape.gradient(loss, [trained, floats], unconnected_gradients='zero')
     results.append((outputs, tf.nest.map_structure(tf.convert_to_tensor, grads)))
-  _CheckClose(results[0], results[1], _Bound(made))
+  _CheckClose(results[0], results[1], _Bound(case))
 
 
-def CheckEvaluation(made):
+def CheckEvaluation(case):
   """Predict and Evaluate."""
-  stack = _Stack(made)
-  stack.Place(stacks.Devices(), *stacks.Specs(made.inputs), loss_fn=made.Loss)
-  layer, theta_fn = stacks.PlainLayers(made.sub, made.options['ties'])
-  theta, bound = theta_fn(), _Bound(made)
-  outputs = _PlainOutputs(made, layer, theta, made.inputs, do_eval=True)
-  _CheckClose(stack.Predict(*made.inputs), outputs, bound)
-  sums = stacks.Evaluate(stack, made.inputs, made.side)
-  pieces = zip(stack.SplitBatch(outputs), stack.SplitBatch(made.side), strict=True)
+  stack = _Stack(case)
+  stack.Place(stacks.Devices(), *stacks.Specs(case.inputs), loss_fn=case.Loss)
+  layer, theta_fn = stacks.PlainLayers(case.sub, case.options['ties'])
+  theta, bound = theta_fn(), _Bound(case)
+  outputs = _PlainOutputs(case, layer, theta, case.inputs, do_eval=True)
+  _CheckClose(stack.Predict(*case.inputs), outputs, bound)
+  sums = stacks.Evaluate(stack, case.inputs, case.side)
+  pieces = zip(stack.SplitBatch(outputs), stack.SplitBatch(case.side), strict=True)
   # Auxiliary losses are reported, too; aux_loss_test looks at their values.
-  expected = [made.Loss(theta.layers, y, side) for y, side in pieces]
+  expected = [case.Loss(theta.layers, y, side) for y, side in pieces]
   for name in ('loss', 'greatest'):
     total = sum(float(metrics[name][0] * metrics[name][1]) for metrics in expected)
     np.testing.assert_allclose(sums[name][0], total, rtol=10 * bound)
@@ -128,21 +128,21 @@ _FEATURES = {
 
 
 @functools.cache
-def _Made(seed):
+def _Case(seed):
   return random_stacks.Make(seed)
 
 
-def _Check(check, made):
+def _Check(check, case):
   try:
-    check(made)
+    check(case)
   except Exception as e:
-    e.add_note(made.Text())
+    e.add_note(case.Text())
     raise
 
 
 @pytest.mark.parametrize('seed', [*_SEEDS, *_MORE_SEEDS])
 def testTraining(seed):
-  _Check(CheckTraining, _Made(seed))
+  _Check(CheckTraining, _Case(seed))
 
 
 @pytest.mark.parametrize('seed', [*_XLA_SEEDS, *_MORE_SEEDS[::10]])
@@ -152,26 +152,26 @@ def testTrainingCompiledByXla(seed):
 
 @pytest.mark.parametrize('seed', [*_TAPE_SEEDS, *_MORE_SEEDS])
 def testUnderAUsersTape(seed):
-  if seed in _MORE_SEEDS and 'auxiliary losses' in _Made(seed).features:
+  if seed in _MORE_SEEDS and 'auxiliary losses' in _Case(seed).features:
     pytest.skip('it has auxiliary losses')
-  _Check(CheckTape, _Made(seed))
+  _Check(CheckTape, _Case(seed))
 
 
 @pytest.mark.parametrize('seed', [*_EVALUATION_SEEDS, *_MORE_SEEDS])
 def testPredictAndEvaluate(seed):
-  _Check(CheckEvaluation, _Made(seed))
+  _Check(CheckEvaluation, _Case(seed))
 
 
 def testTheSeedsHaveEverything():
-  assert set().union(*(_Made(seed).features for seed in _SEEDS)) == _FEATURES
+  assert set().union(*(_Case(seed).features for seed in _SEEDS)) == _FEATURES
   assert set(random_stacks.POLICIES) <= _FEATURES
 
 
 def testAFailureShowsThePipeline(monkeypatch):
-  made = _Made(16)
+  case = _Case(16)
   monkeypatch.setattr(stage.Stage, 'seed_hashes', property(lambda s: [1] * len(s.layers)))
   with pytest.raises(AssertionError) as failure:
-    _Check(CheckTraining, made)
+    _Check(CheckTraining, case)
   (text,) = failure.value.__notes__
   assert text.startswith('seed 16: ') and 'layers[0] RandomLayer' in text
   assert 'zb_h1' in text and 'num_micro_batches' in text

@@ -257,11 +257,11 @@ def testGradientsThatLayersDefineHoldInEveryStage(policy):
   stack = stacks.MakeStack(
     sub, num_stages=2, num_micro_batches=2, splits=[2, 4], remat_policy=policy
   )
-  found = stacks.Train(stack, (x,), side)
-  stacks.CheckEqual(found, stacks.Reference(sub, 2, (x,), side))
+  actual = stacks.Train(stack, (x,), side)
+  stacks.CheckEqual(actual, stacks.Reference(sub, 2, (x,), side))
   sub = [square, _Identity.Params().Set(slope=1.0)] * 2
   _, plain = stacks.Reference(sub, 2, (x,), side)
-  ratios = [found[1][path] / plain[path] for path in sorted(plain)]
+  ratios = [actual[1][path] / plain[path] for path in sorted(plain)]
   assert abs(ratios[0] - 9).max() < 1e-9 and abs(ratios[-1] - 3).max() < 1e-9
 
 

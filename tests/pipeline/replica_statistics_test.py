@@ -104,9 +104,9 @@ def testIsOneReplicaOfLargerMicroBatches(
     schedule=schedule,
     remat_policy=policy,
   )
-  found = _Step(stack, batch_size)
+  actual = _Step(stack, batch_size)
   expected, state = _Reference(num_replicas, num_micro_batches, batch_size)
-  stacks.CheckEqual(found, expected)
+  stacks.CheckEqual(actual, expected)
   for path, value in stacks.State(stack).items():
     np.testing.assert_allclose(value, state[path], rtol=1e-10, err_msg=path)
 
@@ -129,11 +129,11 @@ def testAnEagerStepTakesTheStatisticsOfEachReplica():
 
 
 def testImpossibleSettingsAreRefused():
-  with pytest.raises(ValueError, match=r'stack.layers\[1\].a has over_replicas=True: XLA does not'):
+  with pytest.raises(ValueError, match=r'stack.layers\[1\].a .*over_replicas=True: XLA'):
     _Place(2, 8, num_micro_batches=2, xla=True)
   _Place(1, 8, num_micro_batches=2, xla=True)
   stack = _Place(2, 3, num_micro_batches=2)
-  with pytest.raises(ValueError, match='over 2 replicas need as many micro-batches in each, got 3'):
+  with pytest.raises(ValueError, match='2 replicas .*micro-batches .*got 3'):
     _Step(stack, 3)
   with pytest.raises(ValueError, match='compare in one replica'):
     side = stacks.ExampleWeights(3)

@@ -31,7 +31,7 @@ class _Table(base_layer.BaseLayer):
 
 
 class _Square(base_layer.BaseLayer):
-  """(x, *others) -> (tanh(x w), *others)."""
+  """(x, *extras) -> (tanh(x w), *extras)."""
 
   @classmethod
   def Params(cls):
@@ -43,15 +43,15 @@ class _Square(base_layer.BaseLayer):
     super().__init__(params)
     self.CreateVariable('w', weight_params.WeightParams(list(self.params.dims)))
 
-  def FProp(self, theta, x, *others):
-    return (tf.tanh(tf.matmul(x, theta.w)), *others)
+  def FProp(self, theta, x, *extras):
+    return (tf.tanh(tf.matmul(x, theta.w)), *extras)
 
 
 class _Fold(base_layer.BaseLayer):
-  """(x, *others) -> x, into which everything else of any structure and dtype is mixed."""
+  """(x, *extras) -> x, into which everything else of any structure and dtype is mixed."""
 
-  def FProp(self, theta, x, *others):
-    for other in tf.nest.flatten(others):
+  def FProp(self, theta, x, *extras):
+    for other in tf.nest.flatten(extras):
       if other is not None:
         other = tf.cast(other, x.dtype)
         x += 0.1 * tf.sin(other if other.shape.rank == 1 else tf.reduce_sum(other, -1))[:, None]
@@ -202,10 +202,10 @@ def testASkipPassesByTheStagesBetween():
 
 
 class _Rest(base_layer.BaseLayer):
-  """(first, *rest) -> rest."""
+  """(first, *extras) -> extras."""
 
-  def FProp(self, theta, first, *rest):
-    return rest
+  def FProp(self, theta, first, *extras):
+    return extras
 
 
 def testAnIntegerSideInputOfAMiddleStage():
@@ -227,9 +227,9 @@ class _Nest(base_layer.BaseLayer):
     p.Define('pack', True, 'Whether to pack or to unpack.')
     return p
 
-  def FProp(self, theta, x, *others):
+  def FProp(self, theta, x, *extras):
     if not self.params.pack:
-      nest = others[0] if others else x
+      nest = extras[0] if extras else x
       y = tf.where(nest.flag[:, None], nest.rest[0], 0.5 * nest.rest[0])
       return y * tf.cast(nest.ids, y.dtype)[:, None]
     positive = x[:, 0] > 0
@@ -440,7 +440,7 @@ def _Layers(*sub):
 
 
 def testAKeyThatNobodyBegins():
-  words = r"stack\.layers\[2\] takes the skip 'right', which no layer before it begins; known: left"
+  words = r"stack\.layers\[2\] takes the skip 'right', .*known: left"
   with pytest.raises(ValueError, match=words):
     stage_lib.Skips(_Layers(_Stash('left'), _Square3(), _Pop('right')), [3])
   with pytest.raises((KeyError, ValueError), match="'right'"):
@@ -465,7 +465,7 @@ def testASkipThatIsAnnouncedAndNeverBegins(last):
 
 
 def testAKeyThatBeginsLater():
-  words = r"stack\.layers\[0\] takes the skip 'a', which no layer before it begins; known: none"
+  words = r"stack\.layers\[0\] takes the skip 'a', .*known: none"
   with pytest.raises(ValueError, match=words):
     stage_lib.Skips(_Layers(_Pop('a'), _Square3(), _Stash('a')), [1, 3])
 
@@ -481,7 +481,7 @@ def testAKeyThatBeginsTwice():
 
 def testASkipOfAnotherShape():
   sub = [_Stash('a'), _Square.Params().Set(dims=(_DIM, _DIM + 1)), _Pop('a')]
-  with pytest.raises(ValueError, match=r'stack.layers\[2\]: cannot add a skip of shape \(4, 3\)'):
+  with pytest.raises(ValueError, match=r'stack.layers\[2\]: .*skip of shape \(4, 3\)'):
     _Place(sub).Predict(_X())
 
 

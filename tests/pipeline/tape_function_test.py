@@ -39,8 +39,8 @@ class _Tangle(base_layer.BaseLayer):
     y = tf.tanh(linear.MatMulLastDim(x, theta.w) + theta.frozen) + 0.1 * scale * half
     y = self.drop.FProp(theta.drop, y)
     keep = tf.where(flag[..., tf.newaxis], y, half)
-    others = (keep, None, (tf.logical_not(flag),))
-    return y, nested_map.NestedMap(ids=(ids + 1) % 3, none=None, others=others)
+    side_values = (keep, None, (tf.logical_not(flag),))
+    return y, nested_map.NestedMap(ids=(ids + 1) % 3, none=None, others=side_values)
 
 
 def _Params(cls, num_layers=4, **options):
@@ -413,8 +413,8 @@ def testASlowGradientOfOneOfSeveralTensors():
 
   class Pair(layers.NoWeightsLayer):
     @classmethod
-    def FPropMeta(cls, params, a, *rest):
-      return nested_map.NestedMap(flops=1, out_specs=(a,) if rest else (a, a))
+    def FPropMeta(cls, params, a, *extras):
+      return nested_map.NestedMap(flops=1, out_specs=(a,) if extras else (a, a))
 
   sub = [Pair.Params().Set(fn=fn) for fn in (lambda x: (x, Slow(x)), lambda a, b: 3 * a + 4 * b)]
   stack = _Stack(sub, tf.TensorSpec([4]))
@@ -483,9 +483,9 @@ def testATrainingLoopOfOnesOwn(in_function):
     run = tf.function(Step, autograph=False) if in_function else Step
     return [float(run(tf.constant(step, tf.int64))) for step in range(40)]
 
-  one, three = Losses(1), Losses(3)
-  assert np.mean(one[-5:]) < 0.3 * np.mean(one[:5])
-  np.testing.assert_allclose(three, one, rtol=1e-3)
+  one_stage, three_stages = Losses(1), Losses(3)
+  assert np.mean(one_stage[-5:]) < 0.3 * np.mean(one_stage[:5])
+  np.testing.assert_allclose(three_stages, one_stage, rtol=1e-3)
 
 
 def testMiniBatchesOfOneStepDrawTheirOwnMasks():

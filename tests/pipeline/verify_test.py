@@ -127,10 +127,10 @@ def testTiedWeights():
 
 def _OnlyFailures(report, *patterns):
   """The report has exactly the failures that begin so."""
-  found = report.Failures()
-  assert len(found) == len(patterns), found
-  for line, pattern in zip(found, patterns, strict=True):
-    assert line.startswith(pattern), found
+  failures = report.Failures()
+  assert len(failures) == len(patterns), failures
+  for line, pattern in zip(failures, patterns, strict=True):
+    assert line.startswith(pattern), failures
   assert report.Text().count('DIFFERENT: ') == len(patterns)
 
 
@@ -184,7 +184,7 @@ def testNotANumberIsWorst():
 
 
 def testLowPrecisionIsRefused():
-  with pytest.raises(ValueError, match=r'compute in bfloat16.*set dtype and fprop_dtype'):
+  with pytest.raises(ValueError, match='bfloat16.*dtype and fprop_dtype'):
     _Verify(xla=False, dtype=tf.float32, fprop_dtype=tf.bfloat16)
 
 

@@ -65,10 +65,10 @@ def _Placed(**values):
 
 
 def _Gradients(stack):
-  found = {}
+  gradients = {}
   for s in stack.engine.stages:
-    found.update({p: a.numpy() for p, a in zip(s.trained, s.accumulators, strict=True)})
-  return found
+    gradients.update({p: a.numpy() for p, a in zip(s.trained, s.accumulators, strict=True)})
+  return gradients
 
 
 def _Reference():
@@ -162,16 +162,16 @@ def testUnderAUsersTape():
   [
     (
       [['layers[3].em', 'layers[0].emb']],
-      r"'layers\[3\]\.em', which is not a weight; did you mean",
+      r"'layers\[3\]\.em', .*did you mean",
     ),
     (
       [['layers[1].w', 'layers[0].emb']],
-      r'shape \(4, 4\), float64 cannot be tied .* shape \(7, 4\)',
+      r'shape \(4, 4\), float64 .* shape \(7, 4\)',
     ),
     ([['layers[3].emb']], r'ties .* list of 2'),
     (
       [['layers[3].emb', 'layers[0].emb'], ['layers[0].emb', 'layers[3].emb']],
-      'is tied and is the owner of another weight',
+      'owner of another weight',
     ),
   ],
 )
@@ -214,7 +214,7 @@ class _Constant(base_layer.BaseLayer):
 def testATrainableWeightIsNotTiedToAConstant(turned):
   square = linear.ProjectionLayer.Params().Set(input_dim=_DIM, output_dim=_DIM)
   pair = ['layers[0].w', 'layers[1].constant'][:: -1 if turned else 1]
-  words = r'layers\[0\]\.w is trainable and layers\[1\]\.constant is not'
+  words = r'layers\[0\]\.w .*layers\[1\]\.constant is not'
   with pytest.raises(ValueError, match=words):
     _Params(sub=[square, _Constant.Params()], ties=[pair]).Instantiate()
 

@@ -102,12 +102,12 @@ def _Runner(num, batch_size=_BATCH, middle='dropout', num_micro_batches=_M, **le
 def _Batches(num, seed=0):
   """Returns mini-batches of very different loss weights; the second has weight 0."""
   rng = np.random.default_rng(seed)
-  made = []
+  batches = []
   for i in range(num):
     weights = rng.uniform(0.5, 2.0, [_BATCH]) * [1.0, 0.0, 7.0][i % 3]
     x, y = rng.normal(size=[2, _BATCH, _DIM])
-    made.append(nested_map.NestedMap(x=x, y=y, example_weights=weights).Transform(tf.constant))
-  return made
+    batches.append(nested_map.NestedMap(x=x, y=y, example_weights=weights).Transform(tf.constant))
+  return batches
 
 
 def _Joined(batches):
@@ -137,10 +137,10 @@ def testEqualsOneMiniBatchOfTheJointSize(clip):
     assert parts.TrainStep(batches[1]) is None
     for name, value in _Arrays(parts).items():
       np.testing.assert_array_equal(value, before[name])
-    got, expected = parts.TrainStep(batches[2]), whole.TrainStep(_Joined(batches))
-    assert got.keys() == expected.keys()
+    actual, expected = parts.TrainStep(batches[2]), whole.TrainStep(_Joined(batches))
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
-      assert got[name] == pytest.approx(value, rel=1e-6), name
+      assert actual[name] == pytest.approx(value, rel=1e-6), name
   expected = _Arrays(whole)
   for name, value in _Arrays(parts).items():
     np.testing.assert_allclose(value, expected[name], rtol=1e-7, atol=1e-9, err_msg=name)
@@ -292,8 +292,8 @@ def testTheProgramCountsTheDataOfWholeUpdates(tmp_path, capsys):
   )
   assert program.Run() == 0
   out = capsys.readouterr().out
-  said = 'the data ended within an update of 3 mini-batches: its first 2 changed nothing\n'
-  assert f'{said}stopped by the end of the data after step 2; the checkpoint is saved\n' in out
+  notice = 'the data ended within an update of 3 mini-batches: its first 2 changed nothing\n'
+  assert f'{notice}stopped by the end of the data after step 2; the checkpoint is saved\n' in out
   assert processes.Steps(tmp_path) == [2]
   metadata = checkpointer.Checkpointer(str(tmp_path / 'train')).Latest().metadata
   assert metadata['examples_consumed'] == 24

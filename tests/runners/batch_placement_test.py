@@ -100,8 +100,8 @@ class OwnFile(Input):
 
 class OtherFiles(Input):
   def _Examples(self, indices):
-    found = tf.size(tf.io.matching_files(f'/proc/self/task/{os.getpid()}'))
-    return super()._Examples(indices + tf.cast(found, tf.int64))
+    count = tf.size(tf.io.matching_files(f'/proc/self/task/{os.getpid()}'))
+    return super()._Examples(indices + tf.cast(count, tf.int64))
 
 
 class WholeBatch(Input):
@@ -181,22 +181,22 @@ def Train(where):
   checked.clear()
   # 256 KiB of inputs, and 16 KiB of what the loss needs.
   run, data = Make(read_on_workers=where == 'workers', batch_size=2048)
-  found = {'losses': [], 'sent': []}
+  results = {'losses': [], 'sent': []}
   for _ in range(4):
     before = Sent()
     batch = next(data)
-    found['losses'].append(run.TrainStep(batch)['loss'].hex())
-    found['sent'].append(Sent() - before)
+    results['losses'].append(run.TrainStep(batch)['loss'].hex())
+    results['sent'].append(Sent() - before)
   # The next one may be there already.
-  return {**found, 'checked': checked[:4], 'devices': Devices(batch)}
+  return {**results, 'checked': checked[:4], 'devices': Devices(batch)}
 
 
 checked, traced = [], []
-found = {where: Train(where) for where in ('workers', 'trainer')}
+results = {where: Train(where) for where in ('workers', 'trainer')}
 # Seven rows in four micro-batches, of which each replica has two.
 run, data = Make(num_replicas=2, num_epochs=1)
 batches = list(data)
-found['replicas'] = {
+results['replicas'] = {
   'rows': [[list(part[0].shape) for part in batch.firsts] for batch in batches],
   'devices': Devices(batches[0]),
 }
@@ -208,27 +208,27 @@ sentencepiece_training.Train([text], 'vocabulary', 400)
 text = {
   'file_pattern': 'text', 'vocab_filepath': 'vocabulary.model', 'cache_dir': 'tokens', 'seq_len': 32
 }
-of_tokens, there = Make(text_files.TextFilesInput, task=TokensTask, **text)
-_, here = Make(text_files.TextFilesInput, run=of_tokens, read_on_workers=False, **text)
-found['tokens'] = []
+of_tokens, on_workers = Make(text_files.TextFilesInput, task=TokensTask, **text)
+_, on_trainer = Make(text_files.TextFilesInput, run=of_tokens, read_on_workers=False, **text)
+results['tokens'] = []
 for _ in range(20):
-  batch, expected = next(there), next(here)
+  batch, expected = next(on_workers), next(on_trainer)
   ((_, view, _),) = of_tokens.placement.Views(batch)
   assert base_input_generator.AreEqual(view, expected)
-  found['tokens'].append(Devices(batch))
+  results['tokens'].append(Devices(batch))
 # Sentence pairs in buckets, beyond an epoch; of the largest there is no row for the other replica.
 pairs = {'task': PairsTask, 'batch_size': 0}
-found['pairs'] = []
+results['pairs'] = []
 for num_replicas in (1, 2):
-  of_pairs, there = Make(Pairs, num_replicas, **pairs)
-  _, here = Make(Pairs, num_replicas, of_pairs, read_on_workers=False, **pairs)
+  of_pairs, on_workers = Make(Pairs, num_replicas, **pairs)
+  _, on_trainer = Make(Pairs, num_replicas, of_pairs, read_on_workers=False, **pairs)
   for _ in range(12):
-    batch, expected = next(there), next(here)
+    batch, expected = next(on_workers), next(on_trainer)
     assert task_batches._Bytes(of_pairs, batch) == task_batches._Bytes(of_pairs, expected)
     assert of_pairs._NumMicroBatches(batch) == of_pairs._NumMicroBatches(expected)
-    found['pairs'].append([[len(part[0]) for part in batch.firsts], Devices(batch)])
+    results['pairs'].append([[len(part[0]) for part in batch.firsts], Devices(batch)])
 # What evaluations do: several passes of one source.
-found['traces'] = []
+results['traces'] = []
 for cls, batch_size, of_cls in ((Counted, 7, run), (CountedPairs, 0, of_pairs)):
   p = cls.Params().Set(batch_size=batch_size, num_epochs=1, shuffle=False)
   source = task_batches.Source(p.Instantiate(), of_cls)
@@ -237,39 +237,39 @@ for cls, batch_size, of_cls in ((Counted, 7, run), (CountedPairs, 0, of_pairs)):
     passes.append([task_batches._Bytes(of_cls, batch) for batch in source.Batches()[0]])
     counts.append(len(traced))
   assert passes[0] == passes[1] == passes[2] and len(passes[0]) > 2
-  found['traces'].append(counts)
+  results['traces'].append(counts)
 # A stream, beyond an epoch; its state goes from the worker to the trainer and back.
-found['stream'] = []
+results['stream'] = []
 for num_replicas in (1, 2):
-  made = Stream.Params().Set(batch_size=7).Instantiate()
-  expected, streams, of_stream = iter(made.Dataset()), {}, None
+  stream_input = Stream.Params().Set(batch_size=7).Instantiate()
+  expected, streams, of_stream = iter(stream_input.Dataset()), {}, None
   for read_on_workers in (True, False, True):
-    of_stream, there = Make(
+    of_stream, on_workers = Make(
       Stream, num_replicas, of_stream, streams=streams, read_on_workers=read_on_workers
     )
     for _ in range(7):
-      batch = next(there)
+      batch = next(on_workers)
       parts = of_stream.Shares(batch)
       whole = tf.nest.map_structure(lambda *rows: tf.concat(rows, 0), *parts)
       assert base_input_generator.AreEqual(whole, next(expected))
-      found['stream'].append([streams[''].num_taken, Devices(batch)])
+      results['stream'].append([streams[''].num_taken, Devices(batch)])
     state = streams[''].Save()
-    streams = {'': made.Iterator()}
+    streams = {'': stream_input.Iterator()}
     streams[''].Restore(state)
 # Batches of an evaluation may have another size than the runner's.
-found['sizes'] = []
+results['sizes'] = []
 for size in (3, 14):
   expected = iter(Stream.Params().Set(batch_size=size).Instantiate().Dataset())
-  _, there = Make(Stream, run=of_stream, batch_size=size)
-  batch = next(there)
+  _, on_workers = Make(Stream, run=of_stream, batch_size=size)
+  batch = next(on_workers)
   parts = of_stream.Shares(batch)
   whole = tf.nest.map_structure(lambda *rows: tf.concat(rows, 0), *parts)
   assert base_input_generator.AreEqual(whole, next(expected))
-  found['sizes'].append([list(part[0].shape)[0] for part in batch.firsts])
+  results['sizes'].append([list(part[0].shape)[0] for part in batch.firsts])
 # Rows that pad the last batch are none.
-made = Stream.Params().Set(batch_size=7, num_epochs=1).Instantiate()
-_, there = Make(Stream, run=of_stream, num_epochs=1)
-found['padded'] = [sum(map(made.NumPadded, of_stream.Shares(batch))) for batch in there]
+epoch = Stream.Params().Set(batch_size=7, num_epochs=1).Instantiate()
+_, on_workers = Make(Stream, run=of_stream, num_epochs=1)
+results['padded'] = [sum(map(epoch.NumPadded, of_stream.Shares(batch))) for batch in on_workers]
 next(Make(PythonPairs, run=of_pairs, **pairs)[1])
 with tf.io.TFRecordWriter('records') as writer:
   for i in range(20):
@@ -283,12 +283,12 @@ for cls in (Records, OwnDataset, Python, Variable, OwnFile, OtherFiles, WholeBat
 batch_placement.MAX_BYTES_IN_MEMORY = 100
 next(Make(run=run)[1])
 next(Make(Pairs, run=of_pairs, **pairs)[1])
-print(json.dumps(found))
+print(json.dumps(results))
 """
 
 
 @pytest.fixture(scope='module')
-def found(forks, hosts, project, tmp_path_factory):
+def output(forks, hosts, project, tmp_path_factory):
   """(results that the program printed, its log lines about the place of reading)."""
   path = tmp_path_factory.mktemp('program') / 'program.py'
   path.write_text(_PROGRAM)
@@ -301,8 +301,8 @@ def _Cpu(worker):
   return f'/job:worker/replica:0/task:{worker}/device:CPU:0'
 
 
-def testEachWorkerReadsWhatItsStageNeeds(found):
-  values, _ = found
+def testEachWorkerReadsWhatItsStageNeeds(output):
+  values, _ = output
   assert values['workers']['devices'] == {'firsts': [[_Cpu(0)]], 'lasts': [[_Cpu(1)] * 2]}
   for key in ('losses', 'checked'):
     assert values['workers'][key] == values['trainer'][key]
@@ -311,42 +311,42 @@ def testEachWorkerReadsWhatItsStageNeeds(found):
   assert max(values['workers']['sent'][1:]) < 64 << 10
 
 
-def testEachReplicaReadsItsShareToTheEnd(found):
-  replicas = found[0]['replicas']
+def testEachReplicaReadsItsShareToTheEnd(output):
+  replicas = output[0]['replicas']
   assert replicas['rows'] == [[[4], [3]]] * 3
   assert replicas['devices'] == {'firsts': [[_Cpu(0)] * 3, [_Cpu(1)] * 3], 'lasts': [[], []]}
 
 
-def testWorkersReadDocumentsAsTokens(found):
-  values, lines = found
+def testWorkersReadDocumentsAsTokens(output):
+  values, lines = output
   assert 'TextFilesInput, read by worker 0, labels by worker 1' in lines
   # The first stage reads `ids` of six fields.
   assert values['tokens'] == [{'firsts': [[_Cpu(0)]], 'lasts': [[_Cpu(1)] * 5]}] * 20
 
 
-def testWorkersReadRecordsByIndex(found):
-  assert 'Records, read by worker 0, 1' in found[1]
+def testWorkersReadRecordsByIndex(output):
+  assert 'Records, read by worker 0, 1' in output[1]
 
 
-def testTheWorkerOfTheFirstStageContinuesAStream(found):
-  values, lines = found
+def testTheWorkerOfTheFirstStageContinuesAStream(output):
+  values, lines = output
   assert [line for line in lines if line.startswith('Stream')] == [
     'Stream, read by worker 0',
     'Stream, read by the trainer: input.read_on_workers is False',
     'Stream, read by worker 0',
   ] * 2 + ['Stream, read by worker 0'] * 3
-  taken, devices = zip(*values['stream'], strict=True)
-  assert list(taken) == [*range(1, 8)] * 6
-  there = {'firsts': [[_Cpu(0)]], 'lasts': [[_Cpu(1)] * 2]}
-  assert devices[:21] == (there,) * 7 + ({},) * 7 + (there,) * 7
-  there = {'firsts': [[_Cpu(0)] * 3, [_Cpu(1)] * 3], 'lasts': [[], []]}
-  assert devices[21:] == (there,) * 7 + ({},) * 7 + (there,) * 7
+  numbers, devices = zip(*values['stream'], strict=True)
+  assert list(numbers) == [*range(1, 8)] * 6
+  placed = {'firsts': [[_Cpu(0)]], 'lasts': [[_Cpu(1)] * 2]}
+  assert devices[:21] == (placed,) * 7 + ({},) * 7 + (placed,) * 7
+  placed = {'firsts': [[_Cpu(0)] * 3, [_Cpu(1)] * 3], 'lasts': [[], []]}
+  assert devices[21:] == (placed,) * 7 + ({},) * 7 + (placed,) * 7
   assert values['sizes'] == [[2, 1], [8, 6]]
   assert values['padded'] == [0, 0, 0, 0, 5]
 
 
-def testWorkersMakeTheRowsOfBuckets(found):
-  values, lines = found
+def testWorkersMakeTheRowsOfBuckets(output):
+  values, lines = output
   assert [line for line in lines if line.startswith('Pairs')] == [
     'Pairs, read by worker 0, labels by worker 1',
     'Pairs, read by the trainer: input.read_on_workers is False',
@@ -354,14 +354,14 @@ def testWorkersMakeTheRowsOfBuckets(found):
     'Pairs, read by the trainer: input.read_on_workers is False',
     'Pairs, read by the trainer: Pairs holds 1,908 bytes in memory',
   ]
-  one, two = values['pairs'][:12], values['pairs'][12:]
-  assert {rows for (rows,), _ in one} == {9, 5, 1}
-  assert all(d == {'firsts': [[_Cpu(0)]], 'lasts': [[_Cpu(1)] * 9]} for _, d in one)
-  assert {tuple(rows) for rows, _ in two} == {(5, 4), (3, 2), (1,)}
+  one_replica, two_replicas = values['pairs'][:12], values['pairs'][12:]
+  assert {rows for (rows,), _ in one_replica} == {9, 5, 1}
+  assert all(d == {'firsts': [[_Cpu(0)]], 'lasts': [[_Cpu(1)] * 9]} for _, d in one_replica)
+  assert {tuple(rows) for rows, _ in two_replicas} == {(5, 4), (3, 2), (1,)}
 
 
-def testAnotherPassTracesNothing(found):
-  for first, second, third in found[0]['traces']:
+def testAnotherPassTracesNothing(output):
+  for first, second, third in output[0]['traces']:
     assert 0 < first == second == third
 
 
@@ -369,8 +369,8 @@ def testAnotherPassTracesNothing(found):
 _OTHERS = ('Counted', 'TextFilesInput', 'Pairs', 'Records', 'Stream')
 
 
-def testTheTrainerReadsInputsThatWorkersCannotRead(found):
-  lines = [line for line in found[1] if not line.startswith(_OTHERS)]
+def testTheTrainerReadsInputsThatWorkersCannotRead(output):
+  lines = [line for line in output[1] if not line.startswith(_OTHERS)]
   assert lines[:3] == [
     'Input, read by worker 0, labels by worker 1',
     'Input, read by the trainer: input.read_on_workers is False',
@@ -417,7 +417,7 @@ def testTheLastBatchAndThePositionEqualTheTrainers(forks, hosts, project, tmp_pa
       # Lines of training and of all evaluations.
       assert done.stderr.count(_READ) == (2 if more else 0)
     assert 'resuming from step 1 (16 examples consumed)' in done.stdout
-    assert 'stopped by the end of the data after step 2' in done.stdout
+    assert 'by the end of the data after step 2' in done.stdout
     ended[name] = processes.Tensors(tmp_path / name, 2)
   done = processes.Succeeded(forks.Run('evaluator', '--once', '--split=Train', *args, cwd=project))
   assert done.stderr.count(_READ) == 1

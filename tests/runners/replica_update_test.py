@@ -58,16 +58,16 @@ def _OneReplica():
   return losses, _Values(run), run.Evaluate(_Batches(2, 1))
 
 
-def _CheckClose(found, expected):
-  assert found.keys() == expected.keys()
+def _CheckClose(actual, expected):
+  assert actual.keys() == expected.keys()
   for name, value in expected.items():
-    np.testing.assert_allclose(found[name], value, rtol=1e-7, atol=1e-10, err_msg=name)
+    np.testing.assert_allclose(actual[name], value, rtol=1e-7, atol=1e-10, err_msg=name)
 
 
 def _CheckReplicasAgree(run):
-  first, *others = run.engine.replicas
-  assert others
-  for other in others:
+  first, *later_replicas = run.engine.replicas
+  assert later_replicas
+  for other in later_replicas:
     for path, v in first.variables.items():
       np.testing.assert_array_equal(other.variables[path], v, err_msg=path)
 
@@ -76,22 +76,22 @@ def _CheckReplicasAgree(run):
 def two_replicas(request, tmp_path_factory):
   """(runner after the steps of `_OneReplica`, its losses, the graphs of the first step)."""
   run, losses = _Runner(2, **request.param), []
-  first, *others = _Batches(3)
+  first, *later_batches = _Batches(3)
   graphs = graph_reader.ExecutedGraphs(
     lambda: losses.append(run.TrainStep(first)['loss']), tmp_path_factory.mktemp('graphs')
   )
-  losses += [run.TrainStep(batch)['loss'] for batch in others]
+  losses += [run.TrainStep(batch)['loss'] for batch in later_batches]
   return run, losses, graphs
 
 
 def testTrainsAsOnePipeline(two_replicas):
   losses, values, evaluated = _OneReplica()
-  run, found, _ = two_replicas
-  np.testing.assert_allclose(found, losses, rtol=1e-9)
+  run, actual, _ = two_replicas
+  np.testing.assert_allclose(actual, losses, rtol=1e-9)
   _CheckClose(_Values(run), values)
   _CheckReplicasAgree(run)
-  found = run.Evaluate(_Batches(2, 1))
-  np.testing.assert_allclose(found['loss'], evaluated['loss'], rtol=1e-9)
+  metrics = run.Evaluate(_Batches(2, 1))
+  np.testing.assert_allclose(metrics['loss'], evaluated['loss'], rtol=1e-9)
   _CheckReplicasAgree(run)  # The averages replaced the weights for a while.
 
 
@@ -103,7 +103,8 @@ def testSumsOverlapTheRemainingBackward(two_replicas):
   of_last = {'0F0', '0F1', '1F0', '1F1', '1B1', '1B0'}
   expected = {'1': of_last, '0': of_last | {'0B1', '0B0'}}
   assert before == {
-    stage: {(r, action) for r in range(2) for action in found} for stage, found in expected.items()
+    stage: {(r, action) for r in range(2) for action in actions}
+    for stage, actions in expected.items()
   }
 
 
@@ -132,14 +133,14 @@ def testEachShardedSlotExistsOnce(caplog):
   assert len(whole) == len(shards) == 4  # Devices.
   assert sum(whole.values()) == 2 * sum(shards.values())
   assert max(shards.values()) < max(whole.values())
-  (told,) = [r.getMessage() for r in caplog.records if 'Optimizer slots' in r.getMessage()]
+  (message,) = [r.getMessage() for r in caplog.records if 'Optimizer slots' in r.getMessage()]
   of_replicas = [
     sum(size for device, size in shards.items() if any(s.device in device for s in replica.stages))
     for replica in run.engine.replicas
   ]
   of_replicas[0] += 8  # The count of updates.
   texts = ', '.join(map(text_table.FormatBytes, of_replicas))
-  assert told == f'Optimizer slots are shared out over 2 replicas: {texts}.'
+  assert message == f'Optimizer slots are shared out over 2 replicas: {texts}.'
 
 
 def testTheOwnerOfAStagesLargestWeightIsPredicted():
@@ -207,7 +208,7 @@ def testReplicasNeedAPipeline():
 
   p = _NoPipeline.Params().Set(name='plain')
   spec = nested_map.NestedMap(x=tf.TensorSpec([2, 2]))
-  with pytest.raises(ValueError, match='_NoPipeline has no pipeline, and 2 replicas need one'):
+  with pytest.raises(ValueError, match='_NoPipeline .*no pipeline, .*2 replicas'):
     train_runner.TrainRunner(p.Instantiate(), ['/cpu:0', '/cpu:1'], spec, num_replicas=2)
 
 

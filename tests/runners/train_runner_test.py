@@ -206,8 +206,8 @@ def testOneStepByHand():
     np.testing.assert_allclose(
       variables[f'linear.{name}'].numpy(), value - 0.25 * grad, rtol=1e-5, atol=1e-6
     )
-    got = run.Gradients(values['loss_weight'])[f'linear.{name}']
-    np.testing.assert_allclose(got, grad, rtol=1e-5, atol=1e-6)
+    gradient = run.Gradients(values['loss_weight'])[f'linear.{name}']
+    np.testing.assert_allclose(gradient, grad, rtol=1e-5, atol=1e-6)
   assert int(run.global_step) == 1
 
 
@@ -226,7 +226,7 @@ def testATaskThatHasNoLoss():
       return {'error': (tf.constant(0.0), tf.constant(1.0))}, {}
 
   run = _Runner(NoLoss.Params().Set(name='linear'))
-  with pytest.raises(ValueError, match="a loss must return a metric 'loss', got \\['error'\\]"):
+  with pytest.raises(ValueError, match="metric 'loss', got \\['error'\\]"):
     run.TrainStep(next(iter(_Input().Dataset())))
 
 
@@ -417,19 +417,19 @@ def testEvaluatingTwiceGivesEqualMetricsAndChangesNothing():
 # ---- signs of life -------------------------------------------------------------------------------
 
 
-def _Told(monkeypatch, calls):
+def _Beats(monkeypatch, calls):
   """Records the heartbeats of each call."""
   read, write = os.pipe()
   monkeypatch.setattr(heartbeat, '_descriptor', write)
-  told = []
+  beats = []
   for call in calls:
     call()
     os.write(write, b'|')
-    told.append(os.read(read, 100).rstrip(b'|'))
+    beats.append(os.read(read, 100).rstrip(b'|'))
   monkeypatch.undo()
   os.close(read)
   os.close(write)
-  return told
+  return beats
 
 
 def testAStepSendsHeartbeatsAtItsStartAndEnd(monkeypatch):
@@ -437,15 +437,15 @@ def testAStepSendsHeartbeatsAtItsStartAndEnd(monkeypatch):
   run = _Runner(_LinearParams())
   # Tracing and compiling take long: the first step, and the first batch of an evaluation.
   steps = [lambda: run.TrainStep(batch)] * 3
-  assert _Told(monkeypatch, steps) == [b'lt', b'Tt', b'Tt']
-  assert _Told(monkeypatch, [lambda: run.Evaluate([batch, batch])] * 2) == [b'VlvVv', b'VvVv']
-  assert _Told(monkeypatch, steps[:1]) == [b'Tt']
+  assert _Beats(monkeypatch, steps) == [b'lt', b'Tt', b'Tt']
+  assert _Beats(monkeypatch, [lambda: run.Evaluate([batch, batch])] * 2) == [b'VlvVv', b'VvVv']
+  assert _Beats(monkeypatch, steps[:1]) == [b'Tt']
 
 
 def testWaitingForABatchOfWorkersSendsHeartbeats(monkeypatch):
   run = _Runner(_PipelinedParams(), eval_runner.EvalRunner)
   read = run.placement.Pass(_Input(), 0)()
-  assert _Told(monkeypatch, [lambda: next(read)] * 3) == [b'r', b'Rr', b'Rr']
+  assert _Beats(monkeypatch, [lambda: next(read)] * 3) == [b'r', b'Rr', b'Rr']
 
 
 def testABatchIsReadAheadAndItsErrorIsRaisedInItsTurn(monkeypatch):
@@ -473,8 +473,8 @@ def testAMiniBatchOfAnUpdateSendsAHeartbeat(monkeypatch):
   p = _LinearParams()
   p.train.learner.num_accumulated_mini_batches = 2
   batch, run = next(iter(_Input().Dataset())), _Runner(p)
-  told = _Told(monkeypatch, [lambda: run.TrainStep(batch)] * 4)
-  assert told == [b'll', b't', b'Tl', b'Tt']
+  beats = _Beats(monkeypatch, [lambda: run.TrainStep(batch)] * 4)
+  assert beats == [b'll', b't', b'Tl', b'Tt']
 
 
 # ---- continuation --------------------------------------------------------------------------------
@@ -490,12 +490,12 @@ def testACheckpointContinuesWithAnotherCut(num_stages, tmp_path):
 
   other = _Runner(_PipelinedParams(num_stages))
   _Train(other, 24, 2)  # The restored values must replace all of these.
-  found = checkpoints.RestoreLatest(other.Variables())
-  assert found is not None
+  restored = checkpoints.RestoreLatest(other.Variables())
+  assert restored is not None
   other.AfterRestore()
   assert int(other.global_step) == 4
-  rest, end = _Train(other, found[1]['examples_consumed'], 4)
-  np.testing.assert_allclose(first + rest, _Losses(2), rtol=1e-5)
+  second, end = _Train(other, restored[1]['examples_consumed'], 4)
+  np.testing.assert_allclose(first + second, _Losses(2), rtol=1e-5)
   assert end == 8 * _BATCH
 
   names = {name for name in run.Variables() if '/' in name}

@@ -28,8 +28,8 @@ def testTheSearchFindsTheLargest(least, most, largest):
     tried.append(n)
     return n <= largest
 
-  found = largest_model.Largest(Fits, least, most)
-  assert found == (min(largest, most) if largest >= least else 0)
+  actual = largest_model.Largest(Fits, least, most)
+  assert actual == (min(largest, most) if largest >= least else 0)
   assert len(tried) == len(set(tried)) and max(tried) <= most
   assert len(tried) <= 2 * most.bit_length() + 1
 

@@ -58,9 +58,9 @@ def testTheCommandRunsAndTheTrainerPredictsTheSameMemory(forks, tmp_path):
   # The overrides of the plan follow the overrides that the plan was made with.
   assert '--max_steps=7' in args
   assert [a for a in args if a.startswith('--model_params_override=')][0] == _MODEL[1]
-  shown = processes.Succeeded(forks.Run('trainer', '--mode=inspect_partition', *args)).stdout
-  assert f'K=2 stages, M={chosen[3]} micro-batches, {chosen[5]}, remat_policy stage' in shown
-  stages = [line.split() for line in shown.splitlines() if re.match(r'\s*[01] ', line)]
+  partition = processes.Succeeded(forks.Run('trainer', '--mode=inspect_partition', *args)).stdout
+  assert f'K=2 stages, M={chosen[3]} micro-batches, {chosen[5]}, remat_policy stage' in partition
+  stages = [line.split() for line in partition.splitlines() if re.match(r'\s*[01] ', line)]
   assert len(stages) == 2
   needs = max(sum(map(_Bytes, row[-3:-1])) for row in stages)
   assert needs == pytest.approx(_Bytes(chosen[-2]), rel=2e-3)
@@ -119,10 +119,10 @@ def testAFailedWorkerIsReportedInOneLine(forks):
 def testOnlyLearnersThatTrainALayerUpdateIt():
   params = registry.GetParams(processes.MODEL, 'Train')
   params.ApplyOverrides(params_text.ParseOverrides(processes.TINY))
-  one = params.task.train.learner.Copy().Set(lr_schedule=lr_schedules.Constant.Params())
+  base = params.task.train.learner.Copy().Set(lr_schedule=lr_schedules.Constant.Params())
   params.task.train.learner = [
-    one.Copy().Set(name='first', bprop_variable_filter=r'layers\[0\]'),
-    one.Copy().Set(name='others', bprop_variable_exclusion=r'layers\[0\]'),
+    base.Copy().Set(name='first', bprop_variable_filter=r'layers\[0\]'),
+    base.Copy().Set(name='others', bprop_variable_exclusion=r'layers\[0\]'),
   ]
   chosen = experiment.Experiment(params, None)
   weight = tf.Variable(tf.ones([2, 3]))

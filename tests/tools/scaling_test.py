@@ -29,11 +29,11 @@ def _Numbers(row):
 
 
 def testBubblesGrowWithTheNumberOfEqualStages():
-  one, eight = _Rows(scaling.Depth(_Costs(3)), 2)
-  assert (one['K'], one['M'], eight['K'], eight['M']) == (1, 32, 8, 32)
-  assert (one['L'], eight['L']) == (13, 8 * 13 - 1)
+  one_stage, eight_stages = _Rows(scaling.Depth(_Costs(3)), 2)
+  assert (one_stage['K'], one_stage['M'], eight_stages['K'], eight_stages['M']) == (1, 32, 8, 32)
+  assert (one_stage['L'], eight_stages['L']) == (13, 8 * 13 - 1)
   # (K - 1) / (M + K - 1) of the step without its update; one device has one layer less.
-  assert one['bubble'] == 0 and eight['bubble'] == pytest.approx(100 * 7 / 39, rel=0.1)
+  assert one_stage['bubble'] == 0 and eight_stages['bubble'] == pytest.approx(100 * 7 / 39, rel=0.1)
 
 
 def testLinksTakeMoreOfAStepWithMoreReplicas():

@@ -85,11 +85,11 @@ def testFlagsReachTheTraining(folder, forks):
     character_coverage=0.98,
     user_defined_symbols=['return'],
   )
-  made = sentencepiece_tokenizer.SentencePieceTokenizer(str(folder / 'v.model'))
-  assert made.fingerprint == expected.fingerprint
+  tokenizer = sentencepiece_tokenizer.SentencePieceTokenizer(str(folder / 'v.model'))
+  assert tokenizer.fingerprint == expected.fingerprint
   processes.Succeeded(forks.Run(_PROGRAM, *args, '--overwrite', '--seed=4', cwd=folder))
   other = sentencepiece_tokenizer.SentencePieceTokenizer(str(folder / 'v.model'))
-  assert other.fingerprint != made.fingerprint
+  assert other.fingerprint != tokenizer.fingerprint
 
 
 def testErrorsAreOneLine(folder, forks):

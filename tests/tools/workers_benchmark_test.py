@@ -37,8 +37,8 @@ def testStagesAndReplicasOnWorkersSendTheNecessaryBytes(forks):
     cells = dict(zip(head, row, strict=True))
     assert len(cells['peak MiB'].split(', ')) == 3
     for name, most in (('between workers', 1.25), ('with the trainer', 4)):
-      found, theory = map(_Bytes, cells[name].strip(')').split(' ('))
-      assert theory <= found <= most * theory, cells
+      measured, theory = map(_Bytes, cells[name].strip(')').split(' ('))
+      assert theory <= measured <= most * theory, cells
   # Activations of 16 rows of 128 vectors of 64 floats, and equally many gradients.
   assert stages[8].endswith('(1.0MiB)')
   # ids, labels and weights.

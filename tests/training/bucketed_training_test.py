@@ -85,11 +85,11 @@ def _Params(num_accumulated=1, keep_prob=1.0, xla=False, max_steps=6):
 
 
 def _Runner(p, specs):
-  made = p.Instantiate()
+  instance = p.Instantiate()
   devices = [d.name for d in tf.config.list_logical_devices('CPU')]
-  run = train_runner.TrainRunner(made.task, devices, made.input.BatchSpec())
+  run = train_runner.TrainRunner(instance.task, devices, instance.input.BatchSpec())
   run.ExpectBatches(specs)
-  return run, made.input
+  return run, instance.input
 
 
 def _Arrays(run):
@@ -116,10 +116,10 @@ def testBucketedBatchesTrainLikePaddedOnes(caplog):
   with caplog.at_level('WARNING'):
     for batch in data.Dataset().take(6):
       seen.add(tuple(batch.tgt_ids.shape))
-      got = run.TrainStep(batch)
+      actual = run.TrainStep(batch)
       expected = padded.TrainStep(_Padded(batch, max(_LIMITS), max(_BOUNDS)))
       for name, value in expected.items():
-        assert got[name] == pytest.approx(value, rel=1e-6), name
+        assert actual[name] == pytest.approx(value, rel=1e-6), name
   assert seen == set(zip(_LIMITS, _BOUNDS, strict=True))
   expected = _Arrays(padded)
   for name, value in _Arrays(run).items():
@@ -195,16 +195,16 @@ def testRestartInTheMiddleIsExact(tmp_path, capsys, caplog):
   rows = [len(b.example_weights) for b in _Params().input.Instantiate().Dataset().take(10)]
   assert set(rows) == set(_LIMITS)
   out = capsys.readouterr().out
-  assert 'the first step of each of 2 shapes compiles the stages' in out
+  assert 'each of 2 shapes compiles the stages' in out
   assert f'resuming from step 2 ({sum(rows[:4])} examples consumed)' in out
   assert [r.getMessage() for r in caplog.records if 'shape number' in r.getMessage()] == []
-  found = checkpointer.Checkpointer(str(tmp_path / 'parts' / 'train'))
-  assert found.ReadMetadata(found.Latest())['examples_consumed'] == sum(rows)
+  store = checkpointer.Checkpointer(str(tmp_path / 'parts' / 'train'))
+  assert store.ReadMetadata(store.Latest())['examples_consumed'] == sum(rows)
 
 
 def testThePartitionIsForTheLargestShape():
   text = inspection.PartitionText(_Params())
-  assert 'for the largest of 2 shapes of batches: {' in text
+  assert 'the largest of 2 shapes' in text
   assert f'tgt_ids: int32[{_LIMITS[0]}, {_BOUNDS[0]}]' in text
 
 

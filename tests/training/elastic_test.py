@@ -52,21 +52,21 @@ def _Params(**stack):
 def testReplicasAreReducedBeforeStages(num_replicas, num_devices, expected):
   before = _Params()
   text = before.ToText()
-  found, replicas = elastic.Shrink(before, num_replicas, num_devices)
-  stack = found.task.stack
+  shrunk, replicas = elastic.Shrink(before, num_replicas, num_devices)
+  stack = shrunk.task.stack
   assert (replicas, stack.num_stages, stack.num_micro_batches) == expected
   assert before.ToText() == text
 
 
 def testReplicasShareTheMicroBatchesEvenly():
-  found, replicas = elastic.Shrink(_Params(num_micro_batches=2), 5, 16)
-  assert (replicas, found.task.stack.num_micro_batches) == (2, 5)
+  shrunk, replicas = elastic.Shrink(_Params(num_micro_batches=2), 5, 16)
+  assert (replicas, shrunk.task.stack.num_micro_batches) == (2, 5)
 
 
 def testADeviceKeepsItsNumberOfStages():
   p = _Params(num_stages=8, stages_per_device=2, schedule='looped_bfs')
-  found, replicas = elastic.Shrink(p, 1, 3)
-  assert (replicas, found.task.stack.num_stages) == (1, 6)
+  shrunk, replicas = elastic.Shrink(p, 1, 3)
+  assert (replicas, shrunk.task.stack.num_stages) == (1, 6)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def testADeviceKeepsItsNumberOfStages():
     ({}, 0, 'no device'),
     ({'splits': [2, 4, 6, 8]}, 3, 'splits are set by hand'),
     ({'memory_limit': 10**9}, 3, 'memory_limit is set'),
-    ({'schedule': schedules.Get('gpipe', 4, 3)}, 3, 'has num_stages 4, but num_stages 3 '),
+    ({'schedule': schedules.Get('gpipe', 4, 3)}, 3, 'num_stages 4, .*num_stages 3 '),
     (
       {'num_stages': 8, 'stages_per_device': 2, 'schedule': 'interleaved_1f1b',
        'num_micro_batches': 4}, 3, 'needs a multiple of 3 micro-batches',
@@ -88,8 +88,8 @@ def testAModelWithAFixedCutIsRefused(stack, num_devices, message):
 
 
 def testSplitsByHandStayInFewerReplicas():
-  found, replicas = elastic.Shrink(_Params(splits=[2, 4, 6, 8]), 2, 7)
-  assert (replicas, found.task.stack.splits) == (1, [2, 4, 6, 8])
+  shrunk, replicas = elastic.Shrink(_Params(splits=[2, 4, 6, 8]), 2, 7)
+  assert (replicas, shrunk.task.stack.splits) == (1, [2, 4, 6, 8])
 
 
 def testATaskWithoutAStackIsRefused():
@@ -106,9 +106,9 @@ def _Await(monkeypatch, answers, min_workers, **stack):
 
   def Ask(address):
     index = int(address)
-    there = next(asked[index])
+    is_there = next(asked[index])
     device = f'/job:worker/replica:0/task:{index}/device:CPU:0'.encode()
-    return (device, None) if there else (b'', 'gone')
+    return (device, None) if is_there else (b'', 'gone')
 
   monkeypatch.setattr(worker_connection, 'Ask', Ask)
   return elastic.Await(
@@ -124,8 +124,8 @@ def _Await(monkeypatch, answers, min_workers, **stack):
 def testContinuesWithFewerWorkersAfterWaitingForAll(monkeypatch, caplog):
   answers, params, replicas = _Await(monkeypatch, [[1] * 9, [0] * 9, [1] * 9], 2)
   assert (list(answers), params.task.stack.num_stages, replicas) == (['0', '2'], 2, 1)
-  assert '1 of 3 workers do not answer: worker 1 at 1 (gone)' in caplog.text
-  assert 'with 2 of 3 workers: 1 x 2 devices (replicas x stages) instead of 1 x 3' in caplog.text
+  assert ': worker 1 at 1 (gone)' in caplog.text
+  assert '1 x 2 devices (replicas x stages) instead of 1 x 3' in caplog.text
 
 
 def testTakesAllWorkersIfTheyAnswerInTime(monkeypatch, caplog):
@@ -140,15 +140,15 @@ def testAWorkerThatDisappearsDoesNotCount(monkeypatch):
 
 
 def testFewerWorkersThanTheMinimumAreNotEnough(monkeypatch):
-  with pytest.raises(TimeoutError, match='2 of 3 workers did not answer within 1 s'):
+  with pytest.raises(TimeoutError, match='2 of 3 workers .*within 1 s'):
     _Await(monkeypatch, [[1] * 9, [0] * 9, [0] * 9], 2)
 
 
 def testKeepsWaitingIfTheModelHasAFixedCut(monkeypatch, caplog):
   answers, params, _ = _Await(monkeypatch, [[1] * 9, [0, 0, 0, 1]], 1, splits=[4, 8])
   assert len(answers) == params.task.stack.num_stages == 2
-  (told,) = [r.getMessage() for r in caplog.records]
-  assert told.startswith('1 of 2 workers answer; waiting for the others: splits are set by hand')
+  (message,) = [r.getMessage() for r in caplog.records]
+  assert message.startswith('1 of 2 workers answer; waiting for the others: splits are set by hand')
 
 
 if __name__ == '__main__':

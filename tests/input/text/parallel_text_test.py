@@ -119,8 +119,8 @@ def testEachBucketHasOneShape(vocab):
   seen = set()
   for batch in _Batches(generator):
     shape = tuple(batch.src_ids.shape)
-    got = batch.Transform(lambda x: tf.TensorSpec(x.shape, x.dtype))
-    assert dict(got.FlattenItems()) == dict(specs[shape].FlattenItems())
+    actual = batch.Transform(lambda x: tf.TensorSpec(x.shape, x.dtype))
+    assert dict(actual.FlattenItems()) == dict(specs[shape].FlattenItems())
     assert isinstance(batch, nested_map.NestedMap)
     longest = max(np.sum(1 - batch[k], axis=1).max() for k in ('src_paddings', 'tgt_paddings'))
     lower = max([bound for _, bound in specs if bound < shape[1]], default=0)
@@ -148,8 +148,8 @@ def testRestartIsExactAtAnyBatch(vocab, temperature):
         other = _Input(
           vocab, num_prefetch=num_prefetch, num_parallel_calls=num_parallel_calls, **options
         )
-        for got, expected in zip(_Batches(other, position, 12), whole[i : i + 12], strict=True):
-          tf.nest.map_structure(np.testing.assert_array_equal, got, expected)
+        for actual, expected in zip(_Batches(other, position, 12), whole[i : i + 12], strict=True):
+          tf.nest.map_structure(np.testing.assert_array_equal, actual, expected)
     position += batch.example_weights.shape[0]
 
 
@@ -178,9 +178,7 @@ def testLongAndEmptyPairsAreLeftOutInTrainingOnly(vocab, caplog):
   assert any(
     '1 of 12 examples are longer than 48' in text and 'left out' in text for text in warnings
   )
-  assert any(
-    '1 of 12 examples have an empty side' in text and 'left out' in text for text in warnings
-  )
+  assert any('1 of 12 examples have an empty' in text and 'left out' in text for text in warnings)
   caplog.clear()
   with caplog.at_level('WARNING', logger='absl'):
     generator = _Evaluation(vocab, cls=cls)
@@ -203,8 +201,8 @@ def testPositionWithinABatchContinuesWithTheNext(vocab, caplog):
   whole = _Batches(generator, count=4)
   rows = [batch.example_weights.shape[0] for batch in whole]
   with caplog.at_level('WARNING', logger='absl'):
-    got = _Batches(generator, sum(rows[:2]) + 1, 1)[0]
-  tf.nest.map_structure(np.testing.assert_array_equal, got, whole[3])
+    actual = _Batches(generator, sum(rows[:2]) + 1, 1)[0]
+  tf.nest.map_structure(np.testing.assert_array_equal, actual, whole[3])
   assert any('within a batch' in r.getMessage() for r in caplog.records)
 
 
@@ -215,8 +213,8 @@ def testTokensAreCachedForTheNextRun(vocab, tmp_path):
   batches = _Batches(first)
   assert cls.num_reads == 1
   again = _Evaluation(vocab, cls=cls, cache_dir=cache)
-  for got, expected in zip(_Batches(again), batches, strict=True):
-    tf.nest.map_structure(np.testing.assert_array_equal, got, expected)
+  for actual, expected in zip(_Batches(again), batches, strict=True):
+    tf.nest.map_structure(np.testing.assert_array_equal, actual, expected)
   assert cls.num_reads == 1
   plain = _Evaluation(vocab, cls=cls)
   assert plain.Fingerprint() == first.Fingerprint() == again.Fingerprint()
@@ -276,23 +274,23 @@ def testRandomTokensNeedNoText():
     map(generator.Text, labels)
   )
   assert all(text.split()[0].isdecimal() for text in map(generator.Text, labels))
-  with pytest.raises(ValueError, match='num_fake_examples needs a vocab_size above 4, got 4'):
+  with pytest.raises(ValueError, match='num_fake_examples .*vocab_size above 4, got 4'):
     p.Set(vocab_size=4).Instantiate()
 
 
 @pytest.mark.parametrize(
   'values, message',
   [
-    ({'batch_size': 3}, "'Train': param batch_size has no effect, got 3.*bucket_batch_limit"),
+    ({'batch_size': 3}, "'Train': param batch_size .*got 3.*bucket_batch_limit"),
     ({'bucket_upper_bound': []}, r'bucket_upper_bound: expected positive.*got \[\]'),
     ({'bucket_upper_bound': [8, 8]}, r'ascending order, such as \[16, 32, 64\], got \[8, 8\]'),
     ({'bucket_upper_bound': 8}, 'bucket_upper_bound expects.*got 8'),
-    ({'bucket_batch_limit': [1, 2]}, r'one for each of the 3 buckets.*got \[1, 2\]'),
+    ({'bucket_batch_limit': [1, 2]}, r'3 buckets.*got \[1, 2\]'),
     ({'bucket_batch_limit': 0}, 'bucket_batch_limit.*got 0'),
     ({'bucket_batch_limit': None}, 'bucket_batch_limit.*got None'),
-    ({'sampling_temperature': 0.0}, 'sampling_temperature expects a number above 0, got 0.0'),
-    ({'direction': 'back'}, "direction expects 'given' or 'reversed' or 'both', got 'back'"),
-    ({'target_language_token': 'end'}, "target_language_token expects '' or 'source'"),
+    ({'sampling_temperature': 0.0}, 'sampling_temperature .*above 0, got 0.0'),
+    ({'direction': 'back'}, "direction .*'reversed' or 'both', got 'back'"),
+    ({'target_language_token': 'end'}, "target_language_token .*'' or 'source'"),
     ({'num_epochs': -1}, 'num_epochs'),
   ],
 )
@@ -304,18 +302,18 @@ def testInvalidParamsAreNamed(vocab, values, message):
 def testMissingLanguageSymbolIsNamed(vocab):
   pairs = [*_Pairs(), sentence_pairs.SentencePair('en', 'tlh', 'house', 'qach')]
   generator = _Input(vocab, _InputClass(pairs), target_language_token='target')
-  message = r'lacks the symbols <2tlh>: .*tools.train_sentencepiece.*--control_symbols=<2tlh>'
+  message = r'symbols <2tlh>: .*tools.train_sentencepiece.*--control_symbols=<2tlh>'
   with pytest.raises(ValueError, match=message):
     generator.Dataset()
-  with pytest.raises(ValueError, match='vocab_filepath is not set.*tools.train_sentencepiece'):
+  with pytest.raises(ValueError, match='vocab_filepath .*tools.train_sentencepiece'):
     _Input('').Dataset()
 
 
 def testLanguageWithoutUsablePairsIsNamed(vocab):
   long = sentence_pairs.SentencePair('hu', 'en', 'Hund ' * 50, 'dog')
-  with pytest.raises(ValueError, match='no usable example of hu-en: .*longer than 48'):
+  with pytest.raises(ValueError, match='no usable .*hu-en: .*longer than 48'):
     _Input(vocab, _InputClass([*_Pairs(), long])).Dataset()
-  with pytest.raises(ValueError, match=r"_Other 'Train': the data set is empty"):
+  with pytest.raises(ValueError, match="_Other 'Train': .*empty"):
     _Input(vocab, _InputClass([])).Dataset()
 
 

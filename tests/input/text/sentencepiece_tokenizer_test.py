@@ -71,7 +71,7 @@ def testWordStartsCountWords(tokenizer, lossless):
   texts = [' two\n\tlines ', 'antidisestablishmentarianism', *_SOURCES, *_UNICODE, '']
   for text, ids in zip(texts, tokenizer.Encode(texts), strict=True):
     assert starts[ids].sum() == len(text.split()), text
-  with pytest.raises(ValueError, match=r"code\.model' keeps every space.*without --lossless"):
+  with pytest.raises(ValueError, match=r"code\.model' .*without --lossless"):
     lossless.WordStarts()
 
 
@@ -100,7 +100,7 @@ def testSymbolsHaveIds(tokenizer):
   assert german not in ids and tokenizer.Decode(ids) == '<2de> words'
   assert tokenizer.PieceId('xyzzy') in tokenizer.Encode(['the xyzzy'])[0]
   assert tokenizer.PieceId('<unk>') == sentencepiece_tokenizer.UNK_ID
-  with pytest.raises(ValueError, match="prose.model' has no piece '<2xx>'"):
+  with pytest.raises(ValueError, match="prose.model' .*'<2xx>'"):
     tokenizer.PieceId('<2xx>')
 
 
@@ -139,12 +139,12 @@ def testLongLinesAreSplit():
   'options, message',
   [
     ({'texts': ['', '\n']}, 'no text'),
-    ({'vocab_size': 100_000}, 'no vocabulary of 100000 pieces.*too high'),
+    ({'vocab_size': 100_000}, '100000 pieces.*too high'),
     (
       {'vocab_size': 100},
-      'no vocabulary of 100 pieces can be trained on .*: Vocabulary size',
+      '100 pieces .*: Vocabulary size',
     ),
-    ({'model_type': 'word'}, "model_type: expected unigram or bpe, got 'word'"),
+    ({'model_type': 'word'}, "model_type: .*got 'word'"),
     ({'max_sentences': 0}, 'max_sentences'),
     ({'character_coverage': 0.9}, 'character_coverage: expected 0.98 to 1, got 0.9'),
   ],

@@ -223,12 +223,12 @@ def testSpecNeedsNoData():
 @pytest.mark.parametrize(
   'values, message',
   [
-    ({'vocab_filepath': ''}, 'Train.*vocab_filepath is not set.*train_sentencepiece'),
-    ({'vocab_filepath': '/missing/v'}, "param vocab_filepath: the vocabulary '/missing/v'"),
-    ({'vocab_size': 399}, 'has 400 pieces, but vocab_size is 399'),
+    ({'vocab_filepath': ''}, 'Train.*vocab_filepath .*train_sentencepiece'),
+    ({'vocab_filepath': '/missing/v'}, "param vocab_filepath: .*'/missing/v'"),
+    ({'vocab_size': 399}, '400 pieces, .*vocab_size is 399'),
     ({'file_pattern': ''}, 'file_pattern is not set'),
     ({'file_pattern': '/missing/*'}, 'no file matches'),
-    ({'documents': 'words'}, "documents expects 'lines' or 'files', got 'words'"),
+    ({'documents': 'words'}, "documents .*'lines' or 'files', got 'words'"),
     ({'seq_len': 0}, 'seq_len'),
     ({'max_documents': -1}, 'max_documents'),
     ({'num_fake_examples': 3}, 'needs a vocab_size above 4, got 0'),
@@ -242,14 +242,14 @@ def testInvalidParamsAreNamed(files, vocab, values, message):
 def testLosslessVocabularyCannotCountWords(files, tmp_path):
   sentencepiece_training.Train([_SOURCE], str(tmp_path / 'w'), VOCAB_SIZE, lossless=True)
   generator = _Input(files, str(tmp_path / 'w.model'), count_words=True)
-  with pytest.raises(ValueError, match='Train.*param count_words: .*keeps every space'):
+  with pytest.raises(ValueError, match='Train.*param count_words: .*every space'):
     generator.Dataset()
 
 
 def testInvalidTextsAreNamed(files, vocab, tmp_path):
   (tmp_path / 'text' / 'b.txt').write_bytes(b'good\nbad \xff\n')
   for documents in ('lines', 'files'):
-    with pytest.raises(ValueError, match=r"b\.txt' is not in UTF-8: line 2: invalid start byte"):
+    with pytest.raises(ValueError, match=r"b\.txt' .*UTF-8: line 2: "):
       _Input(files, vocab, documents=documents).Dataset()
   for path in (tmp_path / 'text').iterdir():
     path.write_text('\n')

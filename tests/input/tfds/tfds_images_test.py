@@ -145,11 +145,11 @@ def testAugmentedImagesAreShiftedAndFlipped(data_dir):
 
 def testFormatsHaveTheSameImages(data_dir, array_record_dir):
   expected = _All(_Input(data_dir, 'lg_many_images'), 60)
-  got = _All(_Input(array_record_dir, 'lg_many_images'), 60)
-  assert np.array_equal(got[0], expected[0]) and np.array_equal(got[1], expected[1])
+  actual = _All(_Input(array_record_dir, 'lg_many_images'), 60)
+  assert np.array_equal(actual[0], expected[0]) and np.array_equal(actual[1], expected[1])
   with pytest.raises(
     ValueError,
-    match='needs TFRecord.*was prepared as array_record in .*"lg_many_images", data_dir="DIR"',
+    match='TFRecord.*array_record in .*"lg_many_images", data_dir="DIR"',
   ):
     _Input(array_record_dir, 'lg_many_images', in_memory=False).NumExamples()
 
@@ -190,8 +190,8 @@ def testImagesAreCroppedAndScaled():
   window = image[top_edge : top_edge + rows, left_edge : left_edge + columns]
   for augment, expected in ((False, image[2:14, 6:18]), (True, window)):
     generator = _Input('unused', in_memory=False, augment=augment, image_size=3, central_share=0.75)
-    got = generator._Decode(tf.io.encode_png(image), seed)
-    np.testing.assert_allclose(got, tf.image.resize(expected, [3, 3], antialias=True), rtol=1e-5)
+    actual = generator._Decode(tf.io.encode_png(image), seed)
+    np.testing.assert_allclose(actual, tf.image.resize(expected, [3, 3], antialias=True), rtol=1e-5)
 
 
 def testRandomWindowsAreExactAfterARestart(data_dir):
@@ -224,7 +224,7 @@ def testMissingDataSetGetsAdvice(tmp_path):
   with pytest.raises(ValueError) as caught:
     generator.Fingerprint()
   message = str(caught.value)
-  assert f'is not prepared in {tmp_path}/lg_fixed_images: run `python -c' in message
+  assert f'in {tmp_path}/lg_fixed_images: run `python -c' in message
   assert 'image.digits.LeNet5' in message
 
 
@@ -256,13 +256,13 @@ def testManualDownloadIsMentioned(tmp_path):
   'values, message',
   [
     ({'dataset': ''}, 'dataset is not set'),
-    ({'dataset': 'minst'}, "TFDS has no 'minst'; did you mean .*mnist"),
+    ({'dataset': 'minst'}, "'minst'; did you mean .*mnist"),
     ({'num_classes': 3}, 'has 4 classes'),
-    ({'label_offset': 1}, 'has 4 classes, and label_offset is 1, got 4'),
+    ({'label_offset': 1}, '4 classes, .*label_offset is 1, got 4'),
     ({'image_size': 8}, r'shape \(6, 6, 3\), but in_memory needs \(8, 8, 3\)'),
     ({'central_share': 0.0}, 'central_share'),
     ({'num_classes': 0}, 'num_classes'),
-    ({'damaged_records': 'skp'}, "damaged_records expects 'stop' or 'skip'"),
+    ({'damaged_records': 'skp'}, "damaged_records .*'stop' or 'skip'"),
   ],
 )
 def testInvalidParamsAreNamed(data_dir, values, message):
@@ -272,9 +272,7 @@ def testInvalidParamsAreNamed(data_dir, values, message):
 
 def testMissingSplitIsNamed(data_dir):
   for dataset in ('lg_fixed_images', 'lg_wide_images'):
-    with pytest.raises(
-      ValueError, match=r"split: .* has the splits \['train', 'test'\], got 'dev'"
-    ):
+    with pytest.raises(ValueError, match=r"split: .*\['train', 'test'\], got 'dev'"):
       _Input(data_dir, dataset, split='dev').NumExamples()
 
 
@@ -297,10 +295,10 @@ def testDamagedRecordIsNamed(data_dir, tmp_path):
   generator = _Input(str(copied), 'lg_wide_images', shuffle=False, batch_size=1, num_epochs=1)
   rest_of_batches = batches.Batches(generator, start=1)
   assert len(list(rest_of_batches)) == NUM_TRAIN - 1
-  with pytest.raises(ValueError, match=rf'{path.name} is damaged, .*record 1, at byte 0: corrupt'):
+  with pytest.raises(ValueError, match=rf'{path.name} .*record 1, at byte 0: corrupt'):
     next(batches.Batches(generator))
   path.write_bytes(data[:-5])
-  with pytest.raises(ValueError, match=rf'{path.name} is damaged, .*record 12, .*truncated'):
+  with pytest.raises(ValueError, match=rf'{path.name} .*record 12, .*truncated'):
     _Input(str(copied), 'lg_wide_images').Dataset()
 
 
@@ -320,7 +318,7 @@ def testDamagedRecordsAreLeftOutAndCounted(data_dir, tmp_path, in_memory):
 
   whole = _Input(data_dir, split='train[2:9]', shuffle=False, in_memory=in_memory, num_epochs=1)
   images, labels = _All(whole, 7)
-  with pytest.raises(ValueError, match=r'record 6, .*Restore the file; .*damaged_records to skip'):
+  with pytest.raises(ValueError, match=r'record 6, .*Restore .*damaged_records to skip'):
     next(batches.Batches(Reads(begins[5] + 20, batch_size=7)))
   prints = {whole.Fingerprint()}
   remaining = {
@@ -330,8 +328,8 @@ def testDamagedRecordsAreLeftOutAndCounted(data_dir, tmp_path, in_memory):
   }
   for offset, which in remaining.items():
     generator = Reads(offset, damaged_records='skip')
-    got = _All(generator, len(which))
-    assert np.array_equal(got[0], images[which]) and np.array_equal(got[1], labels[which])
+    actual = _All(generator, len(which))
+    assert np.array_equal(actual[0], images[which]) and np.array_equal(actual[1], labels[which])
     assert (generator.NumExamples(), generator.NumDamaged()) == (len(which), 7 - len(which))
     prints.add(generator.Fingerprint())
   other = Reads(begins[6] + 20, damaged_records='skip')  # Other images, but the same number.
@@ -349,9 +347,7 @@ def testTruncatedFileIsNamed(data_dir, tmp_path, in_memory, num_bytes):
   copied = shutil.copytree(data_dir, tmp_path / 'data')
   path = sorted(copied.rglob('lg_many_images-train*'))[1]
   os.truncate(path, tf_records.RecordOffsets(str(path))[-2] + num_bytes)
-  message = (
-    'is damaged, .*record 20, .*truncated' if num_bytes else 'has 19 records, expected 20: restore'
-  )
+  message = '.*record 20, .*truncated' if num_bytes else '.*19 records, expected 20: restore'
   with pytest.raises(ValueError, match=f'{path.name} {message}'):
     _Input(str(copied), 'lg_many_images', in_memory=in_memory).Dataset()
   skipping = _Input(str(copied), 'lg_many_images', in_memory=in_memory, damaged_records='skip')
@@ -359,16 +355,14 @@ def testTruncatedFileIsNamed(data_dir, tmp_path, in_memory, num_bytes):
 
 
 def testOnlyTfRecordsCanBeSkipped(array_record_dir, tmp_path):
-  with pytest.raises(
-    ValueError, match='damaged_records: .* was prepared as array_record: set it to stop'
-  ):
+  with pytest.raises(ValueError, match='damaged_records: .*array_record: .*stop'):
     _Input(array_record_dir, 'lg_many_images', damaged_records='skip').NumExamples()
   copied = shutil.copytree(array_record_dir, tmp_path / 'data')
   path = sorted(copied.rglob('*train.array_record*'))[1]
   data = path.read_bytes()
   offset = data.index(b'PNG')
   path.write_bytes(data[:offset] + bytes(3) + data[offset + 3 :])
-  with pytest.raises(ValueError, match=rf'/{path.name} is damaged: example \d+ of .train. .*Corr'):
+  with pytest.raises(ValueError, match=rf'/{path.name} .*example \d+ of .train. .*Corr'):
     _Input(str(copied), 'lg_many_images').Fingerprint()
 
 

@@ -83,7 +83,7 @@ def testDamagedRecordsAreNamedOrSkippedAndCounted(data_dir, tmp_path):
   data[-5] ^= 1  # In the last record.
   path.write_bytes(data)
   only = {'datasets': ['lg_german_english']}
-  with pytest.raises(ValueError, match=r'damaged, .*record 7, .*: param damaged_records to skip$'):
+  with pytest.raises(ValueError, match=r'damaged, .*record 7, .*damaged_records to skip$'):
     list(_Input(str(copied), **only)._Pairs())
   skipping = _Input(str(copied), **only, damaged_records='skip')
   assert list(skipping._Pairs()) == list(_Input(data_dir, **only)._Pairs())[:-1]
@@ -101,11 +101,11 @@ def testInvalidParamsAreNamed(data_dir, tmp_path):
   )
   with pytest.raises(ValueError, match=message):
     _Input(str(tmp_path), datasets=['wmt14_translate/de-en'])._SourceParts()
-  with pytest.raises(ValueError, match="TFDS has no 'lg_german_englisch'"):
+  with pytest.raises(ValueError, match="no 'lg_german_englisch'"):
     _Input(data_dir, datasets=['lg_german_englisch'])._SourceParts()
-  with pytest.raises(ValueError, match="a Translation of two languages, got 'lg_no_translation'"):
+  with pytest.raises(ValueError, match="Translation .*got 'lg_no_translation'"):
     _Input(data_dir, datasets=['lg_no_translation'])._SourceParts()
-  with pytest.raises(ValueError, match=r"split: .* has the splits \['train', 'test'\], got 'dev'"):
+  with pytest.raises(ValueError, match=r"split: .*\['train', 'test'\], got 'dev'"):
     _Input(data_dir, split='dev')._SourceParts()
 
 

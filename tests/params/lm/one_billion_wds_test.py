@@ -35,9 +35,11 @@ def testLayersStagesAndParameters(name):
   count = re.search(r'([\d,]+) parameters', inspect.getdoc(registry.GetClass(key)))[1]
   assert count == f'{expected:,}'
   # All layers are alike, so two of them determine the count.
-  one, two = (p.Copy().Set(num_layers=n, **{'stack.num_stages': 1}).Instantiate() for n in (1, 2))
-  per_layer = two.NumParams() - one.NumParams()
-  assert one.NumParams() + (num_layers - 1) * per_layer == expected
+  one_layer, two_layers = (
+    p.Copy().Set(num_layers=n, **{'stack.num_stages': 1}).Instantiate() for n in (1, 2)
+  )
+  per_layer = two_layers.NumParams() - one_layer.NumParams()
+  assert one_layer.NumParams() + (num_layers - 1) * per_layer == expected
 
 
 def testInspectModelPrintsTheTotalOfALargeModel(forks):

@@ -24,9 +24,9 @@ def _Counts(p):
   """Returns (entries of matrices, all parameters) of a task, extrapolated from few layers."""
   counts = []
   for num_layers in (1, 2):
-    one = p.Copy().Set(num_layers=num_layers)
-    one.stack.num_stages = 1
-    specs = one.Instantiate().WeightSpecs().values()
+    shallow = p.Copy().Set(num_layers=num_layers)
+    shallow.stack.num_stages = 1
+    specs = shallow.Instantiate().WeightSpecs().values()
     matrices = sum(w.num_elements for w, _ in specs if len(w.shape) > 1)
     counts.append((matrices, sum(w.num_elements for w, _ in specs)))
   return [a + (p.num_layers - 1) * (b - a) for a, b in zip(*counts, strict=True)]
@@ -51,10 +51,10 @@ def testSizesStagesAndParameters(name):
   assert f'{stack:,}' in doc and f'{matrices:,}' in doc
   # Biases and norms, as docs/translation.md has them; A heads of 64.
   w, h, d = 64 * p.num_heads, p.hidden_dim, 1024
-  rest = p.num_layers * (9 * w + 2 * h + 5 * d + 10 * d) + 4 * d + 64_000
-  assert total == matrices + rest
+  vectors = p.num_layers * (9 * w + 2 * h + 5 * d + 10 * d) + 4 * d + 64_000
+  assert total == matrices + vectors
   if name == 'T6x8192x16':
-    assert f'{rest:,}' in doc
+    assert f'{vectors:,}' in doc
 
 
 def testDeepModelsStartSmaller():

@@ -38,11 +38,11 @@ def _Simulated(layers, schedule, policy, ends):
   ranges = partitioner.StageRanges(ends)
   skips = [5 * (a > 1 and (a <= 4 < b or a <= 7 < b)) for a, b in ranges]
   inner = [sum(x.inner for x in layers[a:b]) for a, b in ranges]
-  others = [sum(x.inputs for x in layers[a + 1 : b]) for a, b in ranges]
+  layer_inputs = [sum(x.inputs for x in layers[a + 1 : b]) for a, b in ranges]
   sizes = simulator.ActivationSizes(
     stage_input=[layers[a].inputs + s for (a, _), s in zip(ranges, skips, strict=True)],
-    inner=[i + o for i, o in zip(inner, others, strict=True)],
-    layer_inputs=others,
+    inner=[i + o for i, o in zip(inner, layer_inputs, strict=True)],
+    layer_inputs=layer_inputs,
     largest_layer=[max(x.inner for x in layers[a:b]) for a, b in ranges],
   )
   costs = simulator.Costs(1)

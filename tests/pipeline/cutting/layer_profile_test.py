@@ -18,7 +18,7 @@ _QUICK = layer_profile.Timing(repeats=1, min_seconds=0.0)
 
 
 class _Sleeper(base_layer.BaseLayer):
-  """(x, *others) -> (x w, *others), after a nap; counts the naps of all instances."""
+  """(x, *extras) -> (x w, *extras), after a nap; counts the naps of all instances."""
 
   naps = 0
   modes = set()
@@ -37,7 +37,7 @@ class _Sleeper(base_layer.BaseLayer):
     super().__init__(params)
     self.CreateVariable('w', weight_params.WeightParams([]))
 
-  def FProp(self, theta, x, *others):
+  def FProp(self, theta, x, *extras):
     p = self.params
     _Sleeper.modes.add(self.do_eval)
 
@@ -58,7 +58,7 @@ class _Sleeper(base_layer.BaseLayer):
       return Nap(x, p.forward), lambda dy: Nap(dy, p.backward)
 
     y = Sleepy(x * theta.w)
-    return (y, *others) if others else y
+    return (y, *extras) if extras else y
 
 
 class _Unfold(base_layer.BaseLayer):

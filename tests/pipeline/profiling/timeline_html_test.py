@@ -44,12 +44,12 @@ def testEachActionIsDrawnToScaleInItsRow():
   assert rects.keys() == set(itertools.product(('measured', 'simulated'), (5, 6)))
   for by_action in rects.values():
     assert by_action.keys() == {str(a) for row in result.schedule.actions for a in row}
-    left, unit_width, _ = by_action['0F0']
+    left_edge, unit_width, _ = by_action['0F0']
     for row in result.timeline:
       assert len({by_action[str(span.action)][2] for span in row}) == 1
       for span in row:
         x, width, _ = by_action[str(span.action)]
-        assert x - left == pytest.approx(unit_width * span.start / 0.001, abs=0.5)
+        assert x - left_edge == pytest.approx(unit_width * span.start / 0.001, abs=0.5)
         assert width == pytest.approx(unit_width * (span.end - span.start) / 0.001, abs=0.1)
   # Simulated rows are below the measured rows.
   assert rects['measured', 5]['0F0'][2] < rects['simulated', 5]['0F0'][2]

@@ -34,7 +34,7 @@ def testNotationIsPyTorchs():
 
 @pytest.mark.parametrize('text', ['', 'F0', '1F', '1f0', '1X0', '-1F0', '1F-1', '1F0.5', '1 F0'])
 def testOtherTextIsNotAnAction(text):
-  with pytest.raises(ValueError, match='is not an action: expected <stage><kind><micro-batch>'):
+  with pytest.raises(ValueError, match='not an action: .*<stage><kind><micro-batch>'):
     Action.FromText(text)
 
 

@@ -328,9 +328,9 @@ def testACustomScheduleIsCheckedAndReturned():
   text = schedules.Get('zb_h1', 3, 5).ToText()
   custom = Schedule.FromText(text, 'mine')
   assert schedules.Get(custom, 3, 5) is custom
-  with pytest.raises(ValueError, match="'mine' has num_micro_batches 5, but .* 8 .*Register"):
+  with pytest.raises(ValueError, match="'mine' .*num_micro_batches 5, .* 8 .*Register"):
     schedules.Get(custom, 3, 8)
-  with pytest.raises(ValueError, match="'mine' has num_devices 3, but num_devices 1 "):
+  with pytest.raises(ValueError, match="'mine' .*num_devices 3, .*num_devices 1 "):
     schedules.Get(custom, 3, 5, 1)
   with pytest.raises(ValueError, match='lacks 0B0'):
     schedules.Get(Schedule.FromText('0F0,0F1,0B1'), 1, 2)
@@ -349,7 +349,7 @@ def testANewScheduleIsOneRegisteredFunction(monkeypatch):
 
   assert 'mine' in schedules.Names()
   assert schedules.Get('mine', 4, 8).PeakActivations() == (4, 3, 2, 1)
-  with pytest.raises(ValueError, match="'mine' is registered already, by Mine"):
+  with pytest.raises(ValueError, match="'mine' .*already, by Mine"):
     schedules.Register('mine')(Mine)
 
   @schedules.Register('broken')
@@ -378,7 +378,7 @@ def testARegisteredFunctionThatMakesAnotherSize(monkeypatch):
     return schedules.Get('gpipe', num_stages, num_micro_batches - 1, num_devices)
 
   monkeypatch.setitem(schedules._GENERATORS, 'short', Short)
-  with pytest.raises(ValueError, match="micro_batches 3, but .* 4 .* registered as 'short'"):
+  with pytest.raises(ValueError, match="micro_batches 3, .* 4 .*'short'"):
     schedules.Get('short', 2, 4)
 
 

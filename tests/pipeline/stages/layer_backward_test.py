@@ -71,8 +71,8 @@ def _Call(math, variables, batch=4):
   return call, accumulators
 
 
-def _Shapes(kept):
-  return [(t.dtype, *t.shape) for t in kept]
+def _Shapes(residuals):
+  return [(t.dtype, *t.shape) for t in residuals]
 
 
 # ---- what is kept ------------------------------------------------------------------------
@@ -85,9 +85,9 @@ def testEveryTensorIsKeptOnce(xla):
   sub = [_Wide.Params(), skip.StashLayer.Params().Set(key='s'), _Wide.Params(), pop, pop, pop]
   math, variables = _Math(sub, xla=xla)
   call, _ = _Call(math, variables)
-  _, _, kept = layer_backward.LayerBackward(math, xla).Forward(call)
+  _, _, residuals = layer_backward.LayerBackward(math, xla).Forward(call)
   # The first layer's output (which is the skip, too), the second one's, and two sums.
-  assert _Shapes(kept) == [(tf.float64, 4, _DIM)] * 4
+  assert _Shapes(residuals) == [(tf.float64, 4, _DIM)] * 4
 
 
 def testNothingIsKeptOfLayersBelowTheFirstTrainedOne():
@@ -96,8 +96,8 @@ def testNothingIsKeptOfLayersBelowTheFirstTrainedOne():
     mask = [i // 2 >= first for i in range(2 * _N)]
     math, variables = _Math(sub, trained=mask, needs_dx=False)
     call, _ = _Call(math, variables)
-    _, _, kept = layer_backward.LayerBackward(math, False).Forward(call)
-    assert len(kept) == _N - max(first, 1)
+    _, _, residuals = layer_backward.LayerBackward(math, False).Forward(call)
+    assert len(residuals) == _N - max(first, 1)
 
 
 # ---- one layer at a time -----------------------------------------------------------------
@@ -108,10 +108,10 @@ def _Backward(sub, tmp_path, **options):
   math, variables = _Math(sub, **options)
   call, accumulators = _Call(math, variables)
   by_layer = layer_backward.LayerBackward(math, False)
-  y, _, kept = by_layer.Forward(call)
+  y, _, residuals = by_layer.Forward(call)
   dy = [tf.ones_like(t) for t in leaves.Floats(y)]
   graphs = graph_reader.ExecutedGraphs(
-    lambda: by_layer.Backward(call, accumulators, kept, dy), tmp_path
+    lambda: by_layer.Backward(call, accumulators, residuals, dy), tmp_path
   )
   assert graphs
   return graphs
@@ -143,7 +143,7 @@ def testBackwardOfALayerAtATimeTakesLessMemory():
     math, variables = _Math([_Wide.Params()] * num_layers, xla=True)
     call, sinks = _Call(math, variables, batch)
     by_layer = layer_backward.LayerBackward(math, True)
-    y, _, kept = by_layer.Forward(call)
+    y, _, residuals = by_layer.Forward(call)
     dy = leaves.Floats(y)
     peaks[num_layers] = tuple(
       graph_reader.PeakBytesOfXla(
@@ -151,7 +151,7 @@ def testBackwardOfALayerAtATimeTakesLessMemory():
       )
       for function, args in (
         (stage_functions.StageFunctions(math, True).Backward, (None, dy)),
-        (by_layer.Backward, (kept, dy)),
+        (by_layer.Backward, (residuals, dy)),
       )
     )
   by_stage, by_layer = zip(*peaks.values(), strict=True)

@@ -147,7 +147,7 @@ def testAFunctionWithoutAStaticBatchSizeNamesTheTensor():
   def Run(x):
     return micro_batch.Split(nested_map.NestedMap(ids=x), 2)
 
-  with pytest.raises(ValueError, match=r'input\.ids.*static size at dimension 0.*\(None, 3\)'):
+  with pytest.raises(ValueError, match=r'input\.ids.*dimension 0.*\(None, 3\)'):
     Run(tf.ones([4, 3]))
 
 

@@ -55,7 +55,7 @@ def _Without(fn):
 
 
 def _Square():
-  return _With(lambda w, x, *others: (tf.tanh(tf.matmul(x, w)), *others))
+  return _With(lambda w, x, *extras: (tf.tanh(tf.matmul(x, w)), *extras))
 
 
 def _X():
@@ -169,9 +169,9 @@ def testLayersOfAllKindsCompiledByXla(schedule, policy):
 def testOutputsThatAreInputsOrEachOther(schedule, policy):
   """A residual may be an output, an output an input, and two outputs the same tensor."""
 
-  def Double(w, x, *others):
+  def Double(w, x, *extras):
     y = tf.matmul(x, w)
-    return y, y, x, *others
+    return y, y, x, *extras
 
   sub = [
     _With(Double),

@@ -156,10 +156,10 @@ def testFirstCellUsesOneInputForBoth():
   layer = _Make(_Params('d_reduction', input_dim=4, previous_dim=0))
   x = _Random(BATCH, SIZE, SIZE, 4)
   with fprop_context.Scope(step=0):
-    one = layer(x)[0]
+    output = layer(x)[0]
   same = _Make(_Params('d_reduction', input_dim=4, previous_dim=4))
   with fprop_context.Scope(step=0):
-    np.testing.assert_array_equal(one, same(x, x)[0])
+    np.testing.assert_array_equal(output, same(x, x)[0])
 
 
 def testAllOperationsButIdentitiesHaveDropPath():

@@ -103,12 +103,12 @@ def testSegmentIdsAndPositionsMatter(field):
 
 
 def testModelTrainedOnPackedRowsContinuesAPrompt():
-  made = []
+  continuations = []
   for batch in (_Batch(_Documents()), _Unpacked()):
     task = _Task(1, 1)
     task.stack.Place(stacks.Devices(), *stacks.Specs(task.PipelineInputs(batch)))
-    made.append(task.Generate(np.array([[1, 2, 3]]), 4, temperature=0.0))
-  np.testing.assert_array_equal(*made)
+    continuations.append(task.Generate(np.array([[1, 2, 3]]), 4, temperature=0.0))
+  np.testing.assert_array_equal(*continuations)
 
 
 if __name__ == '__main__':

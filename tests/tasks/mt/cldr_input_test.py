@@ -57,17 +57,17 @@ def testBatchesHoldTheNames(vocabulary):
     for language in _LANGUAGES
     for entry in cldr_names.Entries(language, 'dev')
   }
-  found = set()
+  actual = set()
   for batch in names.Dataset():
     pairs = names.SentencePairs(batch)
-    found |= {(pair.source_language, pair.source, pair.target) for pair in pairs}
+    actual |= {(pair.source_language, pair.source, pair.target) for pair in pairs}
     for row, pair in enumerate(pairs):
       assert names.languages[int(batch.src_lang[row])] == pair.source_language
       assert names.languages[int(batch.tgt_lang[row])] == pair.target_language == 'en'
       assert batch.tgt_ids[row, 0] == sentencepiece_tokenizer.SOS_ID
       decoded = names.tokenizer.Decode(batch.tgt_labels[row].numpy())
       assert decoded == pair.target
-  assert found == expected
+  assert actual == expected
 
 
 def testBothDirectionsWithTheTargetsSymbol(vocabulary):
@@ -85,7 +85,7 @@ def testBothDirectionsWithTheTargetsSymbol(vocabulary):
   'values, message',
   [
     ({'split': 'training'}, "expects 'train' or 'dev' or 'test'"),
-    ({'languages': ['de', 'sv']}, 'param languages: sv are not among the 3 languages'),
+    ({'languages': ['de', 'sv']}, 'param languages: sv .*3 languages'),
     ({'max_names': {'sv': 3}}, 'param max_names: sv are not'),
     ({'min_names': 0}, 'min_names'),
   ],

@@ -64,11 +64,11 @@ def testSourceAndTargetHaveDifferentMasks():
   plain = layer(ids, None, ids, None)[0]
   with fprop_context.Scope(step=1):
     outputs = layer(ids, None, ids, None)
-  kept = [outputs[side].numpy() != 0 for side in (0, 2)]
-  for side, mask in zip((0, 2), kept, strict=True):
+  masks = [outputs[side].numpy() != 0 for side in (0, 2)]
+  for side, mask in zip((0, 2), masks, strict=True):
     assert 0.3 < np.mean(mask) < 0.7
     np.testing.assert_allclose(outputs[side], 2 * plain * mask)
-  assert not np.array_equal(*kept)
+  assert not np.array_equal(*masks)
 
 
 def testEmbeddingStepByStepEqualsFProp():

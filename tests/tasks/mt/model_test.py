@@ -76,26 +76,28 @@ def testSizesOfThePaper(num_layers, hidden_dim, num_heads, matrices, published):
   with tf.variable_creator_scope(Refuse):
     task = p.Instantiate()
   tables = ('source_emb.emb', 'layers[7].linear.w')
-  of_layers, of_tables, rest = 0, 0, 0
+  of_layers, of_tables, of_vectors = 0, 0, 0
   for path, (weight, _) in task.WeightSpecs().items():
     if path.endswith(tables):
       of_tables += weight.num_elements
     elif len(weight.shape) == 2:
       of_layers += weight.num_elements
     else:
-      rest += weight.num_elements
+      of_vectors += weight.num_elements
   d, w = 1024, 64 * num_heads
   assert of_layers * num_layers // 2 == matrices == num_layers * (12 * d * w + 4 * d * hidden_dim)
   assert f'{matrices / 1e6:.1f}M' == published
   assert of_tables == 2 * 64_000 * d
   # Biases, norms, and the bias of the softmax.
-  assert rest == 2 * (9 * w + 2 * hidden_dim + 15 * d) + 4 * d + 64_000
-  assert task.NumParams() == of_layers + of_tables + rest
+  assert of_vectors == 2 * (9 * w + 2 * hidden_dim + 15 * d) + 4 * d + 64_000
+  assert task.NumParams() == of_layers + of_tables + of_vectors
 
 
 def testSeparateEmbeddingTables():
-  one, two = (_Params(share_embedding=share).Instantiate().NumParams() for share in (True, False))
-  assert two - one == VOCAB * DIM
+  shared, separate = (
+    _Params(share_embedding=share).Instantiate().NumParams() for share in (True, False)
+  )
+  assert separate - shared == VOCAB * DIM
 
 
 def testParamsReachTheLayers():
@@ -110,8 +112,8 @@ def testParamsReachTheLayers():
   embeddings, encoder, encoder_norm, decoder, output, softmax = p.Instantiate().stack.layers
   assert embeddings.params.input_dropout_prob == 0.1
   for block, activation in ((encoder.body, 'TANH'), (decoder, 'SIGMOID')):
-    found = [block.params.Get(f'{x}_dropout_prob') for x in ('residual', 'atten', 'relu')]
-    assert found == [0.2, 0.3, 0.4]
+    probs = [block.params.Get(f'{x}_dropout_prob') for x in ('residual', 'atten', 'relu')]
+    assert probs == [0.2, 0.3, 0.4]
     assert block.params.activation == activation
   kinds = [type(layer).__name__ for layer in (encoder_norm.body, output, softmax)]
   assert kinds == ['LayerNorm', 'DecoderOutputLayer', 'SimpleFullSoftmax']
@@ -309,17 +311,17 @@ def _TargetLogProbs(task, batch, ids):
 def testBeamScoreIsTheScoreOfTheHypothesis():
   """Steps with cached and reordered keys and values equal FProp of the whole sequence."""
   task, batch = _Placed(), _Batch(5)
-  found = task.Translate(batch)
+  hyps = task.Translate(batch)
   for k in range(3):
-    ids = np.concatenate([batch.tgt_ids.numpy()[:, :1], found.ids[:, k]], axis=1)
+    ids = np.concatenate([batch.tgt_ids.numpy()[:, :1], hyps.ids[:, k]], axis=1)
     log_probs = _TargetLogProbs(task, batch, ids[:, :-1])
     chosen = np.take_along_axis(log_probs, ids[:, 1:, np.newaxis], -1)[..., 0]
     for i in range(BATCH):
-      length = found.lengths[i, k]
+      length = hyps.lengths[i, k]
       if length:
         expected = chosen[i, :length].sum() / beam_search.LengthNorm(length, 0.6)
-        assert found.scores[i, k] == pytest.approx(expected, abs=1e-4)
-  assert np.all(found.lengths[:, 0] > 0)
+        assert hyps.scores[i, k] == pytest.approx(expected, abs=1e-4)
+  assert np.all(hyps.lengths[:, 0] > 0)
 
 
 def testHypothesesMayBeTwiceAsLongAsTheSourceByDefault(monkeypatch):
@@ -339,14 +341,14 @@ def testDecodeReturnsTextsAndScores():
   """Decodes a fake input: texts of all rows in order, empty for padded rows."""
   task, batch = _Placed(), _Batch(5)
   batch.example_weights = tf.constant([1.0, 1.0, 0.0, 1.0, 0.0])
-  found = task.Translate(batch)
+  hyps = task.Translate(batch)
 
   class Input:
     def Text(self, ids):
       return ' '.join(map(str, ids))
 
     def SentencePairs(self, batch):
-      best = [self.Text(found.Best(i)) for i in (0, 1)]
+      best = [self.Text(hyps.Best(i)) for i in (0, 1)]
       pairs = [('de', 'en', 'a', best[0]), ('fr', 'en', 'b', best[1]), ('fr', 'en', 'c', 'no')]
       return [sentence_pairs.SentencePair(*pair) for pair in pairs]
 
@@ -354,7 +356,7 @@ def testDecodeReturnsTextsAndScores():
   assert decoded['source'] == ['a', 'b', '', 'c', '']
   assert decoded['source_language'] == ['de', 'fr', '', 'fr', '']
   assert decoded['hypothesis'][:2] == decoded['reference'][:2]
-  assert decoded['hypothesis'][3] == Input().Text(found.Best(3))
+  assert decoded['hypothesis'][3] == Input().Text(hyps.Best(3))
   real = {name: [values[i] for i in (0, 1, 3)] for name, values in decoded.items()}
   metrics = task.DecodeFinalize(real)
   assert metrics['exact/de-en'] == 1 and metrics['exact/fr-en'] == 0.5
