@@ -114,6 +114,7 @@ _FOREIGN_NAMES = {
   'tools/keras_zoo/shapes.py': {'call'},
   'tests/fit/keras_generation_test.py': {'call_with_cache'},
   'tests/fit/keras_loss_test.py': {'build', 'call', 'compute_mask'},
+  'tests/fit/loss_chunks_test.py': {'call'},
   'tests/fit/pipelined_model_test.py': {'call', 'result', 'train_step', 'update_state'},
   'tests/layers/keras/keras_cell_layer_test.py': {'build', 'call', 'result', 'update_state'},
   'tests/layers/keras/keras_equality_test.py': {'call'},

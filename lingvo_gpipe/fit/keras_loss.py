@@ -15,6 +15,7 @@ weights and masks only, so they are known before the first forward.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -27,6 +28,7 @@ import tensorflow as tf
 from absl import logging
 
 from lingvo_gpipe.core import nested_map, side_effects
+from lingvo_gpipe.layers import chunked_logits
 from lingvo_gpipe.layers.keras import keras_cell_layer, keras_masks, keras_nodes, keras_variables
 from lingvo_gpipe.pipeline.stages import micro_batch, weighted_loss
 
@@ -296,19 +298,22 @@ class KerasLoss:
     scales = iter(tf.unstack(side.scale))
 
     def Run(loss: Any, y: Any, y_pred: Any, sample_weight: Any) -> tf.Tensor:
-      value = loss(y, y_pred, sample_weight)
+      if isinstance(y_pred, chunked_logits.ChunkedLogits):
+        value = _ChunkedLoss(loss, y, y_pred, sample_weight)
+      else:
+        value = loss(y, y_pred, sample_weight)
       value = tf.cast(value, tf.float32) if value.dtype.size < 4 else value
       return value * tf.cast(next(scales), value.dtype)
 
     loss, states = self._LossAndStates(side.y, y_pred, side.sample_weight, Run)
-    rows = tf.cast(tf.shape(tensors[0])[0], tf.float32)
+    rows = tf.cast(tf.shape(getattr(tensors[0], 'inputs', tensors[0]))[0], tf.float32)
     metrics: dict[str, weighted_loss.Metric] = {'loss': (loss, rows)}
     for i, value in enumerate(states):
       metrics[f'{STATE}{i}'] = weighted_loss.Sum(value)
     if self.needs_predictions:
       for i, x in enumerate(outputs):
         for name, part in (x if isinstance(x, Mapping) else {'value': x}).items():
-          metrics[f'{PREDICTION}{i}_{name}'] = weighted_loss.Rows(part)
+          metrics[f'{PREDICTION}{i}_{name}'] = weighted_loss.Rows(tf.convert_to_tensor(part))
     return metrics
 
   def States(self) -> list[Any]:
@@ -346,8 +351,16 @@ class KerasLoss:
       return loss, [scope.get_current_value(v) for v, _ in zeros]
 
   def _UpdateMetrics(self, y: Any, y_pred: Any, sample_weight: Any) -> None:
-    if self._trainer._compile_metrics is not None:
-      self._trainer._compile_metrics.update_state(y, y_pred, sample_weight)
+    metrics = self._trainer._compile_metrics
+    if metrics is None:
+      return
+    with contextlib.ExitStack() as replaced:
+      if isinstance(y_pred, chunked_logits.ChunkedLogits):
+        # Other metrics make whole logits, in forward alone.
+        for metric in getattr(metrics, 'metrics', ()):
+          if type(metric) is keras.metrics.SparseCategoricalAccuracy:
+            replaced.enter_context(keras_variables.Replaced(metric, _fn=_Hits))
+      metrics.update_state(y, y_pred, sample_weight)
 
   def _Divisors(self, y: Any, y_pred: Any, sample_weight: Any) -> tf.Tensor:
     """Returns the divisor of each loss but a sum, float64 `[losses]`, up to a constant factor."""
@@ -401,8 +414,8 @@ def _Joint(loss: Any) -> ValueError:
   )
 
 
-class _Sum(keras.losses.Loss):
-  """Adds up values, each times its weight, with Keras's rules for their shapes."""
+class _Reduction(keras.losses.Loss):
+  """Reduces values, each times its weight, with Keras's rules for their shapes."""
 
   def call(self, y_true: Any, y_pred: Any) -> Any:
     """Returns the values."""
@@ -410,7 +423,31 @@ class _Sum(keras.losses.Loss):
     return y_true
 
 
-_SUM = _Sum(name='sum', reduction='sum', dtype='float64')
+_SUM = _Reduction(name='sum', reduction='sum', dtype='float64')
+
+
+def _Hits(y: Any, logits: chunked_logits.ChunkedLogits) -> tf.Tensor:
+  return logits.StatisticsOf(y).hits
+
+
+def _ChunkedLoss(
+  loss: Any, y: Any, logits: chunked_logits.ChunkedLogits, sample_weight: Any
+) -> tf.Tensor:
+  """Returns a loss of logits that are computed in chunks."""
+  settings = getattr(loss, '_fn_kwargs', {})
+  if (
+    type(loss) is not keras.losses.SparseCategoricalCrossentropy
+    or not settings.get('from_logits')
+    or settings.get('ignore_class') is not None
+  ):
+    raise ValueError(
+      'loss_chunk_size needs the loss SparseCategoricalCrossentropy(from_logits=True) without '
+      f'ignore_class, got {loss.name}'
+    )
+  values = logits.StatisticsOf(y).xent
+  if (mask := _Mask(logits)) is not None:
+    values._keras_mask = mask
+  return _Reduction(reduction=loss.reduction, dtype=loss.dtype)(values, values, sample_weight)
 
 
 def _Values(loss: Any, y: Any, y_pred: Any) -> Any:

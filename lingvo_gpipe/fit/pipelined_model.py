@@ -66,6 +66,7 @@ class PipelinedModel(keras.Model):
     partition_by: str = 'flops',
     stages_per_device: int = 1,
     memory_limit: int = 0,
+    loss_chunk_size: int = 0,
     xla: bool | None = None,
     num_replicas: int = 1,
     devices: Sequence[str] | None = None,
@@ -85,6 +86,8 @@ class PipelinedModel(keras.Model):
       partition_by: the cost that the cut balances: flops, params or time.
       stages_per_device: number of stages on each device.
       memory_limit: most bytes that a device may need, as predicted; 0: no limit.
+      loss_chunk_size: the loss computes the logits of this many positions at a time, so they are
+        never whole; for SparseCategoricalCrossentropy from logits. 0: all at once.
       xla: whether XLA compiles the stages; None: on accelerators, as Keras does, unless a GPU is
         too new for it.
       num_replicas: number of copies of the pipeline, each of which takes its share of a batch.
@@ -134,7 +137,10 @@ class PipelinedModel(keras.Model):
     self.built = model.built
     # Keras would track these objects, and copy lists of them.
     self.__dict__.update(
-      _pipeline_params=p, _pipeline_devices=tuple(devices), _num_replicas=num_replicas
+      _pipeline_params=p,
+      _pipeline_devices=tuple(devices),
+      _num_replicas=num_replicas,
+      _loss_chunk_size=loss_chunk_size,
     )
     self.__dict__.update(stack=None, cut=None, _cells=(), _is_built=False, _num_evaluations=0)
     # Keras sets no attribute that has the value already, and `__getattr__` has the model's.
@@ -420,6 +426,7 @@ class PipelinedModel(keras.Model):
     cells = self._cells
     p = self._pipeline_params.Copy()
     p.Set(**keras_cut.Params(cells))
+    p.sub[-1].chunk_size = self._loss_chunk_size
     if p.num_stages > len(cells):
       raise ValueError(
         f'{self.model.name} has {len(cells)} cells, too few for {p.num_stages} stages; a cell is a '

@@ -80,6 +80,7 @@ class ChunkedLogits:
     self._chunk_size = chunk_size
     self.shape = inputs.shape[:-1] + [num_classes]
     self._statistics: tuple[tf.Tensor, Statistics] | None = None
+    self._keras_mask: tf.Tensor | None = None
 
   def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
     """Returns the whole logits, [..., num_classes]."""

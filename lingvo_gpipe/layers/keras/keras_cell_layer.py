@@ -9,10 +9,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
-from lingvo_gpipe.core import base_layer, fprop_context, hyperparams, nested_map, weight_params
-from lingvo_gpipe.layers import dropout
+from lingvo_gpipe.core import (
+  base_layer,
+  domain,
+  fprop_context,
+  hyperparams,
+  nested_map,
+  weight_params,
+)
+from lingvo_gpipe.layers import chunked_logits, dropout
 from lingvo_gpipe.layers.keras import keras_cells, keras_nodes, keras_variables
 
 
@@ -95,6 +103,13 @@ class KerasCellLayer(base_layer.BaseLayer):
     p = super().Params()
     p.Define('cell', None, 'A `keras_cells.Cell` of a live model.')
     p.Define('reused', (), 'Names of the weights that an earlier cell owns.')
+    p.Define(
+      'chunk_size',
+      0,
+      'If above 0, this is a softmax, the last cell, and the loss computes the logits of this many '
+      'positions at a time.',
+      domain.Int(0, 2**31 - 1),
+    )
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
@@ -121,6 +136,8 @@ class KerasCellLayer(base_layer.BaseLayer):
           f'{self.path}: the Keras layer {layer.name} is stateful: it carries the state of a batch '
           'to the next, which micro-batches cannot do'
         )
+    if self.loss_takes_inputs:
+      self._CheckHead()
     for name, v in self._keras_variables.items():
       if v.trainable and id(v) not in self._cell.trained:
         raise ValueError(
@@ -130,6 +147,40 @@ class KerasCellLayer(base_layer.BaseLayer):
       init = weight_params.WeightInit.Constant(0)  # Never used: the variable has its value.
       spec = weight_params.WeightParams(list(v.shape), init, tf.as_dtype(v.dtype))
       self.CreateVariable(name, spec, trainable=v.trainable)
+
+  def _CheckHead(self) -> None:
+    """Raises ValueError unless the cell computes the logits of each position by itself."""
+    cell = self._cell
+    wrong = [node.operation.name for node in cell.nodes if not _IsPositionWise(node)]
+    values = [*cell.args, *cell.outputs]
+    if wrong or cell.skips_in or cell.has_loss or len({len(v.shape) for v in values}) != 1:
+      raise ValueError(
+        f'{self.path}: loss_chunk_size needs a model that ends in a Dense or ReversibleEmbedding '
+        f'without activation or losses, its one output; got {", ".join(wrong) or cell.name}'
+      )
+
+  @property
+  def loss_takes_inputs(self) -> bool:
+    """Whether the loss computes the logits in chunks."""
+    return bool(self.params.chunk_size)
+
+  def ForLoss(self, theta: nested_map.NestedMap, *args: Any) -> tuple[Any, ...]:
+    """Returns the logits of the inputs, [batch, dim] or [batch, time, dim], not computed yet."""
+    inputs, mask = Parts(args[0])
+    num_classes = self._cell.outputs[0].shape[-1]
+    assert num_classes is not None
+
+    def Logits(theta: nested_map.NestedMap, inputs: tf.Tensor) -> tf.Tensor:
+      # Each position is an example of its own, as rows of a chunk come from several examples.
+      shape = [-1, *[1] * (len(self._cell.args[0].shape) - 2), inputs.shape[-1]]
+      logits = self.FProp(theta, tf.reshape(inputs, shape))[0]
+      return tf.reshape(logits, tf.concat([tf.shape(inputs)[:-1], [num_classes]], axis=0))
+
+    logits = chunked_logits.ChunkedLogits(
+      Logits, theta, inputs, num_classes=num_classes, chunk_size=self.params.chunk_size
+    )
+    logits._keras_mask = mask  # Keras's name for the mask of a tensor.
+    return (logits,)
 
   @property
   def compute_dtypes(self) -> frozenset[tf.DType]:
@@ -304,6 +355,24 @@ class KerasCellLayer(base_layer.BaseLayer):
       name: value if state[name].dtype.is_floating else tf.round(value)
       for name, value in new.items()
     }
+
+
+def _IsPositionWise(node: keras_nodes.Node) -> bool:
+  """Whether each position of the result depends on the same position of the arguments alone."""
+  operation = node.operation
+  if not type(operation).__module__.startswith(('keras.', 'keras_hub.')):
+    return False
+  kind = type(operation).__name__
+  if kind in ('Dense', 'Activation'):
+    return operation.activation is keras.activations.linear
+  if kind == 'ReversibleEmbedding':  # KerasHub has one of its own.
+    return True
+  # The parts of a soft cap.
+  is_scalar = all(
+    isinstance(x, keras_nodes.Value) or not np.ndim(x)
+    for x in keras.tree.flatten((node.args, node.kwargs))
+  )
+  return kind in ('Cast', 'Divide', 'Multiply', 'Tanh', 'TrueDivide') and is_scalar
 
 
 def _SkipName(value: keras_nodes.Value) -> str:

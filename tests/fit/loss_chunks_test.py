@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A loss that computes logits in chunks equals the one of whole logits, which never exist."""
+
+import sys
+
+import keras
+import keras_hub
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+from tests.toys import keras_fits
+
+TOP = 9
+IDS, CLASSES = keras_fits.PaddedIds(12, top=TOP), keras_fits.Integers(TOP, 12, 6, seed=3)
+WEIGHTS = abs(keras_fits.Floats(12, 6, seed=2)) + 0.1
+
+
+def _Tagger(head=None, **options):
+  """Returns a model from ids [6] to masked logits [6, 9]."""
+  inputs = keras.Input([6], dtype='int32')
+  x = layers.Embedding(TOP, 4, mask_zero=True)(inputs)
+  x = layers.Dense(8, activation='tanh')(x)
+  x = (head or layers.Dense)(TOP, name='head', **options)(x)
+  return keras.Model(inputs, layers.Activation('linear', dtype='float32')(x))
+
+
+def _Classifier():
+  return keras_fits.Mlp(outputs=TOP)
+
+
+def _Gemma():
+  """Returns a causal model with one table of weights at both ends, and capped logits."""
+  backbone = keras_hub.models.GemmaBackbone(
+    vocabulary_size=TOP,
+    num_layers=2,
+    num_query_heads=2,
+    num_key_value_heads=1,
+    hidden_dim=8,
+    intermediate_dim=16,
+    head_dim=4,
+    final_logit_soft_cap=1.0,
+  )
+  return keras_hub.models.GemmaCausalLM(backbone, preprocessor=None)
+
+
+def _Compiled(reduction='sum_over_batch_size', **options):
+  loss = keras.losses.SparseCategoricalCrossentropy(
+    from_logits=True, reduction=reduction, **options
+  )
+  top = keras.metrics.SparseTopKCategoricalAccuracy(k=3)
+  return {'loss': loss, 'metrics': ['accuracy'], 'weighted_metrics': [top]}
+
+
+def _Check(make, x, y, compiled=_Compiled, *, chunk_size, bound=1e-5, pipe=(), **options):
+  options = {'batch_size': 6, **options}
+  expected = keras_fits.Fit(keras_fits.Seeded(make), x, y, compiled, **options)
+  chunked = keras_fits.Pipe(keras_fits.Seeded(make), 2, 2, loss_chunk_size=chunk_size, **dict(pipe))
+  keras_fits.CheckEqual(keras_fits.Fit(chunked, x, y, compiled, **options), expected, bound)
+  plain = keras_fits.Seeded(make)
+  plain.set_weights(expected.weights)
+  np.testing.assert_allclose(
+    chunked.predict(x, batch_size=6, verbose=0),
+    plain.predict(x, batch_size=6, verbose=0),
+    atol=10 * bound,
+  )
+
+
+@pytest.mark.parametrize('reduction', ['sum', 'sum_over_batch_size', 'mean_with_sample_weight'])
+def testMasksAndWeightsOfPositions(reduction):
+  """Chunks of 5 cross the examples of 6 positions, and micro-batches keep different numbers."""
+  _Check(
+    _Tagger,
+    IDS,
+    CLASSES,
+    lambda: _Compiled(reduction),
+    chunk_size=5,
+    sample_weight=WEIGHTS,
+    optimizer=lambda: keras.optimizers.SGD(0.01),
+  )
+
+
+def testOnePositionAnExample():
+  _Check(_Classifier, keras_fits.Floats(12, 5), keras_fits.Integers(TOP, 12, 1), chunk_size=2)
+
+
+def testTiedWeightsAndCappedLogits():
+  x = {'token_ids': IDS, 'padding_mask': (IDS > 0).astype('int32')}
+  _Check(_Gemma, x, CLASSES, chunk_size=7, bound=1e-4)
+
+
+def testXla():
+  _Check(_Tagger, IDS, CLASSES, chunk_size=5, pipe={'xla': True})
+
+
+@pytest.mark.parametrize('chunk_size', [0, 5])
+def testOnlyChunksOfLogitsExist(chunk_size, monkeypatch):
+  shapes, call = [], layers.Dense.call
+
+  def Recorded(self, inputs, training=None):
+    if self.name == 'head':
+      shapes.append(tuple(inputs.shape))
+    return call(self, inputs, training)
+
+  monkeypatch.setattr(layers.Dense, 'call', Recorded)
+  pipe = keras_fits.Pipe(_Tagger(), loss_chunk_size=chunk_size)
+  pipe.compile('sgd', _Compiled()['loss'], metrics=['accuracy'])
+  pipe.train_on_batch(IDS, CLASSES)
+  # The first traces are the model's own, and the one that counts operations for the cut.
+  steps = shapes[shapes.index((12, 6, 8)) + 1 :]
+  assert set(steps) == ({(5, 1, 8)} if chunk_size else {(12, 6, 8)})
+
+
+class _Blend(layers.Dense):
+  """A user's layer, whose outputs depend on several positions."""
+
+  def call(self, inputs, training=None):
+    return super().call(inputs - keras.ops.mean(inputs, axis=1, keepdims=True), training)
+
+
+def _Build(model, **options):
+  keras_fits.Pipe(model, **options).predict(tf.zeros([4, *model.input_shape[1:]]), verbose=0)
+
+
+@pytest.mark.parametrize(
+  'make',
+  [
+    lambda: _Tagger(_Blend),
+    lambda: _Tagger(activation='softmax'),
+    lambda: _Tagger(kernel_regularizer='l2'),
+    lambda: keras.Sequential([keras.Input([6, 4]), layers.Dense(4), layers.Conv1D(TOP, 3)]),
+    keras_fits.TwoOutputs,
+  ],
+)
+def testOtherHeadsAreRefused(make):
+  with pytest.raises(ValueError, match='loss_chunk_size'):
+    _Build(make(), loss_chunk_size=5)
+
+
+@pytest.mark.parametrize(
+  'loss',
+  [
+    'sparse_categorical_crossentropy',
+    keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=0),
+    keras.losses.CategoricalCrossentropy(from_logits=True),
+  ],
+)
+def testOtherLossesAreRefused(loss):
+  pipe = keras_fits.Pipe(_Tagger(), loss_chunk_size=5)
+  pipe.compile('sgd', loss)
+  y = np.eye(TOP)[CLASSES] if isinstance(loss, keras.losses.CategoricalCrossentropy) else CLASSES
+  with pytest.raises(ValueError, match='loss_chunk_size'):
+    pipe.train_on_batch(IDS, y)
+
+
+def testChunksOfNegativeSizeAreRefused():
+  with pytest.raises(ValueError, match='chunk_size'):
+    _Build(_Tagger(), loss_chunk_size=-1)
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))
