@@ -10,8 +10,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.lingvo_gpipe_installed
 PYTEST := $(BIN)/python -m pytest -n 2 --dist=loadfile --no-loadscope-reorder
 
+DOCS := CUDA_VISIBLE_DEVICES= TF_CPP_MIN_LOG_LEVEL=3 NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
+
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-quick bazel-test lint format typecheck wheel clean
+.PHONY: help setup train test test-quick bazel-test lint format typecheck docs docs-serve wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -45,11 +47,17 @@ format: $(STAMP) ## format the sources and fix what can be fixed automatically
 typecheck: $(STAMP) ## check the types of lingvo_gpipe and tools
 	$(BIN)/mypy
 
+docs: $(STAMP) ## build the documentation into site/; a broken link is an error
+	$(DOCS) build --quiet
+
+docs-serve: $(STAMP) ## show the documentation at http://localhost:8000 while you write it
+	$(DOCS) serve
+
 wheel: $(STAMP) ## build dist/lingvo_gpipe-*.whl
 	$(BIN)/python -m build --wheel
 
 clean: ## remove everything that make created, except runs
-	rm -rf $(VENV) dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	@if command -v $(BAZEL) >/dev/null; then $(BAZEL) clean; fi
 
