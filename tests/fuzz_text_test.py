@@ -177,10 +177,11 @@ def testValues(name, text):
 @fuzzing.Settings()
 @hypothesis.given(
   fuzzing.NearlyRight(
-    [schedules.Get(name, 4, 4, 2 if 'inter' in name or 'loop' in name else 4).ToText()
+    [schedules.Get(name, 4, 4, 2 if schedules.TakesStagesPerDevice(name, 2) else 4).ToText()
      for name in schedules.Names()],
     ['F', 'B', 'V', 'I', 'W', '0F0', '9B9', '1F', 'F1', '0F99999999999', '0F' + '9' * 5000, '٣F٣',
-     '-1F0', '0_0F0', '2SEND_F3', ',', '\n', '#', 'None', '\u2028', '\x0c', '0F0,' * 50],
+     '-1F0', '0_0F0', '2SEND_F3', '(0F1;1B0)OVERLAP_F_B',
+     ',', '\n', '#', 'None', '\u2028', '\x0c', '0F0,' * 50],
     st.text(max_size=4),
   )
 )  # fmt: skip

@@ -115,7 +115,7 @@ _TAPE_SEEDS = (8, 16, 136)  # Without auxiliary losses, which a user's tape cann
 _EVALUATION_SEEDS = (39, 175, 396)
 _MORE_SEEDS = range(*map(int, os.environ.get('RANDOM_STACKS', '0:0').split(':')))
 _FEATURES = {
-  *(set(schedules.Names()) - {'forward_only'}),
+  *random_stacks.SCHEDULES,
   *random_stacks.POLICIES,
   *('own schedule', 'several stages a device', 'K=1', 'K=2', 'K=3', 'K=4'),
   *('batch smaller than M', 'micro-batches of two sizes', 'micro-batch of weight 0', 'batch_dim 1'),

@@ -22,6 +22,7 @@ from tests.toys import random_layer
 POLICIES = ('stage', 'except_last', 'layer', 'none')
 _DIM, _VOCAB = random_layer.DIM, random_layer.VOCAB
 _ONE_A_DEVICE = ('gpipe', 'fused_fill_drain', '1f1b', '1f1b_fused', 'zb_h1', 'looped_bfs')
+SCHEDULES = (*_ONE_A_DEVICE, 'interleaved_1f1b')
 
 
 @dataclasses.dataclass

@@ -9,6 +9,8 @@ The text form is `<stage><kind><micro-batch>`, as in torch.distributed.pipelinin
     2W1   gradient of the stage's weights only
     3V0   fused forward and backward ("value and gradient") of the last stage
 
+`ActionsOfCell` also reads PyTorch's other marks, as its CSV files have them.
+
 V is not part of PyTorch's notation. Only the last stage can run it, because it computes the loss
 and so needs no gradient from a later stage.
 """
@@ -47,6 +49,11 @@ def HasWork(kind: Kind, *, needs_dx: bool, is_trained: bool) -> bool:
 
 
 _TOKEN = re.compile(r'([0-9]+)([A-Z_]+)([0-9]*)')
+# A forward and a backward that PyTorch runs at the same time, such as `(0F3;3B1)OVERLAP_F_B`.
+_PAIR = re.compile(r'\(([^()]*)\)OVERLAP_F_B')
+# Transfers, which follow from the order here; sharded weights, which do not exist; and the sum of
+# gradients over replicas, which is part of the update.
+_IMPLIED = re.compile(r'[0-9]+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)[0-9]*')
 KINDS_TEXT = (
   'F (forward), B (full backward), I (input gradient), W (weight gradient) or '
   'V (fused forward and backward of the last stage)'
@@ -77,3 +84,21 @@ class Action:
       f'{text.strip()!r} is not an action: expected <stage><kind><micro-batch>, such as 1F0, '
       f'with kind {KINDS_TEXT}{hint}'
     )
+
+
+def ActionsOfCell(text: str) -> tuple[Action, ...]:
+  """Returns the actions that a cell of PyTorch's CSV files stands for.
+
+  A cell may be idle (empty or `None`), and transfers, sharding and the sum of gradients over
+  replicas are implied here: these have no actions. Of a pair of actions at the same time the first
+  one runs first, because a device runs one action at a time.
+
+  Raises:
+    ValueError: the cell is nothing of this.
+  """
+  text = text.strip()
+  if text in ('', 'None') or _IMPLIED.fullmatch(text):
+    return ()
+  if pair := _PAIR.fullmatch(text):
+    return tuple(Action.FromText(part) for part in pair[1].split(';'))
+  return (Action.FromText(text),)

@@ -111,8 +111,8 @@ class Schedule:
     """Parses the text form of `ToText`.
 
     The numbers of stages and micro-batches are the greatest indices in the text plus one. Blank
-    lines and comments (`#`) are ignored. So are empty cells and `None`, PyTorch's idle slots: the
-    order alone decides when an action runs.
+    lines and comments (`#`) are ignored. So are idle slots: the order alone decides when an action
+    runs. The text may be a CSV file of PyTorch, with or without transfers (`ActionsOfCell`).
 
     Args:
       text: the schedule.
@@ -131,15 +131,11 @@ class Schedule:
       row = []
       column = 1
       for cell in line.split(','):
-        if cell.strip() not in ('', 'None'):
-          try:
-            action = Action.FromText(cell)
-          except ValueError as e:
-            start = column + len(cell) - len(cell.lstrip())
-            raise ValueError(
-              f'Schedule {name!r}: line {line_number}, column {start}: {e}'
-            ) from None
-          row.append(action)
+        try:
+          row += actions.ActionsOfCell(cell)
+        except ValueError as e:
+          start = column + len(cell) - len(cell.lstrip())
+          raise ValueError(f'Schedule {name!r}: line {line_number}, column {start}: {e}') from None
         column += len(cell) + 1
       rows.append(row)
     owners: dict[int, int] = {}

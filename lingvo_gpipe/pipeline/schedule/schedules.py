@@ -26,7 +26,8 @@ out by hand.
 
 In the table, idle is the share of a step that a device idles if all stages are equal and
 B = 2 F = 2 I = 2 W, and held is `Schedule.PeakActivations`. Formulas: Narayanan et al. 2021 (1F1B,
-interleaving) and the zero-bubble paper, Qi et al. 2023.
+interleaving), the zero-bubble paper, Qi et al. 2023 (zb_*, interleaved_zb), its sequel on memory,
+Qi et al. 2024 (v_*), and DeepSeek-V3 (dualpipe_v).
 
 | name | stages per device | idle | micro-batches held by stage k |
 | --- | --- | --- | --- |
@@ -37,16 +38,24 @@ interleaving) and the zero-bubble paper, Qi et al. 2023.
 | interleaved_1f1b | v >= 2 | (K-1)/(vM+K-1) | device d, of v stages: min(Mv, 2(K-1-d)+(v-1)K+1) |
 | looped_bfs | v >= 1 | (K-1)/(vM+K-1), M >= K | M |
 | zb_h1 | 1 | (K-1)/(3M+K-1), M >= K | min(M, K-k) until I, up to k more until W: min(M, K) |
+| zb_2p | 1 | (K-1)/(3M+K-1), M >= 2K-1 | min(M, 2K-1) |
+| interleaved_zb | v >= 2 | (K-1)/(3vM+K-1) | a device: vK |
+| zb_v | 2 | (K-1)/(6M+K-1), M >= 2K-1 | a device: 2K |
+| dualpipe_v | 2 | (K-1)/(6M+K-1), M >= 2K | a device: 2K+1 |
+| v_half | 2 | (3K-4)/(6M+3K-4), M >= K; even K > 2: 1 less | a device: 2(K div 2 + 1) |
+| v_min | 2 | (4K-5)/(6M+4K-5), M >= K | a device: 2 ceil((K+2)/3) |
 | forward_only | any | (K-1)/(vM+K-1), M >= K | 1 |
 """
 
 from __future__ import annotations
 
 import difflib
-import itertools
-from collections.abc import Callable, Iterable, Sequence
+import importlib
+import pathlib
+import pkgutil
+from collections.abc import Callable, Sequence
 
-from lingvo_gpipe.pipeline.schedule import actions
+from lingvo_gpipe.pipeline.schedule import actions, orders
 from lingvo_gpipe.pipeline.schedule import schedule as schedule_lib
 
 Action = actions.Action
@@ -56,6 +65,9 @@ Schedule = schedule_lib.Schedule
 # (num_stages, num_micro_batches, num_devices) -> Schedule.
 Generator = Callable[[int, int, int], Schedule]
 _GENERATORS: dict[str, Generator] = {}
+
+# Schedules that need a multiple of K micro-batches.
+IN_ROUNDS = ('interleaved_1f1b', 'interleaved_zb')
 
 MAX_STAGES = 1024
 MAX_MICRO_BATCHES = 1 << 16
@@ -127,6 +139,19 @@ def Get(
   return schedule.Validate()
 
 
+def TakesStagesPerDevice(name: str, count: int) -> bool:
+  """Whether the schedule of this name can have `count` stages on each device, of two or more.
+
+  Raises:
+    KeyError: the name is unknown.
+  """
+  generator = _Generator(name)
+  try:
+    return generator(2 * count, 2, 2).num_devices == 2
+  except ValueError:
+    return False
+
+
 def _Generator(name: str) -> Generator:
   """Returns the function registered under this name."""
   if name not in _GENERATORS:
@@ -141,10 +166,10 @@ def GetForBatch(
 ) -> Schedule:
   """Like `Get`, but for a batch that may be small, such as the last batch of an epoch.
 
-  `looped_bfs` replaces `interleaved_1f1b` if the number of micro-batches is not a multiple of the
-  number of devices. It has the same stages on the same devices, so the result is equal.
+  `looped_bfs` replaces the schedules that need whole rounds of K micro-batches. It has the same
+  stages on the same devices, so the result is equal.
   """
-  if schedule == 'interleaved_1f1b' and num_micro_batches % num_devices:
+  if schedule in IN_ROUNDS and num_micro_batches % num_devices:
     schedule = 'looped_bfs'
   return Get(schedule, num_stages, num_micro_batches, num_devices)
 
@@ -158,7 +183,7 @@ def ForwardOnlyOn(stage_to_device: Sequence[int], num_micro_batches: int) -> Sch
   """
   rows: list[list[Action]] = [[] for _ in range(max(stage_to_device) + 1)]
   for stage, device in enumerate(stage_to_device):
-    rows[device] += _Series(stage, Kind.FORWARD, range(num_micro_batches))
+    rows[device] += orders.Series(stage, Kind.FORWARD, range(num_micro_batches))
   return Schedule('forward_only', len(stage_to_device), num_micro_batches, rows, stage_to_device)
 
 
@@ -185,10 +210,10 @@ def _CheckSizes(sizes: dict[str, int]) -> None:
 @Register('gpipe')
 def GPipe(num_stages: int, num_micro_batches: int, num_devices: int) -> Schedule:
   """Forwards 0..M-1, then backwards M-1..0 (GPipe, figure 2c): fill and drain."""
-  _CheckOneStageADevice('gpipe', num_stages, num_devices)
+  orders.CheckOneStageADevice('gpipe', num_stages, num_devices)
   rows = [
-    _Series(stage, Kind.FORWARD, range(num_micro_batches))
-    + _Series(stage, Kind.BACKWARD, reversed(range(num_micro_batches)))
+    orders.Series(stage, Kind.FORWARD, range(num_micro_batches))
+    + orders.Series(stage, Kind.BACKWARD, reversed(range(num_micro_batches)))
     for stage in range(num_stages)
   ]
   return Schedule('gpipe', num_stages, num_micro_batches, rows, range(num_stages))
@@ -201,20 +226,20 @@ def FusedFillDrain(num_stages: int, num_micro_batches: int, num_devices: int) ->
   V recomputes nothing, so with re-materialisation a layer costs 3 units in the last stage and 4 in
   the other stages.
   """
-  _CheckOneStageADevice('fused_fill_drain', num_stages, num_devices)
+  orders.CheckOneStageADevice('fused_fill_drain', num_stages, num_devices)
   rows = [
-    _Series(stage, Kind.FORWARD, range(num_micro_batches))
-    + _Series(stage, Kind.BACKWARD, range(num_micro_batches))
+    orders.Series(stage, Kind.FORWARD, range(num_micro_batches))
+    + orders.Series(stage, Kind.BACKWARD, range(num_micro_batches))
     for stage in range(num_stages - 1)
   ]
-  rows.append(_Series(num_stages - 1, Kind.FORWARD_BACKWARD, range(num_micro_batches)))
+  rows.append(orders.Series(num_stages - 1, Kind.FORWARD_BACKWARD, range(num_micro_batches)))
   return Schedule('fused_fill_drain', num_stages, num_micro_batches, rows, range(num_stages))
 
 
 @Register('1f1b')
 def OneForwardOneBackward(num_stages: int, num_micro_batches: int, num_devices: int) -> Schedule:
   """K-1-k forwards at stage k, then one F and one B in turn (PipeDream-Flush, DAPPLE)."""
-  _CheckOneStageADevice('1f1b', num_stages, num_devices)
+  orders.CheckOneStageADevice('1f1b', num_stages, num_devices)
   rows = [
     _OneForwardOneBackward(stage, Kind.BACKWARD, num_stages, num_micro_batches)
     for stage in range(num_stages)
@@ -227,12 +252,12 @@ def FusedOneForwardOneBackward(
   num_stages: int, num_micro_batches: int, num_devices: int
 ) -> Schedule:
   """1F1B with V in the last stage, in which each B directly follows its F anyway."""
-  _CheckOneStageADevice('1f1b_fused', num_stages, num_devices)
+  orders.CheckOneStageADevice('1f1b_fused', num_stages, num_devices)
   rows = [
     _OneForwardOneBackward(stage, Kind.BACKWARD, num_stages, num_micro_batches)
     for stage in range(num_stages - 1)
   ]
-  rows.append(_Series(num_stages - 1, Kind.FORWARD_BACKWARD, range(num_micro_batches)))
+  rows.append(orders.Series(num_stages - 1, Kind.FORWARD_BACKWARD, range(num_micro_batches)))
   return Schedule('1f1b_fused', num_stages, num_micro_batches, rows, range(num_stages))
 
 
@@ -242,17 +267,21 @@ def ZeroBubbleH1(num_stages: int, num_micro_batches: int, num_devices: int) -> S
 
   Earlier stages get their gradient without waiting for W, and W fills the idle time at the end.
   """
-  _CheckOneStageADevice('zb_h1', num_stages, num_devices)
+  orders.CheckOneStageADevice('zb_h1', num_stages, num_devices)
   rows = []
   for stage in range(num_stages):
-    row = []
-    for action in _OneForwardOneBackward(stage, Kind.INPUT_GRADIENT, num_stages, num_micro_batches):
-      row.append(action)
-      if action.kind is Kind.INPUT_GRADIENT and action.micro_batch >= stage:
-        row.append(Action(stage, Kind.WEIGHT_GRADIENT, action.micro_batch - stage))
-    outstanding = range(max(num_micro_batches - stage, 0), num_micro_batches)
-    rows.append(row + _Series(stage, Kind.WEIGHT_GRADIENT, outstanding))
+    row = _OneForwardOneBackward(stage, Kind.INPUT_GRADIENT, num_stages, num_micro_batches)
+    rows.append(orders.DelayWeightGradients(row, stage))
   return Schedule('zb_h1', num_stages, num_micro_batches, rows, range(num_stages))
+
+
+def _OneForwardOneBackward(
+  stage: int, backward: Kind, num_stages: int, num_micro_batches: int
+) -> list[Action]:
+  forwards, backwards = (
+    orders.Series(stage, kind, range(num_micro_batches)) for kind in (Kind.FORWARD, backward)
+  )
+  return orders.Alternate(forwards, backwards, num_stages - 1 - stage)
 
 
 # Several stages per device: stage k is on device k mod K.
@@ -263,29 +292,16 @@ def InterleavedOneForwardOneBackward(
   num_stages: int, num_micro_batches: int, num_devices: int
 ) -> Schedule:
   """1F1B in rounds of K micro-batches, each round through all stages of a device (Megatron-LM)."""
-  _CheckLoops('interleaved_1f1b', num_stages, num_devices, at_least=2)
-  if num_micro_batches % num_devices:
-    below = num_micro_batches // num_devices * num_devices
-    near = [below, below + num_devices] if below else [num_devices]
-    distance = min(abs(num_micro_batches - m) for m in near)
-    nearest_text = ' or '.join(str(m) for m in near if abs(num_micro_batches - m) == distance)
-    raise ValueError(
-      f"Schedule 'interleaved_1f1b' needs a multiple of {num_devices} micro-batches, the number of "
-      f'devices, got {num_micro_batches}; the nearest is {nearest_text}, and looped_bfs takes any '
-      'number'
-    )
-
-  def Rounds(kind: Kind, stages: Sequence[int]) -> list[Action]:
-    rounds = range(0, num_micro_batches, num_devices)
-    return [a for r in rounds for k in stages for a in _Series(k, kind, range(r, r + num_devices))]
-
+  orders.CheckLoops('interleaved_1f1b', num_stages, num_devices, at_least=2)
+  orders.CheckRounds('interleaved_1f1b', num_micro_batches, num_devices)
   rows = []
   for device in range(num_devices):
     stages = range(device, num_stages, num_devices)
     warm_up = 2 * (num_devices - 1 - device) + (len(stages) - 1) * num_devices
-    forwards = Rounds(Kind.FORWARD, stages)
-    rows.append(_Alternate(forwards, Rounds(Kind.BACKWARD, stages[::-1]), warm_up))
-  owners = _LoopOwners(num_stages, num_devices)
+    forwards = orders.Rounds(Kind.FORWARD, stages, num_micro_batches, num_devices)
+    backwards = orders.Rounds(Kind.BACKWARD, stages[::-1], num_micro_batches, num_devices)
+    rows.append(orders.Alternate(forwards, backwards, warm_up))
+  owners = orders.LoopOwners(num_stages, num_devices)
   return Schedule('interleaved_1f1b', num_stages, num_micro_batches, rows, owners)
 
 
@@ -296,15 +312,15 @@ def LoopedBreadthFirst(num_stages: int, num_micro_batches: int, num_devices: int
   With one stage per device this is gpipe (Lamy-Poirier 2022, "Breadth-First Pipeline
   Parallelism").
   """
-  _CheckLoops('looped_bfs', num_stages, num_devices, at_least=1)
+  orders.CheckLoops('looped_bfs', num_stages, num_devices, at_least=1)
   rows = []
   for device in range(num_devices):
     stages = range(device, num_stages, num_devices)
-    row = [a for k in stages for a in _Series(k, Kind.FORWARD, range(num_micro_batches))]
+    row = [a for k in stages for a in orders.Series(k, Kind.FORWARD, range(num_micro_batches))]
     for stage in reversed(stages):
-      row += _Series(stage, Kind.BACKWARD, reversed(range(num_micro_batches)))
+      row += orders.Series(stage, Kind.BACKWARD, reversed(range(num_micro_batches)))
     rows.append(row)
-  owners = _LoopOwners(num_stages, num_devices)
+  owners = orders.LoopOwners(num_stages, num_devices)
   return Schedule('looped_bfs', num_stages, num_micro_batches, rows, owners)
 
 
@@ -320,53 +336,9 @@ def ForwardOnly(num_stages: int, num_micro_batches: int, num_devices: int) -> Sc
       f"Schedule 'forward_only' needs at least one stage for each device, got {num_stages} stages "
       f'for {num_devices} devices; use no more than {num_stages} devices'
     )
-  return ForwardOnlyOn(_LoopOwners(num_stages, num_devices), num_micro_batches)
+  return ForwardOnlyOn(orders.LoopOwners(num_stages, num_devices), num_micro_batches)
 
 
-# Helpers.
-
-
-def _Series(stage: int, kind: Kind, micro_batches: Iterable[int]) -> list[Action]:
-  return [Action(stage, kind, m) for m in micro_batches]
-
-
-def _Alternate(forwards: list[Action], backwards: list[Action], warm_up: int) -> list[Action]:
-  """Returns `warm_up` forwards, then a forward and a backward in turn, then the last backwards."""
-  warm_up = min(warm_up, len(forwards))
-  turns = zip(forwards[warm_up:], backwards, strict=False)
-  cool_down = backwards[len(forwards) - warm_up :]
-  return [*forwards[:warm_up], *itertools.chain.from_iterable(turns), *cool_down]
-
-
-def _OneForwardOneBackward(
-  stage: int, backward: Kind, num_stages: int, num_micro_batches: int
-) -> list[Action]:
-  forwards = _Series(stage, Kind.FORWARD, range(num_micro_batches))
-  return _Alternate(
-    forwards, _Series(stage, backward, range(num_micro_batches)), num_stages - 1 - stage
-  )
-
-
-def _LoopOwners(num_stages: int, num_devices: int) -> list[int]:
-  return [stage % num_devices for stage in range(num_stages)]
-
-
-def _CheckOneStageADevice(name: str, num_stages: int, num_devices: int) -> None:
-  if num_devices != num_stages:
-    raise ValueError(
-      f'Schedule {name!r} needs one stage on each device, got {num_stages} stages for '
-      f'{num_devices} devices; make them equal, or use a schedule with several stages per device: '
-      'interleaved_1f1b or looped_bfs'
-    )
-
-
-def _CheckLoops(name: str, num_stages: int, num_devices: int, at_least: int) -> None:
-  """Raises ValueError unless all devices have an equal number of stages, at least `at_least`."""
-  if num_stages % num_devices or num_stages < at_least * num_devices:
-    near = [num_stages // num_devices, -(-num_stages // num_devices)]
-    sizes = sorted({max(v, at_least) * num_devices for v in near})
-    raise ValueError(
-      f'Schedule {name!r} needs the same number of stages on each device, at least {at_least}, got '
-      f'{num_stages} stages for {num_devices} devices; make it {" or ".join(map(str, sizes))} '
-      'stages, or use fewer devices' + (', or 1f1b with one stage each' if at_least > 1 else '')
-    )
+# The other modules of this folder register their schedules when they are imported.
+for _module in pkgutil.iter_modules([str(pathlib.Path(__file__).parent)]):
+  importlib.import_module(f'{__package__}.{_module.name}')

@@ -20,8 +20,8 @@ def _Steps(draw):
   """Draws (schedule, costs of all its parts, options), with transfers and updates."""
   name = draw(st.sampled_from(schedules.Names()))
   k = draw(st.integers(1, 4))
-  v = 2 if name in ('interleaved_1f1b', 'looped_bfs') else 1
-  m = k * draw(st.integers(1, 2)) if name == 'interleaved_1f1b' else draw(st.integers(1, 6))
+  v = 2 if schedules.TakesStagesPerDevice(name, 2) else 1
+  m = k * draw(st.integers(1, 2)) if name in schedules.IN_ROUNDS else draw(st.integers(1, 6))
   schedule = schedules.Get(name, k * v, m, k)
 
   def Draw(number):

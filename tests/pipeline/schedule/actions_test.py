@@ -38,10 +38,20 @@ def testOtherTextIsNotAnAction(text):
     Action.FromText(text)
 
 
-@pytest.mark.parametrize('text', ['1SEND_F0', '1UNSHARD', '2RECV_B3'])
+@pytest.mark.parametrize('text', ['1SEND_F0', '1UNSHARD', '2RECV_B3', '0REDUCE_GRAD', '', ' None '])
 def testTransfersAreImplied(text):
-  with pytest.raises(ValueError, match='implied'):
-    Action.FromText(text)
+  assert actions.ActionsOfCell(text) == ()
+  if '_' in text or 'SHARD' in text:
+    with pytest.raises(ValueError, match='implied'):
+      Action.FromText(text)
+
+
+def testAPairAtTheSameTimeIsTwoActions():
+  pair = (Action(0, Kind.FORWARD, 3), Action(3, Kind.BACKWARD, 1))
+  assert actions.ActionsOfCell(' (0F3;3B1)OVERLAP_F_B') == pair
+  assert actions.ActionsOfCell('3B1') == pair[1:]
+  with pytest.raises(ValueError, match='not an action'):
+    actions.ActionsOfCell('(0F3;(3B1))OVERLAP_F_B')
 
 
 def testFrozenStagesSkipGradients():

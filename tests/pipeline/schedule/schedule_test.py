@@ -13,41 +13,16 @@ import pytest
 
 from lingvo_gpipe.pipeline.schedule import schedule as schedule_lib
 from lingvo_gpipe.pipeline.schedule import schedules
-from tests.toys import zero_bubble
 
 Action, Kind, Schedule = schedule_lib.Action, schedule_lib.Kind, schedule_lib.Schedule
-
-# Two schedules that the framework does not have, ZB-H2 and ZB-V of the zero-bubble paper (Qi et al.
-# 2023), as a user may write them: the sequences of the first and the last device for 4 devices and
-# 8 micro-batches. B before a W is the input gradient, lower case the second chunk. The makespan is
-# in units of a whole device's forward pass; a chunk takes half of one.
-_GOLDEN = {
-  'zb_h2': {
-    0: 'F0 F1 F2 F3 F4 F5 F6 B0 W0 F7 B1 W1 B2 W2 B3 W3 B4 W4 B5 W5 B6 W6 B7 W7',
-    3: 'F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 W0 F7 B7 W1 W2 W3 W4 W5 W6 W7',
-  },
-  'zb_v': {
-    0: 'F0 F1 F2 F3 F4 F5 F6 f0 b0 w0 f1 b1 w1 f2 b2 w2 f3 b3 w3 F7 B0 W0 f4 b4 w4 B1 W1 f5 b5 w5 '
-    'B2 W2 f6 b6 w6 B3 W3 f7 b7 w7 B4 W4 B5 W5 B6 W6 B7 W7',
-    3: 'F0 f0 F1 f1 F2 f2 F3 f3 b0 w0 F4 B0 W0 f4 b1 w1 F5 B1 W1 f5 b2 w2 F6 B2 W2 f6 b3 w3 F7 B3 '
-    'W3 f7 b4 w4 B4 b5 B5 b6 B6 b7 B7 W4 w5 w6 w7 W5 W6 W7',
-  },
-}
-_GOLDEN_MAKESPANS = {'zb_h2': 27, 'zb_v': 25.5}
 
 
 def _Examples():
   """Returns valid schedules of every kind, for 4 devices and 8 micro-batches."""
-  loops = ('interleaved_1f1b', 'looped_bfs', 'forward_only')
-  result = {
-    name: schedules.Get(name, 8 if name in loops else 4, 8, 4) for name in schedules.Names()
+  return {
+    name: schedules.Get(name, 8 if schedules.TakesStagesPerDevice(name, 2) else 4, 8, 4)
+    for name in schedules.Names()
   }
-  result |= {name: zero_bubble.Schedule(name, 4, 8) for name in _GOLDEN}
-  return result
-
-
-def _Makespan(schedule, durations=None):
-  return max(row[-1][1] for row in schedule.Timeline(durations))
 
 
 # Text.
@@ -82,9 +57,37 @@ def testTextMayHoldCommentsBlankLinesAndIdleCells():
   assert (schedule.num_stages, schedule.num_micro_batches, schedule.num_devices) == (2, 2, 2)
 
 
+# The CSV files that PyTorch 2.13 writes for ScheduleDualPipeV, 2 devices and 4 micro-batches.
+_COMPUTE_ONLY = """\
+0F0,0F1,0F2,3F0,3I0,3W0,3F1,(0F3;3B1)OVERLAP_F_B,(3F2;0B0)OVERLAP_F_B,3B2,(3F3;0B1)OVERLAP_F_B,\
+3B3,0I2,0W2,0I3,0W3\r
+1F0,2F0,1F1,2F1,1F2,2B0,(2F2;1B0)OVERLAP_F_B,(1F3;2B1)OVERLAP_F_B,(2F3;1B1)OVERLAP_F_B,2B2,1B2,\
+2I3,1I3,2W3,1W3\r
+"""
+_WITH_TRANSFERS = """\
+0UNSHARD,3UNSHARD,0F0,0SEND_F0,0F1,0SEND_F1,3RECV_F0,0F2,0SEND_F2,3F0,3RECV_F1,3I0,3SEND_B0,3W0,\
+3F1,3RECV_F2,0RECV_B0,(0F3;3B1)OVERLAP_F_B,0SEND_F3,3SEND_B1,(3F2;0B0)OVERLAP_F_B,3RECV_F3,\
+0RECV_B1,3B2,3SEND_B2,(3F3;0B1)OVERLAP_F_B,0RECV_B2,3B3,3SEND_B3,3REDUCE_GRAD,0RECV_B3,3RESHARD,\
+0I2,0W2,0I3,0W3,0REDUCE_GRAD,0RESHARD\r
+1UNSHARD,2UNSHARD,1RECV_F0,1F0,1RECV_F1,2F0,2SEND_F0,1RECV_F2,1F1,2F1,2SEND_F1,2RECV_B0,1F2,2B0,\
+(2F2;1B0)OVERLAP_F_B,2SEND_F2,1SEND_B0,1RECV_F3,2RECV_B1,(1F3;2B1)OVERLAP_F_B,\
+(2F3;1B1)OVERLAP_F_B,2SEND_F3,1SEND_B1,2RECV_B2,2B2,1B2,1SEND_B2,2RECV_B3,2I3,1I3,1SEND_B3,2W3,\
+2REDUCE_GRAD,2RESHARD,1W3,1REDUCE_GRAD,1RESHARD\r
+"""
+
+
+@pytest.mark.parametrize('text', [_COMPUTE_ONLY, _WITH_TRANSFERS])
+def testACsvFileOfPyTorch(text):
+  schedule = Schedule.FromText(text, 'dualpipe_v').Validate()
+  assert schedule == schedules.Get('dualpipe_v', 4, 4, 2)
+
+
 @pytest.mark.parametrize(
   'text, words',
   [
+    ('0F0,(0F1;0X0)OVERLAP_F_B', ['line 1', 'column 5', "'0X0'"]),
+    ('0F0,(0F1;0B0)', ['line 1', 'column 5', 'not an action']),
+    ('0F0,0SEND_F0,1SEND_G0', ['line 1', 'column 14', "'1SEND_G0'"]),
     ('0F0,0B0\n1F0,1X0', ['line 2', 'column 5', "'1X0'"]),
     ('\n# c\n0F0,  0Q1 ,0B0', ['line 3', 'column 7', "'0Q1'"]),
     ('0F0;0B0', ['line 1', 'column 1', '0F0;0B0']),
@@ -98,25 +101,6 @@ def testUnreadableTextIsLocated(text, words):
     Schedule.FromText(text, 'mine')
   assert "'mine'" in str(e.value)
   assert all(word in str(e.value) for word in words), e.value
-
-
-@pytest.mark.parametrize('name', _GOLDEN)
-def testCustomSchedulesAreAccepted(name):
-  for d, golden in _GOLDEN[name].items():
-    assert zero_bubble.RULES[name](4, 8, d) == golden.split()
-  schedule = zero_bubble.Schedule(name, 4, 8)
-  assert schedule.Validate() is schedule
-  assert not schedule.forward_only
-  chunks = schedule.num_stages // 4
-  assert _Makespan(schedule) == _GOLDEN_MAKESPANS[name] * chunks
-  for p in range(1, 6):
-    for m in range(2 * p - 1, 2 * p + 6):
-      custom = zero_bubble.Schedule(name, p, m).Validate()
-      assert _IsValid(custom)
-      # 2p-1 micro-batches in ZB-H2, and 2p chunks of half a device in ZB-V.
-      assert max(custom.DevicePeakActivations()) == (
-        2 * p - 1 if name == 'zb_h2' else min(2 * p, 2 * m)
-      )
 
 
 def testFullAndSplitBackwardsMayMix():
