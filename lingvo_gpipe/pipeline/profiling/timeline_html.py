@@ -19,7 +19,7 @@ from lingvo_gpipe.pipeline.schedule import actions
 
 Kind = actions.Kind
 
-_COLOURS = {
+COLOURS = {
   Kind.FORWARD: '#6f9fd8',
   Kind.BACKWARD: '#7fbf7b',
   Kind.INPUT_GRADIENT: '#5fc4c0',
@@ -63,14 +63,14 @@ def MakePage(
     devices: the names of the devices.
     mean_times: {(kind, stage): seconds}, for the table at the end.
   """
-  kinds = [kind for kind in _COLOURS if any(kind is k for k, _ in mean_times)]
+  kinds = [kind for kind in COLOURS if any(kind is k for k, _ in mean_times)]
   parts = [
     '<!DOCTYPE html>',
     '<html lang="en"><head><meta charset="utf-8"/>',
     f'<title>{html.escape(title)}</title><style>{_STYLE}</style></head><body>',
     f'<h1>{html.escape(title)}</h1>',
     *(f'<p>{html.escape(line)}</p>' for line in lines),
-    f'<p>{" ".join(_Legend(kind) for kind in kinds)}</p>',
+    f'<p>{" ".join(Legend(kind) for kind in kinds)}</p>',
   ]
   counts: collections.Counter[int] = collections.Counter()
   is_once = len({measured.step for measured, _ in drawn}) == len(drawn)
@@ -87,10 +87,10 @@ def MakePage(
   return '\n'.join(parts) + '\n'
 
 
-def _Legend(kind: Kind) -> str:
-  return (
-    f'<span style="background:{_COLOURS[kind]};padding:1px 8px">{kind.value}</span> {_NAMES[kind]}'
-  )
+def Legend(kind: Kind) -> str:
+  """Returns the letter of a kind on its colour, and its name, as HTML."""
+  style = f'background:{COLOURS[kind]};color:#222;padding:1px 8px'
+  return f'<span style="{style}">{kind.value}</span> {_NAMES[kind]}'
 
 
 def _Draw(
@@ -142,7 +142,7 @@ def _Rect(
   css_class = 'recompute' if span.part == 'recompute' else row_kind
   rect = (
     f'<rect class="{css_class}" data-action="{span.action}" data-step="{step}" x="{x:.2f}" '
-    f'y="{top}" width="{width:.2f}" height="{height}" fill="{_COLOURS[span.action.kind]}" '
+    f'y="{top}" width="{width:.2f}" height="{height}" fill="{COLOURS[span.action.kind]}" '
     f'stroke="#fff" stroke-width="0.5"><title>{span.action} {css_class}: {start:.3f} to '
     f'{end:.3f} ms, {end - start:.3f} ms</title></rect>'
   )

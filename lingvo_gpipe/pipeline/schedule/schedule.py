@@ -128,7 +128,7 @@ class Schedule:
       line = line.split('#')[0]
       if not line.strip():
         continue
-      row = []
+      row: list[Action] = []
       column = 1
       for cell in line.split(','):
         try:
@@ -405,7 +405,7 @@ class Schedule:
     held = [0] * self.num_stages
     peak = [0] * self.num_stages
     for row in self.actions:
-      for action, change in self._Holdings(row):
+      for action, change in self.Holdings(row):
         held[action.stage] += change
         peak[action.stage] = max(peak[action.stage], held[action.stage])
     return tuple(peak)
@@ -415,10 +415,10 @@ class Schedule:
 
     This is less than the sum over its stages if their peaks are at different times.
     """
-    changes = ((change for _, change in self._Holdings(row)) for row in self.actions)
+    changes = ((change for _, change in self.Holdings(row)) for row in self.actions)
     return tuple(max(itertools.accumulate(c), default=0) for c in changes)
 
-  def _Holdings(self, row: Iterable[Action]) -> Iterator[tuple[Action, int]]:
+  def Holdings(self, row: Iterable[Action]) -> Iterator[tuple[Action, int]]:
     """Yields (action, 1) when a stage starts to hold a micro-batch, (action, -1) when it stops."""
     for action in row:
       if action.kind in _MAKE_FORWARD:

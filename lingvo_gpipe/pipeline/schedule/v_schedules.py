@@ -121,8 +121,7 @@ def _RepeatBlock(
   rows = []
   for d, times in enumerate(_Block(num_devices, steps, waits)):
     up = num_stages - 1 - d
-    block = ((d, Kind.FORWARD), (up, Kind.FORWARD), (up, Kind.INPUT_GRADIENT))
-    block = (*block, (d, Kind.INPUT_GRADIENT))
+    block = list(zip((d, up, up, d), [Kind.FORWARD] * 2 + [Kind.INPUT_GRADIENT] * 2, strict=True))
     rows.append(
       [
         Action(stage, kind, m)

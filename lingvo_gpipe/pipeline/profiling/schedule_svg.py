@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draws a simulated step as SVG: a row of actions for each device, and below it what it holds.
+
+    device 0  |F0 |F1 |F2 |...|B0    |B1    |     one rect an action, its width is its time
+              ▁▁▁▃▃▃▅▅▅▅▅▅▅▅▅▅▅▃▃▃▃▁▁             micro-batches held, relative to the most of all
+
+Each action has the attributes `data-action` and `data-device`; its title has its times. The text
+has the colour of the page, so that the picture suits light and dark pages.
+"""
+
+from __future__ import annotations
+
+import html
+import itertools
+from collections.abc import Iterator
+
+from lingvo_gpipe.pipeline.cost import simulator
+from lingvo_gpipe.pipeline.profiling import timeline_html
+
+# In pixels: left and right margin, height of a row, of its curve, and of the gap below; width of
+# the drawing, and of a letter.
+_LEFT, _RIGHT, _ROW, _CURVE, _GAP, _WIDTH, _LETTER = 64, 48, 22, 20, 8, 900, 6.5
+_STYLE = 'svg text{font:11px sans-serif;fill:currentColor}svg rect+text{fill:#222}'
+_DARK = '@media (prefers-color-scheme:dark){svg{color:#ddd;background:#222}}'
+
+
+def Draw(result: simulator.Result, *, is_standalone: bool = False) -> str:
+  """Returns the picture of a simulated step.
+
+  Args:
+    result: the step; times in any unit.
+    is_standalone: whether the picture is a file of its own, which brings its colours for dark
+      screens, and not a part of a page.
+  """
+  scale = _WIDTH / result.makespan
+  held = [list(_Held(result, device)) for device in range(len(result.timeline))]
+  most = max(count for row in held for _, count in row)
+  height = len(result.timeline) * (_ROW + _CURVE + _GAP)
+  parts = [
+    f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_LEFT + _WIDTH + _RIGHT} {height}" '
+    f'width="100%" role="img"><title>{html.escape(result.schedule.name)}</title>'
+    f'<style>{_STYLE}{_DARK * is_standalone}</style>'
+  ]
+  for device, row in enumerate(result.timeline):
+    y = device * (_ROW + _CURVE + _GAP)
+    parts.append(f'<text x="0" y="{y + 15}">device {device}</text>')
+    parts += [_Rect(result, span, device, scale, y) for span in row]
+    parts.append(_Curve(held[device], most, scale, y + _ROW + _CURVE))
+    peak = max(count for _, count in held[device])
+    parts.append(f'<text x="{_LEFT + _WIDTH + 4}" y="{y + _ROW + _CURVE}">{peak} held</text>')
+  return '\n'.join([*parts, '</svg>']) + '\n'
+
+
+def _Rect(
+  result: simulator.Result, span: simulator.Span, device: int, scale: float, y: float
+) -> str:
+  if span.action is None or span.end <= span.start:
+    return ''
+  x, width = _LEFT + span.start * scale, (span.end - span.start) * scale
+  schedule, action = result.schedule, span.action
+  # Later stages of a device are paler; so is what is not an action's own work.
+  turn, last_turn = (
+    action.stage // schedule.num_devices,
+    schedule.num_stages // schedule.num_devices,
+  )
+  opacity = (1 - 0.5 * turn / last_turn) * (1 if span.part == 'compute' else 0.5)
+  label = schedule.Label(action)
+  if width < _LETTER * len(label):
+    label = str(action.micro_batch)
+  rect = (
+    f'<rect data-action="{action}" data-device="{device}" x="{x:.2f}" y="{y}" '
+    f'width="{width:.2f}" height="{_ROW}" fill="{timeline_html.COLOURS[action.kind]}" '
+    f'fill-opacity="{opacity:g}" stroke="#fff" stroke-width="0.5">'
+    f'<title>{action} {span.part}: {span.start:g} to {span.end:g}</title></rect>'
+  )
+  if width < _LETTER * len(label):
+    return rect
+  return f'{rect}<text x="{x + width / 2:.2f}" y="{y + 15}" text-anchor="middle">{label}</text>'
+
+
+def _Held(result: simulator.Result, device: int) -> Iterator[tuple[float, int]]:
+  """Yields (time, number of activations that the device holds from then on)."""
+  spans = {span.action: span for span in result.timeline[device] if span.part == 'compute'}
+  actions_of_device = result.schedule.actions[device]
+  changes = sorted(
+    (spans[action].start if change > 0 else spans[action].end, change)
+    for action, change in result.schedule.Holdings(actions_of_device)
+  )
+  counts = itertools.accumulate(change for _, change in changes)
+  yield 0.0, 0
+  yield from zip((time for time, _ in changes), counts, strict=True)
+
+
+def _Curve(held: list[tuple[float, int]], most: int, scale: float, base: float) -> str:
+  """Returns the area below the numbers of activations, with its base at y = `base`."""
+  points = [f'M{_LEFT} {base:g}']
+  for time, count in held:
+    points.append(f'H{_LEFT + time * scale:.1f}V{base - count * _CURVE / most:.1f}')
+  return f'<path d="{"".join(points)}V{base:g}Z" fill="currentColor" opacity="0.3"/>'

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Links of the documents lead to pages of the site."""
+
+import sys
+import types
+
+import pytest
+
+pytest.importorskip('mkdocs')
+from tools.site import hooks
+
+
+def _Rewritten(path, text):
+  page = types.SimpleNamespace(file=types.SimpleNamespace(src_uri=path))
+  return hooks.on_page_markdown(text, page, None, None)
+
+
+@pytest.mark.parametrize(
+  ('page', 'link', 'expected'),
+  [
+    ('keras.md', '../README.md#running', 'index.md#running'),
+    ('keras.md', '../tasks/lm/model.py', 'source/tasks/lm/model.py.md'),
+    ('keras.md', 'examples/slurm.sh', 'source/docs/examples/slurm.sh.md'),
+    ('reference/params.md', '../keras.md', '../keras.md'),
+    ('keras.md', 'training.md#profile', 'training.md#profile'),
+    ('keras.md', 'https://keras.io', 'https://keras.io'),
+    ('keras.md', '../no/such/file.py', '../no/such/file.py'),  # mkdocs reports it.
+  ],
+)
+def testLinks(page, link, expected):
+  assert _Rewritten(page, f'see [it]({link}).') == f'see [it]({expected}).'
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))
