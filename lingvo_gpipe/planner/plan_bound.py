@@ -16,17 +16,19 @@ class _Sums:
     total: the cost of all layers, F + I + W.
     largest: the cost of the most expensive layer.
     least_share: the least share of a layer's cost that another stage waits for, which is all but W.
+    least_forward_share: the least share of F in a layer's cost.
   """
 
-  def __init__(self, layers: Sequence[tuple[float, float]]) -> None:
+  def __init__(self, layers: Sequence[tuple[float, float, float]]) -> None:
     """Sums up.
 
     Args:
-      layers: for each layer its cost, and the part of it that another stage waits for.
+      layers: for each layer its cost, the part of it that another stage waits for, and F.
     """
-    self.total = sum(cost for cost, _ in layers)
-    self.largest = max(cost for cost, _ in layers)
-    self.least_share = min((part / cost for cost, part in layers if cost), default=1.0)
+    self.total = sum(cost for cost, _, _ in layers)
+    self.largest = max(cost for cost, _, _ in layers)
+    self.least_share = min((part / cost for cost, part, _ in layers if cost), default=1.0)
+    self.least_forward_share = min((f / cost for cost, _, f in layers if cost), default=1.0)
 
 
 class Totals:
@@ -52,12 +54,12 @@ class Totals:
     for i, w in enumerate(work):
       cost, part = w.forward + w.input_gradient + w.weight_gradient, w.forward + w.input_gradient
       recompute = w.forward if i >= first else 0
-      plain.append((cost, part))
-      recomputed.append((cost + recompute, part + recompute))
+      plain.append((cost, part, w.forward))
+      recomputed.append((cost + recompute, part + recompute, w.forward))
     self.plain, self.recomputed = _Sums(plain), _Sums(recomputed)
     self.recompute = self.recomputed.total - self.plain.total
     pairs = zip(recomputed, plain, strict=True)
-    self.largest_saving = max((a / b for (a, _), (b, _) in pairs if b), default=1.0)
+    self.largest_saving = max((a / b for (a, *_), (b, *_) in pairs if b), default=1.0)
 
 
 def BoundStep(choice: plan_choice.Choice, totals: Totals) -> float:
@@ -69,7 +71,8 @@ def BoundStep(choice: plan_choice.Choice, totals: Totals) -> float:
 
       T >= M c_s + r (c_0 + ... + c_(s-1))
 
-  with r the least share of this work in a stage's work. T is least for the total work
+  with r the least share of this work in a stage's work. If W is an action of its own, stage s may
+  run it while the earlier stages run backward, and r counts F only. T is least for the total work
   W = c_0 + ... + c_(K-1) if equality holds for all stages:
 
       T = r W / (1 - (1 - r/M)^K)
@@ -79,12 +82,13 @@ def BoundStep(choice: plan_choice.Choice, totals: Totals) -> float:
   sums = totals.recomputed if choice.recomputes else totals.plain
   cheapest = totals.plain if fused else sums
   # One micro-batch passes through all stages. If W is a separate action, nothing waits for it.
-  path = sums.least_share * sums.total if choice.schedule == 'zb_h1' else cheapest.total
+  is_split = choice.schedule in plan_choice.SPLIT
+  path = sums.least_share * sums.total if is_split else cheapest.total
   bound = max(m * cheapest.largest, path)
   if choice.stages_per_device > 1:
     bound = max(bound, m * sums.total / k)
-  elif choice.schedule == 'zb_h1':
-    r = sums.least_share
+  elif is_split:
+    r = sums.least_forward_share
     if r:
       bound = max(bound, r * sums.total / (1 - (1 - r / m) ** k))
   else:

@@ -6,11 +6,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterator
 
-from lingvo_gpipe.pipeline.schedule import rematerialisation
+from lingvo_gpipe.pipeline.schedule import orders, rematerialisation, schedules
 
 # In order of complexity: of plans that take equally long the planner chooses the simplest.
-ONE_STAGE_A_DEVICE = ('gpipe', '1f1b', '1f1b_fused', 'zb_h1')
-LOOPED = ('interleaved_1f1b', 'looped_bfs')
+ONE_STAGE_A_DEVICE = ('gpipe', '1f1b', '1f1b_fused', 'zb_h1', 'zb_2p')
+LOOPED = ('interleaved_1f1b', 'looped_bfs', 'interleaved_zb')
+IN_A_V = ('zb_v', 'v_half', 'v_min', 'dualpipe_v')
+# Schedules with I and W, or both and B.
+SPLIT = ('zb_h1', 'zb_2p', 'interleaved_zb', *IN_A_V)
 # Schedules whose last stage runs V and so recomputes nothing.
 FUSED = ('1f1b_fused', 'fused_fill_drain')
 POLICIES = ('none', 'stage', 'except_last', 'layer')
@@ -47,6 +50,13 @@ class Choice:
     return self.num_devices * self.stages_per_device
 
   @property
+  def stage_to_device(self) -> list[int]:
+    """The device of each stage."""
+    if self.schedule in IN_A_V:
+      return orders.VOwners(self.num_devices)
+    return orders.LoopOwners(self.num_stages, self.num_devices)
+
+  @property
   def grid(self) -> tuple[int, int]:
     """(R, K)."""
     return self.num_replicas, self.num_devices
@@ -75,7 +85,12 @@ class Space:
     num_devices: numbers of devices of a replica; None: any.
   """
 
-  schedules: Collection[str] = (*ONE_STAGE_A_DEVICE, 'interleaved_1f1b')
+  schedules: Collection[str] = (
+    *ONE_STAGE_A_DEVICE,
+    'interleaved_1f1b',
+    'interleaved_zb',
+    *IN_A_V,
+  )
   remat_policies: Collection[str] = POLICIES
   stages_per_device: Collection[int] = (1, 2, 4)
   shard_slots: Collection[bool] = (False, True)
@@ -116,7 +131,7 @@ def Choices(space: Space, num_layers: int, grid: tuple[int, int], batch: int) ->
       if k * v > num_layers or (k == 1 and v > 1):
         continue
       for schedule in space.schedules:
-        if (schedule in LOOPED) != (v > 1) or (schedule == 'interleaved_1f1b' and m % k):
+        if not _Takes(schedule, v) or (schedule in schedules.IN_ROUNDS and m % k):
           continue
         for policy in space.remat_policies:
           for shard in space.shard_slots:
@@ -140,7 +155,7 @@ def MicroBatches(batch: int) -> list[tuple[int, int]]:
 
 def Complexity(choice: Choice) -> tuple[int, ...]:
   """Returns a sort key that puts the simpler one of two equally fast choices first."""
-  known = (*ONE_STAGE_A_DEVICE, *LOOPED)
+  known = (*ONE_STAGE_A_DEVICE, *LOOPED, *IN_A_V)
   return (
     known.index(choice.schedule) if choice.schedule in known else len(known),
     POLICIES.index(choice.remat_policy),
@@ -150,6 +165,13 @@ def Complexity(choice: Choice) -> tuple[int, ...]:
     choice.num_devices,
     choice.stages_per_device,
   )
+
+
+def _Takes(schedule: str, stages_per_device: int) -> bool:
+  """Whether the planner gives the schedule this many stages on each device."""
+  if schedule in IN_A_V:
+    return stages_per_device == 2
+  return (schedule in LOOPED) == (stages_per_device > 1)
 
 
 def _IsPowerOfTwo(n: int) -> bool:

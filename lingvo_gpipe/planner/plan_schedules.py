@@ -45,8 +45,8 @@ def Prefix(choice: Choice) -> tuple[int, int]:
 
 def _IsKnown(choice: Choice) -> bool:
   """Whether the schedule is not a custom one, which may not be extrapolated."""
-  built_in = (*plan_choice.ONE_STAGE_A_DEVICE, *plan_choice.LOOPED, *_FILL_DRAIN)
-  return choice.schedule in built_in
+  named = (*plan_choice.ONE_STAGE_A_DEVICE, *plan_choice.LOOPED, *plan_choice.IN_A_V)
+  return choice.schedule in (*named, *_FILL_DRAIN)
 
 
 def HeldAtPeaks(choice: Choice) -> list[tuple[stage_memory.Held, ...]]:

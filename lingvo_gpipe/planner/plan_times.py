@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -40,17 +41,22 @@ class Times:
     self._occupies_devices = devices.transfers == 'occupy'
     ranges = partitioner.StageRanges(ends)
     r, k = choice.grid
+    self._owners = owners = choice.stage_to_device
     slowdown = devices.Slowdown(r * k)
     alone = stage_work.SimulatorCosts(work, ends)
     slowed: dict[str, Any] = {name: [slowdown * t for t in getattr(alone, name)] for name in _PARTS}
     self._costs = dataclasses.replace(alone, **slowed)
     # Transfers between stages.
-    links = [devices.Boundary(r, k, s % k, (s + 1) % k) for s in range(len(ends) - 1)]
+    pairs = list(itertools.pairwise(owners))
+    links = [devices.Boundary(r, k, a, b) for a, b in pairs]
     self._transfer = [
-      link.Seconds(memory.Input(*span)) / model_costs.TICK if k > 1 else 0.0
-      for link, span in zip(links, ranges[1:], strict=True)
+      link.Seconds(memory.Input(*span)) / model_costs.TICK if a != b else 0.0
+      for link, (a, b), span in zip(links, pairs, ranges[1:], strict=True)
     ]
-    self._latency = [link.latency / model_costs.TICK if k > 1 else 0.0 for link in links]
+    self._latency = [
+      link.latency / model_costs.TICK if a != b else 0.0
+      for link, (a, b) in zip(links, pairs, strict=True)
+    ]
     # Over each boundary: the activation, and the gradient if an earlier stage is trained.
     self._num_transfers = [1 + any(costs.trained[:start]) for start, _ in ranges[1:]]
     # Transfers between replicas.
@@ -62,9 +68,9 @@ class Times:
       num_bytes = sum(w.trained_bytes for w in costs.weights[start:end])
       reduce_seconds, send_seconds = ReduceSeconds(devices, choice, num_bytes)
       self._all_reduce[s] = reduce_seconds / model_costs.TICK
-      send_weights[s % k] += send_seconds / model_costs.TICK
+      send_weights[owners[s]] += send_seconds / model_costs.TICK
       seconds = costs.UpdateSeconds(start, end, choice.num_shards, devices)
-      self.update[s % k] += slowdown * seconds / model_costs.TICK
+      self.update[owners[s]] += slowdown * seconds / model_costs.TICK
     self.after = max(send_weights)
     # The work for one micro-batch.
     forward, inputs, weights, recompute = (slowed[name] for name in _PARTS)
@@ -74,10 +80,9 @@ class Times:
       recompute = [*recompute[:-1], 0]
     self.recompute = recompute
     self.stages = [sum(x) for x in zip(forward, inputs, weights, recompute, strict=True)]
-    # The part that the next stage waits for: with a split backward, without W.
-    self._critical = self.stages
-    if choice.schedule == 'zb_h1':
-      self._critical = [sum(x) for x in zip(forward, inputs, recompute, strict=True)]
+    # What earlier stages do while a later one cannot work: with a split backward, F only, because
+    # the later one may run W while they run I.
+    self._critical = forward if choice.schedule in plan_choice.SPLIT else self.stages
 
   def Costs(self, with_links: bool = True) -> simulator.Costs:
     """Returns the costs for the simulator."""
@@ -98,13 +103,15 @@ class Times:
     bound = m * max(self._transfer, default=0.0)
     before = 0.0
     for d in range(k):
-      bound = max(bound, before + m * sum(self.stages[d::k]))
+      work = sum(t for t, owner in zip(self.stages, self._owners, strict=True) if owner == d)
+      bound = max(bound, before + m * work)
       before += self._critical[d]
       if d + 1 < k:
-        before += self._num_transfers[d] * (self._transfer[d] + self._latency[d])
+        times = 1 if self._choice.schedule in plan_choice.SPLIT else self._num_transfers[d]
+        before += times * (self._transfer[d] + self._latency[d])
     if self._choice.remat_policy == 'except_last':
       bound -= sum(self.recompute)
-    if self._is_first_trained:
+    if self._is_first_trained and self._choice.schedule not in plan_choice.SPLIT:
       # The first stage ends last, and its gradients are added after that.
       bound += self._all_reduce[0]
     return bound + max(self.update) + self.after

@@ -297,7 +297,7 @@ class Planner:
     False if even the memory of all devices together is too small, and if the search is slow: it is
     fast only if later stages hold no more micro-batches than earlier stages.
     """
-    is_fast = choice.stages_per_device == 1 and choice.schedule != 'zb_h1'
+    is_fast = choice.stages_per_device == 1 and choice.schedule not in plan_choice.SPLIT
     is_small = self.costs.num_layers * choice.num_stages <= _MAX_ROOMS
     if choice.num_stages == 1 or not (is_fast and is_small):
       return False
@@ -337,10 +337,9 @@ class Planner:
     self, choice: Choice, memory: stage_memory.StageMemory, ends: Sequence[int]
   ) -> list[float]:
     needs = [0.0] * choice.num_devices
-    for stage, (start, end) in enumerate(partitioner.StageRanges(ends)):
-      needs[stage % choice.num_devices] += memory.State(start, end) + memory.Activations(
-        stage, start, end
-      )
+    ranges = partitioner.StageRanges(ends)
+    for stage, (owner, (start, end)) in enumerate(zip(choice.stage_to_device, ranges, strict=True)):
+      needs[owner] += memory.State(start, end) + memory.Activations(stage, start, end)
     return needs
 
   def _SimulateOnce(self, choice: Choice) -> float:

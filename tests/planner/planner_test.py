@@ -78,7 +78,10 @@ def _RandomDevices(rng):
 
 
 _SPACE = plan_choice.Space(
-  schedules=(*plan_choice.ONE_STAGE_A_DEVICE, 'fused_fill_drain', *plan_choice.LOOPED),
+  schedules=(
+    *(*plan_choice.ONE_STAGE_A_DEVICE, 'fused_fill_drain'),
+    *(*plan_choice.LOOPED, *plan_choice.IN_A_V),
+  ),
   stages_per_device=(1, 2),
 )
 
@@ -132,7 +135,7 @@ def testMoreOfAnythingIsNeverSlower(seed):
 @pytest.mark.parametrize('schedule', [*_SPACE.schedules])
 @pytest.mark.parametrize('policy', plan_choice.POLICIES)
 def testLongSchedulesAreExtrapolated(schedule, policy, monkeypatch):
-  v = 2 if schedule in plan_choice.LOOPED else 1
+  v = 2 if schedule in (*plan_choice.LOOPED, *plan_choice.IN_A_V) else 1
   costs = _RandomCosts(random.Random(5), 6)
   devices = _Devices(3, memory_bandwidth=1e12)
   choice = plan_choice.Choice(1, 3, v, 48, 1, schedule, policy)
@@ -234,7 +237,7 @@ def testNeighboursDifferInOneRespect():
   plans = planner.Planner(_Even(), _Devices(), 16)
   choice = plan_choice.Choice(2, 2, 1, 4, 2, '1f1b', 'stage')
   near = plans.Neighbours(choice)
-  assert {c.schedule for c in near} == {*plan_choice.ONE_STAGE_A_DEVICE, 'interleaved_1f1b'}
+  assert {c.schedule for c in near} == set(plan_choice.Space().schedules)
   assert {c.num_micro_batches for c in near} == {2, 4, 8}
   assert choice not in near and all(c.grid == (2, 2) for c in near)
 

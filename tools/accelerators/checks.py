@@ -147,7 +147,7 @@ def _Equality(place: Place, xla: bool) -> None:
     return
   names = [name for name in schedules.Names() if name != 'forward_only']
   for schedule, policy in itertools.product(names, rematerialisation.POLICIES):
-    per_device = 2 if schedule in ('interleaved_1f1b', 'looped_bfs') else 1
+    per_device = 2 if schedules.TakesStagesPerDevice(schedule, 2) else 1
     stack, (x, side) = _Stack(
       place, 16, 4 * size, 1, schedule=schedule, remat_policy=policy, xla=xla,
       stages_per_device=per_device, num_stages=per_device * size, num_micro_batches=2 * size,
