@@ -42,7 +42,7 @@ def DefineFlags() -> None:
   flags.DEFINE_integer(
     'stages_per_device',
     1,
-    'Stages per device of interleaved_1f1b and looped_bfs; other schedules have one.',
+    'Stages per device of the schedules with several in a loop; those in a V have two.',
     lower_bound=1,
   )
   flags.DEFINE_list('remat_policies', ['stage'], 'Re-materialisation policies.')

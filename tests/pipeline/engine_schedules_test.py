@@ -160,6 +160,24 @@ def testTheResultIsTheSame(case):
   _Check(_Stack(case.schedule, case.policy, v * case.k, case.m, v, xla=case.xla), case.size)
 
 
+@pytest.mark.parametrize(
+  'name, v, k, m, policy',
+  [
+    ('zb_2p', 1, 3, 5, 'none'),
+    ('interleaved_zb', 2, 2, 4, 'stage'),
+    ('zb_v', 2, 2, 5, 'none'),
+    ('v_half', 2, 4, 3, 'none'),
+    ('v_min', 2, 3, 4, 'except_last'),
+    ('dualpipe_v', 2, 2, 4, 'layer'),
+  ],
+)
+def testTheResultIsTheSameIfBackwardIsSplit(name, v, k, m, policy):
+  stack = _Stack(name, policy, v * k, m, v, xla=False)
+  _Check(stack, 2 * m - 1)
+  owners = list(range(k)) * v if name[0] == 'i' else [*range(k), *reversed(range(k))][: v * k]
+  assert list(stack.engine.stage_to_device) == owners
+
+
 def testTheSampleCoversTheGrid():
   cannot_be = {(('m', 1), ('batch', 'uneven')), (('m', 1), ('batch', 'below M'))}
   assert _Pairs(_AllCases()) - _Pairs(_Grid()) == cannot_be

@@ -146,7 +146,7 @@ def Grid(
 
   With one stage all schedules except the fused ones do the same work. So one stage is measured only
   under `gpipe`: pinned to one core, and on as many cores as the largest number of stages.
-  Schedules that do not loop have one stage per device, whatever `stages_per_device` is.
+  Only schedules that loop have `stages_per_device`; others have one per device, or two in a V.
   Workload (c) is always measured in plain Keras too, and has no micro-batches in one stage.
 
   Raises:
@@ -181,7 +181,7 @@ def Grid(
                   schedule=name,
                   xla=use_xla,
                   num_cores=n,
-                  stages_per_device=stages_per_device if name in plan_choice.LOOPED else 1,
+                  stages_per_device=_StagesPerDevice(name, stages_per_device),
                   **common,
                 )
                 for n in cores
@@ -194,3 +194,10 @@ def Grid(
               for name in TORCH_SCHEDULES
             ]
   return configurations
+
+
+def _StagesPerDevice(schedule: str, count: int) -> int:
+  """Returns `count` for schedules that take any number, and the number of the others."""
+  if schedule in plan_choice.IN_A_V:
+    return 2
+  return count if schedule in plan_choice.LOOPED else 1
