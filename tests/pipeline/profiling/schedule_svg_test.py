@@ -60,6 +60,12 @@ def testTheProgramDrawsAFile(tmp_path):
   assert len(ElementTree.parse(target).findall(f'.//{_SVG}rect')) == 2 * 3 * 3
 
 
+def testThePictureOfTheReadmeIsOurs():
+  picture = processes.ROOT / 'docs' / 'gpipe.svg'
+  result = draw_schedule.Simulate(schedules.Get('gpipe', 4, 8))
+  assert picture.read_text() == schedule_svg.Draw(result, is_standalone=True)
+
+
 @pytest.mark.parametrize('flag', ['--schedule=no_such', '--times=1,x,2', '--num_micro_batches=0'])
 def testMistakesEndInOneLine(flag):
   command = [sys.executable, '-m', 'tools.draw_schedule']
