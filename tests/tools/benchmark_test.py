@@ -270,8 +270,8 @@ def testWorkloadCWithoutKerasHubSaysWhatToInstall(monkeypatch):
 def testOnlyLoopingSchedulesHaveTheFlagsStagesPerDevice():
   grid = configuration.Grid(
     workloads=['a'], sizes=[], num_stages=[1, 2], num_micro_batches=[4],
-    schedules=['gpipe', 'interleaved_1f1b', 'zb_v'], remat_policies=['stage'], xla=[True], repeats=3,
-    seconds=1.0, peer=None, stages_per_device=2,
+    schedules=['gpipe', 'interleaved_1f1b', 'zb_v'], remat_policies=['stage'], xla=[True],
+    repeats=3, seconds=1.0, peer=None, stages_per_device=2,
   )  # fmt: skip
   assert [(c.num_stages, c.schedule_text) for c in grid if c.num_cores == 2] == [
     (1, 'gpipe'), (2, 'gpipe'), (2, 'interleaved_1f1b v=2'), (2, 'zb_v v=2'),

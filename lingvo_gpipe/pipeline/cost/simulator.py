@@ -235,10 +235,10 @@ def Simulate(
   if alone and costs.transfer_occupies_devices:
     raise ValueError('transfer_occupies_devices: not possible for devices that share cores (alone)')
   scale = _Scale(costs.micro_batch_sizes, schedule.num_micro_batches)
-  durations = _Durations(work, costs, scale)
+  durations = Durations(work, costs, scale)
   timeline = _Play(work, durations, _Links(work, costs, scale), recompute_early)
   if alone:
-    pair = durations, _Durations(work, alone, scale)
+    pair = durations, Durations(work, alone, scale)
     timeline = _ShareCores(timeline, pair, _Links(work, costs, scale), recompute_early)
   reduced = _Reduced(work, timeline, costs.all_reduce)
   _AppendUpdates(timeline, reduced, costs.update, update_barrier)
@@ -256,7 +256,7 @@ def Simulate(
 
 
 def _Play(
-  work: step_work.StepWork, durations: _Durations, links: _Links, recompute_early: bool
+  work: step_work.StepWork, durations: Durations, links: _Links, recompute_early: bool
 ) -> list[list[Span]]:
   """Returns the spans of each device, without updates.
 
@@ -287,7 +287,7 @@ def _Play(
 
 def _ShareCores(
   timeline: Sequence[Sequence[Span]],
-  durations: tuple[_Durations, _Durations],
+  durations: tuple[Durations, Durations],
   links: _Links,
   recompute_early: bool,
 ) -> list[list[Span]]:
@@ -409,10 +409,22 @@ def _AppendUpdates(
 # Reading costs.
 
 
-class _Durations:
+class Durations:
   """The durations of actions, and of their recomputations."""
 
-  def __init__(self, work: step_work.StepWork, costs: Costs, scale: Sequence[float]) -> None:
+  def __init__(
+    self, work: step_work.StepWork, costs: Costs, scale: Sequence[float] | None = None
+  ) -> None:
+    """Reads the costs.
+
+    Args:
+      work: the work of each action.
+      costs: the times.
+      scale: the size of each micro-batch; None: 1.
+
+    Raises:
+      ValueError: costs that do not match the stages.
+    """
     num_stages = work.schedule.num_stages
 
     def Entries(name: str, default: Iterable[float]) -> tuple[float, ...]:
@@ -438,7 +450,7 @@ class _Durations:
       Kind.FORWARD_BACKWARD: Entries('fused', Sum(forward, differentiated)),
     }
     self._recompute = Entries('recompute', forward)
-    self._scale = scale
+    self._scale = scale or (1,) * work.schedule.num_micro_batches
 
   def Get(self, action: Action, part: str = 'compute') -> float:
     """Returns the duration of an action's part, `compute` or `recompute`."""
