@@ -59,9 +59,9 @@ def Search(
   """
   if memory_limit is not None and sizes is None:
     raise ValueError('memory_limit: a limit in bytes needs sizes, the bytes of activations')
-  limits = per_stage.Expand(
-    'memory_limit', math.inf if memory_limit is None else memory_limit, num_devices, 'device'
-  )
+  limits: tuple[float, ...] = (math.inf,) * num_devices
+  if memory_limit is not None:
+    limits = per_stage.Expand('memory_limit', memory_limit, num_devices, 'device')
   judge = _Judge(costs, remat_policy, sizes, limits, trained)
   # This one exists for any number of stages on each device.
   plain = schedules.Get('looped_bfs', num_stages, num_micro_batches, num_devices)
@@ -76,10 +76,10 @@ def Search(
   placements = [orders.LoopOwners(num_stages, num_devices)]
   if num_stages == 2 * num_devices and num_devices > 1:
     placements.append(orders.VOwners(num_devices))
-  left = _MAX_ACTIONS
+  budget = _MAX_ACTIONS
   for rule, owners in itertools.product(_Rules(num_stages, num_devices), placements):
-    left -= 3 * num_stages * num_micro_batches
-    if left < 0:
+    budget -= 3 * num_stages * num_micro_batches
+    if budget < 0:
       break
     memory = _Memory(owners, sizes, limits, remat_policy, rule.is_split)
     if rows := _Order(rule, owners, num_micro_batches, times, memory):
@@ -168,7 +168,7 @@ class _Rule:
 
 
 def _Rules(num_stages: int, num_devices: int) -> Iterator[_Rule]:
-  """Yields the rules, those that differ most from each other first."""
+  """Yields the rules; neighbours differ in one respect, and the least limited come first."""
   caps = (math.inf, num_stages, num_stages + num_devices, max(num_stages // 2 + 1, 2))
   for cap, is_late_first, is_fused in itertools.product(caps, (True, False), (False, True)):
     for kinds in ('IFW', 'FIW', 'IWF'):
@@ -237,7 +237,7 @@ class _Memory:
       return per_stage.Expand(f'sizes.{name}', value or 0, len(owners), 'stage')
 
     whole = [a + b for a, b in zip(Read('stage_input'), Read('inner'), strict=True)]
-    kept = Read('weight_part') if sizes and sizes.weight_part is not None else whole
+    for_weights = Read('weight_part') if sizes and sizes.weight_part is not None else whole
     stored, working = whole, whole
     if remat_policy == 'layer' and not is_split:
       stored = [a + b for a, b in zip(Read('stage_input'), Read('layer_inputs'), strict=True)]
@@ -248,12 +248,12 @@ class _Memory:
     self._changes = {
       Kind.FORWARD: [(stored[k], stored[k]) for k in stages],
       Kind.BACKWARD: [(working[k] - stored[k], -stored[k]) for k in stages],
-      Kind.INPUT_GRADIENT: [(whole[k] - stored[k], kept[k] - stored[k]) for k in stages],
-      Kind.WEIGHT_GRADIENT: [(0.0, -kept[k]) for k in stages],
+      Kind.INPUT_GRADIENT: [(whole[k] - stored[k], for_weights[k] - stored[k]) for k in stages],
+      Kind.WEIGHT_GRADIENT: [(0.0, -for_weights[k]) for k in stages],
       Kind.FORWARD_BACKWARD: [(whole[k], 0.0) for k in stages],
     }
     # An F leaves room for a micro-batch in each later stage of its device, and for its backward, so
-    # that the oldest micro-batch can always go on.
+    # that the oldest micro-batch can always continue.
     self._room = [
       sum(stored[j] for j in stages if j > k and owners[j] == owners[k])
       + max(whole[j] - stored[j] for j in stages if owners[j] == owners[k])
