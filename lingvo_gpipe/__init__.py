@@ -72,6 +72,7 @@ if TYPE_CHECKING:  # The same names as in _FOLDERS, for type checkers and editor
   from lingvo_gpipe.learning import optimizer as optimizer
   from lingvo_gpipe.pipeline import pipelining_layer as pipelining_layer
   from lingvo_gpipe.pipeline import verify as verify
+  from lingvo_gpipe.pipeline.cost import schedule_search as schedule_search
   from lingvo_gpipe.pipeline.cost import simulator as simulator
   from lingvo_gpipe.pipeline.schedule import schedules as schedules
   from lingvo_gpipe.training import callback as callback
@@ -101,7 +102,7 @@ _FOLDERS = {
   'layers.keras': 'keras_cut keras_preset',
   'learning': 'early_stopping learner lr_schedules optimizer',
   'pipeline': 'pipelining_layer verify',
-  'pipeline.cost': 'simulator',
+  'pipeline.cost': 'schedule_search simulator',
   'pipeline.schedule': 'schedules',
   'training': 'callback',
 }

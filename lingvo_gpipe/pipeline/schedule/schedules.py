@@ -112,7 +112,8 @@ def Get(
 
   Raises:
     KeyError: the name is unknown; the message suggests the closest names.
-    ValueError: the size is impossible, or the schedule is invalid or has another size.
+    ValueError: the name is `search`, which needs costs; the size is impossible, or the schedule is
+      invalid or has another size.
     TypeError: `schedule` is neither a name nor a Schedule, or a registered function returned
       something else.
   """
@@ -154,6 +155,11 @@ def TakesStagesPerDevice(name: str, count: int) -> bool:
 
 def _Generator(name: str) -> Generator:
   """Returns the function registered under this name."""
+  if name == 'search':
+    raise ValueError(
+      "Schedule 'search' depends on the times and bytes of the stages, which a name does not "
+      'have: pass the schedule of schedule_search.Search(...), or one of: ' + ', '.join(Names())
+    )
   if name not in _GENERATORS:
     close = difflib.get_close_matches(name, Names(), n=3, cutoff=0.5)
     hint = f'did you mean {" or ".join(map(repr, close))}? ' if close else ''

@@ -317,6 +317,8 @@ def testUnknownNamesGetSuggestions():
     schedules.Get('gpip', 2, 2)
   with pytest.raises(KeyError, match='known names'):
     schedules.Get('?', 2, 2)
+  with pytest.raises(ValueError, match=r"'search' .*schedule_search\.Search"):
+    schedules.Get('search', 2, 2)
 
 
 def testASmallBatchFallsBackFromInterleaving():
