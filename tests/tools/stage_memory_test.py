@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The peak activations of a stage, in new processes, follow the formula (GPipe, section 2.3)."""
+"""The peak activations of a device, in new processes, follow the formula (GPipe, section 2.3)."""
 
 import dataclasses
 import sys
@@ -12,6 +12,10 @@ from tools.benchmarking import stage_memory
 
 # Narrow layers with many rows take as much memory in an eighth of the time.
 _SETTING = stage_memory.Setting(3, 4, 'gpipe', 1, rows=32768, dim=128)
+_V = {
+  **{'num_stages': 4, 'stages_per_device': 2, 'num_micro_batches': 8},
+  **{'remat_policy': 'none', 'num_layers': 1},
+}
 
 
 @pytest.mark.parametrize(
@@ -26,6 +30,10 @@ _SETTING = stage_memory.Setting(3, 4, 'gpipe', 1, rows=32768, dim=128)
     ({'schedule': '1f1b'}, 2 + 2),
     ({'schedule': '1f1b', 'num_micro_batches': 12}, 2 + 2),
     ({'schedule': '1f1b', 'stage': 2, 'num_micro_batches': 12}, 1 + 2),
+    # Both stages of a device, of two tensors each.
+    (_V | {'schedule': 'zb_v'}, 8 * 2),
+    (_V | {'schedule': 'v_half'}, 6 * 2),
+    (_V | {'schedule': 'v_min'}, 4 * 2),
   ],
 )
 def testThePredictionFollowsTheFormula(changes, predicted):
@@ -64,7 +72,7 @@ def testInvalidFlagsAreRejected(forks, flag, message):
 
 def testHelpListsTheFlags(forks):
   text = processes.Succeeded(forks.Run(_PROGRAM, '--help')).stdout
-  assert text.startswith('Measures the activation memory of a stage')
+  assert text.startswith('Measures the activation memory of a device')
   assert '  --num_stages: K. (default: ' in text
   # Flags of libraries are omitted.
   assert 'verbosity' not in text

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the activation memory of one stage in a new process, and compares it with the formula.
+"""Measures the activation memory of one device in a new process, and compares it with the formula.
 
-All devices of a process share its memory. So only one stage of the measured pipeline is wide; all
-other activations are a single column.
+All devices of a process share its memory. So only the stages of one device of the measured pipeline
+are wide; all other activations are a single column.
 
 python -m tools.benchmarking.stage_memory '<Setting as JSON>'
 """
@@ -27,15 +27,17 @@ class Setting:
   """One measurement.
 
   Attributes:
-    num_stages: K, one stage per device.
+    num_stages: K, the number of devices, with one stage or `stages_per_device` each.
     num_micro_batches: M.
     schedule: name of the schedule.
     remat_policy: the re-materialisation policy.
-    stage: index of the wide stage, at least 1, because stage 0 has all of its input in any case.
-    num_layers: number of layers of the wide stage.
+    stage: index of a wide stage, at least 1, because stage 0 has all of its input in any case.
+      Other stages of its device are wide, too.
+    num_layers: number of layers of a wide stage.
     rows: number of examples per micro-batch.
-    dim: width of the layers of the wide stage.
+    dim: width of the layers of a wide stage.
     xla: whether the stages are compiled by XLA.
+    stages_per_device: v.
   """
 
   num_stages: int
@@ -47,6 +49,19 @@ class Setting:
   rows: int = 2048
   dim: int = 1024
   xla: bool = False
+  stages_per_device: int = 1
+
+  @property
+  def made_schedule(self) -> schedules.Schedule:
+    """The schedule of this size."""
+    num_stages = self.num_stages * self.stages_per_device
+    return schedules.Get(self.schedule, num_stages, self.num_micro_batches, self.num_stages)
+
+  @property
+  def is_wide(self) -> list[bool]:
+    """For each stage whether it is on the measured device."""
+    owners = self.made_schedule.stage_to_device
+    return [owner == owners[self.stage] for owner in owners]
 
   def ToJson(self) -> str:
     """Returns the setting as one line of JSON, for a separate process."""
@@ -59,12 +74,12 @@ class Setting:
 
 
 def Predict(setting: Setting) -> float:
-  """Returns the simulated peak of the wide stage's activations in MiB (GPipe, section 2.3).
+  """Returns the simulated peak of the wide stages' activations in MiB (GPipe, section 2.3).
 
   A layer relu(x w) keeps its output, which is the input of the next layer. The output of the last
   layer is only averaged.
   """
-  wide = [setting.mib * (k == setting.stage) for k in range(setting.num_stages)]
+  schedule, wide = setting.made_schedule, [setting.mib * is_wide for is_wide in setting.is_wide]
   inner = [setting.num_layers * size for size in wide]
   sizes = simulator.ActivationSizes(
     stage_input=wide,
@@ -72,12 +87,11 @@ def Predict(setting: Setting) -> float:
     layer_inputs=[max(0, setting.num_layers - 1) * size for size in wide],
     largest_layer=wide,
   )
-  schedule = schedules.Get(setting.schedule, setting.num_stages, setting.num_micro_batches)
   result = simulator.Simulate(
     schedule, simulator.Costs(1), remat_policy=setting.remat_policy, sizes=sizes
   )
-  assert result.peak_bytes is not None
-  return result.peak_bytes[setting.stage]
+  assert result.device_peak_bytes is not None
+  return result.device_peak_bytes[schedule.stage_to_device[setting.stage]]
 
 
 def Measure(setting: Setting) -> float:
@@ -130,19 +144,21 @@ def Measure(setting: Setting) -> float:
       return x * theta.w
 
   sub, splits = [], []
-  for k in range(setting.num_stages):
-    if k == setting.stage:
+  is_wide = [*setting.is_wide, False]
+  for k in range(len(setting.is_wide)):
+    if is_wide[k]:
       sub += [Wide.Params() for _ in range(setting.num_layers)] + [Narrow.Params()]
     else:
       sub.append(Scale.Params())
-    if k == setting.stage - 1:
+    if is_wide[k + 1]:
       sub.append(Widen.Params())
     splits.append(len(sub))
   layer = pipelining_layer.PipeliningLayer.Params().Set(
     name='stack',
     sub=sub,
     splits=splits,
-    num_stages=setting.num_stages,
+    num_stages=len(setting.is_wide),
+    stages_per_device=setting.stages_per_device,
     num_micro_batches=setting.num_micro_batches,
     schedule=setting.schedule,
     remat_policy=setting.remat_policy,
