@@ -312,8 +312,11 @@ class KerasLoss:
       metrics[f'{STATE}{i}'] = weighted_loss.Sum(value)
     if self.needs_predictions:
       for i, x in enumerate(outputs):
-        for name, part in (x if isinstance(x, Mapping) else {'value': x}).items():
-          metrics[f'{PREDICTION}{i}_{name}'] = weighted_loss.Rows(tf.convert_to_tensor(part))
+        parts = x if isinstance(x, Mapping) else {'value': x, 'mask': _Mask(x)}
+        for name, part in parts.items():
+          if part is not None:
+            part = tf.convert_to_tensor(part)
+            metrics[f'{PREDICTION}{i}_{name}'] = weighted_loss.Rows(part)
     return metrics
 
   def States(self) -> list[Any]:
@@ -356,10 +359,16 @@ class KerasLoss:
       return
     with contextlib.ExitStack() as replaced:
       if isinstance(y_pred, chunked_logits.ChunkedLogits):
-        # Other metrics make whole logits, in forward alone.
-        for metric in getattr(metrics, 'metrics', ()):
-          if type(metric) is keras.metrics.SparseCategoricalAccuracy:
-            replaced.enter_context(keras_variables.Replaced(metric, _fn=_Hits))
+        hits = functools.partial(_Hits, logits=y_pred)
+        in_chunks = [
+          m for m in metrics.metrics if type(m) is keras.metrics.SparseCategoricalAccuracy
+        ]
+        for metric in in_chunks:
+          replaced.enter_context(keras_variables.Replaced(metric, _fn=hits))
+        if len(in_chunks) < len(metrics.metrics):
+          mask, y_pred = _Mask(y_pred), tf.convert_to_tensor(y_pred)
+          if mask is not None:
+            y_pred._keras_mask = mask
       metrics.update_state(y, y_pred, sample_weight)
 
   def _Divisors(self, y: Any, y_pred: Any, sample_weight: Any) -> tf.Tensor:
@@ -426,7 +435,8 @@ class _Reduction(keras.losses.Loss):
 _SUM = _Reduction(name='sum', reduction='sum', dtype='float64')
 
 
-def _Hits(y: Any, logits: chunked_logits.ChunkedLogits) -> tf.Tensor:
+def _Hits(y: Any, y_pred: Any, *, logits: chunked_logits.ChunkedLogits) -> tf.Tensor:
+  del y_pred  # The same logits.
   return logits.StatisticsOf(y).hits
 
 

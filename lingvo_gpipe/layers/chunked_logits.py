@@ -54,6 +54,7 @@ class ChunkedLogits:
   Attributes:
     inputs: [..., dim].
     shape: the shape of the logits, [..., num_classes].
+    _keras_mask: what Keras attaches to a tensor: which positions count, [...]; None: all.
   """
 
   def __init__(
@@ -167,10 +168,9 @@ def _InChunks(
       )
       return Join(grads.stack()), *sums
 
-    dtype = chunks.dtype if chunks.dtype.size >= 4 else tf.float32
-    outputs = tf.map_fn(
-      Forward, (chunks, ids), parallel_iterations=1, fn_output_signature=(dtype,) * 3
-    )
+    # A call without rows tells the dtypes of the numbers.
+    dtypes = tuple(x.dtype for x in function(weights, rows[:0], ids[0, :0]))
+    outputs = tf.map_fn(Forward, (chunks, ids), parallel_iterations=1, fn_output_signature=dtypes)
     return tuple(Join(x) for x in outputs), Gradient
 
   return list(Run(rows, *weights))

@@ -88,7 +88,7 @@ def testNoMoreLogitsThanThoseOfAChunkExist():
 
   Run(h, weights)
   assert len(sizes) >= 2
-  assert set(sizes) == {4}
+  assert set(sizes) - {0} == {4}  # A call without rows tells the dtype.
 
 
 def testConvertsIntoWholeLogits():

@@ -152,11 +152,15 @@ class KerasCellLayer(base_layer.BaseLayer):
     """Raises ValueError unless the cell computes the logits of each position by itself."""
     cell = self._cell
     wrong = [node.operation.name for node in cell.nodes if not _IsPositionWise(node)]
-    values = [*cell.args, *cell.outputs]
-    if wrong or cell.skips_in or cell.has_loss or len({len(v.shape) for v in values}) != 1:
+    tensors = [*cell.args, *cell.outputs]
+    is_alone = len(cell.args) == len(cell.outputs) == 1 and not cell.skips_in
+    is_floating = all(tf.as_dtype(v.dtype).is_floating for v in tensors)
+    ranks = {len(v.shape) for v in tensors}
+    if wrong or not is_alone or not is_floating or cell.has_loss or len(ranks) != 1:
       raise ValueError(
-        f'{self.path}: loss_chunk_size needs a model that ends in a Dense or ReversibleEmbedding '
-        f'without activation or losses, its one output; got {", ".join(wrong) or cell.name}'
+        f'{self.path}: loss_chunk_size needs a model whose one output is that of a Dense or '
+        'ReversibleEmbedding in a cell of its own, without activation, losses and mask_zero; got '
+        f'{", ".join(wrong) or cell.name}'
       )
 
   @property
@@ -179,7 +183,10 @@ class KerasCellLayer(base_layer.BaseLayer):
     logits = chunked_logits.ChunkedLogits(
       Logits, theta, inputs, num_classes=num_classes, chunk_size=self.params.chunk_size
     )
-    logits._keras_mask = mask  # Keras's name for the mask of a tensor.
+    # Some operations drop the mask of their argument: a call without examples shows it.
+    no_rows = tf.nest.map_structure(lambda x: x[:0], args[0])
+    if Parts(self.FProp(theta, no_rows)[0])[1] is not None:
+      logits._keras_mask = mask
     return (logits,)
 
   @property
@@ -366,7 +373,7 @@ def _IsPositionWise(node: keras_nodes.Node) -> bool:
   if kind in ('Dense', 'Activation'):
     return operation.activation is keras.activations.linear
   if kind == 'ReversibleEmbedding':  # KerasHub has one of its own.
-    return True
+    return not operation.mask_zero
   # The parts of a soft cap.
   is_scalar = all(
     isinstance(x, keras_nodes.Value) or not np.ndim(x)
