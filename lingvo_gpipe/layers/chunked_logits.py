@@ -96,15 +96,20 @@ class ChunkedLogits:
   def _Compute(self, class_ids: tf.Tensor) -> Statistics:
     ids = tf.reshape(tf.cast(class_ids, tf.int64), [-1])
     rows = tf.reshape(self.inputs, [-1, self.inputs.shape[-1]])
-    weights = [tf.convert_to_tensor(w) for w in tf.nest.flatten(self._weights)]
-    statistics = _InChunks(self._ChunkStatistics, weights, rows, ids, self._chunk_size)
-    return Statistics(*(tf.reshape(x, tf.shape(self.inputs)[:-1]) for x in statistics))
+    tensors = [tf.convert_to_tensor(w) for w in tf.nest.flatten(self._weights)]
+    floating = [i for i, w in enumerate(tensors) if w.dtype.is_floating]
 
-  def _ChunkStatistics(
-    self, weights: Sequence[tf.Tensor], rows: tf.Tensor, ids: tf.Tensor
-  ) -> Statistics:
-    packed = tf.nest.pack_sequence_as(self._weights, weights)
-    return FromLogits(self._logits_fn(packed, rows), ids)
+    def ChunkStatistics(
+      weights: Sequence[tf.Tensor], rows: tf.Tensor, ids: tf.Tensor
+    ) -> Statistics:
+      given = dict(zip(floating, weights, strict=True))  # The others have no gradient.
+      leaves = [given.get(i, w) for i, w in enumerate(tensors)]
+      packed = tf.nest.pack_sequence_as(self._weights, leaves)
+      return FromLogits(self._logits_fn(packed, rows), ids)
+
+    chunk_size = min(self._chunk_size, max(rows.shape[0] or self._chunk_size, 1))
+    statistics = _InChunks(ChunkStatistics, [tensors[i] for i in floating], rows, ids, chunk_size)
+    return Statistics(*(tf.reshape(x, tf.shape(self.inputs)[:-1]) for x in statistics))
 
 
 def _InChunks(
@@ -146,7 +151,8 @@ def _InChunks(
       return tuple(function(weights, *x))
 
     def Gradient(*upstream: tf.Tensor) -> tuple[tf.Tensor, ...]:
-      sums = [tf.zeros_like(w) for w in weights]
+      # Many small numbers would be lost in a sum of bfloat16.
+      sums = [tf.zeros_like(w, tf.float32 if w.dtype.size < 4 else w.dtype) for w in weights]
       grads = tf.TensorArray(chunks.dtype, num_chunks, element_shape=chunks.shape[1:])
       dy = [Split(g) for g in upstream[:-1]]
 
@@ -161,12 +167,13 @@ def _InChunks(
           output_gradients=[g[i] for g in dy],
           unconnected_gradients=tf.UnconnectedGradients.ZERO,
         )
-        return [i + 1, grads.write(i, dx), *map(tf.add, sums, map(tf.convert_to_tensor, dw))]
+        dw = [tf.cast(tf.convert_to_tensor(g), s.dtype) for g, s in zip(dw, sums, strict=True)]
+        return [i + 1, grads.write(i, dx), *map(tf.add, sums, dw)]
 
       _, grads, *sums = tf.while_loop(
         lambda i, *_: i < num_chunks, Body, [0, grads, *sums], parallel_iterations=1
       )
-      return Join(grads.stack()), *sums
+      return Join(grads.stack()), *(tf.cast(s, w.dtype) for s, w in zip(sums, weights, strict=True))
 
     # A call without rows tells the dtypes of the numbers.
     dtypes = tuple(x.dtype for x in function(weights, rows[:0], ids[0, :0]))

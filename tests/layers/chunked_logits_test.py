@@ -71,7 +71,8 @@ def testStatisticsEqualTheirDefinitions():
   np.testing.assert_array_equal(hits, p.argmax(axis=1) == ids.numpy())
 
 
-def testNoMoreLogitsThanThoseOfAChunkExist():
+@pytest.mark.parametrize('chunk_size, expected', [(4, 4), (100, 12)])
+def testNoMoreLogitsThanThoseOfAChunkExist(chunk_size, expected):
   sizes = []
 
   def Recorded(weights, inputs):
@@ -83,12 +84,46 @@ def testNoMoreLogitsThanThoseOfAChunkExist():
   @tf.function(autograph=False)
   def Run(h, weights):
     return _WithGradients(
-      lambda h, weights: _Chunked(h, weights, 4, Recorded).StatisticsOf(ids), h, weights, g
+      lambda h, weights: _Chunked(h, weights, chunk_size, Recorded).StatisticsOf(ids),
+      h,
+      weights,
+      g,
     )
 
   Run(h, weights)
   assert len(sizes) >= 2
-  assert set(sizes) - {0} == {4}  # A call without rows tells the dtype.
+  assert set(sizes) - {0} == {expected}  # A call without rows tells the dtype.
+
+
+def testManyChunksOfBfloat16AddUp():
+  """A sum in bfloat16 stops growing at 256 terms of 1."""
+  h, w = tf.ones([1024, 1], tf.bfloat16), tf.zeros([1, 2], tf.bfloat16)
+  with tf.GradientTape() as tape:
+    tape.watch(w)
+    logits = chunked_logits.ChunkedLogits(
+      lambda weights, x: x @ weights, w, h, num_classes=2, chunk_size=1
+    )
+    xent = tf.reduce_sum(logits.StatisticsOf(tf.zeros([1024], tf.int32)).xent)
+  np.testing.assert_array_equal(tf.cast(tape.gradient(xent, w), tf.float32), [[-512, 512]])
+
+
+def testIntegerWeightsHaveNoGradient():
+  h, weights, ids, g = _Values([6])
+
+  def Scaled(weights, inputs):
+    return _LogitsFn({**weights, 'w': weights['w'] / tf.cast(weights['scale'], tf.float64)}, inputs)
+
+  scaled = {**weights, 'scale': tf.constant(2)}
+  halves = {**weights, 'w': weights['w'] / 2}
+  actual = _WithGradients(
+    lambda h, w: _Chunked(h, {**w, 'scale': scaled['scale']}, 4, Scaled).StatisticsOf(ids),
+    h, weights, g,
+  )  # fmt: skip
+  expected = _WithGradients(
+    lambda h, w: chunked_logits.FromLogits(_LogitsFn(w, h), ids), h, halves, g
+  )
+  for a, e in zip(actual[:4], expected[:4], strict=True):
+    np.testing.assert_allclose(a, e, rtol=1e-12)
 
 
 def testConvertsIntoWholeLogits():
