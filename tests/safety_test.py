@@ -33,8 +33,13 @@ _RUNS_DATA = {
   'yaml',
   'code',
 }
-# Files that may import by name, or start processes.
-_IMPORTERS = {'lingvo_gpipe/__init__.py', 'lingvo_gpipe/experiment/registry.py'}
+# Files that may import by name, or start processes. The last two import the files of a folder.
+_IMPORTERS = {
+  'lingvo_gpipe/__init__.py',
+  'lingvo_gpipe/experiment/registry.py',
+  'lingvo_gpipe/pipeline/schedule/schedules.py',
+  'tools/site/reference.py',
+}
 
 _PARTS = [
   '..',

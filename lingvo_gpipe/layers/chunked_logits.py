@@ -102,8 +102,8 @@ class ChunkedLogits:
     def ChunkStatistics(
       weights: Sequence[tf.Tensor], rows: tf.Tensor, ids: tf.Tensor
     ) -> Statistics:
-      given = dict(zip(floating, weights, strict=True))  # The others have no gradient.
-      leaves = [given.get(i, w) for i, w in enumerate(tensors)]
+      weight_of = dict(zip(floating, weights, strict=True))  # The others have no gradient.
+      leaves = [weight_of.get(i, w) for i, w in enumerate(tensors)]
       packed = tf.nest.pack_sequence_as(self._weights, leaves)
       return FromLogits(self._logits_fn(packed, rows), ids)
 
