@@ -46,6 +46,7 @@ def DefineFlags() -> None:
     lower_bound=1,
   )
   flags.DEFINE_list('remat_policies', ['stage'], 'Re-materialisation policies.')
+  flags.DEFINE_list('memory_limits', [], 'MiB of a device, each a line of the policy auto.')
   flags.DEFINE_enum('xla', 'on', list(_XLA), 'Compile the stages by XLA.')
   flags.DEFINE_integer('repeats', 3, 'Minimum number of timed steps per process.', lower_bound=1)
   flags.DEFINE_float(
@@ -79,7 +80,10 @@ def Grid() -> list[configuration.Configuration]:
     num_stages=program.Numbers('num_stages'),
     num_micro_batches=program.Numbers('num_micro_batches'),
     schedules=program.Names('schedules', schedules.Names()),
-    remat_policies=program.Names('remat_policies', rematerialisation.POLICIES),
+    remat_policies=program.Names(
+      'remat_policies', (*rematerialisation.POLICIES, rematerialisation.AUTO)
+    ),
+    memory_limits=program.Numbers('memory_limits') if FLAGS.memory_limits else [0],
     xla=_XLA[FLAGS.xla],
     repeats=FLAGS.repeats,
     seconds=FLAGS.seconds,

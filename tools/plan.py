@@ -24,7 +24,7 @@ from absl import flags
 from lingvo_gpipe.cli import binary, device_flags
 from lingvo_gpipe.core import files
 from lingvo_gpipe.distributed import cluster, worker_connection
-from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules
+from lingvo_gpipe.pipeline.schedule import schedules
 from lingvo_gpipe.planner import device_description, plan_choice, planner
 from tools import program
 from tools.planning import experiment, report, target, trial
@@ -94,7 +94,7 @@ def _Space() -> plan_choice.Space:
   replicas = FLAGS.num_replicas if FLAGS['num_replicas'].present else None
   return plan_choice.Space(
     schedules=program.Names('schedules', [n for n in schedules.Names() if n != 'forward_only']),
-    remat_policies=program.Names('remat_policies', rematerialisation.POLICIES),
+    remat_policies=program.Names('remat_policies', plan_choice.POLICIES),
     stages_per_device=program.Numbers('stages_per_device'),
     num_replicas=[replicas] if replicas else None,
     num_devices=[FLAGS.num_stages] if FLAGS.num_stages else None,

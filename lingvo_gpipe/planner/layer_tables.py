@@ -59,7 +59,7 @@ def Collect(
   updates: Sequence[float | None] = [None] * len(layers)
   for size in sizes:
     counted = layer_costs.LayerCosts(layers, input_specs(size))
-    num_bytes = counted.Bytes(weights, xla)
+    num_bytes = counted.Bytes(weights, xla, with_options=True)
     seconds: Sequence[tuple[float, float] | None] = [None] * len(layers)
     if measuring is not None:
       seconds = _Seconds(counted, size, weights, xla, measuring)
@@ -75,6 +75,7 @@ def Collect(
         inner=b.inner,
         skips_in=b.skips_in,
         seconds=times,
+        options=b.options,
       )
       for cost, b, times in zip(counted.costs, num_bytes, seconds, strict=True)
     ]

@@ -55,6 +55,7 @@ class LayerSample:
     skips_in: {name: bytes} of the skip connections that end here.
     seconds: measured seconds of (forward, backward); None if not measured. The last layer's include
       the loss.
+    options: what may be kept of the layer, the same ones for each size.
   """
 
   flops: float
@@ -63,6 +64,7 @@ class LayerSample:
   inner: float
   skips_in: Mapping[str, float] = dataclasses.field(default_factory=dict)
   seconds: tuple[float, float] | None = None
+  options: tuple[stage_memory.Option, ...] = ()
 
 
 class ModelCosts:
@@ -154,6 +156,7 @@ class ModelCosts:
         of_owner=round(
           owner_slots * (w.trained_bytes if w.largest_trained is None else w.largest_trained)
         ),
+        options=s.options,
       )
       for w, s in zip(self.weights, self.At(size), strict=True)
     ]
@@ -177,7 +180,9 @@ class ModelCosts:
 
 
 def _Zero(s: LayerSample) -> LayerSample:
-  return LayerSample(0, 0, 0, 0, dict.fromkeys(s.skips_in, 0), s.seconds and (0.0, 0.0))
+  options = tuple(dataclasses.replace(x, kept=0, working=0) for x in s.options)
+  seconds = s.seconds and (0.0, 0.0)
+  return LayerSample(0, 0, 0, 0, dict.fromkeys(s.skips_in, 0), seconds, options)
 
 
 def _Interpolate(a: LayerSample, b: LayerSample, share: float) -> LayerSample:
@@ -194,6 +199,12 @@ def _Interpolate(a: LayerSample, b: LayerSample, share: float) -> LayerSample:
     Mix(a.inner, b.inner),
     {name: Mix(num_bytes, b.skips_in[name]) for name, num_bytes in a.skips_in.items()},
     seconds,
+    tuple(
+      dataclasses.replace(
+        y, kept=round(Mix(x.kept, y.kept)), working=round(Mix(x.working, y.working))
+      )
+      for x, y in zip(a.options, b.options, strict=True)
+    ),
   )
 
 

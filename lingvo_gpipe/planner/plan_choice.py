@@ -16,8 +16,8 @@ IN_A_V = ('zb_v', 'v_half', 'v_min', 'dualpipe_v')
 SPLIT = ('zb_h1', 'zb_2p', 'interleaved_zb', *IN_A_V)
 # Schedules whose last stage runs V and so recomputes nothing.
 FUSED = ('1f1b_fused', 'fused_fill_drain')
-POLICIES = ('none', 'stage', 'except_last', 'layer')
-assert set(POLICIES) == set(rematerialisation.POLICIES)
+POLICIES = ('none', 'stage', 'except_last', 'layer', rematerialisation.AUTO)
+assert {*POLICIES} == {*rematerialisation.POLICIES, rematerialisation.AUTO}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,8 +63,8 @@ class Choice:
 
   @property
   def recomputes(self) -> bool:
-    """Whether backward repeats forward passes."""
-    return self.remat_policy != 'none'
+    """Whether backward repeats forward passes, whatever the memory."""
+    return self.remat_policy not in ('none', rematerialisation.AUTO)
 
   @property
   def num_shards(self) -> int:
@@ -78,7 +78,7 @@ class Space:
 
   Attributes:
     schedules: names of schedules.
-    remat_policies: re-materialisation policies.
+    remat_policies: re-materialisation policies; `auto` chooses among the others in each stage.
     stages_per_device: numbers of stages of a device.
     shard_slots: False for plans without sharded slots, True for plans with them.
     num_replicas: numbers of replicas; None: any.
@@ -91,7 +91,7 @@ class Space:
     'interleaved_zb',
     *IN_A_V,
   )
-  remat_policies: Collection[str] = POLICIES
+  remat_policies: Collection[str] = (rematerialisation.AUTO,)
   stages_per_device: Collection[int] = (1, 2, 4)
   shard_slots: Collection[bool] = (False, True)
   num_replicas: Collection[int] | None = None

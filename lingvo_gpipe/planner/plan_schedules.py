@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 
 from lingvo_gpipe.pipeline.cost import stage_memory
-from lingvo_gpipe.pipeline.schedule import schedules
+from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules
 from lingvo_gpipe.planner import plan_choice
 
 Choice = plan_choice.Choice
@@ -49,7 +49,9 @@ def _IsKnown(choice: Choice) -> bool:
   return choice.schedule in (*named, *_FILL_DRAIN)
 
 
-def HeldAtPeaks(choice: Choice) -> list[tuple[stage_memory.Held, ...]]:
+def HeldAtPeaks(
+  choice: Choice, policy: rematerialisation.Policy
+) -> list[tuple[stage_memory.Held, ...]]:
   """Returns `stage_memory.HeldAtPeaks`, extrapolated from two shorter schedules for a long one.
 
   The number of micro-batches that a stage holds grows with each micro-batch, or stays constant
@@ -59,22 +61,24 @@ def HeldAtPeaks(choice: Choice) -> list[tuple[stage_memory.Held, ...]]:
   grows = choice.schedule in (*_FILL_DRAIN, 'looped_bfs')
   short, more = (4, 1) if grows else (2 * k, k)
   if m <= short + more or not _IsKnown(choice):
-    return _CountHeld(choice, m)
-  low = _CountHeld(choice, short)
+    return _CountHeld(choice, policy, m)
+  low = _CountHeld(choice, policy, short)
   rounds = (m - short) // more
   return [
     tuple(a.Plus(b.Plus(a, -1), rounds) for a, b in zip(first, second, strict=True))
-    for first, second in zip(low, _CountHeld(choice, short + more), strict=True)
+    for first, second in zip(low, _CountHeld(choice, policy, short + more), strict=True)
   ]
 
 
-def _CountHeld(choice: Choice, m: int) -> list[tuple[stage_memory.Held, ...]]:
+def _CountHeld(
+  choice: Choice, policy: rematerialisation.Policy, m: int
+) -> list[tuple[stage_memory.Held, ...]]:
   sizes = choice.num_stages, m, choice.num_devices
-  return _CountHeldCached(choice.schedule, *sizes, choice.remat_policy)
+  return _CountHeldCached(choice.schedule, *sizes, policy)
 
 
 @functools.lru_cache(maxsize=4096)
 def _CountHeldCached(
-  name: str, num_stages: int, m: int, num_devices: int, policy: str
+  name: str, num_stages: int, m: int, num_devices: int, policy: rematerialisation.Policy
 ) -> list[tuple[stage_memory.Held, ...]]:
   return stage_memory.HeldAtPeaks(_GetCached(name, num_stages, m, num_devices), policy)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lingvo_gpipe.pipeline.cost import partitioner, simulator, stage_memory, stage_work
+from lingvo_gpipe.pipeline.schedule import rematerialisation
 from lingvo_gpipe.planner import device_description, model_costs, plan_choice
 
 Choice = plan_choice.Choice
@@ -23,7 +24,7 @@ class Times:
 
   Attributes:
     stages: the work of each stage for one micro-batch.
-    recompute: the part of `stages` that is recomputation.
+    of_last: the recomputations of all stages in `stages` that the last micro-batch is spared.
     update: the update of each device.
     after: the time after the update: with sharded slots, weights are sent from their owners.
   """
@@ -36,7 +37,21 @@ class Times:
     work: Sequence[stage_work.LayerWork],
     ends: Sequence[int],
     memory: stage_memory.StageMemory,
+    policies: Sequence[rematerialisation.StagePolicy],
+    recompute: Sequence[float] | None = None,
   ) -> None:
+    """Computes all times.
+
+    Args:
+      costs: the costs of the model.
+      devices: the devices.
+      choice: the choice.
+      work: the work of each layer for one micro-batch.
+      ends: the cut.
+      memory: tells the bytes of each stage's input.
+      policies: the policy of each stage.
+      recompute: for each stage the time of a recomputation; None: its forward.
+    """
     self._choice = choice
     self._occupies_devices = devices.transfers == 'occupy'
     ranges = partitioner.StageRanges(ends)
@@ -44,6 +59,8 @@ class Times:
     self._owners = owners = choice.stage_to_device
     slowdown = devices.Slowdown(r * k)
     alone = stage_work.SimulatorCosts(work, ends)
+    if recompute is not None:
+      alone = dataclasses.replace(alone, recompute=recompute)
     slowed: dict[str, Any] = {name: [slowdown * t for t in getattr(alone, name)] for name in _PARTS}
     self._costs = dataclasses.replace(alone, **slowed)
     # Transfers between stages.
@@ -74,11 +91,11 @@ class Times:
     self.after = max(send_weights)
     # The work for one micro-batch.
     forward, inputs, weights, recompute = (slowed[name] for name in _PARTS)
-    if not choice.recomputes:
-      recompute = [0] * len(ends)
+    recompute = [x * (p != 'none') for x, p in zip(recompute, policies, strict=True)]
     if choice.schedule in plan_choice.FUSED:
       recompute = [*recompute[:-1], 0]
-    self.recompute = recompute
+    is_kept = [policy == 'except_last' for policy in policies]
+    self.of_last = sum(x for x, kept in zip(recompute, is_kept, strict=True) if kept)
     self.stages = [sum(x) for x in zip(forward, inputs, weights, recompute, strict=True)]
     # What earlier stages do while a later one cannot work: with a split backward, F only, because
     # the later one may run W while they run I.
@@ -109,8 +126,7 @@ class Times:
       if d + 1 < k:
         times = 1 if self._choice.schedule in plan_choice.SPLIT else self._num_transfers[d]
         before += times * (self._transfer[d] + self._latency[d])
-    if self._choice.remat_policy == 'except_last':
-      bound -= sum(self.recompute)
+    bound -= self.of_last
     if self._is_first_trained and self._choice.schedule not in plan_choice.SPLIT:
       # The first stage ends last, and its gradients are added after that.
       bound += self._all_reduce[0]

@@ -19,10 +19,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import heapq
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 
-from lingvo_gpipe.pipeline.cost import partitioner, simulator, stage_memory, stage_work
+from lingvo_gpipe.pipeline.cost import (
+  partitioner,
+  recomputation,
+  simulator,
+  stage_memory,
+  stage_work,
+)
+from lingvo_gpipe.pipeline.schedule import rematerialisation
 from lingvo_gpipe.planner import (
   device_description,
   model_costs,
@@ -45,6 +53,7 @@ class Prediction:
   Attributes:
     choice: the choice.
     ends: its cut: for each stage the index after its last layer.
+    policies: the re-materialisation policy of each stage.
     memory: bytes of each device of a replica.
     seconds: time of a step, the sum of the next four.
     work: mean time in which a device computes, including recomputation.
@@ -55,6 +64,7 @@ class Prediction:
 
   choice: Choice
   ends: tuple[int, ...]
+  policies: tuple[rematerialisation.StagePolicy, ...]
   memory: tuple[float, ...]
   seconds: float
   work: float
@@ -186,12 +196,11 @@ class Planner:
     update = max(fitted.times.update) * model_costs.TICK
     work = sum(fitted.times.stages) / choice.num_devices * choice.num_micro_batches
     work *= model_costs.TICK
-    if choice.remat_policy == 'except_last':
-      # The last micro-batch is not recomputed.
-      work -= sum(fitted.times.recompute) / choice.num_devices * model_costs.TICK
+    work -= fitted.times.of_last / choice.num_devices * model_costs.TICK
     return Prediction(
       choice=choice,
       ends=tuple(fitted.ends),
+      policies=fitted.policies,
       memory=fitted.memory,
       seconds=seconds,
       work=work,
@@ -274,6 +283,8 @@ class Planner:
 
   def _Fit(self, choice: Choice) -> _Fitted:
     """Returns the choice with its best cut, or with the best cut that fits into memory."""
+    if choice not in self._fitted and choice.remat_policy == rematerialisation.AUTO:
+      self._fitted[choice] = self._FitByLayer(choice)
     if choice not in self._fitted:
       memory = self._Memory(choice)
       ends = self._Cut(choice)
@@ -286,10 +297,46 @@ class Planner:
 
       def Times() -> plan_times.Times:
         work = self._Work(choice.micro_batch_size).work
-        return plan_times.Times(self.costs, self.devices, choice, work, ends, memory)
+        return plan_times.Times(self.costs, self.devices, choice, work, ends, memory, policies)
 
-      self._fitted[choice] = _Fitted(choice, ends, tuple(needs), max(needs) <= limit, Times)
+      policies = (choice.remat_policy,) * choice.num_stages
+      fits = max(needs) <= limit
+      self._fitted[choice] = _Fitted(choice, ends, policies, tuple(needs), fits, Times)
     return self._fitted[choice]
+
+  def _FitByLayer(self, choice: Choice) -> _Fitted:
+    """Returns the choice with the cut and the policy of each stage that recompute the least."""
+    memory = self._Memory(dataclasses.replace(choice, remat_policy='none'))
+    work = self._Work(choice.micro_batch_size).work
+    chooser = recomputation.Chooser(
+      self._LayerBytes(choice),
+      work,
+      self.devices.memory_bytes,
+      plan_schedules.Get(choice, min(choice.num_micro_batches, 2 * choice.num_devices)),
+      num_micro_batches=choice.num_micro_batches,
+      held=functools.partial(plan_schedules.HeldAtPeaks, choice),
+    )
+    ends = self._Cut(choice)
+    choices, fits = chooser.ChooseAll(ends)
+    is_small = self.costs.num_layers * choice.num_stages <= _MAX_ROOMS
+    if choice.num_stages > 1 and is_small and not (fits and not any(x.again for x in choices)):
+      # If nothing is recomputed, the cut is the best one already.
+      ends = chooser.Partition() or ends
+      choices, fits = chooser.ChooseAll(ends)
+    needs = [0.0] * choice.num_devices
+    for owner, x, span in zip(
+      choice.stage_to_device, choices, partitioner.StageRanges(ends), strict=True
+    ):
+      needs[owner] += memory.State(*span) + x.activations
+    policies = tuple(x.policy for x in choices)
+    recompute = list(itertools.starmap(chooser.OneRecomputation, enumerate(choices)))
+
+    def Times() -> plan_times.Times:
+      return plan_times.Times(
+        self.costs, self.devices, choice, work, ends, memory, policies, recompute
+      )
+
+    return _Fitted(choice, ends, policies, tuple(needs), fits, Times)
 
   def _MayFit(self, choice: Choice, needs: Sequence[float]) -> bool:
     """Whether to search for another cut that fits into memory.
@@ -322,16 +369,19 @@ class Planner:
   def _Memory(self, choice: Choice) -> stage_memory.StageMemory:
     # Any number of micro-batches: only the devices of the stages matter here.
     schedule = plan_schedules.Get(choice, choice.num_devices)
-    key = (choice.micro_batch_size, choice.num_shards)
-    if key not in self._bytes:
-      self._bytes[key] = self.costs.Bytes(*key)
     return stage_memory.StageMemory(
-      self._bytes[key],
+      self._LayerBytes(choice),
       schedule,
       choice.remat_policy,
       self._first,
-      held=plan_schedules.HeldAtPeaks(choice),
+      held=plan_schedules.HeldAtPeaks(choice, choice.remat_policy),
     )
+
+  def _LayerBytes(self, choice: Choice) -> list[stage_memory.LayerBytes]:
+    key = (choice.micro_batch_size, choice.num_shards)
+    if key not in self._bytes:
+      self._bytes[key] = self.costs.Bytes(*key)
+    return self._bytes[key]
 
   def _DeviceBytes(
     self, choice: Choice, memory: stage_memory.StageMemory, ends: Sequence[int]
@@ -357,7 +407,7 @@ class Planner:
       return simulator.Simulate(
         plan_schedules.Get(choice, num_micro_batches),
         costs,
-        remat_policy=choice.remat_policy,
+        remat_policy=fitted.policies,
         update_barrier=True,
         trained=trained,
       ).makespan
@@ -378,6 +428,7 @@ class _Fitted:
 
   choice: Choice
   ends: list[int]
+  policies: tuple[rematerialisation.StagePolicy, ...]
   memory: tuple[float, ...]
   fits: bool
   make_times: Callable[[], plan_times.Times]

@@ -167,7 +167,7 @@ def testMemoryIsThePredictionOfStageMemory():
 
 def testAModelThatFitsIsReplicatedIfLinksAreFast():
   best = planner.Planner(_Even(), _Devices(), 4).Search().best
-  assert best.choice.grid == (4, 1) and best.choice.remat_policy == 'none'
+  assert best.choice.grid == (4, 1) and best.policies == ('none',)
   # One example per device; 8 layers of 3 ms, but the first layer has no gradient of its input.
   assert best.seconds == pytest.approx(23e-3, rel=3e-3)
 
@@ -204,7 +204,9 @@ def testGradientsAreNotSentToFrozenStages():
   frozen = dataclasses.replace(_LAYER, gradient_bytes=0, trained_bytes=0)
   costs = model_costs.ModelCosts([frozen] * 2 + [_LAYER] * 2, {1: [_SAMPLE] * 4})
   slow = _Devices(2, within_host={'bandwidth': 1e9, 'latency': 0.1})
-  space = plan_choice.Space(num_replicas=[1], num_devices=[2], stages_per_device=[1])
+  space = plan_choice.Space(
+    remat_policies=['stage'], num_replicas=[1], num_devices=[2], stages_per_device=[1]
+  )
   result = planner.Planner(costs, slow, 1, space).Search()
   assert result.best.ends[0] >= 2 and 0.1 < result.best.seconds < 0.2
   assert result.cells[1, 2].bound <= result.best.seconds * (1 + 1e-9)
@@ -222,7 +224,7 @@ def testSlowLinksBetweenHostsOnlyCarryGradients():
 
 def testRecomputationIsOnlyChosenToSaveMemory():
   plenty = planner.Planner(_Even(), _Devices(1), 16).Search().best
-  assert plenty.choice.remat_policy == 'none'
+  assert plenty.policies == ('none',)
   little = planner.Planner(_Even(), _Devices(1, memory_bytes=1.3e5 + 4.9e4), 16)
   assert little.Search().best.choice.num_micro_batches > 1
 
@@ -235,7 +237,7 @@ def testNothingFits():
 
 def testNeighboursDifferInOneRespect():
   plans = planner.Planner(_Even(), _Devices(), 16)
-  choice = plan_choice.Choice(2, 2, 1, 4, 2, '1f1b', 'stage')
+  choice = plan_choice.Choice(2, 2, 1, 4, 2, '1f1b', 'auto')
   near = plans.Neighbours(choice)
   assert {c.schedule for c in near} == set(plan_choice.Space().schedules)
   assert {c.num_micro_batches for c in near} == {2, 4, 8}

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from lingvo_gpipe.pipeline.schedule import rematerialisation
 from lingvo_gpipe.planner import plan_choice
 
 # Default sizes of each workload, which flags can change.
@@ -54,6 +55,7 @@ class Configuration:
     repeats: minimum number of timed steps.
     seconds: minimum duration of the timed steps, of which there are at most `MAX_STEPS`.
     stages_per_device: v; the layers are cut into K v stages on K devices.
+    memory_limit: MiB of a device, for the policy `auto`.
   """
 
   system: str
@@ -68,6 +70,7 @@ class Configuration:
   repeats: int
   seconds: float
   stages_per_device: int = 1
+  memory_limit: int = 0
 
   def ToJson(self) -> str:
     """Returns the configuration as one line of JSON."""
@@ -83,7 +86,12 @@ class Configuration:
     """Returns a short name for messages."""
     what = f'({self.workload}) {self.system} K={self.num_stages} M={self.num_micro_batches}'
     xla = ' xla' if self.xla else ''
-    return f'{what} {self.schedule_text} {self.remat_policy}{xla} on {self.num_cores} cores'
+    return f'{what} {self.schedule_text} {self.policy_text}{xla} on {self.num_cores} cores'
+
+  @property
+  def policy_text(self) -> str:
+    """Returns the policy, with its limit in MiB if it has one."""
+    return f'{self.remat_policy} {self.memory_limit}' if self.memory_limit else self.remat_policy
 
   @property
   def schedule_text(self) -> str:
@@ -141,6 +149,7 @@ def Grid(
   seconds: float,
   peer: str | None,
   stages_per_device: int = 1,
+  memory_limits: Sequence[int] = (0,),
 ) -> list[Configuration]:
   """Returns the configurations to measure; configurations to compare follow each other.
 
@@ -153,6 +162,10 @@ def Grid(
     ValueError: a size is unknown, or workload (c) lacks KerasHub.
   """
   configurations = []
+  policies: list[tuple[str, int]] = []
+  for policy in remat_policies:
+    limits = memory_limits if policy == rematerialisation.AUTO else [0]
+    policies += [(policy, limit) for limit in limits]
   for workload in workloads:
     stages = num_stages
     if workload == 'c':
@@ -161,7 +174,7 @@ def Grid(
       configurations += _OnOneCore(xla, sizes=Sizes('c', sizes), repeats=repeats, seconds=seconds)
       stages = [k for k in num_stages if k > 1]
     for m in num_micro_batches:
-      for policy in remat_policies:
+      for policy, limit in policies:
         for k in stages:
           common: dict[str, Any] = {
             'workload': workload,
@@ -169,6 +182,7 @@ def Grid(
             'num_stages': k,
             'num_micro_batches': m,
             'remat_policy': policy,
+            'memory_limit': limit,
             'repeats': repeats,
             'seconds': seconds,
           }

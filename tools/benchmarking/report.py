@@ -120,7 +120,7 @@ def Row(config: configuration.Configuration, results: Sequence[Measured]) -> tup
     str(k),
     str(m),
     config.schedule_text,
-    config.remat_policy,
+    config.policy_text,
     '-' if config.system == configuration.TORCH else 'on' if config.xla else 'off',
     str(result['cores']),
     f'{best:.4g}',
@@ -179,7 +179,7 @@ def Plot(results: Sequence[Measured], path: str) -> None:
         continue
       bounds.setdefault(config.num_stages, set()).add(config.num_micro_batches)
       xla = ' xla' if config.xla else ''
-      label = f'K={config.num_stages} {config.schedule_text} {config.remat_policy}{xla}'
+      label = f'K={config.num_stages} {config.schedule_text} {config.policy_text}{xla}'
       lines.setdefault(label, []).append((config.num_micro_batches, baseline / Best(result)))
     for k, micro_batches in sorted(bounds.items()):
       ms = sorted(micro_batches)

@@ -26,7 +26,7 @@ from lingvo_gpipe.learning import multi_learner
 from lingvo_gpipe.pipeline import engine as engine_lib
 from lingvo_gpipe.pipeline.cost import simulator
 from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules
-from lingvo_gpipe.pipeline.stages import leaves, stage_math
+from lingvo_gpipe.pipeline.stages import leaves, shared_functions, stage_math
 from lingvo_gpipe.pipeline.stages import stage as stage_lib
 
 # Minimum duration of one measurement, which repeats short actions.
@@ -46,8 +46,9 @@ class Times:
 
   Attributes:
     actions: {letter: for each stage, the times of its repeated measurements} on one core; 0 if the
-      stage has no such action. Actions recompute as the policy says. If the policy mixes both
-      kinds, `b`, `i` and `w` are the actions B, I and W without recomputation.
+      stage has no such action. Actions recompute as the policy says. If the policy of a stage is
+      `except_last`, `b`, `i` and `w` are the actions B, I and W without recomputation.
+    except_last: for each stage whether its policy is `except_last`.
     alone: like `actions`, on all cores.
     update: for each device, the times to update and to clear its accumulators, on one core.
   """
@@ -55,6 +56,7 @@ class Times:
   actions: _ActionTimes
   alone: _ActionTimes
   update: list[list[float]]
+  except_last: list[bool]
 
   def Simulate(
     self,
@@ -75,7 +77,7 @@ class Times:
       schedule,
       self._Costs(self.actions, choose, schedule.num_stages),
       alone=self._Costs(self.alone, choose, schedule.num_stages) if share_cores else None,
-      remat_policy='except_last' if any(map(str.islower, self.actions)) else 'stage',
+      remat_policy=['except_last' if x else 'stage' for x in self.except_last],
       # The update waits for all devices: it needs the global gradient norm.
       update_barrier=True,
     )
@@ -142,7 +144,8 @@ def Measure(
     _Time(_Update(stages, learner), stages[0].device, repeats, max_calls=1)[0] for stages in devices
   ]
   on_one, on_all = ({kind: [t[i] for t in actions[kind]] for kind in actions} for i in (0, 1))
-  return Times(on_one, on_all, update)
+  policies = [rematerialisation.OfStage(engine.remat_policy, s.index) for s in engine.stages]
+  return Times(on_one, on_all, update, [policy == 'except_last' for policy in policies])
 
 
 def _Actions(
@@ -167,7 +170,7 @@ def _Actions(
   for c in reversed(calls):
     c.dy = dy
     is_fused = 'V' in kinds and c is calls[-1]
-    for kind in _Measured(engine.remat_policy, kinds):
+    for kind in _Measured(engine, kinds):
       samples = ([0.0], [0.0])
       if (kind == 'V') == is_fused and c.stage.HasAction(schedules.Kind(kind.upper())):
         samples = _Time(functools.partial(c.Run, kind), c.stage.device, repeats)
@@ -178,9 +181,10 @@ def _Actions(
   return times
 
 
-def _Measured(policy: str, kinds: Collection[str]) -> list[str]:
+def _Measured(engine: engine_lib.PipelineEngine, kinds: Collection[str]) -> list[str]:
   letters = sorted(kinds)
-  if policy == 'except_last':
+  policies = [rematerialisation.OfStage(engine.remat_policy, s.index) for s in engine.stages]
+  if 'except_last' in policies:
     letters += [kind.lower() for kind in 'BIW' if kind in kinds]
   return letters
 
@@ -201,12 +205,17 @@ class _Calls:
     self.dy: list[tf.Tensor] | None = None
     self._accumulators = s.accumulators
     self._functions = _Functions(engine, s, rematerialisation.Recompute.STAGE)
-    self._split = _Functions(engine, s, rematerialisation.Recompute.NOTHING)
-    # If the backward is split, the policy `layer` equals `stage`.
-    by_layer = engine.remat_policy == 'layer' and is_whole
-    layer = rematerialisation.Recompute.LAYER
-    self._keeper = _Functions(engine, s, layer) if by_layer else self._split
-    self._keeps = by_layer or engine.remat_policy == 'none'
+    self._split = self._keeper = _Functions(engine, s, rematerialisation.Recompute.NOTHING)
+    policy = rematerialisation.OfStage(engine.remat_policy, s.index)
+    kind = schedules.Kind.BACKWARD if is_whole else schedules.Kind.INPUT_GRADIENT
+    # The one micro-batch is the last one, which `except_last` keeps: b, i and w measure that.
+    actions = [[schedules.Action(s.index, kind, 0)]]
+    recompute = rematerialisation.ByMicroBatch(actions, policy)[s.index, 0]
+    self._keeps = policy != 'except_last' and recompute is not rematerialisation.Recompute.STAGE
+    if self._keeps:
+      self._keeper = _Functions(engine, s, recompute)
+    if self._keeps and not is_whole:
+      self._split = self._keeper
     with tf.device(s.device):
       seeds = stage_math.SeedTensor(s.seed_hashes, tf.zeros([2], tf.int64))
     context = stage_math.Context(seeds, loss_weight)
@@ -251,7 +260,7 @@ class _Calls:
 
 
 def _Functions(
-  engine: engine_lib.PipelineEngine, s: stage_lib.Stage, recompute: rematerialisation.Recompute
+  engine: engine_lib.PipelineEngine, s: stage_lib.Stage, recompute: shared_functions.Recompute
 ) -> Any:
   return engine.functions.For(s, recompute, do_eval=False, with_loss=True)
 

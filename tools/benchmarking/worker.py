@@ -58,6 +58,7 @@ def MeasureFit(config: configuration.Configuration) -> dict[str, Any]:
       num_micro_batches=config.num_micro_batches,
       schedule=config.schedule,
       remat_policy=config.remat_policy,
+      memory_limit=config.memory_limit * 2**20,
       xla=config.xla,
       devices=devices,
     )
@@ -106,6 +107,7 @@ def Measure(config: configuration.Configuration) -> dict[str, Any]:
     'num_micro_batches': config.num_micro_batches,
     'schedule': config.schedule,
     'remat_policy': config.remat_policy,
+    'memory_limit': config.memory_limit * 2**20,
     'xla': config.xla,
   }
   before = PeakMemory()
@@ -163,6 +165,7 @@ def Measure(config: configuration.Configuration) -> dict[str, Any]:
     'predicted_median': times.Simulate(schedule, statistics.median, share_cores=True),
     'cores': len(os.sched_getaffinity(0)),
     'cut': list(trained.cut.ends),
+    'predicted_mib': max(stage.total for stage in trained.cut.memory) / 2**20,
   }
 
 

@@ -25,7 +25,7 @@ import dataclasses
 import fractions
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from lingvo_gpipe.pipeline.cost import partitioner, stage_memory, stage_work
@@ -35,6 +35,9 @@ from lingvo_gpipe.pipeline.schedule import schedule as schedule_lib
 # Longer fronts are thinned. The choice may then compute again, at the worst, what the bytes of a
 # 512th of the stage would save.
 _MAX_FRONT = 512
+
+# With more different sizes of what backward of a layer computes again, some are taken for larger.
+_MAX_WORKINGS = 16
 
 _BY_LAYER = rematerialisation.ByLayer(())
 
@@ -65,28 +68,39 @@ class Chooser:
     self,
     layers: Sequence[stage_memory.LayerBytes],
     work: Sequence[stage_work.LayerWork],
-    schedule: schedule_lib.Schedule,
     limit: float,
+    schedule: schedule_lib.Schedule,
+    *,
+    num_micro_batches: int | None = None,
+    held: Callable[[rematerialisation.Policy], Sequence[tuple[stage_memory.Held, ...]]]
+    | None = None,
   ) -> None:
     """Precomputes sums over the layers.
 
     Args:
-      layers: the bytes of each layer, with its options.
+      layers: the bytes of each layer, with its options; without any, all layers are treated alike.
       work: the work of each layer.
-      schedule: the training schedule.
       limit: bytes of a device; its stages get equal shares.
+      schedule: the training schedule, maybe a shorter one than that of the step.
+      num_micro_batches: M of the step; None: that of the schedule.
+      held: the function from a policy to `stage_memory.HeldAtPeaks` of the step; None: that of the
+        schedule.
     """
     self._layers = layers
     self._first = stage_work.FirstTrained([w.is_trained for w in work])
     owners = schedule.stage_to_device
     self._limits = [limit / owners.count(owner) for owner in owners]
-    self._num_micro_batches = schedule.num_micro_batches
+    self._num_micro_batches = num_micro_batches or schedule.num_micro_batches
+    held = held or functools.partial(stage_memory.HeldAtPeaks, schedule)
     self._memory = {
-      policy: stage_memory.StageMemory(layers, schedule, policy, self._first)
+      policy: stage_memory.StageMemory(layers, schedule, policy, self._first, held(policy))
       for policy in (*rematerialisation.POLICIES, _BY_LAYER)
     }
+    more = self._num_micro_batches - schedule.num_micro_batches
     self._counts = {
-      policy: stage_work.Recomputations(schedule, policy) for policy in rematerialisation.POLICIES
+      # Each further micro-batch is recomputed if the first one of several is.
+      policy: [n + more * bool(n) for n in stage_work.Recomputations(schedule, policy)]
+      for policy in self._memory
     }
     # Stages with equal peaks, recomputations and limits share their choices.
     kinds = [
@@ -110,7 +124,7 @@ class Chooser:
       ]
       for i, x in enumerate(layers)
     ]
-    self._workings = sorted({option.working for x in layers for option in x.options})
+    self._workings = _Thin(sorted({option.working for x in layers for option in x.options}))
     self._fronts: dict[tuple[int, int], list[_Front | None]] = {}
     self._choices: dict[tuple[int, int, int], Choice | None] = {}
 
@@ -140,9 +154,24 @@ class Chooser:
       self._choices[key] = min(candidates, key=_Preference, default=None)
     return self._choices[key]
 
-  def Least(self, stage: int, start: int, end: int) -> Choice:
-    """Returns the policy that takes the least memory, for messages if nothing keeps the limit."""
-    return min(self._Alike(stage, start, end), key=lambda choice: choice.activations)
+  def ChooseAll(self, ends: Sequence[int]) -> tuple[tuple[Choice, ...], bool]:
+    """Returns the choice of each stage of a cut, and whether all of them keep the limit.
+
+    A stage that cannot has the policy that takes the least memory.
+    """
+    choices, fits = [], True
+    for k, (start, end) in enumerate(partitioner.StageRanges(ends)):
+      choice = self.Choose(k, start, end)
+      fits = fits and choice is not None
+      least = min(self._Alike(k, start, end), key=lambda choice: choice.activations)
+      choices.append(choice or least)
+    return tuple(choices), fits
+
+  def OneRecomputation(self, stage: int, choice: Choice) -> float:
+    """Returns the time of each recomputation of a stage, in the unit of `LayerWork`."""
+    by_layer = isinstance(choice.policy, rematerialisation.ByLayer)
+    count = self._counts[_BY_LAYER if by_layer else choice.policy][stage]
+    return float(choice.again * self.unit / max(count, 1))
 
   def _Alike(self, stage: int, start: int, end: int) -> list[Choice]:
     """Returns the policies that treat all layers alike."""
@@ -155,12 +184,12 @@ class Chooser:
         self._counts[policy][stage] * forward,
         self._memory[policy].Activations(stage, start, end),
       )
-      for policy in rematerialisation.POLICIES
+      for policy in reversed(rematerialisation.POLICIES)  # The simplest of equal ones first.
     ]
 
   def _ByLayer(self, stage: int, start: int, end: int, limit: float) -> Choice | None:
     """Returns the best choice for each layer, or None if it does not fit."""
-    memory, count = self._memory[_BY_LAYER], self._counts['stage'][stage]
+    memory, count = self._memory[_BY_LAYER], self._counts[_BY_LAYER][stage]
     if end <= self._first or not count:
       return None
     best: tuple[int, int, _Front, int] | None = None
@@ -254,6 +283,12 @@ class _Front:
       chosen.append(front.options[option].option)
       front = front.before
     return chosen[::-1]
+
+
+def _Thin(values: list[int]) -> list[int]:
+  """Returns at most `_MAX_WORKINGS` of ascending values, among them the greatest."""
+  step = max(-(-len(values) // _MAX_WORKINGS), 1)
+  return values[::-1][::step][::-1]
 
 
 def _Preference(choice: Choice) -> tuple[int, bool, int]:

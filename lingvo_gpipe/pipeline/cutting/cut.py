@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import fractions
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -73,8 +74,7 @@ class Cut:
     make_memory: traces the layers for the sizes of their activations.
     choices: under `auto`, for each stage what it recomputes and the activations that it then holds;
       else empty.
-    again: under `auto`, for each stage the work of a step that is computed again, in the unit of
-      `work`.
+    again: under `auto`, for each stage the work of one recomputation, in the unit of `work`.
   """
 
   layers: tuple[layer_costs.LayerCost, ...]
@@ -88,7 +88,7 @@ class Cut:
   weights: layer_costs.Weights
   make_memory: Callable[[], stage_memory.StageMemory]
   choices: tuple[recomputation.Choice, ...] = ()
-  again: tuple[fractions.Fraction, ...] = ()
+  again: tuple[float, ...] = ()
 
   @property
   def policy(self) -> rematerialisation.Policy:
@@ -124,9 +124,7 @@ class Cut:
       work = stage_work.FromForward([1] * len(work), [w.is_trained for w in work])
     costs = stage_work.SimulatorCosts(work, self.ends)
     if self.again:
-      counts = stage_work.Recomputations(self.schedule, self.policy)
-      again = [float(x / max(n, 1)) for x, n in zip(self.again, counts, strict=True)]
-      costs = dataclasses.replace(costs, recompute=again)
+      costs = dataclasses.replace(costs, recompute=self.again)
     trained = [
       any(w.is_trained for w in work[start:end])
       for start, end in partitioner.StageRanges(self.ends)
@@ -287,7 +285,7 @@ def MakeCut(
 
   chooser: recomputation.Chooser | None = None
   if has_choices:
-    chooser = recomputation.Chooser(Bytes(), work, schedule, memory_limit)
+    chooser = recomputation.Chooser(Bytes(), work, memory_limit, schedule)
 
   ends: Sequence[int] | None = splits
   exceeds_limit = False
@@ -304,17 +302,16 @@ def MakeCut(
       ends = partitioner.PartitionStages(stage_costs)
   assert ends, 'Without a memory limit there is always a cut.'
   choices: tuple[recomputation.Choice, ...] = ()
-  again: tuple[fractions.Fraction, ...] = ()
+  again: tuple[float, ...] = ()
+  busy = stage_work.StageCosts(work, ends, schedule, one_policy)
   if chooser is not None:
-    choices = tuple(
-      chooser.Choose(k, start, end) or chooser.Least(k, start, end)
-      for k, (start, end) in enumerate(partitioner.StageRanges(ends))
-    )
-    again = tuple(choice.again * chooser.unit for choice in choices)
+    choices, _ = chooser.ChooseAll(ends)
+    again = tuple(itertools.starmap(chooser.OneRecomputation, enumerate(choices)))
+    busy = [cost + x.again * chooser.unit for cost, x in zip(busy, choices, strict=True)]
   cut = Cut(
     layers=costs,
     ends=tuple(ends),
-    stages=_Stages(costs, work, ends, schedule, remat_policy, again),
+    stages=_Stages(costs, ends, busy),
     schedule=schedule,
     by=by,
     num_params=sum(c.num_params for c in costs) if num_params is None else num_params,
@@ -349,17 +346,9 @@ def _CheckArguments(
 
 
 def _Stages(
-  costs: Sequence[layer_costs.LayerCost],
-  work: Sequence[stage_work.LayerWork],
-  ends: Sequence[int],
-  schedule: schedules.Schedule,
-  remat_policy: str,
-  again: Sequence[fractions.Fraction],
+  costs: Sequence[layer_costs.LayerCost], ends: Sequence[int], busy: Sequence[fractions.Fraction]
 ) -> tuple[StageCut, ...]:
   ranges = partitioner.StageRanges(ends)
-  busy = stage_work.StageCosts(work, ends, schedule, 'none' if again else remat_policy)
-  if again:
-    busy = [cost + x for cost, x in zip(busy, again, strict=True)]
   total = sum(busy)
   stages = []
   for (start, end), stage_busy in zip(ranges, busy, strict=True):
