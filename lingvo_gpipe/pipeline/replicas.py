@@ -264,7 +264,7 @@ class StatisticsSum:
   """Adds tensors of a stage's layers over the replicas, inside the functions that they all run.
 
   All replicas reach the same calls in the same order, each once for a micro-batch of its own, so
-  calls match up by position and need no tags.
+  calls match up by position and need no tags. In a function, each sum waits for the one before it.
   """
 
   def __init__(self, devices: Sequence[str]) -> None:
@@ -272,6 +272,7 @@ class StatisticsSum:
     self._num_replicas = len(devices)
     self._group_key = _GroupKey(tuple(devices))
     self._instance_keys: dict[str, int] = {}
+    self._last: dict[tf.Graph, tf.Tensor] = {}
 
   def __call__(self, place: str, value: tf.Tensor) -> tf.Tensor:
     """Returns the sum over the replicas; to be called while a stage function is traced.
@@ -290,10 +291,13 @@ class StatisticsSum:
   def _Sum(self, place: str, value: tf.Tensor) -> tf.Tensor:
     if place not in self._instance_keys:
       self._instance_keys[place] = next(_instance_keys)
-    # Rings, unlike NCCL, may start in any order, as independent branches do.
-    return _AllReduce(
-      value, self._num_replicas, self._group_key, self._instance_keys[place], 'ring'
-    )
+    graph = tf.identity(value).graph  # The value itself may be of an enclosing graph.
+    # Else sums of independent branches could start in another order in each replica.
+    with tf.control_dependencies([self._last[graph]] if graph in self._last else []):
+      self._last[graph] = _AllReduce(
+        value, self._num_replicas, self._group_key, self._instance_keys[place], 'ring'
+      )
+    return self._last[graph]
 
 
 @dataclasses.dataclass

@@ -161,6 +161,11 @@ def _Components(gradients: Sequence[Any]) -> list[tf.Tensor]:
   return components
 
 
+def _Inputs(op: tf.Operation) -> list[tf.Tensor]:
+  """Returns the tensors that an operation waits for; a part has all of them or is fed them."""
+  return [*op.inputs, *(t for before in op.control_inputs for t in before.outputs)]
+
+
 def _Ancestors(fetches: Sequence[tf.Tensor], fed: Sequence[tf.Tensor]) -> set[str]:
   """Returns names of the operations that must run for the fetches if some tensors are fed."""
   stop = {t.name for t in fed}
@@ -170,7 +175,7 @@ def _Ancestors(fetches: Sequence[tf.Tensor], fed: Sequence[tf.Tensor]) -> set[st
     op = todo.pop().op
     if op.name not in seen:
       seen.add(op.name)
-      todo.extend(t for t in op.inputs if t.name not in stop)
+      todo.extend(t for t in _Inputs(op) if t.name not in stop)
   return seen
 
 
@@ -194,7 +199,7 @@ def _Residuals(
     if t.op.name in ran and is_kept and t.op.inputs:
       residuals[t.name] = t
     else:
-      todo.extend(t.op.inputs)
+      todo.extend(_Inputs(t.op))
   # If prune is fed one output of an operation, it must be fed all outputs that have consumers: it
   # also copies operations that precede fed tensors, although nothing needs them.
   for t in list(residuals.values()):
