@@ -191,7 +191,7 @@ def testWorkersAreAskedIfTheErrorDoesNotDecide(forks, monkeypatch, tmp_path):
   (tmp_path / 'hosts.json').write_text(json.dumps({'worker': [address]}))
 
   def StartWorker():
-    args = [f'--cluster={tmp_path}/hosts.json', '--task_index=0', '--trusted_network']
+    args = [f'--cluster={tmp_path}/hosts.json', '--task_index=0', '--local_only']
     return forks.Start('worker', *args, is_waited_for=False)
 
   pid = StartWorker()
@@ -323,7 +323,7 @@ def testRandomKillsDoNotChangeTheResult(forks, project, tmp_path, more, victims,
 
   def StartWorker(index):
     flags = [f'--cluster={hosts}', f'--task_index={index}', '--threads_per_device=1']
-    return forks.Start('worker', *flags, '--trusted_network', is_waited_for=False)
+    return forks.Start('worker', *flags, '--local_only', is_waited_for=False)
 
   workers = [StartWorker(index) for index in range(2)]
   flags = [*_Args(logdir, 10**6, more), f'--cluster={hosts}', *args]
@@ -439,7 +439,7 @@ def testAWorkerKilledOrStoppedDuringASaveLosesNoCheckpoint(forks, project, tmp_p
 
   def StartWorker(index):
     args = [f'--cluster={hosts}', f'--task_index={index}', '--threads_per_device=1']
-    pid = forks.Start('worker', *args, '--trusted_network', is_waited_for=False)
+    pid = forks.Start('worker', *args, '--local_only', is_waited_for=False)
     workers[index] = pid
 
   def KillIn(function, step, number):
