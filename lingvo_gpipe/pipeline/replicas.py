@@ -136,8 +136,9 @@ class GradientSum:
 
     Args:
       replicas: all replicas, with their accumulators; one replica needs no sums.
-      all_reduce: 'collective' (TensorFlow's collective operations; NCCL between GPUs), 'send' (each
-        replica gets the others' gradients and adds them), or 'auto': collective but on CPUs.
+      all_reduce: 'collective' (TensorFlow's collective operations; NCCL between GPUs), 'send' (two
+        replicas get each other's gradients and add them; of more, one adds for all and sends the
+        sum back), or 'auto': collective but on CPUs.
 
     Raises:
       ValueError: all_reduce is not an option.
@@ -205,11 +206,20 @@ class _Bucket:
           a.assign(tf.reshape(piece, a.shape))
 
   def AddBySend(self) -> None:
-    for of_replicas in zip(*self._rows, strict=True):
+    num_replicas = len(self._rows)
+    for i, of_replicas in enumerate(zip(*self._rows, strict=True), start=self._instance_key):
       values = _Values(self._devices, of_replicas)
-      for device, a in zip(self._devices, of_replicas, strict=True):
+      # The order in which TensorFlow adds three tensors or more depends on which of them it may
+      # overwrite. So two replicas add on their own; of more, one adds for all, and they take turns.
+      adding = self._devices if num_replicas == 2 else [self._devices[i % num_replicas]]
+      totals = []
+      for device in adding:
         with tf.device(device):
-          a.assign(tf.add_n(values))
+          totals.append(tf.add_n(values))
+      pairs = zip(self._devices, of_replicas, strict=True)
+      for (device, a), total in zip(pairs, itertools.cycle(totals), strict=False):
+        with tf.device(device):
+          a.assign(total)
 
 
 class ShardedWeights:
