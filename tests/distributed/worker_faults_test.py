@@ -330,7 +330,14 @@ def testRandomKillsDoNotChangeTheResult(forks, project, tmp_path, more, victims,
   trainer = forks.Start('trainer', *flags, cwd=project, is_waited_for=False)
   stderr = forks._outputs['stderr']
   try:
-    for victim in victims:
+    for num_failures, victim in enumerate(victims):
+      # Not a checkpoint that was on its way when the last victim ended: two failures would be one.
+      worker_processes.Await(
+        'new start',
+        lambda n=num_failures: (
+          stderr.exists() and stderr.read_text().count('resuming training from') >= n
+        ),
+      )
       worker_processes.AwaitCheckpoint(logdir)
       time.sleep(rng.uniform(0.0, 0.2))
       # There is no child for a moment if the checkpoint was written just before the last failure.
