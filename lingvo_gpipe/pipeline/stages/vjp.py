@@ -162,8 +162,9 @@ def _Components(gradients: Sequence[Any]) -> list[tf.Tensor]:
 
 
 def _Inputs(op: tf.Operation) -> list[tf.Tensor]:
-  """Returns the tensors that an operation waits for; a part has all of them or is fed them."""
-  return [*op.inputs, *(t for before in op.control_inputs for t in before.outputs)]
+  """Returns the inputs of an operation, and the sums over replicas that it must wait for."""
+  sums = (before for before in op.control_inputs if before.type == 'CollectiveReduce')
+  return [*op.inputs, *(t for before in sums for t in before.outputs)]
 
 
 def _Ancestors(fetches: Sequence[tf.Tensor], fed: Sequence[tf.Tensor]) -> set[str]:
