@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker: `worker --cluster=hosts.json --task_index=0 --trusted_network` serves its devices.
+"""The worker: `worker --cluster=hosts.json --task_index=0 --local_only` serves its devices.
 
-A trainer with the same --cluster computes on them. The worker runs until it is terminated.
+A trainer with the same --cluster computes on them. The worker runs until it is terminated. With
+--local_only other machines reach it through a tunnel; see docs/distributed.md.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import threading
 from absl import flags, logging
 
 from lingvo_gpipe.cli import device_flags
-from lingvo_gpipe.distributed import local_workers, worker_restart, worker_server
+from lingvo_gpipe.distributed import local_port, local_workers, worker_restart, worker_server
 
 FLAGS = flags.FLAGS
 
@@ -30,18 +31,19 @@ def _Serve() -> int:
     if not stat.S_ISFIFO(os.fstat(0).st_mode):
       raise binary.UsageError(
         '--local is for programs that start workers and end them through a pipe. To start a worker '
-        'by hand, give --cluster, --task_index and --trusted_network (docs/distributed.md)'
+        'by hand, give --cluster, --task_index and --local_only (docs/distributed.md)'
       )
     if FLAGS.starter:
       local_workers.EndWithParent(FLAGS.starter)
     threading.Thread(target=_EndWithStarter, name='starter', daemon=True).start()
     index, port = FLAGS.task_index or 0, 0
   else:
-    if not FLAGS.trusted_network:
+    if FLAGS.trusted_network == FLAGS.local_only:
       raise binary.UsageError(
-        "TensorFlow's server listens on all interfaces of this machine, without authentication or "
-        'encryption, and anyone who reaches its port can read and write files as this user. Give '
-        '--trusted_network if only trusted hosts can reach it (docs/distributed.md)'
+        'give one of --local_only, which keeps other machines away unless they come through a '
+        "tunnel, and --trusted_network, if only trusted hosts can reach this one: TensorFlow's "
+        'server asks nobody for a password, and whoever reaches its port can read and write files '
+        'as this user (docs/distributed.md)'
       )
     spec = device_flags.ClusterSpec()
     if spec is None:
@@ -49,7 +51,14 @@ def _Serve() -> int:
     if FLAGS.task_index is None and spec.task_type != 'worker':
       raise binary.UsageError('--task_index is needed: the index of this worker in the cluster')
     index = spec.task_index if FLAGS.task_index is None else FLAGS.task_index
-    port = int(spec.Address(index).rpartition(':')[2])
+    address = spec.Address(index)
+    if FLAGS.local_only and not local_port.IsLocal(address):
+      raise binary.UsageError(
+        f'worker {index} is {address} for the others, where --local_only lets nobody reach it: '
+        'name it localhost in the file of addresses, and let a tunnel end there, or give '
+        '--trusted_network in place of --local_only (docs/distributed.md)'
+      )
+    port = int(address.rpartition(':')[2])
   with device_flags.StartingTensorFlow():
     server = worker_server.WorkerServer(
       index,
@@ -61,13 +70,23 @@ def _Serve() -> int:
       gpu_memory=FLAGS.gpu_memory,
       more_facts={} if FLAGS.local else {worker_restart.FACT: worker_restart.RestartOnRequest()},
     )
+  place = 'all interfaces of this machine'
+  if FLAGS.local or FLAGS.local_only:
+    try:
+      local_port.CloseToOthers(server.port)
+      place = 'the loopback interface of this machine'
+    except OSError as e:
+      if FLAGS.local_only:
+        raise binary.UsageError(f'--local_only is not possible here: {e}') from e
+      logging.warning('Other machines are not kept away from this worker: %s.', e)
   logging.log(
     logging.INFO if FLAGS.local else logging.WARNING,
-    'worker %d serves %s at port %d of all interfaces of this machine, without authentication: '
-    'anyone who reaches this port has the rights of this process',
+    'worker %d serves %s at port %d of %s, without authentication: anyone who reaches this port '
+    'has the rights of this process',
     index,
     server.description,
     server.port,
+    place,
   )
   if FLAGS.local:
     print(server.port, flush=True)
@@ -89,6 +108,9 @@ def Run() -> None:
   """Entry point of the installed program."""
   binary.DefineDeviceFlags()
   flags.DEFINE_integer('task_index', None, 'Index of this worker in the cluster.', lower_bound=0)
+  flags.DEFINE_bool(
+    'local_only', False, 'Keeps other machines away from the port of this worker; needs Linux.'
+  )
   flags.DEFINE_bool(
     'trusted_network', False, 'Confirms that only trusted hosts can reach the port of this worker.'
   )

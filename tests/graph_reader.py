@@ -2,6 +2,7 @@
 """Reads the graphs that TensorFlow executes: optimised, and partitioned by device."""
 
 import collections
+import functools
 import math
 import pathlib
 import re
@@ -128,6 +129,43 @@ def StageCalls(functions):
       if len(letters) > len(result.get(device, ())):
         result[device] = letters
   return {int(device.rsplit(':', 1)[1]): letters for device, letters in result.items()}
+
+
+def NumOrderedCollectives(graph):
+  """Returns the number of collectives in a traced graph and in the functions that it calls.
+
+  Raises:
+    ValueError: two of a device are unordered.
+  """
+  definition = graph.as_graph_def()
+  functions = {f.signature.name: f for f in definition.library.function}
+
+  @functools.cache
+  def Count(name):
+    return CountIn(functions[name].node_def)
+
+  def CountIn(nodes):
+    counts, inlined = {}, set()
+    by_device, inputs = collections.defaultdict(set), collections.defaultdict(set)
+    for node in nodes:
+      inputs[node.name] = {name.lstrip('^').split(':')[0] for name in node.input}
+      counts[node.name] = int(node.op == 'CollectiveReduce')
+      if node.op in _CALLS:
+        name = node.attr['f'].func.name
+        counts[node.name] = Count(name)
+        if not functions[name].attr['_noinline'].b:
+          inlined.add(node.name)
+      if counts[node.name]:
+        by_device[node.device].add(node.name)
+    for device, names in by_device.items():
+      before = sorted((len(names & _Ancestors(name, inputs)), name) for name in names)
+      # An inlined function does not run as a whole.
+      is_ordered = [count for count, _ in before] == list(range(len(names)))
+      if not is_ordered or (names & inlined and len(names) > 1):
+        raise ValueError(f'collectives of {device or "a function"} are unordered: {before}')
+    return sum(counts.values())
+
+  return CountIn(definition.node)
 
 
 def Sends(functions):

@@ -99,7 +99,7 @@ def hosts(forks, tmp_path_factory):
     args = [f'--cluster={path}', f'--task_index={index}', '--threads_per_device=1']
     pids.append(
       forks.Start(
-        str(program), *args, '--trusted_network', more_environment={'UMASK': umask},
+        str(program), *args, '--local_only', more_environment={'UMASK': umask},
         is_waited_for=False,
       )
     )  # fmt: skip

@@ -322,10 +322,11 @@ def testTheSupervisorKnowsOfTheWaitForWorkers(monkeypatch):
 @pytest.mark.parametrize(
   'args, message',
   [
-    (['--task_index=0'], 'listens on all interfaces of this machine, without authentication'),
-    (['--trusted_network'], '--task_index is needed'),
+    (['--task_index=0'], 'give one of --local_only'),
+    (['--task_index=0', '--local_only', '--trusted_network'], 'give one of --local_only'),
+    (['--local_only'], '--task_index is needed'),
     (['--trusted_network', '--task_index=2'], 'there is no worker 2'),
-    (['--trusted_network', '--task_index=0'], 'worker 0 cannot listen at port'),
+    (['--local_only', '--task_index=0'], 'worker 0 cannot listen at port'),
   ],
 )
 def testMistakesOfAWorkerAreOneLineErrors(forks, hosts, args, message):
@@ -344,12 +345,12 @@ worker.Run()
 
 
 def testALocalWorkerCannotBeStartedByHand(forks, tmp_path):
-  """A local worker listens without --trusted_network."""
+  """A local worker listens without --local_only and --trusted_network."""
   (tmp_path / 'program.py').write_text(_LOCAL)
   done = forks.Run(str(tmp_path / 'program.py'), '--local')
   assert done.returncode == 2, done.stderr
   (line,) = processes.Messages(done.stderr)
-  assert '--local is for programs' in line and '--trusted_network' in line
+  assert '--local is for programs' in line and '--local_only' in line
 
 
 def testMistakesInTheChoiceOfWorkersAreOneLineErrors(forks, project, hosts, tmp_path):

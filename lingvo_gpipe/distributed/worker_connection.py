@@ -28,7 +28,7 @@ import tensorflow as tf
 from absl import logging
 
 from lingvo_gpipe.core import heartbeat
-from lingvo_gpipe.distributed import cluster_spec
+from lingvo_gpipe.distributed import cluster_spec, local_port
 
 # The file descriptor at which a `worker` publishes facts about itself, as JSON in a file in memory.
 # TensorFlow's operation that reads a file, executed by the worker, reads it through /proc/self/fd.
@@ -203,7 +203,8 @@ def Connect(
   finally:
     logging.set_verbosity(verbosity)
   logging.info('Workers reach this process at %s.', own_address)
-  facts = {index: _Facts(index) for index in workers}
+  facts = {index: _Facts(index) for index in workers}  # TensorFlow's server starts here.
+  _CloseToOthers([own_address, *workers.values()])
   for index, worker_facts in facts.items():
     version = worker_facts.get('tensorflow', tf.__version__)
     if version != tf.__version__:
@@ -212,6 +213,19 @@ def Connect(
         f'{tf.__version__}: install the same version everywhere'
       )
   return facts
+
+
+def _CloseToOthers(addresses: Sequence[str]) -> None:
+  """Keeps other machines away from this process if all processes of the run are on this one.
+
+  Args:
+    addresses: the address of this process, then the addresses of the workers.
+  """
+  try:
+    if all(map(local_port.IsLocal, addresses)):
+      local_port.CloseToOthers(int(addresses[0].rpartition(':')[2]))
+  except OSError as e:
+    logging.warning('Other machines are not kept away from this process: %s.', e)
 
 
 def IsFailure(error: BaseException) -> bool:

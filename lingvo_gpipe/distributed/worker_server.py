@@ -23,6 +23,8 @@ _CHANNEL_OPTIONS = 'grpc.use_local_subchannel_pool=1'
 class WorkerServer:
   """Serves devices of this host, from its construction on, to everybody who reaches the port.
 
+  `local_port.CloseToOthers` keeps other machines away from it.
+
   Leaves TensorFlow's context of this process untouched, because the server has its own devices. The
   server learns about the other processes from the trainer that connects to it.
 

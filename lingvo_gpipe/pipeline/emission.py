@@ -62,9 +62,9 @@ class Walk:
     if results := leaves.Tensors(result):
       self._last[s.device] = results[-1:]
 
-  def LastResults(self) -> list[tf.Tensor]:
-    """Returns the last result on each device; after them, the whole walk is done."""
-    return [t for tensors in self._last.values() for t in tensors]
+  def LastResults(self, device: str | None = None) -> list[tf.Tensor]:
+    """Returns the last result on the device, or on each; after them, its whole walk is done."""
+    return [t for d, tensors in self._last.items() if device in (None, d) for t in tensors]
 
 
 class Emission:
@@ -195,9 +195,9 @@ class Emission:
       totals.append((s.LayerOfSums(name), nested_map.NestedMap(total)))
     return totals
 
-  def LastResults(self) -> list[tf.Tensor]:
+  def LastResults(self, device: str | None = None) -> list[tf.Tensor]:
     """See `Walk.LastResults`."""
-    return self._walk.LastResults()
+    return self._walk.LastResults(device)
 
   # ---- one action --------------------------------------------------------------------------------
 

@@ -180,6 +180,9 @@ class PipelineEngine:
     walks = self._EmitAll(micro_batches, counter, do_eval=False)
     for replica in self.replicas:
       replica.AddTiedGradients(self.ties)
+    if self.sums_statistics:
+      for replica, walk in zip(self.replicas, walks, strict=True):
+        _EndWithTheDevice(replica.stages, walk)
     # A step that fails must leave all state as it was: it is run again to find out why.
     with tf.control_dependencies([t for walk in walks for t in walk.LastResults()]):
       layer_sums = self._LayerSums(walks)
@@ -409,3 +412,17 @@ class PipelineEngine:
 
 def _Accumulator(variable: tf.Variable) -> tf.Variable:
   return tf.Variable(tf.zeros_like(variable), trainable=False, name='accumulator')
+
+
+def _EndWithTheDevice(stages: Sequence[stage_lib.Stage], walk: emission.Emission) -> None:
+  """Makes gradients of stages that share a device wait for the last action there.
+
+  Else their sums over the replicas could start among the statistics' sums of the device's other
+  stages, in each replica at another point.
+  """
+  last_of_device = {s.device: s for s in stages if s.accumulators}
+  for device, s in last_of_device.items():
+    if sum(other.device == device for other in stages) > 1:
+      with tf.device(device), tf.control_dependencies(walk.LastResults(device)):
+        # `GradientSum` begins with this accumulator. A function's reads wait for earlier writes.
+        s.accumulators[-1].assign_add(tf.zeros_like(s.accumulators[-1]))

@@ -136,8 +136,9 @@ class GradientSum:
 
     Args:
       replicas: all replicas, with their accumulators; one replica needs no sums.
-      all_reduce: 'collective' (TensorFlow's collective operations; NCCL between GPUs), 'send' (each
-        replica gets the others' gradients and adds them), or 'auto': collective but on CPUs.
+      all_reduce: 'collective' (TensorFlow's collective operations; NCCL between GPUs), 'send' (two
+        replicas get each other's gradients and add them; of more, one adds for all and sends the
+        sum back), or 'auto': collective but on CPUs.
 
     Raises:
       ValueError: all_reduce is not an option.
@@ -205,11 +206,20 @@ class _Bucket:
           a.assign(tf.reshape(piece, a.shape))
 
   def AddBySend(self) -> None:
-    for of_replicas in zip(*self._rows, strict=True):
+    num_replicas = len(self._rows)
+    for i, of_replicas in enumerate(zip(*self._rows, strict=True), start=self._instance_key):
       values = _Values(self._devices, of_replicas)
-      for device, a in zip(self._devices, of_replicas, strict=True):
+      # The order in which TensorFlow adds three tensors or more depends on which of them it may
+      # overwrite. So two replicas add on their own; of more, one adds for all, and they take turns.
+      adding = self._devices if num_replicas == 2 else [self._devices[i % num_replicas]]
+      totals = []
+      for device in adding:
         with tf.device(device):
-          a.assign(tf.add_n(values))
+          totals.append(tf.add_n(values))
+      pairs = zip(self._devices, of_replicas, strict=True)
+      for (device, a), total in zip(pairs, itertools.cycle(totals), strict=False):
+        with tf.device(device):
+          a.assign(total)
 
 
 class ShardedWeights:
@@ -264,7 +274,7 @@ class StatisticsSum:
   """Adds tensors of a stage's layers over the replicas, inside the functions that they all run.
 
   All replicas reach the same calls in the same order, each once for a micro-batch of its own, so
-  calls match up by position and need no tags.
+  calls match up by position and need no tags. In a function, each sum waits for the one before it.
   """
 
   def __init__(self, devices: Sequence[str]) -> None:
@@ -272,6 +282,7 @@ class StatisticsSum:
     self._num_replicas = len(devices)
     self._group_key = _GroupKey(tuple(devices))
     self._instance_keys: dict[str, int] = {}
+    self._last: dict[tf.Graph, tf.Tensor] = {}
 
   def __call__(self, place: str, value: tf.Tensor) -> tf.Tensor:
     """Returns the sum over the replicas; to be called while a stage function is traced.
@@ -290,10 +301,13 @@ class StatisticsSum:
   def _Sum(self, place: str, value: tf.Tensor) -> tf.Tensor:
     if place not in self._instance_keys:
       self._instance_keys[place] = next(_instance_keys)
-    # Rings, unlike NCCL, may start in any order, as independent branches do.
-    return _AllReduce(
-      value, self._num_replicas, self._group_key, self._instance_keys[place], 'ring'
-    )
+    graph = tf.identity(value).graph  # The value itself may be of an enclosing graph.
+    # Else sums of independent branches could start in another order in each replica.
+    with tf.control_dependencies([self._last[graph]] if graph in self._last else []):
+      self._last[graph] = _AllReduce(
+        value, self._num_replicas, self._group_key, self._instance_keys[place], 'ring'
+      )
+    return self._last[graph]
 
 
 @dataclasses.dataclass

@@ -140,7 +140,8 @@ def ReduceSeconds(
 
   A collective sum sends the least possible bytes, 2 (R-1)/R of the gradients', in 2 log2 R
   consecutive messages. With sharded slots, gradients are sent to their owners and weights back,
-  (R-1)/R of the bytes each. On CPUs ('send'), each replica receives the gradients of all others.
+  (R-1)/R of the bytes each. On CPUs ('send'), gradients go to the replica that adds them, and sums
+  come back: as many bytes as by a collective sum, in two messages, or one if R is 2.
   """
   r = choice.num_replicas
   if r == 1 or not num_bytes:
@@ -150,5 +151,5 @@ def ReduceSeconds(
   if choice.shard_slots:
     return share + link.latency, share + link.latency
   if devices.all_reduce == 'send':
-    return share * r + link.latency, 0.0
+    return 2 * share + min(r - 1, 2) * link.latency, 0.0
   return 2 * (share + math.ceil(math.log2(r)) * link.latency), 0.0

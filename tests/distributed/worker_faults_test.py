@@ -191,7 +191,7 @@ def testWorkersAreAskedIfTheErrorDoesNotDecide(forks, monkeypatch, tmp_path):
   (tmp_path / 'hosts.json').write_text(json.dumps({'worker': [address]}))
 
   def StartWorker():
-    args = [f'--cluster={tmp_path}/hosts.json', '--task_index=0', '--trusted_network']
+    args = [f'--cluster={tmp_path}/hosts.json', '--task_index=0', '--local_only']
     return forks.Start('worker', *args, is_waited_for=False)
 
   pid = StartWorker()
@@ -323,14 +323,21 @@ def testRandomKillsDoNotChangeTheResult(forks, project, tmp_path, more, victims,
 
   def StartWorker(index):
     flags = [f'--cluster={hosts}', f'--task_index={index}', '--threads_per_device=1']
-    return forks.Start('worker', *flags, '--trusted_network', is_waited_for=False)
+    return forks.Start('worker', *flags, '--local_only', is_waited_for=False)
 
   workers = [StartWorker(index) for index in range(2)]
   flags = [*_Args(logdir, 10**6, more), f'--cluster={hosts}', *args]
   trainer = forks.Start('trainer', *flags, cwd=project, is_waited_for=False)
   stderr = forks._outputs['stderr']
   try:
-    for victim in victims:
+    for num_failures, victim in enumerate(victims):
+      # Not a checkpoint that was on its way when the last victim ended: two failures would be one.
+      worker_processes.Await(
+        'new start',
+        lambda n=num_failures: (
+          stderr.exists() and stderr.read_text().count('resuming training from') >= n
+        ),
+      )
       worker_processes.AwaitCheckpoint(logdir)
       time.sleep(rng.uniform(0.0, 0.2))
       # There is no child for a moment if the checkpoint was written just before the last failure.
@@ -439,7 +446,7 @@ def testAWorkerKilledOrStoppedDuringASaveLosesNoCheckpoint(forks, project, tmp_p
 
   def StartWorker(index):
     args = [f'--cluster={hosts}', f'--task_index={index}', '--threads_per_device=1']
-    pid = forks.Start('worker', *args, '--trusted_network', is_waited_for=False)
+    pid = forks.Start('worker', *args, '--local_only', is_waited_for=False)
     workers[index] = pid
 
   def KillIn(function, step, number):

@@ -10,8 +10,9 @@ import tensorflow as tf
 
 from lingvo_gpipe.core import base_layer, weight_params
 from lingvo_gpipe.layers import batch_norm, linear
-from lingvo_gpipe.pipeline import verify
+from lingvo_gpipe.pipeline import replicas, verify
 from lingvo_gpipe.pipeline.stages import micro_batch
+from tests import graph_reader
 from tests.toys import stacks
 
 _DIM = 4
@@ -109,6 +110,37 @@ def testIsOneReplicaOfLargerMicroBatches(
   stacks.CheckEqual(actual, expected)
   for path, value in stacks.State(stack).items():
     np.testing.assert_allclose(value, state[path], rtol=1e-10, err_msg=path)
+
+
+@pytest.mark.parametrize(
+  'schedule, policy, stages_per_device',
+  [
+    ('1f1b', 'stage', 1),
+    ('zb_h1', 'none', 1),
+    ('looped_bfs', 'layer', 2),  # Both stages of a replica on one device.
+  ],
+)
+def testCollectivesOfADeviceAreInOneOrder(schedule, policy, stages_per_device, monkeypatch):
+  """Of gradients and of statistics, even in branches: NCCL hangs if devices differ in the order."""
+  monkeypatch.setattr(replicas, 'BUCKET_BYTES', 100)
+  stack = _Place(
+    2,
+    8,
+    num_stages=2,
+    stages_per_device=stages_per_device,
+    num_micro_batches=2,
+    schedule=schedule,
+    remat_policy=policy,
+  )
+  stack.engine.MakeAccumulators()
+  add = replicas.GradientSum(stack.engine.replicas, 'collective')
+  monkeypatch.setattr(replicas, 'GradientSum', lambda _: add)
+  arguments = (_X(8),), stacks.ExampleWeights(8), tf.constant(stacks.STEP, tf.int64)
+  step = stacks.StepFunction(stack)
+  graph = step.get_concrete_function(*arguments).graph
+  assert graph_reader.NumOrderedCollectives(graph) >= 96
+  sums = {name: value.numpy() for name, value in step(*arguments).items()}
+  stacks.CheckEqual((sums, stacks.Gradients(stack)), _Reference(2, 2, 8)[0])
 
 
 def testAnEagerStepTakesTheStatisticsOfEachReplica():

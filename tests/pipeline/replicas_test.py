@@ -120,6 +120,17 @@ def testEachWayOfAddingGivesTheSameSums(all_reduce, monkeypatch):
   _CheckStep(stack, 4, 8)
 
 
+def testOneOfSeveralReplicasAddsForAll():
+  """If each added on its own, TensorFlow could add in another order there, with other bits."""
+  stack = _Place(4, 8, num_micro_batches=2)
+  stack.engine.MakeAccumulators()
+  add = replicas.GradientSum(stack.engine.replicas, 'send').Add
+  graph = tf.function(add, autograph=False).get_concrete_function().graph
+  devices = [op.device for op in graph.get_operations() if op.type == 'AddN']
+  assert len(devices) == len(stack.engine.stages[0].accumulators)
+  assert len(set(devices)) == 4  # They take turns.
+
+
 def testCollectivesOfADeviceAreInOneOrder(monkeypatch):
   """Each collective waits for the one before it on its device, in the order of the buckets."""
   monkeypatch.setattr(replicas, 'BUCKET_BYTES', 100)

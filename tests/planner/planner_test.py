@@ -257,7 +257,7 @@ def testGradientsOverReplicas():
   assert Seconds(4, shard_slots=True) == (pytest.approx(3 / 4), pytest.approx(3 / 4))
   assert Seconds(8) == (pytest.approx(100 * 2 * 7 / 8), 0)  # Beyond one host.
   devices = dataclasses.replace(devices, all_reduce='send')
-  assert Seconds(4) == (pytest.approx(3), 0)
+  assert Seconds(4) == (pytest.approx(2 * 3 / 4), 0)
 
 
 @pytest.mark.parametrize('batch', [1, 2, 7, 12, 64])

@@ -154,8 +154,8 @@ def _Theory(run: Any, trial: Trial, batch: Any) -> tuple[int, int]:
   """Returns the bytes that a step has to send if each device is a process: (between, with trainer).
 
   Devices send the tensors that cross the boundaries of stages, and their gradients. Replicas also
-  send the gradients of G bytes of weights: with collectives each of R sends 2 (R-1)/R G, with sends
-  (R-1) G. The trainer sends the inputs of the first stages and of the loss.
+  send the gradients of G bytes of weights, each of R in the mean 2 (R-1)/R G. The trainer sends the
+  inputs of the first stages and of the loss.
   """
   import tensorflow as tf
 
@@ -176,8 +176,7 @@ def _Theory(run: Any, trial: Trial, batch: Any) -> tuple[int, int]:
     if s.needs_dx:
       between += layer_costs.SpecBytes(leaves.Floats(inputs))
   gradients = layer_costs.SpecBytes([a for s in stages for a in s.accumulators])
-  num_others = trial.num_replicas - 1
-  between += num_others * gradients * (2 if trial.all_reduce == 'collective' else num_others + 1)
+  between += 2 * (trial.num_replicas - 1) * gradients
   needed = tf.nest.flatten((task.PipelineInputs(batch), task.LossInputs(batch)))
   return between, layer_costs.SpecBytes(needed)
 

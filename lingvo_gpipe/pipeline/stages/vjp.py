@@ -185,6 +185,12 @@ def _Components(gradients: Sequence[Any]) -> list[tf.Tensor]:
   return components
 
 
+def _Inputs(op: tf.Operation) -> list[tf.Tensor]:
+  """Returns the inputs of an operation, and the sums over replicas that it must wait for."""
+  sums = (before for before in op.control_inputs if before.type == 'CollectiveReduce')
+  return [*op.inputs, *(t for before in sums for t in before.outputs)]
+
+
 def _Ancestors(fetches: Sequence[tf.Tensor], fed: Sequence[tf.Tensor]) -> dict[str, tf.Operation]:
   """Returns the operations, by name, that must run for the fetches if some tensors are fed."""
   stop = {t.name for t in fed}
@@ -194,7 +200,7 @@ def _Ancestors(fetches: Sequence[tf.Tensor], fed: Sequence[tf.Tensor]) -> dict[s
     op = todo.pop().op
     if op.name not in seen:
       seen[op.name] = op
-      todo.extend(t for t in op.inputs if t.name not in stop)
+      todo.extend(t for t in _Inputs(op) if t.name not in stop)
   return seen
 
 
@@ -230,7 +236,7 @@ def _Residuals(
     if t.op.name in ran and is_kept and t.op.inputs and not IsInner(t):
       residuals[t.name] = t
     else:
-      todo.extend(t.op.inputs)
+      todo.extend(_Inputs(t.op))
   # If prune is fed one output of an operation, it must be fed all outputs that have consumers: it
   # also copies operations that precede fed tensors, although nothing needs them.
   for t in list(residuals.values()):

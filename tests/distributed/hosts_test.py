@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs on several hosts, which are network namespaces with addresses and links of their own."""
+
+import json
+import os
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from tests import processes, worker_processes
+from tools.chaos_attacks import network
+
+project = worker_processes.project
+
+_PORT = 2222
+_STAGES = (
+  'task.stack.num_stages:3;task.stack.splits:[1,2,4];task.stack.xla:False;'
+  'task.train.save_interval_steps:20'
+)
+
+# Runs a program in the namespace HOST. With HIDE, that folder is another one there.
+_ON_HOST = """
+import ctypes
+import os
+import subprocess
+import sys
+
+libc = ctypes.CDLL(None, use_errno=True)
+with open('/run/netns/' + os.environ['HOST']) as f:
+  assert not libc.setns(f.fileno(), 0x40000000), os.strerror(ctypes.get_errno())
+if hidden := os.environ.get('HIDE'):
+  assert not libc.unshare(0x20000), os.strerror(ctypes.get_errno())  # A mount namespace.
+  subprocess.run(['mount', '--make-rprivate', '/'], check=True)
+  subprocess.run(['mount', '-t', 'tmpfs', 'none', hidden], check=True)
+from lingvo_gpipe import trainer, worker
+
+program = sys.argv.pop(1)
+{'trainer': trainer.Run, 'worker': worker.Run}[program]()
+"""
+
+_CONNECT = """
+import socket
+import sys
+
+try:
+  socket.create_connection((sys.argv[1], int(sys.argv[2])), float(sys.argv[3])).close()
+  print('connected')
+except OSError as e:
+  print(type(e).__name__)
+"""
+
+
+@pytest.fixture(scope='module')
+def hosts():
+  """A trainer's host, three workers' hosts, and in the same network a stranger's."""
+  try:
+    with network.Network(5) as hosts:
+      yield hosts
+  except OSError as e:
+    pytest.skip(f'hosts on this machine need root, ip and network namespaces: {e}')
+
+
+def _Connect(hosts, source, address, port=_PORT, seconds=1.0):
+  """Returns 'connected' or the name of the error."""
+  command = ['ip', 'netns', 'exec', hosts.namespaces[source], sys.executable, '-c', _CONNECT]
+  return subprocess.run(
+    [*command, address, str(port), str(seconds)], capture_output=True, text=True, check=True,
+    timeout=processes.TIMEOUT,
+  ).stdout.strip()  # fmt: skip
+
+
+class _Run:
+  """A trainer on host 0 and workers on hosts 1 to 3."""
+
+  def __init__(self, forks, hosts, project, folder, hidden=None):
+    self._forks, self._hosts, self._project, self._hidden = forks, hosts, project, hidden
+    self._program, self._addresses = folder / 'on_host.py', folder / 'hosts.json'
+    self._program.write_text(_ON_HOST)
+    names = [f'{address}:{_PORT}' for address in hosts.addresses[1:4]]
+    self._addresses.write_text(json.dumps({'worker': names}))
+    self.pids = {}
+
+  def Start(self, host, *args):
+    """Starts a program on a host; returns the file of its standard error."""
+    environment = {'HOST': self._hosts.namespaces[host]}
+    if host and self._hidden:
+      environment['HIDE'] = str(self._hidden)
+    args = ['worker' if host else 'trainer', f'--cluster={self._addresses}', *args]
+    self.pids[host] = self._forks.Start(
+      str(self._program), *args, cwd=self._project, more_environment=environment,
+      is_waited_for=False,
+    )  # fmt: skip
+    return self._forks._outputs['stderr']
+
+  def StartWorker(self, host):
+    args = [f'--task_index={host - 1}', '--trusted_network', '--threads_per_device=1']
+    self.Start(host, *args)
+
+  def Kill(self, host):
+    os.kill(self.pids[host], signal.SIGKILL)
+    worker_processes.AwaitEnd([self.pids[host]])
+
+  def Close(self):
+    for pid in self.pids.values():
+      os.kill(pid, signal.SIGKILL)
+
+
+def _IsPaused(logdir):
+  before = processes.Steps(logdir)
+  time.sleep(0.5)
+  return processes.Steps(logdir) == before
+
+
+@pytest.mark.parametrize('is_shared', [True, False])
+def testALostLinkOrHostDoesNotChangeTheResult(forks, hosts, project, tmp_path, is_shared):
+  """A link fails for a moment; or a host goes with its worker, and both come back."""
+  logdir = tmp_path / 'run'
+  logdir.mkdir()
+  run = _Run(forks, hosts, project, tmp_path, hidden=None if is_shared else logdir)
+  try:
+    for host in (1, 2, 3):
+      run.StartWorker(host)
+    args = processes.ToyArgs(logdir, 10**6, _STAGES)
+    stderr = run.Start(0, *args, f'--step_timeout={60 if is_shared else 5}')
+    worker_processes.AwaitCheckpoint(logdir)
+    hosts.SetLink(2, is_up=False)
+    if is_shared:
+      worker_processes.Await('pause', lambda: _IsPaused(logdir))
+    else:
+      run.Kill(2)
+      worker_processes.Await('time limit', lambda: 'may hang' in stderr.read_text())
+      run.StartWorker(2)
+    hosts.SetLink(2, is_up=True)
+    worker_processes.AwaitCheckpoint(logdir)
+    os.kill(run.pids[0], signal.SIGTERM)
+    worker_processes.AwaitEnd([run.pids[0]])
+  finally:
+    run.Close()
+    hosts.SetLink(2, is_up=True)
+  text = stderr.read_text()
+  assert ('by each of 3 workers' if is_shared else 'by this process alone') in text
+  assert ('resuming training from' in text) == (not is_shared), text
+  last = processes.Steps(logdir)[-1]
+  once = tmp_path / 'once'
+  processes.Succeeded(forks.Run('trainer', *processes.ToyArgs(once, last, _STAGES), cwd=project))
+  actual, expected = processes.Tensors(logdir, last), processes.Tensors(once, last)
+  assert actual.keys() == expected.keys()
+  for name, value in expected.items():
+    np.testing.assert_allclose(actual[name], value, rtol=1e-3, atol=1e-4, err_msg=name)
+
+
+def testAWorkerForThisMachineAloneKeepsOthersAway(forks, hosts, project, tmp_path):
+  run = _Run(forks, hosts, project, tmp_path)
+  run._addresses.write_text(json.dumps({'worker': [f'localhost:{_PORT}']}))
+  try:
+    run.Start(1, '--task_index=0', '--local_only')
+    forks.Await(f'at port {_PORT} of the loopback interface')
+    assert _Connect(hosts, 1, '127.0.0.1') == 'connected'
+    assert _Connect(hosts, 4, hosts.addresses[1]) == 'ConnectionRefusedError'
+  finally:
+    run.Close()
+
+
+def testTheFirewallOfTheDocumentsKeepsAStrangerAway(hosts):
+  if not shutil.which('nft'):
+    pytest.skip('the firewall needs nft: Debian has it in nftables')
+  text = pathlib.Path(processes.ROOT, 'docs', 'distributed.md').read_text()
+  # Addresses 10.77.0.0 to 10.77.0.3: the trainer's host and the workers'.
+  assert '192.0.2.0/24' in text
+  commands = re.findall(r'^    nft .*', text.replace('192.0.2.0/24', '10.77.0.0/30'), re.MULTILINE)
+  script = '\n'.join(['set -e', *commands])
+  host = ['ip', 'netns', 'exec', hosts.namespaces[1]]
+  server = subprocess.Popen(
+    [*host, sys.executable, '-m', 'http.server', str(_PORT)],
+    stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+  )  # fmt: skip
+  try:
+    worker_processes.Await('server', lambda: _Connect(hosts, 4, hosts.addresses[1]) == 'connected')
+    subprocess.run([*host, 'sh', '-c', script], check=True, timeout=processes.TIMEOUT)
+    assert _Connect(hosts, 0, hosts.addresses[1]) == 'connected'
+    assert _Connect(hosts, 1, '127.0.0.1') == 'connected'
+    assert _Connect(hosts, 4, hosts.addresses[1]) == 'TimeoutError'
+  finally:
+    server.kill()
+    server.wait()
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))
