@@ -54,7 +54,9 @@ def Write(
   starts = sorted({float(match[1]) for match in matches if match})
   sections = {f'Stages {task}'.strip(): _Stages(cut, devices.devices) for task, cut in cuts.items()}
   sections['Memory'] = _Memory(cuts, devices)
-  sections['Profile'] = ''.join(_Profile(report.logdir, name) for name in sorted(profiles)) or (
+  sections['Profile'] = ''.join(
+    _Profile(report.logdir, name) for name in sorted(profiles, key=lambda name: (len(name), name))
+  ) or (
     '<p>The bubble and the times of actions are predictions. <code>--profile_steps=5,7</code> '
     'measures them.</p>'
   )
