@@ -75,7 +75,7 @@ class Toy(registry.SingleTaskModelParams):
     head = linear.LinearLayer.Params().Set(input_dim=32, output_dim=1)
     p = toy.Regression.Params().Set(name='toy')
     p.stack.Set(sub=[hidden] * 3 + [head], num_stages=2, num_micro_batches=4)
-    p.train.Set(max_steps=1000, save_interval_steps=100, eval_datasets=['Test'])
+    p.train.Set(max_steps=600, save_interval_steps=100, eval_datasets=['Test'])
     return p
 """)
 
@@ -161,7 +161,7 @@ Run(
 report = json.loads((root / 'four' / 'report.json').read_text())
 loss = report['passes']['eval_test']['values']['loss']
 print('test loss in four stages:', loss)
-assert abs(loss - losses[0]) <= 1e-2 * losses[0]  # A thousand steps magnify rounding.
+assert abs(loss - losses[0]) <= 1e-2 * losses[0]  # Many steps magnify rounding.
 print('files:', *sorted(os.listdir(root / 'four')))
 project.cleanup()
 

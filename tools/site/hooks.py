@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import pathlib
 import re
+import tomllib
 from typing import Any
 
 from mkdocs.structure import files as mkdocs_files
@@ -23,6 +24,13 @@ _ROOT = pathlib.Path(__file__).parents[2]
 _PAGES = {'README.md': 'index.md', 'CONTRIBUTING.md': 'contributing.md'}
 _LINK = re.compile(r'(\[[^\]]*\]\()([^)\s#:]+)((?:#[^)\s]*)?\))')
 _LANGUAGES = {'.py': 'python', '.sh': 'bash', '.yaml': 'yaml', '': 'text'}
+
+
+def on_config(config: Any) -> Any:
+  """Puts the version of the package at the foot of each page."""
+  project = tomllib.loads((_ROOT / 'pyproject.toml').read_text())['project']
+  config.copyright = f'{project["name"]} {project["version"]}'
+  return config
 
 
 def on_files(files: Any, config: Any) -> Any:

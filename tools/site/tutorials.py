@@ -13,6 +13,7 @@ import os
 import pathlib
 import subprocess
 import sys
+from concurrent import futures
 from typing import Any, NamedTuple
 
 _ROOT = pathlib.Path(__file__).parents[2]
@@ -31,9 +32,10 @@ class Cell(NamedTuple):
 
 def Pages() -> dict[str, str]:
   """Returns {path: text} of the pages and notebooks."""
-  pages = {}
-  for path in sorted(_FOLDER.glob('*.py')):
-    cells = Run(path.read_text())
+  paths, pages = sorted(_FOLDER.glob('*.py')), {}
+  with futures.ThreadPoolExecutor(max_workers=2) as pool:
+    runs = list(pool.map(Run, [path.read_text() for path in paths]))
+  for path, cells in zip(paths, runs, strict=True):
     pages[f'tutorials/{path.stem}.md'] = Page(cells, path.stem)
     pages[f'tutorials/{path.stem}.ipynb'] = Notebook(cells)
   return pages
