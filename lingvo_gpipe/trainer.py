@@ -7,6 +7,7 @@ from lingvo_gpipe.cli import binary  # First: it keeps TensorFlow quiet, and see
 
 # isort: split
 import os
+import shlex
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -223,6 +224,7 @@ def _TrainOn(
           profile_steps=profile_steps,
           failures=failures or {},
           experiment_params=experiment_params,
+          command=shlex.join(['trainer', *sys.argv[1:]]),
         ),
       ).Run()
 

@@ -28,6 +28,7 @@ class DatasetPass:
 
   Attributes:
     jobname: name of its directory in the log directory, such as eval_dev.
+    sample: text of examples that the last pass decoded; '' if it decoded none.
   """
 
   def __init__(
@@ -64,7 +65,8 @@ class DatasetPass:
     self.jobname = f'{self._Prefix()}_{name.lower()}'
     self._dir = os.path.join(logdir, self.jobname)
     self._writer: summaries.SummaryWriter | None = None  # Opened with the first result.
-    self._sample = ''  # The last decoded sample, until it is printed.
+    self.sample = ''
+    self._unprinted = ''  # The sample of `WriteSample`, until it is printed.
 
   @classmethod
   def Arguments(
@@ -122,8 +124,8 @@ class DatasetPass:
 
   def PrintSample(self) -> None:
     """Prints the last sample of `WriteSample` once."""
-    print(self._sample, end='', flush=True)
-    self._sample = ''
+    print(self._unprinted, end='', flush=True)
+    self._unprinted = ''
 
   def _Prefix(self) -> str:
     """Returns the prefix of the directory's name."""
@@ -188,15 +190,16 @@ class Evaluation(DatasetPass):
 
   def WriteSample(self, step: int) -> None:
     """Decodes the first example, if the task decodes, and writes the result to TensorBoard."""
-    self._sample = ''
+    self.sample = self._unprinted = ''
     batch = next(self._Batches(), None)
     if batch is None:
       return
     decoded = self._runner.Decode(_FirstRows(batch, 1), self._input)
     for name, (value,) in decoded.items():
       text = _Printable(str(value))
-      self._sample += f'--- {name}\n{text}\n'
+      self.sample += f'--- {name}\n{text}\n'
       self._Summaries().Text(step, f'sample/{name}', summaries.Preformatted(text))
+    self._unprinted = self.sample
     if decoded:
       self._Summaries().Flush()
 

@@ -22,6 +22,9 @@ from lingvo_gpipe.experiment import task as task_lib
 from lingvo_gpipe.input import batches
 from lingvo_gpipe.reporting import progress
 
+# Examples in the sample of a decoding.
+_SAMPLE_SIZE = 3
+
 
 class Decoding(dataset_pass.DatasetPass):
   """Writes the results of the task's `Decode`, and the scores of its `DecodeFinalize`."""
@@ -45,6 +48,7 @@ class Decoding(dataset_pass.DatasetPass):
     # Written first, so that an error in DecodeFinalize loses only the scores.
     tf.io.gfile.makedirs(self._dir)
     files.WriteWhole(path, ''.join(f'{line}\n' for line in lines))
+    self.sample = ''.join(f'{line}\n' for line in lines[:_SAMPLE_SIZE])
     scores = self._runner.task.DecodeFinalize(columns) if rows else {}
     text = progress.FormatMetrics({name: v for name, v in scores.items() if not isinstance(v, str)})
     print(f'{self._name} at step {step}: {len(rows)} examples in {path}  {text}', flush=True)

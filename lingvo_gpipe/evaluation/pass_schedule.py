@@ -181,6 +181,10 @@ class DatasetPasses:
     done = [e for e in self._entries if e.step >= 0]
     return {e.job.jobname: {'step': e.step, 'seconds': e.seconds, 'values': e.values} for e in done}
 
+  def Samples(self) -> dict[str, str]:
+    """Returns {jobname: text of the examples that its last pass decoded}, without empty texts."""
+    return {e.job.jobname: e.job.sample for e in self._entries if e.job.sample}
+
   def Restore(self, state: Mapping[str, Any]) -> None:
     """Restores a state that `State` returned."""
     for e in self._entries:

@@ -14,8 +14,10 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
 
 import tensorflow as tf
 from absl import logging
@@ -24,6 +26,40 @@ from lingvo_gpipe.core import files
 
 # The split of lines about events, which no repeated step writes again.
 FAILURES = 'failures'
+NAME = 'metrics.jsonl'
+
+
+class Record(NamedTuple):
+  """A line; values that are not finite are NaN."""
+
+  step: int
+  time: float
+  split: str
+  values: Mapping[str, float]
+
+
+def Read(path: str) -> Iterator[Record]:
+  """Yields the valid lines of a file; none if it does not exist.
+
+  Raises:
+    OSError: the file cannot be read.
+  """
+  for line in _Read(path).splitlines():
+    if _Key(line) is None:
+      continue
+    record = json.loads(line)
+    step, split = record['step'], record['split']
+    seconds, values = record.get('time'), record.get('values')
+    is_time = isinstance(seconds, int | float) and 0 <= seconds < 1 << 33
+    if is_time and abs(step) < 1 << 53 and isinstance(values, dict):
+      numbers = {name: _Float(value) for name, value in values.items()}
+      yield Record(step, seconds, split, numbers)
+
+
+def _Float(value: object) -> float:
+  if isinstance(value, float | int) and abs(value) <= sys.float_info.max:
+    return float(value)
+  return math.nan
 
 
 class MetricsLog:

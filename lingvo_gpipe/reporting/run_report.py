@@ -21,6 +21,7 @@ from lingvo_gpipe.core import files
 from lingvo_gpipe.reporting import progress
 
 _TEXT, _JSON = 'report.txt', 'report.json'
+PAGE = 'report.html'  # See `report_page`.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +69,8 @@ class RunReport:
   tasks: Mapping[str, Mapping[str, int]] = dataclasses.field(default_factory=dict)
   failures: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
-  def Text(self) -> str:
-    """Returns the report as human-readable lines."""
+  def Rows(self) -> list[tuple[str, str]]:
+    """Returns the report as pairs of a name and a text."""
     damaged = self.num_damaged_records
     rows = [
       ('model', self.model),
@@ -111,8 +112,13 @@ class RunReport:
       )
     steps = ', '.join(map(str, self.checkpoints)) or 'none'
     rows.append(('checkpoints', f'{steps} in {os.path.join(self.logdir, "train")}'))
-    rows.append(('files', f'params.txt, metrics.jsonl, report.json in {self.logdir}'))
+    rows.append(('files', f'params.txt, metrics.jsonl, report.json, report.html in {self.logdir}'))
     rows.append(('pictures', f'tensorboard --logdir={self.logdir}'))
+    return rows
+
+  def Text(self) -> str:
+    """Returns the report as human-readable lines."""
+    rows = self.Rows()
     width = max(len(name) for name, _ in rows)
     return ''.join(f'{name:{width}}  {text}\n' for name, text in rows)
 
@@ -148,7 +154,7 @@ def Remove(logdir: str) -> None:
   Raises:
     OSError: a file cannot be removed.
   """
-  for name in (_JSON, _TEXT):
+  for name in (_JSON, _TEXT, PAGE):
     path = os.path.join(logdir, name)
     try:
       tf.io.gfile.remove(path)

@@ -7,6 +7,7 @@ Every program keeps its files there:
 <logdir>/model_analysis.txt    every weight, and the stage table
 <logdir>/metrics.jsonl         metrics of training and of its evaluations, one line each
 <logdir>/report.txt, .json     report of the last call of the trainer
+<logdir>/report.html           the same as a page, with curves, stages, samples and profiles
 <logdir>/assets/               files that the input needs, such as its vocabulary
 <logdir>/timeline_<a>_<b>.html  a picture of the schedule in the profiled steps
 <logdir>/train/                checkpoints and TensorBoard events of training, and trainer.lock
@@ -37,6 +38,7 @@ from lingvo_gpipe.evaluation import pass_schedule
 from lingvo_gpipe.experiment import model as model_lib
 from lingvo_gpipe.input import batches as input_batches
 from lingvo_gpipe.learning import multi_learner, nonfinite_steps
+from lingvo_gpipe.pipeline.cutting import cut as cut_lib
 from lingvo_gpipe.reporting import metrics_log, run_report
 from lingvo_gpipe.runners import failure_notes, multi_task_runner, task_batches
 from lingvo_gpipe.training import (
@@ -44,6 +46,7 @@ from lingvo_gpipe.training import (
   evaluations,
   finite_check,
   inspection,
+  run_page,
   run_store,
   step_output,
   step_profiler,
@@ -69,6 +72,7 @@ class RunOptions:
     failures: number of earlier failures of this call, by kind (see `supervisor`).
     experiment_params: the experiment's Params if the model is cut for fewer devices than they say;
       they are written to the log directory and into checkpoints.
+    command: the command line of this call, for the report.
   """
 
   job: str = 'train'
@@ -78,6 +82,7 @@ class RunOptions:
   profile_steps: tuple[int, int] | None = None
   failures: Mapping[str, int] = dataclasses.field(default_factory=dict)
   experiment_params: hyperparams.InstantiableParams | None = None
+  command: str = 'trainer --model=KEY --logdir=DIR'
 
 
 class TrainProgram:
@@ -354,8 +359,10 @@ class TrainProgram:
     # An evaluator that is started now would take the report for the end of this training.
     run_report.Remove(self._logdir)
     # After the checkpoint was restored: if it is another model's, its description stays.
-    cuts = {task_name: runner.cut for task_name, runner in self._runner.task_runners.items()}
-    inspection.WriteDescription(self._logdir, self._params, self._model, cuts)
+    inspection.WriteDescription(self._logdir, self._params, self._model, self._Cuts())
+
+  def _Cuts(self) -> dict[str, cut_lib.Cut]:
+    return {task_name: runner.cut for task_name, runner in self._runner.task_runners.items()}
 
   def _Report(self, end_reason: str) -> None:
     """Prints and writes the results of this call."""
@@ -393,6 +400,9 @@ class TrainProgram:
     )
     print(f'--- run report\n{report.Text()}', end='', flush=True)
     report.Write()
+    run_page.Write(
+      report, self._Cuts(), self._cluster, self._passes.Samples(), self._options.command
+    )
 
   def _NumAccumulated(self, step: int) -> int:
     task = self._model.tasks[self._model.TaskAtStep(step)]
@@ -417,4 +427,4 @@ def RecordFailures(logdir: str, step: int, failures: Mapping[str, int]) -> None:
 
 
 def _MetricsPath(logdir: str) -> str:
-  return os.path.join(logdir, 'metrics.jsonl')
+  return os.path.join(logdir, metrics_log.NAME)

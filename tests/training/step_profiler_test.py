@@ -66,7 +66,7 @@ def _Train(logdir, steps, max_steps=5, epochs=0, num_replicas=1, workers=(), **l
 
 
 def _Pages(logdir):
-  return sorted(path.name for path in logdir.glob('*.html'))
+  return sorted(path.name for path in logdir.glob('timeline*.html'))
 
 
 @pytest.fixture(scope='module')

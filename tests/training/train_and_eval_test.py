@@ -6,6 +6,7 @@ import shutil
 import signal
 import sys
 import types
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -83,6 +84,27 @@ def testEachPassRunsAtItsStepsAndAtTheEnd(straight):
   assert [step for step, _ in scalars['loss']] == [5, 10, 15, 20]
   # All of them in one file, with a sample for each evaluation.
   assert len(list((straight / 'eval_dev').glob('events*'))) == 1
+
+
+def testTheReportPageHasEachPart(straight):
+  text = (straight / 'report.html').read_text()
+  root = ElementTree.fromstring(text.removeprefix('<!DOCTYPE html>'))
+  sections = {s.findtext('h2'): s for s in root.iter('section')}
+  assert list(sections) == [
+    'Summary', 'Command', 'Curves', 'Time, starts and failures', 'Evaluations', 'Stages', 'Memory',
+    'Profile', 'Samples',
+  ]  # fmt: skip
+  figures = {f.findtext('h3'): ''.join(f.itertext()) for f in sections['Curves'].iter('figure')}
+  assert {'loss', 'learning rate', 'examples per second', 'mean'} <= figures.keys()
+  assert all(f'{split}: ' in figures['loss'] for split in ('train', 'eval_dev', 'eval_test'))
+  summary = {row.findtext('th'): row.findtext('td') for row in sections['Summary'].iter('tr')}
+  lines = (straight / 'report.txt').read_text().splitlines()
+  assert lines == [f'{name:11}  {value}' for name, value in summary.items()]
+  samples = [title.text for title in sections['Samples'].iter('h3')]
+  assert samples == ['eval_dev', 'eval_test', 'decode_dev']
+  assert 'start of the trainer' in ''.join(sections['Time, starts and failures'].itertext())
+  assert len(list(sections['Evaluations'].iter('tr'))) == 1 + 4 + 4 + 3
+  assert 'src=' not in text and 'http' not in text.replace('http://www.w3.org/2000/svg', '')
 
 
 def testPassesByTime(tmp_path):
@@ -177,7 +199,13 @@ def testALogDirectoryThatIsNotALocalPath(straight, tmp_path, monkeypatch):
   for folder in ('train', 'eval_dev', 'eval_test'):
     actual, expected = (processes.Scalars(f'{where}/{folder}') for where in (logdir, straight))
     assert actual['loss'][-1] == expected['loss'][-1] and actual['loss'][-1][0] == 20
-  for file in ('params.txt', 'report.txt', 'metrics.jsonl', 'decode_dev/decode-00000020.jsonl'):
+  for file in (
+    'params.txt',
+    'report.html',
+    'report.txt',
+    'metrics.jsonl',
+    'decode_dev/decode-00000020.jsonl',
+  ):
     with tf.io.gfile.GFile(f'{logdir}/{file}') as f:
       assert f.read().count('\n') >= 6
   loaded = tf.saved_model.load(exported.directory)

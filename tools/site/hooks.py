@@ -12,11 +12,12 @@ from __future__ import annotations
 import os
 import pathlib
 import re
+import tomllib
 from typing import Any
 
 from mkdocs.structure import files as mkdocs_files
 
-from tools.site import pictures, reference
+from tools.site import pictures, reference, tutorials
 
 _ROOT = pathlib.Path(__file__).parents[2]
 # Documents outside of docs/, which become pages.
@@ -25,11 +26,18 @@ _LINK = re.compile(r'(\[[^\]]*\]\()([^)\s#:]+)((?:#[^)\s]*)?\))')
 _LANGUAGES = {'.py': 'python', '.sh': 'bash', '.yaml': 'yaml', '': 'text'}
 
 
+def on_config(config: Any) -> Any:
+  """Puts the version of the package at the foot of each page."""
+  project = tomllib.loads((_ROOT / 'pyproject.toml').read_text())['project']
+  config.copyright = f'{project["name"]} {project["version"]}'
+  return config
+
+
 def on_files(files: Any, config: Any) -> Any:
-  """Adds the documents outside of docs/, the generated reference and the pages of linked files."""
+  """Adds the documents outside of docs/, generated pages, and the pages of linked files."""
   pages = {page: (_ROOT / path).read_text() for path, page in _PAGES.items()}
   pages = {page: _FromDocs(text) for page, text in pages.items()}
-  pages |= reference.Pages() | pictures.Pages()
+  pages |= reference.Pages() | pictures.Pages() | tutorials.Pages()
   documents = [file for file in files if file.is_documentation_page()]
   texts = [(file.src_uri, file.content_string) for file in documents] + list(pages.items())
   for path, text in texts:

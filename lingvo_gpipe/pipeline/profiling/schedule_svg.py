@@ -16,6 +16,7 @@ from collections.abc import Iterator
 
 from lingvo_gpipe.pipeline.cost import simulator
 from lingvo_gpipe.pipeline.profiling import timeline_html
+from lingvo_gpipe.pipeline.schedule import actions
 
 # In pixels: left and right margin, height of a row, of its curve, and of the gap below; width of
 # the drawing, and of a letter.
@@ -69,13 +70,20 @@ def _Rect(
     label = str(action.micro_batch)
   rect = (
     f'<rect data-action="{action}" data-device="{device}" x="{x:.2f}" y="{y}" '
-    f'width="{width:.2f}" height="{_ROW}" fill="{timeline_html.COLOURS[action.kind]}" '
-    f'fill-opacity="{opacity:g}" stroke="#fff" stroke-width="0.5">'
+    f'width="{width:.2f}" height="{_ROW}" fill="{_Pale(action.kind, opacity)}" stroke="#fff" '
+    f'stroke-width="0.5">'
     f'<title>{action} {span.part}: {span.start:g} to {span.end:g}</title></rect>'
   )
   if width < _LETTER * len(label):
     return rect
   return f'{rect}<text x="{x + width / 2:.2f}" y="{y + 15}" text-anchor="middle">{label}</text>'
+
+
+def _Pale(kind: actions.Kind, opacity: float) -> str:
+  """Returns a kind's colour mixed with white: transparent, it would be too dark on dark pages."""
+  colour = timeline_html.COLOURS[kind]
+  parts = (255 - opacity * (255 - int(colour[i : i + 2], 16)) for i in (1, 3, 5))
+  return '#' + ''.join(f'{round(part):02x}' for part in parts)
 
 
 def _Held(result: simulator.Result, device: int) -> Iterator[tuple[float, int]]:

@@ -42,6 +42,10 @@ body { font: 14px sans-serif; margin: 1.5em; color: #222; background: #fff; }
 h2 { font-size: 15px; margin: 1.5em 0 0.3em; }
 svg { display: block; } svg text { font: 11px sans-serif; fill: #222; }
 .simulated, .recompute { opacity: 0.55; } line { stroke: #ddd; }
+@media (prefers-color-scheme: dark) {
+body { color: #ddd; background: #222; } svg text { fill: #ddd; } line { stroke: #555; }
+rect.simulated, rect.recompute { opacity: 0.8; } }
+svg rect + text { fill: #222; }
 table { border-collapse: collapse; margin-top: 1.5em; }
 td, th { padding: 2px 12px; text-align: right; }
 """.strip()
