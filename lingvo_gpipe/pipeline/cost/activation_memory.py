@@ -55,9 +55,12 @@ class Change(NamedTuple):
 
 
 def Changes(work: step_work.StepWork) -> Iterator[tuple[int, actions.Action, Change]]:
-  """Yields (device, action, change) for all actions that compute anything, device by device."""
+  """Yields (device, action, change) for all actions that have work, device by device.
+
+  An O comes where its copy ends and the device has its memory back.
+  """
   for device, row in enumerate(work.schedule.actions):
-    for action in filter(work.Exists, row):
+    for action in actions.WithEndsOfCopies(filter(work.Exists, row)):
       k, m = action.stage, action.micro_batch
       # `stored` is held between F and B, `working` within B.
       stored = working = Part.INPUT
@@ -81,6 +84,8 @@ def Changes(work: step_work.StepWork) -> Iterator[tuple[int, actions.Action, Cha
           Kind.INPUT_GRADIENT: Change(stored, (working, after_input), after_input),
           Kind.WEIGHT_GRADIENT: Change(after_input, (after_input,), Part.NOTHING),
           Kind.FORWARD_BACKWARD: Change(Part.NOTHING, (working,), Part.NOTHING),
+          Kind.OFFLOAD: Change(stored, (stored,), Part.NOTHING),
+          Kind.LOAD: Change(Part.NOTHING, (stored,), stored),
         }[kind],
       )
 
