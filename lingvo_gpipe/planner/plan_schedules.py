@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 
 from lingvo_gpipe.pipeline.cost import stage_memory
+from lingvo_gpipe.pipeline.schedule import offload as offload_lib
 from lingvo_gpipe.pipeline.schedule import schedules
 from lingvo_gpipe.planner import plan_choice
 
@@ -22,12 +23,16 @@ _FILL_DRAIN = ('gpipe', 'fused_fill_drain')
 
 def Get(choice: Choice, num_micro_batches: int) -> schedules.Schedule:
   """Returns the choice's schedule for this number of micro-batches."""
-  return _GetCached(choice.schedule, choice.num_stages, num_micro_batches, choice.num_devices)
+  sizes = choice.num_stages, num_micro_batches, choice.num_devices
+  return _GetCached(choice.schedule, *sizes, choice.offload)
 
 
 @functools.lru_cache(maxsize=64)
-def _GetCached(name: str, num_stages: int, m: int, num_devices: int) -> schedules.Schedule:
-  return schedules.Get(name, num_stages, m, num_devices)
+def _GetCached(
+  name: str, num_stages: int, m: int, num_devices: int, offload: float
+) -> schedules.Schedule:
+  schedule = schedules.Get(name, num_stages, m, num_devices)
+  return offload_lib.WithOffload(schedule, offload)
 
 
 def Prefix(choice: Choice) -> tuple[int, int]:
@@ -38,6 +43,8 @@ def Prefix(choice: Choice) -> tuple[int, int]:
   """
   m, k = choice.num_micro_batches, choice.num_devices
   short, more = (4, 1) if choice.schedule in _FILL_DRAIN else (3 * k, k)
+  if choice.offload:  # As long as copies are few, they may be beside other work.
+    short, more = short * 4, more * 4
   if 2 * m * choice.num_stages <= _MAX_ACTIONS or m <= short + more or not _IsKnown(choice):
     return m, 0
   return short, more
@@ -53,11 +60,13 @@ def HeldAtPeaks(choice: Choice) -> list[tuple[stage_memory.Held, ...]]:
   """Returns `stage_memory.HeldAtPeaks`, extrapolated from two shorter schedules for a long one.
 
   The number of micro-batches that a stage holds grows with each micro-batch, or stays constant
-  after two rounds of K.
+  after two rounds of K; with offload of all that may be, after three.
   """
   m, k = choice.num_micro_batches, choice.num_devices
   grows = choice.schedule in (*_FILL_DRAIN, 'looped_bfs')
   short, more = (4, 1) if grows else (2 * k, k)
+  if choice.offload:
+    return _CountHeld(choice, min(m, 12 * k) if _IsKnown(choice) else m)
   if m <= short + more or not _IsKnown(choice):
     return _CountHeld(choice, m)
   low = _CountHeld(choice, short)
@@ -70,11 +79,11 @@ def HeldAtPeaks(choice: Choice) -> list[tuple[stage_memory.Held, ...]]:
 
 def _CountHeld(choice: Choice, m: int) -> list[tuple[stage_memory.Held, ...]]:
   sizes = choice.num_stages, m, choice.num_devices
-  return _CountHeldCached(choice.schedule, *sizes, choice.remat_policy)
+  return _CountHeldCached(choice.schedule, *sizes, choice.remat_policy, choice.offload)
 
 
 @functools.lru_cache(maxsize=4096)
 def _CountHeldCached(
-  name: str, num_stages: int, m: int, num_devices: int, policy: str
+  name: str, num_stages: int, m: int, num_devices: int, policy: str, offload: float
 ) -> list[tuple[stage_memory.Held, ...]]:
-  return stage_memory.HeldAtPeaks(_GetCached(name, num_stages, m, num_devices), policy)
+  return stage_memory.HeldAtPeaks(_GetCached(name, num_stages, m, num_devices, offload), policy)

@@ -22,6 +22,7 @@ class Times:
   """The times of a choice with its cut, in ticks.
 
   Attributes:
+    sizes: the bytes of activations, if some are offloaded.
     stages: the work of each stage for one micro-batch.
     recompute: the part of `stages` that is recomputation.
     update: the update of each device.
@@ -39,6 +40,15 @@ class Times:
   ) -> None:
     self._choice = choice
     self._occupies_devices = devices.transfers == 'occupy'
+    self._to_host = self.sizes = None
+    if choice.offload:
+      link = devices.to_host
+      if link is None:
+        raise ValueError('a plan with offload needs to_host in the description of the devices')
+      self.sizes = memory.Sizes(ends)
+      self._to_host = simulator.HostLink(
+        link.bandwidth * model_costs.TICK, link.latency / model_costs.TICK
+      )
     ranges = partitioner.StageRanges(ends)
     r, k = choice.grid
     self._owners = owners = choice.stage_to_device
@@ -95,6 +105,7 @@ class Times:
       latency=self._latency,
       transfer_occupies_devices=self._occupies_devices,
       all_reduce=self._all_reduce,
+      host_link=self._to_host,
     )
 
   def Bound(self) -> float:

@@ -131,6 +131,8 @@ class Planner:
     self.devices = devices
     self.global_batch = global_batch
     self.space = space or plan_choice.Space()
+    if devices.to_host is None:
+      self.space = dataclasses.replace(self.space, offloads=(0.0,))
     self._first = stage_work.FirstTrained(costs.trained)
     self._totals: dict[int, plan_bound.Totals] = {}
     self._cuts: dict[tuple, list[int]] = {}
@@ -204,7 +206,7 @@ class Planner:
     """Returns the choices of the space that differ from this one in one respect."""
     num_layers = self.costs.num_layers
     candidates = plan_choice.Choices(self.space, num_layers, choice.grid, self.global_batch)
-    fields = ('schedule', 'remat_policy', 'shard_slots')
+    fields = ('schedule', 'remat_policy', 'shard_slots', 'offload')
 
     def Differences(other: Choice) -> int:
       changed = sum(getattr(other, f) != getattr(choice, f) for f in fields)
@@ -239,7 +241,7 @@ class Planner:
   def _FindFastest(self, choices: Iterable[Choice]) -> Prediction | None:
     """Returns the fastest choice that fits, or None if no choice fits."""
     queue = self._Queue(choices)
-    best: tuple[float, tuple[int, ...], Choice] | None = None
+    best: tuple[float, tuple[float, ...], Choice] | None = None
     while queue:
       bound, rank, is_cut, choice = heapq.heappop(queue)
       # All other bounds are greater. Ignore gains below one part in a million: prefer the simpler
@@ -256,7 +258,9 @@ class Planner:
         best = seconds, rank, choice
     return None if best is None else self.Predict(best[2])
 
-  def _Queue(self, choices: Iterable[Choice]) -> list[tuple[float, tuple[int, ...], bool, Choice]]:
+  def _Queue(
+    self, choices: Iterable[Choice]
+  ) -> list[tuple[float, tuple[float, ...], bool, Choice]]:
     """Returns a heap of (bound in ticks, complexity, whether it is the bound of a cut, choice)."""
     queue = [(_Round(self._Bound(c)), plan_choice.Complexity(c), False, c) for c in choices]
     heapq.heapify(queue)
@@ -359,6 +363,7 @@ class Planner:
         costs,
         remat_policy=choice.remat_policy,
         update_barrier=True,
+        sizes=times.sizes,
         trained=trained,
       ).makespan
 

@@ -74,6 +74,7 @@ def _RandomDevices(rng):
     all_reduce=rng.choice(['collective', 'send']),
     slowdown=rng.choice([1, 1.3]),
     transfers=rng.choice(['overlap', 'occupy']),
+    **rng.choice([{}, {'to_host': {'bandwidth': rng.choice([1e6, 1e9]), 'latency': 1e-4}}]),
   )
 
 
@@ -95,8 +96,8 @@ def testFindsThePlanOfAnExhaustiveSearch(seed):
   result = plans.Search()
   every = [
     planner.Planner(costs, devices, batch, _SPACE).Predict(choice)
-    for grid in plan_choice.Grids(_SPACE, 6, devices.num_devices, batch)
-    for choice in plan_choice.Choices(_SPACE, 6, grid, batch)
+    for grid in plan_choice.Grids(plans.space, 6, devices.num_devices, batch)
+    for choice in plan_choice.Choices(plans.space, 6, grid, batch)
   ]
   assert len(every) == result.num_choices
   fitting = [p for p in every if p.peak_bytes <= devices.memory_bytes]
