@@ -39,12 +39,13 @@ def Prefix(choice: Choice) -> tuple[int, int]:
   """Returns the lengths to simulate: (micro-batches, additional ones in a second simulation).
 
   (M, 0) stands for the whole schedule. A pipeline reaches its steady state after three rounds of K
-  micro-batches. In fill-and-drain schedules each micro-batch adds the same time from the start.
+  micro-batches; with offload, when copies wait for each other, later. In fill-and-drain schedules
+  without offload each micro-batch adds the same time from the start.
   """
   m, k = choice.num_micro_batches, choice.num_devices
   short, more = (4, 1) if choice.schedule in _FILL_DRAIN else (3 * k, k)
-  if choice.offload:  # As long as copies are few, they may be beside other work.
-    short, more = short * 4, more * 4
+  if choice.offload:
+    short, more = 6 * max(k, 2), 2 * max(k, 2)
   if 2 * m * choice.num_stages <= _MAX_ACTIONS or m <= short + more or not _IsKnown(choice):
     return m, 0
   return short, more
@@ -60,7 +61,7 @@ def HeldAtPeaks(choice: Choice) -> list[tuple[stage_memory.Held, ...]]:
   """Returns `stage_memory.HeldAtPeaks`, extrapolated from two shorter schedules for a long one.
 
   The number of micro-batches that a stage holds grows with each micro-batch, or stays constant
-  after two rounds of K; with offload of all that may be, after three.
+  after two rounds of K; with offload it stays constant, if later.
   """
   m, k = choice.num_micro_batches, choice.num_devices
   grows = choice.schedule in (*_FILL_DRAIN, 'looped_bfs')
