@@ -7,7 +7,7 @@ JSON files in tools/devices, and no weight is allocated.
 
 * depth: the paper's Transformer-L with 13 layers per device, one replica, on TPU v3 cores.
 * replicas: pipelines of 8 devices, one per host, from one host to 1024, on H100s.
-* choices: the choices of the planner for some numbers of hosts, on H100s.
+* choices: the choices of the planner for some numbers of hosts, on H100s, without offload.
 """
 
 from __future__ import annotations
@@ -112,7 +112,8 @@ def Chosen(name: str, costs: model_costs.ModelCosts, batch: int) -> Iterator[str
   yield f'{name}, a batch of {batch}, H100: chosen'
   yield f'{_Head("hosts")}  schedule'
   for hosts in _CHOSEN_HOSTS:
-    plans = planner.Planner(costs, Devices('h100', 8 * hosts), batch)
+    space = plan_choice.Space(offloads=(0.0,))
+    plans = planner.Planner(costs, Devices('h100', 8 * hosts), batch, space)
     best = plans.Search(1).best
     if best is None:
       yield f'{hosts:>9} nothing fits'

@@ -103,6 +103,39 @@ def testGradientsAreBitEqual(name, policy, k, v, m, xla):
     np.testing.assert_array_equal(gradient, other_gradients[path], err_msg=path)
 
 
+def _Cut(**options):
+  layer = linear.ProjectionLayer.Params().Set(input_dim=_DIM, output_dim=_DIM)
+  stack = stacks.MakeStack([layer] * 4, num_stages=2, num_micro_batches=6, **options)
+  return stack.MakeCut(tf.TensorSpec([12, _DIM]))
+
+
+@pytest.mark.parametrize('policy', ['none', 'stage'])
+def testTheCutPredictsLessMemory(policy):
+  plain, half, full = (_Cut(remat_policy=policy, offload=share) for share in (0.0, 0.5, 1.0))
+  assert plain.ends == half.ends == full.ends
+  of_stage = [[cut.memory[k].activations for cut in (plain, half, full)] for k in range(2)]
+  for before, less, least in of_stage:
+    assert before > less > least
+  assert 'offload: 6 times' in half.Table() and 'offload' not in plain.Table()
+  # A limit that only offload keeps.
+  limit = {'remat_policy': policy, 'memory_limit': full.memory[0].total}
+  assert _Cut(**limit, offload=1.0).ends == full.ends
+  with pytest.raises(ValueError, match='memory_limit'):
+    _Cut(**limit)
+
+
+def testAScheduleMayHaveCopiesOfItsOwn():
+  text = '0F0,0O0,0F1,0F2,0F3,0B3,0L0,0B2,0B1,0B0\n1F0,1F1,1F2,1F3,1B3,1B2,1B1,1B0'
+  schedule = schedules.Schedule.FromText(text)
+  layer = linear.ProjectionLayer.Params().Set(input_dim=_DIM, output_dim=_DIM)
+  options = {'num_stages': 2, 'num_micro_batches': 4, 'schedule': schedule}
+  x, side = tf.ones([8, _DIM], tf.float64), stacks.ExampleWeights(8)
+  actual = stacks.Train(stacks.MakeStack([layer] * 2, **options), (x,), side)
+  stacks.CheckEqual(actual, stacks.Reference([layer] * 2, 4, (x,), side))
+  with pytest.raises(ValueError, match='offload.*has copies'):
+    stacks.MakeStack([layer] * 2, **options, offload=0.5)
+
+
 def testTheHostIsThatOfTheDevice():
   assert host_copies.HostOf('/device:GPU:3') == '/device:CPU:0'
   worker = '/job:worker/replica:0/task:5'
