@@ -56,7 +56,7 @@ class Devices:
     memory_bandwidth: bytes per second between a device and its memory.
     all_reduce: the way to add gradients over replicas, one of `ALL_REDUCES`.
     transfers: whether transfers between stages take the devices' time, one of `TRANSFERS`.
-    to_host: the link between a device and the memory of its host; None: the planner does not use it.
+    to_host: the link between a device and the memory of its host; None: no plan offloads.
     slowdown: the time of a layer while all devices of its host are busy, relative to its time
       alone; devices share memory, caches and threads.
     name: the devices' name.

@@ -159,10 +159,9 @@ class Cut:
       f'{self.weights.slots_per_weight:g} optimizer slots each; activations at their peak',
     ]
     if offloaded := self.schedule.offloaded:
-      stages = {stage for stage, _ in offloaded}
       lines.append(
-        f'offload: {len(offloaded)} times a step the activations of a micro-batch go to the host and '
-        f'come back, in {len(stages)} stages; the times are without the copies'
+        f'offload: {len(offloaded)} times a step the activations of a micro-batch go to the host '
+        f'and come back, in {len(dict(offloaded))} stages; the times are without the copies'
       )
     if in_time:
       lines.append('ms: measured, forward and backward of a micro-batch without recomputation')

@@ -296,8 +296,10 @@ class Schedule:
             f'device {device}: {fused}: only the last stage, {self.num_stages - 1}, holds the loss '
             'and can run forward and backward in one action'
           )
-        complete = _COMPLETE_FORWARD_ONLY if self.forward_only else _COMPLETE
-        if not kinds.isdisjoint(actions.COPIES):
+        complete: tuple[frozenset[Kind], ...] = _COMPLETE
+        if self.forward_only:
+          complete = _COMPLETE_FORWARD_ONLY
+        elif not kinds.isdisjoint(actions.COPIES):
           complete = _COMPLETE_WITH_COPIES
         if kinds in complete:
           continue

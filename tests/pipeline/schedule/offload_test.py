@@ -37,12 +37,28 @@ def testAnyScheduleTakesCopies(name):
     assert changed.ToText(for_torch=True) == plain.ToText(for_torch=True)
     assert changed.name == plain.name
     pairs = zip(changed.DevicePeakActivations(), plain.DevicePeakActivations(), strict=True)
-    for (now, before), copies, row in zip(
-      pairs, _NumCopies(changed), plain.actions, strict=True
-    ):
+    for (now, before), copies, row in zip(pairs, _NumCopies(changed), plain.actions, strict=True):
       assert copies <= share * len({(a.stage, a.micro_batch) for a in row})
       # No copy is for nothing.
       assert now < before if copies else now == before
+
+
+def testCopiesBackMayBeginEarlier():
+  plain = schedules.Get('1f1b', 8, 12)
+  held = []
+  for ahead in (1, 2, 3):
+    schedule = offload.WithOffload(plain, ahead=ahead).Validate()
+    held.append(schedule.PeakActivations()[0])
+    for row in schedule.actions:
+      computations = [a for a in row if a.kind not in actions.COPIES]
+      for position, action in enumerate(row):
+        if action.kind is Kind.LOAD:
+          backward = computations.index(
+            actions.Action(action.stage, Kind.BACKWARD, action.micro_batch)
+          )
+          before = [a for a in row[:position] if a.kind not in actions.COPIES]
+          assert backward - len(before) == ahead
+  assert held[0] < held[1] < held[2] < plain.PeakActivations()[0]
 
 
 def testMoreOffloadNeverHoldsMore():
@@ -100,6 +116,12 @@ def testWithoutAShareNothingChanges():
 def testAShareIsFromZeroToOne(share):
   with pytest.raises(ValueError, match=f'offload: .*{share}'):
     offload.WithOffload(schedules.Get('gpipe', 2, 4), share)
+
+
+@pytest.mark.parametrize('ahead', [0, 1.5])
+def testACopyBackIsAhead(ahead):
+  with pytest.raises(ValueError, match=f'offload: .*ahead.*{ahead}'):
+    offload.WithOffload(schedules.Get('gpipe', 2, 4), ahead=ahead)
 
 
 def testCopiesAreAddedOnce():
