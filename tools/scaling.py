@@ -36,7 +36,7 @@ _TRANSFORMER, _AMOEBANET = 'lm.one_billion_wds.Transformer3', 'image.imagenet.Am
 _LAYER = 2
 _HOSTS = (1, 4, 16, 64, 256, 1024)
 _CHOSEN_HOSTS = (1, 16, 256, 1024)
-# K devices with so many layers each, M micro-batches of one example of so many positions.
+# For each device a number of layers, and M micro-batches of one example.
 _OFFLOAD = {'num_devices': 8, 'layers': 4, 'num_micro_batches': 32, 'length': 4096}
 
 

@@ -275,11 +275,12 @@ class Emission:
     self._Call(s, m, functions.WeightGradient, sinks, residuals, dy, for_weights)
 
   def _Offload(self, s: stage_lib.Stage, m: int) -> None:
-    self._SetKept(s, m, self._copies.Offload(self._Kept(s, m), s.device, self._walk.Before(s)))
-    self._walk.Offloaded(s, self._Kept(s, m))
+    on_host = self._copies.Offload(self._Waiting(s, m), s.device, self._walk.Before(s))
+    self._walk.Offloaded(s, on_host)
+    self._SetWaiting(s, m, on_host)
 
   def _Load(self, s: stage_lib.Stage, m: int) -> None:
-    self._SetKept(s, m, self._copies.Load(self._Kept(s, m), s.device, self._walk.Before(s)))
+    self._SetWaiting(s, m, self._copies.Load(self._Waiting(s, m), s.device, self._walk.Before(s)))
 
   # ---- parts of an action ------------------------------------------------------------------------
 
@@ -306,12 +307,12 @@ class Emission:
     self._walk.Done(s, result)
     return result
 
-  def _Kept(self, s: stage_lib.Stage, m: int) -> Any:
+  def _Waiting(self, s: stage_lib.Stage, m: int) -> Any:
     """Returns all tensors of a micro-batch that wait for its backward: x and the residuals."""
     return self._x[s.index, m], self._residuals[s.index, m]
 
-  def _SetKept(self, s: stage_lib.Stage, m: int, kept: Any) -> None:
-    self._x[s.index, m], self._residuals[s.index, m] = kept
+  def _SetWaiting(self, s: stage_lib.Stage, m: int, tensors: Any) -> None:
+    self._x[s.index, m], self._residuals[s.index, m] = tensors
 
   def _TakeInput(self, s: stage_lib.Stage, m: int) -> None:
     """Sets x of the stage: the outputs of the stage before, and the skips that end here."""

@@ -268,9 +268,9 @@ def _PeakHeldWithCopies(graph, schedule):
         continue
       offload, on_host, load = copies[device, action.micro_batch]
       assert key in graph.Ancestors(offload)
-      kept = {name for name in graph.nodes[offload].input if not name.startswith('^')}
+      inputs = {name for name in graph.nodes[offload].input if not name.startswith('^')}
       for taker, node in graph.nodes.items():
-        if taker[0] == offload[0] and kept.intersection(node.input) and taker != offload:
+        if taker[0] == offload[0] and inputs.intersection(node.input) and taker != offload:
           assert taker == key or node.op == '_Send', f'{node.name} takes what {action} keeps'
       freed = next(i for i, before in enumerate(ancestors) if on_host in before)
       loaded = max(i for i, key in enumerate(keys) if key in graph.Ancestors(load))
@@ -313,7 +313,7 @@ def testOffloadThatFreesNothingIsCaught(fault, tmp_path, monkeypatch):
   elif fault == 'nothing waits':
     monkeypatch.setattr(emission.Walk, 'Offloaded', lambda *_: None)
   else:
-    monkeypatch.setattr(emission.Emission, '_SetKept', lambda *_: None)
+    monkeypatch.setattr(emission.Emission, '_SetWaiting', lambda *_: None)
   with pytest.raises((AssertionError, KeyError, StopIteration)):
     graph, schedule = _OffloadedStep('gpipe', 'stage', 2, 5, tmp_path)
     assert _PeakHeldWithCopies(graph, schedule) == list(schedule.PeakActivations())

@@ -51,9 +51,9 @@ def testOffloadCostsLittleIfLayersAreLarge(name):
   for row in rows:
     texts = [cell.replace('%', '').split(',') for cell in row.split('|')[2:-1]]
     cells.append([(float(seconds), float(gib)) for seconds, gib in texts])
-  for kept, half, offloaded, two_ahead, recomputed in cells:
-    assert kept[0] == 0 and half[0] <= offloaded[0] and two_ahead[0] <= offloaded[0]
-    assert kept[1] > half[1] > offloaded[1] and offloaded[1] < two_ahead[1]
+  for plain, half, offloaded, two_ahead, recomputed in cells:
+    assert plain[0] == 0 and half[0] <= offloaded[0] and two_ahead[0] <= offloaded[0]
+    assert plain[1] > half[1] > offloaded[1] and offloaded[1] < two_ahead[1]
     assert recomputed[0] > 30
   # The last rows are of the largest layers.
   assert all(offloaded[0] <= 5 for _, _, offloaded, _, _ in cells[-3:])

@@ -301,7 +301,7 @@ def _Play(
   copies: host_links.HostLinks,
   recompute_early: bool,
 ) -> tuple[list[list[Span]], list[list[Span]]]:
-  """Returns the spans of each device, without updates, and those of its copies.
+  """Returns the spans of each device, without updates, and of its copies.
 
   `Walk` yields an action after its dependencies, so one pass suffices: when an action's turn comes,
   `clock` has the time from which its device is free and `links` the arrival of its input.
