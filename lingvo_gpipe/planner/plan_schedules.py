@@ -57,6 +57,24 @@ def _IsKnown(choice: Choice) -> bool:
   return choice.schedule in (*named, *_FILL_DRAIN)
 
 
+def NumOffloaded(choice: Choice) -> list[float]:
+  """Returns for each stage the number of micro-batches that are offloaded in a step."""
+  m = choice.num_micro_batches
+  short, more = Prefix(choice)
+  counts = _CountOffloaded(choice, short)
+  if short < m:
+    pairs = zip(counts, _CountOffloaded(choice, short + more), strict=True)
+    counts = [a + (m - short) / more * (b - a) for a, b in pairs]
+  return counts
+
+
+def _CountOffloaded(choice: Choice, m: int) -> list[float]:
+  counts = [0.0] * choice.num_stages
+  for stage, _ in Get(choice, m).offloaded:
+    counts[stage] += 1
+  return counts
+
+
 def HeldAtPeaks(choice: Choice) -> list[tuple[stage_memory.Held, ...]]:
   """Returns `stage_memory.HeldAtPeaks`, extrapolated from two shorter schedules for a long one.
 
@@ -67,7 +85,7 @@ def HeldAtPeaks(choice: Choice) -> list[tuple[stage_memory.Held, ...]]:
   grows = choice.schedule in (*_FILL_DRAIN, 'looped_bfs')
   short, more = (4, 1) if grows else (2 * k, k)
   if choice.offload:
-    return _CountHeld(choice, min(m, 12 * k) if _IsKnown(choice) else m)
+    return _CountHeld(choice, min(m, 3 * max(k, 2)) if _IsKnown(choice) else m)
   if m <= short + more or not _IsKnown(choice):
     return _CountHeld(choice, m)
   low = _CountHeld(choice, short)

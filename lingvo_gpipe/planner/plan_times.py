@@ -9,8 +9,15 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from lingvo_gpipe.pipeline.cost import partitioner, simulator, stage_memory, stage_work
-from lingvo_gpipe.planner import device_description, model_costs, plan_choice
+from lingvo_gpipe.pipeline.cost import (
+  activation_memory,
+  partitioner,
+  simulator,
+  stage_memory,
+  stage_work,
+)
+from lingvo_gpipe.pipeline.schedule import step_work
+from lingvo_gpipe.planner import device_description, model_costs, plan_choice, plan_schedules
 
 Choice = plan_choice.Choice
 
@@ -39,8 +46,10 @@ class Times:
     memory: stage_memory.StageMemory,
   ) -> None:
     self._choice = choice
+    self._owners = owners = choice.stage_to_device
     self._occupies_devices = devices.transfers == 'occupy'
     self._to_host = self.sizes = None
+    self._copies = 0.0
     if choice.offload:
       link = devices.to_host
       if link is None:
@@ -49,9 +58,9 @@ class Times:
       self._to_host = simulator.HostLink(
         link.bandwidth * model_costs.TICK, link.latency / model_costs.TICK
       )
+      self._copies = self._LeastCopies(costs, ends)
     ranges = partitioner.StageRanges(ends)
     r, k = choice.grid
-    self._owners = owners = choice.stage_to_device
     slowdown = devices.Slowdown(r * k)
     alone = stage_work.SimulatorCosts(work, ends)
     slowed: dict[str, Any] = {name: [slowdown * t for t in getattr(alone, name)] for name in _PARTS}
@@ -111,7 +120,7 @@ class Times:
   def Bound(self) -> float:
     """Returns a lower bound of the time of a step with this cut; see `plan_bound.BoundStep`."""
     k, m = self._choice.num_devices, self._choice.num_micro_batches
-    bound = m * max(self._transfer, default=0.0)
+    bound = max(m * max(self._transfer, default=0.0), self._copies)
     before = 0.0
     for d in range(k):
       work = sum(t for t, owner in zip(self.stages, self._owners, strict=True) if owner == d)
@@ -126,6 +135,20 @@ class Times:
       # The first stage ends last, and its gradients are added after that.
       bound += self._all_reduce[0]
     return bound + max(self.update) + self.after
+
+  def _LeastCopies(self, costs: model_costs.ModelCosts, ends: Sequence[int]) -> float:
+    """Returns the time of all copies of the device that has the most, in one direction."""
+    assert self._to_host is not None and self.sizes is not None
+    trained = [any(costs.trained[a:b]) for a, b in partitioner.StageRanges(ends)]
+    # Of the first micro-batch, than which no other one has less.
+    one = plan_schedules.Get(self._choice, self._choice.num_devices)
+    work = step_work.StepWork(one, self._choice.remat_policy, trained)
+    num_bytes = activation_memory.StoredBytes(work, self.sizes, [1] * one.num_micro_batches)
+    totals = [0.0] * self._choice.num_devices
+    for stage, count in enumerate(plan_schedules.NumOffloaded(self._choice)):
+      if work.HasBackward(stage):
+        totals[self._owners[stage]] += count * num_bytes(stage, 0)
+    return max(totals) / self._to_host.bandwidth
 
 
 def ReduceSeconds(

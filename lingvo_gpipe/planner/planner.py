@@ -232,6 +232,8 @@ class Planner:
       bound, rank, is_cut, choice = heapq.heappop(queue)
       if is_cut:
         return Cell(choice, bound * model_costs.TICK, least)
+      if self._IsPointless(choice):
+        continue
       fitted = self._Fit(choice)
       least = min(least, max(fitted.memory))
       if fitted.fits:
@@ -249,6 +251,8 @@ class Planner:
       if best is not None and bound * model_costs.TICK >= best[0] * (1 - 1e-6):
         break
       if not is_cut:
+        if self._IsPointless(choice):
+          continue
         fitted = self._Fit(choice)
         if fitted.fits:
           heapq.heappush(queue, (_Round(max(bound, fitted.bound)), rank, True, choice))
@@ -257,6 +261,13 @@ class Planner:
       if best is None or seconds < best[0] * (1 - 1e-6):
         best = seconds, rank, choice
     return None if best is None else self.Predict(best[2])
+
+  def _IsPointless(self, choice: Choice) -> bool:
+    """Whether the choice offloads although its best cut fits without."""
+    if not choice.offload:
+      return False
+    plain = self._Fit(dataclasses.replace(choice, offload=0.0))
+    return plain.fits and plain.ends == self._Cut(plain.choice)
 
   def _Queue(
     self, choices: Iterable[Choice]
