@@ -141,9 +141,9 @@ class Times:
     assert self._to_host is not None and self.sizes is not None
     trained = [any(costs.trained[a:b]) for a, b in partitioner.StageRanges(ends)]
     # Of the first micro-batch, than which no other one has less.
-    one = plan_schedules.Get(self._choice, self._choice.num_devices)
-    work = step_work.StepWork(one, self._choice.remat_policy, trained)
-    num_bytes = activation_memory.StoredBytes(work, self.sizes, [1] * one.num_micro_batches)
+    schedule = plan_schedules.Get(self._choice, self._choice.num_devices)
+    work = step_work.StepWork(schedule, self._choice.remat_policy, trained)
+    num_bytes = activation_memory.StoredBytes(work, self.sizes, [1] * schedule.num_micro_batches)
     totals = [0.0] * self._choice.num_devices
     for stage, count in enumerate(plan_schedules.NumOffloaded(self._choice)):
       if work.HasBackward(stage):
