@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies of tensors to the memory of the host and back, for the actions O and L of a schedule.
 
-    device   F ──> [O] ─┐                               ┌──> B
-    host                └──> [O] ──held──> [L] ─────────┘
-                              after F       after an earlier action of the device
+    device   F ──> [O] ─┐                 ┌──> B
+    host                └──> [O] ──> [L] ─┘        L waits for an earlier action of the device
 
 Each box is a call of a function that returns its arguments. TensorFlow sends a result to another
 device as soon as it exists, so the box L on the host keeps the tensors from going back at once. The
@@ -21,11 +20,6 @@ import tensorflow as tf
 from lingvo_gpipe.pipeline.stages import leaves, stage_math
 
 
-def HostOf(device: str) -> str:
-  """Returns the name of the device for tensors in the memory of the host of a device."""
-  return tf.DeviceSpec.from_string(device).replace(device_type='CPU', device_index=0).to_string()
-
-
 class HostCopies:
   """The functions that move tensors between devices and hosts; traced once for each kind of nest.
 
@@ -40,7 +34,10 @@ class HostCopies:
 
   def HostOf(self, device: str) -> str:
     """Returns the device that stands for the memory of the host of a device."""
-    return self.host_device or HostOf(device)
+    if self.host_device is not None:
+      return self.host_device
+    spec = tf.DeviceSpec.from_string(device)
+    return spec.replace(device_type='CPU', device_index=0).to_string()
 
   def Offload(self, nest: Any, device: str, after: Sequence[tf.Tensor]) -> Any:
     """Returns the nest of tensors in the memory of the device's host.

@@ -110,8 +110,8 @@ class PipeliningLayer(base_layer.BaseLayer):
       'offload',
       0.0,
       'Greatest share of the stages and micro-batches of a device whose activations wait for '
-      'backward in the memory of the host; those that lower its peak. 0: none, and a Schedule has '
-      'copies of its own.',
+      'backward in the memory of the host; only those that lower its peak do. 0: none, '
+      'unless a Schedule has copies.',
       domain.Number(0, 1),
     )
     p.Define(

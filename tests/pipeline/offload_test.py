@@ -137,9 +137,10 @@ def testAScheduleMayHaveCopiesOfItsOwn():
 
 
 def testTheHostIsThatOfTheDevice():
-  assert host_copies.HostOf('/device:GPU:3') == '/device:CPU:0'
+  copies = host_copies.HostCopies()
+  assert copies.HostOf('/device:GPU:3') == '/device:CPU:0'
   worker = '/job:worker/replica:0/task:5'
-  assert host_copies.HostOf(f'{worker}/device:GPU:1') == f'{worker}/device:CPU:0'
+  assert copies.HostOf(f'{worker}/device:GPU:1') == f'{worker}/device:CPU:0'
 
 
 if __name__ == '__main__':
