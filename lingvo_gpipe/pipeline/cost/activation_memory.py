@@ -22,9 +22,10 @@ class ActivationSizes:
   Attributes:
     stage_input: the input of each stage.
     inner: everything else that a stage keeps from its forward pass for its backward pass.
-    layer_inputs: the inputs of a stage's layers except the first (kept under policy `layer`).
+    layer_inputs: the inputs of a stage's layers except the first (kept under policy `layer`); under
+      a `ByLayer` with the rest that its layers keep.
     largest_layer: the inner activations of a stage's largest layer (held within a backward under
-      policy `layer`).
+      policy `layer`); under a `ByLayer` the most that backward of a layer computes again.
     weight_part: the part of the activations that W needs after I; None: all of them.
   """
 
@@ -88,8 +89,9 @@ def _StoredAndWorking(work: step_work.StepWork, stage: int, micro_batch: int) ->
     return Part.INPUT, Part.INPUT
   if not work.RunsAgain(stage, micro_batch):
     return Part.EVERYTHING, Part.EVERYTHING
-  if work.GoesByLayer(stage, micro_batch):
-    return Part.LAYER_INPUTS, Part.ONE_LAYER
+  if work.KeepsLayers(stage, micro_batch):
+    by_layer = work.GoesByLayer(stage, micro_batch)
+    return Part.LAYER_INPUTS, Part.ONE_LAYER if by_layer else Part.EVERYTHING
   return Part.INPUT, Part.EVERYTHING
 
 
@@ -141,10 +143,10 @@ def Peaks(
 def _PartBytes(work: step_work.StepWork, sizes: ActivationSizes) -> list[dict[Part, float]]:
   """Returns for each stage the bytes of each part; raises ValueError as `Peaks` does."""
   schedule = work.schedule
-  goes_by_layer = any(
-    work.GoesByLayer(a.stage, a.micro_batch) for row in schedule.actions for a in row
+  keeps_layers = any(
+    work.KeepsLayers(a.stage, a.micro_batch) for row in schedule.actions for a in row
   )
-  if goes_by_layer and (sizes.layer_inputs is None or sizes.largest_layer is None):
+  if keeps_layers and (sizes.layer_inputs is None or sizes.largest_layer is None):
     raise ValueError("remat_policy 'layer' needs sizes.layer_inputs and sizes.largest_layer")
 
   def Read(name: str) -> tuple[float, ...]:

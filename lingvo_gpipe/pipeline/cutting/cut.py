@@ -4,12 +4,19 @@
 from __future__ import annotations
 
 import dataclasses
+import fractions
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from lingvo_gpipe.core import base_layer, text_table
-from lingvo_gpipe.pipeline.cost import partitioner, simulator, stage_memory, stage_work
+from lingvo_gpipe.pipeline.cost import (
+  partitioner,
+  recomputation,
+  simulator,
+  stage_memory,
+  stage_work,
+)
 from lingvo_gpipe.pipeline.cutting import cut_table, layer_costs, layer_profile
 from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules
 
@@ -60,10 +67,14 @@ class Cut:
     schedule: the training schedule.
     by: the cost that the cut balances, one of `COSTS`.
     num_params: number of trained weights; tied weights count once.
-    remat_policy: the re-materialisation policy.
+    remat_policy: the re-materialisation policy; `auto` stands for `choices`.
     work: F, I and W of each layer, in the unit of `by`: FLOPs, weights or seconds.
     weights: the weights that are trained, and their optimizer slots.
     make_memory: traces the layers for the sizes of their activations.
+    choices: under `auto`, for each stage what it recomputes and the activations that it then holds;
+      else empty.
+    again: under `auto`, for each stage the work of a step that is computed again, in the unit of
+      `work`.
   """
 
   layers: tuple[layer_costs.LayerCost, ...]
@@ -76,6 +87,13 @@ class Cut:
   work: tuple[stage_work.LayerWork, ...]
   weights: layer_costs.Weights
   make_memory: Callable[[], stage_memory.StageMemory]
+  choices: tuple[recomputation.Choice, ...] = ()
+  again: tuple[fractions.Fraction, ...] = ()
+
+  @property
+  def policy(self) -> rematerialisation.Policy:
+    """The policy as the engine takes it."""
+    return [choice.policy for choice in self.choices] or self.remat_policy
 
   @property
   def num_micro_batches(self) -> int:
@@ -105,11 +123,15 @@ class Cut:
     if not any(w.forward for w in work):  # No layer has a cost: simulate equal layers.
       work = stage_work.FromForward([1] * len(work), [w.is_trained for w in work])
     costs = stage_work.SimulatorCosts(work, self.ends)
+    if self.again:
+      counts = stage_work.Recomputations(self.schedule, self.policy)
+      again = [float(x / max(n, 1)) for x, n in zip(self.again, counts, strict=True)]
+      costs = dataclasses.replace(costs, recompute=again)
     trained = [
       any(w.is_trained for w in work[start:end])
       for start, end in partitioner.StageRanges(self.ends)
     ]
-    return simulator.Simulate(self.schedule, costs, remat_policy=self.remat_policy, trained=trained)
+    return simulator.Simulate(self.schedule, costs, remat_policy=self.policy, trained=trained)
 
   @property
   def bubble(self) -> float:
@@ -118,8 +140,12 @@ class Cut:
 
   @property
   def speed_up(self) -> float:
-    """The speed relative to one device with the same policy and M, from `simulated`."""
-    one_device = stage_work.OneDevice(self.work, self.num_micro_batches, self.remat_policy)
+    """The speed relative to one device with the same policy and M, from `simulated`.
+
+    Under `auto` one device, which would need the memory of all, is taken to recompute nothing.
+    """
+    policy = 'none' if self.choices else self.remat_policy
+    one_device = stage_work.OneDevice(self.work, self.num_micro_batches, policy)
     return one_device / self.simulated.makespan if one_device else float(self.num_devices)
 
   @functools.cached_property
@@ -127,7 +153,10 @@ class Cut:
     """The predicted peak memory of each stage."""
     memory = self.make_memory()
     return tuple(
-      StageBytes(memory.State(s.start, s.end), memory.Activations(k, s.start, s.end))
+      StageBytes(
+        memory.State(s.start, s.end),
+        self.choices[k].activations if self.choices else memory.Activations(k, s.start, s.end),
+      )
       for k, s in enumerate(self.stages)
     )
 
@@ -183,6 +212,7 @@ class Cut:
       idle=self.simulated.bubble[self.schedule.stage_to_device[stage]],
       state_bytes=memory.state,
       activation_bytes=memory.activations,
+      recomputes=str(self.choices[stage].policy) if self.choices else '',
       device=device,
     )
 
@@ -215,7 +245,8 @@ def MakeCut(
     by: the cost to balance: 'flops', 'params' or 'time'. Times are measured on `device`; a cut by
       hand measures nothing.
     num_params: number of trained weights; None: the sum over the layers.
-    remat_policy: one of `rematerialisation.POLICIES`.
+    remat_policy: one of `rematerialisation.POLICIES`, or `auto`: each stage recomputes the least
+      that keeps the memory limit, and the cut follows from that.
     xla: whether XLA compiles the stages.
     weights: the weights that are trained; by default all of them, with two optimizer slots each.
     memory_limit: the most bytes that the stages of one device may need, as `stage_memory` predicts;
@@ -245,26 +276,50 @@ def MakeCut(
     forward = [cost.flops if by == 'flops' else cost.num_params for cost in costs]
     work = stage_work.FromForward(forward, trained)
 
+  if remat_policy == rematerialisation.AUTO and not memory_limit:
+    remat_policy = 'none'
+  has_choices = remat_policy == rematerialisation.AUTO
+  one_policy = 'none' if has_choices else remat_policy
+
+  @functools.cache
+  def Bytes() -> list[stage_memory.LayerBytes]:
+    return measured.Bytes(weights, xla, with_options=has_choices)
+
   @functools.cache
   def Memory() -> stage_memory.StageMemory:
-    sizes = measured.Bytes(weights, xla)
-    return stage_memory.StageMemory(sizes, schedule, remat_policy, stage_work.FirstTrained(trained))
+    first = stage_work.FirstTrained(trained)
+    return stage_memory.StageMemory(Bytes(), schedule, one_policy, first)
+
+  chooser: recomputation.Chooser | None = None
+  if has_choices:
+    chooser = recomputation.Chooser(Bytes(), work, schedule, memory_limit)
 
   ends: Sequence[int] | None = splits
   exceeds_limit = False
   if not splits:
-    stage_costs = stage_work.CutCosts(work, schedule, remat_policy)
-    ends = partitioner.PartitionStages(
-      stage_costs, Memory().Rooms(memory_limit) if memory_limit else None
-    )
+    stage_costs = stage_work.CutCosts(work, schedule, one_policy)
+    if chooser is not None:
+      ends = chooser.Partition()
+    else:
+      ends = partitioner.PartitionStages(
+        stage_costs, Memory().Rooms(memory_limit) if memory_limit else None
+      )
     exceeds_limit = ends is None
     if exceeds_limit:  # The error message describes the best cut without the limit.
       ends = partitioner.PartitionStages(stage_costs)
   assert ends, 'Without a memory limit there is always a cut.'
+  choices: tuple[recomputation.Choice, ...] = ()
+  again: tuple[fractions.Fraction, ...] = ()
+  if chooser is not None:
+    choices = tuple(
+      chooser.Choose(k, start, end) or chooser.Least(k, start, end)
+      for k, (start, end) in enumerate(partitioner.StageRanges(ends))
+    )
+    again = tuple(choice.again * chooser.unit for choice in choices)
   cut = Cut(
     layers=costs,
     ends=tuple(ends),
-    stages=_Stages(costs, work, ends, schedule, remat_policy),
+    stages=_Stages(costs, work, ends, schedule, remat_policy, again),
     schedule=schedule,
     by=by,
     num_params=sum(c.num_params for c in costs) if num_params is None else num_params,
@@ -272,6 +327,8 @@ def MakeCut(
     work=work,
     weights=weights,
     make_memory=Memory,
+    choices=choices,
+    again=again,
   )
   if memory_limit and (splits or exceeds_limit):
     _CheckMemory(cut, memory_limit, prefix, by_hand=bool(splits))
@@ -283,7 +340,8 @@ def _CheckArguments(
 ) -> None:
   if by not in COSTS:
     raise ValueError(f'unknown cost {by!r} to partition by; expected one of {", ".join(COSTS)}')
-  rematerialisation.CheckPolicy(remat_policy)
+  if remat_policy != rematerialisation.AUTO:
+    rematerialisation.CheckPolicy(remat_policy)
   partitioner.CheckNumStages(num_stages, num_layers)
   if not splits:
     return
@@ -301,9 +359,12 @@ def _Stages(
   ends: Sequence[int],
   schedule: schedules.Schedule,
   remat_policy: str,
+  again: Sequence[fractions.Fraction],
 ) -> tuple[StageCut, ...]:
   ranges = partitioner.StageRanges(ends)
-  busy = stage_work.StageCosts(work, ends, schedule, remat_policy)
+  busy = stage_work.StageCosts(work, ends, schedule, 'none' if again else remat_policy)
+  if again:
+    busy = [cost + x for cost, x in zip(busy, again, strict=True)]
   total = sum(busy)
   stages = []
   for (start, end), stage_busy in zip(ranges, busy, strict=True):
