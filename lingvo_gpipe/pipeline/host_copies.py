@@ -63,8 +63,7 @@ class HostCopies:
     tensors = {id(t): t for t in leaves.Tensors(nest)}
     key = leaves.TraceKey(list(tensors.values()))
     if key not in self._functions:
-      options = stage_math.FunctionOptions(xla=False)
-      self._functions[key] = tf.function(_Identities, **options)
+      self._functions[key] = stage_math.Traced(_Identities, xla=False)
     passed = dict(zip(tensors, self._functions[key](list(tensors.values())), strict=True))
     return tf.nest.map_structure(lambda t: None if t is None else passed[id(t)], nest)
 

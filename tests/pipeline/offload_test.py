@@ -10,7 +10,7 @@ import tensorflow as tf
 from lingvo_gpipe.core import base_layer, weight_params
 from lingvo_gpipe.layers import dropout, linear, skip
 from lingvo_gpipe.pipeline import host_copies
-from lingvo_gpipe.pipeline.schedule import schedules
+from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules
 from tests.toys import stacks
 
 _DIM, _VOCAB = 4, 6
@@ -83,14 +83,20 @@ def _Gradients(stack, inputs, side):
     ('interleaved_1f1b', 'none', 2, 2, 4, False),
     ('zb_h1', 'none', 4, 1, 6, False),
     ('zb_h1', 'stage', 4, 1, 6, False),
+    ('gpipe', 'by layer', 2, 1, 5, False),
   ],
 )
 def testGradientsAreBitEqual(name, policy, k, v, m, xla):
-  stack = _Stack(name, policy, k * v, m, v, xla)
+  by_layer = policy == 'by layer'
+  stack = _Stack(name, 'stage' if by_layer else policy, k * v, m, v, xla)
   rng = np.random.default_rng(1)
   ids = tf.constant(rng.integers(1, _VOCAB, [2 * m - 1]), tf.int32)
   side = stacks.ExampleWeights(2 * m - 1, tf.float32)
   stack.Place(stacks.Devices(), *stacks.Specs((ids,)), loss_fn=stacks.SquareLoss)
+  if by_layer:
+    # Every second layer is recomputed.
+    layers = [([None, frozenset()] * len(s.layers))[: len(s.layers)] for s in stack.engine.stages]
+    stack.engine.remat_policy = [rematerialisation.ByLayer(tuple(each)) for each in layers]
   loss, gradients = _Gradients(stack, (ids,), side)
   stack.engine.offload = 1.0
   stack.engine.host_copies.host_device = stacks.Devices()[-1]
