@@ -130,6 +130,16 @@ def testTheCutPredictsLessMemory(policy):
     _Cut(**limit)
 
 
+def testOffloadSparesRecomputation():
+  """The policy `auto` recomputes what the limit asks for, and offload leaves room."""
+  most, least = (_Cut(remat_policy=policy).memory[0].total for policy in ('none', 'stage'))
+  again = [
+    sum(_Cut(remat_policy='auto', memory_limit=(most + least) // 2, offload=share).again)
+    for share in (0.0, 1.0)
+  ]
+  assert again[0] > again[1] == 0
+
+
 def testAScheduleMayHaveCopiesOfItsOwn():
   text = '0F0,0O0,0F1,0F2,0F3,0B3,0L0,0B2,0B1,0B0\n1F0,1F1,1F2,1F3,1B3,1B2,1B1,1B0'
   schedule = schedules.Schedule.FromText(text)
