@@ -62,6 +62,7 @@ class PipelinedModel(keras.Model):
     num_micro_batches: int = 1,
     schedule: str | schedules.Schedule = '1f1b_fused',
     remat_policy: str = 'stage',
+    offload: float = 0.0,
     splits: Sequence[int] = (),
     partition_by: str = 'flops',
     stages_per_device: int = 1,
@@ -82,6 +83,8 @@ class PipelinedModel(keras.Model):
       schedule: name of the training schedule, or a Schedule. With 1f1b_fused the last stage, and so
         a single one, recomputes nothing.
       remat_policy: the part that backward recomputes: stage, except_last, layer or none.
+      offload: greatest share of the stages and micro-batches of a device whose activations wait for
+        backward in the memory of the host.
       splits: for each stage the index after its last cell; empty: the cut is computed.
       partition_by: the cost that the cut balances: flops, params or time.
       stages_per_device: number of stages on each device.
@@ -115,6 +118,7 @@ class PipelinedModel(keras.Model):
       num_micro_batches=num_micro_batches,
       schedule=schedule,
       remat_policy=remat_policy,
+      offload=offload,
       splits=list(splits),
       partition_by=partition_by,
       memory_limit=memory_limit,

@@ -8,6 +8,8 @@ back:
     F[k, m]   takes x[k, m] = (args[k, m], skips)      gives args[k + 1, m], skips, sums
     B[k, m]   takes x[k, m], dargs[k + 1, m], dskips   gives dargs[k, m], dskips
 
+O[k, m] and L[k, m] replace what waits for B[k, m] by a copy on the host, and back.
+
 args[0, m] are the inputs of micro-batch m; args[S, m] are the outputs of the last of S stages.
 """
 
@@ -22,6 +24,7 @@ import tensorflow as tf
 
 from lingvo_gpipe.core import base_layer, nested_map
 from lingvo_gpipe.layers import sequential
+from lingvo_gpipe.pipeline import host_copies
 from lingvo_gpipe.pipeline.schedule import actions, rematerialisation, schedules
 from lingvo_gpipe.pipeline.stages import failures, leaves, micro_batch, shared_functions, stage_math
 from lingvo_gpipe.pipeline.stages import stage as stage_lib
@@ -37,6 +40,10 @@ class Walk:
     self._stages = stages
     # The last result on each device: the next action there waits for it.
     self._last: dict[str, list[tf.Tensor]] = {}
+    # Tensors on the host, of copies from each device since its last action, and of those before it:
+    # the next action waits for the latter (see `actions.WithEndsOfCopies`).
+    self._copying: dict[str, list[tf.Tensor]] = {}
+    self._ending: dict[str, list[tf.Tensor]] = {}
 
   def Run(
     self, order: Iterable[actions.Action], emit: Callable[[stage_lib.Stage, actions.Action], None]
@@ -52,7 +59,7 @@ class Walk:
   @contextlib.contextmanager
   def On(self, s: stage_lib.Stage) -> Iterator[None]:
     """Runs the enclosed call of a stage's function on its device, after all earlier calls there."""
-    with tf.device(s.device), tf.control_dependencies(self._last.get(s.device, [])):
+    with tf.device(s.device), tf.control_dependencies(self.Before(s)):
       with stage_math.Running(s.index, s.layers):
         yield
 
@@ -61,6 +68,15 @@ class Walk:
     # A call may return nothing: the input gradient of a stage without floating inputs.
     if results := leaves.Tensors(result):
       self._last[s.device] = results[-1:]
+      self._ending[s.device] = self._copying.pop(s.device, [])
+
+  def Before(self, s: stage_lib.Stage) -> list[tf.Tensor]:
+    """Returns the results that the next call on the stage's device waits for."""
+    return [*self._last.get(s.device, []), *self._ending.get(s.device, [])]
+
+  def Offloaded(self, s: stage_lib.Stage, tensors: Any) -> None:
+    """Makes the call after the next one on the stage's device wait for tensors on the host."""
+    self._copying.setdefault(s.device, []).extend(leaves.Tensors(tensors))
 
   def LastResults(self, device: str | None = None) -> list[tf.Tensor]:
     """Returns the last result on the device, or on each; after them, its whole walk is done."""
@@ -80,6 +96,7 @@ class Emission:
     do_eval: bool,
     with_loss: bool,
     theta: Sequence[Sequence[Any]] | None = None,
+    copies: host_copies.HostCopies | None = None,
   ) -> None:
     """Emits nothing yet.
 
@@ -92,6 +109,7 @@ class Emission:
       do_eval: the layers' mode.
       with_loss: whether the last stage runs the loss.
       theta: for each stage the weights of its layers as tensors; None for the variables.
+      copies: copies tensors to the host and back, if the schedule says so.
     """
     self._walk = Walk(stages)
     self._stages = stages
@@ -102,6 +120,7 @@ class Emission:
     self._do_eval = do_eval
     self._with_loss = with_loss
     self._theta = theta
+    self._copies = copies or host_copies.HostCopies()
     # The part that backward of (stage, micro-batch) recomputes; empty without a backward.
     self._recompute: dict[tuple[int, int], shared_functions.Recompute] = {}
     # Between actions: activations and gradients, see the module. Gradients are flat lists, one
@@ -209,6 +228,10 @@ class Emission:
       self._ForwardBackward(s, m)
     elif action.kind == _Kind.WEIGHT_GRADIENT:
       self._WeightGradient(s, m)
+    elif action.kind == _Kind.OFFLOAD:
+      self._Offload(s, m)
+    elif action.kind == _Kind.LOAD:
+      self._Load(s, m)
     elif not s.has_weight_gradient and not leaves.Floats(self._x[s.index, m]):
       # A backward without any gradient: nothing is trained, and x has integers only. TensorFlow
       # would replace its call by a NoOp, but still ask XLA to run it.
@@ -253,6 +276,14 @@ class Emission:
     functions, sinks = self._ForHalves(s, m), s.AllAccumulators()
     self._Call(s, m, functions.WeightGradient, sinks, residuals, dy, for_weights)
 
+  def _Offload(self, s: stage_lib.Stage, m: int) -> None:
+    on_host = self._copies.Offload(self._Waiting(s, m), s.device, self._walk.Before(s))
+    self._walk.Offloaded(s, on_host)
+    self._SetWaiting(s, m, on_host)
+
+  def _Load(self, s: stage_lib.Stage, m: int) -> None:
+    self._SetWaiting(s, m, self._copies.Load(self._Waiting(s, m), s.device, self._walk.Before(s)))
+
   # ---- parts of an action ------------------------------------------------------------------------
 
   def _RecomputeOf(self, s: stage_lib.Stage, m: int) -> shared_functions.Recompute:
@@ -283,6 +314,13 @@ class Emission:
       result = function(call, *args)
     self._walk.Done(s, result)
     return result
+
+  def _Waiting(self, s: stage_lib.Stage, m: int) -> Any:
+    """Returns all tensors of a micro-batch that wait for its backward: x and the residuals."""
+    return self._x[s.index, m], self._residuals[s.index, m]
+
+  def _SetWaiting(self, s: stage_lib.Stage, m: int, tensors: Any) -> None:
+    self._x[s.index, m], self._residuals[s.index, m] = tensors
 
   def _TakeInput(self, s: stage_lib.Stage, m: int) -> None:
     """Sets x of the stage: the outputs of the stage before, and the skips that end here."""

@@ -32,7 +32,8 @@ import tensorflow as tf
 from absl import logging
 
 from lingvo_gpipe.core import base_layer, fprop_context, nested_map
-from lingvo_gpipe.pipeline import emission, replicas
+from lingvo_gpipe.pipeline import emission, host_copies, replicas
+from lingvo_gpipe.pipeline.schedule import offload as offload_lib
 from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules
 from lingvo_gpipe.pipeline.stages import micro_batch, shared_functions, stage_math, weighted_loss
 from lingvo_gpipe.pipeline.stages import stage as stage_lib
@@ -51,6 +52,8 @@ class PipelineEngine:
     functions: the traced functions of the stages.
     loss_fn: the loss, or None.
     remat_policy: the part that backward recomputes, of all stages or of each.
+    offload: the greatest share of the stages and micro-batches of a device to offload to the host.
+    host_copies: the copies to the host and back.
   """
 
   def __init__(
@@ -67,6 +70,7 @@ class PipelineEngine:
     is_trained: Callable[[str], bool] | None = None,
     ties: Mapping[str, str] | None = None,
     num_replicas: int = 1,
+    offload: float = 0.0,
   ) -> None:
     """Puts each stage's variables on its device.
 
@@ -87,6 +91,8 @@ class PipelineEngine:
       ties: {path of a tied weight: path of its owner}. The stage of the tied weight holds a copy,
         whose gradient is added to the owner's.
       num_replicas: number of copies of the pipeline, each with its share of the micro-batches.
+      offload: the greatest share of the stages and micro-batches of a device whose activations wait
+        for backward in the memory of the host (see `schedule.offload`).
 
     Raises:
       ValueError: the cut, the devices, the schedule or the policy do not fit.
@@ -103,6 +109,11 @@ class PipelineEngine:
     rematerialisation.CheckPolicy(remat_policy)
     self._schedule = schedule
     self.remat_policy = remat_policy
+    self.offload = offload
+    self.host_copies = host_copies.HostCopies()
+    cpus = [d for d in devices if tf.DeviceSpec.from_string(d).device_type == 'CPU']
+    if offload and cpus:
+      logging.warning('offload frees no memory of %s, which is the host itself', cpus[0])
     self.loss_fn = loss_fn
     self.functions = shared_functions.SharedFunctions(len(ends), loss_fn, xla)
     self.ties = dict(ties or {})
@@ -230,6 +241,7 @@ class PipelineEngine:
         counter + share.start,
         do_eval=do_eval,
         with_loss=True,
+        copies=self.host_copies,
       )
       schedule = (self._ForwardOnly if do_eval else self.TrainingSchedule)(len(share))
       with tf.name_scope(f'replica_{r}') if len(self.replicas) > 1 else contextlib.nullcontext():
@@ -280,7 +292,7 @@ class PipelineEngine:
         num_devices,
         chosen.name,
       )
-    return chosen
+    return offload_lib.WithOffload(chosen, self.offload)
 
   def _ForwardOnly(self, num_micro_batches: int) -> schedules.Schedule:
     return schedules.ForwardOnlyOn(self.stage_to_device, num_micro_batches)

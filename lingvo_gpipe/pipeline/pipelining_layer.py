@@ -29,7 +29,7 @@ from lingvo_gpipe.pipeline import decoder as decoder_lib
 from lingvo_gpipe.pipeline import engine, tape_function, weight_ties
 from lingvo_gpipe.pipeline.cutting import cut as cut_lib
 from lingvo_gpipe.pipeline.cutting import layer_costs
-from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules
+from lingvo_gpipe.pipeline.schedule import offload, rematerialisation, schedules
 from lingvo_gpipe.pipeline.stages import failures, micro_batch, stage_math
 from lingvo_gpipe.pipeline.stages import stage as stage_lib
 
@@ -107,6 +107,14 @@ class PipeliningLayer(base_layer.BaseLayer):
       domain.OneOf(*rematerialisation.POLICIES, rematerialisation.AUTO),
     )
     p.Define(
+      'offload',
+      0.0,
+      'Greatest share of the stages and micro-batches of a device whose activations wait for '
+      'backward in the memory of the host; only those that lower its peak do. 0: none, '
+      'unless a Schedule has copies.',
+      domain.Number(0, 1),
+    )
+    p.Define(
       'xla',
       None,
       'Whether XLA compiles the stages. None: unless a GPU is too new for it.',
@@ -126,6 +134,7 @@ class PipeliningLayer(base_layer.BaseLayer):
     if isinstance(p.schedule, schedules.Schedule) and p.stages_per_device == 1:
       num_devices = p.schedule.num_devices
     chosen = schedules.Get(p.schedule, p.num_stages, p.num_micro_batches, num_devices)
+    offload.WithOffload(chosen, p.offload)  # Raises if the schedule has copies already.
     if chosen.forward_only:
       raise ValueError(f'{self.path}: schedule {chosen.name!r} has no backward; it cannot train')
     self._num_devices = chosen.num_devices
@@ -194,12 +203,13 @@ class PipeliningLayer(base_layer.BaseLayer):
       shape[p.batch_dim] = largest
       return tf.TensorSpec(shape, spec.dtype)
 
+    schedule = schedules.GetForBatch(
+      p.schedule, p.num_stages, -(-len(sizes) // num_replicas), self.num_devices
+    )
     return cut_lib.MakeCut(
       self.layers,
       tf.nest.map_structure(MicroBatchSpec, tuple(input_specs)),
-      schedule=schedules.GetForBatch(
-        p.schedule, p.num_stages, -(-len(sizes) // num_replicas), self.num_devices
-      ),
+      schedule=offload.WithOffload(schedule, p.offload),
       splits=splits or p.splits,
       by=p.partition_by,
       num_params=self.NumParams(),
@@ -285,6 +295,7 @@ class PipeliningLayer(base_layer.BaseLayer):
       is_trained=cut.weights.is_trained,
       ties=self.absolute_ties,
       num_replicas=num_replicas,
+      offload=p.offload,
     )
     self.InstantiateVariables()
     self._decoder = None

@@ -11,6 +11,7 @@ A description is a mapping, as in JSON:
 Units are bytes and seconds. `flops_per_second` is the rate that layers reach, not the peak rate in
 the data sheet. `memory_bandwidth` is optional, and so is `between_hosts` if there is one host. The
 bandwidth of a link applies to one device and one direction, while all other links are in use.
+`to_host` is a link like these to the memory of the host; only with it the planner offloads.
 `all_reduce` is `collective`, or `send` as on CPUs (see `replicas.GradientSum`). `transfers` between
 stages `overlap` with work, or `occupy` both devices as on GPUs (see `simulator.Costs`). `slowdown`
 is 1 by default and should be measured. `name` and `source` are human-readable texts.
@@ -55,6 +56,7 @@ class Devices:
     memory_bandwidth: bytes per second between a device and its memory.
     all_reduce: the way to add gradients over replicas, one of `ALL_REDUCES`.
     transfers: whether transfers between stages take the devices' time, one of `TRANSFERS`.
+    to_host: the link between a device and the memory of its host; None: no plan offloads.
     slowdown: the time of a layer while all devices of its host are busy, relative to its time
       alone; devices share memory, caches and threads.
     name: the devices' name.
@@ -70,6 +72,7 @@ class Devices:
   memory_bandwidth: float = math.inf
   all_reduce: str = 'collective'
   transfers: str = 'overlap'
+  to_host: Link | None = None
   slowdown: float = 1.0
   name: str = ''
   source: str = ''
@@ -128,6 +131,8 @@ def FromMapping(values: Any, name: str = 'devices') -> Devices:
   read['slowdown'] = _Positive(read.get('slowdown', 1.0), f'{name}: slowdown')
   if read['slowdown'] < 1.0:
     raise ValueError(f'{name}: slowdown: expected a number >= 1, got {read["slowdown"]:g}')
+  if 'to_host' in read:
+    read['to_host'] = _Link(read['to_host'], f'{name}: to_host')
   read['within_host'] = _Link(read['within_host'], f'{name}: within_host')
   if 'between_hosts' in read:
     read['between_hosts'] = _Link(read['between_hosts'], f'{name}: between_hosts')
@@ -150,7 +155,7 @@ def FromMapping(values: Any, name: str = 'devices') -> Devices:
 def ToMapping(devices: Devices) -> dict[str, Any]:
   """Returns the mapping that `FromMapping` parses."""
   values = dataclasses.asdict(devices)
-  return {k: v for k, v in values.items() if v != '' and v != math.inf}
+  return {k: v for k, v in values.items() if v not in ('', None, math.inf)}
 
 
 def _CheckKeys(values: Any, known: set[str], required: tuple[str, ...], name: str) -> None:

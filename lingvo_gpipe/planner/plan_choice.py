@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Collection, Iterator
 
 from lingvo_gpipe.pipeline.schedule import orders, rematerialisation, schedules
@@ -33,6 +34,7 @@ class Choice:
     schedule: the schedule's name.
     remat_policy: the re-materialisation policy.
     shard_slots: whether the replicas shard the optimizer slots.
+    offload: the greatest share of the micro-batches that wait for backward in the host's memory.
   """
 
   num_replicas: int
@@ -43,6 +45,7 @@ class Choice:
   schedule: str
   remat_policy: str
   shard_slots: bool = False
+  offload: float = 0.0
 
   @property
   def num_stages(self) -> int:
@@ -81,6 +84,7 @@ class Space:
     remat_policies: re-materialisation policies; `auto` chooses among the others in each stage.
     stages_per_device: numbers of stages of a device.
     shard_slots: False for plans without sharded slots, True for plans with them.
+    offloads: shares of micro-batches to offload, 0 or 1; for devices with a link to their host.
     num_replicas: numbers of replicas; None: any.
     num_devices: numbers of devices of a replica; None: any.
   """
@@ -94,6 +98,7 @@ class Space:
   remat_policies: Collection[str] = (rematerialisation.AUTO,)
   stages_per_device: Collection[int] = (1, 2, 4)
   shard_slots: Collection[bool] = (False, True)
+  offloads: Collection[float] = (0.0, 1.0)
   num_replicas: Collection[int] | None = None
   num_devices: Collection[int] | None = None
 
@@ -134,9 +139,10 @@ def Choices(space: Space, num_layers: int, grid: tuple[int, int], batch: int) ->
         if not _Takes(schedule, v) or (schedule in schedules.IN_ROUNDS and m % k):
           continue
         for policy in space.remat_policies:
-          for shard in space.shard_slots:
-            if not shard or r > 1:
-              yield Choice(r, k, v, m, size, schedule, policy, shard)
+          for shard, offload in itertools.product(space.shard_slots, space.offloads):
+            # Two micro-batches leave no time for copies.
+            if (not shard or r > 1) and (not offload or m > 2):
+              yield Choice(r, k, v, m, size, schedule, policy, shard, offload)
 
 
 def MicroBatches(batch: int) -> list[tuple[int, int]]:
@@ -153,11 +159,12 @@ def MicroBatches(batch: int) -> list[tuple[int, int]]:
   return sorted(sizes.items())
 
 
-def Complexity(choice: Choice) -> tuple[int, ...]:
+def Complexity(choice: Choice) -> tuple[float, ...]:
   """Returns a sort key that puts the simpler one of two equally fast choices first."""
   known = (*ONE_STAGE_A_DEVICE, *LOOPED, *IN_A_V)
   return (
     known.index(choice.schedule) if choice.schedule in known else len(known),
+    choice.offload,
     POLICIES.index(choice.remat_policy),
     choice.shard_slots,
     choice.num_replicas * choice.num_devices,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 
 from lingvo_gpipe.pipeline.cost import stage_memory
+from lingvo_gpipe.pipeline.schedule import offload as offload_lib
 from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules
 from lingvo_gpipe.planner import plan_choice
 
@@ -22,22 +23,29 @@ _FILL_DRAIN = ('gpipe', 'fused_fill_drain')
 
 def Get(choice: Choice, num_micro_batches: int) -> schedules.Schedule:
   """Returns the choice's schedule for this number of micro-batches."""
-  return _GetCached(choice.schedule, choice.num_stages, num_micro_batches, choice.num_devices)
+  sizes = choice.num_stages, num_micro_batches, choice.num_devices
+  return _GetCached(choice.schedule, *sizes, choice.offload)
 
 
 @functools.lru_cache(maxsize=64)
-def _GetCached(name: str, num_stages: int, m: int, num_devices: int) -> schedules.Schedule:
-  return schedules.Get(name, num_stages, m, num_devices)
+def _GetCached(
+  name: str, num_stages: int, m: int, num_devices: int, offload: float
+) -> schedules.Schedule:
+  schedule = schedules.Get(name, num_stages, m, num_devices)
+  return offload_lib.WithOffload(schedule, offload)
 
 
 def Prefix(choice: Choice) -> tuple[int, int]:
   """Returns the lengths to simulate: (micro-batches, additional ones in a second simulation).
 
   (M, 0) stands for the whole schedule. A pipeline reaches its steady state after three rounds of K
-  micro-batches. In fill-and-drain schedules each micro-batch adds the same time from the start.
+  micro-batches; with offload, when copies wait for each other, later. In fill-and-drain schedules
+  without offload each micro-batch adds the same time from the start.
   """
   m, k = choice.num_micro_batches, choice.num_devices
   short, more = (4, 1) if choice.schedule in _FILL_DRAIN else (3 * k, k)
+  if choice.offload:
+    short, more = 6 * max(k, 2), 2 * max(k, 2)
   if 2 * m * choice.num_stages <= _MAX_ACTIONS or m <= short + more or not _IsKnown(choice):
     return m, 0
   return short, more
@@ -49,17 +57,37 @@ def _IsKnown(choice: Choice) -> bool:
   return choice.schedule in (*named, *_FILL_DRAIN)
 
 
+def NumOffloaded(choice: Choice) -> list[float]:
+  """Returns for each stage the number of micro-batches that are offloaded in a step."""
+  m = choice.num_micro_batches
+  short, more = Prefix(choice)
+  counts = _CountOffloaded(choice, short)
+  if short < m:
+    pairs = zip(counts, _CountOffloaded(choice, short + more), strict=True)
+    counts = [a + (m - short) / more * (b - a) for a, b in pairs]
+  return counts
+
+
+def _CountOffloaded(choice: Choice, m: int) -> list[float]:
+  counts = [0.0] * choice.num_stages
+  for stage, _ in Get(choice, m).offloaded:
+    counts[stage] += 1
+  return counts
+
+
 def HeldAtPeaks(
   choice: Choice, policy: rematerialisation.Policy
 ) -> list[tuple[stage_memory.Held, ...]]:
   """Returns `stage_memory.HeldAtPeaks`, extrapolated from two shorter schedules for a long one.
 
   The number of micro-batches that a stage holds grows with each micro-batch, or stays constant
-  after two rounds of K.
+  after two rounds of K; with offload it stays constant, if later.
   """
   m, k = choice.num_micro_batches, choice.num_devices
   grows = choice.schedule in (*_FILL_DRAIN, 'looped_bfs')
   short, more = (4, 1) if grows else (2 * k, k)
+  if choice.offload:
+    return _CountHeld(choice, policy, min(m, 3 * max(k, 2)) if _IsKnown(choice) else m)
   if m <= short + more or not _IsKnown(choice):
     return _CountHeld(choice, policy, m)
   low = _CountHeld(choice, policy, short)
@@ -74,11 +102,16 @@ def _CountHeld(
   choice: Choice, policy: rematerialisation.Policy, m: int
 ) -> list[tuple[stage_memory.Held, ...]]:
   sizes = choice.num_stages, m, choice.num_devices
-  return _CountHeldCached(choice.schedule, *sizes, policy)
+  return _CountHeldCached(choice.schedule, *sizes, policy, choice.offload)
 
 
 @functools.lru_cache(maxsize=4096)
 def _CountHeldCached(
-  name: str, num_stages: int, m: int, num_devices: int, policy: rematerialisation.Policy
+  name: str,
+  num_stages: int,
+  m: int,
+  num_devices: int,
+  policy: rematerialisation.Policy,
+  offload: float,
 ) -> list[tuple[stage_memory.Held, ...]]:
-  return stage_memory.HeldAtPeaks(_GetCached(name, num_stages, m, num_devices), policy)
+  return stage_memory.HeldAtPeaks(_GetCached(name, num_stages, m, num_devices, offload), policy)

@@ -9,9 +9,15 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from lingvo_gpipe.pipeline.cost import partitioner, simulator, stage_memory, stage_work
-from lingvo_gpipe.pipeline.schedule import rematerialisation
-from lingvo_gpipe.planner import device_description, model_costs, plan_choice
+from lingvo_gpipe.pipeline.cost import (
+  activation_memory,
+  partitioner,
+  simulator,
+  stage_memory,
+  stage_work,
+)
+from lingvo_gpipe.pipeline.schedule import rematerialisation, step_work
+from lingvo_gpipe.planner import device_description, model_costs, plan_choice, plan_schedules
 
 Choice = plan_choice.Choice
 
@@ -23,6 +29,7 @@ class Times:
   """The times of a choice with its cut, in ticks.
 
   Attributes:
+    sizes: the bytes of activations, if some are offloaded.
     stages: the work of each stage for one micro-batch.
     of_last: the recomputations of all stages in `stages` that the last micro-batch is spared.
     update: the update of each device.
@@ -39,6 +46,7 @@ class Times:
     memory: stage_memory.StageMemory,
     policies: Sequence[rematerialisation.StagePolicy],
     recompute: Sequence[float] | None = None,
+    sizes: activation_memory.ActivationSizes | None = None,
   ) -> None:
     """Computes all times.
 
@@ -51,12 +59,25 @@ class Times:
       memory: tells the bytes of each stage's input.
       policies: the policy of each stage.
       recompute: for each stage the time of a recomputation; None: its forward.
+      sizes: the bytes of activations of each stage; None: those of `memory`.
     """
     self._choice = choice
+    self._policies = policies
+    self._owners = owners = choice.stage_to_device
     self._occupies_devices = devices.transfers == 'occupy'
+    self._to_host = self.sizes = None
+    self._copies = 0.0
+    if choice.offload:
+      link = devices.to_host
+      if link is None:
+        raise ValueError('a plan with offload needs to_host in the description of the devices')
+      self.sizes = sizes or memory.Sizes(ends)
+      self._to_host = simulator.HostLink(
+        link.bandwidth * model_costs.TICK, link.latency / model_costs.TICK
+      )
+      self._copies = self._LeastCopies(costs, ends)
     ranges = partitioner.StageRanges(ends)
     r, k = choice.grid
-    self._owners = owners = choice.stage_to_device
     slowdown = devices.Slowdown(r * k)
     alone = stage_work.SimulatorCosts(work, ends)
     if recompute is not None:
@@ -94,8 +115,9 @@ class Times:
     recompute = [x * (p != 'none') for x, p in zip(recompute, policies, strict=True)]
     if choice.schedule in plan_choice.FUSED:
       recompute = [*recompute[:-1], 0]
-    is_kept = [policy == 'except_last' for policy in policies]
-    self.of_last = sum(x for x, kept in zip(recompute, is_kept, strict=True) if kept)
+    self.of_last = sum(
+      x for x, policy in zip(recompute, policies, strict=True) if policy == 'except_last'
+    )
     self.stages = [sum(x) for x in zip(forward, inputs, weights, recompute, strict=True)]
     # What earlier stages do while a later one cannot work: with a split backward, F only, because
     # the later one may run W while they run I.
@@ -112,12 +134,13 @@ class Times:
       latency=self._latency,
       transfer_occupies_devices=self._occupies_devices,
       all_reduce=self._all_reduce,
+      host_link=self._to_host,
     )
 
   def Bound(self) -> float:
     """Returns a lower bound of the time of a step with this cut; see `plan_bound.BoundStep`."""
     k, m = self._choice.num_devices, self._choice.num_micro_batches
-    bound = m * max(self._transfer, default=0.0)
+    bound = max(m * max(self._transfer, default=0.0), self._copies)
     before = 0.0
     for d in range(k):
       work = sum(t for t, owner in zip(self.stages, self._owners, strict=True) if owner == d)
@@ -131,6 +154,20 @@ class Times:
       # The first stage ends last, and its gradients are added after that.
       bound += self._all_reduce[0]
     return bound + max(self.update) + self.after
+
+  def _LeastCopies(self, costs: model_costs.ModelCosts, ends: Sequence[int]) -> float:
+    """Returns the time of all copies of the device that has the most, in one direction."""
+    assert self._to_host is not None and self.sizes is not None
+    trained = [any(costs.trained[a:b]) for a, b in partitioner.StageRanges(ends)]
+    # Of the first micro-batch, than which no other one has less.
+    schedule = plan_schedules.Get(self._choice, self._choice.num_devices)
+    work = step_work.StepWork(schedule, self._policies, trained)
+    num_bytes = activation_memory.StoredBytes(work, self.sizes, [1] * schedule.num_micro_batches)
+    totals = [0.0] * self._choice.num_devices
+    for stage, count in enumerate(plan_schedules.NumOffloaded(self._choice)):
+      if work.HasBackward(stage):
+        totals[self._owners[stage]] += count * num_bytes(stage, 0)
+    return max(totals) / self._to_host.bandwidth
 
 
 def ReduceSeconds(

@@ -141,6 +141,8 @@ class Planner:
     self.devices = devices
     self.global_batch = global_batch
     self.space = space or plan_choice.Space()
+    if devices.to_host is None:
+      self.space = dataclasses.replace(self.space, offloads=(0.0,))
     self._first = stage_work.FirstTrained(costs.trained)
     self._totals: dict[int, plan_bound.Totals] = {}
     self._cuts: dict[tuple, list[int]] = {}
@@ -213,7 +215,7 @@ class Planner:
     """Returns the choices of the space that differ from this one in one respect."""
     num_layers = self.costs.num_layers
     candidates = plan_choice.Choices(self.space, num_layers, choice.grid, self.global_batch)
-    fields = ('schedule', 'remat_policy', 'shard_slots')
+    fields = ('schedule', 'remat_policy', 'shard_slots', 'offload')
 
     def Differences(other: Choice) -> int:
       changed = sum(getattr(other, f) != getattr(choice, f) for f in fields)
@@ -239,6 +241,8 @@ class Planner:
       bound, rank, is_cut, choice = heapq.heappop(queue)
       if is_cut:
         return Cell(choice, bound * model_costs.TICK, least)
+      if self._IsPointless(choice):
+        continue
       fitted = self._Fit(choice)
       least = min(least, max(fitted.memory))
       if fitted.fits:
@@ -248,7 +252,7 @@ class Planner:
   def _FindFastest(self, choices: Iterable[Choice]) -> Prediction | None:
     """Returns the fastest choice that fits, or None if no choice fits."""
     queue = self._Queue(choices)
-    best: tuple[float, tuple[int, ...], Choice] | None = None
+    best: tuple[float, tuple[float, ...], Choice] | None = None
     while queue:
       bound, rank, is_cut, choice = heapq.heappop(queue)
       # All other bounds are greater. Ignore gains below one part in a million: prefer the simpler
@@ -256,6 +260,8 @@ class Planner:
       if best is not None and bound * model_costs.TICK >= best[0] * (1 - 1e-6):
         break
       if not is_cut:
+        if self._IsPointless(choice):
+          continue
         fitted = self._Fit(choice)
         if fitted.fits:
           heapq.heappush(queue, (_Round(max(bound, fitted.bound)), rank, True, choice))
@@ -265,7 +271,18 @@ class Planner:
         best = seconds, rank, choice
     return None if best is None else self.Predict(best[2])
 
-  def _Queue(self, choices: Iterable[Choice]) -> list[tuple[float, tuple[int, ...], bool, Choice]]:
+  def _IsPointless(self, choice: Choice) -> bool:
+    """Whether the choice offloads although its best cut fits without."""
+    if not choice.offload:
+      return False
+    plain = self._Fit(dataclasses.replace(choice, offload=0.0))
+    if choice.remat_policy == rematerialisation.AUTO and {*plain.policies} != {'none'}:
+      return False
+    return plain.fits and plain.ends == self._Cut(plain.choice)
+
+  def _Queue(
+    self, choices: Iterable[Choice]
+  ) -> list[tuple[float, tuple[float, ...], bool, Choice]]:
     """Returns a heap of (bound in ticks, complexity, whether it is the bound of a cut, choice)."""
     queue = [(_Round(self._Bound(c)), plan_choice.Complexity(c), False, c) for c in choices]
     heapq.heapify(queue)
@@ -333,7 +350,15 @@ class Planner:
 
     def Times() -> plan_times.Times:
       return plan_times.Times(
-        self.costs, self.devices, choice, work, ends, memory, policies, recompute
+        self.costs,
+        self.devices,
+        choice,
+        work,
+        ends,
+        memory,
+        policies,
+        recompute,
+        chooser.Sizes(ends, choices),
       )
 
     return _Fitted(choice, ends, policies, tuple(needs), fits, Times)
@@ -409,6 +434,7 @@ class Planner:
         costs,
         remat_policy=fitted.policies,
         update_barrier=True,
+        sizes=times.sizes,
         trained=trained,
       ).makespan
 

@@ -80,6 +80,7 @@ def PipelineSettings(p: hyperparams.Params) -> dict[str, Any]:
     'schedule': getattr(p.schedule, 'name', p.schedule),
     'stages_per_device': p.stages_per_device,
     'remat_policy': p.remat_policy,
+    **({'offload': p.offload} if p.offload else {}),
     **({} if p.xla is None else {'xla': p.xla}),
   }
 

@@ -44,7 +44,7 @@ def saved():
     "task.train.max_steps:7;task.train.eval_datasets:['Dev'];task.train.save_interval_steps:3",
     'task.eval.samples_per_summary:3;task.sampling.temperature:2',
     'task.stack.num_stages:1;task.stack.schedule:1f1b;task.stack.xla:True',
-    'task.stack.num_micro_batches:2;task.stack.remat_policy:none;task.stack.splits:[3]',
+    'task.stack.num_micro_batches:2;task.stack.offload:0.5;task.stack.splits:[3]',
     'input.num_prefetch:0;input.name:x;input.num_epochs:3',
     'task.train.shard_optimizer_slots:True;task.train.all_reduce:send',
   ],

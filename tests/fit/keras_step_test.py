@@ -73,7 +73,7 @@ def _Check(optimizer, **options):
     {'schedule': '1f1b_fused', 'num_stages': 3},
     {'schedule': 'interleaved_1f1b', 'num_stages': 4, 'stages_per_device': 2},
     {'schedule': 'zb_h1', 'num_stages': 3, 'remat_policy': 'none'},
-    {'schedule': 'gpipe', 'num_replicas': 2},
+    {'schedule': 'gpipe', 'num_replicas': 2, 'offload': 1.0},
     {'schedule': 'gpipe', 'remat_policy': 'except_last', 'xla': True},
   ],
   ids=lambda options: '-'.join(map(str, options.values())),

@@ -14,8 +14,8 @@ import tensorflow as tf
 
 from lingvo_gpipe.core import fprop_context
 from lingvo_gpipe.layers import dropout, linear
-from lingvo_gpipe.pipeline import pipelining_layer
-from lingvo_gpipe.pipeline.schedule import schedules
+from lingvo_gpipe.pipeline import emission, host_copies, pipelining_layer
+from lingvo_gpipe.pipeline.schedule import actions, schedules
 from lingvo_gpipe.pipeline.stages import micro_batch, stage_functions
 from tests import graph_reader
 from tests.toys import stacks
@@ -229,6 +229,94 @@ def testHoldsAsManyMicroBatchesAsTheScheduleSays(name, policy, tmp_path):
   expected = [m] * k if name == 'gpipe' else [min(m, k - stage) for stage in range(k)]
   assert expected == list(schedule.PeakActivations())
   assert [_PeakHeld(graph, schedule) for graph in graphs] == [expected] * len(graphs)
+
+
+def _Copies(graph):
+  """Returns {(stage, micro-batch): keys of the calls of O on the device and the host, and of L}."""
+  keys = {node.name: key for key, node in graph.nodes.items() if node.op in _CALLS}
+  copies = {}
+  for name, key in keys.items():
+    if match := re.fullmatch(r'action_(\d+)O(\d+)/PartitionedCall', name):
+      load = keys[f'action_{match[1]}L{match[2]}/PartitionedCall']
+      copies[int(match[1]), int(match[2])] = key, keys[f'{name}_1'], load
+  return copies
+
+
+def _PeakHeldWithCopies(graph, schedule):
+  """Like `_PeakHeld`, with the time in which the host has the tensors.
+
+  On the device nothing but F and O may take a tensor that goes to the host, or send it elsewhere
+  as F's result. Then the device has it until the first action that waits for O on the host, and
+  again from the last action that L on the host waits for.
+  """
+  calls, copies = _StageCalls(graph), _Copies(graph)
+  assert copies.keys() == schedule.offloaded
+  peaks = []
+  for device, row in enumerate(schedule.actions):
+    row = [a for a in row if a.kind not in actions.COPIES]
+    keys = [calls[device, a.kind, a.micro_batch][0] for a in row]
+    ancestors = [graph.Ancestors(key) for key in keys]
+    spans = []
+    for position, (action, key) in enumerate(zip(row, keys, strict=True)):
+      if action.kind is not schedules.Kind.FORWARD:
+        continue
+      last = max(
+        i for i, a in enumerate(row) if a.kind in _LAST and a.micro_batch == action.micro_batch
+      )
+      if (device, action.micro_batch) not in copies:
+        spans.append((position, last))
+        continue
+      offload, on_host, load = copies[device, action.micro_batch]
+      assert key in graph.Ancestors(offload)
+      inputs = {name for name in graph.nodes[offload].input if not name.startswith('^')}
+      for taker, node in graph.nodes.items():
+        if taker[0] == offload[0] and inputs.intersection(node.input) and taker != offload:
+          assert taker == key or node.op == '_Send', f'{node.name} takes what {action} keeps'
+      freed = next(i for i, before in enumerate(ancestors) if on_host in before)
+      loaded = max(i for i, key in enumerate(keys) if key in graph.Ancestors(load))
+      spans += [(position, freed - 1), (loaded + 1, last)]
+    peaks.append(max(sum(a <= i <= b for a, b in spans) for i in range(len(row))))
+  return peaks
+
+
+_LAST = (schedules.Kind.BACKWARD, schedules.Kind.WEIGHT_GRADIENT)
+_OFFLOADED = [('gpipe', 'none', 2, 5), ('gpipe', 'stage', 2, 5), ('1f1b', 'layer', 4, 6)]
+
+
+def _OffloadedStep(name, policy, k, m, logdir):
+  """Returns the executed graph of a step with offload, and its schedule."""
+  stack = _Stack(k, m, schedule=name, remat_policy=policy, offload=1.0)
+  stack.engine.host_copies.host_device = _Devices()[-1]
+  graphs = [_Graph(partitions) for partitions in _TrainGraphs(stack, logdir)]
+  (graph,) = [g for g in graphs if any(n.name.startswith('micro_') for n in g.nodes.values())]
+  return graph, stack.engine.TrainingSchedule(m)
+
+
+@pytest.mark.parametrize('name, policy, k, m', _OFFLOADED)
+def testOffloadHoldsAsManyMicroBatchesAsTheScheduleSays(name, policy, k, m, tmp_path):
+  graph, schedule = _OffloadedStep(name, policy, k, m, tmp_path)
+  assert max(schedule.PeakActivations()) < max(schedules.Get(name, k, m).PeakActivations())
+  assert _PeakHeldWithCopies(graph, schedule) == list(schedule.PeakActivations())
+  order = [a for row in schedule.actions for a in row if a.kind not in actions.COPIES]
+  assert len(order) == sum(map(len, _StageCalls(graph).values()))
+
+
+@pytest.mark.parametrize('fault', ['copies are inlined', 'nothing waits', 'F and B share x'])
+def testOffloadThatFreesNothingIsCaught(fault, tmp_path, monkeypatch):
+  if fault == 'copies are inlined':
+
+    def Pass(self, nest):
+      del self
+      return tf.nest.map_structure(lambda t: None if t is None else tf.identity(t), nest)
+
+    monkeypatch.setattr(host_copies.HostCopies, '_Pass', Pass)
+  elif fault == 'nothing waits':
+    monkeypatch.setattr(emission.Walk, 'Offloaded', lambda *_: None)
+  else:
+    monkeypatch.setattr(emission.Emission, '_SetWaiting', lambda *_: None)
+  with pytest.raises((AssertionError, KeyError, StopIteration)):
+    graph, schedule = _OffloadedStep('gpipe', 'stage', 2, 5, tmp_path)
+    assert _PeakHeldWithCopies(graph, schedule) == list(schedule.PeakActivations())
 
 
 # ---- the check can fail ------------------------------------------------------------------

@@ -26,9 +26,10 @@ def _Read(**changes):
 
 
 def testMappingsReadBack():
-  devices = _Read(name='x', memory_bandwidth=1e12)
-  text = json.dumps(device_description.ToMapping(devices))
-  assert device_description.FromMapping(json.loads(text)) == devices
+  for to_host in (None, {'bandwidth': 1e9}):
+    devices = _Read(name='x', memory_bandwidth=1e12, to_host=to_host)
+    text = json.dumps(device_description.ToMapping(devices))
+    assert device_description.FromMapping(json.loads(text)) == devices
 
 
 def testSlowdownOfDevicesOfOneHost():
@@ -55,6 +56,7 @@ def testOneHostNeedsNoLinkBetweenHosts():
     ({'flops_per_second': float('nan')}, ['flops_per_second', 'nan']),
     ({'flops': 1}, ["unknown key 'flops'", 'flops_per_second']),
     ({'within_host': 1e9}, ['within_host', 'bandwidth']),
+    ({'to_host': {'bandwidth': 0}}, ['to_host: bandwidth', '0']),
     ({'within_host': {'latency': 1}}, ['within_host: bandwidth is missing']),
     ({'within_host': {'bandwidth': 1, 'latency': -1}}, ['within_host: latency', '-1']),
     ({'within_host': {'bandwidth': 1, 'delay': 1}}, ["within_host: unknown key 'delay'"]),

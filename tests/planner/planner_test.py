@@ -74,6 +74,7 @@ def _RandomDevices(rng):
     all_reduce=rng.choice(['collective', 'send']),
     slowdown=rng.choice([1, 1.3]),
     transfers=rng.choice(['overlap', 'occupy']),
+    **rng.choice([{}, {'to_host': {'bandwidth': rng.choice([1e6, 1e9]), 'latency': 1e-4}}]),
   )
 
 
@@ -95,8 +96,8 @@ def testFindsThePlanOfAnExhaustiveSearch(seed):
   result = plans.Search()
   every = [
     planner.Planner(costs, devices, batch, _SPACE).Predict(choice)
-    for grid in plan_choice.Grids(_SPACE, 6, devices.num_devices, batch)
-    for choice in plan_choice.Choices(_SPACE, 6, grid, batch)
+    for grid in plan_choice.Grids(plans.space, 6, devices.num_devices, batch)
+    for choice in plan_choice.Choices(plans.space, 6, grid, batch)
   ]
   assert len(every) == result.num_choices
   fitting = [p for p in every if p.peak_bytes <= devices.memory_bytes]
@@ -151,6 +152,23 @@ def testLongSchedulesAreExtrapolated(schedule, policy, monkeypatch):
   )  # fmt: skip
 
 
+@pytest.mark.parametrize('bandwidth', [3e5, 1e7])
+@pytest.mark.parametrize('schedule', ['gpipe', '1f1b', 'zb_h1', 'interleaved_1f1b', 'v_half'])
+def testLongSchedulesWithOffloadAreExtrapolated(schedule, bandwidth, monkeypatch):
+  v = 2 if schedule in (*plan_choice.LOOPED, *plan_choice.IN_A_V) else 1
+  costs = _RandomCosts(random.Random(5), 6)
+  devices = _Devices(3, to_host={'bandwidth': bandwidth})
+  for policy in ('none', 'stage'):
+    choice = plan_choice.Choice(1, 3, v, 96, 1, schedule, policy, offload=1.0)
+    predictions = []
+    for limit in (0, 10**9):
+      monkeypatch.setattr(plan_schedules, '_MAX_ACTIONS', limit)
+      predictions.append(planner.Planner(costs, devices, 96).Predict(choice))
+    extrapolated, whole = predictions
+    assert extrapolated.memory == whole.memory
+    assert extrapolated.seconds == pytest.approx(whole.seconds, rel=0.01)
+
+
 def testMemoryIsThePredictionOfStageMemory():
   costs, choice = _Even(), plan_choice.Choice(1, 4, 1, 8, 1, '1f1b', 'stage')
   prediction = planner.Planner(costs, _Devices(), 8).Predict(choice)
@@ -176,6 +194,24 @@ def testAModelThatDoesNotFitIsCut():
   # 40 of 128 kB of state fit into a device.
   best = planner.Planner(_Even(), _Devices(memory_bytes=4e4 + 9e3), 8).Search().best
   assert best.choice.grid == (1, 4)
+
+
+def testActivationsGoToTheHostIfTheyDoNotFit():
+  """Without recomputation: a fast link costs no time, and a slow one more than to recompute."""
+  space = plan_choice.Space(schedules=['1f1b'], num_replicas=[1], num_devices=[4])
+
+  def Best(**changes):
+    # Beside its state the first stage has room for three micro-batches of 12 kB, not for four.
+    devices = _Devices(memory_bytes=3.2e4 + 4e4, **changes)
+    return planner.Planner(_Even(), devices, 32, space).Search().best
+
+  plain, fast = Best(), Best(to_host={'bandwidth': 1e8})
+  assert plain.choice.offload == 0 and fast.choice.offload == 1
+  assert fast.seconds < plain.seconds
+  slow = Best(to_host={'bandwidth': 1e4})
+  assert slow.choice == plain.choice
+  with pytest.raises(ValueError, match='to_host'):
+    planner.Planner(_Even(), _Devices(), 32, space).Predict(fast.choice)
 
 
 def testSlotsAreShardedIfThatSavesEnoughMemory():

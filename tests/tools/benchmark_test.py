@@ -140,7 +140,9 @@ def testWorkloadBTimesEveryKindOfAction(forks, changes, letters):
 def testSimulatedTimesFollowTheFormula():
   def Times(actions, update, alone=None):
     num_stages = len(actions['F'])
-    return standalone.Times(actions, alone or actions, update, ['b' in actions] * num_stages)
+    return standalone.Times(
+      actions, alone or actions, update, [any(map(str.islower, actions))] * num_stages
+    )
 
   times = Times({'F': [[1.0, 2.0]] * 2, 'B': [[3.0, 4.0]] * 2}, [[0.5, 0.7]] * 2)
   schedule = schedules.Get('gpipe', 2, 4)

@@ -44,6 +44,21 @@ def testLinksTakeMoreOfAStepWithMoreReplicas():
   assert links == sorted(links) and links[0] < links[-1]
 
 
+@pytest.mark.parametrize('name', ['h100', 'tpu_v3'])
+def testOffloadCostsLittleIfLayersAreLarge(name):
+  _, _, *rows = scaling.Offload(name)
+  cells = []
+  for row in rows:
+    texts = [cell.replace('%', '').split(',') for cell in row.split('|')[2:-1]]
+    cells.append([(float(seconds), float(gib)) for seconds, gib in texts])
+  for plain, half, offloaded, two_ahead, recomputed in cells:
+    assert plain[0] == 0 and half[0] <= offloaded[0] and two_ahead[0] <= offloaded[0]
+    assert plain[1] > half[1] > offloaded[1] and offloaded[1] < two_ahead[1]
+    assert recomputed[0] > 30
+  # The last rows are of the largest layers.
+  assert all(offloaded[0] <= 5 for _, _, offloaded, _, _ in cells[-3:])
+
+
 def testADeeperModelRepeatsOneLayer():
   costs = _Costs(4)
   deep = scaling.Deeper(costs, 2, 5)

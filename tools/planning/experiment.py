@@ -149,6 +149,7 @@ class Experiment:
       'task.stack.splits': list(prediction.ends),
       'task.stack.schedule': choice.schedule,
       'task.stack.remat_policy': choice.remat_policy,
+      **({'task.stack.offload': choice.offload} if choice.offload else {}),
       'task.train.shard_optimizer_slots': choice.shard_slots,
     }
     if self._is_batch_chosen:

@@ -31,6 +31,8 @@ def DevicesText(devices: device_description.Devices) -> str:
     links['within a host'] = devices.within_host
   if devices.num_devices > devices.devices_per_host:
     links['between hosts'] = devices.between_hosts
+  if devices.to_host is not None:
+    links['to the host'] = devices.to_host
   texts = [
     f'{text_table.FormatBytes(link.bandwidth)}/s {where} after {SecondsText(link.latency)}'
     for where, link in links.items()
@@ -81,7 +83,7 @@ def Table(rows: Sequence[planner.Prediction], best: planner.Prediction, memory_b
       (
         *map(str, (*c.grid, c.stages_per_device, c.num_micro_batches, c.micro_batch_size)),
         c.schedule,
-        c.remat_policy,
+        c.remat_policy + '+offload' * bool(c.offload),
         'shared' if c.shard_slots else 'all',
         SecondsText(row.seconds),
         *(f'{x / row.seconds:.1%}' for x in (row.work, row.bubble, row.communication, row.update)),

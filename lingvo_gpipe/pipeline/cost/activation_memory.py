@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from lingvo_gpipe.pipeline.cost import per_stage
@@ -56,20 +56,14 @@ class Change(NamedTuple):
 
 
 def Changes(work: step_work.StepWork) -> Iterator[tuple[int, actions.Action, Change]]:
-  """Yields (device, action, change) for all actions that compute anything, device by device."""
+  """Yields (device, action, change) for all actions that have work, device by device.
+
+  An O comes where its copy ends and the device has its memory back.
+  """
   for device, row in enumerate(work.schedule.actions):
-    for action in filter(work.Exists, row):
+    for action in actions.WithEndsOfCopies(filter(work.Exists, row)):
       k, m = action.stage, action.micro_batch
-      # `stored` is held between F and B, `working` within B.
-      stored = working = Part.INPUT
-      if work.HasBackward(k):
-        if not work.RunsAgain(k, m):
-          stored = working = Part.EVERYTHING
-        elif work.KeepsLayers(k, m):
-          stored = Part.LAYER_INPUTS
-          working = Part.ONE_LAYER if work.GoesByLayer(k, m) else Part.EVERYTHING
-        else:
-          working = Part.EVERYTHING
+      stored, working = _StoredAndWorking(work, k, m)
       after_input = Part.FOR_WEIGHTS if work.IsTrained(k) else Part.NOTHING
       kind = Kind.BACKWARD if work.IsWholeBackward(action) else action.kind
       yield (
@@ -83,8 +77,35 @@ def Changes(work: step_work.StepWork) -> Iterator[tuple[int, actions.Action, Cha
           Kind.INPUT_GRADIENT: Change(stored, (working, after_input), after_input),
           Kind.WEIGHT_GRADIENT: Change(after_input, (after_input,), Part.NOTHING),
           Kind.FORWARD_BACKWARD: Change(Part.NOTHING, (working,), Part.NOTHING),
+          Kind.OFFLOAD: Change(stored, (stored,), Part.NOTHING),
+          Kind.LOAD: Change(Part.NOTHING, (stored,), stored),
         }[kind],
       )
+
+
+def _StoredAndWorking(work: step_work.StepWork, stage: int, micro_batch: int) -> tuple[Part, Part]:
+  """Returns the parts that a stage holds between F and B, and within B."""
+  if not work.HasBackward(stage):
+    return Part.INPUT, Part.INPUT
+  if not work.RunsAgain(stage, micro_batch):
+    return Part.EVERYTHING, Part.EVERYTHING
+  if work.KeepsLayers(stage, micro_batch):
+    by_layer = work.GoesByLayer(stage, micro_batch)
+    return Part.LAYER_INPUTS, Part.ONE_LAYER if by_layer else Part.EVERYTHING
+  return Part.INPUT, Part.EVERYTHING
+
+
+def StoredBytes(
+  work: step_work.StepWork, sizes: ActivationSizes, scale: Sequence[float]
+) -> Callable[[int, int], float]:
+  """Returns a function (stage, micro-batch) -> bytes that wait from F for B; see `Peaks`."""
+  num_bytes = _PartBytes(work, sizes)
+
+  def Stored(stage: int, micro_batch: int) -> float:
+    stored, _ = _StoredAndWorking(work, stage, micro_batch)
+    return num_bytes[stage][stored] * scale[micro_batch]
+
+  return Stored
 
 
 def Peaks(
@@ -103,6 +124,25 @@ def Peaks(
     ValueError: the sizes do not match the schedule, or lack values that the policy needs.
   """
   schedule = work.schedule
+  num_bytes = _PartBytes(work, sizes)
+  held: list[float] = [0] * schedule.num_stages
+  stage_peaks: list[float] = [0] * schedule.num_stages
+  device_peaks: list[float] = [0] * schedule.num_devices
+  device_held: list[float] = [0] * schedule.num_devices
+  for device, action, change in Changes(work):
+    k, size = action.stage, scale[action.micro_batch]
+    before, after = num_bytes[k][change.before], num_bytes[k][change.after]
+    growth = (max(num_bytes[k][part] for part in change.within) - before) * size
+    stage_peaks[k] = max(stage_peaks[k], held[k] + growth)
+    device_peaks[device] = max(device_peaks[device], device_held[device] + growth)
+    held[k] += (after - before) * size
+    device_held[device] += (after - before) * size
+  return tuple(stage_peaks), tuple(device_peaks)
+
+
+def _PartBytes(work: step_work.StepWork, sizes: ActivationSizes) -> list[dict[Part, float]]:
+  """Returns for each stage the bytes of each part; raises ValueError as `Peaks` does."""
+  schedule = work.schedule
   keeps_layers = any(
     work.KeepsLayers(a.stage, a.micro_batch) for row in schedule.actions for a in row
   )
@@ -117,11 +157,7 @@ def Peaks(
 
   stage_input, inner, weight_part = Read('stage_input'), Read('inner'), Read('weight_part')
   layer_inputs, largest_layer = Read('layer_inputs'), Read('largest_layer')
-  held: list[float] = [0] * schedule.num_stages
-  stage_peaks: list[float] = [0] * schedule.num_stages
-  device_peaks: list[float] = [0] * schedule.num_devices
-  device_held: list[float] = [0] * schedule.num_devices
-  num_bytes = []
+  num_bytes: list[dict[Part, float]] = []
   for k in range(schedule.num_stages):
     everything = stage_input[k] + inner[k]
     by_layer = stage_input[k] + layer_inputs[k]
@@ -135,15 +171,7 @@ def Peaks(
         Part.EVERYTHING: everything,
       }
     )
-  for device, action, change in Changes(work):
-    k, size = action.stage, scale[action.micro_batch]
-    before, after = num_bytes[k][change.before], num_bytes[k][change.after]
-    growth = (max(num_bytes[k][part] for part in change.within) - before) * size
-    stage_peaks[k] = max(stage_peaks[k], held[k] + growth)
-    device_peaks[device] = max(device_peaks[device], device_held[device] + growth)
-    held[k] += (after - before) * size
-    device_held[device] += (after - before) * size
-  return tuple(stage_peaks), tuple(device_peaks)
+  return num_bytes
 
 
 def PeakActivations(work: step_work.StepWork) -> tuple[int, ...]:

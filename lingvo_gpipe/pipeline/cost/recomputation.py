@@ -28,7 +28,13 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from lingvo_gpipe.pipeline.cost import partitioner, stage_memory, stage_work
+from lingvo_gpipe.pipeline.cost import (
+  activation_memory,
+  partitioner,
+  per_stage,
+  stage_memory,
+  stage_work,
+)
 from lingvo_gpipe.pipeline.schedule import rematerialisation
 from lingvo_gpipe.pipeline.schedule import schedule as schedule_lib
 
@@ -50,11 +56,15 @@ class Choice:
     policy: the policy of the stage.
     again: the work of a step that is computed again, in `Chooser.unit`.
     activations: predicted peak bytes of activations.
+    kept_bytes: under a ByLayer, bytes of a micro-batch that the layers keep besides their inputs.
+    working: under a ByLayer, the most bytes that backward of a layer computes again.
   """
 
   policy: rematerialisation.StagePolicy
   again: int
   activations: int
+  kept_bytes: int = 0
+  working: int = 0
 
 
 class Chooser:
@@ -167,6 +177,25 @@ class Chooser:
       choices.append(choice or least)
     return tuple(choices), fits
 
+  def Sizes(
+    self, ends: Sequence[int], choices: Sequence[Choice]
+  ) -> activation_memory.ActivationSizes:
+    """Returns the bytes of activations of each stage of a cut, for the simulator."""
+    sizes = self._memory[_BY_LAYER].Sizes(ends)
+    by_layer = [isinstance(choice.policy, rematerialisation.ByLayer) for choice in choices]
+    layer_inputs, largest = (
+      per_stage.Expand(name, getattr(sizes, name) or 0, len(ends), 'stage')
+      for name in ('layer_inputs', 'largest_layer')
+    )
+    return dataclasses.replace(
+      sizes,
+      layer_inputs=[x + choice.kept_bytes for x, choice in zip(layer_inputs, choices, strict=True)],
+      largest_layer=[
+        choice.working if chosen else x
+        for x, choice, chosen in zip(largest, choices, by_layer, strict=True)
+      ],
+    )
+
   def OneRecomputation(self, stage: int, choice: Choice) -> float:
     """Returns the time of each recomputation of a stage, in the unit of `LayerWork`."""
     by_layer = isinstance(choice.policy, rematerialisation.ByLayer)
@@ -212,6 +241,8 @@ class Chooser:
       'none' if keeps_all else rematerialisation.ByLayer(layers),
       count * again,
       memory.Activations(stage, start, end, kept=kept, working=working),
+      kept,
+      working,
     )
 
   def _FrontOf(self, w: int, start: int, end: int) -> _Front | None:

@@ -17,6 +17,8 @@ The model:
   Results between the same two devices in the same direction are sent one after the other.
 - If transfers occupy devices (`Costs.transfer_occupies_devices`), the sender is busy for the time
   of the transfer after its action, and the receiver before the action that needs the result.
+- Copies of activations to the host and back (O and L) take the link between a device and its host,
+  which serves each direction by itself. A device waits for them as `host_links` says.
 - With replicas, a stage's gradients are added over the replicas (all-reduce) after its last
   backward action, which takes no device time either. The update waits for the sums.
 
@@ -31,13 +33,14 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from lingvo_gpipe.pipeline.cost import activation_memory, core_sharing, per_stage
+from lingvo_gpipe.pipeline.cost import activation_memory, core_sharing, host_links, per_stage
 from lingvo_gpipe.pipeline.schedule import actions, rematerialisation, step_work, timeline_text
 from lingvo_gpipe.pipeline.schedule import schedule as schedule_lib
 
 Action = actions.Action
 Kind = actions.Kind
 ActivationSizes = activation_memory.ActivationSizes
+HostLink = host_links.HostLink
 PerStage = per_stage.PerStage
 
 
@@ -68,6 +71,8 @@ class Costs:
       of one device follow one after the other.
     micro_batch_sizes: relative size of each micro-batch, if they differ; times and transfers are
       proportional to it.
+    host_link: the link of each device to its host, for schedules with copies; None: copies take no
+      time.
   """
 
   forward: PerStage
@@ -83,14 +88,15 @@ class Costs:
   transfer_occupies_devices: bool = False
   all_reduce: PerStage = 0
   micro_batch_sizes: Sequence[float] | None = None
+  host_link: HostLink | None = None
 
 
 class Span(NamedTuple):
   """One piece of work of a device, from `start` to `end`.
 
   `part` is `compute`, `recompute` (the repeated forward pass of the B or I in `action`),
-  `transfer` (to or from another device, if transfers occupy devices), or `update` (without an
-  action).
+  `transfer` (to or from another device, if transfers occupy devices), `update` (without an
+  action), or `copy` (to or from the host, which does not occupy the device).
   """
 
   device: int
@@ -115,6 +121,7 @@ class Result:
     device_peak_bytes: for each device the peak bytes of activations of all its stages; None without
       sizes.
     timeline: for each device its spans, in order of time.
+    copies: for each device its copies to and from the host, spans of the part `copy`.
   """
 
   schedule: schedule_lib.Schedule
@@ -125,6 +132,7 @@ class Result:
   peak_bytes: tuple[float, ...] | None
   device_peak_bytes: tuple[float, ...] | None
   timeline: tuple[tuple[Span, ...], ...]
+  copies: tuple[tuple[Span, ...], ...]
 
   @property
   def idle(self) -> tuple[float, ...]:
@@ -156,10 +164,18 @@ class Result:
     """Draws the timeline with widths in proportion to time: `|F0--|R0--|B0------`, `.` is idle.
 
     R is a recomputation, = a transfer and U the update. Each row ends with the device's idle share.
+    Below the devices are their links to the host, if copies take time.
     """
-    rows = [[(s.start, s.end, self._Label(s)) for s in row] for row in self.timeline]
+    rows = {f'device {device}': row for device, row in enumerate(self.timeline)}
     notes = [f'{bubble:.1%} idle' for bubble in self.bubble]
-    return timeline_text.DrawToScale(rows, num_columns, notes)
+    for device, row in enumerate(self.copies):
+      for name, kind in (('offload', Kind.OFFLOAD), ('load', Kind.LOAD)):
+        spans = tuple(s for s in row if s.action and s.action.kind is kind and s.end > s.start)
+        if spans:
+          rows[f'{name} {device}'] = spans
+          notes.append('')
+    drawn = [[(s.start, s.end, self._Label(s)) for s in row] for row in rows.values()]
+    return timeline_text.DrawToScale(drawn, num_columns, notes, list(rows))
 
   def _Label(self, span: Span) -> str:
     if span.action is None:
@@ -214,7 +230,7 @@ def Simulate(
       free; not possible layer by layer.
     update_barrier: whether updates wait until all devices have finished their actions and added
       their gradients, as clipping by the global gradient norm requires.
-    sizes: the bytes of activations, for the peaks in bytes.
+    sizes: the bytes of activations, for the peaks in bytes, and for copies over `costs.host_link`.
     trained: for each stage whether it has trained weights. As in the engine, stages before the
       first trained stage run forward only and hold nothing, the first trained stage computes no
       input gradient, and frozen stages after it compute no weight gradients. Without
@@ -224,7 +240,8 @@ def Simulate(
 
   Raises:
     ValueError: an invalid schedule, an unknown policy, or costs, sizes or flags that do not match
-      the schedule; or devices that share cores, with transfers that occupy devices.
+      the schedule; devices that share cores, with transfers that occupy devices or a link to a
+      host; or a link to a host without sizes.
   """
   schedule.Validate()
   work = step_work.StepWork(schedule, remat_policy, trained)
@@ -235,9 +252,12 @@ def Simulate(
     )
   if alone and costs.transfer_occupies_devices:
     raise ValueError('transfer_occupies_devices: not possible for devices that share cores (alone)')
+  if alone and costs.host_link:
+    raise ValueError('host_link: not possible for devices that share cores (alone)')
   scale = _Scale(costs.micro_batch_sizes, schedule.num_micro_batches)
+  copies = _Copies(work, costs, sizes, scale)
   durations = Durations(work, costs, scale)
-  timeline = _Play(work, durations, _Links(work, costs, scale), recompute_early)
+  timeline, copied = _Play(work, durations, _Links(work, costs, scale), copies, recompute_early)
   if alone:
     pair = durations, Durations(work, alone, scale)
     timeline = _ShareCores(timeline, pair, _Links(work, costs, scale), recompute_early)
@@ -253,13 +273,36 @@ def Simulate(
     peak_bytes=peaks[0],
     device_peak_bytes=peaks[1],
     timeline=tuple(map(tuple, timeline)),
+    copies=tuple(map(tuple, copied)),
+  )
+
+
+def _Copies(
+  work: step_work.StepWork,
+  costs: Costs,
+  sizes: ActivationSizes | None,
+  scale: Sequence[float],
+) -> host_links.HostLinks:
+  """Returns the idle links to the hosts."""
+  link = costs.host_link
+  if link is None:
+    return host_links.HostLinks(lambda action: 0.0)
+  if sizes is None:
+    raise ValueError('host_link: the time of a copy needs sizes, the bytes of activations')
+  num_bytes = activation_memory.StoredBytes(work, sizes, scale)
+  return host_links.HostLinks(
+    lambda action: num_bytes(action.stage, action.micro_batch) / link.bandwidth, link.latency
   )
 
 
 def _Play(
-  work: step_work.StepWork, durations: Durations, links: _Links, recompute_early: bool
-) -> list[list[Span]]:
-  """Returns the spans of each device, without updates.
+  work: step_work.StepWork,
+  durations: Durations,
+  links: _Links,
+  copies: host_links.HostLinks,
+  recompute_early: bool,
+) -> tuple[list[list[Span]], list[list[Span]]]:
+  """Returns the spans of each device, without updates, and of its copies.
 
   `Walk` yields an action after its dependencies, so one pass suffices: when an action's turn comes,
   `clock` has the time from which its device is free and `links` the arrival of its input.
@@ -267,9 +310,15 @@ def _Play(
   schedule = work.schedule
   clock: list[float] = [0] * schedule.num_devices
   timeline: list[list[Span]] = [[] for _ in range(schedule.num_devices)]
+  copied: list[list[Span]] = [[] for _ in range(schedule.num_devices)]
   for device, action in schedule.Walk():
     if not work.Exists(action):
       continue
+    if action.kind in actions.COPIES:
+      span = copies.Copy(device, action, clock[device])
+      copied[device].append(Span(device, *span, action, 'copy'))
+      continue
+    clock[device] = max(clock[device], copies.Ready(device, action))
     arrival, receive = links.Arrival(action), links.Receive(action)
     again = durations.Get(action, 'recompute') if work.Repeats(action) else 0
     parts = [(0.0, again, 'recompute'), (arrival, receive, 'transfer')]
@@ -283,7 +332,7 @@ def _Play(
     if send := links.Send(action, clock[device]):
       start, clock[device] = clock[device], clock[device] + send
       timeline[device].append(Span(device, start, clock[device], action, 'transfer'))
-  return timeline
+  return timeline, copied
 
 
 def _ShareCores(
@@ -449,6 +498,7 @@ class Durations:
       Kind.WEIGHT_GRADIENT: weights,
       Kind.BACKWARD: backward,
       Kind.FORWARD_BACKWARD: Entries('fused', Sum(forward, differentiated)),
+      **dict.fromkeys(actions.COPIES, (0.0,) * num_stages),  # They take no time of a device.
     }
     self._recompute = Entries('recompute', forward)
     self._scale = scale or (1,) * work.schedule.num_micro_batches

@@ -204,6 +204,18 @@ class StageMemory:
         room = min(room, space // held.layer_inputs)
     return room
 
+  def Sizes(self, ends: Sequence[int]) -> activation_memory.ActivationSizes:
+    """Returns the bytes of activations of each stage of a cut, for the simulator."""
+    ranges = [*zip([0, *ends], ends, strict=False)]
+    layer_inputs = [self._inputs[end] - self._inputs[start + 1] for start, end in ranges]
+    inner = [self._inner[end] - self._inner[start] for start, end in ranges]
+    return activation_memory.ActivationSizes(
+      stage_input=[self.Input(*span) for span in ranges],
+      inner=[a + b for a, b in zip(layer_inputs, inner, strict=True)],
+      layer_inputs=layer_inputs,
+      largest_layer=[max(x.inner for x in self._layers[a:b]) for a, b in ranges],
+    )
+
   def Input(self, start: int, end: int) -> int:
     """Returns the bytes that layers [start, end) receive, including skip connections."""
     return self._layers[start].inputs + sum(

@@ -185,6 +185,11 @@ class Cut:
       'predicted memory: weights with gradients and '
       f'{self.weights.slots_per_weight:g} optimizer slots each; activations at their peak',
     ]
+    if offloaded := self.schedule.offloaded:
+      lines.append(
+        f'offload: {len(offloaded)} times a step the activations of a micro-batch go to the host '
+        f'and come back, in {len(dict(offloaded))} stages; the times are without the copies'
+      )
     if in_time:
       lines.append('ms: measured, forward and backward of a micro-batch without recomputation')
     return '\n'.join(lines)

@@ -49,7 +49,8 @@ _ENVIRONMENT, _START_TIME = 'Task Environment', 'profile_start_time'
 
 _START, _DONE = 'ExecutorState::ProcessAsync::Start', 'ExecutorState::ProcessAsync::Done'
 # Transfers of a call's results to other devices have longer names that begin with the call's.
-_CALL = re.compile(r'(?:replica_0/)?action_(\d+[A-Z]\d+)/(Stateful)?PartitionedCall(_\d+)?')
+# Copies to the host and back, O and L, take no time of a device.
+_CALL = re.compile(r'(?:replica_0/)?action_(\d+(?![OL])[A-Z]\d+)/(Stateful)?PartitionedCall(_\d+)?')
 
 
 @dataclasses.dataclass(frozen=True)

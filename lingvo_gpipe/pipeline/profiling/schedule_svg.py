@@ -88,7 +88,11 @@ def _Pale(kind: actions.Kind, opacity: float) -> str:
 
 def _Held(result: simulator.Result, device: int) -> Iterator[tuple[float, int]]:
   """Yields (time, number of activations that the device holds from then on)."""
-  spans = {span.action: span for span in result.timeline[device] if span.part == 'compute'}
+  spans = {
+    span.action: span
+    for span in (*result.timeline[device], *result.copies[device])
+    if span.part in ('compute', 'copy')
+  }
   actions_of_device = result.schedule.actions[device]
   changes = sorted(
     (spans[action].start if change > 0 else spans[action].end, change)

@@ -8,11 +8,14 @@ The text form is `<stage><kind><micro-batch>`, as in torch.distributed.pipelinin
     2I1   gradient of the stage's input only
     2W1   gradient of the stage's weights only
     3V0   fused forward and backward ("value and gradient") of the last stage
+    0O3   offload: copies the tensors that wait for backward to the memory of the host
+    0L3   load: copies them back
 
 `ActionsOfCell` also reads PyTorch's other marks, as its CSV files have them.
 
-V is not part of PyTorch's notation. Only the last stage can run it, because it computes the loss
-and so needs no gradient from a later stage.
+V, O and L are not part of PyTorch's notation. Only the last stage can run V, because it computes
+the loss and so needs no gradient from a later stage. O and L are copies: they take the link between
+a device and its host, and not the device.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import re
+from collections.abc import Iterable, Iterator
 
 
 class Kind(enum.StrEnum):
@@ -30,6 +34,12 @@ class Kind(enum.StrEnum):
   INPUT_GRADIENT = 'I'
   WEIGHT_GRADIENT = 'W'
   FORWARD_BACKWARD = 'V'
+  OFFLOAD = 'O'
+  LOAD = 'L'
+
+
+# Copies between a device and its host.
+COPIES = (Kind.OFFLOAD, Kind.LOAD)
 
 
 def HasWork(kind: Kind, *, needs_dx: bool, is_trained: bool) -> bool:
@@ -45,6 +55,8 @@ def HasWork(kind: Kind, *, needs_dx: bool, is_trained: bool) -> bool:
     Kind.BACKWARD: needs_dx or is_trained,
     Kind.INPUT_GRADIENT: needs_dx,
     Kind.WEIGHT_GRADIENT: is_trained,
+    # Without a backward nothing waits.
+    **dict.fromkeys(COPIES, needs_dx or is_trained),
   }.get(kind, True)
 
 
@@ -55,8 +67,8 @@ _PAIR = re.compile(r'\(([^()]*)\)OVERLAP_F_B')
 # gradients over replicas, which is part of the update.
 _IMPLIED = re.compile(r'[0-9]+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)[0-9]*')
 KINDS_TEXT = (
-  'F (forward), B (full backward), I (input gradient), W (weight gradient) or '
-  'V (fused forward and backward of the last stage)'
+  'F (forward), B (full backward), I (input gradient), W (weight gradient), '
+  'V (fused forward and backward of the last stage), O (offload to the host) or L (load back)'
 )
 
 
@@ -102,3 +114,23 @@ def ActionsOfCell(text: str) -> tuple[Action, ...]:
   if pair := _PAIR.fullmatch(text):
     return tuple(Action.FromText(part) for part in pair[1].split(';'))
   return (Action.FromText(text),)
+
+
+def WithEndsOfCopies(row: Iterable[Action]) -> Iterator[Action]:
+  """Yields the actions of a device, but each O where the device has its memory back.
+
+  A copy to the host may last as long as the next computation of the device. The computation after
+  that waits for its end, and so do the copies from the host before that computation.
+  """
+  ending: list[Action] = []
+  running: list[Action] = []
+  for action in row:
+    if action.kind is Kind.OFFLOAD:
+      running.append(action)
+      continue
+    yield from ending
+    ending = []
+    if action.kind is not Kind.LOAD:
+      ending, running = running, []
+    yield action
+  yield from (*ending, *running)

@@ -13,6 +13,8 @@ transfers between devices are implied:
     B or I            needs F of its own stage, and B, I or V of the stage after it
     W                 needs I of its own stage
     V (last stage)    needs F of the stage before it
+    O                 needs F of its own stage
+    L                 needs O of its own stage, and B or I needs L
 
 all for the same micro-batch. The engine traces the calls in this order, and the simulator predicts
 their times. This module does not know any schedule by name: `schedules` does, and other folders
@@ -44,8 +46,15 @@ _COMPLETE = (
   frozenset({Kind.FORWARD_BACKWARD}),
 )
 _COMPLETE_FORWARD_ONLY = (frozenset({Kind.FORWARD}),)
-# V does the two units of work of F and B.
-_UNIT_DURATIONS = {kind: 2 if kind is Kind.FORWARD_BACKWARD else 1 for kind in Kind}
+_COMPLETE_WITH_COPIES = tuple(
+  kinds.union(actions.COPIES) for kinds in _COMPLETE if Kind.FORWARD_BACKWARD not in kinds
+)
+# V does the two units of work of F and B. Copies take no time of the device.
+_UNIT_DURATIONS = {
+  **dict.fromkeys(Kind, 1),
+  Kind.FORWARD_BACKWARD: 2,
+  **dict.fromkeys(actions.COPIES, 0),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,9 +108,12 @@ class Schedule:
     """Returns one line per device, actions separated by commas.
 
     Args:
-      for_torch: whether to write V as F and B, because PyTorch does not know V.
+      for_torch: whether to write V as F and B and to leave out O and L, because PyTorch does not
+        know these.
     """
-    text = ''.join(','.join(map(str, row)) + '\n' for row in self.actions)
+    skipped = actions.COPIES if for_torch else ()
+    rows = ([str(a) for a in row if a.kind not in skipped] for row in self.actions)
+    text = ''.join(','.join(row) + '\n' for row in rows)
     return re.sub(r'(\d+)V(\d+)', r'\1F\2,\1B\2', text) if for_torch else text
 
   @classmethod
@@ -170,8 +182,21 @@ class Schedule:
       return (Action(stage, Kind.INPUT_GRADIENT, m),)
     if action.kind in _MAKE_FORWARD:
       return (self._forward[stage - 1, m],) if stage else ()
-    forward = self._forward[stage, m]
-    return (forward, self._gradient[stage + 1, m]) if stage + 1 < self.num_stages else (forward,)
+    if action.kind is Kind.LOAD:
+      return (Action(stage, Kind.OFFLOAD, m),)
+    needed = [self._forward[stage, m]]
+    if action.kind is Kind.OFFLOAD:
+      return tuple(needed)
+    if stage + 1 < self.num_stages:
+      needed.append(self._gradient[stage + 1, m])
+    if (stage, m) in self.offloaded:
+      needed.append(Action(stage, Kind.LOAD, m))
+    return tuple(needed)
+
+  @functools.cached_property
+  def offloaded(self) -> frozenset[tuple[int, int]]:
+    """The (stage, micro-batch) whose tensors wait for backward in the memory of the host."""
+    return frozenset(self._ActionsOfKinds((Kind.LOAD,)))
 
   @functools.cached_property
   def _forward(self) -> dict[tuple[int, int], Action]:
@@ -196,7 +221,7 @@ class Schedule:
 
     - Each stage processes each micro-batch exactly once, on the device that owns the stage.
     - It does so as F and B, as F, I and W, or (last stage only) as V. In a schedule without
-      gradients, as F.
+      gradients, as F. Between F and B or I there may be O and L, both or none.
     - No action precedes an action of its own device that it depends on.
     - No devices wait for each other for ever.
 
@@ -257,7 +282,6 @@ class Schedule:
         seen.add(action)
 
   def _CheckComplete(self) -> None:
-    complete = _COMPLETE_FORWARD_ONLY if self.forward_only else _COMPLETE
     kinds_at: dict[tuple[int, int], frozenset[Kind]] = {}
     for row in self.actions:
       for a in row:
@@ -272,10 +296,15 @@ class Schedule:
             f'device {device}: {fused}: only the last stage, {self.num_stages - 1}, holds the loss '
             'and can run forward and backward in one action'
           )
+        complete: tuple[frozenset[Kind], ...] = _COMPLETE
+        if self.forward_only:
+          complete = _COMPLETE_FORWARD_ONLY
+        elif not kinds.isdisjoint(actions.COPIES):
+          complete = _COMPLETE_WITH_COPIES
         if kinds in complete:
           continue
         # Describe the difference to the nearest complete set of actions.
-        candidates = [c for c in complete if (fused.kind in c) == (fused.kind in kinds)]
+        candidates = [c for c in complete if (fused.kind in c) == (fused.kind in kinds)] or complete
         nearest = min(candidates, key=lambda c: len(c ^ kinds))
         missing = [str(Action(stage, k, m)) for k in Kind if k in nearest - kinds]
         excess = [str(Action(stage, k, m)) for k in Kind if k in kinds - nearest]
@@ -374,7 +403,8 @@ class Schedule:
   def Picture(self, durations: Mapping[Kind, int] | None = None) -> str:
     """Draws the schedule like figure 2 of the GPipe paper: rows are devices, columns time ticks.
 
-    Actions are drawn without their stage (`F0`) if each device has the stage of its number.
+    Actions are drawn without their stage (`F0`) if each device has the stage of its number. Copies
+    are drawn below the devices, when they start.
 
     Args:
       durations: {kind: ticks}, whole numbers; other kinds take one tick (V two).
@@ -385,8 +415,20 @@ class Schedule:
     for kind, time in (durations or {}).items():
       if int(time) != time:
         raise ValueError(f'Picture counts in ticks: {kind}: expected a whole number, got {time!r}')
-    timeline = self.Timeline(durations)
-    return timeline_text.DrawTicks([[(s, e, self.Label(a)) for s, e, a in r] for r in timeline])
+    rows: dict[str, list[tuple[float, float, str]]] = {}
+    copies: dict[str, dict[float, str]] = {}
+    for device, row in enumerate(self.Timeline(durations)):
+      rows[f'device {device}'] = []
+      for start, end, action in row:
+        if action.kind not in actions.COPIES:
+          rows[f'device {device}'].append((start, end, self.Label(action)))
+          continue
+        # Copies that start at the same time share a tick.
+        labels = copies.setdefault(f'copies {device}', {})
+        labels[start] = '+'.join(filter(None, (labels.get(start), self.Label(action))))
+    for name, labels in copies.items():
+      rows[name] = [(start, start + 1, label) for start, label in labels.items()]
+    return timeline_text.DrawTicks(list(rows.values()), list(rows))
 
   def Label(self, action: Action) -> str:
     """Returns the text of an action in a picture: `F0` if stage k is on device k for all k."""
@@ -399,8 +441,8 @@ class Schedule:
     """Returns for each stage the most micro-batches whose activations it holds at one time.
 
     A stage holds a micro-batch from the start of F to the end of B (of W if the backward is split),
-    during V, and in a schedule without gradients during F. With re-materialisation this is the
-    number of stage inputs.
+    during V, and in a schedule without gradients during F; not while the host has them, after O and
+    before L. With re-materialisation this is the number of stage inputs.
     """
     held = [0] * self.num_stages
     peak = [0] * self.num_stages
@@ -420,10 +462,10 @@ class Schedule:
 
   def Holdings(self, row: Iterable[Action]) -> Iterator[tuple[Action, int]]:
     """Yields (action, 1) when a stage starts to hold a micro-batch, (action, -1) when it stops."""
-    for action in row:
-      if action.kind in _MAKE_FORWARD:
+    for action in actions.WithEndsOfCopies(row):
+      if action.kind in (*_MAKE_FORWARD, Kind.LOAD):
         yield action, 1
-      if self.forward_only or action.kind in _FREE:
+      if self.forward_only or action.kind in (*_FREE, Kind.OFFLOAD):
         yield action, -1
 
 

@@ -55,12 +55,13 @@ import pathlib
 import pkgutil
 from collections.abc import Callable, Sequence
 
-from lingvo_gpipe.pipeline.schedule import actions, orders
+from lingvo_gpipe.pipeline.schedule import actions, offload, orders
 from lingvo_gpipe.pipeline.schedule import schedule as schedule_lib
 
 Action = actions.Action
 Kind = actions.Kind
 Schedule = schedule_lib.Schedule
+WithOffload = offload.WithOffload
 
 # (num_stages, num_micro_batches, num_devices) -> Schedule.
 Generator = Callable[[int, int, int], Schedule]

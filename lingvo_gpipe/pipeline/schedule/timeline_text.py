@@ -9,13 +9,14 @@ from collections.abc import Sequence
 Row = Sequence[tuple[float, float, str]]
 
 
-def DrawTicks(rows: Sequence[Row]) -> str:
+def DrawTicks(rows: Sequence[Row], names: Sequence[str] = ()) -> str:
   """Draws one column per time tick, like figure 2 of the GPipe paper.
 
   `.` is an idle tick, `B0---` an action of several ticks. Device 0 comes first (last in the paper).
 
   Args:
     rows: the row of each device; starts and ends are whole numbers.
+    names: the names of the rows; by default `device 0` and so on.
   """
   num_ticks = int(max(end for row in rows for _, end, _ in row))
   width = max(len(str(num_ticks - 1)), *(len(label) for row in rows for *_, label in row))
@@ -30,10 +31,12 @@ def DrawTicks(rows: Sequence[Row]) -> str:
       cells.append(label.ljust(span * (width + 1) - 1, '-' if span > 1 else ' '))
     cells += ['.'.ljust(width)] * (num_ticks - tick)
     lines.append(' '.join(cells))
-  return _WithMargin(lines)
+  return _WithMargin(lines, names)
 
 
-def DrawToScale(rows: Sequence[Row], num_columns: int, notes: Sequence[str] = ()) -> str:
+def DrawToScale(
+  rows: Sequence[Row], num_columns: int, notes: Sequence[str] = (), names: Sequence[str] = ()
+) -> str:
   """Draws widths in proportion to time: `|F0--|F1--`, and `.` while a device is idle.
 
   An action too short for its label is drawn as the label's first letter, or without a letter.
@@ -41,7 +44,8 @@ def DrawToScale(rows: Sequence[Row], num_columns: int, notes: Sequence[str] = ()
   Args:
     rows: the row of each device.
     num_columns: width of the drawing, without the names of the devices.
-    notes: for each device a text at the end of its row.
+    notes: for each row a text at its end.
+    names: as for `DrawTicks`.
 
   Raises:
     ValueError: num_columns is not positive.
@@ -64,11 +68,11 @@ def DrawToScale(rows: Sequence[Row], num_columns: int, notes: Sequence[str] = ()
       line += text.ljust(span, '-')
     line = line.ljust(num_columns, '.')
     lines.append(f'{line}  {notes[device]}' if notes else line)
-  return _WithMargin(lines)
+  return _WithMargin(lines, names)
 
 
-def _WithMargin(lines: Sequence[str]) -> str:
-  heads = ['time', *(f'device {device}' for device in range(len(lines) - 1))]
+def _WithMargin(lines: Sequence[str], names: Sequence[str]) -> str:
+  heads = ['time', *(names or (f'device {device}' for device in range(len(lines) - 1)))]
   margin = max(map(len, heads))
   drawn = (f'{h.ljust(margin)}  {line}'.rstrip() for h, line in zip(heads, lines, strict=True))
   return ''.join(f'{line}\n' for line in drawn)

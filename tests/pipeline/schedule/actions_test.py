@@ -27,6 +27,8 @@ def testNotationIsPyTorchs():
     '2I1': Kind.INPUT_GRADIENT,
     '2W1': Kind.WEIGHT_GRADIENT,
     '3V0': Kind.FORWARD_BACKWARD,
+    '0O4': Kind.OFFLOAD,
+    '0L4': Kind.LOAD,
   }
   for text, kind in kinds.items():
     assert Action.FromText(text) == Action(int(text[0]), kind, int(text[2]))
@@ -60,10 +62,21 @@ def testFrozenStagesSkipGradients():
       k.value for k in Kind if actions.HasWork(k, needs_dx=needs_dx, is_trained=is_trained)
     )
 
-  assert Letters(True, True) == 'FBIWV'
-  assert Letters(False, True) == 'FBWV'
-  assert Letters(True, False) == 'FBIV'
+  assert Letters(True, True) == 'FBIWVOL'
+  assert Letters(False, True) == 'FBWVOL'
+  assert Letters(True, False) == 'FBIVOL'
   assert Letters(False, False) == 'FV'
+
+
+def testACopyToTheHostEndsBeforeTheSecondComputationAfterIt():
+  def Ends(text):
+    row = [Action.FromText(token) for token in text.split()]
+    return ' '.join(map(str, actions.WithEndsOfCopies(row)))
+
+  assert Ends('0F0 0O0 0F1 0O1 0F2 0F3') == '0F0 0F1 0O0 0F2 0O1 0F3'
+  # A copy back waits for it, too, so that both are not there at once.
+  assert Ends('0F0 0O0 0F1 0L0 0F2 0B0') == '0F0 0F1 0O0 0L0 0F2 0B0'
+  assert Ends('0F0 0O0 0L0 0B0') == '0F0 0L0 0B0 0O0'
 
 
 if __name__ == '__main__':

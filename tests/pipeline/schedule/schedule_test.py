@@ -11,18 +11,22 @@ import sys
 
 import pytest
 
+from lingvo_gpipe.pipeline.schedule import offload, schedules
 from lingvo_gpipe.pipeline.schedule import schedule as schedule_lib
-from lingvo_gpipe.pipeline.schedule import schedules
 
 Action, Kind, Schedule = schedule_lib.Action, schedule_lib.Kind, schedule_lib.Schedule
 
 
 def _Examples():
   """Returns valid schedules of every kind, for 4 devices and 8 micro-batches."""
-  return {
+  examples = {
     name: schedules.Get(name, 8 if schedules.TakesStagesPerDevice(name, 2) else 4, 8, 4)
     for name in schedules.Names()
   }
+  for name in ('1f1b_fused', 'zb_h1'):
+    changed = offload.WithOffload(examples[name])
+    examples[f'{name}_offload'] = dataclasses.replace(changed, name=f'{name}_offload')
+  return examples
 
 
 # Text.
@@ -122,8 +126,9 @@ def _IsValid(schedule):
   last = schedule.num_stages - 1
   expected = 0
   for k, m in itertools.product(range(schedule.num_stages), range(schedule.num_micro_batches)):
-    kinds = ''.join(kind * count[k, m, kind] for kind in 'BFIVW')
-    if kinds not in (['BF', 'FIW'] + ['V'] * (k == last) if trains else ['F']):
+    kinds = ''.join(kind * count[k, m, kind] for kind in 'BFIVWLO')
+    trained = ['BF', 'FIW', 'BFLO', 'FIWLO'] + ['V'] * (k == last)
+    if kinds not in (trained if trains else ['F']):
       return False
     expected += len(kinds)
   if expected != count.total():
@@ -141,6 +146,12 @@ def _IsValid(schedule):
         for kind in 'BIV':
           if count[k + 1, m, kind]:
             graph.add(a, Action(k + 1, Kind(kind), m))
+      if a.kind.value in 'BI' and count[k, m, 'L']:
+        graph.add(a, Action(k, Kind.LOAD, m))
+      if a.kind.value == 'O':
+        graph.add(a, Action(k, Kind.FORWARD, m))
+      if a.kind.value == 'L':
+        graph.add(a, Action(k, Kind.OFFLOAD, m))
       if a.kind.value == 'W':
         graph.add(a, Action(k, Kind.INPUT_GRADIENT, m))
   try:
@@ -209,7 +220,7 @@ def testMutationsAreRejectedExactlyIfInvalid(name):
       message = str(e)
     assert (message is None) == truth, (message, schedule.ToText())
     if message:
-      assert re.search(r"^Schedule '\w+': .*device \d.* \d[FBIWV]\d", message), message
+      assert re.search(r"^Schedule '\w+': .*device \d.* \d[FBIWVOL]\d", message), message
   assert min(verdicts[True], verdicts[False]) > 20
 
 
@@ -224,6 +235,10 @@ def testMutationsAreRejectedExactlyIfInvalid(name):
     ('0V0\n1V0', ['device 0', '0V0', 'only the last stage']),
     ('0F0,0V0', ['device 0', 'extra actions: 0F0']),
     ('0B0,0F0\n1F0,1B0', ['device 0', '0B0 comes before 0F0']),
+    ('0F0,0O0,0B0', ['device 0', 'lacks 0L0']),
+    ('0O0,0L0,0V0', ['device 0', '0F0', 'extra actions: 0V0']),
+    ('0F0,0O0,0B0,0L0', ['device 0', '0B0 comes before 0L0']),
+    ('0O0,0F0,0L0,0B0', ['device 0', '0O0 comes before 0F0']),
     ('0F0,0W0,0I0', ['device 0', '0W0 comes before 0I0']),
     (
       '0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1',

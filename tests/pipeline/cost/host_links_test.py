@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Links to hosts in the simulator: copies delay only what waits for them, and lower the peak."""
+
+import sys
+
+import pytest
+
+from lingvo_gpipe.pipeline.cost import simulator, stage_memory
+from lingvo_gpipe.pipeline.schedule import actions, offload, rematerialisation, schedules
+
+Kind = actions.Kind
+_SIZES = simulator.ActivationSizes(
+  stage_input=1, inner=5, layer_inputs=2, largest_layer=2, weight_part=4
+)
+
+
+def _Simulate(schedule, link=None, policy='none', sizes=_SIZES, **options):
+  costs = simulator.Costs(forward=1, host_link=link)
+  return simulator.Simulate(schedule, costs, remat_policy=policy, sizes=sizes, **options)
+
+
+def testASlowLinkDelaysWhatWaitsForIt():
+  """One device: F takes 1, B 2, and each copy 3, in either direction."""
+  schedule = offload.WithOffload(schedules.Get('gpipe', 1, 5))
+  result = _Simulate(schedule, simulator.HostLink(bandwidth=2, latency=0.5))
+  spans = {str(s.action): (s.start, s.end) for s in (*result.timeline[0], *result.copies[0])}
+  assert [spans[f'0O{m}'] for m in range(3)] == [(1, 4), (4, 7), (7, 10)]
+  # F1 is beside O0; F2 waits for the end of O0 and its latency.
+  assert [spans[f'0F{m}'][0] for m in range(5)] == [0, 1, 4.5, 7.5, 10.5]
+  # L2 begins after B4 and is beside B3.
+  assert spans['0L2'] == (13.5, 16.5)
+  assert spans['0B3'] == (13.5, 15.5) and spans['0B2'] == (17, 19)
+  # L1 waits for L2, and B1 for L1.
+  assert spans['0L1'] == (16.5, 19.5) and spans['0B1'][0] == 20
+  assert result.busy == (15,)
+  lines = result.Picture(60).splitlines()
+  assert [line.split()[0] for line in lines] == ['time', 'device', 'offload', 'load']
+
+
+def testAFastLinkCostsNothing():
+  for name, v in (('gpipe', 1), ('1f1b', 1), ('zb_h1', 1), ('interleaved_1f1b', 2), ('v_half', 2)):
+    plain = schedules.Get(name, 4 * v, 8, 4)
+    schedule = offload.WithOffload(plain)
+    expected = _Simulate(plain)
+    # A copy takes no longer than the shortest action.
+    result = _Simulate(schedule, simulator.HostLink(bandwidth=6))
+    assert result.makespan == _Simulate(schedule).makespan == expected.makespan
+    assert sum(map(len, result.copies)) == 2 * len(schedule.offloaded) > 0
+    pairs = zip(result.device_peak_bytes, expected.device_peak_bytes, strict=True)
+    assert all(now <= before for now, before in pairs)
+    assert result.device_peak_bytes[0] < expected.device_peak_bytes[0]
+
+
+def testASlowerLinkIsNeverFaster():
+  schedule = offload.WithOffload(schedules.Get('1f1b', 4, 12))
+  times = [_Simulate(schedule, simulator.HostLink(b)).makespan for b in (8, 4, 2, 1, 0.5)]
+  assert times == sorted(times) and times[0] < times[-1]
+
+
+@pytest.mark.parametrize('policy', rematerialisation.POLICIES)
+@pytest.mark.parametrize('name', ['gpipe', '1f1b', 'zb_h1'])
+def testTheMemoryModelsAgree(name, policy):
+  """The simulator's, and `stage_memory`, which the cut and the planner use."""
+  schedule = offload.WithOffload(schedules.Get(name, 3, 10))
+  # Of these 5 bytes, `stage_memory` counts 2 as inputs of layers.
+  sizes = simulator.ActivationSizes(stage_input=1, inner=5, layer_inputs=2, largest_layer=2)
+  result = _Simulate(schedule, policy=policy, sizes=sizes)
+  peaks = [
+    max(h.stage_input + 2 * h.layer_inputs + 3 * h.inner + 2 * h.largest_layer for h in candidates)
+    for candidates in stage_memory.HeldAtPeaks(schedule, policy)
+  ]
+  assert list(result.peak_bytes) == peaks
+
+
+def testTheHostHoldsNothingOfWhatHasNoBackward():
+  schedule = offload.WithOffload(schedules.Get('gpipe', 2, 6))
+  result = _Simulate(schedule, simulator.HostLink(1), trained=[False, True])
+  assert [len(copies) for copies in result.copies] == [0, 2 * 4]
+
+
+@pytest.mark.parametrize(
+  'options, words',
+  [
+    ({'sizes': None}, 'host_link.*sizes'),
+    ({'alone': simulator.Costs(1)}, 'host_link.*share cores'),
+  ],
+)
+def testALinkNeedsSizesAndADeviceOfItsOwn(options, words):
+  schedule = offload.WithOffload(schedules.Get('gpipe', 2, 6))
+  with pytest.raises(ValueError, match=words):
+    _Simulate(schedule, simulator.HostLink(1), **options)
+
+
+@pytest.mark.parametrize('bandwidth, latency', [(0, 0), (-1, 0), (1, -1), (float('nan'), 0)])
+def testALinkHasABandwidth(bandwidth, latency):
+  with pytest.raises(ValueError, match='host link: .*bandwidth'):
+    simulator.HostLink(bandwidth, latency)
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))
