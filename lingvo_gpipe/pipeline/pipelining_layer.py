@@ -112,6 +112,13 @@ class PipeliningLayer(base_layer.BaseLayer):
       'Whether XLA compiles the stages. None: unless a GPU is too new for it.',
       domain.BOOL | domain.NONE,
     )
+    p.Define(
+      'vocabulary',
+      'one',
+      'Where training computes the last layer, a softmax: in the last stage (one), or a slice of '
+      'its classes on each device (shared), which balances the devices.',
+      domain.OneOf('one', 'shared'),
+    )
     p.Define('batch_dim', 0, 'The batch dimension of every input and output.', domain.Int(0, 7))
     return p
 
@@ -209,6 +216,7 @@ class PipeliningLayer(base_layer.BaseLayer):
       memory_limit=p.memory_limit,
       device=device,
       prefix=f'{self.path}: ',
+      shares_vocabulary=p.vocabulary == 'shared',
     )
 
   def UsesXla(self, devices: Sequence[str]) -> bool:
@@ -280,11 +288,12 @@ class PipeliningLayer(base_layer.BaseLayer):
       schedule=p.schedule,
       remat_policy=p.remat_policy,
       xla=self.UsesXla(devices),
-      stage_to_device=cut.schedule.stage_to_device,
+      stage_to_device=cut.schedule.stage_to_device[: cut.schedule.num_layer_stages],
       loss_fn=loss_fn,
       is_trained=cut.weights.is_trained,
       ties=self.absolute_ties,
       num_replicas=num_replicas,
+      vocabulary=cut.vocabulary,
     )
     self.InstantiateVariables()
     self._decoder = None

@@ -11,7 +11,7 @@ from typing import Any
 from lingvo_gpipe.core import base_layer, text_table
 from lingvo_gpipe.pipeline.cost import partitioner, simulator, stage_memory, stage_work
 from lingvo_gpipe.pipeline.cutting import cut_table, layer_costs, layer_profile
-from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules
+from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules, vocabulary
 
 COSTS = ('flops', 'params', 'time')
 
@@ -27,7 +27,10 @@ _DURATIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class StageCut:
-  """One stage: layers [start, end), their weights, forward FLOPs and share of the step's work."""
+  """One stage: layers [start, end), their weights, forward FLOPs and share of the step's work.
+
+  A slice of the vocabulary counts as a layer.
+  """
 
   start: int
   end: int
@@ -53,9 +56,13 @@ class StageBytes:
 class Cut:
   """A sequence of layers cut into stages.
 
+  If the vocabulary is shared out, its slices take the place of the last layer in `layers`,
+  `stages`, `schedule` and `work`.
+
   Attributes:
     layers: the layers' costs for one micro-batch.
-    ends: for each stage the index after its last layer.
+    ends: for each stage the index after its last layer; a softmax whose vocabulary is shared out
+      belongs to the last stage.
     stages: the stages.
     schedule: the training schedule.
     by: the cost that the cut balances, one of `COSTS`.
@@ -64,6 +71,7 @@ class Cut:
     work: F, I and W of each layer, in the unit of `by`: FLOPs, weights or seconds.
     weights: the weights that are trained, and their optimizer slots.
     make_memory: traces the layers for the sizes of their activations.
+    vocabulary: for each device the number of classes of its slice; empty: it is not shared out.
   """
 
   layers: tuple[layer_costs.LayerCost, ...]
@@ -76,6 +84,7 @@ class Cut:
   work: tuple[stage_work.LayerWork, ...]
   weights: layer_costs.Weights
   make_memory: Callable[[], stage_memory.StageMemory]
+  vocabulary: tuple[int, ...] = ()
 
   @property
   def num_micro_batches(self) -> int:
@@ -93,10 +102,29 @@ class Cut:
 
     For gpipe this is (K-1)/(M+K-1) (GPipe section 2.3).
     """
+    if self.vocabulary:
+      return self._SimulateEven().overall_bubble
     timeline = self.schedule.Timeline(_DURATIONS)
     makespan = max(row[-1][1] for row in timeline)
     busy = sum(end - start for row in timeline for start, end, _ in row)
     return 1.0 - busy / (makespan * self.num_devices)
+
+  def _SimulateEven(self) -> simulator.Result:
+    """Simulates equal stages and equal slices, with the work of this cut's."""
+    slices, total = len(self.vocabulary), sum(w.forward for w in self.work)
+    of_slices = sum(w.forward for w in self.work[-slices:])
+    layers = self.schedule.num_layer_stages
+    times = [(total - of_slices) / layers] * layers + [of_slices / slices] * slices
+    costs = simulator.Costs(times if total else 1)
+    return simulator.Simulate(self.schedule, costs, remat_policy='none')
+
+  @property
+  def balance(self) -> float:
+    """The mean work of a device, relative to that of the busiest one."""
+    busy = [0.0] * self.num_devices
+    for device, s in zip(self.schedule.stage_to_device, self.stages, strict=True):
+      busy[device] += s.share
+    return sum(busy) / (max(busy) * len(busy)) if max(busy) else 1.0
 
   @functools.cached_property
   def simulated(self) -> simulator.Result:
@@ -104,11 +132,8 @@ class Cut:
     work = self.work
     if not any(w.forward for w in work):  # No layer has a cost: simulate equal layers.
       work = stage_work.FromForward([1] * len(work), [w.is_trained for w in work])
-    costs = stage_work.SimulatorCosts(work, self.ends)
-    trained = [
-      any(w.is_trained for w in work[start:end])
-      for start, end in partitioner.StageRanges(self.ends)
-    ]
+    costs = stage_work.SimulatorCosts(work, [s.end for s in self.stages])
+    trained = [any(w.is_trained for w in work[s.start : s.end]) for s in self.stages]
     return simulator.Simulate(self.schedule, costs, remat_policy=self.remat_policy, trained=trained)
 
   @property
@@ -144,8 +169,15 @@ class Cut:
     ]
     slowest = max(s.share for s in self.stages)
     balance = 1.0 / (slowest * len(self.stages)) if slowest else 1.0
+    if self.vocabulary:
+      balance = self.balance
     stages = f'K={self.num_devices} stages'
-    if self.num_devices < len(self.stages):
+    if self.vocabulary:
+      stages = (
+        f'{self.schedule.num_layer_stages} stages and {len(self.vocabulary)} slices of the '
+        f'vocabulary on K={self.num_devices} devices'
+      )
+    elif self.num_devices < len(self.stages):
       stages = f'{len(self.stages)} stages on K={self.num_devices} devices'
     lines = [
       *cut_table.Lines(rows, in_time),
@@ -196,6 +228,7 @@ def MakeCut(
   memory_limit: float = 0,
   device: str = '',
   prefix: str = '',
+  shares_vocabulary: bool = False,
 ) -> Cut:
   """Cuts the layers so that the most expensive stage is as cheap as possible, or as `splits` say.
 
@@ -217,14 +250,21 @@ def MakeCut(
       0: no limit.
     device: the device to measure times on; '' is TensorFlow's choice.
     prefix: the beginning of error messages.
+    shares_vocabulary: whether to share the last layer, a softmax, out over all devices, so that
+      they are equally busy.
 
   Raises:
     TypeError: splits that are not integers.
     ValueError: more stages than layers, an unknown `by` or policy, splits that do not match the
-      layers or the schedule, or a memory limit that no cut keeps.
+      layers or the schedule, a memory limit that no cut keeps, or a vocabulary that cannot be
+      shared out.
   """
+  num_classes = 0
   try:
-    _CheckArguments(len(layers), schedule.num_stages, splits, by, remat_policy)
+    if shares_vocabulary:
+      num_classes = _CheckVocabulary(layers, schedule.num_devices, splits, memory_limit)
+    num_cut = len(layers) - shares_vocabulary
+    _CheckArguments(len(layers), num_cut, schedule.num_stages, splits, by, remat_policy)
   except (TypeError, ValueError) as e:
     raise type(e)(f'{prefix}{e}') from None
   if splits and by == 'time':
@@ -239,15 +279,25 @@ def MakeCut(
   else:
     forward = [cost.flops if by == 'flops' else cost.num_params for cost in costs]
     work = stage_work.FromForward(forward, trained)
+  slices: Sequence[int] = ()
+  if shares_vocabulary:
+    schedule = vocabulary.Share(schedule)
+    ends, slices = _WithVocabulary(work, splits, schedule, remat_policy, num_classes)
+    work = stage_work.WithSlices(work, slices)
+    costs = (*costs[:-1], *(_SliceCost(costs[-1], size / num_classes) for size in slices))
 
   @functools.cache
   def Memory() -> stage_memory.StageMemory:
     sizes = measured.Bytes(weights, xla)
+    if slices:
+      owner = schedule.stage_to_device[schedule.num_layer_stages - 1]
+      sizes = [*sizes[:-1], *_SliceBytes(layers[-1], sizes[-1], slices, owner, weights)]
     return stage_memory.StageMemory(sizes, schedule, remat_policy, stage_work.FirstTrained(trained))
 
-  ends: Sequence[int] | None = splits
   exceeds_limit = False
-  if not splits:
+  if not shares_vocabulary:
+    ends = splits
+  if not ends:
     stage_costs = stage_work.CutCosts(work, schedule, remat_policy)
     ends = partitioner.PartitionStages(
       stage_costs, Memory().Rooms(memory_limit) if memory_limit else None
@@ -256,10 +306,13 @@ def MakeCut(
     if exceeds_limit:  # The error message describes the best cut without the limit.
       ends = partitioner.PartitionStages(stage_costs)
   assert ends, 'Without a memory limit there is always a cut.'
+  all_ends = ends
+  if slices:
+    all_ends = [*ends[:-1], *range(ends[-1] - 1, ends[-1] + len(slices))]
   cut = Cut(
     layers=costs,
     ends=tuple(ends),
-    stages=_Stages(costs, work, ends, schedule, remat_policy),
+    stages=_Stages(costs, work, all_ends, schedule, remat_policy),
     schedule=schedule,
     by=by,
     num_params=sum(c.num_params for c in costs) if num_params is None else num_params,
@@ -267,19 +320,128 @@ def MakeCut(
     work=work,
     weights=weights,
     make_memory=Memory,
+    vocabulary=tuple(slices),
   )
   if memory_limit and (splits or exceeds_limit):
     _CheckMemory(cut, memory_limit, prefix, by_hand=bool(splits))
   return cut
 
 
+def _CheckVocabulary(
+  layers: Sequence[base_layer.BaseLayer],
+  num_devices: int,
+  splits: Sequence[int] | None,
+  memory_limit: float,
+) -> int:
+  """Returns the number of classes of the last layer.
+
+  Raises:
+    ValueError: its vocabulary cannot be shared out.
+  """
+  head, what = layers[-1], "vocabulary='shared'"
+  if not head.class_axes:
+    raise ValueError(
+      f'{what}: the last layer, {head.path}, is a {type(head).__name__}, not a softmax whose '
+      'classes can be shared out, such as SimpleFullSoftmax or SharedSoftmaxLayer'
+    )
+  if memory_limit and not splits:
+    raise ValueError(
+      f'{what}: no cut is searched for within a memory_limit; leave one of them out, or cut by '
+      'hand (splits)'
+    )
+  if splits and len(splits) > 1 and splits[-2] == len(layers) - 1:
+    raise ValueError(
+      f'{what}: splits {list(splits)} leave the last stage no layer but the softmax, {head.path}, '
+      'which is shared out; give it another layer, or take one stage less'
+    )
+  name, axis = next(iter(head.class_axes.items()))
+  num_classes = head.WeightSpecs()[f'{head.path}.{name}'][0].shape[axis]
+  if num_classes < num_devices:
+    raise ValueError(
+      f'{what}: {head.path} has {num_classes} classes, too few for {num_devices} devices'
+    )
+  return num_classes
+
+
+def _WithVocabulary(
+  work: Sequence[stage_work.LayerWork],
+  splits: Sequence[int] | None,
+  schedule: schedules.Schedule,
+  remat_policy: str,
+  num_classes: int,
+) -> tuple[list[int], list[int]]:
+  """Returns the ends of the stages, and the sizes of the slices that balance the devices.
+
+  Slices fill up the devices, so the best cut of the other layers is best with the slices, too.
+
+  Args:
+    work: the work of each layer; the last one is the softmax.
+    splits: the cut by hand, if any.
+    schedule: the training schedule, with slices.
+    remat_policy: the re-materialisation policy.
+    num_classes: the number of classes.
+  """
+  num_layers, num_stages = len(work) - 1, schedule.num_layer_stages
+  ends: Sequence[int] | None = splits and [*splits[:-1], num_layers]
+  if not ends:
+    stage_costs = stage_work.CutCosts(work[:-1], schedule, remat_policy)
+    ends = partitioner.PartitionStages(stage_costs[:num_stages])
+  assert ends
+  even = [1] * schedule.num_devices
+  all_ends = [*ends, *range(num_layers + 1, num_layers + 1 + len(even))]
+  busy = stage_work.StageCosts(stage_work.WithSlices(work, even), all_ends, schedule, remat_policy)
+  loads = [0.0] * schedule.num_devices
+  for device, stage_busy in zip(schedule.stage_to_device, busy[:num_stages], strict=False):
+    loads[device] += float(stage_busy)
+  sizes = stage_work.SliceSizes(loads, float(sum(busy[num_stages:])), num_classes)
+  return [*ends[:-1], num_layers + 1], sizes
+
+
+def _SliceCost(head: layer_costs.LayerCost, share: float) -> layer_costs.LayerCost:
+  return dataclasses.replace(
+    head, num_params=round(head.num_params * share), flops=round(head.flops * share)
+  )
+
+
+def _SliceBytes(
+  head: base_layer.BaseLayer,
+  sizes: stage_memory.LayerBytes,
+  slices: Sequence[int],
+  owner: int,
+  weights: layer_costs.Weights,
+) -> list[stage_memory.LayerBytes]:
+  """Returns the bytes of each slice: a copy of its weights with accumulators, and activations.
+
+  The slice on the device of the last stage (`owner`) includes the whole weights with their state.
+  """
+  specs, trained = head.WeightSpecs(), set(weights.Trained(head))
+  copies = sum(
+    (2 if path in trained else 1) * weight.num_elements * weight.dtype.size
+    for path, (weight, _) in specs.items()
+  )
+  return [
+    dataclasses.replace(
+      sizes,
+      state=round(copies * size / sum(slices)) + (sizes.state if device == owner else 0),
+      inner=round(sizes.inner * size / sum(slices)),
+      of_owner=sizes.of_owner if device == owner else 0,
+    )
+    for device, size in enumerate(slices)
+  ]
+
+
 def _CheckArguments(
-  num_layers: int, num_stages: int, splits: Sequence[int] | None, by: str, remat_policy: str
+  num_layers: int,
+  num_cut: int,
+  num_stages: int,
+  splits: Sequence[int] | None,
+  by: str,
+  remat_policy: str,
 ) -> None:
   if by not in COSTS:
     raise ValueError(f'unknown cost {by!r} to partition by; expected one of {", ".join(COSTS)}')
   rematerialisation.CheckPolicy(remat_policy)
-  partitioner.CheckNumStages(num_stages, num_layers)
+  partitioner.CheckNumStages(num_stages, num_cut)
   if not splits:
     return
   if len(splits) != num_stages:

@@ -366,7 +366,7 @@ class StageMath:
       with failures.LossScope(), side_effects.Forbid('the loss'):
         if self._LossTakesInputs(len(self.layers) - 1):
           tensors = tf.nest.map_structure(tf.convert_to_tensor, theta[-1])
-          outputs = self.layers[-1].ForLoss(Counted(tensors), *outputs)
+          outputs = self._ForLoss(Counted(tensors), outputs)
         return weighted_loss.Metrics(self._loss_fn(theta, outputs, call.side))
     except Exception as e:
       inputs = (
@@ -374,6 +374,10 @@ class StageMath:
       )
       e.add_note(f'in the loss, which stage {self._index} runs, given {inputs}')
       raise
+
+  def _ForLoss(self, theta: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns what the loss gets of the last layer's inputs."""
+    return self.layers[-1].ForLoss(theta, *inputs)
 
   def _Sums(
     self, metric_sums: dict[str, tf.Tensor], rows: dict[str, tf.Tensor]
