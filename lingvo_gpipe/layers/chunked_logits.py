@@ -149,7 +149,7 @@ class ChunkedLogits:
     return self._statistics[1]
 
   def SliceStatisticsOf(self, class_ids: tf.Tensor) -> SliceStatistics:
-    """Returns the statistics for class ids [...] if the weights are those of a slice."""
+    """Returns the statistics for class ids [...] with the weights of a slice."""
     return SliceStatistics(*self._Reduce(FromSlice, class_ids))
 
   def _Compute(self, class_ids: tf.Tensor) -> Statistics:

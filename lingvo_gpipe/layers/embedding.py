@@ -281,7 +281,7 @@ class SimpleFullSoftmax(_SoftmaxLayer):
     self.CreateChild('linear', projection)
 
   @property
-  def class_axes(self) -> Mapping[str, int]:  # type: ignore[override]
+  def class_axes(self) -> Mapping[str, int]:
     """The axis of the classes of each weight; see BaseLayer."""
     return {'linear.w': 1, 'linear.b': 0} if self.params.use_bias else {'linear.w': 1}
 

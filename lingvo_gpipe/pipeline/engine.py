@@ -33,11 +33,15 @@ from absl import logging
 
 from lingvo_gpipe.core import base_layer, fprop_context, nested_map
 from lingvo_gpipe.pipeline import emission, replicas, vocabulary_emission
-from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules
-from lingvo_gpipe.pipeline.schedule import vocabulary as vocabulary_schedule
-from lingvo_gpipe.pipeline.stages import micro_batch, shared_functions, stage_math, weighted_loss
+from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules, shared_vocabulary
+from lingvo_gpipe.pipeline.stages import (
+  micro_batch,
+  shared_functions,
+  stage_math,
+  vocabulary_slices,
+  weighted_loss,
+)
 from lingvo_gpipe.pipeline.stages import stage as stage_lib
-from lingvo_gpipe.pipeline.stages import vocabulary as vocabulary_lib
 
 _MicroBatches = Sequence[micro_batch.MicroBatch]
 
@@ -133,7 +137,7 @@ class PipelineEngine:
       for r, replica in enumerate(self.replicas):
         of_slices = devices[r * per_replica :][: len(vocabulary)]
         head = replica.stages[-1]
-        replica.slices.extend(vocabulary_lib.MakeSlices(head, self.ties, vocabulary, of_slices))
+        replica.slices.extend(vocabulary_slices.MakeSlices(head, self.ties, vocabulary, of_slices))
     self.SyncTies()
 
   @property
@@ -304,7 +308,7 @@ class PipelineEngine:
         num_devices,
         chosen.name,
       )
-    return vocabulary_schedule.Share(chosen) if self.shares_vocabulary else chosen
+    return shared_vocabulary.Share(chosen) if self.shares_vocabulary else chosen
 
   def _ForwardOnly(self, num_micro_batches: int) -> schedules.Schedule:
     return schedules.ForwardOnlyOn(self.stage_to_device, num_micro_batches)

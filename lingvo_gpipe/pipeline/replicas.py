@@ -17,7 +17,7 @@ import tensorflow as tf
 from absl import logging
 
 from lingvo_gpipe.pipeline.stages import stage as stage_lib
-from lingvo_gpipe.pipeline.stages import vocabulary
+from lingvo_gpipe.pipeline.stages import vocabulary_slices
 
 ALL_REDUCE_OPTIONS = ('auto', 'collective', 'send')
 # A bucket of gradients is one collective; the first buckets are sent while others are computed.
@@ -42,7 +42,7 @@ class Replica:
 
   stages: list[stage_lib.Stage]
   variables: Mapping[str, tf.Variable]
-  slices: list[vocabulary.Slice] = dataclasses.field(default_factory=list)
+  slices: list[vocabulary_slices.Slice] = dataclasses.field(default_factory=list)
 
   def AddTiedGradients(self, ties: Mapping[str, str]) -> None:
     """Adds the gradients of tied weights, and of slices, to their owners' gradients."""
@@ -58,13 +58,13 @@ class Replica:
           gradient = tf.identity(accumulator)
         with tf.device(device):
           owner.assign_add(gradient)
-    vocabulary.AddSliceGradients(self.slices, owners)
+    vocabulary_slices.AddSliceGradients(self.slices, owners)
 
   def SyncTies(self, ties: Mapping[str, str]) -> None:
     """Copies tied weights to the stages that use them, and parts of the head's to the slices."""
     for tied, owner in ties.items():
       _Assign(self.variables[tied], self.variables[owner])
-    vocabulary.SyncSlices(self.slices, self.variables)
+    vocabulary_slices.SyncSlices(self.slices, self.variables)
 
 
 def Copy(first: Replica, devices: Sequence[str]) -> Replica:

@@ -26,7 +26,7 @@ from lingvo_gpipe.pipeline.stages import (
   micro_batch,
   shared_functions,
   stage_math,
-  vocabulary,
+  vocabulary_slices,
 )
 from lingvo_gpipe.pipeline.stages import stage as stage_lib
 
@@ -37,7 +37,7 @@ class VocabularyEmission(emission.Emission):
   def __init__(
     self,
     stages: Sequence[stage_lib.Stage],
-    slices: Sequence[vocabulary.Slice],
+    slices: Sequence[vocabulary_slices.Slice],
     functions: shared_functions.SharedFunctions,
     micro_batches: Sequence[micro_batch.MicroBatch],
     counter: tf.Tensor,
@@ -76,7 +76,7 @@ class VocabularyEmission(emission.Emission):
     return s is self._head
 
   def _TakeInput(self, s: stage_lib.Stage, m: int) -> None:
-    if not isinstance(s, vocabulary.Slice):
+    if not isinstance(s, vocabulary_slices.Slice):
       super()._TakeInput(s, m)
       return
     args, skips = sequential.AsTuple(self._args[self._head.index, m]), nested_map.NestedMap()
@@ -88,13 +88,13 @@ class VocabularyEmission(emission.Emission):
     self._x[s.index, m] = nested_map.NestedMap(args=(*args, ids), skips=skips)
 
   def _Give(self, s: stage_lib.Stage, m: int, y: Any, sums: nested_map.NestedMap) -> None:
-    if isinstance(s, vocabulary.Slice):
+    if isinstance(s, vocabulary_slices.Slice):
       self._statistics[m][s.number] = y.args
     else:
       super()._Give(s, m, y, sums)
 
   def _TakeGradient(self, s: stage_lib.Stage, m: int) -> list[tf.Tensor] | None:
-    if not isinstance(s, vocabulary.Slice):
+    if not isinstance(s, vocabulary_slices.Slice):
       if m in self._dargs_of_slices and s.index + 1 == self._head.index:
         with tf.device(s.device):
           self._dargs[self._head.index, m] = emission.AddUp(self._dargs_of_slices.pop(m))
@@ -112,7 +112,7 @@ class VocabularyEmission(emission.Emission):
     return self._loss_gradients[m][s.number]
 
   def _GiveGradient(self, s: stage_lib.Stage, m: int, dx: list[tf.Tensor]) -> None:
-    if not isinstance(s, vocabulary.Slice):
+    if not isinstance(s, vocabulary_slices.Slice):
       super()._GiveGradient(s, m, dx)
     elif s.needs_dx:
       self._dargs_of_slices[m].append(dx)

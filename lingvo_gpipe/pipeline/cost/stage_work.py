@@ -90,9 +90,8 @@ def WithSlices(work: Sequence[LayerWork], sizes: Sequence[int]) -> tuple[LayerWo
 def SliceSizes(loads: Sequence[float], work: float, num_classes: int) -> list[int]:
   """Returns for each device the number of classes of its slice, so that all are as busy.
 
-  Devices with less work get larger slices. The most loaded device is no busier with its slice than
-  the mean, or has one class only: so no other sizes make the busiest device less busy (but for the
-  rounding to whole classes).
+  Devices with less work get larger slices. A device whose other work exceeds the level of the others
+  gets one class. No other sizes make the busiest device less busy, but for the rounding to classes.
 
   Args:
     loads: the work of each device without the vocabulary.

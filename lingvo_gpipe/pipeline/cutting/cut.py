@@ -11,7 +11,7 @@ from typing import Any
 from lingvo_gpipe.core import base_layer, text_table
 from lingvo_gpipe.pipeline.cost import partitioner, simulator, stage_memory, stage_work
 from lingvo_gpipe.pipeline.cutting import cut_table, layer_costs, layer_profile
-from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules, vocabulary
+from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules, shared_vocabulary
 
 COSTS = ('flops', 'params', 'time')
 
@@ -110,7 +110,7 @@ class Cut:
     return 1.0 - busy / (makespan * self.num_devices)
 
   def _SimulateEven(self) -> simulator.Result:
-    """Simulates equal stages and equal slices, with the work of this cut's."""
+    """Simulates equal stages and equal slices with the total work of this cut."""
     slices, total = len(self.vocabulary), sum(w.forward for w in self.work)
     of_slices = sum(w.forward for w in self.work[-slices:])
     layers = self.schedule.num_layer_stages
@@ -120,7 +120,7 @@ class Cut:
 
   @property
   def balance(self) -> float:
-    """The mean work of a device, relative to that of the busiest one."""
+    """The mean work of the devices, relative to the work of the busiest one."""
     busy = [0.0] * self.num_devices
     for device, s in zip(self.schedule.stage_to_device, self.stages, strict=True):
       busy[device] += s.share
@@ -280,8 +280,9 @@ def MakeCut(
     forward = [cost.flops if by == 'flops' else cost.num_params for cost in costs]
     work = stage_work.FromForward(forward, trained)
   slices: Sequence[int] = ()
+  ends: Sequence[int] | None = splits
   if shares_vocabulary:
-    schedule = vocabulary.Share(schedule)
+    schedule = shared_vocabulary.Share(schedule)
     ends, slices = _WithVocabulary(work, splits, schedule, remat_policy, num_classes)
     work = stage_work.WithSlices(work, slices)
     costs = (*costs[:-1], *(_SliceCost(costs[-1], size / num_classes) for size in slices))
@@ -295,8 +296,6 @@ def MakeCut(
     return stage_memory.StageMemory(sizes, schedule, remat_policy, stage_work.FirstTrained(trained))
 
   exceeds_limit = False
-  if not shares_vocabulary:
-    ends = splits
   if not ends:
     stage_costs = stage_work.CutCosts(work, schedule, remat_policy)
     ends = partitioner.PartitionStages(

@@ -14,7 +14,7 @@ from lingvo_gpipe.pipeline.stages import (
   split_backward,
   stage_functions,
   stage_math,
-  vocabulary,
+  vocabulary_slices,
 )
 from lingvo_gpipe.pipeline.stages import stage as stage_lib
 
@@ -50,7 +50,7 @@ class SharedFunctions:
     self._math: dict[Any, stage_math.StageMath] = {}
     self._math_of_stage: dict[Any, stage_math.StageMath] = {}
     self._functions: dict[tuple[int, _Recompute], Any] = {}
-    self._shared_loss: vocabulary.SharedLoss | None = None
+    self._shared_loss: vocabulary_slices.SharedLoss | None = None
 
   def WithoutXla(self) -> SharedFunctions:
     """Returns the same functions without XLA, not yet traced."""
@@ -82,12 +82,12 @@ class SharedFunctions:
       self._functions[key] = _FUNCTIONS[recompute](math, self.xla)
     return self._functions[key]
 
-  def SharedLoss(self, head: stage_lib.Stage) -> vocabulary.SharedLoss:
+  def SharedLoss(self, head: stage_lib.Stage) -> vocabulary_slices.SharedLoss:
     """Returns the functions of the loss in training, if the vocabulary is shared out."""
     if self._shared_loss is None:
       math = self.Math(head, do_eval=False, with_loss=True)
-      assert isinstance(math, vocabulary.LossMath)
-      self._shared_loss = vocabulary.SharedLoss(math, self.xla)
+      assert isinstance(math, vocabulary_slices.LossMath)
+      self._shared_loss = vocabulary_slices.SharedLoss(math, self.xla)
     return self._shared_loss
 
   def Math(self, s: stage_lib.Stage, *, do_eval: bool, with_loss: bool) -> stage_math.StageMath:
@@ -119,15 +119,15 @@ class SharedFunctions:
     trained = s.trained_mask if not do_eval else (False,) * len(s.trained_mask)
     needs_dx = s.needs_dx and not do_eval
     # Slices share functions with slices of their size.
-    size = s.size if isinstance(s, vocabulary.Slice) else 0
+    size = s.size if isinstance(s, vocabulary_slices.Slice) else 0
     has_loss = loss_fn is not None
     key = (do_eval, has_loss, s.exports, trained, needs_dx, s.structure, replica_sum, size)
     if key not in self._math:
       cls = stage_math.StageMath
       if size:
-        cls = vocabulary.SliceMath
+        cls = vocabulary_slices.SliceMath
       elif has_loss and self._shares_vocabulary and not do_eval:
-        cls = vocabulary.LossMath
+        cls = vocabulary_slices.LossMath
       self._math[key] = cls(
         s.layers,
         loss_fn=loss_fn,

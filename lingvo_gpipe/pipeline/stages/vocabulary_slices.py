@@ -123,7 +123,7 @@ def SyncSlices(slices: Sequence[Slice], variables: Mapping[str, tf.Variable]) ->
 def AddSliceGradients(
   slices: Sequence[Slice], owners: Mapping[str, tuple[str, tf.Variable]]
 ) -> None:
-  """Adds the gradients of the slices to those of the whole weights.
+  """Adds the gradients of the slices to the gradients of the whole weights.
 
   Args:
     slices: all slices.
@@ -143,7 +143,7 @@ def AddSliceGradients(
 
 
 class SliceMath(stage_math.StageMath):
-  """The computations of a slice: its input is that of the head, and class ids.
+  """The computations of a slice: it takes the input of the head, and class ids.
 
   x.args is (*arguments of the head, [class ids, counted from the slice's first class]), and y.args
   a list with the `SliceStatistics` for each of these ids.
@@ -189,8 +189,8 @@ class SharedLoss:
   Attributes:
     ClassIds: tf.function (call) -> the class ids that the loss asks statistics for, a list.
     LossGradient: tf.function (call, accumulators, statistics) -> (for each slice the gradients of
-      the floating leaves of its statistics, sums). `statistics` are for each slice those for each
-      of the class ids. The accumulators are those of the head's whole weights.
+      the floating leaves of its statistics, sums). `statistics` has for each slice a list, with
+      an entry for each of the class ids. The accumulators belong to the head's whole weights.
   """
 
   def __init__(self, math: LossMath, xla: bool) -> None:

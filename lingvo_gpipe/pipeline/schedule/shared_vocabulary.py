@@ -27,7 +27,7 @@ Kind = actions.Kind
 Schedule = schedule_lib.Schedule
 
 _MOST_EXTRA = 2
-# Typical durations of the actions of a stage; those of a slice take half as long.
+# Typical durations of the actions of a stage; an action of a slice takes half as long.
 _DURATIONS = {
   Kind.FORWARD: 2,
   Kind.BACKWARD: 4,
@@ -39,8 +39,8 @@ _DURATIONS = {
 def Share(schedule: Schedule) -> Schedule:
   """Returns the schedule with a slice of the vocabulary on each device, as its last stages.
 
-  A fused last stage becomes one with F and B, because the loss is no longer in it. No slice splits
-  its backward: between I and W it would keep its logits.
+  V of a fused last stage becomes F and B, because the loss runs between them. Slices do not split
+  their backward, because between I and W they would keep logits.
 
   Args:
     schedule: a valid schedule with gradients, without slices.
