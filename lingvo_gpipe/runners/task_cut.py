@@ -81,6 +81,7 @@ def PipelineSettings(p: hyperparams.Params) -> dict[str, Any]:
     'stages_per_device': p.stages_per_device,
     'remat_policy': p.remat_policy,
     **({} if p.xla is None else {'xla': p.xla}),
+    **({} if p.vocabulary == 'one' else {'vocabulary': p.vocabulary}),
   }
 
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 import dataclasses
 import fractions
 import itertools
-import math
 from collections.abc import Sequence
 
 from lingvo_gpipe.pipeline.cost import partitioner, simulator
@@ -65,53 +64,6 @@ def FromTimes(
 def FirstTrained(trained: Sequence[bool]) -> int:
   """Returns the index of the first trained layer, or the number of layers if there is none."""
   return next((i for i, is_trained in enumerate(trained) if is_trained), len(trained))
-
-
-def WithSlices(work: Sequence[LayerWork], sizes: Sequence[int]) -> tuple[LayerWork, ...]:
-  """Returns the work with slices of the vocabulary, each as a layer, in place of the last layer.
-
-  Args:
-    work: the work of each layer; the last one is a softmax.
-    sizes: for each slice its number of classes.
-  """
-  head, num_classes = work[-1], sum(sizes)
-  parts = [
-    dataclasses.replace(
-      head,
-      forward=head.forward * size / num_classes,
-      input_gradient=head.input_gradient * size / num_classes,
-      weight_gradient=head.weight_gradient * size / num_classes,
-    )
-    for size in sizes
-  ]
-  return (*work[:-1], *parts)
-
-
-def SliceSizes(loads: Sequence[float], work: float, num_classes: int) -> list[int]:
-  """Returns for each device the number of classes of its slice, so that all are as busy.
-
-  Devices with less work get larger slices. A device whose other work exceeds the level of the others
-  gets one class. No other sizes make the busiest device less busy, but for the rounding to classes.
-
-  Args:
-    loads: the work of each device without the vocabulary.
-    work: the work of the whole vocabulary, in the same unit.
-    num_classes: the number of classes, at least one for each device.
-  """
-  # The level that the work reaches if it fills up the devices, the least loaded ones first.
-  ascending = sorted(map(float, loads))
-  levels = ((work + sum(ascending[:i])) / i for i in range(1, len(loads) + 1))
-  level = next(
-    level
-    for level, following in zip(levels, [*ascending[1:], math.inf], strict=True)
-    if level <= following
-  )
-  parts = [max(level - float(load), 0.0) for load in loads]
-  if not sum(parts):
-    parts = [1.0] * len(loads)
-  spare = num_classes - len(loads)  # Each device has one class.
-  ends = [round(spare * part / sum(parts)) for part in itertools.accumulate(parts)]
-  return [1 + end - start for start, end in itertools.pairwise([0, *ends])]
 
 
 def CutCosts(

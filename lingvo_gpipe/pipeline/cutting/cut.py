@@ -4,12 +4,20 @@
 from __future__ import annotations
 
 import dataclasses
+import fractions
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from lingvo_gpipe.core import base_layer, text_table
-from lingvo_gpipe.pipeline.cost import partitioner, simulator, stage_memory, stage_work
+from lingvo_gpipe.pipeline.cost import (
+  partitioner,
+  simulator,
+  stage_memory,
+  stage_work,
+  vocabulary_cut,
+)
 from lingvo_gpipe.pipeline.cutting import cut_table, layer_costs, layer_profile
 from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules, shared_vocabulary
 
@@ -260,15 +268,15 @@ def MakeCut(
       shared out.
   """
   num_classes = 0
+  if splits and by == 'time':
+    by = 'flops'  # The cut is fixed: do not wait for a measurement that decides nothing.
   try:
     if shares_vocabulary:
-      num_classes = _CheckVocabulary(layers, schedule.num_devices, splits, memory_limit)
+      num_classes = _CheckVocabulary(layers, schedule.num_devices, splits, by, memory_limit)
     num_cut = len(layers) - shares_vocabulary
     _CheckArguments(len(layers), num_cut, schedule.num_stages, splits, by, remat_policy)
   except (TypeError, ValueError) as e:
     raise type(e)(f'{prefix}{e}') from None
-  if splits and by == 'time':
-    by = 'flops'  # The cut is fixed: do not wait for a measurement that decides nothing.
   weights = weights or layer_costs.Weights()
   measured = layer_costs.LayerCosts(layers, input_specs, splits or ())
   costs = measured.costs
@@ -283,9 +291,10 @@ def MakeCut(
   ends: Sequence[int] | None = splits
   if shares_vocabulary:
     schedule = shared_vocabulary.Share(schedule)
-    ends, slices = _WithVocabulary(work, splits, schedule, remat_policy, num_classes)
-    work = stage_work.WithSlices(work, slices)
-    costs = (*costs[:-1], *(_SliceCost(costs[-1], size / num_classes) for size in slices))
+    ends, slices = vocabulary_cut.Cut(work, splits, schedule, remat_policy, num_classes)
+    work = vocabulary_cut.WithSlices(work, slices)
+    ranges = itertools.pairwise([0, *itertools.accumulate(slices)])
+    costs = (*costs[:-1], *(_SliceCost(costs[-1], *r, num_classes) for r in ranges))
 
   @functools.cache
   def Memory() -> stage_memory.StageMemory:
@@ -330,6 +339,7 @@ def _CheckVocabulary(
   layers: Sequence[base_layer.BaseLayer],
   num_devices: int,
   splits: Sequence[int] | None,
+  by: str,
   memory_limit: float,
 ) -> int:
   """Returns the number of classes of the last layer.
@@ -348,6 +358,9 @@ def _CheckVocabulary(
       f'{what}: no cut is searched for within a memory_limit; leave one of them out, or cut by '
       'hand (splits)'
     )
+  if by == 'time':
+    # A run would not resume bit-for-bit: checkpoints do not hold the sizes of slices.
+    raise ValueError(f"{what} with partition_by='time': use 'flops', 'params' or splits")
   if splits and len(splits) > 1 and splits[-2] == len(layers) - 1:
     raise ValueError(
       f'{what}: splits {list(splits)} leave the last stage no layer but the softmax, {head.path}, '
@@ -362,43 +375,15 @@ def _CheckVocabulary(
   return num_classes
 
 
-def _WithVocabulary(
-  work: Sequence[stage_work.LayerWork],
-  splits: Sequence[int] | None,
-  schedule: schedules.Schedule,
-  remat_policy: str,
-  num_classes: int,
-) -> tuple[list[int], list[int]]:
-  """Returns the ends of the stages, and the sizes of the slices that balance the devices.
-
-  Slices fill up the devices, so the best cut of the other layers is best with the slices, too.
-
-  Args:
-    work: the work of each layer; the last one is the softmax.
-    splits: the cut by hand, if any.
-    schedule: the training schedule, with slices.
-    remat_policy: the re-materialisation policy.
-    num_classes: the number of classes.
-  """
-  num_layers, num_stages = len(work) - 1, schedule.num_layer_stages
-  ends: Sequence[int] | None = splits and [*splits[:-1], num_layers]
-  if not ends:
-    stage_costs = stage_work.CutCosts(work[:-1], schedule, remat_policy)
-    ends = partitioner.PartitionStages(stage_costs[:num_stages])
-  assert ends
-  even = [1] * schedule.num_devices
-  all_ends = [*ends, *range(num_layers + 1, num_layers + 1 + len(even))]
-  busy = stage_work.StageCosts(stage_work.WithSlices(work, even), all_ends, schedule, remat_policy)
-  loads = [0.0] * schedule.num_devices
-  for device, stage_busy in zip(schedule.stage_to_device, busy[:num_stages], strict=False):
-    loads[device] += float(stage_busy)
-  sizes = stage_work.SliceSizes(loads, float(sum(busy[num_stages:])), num_classes)
-  return [*ends[:-1], num_layers + 1], sizes
-
-
-def _SliceCost(head: layer_costs.LayerCost, share: float) -> layer_costs.LayerCost:
+def _SliceCost(
+  head: layer_costs.LayerCost, first: int, end: int, num_classes: int
+) -> layer_costs.LayerCost:
+  share = fractions.Fraction(end - first, num_classes)
   return dataclasses.replace(
-    head, num_params=round(head.num_params * share), flops=round(head.flops * share)
+    head,
+    path=f'{head.path}[{first}:{end}]',
+    num_params=round(head.num_params * share),
+    flops=round(head.flops * share),
   )
 
 
