@@ -198,6 +198,8 @@ class PipelineEngine:
     """
     counter = fprop_context.StepCounter(step, first_micro_batch)
     self.ClearAccumulators(mirrors_only=not clear)
+    for replica in self.replicas:
+      vocabulary_slices.SyncSlices(replica.slices, replica.variables)
     walks = self._EmitAll(micro_batches, counter, do_eval=False)
     for replica in self.replicas:
       replica.AddTiedGradients(self.ties)

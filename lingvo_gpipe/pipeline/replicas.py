@@ -61,10 +61,9 @@ class Replica:
     vocabulary_slices.AddSliceGradients(self.slices, owners)
 
   def SyncTies(self, ties: Mapping[str, str]) -> None:
-    """Copies tied weights to the stages that use them, and parts of the head's to the slices."""
+    """Copies tied weights to the stages that use them."""
     for tied, owner in ties.items():
       _Assign(self.variables[tied], self.variables[owner])
-    vocabulary_slices.SyncSlices(self.slices, self.variables)
 
 
 def Copy(first: Replica, devices: Sequence[str]) -> Replica:

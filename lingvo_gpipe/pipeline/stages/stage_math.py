@@ -270,7 +270,7 @@ class StageMath:
     with failures.NoteLayer(layer, x.args, giver):
       with fprop_context.Enter(dataclasses.replace(outer, aux_losses=[])) as inner:
         with failures.LayerScope(i), side_effects.Forbid(layer.path):
-          out, stashed = layer.FPropSkips(layer.ThetaFrom(layer_vars), x.skips, *x.args)
+          out, stashed = self._FProp(layer, layer.ThetaFrom(layer_vars), x)
           CheckSkips(layer, stashed)
           out, stashed = AsTensors(layer, out), AsTensors(layer, stashed)
       aux_losses: AuxLosses = {}
@@ -281,6 +281,12 @@ class StageMath:
         what = f'auxiliary loss {owner.path}.{name}'
         aux_losses[key] = (weighted_loss.Loss(what, value), coefficient)
     return nested_map.NestedMap(args=out, skips=stashed), aux_losses
+
+  def _FProp(
+    self, layer: base_layer.BaseLayer, theta: nested_map.NestedMap, x: nested_map.NestedMap
+  ) -> tuple[Any, Any]:
+    """Returns a layer's outputs, and the skips that begin there."""
+    return layer.FPropSkips(theta, x.skips, *x.args)
 
   def _LossTakesInputs(self, i: int) -> bool:
     is_last = self._loss_fn is not None and i == len(self.layers) - 1

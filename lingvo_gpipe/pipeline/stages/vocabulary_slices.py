@@ -11,8 +11,9 @@ Only some numbers for each token meet (`chunked_logits.SliceStatistics`); the lo
 with respect to them. The sum of all dh is the gradient of the last stage with layers.
 
 The head's own weights, with their gradient accumulators and slots, stay whole on the device of the
-last stage with layers. Slices are copies of their parts, as copies of tied weights are. So names,
-checkpoints, optimizers, evaluation and decoding know nothing of slices.
+last stage with layers. Slices are copies of their parts, made when a step begins; the gradients of
+slices are added to the whole gradient when it ends. So names, checkpoints, optimizers, evaluation
+and decoding know nothing of slices.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import nested_map
+from lingvo_gpipe.core import base_layer, nested_map
 from lingvo_gpipe.layers import chunked_logits
 from lingvo_gpipe.pipeline.stages import leaves, stage, stage_math, weighted_loss
 
@@ -115,7 +116,8 @@ def SyncSlices(slices: Sequence[Slice], variables: Mapping[str, tf.Variable]) ->
     for v, path, axis in s.Parts():
       whole = variables[path]
       with tf.device(whole.device):
-        part = tf.gather(whole, tf.range(s.first, s.first + s.size), axis=axis)
+        begin = [s.first if i == axis else 0 for i in range(len(whole.shape))]
+        part = tf.slice(whole, begin, v.shape)
       with tf.device(s.device):
         v.assign(part)
 
@@ -149,14 +151,12 @@ class SliceMath(stage_math.StageMath):
   a list with the `SliceStatistics` for each of these ids.
   """
 
-  def RunLayer(
-    self, i: int, layer_vars: Any, x: nested_map.NestedMap
-  ) -> tuple[nested_map.NestedMap, stage_math.AuxLosses]:
-    """Runs the slice; see StageMath."""
+  def _FProp(
+    self, layer: base_layer.BaseLayer, theta: nested_map.NestedMap, x: nested_map.NestedMap
+  ) -> tuple[Any, Any]:
     *args, ids = x.args
-    (logits,) = self.layers[i].ForLoss(self.layers[i].ThetaFrom(layer_vars), *args)
-    statistics = [logits.SliceStatisticsOf(each) for each in ids]
-    return nested_map.NestedMap(args=statistics, skips=nested_map.NestedMap()), {}
+    (logits,) = layer.ForLoss(theta, *args)
+    return [logits.SliceStatisticsOf(each) for each in ids], {}
 
 
 class LossMath(stage_math.StageMath):
