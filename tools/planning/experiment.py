@@ -48,8 +48,8 @@ class Experiment:
       )
     if task.pipeline.params.vocabulary != 'one':
       raise ValueError(
-        f"a plan does not know task.stack.vocabulary={task.pipeline.params.vocabulary!r}: plan with "
-        "'one'"
+        f'a plan does not know task.stack.vocabulary {task.pipeline.params.vocabulary!r}: set it '
+        "to 'one'"
       )
     if self.model.input is None:
       raise ValueError('a plan needs an input, for the shapes of a batch: set params.input')

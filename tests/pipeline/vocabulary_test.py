@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pipelines whose vocabulary is shared out equal those with the softmax in the last stage."""
+
+import functools
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_gpipe.core import nested_map
+from lingvo_gpipe.layers import embedding, linear
+from lingvo_gpipe.pipeline.cutting import layer_costs
+from lingvo_gpipe.runners import train_runner
+from tasks.lm import model as lm_model
+from tests.toys import stacks
+
+# No number of classes here divides by the number of devices, nor the batch by micro-batches.
+_BATCH, _TIME, _DIM, _VOCAB, _NUM_LAYERS = 7, 5, 4, 11, 3
+_SIMPLE, _SHARED = embedding.SimpleFullSoftmax, embedding.SharedSoftmaxLayer
+_TIES = [[f'layers[{_NUM_LAYERS + 1}].emb', 'layers[0].emb']]
+
+
+def _Stack(head, **options):
+  layer = linear.ProjectionLayer.Params().Set(input_dim=_DIM, output_dim=_DIM, activation='TANH')
+  sub = [
+    embedding.EmbeddingLayer.Params().Set(vocab_size=_VOCAB, embedding_dim=_DIM),
+    *[layer] * _NUM_LAYERS,
+    head.Copy().Set(input_dim=_DIM, num_classes=_VOCAB),
+  ]
+  return stacks.MakeStack(sub, **options)
+
+
+@functools.cache
+def _Batch():
+  rng = np.random.default_rng(3)
+  ids, labels = (tf.constant(rng.integers(0, _VOCAB, [_BATCH, _TIME]), tf.int32) for _ in 'ab')
+  weights = rng.uniform(0.5, 2.0, [_BATCH, _TIME])
+  weights[2:4] = 0.0  # The second of four micro-batches counts nothing: its mean is NaN.
+  return (ids,), nested_map.NestedMap(labels=labels, weights=tf.constant(weights))
+
+
+def _Loss(theta, outputs, side):
+  total = tf.reduce_sum(side.weights)
+  smoothed = embedding.XentLossFromLogits(outputs[0], side.labels, label_smoothing=0.1)
+  other = embedding.XentLossFromLogits(outputs[0], (side.labels + 1) % _VOCAB)
+  hits = embedding.Hits(outputs[0], side.labels)
+  bias = tf.reduce_sum((theta[-1].b if 'b' in theta[-1] else theta[-1].linear.b) ** 2)
+  return {
+    'loss': (tf.reduce_sum((smoothed + other) * side.weights) / total + 0.1 * bias, total),
+    'accuracy': (tf.reduce_sum(hits * side.weights) / total, total),
+  }
+
+
+def _Run(stack, is_trained=None, num_replicas=1):
+  inputs, side = _Batch()
+  stack.Place(
+    stacks.Devices(),
+    *stacks.Specs(inputs),
+    loss_fn=_Loss,
+    weights=layer_costs.Weights(is_trained),
+    num_replicas=num_replicas,
+  )
+  step, number = stacks.StepFunction(stack), tf.constant(stacks.STEP, tf.int64)
+  step(inputs, side, number)  # The next run must start from cleared accumulators.
+  sums = step(inputs, side, number)
+  return {name: value.numpy() for name, value in sums.items()}, stacks.Gradients(stack)
+
+
+@functools.cache
+def _Expected(head, is_tied=False):
+  ties = _TIES if is_tied else []
+  return _Run(_Stack(head.Params(), num_stages=1, num_micro_batches=4, ties=ties))
+
+
+@pytest.mark.parametrize(
+  'head, num_devices, num_replicas, options',
+  [
+    (_SIMPLE.Params().Set(chunk_size=4), 2, 1, {'num_micro_batches': 1}),  # A quick trace.
+    (_SHARED.Params(), 3, 1, {'schedule': 'zb_h1', 'ties': _TIES}),
+    (_SIMPLE.Params(), 2, 1, {'schedule': 'zb_v', 'remat_policy': 'layer', 'num_stages': 4}),
+    (_SHARED.Params(), 2, 2, {'schedule': '1f1b_fused', 'ties': _TIES, 'remat_policy': 'none'}),
+    (_SIMPLE.Params(), 2, 1, {'schedule': '1f1b', 'xla': True}),
+  ],
+)
+def testLossAndGradientsEqual(head, num_devices, num_replicas, options):
+  options = {'num_stages': num_devices, 'num_micro_batches': 4 // num_replicas, **options}
+  options['stages_per_device'] = options['num_stages'] // num_devices
+  stack = _Stack(head, vocabulary='shared', **options)
+  actual = _Run(stack, num_replicas=num_replicas)
+  stacks.CheckEqual(actual, _Expected(head.cls, 'ties' in options))
+  slices = stack.engine.replicas[-1].slices
+  assert sum(s.size for s in slices) == _VOCAB
+  assert len({s.device for s in slices}) == num_devices
+  assert stack.engine.ConnectedPaths() == set(actual[1])
+
+
+@pytest.mark.parametrize('trained', ['layers[1]', 'layers[4].linear.b'])
+def testFrozenWeights(trained):
+  """Before, behind and within the slices."""
+
+  def IsTrained(path):
+    return trained in path
+
+  stack = _Stack(
+    _SIMPLE.Params(), num_stages=2, num_micro_batches=4, vocabulary='shared', schedule='1f1b'
+  )
+  sums, gradients = _Run(stack, IsTrained)
+  expected_sums, expected = _Expected(_SIMPLE)
+  expected = {path: g for path, g in expected.items() if IsTrained(path)}
+  assert expected
+  stacks.CheckEqual((sums, gradients), (expected_sums, expected))
+
+
+def testTrainingEqualsAndResumesWithoutSlices():
+  """Names and values of all variables are those of a run that does not share."""
+
+  def Runner(num_stages, vocabulary):
+    p = lm_model.TransformerLm.Params().Set(
+      name='lm', vocab_size=_VOCAB, model_dim=8, hidden_dim=8, num_heads=1, num_layers=1
+    )
+    p.stack.Set(num_stages=num_stages, num_micro_batches=2, xla=False, vocabulary=vocabulary)
+    p.train.learner.learning_rate = 1e-2
+    p.train.learner.clip_gradient_norm_to_value = 1.0
+    spec = batch.Transform(lambda x: tf.TensorSpec(x.shape, x.dtype))
+    return train_runner.TrainRunner(p.Instantiate(), stacks.Devices(), spec)
+
+  (ids,), side = _Batch()
+  batch = nested_map.NestedMap(
+    ids=ids, labels=side.labels, weights=tf.cast(side.weights, tf.float32)
+  )
+  one, shared = Runner(1, 'one'), Runner(3, 'shared')
+  for _ in range(3):
+    loss = shared.TrainStep(batch)['loss']
+    assert loss == pytest.approx(one.TrainStep(batch)['loss'], rel=1e-5)
+  # Evaluation and decoding take the whole weights.
+  assert shared.Evaluate([batch])['loss'] == pytest.approx(one.Evaluate([batch])['loss'], rel=1e-5)
+  prompts = ids[:2].numpy()
+  np.testing.assert_array_equal(
+    shared.task.Generate(prompts, 3, temperature=0.0),
+    one.task.Generate(prompts, 3, temperature=0.0),
+  )
+  variables = shared.Variables()
+  assert {k: v.shape for k, v in variables.items()} == {
+    k: v.shape for k, v in one.Variables().items()
+  }
+  for name, variable in one.Variables().items():
+    variable.assign(variables[name])
+  one.AfterRestore()
+  assert one.TrainStep(batch)['loss'] == pytest.approx(shared.TrainStep(batch)['loss'], rel=1e-5)
+
+
+def testTheCutShowsTheSlices():
+  stack = _Stack(_SIMPLE.Params(), num_stages=2, num_micro_batches=4, vocabulary='shared')
+  cut = stack.MakeCut(*stacks.Specs(_Batch()[0]))
+  text = cut.Table()
+  assert sum(cut.vocabulary) == _VOCAB
+  assert f'layers[4][0:{cut.vocabulary[0]}]' in text and '2 slices of the vocabulary' in text
+  assert sum(s.share for s in cut.stages) == pytest.approx(1)
+  one = _Stack(_SIMPLE.Params(), num_stages=2, num_micro_batches=4)
+  assert sum(s.num_params for s in cut.stages) == one.NumParams()
+
+
+# ---- refused -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  'options, message',
+  [
+    ({'memory_limit': 10**9}, 'memory_limit'),
+    ({'partition_by': 'time'}, 'time'),
+    ({'splits': [4, 5]}, 'splits'),
+    ({'num_stages': 5}, '5 stages'),
+  ],
+)
+def testCutsThatAreRefused(options, message):
+  options = {'num_stages': 2, **options}
+  stack = _Stack(_SIMPLE.Params(), num_micro_batches=2, vocabulary='shared', **options)
+  with pytest.raises(ValueError, match=message):
+    stack.MakeCut(*stacks.Specs(_Batch()[0]))
+
+
+def testOtherLastLayersAreRefused():
+  layer = linear.ProjectionLayer.Params().Set(input_dim=_DIM, output_dim=_DIM)
+  stack = stacks.MakeStack([layer] * 3, num_stages=2, num_micro_batches=2, vocabulary='shared')
+  with pytest.raises(ValueError, match='ProjectionLayer'):
+    stack.MakeCut(tf.TensorSpec([2, _DIM], tf.float64))
+
+
+def testFewerClassesThanDevicesAreRefused():
+  layer = linear.ProjectionLayer.Params().Set(input_dim=_DIM, output_dim=_DIM)
+  sub = [*[layer] * 3, _SIMPLE.Params().Set(input_dim=_DIM, num_classes=2)]
+  stack = stacks.MakeStack(sub, num_stages=3, num_micro_batches=2, vocabulary='shared')
+  with pytest.raises(ValueError, match='2 classes'):
+    stack.MakeCut(tf.TensorSpec([2, _DIM], tf.float64))
+
+
+@pytest.mark.parametrize(
+  'loss', [lambda logits: tf.reduce_sum(tf.nn.softmax(logits)), lambda logits: tf.zeros([])]
+)
+def testLossesOfWholeLogitsAreRefused(loss):
+  def Loss(theta, outputs, side):
+    del theta, side
+    return {'loss': (loss(outputs[0]), 1.0)}
+
+  stack = _Stack(_SIMPLE.Params(), num_stages=2, num_micro_batches=2, vocabulary='shared')
+  inputs, side = _Batch()
+  stack.Place(stacks.Devices(), *stacks.Specs(inputs), loss_fn=Loss)
+  with pytest.raises(ValueError, match='vocabulary'):
+    stacks.StepFunction(stack)(inputs, side, tf.constant(1, tf.int64))
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))
