@@ -113,7 +113,7 @@ def testFrozenWeights(trained):
 
 
 def testTrainingEqualsAndResumesWithoutSlices():
-  """Names and values of all variables are those of a run that does not share."""
+  """All variables have the names and values of a run that does not share the vocabulary."""
 
   def Runner(num_stages, vocabulary):
     p = lm_model.TransformerLm.Params().Set(
@@ -129,25 +129,27 @@ def testTrainingEqualsAndResumesWithoutSlices():
   batch = nested_map.NestedMap(
     ids=ids, labels=side.labels, weights=tf.cast(side.weights, tf.float32)
   )
-  one, shared = Runner(1, 'one'), Runner(3, 'shared')
+  plain, shared = Runner(1, 'one'), Runner(2, 'shared')
   for _ in range(3):
     loss = shared.TrainStep(batch)['loss']
-    assert loss == pytest.approx(one.TrainStep(batch)['loss'], rel=1e-5)
+    assert loss == pytest.approx(plain.TrainStep(batch)['loss'], rel=1e-5)
   # Evaluation and decoding take the whole weights.
-  assert shared.Evaluate([batch])['loss'] == pytest.approx(one.Evaluate([batch])['loss'], rel=1e-5)
+  assert shared.Evaluate([batch])['loss'] == pytest.approx(
+    plain.Evaluate([batch])['loss'], rel=1e-5
+  )
   prompts = ids[:2].numpy()
   np.testing.assert_array_equal(
     shared.task.Generate(prompts, 3, temperature=0.0),
-    one.task.Generate(prompts, 3, temperature=0.0),
+    plain.task.Generate(prompts, 3, temperature=0.0),
   )
   variables = shared.Variables()
   assert {k: v.shape for k, v in variables.items()} == {
-    k: v.shape for k, v in one.Variables().items()
+    k: v.shape for k, v in plain.Variables().items()
   }
-  for name, variable in one.Variables().items():
+  for name, variable in plain.Variables().items():
     variable.assign(variables[name])
-  one.AfterRestore()
-  assert one.TrainStep(batch)['loss'] == pytest.approx(shared.TrainStep(batch)['loss'], rel=1e-5)
+  plain.AfterRestore()
+  assert plain.TrainStep(batch)['loss'] == pytest.approx(shared.TrainStep(batch)['loss'], rel=1e-5)
 
 
 def testTheCutShowsTheSlices():
@@ -157,8 +159,8 @@ def testTheCutShowsTheSlices():
   assert sum(cut.vocabulary) == _VOCAB
   assert f'layers[4][0:{cut.vocabulary[0]}]' in text and '2 slices of the vocabulary' in text
   assert sum(s.share for s in cut.stages) == pytest.approx(1)
-  one = _Stack(_SIMPLE.Params(), num_stages=2, num_micro_batches=4)
-  assert sum(s.num_params for s in cut.stages) == one.NumParams()
+  plain = _Stack(_SIMPLE.Params(), num_stages=2, num_micro_batches=4)
+  assert sum(s.num_params for s in cut.stages) == plain.NumParams()
 
 
 # ---- refused -------------------------------------------------------------------------------------
@@ -170,7 +172,7 @@ def testTheCutShowsTheSlices():
     ({'memory_limit': 10**9}, 'memory_limit'),
     ({'partition_by': 'time'}, 'time'),
     ({'splits': [4, 5]}, 'splits'),
-    ({'num_stages': 5}, '5 stages'),
+    ({'num_stages': 5}, '5 stages for 4 layers'),
   ],
 )
 def testCutsThatAreRefused(options, message):

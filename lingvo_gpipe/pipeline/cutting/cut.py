@@ -272,9 +272,8 @@ def MakeCut(
     by = 'flops'  # The cut is fixed: do not wait for a measurement that decides nothing.
   try:
     if shares_vocabulary:
-      num_classes = _CheckVocabulary(layers, schedule.num_devices, splits, by, memory_limit)
-    num_cut = len(layers) - shares_vocabulary
-    _CheckArguments(len(layers), num_cut, schedule.num_stages, splits, by, remat_policy)
+      num_classes = _CheckVocabulary(layers, schedule, splits, by, memory_limit)
+    _CheckArguments(len(layers), schedule.num_stages, splits, by, remat_policy)
   except (TypeError, ValueError) as e:
     raise type(e)(f'{prefix}{e}') from None
   weights = weights or layer_costs.Weights()
@@ -337,7 +336,7 @@ def MakeCut(
 
 def _CheckVocabulary(
   layers: Sequence[base_layer.BaseLayer],
-  num_devices: int,
+  schedule: schedules.Schedule,
   splits: Sequence[int] | None,
   by: str,
   memory_limit: float,
@@ -352,6 +351,11 @@ def _CheckVocabulary(
     raise ValueError(
       f'{what}: the last layer, {head.path}, is a {type(head).__name__}, not a softmax whose '
       'classes can be shared out, such as SimpleFullSoftmax or SharedSoftmaxLayer'
+    )
+  if schedule.num_stages >= len(layers):
+    raise ValueError(
+      f'{what}: {schedule.num_stages} stages for {len(layers) - 1} layers besides {head.path}, '
+      f'which is shared out; use at most {len(layers) - 1} stages'
     )
   if memory_limit and not splits:
     raise ValueError(
@@ -368,9 +372,9 @@ def _CheckVocabulary(
     )
   name, axis = next(iter(head.class_axes.items()))
   num_classes = head.WeightSpecs()[f'{head.path}.{name}'][0].shape[axis]
-  if num_classes < num_devices:
+  if num_classes < schedule.num_devices:
     raise ValueError(
-      f'{what}: {head.path} has {num_classes} classes, too few for {num_devices} devices'
+      f'{what}: {head.path} has {num_classes} classes, too few for {schedule.num_devices} devices'
     )
   return num_classes
 
@@ -415,17 +419,12 @@ def _SliceBytes(
 
 
 def _CheckArguments(
-  num_layers: int,
-  num_cut: int,
-  num_stages: int,
-  splits: Sequence[int] | None,
-  by: str,
-  remat_policy: str,
+  num_layers: int, num_stages: int, splits: Sequence[int] | None, by: str, remat_policy: str
 ) -> None:
   if by not in COSTS:
     raise ValueError(f'unknown cost {by!r} to partition by; expected one of {", ".join(COSTS)}')
   rematerialisation.CheckPolicy(remat_policy)
-  partitioner.CheckNumStages(num_stages, num_cut)
+  partitioner.CheckNumStages(num_stages, num_layers)
   if not splits:
     return
   if len(splits) != num_stages:

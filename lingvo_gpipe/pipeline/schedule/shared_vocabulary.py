@@ -56,7 +56,7 @@ def Share(schedule: Schedule) -> Schedule:
   of_micro_batch = fractions.Fraction(busiest, num_micro_batches)
   period = of_micro_batch + _SECONDS_OF_SLICE
   stretch = period / of_micro_batch
-  # When an action is due; of actions due at the same time, those that others may need come first.
+  # When an action is due, and its rank among actions due at the same time.
   due = {
     action: (stretch * start, 0) if action.kind is Kind.FORWARD else (stretch * start + period, 3)
     for action, (start, _) in times.items()

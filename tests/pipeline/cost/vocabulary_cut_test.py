@@ -80,8 +80,8 @@ def testNoOtherSizesMakeTheBusiestDeviceLessBusy():
 
     sizes = vocabulary_cut.SliceSizes(loads, work, num_classes)
     assert sum(sizes) == num_classes and min(sizes) > 0
-    others = itertools.product(range(1, num_classes), repeat=3)
-    best = min(Busiest(s) for s in others if sum(s) == num_classes)
+    triples = itertools.product(range(1, num_classes), repeat=3)
+    best = min(Busiest(s) for s in triples if sum(s) == num_classes)
     assert Busiest(sizes) <= best + work / num_classes
 
 
