@@ -85,22 +85,25 @@ def SliceSizes(loads: Sequence[float], work: float, num_classes: int) -> list[in
   """Returns for each device the number of classes of its slice, so that all are as busy.
 
   Devices with less work get larger slices. A device whose other work is above the level of the
-  others gets one class. No other sizes make the busiest device less busy, up to one class.
+  others gets one class. No other sizes make the busiest device less busy, up to one class and a
+  thousandth of the mean: slices of equal size share their traces.
 
   Args:
     loads: the work of each device without the vocabulary.
     work: the work of the whole vocabulary, in the same unit.
     num_classes: the number of classes, at least one for each device.
   """
+  unit = float(work + sum(loads)) / len(loads) / 1000 or 1.0
+  loads = [round(float(load) / unit) * unit for load in loads]
   # The level that the work reaches if it fills up the devices, the least loaded ones first.
-  ascending = sorted(map(float, loads))
+  ascending = sorted(loads)
   levels = ((work + sum(ascending[:i])) / i for i in range(1, len(loads) + 1))
   level = next(
     level
     for level, following in zip(levels, [*ascending[1:], math.inf], strict=True)
     if level <= following
   )
-  parts = [max(level - float(load), 0.0) for load in loads]
+  parts = [max(level - load, 0.0) for load in loads]
   if not sum(parts):
     parts = [1.0] * len(loads)
   spare = num_classes - len(loads)  # Each device has one class.

@@ -67,6 +67,8 @@ def testSlicesFillUpTheDevices():
   assert vocabulary_cut.SliceSizes([9, 1, 2], 3, 300) == [1, 199, 100]
   assert vocabulary_cut.SliceSizes([0, 0, 0], 0, 8) == [3, 2, 3]
   assert vocabulary_cut.SliceSizes([5], 1, 7) == [7]
+  # Slices of about the same size have the same, so that they share their traces.
+  assert vocabulary_cut.SliceSizes([1.0001, 1, 2], 5, 3000) == [1200, 1200, 600]
 
 
 def testNoOtherSizesMakeTheBusiestDeviceLessBusy():
@@ -82,7 +84,7 @@ def testNoOtherSizesMakeTheBusiestDeviceLessBusy():
     assert sum(sizes) == num_classes and min(sizes) > 0
     triples = itertools.product(range(1, num_classes), repeat=3)
     best = min(Busiest(s) for s in triples if sum(s) == num_classes)
-    assert Busiest(sizes) <= best + work / num_classes
+    assert Busiest(sizes) <= best + work / num_classes + (work + sum(loads)) / 3000
 
 
 def testACutByHandIsKept():
