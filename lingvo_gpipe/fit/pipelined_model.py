@@ -239,7 +239,8 @@ class PipelinedModel(keras.Model):
   def _Forget(self) -> None:
     """Drops the stages, which the next batch makes again; the variables stay where they are."""
     if self.stack is not None:
-      for s in self.stack.engine.stages:  # Traces may live longer than the stages.
+      engine = self.stack.engine
+      for s in (*engine.stages, *engine.replicas[0].slices):  # Traces may live longer.
         s.accumulators.clear()
         s.mirror_accumulators.clear()
     self.__dict__.update(stack=None, _graph=None, _keras_loss=None, _keras_step=None, _masks={})

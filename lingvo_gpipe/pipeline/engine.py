@@ -146,6 +146,11 @@ class PipelineEngine:
     return len(self.stages)
 
   @property
+  def training_stages(self) -> list[stage_lib.Stage]:
+    """The stages of `TrainingSchedule`, in the first replica."""
+    return self.replicas[0].training_stages
+
+  @property
   def trained(self) -> dict[str, tf.Variable]:
     """{path: variable} of the trained weights, in the first replica."""
     return {path: v for s in self.stages for path, v in s.trained.items()}

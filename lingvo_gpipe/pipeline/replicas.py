@@ -44,6 +44,11 @@ class Replica:
   variables: Mapping[str, tf.Variable]
   slices: list[vocabulary_slices.Slice] = dataclasses.field(default_factory=list)
 
+  @property
+  def training_stages(self) -> list[stage_lib.Stage]:
+    """The stages of a training schedule; slices replace the head."""
+    return [*self.stages[:-1], *self.slices] if self.slices else self.stages
+
   def AddTiedGradients(self, ties: Mapping[str, str]) -> None:
     """Adds the gradients of tied weights, and of slices, to their owners' gradients."""
     owners = {

@@ -93,6 +93,8 @@ def testLossAndGradientsEqual(head, num_devices, num_replicas, options):
   assert sum(s.size for s in slices) == _VOCAB
   assert len({s.device for s in slices}) == num_devices
   assert stack.engine.ConnectedPaths() == set(actual[1])
+  schedule = stack.engine.TrainingSchedule(options['num_micro_batches'])
+  assert len(stack.engine.training_stages) == schedule.num_stages
 
 
 @pytest.mark.parametrize('trained', ['layers[1]', 'layers[4].linear.b'])
