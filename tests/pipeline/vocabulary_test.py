@@ -156,12 +156,18 @@ def testTrainingEqualsAndResumesWithoutSlices():
 
 def testTheCutShowsTheSlices():
   stack = _Stack(_SIMPLE.Params(), num_stages=2, num_micro_batches=4, vocabulary='shared')
-  cut = stack.MakeCut(*stacks.Specs(_Batch()[0]))
+  inputs = stacks.Specs(_Batch()[0])
+  cut = stack.MakeCut(*inputs)
   text = cut.Table()
   assert sum(cut.vocabulary) == _VOCAB
   assert f'layers[4][0:{cut.vocabulary[0]}]' in text and '2 slices of the vocabulary' in text
   assert sum(s.share for s in cut.stages) == pytest.approx(1)
+  # The slices are copies with gradients; the slice beside the last stage has the softmax itself.
   plain = _Stack(_SIMPLE.Params(), num_stages=2, num_micro_batches=4)
+  softmax, plain_cut = 8 * (_DIM + 1) * _VOCAB, plain.MakeCut(*inputs)
+  state, plain_state = (sum(s.state for s in c.memory) for c in (cut, plain_cut))
+  assert state - plain_state == 2 * softmax
+  assert cut.memory[-1].state > 4 * softmax > cut.memory[-2].state
   assert sum(s.num_params for s in cut.stages) == plain.NumParams()
 
 
@@ -171,7 +177,7 @@ def testTheCutShowsTheSlices():
 @pytest.mark.parametrize(
   'options, message',
   [
-    ({'memory_limit': 10**9}, 'memory_limit'),
+    ({'memory_limit': 1000}, 'memory_limit'),
     ({'partition_by': 'time'}, 'time'),
     ({'splits': [4, 5]}, 'splits'),
     ({'num_stages': 5}, '5 stages for 4 layers'),

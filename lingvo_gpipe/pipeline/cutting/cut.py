@@ -255,7 +255,7 @@ def MakeCut(
     xla: whether XLA compiles the stages.
     weights: the weights that are trained; by default all of them, with two optimizer slots each.
     memory_limit: the most bytes that the stages of one device may need, as `stage_memory` predicts;
-      0: no limit.
+      0: no limit. With a shared vocabulary the balanced cut must keep it; no other one is tried.
     device: the device to measure times on; '' is TensorFlow's choice.
     prefix: the beginning of error messages.
     shares_vocabulary: whether to share the last layer, a softmax, out over all devices, so that
@@ -272,7 +272,7 @@ def MakeCut(
     by = 'flops'  # The cut is fixed: do not wait for a measurement that decides nothing.
   try:
     if shares_vocabulary:
-      num_classes = _CheckVocabulary(layers, schedule, splits, by, memory_limit)
+      num_classes = _CheckVocabulary(layers, schedule, splits, by)
     _CheckArguments(len(layers), schedule.num_stages, splits, by, remat_policy)
   except (TypeError, ValueError) as e:
     raise type(e)(f'{prefix}{e}') from None
@@ -329,7 +329,7 @@ def MakeCut(
     make_memory=Memory,
     vocabulary=tuple(slices),
   )
-  if memory_limit and (splits or exceeds_limit):
+  if memory_limit and (splits or exceeds_limit or slices):
     _CheckMemory(cut, memory_limit, prefix, by_hand=bool(splits))
   return cut
 
@@ -339,7 +339,6 @@ def _CheckVocabulary(
   schedule: schedules.Schedule,
   splits: Sequence[int] | None,
   by: str,
-  memory_limit: float,
 ) -> int:
   """Returns the number of classes of the last layer.
 
@@ -356,11 +355,6 @@ def _CheckVocabulary(
     raise ValueError(
       f'{what}: {schedule.num_stages} stages for {len(layers) - 1} layers besides {head.path}, '
       f'which is shared out; use at most {len(layers) - 1} stages'
-    )
-  if memory_limit and not splits:
-    raise ValueError(
-      f'{what}: no cut is searched for within a memory_limit; leave one of them out, or cut by '
-      'hand (splits)'
     )
   if by == 'time':
     # A run would not resume bit-for-bit: checkpoints do not hold the sizes of slices.
@@ -458,7 +452,8 @@ def _CheckMemory(cut: Cut, limit: float, prefix: str, by_hand: bool) -> None:
   """Raises ValueError if the stages of a device need more than the limit.
 
   Args:
-    cut: a cut by hand, or the best cut without the limit if no cut keeps it.
+    cut: a cut by hand or with a shared vocabulary, or the best cut without the limit if no cut
+      keeps it.
     limit: bytes of one device.
     prefix: the beginning of the message.
     by_hand: whether the cut was made by hand.
@@ -466,7 +461,8 @@ def _CheckMemory(cut: Cut, limit: float, prefix: str, by_hand: bool) -> None:
   needs = [0] * cut.num_devices
   for device, memory in zip(cut.schedule.stage_to_device, cut.memory, strict=True):
     needs[device] += memory.total
-  if by_hand and max(needs) <= limit:
+  is_search = not (by_hand or cut.vocabulary)
+  if not is_search and max(needs) <= limit:
     return
   owners = cut.schedule.stage_to_device
   stages = [k for k, owner in enumerate(owners) if owner == needs.index(max(needs))]
@@ -474,14 +470,14 @@ def _CheckMemory(cut: Cut, limit: float, prefix: str, by_hand: bool) -> None:
   s, memory = cut.stages[k], cut.memory[k]
   whose = 'of splits' if by_hand else f'of the cut that is best by {cut.by}'
   share = ''
-  if len(stages) > 1:
+  if len(stages) > 1 and not cut.vocabulary:
     share = f' (an equal share of it for each of the {len(stages)} stages of the device)'
   total, state, activations = map(
     text_table.FormatBytes, (memory.total, memory.state, memory.activations)
   )
   raise ValueError(
     f'{prefix}memory_limit {text_table.FormatBytes(limit)} per device{share}: '
-    + ('' if by_hand else f'no cut into {len(cut.stages)} stages keeps it; ')
+    + (f'no cut into {len(cut.stages)} stages keeps it; ' if is_search else '')
     + f'stage {k} {whose}, layers {cut.layers[s.start].path} to {cut.layers[s.end - 1].path}, is '
     f'predicted to need {total} ({memory.total:,} bytes): {state} of weights, gradients and slots '
     f'and {activations} of activations. Use more stages, more micro-batches, another schedule or '
