@@ -45,6 +45,8 @@ def _Loss(theta, outputs, side):
   smoothed = embedding.XentLossFromLogits(outputs[0], side.labels, label_smoothing=0.1)
   other = embedding.XentLossFromLogits(outputs[0], (side.labels + 1) % _VOCAB)
   hits = embedding.Hits(outputs[0], side.labels)
+  with tf.control_dependencies([tf.debugging.Assert(tf.reduce_all(smoothed > 0), [total])]):
+    hits = tf.identity(hits)
   bias = tf.reduce_sum((theta[-1].b if 'b' in theta[-1] else theta[-1].linear.b) ** 2)
   return {
     'loss': (tf.reduce_sum((smoothed + other) * side.weights) / total + 0.1 * bias, total),
@@ -205,13 +207,26 @@ def testFewerClassesThanDevicesAreRefused():
     stack.MakeCut(tf.TensorSpec([2, _DIM], tf.float64))
 
 
-@pytest.mark.parametrize(
-  'loss', [lambda logits: tf.reduce_sum(tf.nn.softmax(logits)), lambda logits: tf.zeros([])]
-)
-def testLossesOfWholeLogitsAreRefused(loss):
+def _OfWholeLogits(logits, labels):
+  del labels
+  return tf.nn.softmax(logits)
+
+
+def _OfNoLogits(logits, labels):
+  del logits
+  return tf.cast(labels, tf.float64)
+
+
+def _OfPredictedClasses(logits, labels):
+  """A second request that depends on the answer to the first."""
+  return embedding.XentLossFromLogits(logits, tf.cast(embedding.Hits(logits, labels), tf.int32))
+
+
+@pytest.mark.parametrize('loss', [_OfWholeLogits, _OfNoLogits, _OfPredictedClasses])
+def testLossesThatSlicesCannotServeAreRefused(loss):
   def Loss(theta, outputs, side):
-    del theta, side
-    return {'loss': (loss(outputs[0]), 1.0)}
+    del theta
+    return {'loss': (tf.reduce_sum(loss(outputs[0], side.labels)), 1.0)}
 
   stack = _Stack(_SIMPLE.Params(), num_stages=2, num_micro_batches=2, vocabulary='shared')
   inputs, side = _Batch()

@@ -183,6 +183,22 @@ class LossMath(stage_math.StageMath):
     return (chunked_logits.SharedLogits(logits, self._statistics_of),)
 
 
+class _Enough(BaseException):
+  """Ends a loss whose class ids are known; no handler of a user's errors may catch it."""
+
+
+def _Ancestors(tensors: Sequence[tf.Tensor]) -> set[str]:
+  """Returns the names of the operations of a graph that the tensors depend on."""
+  names: set[str] = set()
+  pending = [t.op for t in tensors]
+  while pending:
+    op = pending.pop()
+    if op.name not in names:
+      names.add(op.name)
+      pending += [t.op for t in op.inputs]
+  return names
+
+
 class SharedLoss:
   """Traced functions of the loss of a shared vocabulary.
 
@@ -195,29 +211,58 @@ class SharedLoss:
 
   def __init__(self, math: LossMath, xla: bool) -> None:
     self._math = math
-    # All of the loss but the class ids is pruned from this function.
     self.ClassIds = tf.function(self._ClassIds, **stage_math.FunctionOptions(xla=False))
     self.LossGradient = tf.function(self._LossGradient, **stage_math.FunctionOptions(xla))
 
   def _ClassIds(self, call: stage_math.StageCall) -> list[tf.Tensor]:
+    # The loss runs with false statistics, up to the last request: what follows, such as a check of
+    # the loss, must not run. The number of requests is known from a trace that never runs.
+    requests: list[tf.Tensor] = []
+    answers: list[tf.Tensor] = []
+    whole = tf.function(lambda call: self._Request(call, requests, answers), autograph=False)
+    whole.get_concrete_function(call)
+    what = f"{self._math.layers[0].path}: vocabulary='shared' needs a loss"
+    if not requests:
+      raise ValueError(
+        f'{what} that takes the logits, by embedding.XentLossFromLogits or a '
+        'SparseCategoricalCrossentropy(from_logits=True) of Keras'
+      )
+    if _Ancestors(requests) & {t.op.name for t in answers}:
+      raise ValueError(f'{what} whose class ids do not depend on the logits')
     ids: list[tf.Tensor] = []
+    with contextlib.suppress(_Enough):
+      self._Request(call, ids, [], len(requests))
+    return ids
+
+  def _Request(
+    self,
+    call: stage_math.StageCall,
+    ids: list[tf.Tensor],
+    answers: list[tf.Tensor],
+    most: int | None = None,
+  ) -> None:
+    """Runs the loss with false statistics.
+
+    Args:
+      call: the arguments of the head.
+      ids: receives the class ids that the loss asks for.
+      answers: receives the tensors that it gets.
+      most: raise _Enough after so many requests.
+    """
 
     def StatisticsOf(
       class_ids: tf.Tensor, logits: chunked_logits.ChunkedLogits
     ) -> chunked_logits.Statistics:
       ids.append(class_ids)
+      if len(ids) == most:
+        raise _Enough
       dtype = tf.float64 if logits.inputs.dtype == tf.float64 else tf.float32
       zeros = tf.zeros(tf.shape(class_ids), dtype)
+      answers.append(zeros)
       return chunked_logits.Statistics(zeros, zeros, zeros)
 
     with self._math.EnterContext(call.context.seeds), self._math.TakingStatistics(StatisticsOf):
       self._math.Outputs(call)
-    if not ids:
-      raise ValueError(
-        f"{self._math.layers[0].path}: vocabulary='shared' needs a loss that takes the logits, by "
-        'embedding.XentLossFromLogits or a SparseCategoricalCrossentropy(from_logits=True) of Keras'
-      )
-    return ids
 
   def _LossGradient(
     self,
