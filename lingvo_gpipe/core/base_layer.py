@@ -387,6 +387,16 @@ class BaseLayer(layer_tree.LayerTree):
           'its outputs depends on the same position of its inputs alone'
         )
 
+  def PartOf(self, op_name: str) -> str | None:
+    """Returns the part of FProp in which an operation was made, if any.
+
+    By default the innermost `fprop_context.Part`.
+
+    Args:
+      op_name: the name of the operation in a graph.
+    """
+    return fprop_context.PartOf(op_name)
+
   def ForLoss(self, theta: nested_map.NestedMap, *args: Any) -> tuple[Any, ...]:
     """Returns objects that stand for the outputs of FProp, which the loss computes from them.
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
@@ -191,6 +192,28 @@ def Enter(context: FPropContext) -> Iterator[FPropContext]:
     yield context
   finally:
     _stack.contexts.pop()
+
+
+def Part(name: str) -> contextlib.AbstractContextManager[Any]:
+  """Names a part of a layer's FProp, which a re-materialisation policy may recompute by itself.
+
+  Worth it for results that take much memory and little time, such as the scores of attention:
+
+      with fprop_context.Part('scores'):
+        encoded = tf.matmul(tf.nn.softmax(tf.matmul(query, key, transpose_b=True)), value)
+
+  Results that operations outside of the part take, here `encoded`, are kept all the same.
+
+  Args:
+    name: a word, the same in each place whose results are kept or recomputed together.
+  """
+  return tf.name_scope(f'part.{name}')
+
+
+def PartOf(op_name: str) -> str | None:
+  """Returns the name of the innermost `Part` in which an operation was made, if any."""
+  names = re.findall(r'(?:^|/)part\.(\w+?)(?:_\d+)?(?=/)', op_name)
+  return names[-1] if names else None
 
 
 def UpdateLayers(*contexts: FPropContext) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import base_layer, domain, hyperparams, nested_map, shapes
+from lingvo_gpipe.core import base_layer, domain, fprop_context, hyperparams, nested_map, shapes
 from lingvo_gpipe.layers import dropout, linear
 
 
@@ -291,15 +291,17 @@ class MultiHeadedAttention(base_layer.BaseLayer):
     Returns:
       [batch, query time, input_dim].
     """
-    logits = tf.matmul(query * (1.0 / math.sqrt(self._dim_per_head)), key, transpose_b=True)
-    if logits.dtype.size < 4:
-      logits = tf.cast(logits, tf.float32)
-    if mask is not None:
-      # Far below any logit but finite, so that a row without any True does not give NaN.
-      logits = tf.where(mask, logits, tf.constant(0.5 * logits.dtype.min, logits.dtype))
-    probs = tf.cast(tf.nn.softmax(logits), value.dtype)
-    probs = self.atten_dropout.FProp(theta.atten_dropout, probs)
-    encoded = tf.transpose(tf.matmul(probs, value), [0, 2, 1, 3])
+    with fprop_context.Part('scores'):
+      logits = tf.matmul(query * (1.0 / math.sqrt(self._dim_per_head)), key, transpose_b=True)
+      if logits.dtype.size < 4:
+        logits = tf.cast(logits, tf.float32)
+      if mask is not None:
+        # Far below any logit but finite, so that a row without any True does not give NaN.
+        logits = tf.where(mask, logits, tf.constant(0.5 * logits.dtype.min, logits.dtype))
+      probs = tf.cast(tf.nn.softmax(logits), value.dtype)
+      probs = self.atten_dropout.FProp(theta.atten_dropout, probs)
+      encoded = tf.matmul(probs, value)
+    encoded = tf.transpose(encoded, [0, 2, 1, 3])
     batch, time, heads, dim = shapes.GetShape(encoded)
     return self.post.FProp(theta.post, tf.reshape(encoded, [batch, time, heads * dim]))
 

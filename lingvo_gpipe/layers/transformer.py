@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import base_layer, domain, hyperparams, nested_map, shapes
+from lingvo_gpipe.core import base_layer, domain, fprop_context, hyperparams, nested_map, shapes
 from lingvo_gpipe.layers import attention, dropout, linear, norm
 
 Outputs = tuple[tf.Tensor, tf.Tensor | None] | tuple[tf.Tensor, tf.Tensor | None, tf.Tensor]
@@ -185,8 +185,9 @@ class TransformerFeedForwardLayer(base_layer.BaseLayer):
     """Maps inputs [batch, time, input_dim] to the same shape; returns the other arguments too."""
     shapes.CheckPaddings(self.path, paddings, inputs)
     inputs = self._CastToFPropDtype(inputs)
-    x = self.layer_norm.FProp(theta.layer_norm, inputs)
-    x = self.fflayer.FProp(theta.fflayer, x)
+    with fprop_context.Part('feed_forward'):
+      x = self.layer_norm.FProp(theta.layer_norm, inputs)
+      x = self.fflayer.FProp(theta.fflayer, x)
     x = inputs + self.residual_dropout.FProp(theta.residual_dropout, x)
     return _Outputs(x, paddings, segment_ids)
 

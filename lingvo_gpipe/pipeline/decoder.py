@@ -58,9 +58,8 @@ class DecodingFunctions:
   def __init__(self, layers: Sequence[base_layer.BaseLayer], *, xla: bool) -> None:
     self._layers = list(layers)
     self.num_traces = 0
-    options = stage_math.FunctionOptions(xla)
-    self.Prefill = tf.function(self._Prefill, **options)
-    self.ExtendStep = tf.function(self._ExtendStep, **options)
+    self.Prefill = stage_math.Traced(self._Prefill, xla)
+    self.ExtendStep = stage_math.Traced(self._ExtendStep, xla)
 
   @property
   def layers(self) -> Sequence[base_layer.BaseLayer]:

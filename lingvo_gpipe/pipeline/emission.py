@@ -103,7 +103,7 @@ class Emission:
     self._with_loss = with_loss
     self._theta = theta
     # The part that backward of (stage, micro-batch) recomputes; empty without a backward.
-    self._recompute: dict[tuple[int, int], _Recompute] = {}
+    self._recompute: dict[tuple[int, int], shared_functions.Recompute] = {}
     # Between actions: activations and gradients, see the module. Gradients are flat lists, one
     # tensor for each floating leaf; dskips has one list for each stage that took the skip.
     self._args: dict[tuple[int, int], Any] = {(0, m): b.args for m, b in enumerate(micro_batches)}
@@ -119,7 +119,9 @@ class Emission:
     self._rows: dict[int, dict[str, tf.Tensor]] = {}
     self._layer_sums: dict[tuple[int, str], list[dict[str, tf.Tensor]]] = {}
 
-  def Emit(self, schedule: schedules.Schedule, remat_policy: str = 'stage') -> None:
+  def Emit(
+    self, schedule: schedules.Schedule, remat_policy: rematerialisation.Policy = 'stage'
+  ) -> None:
     """Emits every action of the schedule that has any work at its stage."""
     self._recompute = rematerialisation.ByMicroBatch(schedule.actions, remat_policy)
     order = (a for a in schedule.EmissionOrder() if self._stages[a.stage].HasAction(a.kind))
@@ -237,7 +239,7 @@ class Emission:
 
   def _InputGradient(self, s: stage_lib.Stage, m: int) -> None:
     dy, residuals = self._TakeGradient(s, m), self._residuals.get((s.index, m))
-    functions = self._For(s, _Recompute.NOTHING)
+    functions = self._ForHalves(s, m)
     dx, for_weights = self._Call(s, m, functions.InputGradient, residuals, dy)
     self._for_weights[s.index, m] = (dy, for_weights)
     self._GiveGradient(s, m, dx)
@@ -248,17 +250,23 @@ class Emission:
       dy, for_weights = self._for_weights.pop((s.index, m))
     else:  # There was no input gradient to compute.
       dy, for_weights = self._TakeGradient(s, m), []
-    functions, sinks = self._For(s, _Recompute.NOTHING), s.AllAccumulators()
+    functions, sinks = self._ForHalves(s, m), s.AllAccumulators()
     self._Call(s, m, functions.WeightGradient, sinks, residuals, dy, for_weights)
 
   # ---- parts of an action ------------------------------------------------------------------------
 
-  def _RecomputeOf(self, s: stage_lib.Stage, m: int) -> _Recompute:
+  def _RecomputeOf(self, s: stage_lib.Stage, m: int) -> shared_functions.Recompute:
     """Returns the part that backward recomputes; the default if there is no backward."""
     has_backward = s.HasAction(_Kind.BACKWARD)
     return self._recompute.get((s.index, m), _Recompute.STAGE) if has_backward else _Recompute.STAGE
 
-  def _For(self, s: stage_lib.Stage, recompute: _Recompute) -> Any:
+  def _ForHalves(self, s: stage_lib.Stage, m: int) -> Any:
+    """Returns the functions with I and W; without residuals, these recompute the stage."""
+    recompute = self._RecomputeOf(s, m)
+    is_by_layer = isinstance(recompute, rematerialisation.ByLayer)
+    return self._For(s, recompute if is_by_layer else _Recompute.NOTHING)
+
+  def _For(self, s: stage_lib.Stage, recompute: shared_functions.Recompute) -> Any:
     return self._functions.For(s, recompute, do_eval=self._do_eval, with_loss=self._with_loss)
 
   def _Call(self, s: stage_lib.Stage, m: int, function: Callable[..., Any], *args: Any) -> Any:

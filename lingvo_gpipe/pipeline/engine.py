@@ -57,7 +57,7 @@ class PipelineEngine:
     shares_vocabulary: whether training shares the last layer, a softmax, out over all devices.
     functions: the traced functions of the stages.
     loss_fn: the loss, or None.
-    remat_policy: the part that backward recomputes.
+    remat_policy: the part that backward recomputes, of all stages or of each.
   """
 
   def __init__(
@@ -68,7 +68,7 @@ class PipelineEngine:
     *,
     stage_to_device: Sequence[int] | None = None,
     schedule: str | schedules.Schedule = 'gpipe',
-    remat_policy: str = 'stage',
+    remat_policy: rematerialisation.Policy = 'stage',
     xla: bool = True,
     loss_fn: stage_math.LossFn | None = None,
     is_trained: Callable[[str], bool] | None = None,
@@ -86,7 +86,8 @@ class PipelineEngine:
       stage_to_device: for each stage the index of its device, as in the schedule; None: the stage's
         own number.
       schedule: name of the training schedule, or a Schedule.
-      remat_policy: the part that backward recomputes, one of `rematerialisation.POLICIES`.
+      remat_policy: the part that backward recomputes: one of `rematerialisation.POLICIES`, or for
+        each stage one of them or a `ByLayer`.
       xla: whether XLA compiles the stage functions.
       loss_fn: the loss of a micro-batch, which the last stage runs (see `stage_math.LossFn`).
       is_trained: whether to train the trainable variable of a path; None: train all. Frozen weights

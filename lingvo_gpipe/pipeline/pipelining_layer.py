@@ -102,9 +102,9 @@ class PipeliningLayer(base_layer.BaseLayer):
       'remat_policy',
       'stage',
       'The part that backward recomputes: stage (everything), except_last (everything but the last '
-      'micro-batch), layer (one layer at a time, from its kept input) or none. FProp under a tape '
-      'always uses stage.',
-      domain.OneOf(*rematerialisation.POLICIES),
+      'micro-batch), layer (one layer at a time, from its kept input) or none. auto: in each stage '
+      'the least that keeps memory_limit. FProp under a tape always uses stage.',
+      domain.OneOf(*rematerialisation.POLICIES, rematerialisation.AUTO),
     )
     p.Define(
       'xla',
@@ -286,7 +286,7 @@ class PipeliningLayer(base_layer.BaseLayer):
       cut.ends,
       devices,
       schedule=p.schedule,
-      remat_policy=p.remat_policy,
+      remat_policy=cut.policy,
       xla=self.UsesXla(devices),
       stage_to_device=cut.schedule.stage_to_device[: cut.schedule.num_layer_stages],
       loss_fn=loss_fn,

@@ -20,7 +20,7 @@ import tensorflow as tf
 from lingvo_gpipe.core import nested_map
 from lingvo_gpipe.layers import chunked_logits, sequential
 from lingvo_gpipe.pipeline import emission
-from lingvo_gpipe.pipeline.schedule import schedules
+from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules
 from lingvo_gpipe.pipeline.stages import (
   failures,
   micro_batch,
@@ -66,7 +66,9 @@ class VocabularyEmission(emission.Emission):
     self._loss_gradients: dict[int, list[list[tf.Tensor]]] = {}
     self._dargs_of_slices: dict[int, list[list[tf.Tensor]]] = collections.defaultdict(list)
 
-  def Emit(self, schedule: schedules.Schedule, remat_policy: str = 'stage') -> None:
+  def Emit(
+    self, schedule: schedules.Schedule, remat_policy: rematerialisation.Policy = 'stage'
+  ) -> None:
     """Emits every action of the schedule that has any work, and the loss."""
     super().Emit(schedule, remat_policy)
     for m in list(self._statistics):  # Nothing is trained, so no backward has asked for the loss.

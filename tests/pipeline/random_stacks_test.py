@@ -16,7 +16,7 @@ import pytest
 import tensorflow as tf
 
 from lingvo_gpipe.core import fprop_context
-from lingvo_gpipe.pipeline.schedule import schedules
+from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules
 from lingvo_gpipe.pipeline.stages import micro_batch, stage
 from tests.toys import random_stacks, stacks
 
@@ -25,11 +25,17 @@ def _Stack(case):
   return stacks.MakeStack(case.sub, **case.options)
 
 
-def CheckTraining(case):
+def CheckTraining(case, policy=None):
   """Losses, metrics, auxiliary losses and every gradient."""
   options = case.options
   actual = stacks.Train(
-    _Stack(case), case.inputs, case.side, case.Loss, step=case.step, is_trained=case.is_trained
+    _Stack(case),
+    case.inputs,
+    case.side,
+    case.Loss,
+    step=case.step,
+    is_trained=case.is_trained,
+    policy=policy,
   )
   expected = stacks.Reference(
     case.sub,
@@ -110,6 +116,7 @@ def CheckEvaluation(case):
 
 # Few, and small, but with all features together; others may find what these do not.
 _SEEDS = (8, 16, 39, 136, 175, 204, 307, 396)
+_MIXED_SEEDS = (8, 136, 204, 307)
 _XLA_SEEDS = (16, 39)
 _TAPE_SEEDS = (8, 16, 136)  # Without auxiliary losses, which a user's tape cannot see.
 _EVALUATION_SEEDS = (39, 175, 396)
@@ -143,6 +150,21 @@ def _Check(check, case):
 @pytest.mark.parametrize('seed', [*_SEEDS, *_MORE_SEEDS])
 def testTraining(seed):
   _Check(CheckTraining, _Case(seed))
+
+
+def _PolicyOfEachStage(case):
+  """Of each stage a random policy, or which of its layers it recomputes."""
+  choose, policies, start = random.Random(case.seed), [], 0
+  for end in case.options['splits']:
+    layers = tuple(choose.choice((None, frozenset())) for _ in range(start, end))
+    policies.append(choose.choice((*[rematerialisation.ByLayer(layers)] * 4, 'none', 'stage')))
+    start = end
+  return policies
+
+
+@pytest.mark.parametrize('seed', [*_MIXED_SEEDS, *_MORE_SEEDS])
+def testTrainingWithAPolicyForEachLayer(seed):
+  _Check(functools.partial(CheckTraining, policy=_PolicyOfEachStage(_Case(seed))), _Case(seed))
 
 
 @pytest.mark.parametrize('seed', [*_XLA_SEEDS, *_MORE_SEEDS[::10]])

@@ -180,6 +180,7 @@ def testTheCutShowsTheSlices():
   'options, message',
   [
     ({'memory_limit': 1000}, 'memory_limit'),
+    ({'memory_limit': 10**9, 'remat_policy': 'auto'}, 'auto'),
     ({'partition_by': 'time'}, 'time'),
     ({'splits': [4, 5]}, 'splits'),
     ({'num_stages': 5}, '5 stages for 4 layers'),

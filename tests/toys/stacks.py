@@ -118,10 +118,14 @@ def StepFunction(stack):
   return Step
 
 
-def Train(stack, inputs, side, loss_fn=SquareLoss, *, step=STEP, is_trained=None):
-  """Places the stack and trains; returns (sums, gradients) of the engine."""
+def Train(stack, inputs, side, loss_fn=SquareLoss, *, step=STEP, is_trained=None, policy=None):
+  """Places the stack and trains; returns (sums, gradients) of the engine.
+
+  `policy` takes the place of `remat_policy`.
+  """
   weights = layer_costs.Weights(is_trained)
   stack.Place(Devices(), *Specs(inputs), loss_fn=loss_fn, weights=weights)
+  stack.engine.remat_policy = policy or stack.engine.remat_policy
   run = StepFunction(stack)
   run(
     inputs, side, tf.constant(step, tf.int64)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -125,6 +126,16 @@ class KerasCellLayer(base_layer.BaseLayer):
     self._norms = [
       x for x in self._cell.Layers() if isinstance(x, keras.layers.BatchNormalization) and x.built
     ]
+    # For each attention the names of its layers with weights. TensorFlow numbers repeated names.
+    self._attentions = {
+      re.sub(r'_\d+$', '', x.name): {
+        re.sub(r'_\d+$', '', child.name)
+        for child in keras_nodes.Sublayers(x)
+        if child is not x and child.weights
+      }
+      for x in self._cell.Layers()
+      if type(x).__name__.endswith('Attention')
+    }
     for layer in self._cell.Layers():
       if layer._metrics:
         raise ValueError(
@@ -217,6 +228,18 @@ class KerasCellLayer(base_layer.BaseLayer):
     """Equal for cells that compute the same function."""
     # The regularizer of a reused weight counts in its first cell only.
     return keras_cells.Structure(self._cell), tuple(self.params.reused)
+
+  def PartOf(self, op_name: str) -> str | None:
+    """Returns 'scores' for an operation of an attention, except those of its projections.
+
+    Keras names operations after the layers whose calls they are in. An attention is a layer whose
+    class is named so.
+    """
+    scopes = [re.sub(r'_\d+$', '', scope) for scope in op_name.split('/')]
+    for i, scope in enumerate(scopes[:-1]):
+      if scope in self._attentions:
+        return None if scopes[i + 1] in self._attentions[scope] else 'scores'
+    return None
 
   @property
   def skips_in(self) -> tuple[str, ...]:

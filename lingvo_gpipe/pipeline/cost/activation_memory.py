@@ -22,9 +22,10 @@ class ActivationSizes:
   Attributes:
     stage_input: the input of each stage.
     inner: everything else that a stage keeps from its forward pass for its backward pass.
-    layer_inputs: the inputs of a stage's layers except the first (kept under policy `layer`).
+    layer_inputs: the inputs of a stage's layers except the first (kept under policy `layer`); under
+      a `ByLayer` with the rest that its layers keep.
     largest_layer: the inner activations of a stage's largest layer (held within a backward under
-      policy `layer`).
+      policy `layer`); under a `ByLayer` the most that backward of a layer computes again.
     weight_part: the part of the activations that W needs after I; None: all of them.
   """
 
@@ -64,8 +65,9 @@ def Changes(work: step_work.StepWork) -> Iterator[tuple[int, actions.Action, Cha
       if work.HasBackward(k):
         if not work.RunsAgain(k, m):
           stored = working = Part.EVERYTHING
-        elif work.GoesByLayer(k, m):
-          stored, working = Part.LAYER_INPUTS, Part.ONE_LAYER
+        elif work.KeepsLayers(k, m):
+          stored = Part.LAYER_INPUTS
+          working = Part.ONE_LAYER if work.GoesByLayer(k, m) else Part.EVERYTHING
         else:
           working = Part.EVERYTHING
       after_input = Part.FOR_WEIGHTS if work.IsTrained(k) else Part.NOTHING
@@ -101,10 +103,10 @@ def Peaks(
     ValueError: the sizes do not match the schedule, or lack values that the policy needs.
   """
   schedule = work.schedule
-  goes_by_layer = any(
-    work.GoesByLayer(a.stage, a.micro_batch) for row in schedule.actions for a in row
+  keeps_layers = any(
+    work.KeepsLayers(a.stage, a.micro_batch) for row in schedule.actions for a in row
   )
-  if goes_by_layer and (sizes.layer_inputs is None or sizes.largest_layer is None):
+  if keeps_layers and (sizes.layer_inputs is None or sizes.largest_layer is None):
     raise ValueError("remat_policy 'layer' needs sizes.layer_inputs and sizes.largest_layer")
 
   def Read(name: str) -> tuple[float, ...]:

@@ -99,7 +99,7 @@ def Partition(
   if (memory is None) != (memory_limit is None):
     present, missing = ('memory_limit', 'memory') if memory is None else ('memory', 'memory_limit')
     raise ValueError(f'{present} is set without {missing}; set both or neither')
-  scaled = _ExactIntegers('costs', costs)
+  scaled = ExactIntegers('costs', costs)
   factor = fractions.Fraction(float(last_stage_factor))
   inner = StageCosts([factor.denominator * cost for cost in scaled])
   last = StageCosts([factor.numerator * cost for cost in scaled])
@@ -147,6 +147,31 @@ def PartitionStages(
   if all(room[start] >= end for room, (start, end) in zip(rooms, ranges, strict=True)):
     return ends
   return _BestInSets(tables, rooms)
+
+
+def PartitionByCost(
+  costs: Sequence[Callable[[int, int], int | None]], num_layers: int, bound: int
+) -> list[int] | None:
+  """Returns the best cut by the module's criteria if the cost of a stage is any function.
+
+  The search takes O(stages * layers * layers per stage) calls of the functions, so these should
+  remember their results.
+
+  Args:
+    costs: for each stage a function of (first layer, index after the last layer): the cost, or None
+      if such a stage is not possible. Neither may fall as a stage gets more layers at its end.
+    num_layers: L.
+    bound: no possible stage costs more.
+
+  Returns:
+    For each stage the index after its last layer; None if no cut is possible.
+
+  Raises:
+    ValueError: more stages than layers.
+  """
+  CheckNumStages(len(costs), num_layers)
+  tables = [_FunctionTable(cost, num_layers, bound) for cost in costs]
+  return _BestInSets(tables, [[num_layers] * num_layers] * len(costs))
 
 
 def StageRanges(ends: Sequence[int]) -> list[tuple[int, int]]:
@@ -213,8 +238,16 @@ def _IsNumber(value: object) -> bool:
   return isinstance(value, (SupportsIndex, SupportsFloat)) and not isinstance(value, bool)
 
 
-def _ExactIntegers(name: str, values: Sequence[Number]) -> list[int]:
-  """Returns the values times the least integer that makes all of them integers."""
+def ExactIntegers(name: str, values: Sequence[Number]) -> list[int]:
+  """Returns the values times the least integer that makes all of them integers.
+
+  Args:
+    name: the name of the values in messages.
+    values: finite numbers >= 0.
+
+  Raises:
+    ValueError: a value is not such a number.
+  """
   ratios = []
   for i, value in enumerate(values):
     # math.isfinite would overflow for integers and fractions greater than any float.
@@ -246,9 +279,9 @@ def _Room(
         'cut can keep the limit; split the layer or raise the limit'
       )
   if math.isinf(memory_limit):
-    _ExactIntegers('memory', memory)
+    ExactIntegers('memory', memory)
     return [num_layers] * num_layers
-  *scaled, limit = _ExactIntegers('memory', [*memory, memory_limit])
+  *scaled, limit = ExactIntegers('memory', [*memory, memory_limit])
   prefix = [0, *itertools.accumulate(scaled)]
   room = [bisect.bisect_right(prefix, start + limit) - 1 for start in prefix[:-1]]
   ends = [room[0]]
@@ -297,11 +330,45 @@ class _Table:
     sums = self.Sums(end)
     return bisect.bisect_left(sums, sums[end] - cap)
 
+  def Cost(self, start: int, end: int) -> int:
+    """Returns the cost of a stage."""
+    sums = self.Sums(end)
+    return sums[end] - sums[start]
+
+
+class _FunctionTable:
+  """The costs of a stage as a function, with the members of `_Table` that `_BestInSets` uses."""
+
+  def __init__(self, cost: Callable[[int, int], int | None], num_layers: int, bound: int) -> None:
+    self._cost = cost
+    self._num_layers = num_layers
+    self.total = bound
+
+  def Reach(self, start: int, cap: int) -> int:
+    """Returns the furthest end of a stage that starts at layer `start` and costs at most `cap`."""
+
+    def IsBeyond(end: int) -> bool:
+      cost = self._cost(start, end)
+      return cost is None or cost > cap
+
+    # Ends near the start are cheaper to examine.
+    step = 1
+    while start + step <= self._num_layers and not IsBeyond(start + step):
+      step *= 2
+    ends = range(start + step // 2 + 1, min(start + step, self._num_layers + 1))
+    return start + step // 2 + bisect.bisect_left(ends, True, key=IsBeyond)
+
+  def Cost(self, start: int, end: int) -> int:
+    """Returns the cost of a stage that is possible."""
+    cost = self._cost(start, end)
+    assert cost is not None, 'Only stages within Reach are asked for.'
+    return cost
+
 
 def _Tables(stage_costs: Sequence[StageCosts]) -> list[_Table]:
   """Returns the tables of the stages, in integers with a common scale."""
   distinct = list({id(c): c for c in stage_costs}.values())
-  scaled = iter(_ExactIntegers('costs', [x for c in distinct for x in (*c.layers, *c.late)]))
+  scaled = iter(ExactIntegers('costs', [x for c in distinct for x in (*c.layers, *c.late)]))
   tables = {}
   for c in distinct:
     layers = list(itertools.islice(scaled, len(c.layers)))
@@ -318,7 +385,9 @@ def _GrowRooms(rooms: Sequence[Sequence[int]]) -> list[list[int]]:
   return grown
 
 
-def _LeastCap(tables: Sequence[_Table], exists: Callable[[int], bool]) -> int | None:
+def _LeastCap(
+  tables: Sequence[_Table | _FunctionTable], exists: Callable[[int], bool]
+) -> int | None:
   """Returns the least bottleneck for which a cut exists, or None if there is no cut (step A)."""
   high = max(table.total for table in tables)
   if not exists(high):
@@ -414,12 +483,14 @@ def _MostEven(
   return _FollowBack(starts, num_layers)
 
 
-def _BestInSets(tables: Sequence[_Table], rooms: Sequence[Sequence[int]]) -> list[int] | None:
+def _BestInSets(
+  tables: Sequence[_Table | _FunctionTable], rooms: Sequence[Sequence[int]]
+) -> list[int] | None:
   """Returns the best cut within any rooms: steps A to C with sets of ends instead of ranges."""
   num_layers = len(rooms[0])
   above_layers = num_layers * num_layers + 1
 
-  def Ends(table: _Table, room: Sequence[int], start: int, cap: int) -> range:
+  def Ends(table: _Table | _FunctionTable, room: Sequence[int], start: int, cap: int) -> range:
     if start == num_layers:
       return range(0)
     return range(start + 1, min(table.Reach(start, cap), room[start]) + 1)
@@ -439,8 +510,7 @@ def _BestInSets(tables: Sequence[_Table], rooms: Sequence[Sequence[int]]) -> lis
     previous, best, start_of = best, {}, {}
     for start, weight in sorted(previous.items()):
       for end in Ends(table, room, start, cap):
-        sums = table.Sums(end)
-        cost = sums[end] - sums[start]
+        cost = table.Cost(start, end)
         candidate = weight + above_layers * cost * cost + (end - start) * (end - start)
         if end not in best or candidate < best[end]:
           best[end], start_of[end] = candidate, start

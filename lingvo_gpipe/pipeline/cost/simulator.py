@@ -36,7 +36,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from lingvo_gpipe.pipeline.cost import activation_memory, core_sharing, per_stage
-from lingvo_gpipe.pipeline.schedule import actions, step_work, timeline_text
+from lingvo_gpipe.pipeline.schedule import actions, rematerialisation, step_work, timeline_text
 from lingvo_gpipe.pipeline.schedule import schedule as schedule_lib
 
 Action = actions.Action
@@ -196,7 +196,7 @@ def Simulate(
   costs: Costs,
   *,
   alone: Costs | None = None,
-  remat_policy: str = 'stage',
+  remat_policy: rematerialisation.Policy = 'stage',
   recompute_early: bool = False,
   update_barrier: bool = False,
   sizes: ActivationSizes | None = None,
@@ -213,7 +213,8 @@ def Simulate(
     alone: the times of actions while no other device is busy, for devices that share cores (see
       `core_sharing`); shorter times only. Transfers and updates always follow `costs`. None: the
       devices do not share cores.
-    remat_policy: one of `rematerialisation.POLICIES`.
+    remat_policy: the policy of all stages, or of each. For a `ByLayer`, `costs.recompute` is the
+      time of what it computes again.
     recompute_early: whether to recompute before the gradient arrives, as soon as the device is
       free; not possible layer by layer.
     update_barrier: whether updates wait until all devices have finished their actions and added

@@ -9,6 +9,8 @@ In bytes, for each stage, if h is the most micro-batches that the stage holds un
       stage        h * stage input + inputs of its other layers + inner activations
       except_last  as `stage`, and all activations of the last micro-batch
       layer        h * inputs of all its layers + inner activations of its largest layer
+      ByLayer      as `layer`, and h * what else its layers keep; of the inner activations only
+                   those that are computed again
       none         h * (stage input + inputs of its other layers + inner activations)
 
 The terms with h are kept from F to B. The other terms exist within B, which recomputes the forward:
@@ -25,15 +27,34 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import fractions
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from lingvo_gpipe.pipeline.cost import activation_memory
+from lingvo_gpipe.pipeline.schedule import rematerialisation, step_work
 from lingvo_gpipe.pipeline.schedule import schedule as schedule_lib
-from lingvo_gpipe.pipeline.schedule import step_work
 
 Part = activation_memory.Part
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+  """One way to keep a layer between its forward and its backward.
+
+  Attributes:
+    recomputed: the names of the parts that backward recomputes; None: the whole layer.
+    kept: bytes of a micro-batch that forward keeps besides the layer's inputs.
+    again: the share of the layer's forward pass that backward repeats.
+    working: bytes that backward computes again.
+  """
+
+  recomputed: frozenset[str] | None
+  kept: int
+  again: fractions.Fraction
+  working: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +70,7 @@ class LayerBytes:
     skips_out: names of the skip connections that begin here.
     of_owner: with sharded slots, the additional slots of the replica that owns the layer's largest
       weight.
+    options: what may be kept of the layer, for the policy `auto`.
   """
 
   state: int
@@ -57,6 +79,7 @@ class LayerBytes:
   skips_in: Mapping[str, int] = dataclasses.field(default_factory=dict)
   skips_out: tuple[str, ...] = ()
   of_owner: int = 0
+  options: tuple[Option, ...] = ()
 
 
 class Held(NamedTuple):
@@ -95,7 +118,7 @@ class StageMemory:
     self,
     layers: Sequence[LayerBytes],
     schedule: schedule_lib.Schedule,
-    remat_policy: str,
+    remat_policy: rematerialisation.Policy,
     first_trained: int = 0,
     held: Sequence[tuple[Held, ...]] | None = None,
   ) -> None:
@@ -104,7 +127,7 @@ class StageMemory:
     Args:
       layers: the flat list of layers.
       schedule: the training schedule.
-      remat_policy: the re-materialisation policy.
+      remat_policy: the re-materialisation policy. For a `ByLayer` the methods need what is kept.
       first_trained: the first layer with trained weights; stages before it have no backward.
       held: `HeldAtPeaks` of the schedule and the policy; None: computed here.
     """
@@ -136,9 +159,50 @@ class StageMemory:
     of_owner = max((x.of_owner for x in self._layers[start:end]), default=0) if self._shared else 0
     return self._state[end] - self._state[start] + of_owner
 
-  def Activations(self, stage: int, start: int, end: int) -> int:
-    """Returns the peak bytes of activations of stage `stage` if it has layers [start, end)."""
-    return self._Activations(self._held[stage], start, end)
+  def Peaks(self, stage: int) -> tuple[Held, ...]:
+    """Returns the candidates for the peak of a stage, see `HeldAtPeaks`."""
+    return self._distinct[self._held[stage]]
+
+  def Activations(
+    self, stage: int, start: int, end: int, *, kept: int = 0, working: int | None = None
+  ) -> int:
+    """Returns the peak bytes of activations of stage `stage` if it has layers [start, end).
+
+    Args:
+      stage: the stage.
+      start: its first layer.
+      end: the index after its last layer.
+      kept: under `ByLayer`, the bytes that the layers keep besides their inputs.
+      working: under `ByLayer`, the most bytes that backward of a layer computes again; None: the
+        inner activations of the largest layer.
+    """
+    return self._Activations(self._held[stage], start, end, kept, working)
+
+  def RoomToKeep(
+    self, stage: int, start: int, end: int, limit: float, working: int
+  ) -> float | None:
+    """Returns the most that the layers may keep besides their inputs; see `Activations`.
+
+    Args:
+      stage: the stage.
+      start: its first layer.
+      end: the index after its last layer.
+      limit: bytes for the activations.
+      working: the most bytes that backward of a layer computes again.
+
+    Returns:
+      The bytes of a micro-batch; None if not even the inputs fit.
+    """
+    stage_input, layer_inputs, inner, _ = self._Sizes(start, end)
+    room = math.inf
+    for held in self.Peaks(stage):
+      sizes = (stage_input, layer_inputs, inner, working)
+      space = limit - sum(n * size for n, size in zip(held, sizes, strict=True))
+      if space < 0:
+        return None
+      if held.layer_inputs:
+        room = min(room, space // held.layer_inputs)
+    return room
 
   def Input(self, start: int, end: int) -> int:
     """Returns the bytes that layers [start, end) receive, including skip connections."""
@@ -148,18 +212,25 @@ class StageMemory:
       if source < start and bisect.bisect_left(takers, start) < bisect.bisect_left(takers, end)
     )
 
-  def _Activations(self, kind: int, start: int, end: int) -> int:
-    stage_input = self.Input(start, end)
-    peaks = self._distinct[kind]
-    largest = 0
-    if end <= self._first or any(held.largest_layer for held in peaks):
-      largest = max(layer.inner for layer in self._layers[start:end])
+  def _Sizes(self, start: int, end: int) -> tuple[int, int, int, int]:
+    """Returns the bytes that the entries of a `Held` count, for layers [start, end)."""
+    return (
+      self.Input(start, end),
+      self._inputs[end] - self._inputs[start + 1],
+      self._inner[end] - self._inner[start],
+      max(layer.inner for layer in self._layers[start:end]),
+    )
+
+  def _Activations(
+    self, kind: int, start: int, end: int, kept: int = 0, working: int | None = None
+  ) -> int:
+    stage_input, layer_inputs, inner, largest = self._Sizes(start, end)
     if end <= self._first:
       return stage_input + largest
-    layer_inputs = self._inputs[end] - self._inputs[start + 1]
-    inner = self._inner[end] - self._inner[start]
-    sizes = (stage_input, layer_inputs, inner, largest)
-    return max(sum(n * size for n, size in zip(held, sizes, strict=True)) for held in peaks)
+    sizes = (stage_input, layer_inputs + kept, inner, largest if working is None else working)
+    return max(
+      sum(n * size for n, size in zip(held, sizes, strict=True)) for held in self._distinct[kind]
+    )
 
   def _Needs(self, kind: int, start: int, end: int) -> int:
     return self.State(start, end) + self._Activations(kind, start, end)
@@ -191,7 +262,9 @@ class StageMemory:
     return [rooms[stage] for stage in stages]
 
 
-def HeldAtPeaks(schedule: schedule_lib.Schedule, remat_policy: str) -> list[tuple[Held, ...]]:
+def HeldAtPeaks(
+  schedule: schedule_lib.Schedule, remat_policy: rematerialisation.Policy
+) -> list[tuple[Held, ...]]:
   """Returns for each stage the candidates for its peak, one of which is the peak for any sizes.
 
   `activation_memory.Peaks` computes the peak for known sizes.

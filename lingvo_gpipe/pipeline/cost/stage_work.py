@@ -120,13 +120,16 @@ def StageCosts(
   return busy
 
 
-def Recomputations(schedule: schedule_lib.Schedule, remat_policy: str) -> list[int]:
+def Recomputations(
+  schedule: schedule_lib.Schedule, remat_policy: rematerialisation.Policy
+) -> list[int]:
   """Returns for each stage the number of recomputations of its forward in a step."""
   last = schedule.num_micro_batches - 1
   counts = [0] * schedule.num_stages
   for action in itertools.chain.from_iterable(schedule.actions):
     if action.kind in (actions.Kind.BACKWARD, actions.Kind.INPUT_GRADIENT):
-      counts[action.stage] += rematerialisation.RunsAgain(remat_policy, action.micro_batch == last)
+      policy = rematerialisation.OfStage(remat_policy, action.stage)
+      counts[action.stage] += rematerialisation.RunsAgain(policy, action.micro_batch == last)
   return counts
 
 

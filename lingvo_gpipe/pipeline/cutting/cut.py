@@ -13,6 +13,7 @@ from typing import Any
 from lingvo_gpipe.core import base_layer, text_table
 from lingvo_gpipe.pipeline.cost import (
   partitioner,
+  recomputation,
   simulator,
   stage_memory,
   stage_work,
@@ -75,11 +76,15 @@ class Cut:
     schedule: the training schedule.
     by: the cost that the cut balances, one of `COSTS`.
     num_params: number of trained weights; tied weights count once.
-    remat_policy: the re-materialisation policy.
+    remat_policy: the re-materialisation policy; `auto` stands for `choices`.
     work: F, I and W of each layer, in the unit of `by`: FLOPs, weights or seconds.
     weights: the weights that are trained, and their optimizer slots.
     make_memory: traces the layers for the sizes of their activations.
     vocabulary: for each device the number of classes of its slice; empty: it is not shared out.
+    choices: under `auto`, for each stage what it recomputes and the activations that it then holds;
+      else empty.
+    again: under `auto`, for each stage the work of a step that is computed again, in the unit of
+      `work`.
   """
 
   layers: tuple[layer_costs.LayerCost, ...]
@@ -93,6 +98,13 @@ class Cut:
   weights: layer_costs.Weights
   make_memory: Callable[[], stage_memory.StageMemory]
   vocabulary: tuple[int, ...] = ()
+  choices: tuple[recomputation.Choice, ...] = ()
+  again: tuple[fractions.Fraction, ...] = ()
+
+  @property
+  def policy(self) -> rematerialisation.Policy:
+    """The policy as the engine takes it."""
+    return [choice.policy for choice in self.choices] or self.remat_policy
 
   @property
   def num_micro_batches(self) -> int:
@@ -141,8 +153,12 @@ class Cut:
     if not any(w.forward for w in work):  # No layer has a cost: simulate equal layers.
       work = stage_work.FromForward([1] * len(work), [w.is_trained for w in work])
     costs = stage_work.SimulatorCosts(work, [s.end for s in self.stages])
+    if self.again:
+      counts = stage_work.Recomputations(self.schedule, self.policy)
+      again = [float(x / max(n, 1)) for x, n in zip(self.again, counts, strict=True)]
+      costs = dataclasses.replace(costs, recompute=again)
     trained = [any(w.is_trained for w in work[s.start : s.end]) for s in self.stages]
-    return simulator.Simulate(self.schedule, costs, remat_policy=self.remat_policy, trained=trained)
+    return simulator.Simulate(self.schedule, costs, remat_policy=self.policy, trained=trained)
 
   @property
   def bubble(self) -> float:
@@ -151,8 +167,12 @@ class Cut:
 
   @property
   def speed_up(self) -> float:
-    """The speed relative to one device with the same policy and M, from `simulated`."""
-    one_device = stage_work.OneDevice(self.work, self.num_micro_batches, self.remat_policy)
+    """The speed relative to one device with the same policy and M, from `simulated`.
+
+    Under `auto` one device, which would need the memory of all, is taken to recompute nothing.
+    """
+    policy = 'none' if self.choices else self.remat_policy
+    one_device = stage_work.OneDevice(self.work, self.num_micro_batches, policy)
     return one_device / self.simulated.makespan if one_device else float(self.num_devices)
 
   @functools.cached_property
@@ -160,7 +180,10 @@ class Cut:
     """The predicted peak memory of each stage."""
     memory = self.make_memory()
     return tuple(
-      StageBytes(memory.State(s.start, s.end), memory.Activations(k, s.start, s.end))
+      StageBytes(
+        memory.State(s.start, s.end),
+        self.choices[k].activations if self.choices else memory.Activations(k, s.start, s.end),
+      )
       for k, s in enumerate(self.stages)
     )
 
@@ -218,6 +241,7 @@ class Cut:
       idle=self.simulated.bubble[self.schedule.stage_to_device[stage]],
       state_bytes=memory.state,
       activation_bytes=memory.activations,
+      recomputes=str(self.choices[stage].policy) if self.choices else '',
       device=device,
     )
 
@@ -251,7 +275,8 @@ def MakeCut(
     by: the cost to balance: 'flops', 'params' or 'time'. Times are measured on `device`; a cut by
       hand measures nothing.
     num_params: number of trained weights; None: the sum over the layers.
-    remat_policy: one of `rematerialisation.POLICIES`.
+    remat_policy: one of `rematerialisation.POLICIES`, or `auto`: each stage recomputes the least
+      that keeps the memory limit, and the cut follows from that.
     xla: whether XLA compiles the stages.
     weights: the weights that are trained; by default all of them, with two optimizer slots each.
     memory_limit: the most bytes that the stages of one device may need, as `stage_memory` predicts;
@@ -267,12 +292,14 @@ def MakeCut(
       layers or the schedule, a memory limit that no cut keeps, or a vocabulary that cannot be
       shared out.
   """
+  if remat_policy == rematerialisation.AUTO and not memory_limit:
+    remat_policy = 'none'
   num_classes = 0
   if splits and by == 'time':
     by = 'flops'  # The cut is fixed: do not wait for a measurement that decides nothing.
   try:
     if shares_vocabulary:
-      num_classes = _CheckVocabulary(layers, schedule, splits, by)
+      num_classes = _CheckVocabulary(layers, schedule, splits, by, remat_policy)
     _CheckArguments(len(layers), schedule.num_stages, splits, by, remat_policy)
   except (TypeError, ValueError) as e:
     raise type(e)(f'{prefix}{e}') from None
@@ -295,20 +322,34 @@ def MakeCut(
     ranges = itertools.pairwise([0, *itertools.accumulate(slices)])
     costs = (*costs[:-1], *(_SliceCost(costs[-1], *r, num_classes) for r in ranges))
 
+  has_choices = remat_policy == rematerialisation.AUTO
+  one_policy = 'none' if has_choices else remat_policy
+
+  @functools.cache
+  def Bytes() -> list[stage_memory.LayerBytes]:
+    return measured.Bytes(weights, xla, with_options=has_choices)
+
   @functools.cache
   def Memory() -> stage_memory.StageMemory:
-    sizes = measured.Bytes(weights, xla)
+    sizes, first = Bytes(), stage_work.FirstTrained(trained)
     if slices:
       owner = schedule.stage_to_device[schedule.num_layer_stages - 1]
       sizes = [*sizes[:-1], *_SliceBytes(layers[-1], sizes[-1], slices, owner, weights)]
-    return stage_memory.StageMemory(sizes, schedule, remat_policy, stage_work.FirstTrained(trained))
+    return stage_memory.StageMemory(sizes, schedule, one_policy, first)
+
+  chooser: recomputation.Chooser | None = None
+  if has_choices:
+    chooser = recomputation.Chooser(Bytes(), work, schedule, memory_limit)
 
   exceeds_limit = False
   if not ends:
-    stage_costs = stage_work.CutCosts(work, schedule, remat_policy)
-    ends = partitioner.PartitionStages(
-      stage_costs, Memory().Rooms(memory_limit) if memory_limit else None
-    )
+    stage_costs = stage_work.CutCosts(work, schedule, one_policy)
+    if chooser is not None:
+      ends = chooser.Partition()
+    else:
+      ends = partitioner.PartitionStages(
+        stage_costs, Memory().Rooms(memory_limit) if memory_limit else None
+      )
     exceeds_limit = ends is None
     if exceeds_limit:  # The error message describes the best cut without the limit.
       ends = partitioner.PartitionStages(stage_costs)
@@ -316,10 +357,18 @@ def MakeCut(
   all_ends = ends
   if slices:
     all_ends = [*ends[:-1], *range(ends[-1] - 1, ends[-1] + len(slices))]
+  choices: tuple[recomputation.Choice, ...] = ()
+  again: tuple[fractions.Fraction, ...] = ()
+  if chooser is not None:
+    choices = tuple(
+      chooser.Choose(k, start, end) or chooser.Least(k, start, end)
+      for k, (start, end) in enumerate(partitioner.StageRanges(ends))
+    )
+    again = tuple(choice.again * chooser.unit for choice in choices)
   cut = Cut(
     layers=costs,
     ends=tuple(ends),
-    stages=_Stages(costs, work, all_ends, schedule, remat_policy),
+    stages=_Stages(costs, work, all_ends, schedule, remat_policy, again),
     schedule=schedule,
     by=by,
     num_params=sum(c.num_params for c in costs) if num_params is None else num_params,
@@ -328,6 +377,8 @@ def MakeCut(
     weights=weights,
     make_memory=Memory,
     vocabulary=tuple(slices),
+    choices=choices,
+    again=again,
   )
   if memory_limit and (splits or exceeds_limit or slices):
     _CheckMemory(cut, memory_limit, prefix, by_hand=bool(splits))
@@ -339,6 +390,7 @@ def _CheckVocabulary(
   schedule: schedules.Schedule,
   splits: Sequence[int] | None,
   by: str,
+  remat_policy: str,
 ) -> int:
   """Returns the number of classes of the last layer.
 
@@ -359,6 +411,10 @@ def _CheckVocabulary(
   if by == 'time':
     # A run would not resume bit-for-bit: checkpoints do not hold the sizes of slices.
     raise ValueError(f"{what} with partition_by='time': use 'flops', 'params' or splits")
+  if remat_policy == rematerialisation.AUTO:
+    raise ValueError(
+      f"{what} with remat_policy='auto' and a memory_limit: choose a policy, or no limit"
+    )
   if splits and len(splits) > 1 and splits[-2] == len(layers) - 1:
     raise ValueError(
       f'{what}: splits {list(splits)} leave the last stage no layer but the softmax, {head.path}, '
@@ -417,7 +473,8 @@ def _CheckArguments(
 ) -> None:
   if by not in COSTS:
     raise ValueError(f'unknown cost {by!r} to partition by; expected one of {", ".join(COSTS)}')
-  rematerialisation.CheckPolicy(remat_policy)
+  if remat_policy != rematerialisation.AUTO:
+    rematerialisation.CheckPolicy(remat_policy)
   partitioner.CheckNumStages(num_stages, num_layers)
   if not splits:
     return
@@ -435,9 +492,12 @@ def _Stages(
   ends: Sequence[int],
   schedule: schedules.Schedule,
   remat_policy: str,
+  again: Sequence[fractions.Fraction],
 ) -> tuple[StageCut, ...]:
   ranges = partitioner.StageRanges(ends)
-  busy = stage_work.StageCosts(work, ends, schedule, remat_policy)
+  busy = stage_work.StageCosts(work, ends, schedule, 'none' if again else remat_policy)
+  if again:
+    busy = [cost + x for cost, x in zip(busy, again, strict=True)]
   total = sum(busy)
   stages = []
   for (start, end), stage_busy in zip(ranges, busy, strict=True):

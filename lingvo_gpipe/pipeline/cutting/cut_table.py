@@ -12,7 +12,7 @@ from lingvo_gpipe.core import text_table
 # Longer paths lose their front, which keeps the table within 140 columns.
 _PATH_COLUMNS = 20
 _HEAD = 'stage layers from to params {work} share idle weights activations device'
-_TEXT_COLUMNS = {2, 3, 10}
+_TEXT_COLUMNS = {2, 3, 10, 11}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +29,7 @@ class Row:
     idle: the predicted idle share of its device.
     state_bytes: predicted bytes of weights, accumulators and optimizer slots.
     activation_bytes: predicted bytes of activations at their peak.
+    recomputes: what backward recomputes, if each stage has a policy of its own; else ''.
     device: the full name of the device, '' if it is not known.
   """
 
@@ -41,6 +42,7 @@ class Row:
   idle: float
   state_bytes: int
   activation_bytes: int
+  recomputes: str
   device: str
 
 
@@ -52,6 +54,9 @@ def Lines(rows: Sequence[Row], in_time: bool) -> list[str]:
     in_time: whether the work is in milliseconds, not in MFLOPs.
   """
   cells = [_HEAD.format(work='ms' if in_time else 'MFLOPs').split()]
+  has_policies = any(row.recomputes for row in rows)
+  if has_policies:
+    cells[0].append('recomputes')
   for k, row in enumerate(rows):
     cells.append(
       [
@@ -66,6 +71,7 @@ def Lines(rows: Sequence[Row], in_time: bool) -> list[str]:
         text_table.FormatBytes(row.state_bytes),
         text_table.FormatBytes(row.activation_bytes),
         _ShortenDevice(row.device) or '-',
+        *([row.recomputes] if has_policies else []),
       ]
     )
   return text_table.FormatTable(cells, text_columns=_TEXT_COLUMNS)

@@ -6,14 +6,19 @@ from __future__ import annotations
 import bisect
 import contextlib
 import dataclasses
+import fractions
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import base_layer, fprop_trace, nested_map, shapes
+from lingvo_gpipe.core import base_layer, flop_rules, fprop_trace, nested_map, shapes
 from lingvo_gpipe.pipeline.cost import stage_memory
-from lingvo_gpipe.pipeline.stages import stage_math
+from lingvo_gpipe.pipeline.stages import retraces, split_backward, stage_math
+
+# Each subset of a layer's parts is an option; of more parts the first ones by name are used.
+_MAX_PARTS = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +122,7 @@ class LayerCosts:
       splits: for each stage the index after its last layer, for error messages; empty if unknown.
     """
     self._traces: dict[Any, fprop_trace.LayerTrace] = {}
+    self._options: dict[Any, tuple[stage_memory.Option, ...]] = {}
     known: dict[Any, Any] = {}
     costs: list[LayerCost] = []
     calls: list[LayerCall] = []
@@ -140,16 +146,24 @@ class LayerCosts:
     self.costs = tuple(costs)
     self.calls = tuple(calls)
 
-  def Bytes(self, weights: Weights, xla: bool) -> list[stage_memory.LayerBytes]:
+  def Bytes(
+    self, weights: Weights, xla: bool, *, with_options: bool = False
+  ) -> list[stage_memory.LayerBytes]:
     """Returns the bytes of each layer for one micro-batch.
 
     Args:
       weights: the weights that are trained.
       xla: whether XLA compiles the stages, and so fuses operations and keeps fewer results.
+      with_options: whether to trace the backward of each distinct layer for its options.
     """
     layer_bytes = []
+    options: tuple[stage_memory.Option, ...] = ()
+    needs_dx = False
     for call in self.calls:
       layer = call.layer
+      if with_options:
+        options = self._Options(call, weights, needs_dx, xla)
+        needs_dx = needs_dx or bool(weights.Trained(layer))
       with LocateErrors(layer, call.specs, stage_index=call.stage):
         cost = self._Trace(call).cost
       layer_bytes.append(
@@ -160,9 +174,34 @@ class LayerCosts:
           skips_in={name: SpecBytes(spec) for name, spec in call.skips.items()},
           skips_out=layer.skips_out,
           of_owner=weights.OwnerBytes(layer),
+          options=options,
         )
       )
     return layer_bytes
+
+  def _Options(
+    self, call: LayerCall, weights: Weights, needs_dx: bool, xla: bool
+  ) -> tuple[stage_memory.Option, ...]:
+    """Returns what may be kept of a layer, and what backward then computes again."""
+    layer, paths = call.layer, set(weights.Trained(call.layer))
+    specs = layer.WeightTensorSpecs().FlattenItems()
+    trained = tuple(f'{layer.path}.{name}' in paths for name, _ in specs)
+    is_last = call is self.calls[-1]
+    key = (call.key, trained, needs_dx, is_last)
+    if key not in self._options:
+      with LocateErrors(layer, call.specs, stage_index=call.stage):
+        cost = self._Trace(call).cost
+        everything = cost.fused_bytes if xla else cost.result_bytes
+        whole = stage_memory.Option(None, 0, fractions.Fraction(1), everything)
+        has_backward = needs_dx or any(trained)
+        kept = _KeepOptions(call, trained, needs_dx, xla) if has_backward else []
+      # The loss, which runs with the last layer, keeps the outputs.
+      outputs = SpecBytes(self._Meta(call)[0].out_specs) if is_last else 0
+      self._options[key] = (
+        whole,
+        *(dataclasses.replace(option, kept=option.kept + outputs) for option in kept),
+      )
+    return self._options[key]
 
   def _Meta(self, call: LayerCall) -> tuple[nested_map.NestedMap, nested_map.NestedMap]:
     """Returns `FPropMetaSkips` of the layer. A trace made for it also serves `Bytes`."""
@@ -177,6 +216,51 @@ class LayerCosts:
     if call.key not in self._traces:
       self._traces[call.key] = fprop_trace.TraceLayer(call.layer, call.skips, *call.specs)
     return self._traces[call.key]
+
+
+def _KeepOptions(
+  call: LayerCall, trained: Sequence[bool], needs_dx: bool, xla: bool
+) -> list[stage_memory.Option]:
+  """Traces forward and backward of a layer; returns its options except to recompute it whole.
+
+  Args:
+    call: the layer and its inputs.
+    trained: whether each weight is trained.
+    needs_dx: whether anything needs the gradient of the layer's input.
+    xla: whether XLA compiles the stage.
+  """
+  layer = call.layer
+  math = stage_math.StageMath(
+    [layer],
+    loss_fn=None,
+    exports=sorted(layer.skips_out),
+    trained=trained,
+    needs_dx=needs_dx,
+    do_eval=False,
+    seen_shapes=retraces.Retraces(lambda: 1),
+  )
+  x = nested_map.NestedMap(args=call.specs, skips=call.skips)
+  context = stage_math.Context(tf.TensorSpec([1, 2], tf.int64), tf.TensorSpec([], tf.float32))
+  specs = layer.WeightTensorSpecs()
+  with stage_math.Running(call.stage or 0, [layer]):
+    functions = split_backward.SplitBackward(math, xla)
+    product = functions.Product(stage_math.StageCall([specs], x, None, context))
+  flops = {name: flop_rules.OpFlops(op) or 0 for name, op in product.forward_ops.items()}
+  part_of = {name: layer.PartOf(name) for name in flops}
+  names = sorted({part for part in part_of.values() if part is not None})[:_MAX_PARTS]
+  options: list[stage_memory.Option] = []
+  always = all_kept = 0
+  for size in range(len(names) + 1):
+    for recomputed in map(frozenset, itertools.combinations(names, size)):
+      again = {name for name, part in part_of.items() if part in recomputed}
+      residuals = product.Kept(again.__contains__)
+      kept = sum(flop_rules.Elements(t) * t.dtype.size for t in residuals)
+      repeated = sum(flops[name] for name in product.Repeated(residuals))
+      if not recomputed:  # Cheap operations are repeated in any case.
+        always, all_kept = repeated, kept
+      share = fractions.Fraction(max(repeated - always, 0), max(sum(flops.values()), 1))
+      options.append(stage_memory.Option(recomputed, kept, share, max(all_kept - kept, 0)))
+  return options
 
 
 def SpecBytes(specs: Any) -> int:

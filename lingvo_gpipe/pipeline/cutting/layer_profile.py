@@ -214,9 +214,8 @@ class _Functions:
       tf.Variable(tf.zeros_like(v), trainable=False) for v in self._Trained(self._layer.vars)
     ]
     self._x = tf.nest.map_structure(_MakeExample, (dict(call.skips), call.specs))
-    options = stage_math.FunctionOptions(xla)
-    self._forward = tf.function(self._Forward, **options)
-    self._backward = tf.function(self._ForwardBackward, **options)
+    self._forward = stage_math.Traced(self._Forward, xla)
+    self._backward = stage_math.Traced(self._ForwardBackward, xla)
     # Traced for its output specs. The output gradients are arguments, so that XLA cannot fold them.
     traced = self._forward.get_concrete_function(
       self._layer.vars, self._x, tf.TensorSpec([2], tf.int64)

@@ -30,14 +30,14 @@ class StepWork:
   def __init__(
     self,
     schedule: schedule_lib.Schedule,
-    remat_policy: str = 'none',
+    remat_policy: rematerialisation.Policy = 'none',
     trained: Sequence[bool] | None = None,
   ) -> None:
     """Checks the arguments.
 
     Args:
       schedule: a valid schedule.
-      remat_policy: one of `rematerialisation.POLICIES`.
+      remat_policy: the policy of all stages, or of each.
       trained: for each stage whether it has trained weights; None: all stages have, and even the
         first stage computes the gradient of its input.
 
@@ -95,13 +95,26 @@ class StepWork:
       return False
     return self.Exists(action) and self.RunsAgain(action.stage, action.micro_batch)
 
-  def GoesByLayer(self, stage: int, micro_batch: int) -> bool:
-    """Whether backward recomputes layer by layer: policy `layer`, and the backward is not split."""
-    return self._Recompute(stage, micro_batch) is rematerialisation.Recompute.LAYER
+  def KeepsLayers(self, stage: int, micro_batch: int) -> bool:
+    """Whether forward keeps the input of each layer, and maybe more."""
+    recompute = self._Recompute(stage, micro_batch)
+    is_by_layer = isinstance(recompute, rematerialisation.ByLayer)
+    return is_by_layer or recompute is rematerialisation.Recompute.LAYER
 
-  def _Recompute(self, stage: int, micro_batch: int) -> rematerialisation.Recompute:
+  def GoesByLayer(self, stage: int, micro_batch: int) -> bool:
+    """Whether backward recomputes one layer at a time, which a backward in halves cannot."""
+    recompute = self._Recompute(stage, micro_batch)
+    if isinstance(recompute, rematerialisation.ByLayer):
+      return not recompute.is_split
+    return recompute is rematerialisation.Recompute.LAYER
+
+  def _Recompute(
+    self, stage: int, micro_batch: int
+  ) -> rematerialisation.Recompute | rematerialisation.ByLayer:
     return self._recompute.get((stage, micro_batch), rematerialisation.Recompute.NOTHING)
 
   @functools.cached_property
-  def _recompute(self) -> dict[tuple[int, int], rematerialisation.Recompute]:
+  def _recompute(
+    self,
+  ) -> dict[tuple[int, int], rematerialisation.Recompute | rematerialisation.ByLayer]:
     return rematerialisation.ByMicroBatch(self.schedule.actions, self.remat_policy)

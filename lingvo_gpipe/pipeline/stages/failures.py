@@ -45,6 +45,12 @@ def LayerScope(index: int) -> contextlib.AbstractContextManager[Any]:
   return tf.name_scope(f'layer.{index}')
 
 
+def LayerOfScope(op_name: str) -> int | None:
+  """Returns the index of the layer in whose `LayerScope` an operation was made, if any."""
+  match = re.search(r'(?:^|/)layer\.(\d+)(?:_\d+)?/', op_name)
+  return int(match[1]) if match else None
+
+
 def LossScope() -> contextlib.AbstractContextManager[Any]:
   """Returns the name scope of the loss in the last stage."""
   return tf.name_scope('stage.loss')

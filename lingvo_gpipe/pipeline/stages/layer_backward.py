@@ -1,32 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traced functions of a stage for the policy `layer`: one layer at a time is recomputed.
+"""Traced functions of a stage whose backward goes layer by layer: policies `layer` and `ByLayer`.
 
-Forward keeps each layer's input. Backward goes through the layers from last to first and recomputes
-each from its kept input:
+The stage runs as a pipeline of one-layer stages within one function. Forward keeps the input of
+each layer, and the residuals of layers that are not recomputed. Backward goes from the last layer
+to the first:
 
-    forward    x ──[0]── x1 ──[1]── x2 ──[2]──> y        residuals: x1, x2
-    backward   [2] again from x2, dy ──> dx2;  [1] again from x1, dx2 ──> dx1;  [0] ...
+    forward    x ──[0]── x1 ──[1]── x2 ──[2]──> y        kept: x1, x2, the residuals of [1]
+    backward   [2] again from x2, dy ──> dx2;  [1] from its residuals, dx2 ──> dx1;  [0] again ...
 
-That is one forward pass in total, with the inner activations of one layer at any time. The loss
-belongs to the last layer, so that layer's outputs (logits, for example) are not kept.
+So the inner activations of one layer at a time are computed again. The loss belongs to the last
+layer: if that is recomputed, its outputs (logits, for example) are not kept.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from lingvo_gpipe.core import nested_map
-from lingvo_gpipe.pipeline.stages import leaves, stage_math, weighted_loss
+from lingvo_gpipe.layers import sequential
+from lingvo_gpipe.pipeline.stages import leaves, split_backward, stage_functions, stage_math
 
-# The role of a layer's arguments or outputs. Other roles are names of skips, which are never empty.
-_ARGS = ''
-# {role: for each floating leaf its gradient or None}.
-_Gradients = dict[str, list[Any]]
+
+@dataclasses.dataclass(frozen=True)
+class _Segment:
+  """One layer of the stage, with its functions.
+
+  Attributes:
+    math: its computations.
+    functions: StageFunctions if the layer is recomputed, else SplitBackward.
+    skips_in: the names of the skip connections that it takes.
+  """
+
+  math: stage_math.StageMath
+  functions: Any
+  skips_in: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,38 +45,65 @@ class _Layout:
   """The places of the tensors that backward needs.
 
   Attributes:
-    layer_inputs: for each layer a nest like its input, of indices into the leaves of the stage's
-      input followed by the kept tensors; None for layers without a backward.
+    x: for each layer a nest like its input, of indices into the leaves of the stage's input
+      followed by the kept tensors; None for layers without a backward.
+    residuals: for each layer such indices of its residuals; None if it is recomputed.
+    outputs: for each layer a nest like its outputs, of tf.TensorSpec.
     from_y: indices of the leaves of y that are kept; they come before the other kept tensors.
-    y: a nest like y, of tf.TensorSpec.
   """
 
-  layer_inputs: list[Any]
+  x: list[Any]
+  residuals: list[Any]
+  outputs: list[Any]
   from_y: list[int]
-  y: Any
 
 
 class LayerBackward:
-  """F and B of one structure of stage that keep every layer's input; see `StageFunctions`.
+  """F and B of one structure of stage, layer by layer; see `StageFunctions`.
 
   Attributes:
     Backward: tf.function (call, accumulators, residuals, dy) -> (dx, token).
   """
 
-  def __init__(self, math: stage_math.StageMath, xla: bool) -> None:
+  def __init__(
+    self,
+    math: stage_math.StageMath,
+    xla: bool,
+    layers: Sequence[Collection[str] | None] = (),
+  ) -> None:
+    """Traces nothing.
+
+    Args:
+      math: the computations of the stage.
+      xla: whether XLA compiles the functions.
+      layers: for each layer the parts that backward recomputes; None: all of it. Empty: all of
+        each.
+    """
     self._math = math
     self._layouts: dict[Any, _Layout] = {}
-    options = stage_math.FunctionOptions(xla)
-    self._forward = tf.function(self._Forward, **options)
-    self.Backward = tf.function(self._Backward, **options)
-    layers = math.layers
-    mask = iter(math.trained)
-    self._trained = [
-      list(itertools.islice(mask, len(tf.nest.flatten(layer.vars)))) for layer in layers
-    ]
+    self._forward = stage_math.Traced(self._Forward, xla)
+    self.Backward = stage_math.Traced(self._Backward, xla)
+    stage = list(math.layers)
+    layers = layers or [None] * len(stage)
+    # Skips that anything after a layer takes.
+    taken = set(math.exports).union(*(layer.skips_in for layer in stage))
+    needs_dx = math.needs_dx
+    self._segments: list[_Segment] = []
     # No layer before this one has any backward.
-    self._first = 0 if math.needs_dx else [any(t) for t in self._trained].index(True)
-    self._makers = {name: i for i, layer in enumerate(layers) for name in layer.skips_out}
+    self._first: int | None = None
+    mask = iter(math.trained)
+    for i, layer in enumerate(stage):
+      is_trained = any([next(mask) for _ in tf.nest.flatten(layer.vars)])
+      exports = sorted(taken.intersection(layer.skips_out))
+      segment = math.Segment(i, exports=exports, needs_dx=needs_dx)
+      if layers[i] is None:
+        functions: Any = stage_functions.StageFunctions(segment, xla, is_inner=True)
+      else:
+        functions = split_backward.SplitBackward(segment, xla, layers, is_inner=True)
+      self._segments.append(_Segment(segment, functions, tuple(layer.skips_in)))
+      needs_dx = needs_dx or is_trained
+      if needs_dx and self._first is None:
+        self._first = i
 
   def Forward(
     self, call: stage_math.StageCall
@@ -80,21 +118,41 @@ class LayerBackward:
     self, call: stage_math.StageCall
   ) -> tuple[Any, nested_map.NestedMap, list[tf.Tensor]]:
     self._math.CountTrace(call.x, call.side)
+    args, skips = call.x.args, nested_map.NestedMap(call.x.skips)
+    sums = nested_map.NestedMap(metrics={}, rows={}, layers={})
     inputs: list[Any] = []
-    with self._math.EnterContext(call.context.seeds):
-      y, sums, _ = self._math.Outputs(call, inputs)
-    inputs[: self._first] = [None] * self._first
+    residuals: list[Any] = []
+    outputs: list[Any] = []
+    for segment in self._segments:
+      skips_in = nested_map.NestedMap({name: skips[name] for name in segment.skips_in})
+      x = nested_map.NestedMap(args=args, skips=skips_in)
+      y, new_sums, kept = segment.functions.Forward(segment.math.OfSegment(call, x))
+      for name, values in new_sums.items():
+        sums[name].update(values)
+      has_backward = self._first is not None and len(inputs) >= self._first
+      inputs.append(x if has_backward else None)
+      residuals.append(kept if has_backward else None)
+      outputs.append(y)
+      if y:
+        args = sequential.AsTuple(y.args)
+        skips.update(y.skips)
+    if y:
+      exported = nested_map.NestedMap({name: skips[name] for name in self._math.exports})
+      y = nested_map.NestedMap(args=y.args, skips=exported)
     in_x, in_y = ([id(t) for t in leaves.Tensors(nest)] for nest in (call.x, y))
-    needed = {id(t): t for t in leaves.Tensors(inputs) if id(t) not in in_x}
+    needed = {id(t): t for t in leaves.Tensors((inputs, residuals)) if id(t) not in in_x}
     from_y = [i for i, key in enumerate(in_y) if key in needed and key not in in_y[:i]]
     only_kept = [t for key, t in needed.items() if key not in in_y]
     keys = [*in_x, *(in_y[i] for i in from_y), *map(id, only_kept)]
     places = {key: place for place, key in enumerate(keys)}
-    self._layouts[_Key(call)] = _Layout(
-      tf.nest.map_structure(lambda t: None if t is None else places[id(t)], inputs),
-      from_y,
-      tf.nest.map_structure(lambda t: None if t is None else tf.TensorSpec(t.shape, t.dtype), y),
+
+    def Places(nest: Any) -> Any:
+      return tf.nest.map_structure(lambda t: None if t is None else places[id(t)], nest)
+
+    specs = tf.nest.map_structure(
+      lambda t: None if t is None else tf.TensorSpec(t.shape, t.dtype), outputs
     )
+    self._layouts[_Key(call)] = _Layout(Places(inputs), Places(residuals), specs, from_y)
     return y, sums, only_kept
 
   def _Backward(
@@ -107,132 +165,75 @@ class LayerBackward:
     math, layout = self._math, self._layouts[_Key(call)]
     math.CountTrace(call.x, call.side)
     tensors = [*leaves.Tensors(call.x), *residuals]
-    # Gradients of the outputs of the layer below, and of the skips that layers below begin.
-    gradients: _Gradients = {}
-    if dy is not None:
-      gradients.update(_FloatsByRole(leaves.WithFloats(layout.y, dy)))
-    variables = iter(accumulators)
-    sinks = [list(itertools.islice(variables, sum(mask))) for mask in self._trained]
-    done: list[tf.Tensor] = []
-    num_layers = len(math.layers)
-    for i in reversed(range(self._first, num_layers)):
-      has_loss = dy is None and i == num_layers - 1
-      # What follows from a layer's floating inputs waits in tf.recompute_grad for its gradient.
-      # Random numbers and layers of integers wait here, and all layers wait for the weights'
-      # gradients; XLA ignores control dependencies and would draw all random numbers first.
-      seeds = _WaitFor(gradients.get(_ARGS, []), call.context.seeds)
-      with tf.control_dependencies(done), math.EnterContext(seeds):
-        layer_x = tf.nest.map_structure(
-          # Two inputs may be one tensor, but each has its own gradient.
-          lambda place: None if place is None else tf.identity(tensors[place]),
-          layout.layer_inputs[i],
-        )
-        dw, dx = self._LayerGradient(i, call, layer_x, gradients, has_loss)
-      # The loss may use the weights of any layer.
-      if has_loss:
-        math.Accumulate(accumulators, dw)
-      else:
-        math.Accumulate(sinks[i], dw, first=sum(map(len, sinks[:i])))
-      gradients.pop(_ARGS, None)
-      for role, grads in dx.items():
-        gradients[role] = _Sums(gradients.get(role), grads)
-      done = [tf.identity(g) for g in (*dw, *gradients.get(_ARGS, ())) if g is not None]
-    floats = math.WantedFloats(call.x)
-    grads = [g for role in _FloatsByRole(call.x) for g in gradients[role]] if floats else []
-    return leaves.DenseGradients(floats, grads), tf.zeros([], tf.int32)
 
-  def _LayerGradient(
-    self,
-    i: int,
-    call: stage_math.StageCall,
-    layer_x: nested_map.NestedMap,
-    gradients: _Gradients,
-    has_loss: bool,
-  ) -> tuple[list[Any], _Gradients]:
-    """Recomputes layer i; returns gradients of its trained weights and of its floating inputs.
-
-    Args:
-      i: the layer's index.
-      call: the stage's arguments.
-      layer_x: the layer's input, NestedMap(args, skips).
-      gradients: gradients of the layer's outputs and skips, and maybe of other skips.
-      has_loss: whether to add the loss to the layer; the result then has gradients of all
-        trained weights of the stage.
-    """
-    math, context = self._math, call.context
-    dy: list[tf.Tensor] = []
-
-    def Layer(*floats: tf.Tensor) -> list[tf.Tensor]:
-      out, aux_losses = math.RunLayer(i, call.variables[i], leaves.WithFloats(layer_x, floats))
-      losses = [
-        weighted_loss.WeightedLoss(value, context.loss_weight, coefficient)
-        for value, coefficient in aux_losses.values()
-      ]
-      if has_loss:
-        loss = math.Metrics(call, out.args)['loss'][0]
-        losses.append(weighted_loss.WeightedLoss(loss, context.loss_weight))
-      pairs = [
-        pair
-        for role, values in _FloatsByRole(out).items()
-        for pair in zip(values, gradients.get(role) or [None] * len(values), strict=True)
-        if pair[1] is not None
-      ]
-      dy[:] = [g for _, g in pairs]
-      return [*(t for t, _ in pairs), *losses]
-
-    floats_by_role = _FloatsByRole(layer_x)
-    floats = [t for values in floats_by_role.values() for t in values]
-    if has_loss:
-      weights = math.Trained(call.variables)
-    else:
-      mask = zip(tf.nest.flatten(call.variables[i]), self._trained[i], strict=True)
-      weights = [w for w, is_trained in mask if is_trained]
-    by_role = {role: values for role, values in floats_by_role.items() if self._IsWanted(i, role)}
-    sources = [t for values in by_role.values() for t in values]
-    roles = (_ARGS, *math.layers[i].skips_out)
-    has_gradient = any(g is not None for role in roles for g in gradients.get(role, ()))
-    with tf.GradientTape() as tape:
-      tape.watch(floats)
-      # If nothing else has a gradient, an auxiliary loss may.
-      repeat = has_gradient or has_loss
-      objective = math.Recomputed(Layer, floats) if repeat else Layer(*floats)
-      grads = tape.gradient(
-        objective,
-        [*weights, *sources],
-        output_gradients=stage_math.WithOwnLosses(dy, objective),
+    def Tensors(places: Any) -> Any:
+      # Two inputs may be one tensor, but each has its own gradient.
+      return tf.nest.map_structure(
+        lambda place: None if place is None else tf.identity(tensors[place]), places
       )
-    dx = iter(None if g is None else tf.convert_to_tensor(g) for g in grads[len(weights) :])
-    return grads[: len(weights)], {role: [next(dx) for _ in v] for role, v in by_role.items()}
 
-  def _IsWanted(self, i: int, role: str) -> bool:
-    """Whether anything needs the gradient of layer i's arguments, or of a skip that it takes."""
-    if self._math.needs_dx:
-      return True
-    return i > self._first if role == _ARGS else self._makers.get(role, -1) >= self._first
+    # Gradients of the outputs of the layer below, and of skips: a list for each layer that took it.
+    dargs: list[tf.Tensor] = []
+    dskips: dict[str, list[list[tf.Tensor]]] = {}
+    if dy is not None:
+      gradients = iter(dy)
+      dargs = _Take(gradients, layout.outputs[-1].args)
+      skips = {name: o.skips[name] for o in layout.outputs for name in o.skips}
+      for name in math.exports:
+        dskips[name] = [_Take(gradients, skips[name])]
+    done: list[tf.Tensor] = []
+    for i in reversed(range(self._first or 0, len(self._segments))):
+      segment = self._segments[i]
+      layer_dy = None
+      if dy is not None or i < len(self._segments) - 1:
+        skip_dys = [_AddUp(dskips.pop(name)) for name in segment.math.exports]
+        layer_dy = [*dargs, *(g for grads in skip_dys for g in grads)]
+      # A layer waits for the gradients of the layer after it, so that the inner activations of one
+      # layer exist at a time. XLA ignores control dependencies and would draw all random numbers
+      # first.
+      with tf.control_dependencies(done):
+        x = Tensors(layout.x[i])
+        layer_call = segment.math.OfSegment(call, x)
+        seeds = _WaitFor(layer_dy or [], layer_call.context.seeds)
+        layer_call = layer_call._replace(context=layer_call.context._replace(seeds=seeds))
+        dx: list[tf.Tensor] = []
+        if any(segment.math.trained) or (segment.math.needs_dx and leaves.Floats(x)):
+          sinks = segment.math.OfAccumulators(accumulators)
+          kept = Tensors(layout.residuals[i])
+          dx, token = segment.functions.Backward(layer_call, sinks, kept, layer_dy)
+          done = [token, *dx]
+      grads = iter(dx)
+      if segment.math.needs_dx:
+        dargs = _Take(grads, x.args)
+        for name in segment.skips_in:
+          dskips.setdefault(name, []).append(_Take(grads, x.skips[name]))
+      else:
+        dargs = []
+    if not math.needs_dx:
+      return [], tf.zeros([], tf.int32)
+    dskips_in = [_AddUp(dskips[name]) for name in sorted(call.x.skips)]
+    return [*dargs, *(g for grads in dskips_in for g in grads)], tf.zeros([], tf.int32)
 
 
 def _Key(call: stage_math.StageCall) -> Any:
   return leaves.TraceKey((call.x, call.side, call.context))
 
 
-def _WaitFor(gradients: Sequence[tf.Tensor | None], seeds: tf.Tensor) -> tf.Tensor:
+def _Take(gradients: Iterator[tf.Tensor], nest: Any) -> list[tf.Tensor]:
+  """Returns the next gradients, one for each floating leaf of the nest."""
+  return [next(gradients) for _ in leaves.Floats(nest)]
+
+
+def _AddUp(gradients: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
+  """Returns the sums of lists of gradients."""
+  return [tf.add_n(g) if len(g) > 1 else g[0] for g in zip(*gradients, strict=True)]
+
+
+def _WaitFor(gradients: Sequence[tf.Tensor], seeds: tf.Tensor) -> tf.Tensor:
   """Returns the seeds, made to wait for the first of the gradients even under XLA."""
-  for gradient in [g for g in gradients if g is not None][:1]:
+  for gradient in gradients[:1]:
     element = tf.math.real(tf.reshape(gradient, [-1])[:1])
     # No number is finite and above the greatest; no compiler has noticed so far.
     never = tf.math.is_finite(element) & (element > element.dtype.max)
     seeds += tf.reduce_sum(tf.cast(never, seeds.dtype))
   return seeds
-
-
-def _FloatsByRole(nest: nested_map.NestedMap) -> dict[str, list[tf.Tensor]]:
-  """Returns the floating leaves of the arguments and of each skip in NestedMap(args, skips)."""
-  skips = {name: leaves.Floats(nest.skips[name]) for name in sorted(nest.skips)}
-  return {_ARGS: leaves.Floats(nest.args), **skips}
-
-
-def _Sums(a: list[Any] | None, b: list[Any]) -> list[Any]:
-  """Returns the sums of two lists of gradients, None among them."""
-  if a is None:
-    return b
-  return [x if y is None else y if x is None else x + y for x, y in zip(a, b, strict=True)]

@@ -18,11 +18,11 @@ from lingvo_gpipe.pipeline.stages import (
 )
 from lingvo_gpipe.pipeline.stages import stage as stage_lib
 
-_Recompute = rematerialisation.Recompute
-_FUNCTIONS = {
-  _Recompute.STAGE: stage_functions.StageFunctions,
-  _Recompute.LAYER: layer_backward.LayerBackward,
-  _Recompute.NOTHING: split_backward.SplitBackward,
+Recompute = rematerialisation.Recompute | rematerialisation.ByLayer
+_STAGE_FUNCTIONS = {
+  rematerialisation.Recompute.STAGE: stage_functions.StageFunctions,
+  rematerialisation.Recompute.LAYER: layer_backward.LayerBackward,
+  rematerialisation.Recompute.NOTHING: split_backward.SplitBackward,
 }
 
 
@@ -49,7 +49,7 @@ class SharedFunctions:
     self.num_batch_shapes = 1
     self._math: dict[Any, stage_math.StageMath] = {}
     self._math_of_stage: dict[Any, stage_math.StageMath] = {}
-    self._functions: dict[tuple[int, _Recompute], Any] = {}
+    self._functions: dict[tuple[int, Recompute], Any] = {}
     self._shared_loss: vocabulary_slices.SharedLoss | None = None
 
   def WithoutXla(self) -> SharedFunctions:
@@ -65,9 +65,7 @@ class SharedFunctions:
     """Number of times that a stage function was traced."""
     return sum(math.num_traces for math in self._math.values())
 
-  def For(
-    self, s: stage_lib.Stage, recompute: _Recompute, *, do_eval: bool, with_loss: bool
-  ) -> Any:
+  def For(self, s: stage_lib.Stage, recompute: Recompute, *, do_eval: bool, with_loss: bool) -> Any:
     """Returns a stage's functions; stages of equal structure get the same object.
 
     Args:
@@ -79,7 +77,7 @@ class SharedFunctions:
     math = self.Math(s, do_eval=do_eval, with_loss=with_loss)
     key = (id(math), recompute)
     if key not in self._functions:
-      self._functions[key] = _FUNCTIONS[recompute](math, self.xla)
+      self._functions[key] = self._Make(math, recompute)
     return self._functions[key]
 
   def SharedLoss(self, head: stage_lib.Stage) -> vocabulary_slices.SharedLoss:
@@ -89,6 +87,12 @@ class SharedFunctions:
       assert isinstance(math, vocabulary_slices.LossMath)
       self._shared_loss = vocabulary_slices.SharedLoss(math, self.xla)
     return self._shared_loss
+
+  def _Make(self, math: stage_math.StageMath, recompute: Recompute) -> Any:
+    if isinstance(recompute, rematerialisation.Recompute):
+      return _STAGE_FUNCTIONS[recompute](math, self.xla)
+    split, by_layer = split_backward.SplitBackward, layer_backward.LayerBackward
+    return (split if recompute.is_split else by_layer)(math, self.xla, recompute.layers)
 
   def Math(self, s: stage_lib.Stage, *, do_eval: bool, with_loss: bool) -> stage_math.StageMath:
     """Returns a stage's computations.

@@ -11,12 +11,13 @@ weights are arguments, gradients are added to accumulators in place, and nothing
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe.pipeline.stages import leaves, stage_math, vjp
+from lingvo_gpipe.pipeline.stages import failures, leaves, stage_math, vjp
 
 
 class SplitBackward:
@@ -32,16 +33,32 @@ class SplitBackward:
   `residuals` are the third result of Forward, or None to recompute the forward pass in I and W.
   """
 
-  def __init__(self, math: stage_math.StageMath, xla: bool) -> None:
+  def __init__(
+    self,
+    math: stage_math.StageMath,
+    xla: bool,
+    layers: Sequence[Collection[str] | None] = (),
+    *,
+    is_inner: bool = False,
+  ) -> None:
+    """Traces nothing.
+
+    Args:
+      math: the computations of the stage.
+      xla: whether XLA compiles the functions.
+      layers: for each layer of the stage the parts that backward recomputes; None: all of it.
+        Empty: nothing is recomputed.
+      is_inner: whether the functions run as parts of another one.
+    """
     self._math = math
     self._xla = xla
+    self._recomputed_parts = layers
     self._products: dict[Any, vjp.SplitVjp] = {}
     self._outputs: dict[Any, tuple[Any, Any]] = {}
-    options = stage_math.FunctionOptions(xla)
-    self.Forward = tf.function(self._Forward, **options)
-    self.Backward = tf.function(self._Backward, **options)
-    self.InputGradient = tf.function(self._InputGradient, **options)
-    self.WeightGradient = tf.function(self._WeightGradient, **options)
+    self.Forward = stage_math.Traced(self._Forward, xla, is_inner)
+    self.Backward = stage_math.Traced(self._Backward, xla, is_inner)
+    self.InputGradient = stage_math.Traced(self._InputGradient, xla, is_inner)
+    self.WeightGradient = stage_math.Traced(self._WeightGradient, xla, is_inner)
 
   def _Forward(self, call: stage_math.StageCall) -> tuple[Any, Any, list[tf.Tensor]]:
     key, product, flat = self._Product(call)
@@ -59,8 +76,8 @@ class SplitBackward:
   ) -> tuple[list[tf.Tensor], tf.Tensor]:
     _, product, flat = self._Product(call)
     results = list(product.backward(*flat, *residuals, *(dy or [])))
-    self._AddWeightGradients(product, accumulators, results[product.num_dx :])
-    return results[: product.num_dx], tf.zeros([], tf.int32)
+    token = self._AddWeightGradients(product, accumulators, results[product.num_dx :])
+    return results[: product.num_dx], token
 
   def _InputGradient(
     self,
@@ -88,13 +105,19 @@ class SplitBackward:
       results = product.weight_gradient(*flat, *(dy or []), *for_weights)
     else:
       results = product.kept_weight_gradient(*flat, *residuals, *(dy or []), *for_weights)
-    self._AddWeightGradients(product, accumulators, list(results))
-    return tf.zeros([], tf.int32)
+    return self._AddWeightGradients(product, accumulators, list(results))
 
   def _Product(self, call: stage_math.StageCall) -> tuple[Any, vjp.SplitVjp, list[tf.Tensor]]:
-    """Returns the product for a call of these shapes, and the flat tensors its parts begin with.
+    """Returns the product for a call of these shapes, and the flat tensors its parts begin with."""
+    nest = (call.x, call.side, call.context)
+    handles = [w.handle for w in tf.nest.flatten(call.variables)]
+    return leaves.TraceKey(nest), self.Product(call), [*handles, *leaves.Tensors(nest)]
 
-    Traces the product if no call had these shapes before.
+  def Product(self, call: stage_math.StageCall) -> vjp.SplitVjp:
+    """Returns the product for a call of these shapes; traces it for the first one.
+
+    Args:
+      call: the arguments of the stage, or their tf.TensorSpecs.
     """
     variables, nest = call.variables, (call.x, call.side, call.context)
     inputs = leaves.Tensors(nest)
@@ -123,14 +146,29 @@ class SplitBackward:
         return leaves.Tensors((y, sums)), dy, dx, dw
 
       self._math.CountTrace(call.x, call.side)
-      self._products[key] = vjp.SplitVjp(Vjp, weights, inputs, xla=self._xla)
-    return key, self._products[key], [*(w.handle for w in weights), *inputs]
+      self._products[key] = vjp.SplitVjp(
+        Vjp, weights, inputs, xla=self._xla, is_recomputed=self._IsRecomputed()
+      )
+    return self._products[key]
+
+  def _IsRecomputed(self) -> Callable[[str], bool]:
+    """Returns whether backward recomputes the operation of a name, in the running stage."""
+    layers = dict(enumerate(stage_math.RunningLayers() or self._math.layers))
+
+    def IsRecomputed(op_name: str) -> bool:
+      i = failures.LayerOfScope(op_name)
+      if i is None or i >= len(self._recomputed_parts):
+        return False
+      parts = self._recomputed_parts[i]
+      return parts is None or (bool(parts) and layers[i].PartOf(op_name) in parts)
+
+    return functools.cache(IsRecomputed)
 
   def _AddWeightGradients(
     self, product: vjp.SplitVjp, accumulators: Sequence[tf.Variable], dw: list[tf.Tensor]
-  ) -> None:
+  ) -> tf.Tensor:
     existing = iter(product.WeightGradients(dw))
-    self._math.Accumulate(
+    return self._math.Accumulate(
       accumulators, [next(existing) if has else None for has in product.has_weight_gradient]
     )
 

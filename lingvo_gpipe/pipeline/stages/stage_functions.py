@@ -44,13 +44,12 @@ class StageFunctions:
   some.
   """
 
-  def __init__(self, math: stage_math.StageMath, xla: bool) -> None:
+  def __init__(self, math: stage_math.StageMath, xla: bool, *, is_inner: bool = False) -> None:
     self._math = math
-    options = stage_math.FunctionOptions(xla)
-    self.Forward = tf.function(self._Forward, **options)
-    self.Backward = tf.function(self._Backward, **options)
-    self.ForwardBackward = tf.function(self._ForwardBackward, **options)
-    self.ThetaBackward = tf.function(self._ThetaBackward, **options)
+    self.Forward = stage_math.Traced(self._Forward, xla, is_inner)
+    self.Backward = stage_math.Traced(self._Backward, xla, is_inner)
+    self.ForwardBackward = stage_math.Traced(self._ForwardBackward, xla, is_inner)
+    self.ThetaBackward = stage_math.Traced(self._ThetaBackward, xla, is_inner)
 
   def _Forward(self, call: stage_math.StageCall) -> tuple[Any, nested_map.NestedMap, None]:
     self._math.CountTrace(call.x, call.side)
@@ -84,8 +83,8 @@ class StageFunctions:
         [*weights, *sources],
         output_gradients=stage_math.WithOwnLosses(dy, objective),
       )
-    math.Accumulate(accumulators, grads[: len(weights)])
-    return leaves.DenseGradients(sources, grads[len(weights) :]), tf.zeros([], tf.int32)
+    token = math.Accumulate(accumulators, grads[: len(weights)])
+    return leaves.DenseGradients(sources, grads[len(weights) :]), token
 
   def _ForwardBackward(
     self, call: stage_math.StageCall, accumulators: Sequence[tf.Variable]

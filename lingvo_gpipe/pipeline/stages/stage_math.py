@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -202,16 +203,62 @@ class StageMath:
     self._do_eval = do_eval
     self._replica_sum = replica_sum
     self._seen_shapes = seen_shapes
+    # Of a segment: its layers in the stage, and its first trained leaf among those of the stage.
+    self._start, self._end = 0, len(self._layers)
+    self._first_trained = 0
+    # The first layer of `layers` that runs.
+    self._first_run = 0
+    self._is_segment = False
 
   @property
   def layers(self) -> Sequence[base_layer.BaseLayer]:
     """The layers of the running stage, see `Running`."""
-    return RunningLayers() or self._layers
+    return (RunningLayers() or self._layers)[self._start : self._end]
+
+  def Segment(self, layer: int, *, exports: Sequence[str], needs_dx: bool) -> StageMath:
+    """Returns the computations of one layer of the stage as if it were a stage.
+
+    Its calls have the variables and seeds of that layer only. The segment with the loss has those
+    of all layers, because the loss may use any weight of the stage.
+
+    Args:
+      layer: the index of the layer.
+      exports: the names of the skip connections that begin in the layer and are taken elsewhere.
+      needs_dx: whether anything before the layer needs a gradient from it.
+    """
+    segment = copy.copy(self)
+    segment.exports, segment.needs_dx, segment._is_segment = list(exports), needs_dx, True
+    if layer == len(self._layers) - 1 and self._loss_fn is not None:
+      segment._first_run = layer
+      return segment
+    segment._loss_fn = None
+    segment._start, segment._end = layer, layer + 1
+    sizes = [len(tf.nest.flatten(each.vars)) for each in self._layers[: layer + 1]]
+    before = self.trained[: sum(sizes[:-1])]
+    segment.trained = self.trained[len(before) :][: sizes[-1]]
+    segment._first_trained = sum(before)
+    return segment
+
+  def OfSegment(self, call: StageCall, x: nested_map.NestedMap) -> StageCall:
+    """Returns the call of a segment, from the call of the stage.
+
+    Args:
+      call: the arguments of the stage.
+      x: NestedMap(args, skips), the input of the segment.
+    """
+    context = call.context._replace(seeds=call.context.seeds[self._start : self._end])
+    side = call.side if self._loss_fn is not None else None
+    return StageCall(call.variables[self._start : self._end], x, side, context)
+
+  def OfAccumulators(self, accumulators: Sequence[tf.Variable]) -> Sequence[tf.Variable]:
+    """Returns the accumulators of a segment, from those of the stage."""
+    return accumulators[self._first_trained :][: sum(self.trained)]
 
   def CountTrace(self, x: nested_map.NestedMap, side: Any) -> None:
     """Records that a function is being traced for inputs of these shapes."""
-    self.num_traces += 1
-    self._seen_shapes.Add(self.layers, x, side, self._index)
+    if not self._is_segment:
+      self.num_traces += 1
+      self._seen_shapes.Add(self.layers, x, side, self._index)
 
   @property
   def _index(self) -> int:
@@ -224,18 +271,17 @@ class StageMath:
       w for w, is_trained in zip(tf.nest.flatten(weights), self.trained, strict=True) if is_trained
     ]
 
-  def Accumulate(
-    self, accumulators: Sequence[tf.Variable], grads: Sequence[Any], first: int = 0
-  ) -> None:
-    """Adds gradients of trained leaves, None among them, to their accumulators.
+  def Accumulate(self, accumulators: Sequence[tf.Variable], grads: Sequence[Any]) -> tf.Tensor:
+    """Adds gradients of the trained leaves, None among them, to their accumulators.
 
-    Args:
-      accumulators: the accumulators of some consecutive trained leaves.
-      grads: a gradient for each.
-      first: the index of the first of these leaves.
+    Returns:
+      A scalar that waits for the gradients.
     """
-    self.connected |= {first + i for i, grad in enumerate(grads) if grad is not None}
+    self.connected |= {self._first_trained + i for i, g in enumerate(grads) if g is not None}
     Accumulate(accumulators, grads)
+    tensors = [getattr(g, 'values', g) for g in grads if g is not None]  # Slices, too.
+    with tf.control_dependencies(tensors):
+      return tf.zeros([], tf.int32)
 
   def WantedFloats(self, x: nested_map.NestedMap) -> list[tf.Tensor]:
     """Returns the floating leaves of x if an earlier stage needs their gradients, else none."""
@@ -269,13 +315,13 @@ class StageMath:
     giver = self.layers[i - 1] if i else None
     with failures.NoteLayer(layer, x.args, giver):
       with fprop_context.Enter(dataclasses.replace(outer, aux_losses=[])) as inner:
-        with failures.LayerScope(i), side_effects.Forbid(layer.path):
+        with failures.LayerScope(self._start + i), side_effects.Forbid(layer.path):
           out, stashed = self._FProp(layer, layer.ThetaFrom(layer_vars), x)
           CheckSkips(layer, stashed)
           out, stashed = AsTensors(layer, out), AsTensors(layer, stashed)
       aux_losses: AuxLosses = {}
       for owner, name, value, coefficient in inner.aux_losses:
-        key = f'{i}:{owner.path[len(layer.path) :]}.{name}'
+        key = f'{self._start + i}:{owner.path[len(layer.path) :]}.{name}'
         if key in aux_losses:
           raise ValueError(f'{owner.path} adds two auxiliary losses {name!r}; give each its name')
         what = f'auxiliary loss {owner.path}.{name}'
@@ -296,14 +342,12 @@ class StageMath:
     self,
     variables: Sequence[Any],
     x: nested_map.NestedMap,
-    layer_inputs: list[nested_map.NestedMap] | None = None,
   ) -> tuple[nested_map.NestedMap, AuxLosses]:
     """Runs all layers of the stage.
 
     Args:
       variables: as in a StageCall.
       x: as in a StageCall.
-      layer_inputs: if given, each layer's NestedMap(args, skips) is appended to it.
 
     Returns:
       y, which is NestedMap(args, skips) with the last layer's outputs and the exported skips, and
@@ -312,32 +356,27 @@ class StageMath:
     aux_losses: AuxLosses = {}
 
     def Run(i: int, layer: Any, args: tuple[Any, ...], skips: nested_map.NestedMap) -> Any:
-      layer_x = nested_map.NestedMap(args=args, skips=skips)
-      if layer_inputs is not None:
-        layer_inputs.append(layer_x)
-      out, aux = self.RunLayer(i, variables[i], layer_x)
+      i += self._first_run
+      out, aux = self.RunLayer(i, variables[i], nested_map.NestedMap(args=args, skips=skips))
       aux_losses.update(aux)
       return out.args, out.skips
 
-    outputs, skips = sequential.RunLayers(self.layers, Run, x.args, x.skips)
+    outputs, skips = sequential.RunLayers(self.layers[self._first_run :], Run, x.args, x.skips)
     exported = nested_map.NestedMap({name: skips[name] for name in self.exports})
     return nested_map.NestedMap(args=outputs, skips=exported), aux_losses
 
-  def Outputs(
-    self, call: StageCall, layer_inputs: list[nested_map.NestedMap] | None = None
-  ) -> tuple[Any, nested_map.NestedMap, list[tf.Tensor]]:
+  def Outputs(self, call: StageCall) -> tuple[Any, nested_map.NestedMap, list[tf.Tensor]]:
     """Runs the stage, and the loss if it is the last one.
 
     Args:
       call: the stage's arguments.
-      layer_inputs: as for `RunLayers`.
 
     Returns:
       y, sums, and the tensors that backward differentiates: the floating outputs, except in the
       stage with the loss, then the weighted auxiliary losses and the weighted loss. The last two
       belong to the stage itself, and no gradient comes for them from the next stage.
     """
-    y, aux_losses = self.RunLayers(call.variables, call.x, layer_inputs)
+    y, aux_losses = self.RunLayers(call.variables, call.x)
     weight = call.context.loss_weight
     metric_sums = {}
     objective = [] if self._loss_fn is not None else leaves.Floats(y)
@@ -393,7 +432,8 @@ class StageMath:
     layer_sums = {}
     for owner, sums in fprop_context.Current().layer_sums.values():
       layer = next(a for a in owner.Ancestors() if id(a) in index)
-      layer_sums[f'{index[id(layer)]}:{owner.path[len(layer.path) :]}'] = sums
+      name = f'{self._start + index[id(layer)]}:{owner.path[len(layer.path) :]}'
+      layer_sums[name] = sums
     return nested_map.NestedMap(metrics=metric_sums, rows=rows, layers=layer_sums)
 
   def Recomputed(
@@ -423,11 +463,19 @@ class StageMath:
     return [tf.complex(t[0], t[1]) if c else t for t, c in zip(outputs, is_complex, strict=True)]
 
 
-def FunctionOptions(xla: bool) -> dict[str, Any]:
-  """Returns options of tf.function for a stage function: compiled by XLA, or never inlined."""
+def Traced(function: Callable[..., Any], xla: bool, is_inner: bool = False) -> Any:
+  """Returns a stage function as a tf.function: compiled by XLA, or never inlined.
+
+  Args:
+    function: the function.
+    xla: whether XLA compiles it.
+    is_inner: whether it runs as a part of another stage function, and so is returned as it is.
+  """
+  if is_inner:
+    return function
   if xla:
-    return {'autograph': False, 'jit_compile': True}
-  return {'autograph': False, 'experimental_attributes': {'_noinline': True}}
+    return tf.function(function, autograph=False, jit_compile=True)
+  return tf.function(function, autograph=False, experimental_attributes={'_noinline': True})
 
 
 def WithOwnLosses(

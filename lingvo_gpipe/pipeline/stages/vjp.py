@@ -11,7 +11,9 @@ part gets the results that it needs from an earlier part, its residuals, as tens
 
 Residuals are results of expensive operations (products, convolutions, reductions, random numbers)
 and masks. Cheap results are computed again from them, which XLA fuses. Weights and the stage's
-inputs are never residuals, because all parts have them.
+inputs are never residuals, because all parts have them. A policy may have more computed again: of
+an operation that is recomputed, only results that other operations of the forward pass take are
+residuals.
 
 tf.compat.v1.wrap_function is the only public way to take a subgraph out of a traced function.
 """
@@ -64,6 +66,7 @@ class SplitVjp:
     inputs: Sequence[tf.Tensor],
     *,
     xla: bool = False,
+    is_recomputed: Callable[[str], bool] = lambda name: False,
   ) -> None:
     """Traces the product.
 
@@ -74,6 +77,7 @@ class SplitVjp:
       inputs: tensors with the shapes and dtypes of later calls.
       xla: whether XLA compiles the parts. Lists of tensors cannot leave XLA, so results that a loop
         keeps for its backward are computed again.
+      is_recomputed: whether to compute the operation of a name again rather than keep its results.
     """
     handles = [tf.TensorSpec([], tf.resource)] * len(weights)
     specs = [*handles, *(tf.TensorSpec(t.shape, t.dtype) for t in inputs)]
@@ -94,6 +98,7 @@ class SplitVjp:
     # Not in tf.init_scope, which pauses gradient tapes.
     self._whole = tf.compat.v1.wrap_function(Trace, specs)
     self._xla = xla
+    self._is_recomputed = is_recomputed
     self._y, self._dy, self._dx, self._dw = parts
     self._inputs = list(self._whole.inputs)
     self.num_y, self.num_dx = len(self._y), len(self._dx)
@@ -134,8 +139,27 @@ class SplitVjp:
   @functools.cached_property
   def _kept(self) -> list[tf.Tensor]:
     """Residuals of `forward`."""
-    ran = _Ancestors(self._y, self._inputs)
-    return _Residuals([*self._dx, *self._dw], self._inputs, ran, self._xla)
+    return self.Kept(self._is_recomputed)
+
+  def Kept(self, is_recomputed: Callable[[str], bool]) -> list[tf.Tensor]:
+    """Returns the residuals of `forward` if these operations were recomputed."""
+    return _Residuals(
+      [*self._dx, *self._dw], self._inputs, self.forward_ops, self._xla, is_recomputed
+    )
+
+  def Repeated(self, kept: Sequence[tf.Tensor]) -> set[str]:
+    """Returns the names of the operations of the forward pass that backward runs again.
+
+    Args:
+      kept: the residuals of `forward`, see `Kept`.
+    """
+    ran = _Ancestors([*self._dx, *self._dw], [*self._inputs, *kept])
+    return ran.keys() & self.forward_ops.keys()
+
+  @functools.cached_property
+  def forward_ops(self) -> dict[str, tf.Operation]:
+    """The operations of the forward pass by name."""
+    return _Ancestors(self._y, self._inputs)
 
   def _InputGradient(self, residuals: list[tf.Tensor]) -> _Part:
     fed = [*self._inputs, *residuals, *self._dy]
@@ -161,23 +185,35 @@ def _Components(gradients: Sequence[Any]) -> list[tf.Tensor]:
   return components
 
 
-def _Ancestors(fetches: Sequence[tf.Tensor], fed: Sequence[tf.Tensor]) -> set[str]:
-  """Returns names of the operations that must run for the fetches if some tensors are fed."""
+def _Ancestors(fetches: Sequence[tf.Tensor], fed: Sequence[tf.Tensor]) -> dict[str, tf.Operation]:
+  """Returns the operations, by name, that must run for the fetches if some tensors are fed."""
   stop = {t.name for t in fed}
-  seen: set[str] = set()
+  seen: dict[str, tf.Operation] = {}
   todo = [t for t in fetches if t.name not in stop]
   while todo:
     op = todo.pop().op
     if op.name not in seen:
-      seen.add(op.name)
+      seen[op.name] = op
       todo.extend(t for t in op.inputs if t.name not in stop)
   return seen
 
 
 def _Residuals(
-  fetches: Sequence[tf.Tensor], fed: Sequence[tf.Tensor], ran: Collection[str], xla: bool
+  fetches: Sequence[tf.Tensor],
+  fed: Sequence[tf.Tensor],
+  ran: Collection[str],
+  xla: bool,
+  is_recomputed: Callable[[str], bool] = lambda name: False,
 ) -> list[tf.Tensor]:
   """Returns the results of expensive operations in `ran` that the fetches need, sorted by name."""
+
+  def IsInner(t: tf.Tensor) -> bool:
+    """Whether only recomputed operations of the forward pass take the tensor."""
+    if not is_recomputed(t.op.name):
+      return False
+    takers = [op.name for op in t.consumers() if op.name in ran]
+    return bool(takers) and all(map(is_recomputed, takers))
+
   stop = {t.name for t in fed}
   residuals: dict[str, tf.Tensor] = {}
   seen: set[str] = set()
@@ -191,7 +227,7 @@ def _Residuals(
     # A tensor cannot be fed to a part that runs its operation for another output.
     if xla and any(output.dtype == tf.variant for output in t.op.outputs):
       is_kept = False
-    if t.op.name in ran and is_kept and t.op.inputs:
+    if t.op.name in ran and is_kept and t.op.inputs and not IsInner(t):
       residuals[t.name] = t
     else:
       todo.extend(t.op.inputs)

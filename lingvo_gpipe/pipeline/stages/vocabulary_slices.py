@@ -184,7 +184,7 @@ class LossMath(stage_math.StageMath):
 
 
 class _Enough(BaseException):
-  """Ends a loss whose class ids are known; no handler of a user's errors may catch it."""
+  """Ends a loss whose class ids are known; handlers of errors in the loss must not catch it."""
 
 
 def _Ancestors(tensors: Sequence[tf.Tensor]) -> set[str]:
@@ -211,8 +211,8 @@ class SharedLoss:
 
   def __init__(self, math: LossMath, xla: bool) -> None:
     self._math = math
-    self.ClassIds = tf.function(self._ClassIds, **stage_math.FunctionOptions(xla=False))
-    self.LossGradient = tf.function(self._LossGradient, **stage_math.FunctionOptions(xla))
+    self.ClassIds = stage_math.Traced(self._ClassIds, xla=False)
+    self.LossGradient = stage_math.Traced(self._LossGradient, xla)
 
   def _ClassIds(self, call: stage_math.StageCall) -> list[tf.Tensor]:
     # The loss runs with false statistics, up to the last request: what follows, such as a check of
@@ -247,7 +247,7 @@ class SharedLoss:
       call: the arguments of the head.
       ids: receives the class ids that the loss asks for.
       answers: receives the tensors that it gets.
-      most: raise _Enough after so many requests.
+      most: the number of requests after which to raise _Enough; None: never.
     """
 
     def StatisticsOf(

@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chooses what a stage recomputes: the policy `auto`. No TensorFlow.
+
+Given the layers of a stage and its bytes, `Chooser.Choose` returns the policy that computes the
+least again:
+
+- one of the four policies that treat all layers alike (`rematerialisation.POLICIES`), or
+- for each layer one of its `stage_memory.Option`s: to keep everything, to recompute some named
+  parts, or all of it. Backward then goes layer by layer.
+
+The second is a knapsack. With h micro-batches at the peak, the inputs of the stage's layers i, the
+bytes kept besides k and those computed again within the backward of one layer w,
+
+    state + h (sum of i + sum of k) + max of w <= limit,   sum of times computed again: least
+
+For each value of the maximum, the least times for all sums of k are a list (`_Front`) that grows
+with each layer (AdaPipe, ASPLOS 2024, has the knapsack and searches for the cut around it; the
+partitioner here does that, see `partitioner.PartitionByCost`).
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import fractions
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from lingvo_gpipe.pipeline.cost import partitioner, stage_memory, stage_work
+from lingvo_gpipe.pipeline.schedule import rematerialisation
+from lingvo_gpipe.pipeline.schedule import schedule as schedule_lib
+
+# Longer fronts are thinned. The choice may then compute again, at the worst, what the bytes of a
+# 512th of the stage would save.
+_MAX_FRONT = 512
+
+_BY_LAYER = rematerialisation.ByLayer(())
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+  """What a stage recomputes.
+
+  Attributes:
+    policy: the policy of the stage.
+    again: the work of a step that is computed again, in `Chooser.unit`.
+    activations: predicted peak bytes of activations.
+  """
+
+  policy: rematerialisation.StagePolicy
+  again: int
+  activations: int
+
+
+class Chooser:
+  """Chooses what each stage that a model can be cut into recomputes.
+
+  Attributes:
+    unit: the unit of all costs, in the unit of `LayerWork`; in it costs are integers, so exact.
+  """
+
+  def __init__(
+    self,
+    layers: Sequence[stage_memory.LayerBytes],
+    work: Sequence[stage_work.LayerWork],
+    schedule: schedule_lib.Schedule,
+    limit: float,
+  ) -> None:
+    """Precomputes sums over the layers.
+
+    Args:
+      layers: the bytes of each layer, with its options.
+      work: the work of each layer.
+      schedule: the training schedule.
+      limit: bytes of a device; its stages get equal shares.
+    """
+    self._layers = layers
+    self._first = stage_work.FirstTrained([w.is_trained for w in work])
+    owners = schedule.stage_to_device
+    self._limits = [limit / owners.count(owner) for owner in owners]
+    self._num_micro_batches = schedule.num_micro_batches
+    self._memory = {
+      policy: stage_memory.StageMemory(layers, schedule, policy, self._first)
+      for policy in (*rematerialisation.POLICIES, _BY_LAYER)
+    }
+    self._counts = {
+      policy: stage_work.Recomputations(schedule, policy) for policy in rematerialisation.POLICIES
+    }
+    # Stages with equal peaks, recomputations and limits share their choices.
+    kinds = [
+      (self._memory[_BY_LAYER].Peaks(k), self._limits[k], *(c[k] for c in self._counts.values()))
+      for k in range(schedule.num_stages)
+    ]
+    self._kinds = [kinds.index(kind) for kind in kinds]
+    costs = [(w.forward, w.input_gradient, w.weight_gradient) for w in work]
+    *scaled, one = partitioner.ExactIntegers('costs', [*itertools.chain(*costs), 1])
+    shares = [option.again for x in layers for option in x.options]
+    *scaled_shares, whole = partitioner.ExactIntegers('shares', [*shares, 1])
+    self.unit = fractions.Fraction(1, one * whole)
+    self._forward = [0, *itertools.accumulate(whole * x for x in scaled[::3])]
+    plain = (whole * sum(scaled[i : i + 3]) for i in range(0, len(scaled), 3))
+    self._plain = [0, *itertools.accumulate(plain)]
+    shares_left = iter(scaled_shares)
+    self._options = [
+      [
+        _Option(option, scaled[3 * i] * next(shares_left) if i >= self._first else 0)
+        for option in x.options
+      ]
+      for i, x in enumerate(layers)
+    ]
+    self._workings = sorted({option.working for x in layers for option in x.options})
+    self._fronts: dict[tuple[int, int], list[_Front | None]] = {}
+    self._choices: dict[tuple[int, int, int], Choice | None] = {}
+
+  def Partition(self) -> list[int] | None:
+    """Returns the cut with the cheapest most expensive stage; None if no cut keeps the limit."""
+    bound = self._num_micro_batches * (self._plain[-1] + self._forward[-1])
+    costs = [functools.partial(self.Cost, k) for k in range(len(self._kinds))]
+    return partitioner.PartitionByCost(costs, len(self._layers), bound)
+
+  def Cost(self, stage: int, start: int, end: int) -> int | None:
+    """Returns the work of a step of a stage with layers [start, end); None if it does not fit."""
+    choice = self.Choose(stage, start, end)
+    if choice is None:
+      return None
+    return self._num_micro_batches * (self._plain[end] - self._plain[start]) + choice.again
+
+  def Choose(self, stage: int, start: int, end: int) -> Choice | None:
+    """Returns the choice for a stage with layers [start, end); None if nothing keeps the limit."""
+    key = (self._kinds[stage], start, end)
+    if key not in self._choices:
+      limit = self._limits[stage] - self._memory['stage'].State(start, end)
+      candidates = [
+        choice
+        for choice in (*self._Alike(stage, start, end), self._ByLayer(stage, start, end, limit))
+        if choice is not None and choice.activations <= limit
+      ]
+      self._choices[key] = min(candidates, key=_Preference, default=None)
+    return self._choices[key]
+
+  def Least(self, stage: int, start: int, end: int) -> Choice:
+    """Returns the policy that takes the least memory, for messages if nothing keeps the limit."""
+    return min(self._Alike(stage, start, end), key=lambda choice: choice.activations)
+
+  def _Alike(self, stage: int, start: int, end: int) -> list[Choice]:
+    """Returns the policies that treat all layers alike."""
+    forward = (
+      self._forward[end] - self._forward[max(start, self._first)] if end > self._first else 0
+    )
+    return [
+      Choice(
+        policy,
+        self._counts[policy][stage] * forward,
+        self._memory[policy].Activations(stage, start, end),
+      )
+      for policy in rematerialisation.POLICIES
+    ]
+
+  def _ByLayer(self, stage: int, start: int, end: int, limit: float) -> Choice | None:
+    """Returns the best choice for each layer, or None if it does not fit."""
+    memory, count = self._memory[_BY_LAYER], self._counts['stage'][stage]
+    if end <= self._first or not count:
+      return None
+    best: tuple[int, int, _Front, int] | None = None
+    for w, working in enumerate(self._workings):
+      front = self._FrontOf(w, start, end)
+      room = memory.RoomToKeep(stage, start, end, limit, working)
+      if front is None or room is None:
+        continue
+      point = bisect.bisect_right(front.kept, room) - 1
+      if point >= 0 and (best is None or front.again[point] < best[0]):
+        best = front.again[point], front.kept[point], front, point
+    if best is None:
+      return None
+    again, kept, front, point = best
+    options = front.Options(point)
+    layers = tuple(option.recomputed for option in options)
+    working = max(option.working for option in options)
+    keeps_all = not any(parts is None or parts for parts in layers)
+    return Choice(
+      'none' if keeps_all else rematerialisation.ByLayer(layers),
+      count * again,
+      memory.Activations(stage, start, end, kept=kept, working=working),
+    )
+
+  def _FrontOf(self, w: int, start: int, end: int) -> _Front | None:
+    """Returns the front of layers [start, end) whose options work with self._workings[w] bytes."""
+    fronts = self._fronts.setdefault((w, start), [_Front([0], [0], [0], [], None)])
+    while len(fronts) <= end - start:
+      options = [
+        option
+        for option in self._options[start + len(fronts) - 1]
+        if option.option.working <= self._workings[w]
+      ]
+      last = fronts[-1]
+      fronts.append(last.With(options) if last is not None and options else None)
+    return fronts[end - start]
+
+
+class _Option(NamedTuple):
+  """An option of a layer, and the work of a micro-batch that it computes again."""
+
+  option: stage_memory.Option
+  again: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Front:
+  """The least work computed again for each number of bytes kept, by the first layers of a stage.
+
+  Attributes:
+    kept: bytes kept, ascending.
+    again: for each of them the least work computed again, descending.
+    origins: for each of them index of the point of `before`, times the number of `options`, plus
+      the index of the option of the last layer.
+    options: the options of the last layer.
+    before: the front without the last layer; None: there are no layers.
+  """
+
+  kept: list[int]
+  again: list[int]
+  origins: list[int]
+  options: list[_Option]
+  before: _Front | None
+
+  def With(self, options: list[_Option]) -> _Front:
+    """Returns the front with one more layer."""
+    num_options = len(options)
+    points = sorted(
+      (kept + x.option.kept, again + x.again, num_options * i + j)
+      for i, (kept, again) in enumerate(zip(self.kept, self.again, strict=True))
+      for j, x in enumerate(options)
+    )
+    best: list[tuple[int, int, int]] = []
+    for point in points:
+      if not best or point[1] < best[-1][1]:
+        best.append(point)
+    if len(best) > _MAX_FRONT:
+      # The cheapest point of each of as many ranges of bytes, and the smallest of all.
+      step = -(-(best[-1][0] - best[0][0]) // (_MAX_FRONT - 1))
+      last_of_range = {-(-(point[0] - best[0][0]) // step): point for point in best}
+      best = list(last_of_range.values())
+    kept, again, origins = map(list, zip(*best, strict=True))
+    return _Front(kept, again, origins, options, self)
+
+  def Options(self, point: int) -> list[stage_memory.Option]:
+    """Returns the option of each layer at a point."""
+    chosen = []
+    front: _Front = self
+    while front.before is not None:
+      point, option = divmod(front.origins[point], len(front.options))
+      chosen.append(front.options[option].option)
+      front = front.before
+    return chosen[::-1]
+
+
+def _Preference(choice: Choice) -> tuple[int, bool, int]:
+  """Orders choices: less work, then policies that treat layers alike, then less memory."""
+  is_by_layer = isinstance(choice.policy, rematerialisation.ByLayer)
+  return choice.again, is_by_layer, choice.activations
