@@ -135,6 +135,11 @@ class PipeliningLayer(base_layer.BaseLayer):
     chosen = schedules.Get(p.schedule, p.num_stages, p.num_micro_batches, num_devices)
     if chosen.forward_only:
       raise ValueError(f'{self.path}: schedule {chosen.name!r} has no backward; it cannot train')
+    if chosen.num_slices:
+      raise ValueError(
+        f'{self.path}: schedule {chosen.name!r} has slices of the vocabulary; give it without '
+        "them, vocabulary='shared' adds them"
+      )
     self._num_devices = chosen.num_devices
     # The same paths as a SequentialLayer's, so that a checkpoint of either fits the other.
     self.CreateChildren('layers', flat, seed_roots=True)

@@ -11,6 +11,7 @@ import tensorflow as tf
 from lingvo_gpipe.core import nested_map
 from lingvo_gpipe.layers import embedding, linear
 from lingvo_gpipe.pipeline.cutting import layer_costs
+from lingvo_gpipe.pipeline.schedule import schedules, shared_vocabulary
 from lingvo_gpipe.runners import train_runner
 from tasks.lm import model as lm_model
 from tests.toys import stacks
@@ -198,6 +199,12 @@ def testOtherLastLayersAreRefused():
   stack = stacks.MakeStack([layer] * 3, num_stages=2, num_micro_batches=2, vocabulary='shared')
   with pytest.raises(ValueError, match='ProjectionLayer'):
     stack.MakeCut(tf.TensorSpec([2, _DIM], tf.float64))
+
+
+def testSchedulesWithSlicesAreRefused():
+  schedule = shared_vocabulary.Share(schedules.Get('gpipe', 2, 2))
+  with pytest.raises(ValueError, match='slices'):
+    _Stack(_SIMPLE.Params(), num_stages=4, num_micro_batches=2, schedule=schedule)
 
 
 def testFewerClassesThanDevicesAreRefused():

@@ -452,11 +452,7 @@ def _SliceBytes(
 
   The slice on the device of the last stage (`owner`) includes the whole weights with their state.
   """
-  specs, trained = head.WeightSpecs(), set(weights.Trained(head))
-  copies = sum(
-    (2 if path in trained else 1) * weight.num_elements * weight.dtype.size
-    for path, (weight, _) in specs.items()
-  )
+  copies = weights.CopyBytes(head)
   return [
     dataclasses.replace(
       sizes,
