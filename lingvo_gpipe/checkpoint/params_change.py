@@ -42,7 +42,7 @@ _HARMLESS = re.compile(
       rf'{_TASK}\.(eval|sampling|beam_search)\..+',
       # The cut of the pipeline, its schedule and its compilation.
       rf'{_TASK}\.stack\.(num_stages|stages_per_device|splits|partition_by|memory_limit)',
-      rf'{_TASK}\.stack\.(num_micro_batches|schedule|remat_policy|offload|xla)',
+      rf'{_TASK}\.stack\.(num_micro_batches|schedule|remat_policy|offload|vocabulary|xla)',
       # The end of the data, damaged records, and statistics of batches that only metrics use. Each
       # of several tasks has its own input.
       r'input\.(\w+\.)?(num_epochs|damaged_records|count_words)',

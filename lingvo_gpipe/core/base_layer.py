@@ -7,6 +7,7 @@ device of the layer's stage. Counting a model's parameters allocates nothing.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -65,6 +66,10 @@ class BaseLayer(layer_tree.LayerTree):
 
   # Whether, if this is the last layer, a loss gets `ForLoss` in the place of the outputs of FProp.
   loss_takes_inputs = False
+
+  # Of a softmax with `ForLoss` whose vocabulary can be shared out over devices: {path of a weight
+  # below the layer: the axis of its classes}, for all weights.
+  class_axes: Mapping[str, int] = types.MappingProxyType({})
 
   def __init_subclass__(cls, **kwargs: Any) -> None:
     """Makes a class that overrides FProp declare again that it is position-wise."""

@@ -451,8 +451,9 @@ def _ChunkedLoss(
     or settings.get('ignore_class') is not None
   ):
     raise ValueError(
-      'loss_chunk_size needs the loss SparseCategoricalCrossentropy(from_logits=True) without '
-      f'ignore_class, got {loss.name}'
+      "loss_chunk_size and vocabulary='shared' need the loss "
+      'SparseCategoricalCrossentropy(from_logits=True) without ignore_class, got '
+      f'{loss.name}'
     )
   values = logits.StatisticsOf(y).xent
   if (mask := _Mask(logits)) is not None:

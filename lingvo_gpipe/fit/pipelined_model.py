@@ -68,6 +68,7 @@ class PipelinedModel(keras.Model):
     stages_per_device: int = 1,
     memory_limit: int = 0,
     loss_chunk_size: int = 0,
+    vocabulary: str = 'one',
     xla: bool | None = None,
     num_replicas: int = 1,
     devices: Sequence[str] | None = None,
@@ -91,6 +92,8 @@ class PipelinedModel(keras.Model):
       memory_limit: most bytes that a device may need, as predicted; 0: no limit.
       loss_chunk_size: the loss computes the logits of this many positions at a time, so they are
         never whole; for SparseCategoricalCrossentropy from logits. 0: all at once.
+      vocabulary: one, or shared: training computes a slice of the logits' classes on each device;
+        for SparseCategoricalCrossentropy from logits.
       xla: whether XLA compiles the stages; None: on accelerators, as Keras does, unless a GPU is
         too new for it.
       num_replicas: number of copies of the pipeline, each of which takes its share of a batch.
@@ -122,6 +125,7 @@ class PipelinedModel(keras.Model):
       splits=list(splits),
       partition_by=partition_by,
       memory_limit=memory_limit,
+      vocabulary=vocabulary,
       random_seed=random_seed,
     )
     if devices is not None:
@@ -239,7 +243,8 @@ class PipelinedModel(keras.Model):
   def _Forget(self) -> None:
     """Drops the stages, which the next batch makes again; the variables stay where they are."""
     if self.stack is not None:
-      for s in self.stack.engine.stages:  # Traces may live longer than the stages.
+      engine = self.stack.engine
+      for s in (*engine.stages, *engine.replicas[0].slices):  # Traces may live longer.
         s.accumulators.clear()
         s.mirror_accumulators.clear()
     self.__dict__.update(stack=None, _graph=None, _keras_loss=None, _keras_step=None, _masks={})
@@ -430,7 +435,7 @@ class PipelinedModel(keras.Model):
     cells = self._cells
     p = self._pipeline_params.Copy()
     p.Set(**keras_cut.Params(cells))
-    p.sub[-1].chunk_size = self._loss_chunk_size
+    p.sub[-1].Set(chunk_size=self._loss_chunk_size, shares_vocabulary=p.vocabulary == 'shared')
     if p.num_stages > len(cells):
       raise ValueError(
         f'{self.model.name} has {len(cells)} cells, too few for {p.num_stages} stages; a cell is a '

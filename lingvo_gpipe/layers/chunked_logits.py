@@ -35,6 +35,27 @@ class Statistics(NamedTuple):
   hits: tf.Tensor
 
 
+class SliceStatistics(NamedTuple):
+  """What a loss needs of the logits of some consecutive classes, a slice of the vocabulary.
+
+  Each is [...] in float32 or float64. Class ids count from the first class of the slice, so the
+  right class may be out of range.
+
+  Attributes:
+    log_sum: the logarithm of the sum of the exponentials of the logits.
+    total: the sum of the logits.
+    label: the logit of the right class if it is in the slice, else 0.
+    top: the largest logit; without a gradient.
+    hits: 1 if the right class has the largest logit of the slice, else 0; without a gradient.
+  """
+
+  log_sum: tf.Tensor
+  total: tf.Tensor
+  label: tf.Tensor
+  top: tf.Tensor
+  hits: tf.Tensor
+
+
 def FromLogits(logits: tf.Tensor, class_ids: tf.Tensor) -> Statistics:
   """Returns the statistics of logits [..., num_classes] for class ids [...]."""
   if logits.dtype.size < 4:
@@ -44,6 +65,40 @@ def FromLogits(logits: tf.Tensor, class_ids: tf.Tensor) -> Statistics:
   total = num_classes * tf.reduce_logsumexp(logits, axis=-1) - tf.reduce_sum(logits, axis=-1)
   hits = tf.equal(tf.argmax(logits, axis=-1, output_type=class_ids.dtype), class_ids)
   return Statistics(xent, total, tf.cast(hits, logits.dtype))
+
+
+def FromSlice(logits: tf.Tensor, class_ids: tf.Tensor) -> SliceStatistics:
+  """Returns the statistics of logits [..., classes of the slice] for class ids [...]."""
+  if logits.dtype.size < 4:
+    logits = tf.cast(logits, tf.float32)
+  is_right = tf.equal(tf.range(logits.shape[-1], dtype=class_ids.dtype), class_ids[..., tf.newaxis])
+  hits = tf.equal(tf.argmax(logits, axis=-1, output_type=class_ids.dtype), class_ids)
+  return SliceStatistics(
+    tf.reduce_logsumexp(logits, axis=-1),
+    tf.reduce_sum(logits, axis=-1),
+    tf.reduce_sum(tf.where(is_right, logits, tf.zeros_like(logits)), axis=-1),
+    tf.stop_gradient(tf.reduce_max(logits, axis=-1)),
+    tf.cast(hits, logits.dtype),
+  )
+
+
+def Join(slices: Sequence[SliceStatistics], class_ids: tf.Tensor, num_classes: int) -> Statistics:
+  """Returns the statistics of all classes.
+
+  Args:
+    slices: the statistics of all slices, in the order of their classes.
+    class_ids: [...], counted from the first class of all.
+    num_classes: the number of classes in all.
+  """
+  log_sum = tf.reduce_logsumexp(tf.stack([s.log_sum for s in slices]), axis=0)
+  xent = log_sum - tf.add_n([s.label for s in slices])
+  is_class = (class_ids >= 0) & (class_ids < num_classes)
+  total = tf.cast(num_classes, log_sum.dtype) * log_sum - tf.add_n([s.total for s in slices])
+  # Of equal logits the first counts, as in tf.argmax.
+  top = tf.one_hot(tf.argmax(tf.stack([s.top for s in slices])), len(slices), axis=0)
+  hits = tf.reduce_sum(tf.cast(top, log_sum.dtype) * tf.stack([s.hits for s in slices]), axis=0)
+  nan = tf.fill(tf.shape(xent), tf.constant(float('nan'), xent.dtype))
+  return Statistics(tf.where(is_class, xent, nan), total, tf.stop_gradient(hits))
 
 
 class ChunkedLogits:
@@ -73,7 +128,7 @@ class ChunkedLogits:
       weights: the nest of variables or tensors that `logits_fn` takes.
       inputs: [..., dim].
       num_classes: size of the last axis of the logits.
-      chunk_size: the number of positions whose logits exist at a time.
+      chunk_size: the number of positions whose logits exist at a time; 0: of all.
     """
     self._logits_fn = logits_fn
     self._weights = weights
@@ -93,7 +148,19 @@ class ChunkedLogits:
       self._statistics = class_ids, self._Compute(class_ids)
     return self._statistics[1]
 
+  def SliceStatisticsOf(self, class_ids: tf.Tensor) -> SliceStatistics:
+    """Returns the statistics for class ids [...] with the weights of a slice."""
+    return SliceStatistics(*self._Reduce(FromSlice, class_ids))
+
   def _Compute(self, class_ids: tf.Tensor) -> Statistics:
+    return Statistics(*self._Reduce(FromLogits, class_ids))
+
+  def _Reduce(
+    self,
+    from_logits: Callable[[tf.Tensor, tf.Tensor], Sequence[tf.Tensor]],
+    class_ids: tf.Tensor,
+  ) -> list[tf.Tensor]:
+    """Returns numbers [...] that follow from logits [..., classes] and class ids [...]."""
     ids = tf.reshape(tf.cast(class_ids, tf.int64), [-1])
     rows = tf.reshape(self.inputs, [-1, self.inputs.shape[-1]])
     tensors = [tf.convert_to_tensor(w) for w in tf.nest.flatten(self._weights)]
@@ -101,19 +168,56 @@ class ChunkedLogits:
 
     def ChunkStatistics(
       weights: Sequence[tf.Tensor], rows: tf.Tensor, ids: tf.Tensor
-    ) -> Statistics:
+    ) -> Sequence[tf.Tensor]:
       weight_of = dict(zip(floating, weights, strict=True))  # The others have no gradient.
       leaves = [weight_of.get(i, w) for i, w in enumerate(tensors)]
       packed = tf.nest.pack_sequence_as(self._weights, leaves)
-      return FromLogits(self._logits_fn(packed, rows), ids)
+      return from_logits(self._logits_fn(packed, rows), ids)
 
-    chunk_size = min(self._chunk_size, max(rows.shape[0] or self._chunk_size, 1))
-    statistics = _InChunks(ChunkStatistics, [tensors[i] for i in floating], rows, ids, chunk_size)
-    return Statistics(*(tf.reshape(x, tf.shape(self.inputs)[:-1]) for x in statistics))
+    weights = [tensors[i] for i in floating]
+    if self._chunk_size:
+      chunk_size = min(self._chunk_size, max(rows.shape[0] or self._chunk_size, 1))
+      statistics = _InChunks(ChunkStatistics, weights, rows, ids, chunk_size)
+    else:
+      statistics = list(ChunkStatistics(weights, rows, ids))
+    return [tf.reshape(x, tf.shape(self.inputs)[:-1]) for x in statistics]
+
+
+class SharedLogits(ChunkedLogits):
+  """Logits whose statistics are computed slice by slice, on several devices."""
+
+  def __init__(
+    self,
+    logits: ChunkedLogits,
+    statistics_of: Callable[[tf.Tensor, ChunkedLogits], Statistics],
+  ) -> None:
+    """Computes nothing.
+
+    Args:
+      logits: the logits, which are not computed.
+      statistics_of: returns the statistics for int64 class ids [...] and these logits.
+    """
+    self.inputs = logits.inputs
+    self.shape = logits.shape
+    self._keras_mask = logits._keras_mask
+    self._statistics = None
+    self._statistics_of = statistics_of
+
+  def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
+    """Raises ValueError."""
+    raise ValueError(
+      "vocabulary='shared': the loss takes the logits as a tensor, but no device has all of them; "
+      'use embedding.XentLossFromLogits and embedding.Hits, or SparseCategoricalCrossentropy('
+      "from_logits=True) and accuracy of Keras, or vocabulary='one'"
+    )
+
+  def _Compute(self, class_ids: tf.Tensor) -> Statistics:
+    ids = tf.reshape(tf.cast(class_ids, tf.int64), tf.shape(self.inputs)[:-1])
+    return self._statistics_of(ids, self)
 
 
 def _InChunks(
-  function: Callable[[Sequence[tf.Tensor], tf.Tensor, tf.Tensor], Statistics],
+  function: Callable[[Sequence[tf.Tensor], tf.Tensor, tf.Tensor], Sequence[tf.Tensor]],
   weights: Sequence[tf.Tensor],
   rows: tf.Tensor,
   ids: tf.Tensor,

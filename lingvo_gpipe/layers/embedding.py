@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import math
+import types
+from collections.abc import Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -278,6 +280,11 @@ class SimpleFullSoftmax(_SoftmaxLayer):
     )
     self.CreateChild('linear', projection)
 
+  @property
+  def class_axes(self) -> Mapping[str, int]:
+    """The axis of the classes of each weight; see BaseLayer."""
+    return {'linear.w': 1, 'linear.b': 0} if self.params.use_bias else {'linear.w': 1}
+
   def FProp(self, theta: nested_map.NestedMap, inputs: tf.Tensor, *extras: Any) -> tf.Tensor:
     """Computes logits.
 
@@ -307,6 +314,7 @@ class SharedSoftmaxLayer(_SoftmaxLayer):
   """
 
   is_position_wise = True
+  class_axes: Mapping[str, int] = types.MappingProxyType({'emb': 0, 'b': 0})
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
     super().__init__(params)

@@ -302,16 +302,8 @@ class Emission:
 
   def _Call(self, s: stage_lib.Stage, m: int, function: Callable[..., Any], *args: Any) -> Any:
     """Returns function(StageCall of micro-batch m, *args), as the next call of the walk."""
-    has_loss = self._with_loss and s.index == len(self._stages) - 1
     with self._walk.On(s):
-      weight = self._micro_batches[m].loss_weight if self._with_loss else tf.constant(1.0)
-      call = stage_math.StageCall(
-        variables=s.variables if self._theta is None else self._theta[s.index],
-        x=self._x[s.index, m],
-        side=self._micro_batches[m].side if has_loss else None,
-        context=stage_math.Context(stage_math.SeedTensor(s.seed_hashes, self._counter, m), weight),
-      )
-      result = function(call, *args)
+      result = function(self._StageCall(s, m), *args)
     self._walk.Done(s, result)
     return result
 
@@ -321,6 +313,18 @@ class Emission:
 
   def _SetWaiting(self, s: stage_lib.Stage, m: int, tensors: Any) -> None:
     self._x[s.index, m], self._residuals[s.index, m] = tensors
+
+  def _StageCall(self, s: stage_lib.Stage, m: int) -> stage_math.StageCall:
+    weight = self._micro_batches[m].loss_weight if self._with_loss else tf.constant(1.0)
+    return stage_math.StageCall(
+      variables=s.variables if self._theta is None else self._theta[s.index],
+      x=self._x[s.index, m],
+      side=self._micro_batches[m].side if self._HasLoss(s) else None,
+      context=stage_math.Context(stage_math.SeedTensor(s.seed_hashes, self._counter, m), weight),
+    )
+
+  def _HasLoss(self, s: stage_lib.Stage) -> bool:
+    return self._with_loss and s.index == len(self._stages) - 1
 
   def _TakeInput(self, s: stage_lib.Stage, m: int) -> None:
     """Sets x of the stage: the outputs of the stage before, and the skips that end here."""
@@ -344,7 +348,7 @@ class Emission:
     if (s.index + 1, m) not in self._dargs:
       return None
     with tf.device(s.device):
-      dskips = [_AddUp(self._dskips.pop((name, m))) for name in s.exports]
+      dskips = [AddUp(self._dskips.pop((name, m))) for name in s.exports]
     return [*self._dargs.pop((s.index + 1, m)), *(g for grads in dskips for g in grads)]
 
   def _GiveGradient(self, s: stage_lib.Stage, m: int, dx: list[tf.Tensor]) -> None:
@@ -359,7 +363,7 @@ class Emission:
       self._dskips.setdefault((name, m), []).append(dskip)
 
 
-def _AddUp(gradients: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
+def AddUp(gradients: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
   """Returns the sums of lists of gradients."""
   return [tf.add_n(g) if len(g) > 1 else g[0] for g in zip(*gradients, strict=True)]
 

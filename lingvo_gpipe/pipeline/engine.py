@@ -32,10 +32,16 @@ import tensorflow as tf
 from absl import logging
 
 from lingvo_gpipe.core import base_layer, fprop_context, nested_map
-from lingvo_gpipe.pipeline import emission, host_copies, replicas
+from lingvo_gpipe.pipeline import emission, host_copies, replicas, vocabulary_emission
 from lingvo_gpipe.pipeline.schedule import offload as offload_lib
-from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules
-from lingvo_gpipe.pipeline.stages import micro_batch, shared_functions, stage_math, weighted_loss
+from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules, shared_vocabulary
+from lingvo_gpipe.pipeline.stages import (
+  micro_batch,
+  shared_functions,
+  stage_math,
+  vocabulary_slices,
+  weighted_loss,
+)
 from lingvo_gpipe.pipeline.stages import stage as stage_lib
 
 _MicroBatches = Sequence[micro_batch.MicroBatch]
@@ -49,6 +55,7 @@ class PipelineEngine:
     replicas: all replicas; the first one has `stages`.
     stage_to_device: for each stage the index of its device.
     ties: {path of a tied weight: path of its owner}.
+    shares_vocabulary: whether training shares the last layer, a softmax, out over all devices.
     functions: the traced functions of the stages.
     loss_fn: the loss, or None.
     remat_policy: the part that backward recomputes, of all stages or of each.
@@ -71,6 +78,7 @@ class PipelineEngine:
     ties: Mapping[str, str] | None = None,
     num_replicas: int = 1,
     offload: float = 0.0,
+    vocabulary: Sequence[int] = (),
   ) -> None:
     """Puts each stage's variables on its device.
 
@@ -93,11 +101,17 @@ class PipelineEngine:
       num_replicas: number of copies of the pipeline, each with its share of the micro-batches.
       offload: the greatest share of the stages and micro-batches of a device whose activations wait
         for backward in the memory of the host (see `schedule.offload`).
+      vocabulary: for each device the number of classes of its slice of the last layer, a softmax;
+        empty: training does not share it out. `stages` then has one stage more than `ends`, at the
+        end: the softmax.
 
     Raises:
       ValueError: the cut, the devices, the schedule or the policy do not fit.
     """
     self.stage_to_device = tuple(range(len(ends)) if stage_to_device is None else stage_to_device)
+    if vocabulary:
+      ends = [*ends[:-1], ends[-1] - 1, ends[-1]]
+      self.stage_to_device += self.stage_to_device[-1:]
     num_devices = max(self.stage_to_device) + 1
     per_replica = len(devices) // num_replicas
     if per_replica < num_devices or len(devices) % num_replicas:
@@ -115,7 +129,9 @@ class PipelineEngine:
     if offload and cpus:
       logging.warning('offload frees no memory of %s, which is the host itself', cpus[0])
     self.loss_fn = loss_fn
-    self.functions = shared_functions.SharedFunctions(len(ends), loss_fn, xla)
+    self.functions = shared_functions.SharedFunctions(
+      len(ends), loss_fn, xla, shares_vocabulary=bool(vocabulary)
+    )
     self.ties = dict(ties or {})
     self._logged_small_batch = False
     of_first = [devices[k] for k in self.stage_to_device]
@@ -123,17 +139,28 @@ class PipelineEngine:
     variables = {path: v for layer in layers for path, v in layer.VariablesByPath().items()}
     first = replicas.Replica(self.stages, variables)
     self.replicas = [first]
+    self.shares_vocabulary = bool(vocabulary)
     for r in range(1, num_replicas):
       of_replica = devices[r * per_replica : (r + 1) * per_replica]
       self.replicas.append(replicas.Copy(first, [of_replica[k] for k in self.stage_to_device]))
     if num_replicas > 1:
       replicas.SumStatistics(self.replicas, xla)
+    if vocabulary:
+      for r, replica in enumerate(self.replicas):
+        of_slices = devices[r * per_replica :][: len(vocabulary)]
+        head = replica.stages[-1]
+        replica.slices.extend(vocabulary_slices.MakeSlices(head, self.ties, vocabulary, of_slices))
     self.SyncTies()
 
   @property
   def num_stages(self) -> int:
     """S."""
     return len(self.stages)
+
+  @property
+  def training_stages(self) -> list[stage_lib.Stage]:
+    """The stages of `TrainingSchedule`, in the first replica."""
+    return self.replicas[0].training_stages
 
   @property
   def trained(self) -> dict[str, tf.Variable]:
@@ -188,6 +215,8 @@ class PipelineEngine:
     """
     counter = fprop_context.StepCounter(step, first_micro_batch)
     self.ClearAccumulators(mirrors_only=not clear)
+    for replica in self.replicas:
+      vocabulary_slices.SyncSlices(replica.slices, replica.variables)
     walks = self._EmitAll(micro_batches, counter, do_eval=False)
     for replica in self.replicas:
       replica.AddTiedGradients(self.ties)
@@ -234,15 +263,22 @@ class PipelineEngine:
     for r, (replica, share) in enumerate(zip(self.replicas, shares, strict=True)):
       if not share:
         continue
-      walk = emission.Emission(
-        replica.stages,
-        self.functions,
-        micro_batches[share.start : share.stop],
-        counter + share.start,
-        do_eval=do_eval,
-        with_loss=True,
-        copies=self.host_copies,
-      )
+      pieces = micro_batches[share.start : share.stop]
+      walk: emission.Emission
+      if replica.slices and not do_eval:
+        walk = vocabulary_emission.VocabularyEmission(
+          replica.stages, replica.slices, self.functions, pieces, counter + share.start
+        )
+      else:
+        walk = emission.Emission(
+          replica.stages,
+          self.functions,
+          pieces,
+          counter + share.start,
+          do_eval=do_eval,
+          with_loss=True,
+          copies=self.host_copies,
+        )
       schedule = (self._ForwardOnly if do_eval else self.TrainingSchedule)(len(share))
       with tf.name_scope(f'replica_{r}') if len(self.replicas) > 1 else contextlib.nullcontext():
         walk.Emit(schedule, self.remat_policy)
@@ -276,11 +312,14 @@ class PipelineEngine:
       ValueError: the schedule has its stages on other devices than the engine.
     """
     schedule, num_devices = self._schedule, max(self.stage_to_device) + 1
-    chosen = schedules.GetForBatch(schedule, self.num_stages, num_micro_batches, num_devices)
-    if chosen.stage_to_device != self.stage_to_device:
+    placement = self.stage_to_device
+    if self.shares_vocabulary:  # The last stage is the softmax, which slices replace.
+      placement = placement[:-1]
+    chosen = schedules.GetForBatch(schedule, len(placement), num_micro_batches, num_devices)
+    if chosen.stage_to_device != placement:
       raise ValueError(
         f'schedule {chosen.name!r} has its stages on devices {list(chosen.stage_to_device)} for '
-        f'{num_micro_batches} micro-batches, but they are on {list(self.stage_to_device)}; a '
+        f'{num_micro_batches} micro-batches, but they are on {list(placement)}; a '
         'schedule must place its stages alike for any number of micro-batches'
       )
     if isinstance(schedule, str) and chosen.name != schedule and not self._logged_small_batch:
@@ -292,7 +331,8 @@ class PipelineEngine:
         num_devices,
         chosen.name,
       )
-    return offload_lib.WithOffload(chosen, self.offload)
+    chosen = offload_lib.WithOffload(chosen, self.offload)
+    return shared_vocabulary.Share(chosen) if self.shares_vocabulary else chosen
 
   def _ForwardOnly(self, num_micro_batches: int) -> schedules.Schedule:
     return schedules.ForwardOnlyOn(self.stage_to_device, num_micro_batches)
@@ -360,7 +400,7 @@ class PipelineEngine:
   def ConnectedPaths(self) -> set[str]:
     """Returns the paths of the weights that the loss depends on, once a step was traced."""
     connected = set()
-    for s in self.stages:
+    for s in (*self.stages, *self.replicas[0].slices):
       path_of = {id(v): path for path, v in (*s.trained.items(), *s.mirrors.items())}
       paths = [path_of[id(v)] for v in tf.nest.flatten(s.variables) if id(v) in path_of]
       math = self.functions.Math(s, do_eval=False, with_loss=True)
@@ -386,7 +426,7 @@ class PipelineEngine:
     self.SyncTies()
 
   def _AllStages(self) -> list[stage_lib.Stage]:
-    return [s for replica in self.replicas for s in replica.stages]
+    return [s for replica in self.replicas for s in (*replica.stages, *replica.slices)]
 
   def MakeAccumulators(
     self, beside: Callable[[tf.Variable, Callable[[], tf.Variable]], tf.Variable] | None = None

@@ -120,6 +120,13 @@ class PipeliningLayer(base_layer.BaseLayer):
       'Whether XLA compiles the stages. None: unless a GPU is too new for it.',
       domain.BOOL | domain.NONE,
     )
+    p.Define(
+      'vocabulary',
+      'one',
+      'Where training computes the last layer, a softmax: in the last stage (one), or a slice of '
+      'its classes on each device (shared), which balances the devices.',
+      domain.OneOf('one', 'shared'),
+    )
     p.Define('batch_dim', 0, 'The batch dimension of every input and output.', domain.Int(0, 7))
     return p
 
@@ -135,8 +142,18 @@ class PipeliningLayer(base_layer.BaseLayer):
       num_devices = p.schedule.num_devices
     chosen = schedules.Get(p.schedule, p.num_stages, p.num_micro_batches, num_devices)
     offload.WithOffload(chosen, p.offload)  # Raises if the schedule has copies already.
+    if p.vocabulary != 'one' and (p.offload or chosen.offloaded):
+      raise ValueError(
+        f"{self.path}: vocabulary={p.vocabulary!r} with offload: copies of the slices' tensors are "
+        'not possible; choose one of the two'
+      )
     if chosen.forward_only:
       raise ValueError(f'{self.path}: schedule {chosen.name!r} has no backward; it cannot train')
+    if chosen.num_slices:
+      raise ValueError(
+        f'{self.path}: schedule {chosen.name!r} has slices of the vocabulary; give it without '
+        "them, vocabulary='shared' adds them"
+      )
     self._num_devices = chosen.num_devices
     # The same paths as a SequentialLayer's, so that a checkpoint of either fits the other.
     self.CreateChildren('layers', flat, seed_roots=True)
@@ -219,6 +236,7 @@ class PipeliningLayer(base_layer.BaseLayer):
       memory_limit=p.memory_limit,
       device=device,
       prefix=f'{self.path}: ',
+      shares_vocabulary=p.vocabulary == 'shared',
     )
 
   def UsesXla(self, devices: Sequence[str]) -> bool:
@@ -290,12 +308,13 @@ class PipeliningLayer(base_layer.BaseLayer):
       schedule=p.schedule,
       remat_policy=cut.policy,
       xla=self.UsesXla(devices),
-      stage_to_device=cut.schedule.stage_to_device,
+      stage_to_device=cut.schedule.stage_to_device[: cut.schedule.num_layer_stages],
       loss_fn=loss_fn,
       is_trained=cut.weights.is_trained,
       ties=self.absolute_ties,
       num_replicas=num_replicas,
       offload=p.offload,
+      vocabulary=cut.vocabulary,
     )
     self.InstantiateVariables()
     self._decoder = None

@@ -17,6 +17,7 @@ import tensorflow as tf
 from absl import logging
 
 from lingvo_gpipe.pipeline.stages import stage as stage_lib
+from lingvo_gpipe.pipeline.stages import vocabulary_slices
 
 ALL_REDUCE_OPTIONS = ('auto', 'collective', 'send')
 # A bucket of gradients is one collective; the first buckets are sent while others are computed.
@@ -36,13 +37,20 @@ class Replica:
   Attributes:
     stages: the stages, in order.
     variables: {path: variable} of all layers, copies of tied weights included.
+    slices: the slices of the vocabulary, if it is shared out.
   """
 
   stages: list[stage_lib.Stage]
   variables: Mapping[str, tf.Variable]
+  slices: list[vocabulary_slices.Slice] = dataclasses.field(default_factory=list)
+
+  @property
+  def training_stages(self) -> list[stage_lib.Stage]:
+    """The stages of a training schedule; slices replace the head."""
+    return [*self.stages[:-1], *self.slices] if self.slices else self.stages
 
   def AddTiedGradients(self, ties: Mapping[str, str]) -> None:
-    """Adds the gradients of tied weights to their owners' gradients."""
+    """Adds the gradients of tied weights, and of slices, to their owners' gradients."""
     owners = {
       path: (s.device, accumulator)
       for s in self.stages
@@ -55,6 +63,7 @@ class Replica:
           gradient = tf.identity(accumulator)
         with tf.device(device):
           owner.assign_add(gradient)
+    vocabulary_slices.AddSliceGradients(self.slices, owners)
 
   def SyncTies(self, ties: Mapping[str, str]) -> None:
     """Copies tied weights to the stages that use them."""

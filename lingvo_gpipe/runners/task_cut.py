@@ -82,6 +82,7 @@ def PipelineSettings(p: hyperparams.Params) -> dict[str, Any]:
     'remat_policy': p.remat_policy,
     **({'offload': p.offload} if p.offload else {}),
     **({} if p.xla is None else {'xla': p.xla}),
+    **({} if p.vocabulary == 'one' else {'vocabulary': p.vocabulary}),
   }
 
 

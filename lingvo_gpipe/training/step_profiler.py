@@ -181,7 +181,9 @@ class StepProfiler(callback.StepHook):
       trace = profiler_trace.Trace(f.read(), list(worker_traces.values()))
     if trace.steps:
       rows = {
-        task_name: [f'pipeline {_ShortName(stage.device)}' for stage in runner.engine.stages]
+        task_name: [
+          f'pipeline {_ShortName(stage.device)}' for stage in runner.engine.training_stages
+        ]
         for task_name, runner in self._runners.items()
       }
       files.WriteWhole(path, trace.WithRows([rows[self._TaskOf(step)] for step in trace.steps]))
@@ -245,7 +247,7 @@ def _ShortName(device: str) -> str:
 
 
 def _HaveWeightGradient(runner: eval_runner.EvalRunner) -> list[bool]:
-  return [stage.has_weight_gradient for stage in runner.engine.stages]
+  return [stage.has_weight_gradient for stage in runner.engine.training_stages]
 
 
 def _MeasuredAndPlanned(

@@ -123,6 +123,40 @@ def testXla():
   _Check(_Tagger, IDS, CLASSES, chunk_size=5, pipe={'xla': True})
 
 
+def _Sparse():
+  return {'loss': _Compiled()['loss'], 'metrics': ['accuracy']}
+
+
+def testASharedVocabularyWithMasksAndWeights():
+  options = {'sample_weight': WEIGHTS, 'optimizer': lambda: keras.optimizers.SGD(0.01)}
+  pipe = {'vocabulary': 'shared'}
+  _Check(_Tagger, IDS, CLASSES, _Sparse, chunk_size=0, pipe=pipe, **options)
+
+
+def testASharedVocabularyWithTiedWeights():
+  x = {'token_ids': IDS, 'padding_mask': (IDS > 0).astype('int32')}
+  _Check(_Gemma, x, CLASSES, _Sparse, chunk_size=0, bound=1e-4, pipe={'vocabulary': 'shared'})
+
+
+@pytest.mark.parametrize(
+  'compiled, message',
+  [
+    (_Compiled, 'vocabulary'),  # A metric of whole logits.
+    (lambda: {'loss': 'sparse_categorical_crossentropy'}, 'vocabulary'),
+  ],
+)
+def testASharedVocabularyNeedsALossOfSlices(compiled, message):
+  pipe = keras_fits.Pipe(_Tagger(), vocabulary='shared')
+  pipe.compile('sgd', **compiled())
+  with pytest.raises(ValueError, match=message):
+    pipe.train_on_batch(IDS, CLASSES)
+
+
+def testAHeadThatCannotBeSharedIsRefused():
+  with pytest.raises(ValueError, match='vocabulary'):
+    _Build(_Tagger(_Blend), num_stages=2, vocabulary='shared')
+
+
 @pytest.mark.parametrize('chunk_size', [0, 5])
 def testOnlyChunksOfLogitsExist(chunk_size, monkeypatch):
   shapes, call = [], layers.Dense.call

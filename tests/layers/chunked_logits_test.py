@@ -107,6 +107,36 @@ def testManyChunksOfBfloat16AddUp():
   np.testing.assert_array_equal(tf.cast(tape.gradient(xent, w), tf.float32), [[-512, 512]])
 
 
+@pytest.mark.parametrize('sizes, chunk_size', [([9], 0), ([4, 4, 1], 0), ([2, 7], 4)])
+def testSlicesJoined(sizes, chunk_size):
+  h, weights, ids, g = _Values([6, 2])
+  weights['w'] = tf.concat([weights['w'][:, :5]] * 2, axis=1)[:, :_VOCAB]  # Logits may be equal.
+  weights['b'] *= 0.0
+
+  def Joined(h, weights):
+    slices, first = [], 0
+    for size in sizes:
+      part = {'w': weights['w'][:, first : first + size], 'b': weights['b'][first : first + size]}
+      logits = _Chunked(h, part, chunk_size)
+      slices.append(logits.SliceStatisticsOf(ids - first))
+      first += size
+    return chunked_logits.Join(slices, ids, _VOCAB)
+
+  def Whole(h, weights):
+    return chunked_logits.FromLogits(_LogitsFn(weights, h), ids)
+
+  actual, expected = (_WithGradients(f, h, weights, g) for f in (Joined, Whole))
+  for a, e in zip(actual, expected, strict=True):
+    np.testing.assert_allclose(a, e, rtol=1e-12, atol=1e-12)
+
+
+def testAClassOfNoSliceGivesNan():
+  h, weights, ids, _ = _Values([4])
+  ids = tf.tensor_scatter_nd_update(ids, [[0], [1]], [-1, _VOCAB])
+  xent = chunked_logits.Join([_Chunked(h, weights, 0).SliceStatisticsOf(ids)], ids, _VOCAB).xent
+  np.testing.assert_array_equal(tf.math.is_nan(xent), [True, True, False, False])
+
+
 def testIntegerWeightsHaveNoGradient():
   h, weights, ids, g = _Values([6])
 

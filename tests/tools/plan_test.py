@@ -134,6 +134,13 @@ def testOnlyLearnersThatTrainALayerUpdateIt():
     assert (weight.numpy() != before).all() and not gradient.numpy().any()
 
 
+def testSharedVocabulariesAreRefused():
+  params = registry.GetParams(processes.MODEL, 'Train')
+  params.task.stack.vocabulary = 'shared'
+  with pytest.raises(ValueError, match='vocabulary'):
+    experiment.Experiment(params, None)
+
+
 @pytest.mark.parametrize(
   'changes, flags, words',
   [

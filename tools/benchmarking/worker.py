@@ -137,6 +137,17 @@ def Measure(config: configuration.Configuration) -> dict[str, Any]:
   first = Step()
   steps = _Times(Step, config)
   memory = PeakMemory()
+  result: dict[str, Any] = {
+    'steps': steps,
+    'trace_seconds': trace_seconds,
+    'compile_seconds': max(0.0, first - min(steps)),
+    'memory_mib': memory,
+    'memory_before_mib': before,
+    'cores': len(os.sched_getaffinity(0)),
+    'cut': list(trained.cut.ends),
+  }
+  if trained.cut.vocabulary:  # Slices are not measured alone.
+    return result
 
   # Memory is not measured from here on.
   schedule = schedules.Get(
@@ -153,19 +164,12 @@ def Measure(config: configuration.Configuration) -> dict[str, Any]:
     max(3, config.repeats),
   )
   return {
-    'steps': steps,
-    'trace_seconds': trace_seconds,
-    'compile_seconds': max(0.0, first - min(steps)),
-    'memory_mib': memory,
-    'memory_before_mib': before,
+    **result,
     'actions': times.Summary(),
     'simulated_best': times.Simulate(schedule, min),
     'simulated_median': times.Simulate(schedule, statistics.median),
     'predicted_best': times.Simulate(schedule, min, share_cores=True),
     'predicted_median': times.Simulate(schedule, statistics.median, share_cores=True),
-    'cores': len(os.sched_getaffinity(0)),
-    'cut': list(trained.cut.ends),
-    'predicted_mib': max(stage.total for stage in trained.cut.memory) / 2**20,
   }
 
 

@@ -103,7 +103,7 @@ def Make(
     labels = tf.random.stateless_uniform(shape, [3, 4], 0, sizes['vocab'], tf.int32)
     batch = nested_map.NestedMap(ids=ids, labels=labels, weights=tf.ones(shape))
   p.Set(name='task', random_seed=1)
-  p.stack.Set(**stack)
+  p.stack.Set(vocabulary='shared' if sizes.get('shared') else 'one', **stack)
   p.train.learner.Set(learning_rate=1e-3, optimizer=optimizer.SGD.Params())
   return p.Instantiate(), batch
 

@@ -46,6 +46,11 @@ class Experiment:
       raise ValueError(
         f'{type(task).__name__} has no pipeline with Params at task.stack, which a plan sets'
       )
+    if task.pipeline.params.vocabulary != 'one':
+      raise ValueError(
+        f'a plan does not know task.stack.vocabulary {task.pipeline.params.vocabulary!r}: set it '
+        "to 'one'"
+      )
     if self.model.input is None:
       raise ValueError('a plan needs an input, for the shapes of a batch: set params.input')
     self._pipeline = task.pipeline

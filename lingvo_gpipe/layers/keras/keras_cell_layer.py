@@ -50,7 +50,9 @@ class _CellScope(keras.StatelessScope):
     trained: frozenset[int],
     new_seed: Callable[[Any], tf.Tensor],
   ) -> None:
-    super().__init__(values, collect_losses=True)
+    super().__init__(collect_losses=True)
+    # Not by the constructor: it expects the shapes of the variables, and weights may be slices.
+    self.state_mapping.update((id(variable), value) for variable, value in values)
     self._where = where
     self._trained = trained
     self._new_seed = new_seed
@@ -111,6 +113,9 @@ class KerasCellLayer(base_layer.BaseLayer):
       'positions at a time.',
       domain.Int(0, 2**31 - 1),
     )
+    p.Define(
+      'shares_vocabulary', False, 'Whether this is a softmax, the last cell, to be shared out.'
+    )
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
@@ -147,7 +152,7 @@ class KerasCellLayer(base_layer.BaseLayer):
           f'{self.path}: the Keras layer {layer.name} is stateful: it carries the state of a batch '
           'to the next, which micro-batches cannot do'
         )
-    if self.loss_takes_inputs:
+    if self.loss_takes_inputs or self.params.shares_vocabulary:
       self._CheckHead()
     for name, v in self._keras_variables.items():
       if v.trainable and id(v) not in self._cell.trained:
@@ -169,15 +174,28 @@ class KerasCellLayer(base_layer.BaseLayer):
     ranks = {len(v.shape) for v in tensors}
     if wrong or not is_alone or not is_floating or cell.has_loss or len(ranks) != 1:
       raise ValueError(
-        f'{self.path}: loss_chunk_size needs a model whose one output is that of a Dense or '
-        'ReversibleEmbedding in a cell of its own, without activation, losses and mask_zero; got '
-        f'{", ".join(wrong) or cell.name}'
+        f"{self.path}: loss_chunk_size and vocabulary='shared' need a model whose one output is "
+        'that of a Dense or ReversibleEmbedding in a cell of its own, without activation, losses '
+        f'and mask_zero; got {", ".join(wrong) or cell.name}'
       )
 
   @property
   def loss_takes_inputs(self) -> bool:
     """Whether the loss computes the logits in chunks."""
     return bool(self.params.chunk_size)
+
+  @property
+  def class_axes(self) -> Mapping[str, int]:
+    """The axis of the classes of each weight if the vocabulary is shared out; see BaseLayer."""
+    if not self.params.shares_vocabulary:
+      return {}
+    variables = self._keras_variables
+    if unknown := [v.path for v in variables.values() if v.name not in _CLASS_AXES]:
+      raise ValueError(
+        f"{self.path}: vocabulary='shared' cannot cut {', '.join(unknown)} into slices; merge the "
+        'weights of LoRA or quantization first'
+      )
+    return {name: _CLASS_AXES[v.name] for name, v in variables.items()}
 
   def ForLoss(self, theta: nested_map.NestedMap, *args: Any) -> tuple[Any, ...]:
     """Returns the logits of the inputs, [batch, dim] or [batch, time, dim], not computed yet."""
@@ -189,7 +207,7 @@ class KerasCellLayer(base_layer.BaseLayer):
       # Each position is an example of its own, as rows of a chunk come from several examples.
       shape = [-1, *[1] * (len(self._cell.args[0].shape) - 2), inputs.shape[-1]]
       logits = self.FProp(theta, tf.reshape(inputs, shape))[0]
-      return tf.reshape(logits, tf.concat([tf.shape(inputs)[:-1], [num_classes]], axis=0))
+      return tf.reshape(logits, tf.concat([tf.shape(inputs)[:-1], logits.shape[-1:]], axis=0))
 
     logits = chunked_logits.ChunkedLogits(
       Logits, theta, inputs, num_classes=num_classes, chunk_size=self.params.chunk_size
@@ -385,6 +403,10 @@ class KerasCellLayer(base_layer.BaseLayer):
       name: value if state[name].dtype.is_floating else tf.round(value)
       for name, value in new.items()
     }
+
+
+# The axis of the classes of the weights of a Dense or ReversibleEmbedding.
+_CLASS_AXES = {'kernel': 1, 'bias': 0, 'embeddings': 0, 'reverse_embeddings': 1}
 
 
 def _IsPositionWise(node: keras_nodes.Node) -> bool:

@@ -22,6 +22,10 @@ The model:
 - With replicas, a stage's gradients are added over the replicas (all-reduce) after its last
   backward action, which takes no device time either. The update waits for the sums.
 
+- Slices of the vocabulary get the last activation each, and send back a gradient each. The loss
+  between their forward and their backward needs some numbers for each token, which only the latency
+  delays.
+
 Not modelled: the transfers of skip connections, memory bandwidth that devices share, and links that
 gradients and activations share.
 """
@@ -60,7 +64,8 @@ class Costs:
     fused: V of the last stage (each stage has an entry); None: F + B.
     update: the optimizer's update on each device, after its actions.
     transfer: how long an activation occupies the link, for each boundary between two stages; see
-      `TransferTimes`. Ignored if both stages are on one device.
+      `TransferTimes`. Ignored if both stages are on one device. All slices of the vocabulary are
+      behind one boundary, the last.
     gradient_transfer: how long a gradient occupies the link, which is the opposite one; None:
       `transfer`.
     latency: the time from the end of a transfer until its result arrives; one number, or one for
@@ -373,26 +378,31 @@ class _Links:
   """The links between devices: when a stage's results arrive at the neighbouring stage."""
 
   def __init__(self, work: step_work.StepWork, costs: Costs, scale: Sequence[float]) -> None:
-    num_boundaries = work.schedule.num_stages - 1
+    schedule = work.schedule
+    num_boundaries = schedule.num_layer_stages - (0 if schedule.num_slices else 1)
     back = costs.transfer if costs.gradient_transfer is None else costs.gradient_transfer
     self._forward = per_stage.Expand('transfer', costs.transfer, num_boundaries, 'boundary')
     self._backward = per_stage.Expand('gradient_transfer', back, num_boundaries, 'boundary')
     self._latency = per_stage.Expand('latency', costs.latency, num_boundaries, 'boundary')
     self._work = work
-    self._owners = work.schedule.stage_to_device
+    self._owners = schedule.stage_to_device
+    self._first_slice = schedule.num_layer_stages
     self._scale = scale
     self._occupies_devices = costs.transfer_occupies_devices
-    self._received: dict[Action, float] = {}  # {action: time that its result takes the receiver}.
+    # {(action, receiving stage): time that the transfer takes the receiver}.
+    self._received: dict[tuple[Action, int], float] = {}
     self._free: dict[tuple[int, int], float] = {}  # {(sender, receiver): time when it is free}.
-    self._arrivals: dict[Action, float] = {}  # {action: when the neighbour has its result}.
+    # {(action, receiving stage): when the receiver has the result}.
+    self._arrivals: dict[tuple[Action, int], float] = {}
 
   def Arrival(self, action: Action) -> float:
     """Returns when an action's inputs from other stages arrive; infinite if some are not sent."""
-    return max((self._arrivals.get(n, math.inf) for n in self._Needed(action)), default=0)
+    needed = self._Needed(action)
+    return max((self._arrivals.get((n, action.stage), math.inf) for n in needed), default=0)
 
   def Receive(self, action: Action) -> float:
     """Returns how long an action's device is busy with the transfers of its inputs."""
-    return sum(self._received.get(n, 0) for n in self._Needed(action))
+    return sum(self._received.get((n, action.stage), 0) for n in self._Needed(action))
 
   def _Needed(self, action: Action) -> list[Action]:
     # Inputs from its own stage were made by its own device, earlier in its order.
@@ -400,24 +410,38 @@ class _Links:
 
   def Send(self, action: Action, time: float) -> float:
     """Sends the result of an action that ends at `time`; returns how long its device is busy."""
-    self._arrivals[action] = time
-    stage = action.stage
+    stage, first_slice = action.stage, self._first_slice
     forward = action.kind is Kind.FORWARD
     if action.kind is Kind.WEIGHT_GRADIENT or not (forward or self._work.NeedsDx(stage)):
       return 0  # Only this stage needs the result.
-    receiver = stage + 1 if forward else stage - 1
+    slices = range(first_slice, len(self._owners))
+    if not forward:
+      receivers: Sequence[int] = [min(stage, first_slice) - 1]
+    elif stage in slices:
+      for other in slices:  # The loss needs some numbers for each token.
+        near = self._owners[other] == self._owners[stage]
+        self._arrivals[action, other] = time + (0 if near else self._latency[-1])
+      return 0
+    else:
+      receivers = slices if stage + 1 in slices else [stage + 1]
+    return sum(self._SendTo(receiver, action, time) for receiver in receivers)
+
+  def _SendTo(self, receiver: int, action: Action, time: float) -> float:
+    """Like `Send`, to one stage."""
+    stage = action.stage
+    self._arrivals[action, receiver] = time
     if receiver not in range(len(self._owners)) or self._owners[receiver] == self._owners[stage]:
       return 0
     boundary = min(stage, receiver)
-    seconds = (self._forward if forward else self._backward)[boundary]
+    seconds = (self._forward if action.kind is Kind.FORWARD else self._backward)[boundary]
     seconds *= self._scale[action.micro_batch]
     if self._occupies_devices:
-      self._arrivals[action] = time + self._latency[boundary]
-      self._received[action] = seconds
+      self._arrivals[action, receiver] = time + self._latency[boundary]
+      self._received[action, receiver] = seconds
       return seconds
     link = self._owners[stage], self._owners[receiver]
     self._free[link] = max(time, self._free.get(link, 0)) + seconds
-    self._arrivals[action] = self._free[link] + self._latency[boundary]
+    self._arrivals[action, receiver] = self._free[link] + self._latency[boundary]
     return 0
 
 

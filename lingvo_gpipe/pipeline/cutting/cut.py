@@ -17,9 +17,10 @@ from lingvo_gpipe.pipeline.cost import (
   simulator,
   stage_memory,
   stage_work,
+  vocabulary_cut,
 )
 from lingvo_gpipe.pipeline.cutting import cut_table, layer_costs, layer_profile
-from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules
+from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules, shared_vocabulary
 
 COSTS = ('flops', 'params', 'time')
 
@@ -35,7 +36,10 @@ _DURATIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class StageCut:
-  """One stage: layers [start, end), their weights, forward FLOPs and share of the step's work."""
+  """One stage: layers [start, end), their weights, forward FLOPs and share of the step's work.
+
+  A slice of the vocabulary counts as a layer.
+  """
 
   start: int
   end: int
@@ -61,9 +65,13 @@ class StageBytes:
 class Cut:
   """A sequence of layers cut into stages.
 
+  If the vocabulary is shared out, its slices take the place of the last layer in `layers`,
+  `stages`, `schedule` and `work`.
+
   Attributes:
     layers: the layers' costs for one micro-batch.
-    ends: for each stage the index after its last layer.
+    ends: for each stage the index after its last layer; a softmax whose vocabulary is shared out
+      belongs to the last stage.
     stages: the stages.
     schedule: the training schedule.
     by: the cost that the cut balances, one of `COSTS`.
@@ -72,6 +80,7 @@ class Cut:
     work: F, I and W of each layer, in the unit of `by`: FLOPs, weights or seconds.
     weights: the weights that are trained, and their optimizer slots.
     make_memory: traces the layers for the sizes of their activations.
+    vocabulary: for each device the number of classes of its slice; empty: it is not shared out.
     choices: under `auto`, for each stage what it recomputes and the activations that it then holds;
       else empty.
     again: under `auto`, for each stage the work of one recomputation, in the unit of `work`.
@@ -87,6 +96,7 @@ class Cut:
   work: tuple[stage_work.LayerWork, ...]
   weights: layer_costs.Weights
   make_memory: Callable[[], stage_memory.StageMemory]
+  vocabulary: tuple[int, ...] = ()
   choices: tuple[recomputation.Choice, ...] = ()
   again: tuple[float, ...] = ()
 
@@ -111,10 +121,29 @@ class Cut:
 
     For gpipe this is (K-1)/(M+K-1) (GPipe section 2.3).
     """
+    if self.vocabulary:
+      return self._SimulateEven().overall_bubble
     timeline = self.schedule.Timeline(_DURATIONS)
     makespan = max(row[-1][1] for row in timeline)
     busy = sum(end - start for row in timeline for start, end, _ in row)
     return 1.0 - busy / (makespan * self.num_devices)
+
+  def _SimulateEven(self) -> simulator.Result:
+    """Simulates equal stages and equal slices with the total work of this cut."""
+    slices, total = len(self.vocabulary), sum(w.forward for w in self.work)
+    of_slices = sum(w.forward for w in self.work[-slices:])
+    layers = self.schedule.num_layer_stages
+    times = [(total - of_slices) / layers] * layers + [of_slices / slices] * slices
+    costs = simulator.Costs(times if total else 1)
+    return simulator.Simulate(self.schedule, costs, remat_policy='none')
+
+  @property
+  def balance(self) -> float:
+    """The mean work of the devices, relative to the work of the busiest one."""
+    busy = [0.0] * self.num_devices
+    for device, s in zip(self.schedule.stage_to_device, self.stages, strict=True):
+      busy[device] += s.share
+    return sum(busy) / (max(busy) * len(busy)) if max(busy) else 1.0
 
   @functools.cached_property
   def simulated(self) -> simulator.Result:
@@ -122,13 +151,10 @@ class Cut:
     work = self.work
     if not any(w.forward for w in work):  # No layer has a cost: simulate equal layers.
       work = stage_work.FromForward([1] * len(work), [w.is_trained for w in work])
-    costs = stage_work.SimulatorCosts(work, self.ends)
+    costs = stage_work.SimulatorCosts(work, [s.end for s in self.stages])
     if self.again:
       costs = dataclasses.replace(costs, recompute=self.again)
-    trained = [
-      any(w.is_trained for w in work[start:end])
-      for start, end in partitioner.StageRanges(self.ends)
-    ]
+    trained = [any(w.is_trained for w in work[s.start : s.end]) for s in self.stages]
     return simulator.Simulate(self.schedule, costs, remat_policy=self.policy, trained=trained)
 
   @property
@@ -171,8 +197,15 @@ class Cut:
     ]
     slowest = max(s.share for s in self.stages)
     balance = 1.0 / (slowest * len(self.stages)) if slowest else 1.0
+    if self.vocabulary:
+      balance = self.balance
     stages = f'K={self.num_devices} stages'
-    if self.num_devices < len(self.stages):
+    if self.vocabulary:
+      stages = (
+        f'{self.schedule.num_layer_stages} stages and {len(self.vocabulary)} slices of the '
+        f'vocabulary on K={self.num_devices} devices'
+      )
+    elif self.num_devices < len(self.stages):
       stages = f'{len(self.stages)} stages on K={self.num_devices} devices'
     lines = [
       *cut_table.Lines(rows, in_time),
@@ -229,6 +262,7 @@ def MakeCut(
   memory_limit: float = 0,
   device: str = '',
   prefix: str = '',
+  shares_vocabulary: bool = False,
 ) -> Cut:
   """Cuts the layers so that the most expensive stage is as cheap as possible, or as `splits` say.
 
@@ -248,21 +282,29 @@ def MakeCut(
     xla: whether XLA compiles the stages.
     weights: the weights that are trained; by default all of them, with two optimizer slots each.
     memory_limit: the most bytes that the stages of one device may need, as `stage_memory` predicts;
-      0: no limit.
+      0: no limit. With a shared vocabulary the balanced cut must keep it; no other one is tried.
     device: the device to measure times on; '' is TensorFlow's choice.
     prefix: the beginning of error messages.
+    shares_vocabulary: whether to share the last layer, a softmax, out over all devices, so that
+      they are equally busy.
 
   Raises:
     TypeError: splits that are not integers.
     ValueError: more stages than layers, an unknown `by` or policy, splits that do not match the
-      layers or the schedule, or a memory limit that no cut keeps.
+      layers or the schedule, a memory limit that no cut keeps, or a vocabulary that cannot be
+      shared out.
   """
+  if remat_policy == rematerialisation.AUTO and not memory_limit:
+    remat_policy = 'none'
+  num_classes = 0
+  if splits and by == 'time':
+    by = 'flops'  # The cut is fixed: do not wait for a measurement that decides nothing.
   try:
+    if shares_vocabulary:
+      num_classes = _CheckVocabulary(layers, schedule, splits, by, remat_policy)
     _CheckArguments(len(layers), schedule.num_stages, splits, by, remat_policy)
   except (TypeError, ValueError) as e:
     raise type(e)(f'{prefix}{e}') from None
-  if splits and by == 'time':
-    by = 'flops'  # The cut is fixed: do not wait for a measurement that decides nothing.
   weights = weights or layer_costs.Weights()
   measured = layer_costs.LayerCosts(layers, input_specs, splits or ())
   costs = measured.costs
@@ -273,9 +315,15 @@ def MakeCut(
   else:
     forward = [cost.flops if by == 'flops' else cost.num_params for cost in costs]
     work = stage_work.FromForward(forward, trained)
+  slices: Sequence[int] = ()
+  ends: Sequence[int] | None = splits
+  if shares_vocabulary:
+    schedule = shared_vocabulary.Share(schedule)
+    ends, slices = vocabulary_cut.Cut(work, splits, schedule, remat_policy, num_classes)
+    work = vocabulary_cut.WithSlices(work, slices)
+    ranges = itertools.pairwise([0, *itertools.accumulate(slices)])
+    costs = (*costs[:-1], *(_SliceCost(costs[-1], *r, num_classes) for r in ranges))
 
-  if remat_policy == rematerialisation.AUTO and not memory_limit:
-    remat_policy = 'none'
   has_choices = remat_policy == rematerialisation.AUTO
   one_policy = 'none' if has_choices else remat_policy
 
@@ -285,16 +333,18 @@ def MakeCut(
 
   @functools.cache
   def Memory() -> stage_memory.StageMemory:
-    first = stage_work.FirstTrained(trained)
-    return stage_memory.StageMemory(Bytes(), schedule, one_policy, first)
+    sizes, first = Bytes(), stage_work.FirstTrained(trained)
+    if slices:
+      owner = schedule.stage_to_device[schedule.num_layer_stages - 1]
+      sizes = [*sizes[:-1], *_SliceBytes(layers[-1], sizes[-1], slices, owner, weights)]
+    return stage_memory.StageMemory(sizes, schedule, one_policy, first)
 
   chooser: recomputation.Chooser | None = None
   if has_choices:
     chooser = recomputation.Chooser(Bytes(), work, memory_limit, schedule)
 
-  ends: Sequence[int] | None = splits
   exceeds_limit = False
-  if not splits:
+  if not ends:
     stage_costs = stage_work.CutCosts(work, schedule, one_policy)
     if chooser is not None:
       ends = chooser.Partition()
@@ -306,9 +356,12 @@ def MakeCut(
     if exceeds_limit:  # The error message describes the best cut without the limit.
       ends = partitioner.PartitionStages(stage_costs)
   assert ends, 'Without a memory limit there is always a cut.'
+  all_ends = ends
+  if slices:
+    all_ends = [*ends[:-1], *range(ends[-1] - 1, ends[-1] + len(slices))]
   choices: tuple[recomputation.Choice, ...] = ()
   again: tuple[float, ...] = ()
-  busy = stage_work.StageCosts(work, ends, schedule, one_policy)
+  busy = stage_work.StageCosts(work, all_ends, schedule, one_policy)
   if chooser is not None:
     choices, _ = chooser.ChooseAll(ends)
     again = tuple(itertools.starmap(chooser.OneRecomputation, enumerate(choices)))
@@ -316,7 +369,7 @@ def MakeCut(
   cut = Cut(
     layers=costs,
     ends=tuple(ends),
-    stages=_Stages(costs, ends, busy),
+    stages=_Stages(costs, all_ends, busy),
     schedule=schedule,
     by=by,
     num_params=sum(c.num_params for c in costs) if num_params is None else num_params,
@@ -324,12 +377,92 @@ def MakeCut(
     work=work,
     weights=weights,
     make_memory=Memory,
+    vocabulary=tuple(slices),
     choices=choices,
     again=again,
   )
-  if memory_limit and (splits or exceeds_limit):
+  if memory_limit and (splits or exceeds_limit or slices):
     _CheckMemory(cut, memory_limit, prefix, by_hand=bool(splits))
   return cut
+
+
+def _CheckVocabulary(
+  layers: Sequence[base_layer.BaseLayer],
+  schedule: schedules.Schedule,
+  splits: Sequence[int] | None,
+  by: str,
+  remat_policy: str,
+) -> int:
+  """Returns the number of classes of the last layer.
+
+  Raises:
+    ValueError: its vocabulary cannot be shared out.
+  """
+  head, what = layers[-1], "vocabulary='shared'"
+  if not head.class_axes:
+    raise ValueError(
+      f'{what}: the last layer, {head.path}, is a {type(head).__name__}, not a softmax whose '
+      'classes can be shared out, such as SimpleFullSoftmax or SharedSoftmaxLayer'
+    )
+  if schedule.num_stages >= len(layers):
+    raise ValueError(
+      f'{what}: {schedule.num_stages} stages for {len(layers) - 1} layers besides {head.path}, '
+      f'which is shared out; use at most {len(layers) - 1} stages'
+    )
+  if by == 'time':
+    # A run would not resume bit-for-bit: checkpoints do not hold the sizes of slices.
+    raise ValueError(f"{what} with partition_by='time': use 'flops', 'params' or splits")
+  if remat_policy == rematerialisation.AUTO:
+    raise ValueError(
+      f"{what} with remat_policy='auto' and a memory_limit: choose a policy, or no limit"
+    )
+  if splits and len(splits) > 1 and splits[-2] == len(layers) - 1:
+    raise ValueError(
+      f'{what}: splits {list(splits)} leave the last stage no layer but the softmax, {head.path}, '
+      'which is shared out; give it another layer, or take one stage less'
+    )
+  name, axis = next(iter(head.class_axes.items()))
+  num_classes = head.WeightSpecs()[f'{head.path}.{name}'][0].shape[axis]
+  if num_classes < schedule.num_devices:
+    raise ValueError(
+      f'{what}: {head.path} has {num_classes} classes, too few for {schedule.num_devices} devices'
+    )
+  return num_classes
+
+
+def _SliceCost(
+  head: layer_costs.LayerCost, first: int, end: int, num_classes: int
+) -> layer_costs.LayerCost:
+  share = fractions.Fraction(end - first, num_classes)
+  return dataclasses.replace(
+    head,
+    path=f'{head.path}[{first}:{end}]',
+    num_params=round(head.num_params * share),
+    flops=round(head.flops * share),
+  )
+
+
+def _SliceBytes(
+  head: base_layer.BaseLayer,
+  sizes: stage_memory.LayerBytes,
+  slices: Sequence[int],
+  owner: int,
+  weights: layer_costs.Weights,
+) -> list[stage_memory.LayerBytes]:
+  """Returns the bytes of each slice: a copy of its weights with accumulators, and activations.
+
+  The slice on the device of the last stage (`owner`) includes the whole weights with their state.
+  """
+  copies = weights.CopyBytes(head)
+  return [
+    dataclasses.replace(
+      sizes,
+      state=round(copies * size / sum(slices)) + (sizes.state if device == owner else 0),
+      inner=round(sizes.inner * size / sum(slices)),
+      of_owner=sizes.of_owner if device == owner else 0,
+    )
+    for device, size in enumerate(slices)
+  ]
 
 
 def _CheckArguments(
@@ -368,7 +501,8 @@ def _CheckMemory(cut: Cut, limit: float, prefix: str, by_hand: bool) -> None:
   """Raises ValueError if the stages of a device need more than the limit.
 
   Args:
-    cut: a cut by hand, or the best cut without the limit if no cut keeps it.
+    cut: a cut by hand or with a shared vocabulary, or the best cut without the limit if no cut
+      keeps it.
     limit: bytes of one device.
     prefix: the beginning of the message.
     by_hand: whether the cut was made by hand.
@@ -376,7 +510,8 @@ def _CheckMemory(cut: Cut, limit: float, prefix: str, by_hand: bool) -> None:
   needs = [0] * cut.num_devices
   for device, memory in zip(cut.schedule.stage_to_device, cut.memory, strict=True):
     needs[device] += memory.total
-  if by_hand and max(needs) <= limit:
+  is_search = not (by_hand or cut.vocabulary)
+  if not is_search and max(needs) <= limit:
     return
   owners = cut.schedule.stage_to_device
   stages = [k for k, owner in enumerate(owners) if owner == needs.index(max(needs))]
@@ -384,14 +519,14 @@ def _CheckMemory(cut: Cut, limit: float, prefix: str, by_hand: bool) -> None:
   s, memory = cut.stages[k], cut.memory[k]
   whose = 'of splits' if by_hand else f'of the cut that is best by {cut.by}'
   share = ''
-  if len(stages) > 1:
+  if len(stages) > 1 and not cut.vocabulary:
     share = f' (an equal share of it for each of the {len(stages)} stages of the device)'
   total, state, activations = map(
     text_table.FormatBytes, (memory.total, memory.state, memory.activations)
   )
   raise ValueError(
     f'{prefix}memory_limit {text_table.FormatBytes(limit)} per device{share}: '
-    + ('' if by_hand else f'no cut into {len(cut.stages)} stages keeps it; ')
+    + (f'no cut into {len(cut.stages)} stages keeps it; ' if is_search else '')
     + f'stage {k} {whose}, layers {cut.layers[s.start].path} to {cut.layers[s.end - 1].path}, is '
     f'predicted to need {total} ({memory.total:,} bytes): {state} of weights, gradients and slots '
     f'and {activations} of activations. Use more stages, more micro-batches, another schedule or '

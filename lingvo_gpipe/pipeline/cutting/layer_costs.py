@@ -72,6 +72,14 @@ class Weights:
       total += copies * weight.num_elements * tf.as_dtype(weight.dtype).size
     return round(total)
 
+  def CopyBytes(self, layer: base_layer.BaseLayer) -> int:
+    """Returns the bytes of a copy of the layer's weights, with gradient accumulators."""
+    trained = set(self.Trained(layer))
+    return sum(
+      (1 + (path in trained)) * weight.num_elements * tf.as_dtype(weight.dtype).size
+      for path, (weight, _) in layer.WeightSpecs().items()
+    )
+
   def OwnerBytes(self, layer: base_layer.BaseLayer) -> int:
     """Returns the layer's `LayerBytes.of_owner`."""
     specs = layer.WeightSpecs()

@@ -16,7 +16,19 @@ transfers between devices are implied:
     O                 needs F of its own stage
     L                 needs O of its own stage, and B or I needs L
 
-all for the same micro-batch. The engine traces the calls in this order, and the simulator predicts
+all for the same micro-batch. The vocabulary can be shared out over all devices (`vocabulary`): then
+the last stages are slices of the softmax, one on each device. The loss, which takes no time, runs
+between their forward and their backward. If stages 0 and 1 have the layers, and 2 and 3 are slices:
+
+    device 0   0F0  2F0  0F1  2F1  2B0 ...
+    device 1   1F0  3F0  1F1  3F1  3B0  1B0 ...
+
+    F of a slice               needs F of the last stage with layers
+    B or I of a slice          needs F of all slices
+    B or I of the last stage   needs B or I of all slices
+    with layers
+
+The engine traces the calls in this order, and the simulator predicts
 their times. This module does not know any schedule by name: `schedules` does, and other folders
 import these classes from there.
 """
@@ -69,6 +81,7 @@ class Schedule:
       sequences; stored as tuples.
     stage_to_device: for each stage the index of the device that owns it. A device may own several
       stages. Any sequence; stored as a tuple.
+    num_slices: the number of stages, the last ones, that are slices of the vocabulary.
   """
 
   name: str
@@ -76,6 +89,7 @@ class Schedule:
   num_micro_batches: int
   actions: Sequence[Sequence[Action]]
   stage_to_device: Sequence[int]
+  num_slices: int = 0
 
   def __post_init__(self) -> None:
     object.__setattr__(self, 'actions', tuple(tuple(row) for row in self.actions))
@@ -96,6 +110,11 @@ class Schedule:
   @property
   def num_devices(self) -> int:
     return len(self.actions)
+
+  @property
+  def num_layer_stages(self) -> int:
+    """The number of stages that have layers: all but the slices of the vocabulary."""
+    return self.num_stages - self.num_slices
 
   @functools.cached_property
   def forward_only(self) -> bool:
@@ -118,7 +137,11 @@ class Schedule:
 
   @classmethod
   def FromText(
-    cls, text: str, name: str = 'custom', stage_to_device: Iterable[int] | None = None
+    cls,
+    text: str,
+    name: str = 'custom',
+    stage_to_device: Iterable[int] | None = None,
+    num_slices: int = 0,
   ) -> Schedule:
     """Parses the text form of `ToText`.
 
@@ -130,6 +153,7 @@ class Schedule:
       text: the schedule.
       name: its name.
       stage_to_device: the device of each stage; by default the device that runs its forward.
+      num_slices: the number of stages, the last ones, that are slices of the vocabulary.
 
     Raises:
       ValueError: a token is not an action (the message has its line and column), or the stages are
@@ -168,7 +192,7 @@ class Schedule:
     if stage_to_device is None:
       stage_to_device = [owners[stage] for stage in range(num_stages)]
     num_micro_batches = 1 + max(action.micro_batch for row in rows for action in row)
-    return cls(name, num_stages, num_micro_batches, rows, tuple(stage_to_device))
+    return cls(name, num_stages, num_micro_batches, rows, tuple(stage_to_device), num_slices)
 
   # Meaning.
 
@@ -180,14 +204,20 @@ class Schedule:
     stage, m = action.stage, action.micro_batch
     if action.kind is Kind.WEIGHT_GRADIENT:
       return (Action(stage, Kind.INPUT_GRADIENT, m),)
+    slices = range(self.num_layer_stages, self.num_stages)
     if action.kind in _MAKE_FORWARD:
-      return (self._forward[stage - 1, m],) if stage else ()
+      before = min(stage, self.num_layer_stages) - 1
+      return (self._forward[before, m],) if stage else ()
     if action.kind is Kind.LOAD:
       return (Action(stage, Kind.OFFLOAD, m),)
-    needed = [self._forward[stage, m]]
     if action.kind is Kind.OFFLOAD:
-      return tuple(needed)
-    if stage + 1 < self.num_stages:
+      return (self._forward[stage, m],)
+    if stage in slices:
+      return tuple(self._forward[k, m] for k in slices)
+    needed = [self._forward[stage, m]]
+    if stage + 1 in slices:
+      needed += [self._gradient[k, m] for k in slices]
+    elif stage + 1 < self.num_stages:
       needed.append(self._gradient[stage + 1, m])
     if (stage, m) in self.offloaded:
       needed.append(Action(stage, Kind.LOAD, m))
@@ -240,7 +270,8 @@ class Schedule:
     return ValueError(f'Schedule {self.name!r}: {text}')
 
   def _CheckCounts(self) -> None:
-    for unit, value in (('stage', self.num_stages), ('micro-batch', self.num_micro_batches)):
+    counts = {'stage': self.num_layer_stages, 'micro-batch': self.num_micro_batches}
+    for unit, value in counts.items():
       if not IsPositiveInteger(value):
         raise self._Fault(f'expected at least one {unit}, as an integer, got {value!r}')
     if len(self.stage_to_device) != self.num_stages:
@@ -291,7 +322,12 @@ class Schedule:
       for m in range(self.num_micro_batches):
         kinds = kinds_at.get((stage, m), frozenset())
         fused = Action(stage, Kind.FORWARD_BACKWARD, m)
-        if fused.kind in kinds and stage != self.num_stages - 1:
+        if fused.kind in kinds and (stage != self.num_stages - 1 or self.num_slices):
+          if self.num_slices:
+            raise self._Fault(
+              f'device {device}: {fused}: the loss runs between the forward and the backward of '
+              'the slices of the vocabulary, so no stage can run both in one action'
+            )
           raise self._Fault(
             f'device {device}: {fused}: only the last stage, {self.num_stages - 1}, holds the loss '
             'and can run forward and backward in one action'

@@ -59,7 +59,8 @@ class StepWork:
 
   def NeedsDx(self, stage: int) -> bool:
     """Whether the stage computes the gradient of its input, for earlier stages."""
-    return self.trained is None or any(self.trained[:stage])
+    before = min(stage, self.schedule.num_layer_stages)
+    return self.trained is None or any(self.trained[:before])
 
   def Exists(self, action: Action) -> bool:
     """Whether the action computes anything."""

@@ -14,6 +14,7 @@ from lingvo_gpipe.pipeline.stages import (
   split_backward,
   stage_functions,
   stage_math,
+  vocabulary_slices,
 )
 from lingvo_gpipe.pipeline.stages import stage as stage_lib
 
@@ -34,18 +35,28 @@ class SharedFunctions:
       compilations.
   """
 
-  def __init__(self, num_stages: int, loss_fn: stage_math.LossFn | None, xla: bool) -> None:
+  def __init__(
+    self,
+    num_stages: int,
+    loss_fn: stage_math.LossFn | None,
+    xla: bool,
+    shares_vocabulary: bool = False,
+  ) -> None:
     self._num_stages = num_stages
     self._loss_fn = loss_fn
+    self._shares_vocabulary = shares_vocabulary
     self.xla = xla
     self.num_batch_shapes = 1
     self._math: dict[Any, stage_math.StageMath] = {}
     self._math_of_stage: dict[Any, stage_math.StageMath] = {}
     self._functions: dict[tuple[int, Recompute], Any] = {}
+    self._shared_loss: vocabulary_slices.SharedLoss | None = None
 
   def WithoutXla(self) -> SharedFunctions:
     """Returns the same functions without XLA, not yet traced."""
-    plain = SharedFunctions(self._num_stages, self._loss_fn, xla=False)
+    plain = SharedFunctions(
+      self._num_stages, self._loss_fn, xla=False, shares_vocabulary=self._shares_vocabulary
+    )
     plain.num_batch_shapes = self.num_batch_shapes
     return plain
 
@@ -68,6 +79,14 @@ class SharedFunctions:
     if key not in self._functions:
       self._functions[key] = self._Make(math, recompute)
     return self._functions[key]
+
+  def SharedLoss(self, head: stage_lib.Stage) -> vocabulary_slices.SharedLoss:
+    """Returns the functions of the loss in training, if the vocabulary is shared out."""
+    if self._shared_loss is None:
+      math = self.Math(head, do_eval=False, with_loss=True)
+      assert isinstance(math, vocabulary_slices.LossMath)
+      self._shared_loss = vocabulary_slices.SharedLoss(math, self.xla)
+    return self._shared_loss
 
   def _Make(self, math: stage_math.StageMath, recompute: Recompute) -> Any:
     if isinstance(recompute, rematerialisation.Recompute):
@@ -103,9 +122,17 @@ class SharedFunctions:
     # Evaluation has no backward, so its stages may differ in what is trained.
     trained = s.trained_mask if not do_eval else (False,) * len(s.trained_mask)
     needs_dx = s.needs_dx and not do_eval
-    key = (do_eval, loss_fn is not None, s.exports, trained, needs_dx, s.structure, replica_sum)
+    # Slices share functions with slices of their size.
+    size = s.size if isinstance(s, vocabulary_slices.Slice) else 0
+    has_loss = loss_fn is not None
+    key = (do_eval, has_loss, s.exports, trained, needs_dx, s.structure, replica_sum, size)
     if key not in self._math:
-      self._math[key] = stage_math.StageMath(
+      cls = stage_math.StageMath
+      if size:
+        cls = vocabulary_slices.SliceMath
+      elif has_loss and self._shares_vocabulary and not do_eval:
+        cls = vocabulary_slices.LossMath
+      self._math[key] = cls(
         s.layers,
         loss_fn=loss_fn,
         exports=s.exports,

@@ -316,7 +316,7 @@ class StageMath:
     with failures.NoteLayer(layer, x.args, giver):
       with fprop_context.Enter(dataclasses.replace(outer, aux_losses=[])) as inner:
         with failures.LayerScope(self._start + i), side_effects.Forbid(layer.path):
-          out, stashed = layer.FPropSkips(layer.ThetaFrom(layer_vars), x.skips, *x.args)
+          out, stashed = self._FProp(layer, layer.ThetaFrom(layer_vars), x)
           CheckSkips(layer, stashed)
           out, stashed = AsTensors(layer, out), AsTensors(layer, stashed)
       aux_losses: AuxLosses = {}
@@ -327,6 +327,12 @@ class StageMath:
         what = f'auxiliary loss {owner.path}.{name}'
         aux_losses[key] = (weighted_loss.Loss(what, value), coefficient)
     return nested_map.NestedMap(args=out, skips=stashed), aux_losses
+
+  def _FProp(
+    self, layer: base_layer.BaseLayer, theta: nested_map.NestedMap, x: nested_map.NestedMap
+  ) -> tuple[Any, Any]:
+    """Returns a layer's outputs, and the skips that begin there."""
+    return layer.FPropSkips(theta, x.skips, *x.args)
 
   def _LossTakesInputs(self, i: int) -> bool:
     is_last = self._loss_fn is not None and i == len(self.layers) - 1
@@ -405,7 +411,7 @@ class StageMath:
       with failures.LossScope(), side_effects.Forbid('the loss'):
         if self._LossTakesInputs(len(self.layers) - 1):
           tensors = tf.nest.map_structure(tf.convert_to_tensor, theta[-1])
-          outputs = self.layers[-1].ForLoss(Counted(tensors), *outputs)
+          outputs = self._ForLoss(Counted(tensors), outputs)
         return weighted_loss.Metrics(self._loss_fn(theta, outputs, call.side))
     except Exception as e:
       inputs = (
@@ -413,6 +419,10 @@ class StageMath:
       )
       e.add_note(f'in the loss, which stage {self._index} runs, given {inputs}')
       raise
+
+  def _ForLoss(self, theta: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns what the loss gets of the last layer's inputs."""
+    return self.layers[-1].ForLoss(theta, *inputs)
 
   def _Sums(
     self, metric_sums: dict[str, tf.Tensor], rows: dict[str, tf.Tensor]

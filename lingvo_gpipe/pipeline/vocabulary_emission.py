@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The walk over a training schedule with slices of the vocabulary.
+
+    F[slice, m]   takes args[S, m], class ids     gives statistics
+    loss[m]       takes statistics of all slices  gives their gradients, sums
+    B[slice, m]   takes these gradients           gives a part of dargs[S, m]
+
+S is the number of stages with layers. The loss is not an action: it runs on the device of the last
+of these stages, beside its actions, when the statistics of all slices are there.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from lingvo_gpipe.core import nested_map
+from lingvo_gpipe.layers import chunked_logits, sequential
+from lingvo_gpipe.pipeline import emission
+from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules
+from lingvo_gpipe.pipeline.stages import (
+  failures,
+  micro_batch,
+  shared_functions,
+  stage_math,
+  vocabulary_slices,
+)
+from lingvo_gpipe.pipeline.stages import stage as stage_lib
+
+
+class VocabularyEmission(emission.Emission):
+  """The calls of one walk over a training schedule with slices of the vocabulary."""
+
+  def __init__(
+    self,
+    stages: Sequence[stage_lib.Stage],
+    slices: Sequence[vocabulary_slices.Slice],
+    functions: shared_functions.SharedFunctions,
+    micro_batches: Sequence[micro_batch.MicroBatch],
+    counter: tf.Tensor,
+  ) -> None:
+    """Emits nothing yet.
+
+    Args:
+      stages: the stages of one replica, of which the last one is the head.
+      slices: its slices.
+      functions: the functions of the stages.
+      micro_batches: the micro-batches of this replica.
+      counter: see Emission.
+    """
+    super().__init__(
+      [*stages[:-1], *slices], functions, micro_batches, counter, do_eval=False, with_loss=True
+    )
+    self._head = stages[-1]
+    self._slices = slices
+    self._loss = functions.SharedLoss(self._head)
+    # By micro-batch: the class ids, the statistics and their gradients by slice, and the gradients
+    # of the head's input, one list for each slice.
+    self._class_ids: dict[int, list[tf.Tensor]] = {}
+    self._statistics: dict[int, dict[int, list[chunked_logits.SliceStatistics]]] = (
+      collections.defaultdict(dict)
+    )
+    self._loss_gradients: dict[int, list[list[tf.Tensor]]] = {}
+    self._dargs_of_slices: dict[int, list[list[tf.Tensor]]] = collections.defaultdict(list)
+
+  def Emit(
+    self, schedule: schedules.Schedule, remat_policy: rematerialisation.Policy = 'stage'
+  ) -> None:
+    """Emits every action of the schedule that has any work, and the loss."""
+    super().Emit(schedule, remat_policy)
+    for m in list(self._statistics):  # Nothing is trained, so no backward has asked for the loss.
+      self._TakeGradient(self._slices[0], m)
+
+  def _HasLoss(self, s: stage_lib.Stage) -> bool:
+    return s is self._head
+
+  def _TakeInput(self, s: stage_lib.Stage, m: int) -> None:
+    if not isinstance(s, vocabulary_slices.Slice):
+      super()._TakeInput(s, m)
+      return
+    args, skips = sequential.AsTuple(self._args[self._head.index, m]), nested_map.NestedMap()
+    if m not in self._class_ids:
+      self._x[self._head.index, m] = nested_map.NestedMap(args=args, skips=skips)
+      self._class_ids[m] = self._CallLoss(m, self._loss.ClassIds)
+    with tf.device(s.device):
+      ids = [each - s.first for each in self._class_ids[m]]
+    self._x[s.index, m] = nested_map.NestedMap(args=(*args, ids), skips=skips)
+
+  def _Give(self, s: stage_lib.Stage, m: int, y: Any, sums: nested_map.NestedMap) -> None:
+    if isinstance(s, vocabulary_slices.Slice):
+      self._statistics[m][s.number] = y.args
+    else:
+      super()._Give(s, m, y, sums)
+
+  def _TakeGradient(self, s: stage_lib.Stage, m: int) -> list[tf.Tensor] | None:
+    if not isinstance(s, vocabulary_slices.Slice):
+      if m in self._dargs_of_slices and s.index + 1 == self._head.index:
+        with tf.device(s.device):
+          self._dargs[self._head.index, m] = emission.AddUp(self._dargs_of_slices.pop(m))
+      return super()._TakeGradient(s, m)
+    if m not in self._loss_gradients:
+      statistics = self._statistics.pop(m)
+      gradients, sums = self._CallLoss(
+        m,
+        self._loss.LossGradient,
+        self._head.AllAccumulators(),
+        [statistics[each.number] for each in self._slices],
+      )
+      self._loss_gradients[m] = gradients
+      super()._Give(self._head, m, (), sums)
+    return self._loss_gradients[m][s.number]
+
+  def _GiveGradient(self, s: stage_lib.Stage, m: int, dx: list[tf.Tensor]) -> None:
+    if not isinstance(s, vocabulary_slices.Slice):
+      super()._GiveGradient(s, m, dx)
+    elif s.needs_dx:
+      self._dargs_of_slices[m].append(dx)
+
+  def _CallLoss(self, m: int, function: Any, *args: Any) -> Any:
+    """Returns function(StageCall of the head, *args), on its device, beside the walk's calls."""
+    s = self._head
+    with failures.NoteAction(s, 'loss', m), tf.name_scope(f'loss_{m}'), tf.device(s.device):
+      with stage_math.Running(s.index, s.layers):
+        return function(self._StageCall(s, m), *args)

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pipelines whose vocabulary is shared out equal those with the softmax in the last stage."""
+
+import functools
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_gpipe.core import nested_map
+from lingvo_gpipe.layers import embedding, linear
+from lingvo_gpipe.pipeline.cutting import layer_costs
+from lingvo_gpipe.pipeline.schedule import schedules, shared_vocabulary
+from lingvo_gpipe.runners import train_runner
+from tasks.lm import model as lm_model
+from tests.toys import stacks
+
+# No number of classes here divides by the number of devices, nor the batch by micro-batches.
+_BATCH, _TIME, _DIM, _VOCAB, _NUM_LAYERS = 7, 5, 4, 11, 3
+_SIMPLE, _SHARED = embedding.SimpleFullSoftmax, embedding.SharedSoftmaxLayer
+_TIES = [[f'layers[{_NUM_LAYERS + 1}].emb', 'layers[0].emb']]
+
+
+def _Stack(head, **options):
+  layer = linear.ProjectionLayer.Params().Set(input_dim=_DIM, output_dim=_DIM, activation='TANH')
+  sub = [
+    embedding.EmbeddingLayer.Params().Set(vocab_size=_VOCAB, embedding_dim=_DIM),
+    *[layer] * _NUM_LAYERS,
+    head.Copy().Set(input_dim=_DIM, num_classes=_VOCAB),
+  ]
+  return stacks.MakeStack(sub, **options)
+
+
+@functools.cache
+def _Batch():
+  rng = np.random.default_rng(3)
+  ids, labels = (tf.constant(rng.integers(0, _VOCAB, [_BATCH, _TIME]), tf.int32) for _ in 'ab')
+  weights = rng.uniform(0.5, 2.0, [_BATCH, _TIME])
+  weights[2:4] = 0.0  # The second of four micro-batches counts nothing: its mean is NaN.
+  return (ids,), nested_map.NestedMap(labels=labels, weights=tf.constant(weights))
+
+
+def _Loss(theta, outputs, side):
+  total = tf.reduce_sum(side.weights)
+  smoothed = embedding.XentLossFromLogits(outputs[0], side.labels, label_smoothing=0.1)
+  other = embedding.XentLossFromLogits(outputs[0], (side.labels + 1) % _VOCAB)
+  hits = embedding.Hits(outputs[0], side.labels)
+  with tf.control_dependencies([tf.debugging.Assert(tf.reduce_all(smoothed > 0), [total])]):
+    hits = tf.identity(hits)
+  bias = tf.reduce_sum((theta[-1].b if 'b' in theta[-1] else theta[-1].linear.b) ** 2)
+  return {
+    'loss': (tf.reduce_sum((smoothed + other) * side.weights) / total + 0.1 * bias, total),
+    'accuracy': (tf.reduce_sum(hits * side.weights) / total, total),
+  }
+
+
+def _Run(stack, is_trained=None, num_replicas=1):
+  inputs, side = _Batch()
+  stack.Place(
+    stacks.Devices(),
+    *stacks.Specs(inputs),
+    loss_fn=_Loss,
+    weights=layer_costs.Weights(is_trained),
+    num_replicas=num_replicas,
+  )
+  step, number = stacks.StepFunction(stack), tf.constant(stacks.STEP, tf.int64)
+  step(inputs, side, number)  # The next run must start from cleared accumulators.
+  sums = step(inputs, side, number)
+  return {name: value.numpy() for name, value in sums.items()}, stacks.Gradients(stack)
+
+
+@functools.cache
+def _Expected(head, is_tied=False):
+  ties = _TIES if is_tied else []
+  return _Run(_Stack(head.Params(), num_stages=1, num_micro_batches=4, ties=ties))
+
+
+@pytest.mark.parametrize(
+  'head, num_devices, num_replicas, options',
+  [
+    (_SIMPLE.Params().Set(chunk_size=4), 2, 1, {'num_micro_batches': 1}),  # A quick trace.
+    (_SHARED.Params(), 3, 1, {'schedule': 'zb_h1', 'ties': _TIES}),
+    (_SIMPLE.Params(), 2, 1, {'schedule': 'zb_v', 'remat_policy': 'layer', 'num_stages': 4}),
+    (_SHARED.Params(), 2, 2, {'schedule': '1f1b_fused', 'ties': _TIES, 'remat_policy': 'none'}),
+    (_SIMPLE.Params(), 2, 1, {'schedule': '1f1b', 'xla': True}),
+  ],
+)
+def testLossAndGradientsEqual(head, num_devices, num_replicas, options):
+  options = {'num_stages': num_devices, 'num_micro_batches': 4 // num_replicas, **options}
+  options['stages_per_device'] = options['num_stages'] // num_devices
+  stack = _Stack(head, vocabulary='shared', **options)
+  actual = _Run(stack, num_replicas=num_replicas)
+  stacks.CheckEqual(actual, _Expected(head.cls, 'ties' in options))
+  slices = stack.engine.replicas[-1].slices
+  assert sum(s.size for s in slices) == _VOCAB
+  assert len({s.device for s in slices}) == num_devices
+  assert stack.engine.ConnectedPaths() == set(actual[1])
+  schedule = stack.engine.TrainingSchedule(options['num_micro_batches'])
+  assert len(stack.engine.training_stages) == schedule.num_stages
+
+
+@pytest.mark.parametrize('trained', ['layers[1]', 'layers[4].linear.b'])
+def testFrozenWeights(trained):
+  """Before, behind and within the slices."""
+
+  def IsTrained(path):
+    return trained in path
+
+  stack = _Stack(
+    _SIMPLE.Params(), num_stages=2, num_micro_batches=4, vocabulary='shared', schedule='1f1b'
+  )
+  sums, gradients = _Run(stack, IsTrained)
+  expected_sums, expected = _Expected(_SIMPLE)
+  expected = {path: g for path, g in expected.items() if IsTrained(path)}
+  assert expected
+  stacks.CheckEqual((sums, gradients), (expected_sums, expected))
+
+
+def testTrainingEqualsAndResumesWithoutSlices():
+  """All variables have the names and values of a run that does not share the vocabulary."""
+
+  def Runner(num_stages, vocabulary):
+    p = lm_model.TransformerLm.Params().Set(
+      name='lm', vocab_size=_VOCAB, model_dim=8, hidden_dim=8, num_heads=1, num_layers=1
+    )
+    p.stack.Set(num_stages=num_stages, num_micro_batches=2, xla=False, vocabulary=vocabulary)
+    p.train.learner.learning_rate = 1e-2
+    p.train.learner.clip_gradient_norm_to_value = 1.0
+    spec = batch.Transform(lambda x: tf.TensorSpec(x.shape, x.dtype))
+    return train_runner.TrainRunner(p.Instantiate(), stacks.Devices(), spec)
+
+  (ids,), side = _Batch()
+  batch = nested_map.NestedMap(
+    ids=ids, labels=side.labels, weights=tf.cast(side.weights, tf.float32)
+  )
+  plain, shared = Runner(1, 'one'), Runner(2, 'shared')
+  for _ in range(3):
+    loss = shared.TrainStep(batch)['loss']
+    assert loss == pytest.approx(plain.TrainStep(batch)['loss'], rel=1e-5)
+  # Evaluation and decoding take the whole weights.
+  assert shared.Evaluate([batch])['loss'] == pytest.approx(
+    plain.Evaluate([batch])['loss'], rel=1e-5
+  )
+  prompts = ids[:2].numpy()
+  np.testing.assert_array_equal(
+    shared.task.Generate(prompts, 3, temperature=0.0),
+    plain.task.Generate(prompts, 3, temperature=0.0),
+  )
+  variables = shared.Variables()
+  assert {k: v.shape for k, v in variables.items()} == {
+    k: v.shape for k, v in plain.Variables().items()
+  }
+  for name, variable in plain.Variables().items():
+    variable.assign(variables[name])
+  plain.AfterRestore()
+  assert plain.TrainStep(batch)['loss'] == pytest.approx(shared.TrainStep(batch)['loss'], rel=1e-5)
+
+
+def testTheCutShowsTheSlices():
+  stack = _Stack(_SIMPLE.Params(), num_stages=2, num_micro_batches=4, vocabulary='shared')
+  inputs = stacks.Specs(_Batch()[0])
+  cut = stack.MakeCut(*inputs)
+  text = cut.Table()
+  assert sum(cut.vocabulary) == _VOCAB
+  assert f'layers[4][0:{cut.vocabulary[0]}]' in text and '2 slices of the vocabulary' in text
+  assert sum(s.share for s in cut.stages) == pytest.approx(1)
+  # The slices are copies with gradients; the slice beside the last stage has the softmax itself.
+  plain = _Stack(_SIMPLE.Params(), num_stages=2, num_micro_batches=4)
+  softmax, plain_cut = 8 * (_DIM + 1) * _VOCAB, plain.MakeCut(*inputs)
+  state, plain_state = (sum(s.state for s in c.memory) for c in (cut, plain_cut))
+  assert state - plain_state == 2 * softmax
+  assert cut.memory[-1].state > 4 * softmax > cut.memory[-2].state
+  assert sum(s.num_params for s in cut.stages) == plain.NumParams()
+
+
+# ---- refused -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  'options, message',
+  [
+    ({'memory_limit': 1000}, 'memory_limit'),
+    ({'memory_limit': 10**9, 'remat_policy': 'auto'}, 'auto'),
+    ({'partition_by': 'time'}, 'time'),
+    ({'splits': [4, 5]}, 'splits'),
+    ({'num_stages': 5}, '5 stages for 4 layers'),
+  ],
+)
+def testCutsThatAreRefused(options, message):
+  options = {'num_stages': 2, **options}
+  stack = _Stack(_SIMPLE.Params(), num_micro_batches=2, vocabulary='shared', **options)
+  with pytest.raises(ValueError, match=message):
+    stack.MakeCut(*stacks.Specs(_Batch()[0]))
+
+
+def testOtherLastLayersAreRefused():
+  layer = linear.ProjectionLayer.Params().Set(input_dim=_DIM, output_dim=_DIM)
+  stack = stacks.MakeStack([layer] * 3, num_stages=2, num_micro_batches=2, vocabulary='shared')
+  with pytest.raises(ValueError, match='ProjectionLayer'):
+    stack.MakeCut(tf.TensorSpec([2, _DIM], tf.float64))
+
+
+def testSchedulesWithSlicesAreRefused():
+  schedule = shared_vocabulary.Share(schedules.Get('gpipe', 2, 2))
+  with pytest.raises(ValueError, match='slices'):
+    _Stack(_SIMPLE.Params(), num_stages=4, num_micro_batches=2, schedule=schedule)
+
+
+def testFewerClassesThanDevicesAreRefused():
+  layer = linear.ProjectionLayer.Params().Set(input_dim=_DIM, output_dim=_DIM)
+  sub = [*[layer] * 3, _SIMPLE.Params().Set(input_dim=_DIM, num_classes=2)]
+  stack = stacks.MakeStack(sub, num_stages=3, num_micro_batches=2, vocabulary='shared')
+  with pytest.raises(ValueError, match='2 classes'):
+    stack.MakeCut(tf.TensorSpec([2, _DIM], tf.float64))
+
+
+def _OfWholeLogits(logits, labels):
+  del labels
+  return tf.nn.softmax(logits)
+
+
+def _OfNoLogits(logits, labels):
+  del logits
+  return tf.cast(labels, tf.float64)
+
+
+def _OfPredictedClasses(logits, labels):
+  """A second request that depends on the answer to the first."""
+  return embedding.XentLossFromLogits(logits, tf.cast(embedding.Hits(logits, labels), tf.int32))
+
+
+@pytest.mark.parametrize('loss', [_OfWholeLogits, _OfNoLogits, _OfPredictedClasses])
+def testLossesThatSlicesCannotServeAreRefused(loss):
+  def Loss(theta, outputs, side):
+    del theta
+    return {'loss': (tf.reduce_sum(loss(outputs[0], side.labels)), 1.0)}
+
+  stack = _Stack(_SIMPLE.Params(), num_stages=2, num_micro_batches=2, vocabulary='shared')
+  inputs, side = _Batch()
+  stack.Place(stacks.Devices(), *stacks.Specs(inputs), loss_fn=Loss)
+  with pytest.raises(ValueError, match='vocabulary'):
+    stacks.StepFunction(stack)(inputs, side, tf.constant(1, tf.int64))
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))
