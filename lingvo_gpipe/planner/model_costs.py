@@ -180,7 +180,7 @@ class ModelCosts:
 
 
 def _Zero(s: LayerSample) -> LayerSample:
-  options = tuple(dataclasses.replace(x, kept=0, working=0) for x in s.options)
+  options = tuple(dataclasses.replace(x, kept_bytes=0, working=0) for x in s.options)
   seconds = s.seconds and (0.0, 0.0)
   return LayerSample(0, 0, 0, 0, dict.fromkeys(s.skips_in, 0), seconds, options)
 
@@ -201,7 +201,9 @@ def _Interpolate(a: LayerSample, b: LayerSample, share: float) -> LayerSample:
     seconds,
     tuple(
       dataclasses.replace(
-        y, kept=round(Mix(x.kept, y.kept)), working=round(Mix(x.working, y.working))
+        y,
+        kept_bytes=round(Mix(x.kept_bytes, y.kept_bytes)),
+        working=round(Mix(x.working, y.working)),
       )
       for x, y in zip(a.options, b.options, strict=True)
     ),

@@ -59,7 +59,7 @@ class Times:
       memory: tells the bytes of each stage's input.
       policies: the policy of each stage.
       recompute: for each stage the time of a recomputation; None: its forward.
-      sizes: the bytes of activations of each stage; None: those of `memory`.
+      sizes: the bytes of activations of each stage; None: from `memory`.
     """
     self._choice = choice
     self._policies = policies

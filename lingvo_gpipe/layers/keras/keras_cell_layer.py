@@ -230,7 +230,7 @@ class KerasCellLayer(base_layer.BaseLayer):
     return keras_cells.Structure(self._cell), tuple(self.params.reused)
 
   def PartOf(self, op_name: str) -> str | None:
-    """Returns 'scores' for an operation of an attention, except those of its projections.
+    """Returns 'scores' for an operation of an attention, but not of its projections.
 
     Keras names operations after the layers whose calls they are in. An attention is a layer whose
     class is named so.

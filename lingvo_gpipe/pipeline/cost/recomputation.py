@@ -9,7 +9,7 @@ least again:
   parts, or all of it. Backward then goes layer by layer.
 
 The second is a knapsack. With h micro-batches at the peak, the inputs of the stage's layers i, the
-bytes kept besides k and those computed again within the backward of one layer w,
+bytes kept besides k and the bytes computed again within the backward of one layer w,
 
     state + h (sum of i + sum of k) + max of w <= limit,   sum of times computed again: least
 
@@ -91,9 +91,9 @@ class Chooser:
       layers: the bytes of each layer, with its options; without any, all layers are treated alike.
       work: the work of each layer.
       limit: bytes of a device; its stages get equal shares.
-      schedule: the training schedule, maybe a shorter one than that of the step.
-      num_micro_batches: M of the step; None: that of the schedule.
-      held: the function from a policy to `stage_memory.HeldAtPeaks` of the step; None: that of the
+      schedule: the training schedule, maybe shorter than the step's.
+      num_micro_batches: M of the step; None: M of the schedule.
+      held: the function from a policy to `stage_memory.HeldAtPeaks` of the step; None: of the
         schedule.
     """
     self._layers = layers
@@ -119,10 +119,10 @@ class Chooser:
     ]
     self._kinds = [kinds.index(kind) for kind in kinds]
     costs = [(w.forward, w.input_gradient, w.weight_gradient) for w in work]
-    *scaled, one = partitioner.ExactIntegers('costs', [*itertools.chain(*costs), 1])
+    *scaled, whole_work = partitioner.ExactIntegers('costs', [*itertools.chain(*costs), 1])
     shares = [option.again for x in layers for option in x.options]
     *scaled_shares, whole = partitioner.ExactIntegers('shares', [*shares, 1])
-    self.unit = fractions.Fraction(1, one * whole)
+    self.unit = fractions.Fraction(1, whole_work * whole)
     self._forward = [0, *itertools.accumulate(whole * x for x in scaled[::3])]
     plain = (whole * sum(scaled[i : i + 3]) for i in range(0, len(scaled), 3))
     self._plain = [0, *itertools.accumulate(plain)]
@@ -227,12 +227,12 @@ class Chooser:
       room = memory.RoomToKeep(stage, start, end, limit, working)
       if front is None or room is None:
         continue
-      point = bisect.bisect_right(front.kept, room) - 1
+      point = bisect.bisect_right(front.kept_bytes, room) - 1
       if point >= 0 and (best is None or front.again[point] < best[0]):
-        best = front.again[point], front.kept[point], front, point
+        best = front.again[point], front.kept_bytes[point], front, point
     if best is None:
       return None
-    again, kept, front, point = best
+    again, kept_bytes, front, point = best
     options = front.Options(point)
     layers = tuple(option.recomputed for option in options)
     working = max(option.working for option in options)
@@ -240,8 +240,8 @@ class Chooser:
     return Choice(
       'none' if keeps_all else rematerialisation.ByLayer(layers),
       count * again,
-      memory.Activations(stage, start, end, kept=kept, working=working),
-      kept,
+      memory.Activations(stage, start, end, kept_bytes=kept_bytes, working=working),
+      kept_bytes,
       working,
     )
 
@@ -271,7 +271,7 @@ class _Front:
   """The least work computed again for each number of bytes kept, by the first layers of a stage.
 
   Attributes:
-    kept: bytes kept, ascending.
+    kept_bytes: bytes kept, ascending.
     again: for each of them the least work computed again, descending.
     origins: for each of them index of the point of `before`, times the number of `options`, plus
       the index of the option of the last layer.
@@ -279,7 +279,7 @@ class _Front:
     before: the front without the last layer; None: there are no layers.
   """
 
-  kept: list[int]
+  kept_bytes: list[int]
   again: list[int]
   origins: list[int]
   options: list[_Option]
@@ -289,8 +289,8 @@ class _Front:
     """Returns the front with one more layer."""
     num_options = len(options)
     points = sorted(
-      (kept + x.option.kept, again + x.again, num_options * i + j)
-      for i, (kept, again) in enumerate(zip(self.kept, self.again, strict=True))
+      (num_bytes + x.option.kept_bytes, again + x.again, num_options * i + j)
+      for i, (num_bytes, again) in enumerate(zip(self.kept_bytes, self.again, strict=True))
       for j, x in enumerate(options)
     )
     best: list[tuple[int, int, int]] = []
@@ -302,8 +302,8 @@ class _Front:
       step = -(-(best[-1][0] - best[0][0]) // (_MAX_FRONT - 1))
       last_of_range = {-(-(point[0] - best[0][0]) // step): point for point in best}
       best = list(last_of_range.values())
-    kept, again, origins = map(list, zip(*best, strict=True))
-    return _Front(kept, again, origins, options, self)
+    kept_bytes, again, origins = map(list, zip(*best, strict=True))
+    return _Front(kept_bytes, again, origins, options, self)
 
   def Options(self, point: int) -> list[stage_memory.Option]:
     """Returns the option of each layer at a point."""

@@ -10,7 +10,7 @@ In bytes, for each stage, if h is the most micro-batches that the stage holds un
       except_last  as `stage`, and all activations of the last micro-batch
       layer        h * inputs of all its layers + inner activations of its largest layer
       ByLayer      as `layer`, and h * what else its layers keep; of the inner activations only
-                   those that are computed again
+                   what is computed again
       none         h * (stage input + inputs of its other layers + inner activations)
 
 The terms with h are kept from F to B. The other terms exist within B, which recomputes the forward:
@@ -46,13 +46,13 @@ class Option:
 
   Attributes:
     recomputed: the names of the parts that backward recomputes; None: the whole layer.
-    kept: bytes of a micro-batch that forward keeps besides the layer's inputs.
+    kept_bytes: bytes of a micro-batch that forward keeps besides the layer's inputs.
     again: the share of the layer's forward pass that backward repeats.
     working: bytes that backward computes again.
   """
 
   recomputed: frozenset[str] | None
-  kept: int
+  kept_bytes: int
   again: fractions.Fraction
   working: int
 
@@ -164,7 +164,7 @@ class StageMemory:
     return self._distinct[self._held[stage]]
 
   def Activations(
-    self, stage: int, start: int, end: int, *, kept: int = 0, working: int | None = None
+    self, stage: int, start: int, end: int, *, kept_bytes: int = 0, working: int | None = None
   ) -> int:
     """Returns the peak bytes of activations of stage `stage` if it has layers [start, end).
 
@@ -172,11 +172,11 @@ class StageMemory:
       stage: the stage.
       start: its first layer.
       end: the index after its last layer.
-      kept: under `ByLayer`, the bytes that the layers keep besides their inputs.
+      kept_bytes: under `ByLayer`, the bytes that the layers keep besides their inputs.
       working: under `ByLayer`, the most bytes that backward of a layer computes again; None: the
         inner activations of the largest layer.
     """
-    return self._Activations(self._held[stage], start, end, kept, working)
+    return self._Activations(self._held[stage], start, end, kept_bytes, working)
 
   def RoomToKeep(
     self, stage: int, start: int, end: int, limit: float, working: int
@@ -234,12 +234,12 @@ class StageMemory:
     )
 
   def _Activations(
-    self, kind: int, start: int, end: int, kept: int = 0, working: int | None = None
+    self, kind: int, start: int, end: int, kept_bytes: int = 0, working: int | None = None
   ) -> int:
     stage_input, layer_inputs, inner, largest = self._Sizes(start, end)
     if end <= self._first:
       return stage_input + largest
-    sizes = (stage_input, layer_inputs + kept, inner, largest if working is None else working)
+    sizes = (stage_input, layer_inputs + kept_bytes, inner, largest if working is None else working)
     return max(
       sum(n * size for n, size in zip(held, sizes, strict=True)) for held in self._distinct[kind]
     )

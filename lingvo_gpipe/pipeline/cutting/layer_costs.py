@@ -202,12 +202,12 @@ class LayerCosts:
         everything = cost.fused_bytes if xla else cost.result_bytes
         whole = stage_memory.Option(None, 0, fractions.Fraction(1), everything)
         has_backward = needs_dx or any(trained)
-        kept = _KeepOptions(call, trained, needs_dx, xla) if has_backward else []
+        options = _KeepOptions(call, trained, needs_dx, xla) if has_backward else []
       # The loss, which runs with the last layer, keeps the outputs.
       outputs = SpecBytes(self._Meta(call)[0].out_specs) if is_last else 0
       self._options[key] = (
         whole,
-        *(dataclasses.replace(option, kept=option.kept + outputs) for option in kept),
+        *(dataclasses.replace(x, kept_bytes=x.kept_bytes + outputs) for x in options),
       )
     return self._options[key]
 
@@ -257,17 +257,17 @@ def _KeepOptions(
   part_of = {name: layer.PartOf(name) for name in flops}
   names = sorted({part for part in part_of.values() if part is not None})[:_MAX_PARTS]
   options: list[stage_memory.Option] = []
-  always = all_kept = 0
+  always = of_all = 0
   for size in range(len(names) + 1):
     for recomputed in map(frozenset, itertools.combinations(names, size)):
       again = {name for name, part in part_of.items() if part in recomputed}
       residuals = product.Kept(again.__contains__)
-      kept = sum(flop_rules.Elements(t) * t.dtype.size for t in residuals)
+      num_bytes = sum(flop_rules.Elements(t) * t.dtype.size for t in residuals)
       repeated = sum(flops[name] for name in product.Repeated(residuals))
       if not recomputed:  # Cheap operations are repeated in any case.
-        always, all_kept = repeated, kept
+        always, of_all = repeated, num_bytes
       share = fractions.Fraction(max(repeated - always, 0), max(sum(flops.values()), 1))
-      options.append(stage_memory.Option(recomputed, kept, share, max(all_kept - kept, 0)))
+      options.append(stage_memory.Option(recomputed, num_bytes, share, max(of_all - num_bytes, 0)))
   return options
 
 

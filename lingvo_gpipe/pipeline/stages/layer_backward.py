@@ -86,7 +86,7 @@ class LayerBackward:
     stage = list(math.layers)
     layers = layers or [None] * len(stage)
     # Skips that anything after a layer takes.
-    taken = set(math.exports).union(*(layer.skips_in for layer in stage))
+    skips_taken = set(math.exports).union(*(layer.skips_in for layer in stage))
     needs_dx = math.needs_dx
     self._segments: list[_Segment] = []
     # No layer before this one has any backward.
@@ -94,7 +94,7 @@ class LayerBackward:
     mask = iter(math.trained)
     for i, layer in enumerate(stage):
       is_trained = any([next(mask) for _ in tf.nest.flatten(layer.vars)])
-      exports = sorted(taken.intersection(layer.skips_out))
+      exports = sorted(skips_taken.intersection(layer.skips_out))
       segment = math.Segment(i, exports=exports, needs_dx=needs_dx)
       if layers[i] is None:
         functions: Any = stage_functions.StageFunctions(segment, xla, is_inner=True)
@@ -126,12 +126,12 @@ class LayerBackward:
     for segment in self._segments:
       skips_in = nested_map.NestedMap({name: skips[name] for name in segment.skips_in})
       x = nested_map.NestedMap(args=args, skips=skips_in)
-      y, new_sums, kept = segment.functions.Forward(segment.math.OfSegment(call, x))
+      y, new_sums, new_residuals = segment.functions.Forward(segment.math.OfSegment(call, x))
       for name, values in new_sums.items():
         sums[name].update(values)
       has_backward = self._first is not None and len(inputs) >= self._first
       inputs.append(x if has_backward else None)
-      residuals.append(kept if has_backward else None)
+      residuals.append(new_residuals if has_backward else None)
       outputs.append(y)
       if y:
         args = sequential.AsTuple(y.args)
@@ -199,8 +199,8 @@ class LayerBackward:
         dx: list[tf.Tensor] = []
         if any(segment.math.trained) or (segment.math.needs_dx and leaves.Floats(x)):
           sinks = segment.math.OfAccumulators(accumulators)
-          kept = Tensors(layout.residuals[i])
-          dx, token = segment.functions.Backward(layer_call, sinks, kept, layer_dy)
+          of_layer = Tensors(layout.residuals[i])
+          dx, token = segment.functions.Backward(layer_call, sinks, of_layer, layer_dy)
           done = [token, *dx]
       grads = iter(dx)
       if segment.math.needs_dx:

@@ -203,7 +203,7 @@ class StageMath:
     self._do_eval = do_eval
     self._replica_sum = replica_sum
     self._seen_shapes = seen_shapes
-    # Of a segment: its layers in the stage, and its first trained leaf among those of the stage.
+    # Of a segment: its layers in the stage, and its first trained leaf among the stage's.
     self._start, self._end = 0, len(self._layers)
     self._first_trained = 0
     # The first layer of `layers` that runs.
@@ -251,7 +251,7 @@ class StageMath:
     return StageCall(call.variables[self._start : self._end], x, side, context)
 
   def OfAccumulators(self, accumulators: Sequence[tf.Variable]) -> Sequence[tf.Variable]:
-    """Returns the accumulators of a segment, from those of the stage."""
+    """Returns the accumulators of a segment, a part of the stage's."""
     return accumulators[self._first_trained :][: sum(self.trained)]
 
   def CountTrace(self, x: nested_map.NestedMap, side: Any) -> None:

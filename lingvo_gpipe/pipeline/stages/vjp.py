@@ -147,13 +147,13 @@ class SplitVjp:
       [*self._dx, *self._dw], self._inputs, self.forward_ops, self._xla, is_recomputed
     )
 
-  def Repeated(self, kept: Sequence[tf.Tensor]) -> set[str]:
+  def Repeated(self, residuals: Sequence[tf.Tensor]) -> set[str]:
     """Returns the names of the operations of the forward pass that backward runs again.
 
     Args:
-      kept: the residuals of `forward`, see `Kept`.
+      residuals: the residuals of `forward`, see `Kept`.
     """
-    ran = _Ancestors([*self._dx, *self._dw], [*self._inputs, *kept])
+    ran = _Ancestors([*self._dx, *self._dw], [*self._inputs, *residuals])
     return ran.keys() & self.forward_ops.keys()
 
   @functools.cached_property
