@@ -128,8 +128,8 @@ class KerasCellLayer(base_layer.BaseLayer):
     ]
     # For each attention the names of its layers with weights. TensorFlow numbers repeated names.
     self._attentions = {
-      re.sub(r'_\d+$', '', x.name): {
-        re.sub(r'_\d+$', '', child.name)
+      re.sub(r'(_\d+)+$', '', x.name): {
+        re.sub(r'(_\d+)+$', '', child.name)
         for child in keras_nodes.Sublayers(x)
         if child is not x and child.weights
       }
@@ -235,7 +235,7 @@ class KerasCellLayer(base_layer.BaseLayer):
     Keras names operations after the layers whose calls they are in. An attention is a layer whose
     class is named so.
     """
-    scopes = [re.sub(r'_\d+$', '', scope) for scope in op_name.split('/')]
+    scopes = [re.sub(r'(_\d+)+$', '', scope) for scope in op_name.split('/')]
     for i, scope in enumerate(scopes[:-1]):
       if scope in self._attentions:
         return None if scopes[i + 1] in self._attentions[scope] else 'scores'

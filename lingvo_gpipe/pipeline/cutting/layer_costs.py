@@ -245,7 +245,7 @@ def _KeepOptions(
     trained=trained,
     needs_dx=needs_dx,
     do_eval=False,
-    seen_shapes=retraces.Retraces(lambda: 1),
+    seen_shapes=retraces.Retraces(),
   )
   x = nested_map.NestedMap(args=call.specs, skips=call.skips)
   context = stage_math.Context(tf.TensorSpec([1, 2], tf.int64), tf.TensorSpec([], tf.float32))

@@ -153,7 +153,7 @@ class SplitBackward:
 
   def _IsRecomputed(self) -> Callable[[str], bool]:
     """Returns whether backward recomputes the operation of a name, in the running stage."""
-    layers = dict(enumerate(stage_math.RunningLayers() or self._math.layers))
+    layers = self._math.stage_layers
 
     def IsRecomputed(op_name: str) -> bool:
       i = failures.LayerOfScope(op_name)

@@ -213,7 +213,12 @@ class StageMath:
   @property
   def layers(self) -> Sequence[base_layer.BaseLayer]:
     """The layers of the running stage, see `Running`."""
-    return (RunningLayers() or self._layers)[self._start : self._end]
+    return self.stage_layers[self._start : self._end]
+
+  @property
+  def stage_layers(self) -> Sequence[base_layer.BaseLayer]:
+    """All layers of the running stage, of which a segment has one."""
+    return RunningLayers() or self._layers
 
   def Segment(self, layer: int, *, exports: Sequence[str], needs_dx: bool) -> StageMath:
     """Returns the computations of one layer of the stage as if it were a stage.

@@ -472,5 +472,62 @@ def testTheCutIsForTheLargestMicroBatch(batch_dim):
   assert re.search(r'M=4', cut.Table())
 
 
+# ---- recomputation within a memory limit ---------------------------------------------------------
+
+
+def _Blocks(num_layers=6):
+  block = transformer.TransformerLayer.Params().Set(
+    input_dim=8, hidden_dim=16, num_heads=2, is_causal=True
+  )
+  return pipelining_layer.PipeliningLayer.Params().Set(
+    name='net', sub=[block] * num_layers, num_stages=2, num_micro_batches=4, xla=False
+  )
+
+
+def _AutoCut(limit=0, **options):
+  p = _Blocks().Set(remat_policy='auto', memory_limit=limit, **options)
+  return p.Instantiate().MakeCut(tf.TensorSpec([8, 16, 8]))
+
+
+def testEachStageRecomputesTheLeastThatKeepsTheLimit():
+  fixed = {
+    policy: _Blocks().Set(remat_policy=policy).Instantiate().MakeCut(tf.TensorSpec([8, 16, 8]))
+    for policy in rematerialisation.POLICIES
+  }
+  low = max(m.total for m in fixed['layer'].memory)
+  high = max(m.total for m in fixed['none'].memory)
+  times = []
+  for limit in (low, *(low + (high - low) * i // 20 for i in (1, 2, 3, 4)), high):
+    cut = _AutoCut(limit)
+    assert max(m.total for m in cut.memory) <= limit
+    times.append(cut.simulated.makespan)
+    for other in fixed.values():
+      if max(m.total for m in other.memory) <= limit:
+        assert times[-1] <= other.simulated.makespan
+  assert times == sorted(times, reverse=True)
+  assert len(set(times)) > 3 and times[-1] == fixed['none'].simulated.makespan
+  middle = _AutoCut(low + (high - low) // 10)
+  assert any(isinstance(policy, rematerialisation.ByLayer) for policy in middle.policy)
+  head, first = middle.Table().splitlines()[:2]
+  assert head.endswith('recomputes') and str(middle.policy[0]) in first
+
+
+def testWithoutALimitNothingIsRecomputed():
+  cut = _AutoCut()
+  assert cut.policy == cut.remat_policy == 'none' and 'recomputes' not in cut.Table()
+
+
+@pytest.mark.parametrize('splits', [[], [2, 6]])
+def testALimitThatNoChoiceKeepsNamesTheStage(splits):
+  with pytest.raises(ValueError, match=r'memory_limit.*stage \d'):
+    _AutoCut(1000, splits=splits)
+
+
+def testAChoiceForACutByHandKeepsIt():
+  free = _AutoCut(10**9, splits=[2, 6])
+  cut = _AutoCut(max(m.total for m in free.memory) - 8192, splits=[2, 6])
+  assert cut.ends == (2, 6) and 'none' in cut.policy and len({*map(str, cut.policy)}) == 2
+
+
 if __name__ == '__main__':
   raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers and parts of layers that backward recomputes by choice: same result, fewer residuals."""
+
+import sys
+
+import keras
+import pytest
+import tensorflow as tf
+
+from lingvo_gpipe import PipelinedModel
+from lingvo_gpipe.core import nested_map
+from lingvo_gpipe.layers import transformer
+from lingvo_gpipe.pipeline.cutting import layer_costs
+from lingvo_gpipe.pipeline.schedule import rematerialisation
+from lingvo_gpipe.pipeline.stages import layer_backward, retraces, split_backward, stage_math
+from tests.toys import keras_fits, stacks
+
+_DIM, _TIME, _BATCH, _HEADS, _M = 4, 6, 4, 2, 2
+# Of three layers and two: all, parts, nothing.
+_PARTS = [
+  rematerialisation.ByLayer((None, frozenset({'scores'}), frozenset())),
+  rematerialisation.ByLayer((frozenset({'feed_forward', 'scores'}), frozenset({'feed_forward'}))),
+]
+
+
+def _Block():
+  return transformer.TransformerLayer.Params().Set(
+    input_dim=_DIM, hidden_dim=8, num_heads=_HEADS, is_causal=True, residual_dropout_prob=0.5
+  )
+
+
+def _Inputs():
+  return (tf.random.stateless_normal([_BATCH, _TIME, _DIM], [1, 2], dtype=tf.float64),)
+
+
+@pytest.mark.parametrize(
+  'schedule, xla', [('1f1b', False), ('gpipe', True), ('zb_h1', False), ('1f1b_fused', False)]
+)
+def testGradientsEqualThePlainModels(schedule, xla):
+  sub, side = [_Block()] * 5, stacks.ExampleWeights(_BATCH)
+  stack = stacks.MakeStack(
+    sub, num_stages=2, num_micro_batches=_M, splits=[3, 5], schedule=schedule, xla=xla
+  )
+  actual = stacks.Train(stack, _Inputs(), side, policy=_PARTS)
+  stacks.CheckEqual(actual, stacks.Reference(sub, _M, _Inputs(), side))
+
+
+@pytest.mark.parametrize('kind', [layer_backward.LayerBackward, split_backward.SplitBackward])
+def testRecomputedScoresAreNotKept(kind):
+  stack = stacks.MakeStack([_Block()] * 2)
+  stack.Place(stacks.Devices(), *stacks.Specs(_Inputs()))
+  (s,) = stack.engine.stages
+  math = stage_math.StageMath(
+    s.layers,
+    loss_fn=None,
+    exports=(),
+    trained=s.trained_mask,
+    needs_dx=True,
+    do_eval=False,
+    seen_shapes=retraces.Retraces(),
+  )
+  x = nested_map.NestedMap(args=_Inputs(), skips=nested_map.NestedMap())
+  context = stage_math.Context(tf.ones([2, 2], tf.int64), tf.ones([], tf.float64))
+  call = stage_math.StageCall(s.variables, x, None, context)
+
+  def Shapes(*parts):
+    residuals = kind(math, False, parts).Forward(call)[2]
+    return [tuple(t.shape) for t in residuals]
+
+  scores, hidden = (_BATCH, _HEADS, _TIME, _TIME), (_BATCH, _TIME, 8)
+  everything = Shapes(frozenset(), frozenset())
+  assert everything.count(scores) >= 2 and len(Shapes(None, None)) < len(everything)
+  of_first = Shapes(frozenset(), frozenset({'scores'})).count(scores)
+  assert 0 < of_first < everything.count(scores)
+  assert scores not in Shapes(frozenset({'scores'}), frozenset({'scores'}))
+  assert hidden in everything
+  assert hidden not in Shapes(frozenset({'feed_forward'}), frozenset({'feed_forward'}))
+
+
+def testOptionsOfALayerNameItsParts():
+  stack = stacks.MakeStack([_Block()] * 2, num_micro_batches=_M)
+  costs = layer_costs.LayerCosts(stack.layers, stacks.Specs(_Inputs()))
+  first, second = costs.Bytes(layer_costs.Weights(), xla=False, with_options=True)
+  options = {x.recomputed: x for x in first.options}
+  parts = [frozenset(), {'scores'}, {'feed_forward'}, {'scores', 'feed_forward'}]
+  assert options.keys() == {None, *map(frozenset, parts)}
+  everything = options[frozenset()]
+  # Softmax in float64.
+  scores = _BATCH * _HEADS * _TIME * _TIME * 8
+  assert everything.kept_bytes - options[frozenset({'scores'})].kept_bytes >= scores
+  assert everything.again == 0 < options[frozenset({'scores'})].again < 1 == options[None].again
+  assert options[None].kept_bytes == 0
+  # The loss keeps the outputs of the last layer, unless that is recomputed.
+  last = {x.recomputed: x.kept_bytes for x in second.options}
+  outputs = _BATCH * _TIME * _DIM * 8
+  assert last[frozenset()] >= everything.kept_bytes + outputs and last[None] == 0
+
+
+def _Attention():
+  inputs = keras.Input([_TIME, _DIM])
+  x = inputs
+  for i in range(2):
+    attention = keras.layers.MultiHeadAttention(_HEADS, 2, dropout=0.1, name=f'attention_{i}')
+    x = keras.layers.Dense(_DIM)(attention(x, x))
+  return keras.Model(inputs, x)
+
+
+def testTheScoresOfAKerasAttentionAreAPart():
+  x, y = keras_fits.Floats(4, _TIME, _DIM), keras_fits.Floats(4, _TIME, _DIM, seed=1)
+  losses = []
+  for policy in ('none', [rematerialisation.ByLayer((frozenset({'scores'}),) * 2)] * 2):
+    pipe = PipelinedModel(
+      keras_fits.Seeded(_Attention), 2, num_micro_batches=2, splits=[2, 4], schedule='1f1b'
+    )
+    pipe.compile(optimizer=keras_fits.Sgd(), loss='mse')
+    pipe.predict(x, verbose=0)
+    costs = layer_costs.LayerCosts(pipe.stack.layers, [tf.TensorSpec([2, _TIME, _DIM])])
+    options = costs.Bytes(layer_costs.Weights(), xla=False, with_options=True)[0].options
+    assert frozenset({'scores'}) in {option.recomputed for option in options}
+    pipe.stack.engine.remat_policy = policy
+    losses.append([pipe.train_on_batch(x, y) for _ in range(3)])
+  assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))
