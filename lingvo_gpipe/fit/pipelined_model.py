@@ -83,7 +83,8 @@ class PipelinedModel(keras.Model):
       num_micro_batches: M, the number of micro-batches that a batch is split into.
       schedule: name of the training schedule, or a Schedule. With 1f1b_fused the last stage, and so
         a single one, recomputes nothing.
-      remat_policy: the part that backward recomputes: stage, except_last, layer or none.
+      remat_policy: the part that backward recomputes: stage, except_last, layer or none; auto:
+        in each stage the least that keeps memory_limit.
       offload: greatest share of the stages and micro-batches of a device whose activations wait for
         backward in the memory of the host.
       splits: for each stage the index after its last cell; empty: the cut is computed.
