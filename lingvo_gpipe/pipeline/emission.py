@@ -289,7 +289,15 @@ class Emission:
   def _RecomputeOf(self, s: stage_lib.Stage, m: int) -> shared_functions.Recompute:
     """Returns the part that backward recomputes; the default if there is no backward."""
     has_backward = s.HasAction(_Kind.BACKWARD)
-    return self._recompute.get((s.index, m), _Recompute.STAGE) if has_backward else _Recompute.STAGE
+    return (
+      self._recompute.get((self._StageInSchedule(s), m), _Recompute.STAGE)
+      if has_backward
+      else _Recompute.STAGE
+    )
+
+  def _StageInSchedule(self, s: stage_lib.Stage) -> int:
+    """Returns the number of the stage in the schedule."""
+    return s.index
 
   def _ForHalves(self, s: stage_lib.Stage, m: int) -> Any:
     """Returns the functions with I and W; without residuals, these recompute the stage."""

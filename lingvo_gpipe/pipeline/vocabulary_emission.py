@@ -74,6 +74,12 @@ class VocabularyEmission(emission.Emission):
     for m in list(self._statistics):  # Nothing is trained, so no backward has asked for the loss.
       self._TakeGradient(self._slices[0], m)
 
+  def _StageInSchedule(self, s: stage_lib.Stage) -> int:
+    # The head, which is no stage of the schedule, has the number of the first slice.
+    if isinstance(s, vocabulary_slices.Slice):
+      return self._head.index + s.number
+    return super()._StageInSchedule(s)
+
   def _HasLoss(self, s: stage_lib.Stage) -> bool:
     return s is self._head
 

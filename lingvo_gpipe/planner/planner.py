@@ -55,6 +55,7 @@ class Prediction:
     ends: its cut: for each stage the index after its last layer.
     policies: the re-materialisation policy of each stage.
     memory: bytes of each device of a replica.
+    memory_limit: bytes that each device has.
     seconds: time of a step, the sum of the next four.
     work: mean time in which a device computes, including recomputation.
     bubble: additional time in which devices wait for each other, without transfers.
@@ -66,6 +67,7 @@ class Prediction:
   ends: tuple[int, ...]
   policies: tuple[rematerialisation.StagePolicy, ...]
   memory: tuple[float, ...]
+  memory_limit: float
   seconds: float
   work: float
   bubble: float
@@ -204,6 +206,7 @@ class Planner:
       ends=tuple(fitted.ends),
       policies=fitted.policies,
       memory=fitted.memory,
+      memory_limit=self.devices.memory_bytes,
       seconds=seconds,
       work=work,
       bubble=max(without_links - work - update, 0.0),

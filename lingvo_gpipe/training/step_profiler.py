@@ -215,7 +215,7 @@ class StepProfiler(callback.StepHook):
       text += f'; the schedule and the bubble are those of the first of {num_replicas} replicas'
     measured_steps = [m for m, _ in pairs]
     doubts = measured_schedule.FindDoubts(
-      measured_steps, runner.cut.remat_policy, _HaveWeightGradient(runner)
+      measured_steps, runner.cut.policy, _HaveWeightGradient(runner)
     )
     text = '; '.join([text, *doubts])
     owners = runner.engine.stage_to_device
@@ -265,7 +265,7 @@ def _MeasuredAndPlanned(
     measured.append(measured_schedule.Measured(schedule, trace.step, trace.times))
   planned = {
     size: measured_schedule.SimulateWithMeanTimes(
-      list(group), runner.cut.remat_policy, _HaveWeightGradient(runner)
+      list(group), runner.cut.policy, _HaveWeightGradient(runner)
     )
     for size, group in itertools.groupby(sorted(measured, key=Size), Size)
   }

@@ -10,8 +10,10 @@ import tensorflow as tf
 
 from lingvo_gpipe.core import nested_map
 from lingvo_gpipe.layers import embedding, linear
+from lingvo_gpipe.pipeline import vocabulary_emission
 from lingvo_gpipe.pipeline.cutting import layer_costs
-from lingvo_gpipe.pipeline.schedule import schedules, shared_vocabulary
+from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules, shared_vocabulary
+from lingvo_gpipe.pipeline.stages import vocabulary_slices
 from lingvo_gpipe.runners import train_runner
 from tasks.lm import model as lm_model
 from tests.toys import stacks
@@ -230,7 +232,13 @@ def _OfPredictedClasses(logits, labels):
   return embedding.XentLossFromLogits(logits, tf.cast(embedding.Hits(logits, labels), tf.int32))
 
 
-@pytest.mark.parametrize('loss', [_OfWholeLogits, _OfNoLogits, _OfPredictedClasses])
+def _OfInputs(logits, labels):
+  """Its gradient does not go through the statistics of the slices alone."""
+  xent = embedding.XentLossFromLogits(logits, labels)
+  return xent + tf.reduce_sum(logits.inputs**2) if hasattr(logits, 'inputs') else xent
+
+
+@pytest.mark.parametrize('loss', [_OfWholeLogits, _OfNoLogits, _OfPredictedClasses, _OfInputs])
 def testLossesThatSlicesCannotServeAreRefused(loss):
   def Loss(theta, outputs, side):
     del theta
@@ -241,6 +249,29 @@ def testLossesThatSlicesCannotServeAreRefused(loss):
   stack.Place(stacks.Devices(), *stacks.Specs(inputs), loss_fn=Loss)
   with pytest.raises(ValueError, match='vocabulary'):
     stacks.StepFunction(stack)(inputs, side, tf.constant(1, tf.int64))
+
+
+def testSlicesFollowThePolicyOfTheirOwnStages(monkeypatch):
+  chosen, original = [], vocabulary_emission.VocabularyEmission._For
+
+  def For(self, s, recompute):
+    if isinstance(s, vocabulary_slices.Slice):
+      chosen.append((s.number, recompute))
+    return original(self, s, recompute)
+
+  monkeypatch.setattr(vocabulary_emission.VocabularyEmission, '_For', For)
+  stack = _Stack(
+    _SIMPLE.Params(),
+    num_stages=2,
+    num_micro_batches=2,
+    remat_policy='none',
+    schedule='1f1b',
+    vocabulary='shared',
+  )
+  inputs, side = _Batch()
+  stack.Place(stacks.Devices(), *stacks.Specs(inputs), loss_fn=_Loss)
+  stacks.StepFunction(stack).get_concrete_function(inputs, side, tf.constant(1, tf.int64))
+  assert set(chosen) == {(n, rematerialisation.Recompute.NOTHING) for n in range(2)}
 
 
 if __name__ == '__main__':

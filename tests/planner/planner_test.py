@@ -2,9 +2,11 @@
 """The planner finds the fastest plan that fits, as an exhaustive search does."""
 
 import dataclasses
+import fractions
 import math
 import random
 import sys
+import types
 
 import pytest
 
@@ -18,6 +20,7 @@ from lingvo_gpipe.planner import (
   plan_times,
   planner,
 )
+from tools.planning import experiment
 
 _LAYER = model_costs.LayerWeights(num_bytes=4000, gradient_bytes=4000, trained_bytes=4000)
 _SAMPLE = model_costs.LayerSample(flops=1e6, inputs=1000, outputs=1000, inner=5000)
@@ -263,6 +266,28 @@ def testRecomputationIsOnlyChosenToSaveMemory():
   assert plenty.policies == ('none',)
   little = planner.Planner(_Even(), _Devices(1, memory_bytes=1.3e5 + 4.9e4), 16)
   assert little.Search().best.choice.num_micro_batches > 1
+
+
+def testThePolicyOfEachStageIsPredicted():
+  options = (
+    stage_memory.Option(None, 0, fractions.Fraction(1), 5000),
+    stage_memory.Option(frozenset(), 4000, fractions.Fraction(0), 0),
+  )
+  sample = dataclasses.replace(_SAMPLE, options=options)
+  costs = model_costs.ModelCosts([_LAYER] * 8, {1: [sample] * 8})
+  space = plan_choice.Space(schedules=['1f1b'], num_devices=[2], num_replicas=[1])
+  seconds = []
+  for memory_bytes in (9e4, 1e5, 1.1e5, 1e6):
+    best = planner.Planner(costs, _Devices(2, memory_bytes=memory_bytes), 8, space).Search().best
+    assert best.peak_bytes <= best.memory_limit == memory_bytes
+    seconds.append(best.seconds)
+    values = experiment.Experiment.Overrides(types.SimpleNamespace(_is_batch_chosen=False), best)
+    if {*best.policies} == {'none'}:
+      assert 'remat_policy:none' in values and 'memory_limit' not in values
+    else:
+      assert f'remat_policy:auto;task.stack.memory_limit:{int(memory_bytes)};' in values
+  assert seconds == sorted(seconds, reverse=True) and {*best.policies} == {'none'}
+  assert len(set(seconds)) > 2
 
 
 def testNothingFits():

@@ -14,6 +14,7 @@ from lingvo_gpipe.experiment import model as model_lib
 from lingvo_gpipe.learning import multi_learner
 from lingvo_gpipe.pipeline import replicas
 from lingvo_gpipe.pipeline.cutting import layer_costs
+from lingvo_gpipe.pipeline.schedule import rematerialisation
 from lingvo_gpipe.pipeline.stages import micro_batch
 from lingvo_gpipe.planner import layer_tables, model_costs, planner
 from lingvo_gpipe.runners import task_cut
@@ -146,14 +147,21 @@ class Experiment:
 
   def Overrides(self, prediction: planner.Prediction) -> str:
     """Returns the `--model_params_override` that runs a plan, except for the number of replicas."""
-    choice = prediction.choice
+    choice, policies = prediction.choice, {*prediction.policies}
+    policy, limit = choice.remat_policy, {}
+    if policy == rematerialisation.AUTO:
+      if len(policies) == 1 and isinstance(prediction.policies[0], str):
+        policy = prediction.policies[0]
+      else:  # The trainer chooses within the same limit.
+        limit = {'task.stack.memory_limit': int(prediction.memory_limit)}
     values = {
       'task.stack.num_stages': choice.num_stages,
       'task.stack.stages_per_device': choice.stages_per_device,
       'task.stack.num_micro_batches': choice.num_micro_batches,
       'task.stack.splits': list(prediction.ends),
       'task.stack.schedule': choice.schedule,
-      'task.stack.remat_policy': choice.remat_policy,
+      'task.stack.remat_policy': policy,
+      **limit,
       **({'task.stack.offload': choice.offload} if choice.offload else {}),
       'task.train.shard_optimizer_slots': choice.shard_slots,
     }

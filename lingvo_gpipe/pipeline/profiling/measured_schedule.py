@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from lingvo_gpipe.pipeline.cost import simulator
-from lingvo_gpipe.pipeline.schedule import actions, step_work
+from lingvo_gpipe.pipeline.schedule import actions, rematerialisation, step_work
 from lingvo_gpipe.pipeline.schedule import schedule as schedule_lib
 
 Action = actions.Action
@@ -62,7 +62,7 @@ def MeanTimes(measured: Sequence[Measured]) -> dict[tuple[Kind, int], float]:
 
 
 def SimulateWithMeanTimes(
-  measured: Sequence[Measured], remat_policy: str, trained: Sequence[bool]
+  measured: Sequence[Measured], remat_policy: rematerialisation.Policy, trained: Sequence[bool]
 ) -> simulator.Result:
   """Simulates the schedule with the mean times of its actions.
 
@@ -110,7 +110,7 @@ def SimulateWithMeanTimes(
 
 
 def FindDoubts(
-  measured: Sequence[Measured], remat_policy: str, trained: Sequence[bool]
+  measured: Sequence[Measured], remat_policy: rematerialisation.Policy, trained: Sequence[bool]
 ) -> list[str]:
   """Returns reasons to doubt the measured times, as texts.
 

@@ -123,12 +123,20 @@ class LayerBackward:
     inputs: list[Any] = []
     residuals: list[Any] = []
     outputs: list[Any] = []
+    before: list[tf.Tensor] = []
     for segment in self._segments:
       skips_in = nested_map.NestedMap({name: skips[name] for name in segment.skips_in})
       x = nested_map.NestedMap(args=args, skips=skips_in)
-      y, new_sums, new_residuals = segment.functions.Forward(segment.math.OfSegment(call, x))
+      # Sums over the replicas must run in one order.
+      with tf.control_dependencies(before if self._math.sums_over_replicas else []):
+        y, new_sums, new_residuals = segment.functions.Forward(segment.math.OfSegment(call, x))
+      before = leaves.Tensors((y, new_sums))
       for name, values in new_sums.items():
-        sums[name].update(values)
+        for key, value in values.items():
+          # The loss may call a layer of the stage, which then reports sums twice.
+          known = sums[name].get(key)
+          new = value if known is None else tf.nest.map_structure(tf.add, known, value)
+          sums[name][key] = new
       has_backward = self._first is not None and len(inputs) >= self._first
       inputs.append(x if has_backward else None)
       residuals.append(new_residuals if has_backward else None)

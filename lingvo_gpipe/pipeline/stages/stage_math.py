@@ -220,6 +220,11 @@ class StageMath:
     """All layers of the running stage, of which a segment has one."""
     return RunningLayers() or self._layers
 
+  @property
+  def sums_over_replicas(self) -> bool:
+    """Whether forward waits for sums over the replicas."""
+    return self._replica_sum is not None
+
   def Segment(self, layer: int, *, exports: Sequence[str], needs_dx: bool) -> StageMath:
     """Returns the computations of one layer of the stage as if it were a stage.
 

@@ -273,9 +273,10 @@ class SharedLoss:
     math = self._math
     math.CountTrace(call.x, call.side)
     floats, weights = [leaves.Floats(s) for s in statistics], math.Trained(call.variables)
+    inputs = leaves.Floats(call.x)
 
     with math.EnterContext(call.context.seeds), tf.GradientTape() as tape:
-      tape.watch(floats)
+      tape.watch([floats, inputs])
       # As for the outputs of a last layer: the mean of an empty micro-batch may be NaN.
       counted = [
         leaves.WithFloats(
@@ -292,7 +293,14 @@ class SharedLoss:
 
       with math.TakingStatistics(StatisticsOf):
         _, sums, objective = math.Outputs(call)
-    grads = tape.gradient(objective, [*weights, *itertools.chain(*floats)])
-    math.Accumulate(accumulators, grads[: len(weights)])
-    dense = iter(leaves.DenseGradients([*itertools.chain(*floats)], grads[len(weights) :]))
+    of_inputs, of_weights, of_floats = tape.gradient(
+      objective, [inputs, weights, [*itertools.chain(*floats)]]
+    )
+    if any(g is not None for g in of_inputs):
+      raise ValueError(
+        f"{math.layers[0].path}: vocabulary='shared' needs a loss that uses the inputs of the "
+        'softmax by its logits only: the gradient of any other use would be lost'
+      )
+    math.Accumulate(accumulators, of_weights)
+    dense = iter(leaves.DenseGradients([*itertools.chain(*floats)], of_floats))
     return [[next(dense) for _ in of_slice] for of_slice in floats], sums
