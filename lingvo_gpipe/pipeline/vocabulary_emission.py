@@ -75,7 +75,7 @@ class VocabularyEmission(emission.Emission):
       self._TakeGradient(self._slices[0], m)
 
   def _StageInSchedule(self, s: stage_lib.Stage) -> int:
-    # The head, which is no stage of the schedule, has the number of the first slice.
+    # The schedule has slices in the place of the head.
     if isinstance(s, vocabulary_slices.Slice):
       return self._head.index + s.number
     return super()._StageInSchedule(s)

@@ -109,7 +109,9 @@ def testAResumedRun(run, capsys):
   assert '--profile_steps=6,8: step 7 compiles' in out
   match = re.search(
     r'^profiled steps 7 to 8: [\d.]+ ms a step; bubble [\d.]+% measured, [\d.]+% simulated '
-    rf'with the measured times, [\d.]+% predicted by flops\npicture: {run}/timeline_6_8.html; ',
+    # TensorFlow may leave an action of a step that compiles out of its trace.
+    r'with the measured times, [\d.]+% predicted by flops(; actions missing in the trace: \d+)?\n'
+    rf'picture: {run}/timeline_6_8.html; ',
     out,
     re.MULTILINE,
   )
