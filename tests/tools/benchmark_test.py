@@ -317,6 +317,7 @@ def testHelpListsTheFlagsOfTheGuide(forks):
     'dtype',
     'xla_cache',
     'tables',
+    'mode',
   }
   assert named
   for flag in named:
