@@ -356,7 +356,7 @@ class Emission:
     if (s.index + 1, m) not in self._dargs:
       return None
     with tf.device(s.device):
-      dskips = [AddUp(self._dskips.pop((name, m))) for name in s.exports]
+      dskips = [leaves.AddUp(self._dskips.pop((name, m))) for name in s.exports]
     return [*self._dargs.pop((s.index + 1, m)), *(g for grads in dskips for g in grads)]
 
   def _GiveGradient(self, s: stage_lib.Stage, m: int, dx: list[tf.Tensor]) -> None:
@@ -369,11 +369,6 @@ class Emission:
     for name in s.imports:
       dskip = [next(grads) for _ in leaves.Floats(x.skips[name])]
       self._dskips.setdefault((name, m), []).append(dskip)
-
-
-def AddUp(gradients: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
-  """Returns the sums of lists of gradients."""
-  return [tf.add_n(g) if len(g) > 1 else g[0] for g in zip(*gradients, strict=True)]
 
 
 def _ByName(mappings: Iterable[Mapping[str, tf.Tensor]]) -> dict[str, list[tf.Tensor]]:

@@ -23,6 +23,7 @@ from lingvo_gpipe.pipeline import emission
 from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules
 from lingvo_gpipe.pipeline.stages import (
   failures,
+  leaves,
   micro_batch,
   shared_functions,
   stage_math,
@@ -105,7 +106,7 @@ class VocabularyEmission(emission.Emission):
     if not isinstance(s, vocabulary_slices.Slice):
       if m in self._dargs_of_slices and s.index + 1 == self._head.index:
         with tf.device(s.device):
-          self._dargs[self._head.index, m] = emission.AddUp(self._dargs_of_slices.pop(m))
+          self._dargs[self._head.index, m] = leaves.AddUp(self._dargs_of_slices.pop(m))
       return super()._TakeGradient(s, m)
     if m not in self._loss_gradients:
       statistics = self._statistics.pop(m)

@@ -206,14 +206,13 @@ class StageMemory:
 
   def Sizes(self, ends: Sequence[int]) -> activation_memory.ActivationSizes:
     """Returns the bytes of activations of each stage of a cut, for the simulator."""
-    ranges = [*zip([0, *ends], ends, strict=False)]
-    layer_inputs = [self._inputs[end] - self._inputs[start + 1] for start, end in ranges]
-    inner = [self._inner[end] - self._inner[start] for start, end in ranges]
+    ranges = zip([0, *ends], ends, strict=False)
+    stage_input, layer_inputs, inner, largest = zip(*(self._Sizes(*r) for r in ranges), strict=True)
     return activation_memory.ActivationSizes(
-      stage_input=[self.Input(*span) for span in ranges],
+      stage_input=stage_input,
       inner=[a + b for a, b in zip(layer_inputs, inner, strict=True)],
       layer_inputs=layer_inputs,
-      largest_layer=[max(x.inner for x in self._layers[a:b]) for a, b in ranges],
+      largest_layer=largest,
     )
 
   def Input(self, start: int, end: int) -> int:

@@ -194,7 +194,7 @@ class LayerBackward:
       segment = self._segments[i]
       layer_dy = None
       if dy is not None or i < len(self._segments) - 1:
-        skip_dys = [_AddUp(dskips.pop(name)) for name in segment.math.exports]
+        skip_dys = [leaves.AddUp(dskips.pop(name)) for name in segment.math.exports]
         layer_dy = [*dargs, *(g for grads in skip_dys for g in grads)]
       # A layer waits for the gradients of the layer after it, so that the inner activations of one
       # layer exist at a time. XLA ignores control dependencies and would draw all random numbers
@@ -219,7 +219,7 @@ class LayerBackward:
         dargs = []
     if not math.needs_dx:
       return [], tf.zeros([], tf.int32)
-    dskips_in = [_AddUp(dskips[name]) for name in sorted(call.x.skips)]
+    dskips_in = [leaves.AddUp(dskips[name]) for name in sorted(call.x.skips)]
     return [*dargs, *(g for grads in dskips_in for g in grads)], tf.zeros([], tf.int32)
 
 
@@ -230,11 +230,6 @@ def _Key(call: stage_math.StageCall) -> Any:
 def _Take(gradients: Iterator[tf.Tensor], nest: Any) -> list[tf.Tensor]:
   """Returns the next gradients, one for each floating leaf of the nest."""
   return [next(gradients) for _ in leaves.Floats(nest)]
-
-
-def _AddUp(gradients: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
-  """Returns the sums of lists of gradients."""
-  return [tf.add_n(g) if len(g) > 1 else g[0] for g in zip(*gradients, strict=True)]
 
 
 def _WaitFor(gradients: Sequence[tf.Tensor], seeds: tf.Tensor) -> tf.Tensor:

@@ -47,3 +47,8 @@ def DenseGradients(tensors: Sequence[tf.Tensor], grads: Sequence[Any]) -> list[t
     tf.zeros_like(t) if g is None else tf.convert_to_tensor(g)
     for t, g in zip(tensors, grads, strict=True)
   ]
+
+
+def AddUp(gradients: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
+  """Returns the sums of lists of gradients."""
+  return [tf.add_n(g) if len(g) > 1 else g[0] for g in zip(*gradients, strict=True)]

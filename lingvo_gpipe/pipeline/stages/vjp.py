@@ -153,13 +153,13 @@ class SplitVjp:
     Args:
       residuals: the residuals of `forward`, see `Kept`.
     """
-    ran = _Ancestors([*self._dx, *self._dw], [*self._inputs, *residuals])
+    ran = Ancestors([*self._dx, *self._dw], [*self._inputs, *residuals])
     return ran.keys() & self.forward_ops.keys()
 
   @functools.cached_property
   def forward_ops(self) -> dict[str, tf.Operation]:
     """The operations of the forward pass by name."""
-    return _Ancestors(self._y, self._inputs)
+    return Ancestors(self._y, self._inputs)
 
   def _InputGradient(self, residuals: list[tf.Tensor]) -> _Part:
     fed = [*self._inputs, *residuals, *self._dy]
@@ -171,7 +171,7 @@ class SplitVjp:
 
   def _ForWeights(self, fed: list[tf.Tensor]) -> list[tf.Tensor]:
     """Returns the residuals of the input gradient."""
-    return _Residuals(self._dw, fed, _Ancestors(self._dx, fed), self._xla)
+    return _Residuals(self._dw, fed, Ancestors(self._dx, fed), self._xla)
 
 
 def _Components(gradients: Sequence[Any]) -> list[tf.Tensor]:
@@ -191,7 +191,9 @@ def _Inputs(op: tf.Operation) -> list[tf.Tensor]:
   return [*op.inputs, *(t for before in sums for t in before.outputs)]
 
 
-def _Ancestors(fetches: Sequence[tf.Tensor], fed: Sequence[tf.Tensor]) -> dict[str, tf.Operation]:
+def Ancestors(
+  fetches: Sequence[tf.Tensor], fed: Sequence[tf.Tensor] = ()
+) -> dict[str, tf.Operation]:
   """Returns the operations, by name, that must run for the fetches if some tensors are fed."""
   stop = {t.name for t in fed}
   seen: dict[str, tf.Operation] = {}

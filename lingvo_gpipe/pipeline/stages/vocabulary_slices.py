@@ -28,7 +28,7 @@ import tensorflow as tf
 
 from lingvo_gpipe.core import base_layer, nested_map
 from lingvo_gpipe.layers import chunked_logits
-from lingvo_gpipe.pipeline.stages import leaves, stage, stage_math, weighted_loss
+from lingvo_gpipe.pipeline.stages import leaves, stage, stage_math, vjp, weighted_loss
 
 # Makes the statistics of all classes for int64 class ids [...] and the logits.
 _StatisticsOf = Callable[[tf.Tensor, chunked_logits.ChunkedLogits], chunked_logits.Statistics]
@@ -187,18 +187,6 @@ class _Enough(BaseException):
   """Ends a loss whose class ids are known; handlers of errors in the loss must not catch it."""
 
 
-def _Ancestors(tensors: Sequence[tf.Tensor]) -> set[str]:
-  """Returns the names of the operations of a graph that the tensors depend on."""
-  names: set[str] = set()
-  pending = [t.op for t in tensors]
-  while pending:
-    op = pending.pop()
-    if op.name not in names:
-      names.add(op.name)
-      pending += [t.op for t in op.inputs]
-  return names
-
-
 class SharedLoss:
   """Traced functions of the loss of a shared vocabulary.
 
@@ -227,7 +215,7 @@ class SharedLoss:
         f'{what} that takes the logits, by embedding.XentLossFromLogits or a '
         'SparseCategoricalCrossentropy(from_logits=True) of Keras'
       )
-    if _Ancestors(requests) & {t.op.name for t in answers}:
+    if vjp.Ancestors(requests).keys() & {t.op.name for t in answers}:
       raise ValueError(f'{what} whose class ids do not depend on the logits')
     ids: list[tf.Tensor] = []
     with contextlib.suppress(_Enough):
