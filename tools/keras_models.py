@@ -115,12 +115,12 @@ def Compare(case: Case, devices: Sequence[str], xla: bool) -> Row:
     loss = pipe.train_on_batch(x, y, return_dict=True)['loss']
     row = dataclasses.replace(
       row,
-      calls=len(pipe._graph.nodes),
-      cells=len(pipe._cells),
+      calls=len(pipe._placed.graph.nodes),
+      cells=len(pipe._placed.cells),
       loss=abs(loss - expected) / max(abs(expected), 1e-6),
       gradient=_Difference(before, plain.get_weights(), pipe.model.get_weights()),
     )
-    balance = {k: _Balance(pipe.stack, k, x, pipe._graph) for k in (2, 4) if k <= row.cells}
+    balance = {k: _Balance(pipe.stack, k, x, pipe._placed.graph) for k in (2, 4) if k <= row.cells}
     row = dataclasses.replace(row, balance=balance)
     plain = _Model(case)
     _Compile(plain, 'adam')

@@ -17,23 +17,13 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from absl import logging
 
 from lingvo_gpipe.core import fprop_context, nested_map
 from lingvo_gpipe.distributed import accelerators, cluster
-from lingvo_gpipe.fit import keras_data, keras_generation, keras_loss, keras_step
-from lingvo_gpipe.layers.keras import (
-  keras_cell_layer,
-  keras_cells,
-  keras_cut,
-  keras_masks,
-  keras_nodes,
-  keras_preset,
-  keras_variables,
-)
+from lingvo_gpipe.fit import keras_data, keras_generation, placed_model
+from lingvo_gpipe.layers.keras import keras_cut, keras_preset, keras_variables
 from lingvo_gpipe.pipeline import pipelining_layer
 from lingvo_gpipe.pipeline.schedule import schedules
-from lingvo_gpipe.pipeline.stages import micro_batch
 
 # Methods of a keras.Model that the pipeline replaces, so an override would be ignored.
 _REPLACED = (
@@ -144,17 +134,12 @@ class PipelinedModel(keras.Model):
     p.xla = accelerators.UsesXla(xla, devices)
     self.model = model
     self.built = model.built
-    # Keras would track these objects, and copy lists of them.
-    self.__dict__.update(
-      _pipeline_params=p,
-      _pipeline_devices=tuple(devices),
-      _num_replicas=num_replicas,
-      _loss_chunk_size=loss_chunk_size,
-    )
-    self.__dict__.update(stack=None, cut=None, _cells=(), _is_built=False, _num_evaluations=0)
+    self._settings = placed_model.Settings(p, tuple(devices), num_replicas, loss_chunk_size)
+    self._placed: placed_model.PlacedModel | None = None
+    self.cut: Any = None
+    self._num_evaluations = 0
     # Keras sets no attribute that has the value already, and `__getattr__` has the model's.
     self.__dict__.update(optimizer=None, stop_training=False)
-    self._Forget()
     if model.compiled:  # Read from a file, for example.
       self._CompileAsTheModel()
 
@@ -195,7 +180,7 @@ class PipelinedModel(keras.Model):
     pipe = cls(model, num_stages, **kwargs)
     if hasattr(model, 'preprocess_samples'):
       example = model.preprocess_samples(example)
-    pipe._Place(keras.utils.unpack_x_y_sample_weight(example)[0])
+    pipe._Place(_AsTensors(keras.utils.unpack_x_y_sample_weight(example)[0]))
     keras_preset.LoadWeights(model, preset)
     return pipe
 
@@ -231,6 +216,11 @@ class PipelinedModel(keras.Model):
     """Names of the model's outputs; AttributeError if it has none."""
     return self.model.output_names
 
+  @property
+  def stack(self) -> pipelining_layer.PipeliningLayer | None:
+    """The pipeline; None before the first batch."""
+    return None if self._placed is None else self._placed.stack
+
   def compile(self, *args: Any, **kwargs: Any) -> None:
     """Configures training; see `compile` of the model. The stages have `xla` for `jit_compile`."""
     # The plain model is saved with its optimizer, and may have defaults, as KerasHub's tasks do.
@@ -243,13 +233,9 @@ class PipelinedModel(keras.Model):
 
   def _Forget(self) -> None:
     """Drops the stages, which the next batch makes again; the variables stay where they are."""
-    if self.stack is not None:
-      engine = self.stack.engine
-      for s in (*engine.stages, *engine.replicas[0].slices):  # Traces may live longer.
-        s.accumulators.clear()
-        s.mirror_accumulators.clear()
-    self.__dict__.update(stack=None, _graph=None, _keras_loss=None, _keras_step=None, _masks={})
-    self.__dict__.update(_train=None, _test=None, _predict=None, _places=[], _generation=None)
+    if self._placed is not None:
+      self._placed.Clear()
+    self._placed = None
 
   def save(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
     """Saves the plain Keras model, with its optimizer; see keras.Model.save."""
@@ -295,14 +281,10 @@ class PipelinedModel(keras.Model):
 
   def _GenerationSteps(self, inputs: Any) -> keras_generation.GenerationSteps:
     """Returns the functions that generate; places the stages."""
-    if self.stack is None:  # One prompt cannot be split into micro-batches.
-      num_rows = self._num_replicas * self._pipeline_params.num_micro_batches
+    if self._placed is None:  # One prompt cannot be split into micro-batches.
+      num_rows = self._settings.num_micro_batches
       inputs = keras.tree.map_structure(lambda t: tf.repeat(t[:1], num_rows, axis=0), inputs)
-    self._Place(inputs)
-    if self._generation is None:
-      devices = [s.device for s in self.stack.engine.stages]
-      self.__dict__['_generation'] = keras_generation.GenerationSteps(self.model, devices)
-    return self._generation
+    return self._Place(_AsTensors(inputs)).generation
 
   fit = keras_data.Preprocessed('fit')
   evaluate = keras_data.Preprocessed('evaluate')
@@ -314,12 +296,8 @@ class PipelinedModel(keras.Model):
   def summary(self, *args: Any, **kwargs: Any) -> None:
     """Prints the summary of the model, and the stages once there was a batch."""
     self.model.summary(*args, **kwargs)
-    if self.stack is not None:
-      show = kwargs.get('print_fn') or print
-      for s in self.stack.engine.stages:
-        names = [self._cells[self.stack.layers.index(layer)].name for layer in s.layers]
-        show(f'stage {s.index}: {", ".join(names)}')
-      show(self.cut.Table(self._pipeline_devices))
+    if self._placed is not None:
+      self._placed.Show(kwargs.get('print_fn') or print)
 
   # ---- steps -------------------------------------------------------------------------------------
 
@@ -364,213 +342,45 @@ class PipelinedModel(keras.Model):
     return Run
 
   def _TrainBatch(self, data: Any) -> Any:
-    args, side = self._Prepare(*keras.utils.unpack_x_y_sample_weight(data))
-    if self._keras_step is None:
-      self._MakeStep()
-    with self._keras_step.LocateFailure(lambda: self._MicroBatches(args, side)):
-      return self._train(args, side)
+    x, side = _Unpack(data)
+    return self._Place(x, side).TrainBatch(x, side)
 
   def _TestBatch(self, data: Any) -> Any:
-    args, side = self._Prepare(*keras.utils.unpack_x_y_sample_weight(data))
-    return self._test(args, side, self._Counter())
+    x, side = _Unpack(data)
+    return self._Place(x, side).TestBatch(x, side, self._Counter())
 
   def _PredictBatch(self, data: Any) -> Any:
-    x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
-    args = self._Place(x)
-    return self._predict(args, self._Counter())
+    x, _ = _Unpack(data)
+    return self._Place(x).PredictBatch(x, self._Counter())
 
   def _Counter(self) -> tf.Tensor:
     """Returns a step counter for another evaluation, in which layers may draw random numbers."""
-    self.__dict__['_num_evaluations'] += 1
+    self._num_evaluations += 1
     return fprop_context.StepCounter(tf.constant(self._num_evaluations, tf.int64))
 
-  def _Prepare(self, x: Any, y: Any, sample_weight: Any) -> tuple[Any, nested_map.NestedMap]:
-    """Returns the arguments of the first cell and the inputs of the loss; places the stages."""
-    tensors = _AsTensors((y, sample_weight))
-    side = nested_map.NestedMap(y=tensors[0], sample_weight=tensors[1])
-    args = self._Place(x, side)
-    if not self._is_built:
-      self._keras_loss.Build(side, micro_batch.BatchSize(args))
-      self.__dict__['_is_built'] = True
-    return args, side
-
-  def _Place(self, x: Any, side: nested_map.NestedMap | None = None) -> tuple[Any, ...]:
-    """Returns the flat inputs of the model; cuts the model at the first batch.
+  def _Place(self, x: Any, side: nested_map.NestedMap | None = None) -> placed_model.PlacedModel:
+    """Returns the model on its stages; cuts it at the first batch.
 
     Args:
-      x: the inputs as the model takes them.
+      x: tensors, the inputs as the model takes them.
       side: the inputs of the loss, which is then checked before anything moves.
     """
-    x = _AsTensors(x)
-    places = keras_variables.Places(self.model) if self._places else []
-    if [id(v) for v, *_ in places] != [id(v) for v, *_ in self._places]:
-      raise ValueError(
-        f'the variables of {self.model.name} have changed (by quantize or enable_lora?): compile '
-        'again'
-      )
-    pairs = list(zip(places, self._places, strict=True))
-    # Another pipeline of the model may move its variables; and as in Keras, `trainable` counts at
-    # the first step after compile().
-    is_moved = any(a is not b for (_, a, _), (_, b, _) in pairs)
-    is_other = self._keras_step is None and any(a != b for (*_, a), (*_, b) in pairs)
-    if is_moved or is_other:
-      self._Forget()
-    if self._graph is not None and (specs := self._graph.OtherSizes(x)) is not None:
-      self._Forget()
-      self._Trace(specs)
-    if self._graph is None:
-      self._Trace(x)
+    specs = None
+    if self._placed is not None:
+      if self._placed.IsStale() or (specs := self._placed.graph.OtherSizes(x)) is not None:
+        self._Forget()
+    if self._placed is None:
+      ends = self.cut.ends if self.cut is not None else ()
+      self._placed = placed_model.PlacedModel(self, self._settings, x, side, specs=specs, ends=ends)
+      self.cut = self._placed.cut
       self.built = True
-    args = tuple(self._graph.FlatInputs(x))
-    if self._keras_loss is None:
-      self._MakeStack(args, side)
-    return args
+    return self._placed
 
-  def _Trace(self, x: Any) -> None:
-    """Finds the cells of the model for inputs like `x`."""
-    graph = keras_nodes.FromModel(self.model, x)
-    self.__dict__.update(_graph=graph, _cells=tuple(keras_cells.Cut(graph)))
 
-  def _MakeStack(self, args: tuple[Any, ...], side: nested_map.NestedMap | None) -> None:
-    """Cuts the model for a first batch, and moves its variables to their stages."""
-    cells = self._cells
-    p = self._pipeline_params.Copy()
-    p.Set(**keras_cut.Params(cells))
-    p.sub[-1].Set(chunk_size=self._loss_chunk_size, shares_vocabulary=p.vocabulary == 'shared')
-    if p.num_stages > len(cells):
-      raise ValueError(
-        f'{self.model.name} has {len(cells)} cells, too few for {p.num_stages} stages; a cell is a '
-        f'layer with a matrix: {", ".join(c.name for c in cells)}'
-      )
-    used = {id(v) for cell in cells for v in cell.Weights().values()}
-    for v in self.model.trainable_variables:
-      if v.regularizer is not None and id(v) not in used:
-        raise ValueError(
-          f'{v.path} has a regularizer, but no call of {self.model.name} uses it: set its '
-          '`trainable` to False, or remove the regularizer'
-        )
-    num_micro_batches = p.num_micro_batches * self._num_replicas
-    is_fixed = all(None not in v.shape[1:] for v in self._graph.inputs)
-    if num_micro_batches > 1 and is_fixed:
-      for v in self._graph.outputs:
-        if None in v.shape[1:]:
-          raise ValueError(
-            f'{self.model.name} has an output of shape {v.shape}, which depends on the number of '
-            'examples, so it compares examples of a batch; set num_micro_batches=1'
-          )
-    without_xla = sorted({x.name for c in cells for x in c.Layers() if not x.supports_jit})
-    if p.xla and without_xla:
-      logging.warning('XLA is off: %s cannot be compiled by it.', ', '.join(without_xla))
-      p.xla = False
-    if self.cut is not None and self.cut.ends[-1] == len(cells):  # The variables are in place.
-      p.splits = list(self.cut.ends)
-    loss = keras_loss.KerasLoss(self, self._graph, num_micro_batches)
-    if side is not None:
-      loss.Build(side, micro_batch.BatchSize(args))
-    stack = p.Instantiate()
-    specs = [None if t is None else tf.TensorSpec(t.shape, t.dtype) for t in args]
-    devices, num_replicas = self._pipeline_devices, self._num_replicas
-    cut = stack.MakeCut(*specs, device=devices[0], num_replicas=num_replicas)
-    has_masks = any(isinstance(s, dict) and 'mask' in s for s in cut.layers[-1].out_specs)
-    masks: dict[bool, keras_masks.Masks] = {}
-    if has_masks and num_micro_batches > 1:
-      masks = {e: keras_masks.OutputMasks(stack.layers, do_eval=e) for e in (False, True)}
-      for compute in masks.values() if loss.outputs else ():  # A loss needs the masks.
-        tf.function(compute, autograph=False).get_concrete_function(tuple(specs))
-    stack.Place(devices, *specs, loss_fn=loss, num_replicas=num_replicas, cut=cut)
-    keras_variables.GiveValues(self.model)
-    keras_variables.ForgetFunctions(self.model)
-    self.__dict__.update(
-      _places=keras_variables.Places(self.model),
-      stack=stack,
-      cut=cut,
-      _keras_loss=loss,
-      _keras_step=None,
-      _is_built=side is not None or not self.compiled,
-      _masks=masks,
-    )
-    # By shape of the batch; relaxed shapes would not be static.
-    for name in ('train', 'test', 'predict'):
-      run = getattr(self, f'_{name.title()}')
-      function = run if self.run_eagerly else tf.function(run, autograph=False)
-      self.__dict__[f'_{name}'] = function
-
-  def _MakeStep(self) -> None:
-    variables = {}
-    for k, cell in enumerate(self._cells):
-      for name, v in cell.Weights().items():
-        variables[f'{self.stack.layers[k].path}.{name}'] = v
-    trained = {path: variables[path] for path in self.stack.engine.trained}
-    if not trained:
-      raise ValueError(f'{self.model.name} has no weights to train')
-    if self.loss is None and not any(c.has_loss for c in self._cells):
-      raise ValueError('there is no loss to minimise: give `loss` to compile()')
-    outputs = self._keras_loss.outputs
-    connected = keras_nodes.VariablesBefore(self._graph, outputs)
-    if keras_nodes.MayCutGradients(self._graph):
-      connected &= keras_nodes.ConnectedVariables(self._graph, outputs)
-    keras_variables.MoveSlots(self.optimizer, self.model.trainable_variables)
-    self.__dict__['_keras_step'] = keras_step.KerasStep(
-      self.stack,
-      self.optimizer,
-      variables=trained,
-      connected={path for path, v in trained.items() if id(v) in connected},
-      all_variables=self.model.trainable_variables,
-    )
-
-  # ---- functions to trace ------------------------------------------------------------------------
-
-  def _Train(self, args: tuple[Any, ...], side: nested_map.NestedMap) -> Any:
-    return self._UpdateMetrics(self._keras_step.Update(self._MicroBatches(args, side)), args, side)
-
-  def _Test(self, args: tuple[Any, ...], side: nested_map.NestedMap, counter: tf.Tensor) -> Any:
-    self.stack.engine.SyncReplicas()
-    sums = self.stack.engine.Evaluate(self._MicroBatches(args, side, do_eval=True), counter)
-    return self._UpdateMetrics(sums, args, side)
-
-  def _Predict(self, args: tuple[Any, ...], counter: tf.Tensor) -> Any:
-    self.stack.engine.SyncTies()
-    inputs = self.stack.SplitBatch(args)
-    outputs = [
-      [keras_cell_layer.Parts(x)[0] for x in y]
-      for y in self.stack.engine.Forward(inputs, counter=counter).Outputs()
-    ]
-    return self._graph.PackOutputs(micro_batch.MergeOutputs(outputs, inputs))
-
-  def _MicroBatches(
-    self, args: tuple[Any, ...], side: nested_map.NestedMap, *, do_eval: bool = False
-  ) -> list[micro_batch.MicroBatch]:
-    pieces = self.stack.SplitBatch((args, side))
-    scales = self._keras_loss.Scales(pieces, self._masks.get(do_eval))
-    total = micro_batch.BatchSize(args)
-    return [
-      micro_batch.MicroBatch(
-        args,
-        nested_map.NestedMap(side, scale=scale),
-        tf.constant(micro_batch.BatchSize(args) / total, tf.float64),
-      )
-      for (args, side), scale in zip(pieces, scales, strict=True)
-    ]
-
-  def _UpdateMetrics(
-    self, sums: dict[str, tf.Tensor], args: tuple[Any, ...], side: nested_map.NestedMap
-  ) -> Any:
-    """Adds a batch to the metrics; returns their results."""
-    loss, sums = self._keras_loss, dict(sums)
-    for i, v in enumerate(loss.States()):
-      v.assign_add(sums.pop(f'{keras_loss.STATE}{i}'))
-    predictions: dict[str, dict[str, tf.Tensor]] = {}
-    for name in [name for name in sums if name.startswith(keras_loss.PREDICTION)]:
-      prediction, part = name.rsplit('_', 1)
-      predictions.setdefault(prediction, {})[part] = sums.pop(name)
-    if predictions:
-      outputs = [predictions[f'{keras_loss.PREDICTION}{i}'] for i in range(len(predictions))]
-      y_pred = self._graph.PackOutputs([keras_cell_layer.Attached(x) for x in outputs])
-      self._compile_metrics.update_state(side.y, y_pred, side.sample_weight)
-    # Losses of layers may have another dtype than the loss.
-    total = tf.add_n([tf.cast(x, tf.float64) for x in keras_step.Means(sums).values()])
-    self._loss_tracker.update_state(total, sample_weight=micro_batch.BatchSize(args))
-    return self.get_metrics_result()
+def _Unpack(data: Any) -> tuple[Any, nested_map.NestedMap]:
+  """Returns the inputs of the model and of the loss in a batch, as tensors."""
+  x, y, sample_weight = _AsTensors(keras.utils.unpack_x_y_sample_weight(data))
+  return x, nested_map.NestedMap(y=y, sample_weight=sample_weight)
 
 
 def _AsTensors(nest: Any) -> Any:
