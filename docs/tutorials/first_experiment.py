@@ -166,5 +166,6 @@ print('files:', *sorted(os.listdir(root / 'four')))
 project.cleanup()
 
 # %% [markdown]
-# [Training and evaluation](../training.md) has the jobs, learners and evaluations, and
-# [Several hosts and replicas](../distributed.md) what changes if the devices are on other machines.
+# [Train and evaluate](../training.md) has the jobs and evaluations,
+# [Choose the optimizer](../learner.md) the learners, and [Train on several
+# hosts](../distributed.md) the changes if the devices are on other machines.

@@ -22,7 +22,7 @@ def _Rewritten(path, text):
     ('keras.md', '../tasks/lm/model.py', 'source/tasks/lm/model.py.md'),
     ('keras.md', 'examples/slurm.sh', 'source/docs/examples/slurm.sh.md'),
     ('reference/params.md', '../keras.md', '../keras.md'),
-    ('keras.md', 'training.md#profile', 'training.md#profile'),
+    ('keras.md', 'profiling.md#workers', 'profiling.md#workers'),
     ('keras.md', 'https://keras.io', 'https://keras.io'),
     ('keras.md', '../no/such/file.py', '../no/such/file.py'),  # mkdocs reports it.
   ],
