@@ -139,7 +139,7 @@ lines = Run('trainer', '--logdir=killed')
 print(*(line for line in lines if line.startswith(('resuming', 'Test'))), sep='\n')
 
 # %% [markdown]
-# The result is that of the run that nobody killed, to the last digit:
+# The result equals the result of the run that nobody killed, to the last digit:
 
 # %%
 reports = [json.loads((root / name / 'report.json').read_text()) for name in ('straight', 'killed')]
