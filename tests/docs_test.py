@@ -167,6 +167,13 @@ def testTheFirstExampleOfTheReadmeRuns(environment, tmp_path):
   assert output == '8 2\n'
 
 
+def testTheKerasProgramOfTheReadmeTrains(environment, tmp_path):
+  output = _RunProgram(_Blocks(README, 'python')[1], environment, tmp_path)
+  losses = [float(x) for x in re.findall(r'loss: ([\d.]+)', output)]
+  assert losses[-1] < losses[0] / 2
+  assert (tmp_path / 'model.keras').exists()
+
+
 def testTheExperimentOfTheGuideTrainsInAnEmptyDirectory(environment, forks, tmp_path):
   files = _ProjectFiles()
   assert sorted(files) == ['params/toy.py', 'tasks/toy.py']
