@@ -18,7 +18,7 @@ def _Rewritten(path, text):
 @pytest.mark.parametrize(
   ('page', 'link', 'expected'),
   [
-    ('keras.md', '../README.md#running', 'index.md#running'),
+    ('keras.md', '../README.md#read-on', 'index.md#read-on'),
     ('keras.md', '../tasks/lm/model.py', 'source/tasks/lm/model.py.md'),
     ('keras.md', 'examples/slurm.sh', 'source/docs/examples/slurm.sh.md'),
     ('reference/params.md', '../keras.md', '../keras.md'),
