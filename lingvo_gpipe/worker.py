@@ -2,7 +2,7 @@
 """The worker: `worker --cluster=hosts.json --task_index=0 --local_only` serves its devices.
 
 A trainer with the same --cluster computes on them. The worker runs until it is terminated. With
---local_only other machines reach it through a tunnel; see docs/distributed.md.
+--local_only other machines reach it through a tunnel; see docs/network.md.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _Serve() -> int:
     if not stat.S_ISFIFO(os.fstat(0).st_mode):
       raise binary.UsageError(
         '--local is for programs that start workers and end them through a pipe. To start a worker '
-        'by hand, give --cluster, --task_index and --local_only (docs/distributed.md)'
+        'by hand, give --cluster, --task_index and --local_only (docs/network.md)'
       )
     if FLAGS.starter:
       local_workers.EndWithParent(FLAGS.starter)
@@ -43,7 +43,7 @@ def _Serve() -> int:
         'give one of --local_only, which keeps other machines away unless they come through a '
         "tunnel, and --trusted_network, if only trusted hosts can reach this one: TensorFlow's "
         'server asks nobody for a password, and whoever reaches its port can read and write files '
-        'as this user (docs/distributed.md)'
+        'as this user (docs/network.md)'
       )
     spec = device_flags.ClusterSpec()
     if spec is None:
@@ -56,7 +56,7 @@ def _Serve() -> int:
       raise binary.UsageError(
         f'worker {index} is {address} for the others, where --local_only lets nobody reach it: '
         'name it localhost in the file of addresses, and let a tunnel end there, or give '
-        '--trusted_network in place of --local_only (docs/distributed.md)'
+        '--trusted_network in place of --local_only (docs/network.md)'
       )
     port = int(address.rpartition(':')[2])
   with device_flags.StartingTensorFlow():

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The language of docstrings, comments and names: the worst habits, counted.
+"""The language of docstrings, comments, names and documents: the worst habits, counted.
 
-Run this file with a folder to see every place: `python tests/language_test.py lingvo_gpipe/core`.
+Run this file with a folder or a page to see every place:
+`python tests/language_test.py lingvo_gpipe/core`, `python tests/language_test.py docs/*.md`.
 """
 
 import ast
@@ -10,6 +11,7 @@ import pathlib
 import re
 import sys
 import tokenize
+from typing import NamedTuple
 
 import pytest
 
@@ -31,6 +33,23 @@ _PHRASES = re.compile(
   )\b""",
   re.I | re.X,
 )
+
+# Further habits of the documents: `for` as because, `where` as if, `else` as otherwise, `of` in
+# front of a sentence's subject.
+_PAGE_PHRASES = re.compile(
+  r"""(
+    ,\ for\ (it|they|there|this|that|these|nobody|no|we|you)\b | (?<=[.:;]\ )Else\b | ^Else\b
+    | (?<=[.:;]\ )Where\b | ^Where\b(?!.*\?) | (?<=[.:;]\ )Of\ | ^Of\ | \bto\ be\ had\b
+    | \bhang(s)?\ (not\ )?on\b | \bgoes\ the\ way\b | \bat\ the\ latest\ by\b
+  )""",
+  re.X,
+)
+# A sentence that is longer is read twice; so is a page whose sentences are long in the mean.
+_MOST_WORDS = 30
+_MOST_MEAN_WORDS = 16.0
+_MOST_PARAGRAPH_WORDS = 100
+# `what` and `where` in 1,000 words of a page. Guides need a few more than docstrings.
+_MOST_PAGE_FREE_RELATIVES = 6.0
 
 # Names that say nothing about the value.
 _EMPTY_NAMES = {
@@ -92,6 +111,125 @@ def _Names(paths):
       yield f'{path}:{line}: the name {name!r}'
 
 
+# --- pages ---
+
+
+class _Paragraph(NamedTuple):
+  """A paragraph, an item of a list, a heading or a cell of a table, without code and links."""
+
+  lines: list[int]  # The line of each word.
+  words: list[str]
+  is_text: bool  # Not a heading or cell.
+
+  def Sentences(self):
+    """Yields (line, words) of each sentence."""
+    start = 0
+    for end, word in enumerate(self.words, 1):
+      if end == len(self.words) or _SENTENCE_END.search(word):
+        yield self.lines[start], self.words[start:end]
+        start = end
+
+
+_SENTENCE_END = re.compile(r"[.!?][)'\"*_]*$")
+_FENCE = re.compile(r'^( *)(```+).*?^\1\2`*$', re.DOTALL | re.MULTILINE)
+_TAG = re.compile(r'<!--.*?-->|</?[a-z][^<>]*>', re.DOTALL)
+_PAGE_LINK = re.compile(r'!?\[([^\]]*)\]\([^)\s]+\)')
+_PAGE_CODE = re.compile(r'(`+).+?\1', re.DOTALL)
+_ITEM = re.compile(r'^\s*(?:[*+-]|\d+\.) +')
+
+
+def _Blank(match):
+  """Returns as many empty lines as the match has."""
+  return '\n' * match[0].count('\n')
+
+
+def _Paragraphs(text):
+  """Returns the paragraphs of a page in Markdown."""
+  text = _PAGE_CODE.sub(lambda match: _Blank(match) + 'code', _FENCE.sub(_Blank, text))
+  text = _PAGE_LINK.sub(r'\1', _TAG.sub(_Blank, text))
+  paragraphs, was_blank, in_list = [], True, False
+  for number, line in enumerate(text.splitlines(), 1):
+    is_item = bool(_ITEM.match(line))
+    if not line.strip():
+      was_blank = True
+      continue
+    if was_blank and not line.startswith(' '):
+      in_list = False
+    in_list = in_list or is_item
+    if line.startswith('    ') and not in_list:
+      continue  # Code.
+    if line.startswith(('#', '|')):
+      cells = line.strip('|# ').split(' | ')
+      paragraphs += [_Words(number, cell, is_text=False) for cell in cells]
+      was_blank = True
+      continue
+    part = _Words(number, _ITEM.sub('', line), is_text=True)
+    if was_blank or is_item or not paragraphs:
+      paragraphs.append(part)
+    else:
+      paragraphs[-1].lines.extend(part.lines)
+      paragraphs[-1].words.extend(part.words)
+    was_blank = False
+  return [paragraph for paragraph in paragraphs if paragraph.words]
+
+
+def _Words(number, line, is_text):
+  words = [word for word in line.split() if re.search(r'\w', word)]
+  return _Paragraph([number] * len(words), words, is_text)
+
+
+def _Pages():
+  """Returns {name: path} of README, the documents and the tutorials."""
+  docs = _ROOT / 'docs'
+  paths = [_ROOT / 'README.md', _ROOT / 'CONTRIBUTING.md', *sorted(docs.rglob('*.md'))]
+  paths += sorted((docs / 'tutorials').glob('*.py'))
+  return {path.relative_to(_ROOT).as_posix(): path for path in paths}
+
+
+def _PageText(path):
+  """Returns the Markdown of a page or of a tutorial's cells."""
+  text = path.read_text(encoding='utf-8')
+  return _TutorialText(text) if path.suffix == '.py' else text
+
+
+def _TutorialText(source):
+  """Returns the Markdown of a tutorial, with an empty line for each line of code."""
+  lines, is_text = [], False
+  for line in source.splitlines():
+    if line.startswith('# %%'):
+      is_text, line = line.endswith('[markdown]'), ''
+    lines.append(line.removeprefix('#').removeprefix(' ') if is_text else '')
+  return '\n'.join(lines)
+
+
+def _Faults(name, text):
+  """Returns 'page:line: fault' of everything on a page that is hard to read."""
+  paragraphs = _Paragraphs(text)
+  faults, lengths, free_relatives = [], [], []
+  for paragraph in paragraphs:
+    if paragraph.is_text and len(paragraph.words) > _MOST_PARAGRAPH_WORDS:
+      start = f'{name}:{paragraph.lines[0]}: a paragraph of {len(paragraph.words)} words: '
+      faults.append(start + ' '.join(paragraph.words[:8]))
+    for line, words in paragraph.Sentences():
+      sentence, place = ' '.join(words), f'{name}:{line}:'
+      if paragraph.is_text:
+        lengths.append(len(words))
+      if len(words) > _MOST_WORDS:
+        faults.append(f'{place} {len(words)} words: {sentence}')
+      for pattern in (_PHRASES, _PAGE_PHRASES):
+        faults += [f'{place} {m[0].strip()!r}: {sentence}' for m in pattern.finditer(sentence)]
+      if not sentence.endswith('?'):
+        free_relatives += [f'{place} {m[0]}: {sentence}' for m in _FREE_RELATIVE.finditer(sentence)]
+  mean = sum(lengths) / max(len(lengths), 1)
+  if mean > _MOST_MEAN_WORDS:
+    faults.append(f'{name}:1: {mean:.1f} words a sentence')
+  num_words = sum(len(paragraph.words) for paragraph in paragraphs)
+  most = max(2, _MOST_PAGE_FREE_RELATIVES * num_words / 1000)
+  if len(free_relatives) > most:
+    faults += [f'{name}:1: more than {most:.0f} of what and where:', *free_relatives]
+  return faults
+
+
 @pytest.mark.parametrize('package', ['lingvo_gpipe', 'params', 'tasks', 'tests', 'tools'])
 def testDocstringsNameThingsByNouns(package):
   places, words = _FreeRelatives(_Files(package))
@@ -114,7 +252,34 @@ def testLocalsNameTheirValue(package):
   assert not places, '\n'.join(places)
 
 
+@pytest.mark.parametrize('name', list(_Pages()))
+def testPagesAreEasyToRead(name):
+  faults = _Faults(name, _PageText(_Pages()[name]))
+  assert not faults, '\n'.join(faults)
+
+
+@pytest.mark.parametrize(
+  ('text', 'faults'),
+  [
+    ('Short. ' + 'word ' * 32, ['x.md:1: 32 words', 'x.md:1: 16.5']),
+    ('# Title\n\n- Item.\n\n  A\n  `long\n  code`. It is no page.', ['x.md:7: ']),
+    ('Where it fails, stop.', ["x.md:1: 'Where'"]),
+    ('| A | B |\n| --- | --- |\n| a | is that of a |', ["x.md:3: 'that of'"]),
+    ('Two words.\n' * 51, ['x.md:1: a paragraph of 102 words']),
+    ('A.\n\n    code is no text\n\n```text\nis no text\n```\n\n[Is](no.md) it `is no` text.', []),
+  ],
+)
+def testThePageCheckNamesThePlace(text, faults):
+  places = _Faults('x.md', text)
+  assert len(places) == len(faults)
+  assert all(place.startswith(fault) for place, fault in zip(places, faults, strict=True)), places
+
+
 if __name__ == '__main__':
+  if len(sys.argv) > 1 and pathlib.Path(sys.argv[1]).is_file():
+    for path in map(pathlib.Path, sys.argv[1:]):
+      print(*_Faults(str(path), _PageText(path)), sep='\n')
+    raise SystemExit
   if len(sys.argv) > 1 and pathlib.Path(sys.argv[1]).is_dir():
     files = sorted(pathlib.Path(sys.argv[1]).rglob('*.py'))
     places, words = _FreeRelatives(files)

@@ -9,7 +9,7 @@ JSON files in tools/devices, and no weight is allocated.
 * replicas: pipelines of 8 devices, one per host, from one host to 1024, on H100s.
 * choices: the choices of the planner for some numbers of hosts, on H100s, without offload.
 * offload: activations that wait for backward in the memory of the host, or are recomputed, for
-  docs/performance.md. The layers are Transformers by formulas: `--tables=offload` takes a second.
+  docs/offload.md. The layers are Transformers by formulas: `--tables=offload` takes a second.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures the activation memory of a device and compares it with the formula.
 
-Run `python -m tools.stage_memory` in the checkout; docs/performance.md describes the measurement.
+Run `python -m tools.stage_memory` in the checkout; docs/measurements.md has the results.
 Every figure comes from two new processes: one with wide layers, and one with narrow layers, which
 shows the memory of TensorFlow itself.
 """

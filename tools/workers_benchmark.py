@@ -3,7 +3,7 @@
 
     python -m tools.workers_benchmark
 
-Run it in the checkout on an idle machine; docs/distributed.md describes the measurement. A new
+Run it in the checkout on an idle machine; docs/worker_cost.md describes the measurement. A new
 process with one thread of operations per device trains some steps for each line of a table. If the
 devices are workers, each worker is another process. All lines train with the same mini-batches and
 the same total number of micro-batches.

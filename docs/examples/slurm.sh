@@ -1,7 +1,7 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
 # A worker with four GPUs on each of two nodes, the trainer beside the first: sbatch docs/examples/slurm.sh
-# Every user of the cluster who reaches the nodes' ports has the rights of this job: see docs/distributed.md.
+# Every user of the cluster who reaches the nodes' ports has the rights of this job: see docs/network.md.
 #SBATCH --job-name=lingvo_gpipe
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1

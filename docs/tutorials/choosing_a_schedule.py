@@ -123,5 +123,5 @@ print(best.schedule.ToText())
 #
 # The winner goes where a name goes: `p.stack.schedule = best.schedule`, or for a named one
 # `--model_params_override='task.stack.schedule:zb_h1;task.stack.num_micro_batches:8'`. The times of
-# your stages come from a [profile](../training.md#profile), whose page shows the measured step next
+# your stages come from a [profile](../profiling.md), whose page shows the measured step next
 # to the simulated one. [Schedules](../schedules.md) has all names and formulas.

@@ -139,7 +139,7 @@ lines = Run('trainer', '--logdir=killed')
 print(*(line for line in lines if line.startswith(('resuming', 'Test'))), sep='\n')
 
 # %% [markdown]
-# The result is that of the run that nobody killed, to the last digit:
+# The result equals the result of the run that nobody killed, to the last digit:
 
 # %%
 reports = [json.loads((root / name / 'report.json').read_text()) for name in ('straight', 'killed')]
@@ -166,5 +166,6 @@ print('files:', *sorted(os.listdir(root / 'four')))
 project.cleanup()
 
 # %% [markdown]
-# [Training and evaluation](../training.md) has the jobs, learners and evaluations, and
-# [Several hosts and replicas](../distributed.md) what changes if the devices are on other machines.
+# [Train and evaluate](../training.md) has the jobs and evaluations,
+# [Choose the optimizer](../learner.md) the learners, and [Train on several
+# hosts](../distributed.md) the changes if the devices are on other machines.

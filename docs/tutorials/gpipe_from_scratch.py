@@ -3,7 +3,7 @@
 # %% [markdown]
 # # GPipe from scratch
 #
-# GPipe trains a network that is too large for one device: it cuts the network into stages, sends
+# GPipe trains a network that is too large for one device. It cuts the network into stages, sends
 # the mini-batch through them in micro-batches, and recomputes activations in the backward pass.
 # Here we write that by hand in a few lines, without devices, and see that the gradients do not
 # change. Then the library does the same.
@@ -57,9 +57,10 @@ print(f'kept: {M * K} tensors of {kept[0][0].shape}, in place of {M * len(weight
 # %% [markdown]
 # ## Backward with recomputation
 #
-# From the last micro-batch to the first, and from the last stage to the first: a stage runs its
-# forward again from the input that it kept, and turns the gradient of its output into gradients of
-# its input and its weights. The gradients of the weights are added up over the micro-batches.
+# Backward goes from the last micro-batch to the first, and from the last stage to the first. A
+# stage runs its forward again from the input that it kept. It turns the gradient of its output into
+# gradients of its input and its weights. The gradients of the weights are added up over the
+# micro-batches.
 
 # %%
 sums = [[tf.zeros_like(w) for w in stage] for stage in stages]

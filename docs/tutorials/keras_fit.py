@@ -60,8 +60,8 @@ for name, values in history_of_pipe.items():
 np.testing.assert_allclose(history_of_pipe['loss'], history['loss'], rtol=1e-3)
 
 # %% [markdown]
-# The losses are those of plain Keras, up to rounding. The end of the summary shows the cut, with
-# the memory that each device needs for weights, gradients, slots and activations:
+# The losses equal the losses of plain Keras, up to rounding. The end of the summary shows the cut,
+# with the memory that each device needs for weights, gradients, slots and activations:
 
 # %%
 lines = []

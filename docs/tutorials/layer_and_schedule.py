@@ -124,7 +124,7 @@ print(schedules.Get('1f1b_eager', K, M).Picture())
 
 # %% [markdown]
 # `Get` has checked that each stage runs each micro-batch once, in an order that is possible. The
-# simulator shows what the order is good for, and what it costs in memory:
+# simulator shows the time of the order, and its cost in memory:
 
 # %%
 for name in ('gpipe', '1f1b', '1f1b_eager'):
@@ -141,4 +141,4 @@ Check('1f1b_eager')
 
 # %% [markdown]
 # [Schedules](../schedules.md) has the notation and the other ways to write one;
-# [Contributing](../../CONTRIBUTING.md) what a layer or schedule of the library needs.
+# [Contributing](../../CONTRIBUTING.md) lists the parts of a new layer or schedule.

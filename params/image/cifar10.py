@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CIFAR-10: 32x32 images of ten classes. docs/training.md describes how to get the data.
+"""CIFAR-10: 32x32 images of ten classes. docs/datasets.md describes how to get the data.
 
 `trainer --model=image.cifar10.AmoebaNetDGPipe2 --logdir=runs/cifar10`. Without a network, use
 `image.digits.AmoebaNetDGPipe2`.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """ImageNet 2012 with AmoebaNet: the image models of the GPipe paper (arXiv:1811.06965v5).
 
-Data: imagenet2012 of TFDS (150 GB; docs/training.md describes how to prepare it), from archives
+Data: imagenet2012 of TFDS (150 GB; docs/datasets.md describes how to prepare it), from archives
 that must be downloaded by hand from image-net.org. Without the data,
 `--model_params_override='input.num_fake_examples:1024'` trains on noise, to measure time and
 memory, and `image.digits.AmoebaNetDGPipe2` runs anywhere.

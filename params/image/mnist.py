@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MNIST: images of handwritten digits, 28x28. docs/training.md describes how to get the data.
+"""MNIST: images of handwritten digits, 28x28. docs/datasets.md describes how to get the data.
 
 `trainer --model=image.mnist.LeNet5 --logdir=runs/mnist`. Without a network, use
 `image.digits.LeNet5`.

@@ -5,7 +5,7 @@
 machine, `--mode=inspect_model` counts the parameters, and `--mode=inspect_partition` shows the cut
 and the memory of the stages. None of these experiments has been trained yet.
 
-Training needs lm1b of TFDS (1.8 GB to download, over 4 GB prepared; docs/training.md describes how
+Training needs lm1b of TFDS (1.8 GB to download, over 4 GB prepared; docs/datasets.md describes how
 to prepare it) and a vocabulary of 32,000 pieces, made by
 
     python -m tools.train_sentencepiece --model=lm.one_billion_wds.Transformer3

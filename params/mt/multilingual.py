@@ -8,7 +8,7 @@ been trained yet.
 
 The paper's corpus, 25 billion sentence pairs of 102 languages with English, is not public. These
 experiments use 14 languages of WMT from TFDS instead, as later work of the same authors (Kudugunta
-et al. 2021). docs/training.md describes how to prepare the data sets named below (about 40 GB; some
+et al. 2021). docs/datasets.md describes how to prepare the data sets named below (about 40 GB; some
 files for Czech, Hindi and Russian must be downloaded by hand). `python -m
 tools.train_sentencepiece --model=mt.multilingual.T6x8192x16` makes the vocabulary. Without data and
 vocabulary, `--model_params_override='input.num_fake_examples:4096'` trains on random tokens, to

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """German to English on WMT 2014: the bilingual baseline of the GPipe paper on public data.
 
-The data are wmt14_translate/de-en of TFDS (2 GB; docs/training.md describes how to prepare them).
+The data are wmt14_translate/de-en of TFDS (2 GB; docs/datasets.md describes how to prepare them).
 `python -m tools.train_sentencepiece --model=mt.wmt14.TransformerBigDeEn` makes the vocabulary, and
 `trainer --model=mt.wmt14.TransformerBigDeEn --logdir=runs/wmt14` trains on one accelerator. Without
 data and vocabulary, `--model_params_override='input.num_fake_examples:4096'` trains on random

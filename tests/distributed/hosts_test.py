@@ -171,7 +171,7 @@ def testAWorkerForThisMachineAloneKeepsOthersAway(forks, hosts, project, tmp_pat
 def testTheFirewallOfTheDocumentsKeepsAStrangerAway(hosts):
   if not shutil.which('nft'):
     pytest.skip('the firewall needs nft: Debian has it in nftables')
-  text = pathlib.Path(processes.ROOT, 'docs', 'distributed.md').read_text()
+  text = pathlib.Path(processes.ROOT, 'docs', 'network.md').read_text()
   # Addresses 10.77.0.0 to 10.77.0.3: the trainer's host and the workers'.
   assert '192.0.2.0/24' in text
   commands = re.findall(r'^    nft .*', text.replace('192.0.2.0/24', '10.77.0.0/30'), re.MULTILINE)

@@ -18,11 +18,11 @@ def _Rewritten(path, text):
 @pytest.mark.parametrize(
   ('page', 'link', 'expected'),
   [
-    ('keras.md', '../README.md#running', 'index.md#running'),
+    ('keras.md', '../README.md#read-on', 'index.md#read-on'),
     ('keras.md', '../tasks/lm/model.py', 'source/tasks/lm/model.py.md'),
     ('keras.md', 'examples/slurm.sh', 'source/docs/examples/slurm.sh.md'),
     ('reference/params.md', '../keras.md', '../keras.md'),
-    ('keras.md', 'training.md#profile', 'training.md#profile'),
+    ('keras.md', 'profiling.md#workers', 'profiling.md#workers'),
     ('keras.md', 'https://keras.io', 'https://keras.io'),
     ('keras.md', '../no/such/file.py', '../no/such/file.py'),  # mkdocs reports it.
   ],

@@ -223,7 +223,7 @@ class _NeedsTheSize(base_layer.BaseLayer):
 
 
 class _Regression(task.BaseTask):
-  """The task of the README's first example, with nothing for an export."""
+  """The task of docs/own_experiment.md, with nothing for an export."""
 
   @classmethod
   def Params(cls):

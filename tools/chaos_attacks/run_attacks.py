@@ -187,7 +187,7 @@ def Memory(draw: random.Random, runner: children.Runner) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + more, hard))
 
   ended = runner.Wait(runner.Start('trainer', _Args(logdir), Limit))
-  # Native code that gets no memory ends the process, see docs/training.md.
+  # Native code that gets no memory ends the process, see docs/failures.md.
   if ended.status not in (0, 1, 2, -signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS):
     raise children.FindingError(f'status {ended.status}: {ended.stderr[-1500:]}')
   _Finish(runner, logdir)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cut of models whose vocabulary is shared out; numbers of docs/performance.md."""
+"""The cut of models whose vocabulary is shared out; numbers of docs/schedules.md."""
 
 import itertools
 import random
