@@ -70,6 +70,19 @@ def Names(name: str, known: Collection[str]) -> list[str]:
   return names
 
 
+def DefineOutput() -> None:
+  """Defines the flag of `WriteOutput`."""
+  flags.DEFINE_string('output', None, 'The file to write; by default the standard output.')
+
+
+def WriteOutput(text: str) -> None:
+  """Writes a text to the file of --output, or prints it."""
+  if FLAGS.output:
+    pathlib.Path(FLAGS.output).write_text(text, encoding='utf-8')
+  else:
+    sys.stdout.write(text)
+
+
 def RunModule(
   module: str, argument: str, timeout_seconds: float
 ) -> subprocess.CompletedProcess[str]:
