@@ -15,7 +15,6 @@ with the predictions.
 from __future__ import annotations
 
 import json
-import pathlib
 import statistics
 import time
 from typing import Any
@@ -161,7 +160,7 @@ def _PlanOnDevices() -> int:
     title = f'Plans for {FLAGS.model}, batch {chosen.global_batch}'
     rows, limit = [*result.rows, *near], devices.memory_bytes
     picture = report.Draw(rows, result.best, limit, title, is_standalone=True)
-    pathlib.Path(FLAGS.plot).write_text(picture, encoding='utf-8')
+    program.WriteOutput(picture, 'plot')
   print(f'\n{chosen.Command(FLAGS.model, result.best, _FlagsOfRun())}\n')
   print(
     f'{result.num_choices:,} choices, {result.num_simulated} simulated, '

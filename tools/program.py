@@ -75,10 +75,17 @@ def DefineOutput() -> None:
   flags.DEFINE_string('output', None, 'The file to write; by default the standard output.')
 
 
-def WriteOutput(text: str) -> None:
-  """Writes a text to the file of --output, or prints it."""
-  if FLAGS.output:
-    pathlib.Path(FLAGS.output).write_text(text, encoding='utf-8')
+def WriteOutput(text: str, flag: str = 'output') -> None:
+  """Writes a text to the file that a flag names, or prints it if the flag is not set.
+
+  Raises:
+    ValueError: the file cannot be written.
+  """
+  if path := FLAGS[flag].value:
+    try:
+      pathlib.Path(path).write_text(text, encoding='utf-8')
+    except OSError as e:
+      raise ValueError(f'--{flag}: {e}') from e
   else:
     sys.stdout.write(text)
 
