@@ -25,6 +25,7 @@ OWN_EXPERIMENT = ROOT / 'docs' / 'own_experiment.md'
 INSPECTION = ROOT / 'docs' / 'inspection.md'
 KERAS = ROOT / 'docs' / 'keras.md'
 SCHEDULES = ROOT / 'docs' / 'schedules.md'
+ERRORS = ROOT / 'docs' / 'errors.md'
 DOCS = [README, *sorted((ROOT / 'docs').glob('*.md'))]
 MAX_LINES = {README: 120, ARCHITECTURE: 300}
 
@@ -238,6 +239,27 @@ def testTheTableOfSchedulesIsComplete():
   )
 
 
+def _Texts():
+  """Yields the texts in the code of lingvo_gpipe, with `…` for each value in a text."""
+  for path in (ROOT / 'lingvo_gpipe').rglob('*.py'):
+    for node in ast.walk(ast.parse(path.read_text())):
+      if isinstance(node, ast.JoinedStr):
+        parts = [v.value if isinstance(v, ast.Constant) else '…' for v in node.values]
+        yield ''.join(parts)
+      elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node.value
+
+
+def testTheMessagesOfThePageOfErrorsExist():
+  """A message may end early, and its `…` may stand for several values and words."""
+  messages = re.findall(r'^\| `(.*?)` \|', ERRORS.read_text().partition('## Messages')[2], re.M)
+  texts = '\n'.join(text.replace('\n', ' ') for text in _Texts())
+  assert len(messages) > 30
+  for message in messages:
+    parts = [re.escape(part) for part in message.split('…') if part.strip()]
+    assert re.search('.*'.join(parts), texts), message
+
+
 def testTheTreeOfArchitectureNamesEveryFolder():
   """A line `  schedule/   text` of the tree names a folder inside the less indented one above."""
   tree = re.search(r'```text\nlingvo_gpipe/\n(.*?)```', ARCHITECTURE.read_text(), re.S)[1]
@@ -310,11 +332,13 @@ def testNamedFlagsExist(path, program_help):
 
 
 def _DefinedFlags(file):
-  """Returns the flags of a program of tools/, with the flags of `binary` if it uses it."""
+  """Returns the flags of a program of tools/, and flags from other modules that it uses."""
   text = file.read_text()
   flags = _DEFINED_FLAG.findall(text)
   if 'binary.' in text:
     flags += _DEFINED_FLAG.findall((ROOT / 'lingvo_gpipe' / 'cli' / 'binary.py').read_text())
+  if 'program.DefineOutput' in text:
+    flags.append('output')
   return set(flags)
 
 

@@ -6,17 +6,20 @@
 Run it in the checkout. `--schedule` is a name, or a file with a schedule as text. The stages are
 equal, and all stages of a device together take `--times` for a micro-batch: F, I and W. B takes as
 long as I and W, and V as F and B. Nothing is recomputed.
+
+    python -m tools.draw_schedule --timeline=LOGDIR/timeline_7_7.html --output=timeline.svg
+
+takes the last step out of a page that `trainer --profile_steps=7,7` has written.
 """
 
 from __future__ import annotations
 
 import pathlib
-import sys
 
 from absl import flags
 
 from lingvo_gpipe.pipeline.cost import simulator
-from lingvo_gpipe.pipeline.profiling import schedule_svg
+from lingvo_gpipe.pipeline.profiling import schedule_svg, timeline_html
 from lingvo_gpipe.pipeline.schedule import schedule as schedule_lib
 from lingvo_gpipe.pipeline.schedule import schedules
 from tools import program
@@ -27,11 +30,12 @@ FLAGS = flags.FLAGS
 def DefineFlags() -> None:
   """Defines the flags of this program."""
   flags.DEFINE_string('schedule', '1f1b', 'Name of a schedule, or a file.')
+  flags.DEFINE_string('timeline', None, 'The page of a profile, to draw in place of a schedule.')
   flags.DEFINE_integer('num_devices', 4, 'K.', lower_bound=1)
   flags.DEFINE_integer('stages_per_device', 0, 'v; 0: the least possible.', lower_bound=0)
   flags.DEFINE_integer('num_micro_batches', 8, 'M.', lower_bound=1)
   flags.DEFINE_list('times', ['1', '1', '1'], 'Times of F, I and W.')
-  flags.DEFINE_string('output', None, 'The file to write; by default the standard output.')
+  program.DefineOutput()
 
 
 def Simulate(
@@ -57,6 +61,12 @@ def LeastStages(name: str, num_devices: int) -> int:
 
 def Run() -> int:
   """Writes the picture; returns the exit status."""
+  if FLAGS.timeline:
+    page = pathlib.Path(FLAGS.timeline)
+    if not page.is_file():
+      raise ValueError(f'--timeline: no file {FLAGS.timeline!r}')
+    program.WriteOutput(timeline_html.LastPicture(page.read_text(encoding='utf-8')))
+    return 0
   path, num_devices = pathlib.Path(FLAGS.schedule), FLAGS.num_devices
   try:
     times = tuple(float(text) for text in FLAGS.times)
@@ -75,10 +85,7 @@ def Run() -> int:
     raise ValueError(f'--schedule: no file and no schedule {FLAGS.schedule!r}; names: {names}')
   result = Simulate(schedule, (forward, input_gradient, weight_gradient))
   picture = schedule_svg.Draw(result, is_standalone=True)
-  if FLAGS.output:
-    pathlib.Path(FLAGS.output).write_text(picture)
-  else:
-    sys.stdout.write(picture)
+  program.WriteOutput(picture)
   return 0
 
 

@@ -52,7 +52,7 @@ def _DefineFlags() -> None:
   )
   flags.DEFINE_integer('num_stages', None, 'Number of devices per replica; any if not set.', 1)
   flags.DEFINE_integer('num_rows', 12, 'Plans to show.', lower_bound=1)
-  flags.DEFINE_string('plot', None, 'Draw the grid of R and K into this PNG; needs matplotlib.')
+  flags.DEFINE_string('plot', None, 'Draw the plans of both tables into this file of SVG.')
   flags.DEFINE_bool('measure', False, 'Measure the layers and the links on these devices.')
   flags.DEFINE_list(
     'measured_sizes', ['1', '4', '16'], 'Micro-batch sizes at which layers are measured.'
@@ -155,34 +155,36 @@ def _PlanOnDevices() -> int:
   )
   if result.best is None:
     raise binary.UsageError(report.NothingFits(result, devices))
-  _Explain(plans, result)
+  near = _Explain(plans, result)
+  if FLAGS.plot:
+    title = f'Plans for {FLAGS.model}, batch {chosen.global_batch}'
+    rows, limit = [*result.rows, *near], devices.memory_bytes
+    picture = report.Draw(rows, result.best, limit, title, is_standalone=True)
+    program.WriteOutput(picture, 'plot')
   print(f'\n{chosen.Command(FLAGS.model, result.best, _FlagsOfRun())}\n')
   print(
     f'{result.num_choices:,} choices, {result.num_simulated} simulated, '
     f'{time.monotonic() - start:.0f} s'
   )
-  if FLAGS.plot:
-    report.Plot(result, f'{FLAGS.model}, batch {chosen.global_batch}', FLAGS.plot)
   if FLAGS.check:
     _Check(chosen, result.rows[: FLAGS.check], local)
   return 0
 
 
-def _Explain(plans: planner.Planner, result: planner.Result) -> None:
+def _Explain(plans: planner.Planner, result: planner.Result) -> list[planner.Prediction]:
+  """Prints the tables of plans; returns the plans of the second one."""
   best = result.best
   assert best is not None
   memory = plans.devices.memory_bytes
   print('The best plan, and a good one of other numbers of replicas and devices:')
   print(report.Table(result.rows, best, memory))
-  near = sorted(
-    map(plans.Predict, plans.Neighbours(best.choice)),
-    key=lambda other: (not plans.Fits(other), other.seconds),
-  )
+  near = report.Near(plans, best)[: FLAGS.num_rows]
   print('\nOne thing changed:')
-  print(report.Table(near[: FLAGS.num_rows], best, memory))
+  print(report.Table(near, best, memory))
   print(f'\n{report.LEGEND}')
   print('\nA step for each R and K (> at the least):')
   print(report.Grid(result))
+  return near
 
 
 def _Check(chosen: experiment.Experiment, rows: Any, local: cluster.Cluster | None) -> None:

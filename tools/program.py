@@ -70,6 +70,26 @@ def Names(name: str, known: Collection[str]) -> list[str]:
   return names
 
 
+def DefineOutput() -> None:
+  """Defines the flag of `WriteOutput`."""
+  flags.DEFINE_string('output', None, 'The file to write; by default the standard output.')
+
+
+def WriteOutput(text: str, flag: str = 'output') -> None:
+  """Writes a text to the file that a flag names, or prints it if the flag is not set.
+
+  Raises:
+    ValueError: the file cannot be written.
+  """
+  if path := FLAGS[flag].value:
+    try:
+      pathlib.Path(path).write_text(text, encoding='utf-8')
+    except OSError as e:
+      raise ValueError(f'--{flag}: {e}') from e
+  else:
+    sys.stdout.write(text)
+
+
 def RunModule(
   module: str, argument: str, timeout_seconds: float
 ) -> subprocess.CompletedProcess[str]:

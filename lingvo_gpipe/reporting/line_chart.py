@@ -1,21 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws curves as SVG, for pages that load nothing: a figure with its numbers as caption."""
+"""Draws curves as SVG: a figure with its numbers as caption, for a page, or a file."""
 
 from __future__ import annotations
 
 import dataclasses
-import html
 import math
 from collections.abc import Iterable, Mapping, Sequence
+
+from lingvo_gpipe.reporting import svg
 
 # (x, y) in order of x; y may be NaN.
 Series = Sequence[tuple[float, float]]
 
 # In pixels: the margins, the drawing without them, and the width of a series' most points.
 _LEFT, _RIGHT, _TOP, _BOTTOM, _WIDTH, _HEIGHT = 62, 12, 8, 34, 420, 150
+_SIZE = _LEFT + _WIDTH + _RIGHT, _TOP + _HEIGHT + _BOTTOM
+_LINE = 16
 _MOST_POINTS = 400
 _DASHES = ('none', '6 3', '2 2', '8 3 2 3', '1 3', '10 4')
 NUM_COLOURS = len(_DASHES)
+# The first curve is broad and pale, so that curves on it show.
+_STYLE = (
+  'path{fill:none;stroke-width:1.2}.grid{stroke:#8886;stroke-width:1}'
+  '.c0{stroke:#6f9fd8;stroke-width:5;opacity:0.6}.c1{stroke:#c8741a}.c2{stroke:#2e9e6b}'
+  '.c3{stroke:#9b6fd0}.c4{stroke:#d05080}.c5{stroke:#708090}svg .title{font-weight:bold}'
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +47,43 @@ def Figure(
     x_name: the name of the horizontal axis.
     marks: events.
   """
+  parts = _Parts(series, x_name, marks)
+  captions = []
+  for i, (name, values) in enumerate(series.items()):
+    captions.append(
+      f'<span><svg class="sample" viewBox="0 0 24 10" aria-hidden="true">{_Sample(i)}</svg> '
+      f'{svg.Escape(name)}: {_Describe(values)}</span>'
+    )
+  return (
+    f'<figure><h3>{svg.Escape(title)}</h3><svg xmlns="http://www.w3.org/2000/svg" role="img" '
+    f'viewBox="0 0 {_SIZE[0]} {_SIZE[1]}" aria-label="{svg.Escape(title)}">{"".join(parts)}</svg>'
+    f'<figcaption>{"<br/>".join(captions)}</figcaption></figure>'
+  )
+
+
+def Picture(charts: Mapping[str, Mapping[str, Series]], x_name: str = 'step') -> str:
+  """Returns charts side by side as a file of SVG.
+
+  Args:
+    charts: {title: series}; the series of each chart as of `Figure`.
+    x_name: the name of the horizontal axes.
+  """
+  width, height = _SIZE
+  parts = []
+  for column, (title, series) in enumerate(charts.items()):
+    parts += [f'<g transform="translate({column * width} {_LINE})">', *_Parts(series, x_name, ())]
+    parts += [svg.Text(_LEFT, 0, title, css_class='title'), '</g>']
+    for i, (name, values) in enumerate(series.items()):
+      x, y = column * width + _LEFT, height + (i + 1.6) * _LINE
+      parts += [f'<g transform="translate({x} {y - 9})">{_Sample(i)}</g>']
+      parts += [svg.Text(x + 32, y, f'{name}: {_Describe(values)}')]
+  rows = 2 + max(map(len, charts.values()))
+  size = len(charts) * width, height + rows * _LINE
+  return svg.Document(', '.join(charts), size, parts, is_standalone=True, style=_STYLE)
+
+
+def _Parts(series: Mapping[str, Series], x_name: str, marks: Sequence[Mark]) -> list[str]:
+  """Returns the elements of a chart."""
   points = [point for values in series.values() for point in values]
   xs = [x for x, _ in points] + [mark.x for mark in marks]
   ys = [y for _, y in points if not math.isnan(y)]
@@ -51,47 +97,38 @@ def Figure(
   def Y(y: float) -> float:
     return _TOP + (high - y) / ((high - low) or 1) * _HEIGHT
 
-  base, end = _TOP + _HEIGHT, _LEFT + _WIDTH
-  parts = [
-    f'<figure><h3>{Escape(title)}</h3><svg xmlns="http://www.w3.org/2000/svg" role="img" '
-    f'viewBox="0 0 {end + _RIGHT} {base + _BOTTOM}" aria-label="{Escape(title)}">'
-  ]
+  base, end, parts = _TOP + _HEIGHT, _LEFT + _WIDTH, []
   for y in y_ticks:
     parts.append(f'<path class="grid" d="M{_LEFT} {Y(y):.1f}H{end}"/>')
-    parts.append(_Text(_LEFT - 6, Y(y) + 4, Number(y), 'end'))
+    parts.append(svg.Text(_LEFT - 6, Y(y) + 4, Number(y), 'end'))
   for x in x_ticks:
     parts.append(f'<path class="grid" d="M{X(x):.1f} {_TOP}V{base}"/>')
-    parts.append(_Text(X(x), base + 14, Number(x), 'middle'))
-  parts.append(_Text(_LEFT + _WIDTH / 2, base + 29, x_name, 'middle'))
-  captions = []
-  for i, (name, values) in enumerate(series.items()):
+    parts.append(svg.Text(X(x), base + 14, Number(x), 'middle'))
+  parts.append(svg.Text(_LEFT + _WIDTH / 2, base + 29, x_name, 'middle'))
+  for i, values in enumerate(series.values()):
     css_class, dash = f'c{i % NUM_COLOURS}', _DASHES[i % NUM_COLOURS]
     path, pen = [], 'M'
     for x, y in _Thin(values):
       if math.isnan(y):
-        parts.append(_Text(X(x), base - 2, '×', 'middle', 'bad'))
+        parts.append(svg.Text(X(x), base - 2, '×', 'middle', 'bad'))
       else:
         path.append(f'{pen}{X(x):.1f} {Y(y):.1f}')
       pen = 'M' if math.isnan(y) else 'L'
     if len(values) == 1 and path:
       path.append('h2')
     parts.append(f'<path class="{css_class}" stroke-dasharray="{dash}" d="{"".join(path)}"/>')
-    sample = f'<path class="{css_class}" stroke-dasharray="{dash}" d="M0 5H24"/>'
-    captions.append(
-      f'<span><svg class="sample" viewBox="0 0 24 10" aria-hidden="true">{sample}</svg> '
-      f'{Escape(name)}: {_Describe(values)}</span>'
-    )
   for mark in marks:
     parts.append(
       f'<path class="{mark.css_class}" d="M{X(mark.x):.1f} {_TOP}V{base}">'
-      f'<title>{Escape(mark.text)}</title></path>'
+      f'<title>{svg.Escape(mark.text)}</title></path>'
     )
-  return ''.join([*parts, '</svg><figcaption>', '<br/>'.join(captions), '</figcaption></figure>'])
+  return parts
 
 
-def Escape(text: str) -> str:
-  """Returns a text for HTML and XML, which have no control characters."""
-  return html.escape(''.join(c if c.isprintable() or c in '\n\t' else '\ufffd' for c in text))
+def _Sample(i: int) -> str:
+  """Returns a piece of the curve of a series."""
+  index = i % NUM_COLOURS
+  return f'<path class="c{index}" stroke-dasharray="{_DASHES[index]}" d="M0 5H24"/>'
 
 
 def Ticks(low: float, high: float, most: int) -> list[float]:
@@ -134,8 +171,3 @@ def _Describe(values: Series) -> str:
   if len(ys) < len(values):
     parts.append(f'{len(values) - len(ys)} not finite (×)')
   return ', '.join(parts)
-
-
-def _Text(x: float, y: float, text: str, anchor: str, css_class: str = '') -> str:
-  attribute = f' class="{css_class}"' if css_class else ''
-  return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{attribute}>{Escape(text)}</text>'

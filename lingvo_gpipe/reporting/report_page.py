@@ -11,14 +11,14 @@ import collections
 import datetime
 from collections.abc import Mapping, Sequence
 
-from lingvo_gpipe.reporting import line_chart, metrics_log, run_report
+from lingvo_gpipe.reporting import line_chart, metrics_log, run_report, svg
 
 # Values of a step that say nothing as a curve.
 _LEFT_OUT = ('is_finite', 'grad_scale', 'loss_weight', 'steps')
 _FIRST, _LAST = ('loss',), ('learning_rate', 'grad_norm', 'num_skipped_steps')
 _MOST_EVALUATIONS = 20
 _UNITS = (('days', 86400.0), ('hours', 3600.0), ('minutes', 60.0), ('seconds', 1.0))
-Escape = line_chart.Escape
+Escape = svg.Escape
 _STYLE = """
 :root { color-scheme: light dark; --line: #8886; --bad: #c62828;
   --c0: #2f6fc4; --c1: #b8600b; --c2: #1f8a5b; --c3: #8e4ec6; --c4: #a8325c; --c5: #4d6270; }

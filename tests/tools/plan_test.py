@@ -7,6 +7,7 @@ import re
 import shlex
 import signal
 import sys
+from xml.etree import ElementTree
 
 import pytest
 import tensorflow as tf
@@ -44,11 +45,12 @@ def testTheCommandRunsAndTheTrainerPredictsTheSameMemory(forks, tmp_path):
   done = forks.Run(
     _PROGRAM, *_MODEL, _File(tmp_path), '--global_batch=8', '--num_stages=2', '--num_replicas=2',
     '--max_steps=7', '--schedules=1f1b,zb_h1', '--remat_policies=stage', '--stages_per_device=1',
-    f'--plot={tmp_path}/plan.png',
+    f'--plot={tmp_path}/plan.svg',
   )  # fmt: skip
   out = processes.Succeeded(done).stdout
   assert processes.Messages(done.stderr) == []
-  assert (tmp_path / 'plan.png').stat().st_size > 1000
+  picture = (tmp_path / 'plan.svg').read_text()
+  assert ElementTree.fromstring(picture).get('viewBox') and picture.count('(chosen)') == 1
   (chosen,) = [line.split() for line in out.splitlines() if line.endswith('  chosen')]
   assert chosen[:2] == ['2', '2'] and chosen[6] == 'stage'
   assert re.search(r'^R \\ K +2\n +2 +[\d.]+[mu]s$', out, re.MULTILINE)

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Links of the documents lead to pages of the site."""
 
+import re
 import sys
 import types
 
 import pytest
 
+from lingvo_gpipe.pipeline.schedule import schedules
+
 pytest.importorskip('mkdocs')
-from tools.site import hooks
+from tools.site import hooks, reference
 
 
 def _Rewritten(path, text):
@@ -29,6 +32,11 @@ def _Rewritten(path, text):
 )
 def testLinks(page, link, expected):
   assert _Rewritten(page, f'see [it]({link}).') == f'see [it]({expected}).'
+
+
+def testTheReferenceOfSchedulesIsComplete():
+  rows = re.findall(r'^\| \[`(\w+)`\].*\|$', reference.SchedulesPage(), re.M)
+  assert rows == 2 * schedules.Names()
 
 
 if __name__ == '__main__':

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from lingvo_gpipe.core import text_table
 from lingvo_gpipe.planner import device_description, planner
+from lingvo_gpipe.reporting import bar_table, svg
 
 _HEAD = (
   'R', 'K', 'v', 'M', 'size', 'schedule', 'remat', 'slots', 'step', 'work', 'bubble', 'links',
@@ -21,6 +22,10 @@ LEGEND = (
 )
 # Smaller parts of a step are not reported.
 _NOTABLE = 0.005
+# Of a step, in a picture; longer bars than this many times the best step, or the memory, are cut
+# off.
+_COLOURS = {'work': svg.BLUE, 'bubble': svg.GREY, 'links': svg.ORANGE, 'update': svg.PURPLE}
+_MOST_SECONDS, _MOST_BYTES = 3.0, 2.0
 
 
 def DevicesText(devices: device_description.Devices) -> str:
@@ -94,6 +99,14 @@ def Table(rows: Sequence[planner.Prediction], best: planner.Prediction, memory_b
   return '\n'.join(text_table.FormatTable(cells, _LEFT))
 
 
+def Near(plans: planner.Planner, best: planner.Prediction) -> list[planner.Prediction]:
+  """Returns the plans that differ from the best one in one thing; plans that fit come first."""
+  return sorted(
+    map(plans.Predict, plans.Neighbours(best.choice)),
+    key=lambda other: (not plans.Fits(other), other.seconds),
+  )
+
+
 def Grid(result: planner.Result) -> str:
   """Returns a table of the seconds of a step for all R and K that were considered.
 
@@ -127,33 +140,39 @@ def NothingFits(result: planner.Result, devices: device_description.Devices) -> 
   )
 
 
-def Plot(result: planner.Result, title: str, path: str) -> None:
-  """Draws the time of a step over K, with a line for each R, into a PNG file.
+def Draw(
+  rows: Sequence[planner.Prediction],
+  best: planner.Prediction,
+  memory_bytes: float,
+  title: str,
+  *,
+  is_standalone: bool = False,
+) -> str:
+  """Returns a picture in SVG: for each plan the parts of its step, and its memory.
 
-  Raises:
-    ImportError: matplotlib is not installed.
+  Args:
+    rows: the plans.
+    best: the plan that was chosen, one of the rows.
+    memory_bytes: bytes of a device, at which a line is drawn.
+    title: the title.
+    is_standalone: see `svg.Document`.
   """
-  import matplotlib
-
-  matplotlib.use('Agg')
-  from matplotlib import pyplot, ticker
-
-  seconds = {g: cell.bound for g, cell in result.cells.items() if cell.best is not None}
-  seconds.update({row.choice.grid: row.seconds for row in result.rows})
-  figure, axes = pyplot.subplots(figsize=(7, 4.2), layout='constrained')
-  for r in sorted({r for r, _ in seconds}):
-    points = sorted((k, s) for (other, k), s in seconds.items() if other == r)
-    axes.plot(*zip(*points, strict=True), marker='o', markersize=4, label=f'R = {r}')
-  if result.best is not None:
-    best = result.best
-    axes.plot(best.choice.num_devices, best.seconds, marker='*', markersize=16, color='black')
-  axes.set(xscale='log', yscale='log', xlabel='K', ylabel='predicted step, s', title=title)
-  ks = sorted({k for _, k in seconds})
-  axes.set_xticks(ks, list(map(str, ks)))
-  axes.minorticks_off()
-  axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
-  axes.yaxis.set_major_formatter('{x:g}')
-  axes.grid(alpha=0.3)
-  axes.legend(fontsize=8)
-  figure.savefig(path, dpi=100)
-  pyplot.close(figure)
+  times, memories, names = [], [], []
+  for row in rows:
+    parts = row.work, row.bubble, row.communication, row.update
+    times.append(
+      bar_table.Bar(list(zip(parts, _COLOURS.values(), strict=True)), SecondsText(row.seconds))
+    )
+    fits = row.peak_bytes <= memory_bytes
+    size = text_table.FormatBytes(row.peak_bytes)
+    memories.append(bar_table.Bar([(row.peak_bytes, svg.GREEN if fits else svg.RED)], size))
+    c = row.choice
+    policy = c.remat_policy + '+offload' * bool(c.offload)
+    name = f'R={c.num_replicas} K={c.num_devices} v={c.stages_per_device} M={c.num_micro_batches}'
+    chosen = ' (chosen)' * (c == best.choice)
+    names.append(f'{name} {c.schedule} {policy}{" shared" * c.shard_slots}{chosen}')
+  columns = [
+    bar_table.Column('predicted step', times, end=_MOST_SECONDS * best.seconds),
+    bar_table.Column('memory of a device', memories, _MOST_BYTES * memory_bytes, memory_bytes),
+  ]
+  return bar_table.Draw(title, names, columns, _COLOURS, is_standalone=is_standalone)

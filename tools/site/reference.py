@@ -7,6 +7,7 @@ import importlib
 import inspect
 import os
 import pathlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,10 +17,29 @@ import lingvo_gpipe
 from lingvo_gpipe.core import hyperparams, literals
 from lingvo_gpipe.experiment import registry
 from lingvo_gpipe.learning import optimizer
+from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules
+from tools import draw_schedule
 
 _ROOT = pathlib.Path(__file__).parents[2]
 _LONGEST_DEFAULT = 60
 _PROGRAMS = ('trainer', 'evaluator', 'worker')
+_ZERO_BUBBLE = '[Zero Bubble](https://arxiv.org/abs/2401.10241)'
+_CONTROLLABLE_MEMORY = '[Controllable Memory](https://arxiv.org/abs/2405.15362)'
+# The other schedules are this project's.
+_SOURCES = {
+  'gpipe': '[GPipe](https://arxiv.org/abs/1811.06965)',
+  '1f1b': '[PipeDream-Flush](https://arxiv.org/abs/2006.09503), '
+  '[DAPPLE](https://arxiv.org/abs/2007.01045)',
+  'interleaved_1f1b': '[Megatron-LM](https://arxiv.org/abs/2104.04473)',
+  'looped_bfs': '[Breadth-First](https://arxiv.org/abs/2211.05953)',
+  'zb_h1': _ZERO_BUBBLE,
+  'zb_2p': _ZERO_BUBBLE,
+  'zb_v': _ZERO_BUBBLE,
+  'interleaved_zb': _ZERO_BUBBLE,
+  'v_half': _CONTROLLABLE_MEMORY,
+  'v_min': _CONTROLLABLE_MEMORY,
+  'dualpipe_v': '[DualPipe](https://github.com/deepseek-ai/DualPipe)',
+}
 
 
 def Pages() -> dict[str, str]:
@@ -30,6 +50,7 @@ def Pages() -> dict[str, str]:
   pages['reference/params.md'] = _ParamsPage([*modules.values(), *_TaskModules()])
   pages['reference/programs.md'] = _ProgramsPage()
   pages['reference/experiments.md'] = _ExperimentsPage()
+  pages['reference/schedules.md'] = SchedulesPage()
   return pages
 
 
@@ -67,8 +88,11 @@ def _ApiIndex(modules: dict[str, str]) -> str:
 
 
 def _FirstSentence(thing: Any) -> str:
-  paragraph = (inspect.getdoc(thing) or '').split('\n\n')[0]
-  return _Cell(' '.join(paragraph.split()))
+  return _FirstParagraph(inspect.getdoc(thing) or '')
+
+
+def _FirstParagraph(text: str) -> str:
+  return _Cell(' '.join(text.split('\n\n')[0].split()))
 
 
 # ---- Params -------------------------------------------------------------------------------------
@@ -158,3 +182,69 @@ def _ExperimentsPage() -> str:
   for key in registry.ListKeys():
     lines.append(f'| `{key}` | {_FirstSentence(registry.GetClass(key))} |')
   return '\n'.join(lines) + '\n'
+
+
+# ---- Schedules ----------------------------------------------------------------------------------
+
+
+def SchedulesPage() -> str:
+  """Returns the page of schedules."""
+  k, m = 4, 8
+  lines = [
+    '# Schedules', '',
+    'The registered schedules, for S stages on K devices, v = S/K of them on each, and M '
+    'micro-batches. Stages count from 0. A name leads to its picture. '
+    '[Schedules](../schedules.md) says when to use which.', '',
+    '## Order, bubble and activations', '',
+    'Idle is the share of a step that a device idles if all stages are equal and B = 2 F = 2 I = 2 '
+    'W. Held is the number of micro-batches whose activations stage k, or a device, holds at most. '
+    f'The last two columns are simulated with K = {k} and M = {m}, without recomputation.', '',
+    f'| Name | Order | Idle | Held | Idle, K={k}, M={m} | Held by a device |',
+    '| --- | --- | --- | --- | --- | --- |',
+  ]  # fmt: skip
+  formulas = re.findall(r'^\| (\w+) \| (.+?) \| (.+?) \| (.+?) \|$', schedules.__doc__ or '', re.M)
+  of_name = {name: more for name, *more in formulas}
+  rows = []
+  for name in schedules.Names():
+    per_device = draw_schedule.LeastStages(name, k)
+    schedule = schedules.Get(name, per_device * k, m, k)
+    link = f'[`{name}`](../schedule_pictures.md#{name})'
+    numbers, idle, held = of_name[name]
+    bubble = draw_schedule.Simulate(schedule).overall_bubble
+    peak = max(schedule.DevicePeakActivations())
+    order = _FirstParagraph(schedules.Description(name))
+    lines.append(f'| {link} | {order} | {idle} | {held} | {bubble:.1%} | {peak} |')
+    multiple = 'a multiple of K' if name in schedules.IN_ROUNDS else 'any'
+    kinds = {a.kind.value for row in schedule.actions for a in row}
+    source = _SOURCES.get(name, 'this project')
+    rows.append(
+      f'| {link} | {numbers} | {_Placement(name)} | {multiple} | {", ".join(sorted(kinds))} | '
+      f'{_Policies(kinds)} | {source} |'
+    )
+  lines += [
+    '',
+    '## Placement, actions and policies', '',
+    'F is forward, B backward, I and W its halves, the gradients of the input and of the weights, '
+    'and V forward and backward in one. V recomputes nothing under any policy. '
+    '[Performance](../performance.md#where-the-cuts-go-and-what-fits) explains the policies '
+    f'{", ".join(f"`{policy}`" for policy in rematerialisation.POLICIES)} and `auto`.', '',
+    '| Name | v | Device of stage k | M | Actions | Policies | Source |',
+    '| --- | --- | --- | --- | --- | --- | --- |',
+    *rows,
+  ]  # fmt: skip
+  return '\n'.join(lines) + '\n'
+
+
+def _Placement(name: str) -> str:
+  """Returns the device of stage k, as a text."""
+  if not schedules.TakesStagesPerDevice(name, 2):
+    return 'k'
+  is_loop = schedules.Get(name, 4, 2, 2).stage_to_device == (0, 1, 0, 1)
+  return 'k mod K' if is_loop else 'a V: k, then 2K-1-k'
+
+
+def _Policies(kinds: set[str]) -> str:
+  """Returns the policies that differ under a schedule with these kinds of actions, as a text."""
+  if kinds == {'F'}:
+    return 'has no backward'
+  return 'all; in I `layer` is as `stage`' if 'I' in kinds else 'all'

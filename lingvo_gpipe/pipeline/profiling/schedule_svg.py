@@ -10,19 +10,17 @@ has the colour of the page, so that the picture suits light and dark pages.
 
 from __future__ import annotations
 
-import html
 import itertools
 from collections.abc import Iterator
 
 from lingvo_gpipe.pipeline.cost import simulator
 from lingvo_gpipe.pipeline.profiling import timeline_html
 from lingvo_gpipe.pipeline.schedule import actions
+from lingvo_gpipe.reporting import svg
 
 # In pixels: left and right margin, height of a row, of its curve, and of the gap below; width of
 # the drawing, and of a letter.
 _LEFT, _RIGHT, _ROW, _CURVE, _GAP, _WIDTH, _LETTER = 64, 48, 22, 20, 8, 900, 6.5
-_STYLE = 'svg text{font:11px sans-serif;fill:currentColor}svg rect+text{fill:#222}'
-_DARK = '@media (prefers-color-scheme:dark){svg{color:#ddd;background:#222}}'
 
 
 def Draw(result: simulator.Result, *, is_standalone: bool = False) -> str:
@@ -30,18 +28,13 @@ def Draw(result: simulator.Result, *, is_standalone: bool = False) -> str:
 
   Args:
     result: the step; times in any unit.
-    is_standalone: whether the picture is a file of its own, which brings its colours for dark
-      screens, and not a part of a page.
+    is_standalone: see `svg.Document`.
   """
   scale = _WIDTH / result.makespan
   held = [list(_Held(result, device)) for device in range(len(result.timeline))]
   most = max(count for row in held for _, count in row)
   height = len(result.timeline) * (_ROW + _CURVE + _GAP)
-  parts = [
-    f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_LEFT + _WIDTH + _RIGHT} {height}" '
-    f'width="100%" role="img"><title>{html.escape(result.schedule.name)}</title>'
-    f'<style>{_STYLE}{_DARK * is_standalone}</style>'
-  ]
+  parts = []
   for device, row in enumerate(result.timeline):
     y = device * (_ROW + _CURVE + _GAP)
     parts.append(f'<text x="0" y="{y + 15}">device {device}</text>')
@@ -49,7 +42,8 @@ def Draw(result: simulator.Result, *, is_standalone: bool = False) -> str:
     parts.append(_Curve(held[device], most, scale, y + _ROW + _CURVE))
     peak = max(count for _, count in held[device])
     parts.append(f'<text x="{_LEFT + _WIDTH + 4}" y="{y + _ROW + _CURVE}">{peak} held</text>')
-  return '\n'.join([*parts, '</svg>']) + '\n'
+  size = _LEFT + _WIDTH + _RIGHT, height
+  return svg.Document(result.schedule.name, size, parts, is_standalone)
 
 
 def _Rect(

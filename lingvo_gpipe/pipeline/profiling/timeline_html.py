@@ -11,11 +11,13 @@ from __future__ import annotations
 import collections
 import html
 import math
+import re
 from collections.abc import Mapping, Sequence
 
 from lingvo_gpipe.pipeline.cost import simulator
 from lingvo_gpipe.pipeline.profiling import measured_schedule
 from lingvo_gpipe.pipeline.schedule import actions
+from lingvo_gpipe.reporting import svg
 
 Kind = actions.Kind
 
@@ -37,6 +39,7 @@ _NAMES = {
 # devices, height of the axis; widths of the drawing, of an action and of a letter.
 _LEFT, _MEASURED, _SIMULATED, _GAP, _AXIS = 120, 24, 13, 12, 24
 _MIN_WIDTH, _ACTION_WIDTH, _LETTER_WIDTH = 1050, 22, 7
+_PICTURE = re.compile(r'<h2>(.*?)</h2>\s*<svg [^>]*width="(\d+)" height="(\d+)">(.*?)</svg>', re.S)
 _STYLE = """
 body { font: 14px sans-serif; margin: 1.5em; color: #222; background: #fff; }
 h2 { font-size: 15px; margin: 1.5em 0 0.3em; }
@@ -89,6 +92,21 @@ def MakePage(
     parts.append(_Draw(measured, simulated, devices))
   parts += [*_Table(mean_times, kinds), '</body></html>']
   return '\n'.join(parts) + '\n'
+
+
+def LastPicture(page: str) -> str:
+  """Returns the picture of the last mini-batch on a page as a file of SVG.
+
+  Raises:
+    ValueError: the page has no such picture.
+  """
+  pictures = _PICTURE.findall(page)
+  if not pictures:
+    raise ValueError('expected a timeline_*.html of a profile')
+  title, width, height, parts = pictures[-1]
+  style = '.simulated,.recompute{opacity:0.7}line{stroke:#8886}'
+  size = float(width), float(height)
+  return svg.Document(html.unescape(title), size, [parts.strip()], is_standalone=True, style=style)
 
 
 def Legend(kind: Kind) -> str:

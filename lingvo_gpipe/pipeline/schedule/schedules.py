@@ -51,6 +51,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import pathlib
 import pkgutil
 from collections.abc import Callable, Sequence
@@ -95,6 +96,15 @@ def Register(name: str) -> Callable[[Generator], Generator]:
 def Names() -> list[str]:
   """Returns the registered names, sorted."""
   return sorted(_GENERATORS)
+
+
+def Description(name: str) -> str:
+  """Returns the docstring of the function that makes the schedule of this name.
+
+  Raises:
+    KeyError: the name is unknown.
+  """
+  return inspect.getdoc(_Generator(name)) or ''
 
 
 def Get(

@@ -66,11 +66,20 @@ def testThePictureOfTheReadmeIsOurs():
   assert picture.read_text() == schedule_svg.Draw(result, is_standalone=True)
 
 
-@pytest.mark.parametrize('flag', ['--schedule=no_such', '--times=1,x,2', '--num_micro_batches=0'])
+@pytest.mark.parametrize(
+  'flag',
+  [
+    '--schedule=no_such',
+    '--times=1,x,2',
+    '--num_micro_batches=0',
+    '--timeline=/no/such/page.html',
+    '--output=/no/such/folder/x.svg',
+  ],
+)
 def testMistakesEndInOneLine(flag):
   command = [sys.executable, '-m', 'tools.draw_schedule']
   done = processes.Run('', flag, command=command)
-  assert done.returncode == 2
+  assert done.returncode == 2 and done.stderr.count('\n') == 1
   assert flag.split('=')[0].strip('-') in done.stderr
 
 

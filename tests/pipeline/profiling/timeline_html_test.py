@@ -65,5 +65,16 @@ def testASimulatedRecomputationIsASeparateRect():
   assert _Rects(page)['recompute', 1].keys() == {f'{k}B{m}' for k in range(4) for m in range(3)}
 
 
+def testTheLastPictureIsAFileOfItsOwn():
+  result = _Simulated('none')
+  drawn = [(_AsMeasured(result, step), result) for step in (5, 6)]
+  page = timeline_html.MakePage('', [], drawn, ['a', 'b'], {})
+  picture = timeline_html.LastPicture(page)
+  assert _Rects(picture) == {key: row for key, row in _Rects(page).items() if key[1] == 6}
+  assert 'step 6: ' in picture and '<style>' in picture
+  with pytest.raises(ValueError, match='expected a timeline'):
+    timeline_html.LastPicture('<html></html>')
+
+
 if __name__ == '__main__':
   raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))
