@@ -25,7 +25,16 @@ _STYLE = 'svg text{font:11px sans-serif;fill:currentColor}svg rect+text{fill:#22
 _DARK = '@media (prefers-color-scheme:dark){svg{color:#ddd;background:#222}}'
 
 
-def Draw(result: simulator.Result, *, is_standalone: bool = False) -> str:
+class Svg(str):
+  """The text of an SVG picture, which notebooks show as a picture."""
+
+  __slots__ = ()
+
+  def _repr_html_(self) -> str:
+    return str(self)
+
+
+def Draw(result: simulator.Result, *, is_standalone: bool = False) -> Svg:
   """Returns the picture of a simulated step.
 
   Args:
@@ -49,7 +58,7 @@ def Draw(result: simulator.Result, *, is_standalone: bool = False) -> str:
     parts.append(_Curve(held[device], most, scale, y + _ROW + _CURVE))
     peak = max(count for _, count in held[device])
     parts.append(f'<text x="{_LEFT + _WIDTH + 4}" y="{y + _ROW + _CURVE}">{peak} held</text>')
-  return '\n'.join([*parts, '</svg>']) + '\n'
+  return Svg('\n'.join([*parts, '</svg>']) + '\n')
 
 
 def _Rect(
