@@ -82,7 +82,8 @@ for name, per_device in [
   )
 
 # %% [markdown]
-# The one of these with the shortest step:
+# `zb_v` and `interleaved_zb` have the shortest steps. This is `zb_v`. The second stage of a device
+# is paler, I is turquoise, and W is orange:
 
 # %%
 schedule_svg.Draw(Step('zb_v', M, 2))
@@ -178,11 +179,13 @@ command = lines[-3].replace('LOGDIR', folder.name)
 flags = shlex.split(command)[1:]
 flags += ['--platform=cpu', '--max_steps=8', '--profile_steps=6,8']
 lines = Run('lingvo_gpipe.trainer', *flags)
-print(next(line for line in lines if line.startswith('profiled steps')))
+profiled = next(line for line in lines if line.startswith('profiled steps'))
+print(*profiled.split('; '), sep='\n')
 
 # %% [markdown]
 # The profiler also writes a page with a timeline of each step. This is the last one. For each
-# device there are two rows: the measured times, and below them the plan with these times.
+# device there are two rows. The upper row has the measured times. The lower one is the plan: the
+# same actions, each with the mean of its measured times, and without any overhead.
 
 # %%
 (page,) = pathlib.Path(folder.name).glob('timeline_*.html')
@@ -195,14 +198,14 @@ schedule_svg.Svg('<svg' + pictures[-1].partition('</svg>')[0] + '</svg>')
 #
 # - **Gaps in both rows** come from the schedule or from the cut. Take another schedule, more
 #   micro-batches, or `task.stack.partition_by:time`, which balances measured times.
-# - **Gaps in the upper row only** are overhead: the time between actions, and devices that disturb
-#   each other. Two logical CPU devices share the caches and cores of one machine.
-# - **One box that is wider than its like** was slow only once. Look at another step before you
-#   change anything.
+# - **Gaps in the upper row only** are overhead: the time between actions, and whatever else keeps
+#   the devices busy. When this page was built, another tutorial ran on the same cores.
+# - **One box that is wider than the others of its colour** was slow only once. Look at another step
+#   before you change anything.
 #
 # ## Try it
 #
-# A schedule that you found goes where a name goes: `p.stack.schedule = best.schedule`, or for a
-# named one `--model_params_override='task.stack.schedule:zb_h1;task.stack.num_micro_batches:8'`.
+# The schedule that the search found goes where a name goes: `p.stack.schedule = best.schedule`. A
+# named one needs no code: `--model_params_override=task.stack.schedule:zb_h1`.
 # [Schedules](../schedules.md) has all names and formulas, [Profile](../training.md#profile) the
 # flags, and [Scaling](../scaling.md) what the planner knows.

@@ -70,9 +70,7 @@ loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 # %%
 pipe = PipelinedModel(model, num_stages=2, num_micro_batches=4)
 pipe.compile(optimizer='adam', loss=loss, metrics=['accuracy'])
-history = pipe.fit(x, y, batch_size=64, epochs=3, validation_split=0.2, verbose=0).history
-for epoch, values in enumerate(zip(*history.values(), strict=True)):
-  print(f'epoch {epoch}', *(f'{k} {v:.3f}' for k, v in zip(history, values, strict=True)))
+history = pipe.fit(x, y, batch_size=64, epochs=3, validation_split=0.2, verbose=2)
 
 # %% [markdown]
 # The numbers are those of plain Keras, up to rounding. [The next tutorial](keras_fit.md) compares
@@ -83,7 +81,7 @@ for epoch, values in enumerate(zip(*history.values(), strict=True)):
 # The stages were made at the first batch. Each batch of 64 goes through them as four micro-batches
 # of 16, so that both devices can work at the same time. In this picture blue is a forward, green a
 # backward, and purple both in one. The pale part of a backward computes the stage again. The gaps
-# are waiting:
+# are waiting, and the grey area is the number of micro-batches that a device holds:
 
 # %%
 schedule_svg.Draw(pipe.cut.simulated)

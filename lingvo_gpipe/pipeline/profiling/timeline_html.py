@@ -107,11 +107,13 @@ def _Draw(
   width = max(_MIN_WIDTH, longest * _ACTION_WIDTH)
   device_height = _MEASURED + _SIMULATED + _GAP
   height = schedule.num_devices * device_height + _AXIS
+  full = _LEFT + width + 20
   seconds = max(measured.makespan, simulated.makespan)
   scale = width / seconds if seconds else 0.0
   parts = [
-    f'<svg xmlns="http://www.w3.org/2000/svg" width="{_LEFT + width + 20}" height="{height}">'
-    f'<style>{_SVG_STYLE}</style>'
+    # Shrinks to the width of a page as long as the actions stay legible.
+    f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {full} {height}" width="{full}" '
+    f'style="max-width:max(100%,{longest * _ACTION_WIDTH}px)"><style>{_SVG_STYLE}</style>'
   ]
   for tick in _Ticks(seconds * 1e3):
     x = _LEFT + tick * 1e-3 * scale
