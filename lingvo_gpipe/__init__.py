@@ -74,6 +74,7 @@ if TYPE_CHECKING:  # The same names as in _FOLDERS, for type checkers and editor
   from lingvo_gpipe.pipeline import verify as verify
   from lingvo_gpipe.pipeline.cost import schedule_search as schedule_search
   from lingvo_gpipe.pipeline.cost import simulator as simulator
+  from lingvo_gpipe.pipeline.profiling import schedule_svg as schedule_svg
   from lingvo_gpipe.pipeline.schedule import schedules as schedules
   from lingvo_gpipe.training import callback as callback
 
@@ -103,6 +104,7 @@ _FOLDERS = {
   'learning': 'early_stopping learner lr_schedules optimizer',
   'pipeline': 'pipelining_layer verify',
   'pipeline.cost': 'schedule_search simulator',
+  'pipeline.profiling': 'schedule_svg',
   'pipeline.schedule': 'schedules',
   'training': 'callback',
 }

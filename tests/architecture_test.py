@@ -110,6 +110,7 @@ _FOREIGN_NAMES = {
   'lingvo_gpipe/layers/keras/keras_cell_layer.py': {'add_update', 'call', 'get_current_value'},
   'lingvo_gpipe/layers/keras/keras_nodes.py': {'get_current_value'},
   'lingvo_gpipe/layers/keras/keras_preset.py': {'get_tensor', 'keys'},  # safetensors.
+  'lingvo_gpipe/pipeline/profiling/schedule_svg.py': {'_repr_html_'},  # Jupyter.
   'tools/keras_models.py': {'apply'},
   'tools/keras_zoo/shapes.py': {'call'},
   'tools/site/hooks.py': {'on_config', 'on_files', 'on_page_markdown'},

@@ -13,7 +13,13 @@
 # gradient of the weights, which take 1 each.
 
 # %%
-from lingvo_gpipe import schedule_search, schedules, simulator
+import pathlib
+import shlex
+import subprocess
+import sys
+import tempfile
+
+from lingvo_gpipe import schedule_search, schedule_svg, schedules, simulator
 
 K = 4  # Devices.
 
@@ -27,12 +33,15 @@ def Step(name, num_micro_batches, per_device=1, policy='none', **more):
   return simulator.Simulate(schedule, costs, remat_policy=policy, sizes=sizes)
 
 
-print(Step('gpipe', 4).Picture(84))
+schedule_svg.Draw(Step('gpipe', 4))
 
 # %% [markdown]
+# A blue box is a forward and a green one a backward, with the number of its micro-batch. The grey
+# area below is the number of micro-batches whose activations the device holds.
+#
 # ## More micro-batches
 #
-# The dots are the bubble: the pipeline fills and drains, and devices wait. With M micro-batches a
+# The gaps are the bubble: the pipeline fills and drains, and devices wait. With M micro-batches a
 # device waits for (K-1)/(M+K-1) of the step. So take many micro-batches, as long as each is large
 # enough to keep a device busy.
 
@@ -71,6 +80,13 @@ for name, per_device in [
     f'{name:16} {per_device * K:6}  {result.makespan:4g}  {result.overall_bubble:6.1%}'
     f'  {max(result.device_peak_bytes):6.2f}'
   )
+
+# %% [markdown]
+# `zb_v` and `interleaved_zb` have the shortest steps. This is `zb_v`. The second stage of a device
+# is paler, I is turquoise, and W is orange:
+
+# %%
+schedule_svg.Draw(Step('zb_v', M, 2))
 
 # %% [markdown]
 # ## Recomputation
@@ -119,9 +135,77 @@ print(best.schedule.ToText())
 # Here none of the three fits into a limit of 12, and the search finds an order that does and is as
 # short as the best of them.
 #
+# ## The planner
+#
+# The simulator compares orders for a given cut. The planner, `tools.plan` in a checkout, chooses
+# for an experiment on given devices: the number of replicas, stages and micro-batches, the cut, the
+# schedule and the recomputation. It predicts steps by the FLOPs of the layers and a
+# [description of the devices](../scaling.md), or measures both. Here it measures the layers of a
+# small Transformer on two logical CPU devices, and looks for the best plan with two stages.
+
+# %%
+folder = tempfile.TemporaryDirectory()
+EXPERIMENT = (
+  '--platform=cpu', '--model=lm.stdlib.ByteTransformerGPipe2',
+  '--model_params_override=task.num_layers:4;input.max_bytes:100000;input.batch_size:8',
+  '--model_params_override=task.train.eval_datasets:[]',
+)  # fmt: skip
+
+
+def Run(*command):
+  """Runs a program, and returns the lines that it prints."""
+  command = [sys.executable, '-m', *command]
+  done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+  assert done.returncode == 0, done.stdout
+  return done.stdout.splitlines()
+
+
+lines = Run(
+  'tools.plan', *EXPERIMENT, '--measure', '--measured_sizes=2', '--num_stages=2',
+  '--num_replicas=1', '--stages_per_device=1', '--schedules=gpipe,1f1b,zb_h1',
+)  # fmt: skip
+print(*lines[lines.index('') + 1 : -2], sep='\n')
+
+# %% [markdown]
+# The first row is the chosen plan, and the next table changes one thing of it. The last line is the
+# command that runs the plan.
+#
+# ## A profile of real steps
+#
+# We run that command for eight steps, of which the profiler records 6 to 8.
+
+# %%
+command = lines[-3].replace('LOGDIR', folder.name)
+flags = shlex.split(command)[1:]
+flags += ['--platform=cpu', '--max_steps=8', '--profile_steps=6,8']
+lines = Run('lingvo_gpipe.trainer', *flags)
+profiled = next(line for line in lines if line.startswith('profiled steps'))
+print(*profiled.split('; '), sep='\n')
+
+# %% [markdown]
+# The profiler also writes a page with a timeline of each step. This is the last one. For each
+# device there are two rows. The upper row has the measured times. The lower one is the plan: the
+# same actions, each with the mean of its measured times, and without any overhead.
+
+# %%
+(page,) = pathlib.Path(folder.name).glob('timeline_*.html')
+pictures = page.read_text().split('<svg')[1:]
+folder.cleanup()
+schedule_svg.Svg('<svg' + pictures[-1].partition('</svg>')[0] + '</svg>')
+
+# %% [markdown]
+# How to read it:
+#
+# - **Gaps in both rows** come from the schedule or from the cut. Take another schedule, more
+#   micro-batches, or `task.stack.partition_by:time`, which balances measured times.
+# - **Gaps in the upper row only** are overhead: the time between actions, and whatever else keeps
+#   the devices busy. When this page was built, another tutorial ran on the same cores.
+# - **One box that is wider than the others of its colour** was slow only once. Look at another step
+#   before you change anything.
+#
 # ## Try it
 #
-# The winner goes where a name goes: `p.stack.schedule = best.schedule`, or for a named one
-# `--model_params_override='task.stack.schedule:zb_h1;task.stack.num_micro_batches:8'`. The times of
-# your stages come from a [profile](../profiling.md), whose page shows the measured step next
-# to the simulated one. [Schedules](../schedules.md) has all names and formulas.
+# The schedule that the search found goes where a name goes: `p.stack.schedule = best.schedule`. A
+# named one needs no code: `--model_params_override=task.stack.schedule:zb_h1`.
+# [Schedules](../schedules.md) has all names and formulas, [Profile](../profiling.md) the
+# flags, and [Scaling](../scaling.md) what the planner knows.

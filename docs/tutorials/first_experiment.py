@@ -27,7 +27,7 @@ for folder in ('tasks', 'params'):
   (root / folder).mkdir()
   (root / folder / '__init__.py').touch()
 
-(root / 'tasks' / 'toy.py').write_text("""
+_ = (root / 'tasks' / 'toy.py').write_text("""
 import tensorflow as tf
 from lingvo_gpipe import pipelining_layer, task
 
@@ -57,7 +57,7 @@ class Regression(task.BaseTask):
 # cut into two stages, with four micro-batches. Each param can be changed from the command line.
 
 # %%
-(root / 'params' / 'toy.py').write_text("""
+_ = (root / 'params' / 'toy.py').write_text("""
 from lingvo_gpipe import linear, registry, synthetic
 from tasks import toy
 

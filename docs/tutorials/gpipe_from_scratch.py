@@ -11,7 +11,15 @@
 # %%
 import tensorflow as tf
 
-from lingvo_gpipe import cluster, linear, pipelining_layer, schedules, verify
+from lingvo_gpipe import (
+  cluster,
+  linear,
+  pipelining_layer,
+  schedule_svg,
+  schedules,
+  simulator,
+  verify,
+)
 
 K, M, BATCH, DIM = 2, 4, 32, 16
 devices = cluster.Cluster.Create(K, platform='cpu').devices
@@ -79,15 +87,18 @@ for gradient, reference in zip(sums[0] + sums[1], expected, strict=True):
 print('The gradients equal those without a pipeline, up to rounding.')
 
 # %% [markdown]
-# That is GPipe. What remains is to run the stages on their devices at the same time. The order is
-# this schedule, where B takes as long as F and includes the recomputation:
+# That is GPipe. What remains is to run the stages on their devices at the same time. In this
+# picture a blue box is a forward of a micro-batch, and a green one a backward. The pale part of a
+# backward is the recomputation:
 
 # %%
-print(schedules.Get('gpipe', K, M).Picture())
+schedule = schedules.Get('gpipe', K, M)
+schedule_svg.Draw(simulator.Simulate(schedule, simulator.Costs(forward=1)))
 
 # %% [markdown]
-# The dots are the bubble, (K-1)/(M+K-1) = 20 % of the step. [Choose a
-# schedule](choosing_a_schedule.md) shows how to make it smaller.
+# The gaps are the bubble, (K-1)/(M+K-1) = 20 % of the step. [Choose a
+# schedule](choosing_a_schedule.md) shows how to make it smaller. The grey area is the number of
+# inputs that a device holds.
 #
 # ## The library
 #

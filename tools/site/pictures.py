@@ -98,7 +98,7 @@ action. Other programs used the same cores. The first command printed for this s
     profiled step 7: 352.78 ms a step; bubble 17.8% measured, 22.7% simulated with the measured
     times, 21.1% predicted by flops
 
-[Training](training.md#profile) says more about profiles.
+[Profile a step](profiling.md) says more.
 
 ![Each device's actions as measured, above the simulated ones](profile.svg)
 """

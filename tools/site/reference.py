@@ -226,7 +226,7 @@ def SchedulesPage() -> str:
     '## Placement, actions and policies', '',
     'F is forward, B backward, I and W its halves, the gradients of the input and of the weights, '
     'and V forward and backward in one. V recomputes nothing under any policy. '
-    '[Performance](../performance.md#where-the-cuts-go-and-what-fits) explains the policies '
+    '[Fit into memory](../memory.md) explains the policies '
     f'{", ".join(f"`{policy}`" for policy in rematerialisation.POLICIES)} and `auto`.', '',
     '| Name | v | Device of stage k | M | Actions | Policies | Source |',
     '| --- | --- | --- | --- | --- | --- | --- |',

@@ -23,7 +23,16 @@ from lingvo_gpipe.reporting import svg
 _LEFT, _RIGHT, _ROW, _CURVE, _GAP, _WIDTH, _LETTER = 64, 48, 22, 20, 8, 900, 6.5
 
 
-def Draw(result: simulator.Result, *, is_standalone: bool = False) -> str:
+class Svg(str):
+  """The text of an SVG picture, which notebooks show as a picture."""
+
+  __slots__ = ()
+
+  def _repr_html_(self) -> str:
+    return str(self)
+
+
+def Draw(result: simulator.Result, *, is_standalone: bool = False) -> Svg:
   """Returns the picture of a simulated step.
 
   Args:
@@ -43,7 +52,7 @@ def Draw(result: simulator.Result, *, is_standalone: bool = False) -> str:
     peak = max(count for _, count in held[device])
     parts.append(f'<text x="{_LEFT + _WIDTH + 4}" y="{y + _ROW + _CURVE}">{peak} held</text>')
   size = _LEFT + _WIDTH + _RIGHT, height
-  return svg.Document(result.schedule.name, size, parts, is_standalone)
+  return Svg(svg.Document(result.schedule.name, size, parts, is_standalone))
 
 
 def _Rect(

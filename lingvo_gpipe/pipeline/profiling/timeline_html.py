@@ -43,14 +43,16 @@ _PICTURE = re.compile(r'<h2>(.*?)</h2>\s*<svg [^>]*width="(\d+)" height="(\d+)">
 _STYLE = """
 body { font: 14px sans-serif; margin: 1.5em; color: #222; background: #fff; }
 h2 { font-size: 15px; margin: 1.5em 0 0.3em; }
-svg { display: block; } svg text { font: 11px sans-serif; fill: #222; }
-.simulated, .recompute { opacity: 0.55; } line { stroke: #ddd; }
-@media (prefers-color-scheme: dark) {
-body { color: #ddd; background: #222; } svg text { fill: #ddd; } line { stroke: #555; }
-rect.simulated, rect.recompute { opacity: 0.8; } }
-svg rect + text { fill: #222; }
+svg { display: block; }
+@media (prefers-color-scheme: dark) { body { color: #ddd; background: #222; } }
 table { border-collapse: collapse; margin-top: 1.5em; }
 td, th { padding: 2px 12px; text-align: right; }
+""".strip()
+# In the picture itself, which may be copied into another page.
+_SVG_STYLE = """
+svg text { font: 11px sans-serif; fill: currentColor; } svg rect + text { fill: #222; }
+svg line { stroke: currentColor; opacity: 0.2; }
+svg .simulated, svg .recompute { opacity: 0.75; }
 """.strip()
 
 
@@ -123,10 +125,13 @@ def _Draw(
   width = max(_MIN_WIDTH, longest * _ACTION_WIDTH)
   device_height = _MEASURED + _SIMULATED + _GAP
   height = schedule.num_devices * device_height + _AXIS
+  full = _LEFT + width + 20
   seconds = max(measured.makespan, simulated.makespan)
   scale = width / seconds if seconds else 0.0
   parts = [
-    f'<svg xmlns="http://www.w3.org/2000/svg" width="{_LEFT + width + 20}" height="{height}">'
+    # Shrinks to the width of a page as long as the actions stay legible.
+    f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {full} {height}" width="{full}" '
+    f'style="max-width:max(100%,{longest * _ACTION_WIDTH}px)"><style>{_SVG_STYLE}</style>'
   ]
   for tick in _Ticks(seconds * 1e3):
     x = _LEFT + tick * 1e-3 * scale
