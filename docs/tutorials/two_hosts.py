@@ -194,7 +194,7 @@ project.cleanup()
 # %% [markdown]
 # The loss is equal up to rounding, because sums over the replicas are added in another order.
 #
-# [Several hosts](../distributed.md) has the checkpoints and GPUs, [Protect the ports](../network.md)
-# the tunnels, [Data on workers](../worker_data.md) the data, and
-# [When a worker fails](../worker_failures.md) training with fewer workers. A Keras model uses workers
-# by [`cluster.Cluster.Connect`](../keras.md#on-other-hosts).
+# [Several hosts](../distributed.md) has the checkpoints and GPUs, and
+# [Protect the ports](../network.md) the tunnels. [Data on workers](../worker_data.md) has the data,
+# and [When a worker fails](../worker_failures.md) training with fewer workers. A Keras model uses
+# workers by [`cluster.Cluster.Connect`](../keras.md#on-other-hosts).
