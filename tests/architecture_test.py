@@ -112,6 +112,7 @@ _FOREIGN_NAMES = {
   'lingvo_gpipe/layers/keras/keras_preset.py': {'get_tensor', 'keys'},  # safetensors.
   'tools/keras_models.py': {'apply'},
   'tools/keras_zoo/shapes.py': {'call'},
+  'tools/packaging/readme.py': {'update'},
   'tools/site/hooks.py': {'on_config', 'on_files', 'on_page_markdown'},
   'tests/fit/keras_generation_test.py': {'call_with_cache'},
   'tests/fit/keras_loss_test.py': {'build', 'call', 'compute_mask'},
