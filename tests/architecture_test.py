@@ -37,6 +37,7 @@ _MOST_MODULES = 23
 _NO_TENSORFLOW_FOLDERS = ('pipeline.schedule', 'pipeline.cost')
 _NO_TENSORFLOW_MODULES = (
   'lingvo_gpipe',
+  'lingvo_gpipe.cli.completion',
   'lingvo_gpipe.cli.interrupts',
   'lingvo_gpipe.cli.steady_output',
   'lingvo_gpipe.core.heartbeat',
