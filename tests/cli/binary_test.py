@@ -278,12 +278,15 @@ def testHelpHasASubjectForEachFlagAndExamplesThatParse(forks, program):
   _, *blocks = re.split(r'\n\n(?=\S.*:\n  --)', text)
   flags = [re.findall(r'^  --(\w+):', block, re.MULTILINE) for block in blocks]
   assert sorted(sum(flags, [])) == sorted(re.findall(r'^ *--(\w+):', text, re.MULTILINE))
+  all_args = []
   for block, names in zip(blocks, flags, strict=True):
     (example,) = re.findall(rf'^  For example: {program} (.*)', block, re.MULTILINE)
     args = shlex.split(example.partition(' >>')[0])
     assert {arg[2:].partition('=')[0] for arg in args} & set(names)
-    # --completion ends the program after it has parsed its flags.
-    processes.Succeeded(forks.Run(program, *args, '--completion=bash'))
+    all_args += args
+  # --completion, the last flag, ends the program after it has parsed all flags.
+  assert all_args[-1] == '--completion=bash'
+  processes.Succeeded(forks.Run(program, *all_args))
 
 
 @pytest.mark.parametrize('module', ['lingvo_gpipe.trainer', 'tools.verify'])
