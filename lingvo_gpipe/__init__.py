@@ -12,6 +12,9 @@ other modules are private and may change; docs/architecture.md says how they fit
 import importlib
 from typing import TYPE_CHECKING, Any
 
+# The only place of the version: the build reads it here.
+__version__ = '0.2.0'
+
 if TYPE_CHECKING:  # The same names as in _FOLDERS, for type checkers and editors.
   from lingvo_gpipe.checkpoint import checkpointer as checkpointer
   from lingvo_gpipe.core import base_layer as base_layer

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from absl import flags
 
 from lingvo_gpipe.checkpoint import checkpoint_choice
-from lingvo_gpipe.cli import device_flags, steady_output, supervised
+from lingvo_gpipe.cli import device_flags, steady_output, subjects, supervised
 from lingvo_gpipe.distributed import cluster, cluster_spec, stop_request, supervisor
 from lingvo_gpipe.evaluation import eval_program, pass_schedule
 from lingvo_gpipe.runners import failure_notes, multi_task_runner
@@ -94,7 +94,7 @@ def Run() -> None:
   flags.DEFINE_bool(
     'allow_params_change', False, 'Use weights of a run with different Params if they fit.'
   )
-  binary.Run(_Evaluate, __doc__ or '')
+  binary.Run(_Evaluate, __doc__ or '', subjects=subjects.SUBJECTS)
 
 
 if __name__ == '__main__':

@@ -15,7 +15,7 @@ from typing import Any
 from absl import flags
 
 from lingvo_gpipe.checkpoint import checkpoint_choice, checkpoint_table, checkpointer, logdir_lock
-from lingvo_gpipe.cli import device_flags, steady_output, supervised
+from lingvo_gpipe.cli import device_flags, steady_output, subjects, supervised
 from lingvo_gpipe.distributed import cluster, cluster_spec, stop_request, supervisor
 from lingvo_gpipe.experiment import model as model_lib
 from lingvo_gpipe.experiment import registry
@@ -308,7 +308,7 @@ def Run() -> None:
   flags.DEFINE_string(
     'export_dir', None, 'Directory of --mode=export; defaults to <logdir>/export/<step>.'
   )
-  binary.Run(_Main, __doc__ or '', lambda: _ARGUMENTS.get(FLAGS.mode, 0))
+  binary.Run(_Main, __doc__ or '', lambda: _ARGUMENTS.get(FLAGS.mode, 0), subjects.SUBJECTS)
 
 
 if __name__ == '__main__':

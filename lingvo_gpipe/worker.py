@@ -18,7 +18,7 @@ import threading
 
 from absl import flags, logging
 
-from lingvo_gpipe.cli import device_flags
+from lingvo_gpipe.cli import device_flags, subjects
 from lingvo_gpipe.distributed import local_port, local_workers, worker_restart, worker_server
 
 FLAGS = flags.FLAGS
@@ -125,7 +125,7 @@ def Run() -> None:
     'local', False, 'For workers that a trainer starts: use a free port, end with standard input.'
   )
   flags.DEFINE_integer('starter', None, 'With --local: ID of the process with which this one ends.')
-  binary.Run(_Serve, __doc__ or '')
+  binary.Run(_Serve, __doc__ or '', subjects=subjects.SUBJECTS)
 
 
 if __name__ == '__main__':

@@ -353,7 +353,7 @@ def testNamedExperimentsExist(path):
 
 @cases('path', DOCS, ids=_Ids)
 def testNamedModesExist(path, program_help):
-  modes = re.search(r'--mode: <(.*?)>', program_help)[1].split('|')
+  modes = re.search(r'--mode:\s+<(.*?)>', program_help)[1].split('|')
   # The first column of the table of flags has Lingvo's.
   text = re.sub(r'^\| `--.*?\|', '|', path.read_text(), flags=re.MULTILINE)
   named = re.findall(r'--mode=(\w+)|\b(inspect_\w+)\b', text)

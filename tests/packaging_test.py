@@ -3,6 +3,7 @@
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import zipfile
 import pytest
 from packaging import requirements
 
+import lingvo_gpipe
 from tests import processes
 
 
@@ -35,7 +37,12 @@ def testWheelContainsThePackageOnly(tmp_path):
   )
   assert done.returncode == 0, done.stderr
   (wheel,) = (source / 'dist').glob('lingvo_gpipe-*-py3-none-any.whl')
-  names = zipfile.ZipFile(wheel).namelist()
+  with zipfile.ZipFile(wheel) as archive:
+    names = archive.namelist()
+    entries, metadata = (
+      archive.read(next(name for name in names if name.endswith(end))).decode()
+      for end in ('entry_points.txt', 'METADATA')
+    )
   assert {name.split('/')[0].partition('-')[0] for name in names} == {'lingvo_gpipe'}
   inside = {name for name in names if name.startswith('lingvo_gpipe/')}
   expected = {
@@ -45,13 +52,29 @@ def testWheelContainsThePackageOnly(tmp_path):
     if file.endswith('.py') or file == 'py.typed'
   }
   assert inside == expected
-  entries = zipfile.ZipFile(wheel).read(
-    next(name for name in names if name.endswith('entry_points.txt'))
-  )
-  assert b'trainer = lingvo_gpipe.trainer:Run' in entries
-  assert b'evaluator = lingvo_gpipe.evaluator:Run' in entries
-  assert b'worker = lingvo_gpipe.worker:Run' in entries
+  for program in ('trainer', 'evaluator', 'worker'):
+    assert f'{program} = lingvo_gpipe.{program}:Run' in entries
   assert any(name.endswith('licenses/LICENSE') for name in names)
+  assert f'\nVersion: {lingvo_gpipe.__version__}\n' in metadata
+  # A package index has no files to which a link or a picture could lead.
+  targets = re.findall(r'\]\(([^)]*)\)|src(?:set)?="([^"]*)', metadata.partition('\n\n')[2])
+  assert targets and all(''.join(target).startswith('https://') for target in targets)
+
+
+def testTheChangelogBeginsWithTheVersion():
+  heading = re.search(r'^## \[(.*?)\]', (processes.ROOT / 'CHANGELOG.md').read_text(), re.MULTILINE)
+  assert heading[1] == lingvo_gpipe.__version__
+
+
+def testThePageOfInstallationListsEachExtra():
+  page = (processes.ROOT / 'docs' / 'install.md').read_text()
+  rows = re.findall(r'^\| `(\w+)` \| .* \| (.*) \|$', page, re.MULTILINE)
+  project = tomllib.loads((processes.ROOT / 'pyproject.toml').read_text())['project']
+  extras = project['optional-dependencies']
+  assert sorted(name for name, _ in rows) == sorted(extras)
+  for name, brought in rows:
+    packages = {_Name(requirements.Requirement(line)) for line in extras[name]}
+    assert name == 'dev' or set(brought.split(', ')) == packages
 
 
 def testEachDependencyHasAVersionWithWhichTheTestsPassed():

@@ -12,7 +12,7 @@ import itertools
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from absl import flags, logging
@@ -44,6 +44,7 @@ with native_output.Dropped(), _Hidden('matplotlib', 'sklearn'):
   from lingvo_gpipe.learning import optimizer as _  # noqa: F401
 
 from lingvo_gpipe.cli import command_line, error_report  # noqa: E402
+from lingvo_gpipe.cli import subjects as subjects_lib  # noqa: E402
 from lingvo_gpipe.core import files, heartbeat, params_text  # noqa: E402
 from lingvo_gpipe.distributed import accelerators, cluster, worker_connection  # noqa: E402
 from lingvo_gpipe.experiment import model as model_lib  # noqa: E402
@@ -226,7 +227,10 @@ def _IsUsersMistake(error: BaseException) -> bool:
 
 
 def Run(
-  main: Callable[[], int], description: str, num_arguments: Callable[[], int] = lambda: 0
+  main: Callable[[], int],
+  description: str,
+  num_arguments: Callable[[], int] = lambda: 0,
+  subjects: Sequence[subjects_lib.Subject] = (),
 ) -> NoReturn:
   """Starts a program: parses the flags, runs `main` and exits with the status that it returns.
 
@@ -236,6 +240,7 @@ def Run(
     main: the program; `arguments` has the arguments that are not flags.
     description: docstring of the program, which --help prints.
     num_arguments: returns the number of these arguments, after the flags are parsed.
+    subjects: the headings for the flags of an installed program, see `command_line.Parse`.
   """
   # A sample of text may contain characters that the encoding of the terminal lacks.
   if isinstance(sys.stdout, io.TextIOWrapper):
@@ -243,7 +248,7 @@ def Run(
   interrupts.Install()
   logging.use_absl_handler()
   logging.set_verbosity(logging.INFO)
-  arguments[:] = command_line.Parse(description, _library_flags, num_arguments)
+  arguments[:] = command_line.Parse(description, _library_flags, num_arguments, subjects)
   try:
     status = main()
   except KeyboardInterrupt:

@@ -6,10 +6,14 @@ Imports no TensorFlow, so that programs without TensorFlow start fast.
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from absl import flags
+
+from lingvo_gpipe.cli import completion
+from lingvo_gpipe.cli import subjects as subjects_lib
 
 FLAGS = flags.FLAGS
 
@@ -18,27 +22,39 @@ def Parse(
   description: str,
   hidden: Collection[str] = (),
   num_arguments: Callable[[], int] = lambda: 0,
+  subjects: Sequence[subjects_lib.Subject] = (),
 ) -> list[str]:
-  """Parses the flags. --help prints them and exits; a mistake exits with one line and status 2.
+  """Parses the flags; a mistake exits with one line and status 2.
+
+  --help prints the flags and exits. With subjects there is --completion, which prints a script for
+  the shell and exits.
 
   Args:
     description: docstring of the program, which --help prints.
     hidden: flags of libraries, which --help leaves out.
     num_arguments: returns the number of arguments that are not flags, after the flags are parsed.
+    subjects: the headings under which --help shows the flags of an installed program.
 
   Returns:
     The arguments that are not flags.
   """
+  program = os.path.basename(sys.argv[0]).removesuffix('.py')
+  if subjects:
+    flags.DEFINE_enum(
+      'completion', None, list(completion.SHELLS), 'Print a script that completes the command line.'
+    )
+  names = set(FLAGS) - set(hidden)
   if {'--help', '-help', '-h', '--helpshort', '--helpfull'} & set(sys.argv[1:]):
-    print(description + '\n')
-    for name in sorted(set(FLAGS) - set(hidden)):
-      print(f'  --{name}: {FLAGS[name].help} (default: {FLAGS[name].default_as_str})')
+    print(f'{description.strip()}\n\n{subjects_lib.Help(program, FLAGS, names, subjects)}')
     sys.exit(0)
   try:
     arguments: list[str] = FLAGS(sys.argv)[1:]
   except flags.Error as e:
     print(f'{e} (--help lists the flags)', file=sys.stderr)
     sys.exit(2)
+  if subjects and FLAGS.completion:
+    print(completion.Script(FLAGS.completion, program, FLAGS, names), end='')
+    sys.exit(0)
   expected = num_arguments()
   if len(arguments) < expected:
     print(

@@ -8,12 +8,20 @@ from collections.abc import Callable, Mapping
 from absl import flags
 
 from lingvo_gpipe.cli import binary, device_flags
-from lingvo_gpipe.distributed import cluster_spec, stop_request, supervisor, worker_restart
+from lingvo_gpipe.distributed import (
+  cluster_spec,
+  stop_request,
+  supervisor,
+  worker_restart,
+  worker_watch,
+)
 
 FLAGS = flags.FLAGS
 
 # Time to wait for workers at the start, and after a failure.
 _WAIT_SECONDS, _WAIT_AGAIN_SECONDS = 60.0, 1800.0
+# Time after which a worker that answers nothing counts as failed, unless --step_timeout is longer.
+_SILENCE_SECONDS = 60.0
 
 # The work of a child: takes the workers, the seconds to wait for them, the request to stop, and the
 # numbers of earlier failures in this call by kind; returns the exit status.
@@ -26,7 +34,8 @@ def DefineFlags() -> None:
     'step_timeout',
     None,
     'Seconds after which the workers of a step count as hung; by default ten times the median of '
-    'the last steps, at least 60. Compilations and waiting have half an hour.',
+    'the last steps, at least 60. Compilations and waiting have half an hour, if the workers '
+    'answer.',
     lower_bound=0.001,
   )
 
@@ -71,6 +80,8 @@ def Run(
     if not local and (renews_at_start or failures):
       with device_flags.StartingTensorFlow():
         worker_restart.RestartWorkers(workers, FLAGS.num_replicas)
+    silence = max(_SILENCE_SECONDS, FLAGS.step_timeout or 0.0)
+    worker_watch.Start(silence, supervisor.WORKER_FAILED)
     stop = stop_request.StopRequest()
     stop.Install()
     seconds = _WAIT_AGAIN_SECONDS if failures else _WAIT_SECONDS

@@ -289,8 +289,8 @@ class Params(params_tree.Node):
   def Freeze(self) -> None:
     """Makes these Params, and all Params in them, read-only for good.
 
-    Their lists, dicts, sets and dataclasses are copied now and whenever they are read: a caller can
-    change such a copy, or the original, without effect on the frozen Params.
+    Their lists, dicts, sets and dataclasses are copied now and whenever they are read, so a change
+    of the original or of a copy has no effect on them. Lists that are read refuse changes.
     """
     if self.__frozen:
       return

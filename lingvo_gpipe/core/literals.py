@@ -27,7 +27,7 @@ import re
 import sys
 import types
 import warnings
-from typing import Any
+from typing import Any, NoReturn
 
 QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
 # Text that starts like this is a literal, never a bare string.
@@ -49,6 +49,21 @@ class _NotLiteral(ValueError):
 
 
 # --- Kinds of values ------------------------------------------------------------------------------
+
+
+class ReadOnlyList(list[Any]):
+  """A list read from frozen Params: it refuses changes, which would be lost. Copies are plain."""
+
+  def _Refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+    raise TypeError(
+      'a list of frozen Params cannot be changed: change list(x), or the Params before Instantiate'
+    )
+
+  append = extend = insert = remove = pop = clear = sort = reverse = _Refuse
+  __setitem__ = __delitem__ = __iadd__ = __imul__ = _Refuse
+
+  def __reduce__(self) -> tuple[type[list[Any]], tuple[list[Any]]]:
+    return list, (list(self),)
 
 
 def IsRecord(value: Any) -> bool:
@@ -103,7 +118,7 @@ def TypeName(value: Any) -> str:
       return name
   if IsNumpyBool(value) or IsFloat(value):
     return 'float' if IsFloat(value) else 'bool'
-  return type(value).__name__
+  return 'list' if type(value) is ReadOnlyList else type(value).__name__
 
 
 # --- Writing --------------------------------------------------------------------------------------

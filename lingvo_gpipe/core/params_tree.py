@@ -233,15 +233,15 @@ def _LocateParam(node: Node, param: Param, path: str) -> _Place:
 
 def _LocateKey(container: Any, key: Any) -> _Place:
   def _Put(new: Any) -> Any:
-    if isinstance(container, tuple):
+    if not changes:
       items = list(container)
       items[key] = new
-      return tuple(items)
+      return tuple(items) if isinstance(container, tuple) else items
     container[key] = new
     return container
 
   old = container[key]
-  changes = isinstance(container, (list, dict))
+  changes = not isinstance(container, (tuple, literals.ReadOnlyList))
   return _Place(old, _Put, functools.partial(container.__setitem__, key, old) if changes else None)
 
 
@@ -337,7 +337,7 @@ def CopyContainers(value: Any, freeze: bool = False) -> Any:
 
   Args:
     value: any value.
-    freeze: whether to freeze the Params in it.
+    freeze: whether to freeze the Params in it; if not, its lists become read-only.
   """
   if isinstance(value, _ATOMS):
     return value
@@ -348,6 +348,8 @@ def CopyContainers(value: Any, freeze: bool = False) -> Any:
   if isinstance(value, set):
     return copy.copy(value)
   new = _WithChildren(value, lambda child: CopyContainers(child, freeze))
+  if type(new) is list and not freeze:
+    return literals.ReadOnlyList(new)
   return value if new is None else new
 
 

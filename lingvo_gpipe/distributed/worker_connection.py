@@ -4,7 +4,8 @@
 This is the one module that knows internals of TensorFlow's transport, which no public API covers:
 
 * `Ask` calls `GetStatus` of TensorFlow's gRPC service, because TensorFlow itself waits for an
-  absent worker without a time limit.
+  absent worker without a time limit. `WhySilent` calls a method that does not exist: the server
+  says so without its threads that compute.
 * `_DEVICE` finds the names of devices in the serialized answer.
 * `IsFailure` classifies errors by their type and by parts of their messages.
 * `FACTS_DESCRIPTOR` is a file that TensorFlow's operations read in the worker's process.
@@ -21,7 +22,7 @@ import socket
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent import futures
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import tensorflow as tf
@@ -62,6 +63,10 @@ _UNKNOWN = re.compile('context_id|remote[_ ]handle|Remote address')
 # The name of a device in a serialized answer of `GetStatus`.
 _DEVICE = re.compile(rb'/job:(\w+)/replica:0/task:(\d+)/device:(\w+):(\d+)')
 
+_T = TypeVar('_T')
+
+# Called with the addresses of the workers before this process connects to them.
+on_connect: Callable[[Collection[str]], None] | None = None
 # {address: answer of the worker before this process connected to it}.
 _answers: dict[str, bytes] = {}
 
@@ -129,10 +134,28 @@ def Ask(address: str) -> tuple[bytes, str | None]:
   return answer, None
 
 
+def _WhySilent(address: str) -> str | None:
+  try:
+    with grpc.insecure_channel(address) as channel:
+      channel.unary_unary('/tensorflow.WorkerService/Watch')(b'', timeout=_ASK_SECONDS)
+  except grpc.RpcError as e:
+    return None if e.code() == grpc.StatusCode.UNIMPLEMENTED else DescribeRpcError(e)
+  return None
+
+
+def WhySilent(addresses: Collection[str]) -> list[str | None]:
+  """Returns for each server why it does not answer, or None if it does; asks concurrently."""
+  return _ForAll(_WhySilent, addresses)
+
+
 def AskAll(addresses: Collection[str]) -> list[tuple[bytes, str | None]]:
   """Returns the results of `Ask` for several servers, asked concurrently."""
+  return _ForAll(Ask, addresses)
+
+
+def _ForAll(function: Callable[[str], _T], addresses: Collection[str]) -> list[_T]:
   with futures.ThreadPoolExecutor(max_workers=min(32, len(addresses))) as pool:
-    return list(pool.map(Ask, addresses))
+    return list(pool.map(function, addresses))
 
 
 def _CheckName(index: int, address: str, answer: bytes) -> None:
@@ -188,6 +211,8 @@ def Connect(
     ValueError: a worker runs another version of TensorFlow.
   """
   _answers.update(answers)
+  if on_connect:
+    on_connect(answers)
   # Otherwise an operation outside of a step would wait for a lost worker forever.
   os.environ.setdefault('TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE', 'False')
   workers = {index: a for index, a in enumerate(spec.workers) if a in answers}

@@ -4,6 +4,7 @@
 import os
 import pathlib
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -269,6 +270,23 @@ def testHelpAndAnEmptyDirectory(forks, tmp_path):
   (line,) = processes.Messages(done.stderr)
   assert '`params`' in line and '--params_package' in line
   assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize('program', ['trainer', 'evaluator', 'worker'])
+def testHelpHasASubjectForEachFlagAndExamplesThatParse(forks, program):
+  text = processes.Succeeded(forks.Run(program, '--help')).stdout
+  _, *blocks = re.split(r'\n\n(?=\S.*:\n  --)', text)
+  flags = [re.findall(r'^  --(\w+):', block, re.MULTILINE) for block in blocks]
+  assert sorted(sum(flags, [])) == sorted(re.findall(r'^ *--(\w+):', text, re.MULTILINE))
+  all_args = []
+  for block, names in zip(blocks, flags, strict=True):
+    (example,) = re.findall(rf'^  For example: {program} (.*)', block, re.MULTILINE)
+    args = shlex.split(example.partition(' >>')[0])
+    assert {arg[2:].partition('=')[0] for arg in args} & set(names)
+    all_args += args
+  # --completion, the last flag, ends the program after it has parsed all flags.
+  assert all_args[-1] == '--completion=bash'
+  processes.Succeeded(forks.Run(program, *all_args))
 
 
 @pytest.mark.parametrize('module', ['lingvo_gpipe.trainer', 'tools.verify'])

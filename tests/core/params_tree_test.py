@@ -199,31 +199,45 @@ def testFreezeIsDeep():
   assert 'tpl.x' in _Message(TypeError, attempts[2])
 
 
+_REFUSED_CHANGES = [
+  lambda p: p.plain.append(1),
+  lambda p: p.plain[1].append(1),
+  lambda p: p.plain.__setitem__(0, 1),
+  lambda p: p.plain.__delitem__(0),
+  lambda p: p.plain.__iadd__([1]),
+  lambda p: p.Get('plain').append(1),
+  lambda p: p.Get('plain[1]').append(1),
+  lambda p: p.mapping['k'].append(1),
+  lambda p: p.nested.a.append(1),
+  lambda p: p.pair[1].append(1),
+  lambda p: p.options.names.append(1),
+  lambda p: p.tpl.x.append(1),
+  lambda p: p.Get('tpl.x').append(1),
+  lambda p: _Leaf(child=p).Get('child.plain[1]').append(1),
+  lambda p: p.tpls.pop(),
+  lambda p: p.tpls[0].x.append(1),
+  lambda p: [value.clear() for name, value in p.IterParams() if name == 'plain'],
+]
+
+
+@pytest.mark.parametrize('change', _REFUSED_CHANGES)
+def testListsOfFrozenParamsRefuseChanges(change):
+  p = _Containers()
+  p.Freeze()
+  assert 'frozen' in _Message(TypeError, change, p)
+  assert p == _Containers()
+
+
 @pytest.mark.parametrize(
   'change',
   [
-    lambda p: p.plain.append(1),
-    lambda p: p.plain[1].append(1),
-    lambda p: p.plain.__setitem__(0, 1),
-    lambda p: p.Get('plain').append(1),
-    lambda p: p.Get('plain[1]').append(1),
     lambda p: p.mapping.update(k=1),
-    lambda p: p.mapping['k'].append(1),
     lambda p: p.mapping.pop('k'),
     lambda p: p.ordered.move_to_end('b'),
     lambda p: setattr(p.nested, 'a', 1),
     lambda p: p.nested.Set('a', 1),
-    lambda p: p.nested.a.append(1),
-    lambda p: p.pair[1].append(1),
-    lambda p: p.options.names.append(1),
     lambda p: p.some.add(3),
-    lambda p: p.tpl.x.append(1),
-    lambda p: p.Get('tpl.x').append(1),
-    lambda p: _Leaf(child=p).Get('child.plain[1]').append(1),
-    lambda p: p.tpls.pop(),
-    lambda p: p.tpls[0].x.append(1),
     lambda p: p.GetDefault('plain').append(1),
-    lambda p: [value.clear() for name, value in p.IterParams() if name == 'plain'],
   ],
 )
 def testChangesOfContainersDoNotReachFrozenParams(change):
@@ -237,7 +251,7 @@ def testContainersOfFrozenParamsKeepTheirTypes():
   p = _Containers()
   p.Freeze()
   for name, value in _Containers().IterParams():
-    assert type(p.Get(name)) is type(value), name
+    assert isinstance(p.Get(name), type(value)), name
     assert p.Get(name) == value
   assert list(p.ordered) == ['b', 'a']
   assert (
@@ -262,15 +276,25 @@ def testCopyOfFrozenCanBeChanged(copies):
   assert p == _Containers()
 
 
-def testContainersReadFromFrozenParamsCanBeChanged():
+def testCopiesOfListsOfFrozenParamsCanBeChanged():
   p = _Containers()
   p.Freeze()
-  q = _Leaf(plain=p.plain, other=None)
-  q.other = p.mapping
-  q.plain.append(1)
-  q.other['k'].append(1)
-  for mutable in (copy.copy(p.plain), p.plain.copy(), copy.deepcopy(p.plain), p.plain[:]):
+  copies = (list(p.plain), copy.copy(p.plain), p.plain.copy(), p.plain[:], p.plain + [2])
+  for mutable in (*copies, copy.deepcopy(p.plain), pickle.loads(pickle.dumps(p.plain))):
+    assert type(mutable) is list
     mutable.append(1)
+  assert type(copy.deepcopy(p.plain)[1]) is list
+  assert p == _Containers()
+
+
+def testOtherParamsCanHoldAListOfFrozenParams():
+  p = _Containers()
+  p.Freeze()
+  q = _Leaf(plain=p.plain)
+  assert q.ToTextWithTypes() == _Leaf(plain=_Containers().plain).ToTextWithTypes()
+  q.Set(**{'plain[0]': 7, 'plain[1][0]': 8})
+  assert q.plain[0] == 7 and q.plain[1][0] == 8
+  q.Copy().plain.append(1)
   assert p == _Containers()
 
 

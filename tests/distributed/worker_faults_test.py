@@ -18,7 +18,7 @@ import pytest
 import tensorflow as tf
 
 from lingvo_gpipe import evaluator
-from lingvo_gpipe.distributed import worker_connection
+from lingvo_gpipe.distributed import worker_connection, worker_watch
 from lingvo_gpipe.evaluation import eval_program
 from tests import processes, tcp_proxy, worker_processes
 from tests.toys import projects
@@ -36,7 +36,9 @@ import time
 
 from lingvo_gpipe.checkpoint import tensor_bundle
 from lingvo_gpipe.core import heartbeat, nested_map
-from lingvo_gpipe.distributed import local_workers, supervisor, worker_hosts, worker_restart
+from lingvo_gpipe.cli import supervised
+from lingvo_gpipe.distributed import local_workers, supervisor, worker_connection, worker_hosts
+from lingvo_gpipe.distributed import worker_restart, worker_watch
 from lingvo_gpipe import stream_input
 
 # Waits for workers that hang or are gone, which here never come back by themselves.
@@ -93,6 +95,27 @@ class KilledInSaves(Toy):
       return call(host, function, *args)
 
     worker_hosts.Call = Call
+    return super().Task()
+
+
+@registry.RegisterSingleTaskModel
+class StoppedAtTheStart(Toy):
+  def Task(self):
+    # The local worker hangs as soon as the first training process is connected to it.
+    supervised._SILENCE_SECONDS = worker_watch._PAUSE_SECONDS = 1.0
+    connect = worker_connection.Connect
+
+    def Connect(*args):
+      facts = connect(*args)
+      if not pathlib.Path('stopped').exists():
+        pathlib.Path('stopped').write_text('')
+        parent = os.getppid()
+        children = pathlib.Path(f'/proc/{parent}/task/{parent}/children').read_text().split()
+        (worker,) = {*map(int, children)} - {os.getpid()}
+        os.kill(worker, signal.SIGSTOP)
+      return facts
+
+    worker_connection.Connect = Connect
     return super().Task()
 
 
@@ -259,6 +282,32 @@ def testTrainingResumesAfterAWorkerIsKilledOrHangs(forks, project, tmp_path):
     {'worker_failed': 1, 'no_step': 1},
   ]
   _AssertAsUndisturbed(forks, project, tmp_path, tmp_path, more)
+
+
+def testAWorkerThatHangsBeforeTheFirstStepIsNoticed(forks, project, tmp_path):
+  more = 'task.stack.xla:False'
+  args = [*_Args(tmp_path, 2, more), '--model=toy.StoppedAtTheStart', '--local_workers=1']
+  done = processes.Succeeded(forks.Run('trainer', *args, cwd=project))
+  (line,) = [line for line in processes.Messages(done.stderr) if 'has answered nothing' in line]
+  assert 'a worker failed: the worker at localhost:' in line
+  assert [failures for _, failures in _Failures(tmp_path)] == [{'worker_failed': 1}]
+  _AssertAsUndisturbed(forks, project, tmp_path, tmp_path, more)
+
+
+def testAWatchCountsOnlyTheTimeSinceTheLastAnswer(monkeypatch):
+  """The first worker answers each second time, the second worker never after the third."""
+  rounds = []
+
+  def WhySilent(addresses):
+    rounds.append(time.monotonic())
+    return ['late' if len(rounds) % 2 else None, 'gone' if len(rounds) > 3 else None]
+
+  monkeypatch.setattr(worker_connection, 'WhySilent', WhySilent)
+  monkeypatch.setattr(worker_watch, '_PAUSE_SECONDS', 0.02)
+  reason = worker_watch.AwaitSilence(['a:1', 'b:2'], 0.05, os.getppid())
+  assert 'b:2' in reason and 'gone' in reason
+  assert rounds[-1] - rounds[3] >= 0.05
+  assert worker_watch.AwaitSilence(['a:1', 'b:2'], 0.0, parent=-1) is None
 
 
 def testAnEvaluatorResumesAfterItsWorkerIsKilledOrHangs(forks, project, tmp_path):

@@ -12,25 +12,28 @@ from __future__ import annotations
 import os
 import pathlib
 import re
-import tomllib
 from concurrent import futures
 from typing import Any
 
 from mkdocs.structure import files as mkdocs_files
 
+import lingvo_gpipe
 from tools.site import pictures, reference, tutorials
 
 _ROOT = pathlib.Path(__file__).parents[2]
 # Documents outside of docs/, which become pages.
-_PAGES = {'README.md': 'index.md', 'CONTRIBUTING.md': 'contributing.md'}
+_PAGES = {
+  'README.md': 'index.md',
+  'CONTRIBUTING.md': 'contributing.md',
+  'CHANGELOG.md': 'changelog.md',
+}
 _LINK = re.compile(r'(\[[^\]]*\]\()([^)\s#:]+)((?:#[^)\s]*)?\))')
 _LANGUAGES = {'.py': 'python', '.sh': 'bash', '.yaml': 'yaml', '': 'text'}
 
 
 def on_config(config: Any) -> Any:
   """Puts the version of the package at the foot of each page."""
-  project = tomllib.loads((_ROOT / 'pyproject.toml').read_text())['project']
-  config.copyright = f'{project["name"]} {project["version"]}'
+  config.copyright = f'lingvo_gpipe {lingvo_gpipe.__version__}'
   return config
 
 
