@@ -87,8 +87,8 @@ history = pipe.fit(x, y, batch_size=64, epochs=3, validation_split=0.2, verbose=
 schedule_svg.Draw(pipe.cut.simulated)
 
 # %% [markdown]
-# A notebook shows the picture. A program can write it to a file, `pipeline.svg` for example, because
-# it is a string.
+# A notebook shows the picture. A program can write it to a file, `pipeline.svg` for example: the
+# value is a string.
 #
 # The table has a row for each stage: its layers, its share of the work, and the memory that its
 # device needs. `pipe.summary()` prints it, too.

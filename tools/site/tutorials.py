@@ -152,6 +152,7 @@ def Notebook(cells: list[Cell]) -> str:
 def _InstallCell(cells: list[Cell]) -> Cell:
   project = tomllib.loads((_ROOT / 'pyproject.toml').read_text())['project']
   name = project['name']
-  extras = '[keras_hub]' if any('import keras_hub' in cell.source for cell in cells) else ''
+  # With a hyphen, as the metadata of the package have it: pip 23 does not find `keras_hub`.
+  extras = '[keras-hub]' if any('import keras_hub' in cell.source for cell in cells) else ''
   source = _INSTALL.format(name=name, archive=f'{name}-{project["version"]}', extras=extras)
   return Cell(True, source.rstrip())
