@@ -35,8 +35,8 @@ def _Show(value):
 # checkout: the source archive has both.
 _INSTALL = """\
 # Installs {name} if it is missing, for example in Colab. It is not on PyPI: run
-# `python -m build --sdist` in a checkout, and upload dist/{archive}.tar.gz, which that
-# writes, next to this notebook. The cells below then run in the unpacked checkout.
+# `python -m build --sdist` in a checkout, and upload dist/{archive}.tar.gz next to this
+# notebook. The cells below then run in the unpacked checkout.
 import importlib.util
 
 if importlib.util.find_spec('{name}') is None:
