@@ -11,7 +11,7 @@ epoch of `fit` with two stages and two micro-batches, and of the weights after i
 whether the model read back from its file is the same, `tokens` whether a causal language model
 generates the same greedy tokens in two stages. The last column says what is special. Where
 BatchNormalization would magnify the rounding of float32, all is in float64. Models of KerasHub need
-the extra `lingvo_gpipe[keras_hub]`.
+the extra `lingvo_gpipe[keras-hub]`.
 """
 
 from __future__ import annotations

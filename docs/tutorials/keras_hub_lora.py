@@ -6,7 +6,7 @@
 # LoRA freezes a pretrained model and trains small matrices beside its large ones. Then gradients
 # and optimizer slots are small, and the frozen weights fill the memory. `PipelinedModel` puts each
 # of them on the device of its stage. Here two logical CPU devices stand for two accelerators. You
-# need the extra `lingvo_gpipe[keras_hub]`.
+# need the extra `lingvo_gpipe[keras-hub]`.
 
 # %%
 import contextlib

@@ -171,7 +171,7 @@ def Grid(
     stages = num_stages
     if workload == 'c':
       if not importlib.util.find_spec('keras_hub'):
-        raise ValueError("workload (c) needs KerasHub: pip install 'lingvo_gpipe[keras_hub]'")
+        raise ValueError("workload (c) needs KerasHub: pip install 'lingvo_gpipe[keras-hub]'")
       configurations += _OnOneCore(xla, sizes=Sizes('c', sizes), repeats=repeats, seconds=seconds)
       stages = [k for k in num_stages if k > 1]
     for m in num_micro_batches:

@@ -35,8 +35,8 @@ def _Show(value):
 # checkout: the source archive has both.
 _INSTALL = """\
 # Installs {name} if it is missing, for example in Colab. It is not on PyPI: run
-# `python -m build --sdist` in a checkout, and upload dist/{archive}.tar.gz, which that
-# writes, next to this notebook. The cells below then run in the unpacked checkout.
+# `python -m build --sdist` in a checkout, and upload dist/{archive}.tar.gz next to this
+# notebook. The cells below then run in the unpacked checkout.
 import importlib.util
 
 if importlib.util.find_spec('{name}') is None:
@@ -152,6 +152,7 @@ def Notebook(cells: list[Cell]) -> str:
 def _InstallCell(cells: list[Cell]) -> Cell:
   project = tomllib.loads((_ROOT / 'pyproject.toml').read_text())['project']
   name = project['name']
-  extras = '[keras_hub]' if any('import keras_hub' in cell.source for cell in cells) else ''
+  # With a hyphen, as the metadata of the package have it: pip 23 does not find `keras_hub`.
+  extras = '[keras-hub]' if any('import keras_hub' in cell.source for cell in cells) else ''
   source = _INSTALL.format(name=name, archive=f'{name}-{project["version"]}', extras=extras)
   return Cell(True, source.rstrip())
