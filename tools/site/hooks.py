@@ -13,6 +13,7 @@ import os
 import pathlib
 import re
 import tomllib
+from concurrent import futures
 from typing import Any
 
 from mkdocs.structure import files as mkdocs_files
@@ -37,7 +38,10 @@ def on_files(files: Any, config: Any) -> Any:
   """Adds the documents outside of docs/, generated pages, and the pages of linked files."""
   pages = {page: (_ROOT / path).read_text() for path, page in _PAGES.items()}
   pages = {page: _FromDocs(text) for page, text in pages.items()}
-  pages |= reference.Pages() | pictures.Pages() | tutorials.Pages()
+  with futures.ThreadPoolExecutor(max_workers=1) as pool:
+    tutorial_pages = pool.submit(tutorials.Pages)  # Its programs run alongside.
+    pages |= reference.Pages() | pictures.Pages()
+    pages |= tutorial_pages.result()
   documents = [file for file in files if file.is_documentation_page()]
   texts = [(file.src_uri, file.content_string) for file in documents] + list(pages.items())
   for path, text in texts:
