@@ -101,7 +101,7 @@ def testNotebooksAreValidAndInstallFirst(path):
   install, *sources = (cell['source'] for cell in notebook['cells'])
   assert sources == [cell.source for cell in cells]
   project = tomllib.loads((processes.ROOT / 'pyproject.toml').read_text())['project']
-  archive = f'{project["name"]}-{project["version"]}'
+  archive = f'lingvo_gpipe-{lingvo_gpipe.__version__}'
   assert re.search(rf'tar -xzf {re.escape(archive)}\.tar\.gz$', install, re.MULTILINE)
   (target,) = re.findall(r"%pip install --quiet '\./(\S+)'", install)
   assert target == archive + '[keras-hub]' * ('import keras_hub' in text)

@@ -15,9 +15,10 @@ import os
 import pathlib
 import subprocess
 import sys
-import tomllib
 from concurrent import futures
 from typing import Any, NamedTuple
+
+import lingvo_gpipe
 
 _ROOT = pathlib.Path(__file__).parents[2]
 _FOLDER = _ROOT / 'docs' / 'tutorials'
@@ -150,9 +151,8 @@ def Notebook(cells: list[Cell]) -> str:
 
 
 def _InstallCell(cells: list[Cell]) -> Cell:
-  project = tomllib.loads((_ROOT / 'pyproject.toml').read_text())['project']
-  name = project['name']
+  name = lingvo_gpipe.__name__
   # With a hyphen, as the metadata of the package have it: pip 23 does not find `keras_hub`.
   extras = '[keras-hub]' if any('import keras_hub' in cell.source for cell in cells) else ''
-  source = _INSTALL.format(name=name, archive=f'{name}-{project["version"]}', extras=extras)
+  source = _INSTALL.format(name=name, archive=f'{name}-{lingvo_gpipe.__version__}', extras=extras)
   return Cell(True, source.rstrip())
