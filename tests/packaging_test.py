@@ -68,7 +68,7 @@ def testTheChangelogBeginsWithTheVersion():
 
 def testThePageOfInstallationListsEachExtra():
   page = (processes.ROOT / 'docs' / 'install.md').read_text()
-  rows = re.findall(r'^\| `(\w+)` \| .* \| (.*) \|$', page, re.MULTILINE)
+  rows = re.findall(r'^\| `([\w-]+)` \| .* \| (.*) \|$', page, re.MULTILINE)
   project = tomllib.loads((processes.ROOT / 'pyproject.toml').read_text())['project']
   extras = project['optional-dependencies']
   assert sorted(name for name, _ in rows) == sorted(extras)

@@ -105,7 +105,7 @@ def testNotebooksAreValidAndInstallFirst(path):
   assert re.search(rf'tar -xzf {re.escape(archive)}\.tar\.gz$', install, re.MULTILINE)
   (target,) = re.findall(r"%pip install --quiet '\./(\S+)'", install)
   assert target == archive + '[keras-hub]' * ('import keras_hub' in text)
-  assert 'keras_hub' in project['optional-dependencies']
+  assert 'keras-hub' in project['optional-dependencies']
 
 
 def testAnErrorEndsTheBuild():

@@ -152,7 +152,7 @@ def Notebook(cells: list[Cell]) -> str:
 
 def _InstallCell(cells: list[Cell]) -> Cell:
   name = lingvo_gpipe.__name__
-  # With a hyphen, as the metadata of the package have it: pip 23 does not find `keras_hub`.
+  # pip 23 does not find `keras_hub`, with an underscore.
   extras = '[keras-hub]' if any('import keras_hub' in cell.source for cell in cells) else ''
   source = _INSTALL.format(name=name, archive=f'{name}-{lingvo_gpipe.__version__}', extras=extras)
   return Cell(True, source.rstrip())
