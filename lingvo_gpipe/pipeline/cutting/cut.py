@@ -20,6 +20,7 @@ from lingvo_gpipe.pipeline.cost import (
   vocabulary_cut,
 )
 from lingvo_gpipe.pipeline.cutting import cut_table, layer_costs, layer_profile
+from lingvo_gpipe.pipeline.schedule import offload as offload_lib
 from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules, shared_vocabulary
 
 COSTS = ('flops', 'params', 'time')
@@ -263,6 +264,7 @@ def MakeCut(
   device: str = '',
   prefix: str = '',
   shares_vocabulary: bool = False,
+  offload: float = 0.0,
 ) -> Cut:
   """Cuts the layers so that the most expensive stage is as cheap as possible, or as `splits` say.
 
@@ -287,6 +289,7 @@ def MakeCut(
     prefix: the beginning of error messages.
     shares_vocabulary: whether to share the last layer, a softmax, out over all devices, so that
       they are equally busy.
+    offload: the greatest share of the stages and micro-batches of a device to offload to the host.
 
   Raises:
     TypeError: splits that are not integers.
@@ -296,12 +299,12 @@ def MakeCut(
   """
   if remat_policy == rematerialisation.AUTO and not memory_limit:
     remat_policy = 'none'
-  num_classes = 0
+  num_parts = of_part = 0
   if splits and by == 'time':
     by = 'flops'  # The cut is fixed: do not wait for a measurement that decides nothing.
   try:
     if shares_vocabulary:
-      num_classes = _CheckVocabulary(layers, schedule, splits, by, remat_policy)
+      num_parts, of_part = _CheckVocabulary(layers, schedule, splits, by, remat_policy)
     _CheckArguments(len(layers), schedule.num_stages, splits, by, remat_policy)
   except (TypeError, ValueError) as e:
     raise type(e)(f'{prefix}{e}') from None
@@ -315,14 +318,17 @@ def MakeCut(
   else:
     forward = [cost.flops if by == 'flops' else cost.num_params for cost in costs]
     work = stage_work.FromForward(forward, trained)
+  if shares_vocabulary:
+    schedule = shared_vocabulary.Share(schedule)
+  schedule = offload_lib.WithOffload(schedule, offload)
   slices: Sequence[int] = ()
   ends: Sequence[int] | None = splits
   if shares_vocabulary:
-    schedule = shared_vocabulary.Share(schedule)
-    ends, slices = vocabulary_cut.Cut(work, splits, schedule, remat_policy, num_classes)
+    ends, parts = vocabulary_cut.Cut(work, splits, schedule, remat_policy, num_parts)
+    slices = [of_part * n for n in parts]
     work = vocabulary_cut.WithSlices(work, slices)
     ranges = itertools.pairwise([0, *itertools.accumulate(slices)])
-    costs = (*costs[:-1], *(_SliceCost(costs[-1], *r, num_classes) for r in ranges))
+    costs = (*costs[:-1], *(_SliceCost(costs[-1], *r, sum(slices)) for r in ranges))
 
   has_choices = remat_policy == rematerialisation.AUTO
   one_policy = 'none' if has_choices else remat_policy
@@ -392,8 +398,8 @@ def _CheckVocabulary(
   splits: Sequence[int] | None,
   by: str,
   remat_policy: str,
-) -> int:
-  """Returns the number of classes of the last layer.
+) -> tuple[int, int]:
+  """Returns the number of parts of the last layer that slices consist of, and the classes of each.
 
   Raises:
     ValueError: its vocabulary cannot be shared out.
@@ -423,11 +429,14 @@ def _CheckVocabulary(
     )
   name, axis = next(iter(head.class_axes.items()))
   num_classes = head.WeightSpecs()[f'{head.path}.{name}'][0].shape[axis]
-  if num_classes < schedule.num_devices:
+  num_parts, parts = num_classes, 'classes'
+  if head.class_shards:
+    num_parts, parts = len(head.class_shards), f'shards of {num_classes} classes'
+  if num_parts < schedule.num_devices:
     raise ValueError(
-      f'{what}: {head.path} has {num_classes} classes, too few for {schedule.num_devices} devices'
+      f'{what}: {head.path} has {num_parts} {parts}, too few for {schedule.num_devices} devices'
     )
-  return num_classes
+  return num_parts, num_classes if head.class_shards else 1
 
 
 def _SliceCost(
@@ -449,19 +458,24 @@ def _SliceBytes(
   owner: int,
   weights: layer_costs.Weights,
 ) -> list[stage_memory.LayerBytes]:
-  """Returns the bytes of each slice: a copy of its weights with accumulators, and activations.
+  """Returns the bytes of each slice: its weights with their state, and activations.
 
-  The slice on the device of the last stage (`owner`) includes the whole weights with their state.
+  A slice of whole weights has a copy with accumulators; the slice on the device of the last stage
+  (`owner`) then includes the whole weights with their state.
   """
-  copies = weights.CopyBytes(head)
+  states = [0] * len(slices)
+  copies, of_owner = sizes.state, [sizes.of_owner] * len(slices)
+  if not head.class_shards:
+    states[owner], copies = sizes.state, weights.CopyBytes(head)
+    of_owner = [sizes.of_owner if device == owner else 0 for device in range(len(slices))]
   return [
     dataclasses.replace(
       sizes,
-      state=round(copies * size / sum(slices)) + (sizes.state if device == owner else 0),
+      state=state + round(copies * size / sum(slices)),
       inner=round(sizes.inner * size / sum(slices)),
-      of_owner=sizes.of_owner if device == owner else 0,
+      of_owner=extra,
     )
-    for device, size in enumerate(slices)
+    for size, state, extra in zip(slices, states, of_owner, strict=True)
   ]
 
 

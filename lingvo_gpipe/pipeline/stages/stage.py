@@ -105,6 +105,7 @@ def Stages(
   devices: Sequence[str],
   ties: Mapping[str, str],
   is_trained: Callable[[str], bool] | None,
+  of_shards: Sequence[str] = (),
 ) -> list[Stage]:
   """Returns the stages, with their variables on their devices.
 
@@ -114,6 +115,7 @@ def Stages(
     devices: for each stage its device.
     ties: {path of a tied weight: path of its owner}.
     is_trained: whether to train the trainable variable of a path; None: train all.
+    of_shards: for each of the last layer's `class_shards` its device; empty: its stage's device.
 
   Raises:
     ValueError: the cut is not valid, skips do not match, or a variable is on another device.
@@ -121,9 +123,15 @@ def Stages(
   stages: list[Stage] = []
   skips = Skips(layers, ends)
   ranges = partitioner.StageRanges(partitioner.CheckSplits(ends, len(layers)))
+  for shard, device in zip(layers[-1].class_shards, of_shards, strict=False):
+    shard.InstantiateVariables(device)
+    _CheckDevice(shard, device)
   for index, ((start, end), device) in enumerate(zip(ranges, devices, strict=True)):
     members = list(layers[start:end])
     for layer in members:
+      if of_shards and layer is layers[-1]:
+        layer.InstantiateVariables()  # It has no weights but the shards'.
+        continue
       layer.InstantiateVariables(device)
       _CheckDevice(layer, device)
     variables = [m.vars for m in members]
