@@ -73,6 +73,7 @@ class BaseLayer(layer_tree.LayerTree):
 
   # The children of such a softmax, called `shards`, if it consists of several: softmaxes of equal
   # size, in the order of their classes. Its FProp computes the logits of the shards that theta has.
+  # An embedding can have such children, too.
   class_shards: Sequence[BaseLayer] = ()
 
   def __init_subclass__(cls, **kwargs: Any) -> None:

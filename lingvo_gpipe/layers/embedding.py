@@ -13,14 +13,30 @@ from lingvo_gpipe.core import base_layer, domain, hyperparams, nested_map, shape
 from lingvo_gpipe.layers import chunked_logits, linear
 
 
-class EmbeddingLayer(base_layer.BaseLayer):
+class _ShardedLayer(base_layer.BaseLayer):
+  """Base class of layers that have children `shards` instead of weights if `num_shards` > 1."""
+
+  @property
+  def class_shards(self) -> Sequence[base_layer.BaseLayer]:
+    """The shards; see BaseLayer."""
+    return self.shards if self.params.num_shards > 1 else ()
+
+  def ThetaFrom(self, variables: nested_map.NestedMap) -> nested_map.NestedMap:
+    """Returns theta; `variables` may have some of the shards only."""
+    if not self.class_shards:
+      return super().ThetaFrom(variables)
+    theta = map(self.shards[0].ThetaFrom, variables.shards)  # All shards are alike.
+    return nested_map.NestedMap(shards=list(theta))
+
+
+class EmbeddingLayer(_ShardedLayer):
   """Maps ids to rows of a table, which start as N(0, 1 / sqrt(embedding_dim)).
 
   Ids must lie in [0, vocab_size). A task checks this before each step (`BaseTask.CheckBatch`),
   because this layer cannot: a gather compiled by XLA silently takes the nearest row.
 
-  With `num_shards` above 1 the table consists of children `shards`, tables of equally many rows, so
-  that each can be tied to a shard of a SharedSoftmaxLayer.
+  With `num_shards` above 1 the table consists of children `shards`, tables of equally many rows.
+  Each can be tied to a shard of a SharedSoftmaxLayer, and can be on another device.
   """
 
   is_position_wise = True
@@ -56,30 +72,43 @@ class EmbeddingLayer(base_layer.BaseLayer):
 
     Args:
       theta: emb [vocab_size, embedding_dim], or the shards.
-      ids: integers [batch, time].
+      ids: integers [batch, time], or their rows [batch, time, embedding_dim] if they were looked up
+        elsewhere (`LookUp`).
       paddings: None or [batch, time]; returned unchanged.
       *extras: arguments of later layers, such as segment_ids and segment_pos; returned unchanged.
 
     Returns:
       (vectors [batch, time, embedding_dim] in fprop_dtype, paddings, *extras).
     """
+    if self.class_shards and not theta.shards:
+      return (self._Scaled(ids), paddings, *extras)
     _CheckIds(self.path, ids, paddings)
     return (self.EmbLookup(theta, ids), paddings, *extras)
 
   def EmbLookup(self, theta: nested_map.NestedMap, ids: tf.Tensor) -> tf.Tensor:
     """Returns the vectors [..., embedding_dim] of ids [...]."""
-    if self.params.num_shards > 1:
-      of_shard = self.params.vocab_size // self.params.num_shards
-      parts = []
-      for i, part in enumerate(theta.shards):
-        is_here = ids // of_shard == i  # Else any row will do.
-        rows = self.shards[0].EmbLookup(part, tf.where(is_here, ids - i * of_shard, 0))
-        parts.append(tf.where(is_here[..., tf.newaxis], rows, tf.zeros_like(rows)))
-      return tf.add_n(parts)
-    vectors = tf.gather(theta.emb, ids)
-    if self.params.scale_sqrt_depth:
-      vectors *= math.sqrt(self.params.embedding_dim)
-    return vectors
+    return self._Scaled(self.LookUp(theta, ids))
+
+  def LookUp(self, theta: nested_map.NestedMap, ids: tf.Tensor) -> tf.Tensor:
+    """Returns the rows [..., embedding_dim] of ids [...].
+
+    Args:
+      theta: the table, or some consecutive shards of it.
+      ids: integers, counted from the first row of theta. With shards, ids out of range give zeros.
+    """
+    if not self.class_shards:
+      return tf.gather(theta.emb, ids)
+    of_shard = self.params.vocab_size // self.params.num_shards
+    parts = []
+    for i, part in enumerate(theta.shards):
+      is_here = ids // of_shard == i
+      rows = tf.gather(part.emb, tf.where(is_here, ids - i * of_shard, 0))
+      parts.append(tf.where(is_here[..., tf.newaxis], rows, tf.zeros_like(rows)))
+    return tf.add_n(parts)
+
+  def _Scaled(self, rows: tf.Tensor) -> tf.Tensor:
+    p = self.params
+    return rows * math.sqrt(p.embedding_dim) if p.scale_sqrt_depth else rows
 
 
 def _OfShard(layer: base_layer.BaseLayer, size: int) -> int:
@@ -235,7 +264,7 @@ class LearnablePositionalEmbeddingLayer(_PositionLayer):
       raise ValueError(f'{path}: inputs of time {inputs.shape[1]}, but max_pos is {params.max_pos}')
 
 
-class _SoftmaxLayer(base_layer.BaseLayer):
+class _SoftmaxLayer(_ShardedLayer):
   """Base class of softmax heads, whose logits the loss may compute in chunks.
 
   With `num_shards` above 1 the head has no weights of its own, but children `shards`: heads of its
@@ -288,11 +317,6 @@ class _SoftmaxLayer(base_layer.BaseLayer):
     raise NotImplementedError
 
   @property
-  def class_shards(self) -> Sequence[base_layer.BaseLayer]:
-    """The shards; see BaseLayer."""
-    return self.shards if self.params.num_shards > 1 else ()
-
-  @property
   def class_axes(self) -> Mapping[str, int]:
     """The axis of the classes of each weight; see BaseLayer."""
     return {
@@ -300,13 +324,6 @@ class _SoftmaxLayer(base_layer.BaseLayer):
       for i, shard in enumerate(self.class_shards)
       for name, axis in shard.class_axes.items()
     }
-
-  def ThetaFrom(self, variables: nested_map.NestedMap) -> nested_map.NestedMap:
-    """Returns theta; `variables` may have some of the shards only."""
-    if not self.class_shards:
-      return super().ThetaFrom(variables)
-    theta = map(self.shards[0].ThetaFrom, variables.shards)  # All shards are alike.
-    return nested_map.NestedMap(shards=list(theta))
 
   def FProp(self, theta: nested_map.NestedMap, inputs: tf.Tensor, *extras: Any) -> tf.Tensor:
     """Computes logits.

@@ -238,6 +238,7 @@ class Decoder:
     states: list[list[Any]] = [[None] * len(pieces) for _ in stages]
     last = self._pipeline.stages[-1]
     first_slice = last.index
+    tables, functions = self._pipeline.replicas[0].tables, self._pipeline.functions
     parts: list[list[Any]] = [[] for _ in pieces]
     walk = emission.Walk(stages)
 
@@ -245,6 +246,9 @@ class Decoder:
       k, m = action.stage, action.micro_batch
       # Slices of the head all have its inputs.
       args = sequential.AsTuple(stage_args[min(k, first_slice), m])
+      if tables and not k:
+        ids, *extras = args
+        args = (functions.SharedTable(tables[0]).LookUpIn(tables, ids, s.device), *extras)
       with walk.On(s):
         outputs, states[k][m] = call(s, k, m, args)
       walk.Done(s, (outputs, states[k][m]))

@@ -40,6 +40,7 @@ from lingvo_gpipe.pipeline.stages import (
   shared_functions,
   stage_math,
   vocabulary_slices,
+  vocabulary_tables,
   weighted_loss,
 )
 from lingvo_gpipe.pipeline.stages import stage as stage_lib
@@ -136,18 +137,23 @@ class PipelineEngine:
     self.ties = dict(ties or {})
     self._logged_small_batch = False
     self.shares_vocabulary, head = bool(vocabulary), layers[-1]
-    of_shards, of_slices = [], devices[: len(vocabulary)]
+    of_shards, of_slices = {}, devices[: len(vocabulary)]
     if vocabulary and head.class_shards:
-      of_shards = vocabulary_slices.DevicesOfShards(head, vocabulary, of_slices)
+      of_shards[head.path] = vocabulary_slices.DevicesOfShards(head, vocabulary, of_slices)
+      if vocabulary_tables.CanShare(layers[0], head):
+        of_shards[layers[0].path] = of_shards[head.path]
     of_first = [devices[k] for k in self.stage_to_device]
     self.stages = stage_lib.Stages(layers, ends, of_first, self.ties, is_trained, of_shards)
     variables = {path: v for layer in layers for path, v in layer.VariablesByPath().items()}
     slices: list[vocabulary_slices.Slice] = []
+    tables: list[vocabulary_tables.Table] = []
+    if layers[0].path in of_shards:
+      self.stages[0], tables = vocabulary_tables.MoveShards(self.stages[0], vocabulary, of_slices)
     if of_shards:
       slices = vocabulary_slices.MoveShards(self.stages[-1], vocabulary, of_slices)
     elif vocabulary:
       slices = vocabulary_slices.CopySlices(self.stages[-1], self.ties, vocabulary, of_slices)
-    first = replicas.Replica(self.stages, variables, slices)
+    first = replicas.Replica(self.stages, variables, slices, tables)
     self.replicas = [first]
     placement = [*self.stage_to_device, *range(len(slices))]
     for r in range(1, num_replicas):
@@ -289,6 +295,7 @@ class PipelineEngine:
           counter + share.start,
           do_eval=do_eval,
           copies=self.host_copies,
+          tables=replica.tables,
         )
       else:
         walk = emission.Emission(
@@ -403,6 +410,7 @@ class PipelineEngine:
         counter,
         do_eval=do_eval,
         with_loss=False,
+        tables=self.replicas[0].tables,
       )
     walk.Emit(self.ForwardSchedule(stages, len(inputs)))
     return walk
@@ -435,7 +443,8 @@ class PipelineEngine:
 
   def ConnectedPaths(self) -> set[str]:
     """Returns the paths of the weights that the loss depends on, once a step was traced."""
-    connected = set()
+    connected = {path for s in self.replicas[0].tables for path in (*s.trained, *s.mirrors)}
+    connected = {self.ties.get(path, path) for path in connected}
     for s in (*self.stages, *self.replicas[0].slices):
       path_of = {id(v): path for path, v in (*s.trained.items(), *s.mirrors.items())}
       paths = [path_of[id(v)] for v in tf.nest.flatten(s.variables) if id(v) in path_of]
@@ -462,7 +471,9 @@ class PipelineEngine:
     self.SyncTies()
 
   def _AllStages(self) -> list[stage_lib.Stage]:
-    return [s for replica in self.replicas for s in (*replica.stages, *replica.slices)]
+    return [
+      s for replica in self.replicas for s in (*replica.stages, *replica.slices, *replica.tables)
+    ]
 
   def MakeAccumulators(
     self, beside: Callable[[tf.Variable, Callable[[], tf.Variable]], tf.Variable] | None = None

@@ -75,7 +75,8 @@ class PipeliningLayer(base_layer.BaseLayer):
     p.Define(
       'splits',
       [],
-      'For each stage the index after its last layer; empty: cut by cost.',
+      'For each stage the index after its last layer; with a shared vocabulary the sizes of its '
+      'slices may follow. Empty: cut by cost.',
       domain.ListOf(domain.Int(0)),
     )
     p.Define(

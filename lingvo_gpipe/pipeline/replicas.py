@@ -17,7 +17,7 @@ import tensorflow as tf
 from absl import logging
 
 from lingvo_gpipe.pipeline.stages import stage as stage_lib
-from lingvo_gpipe.pipeline.stages import vocabulary_slices
+from lingvo_gpipe.pipeline.stages import vocabulary_slices, vocabulary_tables
 
 ALL_REDUCE_OPTIONS = ('auto', 'collective', 'send')
 # A bucket of gradients is one collective; the first buckets are sent while others are computed.
@@ -39,11 +39,13 @@ class Replica:
     stages: the stages, in order.
     variables: {path: variable} of all layers, copies of tied weights included.
     slices: the slices of the vocabulary, if it is shared out.
+    tables: the parts of the embedding, if that is shared out, too.
   """
 
   stages: list[stage_lib.Stage]
   variables: Mapping[str, tf.Variable]
   slices: list[vocabulary_slices.Slice] = dataclasses.field(default_factory=list)
+  tables: list[vocabulary_tables.Table] = dataclasses.field(default_factory=list)
 
   @property
   def training_stages(self) -> list[stage_lib.Stage]:
@@ -52,8 +54,8 @@ class Replica:
 
   @property
   def holders(self) -> list[stage_lib.Stage]:
-    """The stages that hold the model's weights: all, and slices with shards of the head."""
-    return [*self.stages, *(s for s in self.slices if not s.paths)]
+    """The stages that hold the model's weights: all, slices with shards of the head, and tables."""
+    return [*self.stages, *(s for s in self.slices if not s.paths), *self.tables]
 
   def AddTiedGradients(self, ties: Mapping[str, str]) -> None:
     """Adds the gradients of tied weights, and of slices, to their owners' gradients."""
@@ -82,7 +84,8 @@ def Copy(first: Replica, devices: Sequence[str]) -> Replica:
 
   Args:
     first: the first replica, without accumulators.
-    devices: for each of its stages, and then of its slices, the device of the copy.
+    devices: for each of its stages, and then of its slices, the device of the copy. Tables are
+      beside slices.
   """
   copies: dict[int, tf.Variable] = {}
 
@@ -106,7 +109,9 @@ def Copy(first: Replica, devices: Sequence[str]) -> Replica:
   of_stages, of_slices = devices[: len(first.stages)], devices[len(first.stages) :]
   stages = list(itertools.starmap(CopyStage, zip(first.stages, of_stages, strict=True)))
   slices = list(itertools.starmap(CopyStage, zip(first.slices, of_slices, strict=True)))
-  return Replica(stages, {path: copies[id(v)] for path, v in first.variables.items()}, slices)
+  tables = list(map(CopyStage, first.tables, of_slices))
+  variables = {path: copies[id(v)] for path, v in first.variables.items()}
+  return Replica(stages, variables, slices, tables)
 
 
 def Shares(num_micro_batches: int, num_replicas: int) -> list[range]:

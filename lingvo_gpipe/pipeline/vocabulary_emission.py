@@ -29,6 +29,7 @@ from lingvo_gpipe.pipeline.stages import (
   shared_functions,
   stage_math,
   vocabulary_slices,
+  vocabulary_tables,
 )
 from lingvo_gpipe.pipeline.stages import stage as stage_lib
 
@@ -47,6 +48,7 @@ class VocabularyEmission(emission.Emission):
     do_eval: bool,
     with_loss: bool = True,
     copies: host_copies.HostCopies | None = None,
+    tables: Sequence[vocabulary_tables.Table] = (),
   ) -> None:
     """Emits nothing yet.
 
@@ -59,6 +61,7 @@ class VocabularyEmission(emission.Emission):
       do_eval: see Emission.
       with_loss: whether slices give statistics for a loss; else they give logits.
       copies: see Emission.
+      tables: the parts of the embedding, if that is shared out.
     """
     super().__init__(
       [*stages[:-1], *slices],
@@ -71,6 +74,13 @@ class VocabularyEmission(emission.Emission):
     )
     self._head = stages[-1]
     self._slices = slices
+    self._tables = tables
+    if tables:
+      self._table = functions.SharedTable(tables[0])
+    # A look-up waits for the action before the last one of its device, so that rows are there in
+    # time, but not all at once. Gradients of rows are added in the order of backward.
+    self._before_lookup: list[tf.Tensor] = []
+    self._last_gradient: dict[str, list[tf.Tensor]] = {}
     if with_loss:
       self._loss = functions.SharedLoss(self._head, do_eval=do_eval)
     # By micro-batch: the class ids, the logits of each slice, the statistics and their gradients by
@@ -107,6 +117,8 @@ class VocabularyEmission(emission.Emission):
   def _TakeInput(self, s: stage_lib.Stage, m: int) -> None:
     if not isinstance(s, vocabulary_slices.Slice):
       super()._TakeInput(s, m)
+      if self._tables and not s.index:
+        self._LookUp(s, m)
       return
     args, skips = sequential.AsTuple(self._args[self._head.index, m]), nested_map.NestedMap()
     if not self._with_loss:
@@ -151,8 +163,35 @@ class VocabularyEmission(emission.Emission):
   def _GiveGradient(self, s: stage_lib.Stage, m: int, dx: list[tf.Tensor]) -> None:
     if not isinstance(s, vocabulary_slices.Slice):
       super()._GiveGradient(s, m, dx)
+      if self._tables and not s.index and s.needs_dx:
+        self._AddGradientOfRows(m, self._dargs.pop((0, m))[0])
     elif s.needs_dx:
       self._dargs_of_slices[m].append(dx)
+
+  def _LookUp(self, s: stage_lib.Stage, m: int) -> None:
+    """Replaces the ids of stage 0 by their rows."""
+    ids, *extras = self._x[0, m].args
+    with tf.control_dependencies(self._before_lookup), tf.name_scope(f'look_up_{m}'):
+      rows = self._table.LookUpIn(self._tables, ids, s.device)
+    self._before_lookup = self._walk.Before(s)
+    self._x[0, m] = nested_map.NestedMap(args=(rows, *extras), skips=self._x[0, m].skips)
+
+  def _AddGradientOfRows(self, m: int, dy: tf.Tensor) -> None:
+    ids, *_ = sequential.AsTuple(self._args[0, m])
+    for table in self._tables:
+      if not table.has_weight_gradient:
+        continue
+      last = self._last_gradient.get(table.device, [])
+      with tf.device(table.device), tf.control_dependencies(last):
+        done = self._table.Backward(
+          table.variables, table.trained_mask, table.AllAccumulators(), ids - table.first, dy
+        )
+      self._last_gradient[table.device] = [done]
+
+  def LastResults(self, device: str | None = None) -> list[tf.Tensor]:
+    """See `Walk.LastResults`; includes the gradients of rows."""
+    of_rows = [t for d, ts in self._last_gradient.items() if device in (None, d) for t in ts]
+    return [*super().LastResults(device), *of_rows]
 
   def _CallLoss(self, m: int, function: Any, *args: Any) -> Any:
     """Returns function(StageCall of the head, *args), on its device, beside the walk's calls."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A softmax of several shards that is shared out: its weights are on the devices of its slices."""
+"""Softmax and embedding of several shards that are shared out: no device has all their weights."""
 
 import sys
 
@@ -95,17 +95,19 @@ def testEqualsTheLayersOneAfterTheOther(head, num_devices, num_replicas, options
   assert stack.engine.ConnectedPaths() == set(expected[1])
   # Each weight of the softmax is on the device of its slice, and nowhere else.
   for replica in stack.engine.replicas:
-    *_, last = replica.stages
-    assert not last.AllAccumulators() and not tf.nest.flatten(last.variables)
-    shards = [v for s in replica.slices for v in tf.nest.flatten(s.variables)]
-    assert set(map(id, shards)) == {
-      id(v) for path, v in replica.variables.items() if 'layers[6].shards[' in path
+    first, *_, last = replica.stages
+    assert not tf.nest.flatten([first.variables[0], last.variables, last.AllAccumulators()])
+    holders = [*replica.slices, *replica.tables]
+    assert {id(v) for s in holders for v in tf.nest.flatten(s.variables)} == {
+      id(v) for path, v in replica.variables.items() if 'shards[' in path
     }
-    for s in replica.slices:
-      held = tf.nest.flatten([s.variables, s.accumulators])
+    for s in holders:
+      held = tf.nest.flatten([s.variables, s.AllAccumulators()])
       assert all(v.device.endswith(s.device) for v in held)
-    assert len({s.device for s in replica.slices}) == num_devices
-  # So are the logits of everything else.
+    of_slices = [(s.device, s.first) for s in replica.slices]
+    assert of_slices == [(s.device, s.first) for s in replica.tables]
+    assert len({device for device, _ in of_slices}) == num_devices
+  # So are logits and losses of everything else.
   plain, theta = stacks.PlainLayers(_Sub(head), ties)
   for path, variable in stack.VariablesByPath().items():
     np.testing.assert_array_equal(variable, plain.VariablesByPath()[path])
@@ -118,7 +120,7 @@ def testEqualsTheLayersOneAfterTheOther(head, num_devices, num_replicas, options
     np.testing.assert_allclose(evaluated[name], [value * weight, weight], rtol=1e-9)
 
 
-@pytest.mark.parametrize('trained', ['layers[2]', 'shards[1].linear.b'])
+@pytest.mark.parametrize('trained', ['layers[2]', 'shards[1].linear.b', 'layers[0].shards[2]'])
 def testFrozenWeights(trained):
   """Before, behind and within the slices."""
 
@@ -188,7 +190,7 @@ def testTrainingResumesWithAnyNumberOfDevices(num_stages, num_replicas, train):
     np.testing.assert_allclose(variables[name], expected, atol=2e-5, err_msg=name)
   # Slots and averages are beside their weights.
   for replica in shared.engine.replicas[:1]:
-    for s in replica.slices:
+    for s in (*replica.slices, *replica.tables):
       for path, v in s.trained.items():
         names = [name for name in variables if path in name]
         assert len(names) == 4  # The weight, two slots and the average.
@@ -237,8 +239,10 @@ def testTheCutCountsEachShardOnce():
   assert sum(shared.vocabulary) == _VOCAB
   assert all(size % (_VOCAB // _NUM_SHARDS) == 0 for size in shared.vocabulary)
   assert sum(s.state for s in shared.memory) == sum(s.state for s in whole.memory)
-  of_softmax = whole.memory[-1].state
-  assert max(s.state for s in shared.memory[4:]) <= of_softmax / 2
+  assert shared.memory[0].state < whole.memory[0].state / 2
+  assert shared.memory[-1].state < whole.memory[-1].state
+  assert 'weights of stack.layers[0] and stack.layers[6] are in the slices' in shared.Table()
+  assert sum(s.num_params for s in shared.stages) == sum(s.num_params for s in whole.stages)
 
 
 def testFewerShardsThanDevicesAreRefused():

@@ -94,8 +94,7 @@ class LayerBackward:
     self._first: int | None = None
     mask = iter(math.trained)
     for i, layer in enumerate(stage):
-      # A slice of a softmax, alone in its stage, has some weights of the layer only.
-      is_trained = any(list(itertools.islice(mask, len(tf.nest.flatten(layer.vars)))))
+      is_trained = any(list(itertools.islice(mask, math.num_weights[i])))
       exports = sorted(skips_taken.intersection(layer.skips_out))
       segment = math.Segment(i, exports=exports, needs_dx=needs_dx)
       if layers[i] is None:

@@ -15,6 +15,7 @@ from lingvo_gpipe.pipeline.stages import (
   stage_functions,
   stage_math,
   vocabulary_slices,
+  vocabulary_tables,
 )
 from lingvo_gpipe.pipeline.stages import stage as stage_lib
 
@@ -51,6 +52,7 @@ class SharedFunctions:
     self._math_of_stage: dict[Any, stage_math.StageMath] = {}
     self._functions: dict[tuple[int, Recompute], Any] = {}
     self._shared_loss: dict[bool, vocabulary_slices.SharedLoss] = {}
+    self._shared_table: vocabulary_tables.SharedTable | None = None
 
   def WithoutXla(self) -> SharedFunctions:
     """Returns the same functions without XLA, not yet traced."""
@@ -87,6 +89,12 @@ class SharedFunctions:
       assert isinstance(math, vocabulary_slices.LossMath)
       self._shared_loss[do_eval] = vocabulary_slices.SharedLoss(math, self.xla)
     return self._shared_loss[do_eval]
+
+  def SharedTable(self, table: vocabulary_tables.Table) -> vocabulary_tables.SharedTable:
+    """Returns the functions of an embedding that is shared out."""
+    if self._shared_table is None:
+      self._shared_table = vocabulary_tables.SharedTable(table.layers[0], self.xla)
+    return self._shared_table
 
   def _Make(self, math: stage_math.StageMath, recompute: Recompute) -> Any:
     if isinstance(recompute, rematerialisation.Recompute):
@@ -130,7 +138,11 @@ class SharedFunctions:
       cls = vocabulary_slices.SliceMath
     elif has_loss and self._shares_vocabulary:
       cls = vocabulary_slices.LossMath
-    key = (cls, do_eval, has_loss, s.exports, trained, needs_dx, s.structure, replica_sum, size)
+    num_weights = tuple(len(tf.nest.flatten(v)) for v in s.variables)
+    key = (
+      *(cls, do_eval, has_loss, s.exports, trained, needs_dx, s.structure, replica_sum, size),
+      num_weights,
+    )
     if key not in self._math:
       self._math[key] = cls(
         s.layers,
@@ -140,6 +152,7 @@ class SharedFunctions:
         needs_dx=needs_dx,
         do_eval=do_eval,
         seen_shapes=retraces.Retraces(lambda: self.num_batch_shapes),
+        num_weights=num_weights,
         replica_sum=replica_sum,
       )
     return self._math[key]

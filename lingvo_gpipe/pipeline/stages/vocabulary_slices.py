@@ -96,11 +96,7 @@ def MoveShards(head: stage.Stage, sizes: Sequence[int], devices: Sequence[str]) 
     first = sum(sizes[:number])
     start, end = (num_shards * c // sum(sizes) for c in (first, first + size))
     variables = [nested_map.NestedMap(shards=whole.shards[start:end])]
-    ids = set(map(id, tf.nest.flatten(variables)))
-    trained, mirrors = (
-      {path: v for path, v in weights.items() if id(v) in ids}
-      for weights in (head.trained, head.mirrors)
-    )
+    trained, mirrors = head.OfVariables(variables)
     slices.append(
       Slice(
         head.index + 1 + number,  # Distinct from all stages.
