@@ -245,6 +245,17 @@ def testTheCutCountsEachShardOnce():
   assert sum(s.num_params for s in shared.stages) == sum(s.num_params for s in whole.stages)
 
 
+def testLossesThatUseWeightsOfTheSoftmaxAreRefused():
+  def Loss(theta, outputs, side):
+    return {'loss': (_Loss(None, outputs, side)['loss'][0] + theta[-1].shards[0].linear.b[0], 1.0)}
+
+  stack = stacks.MakeStack(_Sub(_SIMPLE), num_stages=2, num_micro_batches=2, vocabulary='shared')
+  inputs, side = _Batch()
+  stack.Place(stacks.Devices(), *stacks.Specs(inputs), loss_fn=Loss)
+  with pytest.raises(ValueError, match='no weights of the softmax'):
+    stacks.StepFunction(stack)(inputs, side, tf.constant(1, tf.int64))
+
+
 def testFewerShardsThanDevicesAreRefused():
   head = _SIMPLE.Copy().Set(input_dim=_DIM, num_classes=_VOCAB, num_shards=2)
   sub = [*_Sub(_SIMPLE)[:-1], head]

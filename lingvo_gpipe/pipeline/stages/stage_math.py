@@ -426,6 +426,7 @@ class StageMath:
         if self._LossTakesInputs(len(self.layers) - 1):
           tensors = tf.nest.map_structure(tf.convert_to_tensor, theta[-1])
           outputs = self._ForLoss(Counted(tensors), outputs)
+        theta = self._ThetaOfLoss(theta)
         return weighted_loss.Metrics(self._loss_fn(theta, outputs, call.side))
     except Exception as e:
       inputs = (
@@ -433,6 +434,10 @@ class StageMath:
       )
       e.add_note(f'in the loss, which stage {self._index} runs, given {inputs}')
       raise
+
+  def _ThetaOfLoss(self, theta: list[Any]) -> list[Any]:
+    """Returns what the loss gets of the stage's weights."""
+    return theta
 
   def _ForLoss(self, theta: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """Returns what the loss gets of the last layer's inputs."""

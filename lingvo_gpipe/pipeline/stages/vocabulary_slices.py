@@ -232,10 +232,27 @@ class LossMath(stage_math.StageMath):
     del i  # The head is the only layer.
     return True
 
+  def _ThetaOfLoss(self, theta: list[Any]) -> list[Any]:
+    (head,) = self.layers
+    return [_InSlices(head.path)] if head.class_shards else theta
+
   def _ForLoss(self, theta: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     assert self._statistics_of is not None
     (logits,) = super()._ForLoss(theta, inputs)
     return (chunked_logits.SharedLogits(logits, self._statistics_of),)
+
+
+class _InSlices:
+  """What a loss gets in the place of theta: it would not find the weights that slices have."""
+
+  def __init__(self, path: str) -> None:
+    self._path = path
+
+  def __getattr__(self, name: str) -> Any:
+    raise ValueError(
+      f"{self._path}: vocabulary='shared' needs a loss that uses no weights of the softmax "
+      f'({name}), because they are in the slices; or set num_shards=1'
+    )
 
 
 class _Enough(BaseException):
