@@ -91,7 +91,7 @@ def testEqualsTheLayersOneAfterTheOther(head, num_devices, num_replicas, options
   stacks.CheckEqual(actual, expected)
   if 'offload' in options:
     offloaded = stack.engine.TrainingSchedule(4).offloaded
-    assert offloaded and {stage for stage, _ in offloaded} <= {0, 1}
+    assert offloaded and all(stage < options['num_stages'] for stage, _ in offloaded)
   assert stack.engine.ConnectedPaths() == set(expected[1])
   # Each weight of the softmax is on the device of its slice, and nowhere else.
   for replica in stack.engine.replicas:
@@ -157,7 +157,7 @@ def _Runner(num_stages, vocabulary, num_replicas=1, **train):
   p = lm_model.TransformerLm.Params().Set(
     name='lm', vocab_size=_VOCAB, model_dim=8, hidden_dim=8, num_heads=1, num_layers=1
   )
-  p.softmax_tpl.num_shards = _NUM_SHARDS
+  p.softmax_tpl.num_shards = 4
   p.stack.Set(num_stages=num_stages, num_micro_batches=2, xla=False, vocabulary=vocabulary)
   p.train.learner.learning_rate = 1e-2
   p.train.learner.clip_gradient_norm_to_value = 1.0
@@ -176,36 +176,40 @@ def _LmBatch(seed):
 
 
 @pytest.mark.parametrize(
-  'num_stages, num_replicas, train',
-  [(4, 1, {}), (2, 2, {}), (2, 2, {'shard_optimizer_slots': True})],
+  'num_stages, num_replicas, train', [(3, 1, {}), (2, 2, {'shard_optimizer_slots': True})]
 )
 def testTrainingResumesWithAnyNumberOfDevices(num_stages, num_replicas, train):
   plain = _Runner(1, 'one')
   shared = _Runner(num_stages, 'shared', num_replicas, **train)
-  for seed in range(3):
+  for seed in range(2):
     loss = shared.TrainStep(_LmBatch(seed))['loss']
     assert loss == pytest.approx(plain.TrainStep(_LmBatch(seed))['loss'], rel=1e-5)
   variables = shared.Variables()
   for name, expected in plain.Variables().items():
     np.testing.assert_allclose(variables[name], expected, atol=2e-5, err_msg=name)
-  # Slots and averages are beside their weights.
-  for replica in shared.engine.replicas[:1]:
-    for s in (*replica.slices, *replica.tables):
-      for path, v in s.trained.items():
-        names = [name for name in variables if path in name]
-        assert len(names) == 4  # The weight, two slots and the average.
-        if not train:
-          assert {variables[name].device for name in names} == {v.device}
+  for s in shared.engine.holders[-2 * num_stages :]:
+    assert '.shards[' in next(iter(s.trained))
+    for path, v in s.trained.items():
+      names = [name for name in variables if path in name]
+      assert len(names) == 4  # The weight, two slots and the average.
+      if num_replicas == 1:
+        assert {variables[name].device for name in names} == {v.device}
 
-  resumed = _Runner(3, 'shared')
-  for other in (plain, resumed):
-    assert set(other.Variables()) == set(variables)
-    for name, variable in other.Variables().items():
+  def Restored(runner):
+    assert set(runner.Variables()) == set(variables)
+    for name, variable in runner.Variables().items():
       variable.assign(variables[name])
-    other.AfterRestore()
+    runner.AfterRestore()
+    return runner
+
   batch = _LmBatch(9)
-  losses = [runner.TrainStep(batch)['loss'] for runner in (shared, plain, resumed)]
-  assert losses[1:] == pytest.approx(losses[:1] * 2, rel=1e-5)
+  Restored(plain)
+  if num_replicas == 1:
+    resumed = Restored(_Runner(num_stages, 'shared'))
+    loss = resumed.TrainStep(batch)['loss']
+    assert loss == shared.TrainStep(batch)['loss'] == pytest.approx(plain.TrainStep(batch)['loss'])
+    for name, variable in resumed.Variables().items():
+      np.testing.assert_array_equal(variable, shared.Variables()[name], err_msg=name)
   # Slices evaluate and decode.
   with shared.AveragedWeights(), plain.AveragedWeights():
     actual, expected = (runner.Evaluate([batch]) for runner in (shared, plain))
@@ -215,18 +219,6 @@ def testTrainingResumesWithAnyNumberOfDevices(num_stages, num_replicas, train):
   np.testing.assert_array_equal(
     *(runner.task.Generate(prompts, 3, temperature=0.0) for runner in (shared, plain))
   )
-
-
-def testResumesBitForBit():
-  first = _Runner(2, 'shared')
-  first.TrainStep(_LmBatch(0))
-  second = _Runner(2, 'shared')
-  for name, variable in second.Variables().items():
-    variable.assign(first.Variables()[name])
-  second.AfterRestore()
-  assert first.TrainStep(_LmBatch(1)) == second.TrainStep(_LmBatch(1))
-  for name, variable in second.Variables().items():
-    np.testing.assert_array_equal(variable, first.Variables()[name], err_msg=name)
 
 
 def testTheCutCountsEachShardOnce():
