@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe.core import nested_map
+from lingvo_gpipe.core import nested_map, text_table
 from lingvo_gpipe.layers import embedding, linear
 from lingvo_gpipe.pipeline import vocabulary_emission
 from lingvo_gpipe.pipeline.cutting import layer_costs, layer_profile
@@ -166,6 +166,7 @@ def testTheCutShowsTheSlices():
   text = cut.Table()
   assert sum(cut.vocabulary) == _VOCAB
   assert f'layers[4][0:{cut.vocabulary[0]}]' in text and '2 slices of the vocabulary' in text
+  assert f'{text_table.FormatBytes(max(cut.device_bytes))} on the fullest device' in text
   assert 'the slices copy their weights in each step, from stage 1' in text
   assert sum(s.share for s in cut.stages) == pytest.approx(1)
   # The slices are copies with gradients; the slice beside the last stage has the softmax itself.

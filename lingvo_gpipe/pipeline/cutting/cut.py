@@ -233,9 +233,10 @@ class Cut:
       f'({self.even_bubble:.1%} if stages were equal), '
       f'{self.speed_up:.2f} times as fast as one device',
       'predicted memory: weights with gradients and '
-      f'{self.weights.slots_per_weight:g} optimizer slots each; activations at their peak; '
-      f'{text_table.FormatBytes(max(self.device_bytes))} on the device that needs the most',
+      f'{self.weights.slots_per_weight:g} optimizer slots each; activations at their peak',
     ]
+    if self.num_devices < len(self.stages):
+      lines[-1] += f'; {text_table.FormatBytes(max(self.device_bytes))} on the fullest device'
     if self.in_slices:
       lines.append(f'vocabulary: weights of {" and ".join(self.in_slices)} are in the slices')
     elif self.vocabulary:
