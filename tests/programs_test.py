@@ -129,6 +129,22 @@ def testARunKeepsItsMeasuredCut(tmp_path, monkeypatch):
   assert _Program(tmp_path, by_flops)._runner.cut.by == 'flops'
 
 
+def testARunKeepsTheSlicesOfItsMeasuredCut(tmp_path, monkeypatch):
+  of_softmax = [4.0]
+
+  def Measure(calls, *_, **__):
+    return [(1.0, 2.0), *[(float(i), 2.0 * i) for i in range(len(calls) - 2)], (of_softmax[0],) * 2]
+
+  monkeypatch.setattr(layer_profile, 'Measure', Measure)
+  more = 'task.stack.partition_by:time;task.stack.vocabulary:shared;task.train.max_steps:1'
+  program = _Program(tmp_path, _ModelParams(more=more))
+  first = program._runner.cut
+  assert program.Run() == 0
+  of_softmax[0] = 9.0
+  assert _Program(tmp_path / 'other', _ModelParams(more=more))._runner.cut.splits != first.splits
+  assert _Program(tmp_path, _ModelParams(more=more))._runner.cut.splits == first.splits
+
+
 def testTheDescriptionOfAnotherModelsRunStays(tmp_path):
   params = _ModelParams(more='task.train.max_steps:1')
   assert _Program(tmp_path, params).Run() == 0

@@ -71,6 +71,11 @@ class BaseLayer(layer_tree.LayerTree):
   # below the layer: the axis of its classes}, for all weights.
   class_axes: Mapping[str, int] = types.MappingProxyType({})
 
+  # The children of such a softmax, called `shards`, if it consists of several: softmaxes of equal
+  # size, in the order of their classes. Its FProp computes the logits of the shards that theta has.
+  # An embedding can have such children, too.
+  class_shards: Sequence[BaseLayer] = ()
+
   def __init_subclass__(cls, **kwargs: Any) -> None:
     """Makes a class that overrides FProp declare again that it is position-wise."""
     super().__init_subclass__(**kwargs)

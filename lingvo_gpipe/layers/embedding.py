@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import math
-import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -14,11 +13,30 @@ from lingvo_gpipe.core import base_layer, domain, hyperparams, nested_map, shape
 from lingvo_gpipe.layers import chunked_logits, linear
 
 
-class EmbeddingLayer(base_layer.BaseLayer):
+class _ShardedLayer(base_layer.BaseLayer):
+  """Base class of layers that have children `shards` instead of weights if `num_shards` > 1."""
+
+  @property
+  def class_shards(self) -> Sequence[base_layer.BaseLayer]:
+    """The shards; see BaseLayer."""
+    return self.shards if self.params.num_shards > 1 else ()
+
+  def ThetaFrom(self, variables: nested_map.NestedMap) -> nested_map.NestedMap:
+    """Returns theta; `variables` may have some of the shards only."""
+    if not self.class_shards:
+      return super().ThetaFrom(variables)
+    theta = map(self.shards[0].ThetaFrom, variables.shards)  # All shards are alike.
+    return nested_map.NestedMap(shards=list(theta))
+
+
+class EmbeddingLayer(_ShardedLayer):
   """Maps ids to rows of a table, which start as N(0, 1 / sqrt(embedding_dim)).
 
   Ids must lie in [0, vocab_size). A task checks this before each step (`BaseTask.CheckBatch`),
   because this layer cannot: a gather compiled by XLA silently takes the nearest row.
+
+  With `num_shards` above 1 the table consists of children `shards`, tables of equally many rows.
+  Each can be tied to a shard of a SharedSoftmaxLayer, and can be on another device.
   """
 
   is_position_wise = True
@@ -29,12 +47,17 @@ class EmbeddingLayer(base_layer.BaseLayer):
     p = super().Params()
     p.Define('vocab_size', 0, 'Number of ids.', domain.SIZE)
     p.Define('embedding_dim', 0, 'Size of the vectors.', domain.SIZE)
+    p.Define('num_shards', 1, 'Number of variables that the table consists of.', domain.SIZE)
     p.Define('scale_sqrt_depth', False, 'Whether to multiply the vectors by sqrt(embedding_dim).')
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
     super().__init__(params)
     p = self.params
+    if p.num_shards > 1:
+      shard = p.Copy().Set(vocab_size=_OfShard(self, p.vocab_size), num_shards=1)
+      self.CreateChildren('shards', [shard.Set(name='')] * p.num_shards)
+      return
     init = weight_params.WeightInit.Gaussian(1.0 / math.sqrt(p.embedding_dim))
     self.CreateVariable('emb', weight_params.WeightParams([p.vocab_size, p.embedding_dim], init))
 
@@ -48,23 +71,52 @@ class EmbeddingLayer(base_layer.BaseLayer):
     """Looks up the vectors of ids.
 
     Args:
-      theta: emb [vocab_size, embedding_dim].
-      ids: integers [batch, time].
+      theta: emb [vocab_size, embedding_dim], or the shards.
+      ids: integers [batch, time], or their rows [batch, time, embedding_dim] if they were looked up
+        elsewhere (`LookUp`).
       paddings: None or [batch, time]; returned unchanged.
       *extras: arguments of later layers, such as segment_ids and segment_pos; returned unchanged.
 
     Returns:
       (vectors [batch, time, embedding_dim] in fprop_dtype, paddings, *extras).
     """
+    if self.class_shards and not theta.shards:
+      return (self._Scaled(ids), paddings, *extras)
     _CheckIds(self.path, ids, paddings)
     return (self.EmbLookup(theta, ids), paddings, *extras)
 
   def EmbLookup(self, theta: nested_map.NestedMap, ids: tf.Tensor) -> tf.Tensor:
     """Returns the vectors [..., embedding_dim] of ids [...]."""
-    vectors = tf.gather(theta.emb, ids)
-    if self.params.scale_sqrt_depth:
-      vectors *= math.sqrt(self.params.embedding_dim)
-    return vectors
+    return self._Scaled(self.LookUp(theta, ids))
+
+  def LookUp(self, theta: nested_map.NestedMap, ids: tf.Tensor) -> tf.Tensor:
+    """Returns the rows [..., embedding_dim] of ids [...].
+
+    Args:
+      theta: the table, or some consecutive shards of it.
+      ids: integers, counted from the first row of theta. With shards, ids out of range give zeros.
+    """
+    if not self.class_shards:
+      return tf.gather(theta.emb, ids)
+    of_shard = self.params.vocab_size // self.params.num_shards
+    parts = []
+    for i, part in enumerate(theta.shards):
+      is_here = ids // of_shard == i
+      rows = tf.gather(part.emb, tf.where(is_here, ids - i * of_shard, 0))
+      parts.append(tf.where(is_here[..., tf.newaxis], rows, tf.zeros_like(rows)))
+    return tf.add_n(parts)
+
+  def _Scaled(self, rows: tf.Tensor) -> tf.Tensor:
+    p = self.params
+    return rows * math.sqrt(p.embedding_dim) if p.scale_sqrt_depth else rows
+
+
+def _OfShard(layer: base_layer.BaseLayer, size: int) -> int:
+  """Returns the size of a shard; raises ValueError if shards are not equal."""
+  num_shards = layer.params.num_shards
+  if size % num_shards:
+    raise ValueError(f'{layer.path}: {size} does not divide into num_shards {num_shards}')
+  return size // num_shards
 
 
 class _PositionLayer(base_layer.BaseLayer):
@@ -212,8 +264,15 @@ class LearnablePositionalEmbeddingLayer(_PositionLayer):
       raise ValueError(f'{path}: inputs of time {inputs.shape[1]}, but max_pos is {params.max_pos}')
 
 
-class _SoftmaxLayer(base_layer.BaseLayer):
-  """Base class of softmax heads, whose logits the loss may compute in chunks."""
+class _SoftmaxLayer(_ShardedLayer):
+  """Base class of softmax heads, whose logits the loss may compute in chunks.
+
+  With `num_shards` above 1 the head has no weights of its own, but children `shards`: heads of its
+  class, each for equally many consecutive classes. If the vocabulary is shared out, each shard can
+  be on another device.
+  """
+
+  is_position_wise = True
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
@@ -222,6 +281,12 @@ class _SoftmaxLayer(base_layer.BaseLayer):
     p.Define('input_dim', 0, 'Size of the last axis of the inputs.', domain.SIZE)
     p.Define('num_classes', 0, 'Number of classes.', domain.SIZE)
     p.Define(
+      'num_shards',
+      1,
+      'Number of variables, of equally many classes, that each weight consists of.',
+      domain.SIZE,
+    )
+    p.Define(
       'chunk_size',
       0,
       'If above 0, the loss computes the logits of this many positions at a time, and backward '
@@ -229,6 +294,53 @@ class _SoftmaxLayer(base_layer.BaseLayer):
       domain.Int(0, 2**31 - 1),
     )
     return p
+
+  def __init__(self, params: hyperparams.InstantiableParams) -> None:
+    super().__init__(params)
+    p = self.params
+    if p.num_shards == 1:
+      self._CreateWeights()
+      return
+    of_shard = _OfShard(self, p.num_classes)
+    shard = p.Copy().Set(name='', num_classes=of_shard, num_shards=1)
+    if shard.params_init.method == 'xavier':  # As if the shards were one weight.
+      scale = math.sqrt((p.input_dim + of_shard) / (p.input_dim + p.num_classes))
+      shard.params_init = weight_params.WeightInit.Xavier(scale * shard.params_init.scale)
+    self.CreateChildren('shards', [shard] * p.num_shards)
+
+  def _CreateWeights(self) -> None:
+    """Declares the weights of a head without shards."""
+    raise NotImplementedError
+
+  def _Logits(self, theta: nested_map.NestedMap, inputs: tf.Tensor) -> tf.Tensor:
+    """Returns the logits of a head without shards."""
+    raise NotImplementedError
+
+  @property
+  def class_axes(self) -> Mapping[str, int]:
+    """The axis of the classes of each weight; see BaseLayer."""
+    return {
+      f'shards[{i}].{name}': axis
+      for i, shard in enumerate(self.class_shards)
+      for name, axis in shard.class_axes.items()
+    }
+
+  def FProp(self, theta: nested_map.NestedMap, inputs: tf.Tensor, *extras: Any) -> tf.Tensor:
+    """Computes logits.
+
+    Args:
+      theta: the weights, of all shards or some.
+      inputs: [..., input_dim].
+      *extras: further outputs of the previous layer, such as paddings; not used.
+
+    Returns:
+      [..., num_classes] in fprop_dtype.
+    """
+    del extras
+    shapes.CheckLastDim(self.path, inputs, self.params.input_dim)
+    if not self.class_shards:
+      return self._Logits(theta, inputs)
+    return tf.concat([self.shards[0].FProp(t, inputs) for t in theta.shards], axis=-1)
 
   @property
   def loss_takes_inputs(self) -> bool:
@@ -251,8 +363,6 @@ class _SoftmaxLayer(base_layer.BaseLayer):
 class SimpleFullSoftmax(_SoftmaxLayer):
   """Computes the logits of a softmax; `XentLossFromLogits` computes the loss from them."""
 
-  is_position_wise = True
-
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
     """Returns the Params of a SimpleFullSoftmax."""
@@ -272,8 +382,7 @@ class SimpleFullSoftmax(_SoftmaxLayer):
     )
     return p
 
-  def __init__(self, params: hyperparams.InstantiableParams) -> None:
-    super().__init__(params)
+  def _CreateWeights(self) -> None:
     p = self.params
     projection = linear.ProjectionLayer.Params().Set(
       input_dim=p.input_dim, output_dim=p.num_classes, has_bias=p.use_bias, activation='NONE'
@@ -283,22 +392,12 @@ class SimpleFullSoftmax(_SoftmaxLayer):
   @property
   def class_axes(self) -> Mapping[str, int]:
     """The axis of the classes of each weight; see BaseLayer."""
+    if self.class_shards:
+      return super().class_axes
     return {'linear.w': 1, 'linear.b': 0} if self.params.use_bias else {'linear.w': 1}
 
-  def FProp(self, theta: nested_map.NestedMap, inputs: tf.Tensor, *extras: Any) -> tf.Tensor:
-    """Computes logits.
-
-    Args:
-      theta: the weights.
-      inputs: [..., input_dim].
-      *extras: further outputs of the previous layer, such as paddings; not used.
-
-    Returns:
-      [..., num_classes] in fprop_dtype.
-    """
-    del extras
+  def _Logits(self, theta: nested_map.NestedMap, inputs: tf.Tensor) -> tf.Tensor:
     p = self.params
-    shapes.CheckLastDim(self.path, inputs, p.input_dim)
     logits = self.linear.FProp(theta.linear, inputs)
     if p.logits_soft_max:
       logits = p.logits_soft_max * tf.tanh(logits / p.logits_soft_max)
@@ -313,30 +412,19 @@ class SharedSoftmaxLayer(_SoftmaxLayer):
   logits = inputs emb^T + b. In a pipeline: `stack.ties=[['layers[9].emb', 'layers[0].emb']]`.
   """
 
-  is_position_wise = True
-  class_axes: Mapping[str, int] = types.MappingProxyType({'emb': 0, 'b': 0})
+  @property
+  def class_axes(self) -> Mapping[str, int]:
+    """The axis of the classes of each weight; see BaseLayer."""
+    return super().class_axes if self.class_shards else {'emb': 0, 'b': 0}
 
-  def __init__(self, params: hyperparams.InstantiableParams) -> None:
-    super().__init__(params)
+  def _CreateWeights(self) -> None:
     p = self.params
     init = weight_params.WeightInit.Gaussian(1.0 / math.sqrt(p.input_dim))
     self.CreateVariable('emb', weight_params.WeightParams([p.num_classes, p.input_dim], init))
     zero = weight_params.WeightInit.Constant(0.0)
     self.CreateVariable('b', weight_params.WeightParams([p.num_classes], zero))
 
-  def FProp(self, theta: nested_map.NestedMap, inputs: tf.Tensor, *extras: Any) -> tf.Tensor:
-    """Computes logits.
-
-    Args:
-      theta: emb [num_classes, input_dim], b [num_classes].
-      inputs: [..., input_dim].
-      *extras: further outputs of the previous layer, such as paddings; not used.
-
-    Returns:
-      [..., num_classes] in fprop_dtype.
-    """
-    del extras
-    shapes.CheckLastDim(self.path, inputs, self.params.input_dim)
+  def _Logits(self, theta: nested_map.NestedMap, inputs: tf.Tensor) -> tf.Tensor:
     inputs = self._CastToFPropDtype(inputs)
     return tf.einsum('...d,vd->...v', inputs, tf.convert_to_tensor(theta.emb)) + theta.b
 

@@ -183,9 +183,10 @@ class _MicroBatchRun:
       loss_weight: weight of the auxiliary losses.
     """
     skip_gradients: dict[str, list[Any]] = {}
+    holders = self._engine.holders
+    trained = {id(v) for s in holders for v in (*s.trained.values(), *s.mirrors.values())}
     for call in reversed(calls):
       variables = call.layer.vars
-      trained = {id(v) for v in (*call.stage.trained.values(), *call.stage.mirrors.values())}
       paths = {id(v): path for path, v in call.layer.VariablesByPath().items()}
       weights = [v for v in tf.nest.flatten(variables) if id(v) in trained]
       floats = leaves.Floats([call.args, call.skips])

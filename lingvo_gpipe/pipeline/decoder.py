@@ -21,7 +21,7 @@ import tensorflow as tf
 from lingvo_gpipe.core import base_layer, fprop_context, nested_map, side_effects
 from lingvo_gpipe.layers import sequential
 from lingvo_gpipe.pipeline import emission, engine
-from lingvo_gpipe.pipeline.schedule import actions, schedules
+from lingvo_gpipe.pipeline.schedule import actions
 from lingvo_gpipe.pipeline.stages import failures, micro_batch, stage_math
 from lingvo_gpipe.pipeline.stages import stage as stage_lib
 
@@ -198,8 +198,9 @@ class Decoder:
     while last_only and tail and _IsPositionWise(last.layers[tail - 1]):
       tail -= 1
 
-    def Call(s: stage_lib.Stage, m: int, args: tuple[Any, ...]) -> Any:
-      first_of_tail = tail if s is last else len(s.layers)
+    def Call(s: stage_lib.Stage, k: int, m: int, args: tuple[Any, ...]) -> Any:
+      del k, m
+      first_of_tail = tail if s.layers is last.layers else len(s.layers)
       return self._Functions(s).Prefill(s.variables, args, max_length, first_of_tail)
 
     outputs, stages = self._Stream(args, Call)
@@ -211,47 +212,63 @@ class Decoder:
   def _ExtendStep(
     self, states: list[list[Any]], args: tuple[Any, ...], time_step: tf.Tensor
   ) -> tuple[Any, list[list[Any]]]:
-    def Call(s: stage_lib.Stage, m: int, args: tuple[Any, ...]) -> Any:
-      return self._Functions(s).ExtendStep(s.variables, states[s.index][m], args, time_step)
+    def Call(s: stage_lib.Stage, k: int, m: int, args: tuple[Any, ...]) -> Any:
+      return self._Functions(s).ExtendStep(s.variables, states[k][m], args, time_step)
 
     return self._Stream(args, Call)
 
   def _Stream(
     self,
     args: tuple[Any, ...],
-    call: Callable[[stage_lib.Stage, int, tuple[Any, ...]], tuple[Any, list[Any]]],
+    call: Callable[[stage_lib.Stage, int, int, tuple[Any, ...]], tuple[Any, list[Any]]],
   ) -> tuple[Any, list[list[Any]]]:
     """Streams micro-batches through the stages.
 
     Args:
       args: arguments of the first layer, of the whole batch.
-      call: (stage, micro-batch, its args) -> (outputs of the stage, states of its layers).
+      call: (stage, its number here, micro-batch, its args) -> (outputs of the stage, states of its
+        layers).
 
     Returns:
       The outputs of the last stage, of the whole batch; for each stage and micro-batch the states.
     """
-    stages = self._pipeline.stages
+    stages = self._pipeline.forward_stages
     pieces = micro_batch.Split(args, self._num_micro_batches)
     stage_args: dict[tuple[int, int], Any] = {(0, m): x for m, x in enumerate(pieces)}
     states: list[list[Any]] = [[None] * len(pieces) for _ in stages]
+    last = self._pipeline.stages[-1]
+    first_slice = last.index
+    tables, functions = self._pipeline.replicas[0].tables, self._pipeline.functions
+    parts: list[list[Any]] = [[] for _ in pieces]
     walk = emission.Walk(stages)
 
     def Emit(s: stage_lib.Stage, action: actions.Action) -> None:
-      k, m = s.index, action.micro_batch
+      k, m = action.stage, action.micro_batch
+      # Slices of the head all have its inputs.
+      args = sequential.AsTuple(stage_args[min(k, first_slice), m])
+      if tables and not k:
+        ids, *extras = args
+        args = (functions.SharedTable(tables[0]).LookUpIn(tables, ids, s.device), *extras)
       with walk.On(s):
-        stage_args[k + 1, m], states[k][m] = call(s, m, sequential.AsTuple(stage_args[k, m]))
-      walk.Done(s, (stage_args[k + 1, m], states[k][m]))
+        outputs, states[k][m] = call(s, k, m, args)
+      walk.Done(s, (outputs, states[k][m]))
+      if k < first_slice:
+        stage_args[k + 1, m] = outputs
+      else:
+        parts[m].append(outputs)
 
-    schedule = schedules.ForwardOnlyOn(self._pipeline.stage_to_device, len(pieces))
-    walk.Run(schedule.EmissionOrder(), Emit)
-    with tf.device(stages[-1].device):
-      outputs = micro_batch.Merge([stage_args[len(stages), m] for m in range(len(pieces))])
-    return outputs, states
+    walk.Run(self._pipeline.ForwardSchedule(stages, len(pieces)).EmissionOrder(), Emit)
+    with tf.device(last.device):
+      outputs = [
+        of_slices[0] if len(of_slices) == 1 else tf.concat(of_slices, axis=-1)
+        for of_slices in parts
+      ]
+      return micro_batch.Merge(outputs), states
 
   def _Reorder(self, states: list[list[Any]], indices: tf.Tensor) -> list[list[Any]]:
     pieces = micro_batch.Split(indices, self._num_micro_batches)
     reordered = []
-    for s, of_micro_batches in zip(self._pipeline.stages, states, strict=True):
+    for s, of_micro_batches in zip(self._pipeline.forward_stages, states, strict=True):
       with tf.device(s.device):
         # All micro-batches of a stage are on one device, so rows may move between them.
         whole = micro_batch.Merge(of_micro_batches)

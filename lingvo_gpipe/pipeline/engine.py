@@ -40,6 +40,7 @@ from lingvo_gpipe.pipeline.stages import (
   shared_functions,
   stage_math,
   vocabulary_slices,
+  vocabulary_tables,
   weighted_loss,
 )
 from lingvo_gpipe.pipeline.stages import stage as stage_lib
@@ -55,7 +56,8 @@ class PipelineEngine:
     replicas: all replicas; the first one has `stages`.
     stage_to_device: for each stage the index of its device.
     ties: {path of a tied weight: path of its owner}.
-    shares_vocabulary: whether training shares the last layer, a softmax, out over all devices.
+    shares_vocabulary: whether training and evaluation share the last layer, a softmax, out over all
+      devices.
     functions: the traced functions of the stages.
     loss_fn: the loss, or None.
     remat_policy: the part that backward recomputes, of all stages or of each.
@@ -134,22 +136,31 @@ class PipelineEngine:
     )
     self.ties = dict(ties or {})
     self._logged_small_batch = False
+    self.shares_vocabulary, head = bool(vocabulary), layers[-1]
+    of_shards, of_slices = {}, devices[: len(vocabulary)]
+    if vocabulary and head.class_shards:
+      of_shards[head.path] = vocabulary_slices.DevicesOfShards(head, vocabulary, of_slices)
+      if vocabulary_tables.CanShare(layers[0], head):
+        of_shards[layers[0].path] = of_shards[head.path]
     of_first = [devices[k] for k in self.stage_to_device]
-    self.stages = stage_lib.Stages(layers, ends, of_first, self.ties, is_trained)
+    self.stages = stage_lib.Stages(layers, ends, of_first, self.ties, is_trained, of_shards)
     variables = {path: v for layer in layers for path, v in layer.VariablesByPath().items()}
-    first = replicas.Replica(self.stages, variables)
+    slices: list[vocabulary_slices.Slice] = []
+    tables: list[vocabulary_tables.Table] = []
+    if layers[0].path in of_shards:
+      self.stages[0], tables = vocabulary_tables.MoveShards(self.stages[0], vocabulary, of_slices)
+    if of_shards:
+      slices = vocabulary_slices.MoveShards(self.stages[-1], vocabulary, of_slices)
+    elif vocabulary:
+      slices = vocabulary_slices.CopySlices(self.stages[-1], self.ties, vocabulary, of_slices)
+    first = replicas.Replica(self.stages, variables, slices, tables)
     self.replicas = [first]
-    self.shares_vocabulary = bool(vocabulary)
+    placement = [*self.stage_to_device, *range(len(slices))]
     for r in range(1, num_replicas):
       of_replica = devices[r * per_replica : (r + 1) * per_replica]
-      self.replicas.append(replicas.Copy(first, [of_replica[k] for k in self.stage_to_device]))
+      self.replicas.append(replicas.Copy(first, [of_replica[k] for k in placement]))
     if num_replicas > 1:
       replicas.SumStatistics(self.replicas, xla)
-    if vocabulary:
-      for r, replica in enumerate(self.replicas):
-        of_slices = devices[r * per_replica :][: len(vocabulary)]
-        head = replica.stages[-1]
-        replica.slices.extend(vocabulary_slices.MakeSlices(head, self.ties, vocabulary, of_slices))
     self.SyncTies()
 
   @property
@@ -165,7 +176,18 @@ class PipelineEngine:
   @property
   def trained(self) -> dict[str, tf.Variable]:
     """{path: variable} of the trained weights, in the first replica."""
-    return {path: v for s in self.stages for path, v in s.trained.items()}
+    return {path: v for s in self.holders for path, v in s.trained.items()}
+
+  @property
+  def holders(self) -> list[stage_lib.Stage]:
+    """The stages that hold weights, in the first replica; see `Replica`."""
+    return self.replicas[0].holders
+
+  @property
+  def forward_stages(self) -> list[stage_lib.Stage]:
+    """The stages of a forward pass without a loss: slices only if they hold the head's weights."""
+    has_shards = len(self.holders) > len(self.stages)
+    return self.training_stages if has_shards else self.stages
 
   @property
   def xla(self) -> bool:
@@ -215,14 +237,12 @@ class PipelineEngine:
     """
     counter = fprop_context.StepCounter(step, first_micro_batch)
     self.ClearAccumulators(mirrors_only=not clear)
-    for replica in self.replicas:
-      vocabulary_slices.SyncSlices(replica.slices, replica.variables)
     walks = self._EmitAll(micro_batches, counter, do_eval=False)
     for replica in self.replicas:
       replica.AddTiedGradients(self.ties)
     if self.sums_statistics:
       for replica, walk in zip(self.replicas, walks, strict=True):
-        _EndWithTheDevice(replica.stages, walk)
+        _EndWithTheDevice(replica.holders, walk)
     # A step that fails must leave all state as it was: it is run again to find out why.
     with tf.control_dependencies([t for walk in walks for t in walk.LastResults()]):
       layer_sums = self._LayerSums(walks)
@@ -265,9 +285,17 @@ class PipelineEngine:
         continue
       pieces = micro_batches[share.start : share.stop]
       walk: emission.Emission
-      if replica.slices and not do_eval:
+      if replica.slices:
+        vocabulary_slices.SyncSlices(replica.slices, replica.variables)
         walk = vocabulary_emission.VocabularyEmission(
-          replica.stages, replica.slices, self.functions, pieces, counter + share.start
+          replica.stages,
+          replica.slices,
+          self.functions,
+          pieces,
+          counter + share.start,
+          do_eval=do_eval,
+          copies=self.host_copies,
+          tables=replica.tables,
         )
       else:
         walk = emission.Emission(
@@ -279,7 +307,9 @@ class PipelineEngine:
           with_loss=True,
           copies=self.host_copies,
         )
-      schedule = (self._ForwardOnly if do_eval else self.TrainingSchedule)(len(share))
+      schedule = self.TrainingSchedule(len(share))
+      if do_eval:
+        schedule = self.ForwardSchedule(replica.training_stages, len(share))
       with tf.name_scope(f'replica_{r}') if len(self.replicas) > 1 else contextlib.nullcontext():
         walk.Emit(schedule, self.remat_policy)
       walks.append(walk)
@@ -331,11 +361,16 @@ class PipelineEngine:
         num_devices,
         chosen.name,
       )
-    chosen = offload_lib.WithOffload(chosen, self.offload)
-    return shared_vocabulary.Share(chosen) if self.shares_vocabulary else chosen
+    if self.shares_vocabulary:
+      chosen = shared_vocabulary.Share(chosen)
+    return offload_lib.WithOffload(chosen, self.offload)
 
-  def _ForwardOnly(self, num_micro_batches: int) -> schedules.Schedule:
-    return schedules.ForwardOnlyOn(self.stage_to_device, num_micro_batches)
+  def ForwardSchedule(
+    self, stages: Sequence[stage_lib.Stage], num_micro_batches: int
+  ) -> schedules.Schedule:
+    """Returns a schedule of forward actions alone, of all stages or of `forward_stages`."""
+    devices = list(dict.fromkeys(s.device for s in stages))
+    return schedules.ForwardOnlyOn([devices.index(s.device) for s in stages], num_micro_batches)
 
   # ---- without the loss --------------------------------------------------------------------------
 
@@ -359,16 +394,25 @@ class PipelineEngine:
     Returns:
       The walk, with the outputs, the stages' inputs and the layers' sums.
     """
-    walk = emission.Emission(
-      self.stages,
-      self.functions,
-      [micro_batch.MicroBatch(args) for args in inputs],
-      counter,
-      do_eval=do_eval,
-      with_loss=False,
-      theta=theta,
-    )
-    walk.Emit(self._ForwardOnly(len(inputs)))
+    pieces = [micro_batch.MicroBatch(args) for args in inputs]
+    stages = self.stages if theta is not None else self.forward_stages
+    walk: emission.Emission
+    if stages is self.stages:
+      walk = emission.Emission(
+        stages, self.functions, pieces, counter, do_eval=do_eval, with_loss=False, theta=theta
+      )
+    else:
+      walk = vocabulary_emission.VocabularyEmission(
+        self.stages,
+        self.replicas[0].slices,
+        self.functions,
+        pieces,
+        counter,
+        do_eval=do_eval,
+        with_loss=False,
+        tables=self.replicas[0].tables,
+      )
+    walk.Emit(self.ForwardSchedule(stages, len(inputs)))
     return walk
 
   def ThetaBackward(
@@ -399,7 +443,8 @@ class PipelineEngine:
 
   def ConnectedPaths(self) -> set[str]:
     """Returns the paths of the weights that the loss depends on, once a step was traced."""
-    connected = set()
+    connected = {path for s in self.replicas[0].tables for path in (*s.trained, *s.mirrors)}
+    connected = {self.ties.get(path, path) for path in connected}
     for s in (*self.stages, *self.replicas[0].slices):
       path_of = {id(v): path for path, v in (*s.trained.items(), *s.mirrors.items())}
       paths = [path_of[id(v)] for v in tf.nest.flatten(s.variables) if id(v) in path_of]
@@ -426,7 +471,9 @@ class PipelineEngine:
     self.SyncTies()
 
   def _AllStages(self) -> list[stage_lib.Stage]:
-    return [s for replica in self.replicas for s in (*replica.stages, *replica.slices)]
+    return [
+      s for replica in self.replicas for s in (*replica.stages, *replica.slices, *replica.tables)
+    ]
 
   def MakeAccumulators(
     self, beside: Callable[[tf.Variable, Callable[[], tf.Variable]], tf.Variable] | None = None

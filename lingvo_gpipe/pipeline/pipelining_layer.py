@@ -75,7 +75,8 @@ class PipeliningLayer(base_layer.BaseLayer):
     p.Define(
       'splits',
       [],
-      'For each stage the index after its last layer; empty: cut by cost.',
+      'For each stage the index after its last layer; with a shared vocabulary the sizes of its '
+      'slices may follow. Empty: cut by cost.',
       domain.ListOf(domain.Int(0)),
     )
     p.Define(
@@ -142,10 +143,10 @@ class PipeliningLayer(base_layer.BaseLayer):
       num_devices = p.schedule.num_devices
     chosen = schedules.Get(p.schedule, p.num_stages, p.num_micro_batches, num_devices)
     offload.WithOffload(chosen, p.offload)  # Raises if the schedule has copies already.
-    if p.vocabulary != 'one' and (p.offload or chosen.offloaded):
+    if p.vocabulary != 'one' and chosen.offloaded:
       raise ValueError(
-        f"{self.path}: vocabulary={p.vocabulary!r} with offload: copies of the slices' tensors are "
-        'not possible; choose one of the two'
+        f'{self.path}: vocabulary={p.vocabulary!r}, but schedule {chosen.name!r} has copies to the '
+        'host already; give it without them, and set `offload`'
       )
     if chosen.forward_only:
       raise ValueError(f'{self.path}: schedule {chosen.name!r} has no backward; it cannot train')
@@ -226,7 +227,8 @@ class PipeliningLayer(base_layer.BaseLayer):
     return cut_lib.MakeCut(
       self.layers,
       tf.nest.map_structure(MicroBatchSpec, tuple(input_specs)),
-      schedule=offload.WithOffload(schedule, p.offload),
+      schedule=schedule,
+      offload=p.offload,
       splits=splits or p.splits,
       by=p.partition_by,
       num_params=self.NumParams(),

@@ -11,13 +11,13 @@ import dataclasses
 import itertools
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import tensorflow as tf
 from absl import logging
 
 from lingvo_gpipe.pipeline.stages import stage as stage_lib
-from lingvo_gpipe.pipeline.stages import vocabulary_slices
+from lingvo_gpipe.pipeline.stages import vocabulary_slices, vocabulary_tables
 
 ALL_REDUCE_OPTIONS = ('auto', 'collective', 'send')
 # A bucket of gradients is one collective; the first buckets are sent while others are computed.
@@ -27,6 +27,7 @@ BUCKET_BYTES = 4 << 20
 # devices or shapes, so each process begins at a random key. tf.distribute's keys begin lower.
 _first_key = (1 << 20) + secrets.randbelow(1 << 9) * (1 << 21)
 _group_keys: dict[tuple[str, ...], int] = {}
+_StageT = TypeVar('_StageT', bound=stage_lib.Stage)
 _instance_keys = itertools.count(_first_key)
 
 
@@ -38,25 +39,32 @@ class Replica:
     stages: the stages, in order.
     variables: {path: variable} of all layers, copies of tied weights included.
     slices: the slices of the vocabulary, if it is shared out.
+    tables: the parts of the embedding, if that is shared out, too.
   """
 
   stages: list[stage_lib.Stage]
   variables: Mapping[str, tf.Variable]
   slices: list[vocabulary_slices.Slice] = dataclasses.field(default_factory=list)
+  tables: list[vocabulary_tables.Table] = dataclasses.field(default_factory=list)
 
   @property
   def training_stages(self) -> list[stage_lib.Stage]:
     """The stages of a training schedule; slices replace the head."""
     return [*self.stages[:-1], *self.slices] if self.slices else self.stages
 
+  @property
+  def holders(self) -> list[stage_lib.Stage]:
+    """The stages that hold the model's weights: all, slices with shards of the head, and tables."""
+    return [*self.stages, *(s for s in self.slices if not s.paths), *self.tables]
+
   def AddTiedGradients(self, ties: Mapping[str, str]) -> None:
     """Adds the gradients of tied weights, and of slices, to their owners' gradients."""
     owners = {
       path: (s.device, accumulator)
-      for s in self.stages
+      for s in self.holders
       for path, accumulator in zip(s.trained, s.accumulators, strict=True)
     }
-    for s in self.stages:
+    for s in self.holders:
       for path, accumulator in zip(s.mirrors, s.mirror_accumulators, strict=True):
         device, owner = owners[ties[path]]
         with tf.device(s.device):
@@ -72,30 +80,38 @@ class Replica:
 
 
 def Copy(first: Replica, devices: Sequence[str]) -> Replica:
-  """Returns a copy of the first replica, with stage k on devices[k]."""
+  """Returns a copy of the first replica.
+
+  Args:
+    first: the first replica, without accumulators.
+    devices: for each of its stages, and then of its slices, the device of the copy. Tables are
+      beside slices.
+  """
   copies: dict[int, tf.Variable] = {}
-  stages = []
-  for s, device in zip(first.stages, devices, strict=True):
+
+  def CopyStage(s: _StageT, device: str) -> _StageT:
     for v in tf.nest.flatten(s.variables):
       if id(v) not in copies:
         with tf.init_scope(), tf.device(device):
           copies[id(v)] = tf.Variable(
             tf.identity(v), trainable=v.trainable, name=v.name.split(':')[0]
           )
-    stages.append(
-      stage_lib.Stage(
-        s.index,
-        s.layers,
-        device,
-        tf.nest.map_structure(lambda v: copies[id(v)], s.variables),
-        s.imports,
-        s.exports,
-        {path: copies[id(v)] for path, v in s.trained.items()},
-        {path: copies[id(v)] for path, v in s.mirrors.items()},
-        s.needs_dx,
-      )
+    return dataclasses.replace(
+      s,
+      device=device,
+      variables=tf.nest.map_structure(lambda v: copies[id(v)], s.variables),
+      trained={path: copies[id(v)] for path, v in s.trained.items()},
+      mirrors={path: copies[id(v)] for path, v in s.mirrors.items()},
+      accumulators=[],
+      mirror_accumulators=[],
     )
-  return Replica(stages, {path: copies[id(v)] for path, v in first.variables.items()})
+
+  of_stages, of_slices = devices[: len(first.stages)], devices[len(first.stages) :]
+  stages = list(itertools.starmap(CopyStage, zip(first.stages, of_stages, strict=True)))
+  slices = list(itertools.starmap(CopyStage, zip(first.slices, of_slices, strict=True)))
+  tables = list(map(CopyStage, first.tables, of_slices))
+  variables = {path: copies[id(v)] for path, v in first.variables.items()}
+  return Replica(stages, variables, slices, tables)
 
 
 def Shares(num_micro_batches: int, num_replicas: int) -> list[range]:
@@ -164,7 +180,7 @@ class GradientSum:
     self._is_collective = all_reduce == 'collective'
     # The last stage's buckets come first, as in backward, so that stages that share a device do not
     # wait for each other.
-    for of_stage in reversed(list(zip(*(replica.stages for replica in replicas), strict=True))):
+    for of_stage in reversed(list(zip(*(replica.holders for replica in replicas), strict=True))):
       devices = tuple(s.device for s in of_stage)
       for indices in _Buckets(of_stage[0].accumulators):
         rows = [[s.accumulators[i] for i in indices] for s in of_stage]
@@ -244,7 +260,7 @@ class ShardedWeights:
     self._owner: dict[str, int] = {}
     # Bytes of each replica, by device, so that stages of one device do not all favour one replica.
     loads: dict[str, list[int]] = {}
-    for s in replicas[0].stages:
+    for s in replicas[0].holders:
       load = loads.setdefault(s.device, [0] * len(replicas))
       for path, v in sorted(s.trained.items(), key=lambda item: -_NumBytes(item[1])):
         self._owner[path] = owner = load.index(min(load))
@@ -254,7 +270,7 @@ class ShardedWeights:
     """Returns for each replica and stage the weights that it owns there, for a learner."""
     shards = []
     for r, replica in enumerate(self._replicas):
-      for s in replica.stages:
+      for s in replica.holders:
         pairs = zip(s.trained.items(), s.accumulators, strict=True)
         owned = [(path, v, a) for (path, v), a in pairs if self._owner[path] == r]
         shards.append(Shard(s.device, {path: v for path, v, _ in owned}, [a for *_, a in owned]))
@@ -262,7 +278,7 @@ class ShardedWeights:
 
   def AddGradients(self) -> None:
     """Leaves the sums in the owners' accumulators; to be called in a tf.function."""
-    for of_stage in zip(*(replica.stages for replica in self._replicas), strict=True):
+    for of_stage in zip(*(replica.holders for replica in self._replicas), strict=True):
       devices = [s.device for s in of_stage]
       with tf.name_scope(f'gradient_sum_{of_stage[0].index}'):
         for i, path in enumerate(of_stage[0].trained):

@@ -180,7 +180,7 @@ def VerifyEngine(
     )
   dtype = _ComputeDtype(engine)
   # Statistics that training moves must be equal in all runs, and in the end.
-  fixed = [v for s in engine.stages for v in tf.nest.flatten(s.variables) if not v.trainable]
+  fixed = [v for s in engine.holders for v in tf.nest.flatten(s.variables) if not v.trainable]
   saved = [v.numpy() for v in fixed]
 
   def Restored(run: Callable[[], Any]) -> Any:
@@ -241,7 +241,7 @@ def _Pipelined(
   sums, announced = Step(list(micro_batches), tf.constant(step, tf.int64))
   total = float(announced)
   grads: dict[str, np.ndarray] = {}
-  for s in engine.stages:
+  for s in engine.holders:
     for path, accumulator in zip(s.trained, s.accumulators, strict=True):
       grads[path] = _Divide(accumulator.numpy().astype(np.float64), total)
   value, weight = sums['loss'].numpy().astype(np.float64)
@@ -256,7 +256,7 @@ class _Reference:
     self._last_layers = engine.stages[-1].layers
     self._variables = engine.trained
     # Copies of tied weights: their gradients belong to their owners.
-    self._mirrors = {p: v for s in engine.stages for p, v in s.mirrors.items()}
+    self._mirrors = {p: v for s in engine.holders for p, v in s.mirrors.items()}
     self._ties = engine.ties
     self._device = engine.stages[0].device
     self._loss_fn = loss_fn

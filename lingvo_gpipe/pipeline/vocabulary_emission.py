@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The walk over a training schedule with slices of the vocabulary.
+"""The walk over a schedule with slices of the vocabulary.
 
     F[slice, m]   takes args[S, m], class ids     gives statistics
     loss[m]       takes statistics of all slices  gives their gradients, sums
     B[slice, m]   takes these gradients           gives a part of dargs[S, m]
 
 S is the number of stages with layers. The loss is not an action: it runs on the device of the last
-of these stages, beside its actions, when the statistics of all slices are there.
+of these stages, beside its actions, when the statistics of all slices are there. Without a loss
+slices give their logits, which are joined there.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import tensorflow as tf
 
 from lingvo_gpipe.core import nested_map
 from lingvo_gpipe.layers import chunked_logits, sequential
-from lingvo_gpipe.pipeline import emission
+from lingvo_gpipe.pipeline import emission, host_copies
 from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules
 from lingvo_gpipe.pipeline.stages import (
   failures,
@@ -28,12 +29,13 @@ from lingvo_gpipe.pipeline.stages import (
   shared_functions,
   stage_math,
   vocabulary_slices,
+  vocabulary_tables,
 )
 from lingvo_gpipe.pipeline.stages import stage as stage_lib
 
 
 class VocabularyEmission(emission.Emission):
-  """The calls of one walk over a training schedule with slices of the vocabulary."""
+  """The calls of one walk over a schedule with slices of the vocabulary."""
 
   def __init__(
     self,
@@ -41,7 +43,12 @@ class VocabularyEmission(emission.Emission):
     slices: Sequence[vocabulary_slices.Slice],
     functions: shared_functions.SharedFunctions,
     micro_batches: Sequence[micro_batch.MicroBatch],
-    counter: tf.Tensor,
+    counter: tf.Tensor | None,
+    *,
+    do_eval: bool,
+    with_loss: bool = True,
+    copies: host_copies.HostCopies | None = None,
+    tables: Sequence[vocabulary_tables.Table] = (),
   ) -> None:
     """Emits nothing yet.
 
@@ -51,16 +58,35 @@ class VocabularyEmission(emission.Emission):
       functions: the functions of the stages.
       micro_batches: the micro-batches of this replica.
       counter: see Emission.
+      do_eval: see Emission.
+      with_loss: whether slices give statistics for a loss; else they give logits.
+      copies: see Emission.
+      tables: the parts of the embedding, if that is shared out.
     """
     super().__init__(
-      [*stages[:-1], *slices], functions, micro_batches, counter, do_eval=False, with_loss=True
+      [*stages[:-1], *slices],
+      functions,
+      micro_batches,
+      counter,
+      do_eval=do_eval,
+      with_loss=with_loss,
+      copies=copies,
     )
     self._head = stages[-1]
     self._slices = slices
-    self._loss = functions.SharedLoss(self._head)
-    # By micro-batch: the class ids, the statistics and their gradients by slice, and the gradients
-    # of the head's input, one list for each slice.
+    self._tables = tables
+    if tables:
+      self._table = functions.SharedTable(tables[0])
+    # A look-up waits for the action before the last one of its device, so that rows are there in
+    # time, but not all at once. Gradients of rows are added in the order of backward.
+    self._before_lookup: list[tf.Tensor] = []
+    self._last_gradient: dict[str, list[tf.Tensor]] = {}
+    if with_loss:
+      self._loss = functions.SharedLoss(self._head, do_eval=do_eval)
+    # By micro-batch: the class ids, the logits of each slice, the statistics and their gradients by
+    # slice, and the gradients of the head's input, one list for each slice.
     self._class_ids: dict[int, list[tf.Tensor]] = {}
+    self._logits: dict[int, list[tf.Tensor]] = collections.defaultdict(list)
     self._statistics: dict[int, dict[int, list[chunked_logits.SliceStatistics]]] = (
       collections.defaultdict(dict)
     )
@@ -72,8 +98,12 @@ class VocabularyEmission(emission.Emission):
   ) -> None:
     """Emits every action of the schedule that has any work, and the loss."""
     super().Emit(schedule, remat_policy)
-    for m in list(self._statistics):  # Nothing is trained, so no backward has asked for the loss.
-      self._TakeGradient(self._slices[0], m)
+    for m in list(self._statistics):  # No backward has asked for the loss.
+      if self._do_eval:
+        sums = self._CallLoss(m, self._loss.Loss, self._TakeStatistics(m))
+        super()._Give(self._head, m, (), sums)
+      else:  # Nothing is trained.
+        self._TakeGradient(self._slices[0], m)
 
   def _StageInSchedule(self, s: stage_lib.Stage) -> int:
     # The schedule has slices in the place of the head.
@@ -87,8 +117,13 @@ class VocabularyEmission(emission.Emission):
   def _TakeInput(self, s: stage_lib.Stage, m: int) -> None:
     if not isinstance(s, vocabulary_slices.Slice):
       super()._TakeInput(s, m)
+      if self._tables and not s.index:
+        self._LookUp(s, m)
       return
     args, skips = sequential.AsTuple(self._args[self._head.index, m]), nested_map.NestedMap()
+    if not self._with_loss:
+      self._x[s.index, m] = nested_map.NestedMap(args=args, skips=skips)
+      return
     if m not in self._class_ids:
       self._x[self._head.index, m] = nested_map.NestedMap(args=args, skips=skips)
       self._class_ids[m] = self._CallLoss(m, self._loss.ClassIds)
@@ -97,10 +132,19 @@ class VocabularyEmission(emission.Emission):
     self._x[s.index, m] = nested_map.NestedMap(args=(*args, ids), skips=skips)
 
   def _Give(self, s: stage_lib.Stage, m: int, y: Any, sums: nested_map.NestedMap) -> None:
-    if isinstance(s, vocabulary_slices.Slice):
+    if not isinstance(s, vocabulary_slices.Slice):
+      super()._Give(s, m, y, sums)
+    elif self._with_loss:
       self._statistics[m][s.number] = y.args
     else:
-      super()._Give(s, m, y, sums)
+      self._logits[m].append(y.args)
+      if s is self._slices[-1]:
+        with tf.device(self._head.device):
+          self._args[len(self._stages), m] = tf.concat(self._logits.pop(m), axis=-1)
+
+  def _TakeStatistics(self, m: int) -> list[list[chunked_logits.SliceStatistics]]:
+    of_slices = self._statistics.pop(m)
+    return [of_slices[s.number] for s in self._slices]
 
   def _TakeGradient(self, s: stage_lib.Stage, m: int) -> list[tf.Tensor] | None:
     if not isinstance(s, vocabulary_slices.Slice):
@@ -109,12 +153,8 @@ class VocabularyEmission(emission.Emission):
           self._dargs[self._head.index, m] = leaves.AddUp(self._dargs_of_slices.pop(m))
       return super()._TakeGradient(s, m)
     if m not in self._loss_gradients:
-      statistics = self._statistics.pop(m)
       gradients, sums = self._CallLoss(
-        m,
-        self._loss.LossGradient,
-        self._head.AllAccumulators(),
-        [statistics[each.number] for each in self._slices],
+        m, self._loss.LossGradient, self._head.AllAccumulators(), self._TakeStatistics(m)
       )
       self._loss_gradients[m] = gradients
       super()._Give(self._head, m, (), sums)
@@ -123,8 +163,35 @@ class VocabularyEmission(emission.Emission):
   def _GiveGradient(self, s: stage_lib.Stage, m: int, dx: list[tf.Tensor]) -> None:
     if not isinstance(s, vocabulary_slices.Slice):
       super()._GiveGradient(s, m, dx)
+      if self._tables and not s.index and s.needs_dx:
+        self._AddGradientOfRows(m, self._dargs.pop((0, m))[0])
     elif s.needs_dx:
       self._dargs_of_slices[m].append(dx)
+
+  def _LookUp(self, s: stage_lib.Stage, m: int) -> None:
+    """Replaces the ids of stage 0 by their rows."""
+    ids, *extras = self._x[0, m].args
+    with tf.control_dependencies(self._before_lookup), tf.name_scope(f'look_up_{m}'):
+      rows = self._table.LookUpIn(self._tables, ids, s.device)
+    self._before_lookup = self._walk.Before(s)
+    self._x[0, m] = nested_map.NestedMap(args=(rows, *extras), skips=self._x[0, m].skips)
+
+  def _AddGradientOfRows(self, m: int, dy: tf.Tensor) -> None:
+    ids, *_ = sequential.AsTuple(self._args[0, m])
+    for table in self._tables:
+      if not table.has_weight_gradient:
+        continue
+      last = self._last_gradient.get(table.device, [])
+      with tf.device(table.device), tf.control_dependencies(last):
+        done = self._table.Backward(
+          table.variables, table.trained_mask, table.AllAccumulators(), ids - table.first, dy
+        )
+      self._last_gradient[table.device] = [done]
+
+  def LastResults(self, device: str | None = None) -> list[tf.Tensor]:
+    """See `Walk.LastResults`; includes the gradients of rows."""
+    of_rows = [t for d, ts in self._last_gradient.items() if device in (None, d) for t in ts]
+    return [*super().LastResults(device), *of_rows]
 
   def _CallLoss(self, m: int, function: Any, *args: Any) -> Any:
     """Returns function(StageCall of the head, *args), on its device, beside the walk's calls."""

@@ -42,7 +42,7 @@ class ReplicaUpdate:
     self._others: list[multi_learner.MultiLearner] = []
     self._shards: replicas.ShardedWeights | None = None
     # The accumulators in these stages hold the gradients of all micro-batches.
-    self.stages: Sequence[learner.Stage] = engine.stages
+    self.stages: Sequence[learner.Stage] = engine.holders
     if len(engine.replicas) > 1 and train.shard_optimizer_slots:
       self._shards = replicas.ShardedWeights(engine.replicas)
       self.stages = self._shards.Stages()
@@ -50,7 +50,7 @@ class ReplicaUpdate:
       self._gradient_sum = replicas.GradientSum(engine.replicas, train.all_reduce)
       for replica in engine.replicas[1:]:
         self._others.append(multi_learner.MultiLearner(train.learner))
-        self._others[-1].Build(replica.stages)
+        self._others[-1].Build(replica.holders)
     first.Build(self.stages, shared)
     if self._shards is not None:
       logging.info(

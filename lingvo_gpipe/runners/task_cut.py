@@ -99,8 +99,8 @@ def SavedCut(
     task_name: its name in a model of several tasks.
 
   Returns:
-    For each stage the index after its last layer. Empty if there is no checkpoint, if it has other
-    stages or pipeline settings, or if the cut does not depend on a measurement.
+    `splits` of the pipeline. Empty if there is no checkpoint, if it has other stages or pipeline
+    settings, or if the cut does not depend on a measurement.
   """
   if saved is None or task.pipeline is None:
     return []
@@ -114,7 +114,9 @@ def SavedCut(
   has_settings = all(
     metadata.get(model_lib.TaskKey(name, task_name)) == value for name, value in settings.items()
   )
-  if not (has_settings and len(cut) == p.num_stages and cut[-1] == len(task.pipeline.layers)):
+  num_slices = task.pipeline.num_devices if p.vocabulary == 'shared' else 0
+  has_size = len(cut) == p.num_stages + num_slices
+  if not (has_settings and has_size and cut[p.num_stages - 1] == len(task.pipeline.layers)):
     return []
   logging.info('keeping the cut of the last checkpoint: %s', cut)
   return cut

@@ -73,7 +73,7 @@ def Circumstances(
     settings = {
       'data': model.inputs[task_name].Fingerprint(),
       'random_seed': task.params.random_seed,
-      'cut': list(cut.ends),
+      'cut': list(cut.splits),
       'num_micro_batches': cut.num_micro_batches,
       'num_accumulated_mini_batches': multi_learner.NumAccumulated(task.params.train.learner),
       # Stored to be read and compared only: a schedule's value depends on nothing but the step.

@@ -156,7 +156,11 @@ class TransformerLm(LanguageModel):
       'x: scales the initial feed-forward weights by num_layers^-x; 0.5: XavierWithFixupParams.',
     )
     p.Define('final_layer_norm', True, 'Whether there is a LayerNorm before the softmax.')
-    p.Define('softmax_tpl', embedding.SimpleFullSoftmax.Params(), 'Template of the softmax.')
+    p.Define(
+      'softmax_tpl',
+      embedding.SimpleFullSoftmax.Params(),
+      'Template of the softmax. The embedding has as many shards.',
+    )
     p.Define(
       'sampling',
       sampling.SamplingParams().Set(temperature=0.8),
@@ -170,7 +174,10 @@ class TransformerLm(LanguageModel):
     sampling.CheckParams(p.sampling)
     layers = [
       embedding.EmbeddingLayer.Params().Set(
-        vocab_size=p.vocab_size, embedding_dim=p.model_dim, scale_sqrt_depth=True
+        vocab_size=p.vocab_size,
+        embedding_dim=p.model_dim,
+        num_shards=p.softmax_tpl.num_shards,
+        scale_sqrt_depth=True,
       ),
       embedding.PositionalEmbeddingLayer.Params().Set(embedding_dim=p.model_dim),
     ]

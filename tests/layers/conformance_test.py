@@ -195,6 +195,12 @@ CATALOGUE = [
     _Product(DIM, 5) + N * 5 + (2 + 3) * N * 5,
   ),
   (
+    embedding.SimpleFullSoftmax,
+    {'input_dim': DIM, 'num_classes': 6, 'num_shards': 3},
+    [X, PADDINGS],
+    _Product(DIM, 6) + N * 6,
+  ),
+  (
     embedding.SharedSoftmaxLayer,
     {'input_dim': DIM, 'num_classes': 5},
     [X, PADDINGS],

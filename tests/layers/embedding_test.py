@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from lingvo_gpipe.core import nested_map
 from lingvo_gpipe.layers import embedding
 
 
@@ -32,6 +33,40 @@ def testVectorsStartWithUnitLengthOrUnitVariance():
   scaled = _Make(embedding.EmbeddingLayer, vocab_size=2000, embedding_dim=64, scale_sqrt_depth=True)
   ids = tf.range(2000)[tf.newaxis]
   np.testing.assert_allclose(scaled(ids)[0], 8 * layer(ids)[0], rtol=1e-6)
+
+
+@pytest.mark.parametrize('cls', [embedding.SimpleFullSoftmax, embedding.SharedSoftmaxLayer])
+def testShardsOfASoftmaxAreOneSoftmax(cls):
+  layer = _Make(cls, input_dim=4, num_classes=900, num_shards=30, dtype=tf.float64)
+  whole = _Make(cls, input_dim=4, num_classes=900, dtype=tf.float64)
+  assert layer.NumParams() == whole.NumParams()
+  for name, axis in whole.class_axes.items():
+    parts = [shard.vars.GetItem(name).numpy() for shard in layer.shards]
+    variable = whole.vars.GetItem(name)
+    joined = np.concatenate(parts, axis=axis)
+    assert abs(joined.std() - variable.numpy().std()) <= 0.03 * joined.std()
+    variable.assign(joined)
+  x = tf.constant(np.random.default_rng(0).standard_normal([2, 3, 4]))
+  np.testing.assert_allclose(layer(x), whole(x), atol=1e-12)
+  some = nested_map.NestedMap(shards=layer.vars.shards[3:5])
+  np.testing.assert_allclose(layer.FProp(layer.ThetaFrom(some), x), whole(x)[..., 90:150])
+
+
+def testShardsOfAnEmbeddingAreOneTable():
+  layer = _Make(
+    embedding.EmbeddingLayer, vocab_size=12, embedding_dim=4, num_shards=3, scale_sqrt_depth=True
+  )
+  table = np.concatenate([shard.vars.emb.numpy() for shard in layer.shards])
+  ids = tf.reshape(tf.range(12), [3, 4])
+  np.testing.assert_allclose(layer(ids)[0], 2 * table[ids.numpy()], rtol=1e-6)
+
+
+def testUnequalShardsAreRefused():
+  for cls in (embedding.SimpleFullSoftmax, embedding.SharedSoftmaxLayer):
+    with pytest.raises(ValueError, match='num_shards 4'):
+      _Make(cls, input_dim=4, num_classes=6, num_shards=4)
+  with pytest.raises(ValueError, match='num_shards 4'):
+    _Make(embedding.EmbeddingLayer, vocab_size=6, embedding_dim=4, num_shards=4)
 
 
 def testGradientIsSparse():

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe.core import nested_map
+from lingvo_gpipe.core import nested_map, text_table
 from lingvo_gpipe.layers import embedding, linear
 from lingvo_gpipe.pipeline import vocabulary_emission
-from lingvo_gpipe.pipeline.cutting import layer_costs
+from lingvo_gpipe.pipeline.cutting import layer_costs, layer_profile
 from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules, shared_vocabulary
 from lingvo_gpipe.pipeline.stages import vocabulary_slices
 from lingvo_gpipe.runners import train_runner
@@ -166,6 +166,8 @@ def testTheCutShowsTheSlices():
   text = cut.Table()
   assert sum(cut.vocabulary) == _VOCAB
   assert f'layers[4][0:{cut.vocabulary[0]}]' in text and '2 slices of the vocabulary' in text
+  assert f'{text_table.FormatBytes(max(cut.device_bytes))} on the fullest device' in text
+  assert 'the slices copy their weights in each step, from stage 1' in text
   assert sum(s.share for s in cut.stages) == pytest.approx(1)
   # The slices are copies with gradients; the slice beside the last stage has the softmax itself.
   plain = _Stack(_SIMPLE.Params(), num_stages=2, num_micro_batches=4)
@@ -176,6 +178,46 @@ def testTheCutShowsTheSlices():
   assert sum(s.num_params for s in cut.stages) == plain.NumParams()
 
 
+@pytest.mark.parametrize('schedule, stages_per_device', [('gpipe', 1), ('interleaved_1f1b', 2)])
+def testAutoRecomputesTheLeastWithinTheLimit(schedule, stages_per_device):
+  options = {
+    **{'num_stages': 2 * stages_per_device, 'stages_per_device': stages_per_device},
+    **{'num_micro_batches': 4, 'schedule': schedule, 'vocabulary': 'shared'},
+  }
+  if stages_per_device > 1:
+    options['splits'] = [1, 2, 3, 5]
+  inputs = stacks.Specs(_Batch()[0])
+
+  def Cut(**more):
+    return _Stack(_SIMPLE.Params(), **options, **more).MakeCut(*inputs)
+
+  least, most = (max(Cut(remat_policy=p).device_bytes) for p in ('stage', 'none'))
+  assert least < most
+  limit = (least + most) // 2
+  cut = Cut(remat_policy='auto', memory_limit=limit)
+  assert max(cut.device_bytes) <= limit
+  assert any(choice.again for choice in cut.choices)
+  assert not any(choice.again for choice in Cut(remat_policy='auto', memory_limit=most).choices)
+  if stages_per_device == 1:
+    stack = _Stack(_SIMPLE.Params(), remat_policy='auto', memory_limit=limit, **options)
+    stacks.CheckEqual(_Run(stack), _Expected(_SIMPLE))
+
+
+def testSlicesBalanceMeasuredTimes(monkeypatch):
+  def Measure(calls, *_, **__):
+    return [(1.0, 2.0)] * (len(calls) - 1) + [(4.0, 8.0)]
+
+  monkeypatch.setattr(layer_profile, 'Measure', Measure)
+  options = {'num_stages': 2, 'num_micro_batches': 4, 'vocabulary': 'shared'}
+  inputs = stacks.Specs(_Batch()[0])
+  cut = _Stack(_SIMPLE.Params(), partition_by='time', **options).MakeCut(*inputs)
+  assert cut.vocabulary != _Stack(_SIMPLE.Params(), **options).MakeCut(*inputs).vocabulary
+  assert cut.balance > 0.95  # There are 11 classes.
+  # Its splits make the same cut without a measurement.
+  again = _Stack(_SIMPLE.Params(), splits=list(cut.splits), **options).MakeCut(*inputs)
+  assert (again.ends, again.vocabulary) == (cut.ends, cut.vocabulary)
+
+
 # ---- refused -------------------------------------------------------------------------------------
 
 
@@ -183,9 +225,11 @@ def testTheCutShowsTheSlices():
   'options, message',
   [
     ({'memory_limit': 1000}, 'memory_limit'),
-    ({'memory_limit': 10**9, 'remat_policy': 'auto'}, 'auto'),
-    ({'partition_by': 'time'}, 'time'),
+    ({'memory_limit': 1000, 'remat_policy': 'auto'}, 'memory_limit'),
     ({'splits': [4, 5]}, 'splits'),
+    ({'splits': [3, 5, 11]}, 'slices of .11. classes'),
+    ({'splits': [3, 5, 8, 2]}, 'slices of .8, 2. classes'),
+    ({'splits': [3, 5, 11, 0]}, 'slices of .11, 0. classes'),
     ({'num_stages': 5}, '5 stages for 4 layers'),
   ],
 )

@@ -77,7 +77,7 @@ def PlaceReplicas(stack, inputs, num_replicas):
 def Gradients(stack):
   """Returns {path: accumulated gradient}; checks that each is on the device of its variable."""
   grads = {}
-  for s in stack.engine.stages:
+  for s in stack.engine.holders:
     for (path, variable), accumulator in zip(s.trained.items(), s.accumulators, strict=True):
       assert variable.device == accumulator.device
       grads[path] = accumulator.numpy()

@@ -25,6 +25,7 @@ WORKLOADS: dict[str, dict[str, int]] = {
     'heads': 8,
     'chunk': 0,  # Positions whose logits the loss computes at a time; 0: all.
     'shared': 0,  # 1: the vocabulary is shared out over the devices.
+    'shards': 1,  # Variables that each weight of embedding and softmax consists of.
   },
   'c': {'layers': 8, 'dim': 256, 'batch': 16, 'time': 128, 'vocab': 1024, 'heads': 4},
   'd': {'cells': 6, 'filters': 32, 'image': 64, 'batch': 32},

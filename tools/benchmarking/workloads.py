@@ -97,7 +97,7 @@ def Make(
       num_heads=sizes['heads'],
       num_layers=sizes['layers'],
     )
-    p.softmax_tpl.chunk_size = sizes.get('chunk', 0)
+    p.softmax_tpl.Set(chunk_size=sizes.get('chunk', 0), num_shards=sizes.get('shards', 1))
     shape = [sizes['batch'], sizes['time']]
     ids = tf.random.stateless_uniform(shape, [1, 2], 0, sizes['vocab'], tf.int32)
     labels = tf.random.stateless_uniform(shape, [3, 4], 0, sizes['vocab'], tf.int32)

@@ -100,6 +100,7 @@ class Chooser:
     self._first = stage_work.FirstTrained([w.is_trained for w in work])
     owners = schedule.stage_to_device
     self._limits = [limit / owners.count(owner) for owner in owners]
+    self._limit, self._owners = limit, owners
     self._num_micro_batches = num_micro_batches or schedule.num_micro_batches
     held = held or functools.partial(stage_memory.HeldAtPeaks, schedule)
     self._memory = {
@@ -136,7 +137,7 @@ class Chooser:
     ]
     self._workings = _Thin(sorted({option.working for x in layers for option in x.options}))
     self._fronts: dict[tuple[int, int], list[_Front | None]] = {}
-    self._choices: dict[tuple[int, int, int], Choice | None] = {}
+    self._choices: dict[tuple[int, int, int, float], Choice | None] = {}
 
   def Partition(self) -> list[int] | None:
     """Returns the cut with the cheapest most expensive stage; None if no cut keeps the limit."""
@@ -151,11 +152,19 @@ class Chooser:
       return None
     return self._num_micro_batches * (self._plain[end] - self._plain[start]) + choice.again
 
-  def Choose(self, stage: int, start: int, end: int) -> Choice | None:
-    """Returns the choice for a stage with layers [start, end); None if nothing keeps the limit."""
-    key = (self._kinds[stage], start, end)
+  def Choose(self, stage: int, start: int, end: int, limit: float | None = None) -> Choice | None:
+    """Returns the choice for a stage with layers [start, end); None if nothing keeps the limit.
+
+    Args:
+      stage: the stage.
+      start: its first layer.
+      end: the index after its last layer.
+      limit: bytes of the stage; None: its equal share of its device.
+    """
+    limit = self._limits[stage] if limit is None else limit
+    key = (self._kinds[stage], start, end, limit)
     if key not in self._choices:
-      limit = self._limits[stage] - self._memory['stage'].State(start, end)
+      limit -= self._State(start, end)
       candidates = [
         choice
         for choice in (*self._Alike(stage, start, end), self._ByLayer(stage, start, end, limit))
@@ -173,9 +182,37 @@ class Chooser:
     for k, (start, end) in enumerate(partitioner.StageRanges(ends)):
       choice = self.Choose(k, start, end)
       fits = fits and choice is not None
-      least = min(self._Alike(k, start, end), key=lambda choice: choice.activations)
-      choices.append(choice or least)
+      choices.append(choice or self._Least(k, start, end))
     return tuple(choices), fits
+
+  def ChooseTogether(self, ends: Sequence[int]) -> tuple[tuple[Choice, ...], bool]:
+    """Like `ChooseAll`, but a stage may use what the other stages of its device leave.
+
+    Earlier stages have the first choice, from what the others do not need in any case.
+    """
+    ranges = partitioner.StageRanges(ends)
+    least = [
+      self._State(*span) + self._Least(k, *span).activations for k, span in enumerate(ranges)
+    ]
+    spare = dict.fromkeys(self._owners, self._limit)
+    for owner, num_bytes in zip(self._owners, least, strict=True):
+      spare[owner] -= num_bytes
+    fits = min(spare.values()) >= 0
+    choices = []
+    for k, (span, owner) in enumerate(zip(ranges, self._owners, strict=True)):
+      choice = self._Least(k, *span)
+      if spare[owner] >= 0:
+        choice = self.Choose(k, *span, least[k] + spare[owner]) or choice
+      spare[owner] -= self._State(*span) + choice.activations - least[k]
+      choices.append(choice)
+    return tuple(choices), fits
+
+  def _State(self, start: int, end: int) -> int:
+    return self._memory['stage'].State(start, end)
+
+  def _Least(self, stage: int, start: int, end: int) -> Choice:
+    """Returns the policy that takes the least memory."""
+    return min(self._Alike(stage, start, end), key=lambda choice: choice.activations)
 
   def Sizes(
     self, ends: Sequence[int], choices: Sequence[Choice]

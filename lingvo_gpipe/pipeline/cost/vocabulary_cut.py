@@ -32,9 +32,9 @@ def Cut(
   splits: Sequence[int] | None,
   schedule: schedule_lib.Schedule,
   remat_policy: str,
-  num_classes: int,
+  num_parts: int,
 ) -> tuple[list[int], list[int]]:
-  """Returns the ends of the stages, and the sizes of the slices that balance the devices.
+  """Returns the ends of the stages, and the sizes of the slices that balance the devices, in parts.
 
   Slices fill up the devices, so the best cut of the other layers is best with the slices, too.
 
@@ -43,7 +43,7 @@ def Cut(
     splits: the cut by hand, if any.
     schedule: the training schedule, with slices.
     remat_policy: the re-materialisation policy.
-    num_classes: the number of classes.
+    num_parts: the number of classes, or of shards of equally many classes.
   """
   num_layers, num_stages = len(work) - 1, schedule.num_layer_stages
   ends: Sequence[int] | None = splits and [*splits[:-1], num_layers]
@@ -57,7 +57,7 @@ def Cut(
   loads = [0.0] * schedule.num_devices
   for device, stage_busy in zip(schedule.stage_to_device, busy[:num_stages], strict=False):
     loads[device] += float(stage_busy)
-  sizes = SliceSizes(loads, float(sum(busy[num_stages:])), num_classes)
+  sizes = SliceSizes(loads, float(sum(busy[num_stages:])), num_parts)
   return [*ends[:-1], num_layers + 1], sizes
 
 
@@ -81,17 +81,17 @@ def WithSlices(work: Sequence[LayerWork], sizes: Sequence[int]) -> tuple[LayerWo
   return (*work[:-1], *parts)
 
 
-def SliceSizes(loads: Sequence[float], work: float, num_classes: int) -> list[int]:
-  """Returns for each device the number of classes of its slice, so that all are as busy.
+def SliceSizes(loads: Sequence[float], work: float, num_parts: int) -> list[int]:
+  """Returns for each device the size of its slice, so that all are as busy.
 
   Devices with less work get larger slices. A device whose other work is above the level of the
-  others gets one class. No other sizes make the busiest device less busy, up to one class and a
+  others gets one part. No other sizes make the busiest device less busy, up to one part and a
   thousandth of the mean: slices of equal size share their traces.
 
   Args:
     loads: the work of each device without the vocabulary.
     work: the work of the whole vocabulary, in the same unit.
-    num_classes: the number of classes, at least one for each device.
+    num_parts: the number of parts of equal work, such as classes, at least one for each device.
   """
   unit = float(work + sum(loads)) / len(loads) / 1000 or 1.0
   loads = [round(float(load) / unit) * unit for load in loads]
@@ -106,6 +106,6 @@ def SliceSizes(loads: Sequence[float], work: float, num_classes: int) -> list[in
   parts = [max(level - load, 0.0) for load in loads]
   if not sum(parts):
     parts = [1.0] * len(loads)
-  spare = num_classes - len(loads)  # Each device has one class.
+  spare = num_parts - len(loads)  # Each device has one part.
   ends = [round(spare * part / sum(parts)) for part in itertools.accumulate(parts)]
   return [1 + end - start for start, end in itertools.pairwise([0, *ends])]

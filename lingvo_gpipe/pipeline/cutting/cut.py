@@ -20,7 +20,9 @@ from lingvo_gpipe.pipeline.cost import (
   vocabulary_cut,
 )
 from lingvo_gpipe.pipeline.cutting import cut_table, layer_costs, layer_profile
+from lingvo_gpipe.pipeline.schedule import offload as offload_lib
 from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules, shared_vocabulary
+from lingvo_gpipe.pipeline.stages import vocabulary_tables
 
 COSTS = ('flops', 'params', 'time')
 
@@ -81,6 +83,7 @@ class Cut:
     weights: the weights that are trained, and their optimizer slots.
     make_memory: traces the layers for the sizes of their activations.
     vocabulary: for each device the number of classes of its slice; empty: it is not shared out.
+    in_slices: the paths of the layers whose weights are in the slices; the others are whole.
     choices: under `auto`, for each stage what it recomputes and the activations that it then holds;
       else empty.
     again: under `auto`, for each stage the work of one recomputation, in the unit of `work`.
@@ -97,6 +100,7 @@ class Cut:
   weights: layer_costs.Weights
   make_memory: Callable[[], stage_memory.StageMemory]
   vocabulary: tuple[int, ...] = ()
+  in_slices: tuple[str, ...] = ()
   choices: tuple[recomputation.Choice, ...] = ()
   again: tuple[float, ...] = ()
 
@@ -104,6 +108,11 @@ class Cut:
   def policy(self) -> rematerialisation.Policy:
     """The policy as the engine takes it."""
     return [choice.policy for choice in self.choices] or self.remat_policy
+
+  @property
+  def splits(self) -> tuple[int, ...]:
+    """The cut as `splits` of a PipeliningLayer: the ends of stages, then the sizes of slices."""
+    return (*self.ends, *self.vocabulary)
 
   @property
   def num_micro_batches(self) -> int:
@@ -184,6 +193,14 @@ class Cut:
       for k, s in enumerate(self.stages)
     )
 
+  @property
+  def device_bytes(self) -> list[int]:
+    """The predicted peak memory of each device."""
+    needs = [0] * self.num_devices
+    for device, memory in zip(self.schedule.stage_to_device, self.memory, strict=True):
+      needs[device] += memory.total
+    return needs
+
   def Table(self, devices: Sequence[str] = ()) -> str:
     """Returns the stage table: layers, work, predicted idle time and memory, and devices.
 
@@ -218,6 +235,15 @@ class Cut:
       'predicted memory: weights with gradients and '
       f'{self.weights.slots_per_weight:g} optimizer slots each; activations at their peak',
     ]
+    if self.num_devices < len(self.stages):
+      lines[-1] += f'; {text_table.FormatBytes(max(self.device_bytes))} on the fullest device'
+    if self.in_slices:
+      lines.append(f'vocabulary: weights of {" and ".join(self.in_slices)} are in the slices')
+    elif self.vocabulary:
+      lines.append(
+        'vocabulary: the slices copy their weights in each step, from stage '
+        f'{self.schedule.num_layer_stages - 1}'
+      )
     if offloaded := self.schedule.offloaded:
       lines.append(
         f'offload: {len(offloaded)} times a step the activations of a micro-batch go to the host '
@@ -263,6 +289,7 @@ def MakeCut(
   device: str = '',
   prefix: str = '',
   shares_vocabulary: bool = False,
+  offload: float = 0.0,
 ) -> Cut:
   """Cuts the layers so that the most expensive stage is as cheap as possible, or as `splits` say.
 
@@ -273,7 +300,8 @@ def MakeCut(
     layers: the flat list of layers.
     input_specs: specs of one micro-batch, one for each argument of the first layer.
     schedule: the training schedule; it has the numbers of stages and micro-batches.
-    splits: for each stage the index after its last layer, to cut by hand.
+    splits: for each stage the index after its last layer, to cut by hand. With a shared vocabulary
+      the number of classes of each slice may follow.
     by: the cost to balance: 'flops', 'params' or 'time'. Times are measured on `device`; a cut by
       hand measures nothing.
     num_params: number of trained weights; None: the sum over the layers.
@@ -282,11 +310,13 @@ def MakeCut(
     xla: whether XLA compiles the stages.
     weights: the weights that are trained; by default all of them, with two optimizer slots each.
     memory_limit: the most bytes that the stages of one device may need, as `stage_memory` predicts;
-      0: no limit. With a shared vocabulary the balanced cut must keep it; no other one is tried.
+      0: no limit. With a shared vocabulary the balanced cut must keep it; no other one is tried,
+      but `auto` recomputes as much as it takes.
     device: the device to measure times on; '' is TensorFlow's choice.
     prefix: the beginning of error messages.
     shares_vocabulary: whether to share the last layer, a softmax, out over all devices, so that
       they are equally busy.
+    offload: the greatest share of the stages and micro-batches of a device to offload to the host.
 
   Raises:
     TypeError: splits that are not integers.
@@ -296,12 +326,17 @@ def MakeCut(
   """
   if remat_policy == rematerialisation.AUTO and not memory_limit:
     remat_policy = 'none'
-  num_classes = 0
+  num_parts = of_part = 0
+  by_hand: Sequence[int] = ()
+  if splits and shares_vocabulary:
+    splits, by_hand = splits[: schedule.num_stages], splits[schedule.num_stages :]
   if splits and by == 'time':
     by = 'flops'  # The cut is fixed: do not wait for a measurement that decides nothing.
   try:
     if shares_vocabulary:
-      num_classes = _CheckVocabulary(layers, schedule, splits, by, remat_policy)
+      num_parts, of_part = _CheckVocabulary(layers, schedule, splits)
+      if by_hand:
+        _CheckSizes(by_hand, num_parts, of_part, schedule.num_devices)
     _CheckArguments(len(layers), schedule.num_stages, splits, by, remat_policy)
   except (TypeError, ValueError) as e:
     raise type(e)(f'{prefix}{e}') from None
@@ -315,29 +350,35 @@ def MakeCut(
   else:
     forward = [cost.flops if by == 'flops' else cost.num_params for cost in costs]
     work = stage_work.FromForward(forward, trained)
-  slices: Sequence[int] = ()
-  ends: Sequence[int] | None = splits
   if shares_vocabulary:
     schedule = shared_vocabulary.Share(schedule)
-    ends, slices = vocabulary_cut.Cut(work, splits, schedule, remat_policy, num_classes)
-    work = vocabulary_cut.WithSlices(work, slices)
-    ranges = itertools.pairwise([0, *itertools.accumulate(slices)])
-    costs = (*costs[:-1], *(_SliceCost(costs[-1], *r, num_classes) for r in ranges))
-
+  schedule = offload_lib.WithOffload(schedule, offload)
   has_choices = remat_policy == rematerialisation.AUTO
   one_policy = 'none' if has_choices else remat_policy
+  slices: Sequence[int] = ()
+  in_slices: list[str] = []
+  # Whether the slices have the embedding, too.
+  has_table = shares_vocabulary and vocabulary_tables.CanShare(layers[0], layers[-1])
+  ends: Sequence[int] | None = splits
+  if shares_vocabulary:
+    ends, parts = vocabulary_cut.Cut(work, splits, schedule, one_policy, num_parts)
+    slices = by_hand or [of_part * n for n in parts]
+    in_slices = [layers[0].path] * has_table + [layers[-1].path] * bool(layers[-1].class_shards)
+    work = vocabulary_cut.WithSlices(work, slices)
+    costs = _WithSliceCosts(costs, slices, has_table)
 
   @functools.cache
   def Bytes() -> list[stage_memory.LayerBytes]:
-    return measured.Bytes(weights, xla, with_options=has_choices)
+    sizes = measured.Bytes(weights, xla, with_options=has_choices)
+    if slices:
+      owner = schedule.stage_to_device[schedule.num_layer_stages - 1]
+      sizes = _WithSliceBytes(layers[-1], sizes, slices, owner, weights, has_table)
+    return sizes
 
   @functools.cache
   def Memory() -> stage_memory.StageMemory:
-    sizes, first = Bytes(), stage_work.FirstTrained(trained)
-    if slices:
-      owner = schedule.stage_to_device[schedule.num_layer_stages - 1]
-      sizes = [*sizes[:-1], *_SliceBytes(layers[-1], sizes[-1], slices, owner, weights)]
-    return stage_memory.StageMemory(sizes, schedule, one_policy, first)
+    first = stage_work.FirstTrained(trained)
+    return stage_memory.StageMemory(Bytes(), schedule, one_policy, first)
 
   chooser: recomputation.Chooser | None = None
   if has_choices:
@@ -363,7 +404,7 @@ def MakeCut(
   again: tuple[float, ...] = ()
   busy = stage_work.StageCosts(work, all_ends, schedule, one_policy)
   if chooser is not None:
-    choices, _ = chooser.ChooseAll(ends)
+    choices, _ = chooser.ChooseTogether(all_ends) if slices else chooser.ChooseAll(ends)
     again = tuple(itertools.starmap(chooser.OneRecomputation, enumerate(choices)))
     busy = [cost + x.again * chooser.unit for cost, x in zip(busy, choices, strict=True)]
   cut = Cut(
@@ -378,6 +419,7 @@ def MakeCut(
     weights=weights,
     make_memory=Memory,
     vocabulary=tuple(slices),
+    in_slices=tuple(in_slices),
     choices=choices,
     again=again,
   )
@@ -390,10 +432,8 @@ def _CheckVocabulary(
   layers: Sequence[base_layer.BaseLayer],
   schedule: schedules.Schedule,
   splits: Sequence[int] | None,
-  by: str,
-  remat_policy: str,
-) -> int:
-  """Returns the number of classes of the last layer.
+) -> tuple[int, int]:
+  """Returns the number of parts of the last layer that slices consist of, and the classes of each.
 
   Raises:
     ValueError: its vocabulary cannot be shared out.
@@ -409,13 +449,6 @@ def _CheckVocabulary(
       f'{what}: {schedule.num_stages} stages for {len(layers) - 1} layers besides {head.path}, '
       f'which is shared out; use at most {len(layers) - 1} stages'
     )
-  if by == 'time':
-    # A run would not resume bit-for-bit: checkpoints do not hold the sizes of slices.
-    raise ValueError(f"{what} with partition_by='time': use 'flops', 'params' or splits")
-  if remat_policy == rematerialisation.AUTO:
-    raise ValueError(
-      f"{what} with remat_policy='auto' and a memory_limit: choose a policy, or no limit"
-    )
   if splits and len(splits) > 1 and splits[-2] == len(layers) - 1:
     raise ValueError(
       f'{what}: splits {list(splits)} leave the last stage no layer but the softmax, {head.path}, '
@@ -423,46 +456,99 @@ def _CheckVocabulary(
     )
   name, axis = next(iter(head.class_axes.items()))
   num_classes = head.WeightSpecs()[f'{head.path}.{name}'][0].shape[axis]
-  if num_classes < schedule.num_devices:
+  num_parts, parts = num_classes, 'classes'
+  if head.class_shards:
+    num_parts, parts = len(head.class_shards), f'shards of {num_classes} classes'
+  if num_parts < schedule.num_devices:
     raise ValueError(
-      f'{what}: {head.path} has {num_classes} classes, too few for {schedule.num_devices} devices'
+      f'{what}: {head.path} has {num_parts} {parts}, too few for {schedule.num_devices} devices'
     )
-  return num_classes
+  return num_parts, num_classes if head.class_shards else 1
 
 
-def _SliceCost(
-  head: layer_costs.LayerCost, first: int, end: int, num_classes: int
-) -> layer_costs.LayerCost:
-  share = fractions.Fraction(end - first, num_classes)
-  return dataclasses.replace(
-    head,
-    path=f'{head.path}[{first}:{end}]',
-    num_params=round(head.num_params * share),
-    flops=round(head.flops * share),
-  )
+def _CheckSizes(sizes: Sequence[int], num_parts: int, of_part: int, num_devices: int) -> None:
+  """Raises ValueError if the sizes of slices in `splits` do not fit the softmax or the devices."""
+  fits = len(sizes) == num_devices and sum(sizes) == num_parts * of_part
+  if not fits or any(size <= 0 or size % of_part for size in sizes):
+    parts = f', multiples of {of_part}' if of_part > 1 else ''
+    raise ValueError(
+      f'splits give slices of {list(sizes)} classes, but {num_devices} devices share '
+      f'{num_parts * of_part}{parts}; leave these sizes out to balance the devices'
+    )
 
 
-def _SliceBytes(
-  head: base_layer.BaseLayer,
-  sizes: stage_memory.LayerBytes,
+def _WithSliceCosts(
+  costs: Sequence[layer_costs.LayerCost], sizes: Sequence[int], has_table: bool
+) -> tuple[layer_costs.LayerCost, ...]:
+  """Returns the costs with slices in place of the softmax.
+
+  Args:
+    costs: the cost of each layer.
+    sizes: for each slice its number of classes.
+    has_table: whether the slices have the weights of the first layer, too.
+  """
+  first, *between, head = costs
+  num_params = head.num_params
+  if has_table:
+    num_params += first.num_params
+    first = dataclasses.replace(first, num_params=0)
+  slices = []
+  for start, end in itertools.pairwise([0, *itertools.accumulate(sizes)]):
+    share = fractions.Fraction(end - start, sum(sizes))
+    slices.append(
+      dataclasses.replace(
+        head,
+        path=f'{head.path}[{start}:{end}]',
+        num_params=round(num_params * share),
+        flops=round(head.flops * share),
+      )
+    )
+  return (first, *between, *slices)
+
+
+def _WithSliceBytes(
+  layer: base_layer.BaseLayer,
+  sizes: Sequence[stage_memory.LayerBytes],
   slices: Sequence[int],
   owner: int,
   weights: layer_costs.Weights,
+  has_table: bool,
 ) -> list[stage_memory.LayerBytes]:
-  """Returns the bytes of each slice: a copy of its weights with accumulators, and activations.
+  """Returns the bytes of each layer, and of each slice its weights with state, and activations.
 
-  The slice on the device of the last stage (`owner`) includes the whole weights with their state.
+  A slice of whole weights has a copy with accumulators; the slice on the device of the last stage
+  then includes the whole weights with their state.
+
+  Args:
+    layer: the softmax.
+    sizes: the bytes of each layer; the last one is the softmax.
+    slices: for each slice its number of classes.
+    owner: the device of the last stage.
+    weights: the weights that are trained.
+    has_table: whether the slices have the weights of the first layer, too.
   """
-  copies = weights.CopyBytes(head)
-  return [
+  first, *between, head = sizes
+  of_owner = [head.of_owner] * len(slices)
+  states, divided = [0] * len(slices), head.state
+  if not layer.class_shards:
+    of_owner = [head.of_owner if device == owner else 0 for device in range(len(slices))]
+    states[owner], divided = head.state, weights.CopyBytes(layer)
+  elif has_table:
+    divided += first.state
+    of_owner = [max(head.of_owner, first.of_owner)] * len(slices)
+    # It gets rows, as the second layer does.
+    first = dataclasses.replace(first, state=0, of_owner=0, inputs=sizes[1].inputs)
+  parts = [
     dataclasses.replace(
-      sizes,
-      state=round(copies * size / sum(slices)) + (sizes.state if device == owner else 0),
-      inner=round(sizes.inner * size / sum(slices)),
-      of_owner=sizes.of_owner if device == owner else 0,
+      head,
+      state=state + round(divided * size / sum(slices)),
+      inner=round(head.inner * size / sum(slices)),
+      of_owner=extra,
+      options=(),  # A slice is recomputed as a whole, or not at all.
     )
-    for device, size in enumerate(slices)
+    for size, state, extra in zip(slices, states, of_owner, strict=True)
   ]
+  return [first, *between, *parts]
 
 
 def _CheckArguments(
@@ -507,9 +593,7 @@ def _CheckMemory(cut: Cut, limit: float, prefix: str, by_hand: bool) -> None:
     prefix: the beginning of the message.
     by_hand: whether the cut was made by hand.
   """
-  needs = [0] * cut.num_devices
-  for device, memory in zip(cut.schedule.stage_to_device, cut.memory, strict=True):
-    needs[device] += memory.total
+  needs = cut.device_bytes
   is_search = not (by_hand or cut.vocabulary)
   if not is_search and max(needs) <= limit:
     return

@@ -246,6 +246,7 @@ def _KeepOptions(
     needs_dx=needs_dx,
     do_eval=False,
     seen_shapes=retraces.Retraces(),
+    num_weights=[len(trained)],
   )
   x = nested_map.NestedMap(args=call.specs, skips=call.skips)
   context = stage_math.Context(tf.TensorSpec([1, 2], tf.int64), tf.TensorSpec([], tf.float32))

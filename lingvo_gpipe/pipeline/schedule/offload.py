@@ -57,7 +57,8 @@ def WithOffload(
   """Returns the schedule with copies to the host and back.
 
   Args:
-    schedule: a valid schedule without copies.
+    schedule: a valid schedule without copies. Slices of the vocabulary are never offloaded: their B
+      soon follows their F.
     share: the greatest share of the (stage, micro-batch) of a device to offload, from 0 to 1. Fewer
       are offloaded if more would not lower the most that the device holds.
     ahead: the number of computations that L is ahead of B or I.
@@ -75,17 +76,20 @@ def WithOffload(
     raise ValueError(
       f'offload: schedule {schedule.name!r} has copies to the host already; leave offload at 0'
     )
-  rows = [_WithCopies(row, share, ahead) for row in schedule.actions]
+  num_stages = schedule.num_layer_stages
+  rows = [_WithCopies(row, num_stages, share, ahead) for row in schedule.actions]
   return dataclasses.replace(schedule, actions=rows)
 
 
-def _WithCopies(row: Sequence[Action], share: float, ahead: int) -> list[Action]:
-  """Returns the actions of a device with copies."""
+def _WithCopies(row: Sequence[Action], num_stages: int, share: float, ahead: int) -> list[Action]:
+  """Returns the actions of a device with copies of stages below `num_stages`."""
   forwards: dict[tuple[int, int], int] = {}
   backwards: dict[tuple[int, int], int] = {}
   changes = [0] * (len(row) + 1)  # Of the number that the device holds.
   for position, action in enumerate(row):
     key = action.stage, action.micro_batch
+    if action.stage >= num_stages:
+      continue
     if action.kind is Kind.FORWARD:
       forwards[key] = position
       changes[position] += 1

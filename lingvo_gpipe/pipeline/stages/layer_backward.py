@@ -15,6 +15,7 @@ layer: if that is recomputed, its outputs (logits, for example) are not kept.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -93,7 +94,7 @@ class LayerBackward:
     self._first: int | None = None
     mask = iter(math.trained)
     for i, layer in enumerate(stage):
-      is_trained = any([next(mask) for _ in tf.nest.flatten(layer.vars)])
+      is_trained = any(list(itertools.islice(mask, math.num_weights[i])))
       exports = sorted(skips_taken.intersection(layer.skips_out))
       segment = math.Segment(i, exports=exports, needs_dx=needs_dx)
       if layers[i] is None:

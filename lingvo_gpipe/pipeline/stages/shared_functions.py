@@ -15,6 +15,7 @@ from lingvo_gpipe.pipeline.stages import (
   stage_functions,
   stage_math,
   vocabulary_slices,
+  vocabulary_tables,
 )
 from lingvo_gpipe.pipeline.stages import stage as stage_lib
 
@@ -50,7 +51,8 @@ class SharedFunctions:
     self._math: dict[Any, stage_math.StageMath] = {}
     self._math_of_stage: dict[Any, stage_math.StageMath] = {}
     self._functions: dict[tuple[int, Recompute], Any] = {}
-    self._shared_loss: vocabulary_slices.SharedLoss | None = None
+    self._shared_loss: dict[bool, vocabulary_slices.SharedLoss] = {}
+    self._shared_table: vocabulary_tables.SharedTable | None = None
 
   def WithoutXla(self) -> SharedFunctions:
     """Returns the same functions without XLA, not yet traced."""
@@ -80,13 +82,19 @@ class SharedFunctions:
       self._functions[key] = self._Make(math, recompute)
     return self._functions[key]
 
-  def SharedLoss(self, head: stage_lib.Stage) -> vocabulary_slices.SharedLoss:
-    """Returns the functions of the loss in training, if the vocabulary is shared out."""
-    if self._shared_loss is None:
-      math = self.Math(head, do_eval=False, with_loss=True)
+  def SharedLoss(self, head: stage_lib.Stage, *, do_eval: bool) -> vocabulary_slices.SharedLoss:
+    """Returns the functions of the loss, if the vocabulary is shared out."""
+    if do_eval not in self._shared_loss:
+      math = self.Math(head, do_eval=do_eval, with_loss=True)
       assert isinstance(math, vocabulary_slices.LossMath)
-      self._shared_loss = vocabulary_slices.SharedLoss(math, self.xla)
-    return self._shared_loss
+      self._shared_loss[do_eval] = vocabulary_slices.SharedLoss(math, self.xla)
+    return self._shared_loss[do_eval]
+
+  def SharedTable(self, table: vocabulary_tables.Table) -> vocabulary_tables.SharedTable:
+    """Returns the functions of an embedding that is shared out."""
+    if self._shared_table is None:
+      self._shared_table = vocabulary_tables.SharedTable(table.layers[0], self.xla)
+    return self._shared_table
 
   def _Make(self, math: stage_math.StageMath, recompute: Recompute) -> Any:
     if isinstance(recompute, rematerialisation.Recompute):
@@ -125,13 +133,17 @@ class SharedFunctions:
     # Slices share functions with slices of their size.
     size = s.size if isinstance(s, vocabulary_slices.Slice) else 0
     has_loss = loss_fn is not None
-    key = (do_eval, has_loss, s.exports, trained, needs_dx, s.structure, replica_sum, size)
+    cls = stage_math.StageMath
+    if size and with_loss:
+      cls = vocabulary_slices.SliceMath
+    elif has_loss and self._shares_vocabulary:
+      cls = vocabulary_slices.LossMath
+    num_weights = tuple(len(tf.nest.flatten(v)) for v in s.variables)
+    key = (
+      *(cls, do_eval, has_loss, s.exports, trained, needs_dx, s.structure, replica_sum, size),
+      num_weights,
+    )
     if key not in self._math:
-      cls = stage_math.StageMath
-      if size:
-        cls = vocabulary_slices.SliceMath
-      elif has_loss and self._shares_vocabulary and not do_eval:
-        cls = vocabulary_slices.LossMath
       self._math[key] = cls(
         s.layers,
         loss_fn=loss_fn,
@@ -140,6 +152,7 @@ class SharedFunctions:
         needs_dx=needs_dx,
         do_eval=do_eval,
         seen_shapes=retraces.Retraces(lambda: self.num_batch_shapes),
+        num_weights=num_weights,
         replica_sum=replica_sum,
       )
     return self._math[key]

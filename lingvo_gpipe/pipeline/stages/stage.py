@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -81,6 +82,15 @@ class Stage:
     chosen = {id(v) for v in (*self.trained.values(), *self.mirrors.values())}
     return tuple(id(v) in chosen for v in tf.nest.flatten(self.variables))
 
+  def OfVariables(self, variables: Any) -> tuple[dict[str, tf.Variable], dict[str, tf.Variable]]:
+    """Returns the parts of `trained` and `mirrors` that are in a nest of variables."""
+    ids = set(map(id, tf.nest.flatten(variables)))
+    trained, mirrors = (
+      {path: v for path, v in weights.items() if id(v) in ids}
+      for weights in (self.trained, self.mirrors)
+    )
+    return trained, mirrors
+
   @property
   def has_weight_gradient(self) -> bool:
     """Whether backward adds to any accumulator."""
@@ -105,6 +115,7 @@ def Stages(
   devices: Sequence[str],
   ties: Mapping[str, str],
   is_trained: Callable[[str], bool] | None,
+  of_shards: Mapping[str, Sequence[str]] = types.MappingProxyType({}),
 ) -> list[Stage]:
   """Returns the stages, with their variables on their devices.
 
@@ -114,6 +125,8 @@ def Stages(
     devices: for each stage its device.
     ties: {path of a tied weight: path of its owner}.
     is_trained: whether to train the trainable variable of a path; None: train all.
+    of_shards: {path of a layer: for each of its `class_shards` its device}; the others are on their
+      stages' devices.
 
   Raises:
     ValueError: the cut is not valid, skips do not match, or a variable is on another device.
@@ -124,6 +137,12 @@ def Stages(
   for index, ((start, end), device) in enumerate(zip(ranges, devices, strict=True)):
     members = list(layers[start:end])
     for layer in members:
+      if layer.path in of_shards:
+        for shard, of_shard in zip(layer.class_shards, of_shards[layer.path], strict=True):
+          shard.InstantiateVariables(of_shard)
+          _CheckDevice(shard, of_shard)
+        layer.InstantiateVariables()  # It has no weights but the shards'.
+        continue
       layer.InstantiateVariables(device)
       _CheckDevice(layer, device)
     variables = [m.vars for m in members]

@@ -165,6 +165,7 @@ class StageMath:
     exports: names of the skip connections that begin here and end in a later stage.
     trained: for each leaf of `variables` whether it is trained.
     needs_dx: whether an earlier stage is trained, and so needs a gradient from this one.
+    num_weights: for each layer the number of leaves of its variables.
     num_traces: number of times that a function of this structure was traced.
     connected: indices of the trained leaves that got a gradient in a trace.
   """
@@ -179,6 +180,7 @@ class StageMath:
     needs_dx: bool,
     do_eval: bool,
     seen_shapes: retraces.Retraces,
+    num_weights: Sequence[int],
     replica_sum: ReplicaSum | None = None,
   ) -> None:
     """Traces nothing.
@@ -191,12 +193,14 @@ class StageMath:
       needs_dx: see the class.
       do_eval: the layers' mode.
       seen_shapes: records the shapes that functions are traced for.
+      num_weights: for each layer the number of leaves of its variables.
       replica_sum: adds statistics over the replicas; None if no layer asks for that.
     """
     self._layers = list(layers)
     self.exports = list(exports)
     self.trained = list(trained)
     self.needs_dx = needs_dx
+    self.num_weights = list(num_weights)
     self.num_traces = 0
     self.connected: set[int] = set()
     self._loss_fn = loss_fn
@@ -243,9 +247,9 @@ class StageMath:
       return segment
     segment._loss_fn = None
     segment._start, segment._end = layer, layer + 1
-    sizes = [len(tf.nest.flatten(each.vars)) for each in self._layers[: layer + 1]]
-    before = self.trained[: sum(sizes[:-1])]
-    segment.trained = self.trained[len(before) :][: sizes[-1]]
+    before = self.trained[: sum(self.num_weights[:layer])]
+    segment.num_weights = self.num_weights[layer : layer + 1]
+    segment.trained = self.trained[len(before) :][: self.num_weights[layer]]
     segment._first_trained = sum(before)
     return segment
 
@@ -422,6 +426,7 @@ class StageMath:
         if self._LossTakesInputs(len(self.layers) - 1):
           tensors = tf.nest.map_structure(tf.convert_to_tensor, theta[-1])
           outputs = self._ForLoss(Counted(tensors), outputs)
+        theta = self._ThetaOfLoss(theta)
         return weighted_loss.Metrics(self._loss_fn(theta, outputs, call.side))
     except Exception as e:
       inputs = (
@@ -429,6 +434,10 @@ class StageMath:
       )
       e.add_note(f'in the loss, which stage {self._index} runs, given {inputs}')
       raise
+
+  def _ThetaOfLoss(self, theta: list[Any]) -> list[Any]:
+    """Returns what the loss gets of the stage's weights."""
+    return theta
 
   def _ForLoss(self, theta: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """Returns what the loss gets of the last layer's inputs."""

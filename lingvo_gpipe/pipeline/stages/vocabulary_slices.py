@@ -10,10 +10,13 @@ The softmax is the last layer, the head. For a micro-batch with inputs h of the 
 Only some numbers for each token meet (`chunked_logits.SliceStatistics`); the loss is differentiated
 with respect to them. The sum of all dh is the gradient of the last stage with layers.
 
-The head's own weights, with their gradient accumulators and slots, stay whole on the device of the
-last stage with layers. Slices are copies of their parts, made when a step begins; the gradients of
-slices are added to the whole gradient when it ends. So names, checkpoints, optimizers, evaluation
-and decoding know nothing of slices.
+Where the weights are depends on the head:
+
+- A head of several `class_shards`: each slice has whole shards, with their gradient accumulators
+  and slots on its device and nowhere else. Slices compute the logits of evaluation and decoding.
+- A head with whole weights: they stay on the device of the last stage with layers. Slices have
+  copies of their parts, made when a step begins; the gradients of slices are added to the whole
+  gradient when it ends. So names, checkpoints, optimizers and decoding know nothing of slices.
 """
 
 from __future__ import annotations
@@ -38,14 +41,15 @@ _StatisticsOf = Callable[[tf.Tensor, chunked_logits.ChunkedLogits], chunked_logi
 class Slice(stage.Stage):
   """The part of the head for some consecutive classes, as a stage on one device.
 
-  `layers` has the head, and `mirrors` the copies of parts of its trained weights.
+  `layers` has the head. If its weights are whole, `mirrors` has copies of parts of those trained.
 
   Attributes:
     number: the slice's number, from 0.
     first: its first class.
     size: its number of classes.
-    paths: for each leaf of `variables` the path of the weight that it is a part of.
-    axes: for each leaf the axis of the classes.
+    paths: if the head's weights are whole, for each leaf of `variables` the path of the weight that
+      it is a part of.
+    axes: for each of `paths` the axis of the classes.
   """
 
   number: int = 0
@@ -58,14 +62,65 @@ class Slice(stage.Stage):
     return f'slice {self.number} of the vocabulary ({self.layers[0].path})'
 
   def Parts(self) -> Iterator[tuple[tf.Variable, str, int]]:
-    """Yields each variable, the path of the whole weight and the axis of the classes."""
-    return zip(tf.nest.flatten(self.variables), self.paths, self.axes, strict=True)
+    """Yields each copy, the path of the whole weight and the axis of the classes."""
+    if self.paths:
+      yield from zip(tf.nest.flatten(self.variables), self.paths, self.axes, strict=True)
 
 
-def MakeSlices(
+def DevicesOfShards(
+  layer: base_layer.BaseLayer, sizes: Sequence[int], devices: Sequence[str]
+) -> list[str]:
+  """Returns for each of the head's shards the device of its slice.
+
+  Args:
+    layer: the head.
+    sizes: for each slice its number of classes, a multiple of a shard's.
+    devices: for each slice its device.
+  """
+  num_shards = len(layer.class_shards)
+  of_each = [num_shards * size // sum(sizes) for size in sizes]
+  return [device for n, device in zip(of_each, devices, strict=True) for _ in range(n)]
+
+
+def MoveShards(head: stage.Stage, sizes: Sequence[int], devices: Sequence[str]) -> list[Slice]:
+  """Returns slices with the shards of the head, which then has no weights.
+
+  Args:
+    head: the stage that consists of the head.
+    sizes: for each slice its number of classes, a multiple of a shard's.
+    devices: for each slice its device, which has the weights of its shards already.
+  """
+  (whole,) = head.variables
+  num_shards, slices = len(whole.shards), []
+  for number, (size, device) in enumerate(zip(sizes, devices, strict=True)):
+    first = sum(sizes[:number])
+    start, end = (num_shards * c // sum(sizes) for c in (first, first + size))
+    variables = [nested_map.NestedMap(shards=whole.shards[start:end])]
+    trained, mirrors = head.OfVariables(variables)
+    slices.append(
+      Slice(
+        head.index + 1 + number,  # Distinct from all stages.
+        head.layers,
+        device,
+        variables,
+        (),
+        (),
+        trained,
+        mirrors,
+        head.needs_dx,
+        number=number,
+        first=first,
+        size=size,
+      )
+    )
+  head.variables, head.trained, head.mirrors = [nested_map.NestedMap(shards=[])], {}, {}
+  return slices
+
+
+def CopySlices(
   head: stage.Stage, ties: Mapping[str, str], sizes: Sequence[int], devices: Sequence[str]
 ) -> list[Slice]:
-  """Returns the slices, with variables that have no values yet (see `SyncSlices`).
+  """Returns slices for copies of the head's weights, which have no values yet (see `SyncSlices`).
 
   Args:
     head: the stage that consists of the head.
@@ -160,7 +215,7 @@ class SliceMath(stage_math.StageMath):
 
 
 class LossMath(stage_math.StageMath):
-  """The computations of the head's stage in training: the loss, from the statistics of slices."""
+  """The computations of the head's stage: the loss, from the statistics of slices."""
 
   _statistics_of: _StatisticsOf | None = None
 
@@ -177,10 +232,27 @@ class LossMath(stage_math.StageMath):
     del i  # The head is the only layer.
     return True
 
+  def _ThetaOfLoss(self, theta: list[Any]) -> list[Any]:
+    (head,) = self.layers
+    return [_InSlices(head.path)] if head.class_shards else theta
+
   def _ForLoss(self, theta: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     assert self._statistics_of is not None
     (logits,) = super()._ForLoss(theta, inputs)
     return (chunked_logits.SharedLogits(logits, self._statistics_of),)
+
+
+class _InSlices:
+  """What a loss gets in the place of theta: it would not find the weights that slices have."""
+
+  def __init__(self, path: str) -> None:
+    self._path = path
+
+  def __getattr__(self, name: str) -> Any:
+    raise ValueError(
+      f"{self._path}: vocabulary='shared' needs a loss that uses no weights of the softmax "
+      f'({name}), because they are in the slices; or set num_shards=1'
+    )
 
 
 class _Enough(BaseException):
@@ -192,6 +264,7 @@ class SharedLoss:
 
   Attributes:
     ClassIds: tf.function (call) -> the class ids that the loss asks statistics for, a list.
+    Loss: tf.function (call, statistics) -> sums, in evaluation.
     LossGradient: tf.function (call, accumulators, statistics) -> (for each slice the gradients of
       the floating leaves of its statistics, sums). `statistics` has for each slice a list, with
       an entry for each of the class ids. The accumulators belong to the head's whole weights.
@@ -200,6 +273,7 @@ class SharedLoss:
   def __init__(self, math: LossMath, xla: bool) -> None:
     self._math = math
     self.ClassIds = stage_math.Traced(self._ClassIds, xla=False)
+    self.Loss = stage_math.Traced(self._Loss, xla)
     self.LossGradient = stage_math.Traced(self._LossGradient, xla)
 
   def _ClassIds(self, call: stage_math.StageCall) -> list[tf.Tensor]:
@@ -252,6 +326,32 @@ class SharedLoss:
     with self._math.EnterContext(call.context.seeds), self._math.TakingStatistics(StatisticsOf):
       self._math.Outputs(call)
 
+  def _Loss(
+    self,
+    call: stage_math.StageCall,
+    statistics: list[list[chunked_logits.SliceStatistics]],
+  ) -> nested_map.NestedMap:
+    self._math.CountTrace(call.x, call.side)
+    with self._math.EnterContext(call.context.seeds):
+      return self._Outputs(call, statistics)[0]
+
+  def _Outputs(
+    self,
+    call: stage_math.StageCall,
+    statistics: list[list[chunked_logits.SliceStatistics]],
+  ) -> tuple[nested_map.NestedMap, list[tf.Tensor]]:
+    """Returns the sums and the objective, from the statistics of each slice."""
+    by_ids = zip(*statistics, strict=True)
+
+    def StatisticsOf(
+      class_ids: tf.Tensor, logits: chunked_logits.ChunkedLogits
+    ) -> chunked_logits.Statistics:
+      return chunked_logits.Join(next(by_ids), class_ids, logits.shape[-1])
+
+    with self._math.TakingStatistics(StatisticsOf):
+      _, sums, objective = self._math.Outputs(call)
+    return sums, objective
+
   def _LossGradient(
     self,
     call: stage_math.StageCall,
@@ -272,15 +372,7 @@ class SharedLoss:
         )
         for s in statistics
       ]
-      by_ids = zip(*counted, strict=True)
-
-      def StatisticsOf(
-        class_ids: tf.Tensor, logits: chunked_logits.ChunkedLogits
-      ) -> chunked_logits.Statistics:
-        return chunked_logits.Join(next(by_ids), class_ids, logits.shape[-1])
-
-      with math.TakingStatistics(StatisticsOf):
-        _, sums, objective = math.Outputs(call)
+      sums, objective = self._Outputs(call, counted)
     of_inputs, of_weights, of_floats = tape.gradient(
       objective, [inputs, weights, [*itertools.chain(*floats)]]
     )

@@ -57,6 +57,8 @@ def testModelsOfTodayAreBalanced(name, num_devices):
   all_ends = [*ends[:-1], *range(ends[-1] - 1, ends[-1] + num_devices)]
   balance, time = _Step(with_slices, all_ends, schedule)
   assert balance > 0.999
+  _, of_shards = vocabulary_cut.Cut(work, None, schedule, 'stage', 128)
+  assert _Step(vocabulary_cut.WithSlices(work, of_shards), all_ends, schedule)[0] > 0.965
   assert (balance_of_one, time_of_one / time) == pytest.approx(
     _EXPECTED[name][num_devices], abs=0.006
   )

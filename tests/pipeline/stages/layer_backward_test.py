@@ -53,6 +53,7 @@ def _Math(sub, *, trained=None, needs_dx=True, xla=False):
     needs_dx=needs_dx,
     do_eval=False,
     seen_shapes=retraces.Retraces(),
+    num_weights=[len(tf.nest.flatten(v)) for v in s.variables],
   )
   return math, s.variables
 

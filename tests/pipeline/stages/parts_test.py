@@ -58,6 +58,7 @@ def testRecomputedScoresAreNotKept(kind):
     needs_dx=True,
     do_eval=False,
     seen_shapes=retraces.Retraces(),
+    num_weights=[len(tf.nest.flatten(v)) for v in s.variables],
   )
   x = nested_map.NestedMap(args=_Inputs(), skips=nested_map.NestedMap())
   context = stage_math.Context(tf.ones([2, 2], tf.int64), tf.ones([], tf.float64))

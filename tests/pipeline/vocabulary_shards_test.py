@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Softmax and embedding of several shards that are shared out: no device has all their weights."""
+
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_gpipe.core import nested_map
+from lingvo_gpipe.layers import dropout, embedding, linear
+from lingvo_gpipe.pipeline.cutting import layer_costs
+from lingvo_gpipe.runners import train_runner
+from tasks.lm import model as lm_model
+from tests.toys import stacks
+
+# Slices of six shards on four devices differ in size.
+_BATCH, _TIME, _DIM, _VOCAB, _NUM_SHARDS, _NUM_LAYERS = 7, 3, 4, 12, 6, 4
+_SIMPLE, _SHARED = embedding.SimpleFullSoftmax.Params(), embedding.SharedSoftmaxLayer.Params()
+_PAIRS = [(f'layers[0].shards[{i}].emb', f'layers[6].shards[{i}].emb') for i in range(_NUM_SHARDS)]
+# The owner is the shard of the softmax, or of the embedding.
+_TIES, _REVERSED_TIES = [list(p) for p in _PAIRS], [[b, a] for a, b in _PAIRS]
+
+
+def _Sub(head):
+  layer = linear.ProjectionLayer.Params().Set(input_dim=_DIM, output_dim=_DIM, activation='TANH')
+  return [
+    embedding.EmbeddingLayer.Params().Set(
+      vocab_size=_VOCAB, embedding_dim=_DIM, num_shards=_NUM_SHARDS
+    ),
+    dropout.DropoutLayer.Params().Set(keep_prob=0.7),
+    *[layer] * _NUM_LAYERS,
+    head.Copy().Set(input_dim=_DIM, num_classes=_VOCAB, num_shards=_NUM_SHARDS),
+  ]
+
+
+def _Batch(seed=3):
+  rng = np.random.default_rng(seed)
+  ids, labels = (tf.constant(rng.integers(0, _VOCAB, [_BATCH, _TIME]), tf.int32) for _ in 'ab')
+  weights = rng.uniform(0.5, 2.0, [_BATCH, _TIME])
+  return (ids,), nested_map.NestedMap(labels=labels, weights=tf.constant(weights))
+
+
+def _Loss(theta, outputs, side):
+  del theta
+  total = tf.reduce_sum(side.weights)
+  xent = embedding.XentLossFromLogits(outputs[0], side.labels, label_smoothing=0.1)
+  hits = embedding.Hits(outputs[0], side.labels)
+  return {
+    'loss': (tf.reduce_sum(xent * side.weights) / total, total),
+    'accuracy': (tf.reduce_sum(hits * side.weights) / total, total),
+  }
+
+
+def _Place(head, num_replicas=1, is_trained=None, **options):
+  stack = stacks.MakeStack(_Sub(head), vocabulary='shared', **options)
+  stack.Place(
+    stacks.Devices()[: stack.num_devices * num_replicas],
+    *stacks.Specs(_Batch()[0]),
+    loss_fn=_Loss,
+    weights=layer_costs.Weights(is_trained),
+    num_replicas=num_replicas,
+  )
+  return stack
+
+
+@pytest.mark.parametrize(
+  'head, num_devices, num_replicas, options',
+  [
+    (_SIMPLE, 4, 1, {'schedule': 'gpipe'}),
+    (_SIMPLE.Copy().Set(use_bias=False), 3, 1, {'schedule': '1f1b'}),
+    (_SHARED.Copy().Set(chunk_size=5), 2, 1, {'schedule': '1f1b_fused', 'remat_policy': 'none'}),
+    (_SIMPLE.Copy().Set(chunk_size=4), 2, 1, {'schedule': 'interleaved_1f1b', 'num_stages': 4}),
+    (_SHARED, 4, 1, {'schedule': 'zb_h1', 'remat_policy': 'layer', 'ties': _TIES}),
+    (_SHARED, 2, 2, {'schedule': '1f1b', 'ties': _REVERSED_TIES}),
+    (_SHARED, 2, 1, {'schedule': 'gpipe', 'offload': 1.0, 'remat_policy': 'none', 'ties': _TIES}),
+    (_SIMPLE.Copy().Set(logits_soft_max=2.0), 2, 1, {'schedule': 'zb_v', 'num_stages': 4}),
+    (_SIMPLE, 2, 2, {'schedule': '1f1b', 'remat_policy': 'except_last'}),
+    (_SIMPLE, 2, 1, {'schedule': '1f1b', 'xla': True}),
+  ],
+)
+def testEqualsTheLayersOneAfterTheOther(head, num_devices, num_replicas, options):
+  options = {'num_stages': num_devices, 'num_micro_batches': 4 // num_replicas, **options}
+  options['stages_per_device'] = options['num_stages'] // num_devices
+  stack = _Place(head, num_replicas, **options)
+  inputs, side = _Batch()
+  sums = stacks.StepFunction(stack)(inputs, side, tf.constant(stacks.STEP, tf.int64))
+  actual = {name: value.numpy() for name, value in sums.items()}, stacks.Gradients(stack)
+  ties = options.get('ties', ())
+  expected = stacks.Reference(_Sub(head), 4, inputs, side, _Loss, ties=ties)
+  stacks.CheckEqual(actual, expected)
+  if 'offload' in options:
+    offloaded = stack.engine.TrainingSchedule(4).offloaded
+    assert offloaded and all(stage < options['num_stages'] for stage, _ in offloaded)
+  assert stack.engine.ConnectedPaths() == set(expected[1])
+  # Each weight of the softmax is on the device of its slice, and nowhere else.
+  for replica in stack.engine.replicas:
+    first, *_, last = replica.stages
+    assert not tf.nest.flatten([first.variables[0], last.variables, last.AllAccumulators()])
+    holders = [*replica.slices, *replica.tables]
+    assert {id(v) for s in holders for v in tf.nest.flatten(s.variables)} == {
+      id(v) for path, v in replica.variables.items() if 'shards[' in path
+    }
+    for s in holders:
+      held = tf.nest.flatten([s.variables, s.AllAccumulators()])
+      assert all(v.device.endswith(s.device) for v in held)
+    of_slices = [(s.device, s.first) for s in replica.slices]
+    assert of_slices == [(s.device, s.first) for s in replica.tables]
+    assert len({device for device, _ in of_slices}) == num_devices
+  # So are logits and losses of everything else.
+  plain, theta = stacks.PlainLayers(_Sub(head), ties)
+  for path, variable in stack.VariablesByPath().items():
+    np.testing.assert_array_equal(variable, plain.VariablesByPath()[path])
+  logits = plain.FProp(theta(), *inputs)
+  np.testing.assert_allclose(stack.Predict(*inputs), logits, rtol=1e-9)
+  np.testing.assert_allclose(stack(*inputs), logits, rtol=1e-9)
+  evaluated = stacks.Evaluate(stack, inputs, side)
+  expected_sums = _Loss(None, (logits,), side)
+  for name, (value, weight) in expected_sums.items():
+    np.testing.assert_allclose(evaluated[name], [value * weight, weight], rtol=1e-9)
+
+
+@pytest.mark.parametrize('trained', ['layers[2]', 'shards[1].linear.b', 'layers[0].shards[2]'])
+def testFrozenWeights(trained):
+  """Before, behind and within the slices."""
+
+  def IsTrained(path):
+    return trained in path
+
+  stack = _Place(_SIMPLE, is_trained=IsTrained, num_stages=2, num_micro_batches=4, schedule='1f1b')
+  inputs, side = _Batch()
+  sums = stacks.StepFunction(stack)(inputs, side, tf.constant(stacks.STEP, tf.int64))
+  actual = {name: value.numpy() for name, value in sums.items()}, stacks.Gradients(stack)
+  expected = stacks.Reference(_Sub(_SIMPLE), 4, inputs, side, _Loss, is_trained=IsTrained)
+  assert expected[1]
+  stacks.CheckEqual(actual, expected)
+
+
+def testGradientsOfATape():
+  """`FProp` brings the shards together."""
+  stack = _Place(_SIMPLE, num_stages=2, num_micro_batches=4)
+  (ids,), side = _Batch()
+  weights = stack.trainable_variables
+  with tf.GradientTape() as tape:
+    loss = _Loss(None, (stack(ids),), side)['loss'][0]
+  plain, theta = stacks.PlainLayers(_Sub(_SIMPLE))
+  with tf.GradientTape() as plain_tape:
+    expected = _Loss(None, (plain.FProp(theta(), ids),), side)['loss'][0]
+  grads = zip(
+    tape.gradient(loss, weights), plain_tape.gradient(expected, plain.variables), strict=True
+  )
+  for actual, g in grads:
+    np.testing.assert_allclose(tf.convert_to_tensor(actual), tf.convert_to_tensor(g), atol=1e-12)
+
+
+def _Runner(num_stages, vocabulary, num_replicas=1, **train):
+  p = lm_model.TransformerLm.Params().Set(
+    name='lm', vocab_size=_VOCAB, model_dim=8, hidden_dim=8, num_heads=1, num_layers=1
+  )
+  p.softmax_tpl.num_shards = 4
+  p.stack.Set(num_stages=num_stages, num_micro_batches=2, xla=False, vocabulary=vocabulary)
+  p.train.learner.learning_rate = 1e-2
+  p.train.learner.clip_gradient_norm_to_value = 1.0
+  p.train.Set(ema_decay=0.9, **train)
+  spec = _LmBatch(0).Transform(lambda x: tf.TensorSpec(x.shape, x.dtype))
+  return train_runner.TrainRunner(
+    p.Instantiate(), stacks.Devices()[: num_stages * num_replicas], spec, num_replicas=num_replicas
+  )
+
+
+def _LmBatch(seed):
+  (ids,), side = _Batch(seed)
+  return nested_map.NestedMap(
+    ids=ids, labels=side.labels, weights=tf.cast(side.weights, tf.float32)
+  )
+
+
+@pytest.mark.parametrize(
+  'num_stages, num_replicas, train', [(3, 1, {}), (2, 2, {'shard_optimizer_slots': True})]
+)
+def testTrainingResumesWithAnyNumberOfDevices(num_stages, num_replicas, train):
+  plain = _Runner(1, 'one')
+  shared = _Runner(num_stages, 'shared', num_replicas, **train)
+  for seed in range(2):
+    loss = shared.TrainStep(_LmBatch(seed))['loss']
+    assert loss == pytest.approx(plain.TrainStep(_LmBatch(seed))['loss'], rel=1e-5)
+  variables = shared.Variables()
+  for name, expected in plain.Variables().items():
+    np.testing.assert_allclose(variables[name], expected, atol=2e-5, err_msg=name)
+  for s in shared.engine.holders[-2 * num_stages :]:
+    assert '.shards[' in next(iter(s.trained))
+    for path, v in s.trained.items():
+      names = [name for name in variables if path in name]
+      assert len(names) == 4  # The weight, two slots and the average.
+      if num_replicas == 1:
+        assert {variables[name].device for name in names} == {v.device}
+
+  def Restored(runner):
+    assert set(runner.Variables()) == set(variables)
+    for name, variable in runner.Variables().items():
+      variable.assign(variables[name])
+    runner.AfterRestore()
+    return runner
+
+  batch = _LmBatch(9)
+  Restored(plain)
+  if num_replicas == 1:
+    resumed = Restored(_Runner(num_stages, 'shared'))
+    loss = resumed.TrainStep(batch)['loss']
+    assert loss == shared.TrainStep(batch)['loss'] == pytest.approx(plain.TrainStep(batch)['loss'])
+    for name, variable in resumed.Variables().items():
+      np.testing.assert_array_equal(variable, shared.Variables()[name], err_msg=name)
+  # Slices evaluate and decode.
+  with shared.AveragedWeights(), plain.AveragedWeights():
+    actual, expected = (runner.Evaluate([batch]) for runner in (shared, plain))
+    for name, pair in expected.items():
+      assert actual[name] == pytest.approx(pair, rel=1e-5)
+  prompts = batch.ids[:2].numpy()
+  np.testing.assert_array_equal(
+    *(runner.task.Generate(prompts, 3, temperature=0.0) for runner in (shared, plain))
+  )
+
+
+def testTheCutCountsEachShardOnce():
+  inputs = stacks.Specs(_Batch()[0])
+  options = {'num_stages': 4, 'num_micro_batches': 4}
+  shared, whole = (
+    stacks.MakeStack(_Sub(_SIMPLE), vocabulary=v, **options).MakeCut(*inputs)
+    for v in ('shared', 'one')
+  )
+  assert sum(shared.vocabulary) == _VOCAB
+  assert all(size % (_VOCAB // _NUM_SHARDS) == 0 for size in shared.vocabulary)
+  assert sum(s.state for s in shared.memory) == sum(s.state for s in whole.memory)
+  assert shared.memory[0].state < whole.memory[0].state / 2
+  assert shared.memory[-1].state < whole.memory[-1].state
+  assert 'weights of stack.layers[0] and stack.layers[6] are in the slices' in shared.Table()
+  assert sum(s.num_params for s in shared.stages) == sum(s.num_params for s in whole.stages)
+
+
+def testLossesThatUseWeightsOfTheSoftmaxAreRefused():
+  def Loss(theta, outputs, side):
+    return {'loss': (_Loss(None, outputs, side)['loss'][0] + theta[-1].shards[0].linear.b[0], 1.0)}
+
+  stack = stacks.MakeStack(_Sub(_SIMPLE), num_stages=2, num_micro_batches=2, vocabulary='shared')
+  inputs, side = _Batch()
+  stack.Place(stacks.Devices(), *stacks.Specs(inputs), loss_fn=Loss)
+  with pytest.raises(ValueError, match='no weights of the softmax'):
+    stacks.StepFunction(stack)(inputs, side, tf.constant(1, tf.int64))
+
+
+def testFewerShardsThanDevicesAreRefused():
+  head = _SIMPLE.Copy().Set(input_dim=_DIM, num_classes=_VOCAB, num_shards=2)
+  sub = [*_Sub(_SIMPLE)[:-1], head]
+  stack = stacks.MakeStack(sub, num_stages=3, num_micro_batches=2, vocabulary='shared')
+  with pytest.raises(ValueError, match='2 shards'):
+    stack.MakeCut(*stacks.Specs(_Batch()[0]))
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))
