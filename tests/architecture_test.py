@@ -87,6 +87,8 @@ _OLD_TENSORFLOW = {
     'tensorflow.tsl.profiler.protobuf.xplane_pb2'
   },
   'lingvo_gpipe/pipeline/stages/vjp.py': {'tf.compat.v1.wrap_function'},  # For its prune.
+  # To turn off what no public name turns off.
+  'tests/conftest.py': {'tensorflow.python.util', 'tensorflow.python.util.tf_stack'},
 }
 
 # {file: names that the interface of another package requires}.

@@ -30,9 +30,11 @@ gc.set_threshold(20_000, 20, 20)
 # The processes that tests start inherit these. A value that the user has set stays.
 os.environ.setdefault('CUDA_VISIBLE_DEVICES', '')
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
-# XLA compiles a third faster without LLVM's optimisations, which no test is about; with
-# `XLA_FLAGS= make test` the tests run with them.
-os.environ.setdefault('XLA_FLAGS', '--xla_backend_optimization_level=0')
+# XLA compiles in half of the time without LLVM's optimisations and with its older generator of
+# fused loops, and no test is about these; with `XLA_FLAGS= make test` the tests run with them.
+os.environ.setdefault(
+  'XLA_FLAGS', '--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false'
+)
 
 # The same examples in each run, on slow machines too; --hypothesis-profile=default draws new ones.
 hypothesis.settings.register_profile('repeatable', deadline=None, derandomize=True)
@@ -105,6 +107,19 @@ def _ConfigureTensorFlow():
   tf.config.set_logical_device_configuration(
     cpu, [tf.config.LogicalDeviceConfiguration() for _ in range(NUM_DEVICES)]
   )
+  _ShareStackTrace()
+
+
+def _ShareStackTrace():
+  """Gives all operations of graphs one stack trace, of this call.
+
+  Each would record its own, below dozens of pytest's frames: an eighth of the time of a test that
+  traces. Errors of a graph then do not tell in which line it was traced.
+  """
+  from tensorflow.python.util import tf_stack
+
+  trace = tf_stack.extract_stack()
+  tf_stack.extract_stack = lambda stacklevel=1: trace
 
 
 class _AfterTensorFlowImport(importlib.abc.MetaPathFinder):

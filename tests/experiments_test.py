@@ -118,9 +118,10 @@ def testSize(key):
 
 
 # Differences that do not change the code of a step. Tests of the engine, of stateful layers and of
-# the tasks prove that neither the cut nor M changes a result.
+# the tasks prove that no cut, M or recomputation changes a result.
 _ONLY_IN_NUMBERS = re.compile(
-  r'^task\.(stack\.(num_stages|num_micro_batches)|.*(max_steps|total_steps|params_init)) : .*\n'
+  r'^task\.(stack\.(num_stages|num_micro_batches|remat_policy)'
+  r'|.*(max_steps|total_steps|params_init|learning_rate)) : .*\n'
   r'|(?<=dropout_prob : )0\.\d*[1-9]\d*',
   re.MULTILINE,
 )

@@ -84,8 +84,9 @@ def Run(program, *args, cwd=ROOT, timeout=TIMEOUT, command=None, more_environmen
 
 # Imports the programs once; then forks for each input line, a call of a program or of a file.
 _FORKS = """
-import json, os, runpy, signal, sys
+import gc, json, os, runpy, signal, sys
 from lingvo_gpipe import evaluator, trainer, worker
+gc.freeze()  # Else each child's collections visit, and so copy, all objects of its parent.
 programs = {'trainer': trainer.Run, 'evaluator': evaluator.Run, 'worker': worker.Run}
 beside = []
 for line in sys.stdin:

@@ -7,6 +7,7 @@ from lingvo_gpipe.cli import interrupts  # First: from here on Ctrl-C ends a pro
 
 # isort: split
 import contextlib
+import gc
 import io
 import itertools
 import os
@@ -32,12 +33,25 @@ def _Hidden(*names: str) -> Iterator[None]:
       del sys.modules[name]
 
 
+@contextlib.contextmanager
+def _Uncollected() -> Iterator[None]:
+  """Imports without garbage collection, a fifth of their time, and exempts the modules for good."""
+  was_enabled = gc.isenabled()
+  gc.disable()
+  try:
+    yield
+  finally:
+    gc.freeze()
+    if was_enabled:
+      gc.enable()
+
+
 # Programs import this module before any other module of the package.
 # Errors only: a failed step has dozens of warnings, which say less than the exception.
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
 # Keras imports them, if they are installed, for wrappers and plots that no program makes: it would
 # take a third of the time in which a program starts.
-with native_output.Dropped(), _Hidden('matplotlib', 'sklearn'):
+with _Uncollected(), native_output.Dropped(), _Hidden('matplotlib', 'sklearn'):
   import tensorflow as tf  # noqa: F401
 
   # Importing Keras searches for GPUs; `Cluster` reports the devices.

@@ -101,6 +101,7 @@ class BaseInputGenerator:
       ValueError: a param is out of range; the message names the input and the param.
     """
     self.params = params.Copy()
+    self._last_dataset: tuple[int, tf.data.Dataset] | None = None
     p = self.params
     self._CheckBatchSize()
     if 'num_parallel_calls' in p:  # Streams do not have it.
@@ -183,7 +184,13 @@ class BaseInputGenerator:
         or differs from the spec, or `_Examples` draws random numbers that a restart would not
         repeat.
     """
-    return self.RowsDataset(start, range(self.params.batch_size))
+    if not tf.executing_eagerly():  # The data set belongs to a graph.
+      return self.RowsDataset(start, range(self.params.batch_size))
+    # Each pass of an evaluation asks for the same one, and tracing `_Examples` takes longer than a
+    # small pass.
+    if self._last_dataset is None or self._last_dataset[0] != start:
+      self._last_dataset = (start, self.RowsDataset(start, range(self.params.batch_size)))
+    return self._last_dataset[1]
 
   def RowsDataset(
     self, start: int, rows: range, keys: Sequence[str] | None = None

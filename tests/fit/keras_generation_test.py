@@ -22,11 +22,11 @@ def _Preprocessor():
   return MODELS.GPT2CausalLMPreprocessor(tokenizer, sequence_length=10)
 
 
-def _Model(preprocessor=None):
-  """Returns a model of three blocks whose tokens do not repeat."""
+def _Model(preprocessor=None, num_layers=3):
+  """Returns a model of some blocks whose tokens do not repeat."""
   backbone = MODELS.GPT2Backbone(
     vocabulary_size=len(WORDS),
-    num_layers=3,
+    num_layers=num_layers,
     num_heads=2,
     hidden_dim=8,
     intermediate_dim=16,
@@ -92,13 +92,14 @@ def testEachLayersCacheStaysOnTheDeviceOfTheLayer():
 
 def testTextIsGeneratedBeforeAndAfterTrainingAndByAnotherPipeline():
   def Make():
-    return keras_fits.Seeded(lambda: _Model(_Preprocessor()))
+    return keras_fits.Seeded(lambda: _Model(_Preprocessor(), num_layers=2))
 
-  def Compiled(model):
-    model.compile(optimizer=keras.optimizers.SGD(0.5), sampler='greedy', jit_compile=False)
+  def Compiled(model, **options):
+    optimizer = keras.optimizers.SGD(0.5)
+    model.compile(optimizer=optimizer, sampler='greedy', jit_compile=False, **options)
     return model
 
-  plain, model = Compiled(Make()), Make()
+  plain, model = Compiled(Make(), run_eagerly=True), Make()
   pipe = Compiled(keras_fits.Pipe(model, 2, 2))
   prompts = ['ab c', 'd']
   before = plain.generate(prompts, max_length=9)

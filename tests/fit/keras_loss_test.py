@@ -146,14 +146,14 @@ def _MaskedAndPooled():
 
 
 @pytest.mark.parametrize(
-  ('a', 'b'),
+  ('a', 'b', 'pipelines'),
   [
-    ('sum_over_batch_size', 'sum_over_batch_size'),
-    ('mean_with_sample_weight', 'sum'),
-    ('sum', 'mean_with_sample_weight'),
+    ('sum_over_batch_size', 'sum_over_batch_size', ((2, 4), (1, 6))),
+    ('mean_with_sample_weight', 'sum', SIZES),
+    ('sum', 'mean_with_sample_weight', SIZES),
   ],
 )
-def testEachOutputHasItsOwnDivisor(a, b):
+def testEachOutputHasItsOwnDivisor(a, b, pipelines):
   """One output has a mask, and the reductions differ; so do the weights of the examples."""
   y = {'a': TARGETS, 'b': keras_fits.Floats(12, 2, seed=6)}
   weights = {'a': abs(keras_fits.Floats(12, 6, seed=8)), 'b': WEIGHTS**2}
@@ -166,7 +166,7 @@ def testEachOutputHasItsOwnDivisor(a, b):
     }
 
   options = {'optimizer': _SmallSteps, 'batch_size': 6, 'sample_weight': weights}
-  keras_fits.CheckFit(_MaskedAndPooled, IDS, y, Compiled, ((2, 4), (1, 6)), **options)
+  keras_fits.CheckFit(_MaskedAndPooled, IDS, y, Compiled, pipelines, **options)
 
 
 def testSeveralOutputs():

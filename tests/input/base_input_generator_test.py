@@ -71,6 +71,23 @@ def testBatchesAreNestedMapsOfTheSpec():
   np.testing.assert_array_equal(batch.inner.pair[:, 1], -batch.index)
 
 
+def testRepeatedPassesTraceTheExamplesOnce():
+  traces = []
+
+  class Counted(_SquaresInput):
+    def _Examples(self, indices):
+      traces.append(indices)
+      return super()._Examples(indices)
+
+  generator = Counted.Params().Set(batch_size=4, num_epochs=1).Instantiate()
+  first = _Batches(generator)
+  num_traces = len(traces)
+  _AssertSameBatches(_Batches(generator), first)
+  assert len(traces) == num_traces
+  _AssertSameBatches(_Batches(generator, start=4), first[1:])
+  _AssertSameBatches(_Batches(generator), first)
+
+
 def testOnlyWhatIsTunedHasATunerForWhoseSleepItsEndWaits():
   assert _Input().Dataset().options().autotune.enabled is False
   for name in ('num_prefetch', 'num_parallel_calls'):

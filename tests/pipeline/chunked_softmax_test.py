@@ -42,22 +42,10 @@ def _Loss(theta, outputs, side):
   }
 
 
-def _Weights(side):
-  return tf.reduce_sum(side.weights)
-
-
 def _Run(stack, inputs, side):
   stack.Place(stacks.Devices(), *stacks.Specs(inputs), loss_fn=_Loss)
-  stack.engine.MakeAccumulators()
-
-  @tf.function(autograph=False)
-  def Step(inputs, side):
-    sides = stack.SplitBatch(side)
-    weights = [_Weights(s) for s in sides]
-    step = tf.constant(stacks.STEP, tf.int64)
-    return stacks.RunStep(stack.engine, stack.SplitBatch(inputs), sides, weights, step)
-
-  return Step(inputs, side), stacks.Gradients(stack)
+  sums = stacks.StepFunction(stack)(inputs, side, tf.constant(stacks.STEP, tf.int64))
+  return sums, stacks.Gradients(stack)
 
 
 @functools.cache

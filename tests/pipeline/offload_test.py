@@ -11,20 +11,9 @@ from lingvo_gpipe.core import base_layer, weight_params
 from lingvo_gpipe.layers import dropout, linear, skip
 from lingvo_gpipe.pipeline import host_copies
 from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules
-from tests.toys import stacks
+from tests.toys import layers, stacks
 
-_DIM, _VOCAB = 4, 6
-
-
-class _Table(base_layer.BaseLayer):
-  """ids [batch] -> rows of a table [batch, dim], and the ids."""
-
-  def __init__(self, params):
-    super().__init__(params)
-    self.CreateVariable('table', weight_params.WeightParams([_VOCAB, _DIM]))
-
-  def FProp(self, theta, ids):
-    return tf.gather(theta.table, ids), ids
+_DIM = 4
 
 
 class _Scale(base_layer.BaseLayer):
@@ -49,7 +38,7 @@ def _Stack(name, policy, num_stages, num_micro_batches, stages_per_device, xla):
   """Integers, random numbers and a skip from the first to the last stage."""
   drop = dropout.DropoutLayer.Params().Set(keep_prob=0.7)
   middle = [_Scale.Params(), drop]
-  sub = [_Table.Params(), skip.StashLayer.Params().Set(key='table')]
+  sub = [layers.TableLayer.Params().Set(dim=_DIM), skip.StashLayer.Params().Set(key='table')]
   sub += middle * (num_stages - 1)
   sub += [skip.PopLayer.Params().Set(key='table'), _Last.Params()]
   sub += [linear.ProjectionLayer.Params().Set(input_dim=_DIM, output_dim=_DIM)]
@@ -90,13 +79,13 @@ def testGradientsAreBitEqual(name, policy, k, v, m, xla):
   by_layer = policy == 'by layer'
   stack = _Stack(name, 'stage' if by_layer else policy, k * v, m, v, xla)
   rng = np.random.default_rng(1)
-  ids = tf.constant(rng.integers(1, _VOCAB, [2 * m - 1]), tf.int32)
+  ids = tf.constant(rng.integers(1, layers.VOCABULARY, [2 * m - 1]), tf.int32)
   side = stacks.ExampleWeights(2 * m - 1, tf.float32)
   stack.Place(stacks.Devices(), *stacks.Specs((ids,)), loss_fn=stacks.SquareLoss)
   if by_layer:
     # Every second layer is recomputed.
-    layers = [([None, frozenset()] * len(s.layers))[: len(s.layers)] for s in stack.engine.stages]
-    stack.engine.remat_policy = [rematerialisation.ByLayer(tuple(each)) for each in layers]
+    policies = [([None, frozenset()] * len(s.layers))[: len(s.layers)] for s in stack.engine.stages]
+    stack.engine.remat_policy = [rematerialisation.ByLayer(tuple(each)) for each in policies]
   loss, gradients = _Gradients(stack, (ids,), side)
   stack.engine.offload = 1.0
   stack.engine.host_copies.host_device = stacks.Devices()[-1]

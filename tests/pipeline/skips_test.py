@@ -13,21 +13,10 @@ from lingvo_gpipe.layers import dropout, linear, sequential, skip
 from lingvo_gpipe.pipeline.schedule import rematerialisation
 from lingvo_gpipe.pipeline.stages import stage as stage_lib
 from tests import graph_reader, naming
-from tests.toys import stacks
+from tests.toys import layers, stacks
 
-_BATCH, _DIM, _VOCAB = 4, 3, 6
+_BATCH, _DIM = 4, 3
 _SCHEDULES = ('gpipe', 'fused_fill_drain', '1f1b', '1f1b_fused', 'zb_h1')
-
-
-class _Table(base_layer.BaseLayer):
-  """ids [batch] -> rows of a table [batch, dim], and the ids."""
-
-  def __init__(self, params):
-    super().__init__(params)
-    self.CreateVariable('table', weight_params.WeightParams([_VOCAB, _DIM]))
-
-  def FProp(self, theta, ids):
-    return tf.gather(theta.table, ids), ids
 
 
 class _Square(base_layer.BaseLayer):
@@ -61,7 +50,7 @@ class _Fold(base_layer.BaseLayer):
 def _Random(seed):
   """(Params of layers, cut, options): skips over any distance, each taken any number of times."""
   choose = random.Random(seed)
-  sub = [skip.StashLayer.Params().Set(key='ids'), _Table.Params()]
+  sub = [skip.StashLayer.Params().Set(key='ids'), layers.TableLayer.Params().Set(dim=_DIM)]
   dim, known = _DIM, {'ids': None}
   for i in range(choose.randint(6, 9)):
     kind = choose.choice(('square', 'stash', 'pop', 'pop', 'drop', 'fold'))
@@ -97,7 +86,7 @@ def _Random(seed):
 
 
 def _Ids():
-  return tf.constant(np.random.default_rng(3).integers(0, _VOCAB, [_BATCH]), tf.int32)
+  return tf.constant(np.random.default_rng(3).integers(0, layers.VOCABULARY, [_BATCH]), tf.int32)
 
 
 def _CheckTraining(sub, inputs, num_micro_batches=2, **options):

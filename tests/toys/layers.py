@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers whose forward pass is a function that the test passes, with one weight or none."""
+"""Layers whose forward pass is a function that the test passes, and a table of rows for ids."""
+
+import tensorflow as tf
 
 from lingvo_gpipe.core import base_layer, nested_map, weight_params
 
 DIM = 3
+VOCABULARY = 6
 
 
 class FnLayer(base_layer.BaseLayer):
@@ -43,3 +46,20 @@ class NoWeightsLayer(base_layer.BaseLayer):
 
   def FProp(self, theta, *args):
     return self.params.fn(*args)
+
+
+class TableLayer(base_layer.BaseLayer):
+  """ids [batch] -> rows of a table [batch, dim], and the ids, which are below VOCABULARY."""
+
+  @classmethod
+  def Params(cls):
+    p = super().Params()
+    p.Define('dim', DIM, 'Size of a row.')
+    return p
+
+  def __init__(self, params):
+    super().__init__(params)
+    self.CreateVariable('table', weight_params.WeightParams([VOCABULARY, self.params.dim]))
+
+  def FProp(self, theta, ids):
+    return tf.gather(theta.table, ids), ids
