@@ -166,6 +166,13 @@ def testSeveralStepsPerExecution():
 # ---- single batches, evaluate, predict -----------------------------------------------------------
 
 
+def testSmallerLastBatchesWarnOfNothing(caplog):
+  """Stages are traced for batches of eight, six and seven rows."""
+  caplog.set_level('WARNING', 'absl')
+  _Made().fit(X, Y, batch_size=8, validation_data=(X[:7], Y[:7]), verbose=0)
+  assert not caplog.messages
+
+
 def testSingleBatches():
   model = keras_fits.Seeded(keras_fits.Mlp)
   model.compile(optimizer=_Adam(), jit_compile=False, **_Squares())
