@@ -109,8 +109,7 @@ class PlacedModel:
     self.stack.Place(
       devices, *arg_specs, loss_fn=self._loss, num_replicas=num_replicas, cut=self.cut
     )
-    # A batch, and the smaller last ones of training and of validation.
-    self.stack.engine.functions.num_batch_shapes = 3
+    self.stack.engine.functions.num_batch_shapes = 2  # The last batch may be smaller.
     keras_variables.GiveValues(model)
     keras_variables.ForgetFunctions(model)
     self._places = keras_variables.Places(model)

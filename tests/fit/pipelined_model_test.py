@@ -166,10 +166,9 @@ def testSeveralStepsPerExecution():
 # ---- single batches, evaluate, predict -----------------------------------------------------------
 
 
-def testSmallerLastBatchesWarnOfNothing(caplog):
-  """Stages are traced for batches of eight, six and two rows."""
-  caplog.set_level('WARNING', 'absl')
-  _Made().fit(X, Y, batch_size=8, validation_data=(X[:2], Y[:2]), verbose=0)
+def testASmallerLastBatchWarnsOfNothing(caplog):
+  """Stages are traced for micro-batches of five and four rows, and then of two and one."""
+  _Made().fit(X[:21], Y[:21], batch_size=9, verbose=0)
   assert not caplog.messages
 
 
