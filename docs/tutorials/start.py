@@ -17,8 +17,8 @@
 # pip install ./lingvo_gpipe    # The path of the checkout. Installs TensorFlow and Keras, too.
 # ```
 #
-# Put the code of this page into one file, and run it with `python`. Or open the notebook: its link
-# is at the end of the page.
+# Put the code of this page into one file, and run it with `python`. Or open the notebook: on the
+# site its link is at the end of the page.
 #
 # ## Your model
 #

@@ -107,13 +107,19 @@ class Params(params_tree.Node):
       raise AttributeError(params_tree.UndefinedMessage(self, name))
     return record
 
-  def _CheckDomains(self, prefix: str) -> None:
-    """Checks the values here and in nested Params that are not instantiated themselves."""
+  def CheckDomains(self, prefix: str) -> None:
+    """Raises ValueError if a value is outside of its domain.
+
+    Nested Params are checked too, unless they are instantiated themselves.
+
+    Args:
+      prefix: the beginning of the message, before the name of the param.
+    """
     for name, param in self.__params.items():
       if param.domain:
         param.domain.Check(prefix + name, param.value)
       if isinstance(param.value, Params) and not isinstance(param.value, InstantiableParams):
-        param.value._CheckDomains(f'{prefix}{name}.')
+        param.value.CheckDomains(f'{prefix}{name}.')
 
   def _CheckMutable(self, path: str) -> None:
     if self.__frozen:
@@ -436,7 +442,7 @@ class InstantiableParams(Params):
     if self.cls is None:
       raise ValueError(f'cannot instantiate Params whose cls is None: {self!r}')
     name = f' {self.name!r}' if 'name' in self and self.name else ''
-    self._CheckDomains(f'{getattr(self.cls, "__name__", self.cls)}{name}: ')
+    self.CheckDomains(f'{getattr(self.cls, "__name__", self.cls)}{name}: ')
     return self.cls(self, **kwargs)
 
 

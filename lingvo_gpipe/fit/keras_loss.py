@@ -418,7 +418,7 @@ class KerasLoss:
 def _Joint(loss: Any) -> ValueError:
   return ValueError(
     f'the loss {loss.name} compares examples of a batch, or is not a number for each, which '
-    'micro-batches cannot add up; return a number for each example from its `call`, or set '
+    'micro-batches cannot add up; return a number for each example, or set '
     'num_micro_batches=1'
   )
 

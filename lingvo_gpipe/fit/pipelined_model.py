@@ -98,6 +98,8 @@ class PipelinedModel(keras.Model):
     """
     if not isinstance(model, keras.Model):
       raise TypeError(f'expected a keras.Model, got {type(model).__name__}')
+    if isinstance(model, PipelinedModel):
+      raise TypeError('the model is a PipelinedModel already: give its `model`')
     for name in _REPLACED:
       if getattr(type(model), name) is not getattr(keras.Model, name):
         raise ValueError(
@@ -117,8 +119,14 @@ class PipelinedModel(keras.Model):
       partition_by=partition_by,
       memory_limit=memory_limit,
       vocabulary=vocabulary,
+      xla=xla,
       random_seed=random_seed,
     )
+    p.CheckDomains('PipelinedModel: ')
+    if num_stages % stages_per_device:
+      raise ValueError(
+        f'num_stages={num_stages} is not a multiple of stages_per_device={stages_per_device}'
+      )
     if devices is not None:
       known = {d.name for d in tf.config.list_logical_devices()}
       for device in devices:

@@ -21,6 +21,7 @@ from lingvo_gpipe.layers.keras import (
   keras_nodes,
   keras_variables,
 )
+from lingvo_gpipe.pipeline.cutting import layer_costs
 from lingvo_gpipe.pipeline.stages import micro_batch
 
 
@@ -98,7 +99,13 @@ class PlacedModel:
     self.stack = p.Instantiate()
     arg_specs = [None if t is None else tf.TensorSpec(t.shape, t.dtype) for t in args]
     devices, num_replicas = settings.devices, settings.num_replicas
-    self.cut = self.stack.MakeCut(*arg_specs, device=devices[0], num_replicas=num_replicas)
+    optimizer, num_slots = trainer.optimizer, 0
+    if optimizer is not None:
+      num_slots = keras_variables.SlotsPerWeight(optimizer)
+    weights = layer_costs.Weights(slots_per_weight=num_slots)
+    self.cut = self.stack.MakeCut(
+      *arg_specs, weights=weights, device=devices[0], num_replicas=num_replicas
+    )
     has_masks = any(isinstance(s, dict) and 'mask' in s for s in self.cut.layers[-1].out_specs)
     self._masks: dict[bool, keras_masks.Masks] = {}
     if has_masks and num_micro_batches > 1:

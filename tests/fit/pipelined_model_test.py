@@ -331,6 +331,37 @@ def testWrongModelsAreRefused():
     _Made(num_stages=4).train_on_batch(X, Y)
 
 
+@pytest.mark.parametrize(
+  ('options', 'name'),
+  [
+    ({'num_stages': 2.0}, 'num_stages'),
+    ({'num_stages': 0}, 'num_stages'),
+    ({'num_stages': 2, 'num_micro_batches': '4'}, 'num_micro_batches'),
+    ({'num_stages': 2, 'xla': 'no'}, 'xla'),
+    ({'num_stages': 2, 'stages_per_device': 3, 'schedule': 'looped_bfs'}, 'stages_per_device'),
+  ],
+)
+def testWrongArgumentsAreRefused(options, name):
+  with pytest.raises(ValueError, match=name):
+    PipelinedModel(keras_fits.Mlp(), **options)
+
+
+def testAPipelineIsNotWrappedAgain():
+  with pytest.raises(TypeError, match='PipelinedModel already'):
+    PipelinedModel(_Made(), 2)
+
+
+def testTheCutCountsTheSlotsOfTheOptimizer():
+  def StateBytes(optimizer):
+    pipe = _Made(optimizer=optimizer)
+    pipe.predict(X, verbose=0)
+    return sum(stage.state for stage in pipe.cut.memory)
+
+  sizes = [StateBytes(make) for make in (keras_fits.Sgd, keras.optimizers.Lion, _Adam)]
+  weight = sizes[1] - sizes[0]
+  assert sizes == [2 * weight, 3 * weight, 4 * weight]
+
+
 def testModelsWithoutWeightsAreRefused():
   pipe = _Made()
   pipe.model.trainable = False

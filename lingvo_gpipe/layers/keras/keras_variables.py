@@ -195,6 +195,22 @@ def MoveSlots(optimizer: Any, variables: Sequence[Any]) -> None:
       Move(slot, places[max(owner, key=len)])
 
 
+def SlotsPerWeight(optimizer: Any) -> int:
+  """Returns the number of slots, each as large as its weight, that a Keras optimizer keeps.
+
+  The slots are counted by building an optimizer of the same configuration for a tiny weight. The
+  number is 2 if the class of a user has no such configuration.
+  """
+  with tf.init_scope(), tf.device('/device:CPU:0'):
+    weight = keras.Variable(tf.zeros([2, 3]), name='weight')
+    try:
+      same = type(optimizer).from_config(optimizer.get_config())
+    except (TypeError, NotImplementedError):
+      return 2
+    same.build([weight])
+  return sum(slot.shape == weight.shape for slot in same.variables)
+
+
 def CompileArguments(model: Any) -> dict[str, Any]:
   """Returns the arguments that a model was compiled with, defaults of its class included."""
   arguments = dict(model._compile_config.config)
