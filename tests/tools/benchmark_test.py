@@ -262,7 +262,7 @@ def testGridOfConfigurations():
 
 def testWorkloadCWithoutKerasHubSaysWhatToInstall(monkeypatch):
   monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
-  with pytest.raises(ValueError, match='pip install .*keras_hub'):
+  with pytest.raises(ValueError, match='pip install .*keras-hub'):
     configuration.Grid(
       workloads=['c'], sizes=[], num_stages=[1, 2], num_micro_batches=[8],
       schedules=['1f1b_fused'], remat_policies=['stage'], xla=[True], repeats=3, seconds=1.0,
