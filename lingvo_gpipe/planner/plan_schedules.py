@@ -32,7 +32,7 @@ def _Key(choice: Choice, num_micro_batches: int) -> tuple[str, int, int, int, fl
   return choice.schedule, *sizes, choice.offload, choice.num_slices > 0
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=128)
 def _GetCached(
   name: str, num_stages: int, m: int, num_devices: int, offload: float, is_shared: bool
 ) -> schedules.Schedule:
@@ -47,7 +47,7 @@ def Prefix(choice: Choice) -> tuple[int, int]:
 
   (M, 0) stands for the whole schedule. A pipeline reaches its steady state after three rounds of K
   micro-batches; with slices of a vocabulary, or with offload, when copies wait for each other,
-  later. In fill-and-drain schedules without them each micro-batch adds the same time from the start.
+  later. In other fill-and-drain schedules each micro-batch adds the same time from the start.
   """
   m, k = choice.num_micro_batches, choice.num_devices
   short, more = (4, 1) if choice.schedule in _FILL_DRAIN else (3 * k, k)

@@ -224,8 +224,7 @@ def testFindsThePlanOfAnExhaustiveSearch(seed):
 
 
 @pytest.mark.parametrize('schedule', [*_SPACE.schedules, 'zb_2p', 'interleaved_zb', 'v_min'])
-@pytest.mark.parametrize('policy', ['none', 'except_last', 'auto'])
-@pytest.mark.parametrize('offload', [0.0, 1.0])
+@pytest.mark.parametrize('policy, offload', [('none', 0.0), ('except_last', 1.0), ('auto', 0.0)])
 def testLongSchedulesAreExtrapolated(schedule, policy, offload, monkeypatch):
   v = 2 if schedule in (*plan_choice.LOOPED, *plan_choice.IN_A_V) else 1
   costs, devices = _RandomCosts(random.Random(5)), _Devices(to_host={'bandwidth': 1e7})
