@@ -183,7 +183,7 @@ class ModelCosts:
     ]
 
   def WithSlices(self, slices: Sequence[int], owner: int) -> tuple[LayerWeights, ...]:
-    """Returns the weights of layers, and of each slice what it updates.
+    """Returns the weights of layers, and of each slice the weights that it updates.
 
     Args:
       slices: for each slice its number of classes.
