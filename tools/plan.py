@@ -4,12 +4,12 @@
     python -m tools.plan --model=KEY --device_file=tools/devices/tpu_v3.json --global_batch=512
 
 The plan consists of the number of replicas, stages and micro-batches, the cut, the schedule, the
-re-materialisation policy and the placement of optimizer slots. It has the fastest predicted step
-that fits into the memory of the devices. No weight is allocated. --device_file is a JSON file (see
-lingvo_gpipe/planner/device_description.py). Without it, the devices of this process are used, or
-the workers that --local_workers or --cluster names. With these devices, --measure times each kind
-of layer and transfers, and --check trains some steps with the best plans and compares their times
-with the predictions.
+re-materialisation policy, the placement of optimizer slots, and whether devices share a vocabulary.
+It has the fastest predicted step that fits into the memory of the devices. No weight is allocated.
+--device_file is a JSON file (see lingvo_gpipe/planner/device_description.py). Without it, the
+devices of this process are used, or the workers that --local_workers or --cluster names. With these
+devices, --measure times each kind of layer and transfers, and --check trains some steps with the
+best plans and compares their times with the predictions.
 """
 
 from __future__ import annotations
@@ -49,6 +49,11 @@ def _DefineFlags() -> None:
   )
   flags.DEFINE_list(
     'stages_per_device', list(map(str, space.stages_per_device)), 'Numbers of stages per device.'
+  )
+  flags.DEFINE_list(
+    'vocabularies',
+    list(space.vocabularies),
+    'one: the last stage has the softmax; shared: all devices share it, if its layer and loss can.',
   )
   flags.DEFINE_integer('num_stages', None, 'Number of devices per replica; any if not set.', 1)
   flags.DEFINE_integer('num_rows', 12, 'Plans to show.', lower_bound=1)
@@ -95,6 +100,7 @@ def _Space() -> plan_choice.Space:
   return plan_choice.Space(
     schedules=program.Names('schedules', [n for n in schedules.Names() if n != 'forward_only']),
     remat_policies=program.Names('remat_policies', plan_choice.POLICIES),
+    vocabularies=program.Names('vocabularies', plan_choice.VOCABULARIES),
     stages_per_device=program.Numbers('stages_per_device'),
     num_replicas=[replicas] if replicas else None,
     num_devices=[FLAGS.num_stages] if FLAGS.num_stages else None,

@@ -10,9 +10,23 @@ from typing import Any
 import tensorflow as tf
 
 from lingvo_gpipe.core import base_layer, hyperparams, nested_map
-from lingvo_gpipe.pipeline.cutting import layer_costs, layer_profile
-from lingvo_gpipe.pipeline.stages import stage_math
+from lingvo_gpipe.layers import chunked_logits
+from lingvo_gpipe.pipeline.cutting import cut, layer_costs, layer_profile
+from lingvo_gpipe.pipeline.stages import stage_math, vocabulary_tables
 from lingvo_gpipe.planner import model_costs
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+  """The loss of a model.
+
+  Attributes:
+    loss_fn: the loss.
+    side_specs: micro-batch size -> specs of its arguments other than the outputs.
+  """
+
+  loss_fn: stage_math.LossFn
+  side_specs: Callable[[int], Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,14 +36,10 @@ class Measuring:
   Attributes:
     devices: layers are measured on the first device. The other devices of the host slow it down
       (`Slowdown`).
-    loss_fn: the loss, whose time is added to the last layer's.
-    side_specs: micro-batch size -> specs of the loss's arguments other than the outputs.
     update: makes updates of weights.
   """
 
   devices: Sequence[str]
-  loss_fn: stage_math.LossFn
-  side_specs: Callable[[int], Any]
   update: layer_profile.UpdateMaker
 
 
@@ -38,6 +48,7 @@ def Collect(
   input_specs: Callable[[int], Sequence[Any]],
   sizes: Sequence[int],
   weights: layer_costs.Weights,
+  loss: Loss,
   *,
   averages_per_weight: float = 0,
   xla: bool = True,
@@ -50,6 +61,7 @@ def Collect(
     input_specs: micro-batch size -> specs of the first layer's arguments.
     sizes: micro-batch sizes, at least one.
     weights: the weights that are trained, and their optimizer slots.
+    loss: the loss. If layers are measured, its time is added to the last layer's.
     averages_per_weight: number of moving averages of a trained weight.
     xla: whether XLA compiles the stages.
     measuring: how to measure each distinct layer at each size, and its update; None: nothing is
@@ -62,7 +74,7 @@ def Collect(
     num_bytes = counted.Bytes(weights, xla, with_options=True)
     seconds: Sequence[tuple[float, float] | None] = [None] * len(layers)
     if measuring is not None:
-      seconds = _Seconds(counted, size, weights, xla, measuring)
+      seconds = _Seconds(counted, size, weights, loss, xla, measuring)
       if size == sizes[0]:
         updates = layer_profile.MeasureUpdates(
           counted.calls, weights, measuring.update, device=measuring.devices[0]
@@ -84,7 +96,53 @@ def Collect(
     samples,
     weights.slots_per_weight,
     averages_per_weight,
+    _Vocabulary(counted.calls, weights, loss.loss_fn, loss.side_specs(size)),
   )
+
+
+def _Vocabulary(
+  calls: Sequence[layer_costs.LayerCall],
+  weights: layer_costs.Weights,
+  loss_fn: stage_math.LossFn,
+  side_specs: Any,
+) -> model_costs.Vocabulary | None:
+  """Returns how devices can share the last layer; None if they cannot."""
+  first, head = calls[0].layer, calls[-1].layer
+  num_parts, of_part = cut.VocabularyParts(head)
+  if not num_parts or not _TakesStatistics(calls[-1], loss_fn, side_specs):
+    return None
+  return model_costs.Vocabulary(
+    num_parts,
+    of_part,
+    None if head.class_shards else weights.CopyBytes(head),
+    vocabulary_tables.CanShare(first, head),
+  )
+
+
+def _TakesStatistics(
+  call: layer_costs.LayerCall, loss_fn: stage_math.LossFn, side_specs: Any
+) -> bool:
+  """Whether a loss needs statistics of the logits only, and no weights; traces it."""
+  requests = []
+
+  def StatisticsOf(
+    class_ids: tf.Tensor, logits: chunked_logits.ChunkedLogits
+  ) -> chunked_logits.Statistics:
+    del logits
+    requests.append(class_ids)
+    zeros = tf.zeros(tf.shape(class_ids))
+    return chunked_logits.Statistics(zeros, zeros, zeros)
+
+  def Traced(args: Any, side: Any) -> list[tf.Tensor]:
+    (logits,) = call.layer.ForLoss(nested_map.NestedMap(), *args)
+    shared = chunked_logits.SharedLogits(logits, StatisticsOf)
+    return tf.nest.flatten(loss_fn([], (shared,), side))
+
+  try:
+    tf.function(Traced, autograph=False).get_concrete_function(list(call.specs), side_specs)
+  except (ValueError, AttributeError):  # It takes the logits as a tensor, or weights.
+    return False
+  return bool(requests)
 
 
 def Slowdown(
@@ -138,14 +196,15 @@ def _Seconds(
   counted: layer_costs.LayerCosts,
   size: int,
   weights: layer_costs.Weights,
+  loss: Loss,
   xla: bool,
   measuring: Measuring,
 ) -> Sequence[tuple[float, float]]:
   """Returns (forward, backward) of each layer; the last layer's include the loss."""
-  loss = _Loss.Params().Set(name='loss', loss_fn=measuring.loss_fn).Instantiate()
-  specs = (list(counted.costs[-1].out_specs), measuring.side_specs(size))
+  layer = _Loss.Params().Set(name='loss', loss_fn=loss.loss_fn).Instantiate()
+  specs = (list(counted.costs[-1].out_specs), loss.side_specs(size))
   call = layer_costs.LayerCall(
-    loss, nested_map.NestedMap(), specs, (stage_math.StructureKey(loss), size)
+    layer, nested_map.NestedMap(), specs, (stage_math.StructureKey(layer), size)
   )
   *times, (forward, backward) = layer_profile.Measure(
     [*counted.calls, call], weights, device=measuring.devices[0], xla=xla

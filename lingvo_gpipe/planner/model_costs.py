@@ -67,6 +67,24 @@ class LayerSample:
   options: tuple[stage_memory.Option, ...] = ()
 
 
+@dataclasses.dataclass(frozen=True)
+class Vocabulary:
+  """How devices can share the last layer, a softmax.
+
+  Attributes:
+    num_parts: number of parts, classes or shards, of which slices consist.
+    of_part: number of classes of a part.
+    copy_bytes: bytes of a copy of the weights with accumulators, of which each slice has its share;
+      None: the weights themselves are in the slices.
+    has_table: whether the slices have the weights of the first layer, too.
+  """
+
+  num_parts: int
+  of_part: int = 1
+  copy_bytes: int | None = None
+  has_table: bool = False
+
+
 class ModelCosts:
   """The costs of a model's layers, for planning.
 
@@ -75,6 +93,7 @@ class ModelCosts:
     samples: {micro-batch size: the `LayerSample` of each layer}, at least one size.
     slots_per_weight: number of optimizer slots of a trained weight.
     averages_per_weight: number of moving averages of a trained weight.
+    vocabulary: how devices can share the last layer; None: they cannot.
     trained: for each layer whether it has trained weights.
   """
 
@@ -84,6 +103,7 @@ class ModelCosts:
     samples: Mapping[int, Sequence[LayerSample]],
     slots_per_weight: float = 2,
     averages_per_weight: float = 0,
+    vocabulary: Vocabulary | None = None,
   ) -> None:
     if not samples or any(len(row) != len(weights) for row in samples.values()):
       raise ValueError('samples: expected at least one size, with an entry for each layer')
@@ -91,6 +111,7 @@ class ModelCosts:
     self.samples = {size: tuple(samples[size]) for size in sorted(samples)}
     self.slots_per_weight = slots_per_weight
     self.averages_per_weight = averages_per_weight
+    self.vocabulary = vocabulary
     self._known = dict(self.samples)
     self.trained = tuple(w.gradient_bytes > 0 for w in weights)
 
@@ -161,16 +182,47 @@ class ModelCosts:
       for w, s in zip(self.weights, self.At(size), strict=True)
     ]
 
+  def WithSlices(self, slices: Sequence[int], owner: int) -> tuple[LayerWeights, ...]:
+    """Returns the weights of layers, and of each slice the weights that it updates.
+
+    Args:
+      slices: for each slice its number of classes.
+      owner: the device of the last stage, which updates weights that the slices copy.
+    """
+    assert self.vocabulary is not None
+    first, *between, head = self.weights
+
+    def WithoutUpdate(layer: LayerWeights) -> LayerWeights:
+      return dataclasses.replace(layer, trained_bytes=0, largest_trained=0, update_seconds=0.0)
+
+    if self.vocabulary.copy_bytes is not None:
+      parts = [head if device == owner else WithoutUpdate(head) for device in range(len(slices))]
+      return (*self.weights[:-1], *parts)
+    tables = [head]
+    if self.vocabulary.has_table:
+      tables.append(first)
+      first = WithoutUpdate(first)
+    measured = [w.update_seconds for w in tables if w.update_seconds is not None]
+    parts = [
+      dataclasses.replace(
+        head,
+        trained_bytes=round(sum(w.trained_bytes for w in tables) * size / sum(slices)),
+        update_seconds=sum(measured) * size / sum(slices) if measured else None,
+      )
+      for size in slices
+    ]
+    return (first, *between, *parts)
+
   def UpdateSeconds(
-    self, start: int, end: int, num_shards: int, devices: device_description.Devices
+    self, weights: Sequence[LayerWeights], num_shards: int, devices: device_description.Devices
   ) -> float:
-    """Returns the seconds of the update of layers [start, end) on one replica.
+    """Returns the seconds of the update of some layers' weights on one replica.
 
     An update that was not measured takes the time to read and write weights, gradients and slots
     once.
     """
     seconds = 0.0
-    for w in self.weights[start:end]:
+    for w in weights:
       if w.update_seconds is None:
         touched = (4 + 2 * self.slots_per_weight) * w.trained_bytes
         seconds += touched / devices.memory_bandwidth

@@ -15,6 +15,8 @@ class _Sums:
   Attributes:
     total: the cost of all layers, F + I + W.
     largest: the cost of the most expensive layer.
+    head: the cost of the last layer, which may be a softmax.
+    largest_but_head: the cost of the most expensive of the other layers.
     least_share: the least share of a layer's cost that another stage waits for, which is all but W.
     least_forward_share: the least share of F in a layer's cost.
   """
@@ -27,6 +29,8 @@ class _Sums:
     """
     self.total = sum(cost for cost, _, _ in layers)
     self.largest = max(cost for cost, _, _ in layers)
+    self.head = layers[-1][0]
+    self.largest_but_head = max((cost for cost, _, _ in layers[:-1]), default=0.0)
     self.least_share = min((part / cost for cost, part, _ in layers if cost), default=1.0)
     self.least_forward_share = min((f / cost for cost, _, f in layers if cost), default=1.0)
 
@@ -77,6 +81,8 @@ def BoundStep(choice: plan_choice.Choice, totals: Totals) -> float:
 
       T = r W / (1 - (1 - r/M)^K)
   """
+  if choice.num_slices:
+    return _BoundShared(choice, totals)
   fused = choice.schedule in plan_choice.FUSED
   m, k = choice.num_micro_batches, choice.num_devices
   sums = totals.recomputed if choice.recomputes else totals.plain
@@ -96,6 +102,35 @@ def BoundStep(choice: plan_choice.Choice, totals: Totals) -> float:
     share = (1 - 1 / m) ** (k - 1)
     last = totals.largest_saving if fused and choice.recomputes else 1.0
     bound = max(bound, sums.total / (1 - share + share * last / m))
+  if choice.remat_policy == 'except_last':
+    bound -= totals.recompute
+  return max(bound, 0.0)
+
+
+def _BoundShared(choice: plan_choice.Choice, totals: Totals) -> float:
+  """Returns `BoundStep` for a shared vocabulary: work H, which devices may share in any way.
+
+  A device runs its slices after the first micro-batch comes and before the last one leaves. With
+  l_s the work of other layers in stage s, L in all, and h_s the work of its slice:
+
+      T >= M (l_s + h_s) + r (l_0 + ... + l_(s-1))
+
+  T is least if early devices have slices only and the last i + 1 ones the layers. For each i, the
+  sum of these inequalities with weights 1, ..., 1, 1/q, ..., 1/q^i for q = 1 - r/M is a bound:
+
+      T >= (H + L/q^i) / ((K-i)/M + (1/q^i - 1)/r)
+  """
+  m, k = choice.num_micro_batches, choice.num_devices
+  sums = totals.recomputed if choice.recomputes else totals.plain
+  is_split = choice.schedule in plan_choice.SPLIT
+  of_layers = sums.total - sums.head
+  path = (of_layers + sums.head / k) * (sums.least_share if is_split else 1.0)
+  bound = max(m * sums.largest_but_head, path, m * sums.total / k)
+  r = sums.least_forward_share if is_split else 1.0
+  if choice.stages_per_device == 1 and r and m > 1:
+    for i in range(1, k):
+      inverse = (1 - r / m) ** -i
+      bound = max(bound, (sums.head + of_layers * inverse) / ((k - i) / m + (inverse - 1) / r))
   if choice.remat_policy == 'except_last':
     bound -= totals.recompute
   return max(bound, 0.0)

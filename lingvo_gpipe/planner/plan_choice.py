@@ -17,6 +17,7 @@ IN_A_V = ('zb_v', 'v_half', 'v_min', 'dualpipe_v')
 SPLIT = ('zb_h1', 'zb_2p', 'interleaved_zb', *IN_A_V)
 # Schedules whose last stage runs V and so recomputes nothing.
 FUSED = ('1f1b_fused', 'fused_fill_drain')
+VOCABULARIES = ('one', 'shared')
 POLICIES = ('none', 'stage', 'except_last', 'layer', rematerialisation.AUTO)
 assert {*POLICIES} == {*rematerialisation.POLICIES, rematerialisation.AUTO}
 
@@ -35,6 +36,7 @@ class Choice:
     remat_policy: the re-materialisation policy.
     shard_slots: whether the replicas shard the optimizer slots.
     offload: the greatest share of the micro-batches that wait for backward in the host's memory.
+    vocabulary: one of `VOCABULARIES`: whether all devices share the last layer, a softmax.
   """
 
   num_replicas: int
@@ -46,18 +48,31 @@ class Choice:
   remat_policy: str
   shard_slots: bool = False
   offload: float = 0.0
+  vocabulary: str = 'one'
 
   @property
   def num_stages(self) -> int:
-    """S."""
+    """S, without slices of the vocabulary."""
     return self.num_devices * self.stages_per_device
 
   @property
+  def num_slices(self) -> int:
+    """The number of slices of the vocabulary, which are further stages."""
+    return self.num_devices if self.vocabulary == 'shared' else 0
+
+  @property
   def stage_to_device(self) -> list[int]:
-    """The device of each stage."""
+    """The device of each stage, and of each slice."""
     if self.schedule in IN_A_V:
-      return orders.VOwners(self.num_devices)
-    return orders.LoopOwners(self.num_stages, self.num_devices)
+      owners = orders.VOwners(self.num_devices)
+    else:
+      owners = orders.LoopOwners(self.num_stages, self.num_devices)
+    return [*owners, *range(self.num_slices)]
+
+  @property
+  def is_fused(self) -> bool:
+    """Whether the last stage runs V; slices turn V into F and B."""
+    return self.schedule in FUSED and not self.num_slices
 
   @property
   def grid(self) -> tuple[int, int]:
@@ -85,6 +100,8 @@ class Space:
     stages_per_device: numbers of stages of a device.
     shard_slots: False for plans without sharded slots, True for plans with them.
     offloads: shares of micro-batches to offload, 0 or 1; for devices with a link to their host.
+    vocabularies: `one` for plans whose last stage has the whole softmax, `shared` for plans in
+      which all devices share it, if they can.
     num_replicas: numbers of replicas; None: any.
     num_devices: numbers of devices of a replica; None: any.
   """
@@ -99,6 +116,7 @@ class Space:
   stages_per_device: Collection[int] = (1, 2, 4)
   shard_slots: Collection[bool] = (False, True)
   offloads: Collection[float] = (0.0, 1.0)
+  vocabularies: Collection[str] = VOCABULARIES
   num_replicas: Collection[int] | None = None
   num_devices: Collection[int] | None = None
 
@@ -128,8 +146,21 @@ def Grids(
   return grids
 
 
-def Choices(space: Space, num_layers: int, grid: tuple[int, int], batch: int) -> Iterator[Choice]:
-  """Yields all choices with R replicas of K devices for mini-batches of `batch` examples."""
+def Choices(
+  space: Space, num_layers: int, grid: tuple[int, int], batch: int, num_parts: int = 0
+) -> Iterator[Choice]:
+  """Yields all choices with R replicas of K devices for mini-batches of `batch` examples.
+
+  Several devices share a vocabulary if each stage has a layer besides the softmax, and each slice
+  at least one part.
+
+  Args:
+    space: the space.
+    num_layers: number of layers.
+    grid: (R, K).
+    batch: number of examples.
+    num_parts: number of parts into which the vocabulary can be divided; 0: it cannot be shared.
+  """
   r, k = grid
   for m, size in MicroBatches(-(-batch // r)):
     for v in space.stages_per_device:
@@ -138,11 +169,14 @@ def Choices(space: Space, num_layers: int, grid: tuple[int, int], batch: int) ->
       for schedule in space.schedules:
         if not _Takes(schedule, v) or (schedule in schedules.IN_ROUNDS and m % k):
           continue
-        for policy in space.remat_policies:
-          for shard, offload in itertools.product(space.shard_slots, space.offloads):
-            # Two micro-batches leave no time for copies.
-            if (not shard or r > 1) and (not offload or m > 2):
-              yield Choice(r, k, v, m, size, schedule, policy, shard, offload)
+        for policy, shard, offload, vocabulary in itertools.product(
+          space.remat_policies, space.shard_slots, space.offloads, space.vocabularies
+        ):
+          if vocabulary == 'shared' and not (1 < k <= num_parts and k * v < num_layers):
+            continue
+          # Two micro-batches leave no time for copies.
+          if (not shard or r > 1) and (not offload or m > 2):
+            yield Choice(r, k, v, m, size, schedule, policy, shard, offload, vocabulary)
 
 
 def MicroBatches(batch: int) -> list[tuple[int, int]]:
@@ -165,6 +199,7 @@ def Complexity(choice: Choice) -> tuple[float, ...]:
   return (
     known.index(choice.schedule) if choice.schedule in known else len(known),
     choice.offload,
+    choice.num_slices > 0,
     POLICIES.index(choice.remat_policy),
     choice.shard_slots,
     choice.num_replicas * choice.num_devices,

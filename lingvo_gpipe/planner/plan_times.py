@@ -33,7 +33,8 @@ class Times:
     stages: the work of each stage for one micro-batch.
     of_last: the recomputations of all stages in `stages` that the last micro-batch is spared.
     update: the update of each device.
-    after: the time after the update: with sharded slots, weights are sent from their owners.
+    after: the time after the update: with sharded slots, weights are sent from their owners; and
+      weights of a shared vocabulary without shards to the slices, whose gradients came back.
   """
 
   def __init__(
@@ -41,6 +42,7 @@ class Times:
     costs: model_costs.ModelCosts,
     devices: device_description.Devices,
     choice: Choice,
+    weights: Sequence[model_costs.LayerWeights],
     work: Sequence[stage_work.LayerWork],
     ends: Sequence[int],
     memory: stage_memory.StageMemory,
@@ -54,6 +56,7 @@ class Times:
       costs: the costs of the model.
       devices: the devices.
       choice: the choice.
+      weights: the weights of each layer. Slices of the vocabulary are the last layers.
       work: the work of each layer for one micro-batch.
       ends: the cut.
       memory: tells the bytes of each stage's input.
@@ -67,6 +70,7 @@ class Times:
     self._occupies_devices = devices.transfers == 'occupy'
     self._to_host = self.sizes = None
     self._copies = 0.0
+    trained = [w.gradient_bytes > 0 for w in weights]
     if choice.offload:
       link = devices.to_host
       if link is None:
@@ -75,7 +79,7 @@ class Times:
       self._to_host = simulator.HostLink(
         link.bandwidth * model_costs.TICK, link.latency / model_costs.TICK
       )
-      self._copies = self._LeastCopies(costs, ends)
+      self._copies = self._LeastCopies(trained, ends)
     ranges = partitioner.StageRanges(ends)
     r, k = choice.grid
     slowdown = devices.Slowdown(r * k)
@@ -85,40 +89,47 @@ class Times:
     slowed: dict[str, Any] = {name: [slowdown * t for t in getattr(alone, name)] for name in _PARTS}
     self._costs = dataclasses.replace(alone, **slowed)
     # Transfers between stages.
-    pairs = list(itertools.pairwise(owners))
-    links = [devices.Boundary(r, k, a, b) for a, b in pairs]
+    pairs = list(itertools.pairwise(owners[: choice.num_stages]))
+    links = [devices.Boundary(r, k, a, b) if a != b else None for a, b in pairs]
+    if choice.num_slices:  # All slices are behind one boundary.
+      last = owners[choice.num_stages - 1]
+      to_slices = [devices.Boundary(r, k, last, d) for d in range(k) if d != last]
+      links.append(min(to_slices, key=lambda link: (link.bandwidth, -link.latency)))
     self._transfer = [
-      link.Seconds(memory.Input(*span)) / model_costs.TICK if a != b else 0.0
-      for link, (a, b), span in zip(links, pairs, ranges[1:], strict=True)
+      link.Seconds(memory.Input(*span)) / model_costs.TICK if link else 0.0
+      for link, span in zip(links, ranges[1:], strict=False)
     ]
-    self._latency = [
-      link.latency / model_costs.TICK if a != b else 0.0
-      for link, (a, b) in zip(links, pairs, strict=True)
-    ]
+    self._latency = [link.latency / model_costs.TICK if link else 0.0 for link in links]
     # Over each boundary: the activation, and the gradient if an earlier stage is trained.
-    self._num_transfers = [1 + any(costs.trained[:start]) for start, _ in ranges[1:]]
+    self._num_transfers = [1 + any(trained[:start]) for start, _ in ranges[1:]]
     # Transfers between replicas.
     self._all_reduce, self.after = [0.0] * len(ends), 0.0
-    self._is_first_trained = any(costs.trained[: ends[0]])
+    self._is_first_trained = any(trained[: ends[0]])
     self.update = [0.0] * k
     send_weights = [0.0] * k
     for s, (start, end) in enumerate(ranges):
-      num_bytes = sum(w.trained_bytes for w in costs.weights[start:end])
+      num_bytes = sum(w.trained_bytes for w in weights[start:end])
       reduce_seconds, send_seconds = ReduceSeconds(devices, choice, num_bytes)
       self._all_reduce[s] = reduce_seconds / model_costs.TICK
       send_weights[owners[s]] += send_seconds / model_costs.TICK
-      seconds = costs.UpdateSeconds(start, end, choice.num_shards, devices)
+      seconds = costs.UpdateSeconds(weights[start:end], choice.num_shards, devices)
       self.update[owners[s]] += slowdown * seconds / model_costs.TICK
     self.after = max(send_weights)
+    if choice.num_slices and costs.vocabulary and costs.vocabulary.copy_bytes is not None:
+      # Once a step the weights of the last stage go to the slices, and gradients come back.
+      link = links[-1]
+      assert link is not None
+      seconds = link.Seconds(costs.vocabulary.copy_bytes * (k - 1) / k) + 2 * link.latency
+      self.after += seconds / model_costs.TICK
     # The work for one micro-batch.
-    forward, inputs, weights, recompute = (slowed[name] for name in _PARTS)
+    forward, inputs, gradients, recompute = (slowed[name] for name in _PARTS)
     recompute = [x * (p != 'none') for x, p in zip(recompute, policies, strict=True)]
-    if choice.schedule in plan_choice.FUSED:
+    if choice.is_fused:
       recompute = [*recompute[:-1], 0]
     self.of_last = sum(
       x for x, policy in zip(recompute, policies, strict=True) if policy == 'except_last'
     )
-    self.stages = [sum(x) for x in zip(forward, inputs, weights, recompute, strict=True)]
+    self.stages = [sum(x) for x in zip(forward, inputs, gradients, recompute, strict=True)]
     # What earlier stages do while a later one cannot work: with a split backward, F only, because
     # the later one may run W while they run I.
     self._critical = forward if choice.schedule in plan_choice.SPLIT else self.stages
@@ -155,10 +166,10 @@ class Times:
       bound += self._all_reduce[0]
     return bound + max(self.update) + self.after
 
-  def _LeastCopies(self, costs: model_costs.ModelCosts, ends: Sequence[int]) -> float:
+  def _LeastCopies(self, layers_trained: Sequence[bool], ends: Sequence[int]) -> float:
     """Returns the time of all copies of the device that has the most, in one direction."""
     assert self._to_host is not None and self.sizes is not None
-    trained = [any(costs.trained[a:b]) for a, b in partitioner.StageRanges(ends)]
+    trained = [any(layers_trained[a:b]) for a, b in partitioner.StageRanges(ends)]
     # Of the first micro-batch, than which no other one has less.
     schedule = plan_schedules.Get(self._choice, self._choice.num_devices)
     work = step_work.StepWork(schedule, self._policies, trained)

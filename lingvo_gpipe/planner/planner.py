@@ -12,6 +12,10 @@ becomes tighter and more expensive in three stages:
 
 A choice is simulated only if its bound is below the best simulated time, so the result is the
 fastest of all choices.
+
+A shared vocabulary has the cut that `MakeCut` finds, whose slices balance the devices. As there, no
+other cut is tried if it does not fit: `auto` recomputes as much as it takes, and other policies do
+not fit. The rows that slices of an embedding send to the first stage take no time.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from lingvo_gpipe.pipeline.cost import (
   simulator,
   stage_memory,
   stage_work,
+  vocabulary_cut,
 )
 from lingvo_gpipe.pipeline.schedule import rematerialisation
 from lingvo_gpipe.planner import (
@@ -52,8 +57,10 @@ class Prediction:
 
   Attributes:
     choice: the choice.
-    ends: its cut: for each stage the index after its last layer.
-    policies: the re-materialisation policy of each stage.
+    ends: its cut: for each stage the index after its last layer; a softmax whose vocabulary is
+      shared belongs to the last stage.
+    vocabulary: for each device the number of classes of its slice; empty: it is not shared.
+    policies: the re-materialisation policy of each stage, and then of each slice.
     memory: bytes of each device of a replica.
     memory_limit: bytes that each device has.
     seconds: time of a step, the sum of the next four.
@@ -65,6 +72,7 @@ class Prediction:
 
   choice: Choice
   ends: tuple[int, ...]
+  vocabulary: tuple[int, ...]
   policies: tuple[rematerialisation.StagePolicy, ...]
   memory: tuple[float, ...]
   memory_limit: float
@@ -148,6 +156,7 @@ class Planner:
     self._first = stage_work.FirstTrained(costs.trained)
     self._totals: dict[int, plan_bound.Totals] = {}
     self._cuts: dict[tuple, list[int]] = {}
+    self._shared_cuts: dict[tuple, tuple[list[int], tuple[int, ...]]] = {}
     self._bytes: dict[tuple[int, int], list[stage_memory.LayerBytes]] = {}
     self._fitted: dict[Choice, _Fitted] = {}
     self._simulated: dict[Choice, float] = {}
@@ -163,10 +172,7 @@ class Planner:
     """
     num_layers = self.costs.num_layers
     grids = plan_choice.Grids(self.space, num_layers, self.devices.num_devices, self.global_batch)
-    choices_by_grid = {
-      grid: list(plan_choice.Choices(self.space, num_layers, grid, self.global_batch))
-      for grid in grids
-    }
+    choices_by_grid = {grid: list(self._Choices(grid)) for grid in grids}
     num_choices = sum(map(len, choices_by_grid.values()))
     if not num_choices:
       raise ValueError(
@@ -201,9 +207,13 @@ class Planner:
     work = sum(fitted.times.stages) / choice.num_devices * choice.num_micro_batches
     work *= model_costs.TICK
     work -= fitted.times.of_last / choice.num_devices * model_costs.TICK
+    ends = fitted.ends[: choice.num_stages]
+    if choice.num_slices:
+      ends = [*ends[:-1], ends[-1] + 1]
     return Prediction(
       choice=choice,
-      ends=tuple(fitted.ends),
+      ends=tuple(ends),
+      vocabulary=fitted.layers.slices,
       policies=fitted.policies,
       memory=fitted.memory,
       memory_limit=self.devices.memory_bytes,
@@ -216,9 +226,8 @@ class Planner:
 
   def Neighbours(self, choice: Choice) -> list[Choice]:
     """Returns the choices of the space that differ from this one in one respect."""
-    num_layers = self.costs.num_layers
-    candidates = plan_choice.Choices(self.space, num_layers, choice.grid, self.global_batch)
-    fields = ('schedule', 'remat_policy', 'shard_slots', 'offload')
+    candidates = self._Choices(choice.grid)
+    fields = ('schedule', 'remat_policy', 'shard_slots', 'offload', 'vocabulary')
 
     def Differences(other: Choice) -> int:
       changed = sum(getattr(other, f) != getattr(choice, f) for f in fields)
@@ -235,6 +244,11 @@ class Planner:
     return prediction.peak_bytes <= self.devices.memory_bytes
 
   # The search.
+
+  def _Choices(self, grid: tuple[int, int]) -> Iterable[Choice]:
+    vocabulary, num_layers = self.costs.vocabulary, self.costs.num_layers
+    num_parts = vocabulary.num_parts if vocabulary else 0
+    return plan_choice.Choices(self.space, num_layers, grid, self.global_batch, num_parts)
 
   def _MakeCell(self, choices: Sequence[Choice]) -> Cell:
     """Returns the cell with the choice of the least bound with a cut; simulates nothing."""
@@ -281,7 +295,7 @@ class Planner:
     plain = self._Fit(dataclasses.replace(choice, offload=0.0))
     if choice.remat_policy == rematerialisation.AUTO and {*plain.policies} != {'none'}:
       return False
-    return plain.fits and plain.ends == self._Cut(plain.choice)
+    return plain.fits and plain.ends == plain.layers.ends
 
   def _Queue(
     self, choices: Iterable[Choice]
@@ -306,8 +320,9 @@ class Planner:
     if choice not in self._fitted and choice.remat_policy == rematerialisation.AUTO:
       self._fitted[choice] = self._FitByLayer(choice)
     if choice not in self._fitted:
-      memory = self._Memory(choice)
-      ends = self._Cut(choice)
+      layers = self._LayersOf(choice)
+      memory = self._Memory(choice, layers)
+      ends = layers.ends
       needs = self._DeviceBytes(choice, memory, ends)
       limit = self.devices.memory_bytes
       if max(needs) > limit and self._MayFit(choice, needs):
@@ -316,30 +331,33 @@ class Planner:
           ends, needs = within, self._DeviceBytes(choice, memory, within)
 
       def Times() -> plan_times.Times:
-        work = self._Work(choice.micro_batch_size).work
-        return plan_times.Times(self.costs, self.devices, choice, work, ends, memory, policies)
+        return plan_times.Times(
+          self.costs, self.devices, choice, layers.weights, layers.work, ends, memory, policies
+        )
 
-      policies = (choice.remat_policy,) * choice.num_stages
+      policies = (choice.remat_policy,) * len(ends)
       fits = max(needs) <= limit
-      self._fitted[choice] = _Fitted(choice, ends, policies, tuple(needs), fits, Times)
+      self._fitted[choice] = _Fitted(choice, layers, ends, policies, tuple(needs), fits, Times)
     return self._fitted[choice]
 
   def _FitByLayer(self, choice: Choice) -> _Fitted:
     """Returns the choice with the cut and the policy of each stage that recompute the least."""
-    memory = self._Memory(dataclasses.replace(choice, remat_policy='none'))
-    work = self._Work(choice.micro_batch_size).work
+    layers = self._LayersOf(choice)
+    memory = self._Memory(dataclasses.replace(choice, remat_policy='none'), layers)
     chooser = recomputation.Chooser(
-      self._LayerBytes(choice),
-      work,
+      layers.num_bytes,
+      layers.work,
       self.devices.memory_bytes,
       plan_schedules.Get(choice, min(choice.num_micro_batches, 2 * choice.num_devices)),
       num_micro_batches=choice.num_micro_batches,
       held=functools.partial(plan_schedules.HeldAtPeaks, choice),
     )
-    ends = self._Cut(choice)
-    choices, fits = chooser.ChooseAll(ends)
+    ends = layers.ends
+    choose = chooser.ChooseTogether if choice.num_slices else chooser.ChooseAll
+    choices, fits = choose(ends)
     is_small = self.costs.num_layers * choice.num_stages <= _MAX_ROOMS
-    if choice.num_stages > 1 and is_small and not (fits and not any(x.again for x in choices)):
+    may_move = choice.num_stages > 1 and is_small and not choice.num_slices
+    if may_move and not (fits and not any(x.again for x in choices)):
       # If nothing is recomputed, the cut is the best one already.
       ends = chooser.Partition() or ends
       choices, fits = chooser.ChooseAll(ends)
@@ -356,7 +374,8 @@ class Planner:
         self.costs,
         self.devices,
         choice,
-        work,
+        layers.weights,
+        layers.work,
         ends,
         memory,
         policies,
@@ -364,29 +383,66 @@ class Planner:
         chooser.Sizes(ends, choices),
       )
 
-    return _Fitted(choice, ends, policies, tuple(needs), fits, Times)
+    return _Fitted(choice, layers, ends, policies, tuple(needs), fits, Times)
 
   def _MayFit(self, choice: Choice, needs: Sequence[float]) -> bool:
     """Whether to search for another cut that fits into memory.
 
     False if even the memory of all devices together is too small, and if the search is slow: it is
-    fast only if later stages hold no more micro-batches than earlier stages.
+    fast only if later stages hold no more micro-batches than earlier stages. Slices fill up the
+    devices only for the most even cut.
     """
     is_fast = choice.stages_per_device == 1 and choice.schedule not in plan_choice.SPLIT
     is_small = self.costs.num_layers * choice.num_stages <= _MAX_ROOMS
-    if choice.num_stages == 1 or not (is_fast and is_small):
+    if choice.num_stages == 1 or choice.num_slices or not (is_fast and is_small):
       return False
     return sum(needs) <= self.devices.memory_bytes * choice.num_devices
+
+  def _LayersOf(self, choice: Choice) -> _Layers:
+    work, num_bytes = self._Work(choice.micro_batch_size).work, self._LayerBytes(choice)
+    vocabulary = self.costs.vocabulary
+    if not choice.num_slices or vocabulary is None:
+      return _Layers(self.costs.weights, work, num_bytes, self._Cut(choice))
+    ends, slices = self._SharedCut(choice, vocabulary)
+    owner = choice.stage_to_device[choice.num_stages - 1]
+    return _Layers(
+      self.costs.WithSlices(slices, owner),
+      vocabulary_cut.WithSlices(work, slices),
+      vocabulary_cut.WithSliceBytes(
+        num_bytes,
+        slices,
+        owner,
+        copy_bytes=vocabulary.copy_bytes,
+        has_table=vocabulary.has_table,
+      ),
+      vocabulary_cut.AllEnds(ends, len(slices)),
+      slices,
+    )
+
+  def _SharedCut(
+    self, choice: Choice, vocabulary: model_costs.Vocabulary
+  ) -> tuple[list[int], tuple[int, ...]]:
+    """Returns the ends of stages, and the sizes of slices; except_last counts as stage."""
+    owners = tuple(choice.stage_to_device)
+    key = (choice.micro_batch_size, owners, choice.recomputes)
+    if key not in self._shared_cuts:
+      # Any number of micro-batches, as in `_Memory`.
+      schedule = plan_schedules.Get(choice, choice.num_devices)
+      policy = 'stage' if choice.recomputes else 'none'
+      work = self._Work(choice.micro_batch_size).work
+      ends, parts = vocabulary_cut.Cut(work, None, schedule, policy, vocabulary.num_parts)
+      self._shared_cuts[key] = ends, tuple(vocabulary.of_part * n for n in parts)
+    return self._shared_cuts[key]
 
   def _StageCosts(self, choice: Choice) -> list[partitioner.StageCosts]:
     """Returns layers' costs in each stage for one micro-batch; except_last counts as stage."""
     counts = [int(choice.recomputes)] * choice.num_stages
-    if choice.schedule in plan_choice.FUSED:
+    if choice.is_fused:
       counts[-1] = 0
     return stage_work.CountedCutCosts(self._Work(choice.micro_batch_size).work, 1, counts)
 
   def _Cut(self, choice: Choice) -> list[int]:
-    fused = choice.recomputes and choice.schedule in plan_choice.FUSED
+    fused = choice.recomputes and choice.is_fused
     key = (choice.micro_batch_size, choice.num_stages, choice.recomputes, fused)
     if key not in self._cuts:
       ends = partitioner.PartitionStages(self._StageCosts(choice))
@@ -394,11 +450,11 @@ class Planner:
       self._cuts[key] = ends
     return self._cuts[key]
 
-  def _Memory(self, choice: Choice) -> stage_memory.StageMemory:
+  def _Memory(self, choice: Choice, layers: _Layers) -> stage_memory.StageMemory:
     # Any number of micro-batches: only the devices of the stages matter here.
     schedule = plan_schedules.Get(choice, choice.num_devices)
     return stage_memory.StageMemory(
-      self._LayerBytes(choice),
+      layers.num_bytes,
       schedule,
       choice.remat_policy,
       self._first,
@@ -429,7 +485,9 @@ class Planner:
     """Returns the simulated seconds of a step, extrapolated for a long schedule."""
     choice, times = fitted.choice, fitted.times
     costs = times.Costs(with_links)
-    trained = [any(self.costs.trained[a:b]) for a, b in partitioner.StageRanges(fitted.ends)]
+    work = fitted.layers.work
+    ranges = partitioner.StageRanges(fitted.ends)
+    trained = [any(w.is_trained for w in work[a:b]) for a, b in ranges]
 
     def Makespan(num_micro_batches: int) -> float:
       return simulator.Simulate(
@@ -452,10 +510,32 @@ class Planner:
 
 
 @dataclasses.dataclass(frozen=True)
+class _Layers:
+  """What stages consist of, and the most even cut.
+
+  If the vocabulary is shared, its slices take the place of the last layer, as layers and stages.
+
+  Attributes:
+    weights: the weights of each layer.
+    work: the work of each layer.
+    num_bytes: the memory of each layer.
+    ends: for each stage the index after its last layer.
+    slices: for each slice its number of classes.
+  """
+
+  weights: Sequence[model_costs.LayerWeights]
+  work: Sequence[stage_work.LayerWork]
+  num_bytes: Sequence[stage_memory.LayerBytes]
+  ends: list[int]
+  slices: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
 class _Fitted:
   """A choice with its cut, and the memory of each device."""
 
   choice: Choice
+  layers: _Layers
   ends: list[int]
   policies: tuple[rematerialisation.StagePolicy, ...]
   memory: tuple[float, ...]

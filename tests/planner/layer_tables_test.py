@@ -35,22 +35,24 @@ def _Loss(theta, outputs, side):
   return {'loss': (tf.reduce_mean(xent), 1.0), 'hits': (tf.reduce_mean(hits), tf.size(hits))}
 
 
+_LOSS = layer_tables.Loss(_Loss, _Side)
+
+
 def _Update(device, trained, accumulators):
   del device, trained
   return lambda: tf.add_n([tf.reduce_sum(a) for a in accumulators])
 
 
 def _Collect(**measuring):
-  values = {'devices': [''], 'loss_fn': _Loss, 'side_specs': _Side, 'update': _Update}
-  options = layer_tables.Measuring(**{**values, **measuring})
+  options = layer_tables.Measuring(**{'devices': [''], 'update': _Update, **measuring})
   return layer_tables.Collect(
-    _Layers(), _Specs, [2, 4], layer_costs.Weights(), xla=False, measuring=options
+    _Layers(), _Specs, [2, 4], layer_costs.Weights(), _LOSS, xla=False, measuring=options
   )
 
 
 def testNothingRunsWithoutMeasuring(monkeypatch):
   monkeypatch.setattr(layer_profile, '_MeasureCopy', None)
-  costs = layer_tables.Collect(_Layers(), _Specs, [2, 4], layer_costs.Weights())
+  costs = layer_tables.Collect(_Layers(), _Specs, [2, 4], layer_costs.Weights(), _LOSS)
   assert [s.seconds for row in costs.samples.values() for s in row] == [None] * 6
   assert [w.update_seconds for w in costs.weights] == [None] * 3
 

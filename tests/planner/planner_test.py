@@ -364,8 +364,8 @@ def testAMeasuredUpdateReplacesBytes():
   devices = _Devices(memory_bandwidth=1e6)
   # Weight, gradient and two slots of 4000 bytes are read and written.
   of_bytes = 8 * 4000 / 1e6
-  assert costs.UpdateSeconds(0, 3, 1, devices) == pytest.approx(of_bytes + 0.75)
-  assert costs.UpdateSeconds(1, 3, 3, devices) == pytest.approx(0.25)
+  assert costs.UpdateSeconds(costs.weights, 1, devices) == pytest.approx(of_bytes + 0.75)
+  assert costs.UpdateSeconds(costs.weights[1:], 3, devices) == pytest.approx(0.25)
 
 
 def testALayerMayBeLimitedByMemoryBandwidth():

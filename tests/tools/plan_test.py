@@ -45,7 +45,7 @@ def testTheCommandRunsAndTheTrainerPredictsTheSameMemory(forks, tmp_path):
   done = forks.Run(
     _PROGRAM, *_MODEL, _File(tmp_path), '--global_batch=8', '--num_stages=2', '--num_replicas=2',
     '--max_steps=7', '--schedules=1f1b,zb_h1', '--remat_policies=stage', '--stages_per_device=1',
-    f'--plot={tmp_path}/plan.svg',
+    '--vocabularies=one', f'--plot={tmp_path}/plan.svg',
   )  # fmt: skip
   out = processes.Succeeded(done).stdout
   assert processes.Messages(done.stderr) == []
@@ -136,11 +136,23 @@ def testOnlyLearnersThatTrainALayerUpdateIt():
     assert (weight.numpy() != before).all() and not gradient.numpy().any()
 
 
-def testSharedVocabulariesAreRefused():
-  params = registry.GetParams(processes.MODEL, 'Train')
-  params.task.stack.vocabulary = 'shared'
-  with pytest.raises(ValueError, match='vocabulary'):
-    experiment.Experiment(params, None)
+def testTheTrainerSharesAVocabularyAsPlanned(forks, tmp_path):
+  done = forks.Run(
+    _PROGRAM, *_MODEL, _File(tmp_path), '--global_batch=8', '--num_stages=2', '--num_replicas=2',
+    '--schedules=1f1b', '--remat_policies=stage', '--stages_per_device=1', '--vocabularies=shared',
+    f'--plot={tmp_path}/plan.svg',
+  )  # fmt: skip
+  out = processes.Succeeded(done).stdout
+  assert ' shared vocabulary' in (tmp_path / 'plan.svg').read_text()
+  (chosen,) = [line.split() for line in out.splitlines() if line.endswith('  chosen')]
+  assert chosen[8] == 'shared'
+  (command,) = [line for line in out.splitlines() if line.startswith('trainer ')]
+  assert 'task.stack.vocabulary:shared' in command
+  args = [arg for arg in shlex.split(command)[1:] if arg != '--logdir=LOGDIR']
+  partition = processes.Succeeded(forks.Run('trainer', '--mode=inspect_partition', *args)).stdout
+  assert '2 stages and 2 slices of the vocabulary on K=2 devices' in partition
+  (needs,) = re.findall(r'([\d.,]+\w+) on the fullest device', partition)
+  assert _Bytes(needs) == pytest.approx(_Bytes(chosen[-2]), rel=2e-3)
 
 
 @pytest.mark.parametrize(

@@ -47,11 +47,6 @@ class Experiment:
       raise ValueError(
         f'{type(task).__name__} has no pipeline with Params at task.stack, which a plan sets'
       )
-    if task.pipeline.params.vocabulary != 'one':
-      raise ValueError(
-        f'a plan does not know task.stack.vocabulary {task.pipeline.params.vocabulary!r}: set it '
-        "to 'one'"
-      )
     if self.model.input is None:
       raise ValueError('a plan needs an input, for the shapes of a batch: set params.input')
     self._pipeline = task.pipeline
@@ -121,12 +116,13 @@ class Experiment:
     task = self.model.task
     unclipped = measured_sizes or _SIZES
     sizes = sorted({min(size, self.global_batch) for size in unclipped})
-    measuring = layer_tables.Measuring(devices, self._Metrics, self._SideSpecsOf, self._Update)
+    measuring = layer_tables.Measuring(devices, self._Update)
     return layer_tables.Collect(
       self._pipeline.layers,
       self._SpecsOf,
       sizes,
       self._weights,
+      layer_tables.Loss(self._Metrics, self._SideSpecsOf),
       averages_per_weight=float(task.params.train.ema_decay > 0),
       xla=self._pipeline.UsesXla(devices[:1]),
       measuring=measuring if measured_sizes else None,
@@ -158,7 +154,8 @@ class Experiment:
       'task.stack.num_stages': choice.num_stages,
       'task.stack.stages_per_device': choice.stages_per_device,
       'task.stack.num_micro_batches': choice.num_micro_batches,
-      'task.stack.splits': list(prediction.ends),
+      'task.stack.splits': [*prediction.ends, *prediction.vocabulary],
+      'task.stack.vocabulary': choice.vocabulary,
       'task.stack.schedule': choice.schedule,
       'task.stack.remat_policy': policy,
       **limit,

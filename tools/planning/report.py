@@ -10,15 +10,16 @@ from lingvo_gpipe.planner import device_description, planner
 from lingvo_gpipe.reporting import bar_table, svg
 
 _HEAD = (
-  'R', 'K', 'v', 'M', 'size', 'schedule', 'remat', 'slots', 'step', 'work', 'bubble', 'links',
-  'update', 'memory', 'against the first',
+  'R', 'K', 'v', 'M', 'size', 'schedule', 'remat', 'slots', 'softmax', 'step', 'work', 'bubble',
+  'links', 'update', 'memory', 'against the first',
 )  # fmt: skip
-_LEFT = {5, 6, 7, 14}
+_LEFT = {5, 6, 7, 8, 15}
 LEGEND = (
   'R replicas of K devices with v stages each, M micro-batches of at most `size` examples a\n'
-  'replica. Of a step: work is the mean of the devices with recomputation, bubble their idle time\n'
-  'with free links, links what these add, update that of the weights; memory is of the device\n'
-  'that needs most. All of it is predicted.'
+  'replica. One stage has the softmax, or all devices have shared its vocabulary. Of a step: work\n'
+  'is the mean of the devices with recomputation, bubble their idle time with free links, links\n'
+  'what these add, update that of the weights; memory is of the device that needs most. All of it\n'
+  'is predicted.'
 )
 # Smaller parts of a step are not reported.
 _NOTABLE = 0.005
@@ -90,6 +91,7 @@ def Table(rows: Sequence[planner.Prediction], best: planner.Prediction, memory_b
         c.schedule,
         c.remat_policy + '+offload' * bool(c.offload),
         'shared' if c.shard_slots else 'all',
+        c.vocabulary,
         SecondsText(row.seconds),
         *(f'{x / row.seconds:.1%}' for x in (row.work, row.bubble, row.communication, row.update)),
         text_table.FormatBytes(row.peak_bytes),
@@ -170,7 +172,8 @@ def Draw(
     policy = c.remat_policy + '+offload' * bool(c.offload)
     name = f'R={c.num_replicas} K={c.num_devices} v={c.stages_per_device} M={c.num_micro_batches}'
     chosen = ' (chosen)' * (c == best.choice)
-    names.append(f'{name} {c.schedule} {policy}{" shared" * c.shard_slots}{chosen}')
+    shared = ' shared vocabulary' * (c.num_slices > 0) + ' shared slots' * c.shard_slots
+    names.append(f'{name} {c.schedule} {policy}{shared}{chosen}')
   columns = [
     bar_table.Column('predicted step', times, end=_MOST_SECONDS * best.seconds),
     bar_table.Column('memory of a device', memories, _MOST_BYTES * memory_bytes, memory_bytes),

@@ -21,7 +21,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from lingvo_gpipe.pipeline.cost import partitioner, stage_work
+from lingvo_gpipe.pipeline.cost import partitioner, stage_memory, stage_work
 from lingvo_gpipe.pipeline.schedule import schedule as schedule_lib
 
 LayerWork = stage_work.LayerWork
@@ -52,13 +52,23 @@ def Cut(
     ends = partitioner.PartitionStages(stage_costs[:num_stages])
   assert ends
   even = [1] * schedule.num_devices
-  all_ends = [*ends, *range(num_layers + 1, num_layers + 1 + len(even))]
+  all_ends = AllEnds([*ends[:-1], num_layers + 1], len(even))
   busy = stage_work.StageCosts(WithSlices(work, even), all_ends, schedule, remat_policy)
   loads = [0.0] * schedule.num_devices
   for device, stage_busy in zip(schedule.stage_to_device, busy[:num_stages], strict=False):
     loads[device] += float(stage_busy)
   sizes = SliceSizes(loads, float(sum(busy[num_stages:])), num_parts)
   return [*ends[:-1], num_layers + 1], sizes
+
+
+def AllEnds(ends: Sequence[int], num_slices: int) -> list[int]:
+  """Returns the ends of all stages if slices, each a layer, take the place of the last layer.
+
+  Args:
+    ends: the ends of the stages with layers; the last layer belongs to the last stage.
+    num_slices: the number of slices.
+  """
+  return [*ends[:-1], *range(ends[-1] - 1, ends[-1] + num_slices)]
 
 
 def WithSlices(work: Sequence[LayerWork], sizes: Sequence[int]) -> tuple[LayerWork, ...]:
@@ -79,6 +89,51 @@ def WithSlices(work: Sequence[LayerWork], sizes: Sequence[int]) -> tuple[LayerWo
     for size in sizes
   ]
   return (*work[:-1], *parts)
+
+
+def WithSliceBytes(
+  sizes: Sequence[stage_memory.LayerBytes],
+  slices: Sequence[int],
+  owner: int,
+  *,
+  copy_bytes: int | None,
+  has_table: bool,
+) -> list[stage_memory.LayerBytes]:
+  """Returns the bytes of each layer, and of each slice its weights with state, and activations.
+
+  A slice of whole weights has a copy with accumulators; the slice on the device of the last stage
+  then includes the whole weights with their state.
+
+  Args:
+    sizes: the bytes of each layer; the last one is the softmax.
+    slices: for each slice its number of classes.
+    owner: the device of the last stage.
+    copy_bytes: the bytes of a copy of the softmax's weights, with accumulators; None: the weights
+      themselves are in the slices.
+    has_table: whether the slices have the weights of the first layer, too.
+  """
+  first, *between, head = sizes
+  of_owner = [head.of_owner] * len(slices)
+  states, divided = [0] * len(slices), head.state
+  if copy_bytes is not None:
+    of_owner = [head.of_owner if device == owner else 0 for device in range(len(slices))]
+    states[owner], divided = head.state, copy_bytes
+  elif has_table:
+    divided += first.state
+    of_owner = [max(head.of_owner, first.of_owner)] * len(slices)
+    # It gets rows, as the second layer does.
+    first = dataclasses.replace(first, state=0, of_owner=0, inputs=sizes[1].inputs)
+  parts = [
+    dataclasses.replace(
+      head,
+      state=state + round(divided * size / sum(slices)),
+      inner=round(head.inner * size / sum(slices)),
+      of_owner=extra,
+      options=(),  # A slice is recomputed as a whole, or not at all.
+    )
+    for size, state, extra in zip(slices, states, of_owner, strict=True)
+  ]
+  return [first, *between, *parts]
 
 
 def SliceSizes(loads: Sequence[float], work: float, num_parts: int) -> list[int]:

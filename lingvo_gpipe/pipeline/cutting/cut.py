@@ -372,7 +372,10 @@ def MakeCut(
     sizes = measured.Bytes(weights, xla, with_options=has_choices)
     if slices:
       owner = schedule.stage_to_device[schedule.num_layer_stages - 1]
-      sizes = _WithSliceBytes(layers[-1], sizes, slices, owner, weights, has_table)
+      copied = None if layers[-1].class_shards else weights.CopyBytes(layers[-1])
+      sizes = vocabulary_cut.WithSliceBytes(
+        sizes, slices, owner, copy_bytes=copied, has_table=has_table
+      )
     return sizes
 
   @functools.cache
@@ -399,7 +402,7 @@ def MakeCut(
   assert ends, 'Without a memory limit there is always a cut.'
   all_ends = ends
   if slices:
-    all_ends = [*ends[:-1], *range(ends[-1] - 1, ends[-1] + len(slices))]
+    all_ends = vocabulary_cut.AllEnds(ends, len(slices))
   choices: tuple[recomputation.Choice, ...] = ()
   again: tuple[float, ...] = ()
   busy = stage_work.StageCosts(work, all_ends, schedule, one_policy)
@@ -454,16 +457,25 @@ def _CheckVocabulary(
       f'{what}: splits {list(splits)} leave the last stage no layer but the softmax, {head.path}, '
       'which is shared out; give it another layer, or take one stage less'
     )
-  name, axis = next(iter(head.class_axes.items()))
-  num_classes = head.WeightSpecs()[f'{head.path}.{name}'][0].shape[axis]
-  num_parts, parts = num_classes, 'classes'
-  if head.class_shards:
-    num_parts, parts = len(head.class_shards), f'shards of {num_classes} classes'
+  num_parts, of_part = VocabularyParts(head)
+  parts = f'shards of {of_part} classes' if head.class_shards else 'classes'
   if num_parts < schedule.num_devices:
     raise ValueError(
       f'{what}: {head.path} has {num_parts} {parts}, too few for {schedule.num_devices} devices'
     )
-  return num_parts, num_classes if head.class_shards else 1
+  return num_parts, of_part
+
+
+def VocabularyParts(head: base_layer.BaseLayer) -> tuple[int, int]:
+  """Returns the number of parts of a layer that slices consist of, and the classes of each.
+
+  (0, 0) stands for a layer whose classes cannot be shared out.
+  """
+  if not head.class_axes:
+    return 0, 0
+  name, axis = next(iter(head.class_axes.items()))
+  num_classes = head.WeightSpecs()[f'{head.path}.{name}'][0].shape[axis]
+  return (len(head.class_shards), num_classes) if head.class_shards else (num_classes, 1)
 
 
 def _CheckSizes(sizes: Sequence[int], num_parts: int, of_part: int, num_devices: int) -> None:
@@ -504,51 +516,6 @@ def _WithSliceCosts(
       )
     )
   return (first, *between, *slices)
-
-
-def _WithSliceBytes(
-  layer: base_layer.BaseLayer,
-  sizes: Sequence[stage_memory.LayerBytes],
-  slices: Sequence[int],
-  owner: int,
-  weights: layer_costs.Weights,
-  has_table: bool,
-) -> list[stage_memory.LayerBytes]:
-  """Returns the bytes of each layer, and of each slice its weights with state, and activations.
-
-  A slice of whole weights has a copy with accumulators; the slice on the device of the last stage
-  then includes the whole weights with their state.
-
-  Args:
-    layer: the softmax.
-    sizes: the bytes of each layer; the last one is the softmax.
-    slices: for each slice its number of classes.
-    owner: the device of the last stage.
-    weights: the weights that are trained.
-    has_table: whether the slices have the weights of the first layer, too.
-  """
-  first, *between, head = sizes
-  of_owner = [head.of_owner] * len(slices)
-  states, divided = [0] * len(slices), head.state
-  if not layer.class_shards:
-    of_owner = [head.of_owner if device == owner else 0 for device in range(len(slices))]
-    states[owner], divided = head.state, weights.CopyBytes(layer)
-  elif has_table:
-    divided += first.state
-    of_owner = [max(head.of_owner, first.of_owner)] * len(slices)
-    # It gets rows, as the second layer does.
-    first = dataclasses.replace(first, state=0, of_owner=0, inputs=sizes[1].inputs)
-  parts = [
-    dataclasses.replace(
-      head,
-      state=state + round(divided * size / sum(slices)),
-      inner=round(head.inner * size / sum(slices)),
-      of_owner=extra,
-      options=(),  # A slice is recomputed as a whole, or not at all.
-    )
-    for size, state, extra in zip(slices, states, of_owner, strict=True)
-  ]
-  return [first, *between, *parts]
 
 
 def _CheckArguments(

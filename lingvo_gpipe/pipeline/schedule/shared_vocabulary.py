@@ -17,7 +17,6 @@ stage thus holds about one micro-batch more.
 from __future__ import annotations
 
 import dataclasses
-import fractions
 
 from lingvo_gpipe.pipeline.schedule import actions
 from lingvo_gpipe.pipeline.schedule import schedule as schedule_lib
@@ -33,7 +32,6 @@ _SECONDS = {
   Kind.INPUT_GRADIENT: 2,
   Kind.WEIGHT_GRADIENT: 2,
 }
-_SECONDS_OF_SLICE = 3  # F and B.
 
 
 def Share(schedule: Schedule) -> Schedule:
@@ -53,9 +51,9 @@ def Share(schedule: Schedule) -> Schedule:
   }
   num_micro_batches = schedule.num_micro_batches
   busiest = max(sum(_SECONDS[a.kind] for a in row) for row in rows)
-  of_micro_batch = fractions.Fraction(busiest, num_micro_batches)
-  period = of_micro_batch + _SECONDS_OF_SLICE
-  stretch = period / of_micro_batch
+  # The order depends on times relative to P. If P is twice the time of the busiest device for the
+  # whole step, all of them are integers.
+  stretch, period = 2 * num_micro_batches, 2 * busiest
   # When an action is due, and its rank among actions due at the same time.
   due = {
     action: (stretch * start, 0) if action.kind is Kind.FORWARD else (stretch * start + period, 3)
@@ -66,7 +64,7 @@ def Share(schedule: Schedule) -> Schedule:
     for m in range(num_micro_batches):
       _, end = times[Action(schedule.num_stages - 1, Kind.FORWARD, m)]
       due[Action(stage, Kind.FORWARD, m)] = (stretch * end, 1)
-      due[Action(stage, Kind.BACKWARD, m)] = (stretch * end + period / 2, 2)
+      due[Action(stage, Kind.BACKWARD, m)] = (stretch * end + busiest, 2)
       row += [Action(stage, Kind.FORWARD, m), Action(stage, Kind.BACKWARD, m)]
     row.sort(key=due.__getitem__)
   return Schedule(
