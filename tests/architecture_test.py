@@ -116,7 +116,7 @@ _FOREIGN_NAMES = {
   'lingvo_gpipe/pipeline/profiling/schedule_svg.py': {'_repr_html_'},  # Jupyter.
   'tools/keras_models.py': {'apply'},
   'tools/keras_zoo/shapes.py': {'call'},
-  'tools/packaging/readme.py': {'update'},
+  'tools/release/readme.py': {'update'},
   'tools/site/hooks.py': {'on_config', 'on_files', 'on_page_markdown'},
   'tests/fit/keras_generation_test.py': {'call_with_cache'},
   'tests/fit/keras_loss_test.py': {'build', 'call', 'compute_mask'},

@@ -36,12 +36,15 @@ _SCRIPT = r"""_@PROGRAM@_completion() {
   fi
   case "$flag" in
 @CASES@
-    --model) words="$(@PYTHON@ -m lingvo_gpipe.cli.completion "$line" 2> /dev/null)" ;;
+    --model) words="$(@PYTHON@ -P -m lingvo_gpipe.cli.completion "$line" 2> /dev/null)" ;;
     @FILES@)
-      words=$(for word in "$value"*; do
+      COMPREPLY=()
+      for word in "$value"*; do  # As they are: `compgen -W` would expand their names.
         [[ -d $word ]] && word+=/
-        [[ -e $word ]] && echo "$word"
-      done) ;;
+        [[ -e $word ]] && COMPREPLY+=("$prefix$(printf %q "$word")")
+      done
+      [[ ${COMPREPLY[0]} == */ ]] || compopt +o nospace 2> /dev/null
+      return ;;
   esac
   COMPREPLY=($(compgen -P "$prefix" -W "$words" -- "$value"))
   [[ ${COMPREPLY[0]} == *[=/] ]] || compopt +o nospace 2> /dev/null
@@ -88,4 +91,5 @@ def _PrintKeys(line: str) -> None:
 
 
 if __name__ == '__main__':
+  sys.path.insert(0, '')  # After the imports, which would run a file of the working directory.
   _PrintKeys(sys.argv[1])

@@ -39,6 +39,17 @@ class WeightInit:
     if not self.scale >= 0 and self.method != 'constant':
       raise ValueError(f'the scale of {self.method} must not be negative, got {self.scale}')
 
+  def ForPart(self, part: Sequence[int], whole: Sequence[int]) -> WeightInit:
+    """Returns the initialisation that draws a part of a weight as it would draw the whole.
+
+    Args:
+      part: the shape of the part.
+      whole: the shape of the whole weight.
+    """
+    _, limit = _METHODS[self.method]
+    ratio = limit(whole, 1.0) / limit(part, 1.0)
+    return self if ratio == 1 else dataclasses.replace(self, scale=self.scale * ratio)
+
   @classmethod
   def Gaussian(cls, scale: float = 1.0) -> WeightInit:
     """N(0, scale)."""

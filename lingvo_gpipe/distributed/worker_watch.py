@@ -9,6 +9,7 @@ while they wait.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -41,8 +42,8 @@ def Start(seconds: float, status: int) -> None:
   os.close(reader)
 
   def Announce(addresses: Collection[str]) -> None:
-    os.write(writer, json.dumps([*addresses]).encode())
-    os.close(writer)
+    with contextlib.suppress(BrokenPipeError), os.fdopen(writer, 'w') as file:  # It may be gone.
+      json.dump([*addresses], file)
 
   worker_connection.on_connect = Announce
 

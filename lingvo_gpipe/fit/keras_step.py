@@ -151,7 +151,7 @@ class KerasStep:
     """Returns {path: gradient}, each on its stage's device, clipped to a global norm."""
     squares = []
     gradients = {}
-    for s in self.stack.engine.stages:
+    for s in self.stack.engine.holders:
       with tf.device(s.device):
         for path, accumulator in zip(s.trained, s.accumulators, strict=True):
           gradients[path] = tf.convert_to_tensor(accumulator)
@@ -164,7 +164,7 @@ class KerasStep:
     norm = tf.sqrt(tf.add_n(squares))
     # A norm that is not finite makes every gradient not finite, as in Keras.
     factor = clip_norm * tf.minimum(1 / norm, 1 / clip_norm) + (norm - norm)
-    for s in self.stack.engine.stages:
+    for s in self.stack.engine.holders:
       with tf.device(s.device):
         for path in s.trained:
           gradients[path] *= tf.cast(factor, gradients[path].dtype)

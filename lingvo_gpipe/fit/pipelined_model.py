@@ -133,7 +133,7 @@ class PipelinedModel(keras.Model):
         if not any(_Names(device, name) for name in known):
           raise ValueError(f'there is no device {device!r}; known are {", ".join(sorted(known))}')
     else:
-      num_devices = -(-num_stages // stages_per_device)
+      num_devices = num_stages // stages_per_device
       if isinstance(schedule, schedules.Schedule):
         num_devices = schedule.num_devices
       devices = cluster.Cluster.Create(num_devices, num_replicas=num_replicas).devices
@@ -358,7 +358,7 @@ class PipelinedModel(keras.Model):
     return self._Place(x, side).TestBatch(x, side, self._Counter())
 
   def _PredictBatch(self, data: Any) -> Any:
-    x, _ = _Unpack(data)
+    x = _AsTensors(keras.utils.unpack_x_y_sample_weight(data)[0])
     return self._Place(x).PredictBatch(x, self._Counter())
 
   def _Counter(self) -> tf.Tensor:

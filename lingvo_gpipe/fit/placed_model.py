@@ -99,10 +99,10 @@ class PlacedModel:
     self.stack = p.Instantiate()
     arg_specs = [None if t is None else tf.TensorSpec(t.shape, t.dtype) for t in args]
     devices, num_replicas = settings.devices, settings.num_replicas
-    optimizer, num_slots = trainer.optimizer, 0
-    if optimizer is not None:
-      num_slots = keras_variables.SlotsPerWeight(optimizer)
-    weights = layer_costs.Weights(slots_per_weight=num_slots)
+    weights = layer_costs.Weights()
+    if trainer.optimizer is not None:
+      num_slots = keras_variables.SlotsPerWeight(trainer.optimizer)
+      weights = layer_costs.Weights(slots_per_weight=num_slots)
     self.cut = self.stack.MakeCut(
       *arg_specs, weights=weights, device=devices[0], num_replicas=num_replicas
     )

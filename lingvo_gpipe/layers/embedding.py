@@ -303,9 +303,8 @@ class _SoftmaxLayer(_ShardedLayer):
       return
     of_shard = _OfShard(self, p.num_classes)
     shard = p.Copy().Set(name='', num_classes=of_shard, num_shards=1)
-    if shard.params_init.method == 'xavier':  # As if the shards were one weight.
-      scale = math.sqrt((p.input_dim + of_shard) / (p.input_dim + p.num_classes))
-      shard.params_init = weight_params.WeightInit.Xavier(scale * shard.params_init.scale)
+    sizes = [p.input_dim, of_shard], [p.input_dim, p.num_classes]
+    shard.params_init = p.params_init.ForPart(*sizes)
     self.CreateChildren('shards', [shard] * p.num_shards)
 
   def _CreateWeights(self) -> None:

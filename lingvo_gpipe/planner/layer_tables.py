@@ -140,7 +140,7 @@ def _TakesStatistics(
 
   try:
     tf.function(Traced, autograph=False).get_concrete_function(list(call.specs), side_specs)
-  except (ValueError, AttributeError):  # It takes the logits as a tensor, or weights.
+  except Exception:  # It takes the logits as a tensor, or weights: whatever that raises.
     return False
   return bool(requests)
 

@@ -93,6 +93,15 @@ def testFiles(complete, tmp_path):
   assert complete('trainer --logdir=none', cwd=tmp_path) == []
 
 
+def testNamesOfFilesAreNotRun(complete, tmp_path):
+  (tmp_path / 'a$(touch PWNED)').mkdir()
+  (tmp_path / 'shlex.py').write_text('open("PWNED", "w")')
+  words = complete('trainer --logdir=a', cwd=tmp_path)
+  assert ' '.join(words) == r'a\$\(touch\ PWNED\)/'
+  complete('trainer --model=a', cwd=tmp_path)
+  assert not (tmp_path / 'PWNED').exists()
+
+
 def testTheKeyTabCompletesInABashOnATerminal(script, tmp_path):
   (tmp_path / 'script').write_text(script)
   pid, terminal = pty.fork()

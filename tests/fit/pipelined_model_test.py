@@ -351,6 +351,19 @@ def testAPipelineIsNotWrappedAgain():
     PipelinedModel(_Made(), 2)
 
 
+def testPredictIgnoresLabels():
+  ragged = tf.RaggedTensor.from_row_lengths(tf.range(22), [1] * 22)
+  data = tf.data.Dataset.from_tensor_slices((X, ragged)).batch(22)
+  pipe = _Made()
+  np.testing.assert_allclose(pipe.predict(data, verbose=0), pipe.model(X), rtol=1e-5, atol=1e-6)
+
+
+def testALearningRateMayBeAFunction():
+  pipe = _Made(optimizer=lambda: keras.optimizers.SGD(lambda: 0.1, momentum=0.9))
+  pipe.train_on_batch(X, Y)
+  assert pipe.cut.weights.slots_per_weight == 1
+
+
 def testTheCutCountsTheSlotsOfTheOptimizer():
   def StateBytes(optimizer):
     pipe = _Made(optimizer=optimizer)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe.core import nested_map
+from lingvo_gpipe.core import nested_map, weight_params
 from lingvo_gpipe.layers import embedding
 
 
@@ -50,6 +50,20 @@ def testShardsOfASoftmaxAreOneSoftmax(cls):
   np.testing.assert_allclose(layer(x), whole(x), atol=1e-12)
   some = nested_map.NestedMap(shards=layer.vars.shards[3:5])
   np.testing.assert_allclose(layer.FProp(layer.ThetaFrom(some), x), whole(x)[..., 90:150])
+
+
+@pytest.mark.parametrize(
+  'method',
+  ['GeoMeanXavier', 'GaussianSqrtFanOut', 'GaussianSqrtFanIn', 'UniformUnitScalingFanAvg',
+   'KaimingUniformFanInLeakyRelu', 'Uniform'],
+)  # fmt: skip
+def testShardsStartAsWideAsOneSoftmax(method):
+  init = getattr(weight_params.WeightInit, method)()
+  options = {'input_dim': 8, 'num_classes': 960, 'params_init': init, 'use_bias': False}
+  whole = _Make(embedding.SimpleFullSoftmax, **options)
+  layer = _Make(embedding.SimpleFullSoftmax, num_shards=30, **options)
+  joined = np.concatenate([shard.vars.linear.w.numpy() for shard in layer.shards])
+  assert abs(joined.std() - whole.vars.linear.w.numpy().std()) <= 0.03 * joined.std()
 
 
 def testShardsOfAnEmbeddingAreOneTable():

@@ -3,11 +3,13 @@
 
 import sys
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from lingvo_gpipe.core import nested_map
+from lingvo_gpipe.fit import keras_step
 from lingvo_gpipe.layers import dropout, embedding, linear
 from lingvo_gpipe.pipeline.cutting import layer_costs
 from lingvo_gpipe.runners import train_runner
@@ -254,6 +256,20 @@ def testFewerShardsThanDevicesAreRefused():
   stack = stacks.MakeStack(sub, num_stages=3, num_micro_batches=2, vocabulary='shared')
   with pytest.raises(ValueError, match='2 shards'):
     stack.MakeCut(*stacks.Specs(_Batch()[0]))
+
+
+def testAStepWithoutATaskUpdatesTheShards():
+  """A global clip norm counts all of them: the update of every weight together has that norm."""
+  stack = _Place(_SIMPLE, num_stages=2, num_micro_batches=2, schedule='1f1b')
+  weights = stack.VariablesByPath()
+  before = {path: v.numpy() for path, v in weights.items()}
+  optimizer = keras.optimizers.SGD(1.0, global_clipnorm=1e-3)
+  step = keras_step.KerasStep(stack, optimizer)
+  step(*_Batch())
+  changes = {path: v.numpy() - before[path] for path, v in weights.items()}
+  assert all(np.any(change) for change in changes.values())
+  squares = sum(np.sum(np.square(change, dtype='float64')) for change in changes.values())
+  np.testing.assert_allclose(np.sqrt(squares), 1e-3, rtol=1e-3)
 
 
 if __name__ == '__main__':

@@ -175,7 +175,7 @@ def _Theory(run: Any, trial: Trial, batch: Any) -> tuple[int, int]:
     between += layer_costs.SpecBytes(inputs)
     if s.needs_dx:
       between += layer_costs.SpecBytes(leaves.Floats(inputs))
-  gradients = layer_costs.SpecBytes([a for s in stages for a in s.accumulators])
+  gradients = layer_costs.SpecBytes([a for s in run.engine.holders for a in s.accumulators])
   between += 2 * (trial.num_replicas - 1) * gradients
   needed = tf.nest.flatten((task.PipelineInputs(batch), task.LossInputs(batch)))
   return between, layer_costs.SpecBytes(needed)

@@ -204,8 +204,9 @@ def SlotsPerWeight(optimizer: Any) -> int:
   with tf.init_scope(), tf.device('/device:CPU:0'):
     weight = keras.Variable(tf.zeros([2, 3]), name='weight')
     try:
-      same = type(optimizer).from_config(optimizer.get_config())
-    except (TypeError, NotImplementedError):
+      config = {**optimizer.get_config(), 'learning_rate': 0.1}  # It may be any function.
+      same = type(optimizer).from_config(config)
+    except (TypeError, ValueError, NotImplementedError):
       return 2
     same.build([weight])
   return sum(slot.shape == weight.shape for slot in same.variables)

@@ -39,7 +39,9 @@ _NAMES = {
 # devices, height of the axis; widths of the drawing, of an action and of a letter.
 _LEFT, _MEASURED, _SIMULATED, _GAP, _AXIS = 120, 24, 13, 12, 24
 _MIN_WIDTH, _ACTION_WIDTH, _LETTER_WIDTH = 1050, 22, 7
-_PICTURE = re.compile(r'<h2>(.*?)</h2>\s*<svg [^>]*width="(\d+)" height="(\d+)">(.*?)</svg>', re.S)
+_PICTURE = re.compile(
+  r'<h2>(.*?)</h2>\s*<svg [^>]*viewBox="0 0 (\d+) (\d+)"[^>]*><style>.*?</style>(.*?)</svg>', re.S
+)
 _STYLE = """
 body { font: 14px sans-serif; margin: 1.5em; color: #222; background: #fff; }
 h2 { font-size: 15px; margin: 1.5em 0 0.3em; }
