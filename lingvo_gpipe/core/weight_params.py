@@ -39,17 +39,6 @@ class WeightInit:
     if not self.scale >= 0 and self.method != 'constant':
       raise ValueError(f'the scale of {self.method} must not be negative, got {self.scale}')
 
-  def ForPart(self, part: Sequence[int], whole: Sequence[int]) -> WeightInit:
-    """Returns the initialisation that draws a part of a weight as it would draw the whole.
-
-    Args:
-      part: the shape of the part.
-      whole: the shape of the whole weight.
-    """
-    _, limit = _METHODS[self.method]
-    ratio = limit(whole, 1.0) / limit(part, 1.0)
-    return self if ratio == 1 else dataclasses.replace(self, scale=self.scale * ratio)
-
   @classmethod
   def Gaussian(cls, scale: float = 1.0) -> WeightInit:
     """N(0, scale)."""
@@ -219,6 +208,19 @@ def FanInFanOut(shape: Sequence[int]) -> tuple[int, int]:
     return shape[0], shape[0]
   receptive = math.prod(shape[:-2])
   return shape[-2] * receptive, shape[-1] * receptive
+
+
+def ForPart(init: WeightInit, part: Sequence[int], whole: Sequence[int]) -> WeightInit:
+  """Returns the initialisation that draws a part of a weight as `init` would draw the whole.
+
+  Args:
+    init: the initialisation of the whole weight.
+    part: the shape of the part.
+    whole: the shape of the whole weight.
+  """
+  _, limit = _METHODS[init.method]
+  ratio = limit(whole, 1.0) / limit(part, 1.0)
+  return init if ratio == 1 else dataclasses.replace(init, scale=init.scale * ratio)
 
 
 def InitialValue(weight: WeightParams, random_seed: int, path: str) -> tf.Tensor:

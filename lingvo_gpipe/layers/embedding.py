@@ -304,7 +304,7 @@ class _SoftmaxLayer(_ShardedLayer):
     of_shard = _OfShard(self, p.num_classes)
     shard = p.Copy().Set(name='', num_classes=of_shard, num_shards=1)
     sizes = [p.input_dim, of_shard], [p.input_dim, p.num_classes]
-    shard.params_init = p.params_init.ForPart(*sizes)
+    shard.params_init = weight_params.ForPart(p.params_init, *sizes)
     self.CreateChildren('shards', [shard] * p.num_shards)
 
   def _CreateWeights(self) -> None:
