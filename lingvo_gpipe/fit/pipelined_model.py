@@ -242,7 +242,7 @@ class PipelinedModel(keras.Model):
   def _Forget(self) -> None:
     """Drops the stages, which the next batch makes again; the variables stay where they are."""
     if self._placed is not None:
-      self._placed.Clear()
+      self._placed.stack.engine.DropAccumulators()
     self._placed = None
 
   def save(self, filepath: Any, *args: Any, **kwargs: Any) -> None:

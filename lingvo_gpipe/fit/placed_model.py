@@ -88,7 +88,7 @@ class PlacedModel:
     self.graph = keras_nodes.FromModel(model, x if specs is None else specs)
     self.cells = tuple(keras_cells.Cut(self.graph))
     self.step: keras_step.KerasStep | None = None
-    args = self.Args(x)
+    args = self._Args(x)
     p = self._Params(ends)
     num_micro_batches = settings.num_micro_batches
     self._CheckOutputs()
@@ -184,16 +184,9 @@ class PlacedModel:
     is_moved = any(a is not b for (_, a, _), (_, b, _) in pairs)
     return is_moved or (self.step is None and any(a != b for (*_, a), (*_, b) in pairs))
 
-  def Args(self, x: Any) -> tuple[Any, ...]:
+  def _Args(self, x: Any) -> tuple[Any, ...]:
     """Returns the arguments of the first cell for the inputs of the model."""
     return tuple(self.graph.FlatInputs(x))
-
-  def Clear(self) -> None:
-    """Lets go of the accumulators; traces may live longer than they are needed."""
-    engine = self.stack.engine
-    for s in (*engine.stages, *engine.replicas[0].slices):
-      s.accumulators.clear()
-      s.mirror_accumulators.clear()
 
   def Show(self, show: Callable[[str], Any]) -> None:
     """Shows the cells of each stage, and the table of the cut."""
@@ -232,11 +225,11 @@ class PlacedModel:
 
   def PredictBatch(self, x: Any, counter: tf.Tensor) -> Any:
     """Returns the outputs of the model for a batch; see `TestBatch`."""
-    return self._predict(self.Args(x), counter)
+    return self._predict(self._Args(x), counter)
 
   def _Prepare(self, x: Any, side: nested_map.NestedMap) -> tuple[Any, ...]:
     """Returns the arguments of the first cell; builds the loss if `predict` came first."""
-    args = self.Args(x)
+    args = self._Args(x)
     if not self._is_built:
       self._loss.Build(side, micro_batch.BatchSize(args))
       self._is_built = True

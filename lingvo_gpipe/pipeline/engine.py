@@ -495,6 +495,12 @@ class PipelineEngine:
           s.accumulators.append(beside(v, make) if beside else make())
         s.mirror_accumulators = [_Accumulator(v) for v in s.mirrors.values()]
 
+  def DropAccumulators(self) -> None:
+    """Lets go of the accumulators of all replicas; traces may live longer than they are needed."""
+    for s in self._AllStages():
+      s.accumulators.clear()
+      s.mirror_accumulators.clear()
+
   def ClearAccumulators(self, *, mirrors_only: bool = False) -> None:
     """Sets the accumulators to zero.
 
