@@ -89,6 +89,20 @@ def garbage():
   gc.freeze()
 
 
+@pytest.fixture(scope='module', autouse=True)
+def graph_optimizer(request):
+  """Optimizes graphs in the files with the mark `optimized_graphs`, and in programs, as users do.
+
+  The others run without; with `OPTIMIZE_GRAPHS=1 make test` all do as users do.
+  """
+  marked = request.node.get_closest_marker('optimized_graphs') is not None
+  if marked:
+    _OptimizeGraphs(True)
+  yield
+  if marked:
+    _OptimizeGraphs(False)
+
+
 @pytest.fixture(scope='session')
 def forks(tmp_path_factory):
   """Runs programs that share one import of TensorFlow: `processes.Forks`."""
@@ -107,7 +121,15 @@ def _ConfigureTensorFlow():
   tf.config.set_logical_device_configuration(
     cpu, [tf.config.LogicalDeviceConfiguration() for _ in range(NUM_DEVICES)]
   )
+  _OptimizeGraphs(False)
   _ShareStackTrace()
+
+
+def _OptimizeGraphs(enabled):
+  """Turns TensorFlow's optimizer of graphs on or off: a fifth of the time of a test that traces."""
+  tf = sys.modules['tensorflow']
+  off = not enabled and not os.environ.get('OPTIMIZE_GRAPHS')
+  tf.config.optimizer.set_experimental_options({'disable_meta_optimizer': off})
 
 
 def _ShareStackTrace():

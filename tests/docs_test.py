@@ -93,18 +93,20 @@ def _Run(args, environment, directory):
   return done.stdout
 
 
-def _RunProgram(text, environment, directory):
-  (directory / 'program.py').write_text(text)
-  return _Run(['program.py'], environment, directory)
+def _RunProgram(text, forks, directory):
+  """Runs a program in a directory; returns what it printed."""
+  path = directory / 'program.py'
+  path.write_text(text)
+  return processes.Succeeded(forks.Run(str(path), cwd=directory)).stdout
 
 
 # --- programs ---
 
 
-def testTheCustomLoopTrainsEquallyWithAnyNumberOfStages(environment, tmp_path):
+def testTheCustomLoopTrainsEquallyWithAnyNumberOfStages(forks, tmp_path):
   (program,) = _Blocks(OWN_LOOP, 'python')
   assert program.count('\n') <= 45
-  output = _RunProgram(program, environment, tmp_path)
+  output = _RunProgram(program, forks, tmp_path)
   first, last = map(float, re.findall(r'[\d.]+', output.splitlines()[-2]))
   assert last < first / 2
   assert float(output.split()[-1]) <= MAX_DIFFERENCE
@@ -116,15 +118,15 @@ def testTheCustomLoopTrainsEquallyWithAnyNumberOfStages(environment, tmp_path):
   )
 
 
-def testTheLayerForLingvoUsersRuns(environment, tmp_path):
+def testTheLayerForLingvoUsersRuns(forks, tmp_path):
   (program,) = _Blocks(LINGVO_USERS, 'python')
-  lines = _RunProgram(program, environment, tmp_path).splitlines()
+  lines = _RunProgram(program, forks, tmp_path).splitlines()
   assert lines[-2:] == ['(2, 3)', "['tanh.w', 'tanh.gain']"]
 
 
-def testTheKerasModelTrains(environment, tmp_path):
+def testTheKerasModelTrains(forks, tmp_path):
   program = _Blocks(KERAS, 'python')[0]
-  output = _RunProgram(program, environment, tmp_path)
+  output = _RunProgram(program, forks, tmp_path)
   losses = [float(x) for x in re.findall(r' loss: (\S+)', output)]
   assert len(losses) == 3
   assert losses[-1] < losses[0] - 0.5, output
@@ -132,12 +134,12 @@ def testTheKerasModelTrains(environment, tmp_path):
   assert (tmp_path / 'lm.keras').exists()
 
 
-def testTheKerasModelTrainsOnOtherHosts(environment, tmp_path):
+def testTheKerasModelTrainsOnOtherHosts(forks, tmp_path):
   workers = local_workers.LocalWorkers(2, ['--platform=cpu', '--threads_per_device=1'])
   program = _Blocks(KERAS, 'python')[1]
   for host, address in zip(('alpha:2222', 'beta:2222'), workers.spec.workers, strict=True):
     program = program.replace(host, address)
-  output = _RunProgram(program, environment, tmp_path)
+  output = _RunProgram(program, forks, tmp_path)
   workers.Close()
   losses = [float(x) for x in re.findall(r' loss: (\S+)', output)]
   assert len(losses) == 3
@@ -146,30 +148,31 @@ def testTheKerasModelTrainsOnOtherHosts(environment, tmp_path):
   assert '/job:worker/replica:0/task:1' in output
 
 
-def testTheKerasModelTrainsInALoopOfItsOwn(environment, tmp_path):
+def testTheKerasModelTrainsInALoopOfItsOwn(forks, tmp_path):
   program = _Blocks(KERAS, 'python')[2]
-  output = _RunProgram(program, environment, tmp_path)
+  output = _RunProgram(program, forks, tmp_path)
   losses = [float(x) for x in re.findall(r'step \d+ loss (\S+)', output)]
   assert len(losses) == 20
   assert losses[-1] < losses[0] / 2, output
 
 
-def testCustomSchedulesTrain(environment, tmp_path):
+def testCustomSchedulesTrain(forks, tmp_path):
   (program,), (output_on_page,) = _Blocks(SCHEDULES, 'python'), _Blocks(SCHEDULES, 'text')
   assert program.count('\n') <= 50
-  assert _RunProgram(program, environment, tmp_path) == output_on_page
+  assert _RunProgram(program, forks, tmp_path) == output_on_page
 
 
-def testTheFirstExampleOfTheReadmeRuns(environment, tmp_path):
+def testTheFirstExampleOfTheReadmeRuns(forks, tmp_path):
   program = _Blocks(README, 'python')[0]
   assert README.read_text().index(program) < README.read_text().index('\n## ')
   more = 'print(len(gradients), len({v.device for v in net.trainable_variables}))\n'
-  output = _RunProgram(program + more, environment, tmp_path)
+  output = _RunProgram(program + more, forks, tmp_path)
   assert output == '8 2\n'
 
 
 def testTheKerasProgramOfTheReadmeTrains(environment, tmp_path):
-  output = _RunProgram(_Blocks(README, 'python')[1], environment, tmp_path)
+  (tmp_path / 'program.py').write_text(_Blocks(README, 'python')[1])
+  output = _Run(['program.py'], environment, tmp_path)  # Like a user: imports everything itself.
   losses = [float(x) for x in re.findall(r'loss: ([\d.]+)', output)]
   assert losses[-1] < losses[0] / 2
   assert (tmp_path / 'model.keras').exists()

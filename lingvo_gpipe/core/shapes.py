@@ -7,7 +7,6 @@ with a `.shape`: a tensor, a variable or a tf.TensorSpec. Unknown dimensions pas
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,13 +20,6 @@ def GetShape(x: Any) -> list[Any]:
     return static
   dynamic = tf.shape(x)
   return [dynamic[i] if dim is None else dim for i, dim in enumerate(static)]
-
-
-def NumElements(spec: Any) -> int:
-  """Returns the number of elements of a static shape; ValueError if a dimension is unknown."""
-  if not spec.shape.is_fully_defined():
-    raise ValueError(f'counting operations needs a static shape, got {spec.shape}')
-  return math.prod(spec.shape.as_list())
 
 
 def CheckRank(path: str, x: Any, rank: int, name: str = 'inputs') -> None:

@@ -115,9 +115,10 @@ class BatchNormLayer(base_layer.BaseLayer):
       context.AddSums(self, _Sums(count, *moments))
       if not p.use_moving_avg_in_training:
         mean, variance = moments
-    y = (x - mean) * tf.math.rsqrt(variance + tf.constant(p.epsilon, compute))
+    scale = tf.math.rsqrt(variance + tf.constant(p.epsilon, compute))
     if p.scale:
-      y *= tf.cast(theta.gamma, compute)
+      scale *= tf.cast(theta.gamma, compute)
+    y = (x - mean) * scale
     if p.center:
       y += tf.cast(theta.beta, compute)
     if keep is not None and p.set_padded_output_to_zero:

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from lingvo_gpipe.core import base_layer, hyperparams, nested_map
 from lingvo_gpipe.layers import chunked_logits
-from lingvo_gpipe.pipeline.cutting import cut, layer_costs, layer_profile
+from lingvo_gpipe.pipeline.cutting import layer_costs, layer_profile, vocabulary_split
 from lingvo_gpipe.pipeline.stages import stage_math, vocabulary_tables
 from lingvo_gpipe.planner import model_costs
 
@@ -108,7 +108,7 @@ def _Vocabulary(
 ) -> model_costs.Vocabulary | None:
   """Returns how devices can share the last layer; None if they cannot."""
   first, head = calls[0].layer, calls[-1].layer
-  num_parts, of_part = cut.VocabularyParts(head)
+  num_parts, of_part = vocabulary_split.Parts(head)
   if not num_parts or not _TakesStatistics(calls[-1], loss_fn, side_specs):
     return None
   return model_costs.Vocabulary(

@@ -87,15 +87,15 @@ class _Run:
     self._addresses.write_text(json.dumps({'worker': names}))
     self.pids = {}
 
-  def Start(self, host, *args):
-    """Starts a program on a host; returns the file of its standard error."""
+  def Start(self, host, *args, program=None):
+    """Starts the trainer on host 0 or a worker on another; returns the file of its messages."""
+    program = program or ('worker' if host else 'trainer')
     environment = {'HOST': self._hosts.namespaces[host]}
     if host and self._hidden:
       environment['HIDE'] = str(self._hidden)
-    args = ['worker' if host else 'trainer', f'--cluster={self._addresses}', *args]
-    self.pids[host] = self._forks.Start(
-      str(self._program), *args, cwd=self._project, more_environment=environment,
-      is_waited_for=False,
+    self.pids[program, host] = self._forks.Start(
+      str(self._program), program, f'--cluster={self._addresses}', *args, cwd=self._project,
+      more_environment=environment, is_waited_for=False,
     )  # fmt: skip
     return self._forks._outputs['stderr']
 
@@ -103,9 +103,15 @@ class _Run:
     args = [f'--task_index={host - 1}', '--trusted_network', '--threads_per_device=1']
     self.Start(host, *args)
 
-  def Kill(self, host):
-    os.kill(self.pids[host], signal.SIGKILL)
-    worker_processes.AwaitEnd([self.pids[host]])
+  def KillWorker(self, host):
+    pid = self.pids['worker', host]
+    os.kill(pid, signal.SIGKILL)
+    worker_processes.AwaitEnd([pid])
+
+  def StopTrainer(self):
+    pid = self.pids['trainer', 0]
+    os.kill(pid, signal.SIGTERM)
+    worker_processes.AwaitEnd([pid])
 
   def Close(self):
     for pid in self.pids.values():
@@ -134,22 +140,25 @@ def testALostLinkOrHostDoesNotChangeTheResult(forks, hosts, project, tmp_path, i
     if is_shared:
       worker_processes.Await('pause', lambda: _IsPaused(logdir))
     else:
-      run.Kill(2)
+      run.KillWorker(2)
       worker_processes.Await('time limit', lambda: 'may hang' in stderr.read_text())
       run.StartWorker(2)
     hosts.SetLink(2, is_up=True)
     worker_processes.AwaitCheckpoint(logdir)
-    os.kill(run.pids[0], signal.SIGTERM)
-    worker_processes.AwaitEnd([run.pids[0]])
+    run.StopTrainer()
   finally:
     run.Close()
     hosts.SetLink(2, is_up=True)
   text = stderr.read_text()
   assert ('by each of 3 workers' if is_shared else 'by this process alone') in text
   assert ('resuming training from' in text) == (not is_shared), text
+  _CheckWeights(forks, project, logdir, tmp_path / 'once', _STAGES)
+
+
+def _CheckWeights(forks, project, logdir, once, overrides):
+  """Compares the last checkpoint with the one of a run without workers."""
   last = processes.Steps(logdir)[-1]
-  once = tmp_path / 'once'
-  processes.Succeeded(forks.Run('trainer', *processes.ToyArgs(once, last, _STAGES), cwd=project))
+  processes.Succeeded(forks.Run('trainer', *processes.ToyArgs(once, last, overrides), cwd=project))
   actual, expected = processes.Tensors(logdir, last), processes.Tensors(once, last)
   assert actual.keys() == expected.keys()
   for name, value in expected.items():
@@ -166,6 +175,79 @@ def testAWorkerForThisMachineAloneKeepsOthersAway(forks, hosts, project, tmp_pat
     assert _Connect(hosts, 4, hosts.addresses[1]) == 'ConnectionRefusedError'
   finally:
     run.Close()
+
+
+_SSHD = """
+Port 2200
+HostKey {folder}/key
+AuthorizedKeysFile {folder}/key.pub
+StrictModes no
+UsePAM no
+PidFile none
+"""
+
+
+@pytest.fixture
+def tunnel(hosts, tmp_path):
+  """Connects hosts 0 and 1, alpha and beta, by the command of the documents."""
+  if not shutil.which('sshd'):
+    pytest.skip('the tunnel needs sshd: Debian has it in openssh-server')
+  folder = tmp_path / 'ssh'
+  folder.mkdir()
+  (folder / 'config').write_text(_SSHD.format(folder=folder))
+  os.makedirs('/run/sshd', exist_ok=True)  # An empty folder, which sshd demands.
+  subprocess.run(
+    ['ssh-keygen', '-q', '-t', 'ed25519', '-N', '', '-f', folder / 'key'], check=True,
+    timeout=processes.TIMEOUT,
+  )  # fmt: skip
+  text = pathlib.Path(processes.ROOT, 'docs', 'network.md').read_text()
+  (forwarded,) = re.findall(r'alpha\$ ssh -N (.*) beta\n', text)
+  alpha, beta = (['ip', 'netns', 'exec', name] for name in hosts.namespaces[:2])
+  commands = [
+    [*beta, shutil.which('sshd'), '-D', '-e', '-f', folder / 'config'],
+    [
+      *alpha, 'ssh', '-N', '-F', 'none', '-p', '2200', '-i', folder / 'key', '-o',
+      'StrictHostKeyChecking=no', '-o', 'UserKnownHostsFile=/dev/null', '-o',
+      'ExitOnForwardFailure=yes', *forwarded.split(), f'root@{hosts.addresses[1]}',
+    ],
+  ]  # fmt: skip
+  started = []
+  try:
+    for command, address, port in zip(
+      commands, (hosts.addresses[1], '127.0.0.1'), (2200, 2223), strict=True
+    ):
+      started.append(subprocess.Popen(command, stdin=subprocess.DEVNULL))
+      worker_processes.Await(
+        f'port {port}',
+        lambda address=address, port=port: _Connect(hosts, 0, address, port) == 'connected',
+      )
+    yield
+  finally:
+    for process in reversed(started):
+      process.kill()
+      process.wait()
+
+
+def testTheTunnelOfTheDocumentsCarriesARun(forks, hosts, project, tmp_path, tunnel):
+  run, logdir = _Run(forks, hosts, project, tmp_path), tmp_path / 'run'
+  text = pathlib.Path(processes.ROOT, 'docs', 'network.md').read_text()
+  run._addresses.write_text(re.search(r'^    ({"worker": .*})$', text, re.MULTILINE)[1])
+  overrides = 'task.stack.num_stages:2;task.stack.xla:False'
+  try:
+    for host in (0, 1):
+      run.Start(
+        host, f'--task_index={host}', '--local_only', '--threads_per_device=1', program='worker'
+      )
+    stderr = run.Start(0, *processes.ToyArgs(logdir, 10**6, overrides))
+    worker_processes.AwaitCheckpoint(logdir)
+    # Only the tunnel leads to the worker.
+    assert _Connect(hosts, 0, '127.0.0.1', 2223) == 'connected'
+    assert _Connect(hosts, 0, hosts.addresses[1], 2223) == 'ConnectionRefusedError'
+    run.StopTrainer()
+  finally:
+    run.Close()
+  assert 'Workers reach this process at localhost:2221' in stderr.read_text()
+  _CheckWeights(forks, project, logdir, tmp_path / 'once', overrides)
 
 
 def testTheFirewallOfTheDocumentsKeepsAStrangerAway(hosts):

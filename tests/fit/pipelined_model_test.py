@@ -14,6 +14,8 @@ from lingvo_gpipe.layers.keras import keras_nodes
 from tests import naming
 from tests.toys import keras_fits
 
+pytestmark = pytest.mark.optimized_graphs
+
 METRICS = keras.metrics
 X, Y = keras_fits.Floats(22, 5), keras_fits.Floats(22, 3, seed=1)
 CLASSES, ONE_HOT = keras_fits.Classes(22, 3)

@@ -19,6 +19,8 @@ from lingvo_gpipe.runners import train_runner
 from tasks.lm import model as lm_model
 from tests.toys import layers, stacks
 
+pytestmark = pytest.mark.optimized_graphs
+
 _BATCH, _TIME, _DIM, _VOCAB = 8, 5, 8, 11
 _SEED, _STEP = 5, 7
 

@@ -20,6 +20,8 @@ from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules
 from lingvo_gpipe.pipeline.stages import micro_batch, stage
 from tests.toys import random_stacks, stacks
 
+pytestmark = pytest.mark.optimized_graphs
+
 
 def _Stack(case):
   return stacks.MakeStack(case.sub, **case.options)

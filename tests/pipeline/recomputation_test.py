@@ -21,6 +21,8 @@ from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules
 from tests import graph_reader
 from tests.toys import stacks
 
+pytestmark = pytest.mark.optimized_graphs
+
 _DIM, _N, _M = 4, 3, 3
 _STAGES = 3
 

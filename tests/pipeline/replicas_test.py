@@ -16,6 +16,8 @@ from lingvo_gpipe.layers import batch_norm, dropout, linear
 from lingvo_gpipe.pipeline import replicas
 from tests.toys import stacks
 
+pytestmark = pytest.mark.optimized_graphs
+
 _DIM = 4
 _TIES = [['layers[3].w', 'layers[0].w']]
 

@@ -10,7 +10,7 @@ import pytest
 
 from lingvo_gpipe.pipeline.schedule import schedules
 from tests import processes
-from tools.benchmarking import configuration, report, standalone
+from tools.benchmarking import configuration, report, standalone, torch_peer
 
 _PROGRAM = str(processes.ROOT / 'tools' / 'benchmark.py')
 _TINY = [
@@ -57,10 +57,10 @@ def testATinyBenchmarkRuns(forks, tmp_path):
     ['2', '2', '1f1b_fused', 'stage', 'off'],
   ]
   for row in rows:
-    assert len(row) == len(report.COLUMNS)
-    assert row[11].endswith('%') and row[12].endswith('%')
-    assert float(row[13]) > 0 and float(row[14]) > 0
-    assert row[15] == row[16] == '-'
+    cells = dict(zip(report.COLUMNS, row, strict=True))
+    assert cells['eff. best'].endswith('%') and cells['eff. median'].endswith('%')
+    assert float(cells['pred. best']) > 0 and float(cells['pred. median']) > 0
+    assert cells['peer best'] == cells['peer median'] == '-'
   results = [json.loads(line) for line in output.read_text().splitlines()]
   assert len(results) == 3
   for line in results:
@@ -93,7 +93,8 @@ def testKerasAndItsPipelinesAreAWorkload(forks, tmp_path):
   results = [json.loads(line)['result'] for line in output.read_text().splitlines()]
   losses = [result['loss'] for result in results]
   assert losses == pytest.approx(losses[:1] * 3, rel=1e-5)
-  ratios = [float(line.split()[9]) for line in (plain, single, piped)]
+  column = report.COLUMNS.index('speed-up')
+  ratios = [float(line.split()[column]) for line in (plain, single, piped)]
   best = [min(result['steps']) for result in results]
   assert ratios == pytest.approx([best[0] / seconds for seconds in best], abs=0.01)
 
@@ -169,8 +170,8 @@ def testSimulatedTimesFollowTheFormula():
 
 def _Result(*steps, **more):
   return {
-    'steps': steps, 'cores': 2, 'memory_mib': 100.0, 'trace_seconds': 1.0, 'compile_seconds': 2.0,
-    **more,
+    'steps': list(steps), 'cores': 2, 'memory_mib': 100.0, 'trace_seconds': 1.0,
+    'compile_seconds': 2.0, **more,
   }  # fmt: skip
 
 
@@ -231,12 +232,30 @@ def testRoundsAreMerged():
   assert (merged['simulated_best'], merged['simulated_median']) == (1.5, 3.0)
   assert (merged['predicted_best'], merged['predicted_median']) == (1.4, 3.4)
   assert merged['memory_mib'] == 12.0
+  assert merged['rounds'] == [[3.0, 4.0], [5.0], [2.0]]
   # Results of an older version lack some figures.
   for older in (0, 1):
     del rounds[older]['predicted_best']
   assert report.Merge(rounds)['predicted_best'] == 1.7
   del rounds[2]['predicted_best']
   assert 'predicted_best' not in report.Merge(rounds)
+
+
+def testARatioOfRoundsHasItsSpread():
+  first, second = _Config(num_stages=1, num_cores=1), _Config()
+  # The machine is half as fast in the second round, in both lines.
+  results = [
+    (first, report.Merge([_Result(4.0, 5.0), _Result(8.0, 12.0)])),
+    (second, report.Merge([_Result(2.0, 3.0), _Result(5.0, 5.0)])),
+  ]
+  cells = _Cells(second, results)
+  # Medians of all steps are 6.5 and 4; those of the rounds 4.5 and 2.5, 10 and 5.
+  assert cells['vs first'] == '1.62 (1.80-2.00)'
+  assert cells['speed-up'] == '2.00 (1.60-2.00)'
+  assert _Cells(first, results)['vs first'] == '1.00 (1.00-1.00)'
+  # A round that failed leaves nothing to compare round by round.
+  results[1] = (second, report.Merge([_Result(2.0, 3.0)]))
+  assert _Cells(second, results)['vs first'] == '2.60'
 
 
 def testGridOfConfigurations():
@@ -258,6 +277,30 @@ def testGridOfConfigurations():
   assert {c.num_cores for c in grid if c.num_stages == 1} == {1, 2}
   assert {c.sizes['batch'] for c in grid if c.workload == 'b'} == {8}
   assert all(configuration.Configuration.FromJson(c.ToJson()) == c for c in grid)
+
+
+def testOptionsAreLinesOfOneTable():
+  grid = configuration.Grid(
+    workloads=['b'], sizes=['b.vocab=32', 'b.chunk=0,4', 'b.shared=0,1'], num_stages=[2],
+    num_micro_batches=[4], schedules=['1f1b'], remat_policies=['stage'], xla=[False], repeats=3,
+    seconds=1.0, peer='torch',
+  )  # fmt: skip
+  ours = [c.schedule_text for c in grid if c.system == 'lingvo_gpipe']
+  assert ours == ['1f1b', '1f1b shared=1', '1f1b chunk=4', '1f1b chunk=4 shared=1']
+  assert [c.schedule_text for c in grid if c.system == 'torch'] == ['gpipe', '1f1b']
+  results = [(c, _Result(4.0 if c.system == 'torch' else 2.0)) for c in grid]
+  assert report.Table(results).count('workload (b)') == 1
+  assert {_Cells(c, results)['peer best'] for c in grid if c.system == 'lingvo_gpipe'} == {'2.00'}
+  with pytest.raises(ValueError, match='b.chunk=0,4'):
+    configuration.Sizes('b', ['b.chunk=0,4'])
+
+
+def testTorchHasBalancedStages():
+  assert torch_peer.StageEnds([1] * 16, 2) == [8, 16]
+  # Eight blocks and a softmax that costs five of them.
+  assert torch_peer.StageEnds([1] * 8 + [5], 2) == [6, 9]
+  assert torch_peer.StageEnds([1] * 48, 8) == list(range(6, 49, 6))
+  assert torch_peer.StageEnds([3, 1], 2) == [1, 2]
 
 
 def testWorkloadCWithoutKerasHubSaysWhatToInstall(monkeypatch):
@@ -295,6 +338,7 @@ def testThePlotIsWritten(tmp_path):
     ('--schedules=gpip', r"--schedules: unknown 'gpip'; expected some of 1f1b, "),
     ('--workloads=e', r"--workloads: unknown 'e'"),
     ('--num_micro_batches=0', r'--num_micro_batches: expected numbers of at least 1, got 0'),
+    ('--size=a.dim=8,0', r"size 'a.dim=8,0': expected numbers of at least 1"),
     ('--size=a.depth=3', r"size 'a.depth=3': expected <name>=<number>, name one of a.layers"),
     ('--table_of=/no/such', r'--table_of: expected a file that --output wrote: /no/such: '),
     ('both', r"unexpected argument 'both'"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import itertools
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -30,6 +31,9 @@ WORKLOADS: dict[str, dict[str, int]] = {
   'c': {'layers': 8, 'dim': 256, 'batch': 16, 'time': 128, 'vocab': 1024, 'heads': 4},
   'd': {'cells': 6, 'filters': 32, 'image': 64, 'batch': 32},
 }
+
+# Sizes that change how the loss is computed, but not the work.
+OPTIONS = ('chunk', 'shared', 'shards')
 
 MAX_STEPS = 50
 
@@ -97,25 +101,54 @@ class Configuration:
 
   @property
   def schedule_text(self) -> str:
-    """Returns the schedule, with the number of stages per device if there are several."""
+    """Returns the schedule, with the stages per device if several and the options that are set."""
     several = f' v={self.stages_per_device}' if self.stages_per_device > 1 else ''
-    return f'{self.schedule}{several}'
+    default = WORKLOADS[self.workload]
+    options = (
+      f' {name}={self.sizes[name]}'
+      for name in OPTIONS
+      if self.sizes.get(name, default.get(name)) != default.get(name)
+    )
+    return f'{self.schedule}{several}{"".join(options)}'
+
+  @property
+  def work(self) -> dict[str, int]:
+    """Returns the sizes without the options; all lines of a table have the same work."""
+    return {name: size for name, size in self.sizes.items() if name not in OPTIONS}
 
 
-def Sizes(workload: str, texts: Iterable[str]) -> dict[str, int]:
-  """Returns the sizes of a workload after overrides such as `b.batch=8`.
+def AllSizes(workload: str, texts: Iterable[str]) -> list[dict[str, int]]:
+  """Returns the sizes of a workload after overrides such as `b.batch=8` or `b.chunk=0,256`.
+
+  Each combination of the overrides with several values is an element.
 
   Raises:
     ValueError: an override does not name a size of a workload.
   """
-  sizes = dict(WORKLOADS[workload])
+  values = {name: [size] for name, size in WORKLOADS[workload].items()}
   for text in texts:
-    match = re.fullmatch(r'(\w+)\.(\w+)=([1-9]\d*)', text)
-    if not match or match[2] not in WORKLOADS.get(match[1], {}):
-      known = [f'{w}.{name}' for w, names in WORKLOADS.items() for name in names]
-      raise ValueError(f'size {text!r}: expected <name>=<number>, name one of {", ".join(known)}')
+    match = re.fullmatch(r'(\w+)\.(\w+)=(\d+(?:,\d+)*)', text)
+    known = WORKLOADS.get(match[1], {}) if match else {}
+    if not match or match[2] not in known:
+      names = [f'{w}.{name}' for w, sizes in WORKLOADS.items() for name in sizes]
+      raise ValueError(f'size {text!r}: expected <name>=<number>, name one of {", ".join(names)}')
+    numbers = [int(number) for number in match[3].split(',')]
+    if min(numbers) < min(known[match[2]], 1):
+      raise ValueError(f'size {text!r}: expected numbers of at least 1')
     if match[1] == workload:
-      sizes[match[2]] = int(match[3])
+      values[match[2]] = numbers
+  return [dict(zip(values, sizes, strict=True)) for sizes in itertools.product(*values.values())]
+
+
+def Sizes(workload: str, texts: Iterable[str]) -> dict[str, int]:
+  """Returns the only sizes that the overrides allow.
+
+  Raises:
+    ValueError: an override does not name a size of a workload, or has several values.
+  """
+  sizes, *others = AllSizes(workload, texts)
+  if others:
+    raise ValueError(f'size: expected one value each, got {", ".join(texts)}')
   return sizes
 
 
@@ -159,6 +192,7 @@ def Grid(
   under `gpipe`: pinned to one core, and on as many cores as the largest number of stages.
   Only schedules that loop have `stages_per_device`; others have one per device, or two in a V.
   Workload (c) is always measured in plain Keras too, and has no micro-batches in one stage.
+  Torch has no options of the loss, so it is measured once for each work.
 
   Raises:
     ValueError: a size is unknown, or workload (c) lacks KerasHub.
@@ -173,42 +207,43 @@ def Grid(
     if workload == 'c':
       if not importlib.util.find_spec('keras_hub'):
         raise ValueError("workload (c) needs KerasHub: pip install 'lingvo_gpipe[keras-hub]'")
-      configurations += _OnOneCore(xla, sizes=Sizes('c', sizes), repeats=repeats, seconds=seconds)
+      for each in AllSizes('c', sizes):
+        configurations += _OnOneCore(xla, sizes=each, repeats=repeats, seconds=seconds)
       stages = [k for k in num_stages if k > 1]
-    for m in num_micro_batches:
-      for policy, limit in policies:
-        for k in stages:
-          common: dict[str, Any] = {
-            'workload': workload,
-            'sizes': Sizes(workload, sizes),
-            'num_stages': k,
-            'num_micro_batches': m,
-            'remat_policy': policy,
-            'memory_limit': limit,
-            'repeats': repeats,
-            'seconds': seconds,
-          }
-          cores = [k] if k > 1 else sorted({1, max(num_stages)})
-          for name in schedules if k > 1 else ['gpipe']:
-            for use_xla in xla:
-              configurations += [
-                Configuration(
-                  system=OURS,
-                  schedule=name,
-                  xla=use_xla,
-                  num_cores=n,
-                  stages_per_device=_StagesPerDevice(name, stages_per_device),
-                  **common,
-                )
-                for n in cores
-              ]
-          if (
-            peer == TORCH and workload in TORCH_WORKLOADS and k > 1 and policy in ('stage', 'none')
-          ):
-            configurations += [
-              Configuration(system=TORCH, schedule=name, xla=False, num_cores=k, **common)
-              for name in TORCH_SCHEDULES
-            ]
+    for m, (policy, limit), k, each in itertools.product(
+      num_micro_batches, policies, stages, AllSizes(workload, sizes)
+    ):
+      common: dict[str, Any] = {
+        'workload': workload,
+        'sizes': each,
+        'num_stages': k,
+        'num_micro_batches': m,
+        'remat_policy': policy,
+        'memory_limit': limit,
+        'repeats': repeats,
+        'seconds': seconds,
+      }
+      cores = [k] if k > 1 else sorted({1, max(num_stages)})
+      configurations += [
+        Configuration(
+          system=OURS,
+          schedule=name,
+          xla=use_xla,
+          num_cores=n,
+          stages_per_device=_StagesPerDevice(name, stages_per_device),
+          **common,
+        )
+        for name in (schedules if k > 1 else ['gpipe'])
+        for use_xla in xla
+        for n in cores
+      ]
+      if peer == TORCH and workload in TORCH_WORKLOADS and k > 1 and policy in ('stage', 'none'):
+        default = {name: size for name, size in WORKLOADS[workload].items() if name in OPTIONS}
+        for name in TORCH_SCHEDULES:
+          peer_common = {**common, 'sizes': {**each, **default}}
+          config = Configuration(system=TORCH, schedule=name, xla=False, num_cores=k, **peer_common)
+          if config not in configurations:
+            configurations.append(config)
   return configurations
 
 

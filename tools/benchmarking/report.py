@@ -21,6 +21,7 @@ COLUMNS = (
   'cores',
   'best s',
   'median s',
+  'vs first',
   'speed-up',
   'KM/(M+K-1)',
   'eff. best',
@@ -52,6 +53,7 @@ def Median(result: Mapping[str, Any]) -> float:
 def Merge(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
   """Merges the results of several rounds: all steps, and the best or median of other figures."""
   merged = dict(rounds[0])
+  merged['rounds'] = [result['steps'] for result in rounds]
   merged['steps'] = [seconds for result in rounds for seconds in result['steps']]
   for key, choose in (
     ('simulated_best', min),
@@ -68,8 +70,10 @@ def Merge(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
   return merged
 
 
-def Baseline(config: configuration.Configuration, results: Sequence[Measured]) -> float | None:
-  """Returns the seconds of the fastest step with K=1 on one core, all else being equal.
+def Baseline(
+  config: configuration.Configuration, results: Sequence[Measured]
+) -> Mapping[str, Any] | None:
+  """Returns the result with K=1 on one core, all else being equal, if it was measured.
 
   The baseline of workload (c) is plain Keras.
   """
@@ -83,7 +87,7 @@ def Baseline(config: configuration.Configuration, results: Sequence[Measured]) -
       for name in ('system', 'workload', 'sizes', 'num_micro_batches', 'remat_policy', 'xla')
     )
     if same and other.num_stages == 1 and other.num_cores == 1:
-      return Best(result)
+      return result
   return None
 
 
@@ -91,18 +95,41 @@ def BestPeer(
   config: configuration.Configuration,
   results: Sequence[Measured],
   seconds: Callable[[Mapping[str, Any]], float],
-) -> float | None:
-  """Returns the seconds of the peer's fastest schedule with equal work, K, M and recomputation."""
+) -> Mapping[str, Any] | None:
+  """Returns the peer's fastest result with equal work, K, M and recomputation."""
   remat = config.remat_policy != 'none'
   peers = [
-    seconds(result)
+    result
     for other, result in results
     if other.system == configuration.TORCH
-    and (other.workload, other.sizes) == (config.workload, config.sizes)
+    and (other.workload, other.work) == (config.workload, config.work)
     and (other.num_stages, other.num_micro_batches) == (config.num_stages, config.num_micro_batches)
     and (other.remat_policy != 'none') == remat
   ]
-  return min(peers, default=None)
+  return min(peers, key=seconds, default=None)
+
+
+def Ratio(
+  numerator: Mapping[str, Any] | None,
+  denominator: Mapping[str, Any],
+  seconds: Callable[[Mapping[str, Any]], float],
+) -> str:
+  """Returns the ratio of two results, with the least and largest ratio of all rounds if several.
+
+  The n-th round of one result is compared with the n-th round of the other, because both saw the
+  same disturbances.
+  """
+  if numerator is None:
+    return '-'
+  text = f'{seconds(numerator) / seconds(denominator):.2f}'
+  rounds = [result.get('rounds', []) for result in (numerator, denominator)]
+  if len(rounds[0]) != len(rounds[1]) or len(rounds[0]) < 2:
+    return text
+  ratios = [
+    seconds({'steps': above}) / seconds({'steps': below})
+    for above, below in zip(*rounds, strict=True)
+  ]
+  return f'{text} ({min(ratios):.2f}-{max(ratios):.2f})'
 
 
 def Row(config: configuration.Configuration, results: Sequence[Measured]) -> tuple[str, ...]:
@@ -112,8 +139,8 @@ def Row(config: configuration.Configuration, results: Sequence[Measured]) -> tup
   best, median = Best(result), Median(result)
   ours = config.system == configuration.OURS
 
-  def Ratio(numerator: float | None, denominator: float, form: str = '.2f') -> str:
-    return '-' if numerator is None else format(numerator / denominator, form)
+  def Share(name: str, measured: float, form: str = '.2f') -> str:
+    return format(result[name] / measured, form) if name in result else '-'
 
   return (
     config.system,
@@ -125,14 +152,15 @@ def Row(config: configuration.Configuration, results: Sequence[Measured]) -> tup
     str(result['cores']),
     f'{best:.4g}',
     f'{median:.4g}',
-    Ratio(Baseline(config, results), best),
+    Ratio(results[0][1], result, Median),
+    Ratio(Baseline(config, results), result, Best),
     f'{k * m / (m + k - 1):.2f}',
-    Ratio(result.get('simulated_best'), best, '.1%'),
-    Ratio(result.get('simulated_median'), median, '.1%'),
-    Ratio(result.get('predicted_best'), best),
-    Ratio(result.get('predicted_median'), median),
-    Ratio(BestPeer(config, results, Best), best) if ours else '-',
-    Ratio(BestPeer(config, results, Median), median) if ours else '-',
+    Share('simulated_best', best, '.1%'),
+    Share('simulated_median', median, '.1%'),
+    Share('predicted_best', best),
+    Share('predicted_median', median),
+    Ratio(BestPeer(config, results, Best), result, Best) if ours else '-',
+    Ratio(BestPeer(config, results, Median), result, Median) if ours else '-',
     f'{result["memory_mib"]:.0f}',
     f'{result["trace_seconds"]:.1f}',
     f'{result["compile_seconds"]:.1f}',
@@ -143,7 +171,7 @@ def _Works(results: Sequence[Measured]) -> dict[str, list[Measured]]:
   """Returns {workload and sizes: lines}."""
   works: dict[str, list[Measured]] = {}
   for config, result in results:
-    sizes = ', '.join(f'{name} {value}' for name, value in config.sizes.items())
+    sizes = ', '.join(f'{name} {value}' for name, value in config.work.items())
     works.setdefault(f'workload ({config.workload}): {sizes}', []).append((config, result))
   return dict(sorted(works.items()))
 
@@ -180,7 +208,8 @@ def Plot(results: Sequence[Measured], path: str) -> None:
       bounds.setdefault(config.num_stages, set()).add(config.num_micro_batches)
       xla = ' xla' if config.xla else ''
       label = f'K={config.num_stages} {config.schedule_text} {config.policy_text}{xla}'
-      lines.setdefault(label, []).append((config.num_micro_batches, baseline / Best(result)))
+      speed_up = Best(baseline) / Best(result)
+      lines.setdefault(label, []).append((config.num_micro_batches, speed_up))
     for k, micro_batches in sorted(bounds.items()):
       ms = sorted(micro_batches)
       axes.plot(ms, [k * m / (m + k - 1) for m in ms], 'k--', label=f'KM/(M+K-1), K={k}')

@@ -9,6 +9,8 @@ environment with torch and with NumPy, which torch's pipelining needs.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import os
 import pathlib
@@ -29,8 +31,21 @@ def _PeakMemory() -> float:
   return int(match[1]) / 1024 if match else 0.0
 
 
+def StageEnds(costs: list[int], num_stages: int) -> list[int]:
+  """Returns the ends of the stages of which the most expensive one is the cheapest."""
+
+  @functools.cache
+  def Cut(start: int, num_left: int) -> tuple[int, list[int]]:
+    if num_left == 1:
+      return sum(costs[start:]), [len(costs)]
+    later = [(end, *Cut(end, num_left - 1)) for end in range(start + 1, len(costs) - num_left + 2)]
+    return min((max(sum(costs[start:end]), cost), [end, *ends]) for end, cost, ends in later)
+
+  return Cut(0, num_stages)[1]
+
+
 def _Stages(workload: str, sizes: dict[str, int], num_stages: int, checkpointing: bool) -> Any:
-  """Returns num_stages modules, with equally many of the workload's layers each."""
+  """Returns num_stages modules, balanced by the multiplications of their matrices."""
   import torch
   from torch import nn
   from torch.nn import functional
@@ -97,11 +112,13 @@ def _Stages(workload: str, sizes: dict[str, int], num_stages: int, checkpointing
     layers: list[Any] = [Residual() for _ in range(num_layers)]
   else:
     layers = [Block() for _ in range(num_layers)]
-  ends = [(k + 1) * num_layers // num_stages for k in range(num_stages)]
-  stages = [layers[a:b] for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+  costs = [1] * num_layers
   if workload == 'b':
-    stages[0].insert(0, Embedding())
-    stages[-1] += [nn.LayerNorm(dim), nn.Linear(dim, sizes['vocab'])]
+    # The embedding costs nothing, so it is a part of the first block; so is the last norm.
+    layers[0] = nn.Sequential(Embedding(), layers[0])
+    layers.append(nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, sizes['vocab'])))
+    costs = [12 * dim + 2 * sizes['time']] * num_layers + [sizes['vocab']]
+  stages = [layers[i:j] for i, j in itertools.pairwise([0, *StageEnds(costs, num_stages)])]
   return [Stage(members) for members in stages]
 
 

@@ -126,15 +126,20 @@ class KerasCellLayer(base_layer.BaseLayer):
     self._norms = [
       x for x in self._cell.Layers() if isinstance(x, keras.layers.BatchNormalization) and x.built
     ]
-    # For each attention the names of its layers with weights. TensorFlow numbers repeated names.
+    # For each attention the names of its layers with weights.
     self._attentions = {
-      re.sub(r'(_\d+)+$', '', x.name): {
-        re.sub(r'(_\d+)+$', '', child.name)
+      _Unnumbered(x.name): {
+        _Unnumbered(child.name)
         for child in keras_nodes.Sublayers(x)
         if child is not x and child.weights
       }
       for x in self._cell.Layers()
       if type(x).__name__.endswith('Attention')
+    }
+    self._dense = {
+      _Unnumbered(x.name)
+      for x in self._cell.Layers()
+      if isinstance(x, (keras.layers.Dense, keras.layers.EinsumDense))
     }
     for layer in self._cell.Layers():
       if layer._metrics:
@@ -230,15 +235,20 @@ class KerasCellLayer(base_layer.BaseLayer):
     return keras_cells.Structure(self._cell), tuple(self.params.reused)
 
   def PartOf(self, op_name: str) -> str | None:
-    """Returns 'scores' for an operation of an attention, but not of its projections.
+    """Returns the part of an operation.
 
+    'scores' is an attention without its projections, and 'feed_forward' the dense layers beside it.
     Keras names operations after the layers whose calls they are in. An attention is a layer whose
     class is named so.
     """
-    scopes = [re.sub(r'(_\d+)+$', '', scope) for scope in op_name.split('/')]
+    if not self._attentions:
+      return None
+    scopes = [_Unnumbered(scope) for scope in op_name.split('/')]
     for i, scope in enumerate(scopes[:-1]):
       if scope in self._attentions:
         return None if scopes[i + 1] in self._attentions[scope] else 'scores'
+      if scope in self._dense:
+        return 'feed_forward'
     return None
 
   @property
@@ -464,3 +474,8 @@ def Attached(x: Any) -> Any:
       with contextlib.suppress(AttributeError):
         setattr(value, f'_keras_{name}', x[name])
   return value
+
+
+def _Unnumbered(name: str) -> str:
+  """Returns a name without the numbers by which Keras and TensorFlow make names unique."""
+  return re.sub(r'(_\d+)+$', '', name)

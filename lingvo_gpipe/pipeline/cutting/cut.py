@@ -19,10 +19,14 @@ from lingvo_gpipe.pipeline.cost import (
   stage_work,
   vocabulary_cut,
 )
-from lingvo_gpipe.pipeline.cutting import cut_table, layer_costs, layer_profile
+from lingvo_gpipe.pipeline.cutting import (
+  cut_table,
+  layer_costs,
+  layer_profile,
+  vocabulary_split,
+)
 from lingvo_gpipe.pipeline.schedule import offload as offload_lib
 from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules, shared_vocabulary
-from lingvo_gpipe.pipeline.stages import vocabulary_tables
 
 COSTS = ('flops', 'params', 'time')
 
@@ -326,17 +330,14 @@ def MakeCut(
   """
   if remat_policy == rematerialisation.AUTO and not memory_limit:
     remat_policy = 'none'
-  num_parts = of_part = 0
-  by_hand: Sequence[int] = ()
+  sizes: Sequence[int] = ()
   if splits and shares_vocabulary:
-    splits, by_hand = splits[: schedule.num_stages], splits[schedule.num_stages :]
+    splits, sizes = splits[: schedule.num_stages], splits[schedule.num_stages :]
   if splits and by == 'time':
     by = 'flops'  # The cut is fixed: do not wait for a measurement that decides nothing.
   try:
     if shares_vocabulary:
-      num_parts, of_part = _CheckVocabulary(layers, schedule, splits)
-      if by_hand:
-        _CheckSizes(by_hand, num_parts, of_part, schedule.num_devices)
+      vocabulary_split.Check(layers, schedule, splits, sizes)
     _CheckArguments(len(layers), schedule.num_stages, splits, by, remat_policy)
   except (TypeError, ValueError) as e:
     raise type(e)(f'{prefix}{e}') from None
@@ -355,28 +356,16 @@ def MakeCut(
   schedule = offload_lib.WithOffload(schedule, offload)
   has_choices = remat_policy == rematerialisation.AUTO
   one_policy = 'none' if has_choices else remat_policy
-  slices: Sequence[int] = ()
-  in_slices: list[str] = []
-  # Whether the slices have the embedding, too.
-  has_table = shares_vocabulary and vocabulary_tables.CanShare(layers[0], layers[-1])
   ends: Sequence[int] | None = splits
+  split: vocabulary_split.VocabularySplit | None = None
   if shares_vocabulary:
-    ends, parts = vocabulary_cut.Cut(work, splits, schedule, one_policy, num_parts)
-    slices = by_hand or [of_part * n for n in parts]
-    in_slices = [layers[0].path] * has_table + [layers[-1].path] * bool(layers[-1].class_shards)
-    work = vocabulary_cut.WithSlices(work, slices)
-    costs = _WithSliceCosts(costs, slices, has_table)
+    split, ends = vocabulary_split.MakeSplit(layers, work, schedule, one_policy, splits, sizes)
+    work, costs = vocabulary_cut.WithSlices(work, split.sizes), split.Costs(costs)
 
   @functools.cache
   def Bytes() -> list[stage_memory.LayerBytes]:
-    sizes = measured.Bytes(weights, xla, with_options=has_choices)
-    if slices:
-      owner = schedule.stage_to_device[schedule.num_layer_stages - 1]
-      copied = None if layers[-1].class_shards else weights.CopyBytes(layers[-1])
-      sizes = vocabulary_cut.WithSliceBytes(
-        sizes, slices, owner, copy_bytes=copied, has_table=has_table
-      )
-    return sizes
+    num_bytes = measured.Bytes(weights, xla, with_options=has_choices)
+    return num_bytes if split is None else split.Bytes(num_bytes, weights, schedule)
 
   @functools.cache
   def Memory() -> stage_memory.StageMemory:
@@ -400,14 +389,12 @@ def MakeCut(
     if exceeds_limit:  # The error message describes the best cut without the limit.
       ends = partitioner.PartitionStages(stage_costs)
   assert ends, 'Without a memory limit there is always a cut.'
-  all_ends = ends
-  if slices:
-    all_ends = vocabulary_cut.AllEnds(ends, len(slices))
+  all_ends = ends if split is None else vocabulary_cut.AllEnds(ends, len(split.sizes))
   choices: tuple[recomputation.Choice, ...] = ()
   again: tuple[float, ...] = ()
   busy = stage_work.StageCosts(work, all_ends, schedule, one_policy)
   if chooser is not None:
-    choices, _ = chooser.ChooseTogether(all_ends) if slices else chooser.ChooseAll(ends)
+    choices, _ = chooser.ChooseTogether(all_ends) if split else chooser.ChooseAll(ends)
     again = tuple(itertools.starmap(chooser.OneRecomputation, enumerate(choices)))
     busy = [cost + x.again * chooser.unit for cost, x in zip(busy, choices, strict=True)]
   cut = Cut(
@@ -421,101 +408,14 @@ def MakeCut(
     work=work,
     weights=weights,
     make_memory=Memory,
-    vocabulary=tuple(slices),
-    in_slices=tuple(in_slices),
+    vocabulary=split.sizes if split else (),
+    in_slices=split.in_slices if split else (),
     choices=choices,
     again=again,
   )
-  if memory_limit and (splits or exceeds_limit or slices):
+  if memory_limit and (splits or exceeds_limit or split):
     _CheckMemory(cut, memory_limit, prefix, by_hand=bool(splits))
   return cut
-
-
-def _CheckVocabulary(
-  layers: Sequence[base_layer.BaseLayer],
-  schedule: schedules.Schedule,
-  splits: Sequence[int] | None,
-) -> tuple[int, int]:
-  """Returns the number of parts of the last layer that slices consist of, and the classes of each.
-
-  Raises:
-    ValueError: its vocabulary cannot be shared out.
-  """
-  head, what = layers[-1], "vocabulary='shared'"
-  if not head.class_axes:
-    raise ValueError(
-      f'{what}: the last layer, {head.path}, is a {type(head).__name__}, not a softmax whose '
-      'classes can be shared out, such as SimpleFullSoftmax or SharedSoftmaxLayer'
-    )
-  if schedule.num_stages >= len(layers):
-    raise ValueError(
-      f'{what}: {schedule.num_stages} stages for {len(layers) - 1} layers besides {head.path}, '
-      f'which is shared out; use at most {len(layers) - 1} stages'
-    )
-  if splits and len(splits) > 1 and splits[-2] == len(layers) - 1:
-    raise ValueError(
-      f'{what}: splits {list(splits)} leave the last stage no layer but the softmax, {head.path}, '
-      'which is shared out; give it another layer, or take one stage less'
-    )
-  num_parts, of_part = VocabularyParts(head)
-  parts = f'shards of {of_part} classes' if head.class_shards else 'classes'
-  if num_parts < schedule.num_devices:
-    raise ValueError(
-      f'{what}: {head.path} has {num_parts} {parts}, too few for {schedule.num_devices} devices'
-    )
-  return num_parts, of_part
-
-
-def VocabularyParts(head: base_layer.BaseLayer) -> tuple[int, int]:
-  """Returns the number of parts of a layer that slices consist of, and the classes of each.
-
-  (0, 0) stands for a layer whose classes cannot be shared out.
-  """
-  if not head.class_axes:
-    return 0, 0
-  name, axis = next(iter(head.class_axes.items()))
-  num_classes = head.WeightSpecs()[f'{head.path}.{name}'][0].shape[axis]
-  return (len(head.class_shards), num_classes) if head.class_shards else (num_classes, 1)
-
-
-def _CheckSizes(sizes: Sequence[int], num_parts: int, of_part: int, num_devices: int) -> None:
-  """Raises ValueError if the sizes of slices in `splits` do not fit the softmax or the devices."""
-  fits = len(sizes) == num_devices and sum(sizes) == num_parts * of_part
-  if not fits or any(size <= 0 or size % of_part for size in sizes):
-    parts = f', multiples of {of_part}' if of_part > 1 else ''
-    raise ValueError(
-      f'splits give slices of {list(sizes)} classes, but {num_devices} devices share '
-      f'{num_parts * of_part}{parts}; leave these sizes out to balance the devices'
-    )
-
-
-def _WithSliceCosts(
-  costs: Sequence[layer_costs.LayerCost], sizes: Sequence[int], has_table: bool
-) -> tuple[layer_costs.LayerCost, ...]:
-  """Returns the costs with slices in place of the softmax.
-
-  Args:
-    costs: the cost of each layer.
-    sizes: for each slice its number of classes.
-    has_table: whether the slices have the weights of the first layer, too.
-  """
-  first, *between, head = costs
-  num_params = head.num_params
-  if has_table:
-    num_params += first.num_params
-    first = dataclasses.replace(first, num_params=0)
-  slices = []
-  for start, end in itertools.pairwise([0, *itertools.accumulate(sizes)]):
-    share = fractions.Fraction(end - start, sum(sizes))
-    slices.append(
-      dataclasses.replace(
-        head,
-        path=f'{head.path}[{start}:{end}]',
-        num_params=round(num_params * share),
-        flops=round(head.flops * share),
-      )
-    )
-  return (first, *between, *slices)
 
 
 def _CheckArguments(

@@ -123,5 +123,54 @@ def testTheScoresOfAKerasAttentionAreAPart():
   assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
+class _KerasBlock(keras.layers.Layer):
+  """A pre-norm block with an attention and a feed-forward part."""
+
+  def __init__(self, **kwargs):
+    super().__init__(**kwargs)
+    self.norms = [keras.layers.LayerNormalization() for _ in range(2)]
+    self.attention = keras.layers.MultiHeadAttention(_HEADS, 2)
+    self.wide, self.narrow = keras.layers.Dense(4 * _DIM, 'gelu'), keras.layers.Dense(_DIM)
+
+  def build(self, shape):
+    for norm in self.norms:
+      norm.build(shape)
+    self.attention.build(shape, shape)
+    self.wide.build(shape)
+    self.narrow.build((*shape[:-1], 4 * _DIM))
+
+  def call(self, x):
+    y = self.norms[0](x)
+    x = x + self.attention(y, y)
+    return x + self.narrow(self.wide(self.norms[1](x)))
+
+
+def testPartsOfAKerasBlock():
+  x, y = keras_fits.Floats(4, _TIME, _DIM), keras_fits.Floats(4, _TIME, _DIM, seed=1)
+  losses = []
+  parts = frozenset({'scores', 'feed_forward'})
+
+  def Blocks():
+    return keras.Sequential([keras.Input([_TIME, _DIM]), _KerasBlock(), _KerasBlock()])
+
+  for recomputed in (frozenset(), {'scores'}, {'feed_forward'}, parts):
+    pipe = PipelinedModel(keras_fits.Seeded(Blocks), 2, num_micro_batches=2, schedule='1f1b')
+    pipe.compile(optimizer=keras_fits.Sgd(), loss='mse')
+    pipe.predict(x, verbose=0)
+    pipe.stack.engine.remat_policy = [rematerialisation.ByLayer((frozenset(recomputed),))] * 2
+    losses.append([pipe.train_on_batch(x, y) for _ in range(3)])
+    costs = layer_costs.LayerCosts(pipe.stack.layers, [tf.TensorSpec([2, _TIME, _DIM])])
+    options = costs.Bytes(layer_costs.Weights(), xla=False, with_options=True)[0].options
+  for other in losses[1:]:
+    assert other == pytest.approx(losses[0], rel=1e-6)
+  by_part = {option.recomputed: option for option in options}
+  # Without the part, backward repeats the wide layer and no other product.
+  wide = 2 * _TIME * 4 * _DIM * 4
+  everything, without = by_part[frozenset()], by_part[frozenset({'feed_forward'})]
+  assert everything.kept_bytes - without.kept_bytes >= wide
+  assert 0 < without.again < 0.5
+  assert by_part.keys() >= {frozenset({'scores'}), parts}
+
+
 if __name__ == '__main__':
   raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))
