@@ -91,9 +91,9 @@ def garbage():
 
 @pytest.fixture(scope='module', autouse=True)
 def graph_optimizer(request):
-  """Optimizes graphs in the files with the mark `optimized_graphs`, and in programs, as users do.
+  """Lets TensorFlow optimise graphs, as for users, in the files with the mark `optimized_graphs`.
 
-  The others run without; with `OPTIMIZE_GRAPHS=1 make test` all do as users do.
+  With `OPTIMIZE_GRAPHS=1 make test` it does so in all files.
   """
   marked = request.node.get_closest_marker('optimized_graphs') is not None
   if marked:
@@ -114,7 +114,7 @@ def forks(tmp_path_factory):
 
 
 def _ConfigureTensorFlow():
-  """Creates the devices, before TensorFlow initialises the default one."""
+  """Creates the devices, before TensorFlow initialises the default one, and saves time."""
   tf = sys.modules['tensorflow']
   tf.config.threading.set_intra_op_parallelism_threads(1)
   cpu = tf.config.list_physical_devices('CPU')[0]
@@ -126,7 +126,7 @@ def _ConfigureTensorFlow():
 
 
 def _OptimizeGraphs(enabled):
-  """Turns TensorFlow's optimizer of graphs on or off: a fifth of the time of a test that traces."""
+  """Turns TensorFlow's optimiser of graphs on or off: a fifth of the time of a test that traces."""
   tf = sys.modules['tensorflow']
   off = not enabled and not os.environ.get('OPTIMIZE_GRAPHS')
   tf.config.optimizer.set_experimental_options({'disable_meta_optimizer': off})

@@ -194,7 +194,7 @@ def Run() -> int:
     print(f'{num_needed} cores are needed: expect no speed-up', flush=True)
   measured: list[report.Measured] = []
   failed, total = 0, len(grid) * FLAGS.rounds
-  start = time.monotonic()
+  start, started = time.monotonic(), time.time()
   for i, config in enumerate(grid * FLAGS.rounds, 1):
     try:
       result = Measure(config)
@@ -202,6 +202,8 @@ def Run() -> int:
       failed += 1
       print(f'[{i}/{total}] {config.name}: FAILED\n{e}', flush=True)
       continue
+    # Rounds of several runs that wrote into one file do not belong together.
+    result['round'] = f'{started:.0f}/{(i - 1) // len(grid)}'
     measured.append((config, result))
     seconds = time.monotonic() - start
     print(

@@ -20,6 +20,8 @@ from lingvo_gpipe.pipeline.stages import micro_batch, stage_functions
 from tests import graph_reader
 from tests.toys import stacks
 
+pytestmark = pytest.mark.optimized_graphs
+
 _DIM = 4
 _CALLS = ('PartitionedCall', 'StatefulPartitionedCall')
 _STAGE_FUNCTION = re.compile(

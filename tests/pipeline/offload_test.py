@@ -13,6 +13,8 @@ from lingvo_gpipe.pipeline import host_copies
 from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules
 from tests.toys import layers, stacks
 
+pytestmark = pytest.mark.optimized_graphs
+
 _DIM = 4
 
 

@@ -15,6 +15,8 @@ from lingvo_gpipe.pipeline.stages import micro_batch
 from tests import graph_reader
 from tests.toys import stacks
 
+pytestmark = pytest.mark.optimized_graphs
+
 _DIM = 4
 
 

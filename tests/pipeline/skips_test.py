@@ -15,6 +15,8 @@ from lingvo_gpipe.pipeline.stages import stage as stage_lib
 from tests import graph_reader, naming
 from tests.toys import layers, stacks
 
+pytestmark = pytest.mark.optimized_graphs
+
 _BATCH, _DIM = 4, 3
 _SCHEDULES = ('gpipe', 'fused_fill_drain', '1f1b', '1f1b_fused', 'zb_h1')
 

@@ -16,6 +16,8 @@ from lingvo_gpipe.runners import train_runner
 from tests import graph_reader
 from tests.toys import tasks
 
+pytestmark = pytest.mark.optimized_graphs
+
 _BATCH = 8
 # Settings of task.train for the sum of the gradients.
 _WAYS = [{'all_reduce': 'send'}, {'all_reduce': 'collective'}, {'shard_optimizer_slots': True}]

@@ -232,7 +232,7 @@ def testRoundsAreMerged():
   assert (merged['simulated_best'], merged['simulated_median']) == (1.5, 3.0)
   assert (merged['predicted_best'], merged['predicted_median']) == (1.4, 3.4)
   assert merged['memory_mib'] == 12.0
-  assert merged['rounds'] == [[3.0, 4.0], [5.0], [2.0]]
+  assert merged['rounds'] == {0: [3.0, 4.0], 1: [5.0], 2: [2.0]}
   # Results of an older version lack some figures.
   for older in (0, 1):
     del rounds[older]['predicted_best']
@@ -249,13 +249,19 @@ def testARatioOfRoundsHasItsSpread():
     (second, report.Merge([_Result(2.0, 3.0), _Result(5.0, 5.0)])),
   ]
   cells = _Cells(second, results)
-  # Medians of all steps are 6.5 and 4; those of the rounds 4.5 and 2.5, 10 and 5.
-  assert cells['vs first'] == '1.62 (1.80-2.00)'
-  assert cells['speed-up'] == '2.00 (1.60-2.00)'
+  # Medians of the rounds are 4.5 and 2.5, 10 and 5.
+  assert cells['vs first'] == '1.90 (1.80-2.00)'
+  assert cells['speed-up'] == '1.80 (1.60-2.00)'
   assert _Cells(first, results)['vs first'] == '1.00 (1.00-1.00)'
-  # A round that failed leaves nothing to compare round by round.
-  results[1] = (second, report.Merge([_Result(2.0, 3.0)]))
-  assert _Cells(second, results)['vs first'] == '2.60'
+  # A round that failed in one line is left out of the other.
+  rounds = [
+    [(1, 4.0), (2, 40.0)], [(0, 1.0), (1, 2.0), (2, 20.0)],
+  ]  # fmt: skip
+  results = [
+    (config, report.Merge([_Result(steps, round=f'0/{n}') for n, steps in each]))
+    for config, each in zip((first, second), rounds, strict=True)
+  ]
+  assert _Cells(second, results)['vs first'] == '2.00 (2.00-2.00)'
 
 
 def testGridOfConfigurations():
@@ -301,6 +307,7 @@ def testTorchHasBalancedStages():
   assert torch_peer.StageEnds([1] * 8 + [5], 2) == [6, 9]
   assert torch_peer.StageEnds([1] * 48, 8) == list(range(6, 49, 6))
   assert torch_peer.StageEnds([3, 1], 2) == [1, 2]
+  assert torch_peer.StageEnds([1] * 10, 4) in ([2, 5, 7, 10], [2, 4, 7, 10], [3, 5, 8, 10])
 
 
 def testWorkloadCWithoutKerasHubSaysWhatToInstall(monkeypatch):
@@ -339,7 +346,10 @@ def testThePlotIsWritten(tmp_path):
     ('--workloads=e', r"--workloads: unknown 'e'"),
     ('--num_micro_batches=0', r'--num_micro_batches: expected numbers of at least 1, got 0'),
     ('--size=a.dim=8,0', r"size 'a.dim=8,0': expected numbers of at least 1"),
-    ('--size=a.depth=3', r"size 'a.depth=3': expected <name>=<number>, name one of a.layers"),
+    (
+      '--size=a.depth=3',
+      r"size 'a.depth=3': expected <name>=<number> or <number>,<number>, name one of a.layers",
+    ),
     ('--table_of=/no/such', r'--table_of: expected a file that --output wrote: /no/such: '),
     ('both', r"unexpected argument 'both'"),
     ('--num_micro_batches=300', r'a batch of 256 has no such M'),

@@ -131,8 +131,11 @@ def AllSizes(workload: str, texts: Iterable[str]) -> list[dict[str, int]]:
     known = WORKLOADS.get(match[1], {}) if match else {}
     if not match or match[2] not in known:
       names = [f'{w}.{name}' for w, sizes in WORKLOADS.items() for name in sizes]
-      raise ValueError(f'size {text!r}: expected <name>=<number>, name one of {", ".join(names)}')
-    numbers = [int(number) for number in match[3].split(',')]
+      raise ValueError(
+        f'size {text!r}: expected <name>=<number> or <number>,<number>, name one of '
+        f'{", ".join(names)}'
+      )
+    numbers = list(dict.fromkeys(map(int, match[3].split(','))))
     if min(numbers) < min(known[match[2]], 1):
       raise ValueError(f'size {text!r}: expected numbers of at least 1')
     if match[1] == workload:
@@ -148,7 +151,8 @@ def Sizes(workload: str, texts: Iterable[str]) -> dict[str, int]:
   """
   sizes, *others = AllSizes(workload, texts)
   if others:
-    raise ValueError(f'size: expected one value each, got {", ".join(texts)}')
+    several = [text for text in texts if ',' in text]
+    raise ValueError(f'size: expected one value, got {" and ".join(several)}')
   return sizes
 
 

@@ -53,7 +53,7 @@ def Median(result: Mapping[str, Any]) -> float:
 def Merge(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
   """Merges the results of several rounds: all steps, and the best or median of other figures."""
   merged = dict(rounds[0])
-  merged['rounds'] = [result['steps'] for result in rounds]
+  merged['rounds'] = {result.get('round', i): result['steps'] for i, result in enumerate(rounds)}
   merged['steps'] = [seconds for result in rounds for seconds in result['steps']]
   for key, choose in (
     ('simulated_best', min),
@@ -114,22 +114,21 @@ def Ratio(
   denominator: Mapping[str, Any],
   seconds: Callable[[Mapping[str, Any]], float],
 ) -> str:
-  """Returns the ratio of two results, with the least and largest ratio of all rounds if several.
+  """Returns the ratio of two results; of several rounds the median, least and largest ratio.
 
-  The n-th round of one result is compared with the n-th round of the other, because both saw the
-  same disturbances.
+  A round of one result is compared with the same round of the other, because both saw the same
+  disturbances.
   """
   if numerator is None:
     return '-'
-  text = f'{seconds(numerator) / seconds(denominator):.2f}'
-  rounds = [result.get('rounds', []) for result in (numerator, denominator)]
-  if len(rounds[0]) != len(rounds[1]) or len(rounds[0]) < 2:
-    return text
+  above, below = numerator.get('rounds', {}), denominator.get('rounds', {})
   ratios = [
-    seconds({'steps': above}) / seconds({'steps': below})
-    for above, below in zip(*rounds, strict=True)
+    seconds({'steps': above[n]}) / seconds({'steps': below[n]})
+    for n in sorted(above.keys() & below.keys())
   ]
-  return f'{text} ({min(ratios):.2f}-{max(ratios):.2f})'
+  if len(ratios) < 2:
+    return f'{seconds(numerator) / seconds(denominator):.2f}'
+  return f'{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})'
 
 
 def Row(config: configuration.Configuration, results: Sequence[Measured]) -> tuple[str, ...]:

@@ -32,16 +32,22 @@ def _PeakMemory() -> float:
 
 
 def StageEnds(costs: list[int], num_stages: int) -> list[int]:
-  """Returns the ends of the stages of which the most expensive one is the cheapest."""
+  """Returns the ends of the stages that make the most expensive stage as cheap as possible."""
 
   @functools.cache
-  def Cut(start: int, num_left: int) -> tuple[int, list[int]]:
+  def Cut(start: int, num_left: int) -> tuple[int, int, list[int]]:
+    """Returns the largest cost of a stage, the sum of squares, which breaks ties, and the ends."""
     if num_left == 1:
-      return sum(costs[start:]), [len(costs)]
-    later = [(end, *Cut(end, num_left - 1)) for end in range(start + 1, len(costs) - num_left + 2)]
-    return min((max(sum(costs[start:end]), cost), [end, *ends]) for end, cost, ends in later)
+      cost = sum(costs[start:])
+      return cost, cost**2, [len(costs)]
+    cuts = []
+    for end in range(start + 1, len(costs) - num_left + 2):
+      cost = sum(costs[start:end])
+      largest, squares, ends = Cut(end, num_left - 1)
+      cuts.append((max(cost, largest), squares + cost**2, [end, *ends]))
+    return min(cuts)
 
-  return Cut(0, num_stages)[1]
+  return Cut(0, num_stages)[2]
 
 
 def _Stages(workload: str, sizes: dict[str, int], num_stages: int, checkpointing: bool) -> Any:
@@ -114,7 +120,7 @@ def _Stages(workload: str, sizes: dict[str, int], num_stages: int, checkpointing
     layers = [Block() for _ in range(num_layers)]
   costs = [1] * num_layers
   if workload == 'b':
-    # The embedding costs nothing, so it is a part of the first block; so is the last norm.
+    # The embedding and the norm cost next to nothing: they go with a block and with the softmax.
     layers[0] = nn.Sequential(Embedding(), layers[0])
     layers.append(nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, sizes['vocab'])))
     costs = [12 * dim + 2 * sizes['time']] * num_layers + [sizes['vocab']]

@@ -136,11 +136,6 @@ class KerasCellLayer(base_layer.BaseLayer):
       for x in self._cell.Layers()
       if type(x).__name__.endswith('Attention')
     }
-    self._dense = {
-      _Unnumbered(x.name)
-      for x in self._cell.Layers()
-      if isinstance(x, (keras.layers.Dense, keras.layers.EinsumDense))
-    }
     for layer in self._cell.Layers():
       if layer._metrics:
         raise ValueError(
@@ -237,9 +232,9 @@ class KerasCellLayer(base_layer.BaseLayer):
   def PartOf(self, op_name: str) -> str | None:
     """Returns the part of an operation.
 
-    'scores' is an attention without its projections, and 'feed_forward' the dense layers beside it.
-    Keras names operations after the layers whose calls they are in. An attention is a layer whose
-    class is named so.
+    'scores' is an attention without its projections, and 'feed_forward' what a cell with an
+    attention has beside it. Keras names operations after the layers whose calls they are in. An
+    attention is a layer whose class is named so.
     """
     if not self._attentions:
       return None
@@ -247,9 +242,7 @@ class KerasCellLayer(base_layer.BaseLayer):
     for i, scope in enumerate(scopes[:-1]):
       if scope in self._attentions:
         return None if scopes[i + 1] in self._attentions[scope] else 'scores'
-      if scope in self._dense:
-        return 'feed_forward'
-    return None
+    return 'feed_forward'
 
   @property
   def skips_in(self) -> tuple[str, ...]:

@@ -23,6 +23,8 @@ from lingvo_gpipe.pipeline.stages import (
 from tests import graph_reader
 from tests.toys import stacks
 
+pytestmark = pytest.mark.optimized_graphs
+
 _DIM, _N = 8, 6
 
 
