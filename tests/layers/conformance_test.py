@@ -102,12 +102,12 @@ CATALOGUE = [
     _Product(DIM, 7) + 3 * N * 7 + _Product(7, 5) + 3 * N * 5,
   ),
   (norm.LayerNorm, {'input_dim': DIM}, [X, PADDINGS], NORM),
-  (batch_norm.BatchNormLayer, {'dim': DIM}, [X], 8 * SIZE),
+  (batch_norm.BatchNormLayer, {'dim': DIM}, [X], 7 * SIZE),
   (
     batch_norm.BatchNormLayer,
     {'dim': DIM, 'decay': None, 'center': False},
     [X, PADDINGS],
-    (7 + 3) * SIZE + 2 * N,
+    (6 + 3) * SIZE + 2 * N,
   ),
   (activation_layer.ActivationLayer, {'activation': 'SWISH'}, [X], 2 * SIZE),
   (
@@ -132,13 +132,13 @@ CATALOGUE = [
     conv_batch_norm.ConvBatchNormLayer,
     {'filter_shape': (3, 3, DIM, 4)},
     [IMAGES],
-    IMAGES_SIZE + 2 * (3 * 3 * DIM) * (BATCH * 6 * 5 * 4) + 8 * (BATCH * 6 * 5 * 4),
+    IMAGES_SIZE + 2 * (3 * 3 * DIM) * (BATCH * 6 * 5 * 4) + 7 * (BATCH * 6 * 5 * 4),
   ),
   (
     factorized_reduction.FactorizedReductionLayer,
     {'input_dim': DIM, 'output_dim': 6},
     [IMAGES],
-    IMAGES_SIZE + 2 * DIM * (BATCH * 3 * 3 * 6) + 8 * (BATCH * 3 * 3 * 6),
+    IMAGES_SIZE + 2 * DIM * (BATCH * 3 * 3 * 6 + BATCH * 3 * 3) + 7 * (BATCH * 3 * 3 * 6),
   ),
   (
     pooling.PoolingLayer,

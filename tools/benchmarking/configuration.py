@@ -149,8 +149,8 @@ def Sizes(workload: str, texts: Iterable[str]) -> dict[str, int]:
   Raises:
     ValueError: an override does not name a size of a workload, or has several values.
   """
-  sizes, *others = AllSizes(workload, texts)
-  if others:
+  sizes, *more_sizes = AllSizes(workload, texts)
+  if more_sizes:
     several = [text for text in texts if ',' in text]
     raise ValueError(f'size: expected one value, got {" and ".join(several)}')
   return sizes

@@ -36,7 +36,7 @@ class VocabularySplit:
 
   @property
   def in_slices(self) -> tuple[str, ...]:
-    """The paths of the layers whose weights are in the slices; those of the others are whole."""
+    """The paths of the layers whose weights are in the slices; other weights are whole."""
     head = (self.head.path,) if self.head.class_shards else ()
     return head if self.table is None else (self.table.path, *head)
 

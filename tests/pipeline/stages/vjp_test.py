@@ -43,8 +43,8 @@ def testAMaxPoolIsComputedAgainBesideItsGradient():
   split, weights, x = _Split(trained=2)
   assert _Types(split.Kept(lambda name: False)) == ['Conv2D']
   handles = [w.handle for w in weights]
-  y, *kept = split.forward(*handles, x)
-  gradients = split.backward(*handles, x, *kept, tf.ones_like(y))
+  y, *residuals = split.forward(*handles, x)
+  gradients = split.backward(*handles, x, *residuals, tf.ones_like(y))
   with tf.GradientTape() as tape:
     tape.watch(x)
     whole = _Pooled(weights, x)
