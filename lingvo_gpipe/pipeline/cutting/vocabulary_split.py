@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A shared vocabulary in a cut: the slices of the last layer, a softmax, with costs and bytes.
 
-layers   0   1   2   softmax              0   1   2   slice slice
-         '---+---'------'      becomes    '---+---'     '     '
-stages   0       1                        0   1         2     3
+    stage 0   stage 1                   stage 0  stage 1  stage 2  stage 3
+    [0   1]   [2   softmax]   becomes   [0   1]  [  2  ]  [slice]  [slice]
+
+Each slice is a layer and a stage of its own.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def Check(
   splits: Sequence[int] | None,
   sizes: Sequence[int],
 ) -> None:
-  """Raises ValueError if the vocabulary of the last layer cannot be shared out.
+  """Raises ValueError if the vocabulary of the last layer cannot be shared out in this way.
 
   Args:
     layers: the flat list of layers.
