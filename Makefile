@@ -8,8 +8,7 @@ LOGDIR ?= runs/byte_transformer_gpipe2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.lingvo_gpipe_installed
-# Three, although there are two cores: many tests wait for processes.
-PYTEST := $(BIN)/python -m pytest -n 3 --dist=loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n 2 --dist=loadfile --no-loadscope-reorder
 
 DOCS := CUDA_VISIBLE_DEVICES= TF_CPP_MIN_LOG_LEVEL=3 NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 
