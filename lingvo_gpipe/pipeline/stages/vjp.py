@@ -31,10 +31,10 @@ _CHEAP = frozenset(
   'Abs Add AddN AddV2 BroadcastTo Cast Ceil ClipByValue Concat ConcatV2 Cos Div DivNoNan Equal Erf '
   'Erfc Exp ExpandDims Expm1 Fill Floor FloorDiv Greater GreaterEqual Identity IdentityN Inv '
   'LeakyRelu Less LessEqual Log Log1p LogicalAnd LogicalNot LogicalOr Maximum Minimum Mul MulNoNan '
-  'Neg NotEqual OnesLike Pack PlaceholderWithDefault Pow Range Rank ReadVariableOp '
-  'RealDiv Reciprocal Relu Relu6 Reshape Round Rsqrt Select SelectV2 Shape ShapeN Sigmoid Sign '
-  'Sin Size Slice Softplus Split SplitV Sqrt Square SquaredDifference Squeeze StopGradient '
-  'StridedSlice Sub Tanh Tile Transpose Unpack ZerosLike Const BroadcastGradientArgs'.split()
+  'Neg NotEqual OnesLike Pack PlaceholderWithDefault Pow Range Rank ReadVariableOp RealDiv '
+  'Reciprocal Relu Relu6 Reshape Round Rsqrt Select SelectV2 Shape ShapeN Sigmoid Sign Sin Size '
+  'Slice Softplus Split SplitV Sqrt Square SquaredDifference Squeeze StopGradient StridedSlice Sub '
+  'Tanh Tile Transpose Unpack ZerosLike Const BroadcastGradientArgs'.split()
 )
 
 _Part = Callable[..., Any]
