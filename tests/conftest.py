@@ -11,6 +11,7 @@ import importlib.abc
 import importlib.util
 import os
 import pathlib
+import random
 import re
 import shutil
 import sys
@@ -79,6 +80,14 @@ def temporary_files(tmp_path_factory):
     patched.setenv('TMPDIR', str(folder))  # For the processes that tests start.
     yield
   shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def seeds():
+  """Seeds Python's and NumPy's generators, from which Keras draws the seeds of initial weights."""
+  random.seed(0)
+  if numpy := sys.modules.get('numpy'):
+    numpy.random.seed(0)
 
 
 @pytest.fixture(scope='module', autouse=True)

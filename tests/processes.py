@@ -84,7 +84,7 @@ def Run(program, *args, cwd=ROOT, timeout=TIMEOUT, command=None, more_environmen
 
 # Imports the programs once; then forks for each input line, a call of a program or of a file.
 _FORKS = """
-import gc, json, os, runpy, signal, sys
+import gc, json, os, random, runpy, signal, sys
 from lingvo_gpipe import evaluator, trainer, worker
 gc.freeze()  # Else each child's collections visit, and so copy, all objects of its parent.
 programs = {'trainer': trainer.Run, 'evaluator': evaluator.Run, 'worker': worker.Run}
@@ -98,6 +98,7 @@ for line in sys.stdin:
       os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), fd)
     os.chdir(call['cwd'])
     os.environ.update(call['environment'])
+    random.seed(0)  # Keras draws the seeds of initial weights from it.
     sys.stdout.reconfigure(line_buffering=os.isatty(1))  # As at the start of a process.
     program = call['program']
     sys.argv = [program, *call['args']]
