@@ -4,8 +4,10 @@
 import json
 import pathlib
 import re
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -48,6 +50,30 @@ def testSlurmScript(tmp_path):
   (tmp_path / 'hosts.json').write_text(done.stdout)
   cluster = cluster_spec.FromText((tmp_path / 'hosts.json').read_text(), '')
   assert cluster.workers == ('node1:20017', 'node2:20017')
+
+
+@pytest.mark.parametrize('signal_name', ['USR1', 'TERM'])
+def testSlurmScriptQueuesItsJobAgainOnlyIfTheTimeIsUp(tmp_path, signal_name):
+  """Slurm sends USR1 before the time limit, and TERM if a user cancels the job."""
+  programs = {
+    'scontrol': 'echo "$@" >> calls; [[ $1 != show ]] || echo node1',
+    'srun': 'exit 1',  # The workers have ended before the script ends them.
+    'trainer': "trap 'exit 143' TERM; touch started; while :; do sleep 0.01; done",
+  }
+  for name, text in programs.items():
+    (tmp_path / name).write_text(f'#!/bin/bash\n{text}\n')
+    (tmp_path / name).chmod(0o755)
+  environment = {'PATH': f'{tmp_path}:/usr/bin:/bin', 'SLURM_JOB_ID': '7', 'SLURM_JOB_NODELIST': 'n'}
+  script = subprocess.Popen(
+    ['bash', _EXAMPLES / 'slurm.sh'], cwd=tmp_path, env=environment, stderr=subprocess.PIPE
+  )
+  while not (tmp_path / 'started').exists():
+    time.sleep(0.01)
+  script.send_signal(getattr(signal, f'SIG{signal_name}'))
+  assert script.communicate(timeout=60)[1] == b''
+  assert script.returncode == 143
+  assert ('requeue 7' in (tmp_path / 'calls').read_text()) == (signal_name == 'USR1')
+  assert not list(tmp_path.glob('hosts-*.json'))
 
 
 def testKubernetesObjects(tmp_path):

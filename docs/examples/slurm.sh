@@ -8,8 +8,9 @@
 #SBATCH --cpus-per-task=16
 #SBATCH --gpus-per-node=4
 #SBATCH --time=24:00:00
-#SBATCH --signal=B:TERM@300
+#SBATCH --signal=B:USR1@300
 #SBATCH --requeue
+#SBATCH --open-mode=append
 set -euo pipefail
 
 logdir=runs/one_billion_wds
@@ -25,15 +26,17 @@ workers=$!
 trainer --cluster="$hosts" --model=lm.one_billion_wds.Transformer103 --logdir="$logdir" &
 trainer=$!
 
-# Five minutes before the time is up the trainer finishes its step, saves and leaves.
+# The trainer finishes its step, saves and leaves: five minutes before the time is up, or on scancel (SIGTERM).
+is_time_up=
+trap 'is_time_up=1; kill -TERM $trainer' USR1
 trap 'kill -TERM $trainer' TERM
-trap 'kill $workers; rm -f "$hosts"' EXIT
+trap 'kill $workers 2> /dev/null || true; rm -f "$hosts"' EXIT
 status=0
 wait $trainer || status=$?
 while kill -0 $trainer 2> /dev/null; do  # The signal ended the wait, not the trainer.
   wait $trainer || status=$?
 done
-if ((status == 143)); then
+if [[ $is_time_up && $status == 143 ]]; then
   scontrol requeue "$SLURM_JOB_ID"
 fi
 exit $status

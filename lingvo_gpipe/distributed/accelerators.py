@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
+import socket
 import subprocess
 from collections.abc import Sequence
 from typing import Any
@@ -20,6 +22,9 @@ _FIRST_WITHOUT_XLA = (12, 0)
 _FREE_SHARE = 0.9
 # The memory of CUDA's context and libraries, which no limit of TensorFlow includes.
 _CUDA_MIB = 1024
+
+# The time that a TPU on another machine has to accept a connection.
+_TPU_SECONDS = 60.0
 
 # The fact that a worker publishes if XLA does not run on its GPUs.
 XLA_FACT = 'xla_problem'
@@ -192,6 +197,10 @@ def StartTpu() -> tuple[str, ...]:
   name = os.environ.get('TPU_NAME') or 'local'
   try:
     resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu=name)
+    # TensorFlow waits without end for a TPU that does not answer.
+    for address in itertools.chain(*resolver.cluster_spec().as_dict().values()):
+      host, _, port = address.rpartition(':')
+      socket.create_connection((host, int(port)), timeout=_TPU_SECONDS).close()
     tf.config.experimental_connect_to_cluster(resolver)
     tf.tpu.experimental.initialize_tpu_system(resolver)
   except (tf.errors.OpError, ValueError, RuntimeError, OSError) as e:

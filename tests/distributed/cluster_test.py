@@ -2,6 +2,7 @@
 """Choosing devices of a process; a subprocess provides a fresh TensorFlow."""
 
 import os
+import socket
 import subprocess
 import sys
 
@@ -166,24 +167,35 @@ def testEachGpuIsSplit(eight_gpus):
 
 def testTheTpuIsStartedBeforeItsCoresAreListed(monkeypatch):
   calls = []
-  monkeypatch.setenv('TPU_NAME', 'grpc://10.0.0.2:8470')
-  monkeypatch.setattr(
-    tf.distribute.cluster_resolver, 'TPUClusterResolver', lambda tpu: calls.append(tpu) or 'tpu'
-  )
-  monkeypatch.setattr(tf.config, 'experimental_connect_to_cluster', calls.append)
-  monkeypatch.setattr(tf.tpu.experimental, 'initialize_tpu_system', calls.append)
+  server = socket.create_server(('127.0.0.1', 0))
+  monkeypatch.setenv('TPU_NAME', f'grpc://127.0.0.1:{server.getsockname()[1]}')
+  for owner, name in (
+    (tf.config, 'experimental_connect_to_cluster'),
+    (tf.tpu.experimental, 'initialize_tpu_system'),
+  ):
+    monkeypatch.setattr(owner, name, lambda resolver, name=name: calls.append(name))
   names = [f'/job:worker/replica:0/task:0/device:TPU:{i}' for i in range(8)]
   cores = [tf.config.LogicalDevice(name, 'TPU') for name in names]
-  monkeypatch.setattr(tf.config, 'list_logical_devices', lambda kind: cores if calls[2:] else [])
+  monkeypatch.setattr(tf.config, 'list_logical_devices', lambda kind: cores if calls[1:] else [])
   accelerators.StartTpu.cache_clear()
   assert cluster.Cluster.Create(2, platform='tpu').devices == names[:2]
-  assert calls == ['grpc://10.0.0.2:8470', 'tpu', 'tpu']
+  assert calls == ['experimental_connect_to_cluster', 'initialize_tpu_system']
   c = cluster.Cluster.Create(2, platform='tpu', indices=[5, 1])
   assert c.devices == [names[5], names[1]] and c.Describe() == '2 TPU cores'
-  assert len(calls) == 3  # A second start would clear the memory of the cores.
+  assert len(calls) == 2  # A second start would clear the memory of the cores.
   with pytest.raises(ValueError, match='there is no TPU core 8'):
     cluster.Cluster.Create(1, platform='tpu', indices=[8])
   accelerators.StartTpu.cache_clear()
+  server.close()
+
+
+def testATpuThatDoesNotAnswerIsAnError(monkeypatch):
+  """TensorFlow would wait for it without end."""
+  with socket.create_server(('127.0.0.1', 0)) as server:
+    port = server.getsockname()[1]
+  monkeypatch.setenv('TPU_NAME', f'grpc://127.0.0.1:{port}')
+  with pytest.raises(ValueError, match=f'the TPU .*{port}.*did not start'):
+    cluster.Cluster.Create(1, platform='tpu')
 
 
 def testNoTpuIsAnError(monkeypatch):
