@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`tools.accelerator_check`: a report of rows, also if a check crashes or hangs."""
 
+import html
 import json
 import os
 import stat
@@ -21,6 +22,8 @@ _PROGRAM = str(processes.ROOT / 'tools' / 'accelerator_check.py')
 
 def testTheReport(forks, tmp_path):
   folder = tmp_path / 'out'
+  (folder / 'a_run').mkdir(parents=True)
+  (folder / 'a_run' / 'timeline_3.html').write_text('<svg id="steps"></svg>')
   done = forks.Run(_PROGRAM, f'--output_dir={folder}', '--checks=masks', '--platform=cpu')
   out = processes.Succeeded(done).stdout
   report = json.loads((folder / 'report.json').read_text())
@@ -29,6 +32,8 @@ def testTheReport(forks, tmp_path):
   for name in ('report.md', 'report.html'):
     text = (folder / name).read_text()
     assert text.count('PASS') == 5 and '4 PASS, 0 FAIL' in text and 'report.json' in text
+  assert '<svg id="steps">' in html.unescape((folder / 'report.html').read_text())
+  assert 'a_run/timeline_3.html' in (folder / 'report.md').read_text()
   assert '4 PASS, 0 FAIL' in out and 'report.json' in out
   assert (folder / 'masks.log').exists()
 
@@ -92,10 +97,38 @@ def _Rows(name, capsys):
   return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-@pytest.mark.parametrize('name', ['devices', 'keras', 'copies'])
+@pytest.mark.parametrize('name', ['devices', 'keras', 'dtypes', 'replicas', 'copies'])
 def testACheckPasses(name, capsys):
   rows = _Rows(name, capsys)
   assert rows and all(row['pass'] for row in rows), rows
+
+
+@pytest.mark.parametrize('factor', [1.5, 3])
+def testMemoryOfAnAcceleratorIsThatOfItsAllocator(monkeypatch, capsys, factor):
+  """A stand-in for an accelerator, whose allocator has `factor` times the predicted peak."""
+  monkeypatch.setattr(checks.Place, 'is_cpu', False)
+  monkeypatch.setattr(checks, '_MEMORY_SIZES', {'dim': 8, 'batch': 64})
+  monkeypatch.setattr(checks.rematerialisation, 'POLICIES', ('stage',))
+  monkeypatch.setattr(tf.config.experimental, 'reset_memory_stats', lambda device: None)
+  runners = []
+
+  class Runner(checks.train_runner.TrainRunner):
+    def __init__(self, *args):
+      super().__init__(*args)
+      runners.append(self)
+
+  def Allocated(device):
+    predicted = runners[0].cut.memory[int(device[-1])].activations if runners else 0
+    return {'current': 100, 'peak': 100 + factor * predicted}
+
+  monkeypatch.setattr(checks.train_runner, 'TrainRunner', Runner)
+  monkeypatch.setattr(checks, '_Allocated', Allocated)
+  place = checks.Place('cpu', '')
+  place.cluster = checks.cluster.Cluster.Create(2, platform='cpu')
+  checks.CHECKS['memory'][0](place)
+  rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+  assert [row['row'] for row in rows] == ['memory stage CPU:0', 'memory stage CPU:1']
+  assert [row['pass'] for row in rows] == [factor < 2] * 2
 
 
 def testEqualityCoversSchedulesAndPolicies(monkeypatch, capsys):

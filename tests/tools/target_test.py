@@ -33,10 +33,10 @@ def machines(monkeypatch):
   return names
 
 
-def _Describe(num_devices, known=None):
+def _Describe(num_devices, known=None, kind='CPU'):
   """Describes workers with these numbers of devices."""
   devices = [
-    f'/job:worker/replica:0/task:{task}/device:CPU:{i}'
+    f'/job:worker/replica:0/task:{task}/device:{kind}:{i}'
     for task, count in enumerate(num_devices)
     for i in range(count)
   ]
@@ -83,6 +83,12 @@ def testDescribedValuesThatCannotBeMeasuredAreKept(machines):
   assert (devices.num_devices, devices.devices_per_host, devices.memory_bytes) == (64, 8, 5)
   assert devices.between_hosts.bandwidth == 11
   assert devices.flops_per_second == 1e9 and devices.within_host.latency == 2
+
+
+@pytest.mark.parametrize('kind, transfers', [('GPU', 'occupy'), ('CPU', 'overlap')])
+def testTransfersOfGpusOccupyThem(machines, kind, transfers):
+  machines[:] = 'a'
+  assert _Describe([2], {'memory_bytes': 5}, kind).transfers == transfers
 
 
 def testHostsWithDifferentNumbersOfDevicesAreRejected(machines):

@@ -40,6 +40,8 @@ _MEMORY_FACTOR = 2
 # Log directories of the checks that run the trainer.
 RUNS = ('main_job', 'straight', 'resumed')
 _LOSS_BOUND, _NARROW_BOUND = 1e-4, 3e-2
+# The sizes of workload (a) in the check of an accelerator's memory: 32 MiB a tensor.
+_MEMORY_SIZES = {'dim': 1024, 'batch': 65536}
 
 
 class Place:
@@ -193,7 +195,7 @@ def _Memory(place: Place) -> None:
     num_stages = len(place.devices)
     task, batch = workloads.Make(
       'a',
-      {'layers': 4 * num_stages, 'dim': 1024, 'batch': 65536},
+      {'layers': 4 * num_stages, **_MEMORY_SIZES},
       {'num_stages': num_stages, 'num_micro_batches': 8, 'remat_policy': policy},
     )
     for device in place.devices:
@@ -301,15 +303,20 @@ def _Actions(place: Place) -> None:
       micro_batches = [micro_batch.MicroBatch((a,), s, tf.reduce_sum(s)) for a, s in pairs]
       return stack.engine.Accumulate(micro_batches, tf.constant(0, tf.int64))[0]['loss']
 
-    first, best = _Times(functools.partial(tf.function(Step, autograph=False), x, side))
+    step = tf.function(Step, autograph=False)
+    start = time.perf_counter()
+    step.get_concrete_function(x, side)
+    trace = time.perf_counter() - start
+    first, best = _Times(functools.partial(step, x, side))
     count = sum(len(row) for row in engine.TrainingSchedule(num_micro_batches).actions)
     Report(
       f'{name} actions{"" if engine.xla else " without XLA"}',
       True,
-      f'{best / count * 1e6:.0f} us for each of {count} actions; first step {first:.1f} s, with '
-      f'tracing and compiling',
+      f'{best / count * 1e6:.0f} us for each of {count} actions; {trace:.1f} s to trace, then '
+      f'{first - best:.1f} s to compile',
       action_seconds=best / count,
-      first_seconds=first,
+      trace_seconds=trace,
+      compile_seconds=first - best,
     )
 
 
