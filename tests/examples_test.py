@@ -63,7 +63,8 @@ def testSlurmScriptQueuesItsJobAgainOnlyIfTheTimeIsUp(tmp_path, signal_name):
   for name, text in programs.items():
     (tmp_path / name).write_text(f'#!/bin/bash\n{text}\n')
     (tmp_path / name).chmod(0o755)
-  environment = {'PATH': f'{tmp_path}:/usr/bin:/bin', 'SLURM_JOB_ID': '7', 'SLURM_JOB_NODELIST': 'n'}
+  environment = {'SLURM_JOB_ID': '7', 'SLURM_JOB_NODELIST': 'node1'}
+  environment['PATH'] = f'{tmp_path}:/usr/bin:/bin'
   script = subprocess.Popen(
     ['bash', _EXAMPLES / 'slurm.sh'], cwd=tmp_path, env=environment, stderr=subprocess.PIPE
   )

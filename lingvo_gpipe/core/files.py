@@ -16,7 +16,8 @@ FILE_ERRORS = (tf.errors.OpError, OSError)
 
 # TensorFlow's account of a function: where its operations were made, and which worker ran them.
 _TRACE = re.compile(
-  r'Graph execution error:\s*|Detected at node .*\n(?:[ ]*File ".*\n|\n)*|\s*\[\[\{\{.*?\}\}.*?\]\]'
+  r'Graph execution error:\s*|Detected at node .*\n(?:[ ]*File ".*\n|<stack.*>\n|\n)*'
+  r'|\s*\[\[\{\{.*?\}\}.*?\]\]'
 )
 _REMOTE = re.compile(r'\nAdditional GRPC error information from remote target (\S+) while .*\n.*')
 

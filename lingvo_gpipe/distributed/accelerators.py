@@ -14,6 +14,8 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
+from lingvo_gpipe.core import files
+
 MEMORY = ('growth', 'cuda_malloc_async')
 
 # TensorFlow 2.21's XLA generates code for older GPUs only, and ends the process on newer ones.
@@ -205,7 +207,7 @@ def StartTpu() -> tuple[str, ...]:
     tf.tpu.experimental.initialize_tpu_system(resolver)
   except (tf.errors.OpError, ValueError, RuntimeError, OSError) as e:
     raise ValueError(
-      f'platform tpu: the TPU {name!r} did not start: {str(e).splitlines()[0]}. It needs the '
+      f'platform tpu: the TPU {name!r} did not start: {files.OneLine(e)}. It needs the '
       'package tensorflow-tpu, and TPU_NAME if it belongs to another machine'
     ) from e
   return tuple(device.name for device in tf.config.list_logical_devices('TPU'))

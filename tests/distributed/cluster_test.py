@@ -198,14 +198,22 @@ def testATpuThatDoesNotAnswerIsAnError(monkeypatch):
     cluster.Cluster.Create(1, platform='tpu')
 
 
-def testNoTpuIsAnError(monkeypatch):
+@pytest.mark.parametrize(
+  'message',
+  [
+    'no {tpu}',
+    'Graph execution error:\n\nDetected at node host/_1 defined at (most recent call last):\n'
+    '<stack traces unavailable>\nno {tpu} \n\t [[{{{{node host/_1}}}}]] [Op:__inference_init_4]',
+  ],
+)
+def testNoTpuIsAnError(monkeypatch, message):
   monkeypatch.setenv('TPU_NAME', 'nowhere')
 
   def Refuse(tpu):
-    raise ValueError(f'no {tpu}')
+    raise tf.errors.InternalError(None, None, message.format(tpu=tpu))
 
   monkeypatch.setattr(tf.distribute.cluster_resolver, 'TPUClusterResolver', Refuse)
-  with pytest.raises(ValueError, match="the TPU 'nowhere' .*no nowhere.*TPU_NAME"):
+  with pytest.raises(ValueError, match="the TPU 'nowhere' [^:]*: no nowhere. It .*TPU_NAME"):
     cluster.Cluster.Create(1, platform='tpu')
 
 
