@@ -195,7 +195,7 @@ class BaseLayer(layer_tree.LayerTree):
       children = [self._MakeChild(f'{name}[{i}]', f'{name}_{i}', p) for i, p in enumerate(params)]
       layers = children
     for layer in layers:
-      layer._is_seed_root = seed_roots
+      layer.__dict__['_is_seed_root'] = seed_roots
     self._AddChild(name, children)
     return children
 
@@ -231,8 +231,7 @@ class BaseLayer(layer_tree.LayerTree):
       if getattr(p, inherited) is None:
         setattr(p, inherited, getattr(self.params, inherited))
     child = p.Instantiate()
-    child._parent = self
-    child._key = key
+    child.__dict__.update(_parent=self, _key=key)  # Not tracked either, as in LayerTree.
     return child
 
   def _CheckNewName(self, name: str) -> None:

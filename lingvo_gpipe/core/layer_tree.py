@@ -26,17 +26,19 @@ class LayerTree(tf.Module):
   _params: Any
   _layer_children: dict[str, Any]
   _weights: dict[str, tuple[weight_params.WeightParams, bool]]
+  _parent: Any
+  _key: str
+  _is_seed_root: bool
+  _variables: dict[str, tf.Variable] | None
+  _variable_maker: VariableMaker | None
 
   def __init__(self, params: Any) -> None:
     super().__init__(name=params.name)
     # These assignments bypass tf.Module's tracking, which took a third of the time to construct a
     # large model.
     self.__dict__.update(_params=params, _layer_children={}, _weights={})
-    self._parent: Any = None
-    self._key: str = params.name
-    self._is_seed_root = False
-    self._variables: dict[str, tf.Variable] | None = None
-    self._variable_maker: VariableMaker | None = None
+    self.__dict__.update(_parent=None, _key=params.name, _is_seed_root=False)
+    self.__dict__.update(_variables=None, _variable_maker=None)
 
   # ---- layers ----------------------------------------------------------------------------------
 
