@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from lingvo_gpipe.core import shapes
+
 # Maps weights and inputs [..., dim] to logits [..., num_classes].
 LogitsFn = Callable[[Any, tf.Tensor], tf.Tensor]
 
@@ -180,7 +182,7 @@ class ChunkedLogits:
       statistics = _InChunks(ChunkStatistics, weights, rows, ids, chunk_size)
     else:
       statistics = list(ChunkStatistics(weights, rows, ids))
-    return [tf.reshape(x, tf.shape(self.inputs)[:-1]) for x in statistics]
+    return [tf.reshape(x, shapes.GetShape(self.inputs)[:-1]) for x in statistics]
 
 
 class SharedLogits(ChunkedLogits):
@@ -226,24 +228,28 @@ def _InChunks(
   """Returns `function(weights, rows, ids)`, chunk by chunk, also when it is differentiated.
 
   Args:
-    function: computes numbers for each row; the last one has no gradient.
+    function: computes numbers of one dtype for each row; the last one has no gradient.
     weights: the weights, floating tensors.
     rows: [n, dim].
     ids: [n].
     chunk_size: number of rows of a chunk.
   """
-  num_rows = tf.shape(rows)[0]
+  num_rows = shapes.GetShape(rows)[0]
   num_chunks = -(-num_rows // chunk_size)
+  num_padded = num_chunks * chunk_size
+  is_whole = isinstance(num_rows, int) and num_rows == num_padded
 
   def Split(x: tf.Tensor) -> tf.Tensor:
     """Returns [chunks, chunk_size, ...], with zeros after the last row."""
-    padding = [[0, num_chunks * chunk_size - num_rows]] + [[0, 0]] * (x.shape.rank - 1)
-    shape = tf.concat([[num_chunks, chunk_size], tf.shape(x)[1:]], axis=0)
-    return tf.reshape(tf.pad(x, padding), shape)
+    shape = [num_chunks, chunk_size, *shapes.GetShape(x)[1:]]
+    if not is_whole:
+      x = tf.pad(x, [[0, num_padded - num_rows]] + [[0, 0]] * (x.shape.rank - 1))
+    return tf.reshape(x, shape)
 
   def Join(x: tf.Tensor) -> tf.Tensor:
     """Undoes `Split`."""
-    return tf.reshape(x, tf.concat([[-1], tf.shape(x)[2:]], axis=0))[:num_rows]
+    x = tf.reshape(x, [num_padded, *shapes.GetShape(x)[2:]])
+    return x if is_whole else x[:num_rows]
 
   ids = Split(ids)
 
@@ -251,14 +257,14 @@ def _InChunks(
   def Run(rows: tf.Tensor, *weights: tf.Tensor) -> Any:
     chunks = Split(rows)
 
-    def Forward(x: tuple[tf.Tensor, tf.Tensor]) -> tuple[tf.Tensor, ...]:
-      return tuple(function(weights, *x))
+    def Forward(i: tf.Tensor) -> tf.Tensor:
+      return tf.stack(function(weights, chunks[i], ids[i]), axis=-1)
 
     def Gradient(*upstream: tf.Tensor) -> tuple[tf.Tensor, ...]:
       # Many small numbers would be lost in a sum of bfloat16.
       sums = [tf.zeros_like(w, tf.float32 if w.dtype.size < 4 else w.dtype) for w in weights]
       grads = tf.TensorArray(chunks.dtype, num_chunks, element_shape=chunks.shape[1:])
-      dy = [Split(g) for g in upstream[:-1]]
+      dy = Split(tf.stack(upstream[:-1], axis=-1))
 
       def Body(i: tf.Tensor, grads: Any, *sums: tf.Tensor) -> Any:
         chunk = chunks[i]
@@ -268,7 +274,7 @@ def _InChunks(
         dx, *dw = tape.gradient(
           y,
           [chunk, *weights],
-          output_gradients=[g[i] for g in dy],
+          output_gradients=tf.unstack(dy[i], axis=-1),
           unconnected_gradients=tf.UnconnectedGradients.ZERO,
         )
         dw = [tf.cast(tf.convert_to_tensor(g), s.dtype) for g, s in zip(dw, sums, strict=True)]
@@ -279,9 +285,12 @@ def _InChunks(
       )
       return Join(grads.stack()), *(tf.cast(s, w.dtype) for s, w in zip(sums, weights, strict=True))
 
-    # A call without rows tells the dtypes of the numbers.
-    dtypes = tuple(x.dtype for x in function(weights, rows[:0], ids[0, :0]))
-    outputs = tf.map_fn(Forward, (chunks, ids), parallel_iterations=1, fn_output_signature=dtypes)
-    return tuple(Join(x) for x in outputs), Gradient
+    # A call without rows tells the dtype of the numbers, which are one tensor in the loop: each
+    # tensor costs a dozen operations.
+    dtype = function(weights, rows[:0], ids[0, :0])[0].dtype
+    outputs = tf.map_fn(
+      Forward, tf.range(num_chunks), parallel_iterations=1, fn_output_signature=dtype
+    )
+    return tuple(tf.unstack(Join(outputs), axis=-1)), Gradient
 
   return list(Run(rows, *weights))
