@@ -128,15 +128,40 @@ _ONLY_IN_NUMBERS = re.compile(
 
 
 @functools.cache
+def _TaskClasses(key):
+  return tuple(t.cls for t in model_lib.FindTaskParams(_SmokeParams(key, 'Train')).values())
+
+
+@functools.cache
+def _StepTexts():
+  """Returns {key: the lines of the Params that change a step}."""
+  texts = {key: _SmokeParams(key, 'Train').Set(model='').ToText() for key in _KEYS}
+  return {key: _ONLY_IN_NUMBERS.sub('', text).splitlines() for key, text in texts.items()}
+
+
+def _Settings(keys):
+  """Returns each value of each parameter in a step of these experiments, with their tasks."""
+  return {(_TaskClasses(key), line) for key in keys for line in _StepTexts()[key]}
+
+
+@functools.cache
 def _KeysThatTakeSteps():
-  """Returns, of each group of experiments with equal steps, the one with the most stages."""
+  """Returns experiments whose steps have all `_Settings` of all experiments.
+
+  Of each group with equal steps it is the one with the most stages; and no experiment all of whose
+  settings are in the steps of others.
+  """
   largest = {}
   for key in _KEYS:
-    p = _SmokeParams(key, 'Train')
-    candidate = (max(task.stack.num_stages for task in model_lib.FindTaskParams(p).values()), key)
-    step = _ONLY_IN_NUMBERS.sub('', p.Set(model='').ToText())
+    tasks = model_lib.FindTaskParams(_SmokeParams(key, 'Train')).values()
+    candidate = (max(task.stack.num_stages for task in tasks), key)
+    step = '\n'.join(_StepTexts()[key])
     largest[step] = max(largest.get(step, candidate), candidate)
-  return {key for _, key in largest.values()}
+  keys = {key for _, key in largest.values()}
+  for key in sorted(keys):
+    if _Settings([key]) <= _Settings(keys - {key}):
+      keys.remove(key)
+  return keys
 
 
 @pytest.mark.parametrize('key', _KEYS)
@@ -164,12 +189,10 @@ def testTakesTrainingSteps(key):
     _CheckTraining(key)
 
 
-def testEveryTaskTakesSteps():
-  tasks = {
-    key: tuple(task.cls for task in model_lib.FindTaskParams(_SmokeParams(key, 'Train')).values())
-    for key in _KEYS
-  }
-  assert {tasks[key] for key in _KeysThatTakeSteps()} == set(tasks.values())
+def testEverySettingOfEveryTaskTakesSteps():
+  keys = _KeysThatTakeSteps()
+  assert set(map(_TaskClasses, keys)) == set(map(_TaskClasses, _KEYS))
+  assert _Settings(keys) == _Settings(_KEYS)
 
 
 # ---- the checks themselves -----------------------------------------------------------------------
