@@ -34,7 +34,7 @@ def _Gemma():
   """Returns a causal model with one table of weights at both ends, and capped logits."""
   backbone = keras_hub.models.GemmaBackbone(
     vocabulary_size=TOP,
-    num_layers=2,
+    num_layers=1,
     num_query_heads=2,
     num_key_value_heads=1,
     hidden_dim=8,
@@ -54,17 +54,14 @@ def _Compiled(reduction='sum_over_batch_size', **options):
 
 
 def _Check(make, x, y, compiled=_Compiled, *, chunk_size, bound=1e-5, pipe=(), **options):
-  options = {'batch_size': 6, **options}
+  options = {'batch_size': 6, 'epochs': 1, **options}
   expected = keras_fits.Fit(keras_fits.Seeded(make), x, y, compiled, **options)
   chunked = keras_fits.Pipe(keras_fits.Seeded(make), 2, 2, loss_chunk_size=chunk_size, **dict(pipe))
   keras_fits.CheckEqual(keras_fits.Fit(chunked, x, y, compiled, **options), expected, bound)
   plain = keras_fits.Seeded(make)
   plain.set_weights(expected.weights)
-  np.testing.assert_allclose(
-    chunked.predict(x, batch_size=6, verbose=0),
-    plain.predict(x, batch_size=6, verbose=0),
-    atol=10 * bound,
-  )
+  predicted = chunked.predict(x, batch_size=6, verbose=0)
+  np.testing.assert_allclose(predicted, plain(x), atol=10 * bound)
 
 
 @pytest.mark.parametrize('reduction', ['sum', 'sum_over_batch_size', 'mean_with_sample_weight'])
