@@ -84,8 +84,10 @@ def Run(program, *args, cwd=ROOT, timeout=TIMEOUT, command=None, more_environmen
 
 # Imports the programs once; then forks for each input line, a call of a program or of a file.
 _FORKS = """
-import gc, json, os, random, runpy, signal, sys
+import gc, importlib, json, os, random, runpy, signal, sys
 from lingvo_gpipe import evaluator, trainer, worker
+for name in sys.argv[1:]:
+  importlib.import_module(name)
 gc.freeze()  # Else each child's collections visit, and so copy, all objects of its parent.
 programs = {'trainer': trainer.Run, 'evaluator': evaluator.Run, 'worker': worker.Run}
 beside = []
@@ -122,14 +124,16 @@ class Forks:
   the file should start a real process. Tests share one object as the fixture `forks`.
   """
 
-  def __init__(self, directory):
+  def __init__(self, directory, *, modules=(), command=(sys.executable,), more_environment=None):
+    """Starts the parent, which imports further `modules`, by the `command` that runs Python."""
     self._directory = directory
     self._count = 0
     self._pid = 0  # The id of the process for which `Wait` waits.
     self._last = 0  # The id of the last process started.
     self._outputs = {}
     self._parent = subprocess.Popen(
-      [sys.executable, '-c', _FORKS], env=Environment(), cwd=directory, text=True,
+      [*command, '-c', _FORKS, *modules], env=Environment(**(more_environment or {})),
+      cwd=directory, text=True,
       stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip
 
