@@ -28,8 +28,8 @@ FLAGS = flags.FLAGS
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
-# Runs a module like `python -m`, after the imports of lingvo_gpipe's programs: TensorFlow alone takes
-# twice their time, because it imports Keras and all that Keras finds.
+# Runs a module like `python -m`, after the imports of lingvo_gpipe's programs. Importing TensorFlow
+# alone takes twice their time, because it imports Keras and all that Keras finds.
 _RUN_MODULE = """
 import runpy, sys
 from lingvo_gpipe.cli import binary

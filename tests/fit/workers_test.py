@@ -21,7 +21,7 @@ from tests import processes, worker_processes
 
 pytest.importorskip('keras_hub')
 
-# MiB beyond the weights: TensorFlow's code that is loaded, its graphs and buffers. Saving adds fewer.
+# MiB beyond the weights: TensorFlow's code that is loaded, its graphs and buffers. A save has less.
 ALLOWANCE, ALLOWANCE_IN_SAVES = 96, 48
 
 
