@@ -250,6 +250,10 @@ def ExactIntegers(name: str, values: Sequence[Number]) -> list[int]:
   """
   ratios = []
   for i, value in enumerate(values):
+    # Almost all values are these. Python asks slowly whether a class follows a protocol.
+    if type(value) in (int, float) and 0 <= value < math.inf:
+      ratios.append(value.as_integer_ratio())
+      continue
     # math.isfinite would overflow for integers and fractions greater than any float.
     exact = isinstance(value, (SupportsIndex, fractions.Fraction))
     if not (_IsNumber(value) and (exact or math.isfinite(value))):
