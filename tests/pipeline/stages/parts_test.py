@@ -149,33 +149,35 @@ class _KerasBlock(keras.layers.Layer):
     return x + self.narrow(y * gate[0] if gate else y)
 
 
-@pytest.mark.parametrize('is_gated', [False, True])
-def testPartsOfAKerasBlock(is_gated):
+def testPartsOfKerasBlocks():
+  """Without a gate and with one."""
   x, y = keras_fits.Floats(4, _TIME, _DIM), keras_fits.Floats(4, _TIME, _DIM, seed=1)
   losses = []
   parts = frozenset({'scores', 'feed_forward'})
 
   def Blocks():
-    blocks = [_KerasBlock(is_gated, name=f'block_{i}') for i in range(2)]
+    blocks = [_KerasBlock(is_gated, name=f'block_{is_gated:d}') for is_gated in (False, True)]
     return keras.Sequential([keras.Input([_TIME, _DIM]), *blocks])
 
-  for recomputed in (frozenset(), {'scores'}, {'feed_forward'}, parts):
-    pipe = PipelinedModel(keras_fits.Seeded(Blocks), 2, num_micro_batches=2, schedule='1f1b')
+  for of_stages in (({}, {}), ({'scores'}, {'feed_forward'}), ({'feed_forward'}, parts)):
+    pipe = keras_fits.Pipe(keras_fits.Seeded(Blocks), num_micro_batches=2, schedule='1f1b')
     pipe.compile(optimizer=keras_fits.Sgd(), loss='mse')
     pipe.predict(x, verbose=0)
-    pipe.stack.engine.remat_policy = [rematerialisation.ByLayer((frozenset(recomputed),))] * 2
+    policy = [rematerialisation.ByLayer((frozenset(recomputed),)) for recomputed in of_stages]
+    pipe.stack.engine.remat_policy = policy
     losses.append([pipe.train_on_batch(x, y) for _ in range(3)])
-    costs = layer_costs.LayerCosts(pipe.stack.layers, [tf.TensorSpec([2, _TIME, _DIM])])
-    options = costs.Bytes(layer_costs.Weights(), xla=False, with_options=True)[0].options
   for other in losses[1:]:
     assert other == pytest.approx(losses[0], rel=1e-6)
-  by_part = {option.recomputed: option for option in options}
-  # Without the part, backward repeats the wide layers.
-  wide = (1 + is_gated) * 2 * _TIME * 4 * _DIM * 4
-  everything, without = by_part[frozenset()], by_part[frozenset({'feed_forward'})]
-  assert everything.kept_bytes - without.kept_bytes >= wide
-  assert 0 < without.again < 0.6
-  assert by_part.keys() >= {frozenset({'scores'}), parts}
+  costs = layer_costs.LayerCosts(pipe.stack.layers, [tf.TensorSpec([2, _TIME, _DIM])])
+  layers = costs.Bytes(layer_costs.Weights(), xla=False, with_options=True)
+  for num_wide, layer in enumerate(layers, 1):
+    by_part = {option.recomputed: option for option in layer.options}
+    # Without the part, backward repeats the wide layers.
+    wide = num_wide * 2 * _TIME * 4 * _DIM * 4
+    everything, without = by_part[frozenset()], by_part[frozenset({'feed_forward'})]
+    assert everything.kept_bytes - without.kept_bytes >= wide
+    assert 0 < without.again < 0.6
+    assert by_part.keys() >= {frozenset({'scores'}), parts}
 
 
 if __name__ == '__main__':
