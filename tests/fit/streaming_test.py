@@ -20,6 +20,7 @@ ALLOWANCE = 48
 PROGRAM = f"""
 import json, re, sys
 
+from lingvo_gpipe.cli import binary  # First: it imports TensorFlow in half of the time.
 import keras_hub, numpy as np
 
 from lingvo_gpipe import PipelinedModel, cluster
