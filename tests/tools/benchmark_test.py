@@ -108,10 +108,10 @@ _SIZES_B = {'layers': 1, 'dim': 8, 'batch': 4, 'time': 4, 'vocab': 11, 'heads': 
     ({'schedule': 'zb_h1', 'remat_policy': 'none', 'xla': True}, {'F', 'I', 'W'}),
     ({'schedule': 'zb_h1', 'remat_policy': 'except_last'}, {'F', 'I', 'i', 'W', 'w'}),
     ({'schedule': '1f1b', 'remat_policy': 'except_last'}, {'F', 'B', 'b'}),
-    ({'schedule': '1f1b', 'remat_policy': 'layer'}, {'F', 'B'}),
     (
       {
         'schedule': 'interleaved_1f1b',
+        'remat_policy': 'layer',
         'stages_per_device': 2,
         'sizes': {**_SIZES_B, 'layers': 2},
       },
