@@ -19,7 +19,7 @@ from lingvo_gpipe.experiment import registry
 from tests import processes
 
 # Steps of the undisturbed run, and steps between its checkpoints.
-END = 240
+END = 180
 PART = 15
 # The compared runs also keep averages of their weights.
 AVERAGES = 'task.train.ema_decay:0.9'
@@ -181,10 +181,10 @@ def testARunKilledAtRandomMomentsEqualsAnUndisturbedRun(undisturbed, forks, tmp_
   """In two stages; restarts_test kills more often."""
   logdir, _ = undisturbed
   rng = random.Random(7)
-  more = f'{AVERAGES};task.train.save_interval_steps:2'
+  more = f'{AVERAGES};task.train.save_interval_steps:4'
   args = processes.TrainArgs(tmp_path, END, more=more)
-  # Once during start-up, then at random moments of training and saving.
-  for step in [0, *sorted(rng.sample(range(2, END - 80), 2))]:
+  # Once during start-up, then at a random moment of training and saving.
+  for step in [0, rng.randrange(2, END - 80)]:
     pid = forks.Start('trainer', *args)
     if step:
       _AwaitStep(tmp_path, step)
