@@ -287,12 +287,19 @@ def Scalars(directory):
 
 
 def Tensorboard(directory):
-  """Returns {tag: [(step, array), ...]} of scalars, histograms and texts."""
+  """Returns {tag: [(step, array), ...]} of scalars, histograms and texts in order of writing.
+
+  TensorBoard reads the files by name. Two writers of one process and second differ in a counter
+  there, and 10 comes before 9.
+  """
   events = event_accumulator.EventAccumulator(
     str(directory), size_guidance={event_accumulator.TENSORS: 0}, purge_orphaned_data=False
   )
   events.Reload()
   return {
-    tag: [(e.step, tf.make_ndarray(e.tensor_proto)) for e in events.Tensors(tag)]
+    tag: [
+      (event.step, tf.make_ndarray(event.tensor_proto))
+      for event in sorted(events.Tensors(tag), key=lambda event: event.wall_time)
+    ]
     for tag in events.Tags()['tensors']
   }

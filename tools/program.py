@@ -30,12 +30,10 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 # Runs a module like `python -m`, after the imports of lingvo_gpipe's programs. Importing TensorFlow
 # alone takes twice their time, because it imports Keras and all that Keras finds.
-_RUN_MODULE = """
-import runpy, sys
-from lingvo_gpipe.cli import binary
-del sys.argv[0]
-runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)
-"""
+_RUN_MODULE = (
+  'import runpy, sys; from lingvo_gpipe.cli import binary; del sys.argv[0]; '
+  "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
+)
 
 
 def Main(define_flags: Callable[[], None], run: Callable[[], int], description: str) -> NoReturn:
