@@ -232,9 +232,16 @@ class TransformerLayer(base_layer.BaseLayer):
     )
     return p
 
-  def __init__(self, params: hyperparams.InstantiableParams) -> None:
-    super().__init__(params)
-    p = self.params
+  @classmethod
+  def Halves(
+    cls, params: hyperparams.InstantiableParams
+  ) -> dict[str, hyperparams.InstantiableParams]:
+    """Returns the Params of `self_atten` and `fflayer`, the two parts of a block.
+
+    In a sequence these two layers compute the same as the block, and a pipeline can be cut between
+    them. They inherit dtypes and seeds from the sequence, not from `params`.
+    """
+    p = params
     self_atten = p.tr_atten_tpl.Copy().Set(
       input_dim=p.input_dim,
       hidden_dim=p.atten_hidden_dim,
@@ -243,7 +250,6 @@ class TransformerLayer(base_layer.BaseLayer):
       atten_dropout_prob=p.atten_dropout_prob,
       residual_dropout_prob=p.residual_dropout_prob,
     )
-    self.CreateChild('self_atten', self_atten)
     fflayer = p.tr_fflayer_tpl.Copy().Set(
       input_dim=p.input_dim,
       hidden_dim=p.hidden_dim,
@@ -251,7 +257,12 @@ class TransformerLayer(base_layer.BaseLayer):
       relu_dropout_prob=p.relu_dropout_prob,
       residual_dropout_prob=p.residual_dropout_prob,
     )
-    self.CreateChild('fflayer', fflayer)
+    return {'self_atten': self_atten, 'fflayer': fflayer}
+
+  def __init__(self, params: hyperparams.InstantiableParams) -> None:
+    super().__init__(params)
+    for name, half in self.Halves(self.params).items():
+      self.CreateChild(name, half)
 
   def FProp(
     self,

@@ -133,6 +133,12 @@ class TransformerLm(LanguageModel):
     p.Define('num_heads', 4, 'Number of attention heads.', domain.SIZE)
     p.Define('num_layers', 4, 'Number of Transformer layers.', domain.Int(1, 10_000))
     p.Define(
+      'split_blocks',
+      False,
+      'Whether the attention and the feed-forward part of a Transformer layer are two layers, so '
+      'that a cut may separate them. Weights then have other names.',
+    )
+    p.Define(
       'input_dropout_prob', 0.0, 'Dropout probability of the embeddings.', domain.PROBABILITY
     )
     p.Define(
@@ -195,7 +201,9 @@ class TransformerLm(LanguageModel):
     if p.ff_init_depth_exponent:
       scale = p.num_layers**-p.ff_init_depth_exponent
       block.tr_fflayer_tpl.fflayer_tpl.params_init = weight_params.WeightInit.Xavier(scale)
-    layers.append(sequential.SequentialLayer.Params().Set(sub=[block], repeat=p.num_layers))
+    halves = [*transformer.TransformerLayer.Halves(block).values()]
+    sub = halves if p.split_blocks else [block]
+    layers.append(sequential.SequentialLayer.Params().Set(sub=sub, repeat=p.num_layers))
     if p.final_layer_norm:
       layers.append(norm.LayerNorm.Params().Set(input_dim=p.model_dim))
     layers.append(p.softmax_tpl.Copy().Set(input_dim=p.model_dim, num_classes=p.vocab_size))

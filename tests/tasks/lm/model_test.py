@@ -97,6 +97,27 @@ def testLossIsTheCrossEntropyOfTheWeightedPositions():
   assert 0 < expected['accuracy'] < 1
 
 
+def testSplitBlocksComputeTheSame():
+  """The halves of three blocks, with the weights of the blocks, cut within the second block."""
+  whole = _Params(num_layers=3).Instantiate()
+  p = _Params(num_layers=3, split_blocks=True)
+  p.stack.splits = [5, 10]
+  halves = p.Instantiate()
+  kinds = [type(layer).__name__ for layer in halves.stack.layers[2:8]]
+  assert kinds == ['TransformerAttentionLayer', 'TransformerFeedForwardLayer'] * 3
+  rng = np.random.default_rng(5)
+  devices = [d.name for d in tf.config.list_logical_devices('CPU')]
+  metrics, weights = [], []
+  for task in (whole, halves):
+    runner = eval_runner.EvalRunner(task, devices, _Spec(_Batch()))
+    # Blocks and halves have their weights in the same order.
+    weights = weights or [rng.normal(size=v.shape, scale=0.3) for v in task.variables]
+    for variable, value in zip(task.variables, weights, strict=True):
+      variable.assign(value)
+    metrics.append({name: value for name, (value, _) in runner.Evaluate([_Batch()]).items()})
+  assert metrics[0] == pytest.approx(metrics[1], rel=1e-6)
+
+
 def testEmptyLossAndItsGradientAreZero():
   """A micro-batch of padding only must not make the mean NaN."""
   batch = _Batch()
