@@ -82,9 +82,9 @@ def temporary_files(tmp_path_factory):
   shutil.rmtree(folder, ignore_errors=True)
 
 
-@pytest.fixture(autouse=True)
-def seeds():
-  """Seeds Python's and NumPy's generators, from which Keras draws the seeds of initial weights."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup():
+  """Seeds Python's generator, from which Keras draws the seeds of initial weights, and NumPy's."""
   random.seed(0)
   if numpy := sys.modules.get('numpy'):
     numpy.random.seed(0)

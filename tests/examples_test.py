@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The examples in docs/examples are valid, and name flags and files that exist."""
 
+import contextlib
 import json
+import os
 import pathlib
 import re
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
 from lingvo_gpipe.distributed import cluster_spec
+from tests import worker_processes
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _EXAMPLES = _ROOT / 'docs' / 'examples'
@@ -66,13 +68,17 @@ def testSlurmScriptQueuesItsJobAgainOnlyIfTheTimeIsUp(tmp_path, signal_name):
   environment = {'SLURM_JOB_ID': '7', 'SLURM_JOB_NODELIST': 'node1'}
   environment['PATH'] = f'{tmp_path}:/usr/bin:/bin'
   script = subprocess.Popen(
-    ['bash', _EXAMPLES / 'slurm.sh'], cwd=tmp_path, env=environment, stderr=subprocess.PIPE
-  )
-  while not (tmp_path / 'started').exists():
-    time.sleep(0.01)
-  script.send_signal(getattr(signal, f'SIG{signal_name}'))
-  assert script.communicate(timeout=60)[1] == b''
-  assert script.returncode == 143
+    ['bash', _EXAMPLES / 'slurm.sh'],
+    cwd=tmp_path, env=environment, stderr=subprocess.PIPE, start_new_session=True,
+  )  # fmt: skip
+  try:
+    worker_processes.Await('start of the trainer', (tmp_path / 'started').exists)
+    script.send_signal(getattr(signal, f'SIG{signal_name}'))
+    assert script.communicate(timeout=60)[1] == b''
+    assert script.returncode == 143
+  finally:
+    with contextlib.suppress(ProcessLookupError):
+      os.killpg(script.pid, signal.SIGKILL)
   assert ('requeue 7' in (tmp_path / 'calls').read_text()) == (signal_name == 'USR1')
   assert not list(tmp_path.glob('hosts-*.json'))
 

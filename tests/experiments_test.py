@@ -5,6 +5,7 @@ A large experiment must have a `Smoke()`: overrides with which it runs in second
 tested on a small project with faulty experiments.
 """
 
+import collections
 import functools
 import itertools
 import math
@@ -133,35 +134,29 @@ def _TaskClasses(key):
 
 
 @functools.cache
-def _StepTexts():
-  """Returns {key: the lines of the Params that change a step}."""
+def _Settings():
+  """Returns {key: each value of each parameter that changes a step, with the tasks}."""
   texts = {key: _SmokeParams(key, 'Train').Set(model='').ToText() for key in _KEYS}
-  return {key: _ONLY_IN_NUMBERS.sub('', text).splitlines() for key, text in texts.items()}
-
-
-def _Settings(keys):
-  """Returns each value of each parameter in a step of these experiments, with their tasks."""
-  return {(_TaskClasses(key), line) for key in keys for line in _StepTexts()[key]}
+  return {
+    key: {(_TaskClasses(key), line) for line in _ONLY_IN_NUMBERS.sub('', text).splitlines()}
+    for key, text in texts.items()
+  }
 
 
 @functools.cache
 def _KeysThatTakeSteps():
-  """Returns experiments whose steps have all `_Settings` of all experiments.
+  """Returns experiments, those with many stages first, whose steps have all `_Settings`."""
+  settings = dict(_Settings())
+  count = collections.Counter(itertools.chain(*settings.values()))
 
-  Of each group with equal steps it is the one with the most stages; and no experiment all of whose
-  settings are in the steps of others.
-  """
-  largest = {}
-  for key in _KEYS:
+  def NumStages(key):
     tasks = model_lib.FindTaskParams(_SmokeParams(key, 'Train')).values()
-    candidate = (max(task.stack.num_stages for task in tasks), key)
-    step = '\n'.join(_StepTexts()[key])
-    largest[step] = max(largest.get(step, candidate), candidate)
-  keys = {key for _, key in largest.values()}
-  for key in sorted(keys):
-    if _Settings([key]) <= _Settings(keys - {key}):
-      keys.remove(key)
-  return keys
+    return max(task.stack.num_stages for task in tasks)
+
+  for key in sorted(_KEYS, key=lambda key: (NumStages(key), key)):
+    if all(count[setting] > 1 for setting in settings[key]):
+      count.subtract(settings.pop(key))
+  return set(settings)
 
 
 @pytest.mark.parametrize('key', _KEYS)
@@ -192,7 +187,7 @@ def testTakesTrainingSteps(key):
 def testEverySettingOfEveryTaskTakesSteps():
   keys = _KeysThatTakeSteps()
   assert set(map(_TaskClasses, keys)) == set(map(_TaskClasses, _KEYS))
-  assert _Settings(keys) == _Settings(_KEYS)
+  assert set().union(*map(_Settings().get, keys)) == set().union(*_Settings().values())
 
 
 # ---- the checks themselves -----------------------------------------------------------------------

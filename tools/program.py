@@ -109,7 +109,7 @@ def RunModule(
   path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get('PYTHONPATH')]))
   return subprocess.run(
     [sys.executable, '-c', _RUN_MODULE, module, argument],
-    env={'TF_CPP_MIN_LOG_LEVEL': '3', **os.environ, 'PYTHONPATH': path},
+    env={**os.environ, 'PYTHONPATH': path},
     capture_output=True,
     text=True,
     timeout=timeout_seconds,

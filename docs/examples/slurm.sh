@@ -23,19 +23,20 @@ scontrol show hostnames "$SLURM_JOB_NODELIST" |
 
 srun --overlap bash -c "worker --cluster='$hosts' --task_index=\$SLURM_NODEID --trusted_network" &
 workers=$!
+
+# Five minutes before the time is up, the trainer finishes its step, saves and leaves, and the job is queued again.
+# After `scancel --batch --signal=TERM JOB` it saves and leaves, too. Plain `scancel` ends all processes at once.
+is_time_up=
+trap 'is_time_up=1; kill -TERM $! || true' USR1
+trap 'kill -TERM $! || true' TERM
+trap 'kill $workers 2> /dev/null || true; rm -f "$hosts"' EXIT
 trainer --cluster="$hosts" --model=lm.one_billion_wds.Transformer103 --logdir="$logdir" &
 trainer=$!
-
-# The trainer finishes its step, saves and leaves: five minutes before the time is up, or on scancel (SIGTERM).
-is_time_up=
-trap 'is_time_up=1; kill -TERM $trainer' USR1
-trap 'kill -TERM $trainer' TERM
-trap 'kill $workers 2> /dev/null || true; rm -f "$hosts"' EXIT
+while kill -0 $trainer 2> /dev/null; do
+  wait $trainer || true  # A signal ends the wait, but not the trainer.
+done
 status=0
 wait $trainer || status=$?
-while kill -0 $trainer 2> /dev/null; do  # The signal ended the wait, not the trainer.
-  wait $trainer || status=$?
-done
 if [[ $is_time_up && $status == 143 ]]; then
   scontrol requeue "$SLURM_JOB_ID"
 fi

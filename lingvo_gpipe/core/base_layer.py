@@ -245,7 +245,7 @@ class BaseLayer(layer_tree.LayerTree):
       raise ValueError(f'{self.path}: the name {name!r} is already taken')
 
   def __setattr__(self, name: str, value: Any) -> None:
-    if isinstance(value, BaseLayer) and name != '_parent':
+    if isinstance(value, BaseLayer):
       raise ValueError(
         f'{self.path}: {name} is set to a layer, whose weights would be missing; create it with '
         f'CreateChild({name!r}, params)'

@@ -36,9 +36,16 @@ class LayerTree(tf.Module):
     super().__init__(name=params.name)
     # These assignments bypass tf.Module's tracking, which took a third of the time to construct a
     # large model.
-    self.__dict__.update(_params=params, _layer_children={}, _weights={})
-    self.__dict__.update(_parent=None, _key=params.name, _is_seed_root=False)
-    self.__dict__.update(_variables=None, _variable_maker=None)
+    self.__dict__.update(
+      _params=params,
+      _layer_children={},
+      _weights={},
+      _parent=None,
+      _key=params.name,
+      _is_seed_root=False,
+      _variables=None,
+      _variable_maker=None,
+    )
 
   # ---- layers ----------------------------------------------------------------------------------
 

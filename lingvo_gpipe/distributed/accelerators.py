@@ -8,6 +8,7 @@ import itertools
 import os
 import socket
 import subprocess
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -194,15 +195,17 @@ def StartTpu() -> tuple[str, ...]:
   TensorFlow lists no TPU core before.
 
   Raises:
-    ValueError: there is no such TPU, or this TensorFlow cannot use it.
+    ValueError: there is no such TPU, it accepts no connection, or this TensorFlow cannot use it.
   """
   name = os.environ.get('TPU_NAME') or 'local'
   try:
     resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu=name)
     # TensorFlow waits without end for a TPU that does not answer.
+    deadline = time.monotonic() + _TPU_SECONDS
     for address in itertools.chain(*resolver.cluster_spec().as_dict().values()):
       host, _, port = address.rpartition(':')
-      socket.create_connection((host, int(port)), timeout=_TPU_SECONDS).close()
+      seconds = max(deadline - time.monotonic(), 1.0)
+      socket.create_connection((host, int(port)), timeout=seconds).close()
     tf.config.experimental_connect_to_cluster(resolver)
     tf.tpu.experimental.initialize_tpu_system(resolver)
   except (tf.errors.OpError, ValueError, RuntimeError, OSError) as e:

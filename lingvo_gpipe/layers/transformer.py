@@ -239,7 +239,7 @@ class TransformerLayer(base_layer.BaseLayer):
     """Returns the Params of `self_atten` and `fflayer`, the two parts of a block.
 
     In a sequence these two layers compute the same as the block, and a pipeline can be cut between
-    them. They inherit dtypes and seeds from the sequence, not from `params`.
+    them. They inherit from the sequence what a block inherits.
     """
     p = params
     self_atten = p.tr_atten_tpl.Copy().Set(

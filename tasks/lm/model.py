@@ -201,8 +201,7 @@ class TransformerLm(LanguageModel):
     if p.ff_init_depth_exponent:
       scale = p.num_layers**-p.ff_init_depth_exponent
       block.tr_fflayer_tpl.fflayer_tpl.params_init = weight_params.WeightInit.Xavier(scale)
-    halves = [*transformer.TransformerLayer.Halves(block).values()]
-    sub = halves if p.split_blocks else [block]
+    sub = [*transformer.TransformerLayer.Halves(block).values()] if p.split_blocks else [block]
     layers.append(sequential.SequentialLayer.Params().Set(sub=sub, repeat=p.num_layers))
     if p.final_layer_norm:
       layers.append(norm.LayerNorm.Params().Set(input_dim=p.model_dim))

@@ -173,7 +173,12 @@ def testTheTpuIsStartedBeforeItsCoresAreListed(monkeypatch):
     (tf.config, 'experimental_connect_to_cluster'),
     (tf.tpu.experimental, 'initialize_tpu_system'),
   ):
-    monkeypatch.setattr(owner, name, lambda resolver, name=name: calls.append(name))
+
+    def Call(resolver, name=name):
+      assert resolver.master().endswith(os.environ['TPU_NAME'].removeprefix('grpc://'))
+      calls.append(name)
+
+    monkeypatch.setattr(owner, name, Call)
   names = [f'/job:worker/replica:0/task:0/device:TPU:{i}' for i in range(8)]
   cores = [tf.config.LogicalDevice(name, 'TPU') for name in names]
   monkeypatch.setattr(tf.config, 'list_logical_devices', lambda kind: cores if calls[1:] else [])

@@ -21,8 +21,9 @@ from tests import processes, worker_processes
 
 pytest.importorskip('keras_hub')
 
-# MiB beyond the weights: TensorFlow's code that is loaded, its graphs and buffers. A save has less.
-ALLOWANCE, ALLOWANCE_IN_SAVES = 96, 48
+# MiB beyond the weights: TensorFlow's code that is loaded, its graphs and buffers. The process that
+# loads the model runs more code. A worker with all blocks of LORA would exceed its limit.
+ALLOWANCE_OF_LOADING, ALLOWANCE = 96, 48
 
 
 class Case(NamedTuple):
@@ -203,9 +204,9 @@ def testTwoWorkersTrainWhatPlainKerasCannot(case, memory_forks, tmp_path):
   result = json.loads(done.stdout.splitlines()[-1])
   np.testing.assert_allclose(result['losses'], losses, rtol=1e-4)
   peaks = result['peaks']
-  assert peaks['load'][0] < case.block + ALLOWANCE, peaks
+  assert peaks['load'][0] < case.block + ALLOWANCE_OF_LOADING, peaks
   for name in ('weights', 'preset', 'archive'):
-    assert peaks[name][0] < case.block + ALLOWANCE_IN_SAVES, peaks
+    assert peaks[name][0] < case.block + ALLOWANCE, peaks
   for of_worker in peaks['load'][1:]:
     assert of_worker < (case.num_layers / 2 + 1) * case.block + ALLOWANCE, peaks
 

@@ -41,9 +41,9 @@ def _WithGradients(statistics, h, weights, g):
   return xent, total, hits, *tf.nest.flatten(tape.gradient(objective, (h, weights)))
 
 
-@pytest.mark.parametrize('xla', [False, True])
+@pytest.mark.parametrize('shape_is_known, xla', [(True, False), (True, True), (False, False)])
 @pytest.mark.parametrize('shape, chunk_size', [((1,), 3), ((2, 3), 2), ((7,), 3), ((5, 2), 10)])
-def testEqualWholeLogits(shape, chunk_size, xla):
+def testEqualWholeLogits(shape, chunk_size, shape_is_known, xla):
   h, weights, ids, g = _Values(shape)
 
   def Whole(h, weights):
@@ -55,7 +55,8 @@ def testEqualWholeLogits(shape, chunk_size, xla):
       lambda h, weights: _Chunked(h, weights, chunk_size).StatisticsOf(ids), h, weights, g
     )
 
-  actual = Chunks(h, weights)
+  known = h.shape if shape_is_known else [*[None] * len(shape), _DIM]
+  actual = Chunks.get_concrete_function(tf.TensorSpec(known, h.dtype), weights)(h, weights)
   for a, e in zip(actual, _WithGradients(Whole, h, weights, g), strict=True):
     assert a.shape == e.shape
     np.testing.assert_allclose(a, e, rtol=1e-12, atol=1e-12)
@@ -96,7 +97,7 @@ def testNoMoreLogitsThanThoseOfAChunkExist(chunk_size, expected):
 
 
 def testManyChunksOfBfloat16AddUp():
-  """A sum in bfloat16 stops growing at 256 terms: these of 0.5 at 128."""
+  """A bfloat16 sum of halves stops growing at 128, after 256 terms."""
   h, w = tf.ones([512, 1], tf.bfloat16), tf.zeros([1, 2], tf.bfloat16)
   with tf.GradientTape() as tape:
     tape.watch(w)

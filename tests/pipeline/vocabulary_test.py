@@ -92,7 +92,7 @@ def _Expected(head, is_tied=False, size=_BATCH):
     ),
     (
       _SHARED.Params(),
-      *(2, 2, _BATCH),
+      *(2, 2, _UNEVEN),
       {'schedule': '1f1b_fused', 'ties': _TIES, 'remat_policy': 'none'},
     ),
     (_SIMPLE.Params(), 2, 1, _BATCH, {'schedule': '1f1b', 'xla': True}),

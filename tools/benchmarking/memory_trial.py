@@ -11,12 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 import resource
 import sys
-
-os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
 
 
 @dataclasses.dataclass(frozen=True)

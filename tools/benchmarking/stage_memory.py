@@ -11,15 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 import sys
 from typing import Any
 
-os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
-
-from lingvo_gpipe.pipeline.cost import simulator  # noqa: E402
-from lingvo_gpipe.pipeline.schedule import schedules  # noqa: E402
+from lingvo_gpipe.pipeline.cost import simulator
+from lingvo_gpipe.pipeline.schedule import schedules
 
 
 @dataclasses.dataclass(frozen=True)

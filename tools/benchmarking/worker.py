@@ -15,9 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
-
-from tools.benchmarking import configuration  # noqa: E402
+from tools.benchmarking import configuration
 
 # Steps of an epoch of `fit`, which is timed as a whole.
 _EPOCH = 4

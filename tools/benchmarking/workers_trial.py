@@ -14,10 +14,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
-
-from tools import program  # noqa: E402
-from tools.benchmarking import socket_bytes, worker  # noqa: E402
+from tools import program
+from tools.benchmarking import socket_bytes, worker
 
 # The first step compiles; the loss of the second step is the first after an update.
 _WARM_UP_STEPS = 2

@@ -250,7 +250,7 @@ def ExactIntegers(name: str, values: Sequence[Number]) -> list[int]:
   """
   ratios = []
   for i, value in enumerate(values):
-    # Almost all values are these. Python asks slowly whether a class follows a protocol.
+    # Almost all values have these types, and isinstance with a protocol is slow.
     if type(value) in (int, float) and 0 <= value < math.inf:
       ratios.append(value.as_integer_ratio())
       continue

@@ -107,7 +107,7 @@ def testSplitBlocksComputeTheSame():
   assert kinds == ['TransformerAttentionLayer', 'TransformerFeedForwardLayer'] * 3
   rng = np.random.default_rng(5)
   devices = [d.name for d in tf.config.list_logical_devices('CPU')]
-  metrics, weights = [], []
+  metrics, texts, weights = [], [], []
   for task in (whole, halves):
     runner = eval_runner.EvalRunner(task, devices, _Spec(_Batch()))
     # Blocks and halves have their weights in the same order.
@@ -115,7 +115,9 @@ def testSplitBlocksComputeTheSame():
     for variable, value in zip(task.variables, weights, strict=True):
       variable.assign(value)
     metrics.append({name: value for name, (value, _) in runner.Evaluate([_Batch()]).items()})
+    texts.append(task.Generate(_Batch().ids[:2, :3].numpy(), 4, temperature=0).tolist())
   assert metrics[0] == pytest.approx(metrics[1], rel=1e-6)
+  assert texts[0] == texts[1]
 
 
 def testEmptyLossAndItsGradientAreZero():
