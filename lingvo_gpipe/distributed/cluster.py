@@ -114,6 +114,11 @@ class Cluster:
       gpus = tf.config.get_visible_devices('GPU')
     if platform == 'auto':
       platform = 'gpu' if gpus else 'cpu'
+    if logical_devices_per_gpu and platform != 'gpu':
+      raise ValueError(
+        f'logical_devices_per_gpu splits GPUs, but the platform is {platform}'
+        f'{"" if gpus else " (no GPU found)"}. Leave it out.'
+      )
     cores = accelerators.StartTpu() if platform == 'tpu' else ()
     if indices is not None:
       _CheckIndices(platform, {'tpu': len(cores), 'gpu': len(gpus)}, indices)

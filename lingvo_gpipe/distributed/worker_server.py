@@ -61,14 +61,16 @@ class WorkerServer:
 
     Raises:
       OSError: the port is in use.
-      ValueError: platform is 'tpu', or 'gpu' on a host without GPUs, or the memory of a GPU that is
-        to be split is unknown.
+      ValueError: platform is 'tpu', or there is no GPU to serve or to split, or the memory of a GPU
+        that is to be split is unknown.
     """
     if platform not in PLATFORMS:
       raise ValueError(f'a worker serves one of {", ".join(PLATFORMS)}; got --platform={platform}')
     gpus = [] if platform == 'cpu' else tf.config.list_physical_devices('GPU')[:num_devices]
     if platform == 'gpu' and not gpus:
       raise ValueError('no GPU was found on this host; --platform=cpu serves logical CPU devices')
+    if logical_devices_per_gpu and not gpus:
+      raise ValueError('--logical_devices_per_gpu splits GPUs, but this worker has none')
     num_cpus = 1 if gpus else num_devices or 1
     definition = tf.train.ServerDef(
       cluster=tf.train.ClusterSpec({'worker': {task_index: f'localhost:{port}'}}).as_cluster_def(),

@@ -116,9 +116,11 @@ def testAWorkerSplitsItsGpusAndTellsThatXlaIsOff(new_gpu, monkeypatch):
   json.dumps(facts[0])
 
 
-def testAWorkerServesNoTpu():
+def testAWorkerServesNoTpuAndSplitsNoCpu():
   with pytest.raises(ValueError, match=Naming('--platform=tpu', 'gpu')):
     worker_server.WorkerServer(0, platform='tpu')
+  with pytest.raises(ValueError, match='--logical_devices_per_gpu'):
+    worker_server.WorkerServer(0, platform='cpu', logical_devices_per_gpu=2)
 
 
 def testWithoutNvidiaSmiNothingIsKnown(monkeypatch):

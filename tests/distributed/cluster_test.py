@@ -163,6 +163,8 @@ def testEachGpuIsSplit(eight_gpus):
   assert cluster.Cluster.Create(4, logical_devices_per_gpu=2).devices == c.devices
   with pytest.raises(ValueError, match='logical_devices_per_gpu .*at least 1'):
     cluster.Cluster.Create(4, logical_devices_per_gpu=0)
+  with pytest.raises(ValueError, match='logical_devices_per_gpu .*the platform is cpu'):
+    cluster.Cluster.Create(4, platform='cpu', logical_devices_per_gpu=2)
 
 
 def testTheTpuIsStartedBeforeItsCoresAreListed(monkeypatch):

@@ -33,6 +33,10 @@ def _Adam():
   return keras.optimizers.Adam(0.01, epsilon=1e-3)
 
 
+def _ScaledAdam():
+  return keras.optimizers.LossScaleOptimizer(_Adam(), initial_scale=4.0, dynamic_growth_steps=3)
+
+
 def _Made(make=keras_fits.Mlp, num_stages=2, num_micro_batches=2, optimizer=_Adam, **options):
   """Returns a compiled PipelinedModel."""
   pipe = keras_fits.Pipe(keras_fits.Seeded(make), num_stages, num_micro_batches, **options)
@@ -221,8 +225,9 @@ def testVariablesStayWhereTheyAreUntilTheFirstBatch():
   assert [v.value.device for v in slots] == [v.value.device for v in model.weights]
 
 
-def testSavedModelsAreThePlainCompiledModel(tmp_path):
-  pipe = _Made()
+@pytest.mark.parametrize('optimizer', [_Adam, _ScaledAdam])
+def testSavedModelsAreThePlainCompiledModel(optimizer, tmp_path):
+  pipe = _Made(optimizer=optimizer)
   pipe.fit(X, Y, batch_size=6, epochs=2, shuffle=False, verbose=0)
   path = str(tmp_path / 'model.keras')
   pipe.save(path)
