@@ -8,6 +8,7 @@ first import of TensorFlow, whether a test file imports it or a function that ru
 import ast
 import gc
 import importlib.abc
+import importlib.metadata
 import importlib.util
 import os
 import pathlib
@@ -33,9 +34,11 @@ os.environ.setdefault('CUDA_VISIBLE_DEVICES', '')
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
 # XLA compiles in half of the time without LLVM's optimisations and with its older generator of
 # fused loops, and no test is about these; with `XLA_FLAGS= make test` the tests run with them.
-os.environ.setdefault(
-  'XLA_FLAGS', '--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false'
-)
+# TensorFlow 2.22 has no older generator, and its flag would end the process.
+_XLA_FLAGS = ['--xla_backend_optimization_level=0']
+if any(x.version < '2.22' for x in importlib.metadata.distributions(name='tensorflow')):
+  _XLA_FLAGS.append('--xla_cpu_use_fusion_emitters=false')
+os.environ.setdefault('XLA_FLAGS', ' '.join(_XLA_FLAGS))
 
 # The same examples in each run, on slow machines too; --hypothesis-profile=default draws new ones.
 hypothesis.settings.register_profile('repeatable', deadline=None, derandomize=True)
