@@ -150,7 +150,8 @@ class BaseLayer(layer_tree.LayerTree):
   def structure(self) -> Any:
     """A hashable value, equal for layers that compute the same function of theta and inputs.
 
-    Stages of equal layers share their traced functions. None: layers with equal Params are equal.
+    Stages of equal layers share their traced functions. None: layers are equal if their Params and
+    the attributes that `__init__` sets are.
     """
     return None
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import nested_map, weight_params
+from lingvo_gpipe.core import nested_map, side_effects, weight_params
 
 # Called as maker(path, device, create). Returns the variable at a path: `create()`, or another one.
 VariableMaker = Callable[[str, str | None, Callable[[], tf.Variable]], tf.Variable]
@@ -31,6 +31,7 @@ class LayerTree(tf.Module):
   _is_seed_root: bool
   _variables: dict[str, tf.Variable] | None
   _variable_maker: VariableMaker | None
+  _base_names: frozenset[str]
 
   def __init__(self, params: Any) -> None:
     super().__init__(name=params.name)
@@ -46,6 +47,7 @@ class LayerTree(tf.Module):
       _variables=None,
       _variable_maker=None,
     )
+    self.__dict__['_base_names'] = frozenset(self.__dict__)
 
   # ---- layers ----------------------------------------------------------------------------------
 
@@ -53,6 +55,17 @@ class LayerTree(tf.Module):
   def path(self) -> str:
     """Dotted names from the root, for example `lm.stack.layers[3].self_atten`."""
     return self._key if self._parent is None else f'{self._parent.path}.{self._key}'
+
+  def Attributes(self) -> list[dict[str, Any]]:
+    """Returns the attributes that subclasses set, of this layer and of each descendant."""
+    own = {
+      name: value
+      for name, value in self.__dict__.items()
+      if name not in self._base_names | {'_base_names'}
+      and not name.startswith('_self_')  # What tf.Module sets to track attributes.
+      and not isinstance(getattr(type(self), name, None), functools.cached_property)
+    }
+    return [own, *(x for child in self.ChildLayers() for x in child.Attributes())]
 
   def Ancestors(self) -> Iterator[Any]:
     """Yields this layer, its parent, and so on up to the root."""
@@ -151,8 +164,9 @@ class LayerTree(tf.Module):
     """{name: variable} of this layer alone.
 
     Raises:
-      ValueError: InstantiateVariables was not called.
+      ValueError: InstantiateVariables was not called; or FProp asks for them.
     """
+    side_effects.CheckWeights(self.path)
     if self._variables is None:
       raise ValueError(f'{self.path} has no variables yet; call InstantiateVariables() first')
     return self._variables

@@ -2,12 +2,14 @@
 """Rejects layers and losses with side effects, because re-materialisation runs a stage again.
 
 A variable would be written once or twice for a micro-batch, depending on the policy. A random
-operation with internal state would draw other numbers, and the gradients would be wrong.
+operation with internal state would draw other numbers, and the gradients would be wrong. A weight
+that a layer does not take from its arguments would get no gradient under some schedules.
 """
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -19,13 +21,17 @@ _READS = frozenset(
   'VarIsInitializedOp LookupTableFindV2 LookupTableSizeV2 LookupTableExportV2'.split()
 )
 
+_is_pure: contextvars.ContextVar[bool] = contextvars.ContextVar('is_pure', default=False)
+
 # {type of operation: its effect}. A cache, because a layer has many operations of few types.
 _EFFECTS: dict[str, str] = {}
 
 
 @contextlib.contextmanager
 def Forbid(where: str) -> Iterator[None]:
-  """Raises if the enclosed code, while it is traced, writes a variable or draws stateful numbers.
+  """Raises if the enclosed code, while it is traced, has a side effect.
+
+  It may not write a variable, draw stateful numbers or take weights from layers (`CheckWeights`).
 
   Args:
     where: the layer's path or another name for the code, at the beginning of the message.
@@ -39,12 +45,15 @@ def Forbid(where: str) -> Iterator[None]:
     yield
     return
   num_before = len(mark.graph.get_operations())
+  token = _is_pure.set(True)
   try:
     yield
   except AttributeError as e:
     if tf.is_tensor(e.obj) and str(e.name).startswith(('assign', 'scatter_')):
       raise ValueError(_WritesMessage(where, str(e.name))) from e
     raise
+  finally:
+    _is_pure.reset(token)
   for node, effect in _Effects(mark.graph, mark.graph.get_operations()[num_before:]):
     op = f'{node.op} {node.name}'
     if effect == 'writes':
@@ -53,6 +62,15 @@ def Forbid(where: str) -> Iterator[None]:
       f'{where}: {op} draws other numbers when backward runs it again; use '
       'tf.random.stateless_uniform or another stateless operation, with the seed '
       'fprop_context.Current().OpSeed(layer)'
+    )
+
+
+def CheckWeights(layer_path: str) -> None:
+  """Raises ValueError within `Forbid`: there, a layer's variables must not be asked for."""
+  if _is_pure.get():
+    raise ValueError(
+      f'{layer_path}: FProp takes weights from the layer, so they may get no gradient; take them '
+      'from its argument theta, and call a child as self.child.FProp(theta.child, x)'
     )
 
 

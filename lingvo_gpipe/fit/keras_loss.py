@@ -122,6 +122,9 @@ class KerasLoss:
       ValueError: the losses cannot be computed by micro-batch.
     """
 
+    metrics = self._trainer._compile_metrics
+    is_new = metrics is not None and not metrics.built
+
     def Compute(y: Any, y_pred: Any, sample_weight: Any) -> None:
       self._is_sum, self.outputs = [], []  # What makes variables is traced twice.
       predictions = dict(zip(map(id, keras.tree.flatten(y_pred)), self._graph.outputs, strict=True))
@@ -140,6 +143,8 @@ class KerasLoss:
       self._UpdateMetrics(y, y_pred, sample_weight)
 
     self._Trace(self._Function(Compute), side, batch_size)
+    if is_new:  # Keras resets metrics before an epoch only if they are built; they may be in use.
+      metrics.reset_state()
 
     def Call(loss: Any, y: Any, y_pred: Any, sample_weight: Any) -> tf.Tensor:
       return loss(y, y_pred, sample_weight)

@@ -56,7 +56,14 @@ class KerasStep:
     self.stack = stack
     self.optimizer = optimizer
     self._loss_weight = loss_weight
-    self._variables = variables or stack.engine.trained
+    position = {id(v): i for i, v in enumerate(all_variables)}
+    # The optimizer gets the gradients in the order of the variables for which it is built.
+    self._variables = dict(
+      sorted(
+        (variables or stack.engine.trained).items(),
+        key=lambda item: position.get(id(item[1]), len(position)),
+      )
+    )
     self._connected = set(self._variables if connected is None else connected)
     stack.engine.MakeAccumulators()
     self._sum = replicas.GradientSum(stack.engine.replicas)
@@ -131,8 +138,8 @@ class KerasStep:
       connected = engine.ConnectedPaths() & self._connected
       with _BesideInputs(), _OneByOne(optimizer):
         optimizer.apply(
-          [gradient if path in connected else None for path, gradient in gradients.items()],
-          [self._variables[path] for path in gradients],
+          [gradients[path] if path in connected else None for path in self._variables],
+          [*self._variables.values()],
         )
     layer_statistics.Assign(engine, state)
     return sums

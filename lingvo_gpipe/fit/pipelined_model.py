@@ -106,6 +106,11 @@ class PipelinedModel(keras.Model):
           f'{type(model).__name__} overrides {name}, which a pipeline would not call: move what it '
           'does into layers, the loss or metrics'
         )
+    if model._metrics:
+      raise ValueError(
+        f'the model has metrics of its own ({", ".join(m.name for m in model._metrics)}), which a '
+        'pipeline does not update; give them to compile()'
+      )
     super().__init__(name=f'{model.name}_pipeline', dtype=model.dtype_policy)
     p = pipelining_layer.PipeliningLayer.Params().Set(
       name='model',

@@ -265,14 +265,19 @@ class _Reference:
     self, micro_batches: Sequence[micro_batch.MicroBatch], step: int
   ) -> tuple[float, float, dict[str, np.ndarray]]:
     """Returns (loss, sum of its weights, {path: gradient} divided by that sum)."""
-    total, weight_sum = 0.0, 0.0
+    total, weight_sum, rounded = 0.0, 0.0, list[tf.Tensor]()
     sums = {path: np.zeros(v.shape, np.float64) for path, v in self._variables.items()}
-    for m, (args, side, _) in enumerate(micro_batches):
+    for m, (args, side, loss_weight) in enumerate(micro_batches):
       with tf.device(self._device), tf.GradientTape() as tape:
         with fprop_context.Scope(step=step, micro_batch=m) as context:
           loss, weight = self._Loss(args, side)
         if not float(weight):  # The mean of an empty micro-batch may be NaN.
           continue
+        total += float(loss) * float(weight)
+        weight_sum += float(weight)
+        # In the precision of the weight that was announced to the engine.
+        rounded.append(tf.cast(weight, tf.convert_to_tensor(loss_weight).dtype))
+        weight = tf.cast(rounded[-1], loss.dtype)
         objective = loss * weight
         for _, _, value, coefficient in context.aux_losses:
           objective += tf.cast(value, loss.dtype) * tf.cast(coefficient * weight, loss.dtype)
@@ -280,9 +285,8 @@ class _Reference:
       for path, grad in grads.items():
         if grad is not None:
           sums[self._ties.get(path, path)] += tf.convert_to_tensor(grad).numpy()
-      total += float(loss) * float(weight)
-      weight_sum += float(weight)
-    grads = {path: _Divide(g, weight_sum) for path, g in sums.items()}
+    divisor = float(tf.add_n(rounded)) if rounded else 0.0
+    grads = {path: _Divide(g, divisor) for path, g in sums.items()}
     return float(_Divide(np.float64(total), weight_sum)), weight_sum, grads
 
   def Evaluate(self, micro_batches: Sequence[micro_batch.MicroBatch]) -> float:

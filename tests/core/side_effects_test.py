@@ -160,6 +160,32 @@ def testSideEffectsRaiseUnderATapeAndInTheLoss():
     stacks.Train(_Stack(layers.FnLayer.Params()), (_X(),), _Side(), Loss)
 
 
+class _TakesItsWeight(layers.SilentLayer):
+  """Its weight would get no gradient if backward is in halves, or nothing is recomputed."""
+
+  def FProp(self, theta, x):
+    return self.theta.w * x
+
+
+class _CallsItsChild(layers.SilentLayer):
+  def __init__(self, params):
+    super().__init__(params)
+    self.CreateChild('child', layers.FnLayer.Params())
+
+  def FProp(self, theta, x):
+    return self.child(theta.w * x)
+
+
+@pytest.mark.parametrize(
+  'cls, path', [(_TakesItsWeight, r'layers\[2\]'), (_CallsItsChild, r'layers\[2\]\.child')]
+)
+@pytest.mark.parametrize('schedule, policy', [('zb_h1', 'stage'), ('1f1b', 'none')])
+def testWeightsThatAreNoArgumentsRaise(cls, path, schedule, policy):
+  stack = _Stack(cls.Params(), schedule=schedule, remat_policy=policy)
+  with pytest.raises(ValueError, match=rf'^stack\.{path}: .* argument theta'):
+    stacks.Train(stack, (_X(),), _Side())
+
+
 def testALayerMayReadATable():
   table = tf.lookup.StaticHashTable(
     tf.lookup.KeyValueTensorInitializer([0], tf.constant([2.0], tf.float64)), default_value=0.0

@@ -332,10 +332,52 @@ def testWrongModelsAreRefused():
 
   with pytest.raises(ValueError, match=naming.Naming('Stepping', 'train_step')):
     PipelinedModel(Stepping(), 1, devices=['/cpu:0'])
+  model = keras_fits.Mlp()
+  model.own = METRICS.Mean('own')
+  with pytest.raises(ValueError, match=naming.Naming('own', 'compile')):
+    PipelinedModel(model, 1, devices=['/cpu:0'])
   with pytest.raises(TypeError, match=naming.Naming('keras.Model', 'Dense')):
     PipelinedModel(layers.Dense(3), 1, devices=['/cpu:0'])
   with pytest.raises(ValueError, match=naming.Naming(3, 4, 'dense', 'dense_1', 'dense_2')):
     _Made(num_stages=4).train_on_batch(X, Y)
+
+
+def testFloat8IsRefused():
+  """The gradients of its scales are their next values, which micro-batches would add up."""
+  model = keras_fits.Mlp()
+  for layer in model.layers:
+    if isinstance(layer, layers.Dense):
+      layer.quantize('float8')
+  pipe = PipelinedModel(model, 2, num_micro_batches=2)
+  pipe.compile(optimizer=_Adam(), **_Squares())
+  with pytest.raises(ValueError, match=naming.Naming('dense/inputs_scale', 'float8')):
+    pipe.train_on_batch(X, Y)
+
+
+def testAMetricThatAnotherModelHasUpdatedBeginsAnew():
+  metric = METRICS.MeanAbsoluteError(name='mae')
+  metric.update_state(Y, Y + 5.0)
+  pipe = _Made()
+  pipe.compile(optimizer=_Adam(), loss='mse', metrics=[metric])
+  expected = np.abs(Y - pipe.predict(X, verbose=0)).mean()
+  assert pipe.evaluate(X, Y, verbose=0)[1] == pytest.approx(expected, rel=1e-5)
+
+
+class FirstIsSlow(keras.optimizers.SGD):
+  """Depends on the order of the variables."""
+
+  def apply(self, grads, trainable_variables=None):
+    super().apply([grads[0] * 0.1, *grads[1:]], trainable_variables)
+
+
+def testTheOptimizerGetsTheVariablesInKerassOrder():
+  model = keras_fits.Seeded(keras_fits.Mlp)
+  model.compile(optimizer=FirstIsSlow(0.5), **_Squares())
+  model.train_on_batch(X, Y)
+  pipe = _Made(optimizer=lambda: FirstIsSlow(0.5))
+  pipe.train_on_batch(X, Y)
+  for a, b in zip(pipe.get_weights(), model.get_weights(), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -292,6 +292,29 @@ def testEqualStagesShareOneTrace():
       np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
+class _Numbered(linear.LinearLayer):
+  """Multiplies by a number that its place gives, and that no Param has."""
+
+  def __init__(self, params):
+    super().__init__(params)
+    self._factor = 1.0
+
+  def FProp(self, theta, inputs):
+    return super().FProp(theta, inputs) * self._factor
+
+
+def testLayersWithOtherAttributesShareNoTrace():
+  sub = [_Numbered.Params().Set(input_dim=4, output_dim=4) for _ in range(4)]
+  side, x = stacks.ExampleWeights(4), tf.ones([4, 4], tf.float64)
+  results = []
+  for num_stages in (1, 4):
+    stack = stacks.MakeStack(sub, num_stages=num_stages, num_micro_batches=2)
+    for i, layer in enumerate(stack.layers):
+      layer._factor = 1.0 + i % 3
+    results.append(stacks.Train(stack, (x,), side))
+  stacks.CheckEqual(*results)
+
+
 def testMoreMicroBatchesTakeNoMoreTraces():
   """Nor do more stages than three: of the first, the last and all others F and B."""
   layer = linear.ProjectionLayer.Params().Set(input_dim=4, output_dim=4)

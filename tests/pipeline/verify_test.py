@@ -100,6 +100,7 @@ def _Verify(*middle, loss_weight=_NumTokens, dtype=tf.float64, **options):
     {'xla': False, 'schedule': 'zb_h1', 'remat_policy': 'none', 'num_micro_batches': 6},
     {'xla': True, 'schedule': '1f1b_fused', 'splits': [3, 4, 5]},
     {'xla': False, 'dtype': tf.float32},
+    {'xla': False, 'loss_weight': lambda side: tf.cast(_NumTokens(side), tf.float32)},
   ],
 )
 def testTheRealThingAgrees(options):

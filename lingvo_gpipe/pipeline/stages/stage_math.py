@@ -16,7 +16,14 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import base_layer, fprop_context, nested_map, shapes, side_effects
+from lingvo_gpipe.core import (
+  base_layer,
+  fprop_context,
+  nested_map,
+  params_tree,
+  shapes,
+  side_effects,
+)
 from lingvo_gpipe.layers import sequential
 from lingvo_gpipe.pipeline.stages import failures, leaves, retraces, weighted_loss
 
@@ -103,16 +110,19 @@ def CheckSkips(layer: base_layer.BaseLayer, stashed: Any) -> None:
 class StructureKey:
   """Equal for two layers that compute the same function of (theta, inputs, seeds).
 
-  The Params decide, or the `structure` of the layer if it has one. Comparing the text of the Params
-  is not enough: two functions among them may have the same name.
+  The Params and the attributes that `__init__` set decide, or the `structure` of the layer if it
+  has one. Comparing the text of the Params is not enough: two functions among them may have the
+  same name.
   """
 
   def __init__(self, layer: base_layer.BaseLayer) -> None:
     self._key: Any = layer.structure
+    self._attributes: list[dict[str, Any]] = []
     self._hash = hash((type(layer), self._key))
     if self._key is None:
       self._key = layer.params.Copy()
       self._key.name = ''
+      self._attributes = layer.Attributes()
       self._hash = hash(self._key.ToText())
 
   def __hash__(self) -> int:
@@ -121,7 +131,11 @@ class StructureKey:
   def __eq__(self, other: object) -> bool:
     if not isinstance(other, StructureKey):
       return NotImplemented
-    return self._hash == other._hash and bool(self._key == other._key)
+    return (
+      self._hash == other._hash
+      and bool(self._key == other._key)
+      and params_tree.Equal(self._attributes, other._attributes)
+    )
 
 
 class _RunningStage(NamedTuple):
