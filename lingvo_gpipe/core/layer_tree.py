@@ -58,14 +58,14 @@ class LayerTree(tf.Module):
 
   def Attributes(self) -> list[dict[str, Any]]:
     """Returns the attributes that subclasses set, of this layer and of each descendant."""
-    own = {
+    attributes = {
       name: value
       for name, value in self.__dict__.items()
       if name not in self._base_names | {'_base_names'}
       and not name.startswith('_self_')  # What tf.Module sets to track attributes.
       and not isinstance(getattr(type(self), name, None), functools.cached_property)
     }
-    return [own, *(x for child in self.ChildLayers() for x in child.Attributes())]
+    return [attributes, *(x for child in self.ChildLayers() for x in child.Attributes())]
 
   def Ancestors(self) -> Iterator[Any]:
     """Yields this layer, its parent, and so on up to the root."""
