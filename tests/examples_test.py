@@ -56,7 +56,7 @@ def testSlurmScript(tmp_path):
 
 @pytest.mark.parametrize('signal_name', ['USR1', 'TERM'])
 def testSlurmScriptQueuesItsJobAgainOnlyIfTheTimeIsUp(tmp_path, signal_name):
-  """Slurm sends USR1 before the time limit, and TERM if a user cancels the job."""
+  """Slurm sends USR1 before the time limit, and TERM for `scancel --batch --signal=TERM`."""
   programs = {
     'scontrol': 'echo "$@" >> calls; [[ $1 != show ]] || echo node1',
     'srun': 'exit 1',  # The workers have ended before the script ends them.

@@ -27,7 +27,7 @@ workers=$!
 # Five minutes before the time is up, the trainer finishes its step, saves and leaves, and the job is queued again.
 # After `scancel --batch --signal=TERM JOB` it saves and leaves, too. Plain `scancel` ends all processes at once.
 is_time_up=
-trap 'is_time_up=1; kill -TERM $! || true' USR1
+trap 'is_time_up=1; kill -TERM $! || true' USR1  # $! is the trainer, the last program in the background.
 trap 'kill -TERM $! || true' TERM
 trap 'kill $workers 2> /dev/null || true; rm -f "$hosts"' EXIT
 trainer --cluster="$hosts" --model=lm.one_billion_wds.Transformer103 --logdir="$logdir" &

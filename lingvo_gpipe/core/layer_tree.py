@@ -59,13 +59,25 @@ class LayerTree(tf.Module):
   def Attributes(self) -> list[dict[str, Any]]:
     """Returns the attributes that subclasses set, of this layer and of each descendant."""
     attributes = {
-      name: value
+      name: self._Comparable(value)
       for name, value in self.__dict__.items()
       if name not in self._base_names | {'_base_names'}
-      and not name.startswith('_self_')  # What tf.Module sets to track attributes.
+      # What tf.Module sets to track attributes, and `CreateChild` to let it find layers.
+      and not name.startswith(('_self_', '_child_'))
       and not isinstance(getattr(type(self), name, None), functools.cached_property)
     }
     return [attributes, *(x for child in self.ChildLayers() for x in child.Attributes())]
+
+  def _Comparable(self, value: Any) -> Any:
+    """Returns a value that equals the same attribute of another layer."""
+    if isinstance(value, tf.Variable):
+      return value.ref()  # Equal to itself alone.
+    if isinstance(value, tf.Tensor):
+      return value.numpy() if hasattr(value, 'numpy') else value.ref()
+    if isinstance(value, functools.partial):
+      return value.func, value.args, value.keywords
+    is_own_method = getattr(value, '__self__', None) is self
+    return value.__func__ if is_own_method else value
 
   def Ancestors(self) -> Iterator[Any]:
     """Yields this layer, its parent, and so on up to the root."""
@@ -164,7 +176,7 @@ class LayerTree(tf.Module):
     """{name: variable} of this layer alone.
 
     Raises:
-      ValueError: InstantiateVariables was not called; or FProp asks for them.
+      ValueError: InstantiateVariables was not called, or FProp or the loss asks for them.
     """
     side_effects.CheckWeights(self.path)
     if self._variables is None:

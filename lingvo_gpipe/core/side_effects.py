@@ -21,7 +21,8 @@ _READS = frozenset(
   'VarIsInitializedOp LookupTableFindV2 LookupTableSizeV2 LookupTableExportV2'.split()
 )
 
-_is_pure: contextvars.ContextVar[bool] = contextvars.ContextVar('is_pure', default=False)
+# The layer or other code that may have no side effects now.
+_pure: contextvars.ContextVar[str] = contextvars.ContextVar('pure', default='')
 
 # {type of operation: its effect}. A cache, because a layer has many operations of few types.
 _EFFECTS: dict[str, str] = {}
@@ -45,7 +46,7 @@ def Forbid(where: str) -> Iterator[None]:
     yield
     return
   num_before = len(mark.graph.get_operations())
-  token = _is_pure.set(True)
+  token = _pure.set(where)
   try:
     yield
   except AttributeError as e:
@@ -53,7 +54,7 @@ def Forbid(where: str) -> Iterator[None]:
       raise ValueError(_WritesMessage(where, str(e.name))) from e
     raise
   finally:
-    _is_pure.reset(token)
+    _pure.reset(token)
   for node, effect in _Effects(mark.graph, mark.graph.get_operations()[num_before:]):
     op = f'{node.op} {node.name}'
     if effect == 'writes':
@@ -66,11 +67,12 @@ def Forbid(where: str) -> Iterator[None]:
 
 
 def CheckWeights(layer_path: str) -> None:
-  """Raises ValueError within `Forbid`: there, a layer's variables must not be asked for."""
-  if _is_pure.get():
+  """Raises ValueError if traced code within `Forbid` asks for a layer's variables."""
+  if where := _pure.get():
     raise ValueError(
-      f'{layer_path}: FProp takes weights from the layer, so they may get no gradient; take them '
-      'from its argument theta, and call a child as self.child.FProp(theta.child, x)'
+      f'{where} takes the weights of {layer_path} from the layer: take them from the argument '
+      'theta, and call a child as self.child.FProp(theta.child, x). Otherwise they may get no '
+      "gradient, and equal layers, which share one trace, would use one layer's weights"
     )
 
 

@@ -143,7 +143,9 @@ class KerasLoss:
       self._UpdateMetrics(y, y_pred, sample_weight)
 
     self._Trace(self._Function(Compute), side, batch_size)
-    if is_new:  # Keras resets metrics before an epoch only if they are built; they may be in use.
+    # Keras resets metrics before an epoch only if they are built, but another model may have
+    # updated one of them.
+    if is_new:
       metrics.reset_state()
 
     def Call(loss: Any, y: Any, y_pred: Any, sample_weight: Any) -> tf.Tensor:

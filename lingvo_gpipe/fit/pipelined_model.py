@@ -106,11 +106,6 @@ class PipelinedModel(keras.Model):
           f'{type(model).__name__} overrides {name}, which a pipeline would not call: move what it '
           'does into layers, the loss or metrics'
         )
-    if model._metrics:
-      raise ValueError(
-        f'the model has metrics of its own ({", ".join(m.name for m in model._metrics)}), which a '
-        'pipeline does not update; give them to compile()'
-      )
     super().__init__(name=f'{model.name}_pipeline', dtype=model.dtype_policy)
     p = pipelining_layer.PipeliningLayer.Params().Set(
       name='model',
@@ -241,6 +236,11 @@ class PipelinedModel(keras.Model):
     self._CompileAsTheModel()
 
   def _CompileAsTheModel(self) -> None:
+    if self.model._metrics:
+      raise ValueError(
+        f'the model has metrics of its own ({", ".join(m.name for m in self.model._metrics)}), '
+        'which a pipeline does not update; give them to compile()'
+      )
     super().compile(**{**keras_variables.CompileArguments(self.model), 'jit_compile': False})
     self._Forget()
 

@@ -244,6 +244,12 @@ class PlacedModel:
     trained = {path: variables[path] for path in self.stack.engine.trained}
     if not trained:
       raise ValueError(f'{model.name} has no weights to train')
+    for path, v in trained.items():
+      if getattr(v, 'overwrite_with_gradient', False):
+        raise ValueError(
+          f'{path}: the gradient of the variable {v.path} is its next value, as in float8 '
+          'training, and a pipeline would add up the values of micro-batches; use another dtype'
+        )
     if trainer.loss is None and not any(c.has_loss for c in self.cells):
       raise ValueError('there is no loss to minimise: give `loss` to compile()')
     outputs = self._loss.outputs

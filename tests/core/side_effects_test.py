@@ -182,8 +182,18 @@ class _CallsItsChild(layers.SilentLayer):
 @pytest.mark.parametrize('schedule, policy', [('zb_h1', 'stage'), ('1f1b', 'none')])
 def testWeightsThatAreNoArgumentsRaise(cls, path, schedule, policy):
   stack = _Stack(cls.Params(), schedule=schedule, remat_policy=policy)
-  with pytest.raises(ValueError, match=rf'^stack\.{path}: .* argument theta'):
+  with pytest.raises(ValueError, match=rf'^stack\.layers\[2\] .*stack\.{path} .* argument theta'):
     stacks.Train(stack, (_X(),), _Side())
+
+
+def testTheLossTakesWeightsFromItsArgument():
+  stack = _Stack(layers.FnLayer.Params())
+
+  def Loss(theta, outputs, side):
+    return stacks.SquareLoss(theta, [outputs[0] * stack.layers[2].theta.w], side)
+
+  with pytest.raises(ValueError, match=r'^the loss .*stack\.layers\[2\] .* argument theta'):
+    stacks.Train(stack, (_X(),), _Side(), Loss)
 
 
 def testALayerMayReadATable():

@@ -15,6 +15,7 @@ from lingvo_gpipe.core import fprop_context, nested_map, weight_params
 from lingvo_gpipe.layers import dropout, embedding, linear, norm, transformer
 from lingvo_gpipe.pipeline import pipelining_layer
 from lingvo_gpipe.pipeline.schedule import rematerialisation
+from lingvo_gpipe.pipeline.stages import stage_math
 from lingvo_gpipe.runners import train_runner
 from tasks.lm import model as lm_model
 from tests.toys import layers, stacks
@@ -301,6 +302,31 @@ class _Numbered(linear.LinearLayer):
 
   def FProp(self, theta, inputs):
     return super().FProp(theta, inputs) * self._factor
+
+
+class _WithAttributes(transformer.TransformerLayer):
+  """Has children, and attributes that are equal in each layer."""
+
+  def __init__(self, params):
+    super().__init__(params)
+    self._values = {'ones': [np.ones(2)], 'half': 0.5}
+    self._mask = tf.constant([True, False])
+    self._functions = [tf.nn.gelu]
+    self._partial = functools.partial(tf.nn.gelu, approximate=True)
+    self._method = self._Same
+
+  def _Same(self, x):
+    return x
+
+
+def testLayersWithEqualAttributesHaveOneStructure():
+  p = _WithAttributes.Params().Set(input_dim=4, hidden_dim=4, num_heads=2)
+  first, second = stacks.MakeStack([p, p]).layers
+  assert stage_math.StructureKey(first) == stage_math.StructureKey(second)
+  for value in (3, tf.Variable(1.0)):
+    second._more = value
+    first._more = tf.Variable(1.0)
+    assert stage_math.StructureKey(first) != stage_math.StructureKey(second)
 
 
 def testLayersWithOtherAttributesShareNoTrace():

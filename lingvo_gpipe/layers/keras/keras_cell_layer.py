@@ -155,11 +155,6 @@ class KerasCellLayer(base_layer.BaseLayer):
     if self.loss_takes_inputs or self.params.shares_vocabulary:
       self._CheckHead()
     for name, v in self._keras_variables.items():
-      if getattr(v, 'overwrite_with_gradient', False):
-        raise ValueError(
-          f'{self.path}: the gradient of the variable {v.path} is its next value, as in float8 '
-          'training, and a pipeline would add up the values of micro-batches; use another dtype'
-        )
       if v.trainable and id(v) not in self._cell.trained:
         raise ValueError(
           f'{self.path}: the variable {v.path} belongs to no layer of the model, so Keras does not '
