@@ -145,7 +145,7 @@ def _Settings():
 
 @functools.cache
 def _KeysThatTakeSteps():
-  """Returns experiments, those with many stages first, whose steps have all `_Settings`."""
+  """Returns experiments, preferably with many stages, whose steps have all `_Settings`."""
   settings = dict(_Settings())
   count = collections.Counter(itertools.chain(*settings.values()))
 

@@ -47,7 +47,7 @@ class LayerTree(tf.Module):
       _variables=None,
       _variable_maker=None,
     )
-    self.__dict__['_base_names'] = frozenset(self.__dict__)
+    self.__dict__['_base_names'] = frozenset([*self.__dict__, '_base_names'])
 
   # ---- layers ----------------------------------------------------------------------------------
 
@@ -61,7 +61,7 @@ class LayerTree(tf.Module):
     attributes = {
       name: self._Comparable(value)
       for name, value in self.__dict__.items()
-      if name not in self._base_names | {'_base_names'}
+      if name not in self._base_names
       # What tf.Module sets to track attributes, and `CreateChild` to let it find layers.
       and not name.startswith(('_self_', '_child_'))
       and not isinstance(getattr(type(self), name, None), functools.cached_property)

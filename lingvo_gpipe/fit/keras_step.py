@@ -47,8 +47,8 @@ class KerasStep:
       optimizer: a Keras optimizer. Each slot is made on the device of its weight.
       loss_weight: the weight of a micro-batch's loss, for example its number of tokens; None: its
         number of examples.
-      variables: {path of a trained weight: the variable to give to the optimizer}; default: the
-        weight itself.
+      variables: {path of a trained weight: the variable to give to the optimizer}, in the order in
+        which it gets them; default: the weights themselves.
       all_variables: everything that the optimizer is built for; default: the trained weights.
       connected: paths of the weights that the loss may depend on; None: all. The optimizer leaves
         the others alone, without decay or momentum, as Keras does.
@@ -56,14 +56,7 @@ class KerasStep:
     self.stack = stack
     self.optimizer = optimizer
     self._loss_weight = loss_weight
-    position = {id(v): i for i, v in enumerate(all_variables)}
-    # The optimizer gets the gradients in the order of the variables for which it is built.
-    self._variables = dict(
-      sorted(
-        (variables or stack.engine.trained).items(),
-        key=lambda item: position.get(id(item[1]), len(position)),
-      )
-    )
+    self._variables = variables or stack.engine.trained
     self._connected = set(self._variables if connected is None else connected)
     stack.engine.MakeAccumulators()
     self._sum = replicas.GradientSum(stack.engine.replicas)

@@ -241,7 +241,10 @@ class PlacedModel:
     for k, cell in enumerate(self.cells):
       for name, v in cell.Weights().items():
         variables[f'{self.stack.layers[k].path}.{name}'] = v
-    trained = {path: variables[path] for path in self.stack.engine.trained}
+    position = {id(v): i for i, v in enumerate(model.trainable_variables)}
+    # The optimizer gets the variables in Keras's order.
+    paths = sorted(self.stack.engine.trained, key=lambda path: position[id(variables[path])])
+    trained = {path: variables[path] for path in paths}
     if not trained:
       raise ValueError(f'{model.name} has no weights to train')
     for path, v in trained.items():
