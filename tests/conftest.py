@@ -32,6 +32,8 @@ gc.set_threshold(20_000, 20, 20)
 # The processes that tests start inherit these. A value that the user has set stays.
 os.environ.setdefault('CUDA_VISIBLE_DEVICES', '')
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
+# NumPy's library of matrices would start a thread for each core, which spins after each product.
+os.environ.setdefault('OPENBLAS_NUM_THREADS', '1')
 # XLA compiles in half of the time without LLVM's optimisations and with its older generator of
 # fused loops, and no test is about these; with `XLA_FLAGS= make test` the tests run with them.
 # TensorFlow 2.22 has no older generator, and its flag would end the process.

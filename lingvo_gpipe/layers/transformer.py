@@ -156,24 +156,30 @@ class TransformerFeedForwardLayer(base_layer.BaseLayer):
     )
     return p
 
+  # Both projections; each half of the layer has one of them.
+  _projections = slice(0, 2)
+
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
     super().__init__(params)
-    p = self.params
-    self.CreateChild('layer_norm', p.ln_tpl.Copy().Set(input_dim=p.input_dim))
+    p, which = self.params, self._projections
+    dims = [p.input_dim, p.hidden_dim, p.input_dim]
+    if which.start == 0:
+      self.CreateChild('layer_norm', p.ln_tpl.Copy().Set(input_dim=p.input_dim))
     fflayer = p.fflayer_tpl.Copy().Set(
-      input_dim=p.input_dim,
-      hidden_layer_dims=[p.hidden_dim, p.input_dim],
-      activation=[p.activation, 'NONE'],
+      input_dim=dims[which.start],
+      hidden_layer_dims=dims[1:][which],
+      activation=[p.activation, 'NONE'][which],
       has_bias=p.has_bias,
       dropout=[
         p.dropout_tpl.Copy().Set(keep_prob=1.0 - p.relu_dropout_prob),
         p.dropout_tpl.Copy().Set(keep_prob=1.0),
-      ],
+      ][which],
     )
     self.CreateChild('fflayer', fflayer)
-    self.CreateChild(
-      'residual_dropout', p.dropout_tpl.Copy().Set(keep_prob=1.0 - p.residual_dropout_prob)
-    )
+    if which.stop == 2:
+      self.CreateChild(
+        'residual_dropout', p.dropout_tpl.Copy().Set(keep_prob=1.0 - p.residual_dropout_prob)
+      )
 
   def FProp(
     self,
@@ -189,6 +195,48 @@ class TransformerFeedForwardLayer(base_layer.BaseLayer):
       x = self.layer_norm.FProp(theta.layer_norm, inputs)
       x = self.fflayer.FProp(theta.fflayer, x)
     x = inputs + self.residual_dropout.FProp(theta.residual_dropout, x)
+    return _Outputs(x, paddings, segment_ids)
+
+
+class FeedForwardHiddenLayer(TransformerFeedForwardLayer):
+  """The first half of a TransformerFeedForwardLayer, up to the hidden layer."""
+
+  is_position_wise = True
+  _projections = slice(0, 1)
+
+  def FProp(
+    self,
+    theta: nested_map.NestedMap,
+    inputs: tf.Tensor,
+    paddings: tf.Tensor | None = None,
+    segment_ids: tf.Tensor | None = None,
+  ) -> tuple[Any, ...]:
+    """Returns the hidden layer [batch, time, hidden_dim], and the arguments."""
+    shapes.CheckPaddings(self.path, paddings, inputs)
+    inputs = self._CastToFPropDtype(inputs)
+    with fprop_context.Part('feed_forward'):
+      x = self.layer_norm.FProp(theta.layer_norm, inputs)
+      hidden = self.fflayer.FProp(theta.fflayer, x)
+    return hidden, *_Outputs(inputs, paddings, segment_ids)
+
+
+class FeedForwardOutputLayer(TransformerFeedForwardLayer):
+  """The second half of a TransformerFeedForwardLayer, from the hidden layer on."""
+
+  is_position_wise = True
+  _projections = slice(1, 2)
+
+  def FProp(
+    self,
+    theta: nested_map.NestedMap,
+    hidden: tf.Tensor,
+    inputs: tf.Tensor,
+    paddings: tf.Tensor | None = None,
+    segment_ids: tf.Tensor | None = None,
+  ) -> Outputs:
+    """Takes the outputs of FeedForwardHiddenLayer; returns those of the whole layer."""
+    x = self.fflayer.FProp(theta.fflayer, self._CastToFPropDtype(hidden))
+    x = self._CastToFPropDtype(inputs) + self.residual_dropout.FProp(theta.residual_dropout, x)
     return _Outputs(x, paddings, segment_ids)
 
 
@@ -233,14 +281,39 @@ class TransformerLayer(base_layer.BaseLayer):
     return p
 
   @classmethod
-  def Halves(
+  def InLayers(
+    cls, params: hyperparams.InstantiableParams, num_layers: int
+  ) -> list[hyperparams.InstantiableParams]:
+    """Returns the Params of the layers that compute in sequence what the block computes.
+
+    A pipeline can be cut between them. They inherit from the sequence what a block inherits.
+
+    Args:
+      params: the Params of the block.
+      num_layers: 1: the block; 2: its attention and its feed-forward part; 3: the feed-forward part
+        is two layers, before and after its hidden layer.
+
+    Raises:
+      ValueError: the feed-forward part is of another class, which cannot be two layers.
+    """
+    if num_layers == 1:
+      return [params]
+    self_atten, fflayer = cls._Parts(params).values()
+    if num_layers == 2:
+      return [self_atten, fflayer]
+    if fflayer.cls is not TransformerFeedForwardLayer:
+      raise ValueError(
+        f'tr_fflayer_tpl is a {fflayer.cls.__name__}, and only a TransformerFeedForwardLayer can '
+        'be two layers: cut the block into two layers at most'
+      )
+    halves = FeedForwardHiddenLayer.Params(), FeedForwardOutputLayer.Params()
+    return [self_atten, *(hyperparams.CopyFieldsTo(fflayer, half) for half in halves)]
+
+  @classmethod
+  def _Parts(
     cls, params: hyperparams.InstantiableParams
   ) -> dict[str, hyperparams.InstantiableParams]:
-    """Returns the Params of `self_atten` and `fflayer`, the two parts of a block.
-
-    In a sequence these two layers compute the same as the block, and a pipeline can be cut between
-    them. They inherit from the sequence what a block inherits.
-    """
+    """Returns the Params of the children."""
     p = params
     self_atten = p.tr_atten_tpl.Copy().Set(
       input_dim=p.input_dim,
@@ -261,8 +334,8 @@ class TransformerLayer(base_layer.BaseLayer):
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
     super().__init__(params)
-    for name, half in self.Halves(self.params).items():
-      self.CreateChild(name, half)
+    for name, part in self._Parts(self.params).items():
+      self.CreateChild(name, part)
 
   def FProp(
     self,

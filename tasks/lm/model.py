@@ -133,10 +133,12 @@ class TransformerLm(LanguageModel):
     p.Define('num_heads', 4, 'Number of attention heads.', domain.SIZE)
     p.Define('num_layers', 4, 'Number of Transformer layers.', domain.Int(1, 10_000))
     p.Define(
-      'split_blocks',
-      False,
-      'Whether the attention and the feed-forward part of a Transformer layer are two layers, so '
-      'that a cut may separate them. Weights then have other names.',
+      'layers_per_block',
+      1,
+      'Number of layers of a Transformer block, between which a cut may be. 2: the attention and '
+      'the feed-forward part. 3: also before and after the hidden layer, which then goes from '
+      'stage to stage. Weights have other names.',
+      domain.Int(1, 3),
     )
     p.Define(
       'input_dropout_prob', 0.0, 'Dropout probability of the embeddings.', domain.PROBABILITY
@@ -201,7 +203,7 @@ class TransformerLm(LanguageModel):
     if p.ff_init_depth_exponent:
       scale = p.num_layers**-p.ff_init_depth_exponent
       block.tr_fflayer_tpl.fflayer_tpl.params_init = weight_params.WeightInit.Xavier(scale)
-    sub = [*transformer.TransformerLayer.Halves(block).values()] if p.split_blocks else [block]
+    sub = transformer.TransformerLayer.InLayers(block, p.layers_per_block)
     layers.append(sequential.SequentialLayer.Params().Set(sub=sub, repeat=p.num_layers))
     if p.final_layer_norm:
       layers.append(norm.LayerNorm.Params().Set(input_dim=p.model_dim))

@@ -42,6 +42,7 @@ from lingvo_gpipe.layers.keras import keras_cell_layer
 BATCH, TIME, DIM = 3, 6, 8
 
 X = tf.TensorSpec([BATCH, TIME, DIM], tf.float32)
+HIDDEN = tf.TensorSpec([BATCH, TIME, 12], tf.float32)
 IDS = tf.TensorSpec([BATCH, TIME], tf.int32)
 IMAGES = tf.TensorSpec([BATCH, 6, 5, DIM], tf.float32)
 PADDINGS = tf.TensorSpec([BATCH, TIME], tf.float32, name='paddings')
@@ -77,7 +78,9 @@ def _Attention(key_time):
 
 # LayerNorm before a part of a block; dropout and the residual sum after it.
 AROUND = NORM + 3 * SIZE + SIZE
-FEED_FORWARD_FLOPS = AROUND + _Product(DIM, 12) + 2 * N * 12 + _Product(12, DIM) + SIZE
+HIDDEN_FLOPS = NORM + _Product(DIM, 12) + 2 * N * 12
+OUTPUT_FLOPS = _Product(12, DIM) + SIZE + (AROUND - NORM)
+FEED_FORWARD_FLOPS = HIDDEN_FLOPS + OUTPUT_FLOPS
 # Attention under a causal mask, paddings and segments.
 BLOCK_FLOPS = _Attention(TIME) + 3 * MASK_SIZE + AROUND + FEED_FORWARD_FLOPS
 
@@ -226,6 +229,8 @@ CATALOGUE = [
     _Attention(TIME) + AROUND,
   ),
   (transformer.TransformerFeedForwardLayer, FEED_FORWARD, [X, PADDINGS], FEED_FORWARD_FLOPS),
+  (transformer.FeedForwardHiddenLayer, FEED_FORWARD, [X, PADDINGS, IDS], HIDDEN_FLOPS),
+  (transformer.FeedForwardOutputLayer, FEED_FORWARD, [HIDDEN, X, PADDINGS, IDS], OUTPUT_FLOPS),
   (transformer.TransformerLayer, {**BLOCK, 'is_causal': True}, [X, PADDINGS, IDS], BLOCK_FLOPS),
   (
     transformer_decoder.TransformerCrossAttentionLayer,

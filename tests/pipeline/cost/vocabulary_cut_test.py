@@ -21,27 +21,34 @@ _MODELS = {
   'Qwen 3 4B': (36, 2560, 151_936, 9728, 32, 8, 128),
   'Qwen 3 8B': (36, 4096, 151_936, 12_288, 32, 8, 128),
 }
-# {(model, whether blocks are split): {K: (balance with the softmax in the last stage, with a shared
-# one, times that the latter is as fast as the former with whole blocks)}}.
+# {(model, layers of a block): {K: (balance with the softmax in the last stage, with a shared one,
+# times that the latter is as fast as the former with blocks of one layer)}}.
 _EXPECTED = {
-  ('Llama 3.2 1B', False): {4: (0.990, 1, 1.03), 8: (0.652, 1, 1.47), 16: (0.326, 1, 2.74)},
-  ('Gemma 3 1B', False): {4: (0.918, 1, 1.11), 8: (0.459, 1, 2.02), 16: (0.229, 1, 3.85)},
-  ('Qwen 3 0.6B', False): {4: (0.957, 1, 1.05), 8: (0.668, 1, 1.40), 16: (0.334, 1, 2.61)},
-  ('Qwen 3 1.7B', False): {4: (0.925, 1, 1.07), 8: (0.785, 1, 1.20), 16: (0.393, 1, 2.19)},
-  ('Qwen 3 4B', False): {4: (0.983, 1, 0.97), 8: (0.983, 0.983, 0.94), 16: (0.743, 0.819, 1.08)},
-  ('Qwen 3 4B', True): {4: (0.983, 1, 0.97), 8: (0.983, 1, 0.97), 16: (0.743, 0.932, 1.18)},
-  ('Qwen 3 8B', False): {4: (0.974, 1, 0.97), 8: (0.974, 0.974, 0.95), 16: (0.812, 0.812, 1.00)},
-  ('Qwen 3 8B', True): {4: (0.974, 1, 0.97), 8: (0.974, 1, 0.98), 16: (0.821, 0.895, 1.08)},
+  ('Llama 3.2 1B', 1): {4: (0.990, 1, 1.03), 8: (0.652, 1, 1.47), 16: (0.326, 1, 2.74)},
+  ('Gemma 3 1B', 1): {4: (0.918, 1, 1.11), 8: (0.459, 1, 2.02), 16: (0.229, 1, 3.85)},
+  ('Qwen 3 0.6B', 1): {4: (0.957, 1, 1.05), 8: (0.668, 1, 1.40), 16: (0.334, 1, 2.61)},
+  ('Qwen 3 1.7B', 1): {4: (0.925, 1, 1.07), 8: (0.785, 1, 1.20), 16: (0.393, 1, 2.19)},
+  ('Qwen 3 4B', 1): {4: (0.983, 1, 0.97), 8: (0.983, 0.983, 0.94), 16: (0.743, 0.819, 1.08)},
+  ('Qwen 3 4B', 2): {4: (0.983, 1, 0.97), 8: (0.983, 1, 0.97), 16: (0.743, 0.932, 1.18)},
+  ('Qwen 3 4B', 3): {4: (0.983, 1, 0.97), 8: (0.983, 1, 0.96), 16: (0.743, 1, 1.23)},
+  ('Qwen 3 8B', 1): {4: (0.974, 1, 0.97), 8: (0.974, 0.974, 0.95), 16: (0.812, 0.812, 1.00)},
+  ('Qwen 3 8B', 2): {4: (0.974, 1, 0.97), 8: (0.974, 1, 0.98), 16: (0.821, 0.895, 1.08)},
+  ('Qwen 3 8B', 3): {4: (0.977, 1, 0.97), 8: (0.974, 1, 0.96), 16: (0.821, 0.982, 1.13)},
 }
 
 
-def _Work(name, is_split):
+def _Work(name, layers_per_block):
   """Returns the work of the embedding, the blocks, the last norm and the softmax, in FLOPs."""
   num_blocks, dim, num_classes, hidden_dim, heads, pairs, head_dim = _MODELS[name]
   projections = 2 * _TIME * dim * head_dim * 2 * (heads + pairs)
   attention = projections + 2 * _TIME * _TIME * heads * head_dim  # Under a causal mask.
   feed_forward = 2 * _TIME * 3 * dim * hidden_dim
-  block = [attention, feed_forward] if is_split else [attention + feed_forward]
+  block = {
+    1: [attention + feed_forward],
+    2: [attention, feed_forward],
+    # The gate and the projection to the hidden layer; the projection from it.
+    3: [attention, feed_forward * 2 // 3, feed_forward // 3],
+  }[layers_per_block]
   flops = [0, *block * num_blocks, 0, 2 * _TIME * dim * num_classes]
   return stage_work.FromForward(flops, [True] * len(flops))
 
@@ -57,18 +64,18 @@ def _Step(work, ends, schedule):
 
 
 @functools.cache
-def _StepOfOne(name, is_split, num_devices):
+def _StepOfOne(name, layers_per_block, num_devices):
   """Returns `_Step` with the softmax in the last stage."""
-  work = _Work(name, is_split)
+  work = _Work(name, layers_per_block)
   schedule = schedules.Get('1f1b', num_devices, 4 * num_devices)
   ends = partitioner.PartitionStages(stage_work.CutCosts(work, schedule, 'stage'))
   return _Step(work, ends, schedule)
 
 
-@pytest.mark.parametrize(('name', 'is_split'), _EXPECTED)
+@pytest.mark.parametrize(('name', 'layers_per_block'), _EXPECTED)
 @pytest.mark.parametrize('num_devices', [4, 8, 16])
-def testModelsOfTodayAreBalanced(name, is_split, num_devices):
-  work = _Work(name, is_split)
+def testModelsOfTodayAreBalanced(name, layers_per_block, num_devices):
+  work = _Work(name, layers_per_block)
   schedule = shared_vocabulary.Share(schedules.Get('1f1b', num_devices, 4 * num_devices))
   ends, sizes = vocabulary_cut.Cut(work, None, schedule, 'stage', _MODELS[name][2])
   with_slices = vocabulary_cut.WithSlices(work, sizes)
@@ -76,9 +83,9 @@ def testModelsOfTodayAreBalanced(name, is_split, num_devices):
   balance, time = _Step(with_slices, all_ends, schedule)
   _, of_shards = vocabulary_cut.Cut(work, None, schedule, 'stage', 128)
   assert _Step(vocabulary_cut.WithSlices(work, of_shards), all_ends, schedule)[0] > 0.965 * balance
-  balance_of_one, _ = _StepOfOne(name, is_split, num_devices)
-  _, time_of_blocks = _StepOfOne(name, False, num_devices)
-  *balances, speed = _EXPECTED[name, is_split][num_devices]
+  balance_of_one, _ = _StepOfOne(name, layers_per_block, num_devices)
+  _, time_of_blocks = _StepOfOne(name, 1, num_devices)
+  *balances, speed = _EXPECTED[name, layers_per_block][num_devices]
   assert [balance_of_one, balance] == pytest.approx(balances, abs=0.0006)
   assert time_of_blocks / time == pytest.approx(speed, abs=0.006)
 

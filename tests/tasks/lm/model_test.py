@@ -97,20 +97,19 @@ def testLossIsTheCrossEntropyOfTheWeightedPositions():
   assert 0 < expected['accuracy'] < 1
 
 
-def testSplitBlocksComputeTheSame():
-  """The halves of three blocks, with the weights of the blocks, cut within the second block."""
+@pytest.mark.parametrize(('layers_per_block', 'splits'), [(2, [5, 10]), (3, [7, 13])])
+def testBlocksOfSeveralLayersComputeTheSame(layers_per_block, splits):
+  """Three blocks with the same weights; the first stage ends within the second block."""
   whole = _Params(num_layers=3).Instantiate()
-  p = _Params(num_layers=3, split_blocks=True)
-  p.stack.splits = [5, 10]
-  halves = p.Instantiate()
-  kinds = [type(layer).__name__ for layer in halves.stack.layers[2:8]]
-  assert kinds == ['TransformerAttentionLayer', 'TransformerFeedForwardLayer'] * 3
+  p = _Params(num_layers=3, layers_per_block=layers_per_block)
+  p.stack.splits = splits
+  cut = p.Instantiate()
   rng = np.random.default_rng(5)
   devices = [d.name for d in tf.config.list_logical_devices('CPU')]
   metrics, texts, weights = [], [], []
-  for task in (whole, halves):
+  for task in (whole, cut):
     runner = eval_runner.EvalRunner(task, devices, _Spec(_Batch()))
-    # Blocks and halves have their weights in the same order.
+    # The weights of a block have the same order in all three.
     weights = weights or [rng.normal(size=v.shape, scale=0.3) for v in task.variables]
     for variable, value in zip(task.variables, weights, strict=True):
       variable.assign(value)
