@@ -12,6 +12,8 @@ chunks, so a softmax costs one more product of matrices, and memory for one chun
 
 from __future__ import annotations
 
+import inspect
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -126,7 +128,8 @@ class ChunkedLogits:
     """Computes nothing.
 
     Args:
-      logits_fn: computes logits; changes nothing, and draws no random numbers.
+      logits_fn: computes logits; changes nothing, and draws no random numbers. A graph holds the
+        object of a method only weakly.
       weights: the nest of variables or tensors that `logits_fn` takes.
       inputs: [..., dim].
       num_classes: size of the last axis of the logits.
@@ -167,14 +170,17 @@ class ChunkedLogits:
     rows = tf.reshape(self.inputs, [-1, self.inputs.shape[-1]])
     tensors = [tf.convert_to_tensor(w) for w in tf.nest.flatten(self._weights)]
     floating = [i for i, w in enumerate(tensors) if w.dtype.is_floating]
+    # Without the weights themselves: see `_Weakly`.
+    structure = tf.nest.map_structure(lambda _: 0, self._weights)
+    logits_fn = _Weakly(self._logits_fn)
 
     def ChunkStatistics(
       weights: Sequence[tf.Tensor], rows: tf.Tensor, ids: tf.Tensor
     ) -> Sequence[tf.Tensor]:
       weight_of = dict(zip(floating, weights, strict=True))  # The others have no gradient.
       leaves = [weight_of.get(i, w) for i, w in enumerate(tensors)]
-      packed = tf.nest.pack_sequence_as(self._weights, leaves)
-      return from_logits(self._logits_fn(packed, rows), ids)
+      packed = tf.nest.pack_sequence_as(structure, leaves)
+      return from_logits(logits_fn(packed, rows), ids)
 
     weights = [tensors[i] for i in floating]
     if self._chunk_size:
@@ -216,6 +222,24 @@ class SharedLogits(ChunkedLogits):
   def _Compute(self, class_ids: tf.Tensor) -> Statistics:
     ids = tf.reshape(tf.cast(class_ids, tf.int64), tf.shape(self.inputs)[:-1])
     return self._statistics_of(ids, self)
+
+
+def _Weakly(function: LogitsFn) -> LogitsFn:
+  """Returns the function; within a graph one that does not hold the object of a method.
+
+  TensorFlow keeps the gradient functions of graphs as long as the process runs. What they hold, a
+  layer with its weights, would stay in memory.
+  """
+  if tf.executing_eagerly() or not inspect.ismethod(function):
+    return function
+  method = weakref.WeakMethod(function)
+
+  def Call(weights: Any, inputs: tf.Tensor) -> tf.Tensor:
+    held = method()
+    assert held is not None
+    return held(weights, inputs)
+
+  return Call
 
 
 def _InChunks(

@@ -234,7 +234,7 @@ class FeedForwardOutputLayer(TransformerFeedForwardLayer):
     paddings: tf.Tensor | None = None,
     segment_ids: tf.Tensor | None = None,
   ) -> Outputs:
-    """Takes the outputs of FeedForwardHiddenLayer; returns those of the whole layer."""
+    """Takes what FeedForwardHiddenLayer returns; returns the outputs of the whole layer."""
     x = self.fflayer.FProp(theta.fflayer, self._CastToFPropDtype(hidden))
     x = self._CastToFPropDtype(inputs) + self.residual_dropout.FProp(theta.residual_dropout, x)
     return _Outputs(x, paddings, segment_ids)
@@ -306,8 +306,10 @@ class TransformerLayer(base_layer.BaseLayer):
         f'tr_fflayer_tpl is a {fflayer.cls.__name__}, and only a TransformerFeedForwardLayer can '
         'be two layers: cut the block into two layers at most'
       )
-    halves = FeedForwardHiddenLayer.Params(), FeedForwardOutputLayer.Params()
-    return [self_atten, *(hyperparams.CopyFieldsTo(fflayer, half) for half in halves)]
+    halves = [FeedForwardHiddenLayer.Params(), FeedForwardOutputLayer.Params()]
+    for half in halves:
+      hyperparams.CopyFieldsTo(fflayer, half)
+    return [self_atten, *halves]
 
   @classmethod
   def _Parts(

@@ -7,6 +7,7 @@ input. The weights are given as tensors, so that the tape gets their gradients.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -51,6 +52,9 @@ class TapeFunction:
       with tf.device(s.device):
         per_stage.append(AsTensors([next(of_layers) for _ in s.layers]))
     weights = leaves.Floats(per_stage)
+    # TensorFlow keeps the gradient functions of graphs as long as the process runs. What they hold,
+    # the layers with their weights, would stay in memory.
+    this = self if tf.executing_eagerly() else weakref.proxy(self)
     whole: list[Any] = []
     reported: list[Any] = []
 
@@ -62,8 +66,8 @@ class TapeFunction:
     @tf.custom_gradient
     def Pipeline(*floats: tf.Tensor) -> Any:
       forward_args = *_Unwatched(Nests(floats)), counter
-      with failures.LocateFailure(self._pipeline, lambda: self._Forward(*forward_args)):
-        outputs, saved, sums = self._forward(*forward_args)
+      with failures.LocateFailure(this._pipeline, lambda: this._Forward(*forward_args)):
+        outputs, saved, sums = this._forward(*forward_args)
       whole.append(outputs)
       reported.extend(sums)
 
@@ -74,7 +78,7 @@ class TapeFunction:
         def Gradient(*dys: tf.Tensor) -> list[tf.Tensor]:
           with tf.GradientTape() as tape:
             tape.watch(floats)
-            _, again, _ = self._forward(*Nests(floats), counter)
+            _, again, _ = this._forward(*Nests(floats), counter)
           again = leaves.Floats(again)
           return tape.gradient(again, floats, dys, unconnected_gradients='zero')
 
@@ -83,8 +87,8 @@ class TapeFunction:
       def Grad(*dys: tf.Tensor) -> list[tf.Tensor]:
         stage_inputs = leaves.WithFloats(saved, Saved(*floats))
         backward_args = Nests(floats)[0], stage_inputs, leaves.WithFloats(outputs, dys), counter
-        with failures.LocateFailure(self._pipeline, lambda: self._Backward(*backward_args)):
-          return self._backward(*backward_args)
+        with failures.LocateFailure(this._pipeline, lambda: this._Backward(*backward_args)):
+          return this._backward(*backward_args)
 
       return tuple(leaves.Floats(outputs)), Grad
 

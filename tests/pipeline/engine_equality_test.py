@@ -462,5 +462,25 @@ def testTheFirstTwentyLossesAgree():
   np.testing.assert_allclose(_LossesOfTraining(4), reference, rtol=1e-4)
 
 
+def _GradientWithin(w, x):
+  with tf.GradientTape() as tape:
+    tape.watch(x)
+    y = tf.sin(x * w)
+  return x + tape.gradient(y, x)
+
+
+@pytest.mark.parametrize(
+  ('schedule', 'policy'),
+  [('gpipe', 'stage'), ('1f1b', 'layer'), ('gpipe', 'none'), ('zb_h1', 'stage')],
+)
+def testALayerMayTakeAGradient(schedule, policy):
+  sub = [layers.FnLayer.Params().Set(fn=_GradientWithin) for _ in range(4)]
+  side = stacks.ExampleWeights(4)
+  x = tf.constant(np.random.default_rng(0).normal(size=[4, layers.DIM]))
+  options = {'schedule': schedule, 'remat_policy': policy}
+  stack = stacks.MakeStack(sub, num_stages=2, num_micro_batches=2, **options)
+  stacks.CheckEqual(stacks.Train(stack, (x,), side), stacks.Reference(sub, 2, (x,), side))
+
+
 if __name__ == '__main__':
   raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

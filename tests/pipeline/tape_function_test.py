@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """PipeliningLayer under somebody else's tape: the SequentialLayer's outputs and gradients."""
 
+import gc
 import os
 import sys
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -509,6 +511,28 @@ def testMiniBatchesOfOneStepDrawTheirOwnMasks():
   for a, b in zip(masks, alone, strict=True):
     np.testing.assert_array_equal(a, b)
   assert len({m.numpy().tobytes() for m in masks}) == 6
+
+
+def testWeightsAreReleasedWithTheStack():
+  """Also after a traced step: TensorFlow keeps the gradient functions of a trace for good."""
+
+  def Train():
+    stack = _Pipeline(2, 2)
+    inputs = _Inputs([4, 3])
+    stack.Place(stacks.Devices()[:2], *stacks.Specs(inputs))
+
+    @tf.function(autograph=False)
+    def Step():
+      with tf.GradientTape() as tape, fprop_context.Scope(step=0):
+        loss = tf.reduce_sum(stack(*inputs)[0] ** 2)
+      return tape.gradient(loss, stack.trainable_variables)
+
+    assert any(g is not None for g in Step())
+    return {v.name: weakref.ref(v) for v in stack.trainable_variables}
+
+  references = Train()
+  gc.collect()
+  assert not [name for name, reference in references.items() if reference() is not None]
 
 
 if __name__ == '__main__':

@@ -202,21 +202,20 @@ class KerasCellLayer(base_layer.BaseLayer):
     inputs, mask = Parts(args[0])
     num_classes = self._cell.outputs[0].shape[-1]
     assert num_classes is not None
-
-    def Logits(theta: nested_map.NestedMap, inputs: tf.Tensor) -> tf.Tensor:
-      # Each position is an example of its own, as rows of a chunk come from several examples.
-      shape = [-1, *[1] * (len(self._cell.args[0].shape) - 2), inputs.shape[-1]]
-      logits = self.FProp(theta, tf.reshape(inputs, shape))[0]
-      return tf.reshape(logits, tf.concat([tf.shape(inputs)[:-1], logits.shape[-1:]], axis=0))
-
     logits = chunked_logits.ChunkedLogits(
-      Logits, theta, inputs, num_classes=num_classes, chunk_size=self.params.chunk_size
+      self._Logits, theta, inputs, num_classes=num_classes, chunk_size=self.params.chunk_size
     )
     # Some operations drop the mask of their argument: a call without examples shows it.
     no_rows = tf.nest.map_structure(lambda x: x[:0], args[0])
     if Parts(self.FProp(theta, no_rows)[0])[1] is not None:
       logits._keras_mask = mask
     return (logits,)
+
+  def _Logits(self, theta: nested_map.NestedMap, inputs: tf.Tensor) -> tf.Tensor:
+    # Each position is an example of its own, as rows of a chunk come from several examples.
+    shape = [-1, *[1] * (len(self._cell.args[0].shape) - 2), inputs.shape[-1]]
+    logits = self.FProp(theta, tf.reshape(inputs, shape))[0]
+    return tf.reshape(logits, tf.concat([tf.shape(inputs)[:-1], logits.shape[-1:]], axis=0))
 
   @property
   def compute_dtypes(self) -> frozenset[tf.DType]:

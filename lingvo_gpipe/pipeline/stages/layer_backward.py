@@ -80,7 +80,7 @@ class LayerBackward:
       layers: for each layer the parts that backward recomputes; None: all of it. Empty: all of
         each.
     """
-    self._math = math
+    self._math, self._xla = math, xla
     self._layouts: dict[Any, _Layout] = {}
     self._forward = stage_math.Traced(self._Forward, xla)
     self.Backward = stage_math.Traced(self._Backward, xla)
@@ -198,13 +198,15 @@ class LayerBackward:
         skip_dys = [leaves.AddUp(dskips.pop(name)) for name in segment.math.exports]
         layer_dy = [*dargs, *(g for grads in skip_dys for g in grads)]
       # A layer waits for the gradients of the layer after it, so that the inner activations of one
-      # layer exist at a time. XLA ignores control dependencies and would draw all random numbers
-      # first.
+      # layer exist at a time. XLA ignores control dependencies.
       with tf.control_dependencies(done):
         x = Tensors(layout.x[i])
+        if self._xla and layer_dy:
+          x = leaves.WithFloats(x, [_WaitFor(layer_dy[0], t) for t in leaves.Floats(x)])
         layer_call = segment.math.OfSegment(call, x)
-        seeds = _WaitFor(layer_dy or [], layer_call.context.seeds)
-        layer_call = layer_call._replace(context=layer_call.context._replace(seeds=seeds))
+        if self._xla and layer_dy:
+          seeds = _WaitFor(layer_dy[0], layer_call.context.seeds)
+          layer_call = layer_call._replace(context=layer_call.context._replace(seeds=seeds))
         dx: list[tf.Tensor] = []
         if any(segment.math.trained) or (segment.math.needs_dx and leaves.Floats(x)):
           sinks = segment.math.OfAccumulators(accumulators)
@@ -233,11 +235,9 @@ def _Take(gradients: Iterator[tf.Tensor], nest: Any) -> list[tf.Tensor]:
   return [next(gradients) for _ in leaves.Floats(nest)]
 
 
-def _WaitFor(gradients: Sequence[tf.Tensor], seeds: tf.Tensor) -> tf.Tensor:
-  """Returns the seeds, made to wait for the first of the gradients even under XLA."""
-  for gradient in gradients[:1]:
-    element = tf.math.real(tf.reshape(gradient, [-1])[:1])
-    # No number is finite and above the greatest; no compiler has noticed so far.
-    never = tf.math.is_finite(element) & (element > element.dtype.max)
-    seeds += tf.reduce_sum(tf.cast(never, seeds.dtype))
-  return seeds
+def _WaitFor(gradient: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
+  """Returns x, made to wait for a gradient even under XLA."""
+  element = tf.math.real(tf.reshape(gradient, [-1])[:1])
+  # No number is finite and above the greatest; no compiler has noticed so far.
+  never = tf.math.is_finite(element) & (element > element.dtype.max)
+  return x + tf.cast(tf.reduce_any(never), x.dtype)

@@ -65,39 +65,37 @@ class StageFunctions:
     dy: list[tf.Tensor] | None,
   ) -> tuple[list[tf.Tensor], tf.Tensor]:
     del residuals
-    math, x = self._math, call.x
-    math.CountTrace(x, call.side)
-    floats = leaves.Floats(x)
-
-    # Only the floating inputs are arguments of the recomputed function: tf.recompute_grad cannot
-    # take integers or None, and would copy weights given to it as tensors.
-    def Stage(*floats: tf.Tensor) -> list[tf.Tensor]:
-      return math.Outputs(call._replace(x=leaves.WithFloats(x, floats)))[2]
-
-    with math.EnterContext(call.context.seeds), tf.GradientTape() as tape:
-      tape.watch(floats)
-      objective = math.Recomputed(Stage, floats)
-      weights, sources = math.Trained(call.variables), math.WantedFloats(x)
-      grads = tape.gradient(
-        objective,
-        [*weights, *sources],
-        output_gradients=stage_math.WithOwnLosses(dy, objective),
-      )
-    token = math.Accumulate(accumulators, grads[: len(weights)])
-    return leaves.DenseGradients(sources, grads[len(weights) :]), token
+    dx, _, token = self._WithGradients(call, accumulators, dy)
+    return dx, token
 
   def _ForwardBackward(
     self, call: stage_math.StageCall, accumulators: Sequence[tf.Variable]
   ) -> tuple[list[tf.Tensor], nested_map.NestedMap]:
+    dx, sums, _ = self._WithGradients(call, accumulators, None)
+    return dx, sums
+
+  def _WithGradients(
+    self,
+    call: stage_math.StageCall,
+    accumulators: Sequence[tf.Variable],
+    dy: list[tf.Tensor] | None,
+  ) -> tuple[list[tf.Tensor], nested_map.NestedMap, tf.Tensor]:
+    """Runs the stage from its input, then its gradients, within the same trace.
+
+    Not by `tf.recompute_grad`: TensorFlow keeps what it recomputes as long as the process runs, so
+    all weights of each pipeline would stay in memory. It would also trace the stage twice, and hide
+    a recomputation from a tape within a layer.
+    """
     math = self._math
     math.CountTrace(call.x, call.side)
     floats, weights = math.WantedFloats(call.x), math.Trained(call.variables)
     with math.EnterContext(call.context.seeds), tf.GradientTape() as tape:
       tape.watch(floats)
       _, sums, objective = math.Outputs(call)
-    grads = tape.gradient(objective, [*weights, *floats])
-    math.Accumulate(accumulators, grads[: len(weights)])
-    return leaves.DenseGradients(floats, grads[len(weights) :]), sums
+      output_gradients = stage_math.WithOwnLosses(dy, objective)
+      grads = tape.gradient(objective, [*weights, *floats], output_gradients)
+    token = math.Accumulate(accumulators, grads[: len(weights)])
+    return leaves.DenseGradients(floats, grads[len(weights) :]), sums, token
 
   def _ThetaBackward(
     self, call: stage_math.StageCall, dy: list[tf.Tensor]

@@ -469,32 +469,6 @@ class StageMath:
       layer_sums[name] = sums
     return nested_map.NestedMap(metrics=metric_sums, rows=rows, layers=layer_sums)
 
-  def Recomputed(
-    self, function: Callable[..., list[tf.Tensor]], floats: Sequence[tf.Tensor]
-  ) -> list[tf.Tensor]:
-    """Returns `function(*floats)` so that a tape keeps only the floats, and backward repeats it.
-
-    Stages that take sums over the replicas are not repeated: TensorFlow would not prune the sums
-    from the first run, although nothing needs its results.
-    """
-    # tf.recompute_grad needs an argument; without floats there is no activation to keep from them.
-    if not floats or self._replica_sum is not None:
-      return function(*floats)
-    is_complex: list[bool] = []
-
-    # tf.recompute_grad takes the maximum of its first gradient, and complex numbers have none.
-    def InReals(*floats: tf.Tensor) -> list[tf.Tensor]:
-      outputs = function(*floats)
-      is_complex[:] = [t.dtype.is_complex for t in outputs]
-      return [
-        tf.stack([tf.math.real(t), tf.math.imag(t)]) if c else t
-        for t, c in zip(outputs, is_complex, strict=True)
-      ]
-
-    outputs = tf.recompute_grad(InReals)(*floats)
-    outputs = outputs if isinstance(outputs, (list, tuple)) else [outputs]
-    return [tf.complex(t[0], t[1]) if c else t for t, c in zip(outputs, is_complex, strict=True)]
-
 
 def Traced(function: Callable[..., Any], xla: bool, is_inner: bool = False) -> Any:
   """Returns a stage function as a tf.function: compiled by XLA, or never inlined.

@@ -167,7 +167,7 @@ def _Batch(x):
   'place, fails, schedule, policy, action',
   [
     (0, _FailsForward, '1f1b', 'stage', '0F1'),
-    (0, _FailsBackward, 'gpipe', 'stage', '0B1'),
+    (1, _FailsBackward, 'gpipe', 'stage', '1B1'),
     (1, _FailsForward, 'gpipe', 'layer', '1F1'),
     (1, _FailsBackward, 'zb_h1', 'stage', '1I1'),
     (3, _FailsForward, '1f1b_fused', 'none', '2V1'),
