@@ -122,6 +122,9 @@ class PlacedModel:
     self._places = keras_variables.Places(model)
     functions: tuple[Callable[..., Any], ...] = (self._Train, self._Test, self._Predict)
     if not trainer.run_eagerly:  # By shape of the batch; relaxed shapes would not be static.
+      # TensorFlow counts the traces of a method for all its objects together. It would warn of
+      # several models in one process as of one that is traced too often.
+      functions = tuple(functools.partial(function) for function in functions)
       functions = tuple(tf.function(function, autograph=False) for function in functions)
     self._train, self._test, self._predict = functions
 
