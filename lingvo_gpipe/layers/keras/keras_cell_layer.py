@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -298,8 +298,11 @@ class KerasCellLayer(base_layer.BaseLayer):
     numbers = itertools.count()
     mapping += [(v, self._Seed(next(numbers), v)) for v in self._seeds]
     where = f'{self.path}: the call of {cell.name}'
+    mark = tf.no_op()  # An operation of the traced graph; None in eager mode.
+    num_before = 0 if mark is None else len(mark.graph.get_operations())
     with _CellScope(mapping, where, cell.trained, lambda v: self._Seed(next(numbers), v)) as scope:
-      self._RunNodes(values, training=not context.do_eval)
+      with keras_variables.WithoutRemat(), tf.GradientTape() as tape:
+        self._RunNodes(values, training=not context.do_eval)
       losses = [*scope.losses, *self._RegularizerLosses()]
       if losses:
         dtype = tf.float64 if tf.float64 in [x.dtype for x in losses] else tf.float32
@@ -311,6 +314,10 @@ class KerasCellLayer(base_layer.BaseLayer):
       if (new := scope.get_current_value(v)) is not before[name]
     }
     self._ReportState(before, changed, _Rows(args, skips))
+    if mark is not None:
+      results = [values[v] for v in (*cell.outputs, *cell.skips_out)]
+      self._CheckCustomGradients(mark.graph.get_operations()[num_before:], before, results, where)
+    self._CheckReads(tape.watched_variables(), where)
 
     def Payload(v: keras_nodes.Value) -> Any:
       return _Payload(values[v], _ATTRIBUTES if v in cell.results else ('mask',))
@@ -318,6 +325,63 @@ class KerasCellLayer(base_layer.BaseLayer):
     return tuple(map(Payload, cell.outputs)), nested_map.NestedMap(
       {_SkipName(v): Payload(v) for v in cell.skips_out}
     )
+
+  def _CheckCustomGradients(
+    self,
+    ops: Iterable[tf.Operation],
+    weights: Mapping[str, tf.Tensor],
+    results: Sequence[Any],
+    where: str,
+  ) -> None:
+    """Raises ValueError if the function of a custom gradient takes a trained weight from outside.
+
+    TensorFlow ends such a function in an IdentityN of its results and its arguments, of which the
+    code after it takes the results only.
+
+    Args:
+      ops: the operations of the cell.
+      weights: {name: weight}.
+      results: the tensors that leave the cell.
+      where: begins the message.
+    """
+    trained = {
+      weights[name].name: v
+      for name, v in self._keras_variables.items()
+      if v.trainable and tf.is_symbolic_tensor(weights[name])
+    }
+    leaving = {t.name for t in results if tf.is_symbolic_tensor(t)}
+    for op in ops:
+      if op.type != 'IdentityN' or '_gradient_op_type' not in op.node_def.attr:
+        continue
+      todo: list[tf.Tensor] = []
+      seen: set[str] = set()
+      for x, y in zip(op.inputs, op.outputs, strict=True):
+        if y.consumers() or y.name in leaving:
+          todo.append(x)
+        else:
+          seen.add(x.name)
+      while todo:
+        t = todo.pop()
+        if t.name in seen or not t.dtype.is_floating or t.op.type == 'StopGradient':
+          continue
+        if t.name in trained:
+          raise ValueError(
+            f'{where} takes the weight {trained[t.name].path} into a tf.custom_gradient or '
+            'tf.recompute_grad, where a pipeline would lose its gradient: make it an argument of '
+            'the function, or leave recomputation to remat_policy'
+          )
+        seen.add(t.name)
+        todo += t.op.inputs
+
+  def _CheckReads(self, variables: Iterable[tf.Variable], where: str) -> None:
+    """Raises ValueError if the call read a trained weight's variable, and not its value."""
+    read = {v._unique_id for v in variables}
+    for v in self._keras_variables.values():
+      if v.trainable and getattr(v._value, '_unique_id', None) in read:
+        raise ValueError(
+          f'{where} reads the weight {v.path} in a tf.function that was traced before, so a '
+          'pipeline would lose its gradient: call the Python function itself'
+        )
 
   def _RunNodes(self, values: dict[keras_nodes.Value, Any], training: bool) -> None:
     """Runs the calls of the cell; adds their results to `values`."""

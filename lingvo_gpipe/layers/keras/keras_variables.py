@@ -4,7 +4,8 @@
 Keras has no public way to do this, or to change what its code calls. So this file uses private
 attributes of Keras: `Variable._value`, `Variable.assign`, the ids of variables and the list
 of variables that have no value yet, `Model._compile_config`, `Optimizer._iterations`,
-`Layer._flatten_layers`, and `is_memory_sufficient` and `safe_get_h5_dataset` of `saving_lib`.
+`Layer._flatten_layers`, `backend.core.remat`, and `is_memory_sufficient` and `safe_get_h5_dataset`
+of `saving_lib`.
 """
 
 from __future__ import annotations
@@ -51,6 +52,14 @@ def Replaced(owner: Any, **attributes: Any) -> Iterator[None]:
         setattr(owner, name, before[name])
       else:
         delattr(owner, name)
+
+
+def WithoutRemat() -> contextlib.AbstractContextManager[None]:
+  """Lets the layers of a keras.RematScope compute as outside of it, and keras.remat do nothing.
+
+  Both are tf.recompute_grad, which would lose the gradients of weights that are tensors.
+  """
+  return Replaced(keras_backend.core, remat=lambda function: function)
 
 
 def Slices(shape: Sequence[int], item_size: int) -> list[Any]:

@@ -6,6 +6,7 @@ import sys
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers, ops
 
 from tests import naming
@@ -275,6 +276,110 @@ def testMixedPrecision(dtype):
   assert pipe.predict(X, verbose=0).dtype == dtype
   is_scaled = isinstance(pipe.optimizer, keras.optimizers.LossScaleOptimizer)
   assert is_scaled == (dtype == 'float16')
+
+
+# ---- gradients that layers define ----------------------------------------------------------------
+
+
+class _Recomputing(layers.Layer):
+  """Recomputes a product by a function of TensorFlow or Keras."""
+
+  def __init__(self, recompute, **options):
+    super().__init__(**options)
+    self.recompute = recompute
+
+  def build(self, input_shape):
+    self.kernel = self.add_weight(shape=(5, 5), name='kernel')
+
+  def call(self, x):
+    return self.recompute(lambda x: ops.tanh(ops.matmul(x, self.kernel)))(x)
+
+  def compute_output_shape(self, input_shape):
+    return input_shape
+
+
+_POLICIES = [
+  {},
+  {'schedule': 'gpipe'},
+  {'schedule': '1f1b', 'remat_policy': 'layer'},
+  {'schedule': 'zb_h1', 'remat_policy': 'none'},
+]
+
+
+def _InScope():
+  """Returns a model whose convolutions plain Keras recomputes."""
+  with keras.RematScope(mode='full'):
+    blocks = [layers.Conv1D(4, 3, padding='same', activation='tanh') for _ in range(3)]
+  head = [layers.Flatten(), layers.Dense(3)]
+  return keras.Sequential([keras.Input([5]), layers.Reshape([5, 1]), *blocks, *head])
+
+
+def _Blocks(recompute):
+  return keras.Sequential([keras.Input([5]), *[_Recomputing(recompute) for _ in range(3)]])
+
+
+@pytest.mark.parametrize('options', _POLICIES, ids=str)
+@pytest.mark.parametrize(
+  'make', [_InScope, lambda: _Blocks(keras.remat)], ids=['RematScope', 'remat']
+)
+def testRecomputationByKerasKeepsTheGradients(make, options):
+  """The weights were not trained."""
+  y = keras_fits.Floats(7, make().output_shape[-1])
+  expected = keras_fits.Fit(keras_fits.Seeded(make), X, y, _Squares, batch_size=7)
+  pipe = keras_fits.Pipe(keras_fits.Seeded(make), 2, 2, **options)
+  keras_fits.CheckEqual(keras_fits.Fit(pipe, X, y, _Squares, batch_size=7), expected)
+
+
+class _FromOutside(layers.Layer):
+  """Has a custom gradient that leaves its weight out of its arguments."""
+
+  def build(self, input_shape):
+    self.kernel = self.add_weight(shape=(5, 5), name='kernel')
+
+  def call(self, x):
+    @tf.custom_gradient
+    def Product(x):
+      kernel = tf.convert_to_tensor(self.kernel)
+
+      def Gradient(dy, variables=None):
+        dx = tf.matmul(dy, kernel, transpose_b=True)
+        return (dx, [tf.matmul(x, dy, transpose_a=True)]) if variables else dx
+
+      return tf.matmul(x, kernel), Gradient
+
+    return Product(x)
+
+
+class _Traced(layers.Layer):
+  """Has a function that is traced when the model is made, for any number of examples."""
+
+  def build(self, input_shape):
+    self.kernel = self.add_weight(shape=(5, 5), name='kernel')
+
+  @tf.function
+  def Product(self, x):
+    return tf.matmul(x, tf.convert_to_tensor(self.kernel))
+
+  def call(self, x):
+    return self.Product(x)
+
+
+@pytest.mark.parametrize('options', _POLICIES, ids=str)
+@pytest.mark.parametrize(
+  'make, reason',
+  [
+    (lambda: _Recomputing(tf.recompute_grad), 'remat_policy'),
+    (_FromOutside, 'argument of the function'),
+    (_Traced, 'tf.function'),
+  ],
+  ids=['recompute_grad', 'custom_gradient', 'function'],
+)
+def testWeightsWithoutTheirGradientAreRefused(make, reason, options):
+  """They were not trained."""
+  pipe = _Compiled(lambda: _With(make()), 2, 2, **options)
+  path = pipe.model.layers[1].kernel.path
+  with pytest.raises(ValueError, match=naming.Naming(path, reason)):
+    pipe.train_on_batch(X, Y)
 
 
 # ---- refusals ------------------------------------------------------------------------------------
