@@ -431,9 +431,9 @@ class KerasCellLayer(base_layer.BaseLayer):
       return
     for name in changed:
       if self._keras_variables[name].trainable or name in self.params.reused:
-        owner = 'trained' if name not in self.params.reused else "another cell's"
+        owner = 'the trained' if name not in self.params.reused else "another cell's"
         raise ValueError(
-          f'{self.path}: the call of {self._cell.name} changes the {owner} variable '
+          f'{self.path}: the call of {self._cell.name} changes {owner} variable '
           f'{self._keras_variables[name].path}, which a pipeline cannot do'
         )
     sums = {'rows': rows}
