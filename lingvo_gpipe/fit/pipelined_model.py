@@ -241,7 +241,9 @@ class PipelinedModel(keras.Model):
         f'the model has metrics of its own ({", ".join(m.name for m in self.model._metrics)}), '
         'which a pipeline does not update; give them to compile()'
       )
-    super().compile(**{**keras_variables.CompileArguments(self.model), 'jit_compile': False})
+    # The model's optimizer scales the loss already if it shall.
+    options = {'jit_compile': False, 'auto_scale_loss': False}
+    super().compile(**{**keras_variables.CompileArguments(self.model), **options})
     self._Forget()
 
   def _Forget(self) -> None:

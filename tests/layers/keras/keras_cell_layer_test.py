@@ -278,6 +278,18 @@ def testMixedPrecision(dtype):
   assert is_scaled == (dtype == 'float16')
 
 
+@pytest.mark.parametrize('scales', [True, False])
+def testTheLossIsScaledIfTheUserWantsIt(scales):
+  policy = keras.DTypePolicy('mixed_float16')
+  layer = layers.Dense(3, dtype=policy)
+  model = keras.Sequential([keras.Input([5]), layer])
+  model.dtype_policy = policy
+  pipe = keras_fits.Pipe(model, 1)
+  pipe.compile(optimizer=keras_fits.Sgd(), auto_scale_loss=scales, **_Squares())
+  assert isinstance(pipe.optimizer, keras.optimizers.LossScaleOptimizer) == scales
+  assert pipe.optimizer is model.optimizer
+
+
 # ---- gradients that layers define ----------------------------------------------------------------
 
 
