@@ -20,7 +20,7 @@ import itertools
 import linecache
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -417,7 +417,8 @@ def _TraceCall(model: Any, x: Any) -> Graph:
     return _TraceMode(model, _Symbols(model, x), mode)
 
   modes = [True, False] if 'training' in inspect.signature(model.call).parameters else [None]
-  first = Trace(modes[0])
+  with _NoChanges():
+    first = Trace(modes[0])
   with _OtherWeights():
     other = Trace(modes[0])
   if (line := _Difference(first, other)) is not None:
@@ -426,7 +427,8 @@ def _TraceCall(model: Any, x: Any) -> Graph:
       f'outside layers or in a layer that takes constants only; the result, used{line}, would stay '
       'constant: pass the weight itself to keras.ops, or move the computation into a layer'
     )
-  last = Trace(modes[-1])
+  with _NoChanges():
+    last = Trace(modes[-1])
   if (line := _Difference(first, last)) is not None:
     raise ValueError(
       f'{type(model).__name__}.call does something else in training than in evaluation{line}, so '
@@ -445,7 +447,7 @@ def _TraceMode(model: Any, x: Any, mode: bool | None) -> Graph:
   builder = _Builder()
   inputs = tuple(builder.NewValue(t) for t in flat)
   with _NamingTheLine(model):
-    with _KnowingLines(_Path(model)):
+    with _KnowingLines(_Path(model)), _Refusing(model, 'add_loss', 'add_metric'):
       outputs = model.call(x) if mode is None else model.call(x, training=mode)
     tensors = keras.tree.flatten(outputs)
     for t in tensors:
@@ -496,6 +498,23 @@ def _KnowingLines(path: str | None) -> Iterator[None]:
     yield
 
 
+@contextlib.contextmanager
+def _Refusing(model: Any, *names: str) -> Iterator[None]:
+  """Lets the `call` of a model raise ValueError when it calls one of these methods of its own."""
+
+  def Refuse(name: str) -> Callable[..., None]:
+    def Method(*args: Any, **kwargs: Any) -> None:
+      raise ValueError(
+        f'{name} of the model itself, which a pipeline would lose: call add_loss in a layer, and '
+        'give metrics to compile()'
+      )
+
+    return Method
+
+  with keras_variables.Replaced(model, **{name: Refuse(name) for name in names}):
+    yield
+
+
 def _Path(model: Any) -> str | None:
   """Returns the file of a model's `call`, also in a notebook; None if it is unknown."""
   code = getattr(type(model).call, '__code__', None)
@@ -510,14 +529,29 @@ def _Line(path: str | None, frames: Iterable[tuple[Any, int]]) -> str:
   return ''
 
 
-class _OtherWeights(keras.StatelessScope):
+class _NoChanges(keras.StatelessScope):
+  """Keeps the `call` of a model from changing variables, which only layers may do."""
+
+  def add_update(self, update: Any) -> None:
+    """Changes a seed for this trace; raises ValueError for any other variable."""
+    variable, _ = update
+    if not IsSeed(variable):
+      raise ValueError(
+        f'it changes the variable {variable.path} outside layers, and a pipeline would lose the '
+        'change'
+      )
+    super().add_update(update)
+
+
+class _OtherWeights(_NoChanges):
   """Changes the values of all weights that code reads, so that a trace shows their use."""
 
   def get_current_value(self, variable: Any) -> Any:
-    """Returns a value other than the present one; integers keep theirs."""
+    """Returns a value other than the present one; integers but seeds keep theirs."""
     value = super().get_current_value(variable)
-    if value is None and variable._value is not None and variable._value.dtype.is_floating:
-      value = variable._value + tf.ones([], variable._value.dtype)
+    if value is None and variable._value is not None:
+      if variable._value.dtype.is_floating or IsSeed(variable):
+        value = variable._value + tf.ones([], variable._value.dtype)
     return value
 
 

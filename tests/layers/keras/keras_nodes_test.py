@@ -214,6 +214,41 @@ def testWeightsAndRandomNumbersOutsideLayersAreRefused(compute):
     keras_nodes.FromModel(model, X)
 
 
+class _Changing(keras.Model):
+  """Changes something of its own in its call."""
+
+  def __init__(self, change):
+    super().__init__()
+    self.dense = layers.Dense(3)
+    self.count = self.add_weight(shape=[], trainable=False, initializer='zeros', name='count')
+    self.change = change
+
+  def call(self, x):
+    y = self.dense(x)
+    self.change(self, y)
+    return y
+
+
+@pytest.mark.parametrize(
+  'change, name',
+  [
+    (lambda model, y: model.count.assign(model.count + 1), 'count'),
+    (lambda model, y: model.add_loss(ops.mean(y)), 'add_loss of the model'),
+    (lambda model, y: model.add_metric(ops.mean(y), name='mean'), 'add_metric of the model'),
+  ],
+  ids=['variable', 'add_loss', 'add_metric'],
+)
+def testChangesOutsideLayersAreRefused(change, name):
+  """Only the trace made them."""
+  model = _Changing(change)
+  model.dense.build([None, *X.shape[1:]])
+  model.built = True
+  line = change.__code__.co_firstlineno
+  with pytest.raises(ValueError, match=naming.Naming('_Changing.call', line, name)):
+    keras_nodes.FromModel(model, X)
+  assert model.count.numpy() == 0
+
+
 def testConstantsOutsideLayersAreEqualInEachTrace():
   model = _Outside(lambda model, x: x * model.w + ops.arange(3, dtype='float32'))
   _Check(model, X, ['dense', 'multiply', 'add'])
