@@ -122,7 +122,14 @@ _FOREIGN_NAMES = {
   'tests/fit/keras_generation_test.py': {'call_with_cache'},
   'tests/fit/keras_loss_test.py': {'build', 'call', 'compute_mask'},
   'tests/fit/loss_chunks_test.py': {'call'},
-  'tests/fit/pipelined_model_test.py': {'apply', 'call', 'result', 'train_step', 'update_state'},
+  'tests/fit/pipelined_model_test.py': {
+    'apply',
+    'apply_gradients',
+    'call',
+    'result',
+    'train_step',
+    'update_state',
+  },
   'tests/layers/keras/keras_cell_layer_test.py': {
     'build',
     'call',

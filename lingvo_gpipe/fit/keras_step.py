@@ -130,9 +130,9 @@ class KerasStep:
       # Recomputation gives zeros in place of None, so the traces alone do not tell all.
       connected = engine.ConnectedPaths() & self._connected
       with _BesideInputs(), _OneByOne(optimizer):
-        optimizer.apply(
-          [gradients[path] if path in connected else None for path in self._variables],
-          [*self._variables.values()],
+        pairs = self._variables.items()
+        optimizer.apply_gradients(  # Which Keras's `train_step` calls, and a user may override.
+          [(gradients[path] if path in connected else None, v) for path, v in pairs]
         )
     layer_statistics.Assign(engine, state)
     return sums
@@ -234,12 +234,13 @@ def _OneByOne(optimizer: Any) -> Iterator[None]:
 def _ClippedByStage(optimizer: Any) -> Iterator[float | None]:
   """Yields the global norm to clip to, and keeps the optimizer from clipping meanwhile.
 
-  Keras would gather all gradients on one device. An optimizer that scales the loss or accumulates
-  gradients clips later than here, and so clips itself.
+  Keras would gather all gradients on one device. An optimizer that scales the loss, accumulates
+  gradients or is of a user's class may clip later than here, and so clips itself.
   """
   clip_norm = getattr(optimizer, 'global_clipnorm', None)
   is_plain = not optimizer.gradient_accumulation_steps and optimizer.loss_scale_factor is None
   is_plain = is_plain and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+  is_plain = is_plain and type(optimizer).__module__.split('.')[0] == 'keras'
   if clip_norm is None or not is_plain:
     yield None
     return

@@ -370,11 +370,22 @@ class FirstIsSlow(keras.optimizers.SGD):
     super().apply([grads[0] * 0.1, *grads[1:]], trainable_variables)
 
 
-def testTheOptimizerGetsTheVariablesInKerassOrder():
+class FirstIsFast(keras.optimizers.SGD):
+  """Depends on the order of the variables, and overrides what Keras's `train_step` calls."""
+
+  def apply_gradients(self, grads_and_vars):
+    (first, variable), *others = grads_and_vars
+    return super().apply_gradients([(first * 10.0, variable), *others])
+
+
+@pytest.mark.parametrize('clipped', [{}, {'global_clipnorm': 0.1}], ids=str)
+@pytest.mark.parametrize('optimizer', [FirstIsSlow, FirstIsFast])
+def testTheOptimizerGetsTheVariablesInKerassOrder(optimizer, clipped):
+  """And before they are clipped."""
   model = keras_fits.Seeded(keras_fits.Mlp)
-  model.compile(optimizer=FirstIsSlow(0.5), **_Squares())
+  model.compile(optimizer=optimizer(0.05, **clipped), **_Squares())
   model.train_on_batch(X, Y)
-  pipe = _Made(optimizer=lambda: FirstIsSlow(0.5))
+  pipe = _Made(optimizer=lambda: optimizer(0.05, **clipped))
   pipe.train_on_batch(X, Y)
   for a, b in zip(pipe.get_weights(), model.get_weights(), strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
