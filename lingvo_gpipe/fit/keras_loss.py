@@ -302,6 +302,8 @@ class KerasLoss:
     del theta
     tensors = [keras_cell_layer.Attached(x) for x in outputs]
     y_pred = self._graph.PackOutputs(tensors)
+    if isinstance(y_pred, chunked_logits.SharedLogits):
+      self._CheckSlices()
     scales = iter(tf.unstack(side.scale))
 
     def Run(loss: Any, y: Any, y_pred: Any, sample_weight: Any) -> tf.Tensor:
@@ -325,6 +327,15 @@ class KerasLoss:
             part = tf.convert_to_tensor(part)
             metrics[f'{PREDICTION}{i}_{name}'] = weighted_loss.Rows(part)
     return metrics
+
+  def _CheckSlices(self) -> None:
+    """Raises ValueError if a metric takes the logits of a shared vocabulary."""
+    metrics = getattr(self._trainer._compile_metrics, 'metrics', ())
+    if names := [m.name for m in metrics if not _TakesChunks(m)]:
+      raise ValueError(
+        f"vocabulary='shared': the metrics {', '.join(names)} take the logits as a tensor, but no "
+        "device has all of them; use accuracy, or vocabulary='one'"
+      )
 
   def States(self) -> list[Any]:
     """Returns the variables of the metrics that the last stage updates."""
@@ -367,9 +378,7 @@ class KerasLoss:
     with contextlib.ExitStack() as replaced:
       if isinstance(y_pred, chunked_logits.ChunkedLogits):
         hits = functools.partial(_Hits, logits=y_pred)
-        in_chunks = [
-          m for m in metrics.metrics if type(m) is keras.metrics.SparseCategoricalAccuracy
-        ]
+        in_chunks = [m for m in metrics.metrics if _TakesChunks(m)]
         for metric in in_chunks:
           replaced.enter_context(keras_variables.Replaced(metric, _fn=hits))
         if len(in_chunks) < len(metrics.metrics):
@@ -440,6 +449,11 @@ class _Reduction(keras.losses.Loss):
 
 
 _SUM = _Reduction(name='sum', reduction='sum', dtype='float64')
+
+
+def _TakesChunks(metric: Any) -> bool:
+  """Whether a metric follows from the statistics of chunks of the logits."""
+  return type(metric) is keras.metrics.SparseCategoricalAccuracy
 
 
 def _Hits(y: Any, y_pred: Any, *, logits: chunked_logits.ChunkedLogits) -> tf.Tensor:

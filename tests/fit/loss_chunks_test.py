@@ -124,6 +124,16 @@ def _Sparse():
   return {'loss': _Compiled()['loss'], 'metrics': ['accuracy']}
 
 
+class _MeanLogit(keras.metrics.Mean):
+  """A metric of a user, which needs the predictions of the whole batch."""
+
+  def __init__(self):
+    super().__init__(name='mean_logit')
+
+  def update_state(self, y_true, y_pred, sample_weight=None):
+    super().update_state(y_pred)
+
+
 def testASharedVocabularyWithMasksAndWeights():
   options = {'sample_weight': WEIGHTS, 'optimizer': lambda: keras.optimizers.SGD(0.01)}
   pipe = {'vocabulary': 'shared'}
@@ -138,7 +148,8 @@ def testASharedVocabularyWithTiedWeights():
 @pytest.mark.parametrize(
   'compiled, message',
   [
-    (_Compiled, 'vocabulary'),  # A metric of whole logits.
+    (_Compiled, 'vocabulary.* sparse_top_k_categorical_accuracy take'),  # Whole logits.
+    (lambda: {'loss': _Compiled()['loss'], 'metrics': [_MeanLogit()]}, 'vocabulary.* mean_logit '),
     (lambda: {'loss': 'sparse_categorical_crossentropy'}, 'vocabulary'),
   ],
 )
