@@ -126,6 +126,7 @@ _FOREIGN_NAMES = {
     'apply',
     'apply_gradients',
     'call',
+    'reset_state',
     'result',
     'train_step',
     'update_state',

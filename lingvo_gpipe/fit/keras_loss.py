@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from absl import logging
 
@@ -145,8 +146,9 @@ class KerasLoss:
     self._Trace(self._Function(Compute), side, batch_size)
     # Keras resets metrics before an epoch only if they are built, but another model may have
     # updated one of them.
-    if is_new:
-      metrics.reset_state()
+    for metric in metrics.metrics if is_new else ():
+      if not _IsNew(metric):
+        metric.reset_state()
 
     def Call(loss: Any, y: Any, y_pred: Any, sample_weight: Any) -> tf.Tensor:
       return loss(y, y_pred, sample_weight)
@@ -449,6 +451,16 @@ class _Reduction(keras.losses.Loss):
 
 
 _SUM = _Reduction(name='sum', reduction='sum', dtype='float64')
+
+
+def _IsNew(metric: Any) -> bool:
+  """Whether a metric has the state that it was made with; True if that is not known."""
+  try:
+    first = type(metric).from_config(metric.get_config()).variables
+  except Exception:  # The class of a user may have no complete configuration.
+    return True
+  state = metric.variables
+  return len(first) == len(state) and all(map(np.array_equal, first, state))
 
 
 def _TakesChunks(metric: Any) -> bool:

@@ -363,6 +363,33 @@ def testAMetricThatAnotherModelHasUpdatedBeginsAnew():
   assert pipe.evaluate(X, Y, verbose=0)[1] == pytest.approx(expected, rel=1e-5)
 
 
+class Rounds(METRICS.Metric):
+  """Counts from 1 to the first reset, then from 0; and counts the resets."""
+
+  def __init__(self, name='rounds'):
+    super().__init__(name=name)
+    self.batches = self.add_variable(shape=(), initializer='ones', name='batches')
+    self.resets = self.add_variable(shape=(), initializer='zeros', name='resets')
+
+  def update_state(self, y_true, y_pred, sample_weight=None):
+    self.batches.assign_add(1)
+
+  def result(self):
+    return self.batches + 100 * self.resets
+
+  def reset_state(self):
+    self.batches.assign(0)
+    self.resets.assign_add(1)
+
+
+def testAMetricBeginsAsItWasMade():
+  def Results(model):
+    model.compile(optimizer=_Adam(), loss='mse', metrics=[Rounds()], run_eagerly=True)
+    return [model.train_on_batch(X, Y, return_dict=True)['rounds'] for _ in range(3)]
+
+  assert Results(_Made()) == Results(keras_fits.Mlp())
+
+
 class FirstIsSlow(keras.optimizers.SGD):
   """Depends on the order of the variables."""
 
