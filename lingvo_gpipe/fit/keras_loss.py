@@ -356,7 +356,7 @@ class KerasLoss:
     if not compiled.built:
       compiled(y, y_pred, sample_weight)
     losses = [x._replace(loss=functools.partial(run, x.loss)) for x in compiled._flat_losses]
-    with keras_variables.Replaced(compiled, _flat_losses=losses):
+    with keras_variables.InBatches(), keras_variables.Replaced(compiled, _flat_losses=losses):
       loss = tf.convert_to_tensor(trainer.compute_loss(None, y, y_pred, sample_weight))
     if loss.shape.rank != 0:
       raise ValueError(f'the loss must be a scalar, got the shape {loss.shape}')
@@ -378,6 +378,7 @@ class KerasLoss:
     if metrics is None:
       return
     with contextlib.ExitStack() as replaced:
+      replaced.enter_context(keras_variables.InBatches())
       if isinstance(y_pred, chunked_logits.ChunkedLogits):
         hits = functools.partial(_Hits, logits=y_pred)
         in_chunks = [m for m in metrics.metrics if _TakesChunks(m)]

@@ -390,6 +390,21 @@ def testAMetricBeginsAsItWasMade():
   assert Results(_Made()) == Results(keras_fits.Mlp())
 
 
+def testABatchIsNoBias():
+  """Keras adds [3, 1] to [3, 3] as if it was [3]: to three rows of known number, three channels."""
+
+  def Make():
+    inputs = keras.Input([5])
+    x = keras.layers.Dense(3)(keras.layers.Dense(5)(inputs))
+    return keras.Model(inputs, keras.layers.Add()([x, inputs[:, :1]]))
+
+  def Loss(y, y_pred):
+    return keras.ops.mean(keras.ops.add(y_pred, y_pred[:, :1]) ** 2, axis=-1)
+
+  compiled = lambda: {'loss': Loss, 'metrics': [keras.metrics.MeanMetricWrapper(Loss, name='m')]}
+  keras_fits.CheckFit(Make, X[:12], Y[:12], compiled, [(1, 2), (2, 2)], batch_size=6)
+
+
 class FirstIsSlow(keras.optimizers.SGD):
   """Depends on the order of the variables."""
 

@@ -301,7 +301,8 @@ class KerasCellLayer(base_layer.BaseLayer):
     mark = tf.no_op()  # An operation of the traced graph; None in eager mode.
     num_before = 0 if mark is None else len(mark.graph.get_operations())
     with _CellScope(mapping, where, cell.trained, lambda v: self._Seed(next(numbers), v)) as scope:
-      with keras_variables.WithoutRemat(), tf.GradientTape() as tape:
+      in_batches, no_remat = keras_variables.InBatches(), keras_variables.WithoutRemat()
+      with in_batches, no_remat, tf.GradientTape() as tape:
         self._RunNodes(values, training=not context.do_eval)
       losses = [*scope.losses, *self._RegularizerLosses()]
       if losses:

@@ -38,6 +38,9 @@ def WithoutValues() -> Iterator[None]:
   global_state.set_global_attribute('uninitialized_variables', [])
 
 
+_KERAS_ADD = keras_backend.numpy.add
+
+
 @contextlib.contextmanager
 def Replaced(owner: Any, **attributes: Any) -> Iterator[None]:
   """Gives an object, class or module other attributes while the enclosed code runs."""
@@ -52,6 +55,22 @@ def Replaced(owner: Any, **attributes: Any) -> Iterator[None]:
         setattr(owner, name, before[name])
       else:
         delattr(owner, name)
+
+
+def _AddAsInBatches(x1: Any, x2: Any) -> Any:
+  """Adds as Keras does if the size of the batch is unknown.
+
+  If it is known, Keras takes an x2 [n, 1] for a bias [n] of an x1 [n, n]. It takes no x1 for one.
+  """
+  shape = getattr(x2, 'shape', ())
+  if len(shape) > 1 and shape[0] not in (None, 1) and all(size == 1 for size in shape[1:]):
+    x1, x2 = x2, x1
+  return _KERAS_ADD(x1, x2)
+
+
+def InBatches() -> contextlib.AbstractContextManager[None]:
+  """Lets keras.ops compute with a batch of known size as with one of unknown size."""
+  return Replaced(keras_backend.numpy, add=_AddAsInBatches)
 
 
 def WithoutRemat() -> contextlib.AbstractContextManager[None]:
