@@ -401,8 +401,10 @@ def testABatchIsNoBias():
   def Loss(y, y_pred):
     return keras.ops.mean(keras.ops.add(y_pred, y_pred[:, :1]) ** 2, axis=-1)
 
-  compiled = lambda: {'loss': Loss, 'metrics': [keras.metrics.MeanMetricWrapper(Loss, name='m')]}
-  keras_fits.CheckFit(Make, X[:12], Y[:12], compiled, [(1, 2), (2, 2)], batch_size=6)
+  def Compiled():
+    return {'loss': Loss, 'metrics': [keras.metrics.MeanMetricWrapper(Loss, name='metric')]}
+
+  keras_fits.CheckFit(Make, X[:12], Y[:12], Compiled, [(1, 2), (2, 2)], batch_size=6)
 
 
 class FirstIsSlow(keras.optimizers.SGD):
@@ -416,8 +418,8 @@ class FirstIsFast(keras.optimizers.SGD):
   """Depends on the order of the variables, and overrides what Keras's `train_step` calls."""
 
   def apply_gradients(self, grads_and_vars):
-    (first, variable), *others = grads_and_vars
-    return super().apply_gradients([(first * 10.0, variable), *others])
+    (first, variable), *later = grads_and_vars
+    return super().apply_gradients([(first * 10.0, variable), *later])
 
 
 @pytest.mark.parametrize('clipped', [{}, {'global_clipnorm': 0.1}], ids=str)

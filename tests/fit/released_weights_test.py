@@ -45,7 +45,7 @@ def testWeightsAreReleasedWithThePipeline(options, caplog):
     return {f'{i} {v.path}': weakref.ref(v.value) for i, v in enumerate(variables)}
 
   assert not _Alive(Train())
-  assert 'retracing' not in caplog.text  # Seven models are no model that is traced too often.
+  assert 'retracing' not in caplog.text  # TensorFlow counts each model alone.
 
 
 if __name__ == '__main__':

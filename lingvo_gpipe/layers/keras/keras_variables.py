@@ -62,7 +62,7 @@ def _AddAsInBatches(x1: Any, x2: Any) -> Any:
 
   If it is known, Keras takes an x2 [n, 1] for a bias [n] of an x1 [n, n]. It takes no x1 for one.
   """
-  shape = getattr(x2, 'shape', ())
+  shape = tuple(getattr(x2, 'shape', ()))
   if len(shape) > 1 and shape[0] not in (None, 1) and all(size == 1 for size in shape[1:]):
     x1, x2 = x2, x1
   return _KERAS_ADD(x1, x2)
