@@ -127,7 +127,7 @@ class KerasStep:
     self._sum.Add()
     with _ClippedByStage(optimizer) as clip_norm:
       gradients = self._Gradients(clip_norm)
-      # Recomputation gives zeros in place of None, so the traces alone do not tell all.
+      # Stages hand on zeros in place of None, so the traces alone do not tell all.
       connected = engine.ConnectedPaths() & self._connected
       with _BesideInputs(), _OneByOne(optimizer):
         pairs = self._variables.items()
