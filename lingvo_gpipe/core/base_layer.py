@@ -438,9 +438,19 @@ class BaseLayer(layer_tree.LayerTree):
     skip_specs: nested_map.NestedMap,
     *input_specs: Any,
   ) -> tuple[nested_map.NestedMap, nested_map.NestedMap]:
-    """Returns FPropMeta of an element of a sequence, and the specs of its `skips_out`."""
+    """Returns FPropMeta of an element of a sequence, and the specs of its `skips_out`.
+
+    Raises:
+      ValueError: `out_specs` of an overridden FPropMeta is not a tuple.
+    """
     if cls.HasOwnMeta():
-      return cls.FPropMeta(params, *input_specs), nested_map.NestedMap()
+      meta = cls.FPropMeta(params, *input_specs)
+      if not isinstance(meta.out_specs, tuple | list):
+        raise ValueError(
+          f'{cls.__name__}.FPropMeta: out_specs must be a tuple with the specs of each output, got '
+          f'{meta.out_specs!r}'
+        )
+      return meta, nested_map.NestedMap()
     trace = cls._Trace(params, skip_specs, *input_specs)
     return trace.meta, trace.skip_specs
 

@@ -116,6 +116,18 @@ def testBadSplitsAreErrors(splits, words):
   assert all(word in str(e.value) for word in words), e.value
 
 
+def testOutputSpecsThatAreNotATupleAreNamed():
+  class Single(_Measured):
+    @classmethod
+    def FPropMeta(cls, params, x):
+      return nested_map.NestedMap(flops=1, out_specs=x)
+
+  p = sequential.SequentialLayer.Params().Set(name='seq', sub=[Single.Params()] * 2)
+  with pytest.raises(ValueError, match='Single.*out_specs') as e:
+    _Make(p.Instantiate().layers, 2)
+  assert 'seq.layers[0]' in ' '.join(e.value.__notes__)
+
+
 def testErrorsNameThePipeline():
   p = pipelining_layer.PipeliningLayer.Params().Set(name='s', num_stages=2)
   p.sub = [_Measured.Params().Set(flops=1)] * 2
