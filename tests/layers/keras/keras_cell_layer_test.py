@@ -326,13 +326,13 @@ def _InScope():
   return keras.Sequential([keras.Input([5]), layers.Reshape([5, 1]), *blocks, *head])
 
 
-def _Blocks(recompute):
+def _RecomputingBlocks(recompute):
   return keras.Sequential([keras.Input([5]), *[_Recomputing(recompute) for _ in range(3)]])
 
 
 @pytest.mark.parametrize('options', _POLICIES, ids=str)
 @pytest.mark.parametrize(
-  'make', [_InScope, lambda: _Blocks(keras.remat)], ids=['RematScope', 'remat']
+  'make', [_InScope, lambda: _RecomputingBlocks(keras.remat)], ids=['RematScope', 'remat']
 )
 def testRecomputationByKerasKeepsTheGradients(make, options):
   """The weights were not trained."""
