@@ -41,6 +41,9 @@ class _CellScope(keras.StatelessScope):
   """Gives the variables of a cell their values, and seeds to generators that no layer tracks.
 
   `where` begins error messages; `trained` has the ids of the variables that the model trains.
+
+  Attributes:
+    reads: {id: variable} that the model does not train and the call reads.
   """
 
   def __init__(
@@ -56,6 +59,7 @@ class _CellScope(keras.StatelessScope):
     self._where = where
     self._trained = trained
     self._new_seed = new_seed
+    self.reads: dict[int, Any] = {}
 
   def get_current_value(self, variable: Any) -> Any:
     """Returns the value of a variable; None for a constant one outside the cell.
@@ -73,6 +77,8 @@ class _CellScope(keras.StatelessScope):
         'would lose its gradient: call the layer that owns the variable, or use the variable in '
         'keras.ops outside layers'
       )
+    if id(variable) not in self._trained and not keras_nodes.IsSeed(variable):
+      self.reads[id(variable)] = variable
     return value
 
   def add_update(self, update: Any) -> None:
@@ -293,6 +299,7 @@ class KerasCellLayer(base_layer.BaseLayer):
       values[v] = Attached(x)
     for v in cell.skips_in:
       values[v] = Attached(skips[_SkipName(v)])
+    rows = _Rows(values)
     before = {name: tf.convert_to_tensor(theta[name]) for name in self._keras_variables}
     mapping = [(v, before[name]) for name, v in self._keras_variables.items()]
     numbers = itertools.count()
@@ -309,12 +316,15 @@ class KerasCellLayer(base_layer.BaseLayer):
         dtype = tf.float64 if tf.float64 in [x.dtype for x in losses] else tf.float32
         total = tf.add_n([tf.cast(tf.reduce_sum(x), dtype) for x in losses])
         context.AddAuxLoss(self, total, name='keras_losses')
+    reads = list(scope.reads.values())
     changed = {
       name: new
       for name, v in self._keras_variables.items()
       if (new := scope.get_current_value(v)) is not before[name]
     }
-    self._ReportState(before, changed, _Rows(args, skips))
+    self._ReportState(before, changed, rows)
+    if not context.do_eval:
+      cell.state_uses.Add(cell, [self._keras_variables[name] for name in changed], reads)
     if mark is not None:
       results = [values[v] for v in (*cell.outputs, *cell.skips_out)]
       self._CheckCustomGradients(mark.graph.get_operations()[num_before:], before, results, where)
@@ -498,10 +508,15 @@ def _SkipName(value: keras_nodes.Value) -> str:
   return f'v{value.index}'
 
 
-def _Rows(args: Sequence[Any], skips: Mapping[str, Any]) -> tf.Tensor:
-  """Returns the number of examples in the micro-batch, a float64 scalar."""
-  first = next(x for x in tf.nest.flatten([*args, *skips.values()]) if x is not None)
-  return tf.cast(tf.shape(first)[0], tf.float64)
+def _Rows(values: Mapping[keras_nodes.Value, Any]) -> tf.Tensor:
+  """Returns the number of examples in the micro-batch, a float64 scalar.
+
+  The examples are on the axis of unknown size, usually the first, of the tensors that enter a cell.
+  """
+  given = {v: x for v, x in values.items() if x is not None}
+  axes = [(x, v.shape.index(None)) for v, x in given.items() if None in v.shape]
+  x, axis = min(axes, key=lambda pair: pair[1], default=(next(iter(given.values())), 0))
+  return tf.cast(tf.shape(x)[axis], tf.float64)
 
 
 # What Keras attaches to tensors: masks; and to a softmax or sigmoid its logits, from which losses

@@ -37,6 +37,7 @@ class Cell:
     skips_out: tensors for later cells.
     results: outputs of the model.
     trained: ids of the variables that the whole model trains.
+    state_uses: the state that the cells of the model change and read.
   """
 
   # No dataclass: copies of Params would copy its fields, and share any other object.
@@ -50,6 +51,7 @@ class Cell:
     skips_out: Sequence[_Value],
     results: frozenset[_Value],
     trained: frozenset[int],
+    state_uses: StateUses,
   ) -> None:
     self.nodes = tuple(nodes)
     self.args = tuple(args)
@@ -58,6 +60,7 @@ class Cell:
     self.skips_out = tuple(skips_out)
     self.results = results
     self.trained = trained
+    self.state_uses = state_uses
 
   def __deepcopy__(self, memo: Any) -> Cell:
     return self
@@ -119,6 +122,46 @@ class Structure:
     )
 
 
+class StateUses:
+  """The state that the cells of a model change and read in training.
+
+  All micro-batches read the state of the step before. In Keras a layer that reads state after
+  another layer has changed it reads the new state.
+  """
+
+  def __init__(self, cells: Sequence[Cell]) -> None:
+    self._cells = cells
+    self._changers: dict[int, int] = {}  # {id of a variable: index of the cell}.
+    self._readers: dict[int, int] = {}
+
+  def Add(self, cell: Cell, changed: Iterable[Any], read: Iterable[Any]) -> None:
+    """Adds the variables that the call of a cell, and of each cell of its structure, uses.
+
+    Raises:
+      ValueError: a cell reads a variable that an earlier cell changes.
+    """
+    new = [(self._changers, v) for v in changed] + [(self._readers, v) for v in read]
+    if not new:
+      return
+    structure = Structure(cell)
+    name_of = {id(v): name for name, v in cell.Weights().items()}
+    for k, other in enumerate(self._cells):
+      if Structure(other) != structure:
+        continue
+      weights = other.Weights()
+      for users, v in new:
+        v = weights[name_of[id(v)]] if id(v) in name_of else v
+        users[id(v)] = (min if users is self._changers else max)(k, users.get(id(v), k))
+        changer, reader = self._changers.get(id(v)), self._readers.get(id(v))
+        if changer is not None and reader is not None and changer < reader:
+          names = self._cells[reader].name, self._cells[changer].name
+          raise ValueError(
+            f'the call of {names[0]} reads the variable {v.path} after the call of {names[1]} has '
+            'changed it, but a pipeline would give it the value of the step before: make both '
+            'calls in one layer'
+          )
+
+
 def Cut(graph: keras_nodes.Graph) -> list[Cell]:
   """Returns the cells of a model, in order."""
   starts = [0, *_Boundaries(graph)]
@@ -135,6 +178,7 @@ def Cut(graph: keras_nodes.Graph) -> list[Cell]:
   later = {v: {k for k in users.get(v, ()) if k > maker[v]} for v in maker}
   trained = frozenset(map(id, graph.model.trainable_variables))
   cells: list[Cell] = []
+  state_uses = StateUses(cells)
   for k, (start, end) in enumerate(ranges):
     leaving = [v for v in maker if maker[v] == k and later[v]]
     outputs = [v for v in leaving if later[v] == {k + 1}]
@@ -149,6 +193,7 @@ def Cut(graph: keras_nodes.Graph) -> list[Cell]:
         skips_out=[v for v in leaving if v not in outputs],
         results=frozenset(graph.outputs),
         trained=trained,
+        state_uses=state_uses,
       )
     )
   return cells

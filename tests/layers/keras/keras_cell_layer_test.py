@@ -57,6 +57,24 @@ def testMovingAveragesAreThoseOfAllRows(num_micro_batches):
     np.testing.assert_allclose(norm.moving_variance, variance, rtol=1e-5)
 
 
+def testExamplesMayBeOnAnotherAxisThanTheFirst():
+  """The averages took the steps of time for examples, so all micro-batches weighed the same."""
+
+  def Make(axes):
+    x = inputs = keras.Input([4, 5])
+    x = layers.Dense(5)(ops.transpose(x, axes))
+    x = layers.BatchNormalization()(layers.Dense(5)(x))
+    return keras.Model(inputs, ops.transpose(x, axes))
+
+  weights = []
+  for axes in ((0, 1, 2), (1, 0, 2)):
+    pipe = _Compiled(lambda axes=axes: Make(axes), 2, 2)
+    pipe.train_on_batch(keras_fits.Floats(7, 4, 5), keras_fits.Floats(7, 4, 5, seed=1))
+    weights.append(pipe.get_weights())
+  for a, b in zip(*weights, strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
 def testEachMicroBatchIsNormalisedByItself():
   model = keras_fits.Seeded(_Normalised)
   halves = [
@@ -455,6 +473,59 @@ def testACallThatChangesAVariableOutsideItsLayersIsRefused():
   pipe = _Compiled(lambda: _With(_Counting(variable)))
   with pytest.raises(ValueError, match=naming.Naming(variable.path, '_Counting', 'add_weight')):
     pipe.train_on_batch(X, Y)
+
+
+class _Steps(layers.Layer):
+  """Counts the calls in training."""
+
+  def __init__(self):
+    super().__init__()
+    self.steps = self.add_weight(shape=(), initializer='zeros', trainable=False, name='steps')
+
+  def call(self, x):
+    self.steps.assign_add(1.0)
+    return x
+
+
+class _Growing(layers.Layer):
+  """Multiplies by the count of another layer, or only tracks it."""
+
+  def __init__(self, steps, reads=True):
+    super().__init__()
+    self.steps = steps
+    self.reads = reads
+
+  def call(self, x):
+    return x * self.steps.steps if self.reads else x + 0.0
+
+
+def _WithDense(*others):
+  """Returns a model that has a Dense before each of the layers."""
+  blocks = [layer for other in others for layer in (layers.Dense(5), other)]
+  return keras.Sequential([keras.Input([5]), *blocks, layers.Dense(3)])
+
+
+def testACallThatReadsStateAfterAChangeIsRefused():
+  """It read the state of the step before."""
+
+  def Make(num_counts, reads=True):
+    counts = [_Steps() for _ in range(num_counts)]
+    return _WithDense(*counts, _Growing(counts[-1], reads))
+
+  for num_counts in (1, 2):  # Two equal cells share the trace of the first.
+    pipe = _Compiled(lambda n=num_counts: Make(n))
+    with pytest.raises(ValueError, match=naming.Naming('steps', 'step before')):
+      pipe.train_on_batch(X, Y)
+  keras_fits.CheckFit(lambda: Make(1, reads=False), X, Y, _Squares, batch_size=7)
+
+
+def testACallThatChangesStateOfAnEarlierCellIsRefused():
+  def Make():
+    steps = _Steps()
+    return _WithDense(_Growing(steps), steps)
+
+  with pytest.raises(ValueError, match=naming.Naming("another cell's", 'steps')):
+    _Compiled(Make).train_on_batch(X, Y)
 
 
 class _Reading(layers.Layer):
