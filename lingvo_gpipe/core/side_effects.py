@@ -3,14 +3,15 @@
 
 A variable would be written once or twice for a micro-batch, depending on the policy. A random
 operation with internal state would draw other numbers, and the gradients would be wrong. A weight
-that a layer does not take from its arguments would get no gradient under some schedules.
+that a layer does not take from its arguments would get no gradient under some schedules, nor would
+a weight that a custom gradient does not take from its arguments.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -29,10 +30,22 @@ _EFFECTS: dict[str, str] = {}
 
 
 @contextlib.contextmanager
-def Forbid(where: str) -> Iterator[None]:
+def NewOperations() -> Iterator[list[tf.Operation]]:
+  """Yields a list that gets the operations which the enclosed code adds to the traced graph."""
+  operations: list[tf.Operation] = []
+  mark = tf.no_op()  # An operation of the graph; None in eager mode.
+  num_before = 0 if mark is None else len(mark.graph.get_operations())
+  yield operations
+  if mark is not None:
+    operations += mark.graph.get_operations()[num_before:]
+
+
+@contextlib.contextmanager
+def Forbid(where: str) -> Iterator[list[tf.Operation]]:
   """Raises if the enclosed code, while it is traced, has a side effect.
 
   It may not write a variable, draw stateful numbers or take weights from layers (`CheckWeights`).
+  Yields the list of its operations, see `NewOperations`.
 
   Args:
     where: the layer's path or another name for the code, at the beginning of the message.
@@ -41,21 +54,20 @@ def Forbid(where: str) -> Iterator[None]:
     ValueError: the code has such an effect, directly or in a function, branch or loop; or it
       writes a weight that is passed as a tensor.
   """
-  mark = tf.no_op()  # An operation of the traced graph; None in eager mode.
-  if mark is None:
-    yield
+  if tf.executing_eagerly():
+    yield []
     return
-  num_before = len(mark.graph.get_operations())
   token = _pure.set(where)
   try:
-    yield
+    with NewOperations() as operations:
+      yield operations
   except AttributeError as e:
     if tf.is_tensor(e.obj) and str(e.name).startswith(('assign', 'scatter_')):
       raise ValueError(_WritesMessage(where, str(e.name))) from e
     raise
   finally:
     _pure.reset(token)
-  for node, effect in _Effects(mark.graph, mark.graph.get_operations()[num_before:]):
+  for node, effect in _Effects(operations):
     op = f'{node.op} {node.name}'
     if effect == 'writes':
       raise ValueError(_WritesMessage(where, op))
@@ -76,6 +88,50 @@ def CheckWeights(layer_path: str) -> None:
     )
 
 
+def CheckCaptures(
+  where: str,
+  operations: Iterable[tf.Operation],
+  weights: Mapping[str, Any],
+  results: Iterable[Any],
+) -> None:
+  """Raises ValueError if the function of a custom gradient takes a weight of its surroundings.
+
+  TensorFlow asks such a function for the gradients of variables, but not of tensors. It ends the
+  function in an IdentityN of its results and its arguments, of which the code after it takes the
+  results only.
+
+  Args:
+    where: the layer's path or another name for the code, at the beginning of the message.
+    operations: the operations of the code.
+    weights: {name: trained weight}; variables have their gradients.
+    results: the tensors that leave the code.
+  """
+  names = {t.name: name for name, t in weights.items() if tf.is_symbolic_tensor(t)}
+  leaving = {t.name for t in results if tf.is_symbolic_tensor(t)}
+  for op in operations if names else ():
+    if op.type != 'IdentityN' or '_gradient_op_type' not in op.node_def.attr:
+      continue
+    todo: list[tf.Tensor] = []
+    seen: set[str] = set()
+    for x, y in zip(op.inputs, op.outputs, strict=True):
+      if y.consumers() or y.name in leaving:
+        todo.append(x)
+      else:
+        seen.add(x.name)
+    while todo:
+      t = todo.pop()
+      if t.name in seen or not t.dtype.is_floating or t.op.type == 'StopGradient':
+        continue
+      if t.name in names:
+        raise ValueError(
+          f'{where}: the function of a tf.custom_gradient or tf.recompute_grad takes the weight '
+          f'{names[t.name]} from its surroundings, so a pipeline would lose the gradient: make it '
+          'an argument of the function, or leave recomputation to remat_policy'
+        )
+      seen.add(t.name)
+      todo += t.op.inputs
+
+
 def _WritesMessage(where: str, op: str) -> str:
   return (
     f'{where}: {op} writes a variable, but backward may run it again; report sums with '
@@ -83,10 +139,13 @@ def _WritesMessage(where: str, op: str) -> str:
   )
 
 
-def _Effects(graph: tf.Graph, ops: Iterable[tf.Operation]) -> Iterator[tuple[Any, str]]:
+def _Effects(operations: Sequence[tf.Operation]) -> Iterator[tuple[Any, str]]:
   """Yields (NodeDef, `writes` or `draws`) of operations, also inside the functions they call."""
+  if not operations:
+    return
+  graph = operations[0].graph
   # Most operations have no effect. Skip these first: each access to a NodeDef or a library copies.
-  nodes = [op.node_def for op in ops if _EffectOf(graph, op.type)]
+  nodes = [op.node_def for op in operations if _EffectOf(graph, op.type)]
   library = graph.as_graph_def().library.function if nodes else ()
   functions = {function.signature.name: function for function in library}
   while nodes:

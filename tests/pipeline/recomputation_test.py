@@ -18,7 +18,7 @@ from lingvo_gpipe.layers import dropout, linear, transformer
 from lingvo_gpipe.pipeline import emission
 from lingvo_gpipe.pipeline.cutting import layer_costs
 from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules
-from tests import graph_reader
+from tests import graph_reader, naming
 from tests.toys import stacks
 
 pytestmark = pytest.mark.optimized_graphs
@@ -265,6 +265,61 @@ def testGradientsThatLayersDefineHoldInEveryStage(policy):
   _, plain = stacks.Reference(sub, 2, (x,), side)
   ratios = [actual[1][path] / plain[path] for path in sorted(plain)]
   assert abs(ratios[0] - 9).max() < 1e-9 and abs(ratios[-1] - 3).max() < 1e-9
+
+
+class _Capturing(linear.ProjectionLayer):
+  """Recomputes its product by TensorFlow, which takes the weights from the surroundings."""
+
+  def FProp(self, theta, x):
+    return tf.recompute_grad(lambda x: super(_Capturing, self).FProp(theta, x))(x)
+
+
+def _MakeSquare(cls, **options):
+  sub = [cls.Params().Set(input_dim=_DIM, output_dim=_DIM, activation='TANH')] * 2
+  return stacks.MakeStack(sub, num_stages=2, num_micro_batches=2, **options)
+
+
+@pytest.mark.parametrize('policy', ['stage', 'layer'])
+def testCustomGradientsMayTakeVariablesFromTheirSurroundings(policy):
+  x = tf.random.stateless_normal([6, _DIM], [1, 2], dtype=tf.float64)
+  side = stacks.ExampleWeights(6)
+  expected = stacks.Train(_MakeSquare(linear.ProjectionLayer), (x,), side)
+  actual = stacks.Train(_MakeSquare(_Capturing, remat_policy=policy), (x,), side)
+  stacks.CheckEqual(actual, expected)
+
+
+@pytest.mark.parametrize(
+  'options',
+  [
+    {'remat_policy': 'none'},
+    {'schedule': 'zb_h1'},
+    {'fprop_dtype': tf.float32},  # The weight that FProp gets is cast.
+    {'is_under_tape': True},
+  ],
+  ids=lambda options: next(iter(options)),
+)
+def testWeightsThatACustomGradientLosesAreRefused(options):
+  """They had the gradient 0."""
+  options = dict(options)
+  is_under_tape = options.pop('is_under_tape', False)
+  stack = _MakeSquare(_Capturing, **options)
+  x = tf.ones([6, _DIM], stack.params.fprop_dtype or tf.float64)
+  with pytest.raises(ValueError, match=naming.Naming('w', 'recompute_grad')):
+    if is_under_tape:
+      stack.Place(stacks.Devices(), *stacks.Specs((x,)))
+      stack(x)
+    else:
+      stacks.Train(stack, (x,), stacks.ExampleWeights(6))
+
+
+def testALossMayNotLoseAWeightEither():
+  def Loss(theta, outputs, side):
+    scaled = tf.recompute_grad(lambda x: x @ theta[-1].w)(outputs[0])
+    return stacks.SquareLoss(theta, (scaled,), side)
+
+  stack = _MakeSquare(linear.ProjectionLayer, remat_policy='none')
+  with pytest.raises(ValueError, match=naming.Naming('the loss', 'w', 'recompute_grad')):
+    stacks.Train(stack, (tf.ones([6, _DIM], tf.float64),), stacks.ExampleWeights(6), Loss)
 
 
 if __name__ == '__main__':

@@ -19,6 +19,7 @@ from lingvo_gpipe.core import (
   fprop_context,
   hyperparams,
   nested_map,
+  side_effects,
   weight_params,
 )
 from lingvo_gpipe.layers import chunked_logits, dropout
@@ -305,11 +306,9 @@ class KerasCellLayer(base_layer.BaseLayer):
     numbers = itertools.count()
     mapping += [(v, self._Seed(next(numbers), v)) for v in self._seeds]
     where = f'{self.path}: the call of {cell.name}'
-    mark = tf.no_op()  # An operation of the traced graph; None in eager mode.
-    num_before = 0 if mark is None else len(mark.graph.get_operations())
     with _CellScope(mapping, where, cell.trained, lambda v: self._Seed(next(numbers), v)) as scope:
       in_batches, no_remat = keras_variables.InBatches(), keras_variables.WithoutRemat()
-      with in_batches, no_remat, tf.GradientTape() as tape:
+      with in_batches, no_remat, tf.GradientTape() as tape, side_effects.NewOperations() as new_ops:
         self._RunNodes(values, training=not context.do_eval)
       losses = [*scope.losses, *self._RegularizerLosses()]
       if losses:
@@ -325,9 +324,9 @@ class KerasCellLayer(base_layer.BaseLayer):
     self._ReportState(before, changed, rows)
     if not context.do_eval:
       cell.state_uses.Add(cell, [self._keras_variables[name] for name in changed], reads)
-    if mark is not None:
-      results = [values[v] for v in (*cell.outputs, *cell.skips_out)]
-      self._CheckCustomGradients(mark.graph.get_operations()[num_before:], before, results, where)
+    trained = {v.path: before[name] for name, v in self._keras_variables.items() if v.trainable}
+    results = [values[v] for v in (*cell.outputs, *cell.skips_out)]
+    side_effects.CheckCaptures(where, new_ops, trained, results)
     self._CheckReads(tape.watched_variables(), where)
 
     def Payload(v: keras_nodes.Value) -> Any:
@@ -336,53 +335,6 @@ class KerasCellLayer(base_layer.BaseLayer):
     return tuple(map(Payload, cell.outputs)), nested_map.NestedMap(
       {_SkipName(v): Payload(v) for v in cell.skips_out}
     )
-
-  def _CheckCustomGradients(
-    self,
-    ops: Iterable[tf.Operation],
-    weights: Mapping[str, tf.Tensor],
-    results: Sequence[Any],
-    where: str,
-  ) -> None:
-    """Raises ValueError if the function of a custom gradient takes a trained weight from outside.
-
-    TensorFlow ends such a function in an IdentityN of its results and its arguments, of which the
-    code after it takes the results only.
-
-    Args:
-      ops: the operations of the cell.
-      weights: {name: weight}.
-      results: the tensors that leave the cell.
-      where: begins the message.
-    """
-    trained = {
-      weights[name].name: v
-      for name, v in self._keras_variables.items()
-      if v.trainable and tf.is_symbolic_tensor(weights[name])
-    }
-    leaving = {t.name for t in results if tf.is_symbolic_tensor(t)}
-    for op in ops:
-      if op.type != 'IdentityN' or '_gradient_op_type' not in op.node_def.attr:
-        continue
-      todo: list[tf.Tensor] = []
-      seen: set[str] = set()
-      for x, y in zip(op.inputs, op.outputs, strict=True):
-        if y.consumers() or y.name in leaving:
-          todo.append(x)
-        else:
-          seen.add(x.name)
-      while todo:
-        t = todo.pop()
-        if t.name in seen or not t.dtype.is_floating or t.op.type == 'StopGradient':
-          continue
-        if t.name in trained:
-          raise ValueError(
-            f'{where} takes the weight {trained[t.name].path} into a tf.custom_gradient or '
-            'tf.recompute_grad, where a pipeline would lose its gradient: make it an argument of '
-            'the function, or leave recomputation to remat_policy'
-          )
-        seen.add(t.name)
-        todo += t.op.inputs
 
   def _CheckReads(self, variables: Iterable[tf.Variable], where: str) -> None:
     """Raises ValueError if the call read a trained weight's variable, and not its value."""

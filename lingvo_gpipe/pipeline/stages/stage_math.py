@@ -343,10 +343,14 @@ class StageMath:
     giver = self.layers[i - 1] if i else None
     with failures.NoteLayer(layer, x.args, giver):
       with fprop_context.Enter(dataclasses.replace(outer, aux_losses=[])) as inner:
-        with failures.LayerScope(self._start + i), side_effects.Forbid(layer.path):
-          out, stashed = self._FProp(layer, layer.ThetaFrom(layer_vars), x)
+        with failures.LayerScope(self._start + i), side_effects.Forbid(layer.path) as new_ops:
+          theta = layer.ThetaFrom(layer_vars)
+          out, stashed = self._FProp(layer, theta, x)
           CheckSkips(layer, stashed)
           out, stashed = AsTensors(layer, out), AsTensors(layer, stashed)
+        weights = self._WithGradients(i, layer_vars, theta)
+        results = leaves.Tensors((out, stashed))
+        side_effects.CheckCaptures(layer.path, new_ops, weights, results)
       aux_losses: AuxLosses = {}
       for owner, name, value, coefficient in inner.aux_losses:
         key = f'{self._start + i}:{owner.path[len(layer.path) :]}.{name}'
@@ -355,6 +359,16 @@ class StageMath:
         what = f'auxiliary loss {owner.path}.{name}'
         aux_losses[key] = (weighted_loss.Loss(what, value), coefficient)
     return nested_map.NestedMap(args=out, skips=stashed), aux_losses
+
+  def _WithGradients(self, i: int, layer_vars: Any, theta: nested_map.NestedMap) -> dict[str, Any]:
+    """Returns {path: weight} of layer i: those that are trained, and those of an outer tape."""
+    variables = tf.nest.flatten(layer_vars)
+    trained = self.trained[sum(self.num_weights[:i]) :][: len(variables)]
+    return {
+      f'{self.layers[i].path}.{name}': weight
+      for (name, weight), v, t in zip(theta.FlattenItems(), variables, trained, strict=True)
+      if t or not isinstance(v, tf.Variable)
+    }
 
   def _FProp(
     self, layer: base_layer.BaseLayer, theta: nested_map.NestedMap, x: nested_map.NestedMap
@@ -436,12 +450,17 @@ class StageMath:
 
     outputs = Counted(sequential.AsTuple(outputs))
     try:
-      with failures.LossScope(), side_effects.Forbid('the loss'):
+      weights: dict[str, Any] = {}
+      for i, of_layer in enumerate(theta):
+        weights.update(self._WithGradients(i, call.variables[i], of_layer))
+      with failures.LossScope(), side_effects.Forbid('the loss') as new_ops:
         if self._LossTakesInputs(len(self.layers) - 1):
           tensors = tf.nest.map_structure(tf.convert_to_tensor, theta[-1])
           outputs = self._ForLoss(Counted(tensors), outputs)
         theta = self._ThetaOfLoss(theta)
-        return weighted_loss.Metrics(self._loss_fn(theta, outputs, call.side))
+        metrics = weighted_loss.Metrics(self._loss_fn(theta, outputs, call.side))
+      side_effects.CheckCaptures('the loss', new_ops, weights, leaves.Tensors(metrics))
+      return metrics
     except Exception as e:
       inputs = (
         f'the outputs {shapes.FormatNest(outputs)} and the side {shapes.FormatNest(call.side)}'
