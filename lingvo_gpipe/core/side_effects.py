@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -90,7 +90,7 @@ def CheckWeights(layer_path: str) -> None:
 
 def CheckCaptures(
   where: str,
-  operations: Iterable[tf.Operation],
+  operations: Sequence[tf.Operation],
   weights: Mapping[str, Any],
   results: Iterable[Any],
 ) -> None:
@@ -107,29 +107,99 @@ def CheckCaptures(
     results: the tensors that leave the code.
   """
   names = {t.name: name for name, t in weights.items() if tf.is_symbolic_tensor(t)}
+  if not names or not operations:
+    return
+  graph = operations[0].graph
+  types = {op.type for op in operations}
+  calls = any(_EffectOf(graph, op_type) == 'calls' for op_type in types)
+  if not calls and 'IdentityN' not in types:
+    return
+  nodes = {op.name: _Node.Of(op) for op in operations}
   leaving = {t.name for t in results if tf.is_symbolic_tensor(t)}
-  for op in operations if names else ():
-    if op.type != 'IdentityN' or '_gradient_op_type' not in op.node_def.attr:
+  if name := _Captured(nodes, names, leaving, _Functions(graph) if calls else {}):
+    raise ValueError(
+      f'{where}: the function of a tf.custom_gradient or tf.recompute_grad takes the weight {name} '
+      'from its surroundings, so a pipeline would lose the gradient: make it an argument of the '
+      'function, or leave recomputation to remat_policy'
+    )
+
+
+class _Node(NamedTuple):
+  """An operation of a graph or of a function in its library.
+
+  Attributes:
+    type: the type of the operation.
+    inputs: the names of its inputs. Up to the first colon each is the name of an operation, or of
+      an argument of the function.
+    outputs: the prefix of the names of its outputs, which end in their numbers.
+    called: the names of the functions that it calls.
+    is_gradient: whether it has a gradient of its own.
+  """
+
+  type: str
+  inputs: list[str]
+  outputs: str
+  called: list[str]
+  is_gradient: bool
+
+  @classmethod
+  def Of(cls, op: tf.Operation) -> _Node:
+    """Returns the node of an operation; inputs without gradients have no names."""
+    inputs = [t.name if t.dtype.is_floating else '' for t in op.inputs]
+    is_plain = op.type != 'IdentityN' and _EffectOf(op.graph, op.type) != 'calls'
+    if is_plain:  # Each access to a NodeDef copies.
+      return cls(op.type, inputs, f'{op.name}:', [], False)
+    return cls.OfFunction(op.node_def)._replace(inputs=inputs, outputs=f'{op.name}:')
+
+  @classmethod
+  def OfFunction(cls, node: Any) -> _Node:
+    """Returns the node of a NodeDef in a function."""
+    inputs = [name for name in node.input if not name.startswith('^')]
+    return cls(
+      node.op, inputs, f'{node.name}:output:', _Called(node), '_gradient_op_type' in node.attr
+    )
+
+
+def _Captured(
+  nodes: Mapping[str, _Node],
+  weights: Mapping[str, str],
+  leaving: Iterable[str],
+  functions: Mapping[str, Any],
+) -> str | None:
+  """Returns a weight that the function of a custom gradient takes from its surroundings.
+
+  Args:
+    nodes: {name: operation} of a graph or function.
+    weights: {name of a tensor or argument: name of the weight}.
+    leaving: the names of the tensors that leave the graph or function.
+    functions: {name: FunctionDef}.
+  """
+  used = {x for node in nodes.values() for x in node.inputs}.union(leaving)
+  for node in nodes.values():
+    for function in (functions[name] for name in node.called if name in functions):
+      arguments = [arg.name for arg in function.signature.input_arg]
+      # From the end: an If has a condition before the arguments of its branches.
+      pairs = zip(reversed(arguments), reversed(node.inputs), strict=False)
+      inner = {name: weights[x] for name, x in pairs if x in weights}
+      inner_nodes = {n.name: _Node.OfFunction(n) for n in function.node_def} if inner else {}
+      if name := _Captured(inner_nodes, inner, function.ret.values(), functions):
+        return name
+    if node.type != 'IdentityN' or not node.is_gradient:
       continue
-    todo: list[tf.Tensor] = []
-    seen: set[str] = set()
-    for x, y in zip(op.inputs, op.outputs, strict=True):
-      if y.consumers() or y.name in leaving:
-        todo.append(x)
-      else:
-        seen.add(x.name)
+    is_result = [f'{node.outputs}{i}' in used for i in range(len(node.inputs))]
+    todo = [x for x, is_used in zip(node.inputs, is_result, strict=True) if is_used]
+    seen = {x for x, is_used in zip(node.inputs, is_result, strict=True) if not is_used}
     while todo:
-      t = todo.pop()
-      if t.name in seen or not t.dtype.is_floating or t.op.type == 'StopGradient':
+      x = todo.pop()
+      if x in seen:
         continue
-      if t.name in names:
-        raise ValueError(
-          f'{where}: the function of a tf.custom_gradient or tf.recompute_grad takes the weight '
-          f'{names[t.name]} from its surroundings, so a pipeline would lose the gradient: make it '
-          'an argument of the function, or leave recomputation to remat_policy'
-        )
-      seen.add(t.name)
-      todo += t.op.inputs
+      if x in weights:
+        return weights[x]
+      seen.add(x)
+      maker = nodes.get(x.partition(':')[0])
+      if maker is not None and maker.type != 'StopGradient':
+        todo += maker.inputs
+  return None
 
 
 def _WritesMessage(where: str, op: str) -> str:
@@ -146,19 +216,28 @@ def _Effects(operations: Sequence[tf.Operation]) -> Iterator[tuple[Any, str]]:
   graph = operations[0].graph
   # Most operations have no effect. Skip these first: each access to a NodeDef or a library copies.
   nodes = [op.node_def for op in operations if _EffectOf(graph, op.type)]
-  library = graph.as_graph_def().library.function if nodes else ()
-  functions = {function.signature.name: function for function in library}
+  functions = _Functions(graph) if nodes else {}
   while nodes:
     node = nodes.pop()
     effect = _EffectOf(graph, node.op)
     if effect == 'calls':
-      values = node.attr.values()
-      for name in [f.name for value in values for f in (value.func, *value.list.func)]:
+      for name in _Called(node):
         if name in functions:
           nodes += functions.pop(name).node_def
     # Recurrent networks of cuDNN draw only for dropout.
     elif effect and not (node.op.startswith('CudnnRNN') and not node.attr['dropout'].f):
       yield node, effect
+
+
+def _Functions(graph: tf.Graph) -> dict[str, Any]:
+  """Returns {name: FunctionDef} of the functions that the operations of a graph may call."""
+  return {f.signature.name: f for f in graph.as_graph_def().library.function}
+
+
+def _Called(node: Any) -> list[str]:
+  """Returns the names of the functions that a NodeDef calls."""
+  values = node.attr.values()
+  return [f.name for value in values for f in (value.func, *value.list.func) if f.name]
 
 
 def _EffectOf(graph: tf.Graph, op_type: str) -> str:

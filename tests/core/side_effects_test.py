@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests that layers and losses may read variables and tables, but not write or draw statefully."""
 
+import contextlib
 import sys
 
 import numpy as np
@@ -194,6 +195,28 @@ def testTheLossTakesWeightsFromItsArgument():
 
   with pytest.raises(ValueError, match=r'^the loss .*stack\.layers\[2\] .* argument theta'):
     stacks.Train(stack, (_X(),), _Side(), Loss)
+
+
+_CUSTOM = {
+  'surroundings': lambda w: tf.recompute_grad(lambda x: tf.tanh(2.0 * x * w)),
+  'inner function': lambda w: tf.recompute_grad(tf.function(lambda x: tf.tanh(x * w))),
+  'argument': lambda w: lambda x: tf.recompute_grad(lambda x, w: tf.tanh(x * w))(x, w),
+  'stopped': lambda w: tf.recompute_grad(lambda x: tf.tanh(x * tf.stop_gradient(w))),
+  'plain': lambda w: lambda x: tf.tanh(x * w),
+}
+
+
+@pytest.mark.parametrize('around', _AROUND)
+@pytest.mark.parametrize('custom', _CUSTOM)
+def testACustomGradientTakesWeightsAsArguments(custom, around):
+  def Run(x, w):
+    with side_effects.NewOperations() as operations:
+      y = _AROUND[around](_CUSTOM[custom](w), x)
+    side_effects.CheckCaptures('net', operations, {'net.w': w}, [y])
+
+  is_lost = custom in ('surroundings', 'inner function')
+  with pytest.raises(ValueError, match=r'^net: .*net\.w') if is_lost else contextlib.nullcontext():
+    tf.function(Run, autograph=False).get_concrete_function(tf.TensorSpec([_DIM]), tf.TensorSpec([]))
 
 
 def testALayerMayReadATable():
