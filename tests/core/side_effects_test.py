@@ -216,7 +216,7 @@ def testACustomGradientTakesWeightsAsArguments(custom, around):
 
   is_lost = custom in ('surroundings', 'inner function')
   with pytest.raises(ValueError, match=r'^net: .*net\.w') if is_lost else contextlib.nullcontext():
-    tf.function(Run, autograph=False).get_concrete_function(tf.TensorSpec([_DIM]), tf.TensorSpec([]))
+    tf.function(Run, autograph=False).get_concrete_function(tf.ones([_DIM]), tf.ones([]))
 
 
 def testALayerMayReadATable():

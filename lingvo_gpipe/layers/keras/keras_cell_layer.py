@@ -465,9 +465,9 @@ def _Rows(values: Mapping[keras_nodes.Value, Any]) -> tf.Tensor:
 
   The examples are on the axis of unknown size, usually the first, of the tensors that enter a cell.
   """
-  given = {v: x for v, x in values.items() if x is not None}
-  axes = [(x, v.shape.index(None)) for v, x in given.items() if None in v.shape]
-  x, axis = min(axes, key=lambda pair: pair[1], default=(next(iter(given.values())), 0))
+  tensors = {v: x for v, x in values.items() if x is not None}
+  axes = [(x, v.shape.index(None)) for v, x in tensors.items() if None in v.shape]
+  x, axis = min(axes, key=lambda pair: pair[1], default=(next(iter(tensors.values())), 0))
   return tf.cast(tf.shape(x)[axis], tf.float64)
 
 

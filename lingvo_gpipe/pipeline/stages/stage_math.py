@@ -361,7 +361,7 @@ class StageMath:
     return nested_map.NestedMap(args=out, skips=stashed), aux_losses
 
   def _WithGradients(self, i: int, layer_vars: Any, theta: nested_map.NestedMap) -> dict[str, Any]:
-    """Returns {path: weight} of layer i: those that are trained, and those of an outer tape."""
+    """Returns {path: weight} of layer i: the trained weights, and all weights of an outer tape."""
     variables = tf.nest.flatten(layer_vars)
     trained = self.trained[sum(self.num_weights[:i]) :][: len(variables)]
     return {

@@ -499,9 +499,9 @@ class _Growing(layers.Layer):
     return x * self.steps.steps if self.reads else x + 0.0
 
 
-def _WithDense(*others):
+def _WithDense(*following):
   """Returns a model that has a Dense before each of the layers."""
-  blocks = [layer for other in others for layer in (layers.Dense(5), other)]
+  blocks = [layer for x in following for layer in (layers.Dense(5), x)]
   return keras.Sequential([keras.Input([5]), *blocks, layers.Dense(3)])
 
 
