@@ -361,13 +361,13 @@ class StageMath:
     return nested_map.NestedMap(args=out, skips=stashed), aux_losses
 
   def _WithGradients(self, i: int, layer_vars: Any, theta: nested_map.NestedMap) -> dict[str, Any]:
-    """Returns {path: weight} of layer i: the trained weights, and all weights of an outer tape."""
-    variables = tf.nest.flatten(layer_vars)
-    trained = self.trained[sum(self.num_weights[:i]) :][: len(variables)]
+    """Returns {path: weight} of layer i: trained variables, and all weights that are tensors."""
+    first = sum(self.num_weights[:i])
+    leaves_of_layer = zip(theta.FlattenItems(), tf.nest.flatten(layer_vars), strict=True)
     return {
       f'{self.layers[i].path}.{name}': weight
-      for (name, weight), v, t in zip(theta.FlattenItems(), variables, trained, strict=True)
-      if t or not isinstance(v, tf.Variable)
+      for j, ((name, weight), v) in enumerate(leaves_of_layer)
+      if not isinstance(v, tf.Variable) or self.trained[first + j]
     }
 
   def _FProp(
