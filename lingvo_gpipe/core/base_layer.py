@@ -79,6 +79,12 @@ class BaseLayer(layer_tree.LayerTree):
   def __init_subclass__(cls, **kwargs: Any) -> None:
     """Makes a class that overrides FProp declare again that it is position-wise."""
     super().__init_subclass__(**kwargs)
+    for name in ('FProp', 'FPropSkips'):
+      if isinstance(vars(cls).get(name), tf.types.experimental.PolymorphicFunction):
+        raise TypeError(
+          f'{cls.__name__}.{name} is a tf.function: it would keep the mode, the seeds and the sums '
+          'of its first call; leave the decorator out, stages are compiled in any case'
+        )
     if 'FProp' in vars(cls) and 'is_position_wise' not in vars(cls):
       cls.is_position_wise = False
 

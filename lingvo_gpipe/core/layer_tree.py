@@ -34,6 +34,7 @@ class LayerTree(tf.Module):
   _base_names: frozenset[str]
 
   def __init__(self, params: Any) -> None:
+    of_subclass = frozenset(self.__dict__)  # Attributes that it set before this call.
     super().__init__(name=params.name)
     # These assignments bypass tf.Module's tracking, which took a third of the time to construct a
     # large model.
@@ -47,7 +48,7 @@ class LayerTree(tf.Module):
       _variables=None,
       _variable_maker=None,
     )
-    self.__dict__['_base_names'] = frozenset([*self.__dict__, '_base_names'])
+    self.__dict__['_base_names'] = frozenset([*self.__dict__, '_base_names']) - of_subclass
 
   # ---- layers ----------------------------------------------------------------------------------
 
@@ -63,7 +64,8 @@ class LayerTree(tf.Module):
       for name, value in self.__dict__.items()
       if name not in self._base_names
       # What tf.Module sets to track attributes, and `CreateChild` to let it find layers.
-      and not name.startswith(('_self_', '_child_'))
+      and not name.startswith('_self_')
+      and name.removeprefix('_child_') not in self._layer_children
       and not isinstance(getattr(type(self), name, None), functools.cached_property)
     }
     return [attributes, *(x for child in self.ChildLayers() for x in child.Attributes())]

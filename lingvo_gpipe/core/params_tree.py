@@ -372,7 +372,11 @@ def Equal(a: Any, b: Any) -> bool:
       return True
   try:
     equal = a == b
-    return bool(equal.all() if hasattr(equal, 'all') else equal)
+    if not hasattr(equal, 'all'):
+      return bool(equal)
+    # Not of arrays of two shapes, of which one would be broadcast.
+    kinds = ((getattr(x, 'dtype', None), getattr(x, 'shape', None)) for x in (a, b))
+    return len(set(kinds)) == 1 and bool(equal.all())
   except Exception:  # Values that cannot be compared are not equal.
     return False
 

@@ -17,6 +17,21 @@ from typing import Any
 import tensorflow as tf
 
 
+def AccumulatorDtype(dtype: Any) -> tf.DType:
+  """Returns the dtype in which the gradients of micro-batches add up, for weights of a dtype.
+
+  Many small numbers would be lost in a sum of bfloat16.
+  """
+  dtype = tf.as_dtype(dtype)
+  return tf.float32 if dtype.size < 4 else dtype
+
+
+def NewAccumulator(weight: tf.Variable) -> tf.Variable:
+  """Returns a variable of zeros to which the gradients of a weight are added."""
+  zeros = tf.zeros(weight.shape, AccumulatorDtype(weight.dtype))
+  return tf.Variable(zeros, trainable=False, name='accumulator')
+
+
 @dataclasses.dataclass(frozen=True)
 class WeightInit:
   """The initialisation of a weight: a method and its scale.
@@ -192,6 +207,11 @@ class WeightParams:
   def num_elements(self) -> int:
     """Number of elements of the weight."""
     return math.prod(self.shape)
+
+  @property
+  def accumulator_bytes(self) -> int:
+    """Bytes of the accumulator of the weight's gradient, see `NewAccumulator`."""
+    return self.num_elements * AccumulatorDtype(self.dtype).size
 
 
 def Hash64(*parts: int | str) -> int:

@@ -153,8 +153,8 @@ class KerasStep:
     gradients = {}
     for s in self.stack.engine.holders:
       with tf.device(s.device):
-        for path, accumulator in zip(s.trained, s.accumulators, strict=True):
-          gradients[path] = tf.convert_to_tensor(accumulator)
+        for (path, v), accumulator in zip(s.trained.items(), s.accumulators, strict=True):
+          gradients[path] = tf.cast(accumulator, v.dtype)
         if clip_norm is not None and s.trained:
           squares.append(
             tf.add_n([tf.reduce_sum(tf.square(gradients[path])) for path in s.trained])

@@ -274,6 +274,17 @@ class _SoftmaxLayer(_ShardedLayer):
 
   is_position_wise = True
 
+  # Whether each logit depends on its own class's weights and its position's inputs alone.
+  _is_separable = True
+
+  def __init_subclass__(cls, **kwargs: Any) -> None:
+    """Makes a class with other logits declare `class_axes` again to be computed in parts."""
+    super().__init_subclass__(**kwargs)
+    if 'class_axes' in vars(cls):
+      cls._is_separable = True
+    elif {'FProp', '_Logits'} & vars(cls).keys():
+      cls._is_separable = False
+
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
     """Returns the Params: the sizes of all heads."""
@@ -298,6 +309,12 @@ class _SoftmaxLayer(_ShardedLayer):
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
     super().__init__(params)
     p = self.params
+    if not self._is_separable and (p.chunk_size or p.num_shards > 1):
+      raise ValueError(
+        f'{type(self).__name__} {p.name!r} overrides FProp or _Logits, which chunk_size and '
+        'num_shards would call with some of the positions or classes: if each logit depends on '
+        'its own class and position alone, define class_axes in the class, too'
+      )
     if p.num_shards == 1:
       self._CreateWeights()
       return
@@ -391,7 +408,7 @@ class SimpleFullSoftmax(_SoftmaxLayer):
   @property
   def class_axes(self) -> Mapping[str, int]:
     """The axis of the classes of each weight; see BaseLayer."""
-    if self.class_shards:
+    if not self._is_separable or self.class_shards:
       return super().class_axes
     return {'linear.w': 1, 'linear.b': 0} if self.params.use_bias else {'linear.w': 1}
 
@@ -414,7 +431,9 @@ class SharedSoftmaxLayer(_SoftmaxLayer):
   @property
   def class_axes(self) -> Mapping[str, int]:
     """The axis of the classes of each weight; see BaseLayer."""
-    return super().class_axes if self.class_shards else {'emb': 0, 'b': 0}
+    if not self._is_separable or self.class_shards:
+      return super().class_axes
+    return {'emb': 0, 'b': 0}
 
   def _CreateWeights(self) -> None:
     p = self.params

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import tensorflow as tf
+
 from lingvo_gpipe.core import base_layer, domain, hyperparams, nested_map
 
 
@@ -72,7 +74,9 @@ def RunLayers(
   skips = nested_map.NestedMap(skips or {})
   for i, layer in enumerate(layers):
     skips_in = nested_map.NestedMap({name: skips[name] for name in layer.skips_in if name in skips})
-    outputs, begun = run(i, layer, args, skips_in)
+    # Copies of the maps and lists: a layer may change its own.
+    outputs, begun = run(i, layer, *tf.nest.map_structure(lambda t: t, (args, skips_in)))
+    outputs, begun = tf.nest.map_structure(lambda t: t, (outputs, begun))
     skips.update(begun)
     args = AsTuple(outputs)
   return outputs, skips

@@ -256,7 +256,7 @@ class Learner:
         for (path, v), a in zip(part.trained.items(), part.accumulators, strict=True):
           if not self._Excludes('lp_regularizer_exclusion', path):
             slope = p.l2_regularizer_weight * v + p.l1_regularizer_weight * tf.sign(v)
-            a.assign_add(tf.cast(loss_weight, a.dtype) * slope)
+            a.assign_add(tf.cast(loss_weight, a.dtype) * tf.cast(slope, a.dtype))
 
   def SumOfSquares(self) -> tf.Tensor:
     """Returns the squared norm of the accumulators of all stages, a float64 scalar."""
@@ -307,7 +307,8 @@ class Learner:
     with tf.device(part.device):
 
       def Apply() -> tf.Tensor:
-        grads = [self._Clip(a * tf.cast(factor, a.dtype)) for a in part.accumulators]
+        pairs = zip(part.trained.values(), part.accumulators, strict=True)
+        grads = [tf.cast(self._Clip(a * tf.cast(factor, a.dtype)), v.dtype) for v, a in pairs]
         part.optimizer.Apply(grads, rate)
         return tf.constant(True)
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import base_layer, nested_map
+from lingvo_gpipe.core import base_layer, nested_map, weight_params
 from lingvo_gpipe.layers import sequential
 from lingvo_gpipe.pipeline import host_copies
 from lingvo_gpipe.pipeline.schedule import actions, rematerialisation, schedules
@@ -161,6 +161,7 @@ class Emission:
     """
     num_stages, num_micro_batches = len(stage_inputs), len(dys)
     dtheta: list[list[tf.Tensor]] = [[] for _ in self._stages]
+    dtypes: list[list[tf.DType]] = [[] for _ in self._stages]
     for m, dy in enumerate(dys):
       self._dargs[num_stages, m] = leaves.Floats(dy)
       self._x.update({(k, m): stage_inputs[k][m] for k in range(num_stages)})
@@ -171,10 +172,15 @@ class Emission:
       grads, dx = self._Call(s, m, functions.ThetaBackward, dy)
       self._GiveGradient(s, m, dx)
       with tf.device(s.device):
-        dtheta[k] = [a + g for a, g in zip(dtheta[k], grads, strict=True)] if dtheta[k] else grads
+        wide = [tf.cast(g, weight_params.AccumulatorDtype(g.dtype)) for g in grads]
+        dtheta[k] = list(map(tf.add, dtheta[k], wide)) if dtheta[k] else wide
+        dtypes[k] = [g.dtype for g in grads]
 
     pairs = itertools.product(reversed(range(num_micro_batches)), reversed(range(num_stages)))
     self._walk.Run([actions.Action(k, _Kind.BACKWARD, m) for m, k in pairs], Backward)
+    for s in self._stages:
+      with tf.device(s.device):
+        dtheta[s.index] = list(map(tf.cast, dtheta[s.index], dtypes[s.index]))
     return dtheta, [
       leaves.WithFloats(self._x[0, m].args, self._dargs[0, m]) for m in range(num_micro_batches)
     ]

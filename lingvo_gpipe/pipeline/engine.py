@@ -31,7 +31,7 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from lingvo_gpipe.core import base_layer, fprop_context, nested_map
+from lingvo_gpipe.core import base_layer, fprop_context, nested_map, weight_params
 from lingvo_gpipe.pipeline import emission, host_copies, replicas, vocabulary_emission
 from lingvo_gpipe.pipeline.schedule import offload as offload_lib
 from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules, shared_vocabulary
@@ -491,9 +491,9 @@ class PipelineEngine:
         continue
       with tf.init_scope(), tf.device(s.device):
         for v in s.trained.values():
-          make = functools.partial(_Accumulator, v)
+          make = functools.partial(weight_params.NewAccumulator, v)
           s.accumulators.append(beside(v, make) if beside else make())
-        s.mirror_accumulators = [_Accumulator(v) for v in s.mirrors.values()]
+        s.mirror_accumulators = [weight_params.NewAccumulator(v) for v in s.mirrors.values()]
 
   def DropAccumulators(self) -> None:
     """Lets go of the accumulators of all replicas; traces may live longer than they are needed."""
@@ -513,10 +513,6 @@ class PipelineEngine:
       with tf.device(s.device):
         for accumulator in s.mirror_accumulators if mirrors_only else s.AllAccumulators():
           accumulator.assign(tf.zeros_like(accumulator))
-
-
-def _Accumulator(variable: tf.Variable) -> tf.Variable:
-  return tf.Variable(tf.zeros_like(variable), trainable=False, name='accumulator')
 
 
 def _EndWithTheDevice(stages: Sequence[stage_lib.Stage], walk: emission.Emission) -> None:

@@ -216,15 +216,16 @@ def _Seconds(
 def _Weights(
   layer: base_layer.BaseLayer, weights: layer_costs.Weights, update_seconds: float | None
 ) -> model_costs.LayerWeights:
+  specs = layer.WeightSpecs()
   sizes = {
     path: weight.num_elements * tf.as_dtype(weight.dtype).size
-    for path, (weight, _) in layer.WeightSpecs().items()
+    for path, (weight, _) in specs.items()
   }
   trained = weights.Trained(layer)
   untied = [sizes[path] for path in trained if path not in weights.ties]
   return model_costs.LayerWeights(
     num_bytes=sum(sizes.values()),
-    gradient_bytes=sum(sizes[path] for path in trained),
+    gradient_bytes=sum(specs[path][0].accumulator_bytes for path in trained),
     trained_bytes=sum(untied),
     skips_out=tuple(layer.skips_out),
     largest_trained=max(untied, default=0),

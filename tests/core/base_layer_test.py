@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 from lingvo_gpipe.core import base_layer, nested_map, weight_params
+from tests import naming
 
 WeightInit = weight_params.WeightInit
 
@@ -441,6 +442,13 @@ def testAChildDoesNotReachItsParentsVariables():
 def testParamsOfAnotherClassRaise():
   with pytest.raises(ValueError, match='_Tree .*Params of _Scale'):
     _Tree(_Scale.Params().Set(name='x'))
+
+
+@pytest.mark.parametrize('name', ['FProp', 'FPropSkips'])
+def testFPropIsNoFunctionOfTensorFlow(name):
+  """Its trace lost auxiliary losses and sums of other calls."""
+  with pytest.raises(TypeError, match=naming.Naming(f'Decorated.{name}', 'tf.function')):
+    type('Decorated', (base_layer.BaseLayer,), {name: tf.function(lambda self, theta, x: x)})
 
 
 if __name__ == '__main__':

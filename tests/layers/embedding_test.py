@@ -8,7 +8,9 @@ import pytest
 import tensorflow as tf
 
 from lingvo_gpipe.core import nested_map, weight_params
-from lingvo_gpipe.layers import embedding
+from lingvo_gpipe.layers import embedding, linear
+from tests import naming
+from tests.toys import stacks
 
 
 def _Make(cls, **values):
@@ -228,6 +230,45 @@ def testCrossEntropyStaysFiniteAtHugeLogits():
 def testWrongLabelSmoothingRaises():
   with pytest.raises(ValueError, match='label_smoothing .*below 1, got 1'):
     embedding.XentLossFromLogits(tf.zeros([2, 3]), tf.constant([1, 2]), 1.0)
+
+
+class _Normalised(embedding.SimpleFullSoftmax):
+  """Each logit depends on all classes."""
+
+  def FProp(self, theta, inputs, *extras):
+    logits = super().FProp(theta, inputs, *extras)
+    return logits / tf.norm(logits, axis=-1, keepdims=True)
+
+
+class _Doubled(embedding.SimpleFullSoftmax):
+  """Declares that it does not."""
+
+  class_axes = embedding.SimpleFullSoftmax.class_axes
+
+  def FProp(self, theta, inputs, *extras):
+    return 2 * super().FProp(theta, inputs, *extras)
+
+
+@pytest.mark.parametrize('values', [{'chunk_size': 2}, {'num_shards': 2}])
+def testAHeadOfOnesOwnIsNotComputedInParts(values):
+  """The loss had the logits of the base class."""
+  values = {'name': 'head', 'input_dim': 3, 'num_classes': 8, **values}
+  with pytest.raises(ValueError, match=naming.Naming('_Normalised', 'head', 'class_axes')):
+    _Normalised.Params().Set(**values).Instantiate()
+  _Doubled.Params().Set(**values).Instantiate()
+
+
+def testTheVocabularyOfAHeadOfOnesOwnIsNotSharedOut():
+  project = linear.ProjectionLayer.Params().Set(input_dim=3, output_dim=3)
+  spec = tf.TensorSpec([4, 3], tf.float64)
+
+  def Make(cls):
+    sub = [project, project, cls.Params().Set(input_dim=3, num_classes=8)]
+    return stacks.MakeStack(sub, num_stages=2, num_micro_batches=2, vocabulary='shared')
+
+  assert Make(_Doubled).MakeCut(spec).vocabulary
+  with pytest.raises(ValueError, match=naming.Naming('_Normalised', 'vocabulary')):
+    Make(_Normalised).MakeCut(spec)
 
 
 if __name__ == '__main__':

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe.core import fprop_context, nested_map, weight_params
-from lingvo_gpipe.layers import dropout, embedding, linear, norm, transformer
+from lingvo_gpipe.core import base_layer, fprop_context, nested_map, weight_params
+from lingvo_gpipe.layers import dropout, embedding, linear, norm, skip, transformer
 from lingvo_gpipe.pipeline import pipelining_layer
 from lingvo_gpipe.pipeline.schedule import rematerialisation
 from lingvo_gpipe.pipeline.stages import stage_math
@@ -341,6 +341,57 @@ def testLayersWithOtherAttributesShareNoTrace():
   stacks.CheckEqual(*results)
 
 
+class _Scaled(base_layer.BaseLayer):
+  """Its scale differs between layers of equal Params."""
+
+  numbers = iter(())
+
+  def __init__(self, params):
+    self.before = 1.0
+    super().__init__(params)
+    self.CreateVariable('w', weight_params.WeightParams([layers.DIM]))
+    self.SetScale(next(self.numbers))
+
+  def FProp(self, theta, x):
+    return x * theta.w * self.Scale()
+
+
+class _NamedLikeAChild(_Scaled):
+  def SetScale(self, number):
+    self._child_scale = number
+
+  def Scale(self):
+    return self._child_scale
+
+
+class _SetBeforeInit(_Scaled):
+  def SetScale(self, number):
+    self.before = number
+
+  def Scale(self):
+    return self.before
+
+
+class _ArrayOfOnes(_Scaled):
+  def SetScale(self, number):
+    self.array = np.ones([number] * (number - 1))  # Equal if one is broadcast.
+
+  def Scale(self):
+    return 1.0 + self.array.ndim
+
+
+@pytest.mark.parametrize('cls', [_NamedLikeAChild, _SetBeforeInit, _ArrayOfOnes])
+def testAttributesThatLookAlikeShareNoTrace(cls):
+  """Both stages ran with the first layer's scale."""
+  x, sub = tf.ones([4, layers.DIM], tf.float64), [cls.Params(), cls.Params()]
+  _Scaled.numbers = iter((1, 2))
+  stack = stacks.MakeStack(sub, num_stages=2)
+  stack.Place(stacks.Devices(), *stacks.Specs((x,)))
+  _Scaled.numbers = iter((1, 2))
+  layer, theta = stacks.PlainLayers(sub)
+  np.testing.assert_allclose(stack.Predict(x), layer.FProp(theta(), x))
+
+
 def testMoreMicroBatchesTakeNoMoreTraces():
   """Nor do more stages than three: of the first, the last and all others F and B."""
   layer = linear.ProjectionLayer.Params().Set(input_dim=4, output_dim=4)
@@ -480,6 +531,61 @@ def testALayerMayTakeAGradient(schedule, policy):
   options = {'schedule': schedule, 'remat_policy': policy}
   stack = stacks.MakeStack(sub, num_stages=2, num_micro_batches=2, **options)
   stacks.CheckEqual(stacks.Train(stack, (x,), side), stacks.Reference(sub, 2, (x,), side))
+
+
+def _Begin(w, x):
+  return nested_map.NestedMap(h=tf.tanh(x * w), n=x)
+
+
+def _Change(w, m):
+  m.h = tf.sin(m.h * w) + m.n
+  return m
+
+
+def _End(w, m):
+  return m.pop('h') * w + m.n
+
+
+@pytest.mark.parametrize('splits', [[1, 6], [5, 6]])
+@pytest.mark.parametrize('policy', ['stage', 'layer', 'none'])
+def testALayerMayChangeTheMapsThatItGets(policy, splits):
+  """Backward, or a skip connection, had the changed map."""
+  stash = skip.StashLayer.Params().Set(key='s')
+  pop = skip.PopLayer.Params().Set(key='s', combine='append')
+  make = layers.FnLayer.Params
+  end = make().Set(fn=lambda w, h, m: h * w + m.h)
+  sub = [
+    *(make().Set(fn=_Begin), stash, make().Set(fn=_Change)),
+    *(make().Set(fn=_End), pop, end),
+  ]
+  x = tf.constant(np.random.default_rng(0).normal(size=[4, layers.DIM]))
+  side = stacks.ExampleWeights(4)
+  options = {'num_stages': 2, 'splits': splits, 'num_micro_batches': 2, 'remat_policy': policy}
+  actual = stacks.Train(stacks.MakeStack(sub, **options), (x,), side)
+  stacks.CheckEqual(actual, stacks.Reference(sub, 2, (x,), side))
+
+
+def testLossWeightsMayBeNegative():
+  """The metrics lacked a micro-batch whose weights add up to less than 0."""
+  sub = [layers.FnLayer.Params().Set(fn=lambda w, x: tf.tanh(x * w))]
+  x = tf.constant(np.random.default_rng(0).normal(size=[4, layers.DIM]))
+  side = tf.constant([1.0, 0.5, -2.0, 0.3], tf.float64)
+  actual = stacks.Train(stacks.MakeStack(sub, num_micro_batches=2), (x,), side)
+  stacks.CheckEqual(actual, stacks.Reference(sub, 2, (x,), side))
+
+
+def testManyGradientsOfNarrowWeights():
+  """A sum of 256 equal numbers in bfloat16 is too small by a tenth."""
+
+  def Loss(theta, outputs, side):
+    del theta
+    mean = tf.cast(tf.reduce_mean(outputs[0]), tf.float32)
+    return {'loss': (mean, tf.reduce_sum(side))}
+
+  stack = stacks.MakeStack([layers.FnLayer.Params()], num_micro_batches=256, dtype=tf.bfloat16)
+  x = tf.ones([256, layers.DIM], tf.bfloat16)
+  _, grads = stacks.Train(stack, (x,), tf.ones([256]), Loss)
+  np.testing.assert_allclose(grads['stack.layers[0].w'] / 256, 1 / layers.DIM, rtol=1e-2)
 
 
 if __name__ == '__main__':

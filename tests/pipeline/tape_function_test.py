@@ -535,5 +535,18 @@ def testWeightsAreReleasedWithTheStack():
   assert not [name for name, reference in references.items() if reference() is not None]
 
 
+def testManyGradientsOfNarrowActivations():
+  """A sum of 256 equal numbers in bfloat16 is too small by a tenth."""
+  stack = stacks.MakeStack(
+    [layers.FnLayer.Params()], num_micro_batches=256, dtype=tf.float32, fprop_dtype=tf.bfloat16
+  )
+  x = tf.ones([256, layers.DIM], tf.bfloat16)
+  stack.Place(stacks.Devices(), tf.TensorSpec(x.shape, x.dtype))
+  with tf.GradientTape() as tape:
+    loss = tf.reduce_mean(tf.cast(stack(x), tf.float32))
+  (gradient,) = tape.gradient(loss, stack.trainable_variables)
+  np.testing.assert_allclose(gradient, 1 / layers.DIM, rtol=1e-2)
+
+
 if __name__ == '__main__':
   raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

@@ -301,5 +301,22 @@ def testAStepWithoutATaskUpdatesTheShards():
   np.testing.assert_allclose(np.sqrt(squares), 1e-3, rtol=1e-3)
 
 
+class _Shifted(embedding.EmbeddingLayer):
+  """Looks up the next ids."""
+
+  def FProp(self, theta, ids, *extras):
+    return super().FProp(theta, (ids + 1) % _VOCAB, *extras)
+
+
+def testAnEmbeddingOfOnesOwnIsNotSharedOut():
+  """It got rows in the place of ids."""
+  inputs, side = _Batch()
+  sizes = {'vocab_size': _VOCAB, 'embedding_dim': _DIM, 'num_shards': _NUM_SHARDS}
+  sub = [_Shifted.Params().Set(**sizes), *_Sub(_SIMPLE)[1:]]
+  stack = stacks.MakeStack(sub, num_stages=2, num_micro_batches=2, vocabulary='shared')
+  actual = stacks.Train(stack, inputs, side, _Loss)
+  stacks.CheckEqual(actual, stacks.Reference(sub, 2, inputs, side, _Loss))
+
+
 if __name__ == '__main__':
   raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

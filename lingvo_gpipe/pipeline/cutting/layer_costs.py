@@ -66,17 +66,17 @@ class Weights:
     trained = set(self.Trained(layer))
     total = 0.0
     for path, (weight, _) in layer.WeightSpecs().items():
-      copies = 1.0
-      if path in trained:
-        copies += 1 if path in self.ties else 1 + self.slots_per_weight
-      total += copies * weight.num_elements * tf.as_dtype(weight.dtype).size
+      copies = 1 + self.slots_per_weight * (path in trained and path not in self.ties)
+      total += weight.num_elements * copies * tf.as_dtype(weight.dtype).size
+      total += weight.accumulator_bytes * (path in trained)
     return round(total)
 
   def CopyBytes(self, layer: base_layer.BaseLayer) -> int:
     """Returns the bytes of a copy of the layer's weights, with gradient accumulators."""
     trained = set(self.Trained(layer))
     return sum(
-      (1 + (path in trained)) * weight.num_elements * tf.as_dtype(weight.dtype).size
+      weight.num_elements * tf.as_dtype(weight.dtype).size
+      + weight.accumulator_bytes * (path in trained)
       for path, (weight, _) in layer.WeightSpecs().items()
     )
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import base_layer, fprop_context, nested_map
+from lingvo_gpipe.core import base_layer, fprop_context, nested_map, weight_params
 from lingvo_gpipe.pipeline.cost import stage_work
 from lingvo_gpipe.pipeline.cutting import layer_costs
 from lingvo_gpipe.pipeline.stages import leaves, stage_math
@@ -150,7 +150,7 @@ def MeasureUpdates(
       for call, paths in members:
         _, variables = _Copy(call, device)
         trained.update({path: variables[path[len(call.layer.path) :]] for path in paths})
-      accumulators = [tf.Variable(tf.zeros_like(v), trainable=False) for v in trained.values()]
+      accumulators = list(map(weight_params.NewAccumulator, trained.values()))
       update = maker(device, trained, accumulators)
 
       def Update(seeds: tf.Tensor) -> Any:
@@ -210,9 +210,7 @@ class _Functions:
     paths = {id(v): path for path, v in variables.items()}
     self._is_trained = [paths[id(v)] in trained for v in tf.nest.flatten(self._layer.vars)]
     self._needs_dx = needs_dx
-    self._accumulators = [
-      tf.Variable(tf.zeros_like(v), trainable=False) for v in self._Trained(self._layer.vars)
-    ]
+    self._accumulators = list(map(weight_params.NewAccumulator, self._Trained(self._layer.vars)))
     self._x = tf.nest.map_structure(_MakeExample, (dict(call.skips), call.specs))
     self._forward = stage_math.Traced(self._Forward, xla)
     self._backward = stage_math.Traced(self._ForwardBackward, xla)

@@ -41,6 +41,11 @@ def CanShare(layer: base_layer.BaseLayer, head: base_layer.BaseLayer) -> bool:
   """Whether the first layer is an embedding whose shards can be beside the softmax's."""
   return (
     isinstance(layer, embedding.EmbeddingLayer)
+    # A class that overrides one of these may do something else with ids than look them up.
+    and all(
+      getattr(type(layer), name) is getattr(embedding.EmbeddingLayer, name)
+      for name in ('FProp', 'EmbLookup', 'LookUp')
+    )
     and len(layer.class_shards) == len(head.class_shards) > 0
     and layer.params.vocab_size == head.params.num_classes
   )

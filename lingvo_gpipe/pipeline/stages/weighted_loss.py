@@ -82,7 +82,8 @@ def WeightedSum(value: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
   dtype = tf.float64 if value.dtype == tf.float64 else tf.float32
   value, weight = tf.cast(value, dtype), tf.cast(weight, dtype)
   # The mean of an empty micro-batch may be NaN.
-  return tf.stack([tf.where(weight > 0, value * weight, tf.zeros_like(value)), weight])
+  product = tf.where(tf.not_equal(weight, 0), value * weight, tf.zeros_like(value))
+  return tf.stack([product, weight])
 
 
 def WeightedLoss(value: tf.Tensor, loss_weight: tf.Tensor, coefficient: float = 1.0) -> tf.Tensor:
