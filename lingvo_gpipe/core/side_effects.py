@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -112,11 +113,13 @@ def CheckCaptures(
   graph = operations[0].graph
   types = {op.type for op in operations}
   calls = any(_EffectOf(graph, op_type) == 'calls' for op_type in types)
-  if not calls and 'IdentityN' not in types:
+  functions = _Functions(graph) if calls else {}
+  inner = (node for function in functions.values() for node in function.node_def)
+  if 'IdentityN' not in types and all(node.op != 'IdentityN' for node in inner):
     return
   nodes = {op.name: _Node.Of(op) for op in operations}
   leaving = {t.name for t in results if tf.is_symbolic_tensor(t)}
-  if name := _Captured(nodes, names, leaving, _Functions(graph) if calls else {}):
+  if name := _Captured(nodes, names, leaving, functions):
     raise ValueError(
       f'{where}: the function of a tf.custom_gradient or tf.recompute_grad takes the weight {name} '
       'from its surroundings, so a pipeline would lose the gradient: make it an argument of the '
@@ -175,30 +178,36 @@ def _Captured(
     functions: {name: FunctionDef}.
   """
   used = {x for node in nodes.values() for x in node.inputs}.union(leaving)
+
+  def WeightBefore(tensors: Iterable[str], seen: Iterable[str] = ()) -> str | None:
+    """Returns a weight on which some tensors depend, other than by tensors that were seen."""
+    todo, known = list(tensors), set(seen)
+    while todo:
+      x = todo.pop()
+      if x in known:
+        continue
+      if x in weights:
+        return weights[x]
+      known.add(x)
+      maker = nodes.get(x.partition(':')[0])
+      if maker is not None and maker.type != 'StopGradient':
+        todo += maker.inputs
+    return None
+
   for node in nodes.values():
     for function in (functions[name] for name in node.called if name in functions):
       arguments = [arg.name for arg in function.signature.input_arg]
       # From the end: an If has a condition before the arguments of its branches.
       pairs = zip(reversed(arguments), reversed(node.inputs), strict=False)
-      inner = {name: weights[x] for name, x in pairs if x in weights}
+      inner = {argument: weight for argument, x in pairs if (weight := WeightBefore([x]))}
       inner_nodes = {n.name: _Node.OfFunction(n) for n in function.node_def} if inner else {}
       if name := _Captured(inner_nodes, inner, function.ret.values(), functions):
         return name
-    if node.type != 'IdentityN' or not node.is_gradient:
-      continue
-    is_result = [f'{node.outputs}{i}' in used for i in range(len(node.inputs))]
-    todo = [x for x, is_used in zip(node.inputs, is_result, strict=True) if is_used]
-    seen = {x for x, is_used in zip(node.inputs, is_result, strict=True) if not is_used}
-    while todo:
-      x = todo.pop()
-      if x in seen:
-        continue
-      if x in weights:
-        return weights[x]
-      seen.add(x)
-      maker = nodes.get(x.partition(':')[0])
-      if maker is not None and maker.type != 'StopGradient':
-        todo += maker.inputs
+    if node.type == 'IdentityN' and node.is_gradient:
+      is_result = [f'{node.outputs}{i}' in used for i in range(len(node.inputs))]
+      results = list(itertools.compress(node.inputs, is_result))
+      if name := WeightBefore(results, set(node.inputs).difference(results)):
+        return name
   return None
 
 

@@ -197,9 +197,14 @@ def testTheLossTakesWeightsFromItsArgument():
     stacks.Train(stack, (_X(),), _Side(), Loss)
 
 
+def _OfDerived(w):
+  return tf.recompute_grad(lambda x: tf.tanh(x * w))
+
+
 _CUSTOM = {
   'surroundings': lambda w: tf.recompute_grad(lambda x: tf.tanh(2.0 * x * w)),
   'inner function': lambda w: tf.recompute_grad(tf.function(lambda x: tf.tanh(x * w))),
+  'derived': lambda w: _OfDerived(tf.identity(w)),
   'argument': lambda w: lambda x: tf.recompute_grad(lambda x, w: tf.tanh(x * w))(x, w),
   'stopped': lambda w: tf.recompute_grad(lambda x: tf.tanh(x * tf.stop_gradient(w))),
   'plain': lambda w: lambda x: tf.tanh(x * w),
@@ -214,7 +219,7 @@ def testACustomGradientTakesWeightsAsArguments(custom, around):
       y = _AROUND[around](_CUSTOM[custom](w), x)
     side_effects.CheckCaptures('net', operations, {'net.w': w}, [y])
 
-  is_lost = custom in ('surroundings', 'inner function')
+  is_lost = custom in ('surroundings', 'inner function', 'derived')
   with pytest.raises(ValueError, match=r'^net: .*net\.w') if is_lost else contextlib.nullcontext():
     tf.function(Run, autograph=False).get_concrete_function(tf.ones([_DIM]), tf.ones([]))
 

@@ -325,6 +325,23 @@ def testLossWeightMustAgree():
   assert 'Wrong.ComputeLoss is 8;' in str(e.value)
 
 
+def testLossWeightMustAgreeInEachStep():
+  """Only the first step compared them."""
+
+  class OfFull(_Pipelined):
+    def LossWeight(self, input_batch):
+      return tf.constant(4.0)
+
+  p = OfFull.Params().Set(name='net')
+  p.stack.Set(num_micro_batches=2)
+  run = _Runner(p)
+  batch = next(iter(_Input().Dataset()))
+  run.TrainStep(batch)
+  batch.example_weights *= 0.5
+  with pytest.raises(ValueError, match=Naming('OfFull.LossWeight', 8, 4)):
+    run.TrainStep(batch)
+
+
 def testGlobalStepCountsSkippedStepsToo():
   run = _Runner(_PipelinedParams())
   batch = next(iter(_Input().Dataset()))
