@@ -154,7 +154,7 @@ class KerasStep:
     for s in self.stack.engine.holders:
       with tf.device(s.device):
         for (path, v), accumulator in zip(s.trained.items(), s.accumulators, strict=True):
-          gradients[path] = tf.cast(accumulator, v.dtype)
+          gradients[path] = tf.cast(tf.convert_to_tensor(accumulator), v.dtype)
         if clip_norm is not None and s.trained:
           squares.append(
             tf.add_n([tf.reduce_sum(tf.square(gradients[path])) for path in s.trained])
