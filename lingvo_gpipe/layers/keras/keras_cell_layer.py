@@ -315,7 +315,8 @@ class KerasCellLayer(base_layer.BaseLayer):
         dtype = tf.float64 if tf.float64 in [x.dtype for x in losses] else tf.float32
         total = tf.add_n([tf.cast(tf.reduce_sum(x), dtype) for x in losses])
         context.AddAuxLoss(self, total, name='keras_losses')
-    reads = list(scope.reads.values())
+    mine = {id(v) for name, v in self._keras_variables.items() if name not in self.params.reused}
+    reads = [v for key, v in scope.reads.items() if key not in mine]
     changed = {
       name: new
       for name, v in self._keras_variables.items()

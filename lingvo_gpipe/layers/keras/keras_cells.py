@@ -37,7 +37,7 @@ class Cell:
     skips_out: tensors for later cells.
     results: outputs of the model.
     trained: ids of the variables that the whole model trains.
-    state_uses: the state that the cells of the model change and read.
+    state_uses: the state that all cells of the model change and read.
   """
 
   # No dataclass: copies of Params would copy its fields, and share any other object.
@@ -123,7 +123,7 @@ class Structure:
 
 
 class StateUses:
-  """The state that the cells of a model change and read in training.
+  """The state that the cells of a model change, and the state of other cells that they read.
 
   All micro-batches read the state of the step before. In Keras a layer that reads state after
   another layer has changed it reads the new state.
@@ -131,35 +131,41 @@ class StateUses:
 
   def __init__(self, cells: Sequence[Cell]) -> None:
     self._cells = cells
-    self._changers: dict[int, int] = {}  # {id of a variable: index of the cell}.
-    self._readers: dict[int, int] = {}
+    self._changed: dict[Cell, list[Any]] = {}
+    self._read: dict[Cell, list[Any]] = {}
 
   def Add(self, cell: Cell, changed: Iterable[Any], read: Iterable[Any]) -> None:
-    """Adds the variables that the call of a cell, and of each cell of its structure, uses.
+    """Adds the variables that a call of a cell in training changes, and the others that it reads.
 
     Raises:
       ValueError: a cell reads a variable that an earlier cell changes.
     """
-    new = [(self._changers, v) for v in changed] + [(self._readers, v) for v in read]
-    if not new:
+    for uses, variables in ((self._changed, list(changed)), (self._read, list(read))):
+      if variables:
+        uses[cell] = variables
+    if not self._read:
       return
-    structure = Structure(cell)
-    name_of = {id(v): name for name, v in cell.Weights().items()}
-    for k, other in enumerate(self._cells):
-      if Structure(other) != structure:
-        continue
-      weights = other.Weights()
-      for users, v in new:
-        v = weights[name_of[id(v)]] if id(v) in name_of else v
-        users[id(v)] = (min if users is self._changers else max)(k, users.get(id(v), k))
-        changer, reader = self._changers.get(id(v)), self._readers.get(id(v))
-        if changer is not None and reader is not None and changer < reader:
-          names = self._cells[reader].name, self._cells[changer].name
-          raise ValueError(
-            f'the call of {names[0]} reads the variable {v.path} after the call of {names[1]} has '
-            'changed it, but a pipeline would give it the value of the step before: make both '
-            'calls in one layer'
-          )
+    changer: dict[int, int] = {}
+    for k, v in self._OfAllCells(self._changed):
+      changer[id(v)] = min(k, changer.get(id(v), k))
+    for k, v in self._OfAllCells(self._read):
+      if (first := changer.get(id(v), k)) < k:
+        raise ValueError(
+          f'the call of {self._cells[k].name} reads the variable {v.path} after the call of '
+          f'{self._cells[first].name} has changed it, but a pipeline would give it the value of '
+          'the step before: make both calls in one layer'
+        )
+
+  def _OfAllCells(self, uses: dict[Cell, list[Any]]) -> Iterator[tuple[int, Any]]:
+    """Yields (index of a cell, variable), also for cells that share the trace of one in `uses`."""
+    for cell, variables in uses.items():
+      structure = Structure(cell)
+      name_of = {id(v): name for name, v in cell.Weights().items()}
+      for k, other in enumerate(self._cells):
+        if Structure(other) == structure:
+          weights = other.Weights()
+          for v in variables:
+            yield k, weights[name_of[id(v)]] if id(v) in name_of else v
 
 
 def Cut(graph: keras_nodes.Graph) -> list[Cell]:
