@@ -80,8 +80,10 @@ def CheckEqual(actual, expected, bound=1e-5):
 
 def CheckFit(make, x, y, compiled, pipelines=((2, 2),), bound=1e-5, **options):
   """Checks that pipelines of some (stages, micro-batches) fit as plain Keras does."""
-  expected = Fit(Seeded(make), x, y, compiled, **options)
-  changed = zip(expected.weights, Seeded(make).get_weights(), strict=True)
+  plain = Seeded(make)
+  before = plain.get_weights()
+  expected = Fit(plain, x, y, compiled, **options)
+  changed = zip(expected.weights, before, strict=True)
   assert any(np.any(a != b) for a, b in changed)
   for num_stages, num_micro_batches in pipelines:
     pipe = Pipe(Seeded(make), num_stages, num_micro_batches)
