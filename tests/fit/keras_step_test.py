@@ -98,16 +98,16 @@ def testSchedules(options):
        'decay'],
 )  # fmt: skip
 def testOptimizers(optimizer):
-  _Check(optimizer, num_stages=3)
+  _Check(optimizer, num_stages=3, num_micro_batches=2)
 
 
 def testClippingIsASettingOfTheOptimizerAfterTheStep():
-  step = _Check(lambda: _Adam(global_clipnorm=0.05))
+  step = _Check(lambda: _Adam(global_clipnorm=0.05), num_micro_batches=2)
   assert step.optimizer.global_clipnorm == 0.05
 
 
 def testSlotsAreOnTheDevicesOfTheirWeights():
-  step = _Check(_Adam, num_stages=3)
+  step = _Check(_Adam, num_stages=3, num_micro_batches=2)
   devices = [v.value.device for v in step.optimizer.variables if v.path.endswith('_momentum')]
   assert devices == [v.device for v in step.stack.engine.trained.values()]
   assert len(set(devices)) == 3
@@ -124,7 +124,8 @@ def testSlotsAreOnTheDevicesOfTheirWeights():
 )
 def testUpdatesAreComputedBesideTheirWeights(optimizer):
   """What has no device would be computed on one, to which all slots travelled."""
-  step = keras_step.KerasStep(_Stack(keras_fits.Seeded(_Mlp), num_stages=3), optimizer())
+  stack = _Stack(keras_fits.Seeded(_Mlp), num_stages=3, num_micro_batches=2)
+  step = keras_step.KerasStep(stack, optimizer())
   traced = step._step.get_concrete_function((tf.constant(X),), tf.constant(Y))
   definition = traced.graph.as_graph_def()
   branches = [node for f in definition.library.function for node in f.node_def]
@@ -135,7 +136,7 @@ def testUpdatesAreComputedBesideTheirWeights(optimizer):
 
 
 def testADeviceUpdatesOneWeightAfterAnother():
-  step = keras_step.KerasStep(_Stack(keras_fits.Seeded(_Mlp), num_stages=2), _Adam())
+  step = keras_step.KerasStep(_Stack(keras_fits.Seeded(_Mlp), num_micro_batches=2), _Adam())
   traced = step._step.get_concrete_function((tf.constant(X),), tf.constant(Y))
   roots = [op for op in traced.graph.get_operations() if op.type == 'Sqrt' and _Size(op) > 1]
   for index in range(2):
@@ -162,7 +163,7 @@ def _Before(op):
 
 def testWeightsThatWereSetReachReplicas():
   plain, model = (keras_fits.Seeded(_Mlp) for _ in range(2))
-  plain.compile(optimizer=OPTIMIZERS.SGD(0.01), loss='mse', jit_compile=False)
+  plain.compile(optimizer=OPTIMIZERS.SGD(0.01), loss='mse', run_eagerly=True)
   step = keras_step.KerasStep(_Stack(model, num_replicas=2), OPTIMIZERS.SGD(0.01))
   for seed in (1, 2):
     weights = [keras_fits.Floats(*w.shape, seed=seed) for w in plain.get_weights()]
