@@ -239,7 +239,7 @@ def _Tokens(pipe: Any, plain: Any, x: Any) -> bool | None:
 
   def Generate(model: Any) -> Any:
     model.set_weights(weights)
-    model.compile(sampler='greedy', jit_compile=False)
+    model.compile(sampler='greedy', jit_compile=False, run_eagerly=model is plain)
     return model.generate({**x, 'padding_mask': mask}, stop_token_ids=None)['token_ids']
 
   try:

@@ -21,7 +21,7 @@ def _Compiled(kind, learning_rate=0.1):
   if kind == 'pipeline':
     model = keras_fits.Pipe(model, 2, 2)
   optimizer = keras.optimizers.SGD(learning_rate, momentum=0.9)
-  model.compile(optimizer=optimizer, loss='mse', metrics=['mae'], jit_compile=False)
+  model.compile(optimizer=optimizer, loss='mse', metrics=['mae'], run_eagerly=kind == 'plain')
   return model
 
 
