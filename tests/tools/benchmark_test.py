@@ -13,6 +13,7 @@ from tests import processes
 from tools.benchmarking import configuration, report, standalone, torch_peer
 
 _PROGRAM = str(processes.ROOT / 'tools' / 'benchmark.py')
+_WORKER = str(processes.ROOT / 'tools' / 'benchmarking' / 'worker.py')
 _TINY = [
   '--size=a.dim=16', '--size=a.layers=4', '--size=a.batch=8', '--repeats=2',
   '--seconds=0', '--num_micro_batches=2',
@@ -77,20 +78,25 @@ def testATinyBenchmarkRuns(forks, tmp_path):
   assert len(fused['update']) == 2
 
 
-def testKerasAndItsPipelinesAreAWorkload(forks, tmp_path):
+def _Measure(forks, config):
+  """Returns what a process of the benchmark prints for a configuration."""
+  done = processes.Succeeded(forks.Run(_WORKER, config.ToJson()))
+  return json.loads(done.stdout.splitlines()[-1])
+
+
+def testKerasAndItsPipelinesAreAWorkload(forks):
   pytest.importorskip('keras_hub')
-  output = tmp_path / 'results.jsonl'
   sizes = {'layers': 2, 'dim': 8, 'batch': 4, 'time': 4, 'vocab': 11, 'heads': 2}
-  done = processes.Run(
-    'benchmark', *(f'--size=c.{name}={value}' for name, value in sizes.items()), '--workloads=c',
-    '--num_micro_batches=2', '--schedules=1f1b_fused', '--xla=off', '--repeats=1', '--seconds=0',
-    f'--output={output}', command=[sys.executable, '-m', 'tools.benchmark'],
+  grid = configuration.Grid(
+    workloads=['c'], sizes=[f'c.{name}={value}' for name, value in sizes.items()],
+    num_stages=[1, 2], num_micro_batches=[2], schedules=['1f1b_fused'], remat_policies=['stage'],
+    xla=[False], repeats=1, seconds=0.0, peer=None,
   )  # fmt: skip
-  *_, plain, single, piped = processes.Succeeded(done).stdout.splitlines()
+  results = [_Measure(forks, config) for config in grid]
+  *_, plain, single, piped = report.Table(list(zip(grid, results, strict=True))).splitlines()
   assert plain.split()[:6] == ['keras', '1', '1', '-', 'none', 'off']
   assert single.split()[:6] == ['lingvo_gpipe', '1', '1', '1f1b_fused', 'none', 'off']
   assert piped.split()[:6] == ['lingvo_gpipe', '2', '2', '1f1b_fused', 'stage', 'off']
-  results = [json.loads(line)['result'] for line in output.read_text().splitlines()]
   losses = [result['loss'] for result in results]
   assert losses == pytest.approx(losses[:1] * 3, rel=1e-5)
   column = report.COLUMNS.index('speed-up')
@@ -122,9 +128,7 @@ _SIZES_B = {'layers': 1, 'dim': 8, 'batch': 4, 'time': 4, 'vocab': 11, 'heads': 
 def testWorkloadBTimesEveryKindOfAction(forks, changes, letters):
   config = _Config(workload='b', sizes=_SIZES_B, num_micro_batches=2, repeats=1, xla=False)
   config = type(config)(**{**vars(config), **changes})
-  worker = str(processes.ROOT / 'tools' / 'benchmarking' / 'worker.py')
-  done = processes.Succeeded(forks.Run(worker, config.ToJson()))
-  actions = json.loads(done.stdout.splitlines()[-1])['actions']
+  actions = _Measure(forks, config)['actions']
   alone = actions.pop('alone')
   assert alone.keys() == letters
   assert actions.keys() == letters | {'update'}
