@@ -178,7 +178,7 @@ def testTheKerasProgramOfTheReadmeTrains(environment, tmp_path):
   assert (tmp_path / 'model.keras').exists()
 
 
-def testTheExperimentOfTheGuideTrainsInAnEmptyDirectory(environment, forks, tmp_path):
+def testTheExperimentOfTheGuideTrainsInAnEmptyDirectory(forks, tmp_path):
   files = _ProjectFiles()
   assert sorted(files) == ['params/toy.py', 'tasks/toy.py']
   for path, text in files.items():
@@ -186,9 +186,9 @@ def testTheExperimentOfTheGuideTrainsInAnEmptyDirectory(environment, forks, tmp_
     (tmp_path / path).parent.mkdir()
     (tmp_path / path).write_text(text)
     (tmp_path / path).with_name('__init__.py').touch()
-  trainer = ['-m', 'lingvo_gpipe.trainer', '--model=toy.Toy', '--logdir=runs/toy']
-  assert f'`trainer {" ".join(trainer[2:])}`' in OWN_EXPERIMENT.read_text().replace('\n', ' ')
-  output = _Run(trainer, environment, tmp_path)
+  args = ['--model=toy.Toy', '--logdir=runs/toy']
+  assert f'`trainer {" ".join(args)}`' in OWN_EXPERIMENT.read_text().replace('\n', ' ')
+  output = processes.Succeeded(forks.Run('trainer', *args, cwd=tmp_path)).stdout
   losses = [float(x) for x in re.findall(r'loss (\S+)', output)]
   assert 'Test at step 300' in output
   assert losses[-1] < losses[0] / 4, output
@@ -196,7 +196,7 @@ def testTheExperimentOfTheGuideTrainsInAnEmptyDirectory(environment, forks, tmp_
   more = re.search(
     r"`--model_params_override='(\S+)' (--max_steps=400)`", OWN_EXPERIMENT.read_text()
   )
-  args = [*trainer[2:], f'--model_params_override={more[1]}', more[2]]
+  args += [f'--model_params_override={more[1]}', more[2]]
   output = processes.Succeeded(forks.Run('trainer', *args, cwd=tmp_path)).stdout
   assert 'resuming from step 300' in output
   assert 'K=4 stages' in output
