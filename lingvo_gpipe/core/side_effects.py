@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import itertools
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -196,17 +197,17 @@ def _Captured(
 
   for node in nodes.values():
     for function in (functions[name] for name in node.called if name in functions):
-      arguments = [arg.name for arg in function.signature.input_arg]
+      parameters = [arg.name for arg in function.signature.input_arg]
       # From the end: an If has a condition before the arguments of its branches.
-      pairs = zip(reversed(arguments), reversed(node.inputs), strict=False)
-      inner = {argument: weight for argument, x in pairs if (weight := WeightBefore([x]))}
+      pairs = zip(reversed(parameters), reversed(node.inputs), strict=False)
+      inner = {parameter: weight for parameter, x in pairs if (weight := WeightBefore([x]))}
       inner_nodes = {n.name: _Node.OfFunction(n) for n in function.node_def} if inner else {}
       if name := _Captured(inner_nodes, inner, function.ret.values(), functions):
         return name
     if node.type == 'IdentityN' and node.is_gradient:
       is_result = [f'{node.outputs}{i}' in used for i in range(len(node.inputs))]
-      results = list(itertools.compress(node.inputs, is_result))
-      if name := WeightBefore(results, set(node.inputs).difference(results)):
+      arguments = itertools.compress(node.inputs, map(operator.not_, is_result))
+      if name := WeightBefore(itertools.compress(node.inputs, is_result), arguments):
         return name
   return None
 

@@ -206,6 +206,7 @@ _CUSTOM = {
   'inner function': lambda w: tf.recompute_grad(tf.function(lambda x: tf.tanh(x * w))),
   'derived': lambda w: _OfDerived(tf.identity(w)),
   'argument': lambda w: lambda x: tf.recompute_grad(lambda x, w: tf.tanh(x * w))(x, w),
+  'returned argument': lambda w: lambda x: tf.recompute_grad(lambda y: y)(x * w),
   'stopped': lambda w: tf.recompute_grad(lambda x: tf.tanh(x * tf.stop_gradient(w))),
   'plain': lambda w: lambda x: tf.tanh(x * w),
 }
