@@ -74,12 +74,16 @@ def project(tmp_path_factory):
 
 
 def FreePorts(count):
-  """Returns ports outside the system's range, so that a killed worker gets its port again."""
+  """Returns ports outside the system's range, so that a killed worker gets its port again.
+
+  The generator of the tests has one seed, so two processes would choose the same ports, of which
+  the second may not be taken yet.
+  """
   low = int(pathlib.Path('/proc/sys/net/ipv4/ip_local_port_range').read_text().split()[0])
   result = []
-  for port in random.sample(range(10_000, low), 1000):
+  for port in random.SystemRandom().sample(range(10_000, low), 1000):
     with contextlib.suppress(OSError), socket.socket() as s:
-      s.bind(('localhost', port))
+      s.bind(('', port))
       result.append(port)
     if len(result) == count:
       return result

@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import pathlib
+import random
 import re
 import signal
 import socket
@@ -254,6 +255,15 @@ def testReplicasOnWorkersOfTfConfigEqualReplicasInOneProcess(forks, project, hos
   # By the process that restarts the workers, and by the process that trains.
   assert done.stderr.count(f' Workers reach this process at localhost:{chief}.\n') == 2
   assert 'cuInit' not in done.stderr  # The run does not ask for a GPU.
+
+
+def testTestsChooseOtherPortsWithTheSameSeed():
+  """Two tests at a time, each with the seed of all tests, took one port."""
+  ports = []
+  for _ in range(2):
+    random.seed(0)
+    ports.append(worker_processes.FreePorts(2))
+  assert ports[0] != ports[1]
 
 
 def testTooFewDevicesAreCounted(forks, project, hosts, tmp_path):
