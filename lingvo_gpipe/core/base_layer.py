@@ -64,6 +64,9 @@ class BaseLayer(layer_tree.LayerTree):
   # Whether FProp calls `FPropContext.SumOverReplicas` in training.
   sums_over_replicas = False
 
+  # Whether FProp may read trainable variables other than its weights, which nobody trains.
+  reads_other_variables = False
+
   # Whether, if this is the last layer, a loss gets `ForLoss` in the place of the outputs of FProp.
   loss_takes_inputs = False
 

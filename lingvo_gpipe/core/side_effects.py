@@ -42,6 +42,26 @@ def NewOperations() -> Iterator[list[tf.Operation]]:
     operations += mark.graph.get_operations()[num_before:]
 
 
+def WithChecks(operations: Iterable[tf.Operation], results: Any) -> Any:
+  """Returns a nest of tensors that wait for the assertions and messages among the operations.
+
+  A subgraph of a traced function has only the operations that its results need.
+
+  Args:
+    operations: the operations of code that passed `Forbid`.
+    results: the results of the code.
+  """
+  checks = [
+    op
+    for op in operations
+    if op.op_def.is_stateful and op.type not in _READS and not op.type.startswith('Collective')
+  ]
+  if not checks:
+    return results
+  with tf.control_dependencies(checks):
+    return tf.nest.map_structure(lambda t: None if t is None else tf.identity(t), results)
+
+
 @contextlib.contextmanager
 def Forbid(where: str) -> Iterator[list[tf.Operation]]:
   """Raises if the enclosed code, while it is traced, has a side effect.
@@ -88,6 +108,28 @@ def CheckWeights(layer_path: str) -> None:
       'theta, and call a child as self.child.FProp(theta.child, x). Otherwise they may get no '
       "gradient, and equal layers, which share one trace, would use one layer's weights"
     )
+
+
+@contextlib.contextmanager
+def ForbidOtherVariables(layer_path: str, weights: Iterable[Any]) -> Iterator[None]:
+  """Raises ValueError if the enclosed code reads a trainable variable other than a weight.
+
+  It would not be trained, because a pipeline trains only the weights that layers declare.
+
+  Args:
+    layer_path: the path of the layer that runs the code.
+    weights: the layer's weights, variables among them.
+  """
+  with tf.GradientTape() as tape:
+    yield
+  known = set(map(id, weights))
+  for v in tape.watched_variables():
+    if id(v) not in known:
+      raise ValueError(
+        f'{layer_path}: FProp reads the variable {v.name} {v.shape}, which is not a weight of the '
+        'layer and would not be trained: make weights by CreateVariable and layers by CreateChild; '
+        'or set trainable=False if the variable is to stay as it is'
+      )
 
 
 def CheckCaptures(

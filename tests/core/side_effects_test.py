@@ -225,6 +225,63 @@ def testACustomGradientTakesWeightsAsArguments(custom, around):
     tf.function(Run, autograph=False).get_concrete_function(tf.ones([_DIM]), tf.ones([]))
 
 
+class _HasAVariable(layers.SilentLayer):
+  """fn(its variable, x); nobody declared the variable."""
+
+  is_trainable = True
+
+  def __init__(self, params):
+    super().__init__(params)
+    self.variable = tf.Variable(
+      tf.ones([_DIM], tf.float64), trainable=self.is_trainable, name='undeclared'
+    )
+
+  def FProp(self, theta, x):
+    return self.params.fn(self.variable, x * theta.w)
+
+
+class _HasAFrozenVariable(_HasAVariable):
+  is_trainable = False
+
+
+class _MayReadOthers(_HasAVariable):
+  reads_other_variables = True
+
+
+@pytest.mark.parametrize('policy', ['stage', 'layer', 'none'])
+@pytest.mark.parametrize('fn', [lambda v, x: x * v, lambda v, x: tf.map_fn(lambda y: y * v, x)])
+def testVariablesThatWouldNotBeTrainedRaise(fn, policy):
+  stack = _Stack(_HasAVariable.Params().Set(fn=fn), remat_policy=policy)
+  for _ in range(2):  # A failed trace counts for nothing.
+    with pytest.raises(ValueError, match=r'^stack\.layers\[2\]: .*undeclared'):
+      stacks.Train(stack, (_X(),), _Side())
+
+
+@pytest.mark.parametrize('cls', [_HasAFrozenVariable, _MayReadOthers])
+def testVariablesThatStayAsTheyAre(cls):
+  sums, _ = stacks.Train(_Stack(cls.Params()), (_X(),), _Side())
+  np.testing.assert_array_equal(sums['loss'], [_BATCH, _BATCH])
+
+
+@pytest.mark.parametrize('schedule', ['1f1b', 'zb_h1'])
+@pytest.mark.parametrize('policy', ['stage', 'layer', 'none'])
+@pytest.mark.parametrize('around', ['nothing', 'cond', 'map_fn'])
+def testAssertionsAreCheckedUnderAnyPolicy(around, policy, schedule):
+  def Assert(x):
+    tf.debugging.assert_less(x, tf.constant(0.5, x.dtype))
+    return x
+
+  def Fn(w, x):
+    _AROUND[around](Assert, x[0])  # Nothing depends on the result.
+    return x * w
+
+  sub = [layers.SilentLayer.Params().Set(fn=Fn), layers.SilentLayer.Params()]
+  stack = stacks.MakeStack(sub, num_stages=2, schedule=schedule, remat_policy=policy)
+  # The other stage may report that it was cancelled.
+  with pytest.raises((tf.errors.InvalidArgumentError, tf.errors.CancelledError)):
+    stacks.Train(stack, (_X(),), _Side())
+
+
 def testALayerMayReadATable():
   table = tf.lookup.StaticHashTable(
     tf.lookup.KeyValueTensorInitializer([0], tf.constant([2.0], tf.float64)), default_value=0.0

@@ -107,6 +107,9 @@ class KerasCellLayer(base_layer.BaseLayer):
     variance counts the differences between the micro-batches' means, too.
   """
 
+  # Keras does not train what a layer takes from outside of the model.
+  reads_other_variables = True
+
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
     """Returns the Params of a cell; `keras_cut.Cut` fills them in."""

@@ -17,6 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from lingvo_gpipe.core import side_effects
 from lingvo_gpipe.pipeline.stages import failures, leaves, stage_math, vjp
 
 
@@ -132,7 +133,8 @@ class SplitBackward:
         chosen, floats = math.Trained(values), math.WantedFloats(x)
         with math.EnterContext(context.seeds), tf.GradientTape() as tape:
           tape.watch([*chosen, *floats])
-          y, sums, objective = math.Outputs(stage_math.StageCall(packed, x, side, context))
+          with side_effects.NewOperations() as forward:
+            y, sums, objective = math.Outputs(stage_math.StageCall(packed, x, side, context))
           # The losses of the stage begin their own backward; for y, dy is given.
           dy = [tf.raw_ops.Placeholder(dtype=t.dtype, shape=t.shape) for t in leaves.Floats(y)]
           grads = tape.gradient(
@@ -142,6 +144,8 @@ class SplitBackward:
           )
         dw = grads[: len(chosen)]
         dx = leaves.DenseGradients(floats, grads[len(chosen) :])
+        if not self._xla:  # It compiles no assertions.
+          y, sums = side_effects.WithChecks(forward, (y, sums))
         self._outputs[key] = (y, sums)
         return leaves.Tensors((y, sums)), dy, dx, dw
 

@@ -217,6 +217,8 @@ class StageMath:
     self.num_weights = list(num_weights)
     self.num_traces = 0
     self.connected: set[int] = set()
+    # Layers whose reads of variables have been checked.
+    self._checked: set[int] = set()
     self._loss_fn = loss_fn
     self._do_eval = do_eval
     self._replica_sum = replica_sum
@@ -345,7 +347,8 @@ class StageMath:
       with fprop_context.Enter(dataclasses.replace(outer, aux_losses=[])) as inner:
         with failures.LayerScope(self._start + i), side_effects.Forbid(layer.path) as new_ops:
           theta = layer.ThetaFrom(layer_vars)
-          out, stashed = self._FProp(layer, theta, x)
+          with self._CheckVariables(i, layer_vars):
+            out, stashed = self._FProp(layer, theta, x)
           CheckSkips(layer, stashed)
           out, stashed = AsTensors(layer, out), AsTensors(layer, stashed)
         weights = self._WithGradients(i, layer_vars, theta)
@@ -359,6 +362,17 @@ class StageMath:
         what = f'auxiliary loss {owner.path}.{name}'
         aux_losses[key] = (weighted_loss.Loss(what, value), coefficient)
     return nested_map.NestedMap(args=out, skips=stashed), aux_losses
+
+  @contextlib.contextmanager
+  def _CheckVariables(self, i: int, layer_vars: Any) -> Iterator[None]:
+    """Raises ValueError if layer i reads other layers' variables; once, because it takes time."""
+    layer, key = self.layers[i], self._start + i
+    if self._do_eval or layer.reads_other_variables or key in self._checked:
+      yield
+      return
+    with side_effects.ForbidOtherVariables(layer.path, tf.nest.flatten(layer_vars)):
+      yield
+    self._checked.add(key)
 
   def _WithGradients(self, i: int, layer_vars: Any, theta: nested_map.NestedMap) -> dict[str, Any]:
     """Returns {path: weight} of layer i: trained variables, and all weights that are tensors."""
