@@ -354,13 +354,19 @@ def CopyContainers(value: Any, freeze: bool = False) -> Any:
 
 
 def Equal(a: Any, b: Any) -> bool:
-  """Whether two values are equal; nan equals nan, arrays are equal if all their elements are."""
+  """Whether two values are equal: nan is equal to nan, but True differs from 1, and -0.0 from 0.0.
+
+  Arrays are equal if their shapes and all their elements are.
+  """
   if a is b:
     return True
+  if isinstance(a, bool) is not isinstance(b, bool):
+    return False
   if isinstance(a, Node) or isinstance(b, Node):
     return bool(a == b)
   if isinstance(a, float) and isinstance(b, float):
-    return a == b or (math.isnan(a) and math.isnan(b))
+    is_same = a == b and math.copysign(1, a) == math.copysign(1, b)
+    return is_same or (math.isnan(a) and math.isnan(b))
   for kind in (list, tuple):
     if isinstance(a, kind) and isinstance(b, kind):
       return len(a) == len(b) and all(map(Equal, a, b))

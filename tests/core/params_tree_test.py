@@ -321,6 +321,8 @@ def testEquality():
   assert _Leaf(a=1) != _Leaf(a=1, b=None) and _Leaf(a=1) != {'a': 1}
   assert _Leaf(a=[math.nan]) == _Leaf(a=[float('nan')])
   assert _Leaf(a=[1]) != _Leaf(a=(1,))
+  assert _Leaf(a=1) == _Leaf(a=1.0) != _Leaf(a=True)
+  assert _Leaf(a=0.0) != _Leaf(a=-0.0)
   numpy = pytest.importorskip('numpy')
   assert _Leaf(a=numpy.ones(3)) == _Leaf(a=numpy.ones(3)) != _Leaf(a=numpy.zeros(3))
   assert _Leaf(a=numpy.ones(3)) != _Leaf(a=numpy.ones(4))
