@@ -68,7 +68,9 @@ def testTheTableOfSomeRows(capsys):
   assert re.match(r'model +calls cells .* history +weights saved', header)
   spectral = rows.pop(3)
   assert re.match(naming.Naming('SpectralNormalization', 'ValueError', 'trained'), spectral)
-  for name, row in zip(['U-Net', 'shared layer', 'nested models', 'VGG16'], rows, strict=True):
+  for name, row in zip(
+    ['U-Net', 'shared layer', 'nested models', 'VGG16, no head'], rows, strict=True
+  ):
     assert re.match(rf'{name} +\d+ +\d+ +\d+%.* yes +- +\d+', row)
   assert last == 'all rows are green'
 

@@ -41,7 +41,7 @@ _FAMILIES: dict[str, tuple[Callable[..., Any], int]] = {
   ),
   'ResNet50': (applications.ResNet50, 32),
   'ResNet50V2': (applications.ResNet50V2, 32),
-  'VGG16': (applications.VGG16, 32),
+  'VGG16, no head': (functools.partial(applications.VGG16, include_top=False), 32),
   'Xception': (applications.Xception, 71),
 }
 
@@ -59,7 +59,7 @@ def Modules() -> set[str]:
 
 def _Case(name: str) -> Case:
   make = functools.partial(_Make, name)
-  if name in ('ConvNeXtTiny', 'VGG16'):
+  if name in ('ConvNeXtTiny', 'VGG16, no head'):
     return Case(name, make)
   # The last maps have few values, over which BatchNormalization magnifies float32's rounding: a
   # change of 1e-7 in the inputs changes the loss of plain Keras's MobileNetV2 by 4e-3 in two steps.
