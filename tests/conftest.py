@@ -155,6 +155,7 @@ def _ShareStackTrace():
   from tensorflow.python.util import tf_stack
 
   trace = tf_stack.extract_stack()
+  str(trace)  # Computes and keeps the frames, before many threads ask for them, or they are gone.
   tf_stack.extract_stack = lambda stacklevel=1: trace
 
 
