@@ -356,6 +356,20 @@ def testFloat8IsRefused():
     pipe.train_on_batch(X, Y)
 
 
+def testLoraOnQuantizedWeights():
+  """`tools.keras_models` compares GPT-2."""
+
+  def Make():
+    model = keras_fits.Mlp()
+    for layer in model.layers[1:]:
+      layer.quantize('int8')
+      layer.enable_lora(2)
+      layer.lora_kernel_b.assign(0.1 * keras.ops.ones_like(layer.lora_kernel_b))  # From 0.
+    return model
+
+  keras_fits.CheckFit(Make, X, Y, _Squares)
+
+
 def testAMetricThatAnotherModelHasUpdatedBeginsAnew():
   metric = METRICS.MeanAbsoluteError(name='mae')
   metric.update_state(Y, Y + 5.0)

@@ -45,6 +45,8 @@ _SMOLLM = {
   'partial_rotary_factor': 1.0,
 }
 
+_FILE_OF_LORA = 'a file of plain Keras has LoRA added to the kernels, too'
+
 
 def Backbone(name: str, config: Mapping[str, Any]) -> Any:
   """Returns the backbone of that name."""
@@ -62,8 +64,10 @@ def _Lm(row: str, name: str, config: Mapping[str, Any], **fields: Any) -> Case:
   return Case(row, functools.partial(Task, name, 'CausalLM', config), **fields)
 
 
-def _Lora() -> Any:
+def _Lora(quantization: str | None = None) -> Any:
   model = Task('GPT2', 'CausalLM', _GPT2)
+  if quantization is not None:
+    model.quantize(quantization)
   model.backbone.enable_lora(4)
   return model
 
@@ -76,7 +80,9 @@ def _FrozenEmbedding() -> Any:
 
 _LMS = [
   _Lm('GPT-2', 'GPT2', _GPT2),
-  Case('GPT-2, LoRA', _Lora, note='a file of plain Keras has LoRA added to the kernels, too'),
+  Case('GPT-2, LoRA', _Lora, note=_FILE_OF_LORA),
+  Case('GPT-2, int8, LoRA', functools.partial(_Lora, 'int8'), note=_FILE_OF_LORA),
+  Case('GPT-2, int4, LoRA', functools.partial(_Lora, 'int4'), note=_FILE_OF_LORA),
   Case('GPT-2, frozen embedding', _FrozenEmbedding),
   _Lm('GPT-2, mixed_bfloat16', 'GPT2', {**_GPT2, 'dtype': 'mixed_bfloat16'}, **_BFLOAT16),
   _Lm('GPT-2, bfloat16', 'GPT2', {**_GPT2, 'dtype': 'bfloat16'}, **_BFLOAT16),
