@@ -280,10 +280,13 @@ class _SoftmaxLayer(_ShardedLayer):
   def __init_subclass__(cls, **kwargs: Any) -> None:
     """Makes a class with other logits declare `class_axes` again to be computed in parts."""
     super().__init_subclass__(**kwargs)
-    if 'class_axes' in vars(cls):
-      cls._is_separable = True
-    elif {'FProp', '_Logits'} & vars(cls).keys():
-      cls._is_separable = False
+
+    def Place(name: str) -> int:
+      """Returns the place of the first class, mixins included, that defines the name."""
+      return next((i for i, base in enumerate(cls.__mro__) if name in vars(base)), len(cls.__mro__))
+
+    logits = ('FProp', 'FPropSkips', 'ForLoss', 'ThetaFrom', '_CreateWeights', '_Logits')
+    cls._is_separable = Place('class_axes') <= min(map(Place, logits))
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:

@@ -249,12 +249,30 @@ class _Doubled(embedding.SimpleFullSoftmax):
     return 2 * super().FProp(theta, inputs, *extras)
 
 
+class _NormalisedLogits:
+  """A mixin."""
+
+  def _Logits(self, theta, inputs):
+    return tf.nn.softmax(super()._Logits(theta, inputs))
+
+
+class _Mixed(_NormalisedLogits, embedding.SimpleFullSoftmax):
+  pass
+
+
+class _NormalisedWeights(embedding.SharedSoftmaxLayer):
+  def ThetaFrom(self, variables):
+    theta = super().ThetaFrom(variables)
+    return nested_map.NestedMap(theta, emb=theta.emb / tf.norm(theta.emb))
+
+
+@pytest.mark.parametrize('cls', [_Normalised, _Mixed, _NormalisedWeights])
 @pytest.mark.parametrize('values', [{'chunk_size': 2}, {'num_shards': 2}])
-def testAHeadOfOnesOwnIsNotComputedInParts(values):
+def testAHeadOfOnesOwnIsNotComputedInParts(values, cls):
   """The loss had the logits of the base class."""
   values = {'name': 'head', 'input_dim': 3, 'num_classes': 8, **values}
-  with pytest.raises(ValueError, match=naming.Naming('_Normalised', 'head', 'class_axes')):
-    _Normalised.Params().Set(**values).Instantiate()
+  with pytest.raises(ValueError, match=naming.Naming(cls.__name__, 'head', 'class_axes')):
+    cls.Params().Set(**values).Instantiate()
   _Doubled.Params().Set(**values).Instantiate()
 
 

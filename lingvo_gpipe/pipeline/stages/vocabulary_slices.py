@@ -131,7 +131,14 @@ def CopySlices(
   (layer,) = head.layers
   path_of = {id(v): path for path, v in layer.VariablesByPath().items()}
   paths = tuple(path_of[id(v)] for v in tf.nest.flatten(layer.vars))
-  axes = tuple(layer.class_axes[path[len(layer.path) + 1 :]] for path in paths)
+  names = [path[len(layer.path) + 1 :] for path in paths]
+  for name in names:
+    if name not in layer.class_axes:
+      raise ValueError(
+        f'{layer.path}.{name}: class_axes of {type(layer).__name__} lacks this weight, so the '
+        "vocabulary cannot be shared out; add the axis of its classes, or set vocabulary='one'"
+      )
+  axes = tuple(layer.class_axes[name] for name in names)
   is_trained = head.trained_mask
   slices = []
   for number, (size, device) in enumerate(zip(sizes, devices, strict=True)):
