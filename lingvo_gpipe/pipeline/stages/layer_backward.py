@@ -240,4 +240,4 @@ def _WaitFor(gradient: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
   element = tf.math.real(tf.reshape(gradient, [-1])[:1])
   # No number is finite and above the greatest; no compiler has noticed so far.
   never = tf.math.is_finite(element) & (element > element.dtype.max)
-  return x + tf.cast(tf.reduce_any(never), x.dtype)
+  return tf.where(tf.reduce_any(never), tf.zeros_like(x), x)

@@ -21,7 +21,7 @@ from lingvo_gpipe.pipeline.stages import (
   stage_math,
 )
 from tests import graph_reader
-from tests.toys import stacks
+from tests.toys import layers, stacks
 
 pytestmark = pytest.mark.optimized_graphs
 
@@ -127,6 +127,22 @@ def testALayerWaitsForTheGradientsOfTheOneAbove(tmp_path):
   assert len(products) == 6 * _N
   assert sorted(products)[::6] == [6 * i for i in range(_N)]
   assert sorted(set(draws)) == [6 * i for i in range(_N)]
+
+
+def testALayerThatWaitsKeepsTheSignOfZero():
+  """The angle of (-1, -0) is -pi, and of (-1, 0) pi."""
+
+  def Fn(w, x):
+    zero = -tf.nn.relu(-tf.abs(x))  # -0.0.
+    return w * tf.atan2(zero, -tf.ones_like(x))
+
+  sub = [layers.FnLayer.Params().Set(fn=fn) for fn in (lambda w, x: w * x, Fn, lambda w, x: w * x)]
+  x, side = tf.ones([4, layers.DIM], tf.float64), tf.ones([4], tf.float64)
+  results = [
+    stacks.Train(stacks.MakeStack(sub, remat_policy=policy, xla=True), (x,), side)
+    for policy in ('stage', 'layer')
+  ]
+  stacks.CheckEqual(*results)
 
 
 def testFrozenLayersHaveNoProductsForTheirWeights(tmp_path):
