@@ -353,36 +353,47 @@ def CopyContainers(value: Any, freeze: bool = False) -> Any:
   return value if new is None else new
 
 
-def Equal(a: Any, b: Any) -> bool:
+def Equal(a: Any, b: Any, *, exactly: bool = False) -> bool:
   """Whether two values are equal: nan is equal to nan, but True differs from 1, and -0.0 from 0.0.
 
   Arrays are equal if their shapes and all their elements are.
+
+  Args:
+    a: a value.
+    b: another one.
+    exactly: whether values also differ if a computation could tell them apart, by the kind of a
+      number or the order of a map.
   """
   if a is b:
     return True
   if isinstance(a, bool) is not isinstance(b, bool):
+    return False
+  if exactly and isinstance(a, (int, float, complex, set, dict)) and type(a) is not type(b):
     return False
   if isinstance(a, Node) or isinstance(b, Node):
     return bool(a == b)
   if isinstance(a, float) and isinstance(b, float):
     is_same = a == b and math.copysign(1, a) == math.copysign(1, b)
     return is_same or (math.isnan(a) and math.isnan(b))
+  equal = functools.partial(Equal, exactly=exactly)
   for kind in (list, tuple):
     if isinstance(a, kind) and isinstance(b, kind):
-      return len(a) == len(b) and all(map(Equal, a, b))
+      return len(a) == len(b) and all(map(equal, a, b))
   if isinstance(a, dict) and isinstance(b, dict):
-    return a.keys() == b.keys() and all(Equal(item, b[key]) for key, item in a.items())
+    has_keys = equal(list(a), list(b)) if exactly else a.keys() == b.keys()
+    return has_keys and all(equal(item, b[key]) for key, item in a.items())
+  if exactly and isinstance(a, (set, frozenset)):
+    return isinstance(b, (set, frozenset)) and equal(list(a), list(b))
   if literals.IsRecord(a) and type(a) is type(b):
     a_fields, b_fields = literals.RecordFields(a), literals.RecordFields(b)
-    if all(Equal(item, b_fields[name]) for name, item in a_fields.items()):
-      return True
+    return all(equal(item, b_fields[name]) for name, item in a_fields.items())
   try:
-    equal = a == b
-    if not hasattr(equal, 'all'):
-      return bool(equal)
+    is_equal = a == b
+    if not hasattr(is_equal, 'all'):
+      return bool(is_equal)
     # Not of arrays of two shapes, of which one would be broadcast.
     kinds = ((getattr(x, 'dtype', None), getattr(x, 'shape', None)) for x in (a, b))
-    return len(set(kinds)) == 1 and bool(equal.all())
+    return len(set(kinds)) == 1 and bool(is_equal.all())
   except Exception:  # Values that cannot be compared are not equal.
     return False
 

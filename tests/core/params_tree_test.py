@@ -3,6 +3,7 @@
 
 import collections
 import copy
+import dataclasses
 import math
 import pickle
 import sys
@@ -10,7 +11,7 @@ import threading
 
 import pytest
 
-from lingvo_gpipe.core import hyperparams, nested_map
+from lingvo_gpipe.core import hyperparams, nested_map, params_tree
 from tests.toys import params_samples
 
 Layer, Options = params_samples.Layer, params_samples.Options
@@ -326,6 +327,29 @@ def testEquality():
   numpy = pytest.importorskip('numpy')
   assert _Leaf(a=numpy.ones(3)) == _Leaf(a=numpy.ones(3)) != _Leaf(a=numpy.zeros(3))
   assert _Leaf(a=numpy.ones(3)) != _Leaf(a=numpy.ones(4))
+
+
+@dataclasses.dataclass
+class _Cached:
+  size: int
+  cache: int = dataclasses.field(compare=False, default=0)
+
+
+@pytest.mark.parametrize(
+  'a, b',
+  [
+    (1, 1.0),
+    ([0.0], [-0.0]),
+    ({'a': 1, 'b': 2}, {'b': 2, 'a': 1}),
+    ({'a': 1}, {'a': True}),
+    (frozenset([0, 8]), frozenset([8, 0])),
+    (_Cached(1, 2), _Cached(1, 3)),
+  ],
+)
+def testWhatAComputationCouldTellApartIsNotExactlyEqual(a, b):
+  assert a == b
+  assert params_tree.Equal(a, a, exactly=True)
+  assert not params_tree.Equal(a, b, exactly=True)
 
 
 # --- Walks ---------------------------------------------------------------------------------------

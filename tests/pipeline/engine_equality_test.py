@@ -380,7 +380,15 @@ class _ArrayOfOnes(_Scaled):
     return 1.0 + self.array.ndim
 
 
-@pytest.mark.parametrize('cls', [_NamedLikeAChild, _SetBeforeInit, _ArrayOfOnes])
+class _OrderOfAMap(_Scaled):
+  def SetScale(self, number):
+    self.scales = {'a': 1, 'b': 2} if number == 1 else {'b': 2, 'a': 1}
+
+  def Scale(self):
+    return next(iter(self.scales.values()))
+
+
+@pytest.mark.parametrize('cls', [_NamedLikeAChild, _SetBeforeInit, _ArrayOfOnes, _OrderOfAMap])
 def testAttributesThatLookAlikeShareNoTrace(cls):
   """Both stages ran with the first layer's scale."""
   x, sub = tf.ones([4, layers.DIM], tf.float64), [cls.Params(), cls.Params()]

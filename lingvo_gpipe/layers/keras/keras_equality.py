@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import re
 import types
+from collections.abc import Set
 from typing import Any
 
 import keras
@@ -78,7 +79,10 @@ class _Comparison:
 
   def AreEqual(self, a: Any, b: Any) -> bool:
     if isinstance(a, _PLAIN) or isinstance(b, _PLAIN):
-      return type(a) is type(b) and (a == b or (a != a and b != b))
+      if type(a) is not type(b):
+        return False
+      # -0.0 is equal to 0.0, and nan is not equal to itself.
+      return repr(a) == repr(b) if isinstance(a, (float, complex)) else bool(a == b)
     if type(a) is not type(b):
       return False
     if id(a) in self._partner or id(b) in self._partner_back:
@@ -97,7 +101,7 @@ class _Comparison:
     if isinstance(a, dict):
       return list(a) == list(b) and all(self.AreEqual(a[key], b[key]) for key in a)
     if isinstance(a, (set, frozenset)):
-      return bool(a == b)
+      return list(a) == list(b)  # A computation may depend on their order.
     if isinstance(a, np.ndarray):
       return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
     if isinstance(a, types.MethodType):
@@ -136,8 +140,9 @@ def _State(value: Any) -> dict[str, Any]:
     attributes = {
       k: v
       for k, v in attributes.items()
-      if not (is_known or k.endswith('_initializer'))
-      or not isinstance(v, keras.initializers.Initializer)
+      if not isinstance(v, keras.initializers.Initializer)
+      or not (is_known or k.endswith('_initializer'))
+      or (not is_known and _Reads(type(value), {k}))
     }
     if not is_known:
       attributes['name'] = _CountedNames(value)
@@ -150,13 +155,13 @@ def _IsOfKeras(cls: type) -> bool:
 
 def _CountedNames(layer: Any) -> list[str]:
   """Returns the names on which the computation of a layer of a class outside Keras may depend."""
-  if _ReadsNames(type(layer)):
+  if _Reads(type(layer), {'name', 'path'}):
     return [x.name for x in layer._flatten_layers()]
   return [] if _HasAutomaticName(layer) else [layer.name]
 
 
-def _ReadsNames(cls: type) -> bool:
-  """Whether a method that a class does not have from Keras reads an attribute `name` or `path`."""
+def _Reads(cls: type, attributes: Set[str]) -> bool:
+  """Whether a method that a class does not have from Keras reads an attribute of such a name."""
   codes = []
   for base in cls.__mro__:
     if not _IsOfKeras(base) and base.__module__.split('.')[0] != 'tensorflow':
@@ -167,7 +172,7 @@ def _ReadsNames(cls: type) -> bool:
   while codes:
     code = codes.pop()
     if isinstance(code, types.CodeType):
-      if not {'name', 'path'}.isdisjoint(code.co_names):
+      if not attributes.isdisjoint(code.co_names):
         return True
       codes += code.co_consts  # Functions inside the function.
   return False

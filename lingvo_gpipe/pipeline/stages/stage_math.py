@@ -134,7 +134,7 @@ class StructureKey:
     return (
       self._hash == other._hash
       and bool(self._key == other._key)
-      and params_tree.Equal(self._attributes, other._attributes)
+      and params_tree.Equal(self._attributes, other._attributes, exactly=True)
     )
 
 

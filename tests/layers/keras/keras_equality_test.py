@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keras layers are equal only if they compute the same function of their variables."""
 
+import itertools
 import sys
 
 import keras
@@ -98,6 +99,24 @@ def _Quantised():
   return layer
 
 
+class _Features(layers.Layer):
+  """Has a weight with an initializer."""
+
+  def __init__(self, seed):
+    super().__init__()
+    self.kernel_initializer = keras.initializers.RandomNormal(seed=seed)
+
+  def build(self, shape):
+    self.kernel = self.add_weight(shape=(shape[-1], 4), initializer=self.kernel_initializer)
+
+
+class _RandomFeatures(_Features):
+  """Draws of its initializer again in each call."""
+
+  def call(self, x):
+    return keras.ops.cos(x @ self.kernel_initializer(self.kernel.shape))
+
+
 class _Cast(layers.Layer):
   """Has a weight that a mixed policy casts, or not."""
 
@@ -106,9 +125,12 @@ class _Cast(layers.Layer):
     self.add_weight(shape=(4,), name='w', autocast=autocast)
 
 
+_NUMBERS = itertools.count()
+
 EQUAL = {
   'Dense': lambda: layers.Dense(4, activation='relu'),
   'initializer': lambda: layers.Dense(4, kernel_initializer=keras.initializers.RandomNormal()),
+  'initializer of a user': lambda: _Features(next(_NUMBERS)),
   'regularizer': lambda: layers.Dense(4, kernel_regularizer=keras.regularizers.L2(0.1)),
   'Dropout': lambda: layers.Dropout(0.5),
   'attention': lambda: layers.MultiHeadAttention(2, 4, dropout=0.1),
@@ -157,6 +179,9 @@ UNEQUAL = {
     lambda: _Scaled(keras.initializers.Constant(1.0)),
     lambda: _Scaled(keras.initializers.Constant(5.0)),
   ),
+  'random initializer in a call': (lambda: _RandomFeatures(1), lambda: _RandomFeatures(2)),
+  'order of a set': (lambda: _Scaled(frozenset([0, 8])), lambda: _Scaled(frozenset([8, 0]))),
+  'sign of zero': (lambda: _Scaled(0.0), lambda: _Scaled(-0.0)),
   'chosen name': (lambda: _Scaled(2.0, name='left'), lambda: _Scaled(2.0, name='right')),
   'name that is read': (lambda: Numbered(name='numbered_1'), lambda: Numbered(name='numbered_2')),
   'name of a part that is read': (
