@@ -87,6 +87,11 @@ _OLD_TENSORFLOW = {
     'tensorflow.tsl.profiler.protobuf.xplane_pb2'
   },
   'lingvo_gpipe/pipeline/stages/vjp.py': {'tf.compat.v1.wrap_function'},  # For its prune.
+  # To see where the functions of custom gradients begin and end.
+  'lingvo_gpipe/core/side_effects.py': {
+    'tensorflow.python.ops',
+    'tensorflow.python.ops.custom_gradient',
+  },
   # To turn off what no public name turns off.
   'tests/conftest.py': {'tensorflow.python.util', 'tensorflow.python.util.tf_stack'},
 }

@@ -3,20 +3,26 @@
 
 A variable would be written once or twice for a micro-batch, depending on the policy. A random
 operation with internal state would draw other numbers, and the gradients would be wrong. A weight
-that a layer does not take from its arguments would get no gradient under some schedules, nor would
-a weight that a custom gradient does not take from its arguments.
+that a layer does not take from its arguments would get no gradient under some schedules.
+So would a weight that the function of a `tf.custom_gradient` takes from its surroundings:
+TensorFlow asks it for the gradients of its arguments and of the variables that it reads, but in a
+pipeline a weight may be a tensor.
+
+No public name shows where such a function begins and ends. A graph does not show it either: it
+cannot tell a result that nobody uses from an argument. So this module wraps the function of
+TensorFlow that runs all of them in graphs.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
-import itertools
-import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
+from tensorflow.python.ops import custom_gradient
 
 # Operations that take a variable or a table without changing it.
 _READS = frozenset(
@@ -29,6 +35,18 @@ _pure: contextvars.ContextVar[str] = contextvars.ContextVar('pure', default='')
 
 # {type of operation: its effect}. A cache, because a layer has many operations of few types.
 _EFFECTS: dict[str, str] = {}
+
+
+class _Captures(NamedTuple):
+  """What is known while code runs in which custom gradients may capture no weight."""
+
+  weights: Mapping[Any, str]  # {_Key(weight): name}
+  captured: list[str]  # Names of weights that functions take from their surroundings.
+
+
+_captures: contextvars.ContextVar[_Captures | None] = contextvars.ContextVar(
+  'captures', default=None
+)
 
 
 @contextlib.contextmanager
@@ -111,14 +129,14 @@ def CheckWeights(layer_path: str) -> None:
 
 
 @contextlib.contextmanager
-def ForbidOtherVariables(layer_path: str, weights: Iterable[Any]) -> Iterator[None]:
+def ForbidOtherVariables(where: str, weights: Iterable[Any]) -> Iterator[None]:
   """Raises ValueError if the enclosed code reads a trainable variable other than a weight.
 
   It would not be trained, because a pipeline trains only the weights that layers declare.
 
   Args:
-    layer_path: the path of the layer that runs the code.
-    weights: the layer's weights, variables among them.
+    where: the layer's path or another name for the code, at the beginning of the message.
+    weights: the weights, variables among them.
   """
   with tf.GradientTape() as tape:
     yield
@@ -126,43 +144,32 @@ def ForbidOtherVariables(layer_path: str, weights: Iterable[Any]) -> Iterator[No
   for v in tape.watched_variables():
     if id(v) not in known:
       raise ValueError(
-        f'{layer_path}: FProp reads the variable {v.name} {v.shape}, which is not a weight of the '
-        'layer and would not be trained: make weights by CreateVariable and layers by CreateChild; '
-        'or set trainable=False if the variable is to stay as it is'
+        f'{where}: this code reads the variable {v.name} {v.shape}, which is not one of its '
+        'weights and would not be trained: make weights by CreateVariable and layers by '
+        'CreateChild; or set trainable=False if the variable is to stay as it is'
       )
 
 
-def CheckCaptures(
-  where: str,
-  operations: Sequence[tf.Operation],
-  weights: Mapping[str, Any],
-  results: Iterable[Any],
-) -> None:
-  """Raises ValueError if the function of a custom gradient takes a weight of its surroundings.
+@contextlib.contextmanager
+def CheckCaptures(where: str, weights: Mapping[str, Any]) -> Iterator[None]:
+  """Raises ValueError if a custom gradient in the enclosed code takes a weight, not an argument.
 
-  TensorFlow asks such a function for the gradients of variables, but not of tensors. It ends the
-  function in an IdentityN of its results and its arguments, of which the code after it takes the
-  results only.
+  A tensor that is computed from a weight before the function begins is let through: plain
+  TensorFlow gives it no gradient either.
 
   Args:
     where: the layer's path or another name for the code, at the beginning of the message.
-    operations: the operations of the code.
-    weights: {name: trained weight}; variables have their gradients.
-    results: the tensors that leave the code.
+    weights: {name: trained weight}; variables among them have their gradients.
   """
-  names = {t.name: name for name, t in weights.items() if tf.is_symbolic_tensor(t)}
-  if not names or not operations:
-    return
-  graph = operations[0].graph
-  types = {op.type for op in operations}
-  calls = any(_EffectOf(graph, op_type) == 'calls' for op_type in types)
-  functions = _Functions(graph) if calls else {}
-  inner = (node for function in functions.values() for node in function.node_def)
-  if 'IdentityN' not in types and all(node.op != 'IdentityN' for node in inner):
-    return
-  nodes = {op.name: _Node.Of(op) for op in operations}
-  leaving = {t.name for t in results if tf.is_symbolic_tensor(t)}
-  if name := _Captured(nodes, names, leaving, functions):
+  keys = {_Key(t): name for name, t in weights.items() if tf.is_symbolic_tensor(t)}
+  captures = _Captures(keys, [])
+  token = _captures.set(captures if keys else None)
+  try:
+    yield
+  finally:
+    _captures.reset(token)
+  # Not in the function: AutoGraph would put lines of the program before the message.
+  for name in captures.captured:
     raise ValueError(
       f'{where}: the function of a tf.custom_gradient or tf.recompute_grad takes the weight {name} '
       'from its surroundings, so a pipeline would lose the gradient: make it an argument of the '
@@ -170,88 +177,54 @@ def CheckCaptures(
     )
 
 
-class _Node(NamedTuple):
-  """An operation of a graph or of a function in its library.
+def _Key(t: tf.Tensor) -> tuple[int, str]:
+  return id(t.graph), t.name
 
-  Attributes:
-    type: the type of the operation.
-    inputs: the names of its inputs. Up to the first colon each is the name of an operation, or of
-      an argument of the function.
-    outputs: the prefix of the names of its outputs, which end in their numbers.
-    called: the names of the functions that it calls.
-    is_gradient: whether it has a gradient of its own.
-  """
 
-  type: str
-  inputs: list[str]
-  outputs: str
-  called: list[str]
-  is_gradient: bool
+def _Checking(run: Callable[..., Any]) -> Callable[..., Any]:
+  """Returns TensorFlow's function (f, args, kwargs) -> results of f, with the check."""
 
-  @classmethod
-  def Of(cls, op: tf.Operation) -> _Node:
-    """Returns the node of an operation; inputs without gradients have no names."""
-    inputs = [t.name if t.dtype.is_floating else '' for t in op.inputs]
-    is_plain = op.type != 'IdentityN' and _EffectOf(op.graph, op.type) != 'calls'
-    if is_plain:  # Each access to a NodeDef copies.
-      return cls(op.type, inputs, f'{op.name}:', [], False)
-    return cls.OfFunction(op.node_def)._replace(inputs=inputs, outputs=f'{op.name}:')
+  @functools.wraps(run)
+  def Run(f: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    captures = _captures.get()
+    if captures is None:
+      return run(f, args, kwargs)
 
-  @classmethod
-  def OfFunction(cls, node: Any) -> _Node:
-    """Returns the node of a NodeDef in a function."""
-    inputs = [name for name in node.input if not name.startswith('^')]
-    return cls(
-      node.op, inputs, f'{node.name}:output:', _Called(node), '_gradient_op_type' in node.attr
-    )
+    @functools.wraps(f)
+    def Checked(*args: Any) -> Any:
+      # So that a weight that is an argument differs from the same weight in the surroundings.
+      args = tf.nest.map_structure(tf.identity, args, expand_composites=True)
+      with NewOperations() as operations:
+        results, gradient = f(*args)
+      captures.captured.extend(_Captured(results, operations, captures.weights))
+      return results, gradient
+
+    return run(Checked, args, kwargs)
+
+  return Run
 
 
 def _Captured(
-  nodes: Mapping[str, _Node],
-  weights: Mapping[str, str],
-  leaving: Iterable[str],
-  functions: Mapping[str, Any],
-) -> str | None:
-  """Returns a weight that the function of a custom gradient takes from its surroundings.
-
-  Args:
-    nodes: {name: operation} of a graph or function.
-    weights: {name of a tensor or argument: name of the weight}.
-    leaving: the names of the tensors that leave the graph or function.
-    functions: {name: FunctionDef}.
-  """
-  used = {x for node in nodes.values() for x in node.inputs}.union(leaving)
-
-  def WeightBefore(tensors: Iterable[str], seen: Iterable[str] = ()) -> str | None:
-    """Returns a weight on which some tensors depend, other than by tensors that were seen."""
-    todo, known = list(tensors), set(seen)
-    while todo:
-      x = todo.pop()
-      if x in known:
-        continue
-      if x in weights:
-        return weights[x]
-      known.add(x)
-      maker = nodes.get(x.partition(':')[0])
-      if maker is not None and maker.type != 'StopGradient':
-        todo += maker.inputs
-    return None
-
-  for node in nodes.values():
-    for function in (functions[name] for name in node.called if name in functions):
-      parameters = [arg.name for arg in function.signature.input_arg]
-      # From the end: an If has a condition before the arguments of its branches.
-      pairs = zip(reversed(parameters), reversed(node.inputs), strict=False)
-      inner = {parameter: weight for parameter, x in pairs if (weight := WeightBefore([x]))}
-      inner_nodes = {n.name: _Node.OfFunction(n) for n in function.node_def} if inner else {}
-      if name := _Captured(inner_nodes, inner, function.ret.values(), functions):
-        return name
-    if node.type == 'IdentityN' and node.is_gradient:
-      is_result = [f'{node.outputs}{i}' in used for i in range(len(node.inputs))]
-      arguments = itertools.compress(node.inputs, map(operator.not_, is_result))
-      if name := WeightBefore(itertools.compress(node.inputs, is_result), arguments):
-        return name
-  return None
+  results: Any, operations: Sequence[tf.Operation], weights: Mapping[Any, str]
+) -> Iterator[str]:
+  """Yields the names of the weights on which results depend by these operations alone."""
+  inside = {(id(op.graph), op.name) for op in operations}
+  todo = [t for t in tf.nest.flatten(results, expand_composites=True) if tf.is_symbolic_tensor(t)]
+  seen: set[Any] = set()
+  while todo:
+    t = todo.pop()
+    key = _Key(t)
+    # A loop's list of tensors is a variant.
+    has_gradient = t.dtype.is_floating or t.dtype.is_complex or t.dtype == tf.variant
+    if key in seen or not has_gradient:
+      continue
+    seen.add(key)
+    if key in weights:
+      yield weights[key]
+    elif (id(t.graph), t.op.name) in inside and t.op.type != 'Placeholder':
+      todo += [] if t.op.type == 'StopGradient' else t.op.inputs
+    else:  # In the body of a loop or branch a weight is a placeholder.
+      todo += [outer for outer, inner in getattr(t.graph, 'captures', ()) if inner is t]
 
 
 def _WritesMessage(where: str, op: str) -> str:
@@ -302,6 +275,8 @@ def _EffectOf(graph: tf.Graph, op_type: str) -> str:
 def _Effect(op_def: Any) -> str:
   if op_def.name in _READS:
     return ''
+  if op_def.name == 'Timestamp':
+    return 'draws'
   if any(attr.type in ('func', 'list(func)') for attr in op_def.attr):
     return 'calls'
   if any(attr.name == 'seed2' for attr in op_def.attr):
@@ -309,3 +284,6 @@ def _Effect(op_def: Any) -> str:
   if any(arg.type == tf.resource.as_datatype_enum for arg in op_def.input_arg):
     return 'draws' if op_def.name.startswith(('Rng', 'Stateful')) else 'writes'
   return ''
+
+
+custom_gradient._graph_mode_decorator = _Checking(custom_gradient._graph_mode_decorator)

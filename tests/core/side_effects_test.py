@@ -53,6 +53,7 @@ _EFFECTS = {
   'assign': (tf.Variable, [0.0], lambda v, x: x + v.assign_add(1.0), 'writes a variable'),
   'insert': (_Table, [], _Insert, 'writes a variable'),
   'dropout': (int, [], lambda _, x: tf.nn.dropout(x, 0.5), 'draws other numbers'),
+  'timestamp': (int, [], lambda _, x: x * tf.cast(tf.timestamp(), x.dtype), 'draws other numbers'),
   'generator': (
     tf.random.Generator.from_seed,
     [1],
@@ -201,9 +202,18 @@ def _OfDerived(w):
   return tf.recompute_grad(lambda x: tf.tanh(x * w))
 
 
-_CUSTOM = {
+# Custom gradients of x [_DIM] with the weight w [].
+_LOST = {
   'surroundings': lambda w: tf.recompute_grad(lambda x: tf.tanh(2.0 * x * w)),
   'inner function': lambda w: tf.recompute_grad(tf.function(lambda x: tf.tanh(x * w))),
+  'inner loop': lambda w: tf.recompute_grad(lambda x: _Loop(lambda y: y * w, tf.tanh(x))),
+  'unused result': lambda w: lambda x: tf.recompute_grad(lambda x: (tf.tanh(x), x * w))(x)[0],
+  'complex': lambda w: tf.recompute_grad(lambda x: tf.math.real(tf.complex(x, w * x) * 1j)),
+  'argument, too': lambda w: lambda x: tf.recompute_grad(lambda x, u: x * u * tf.exp(w))(x, w),
+}
+_CUSTOM = {
+  **_LOST,
+  # Plain TensorFlow has no gradient for it, either.
   'derived': lambda w: _OfDerived(tf.identity(w)),
   'argument': lambda w: lambda x: tf.recompute_grad(lambda x, w: tf.tanh(x * w))(x, w),
   'returned argument': lambda w: lambda x: tf.recompute_grad(lambda y: y)(x * w),
@@ -216,11 +226,10 @@ _CUSTOM = {
 @pytest.mark.parametrize('custom', _CUSTOM)
 def testACustomGradientTakesWeightsAsArguments(custom, around):
   def Run(x, w):
-    with side_effects.NewOperations() as operations:
-      y = _AROUND[around](_CUSTOM[custom](w), x)
-    side_effects.CheckCaptures('net', operations, {'net.w': w}, [y])
+    with side_effects.CheckCaptures('net', {'net.w': w}):
+      _AROUND[around](_CUSTOM[custom](w), x)
 
-  is_lost = custom in ('surroundings', 'inner function', 'derived')
+  is_lost = custom in _LOST
   with pytest.raises(ValueError, match=r'^net: .*net\.w') if is_lost else contextlib.nullcontext():
     tf.function(Run, autograph=False).get_concrete_function(tf.ones([_DIM]), tf.ones([]))
 
@@ -255,6 +264,16 @@ def testVariablesThatWouldNotBeTrainedRaise(fn, policy):
   for _ in range(2):  # A failed trace counts for nothing.
     with pytest.raises(ValueError, match=r'^stack\.layers\[2\]: .*undeclared'):
       stacks.Train(stack, (_X(),), _Side())
+
+
+def testAVariableOfTheLossWouldNotBeTrained():
+  scale = tf.Variable(2.0, dtype=tf.float64, name='scale')
+
+  def Loss(theta, outputs, side):
+    return stacks.SquareLoss(theta, (outputs[0] * scale,), side)
+
+  with pytest.raises(ValueError, match='^the loss: .*scale'):
+    stacks.Train(_Stack(layers.FnLayer.Params()), (_X(),), _Side(), Loss)
 
 
 @pytest.mark.parametrize('cls', [_HasAFrozenVariable, _MayReadOthers])

@@ -311,7 +311,9 @@ class KerasCellLayer(base_layer.BaseLayer):
     where = f'{self.path}: the call of {cell.name}'
     with _CellScope(mapping, where, cell.trained, lambda v: self._Seed(next(numbers), v)) as scope:
       in_batches, no_remat = keras_variables.InBatches(), keras_variables.WithoutRemat()
-      with in_batches, no_remat, tf.GradientTape() as tape, side_effects.NewOperations() as new_ops:
+      trained = {v.path: before[name] for name, v in self._keras_variables.items() if v.trainable}
+      captures = side_effects.CheckCaptures(where, trained)
+      with in_batches, no_remat, captures, tf.GradientTape() as tape:
         self._RunNodes(values, training=not context.do_eval)
       losses = [*scope.losses, *self._RegularizerLosses()]
       if losses:
@@ -328,9 +330,6 @@ class KerasCellLayer(base_layer.BaseLayer):
     self._ReportState(before, changed, rows)
     if not context.do_eval:
       cell.state_uses.Add(cell, [self._keras_variables[name] for name in changed], reads)
-    trained = {v.path: before[name] for name, v in self._keras_variables.items() if v.trainable}
-    results = [values[v] for v in (*cell.outputs, *cell.skips_out)]
-    side_effects.CheckCaptures(where, new_ops, trained, results)
     self._CheckReads(tape.watched_variables(), where)
 
     def Payload(v: keras_nodes.Value) -> Any:

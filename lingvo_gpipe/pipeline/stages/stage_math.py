@@ -217,8 +217,8 @@ class StageMath:
     self.num_weights = list(num_weights)
     self.num_traces = 0
     self.connected: set[int] = set()
-    # Layers whose reads of variables have been checked.
-    self._checked: set[int] = set()
+    # Layers, and None for the loss, whose reads of variables have been checked.
+    self._checked: set[int | None] = set()
     self._loss_fn = loss_fn
     self._do_eval = do_eval
     self._replica_sum = replica_sum
@@ -345,15 +345,14 @@ class StageMath:
     giver = self.layers[i - 1] if i else None
     with failures.NoteLayer(layer, x.args, giver):
       with fprop_context.Enter(dataclasses.replace(outer, aux_losses=[])) as inner:
-        with failures.LayerScope(self._start + i), side_effects.Forbid(layer.path) as new_ops:
+        reads = self._CheckVariables(i, layer_vars)
+        with failures.LayerScope(self._start + i), reads, side_effects.Forbid(layer.path):
           theta = layer.ThetaFrom(layer_vars)
-          with self._CheckVariables(i, layer_vars):
+          weights = self._WithGradients(i, layer_vars, theta)
+          with side_effects.CheckCaptures(layer.path, weights):
             out, stashed = self._FProp(layer, theta, x)
           CheckSkips(layer, stashed)
           out, stashed = AsTensors(layer, out), AsTensors(layer, stashed)
-        weights = self._WithGradients(i, layer_vars, theta)
-        results = leaves.Tensors((out, stashed))
-        side_effects.CheckCaptures(layer.path, new_ops, weights, results)
       aux_losses: AuxLosses = {}
       for owner, name, value, coefficient in inner.aux_losses:
         key = f'{self._start + i}:{owner.path[len(layer.path) :]}.{name}'
@@ -364,13 +363,20 @@ class StageMath:
     return nested_map.NestedMap(args=out, skips=stashed), aux_losses
 
   @contextlib.contextmanager
-  def _CheckVariables(self, i: int, layer_vars: Any) -> Iterator[None]:
-    """Raises ValueError if layer i reads other layers' variables; once, because it takes time."""
-    layer, key = self.layers[i], self._start + i
-    if self._do_eval or layer.reads_other_variables or key in self._checked:
+  def _CheckVariables(self, i: int | None, variables: Any) -> Iterator[None]:
+    """Raises ValueError if code reads variables that are not trained; once, as it takes time.
+
+    Args:
+      i: the index of the layer that runs; None: the loss runs.
+      variables: a nest of the variables that it may read.
+    """
+    layers = self.layers if i is None else [self.layers[i]]
+    key = None if i is None else self._start + i
+    if self._do_eval or key in self._checked or any(x.reads_other_variables for x in layers):
       yield
       return
-    with side_effects.ForbidOtherVariables(layer.path, tf.nest.flatten(layer_vars)):
+    where = 'the loss' if i is None else layers[0].path
+    with side_effects.ForbidOtherVariables(where, tf.nest.flatten(variables)):
       yield
     self._checked.add(key)
 
@@ -467,14 +473,14 @@ class StageMath:
       weights: dict[str, Any] = {}
       for i, of_layer in enumerate(theta):
         weights.update(self._WithGradients(i, call.variables[i], of_layer))
-      with failures.LossScope(), side_effects.Forbid('the loss') as new_ops:
+      reads = self._CheckVariables(None, call.variables)
+      captures = side_effects.CheckCaptures('the loss', weights)
+      with failures.LossScope(), reads, side_effects.Forbid('the loss'), captures:
         if self._LossTakesInputs(len(self.layers) - 1):
           tensors = tf.nest.map_structure(tf.convert_to_tensor, theta[-1])
           outputs = self._ForLoss(Counted(tensors), outputs)
         theta = self._ThetaOfLoss(theta)
-        metrics = weighted_loss.Metrics(self._loss_fn(theta, outputs, call.side))
-      side_effects.CheckCaptures('the loss', new_ops, weights, leaves.Tensors(metrics))
-      return metrics
+        return weighted_loss.Metrics(self._loss_fn(theta, outputs, call.side))
     except Exception as e:
       inputs = (
         f'the outputs {shapes.FormatNest(outputs)} and the side {shapes.FormatNest(call.side)}'
