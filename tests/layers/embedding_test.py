@@ -249,6 +249,14 @@ class _Doubled(embedding.SimpleFullSoftmax):
     return 2 * super().FProp(theta, inputs, *extras)
 
 
+class _Tempered(_Doubled):
+  """Has a weight without an axis of classes."""
+
+  def __init__(self, params):
+    super().__init__(params)
+    self.CreateVariable('temperature', weight_params.WeightParams([]))
+
+
 class _NormalisedLogits:
   """A mixin."""
 
@@ -287,6 +295,8 @@ def testTheVocabularyOfAHeadOfOnesOwnIsNotSharedOut():
   assert Make(_Doubled).MakeCut(spec).vocabulary
   with pytest.raises(ValueError, match=naming.Naming('_Normalised', 'vocabulary')):
     Make(_Normalised).MakeCut(spec)
+  with pytest.raises(ValueError, match=naming.Naming('temperature', 'class_axes', '_Tempered')):
+    Make(_Tempered).Place(stacks.Devices(), spec, loss_fn=stacks.SquareLoss)
 
 
 if __name__ == '__main__':
