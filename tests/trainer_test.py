@@ -16,10 +16,12 @@ import numpy as np
 import pytest
 
 from lingvo_gpipe.experiment import registry
-from tests import processes
+from tests import processes, worker_processes
+
+project = worker_processes.project  # An experiment of two stages, quicker to trace than MODEL.
 
 # Steps of the undisturbed run, and steps between its checkpoints.
-END = 180
+END = 120
 PART = 15
 # The compared runs also keep averages of their weights.
 AVERAGES = 'task.train.ema_decay:0.9'
@@ -38,6 +40,12 @@ def undisturbed(tmp_path_factory):
   args = processes.TrainArgs(logdir, END, more=more, evaluate=['Test'])
   done = processes.Run('trainer', *args, '--job=train_and_eval')
   return logdir, processes.Succeeded(done)
+
+
+def _ToyArgs(logdir, max_steps, more=''):
+  """Returns arguments for the experiment of `project`; each step writes summaries."""
+  quick = 'task.stack.xla:False;task.train.summary_interval_steps:1'
+  return processes.ToyArgs(logdir, max_steps, f'{quick};{more}')
 
 
 def _TrainedScalars(logdir):
@@ -177,41 +185,46 @@ def _AwaitStep(logdir, step):
     time.sleep(0.002)
 
 
-def testARunKilledAtRandomMomentsEqualsAnUndisturbedRun(undisturbed, forks, tmp_path):
+def testARunKilledAtRandomMomentsEqualsAnUndisturbedRun(project, forks, tmp_path):
   """In two stages; restarts_test kills more often."""
-  logdir, _ = undisturbed
   rng = random.Random(7)
+  killed, undisturbed = tmp_path / 'killed', tmp_path / 'undisturbed'
   more = f'{AVERAGES};task.train.save_interval_steps:4'
-  args = processes.TrainArgs(tmp_path, END, more=more)
   # Once during start-up, then at a random moment of training and saving.
-  for step in [0, rng.randrange(2, END - 80)]:
-    pid = forks.Start('trainer', *args)
+  for step in [0, rng.randrange(2, 100)]:
+    pid = forks.Start('trainer', *_ToyArgs(killed, 10**6, more), cwd=project)
     if step:
-      _AwaitStep(tmp_path, step)
+      _AwaitStep(killed, step)
       time.sleep(rng.uniform(0.0, 0.05))
     else:
       time.sleep(rng.uniform(0.0, 1.0))
     os.kill(pid, signal.SIGKILL)
     done = forks.Wait()
     assert done.returncode == -signal.SIGKILL, done.stderr
-  done = processes.Succeeded(forks.Run('trainer', *args))
-  assert 'resuming from step ' in done.stdout
-  processes.AssertSameTensors(processes.Tensors(tmp_path, END), processes.Tensors(logdir, END))
+  last = processes.Steps(killed)[-1]
+  end = max(last, *(step for step, _ in _TrainedScalars(killed)['loss'])) + 20
+  done = processes.Succeeded(forks.Run('trainer', *_ToyArgs(killed, end, more), cwd=project))
+  assert f'resuming from step {last} ' in done.stdout
+  processes.Succeeded(forks.Run('trainer', *_ToyArgs(undisturbed, end, AVERAGES), cwd=project))
+  tensors = processes.Tensors(killed, end)
+  assert 'toy.stack.layers[0].w/ema' in tensors
+  processes.AssertSameTensors(tensors, processes.Tensors(undisturbed, end))
   # Repeated steps have equal losses.
-  expected = dict(_TrainedScalars(logdir)['loss'])
-  losses = _TrainedScalars(tmp_path)['loss']
-  assert {step for step, _ in losses} >= set(range(END - 60, END + 1))
+  expected = dict(_TrainedScalars(undisturbed)['loss'])
+  losses = _TrainedScalars(killed)['loss']
+  assert {step for step, _ in losses} >= set(range(last + 1, end + 1))
   assert all(expected[step] == value for step, value in losses)
   # metrics.jsonl has each step once, with equal values.
-  lines = [json.loads(line) for line in (tmp_path / 'metrics.jsonl').read_text().splitlines()]
-  assert [line['step'] for line in lines] == list(range(1, END + 1))
+  lines = [json.loads(line) for line in (killed / 'metrics.jsonl').read_text().splitlines()]
+  assert [line['step'] for line in lines] == list(range(1, end + 1))
   assert all(np.float32(line['values']['loss']) == expected[line['step']] for line in lines)
 
 
-def testSignalsSaveAndLeave(forks, tmp_path):
+def testSignalsSaveAndLeave(project, forks, tmp_path):
   step = 0
+  args = _ToyArgs(tmp_path, 10**6, "task.train.eval_datasets:['Train']")
   for number in (signal.SIGTERM, signal.SIGINT):
-    pid = forks.Start('trainer', *processes.TrainArgs(tmp_path, 10**6, evaluate=['Test']))
+    pid = forks.Start('trainer', *args, cwd=project)
     forks.Await('\nstep ')
     os.kill(pid, number)
     done = forks.Wait()
@@ -260,12 +273,12 @@ def testModesThatInspectARun(undisturbed, forks, tmp_path):
   assert processes.Messages(exported.stderr + inspected.stderr + other.stderr) == []
 
 
-def testOnTerminalOneLineIsUpdated(forks, tmp_path):
+def testOnTerminalOneLineIsUpdated(project, forks, tmp_path):
   """Also with one device too many: --num_devices=3 for two stages."""
   ours, theirs = pty.openpty()
-  args = [*processes.TrainArgs(tmp_path, PART), '--num_devices=3']
+  args = [*_ToyArgs(tmp_path, PART), '--num_devices=3']
   output = b''
-  forks.Start('trainer', *args, stdout=os.ttyname(theirs))
+  forks.Start('trainer', *args, stdout=os.ttyname(theirs), cwd=project)
   deadline = time.monotonic() + processes.TIMEOUT
   while time.monotonic() < deadline:
     if not select.select([ours], [], [], 1.0)[0]:
