@@ -27,7 +27,8 @@ ROOT = pathlib.Path(lingvo_gpipe.__file__).parents[1]
 MODEL = 'lm.stdlib.ByteTransformerGPipe2'
 # A model and data so small that starting the process takes most of the time.
 TINY = (
-  'task.num_layers:2;task.model_dim:16;task.hidden_dim:32;task.num_heads:2;task.stack.xla:False;'
+  'task.num_layers:1;task.model_dim:16;task.hidden_dim:32;task.num_heads:2;task.stack.xla:False;'
+  'task.stack.num_micro_batches:2;'
   'input.max_bytes:20000;input.batch_size:4;input.seq_len:16'
 )
 TIMEOUT = 120

@@ -136,7 +136,10 @@ def testARunKeepsTheSlicesOfItsMeasuredCut(tmp_path, monkeypatch):
     return [(1.0, 2.0), *[(float(i), 2.0 * i) for i in range(len(calls) - 2)], (of_softmax[0],) * 2]
 
   monkeypatch.setattr(layer_profile, 'Measure', Measure)
-  more = 'task.stack.partition_by:time;task.stack.vocabulary:shared;task.train.max_steps:1'
+  more = (
+    'task.num_layers:2;task.stack.partition_by:time;task.stack.vocabulary:shared;'
+    'task.train.max_steps:1'
+  )
   program = _Program(tmp_path, _ModelParams(more=more))
   first = program._runner.cut
   assert program.Run() == 0

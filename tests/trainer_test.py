@@ -76,13 +76,13 @@ def testPrintsPlanProgressAndEvaluation(undisturbed):
     'device',
   ]  # fmt: skip
   assert [row[0] for row in stages] == ['0', '1']
-  assert sum(int(row[1]) for row in stages) == 6
+  assert sum(int(row[1]) for row in stages) == 5
   assert abs(sum(float(row[6].rstrip('%')) for row in stages) - 100.0) < 0.2
   assert [row[-1] for row in stages] == ['device:CPU:0', 'device:CPU:1']
   num_params = sum(int(row[4].replace(',', '')) for row in stages)
-  assert lines[4].startswith('K=2 stages, M=4 micro-batches, gpipe, remat_policy stage; balance ')
+  assert lines[4].startswith('K=2 stages, M=2 micro-batches, gpipe, remat_policy stage; balance ')
   assert f'{num_params:,} parameters' in lines[4]
-  assert re.match(r'predicted: bubble \d+\.\d% of a step \(20\.0% if stages were equal\)', lines[5])
+  assert re.match(r'predicted: bubble \d+\.\d% of a step \(33\.3% if stages were equal\)', lines[5])
   # Through a pipe: plain lines, with the first and the last step.
   progress = [line for line in lines if line.startswith('step ')]
   assert re.match(
@@ -119,7 +119,7 @@ def testLeavesDescriptionsCheckpointsAndSummaries(undisturbed, monkeypatch):
   assert params.ToText() == text
   assert params.task.model_dim == 16 and params.task.train.max_steps == END
   analysis = (logdir / 'model_analysis.txt').read_text()
-  assert 'lm.stack.layers[0].emb' in analysis and '12,928 parameters' in analysis
+  assert 'lm.stack.layers[0].emb' in analysis and '10,704 parameters' in analysis
   assert 'K=2 stages' in analysis
   assert processes.Steps(logdir) == list(range(PART, END + 1, PART))
   scalars = _TrainedScalars(logdir)

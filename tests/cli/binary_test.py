@@ -101,7 +101,7 @@ _MISTAKES = {
   ),
   'more stages than layers': (
     'trainer', [_MODEL, '--logdir={}', _Tiny('task.stack.num_stages:7')],
-    r'7 stages for 6 layers.*at most 6 stages',
+    r'7 stages for 5 layers.*at most 5 stages',
   ),
   'unknown data set at the end': (
     'trainer', [_MODEL, '--logdir={}', _Tiny("task.train.eval_datasets:['Tset']")],

@@ -31,7 +31,7 @@ def testACorrectExperimentPasses():
     f'--model_params_override={processes.TINY};task.atten_dropout_prob:0.1',
   )  # fmt: skip
   out = processes.Succeeded(done).stdout
-  assert 'K=2 stages, M=4 micro-batches' in out
+  assert 'K=2 stages, M=2 micro-batches' in out
   assert re.search(r'^EQUAL: float64', out, re.MULTILINE)
   assert out.count('relative ') == 5  # Two lines for each scale, and one heading.
   assert processes.Messages(done.stderr) == []
