@@ -8,6 +8,7 @@ import os
 import pathlib
 import random
 import resource
+import shutil
 import stat
 import subprocess
 import sys
@@ -300,14 +301,15 @@ def testAKillOrErrorAtAnyFileOperationLosesNothing(tmp_path, monkeypatch, step, 
   faults = _Faults(monkeypatch, fatal)
   values = _Variables(100.0 + step)
   outcomes = set()
+  before = tmp_path / 'before'
+  for old in (1, 2):
+    _Save(before, old, max_to_keep=2)
+  # Leftovers of an earlier killed save.
+  (before / 'ckpt-00000003-0badbeef').mkdir()
+  (before / 'ckpt-00000003.json.tmp-0badbeef').write_text('{')
   for n in range(1, 100):
     directory = tmp_path / str(n)
-    faults.Arm(None)
-    for old in (1, 2):
-      _Save(directory, old, max_to_keep=2)
-    # Leftovers of an earlier killed save.
-    (directory / 'ckpt-00000003-0badbeef').mkdir()
-    (directory / 'ckpt-00000003.json.tmp-0badbeef').write_text('{')
+    shutil.copytree(before, directory)
     faults.Arm(n)
     saver = checkpointer.Checkpointer(directory, max_to_keep=2)
     try:
