@@ -208,6 +208,11 @@ class BaseStreamInput(base_input_generator.BaseInputGenerator):
     return f'{type(self).__name__}{name}'
 
   def _ExampleSpec(self) -> nested_map.NestedMap:
+    return self._example_spec
+
+  @functools.cached_property
+  def _example_spec(self) -> nested_map.NestedMap:
+    """A run asks for it ten times, and each time the functions of a stream would be traced."""
     with self._Explaining():
       spec: Any = self._Stream(tf.constant(0, tf.int64)).element_spec
     if not isinstance(spec, Mapping):
