@@ -105,9 +105,7 @@ class _Features(layers.Layer):
   def __init__(self, seed):
     super().__init__()
     self.kernel_initializer = keras.initializers.RandomNormal(seed=seed)
-
-  def build(self, shape):
-    self.kernel = self.add_weight(shape=(shape[-1], 4), initializer=self.kernel_initializer)
+    self.kernel = self.add_weight(shape=(4, 4), initializer=self.kernel_initializer)
 
 
 class _RandomFeatures(_Features):
