@@ -132,11 +132,13 @@ def testALayerWaitsForTheGradientsOfTheOneAbove(tmp_path):
 def testALayerThatWaitsKeepsTheSignOfZero():
   """The angle of (-1, -0) is -pi, and of (-1, 0) pi."""
 
-  def Fn(w, x):
-    zero = -tf.nn.relu(-tf.abs(x))  # -0.0.
-    return w * tf.atan2(zero, -tf.ones_like(x))
-
-  sub = [layers.FnLayer.Params().Set(fn=fn) for fn in (lambda w, x: w * x, Fn, lambda w, x: w * x)]
+  fns = [
+    lambda w, x: w * x,
+    lambda w, x: -tf.nn.relu(-tf.abs(x)) * w,  # -0.0.
+    lambda w, x: tf.atan2(x, -tf.ones_like(x)) * w,
+    lambda w, x: w * x,
+  ]
+  sub = [layers.FnLayer.Params().Set(fn=fn) for fn in fns]
   x, side = tf.ones([4, layers.DIM], tf.float64), tf.ones([4], tf.float64)
   results = [
     stacks.Train(stacks.MakeStack(sub, remat_policy=policy, xla=True), (x,), side)
