@@ -698,10 +698,6 @@ def testEachPipelineHasItsOwnOptimizer():
     np.testing.assert_allclose(w, e, rtol=1e-5, atol=1e-6)
 
 
-if __name__ == '__main__':
-  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))
-
-
 def testSummaryAfterCompilingAgain():
   """The stages are gone until the next batch."""
   pipe = keras_fits.Pipe(keras_fits.Seeded(keras_fits.Mlp), 2, 2)
@@ -743,3 +739,7 @@ def testAFailedStepNamesItsLayerAndChangesNothing():
   assert 'model.layers[1]' in notes and 'stage 1' in notes and 'micro-batch 1' in notes
   for before, after in zip(weights, model.get_weights(), strict=True):
     np.testing.assert_array_equal(before, after)
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

@@ -303,7 +303,7 @@ class KerasCellLayer(base_layer.BaseLayer):
       values[v] = Attached(x)
     for v in cell.skips_in:
       values[v] = Attached(skips[_SkipName(v)])
-    rows = _Rows(values)
+    rows = _RelativeRows(values)
     before = {name: tf.convert_to_tensor(theta[name]) for name in self._keras_variables}
     mapping = [(v, before[name]) for name, v in self._keras_variables.items()]
     numbers = itertools.count()
@@ -463,15 +463,23 @@ def _SkipName(value: keras_nodes.Value) -> str:
   return f'v{value.index}'
 
 
-def _Rows(values: Mapping[keras_nodes.Value, Any]) -> tf.Tensor:
-  """Returns the number of examples in the micro-batch, a float64 scalar.
+def _RelativeRows(values: Mapping[keras_nodes.Value, Any]) -> tf.Tensor:
+  """Returns a multiple of the number of examples in the micro-batch, a float64 scalar.
 
-  The examples are on the axis of unknown size, usually the first, of the tensors that enter a cell.
+  The examples are on an axis of unknown size, usually the first, of the tensors that enter a cell.
+  Other axes of unknown size, such as time, have equal sizes in all micro-batches of a mini-batch,
+  which are pieces of the same tensors. So the product of all unknown sizes weights micro-batches
+  as the number of examples does.
   """
   tensors = {v: x for v, x in values.items() if x is not None}
-  axes = [(x, v.shape.index(None)) for v, x in tensors.items() if None in v.shape]
-  x, axis = min(axes, key=lambda pair: pair[1], default=(next(iter(tensors.values())), 0))
-  return tf.cast(tf.shape(x)[axis], tf.float64)
+  unknown = [
+    (x, [i for i, size in enumerate(v.shape) if size is None])
+    for v, x in tensors.items()
+    if None in v.shape
+  ]
+  first = next(iter(tensors.values())), [0]
+  x, axes = min(unknown, key=lambda pair: (pair[1][0], -len(pair[1])), default=first)
+  return tf.reduce_prod([tf.cast(tf.shape(x)[i], tf.float64) for i in axes])
 
 
 # What Keras attaches to tensors: masks; and to a softmax or sigmoid its logits, from which losses

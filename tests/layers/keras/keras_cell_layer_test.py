@@ -57,11 +57,12 @@ def testMovingAveragesAreThoseOfAllRows(num_micro_batches):
     np.testing.assert_allclose(norm.moving_variance, variance, rtol=1e-5)
 
 
-def testExamplesMayBeOnAnotherAxisThanTheFirst():
+@pytest.mark.parametrize('time', [4, None])
+def testExamplesMayBeOnAnotherAxisThanTheFirst(time):
   """The averages took the steps of time for examples, so all micro-batches weighed the same."""
 
   def Make(axes):
-    x = inputs = keras.Input([4, 5])
+    x = inputs = keras.Input([time, 5])
     x = layers.Dense(5)(ops.transpose(x, axes))
     x = layers.BatchNormalization()(layers.Dense(5)(x))
     return keras.Model(inputs, ops.transpose(x, axes))
