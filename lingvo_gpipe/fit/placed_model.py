@@ -138,8 +138,8 @@ class PlacedModel:
     )
     if p.num_stages > len(cells):
       raise ValueError(
-        f'{model.name} has {len(cells)} cells, too few for {p.num_stages} stages; a cell is a '
-        f'layer with a matrix: {", ".join(c.name for c in cells)}'
+        f'{model.name}: expected at least {p.num_stages} cells, one for each stage, got '
+        f'{len(cells)}; a cell is a layer with a matrix: {", ".join(c.name for c in cells)}'
       )
     used = {id(v) for cell in cells for v in cell.Weights().values()}
     for v in model.trainable_variables:
