@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -303,7 +304,7 @@ class KerasCellLayer(base_layer.BaseLayer):
       values[v] = Attached(x)
     for v in cell.skips_in:
       values[v] = Attached(skips[_SkipName(v)])
-    rows = _RelativeRows(values)
+    entering = dict(values)
     before = {name: tf.convert_to_tensor(theta[name]) for name in self._keras_variables}
     mapping = [(v, before[name]) for name, v in self._keras_variables.items()]
     numbers = itertools.count()
@@ -327,7 +328,7 @@ class KerasCellLayer(base_layer.BaseLayer):
       for name, v in self._keras_variables.items()
       if (new := scope.get_current_value(v)) is not before[name]
     }
-    self._ReportState(before, changed, rows)
+    self._ReportState(before, changed, entering)
     if not context.do_eval:
       cell.state_uses.Add(cell, [self._keras_variables[name] for name in changed], reads)
     self._CheckReads(tape.watched_variables(), where)
@@ -389,7 +390,10 @@ class KerasCellLayer(base_layer.BaseLayer):
     ]
 
   def _ReportState(
-    self, before: Mapping[str, tf.Tensor], changed: Mapping[str, Any], rows: tf.Tensor
+    self,
+    before: Mapping[str, tf.Tensor],
+    changed: Mapping[str, Any],
+    entering: Mapping[keras_nodes.Value, Any],
   ) -> None:
     """Reports the state that the call changed, for `StateFromSums`."""
     context = fprop_context.Current()
@@ -402,6 +406,7 @@ class KerasCellLayer(base_layer.BaseLayer):
           f'{self.path}: the call of {self._cell.name} changes {owner} variable '
           f'{self._keras_variables[name].path}, which a pipeline cannot do'
         )
+    rows = _RelativeRows(entering)
     sums = {'rows': rows}
     for name, new in changed.items():
       sums[name] = rows * tf.cast(new, tf.float64)
@@ -463,7 +468,7 @@ def _SkipName(value: keras_nodes.Value) -> str:
   return f'v{value.index}'
 
 
-def _RelativeRows(values: Mapping[keras_nodes.Value, Any]) -> tf.Tensor:
+def _RelativeRows(entering: Mapping[keras_nodes.Value, Any]) -> tf.Tensor:
   """Returns a multiple of the number of examples in the micro-batch, a float64 scalar.
 
   The examples are on an axis of unknown size, usually the first, of the tensors that enter a cell.
@@ -471,15 +476,15 @@ def _RelativeRows(values: Mapping[keras_nodes.Value, Any]) -> tf.Tensor:
   which are pieces of the same tensors. So the product of all unknown sizes weights micro-batches
   as the number of examples does.
   """
-  tensors = {v: x for v, x in values.items() if x is not None}
-  unknown = [
-    (x, [i for i, size in enumerate(v.shape) if size is None])
-    for v, x in tensors.items()
-    if None in v.shape
-  ]
-  first = next(iter(tensors.values())), [0]
-  x, axes = min(unknown, key=lambda pair: (pair[1][0], -len(pair[1])), default=first)
-  return tf.reduce_prod([tf.cast(tf.shape(x)[i], tf.float64) for i in axes])
+  unknown = {
+    v: [i for i, size in enumerate(v.shape) if size is None]
+    for v, x in entering.items()
+    if x is not None
+  }
+  # Of [time, 1, dim] and [time, batch, dim] only the second, with more unknown sizes, has examples.
+  v = min(unknown, key=lambda v: (min(unknown[v], default=math.inf), -len(unknown[v])))
+  shape = tf.shape(entering[v])
+  return tf.reduce_prod([tf.cast(shape[i], tf.float64) for i in unknown[v] or [0]])
 
 
 # What Keras attaches to tensors: masks; and to a softmax or sigmoid its logits, from which losses
