@@ -12,7 +12,7 @@ import tensorflow as tf
 from absl import logging
 
 from lingvo_gpipe.core import hyperparams, nested_map
-from lingvo_gpipe.fit import keras_generation, keras_loss, keras_step
+from lingvo_gpipe.fit import added_losses, keras_generation, keras_loss, keras_step
 from lingvo_gpipe.layers.keras import (
   keras_cell_layer,
   keras_cells,
@@ -93,10 +93,10 @@ class PlacedModel:
     num_micro_batches = settings.num_micro_batches
     self._CheckOutputs()
     self._loss = keras_loss.KerasLoss(trainer, self.graph, num_micro_batches)
-    if side is not None:
-      self._loss.Build(side, micro_batch.BatchSize(args))
-    self._is_built = side is not None or not trainer.compiled
     self.stack = p.Instantiate()
+    self._is_built = not trainer.compiled
+    if side is not None:
+      self._BuildLoss(args, side)
     arg_specs = [None if t is None else tf.TensorSpec(t.shape, t.dtype) for t in args]
     devices, num_replicas = settings.devices, settings.num_replicas
     weights = layer_costs.Weights()
@@ -234,9 +234,14 @@ class PlacedModel:
     """Returns the arguments of the first cell; builds the loss if `predict` came first."""
     args = self._Args(x)
     if not self._is_built:
-      self._loss.Build(side, micro_batch.BatchSize(args))
-      self._is_built = True
+      self._BuildLoss(args, side)
     return args
+
+  def _BuildLoss(self, args: tuple[Any, ...], side: nested_map.NestedMap) -> None:
+    """Makes the loss; raises ValueError if micro-batches cannot compute it."""
+    self._loss.Build(side, micro_batch.BatchSize(args))
+    added_losses.CheckMeans(self.stack.layers, args, self._settings.num_micro_batches)
+    self._is_built = True
 
   def _MakeStep(self) -> keras_step.KerasStep:
     trainer, model = self._trainer, self._trainer.model

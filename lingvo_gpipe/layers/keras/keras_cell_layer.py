@@ -26,6 +26,9 @@ from lingvo_gpipe.core import (
 from lingvo_gpipe.layers import chunked_logits, dropout
 from lingvo_gpipe.layers.keras import keras_cells, keras_nodes, keras_variables
 
+# Names of auxiliary losses: what layers add, and the regularizers of weights.
+ADDED, _REGULARIZERS = 'added_losses', 'regularizers'
+
 
 class _Scope(keras.layers.Layer):
   """Runs calls as inside the `__call__` of a model: in its dtype policy and training mode."""
@@ -101,7 +104,7 @@ class KerasCellLayer(base_layer.BaseLayer):
   FProp runs the live Keras layers with the weights in place of their variables:
 
   * Seed generators take their seeds from the context's seeds.
-  * Losses that Keras collects (regularizers, add_loss) become an auxiliary loss `keras_losses`.
+  * Losses of add_loss become an auxiliary loss `ADDED`, and regularizers of weights another.
   * State that a call changes (moving averages of a BatchNormalization, vectors of a
     SpectralNormalization) becomes the mean over the micro-batches, weighted by their rows, of what
     each of them would have made it. So one micro-batch changes it as Keras does. The moving
@@ -316,11 +319,11 @@ class KerasCellLayer(base_layer.BaseLayer):
       captures = side_effects.CheckCaptures(where, trained)
       with in_batches, no_remat, captures, tf.GradientTape() as tape:
         self._RunNodes(values, training=not context.do_eval)
-      losses = [*scope.losses, *self._RegularizerLosses()]
-      if losses:
-        dtype = tf.float64 if tf.float64 in [x.dtype for x in losses] else tf.float32
-        total = tf.add_n([tf.cast(tf.reduce_sum(x), dtype) for x in losses])
-        context.AddAuxLoss(self, total, name='keras_losses')
+      for name, losses in ((ADDED, scope.losses), (_REGULARIZERS, self._RegularizerLosses())):
+        if losses:
+          dtype = tf.float64 if tf.float64 in [x.dtype for x in losses] else tf.float32
+          total = tf.add_n([tf.cast(tf.reduce_sum(x), dtype) for x in losses])
+          context.AddAuxLoss(self, total, name=name)
     mine = {id(v) for name, v in self._keras_variables.items() if name not in self.params.reused}
     reads = [v for key, v in scope.reads.items() if key not in mine]
     changed = {

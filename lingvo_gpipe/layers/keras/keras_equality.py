@@ -142,7 +142,7 @@ def _State(value: Any) -> dict[str, Any]:
       for k, v in attributes.items()
       if not isinstance(v, keras.initializers.Initializer)
       or not (is_known or k.endswith('_initializer'))
-      or (not is_known and _Reads(type(value), {k}))
+      or (not is_known and Reads(type(value), {k}))
     }
     if not is_known:
       attributes['name'] = _CountedNames(value)
@@ -155,12 +155,12 @@ def _IsOfKeras(cls: type) -> bool:
 
 def _CountedNames(layer: Any) -> list[str]:
   """Returns the names on which the computation of a layer of a class outside Keras may depend."""
-  if _Reads(type(layer), {'name', 'path'}):
+  if Reads(type(layer), {'name', 'path'}):
     return [x.name for x in layer._flatten_layers()]
   return [] if _HasAutomaticName(layer) else [layer.name]
 
 
-def _Reads(cls: type, attributes: Set[str]) -> bool:
+def Reads(cls: type, attributes: Set[str]) -> bool:
   """Whether a method that a class does not have from Keras reads an attribute of such a name."""
   codes = []
   for base in cls.__mro__:

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Losses that layers add are means over the examples, or one micro-batch alone can train them."""
+
+import re
+import sys
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+from tests.toys import keras_fits
+
+X, Y = keras_fits.Floats(8, 4, 5), keras_fits.Floats(8, 4, 3, seed=1)
+COMPILED = {'loss': 'mse'}.copy
+
+
+class _Adds(layers.Layer):
+  """Adds a function of its input to the loss, in training, in evaluation or in both."""
+
+  def __init__(self, function, modes=(False, True)):
+    super().__init__()
+    self.function = function
+    self.modes = modes
+
+  def call(self, x, training=None):
+    if training in self.modes:
+      self.add_loss(self.function(x))
+    return x
+
+
+def _Model(*middle):
+  """Returns a model of a cell, cells with a regularizer and each a part of the middle, and a cell.
+
+  Args:
+    *middle: for each cell its layers after the first.
+  """
+  x = inputs = keras.Input([4, 5])
+  x = layers.Dense(6, activation='tanh')(x)
+  for cell in middle:
+    # More than the losses that the cell adds.
+    x = layers.Dense(6, kernel_regularizer=keras.regularizers.L2(1.0))(x)
+    for layer in cell:
+      x = layer(x)
+  return keras.Model(inputs, layers.Dense(3)(x))
+
+
+def _Squares(reduction):
+  return lambda x: 0.1 * reduction(ops.square(x))
+
+
+def _SwapAxes(x):
+  return ops.transpose(x, [1, 0, 2])
+
+
+NOT_MEANS = {
+  'sum': lambda: [_Adds(_Squares(ops.sum))],
+  'norm': lambda: [_Adds(lambda x: ops.sqrt(ops.sum(ops.square(x))))],
+  'in training': lambda: [_Adds(_Squares(ops.sum), (True,))],
+  'in evaluation': lambda: [_Adds(_Squares(ops.sum), (False,))],
+  'after dropout': lambda: [layers.Dropout(0.5), _Adds(_Squares(ops.sum))],
+  'nested': lambda: [keras.Sequential([_Adds(_Squares(ops.sum)), layers.Activation('tanh')])],
+  # Keras divides by the size of the first axis.
+  'time first': lambda: [_SwapAxes, layers.ActivityRegularization(l2=0.1), _SwapAxes],
+}
+
+
+@pytest.mark.parametrize('name', NOT_MEANS)
+def testOtherLossesAreRefused(name):
+  pipe = keras_fits.Pipe(keras_fits.Seeded(lambda: _Model(NOT_MEANS[name]())), 2, 2)
+  with pytest.raises(ValueError, match=r'layers\[1\].*(_adds|activity_).*num_micro_batches=1'):
+    keras_fits.Fit(pipe, X, Y, COMPILED)
+
+
+def testOneMicroBatchTakesAnyLoss():
+  keras_fits.CheckFit(lambda: _Model(NOT_MEANS['time first']()), X, Y, COMPILED, ((2, 1),))
+
+
+@pytest.mark.parametrize(
+  'loss',
+  [
+    lambda x: ops.mean(ops.square(ops.mean(x, 0))),  # Compares examples.
+    lambda x: ops.sum(ops.relu(x)) / ops.sum(ops.cast(x > 0, x.dtype)),  # A mean over some values.
+  ],
+  ids=['examples', 'values'],
+)
+@pytest.mark.parametrize('modes', [(False, True), (True,)], ids=['always', 'in training'])
+def testOtherMeansAreWarnedOf(loss, modes, caplog):
+  pipe = keras_fits.Pipe(keras_fits.Seeded(lambda: _Model([_Adds(loss, modes)])), 2, 2)
+  keras_fits.Fit(pipe, X, Y, COMPILED, epochs=1)
+  assert re.search(r'layers\[1\].*_adds', caplog.text)
+
+
+def testMeansCountAsInKeras(caplog):
+  def Make():
+    # Rounding makes a number, about 1e-9, that depends on how many examples there are.
+    zero = [layers.LayerNormalization(), _Adds(ops.mean)]
+    constant = [_Adds(lambda _: ops.ones([]))]
+    return _Model(constant, zero, [_Adds(_Squares(ops.mean))])
+
+  keras_fits.CheckFit(Make, X, Y, COMPILED, ((2, 2),), batch_size=8)
+  assert not caplog.messages
+
+
+def testRandomLossesPass():
+  dropout = [layers.Dropout(0.9), _Adds(_Squares(ops.mean), (True,))]
+  noise = [layers.GaussianNoise(1.0), _Adds(ops.mean)]
+  no_number = [_Adds(lambda x: np.nan * ops.sum(x))]
+  pipe = keras_fits.Pipe(keras_fits.Seeded(lambda: _Model(dropout, noise, no_number)), 2, 2)
+  keras_fits.Fit(pipe, X, Y, COMPILED, epochs=1)
+
+
+def testNothingIsTrainedAfterPredict():
+  """The trial reads an embedding whose rows are divided among the devices."""
+
+  def Make():
+    inputs = keras.Input([6], dtype='int32')
+    x = layers.Embedding(8, 4)(inputs)
+    x = _Adds(_Squares(ops.sum))(layers.Dense(4)(x))
+    return keras.Model(inputs, layers.Dense(8)(x))
+
+  ids = keras_fits.Integers(8, 4, 6)
+  pipe = keras_fits.Pipe(keras_fits.Seeded(Make), 2, 2, vocabulary='shared')
+  before = pipe.get_weights()
+  pipe.predict(ids, verbose=0)
+  loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+  with pytest.raises(ValueError, match=r'layers\[1\].*_adds'):
+    keras_fits.Fit(pipe, ids, ids, lambda: {'loss': loss})
+  for a, b in zip(pipe.get_weights(), before, strict=True):
+    np.testing.assert_array_equal(a, b)
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))
