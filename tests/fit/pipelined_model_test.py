@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 from lingvo_gpipe import PipelinedModel
-from lingvo_gpipe.layers.keras import keras_nodes
+from lingvo_gpipe.layers.keras import keras_variables
 from tests import naming
 from tests.toys import keras_fits
 
@@ -513,7 +513,7 @@ def testSeedsOfKerasAreNotConsumed():
   """Dropout depends on the step, so a step can be repeated."""
   pipe = _Made(lambda: keras.Sequential([keras.Input([5]), layers.Dense(4), layers.Dropout(0.5),
                                          layers.Dense(3)]))  # fmt: skip
-  states = [v for v in keras_nodes.FromModel(pipe.model).model.variables if keras_nodes.IsSeed(v)]
+  states = [v for v in pipe.model.variables if keras_variables.IsSeed(v)]
   before = [v.numpy() for v in states]
   assert states
   pipe.train_on_batch(X, Y)

@@ -24,22 +24,10 @@ from lingvo_gpipe.core import (
   weight_params,
 )
 from lingvo_gpipe.layers import chunked_logits, dropout
-from lingvo_gpipe.layers.keras import keras_cells, keras_nodes, keras_variables
+from lingvo_gpipe.layers.keras import keras_cells, keras_nodes, keras_symbols, keras_variables
 
 # Names of auxiliary losses: what layers add, and the regularizers of weights.
 ADDED, _REGULARIZERS = 'added_losses', 'regularizers'
-
-
-class _Scope(keras.layers.Layer):
-  """Runs calls as inside the `__call__` of a model: in its dtype policy and training mode."""
-
-  def __init__(self, policy: Any) -> None:
-    super().__init__(dtype=policy, name='cell')
-    self.built = True
-    self.run: Any = None
-
-  def call(self, training: bool | None = None) -> None:
-    self.run()
 
 
 class _CellScope(keras.StatelessScope):
@@ -73,7 +61,7 @@ class _CellScope(keras.StatelessScope):
       ValueError: the variable is trained and not of the cell, so its gradient would be lost.
     """
     value = super().get_current_value(variable)
-    if value is None and keras_nodes.IsSeed(variable):  # Of keras.random without a seed.
+    if value is None and keras_variables.IsSeed(variable):  # Of keras.random without a seed.
       value = self._new_seed(variable)
       self.add_update((variable, value))
     if value is None and id(variable) in self._trained:
@@ -82,14 +70,14 @@ class _CellScope(keras.StatelessScope):
         'would lose its gradient: call the layer that owns the variable, or use the variable in '
         'keras.ops outside layers'
       )
-    if id(variable) not in self._trained and not keras_nodes.IsSeed(variable):
+    if id(variable) not in self._trained and not keras_variables.IsSeed(variable):
       self.reads[id(variable)] = variable
     return value
 
   def add_update(self, update: Any) -> None:
     """Changes a variable for this call; raises ValueError if it is not of the cell."""
     variable, value = update
-    if id(variable) not in self.state_mapping and not keras_nodes.IsSeed(variable):
+    if id(variable) not in self.state_mapping and not keras_variables.IsSeed(variable):
       raise ValueError(
         f'{self._where} changes the variable {variable.path}, which none of its layers tracks, so '
         'a pipeline would lose the change: make it by add_weight(trainable=False) in the layer'
@@ -364,16 +352,14 @@ class KerasCellLayer(base_layer.BaseLayer):
     for node in self._cell.nodes:
       mode = training if node.training is None else node.training
 
-      def Run(node: keras_nodes.Node = node, mode: bool = mode) -> None:
+      def Run(node: keras_nodes.Node = node, mode: bool = mode) -> Any:
         kwargs = Fill(node.kwargs)
         if 'training' in getattr(node.operation, '_call_context_args', ()):
           kwargs['training'] = mode
-        outputs = keras.tree.flatten(node.operation(*Fill(node.args), **kwargs))
-        values.update(zip(node.outputs, outputs, strict=True))
+        return node.operation(*Fill(node.args), **kwargs)
 
-      scope = _Scope(node.policy)
-      scope.run = Run
-      scope(training=mode)
+      outputs = keras.tree.flatten(keras_symbols.RunInCall(Run, node.policy, mode))
+      values.update(zip(node.outputs, outputs, strict=True))
 
   def _Seed(self, index: int, variable: Any) -> tf.Tensor:
     """Returns the state of a seed generator for this call."""

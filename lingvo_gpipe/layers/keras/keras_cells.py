@@ -21,7 +21,7 @@ from typing import Any
 
 import keras
 
-from lingvo_gpipe.layers.keras import keras_equality, keras_nodes
+from lingvo_gpipe.layers.keras import keras_equality, keras_nodes, keras_variables
 
 _Value = keras_nodes.Value
 
@@ -76,7 +76,7 @@ class Cell:
 
   def Weights(self) -> dict[str, Any]:
     """Returns {name: Keras variable}; blocks of equal structure have equal names."""
-    return {name: v for name, v in _Named(self._Variables()) if not keras_nodes.IsSeed(v)}
+    return {name: v for name, v in _Named(self._Variables()) if not keras_variables.IsSeed(v)}
 
   @property
   def has_loss(self) -> bool:
@@ -86,7 +86,7 @@ class Cell:
 
   def Seeds(self) -> list[Any]:
     """Returns the states of the seed generators, in order."""
-    return [v for v in self._Variables() if keras_nodes.IsSeed(v)]
+    return [v for v in self._Variables() if keras_variables.IsSeed(v)]
 
   def Layers(self) -> list[Any]:
     """Returns the Keras layers that the cell calls, and the layers inside them, each once."""
@@ -259,7 +259,7 @@ def _Together(nodes: Sequence[keras_nodes.Node]) -> list[tuple[int, int]]:
 
 
 def _Weights(node: keras_nodes.Node) -> list[Any]:
-  return [v for v in node.variables if not keras_nodes.IsSeed(v)]
+  return [v for v in node.variables if not keras_variables.IsSeed(v)]
 
 
 def _Named(variables: Iterable[Any]) -> Iterator[tuple[str, Any]]:

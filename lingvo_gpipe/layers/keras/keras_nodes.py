@@ -28,7 +28,7 @@ import tensorflow as tf
 from keras.src.models import functional as keras_functional
 from keras.src.ops import node as keras_node
 
-from lingvo_gpipe.layers.keras import keras_equality, keras_variables
+from lingvo_gpipe.layers.keras import keras_equality, keras_symbols, keras_variables
 
 # Operations that TensorFlow has no gradient for, although their outputs are floating.
 _CUTTING = ('Ceil', 'Floor', 'Rint', 'Round', 'Sign', 'StopGradient', 'Trunc')
@@ -281,11 +281,6 @@ def MayAddLoss(layer: Any) -> bool:
   return is_foreign or layer.activity_regularizer is not None
 
 
-def IsSeed(variable: Any) -> bool:
-  """Whether a Keras variable is the state of a seed generator."""
-  return bool(variable.name == 'seed_generator_state')
-
-
 class _Environment(dict[int, Value]):
   """{id of a KerasTensor: Value}."""
 
@@ -333,7 +328,7 @@ class _Builder:
       history = tensor._keras_history
       call = history.operation._inbound_nodes[history.node_index]
       if not is_ready:
-        if not call.arguments.keras_tensors:
+        if not call.arguments.keras_tensors and not is_traced:
           raise ValueError(f'the tensor {tensor.name} does not depend on the inputs of the model')
         stack.append((tensor, True))
         stack += [(t, False) for t in reversed(call.arguments.keras_tensors)]
@@ -341,7 +336,9 @@ class _Builder:
       args, kwargs = call.arguments.fill_in(environment)
       kwargs = dict(kwargs)
       asked = kwargs.pop('training', None)
-      mode = asked if is_traced and asked is not None else training
+      mode = training
+      if is_traced:
+        mode = getattr(call, 'mode', None) if asked is None else asked
       values = self._Call(call, args, kwargs, policy, mode)
       environment.update({id(t): v for t, v in zip(call.outputs, values, strict=True)})
     return [environment[id(t)] for t in outputs]
@@ -417,38 +414,46 @@ def _TraceCall(model: Any, x: Any) -> Graph:
     return _TraceMode(model, _Symbols(model, x), mode)
 
   modes = [True, False] if 'training' in inspect.signature(model.call).parameters else [None]
-  with _NoChanges():
+  with keras.StatelessScope():  # Seeds keep their values.
     first = Trace(modes[0])
   with _OtherWeights():
     other = Trace(modes[0])
   if (line := _Difference(first, other)) is not None:
     raise ValueError(
       f'{type(model).__name__}.call computes with the value of a weight, or draws random numbers, '
-      f'outside layers or in a layer that takes constants only; the result, used{line}, would stay '
-      'constant: pass the weight itself to keras.ops, or move the computation into a layer'
+      f'outside layers and keras.ops; the result, used{line}, would stay constant: pass the weight '
+      'itself to keras.ops, or move the computation into a layer'
     )
-  with _NoChanges():
+  with keras.StatelessScope():
     last = Trace(modes[-1])
   if (line := _Difference(first, last)) is not None:
     raise ValueError(
       f'{type(model).__name__}.call does something else in training than in evaluation{line}, so '
       'its layers are no fixed graph: move the choice into a layer that takes `training`'
     )
-  # A mode that follows the argument is the mode of the whole model.
-  nodes = tuple(
-    dataclasses.replace(a, training=a.training if a.training == b.training else None)
-    for a, b in zip(first.nodes, last.nodes, strict=True)
-  )
-  return dataclasses.replace(first, nodes=nodes)
+  nodes = []
+  for a, b in zip(first.nodes, last.nodes, strict=True):
+    if b.training and not a.training:
+      raise ValueError(
+        f'{type(model).__name__}.call{a.line} gives a layer the mode of training in evaluation only'
+      )
+    # A mode that follows the argument is the mode of the whole model.
+    nodes.append(dataclasses.replace(a, training=a.training if a.training == b.training else None))
+  return dataclasses.replace(first, nodes=tuple(nodes))
 
 
 def _TraceMode(model: Any, x: Any, mode: bool | None) -> Graph:
   flat = keras.tree.flatten(x)
   builder = _Builder()
   inputs = tuple(builder.NewValue(t) for t in flat)
+
+  def Call() -> Any:
+    with keras_symbols.Recorded():
+      return model.call(x) if mode is None else model.call(x, training=mode)
+
   with _NamingTheLine(model):
     with _KnowingLines(_Path(model)), _Refusing(model, 'add_loss', 'add_metric'):
-      outputs = model.call(x) if mode is None else model.call(x, training=mode)
+      outputs = keras_symbols.RunInCall(Call, model.dtype_policy, mode)
     tensors = keras.tree.flatten(outputs)
     for t in tensors:
       if not isinstance(t, keras.KerasTensor):
@@ -529,29 +534,16 @@ def _Line(path: str | None, frames: Iterable[tuple[Any, int]]) -> str:
   return ''
 
 
-class _NoChanges(keras.StatelessScope):
-  """Keeps the `call` of a model from changing variables, which only layers may do."""
-
-  def add_update(self, update: Any) -> None:
-    """Changes a seed for this trace; raises ValueError for any other variable."""
-    variable, _ = update
-    if not IsSeed(variable):
-      raise ValueError(
-        f'it changes the variable {variable.path} outside layers, and a pipeline would lose the '
-        'change'
-      )
-    super().add_update(update)
-
-
-class _OtherWeights(_NoChanges):
+class _OtherWeights(keras.StatelessScope):
   """Changes the values of all weights that code reads, so that a trace shows their use."""
 
   def get_current_value(self, variable: Any) -> Any:
-    """Returns a value other than the present one; integers but seeds keep theirs."""
+    """Returns a value of another sign and size; integers but seeds keep theirs."""
     value = super().get_current_value(variable)
     if value is None and variable._value is not None:
-      if variable._value.dtype.is_floating or IsSeed(variable):
-        value = variable._value + tf.ones([], variable._value.dtype)
+      if variable._value.dtype.is_floating or keras_variables.IsSeed(variable):
+        value = variable._value
+        value = tf.where(value == 0, tf.ones_like(value), -2 * value)
     return value
 
 
@@ -573,7 +565,8 @@ def _IsSameCall(a: Node, b: Node) -> bool:
       else:
         yield leaf.numpy() if isinstance(leaf, tf.Tensor) else leaf
 
-  is_layer = isinstance(a.operation, keras.Layer)
-  if is_layer and a.operation is not b.operation:
+  # A layer that the call makes, as layers.add does, is another in each trace.
+  has_weights = isinstance(a.operation, keras.Layer) and a.operation.variables
+  if has_weights and a.operation is not b.operation:
     return False
   return keras_equality.AreEqual((a.operation, *Leaves(a)), (b.operation, *Leaves(b)))

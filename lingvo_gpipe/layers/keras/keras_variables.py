@@ -38,6 +38,11 @@ def WithoutValues() -> Iterator[None]:
   global_state.set_global_attribute('uninitialized_variables', [])
 
 
+def IsSeed(variable: Any) -> bool:
+  """Whether a Keras variable is the state of a seed generator."""
+  return bool(variable.name == 'seed_generator_state')
+
+
 _KERAS_ADD = keras_backend.numpy.add
 
 

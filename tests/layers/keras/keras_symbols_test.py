@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trace of a subclassed model records what plain Keras computes: calls, weights and modes."""
+
+import random
+import sys
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+from lingvo_gpipe.layers.keras import keras_nodes
+from tests import naming
+from tests.toys import keras_fits
+
+IDS, TARGETS = keras_fits.Integers(9, 8, 4), keras_fits.Floats(8, 4, 3)
+X, Y = keras_fits.Floats(8, 5), keras_fits.Floats(8, 3, seed=1)
+COMPILED = {'loss': 'mse'}.copy
+
+
+class _Glue(keras.Model):
+  """Computes with weights and constants between its layers."""
+
+  def __init__(self):
+    super().__init__(name='glue')
+    self.embedding = layers.Embedding(9, 5)
+    self.positions = layers.Embedding(4, 5)
+    self.norm = layers.LayerNormalization()
+    self.mlp = keras.Sequential([keras.Input([5]), layers.Dense(5, activation='tanh')])
+    self.heads = [layers.Dense(5, activation='tanh'), layers.Dense(5), layers.Dense(3)]
+    for name in 'abcdef':
+      weight = self.add_weight(shape=[5], initializer='random_normal', name=name)
+      setattr(self, name, weight)
+    self.matrix = self.add_weight(shape=[5, 5], initializer='random_normal', name='matrix')
+    self.table = ops.convert_to_tensor(keras_fits.Floats(4, 5, seed=2))
+
+  def call(self, ids):
+    x = self.embedding(ids) + self.positions(ops.arange(4))
+    x = self.heads[0](x) + self.norm(self.table) + self.mlp(self.table)
+    x = layers.add([x * ops.exp(self.a), layers.ReLU()(x)]) * keras.activations.sigmoid(self.b)
+    x = self.heads[1](x) @ (self.matrix @ ops.transpose(self.matrix)) - self.c[None]
+    x = (1.0 - 2 * self.d) * x / (3.0 + abs(self.e) ** 2)
+    return self.heads[2](x * ops.where(self.f > 0, self.f, -self.f))
+
+
+def testWeightsAndConstantsOutsideLayersAreTrained():
+  """All weights: some have a gradient only by way of operations that no input reaches."""
+  keras_fits.CheckFit(
+    lambda: _Made(_Glue, IDS), IDS, TARGETS, COMPILED, ((1, 1), (3, 2)), batch_size=4
+  )
+
+
+def _Made(cls, x):
+  """Returns a model with its weights, which `call` on the first batch makes."""
+  model = cls()
+  model(x)
+  return model
+
+
+class _Seen(layers.Layer):
+  """Notes the training mode of each of its calls."""
+
+  def __init__(self):
+    super().__init__(name='seen')
+    self.modes = []
+
+  def call(self, x, training=None):
+    self.modes.append(bool(training))
+    return x
+
+
+class _Wrapped(layers.Layer):
+  """Calls a layer, which it may ask for a mode."""
+
+  def __init__(self, mode):
+    super().__init__(name='wrapped')
+    self.seen = _Seen()
+    self.mode = mode
+
+  def call(self, x):
+    return self.seen(x) if self.mode is None else self.seen(x, training=self.mode)
+
+
+class _Chain(keras.Model):
+  """Calls layers in turn, each of which gets a mode or none; `call` has no mode."""
+
+  def __init__(self, calls):
+    super().__init__(name='chain')
+    self.parts = [layer for layer, _ in calls]
+    self.modes = [mode for _, mode in calls]
+
+  def Run(self, x, training):
+    for part, mode in zip(self.parts, self.modes, strict=True):
+      x = part(x) if mode is None else part(x, training=training if mode == 'model' else mode)
+    return x
+
+  def call(self, x):
+    return self.Run(x, True)
+
+
+class _ChainWithMode(_Chain):
+  def call(self, x, training=None):
+    return self.Run(x, training)
+
+
+@pytest.mark.parametrize('cls', [_Chain, _ChainWithMode])
+def testLayersHaveTheModesOfKeras(cls):
+  """A mode that one layer is asked for is the mode of the next ones, too, in Keras."""
+  rng = random.Random(5)
+  for _ in range(20):
+    calls = []
+    for _ in range(6):
+      layer = rng.choice([_Seen, lambda: _Wrapped(None), lambda: _Wrapped(rng.random() < 0.5)])()
+      mode = rng.choice([None, None, True, False, 'model']) if type(layer) is _Seen else None
+      calls.append((layer, mode))
+    model = cls(calls)
+    model(X)
+    nodes = keras_nodes.FromModel(model, X).nodes
+    for mode in [True, False] if cls is _ChainWithMode else [None]:
+      model(X) if mode is None else model(X, training=mode)
+      for layer, node in zip(model.parts, nodes, strict=True):
+        if getattr(layer, 'mode', None) is None:
+          actual = mode if node.training is None else node.training
+          assert actual == getattr(layer, 'seen', layer).modes[-1], model.modes
+
+
+class _Normalised(keras.Model):
+  """Freezes one normalisation, and calls the next without a mode."""
+
+  def __init__(self):
+    super().__init__(name='normalised')
+    self.dense = [layers.Dense(5, activation='tanh'), layers.Dense(5), layers.Dense(3)]
+    self.norms = [layers.BatchNormalization() for _ in range(3)]
+
+  def Run(self, x, **options):
+    x = self.norms[0](self.dense[0](x))
+    x = self.norms[1](self.dense[1](x), **options)
+    return self.dense[2](self.norms[2](x))
+
+
+class _WithoutMode(_Normalised):
+  def call(self, x):
+    return self.Run(x)
+
+
+class _WithMode(_Normalised):
+  def call(self, x, training=None):
+    return self.Run(x)
+
+
+class _Frozen(_Normalised):
+  def call(self, x, training=None):
+    return self.Run(x, training=False)
+
+
+@pytest.mark.parametrize('cls', [_WithoutMode, _WithMode, _Frozen])
+def testNormalisationTrainsAsInKeras(cls):
+  keras_fits.CheckFit(lambda: _Made(cls, X), X, Y, COMPILED, ((2, 1),), batch_size=4)
+
+
+class _Inverse(_Normalised):
+  def call(self, x, training=None):
+    return self.Run(x, training=not training)
+
+
+def testAModeThatIsInvertedIsRefused():
+  with pytest.raises(ValueError, match=naming.Naming('_Inverse.call', 'evaluation')):
+    keras_nodes.FromModel(_Inverse(), X)
+
+
+class _Sign(_Normalised):
+  def call(self, x):
+    return self.Run(x) * np.sign(self.norms[0].gamma.value[:3])
+
+
+def testValuesOfWeightsThatHideTheirSizeAreRefused():
+  model = _Sign()
+  model.build([None, 5])
+  with pytest.raises(ValueError, match=naming.Naming('_Sign.call', 'weight')):
+    keras_nodes.FromModel(model, X)
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))
