@@ -125,7 +125,6 @@ _FOREIGN_NAMES = {
   'tools/keras_zoo/shapes.py': {'call'},
   'tools/release/readme.py': {'update'},
   'tools/site/hooks.py': {'on_config', 'on_files', 'on_page_markdown'},
-  'tests/fit/added_losses_test.py': {'call'},
   'tests/fit/keras_generation_test.py': {'call_with_cache'},
   'tests/fit/keras_loss_test.py': {'build', 'call', 'compute_mask'},
   'tests/fit/loss_chunks_test.py': {'call', 'update_state'},
@@ -138,6 +137,7 @@ _FOREIGN_NAMES = {
     'train_step',
     'update_state',
   },
+  'tests/fit/trials_test.py': {'call'},
   'tests/layers/keras/keras_symbols_test.py': {'call'},
   'tests/layers/keras/keras_cell_layer_test.py': {
     'build',

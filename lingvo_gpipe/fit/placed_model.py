@@ -12,7 +12,7 @@ import tensorflow as tf
 from absl import logging
 
 from lingvo_gpipe.core import hyperparams, nested_map
-from lingvo_gpipe.fit import added_losses, keras_generation, keras_loss, keras_step
+from lingvo_gpipe.fit import keras_generation, keras_loss, keras_step, trials
 from lingvo_gpipe.layers.keras import (
   keras_cell_layer,
   keras_cells,
@@ -234,13 +234,27 @@ class PlacedModel:
     """Returns the arguments of the first cell; builds the loss if `predict` came first."""
     args = self._Args(x)
     if not self._is_built:
-      self._BuildLoss(args, side)
+      self._BuildLoss(args, side, self.stack.engine.stages)
     return args
 
-  def _BuildLoss(self, args: tuple[Any, ...], side: nested_map.NestedMap) -> None:
-    """Makes the loss; raises ValueError if micro-batches cannot compute it."""
+  def _BuildLoss(
+    self, args: tuple[Any, ...], side: nested_map.NestedMap, stages: Sequence[Any] = ()
+  ) -> None:
+    """Makes the loss; raises ValueError if micro-batches cannot compute it.
+
+    Args:
+      args: the arguments of the first cell.
+      side: the inputs of the loss.
+      stages: the stages, if the variables are on them.
+    """
     self._loss.Build(side, micro_batch.BatchSize(args))
-    added_losses.CheckMeans(self.stack.layers, args, self._settings.num_micro_batches)
+    if (num_micro_batches := self._settings.num_micro_batches) > 1:
+      places = {layer: s.device for s in stages for layer in s.layers}
+      trial = trials.Trial(
+        self.stack.layers, args, lambda x: places.get(x, self._settings.devices[0])
+      )
+      trial.CheckIndependence()
+      trial.CheckAddedLosses(num_micro_batches)
     self._is_built = True
 
   def _MakeStep(self) -> keras_step.KerasStep:

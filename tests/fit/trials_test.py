@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses that layers add are means over the examples, or one micro-batch alone can train them."""
+"""Micro-batches compute what a batch does, or a message names the layer whose results differ."""
 
 import re
 import sys
@@ -13,6 +13,43 @@ from tests.toys import keras_fits
 
 X, Y = keras_fits.Floats(8, 4, 5), keras_fits.Floats(8, 4, 3, seed=1)
 COMPILED = {'loss': 'mse'}.copy
+
+
+def _SwapAxes(x):
+  return ops.transpose(x, [1, 0, 2])
+
+
+@pytest.mark.parametrize(
+  'compare',
+  [
+    lambda x: x + ops.mean(x, axis=0),
+    lambda x: x * ops.softmax(x, axis=0),
+    lambda x: x + ops.tensordot(x, x, 3),
+    lambda x: x + ops.roll(x, 1, axis=0),
+    lambda x: _SwapAxes(_SwapAxes(x) + ops.max(_SwapAxes(x), axis=1, keepdims=True)),
+  ],
+  ids=['mean', 'softmax', 'tensordot', 'roll', 'time first'],  # The last shows a cell later.
+)
+def testOutputsThatCompareExamplesAreWarnedOf(compare, caplog):
+  for num_micro_batches in (1, 2):
+    model = keras_fits.Seeded(lambda: _Model([compare], []))
+    pipe = keras_fits.Pipe(model, 2, num_micro_batches)
+    pipe.compile(loss='mse')
+    assert not caplog.messages
+    pipe.evaluate(X, Y, verbose=0)
+  assert re.search(r'layers\[[12]\].*dense_[12].*num_micro_batches=1', caplog.text)
+
+
+def testIndependentExamplesAreNotWarnedOf(caplog):
+  """In training, normalisation compares them, which needs no warning; random numbers are equal."""
+  ids = keras.Input([6], dtype='int32')
+  x = layers.Embedding(9, 8, mask_zero=True)(ids)
+  x = layers.GaussianDropout(0.5)(layers.BatchNormalization()(layers.Dense(8)(x)))
+  x = layers.MultiHeadAttention(2, 4)(x, x)
+  x = layers.Bidirectional(layers.GRU(4))(x)
+  pipe = keras_fits.Pipe(keras.Model(ids, layers.Dense(3)(x)), 2, 2)
+  keras_fits.Fit(pipe, keras_fits.PaddedIds(8), Y[:, 0], COMPILED, epochs=1)
+  assert not caplog.messages
 
 
 class _Adds(layers.Layer):
@@ -30,10 +67,10 @@ class _Adds(layers.Layer):
 
 
 def _Model(*middle):
-  """Returns a model of a cell, cells with a regularizer and each a part of the middle, and a cell.
+  """Returns a model of a cell, cells with a regularizer, and a cell.
 
   Args:
-    *middle: for each cell its layers after the first.
+    *middle: for each cell with a regularizer its layers after the first.
   """
   x = inputs = keras.Input([4, 5])
   x = layers.Dense(6, activation='tanh')(x)
@@ -47,10 +84,6 @@ def _Model(*middle):
 
 def _Squares(reduction):
   return lambda x: 0.1 * reduction(ops.square(x))
-
-
-def _SwapAxes(x):
-  return ops.transpose(x, [1, 0, 2])
 
 
 NOT_MEANS = {
