@@ -420,9 +420,9 @@ def _TraceCall(model: Any, x: Any) -> Graph:
     other = Trace(modes[0])
   if (line := _Difference(first, other)) is not None:
     raise ValueError(
-      f'{type(model).__name__}.call computes with the value of a weight, or draws random numbers, '
-      f'outside layers and keras.ops; the result, used{line}, would stay constant: pass the weight '
-      'itself to keras.ops, or move the computation into a layer'
+      f'{type(model).__name__}.call computes with the value of a weight, draws random numbers, or '
+      f'makes a function for an operation, outside layers; the result, used{line}, would stay '
+      'constant: pass the weight itself to keras.ops, or move the computation into a layer'
     )
   with keras.StatelessScope():
     last = Trace(modes[-1])

@@ -44,8 +44,6 @@ _OTHERS: dict[str, Callable[..., Any]] = {
   'le': keras.ops.less_equal,
   'gt': keras.ops.greater,
   'ge': keras.ops.greater_equal,
-  # Of an index that is None, Keras records tuples only.
-  'getitem': lambda x, key: keras.ops.get_item(x, key if isinstance(key, tuple) else (key,)),
 }
 _HAS_SYMBOLS = keras_tensor.any_symbolic_tensors
 
@@ -148,6 +146,7 @@ def Recorded() -> Iterator[None]:
     )
 
   operators = {f'__{name}__': run for name, run in {**_BINARY, **_OTHERS}.items()}
+  operators['__getitem__'] = _GetItem
   operators |= {f'__r{name}__': _Swapped(run) for name, run in _BINARY.items()}
   replacements: list[tuple[Any, dict[str, Any]]] = [
     (keras.Layer, {'__call__': CallLayer}),
@@ -155,6 +154,7 @@ def Recorded() -> Iterator[None]:
     (keras.Operation, {'symbolic_call': _Noted(keras.Operation.symbolic_call, running)}),
     (keras.Variable, {name: Operator(name, run) for name, run in operators.items()}),
     (keras.Variable, {'assign': Assign, 'sparse': False, 'ragged': False}),  # Like a symbol.
+    (keras.KerasTensor, {'__getitem__': _GetItem}),
   ]
   for name, module in list(sys.modules.items()):
     if name.startswith('keras.src.') and hasattr(module, 'any_symbolic_tensors'):
@@ -183,6 +183,11 @@ def _HasVariable(nest: Any) -> bool:
     isinstance(x, keras.Variable) and not keras_variables.IsSeed(x)
     for x in keras.tree.flatten(nest)
   )
+
+
+def _GetItem(x: Any, key: Any) -> Any:
+  # Keras records the index None, and slices, only in a tuple.
+  return keras.ops.get_item(x, key if isinstance(key, tuple) else (key,))
 
 
 def _Swapped(run: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:

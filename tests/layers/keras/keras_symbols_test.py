@@ -35,10 +35,10 @@ class _Glue(keras.Model):
     self.table = ops.convert_to_tensor(keras_fits.Floats(4, 5, seed=2))
 
   def call(self, ids):
-    x = self.embedding(ids) + self.positions(ops.arange(4))
+    x = self.embedding(ids) + self.positions(ops.arange(4))[None]
     x = self.heads[0](x) + self.norm(self.table) + self.mlp(self.table)
     x = layers.add([x * ops.exp(self.a), layers.ReLU()(x)]) * keras.activations.sigmoid(self.b)
-    x = self.heads[1](x) @ (self.matrix @ ops.transpose(self.matrix)) - self.c[None]
+    x = self.heads[1](x) @ (self.matrix @ ops.transpose(self.matrix)) - self.c[None][:1]
     x = (1.0 - 2 * self.d) * x / (3.0 + abs(self.e) ** 2)
     return self.heads[2](x * ops.where(self.f > 0, self.f, -self.f))
 
