@@ -86,6 +86,8 @@ class PlacedModel:
     self._settings = settings
     model = trainer.model
     self.graph = keras_nodes.FromModel(model, x if specs is None else specs)
+    if specs is not None:
+      keras_nodes.CheckSizes(self.graph, x)
     self.cells = tuple(keras_cells.Cut(self.graph))
     self.step: keras_step.KerasStep | None = None
     args = self._Args(x)

@@ -358,7 +358,8 @@ class KerasCellLayer(base_layer.BaseLayer):
           kwargs['training'] = mode
         return node.operation(*Fill(node.args), **kwargs)
 
-      outputs = keras.tree.flatten(keras_symbols.RunInCall(Run, node.policy, mode))
+      result = keras_symbols.RunInCall(Run, node.policy, mode)
+      outputs = [] if result is None else keras.tree.flatten(result)
       values.update(zip(node.outputs, outputs, strict=True))
 
   def _Seed(self, index: int, variable: Any) -> tf.Tensor:
@@ -470,6 +471,8 @@ def _RelativeRows(entering: Mapping[keras_nodes.Value, Any]) -> tf.Tensor:
     for v, x in entering.items()
     if x is not None
   }
+  if not unknown:  # Constants only: each micro-batch computes the same.
+    return tf.ones([], tf.float64)
   # Of [time, 1, dim] and [time, batch, dim] only the second, with more unknown sizes, has examples.
   v = min(unknown, key=lambda v: (min(unknown[v], default=math.inf), -len(unknown[v])))
   shape = tf.shape(entering[v])

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.src.models import functional as keras_functional
 from keras.src.ops import node as keras_node
@@ -270,6 +271,21 @@ def FromModel(model: Any, x: Any = None) -> Graph:
   return _TraceCall(model, x)
 
 
+def CheckSizes(graph: Graph, x: Any) -> None:
+  """Raises ValueError if a model computes with a size that its graph does not know.
+
+  Args:
+    graph: the graph of a subclassed model, of inputs with unknown sizes.
+    x: tensors `[batch, ...]` like the model's inputs.
+  """
+  model = graph.model
+  if (line := _Difference(graph, _TraceCall(model, x))) is not None:
+    raise ValueError(
+      f'{type(model).__name__}.call computes with a length{line}, which is another in this batch '
+      'than before: pad all sequences to one length, or move the computation into a layer'
+    )
+
+
 def Sublayers(layer: Any) -> list[Any]:
   """Returns a Keras layer and all layers inside it."""
   return list(layer._flatten_layers()) if isinstance(layer, keras.Layer) else []
@@ -306,18 +322,15 @@ class _Builder:
     environment: _Environment,
     policy: Any,
     training: bool | None = None,
-    *,
-    is_traced: bool = False,
   ) -> list[Value]:
-    """Adds the calls that lead to some KerasTensors; returns their Values.
+    """Adds the calls that lead to KerasTensors of a Functional model; returns their Values.
 
     Args:
       outputs: the KerasTensors.
       environment: the tensors that are known; grows.
       policy: the dtype policy of the model.
-      training: the mode that the model was called with by an outer one; None: any.
-      is_traced: whether the calls record the arguments of a `call`, whose `training` counts. In a
-        Functional model the mode of the model overrides the mode of a layer's call.
+      training: the mode that the model was called with by an outer one, which overrides the modes
+        of its layers' calls; None: any.
     """
     # Depth first, so that a chain is followed to its end before the next begins.
     stack = [(t, False) for t in reversed(outputs)]
@@ -328,20 +341,50 @@ class _Builder:
       history = tensor._keras_history
       call = history.operation._inbound_nodes[history.node_index]
       if not is_ready:
-        if not call.arguments.keras_tensors and not is_traced:
-          raise ValueError(f'the tensor {tensor.name} does not depend on the inputs of the model')
+        if not call.arguments.keras_tensors:
+          raise _Foreign(tensor)
         stack.append((tensor, True))
         stack += [(t, False) for t in reversed(call.arguments.keras_tensors)]
         continue
-      args, kwargs = call.arguments.fill_in(environment)
-      kwargs = dict(kwargs)
-      asked = kwargs.pop('training', None)
-      mode = training
-      if is_traced:
-        mode = getattr(call, 'mode', None) if asked is None else asked
-      values = self._Call(call, args, kwargs, policy, mode)
-      environment.update({id(t): v for t, v in zip(call.outputs, values, strict=True)})
+      self._Add(call, environment, policy, training)
     return [environment[id(t)] for t in outputs]
+
+  def RunTrace(
+    self, calls: Sequence[Any], outputs: Sequence[Any], environment: _Environment, policy: Any
+  ) -> list[Value]:
+    """Adds the calls of a trace, in their order, unless they have no effect; see `Run`."""
+    needed = {id(t) for t in outputs}
+    for call in reversed(calls):
+      if _HasEffect(call.operation) or not needed.isdisjoint(map(id, call.outputs)):
+        needed |= {id(call), *map(id, call.arguments.keras_tensors)}
+    for call in calls:
+      if id(call) in needed:
+        self._Add(call, environment, policy, is_traced=True)
+    for t in outputs:
+      if id(t) not in environment:
+        raise _Foreign(t)
+    return [environment[id(t)] for t in outputs]
+
+  def _Add(
+    self,
+    call: Any,
+    environment: _Environment,
+    policy: Any,
+    training: bool | None = None,
+    *,
+    is_traced: bool = False,
+  ) -> None:
+    """Adds one call; in a trace in the mode that it asks for, or that Keras gives it."""
+    for t in call.arguments.keras_tensors:
+      if id(t) not in environment:
+        raise _Foreign(t)
+    args, kwargs = call.arguments.fill_in(environment)
+    kwargs = dict(kwargs)
+    kwargs.pop('training', None)
+    if is_traced and isinstance(call.operation, keras.Layer):
+      training = keras_symbols.Mode(call)
+    values = self._Call(call, args, kwargs, policy, training)
+    environment.update({id(t): v for t, v in zip(call.outputs, values, strict=True)})
 
   def _Call(
     self,
@@ -368,6 +411,17 @@ class _Builder:
     values = tuple(self.NewValue(t) for t in call.outputs)
     self.nodes.append(Node(operation, args, kwargs, values, policy, training, line))
     return values
+
+
+def _Foreign(tensor: Any) -> ValueError:
+  return ValueError(f'the tensor {tensor.name} does not depend on the inputs of the model')
+
+
+def _HasEffect(operation: Any) -> bool:
+  """Whether a call may do more than return its outputs: add a loss, or change state."""
+  layers = Sublayers(operation)
+  state = (v for v in layers[0].variables if not v.trainable) if layers else ()
+  return any(map(MayAddLoss, layers)) or not all(map(keras_variables.IsSeed, state))
 
 
 def _AsFunctional(model: Any) -> Any:
@@ -416,14 +470,15 @@ def _TraceCall(model: Any, x: Any) -> Graph:
   modes = [True, False] if 'training' in inspect.signature(model.call).parameters else [None]
   with keras.StatelessScope():  # Seeds keep their values.
     first = Trace(modes[0])
-  with _OtherWeights():
-    other = Trace(modes[0])
-  if (line := _Difference(first, other)) is not None:
-    raise ValueError(
-      f'{type(model).__name__}.call computes with the value of a weight, draws random numbers, or '
-      f'makes a function for an operation, outside layers; the result, used{line}, would stay '
-      'constant: pass the weight itself to keras.ops, or move the computation into a layer'
-    )
+  for scale in (0.0, 9.0):
+    with _OtherWeights(scale):
+      other = Trace(modes[0])
+    if (line := _Difference(first, other)) is not None:
+      raise ValueError(
+        f'{type(model).__name__}.call computes with the value of a weight, draws random numbers, '
+        f'or makes a function for an operation, outside layers; the result, used{line}, would stay '
+        'constant: pass the weight itself to keras.ops, or move the computation into a layer'
+      )
   with keras.StatelessScope():
     last = Trace(modes[-1])
   if (line := _Difference(first, last)) is not None:
@@ -448,17 +503,18 @@ def _TraceMode(model: Any, x: Any, mode: bool | None) -> Graph:
   inputs = tuple(builder.NewValue(t) for t in flat)
 
   def Call() -> Any:
-    with keras_symbols.Recorded():
-      return model.call(x) if mode is None else model.call(x, training=mode)
+    options = {} if mode is None else {'training': mode}
+    with keras_symbols.Recorded() as calls:
+      return model.call(x, **options), calls
 
   with _NamingTheLine(model):
     with _KnowingLines(_Path(model)), _Refusing(model, 'add_loss', 'add_metric'):
-      outputs = keras_symbols.RunInCall(Call, model.dtype_policy, mode)
+      outputs, calls = keras_symbols.RunInCall(Call, model.dtype_policy, mode)
     tensors = keras.tree.flatten(outputs)
     for t in tensors:
       if not isinstance(t, keras.KerasTensor):
         raise TypeError(f'it returns a {type(t).__name__}')
-    values = builder.Run(tensors, _Environment(flat, inputs), model.dtype_policy, is_traced=True)
+    values = builder.RunTrace(calls, tensors, _Environment(flat, inputs), model.dtype_policy)
   structure = keras.tree.pack_sequence_as(outputs, values)
   input_structure = keras.tree.pack_sequence_as(x, list(inputs))
   return Graph(model, tuple(builder.nodes), inputs, tuple(values), structure, input_structure)
@@ -535,16 +591,26 @@ def _Line(path: str | None, frames: Iterable[tuple[Any, int]]) -> str:
 
 
 class _OtherWeights(keras.StatelessScope):
-  """Changes the values of all weights that code reads, so that a trace shows their use."""
+  """Changes the values of all weights that code reads, so that a trace shows their use.
+
+  They become random numbers of a standard deviation `scale`; if that is 0, zeros.
+  """
+
+  def __init__(self, scale: float) -> None:
+    super().__init__()
+    self._scale = scale
 
   def get_current_value(self, variable: Any) -> Any:
-    """Returns a value of another sign and size; integers but seeds keep theirs."""
+    """Returns a value of which each element differs from the present one."""
     value = super().get_current_value(variable)
-    if value is None and variable._value is not None:
-      if variable._value.dtype.is_floating or keras_variables.IsSeed(variable):
-        value = variable._value
-        value = tf.where(value == 0, tf.ones_like(value), -2 * value)
-    return value
+    if value is not None or variable._value is None:
+      return value
+    value = tf.convert_to_tensor(variable._value)
+    if value.dtype == tf.bool:
+      return tf.logical_not(value)
+    other = tf.random.stateless_normal(value.shape, [0, 0], stddev=self._scale)
+    other = tf.cast(other, value.dtype)
+    return tf.where(other == value, value + 1, other)
 
 
 def _Difference(a: Graph, b: Graph) -> str | None:
@@ -563,7 +629,7 @@ def _IsSameCall(a: Node, b: Node) -> bool:
       if isinstance(leaf, Value):
         yield leaf.index
       else:
-        yield leaf.numpy() if isinstance(leaf, tf.Tensor) else leaf
+        yield np.asarray(leaf) if isinstance(leaf, (tf.Tensor, np.generic)) else leaf
 
   # A layer that the call makes, as layers.add does, is another in each trace.
   has_weights = isinstance(a.operation, keras.Layer) and a.operation.variables

@@ -36,6 +36,9 @@ _BINARY: dict[str, Callable[..., Any]] = {
   'mod': keras.ops.mod,
   'pow': keras.ops.power,
   'matmul': keras.ops.matmul,
+  'and': keras.ops.logical_and,
+  'or': keras.ops.logical_or,
+  'xor': keras.ops.logical_xor,
 }
 _OTHERS: dict[str, Callable[..., Any]] = {
   'neg': keras.ops.negative,
@@ -44,6 +47,9 @@ _OTHERS: dict[str, Callable[..., Any]] = {
   'le': keras.ops.less_equal,
   'gt': keras.ops.greater,
   'ge': keras.ops.greater_equal,
+  'eq': keras.ops.equal,
+  'ne': keras.ops.not_equal,
+  'invert': keras.ops.logical_not,
 }
 _HAS_SYMBOLS = keras_tensor.any_symbolic_tensors
 
@@ -83,26 +89,47 @@ def RunInCall(run: Callable[[], Any], policy: Any, training: bool | None) -> Any
   return results[0]
 
 
-def _NextMode(layer: Any) -> bool:
-  """Returns the training mode of the next call in a model, of a layer, if it asks for none."""
+def _NextMode() -> bool | None:
+  """Returns the mode of the next call in a model if it asks for none; None: the layer's default."""
   modes: list[bool | None] = []
   _Call(modes.append)()
-  if modes[0] is None and layer._call_has_training_arg:
-    return inspect.signature(layer.call).parameters['training'].default is True
-  return bool(modes[0])
+  return modes[0]
+
+
+def Mode(call: Any) -> bool:
+  """Returns the training mode of a recorded call of a layer.
+
+  Raises:
+    ValueError: a Functional model with modes of its own gets none, so they hold, as nowhere else.
+  """
+  layer, mode = call.operation, call.arguments.kwargs.get('training')
+  mode = call.mode if mode is None else mode
+  if mode is not None:
+    return bool(mode)
+  for inner in getattr(layer, 'operations', ()):
+    if any(c.arguments.kwargs.get('training') for c in inner._inbound_nodes):
+      raise ValueError(
+        f'{inner.name} of {layer.name} was called with training=True, which holds only if '
+        f'{layer.name} is called without a mode: take `training` in `call`, or call {inner.name} '
+        'there'
+      )
+  parameters = inspect.signature(layer.call).parameters
+  return 'training' in parameters and parameters['training'].default is True
 
 
 @contextlib.contextmanager
-def Recorded() -> Iterator[None]:
-  """Records the calls of the enclosed code, which runs in the call of a model.
+def Recorded() -> Iterator[list[Any]]:
+  """Yields a list of the calls of the enclosed code, in order; it runs in the call of a model.
 
   Calls within the call of a layer or operation are not recorded. The record of a layer's call, a
-  Node of Keras, has the attribute `mode`: the layer's training mode. A change of a variable raises
+  Node of Keras, has the attribute `mode`; see `Mode`. A change of a variable raises
   ValueError.
   """
   running: list[Any] = []  # The layers and operations whose calls run.
   due: list[Any] = []  # A layer whose call is to be recorded, before it runs.
+  calls: list[Any] = []
   call_layer = _Noted(keras.Layer.__call__, running)
+  symbolic_call = _Noted(keras.Operation.symbolic_call, running)
   call_operation, assign = keras.Operation.__call__, keras.Variable.assign
 
   def HasSymbols(args: Any = None, kwargs: Any = None) -> bool:
@@ -112,14 +139,15 @@ def Recorded() -> Iterator[None]:
     has_symbols = _HAS_SYMBOLS(args, kwargs)
     if running or not (has_symbols or layer.variables or _HasVariable((args, kwargs))):
       return call_layer(layer, *args, **kwargs)
-    mode = _NextMode(layer)
+    mode = _NextMode()
     if has_symbols:
       outputs = call_layer(layer, *args, **kwargs)
     else:
       due.append(layer)
       outputs = call_layer(layer, *args, **kwargs)
       keras_node.Node(layer, args, kwargs, outputs)
-    layer._inbound_nodes[-1].mode = mode
+    calls.append(layer._inbound_nodes[-1])
+    calls[-1].mode = mode
     return outputs
 
   def CallOperation(operation: Any, *args: Any, **kwargs: Any) -> Any:
@@ -127,6 +155,16 @@ def Recorded() -> Iterator[None]:
       due.clear()
       return operation.symbolic_call(*args, **kwargs)
     return call_operation(operation, *args, **kwargs)
+
+  def SymbolicCall(operation: Any, *args: Any, **kwargs: Any) -> Any:
+    outputs = symbolic_call(operation, *args, **kwargs)
+    if not running:
+      calls.append(operation._inbound_nodes[-1])
+    return outputs
+
+  def Equal(x: Any, other: Any) -> Any:
+    is_computed = running or other is None or isinstance(other, str)
+    return x is other if is_computed else keras.ops.equal(x, other)
 
   def Operator(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
     compute = getattr(keras.Variable, name)
@@ -151,10 +189,10 @@ def Recorded() -> Iterator[None]:
   replacements: list[tuple[Any, dict[str, Any]]] = [
     (keras.Layer, {'__call__': CallLayer}),
     (keras.Operation, {'__call__': CallOperation}),
-    (keras.Operation, {'symbolic_call': _Noted(keras.Operation.symbolic_call, running)}),
+    (keras.Operation, {'symbolic_call': SymbolicCall}),
     (keras.Variable, {name: Operator(name, run) for name, run in operators.items()}),
     (keras.Variable, {'assign': Assign, 'sparse': False, 'ragged': False}),  # Like a symbol.
-    (keras.KerasTensor, {'__getitem__': _GetItem}),
+    (keras.KerasTensor, {'__getitem__': _GetItem, '__eq__': Equal}),  # It has `__ne__` alone.
   ]
   for name, module in list(sys.modules.items()):
     if name.startswith('keras.src.') and hasattr(module, 'any_symbolic_tensors'):
@@ -162,7 +200,7 @@ def Recorded() -> Iterator[None]:
   with contextlib.ExitStack() as replaced:
     for owner, attributes in replacements:
       replaced.enter_context(keras_variables.Replaced(owner, **attributes))
-    yield
+    yield calls
 
 
 def _Noted(call: Callable[..., Any], running: list[Any]) -> Callable[..., Any]:

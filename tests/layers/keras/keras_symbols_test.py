@@ -40,7 +40,9 @@ class _Glue(keras.Model):
     x = layers.add([x * ops.exp(self.a), layers.ReLU()(x)]) * keras.activations.sigmoid(self.b)
     x = self.heads[1](x) @ (self.matrix @ ops.transpose(self.matrix)) - self.c[None][:1]
     x = (1.0 - 2 * self.d) * x / (3.0 + abs(self.e) ** 2)
-    return self.heads[2](x * ops.where(self.f > 0, self.f, -self.f))
+    x = x * ops.where(self.f > 0, self.f, -self.f) / ops.sqrt(ops.cast(5, x.dtype))
+    x = ops.where(ops.expand_dims(ids, -1) == 0, ops.where(self.f != 0, 0.5, x), x)
+    return self.heads[2](x)
 
 
 def testWeightsAndConstantsOutsideLayersAreTrained():
@@ -55,6 +57,62 @@ def _Made(cls, x):
   model = cls()
   model(x)
   return model
+
+
+class _Counter(layers.Layer):
+  """Counts its calls in training, and adds a loss, but returns nothing."""
+
+  def build(self, _):
+    self.count = self.add_weight(shape=[], initializer='zeros', trainable=False)
+
+  def call(self, x, y, training=None):
+    if training:
+      self.count.assign_add(1)
+      self.add_loss(ops.mean(ops.square(x - y)))
+
+
+class _Effects(keras.Model):
+  """Ignores what some layers return, and changes state in another order than outputs need it."""
+
+  def __init__(self):
+    super().__init__(name='effects')
+    self.dense = [layers.Dense(5, activation='tanh'), layers.Dense(5), layers.Dense(3)]
+    self.norm = layers.BatchNormalization(momentum=0.5)
+    self.unused = layers.Dense(2, activity_regularizer='l2')
+    self.counter = _Counter(name='counter')
+
+  def call(self, x, training=None):
+    a = self.norm(self.dense[0](x))
+    b = self.norm(self.dense[1](x))
+    self.unused(b)
+    self.counter(a, x)
+    return self.dense[2](b * 2 + a)
+
+
+def testCallsHaveTheirEffectsInOrder():
+  make = lambda: _Made(_Effects, X)  # noqa: E731
+  keras_fits.CheckFit(make, X, Y, COMPILED, ((1, 1), (2, 1)), batch_size=4)
+
+
+class _Slice(keras.Model):
+  """Adds the first rows of a table."""
+
+  def __init__(self):
+    super().__init__(name='slice')
+    self.dense = layers.Dense(3)
+    self.table = self.add_weight(shape=[8, 3], name='table')
+
+  def call(self, x):
+    return self.dense(x) + ops.sum(self.table[: x.shape[1]], axis=0)
+
+
+def testASliceByALengthThatChangesIsRefused():
+  pipe = keras_fits.Pipe(_Slice(), 1, 1)
+  pipe.compile(loss='mse')
+  x, y = keras_fits.Floats(2, 6, 5), keras_fits.Floats(2, 6, 3)
+  pipe.evaluate(x, y, verbose=0)
+  with pytest.raises(ValueError, match=naming.Naming('_Slice.call', 'length')):
+    pipe.evaluate(x[:, :4], y[:, :4], verbose=0)
 
 
 class _Seen(layers.Layer):
@@ -168,15 +226,49 @@ def testAModeThatIsInvertedIsRefused():
     keras_nodes.FromModel(_Inverse(), X)
 
 
-class _Sign(_Normalised):
+class _Inner(keras.Model):
+  """Calls a Functional model that has a layer with a mode of its own."""
+
+  def __init__(self):
+    super().__init__(name='outer')
+    inputs = keras.Input([5])
+    normalised = layers.BatchNormalization(name='norm')(layers.Dense(5)(inputs), training=True)
+    self.inner = keras.Model(inputs, normalised, name='inner')
+
   def call(self, x):
-    return self.Run(x) * np.sign(self.norms[0].gamma.value[:3])
+    return self.inner(x)
 
 
-def testValuesOfWeightsThatHideTheirSizeAreRefused():
-  model = _Sign()
-  model.build([None, 5])
-  with pytest.raises(ValueError, match=naming.Naming('_Sign.call', 'weight')):
+def testAModeWithinAFunctionalModelIsRefusedIfItHoldsInKerasOnly():
+  with pytest.raises(ValueError, match=naming.Naming('norm', 'inner', 'training')):
+    keras_nodes.FromModel(_Made(_Inner, X), X)
+
+
+class _Values(_Normalised):
+  def __init__(self, function):
+    super().__init__()
+    self.function = function
+    self.w = self.add_weight(shape=[3], initializer='random_normal', name='w')
+    self.i = self.add_weight(shape=[3], initializer='zeros', dtype='int32', trainable=False)
+
+  def call(self, x):
+    return self.Run(x) * self.function(self)
+
+
+@pytest.mark.parametrize(
+  'function',
+  [
+    lambda m: np.sign(m.w.value),
+    lambda m: ops.normalize(ops.square(m.w.value)),
+    lambda m: ops.cast(m.w.value != 0, 'float32'),
+    lambda m: ops.cast(m.i.value == 1, 'float32'),
+  ],
+  ids=['sign', 'direction', 'zero', 'integer'],
+)
+def testValuesOfWeightsAreRefused(function):
+  """Whatever their functions do not show: sign, size, zeros."""
+  model = _Made(lambda: _Values(function), X)
+  with pytest.raises(ValueError, match=naming.Naming('_Values.call', 'weight')):
     keras_nodes.FromModel(model, X)
 
 
