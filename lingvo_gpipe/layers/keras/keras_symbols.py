@@ -158,8 +158,9 @@ def Recorded() -> Iterator[list[Any]]:
 
   def SymbolicCall(operation: Any, *args: Any, **kwargs: Any) -> Any:
     outputs = symbolic_call(operation, *args, **kwargs)
-    if not running:
-      calls.append(operation._inbound_nodes[-1])
+    call = operation._inbound_nodes[-1]
+    if not running or call.arguments.keras_tensors:  # A layer computes its mask by symbols.
+      calls.append(call)
     return outputs
 
   def Equal(x: Any, other: Any) -> Any:

@@ -59,6 +59,23 @@ def _Made(cls, x):
   return model
 
 
+class _Masked(keras.Model):
+  """Hands on the mask of an embedding."""
+
+  def __init__(self):
+    super().__init__(name='masked')
+    self.embedding = layers.Embedding(9, 5, mask_zero=True)
+    self.parts = [layers.GRU(5, return_sequences=True), layers.Dense(3)]
+
+  def call(self, ids):
+    return self.parts[1](self.parts[0](self.embedding(ids)))
+
+
+def testMasksAreTraced():
+  ids = keras_fits.PaddedIds(8, 4)
+  keras_fits.CheckFit(lambda: _Made(_Masked, ids), ids, TARGETS, COMPILED, ((2, 2),), batch_size=4)
+
+
 class _Counter(layers.Layer):
   """Counts its calls in training, and adds a loss, but returns nothing."""
 
