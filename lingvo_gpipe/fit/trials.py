@@ -81,8 +81,8 @@ class Trial:
     # Twice the examples take no more memory than a micro-batch, unless it has very few.
     num_rows = min(max(2, self._size // (2 * num_micro_batches)), _MOST_ROWS, self._size)
     rows = [i * self._size // num_rows for i in range(num_rows)]
-    half = (num_rows + 1) // 2
-    parts = [part for part in (rows[:half], rows[half:]) if part]
+    sizes = micro_batch.Sizes(num_rows, 2)
+    parts = [rows[: sizes[0]], rows[sizes[0] :]][: len(sizes)]
     for do_eval in (True, False):  # Some losses are added in training only.
       if not unknown:
         break
@@ -91,7 +91,7 @@ class Trial:
       for layer, (loss, again, twice, *of_parts) in losses.items():
         # Another order and other random numbers change no mean and no sum. NaN is never close.
         if layer in unknown and _AreClose(loss, again, 1e-3):
-          mean = float(np.average(of_parts, weights=[len(part) for part in parts]))
+          mean = float(np.average(of_parts, weights=sizes))
           _CheckMean(layer.path, unknown.pop(layer), loss, twice, mean)
 
   def _Run(
@@ -113,7 +113,7 @@ class Trial:
     Returns:
       For each cell its outputs by batch; and {cell: the loss that it adds by batch}.
     """
-    counters = [fprop_context.StepCounter(step) for step, _ in zip(steps, batches, strict=False)]
+    counters = map(fprop_context.StepCounter, steps)
     contexts = [fprop_context.FPropContext(do_eval, counter) for counter in counters]
     outputs: list[list[Any]] = []
 

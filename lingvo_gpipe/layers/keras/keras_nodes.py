@@ -279,7 +279,9 @@ def CheckSizes(graph: Graph, x: Any) -> None:
     x: tensors `[batch, ...]` like the model's inputs.
   """
   model = graph.model
-  if (line := _Difference(graph, _TraceCall(model, x))) is not None:
+  with keras.StatelessScope():
+    other = _TraceMode(model, _Symbols(model, x), _Modes(model)[0])
+  if (line := _Difference(graph, other)) is not None:
     raise ValueError(
       f'{type(model).__name__}.call computes with a length{line}, which is another in this batch '
       'than before: pad all sequences to one length, or move the computation into a layer'
@@ -467,7 +469,7 @@ def _TraceCall(model: Any, x: Any) -> Graph:
   def Trace(mode: bool | None) -> Graph:
     return _TraceMode(model, _Symbols(model, x), mode)
 
-  modes = [True, False] if 'training' in inspect.signature(model.call).parameters else [None]
+  modes = _Modes(model)
   with keras.StatelessScope():  # Seeds keep their values.
     first = Trace(modes[0])
   for scale in (0.0, 9.0):
@@ -495,6 +497,11 @@ def _TraceCall(model: Any, x: Any) -> Graph:
     # A mode that follows the argument is the mode of the whole model.
     nodes.append(dataclasses.replace(a, training=a.training if a.training == b.training else None))
   return dataclasses.replace(first, nodes=tuple(nodes))
+
+
+def _Modes(model: Any) -> list[bool | None]:
+  """Returns the training modes in which Keras calls a model; None: in none."""
+  return [True, False] if 'training' in inspect.signature(model.call).parameters else [None]
 
 
 def _TraceMode(model: Any, x: Any, mode: bool | None) -> Graph:

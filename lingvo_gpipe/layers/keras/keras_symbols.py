@@ -121,9 +121,9 @@ def Mode(call: Any) -> bool:
 def Recorded() -> Iterator[list[Any]]:
   """Yields a list of the calls of the enclosed code, in order; it runs in the call of a model.
 
-  Calls within the call of a layer or operation are not recorded. The record of a layer's call, a
-  Node of Keras, has the attribute `mode`; see `Mode`. A change of a variable raises
-  ValueError.
+  Calls within the call of a layer or operation are not recorded, except of symbols, for its mask.
+  The record of a layer's call, a Node of Keras, has the attribute `mode`; see `Mode`. A change of a
+  variable raises ValueError.
   """
   running: list[Any] = []  # The layers and operations whose calls run.
   due: list[Any] = []  # A layer whose call is to be recorded, before it runs.
