@@ -17,6 +17,7 @@ from lingvo_gpipe.layers.keras import (
   keras_cell_layer,
   keras_cells,
   keras_cut,
+  keras_graph,
   keras_masks,
   keras_nodes,
   keras_variables,
@@ -85,9 +86,9 @@ class PlacedModel:
     self._trainer = trainer
     self._settings = settings
     model = trainer.model
-    self.graph = keras_nodes.FromModel(model, x if specs is None else specs)
+    self.graph = keras_graph.FromModel(model, x if specs is None else specs)
     if specs is not None:
-      keras_nodes.CheckSizes(self.graph, x)
+      keras_graph.CheckSizes(self.graph, x)
     self.cells = tuple(keras_cells.Cut(self.graph))
     self.step: keras_step.KerasStep | None = None
     args = self._Args(x)

@@ -16,7 +16,7 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lingvo_gpipe.layers.keras import keras_cell_layer, keras_cells, keras_nodes
+from lingvo_gpipe.layers.keras import keras_cell_layer, keras_cells, keras_graph
 
 
 @contextlib.contextmanager
@@ -48,7 +48,7 @@ def Cut(model: Any, x: Any = None) -> dict[str, Any]:
     TypeError: it is not a keras.Model.
     ValueError: it has no graph of layers; the message says why.
   """
-  return Params(keras_cells.Cut(keras_nodes.FromModel(model, x)))
+  return Params(keras_cells.Cut(keras_graph.FromModel(model, x)))
 
 
 def Params(cells: Sequence[keras_cells.Cell]) -> dict[str, Any]:

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from keras import layers, ops
 
-from lingvo_gpipe.layers.keras import keras_cells, keras_nodes
+from lingvo_gpipe.layers.keras import keras_cells, keras_graph
 from tests.toys import keras_fits
 
 
 def _Cells(model):
-  return keras_cells.Cut(keras_nodes.FromModel(model))
+  return keras_cells.Cut(keras_graph.FromModel(model))
 
 
 def _Kinds(cells):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from keras import layers, ops
 
-from lingvo_gpipe.layers.keras import keras_nodes
+from lingvo_gpipe.layers.keras import keras_graph
 from tests import naming
 from tests.toys import keras_fits
 
@@ -190,7 +190,7 @@ def testLayersHaveTheModesOfKeras(cls):
       calls.append((layer, mode))
     model = cls(calls)
     model(X)
-    nodes = keras_nodes.FromModel(model, X).nodes
+    nodes = keras_graph.FromModel(model, X).nodes
     for mode in [True, False] if cls is _ChainWithMode else [None]:
       model(X) if mode is None else model(X, training=mode)
       for layer, node in zip(model.parts, nodes, strict=True):
@@ -240,7 +240,7 @@ class _Inverse(_Normalised):
 
 def testAModeThatIsInvertedIsRefused():
   with pytest.raises(ValueError, match=naming.Naming('_Inverse.call', 'evaluation')):
-    keras_nodes.FromModel(_Inverse(), X)
+    keras_graph.FromModel(_Inverse(), X)
 
 
 class _Inner(keras.Model):
@@ -258,7 +258,7 @@ class _Inner(keras.Model):
 
 def testAModeWithinAFunctionalModelIsRefusedIfItHoldsInKerasOnly():
   with pytest.raises(ValueError, match=naming.Naming('norm', 'inner', 'training')):
-    keras_nodes.FromModel(_Made(_Inner, X), X)
+    keras_graph.FromModel(_Made(_Inner, X), X)
 
 
 class _Values(_Normalised):
@@ -286,7 +286,7 @@ def testValuesOfWeightsAreRefused(function):
   """Whatever their functions do not show: sign, size, zeros."""
   model = _Made(lambda: _Values(function), X)
   with pytest.raises(ValueError, match=naming.Naming('_Values.call', 'weight')):
-    keras_nodes.FromModel(model, X)
+    keras_graph.FromModel(model, X)
 
 
 if __name__ == '__main__':

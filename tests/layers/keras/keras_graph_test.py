@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from keras import layers, ops
 
-from lingvo_gpipe.layers.keras import keras_nodes
+from lingvo_gpipe.layers.keras import keras_graph, keras_nodes
 from tests import naming
 from tests.toys import keras_fits
 
@@ -41,7 +41,7 @@ def _Names(graph):
 
 def _Check(model, x, names):
   """Checks the names of the calls, that their layers are the model's, and what they compute."""
-  graph = keras_nodes.FromModel(model, x)
+  graph = keras_graph.FromModel(model, x)
   assert _Names(graph) == names
   live = {id(layer) for layer in keras_nodes.Sublayers(model)}
   assert all(id(n.operation) in live for n in graph.nodes if isinstance(n.operation, keras.Layer))
@@ -140,9 +140,9 @@ def testASubclassedModelIsTracedByItsCall():
 
 def testASubclassedModelNeedsAnExample():
   with pytest.raises(ValueError, match=naming.Naming('_Subclassed', 'example')):
-    keras_nodes.FromModel(_Subclassed(lambda x: x))
+    keras_graph.FromModel(_Subclassed(lambda x: x))
   with pytest.raises(TypeError, match=naming.Naming('keras.Model', 'Dense')):
-    keras_nodes.FromModel(_Dense('a'))
+    keras_graph.FromModel(_Dense('a'))
 
 
 # ---- training ------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ class _Branching(keras.Model):
 def testACallThatBranchesOnTrainingIsRefused():
   line = _Branching.call.__code__.co_firstlineno + 1
   with pytest.raises(ValueError, match=naming.Naming('_Branching.call', 'training', line)):
-    keras_nodes.FromModel(_Branching(), X)
+    keras_graph.FromModel(_Branching(), X)
 
 
 class _Outside(keras.Model):
@@ -210,7 +210,7 @@ def testWeightsAndRandomNumbersOutsideLayersAreRefused(compute):
   model = _Outside(compute)
   line = compute.__code__.co_firstlineno
   with pytest.raises(ValueError, match=naming.Naming('_Outside.call', 'weight', line, __file__)):
-    keras_nodes.FromModel(model, X)
+    keras_graph.FromModel(model, X)
 
 
 class _Changing(keras.Model):
@@ -244,7 +244,7 @@ def testChangesOutsideLayersAreRefused(change, name):
   model.built = True
   line = change.__code__.co_firstlineno
   with pytest.raises(ValueError, match=naming.Naming('_Changing.call', line, name)):
-    keras_nodes.FromModel(model, X)
+    keras_graph.FromModel(model, X)
   assert model.count.numpy() == 0
 
 
@@ -257,7 +257,7 @@ def testAShapeThatIsNotKnownIsRefused():
   model = _Outside(lambda model, x: ops.reshape(x, [ops.shape(x)[0], 3, 1]))
   line = model.compute.__code__.co_firstlineno
   with pytest.raises(ValueError, match=naming.Naming('reshape', '-1', line)):
-    keras_nodes.FromModel(model, X)
+    keras_graph.FromModel(model, X)
 
 
 class _Untraceable(keras.Model):
@@ -281,13 +281,13 @@ def testTheModelOfANotebookIsTraced():
   lines[2] = '    return x if x.sum() else -x'
   exec(compile('\n'.join(lines), '<cell 2>', 'exec'), notebook)
   with pytest.raises(ValueError, match=naming.Naming('Net.call', 3, '<cell 2>')):
-    keras_nodes.FromModel(notebook['Net'](), X)
+    keras_graph.FromModel(notebook['Net'](), X)
 
 
 def testACallThatCannotBeTracedNamesItsLine():
   line = _Untraceable.call.__code__.co_firstlineno + 2
   with pytest.raises(ValueError, match=naming.Naming('_Untraceable.call', line, __file__)):
-    keras_nodes.FromModel(_Untraceable(), X)
+    keras_graph.FromModel(_Untraceable(), X)
 
 
 if __name__ == '__main__':
