@@ -325,7 +325,13 @@ class KerasCellLayer(base_layer.BaseLayer):
     self._CheckReads(tape.watched_variables(), where)
 
     def Payload(v: keras_nodes.Value) -> Any:
-      return _Payload(values[v], _ATTRIBUTES if v in cell.results else ('mask',))
+      x = values[v]
+      if v in cell.results:
+        return _Payload(x, _ATTRIBUTES)
+      empty = _EmptyOfSizes(x)
+      if empty is not None:
+        return nested_map.NestedMap({_SIZES[x.shape.rank]: empty})
+      return _Payload(x, ('mask',))
 
     return tuple(map(Payload, cell.outputs)), nested_map.NestedMap(
       {_SkipName(v): Payload(v) for v in cell.skips_out}
@@ -482,6 +488,8 @@ def _RelativeRows(entering: Mapping[keras_nodes.Value, Any]) -> tf.Tensor:
 # What Keras attaches to tensors: masks; and to a softmax or sigmoid its logits, from which losses
 # compute.
 _ATTRIBUTES = ('mask', 'logits')
+# The parts of a payload for a size, and for a vector of sizes.
+_SIZES = ('size', 'sizes')
 
 
 def _Payload(x: Any, attributes: Sequence[str]) -> Any:
@@ -489,6 +497,23 @@ def _Payload(x: Any, attributes: Sequence[str]) -> Any:
   parts = {name: getattr(x, f'_keras_{name}', None) for name in attributes}
   parts = {name: part for name, part in parts.items() if part is not None}
   return nested_map.NestedMap(value=x, **parts) if parts else x
+
+
+def _EmptyOfSizes(x: Any) -> tf.Tensor | None:
+  """Returns an empty tensor of the static shape `[0, *sizes]`; None if x does not hold sizes.
+
+  Sizes go to other cells in this form: so these know them when they are traced.
+
+  Args:
+    x: a tensor; sizes are an int32 scalar or vector that is known when this cell is traced.
+  """
+  if tf.executing_eagerly() or x.dtype != tf.int32 or x.shape.rank not in (0, 1):
+    return None
+  try:
+    empty = tf.zeros(tf.concat([[0], tf.reshape(x, [-1])], axis=0), tf.int32)
+  except ValueError:  # A number is negative, and no size.
+    return None
+  return empty if empty.shape.is_fully_defined() else None
 
 
 def Parts(x: Any) -> tuple[Any, Any]:
@@ -500,6 +525,10 @@ def Attached(x: Any) -> Any:
   """Returns a tensor of another cell, with what Keras attached to it."""
   if not isinstance(x, Mapping):
     return x
+  for rank, name in enumerate(_SIZES):
+    if name in x:
+      sizes = x[name].shape[1:].as_list()
+      return tf.constant(sizes if rank else sizes[0])
   value = tf.identity(x['value'])  # The attributes belong to this tensor alone.
   for name in _ATTRIBUTES:
     if name in x:

@@ -61,9 +61,10 @@ def AreEqual(a: Any, b: Any) -> bool:
 
   Names of layers do not count, unless they are of a class outside Keras and somebody chose them or
   methods of the class read names; nor do the initializers of weights. Variables are equal if they
-  have the same shape, dtype and trainability, and stand in the same places. Variables that their
-  layer does not track, objects of unknown kind, and functions are equal only if they are the same
-  object: unequal is always a safe answer.
+  have the same shape, dtype and trainability, and stand in the same places. Functions are equal if
+  they have the same code and have captured equal objects. Variables that their layer does not track
+  and objects of unknown kind are equal only if they are the same object: unequal is always a safe
+  answer.
   """
   return _Comparison().AreEqual(a, b)
 
@@ -104,6 +105,9 @@ class _Comparison:
       return list(a) == list(b)  # A computation may depend on their order.
     if isinstance(a, np.ndarray):
       return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if isinstance(a, types.FunctionType):
+      is_same = a.__code__ is b.__code__ and a.__globals__ is b.__globals__
+      return a is b or (is_same and self.AreEqual(_Captured(a), _Captured(b)))
     if isinstance(a, types.MethodType):
       return a.__func__ is b.__func__ and self.AreEqual(a.__self__, b.__self__)
     is_known = isinstance(a, (keras.Operation, keras.DTypePolicy, keras.initializers.Initializer))
@@ -119,6 +123,19 @@ class _Comparison:
       return list(mine) == list(other) and all(self.AreEqual(mine[k], other[k]) for k in mine)
     finally:
       self._tracked = outer
+
+
+def _Captured(function: Any) -> list[Any]:
+  """Returns all that a function uses beside its code, its arguments and its module."""
+
+  def Contents(cell: types.CellType) -> Any:
+    try:
+      return cell.cell_contents
+    except ValueError:  # Empty.
+      return cell
+
+  cells = [Contents(cell) for cell in function.__closure__ or ()]
+  return [cells, function.__defaults__, function.__kwdefaults__, vars(function)]
 
 
 def _Spec(v: Any) -> tuple[Any, ...]:

@@ -79,11 +79,11 @@ def CheckSizes(graph: keras_nodes.Graph, x: Any) -> None:
   """
   model = graph.model
   with keras.StatelessScope():
-    other = _TraceMode(model, _Symbols(model, x), _Modes(model)[0])
+    other = _TraceMode(model, _Symbols(model, x), _Modes(model)[0], graph.unknown_axes)
   if (line := _Difference(graph, other)) is not None:
     raise ValueError(
       f'{type(model).__name__}.call computes with a length{line}, which is another in this batch '
-      'than before: pad all sequences to one length, or move the computation into a layer'
+      'than before: use ops.shape(x) for x.shape, or pad all sequences to one length'
     )
 
 
@@ -193,7 +193,9 @@ class _Builder:
       environment = _Environment(graph.inputs, inputs)
       return self.Run(graph.outputs, environment, operation.dtype_policy, training)
     if None in keras.tree.flatten(getattr(operation, 'newshape', ())):
-      raise ValueError(f'{operation.name}{line} reshapes to a size that is not known: use -1')
+      raise ValueError(
+        f'{operation.name}{line} reshapes to a size that is not known: use -1, or ops.shape'
+      )
     if any(isinstance(x, tf.Variable) for x in keras.tree.flatten((args, kwargs))):
       raise ValueError(
         f'{operation.name}{line} takes the value of a weight: pass the weight itself'
@@ -259,8 +261,9 @@ def _TraceCall(model: Any, x: Any) -> keras_nodes.Graph:
     if (line := _Difference(first, other)) is not None:
       raise ValueError(
         f'{type(model).__name__}.call computes with the value of a weight, draws random numbers, '
-        f'or makes a function for an operation, outside layers; the result, used{line}, would stay '
-        'constant: pass the weight itself to keras.ops, or move the computation into a layer'
+        f'or passes a function that uses its tensors, outside layers; the result, used{line}, '
+        'would stay constant: pass the weight itself to keras.ops, or move the computation into a '
+        'layer'
       )
   with keras.StatelessScope():
     last = Trace(modes[-1])
@@ -285,28 +288,33 @@ def _Modes(model: Any) -> list[bool | None]:
   return [True, False] if 'training' in inspect.signature(model.call).parameters else [None]
 
 
-def _TraceMode(model: Any, x: Any, mode: bool | None) -> keras_nodes.Graph:
+def _TraceMode(
+  model: Any, x: Any, mode: bool | None, unknown_axes: Sequence[Sequence[int]] = ()
+) -> keras_nodes.Graph:
+  """Returns the graph of one training mode; `unknown_axes`: see `keras_symbols.Recorded`."""
   flat = keras.tree.flatten(x)
   builder = _Builder()
   inputs = tuple(builder.NewValue(t) for t in flat)
 
   def Call() -> Any:
     options = {} if mode is None else {'training': mode}
-    with keras_symbols.Recorded() as calls:
-      return model.call(x, **options), calls
+    with keras_symbols.Recorded(unknown_axes) as record:
+      # A tf.function would run with tensors.
+      return getattr(model.call, 'python_function', model.call)(x, **options), record
 
   with _NamingTheLine(model):
     with _KnowingLines(_Path(model)), _Refusing(model, 'add_loss', 'add_metric'):
-      outputs, calls = keras_symbols.RunInCall(Call, model.dtype_policy, mode)
+      outputs, record = keras_symbols.RunInCall(Call, model.dtype_policy, mode)
     tensors = keras.tree.flatten(outputs)
     for t in tensors:
       if not isinstance(t, keras.KerasTensor):
         raise TypeError(f'it returns a {type(t).__name__}')
-    values = builder.RunTrace(calls, tensors, _Environment(flat, inputs), model.dtype_policy)
+    values = builder.RunTrace(record.calls, tensors, _Environment(flat, inputs), model.dtype_policy)
   structure = keras.tree.pack_sequence_as(outputs, values)
   input_structure = keras.tree.pack_sequence_as(x, list(inputs))
   return keras_nodes.Graph(
-    model, tuple(builder.nodes), inputs, tuple(values), structure, input_structure
+    *(model, tuple(builder.nodes), inputs, tuple(values), structure, input_structure),
+    unknown_axes=record.unknown_axes,
   )
 
 
@@ -332,7 +340,7 @@ def _NamingTheLine(model: Any) -> Iterator[None]:
     line = _Line(_Path(model), frames)
     raise ValueError(
       f'{type(model).__name__}.call cannot be traced{line}: {e}. Its tensors may be passed to '
-      'layers and keras.ops only; put other code into a keras.layers.Layer of its own'
+      'layers, keras.ops and functions of TensorFlow; put other code into a layer of its own'
     ) from e
 
 
@@ -368,7 +376,8 @@ def _Refusing(model: Any, *names: str) -> Iterator[None]:
 
 def _Path(model: Any) -> str | None:
   """Returns the file of a model's `call`, also in a notebook; None if it is unknown."""
-  code = getattr(type(model).call, '__code__', None)
+  call = type(model).call
+  code = getattr(getattr(call, 'python_function', call), '__code__', None)
   return code.co_filename if code is not None else None
 
 

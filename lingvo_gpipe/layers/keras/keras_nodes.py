@@ -21,6 +21,8 @@ import keras
 import tensorflow as tf
 from keras.src.models import functional as keras_functional
 
+from lingvo_gpipe.layers.keras import keras_functions
+
 # Operations that TensorFlow has no gradient for, although their outputs are floating.
 _CUTTING = ('Ceil', 'Floor', 'Rint', 'Round', 'Sign', 'StopGradient', 'Trunc')
 # Layers whose call in training changes variables that no gradient reaches.
@@ -55,7 +57,7 @@ class Node:
   """One call of a layer or operation.
 
   Attributes:
-    operation: the live Keras layer, or an operation of keras.ops.
+    operation: the live Keras layer, or an operation of keras.ops, or a keras_functions.Function.
     args: the arguments of the call, with a Value for each tensor.
     kwargs: the named arguments.
     outputs: the tensors that the call makes, flat.
@@ -96,6 +98,7 @@ class Graph:
     outputs: the outputs of the model, flat.
     output_structure: the outputs as the model returns them, with a Value for each tensor.
     input_structure: the inputs as the model takes them, with a Value for each tensor.
+    unknown_axes: of a traced graph; see keras_functions.Record.
   """
 
   model: Any
@@ -104,6 +107,7 @@ class Graph:
   outputs: tuple[Value, ...]
   output_structure: Any
   input_structure: Any
+  unknown_axes: Sequence[Sequence[int]] = ()
 
   def FlatInputs(self, x: Any) -> list[Any]:
     """Returns the input tensors in the order of `inputs`, cast and reshaped as Keras does.
@@ -180,6 +184,8 @@ def MayCutGradients(graph: Graph) -> bool:
   def MayCut(node: Node) -> bool:
     if isinstance(node.operation, keras.Layer):
       return any(_MayStopGradients(type(layer).__module__) for layer in Sublayers(node.operation))
+    if isinstance(node.operation, keras_functions.Function) and not node.operation.is_smooth:
+      return True
     is_float = all(tf.as_dtype(v.dtype).is_floating for v in node.outputs)
     return not is_float or type(node.operation).__name__ in _CUTTING
 

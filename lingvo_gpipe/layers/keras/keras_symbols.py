@@ -5,52 +5,36 @@ Keras records a call if an argument is symbolic. These it would compute at once,
 
     self.positions(ops.arange(length))    a layer with weights
     ops.exp(self.scale)                   an operation
-    self.scale * 2                        an operator
 
-`Recorded` lets Keras record them, too, and notes the training mode of each layer. It is the mode
-that the layer has in plain Keras: not the mode of the model if its `call` takes no `training`; and
-a mode that the call of a layer asks for is also the mode of the layers that are called after it.
+`Recorded` lets Keras record them, too, and functions of TensorFlow, and operators: see
+keras_functions. It notes the training mode of each layer. It is the mode that the layer has in
+plain Keras: not the mode of the model if its `call` takes no `training`; and a mode that the call
+of a layer asks for is also the mode of the layers that are called after it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import inspect
+import operator
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 from keras.src.backend.common import keras_tensor
 from keras.src.ops import node as keras_node
 
-from lingvo_gpipe.layers.keras import keras_variables
+from lingvo_gpipe.layers.keras import keras_functions, keras_variables
 
-# The operators of variables, and the operations that they stand for.
-_BINARY: dict[str, Callable[..., Any]] = {
-  'add': keras.ops.add,
-  'sub': keras.ops.subtract,
-  'mul': keras.ops.multiply,
-  'truediv': keras.ops.true_divide,
-  'floordiv': keras.ops.floor_divide,
-  'mod': keras.ops.mod,
-  'pow': keras.ops.power,
-  'matmul': keras.ops.matmul,
-  'and': keras.ops.logical_and,
-  'or': keras.ops.logical_or,
-  'xor': keras.ops.logical_xor,
-}
-_OTHERS: dict[str, Callable[..., Any]] = {
-  'neg': keras.ops.negative,
-  'abs': keras.ops.absolute,
-  'lt': keras.ops.less,
-  'le': keras.ops.less_equal,
-  'gt': keras.ops.greater,
-  'ge': keras.ops.greater_equal,
-  'eq': keras.ops.equal,
-  'ne': keras.ops.not_equal,
-  'invert': keras.ops.logical_not,
-}
+# The public modules of functions of tensors.
+_TENSORFLOW = (tf, tf.image, tf.linalg, tf.math, tf.nn, tf.random, tf.signal, tf.strings)
+_KERAS = (keras.ops, keras.ops.image, keras.ops.linalg, keras.ops.nn, keras.ops.numpy)
+_RECORDERS: list[_Recorder] = []  # One for each trace that runs.
 _HAS_SYMBOLS = keras_tensor.any_symbolic_tensors
 
 
@@ -117,117 +101,228 @@ def Mode(call: Any) -> bool:
   return 'training' in parameters and parameters['training'].default is True
 
 
+@dataclasses.dataclass
+class Record:
+  """The record of a trace.
+
+  Attributes:
+    calls: the Nodes of Keras, in order. A Node of a layer has the attribute `mode`; see `Mode`.
+    unknown_axes: the axes of unknown size in each call of keras.ops.shape, in order.
+  """
+
+  calls: list[Any] = dataclasses.field(default_factory=list)
+  unknown_axes: list[Sequence[int]] = dataclasses.field(default_factory=list)
+
+
 @contextlib.contextmanager
-def Recorded() -> Iterator[list[Any]]:
-  """Yields a list of the calls of the enclosed code, in order; it runs in the call of a model.
+def Recorded(unknown_axes: Sequence[Sequence[int]] = ()) -> Iterator[Record]:
+  """Yields the record of the calls of the enclosed code, which runs in the call of a model.
 
   Calls within the call of a layer or operation are not recorded, except of symbols, for its mask.
-  The record of a layer's call, a Node of Keras, has the attribute `mode`; see `Mode`. A change of a
-  variable raises ValueError.
+  A change of a variable raises ValueError.
+
+  Args:
+    unknown_axes: the record of a trace of inputs with more unknown sizes, to compare the two.
   """
-  running: list[Any] = []  # The layers and operations whose calls run.
-  due: list[Any] = []  # A layer whose call is to be recorded, before it runs.
-  calls: list[Any] = []
-  call_layer = _Noted(keras.Layer.__call__, running)
-  symbolic_call = _Noted(keras.Operation.symbolic_call, running)
-  call_operation, assign = keras.Operation.__call__, keras.Variable.assign
+  recorder = _Recorder(unknown_axes)
+  _RECORDERS.append(recorder)
+  try:
+    with contextlib.ExitStack() as replaced:
+      for owner, attributes in recorder.Replacements():
+        replaced.enter_context(keras_variables.Replaced(owner, **attributes))
+      yield recorder.record
+  finally:
+    _RECORDERS.remove(recorder)
 
-  def HasSymbols(args: Any = None, kwargs: Any = None) -> bool:
-    return _HAS_SYMBOLS(args, kwargs) or (not running and _HasVariable((args, kwargs)))
 
-  def CallLayer(layer: Any, *args: Any, **kwargs: Any) -> Any:
-    has_symbols = _HAS_SYMBOLS(args, kwargs)
-    if running or not (has_symbols or layer.variables or _HasVariable((args, kwargs))):
-      return call_layer(layer, *args, **kwargs)
-    mode = _NextMode()
-    if has_symbols:
-      outputs = call_layer(layer, *args, **kwargs)
-    else:
-      due.append(layer)
-      outputs = call_layer(layer, *args, **kwargs)
-      keras_node.Node(layer, args, kwargs, outputs)
-    calls.append(layer._inbound_nodes[-1])
-    calls[-1].mode = mode
-    return outputs
+class _Recorder:
+  """The methods and functions that replace methods and functions of Keras and TensorFlow."""
 
-  def CallOperation(operation: Any, *args: Any, **kwargs: Any) -> Any:
-    if due and due[0] is operation:
-      due.clear()
-      return operation.symbolic_call(*args, **kwargs)
-    return call_operation(operation, *args, **kwargs)
+  def __init__(self, unknown_axes: Sequence[Sequence[int]]) -> None:
+    self.record = Record()
+    self._unknown_axes = unknown_axes
+    self._functions = keras_functions.Functions()
+    self._running: list[Any] = []  # The layers and operations whose calls run.
+    self._thread = threading.get_ident()
+    self._due: list[Any] = []  # A layer whose call is to be recorded, before it runs.
 
-  def SymbolicCall(operation: Any, *args: Any, **kwargs: Any) -> Any:
-    outputs = symbolic_call(operation, *args, **kwargs)
-    call = operation._inbound_nodes[-1]
-    if not running or call.arguments.keras_tensors:  # A layer computes its mask by symbols.
-      calls.append(call)
-    return outputs
+  def Replacements(self) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Yields an object, class or module, and its new attributes."""
+    yield keras.Layer, {'__call__': self._CallLayer(self._Noted(keras.Layer.__call__))}
+    symbolic_call = self._SymbolicCall(self._Noted(keras.Operation.symbolic_call))
+    call = self._CallOperation(keras.Operation.__call__)
+    yield keras.Operation, {'__call__': call, 'symbolic_call': symbolic_call}
+    # NumPy leaves the operator to the symbol on its right.
+    yield keras.KerasTensor, {'__array_priority__': 100, **self._Operators(keras.KerasTensor)}
+    outside = {'assign': 'it changes', '__tf_tensor__': 'it computes with the value of'}
+    refusing = {name: self._Refusing(name, error) for name, error in outside.items()}
+    like_symbols = {'sparse': False, 'ragged': False}
+    yield keras.Variable, {**self._Operators(keras.Variable), **refusing, **like_symbols}
+    for name, module in list(sys.modules.items()):
+      if name.startswith('keras.src.') and hasattr(module, 'any_symbolic_tensors'):
+        yield module, {'any_symbolic_tensors': self._HasSymbols}
+    for modules, is_for in ((_TENSORFLOW, _IsSymbolOrWeight), (_KERAS, _IsSize)):
+      for module in modules:
+        functions = {k: f for k, f in vars(module).items() if inspect.isfunction(f)}
+        yield module, {k: _Recording(f, is_for) for k, f in functions.items()}
+    shape = self._Shape(keras.ops.shape)
+    yield from ((module, {'shape': shape}) for module in (keras.ops, keras.ops.numpy))
 
-  def Equal(x: Any, other: Any) -> Any:
-    is_computed = running or other is None or isinstance(other, str)
-    return x is other if is_computed else keras.ops.equal(x, other)
+  def IsOutside(self) -> bool:
+    """Whether the code between layers and operations runs, in the thread of the trace."""
+    return not self._running and threading.get_ident() == self._thread
 
-  def Operator(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    compute = getattr(keras.Variable, name)
+  def Call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Records a call of a function; returns the symbols for its results."""
+    results, call = self._Noted(self._functions.Record)(function, *args, **kwargs)
+    self.record.calls.append(call)
+    return results
 
-    def Apply(variable: Any, *args: Any) -> Any:
-      is_computed = running or keras_variables.IsSeed(variable)
-      return compute(variable, *args) if is_computed else run(variable, *args)
+  def _Noted(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a method whose object counts as running while it runs."""
+
+    def Call(operation: Any, *args: Any, **kwargs: Any) -> Any:
+      self._running.append(operation)
+      try:
+        return call(operation, *args, **kwargs)
+      finally:
+        self._running.pop()
+
+    return Call
+
+  def _HasSymbols(self, args: Any = None, kwargs: Any = None) -> bool:
+    return _HAS_SYMBOLS(args, kwargs) or (self.IsOutside() and _HasWeight((args, kwargs)))
+
+  def _CallLayer(self, call_layer: Callable[..., Any]) -> Callable[..., Any]:
+    def Call(layer: Any, *args: Any, **kwargs: Any) -> Any:
+      has_symbols = _HAS_SYMBOLS(args, kwargs)
+      if not self.IsOutside() or not (has_symbols or layer.variables or _HasWeight((args, kwargs))):
+        return call_layer(layer, *args, **kwargs)
+      mode = _NextMode()
+      if has_symbols:
+        outputs = call_layer(layer, *args, **kwargs)
+      else:
+        self._due.append(layer)
+        outputs = call_layer(layer, *args, **kwargs)
+        keras_node.Node(layer, args, kwargs, outputs)
+      call = layer._inbound_nodes[-1]
+      call.mode = mode
+      self.record.calls.append(call)
+      return outputs
+
+    return Call
+
+  def _CallOperation(self, call_operation: Callable[..., Any]) -> Callable[..., Any]:
+    def Call(operation: Any, *args: Any, **kwargs: Any) -> Any:
+      if self._due and self._due[0] is operation:
+        self._due.clear()
+        return operation.symbolic_call(*args, **kwargs)
+      return call_operation(operation, *args, **kwargs)
+
+    return Call
+
+  def _SymbolicCall(self, symbolic_call: Callable[..., Any]) -> Callable[..., Any]:
+    def Call(operation: Any, *args: Any, **kwargs: Any) -> Any:
+      outputs = symbolic_call(operation, *args, **kwargs)
+      call = operation._inbound_nodes[-1]
+      if self.IsOutside() or call.arguments.keras_tensors:  # A layer computes its mask by symbols.
+        self.record.calls.append(call)
+      return outputs
+
+    return Call
+
+  def _Operators(self, owner: Any) -> dict[str, Any]:
+    """Returns the operators of a class."""
+    methods = {'__getitem__': self._GetItem(owner.__getitem__)}
+    for name in (*keras_functions.BINARY, *keras_functions.OTHERS):
+      methods[f'__{name}__'] = self._Operator(owner, name, is_reflected=False)
+    for name in keras_functions.BINARY:
+      methods[f'__r{name}__'] = self._Operator(owner, name, is_reflected=True)
+    return methods
+
+  def _Operator(self, owner: Any, name: str, *, is_reflected: bool) -> Callable[..., Any]:
+    run = getattr(operator, f'__{name}__')
+    compute = getattr(owner, f'__r{name}__' if is_reflected else f'__{name}__', None)
+
+    def Apply(x: Any, *operands: Any) -> Any:
+      if not self.IsOutside() or keras_variables.IsSeed(x):
+        # A KerasTensor has no `__eq__` of its own.
+        return compute(x, *operands) if compute else NotImplemented
+      if name in ('eq', 'ne') and (operands[0] is None or isinstance(operands[0], str)):
+        return name == 'ne'
+      return self.Call(run, *((*operands, x) if is_reflected else (x, *operands)))
 
     return Apply
 
-  def Assign(variable: Any, value: Any) -> Any:
-    if running or keras_variables.IsSeed(variable):
-      return assign(variable, value)
-    raise ValueError(
-      f'it changes the variable {variable.path} outside layers, and a pipeline would lose the '
-      'change'
-    )
+  def _GetItem(self, get_item: Callable[..., Any]) -> Callable[..., Any]:
+    def GetItem(x: Any, key: Any) -> Any:
+      if not self.IsOutside() or keras_variables.IsSeed(x):
+        return get_item(x, key)
+      keys = key if isinstance(key, tuple) else (key,)
+      return self.Call(keras_functions.Item, x, *map(keras_functions.Bounds, keys))
 
-  operators = {f'__{name}__': run for name, run in {**_BINARY, **_OTHERS}.items()}
-  operators['__getitem__'] = _GetItem
-  operators |= {f'__r{name}__': _Swapped(run) for name, run in _BINARY.items()}
-  replacements: list[tuple[Any, dict[str, Any]]] = [
-    (keras.Layer, {'__call__': CallLayer}),
-    (keras.Operation, {'__call__': CallOperation}),
-    (keras.Operation, {'symbolic_call': SymbolicCall}),
-    (keras.Variable, {name: Operator(name, run) for name, run in operators.items()}),
-    (keras.Variable, {'assign': Assign, 'sparse': False, 'ragged': False}),  # Like a symbol.
-    (keras.KerasTensor, {'__getitem__': _GetItem, '__eq__': Equal}),  # It has `__ne__` alone.
-  ]
-  for name, module in list(sys.modules.items()):
-    if name.startswith('keras.src.') and hasattr(module, 'any_symbolic_tensors'):
-      replacements.append((module, {'any_symbolic_tensors': HasSymbols}))
-  with contextlib.ExitStack() as replaced:
-    for owner, attributes in replacements:
-      replaced.enter_context(keras_variables.Replaced(owner, **attributes))
-    yield calls
+    return GetItem
+
+  def _Shape(self, shape: Callable[..., Any]) -> Callable[..., Any]:
+    def Shape(x: Any) -> Any:
+      sizes = shape(x)
+      if not self.IsOutside() or not isinstance(x, keras.KerasTensor):
+        return sizes
+      index = len(self.record.unknown_axes)
+      axes: Sequence[int] = [i for i, size in enumerate(sizes) if size is None]
+      if index < len(self._unknown_axes):
+        axes = self._unknown_axes[index]
+      self.record.unknown_axes.append(axes)
+      return tuple(
+        self.Call(keras_functions.Size, x, i) if i in axes else size for i, size in enumerate(sizes)
+      )
+
+    return Shape
+
+  def _Refusing(self, name: str, error: str) -> Callable[..., Any]:
+    """Returns a method of variables that raises ValueError outside layers and operations."""
+    method = getattr(keras.Variable, name)
+
+    def Method(variable: Any, *args: Any, **kwargs: Any) -> Any:
+      if not self.IsOutside() or keras_variables.IsSeed(variable):
+        return method(variable, *args, **kwargs)
+      raise ValueError(
+        f'{error} the variable {variable.path} outside layers, and a pipeline would lose it'
+      )
+
+    return Method
 
 
-def _Noted(call: Callable[..., Any], running: list[Any]) -> Callable[..., Any]:
-  """Returns a method that is in the list `running` while it runs."""
+@functools.cache
+def _Recording(function: Callable[..., Any], is_for: Callable[[Any], bool]) -> Callable[..., Any]:
+  """Returns a function that is recorded when it gets an argument of some kind.
 
-  def Call(operation: Any, *args: Any, **kwargs: Any) -> Any:
-    running.append(operation)
-    try:
-      return call(operation, *args, **kwargs)
-    finally:
-      running.pop()
+  It is the same in each trace, so that layers that a call makes with it, as an activation, are
+  equal.
+  """
+
+  @functools.wraps(function)
+  def Call(*args: Any, **kwargs: Any) -> Any:
+    is_outside = bool(_RECORDERS) and _RECORDERS[-1].IsOutside()
+    if is_outside and any(map(is_for, keras.tree.flatten((args, kwargs)))):
+      return _RECORDERS[-1].Call(function, *args, **kwargs)
+    return function(*args, **kwargs)
 
   return Call
 
 
-def _HasVariable(nest: Any) -> bool:
-  return any(
-    isinstance(x, keras.Variable) and not keras_variables.IsSeed(x)
-    for x in keras.tree.flatten(nest)
-  )
+def _HasWeight(nest: Any) -> bool:
+  return any(map(_IsWeight, keras.tree.flatten(nest)))
 
 
-def _GetItem(x: Any, key: Any) -> Any:
-  # Keras records the index None, and slices, only in a tuple.
-  return keras.ops.get_item(x, key if isinstance(key, tuple) else (key,))
+def _IsWeight(x: Any) -> bool:
+  return isinstance(x, keras.Variable) and not keras_variables.IsSeed(x)
 
 
-def _Swapped(run: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-  return lambda a, b: run(b, a)
+def _IsSymbolOrWeight(x: Any) -> bool:
+  return isinstance(x, keras.KerasTensor) or _IsWeight(x)
+
+
+def _IsSize(x: Any) -> bool:
+  """Whether an argument is a symbolic integer, as keras.ops.shape has them."""
+  return isinstance(x, keras.KerasTensor) and not x.shape and tf.as_dtype(x.dtype).is_integer

@@ -70,6 +70,10 @@ def _Twice(x):
   return 2 * x
 
 
+def _Times(factor, bias=0.0):
+  return lambda x, bias=bias: factor * x + bias
+
+
 def _Half(x):
   return x / 2
 
@@ -134,6 +138,7 @@ EQUAL = {
   'attention': lambda: layers.MultiHeadAttention(2, 4, dropout=0.1),
   'wrapped': lambda: layers.TimeDistributed(layers.Dense(4)),
   'function': lambda: layers.Lambda(_Twice),
+  'function made twice': lambda: layers.Lambda(_Times(2.0)),
   'attribute': lambda: _Scaled(2.0),
   'array': lambda: _Scaled(np.arange(3.0)),
   'LoRA': lambda: _Lora(2),
@@ -154,6 +159,11 @@ UNEQUAL = {
     lambda: _Frozen(layers.BatchNormalization()),
   ),
   'function': (lambda: layers.Lambda(_Twice), lambda: layers.Lambda(_Half)),
+  'captured': (lambda: layers.Lambda(_Times(2.0)), lambda: layers.Lambda(_Times(3.0))),
+  'default': (
+    lambda: layers.Lambda(_Times(2.0, bias=1.0)),
+    lambda: layers.Lambda(_Times(2.0, bias=2.0)),
+  ),
   'lambda': (lambda: layers.Lambda(lambda x: x), lambda: layers.Lambda(lambda x: x)),
   'regularizer': (
     lambda: layers.Dense(4, kernel_regularizer=keras.regularizers.L2(0.1)),

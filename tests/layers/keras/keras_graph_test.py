@@ -135,7 +135,7 @@ def testASubclassedModelIsTracedByItsCall():
     return b(y) * 2 + ops.mean(y, axis=-1, keepdims=True)
 
   model = _Subclassed(Call, _Dense('a'), _Dense('b', 1))
-  _Check(model, X, ['a', 'get_item', 'concatenate', 'b', 'multiply', 'mean', 'add'])
+  _Check(model, X, ['a', 'item', 'concatenate', 'b', 'mul', 'mean', 'add'])
 
 
 def testASubclassedModelNeedsAnExample():
@@ -250,11 +250,12 @@ def testChangesOutsideLayersAreRefused(change, name):
 
 def testConstantsOutsideLayersAreEqualInEachTrace():
   model = _Outside(lambda model, x: x * model.w + ops.arange(3, dtype='float32'))
-  _Check(model, X, ['dense', 'multiply', 'add'])
+  _Check(model, X, ['dense', 'mul', 'add'])
 
 
 def testAShapeThatIsNotKnownIsRefused():
-  model = _Outside(lambda model, x: ops.reshape(x, [ops.shape(x)[0], 3, 1]))
+  model = _Outside(lambda model, x: ops.reshape(x, [x.shape[0], 3, 1]))
+  model(X)
   line = model.compute.__code__.co_firstlineno
   with pytest.raises(ValueError, match=naming.Naming('reshape', '-1', line)):
     keras_graph.FromModel(model, X)
