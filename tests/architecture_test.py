@@ -117,7 +117,7 @@ _FOREIGN_NAMES = {
   },  # Keras.
   'lingvo_gpipe/fit/keras_loss.py': {'add_update', 'call', 'get_current_value'},
   'lingvo_gpipe/layers/keras/keras_cell_layer.py': {'add_update', 'get_current_value'},
-  'lingvo_gpipe/layers/keras/keras_graph.py': {'get_current_value'},
+  'lingvo_gpipe/layers/keras/keras_trace.py': {'get_current_value'},
   'lingvo_gpipe/layers/keras/keras_functions.py': {'call'},
   'lingvo_gpipe/layers/keras/keras_symbols.py': {'call'},
   'lingvo_gpipe/layers/keras/keras_preset.py': {'get_tensor', 'keys'},  # safetensors.
@@ -150,6 +150,7 @@ _FOREIGN_NAMES = {
   'tests/layers/keras/keras_equality_test.py': {'call'},
   'tests/layers/keras/keras_functions_test.py': {'call'},
   'tests/layers/keras/keras_graph_test.py': {'call'},
+  'tests/layers/keras/keras_opening_test.py': {'call'},
   'tests/tools/keras_models_test.py': {'train_step'},
   'lingvo_gpipe/core/nested_map.py': {'copy', 'setdefault', 'update'},  # dict.
   'lingvo_gpipe/cli/steady_output.py': {'write', 'flush'},  # io.

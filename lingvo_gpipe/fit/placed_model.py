@@ -143,6 +143,7 @@ class PlacedModel:
       raise ValueError(
         f'{model.name}: expected at least {p.num_stages} cells, one for each stage, got '
         f'{len(cells)}; a cell is a layer with a matrix: {", ".join(c.name for c in cells)}'
+        + ''.join(f'; {name} stays closed: {why}' for name, why in self.graph.closed.items())
       )
     used = {id(v) for cell in cells for v in cell.Weights().values()}
     for v in model.trainable_variables:

@@ -153,7 +153,7 @@ def _State(value: Any) -> dict[str, Any]:
     attributes.pop('_initial_seed', None)
     attributes.pop('seed', None)
   if isinstance(value, keras.Layer):
-    is_known = _IsOfKeras(type(value))
+    is_known = IsOfKeras(type(value))
     attributes = {
       k: v
       for k, v in attributes.items()
@@ -166,7 +166,8 @@ def _State(value: Any) -> dict[str, Any]:
   return dict(sorted(attributes.items()))
 
 
-def _IsOfKeras(cls: type) -> bool:
+def IsOfKeras(cls: type) -> bool:
+  """Whether a class is Keras's or KerasHub's."""
   return cls.__module__.split('.')[0] in ('keras', 'keras_hub')
 
 
@@ -181,7 +182,7 @@ def Reads(cls: type, attributes: Set[str]) -> bool:
   """Whether a method that a class does not have from Keras reads an attribute of such a name."""
   codes = []
   for base in cls.__mro__:
-    if not _IsOfKeras(base) and base.__module__.split('.')[0] != 'tensorflow':
+    if not IsOfKeras(base) and base.__module__.split('.')[0] != 'tensorflow':
       for key, value in vars(base).items():
         if key not in _MAKING:
           function = getattr(value, 'fget', None) or getattr(value, '__func__', value)

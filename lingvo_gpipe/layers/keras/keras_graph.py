@@ -1,29 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The graph of a live Keras model, nested models opened.
-
-A Functional or Sequential model has a graph already. The `call` of any other model is traced.
-
-Keras has no public way to walk over the calls of a model. So this file uses private attributes of
-Keras: `KerasTensor._keras_history`, `Node.__init__` and `Operation._inbound_nodes`.
-"""
+"""The graph of a live Keras model, nested models and large layers opened."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import functools
 import inspect
-import itertools
-import linecache
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
-from keras.src.ops import node as keras_node
 
-from lingvo_gpipe.layers.keras import keras_equality, keras_nodes, keras_symbols, keras_variables
+from lingvo_gpipe.layers.keras import keras_equality, keras_nodes, keras_trace
 
 
 def FromModel(model: Any, x: Any = None) -> keras_nodes.Graph:
@@ -48,26 +38,33 @@ def FromModel(model: Any, x: Any = None) -> keras_nodes.Graph:
       f'{model.name} has an activity regularizer: give it to the layer that makes the output'
     )
   if not model.built and x is not None:
-    with _NamingTheLine(model):
-      model(_Symbols(model, x))  # Makes the variables, under the model's name.
+    with keras_trace.NamingTheLine(model):
+      model(keras_trace.Symbols(model, x))  # Makes the variables, under the model's name.
   graph = keras_nodes.AsFunctional(model)
   if graph is not None:
-    builder = _Builder()
-    inputs = tuple(builder.NewValue(t) for t in graph.inputs)
-    outputs = builder.Run(graph.outputs, _Environment(graph.inputs, inputs), model.dtype_policy)
-    # Keras returns the only output of a list alone.
-    structure = keras.tree.pack_sequence_as(graph.output, list(outputs))
-    if isinstance(structure, (list, tuple)) and len(structure) == 1:
-      structure = structure[0]
-    return keras_nodes.Graph(
-      model, tuple(builder.nodes), inputs, tuple(outputs), structure, graph.input
-    )
+    return _Opened(_FromFunctional(model, graph))
   if x is None:
     raise ValueError(
       f'{model.name} ({type(model).__name__}) has no graph of layers yet: call it on a batch, or '
       'pass an example of its inputs'
     )
-  return _TraceCall(model, x)
+  symbols = (keras_trace.Symbols(model, x),)
+  return _Opened(keras_trace.Trace(model, symbols, {}, keras_trace.Modes(model)))
+
+
+def _FromFunctional(model: Any, graph: Any) -> keras_nodes.Graph:
+  """Returns the graph of a model, from the Functional that computes it."""
+  builder = keras_trace.Builder()
+  inputs = tuple(builder.NewValue(t) for t in graph.inputs)
+  environment = keras_trace.Environment(graph.inputs, inputs)
+  outputs = builder.Run(graph.outputs, environment, model.dtype_policy)
+  # Keras returns the only output of a list alone.
+  structure = keras.tree.pack_sequence_as(graph.output, list(outputs))
+  if isinstance(structure, (list, tuple)) and len(structure) == 1:
+    structure = structure[0]
+  return keras_nodes.Graph(
+    model, tuple(builder.nodes), inputs, tuple(outputs), structure, graph.input
+  )
 
 
 def CheckSizes(graph: keras_nodes.Graph, x: Any) -> None:
@@ -77,361 +74,181 @@ def CheckSizes(graph: keras_nodes.Graph, x: Any) -> None:
     graph: the graph of a subclassed model, of inputs with unknown sizes.
     x: tensors `[batch, ...]` like the model's inputs.
   """
-  model = graph.model
+  model, graph = graph.model, graph.unopened or graph
+  symbols, mode = (keras_trace.Symbols(model, x),), keras_trace.Modes(model)[0]
   with keras.StatelessScope():
-    other = _TraceMode(model, _Symbols(model, x), _Modes(model)[0], graph.unknown_axes)
-  if (line := _Difference(graph, other)) is not None:
+    other = keras_trace.TraceMode(model, symbols, {}, mode, graph.unknown_axes)
+  if (line := keras_trace.Difference(graph, other)) is not None:
     raise ValueError(
       f'{type(model).__name__}.call computes with a length{line}, which is another in this batch '
       'than before: use ops.shape(x) for x.shape, or pad all sequences to one length'
     )
 
 
-class _Environment(dict[int, keras_nodes.Value]):
-  """{id of a KerasTensor: Value}."""
+# ---- layers that are opened ----------------------------------------------------------------------
 
-  def __init__(self, tensors: Sequence[Any], values: Sequence[keras_nodes.Value]) -> None:
-    super().__init__({id(t): v for t, v in zip(tensors, values, strict=True)})
-
-
-class _Builder:
-  """Collects the calls of a model and of the models nested in it."""
-
-  def __init__(self) -> None:
-    self.nodes: list[keras_nodes.Node] = []
-    self._num_values = 0
-
-  def NewValue(self, tensor: Any) -> keras_nodes.Value:
-    self._num_values += 1
-    dtype = keras.backend.standardize_dtype(tensor.dtype)
-    return keras_nodes.Value(self._num_values - 1, tuple(tensor.shape), dtype)
-
-  def Run(
-    self,
-    outputs: Sequence[Any],
-    environment: _Environment,
-    policy: Any,
-    training: bool | None = None,
-  ) -> list[keras_nodes.Value]:
-    """Adds the calls that lead to KerasTensors of a Functional model; returns their Values.
-
-    Args:
-      outputs: the KerasTensors.
-      environment: the tensors that are known; grows.
-      policy: the dtype policy of the model.
-      training: the mode that the model was called with by an outer one, which overrides the modes
-        of its layers' calls; None: any.
-    """
-    # Depth first, so that a chain is followed to its end before the next begins.
-    stack = [(t, False) for t in reversed(outputs)]
-    while stack:
-      tensor, is_ready = stack.pop()
-      if id(tensor) in environment:
-        continue
-      history = tensor._keras_history
-      call = history.operation._inbound_nodes[history.node_index]
-      if not is_ready:
-        if not call.arguments.keras_tensors:
-          raise _Foreign(tensor)
-        stack.append((tensor, True))
-        stack += [(t, False) for t in reversed(call.arguments.keras_tensors)]
-        continue
-      self._Add(call, environment, policy, training)
-    return [environment[id(t)] for t in outputs]
-
-  def RunTrace(
-    self, calls: Sequence[Any], outputs: Sequence[Any], environment: _Environment, policy: Any
-  ) -> list[keras_nodes.Value]:
-    """Adds the calls of a trace, in their order, unless they have no effect; see `Run`."""
-    needed = {id(t) for t in outputs}
-    for call in reversed(calls):
-      if _HasEffect(call.operation) or not needed.isdisjoint(map(id, call.outputs)):
-        needed |= {id(call), *map(id, call.arguments.keras_tensors)}
-    for call in calls:
-      if id(call) in needed:
-        self._Add(call, environment, policy, is_traced=True)
-    for t in outputs:
-      if id(t) not in environment:
-        raise _Foreign(t)
-    return [environment[id(t)] for t in outputs]
-
-  def _Add(
-    self,
-    call: Any,
-    environment: _Environment,
-    policy: Any,
-    training: bool | None = None,
-    *,
-    is_traced: bool = False,
-  ) -> None:
-    """Adds one call; in a trace in the mode that it asks for, or that Keras gives it."""
-    for t in call.arguments.keras_tensors:
-      if id(t) not in environment:
-        raise _Foreign(t)
-    args, kwargs = call.arguments.fill_in(environment)
-    kwargs = dict(kwargs)
-    kwargs.pop('training', None)
-    if is_traced and isinstance(call.operation, keras.Layer):
-      training = keras_symbols.Mode(call)
-    values = self._Call(call, args, kwargs, policy, training)
-    environment.update({id(t): v for t, v in zip(call.outputs, values, strict=True)})
-
-  def _Call(
-    self,
-    call: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    policy: Any,
-    training: bool | None,
-  ) -> Sequence[keras_nodes.Value]:
-    """Adds one call, a Node of Keras: our node, or the nodes of a nested model."""
-    operation, line = call.operation, getattr(call, 'line', '')
-    graph = keras_nodes.AsFunctional(operation)
-    is_opened = graph is not None and operation.activity_regularizer is None
-    inputs = _NestedInputs(graph, args, kwargs) if is_opened else None
-    if graph is not None and inputs is not None:
-      environment = _Environment(graph.inputs, inputs)
-      return self.Run(graph.outputs, environment, operation.dtype_policy, training)
-    if None in keras.tree.flatten(getattr(operation, 'newshape', ())):
-      raise ValueError(
-        f'{operation.name}{line} reshapes to a size that is not known: use -1, or ops.shape'
-      )
-    if any(isinstance(x, tf.Variable) for x in keras.tree.flatten((args, kwargs))):
-      raise ValueError(
-        f'{operation.name}{line} takes the value of a weight: pass the weight itself'
-      )
-    values = tuple(self.NewValue(t) for t in call.outputs)
-    self.nodes.append(keras_nodes.Node(operation, args, kwargs, values, policy, training, line))
-    return values
+# A layer of a user is opened, so that the model can be cut inside it, if it has more than this part
+# of the weights.
+_LARGE = 1 / 8
+# Stands for the unknown sizes when a trace is checked for computations with them.
+_SOME_SIZE = 6
 
 
-def _Foreign(tensor: Any) -> ValueError:
-  return ValueError(f'the tensor {tensor.name} does not depend on the inputs of the model')
-
-
-def _HasEffect(operation: Any) -> bool:
-  """Whether a call may do more than return its outputs: add a loss, or change state."""
-  layers = keras_nodes.Sublayers(operation)
-  state = (v for v in layers[0].variables if not v.trainable) if layers else ()
-  return any(map(keras_nodes.MayAddLoss, layers)) or not all(map(keras_variables.IsSeed, state))
-
-
-def _NestedInputs(
-  graph: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[keras_nodes.Value] | None:
-  """Returns the Values for a nested model's inputs; None if Keras would convert them."""
-  kwargs = dict(kwargs)
-  if not args and 'inputs' in kwargs:
-    args = (kwargs.pop('inputs'),)
-  if len(args) != 1 or any(v is not None for v in keras.tree.flatten(kwargs)):
-    return None
-  names = [t.name for t in graph.inputs]
-  inputs, expected = args[0], graph.input
-  if isinstance(inputs, dict) and not isinstance(expected, dict):
-    if not set(names) <= set(inputs):
-      return None
-    inputs = [inputs[name] for name in names]
-  flat = keras.tree.flatten(inputs)
-  if isinstance(inputs, dict) and set(inputs) != set(expected):
-    return None
-  if len(flat) != len(names) or not all(isinstance(v, keras_nodes.Value) for v in flat):
-    return None
-  for value, tensor in zip(flat, graph.inputs, strict=True):
-    dtype = keras.backend.standardize_dtype(tensor.dtype)
-    if len(value.shape) != len(tensor.shape) or value.dtype != dtype:
-      return None
-  return flat
-
-
-# ---- models without a graph ----------------------------------------------------------------------
-
-
-def _TraceCall(model: Any, x: Any) -> keras_nodes.Graph:
-  """Returns the graph of a subclassed model, from its `call` on symbolic tensors."""
-
-  def Trace(mode: bool | None) -> keras_nodes.Graph:
-    return _TraceMode(model, _Symbols(model, x), mode)
-
-  modes = _Modes(model)
-  with keras.StatelessScope():  # Seeds keep their values.
-    first = Trace(modes[0])
-  for scale in (0.0, 9.0):
-    with _OtherWeights(scale):
-      other = Trace(modes[0])
-    if (line := _Difference(first, other)) is not None:
-      raise ValueError(
-        f'{type(model).__name__}.call computes with the value of a weight, draws random numbers, '
-        f'or passes a function that uses its tensors, outside layers; the result, used{line}, '
-        'would stay constant: pass the weight itself to keras.ops, or move the computation into a '
-        'layer'
-      )
-  with keras.StatelessScope():
-    last = Trace(modes[-1])
-  if (line := _Difference(first, last)) is not None:
-    raise ValueError(
-      f'{type(model).__name__}.call does something else in training than in evaluation{line}, so '
-      'its layers are no fixed graph: move the choice into a layer that takes `training`'
-    )
-  nodes = []
-  for a, b in zip(first.nodes, last.nodes, strict=True):
-    if b.training and not a.training:
-      raise ValueError(
-        f'{type(model).__name__}.call{a.line} gives a layer the mode of training in evaluation only'
-      )
-    # A mode that follows the argument is the mode of the whole model.
-    nodes.append(dataclasses.replace(a, training=a.training if a.training == b.training else None))
-  return dataclasses.replace(first, nodes=tuple(nodes))
-
-
-def _Modes(model: Any) -> list[bool | None]:
-  """Returns the training modes in which Keras calls a model; None: in none."""
-  return [True, False] if 'training' in inspect.signature(model.call).parameters else [None]
-
-
-def _TraceMode(
-  model: Any, x: Any, mode: bool | None, unknown_axes: Sequence[Sequence[int]] = ()
-) -> keras_nodes.Graph:
-  """Returns the graph of one training mode; `unknown_axes`: see `keras_symbols.Recorded`."""
-  flat = keras.tree.flatten(x)
-  builder = _Builder()
-  inputs = tuple(builder.NewValue(t) for t in flat)
-
-  def Call() -> Any:
-    options = {} if mode is None else {'training': mode}
-    with keras_symbols.Recorded(unknown_axes) as record:
-      # A tf.function would run with tensors.
-      return getattr(model.call, 'python_function', model.call)(x, **options), record
-
-  with _NamingTheLine(model):
-    with _KnowingLines(_Path(model)), _Refusing(model, 'add_loss', 'add_metric'):
-      outputs, record = keras_symbols.RunInCall(Call, model.dtype_policy, mode)
-    tensors = keras.tree.flatten(outputs)
-    for t in tensors:
-      if not isinstance(t, keras.KerasTensor):
-        raise TypeError(f'it returns a {type(t).__name__}')
-    values = builder.RunTrace(record.calls, tensors, _Environment(flat, inputs), model.dtype_policy)
-  structure = keras.tree.pack_sequence_as(outputs, values)
-  input_structure = keras.tree.pack_sequence_as(x, list(inputs))
-  return keras_nodes.Graph(
-    *(model, tuple(builder.nodes), inputs, tuple(values), structure, input_structure),
-    unknown_axes=record.unknown_axes,
+def _Opened(graph: keras_nodes.Graph) -> keras_nodes.Graph:
+  """Returns a graph with its large layers opened: their calls in the place of theirs."""
+  opener = _Opener(graph)
+  inputs = tuple(map(opener.NewValue, graph.inputs))
+  environment = dict(zip(graph.inputs, inputs, strict=True))
+  opener.Add(graph.nodes, environment)
+  if not opener.is_open:
+    return dataclasses.replace(graph, closed=opener.closed)
+  to_new = functools.partial(_Filled, environment=environment)
+  return dataclasses.replace(
+    graph,
+    nodes=tuple(opener.nodes),
+    inputs=inputs,
+    outputs=tuple(environment[v] for v in graph.outputs),
+    output_structure=to_new(graph.output_structure),
+    input_structure=to_new(graph.input_structure),
+    closed=opener.closed,
+    unopened=graph,
   )
 
 
-def _Symbols(model: Any, x: Any) -> Any:
-  """Returns symbolic inputs of a model like the specs or tensors `x`."""
-
-  def Symbol(t: Any) -> Any:
-    dtype = keras.backend.standardize_dtype(t.dtype)
-    if model.autocast and tf.as_dtype(dtype).is_floating:
-      dtype = model.compute_dtype  # As Keras casts the arguments of a model.
-    return keras.KerasTensor((None, *t.shape[1:]), dtype)
-
-  return keras.tree.map_structure(Symbol, x)
+def _Filled(nest: Any, environment: dict[keras_nodes.Value, keras_nodes.Value]) -> Any:
+  return keras.tree.map_structure(
+    lambda x: environment[x] if isinstance(x, keras_nodes.Value) else x, nest
+  )
 
 
-@contextlib.contextmanager
-def _NamingTheLine(model: Any) -> Iterator[None]:
-  """Names the line of a model's code in errors of the enclosed code, which calls it."""
-  try:
-    yield
-  except Exception as e:
-    frames = reversed([*traceback.walk_tb(e.__traceback__)])
-    line = _Line(_Path(model), frames)
-    raise ValueError(
-      f'{type(model).__name__}.call cannot be traced{line}: {e}. Its tensors may be passed to '
-      'layers, keras.ops and functions of TensorFlow; put other code into a layer of its own'
-    ) from e
+class _Opener:
+  """Copies the calls of a graph, opening layers.
+
+  Attributes:
+    nodes: the calls.
+    closed: {name: reason} of the large layers that could not be opened.
+    is_open: whether a layer was opened.
+  """
+
+  def __init__(self, graph: keras_nodes.Graph) -> None:
+    self.nodes: list[keras_nodes.Node] = []
+    self.closed: dict[str, str] = {}
+    self.is_open = False
+    self._num_values = 0
+    weights = {id(v): v for node in graph.nodes for v in node.variables}
+    self._num_weights = _NumWeights(weights.values())
+
+  def NewValue(self, value: keras_nodes.Value) -> keras_nodes.Value:
+    """Returns a Value like another, with the next index."""
+    self._num_values += 1
+    return dataclasses.replace(value, index=self._num_values - 1)
+
+  def Add(
+    self,
+    nodes: Sequence[keras_nodes.Node],
+    environment: dict[keras_nodes.Value, keras_nodes.Value],
+    training: bool | None = None,
+  ) -> None:
+    """Adds calls.
+
+    Args:
+      nodes: the calls.
+      environment: the new Values of their inputs; of their outputs when this returns.
+      training: the mode of the layer that is opened.
+    """
+    for node in nodes:
+      args, kwargs = _Filled((node.args, node.kwargs), environment)
+      mode = training if node.training is None else node.training
+      node = dataclasses.replace(node, args=args, kwargs=kwargs, training=mode)
+      graph = self._GraphInside(node)
+      if graph is None:
+        outputs = tuple(map(self.NewValue, node.outputs))
+        self.nodes.append(dataclasses.replace(node, outputs=outputs))
+      else:
+        self.is_open = True
+        inside = dict(zip(graph.inputs, node.inputs, strict=True))
+        self.Add(graph.nodes, inside, mode)
+        outputs = tuple(inside[v] for v in graph.outputs)
+      environment.update(zip(node.outputs, outputs, strict=True))
+
+  def _GraphInside(self, node: keras_nodes.Node) -> keras_nodes.Graph | None:
+    """Returns the graph of the layer that a call is of; None if it stays closed."""
+    layer = node.operation
+    if not _IsComposite(layer) or _NumWeights(layer.variables) <= _LARGE * self._num_weights:
+      return None
+    try:
+      return _TraceInside(node)
+    except (TypeError, ValueError) as e:
+      self.closed[layer.name] = str(e)
+      return None
 
 
-@contextlib.contextmanager
-def _KnowingLines(path: str | None) -> Iterator[None]:
-  """Lets each call of a layer or operation remember the line of a file that made it."""
-  make = keras_node.Node.__init__
-
-  def Make(call: Any, *args: Any, **kwargs: Any) -> None:
-    make(call, *args, **kwargs)
-    call.line = _Line(path, traceback.walk_stack(None))
-
-  with keras_variables.Replaced(keras_node.Node, __init__=Make):
-    yield
+def _NumWeights(variables: Iterable[Any]) -> int:
+  return sum(math.prod(v.shape) for v in variables)
 
 
-@contextlib.contextmanager
-def _Refusing(model: Any, *names: str) -> Iterator[None]:
-  """Lets the `call` of a model raise ValueError when it calls one of these methods of its own."""
-
-  def Refuse(name: str) -> Callable[..., None]:
-    def Method(*args: Any, **kwargs: Any) -> None:
-      raise ValueError(
-        f'{name} of the model itself, which a pipeline would lose: call add_loss in a layer, and '
-        'give metrics to compile()'
-      )
-
-    return Method
-
-  with keras_variables.Replaced(model, **{name: Refuse(name) for name in names}):
-    yield
+def _IsComposite(layer: Any) -> bool:
+  """Whether a layer of a user has several layers with weights inside."""
+  if not isinstance(layer, keras.Layer) or keras_equality.IsOfKeras(type(layer)):
+    return False
+  inside = keras_nodes.Sublayers(layer)[1:]
+  return sum(bool(x.variables) and not keras_nodes.Sublayers(x)[1:] for x in inside) > 1
 
 
-def _Path(model: Any) -> str | None:
-  """Returns the file of a model's `call`, also in a notebook; None if it is unknown."""
-  call = type(model).call
-  code = getattr(getattr(call, 'python_function', call), '__code__', None)
-  return code.co_filename if code is not None else None
+def _TraceInside(node: keras_nodes.Node) -> keras_nodes.Graph:
+  """Returns the graph of the layer that a call is of.
+
+  Raises:
+    ValueError: the graph would not compute what the layer does.
+  """
+  layer = node.operation
+  if reason := _WhyClosed(node):
+    raise ValueError(f'it {reason}')
+  modes = [True, False] if node.training is None else [node.training]
+  args, kwargs = _Symbols((node.args, node.kwargs), None)
+  graph = keras_trace.Trace(layer, args, kwargs, modes)
+  args, kwargs = _Symbols((node.args, node.kwargs), _SOME_SIZE)
+  with keras.StatelessScope():
+    known = keras_trace.TraceMode(layer, args, kwargs, modes[0], graph.unknown_axes)
+  if (line := keras_trace.Difference(graph, known)) is not None:
+    raise ValueError(f'it computes with a length that is not known{line}')
+  if [(v.shape, v.dtype) for v in graph.outputs] != [(v.shape, v.dtype) for v in node.outputs]:
+    raise ValueError('it has other outputs when traced')
+  return graph
 
 
-def _Line(path: str | None, frames: Iterable[tuple[Any, int]]) -> str:
-  """Returns the first line of a file among some frames, as a part of a sentence."""
-  for frame, line in frames:
-    if path is not None and frame.f_code.co_filename == path:
-      return f' at line {line} of {path} ({linecache.getline(path, line).strip()})'
+def _Symbols(nest: Any, size: int | None) -> Any:
+  """Returns a nest with symbols for Values; other unknown sizes than the first become `size`."""
+
+  def Symbol(v: Any) -> Any:
+    if not isinstance(v, keras_nodes.Value):
+      return v
+    shape = [size if dim is None and i else dim for i, dim in enumerate(v.shape)]
+    return keras.KerasTensor(shape, v.dtype)
+
+  return keras.tree.map_structure(Symbol, nest)
+
+
+def _WhyClosed(node: keras_nodes.Node) -> str:
+  """Returns what a layer does that its calls alone would not do; else an empty text."""
+  layer = node.operation
+  floats = {v.dtype for v in node.inputs if tf.as_dtype(v.dtype).is_floating}
+  if node.has_mask:
+    return 'gets a mask'
+  if layer.autocast and not floats <= {layer.compute_dtype}:
+    return f'casts its inputs to {layer.compute_dtype}'
+  if layer.activity_regularizer is not None:
+    return 'has an activity regularizer'
+  if not layer.supports_jit:
+    return 'has supports_jit=False'
+  for name in ('__call__', 'compute_mask'):
+    if getattr(type(layer), name) not in (getattr(keras.Layer, name), getattr(keras.Model, name)):
+      return f'overrides {name}'
+  if node.training is False and any(map(_TrainsByDefault, keras_nodes.Sublayers(layer))):
+    return 'has layers that train by default'
   return ''
 
 
-class _OtherWeights(keras.StatelessScope):
-  """Changes the values of all weights that code reads, so that a trace shows their use.
-
-  They become random numbers of a standard deviation `scale`; if that is 0, zeros.
-  """
-
-  def __init__(self, scale: float) -> None:
-    super().__init__()
-    self._scale = scale
-
-  def get_current_value(self, variable: Any) -> Any:
-    """Returns a value of which each element differs from the present one."""
-    value = super().get_current_value(variable)
-    if value is not None or variable._value is None:
-      return value
-    value = tf.convert_to_tensor(variable._value)
-    if value.dtype == tf.bool:
-      return tf.logical_not(value)
-    other = tf.random.stateless_normal(value.shape, [0, 0], stddev=self._scale)
-    other = tf.cast(other, value.dtype)
-    return tf.where(other == value, value + 1, other)
-
-
-def _Difference(a: keras_nodes.Graph, b: keras_nodes.Graph) -> str | None:
-  """Returns the line of the first call that differs in two traces of a model; None if none does."""
-  for x, y in itertools.zip_longest(a.nodes, b.nodes):
-    if x is None or y is None or not _IsSameCall(x, y):
-      return (x or y).line
-  return None if [v.index for v in a.outputs] == [v.index for v in b.outputs] else ''
-
-
-def _IsSameCall(a: keras_nodes.Node, b: keras_nodes.Node) -> bool:
-  """Whether two traces of one model made the same call."""
-
-  def Leaves(node: keras_nodes.Node) -> Iterator[Any]:
-    for leaf in keras.tree.flatten((node.args, node.kwargs)):
-      if isinstance(leaf, keras_nodes.Value):
-        yield leaf.index
-      else:
-        yield np.asarray(leaf) if isinstance(leaf, (tf.Tensor, np.generic)) else leaf
-
-  # A layer that the call makes, as layers.add does, is another in each trace.
-  has_weights = isinstance(a.operation, keras.Layer) and a.operation.variables
-  if has_weights and a.operation is not b.operation:
-    return False
-  return keras_equality.AreEqual((a.operation, *Leaves(a)), (b.operation, *Leaves(b)))
+def _TrainsByDefault(layer: Any) -> bool:
+  parameter = inspect.signature(layer.call).parameters.get('training')
+  return parameter is not None and parameter.default is True

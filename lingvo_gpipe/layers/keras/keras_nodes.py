@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -64,6 +64,7 @@ class Node:
     policy: the dtype policy of the model whose graph has the call.
     training: the mode that the call asks for; None: the mode of the whole model.
     line: where the `call` of a subclassed model makes it, for errors; else empty.
+    has_mask: whether Keras attaches a mask to an argument.
   """
 
   operation: Any
@@ -73,6 +74,7 @@ class Node:
   policy: Any
   training: bool | None = None
   line: str = ''
+  has_mask: bool = False
 
   @property
   def inputs(self) -> list[Value]:
@@ -108,6 +110,8 @@ class Graph:
   output_structure: Any
   input_structure: Any
   unknown_axes: Sequence[Sequence[int]] = ()
+  closed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  unopened: Graph | None = None
 
   def FlatInputs(self, x: Any) -> list[Any]:
     """Returns the input tensors in the order of `inputs`, cast and reshaped as Keras does.

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Large layers of users are opened, so that a model can be cut inside, if that changes nothing."""
+
+import sys
+
+import keras
+import pytest
+import tensorflow as tf
+from keras import layers, ops
+
+from lingvo_gpipe.layers.keras import keras_cells, keras_graph
+from tests import naming
+from tests.toys import keras_fits
+
+IDS, OTHER = keras_fits.Integers(9, 8, 5), keras_fits.Integers(9, 8, 4, seed=1)
+TARGETS = keras_fits.Floats(8, 4, 3)
+COMPILED = {'loss': 'mse'}.copy
+
+
+class _Block(layers.Layer):
+  """Attention and a Dense layer."""
+
+  def __init__(self, **options):
+    super().__init__(**options)
+    self.attention, self.dense = layers.MultiHeadAttention(2, 3), layers.Dense(6)
+
+  def call(self, x, context=None):
+    x += self.attention(x, x if context is None else context)
+    return x + self.dense(ops.tanh(x))
+
+
+class _Encoder(layers.Layer):
+  """Two blocks, state that training changes, and sizes of each micro-batch."""
+
+  def __init__(self, **options):
+    super().__init__(**options)
+    self.blocks = [_Block(name='block_0'), _Block(name='block_1')]
+    self.norm, self.positions = layers.BatchNormalization(momentum=0.5), layers.Embedding(9, 6)
+
+  def call(self, x, training=None):
+    x += self.positions(tf.range(tf.shape(x)[1]))
+    for block in self.blocks:
+      x = self.norm(block(x), training=training)
+    return x
+
+
+class _Decoder(layers.Layer):
+  """Two inputs, one of them named, and a weight of its own."""
+
+  def __init__(self, **options):
+    super().__init__(**options)
+    self.embedding = layers.Embedding(9, 6)
+    self.blocks = [_Block(name='block_2'), _Block(name='block_3')]
+    self.scale = self.add_weight(shape=[6], initializer='random_normal', name='scale')
+
+  def call(self, ids, context):
+    x = self.embedding(ids) * self.scale
+    for block in self.blocks:
+      x = block(x, context=context)
+    return x
+
+
+class _Subclassed(keras.Model):
+  """An encoder and a decoder."""
+
+  def __init__(self):
+    super().__init__(name='model')
+    self.embedding, self.out = layers.Embedding(9, 6), layers.Dense(3)
+    self.encoder, self.decoder = _Encoder(name='encoder'), _Decoder(name='decoder')
+
+  def call(self, inputs, training=None):
+    ids, other = inputs
+    context = self.encoder(self.embedding(ids), training=training)
+    return self.out(self.decoder(other, context=context))
+
+
+def _Functional():
+  ids, other = keras.Input([5], dtype='int32'), keras.Input([4], dtype='int32')
+  context = _Encoder(name='encoder')(layers.Embedding(9, 6)(ids))
+  x = _Decoder(name='decoder')(other, context=context)
+  return keras.Model([ids, other], layers.Dense(3)(x))
+
+
+def _Graph(model):
+  model((IDS, OTHER))
+  return keras_graph.FromModel(model, (IDS, OTHER))
+
+
+@pytest.mark.parametrize('make', [_Subclassed, _Functional])
+def testALargeLayerIsCutInside(make):
+  graph = _Graph(make())
+  assert not graph.closed
+  assert len(keras_cells.Cut(graph)) > 10
+  keras_fits.CheckFit(make, (IDS, OTHER), TARGETS, COMPILED, ((4, 1),), batch_size=8)
+
+
+class _Large(layers.Layer):
+  """Calls a function beside its layers."""
+
+  def __init__(self, function):
+    super().__init__(name='large')
+    self.first, self.second = layers.Dense(6), layers.Dense(6)
+    self.function = function
+    self.table = self.add_weight(shape=[9, 6], initializer='random_normal', name='table')
+    self.count = self.add_weight(shape=[], initializer='zeros', trainable=False, name='count')
+
+  def call(self, x, training=None):
+    return self.second(self.function(self, self.first(x), training))
+
+
+def _Small(function, length=4):
+  ids = keras.Input([length], dtype='int32')
+  x = _Large(function)(layers.Embedding(9, 6)(ids))
+  return keras.Model(ids, layers.Dense(3)(x))
+
+
+def _Counting(layer, x, training):
+  if training:
+    layer.count.assign_add(1)
+  return x
+
+
+def _AddingALoss(layer, x, training):
+  layer.add_loss(ops.mean(x))
+  return x
+
+
+@pytest.mark.parametrize(
+  'function',
+  [
+    _Counting,
+    _AddingALoss,
+    lambda layer, x, training: 2 * x if training else x,
+    lambda layer, x, training: x * ops.exp(layer.table.value[0]),
+  ],
+  ids=['state', 'loss', 'mode', 'value'],
+)
+def testALayerStaysClosedIfItDoesMoreThanItsCalls(function):
+  make = lambda: _Small(function)  # noqa: E731
+  graph = keras_graph.FromModel(make())
+  assert 'large' in graph.closed
+  keras_fits.CheckFit(make, OTHER, TARGETS, COMPILED, ((2, 1),), batch_size=8)
+
+
+def testALengthThatIsNotKnownKeepsALayerClosed():
+  graph = keras_graph.FromModel(_Small(lambda layer, x, _: x + layer.table[: x.shape[1]], None))
+  assert 'length' in graph.closed['large']
+
+
+def testAMaskKeepsALayerClosed():
+  ids = keras.Input([5], dtype='int32')
+  x = layers.Embedding(9, 6, mask_zero=True)(ids)
+  graph = keras_graph.FromModel(keras.Model(ids, _Large(lambda layer, x, training: x)(x)))
+  assert 'mask' in graph.closed['large']
+
+
+def testTooFewCellsNameTheReason():
+  model = keras.Sequential([keras.Input([6]), _Large(_AddingALoss)])
+  pipe = keras_fits.Pipe(model, 3)
+  pipe.compile(loss='mse')
+  with pytest.raises(ValueError, match=naming.Naming('large', 'add_loss', '3')):
+    pipe.predict(keras_fits.Floats(4, 6), verbose=0)
+
+
+if __name__ == '__main__':
+  raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))
