@@ -357,7 +357,10 @@ class KerasLoss:
       compiled(y, y_pred, sample_weight)
     losses = [x._replace(loss=functools.partial(run, x.loss)) for x in compiled._flat_losses]
     with keras_variables.InBatches(), keras_variables.Replaced(compiled, _flat_losses=losses):
-      loss = tf.convert_to_tensor(trainer.compute_loss(None, y, y_pred, sample_weight))
+      loss = compiled(y, y_pred, sample_weight)  # Without the losses of layers.
+    if loss is None:
+      raise ValueError('compile() got no loss for any output')
+    loss = tf.convert_to_tensor(loss)
     if loss.shape.rank != 0:
       raise ValueError(f'the loss must be a scalar, got the shape {loss.shape}')
     return tf.cast(loss, tf.float32) if loss.dtype.size < 4 else loss

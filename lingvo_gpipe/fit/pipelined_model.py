@@ -21,7 +21,7 @@ import tensorflow as tf
 from lingvo_gpipe.core import fprop_context, nested_map
 from lingvo_gpipe.distributed import accelerators, cluster
 from lingvo_gpipe.fit import keras_data, keras_generation, placed_model
-from lingvo_gpipe.layers.keras import keras_cut, keras_preset, keras_variables
+from lingvo_gpipe.layers.keras import keras_cut, keras_equality, keras_preset, keras_variables
 from lingvo_gpipe.pipeline import pipelining_layer
 from lingvo_gpipe.pipeline.schedule import schedules
 
@@ -29,6 +29,12 @@ from lingvo_gpipe.pipeline.schedule import schedules
 _REPLACED = (
   *('train_step', 'test_step', 'predict_step', 'compute_loss', 'compute_metrics'),
   *('get_metrics_result', 'make_train_function', 'make_test_function', 'make_predict_function'),
+)
+# Others that it replaces; what KerasHub's classes do in them, the pipeline does, too.
+_REPLACED_IN_KERAS = (
+  *('fit', 'evaluate', 'predict', 'train_on_batch', 'test_on_batch', 'predict_on_batch'),
+  *('_compute_loss', 'reset_metrics', 'metrics', 'losses', 'trainable_variables'),
+  *('trainable_weights', '__call__'),
 )
 
 
@@ -100,12 +106,7 @@ class PipelinedModel(keras.Model):
       raise TypeError(f'expected a keras.Model, got {type(model).__name__}')
     if isinstance(model, PipelinedModel):
       raise TypeError('the model is a PipelinedModel already: give its `model`')
-    for name in _REPLACED:
-      if getattr(type(model), name) is not getattr(keras.Model, name):
-        raise ValueError(
-          f'{type(model).__name__} overrides {name}, which a pipeline would not call: move what it '
-          'does into layers, the loss or metrics'
-        )
+    _CheckOverrides(model)
     super().__init__(name=f'{model.name}_pipeline', dtype=model.dtype_policy)
     p = pipelining_layer.PipeliningLayer.Params().Set(
       name='model',
@@ -147,7 +148,8 @@ class PipelinedModel(keras.Model):
     self.cut: Any = None
     self._num_evaluations = 0
     # Keras sets no attribute that has the value already, and `__getattr__` has the model's.
-    self.__dict__.update(optimizer=None, stop_training=False)
+    self.__dict__.update(optimizer=None)
+    self._trainable: list[bool] | None = None  # Of each variable, at the first step.
     if model.compiled:  # Read from a file, for example.
       self._CompileAsTheModel()
 
@@ -216,8 +218,18 @@ class PipelinedModel(keras.Model):
 
   @property
   def losses(self) -> list[Any]:
-    """Empty: the stages add the losses of the model's layers to the loss."""
-    return []
+    """The losses of the model's layers and regularizers, which the stages add to the loss."""
+    return self.model.losses
+
+  @property
+  def stop_training(self) -> bool:
+    """Whether `fit` ends after this epoch; callbacks may set it for the model, too."""
+    return bool(getattr(self.model, 'stop_training', False))
+
+  @stop_training.setter
+  def stop_training(self, value: bool) -> None:
+    if 'model' in self.__dict__:  # Else Keras initialises this object.
+      self.model.stop_training = value
 
   @property
   def output_names(self) -> Any:
@@ -236,6 +248,7 @@ class PipelinedModel(keras.Model):
     self._CompileAsTheModel()
 
   def _CompileAsTheModel(self) -> None:
+    _CheckOverrides(self.model)
     if self.model._metrics:
       raise ValueError(
         f'the model has metrics of its own ({", ".join(m.name for m in self.model._metrics)}), '
@@ -245,6 +258,7 @@ class PipelinedModel(keras.Model):
     options = {'jit_compile': False, 'auto_scale_loss': False}
     super().compile(**{**keras_variables.CompileArguments(self.model), **options})
     self._Forget()
+    self._trainable = None
 
   def _Forget(self) -> None:
     """Drops the stages, which the next batch makes again; the variables stay where they are."""
@@ -368,6 +382,18 @@ class PipelinedModel(keras.Model):
     x = _AsTensors(keras.utils.unpack_x_y_sample_weight(data)[0])
     return self._Place(x).PredictBatch(x, self._Counter())
 
+  def CheckTrainable(self) -> None:
+    """Raises ValueError if variables to train have changed since the first step after compile()."""
+    trainable = [v.trainable for v in self.model.variables]
+    if self._trainable is None:
+      self._trainable = trainable
+    pairs = zip(self.model.variables, trainable, self._trainable, strict=True)
+    if changed := [v.path for v, a, b in pairs if a != b]:
+      raise ValueError(
+        f'`trainable` of {", ".join(changed)} has changed since the first step after compile(), '
+        f'and {self.model.name} is placed on stages once more: compile again, or set it back'
+      )
+
   def _Counter(self) -> tf.Tensor:
     """Returns a step counter for another evaluation, in which layers may draw random numbers."""
     self._num_evaluations += 1
@@ -390,6 +416,20 @@ class PipelinedModel(keras.Model):
       self.cut = self._placed.cut
       self.built = True
     return self._placed
+
+
+def _CheckOverrides(model: Any) -> None:
+  """Raises ValueError if a model has methods of its own that the pipeline would not call."""
+  for name in (*_REPLACED, *_REPLACED_IN_KERAS):
+    owner = next(cls for cls in type(model).__mro__ if name in vars(cls))
+    is_known = getattr(type(model), name) is getattr(keras.Model, name)
+    if name in _REPLACED_IN_KERAS:
+      is_known = is_known or keras_equality.IsOfKeras(owner)
+    if not is_known or name in vars(model):
+      raise ValueError(
+        f'{type(model).__name__} overrides {name}, which a pipeline would not call: move what it '
+        'does into layers, the loss or metrics'
+      )
 
 
 def _Unpack(data: Any) -> tuple[Any, nested_map.NestedMap]:

@@ -121,7 +121,7 @@ class PlacedModel:
     )
     self.stack.engine.functions.num_batch_shapes = 2  # The last batch may be smaller.
     keras_variables.GiveValues(model)
-    keras_variables.ForgetFunctions(model)
+    keras_variables.ForgetFunctions(model, but=type(trainer))
     self._places = keras_variables.Places(model)
     functions: tuple[Callable[..., Any], ...] = (self._Train, self._Test, self._Predict)
     if not trainer.run_eagerly:  # By shape of the batch; relaxed shapes would not be static.
@@ -251,7 +251,7 @@ class PlacedModel:
       side: the inputs of the loss.
       stages: the stages, if the variables are on them.
     """
-    self._loss.Build(side, micro_batch.BatchSize(args))
+    self._loss.Build(side, micro_batch.BatchSize((args, side)))
     if (num_micro_batches := self._settings.num_micro_batches) > 1:
       places = {layer: s.device for s in stages for layer in s.layers}
       trial = trials.Trial(
@@ -263,6 +263,7 @@ class PlacedModel:
 
   def _MakeStep(self) -> keras_step.KerasStep:
     trainer, model = self._trainer, self._trainer.model
+    trainer.CheckTrainable()
     variables = {}
     for k, cell in enumerate(self.cells):
       for name, v in cell.Weights().items():

@@ -344,6 +344,85 @@ def testWrongModelsAreRefused():
     _Made(num_stages=4).train_on_batch(X, Y)
 
 
+@pytest.mark.parametrize('name', ['fit', 'predict', 'train_on_batch', 'metrics', '__call__'])
+def testOverridesThatAPipelineWouldNotCallAreRefused(name):
+  """Of the class, and of the object, whether set before or after the model is wrapped."""
+  model = type('Own', (keras.Sequential,), {name: lambda self: None})
+  with pytest.raises(ValueError, match=naming.Naming('Own', name)):
+    PipelinedModel(object.__new__(model), 1, devices=['/cpu:0'])
+  model = keras_fits.Mlp()
+  pipe = PipelinedModel(model, 1, devices=['/cpu:0'])
+  model.compute_loss = lambda *args: 0
+  with pytest.raises(ValueError, match=naming.Naming('compute_loss')):
+    pipe.compile(loss='mse')
+  with pytest.raises(ValueError, match=naming.Naming('compute_loss')):
+    PipelinedModel(model, 1, devices=['/cpu:0'])
+
+
+def testLossesAreTheModels():
+  """So that a loop of the user's own has them."""
+  inputs = keras.Input([5])
+  model = keras.Model(inputs, layers.Dense(3, kernel_regularizer='l2')(inputs))
+  pipe = keras_fits.Pipe(model, 1)
+  pipe.compile(loss='mse')
+  assert float(sum(pipe.losses)) == pytest.approx(float(sum(model.losses)))
+  expected = pipe.evaluate(X, Y, verbose=0)
+  assert float(pipe.compute_loss(X, Y, pipe(X))) == pytest.approx(expected, rel=1e-5)
+
+
+def testFunctionsOfModelsThatShareLayersFollowTheVariables():
+  """And a function of the user that was traced before does not read the old places in silence."""
+  model = keras_fits.Mlp()
+  encoder = keras.Model(model.inputs, model.layers[-2].output)
+  outer = keras.Sequential([model, layers.Softmax()])
+  call = tf.function(model)
+  for function in (encoder.predict, outer.predict, model.predict):
+    function(X, verbose=0)
+  call(tf.constant(X))
+  pipe = keras_fits.Pipe(model, 2)
+  pipe.compile(loss='mse', optimizer=keras_fits.Sgd())
+  pipe.fit(X, Y, verbose=0)
+  for other in (encoder, outer):
+    np.testing.assert_allclose(other.predict(X, verbose=0), other(X), rtol=1e-5, atol=1e-6)
+  with pytest.raises(tf.errors.OpError):
+    call(tf.constant(X))
+
+
+def testTrainableDoesNotChangeWhenAnotherPipelineMovesTheVariables():
+  model = keras_fits.Mlp()
+  pipe, other = keras_fits.Pipe(model, 2), keras_fits.Pipe(model, 3)
+  pipe.compile(loss='mse', optimizer=keras_fits.Sgd())
+  pipe.train_on_batch(X, Y)
+  model.layers[-1].trainable = False
+  pipe.train_on_batch(X, Y)  # As in Keras, a change counts after compile().
+  other.predict(X, verbose=0)
+  with pytest.raises(ValueError, match=naming.Naming('trainable', model.layers[-1].kernel.path)):
+    pipe.train_on_batch(X, Y)
+  pipe.compile(loss='mse', optimizer=keras_fits.Sgd())
+  before = model.layers[-1].kernel.numpy()
+  pipe.train_on_batch(X, Y)
+  np.testing.assert_array_equal(model.layers[-1].kernel.numpy(), before)
+
+
+@pytest.mark.parametrize('num_micro_batches', [1, 2])
+def testLabelsOfAnotherBatchSizeAreRefused(num_micro_batches):
+  pipe = keras_fits.Pipe(keras_fits.Mlp(), 2, num_micro_batches)
+  pipe.compile(loss='mse')
+  with pytest.raises(ValueError, match=naming.Naming(1, 4, 'y')):
+    pipe.fit(tf.data.Dataset.from_tensors((X[:4], Y[:1])), verbose=0)
+
+
+def testACallbackMayStopTheModel():
+  model = keras_fits.Mlp()
+  pipe = keras_fits.Pipe(model, 1)
+  pipe.compile(loss='mse')
+  stop = keras.callbacks.LambdaCallback(
+    on_epoch_end=lambda epoch, logs: setattr(model, 'stop_training', True)
+  )
+  for _ in range(2):  # The next `fit` begins without.
+    assert len(pipe.fit(X, Y, epochs=3, verbose=0, callbacks=[stop]).epoch) == 1
+
+
 def testFloat8IsRefused():
   """The gradients of its scales are their next values, which micro-batches would add up."""
   model = keras_fits.Mlp()
@@ -522,22 +601,21 @@ def testSeedsOfKerasAreNotConsumed():
 
 
 class _Recurrent(keras.Model):
-  """Takes sequences; with `last`, computes with their length."""
+  """Takes sequences; takes a step of them by their length."""
 
-  def __init__(self, is_last=False):
+  def __init__(self, length):
     super().__init__()
     self.gru = layers.GRU(4, return_sequences=True)
     self.dense = layers.Dense(3)
-    self.is_last = is_last
+    self.length = length
 
   def call(self, x):
     x = self.gru(x)
-    x = ops.take(x, ops.shape(x)[1] - 1, axis=1) if self.is_last else ops.max(x, axis=1)
-    return self.dense(x)
+    return self.dense(ops.take(x, self.length(x) - 1, axis=1))
 
 
 def testASubclassedModelTakesSequencesOfEachLength():
-  pipe = keras_fits.Pipe(_Recurrent(), 2, 2)
+  pipe = keras_fits.Pipe(_Recurrent(lambda x: ops.shape(x)[1]), 2, 2)
   for length in (5, 9, 3, 5):
     x = keras_fits.Floats(4, length, 2)
     np.testing.assert_allclose(pipe.predict(x, verbose=0), pipe.model(x), rtol=1e-4, atol=1e-5)
@@ -545,7 +623,7 @@ def testASubclassedModelTakesSequencesOfEachLength():
 
 def testALengthThatACallComputesWithIsRefusedIfItChanges():
   """The step of the first length was taken from all sequences."""
-  pipe = keras_fits.Pipe(_Recurrent(is_last=True), 2)
+  pipe = keras_fits.Pipe(_Recurrent(lambda x: x.shape[1]), 2)
   x = keras_fits.Floats(4, 5, 2)
   np.testing.assert_allclose(pipe.predict(x, verbose=0), pipe.model(x), rtol=1e-4, atol=1e-5)
   with pytest.raises(ValueError, match=naming.Naming('_Recurrent.call', __file__)):
@@ -554,7 +632,7 @@ def testALengthThatACallComputesWithIsRefusedIfItChanges():
 
 def testASubclassedModelKeepsTheKindOfItsInputs():
   """Floats were truncated to the integers of the first batch."""
-  pipe = keras_fits.Pipe(_Recurrent(), 2)
+  pipe = keras_fits.Pipe(_Recurrent(lambda x: ops.shape(x)[1]), 2)
   pipe.predict(np.ones([4, 5, 2], 'int32'), verbose=0)
   with pytest.raises(ValueError, match=naming.Naming('int32', 'float32')):
     pipe.predict(keras_fits.Floats(4, 5, 2), verbose=0)

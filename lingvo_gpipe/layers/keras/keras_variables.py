@@ -11,6 +11,7 @@ of `saving_lib`.
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -180,11 +181,13 @@ def Move(variable: Any, device: str) -> tf.Variable:
     return variable._value
   old = variable.value
   place = tf.DeviceSpec.from_string(old.device)
-  stays = place.make_merged_spec(tf.DeviceSpec.from_string(device)) == place
-  if stays and old.trainable == variable.trainable:
+  if place.make_merged_spec(tf.DeviceSpec.from_string(device)) == place:
+    old._trainable = variable.trainable
     return old
   with tf.init_scope(), tf.device(device):
     variable._value = tf.Variable(old, trainable=variable.trainable, name=variable.name)
+    # Functions that were traced with the old place fail, and do not keep its memory.
+    tf.raw_ops.AssignVariableOp(resource=old.handle, value=tf.zeros([0], old.dtype))
   variable._value._unique_id = old._unique_id  # By which optimizers know the variable.
   return variable._value
 
@@ -194,12 +197,21 @@ def Places(model: Any) -> list[tuple[Any, Any, bool]]:
   return [(v, v._value, v.trainable) for v in model.variables]
 
 
-def ForgetFunctions(model: Any) -> None:
-  """Drops the functions that a model has traced with its variables at other places."""
-  for layer in model._flatten_layers():
+def ForgetFunctions(model: Any, but: type) -> None:
+  """Drops the functions that models have traced with the variables of a model at other places.
+
+  Args:
+    model: the model; others may share layers with it, or have it as a layer.
+    but: the class of models that make their functions again by themselves.
+  """
+  variables = {id(v) for v in model.variables}
+  for other in [x for x in gc.get_objects() if issubclass(type(x), keras.Model)]:
+    is_made = hasattr(other, '_tracker') and not isinstance(other, but)
+    if not is_made or variables.isdisjoint(map(id, other.variables)):
+      continue
     for name in ('train_function', 'test_function', 'predict_function', 'generate_function'):
-      if getattr(layer, name, None) is not None:
-        setattr(layer, name, None)
+      if vars(other).get(name) is not None:
+        setattr(other, name, None)
 
 
 def NumUpdates(optimizer: Any) -> Any:
