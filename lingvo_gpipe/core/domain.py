@@ -6,7 +6,8 @@
 
 Text must be in the domain when it is set, and every value when its Params are instantiated. The
 default may lie outside of the domain: the param must be set then. Without a declared domain, text
-has the type of the present value, and code may assign any value.
+has the type of the present value, and code may assign any value; a default of True or False
+declares `BOOL`.
 
 This module imports no TensorFlow.
 """

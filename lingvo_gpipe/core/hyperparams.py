@@ -9,7 +9,7 @@
 The rules:
 
 * Only a defined name can be read or written. Code may assign any value; a param that declares its
-  `domain` is checked when its Params are instantiated.
+  `domain` is checked when its Params are instantiated. A default of True or False declares a bool.
 * Assigning, `Set` and `Define` keep a reference to the value: two Params that are set to the same
   nested Params share it. `Copy`, `copy.deepcopy`, `MergeCommonKeysFrom`, `CopyFieldsTo` and
   `Instantiate`d layers copy deeply: they copy nested Params and containers, and preserve sharing
@@ -67,7 +67,8 @@ class Params(params_tree.Node):
       name: lower-case letters, digits and underscores, not beginning with a digit.
       default_value: the value until it is set.
       description: the purpose of the param.
-      domain: the values that the param may have; None: see the module's docstring.
+      domain: the values that the param may have; None: `domain.BOOL` for a default of True or
+        False, otherwise see the module's docstring.
 
     Raises:
       AttributeError: the name is already defined.
@@ -81,6 +82,8 @@ class Params(params_tree.Node):
     self._CheckMutable(name)
     if name in self.__params:
       raise AttributeError(f'{name} is already defined')
+    if domain is None and isinstance(default_value, bool):
+      domain = domain_lib.BOOL  # Any other value, such as 'false', would count as true or false.
     default = params_tree.DeepCopy(default_value, {})
     self.__params[name] = params_tree.Param(default_value, default, description, domain)
 

@@ -84,6 +84,15 @@ class BaseModel:
     del name, cuts
     return []
 
+  def CheckInputs(self, name: str, inputs: Any) -> None:
+    """Raises ValueError if the Params of inputs do not fit the tasks.
+
+    Args:
+      name: what the message calls them, such as the name of the data set.
+      inputs: Params of the input; for several tasks, Params with one input per task name.
+    """
+    del name, inputs
+
   def CheckReplicas(self, num_replicas: int) -> None:
     """Raises ValueError if the model cannot be trained in `num_replicas` replicas."""
     del num_replicas

@@ -42,7 +42,7 @@ class MultiTaskModel(model.BaseModel):
     p.Define(
       'task_probs',
       hyperparams.Params(),
-      'Relative probability that a step trains each task; the sum need not be 1.',
+      'Relative probability that a step trains each task; the sum need not be 1. Empty: all equal.',
     )
     p.Define(
       'task_schedule', None, 'Params of a scheduler of `task_scheduler`, in place of task_probs.'
@@ -68,8 +68,8 @@ class MultiTaskModel(model.BaseModel):
     """Creates the tasks and their inputs; allocates no variables.
 
     Raises:
-      ValueError: there are no tasks, a name is invalid, weights to be shared differ, or a task sets
-        a param that applies to the whole run.
+      ValueError: there are no tasks, a name is invalid, a task has no probability, weights to be
+        shared differ, or a task sets a param that applies to the whole run.
       TypeError: the Params of a task do not describe a `BaseTask`.
     """
     super().__init__(params)
@@ -84,7 +84,7 @@ class MultiTaskModel(model.BaseModel):
     self.tasks = {name: model.MakeTask(self._TaskParams(name)) for name in names}
     self.inputs = self._Inputs()
     self._scheduler = self._Scheduler()
-    self._CheckNames('task_schedule', self._scheduler.Weights(0))
+    self._CheckWeights(self._scheduler.Weights(0))
     self.TaskAtStep(0)
     self._rules = self._Rules()
     self._names = {
@@ -125,6 +125,15 @@ class MultiTaskModel(model.BaseModel):
         if len(ends) == pipeline.params.num_stages:
           return list(ends)
     return []
+
+  def CheckInputs(self, name: str, inputs: Any) -> None:
+    """Raises ValueError unless these are Params of inputs by the names of tasks."""
+    if not isinstance(inputs, hyperparams.Params) or 'cls' in inputs:
+      raise ValueError(
+        f'{name}: a multi-task model needs an input for each task: return {{task: Params}} from '
+        f"the data set's method, got {inputs!r}"
+      )
+    self._CheckNames(name, inputs.GetKeys())
 
   def CheckReplicas(self, num_replicas: int) -> None:
     """Raises ValueError if tasks share weights and there is more than one replica."""
@@ -185,12 +194,7 @@ class MultiTaskModel(model.BaseModel):
     inputs = self.params.input
     if inputs is None:
       return {}
-    if not isinstance(inputs, hyperparams.Params) or 'cls' in inputs:
-      raise ValueError(
-        'a multi-task model needs an input for each task: return {task: Params} from the '
-        f"data set's method, got {inputs!r}"
-      )
-    self._CheckNames('input', inputs.GetKeys())
+    self.CheckInputs('input', inputs)
     return {name: p.Instantiate() for name, p in inputs.IterParams() if p is not None}
 
   def _Scheduler(self) -> task_scheduler.TaskScheduler:
@@ -217,6 +221,16 @@ class MultiTaskModel(model.BaseModel):
         f'task_scheduler.SequentialScheduler.Params(); got {p.task_schedule!r}'
       )
     return scheduler
+
+  def _CheckWeights(self, weights: Mapping[str, float]) -> None:
+    """Raises ValueError unless the scheduler's weights name all tasks and nothing else."""
+    param = 'task_probs' if self.params.task_schedule is None else 'task_schedule'
+    self._CheckNames(param, weights)
+    if missing := [name for name in self.tasks if name not in weights]:
+      raise ValueError(
+        f'{param} does not name the task {" and ".join(missing)}, only {", ".join(weights)}: give '
+        'each task a weight; a task with weight 0 is not trained'
+      )
 
   def _CheckNames(self, param: str, names: Any) -> None:
     known = self.params.task_params.GetKeys()

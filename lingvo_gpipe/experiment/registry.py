@@ -109,7 +109,11 @@ class SingleTaskModelParams(BaseModelParams):
   """Base class of experiments with one task: define `Task` and `Train`."""
 
   def Task(self) -> hyperparams.Params:
-    """Returns the Params of the task. A method `Task_<Dataset>` replaces it for one data set."""
+    """Returns the Params of the task. A method `Task_<Dataset>` replaces it for one data set.
+
+    A trainer evaluates with the task that it trains, so it refuses to evaluate a data set whose
+    task would have other results. An evaluator takes the task of the data set.
+    """
     raise NotImplementedError(
       f'{_Name(type(self))} defines no Task(): define it to return task Params.'
     )
@@ -265,7 +269,8 @@ def GetParams(key: str, dataset: str, packages: Sequence[str] = ('params',)) -> 
     LookupError: the experiment or the data set does not exist; the message lists similar keys, or
       the data sets of the experiment.
     TypeError: a method of the experiment returns something other than Params.
-    ValueError: `key` or the name of a package does not consist of identifiers joined by dots.
+    ValueError: `key` or the name of a package does not consist of identifiers joined by dots; or
+      results of another data set would be in the same directory.
     Exception: any error that the module or the methods of the experiment raise.
   """
   entry, file = _Find(key, packages)
@@ -284,6 +289,14 @@ def GetParams(key: str, dataset: str, packages: Sequence[str] = ('params',)) -> 
 
   params = Call('Model')
   params.input = Call(name)
+  directories = _Directories(experiment, name, params.input)
+  for other in _DatasetsLike(experiment, name):
+    if shared := directories & _Directories(experiment, other, Call(other)):
+      raise ValueError(
+        f'{key}: evaluations of the data sets {name} and {other} would both write into '
+        f'eval_{min(shared)}: rename one of them. Names of directories are in lower case, and join '
+        'the data set and its task, if there are several, by _'
+      )
   if hasattr(entry.cls, f'Task_{name}'):
     params.task = Call(f'Task_{name}')
   if 'model' in params:
@@ -364,6 +377,25 @@ def _DatasetName(key: str, experiment: BaseModelParams, dataset: str) -> str:
   raise LookupError(
     f'Experiment {key!r} has no data set {dataset!r}; it has: {", ".join(names) or "none"}.'
   )
+
+
+def _DatasetsLike(experiment: BaseModelParams, dataset: str) -> list[str]:
+  """Returns the other data sets that may share a directory: one name begins with the other."""
+
+  def MayShare(other: str) -> bool:
+    a, b = sorted([f'{dataset}_'.lower(), f'{other}_'.lower()], key=len)
+    return other != dataset and b.startswith(a)
+
+  return list(filter(MayShare, experiment.DatasetNames()))
+
+
+def _Directories(
+  experiment: BaseModelParams, dataset: str, input_params: hyperparams.Params
+) -> set[str]:
+  """Returns the names of the directories of a data set's results, without the job."""
+  if not isinstance(experiment, MultiTaskModelParams):
+    return {dataset.lower()}
+  return {f'{dataset}_{task}'.lower() for task, p in input_params.IterParams() if p is not None}
 
 
 def _Hint(key: str, packages: Sequence[str]) -> str:

@@ -33,7 +33,10 @@ class TaskScheduler:
     self.params = params.Copy()
 
   def Weights(self, step: int) -> dict[str, float]:
-    """Returns {task: relative probability after `step` steps}; the sum need not be 1."""
+    """Returns {task: relative probability after `step` steps}; the sum need not be 1.
+
+    Every task has an entry; 0.0 means that it is not trained.
+    """
     raise NotImplementedError(f'{type(self).__name__} has no Weights')
 
   def _Check(self, ok: bool, name: str, expected: str) -> None:
@@ -142,7 +145,7 @@ class SequentialScheduler(TaskScheduler):
 
 
 def Draw(weights: Mapping[str, float], seed: int, step: int) -> str:
-  """Draws a task with a probability proportional to its weight.
+  """Draws a task with a probability proportional to its weight; their order has no effect.
 
   Args:
     weights: {task: weight}.
@@ -159,7 +162,7 @@ def Draw(weights: Mapping[str, float], seed: int, step: int) -> str:
   uniform = (weight_params.Hash64(seed, 'task', step) + 2**63) / 2**64
   remainder = math.fsum(weights.values()) * uniform
   chosen = ''
-  for task, weight in weights.items():
+  for task, weight in sorted(weights.items()):
     if weight > 0.0:
       chosen = task
       remainder -= weight

@@ -8,12 +8,12 @@ stages: the squared norms of the gradients. `multi_learner` combines the learner
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import tensorflow as tf
-from absl import logging
 
 from lingvo_gpipe.core import domain, hyperparams
 from lingvo_gpipe.learning import lr_schedules, optimizer, shared_weights
@@ -23,6 +23,13 @@ _CLIPPING = (
   'clip_gradient_single_norm_to_value',
   'clip_gradient_value_to',
 )
+_PATTERNS = (
+  'bprop_variable_filter',
+  'bprop_variable_exclusion',
+  'weight_decay_exclusion',
+  'lp_regularizer_exclusion',
+)
+_NUM_EXAMPLES = 4  # Paths that a message names.
 
 
 class Stage(Protocol):
@@ -61,8 +68,9 @@ class Learner:
       'lr_schedule',
       lr_schedules.Constant.Params(),
       'Params of the schedule that multiplies the learning rate.',
+      domain.PARAMS,
     )
-    p.Define('optimizer', optimizer.Adam.Params(), 'Params of the optimizer.')
+    p.Define('optimizer', optimizer.Adam.Params(), 'Params of the optimizer.', domain.PARAMS)
     p.Define(
       'clip_gradient_norm_to_value',
       0.0,
@@ -142,16 +150,31 @@ class Learner:
   def IsTrained(self, path: str) -> bool:
     """Whether the filters select the variable with this path for training."""
     p = self.params
-    is_selected = not p.bprop_variable_filter or re.search(p.bprop_variable_filter, path)
-    return bool(is_selected) and not self._Excludes('bprop_variable_exclusion', path)
+    is_selected = not p.bprop_variable_filter or self._Matches('bprop_variable_filter', path)
+    return is_selected and not self._Matches('bprop_variable_exclusion', path)
 
-  def _Excludes(self, name: str, path: str) -> bool:
+  def CheckPatterns(self, paths: Collection[str]) -> None:
+    """Raises ValueError if a pattern matches none of the paths of a task's variables.
+
+    The variables need not be this learner's: the learners of a task may have a pattern in common.
+    """
+    p = self.params
+    for name in _PATTERNS:
+      if p.Get(name) and not any(self._Matches(name, path) for path in paths):
+        learner = f' of the learner {p.name}' if p.name else ''
+        examples = ', '.join(itertools.islice(paths, _NUM_EXAMPLES))
+        raise ValueError(
+          f'train.learner: {name}{learner} is {p.Get(name)!r}, which matches none of the '
+          f'{len(paths)} variables of the task, such as {examples}: correct it, or set it to {""!r}'
+        )
+
+  def _Matches(self, name: str, path: str) -> bool:
     """Whether the pattern param `name` matches in the path; an empty pattern matches nothing."""
     pattern = self.params.Get(name)
     return bool(pattern) and re.search(pattern, path) is not None
 
   def _IsDecayed(self, path: str) -> bool:
-    return not self._Excludes('weight_decay_exclusion', path)
+    return not self._Matches('weight_decay_exclusion', path)
 
   def SlotsPerWeight(self) -> int:
     """Returns the number of optimizer slots, each as large as its weight, per trained weight."""
@@ -205,10 +228,6 @@ class Learner:
         f'bprop_variable_filter {p.bprop_variable_filter!r}, '
         f'exclusion {p.bprop_variable_exclusion!r}'
       )
-    paths = [path for part in self._parts for path in part.trained]
-    for name in ('weight_decay_exclusion', 'lp_regularizer_exclusion'):
-      if p.Get(name) and not any(self._Excludes(name, path) for path in paths):
-        logging.warning('learner.%s %r matches no trained variable', name, p.Get(name))
 
   def LearningRate(self, step: Any) -> tf.Tensor:
     """Returns the learning rate of the update after `step` steps, a float32 scalar."""
@@ -254,7 +273,7 @@ class Learner:
     for part in self._parts:
       with tf.device(part.device):
         for (path, v), a in zip(part.trained.items(), part.accumulators, strict=True):
-          if not self._Excludes('lp_regularizer_exclusion', path):
+          if not self._Matches('lp_regularizer_exclusion', path):
             slope = p.l2_regularizer_weight * v + p.l1_regularizer_weight * tf.sign(v)
             a.assign_add(tf.cast(loss_weight, a.dtype) * tf.cast(slope, a.dtype))
 

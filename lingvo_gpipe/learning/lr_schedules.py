@@ -64,7 +64,7 @@ class Constant(BaseSchedule):
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
     p = super().Params()
-    p.Define('value', 1.0, 'The constant value.')
+    p.Define('value', 1.0, 'The constant value.', domain.NOT_NEGATIVE)
     return p
 
   def _Value(self, step: tf.Tensor) -> tf.Tensor:
@@ -87,7 +87,7 @@ class PiecewiseConstantSchedule(BaseSchedule):
       'values',
       [1.0],
       'Values between the boundaries: one more than there are boundaries.',
-      domain.ListOf(domain.Number()),
+      domain.ListOf(domain.NOT_NEGATIVE),
     )
     return p
 
@@ -136,7 +136,13 @@ class _PointToPoint(BaseSchedule):
 
 
 class LinearSchedule(_PointToPoint):
-  """Linear from (x0, y0) to (x1, y1), constant before and after."""
+  """Linear from (x0, y0) to (x1, y1), constant before and after; no value is negative."""
+
+  def __init__(self, params: hyperparams.InstantiableParams) -> None:
+    super().__init__(params)
+    for name in ('start', 'limit'):
+      value = self.params.Get(name)[1]
+      self._Check(value >= 0, name, 'a pair (step, value) with a value of at least 0')
 
   def _Value(self, step: tf.Tensor) -> tf.Tensor:
     (x0, y0), (x1, y1) = self.params.start, self.params.limit
@@ -167,8 +173,8 @@ class CosineSchedule(BaseSchedule):
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
     p = super().Params()
-    p.Define('initial_value', 1.0, 'Value at step 0.')
-    p.Define('final_value', 0.0, 'Value at total_steps and after.')
+    p.Define('initial_value', 1.0, 'Value at step 0.', domain.NOT_NEGATIVE)
+    p.Define('final_value', 0.0, 'Value at total_steps and after.', domain.NOT_NEGATIVE)
     p.Define('total_steps', 0, 'Number of steps of the decay; required.', domain.POSITIVE)
     return p
 
@@ -188,7 +194,7 @@ class LinearRampupCosineSchedule(CosineSchedule):
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
     p = super().Params()
-    p.Define('warmup_init', 0.0, 'Value at step 0.')
+    p.Define('warmup_init', 0.0, 'Value at step 0.', domain.NOT_NEGATIVE)
     p.Define('warmup_steps', 0, 'Number of warm-up steps; 0: none.', domain.NOT_NEGATIVE)
     return p
 

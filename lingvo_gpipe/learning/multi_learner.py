@@ -8,7 +8,7 @@ finite, the whole step is skipped.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -111,6 +111,11 @@ class MultiLearner:
         'change their bprop_variable_filter or bprop_variable_exclusion'
       )
     return owners[0] if owners else None
+
+  def CheckPatterns(self, paths: Collection[str]) -> None:
+    """Raises ValueError if a learner's pattern matches none of the task's variables."""
+    for each in self.learners:
+      each.CheckPatterns(paths)
 
   def SlotsPerWeight(self) -> int:
     """Returns the maximum number of optimizer slots, each as large as its weight, per weight."""

@@ -22,7 +22,7 @@ import tensorflow as tf
 os.environ.setdefault('KERAS_BACKEND', 'tensorflow')
 import keras  # noqa: E402
 
-from lingvo_gpipe.core import hyperparams  # noqa: E402
+from lingvo_gpipe.core import domain, hyperparams  # noqa: E402
 
 # Arguments of Keras's optimizers that are not Params here: {name: alternative}.
 _LEARNER_ARGUMENTS = {
@@ -46,11 +46,25 @@ _CONTAINERS = {
 }
 
 
+# Shares of the old value in averages over the steps.
+_DECAYS = ('beta_1', 'beta_2', 'adam_beta_1', 'adam_beta_2', 'momentum', 'rho')
+
+
 class _Params(hyperparams.InstantiableParams):
   """Params whose errors say which param of the learner to set instead."""
 
   def _Hint(self, name: str) -> str:
     return _LEARNER_ARGUMENTS.get(name, '')
+
+
+def _Domain(argument: str, default: Any) -> domain.Domain | None:
+  """Returns the domain of an argument of a Keras optimizer."""
+  if argument.endswith('weight_decay'):
+    return domain.NOT_NEGATIVE | domain.NONE
+  if argument in _DECAYS:
+    return domain.Number(0, 1)
+  is_number = isinstance(default, int | float) and not isinstance(default, bool)
+  return domain.Number() if is_number else None
 
 
 class KerasOptimizer:
@@ -77,7 +91,8 @@ class KerasOptimizer:
     p = _Params(cls)
     for argument, parameter in inspect.signature(cls.keras_class.__init__).parameters.items():
       if argument not in _NO_PARAMS:
-        p.Define(argument, parameter.default, f'{argument} of keras.optimizers.{name}.')
+        description = f'{argument} of keras.optimizers.{name}.'
+        p.Define(argument, parameter.default, description, _Domain(argument, parameter.default))
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:

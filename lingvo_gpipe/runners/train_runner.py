@@ -25,7 +25,7 @@ import contextlib
 import functools
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -37,6 +37,16 @@ from lingvo_gpipe.learning import ema, shared_weights
 from lingvo_gpipe.pipeline import check_numerics, layer_statistics
 from lingvo_gpipe.pipeline.stages import failures, micro_batch
 from lingvo_gpipe.runners import eval_runner, replica_update
+
+# Values of a training step that are not metrics of its task. Several learners add `/NAME`.
+STATISTICS = (
+  'learning_rate',
+  'grad_norm',
+  'grad_scale',
+  'is_finite',
+  'num_skipped_steps',
+  'loss_weight',
+)
 
 
 class TrainRunner(eval_runner.EvalRunner):
@@ -67,13 +77,14 @@ class TrainRunner(eval_runner.EvalRunner):
       shared: weights and step that this task shares with other tasks, in one replica.
 
     Raises:
-      ValueError: the task cannot be cut as its Params say, computes in float16, or has trained
-        weights outside its pipeline.
+      ValueError: the task cannot be cut as its Params say, computes in float16, has trained weights
+        outside its pipeline, or a pattern of its learner matches none of its variables.
     """
     _CheckDtypes(task)
     super().__init__(
       task, devices, batch_spec, splits=splits, num_replicas=num_replicas, shared=shared
     )
+    self.learner.CheckPatterns(self.task.VariablesByPath())
     self._CheckOutside()
     self._CheckMicroBatches()
     self.engine.MakeAccumulators(
@@ -165,7 +176,8 @@ class TrainRunner(eval_runner.EvalRunner):
       num_skipped_steps, the value of `NumSkippedSteps` after the step.
 
     Raises:
-      ValueError: the task's LossWeight and ComputeLoss return different weights.
+      ValueError: the task's LossWeight and ComputeLoss return different weights, or a metric has
+        the name of a value that the trainer adds.
     """
     if self._has_trained:  # The first step traces and compiles.
       heartbeat.Begin(heartbeat.TRAIN)
@@ -282,6 +294,7 @@ class TrainRunner(eval_runner.EvalRunner):
       first_micro_batch=0 if first_micro_batch is None else first_micro_batch,
       clear=first_micro_batch is None,
     )
+    self._CheckMetricNames(sums)
     return sums, tf.add_n([b.loss_weight for b in micro_batches]), layer_sums
 
   def _Update(
@@ -328,6 +341,16 @@ class TrainRunner(eval_runner.EvalRunner):
         f'an update of {num_mini_batches} mini-batches of {num_micro_batches} micro-batches '
         f'exceeds the {fprop_context.MAX_MICRO_BATCHES} micro-batches for which there are distinct '
         'random seeds; reduce num_accumulated_mini_batches or num_micro_batches'
+      )
+
+  def _CheckMetricNames(self, names: Iterable[str]) -> None:
+    """Raises ValueError for names in the summaries of training that are not the task's."""
+    rates = {f'{unit}_per_second' for unit in ('examples', self.task.loss_unit)}
+    reserved = {*STATISTICS, 'steps', *rates}
+    if refused := [name for name in names if name.split('/')[0] in reserved]:
+      raise ValueError(
+        f'{type(self.task).__name__}.ComputeLoss returns the metric {" and ".join(refused)}, but '
+        'the trainer writes a value of its own under this name: choose another one'
       )
 
   def _CheckLossWeight(self, announced: float, returned: float, bound: float) -> None:

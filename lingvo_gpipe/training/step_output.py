@@ -11,18 +11,8 @@ from collections.abc import Callable, Mapping
 from lingvo_gpipe.core import hyperparams
 from lingvo_gpipe.experiment import model as model_lib
 from lingvo_gpipe.reporting import metrics_log, progress, summaries
-from lingvo_gpipe.runners import multi_task_runner
+from lingvo_gpipe.runners import multi_task_runner, train_runner
 from lingvo_gpipe.training import callback, inspection
-
-# Values of a step that are not metrics of its task.
-_STATISTICS = (
-  'learning_rate',
-  'grad_norm',
-  'grad_scale',
-  'is_finite',
-  'num_skipped_steps',
-  'loss_weight',
-)
 
 # Statistics of the run rather than of one task.
 _OF_RUN = ('num_skipped_steps',)
@@ -183,7 +173,11 @@ class StepSummaries(callback.StepHook):
 
 def TaskMetrics(values: Mapping[str, float]) -> dict[str, float]:
   """Returns the task's metrics among the values of a step."""
-  return {name: value for name, value in values.items() if name.split('/')[0] not in _STATISTICS}
+  return {
+    name: value
+    for name, value in values.items()
+    if name.split('/')[0] not in train_runner.STATISTICS
+  }
 
 
 def _NameValues(step: callback.Step) -> dict[str, float]:

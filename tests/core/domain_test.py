@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 from lingvo_gpipe.core import domain, hyperparams
+from tests import naming
 
 
 @pytest.mark.parametrize(
@@ -111,6 +112,17 @@ def testAnIntegerStaysOneWhereOtherNumbersWouldDo(default, text, value):
   p.FromText(f'warmup_steps:{text}')
   assert p.warmup_steps == value
   assert type(p.warmup_steps) is type(value)
+
+
+@pytest.mark.parametrize('default', [True, False])
+def testABoolHasTheDomainOfBools(default):
+  p = hyperparams.InstantiableParams(_Layer)
+  p.Define('shuffle', default, '')
+  p.Define('cache', default, '', domain.BOOL | domain.NONE)
+  assert p.Set(shuffle=np.bool_(True), cache=None).Instantiate().params is p
+  for value in ('false', None, 0):
+    with pytest.raises(ValueError, match=naming.Naming('_Layer', 'shuffle', repr(value))):
+      p.Copy().Set(shuffle=value).Instantiate()
 
 
 def testTheDomainIsKeptByCopies():

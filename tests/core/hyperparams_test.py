@@ -147,7 +147,7 @@ def testToText():
     'mixed[1].x : 2',
     'mixed[2] : []',
     f'options : type/{module}/Options(alpha=0.5, names=[])',
-    'steps : <builtins.set>',
+    'steps : <builtins.set(3)>',
     'sub[first].x : 4',
   ]
   text, types = p.ToText(include_types=True)

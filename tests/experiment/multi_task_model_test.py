@@ -82,8 +82,13 @@ def testInspectionListsEachTaskAndSharedWeightsOnce():
   assert 'task a' not in inspection.PartitionText(p.Set(task_name='b'))
 
 
-def _Scheduler():
-  return task_scheduler.SequentialScheduler.Params().Set(task_steps=[['c', 3]])
+def testATaskWithProbability0IsNotTrained():
+  model = multi_task.Params(task_probs=multi_task.AsParams({'b': 0.0, 'a': 1.0})).Instantiate()
+  assert {model.TaskAtStep(step) for step in range(50)} == {'a'}
+
+
+def _Scheduler(task='c'):
+  return task_scheduler.SequentialScheduler.Params().Set(task_steps=[[task, 3]])
 
 
 @pytest.mark.parametrize(
@@ -96,6 +101,8 @@ def _Scheduler():
     ({'task_name': 'c'}, naming.Naming('task_name', "'c'", 'a, b')),
     ({'task_probs': multi_task.AsParams({'c': 1.0})}, naming.Naming('task_probs', "'c'", 'a, b')),
     ({'task_probs': multi_task.AsParams({'a': 0.0})}, naming.Naming('task_probs', "{'a': 0.0}")),
+    ({'task_probs': multi_task.AsParams({'a': 1.0})}, naming.Naming('task_probs', 'b', 'weight 0')),
+    ({'task_schedule': _Scheduler('a')}, naming.Naming('task_schedule', 'b', 'weight 0')),
     ({'task_probs': multi_task.AsParams({'a': 1.0}), 'task_schedule': _Scheduler()},
      naming.Naming('task_schedule', 'task_probs', "{'a': 1.0}")),
     ({'task_schedule': _Scheduler()}, naming.Naming('task_schedule', "'c'", 'a, b')),
@@ -125,6 +132,18 @@ def _Scheduler():
 def testInvalidParamsAreRejected(values, message):
   with pytest.raises((ValueError, TypeError), match=message):
     multi_task.Params(**values).Instantiate()
+
+
+def testTheInputsOfAnotherDataSetAreChecked():
+  model = multi_task.Params(task_name='a').Instantiate()
+  for inputs in (multi_task.Inputs('Dev'), multi_task.AsParams({'b': None})):
+    model.CheckInputs('Dev', inputs)
+  for inputs, expected in (
+    (multi_task.AsParams({'aa': multi_task.Input('a')}), naming.Naming('Dev', "'aa'", 'a, b')),
+    (multi_task.Input('a'), naming.Naming('Dev', '{task: Params}')),
+  ):
+    with pytest.raises(ValueError, match=expected):
+      model.CheckInputs('Dev', inputs)
 
 
 def testASingleTaskModelRejectsParamsOfSeveralTasks():

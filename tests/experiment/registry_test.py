@@ -522,16 +522,46 @@ def testUnknownDatasetErrorIsOneLineWithTheDatasets(project):
     )
 
 
-def testCaseOfADatasetMattersIfNamesDifferOnlyByCase(project):
+def testDatasetsThatDifferOnlyByCaseAreRefused(project):
+  """Both would be evaluated in eval_deva."""
   body = """\
   DATASETS = ('DevA', 'Deva')
   def DevA(self): return _Named('A')
   def Deva(self): return _Named('a')
 """
   project.Write('params/x.py', _Experiment('X', body=body))
-  assert registry.GetParams('x.X', 'Deva').input.name == 'a'
+  for name in ('DevA', 'Deva'):
+    with pytest.raises(ValueError, match=naming.Naming('x.X', 'DevA', 'Deva', 'eval_deva')) as e:
+      registry.GetParams('x.X', name)
+    _OneLine(e)
   with pytest.raises(LookupError, match='DevA, Deva'):
     registry.GetParams('x.X', 'deva')
+  assert registry.GetParams('x.X', 'Train').input.name == 'train data'
+
+
+def testDatasetsAndTasksThatJoinToOneDirectoryAreRefused(project):
+  source = """
+@registry.RegisterMultiTaskModel
+class Two(registry.MultiTaskModelParams):
+  DATASETS = ('Dev_en',)
+  Model = _Base.Model
+  def Task(self): return _Named('task')
+  def Train(self): return {'fr': _Named('a'), 'en_fr': _Named('b')}
+  def Dev(self): return {'fr': _Named('a'), 'en_fr': _Named('b')}
+  def Dev_en(self): return {'fr': _Named('a')}
+
+@registry.RegisterMultiTaskModel
+class Apart(Two):
+  def Dev(self): return {'fr': _Named('a'), 'en_fr': None}
+"""
+  project.Write('params/x.py', _HEADER + source)
+  for name in ('Dev', 'dev_en'):
+    expected = naming.Naming('x.Two', 'Dev', 'Dev_en', 'eval_dev_en_fr')
+    with pytest.raises(ValueError, match=expected) as e:
+      registry.GetParams('x.Two', name)
+    _OneLine(e)
+    assert registry.GetParams('x.Apart', name).input.fr.name == 'a'
+  assert registry.GetParams('x.Two', 'Train').input.en_fr.name == 'b'
 
 
 @pytest.mark.parametrize('method', ['Train', 'Model', 'Task', 'Task_Train'])

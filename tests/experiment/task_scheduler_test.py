@@ -35,6 +35,11 @@ def testADrawDependsOnSeedAndStepOnly():
   assert ''.join(draws[:12]) == 'aaaabbabbaaa'
 
 
+def testTheOrderOfTheWeightsHasNoEffect():
+  weights = {'a': 2.0, 'b': 1.0, 'c': 1.0}
+  assert _Draws(dict(reversed(weights.items())), 200) == _Draws(weights, 200)
+
+
 def testExponentialWeightsGoFromTheFirstToTheLast():
   p = task_scheduler.ExponentialScheduler.Params().Set(
     alpha=0.01, task_probs={'a': [1.0, 0.0], 'b': [0.0, 0.5]}

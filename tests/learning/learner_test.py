@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 from lingvo_gpipe.learning import learner, lr_schedules, optimizer
+from tests import naming
 from tests.toys import learner_stages
 
 
@@ -263,6 +264,23 @@ def testFiltersMustSelectAVariable():
     assert next(iter(settings.values())) in str(e.value)
 
 
+@pytest.mark.parametrize(
+  'name',
+  [
+    'bprop_variable_filter',
+    'bprop_variable_exclusion',
+    'weight_decay_exclusion',
+    'lp_regularizer_exclusion',
+  ],
+)
+def testAPatternMustMatchAVariable(name):
+  _SGD(**{name: r'\.b$'}).Instantiate().CheckPatterns(learner_stages.SHAPES)
+  bad = _SGD(name='lower', **{name: '^shared'}).Instantiate()
+  parts = (f'train.learner: {name}', 'lower', "'^shared'", 'm.a.w', 'm.c.b')
+  with pytest.raises(ValueError, match=naming.Naming(*parts)):
+    bad.CheckPatterns(learner_stages.SHAPES)
+
+
 @pytest.mark.parametrize('rate', [0.0, -1.0, float('nan')])
 def testLearningRateMustBePositive(rate):
   with pytest.raises(ValueError, match='learning_rate expects a number above 0'):
@@ -283,6 +301,12 @@ def testLimitsMustNotBeNegative(name):
   for value in (-1.0, float('nan')):
     with pytest.raises(ValueError, match=f'{name} .*at least 0'):
       learner.Learner.Params().Set(**{name: value}).Instantiate()
+
+
+@pytest.mark.parametrize('name', ['lr_schedule', 'optimizer'])
+def testPartsOfALearnerMustBeParams(name):
+  with pytest.raises(ValueError, match=naming.Naming('Learner', name, 'Params')):
+    learner.Learner.Params().Set(**{name: None}).Instantiate()
 
 
 @pytest.mark.parametrize('num', [0, -1, 1.5, True])

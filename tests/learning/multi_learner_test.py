@@ -173,6 +173,14 @@ def testVariablesWithoutALearnerAreFrozen():
   assert [built.IsTrained(path) for path in learner_stages.SHAPES] == [True, True, True, False]
 
 
+def testLearnersMayShareAPatternThatMatchesOnlyVariablesOfOne():
+  both = _Two(weight_decay_exclusion=r'm\.a\.b$')
+  multi_learner.MultiLearner(both).CheckPatterns(learner_stages.SHAPES)
+  both[1].weight_decay_exclusion = 'beta'
+  with pytest.raises(ValueError, match=naming.Naming('weight_decay_exclusion', 'upper', "'beta'")):
+    multi_learner.MultiLearner(both).CheckPatterns(learner_stages.SHAPES)
+
+
 @pytest.mark.parametrize('names', [('', 'b'), ('a', 'a'), ('a', 'B'), ('a', 'b/c')])
 def testNamesOfLearnersMustBeUnique(names):
   both = _Two()

@@ -2,6 +2,7 @@
 """Optimizers: Params as text, slots by path on their device, and complete state."""
 
 import inspect
+import math
 import sys
 
 import keras
@@ -192,6 +193,26 @@ def testOverridesReachKeras():
     optimizer.Adam.Params().FromText('beta1:0.5')
   with pytest.raises(ValueError):
     optimizer.Adam.Params().FromText('beta_1:high')
+
+
+@pytest.mark.parametrize(
+  'name, value',
+  [
+    ('weight_decay', 'abc'),
+    ('weight_decay', -0.1),
+    ('beta_1', None),
+    ('beta_1', 2.0),
+    ('epsilon', math.nan),
+    ('amsgrad', 'no'),
+  ],
+)
+def testParamsHaveDomains(name, value):
+  with pytest.raises(ValueError, match=naming.Naming('Adam', name, repr(value))):
+    optimizer.Adam.Params().Set(**{name: value}).Instantiate()
+  p = optimizer.Adam.Params()
+  with pytest.raises(ValueError, match=naming.Naming(name)):
+    p.FromText(f'{name}:{value}')
+  assert p == optimizer.Adam.Params()
 
 
 def testParamsAreCopied():

@@ -11,6 +11,7 @@ from lingvo_gpipe.checkpoint import checkpointer
 from lingvo_gpipe.experiment import task_scheduler
 from lingvo_gpipe.learning import ema, optimizer
 from lingvo_gpipe.runners import multi_task_runner
+from tests import naming
 from tests.toys import multi_task
 
 _HEADS = {f'{task}.stack.layers[2].{weight}' for task in 'ab' for weight in 'wb'}
@@ -127,6 +128,13 @@ def testDifferentOptimizersForSharedWeightsAreRefused():
     _Runner(b=multi_task.Task(1, optimizer=optimizer.Adam.Params().Set(beta_1=0.8)))
   with pytest.raises(ValueError, match='weight_decay_exclusion'):
     _Runner(b=multi_task.Task(1, weight_decay_exclusion=r'\.b$'))
+
+
+def testPatternsSeeThePathsOfATaskAndNotTheNamesOfSharedWeights():
+  frozen = {'bprop_variable_exclusion': r'^shared\.'}
+  parts = ('bprop_variable_exclusion', r'^shared\\.', 'a.stack.layers[0].w')
+  with pytest.raises(ValueError, match=naming.Naming(*parts)):
+    _Runner(a=multi_task.Task(2, **frozen), b=multi_task.Task(1, **frozen))
 
 
 def testRatesAndFiltersAreEachTasksOwn():

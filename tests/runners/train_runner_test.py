@@ -392,6 +392,38 @@ def testWeightsOutsideThePipelineAreAnError():
   assert 'net.extra.w' in run.Variables()
 
 
+@pytest.mark.parametrize('name', ['bprop_variable_exclusion', 'weight_decay_exclusion'])
+@pytest.mark.parametrize('p', [_LinearParams(), _PipelinedParams()], ids=['one stage', 'pipelined'])
+def testAPatternWithoutAMatchIsAnError(name, p):
+  """A weight that should be frozen would be trained."""
+  p = p.Copy()
+  p.train.learner.Set(**{name: '^shared'})
+  path = 'linear.w' if p.name == 'linear' else 'net.stack.layers[0].w'
+  with pytest.raises(ValueError, match=Naming(name, "'^shared'", path)):
+    _Runner(p)
+
+
+@pytest.mark.parametrize(
+  'name',
+  ['loss_weight', 'grad_norm', 'learning_rate/encoder', 'steps', 'examples_per_second'],
+)
+@pytest.mark.parametrize('num_accumulated', [1, 2])
+def testAMetricCannotHaveTheNameOfAStatistic(name, num_accumulated):
+  class Named(_Linear):
+    def ComputeLoss(self, theta, predictions, input_batch):
+      metrics, per_example = super().ComputeLoss(theta, predictions, input_batch)
+      return {**metrics, name: metrics['close']}, per_example
+
+  p = Named.Params().Set(name='linear')
+  p.train.learner.num_accumulated_mini_batches = num_accumulated
+  run = _Runner(p)
+  before = _Arrays(run.Variables())
+  with pytest.raises(ValueError, match=Naming('Named.ComputeLoss', name)):
+    run.TrainStep(next(iter(_Input().Dataset())))
+  for path, value in _Arrays(run.Variables()).items():
+    np.testing.assert_array_equal(value, before[path])
+
+
 # ---- evaluation ----------------------------------------------------------------------------------
 
 
