@@ -14,7 +14,13 @@ from typing import Any
 
 from absl import flags
 
-from lingvo_gpipe.checkpoint import checkpoint_choice, checkpoint_table, checkpointer, logdir_lock
+from lingvo_gpipe.checkpoint import (
+  checkpoint_choice,
+  checkpoint_table,
+  checkpointer,
+  logdir_lock,
+  params_change,
+)
 from lingvo_gpipe.cli import device_flags, steady_output, subjects, supervised
 from lingvo_gpipe.distributed import cluster, cluster_spec, stop_request, supervisor
 from lingvo_gpipe.experiment import model as model_lib
@@ -204,7 +210,9 @@ def _TrainOn(
   """
 
   def InputParams(dataset: str) -> Any:
-    return binary.ModelParams(dataset).input
+    p = binary.ModelParams(dataset)
+    params_change.CheckEvaluatedByTrainer(dataset, p, experiment_params)
+    return p.input
 
   # Locked before the devices are made: the first trainer already uses their memory.
   with logdir_lock.HoldLock(os.path.join(logdir, 'train')) as lock:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests import processes
+from tests import naming, processes
 from tests.toys import projects
 
 _EXPERIMENT = """
@@ -56,6 +56,15 @@ class Toy(registry.SingleTaskModelParams):
     p = regression.Regression.Params().Set(name='toy', input_dim=4)
     p.train.Set(save_interval_steps=1, summary_interval_steps=10**6, max_nonfinite_steps=2)
     return p
+
+
+@registry.RegisterSingleTaskModel
+class Sampled(Toy):
+  def Test(self):
+    return self.Train()
+
+  def Task_Test(self):
+    return super().Task().Set(**{'eval.samples_per_summary': 3})
 
 
 @registry.RegisterSingleTaskModel
@@ -175,6 +184,15 @@ def testHarmlessChangesOfParamsPassAndAreLogged(trainer, copied):
   done = processes.Succeeded(trainer('Toy', copied, 4, 'task.train.save_max_to_keep:2'))
   assert 'resuming from step 3 ' in done.stdout and processes.Messages(done.stderr) == []
   assert re.search('other Params: ~ task.train.save_max_to_keep : .* -> 2', done.stderr)
+
+
+def testATaskThatOnlyAnEvaluatorUsesIsRefused(trainer, tmp_path):
+  evaluated = "task.train.eval_datasets:['Test']"
+  line = _RefusedIn(trainer('Sampled', tmp_path, 2, evaluated))
+  assert re.search(naming.Naming('~ task.eval.samples_per_summary', '--split=Test'), line)
+  assert processes.Steps(tmp_path) == []
+  same = f'{evaluated};task.eval.samples_per_summary:3'
+  processes.Succeeded(trainer('Sampled', tmp_path, 2, same))
 
 
 def testNonfiniteStepsInARowEndTheRun(trainer, tmp_path):

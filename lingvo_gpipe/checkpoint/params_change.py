@@ -20,7 +20,7 @@ from collections.abc import Collection, Sequence
 from absl import logging
 
 from lingvo_gpipe.checkpoint import checkpoint_info
-from lingvo_gpipe.core import hyperparams, params_diff, params_text, params_tree
+from lingvo_gpipe.core import hyperparams, literals, params_diff, params_text, params_tree
 
 # Key of a checkpoint's metadata that holds the text of its Params. A separate file would not match
 # the newest checkpoint for a moment, and after a kill for longer.
@@ -62,6 +62,10 @@ _HARMLESS_TO_EVALUATION = re.compile(
       r'task_(name|probs|schedule)\b.*|random_seed',
     )
   )
+)
+# Params that change no training, but results of evaluation or decoding.
+_OF_RESULTS = re.compile(
+  rf'{_TASK}\.(eval\.(decoder_)?samples_per_summary|(sampling|beam_search)\..+)'
 )
 # Params that decide which averages a checkpoint holds, and the texts of values that mean none.
 _AVERAGES = re.compile(rf'{_TASK}\.train\.ema_decay(_moving_vars)?')
@@ -129,6 +133,7 @@ def Check(
     )
     raise _OtherParamsError(info, grave, hint)
   _Log('resuming with other Params', changes, grave)
+  _WarnOfUnwritten(params, changes, _HARMLESS)
 
 
 def CheckEvaluated(
@@ -168,7 +173,39 @@ def CheckEvaluated(
     )
     raise _OtherParamsError(info, grave, hint)
   _Log('the run was trained with other Params', changes, grave)
+  _WarnOfUnwritten(params, changes, re.compile(r'input\b.*'), _HARMLESS, _HARMLESS_TO_EVALUATION)
   return str(old)
+
+
+def CheckEvaluatedByTrainer(
+  dataset: str, params: hyperparams.Params, trained: hyperparams.Params
+) -> None:
+  """Checks that a trainer, which evaluates with its own task, gets the results of an evaluator.
+
+  Args:
+    dataset: the name of a data set.
+    params: the model's Params for this data set.
+    trained: the model's Params for training.
+
+  Raises:
+    ValueError: Params of a task differ that may change the results of evaluation or decoding.
+  """
+  changes = [
+    change
+    for change in params_diff.FindChanges(trained, params)
+    if not re.match(r'input\b', change.path)
+    and (
+      _OF_RESULTS.fullmatch(change.path)
+      or not (_HARMLESS.fullmatch(change.path) or _HARMLESS_TO_EVALUATION.fullmatch(change.path))
+    )
+  ]
+  if changes:
+    raise ValueError(
+      f'a trainer evaluates {dataset} with the task that it trains, but the task for {dataset} '
+      f'differs (- only trained, + only for {dataset}, ~ changed): {_Listed(changes)}. Remove '
+      f'{dataset} from train.eval_datasets and train.decode_datasets, and run an evaluator with '
+      f'--split={dataset}; or leave out Task_{dataset}()'
+    )
 
 
 def _Changes(
@@ -193,11 +230,15 @@ def _Changes(
 def _OtherParamsError(
   info: checkpoint_info.CheckpointInfo, changes: Sequence[params_diff.Change], hint: str
 ) -> ValueError:
-  more = f', and {len(changes) - _MAX_LISTED} more' if len(changes) > _MAX_LISTED else ''
   return ValueError(
     f'{info.path!r} was trained with other Params (- only its, + only these, ~ changed): '
-    f'{"; ".join(map(str, changes[:_MAX_LISTED]))}{more}. {hint}'
+    f'{_Listed(changes)}. {hint}'
   )
+
+
+def _Listed(changes: Sequence[params_diff.Change]) -> str:
+  more = f', and {len(changes) - _MAX_LISTED} more' if len(changes) > _MAX_LISTED else ''
+  return f'{"; ".join(map(str, changes[:_MAX_LISTED]))}{more}'
 
 
 def _Log(
@@ -206,3 +247,21 @@ def _Log(
   for change in changes:
     log = logging.warning if change in grave else logging.info
     log('%s: %s', message, change)
+
+
+def _WarnOfUnwritten(
+  params: hyperparams.InstantiableParams,
+  changes: Collection[params_diff.Change],
+  *harmless: re.Pattern[str],
+) -> None:
+  """Logs the params that seem equal only because text does not tell their values apart."""
+  changed = {change.path for change in changes}
+  for path, value in params_tree.Leaves('', params):
+    classes = literals.Unwritten(value)
+    if classes and path not in changed and not any(p.fullmatch(path) for p in harmless):
+      logging.warning(
+        '%s cannot be compared with its value in the run, because it holds a %s, of which Params '
+        'record only the class: see that it is the same. A dataclass can be compared',
+        path,
+        ', a '.join(sorted(set(classes))),
+      )

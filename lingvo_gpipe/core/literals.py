@@ -9,33 +9,48 @@ literal, with these additions:
   experiments (`AllowPackageOf`), and activations of TensorFlow and Keras.
 * `type/<module>/<name>(x=1, y=2)` is a dataclass.
 * `tf.float32` is a TensorFlow dtype; `inf` and `nan` are floats.
-* `<module.class>` stands for an object without a text form, such as a set, an enum member or a
-  named tuple. It can be read only over a value with the same text, which it keeps.
+* `<module.class(...)>` stands for an object that text cannot make, such as a set, an enum member, a
+  named tuple or an array. The dots are what determines it; of an array they contain a digest.
+* `<module.class>` stands for any object of a class of which no more is known.
+* `type/<module>/<name>@<digest>` is a lambda or a function that is local to another one. The digest
+  is of its code and of the values that it captured.
 
-The text of a value is always one line. This module does not import TensorFlow.
+The last three can be read only over a value with the same text, which it keeps. The text of a value
+is always one line, and the same in every process. This module does not import TensorFlow.
 """
 
 from __future__ import annotations
 
 import ast
+import copyreg
 import dataclasses
 import difflib
 import enum
+import functools
+import hashlib
 import math
 import numbers
 import re
 import sys
 import types
 import warnings
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
 # Text that starts like this is a literal, never a bare string.
-LITERAL_START = re.compile(r"""[bBrRuU]{0,2}['"]|[\[({]|type/|tf\.[a-z_0-9]+$|<[\w.<>]+>$""")
+LITERAL_START = re.compile(
+  r"""[bBrRuU]{0,2}['"]|[\[({]|type/|tf\.[a-z_0-9]+$|<[\w.<>]+>$|<[\w-]+\.[\w.<>-]+\("""
+)
 _NAMED = re.compile(r'type/([^/()]+)/([^/()]+)')
 _BOOLS = {'true': True, 'false': False}
 _NAMES = {'inf': math.inf, 'nan': math.nan, 'NoneType': None}
 _MAX_QUOTED = 80
+_DIGEST_LENGTH = 16
+# Packages whose objects are determined by what `pickle` keeps of them. With other packages this may
+# include the time, or be a whole model.
+_PICKLED = {*sys.stdlib_module_names, 'numpy'}
+_NEW = object().__reduce_ex__(4)[0]  # Calls `__new__`.
 # Packages whose classes and functions text may name.
 _packages = {'lingvo_gpipe', 'params', 'tasks'}
 _ACTIVATION = re.compile(
@@ -131,42 +146,152 @@ def TypePath(value: Any) -> str:
 
 def WriteValue(value: Any) -> str:
   """Returns the text of one value, on one line."""
-
-  def _JoinItems(items: Any) -> str:
-    return ', '.join(WriteValue(item) for item in items)
-
-  if value is None or isinstance(value, bool) or IsNumpyBool(value):
-    return 'None' if value is None else str(bool(value))
-  if isinstance(value, enum.Enum):  # Some are also an int or a str.
-    return _WriteOpaque(value)
-  if IsNamed(value):
-    return TypePath(value)
-  if isinstance(value, str):
-    return str.__repr__(value)
-  if isinstance(value, bytes):
-    return bytes.__repr__(value)
-  if isinstance(value, numbers.Integral):
-    return repr(int(value))
-  if IsFloat(value):
-    return repr(float(value))
-  if IsTensorFlowDType(value):
-    return f'tf.{value.name}'
-  if IsRecord(value):
-    fields = (f'{name}={WriteValue(item)}' for name, item in RecordFields(value).items())
-    return f'{TypePath(type(value))}({", ".join(fields)})'
-  if type(value) is tuple:
-    return f'({_JoinItems(value)}{"," if len(value) == 1 else ""})'
-  if isinstance(value, list):
-    return f'[{_JoinItems(value)}]'
-  if isinstance(value, dict):
-    pairs = (f'{WriteValue(key)}: {WriteValue(item)}' for key, item in value.items())
-    return f'{{{", ".join(pairs)}}}'
-  return _WriteOpaque(value)
+  return _Writer().Write(value)
 
 
-def _WriteOpaque(value: Any) -> str:
+def Unwritten(value: Any) -> list[str]:
+  """Returns the classes of objects in a value of which its text has only the class."""
+  writer = _Writer()
+  writer.Write(value)
+  return writer.unwritten
+
+
+class _Writer:
+  """Writes one value.
+
+  Attributes:
+    unwritten: the classes of objects of which only the class was written.
+  """
+
+  def __init__(self) -> None:
+    self.unwritten: list[str] = []
+    self._functions: list[types.FunctionType] = []
+
+  def Write(self, value: Any) -> str:
+    """Returns the text of a value or of a part of it."""
+    if value is None or isinstance(value, bool) or IsNumpyBool(value):
+      return 'None' if value is None else str(bool(value))
+    if isinstance(value, enum.Enum):  # Some are also an int or a str.
+      return self._WriteOpaque(value)
+    if IsNamed(value):
+      return self._WriteNamed(value)
+    if isinstance(value, str):
+      return str.__repr__(value)
+    if isinstance(value, bytes):
+      return bytes.__repr__(value)
+    if isinstance(value, numbers.Integral):
+      return repr(int(value))
+    if IsFloat(value):
+      return repr(float(value))
+    if IsTensorFlowDType(value):
+      return f'tf.{value.name}'
+    if IsRecord(value):
+      fields = (f'{name}={self.Write(item)}' for name, item in RecordFields(value).items())
+      return f'{TypePath(type(value))}({", ".join(fields)})'
+    if type(value) is tuple:
+      return f'({self._Join(value)}{"," if len(value) == 1 else ""})'
+    if isinstance(value, list):
+      return f'[{self._Join(value)}]'
+    if isinstance(value, dict):
+      pairs = (f'{self.Write(key)}: {self.Write(item)}' for key, item in value.items())
+      return f'{{{", ".join(pairs)}}}'
+    return self._WriteOpaque(value)
+
+  def _Join(self, items: Iterable[Any]) -> str:
+    return ', '.join(map(self.Write, items))
+
+  def _WriteNamed(self, value: Any) -> str:
+    path = TypePath(value)
+    # A function may capture itself.
+    if not isinstance(value, types.FunctionType) or _IsInModule(value) or value in self._functions:
+      return path
+    self._functions.append(value)
+    captured = [_Contents(cell) for cell in value.__closure__ or ()]
+    parts = [_CodeParts(value.__code__), captured, value.__defaults__, value.__kwdefaults__]
+    try:
+      digest = _Digest(self.Write(parts).encode('utf-8', 'surrogatepass'))
+    except RecursionError:  # A value that it captured contains itself.
+      self.unwritten.append(path)
+      return path
+    finally:
+      self._functions.pop()
+    return f'{path}@{digest}'
+
+  def _WriteOpaque(self, value: Any) -> str:
+    name = f'{type(value).__module__}.{type(value).__qualname__}'
+    if isinstance(value, (set, frozenset)):  # Their order differs between processes.
+      return f'<{name}({", ".join(sorted(map(self.Write, value)))})>'
+    parts = _Parts(value)
+    if parts is None:
+      self.unwritten.append(name)
+      return f'<{name}>'
+    return f'<{name}({self._Join(parts)})>'
+
+
+def _IsInModule(function: types.FunctionType) -> bool:
+  """Whether a function is what its module calls by its name; a wrapper may have the same name."""
+  if '<' in function.__qualname__:
+    return False
+  module = sys.modules.get(function.__module__)
+  if module is None:  # Nothing else is known to have the name.
+    return True
+  first, *names = function.__qualname__.split('.')
+  value = vars(module).get(first)  # Not by getattr: a lazy module would import.
+  for name in names:
+    value = getattr(value, name, None)
+  return value is function
+
+
+def _Contents(cell: types.CellType) -> Any:
+  try:
+    return cell.cell_contents
+  except ValueError:  # Empty.
+    return None
+
+
+def _CodeParts(code: types.CodeType) -> list[Any]:
+  """Returns what a code object computes, without its file and lines."""
+  constants = [_CodeParts(x) if isinstance(x, types.CodeType) else x for x in code.co_consts]
+  counts = [code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags]
+  return [code.co_code, code.co_exceptiontable, constants, code.co_names, code.co_varnames, counts]
+
+
+def _Parts(value: Any) -> Sequence[Any] | None:
+  """Returns values that determine an object without a literal; None if they are unknown."""
   cls = type(value)
-  return f'<{cls.__module__}.{cls.__qualname__}>'
+  if isinstance(value, enum.Enum):
+    return [value.name]
+  if isinstance(value, tuple):  # For example, a named tuple.
+    return list(value)
+  if isinstance(value, types.ModuleType):
+    return [value.__name__]
+  if isinstance(value, functools.partial):
+    return [value.func, *value.args, value.keywords]
+  try:
+    if hasattr(value, '__array__'):  # Also a tensor.
+      array = sys.modules['numpy'].asarray(value)
+      content = array.tolist() if array.dtype.hasobject else _Digest(array.tobytes())
+      return [str(array.dtype), array.shape, content]
+    if cls.__module__.partition('.')[0] not in _PICKLED:
+      return None
+    reduce = copyreg.dispatch_table.get(cls)
+    reduced: Any = reduce(value) if reduce else value.__reduce_ex__(4)
+  except Exception:  # For example, of a symbolic tensor or of a lock.
+    return None
+  if isinstance(reduced, str):  # Its name in its module.
+    return None if '<' in reduced else [reduced]
+  make, arguments, *more = reduced
+  state = more[0] if more else None
+  # Attributes may be of this process, such as the number of a thread.
+  if any(isinstance(x, dict) for x in (state if isinstance(state, tuple) else [state])):
+    return None
+  items = [list(x) for x in more[1:] if x is not None]
+  parts = [make, *arguments, *([] if state is None else [state]), *items]
+  return [part for part in parts if part is not cls and part is not _NEW]
+
+
+def _Digest(data: bytes) -> str:
+  return hashlib.sha256(data).hexdigest()[:_DIGEST_LENGTH]
 
 
 def Shorten(text: str) -> str:

@@ -171,12 +171,21 @@ class Evaluation(DatasetPass):
     return task_batches.Source(self._input, self._runner)
 
   def Run(self, step: int) -> dict[str, float] | None:
-    """Evaluates the data set, see `DatasetPass.Run`."""
+    """Evaluates the data set, see `DatasetPass.Run`. A metric without any weight is NaN.
+
+    Raises:
+      ValueError: the data set is empty, or its loss has no weight.
+    """
     metrics = self._runner.Evaluate(self._Limited())
     if self._IsStopped(step):
       return None
     if not metrics:
       raise ValueError(f'{self._name}: the data set is empty: check the params of its input')
+    if not metrics['loss'][1]:
+      raise ValueError(
+        f'{self._name}: the loss has a weight of 0 over the whole data set, so there is nothing to '
+        "evaluate: check the params of its input, and its examples' weights"
+      )
     values = {name: value for name, (value, _) in metrics.items()}
     print(f'{self._name} at step {step}: {progress.FormatMetrics(values)}', flush=True)
     report = self._runner.task.Report(values, self._input)

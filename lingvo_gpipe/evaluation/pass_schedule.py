@@ -100,7 +100,8 @@ class DatasetPasses:
 
     Raises:
       LookupError: a data set is unknown.
-      ValueError: no data sets are given, or no task supports the pass over a data set.
+      ValueError: no data sets are given, two of them would write into one directory, or no task
+        supports the pass over a data set.
     """
     self.during_training = during_training
     self._clock = clock
@@ -114,16 +115,21 @@ class DatasetPasses:
         'train.eval_datasets or train.decode_datasets'
       )
     self._entries: list[_Entry] = []
+    names: dict[str, str] = {}  # The data set of each job.
     for job, name in passes:
       kind, p = JOBS[job], input_params(name)
       arguments = list(kind.Arguments(runners, p, name))
       if not arguments:
         _CheckUnused(job, name, p, list(runners))
       steps, seconds = train.Get(f'{job}_interval_steps'), train.Get(f'{job}_interval_seconds')
-      self._entries += [
-        _Entry(kind(runner, task_input, full_name, logdir, stop), steps, seconds)
-        for runner, task_input, full_name in arguments
-      ]
+      for runner, task_input, full_name in arguments:
+        e = _Entry(kind(runner, task_input, full_name, logdir, stop), steps, seconds)
+        if (other := names.setdefault(e.job.jobname, name)) != name:
+          raise ValueError(
+            f'train.{job}_datasets names {other} and {name}, which would both write into '
+            f'{e.job.jobname}: leave out or rename one of them'
+          )
+        self._entries.append(e)
 
   def CheckFollowed(self, early_stop: early_stopping.EarlyStopping) -> None:
     """Raises ValueError if no pass during training has the metric that early stopping follows.

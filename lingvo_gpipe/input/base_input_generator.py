@@ -9,6 +9,7 @@ stopped.
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import inspect
 import itertools
@@ -22,11 +23,13 @@ import tensorflow as tf
 from lingvo_gpipe.core import domain, hyperparams, nested_map
 from lingvo_gpipe.input import index_order
 
-# Fields with the weight of each row; it becomes 0 in padded rows.
-_WEIGHT_FIELDS = ('example_weights', 'weights')
+# Paths of fields with the weight of each row; it becomes 0 in padded rows.
+_WEIGHTS = re.compile(r'(.+\.)?(example_)?weights')
 
-# Number of batches that are read twice to check that a run can be resumed.
+# Number of batches after a restart that are compared with the batches of the run.
 _NUM_COMPARED = 4
+# Restarts at the end of an epoch are checked up to this size: a run is read up to there.
+_MAX_EPOCH_READ = 4096
 
 # Operations whose draws depend on how often they were called.
 _STATEFUL_DRAW = re.compile(
@@ -34,6 +37,7 @@ _STATEFUL_DRAW = re.compile(
   r'(Parameterized)?TruncatedNormal|SampleDistortedBoundingBox(V2)?|'
   r'Stateful(RandomBinomial|StandardNormal|StandardNormalV2|TruncatedNormal|Uniform\w*)'
 )
+_PYTHON = frozenset(('PyFunc', 'PyFuncStateless', 'EagerPyFunc'))
 
 
 class BaseInputGenerator:
@@ -46,9 +50,10 @@ class BaseInputGenerator:
   * `example_weights`, float32 [batch]: 1 for an example, 0 for a padded row. If `_Examples` returns
     this field, too, the two are multiplied.
 
-  A floating field `weights` of shape [batch, ...] (such as the weight of each predicted token) is
-  also multiplied by `example_weights`. Only the last batch of a run of `p.num_epochs` epochs has
-  padding; padded rows repeat the last example, so that ids stay legal.
+  Floating fields `weights` of shape [batch, ...] (such as the weight of each predicted token) are
+  also multiplied by `example_weights`, and so are such fields at any depth, as in `tgt.weights`.
+  No weight may be negative. Only the last batch of a run of `p.num_epochs` epochs has padding;
+  padded rows repeat the last example, so that ids stay legal.
 
   With `p.num_epochs=0` there is no last batch, and batches cross the boundaries of epochs, so that
   each is full. With `p.num_epochs=1, p.shuffle=False` every example comes exactly once, in the
@@ -102,6 +107,7 @@ class BaseInputGenerator:
     """
     self.params = params.Copy()
     self._last_dataset: tuple[int, tf.data.Dataset] | None = None
+    self._calls_python = False  # Known after `_Examples` was traced.
     p = self.params
     self._CheckBatchSize()
     if 'num_parallel_calls' in p:  # Streams do not have it.
@@ -227,7 +233,7 @@ class BaseInputGenerator:
       batch = ApplyWeights(self._ExamplesInEpochs(indices, epochs), example_weights)
       self._CheckMatches(batch, spec)
       if not tf.executing_eagerly():  # tf.data has a debug mode that is eager.
-        self._CheckDraws(indices.graph)
+        self._CheckGraph(indices.graph)
       return batch if keys is None else tuple(batch.GetItem(key) for key in keys)
 
     if num_positions is None:
@@ -299,33 +305,80 @@ class BaseInputGenerator:
     return error
 
   def CheckRestarts(self) -> None:
-    """Checks that a run can continue from a position, if a subclass overrides `Dataset`.
+    """Checks that a run can continue from a position, if a subclass may prevent it.
 
-    Compares the batches after the first one with the batches from the first one's end on. Several,
-    because an order without a seed may agree by chance in one batch.
+    A `Dataset` of the subclass is read from the start and from later positions. `_Examples` that
+    call Python, where draws are not seen, make the first batch twice.
 
     Raises:
-      ValueError: they differ, or `Dataset` takes no position.
+      ValueError: the batches differ, or `Dataset` takes no position.
     """
-    cls = type(self)
-    if cls.Dataset is BaseInputGenerator.Dataset:
+    if type(self).Dataset is BaseInputGenerator.Dataset:
+      self._CheckPython()
       return
+    name = f'{type(self).__name__}.Dataset'
     advice = (
       'so a run could not be resumed. Let Dataset(start) continue after that many rows, in an '
-      'order that is the same at each start (it may skip them), or override _Examples(indices) '
-      'instead of Dataset'
+      'order that is the same at each start (it may skip them, after any repeat), or override '
+      '_Examples(indices) instead of Dataset'
     )
     if 'start' not in inspect.signature(self.Dataset).parameters:
-      raise ValueError(f'{cls.__name__}.Dataset takes no position `start`, {advice}')
-    batches = list(itertools.islice(self.Dataset(start=0), 1 + _NUM_COMPARED))
-    if len(batches) < 2:
+      raise ValueError(f'{name} takes no position `start`, {advice}')
+    positions, batches = self._ReadRun()
+    for restart in self._Restarts(positions):
+      expected = batches[restart : restart + _NUM_COMPARED]
+      again = itertools.islice(self.Dataset(start=positions[restart]), len(expected))
+      if expected != [_BatchDigest(batch) for batch in again]:
+        raise ValueError(
+          f'{name}: the batches from position {positions[restart]} on differ from the batches of '
+          f'the run after {restart} batches, {advice}'
+        )
+
+  def _ReadRun(self) -> tuple[list[int], list[bytes]]:
+    """Returns the positions before some first batches of a run, and digests of the batches.
+
+    They are the first ones, or for a small data set all of an epoch. _NUM_COMPARED batches follow,
+    because an order without a seed may agree by chance in one batch.
+    """
+    num_examples = self.NumExamples()
+    least = num_examples if num_examples <= _MAX_EPOCH_READ else 1
+    positions, digests = [0], []
+    try:
+      for batch in self.Dataset(start=0):
+        digests.append(_BatchDigest(batch))
+        num_rows = int(batch.Flatten()[0].shape[0])
+        positions.append(self.PositionAfter(positions[-1], num_rows))
+        if len(digests) > _NUM_COMPARED and positions[-1 - _NUM_COMPARED] >= least:
+          break
+    except tf.errors.OpError:
+      pass  # The run reports it, with the position, when the batch is due.
+    return positions[: len(digests)], digests
+
+  def _Restarts(self, positions: Sequence[int]) -> list[int]:
+    """Returns the numbers of batches after which to restart.
+
+    A restart near the end of an epoch sees how the next one begins, and a restart after it whether
+    its order is the order of the run.
+    """
+    end = bisect.bisect_left(positions, self.NumExamples())
+    restarts = {1, end - 1, end} if end < len(positions) else {1}
+    return [n for n in sorted(restarts) if 0 < n < len(positions)]
+
+  def _CheckPython(self) -> None:
+    """Raises ValueError if Python in `_Examples` does not repeat the first batch."""
+    dataset = self.Dataset(0)
+    if not self._calls_python:
       return
-    position = self.PositionAfter(0, int(batches[0].Flatten()[0].shape[0]))
-    again = itertools.islice(self.Dataset(start=position), len(batches) - 1)
-    if not all(itertools.starmap(AreEqual, itertools.zip_longest(batches[1:], again))):
+    try:
+      # The second pass begins when the first has ended: Python may use state of the process.
+      passes = [list(dataset.take(1)) for _ in range(2)]
+    except tf.errors.OpError:
+      return  # The run reports it, with the position, when the batch is due.
+    if not all(map(AreEqual, *passes)):
       raise ValueError(
-        f'{cls.__name__}.Dataset: the batches from position {position} on differ from the batches '
-        f'after the first one of the run, {advice}'
+        f'{type(self).__name__}._Examples calls Python (numpy_function or py_function), which '
+        'returns another batch for the same indices, so a run could not be resumed. Make it a '
+        'function of the indices: draw for example by np.random.default_rng([seed, index])'
       )
 
   def Fingerprint(self) -> str:
@@ -396,11 +449,12 @@ class BaseInputGenerator:
       )
     return tf.TensorSpec(shape, spec.dtype)
 
-  def _CheckDraws(self, graph: tf.Graph) -> None:
-    """Raises ValueError if a restart would draw other random numbers than the run."""
+  def _CheckGraph(self, graph: tf.Graph) -> None:
+    """Raises ValueError if a restart would draw other random numbers; notes calls of Python."""
     graph_def = graph.as_graph_def()
     nodes = [graph_def.node, *(function.node_def for function in graph_def.library.function)]
     operations = {node.op for node in itertools.chain(*nodes)}
+    self._calls_python = not operations.isdisjoint(_PYTHON)
     stateful = sorted(op for op in operations if _STATEFUL_DRAW.fullmatch(op))
     if stateful:
       raise ValueError(
@@ -438,22 +492,34 @@ def _Bytes(batch: nested_map.NestedMap) -> dict[str, bytes]:
   return {key: tf.io.serialize_tensor(x).numpy() for key, x in batch.FlattenItems()}
 
 
+def _BatchDigest(batch: nested_map.NestedMap) -> bytes:
+  digest = hashlib.sha256()
+  for key, value in _Bytes(batch).items():
+    digest.update(f'{key} {len(value)} '.encode() + value)
+  return digest.digest()
+
+
 def ApplyWeights(
   examples: nested_map.NestedMap, example_weights: tf.Tensor
 ) -> nested_map.NestedMap:
-  """Returns `examples` with their weight fields multiplied by the weights of the rows."""
-  batch = nested_map.NestedMap(examples)
-  for key in _WEIGHT_FIELDS:
-    if key not in batch:
-      continue
-    value = batch[key]
+  """Returns `examples` with their weight fields multiplied by the weights of the rows.
+
+  A weight that is negative or not a number is an error when the batch is made.
+  """
+
+  def Apply(key: str, value: Any) -> Any:
+    if not _WEIGHTS.fullmatch(key) or not isinstance(value, tf.Tensor):
+      return value
     if not value.dtype.is_floating or not value.shape.rank:
       raise ValueError(
         f'field {key!r}: expected weights, floating numbers of shape [batch, ...], '
         f'got {value.dtype.name} {value.shape}'
       )
+    tf.debugging.assert_non_negative(value, f'field {key!r}: a weight must not be negative')
     rows = tf.reshape(example_weights, [-1] + [1] * (value.shape.rank - 1))
-    batch[key] = value * tf.cast(rows, value.dtype)
+    return value * tf.cast(rows, value.dtype)
+
+  batch = nested_map.NestedMap(examples).TransformWithKey(Apply)
   if 'example_weights' not in batch:
     batch.example_weights = example_weights
   return batch

@@ -3,8 +3,8 @@
 
 A step reports `{name: (value, weight)}`. The value is a mean, and the weight is the number of
 tokens or examples that it averages. `MetricsAccumulator` combines the reports of many steps into
-one report. Sums are kept in float64 for values of any dtype. This module needs no TensorFlow;
-values may be numbers, numpy scalars or eager tensors.
+one report. The mean over no weight is NaN. Sums are kept in float64 for values of any dtype. This
+module needs no TensorFlow; values may be numbers, numpy scalars or eager tensors.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class AverageMetric:
 
   @property
   def value(self) -> float:
-    """The mean, or 0.0 if the total weight is 0."""
-    return self._weighted_sum / self._total_weight if self._total_weight > 0.0 else 0.0
+    """The mean, or NaN if the total weight is 0."""
+    return self._weighted_sum / self._total_weight if self._total_weight > 0.0 else math.nan
 
   @property
   def total_weight(self) -> float:

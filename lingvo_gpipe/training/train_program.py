@@ -150,9 +150,15 @@ class TrainProgram:
     )
     # Inputs of the tasks that are trained.
     self._inputs = {name: self._model.inputs[name] for name in self._runner.task_runners}
+
+    def CheckedInputParams(dataset: str) -> hyperparams.InstantiableParams:
+      p = input_params(dataset)
+      self._model.CheckInputs(f'the data set {dataset}', p)
+      return p
+
     self._passes = pass_schedule.DatasetPasses(
       self._runner,
-      input_params,
+      CheckedInputParams,
       logdir,
       stop,
       during_training=options.job == 'train_and_eval',

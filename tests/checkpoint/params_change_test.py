@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run resumes with harmless changes of Params, and with others only if they are allowed."""
 
+import functools
+import re
 import sys
 import types
 
+import numpy as np
 import pytest
+import tensorflow as tf
 
 from lingvo_gpipe.checkpoint import params_change
 from lingvo_gpipe.core import params_text
@@ -136,6 +140,29 @@ def testChangesThatAffectOnlyTrainingAreHarmlessToAnEvaluation(saved, caplog, ov
   _CheckLogged(caplog, overrides)
 
 
+@pytest.mark.parametrize(
+  'override, diff',
+  [
+    ('task.eval.samples_per_summary:3', '~ task.eval.samples_per_summary : 0 -> 3'),
+    ('task.sampling.temperature:2', 'task.sampling.temperature'),
+    *_OF_ANOTHER_MODEL,
+  ],
+)
+def testATrainerDoesNotEvaluateWithAnotherTask(override, diff):
+  with pytest.raises(ValueError) as e:
+    params_change.CheckEvaluatedByTrainer('Test', _Params(override), _Params())
+  message = str(e.value)
+  assert diff in message and '--split=Test' in message and '\n' not in message
+
+
+def testATrainerEvaluatesWithATaskThatHasTheSameResults():
+  params = _Params(
+    'task.train.max_steps:7;task.train.learner.learning_rate:0.5;task.residual_dropout_prob:0.5;'
+    'task.stack.num_stages:1;task.eval.max_seconds_without_trainer:9;input.batch_size:3'
+  )
+  params_change.CheckEvaluatedByTrainer('Test', params, _Params())
+
+
 def testTheRulesApplyToEachOfSeveralTasks():
   def Params(overrides=''):
     params = registry.GetParams('image.digits_tasks.DigitAndParity', 'Train')
@@ -201,6 +228,47 @@ def testNewEntriesOfAListAreNotHarmless(tmp_path):
     params.task.Define('layers', [old.task.eval.Copy() for _ in range(number)], '')
   with pytest.raises(ValueError, match=r'\+ task\.layers\[1\]\.samples_per_summary : 0'):
     params_change.Check(_Checkpoint(old.ToText()), new, allow=False)
+
+
+class _Scale:
+  """A function of which Params record only the class."""
+
+  def __init__(self, scale):
+    self.scale = scale
+
+
+@pytest.mark.parametrize('check', [params_change.Check, params_change.CheckEvaluated])
+@pytest.mark.parametrize(
+  'old, new',
+  [
+    (np.array([1.0]), np.array([50.0])),
+    (tf.constant([1.0]), tf.constant([50.0])),
+    ({1}, {50}),
+    (functools.partial(max, 1), functools.partial(max, 50)),
+    (lambda x: x, lambda x: x * 50),
+  ],
+)
+def testValuesWithoutALiteralAreCompared(check, old, new, caplog):
+  before, same, now = (_Params() for _ in range(3))
+  for params, value in ((before, old), (same, old), (now, new)):
+    params.task.Define('scale', value, '')
+  info = _Checkpoint(before.ToText())
+  check(info, same, allow=False)
+  assert not [r for r in caplog.records if r.levelname == 'WARNING']
+  with pytest.raises(ValueError, match=naming.Naming('task.scale', '--allow_params_change')):
+    check(info, now, allow=False)
+
+
+def testValuesThatCannotBeComparedAreNamed(caplog):
+  params = _Params()
+  params.task.Define('scale', [_Scale(1)], '')
+  params.task.eval.Define('scale', _Scale(1), '')
+  info = _Checkpoint(params.ToText())
+  for check in (params_change.Check, params_change.CheckEvaluated):
+    caplog.clear()
+    check(info, params, allow=False)
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelname == 'WARNING']
+    assert re.search(naming.Naming('task.scale', f'{__name__}._Scale'), warning)
 
 
 def testChangesOfDamagedRecordsAndWordCountsAreHarmless():

@@ -75,8 +75,8 @@ _REFUSED = [
     ((1,), '2, 3', (2, 3)),
     ((1,), '()', ()),
     ({'a': 1}, '{}', {}),
-    (Color.RED, f'<{MODULE}.Color>', Color.RED),
-    ({1}, '<builtins.set>', {1}),
+    (Color.RED, f"<{MODULE}.Color('RED')>", Color.RED),
+    ({1}, '<builtins.set(1)>', {1}),
     (Options(), "{'alpha': 0.25}", Options(0.25, 'x')),
     (Options(), f"type/{MODULE}/Options(name='y')", Options(0.5, 'y')),
     (Options, f'type/{MODULE}/Color', Color),
@@ -142,7 +142,10 @@ def testNoneIsAcceptedForEveryType(like):
     (Options, f'type/{MODULE}/MODULE', 'not a class'),
     (None, f'type/{MODULE}/Color.RED', 'not a class'),
     (object(), 'x', 'no text form'),
-    *((None, text, 'cannot take') for text in ('[1', "'open", '{', '(1, abc)', '<a.b>', '[<a.b>]')),
+    *(
+      (None, text, 'cannot take')
+      for text in ('[1', "'open", '{', '(1, abc)', '<a.b>', '[<a.b>]', '<a.b(1)>')
+    ),
     (None, 'type/tests.no.such/X', 'not imported'),
     *((None, text, 'cannot name') for text in _REFUSED),
     *((_Function, text, 'cannot name') for text in _REFUSED),

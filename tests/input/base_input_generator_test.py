@@ -2,6 +2,7 @@
 """Input generators: exact restarts, full batches, and evaluations that count every example once."""
 
 import itertools
+import math
 import sys
 
 import numpy as np
@@ -10,6 +11,7 @@ import tensorflow as tf
 
 from lingvo_gpipe.core import nested_map
 from lingvo_gpipe.input import base_input_generator, synthetic
+from tests import naming
 from tests.toys import training
 
 
@@ -201,6 +203,45 @@ def testExampleWeightsOfASubclassAreMultiplied():
   np.testing.assert_array_equal(weights, [0.5] * 6 + [0, 0])
 
 
+@pytest.mark.parametrize('field', ['example_weights', 'weights'])
+@pytest.mark.parametrize('bad', [-1.0, math.nan])
+def testNegativeWeightsAreRefused(field, bad):
+  class Weighted(_SquaresInput):
+    def _Examples(self, indices):
+      examples = super()._Examples(indices)
+      examples[field] = tf.where(indices == 5, bad, tf.ones_like(examples.square))
+      return examples
+
+  generator = Weighted.Params().Set(batch_size=4, shuffle=False).Instantiate()
+  assert len(_Batches(generator, count=1)) == 1
+  with pytest.raises(tf.errors.InvalidArgumentError, match=naming.Naming(field, 'negative')):
+    _Batches(generator, count=2)
+
+
+def testWeightsAtAnyDepthAreZeroInPaddedRows():
+  class Nested(_SquaresInput):
+    """The layout of Lingvo."""
+
+    def _Examples(self, indices):
+      ones = tf.ones([indices.shape[0], 3])
+      sides = {
+        name: nested_map.NestedMap(ids=indices, weights=ones, example_weights=ones[:, 0])
+        for name in ('src', 'tgt')
+      }
+      return nested_map.NestedMap(sides)
+
+  generator = Nested.Params().Set(batch_size=4, size=6, num_epochs=1).Instantiate()
+  last = _Batches(generator)[-1]
+  assert {key for key, _ in last.FlattenItems() if key.endswith('weights')} == {
+    *('example_weights', 'src.example_weights', 'src.weights'),
+    *('tgt.example_weights', 'tgt.weights'),
+  }
+  for key, value in last.FlattenItems():
+    if key.endswith('weights'):
+      np.testing.assert_array_equal(value.reshape([4, -1]).mean(axis=1), [1, 1, 0, 0], key)
+  assert list(last.tgt.ids) == [last.tgt.ids[0], *[last.tgt.ids[1]] * 3]
+
+
 def testDatasetWorksInsideATracedLoop():
   generator = _Input(num_epochs=1, shuffle=False)
   dataset = generator.Dataset()
@@ -302,10 +343,15 @@ def testFieldsMustMatchTheSpec():
     def _Examples(self, indices):
       return nested_map.NestedMap(weights=indices)
 
+  class NestedIntegerWeights(_SquaresInput):
+    def _Examples(self, indices):
+      return nested_map.NestedMap(tgt=nested_map.NestedMap(weights=indices))
+
   cases = (
     (WrongDtype, "field 'x': expected int32 .4,., got float32"),
     (WrongFields, "expected the fields .*'x'.*got.*'y'"),
     (IntegerWeights, "field 'weights': expected weights, floating .* got int64"),
+    (NestedIntegerWeights, naming.Naming("'tgt.weights'", 'int64')),
   )
   for cls, match in cases:
     with pytest.raises(ValueError, match=match):
@@ -396,7 +442,99 @@ class _SeededJitter(_SquaresInput):
     return examples
 
 
-@pytest.mark.parametrize('cls', [_SquaresInput, _Skipping, _SeededJitter])
+class _SkippingBeforeRepeat(_SquaresInput):
+  """Lacks its first batches in each epoch after a restart."""
+
+  def Dataset(self, start=0):
+    return self._Epoch().skip(start // 4).repeat()
+
+  def _Epoch(self):
+    return _Input(size=self.params.size, num_epochs=1).Dataset().take(self.params.size // 4)
+
+
+class _SkippingAfterRepeat(_SkippingBeforeRepeat):
+  def Dataset(self, start=0):
+    return self._Epoch().repeat().skip(start // 4)
+
+
+class _ForgettingEpochs(_SkippingBeforeRepeat):
+  """Begins each restart in the order of the first epoch, and epochs have other orders."""
+
+  def Dataset(self, start=0):
+    epochs = self._Epoch().shuffle(100, seed=1, reshuffle_each_iteration=True).repeat()
+    return epochs.skip(start // 4 % (self.params.size // 4))
+
+
+def _EpochByPython(function, size):
+  """Returns a data set of batches of 4 with the results for 0, 4, 8, ..."""
+  firsts = tf.data.Dataset.range(0, size, 4)
+  return firsts.map(
+    lambda i: nested_map.NestedMap(x=tf.fill([4], tf.numpy_function(function, [i], tf.int64)))
+  )
+
+
+class _FailingInTheEpoch(_SkippingAfterRepeat):
+  """Fails at a batch that is not read at the start."""
+
+  def _Epoch(self):
+    def Check(i):
+      if i == 60:
+        raise ValueError('example 60 is bad')
+      return i
+
+    return _EpochByPython(Check, self.params.size)
+
+
+class _PythonJitter(_SquaresInput):
+  def _Examples(self, indices):
+    examples = super()._Examples(indices)
+    jitter = tf.numpy_function(self._Jitter, [indices], tf.float32)
+    examples.square += tf.ensure_shape(jitter, [4])
+    return examples
+
+  def _Jitter(self, indices):
+    return np.random.normal(size=indices.shape).astype(np.float32)
+
+
+class _SeededPythonJitter(_PythonJitter):
+  def _Jitter(self, indices):
+    np.random.seed(indices[0])  # The state of the process is not shared by two passes.
+    return super()._Jitter(indices)
+
+
+class _FailingPython(_PythonJitter):
+  def _Jitter(self, indices):
+    raise ValueError('an example is bad')
+
+
+def testFailuresOfExamplesAreLeftToTheRun():
+  for cls in (_FailingInTheEpoch, _FailingPython):
+    generator = cls.Params().Set(batch_size=4, size=100).Instantiate()
+    generator.CheckRestarts()
+    with pytest.raises(tf.errors.OpError, match='is bad'):
+      _Batches(generator, count=30)
+
+
+def testALongEpochIsNotReadToItsEnd():
+  read = []
+
+  class Counted(_SkippingAfterRepeat):
+    def _Epoch(self):
+      def Count(i):
+        read.append(i)
+        return i
+
+      return _EpochByPython(Count, self.params.size)
+
+  for size, is_read in ((4000, True), (400_000, False)):
+    read.clear()
+    Counted.Params().Set(batch_size=4, size=size).Instantiate().CheckRestarts()
+    assert (size - 4 in read) == is_read and len(read) < 4 * 4096
+
+
+@pytest.mark.parametrize(
+  'cls', [_SquaresInput, _Skipping, _SkippingAfterRepeat, _SeededJitter, _SeededPythonJitter]
+)
 def testResumableInputsPassTheCheck(cls):
   generator = cls.Params().Set(batch_size=4, size=100).Instantiate()
   generator.CheckRestarts()
@@ -411,6 +549,9 @@ def testResumableInputsPassTheCheck(cls):
     (_OtherOrder, r'_OtherOrder\.Dataset: .*position 4'),
     (_OtherOrderLater, r'_OtherOrderLater\.Dataset: .*position 4'),
     (_Jittered, r'_Jittered\._Examples .*RandomUniform.*stateless_uniform'),
+    (_SkippingBeforeRepeat, naming.Naming('_SkippingBeforeRepeat.Dataset', 96)),
+    (_ForgettingEpochs, naming.Naming('_ForgettingEpochs.Dataset', 100)),
+    (_PythonJitter, naming.Naming('_PythonJitter._Examples', 'numpy_function')),
   ],
 )
 def testInputsThatCannotBeResumedAreRejected(cls, message):

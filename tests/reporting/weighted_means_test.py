@@ -24,8 +24,8 @@ def testTheValueIsTheMeanByWeight(pairs):
     metric.Update(value, weight)
   total = sum(w for _, w in pairs)
   assert metric.total_weight == total
-  expected = math.fsum(v * w for v, w in pairs) / total if total else 0.0
-  assert metric.value == pytest.approx(expected, rel=1e-12, abs=1e-6)
+  expected = math.fsum(v * w for v, w in pairs) / total if total else math.nan
+  assert metric.value == pytest.approx(expected, rel=1e-12, abs=1e-6, nan_ok=True)
 
 
 @given(_PAIRS, st.integers(0, 30))
@@ -40,14 +40,16 @@ def testPartsAverageToTheWhole(pairs, cut):
       accumulator.Update({'loss': pair})
     joined.Update(accumulator.Result())
   for name, (value, weight) in whole.Result().items():
-    assert joined.Result()[name] == (pytest.approx(value, rel=1e-12, abs=1e-6), weight)
+    expected = pytest.approx(value, rel=1e-12, abs=1e-6, nan_ok=True)
+    assert joined.Result()[name] == (expected, weight)
 
 
-def testWithoutWeightTheValueIsZeroAndNanIsIgnored():
+def testWithoutWeightTheValueIsNanAndNanIsIgnored():
   metric = weighted_means.AverageMetric()
-  assert (metric.value, metric.total_weight) == (0.0, 0.0)
+  assert math.isnan(metric.value) and metric.total_weight == 0.0
   metric.Update(math.nan, 0.0)
-  assert (metric.value, metric.total_weight) == (0.0, 0.0)
+  metric.Update(1.0, 0.0)
+  assert math.isnan(metric.value) and metric.total_weight == 0.0
   metric.Update(3.0, 2.0)
   assert metric.value == 3.0
   metric.Update(math.nan, 1.0)

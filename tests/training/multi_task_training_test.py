@@ -11,10 +11,11 @@ import pytest
 import tensorflow as tf
 
 from lingvo_gpipe.checkpoint import checkpointer
-from lingvo_gpipe.distributed import stop_request
+from lingvo_gpipe.distributed import cluster, stop_request
 from lingvo_gpipe.evaluation import pass_schedule
 from lingvo_gpipe.experiment import multi_task_model, registry
-from tests import processes
+from lingvo_gpipe.training import train_program
+from tests import naming, processes
 from tests.toys import multi_task, projects, training
 
 _EXPERIMENT = """
@@ -286,6 +287,22 @@ def testADataSetThatNoTaskCanUse(tmp_path, caplog):
   assert words not in caplog.text
   Make('a', 'b', decode_datasets=['Dev'], eval_datasets=['Dev'])
   assert f'train.decode_{words}b can' in caplog.text and f'train.eval_{words}b can' in caplog.text
+
+
+def testAnUnknownTaskOfADataSetIsRefusedBeforeTraining(tmp_path):
+  p = multi_task.Params()
+  p.train.eval_datasets = ['Dev']
+  inputs = multi_task.AsParams(
+    {'a': multi_task.Input('a', 'Dev'), 'bb': multi_task.Input('b', 'Dev')}
+  )
+  with pytest.raises(ValueError, match=naming.Naming('Dev', "'bb'", 'a, b')):
+    train_program.TrainProgram(
+      p,
+      str(tmp_path),
+      cluster.Cluster.Create(1, platform='cpu'),
+      lambda _: inputs,
+      stop_request.StopRequest(),
+    )
 
 
 def testMessagesNameTheParamsOfTheTask(tmp_path):
