@@ -149,7 +149,7 @@ class PipelinedModel(keras.Model):
     self._num_evaluations = 0
     # Keras sets no attribute that has the value already, and `__getattr__` has the model's.
     self.__dict__.update(optimizer=None)
-    self._trainable: list[bool] | None = None  # Of each variable, at the first step.
+    self._first_trainable: list[bool] | None = None  # Of each variable, at the first step.
     if model.compiled:  # Read from a file, for example.
       self._CompileAsTheModel()
 
@@ -258,7 +258,7 @@ class PipelinedModel(keras.Model):
     options = {'jit_compile': False, 'auto_scale_loss': False}
     super().compile(**{**keras_variables.CompileArguments(self.model), **options})
     self._Forget()
-    self._trainable = None
+    self._first_trainable = None
 
   def _Forget(self) -> None:
     """Drops the stages, which the next batch makes again; the variables stay where they are."""
@@ -385,9 +385,9 @@ class PipelinedModel(keras.Model):
   def CheckTrainable(self) -> None:
     """Raises ValueError if variables to train have changed since the first step after compile()."""
     trainable = [v.trainable for v in self.model.variables]
-    if self._trainable is None:
-      self._trainable = trainable
-    pairs = zip(self.model.variables, trainable, self._trainable, strict=True)
+    if self._first_trainable is None:
+      self._first_trainable = trainable
+    pairs = zip(self.model.variables, trainable, self._first_trainable, strict=True)
     if changed := [v.path for v, a, b in pairs if a != b]:
       raise ValueError(
         f'`trainable` of {", ".join(changed)} has changed since the first step after compile(), '
