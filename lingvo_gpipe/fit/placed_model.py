@@ -90,6 +90,10 @@ class PlacedModel:
     if specs is not None:
       keras_graph.CheckSizes(self.graph, x)
     self.cells = tuple(keras_cells.Cut(self.graph))
+    num_stages = settings.params.num_stages
+    if len(self.cells) < num_stages:
+      self.graph = keras_graph.Opened(self.graph, num_stages)
+      self.cells = tuple(keras_cells.Cut(self.graph))
     self.step: keras_step.KerasStep | None = None
     args = self._Args(x)
     p = self._Params(ends)

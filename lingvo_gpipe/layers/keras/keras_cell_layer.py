@@ -490,6 +490,7 @@ def _RelativeRows(entering: Mapping[keras_nodes.Value, Any]) -> tf.Tensor:
 _ATTRIBUTES = ('mask', 'logits')
 # The parts of a payload for a size, and for a vector of sizes.
 _SIZES = ('size', 'sizes')
+_MAX_RANK = 8
 
 
 def _Payload(x: Any, attributes: Sequence[str]) -> Any:
@@ -507,7 +508,8 @@ def _EmptyOfSizes(x: Any) -> tf.Tensor | None:
   Args:
     x: a tensor; sizes are an int32 scalar or vector that is known when this cell is traced.
   """
-  if tf.executing_eagerly() or x.dtype != tf.int32 or x.shape.rank not in (0, 1):
+  is_vector = x.shape.rank == 1 and (x.shape[0] or _MAX_RANK) < _MAX_RANK
+  if tf.executing_eagerly() or x.dtype != tf.int32 or not (is_vector or x.shape.rank == 0):
     return None
   try:
     empty = tf.zeros(tf.concat([[0], tf.reshape(x, [-1])], axis=0), tf.int32)

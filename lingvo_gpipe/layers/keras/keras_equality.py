@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 # Attributes that name a layer, or record how it was made and called; no computation reads them.
-_IGNORED = frozenset(
+IGNORED = frozenset(
   {
     '_auto_config',
     '_auto_name',
@@ -145,9 +145,7 @@ def _Spec(v: Any) -> tuple[Any, ...]:
 def _State(value: Any) -> dict[str, Any]:
   """Returns the attributes that a computation may read, sorted by name."""
   attributes = {
-    k: v
-    for k, v in vars(value).items()
-    if k not in _IGNORED and not (k in _WRAPPED and callable(v))
+    k: v for k, v in vars(value).items() if k not in IGNORED and not (k in _WRAPPED and callable(v))
   }
   if isinstance(value, keras.random.SeedGenerator):
     attributes.pop('_initial_seed', None)

@@ -42,14 +42,14 @@ def FromModel(model: Any, x: Any = None) -> keras_nodes.Graph:
       model(keras_trace.Symbols(model, x))  # Makes the variables, under the model's name.
   graph = keras_nodes.AsFunctional(model)
   if graph is not None:
-    return _Opened(_FromFunctional(model, graph))
+    return _FromFunctional(model, graph)
   if x is None:
     raise ValueError(
       f'{model.name} ({type(model).__name__}) has no graph of layers yet: call it on a batch, or '
       'pass an example of its inputs'
     )
   symbols = (keras_trace.Symbols(model, x),)
-  return _Opened(keras_trace.Trace(model, symbols, {}, keras_trace.Modes(model)))
+  return keras_trace.Trace(model, symbols, {}, keras_trace.Modes(model))
 
 
 def _FromFunctional(model: Any, graph: Any) -> keras_nodes.Graph:
@@ -87,16 +87,15 @@ def CheckSizes(graph: keras_nodes.Graph, x: Any) -> None:
 
 # ---- layers that are opened ----------------------------------------------------------------------
 
-# A layer of a user is opened, so that the model can be cut inside it, if it has more than this part
-# of the weights.
-_LARGE = 1 / 8
-# Stands for the unknown sizes when a trace is checked for computations with them.
-_SOME_SIZE = 6
 
+def Opened(graph: keras_nodes.Graph, num_stages: int) -> keras_nodes.Graph:
+  """Returns a graph with large layers of users opened: the calls inside in the place of theirs.
 
-def _Opened(graph: keras_nodes.Graph) -> keras_nodes.Graph:
-  """Returns a graph with its large layers opened: their calls in the place of theirs."""
-  opener = _Opener(graph)
+  Args:
+    graph: the graph.
+    num_stages: a layer is large if it has more weights than half of a stage.
+  """
+  opener = _Opener(graph, 1 / (2 * num_stages))
   inputs = tuple(map(opener.NewValue, graph.inputs))
   environment = dict(zip(graph.inputs, inputs, strict=True))
   opener.Add(graph.nodes, environment)
@@ -130,13 +129,15 @@ class _Opener:
     is_open: whether a layer was opened.
   """
 
-  def __init__(self, graph: keras_nodes.Graph) -> None:
+  def __init__(self, graph: keras_nodes.Graph, share: float) -> None:
     self.nodes: list[keras_nodes.Node] = []
     self.closed: dict[str, str] = {}
     self.is_open = False
     self._num_values = 0
     weights = {id(v): v for node in graph.nodes for v in node.variables}
-    self._num_weights = _NumWeights(weights.values())
+    self._large = share * _NumWeights(weights.values())
+    layers = [x for node in graph.nodes for x in keras_nodes.Sublayers(node.operation)]
+    self._has_masks = any(map(_MakesMasks, layers))
 
   def NewValue(self, value: keras_nodes.Value) -> keras_nodes.Value:
     """Returns a Value like another, with the next index."""
@@ -174,13 +175,22 @@ class _Opener:
   def _GraphInside(self, node: keras_nodes.Node) -> keras_nodes.Graph | None:
     """Returns the graph of the layer that a call is of; None if it stays closed."""
     layer = node.operation
-    if not _IsComposite(layer) or _NumWeights(layer.variables) <= _LARGE * self._num_weights:
+    if not _IsComposite(layer) or _NumWeights(layer.variables) <= self._large:
       return None
     try:
+      if self._has_masks:  # Keras may set masks that the calls alone do not.
+        raise ValueError('the model has masks')
       return _TraceInside(node)
     except (TypeError, ValueError) as e:
       self.closed[layer.name] = str(e)
       return None
+
+
+def _MakesMasks(layer: Any) -> bool:
+  is_foreign = not keras_equality.IsOfKeras(type(layer))
+  overrides = type(layer).compute_mask not in (keras.Layer.compute_mask, keras.Model.compute_mask)
+  is_masking = isinstance(layer, keras.layers.Masking) or getattr(layer, 'mask_zero', False)
+  return bool(is_masking) or (is_foreign and overrides)
 
 
 def _NumWeights(variables: Iterable[Any]) -> int:
@@ -205,45 +215,35 @@ def _TraceInside(node: keras_nodes.Node) -> keras_nodes.Graph:
   if reason := _WhyClosed(node):
     raise ValueError(f'it {reason}')
   modes = [True, False] if node.training is None else [node.training]
-  args, kwargs = _Symbols((node.args, node.kwargs), None)
+  args, kwargs = keras.tree.map_structure(_Symbol, (node.args, node.kwargs))
   graph = keras_trace.Trace(layer, args, kwargs, modes)
-  args, kwargs = _Symbols((node.args, node.kwargs), _SOME_SIZE)
-  with keras.StatelessScope():
-    known = keras_trace.TraceMode(layer, args, kwargs, modes[0], graph.unknown_axes)
-  if (line := keras_trace.Difference(graph, known)) is not None:
-    raise ValueError(f'it computes with a length that is not known{line}')
   if [(v.shape, v.dtype) for v in graph.outputs] != [(v.shape, v.dtype) for v in node.outputs]:
     raise ValueError('it has other outputs when traced')
   return graph
 
 
-def _Symbols(nest: Any, size: int | None) -> Any:
-  """Returns a nest with symbols for Values; other unknown sizes than the first become `size`."""
-
-  def Symbol(v: Any) -> Any:
-    if not isinstance(v, keras_nodes.Value):
-      return v
-    shape = [size if dim is None and i else dim for i, dim in enumerate(v.shape)]
-    return keras.KerasTensor(shape, v.dtype)
-
-  return keras.tree.map_structure(Symbol, nest)
+def _Symbol(x: Any) -> Any:
+  return keras.KerasTensor(x.shape, x.dtype) if isinstance(x, keras_nodes.Value) else x
 
 
 def _WhyClosed(node: keras_nodes.Node) -> str:
   """Returns what a layer does that its calls alone would not do; else an empty text."""
   layer = node.operation
   floats = {v.dtype for v in node.inputs if tf.as_dtype(v.dtype).is_floating}
-  if node.has_mask:
-    return 'gets a mask'
+  if layer.supports_masking:
+    return 'hands on masks'
+  if any(v.shape[:1] != (None,) or None in v.shape[1:] for v in node.inputs):
+    return 'has inputs of which not the batch size alone is unknown'
+  if any(set(x._call_context_args) - {'training'} for x in keras_nodes.Sublayers(layer)):
+    return 'has context arguments other than `training`'
   if layer.autocast and not floats <= {layer.compute_dtype}:
     return f'casts its inputs to {layer.compute_dtype}'
   if layer.activity_regularizer is not None:
     return 'has an activity regularizer'
   if not layer.supports_jit:
     return 'has supports_jit=False'
-  for name in ('__call__', 'compute_mask'):
-    if getattr(type(layer), name) not in (getattr(keras.Layer, name), getattr(keras.Model, name)):
-      return f'overrides {name}'
+  if type(layer).__call__ not in (keras.Layer.__call__, keras.Model.__call__):
+    return 'overrides __call__'
   if node.training is False and any(map(_TrainsByDefault, keras_nodes.Sublayers(layer))):
     return 'has layers that train by default'
   return ''

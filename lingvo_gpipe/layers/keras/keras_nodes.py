@@ -64,7 +64,6 @@ class Node:
     policy: the dtype policy of the model whose graph has the call.
     training: the mode that the call asks for; None: the mode of the whole model.
     line: where the `call` of a subclassed model makes it, for errors; else empty.
-    has_mask: whether Keras attaches a mask to an argument.
   """
 
   operation: Any
@@ -74,7 +73,6 @@ class Node:
   policy: Any
   training: bool | None = None
   line: str = ''
-  has_mask: bool = False
 
   @property
   def inputs(self) -> list[Value]:

@@ -29,7 +29,7 @@ import tensorflow as tf
 from keras.src.backend.common import keras_tensor
 from keras.src.ops import node as keras_node
 
-from lingvo_gpipe.layers.keras import keras_functions, keras_variables
+from lingvo_gpipe.layers.keras import keras_equality, keras_functions, keras_variables
 
 # The public modules of functions of tensors.
 _TENSORFLOW = (tf, tf.image, tf.linalg, tf.math, tf.nn, tf.random, tf.signal, tf.strings)
@@ -101,6 +101,16 @@ def Mode(call: Any) -> bool:
   return 'training' in parameters and parameters['training'].default is True
 
 
+def _Attributes(layer: Any) -> dict[tuple[str, str], Any]:
+  """Returns {(path of a layer, name): value} of the attributes that code may read as settings."""
+  return {
+    (x.path, name): value
+    for x in layer._flatten_layers()
+    for name, value in vars(x).items()
+    if isinstance(value, (bool, int, float, str)) and name not in keras_equality.IGNORED
+  }
+
+
 @dataclasses.dataclass
 class Record:
   """The record of a trace.
@@ -108,10 +118,26 @@ class Record:
   Attributes:
     calls: the Nodes of Keras, in order. A Node of a layer has the attribute `mode`; see `Mode`.
     unknown_axes: the axes of unknown size in each call of keras.ops.shape, in order.
+    called: {id of a layer: the layer, and its attributes after its last call}.
   """
 
   calls: list[Any] = dataclasses.field(default_factory=list)
   unknown_axes: list[Sequence[int]] = dataclasses.field(default_factory=list)
+  called: dict[int, tuple[Any, dict[Any, Any]]] = dataclasses.field(default_factory=dict)
+
+  def CheckAttributes(self, layer: Any = None) -> None:
+    """Raises ValueError if code has changed attributes of a layer since its last call.
+
+    The recorded calls run later, when they would all find the last values.
+
+    Args:
+      layer: the layer; None: all layers.
+    """
+    for key in self.called if layer is None else {id(layer)} & self.called.keys():
+      called, before = self.called[key]
+      for (path, name), value in _Attributes(called).items():
+        if before.get((path, name), value) != value:
+          raise ValueError(f'it changes {name} of {path} between calls of layers')
 
 
 @contextlib.contextmanager
@@ -199,6 +225,7 @@ class _Recorder:
       if not self.IsOutside() or not (has_symbols or layer.variables or _HasWeight((args, kwargs))):
         return call_layer(layer, *args, **kwargs)
       mode = _NextMode()
+      self.record.CheckAttributes(layer)
       if has_symbols:
         outputs = call_layer(layer, *args, **kwargs)
       else:
@@ -207,6 +234,7 @@ class _Recorder:
         keras_node.Node(layer, args, kwargs, outputs)
       call = layer._inbound_nodes[-1]
       call.mode = mode
+      self.record.called[id(layer)] = (layer, _Attributes(layer))
       self.record.calls.append(call)
       return outputs
 

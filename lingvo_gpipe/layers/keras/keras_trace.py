@@ -138,12 +138,7 @@ class Builder:
         f'{operation.name}{line} takes the value of a weight: pass the weight itself'
       )
     values = tuple(self.NewValue(t) for t in call.outputs)
-    has_mask = any(
-      getattr(t, '_keras_mask', None) is not None for t in call.arguments.keras_tensors
-    )
-    self.nodes.append(
-      keras_nodes.Node(operation, args, kwargs, values, policy, training, line, has_mask)
-    )
+    self.nodes.append(keras_nodes.Node(operation, args, kwargs, values, policy, training, line))
     return values
 
 
@@ -271,6 +266,7 @@ def TraceMode(
     for t in tensors:
       if not isinstance(t, keras.KerasTensor):
         raise TypeError(f'it returns a {type(t).__name__}')
+    record.CheckAttributes()
     values = builder.RunTrace(record.calls, tensors, environment, layer.dtype_policy)
   structure = keras.tree.pack_sequence_as(outputs, values)
   return keras_nodes.Graph(

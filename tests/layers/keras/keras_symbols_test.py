@@ -261,6 +261,22 @@ def testAModeWithinAFunctionalModelIsRefusedIfItHoldsInKerasOnly():
     keras_graph.FromModel(_Made(_Inner, X), X)
 
 
+class _Settings(_Normalised):
+  """Changes an attribute of a layer between its calls, which run later."""
+
+  def call(self, x):
+    for self.dense.use_bias in (True, False):
+      x = self.dense(x)
+    return x
+
+
+def testAttributesThatChangeBetweenCallsAreRefused():
+  model = _Settings()
+  model.dense = layers.Dense(5, name='dense')
+  with pytest.raises(ValueError, match=naming.Naming('_Settings.call', 'use_bias', 'dense')):
+    keras_graph.FromModel(_Made(lambda: model, X), X)
+
+
 class _Values(_Normalised):
   def __init__(self, function):
     super().__init__()

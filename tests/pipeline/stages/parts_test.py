@@ -10,7 +10,6 @@ import tensorflow as tf
 from lingvo_gpipe import PipelinedModel
 from lingvo_gpipe.core import nested_map
 from lingvo_gpipe.layers import transformer
-from lingvo_gpipe.layers.keras import keras_graph
 from lingvo_gpipe.pipeline.cutting import layer_costs
 from lingvo_gpipe.pipeline.schedule import rematerialisation
 from lingvo_gpipe.pipeline.stages import layer_backward, retraces, split_backward, stage_math
@@ -150,9 +149,8 @@ class _KerasBlock(keras.layers.Layer):
     return x + self.narrow(y * gate[0] if gate else y)
 
 
-def testPartsOfKerasBlocks(monkeypatch):
-  """Without a gate and with one; the blocks of a deeper model are not opened, either."""
-  monkeypatch.setattr(keras_graph, '_LARGE', 1)
+def testPartsOfKerasBlocks():
+  """Without a gate and with one."""
   x, y = keras_fits.Floats(4, _TIME, _DIM), keras_fits.Floats(4, _TIME, _DIM, seed=1)
   losses = []
   parts = frozenset({'scores', 'feed_forward'})
