@@ -190,7 +190,8 @@ def _MakesMasks(layer: Any) -> bool:
   is_foreign = not keras_equality.IsOfKeras(type(layer))
   overrides = type(layer).compute_mask not in (keras.Layer.compute_mask, keras.Model.compute_mask)
   is_masking = isinstance(layer, keras.layers.Masking) or getattr(layer, 'mask_zero', False)
-  return bool(is_masking) or (is_foreign and overrides)
+  sets = is_foreign and keras_equality.Reads(type(layer), {'_keras_mask', 'set_keras_mask'})
+  return bool(is_masking or sets or (is_foreign and overrides))
 
 
 def _NumWeights(variables: Iterable[Any]) -> int:

@@ -69,7 +69,15 @@ def _Sizes(model, x, ids):
   return x[:, :length] * ops.cast(length, 'float32') + ops.repeat(x[:1], batch, axis=0)[:, -length:]
 
 
-@pytest.mark.parametrize('function', [_TensorFlow, _Operators])
+def _LongVector(model, x, ids):
+  """Crosses a cell with more numbers than a shape may have."""
+  numbers = tf.range(75 * tf.shape(ids)[1])
+  mean = lambda: tf.reduce_mean(tf.cast(numbers, x.dtype)) / 300  # noqa: E731
+  x = model.first(x * model.w + mean())
+  return model.first(x * model.positions(ids)) + mean()
+
+
+@pytest.mark.parametrize('function', [_TensorFlow, _Operators, _LongVector])
 def testFunctionsAndOperatorsAreTrained(function):
   keras_fits.CheckFit(lambda: _Model(function), IDS, TARGETS, COMPILED, ((3, 2),), batch_size=4)
 

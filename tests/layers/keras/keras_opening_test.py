@@ -151,11 +151,21 @@ def testALengthThatIsNotKnownKeepsALayerClosed():
   assert 'unknown' in graph.closed['large']
 
 
-def testAMaskKeepsALayerClosed():
-  ids = keras.Input([5], dtype='int32')
-  x = layers.Embedding(9, 6, mask_zero=True)(ids)
-  graph = _Opened(keras.Model(ids, _Large(lambda layer, x, training: x)(x)))
-  assert 'mask' in graph.closed['large']
+class _Setting(layers.Layer):
+  """Sets a mask by itself."""
+
+  def call(self, x):
+    x._keras_mask = ops.any(x > 0, axis=-1)
+    return x
+
+
+@pytest.mark.parametrize(
+  'part', [layers.Masking(), _Setting(), layers.Embedding(9, 6, mask_zero=True)]
+)
+def testAMaskKeepsLayersClosed(part):
+  inputs = keras.Input([5] if isinstance(part, layers.Embedding) else [5, 6])
+  x = _Large(lambda layer, x, training: x)(part(inputs))
+  assert 'mask' in _Opened(keras.Model(inputs, x)).closed['large']
 
 
 def testTooFewCellsNameTheReason():
