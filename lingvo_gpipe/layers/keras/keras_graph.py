@@ -71,10 +71,10 @@ def CheckSizes(graph: keras_nodes.Graph, x: Any) -> None:
   """Raises ValueError if a model computes with a size that its graph does not know.
 
   Args:
-    graph: the graph of a subclassed model, of inputs with unknown sizes.
+    graph: the graph of a subclassed model, of inputs with unknown sizes, before layers are opened.
     x: tensors `[batch, ...]` like the model's inputs.
   """
-  model, graph = graph.model, graph.unopened or graph
+  model = graph.model
   symbols, mode = (keras_trace.Symbols(model, x),), keras_trace.Modes(model)[0]
   with keras.StatelessScope():
     other = keras_trace.TraceMode(model, symbols, {}, mode, graph.unknown_axes)
@@ -110,7 +110,6 @@ def Opened(graph: keras_nodes.Graph, num_stages: int) -> keras_nodes.Graph:
     output_structure=to_new(graph.output_structure),
     input_structure=to_new(graph.input_structure),
     closed=opener.closed,
-    unopened=graph,
   )
 
 

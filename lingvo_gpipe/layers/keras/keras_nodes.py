@@ -109,7 +109,6 @@ class Graph:
   input_structure: Any
   unknown_axes: Sequence[Sequence[int]] = ()
   closed: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  unopened: Graph | None = None
 
   def FlatInputs(self, x: Any) -> list[Any]:
     """Returns the input tensors in the order of `inputs`, cast and reshaped as Keras does.

@@ -29,7 +29,7 @@ import tensorflow as tf
 from keras.src.backend.common import keras_tensor
 from keras.src.ops import node as keras_node
 
-from lingvo_gpipe.layers.keras import keras_equality, keras_functions, keras_variables
+from lingvo_gpipe.layers.keras import keras_equality, keras_functions, keras_nodes, keras_variables
 
 # The public modules of functions of tensors.
 _TENSORFLOW = (tf, tf.image, tf.linalg, tf.math, tf.nn, tf.random, tf.signal, tf.strings)
@@ -105,7 +105,7 @@ def _Attributes(layer: Any) -> dict[tuple[str, str], Any]:
   """Returns {(path of a layer, name): value} of the attributes that code may read as settings."""
   return {
     (x.path, name): value
-    for x in layer._flatten_layers()
+    for x in keras_nodes.Sublayers(layer)
     for name, value in vars(x).items()
     if isinstance(value, (bool, int, float, str)) and name not in keras_equality.IGNORED
   }

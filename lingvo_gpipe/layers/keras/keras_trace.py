@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import itertools
 import linecache
@@ -195,14 +196,12 @@ def Trace(
     ValueError: the graph would not compute what `call` does; the message names the line.
   """
 
-  def Trace(mode: bool | None) -> keras_nodes.Graph:
-    return TraceMode(layer, args, kwargs, mode)
-
+  trace = functools.partial(TraceMode, layer, args, kwargs)
   with keras.StatelessScope():  # Seeds keep their values.
-    first = Trace(modes[0])
+    first = trace(modes[0])
   for scale in (0.0, 9.0):
     with _OtherWeights(scale):
-      other = Trace(modes[0])
+      other = trace(modes[0])
     if (line := Difference(first, other)) is not None:
       raise ValueError(
         f'{type(layer).__name__}.call computes with the value of a weight, draws random numbers, '
@@ -211,7 +210,7 @@ def Trace(
         'layer'
       )
   with keras.StatelessScope():
-    last = Trace(modes[-1])
+    last = trace(modes[-1])
   if (line := Difference(first, last)) is not None:
     raise ValueError(
       f'{type(layer).__name__}.call does something else in training than in evaluation{line}, so '
