@@ -98,7 +98,8 @@ class Graph:
     outputs: the outputs of the model, flat.
     output_structure: the outputs as the model returns them, with a Value for each tensor.
     input_structure: the inputs as the model takes them, with a Value for each tensor.
-    unknown_axes: of a traced graph; see keras_functions.Record.
+    unknown_axes: of a traced graph; see keras_symbols.Record.
+    closed: {name: reason} of the large layers that could not be opened.
   """
 
   model: Any
