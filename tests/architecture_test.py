@@ -93,7 +93,7 @@ _OLD_TENSORFLOW = {
     'tensorflow.python.ops.custom_gradient',
   },
   # To turn off what no public name turns off.
-  'tests/conftest.py': {'tensorflow.python.util', 'tensorflow.python.util.tf_stack'},
+  'tests/fast_tracing.py': {'tensorflow.python.util', 'tensorflow.python.util.tf_stack'},
 }
 
 # {file: names that the interface of another package requires}.

@@ -25,10 +25,6 @@ NUM_DEVICES = 4
 
 _FOLDER = pathlib.Path(__file__).parent
 
-# TensorFlow creates many long-lived objects: collecting as often as by default costs time and finds
-# little.
-gc.set_threshold(20_000, 20, 20)
-
 # The processes that tests start inherit these. A value that the user has set stays.
 os.environ.setdefault('CUDA_VISIBLE_DEVICES', '')
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
@@ -109,12 +105,14 @@ def graph_optimizer(request):
 
   With `OPTIMIZE_GRAPHS=1 make test` it does so in all files.
   """
-  marked = request.node.get_closest_marker('optimized_graphs') is not None
-  if marked:
-    _OptimizeGraphs(True)
+  if request.node.get_closest_marker('optimized_graphs') is None:
+    yield
+    return
+  from tests import fast_tracing
+
+  fast_tracing.OptimizeGraphs(True)
   yield
-  if marked:
-    _OptimizeGraphs(False)
+  fast_tracing.OptimizeGraphs(False)
 
 
 @pytest.fixture(scope='session')
@@ -135,28 +133,9 @@ def _ConfigureTensorFlow():
   tf.config.set_logical_device_configuration(
     cpu, [tf.config.LogicalDeviceConfiguration() for _ in range(NUM_DEVICES)]
   )
-  _OptimizeGraphs(False)
-  _ShareStackTrace()
+  from tests import fast_tracing
 
-
-def _OptimizeGraphs(enabled):
-  """Turns TensorFlow's optimiser of graphs on or off: a fifth of the time of a test that traces."""
-  tf = sys.modules['tensorflow']
-  off = not enabled and not os.environ.get('OPTIMIZE_GRAPHS')
-  tf.config.optimizer.set_experimental_options({'disable_meta_optimizer': off})
-
-
-def _ShareStackTrace():
-  """Gives all operations of graphs one stack trace, of this call.
-
-  Each would record its own, below dozens of pytest's frames: an eighth of the time of a test that
-  traces. Errors of a graph then do not tell in which line it was traced.
-  """
-  from tensorflow.python.util import tf_stack
-
-  trace = tf_stack.extract_stack()
-  str(trace)  # Computes and keeps the frames, before many threads ask for them, or they are gone.
-  tf_stack.extract_stack = lambda stacklevel=1: trace
+  fast_tracing.Configure()
 
 
 class _AfterTensorFlowImport(importlib.abc.MetaPathFinder):

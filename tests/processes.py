@@ -32,6 +32,8 @@ TINY = (
   'input.max_bytes:20000;input.batch_size:4;input.seq_len:16'
 )
 TIMEOUT = 120
+# Environment with which a program of `Forks` traces and computes as in a process of its own.
+OPTIMIZED = {'OPTIMIZE_GRAPHS': '1'}
 
 
 @functools.cache
@@ -83,12 +85,15 @@ def Run(program, *args, cwd=ROOT, timeout=TIMEOUT, command=None, more_environmen
   )  # fmt: skip
 
 
+_FAST_TRACING = pathlib.Path(__file__).with_name('fast_tracing.py')
+
 # Imports the programs once; then forks for each input line, a call of a program or of a file.
 _FORKS = """
 import gc, importlib, json, os, random, runpy, signal, sys
 from lingvo_gpipe import evaluator, trainer, worker
-for name in sys.argv[1:]:
+for name in sys.argv[2:]:
   importlib.import_module(name)
+fast_tracing = runpy.run_path(sys.argv[1])
 gc.freeze()  # Else each child's collections visit, and so copy, all objects of its parent.
 programs = {'trainer': trainer.Run, 'evaluator': evaluator.Run, 'worker': worker.Run}
 beside = []
@@ -101,9 +106,11 @@ for line in sys.stdin:
       os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), fd)
     os.chdir(call['cwd'])
     os.environ.update(call['environment'])
+    program = call['program']
+    if program in programs and not os.environ.get('OPTIMIZE_GRAPHS'):
+      fast_tracing['Configure']()
     random.seed(0)  # Keras draws the seeds of initial weights from it.
     sys.stdout.reconfigure(line_buffering=os.isatty(1))  # As at the start of a process.
-    program = call['program']
     sys.argv = [program, *call['args']]
     programs[program]() if program in programs else runpy.run_path(program, run_name='__main__')
     sys.exit(0)
@@ -120,7 +127,8 @@ for pid in beside:
 class Forks:
   """Runs programs one after the other, like `Run`, but imports TensorFlow once for all of them.
 
-  For programs, or Python files, that run to their end. The output lacks messages from importing
+  For programs, or Python files, that run to their end. The programs trace as fast as the tests, see
+  fast_tracing.py, except with the environment `OPTIMIZED`. The output lacks messages from importing
   TensorFlow, and the children do not import modules that the parent has imported: another test of
   the file should start a real process. Tests share one object as the fixture `forks`.
   """
@@ -133,7 +141,7 @@ class Forks:
     self._last = 0  # The id of the last process started.
     self._outputs = {}
     self._parent = subprocess.Popen(
-      [*command, '-c', _FORKS, *modules], env=Environment(**(more_environment or {})),
+      [*command, '-c', _FORKS, str(_FAST_TRACING), *modules], env=Environment(**(more_environment or {})),
       cwd=directory, text=True,
       stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip

@@ -318,10 +318,9 @@ def testARemovedLogDirectoryStopsTheRunAndIsNotCreatedAgain(trainer, forks, tmp_
 
 @pytest.fixture(scope='module')
 def impatient(tmp_path_factory):
-  """Returns forks without oneDNN, whose allocator waits 10 s for missing memory."""
-  with pytest.MonkeyPatch.context() as patched:
-    patched.setenv('TF_ENABLE_ONEDNN_OPTS', '0')
-    runner = processes.Forks(tmp_path_factory.mktemp('impatient'))
+  """Returns forks that name lines, and have no oneDNN: its allocator waits 10 s for memory."""
+  environment = {'TF_ENABLE_ONEDNN_OPTS': '0', **processes.OPTIMIZED}
+  runner = processes.Forks(tmp_path_factory.mktemp('impatient'), more_environment=environment)
   yield runner
   runner.Close()
 

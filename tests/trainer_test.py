@@ -139,13 +139,18 @@ def testLeavesDescriptionsCheckpointsAndSummaries(undisturbed, monkeypatch):
 
 def testASecondCallResumesAndEqualsOneRun(undisturbed, forks, tmp_path):
   logdir, _ = undisturbed
-  first = forks.Run('trainer', *processes.TrainArgs(tmp_path, PART, more=AVERAGES))
+
+  def Train(max_steps):
+    args = processes.TrainArgs(tmp_path, max_steps, more=AVERAGES)
+    return forks.Run('trainer', *args, more_environment=processes.OPTIMIZED)
+
+  first = Train(PART)
   assert 'starting a new run' in processes.Succeeded(first).stdout
   assert re.search(
     r'traced in \d+\.\d s; compiled and ran the first step in \d+\.\d s', first.stdout
   )
   # A step that is not a multiple of any interval: only the end of the first call saved it.
-  second = forks.Run('trainer', *processes.TrainArgs(tmp_path, 2 * PART, more=AVERAGES))
+  second = Train(2 * PART)
   assert f'resuming from step {PART} ({4 * PART} examples' in processes.Succeeded(second).stdout
   assert f'step {PART + 1}/{2 * PART}  loss' in second.stdout
   assert processes.Messages(second.stderr) == []
