@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets TensorFlow trace functions in two thirds of the time, in the tests and the programs they run.
+"""Lets TensorFlow trace functions in two thirds of the time, in tests and their programs.
 
 `Forks` of processes.py executes this file by its path: it imports nothing of this repository.
 """

@@ -141,8 +141,8 @@ class Forks:
     self._last = 0  # The id of the last process started.
     self._outputs = {}
     self._parent = subprocess.Popen(
-      [*command, '-c', _FORKS, str(_FAST_TRACING), *modules], env=Environment(**(more_environment or {})),
-      cwd=directory, text=True,
+      [*command, '-c', _FORKS, str(_FAST_TRACING), *modules],
+      env=Environment(**(more_environment or {})), cwd=directory, text=True,
       stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip
 

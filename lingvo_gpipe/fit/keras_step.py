@@ -18,6 +18,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from absl import logging
 
 from lingvo_gpipe.layers.keras import keras_variables
 from lingvo_gpipe.pipeline import layer_statistics, pipelining_layer, replicas
@@ -63,6 +64,7 @@ class KerasStep:
     if not optimizer.built:
       optimizer.build(list(all_variables or self._variables.values()))
     self._step = tf.function(self._Step, autograph=False)
+    self._is_checked = False
 
   def __call__(self, args: Sequence[Any], side: Any = None) -> dict[str, tf.Tensor]:
     """Takes one step: forward, backward and update.
@@ -129,6 +131,7 @@ class KerasStep:
       gradients = self._Gradients(clip_norm)
       # Stages hand on zeros in place of None, so the traces alone do not tell all.
       connected = engine.ConnectedPaths() & self._connected
+      self._WarnOfTables(engine.SlicedPaths() & connected, clips=clip_norm is not None)
       with _BesideInputs(), _OneByOne(optimizer):
         pairs = self._variables.items()
         optimizer.apply_gradients(  # Which Keras's `train_step` calls, and a user may override.
@@ -136,6 +139,20 @@ class KerasStep:
         )
     layer_statistics.Assign(engine, state)
     return sums
+
+  def _WarnOfTables(self, paths: Collection[str], *, clips: bool) -> None:
+    """Warns once if plain Keras would get other updates for tables that batches only look up.
+
+    It gives the optimizer a gradient for each occurrence of a row. Here they are added before.
+    """
+    if paths and not self._is_checked and not _IsLinear(self.optimizer, clips):
+      logging.warning(
+        '%s: the gradients of a row that occurs several times in a batch are added before the '
+        'optimizer squares or clips them. Plain Keras on TensorFlow squares and clips each '
+        'occurrence alone, so its updates differ; see "Embeddings" in docs/keras.md.',
+        ', '.join(sorted(self._variables[path].name for path in paths)),
+      )
+    self._is_checked = True
 
   def _Accumulate(self, micro_batches: Sequence[micro_batch.MicroBatch]) -> Any:
     """Runs forward and backward; see `PipelineEngine.Accumulate`."""
@@ -169,6 +186,15 @@ class KerasStep:
         for path in s.trained:
           gradients[path] *= tf.cast(factor, gradients[path].dtype)
     return gradients
+
+
+def _IsLinear(optimizer: Any, clips: bool) -> bool:
+  """Whether an optimizer adds the gradients of a row before it clips and squares them."""
+  inner = getattr(optimizer, 'inner_optimizer', optimizer)
+  for x in (optimizer, inner):
+    clips = clips or any((x.clipnorm, x.clipvalue, x.global_clipnorm))
+  is_linear = type(inner) in (keras.optimizers.SGD, keras.optimizers.Lion)
+  return bool(inner.gradient_accumulation_steps) or (is_linear and not clips)
 
 
 def Means(sums: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:

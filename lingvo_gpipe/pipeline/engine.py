@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -443,14 +443,22 @@ class PipelineEngine:
 
   def ConnectedPaths(self) -> set[str]:
     """Returns the paths of the weights that the loss depends on, once a step was traced."""
-    connected = {path for s in self.replicas[0].tables for path in (*s.trained, *s.mirrors)}
-    connected = {self.ties.get(path, path) for path in connected}
+    tables = {path for s in self.replicas[0].tables for path in (*s.trained, *s.mirrors)}
+    return {self.ties.get(path, path) for path in tables} | self._Paths(lambda m: m.connected)
+
+  def SlicedPaths(self) -> set[str]:
+    """Returns the paths of the tables that batches only look up, once a step was traced."""
+    return self._Paths(lambda m: m.connected) - self._Paths(lambda m: m.dense)
+
+  def _Paths(self, indices: Callable[[stage_math.StageMath], Collection[int]]) -> set[str]:
+    """Returns the paths, of ties the owners', of the trained leaves with some indices."""
+    paths: set[str] = set()
     for s in (*self.stages, *self.replicas[0].slices):
       path_of = {id(v): path for path, v in (*s.trained.items(), *s.mirrors.items())}
-      paths = [path_of[id(v)] for v in tf.nest.flatten(s.variables) if id(v) in path_of]
+      leaves = [path_of[id(v)] for v in tf.nest.flatten(s.variables) if id(v) in path_of]
       math = self.functions.Math(s, do_eval=False, with_loss=True)
-      connected |= {self.ties.get(paths[i], paths[i]) for i in math.connected}
-    return connected
+      paths |= {self.ties.get(leaves[i], leaves[i]) for i in indices(math)}
+    return paths
 
   # ---- weights and accumulators ------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from lingvo_gpipe.core import nested_map
 from lingvo_gpipe.experiment import task
 from lingvo_gpipe.layers import linear
 from lingvo_gpipe.pipeline import pipelining_layer
+from tests import naming
 
 
 class _Stacked(task.BaseTask):
@@ -94,6 +95,14 @@ def testTrainParamsRoundTrip():
   fresh = task.BaseTask.Params().FromText(p.ToText())
   assert fresh == p
   assert fresh.train.eval_datasets == ['Test', 'Dev']
+
+
+@pytest.mark.parametrize('value', [None, 'adam', [None]])
+def testLearnersAreParams(value):
+  p = task.BaseTask.Params().Set(name='mine')
+  p.train.learner = value
+  with pytest.raises(ValueError, match=naming.Naming('mine', 'train.learner', 'Params')):
+    p.Instantiate()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`KerasStep` trains as plain Keras does, with every schedule and every kind of optimizer."""
 
+import functools
 import itertools
 import sys
 
@@ -192,6 +193,50 @@ def testOwnLayersAreTrained():
     expected = before[path] - 0.5 * gradients[path] / weight
     np.testing.assert_allclose(v, expected, rtol=1e-6, atol=1e-9)
   assert step.optimizer.iterations == 1
+
+
+def _Table(**options):
+  layers = [keras.layers.Embedding(5, 6, **options), keras.layers.Dense(6, activation='tanh')]
+  end = [keras.layers.Flatten(), keras.layers.Dense(3)]
+  return keras.Sequential([keras.Input([8], dtype='int32'), *layers, *end])
+
+
+@pytest.mark.parametrize(
+  'optimizer, policy, is_equal',
+  [
+    (_Adam, 'layer', False),
+    (lambda: OPTIMIZERS.LossScaleOptimizer(_Adam()), 'stage', False),
+    (lambda: OPTIMIZERS.SGD(0.1, clipnorm=0.01), 'none', False),
+    (lambda: OPTIMIZERS.SGD(0.1, global_clipnorm=0.01), 'stage', False),
+    (lambda: OPTIMIZERS.SGD(0.1, momentum=0.9), 'layer', True),
+    (lambda: _Adam(gradient_accumulation_steps=2, clipnorm=0.01), 'stage', True),
+  ],
+)
+def testRowsThatRecurAreWarnedOfIfKerasUpdatesThemOtherwise(optimizer, policy, is_equal, caplog):
+  x = keras_fits.Integers(5, 6, 8)
+
+  def Weights(model):
+    eagerly = isinstance(model, keras.Sequential)
+    model.compile(optimizer=optimizer(), loss='mse', jit_compile=False, run_eagerly=eagerly)
+    for _ in range(2):
+      model.train_on_batch(x, Y)
+    return model.get_weights()
+
+  expected = Weights(keras_fits.Seeded(_Table))
+  options = {'num_micro_batches': 2, 'remat_policy': policy}
+  actual = Weights(keras_fits.Pipe(keras_fits.Seeded(_Table), **options))
+  differences = [np.max(np.abs(a - e)) for a, e in zip(actual, expected, strict=True)]
+  assert (max(differences) < 1e-6) == is_equal
+  assert ('embeddings: ' in caplog.text) == (not is_equal)
+
+
+def testATableInARegularizerIsUpdatedAsInKeras(caplog):
+  """Its gradient is a matrix in plain Keras, too."""
+  x = keras_fits.Integers(5, 6, 8)
+  options = {'optimizer': _Adam, 'batch_size': 6}
+  make = functools.partial(_Table, embeddings_regularizer='l2')
+  keras_fits.CheckFit(make, x, Y, lambda: {'loss': 'mse'}, **options)
+  assert 'embeddings: ' not in caplog.text
 
 
 if __name__ == '__main__':

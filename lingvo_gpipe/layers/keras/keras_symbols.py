@@ -140,6 +140,27 @@ class Record:
           raise ValueError(f'it changes {name} of {path} between calls of layers')
 
 
+class _Shape(tuple):
+  """The static shape of a symbol, with the methods of the tf.TensorShape that a tensor has."""
+
+  __slots__ = ()
+
+  def __getitem__(self, key: Any) -> Any:
+    item = super().__getitem__(key)
+    return _Shape(item) if isinstance(key, slice) else item
+
+  def __add__(self, other: Any) -> _Shape:
+    return _Shape((*self, *other))
+
+  def __radd__(self, other: Any) -> _Shape:
+    return _Shape((*other, *self))
+
+  def __getattr__(self, name: str) -> Any:
+    if name.startswith('_'):
+      raise AttributeError(name)
+    return getattr(tf.TensorShape(self), name)
+
+
 @contextlib.contextmanager
 def Recorded(unknown_axes: Sequence[Sequence[int]] = ()) -> Iterator[Record]:
   """Yields the record of the calls of the enclosed code, which runs in the call of a model.
@@ -178,8 +199,11 @@ class _Recorder:
     symbolic_call = self._SymbolicCall(self._Noted(keras.Operation.symbolic_call))
     call = self._CallOperation(keras.Operation.__call__)
     yield keras.Operation, {'__call__': call, 'symbolic_call': symbolic_call}
+    static_shape = self._StaticShape(keras.KerasTensor.shape)
+    shapes = {'shape': static_shape, 'get_shape': static_shape.fget}
     # NumPy leaves the operator to the symbol on its right.
-    yield keras.KerasTensor, {'__array_priority__': 100, **self._Operators(keras.KerasTensor)}
+    like_arrays = {'__array_priority__': 100, **self._Operators(keras.KerasTensor)}
+    yield keras.KerasTensor, {**shapes, **like_arrays}
     outside = {'assign': 'it changes', '__tf_tensor__': 'it computes with the value of'}
     refusing = {name: self._Refusing(name, error) for name, error in outside.items()}
     like_symbols = {'sparse': False, 'ragged': False}
@@ -290,6 +314,9 @@ class _Recorder:
       return self.Call(keras_functions.Item, x, *map(keras_functions.Bounds, keys))
 
     return GetItem
+
+  def _StaticShape(self, shape: Any) -> property:
+    return property(lambda x: _Shape(shape.fget(x)) if self.IsOutside() else shape.fget(x))
 
   def _Shape(self, shape: Callable[..., Any]) -> Callable[..., Any]:
     def Shape(x: Any) -> Any:

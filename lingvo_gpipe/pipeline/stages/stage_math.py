@@ -182,6 +182,8 @@ class StageMath:
     num_weights: for each layer the number of leaves of its variables.
     num_traces: number of times that a function of this structure was traced.
     connected: indices of the trained leaves that got a gradient in a trace.
+    dense: indices of trained leaves that got a gradient other than slices, which are gradients of
+      the rows that a batch looks up.
   """
 
   def __init__(
@@ -217,6 +219,7 @@ class StageMath:
     self.num_weights = list(num_weights)
     self.num_traces = 0
     self.connected: set[int] = set()
+    self.dense: set[int] = set()
     # Layers, and None for the loss, whose reads of variables have been checked.
     self._checked: set[int | None] = set()
     self._loss_fn = loss_fn
@@ -307,7 +310,9 @@ class StageMath:
     Returns:
       A scalar that waits for the gradients.
     """
-    self.connected |= {self._first_trained + i for i, g in enumerate(grads) if g is not None}
+    connected = {self._first_trained + i: g for i, g in enumerate(grads) if g is not None}
+    self.connected.update(connected)  # Segments of the stage share the sets.
+    self.dense.update(i for i, g in connected.items() if not isinstance(g, tf.IndexedSlices))
     Accumulate(accumulators, grads)
     tensors = [getattr(g, 'values', g) for g in grads if g is not None]  # Slices, too.
     with tf.control_dependencies(tensors):

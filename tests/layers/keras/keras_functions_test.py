@@ -69,6 +69,15 @@ def _Sizes(model, x, ids):
   return x[:, :length] * ops.cast(length, 'float32') + ops.repeat(x[:1], batch, axis=0)[:, -length:]
 
 
+def _Shapes(model, x, ids):
+  """Reads the static shapes of tensors."""
+  _, length, dim = x.shape.as_list()
+  assert ids.get_shape().rank == ids.shape.ndims == 2 and x.shape[1:].is_fully_defined()
+  x = tf.reshape(x * model.w, [-1, x.shape[1:].num_elements()]) * float(length * dim) / 40
+  x = tf.reshape(x, [-1] + list(ids.shape[1:] + model.w.shape)) / [1, 2, 3, 4, 5, dim]
+  return x * tf.ones(tuple([1]) + x.shape[1:2] + [1]) + ops.zeros(x.shape[-1:]) * x
+
+
 def _LongVector(model, x, ids):
   """Crosses a cell with more numbers than a shape may have."""
   numbers = tf.range(75 * tf.shape(ids)[1])
@@ -77,7 +86,7 @@ def _LongVector(model, x, ids):
   return model.first(x * model.positions(ids)) + mean()
 
 
-@pytest.mark.parametrize('function', [_TensorFlow, _Operators, _LongVector])
+@pytest.mark.parametrize('function', [_TensorFlow, _Operators, _Shapes, _LongVector])
 def testFunctionsAndOperatorsAreTrained(function):
   keras_fits.CheckFit(lambda: _Model(function), IDS, TARGETS, COMPILED, ((3, 2),), batch_size=4)
 
