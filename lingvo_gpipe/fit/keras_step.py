@@ -150,7 +150,7 @@ class KerasStep:
         '%s: the gradients of a row that occurs several times in a batch are added before the '
         'optimizer squares or clips them. Plain Keras on TensorFlow squares and clips each '
         'occurrence alone, so its updates differ; see "Embeddings" in docs/keras.md.',
-        ', '.join(sorted(self._variables[path].name for path in paths)),
+        ', '.join(sorted(getattr(self._variables[path], 'path', path) for path in paths)),
       )
     self._is_checked = True
 

@@ -140,20 +140,20 @@ class Record:
           raise ValueError(f'it changes {name} of {path} between calls of layers')
 
 
-class _Shape(tuple):
+class _TensorShape(tuple):
   """The static shape of a symbol, with the methods of the tf.TensorShape that a tensor has."""
 
   __slots__ = ()
 
   def __getitem__(self, key: Any) -> Any:
     item = super().__getitem__(key)
-    return _Shape(item) if isinstance(key, slice) else item
+    return _TensorShape(item) if isinstance(key, slice) else item
 
-  def __add__(self, other: Any) -> _Shape:
-    return _Shape((*self, *other))
+  def __add__(self, other: Any) -> _TensorShape:
+    return _TensorShape((*self, *other))
 
-  def __radd__(self, other: Any) -> _Shape:
-    return _Shape((*other, *self))
+  def __radd__(self, other: Any) -> _TensorShape:
+    return _TensorShape((*other, *self))
 
   def __getattr__(self, name: str) -> Any:
     if name.startswith('_'):
@@ -316,7 +316,10 @@ class _Recorder:
     return GetItem
 
   def _StaticShape(self, shape: Any) -> property:
-    return property(lambda x: _Shape(shape.fget(x)) if self.IsOutside() else shape.fget(x))
+    def Shape(x: Any) -> Any:
+      return _TensorShape(shape.fget(x)) if self.IsOutside() else shape.fget(x)
+
+    return property(Shape)
 
   def _Shape(self, shape: Callable[..., Any]) -> Callable[..., Any]:
     def Shape(x: Any) -> Any:
