@@ -127,11 +127,11 @@ class KerasStep:
     sums, layer_sums = self._Accumulate(micro_batches)
     state = layer_statistics.Next(engine, layer_sums)
     self._sum.Add()
+    # Stages hand on zeros in place of None, so the traces alone do not tell all.
+    connected = engine.ConnectedPaths() & self._connected
+    self._WarnOfTables(engine.SlicedPaths() & connected)
     with _ClippedByStage(optimizer) as clip_norm:
       gradients = self._Gradients(clip_norm)
-      # Stages hand on zeros in place of None, so the traces alone do not tell all.
-      connected = engine.ConnectedPaths() & self._connected
-      self._WarnOfTables(engine.SlicedPaths() & connected, clips=clip_norm is not None)
       with _BesideInputs(), _OneByOne(optimizer):
         pairs = self._variables.items()
         optimizer.apply_gradients(  # Which Keras's `train_step` calls, and a user may override.
@@ -140,12 +140,12 @@ class KerasStep:
     layer_statistics.Assign(engine, state)
     return sums
 
-  def _WarnOfTables(self, paths: Collection[str], *, clips: bool) -> None:
+  def _WarnOfTables(self, paths: Collection[str]) -> None:
     """Warns once if plain Keras would get other updates for tables that batches only look up.
 
     It gives the optimizer a gradient for each occurrence of a row. Here they are added before.
     """
-    if paths and not self._is_checked and not _IsLinear(self.optimizer, clips):
+    if paths and not self._is_checked and not _IsLinear(self.optimizer):
       logging.warning(
         '%s: the gradients of a row that occurs several times in a batch are added before the '
         'optimizer squares or clips them. Plain Keras on TensorFlow squares and clips each '
@@ -188,11 +188,10 @@ class KerasStep:
     return gradients
 
 
-def _IsLinear(optimizer: Any, clips: bool) -> bool:
+def _IsLinear(optimizer: Any) -> bool:
   """Whether an optimizer adds the gradients of a row before it clips and squares them."""
   inner = getattr(optimizer, 'inner_optimizer', optimizer)
-  for x in (optimizer, inner):
-    clips = clips or any((x.clipnorm, x.clipvalue, x.global_clipnorm))
+  clips = any(x.clipnorm or x.clipvalue or x.global_clipnorm for x in (optimizer, inner))
   is_linear = type(inner) in (keras.optimizers.SGD, keras.optimizers.Lion)
   return bool(inner.gradient_accumulation_steps) or (is_linear and not clips)
 
