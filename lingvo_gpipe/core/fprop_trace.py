@@ -41,11 +41,13 @@ class LayerTrace:
     cost: floating-point operations, and the bytes of all results except the outputs.
     out_specs: a (nest of) tf.TensorSpec for each output.
     skip_specs: the (nest of) tf.TensorSpec of each skip connection that begins in the layer.
+    row_bytes: {name of a weight that the call only looks up: bytes of the rows, in its dtype}.
   """
 
   cost: graph_cost.Cost
   out_specs: tuple[Any, ...]
   skip_specs: nested_map.NestedMap
+  row_bytes: dict[str, int]
 
   @property
   def meta(self) -> nested_map.NestedMap:
@@ -76,9 +78,8 @@ def TraceLayer(
       outputs, stashed = layer.FPropSkips(layer.ThetaFrom(variables), skips, *args)
     return outputs, dict(stashed)
 
-  traced = tf.function(Run, autograph=False).get_concrete_function(
-    layer.WeightTensorSpecs(), *flat_specs
-  )
+  weights = layer.WeightTensorSpecs()
+  traced = tf.function(Run, autograph=False).get_concrete_function(weights, *flat_specs)
   cost = graph_cost.CountFlops(traced)
   if cost.unknown:
     tf.get_logger().warning(
@@ -96,4 +97,23 @@ def TraceLayer(
     ),
     outputs if isinstance(outputs, tuple) else (outputs,),
     nested_map.NestedMap(stashed),
+    {
+      name: num_bytes
+      for (name, _), weight in zip(weights.FlattenItems(), traced.inputs, strict=False)
+      if (num_bytes := _RowBytes(weight))
+    },
   )
+
+
+def _RowBytes(weight: tf.Tensor) -> int:
+  """Returns the bytes of the rows that are looked up; 0 if the weight is used otherwise, too."""
+  takers, elements = list(weight.consumers()), 0
+  while takers:
+    op = takers.pop()
+    if op.type in ('Cast', 'Identity'):
+      takers += op.outputs[0].consumers()
+    elif op.type == 'GatherV2':
+      elements += op.outputs[0].shape.num_elements()
+    else:
+      return 0
+  return elements * int(weight.dtype.size)

@@ -18,9 +18,9 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from absl import logging
 
 from lingvo_gpipe.layers.keras import keras_variables
+from lingvo_gpipe.pipeline import engine as engine_lib
 from lingvo_gpipe.pipeline import layer_statistics, pipelining_layer, replicas
 from lingvo_gpipe.pipeline.stages import failures, micro_batch
 
@@ -40,6 +40,7 @@ class KerasStep:
     variables: Mapping[str, Any] | None = None,
     all_variables: Sequence[Any] = (),
     connected: Collection[str] | None = None,
+    sum_embedding_gradients: bool = False,
   ) -> None:
     """Makes the accumulators and, unless the optimizer has been built, its slots.
 
@@ -53,6 +54,9 @@ class KerasStep:
       all_variables: everything that the optimizer is built for; default: the trained weights.
       connected: paths of the weights that the loss may depend on; None: all. The optimizer leaves
         the others alone, without decay or momentum, as Keras does.
+      sum_embedding_gradients: whether to add the gradients of all occurrences of a row before the
+        optimizer gets them. Plain Keras on TensorFlow does not, so that an optimizer squares and
+        clips each alone; then they all wait for the update, `[tokens, dim]` for each table.
     """
     self.stack = stack
     self.optimizer = optimizer
@@ -63,8 +67,9 @@ class KerasStep:
     self._sum = replicas.GradientSum(stack.engine.replicas)
     if not optimizer.built:
       optimizer.build(list(all_variables or self._variables.values()))
+    if KeepsSlices(optimizer, sum_embedding_gradients):
+      stack.engine.KeepSlices()
     self._step = tf.function(self._Step, autograph=False)
-    self._is_checked = False
 
   def __call__(self, args: Sequence[Any], side: Any = None) -> dict[str, tf.Tensor]:
     """Takes one step: forward, backward and update.
@@ -119,42 +124,27 @@ class KerasStep:
       micro_batches: the micro-batches, whose loss weights add up to 1.
 
     Returns:
-      The sums of the metrics, as `PipelineEngine.Accumulate` returns them.
+      The sums of the metrics, see `engine.Sums`.
     """
     engine, optimizer = self.stack.engine, self.optimizer
     # Weights may have been set by others since the last step.
     engine.SyncReplicas()
-    sums, layer_sums = self._Accumulate(micro_batches)
-    state = layer_statistics.Next(engine, layer_sums)
+    sums = self._Accumulate(micro_batches)
+    state = layer_statistics.Next(engine, sums.layers)
     self._sum.Add()
     # Stages hand on zeros in place of None, so the traces alone do not tell all.
     connected = engine.ConnectedPaths() & self._connected
-    self._WarnOfTables(engine.SlicedPaths() & connected)
     with _ClippedByStage(optimizer) as clip_norm:
-      gradients = self._Gradients(clip_norm)
+      gradients = self._Gradients(clip_norm, sums.slices)
       with _BesideInputs(), _OneByOne(optimizer):
         pairs = self._variables.items()
         optimizer.apply_gradients(  # Which Keras's `train_step` calls, and a user may override.
           [(gradients[path] if path in connected else None, v) for path, v in pairs]
         )
     layer_statistics.Assign(engine, state)
-    return sums
+    return sums.metrics
 
-  def _WarnOfTables(self, paths: Collection[str]) -> None:
-    """Warns once if plain Keras would get other updates for tables that batches only look up.
-
-    It gives the optimizer a gradient for each occurrence of a row. Here they are added before.
-    """
-    if paths and not self._is_checked and not _IsLinear(self.optimizer):
-      logging.warning(
-        '%s: the gradients of a row that occurs several times in a batch are added before the '
-        'optimizer squares or clips them. Plain Keras on TensorFlow squares and clips each '
-        'occurrence alone, so its updates differ; see "Embeddings" in docs/keras.md.',
-        ', '.join(sorted(getattr(self._variables[path], 'path', path) for path in paths)),
-      )
-    self._is_checked = True
-
-  def _Accumulate(self, micro_batches: Sequence[micro_batch.MicroBatch]) -> Any:
+  def _Accumulate(self, micro_batches: Sequence[micro_batch.MicroBatch]) -> engine_lib.Sums:
     """Runs forward and backward; see `PipelineEngine.Accumulate`."""
     scale = self.optimizer.scale_loss(tf.constant(1.0))
     scaled = [
@@ -164,18 +154,21 @@ class KerasStep:
     step = tf.cast(keras_variables.NumUpdates(self.optimizer), tf.int64)
     return self.stack.engine.Accumulate(scaled, step)
 
-  def _Gradients(self, clip_norm: float | None) -> dict[str, tf.Tensor]:
+  def _Gradients(
+    self, clip_norm: float | None, slices: Mapping[str, tf.IndexedSlices]
+  ) -> dict[str, Any]:
     """Returns {path: gradient}, each on its stage's device, clipped to a global norm."""
     squares = []
-    gradients = {}
+    gradients: dict[str, Any] = {}
     for s in self.stack.engine.holders:
       with tf.device(s.device):
         for (path, v), accumulator in zip(s.trained.items(), s.accumulators, strict=True):
-          gradients[path] = tf.cast(tf.convert_to_tensor(accumulator), v.dtype)
+          gradients[path] = slices.get(path, accumulator)
+          if path not in slices:
+            gradients[path] = tf.cast(tf.convert_to_tensor(accumulator), v.dtype)
         if clip_norm is not None and s.trained:
-          squares.append(
-            tf.add_n([tf.reduce_sum(tf.square(gradients[path])) for path in s.trained])
-          )
+          values = [getattr(gradients[path], 'values', gradients[path]) for path in s.trained]
+          squares.append(tf.add_n([tf.reduce_sum(tf.square(x)) for x in values]))
     if clip_norm is None:
       return gradients
     norm = tf.sqrt(tf.add_n(squares))
@@ -184,16 +177,21 @@ class KerasStep:
     for s in self.stack.engine.holders:
       with tf.device(s.device):
         for path in s.trained:
-          gradients[path] *= tf.cast(factor, gradients[path].dtype)
+          dense = tf.convert_to_tensor(gradients[path])  # Keras multiplies slices as a matrix, too.
+          gradients[path] = dense * tf.cast(factor, dense.dtype)
     return gradients
 
 
-def _IsLinear(optimizer: Any) -> bool:
-  """Whether an optimizer adds the gradients of a row before it clips and squares them."""
+def KeepsSlices(optimizer: Any, sum_embedding_gradients: bool) -> bool:
+  """Whether the gradients of an embedding's rows wait for the update; see `KerasStep`.
+
+  They need not if the optimizer adds them up for each row before it clips and squares.
+  """
   inner = getattr(optimizer, 'inner_optimizer', optimizer)
   clips = any(x.clipnorm or x.clipvalue or x.global_clipnorm for x in (optimizer, inner))
   is_linear = type(inner) in (keras.optimizers.SGD, keras.optimizers.Lion)
-  return bool(inner.gradient_accumulation_steps) or (is_linear and not clips)
+  adds = bool(inner.gradient_accumulation_steps) or (is_linear and not clips)
+  return not sum_embedding_gradients and not adds
 
 
 def Means(sums: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:

@@ -65,6 +65,7 @@ class PipelinedModel(keras.Model):
     memory_limit: int = 0,
     loss_chunk_size: int = 0,
     vocabulary: str = 'one',
+    sum_embedding_gradients: bool = False,
     xla: bool | None = None,
     num_replicas: int = 1,
     devices: Sequence[str] | None = None,
@@ -91,6 +92,9 @@ class PipelinedModel(keras.Model):
         never whole; for SparseCategoricalCrossentropy from logits. 0: all at once.
       vocabulary: one, or shared: training computes a slice of the logits' classes on each device;
         for SparseCategoricalCrossentropy from logits.
+      sum_embedding_gradients: whether to add the gradients of all occurrences of a row of an
+        embedding before the optimizer squares or clips them. Plain Keras on TensorFlow does not,
+        and needs `[tokens, dim]` for the tokens of a batch.
       xla: whether XLA compiles the stages; None: on accelerators, as Keras does, unless a GPU is
         too new for it.
       num_replicas: number of copies of the pipeline, each of which takes its share of a batch.
@@ -143,7 +147,9 @@ class PipelinedModel(keras.Model):
     p.xla = accelerators.UsesXla(xla, devices)
     self.model = model
     self.built = model.built
-    self._settings = placed_model.Settings(p, tuple(devices), num_replicas, loss_chunk_size)
+    self._settings = placed_model.Settings(
+      p, tuple(devices), num_replicas, loss_chunk_size, sum_embedding_gradients
+    )
     self._placed: placed_model.PlacedModel | None = None
     self.cut: Any = None
     self._num_evaluations = 0

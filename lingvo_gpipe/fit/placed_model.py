@@ -35,12 +35,14 @@ class Settings:
     devices: names of the devices, replica by replica.
     num_replicas: number of copies of the pipeline.
     loss_chunk_size: number of positions whose logits the loss computes at a time; 0: all.
+    sum_embedding_gradients: see `keras_step.KerasStep`.
   """
 
   params: hyperparams.Params
   devices: tuple[str, ...]
   num_replicas: int
   loss_chunk_size: int
+  sum_embedding_gradients: bool
 
   @property
   def num_micro_batches(self) -> int:
@@ -108,8 +110,11 @@ class PlacedModel:
     devices, num_replicas = settings.devices, settings.num_replicas
     weights = layer_costs.Weights()
     if trainer.optimizer is not None:
-      num_slots = keras_variables.SlotsPerWeight(trainer.optimizer)
-      weights = layer_costs.Weights(slots_per_weight=num_slots)
+      keeps_slices = keras_step.KeepsSlices(trainer.optimizer, settings.sum_embedding_gradients)
+      weights = layer_costs.Weights(
+        slots_per_weight=keras_variables.SlotsPerWeight(trainer.optimizer),
+        num_kept_slices=num_micro_batches if keeps_slices else 0,
+      )
     self.cut = self.stack.MakeCut(
       *arg_specs, weights=weights, device=devices[0], num_replicas=num_replicas
     )
@@ -297,6 +302,7 @@ class PlacedModel:
       variables=trained,
       connected={path for path, v in trained.items() if id(v) in connected},
       all_variables=model.trainable_variables,
+      sum_embedding_gradients=self._settings.sum_embedding_gradients,
     )
 
   # ---- functions to trace ------------------------------------------------------------------------

@@ -97,6 +97,7 @@ class Emission:
     with_loss: bool,
     theta: Sequence[Sequence[Any]] | None = None,
     copies: host_copies.HostCopies | None = None,
+    is_dense: Callable[[stage_lib.Stage, int], bool] = lambda s, leaf: True,
   ) -> None:
     """Emits nothing yet.
 
@@ -110,6 +111,8 @@ class Emission:
       with_loss: whether the last stage runs the loss.
       theta: for each stage the weights of its layers as tensors; None for the variables.
       copies: copies tensors to the host and back, if the schedule says so.
+      is_dense: whether a trained leaf of a stage is known to get more than slices; then its slices
+        are added to its accumulator, too.
     """
     self._walk = Walk(stages)
     self._stages = stages
@@ -121,6 +124,7 @@ class Emission:
     self._with_loss = with_loss
     self._theta = theta
     self._copies = copies or host_copies.HostCopies()
+    self._is_dense = is_dense
     # The part that backward of (stage, micro-batch) recomputes; empty without a backward.
     self._recompute: dict[tuple[int, int], shared_functions.Recompute] = {}
     # Between actions: activations and gradients, see the module. Gradients are flat lists, one
@@ -137,6 +141,8 @@ class Emission:
     self._sums: list[dict[str, tf.Tensor]] = []
     self._rows: dict[int, dict[str, tf.Tensor]] = {}
     self._layer_sums: dict[tuple[int, str], list[dict[str, tf.Tensor]]] = {}
+    # {(stage, index of a trained leaf): {micro-batch: gradients that are slices}}.
+    self._slice_gradients: dict[tuple[int, int], dict[int, list[tf.IndexedSlices]]] = {}
 
   def Emit(
     self, schedule: schedules.Schedule, remat_policy: rematerialisation.Policy = 'stage'
@@ -220,6 +226,17 @@ class Emission:
       totals.append((s.LayerOfSums(name), nested_map.NestedMap(total)))
     return totals
 
+  def Slices(self) -> Iterator[tuple[stage_lib.Stage, int, list[tf.IndexedSlices]]]:
+    """Yields stages, trained leaves and their gradients that are in no accumulator.
+
+    The slices are in the order of the micro-batches. To be called after `Emit`, once.
+    """
+    for (k, leaf), by_micro_batch in self._slice_gradients.items():
+      s, slices = self._stages[k], [x for _, x in sorted(by_micro_batch.items())]
+      joined = [*itertools.chain(*slices)]
+      if not self._AddIfDense(s, leaf, joined):
+        yield s, leaf, joined
+
   def LastResults(self, device: str | None = None) -> list[tf.Tensor]:
     """See `Walk.LastResults`."""
     return self._walk.LastResults(device)
@@ -256,14 +273,16 @@ class Emission:
   def _ForwardBackward(self, s: stage_lib.Stage, m: int) -> None:
     self._TakeInput(s, m)
     functions, sinks = self._For(s, _Recompute.STAGE), s.AllAccumulators()
-    dx, sums = self._Call(s, m, functions.ForwardBackward, sinks)
+    dx, sums, accumulated = self._Call(s, m, functions.ForwardBackward, sinks)
     self._Give(s, m, (), sums)
+    self._KeepSlices(s, m, accumulated)
     self._GiveGradient(s, m, dx)
 
   def _Backward(self, s: stage_lib.Stage, m: int) -> None:
     dy, residuals = self._TakeGradient(s, m), self._residuals.pop((s.index, m))
     functions, sinks = self._For(s, self._RecomputeOf(s, m)), s.AllAccumulators()
-    dx, _ = self._Call(s, m, functions.Backward, sinks, residuals, dy)
+    dx, accumulated = self._Call(s, m, functions.Backward, sinks, residuals, dy)
+    self._KeepSlices(s, m, accumulated)
     self._GiveGradient(s, m, dx)
 
   def _InputGradient(self, s: stage_lib.Stage, m: int) -> None:
@@ -280,7 +299,9 @@ class Emission:
     else:  # There was no input gradient to compute.
       dy, for_weights = self._TakeGradient(s, m), []
     functions, sinks = self._ForHalves(s, m), s.AllAccumulators()
-    self._Call(s, m, functions.WeightGradient, sinks, residuals, dy, for_weights)
+    self._KeepSlices(
+      s, m, self._Call(s, m, functions.WeightGradient, sinks, residuals, dy, for_weights)
+    )
 
   def _Offload(self, s: stage_lib.Stage, m: int) -> None:
     on_host = self._copies.Offload(self._Waiting(s, m), s.device, self._walk.Before(s))
@@ -356,6 +377,20 @@ class Emission:
       self._rows[m] = sums.rows
     for name, value in sums.layers.items():
       self._layer_sums.setdefault((s.index, name), []).append(value)
+
+  def _KeepSlices(self, s: stage_lib.Stage, m: int, accumulated: stage_math.Accumulated) -> None:
+    for leaf, slices in accumulated.slices.items():
+      # A table that is the output matrix, too, is in a later stage, whose backward came before.
+      if not self._AddIfDense(s, leaf, slices):
+        self._slice_gradients.setdefault((s.index, leaf), {})[m] = slices
+
+  def _AddIfDense(self, s: stage_lib.Stage, leaf: int, slices: list[tf.IndexedSlices]) -> bool:
+    if not self._is_dense(s, leaf):
+      return False
+    with tf.device(s.device):
+      for gradient in slices:
+        stage_math.Accumulate([s.AllAccumulators()[leaf]], [gradient])
+    return True
 
   def _TakeGradient(self, s: stage_lib.Stage, m: int) -> list[tf.Tensor] | None:
     """Returns the gradients of the floating leaves of y; None in the stage with the loss."""

@@ -26,7 +26,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 from absl import logging
@@ -46,6 +46,22 @@ from lingvo_gpipe.pipeline.stages import (
 from lingvo_gpipe.pipeline.stages import stage as stage_lib
 
 _MicroBatches = Sequence[micro_batch.MicroBatch]
+
+
+class Sums(NamedTuple):
+  """The results of `PipelineEngine.Accumulate`, besides the accumulators.
+
+  Attributes:
+    metrics: {metric: [sum of value * weight, sum of weight]}, tensors [2] on the last device, or
+      the total of a `weighted_loss.Sum` or `Rows`.
+    layers: {path of a layer: the sums that it reported for its state}, for `layer_statistics.Next`.
+    slices: {path of a table: its gradient over all replicas, with a row for each occurrence}, only
+      after `KeepSlices`, and for tables that batches only look up.
+  """
+
+  metrics: dict[str, tf.Tensor]
+  layers: dict[str, nested_map.NestedMap]
+  slices: dict[str, tf.IndexedSlices]
 
 
 class PipelineEngine:
@@ -197,7 +213,7 @@ class PipelineEngine:
   @contextlib.contextmanager
   def WithoutXla(self) -> Iterator[None]:
     """Runs the stages of the enclosed code without XLA."""
-    compiled, self.functions = self.functions, self.functions.WithoutXla()
+    compiled, self.functions = self.functions, self.functions.With(xla=False)
     try:
       yield
     finally:
@@ -210,6 +226,13 @@ class PipelineEngine:
 
   # ---- training and evaluation -------------------------------------------------------------------
 
+  def KeepSlices(self) -> None:
+    """Lets `Accumulate` return the gradients of tables that batches only look up as slices.
+
+    Their accumulators are then not used. To be called before the first step.
+    """
+    self.functions = self.functions.With(keeps_slices=True)
+
   def Accumulate(
     self,
     micro_batches: _MicroBatches,
@@ -217,27 +240,23 @@ class PipelineEngine:
     *,
     first_micro_batch: tf.Tensor | int = 0,
     clear: bool = True,
-  ) -> tuple[dict[str, tf.Tensor], dict[str, nested_map.NestedMap]]:
+  ) -> Sums:
     """Runs forward and backward of all micro-batches; gradients end in the accumulators.
 
     The accumulators of each replica then hold the gradient of the sum of `loss_weight * loss` over
-    its micro-batches. The update adds the replicas and divides by the sum of the loss weights. No
-    weight and no layer's state changes.
+    its micro-batches, except for the tables of `KeepSlices`. The update adds the replicas and
+    divides by the sum of the loss weights. No weight and no layer's state changes.
 
     Args:
       micro_batches: the micro-batches of the mini-batch.
       step: int64 scalar, the training step.
       first_micro_batch: number of micro-batches in earlier mini-batches of the same update.
       clear: whether to set the accumulators to zero first; False adds to them.
-
-    Returns:
-      {metric: [sum of value * weight, sum of weight]}, tensors [2] on the last device, or the total
-      of a `weighted_loss.Sum` or `Rows`; and {path of a layer: the sums that it reported for its
-      state}, for `layer_statistics.Next`.
     """
     counter = fprop_context.StepCounter(step, first_micro_batch)
     self.ClearAccumulators(mirrors_only=not clear)
     walks = self._EmitAll(micro_batches, counter, do_eval=False)
+    slices = self._Slices(walks)
     for replica in self.replicas:
       replica.AddTiedGradients(self.ties)
     if self.sums_statistics:
@@ -246,7 +265,7 @@ class PipelineEngine:
     # A step that fails must leave all state as it was: it is run again to find out why.
     with tf.control_dependencies([t for walk in walks for t in walk.LastResults()]):
       layer_sums = self._LayerSums(walks)
-    return self._Sums(walks), layer_sums
+    return Sums(self._Sums(walks), layer_sums, slices)
 
   def Evaluate(
     self, micro_batches: _MicroBatches, counter: tf.Tensor | None = None
@@ -296,6 +315,7 @@ class PipelineEngine:
           do_eval=do_eval,
           copies=self.host_copies,
           tables=replica.tables,
+          is_dense=self._IsDense,
         )
       else:
         walk = emission.Emission(
@@ -306,6 +326,7 @@ class PipelineEngine:
           do_eval=do_eval,
           with_loss=True,
           copies=self.host_copies,
+          is_dense=self._IsDense,
         )
       schedule = self.TrainingSchedule(len(share))
       if do_eval:
@@ -334,6 +355,24 @@ class PipelineEngine:
       path: tf.nest.map_structure(lambda *values: tf.identity(tf.add_n(values)), *sums)
       for path, sums in by_path.items()
     }
+
+  def _Slices(self, walks: Sequence[emission.Emission]) -> dict[str, tf.IndexedSlices]:
+    """Returns the gradients that consist of slices alone, see `Sums`."""
+    of_tables: dict[str, list[tf.IndexedSlices]] = {}
+    for walk in walks:
+      for s, leaf, slices in walk.Slices():
+        of_tables.setdefault(self._PathsOfLeaves(s)[leaf], []).extend(slices)
+    joined = {}
+    for path, slices in of_tables.items():
+      table = self.trained[path]
+      with tf.device(table.device):
+        values, indices = zip(*((x.values, x.indices) for x in slices), strict=True)
+        joined[path] = tf.IndexedSlices(
+          tf.concat(values, axis=0),
+          tf.concat(indices, axis=0),
+          tf.constant(table.shape.as_list(), tf.int64),
+        )
+    return joined
 
   def TrainingSchedule(self, num_micro_batches: int) -> schedules.Schedule:
     """Returns the schedule of a training step of this many micro-batches.
@@ -446,19 +485,24 @@ class PipelineEngine:
     tables = {path for s in self.replicas[0].tables for path in (*s.trained, *s.mirrors)}
     return {self.ties.get(path, path) for path in tables} | self._Paths(lambda m: m.connected)
 
-  def SlicedPaths(self) -> set[str]:
-    """Returns the paths of the tables that batches only look up, once a step was traced."""
-    return self._Paths(lambda m: m.connected) - self._Paths(lambda m: m.dense)
-
   def _Paths(self, indices: Callable[[stage_math.StageMath], Collection[int]]) -> set[str]:
     """Returns the paths, of ties the owners', of the trained leaves with some indices."""
     paths: set[str] = set()
     for s in (*self.stages, *self.replicas[0].slices):
-      path_of = {id(v): path for path, v in (*s.trained.items(), *s.mirrors.items())}
-      leaves = [path_of[id(v)] for v in tf.nest.flatten(s.variables) if id(v) in path_of]
+      of_leaves = self._PathsOfLeaves(s)
       math = self.functions.Math(s, do_eval=False, with_loss=True)
-      paths |= {self.ties.get(leaves[i], leaves[i]) for i in indices(math)}
+      paths |= {of_leaves[i] for i in indices(math)}
     return paths
+
+  def _IsDense(self, s: stage_lib.Stage, leaf: int) -> bool:
+    """Whether a trained leaf of a stage got more than slices in a trace, or its owner did."""
+    return self._PathsOfLeaves(s)[leaf] in self._Paths(lambda m: m.dense)
+
+  def _PathsOfLeaves(self, s: stage_lib.Stage) -> list[str]:
+    """Returns the paths, of ties the owners', of all trained leaves of a stage."""
+    path_of = {id(v): path for path, v in (*s.trained.items(), *s.mirrors.items())}
+    paths = [path_of[id(v)] for v in tf.nest.flatten(s.variables) if id(v) in path_of]
+    return [self.ties.get(path, path) for path in paths]
 
   # ---- weights and accumulators ------------------------------------------------------------------
 

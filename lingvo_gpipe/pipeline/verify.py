@@ -234,7 +234,7 @@ def _Pipelined(
 
   @tf.function(autograph=False)
   def Step(micro_batches: list[micro_batch.MicroBatch], step: tf.Tensor) -> Any:
-    sums, _ = engine.Accumulate(micro_batches, step)
+    sums = engine.Accumulate(micro_batches, step).metrics
     gradient_sum.Add()
     return sums, tf.add_n([b.loss_weight for b in micro_batches])
 

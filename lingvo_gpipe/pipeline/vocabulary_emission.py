@@ -13,7 +13,7 @@ slices give their logits, which are joined there.
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -49,6 +49,7 @@ class VocabularyEmission(emission.Emission):
     with_loss: bool = True,
     copies: host_copies.HostCopies | None = None,
     tables: Sequence[vocabulary_tables.Table] = (),
+    is_dense: Callable[[stage_lib.Stage, int], bool] = lambda s, leaf: True,
   ) -> None:
     """Emits nothing yet.
 
@@ -62,6 +63,7 @@ class VocabularyEmission(emission.Emission):
       with_loss: whether slices give statistics for a loss; else they give logits.
       copies: see Emission.
       tables: the parts of the embedding, if that is shared out.
+      is_dense: see Emission.
     """
     super().__init__(
       [*stages[:-1], *slices],
@@ -71,6 +73,7 @@ class VocabularyEmission(emission.Emission):
       do_eval=do_eval,
       with_loss=with_loss,
       copies=copies,
+      is_dense=is_dense,
     )
     self._head = stages[-1]
     self._slices = slices

@@ -288,7 +288,7 @@ class TrainRunner(eval_runner.EvalRunner):
       state.
     """
     micro_batches = self.MicroBatches(batch)
-    sums, layer_sums = self.engine.Accumulate(
+    sums, layer_sums, _ = self.engine.Accumulate(
       micro_batches,
       self.global_step,
       first_micro_batch=0 if first_micro_batch is None else first_micro_batch,

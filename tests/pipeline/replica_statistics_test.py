@@ -153,7 +153,7 @@ def testAnEagerStepTakesTheStatisticsOfEachReplica():
   weights = [stacks.LossWeight(s) for s in sides]
   step = tf.constant(stacks.STEP, tf.int64)
   pieces = stacks.MicroBatches(stack.SplitBatch(x), sides, weights)
-  sums, _ = stack.engine.Accumulate(pieces, step)
+  sums = stack.engine.Accumulate(pieces, step).metrics
   (expected, _), (together, _) = (
     stacks.Reference(_Sub(), 4, x, side),
     _Reference(2, 2, 8)[0],

@@ -94,7 +94,7 @@ def RunStep(engine, inputs, sides, weights, step):
 
   The gradients of all replicas end in the accumulators, and layers' state follows the mini-batch.
   """
-  sums, layer_sums = engine.Accumulate(MicroBatches(inputs, sides, weights), step)
+  sums, layer_sums, _ = engine.Accumulate(MicroBatches(inputs, sides, weights), step)
   replicas.GradientSum(engine.replicas).Add()
   layer_statistics.Assign(engine, layer_statistics.Next(engine, layer_sums))
   return sums

@@ -301,7 +301,7 @@ def _Actions(place: Place) -> None:
     def Step(x: tf.Tensor, side: tf.Tensor, stack: Any = stack) -> Any:
       pairs = stack.SplitBatch((x, side))
       micro_batches = [micro_batch.MicroBatch((a,), s, tf.reduce_sum(s)) for a, s in pairs]
-      return stack.engine.Accumulate(micro_batches, tf.constant(0, tf.int64))[0]['loss']
+      return stack.engine.Accumulate(micro_batches, tf.constant(0, tf.int64)).metrics['loss']
 
     step = tf.function(Step, autograph=False)
     start = time.perf_counter()

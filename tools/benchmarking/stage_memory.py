@@ -180,7 +180,7 @@ def Measure(setting: Setting) -> float:
     micro_batches = [
       micro_batch.MicroBatch((p,), p, weight) for p, weight in zip(pieces, weights, strict=True)
     ]
-    return stack.engine.Accumulate(micro_batches, tf.constant(0, tf.int64))[0]
+    return stack.engine.Accumulate(micro_batches, tf.constant(0, tf.int64)).metrics
 
   step = Step.get_concrete_function(x)
   with open('/proc/self/clear_refs', 'w', encoding='ascii') as f:

@@ -117,7 +117,7 @@ def Measure(config: configuration.Configuration) -> dict[str, Any]:
 
   def Train(batch: Any) -> tf.Tensor:
     micro_batches = trained.MicroBatches(batch)
-    sums, layer_sums = trained.engine.Accumulate(micro_batches, trained.global_step)
+    sums, layer_sums, _ = trained.engine.Accumulate(micro_batches, trained.global_step)
     layer_statistics.Assign(trained.engine, layer_statistics.Next(trained.engine, layer_sums))
     trained.learner.Apply(trained.global_step, tf.add_n([b.loss_weight for b in micro_batches]))
     trained.global_step.assign_add(1)

@@ -3,7 +3,8 @@
 
 In bytes, for each stage, if h is the most micro-batches that the stage holds under the schedule:
 
-    state        weights, gradient accumulators and optimizer slots
+    state        weights, gradient accumulators, optimizer slots, and rows of embeddings whose
+                 gradients wait for the update
 
     activations  under policy
       stage        h * stage input + inputs of its other layers + inner activations
@@ -62,8 +63,8 @@ class LayerBytes:
   """The memory of one layer, in bytes.
 
   Attributes:
-    state: weights, gradient accumulators and optimizer slots; if the replicas shard the slots, the
-      mean over the replicas.
+    state: weights, gradient accumulators, optimizer slots, and gradients that wait for the update;
+      if the replicas shard the slots, the mean over the replicas.
     inputs: the layer's arguments for one micro-batch.
     inner: the tensors that it makes for one micro-batch, without its inputs and outputs.
     skips_in: {name: bytes} of the skip connections that end here.

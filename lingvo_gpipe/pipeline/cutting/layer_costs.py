@@ -43,12 +43,14 @@ class Weights:
       replicas shard the slots, the mean over the replicas.
     owner_slots: with sharded slots, the number of additional slots of a weight in the replica that
       owns it.
+    num_kept_slices: number of micro-batches whose gradients of looked-up rows wait for the update.
   """
 
   is_trained: Callable[[str], bool] | None = None
   ties: Mapping[str, str] = dataclasses.field(default_factory=dict)
   slots_per_weight: float = 2
   owner_slots: float = 0
+  num_kept_slices: int = 0
 
   def Trained(self, layer: base_layer.BaseLayer) -> list[str]:
     """Returns the paths of the layer's weights that get a gradient."""
@@ -185,7 +187,26 @@ class LayerCosts:
           options=options,
         )
       )
+    if weights.num_kept_slices:
+      return [
+        dataclasses.replace(x, state=x.state + slices)
+        for x, slices in zip(layer_bytes, self._SliceBytes(weights), strict=True)
+      ]
     return layer_bytes
+
+  def _SliceBytes(self, weights: Weights) -> list[int]:
+    """Returns for each layer the bytes of the gradients that wait for the update as slices."""
+    rows = []  # For each layer {path of a trained weight: bytes of rows; 0: it has another use}.
+    for call in self.calls:
+      of_names = self._Trace(call).row_bytes
+      paths = weights.Trained(call.layer)
+      rows.append({path: of_names.get(path[len(call.layer.path) + 1 :], 0) for path in paths})
+    dense = {weights.ties.get(path, path) for x in rows for path, n in x.items() if not n}
+    return [
+      weights.num_kept_slices
+      * sum(n for path, n in x.items() if weights.ties.get(path, path) not in dense)
+      for x in rows
+    ]
 
   def _Options(
     self, call: LayerCall, weights: Weights, needs_dx: bool, xla: bool

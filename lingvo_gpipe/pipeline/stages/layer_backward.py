@@ -63,7 +63,7 @@ class LayerBackward:
   """F and B of one structure of stage, layer by layer; see `StageFunctions`.
 
   Attributes:
-    Backward: tf.function (call, accumulators, residuals, dy) -> (dx, token).
+    Backward: tf.function (call, accumulators, residuals, dy) -> (dx, accumulated).
   """
 
   def __init__(
@@ -170,7 +170,7 @@ class LayerBackward:
     accumulators: Sequence[tf.Variable],
     residuals: list[tf.Tensor],
     dy: list[tf.Tensor] | None,
-  ) -> tuple[list[tf.Tensor], tf.Tensor]:
+  ) -> tuple[list[tf.Tensor], stage_math.Accumulated]:
     math, layout = self._math, self._layouts[_Key(call)]
     math.CountTrace(call.x, call.side)
     tensors = [*leaves.Tensors(call.x), *residuals]
@@ -191,6 +191,7 @@ class LayerBackward:
       for name in math.exports:
         dskips[name] = [_Take(gradients, skips[name])]
     done: list[tf.Tensor] = []
+    accumulated = stage_math.Accumulated({}, tf.zeros([], tf.int32))
     for i in reversed(range(self._first or 0, len(self._segments))):
       segment = self._segments[i]
       layer_dy = None
@@ -211,8 +212,10 @@ class LayerBackward:
         if any(segment.math.trained) or (segment.math.needs_dx and leaves.Floats(x)):
           sinks = segment.math.OfAccumulators(accumulators)
           of_layer = Tensors(layout.residuals[i])
-          dx, token = segment.functions.Backward(layer_call, sinks, of_layer, layer_dy)
-          done = [token, *dx]
+          dx, of_segment = segment.functions.Backward(layer_call, sinks, of_layer, layer_dy)
+          done = [of_segment.token, *dx]
+          for leaf, slices in of_segment.slices.items():
+            accumulated.slices.setdefault(leaf, []).extend(slices)
       grads = iter(dx)
       if segment.math.needs_dx:
         dargs = _Take(grads, x.args)
@@ -221,9 +224,9 @@ class LayerBackward:
       else:
         dargs = []
     if not math.needs_dx:
-      return [], tf.zeros([], tf.int32)
+      return [], accumulated
     dskips_in = [leaves.AddUp(dskips[name]) for name in sorted(call.x.skips)]
-    return [*dargs, *(g for grads in dskips_in for g in grads)], tf.zeros([], tf.int32)
+    return [*dargs, *(g for grads in dskips_in for g in grads)], accumulated
 
 
 def _Key(call: stage_math.StageCall) -> Any:

@@ -32,6 +32,8 @@ class SharedFunctions:
 
   Attributes:
     xla: whether XLA compiles the functions.
+    keeps_slices: whether gradients that are slices are results of backward, see
+      `stage_math.StageMath`.
     num_batch_shapes: number of expected shapes of batches; more shapes log a warning about the
       compilations.
   """
@@ -42,11 +44,13 @@ class SharedFunctions:
     loss_fn: stage_math.LossFn | None,
     xla: bool,
     shares_vocabulary: bool = False,
+    keeps_slices: bool = False,
   ) -> None:
     self._num_stages = num_stages
     self._loss_fn = loss_fn
     self._shares_vocabulary = shares_vocabulary
     self.xla = xla
+    self.keeps_slices = keeps_slices
     self.num_batch_shapes = 1
     self._math: dict[Any, stage_math.StageMath] = {}
     self._math_of_stage: dict[Any, stage_math.StageMath] = {}
@@ -54,13 +58,17 @@ class SharedFunctions:
     self._shared_loss: dict[bool, vocabulary_slices.SharedLoss] = {}
     self._shared_table: vocabulary_tables.SharedTable | None = None
 
-  def WithoutXla(self) -> SharedFunctions:
-    """Returns the same functions without XLA, not yet traced."""
-    plain = SharedFunctions(
-      self._num_stages, self._loss_fn, xla=False, shares_vocabulary=self._shares_vocabulary
+  def With(self, *, xla: bool | None = None, keeps_slices: bool | None = None) -> SharedFunctions:
+    """Returns the same functions with other settings, not yet traced."""
+    functions = SharedFunctions(
+      self._num_stages,
+      self._loss_fn,
+      self.xla if xla is None else xla,
+      self._shares_vocabulary,
+      self.keeps_slices if keeps_slices is None else keeps_slices,
     )
-    plain.num_batch_shapes = self.num_batch_shapes
-    return plain
+    functions.num_batch_shapes = self.num_batch_shapes
+    return functions
 
   @property
   def num_traces(self) -> int:
@@ -154,5 +162,7 @@ class SharedFunctions:
         seen_shapes=retraces.Retraces(lambda: self.num_batch_shapes),
         num_weights=num_weights,
         replica_sum=replica_sum,
+        # The softmax of a shared vocabulary looks nothing up.
+        keeps_slices=self.keeps_slices and cls is stage_math.StageMath,
       )
     return self._math[key]

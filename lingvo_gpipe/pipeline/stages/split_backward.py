@@ -26,10 +26,10 @@ class SplitBackward:
 
   Attributes:
     Forward: tf.function (call) -> (y, sums, residuals).
-    Backward: tf.function (call, accumulators, residuals, dy) -> (dx, token).
+    Backward: tf.function (call, accumulators, residuals, dy) -> (dx, accumulated).
     InputGradient: tf.function (call, residuals, dy) -> (dx, residuals for the weights).
     WeightGradient: tf.function (call, accumulators, residuals, dy, residuals for the weights) ->
-      token.
+      accumulated.
 
   `residuals` are the third result of Forward, or None to recompute the forward pass in I and W.
   """
@@ -74,11 +74,11 @@ class SplitBackward:
     accumulators: Sequence[tf.Variable],
     residuals: list[tf.Tensor],
     dy: list[tf.Tensor] | None,
-  ) -> tuple[list[tf.Tensor], tf.Tensor]:
+  ) -> tuple[list[tf.Tensor], stage_math.Accumulated]:
     _, product, flat = self._Product(call)
     results = list(product.backward(*flat, *residuals, *(dy or [])))
-    token = self._AddWeightGradients(product, accumulators, results[product.num_dx :])
-    return results[: product.num_dx], token
+    accumulated = self._AddWeightGradients(product, accumulators, results[product.num_dx :])
+    return results[: product.num_dx], accumulated
 
   def _InputGradient(
     self,
@@ -100,7 +100,7 @@ class SplitBackward:
     residuals: list[tf.Tensor] | None,
     dy: list[tf.Tensor] | None,
     for_weights: list[tf.Tensor],
-  ) -> tf.Tensor:
+  ) -> stage_math.Accumulated:
     _, product, flat = self._Product(call)
     if residuals is None:
       results = product.weight_gradient(*flat, *(dy or []), *for_weights)
@@ -170,7 +170,7 @@ class SplitBackward:
 
   def _AddWeightGradients(
     self, product: vjp.SplitVjp, accumulators: Sequence[tf.Variable], dw: list[tf.Tensor]
-  ) -> tf.Tensor:
+  ) -> stage_math.Accumulated:
     existing = iter(product.WeightGradients(dw))
     return self._math.Accumulate(
       accumulators, [next(existing) if has else None for has in product.has_weight_gradient]

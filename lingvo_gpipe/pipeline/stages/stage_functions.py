@@ -6,8 +6,8 @@ control edges that hold the schedule would vanish, and the recomputation would b
 first forward.
 
     F   x ──> y, sums            keeps only x, which the engine holds
-    B   x, dy ──> dx             runs F again under a tape, adds weight gradients to accumulators
-    V   x ──> dx, sums           F and B of the last stage in one: nothing to recompute
+    B   x, dy ──> dx, slices     runs F again under a tape, adds weight gradients to accumulators
+    V   x ──> dx, sums, slices   F and B of the last stage in one: nothing to recompute
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class StageFunctions:
 
   Attributes:
     Forward: tf.function (call) -> (y, sums, None).
-    Backward: tf.function (call, accumulators, None, dy) -> (dx, token).
-    ForwardBackward: tf.function (call, accumulators) -> (dx, sums); only for the last stage, which
-      has the loss, so that nothing is recomputed.
+    Backward: tf.function (call, accumulators, None, dy) -> (dx, accumulated).
+    ForwardBackward: tf.function (call, accumulators) -> (dx, sums, accumulated); only for the last
+      stage, which has the loss, so that nothing is recomputed.
     ThetaBackward: tf.function (call, dy) -> (gradients of the floating weights, dx); for weights
       given as tensors, under somebody else's tape.
 
@@ -38,10 +38,10 @@ class StageFunctions:
   weight]}, tensors [2]: the metrics in the last stage, and auxiliary losses named `<layer's index
   in the stage>:<path below it>.<name>`. `layers` holds the sums that layers report for their state
   by `AddSums`, {`<index>:<path below it>`: {name: tensor}}. `dy` and `dx` are lists of the
-  gradients of the floating leaves of y and x; dx is empty if no earlier stage is trained. The third
-  result of Forward, and the third argument of Backward, are the residuals: tensors that forward
-  keeps for backward. `layer_backward` and `split_backward` have functions of this form that keep
-  some.
+  gradients of the floating leaves of y and x; dx is empty if no earlier stage is trained.
+  `accumulated` is a `stage_math.Accumulated`. The third result of Forward, and the third argument
+  of Backward, are the residuals: tensors that forward keeps for backward. `layer_backward` and
+  `split_backward` have functions of this form that keep some.
   """
 
   def __init__(self, math: stage_math.StageMath, xla: bool, *, is_inner: bool = False) -> None:
@@ -63,23 +63,22 @@ class StageFunctions:
     accumulators: Sequence[tf.Variable],
     residuals: None,
     dy: list[tf.Tensor] | None,
-  ) -> tuple[list[tf.Tensor], tf.Tensor]:
+  ) -> tuple[list[tf.Tensor], stage_math.Accumulated]:
     del residuals
-    dx, _, token = self._WithGradients(call, accumulators, dy)
-    return dx, token
+    dx, _, accumulated = self._WithGradients(call, accumulators, dy)
+    return dx, accumulated
 
   def _ForwardBackward(
     self, call: stage_math.StageCall, accumulators: Sequence[tf.Variable]
-  ) -> tuple[list[tf.Tensor], nested_map.NestedMap]:
-    dx, sums, _ = self._WithGradients(call, accumulators, None)
-    return dx, sums
+  ) -> tuple[list[tf.Tensor], nested_map.NestedMap, stage_math.Accumulated]:
+    return self._WithGradients(call, accumulators, None)
 
   def _WithGradients(
     self,
     call: stage_math.StageCall,
     accumulators: Sequence[tf.Variable],
     dy: list[tf.Tensor] | None,
-  ) -> tuple[list[tf.Tensor], nested_map.NestedMap, tf.Tensor]:
+  ) -> tuple[list[tf.Tensor], nested_map.NestedMap, stage_math.Accumulated]:
     """Runs the stage from its input, then its gradients, within the same trace.
 
     Not by `tf.recompute_grad`: TensorFlow keeps what it recomputes as long as the process runs, so
@@ -94,8 +93,8 @@ class StageFunctions:
       _, sums, objective = math.Outputs(call)
       output_gradients = stage_math.WithOwnLosses(dy, objective)
       grads = tape.gradient(objective, [*weights, *floats], output_gradients)
-    token = math.Accumulate(accumulators, grads[: len(weights)])
-    return leaves.DenseGradients(floats, grads[len(weights) :]), sums, token
+    accumulated = math.Accumulate(accumulators, grads[: len(weights)])
+    return leaves.DenseGradients(floats, grads[len(weights) :]), sums, accumulated
 
   def _ThetaBackward(
     self, call: stage_math.StageCall, dy: list[tf.Tensor]

@@ -138,6 +138,18 @@ class StructureKey:
     )
 
 
+class Accumulated(NamedTuple):
+  """The results of adding gradients to accumulators.
+
+  Attributes:
+    slices: {index of a trained leaf: gradients that were not added because they are slices}.
+    token: a scalar that waits for the gradients.
+  """
+
+  slices: dict[int, list[tf.IndexedSlices]]
+  token: tf.Tensor
+
+
 class _RunningStage(NamedTuple):
   number: int
   layers: Sequence[base_layer.BaseLayer]
@@ -182,8 +194,9 @@ class StageMath:
     num_weights: for each layer the number of leaves of its variables.
     num_traces: number of times that a function of this structure was traced.
     connected: indices of the trained leaves that got a gradient in a trace.
-    dense: indices of trained leaves that got a gradient other than slices, which are gradients of
-      the rows that a batch looks up.
+    keeps_slices: whether gradients that are slices, of the rows that a batch looks up, are results
+      of backward; else they are added to the accumulators.
+    dense: indices of trained leaves that got a gradient other than slices.
   """
 
   def __init__(
@@ -198,6 +211,7 @@ class StageMath:
     seen_shapes: retraces.Retraces,
     num_weights: Sequence[int],
     replica_sum: ReplicaSum | None = None,
+    keeps_slices: bool = False,
   ) -> None:
     """Traces nothing.
 
@@ -211,12 +225,14 @@ class StageMath:
       seen_shapes: records the shapes that functions are traced for.
       num_weights: for each layer the number of leaves of its variables.
       replica_sum: adds statistics over the replicas; None if no layer asks for that.
+      keeps_slices: see the class.
     """
     self._layers = list(layers)
     self.exports = list(exports)
     self.trained = list(trained)
     self.needs_dx = needs_dx
     self.num_weights = list(num_weights)
+    self.keeps_slices = keeps_slices
     self.num_traces = 0
     self.connected: set[int] = set()
     self.dense: set[int] = set()
@@ -304,19 +320,20 @@ class StageMath:
       w for w, is_trained in zip(tf.nest.flatten(weights), self.trained, strict=True) if is_trained
     ]
 
-  def Accumulate(self, accumulators: Sequence[tf.Variable], grads: Sequence[Any]) -> tf.Tensor:
-    """Adds gradients of the trained leaves, None among them, to their accumulators.
-
-    Returns:
-      A scalar that waits for the gradients.
-    """
+  def Accumulate(self, accumulators: Sequence[tf.Variable], grads: Sequence[Any]) -> Accumulated:
+    """Adds gradients of the trained leaves, None among them, to their accumulators."""
     connected = {self._first_trained + i: g for i, g in enumerate(grads) if g is not None}
+    slices = {i: g for i, g in connected.items() if isinstance(g, tf.IndexedSlices)}
     self.connected.update(connected)  # Segments of the stage share the sets.
-    self.dense.update(i for i, g in connected.items() if not isinstance(g, tf.IndexedSlices))
-    Accumulate(accumulators, grads)
-    tensors = [getattr(g, 'values', g) for g in grads if g is not None]  # Slices, too.
-    with tf.control_dependencies(tensors):
-      return tf.zeros([], tf.int32)
+    self.dense.update(connected.keys() - slices.keys())
+    added, waiting = grads, {}
+    if self.keeps_slices:
+      added = [None if isinstance(g, tf.IndexedSlices) else g for g in grads]
+      for i, g in slices.items():  # TensorFlow keeps int32 on the host.
+        waiting[i] = [tf.IndexedSlices(g.values, tf.cast(g.indices, tf.int64))]
+    Accumulate(accumulators, added)
+    with tf.control_dependencies([getattr(g, 'values', g) for g in connected.values()]):
+      return Accumulated(waiting, tf.zeros([], tf.int32))
 
   def WantedFloats(self, x: nested_map.NestedMap) -> list[tf.Tensor]:
     """Returns the floating leaves of x if an earlier stage needs their gradients, else none."""

@@ -127,7 +127,7 @@ def Loss(theta, y, side):
   return {'loss': (tf.reduce_mean(y[0]), tf.constant(1.0))}
 def Step(x):
   pieces = [micro_batch.MicroBatch((part,), None, tf.constant(1.0)) for part in tf.split(x, m)]
-  return layer.engine.Accumulate(pieces, tf.constant(0))[0]
+  return layer.engine.Accumulate(pieces, tf.constant(0)).metrics
 cut = layer.Place(['/device:CPU:0'], tf.TensorSpec([batch, 64]), loss_fn=Loss)
 layer.engine.MakeAccumulators()
 step = tf.function(Step, autograph=False)
