@@ -159,20 +159,11 @@ def _Model(case: Case) -> Any:
   return model
 
 
-class DenseAdam(keras.optimizers.Adam):
-  """Adam that adds up the gradients of a row of an embedding before it squares them.
-
-  Keras squares each occurrence of the row alone, which gives other second moments.
-  """
-
-  def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-    dense = [None if g is None else tf.convert_to_tensor(g) for g in grads]
-    super().apply(dense, trainable_variables)
-
-
 def _Compile(model: Any, optimizer: str) -> None:
   # Adam's division would magnify the rounding of a small gradient.
-  rule = keras.optimizers.SGD(1.0) if optimizer == 'sgd' else DenseAdam(1e-3, epsilon=1e-3)
+  rule = (
+    keras.optimizers.SGD(1.0) if optimizer == 'sgd' else keras.optimizers.Adam(1e-3, epsilon=1e-3)
+  )
   # The empty lists replace the metrics that KerasHub's tasks begin with.
   model.compile(
     rule,

@@ -98,7 +98,7 @@ def TraceLayer(
     outputs if isinstance(outputs, tuple) else (outputs,),
     nested_map.NestedMap(stashed),
     {
-      name: num_bytes
+      name: num_bytes  # The weights are the first inputs.
       for (name, _), weight in zip(weights.FlattenItems(), traced.inputs, strict=False)
       if (num_bytes := _RowBytes(weight))
     },
@@ -107,13 +107,14 @@ def TraceLayer(
 
 def _RowBytes(weight: tf.Tensor) -> int:
   """Returns the bytes of the rows that are looked up; 0 if the weight is used otherwise, too."""
-  takers, elements = list(weight.consumers()), 0
-  while takers:
-    op = takers.pop()
-    if op.type in ('Cast', 'Identity'):
-      takers += op.outputs[0].consumers()
-    elif op.type == 'GatherV2':
-      elements += op.outputs[0].shape.num_elements()
-    else:
-      return 0
+  tables, elements = [weight], 0
+  while tables:
+    table = tables.pop()
+    for op in table.consumers():
+      if op.type in ('Cast', 'Identity'):
+        tables.append(op.outputs[0])
+      elif op.type == 'GatherV2' and tf.get_static_value(op.inputs[2]) == 0:  # The axis.
+        elements += op.outputs[0].shape.num_elements() or 0  # Unknown if ids are masked.
+      else:
+        return 0
   return elements * int(weight.dtype.size)

@@ -19,7 +19,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from lingvo_gpipe.layers.keras import keras_variables
+from lingvo_gpipe.layers.keras import keras_cell_layer, keras_variables
 from lingvo_gpipe.pipeline import engine as engine_lib
 from lingvo_gpipe.pipeline import layer_statistics, pipelining_layer, replicas
 from lingvo_gpipe.pipeline.stages import failures, micro_batch
@@ -55,8 +55,9 @@ class KerasStep:
       connected: paths of the weights that the loss may depend on; None: all. The optimizer leaves
         the others alone, without decay or momentum, as Keras does.
       sum_embedding_gradients: whether to add the gradients of all occurrences of a row before the
-        optimizer gets them. Plain Keras on TensorFlow does not, so that an optimizer squares and
-        clips each alone; then they all wait for the update, `[tokens, dim]` for each table.
+        optimizer gets them, as is always done if the pipeline has other layers than Keras's. Plain
+        Keras on TensorFlow does not, so that an optimizer squares and clips each alone; then they
+        all wait for the update, `[tokens, dim]` for each table.
     """
     self.stack = stack
     self.optimizer = optimizer
@@ -67,8 +68,9 @@ class KerasStep:
     self._sum = replicas.GradientSum(stack.engine.replicas)
     if not optimizer.built:
       optimizer.build(list(all_variables or self._variables.values()))
-    if KeepsSlices(optimizer, sum_embedding_gradients):
-      stack.engine.KeepSlices()
+    is_keras = all(isinstance(x, keras_cell_layer.KerasCellLayer) for x in stack.layers)
+    keeps_slices = is_keras and TakesSlices(optimizer) and not sum_embedding_gradients
+    stack.engine.KeepSlices(keeps_slices, stack.params.batch_dim)
     self._step = tf.function(self._Step, autograph=False)
 
   def __call__(self, args: Sequence[Any], side: Any = None) -> dict[str, tf.Tensor]:
@@ -163,8 +165,9 @@ class KerasStep:
     for s in self.stack.engine.holders:
       with tf.device(s.device):
         for (path, v), accumulator in zip(s.trained.items(), s.accumulators, strict=True):
-          gradients[path] = slices.get(path, accumulator)
-          if path not in slices:
+          if path in slices:
+            gradients[path] = slices[path]
+          else:
             gradients[path] = tf.cast(tf.convert_to_tensor(accumulator), v.dtype)
         if clip_norm is not None and s.trained:
           values = [getattr(gradients[path], 'values', gradients[path]) for path in s.trained]
@@ -182,16 +185,14 @@ class KerasStep:
     return gradients
 
 
-def KeepsSlices(optimizer: Any, sum_embedding_gradients: bool) -> bool:
-  """Whether the gradients of an embedding's rows wait for the update; see `KerasStep`.
-
-  They need not if the optimizer adds them up for each row before it clips and squares.
-  """
+def TakesSlices(optimizer: Any) -> bool:
+  """Whether an optimizer clips or squares the gradient of each occurrence of a row alone."""
   inner = getattr(optimizer, 'inner_optimizer', optimizer)
   clips = any(x.clipnorm or x.clipvalue or x.global_clipnorm for x in (optimizer, inner))
   is_linear = type(inner) in (keras.optimizers.SGD, keras.optimizers.Lion)
   adds = bool(inner.gradient_accumulation_steps) or (is_linear and not clips)
-  return not sum_embedding_gradients and not adds
+  # Plain Keras divides by its own factor, and fails if the gradient consists of slices.
+  return not adds and inner.loss_scale_factor is None
 
 
 def Means(sums: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:

@@ -112,7 +112,7 @@ class Emission:
       theta: for each stage the weights of its layers as tensors; None for the variables.
       copies: copies tensors to the host and back, if the schedule says so.
       is_dense: whether a trained leaf of a stage is known to get more than slices; then its slices
-        are added to its accumulator, too.
+        need not be kept, and are added to its accumulator.
     """
     self._walk = Walk(stages)
     self._stages = stages
@@ -226,16 +226,10 @@ class Emission:
       totals.append((s.LayerOfSums(name), nested_map.NestedMap(total)))
     return totals
 
-  def Slices(self) -> Iterator[tuple[stage_lib.Stage, int, list[tf.IndexedSlices]]]:
-    """Yields stages, trained leaves and their gradients that are in no accumulator.
-
-    The slices are in the order of the micro-batches. To be called after `Emit`, once.
-    """
+  def Slices(self) -> Iterator[tuple[stage_lib.Stage, int, list[list[tf.IndexedSlices]]]]:
+    """Yields stages, trained leaves and for each micro-batch their slices in no accumulator."""
     for (k, leaf), by_micro_batch in self._slice_gradients.items():
-      s, slices = self._stages[k], [x for _, x in sorted(by_micro_batch.items())]
-      joined = [*itertools.chain(*slices)]
-      if not self._AddIfDense(s, leaf, joined):
-        yield s, leaf, joined
+      yield self._stages[k], leaf, [by_micro_batch[m] for m in sorted(by_micro_batch)]
 
   def LastResults(self, device: str | None = None) -> list[tf.Tensor]:
     """See `Walk.LastResults`."""
@@ -275,14 +269,14 @@ class Emission:
     functions, sinks = self._For(s, _Recompute.STAGE), s.AllAccumulators()
     dx, sums, accumulated = self._Call(s, m, functions.ForwardBackward, sinks)
     self._Give(s, m, (), sums)
-    self._KeepSlices(s, m, accumulated)
+    self._TakeSlices(s, m, accumulated)
     self._GiveGradient(s, m, dx)
 
   def _Backward(self, s: stage_lib.Stage, m: int) -> None:
     dy, residuals = self._TakeGradient(s, m), self._residuals.pop((s.index, m))
     functions, sinks = self._For(s, self._RecomputeOf(s, m)), s.AllAccumulators()
     dx, accumulated = self._Call(s, m, functions.Backward, sinks, residuals, dy)
-    self._KeepSlices(s, m, accumulated)
+    self._TakeSlices(s, m, accumulated)
     self._GiveGradient(s, m, dx)
 
   def _InputGradient(self, s: stage_lib.Stage, m: int) -> None:
@@ -299,9 +293,8 @@ class Emission:
     else:  # There was no input gradient to compute.
       dy, for_weights = self._TakeGradient(s, m), []
     functions, sinks = self._ForHalves(s, m), s.AllAccumulators()
-    self._KeepSlices(
-      s, m, self._Call(s, m, functions.WeightGradient, sinks, residuals, dy, for_weights)
-    )
+    accumulated = self._Call(s, m, functions.WeightGradient, sinks, residuals, dy, for_weights)
+    self._TakeSlices(s, m, accumulated)
 
   def _Offload(self, s: stage_lib.Stage, m: int) -> None:
     on_host = self._copies.Offload(self._Waiting(s, m), s.device, self._walk.Before(s))
@@ -378,19 +371,14 @@ class Emission:
     for name, value in sums.layers.items():
       self._layer_sums.setdefault((s.index, name), []).append(value)
 
-  def _KeepSlices(self, s: stage_lib.Stage, m: int, accumulated: stage_math.Accumulated) -> None:
+  def _TakeSlices(self, s: stage_lib.Stage, m: int, accumulated: stage_math.Accumulated) -> None:
     for leaf, slices in accumulated.slices.items():
-      # A table that is the output matrix, too, is in a later stage, whose backward came before.
-      if not self._AddIfDense(s, leaf, slices):
+      # Saves memory: a table that is the output matrix, too, is in a later stage, whose backward
+      # came before.
+      if self._is_dense(s, leaf):
+        AddSlices(s, leaf, slices)
+      else:
         self._slice_gradients.setdefault((s.index, leaf), {})[m] = slices
-
-  def _AddIfDense(self, s: stage_lib.Stage, leaf: int, slices: list[tf.IndexedSlices]) -> bool:
-    if not self._is_dense(s, leaf):
-      return False
-    with tf.device(s.device):
-      for gradient in slices:
-        stage_math.Accumulate([s.AllAccumulators()[leaf]], [gradient])
-    return True
 
   def _TakeGradient(self, s: stage_lib.Stage, m: int) -> list[tf.Tensor] | None:
     """Returns the gradients of the floating leaves of y; None in the stage with the loss."""
@@ -410,6 +398,13 @@ class Emission:
     for name in s.imports:
       dskip = [next(grads) for _ in leaves.Floats(x.skips[name])]
       self._dskips.setdefault((name, m), []).append(dskip)
+
+
+def AddSlices(s: stage_lib.Stage, leaf: int, slices: Iterable[tf.IndexedSlices]) -> None:
+  """Adds slices to the accumulator of a trained leaf of a stage."""
+  with tf.device(s.device):
+    for gradient in slices:
+      stage_math.Accumulate([s.AllAccumulators()[leaf]], [gradient])
 
 
 def _ByName(mappings: Iterable[Mapping[str, tf.Tensor]]) -> dict[str, list[tf.Tensor]]:

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -32,7 +33,13 @@ import tensorflow as tf
 from absl import logging
 
 from lingvo_gpipe.core import base_layer, fprop_context, nested_map, weight_params
-from lingvo_gpipe.pipeline import emission, host_copies, replicas, vocabulary_emission
+from lingvo_gpipe.pipeline import (
+  emission,
+  host_copies,
+  replicas,
+  table_gradients,
+  vocabulary_emission,
+)
 from lingvo_gpipe.pipeline.schedule import offload as offload_lib
 from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules, shared_vocabulary
 from lingvo_gpipe.pipeline.stages import (
@@ -151,6 +158,7 @@ class PipelineEngine:
       len(ends), loss_fn, xla, shares_vocabulary=bool(vocabulary)
     )
     self.ties = dict(ties or {})
+    self._table_gradients: table_gradients.TableGradients | None = None
     self._logged_small_batch = False
     self.shares_vocabulary, head = bool(vocabulary), layers[-1]
     of_shards, of_slices = {}, devices[: len(vocabulary)]
@@ -213,7 +221,8 @@ class PipelineEngine:
   @contextlib.contextmanager
   def WithoutXla(self) -> Iterator[None]:
     """Runs the stages of the enclosed code without XLA."""
-    compiled, self.functions = self.functions, self.functions.With(xla=False)
+    compiled = self.functions
+    self.functions = compiled.With(xla=False, keeps_slices=compiled.keeps_slices)
     try:
       yield
     finally:
@@ -226,12 +235,20 @@ class PipelineEngine:
 
   # ---- training and evaluation -------------------------------------------------------------------
 
-  def KeepSlices(self) -> None:
-    """Lets `Accumulate` return the gradients of tables that batches only look up as slices.
+  def KeepSlices(self, keeps_slices: bool, batch_dim: int) -> None:
+    """Sets whether `Accumulate` returns the gradients of tables that batches only look up.
 
-    Their accumulators are then not used. To be called before the first step.
+    To be called before the first step.
+
+    Args:
+      keeps_slices: whether it returns them, as slices, and does not use their accumulators.
+      batch_dim: the dimension of the batch, in the arguments of the first layer.
     """
-    self.functions = self.functions.With(keeps_slices=True)
+    if keeps_slices != (self._table_gradients is not None):
+      self.functions = self.functions.With(xla=self.xla, keeps_slices=keeps_slices)
+    layers = [layer for s in self.stages for layer in s.layers]
+    tables = table_gradients.TableGradients(layers, batch_dim)
+    self._table_gradients = tables if keeps_slices else None
 
   def Accumulate(
     self,
@@ -256,7 +273,7 @@ class PipelineEngine:
     counter = fprop_context.StepCounter(step, first_micro_batch)
     self.ClearAccumulators(mirrors_only=not clear)
     walks = self._EmitAll(micro_batches, counter, do_eval=False)
-    slices = self._Slices(walks)
+    slices = self._Slices(walks, micro_batches[0].args)
     for replica in self.replicas:
       replica.AddTiedGradients(self.ties)
     if self.sums_statistics:
@@ -356,23 +373,23 @@ class PipelineEngine:
       for path, sums in by_path.items()
     }
 
-  def _Slices(self, walks: Sequence[emission.Emission]) -> dict[str, tf.IndexedSlices]:
-    """Returns the gradients that consist of slices alone, see `Sums`."""
-    of_tables: dict[str, list[tf.IndexedSlices]] = {}
-    for walk in walks:
-      for s, leaf, slices in walk.Slices():
-        of_tables.setdefault(self._PathsOfLeaves(s)[leaf], []).extend(slices)
-    joined = {}
-    for path, slices in of_tables.items():
-      table = self.trained[path]
-      with tf.device(table.device):
-        values, indices = zip(*((x.values, x.indices) for x in slices), strict=True)
-        joined[path] = tf.IndexedSlices(
-          tf.concat(values, axis=0),
-          tf.concat(indices, axis=0),
-          tf.constant(table.shape.as_list(), tf.int64),
-        )
-    return joined
+  def _Slices(self, walks: Sequence[emission.Emission], args: Any) -> dict[str, tf.IndexedSlices]:
+    """Returns the gradients of tables as slices, see `Sums`; adds all others to accumulators."""
+    if self._table_gradients is None:
+      return {}
+    gradients = [
+      table_gradients.Gradient(s, leaf, self._Owner(s, leaf), slices)
+      for walk in walks
+      for s, leaf, slices in walk.Slices()
+    ]
+    is_dense = [self._IsDense(g.s, g.leaf) for g in gradients]
+    joined, mixed = self._table_gradients.Join(
+      [g for g, dense in zip(gradients, is_dense, strict=True) if not dense], args
+    )
+    for g in (*itertools.compress(gradients, is_dense), *mixed):
+      emission.AddSlices(g.s, g.leaf, itertools.chain(*g.slices))
+    shapes = {path: tf.constant(self.trained[path].shape.as_list(), tf.int64) for path in joined}
+    return {path: tf.IndexedSlices(x.values, x.indices, shapes[path]) for path, x in joined.items()}
 
   def TrainingSchedule(self, num_micro_batches: int) -> schedules.Schedule:
     """Returns the schedule of a training step of this many micro-batches.
@@ -489,20 +506,17 @@ class PipelineEngine:
     """Returns the paths, of ties the owners', of the trained leaves with some indices."""
     paths: set[str] = set()
     for s in (*self.stages, *self.replicas[0].slices):
-      of_leaves = self._PathsOfLeaves(s)
       math = self.functions.Math(s, do_eval=False, with_loss=True)
-      paths |= {of_leaves[i] for i in indices(math)}
+      paths |= {self._Owner(s, i) for i in indices(math)}
     return paths
 
   def _IsDense(self, s: stage_lib.Stage, leaf: int) -> bool:
     """Whether a trained leaf of a stage got more than slices in a trace, or its owner did."""
-    return self._PathsOfLeaves(s)[leaf] in self._Paths(lambda m: m.dense)
+    return self._Owner(s, leaf) in self._Paths(lambda m: m.dense)
 
-  def _PathsOfLeaves(self, s: stage_lib.Stage) -> list[str]:
-    """Returns the paths, of ties the owners', of all trained leaves of a stage."""
-    path_of = {id(v): path for path, v in (*s.trained.items(), *s.mirrors.items())}
-    paths = [path_of[id(v)] for v in tf.nest.flatten(s.variables) if id(v) in path_of]
-    return [self.ties.get(path, path) for path in paths]
+  def _Owner(self, s: stage_lib.Stage, leaf: int) -> str:
+    """Returns the path of a trained leaf of a stage, of a tied weight the owner's."""
+    return self.ties.get(s.leaf_paths[leaf], s.leaf_paths[leaf])
 
   # ---- weights and accumulators ------------------------------------------------------------------
 

@@ -195,22 +195,37 @@ def testOwnLayersAreTrained():
   assert step.optimizer.iterations == 1
 
 
+class _Rows(keras.layers.Layer):
+  """Adds the first rows of a table, one for each position."""
+
+  def __init__(self, table):
+    super().__init__()
+    self.table = table
+
+  def call(self, x):
+    return x + self.table(keras.ops.arange(x.shape[1]))
+
+
 def _Table(use='once', **options):
-  """Returns a model [8] -> [3] with a table of 5 rows, each of which recurs.
+  """Returns a model [8] -> [3] with a table of 8 rows, five of which recur.
 
   Args:
-    use: the table is looked up `once`, `twice` in one cell or in two cells (`again`), or it is also
-      the `matrix` of a later cell.
+    use: the table is looked up `once`; `twice` in one stage; `again` in another stage; there by
+      `positions`; by the positions `only`; or it is also the `matrix` of a later cell.
     **options: arguments of the table.
   """
-  layers, table = keras.layers, keras.layers.ReversibleEmbedding(5, 6, **options)
+  layers, table = keras.layers, keras.layers.ReversibleEmbedding(8, 6, **options)
   inputs = keras.Input([8], dtype='int32')
-  x = table(inputs)
+  x = layers.Embedding(5, 6)(inputs) if use == 'only' else table(inputs)
   if use == 'twice':
     x -= table(keras.ops.flip(inputs, axis=1))
+  if use == 'only':
+    x = _Rows(table)(x)
   x = layers.Dense(6, activation='tanh')(x)
   if use == 'again':
     x += table(inputs)
+  if use == 'positions':
+    x = _Rows(table)(x)
   x = layers.Dense(6, activation='relu')(x)
   if use == 'matrix':
     x = table(x, reverse=True)
@@ -258,6 +273,8 @@ def testRowsThatRecurAreUpdatedAsInKeras(optimizer):
     ('twice', {'schedule': '1f1b', 'remat_policy': 'layer'}),
     ('again', {'schedule': 'zb_h1', 'remat_policy': 'none'}),
     ('again', {'schedule': 'gpipe', 'num_replicas': 2}),
+    ('positions', {'schedule': 'gpipe', 'num_replicas': 2}),
+    ('only', {'schedule': '1f1b', 'remat_policy': 'none'}),
     ('matrix', {'schedule': '1f1b', 'remat_policy': 'none'}),
     ('once', {'schedule': '1f1b_fused', 'num_stages': 1}),
     ('once', {'schedule': 'gpipe', 'remat_policy': 'layer', 'xla': True}),
@@ -281,8 +298,45 @@ def testGradientsOfARowMayBeAddedFirst():
     np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize('use, num_rows', [('once', 48), ('twice', 96), ('matrix', 0)])
-def testMemoryIncludesRowsThatWait(use, num_rows):
+class _Mixed(keras.layers.Layer):
+  """Looks a table up by ids and by positions."""
+
+  def __init__(self):
+    super().__init__()
+    self.table = keras.layers.Embedding(8, 6)
+
+  def call(self, x):
+    return self.table(x) - self.table(keras.ops.arange(8))
+
+
+class _Masked(keras.layers.Layer):
+  """Looks up a number of rows that depends on the values of the ids."""
+
+  def build(self, shape):
+    self.table = self.add_weight(shape=(5, 6))
+
+  def call(self, x):
+    rows = tf.gather(self.table, tf.boolean_mask(x, x > -1))
+    return tf.ensure_shape(tf.reshape(rows, [-1, 8, 6]), [x.shape[0], 8, 6])
+
+
+@pytest.mark.parametrize('layer', [_Mixed, _Masked])
+def testALayerWithMicroBatchesUnlikeTheBatchIsWarnedOf(layer, caplog):
+  """Its gradients are added: with one micro-batch they are as in Keras, and so with SGD."""
+
+  def Make():
+    layers = [layer(), keras.layers.Dense(6, activation='tanh'), keras.layers.Flatten()]
+    return keras.Sequential([keras.Input([8], dtype='int32'), *layers, keras.layers.Dense(3)])
+
+  _CheckTable(keras_fits.Sgd, Make, num_micro_batches=2)
+  _CheckTable(_Adam, Make, num_micro_batches=1)
+  assert 'layers[0]' not in caplog.text
+  _TrainedTable(_Adam, Make, num_micro_batches=2)
+  assert 'layers[0]' in caplog.text
+
+
+@pytest.mark.parametrize('use, num_rows', [('once', 96), ('twice', 192), ('matrix', 0)])
+def testMemoryIncludesRowsThatWaitAndAreJoined(use, num_rows):
   x, state = keras_fits.Integers(5, 6, 8), []
   for sums in (False, True):
     pipe = keras_fits.Pipe(_Table(use), num_micro_batches=2, sum_embedding_gradients=sums)

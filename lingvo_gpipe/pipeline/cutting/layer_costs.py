@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from lingvo_gpipe.core import base_layer, flop_rules, fprop_trace, nested_map, shapes
 from lingvo_gpipe.pipeline.cost import stage_memory
-from lingvo_gpipe.pipeline.stages import retraces, split_backward, stage_math
+from lingvo_gpipe.pipeline.stages import retraces, split_backward, stage_math, vjp
 
 # Each subset of a layer's parts is an option; of more parts the first ones by name are used.
 _MAX_PARTS = 3
@@ -43,7 +43,8 @@ class Weights:
       replicas shard the slots, the mean over the replicas.
     owner_slots: with sharded slots, the number of additional slots of a weight in the replica that
       owns it.
-    num_kept_slices: number of micro-batches whose gradients of looked-up rows wait for the update.
+    num_kept_slices: number of micro-batches whose gradients of looked-up rows wait for the update,
+      where they are joined.
   """
 
   is_trained: Callable[[str], bool] | None = None
@@ -194,17 +195,23 @@ class LayerCosts:
       ]
     return layer_bytes
 
+  def RowBytes(self) -> dict[str, int]:
+    """Returns {path of a weight that its layer only looks up: bytes of the rows}."""
+    return {
+      f'{call.layer.path}.{name}': num_bytes
+      for call in self.calls
+      for name, num_bytes in self._Trace(call).row_bytes.items()
+    }
+
   def _SliceBytes(self, weights: Weights) -> list[int]:
     """Returns for each layer the bytes of the gradients that wait for the update as slices."""
-    rows = []  # For each layer {path of a trained weight: bytes of rows; 0: it has another use}.
-    for call in self.calls:
-      of_names = self._Trace(call).row_bytes
-      paths = weights.Trained(call.layer)
-      rows.append({path: of_names.get(path[len(call.layer.path) + 1 :], 0) for path in paths})
+    of_tables = self.RowBytes()
+    # For each layer {path of a trained weight: bytes of rows; 0: it has another use}.
+    rows = [{path: of_tables.get(path, 0) for path in weights.Trained(x.layer)} for x in self.calls]
     dense = {weights.ties.get(path, path) for x in rows for path, n in x.items() if not n}
+    num_copies = weights.num_kept_slices * (2 if weights.num_kept_slices > 1 else 1)
     return [
-      weights.num_kept_slices
-      * sum(n for path, n in x.items() if weights.ties.get(path, path) not in dense)
+      num_copies * sum(n for path, n in x.items() if weights.ties.get(path, path) not in dense)
       for x in rows
     ]
 
@@ -247,10 +254,24 @@ class LayerCosts:
     return self._traces[call.key]
 
 
-def _KeepOptions(
-  call: LayerCall, trained: Sequence[bool], needs_dx: bool, xla: bool
-) -> list[stage_memory.Option]:
-  """Traces forward and backward of a layer; returns its options except to recompute it whole.
+def SliceRows(call: LayerCall) -> dict[str, int]:
+  """Returns {path of a weight whose gradient consists of slices: their number of rows}."""
+  names = [name for name, _ in call.layer.WeightTensorSpecs().FlattenItems()]
+  trainable = {path: is_trained for path, (_, is_trained) in call.layer.WeightSpecs().items()}
+  trained = [trainable[f'{call.layer.path}.{name}'] for name in names]
+  product = _Product(call, trained, needs_dx=False, xla=False)
+  with_gradient = itertools.compress(
+    itertools.compress(names, trained), product.has_weight_gradient
+  )
+  return {
+    f'{call.layer.path}.{name}': rows
+    for name, rows in zip(with_gradient, product.num_rows, strict=True)
+    if rows
+  }
+
+
+def _Product(call: LayerCall, trained: Sequence[bool], needs_dx: bool, xla: bool) -> vjp.SplitVjp:
+  """Traces forward and backward of a layer.
 
   Args:
     call: the layer and its inputs.
@@ -274,7 +295,14 @@ def _KeepOptions(
   specs = layer.WeightTensorSpecs()
   with stage_math.Running(call.stage or 0, [layer]):
     functions = split_backward.SplitBackward(math, xla)
-    product = functions.Product(stage_math.StageCall([specs], x, None, context))
+    return functions.Product(stage_math.StageCall([specs], x, None, context))
+
+
+def _KeepOptions(
+  call: LayerCall, trained: Sequence[bool], needs_dx: bool, xla: bool
+) -> list[stage_memory.Option]:
+  """Returns the options of a layer except to recompute it whole; see `_Product`."""
+  layer, product = call.layer, _Product(call, trained, needs_dx, xla)
   flops = {name: flop_rules.OpFlops(op) or 0 for name, op in product.forward_ops.items()}
   part_of = {name: layer.PartOf(name) for name in flops}
   names = sorted({part for part in part_of.values() if part is not None})[:_MAX_PARTS]

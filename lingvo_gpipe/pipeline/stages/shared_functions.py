@@ -58,14 +58,10 @@ class SharedFunctions:
     self._shared_loss: dict[bool, vocabulary_slices.SharedLoss] = {}
     self._shared_table: vocabulary_tables.SharedTable | None = None
 
-  def With(self, *, xla: bool | None = None, keeps_slices: bool | None = None) -> SharedFunctions:
+  def With(self, *, xla: bool, keeps_slices: bool) -> SharedFunctions:
     """Returns the same functions with other settings, not yet traced."""
     functions = SharedFunctions(
-      self._num_stages,
-      self._loss_fn,
-      self.xla if xla is None else xla,
-      self._shares_vocabulary,
-      self.keeps_slices if keeps_slices is None else keeps_slices,
+      self._num_stages, self._loss_fn, xla, self._shares_vocabulary, keeps_slices
     )
     functions.num_batch_shapes = self.num_batch_shapes
     return functions

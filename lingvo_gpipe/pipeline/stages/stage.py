@@ -82,6 +82,12 @@ class Stage:
     chosen = {id(v) for v in (*self.trained.values(), *self.mirrors.values())}
     return tuple(id(v) in chosen for v in tf.nest.flatten(self.variables))
 
+  @functools.cached_property
+  def leaf_paths(self) -> list[str]:
+    """The paths of the trained leaves of `variables`."""
+    path_of = {id(v): path for path, v in (*self.trained.items(), *self.mirrors.items())}
+    return [path_of[id(v)] for v in tf.nest.flatten(self.variables) if id(v) in path_of]
+
   def OfVariables(self, variables: Any) -> tuple[dict[str, tf.Variable], dict[str, tf.Variable]]:
     """Returns the parts of `trained` and `mirrors` that are in a nest of variables."""
     ids = set(map(id, tf.nest.flatten(variables)))

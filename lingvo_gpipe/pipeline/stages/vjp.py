@@ -136,6 +136,14 @@ class SplitVjp:
       tf.IndexedSlices(next(parts), next(parts)) if s else next(parts) for s in self.is_sparse
     ]
 
+  @property
+  def num_rows(self) -> list[int | None]:
+    """For each existing gradient the number of rows if it consists of slices; None: unknown."""
+    return [
+      g.indices.shape[0] if isinstance(g, tf.IndexedSlices) else None
+      for g in self.WeightGradients(self._dw)
+    ]
+
   @functools.cached_property
   def _kept(self) -> list[tf.Tensor]:
     """Residuals of `forward`."""
