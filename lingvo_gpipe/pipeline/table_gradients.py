@@ -6,7 +6,7 @@ plain Keras is several micro-batches here:
 
     ids of the examples      each micro-batch has rows of its own: they are put one after another
     ids without a batch      such as positions 0, 1, 2 ...: the batch of plain Keras has the rows
-                             once, so the rows of the micro-batches are added
+                             once, so equal rows of the micro-batches are added
 """
 
 from __future__ import annotations
@@ -90,10 +90,7 @@ class TableGradients:
   def _Slices(self, path: str, gradients: Sequence[Gradient]) -> list[tf.IndexedSlices]:
     """Returns the slices of a table over all micro-batches and replicas."""
     by_micro_batch = [_Concat(x) for g in gradients for x in g.slices]
-    if self._grows.get(path, True):
-      return by_micro_batch
-    values = tf.add_n([x.values for x in by_micro_batch])
-    return [tf.IndexedSlices(values, by_micro_batch[0].indices)]
+    return by_micro_batch if self._grows.get(path, True) else _Added(by_micro_batch)
 
   def _Measure(self, paths: Iterable[str], args: Any) -> None:
     """Traces the layers with tables for as many and for twice as many examples."""
@@ -123,6 +120,22 @@ class TableGradients:
           'squares and clips each alone.',
           path,
         )
+
+
+def _Added(slices: list[tf.IndexedSlices]) -> list[tf.IndexedSlices]:
+  """Adds rows of equal position and index to the first slices, and leaves zeros of them.
+
+  Rows of other indices, which a micro-batch may have drawn at random, stay where they are.
+  """
+  first, *others = slices
+  is_same = tf.reduce_all([x.indices == first.indices for x in others], axis=0)
+  is_same = tf.reshape(is_same, [-1] + [1] * (first.values.shape.rank - 1))
+  zeros = tf.zeros_like(first.values)
+  sums = [tf.add_n([x.values for x in slices]), *(zeros for _ in others)]
+  return [
+    tf.IndexedSlices(tf.where(is_same, total, x.values), x.indices)
+    for total, x in zip(sums, slices, strict=True)
+  ]
 
 
 def _Concat(slices: Iterable[tf.IndexedSlices]) -> tf.IndexedSlices:

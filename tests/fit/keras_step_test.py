@@ -335,6 +335,35 @@ def testALayerWithMicroBatchesUnlikeTheBatchIsWarnedOf(layer, caplog):
   assert 'layers[0]' in caplog.text
 
 
+class _First(keras.layers.Layer):
+  """Adds the rows of the first example's ids."""
+
+  def __init__(self):
+    super().__init__()
+    self.table = keras.layers.Embedding(5, 6)
+
+  def call(self, x):
+    return self.table(x[:1]) + keras.ops.one_hot(x, 6)
+
+
+def testOnlyRowsOfEqualIdsAreAddedOverMicroBatches():
+  """As many rows in each batch need not be the same rows."""
+
+  def Make():
+    layers = [_First(), keras.layers.Dense(6, activation='tanh'), keras.layers.Flatten()]
+    return keras.Sequential([keras.Input([8], dtype='int32'), *layers, keras.layers.Dense(3)])
+
+  def Clipped():
+    return OPTIMIZERS.SGD(0.1, clipvalue=1e9)
+
+  kept, added = (
+    _TrainedTable(Clipped, Make, num_micro_batches=2, sum_embedding_gradients=added)
+    for added in (False, True)
+  )
+  for a, e in zip(kept, added, strict=True):
+    np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize('use, num_rows', [('once', 96), ('twice', 192), ('matrix', 0)])
 def testMemoryIncludesRowsThatWaitAndAreJoined(use, num_rows):
   x, state = keras_fits.Integers(5, 6, 8), []

@@ -195,17 +195,13 @@ class LayerCosts:
       ]
     return layer_bytes
 
-  def RowBytes(self) -> dict[str, int]:
-    """Returns {path of a weight that its layer only looks up: bytes of the rows}."""
-    return {
+  def _SliceBytes(self, weights: Weights) -> list[int]:
+    """Returns for each layer the bytes of the gradients that wait for the update as slices."""
+    of_tables = {
       f'{call.layer.path}.{name}': num_bytes
       for call in self.calls
       for name, num_bytes in self._Trace(call).row_bytes.items()
     }
-
-  def _SliceBytes(self, weights: Weights) -> list[int]:
-    """Returns for each layer the bytes of the gradients that wait for the update as slices."""
-    of_tables = self.RowBytes()
     # For each layer {path of a trained weight: bytes of rows; 0: it has another use}.
     rows = [{path: of_tables.get(path, 0) for path in weights.Trained(x.layer)} for x in self.calls]
     dense = {weights.ties.get(path, path) for x in rows for path, n in x.items() if not n}
