@@ -127,11 +127,11 @@ def _Added(slices: list[tf.IndexedSlices]) -> list[tf.IndexedSlices]:
 
   Rows of other indices, which a micro-batch may have drawn at random, stay where they are.
   """
-  first, *others = slices
-  is_same = tf.reduce_all([x.indices == first.indices for x in others], axis=0)
+  first, *later = slices
+  is_same = tf.reduce_all([x.indices == first.indices for x in later], axis=0)
   is_same = tf.reshape(is_same, [-1] + [1] * (first.values.shape.rank - 1))
   zeros = tf.zeros_like(first.values)
-  sums = [tf.add_n([x.values for x in slices]), *(zeros for _ in others)]
+  sums = [tf.add_n([x.values for x in slices]), *(zeros for _ in later)]
   return [
     tf.IndexedSlices(tf.where(is_same, total, x.values), x.indices)
     for total, x in zip(sums, slices, strict=True)

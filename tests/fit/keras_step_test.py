@@ -356,11 +356,11 @@ def testOnlyRowsOfEqualIdsAreAddedOverMicroBatches():
   def Clipped():
     return OPTIMIZERS.SGD(0.1, clipvalue=1e9)
 
-  kept, added = (
-    _TrainedTable(Clipped, Make, num_micro_batches=2, sum_embedding_gradients=added)
-    for added in (False, True)
+  actual, expected = (
+    _TrainedTable(Clipped, Make, num_micro_batches=2, sum_embedding_gradients=is_sum)
+    for is_sum in (False, True)
   )
-  for a, e in zip(kept, added, strict=True):
+  for a, e in zip(actual, expected, strict=True):
     np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-6)
 
 
