@@ -70,7 +70,7 @@ class KerasStep:
       optimizer.build(list(all_variables or self._variables.values()))
     is_keras = all(isinstance(x, keras_cell_layer.KerasCellLayer) for x in stack.layers)
     keeps_slices = is_keras and TakesSlices(optimizer) and not sum_embedding_gradients
-    stack.engine.KeepSlices(keeps_slices, stack.params.batch_dim)
+    stack.engine.KeepSlices(keeps_slices)
     self._step = tf.function(self._Step, autograph=False)
 
   def __call__(self, args: Sequence[Any], side: Any = None) -> dict[str, tf.Tensor]:

@@ -235,20 +235,19 @@ class PipelineEngine:
 
   # ---- training and evaluation -------------------------------------------------------------------
 
-  def KeepSlices(self, keeps_slices: bool, batch_dim: int) -> None:
+  def KeepSlices(self, keeps_slices: bool) -> None:
     """Sets whether `Accumulate` returns the gradients of tables that batches only look up.
 
     To be called before the first step.
 
     Args:
-      keeps_slices: whether it returns them, as slices, and does not use their accumulators.
-      batch_dim: the dimension of the batch, in the arguments of the first layer.
+      keeps_slices: whether it returns them, as slices, and does not use their accumulators. The
+        arguments of the first layer must have the batch first.
     """
     if keeps_slices != (self._table_gradients is not None):
       self.functions = self.functions.With(xla=self.xla, keeps_slices=keeps_slices)
     layers = [layer for s in self.stages for layer in s.layers]
-    tables = table_gradients.TableGradients(layers, batch_dim)
-    self._table_gradients = tables if keeps_slices else None
+    self._table_gradients = table_gradients.TableGradients(layers) if keeps_slices else None
 
   def Accumulate(
     self,
@@ -382,11 +381,9 @@ class PipelineEngine:
       for walk in walks
       for s, leaf, slices in walk.Slices()
     ]
-    is_dense = [self._IsDense(g.s, g.leaf) for g in gradients]
-    joined, mixed = self._table_gradients.Join(
-      [g for g, dense in zip(gradients, is_dense, strict=True) if not dense], args
-    )
-    for g in (*itertools.compress(gradients, is_dense), *mixed):
+    dense = self._Paths(lambda m: m.dense)
+    joined, summed = self._table_gradients.Join(gradients, dense, args)
+    for g in summed:
       emission.AddSlices(g.s, g.leaf, itertools.chain(*g.slices))
     shapes = {path: tf.constant(self.trained[path].shape.as_list(), tf.int64) for path in joined}
     return {path: tf.IndexedSlices(x.values, x.indices, shapes[path]) for path, x in joined.items()}

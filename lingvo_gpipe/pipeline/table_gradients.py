@@ -12,7 +12,9 @@ plain Keras is several micro-batches here:
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Sequence
+import enum
+import itertools
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -44,82 +46,109 @@ class Gradient(NamedTuple):
     return self.s.leaf_paths[self.leaf]
 
 
+class _LookUps(enum.Enum):
+  """The rows that a table is looked up for, if there are more examples."""
+
+  PROPORTIONAL = 'as many for each example'
+  CONSTANT = 'the same'
+  CONSTANT_NUMBER = 'as many, which may be others'
+  MIXED = 'some of each kind, or an unknown number'
+
+
 class TableGradients:
   """Joins the gradients of tables over the micro-batches and replicas of a step."""
 
-  def __init__(self, layers: Sequence[base_layer.BaseLayer], batch_dim: int) -> None:
-    """Traces nothing yet.
-
-    Args:
-      layers: the flat list of layers.
-      batch_dim: the dimension of the batch, in the arguments of the first layer.
-    """
+  def __init__(self, layers: Sequence[base_layer.BaseLayer]) -> None:
+    """Takes the flat list of layers, whose first arguments have the batch first."""
     self._layers = list(layers)
-    self._batch_dim = batch_dim
-    # {path: whether the table has more rows for more examples; None: some look-ups do}.
-    self._grows: dict[str, bool | None] = {}
+    self._look_ups: dict[str, _LookUps] = {}
 
   def Join(
-    self, gradients: Sequence[Gradient], args: Any
+    self, gradients: Sequence[Gradient], dense: Collection[str], args: Any
   ) -> tuple[dict[str, tf.IndexedSlices], list[Gradient]]:
     """Joins gradients.
 
     Args:
       gradients: of all replicas.
-      args: the arguments of the first layer of a micro-batch.
+      dense: the owners of weights that are more than looked up.
+      args: the arguments of the first layer for a micro-batch.
 
     Returns:
-      {owner: its gradient}; and the gradients that must be added to accumulators, because a table
-      is looked up by both kinds of ids, or by a number of ids that is not known.
+      {owner: its gradient}; and the gradients that must be added to accumulators: of `dense`,
+      and of tables whose look-ups are mixed.
     """
     counts = collections.Counter(g.path for g in gradients for _ in g.slices)
-    unknown = {path for path, n in counts.items() if n > 1 and path not in self._grows}
-    if unknown:
+    unknown = {g.path for g in gradients if counts[g.path] > 1 and g.owner not in dense}
+    if unknown := unknown - self._look_ups.keys():
       self._Measure(unknown, args)
-    mixed = {g.owner for g in gradients if self._grows.get(g.path, True) is None}
-    of_owner: dict[str, dict[str, list[Gradient]]] = {}
+    is_mixed = (self._look_ups.get(g.path) is _LookUps.MIXED for g in gradients)
+    summed = {*dense, *(g.owner for g in itertools.compress(gradients, is_mixed))}
+    by_path: dict[tuple[str, str], list[Gradient]] = {}
     for g in gradients:
-      if g.owner not in mixed:
-        of_owner.setdefault(g.owner, {}).setdefault(g.path, []).append(g)
-    joined = {}
-    for owner, of_path in of_owner.items():
-      with tf.device(next(iter(of_path.values()))[0].s.device):
-        joined[owner] = _Concat(x for path in of_path for x in self._Slices(path, of_path[path]))
-    return joined, [g for g in gradients if g.owner in mixed]
+      if g.owner not in summed:
+        by_path.setdefault((g.owner, g.path), []).append(g)
+    of_owner: dict[str, list[tf.IndexedSlices]] = {}
+    for (owner, path), of_path in by_path.items():
+      with tf.device(of_path[0].s.device):
+        of_owner.setdefault(owner, []).append(_Concat(self._Slices(path, of_path)))
+    joined = {owner: _Concat(slices) for owner, slices in of_owner.items()}
+    return joined, [g for g in gradients if g.owner in summed]
 
   def _Slices(self, path: str, gradients: Sequence[Gradient]) -> list[tf.IndexedSlices]:
     """Returns the slices of a table over all micro-batches and replicas."""
-    by_micro_batch = [_Concat(x) for g in gradients for x in g.slices]
-    return by_micro_batch if self._grows.get(path, True) else _Added(by_micro_batch)
+    slices = [_Concat(x) for g in gradients for x in g.slices]
+    look_ups = self._look_ups.get(path, _LookUps.PROPORTIONAL)
+    # A last micro-batch may be smaller than a number of rows.
+    is_constant = len({x.indices.shape[0] for x in slices}) == 1
+    if is_constant and look_ups is _LookUps.CONSTANT:
+      return [tf.IndexedSlices(tf.add_n([x.values for x in slices]), slices[0].indices)]
+    if is_constant and look_ups is _LookUps.CONSTANT_NUMBER:
+      return _Added(slices)
+    return slices
 
-  def _Measure(self, paths: Iterable[str], args: Any) -> None:
+  def _Measure(self, paths: Collection[str], args: Any) -> None:
     """Traces the layers with tables for as many and for twice as many examples."""
-    having = [x for x in self._layers if any(path.startswith(f'{x.path}.') for path in paths)]
-    layers = self._layers[: self._layers.index(having[-1]) + 1]
-
-    def NumRows(factor: int) -> dict[str, int]:
-      def Spec(t: tf.Tensor | None) -> tf.TensorSpec | None:
-        if t is None:
-          return None
-        shape = t.shape.as_list()
-        shape[self._batch_dim] *= factor
-        return tf.TensorSpec(shape, t.dtype)
-
-      specs = tf.nest.map_structure(Spec, args)
-      calls = [x for x in layer_costs.LayerCosts(layers, specs).calls if x.layer in having]
-      return dict(collections.ChainMap(*map(layer_costs.SliceRows, calls)))
-
-    once, twice = NumRows(1), NumRows(2)
+    once = self._Rows(paths, args, 1)
+    try:
+      twice = self._Rows(paths, args, 2)
+    except Exception:  # Of a layer that limits the size of its batch, for example.
+      twice = {}
     for path in paths:
-      few, many = once.get(path, 0), twice.get(path, 0)
-      self._grows[path] = {few: False, 2 * few: True}.get(many) if few else None
-      if self._grows[path] is None:
+      rows, is_constant = once.get(path, (0, False))
+      num_twice, _ = twice.get(path, (0, False))
+      if rows and num_twice == 2 * rows:
+        self._look_ups[path] = _LookUps.PROPORTIONAL
+      elif rows and num_twice == rows:
+        same = _LookUps.CONSTANT if is_constant else _LookUps.CONSTANT_NUMBER
+        self._look_ups[path] = same
+      else:
+        self._look_ups[path] = _LookUps.MIXED
         logging.warning(
           '%s: the number of look-ups is neither constant nor proportional to the batch. So the '
           'gradients of a row are added before the optimizer gets them. Plain Keras on TensorFlow '
           'squares and clips each alone.',
           path,
         )
+
+  def _Rows(
+    self, paths: Collection[str], args: Any, factor: int
+  ) -> dict[str, tuple[int | None, bool]]:
+    """Returns `layer_costs.SliceRows` of layers with these tables, for more examples."""
+
+    def Spec(t: tf.Tensor | None) -> tf.TensorSpec | None:
+      return None if t is None else tf.TensorSpec([t.shape[0] * factor, *t.shape[1:]], t.dtype)
+
+    having = [x for x in self._layers if any(path.startswith(f'{x.path}.') for path in paths)]
+    layers = self._layers[: self._layers.index(having[-1]) + 1]
+    calls = layer_costs.LayerCosts(layers, tf.nest.map_structure(Spec, args)).calls
+    known: dict[Any, Any] = {}  # Equal layers are traced once.
+    rows = {}
+    for call in calls:
+      if call.layer in having:
+        if call.key not in known:
+          known[call.key] = layer_costs.SliceRows(call)
+        rows.update({f'{call.layer.path}.{name}': x for name, x in known[call.key].items()})
+    return rows
 
 
 def _Added(slices: list[tf.IndexedSlices]) -> list[tf.IndexedSlices]:

@@ -238,7 +238,7 @@ def _TrainedTable(optimizer, make, **options):
   if options:
     model = keras_fits.Pipe(model, **options)
   model.compile(optimizer=optimizer(), loss='mse', jit_compile=False, run_eagerly=not options)
-  for size in (6, 6, 4):
+  for size in (6, 6, 5):
     model.train_on_batch(keras_fits.Integers(5, size, 8), Y[:size])
   return model.get_weights()
 
@@ -336,14 +336,14 @@ def testALayerWithMicroBatchesUnlikeTheBatchIsWarnedOf(layer, caplog):
 
 
 class _First(keras.layers.Layer):
-  """Adds the rows of the first example's ids."""
+  """Adds the rows of the first three examples."""
 
   def __init__(self):
     super().__init__()
     self.table = keras.layers.Embedding(5, 6)
 
   def call(self, x):
-    return self.table(x[:1]) + keras.ops.one_hot(x, 6)
+    return keras.ops.mean(self.table(x[:3]), axis=0) + keras.ops.one_hot(x, 6)
 
 
 def testOnlyRowsOfEqualIdsAreAddedOverMicroBatches():
@@ -362,6 +362,26 @@ def testOnlyRowsOfEqualIdsAreAddedOverMicroBatches():
   )
   for a, e in zip(actual, expected, strict=True):
     np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-6)
+
+
+class _Small(_First):
+  """Takes three examples at most."""
+
+  def call(self, x):
+    if (x.shape[0] or 0) > 3:
+      raise ValueError('too many')
+    return self.table(x)
+
+
+def testALayerThatCannotTakeTwiceTheExamplesIsTrained(caplog):
+  layers = [_Small(), keras.layers.Dense(6, activation='tanh'), keras.layers.Flatten()]
+  model = keras.Sequential([keras.Input([8], dtype='int32'), *layers, keras.layers.Dense(3)])
+  pipe = keras_fits.Pipe(model, num_micro_batches=2)
+  pipe.compile(optimizer=_Adam(), loss='mse')
+  before = pipe.get_weights()
+  pipe.train_on_batch(keras_fits.Integers(5, 5, 8), Y[:5])
+  assert np.any(pipe.get_weights()[0] != before[0])
+  assert 'layers[0]' in caplog.text
 
 
 @pytest.mark.parametrize('use, num_rows', [('once', 96), ('twice', 192), ('matrix', 0)])

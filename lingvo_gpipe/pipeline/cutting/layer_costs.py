@@ -250,8 +250,11 @@ class LayerCosts:
     return self._traces[call.key]
 
 
-def SliceRows(call: LayerCall) -> dict[str, int]:
-  """Returns {path of a weight whose gradient consists of slices: their number of rows}."""
+def SliceRows(call: LayerCall) -> dict[str, tuple[int | None, bool]]:
+  """Returns {name of a weight with a gradient: its number of rows, and whether they are constant}.
+
+  See `vjp.SplitVjp.Rows`.
+  """
   names = [name for name, _ in call.layer.WeightTensorSpecs().FlattenItems()]
   trainable = {path: is_trained for path, (_, is_trained) in call.layer.WeightSpecs().items()}
   trained = [trainable[f'{call.layer.path}.{name}'] for name in names]
@@ -259,11 +262,7 @@ def SliceRows(call: LayerCall) -> dict[str, int]:
   with_gradient = itertools.compress(
     itertools.compress(names, trained), product.has_weight_gradient
   )
-  return {
-    f'{call.layer.path}.{name}': rows
-    for name, rows in zip(with_gradient, product.num_rows, strict=True)
-    if rows
-  }
+  return dict(zip(with_gradient, product.Rows(), strict=True))
 
 
 def _Product(call: LayerCall, trained: Sequence[bool], needs_dx: bool, xla: bool) -> vjp.SplitVjp:

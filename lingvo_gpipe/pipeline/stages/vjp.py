@@ -136,13 +136,21 @@ class SplitVjp:
       tf.IndexedSlices(next(parts), next(parts)) if s else next(parts) for s in self.is_sparse
     ]
 
-  @property
-  def num_rows(self) -> list[int | None]:
-    """For each existing gradient the number of rows if it consists of slices; None: unknown."""
-    return [
-      g.indices.shape[0] if isinstance(g, tf.IndexedSlices) else None
-      for g in self.WeightGradients(self._dw)
-    ]
+  def Rows(self) -> list[tuple[int | None, bool]]:
+    """Returns for each existing gradient its number of rows, and whether their ids are constant.
+
+    The number is None if it is unknown, or the gradient has no slices. Constant ids depend on no
+    argument and no state.
+    """
+    rows: list[tuple[int | None, bool]] = []
+    for g in self.WeightGradients(self._dw):
+      if isinstance(g, tf.IndexedSlices):
+        ops = Ancestors([g.indices]).values()
+        varies = any(op.type == 'Placeholder' or op.op_def.is_stateful for op in ops)
+        rows.append((g.indices.shape[0], not varies))
+      else:
+        rows.append((None, False))
+    return rows
 
   @functools.cached_property
   def _kept(self) -> list[tf.Tensor]:
