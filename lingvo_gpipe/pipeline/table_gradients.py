@@ -83,15 +83,15 @@ class TableGradients:
       self._Measure(unknown, args)
     is_mixed = (self._look_ups.get(g.path) is _LookUps.MIXED for g in gradients)
     summed = {*dense, *(g.owner for g in itertools.compress(gradients, is_mixed))}
-    by_path: dict[tuple[str, str], list[Gradient]] = {}
+    of_owner: dict[str, dict[str, list[Gradient]]] = {}
     for g in gradients:
       if g.owner not in summed:
-        by_path.setdefault((g.owner, g.path), []).append(g)
-    of_owner: dict[str, list[tf.IndexedSlices]] = {}
-    for (owner, path), of_path in by_path.items():
-      with tf.device(of_path[0].s.device):
-        of_owner.setdefault(owner, []).append(_Concat(self._Slices(path, of_path)))
-    joined = {owner: _Concat(slices) for owner, slices in of_owner.items()}
+        of_owner.setdefault(g.owner, {}).setdefault(g.path, []).append(g)
+    joined = {}
+    for owner, of_path in of_owner.items():
+      (first, *_), *_ = of_path.values()
+      with tf.device(first.s.device):
+        joined[owner] = _Concat(x for path in of_path for x in self._Slices(path, of_path[path]))
     return joined, [g for g in gradients if g.owner in summed]
 
   def _Slices(self, path: str, gradients: Sequence[Gradient]) -> list[tf.IndexedSlices]:
@@ -119,8 +119,7 @@ class TableGradients:
       if rows and num_twice == 2 * rows:
         self._look_ups[path] = _LookUps.PROPORTIONAL
       elif rows and num_twice == rows:
-        same = _LookUps.CONSTANT if is_constant else _LookUps.CONSTANT_NUMBER
-        self._look_ups[path] = same
+        self._look_ups[path] = _LookUps.CONSTANT if is_constant else _LookUps.CONSTANT_NUMBER
       else:
         self._look_ups[path] = _LookUps.MIXED
         logging.warning(
