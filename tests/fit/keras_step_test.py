@@ -195,6 +195,22 @@ def testOwnLayersAreTrained():
   assert step.optimizer.iterations == 1
 
 
+def testOnlyStacksOfKerasKeepSlicesAndTheLastStepDecides():
+  dense = linear.LinearLayer.Params().Set(input_dim=5, output_dim=5)
+  of_library = stacks.MakeStack([dense.Copy().Set(name=name) for name in 'ab'], num_stages=2)
+  spec = tf.TensorSpec(X.shape, tf.float64)
+  of_library.Place(stacks.Devices(), spec, loss_fn=stacks.SquareLoss)
+  of_keras = _Stack(keras_fits.Seeded(_Mlp))
+  for stack, optimizer, is_sum, keeps in [
+    (of_library, _Adam(), False, False),
+    (of_keras, _Adam(), False, True),
+    (of_keras, _Adam(), True, False),
+    (of_keras, OPTIMIZERS.SGD(0.1), False, False),
+  ]:
+    keras_step.KerasStep(stack, optimizer, sum_embedding_gradients=is_sum)
+    assert stack.engine.functions.keeps_slices == keeps
+
+
 class _Rows(keras.layers.Layer):
   """Adds the first rows of a table, one for each position."""
 
@@ -286,14 +302,21 @@ def testEachUseOfATable(use, options):
   _CheckTable(_Adam, make, **{'num_micro_batches': 2, **options})
 
 
-def testGradientsOfARowMayBeAddedFirst():
+@pytest.mark.parametrize(
+  'optimizer, is_sum',
+  # Plain Keras fails if it divides slices by the factor.
+  [(_Adam, True), (lambda: _Adam(loss_scale_factor=8.0), False)],
+  ids=['asked', 'loss_scale_factor'],
+)
+def testGradientsOfARowMayBeAddedFirst(optimizer, is_sum):
   """So they are in plain Keras if the table is in a regularizer: its gradient is a matrix."""
   expected = _TrainedTable(
     _Adam, functools.partial(_Table, embeddings_regularizer=keras.regularizers.L2(0.0))
   )
   table, *_ = _TrainedTable(_Adam, _Table)
   assert np.max(np.abs(table - expected[0])) > 1e-4
-  actual = _TrainedTable(_Adam, _Table, num_micro_batches=2, sum_embedding_gradients=True)
+  options = {'num_micro_batches': 2, 'sum_embedding_gradients': is_sum}
+  actual = _TrainedTable(optimizer, _Table, **options)
   for a, e in zip(actual, expected, strict=True):
     np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-6)
 
