@@ -190,8 +190,10 @@ def testTheTrainerWritesEverythingIfAWorkerDoesNotSeeTheDirectory(forks, project
   (mode,) = _Parts(project / 'unseen', 1)
   assert mode not in worker_processes.UMASKS.values()
   (line,) = [x for x in done.stderr.splitlines() if 'Checkpoints are written ' in x]
-  assert 'alone: worker 0 does not share /proc/self/cwd/unseen/train: ' in line
-  assert '/proc/self/cwd/unseen/train/ckpt-00000000-' in line.split(': ', 2)[2]
+  assert (
+    ' written by this process alone: worker 0 does not share '
+    '/proc/self/cwd/unseen/train: /proc/self/cwd/unseen/train/ckpt-00000000-'
+  ) in line
   assert len(list(project.glob('unseen/train/ckpt-*'))) == 2
 
 

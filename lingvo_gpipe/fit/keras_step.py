@@ -68,9 +68,7 @@ class KerasStep:
     self._sum = replicas.GradientSum(stack.engine.replicas)
     if not optimizer.built:
       optimizer.build(list(all_variables or self._variables.values()))
-    is_keras = all(isinstance(x, keras_cell_layer.KerasCellLayer) for x in stack.layers)
-    keeps_slices = is_keras and TakesSlices(optimizer) and not sum_embedding_gradients
-    stack.engine.KeepSlices(keeps_slices)
+    stack.engine.KeepSlices(KeepsSlices(stack, optimizer, sum_embedding_gradients))
     self._step = tf.function(self._Step, autograph=False)
 
   def __call__(self, args: Sequence[Any], side: Any = None) -> dict[str, tf.Tensor]:
@@ -185,14 +183,21 @@ class KerasStep:
     return gradients
 
 
-def TakesSlices(optimizer: Any) -> bool:
-  """Whether an optimizer clips or squares the gradient of each occurrence of a row alone."""
+def KeepsSlices(
+  stack: pipelining_layer.PipeliningLayer, optimizer: Any, sum_embedding_gradients: bool
+) -> bool:
+  """Whether the optimizer gets a gradient for each occurrence of a row; see `KerasStep`.
+
+  It need not if it adds these before it clips and squares them.
+  """
+  is_keras = all(isinstance(x, keras_cell_layer.KerasCellLayer) for x in stack.layers)
   inner = getattr(optimizer, 'inner_optimizer', optimizer)
   clips = any(x.clipnorm or x.clipvalue or x.global_clipnorm for x in (optimizer, inner))
   is_linear = type(inner) in (keras.optimizers.SGD, keras.optimizers.Lion)
   adds = bool(inner.gradient_accumulation_steps) or (is_linear and not clips)
   # Plain Keras divides by its own factor, and fails if the gradient consists of slices.
-  return not adds and inner.loss_scale_factor is None
+  takes_slices = not adds and inner.loss_scale_factor is None
+  return is_keras and takes_slices and not sum_embedding_gradients
 
 
 def Means(sums: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:

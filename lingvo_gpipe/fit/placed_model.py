@@ -110,8 +110,9 @@ class PlacedModel:
     devices, num_replicas = settings.devices, settings.num_replicas
     weights = layer_costs.Weights()
     if trainer.optimizer is not None:
-      takes_slices = keras_step.TakesSlices(trainer.optimizer)
-      keeps_slices = takes_slices and not settings.sum_embedding_gradients
+      keeps_slices = keras_step.KeepsSlices(
+        self.stack, trainer.optimizer, settings.sum_embedding_gradients
+      )
       weights = layer_costs.Weights(
         slots_per_weight=keras_variables.SlotsPerWeight(trainer.optimizer),
         num_kept_slices=num_micro_batches if keeps_slices else 0,

@@ -26,7 +26,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -158,7 +158,7 @@ class PipelineEngine:
       len(ends), loss_fn, xla, shares_vocabulary=bool(vocabulary)
     )
     self.ties = dict(ties or {})
-    self._table_gradients: table_gradients.TableGradients | None = None
+    self._table_gradients = table_gradients.TableGradients(layers)
     self._logged_small_batch = False
     self.shares_vocabulary, head = bool(vocabulary), layers[-1]
     of_shards, of_slices = {}, devices[: len(vocabulary)]
@@ -244,10 +244,8 @@ class PipelineEngine:
       keeps_slices: whether it returns them, as slices, and does not use their accumulators. The
         arguments of the first layer must have the batch first.
     """
-    if keeps_slices != (self._table_gradients is not None):
+    if keeps_slices != self.functions.keeps_slices:
       self.functions = self.functions.With(xla=self.xla, keeps_slices=keeps_slices)
-    layers = [layer for s in self.stages for layer in s.layers]
-    self._table_gradients = table_gradients.TableGradients(layers) if keeps_slices else None
 
   def Accumulate(
     self,
@@ -374,14 +372,12 @@ class PipelineEngine:
 
   def _Slices(self, walks: Sequence[emission.Emission], args: Any) -> dict[str, tf.IndexedSlices]:
     """Returns the gradients of tables as slices, see `Sums`; adds all others to accumulators."""
-    if self._table_gradients is None:
-      return {}
     gradients = [
       table_gradients.Gradient(s, leaf, self._Owner(s, leaf), slices)
       for walk in walks
       for s, leaf, slices in walk.Slices()
     ]
-    dense = self._Paths(lambda m: m.dense)
+    dense = {g.owner for g in gradients if self._IsDense(g.s, g.leaf)}
     joined, summed = self._table_gradients.Join(gradients, dense, args)
     for g in summed:
       emission.AddSlices(g.s, g.leaf, itertools.chain(*g.slices))
@@ -497,19 +493,28 @@ class PipelineEngine:
   def ConnectedPaths(self) -> set[str]:
     """Returns the paths of the weights that the loss depends on, once a step was traced."""
     tables = {path for s in self.replicas[0].tables for path in (*s.trained, *s.mirrors)}
-    return {self.ties.get(path, path) for path in tables} | self._Paths(lambda m: m.connected)
+    connected = {
+      path
+      for path, uses in self._uses.items()
+      if any(leaf in self._TrainingMath(s).connected for s, leaf in uses)
+    }
+    return {self.ties.get(path, path) for path in tables} | connected
 
-  def _Paths(self, indices: Callable[[stage_math.StageMath], Collection[int]]) -> set[str]:
-    """Returns the paths, of ties the owners', of the trained leaves with some indices."""
-    paths: set[str] = set()
+  @functools.cached_property
+  def _uses(self) -> dict[str, list[tuple[stage_lib.Stage, int]]]:
+    """{path of a trained weight, of ties the owner's: each stage and trained leaf with it}."""
+    uses: dict[str, list[tuple[stage_lib.Stage, int]]] = {}
     for s in (*self.stages, *self.replicas[0].slices):
-      math = self.functions.Math(s, do_eval=False, with_loss=True)
-      paths |= {self._Owner(s, i) for i in indices(math)}
-    return paths
+      for leaf in range(len(s.leaf_paths)):
+        uses.setdefault(self._Owner(s, leaf), []).append((s, leaf))
+    return uses
+
+  def _TrainingMath(self, s: stage_lib.Stage) -> stage_math.StageMath:
+    return self.functions.Math(s, do_eval=False, with_loss=True)
 
   def _IsDense(self, s: stage_lib.Stage, leaf: int) -> bool:
-    """Whether a trained leaf of a stage got more than slices in a trace, or its owner did."""
-    return self._Owner(s, leaf) in self._Paths(lambda m: m.dense)
+    """Whether a trained leaf of a stage got more than slices in a trace, or another use of it."""
+    return any(i in self._TrainingMath(u).dense for u, i in self._uses[self._Owner(s, leaf)])
 
   def _Owner(self, s: stage_lib.Stage, leaf: int) -> str:
     """Returns the path of a trained leaf of a stage, of a tied weight the owner's."""

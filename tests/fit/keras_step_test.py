@@ -259,10 +259,19 @@ def _TrainedTable(optimizer, make, **options):
   return model.get_weights()
 
 
-def _CheckTable(optimizer, make, **options):
-  expected = _TrainedTable(optimizer, make)
-  for a, e in zip(_TrainedTable(optimizer, make, **options), expected, strict=True):
+def _AssertClose(actual, expected):
+  for a, e in zip(actual, expected, strict=True):
     np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-6)
+
+
+def _CheckTable(optimizer, make, **options):
+  _AssertClose(_TrainedTable(optimizer, make, **options), _TrainedTable(optimizer, make))
+
+
+def _Begins(layer):
+  """Returns a model [8] -> [3] that begins with a layer of this class."""
+  layers = [layer(), keras.layers.Dense(6, activation='tanh'), keras.layers.Flatten()]
+  return keras.Sequential([keras.Input([8], dtype='int32'), *layers, keras.layers.Dense(3)])
 
 
 @pytest.mark.parametrize(
@@ -317,8 +326,7 @@ def testGradientsOfARowMayBeAddedFirst(optimizer, is_sum):
   assert np.max(np.abs(table - expected[0])) > 1e-4
   options = {'num_micro_batches': 2, 'sum_embedding_gradients': is_sum}
   actual = _TrainedTable(optimizer, _Table, **options)
-  for a, e in zip(actual, expected, strict=True):
-    np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-6)
+  _AssertClose(actual, expected)
 
 
 class _Mixed(keras.layers.Layer):
@@ -346,15 +354,11 @@ class _Masked(keras.layers.Layer):
 @pytest.mark.parametrize('layer', [_Mixed, _Masked])
 def testALayerWithMicroBatchesUnlikeTheBatchIsWarnedOf(layer, caplog):
   """Its gradients are added: with one micro-batch they are as in Keras, and so with SGD."""
-
-  def Make():
-    layers = [layer(), keras.layers.Dense(6, activation='tanh'), keras.layers.Flatten()]
-    return keras.Sequential([keras.Input([8], dtype='int32'), *layers, keras.layers.Dense(3)])
-
-  _CheckTable(keras_fits.Sgd, Make, num_micro_batches=2)
-  _CheckTable(_Adam, Make, num_micro_batches=1)
+  make = functools.partial(_Begins, layer)
+  _CheckTable(keras_fits.Sgd, make, num_micro_batches=2)
+  _CheckTable(_Adam, make, num_micro_batches=1)
   assert 'layers[0]' not in caplog.text
-  _TrainedTable(_Adam, Make, num_micro_batches=2)
+  _TrainedTable(_Adam, make, num_micro_batches=2)
   assert 'layers[0]' in caplog.text
 
 
@@ -372,19 +376,15 @@ class _First(keras.layers.Layer):
 def testOnlyRowsOfEqualIdsAreAddedOverMicroBatches():
   """As many rows in each batch need not be the same rows."""
 
-  def Make():
-    layers = [_First(), keras.layers.Dense(6, activation='tanh'), keras.layers.Flatten()]
-    return keras.Sequential([keras.Input([8], dtype='int32'), *layers, keras.layers.Dense(3)])
-
   def Clipped():
     return OPTIMIZERS.SGD(0.1, clipvalue=1e9)
 
+  make = functools.partial(_Begins, _First)
   actual, expected = (
-    _TrainedTable(Clipped, Make, num_micro_batches=2, sum_embedding_gradients=is_sum)
+    _TrainedTable(Clipped, make, num_micro_batches=2, sum_embedding_gradients=is_sum)
     for is_sum in (False, True)
   )
-  for a, e in zip(actual, expected, strict=True):
-    np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-6)
+  _AssertClose(actual, expected)
 
 
 class _Small(_First):
@@ -397,9 +397,7 @@ class _Small(_First):
 
 
 def testALayerThatCannotTakeTwiceTheExamplesIsTrained(caplog):
-  layers = [_Small(), keras.layers.Dense(6, activation='tanh'), keras.layers.Flatten()]
-  model = keras.Sequential([keras.Input([8], dtype='int32'), *layers, keras.layers.Dense(3)])
-  pipe = keras_fits.Pipe(model, num_micro_batches=2)
+  pipe = keras_fits.Pipe(_Begins(_Small), num_micro_batches=2)
   pipe.compile(optimizer=_Adam(), loss='mse')
   before = pipe.get_weights()
   pipe.train_on_batch(keras_fits.Integers(5, 5, 8), Y[:5])
