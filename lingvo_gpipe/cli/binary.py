@@ -92,6 +92,11 @@ def DefineDeviceFlags() -> None:
   flags.DEFINE_enum(
     'gpu_memory', 'growth', list(accelerators.MEMORY), 'Allocation of memory of GPUs.'
   )
+  flags.DEFINE_bool(
+    'deterministic',
+    False,
+    'Make GPUs repeat a run to the last bit, more slowly. CPUs always do.',
+  )
   flags.DEFINE_string(
     'cluster', None, 'JSON file with the addresses of workers; defaults to TF_CONFIG if it is set.'
   )

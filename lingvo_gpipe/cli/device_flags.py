@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 
+import tensorflow as tf
 from absl import flags
 
 from lingvo_gpipe.cli import binary, compilation_cache
@@ -110,7 +111,7 @@ def _CheckDevicesOfWorkers() -> None:
       '--num_devices limits the devices of this process, but workers compute: leave it out. '
       '`worker --num_devices` sets the number of a worker; local workers have as many as needed'
     )
-  for name in ('logical_devices_per_gpu', 'gpu_memory'):
+  for name in ('logical_devices_per_gpu', 'gpu_memory', 'deterministic'):
     if FLAGS[name].value != FLAGS[name].default:
       raise binary.UsageError(
         f'--{name} is for GPUs of this process, but workers compute: give it to each `worker`'
@@ -158,5 +159,7 @@ def StartingTensorFlow() -> Iterator[None]:
   """Enters a context in which TensorFlow searches for devices for the first time."""
   if FLAGS.xla_cache:
     compilation_cache.Use(FLAGS.xla_cache)
+  if FLAGS.deterministic:
+    tf.config.experimental.enable_op_determinism()
   with native_output.DroppedWithoutGpu():
     yield

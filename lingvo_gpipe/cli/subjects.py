@@ -51,7 +51,7 @@ SUBJECTS = (
     'Devices',
     (
       'platform', 'devices', 'num_devices', 'num_replicas', 'logical_devices_per_gpu', 'gpu_memory',
-      'threads_per_device', 'xla_cache',
+      'threads_per_device', 'xla_cache', 'deterministic',
     ),
     (f'{_RUN} --platform=gpu --devices=0,2', f'{_WORKER} --platform=cpu --num_devices=2'),
   ),

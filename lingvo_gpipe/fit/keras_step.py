@@ -136,7 +136,9 @@ class KerasStep:
     connected = engine.ConnectedPaths() & self._connected
     with _ClippedByStage(optimizer) as clip_norm:
       gradients = self._Gradients(clip_norm, sums.slices)
-      with _BesideInputs(), _OneByOne(optimizer):
+      is_compiled = engine.compiles_updates and not tf.executing_eagerly()
+      updates = _Compiled(optimizer) if is_compiled else _OneByOne(optimizer)
+      with _BesideInputs(), updates:
         pairs = self._variables.items()
         optimizer.apply_gradients(  # Which Keras's `train_step` calls, and a user may override.
           [(gradients[path] if path in connected else None, v) for path, v in pairs]
@@ -257,6 +259,58 @@ def _OneByOne(optimizer: Any) -> Iterator[None]:
 
   with keras_variables.Replaced(inner, update_step=UpdateStep):
     yield
+
+
+@contextlib.contextmanager
+def _Compiled(optimizer: Any) -> Iterator[None]:
+  """Lets XLA compile the updates of each device's weights as one function, while traced."""
+  inner = getattr(optimizer, 'inner_optimizer', optimizer)
+  update_step, update_all = inner.update_step, inner._backend_update_step
+
+  def UpdateAll(gradients: Sequence[Any], variables: Sequence[Any], learning_rate: Any) -> None:
+    by_device: dict[str, list[tuple[Any, Any]]] = {}
+
+    def Wait(gradient: Any, variable: Any, learning_rate: Any) -> None:
+      del learning_rate
+      by_device.setdefault(variable.device, []).append((gradient, variable))
+
+    with keras_variables.Replaced(inner, update_step=Wait):
+      update_all(gradients, variables, learning_rate)
+    rate, count = tf.convert_to_tensor(learning_rate), tf.convert_to_tensor(inner._iterations)
+    for device, pairs in by_device.items():
+      _UpdateDevice(inner, update_step, device, pairs, rate, count)
+
+  with keras_variables.Replaced(inner, _backend_update_step=UpdateAll):
+    yield
+
+
+def _UpdateDevice(
+  optimizer: Any,
+  update_step: Callable[..., None],
+  device: str,
+  pairs: Sequence[tuple[Any, Any]],
+  rate: tf.Tensor,
+  count: tf.Tensor,
+) -> None:
+  """Updates the weights of a device from (gradient, weight), compiled by XLA if it can be."""
+  variables = [variable for _, variable in pairs]
+
+  def Update(gradients: Sequence[Any], rate: tf.Tensor, count: tf.Tensor) -> None:
+    # XLA reads no variable of another device, and the optimizer's count is on one of them.
+    variable, vars(optimizer)['_iterations'] = optimizer._iterations, count
+    try:
+      for gradient, v in zip(gradients, variables, strict=True):
+        update_step(gradient, v, rate)
+    finally:
+      vars(optimizer)['_iterations'] = variable
+
+  args = [gradient for gradient, _ in pairs], rate, count
+  with tf.device(device):
+    compiled = tf.function(Update, autograph=False, jit_compile=True)
+    if {v.device for v in compiled.get_concrete_function(*args).variables} == {device}:
+      compiled(*args)
+    else:  # An optimizer with a variable for all weights, such as Nadam's product.
+      Update(*args)
 
 
 @contextlib.contextmanager

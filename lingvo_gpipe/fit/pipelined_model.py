@@ -95,8 +95,8 @@ class PipelinedModel(keras.Model):
       sum_embedding_gradients: whether to add the gradients of all occurrences of a row of an
         embedding before the optimizer squares or clips them. Plain Keras on TensorFlow does not,
         and needs `[tokens, dim]` for the tokens of a batch.
-      xla: whether XLA compiles the stages; None: on accelerators, as Keras does, unless a GPU is
-        too new for it.
+      xla: whether XLA compiles the stages and, on accelerators, the updates of the weights; None:
+        on accelerators, as Keras does, unless a GPU is too new for it.
       num_replicas: number of copies of the pipeline, each of which takes its share of a batch.
       devices: names of the devices, replica by replica; None: from `cluster.Cluster.Create`.
       random_seed: seed of dropout.

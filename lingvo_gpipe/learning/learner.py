@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import tensorflow as tf
@@ -142,6 +142,7 @@ class Learner:
       raise ValueError(f'a learner clips in only one way: set only one of {", ".join(clipping)}')
     self._schedule = p.lr_schedule.Instantiate()
     self._parts: list[_Part] = []
+    self._is_compiled = False
     # The first `_num_private` parts belong to this learner only. If all parts are shared with other
     # tasks, `_count` counts the updates of this learner.
     self._num_private = 0
@@ -181,7 +182,11 @@ class Learner:
     return self.params.optimizer.Instantiate().SlotsPerWeight()
 
   def Build(
-    self, stages: Sequence[Stage], shared: shared_weights.SharedWeights | None = None
+    self,
+    stages: Sequence[Stage],
+    shared: shared_weights.SharedWeights | None = None,
+    *,
+    is_compiled: bool = False,
   ) -> None:
     """Creates the optimizer and slots of each stage on its device.
 
@@ -190,12 +195,14 @@ class Learner:
         accumulators in the same order. Variables that the filters do not select are ignored.
       shared: registry of the weights that several tasks share, with their optimizers; None if no
         weights are shared.
+      is_compiled: whether XLA compiles the updates.
 
     Raises:
       ValueError: the filters select no variable, or another task uses a different optimizer for a
         shared weight.
     """
     p = self.params
+    self._is_compiled = is_compiled
     built = p.optimizer.Instantiate()
     shared_members: dict[tuple[str, str], list[tuple[str, tf.Variable, tf.Variable]]] = {}
     for s in stages:
@@ -279,13 +286,15 @@ class Learner:
 
   def SumOfSquares(self) -> tf.Tensor:
     """Returns the squared norm of the accumulators of all stages, a float64 scalar."""
-    squares = []
-    for part in self._parts:
-      with tf.device(part.device):
-        squares.append(
-          tf.add_n([tf.reduce_sum(tf.square(tf.cast(a, _NormDtype(a)))) for a in part.accumulators])
-        )
-    return tf.add_n([tf.cast(s, tf.float64) for s in squares])
+    return tf.add_n([tf.cast(self._SquaresOf(part), tf.float64) for part in self._parts])
+
+  def _SquaresOf(self, part: _Part) -> tf.Tensor:
+    def Sum() -> tf.Tensor:
+      values = [tf.cast(a, _NormDtype(a)) for a in part.accumulators]
+      return tf.add_n([tf.reduce_sum(tf.square(x)) for x in values])
+
+    with tf.device(part.device):
+      return self._Compiled(Sum)()
 
   def Update(
     self, step: tf.Tensor, norm: tf.Tensor, divisor: tf.Tensor, is_applied: tf.Tensor
@@ -331,7 +340,14 @@ class Learner:
         part.optimizer.Apply(grads, rate)
         return tf.constant(True)
 
-      tf.cond(is_applied, Apply, lambda: tf.constant(False))
+      tf.cond(is_applied, self._Compiled(Apply), lambda: tf.constant(False))
+
+  def _Compiled(self, function: Callable[[], tf.Tensor]) -> Callable[[], tf.Tensor]:
+    """Returns a function of the variables of a part, compiled by XLA if the updates are."""
+    if not self._is_compiled:
+      return function
+    compiled: Callable[[], tf.Tensor] = tf.function(function, autograph=False, jit_compile=True)
+    return compiled
 
   def _Clip(self, gradient: tf.Tensor) -> tf.Tensor:
     """Clips the gradient of one variable by its own norm or by value."""

@@ -122,11 +122,15 @@ class MultiLearner:
     return max(each.SlotsPerWeight() for each in self.learners)
 
   def Build(
-    self, stages: Sequence[learner.Stage], shared: shared_weights.SharedWeights | None = None
+    self,
+    stages: Sequence[learner.Stage],
+    shared: shared_weights.SharedWeights | None = None,
+    *,
+    is_compiled: bool = False,
   ) -> None:
     """Creates the optimizers and slots of all learners; see `Learner.Build`."""
     for each in self.learners:
-      each.Build(stages, shared)
+      each.Build(stages, shared, is_compiled=is_compiled)
 
   def LearningRates(self, step: int) -> dict[str, float]:
     """Returns {name: learning rate of the update after `step` steps}, with the names of `Apply`."""

@@ -218,6 +218,14 @@ class PipelineEngine:
     """Whether XLA compiles the stages."""
     return self.functions.xla
 
+  @property
+  def compiles_updates(self) -> bool:
+    """Whether XLA compiles the updates of the weights, too: unless a device is a CPU.
+
+    An accelerator launches each operation, and an update has a dozen of them for each weight.
+    """
+    return self.xla and not any('CPU' in v.device for v in self.trained.values())
+
   @contextlib.contextmanager
   def WithoutXla(self) -> Iterator[None]:
     """Runs the stages of the enclosed code without XLA."""

@@ -50,8 +50,8 @@ class ReplicaUpdate:
       self._gradient_sum = replicas.GradientSum(engine.replicas, train.all_reduce)
       for replica in engine.replicas[1:]:
         self._others.append(multi_learner.MultiLearner(train.learner))
-        self._others[-1].Build(replica.holders)
-    first.Build(self.stages, shared)
+        self._others[-1].Build(replica.holders, is_compiled=engine.compiles_updates)
+    first.Build(self.stages, shared, is_compiled=engine.compiles_updates)
     if self._shards is not None:
       logging.info(
         'Optimizer slots are shared out over %d replicas: %s.',

@@ -69,6 +69,10 @@ _MISTAKES = {
     [_MODEL, '--logdir={}', '--local_workers=2', '--logical_devices_per_gpu=2', _Tiny('')],
     r'--logical_devices_per_gpu is for GPUs of this process.*`worker`',
   ),
+  'GPUs that repeat a run while workers compute': (
+    'trainer', [_MODEL, '--logdir={}', '--local_workers=2', '--deterministic', _Tiny('')],
+    r'--deterministic is for GPUs of this process.*`worker`',
+  ),
   'training in float16': (
     'trainer', [_MODEL, '--logdir={}', '--platform=cpu', _Tiny('task.fprop_dtype:float16')],
     r'float16.*bfloat16.*PipelinedModel',

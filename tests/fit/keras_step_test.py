@@ -13,7 +13,7 @@ import tensorflow as tf
 from lingvo_gpipe.fit import keras_step
 from lingvo_gpipe.layers import linear
 from lingvo_gpipe.layers.keras import keras_cut
-from lingvo_gpipe.pipeline import pipelining_layer
+from lingvo_gpipe.pipeline import engine, pipelining_layer
 from tests.toys import keras_fits, stacks
 
 OPTIMIZERS = keras.optimizers
@@ -145,6 +145,32 @@ def testADeviceUpdatesOneWeightAfterAnother():
     assert len(of_device) > 1
     for before, after in itertools.pairwise(of_device):
       assert before in _Before(after)
+
+
+@pytest.mark.parametrize(
+  ('optimizer', 'num_compiled'),
+  [
+    (lambda: _Adam(use_ema=True, clipnorm=0.02), 2),
+    (lambda: _Adam(gradient_accumulation_steps=2, global_clipnorm=0.05), 2),
+    (lambda: OPTIMIZERS.LossScaleOptimizer(_Adam(global_clipnorm=0.05)), 2),
+    (lambda: OPTIMIZERS.SGD(OPTIMIZERS.schedules.ExponentialDecay(0.3, 1, 0.5)), 2),
+    # Nadam has a variable for all weights on the first device.
+    (lambda: OPTIMIZERS.Nadam(0.01), 1),
+  ],
+  ids=['ema', 'accumulation', 'loss_scale', 'schedule', 'nadam'],
+)
+def testXlaCompilesTheUpdatesOfEachDevice(optimizer, num_compiled, monkeypatch):
+  """On accelerators; here the stages are not compiled, so the updates alone count."""
+  monkeypatch.setattr(engine.PipelineEngine, 'compiles_updates', True)
+  step = _Check(optimizer, num_micro_batches=2)
+  traced = step._step.get_concrete_function((tf.constant(X),), tf.constant(Y))
+  functions = traced.graph.as_graph_def().library.function
+  assert sum(f.attr['_XlaMustCompile'].b for f in functions) == num_compiled
+
+
+def testOnCpusXlaCompilesNoUpdates():
+  stack = _Stack(keras_fits.Seeded(_Mlp), xla=True)
+  assert stack.engine.xla and not stack.engine.compiles_updates
 
 
 def _Size(op):

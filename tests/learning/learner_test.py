@@ -46,6 +46,27 @@ def testClippingEqualsTensorFlow():
     np.testing.assert_allclose(weight, before[path] - grad.numpy(), atol=1e-6)
 
 
+@pytest.mark.parametrize('bad', [0.0, np.nan])
+@pytest.mark.parametrize(
+  'settings', [{'clip_gradient_norm_to_value': 0.7}, {'clip_gradient_value_to': 0.3}]
+)
+def testUpdatesCompiledByXlaAreEqual(settings, bad):
+  results = []
+  for is_compiled in (False, True):
+    stages = learner_stages.Stages()
+    p = _SGD(**settings).Set(optimizer=optimizer.Adam.Params())
+    learners, update = learner_stages.Build(p, stages, is_compiled=is_compiled)
+    learner_stages.SetGrads(stages)
+    update(loss_weight=2.0)
+    stages[1].accumulators[0].assign_add([[bad, 0.0], [0.0, 0.0]])
+    values = update(step=1, loss_weight=2.0)
+    variables = {name: v.numpy() for name, v in learners.Variables().items()}
+    results.append({**values, **variables, **learner_stages.Weights(stages)})
+  assert results[0]['is_finite'] == np.isfinite(bad)
+  for name, expected in results[0].items():
+    np.testing.assert_allclose(results[1][name], expected, rtol=1e-6, atol=1e-7, err_msg=name)
+
+
 def testDividesByTheLossWeight():
   """Accumulators hold sums over tokens; norm, clipping and update use the mean."""
   stages = learner_stages.Stages()

@@ -45,10 +45,13 @@ def TrainedStages(stages, is_trained):
   return trained_stages
 
 
-def Build(p, stages):
-  """Returns the learners of these Params, and a function (step, loss weight) that updates once."""
+def Build(p, stages, **options):
+  """Returns the learners of these Params, and a function (step, loss weight) that updates once.
+
+  `options` are arguments of `MultiLearner.Build`.
+  """
   learners = multi_learner.MultiLearner(p)
-  learners.Build(TrainedStages(stages, learners.IsTrained))
+  learners.Build(TrainedStages(stages, learners.IsTrained), **options)
 
   @tf.function(autograph=False)
   def Apply(step, loss_weight):

@@ -61,6 +61,10 @@ class ResidualTask(task.BaseTask):
     """Returns the inputs [batch, dim]."""
     return (input_batch.x,)
 
+  def LossInputs(self, input_batch: nested_map.NestedMap) -> nested_map.NestedMap:
+    """Returns one column [batch, 1]: the loss needs the outputs and the number of rows only."""
+    return nested_map.NestedMap(x=input_batch.x[:, :1])
+
   def ComputeLoss(
     self, theta: nested_map.NestedMap, predictions: tf.Tensor, input_batch: nested_map.NestedMap
   ) -> tuple[task.Metrics, dict[str, tf.Tensor]]:
