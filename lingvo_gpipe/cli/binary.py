@@ -95,7 +95,7 @@ def DefineDeviceFlags() -> None:
   flags.DEFINE_bool(
     'deterministic',
     False,
-    'Make GPUs repeat a run to the last bit, more slowly. CPUs always do.',
+    'Make GPUs repeat a run to the last bit, more slowly. CPUs do so with equal threads.',
   )
   flags.DEFINE_string(
     'cluster', None, 'JSON file with the addresses of workers; defaults to TF_CONFIG if it is set.'

@@ -136,7 +136,7 @@ class KerasStep:
     connected = engine.ConnectedPaths() & self._connected
     with _ClippedByStage(optimizer) as clip_norm:
       gradients = self._Gradients(clip_norm, sums.slices)
-      is_compiled = engine.compiles_updates and not tf.executing_eagerly()
+      is_compiled = engine.compiles_updates and _CanBeCompiled(optimizer)
       updates = _Compiled(optimizer) if is_compiled else _OneByOne(optimizer)
       with _BesideInputs(), updates:
         pairs = self._variables.items()
@@ -261,11 +261,21 @@ def _OneByOne(optimizer: Any) -> Iterator[None]:
     yield
 
 
+def _CanBeCompiled(optimizer: Any) -> bool:
+  """Whether its updates may run later and get the count as a tensor, as in no class of a user."""
+  inner = getattr(optimizer, 'inner_optimizer', optimizer)
+  return _IsOfKeras(inner) and not tf.executing_eagerly()
+
+
+def _IsOfKeras(optimizer: Any) -> bool:
+  return type(optimizer).__module__.split('.')[0] == 'keras'
+
+
 @contextlib.contextmanager
 def _Compiled(optimizer: Any) -> Iterator[None]:
   """Lets XLA compile the updates of each device's weights as one function, while traced."""
   inner = getattr(optimizer, 'inner_optimizer', optimizer)
-  update_step, update_all = inner.update_step, inner._backend_update_step
+  update_all = inner._backend_update_step
 
   def UpdateAll(gradients: Sequence[Any], variables: Sequence[Any], learning_rate: Any) -> None:
     by_device: dict[str, list[tuple[Any, Any]]] = {}
@@ -278,7 +288,7 @@ def _Compiled(optimizer: Any) -> Iterator[None]:
       update_all(gradients, variables, learning_rate)
     rate, count = tf.convert_to_tensor(learning_rate), tf.convert_to_tensor(inner._iterations)
     for device, pairs in by_device.items():
-      _UpdateDevice(inner, update_step, device, pairs, rate, count)
+      _UpdateDevice(inner, device, pairs, rate, count)
 
   with keras_variables.Replaced(inner, _backend_update_step=UpdateAll):
     yield
@@ -286,23 +296,21 @@ def _Compiled(optimizer: Any) -> Iterator[None]:
 
 def _UpdateDevice(
   optimizer: Any,
-  update_step: Callable[..., None],
   device: str,
   pairs: Sequence[tuple[Any, Any]],
   rate: tf.Tensor,
   count: tf.Tensor,
 ) -> None:
   """Updates the weights of a device from (gradient, weight), compiled by XLA if it can be."""
-  variables = [variable for _, variable in pairs]
 
   def Update(gradients: Sequence[Any], rate: tf.Tensor, count: tf.Tensor) -> None:
     # XLA reads no variable of another device, and the optimizer's count is on one of them.
-    variable, vars(optimizer)['_iterations'] = optimizer._iterations, count
+    iterations, vars(optimizer)['_iterations'] = optimizer._iterations, count
     try:
-      for gradient, v in zip(gradients, variables, strict=True):
-        update_step(gradient, v, rate)
+      for gradient, (_, variable) in zip(gradients, pairs, strict=True):
+        optimizer.update_step(gradient, variable, rate)
     finally:
-      vars(optimizer)['_iterations'] = variable
+      vars(optimizer)['_iterations'] = iterations
 
   args = [gradient for gradient, _ in pairs], rate, count
   with tf.device(device):
@@ -310,7 +318,9 @@ def _UpdateDevice(
     if {v.device for v in compiled.get_concrete_function(*args).variables} == {device}:
       compiled(*args)
     else:  # An optimizer with a variable for all weights, such as Nadam's product.
-      Update(*args)
+      with _OneByOne(optimizer):
+        for gradient, variable in pairs:
+          optimizer.update_step(gradient, variable, rate)
 
 
 @contextlib.contextmanager
@@ -323,7 +333,7 @@ def _ClippedByStage(optimizer: Any) -> Iterator[float | None]:
   clip_norm = getattr(optimizer, 'global_clipnorm', None)
   is_plain = not optimizer.gradient_accumulation_steps and optimizer.loss_scale_factor is None
   is_plain = is_plain and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-  is_plain = is_plain and type(optimizer).__module__.split('.')[0] == 'keras'
+  is_plain = is_plain and _IsOfKeras(optimizer)
   if clip_norm is None or not is_plain:
     yield None
     return

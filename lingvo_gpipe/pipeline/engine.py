@@ -222,7 +222,7 @@ class PipelineEngine:
   def compiles_updates(self) -> bool:
     """Whether XLA compiles the updates of the weights, too: unless a device is a CPU.
 
-    An accelerator launches each operation, and an update has a dozen of them for each weight.
+    An accelerator launches each operation, and an update has about 20 of them for each weight.
     """
     return self.xla and not any('CPU' in v.device for v in self.trained.values())
 

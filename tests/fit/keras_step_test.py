@@ -35,6 +35,17 @@ def _Mlp():
   return keras_fits.Mlp(depth=3)
 
 
+def _UpdateTwice(optimizer, grads, variables, learning_rate):
+  before = [tf.identity(v) for v in variables]
+  super(type(optimizer), optimizer)._backend_update_step(grads, variables, learning_rate)
+  for v, old in zip(variables, before, strict=True):
+    v.assign(2 * v - old)
+
+
+# An optimizer of a user that works on the weights after they were updated.
+DoublesSteps = type('DoublesSteps', (OPTIMIZERS.SGD,), {'_backend_update_step': _UpdateTwice})
+
+
 def _Plain(optimizer):
   """Returns the losses of some steps of plain Keras, and the weights after them."""
   model = keras_fits.Seeded(_Mlp)
@@ -136,11 +147,18 @@ def testUpdatesAreComputedBesideTheirWeights(optimizer):
   assert {tf.DeviceSpec.from_string(device).device_index for device in roots} == {0, 1, 2}
 
 
-def testADeviceUpdatesOneWeightAfterAnother():
-  step = keras_step.KerasStep(_Stack(keras_fits.Seeded(_Mlp), num_micro_batches=2), _Adam())
+@pytest.mark.parametrize(
+  ('optimizer', 'is_compiled', 'devices'),
+  [(_Adam, False, (0, 1)), (lambda: OPTIMIZERS.Nadam(0.01), True, (1,))],
+  ids=['adam', 'nadam_that_xla_cannot_compile'],
+)
+def testADeviceUpdatesOneWeightAfterAnother(optimizer, is_compiled, devices, monkeypatch):
+  monkeypatch.setattr(engine.PipelineEngine, 'compiles_updates', is_compiled)
+  stack = _Stack(keras_fits.Seeded(_Mlp), num_micro_batches=2)
+  step = keras_step.KerasStep(stack, optimizer())
   traced = step._step.get_concrete_function((tf.constant(X),), tf.constant(Y))
   roots = [op for op in traced.graph.get_operations() if op.type == 'Sqrt' and _Size(op) > 1]
-  for index in range(2):
+  for index in devices:
     of_device = [op for op in roots if tf.DeviceSpec.from_string(op.device).device_index == index]
     assert len(of_device) > 1
     for before, after in itertools.pairwise(of_device):
@@ -156,8 +174,9 @@ def testADeviceUpdatesOneWeightAfterAnother():
     (lambda: OPTIMIZERS.SGD(OPTIMIZERS.schedules.ExponentialDecay(0.3, 1, 0.5)), 2),
     # Nadam has a variable for all weights on the first device.
     (lambda: OPTIMIZERS.Nadam(0.01), 1),
+    (lambda: DoublesSteps(0.05), 0),
   ],
-  ids=['ema', 'accumulation', 'loss_scale', 'schedule', 'nadam'],
+  ids=['ema', 'accumulation', 'loss_scale', 'schedule', 'nadam', 'user'],
 )
 def testXlaCompilesTheUpdatesOfEachDevice(optimizer, num_compiled, monkeypatch):
   """On accelerators; here the stages are not compiled, so the updates alone count."""
