@@ -17,7 +17,13 @@ FILE_ERRORS = (tf.errors.OpError, OSError)
 # TensorFlow's account of a function: where its operations were made, and which worker ran them.
 _TRACE = re.compile(
   r'Graph execution error:\s*|Detected at node .*\n(?:[ ]*File ".*\n|<stack.*>\n|\n)*'
-  r'|\s*\[\[\{\{.*?\}\}.*?\]\]'
+  r'|\s*\[\[(?:\{\{.*?\}\}.*?|[\w/.-]+/_\d+)\]\]'
+)
+# Its list of errors if several operations fail at once.
+_ROOTS = re.compile(
+  r'\d+ root error\(s\) found\.\s*\(0\) [A-Z_]+:(.*?)(?:\n\s*\(1\).*)?'
+  r'\n\d+ successful operations\.\s*\d+ derived errors ignored\.',
+  re.DOTALL,
 )
 _REMOTE = re.compile(r'\nAdditional GRPC error information from remote target (\S+) while .*\n.*')
 
@@ -26,9 +32,12 @@ _NO_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def OneLine(error: BaseException) -> str:
-  """Returns an error's message as one line, without TensorFlow's names of its own operations."""
+  """Returns an error's message as one line, without TensorFlow's names of its own operations.
+
+  If TensorFlow lists several errors, the line has the first.
+  """
   text = getattr(error, 'message', None) or str(error) or type(error).__name__
-  text = _REMOTE.sub(r' (of \1)', _TRACE.sub('', text))
+  text = _REMOTE.sub(r' (of \1)', _ROOTS.sub(r'\1', _TRACE.sub('', text)))
   text = re.sub(r'\{\{.*?\}\}\s*|\s*\[Op:\w+\](\s*name:\s*$)?', '', text)
   return ' '.join(text.split())[:400]
 

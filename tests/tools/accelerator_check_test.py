@@ -97,7 +97,7 @@ def _Rows(name, capsys):
   return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-@pytest.mark.parametrize('name', ['devices', 'keras', 'dtypes', 'replicas', 'copies'])
+@pytest.mark.parametrize('name', ['devices', 'keras', 'keras_xla', 'dtypes', 'replicas', 'copies'])
 def testACheckPasses(name, capsys):
   rows = _Rows(name, capsys)
   assert rows and all(row['pass'] for row in rows), rows

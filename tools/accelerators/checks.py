@@ -143,9 +143,7 @@ def _Equality(place: Place, xla: bool) -> None:
   # The reference is not compiled by XLA, and would round differently.
   tf.config.experimental.enable_tensor_float_32_execution(False)
   size = len(place.devices)
-  if xla and not accelerators.UsesXla(None, place.devices):
-    problem = accelerators.XlaProblem(tf.config.get_visible_devices('GPU'))
-    Report('XLA', True, f'left out: {problem}')
+  if xla and not _HasXla(place):
     return
   names = [name for name in schedules.Names() if name != 'forward_only']
   # XLA takes seconds for each pair on a GPU.
@@ -161,6 +159,15 @@ def _Equality(place: Place, xla: bool) -> None:
     failures = '; '.join(report.Failures())
     text = failures or f'largest error of a gradient {error:.1e}'
     Report(f'{schedule} {policy}', not failures, text, error=error)
+
+
+def _HasXla(place: Place) -> bool:
+  """Returns whether XLA runs on the devices; reports it if not."""
+  if accelerators.UsesXla(None, place.devices):
+    return True
+  problem = accelerators.XlaProblem(tf.config.get_visible_devices('GPU'))
+  Report('XLA', True, f'left out: {problem}')
+  return False
 
 
 def _Masks(place: Place) -> None:
@@ -234,9 +241,9 @@ def _Allocated(device: str) -> dict[str, int]:
   return info
 
 
-def _Fit(model: Any, steps: int = 4) -> tuple[list[float], float]:
+def _Fit(model: Any, xla: bool, steps: int = 4) -> tuple[list[float], float]:
   """Trains a Keras model for two epochs; returns the losses and the seconds of a warm step."""
-  model.compile(keras.optimizers.SGD(0.05), 'mse', jit_compile=False)
+  model.compile(keras.optimizers.Adam(1e-3), 'mse', jit_compile=xla)
   x = np.random.default_rng(0).standard_normal([32 * steps, model.input_shape[-1]])
   losses, seconds = [], 0.0
   for _ in range(2):
@@ -247,10 +254,16 @@ def _Fit(model: Any, steps: int = 4) -> tuple[list[float], float]:
 
 
 def _Keras(
-  place: Place, policy: str = 'float32', bound: float = _LOSS_BOUND, **options: Any
+  place: Place,
+  policy: str = 'float32',
+  bound: float = _LOSS_BOUND,
+  xla: bool = False,
+  **options: Any,
 ) -> None:
   """Compares `fit` with plain Keras on the first device."""
   devices = place.devices  # Before TensorFlow starts.
+  if xla and not _HasXla(place):
+    return
   dim = 128 if place.is_cpu else 2048
 
   def Make() -> Any:
@@ -262,14 +275,16 @@ def _Keras(
   num_stages = options.pop('num_stages', 1)
   pipe = PipelinedModel(
     Make(), num_stages, devices=devices[: options.get('num_replicas', num_stages)],
-    xla=False, **options,
+    xla=xla, **options,
   )  # fmt: skip
-  actual, ours = _Fit(pipe)
+  actual, ours = _Fit(pipe, xla)
   with tf.device(devices[0]):
-    expected, plain = _Fit(Make())
+    expected, plain = _Fit(Make(), xla)
   error = max(abs(a - b) / abs(b) for a, b in zip(actual, expected, strict=True))
   Report(
-    ' '.join(['fit', policy, f'K={num_stages}', *(f'{k}={v}' for k, v in options.items())]),
+    ' '.join(
+      [f'fit{" XLA" * xla}', policy, f'K={num_stages}', *(f'{k}={v}' for k, v in options.items())]
+    ),
     error <= bound and np.isfinite(actual).all(),
     f'losses differ by {error:.1e}; {ours * 1e3:.1f} ms a step, plain Keras {plain * 1e3:.1f} ms',
     error=error,
@@ -418,6 +433,7 @@ CHECKS: dict[str, tuple[Callable[[Place], None], dict[str, str]]] = {
   'masks': (_Masks, {}),
   'memory': (_Memory, {}),
   'keras': (_Keras, {}),
+  'keras_xla': (functools.partial(_Keras, xla=True), {}),
   'dtypes': (_Dtypes, {}),
   'replicas': (_Replicas, {}),
   'actions': (_Actions, {}),
