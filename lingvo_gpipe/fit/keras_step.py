@@ -19,7 +19,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from lingvo_gpipe.layers.keras import keras_cell_layer, keras_variables
+from lingvo_gpipe.layers.keras import keras_cell_layer, keras_equality, keras_variables
 from lingvo_gpipe.pipeline import engine as engine_lib
 from lingvo_gpipe.pipeline import layer_statistics, pipelining_layer, replicas
 from lingvo_gpipe.pipeline.stages import failures, micro_batch
@@ -193,7 +193,7 @@ def KeepsSlices(
   It need not if it adds these before it clips and squares them.
   """
   is_keras = all(isinstance(x, keras_cell_layer.KerasCellLayer) for x in stack.layers)
-  inner = getattr(optimizer, 'inner_optimizer', optimizer)
+  inner = keras_variables.Inner(optimizer)
   clips = any(x.clipnorm or x.clipvalue or x.global_clipnorm for x in (optimizer, inner))
   is_linear = type(inner) in (keras.optimizers.SGD, keras.optimizers.Lion)
   adds = bool(inner.gradient_accumulation_steps) or (is_linear and not clips)
@@ -247,7 +247,7 @@ def _OneByOne(optimizer: Any) -> Iterator[None]:
   if tf.executing_eagerly():
     yield
     return
-  inner = getattr(optimizer, 'inner_optimizer', optimizer)
+  inner = keras_variables.Inner(optimizer)
   update_step = inner.update_step
   last: dict[tuple[int, str], tf.Operation] = {}  # {graph and device: the end of the last update}.
 
@@ -263,18 +263,14 @@ def _OneByOne(optimizer: Any) -> Iterator[None]:
 
 def _CanBeCompiled(optimizer: Any) -> bool:
   """Whether its updates may run later and get the count as a tensor, as in no class of a user."""
-  inner = getattr(optimizer, 'inner_optimizer', optimizer)
-  return _IsOfKeras(inner) and not tf.executing_eagerly()
-
-
-def _IsOfKeras(optimizer: Any) -> bool:
-  return type(optimizer).__module__.split('.')[0] == 'keras'
+  inner = keras_variables.Inner(optimizer)
+  return keras_equality.IsOfKeras(type(inner)) and not tf.executing_eagerly()
 
 
 @contextlib.contextmanager
 def _Compiled(optimizer: Any) -> Iterator[None]:
   """Lets XLA compile the updates of each device's weights as one function, while traced."""
-  inner = getattr(optimizer, 'inner_optimizer', optimizer)
+  inner = keras_variables.Inner(optimizer)
   update_all = inner._backend_update_step
 
   def UpdateAll(gradients: Sequence[Any], variables: Sequence[Any], learning_rate: Any) -> None:
@@ -319,8 +315,7 @@ def _UpdateDevice(
       compiled(*args)
     else:  # An optimizer with a variable for all weights, such as Nadam's product.
       with _OneByOne(optimizer):
-        for gradient, variable in pairs:
-          optimizer.update_step(gradient, variable, rate)
+        Update(*args)
 
 
 @contextlib.contextmanager
@@ -333,7 +328,7 @@ def _ClippedByStage(optimizer: Any) -> Iterator[float | None]:
   clip_norm = getattr(optimizer, 'global_clipnorm', None)
   is_plain = not optimizer.gradient_accumulation_steps and optimizer.loss_scale_factor is None
   is_plain = is_plain and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-  is_plain = is_plain and _IsOfKeras(optimizer)
+  is_plain = is_plain and keras_equality.IsOfKeras(type(optimizer))
   if clip_norm is None or not is_plain:
     yield None
     return

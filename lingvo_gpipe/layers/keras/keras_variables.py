@@ -214,9 +214,14 @@ def ForgetFunctions(model: Any, but: type) -> None:
         setattr(other, name, None)
 
 
+def Inner(optimizer: Any) -> Any:
+  """Returns the optimizer that a LossScaleOptimizer wraps, or any other optimizer itself."""
+  return getattr(optimizer, 'inner_optimizer', optimizer)
+
+
 def NumUpdates(optimizer: Any) -> Any:
   """Returns the count of an optimizer's steps, including steps that only accumulate gradients."""
-  return getattr(optimizer, 'inner_optimizer', optimizer)._iterations
+  return Inner(optimizer)._iterations
 
 
 def GiveValues(model: Any) -> None:
