@@ -10,9 +10,11 @@ Before the first step the cells run eagerly on examples of the first batch:
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 from absl import logging
@@ -51,19 +53,30 @@ class Trial:
     self._size = micro_batch.BatchSize(args)
 
   def CheckIndependence(self) -> None:
-    """Warns if outputs for an example depend on the other examples, in evaluation."""
+    """Warns if outputs for an example depend on the other examples, in evaluation or in training.
+
+    Layers that draw numbers of their own in training pass.
+    """
     if self._size == 1:
       return
-    outputs, _ = self._Run(self._layers, [[0, self._size // 3], [0, 2 * self._size // 3]])
-    if _IsEqual(*outputs[-1]):
-      return
-    layer = self._layers[next(i for i, pair in enumerate(outputs) if not _IsEqual(*pair))]
-    logging.warning(
-      '%s: what %s computes for an example depends on the other examples of the batch, which are '
-      'those of its micro-batch here. Only num_micro_batches=1 computes it as Keras does.',
-      layer.path,
-      layer.params.cell.name,
-    )
+    batches = [[0, self._size // 3], [0, 2 * self._size // 3]]
+    for do_eval in (True, False):
+      if not do_eval:
+        if not any(map(_LayersWithMode, self._layers)):
+          return
+        batches.append(batches[0])  # Equal to the first, unless random numbers differ.
+      outputs, _ = self._Run(self._layers, batches, steps=[0] * len(batches), do_eval=do_eval)
+      x, y, *again = outputs[-1]
+      if not _IsEqual(x, y) and all(_IsEqual(x, z) for z in again):
+        layer = self._layers[next(i for i, of in enumerate(outputs) if not _IsEqual(*of[:2]))]
+        logging.warning(
+          '%s: what %s computes%s for an example depends on the other examples of the batch, which '
+          'are those of its micro-batch here. Only num_micro_batches=1 computes it as Keras does.',
+          layer.path,
+          layer.params.cell.name if do_eval else _LayersWithMode(layer) or layer.params.cell.name,
+          '' if do_eval else ' in training',
+        )
+        return
 
   def CheckAddedLosses(self, num_micro_batches: int) -> None:
     """Raises ValueError if a cell adds a loss that grows with the number of examples.
@@ -184,6 +197,22 @@ def _LayersWithLoss(layer: keras_cell_layer.KerasCellLayer) -> str:
     x.name
     for x in layer.params.cell.Layers()
     if x.activity_regularizer is not None or keras_equality.Reads(type(x), {'add_loss'})
+  )
+
+
+def _LayersWithMode(layer: keras_cell_layer.KerasCellLayer) -> str:
+  """Returns the names of the layers of a cell that may compare examples in training only.
+
+  They are BatchNormalization, or of a class outside of Keras. Keras's other layers take `training`
+  for dropout.
+  """
+  return ', '.join(
+    x.name
+    for x in layer.params.cell.Layers()
+    if isinstance(x, keras.layers.BatchNormalization)
+    or (
+      not keras_equality.IsOfKeras(type(x)) and 'training' in inspect.signature(x.call).parameters
+    )
   )
 
 

@@ -40,16 +40,35 @@ def testOutputsThatCompareExamplesAreWarnedOf(compare, caplog):
   assert re.search(r'layers\[[12]\].*dense_[12].*num_micro_batches=1', caplog.text)
 
 
+@pytest.mark.parametrize(
+  'make', [layers.BatchNormalization, lambda: _Centers(name='batch_mean')], ids=['Keras', 'own']
+)
+def testNormalisationByTheBatchIsWarnedOf(make, caplog):
+  for num_micro_batches in (1, 2):
+    assert 'num_micro_batches=1' not in caplog.text  # TensorFlow warns of many traces.
+    model = keras.Sequential([keras.Input([4, 5]), layers.Dense(4), make(), layers.Dense(3)])
+    keras_fits.Fit(keras_fits.Pipe(model, 2, num_micro_batches), X, Y, COMPILED, epochs=1)
+  assert re.search(r'layers\[0\].*batch_\w+ .*training.*num_micro_batches=1', caplog.text)
+
+
 def testIndependentExamplesAreNotWarnedOf(caplog):
-  """In training, normalisation compares them, which needs no warning; random numbers are equal."""
+  """Random numbers of training are equal, and a frozen normalisation compares nothing."""
   ids = keras.Input([6], dtype='int32')
   x = layers.Embedding(9, 8, mask_zero=True)(ids)
-  x = layers.GaussianDropout(0.5)(layers.BatchNormalization()(layers.Dense(8)(x)))
+  x = layers.BatchNormalization(trainable=False)(layers.Dense(8)(x))
+  x = layers.GaussianDropout(0.5)(x)
   x = layers.MultiHeadAttention(2, 4)(x, x)
   x = layers.Bidirectional(layers.GRU(4))(x)
   pipe = keras_fits.Pipe(keras.Model(ids, layers.Dense(3)(x)), 2, 2)
   keras_fits.Fit(pipe, keras_fits.PaddedIds(8), Y[:, 0], COMPILED, epochs=1)
   assert 'num_micro_batches=1' not in caplog.text  # TensorFlow warns of many traces.
+
+
+class _Centers(layers.Layer):
+  """Subtracts the mean of the batch, in training only."""
+
+  def call(self, x, training=False):
+    return x - ops.mean(x, axis=0) if training else x
 
 
 class _Adds(layers.Layer):
