@@ -118,14 +118,22 @@ class Graph:
       x: tensors `[batch, ...]` as Keras's `fit` takes them: one, a list or a dict by name.
 
     Raises:
-      ValueError: the inputs have another structure.
+      ValueError: the inputs have another structure, or sizes that a Functional model refuses.
     """
     graph = AsFunctional(self.model)
     names = {t.name for t in self.model.inputs} if graph is not None else set()
     if isinstance(x, dict) and (missing := sorted(names - x.keys())):
       raise ValueError(f'{self.model.name} needs the inputs {sorted(names)}, missing: {missing}')
     if graph is not None:
-      return list(graph._standardize_inputs(x))
+      tensors = list(graph._standardize_inputs(x))
+      for t, v in zip(tensors, self.model.inputs, strict=True) if graph is self.model else ():
+        # As in Keras, a Sequential model takes other sizes.
+        if t is not None and not tf.TensorShape(v.shape[1:]).is_compatible_with(t.shape[1:]):
+          raise ValueError(
+            f'{self.model.name}: the input {v.name} has the shape {tuple(t.shape)}, expected '
+            f'{v.shape}'
+          )
+      return tensors
     try:
       keras.tree.assert_same_structure(x, self.input_structure)
     except (ValueError, TypeError):

@@ -253,6 +253,18 @@ def testConstantsOutsideLayersAreEqualInEachTrace():
   _Check(model, X, ['dense', 'mul', 'add'])
 
 
+def testAFunctionalModelRefusesOtherSizesAsInKeras():
+  """A Sequential model and unknown sizes take any."""
+  x = keras_fits.Floats(4, 3, 5)
+  fixed, free = (keras.Input([size, 5], name='x') for size in (2, None))
+  for model in (keras.Sequential([fixed, _Dense('a')]), keras.Model(free, _Dense('a')(free))):
+    _Check(model, x, ['a'])
+  graph = keras_graph.FromModel(keras.Model(fixed, _Dense('a')(fixed), name='net'))
+  assert len(graph.FlatInputs(x[:, :2])) == 1
+  with pytest.raises(ValueError, match=naming.Naming('net', 'x', (4, 3, 5), (None, 2, 5))):
+    graph.FlatInputs(x)
+
+
 def testAShapeThatIsNotKnownIsRefused():
   model = _Outside(lambda model, x: ops.reshape(x, [x.shape[0], 3, 1]))
   model(X)
