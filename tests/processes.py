@@ -34,6 +34,8 @@ TINY = (
 TIMEOUT = 120
 # Environment with which a program of `Forks` traces and computes as in a process of its own.
 OPTIMIZED = {'OPTIMIZE_GRAPHS': '1'}
+# Environment with which a Python file of `Forks` traces as fast as the programs do.
+FAST = {'TRACE_FAST': '1'}
 
 
 @functools.cache
@@ -107,7 +109,8 @@ for line in sys.stdin:
     os.chdir(call['cwd'])
     os.environ.update(call['environment'])
     program = call['program']
-    if program in programs and not os.environ.get('OPTIMIZE_GRAPHS'):
+    is_fast = program in programs or os.environ.get('TRACE_FAST')
+    if is_fast and not os.environ.get('OPTIMIZE_GRAPHS'):
       fast_tracing['Configure']()
     random.seed(0)  # Keras draws the seeds of initial weights from it.
     sys.stdout.reconfigure(line_buffering=os.isatty(1))  # As at the start of a process.
@@ -128,7 +131,7 @@ class Forks:
   """Runs programs one after the other, like `Run`, but imports TensorFlow once for all of them.
 
   For programs, or Python files, that run to their end. The programs trace as fast as the tests, see
-  fast_tracing.py, except with the environment `OPTIMIZED`. The output lacks messages from importing
+  fast_tracing.py, except with the environment `OPTIMIZED`; files do with `FAST`. The output lacks messages from importing
   TensorFlow, and the children do not import modules that the parent has imported: another test of
   the file should start a real process. Tests share one object as the fixture `forks`.
   """

@@ -47,14 +47,11 @@ def testAnotherFailureIsReported():
     largest_model.NumParams(wrong)
 
 
-def testTable1CountsAndPredicts():
-  lines = processes.Succeeded(
-    processes.Run(
-      'paper_memory',
-      '--models=lm.one_billion_wds.Transformer3,lm.one_billion_wds.Transformer13',
-      command=[sys.executable, '-m', 'tools.paper_memory'],
-    )
-  ).stdout.splitlines()
+def testTable1CountsAndPredicts(forks):
+  models = 'lm.one_billion_wds.Transformer3,lm.one_billion_wds.Transformer13'
+  program = str(processes.ROOT / 'tools' / 'paper_memory.py')
+  done = forks.Run(program, f'--models={models}', more_environment=processes.FAST)
+  lines = processes.Succeeded(done).stdout.splitlines()
   rows = [re.split(r'\s{1,}', line) for line in lines if line.startswith('lm.')]
   assert [row[4] for row in rows] == ['282,178,816', '785,761,536']
   # 12 bytes per parameter in GiB, as in the paper (with the two figures for Naive-1 swapped).

@@ -68,11 +68,13 @@ def testTheCommandRunsAndTheTrainerPredictsTheSameMemory(forks, tmp_path):
   assert needs == pytest.approx(_Bytes(chosen[-2]), rel=2e-3)
 
 
-def testThisMachineIsMeasuredAndPlansAreChecked():
-  done = processes.Run(
-    'plan', *_MODEL, '--measure', '--measured_sizes=2', '--num_devices=2', '--platform=cpu',
-    '--check=1', '--repeats=2', '--remat_policies=none', '--schedules=gpipe',
-    command=[sys.executable, '-m', 'tools.plan'],
+_MEASURE = ('--measure', '--measured_sizes=2', '--remat_policies=none', '--schedules=gpipe')
+
+
+def testThisMachineIsMeasuredAndPlansAreChecked(forks):
+  done = forks.Run(
+    _PROGRAM, *_MODEL, *_MEASURE, '--num_devices=2', '--platform=cpu', '--check=1', '--repeats=1',
+    more_environment=processes.FAST,
   )  # fmt: skip
   out = processes.Succeeded(done).stdout
   described = json.loads(out.splitlines()[0])
@@ -84,13 +86,11 @@ def testThisMachineIsMeasuredAndPlansAreChecked():
   assert all(re.fullmatch(r'[\d.,e+]+(s|ms|us)', cell) for cell in row[2:5]) and row[5][-1] == '%'
 
 
-_MEASURE = ('--measure', '--measured_sizes=2', '--remat_policies=none', '--schedules=gpipe')
-
-
 def testWorkersAreMeasuredAndPlansAreChecked(forks):
   done = forks.Run(
-    _PROGRAM, *_MODEL, *_MEASURE, '--local_workers=2', '--num_stages=2', '--check=1', '--repeats=1'
-  )
+    _PROGRAM, *_MODEL, *_MEASURE, '--local_workers=2', '--num_stages=2', '--check=1', '--repeats=1',
+    more_environment=processes.FAST,
+  )  # fmt: skip
   lines = processes.Succeeded(done).stdout.splitlines()
   described = json.loads(lines[0])
   assert (described['num_devices'], described['devices_per_host']) == (2, 2)
@@ -161,7 +161,6 @@ def testTheTrainerSharesAVocabularyAsPlanned(forks, tmp_path):
     ({'flops': 1}, [], "unknown key 'flops'"),
     ({'memory_bytes': 100}, [], 'nothing fits'),
     ({}, ['--global_batch=4', '--model=mt.cldr.Multilingual'], 'bucket_batch_limit'),
-    (None, [], '--device_file=FILE is needed'),
     ({}, ['--local_workers=2'], '--local_workers does nothing without --measure'),
     (None, ['--measure', '--cluster=none.json'], 'none.json'),
     ({}, ['--model=image.digits_tasks.DigitAndParity'], 'expected a model with one task'),
@@ -174,6 +173,13 @@ def testErrorsAreOneLine(forks, tmp_path, changes, flags, words):
   assert done.returncode == 2, done.stdout + done.stderr
   (line,) = processes.Messages(done.stderr)
   assert words in line
+
+
+def testAProcessReportsAnErrorInOneLine():
+  """Other tests run the program in forks that have imported modules already."""
+  done = processes.Run('plan', *_MODEL[:1], command=[sys.executable, '-m', 'tools.plan'])
+  assert done.returncode == 2
+  assert '--device_file=FILE is needed' in processes.Messages(done.stderr)[-1]
 
 
 @pytest.mark.parametrize(

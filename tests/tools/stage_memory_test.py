@@ -2,6 +2,7 @@
 """The peak activations of a device, in new processes, follow the formula (GPipe, section 2.3)."""
 
 import dataclasses
+import json
 import sys
 
 import pytest
@@ -42,13 +43,16 @@ def testThePredictionFollowsTheFormula(changes, predicted):
   assert stage_memory.Predict(setting) == predicted * 16
 
 
-def testMeasuredMemoryFollowsTheFormula():
-  small = program.Measure(_SETTING)
-  gpipe = program.Measure(dataclasses.replace(_SETTING, num_micro_batches=12))
-  one_f_one_b = program.Measure(
-    dataclasses.replace(_SETTING, schedule='1f1b', num_micro_batches=12)
-  )
-  more_layers = program.Measure(dataclasses.replace(_SETTING, num_layers=6))
+def testMeasuredMemoryFollowsTheFormula(forks):
+  def Measured(**changes):
+    setting = dataclasses.replace(_SETTING, **changes)
+    done = processes.Succeeded(forks.Run(stage_memory.__file__, setting.ToJson()))
+    return json.loads(done.stdout.splitlines()[-1])
+
+  small = program.Measure(_SETTING)  # In a process that imports TensorFlow, like the program's.
+  gpipe = Measured(num_micro_batches=12)
+  one_f_one_b = Measured(schedule='1f1b', num_micro_batches=12)
+  more_layers = Measured(num_layers=6)
   # Eight more inputs take 128 MiB; TensorFlow takes a few more MiB per micro-batch.
   assert 112 <= gpipe - small <= 208
   # No more inputs are held.
