@@ -131,9 +131,10 @@ class Forks:
   """Runs programs one after the other, like `Run`, but imports TensorFlow once for all of them.
 
   For programs, or Python files, that run to their end. The programs trace as fast as the tests, see
-  fast_tracing.py, except with the environment `OPTIMIZED`; files do with `FAST`. The output lacks messages from importing
-  TensorFlow, and the children do not import modules that the parent has imported: another test of
-  the file should start a real process. Tests share one object as the fixture `forks`.
+  fast_tracing.py, except with the environment `OPTIMIZED`; files do with `FAST`. The output lacks
+  messages from importing TensorFlow, and the children do not import modules that the parent has
+  imported: another test of the file should start a real process. Tests share one object as the
+  fixture `forks`.
   """
 
   def __init__(self, directory, *, modules=(), command=(sys.executable,), more_environment=None):

@@ -182,22 +182,22 @@ def testADamagedRecordEndsTheRunWhichThenResumesWithoutIt(tmp_path, capsys):
     for point in points:
       writer.write(point.tobytes())
   data = bytearray(path.read_bytes())
-  data[50 * 40 + 12] ^= 1
+  data[30 * 40 + 12] ^= 1
   path.write_bytes(data)
-  params = _Params(_Recorded, save_interval_steps=1)
+  params = _Params(_Recorded, save_interval_steps=1, max_steps=9)
   params.input.Set(batch_size=4, file_pattern=str(path), shuffle_buffer_size=5)
-  words = r'points\.tfrecord .*: record 51, at byte 2,000: .*damaged_records to skip'
+  words = r'points\.tfrecord .*: record 31, at byte 1,200: .*damaged_records to skip'
   for _ in range(2):
     with pytest.raises(ValueError, match=words) as e:
       training.Train(tmp_path / 'killed', params)
-    assert 'training ended after step 11;' in e.value.__notes__[-1]
-    assert processes.Steps(tmp_path / 'killed')[-1] == 11
+    assert 'training ended after step 6;' in e.value.__notes__[-1]
+    assert processes.Steps(tmp_path / 'killed')[-1] == 6
   params.input.damaged_records = 'skip'
   capsys.readouterr()
   for logdir in ('killed', 'straight'):
     training.Train(tmp_path / logdir, params)
-    assert '80; 1 damaged records were left out' in capsys.readouterr().out
-  _AssertSame(tmp_path / 'killed', tmp_path / 'straight')
+    assert '36; 1 damaged records were left out' in capsys.readouterr().out
+  _AssertSame(tmp_path / 'killed', tmp_path / 'straight', 9)
 
 
 class _Broken(_Points):
@@ -333,13 +333,13 @@ def testTwoCallsOfTheTrainerEqualOne(tmp_path, forks):
     args = ['--model=toy.Toy', f'--logdir={logdir}', f'--max_steps={max_steps}']
     return processes.Succeeded(forks.Run('trainer', *args, cwd=project))
 
-  Run('once', 30)
+  Run('once', 20)
   Run('calls', 13)
-  done = Run('calls', 30)
+  done = Run('calls', 20)
   assert 'resuming from step 13 (39 examples consumed)' in done.stdout
-  _AssertSame(project / 'calls', project / 'once', 30)
+  _AssertSame(project / 'calls', project / 'once', 20)
   # Evaluations go through all 50 points once, from the beginning.
-  assert 'Dev a stream of examples' in done.stdout and 'Dev at step 30: loss ' in done.stdout
+  assert 'Dev a stream of examples' in done.stdout and 'Dev at step 20: loss ' in done.stdout
   (project / 'points.txt').unlink()
   done = forks.Run('trainer', '--model=toy.Toy', f'--logdir={project / "other"}', cwd=project)
   assert done.returncode == 2

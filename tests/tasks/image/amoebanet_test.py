@@ -158,7 +158,7 @@ def _SmallNet(variant):
   'variant, splits, options',
   [
     # The input of the auxiliary head skips a stage.
-    ('D', [3, 4, 6], {'num_micro_batches': 3}),
+    ('D', [3, 4, 6], {'num_micro_batches': 2}),
     ('B', [4, 6], {'num_micro_batches': 2, 'schedule': '1f1b', 'remat_policy': 'layer'}),
   ],
 )

@@ -97,26 +97,29 @@ def testLossIsTheCrossEntropyOfTheWeightedPositions():
   assert 0 < expected['accuracy'] < 1
 
 
-@pytest.mark.parametrize(('layers_per_block', 'splits'), [(2, [5, 10]), (3, [7, 13])])
+@functools.cache
+def _OfBlocks(layers_per_block, splits):
+  """Returns metrics and texts of three blocks of layers, with random weights."""
+  p = _Params(num_layers=3, layers_per_block=layers_per_block)
+  p.stack.splits = list(splits)
+  task = p.Instantiate()
+  devices = [d.name for d in tf.config.list_logical_devices('CPU')]
+  runner = eval_runner.EvalRunner(task, devices, _Spec(_Batch()))
+  rng = np.random.default_rng(5)
+  # The weights of a block have the same order for any number of layers.
+  for variable in task.variables:
+    variable.assign(rng.normal(size=variable.shape, scale=0.3))
+  metrics = {name: value for name, (value, _) in runner.Evaluate([_Batch()]).items()}
+  return metrics, task.Generate(_Batch().ids[:2, :3].numpy(), 4, temperature=0).tolist()
+
+
+@pytest.mark.parametrize(('layers_per_block', 'splits'), [(2, (5, 10)), (3, (7, 13))])
 def testBlocksOfSeveralLayersComputeTheSame(layers_per_block, splits):
   """Three blocks with the same weights; the first stage ends within the second block."""
-  whole = _Params(num_layers=3).Instantiate()
-  p = _Params(num_layers=3, layers_per_block=layers_per_block)
-  p.stack.splits = splits
-  cut = p.Instantiate()
-  rng = np.random.default_rng(5)
-  devices = [d.name for d in tf.config.list_logical_devices('CPU')]
-  metrics, texts, weights = [], [], []
-  for task in (whole, cut):
-    runner = eval_runner.EvalRunner(task, devices, _Spec(_Batch()))
-    # The weights of a block have the same order in all three.
-    weights = weights or [rng.normal(size=v.shape, scale=0.3) for v in task.variables]
-    for variable, value in zip(task.variables, weights, strict=True):
-      variable.assign(value)
-    metrics.append({name: value for name, (value, _) in runner.Evaluate([_Batch()]).items()})
-    texts.append(task.Generate(_Batch().ids[:2, :3].numpy(), 4, temperature=0).tolist())
-  assert metrics[0] == pytest.approx(metrics[1], rel=1e-6)
-  assert texts[0] == texts[1]
+  metrics, texts = _OfBlocks(layers_per_block, splits)
+  expected_metrics, expected_texts = _OfBlocks(1, ())
+  assert expected_metrics == pytest.approx(metrics, rel=1e-6)
+  assert texts == expected_texts
 
 
 def testEmptyLossAndItsGradientAreZero():

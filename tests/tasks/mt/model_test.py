@@ -266,7 +266,6 @@ def _Case():
 @pytest.mark.parametrize(
   'splits, options',
   [
-    ([6], {}),
     # The embedded target crosses the boundary.
     ([2, 6], {'schedule': '1f1b', 'remat_policy': 'layer'}),
     # Cuts around the encoder, and a boundary that the encoded source crosses.
