@@ -161,6 +161,7 @@ def testTheTrainerSharesAVocabularyAsPlanned(forks, tmp_path):
     ({'flops': 1}, [], "unknown key 'flops'"),
     ({'memory_bytes': 100}, [], 'nothing fits'),
     ({}, ['--global_batch=4', '--model=mt.cldr.Multilingual'], 'bucket_batch_limit'),
+    (None, [], '--device_file=FILE is needed'),
     ({}, ['--local_workers=2'], '--local_workers does nothing without --measure'),
     (None, ['--measure', '--cluster=none.json'], 'none.json'),
     ({}, ['--model=image.digits_tasks.DigitAndParity'], 'expected a model with one task'),
@@ -175,7 +176,7 @@ def testErrorsAreOneLine(forks, tmp_path, changes, flags, words):
   assert words in line
 
 
-def testAProcessReportsAnErrorInOneLine():
+def testAProcessOfItsOwnReportsAMistake():
   """Other tests run the program in forks that have imported modules already."""
   done = processes.Run('plan', *_MODEL[:1], command=[sys.executable, '-m', 'tools.plan'])
   assert done.returncode == 2
