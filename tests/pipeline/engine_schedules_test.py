@@ -83,6 +83,20 @@ def _Stack(schedule, policy, num_stages, num_micro_batches, stages_per_device=1,
   )
 
 
+@functools.cache
+def _Placed(num_stages, stages_per_device=1, xla=False, schedule=''):
+  """Returns a placed stack for all schedules with its placement: stages are traced once for them."""
+  schedule = schedule or ('gpipe' if stages_per_device == 1 else 'looped_bfs')
+  stack = _Stack(schedule, 'stage', num_stages, 4, stages_per_device, xla=xla)
+  stack.Place(stacks.Devices(), *stacks.Specs(_Batch(8)[0]), loss_fn=_Loss)
+  return stack
+
+
+def _Retrain(stack, schedule, policy, num_micro_batches, size, **options):
+  options['num_micro_batches'] = num_micro_batches
+  return stacks.Retrain(stack, *_Batch(size), schedule, policy, **options)
+
+
 def _Check(stack, size):
   p = stack.params
   actual = stacks.Train(stack, *_Batch(size), _Loss)
@@ -121,15 +135,16 @@ class _Case:
 
 
 @functools.cache
-def _AllCases():
-  some = (1, 2, 3, 4)
+def _AllCases(most=3, xla=(False,)):
+  """All cases with up to this many devices, and as many micro-batches."""
+  some = range(1, most + 1)
   names, policies = (*_ONE_A_DEVICE, *_LOOPED), rematerialisation.POLICIES
-  values = (names, policies, some, some, ('even', 'uneven', 'below M'), (False, True))
+  values = (names, policies, some, some, ('even', 'uneven', 'below M'), xla)
   return [_Case(*x) for x in itertools.product(*values)]
 
 
-def _Possible():
-  return [case for case in _AllCases() if case.can_be]
+def _Possible(*args):
+  return [case for case in _AllCases(*args) if case.can_be]
 
 
 def _Pairs(cases):
@@ -138,14 +153,18 @@ def _Pairs(cases):
 
 @functools.cache
 def _Grid():
-  """A sample in which every two values that can come together do."""
+  """A sample in which every two values that can come together do.
+
+  XLA compiles the functions of stages, which depend on the policy and the kinds of actions only.
+  """
   possible = _Possible()
   random.Random(0).shuffle(possible)
-  possible.sort(key=lambda case: case.xla)  # Which costs most: of equally good ones never first.
+  possible.sort(key=lambda case: case.k)  # Many stages cost most: of equally good ones never first.
   cases = [
-    _Case('zb_h1', 'none', 4, 4, 'uneven', True),
-    _Case('interleaved_1f1b', 'layer', 4, 4, 'even', True),
-    _Case('looped_bfs', 'except_last', 3, 2, 'even', True),
+    _Case('zb_h1', 'none', 4, 3, 'uneven', True),
+    _Case('interleaved_1f1b', 'layer', 2, 2, 'even', True),
+    _Case('looped_bfs', 'except_last', 2, 2, 'even', True),
+    _Case('1f1b_fused', 'stage', 1, 3, 'below M', True),
   ]
   uncovered = _Pairs(possible) - _Pairs(cases)
   while uncovered:
@@ -154,10 +173,15 @@ def _Grid():
   return cases
 
 
-@pytest.mark.parametrize('case', _Possible() if 'ENGINE_GRID' in os.environ else _Grid(), ids=str)
+_FULL = _Possible(4, (False, True))
+
+
+@pytest.mark.parametrize('case', _FULL if 'ENGINE_GRID' in os.environ else _Grid(), ids=str)
 def testTheResultIsTheSame(case):
   v = 2 if case.schedule in _LOOPED else 1
-  _Check(_Stack(case.schedule, case.policy, v * case.k, case.m, v, xla=case.xla), case.size)
+  stack = _Placed(v * case.k, v, case.xla)
+  actual = _Retrain(stack, case.schedule, case.policy, case.m, case.size)
+  stacks.CheckEqual(actual, _Reference(case.m, case.size))
 
 
 @pytest.mark.parametrize(
@@ -166,14 +190,15 @@ def testTheResultIsTheSame(case):
     ('zb_2p', 1, 3, 5, 'none'),
     ('interleaved_zb', 2, 2, 4, 'stage'),
     ('zb_v', 2, 2, 5, 'none'),
-    ('v_half', 2, 4, 3, 'none'),
+    ('v_half', 2, 3, 2, 'none'),
     ('v_min', 2, 3, 4, 'except_last'),
     ('dualpipe_v', 2, 2, 4, 'layer'),
   ],
 )
 def testTheResultIsTheSameIfBackwardIsSplit(name, v, k, m, policy):
-  stack = _Stack(name, policy, v * k, m, v, xla=False)
-  _Check(stack, 2 * m - (name == 'v_half'))  # Two sizes of micro-batches need twice the traces.
+  stack = _Placed(v * k, v, schedule='' if name in ('zb_2p', 'interleaved_zb') else 'zb_v')
+  size = 2 * m - (name == 'v_half')  # Two sizes of micro-batches need twice the traces.
+  stacks.CheckEqual(_Retrain(stack, name, policy, m, size), _Reference(m, size))
   owners = list(range(k)) * v if name[0] == 'i' else [*range(k), *reversed(range(k))][: v * k]
   assert list(stack.engine.stage_to_device) == owners
 
@@ -182,19 +207,23 @@ def testTheSampleCoversTheGrid():
   cannot_be = {(('m', 1), ('batch', 'uneven')), (('m', 1), ('batch', 'below M'))}
   assert _Pairs(_AllCases()) - _Pairs(_Grid()) == cannot_be
   assert any(c.m < c.k for c in _Grid())
-  assert {4} == {c.k for c in _Grid()[:2] if c.xla}
-  assert len(_Grid()) < 40 and sum(c.xla for c in _Grid()) < 9  # They cost a few seconds each.
+  compiled = [c for c in _Grid() if c.xla]
+  assert {c.policy for c in compiled} == set(rematerialisation.POLICIES)
+  assert {'even', 'uneven', 'below M'} == {c.batch for c in compiled}
+  # Backward whole, in halves and with its forward.
+  assert {'looped_bfs', 'zb_h1', '1f1b_fused'} <= {c.schedule for c in compiled}
+  assert {1, 2, 4} == {c.k for c in compiled}
+  assert len(_Grid()) < 40 and len(compiled) < 9  # Which cost more.
 
 
 def testTheTestCanFail():
-  stack = _Stack('1f1b', 'none', 2, 2)
-  _, grads = stacks.Train(stack, *_Batch(7), _Loss, step=stacks.STEP + 1)
-  stacks.CheckAnyDiffers(grads, _Reference(2, 7)[1])
+  _, grads = _Retrain(_Placed(2), '1f1b', 'none', 2, 3, step=stacks.STEP + 1)
+  stacks.CheckAnyDiffers(grads, _Reference(2, 3)[1])
 
 
-@pytest.mark.parametrize('policy', ['layer', 'except_last'])
-def testInterleavingLeavesABatchTooSmallForItToLoopedBfs(policy, caplog):
-  stack = _Stack('interleaved_1f1b', policy, 4, 4, 2)
+def testInterleavingLeavesABatchTooSmallForItToLoopedBfs(caplog):
+  # This policy depends on the number of micro-batches.
+  stack = _Stack('interleaved_1f1b', 'except_last', 4, 4, 2)
   with caplog.at_level('INFO', logger='absl'):
     _Check(stack, 3)
     for size in (1, 3):
@@ -268,15 +297,16 @@ def testStagesOfOneDeviceTakeTurns():
 # ---- schedules of the user's own ---------------------------------------------------------
 
 
-@pytest.mark.parametrize('policy', rematerialisation.POLICIES)
-def testAScheduleOfOnesOwn(policy):
+def testAScheduleOfOnesOwn():
   """Micro-batches out of order, and backward split for some of them only."""
   text = """
     0F0, 0F1, 0F2, 0I1, 0B0, 0I2, 0W2, 0W1
     1F1, 1F0, 1B1, 1F2, 1I0, 1B2, 1W0
   """
   schedule = schedules.Schedule.FromText(text, name='mixed')
-  _Check(_Stack(schedule, policy, 2, 3), 6)
+  ways = [(schedule, policy) for policy in ('layer', 'except_last')]  # Which has stage and none.
+  stack = _Stack(schedule, 'stage', 2, 3)
+  stacks.CheckWays(stack, *_Batch(6), ways, _Reference(3, 6), loss_fn=_Loss)
 
 
 def testAScheduleOfOnesOwnWithSeveralStagesADevice():

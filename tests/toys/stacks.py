@@ -105,15 +105,18 @@ def StageFunctions(stack, s, recompute=rematerialisation.Recompute.STAGE):
   return stack.engine.functions.For(s, recompute, do_eval=False, with_loss=True)
 
 
-def StepFunction(stack):
-  """Returns a tf.function (inputs, side, step) -> sums that takes one training step."""
+def StepFunction(stack, num_micro_batches=None):
+  """Returns a tf.function (inputs, side, step) -> sums that takes one training step.
+
+  `num_micro_batches` takes the place of that of the stack.
+  """
   stack.engine.MakeAccumulators()  # Created during tracing, they would cause a second trace.
 
   @tf.function(autograph=False)
   def Step(inputs, side, step):
-    sides = stack.SplitBatch(side)
-    weights = [LossWeight(s) for s in sides]
-    return RunStep(stack.engine, stack.SplitBatch(inputs), sides, weights, step)
+    count, batch_dim = num_micro_batches or stack.num_micro_batches, stack.params.batch_dim
+    pieces, sides = (micro_batch.Split(nest, count, batch_dim) for nest in (inputs, side))
+    return RunStep(stack.engine, pieces, sides, [LossWeight(s) for s in sides], step)
 
   return Step
 
@@ -132,6 +135,34 @@ def Train(stack, inputs, side, loss_fn=SquareLoss, *, step=STEP, is_trained=None
   )  # The next run must start from cleared accumulators.
   sums = run(inputs, side, tf.constant(step, tf.int64))
   return {name: value.numpy() for name, value in sums.items()}, Gradients(stack)
+
+
+def Retrain(stack, inputs, side, schedule, policy, *, step=STEP, num_micro_batches=None):
+  """Trains a placed stack by another schedule and policy; returns (sums, gradients).
+
+  The stages' functions, whose traces take most of the time, are traced for the first of them. The
+  accumulators hold something else before.
+  """
+  engine = stack.engine
+  # There is no other way to run several schedules with the same traces.
+  engine._schedule, engine.remat_policy = schedule, policy
+  run = StepFunction(stack, num_micro_batches)
+  for replica in engine.replicas:
+    for accumulator in (a for s in replica.holders for a in s.AllAccumulators()):
+      accumulator.assign(tf.ones_like(accumulator))
+  sums = run(inputs, side, tf.constant(step, tf.int64))
+  return {name: value.numpy() for name, value in sums.items()}, Gradients(stack)
+
+
+def CheckWays(stack, inputs, side, ways, expected, *, loss_fn=SquareLoss, step=STEP):
+  """Places the stack, and checks its result under each of some (schedule, policy)."""
+  stack.Place(Devices(), *Specs(inputs), loss_fn=loss_fn)
+  for schedule, policy in ways:
+    try:
+      CheckEqual(Retrain(stack, inputs, side, schedule, policy, step=step), expected)
+    except Exception as error:
+      error.add_note(f'schedule {schedule}, policy {policy}')
+      raise
 
 
 def Evaluate(stack, inputs, side):

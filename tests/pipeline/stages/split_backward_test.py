@@ -24,9 +24,8 @@ _WAYS = [
   ('zb_h1', 'stage'),
   ('zb_h1', 'none'),
 ]
-_each_way = pytest.mark.parametrize('schedule, policy', _WAYS)
 # By layer, kept, and in halves: for what random_stacks_test has with every schedule and policy.
-_three_ways = pytest.mark.parametrize('schedule, policy', _WAYS[1:4])
+_THREE_WAYS = _WAYS[1:4]
 
 
 class _Fn(base_layer.BaseLayer):
@@ -62,8 +61,8 @@ def _X():
   return tf.constant(np.random.default_rng(4).normal(size=[_BATCH, _DIM]))
 
 
-def _Check(sub, schedule, policy, *inputs, xla=False, splits=None, num_micro_batches=2):
-  """Each layer a stage of its own, if `splits` says nothing else."""
+def _Check(sub, ways, *inputs, xla=False, splits=None, num_micro_batches=2):
+  """Each layer a stage of its own, if `splits` says nothing else; each (schedule, policy)."""
   inputs = inputs or (_X(),)
   side = stacks.ExampleWeights(_BATCH)
   splits = splits or list(range(1, len(sub) + 1))
@@ -72,13 +71,10 @@ def _Check(sub, schedule, policy, *inputs, xla=False, splits=None, num_micro_bat
     num_stages=len(splits),
     num_micro_batches=num_micro_batches,
     splits=splits,
-    schedule=schedule,
-    remat_policy=policy,
     xla=xla,
   )
-  actual = stacks.Train(stack, inputs, side)
   expected = stacks.Reference(sub, num_micro_batches, inputs, side)
-  stacks.CheckEqual(actual, expected)
+  stacks.CheckWays(stack, inputs, side, ways, expected)
 
 
 # ---- what layers compute -----------------------------------------------------------------
@@ -147,26 +143,23 @@ _KINDS = {
 }
 
 
-@_each_way
 @pytest.mark.parametrize('kind', _KINDS)
-def testLayersOfAllKinds(kind, schedule, policy):
+def testLayersOfAllKinds(kind):
   # A layer before, so that each has an input gradient too.
   sub = [_Square(), *map(_With, _KINDS[kind])]
-  _Check(sub, schedule, policy, splits=list(range(2, len(sub) + 1)))
+  _Check(sub, _WAYS, splits=list(range(2, len(sub) + 1)))
 
 
-@pytest.mark.parametrize('schedule, policy', [('gpipe', 'none'), ('zb_h1', 'stage')])
-def testLayersOfAllKindsCompiledByXla(schedule, policy):
+def testLayersOfAllKindsCompiledByXla():
   bodies = [_Cond, _Loop, lambda w, x: _Inner(w, x) + _Inner(w, 2.0 * x), _Twice]
   sub = [_Square(), *map(_With, bodies)]
-  _Check(sub, schedule, policy, splits=[2, 3, 5], xla=True)
+  _Check(sub, [('gpipe', 'none'), ('zb_h1', 'stage')], splits=[2, 3, 5], xla=True)
 
 
 # ---- what goes between stages ------------------------------------------------------------
 
 
-@_each_way
-def testOutputsThatAreInputsOrEachOther(schedule, policy):
+def testOutputsThatAreInputsOrEachOther():
   """A residual may be an output, an output an input, and two outputs the same tensor."""
 
   def Double(w, x, *extras):
@@ -178,32 +171,29 @@ def testOutputsThatAreInputsOrEachOther(schedule, policy):
     _With(lambda w, a, b, c: (tf.tanh(tf.matmul(a, w)) * b, c, c)),
     _With(lambda w, a, b, c: tf.matmul(a + tf.sin(b), w) * c),
   ]
-  _Check(sub, schedule, policy)
+  _Check(sub, _WAYS)
 
 
-@_three_ways
-def testOutputsThatNobodyUses(schedule, policy):
+def testOutputsThatNobodyUses():
   sub = [
     _With(lambda w, x: (tf.tanh(tf.matmul(x, w)), tf.matmul(x, w) * 2.0, None, tf.shape(x))),
     _With(lambda w, a, b, none, shape: (tf.matmul(a, w), [b, none])),
     _With(lambda w, a, nest: tf.matmul(a, w)),
   ]
-  _Check(sub, schedule, policy)
+  _Check(sub, _THREE_WAYS)
 
 
-@_three_ways
-def testStagesWithoutWeightsOrWithoutUseOfThem(schedule, policy):
+def testStagesWithoutWeightsOrWithoutUseOfThem():
   sub = [
     _Square(),
     dropout.DropoutLayer.Params().Set(keep_prob=0.6),
     _Without(lambda x: x),
     _With(lambda w, x: tf.tanh(x)),
   ]
-  _Check(sub, schedule, policy)
+  _Check(sub, _THREE_WAYS)
 
 
-@_three_ways
-def testStagesOfIntegersOnly(schedule, policy):
+def testStagesOfIntegersOnly():
   """Neither the first stage nor the second has anything to differentiate."""
   ids = tf.constant(np.random.default_rng(1).integers(0, 5, [_BATCH, 2]), tf.int32)
   sub = [
@@ -212,7 +202,7 @@ def testStagesOfIntegersOnly(schedule, policy):
     _With(lambda w, ids, flags, none: (tf.gather(w, ids % 3), flags)),
     _With(lambda w, x, flags: tf.where(flags[..., None], tf.tanh(x), x)[:, 0] @ w),
   ]
-  _Check(sub, schedule, policy, ids)
+  _Check(sub, _THREE_WAYS, ids)
 
 
 def _IntegersBetween():
@@ -225,14 +215,12 @@ def _IntegersBetween():
   ]
 
 
-@_each_way
-def testIntegerStagesBetween(schedule, policy):
+def testIntegerStagesBetween():
   """Trained weights precede them, but no gradient can pass."""
-  _Check(_IntegersBetween(), schedule, policy, splits=[1, 2, 3, 5])
+  _Check(_IntegersBetween(), _WAYS, splits=[1, 2, 3, 5])
 
 
-@pytest.mark.parametrize('schedule, policy', [('1f1b', 'stage'), ('zb_h1', 'none')])
-def testStagesThatNoGradientReachesCompiledByXla(schedule, policy):
+def testStagesThatNoGradientReachesCompiledByXla():
   """TensorFlow makes a NoOp of a call that gives and changes nothing, which XLA cannot run."""
   ids = tf.constant(np.random.default_rng(1).integers(0, _DIM, [_BATCH]), tf.int32)
   table = _With(lambda w, ids: tf.gather(w, ids))
@@ -240,12 +228,12 @@ def testStagesThatNoGradientReachesCompiledByXla(schedule, policy):
   unused = _With(lambda w, ids: 2 - ids)
   none = _Without(lambda ids: (ids + 1) % _DIM)
   # With four micro-batches every stage but the first has a forward after its first backward.
+  ways = [('1f1b', 'stage'), ('zb_h1', 'none')]
   for sub in ([table, to_ids, none, table], [none, unused, table]):
-    _Check(sub, schedule, policy, ids, xla=True, num_micro_batches=_BATCH)
+    _Check(sub, ways, ids, xla=True, num_micro_batches=_BATCH)
 
 
-@_each_way
-def testIntegersThatDependOnFloats(schedule, policy):
+def testIntegersThatDependOnFloats():
   def Route(w, x):
     y = tf.matmul(x, w)
     return y, nested_map.NestedMap(best=tf.argmax(y, -1), up=y > 0, half=tf.cast(y, tf.float32))
@@ -254,11 +242,10 @@ def testIntegersThatDependOnFloats(schedule, policy):
     y = tf.where(nest.up, x, 0.1 * x) * tf.cast(nest.half, x.dtype)
     return tf.tanh(y @ w) * tf.cast(nest.best + 1, x.dtype)[:, None]
 
-  _Check([_With(Route), _With(Take), _Square()], schedule, policy)
+  _Check([_With(Route), _With(Take), _Square()], _WAYS)
 
 
-@_three_ways
-def testFrozenWeights(schedule, policy):
+def testFrozenWeights():
   class Frozen(base_layer.BaseLayer):
     def __init__(self, params):
       super().__init__(params)
@@ -268,13 +255,12 @@ def testFrozenWeights(schedule, policy):
     def FProp(self, theta, x):
       return tf.tanh(tf.matmul(x, theta.w) + theta.b)
 
-  _Check([_Square(), Frozen.Params(), Frozen.Params(), _Square()], schedule, policy)
+  _Check([_Square(), Frozen.Params(), Frozen.Params(), _Square()], _THREE_WAYS)
 
 
-@_three_ways
-def testRandomBits(schedule, policy):
+def testRandomBits():
   drop = dropout.DropoutLayer.Params().Set(keep_prob=0.5)
-  _Check([drop, _Square(), drop, drop, _Square(), drop], schedule, policy, splits=[2, 4, 6])
+  _Check([drop, _Square(), drop, drop, _Square(), drop], _THREE_WAYS, splits=[2, 4, 6])
 
 
 # ---- embeddings --------------------------------------------------------------------------
