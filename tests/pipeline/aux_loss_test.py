@@ -14,18 +14,16 @@ from tests import naming
 from tests.toys import stacks
 
 _BATCH, _DIM = 6, 3
-# Every schedule with two policies or more, every policy with two schedules or more.
+# Backward whole, with its forward and in halves, each with several policies.
 _CASES = [
   ('gpipe', 'stage', 3),
-  ('gpipe', 'except_last', 4),
-  ('fused_fill_drain', 'layer', 2),
-  ('fused_fill_drain', 'none', 3),
   ('1f1b', 'except_last', 2),
-  ('1f1b', 'layer', 4),
+  ('1f1b', 'layer', 3),
+  ('fused_fill_drain', 'layer', 2),
   ('1f1b_fused', 'stage', 1),
-  ('1f1b_fused', 'none', 4),
+  ('1f1b_fused', 'none', 2),
   ('zb_h1', 'stage', 2),
-  ('zb_h1', 'layer', 4),
+  ('zb_h1', 'layer', 2),
   ('zb_h1', 'none', 4),
 ]
 
@@ -116,25 +114,24 @@ def testGradientsAndMeans(schedule, policy, num_stages):
   assert len({round(float(pair[1]), 9) for pair in sums.values()}) == 1
 
 
-@pytest.mark.parametrize(
-  'schedule, policy', [('gpipe', 'layer'), ('1f1b_fused', 'stage'), ('zb_h1', 'none')]
-)
+@pytest.mark.parametrize('schedule, policy', [('1f1b_fused', 'layer'), ('zb_h1', 'none')])
 def testCompiledByXla(schedule, policy):
-  _Check(_Sub(), num_stages=3, splits=_SPLITS[3], schedule=schedule, remat_policy=policy, xla=True)
+  _Check(_Sub(), num_stages=2, splits=_SPLITS[2], schedule=schedule, remat_policy=policy, xla=True)
 
 
 def testSeveralStagesADevice():
   options = {'num_stages': 4, 'stages_per_device': 2, 'splits': _SPLITS[4]}
-  _Check(_Sub(), num_micro_batches=4, schedule='interleaved_1f1b', **options)
-  _Check(_Sub(), schedule='looped_bfs', remat_policy='none', **options)
+  stack = stacks.MakeStack(_Sub(), num_micro_batches=2, schedule='looped_bfs', **options)
+  side = stacks.ExampleWeights(_BATCH)
+  ways = [('interleaved_1f1b', 'stage'), ('looped_bfs', 'none')]
+  stacks.CheckWays(stack, (_X(),), side, ways, stacks.Reference(_Sub(), 2, (_X(),), side))
 
 
 def testTheyChangeTheGradients():
   """The tests above would notice coefficients that are lost."""
-  options = {'num_stages': 3, 'splits': _SPLITS[3]}
-  _, grads = _Check(_Sub(), **options)
+  _, grads = _Check(_Sub(), num_stages=2, splits=_SPLITS[2])
   plain = [_Add(), *_Sub()[1:]]
-  _, plain_grads = _Check(plain, **options)
+  _, plain_grads = _Check(plain, num_stages=2, splits=_SPLITS[2])
   stacks.CheckAnyDiffers(grads, plain_grads)
 
 

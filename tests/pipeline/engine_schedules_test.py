@@ -85,7 +85,7 @@ def _Stack(schedule, policy, num_stages, num_micro_batches, stages_per_device=1,
 
 @functools.cache
 def _Placed(num_stages, stages_per_device=1, xla=False, schedule=''):
-  """Returns a placed stack for all schedules with its placement: stages are traced once for them."""
+  """Returns a placed stack for all schedules with its placement, which share traces of stages."""
   schedule = schedule or ('gpipe' if stages_per_device == 1 else 'looped_bfs')
   stack = _Stack(schedule, 'stage', num_stages, 4, stages_per_device, xla=xla)
   stack.Place(stacks.Devices(), *stacks.Specs(_Batch(8)[0]), loss_fn=_Loss)

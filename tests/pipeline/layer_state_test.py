@@ -19,18 +19,16 @@ from lingvo_gpipe.pipeline.cutting import layer_costs
 from tests.toys import stacks
 
 _BATCH, _DIM = 6, 3
-# Every schedule with two policies or more, every policy with two schedules or more.
+# Backward whole, with its forward and in halves, each with several policies.
 _CASES = [
   ('gpipe', 'stage', 3),
-  ('gpipe', 'except_last', 4),
-  ('fused_fill_drain', 'layer', 2),
-  ('fused_fill_drain', 'none', 3),
   ('1f1b', 'except_last', 2),
-  ('1f1b', 'layer', 4),
+  ('1f1b', 'layer', 3),
+  ('fused_fill_drain', 'layer', 2),
   ('1f1b_fused', 'stage', 1),
-  ('1f1b_fused', 'none', 4),
+  ('1f1b_fused', 'none', 2),
   ('zb_h1', 'stage', 2),
-  ('zb_h1', 'layer', 4),
+  ('zb_h1', 'layer', 2),
   ('zb_h1', 'none', 4),
 ]
 _TRAINED = ('gamma', 'beta')
@@ -142,10 +140,10 @@ def testEqualsTheLayersOneByOne(schedule, policy, num_stages, num_micro_batches)
 
 @pytest.mark.parametrize(
   'schedule, policy',
-  [('gpipe', 'layer'), ('1f1b_fused', 'except_last'), ('zb_h1', 'none')],
+  [('1f1b_fused', 'except_last'), ('zb_h1', 'layer')],
 )
 def testCompiledByXla(schedule, policy):
-  _Check(num_stages=3, splits=_SPLITS[3], schedule=schedule, remat_policy=policy, xla=True)
+  _Check(num_stages=2, splits=_SPLITS[2], schedule=schedule, remat_policy=policy, xla=True)
 
 
 def testSeveralStagesADevice():

@@ -45,7 +45,7 @@ class _Tangle(base_layer.BaseLayer):
     return y, nested_map.NestedMap(ids=(ids + 1) % 3, none=None, others=side_values)
 
 
-def _Params(cls, num_layers=4, **options):
+def _Params(cls, num_layers=3, **options):
   p = cls.Params().Set(name='stack', dtype=tf.float64, random_seed=_SEED, **options)
   p.sub = [_Tangle.Params() for _ in range(num_layers)]
   p.sub[1].random_seed = _SEED + 1  # A layer may have a seed of its own.
@@ -134,14 +134,14 @@ def _CheckSame(actual, expected):
 
 
 # One stage and several, one micro-batch and several, eagerly and in a function: each pair of them.
-@pytest.mark.parametrize('num_stages, num_micro_batches', [(1, 1), (4, 6)])
+@pytest.mark.parametrize('num_stages, num_micro_batches', [(1, 1), (3, 3)])
 def testEagerlyUnderAUsersTape(num_stages, num_micro_batches):
   args = _Inputs([6])
   stack = _Placed(args, num_stages, num_micro_batches)
   _CheckSame(_Run(stack, args), _Reference(args, num_micro_batches))
 
 
-@pytest.mark.parametrize('num_stages, num_micro_batches', [(1, 3), (2, 1), (4, 2)])
+@pytest.mark.parametrize('num_stages, num_micro_batches', [(2, 1), (3, 2)])
 def testInAUsersFunction(num_stages, num_micro_batches):
   args = _Inputs([6])
   stack = _Placed(args, num_stages, num_micro_batches)
@@ -483,10 +483,13 @@ def testATrainingLoopOfOnesOwn(in_function):
       return loss
 
     run = tf.function(Step, autograph=False) if in_function else Step
-    return [float(run(tf.constant(step, tf.int64))) for step in range(40)]
+    num_steps = 40 if in_function else 5  # Eager steps take much longer.
+    return [float(run(tf.constant(step, tf.int64))) for step in range(num_steps)]
 
   one_stage, three_stages = Losses(1), Losses(3)
-  assert np.mean(one_stage[-5:]) < 0.3 * np.mean(one_stage[:5])
+  assert one_stage[-1] < one_stage[0]
+  if in_function:
+    assert np.mean(one_stage[-5:]) < 0.3 * np.mean(one_stage[:5])
   np.testing.assert_allclose(three_stages, one_stage, rtol=1e-3)
 
 

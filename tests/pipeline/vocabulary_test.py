@@ -87,7 +87,7 @@ def _Expected(head, is_tied=False, size=_BATCH):
     (_SHARED.Params(), 3, 1, _BATCH, {'schedule': 'zb_h1', 'ties': _TIES}),
     (
       _SIMPLE.Params(),
-      *(2, 1, _UNEVEN),
+      *(2, 1, _BATCH),
       {'schedule': 'zb_v', 'remat_policy': 'layer', 'num_stages': 4},
     ),
     (

@@ -211,7 +211,7 @@ _SPACE = plan_choice.Space(
 
 
 # Together they draw each kind of a vocabulary and of devices.
-@pytest.mark.parametrize('seed', [0, 2, 3, 5])
+@pytest.mark.parametrize('seed', [0, 5, 29])
 def testFindsThePlanOfAnExhaustiveSearch(seed):
   rng = random.Random(seed)
   costs = _RandomCosts(rng)
