@@ -67,14 +67,14 @@ def _Gradients(stack, inputs, side):
 @pytest.mark.parametrize(
   'name, policy, k, v, m, xla',
   [
-    ('gpipe', 'stage', 2, 1, 3, False),
-    ('gpipe', 'none', 2, 1, 3, True),
-    ('1f1b', 'layer', 2, 1, 4, True),
-    ('1f1b', 'except_last', 3, 1, 4, False),
+    ('gpipe', 'stage', 2, 1, 5, False),
+    ('gpipe', 'none', 2, 1, 5, True),
+    ('1f1b', 'layer', 4, 1, 5, False),
+    ('1f1b', 'except_last', 4, 1, 5, False),
     ('interleaved_1f1b', 'none', 2, 2, 4, False),
-    ('zb_h1', 'none', 3, 1, 4, False),
-    ('zb_h1', 'stage', 3, 1, 4, False),
-    ('gpipe', 'by layer', 2, 1, 3, False),
+    ('zb_h1', 'none', 4, 1, 6, False),
+    ('zb_h1', 'stage', 4, 1, 6, False),
+    ('gpipe', 'by layer', 2, 1, 5, False),
   ],
 )
 def testGradientsAreBitEqual(name, policy, k, v, m, xla):
