@@ -595,7 +595,7 @@ def testManyGradientsOfNarrowWeights():
   stack.Place(stacks.Devices(), *stacks.Specs((x,)), loss_fn=Loss)
   sides = stack.SplitBatch(side)
   weights = [stacks.LossWeight(s) for s in sides]
-  # Eagerly: tracing so many calls would take long.
+  # Eagerly: tracing 256 calls would take long.
   stacks.RunStep(stack.engine, stack.SplitBatch((x,)), sides, weights, tf.constant(1, tf.int64))
   gradient = stacks.Gradients(stack)['stack.layers[0].w']
   np.testing.assert_allclose(gradient / 256, 1 / layers.DIM, rtol=1e-2)

@@ -108,7 +108,7 @@ def StageFunctions(stack, s, recompute=rematerialisation.Recompute.STAGE):
 def StepFunction(stack, num_micro_batches=None):
   """Returns a tf.function (inputs, side, step) -> sums that takes one training step.
 
-  `num_micro_batches` takes the place of that of the stack.
+  `num_micro_batches` overrides the number in the Params of the stack.
   """
   stack.engine.MakeAccumulators()  # Created during tracing, they would cause a second trace.
 
