@@ -92,6 +92,7 @@ def _Place(head, num_replicas=1, is_trained=None, size=_BATCH, **options):
       *(2, 1, _BATCH),
       {'offload': 1.0, 'num_micro_batches': 4, 'remat_policy': 'none', 'ties': _TIES},
     ),
+    (_SIMPLE, 2, 1, _BATCH, {'schedule': 'zb_v', 'num_stages': 4}),
     (_SIMPLE, 2, 1, _BATCH, {'schedule': '1f1b', 'xla': True}),
   ],
 )
