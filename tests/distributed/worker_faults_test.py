@@ -26,6 +26,9 @@ from tests.toys import projects
 _Args = processes.ToyArgs
 hosts = worker_processes.hosts
 
+_PIPELINE = 'task.stack.xla:False;task.train.save_interval_steps:20'
+_REPLICAS = f'{_PIPELINE};task.stack.num_stages:1;task.stack.splits:[]'
+
 # In addition to the experiment Toy.
 _KILLED = """
 import os
@@ -101,18 +104,17 @@ class KilledInSaves(Toy):
 @registry.RegisterSingleTaskModel
 class StoppedAtTheStart(Toy):
   def Task(self):
-    # The local worker hangs as soon as the first training process is connected to it.
+    # The file `worker` names the worker's process, which hangs as soon as the first training
+    # process is connected to it.
     supervised._SILENCE_SECONDS = worker_watch._PAUSE_SECONDS = 1.0
     worker_connection._ASK_SECONDS = 2.0
     connect = worker_connection.Connect
 
     def Connect(*args):
       facts = connect(*args)
-      if not pathlib.Path('stopped').exists():
-        pathlib.Path('stopped').write_text('')
-        parent = os.getppid()
-        children = pathlib.Path(f'/proc/{parent}/task/{parent}/children').read_text().split()
-        (worker,) = {*map(int, children)} - {os.getpid()}
+      if pathlib.Path('worker').exists():
+        worker = int(pathlib.Path('worker').read_text())
+        pathlib.Path('worker').unlink()
         os.kill(worker, signal.SIGSTOP)
       return facts
 
@@ -123,21 +125,18 @@ class StoppedAtTheStart(Toy):
 @registry.RegisterSingleTaskModel
 class KilledInEvaluation(Toy):
   def Task(self):
-    # The file `signals` lists signals. In the third batch of each process, the local worker gets
-    # the next one.
+    # The file `signal` names the worker's process and a signal, which the worker gets in the third
+    # batch of a process.
     begin, num_batches = heartbeat.Begin, 0
 
     def Begin(kind):
       nonlocal num_batches
       begin(kind)
       num_batches += kind == heartbeat.EVALUATE
-      numbers = pathlib.Path('signals').read_text().split()
-      if num_batches == 3 and numbers:
-        pathlib.Path('signals').write_text(' '.join(numbers[1:]))
-        parent = os.getppid()
-        children = pathlib.Path(f'/proc/{parent}/task/{parent}/children').read_text().split()
-        (worker,) = {*map(int, children)} - {os.getpid()}
-        os.kill(worker, int(numbers[0]))
+      if num_batches == 3 and pathlib.Path('signal').exists():
+        worker, number = map(int, pathlib.Path('signal').read_text().split())
+        pathlib.Path('signal').unlink()
+        os.kill(worker, number)
 
     heartbeat.Begin = Begin
     return super().Task()
@@ -209,16 +208,24 @@ def testAWorkerThatComputesIsNotAFailure(forks, hosts, tmp_path):
   assert done.stdout == 'False\n', done.stderr
 
 
+def _Hosts(tmp_path, ports):
+  """Returns a file with the addresses of workers at these ports of this machine."""
+  path = tmp_path / 'hosts.json'
+  path.write_text(json.dumps({'worker': [f'localhost:{port}' for port in ports]}))
+  return path
+
+
+def _StartWorker(forks, hosts, index, *args):
+  """Returns the id of a worker's process, a fork: a `--local_workers` imports TensorFlow itself."""
+  flags = [f'--cluster={hosts}', f'--task_index={index}', '--threads_per_device=1', *args]
+  return forks.Start('worker', *flags, '--local_only', is_waited_for=False)
+
+
 def testWorkersAreAskedIfTheErrorDoesNotDecide(forks, monkeypatch, tmp_path):
   port = worker_processes.FreePorts(1)[0]
   address = f'localhost:{port}'
-  (tmp_path / 'hosts.json').write_text(json.dumps({'worker': [address]}))
-
-  def StartWorker():
-    args = [f'--cluster={tmp_path}/hosts.json', '--task_index=0', '--local_only']
-    return forks.Start('worker', *args, is_waited_for=False)
-
-  pid = StartWorker()
+  hosts = _Hosts(tmp_path, [port])
+  pid = _StartWorker(forks, hosts, 0)
   monkeypatch.setattr(
     worker_connection,
     '_answers',
@@ -230,7 +237,7 @@ def testWorkersAreAskedIfTheErrorDoesNotDecide(forks, monkeypatch, tmp_path):
   worker_processes.AwaitFree(port)
   assert worker_connection.IsFailure(error)
   assert not worker_connection.IsFailure(ValueError('of the user'))
-  pid = StartWorker()
+  pid = _StartWorker(forks, hosts, 0)
   try:
     worker_connection.AwaitWorkers([address], worker_processes.SECONDS)
     assert worker_connection.IsFailure(error)
@@ -256,10 +263,12 @@ def _AssertAsUndisturbed(forks, project, tmp_path, logdir, more, *args):
 
 
 def testTrainingResumesAfterAWorkerIsKilledOrHangs(forks, project, tmp_path):
+  """Of two replicas, on a worker that the trainer starts."""
   # Many steps follow each checkpoint, so that the signal comes during a step: a worker that hangs
   # in the copy for a checkpoint has a longer limit.
-  more = 'task.stack.xla:False;task.train.save_interval_steps:100'
-  args = [*_Args(tmp_path, 10**6, more), '--local_workers=1', '--step_timeout=5']
+  more = f'{_REPLICAS};task.train.all_reduce:send;task.train.save_interval_steps:100'
+  replicas = '--num_replicas=2'
+  args = [*_Args(tmp_path, 10**6, more), '--local_workers=1', '--step_timeout=5', replicas]
   pid = forks.Start('trainer', *args, cwd=project)
   try:
     for number in (signal.SIGKILL, signal.SIGSTOP, None):
@@ -282,16 +291,31 @@ def testTrainingResumesAfterAWorkerIsKilledOrHangs(forks, project, tmp_path):
     {'worker_failed': 1},
     {'worker_failed': 1, 'no_step': 1},
   ]
-  _AssertAsUndisturbed(forks, project, tmp_path, tmp_path, more)
+  _AssertAsUndisturbed(forks, project, tmp_path, tmp_path, more, replicas)
 
 
 def testAWorkerThatHangsBeforeTheFirstStepIsNoticed(forks, project, tmp_path):
-  more = 'task.stack.xla:False'
-  args = [*_Args(tmp_path, 2, more), '--model=toy.StoppedAtTheStart', '--local_workers=1']
-  done = processes.Succeeded(forks.Run('trainer', *args, cwd=project))
-  (line,) = [line for line in processes.Messages(done.stderr) if 'has answered nothing' in line]
+  more, ports = 'task.stack.xla:False', worker_processes.FreePorts(1)
+  hosts = _Hosts(tmp_path, ports)
+  worker = _StartWorker(forks, hosts, 0, '--num_devices=2')
+  (project / 'worker').write_text(str(worker))
+  args = [*_Args(tmp_path, 2, more), '--model=toy.StoppedAtTheStart', f'--cluster={hosts}']
+  trainer = forks.Start('trainer', *args, cwd=project, is_waited_for=False)
+  stderr = forks._outputs['stderr']
+  try:
+    forks.Await('has answered nothing')
+    os.kill(worker, signal.SIGKILL)
+    worker_processes.AwaitFree(ports[0])
+    worker = _StartWorker(forks, hosts, 0, '--num_devices=2')
+    worker_processes.AwaitEnd([trainer])
+  finally:
+    for pid in (worker, trainer):
+      os.kill(pid, signal.SIGKILL)
+  lines = processes.Messages(stderr.read_text())
+  (line,) = [line for line in lines if 'has answered nothing' in line]
   assert 'a worker failed: the worker at localhost:' in line
   assert [failures for _, failures in _Failures(tmp_path)] == [{'worker_failed': 1}]
+  assert processes.Steps(tmp_path)[-1] == 2
   _AssertAsUndisturbed(forks, project, tmp_path, tmp_path, more)
 
 
@@ -316,18 +340,38 @@ def testAnEvaluatorResumesAfterItsWorkerIsKilledOrHangs(forks, project, tmp_path
   processes.Succeeded(forks.Run('trainer', *_Args(tmp_path / 'run', 1, more), cwd=project))
   shutil.copytree(tmp_path / 'run', tmp_path / 'once')
 
-  def Evaluate(name, *args):
-    args = [*_Args(tmp_path / name, 1, more), '--split=Train', '--once', *args]
-    return processes.Succeeded(forks.Run('evaluator', *args, cwd=project))
+  def Args(name):
+    return [*_Args(tmp_path / name, 1, more), '--split=Train', '--once']
 
-  Evaluate('once')
-  (project / 'signals').write_text(f'{int(signal.SIGKILL)} {int(signal.SIGSTOP)}')
-  done = Evaluate('run', '--model=toy.KilledInEvaluation', '--local_workers=1', '--step_timeout=5')
-  lines = [line for line in processes.Messages(done.stderr) if 'resuming evaluation from' in line]
-  assert len(lines) == 2, done.stderr
+  processes.Succeeded(forks.Run('evaluator', *Args('once'), cwd=project))
+  ports = worker_processes.FreePorts(1)
+  hosts = _Hosts(tmp_path, ports)
+  workers = [_StartWorker(forks, hosts, 0, '--num_devices=2')]
+  (project / 'signal').write_text(f'{workers[0]} {int(signal.SIGKILL)}')
+  args = ['--model=toy.KilledInEvaluation', f'--cluster={hosts}', '--step_timeout=5']
+  started = forks.Start('evaluator', *Args('run'), *args, cwd=project, is_waited_for=False)
+  outputs = forks._outputs
+  try:
+    for then in (signal.SIGSTOP, None):
+      worker_processes.Await('signal', lambda: not (project / 'signal').exists())
+      if not then:
+        worker_processes.Await('limit', lambda: 'may hang' in outputs['stderr'].read_text())
+        os.kill(workers[-1], signal.SIGKILL)
+      worker_processes.AwaitFree(ports[0])
+      workers.append(_StartWorker(forks, hosts, 0, '--num_devices=2'))
+      if then:
+        (tmp_path / 'signal').write_text(f'{workers[-1]} {int(then)}')
+        (tmp_path / 'signal').rename(project / 'signal')
+    worker_processes.AwaitEnd([started])
+  finally:
+    for pid in (*workers, started):
+      os.kill(pid, signal.SIGKILL)
+  stdout, stderr = (outputs[name].read_text() for name in ('stdout', 'stderr'))
+  lines = [line for line in processes.Messages(stderr) if 'resuming evaluation from' in line]
+  assert len(lines) == 2, stderr
   assert 'evaluation from the checkpoint of step 1' in lines[0]
   assert 'no step was done within 5.0 s: ' in lines[1]
-  assert done.stdout.count('Train at step 1: loss ') == 1
+  assert stdout.count('Train at step 1: loss ') == 1
   actual, expected = (processes.Scalars(tmp_path / name / 'eval_train') for name in ('run', 'once'))
   assert actual == expected and len(actual['loss']) == 1  # Bit for bit.
 
@@ -348,34 +392,21 @@ def testAnEvaluatorLogsTheCheckpointFromWhichItResumes(monkeypatch, once, checkp
   assert evaluator._DescribeStart(progress) == expected
 
 
-_PIPELINE = 'task.stack.xla:False;task.train.save_interval_steps:20'
-_REPLICAS = f'{_PIPELINE};task.stack.num_stages:1;task.stack.splits:[]'
-
-
 @pytest.mark.parametrize(
   'more, victims, args',
   [
-    # Also one victim twice in a row.
-    (_PIPELINE, [1, 2, 2, 0], []),
-    # The worker that reads the stream, and the training process.
-    (_PIPELINE, [0, 2], ['--model=toy.Streamed']),
-    # A surviving worker still has collectives of the previous training process.
-    (f'{_REPLICAS};task.train.all_reduce:collective', [2, 0], ['--num_replicas=2']),
-    (f'{_REPLICAS};task.train.all_reduce:send', [1], ['--num_replicas=2']),
+    # The training process twice in a row, and in the end the worker that reads the stream.
+    (_PIPELINE, [1, 2, 2, 0], ['--model=toy.Streamed']),
+    # The surviving worker still has collectives of the previous training process.
+    (f'{_REPLICAS};task.train.all_reduce:collective', [0], ['--num_replicas=2']),
   ],
 )
 def testRandomKillsDoNotChangeTheResult(forks, project, tmp_path, more, victims, args):
   """Kills either worker, which is restarted at once, or the training process."""
   rng = random.Random(5)
-  hosts, logdir = tmp_path / 'hosts.json', tmp_path / 'killed'
-  ports = worker_processes.FreePorts(2)
-  hosts.write_text(json.dumps({'worker': [f'localhost:{port}' for port in ports]}))
-
-  def StartWorker(index):
-    flags = [f'--cluster={hosts}', f'--task_index={index}', '--threads_per_device=1']
-    return forks.Start('worker', *flags, '--local_only', is_waited_for=False)
-
-  workers = [StartWorker(index) for index in range(2)]
+  logdir, ports = tmp_path / 'killed', worker_processes.FreePorts(2)
+  hosts = _Hosts(tmp_path, ports)
+  workers = [_StartWorker(forks, hosts, index) for index in range(2)]
   flags = [*_Args(logdir, 10**6, more), f'--cluster={hosts}', *args]
   trainer = forks.Start('trainer', *flags, cwd=project, is_waited_for=False)
   stderr = forks._outputs['stderr']
@@ -398,7 +429,7 @@ def testRandomKillsDoNotChangeTheResult(forks, project, tmp_path, more, victims,
       os.kill([*workers, child][victim], signal.SIGKILL)
       if victim < 2:
         worker_processes.AwaitFree(ports[victim])
-        workers[victim] = StartWorker(victim)
+        workers[victim] = _StartWorker(forks, hosts, victim)
     os.kill(trainer, signal.SIGTERM)
     worker_processes.AwaitEnd([trainer])
     assert re.search('data: .*, read by worker 0', stderr.read_text())
@@ -492,22 +523,15 @@ def testTrainingContinuesWithOneWorkerUntilTheOtherIsBack(forks, project, proxie
 
 
 def testAWorkerKilledOrStoppedDuringASaveLosesNoCheckpoint(forks, project, tmp_path):
-  hosts, ports = tmp_path / 'hosts.json', worker_processes.FreePorts(2)
-  hosts.write_text(json.dumps({'worker': [f'localhost:{port}' for port in ports]}))
-  workers = {}
-
-  def StartWorker(index):
-    args = [f'--cluster={hosts}', f'--task_index={index}', '--threads_per_device=1']
-    pid = forks.Start('worker', *args, '--local_only', is_waited_for=False)
-    workers[index] = pid
+  ports = worker_processes.FreePorts(2)
+  hosts = _Hosts(tmp_path, ports)
+  workers = [_StartWorker(forks, hosts, index) for index in range(2)]
 
   def KillIn(function, step, number):
     text = f'{function} {step} {workers[1]} {ports[1]} {int(number)}'
     (tmp_path / 'kill').write_text(text)
     (tmp_path / 'kill').rename(project / 'kill')
 
-  StartWorker(0)
-  StartWorker(1)
   KillIn('_Save', 3, signal.SIGKILL)
   more = 'task.stack.xla:False;task.train.save_interval_steps:1'
   args = [f'--cluster={hosts}', *_Args(tmp_path / 'killed', 15, more), '--model=toy.KilledInSaves']
@@ -523,12 +547,12 @@ def testAWorkerKilledOrStoppedDuringASaveLosesNoCheckpoint(forks, project, tmp_p
         )
         os.kill(workers[1], signal.SIGKILL)
       worker_processes.AwaitFree(ports[1])
-      StartWorker(1)
+      workers[1] = _StartWorker(forks, hosts, 1)
       if then:
         KillIn(*then)
     worker_processes.AwaitEnd([trainer])
   finally:
-    for pid in (*workers.values(), trainer):
+    for pid in (*workers, trainer):
       os.kill(pid, signal.SIGKILL)
   starts = [
     line.partition('resuming training from the checkpoint of ')[2]
